@@ -1,0 +1,89 @@
+"""attnscore: attention scoring functions and attention pooling, exact, masked correctly, in O(n) memory.
+
+Importing this imports NumPy alone; frameworks are reached through the arrays that the caller brings.
+"""
+
+from attnscore.api import Gradients, attend, attend_vjp
+from attnscore.blocks import attention_scores, attention_weights
+from attnscore.costs import Cost, available, cost, explain
+from attnscore.errors import (
+    ArgumentError,
+    AttnscoreError,
+    DeviceError,
+    DtypeError,
+    FrameworkError,
+    KernelUnavailable,
+    MaskError,
+    ShapeError,
+)
+from attnscore.functional import masked_softmax, merge, softmax_jacobian, softmax_pullback
+from attnscore.masking import (
+    Causal,
+    Dense,
+    Documents,
+    KeyPadding,
+    KeyRange,
+    Mask,
+    PrefixLM,
+    SlidingWindow,
+    ValidLens,
+)
+from attnscore.scoring import (
+    Additive,
+    Bilinear,
+    Cosine,
+    Dot,
+    Gaussian,
+    ScaledDot,
+    SoftCap,
+    Sum,
+    Temperature,
+    register_score,
+)
+from attnscore.statistics import AttentionStats
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Additive",
+    "ArgumentError",
+    "AttentionStats",
+    "AttnscoreError",
+    "Bilinear",
+    "Causal",
+    "Cosine",
+    "Cost",
+    "Dense",
+    "DeviceError",
+    "Documents",
+    "Dot",
+    "DtypeError",
+    "FrameworkError",
+    "Gaussian",
+    "Gradients",
+    "KernelUnavailable",
+    "KeyPadding",
+    "KeyRange",
+    "Mask",
+    "MaskError",
+    "PrefixLM",
+    "ScaledDot",
+    "ShapeError",
+    "SlidingWindow",
+    "SoftCap",
+    "Sum",
+    "Temperature",
+    "ValidLens",
+    "attend",
+    "attend_vjp",
+    "attention_scores",
+    "attention_weights",
+    "available",
+    "cost",
+    "explain",
+    "masked_softmax",
+    "merge",
+    "register_score",
+    "softmax_jacobian",
+    "softmax_pullback",
+]

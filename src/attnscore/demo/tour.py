@@ -1,0 +1,286 @@
+"""The tour: what attention scoring is, on inputs small enough to check by hand, in NumPy.
+
+What this module meets:
+- the textbook's inputs and the numbers that follow from them are computed with the library and compared with
+  what they must be; a difference is a failed check, not a footnote;
+- each station prints a short table, draws a picture and leaves its numbers in the summary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import attnscore as ats
+from attnscore.commands.console import table
+from attnscore.demo import pictures
+from attnscore.demo.report import Report
+from attnscore.plotting import show_attention, show_heatmaps
+
+Array = NDArray[Any]
+
+STEPS = 6
+# What the sharpening station must find, to the digits given.
+LOGITS = (0.2, 0.4, 0.1, 0.8)
+_SOFTMAX = {1: (0.202, 0.247, 0.183, 0.368), 8: (0.008, 0.039, 0.004, 0.950)}
+_ROUNDED = 0.5e-3 * 1.0001
+
+
+def run(report: Report) -> None:
+    """Visit every station; the numbers go to ``summary["tour"]``."""
+    rng = np.random.default_rng(0)
+    found: dict[str, Any] = {}
+    for name, title, station in (
+        ("masked_softmax", "masked softmax", masked_softmax),
+        ("textbook", "dot and additive attention", textbook),
+        ("scores", "seven scoring functions", scores),
+        ("masks", "masks", masks),
+        ("temperature", "temperature and sharpening", temperature),
+        ("cost", "what it costs", cost),
+    ):
+        with report.step(title):
+            found[name] = station(report, rng)
+    report.summary["tour"] = found
+
+
+def masked_softmax(report: Report, rng: np.random.Generator) -> dict[str, Any]:
+    """Lengths per sequence and per query; what is masked weighs exactly 0."""
+    values = rng.random((2, 2, 4))
+    per_row, per_query = [2, 3], [[1, 3], [2, 4]]
+    one, two = ats.masked_softmax(values, per_row), ats.masked_softmax(values, per_query)
+    report.check(
+        "masked softmax, lengths [[1, 3], [2, 4]]: the first row is exactly 1, 0, 0, 0",
+        float(np.abs(two[0, 0] - [1, 0, 0, 0]).max()),
+        0.0,
+    )
+    report.check(
+        "masked softmax: rows sum to 1", float(np.abs(np.stack([one, two]).sum(-1) - 1).max()), 1e-15
+    )
+    rows = [
+        (f"sequence {batch}, query {query}", _numbers(one[batch, query]), _numbers(two[batch, query]))
+        for batch, query in np.ndindex(2, 2)
+    ]
+    columns = ("weights of 4 keys", f"valid_lens {per_row}", f"valid_lens {per_query}")
+    report.show(table("Masked softmax", columns, rows))
+    titles = [
+        f"valid_lens {lens}\nsequence {batch}"
+        for lens in (f"{per_row}", f"{per_query}")
+        for batch in range(2)
+    ]
+    maps = np.concatenate([one, two])[None]
+    report.picture("01-masked-softmax", show_heatmaps(maps, "Keys", "Queries", titles=titles))
+    return {"scores": values, "valid_lens": [per_row, per_query], "weights": [one, two]}
+
+
+def textbook(report: Report, rng: np.random.Generator) -> dict[str, Any]:
+    """Keys all alike: every score gives uniform weights over the valid keys."""
+    keys, lens = np.ones((2, 10, 2)), [2, 6]
+    values = np.repeat(np.arange(40.0).reshape(1, 10, 4), 2, axis=0)
+    expected = np.array([[[2.0, 3, 4, 5]], [[10.0, 11, 12, 13]]])
+    additive = ats.Additive(w_v=rng.normal(size=8), W_q=rng.normal(size=(8, 20)), W_k=rng.normal(size=(8, 2)))
+    calls = {
+        "scaled dot product": (rng.normal(size=(2, 1, 2)), "scaled_dot"),
+        "additive, 8 hidden units": (rng.normal(size=(2, 1, 20)), additive),
+    }
+    found, maps = {}, []
+    for name, (queries, score) in calls.items():
+        out, weights = ats.attend(queries, keys, values, score=score, valid_lens=lens, return_weights=True)
+        found[name] = {"query_shape": queries.shape, "outputs": out, "weights": weights}
+        maps.append(weights.reshape(2, 10))
+        report.check(
+            f"{name}: outputs are [2, 3, 4, 5] and [10, 11, 12, 13]",
+            float(np.abs(out - expected).max()),
+            1e-12,
+        )
+    columns = ("score", "queries", "keys", "output of sequence 0", "output of sequence 1")
+    rows = [
+        (name, one["query_shape"], keys.shape, _numbers(one["outputs"][0, 0]), _numbers(one["outputs"][1, 0]))
+        for name, one in found.items()
+    ]
+    caption = "keys all alike, so the weights are 1/2 over 2 and 1/6 over 6 valid keys"
+    report.show(table("Attention with valid_lens (2, 6)", columns, rows, caption=caption))
+    labels = ["2 valid", "6 valid"], [str(key) for key in range(10)]
+    figure = show_attention(maps, *labels, titles=list(calls), ylabel="Sequences", max_cols=2, numbers=True)
+    report.picture("02-dot-and-additive", figure)
+    return {"valid_lens": lens, "values": "arange(40) as (10, 4), twice", "results": found}
+
+
+def scores(report: Report, rng: np.random.Generator) -> dict[str, Any]:
+    """The same eight queries and keys under every scoring function."""
+    keys = rng.normal(size=(8, 4))
+    queries = keys + 0.25 * rng.normal(size=(8, 4))
+    w_v, w_q, w_k = (rng.normal(size=shape) for shape in ((8,), (8, 4), (8, 4)))
+    made: dict[str, Any] = {
+        "dot": "dot",
+        "scaled dot": "scaled_dot",
+        "cosine": ats.Cosine(scale=4.0),
+        "Gaussian": ats.Gaussian(bandwidth=0.7),
+        "bilinear": ats.Bilinear(rng.normal(size=(4, 4))),
+        "additive": ats.Additive(w_v, w_q, w_k),
+        "sum": "sum",
+    }
+    maps, rows = [], []
+    for name, score in made.items():
+        _, weights, stats = ats.attend(
+            queries, keys, keys, score=score, return_weights=True, return_stats=True
+        )
+        maps.append(weights)
+        numbers = (stats.var_score, stats.entropy, stats.max_weight, np.exp(stats.entropy))
+        rows.append((name, *(float(np.mean(each)) for each in numbers)))
+    spread = float(np.abs(maps[-1] - maps[-1][:1]).max())
+    report.check("sum score: every query gets the same weights", spread, 1e-12)
+    columns = ("score", "variance of the scores", "entropy", "largest weight", "effective keys")
+    report.show(
+        table(
+            "One set of queries and keys, seven scores (mean over 8 queries)",
+            columns,
+            [(name, *(f"{number:.3f}" for number in numbers)) for name, *numbers in rows],
+            caption="each query is its own key and some noise; in q + k the query cancels in the softmax",
+        )
+    )
+    figure = show_attention(
+        maps,
+        titles=list(made),
+        max_cols=4,
+        figsize=(10.2, 5.2),
+        suptitle="Weights of the same queries and keys",
+    )
+    report.picture("03-scores", figure)
+    return {name: dict(zip(columns[1:], numbers, strict=True)) for name, *numbers in rows}
+
+
+def masks(report: Report, rng: np.random.Generator) -> dict[str, Any]:
+    """What the masks look like, and weights under padding, causality and both."""
+    documents = np.array([[0, 0, 0, 1, 1, 2, 2, 2]])
+    gallery: dict[str, tuple[Any, int, int]] = {
+        "ValidLens(5)": (ats.ValidLens([5]), 8, 8),
+        "Causal()": (ats.Causal(), 8, 8),
+        "Causal() & ValidLens(5)": (ats.Causal() & ats.ValidLens([5]), 8, 8),
+        "Causal() & SlidingWindow(left=2)": (ats.Causal() & ats.SlidingWindow(left=2), 8, 8),
+        "PrefixLM(3)": (ats.PrefixLM([3]), 8, 8),
+        "Documents(0, 0, 0, 1, 1, 2, 2, 2)": (ats.Documents(documents), 8, 8),
+        "Causal('top_left'), 4 queries": (ats.Causal(align="top_left"), 4, 8),
+        "Causal('bottom_right'), 4 queries": (ats.Causal(align="bottom_right"), 4, 8),
+    }
+    seen = {title: mask.materialize(*lengths)[0] for title, (mask, *lengths) in gallery.items()}
+    report.picture("04-masks", pictures.mask_gallery(seen))
+    tokens = rng.normal(size=(1, 8, 4))
+    used = {
+        "no mask": None,
+        "padding (5 of 8 valid)": ats.ValidLens([5]),
+        "causal": ats.Causal(),
+        "causal and padding": ats.Causal() & ats.ValidLens([5]),
+    }
+    maps, rows = [], []
+    for title, mask in used.items():
+        weights = ats.attention_weights(tokens, tokens, mask=mask)[0]
+        visible = np.ones((8, 8), bool) if mask is None else mask.materialize(8, 8)[0]
+        maps.append(weights)
+        rows.append((title, int(visible.sum()), float(weights[~visible].sum())))
+    report.check("masked keys weigh exactly 0", max(row[2] for row in rows), 0.0)
+    columns = ("mask", "visible pairs of 64", "weight on hidden pairs")
+    report.show(table("Self-attention over 8 tokens", columns, rows))
+    report.picture(
+        "05-masked-attention", show_heatmaps(np.array(maps)[None], "Keys", "Queries", titles=list(used))
+    )
+    return {"visible_pairs": {title: int(matrix.sum()) for title, matrix in seen.items()}}
+
+
+def temperature(report: Report, rng: np.random.Generator) -> dict[str, Any]:
+    """The softmax of y and of 8y, their Jacobians, and the temperatures between."""
+    del rng
+    logits = np.array(LOGITS)
+    soft = {factor: ats.masked_softmax(factor * logits) for factor in _SOFTMAX}
+    jacobians = {factor: ats.softmax_jacobian(weights) for factor, weights in soft.items()}
+    for factor, expected in _SOFTMAX.items():
+        difference = float(np.abs(soft[factor] - expected).max())
+        report.check(f"softmax({factor}y) to three digits", difference, _ROUNDED)
+        by_temperature = ats.masked_softmax(logits, temperature=1 / factor)
+        report.check(
+            f"T = 1/{factor} is softmax({factor}y)", float(np.abs(by_temperature - soft[factor]).max()), 1e-12
+        )
+    rows = [
+        (f"softmax({'' if factor == 1 else factor}y)", _numbers(weights), *_health(weights))
+        for factor, weights in soft.items()
+    ]
+    columns = ("y = [0.2, 0.4, 0.1, 0.8]", "weights", "entropy", "effective keys", "trace of the Jacobian")
+    caption = "eight times the logits is 64 times their variance; the gradient through the softmax shrinks"
+    report.show(
+        table("The softmax sharpens with the variance of its logits", columns, rows, left=2, caption=caption)
+    )
+    steps = (4.0, 2.0, 1.0, 0.5, 0.25, 0.125)
+    weights = np.stack([ats.masked_softmax(logits, temperature=step) for step in steps])
+    drawn = {"Jacobian at T = 1": jacobians[1], "Jacobian at T = 1/8": jacobians[8]}
+    report.picture("06-temperature", pictures.sharpening(LOGITS, steps, weights, drawn))
+    return {
+        "y": logits,
+        "softmax": {f"{factor}y": weights for factor, weights in soft.items()},
+        "jacobian": {f"{factor}y": jacobian for factor, jacobian in jacobians.items()},
+        "by_temperature": dict(zip(map(str, steps), weights, strict=True)),
+    }
+
+
+def cost(report: Report, rng: np.random.Generator) -> dict[str, Any]:
+    """Operations, bytes and parameters of one head, from shapes alone."""
+    dim, hidden, lengths = 64, 64, (512, 1024, 2048, 4096, 8192, 16384)
+    made: dict[str, Any] = {
+        "dot": "dot",
+        "scaled dot": "scaled_dot",
+        "cosine": "cosine",
+        "Gaussian": "gaussian",
+        "bilinear": ats.Bilinear(rng.normal(size=(dim, dim))),
+        "additive": ats.Additive(
+            *(rng.normal(size=shape) for shape in ((hidden,), (hidden, dim), (hidden, dim)))
+        ),
+    }
+    found = {
+        name: {length: ats.cost(score, query_len=length, key_len=length, dim=dim) for length in lengths}
+        for name, score in made.items()
+    }
+    at = 4096
+    rows = [
+        (
+            name,
+            f"{costs[at].parameters:,}",
+            f"{costs[at].operations / 1e9:.2f}",
+            f"{costs[at].bytes / 1e6:.1f}",
+            f"{costs[at].matrix_bytes / 1e6:,.0f}",
+        )
+        for name, costs in found.items()
+    ]
+    columns = ("score", "parameters", "operations / 10⁹", "in and out / MB", "kept by the textbook form / MB")
+    caption = f"one head, {at} queries and keys, d = {dim}, h = {hidden}, float32; attend keeps no such matrix"
+    report.show(table("What one call costs", columns, rows, caption=caption))
+    report.picture(
+        "07-cost", pictures.growth(lengths, {name: found[name] for name in ("scaled dot", "additive")})
+    )
+    return {
+        "setting": {
+            "heads": 1,
+            "batch": 1,
+            "dim": dim,
+            "value_dim": dim,
+            "hidden": hidden,
+            "dtype": "float32",
+        },
+        "units": {
+            "operations": "additions, multiplications and function values",
+            "bytes": "of inputs and outputs",
+        },
+        "by_score_and_length": {
+            name: {length: one._asdict() for length, one in costs.items()} for name, costs in found.items()
+        },
+    }
+
+
+def _health(weights: Array) -> tuple[str, ...]:
+    entropy = float(-(weights * np.log(weights)).sum())
+    return f"{entropy:.3f}", f"{np.exp(entropy):.2f}", f"{1 - float((weights**2).sum()):.3f}"
+
+
+def _numbers(row: Array) -> str:
+    return "  ".join(
+        f"{number:.3f}".rstrip("0").rstrip(".") if number > 1 else f"{number:.3f}" for number in row
+    )

@@ -1,0 +1,35 @@
+"""Dropout on the weights: counter-based, so that the backward replays it and tiles do not matter.
+
+Whether a pair is kept depends on (seed, row of the whole call, key) alone: two rounds of a 32-bit mixer for the row, one for
+the pair. No state, the same bits in every framework, tile size and thread count.
+"""
+
+from __future__ import annotations
+
+from attnscore.frameworks.contract import Array, Framework
+from attnscore.problem import Dropout, Grid
+
+
+def _mix(ops: Framework, x: Array) -> Array:
+    """A bijection of 32-bit numbers with full avalanche (constants: "lowbias32", found by C. Wellons' search)."""
+    x = ops.wrap32((x ^ (x >> 16)) * 0x7FEB352D)
+    x = ops.wrap32((x ^ (x >> 15)) * 0x846CA68B)
+    return x ^ (x >> 16)
+
+
+def kept(
+    ops: Framework, dropout: Dropout, grid: Grid, like: Array, rows: tuple[int, int], cols: tuple[int, int], dtype: str
+) -> Array:
+    """1 / (1 - p) where a pair is kept, 0 where it is dropped; (*lead, head, group, rows, cols)."""
+    matrices = 1
+    for length in grid.rows[:-1]:
+        matrices *= length
+    matrix = ops.reshape(ops.positions(0, matrices, like), (*grid.rows[:-1], 1, 1))
+    row = matrix * grid.query_len + ops.reshape(ops.positions(*rows, like), (rows[1], 1))
+    low, high = dropout.seed & 0xFFFFFFFF, dropout.seed >> 32
+    stream = _mix(ops, ops.wrap32(_mix(ops, ops.wrap32(row + low)) + (row >> 32) + high))
+    # The golden ratio spreads neighbouring keys over the 32 bits before mixing.
+    key = ops.wrap32(ops.reshape(ops.positions(*cols, like), (1, cols[1])) * 0x9E3779B9)
+    bits = _mix(ops, ops.wrap32(stream + key))
+    alive = bits >= round(dropout.probability * 2**32)
+    return ops.astype(alive, dtype) * (1 / (1 - dropout.probability))

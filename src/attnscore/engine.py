@@ -1,0 +1,281 @@
+"""The streaming engine: attention forward and backward as loops over tiles, in a framework's own operations.
+
+- Memory beyond inputs and outputs is a few tiles; no n x n array exists.
+- What a pair's mask hides reaches nothing through that pair, NaN and infinity included, in both directions; through a
+  visible pair it reaches the output.
+- The forward keeps two numbers a row (log-sum-exp, and the entropy when asked for); the backward recomputes the weights.
+- Nothing is mutated but buffers made here, so the same loops run on a tape for second derivatives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from attnscore import dropout as dropouts
+from attnscore import softmax
+from attnscore.frameworks.contract import Array, Framework, sum_to
+from attnscore.problem import Problem
+from attnscore.scoring.contract import finite_rows
+from attnscore.scoring.forms import FormPullback, Role
+from attnscore.softmax import NEG_INF
+from attnscore.tiling import Segment, TilePlan
+
+Span = tuple[int, int]
+"""(start, count) of rows or keys."""
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """What a forward gives, on the uniform axes; row numbers end in an axis of length 1."""
+
+    out: Array
+    log_sum_exp: Array
+    statistics: dict[str, Array]
+
+
+@dataclass(frozen=True, eq=False)
+class _Guard:
+    """Where the inputs are not finite, when something is hidden: found once, so that finite inputs pay nothing more."""
+
+    problem: Problem
+    """The problem, with zeros in query and key rows that hold a NaN or infinity."""
+    bad_query: Array | None
+    bad_key: Array | None
+    value_is_finite: bool
+
+
+def _guarded(problem: Problem) -> _Guard:
+    ops = problem.ops
+    if problem.mask is None and problem.bias is None:
+        return _Guard(problem, None, None, True)
+    value_is_finite = ops.surely_finite(problem.value)
+    arrays = {name: x for name, x in problem.form.arrays().items() if problem.form.role(name) != "shared"}
+    if ops.surely_finite(*arrays.values()):
+        return _Guard(problem, None, None, value_is_finite)
+    bad: dict[Role, Array] = {}
+    for name, x in arrays.items():
+        role, rows = problem.form.role(name), ~finite_rows(ops, x)
+        bad[role] = bad[role] | rows if role in bad else rows
+    clean = problem.form.with_arrays(
+        {name: ops.where(bad[problem.form.role(name)], 0.0, x) for name, x in arrays.items()}
+    )
+    problem = dataclasses.replace(problem, form=clean)
+    return _Guard(problem, bad["query"], ops.matrix_transpose(bad["key"]), value_is_finite)
+
+
+def _cut(ops: Framework, x: Array, axis: int, span: Span) -> Array:
+    """`span` of `x` along `axis`, or all of it where the axis is broadcast or the span is the whole."""
+    return x if x.shape[axis] in (1, span[1]) else ops.part(x, axis, *span)
+
+
+def _tile_scores(
+    guard: _Guard, plan: TilePlan, rows: Span, cols: Span, partial: bool
+) -> tuple[Array, Array | None, FormPullback]:
+    """Scores of one tile (-inf where hidden), which pairs are visible (None: all), and the scores' pull-back."""
+    problem, ops, dtype = guard.problem, guard.problem.ops, guard.problem.accumulator
+    spans: dict[str, Span] = {"query": rows, "key": cols}
+
+    def cut(x: Array, role: Role) -> Array:
+        x = x if role == "shared" else _cut(ops, x, -2, spans[role])
+        return ops.astype(x, dtype) if ops.dtype(x) in ("float16", "bfloat16") else x
+
+    scores, pullback = problem.form.part(cut).scores_and_pullback(ops)
+    scores = ops.astype(scores, dtype)
+    if guard.bad_query is not None:
+        bad = _cut(ops, guard.bad_query, -2, rows) | _cut(ops, guard.bad_key, -1, cols)
+        scores = ops.where(bad, float("nan"), scores)
+    visible = plan.visible(ops, problem.grid, scores, rows, cols) if partial else None
+    if problem.bias is not None:
+        bias = ops.astype(_cut(ops, _cut(ops, problem.bias, -2, rows), -1, cols), dtype)
+        allowed = bias != NEG_INF
+        visible = allowed if visible is None else visible & allowed
+        scores = scores + ops.where(visible, bias, 0.0)
+    if visible is not None:
+        scores = ops.where(visible, scores, NEG_INF)
+    return scores, visible, pullback
+
+
+def block_scores(problem: Problem, plan: TilePlan) -> tuple[Array, Array | None]:
+    """All scores of a problem as one tile (-inf where hidden), and which pairs are visible: O(n^2) by nature."""
+    grid = problem.grid
+    guard = _guarded(problem)
+    scores, visible, _ = _tile_scores(
+        guard, plan, (0, grid.query_len), (0, grid.key_len), partial=problem.mask is not None
+    )
+    return problem.ops.broadcast_to(scores, (*grid.rows, grid.key_len)), visible
+
+
+def _escaping(ops: Framework, visible: Array, x: Array) -> Array:
+    """What NaN and infinity in `x` (..., key, dim) do to the rows that see them: (..., row, dim), 0 elsewhere."""
+    seen = ops.astype(visible, ops.dtype(x))
+    reached: Any = 0.0
+    for poison, where in ((float("nan"), ops.isnan(x)), (float("inf"), x == float("inf")), (NEG_INF, x == NEG_INF)):
+        reached = reached + ops.where(ops.matmul(seen, ops.astype(where, ops.dtype(x))) > 0, poison, 0.0)
+    return reached
+
+
+def _pooled(ops: Framework, weights: Array, visible: Array | None, x: Array, is_finite: bool) -> Array:
+    """weights @ x, in which nothing in `x` passes through a hidden pair (0 * NaN is NaN)."""
+    if is_finite or visible is None:
+        return ops.matmul(weights, x)
+    return ops.matmul(weights, ops.where(ops.isfinite(x), x, 0.0)) + _escaping(ops, visible, x)
+
+
+def _walk(
+    ops: Framework, segments: tuple[Segment, ...], tile: int, visit: Callable[[Any, Span, bool], Any], carry: Any
+) -> Any:
+    """Visit the tiles of the segments in order: ``carry = visit(carry, (start, count), partial)``."""
+    for segment in segments:
+        count, tail = divmod(segment.stop - segment.start, tile)
+
+        def body(j: Any, carry: Any, segment: Segment = segment) -> Any:
+            return visit(carry, (segment.start + j * tile, tile), segment.partial)
+
+        carry = ops.loop(count, body, carry)
+        if tail:
+            carry = visit(carry, (segment.stop - tail, tail), segment.partial)
+    return carry
+
+
+def forward(problem: Problem, plan: TilePlan) -> Result:
+    """Output, log-sum-exp and statistics of every row."""
+    ops, grid, wanted, dtype = problem.ops, problem.grid, problem.statistics, problem.accumulator
+    guard = _guarded(problem)
+    sink = None if problem.sink is None else ops.astype(ops.reshape(problem.sink, (*problem.sink.shape, 1, 1)), dtype)
+
+    def some_rows(rows: Span, segments: tuple[Segment, ...]) -> tuple[Array, ...]:
+        def visit(state: softmax.RowState, cols: Span, partial: bool) -> softmax.RowState:
+            scores, visible, _ = _tile_scores(guard, plan, rows, cols, partial)
+            value = ops.astype(_cut(ops, problem.value, -2, cols), dtype)
+
+            def pool(weights: Array) -> Array:
+                if problem.dropout is not None:
+                    weights = weights * dropouts.kept(ops, problem.dropout, grid, value, rows, cols, dtype)
+                return _pooled(ops, weights, visible, value, guard.value_is_finite)
+
+            return softmax.absorb(ops, state, scores, visible, pool, wanted)
+
+        state = softmax.start(
+            ops, (*grid.rows[:-1], rows[1]), problem.layout.value_dim, problem.value, dtype, wanted
+        )
+        state = _walk(ops, segments, plan.key_tile, visit, state)
+        out, lse, statistics = softmax.finish(ops, state, sink, wanted)
+        return ops.astype(out, problem.dtype), lse, *(statistics[name] for name in wanted)
+
+    full, tail = divmod(grid.query_len, plan.query_tile)
+    tiles = ops.collect(full, lambda i: some_rows((i * plan.query_tile, plan.query_tile), plan.segments[i]))
+    if tail or not full:
+        tiles.append(some_rows((full * plan.query_tile, tail), plan.segments[full] if tail else ()))
+    out, lse, *statistics = (
+        parts[0] if len(parts) == 1 else ops.concat(parts, -2) for parts in zip(*tiles, strict=True)
+    )
+    return Result(out, lse, dict(zip(wanted, statistics, strict=True)))
+
+
+@dataclass(frozen=True, eq=False)
+class RowGradients:
+    """Gradients that come into the rows: of the output, and of log-sum-exp and entropy where there are any."""
+
+    out: Array | None
+    log_sum_exp: Array | None = None
+    entropy: Array | None = None
+
+
+def backward(problem: Problem, plan: TilePlan, result: Result, grads: RowGradients) -> dict[str, Array]:
+    """Gradients of the form's arrays, of ``value``, and of ``bias`` and ``sink`` where there are any."""
+    ops, grid, dtype = problem.ops, problem.grid, problem.accumulator
+    guard = _guarded(problem)
+    out, lse = ops.astype(result.out, dtype), result.log_sum_exp
+    grad_out = ops.zeros(out.shape, out) if grads.out is None else ops.astype(grads.out, dtype)
+    grad_is_finite = (problem.mask is None and problem.bias is None) or ops.surely_finite(grad_out)
+    # out = sum_j p_j v_j, so sum_j p_j dp_j = dout . out; a row that sees no key has out = 0 and ignores its gradient.
+    row = -ops.sum(ops.where(out == 0, 0.0, grad_out * out), axis=-1, keepdims=True)
+    if grads.log_sum_exp is not None:
+        row = row + grads.log_sum_exp
+    # exp(s - lse) is then 0 in an empty row, without a branch.
+    lse = ops.where(lse == NEG_INF, float("inf"), lse)
+    entropy = result.statistics.get("entropy")
+
+    def softmax_pullback(p: Array, log_p: Array, grad_p: Array | float, rows: Span) -> Array:
+        # p = exp(s - lse); H = -sum p log p
+        grad = p * (grad_p + _cut(ops, row, -2, rows))
+        if grads.entropy is None or entropy is None:
+            return grad
+        tilt = ops.where(p == 0, 0.0, p * (log_p + _cut(ops, entropy, -2, rows)))
+        return grad - tilt * _cut(ops, grads.entropy, -2, rows)
+
+    def visit(
+        carry: dict[str, Array], rows: Span, cols: Span, partial: bool
+    ) -> dict[str, Array]:
+        scores, visible, score_pullback = _tile_scores(guard, plan, rows, cols, partial)
+        log_p = scores - _cut(ops, lse, -2, rows)
+        p = ops.exp(log_p)
+        value = ops.astype(_cut(ops, problem.value, -2, cols), dtype)
+        grad_rows = _cut(ops, grad_out, -2, rows)
+        grad_p = ops.matmul(grad_rows, ops.matrix_transpose(value))
+        dropped = p
+        if problem.dropout is not None:
+            keep = dropouts.kept(ops, problem.dropout, grid, value, rows, cols, dtype)
+            grad_p, dropped = grad_p * keep, p * keep
+        turned = None if visible is None else ops.matrix_transpose(visible)
+        # out = p @ value
+        found = {"value": _pooled(ops, ops.matrix_transpose(dropped), turned, grad_rows, grad_is_finite)}
+        grad_scores = softmax_pullback(p, log_p, grad_p, rows)
+        if visible is not None:
+            grad_scores = ops.where(visible, grad_scores, 0.0)
+        found.update(score_pullback(grad_scores))
+        if problem.bias is not None:
+            found["bias"] = grad_scores
+        return carry | {name: _add(ops, carry[name], grad, key_axes.get(name), cols) for name, grad in found.items()}
+
+    # Gradients that belong to rows are gathered over the keys of one tile of rows, then put in their place.
+    shapes = {name: tuple(x.shape) for name, x in operands(problem).items() if name != "sink"}
+    roles = {name: problem.form.role(name) for name in problem.form.arrays()} | {"value": "key", "bias": "query"}
+    of_rows = [name for name in shapes if roles[name] == "query"]
+    key_axes = {name: -1 if name == "bias" else -2 for name in shapes if roles[name] == "key" or name == "bias"}
+
+    def visit_rows(rows: Span, segments: tuple[Segment, ...], carry: dict[str, Array]) -> dict[str, Array]:
+        local = {
+            name: ops.zeros((*shapes[name][:-2], min(shapes[name][-2], rows[1]), shapes[name][-1]), grad_out, dtype)
+            for name in of_rows
+        }
+        done = _walk(
+            ops, segments, plan.key_tile, lambda c, cols, partial: visit(c, rows, cols, partial), carry | local
+        )
+        return done | {name: _add(ops, carry[name], done[name], -2, rows) for name in of_rows}
+
+    buffers = {name: ops.zeros(shape, grad_out, dtype) for name, shape in shapes.items()}
+    full, tail = divmod(grid.query_len, plan.query_tile)
+    buffers = ops.loop(
+        full, lambda i, c: visit_rows((i * plan.query_tile, plan.query_tile), plan.segments[i], c), buffers
+    )
+    if tail:
+        buffers = visit_rows((full * plan.query_tile, tail), plan.segments[full], buffers)
+    if problem.sink is not None:
+        sink = ops.astype(ops.reshape(problem.sink, (*problem.sink.shape, 1, 1)), dtype)
+        log_p = sink - lse
+        grad = softmax_pullback(ops.exp(log_p), log_p, 0.0, (0, grid.query_len))
+        buffers["sink"] = ops.reshape(sum_to(ops, grad, sink.shape), problem.sink.shape)
+    return buffers
+
+
+def _add(ops: Framework, buffer: Array, grad: Array, axis: int | None, span: Span) -> Array:
+    """Add a tile's gradient to its buffer, at `span` of `axis`, summed over the axes that were broadcast."""
+    shape = list(buffer.shape)
+    if axis is None or shape[axis] == 1:
+        return buffer + sum_to(ops, grad, shape)
+    shape[axis] = span[1]
+    return ops.add_at(buffer, axis, span[0], sum_to(ops, grad, shape))
+
+
+def operands(problem: Problem) -> dict[str, Array]:
+    """The arrays that get a gradient, by name: those of the form, then value, bias and sink."""
+    found = dict(problem.form.arrays())
+    for name in ("value", "bias", "sink"):
+        x = getattr(problem, name)
+        if x is not None:
+            found[name] = x
+    return found

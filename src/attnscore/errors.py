@@ -1,0 +1,63 @@
+"""Every error that bad input can get.
+
+Each class derives from ``AttnscoreError`` and from the built-in that Python users expect for that kind of
+mistake, so both ``except AttnscoreError`` and ``except ValueError`` work. A message names the argument, what
+was expected, what came, and adds the shapes involved and a hint where these help.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+class AttnscoreError(Exception):
+    """Root of all errors raised for a caller's mistake or a missing capability."""
+
+
+class ShapeError(AttnscoreError, ValueError):
+    """Axes that do not match or broadcast, heads that do not divide."""
+
+
+class MaskError(AttnscoreError, ValueError):
+    """A mask or lengths that do not fit the scores, or whose meaning is ambiguous."""
+
+
+class DtypeError(AttnscoreError, TypeError):
+    """Integers or complex numbers where floats belong, or dtypes that differ."""
+
+
+class DeviceError(AttnscoreError, ValueError):
+    """Arrays that live on different devices."""
+
+
+class FrameworkError(AttnscoreError, TypeError):
+    """Arrays of different frameworks, something that is no array, or a framework that is missing."""
+
+
+class ArgumentError(AttnscoreError, ValueError):
+    """A number, name or index outside what the argument allows."""
+
+
+class KernelUnavailable(AttnscoreError, RuntimeError):
+    """A kernel asked for by name that cannot run this problem."""
+
+
+def message(
+    argument: str,
+    expected: str,
+    got: object,
+    *,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    hint: str | None = None,
+) -> str:
+    """Compose the text that every error of the library has.
+
+    >>> print(message("dropout", "a number in [0, 1)", 1.5))
+    dropout: expected a number in [0, 1), got 1.5
+    """
+    text = f"{argument}: expected {expected}, got {got}"
+    if shapes:
+        text += "; shapes: " + ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
+    if hint:
+        text += f". Hint: {hint}"
+    return text

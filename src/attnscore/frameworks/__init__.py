@@ -1,0 +1,94 @@
+"""Which framework an array belongs to, without importing any that the caller has not imported.
+
+One file is one framework; a new one adds its file and one line in ``_FILES``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from attnscore.errors import FrameworkError, message
+from attnscore.frameworks.contract import Framework
+
+_FILES = {
+    "numpy": ("attnscore.frameworks.numpy", "NumpyFramework"),
+    "torch": ("attnscore.frameworks.torch", "TorchFramework"),
+}
+# Packages whose arrays are recognised, so that the error can say that they are not served yet.
+_ARRAY_PACKAGES = {"jax": "jax", "jaxlib": "jax", "tensorflow": "tensorflow", "mxnet": "mxnet", "cupy": "cupy"}
+
+
+@cache
+def load(name: str) -> Framework:
+    """The framework called `name`, imported on first use."""
+    module, words = _FILES[name]
+    framework: Framework = getattr(importlib.import_module(module), words)()
+    return framework
+
+
+@cache
+def _name_of(kind: type) -> str | None:
+    """Framework of an array type, read off the packages of its bases (so subclasses count)."""
+    for base in kind.__mro__:
+        root = base.__module__.partition(".")[0]
+        if (root == "numpy" and base.__name__ == "ndarray") or (root == "torch" and base.__name__ == "Tensor"):
+            return root
+        if root in _ARRAY_PACKAGES and hasattr(kind, "shape"):
+            return _ARRAY_PACKAGES[root]
+    return None
+
+
+def of(arrays: Mapping[str, Any]) -> Framework:
+    """The one framework that all named arrays belong to.
+
+    Raises
+    ------
+    FrameworkError
+        Something is not an array, the arrays are of several frameworks, or of one that is not served.
+    """
+    names: dict[str, str] = {}
+    for argument, array in arrays.items():
+        name = _name_of(type(array))
+        if name is None:
+            raise FrameworkError(
+                message(
+                    argument,
+                    "an array of " + " or ".join(_FILES),
+                    f"{type(array).__module__}.{type(array).__qualname__}".removeprefix("builtins."),
+                    hint="convert it first, for example with numpy.asarray",
+                )
+            )
+        names[argument] = name
+    kinds = set(names.values())
+    if len(kinds) > 1:
+        listed = ", ".join(f"{argument}: {name}" for argument, name in names.items())
+        raise FrameworkError(message(", ".join(names), "arrays of one framework", listed))
+    (name,) = kinds
+    if name not in _FILES:
+        raise FrameworkError(message(", ".join(names), "arrays of " + " or ".join(_FILES), f"arrays of {name}"))
+    return load(name)
+
+
+def is_array(x: object) -> bool:
+    """Whether `x` is an array of a framework that we know."""
+    return _name_of(type(x)) is not None
+
+
+def availability() -> dict[str, str | None]:
+    """For each framework: None where it can be used here, otherwise the reason why not."""
+    return {
+        name: None if importlib.util.find_spec(name) else f"the package {name} is not installed (pip install {name})"
+        for name in _FILES
+    }
+
+
+def host(x: Any) -> np.ndarray[Any, Any] | None:
+    """The values of an array of any framework, a list or a number; None when they cannot be seen from here."""
+    name = _name_of(type(x))
+    return load(name).host(x) if name in _FILES else np.asarray(x)

@@ -1,0 +1,205 @@
+"""The words that the core speaks to an array framework.
+
+A framework file gives these words for one framework and nothing else: the core (scores, masks, softmax,
+engine) is written once in them. Names follow the array API standard where it has one, so a user's own
+``Score.tile(ops, query, key)`` reads like ordinary array code; names of the standard that are not listed here
+reach the framework's own function of that name.
+
+Loops over tiles go through ``loop`` and ``collect``, and writing goes through ``add_at``, so that a framework that
+traces (JAX, TensorFlow graphs) gives them without unrolling or mutation.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from attnscore.kernels.contract import Run
+
+Array: TypeAlias = Any
+"""An array of whichever framework the caller uses."""
+
+HALF_PRECISION = ("float16", "bfloat16")
+
+
+class Framework(ABC):
+    """One array framework: its words, its gradient hook, its view on the host."""
+
+    name: str
+    has_autodiff: bool
+
+    # Where arrays live and what they hold
+    @abstractmethod
+    def dtype(self, x: Array) -> str:
+        """Name of the dtype: ``"float32"``, ``"bfloat16"``, ``"bool"`` ..."""
+
+    @abstractmethod
+    def is_floating(self, x: Array) -> bool: ...
+
+    @abstractmethod
+    def device(self, x: Array) -> str: ...
+
+    @abstractmethod
+    def astype(self, x: Array, dtype: str) -> Array: ...
+
+    @abstractmethod
+    def asarray(self, x: Any, like: Array, dtype: str | None = None) -> Array:
+        """`x` (a list, a number, a NumPy array, an own array) as an array on the device of `like`."""
+
+    @abstractmethod
+    def host(self, x: Any) -> np.ndarray[Any, Any] | None:
+        """The values as NumPy, without waiting for a device; None when they cannot be seen (traced, on a device)."""
+
+    @abstractmethod
+    def number(self, x: Array) -> float | None:
+        """The value of an array with one entry, waiting for its device; None when it is traced."""
+
+    # Making arrays
+    @abstractmethod
+    def zeros(self, shape: Sequence[int], like: Array, dtype: str | None = None) -> Array: ...
+
+    @abstractmethod
+    def full(self, shape: Sequence[int], value: float, like: Array, dtype: str | None = None) -> Array: ...
+
+    @abstractmethod
+    def positions(self, start: int, count: int, like: Array) -> Array:
+        """The whole numbers start, start + 1, ... as 64-bit integers (`start` may be traced, `count` is a number)."""
+
+    # Shapes
+    @abstractmethod
+    def part(self, x: Array, axis: int, start: int, count: int) -> Array:
+        """`count` entries along `axis` from `start`: a view where the framework has views."""
+
+    @abstractmethod
+    def add_at(self, x: Array, axis: int, start: int, block: Array) -> Array:
+        """`x` with `block` added from `start` along `axis`; may reuse the memory of `x`."""
+
+    @abstractmethod
+    def concat(self, arrays: Sequence[Array], axis: int) -> Array: ...
+
+    @abstractmethod
+    def reshape(self, x: Array, shape: Sequence[int]) -> Array: ...
+
+    @abstractmethod
+    def broadcast_to(self, x: Array, shape: Sequence[int]) -> Array: ...
+
+    @abstractmethod
+    def swap_axes(self, x: Array, first: int, second: int) -> Array: ...
+
+    @abstractmethod
+    def expand_dims(self, x: Array, axis: int) -> Array: ...
+
+    @abstractmethod
+    def take(self, x: Array, indices: Array, axis: int) -> Array: ...
+
+    # Arithmetic (those a score needs and every framework has under its own name)
+    @abstractmethod
+    def matmul(self, a: Array, b: Array) -> Array: ...
+
+    @abstractmethod
+    def matrix_transpose(self, x: Array) -> Array: ...
+
+    @abstractmethod
+    def exp(self, x: Array) -> Array: ...
+
+    @abstractmethod
+    def log(self, x: Array) -> Array: ...
+
+    @abstractmethod
+    def tanh(self, x: Array) -> Array: ...
+
+    @abstractmethod
+    def sigmoid(self, x: Array) -> Array: ...
+
+    @abstractmethod
+    def erf(self, x: Array) -> Array: ...
+
+    @abstractmethod
+    def sqrt(self, x: Array) -> Array: ...
+
+    @abstractmethod
+    def abs(self, x: Array) -> Array: ...
+
+    @abstractmethod
+    def maximum(self, a: Array, b: Array) -> Array: ...
+
+    @abstractmethod
+    def where(self, condition: Array, a: Array | float, b: Array | float) -> Array: ...
+
+    @abstractmethod
+    def isfinite(self, x: Array) -> Array: ...
+
+    @abstractmethod
+    def isnan(self, x: Array) -> Array: ...
+
+    @abstractmethod
+    def sum(self, x: Array, axis: int | tuple[int, ...], keepdims: bool = False) -> Array: ...
+
+    @abstractmethod
+    def max(self, x: Array, axis: int, keepdims: bool = False) -> Array: ...
+
+    @abstractmethod
+    def any(self, x: Array, axis: int, keepdims: bool = False) -> Array: ...
+
+    @abstractmethod
+    def wrap32(self, x: Array) -> Array:
+        """The low 32 bits of a 64-bit integer, as a number in [0, 2^32): what the dropout hash counts in."""
+
+    # Control
+    @abstractmethod
+    def quiet(self) -> AbstractContextManager[Any]:
+        """A region without floating-point warnings: what NaN, infinity and log(0) do here is by rule."""
+
+    @abstractmethod
+    def loop(self, count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
+        """``for i in range(count): carry = body(i, carry)``, rolled up where the framework traces."""
+
+    @abstractmethod
+    def collect(self, count: int, body: Callable[[Any], tuple[Array, ...]]) -> list[tuple[Array, ...]]:
+        """``[body(i) for i in range(count)]`` over independent tiles, rolled up where the framework traces."""
+
+    @abstractmethod
+    def surely_finite(self, *arrays: Array) -> bool:
+        """True when every entry is known to be finite; False when some is not, or when nobody can look."""
+
+    # Gradients and randomness
+    @abstractmethod
+    def differentiable(self, run: Run, operands: Sequence[Array]) -> tuple[Array, ...]:
+        """Call ``run.forward(operands)`` with ``run.backward`` as its gradient."""
+
+    @abstractmethod
+    def vjp(
+        self, function: Callable[..., Array], inputs: Sequence[Array]
+    ) -> tuple[Array, Callable[[Array], tuple[Array, ...]]]:
+        """Value of ``function(*inputs)`` and the pull-back of a gradient on it, by the framework's autodiff."""
+
+    @abstractmethod
+    def stop_gradient(self, x: Array) -> Array: ...
+
+    @abstractmethod
+    def draw_seed(self, like: Array) -> int:
+        """A fresh dropout seed from the framework's own generator."""
+
+    @abstractmethod
+    def autocast(self, *arrays: Array) -> tuple[Array, ...]:
+        """The arrays in the dtype of the active mixed-precision region, unchanged outside one."""
+
+
+def accumulator(dtype: str) -> str:
+    """The dtype in which sums over `dtype` are kept: at least float32."""
+    return "float32" if dtype in HALF_PRECISION else dtype
+
+
+def sum_to(ops: Framework, x: Array, shape: Sequence[int]) -> Array:
+    """Undo a broadcast: sum `x` over the axes along which `shape` has length 1 (or none at all)."""
+    shape = tuple(shape)
+    extra = len(x.shape) - len(shape)
+    if extra > 0:
+        x = ops.sum(x, axis=tuple(range(extra)))
+    axes = tuple(i for i, (have, want) in enumerate(zip(x.shape, shape, strict=True)) if want == 1 and have != 1)
+    return ops.sum(x, axis=axes, keepdims=True) if axes else x

@@ -1,0 +1,258 @@
+"""PyTorch: the words, and a gradient hook that keeps only what is linear in the sequence length.
+
+- Any device and float dtype; nothing is moved to the host unless it lies there already.
+- The gradient is explicit (``autograd.Function``); asked for a graph of the gradient (double backward) it runs in
+  ordinary differentiable operations.
+- Under ``torch.func`` transforms and forward-mode duals the streaming form itself is differentiated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.autograd import forward_ad
+
+from attnscore.frameworks.contract import Array, Framework
+
+if TYPE_CHECKING:
+    from attnscore.kernels.contract import Run
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+
+class TorchFramework(Framework):
+    """The words of PyTorch."""
+
+    name = "torch"
+    has_autodiff = True
+
+    def __getattr__(self, word: str) -> Any:
+        return getattr(torch, word)
+
+    def dtype(self, x: Array) -> str:
+        return str(x.dtype).removeprefix("torch.")
+
+    def is_floating(self, x: Array) -> bool:
+        return bool(x.is_floating_point())
+
+    def device(self, x: Array) -> str:
+        return str(x.device)
+
+    def astype(self, x: Array, dtype: str) -> Array:
+        return x.to(_DTYPES[dtype])
+
+    def asarray(self, x: Any, like: Array, dtype: str | None = None) -> Array:
+        target = None if dtype is None else _DTYPES[dtype]
+        if not isinstance(x, torch.Tensor):
+            array = np.asarray(x)
+            # torch warns about a read-only array, and cannot hold one with negative strides.
+            x = torch.from_numpy(array if array.flags.writeable and array.flags.c_contiguous else array.copy())
+        return x.to(device=like.device, dtype=target)
+
+    def host(self, x: Any) -> np.ndarray[Any, Any] | None:
+        if not isinstance(x, torch.Tensor):
+            return np.asarray(x)
+        if x.device.type != "cpu" or _is_traced(x):
+            return None
+        x = x.detach()
+        return x.float().numpy() if x.dtype == torch.bfloat16 else x.numpy()
+
+    def number(self, x: Array) -> float | None:
+        return None if _is_traced(x) else float(x.detach())
+
+    def zeros(self, shape: Sequence[int], like: Array, dtype: str | None = None) -> Array:
+        return like.new_zeros(tuple(shape), dtype=like.dtype if dtype is None else _DTYPES[dtype])
+
+    def full(self, shape: Sequence[int], value: float, like: Array, dtype: str | None = None) -> Array:
+        return like.new_full(tuple(shape), value, dtype=like.dtype if dtype is None else _DTYPES[dtype])
+
+    def positions(self, start: int, count: int, like: Array) -> Array:
+        return torch.arange(start, start + count, device=like.device)
+
+    def part(self, x: Array, axis: int, start: int, count: int) -> Array:
+        return x.narrow(axis, start, count)
+
+    def add_at(self, x: Array, axis: int, start: int, block: Array) -> Array:
+        if x.requires_grad or block.requires_grad or _is_traced(block):
+            # On a tape or under a transform: no writing in place.
+            return torch.cat(
+                [
+                    x.narrow(axis, 0, start),
+                    x.narrow(axis, start, block.shape[axis]) + block,
+                    x.narrow(axis, start + block.shape[axis], x.shape[axis] - start - block.shape[axis]),
+                ],
+                dim=axis,
+            )
+        x.narrow(axis, start, block.shape[axis]).add_(block)
+        return x
+
+    def concat(self, arrays: Sequence[Array], axis: int) -> Array:
+        return torch.cat(list(arrays), dim=axis)
+
+    def reshape(self, x: Array, shape: Sequence[int]) -> Array:
+        return x.reshape(tuple(shape))
+
+    def broadcast_to(self, x: Array, shape: Sequence[int]) -> Array:
+        return x.expand(tuple(shape))
+
+    def swap_axes(self, x: Array, first: int, second: int) -> Array:
+        return x.transpose(first, second)
+
+    def expand_dims(self, x: Array, axis: int) -> Array:
+        return x.unsqueeze(axis)
+
+    def take(self, x: Array, indices: Array, axis: int) -> Array:
+        return x.index_select(axis, indices)
+
+    def matmul(self, a: Array, b: Array) -> Array:
+        return torch.matmul(a, b)
+
+    def matrix_transpose(self, x: Array) -> Array:
+        return x.transpose(-1, -2)
+
+    def exp(self, x: Array) -> Array:
+        return torch.exp(x)
+
+    def log(self, x: Array) -> Array:
+        return torch.log(x)
+
+    def tanh(self, x: Array) -> Array:
+        return torch.tanh(x)
+
+    def sigmoid(self, x: Array) -> Array:
+        return torch.sigmoid(x)
+
+    def erf(self, x: Array) -> Array:
+        return torch.erf(x)
+
+    def sqrt(self, x: Array) -> Array:
+        return torch.sqrt(x)
+
+    def abs(self, x: Array) -> Array:
+        return torch.abs(x)
+
+    def maximum(self, a: Array, b: Array) -> Array:
+        return torch.maximum(a, torch.as_tensor(b, dtype=a.dtype, device=a.device))
+
+    def where(self, condition: Array, a: Array | float, b: Array | float) -> Array:
+        return torch.where(condition, a, b)
+
+    def isfinite(self, x: Array) -> Array:
+        return torch.isfinite(x)
+
+    def isnan(self, x: Array) -> Array:
+        return torch.isnan(x)
+
+    def sum(self, x: Array, axis: int | tuple[int, ...], keepdims: bool = False) -> Array:
+        return x.sum(dim=axis, keepdim=keepdims)
+
+    def max(self, x: Array, axis: int, keepdims: bool = False) -> Array:
+        return x.amax(dim=axis, keepdim=keepdims)
+
+    def any(self, x: Array, axis: int, keepdims: bool = False) -> Array:
+        return x.any(dim=axis, keepdim=keepdims)
+
+    def wrap32(self, x: Array) -> Array:
+        return x & 0xFFFFFFFF
+
+    def quiet(self) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def loop(self, count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
+        for i in range(count):
+            carry = body(i, carry)
+        return carry
+
+    def collect(self, count: int, body: Callable[[Any], tuple[Array, ...]]) -> list[tuple[Array, ...]]:
+        return [body(i) for i in range(count)]
+
+    def surely_finite(self, *arrays: Array) -> bool:
+        return not any(_is_traced(x) for x in arrays) and all(bool(torch.isfinite(x).all()) for x in arrays)
+
+    def differentiable(self, run: Run, operands: Sequence[Array]) -> tuple[Array, ...]:
+        if any(_is_traced(x) or forward_ad.unpack_dual(x).tangent is not None for x in operands):
+            return run.forward(operands)
+        if not (torch.is_grad_enabled() and any(x.requires_grad for x in operands)):
+            return run.forward(operands)
+        outputs: tuple[Array, ...] = _Streamed.apply(run, *operands)
+        return outputs
+
+    def vjp(
+        self, function: Callable[..., Array], inputs: Sequence[Array]
+    ) -> tuple[Array, Callable[[Array], tuple[Array, ...]]]:
+        if torch.is_grad_enabled() or any(_is_traced(x) for x in inputs):
+            # The gradient itself is being differentiated: stay on the tape.
+            inputs = [x if x.requires_grad else x.detach().requires_grad_() for x in inputs]
+            value = function(*inputs)
+            return value, lambda grad: _zeros_for_none(
+                torch.autograd.grad(value, inputs, grad, create_graph=True, allow_unused=True), inputs
+            )
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        with torch.enable_grad():
+            value = function(*leaves)
+
+        def pullback(grad: Array) -> tuple[Array, ...]:
+            if not value.requires_grad:
+                return tuple(torch.zeros_like(x) for x in inputs)
+            return _zeros_for_none(torch.autograd.grad(value, leaves, grad, allow_unused=True), inputs)
+
+        return value.detach(), pullback
+
+    def stop_gradient(self, x: Array) -> Array:
+        return x.detach()
+
+    def draw_seed(self, like: Array) -> int:
+        return int(torch.randint(0, 2**62, (), dtype=torch.int64))
+
+    def autocast(self, *arrays: Array) -> tuple[Array, ...]:
+        kind = arrays[0].device.type
+        if not torch.is_autocast_enabled(kind):
+            return arrays
+        dtype = torch.get_autocast_dtype(kind)
+        return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in arrays)
+
+
+class _Streamed(torch.autograd.Function):
+    """A kernel's forward with its own backward: only the operands, the output and two numbers a row are kept."""
+
+    @staticmethod
+    def forward(run: Run, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return run.forward(operands)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        run, *operands = inputs
+        ctx.run, ctx.count = run, len(operands)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[run.differentiable_outputs :])
+        ctx.save_for_backward(*operands, *output[: run.differentiable_outputs])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[1:]
+        gradients = ctx.run.backward(saved[: ctx.count], saved[ctx.count :], grads[: ctx.run.differentiable_outputs])
+        return None, *(grad if want else None for grad, want in zip(gradients, wanted, strict=True))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        # Never reached for duals (`differentiable` differentiates the streaming form then).
+        raise NotImplementedError("attnscore: forward-mode through a recorded attend() call")
+
+
+def _is_traced(x: torch.Tensor) -> bool:
+    """Whether the values of `x` cannot be looked at: inside vmap, grad of torch.func, or a fake tensor."""
+    return bool(
+        torch._C._functorch.is_functorch_wrapped_tensor(x)
+        or torch.compiler.is_compiling()
+        or isinstance(x, torch._subclasses.FakeTensor)
+    )
+
+
+def _zeros_for_none(grads: Sequence[Any], inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.zeros_like(x) if grad is None else grad for grad, x in zip(grads, inputs, strict=True))

@@ -1,0 +1,194 @@
+"""The softmax by itself: masked, its Jacobian, its pull-back, and the exact merge of partial results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from attnscore import frameworks
+from attnscore.errors import ArgumentError, DtypeError, MaskError, ShapeError, message
+from attnscore.frameworks.contract import Array, accumulator
+from attnscore.masking import And, Dense, Mask, ValidLens
+from attnscore.problem import Grid, Layout
+from attnscore.softmax import NEG_INF, anchor, logaddexp
+
+
+def masked_softmax(
+    scores: Array, valid_lens: Any = None, *, mask: Any = None, axis: int = -1, temperature: float = 1.0
+) -> Array:
+    """Softmax over the visible keys: p_j = exp(s_j / T) / sum_i exp(s_i / T); rows of 0 where nothing is visible.
+
+    Parameters
+    ----------
+    scores : (..., query, key)
+        Two axes: (query, key). Three: (batch, query, key). Four or more: (batch, ..., head, query, key).
+    valid_lens : (batch,) or (batch, query) whole numbers; with two axes a number or (query,)
+    mask : a mask object, or a boolean array broadcastable to the scores, True = visible
+    axis : int
+        The axis of the keys.
+    temperature : number above 0
+
+    Returns
+    -------
+    weights : of the shape and dtype of `scores`; rows sum to 1, or are all 0
+
+    Raises
+    ------
+    MaskError, ShapeError, DtypeError, ArgumentError
+
+    Examples
+    --------
+    >>> import numpy as np, attnscore as ats
+    >>> ats.masked_softmax(np.zeros((2, 2, 4)), np.array([[1, 3], [2, 4]]))[0].round(3)
+    array([[1.   , 0.   , 0.   , 0.   ],
+           [0.333, 0.333, 0.333, 0.   ]])
+    """
+    ops = frameworks.of({"scores": scores})
+    if not ops.is_floating(scores):
+        raise DtypeError(message("scores", "a floating dtype", ops.dtype(scores)))
+    if not temperature > 0:
+        raise ArgumentError(message("temperature", "a number above 0", temperature))
+    axes = len(scores.shape)
+    if not -axes <= axis < axes or axes < 1:
+        raise ArgumentError(message("axis", f"an axis of the {axes} of scores", axis))
+    with ops.quiet():
+        turned = ops.swap_axes(scores, axis, -1)
+        flat = ops.reshape(turned, (1, *turned.shape)) if axes == 1 else turned
+        grid = _grid(tuple(flat.shape))
+        wide = ops.astype(flat, accumulator(ops.dtype(flat))) / temperature
+        if wide.shape[-1] == 0:
+            return scores
+        visible = _visible(ops, grid, mask, valid_lens, wide)
+        if visible is not None:
+            wide = ops.where(visible, wide, NEG_INF)
+        weights = ops.exp(wide - anchor(ops, ops.stop_gradient(ops.max(wide, axis=-1, keepdims=True))))
+        total = ops.sum(weights, axis=-1, keepdims=True)
+        weights = ops.astype(weights / ops.where(total == 0, 1.0, total), ops.dtype(scores))
+        return ops.swap_axes(ops.reshape(weights, turned.shape), axis, -1)
+
+
+def _grid(shape: tuple[int, ...]) -> Grid:
+    has_heads = len(shape) >= 4
+    return Grid(
+        lead=shape[: -3 if has_heads else -2] or (1,),
+        heads=shape[-3] if has_heads else 1,
+        groups=1,
+        query_len=shape[-2],
+        key_len=shape[-1],
+        has_batch=len(shape) >= 3,
+        has_heads=has_heads,
+    )
+
+
+def _visible(ops: Any, grid: Grid, mask: Any, valid_lens: Any, like: Array) -> Array | None:
+    """Which entries of scores on the caller's axes are visible; None: all."""
+    parts: list[Mask] = []
+    if mask is not None:
+        parts.append(mask if isinstance(mask, Mask) else Dense(mask))
+    if valid_lens is not None:
+        parts.append(ValidLens(valid_lens))
+    if not parts:
+        return None
+    for part in parts:
+        part.check(ops, grid)
+    whole = parts[0] if len(parts) == 1 else And(*parts)
+    rows = ops.reshape(ops.positions(0, grid.query_len, like), (grid.query_len, 1))
+    cols = ops.reshape(ops.positions(0, grid.key_len, like), (1, grid.key_len))
+    full = ops.broadcast_to(whole.visible(ops, grid, rows, cols), (*grid.rows, grid.key_len))
+    return Layout(0, -3, grid, 0, 0, 0).outward_scores(ops, full)
+
+
+def softmax_jacobian(weights: Array) -> Array:
+    """diag(p) - p p^T for each row of weights: how the weights move with the scores.
+
+    Parameters
+    ----------
+    weights : (..., key)
+
+    Returns
+    -------
+    jacobian : (..., key, key)
+
+    Examples
+    --------
+    >>> import numpy as np, attnscore as ats
+    >>> ats.softmax_jacobian(np.array([0.5, 0.5]))
+    array([[ 0.25, -0.25],
+           [-0.25,  0.25]])
+    """
+    ops = frameworks.of({"weights": weights})
+    length = weights.shape[-1]
+    here = ops.positions(0, length, weights)
+    diagonal = ops.reshape(here, (length, 1)) == ops.reshape(here, (1, length))
+    column, row = ops.expand_dims(weights, -1), ops.expand_dims(weights, -2)
+    return ops.where(diagonal, column, 0.0) - column * row
+
+
+def softmax_pullback(weights: Array, grad: Array) -> Array:
+    """(diag(p) - p p^T) grad = p (grad - sum p grad), without forming the Jacobian.
+
+    Parameters
+    ----------
+    weights, grad : (..., key)
+
+    Examples
+    --------
+    >>> import numpy as np, attnscore as ats
+    >>> ats.softmax_pullback(np.array([0.5, 0.5]), np.array([1.0, 0.0]))
+    array([ 0.25, -0.25])
+    """
+    ops = frameworks.of({"weights": weights, "grad": grad})
+    if tuple(weights.shape) != tuple(grad.shape):
+        raise ShapeError(
+            message("grad", "the shape of weights", tuple(grad.shape), shapes={"weights": tuple(weights.shape)})
+        )
+    return weights * (grad - ops.sum(weights * grad, axis=-1, keepdims=True))
+
+
+def merge(outs: Sequence[Array], log_sum_exps: Sequence[Array]) -> tuple[Array, Array]:
+    """Join attention results over disjoint sets of keys, exactly.
+
+    lse = log sum_s exp(lse_s); out = sum_s exp(lse_s - lse) out_s. Empty parts (lse -inf) weigh nothing.
+
+    Parameters
+    ----------
+    outs : list of (..., query, value_dim)
+    log_sum_exps : list of (..., query)
+
+    Returns
+    -------
+    out, log_sum_exp
+
+    Examples
+    --------
+    >>> import numpy as np, attnscore as ats
+    >>> out, lse = ats.merge([np.ones((1, 2)), 3 * np.ones((1, 2))], [np.zeros(1), np.zeros(1)])
+    >>> print(out, lse.round(4))
+    [[2. 2.]] [0.6931]
+    """
+    if len(outs) != len(log_sum_exps) or not outs:
+        raise ArgumentError(
+            message("outs, log_sum_exps", "as many of one as of the other, at least one", (len(outs), len(log_sum_exps)))
+        )
+    named = {f"outs[{i}]": x for i, x in enumerate(outs)} | {f"log_sum_exps[{i}]": x for i, x in enumerate(log_sum_exps)}
+    ops = frameworks.of(named)
+    for i, (out, lse) in enumerate(zip(outs, log_sum_exps, strict=True)):
+        if tuple(out.shape) != tuple(outs[0].shape) or tuple(lse.shape) != tuple(out.shape[:-1]):
+            raise ShapeError(
+                message(
+                    f"outs[{i}], log_sum_exps[{i}]",
+                    "one shape (..., query, value_dim) and that without its last axis",
+                    f"{tuple(out.shape)} and {tuple(lse.shape)}",
+                    shapes={"outs[0]": tuple(outs[0].shape)},
+                )
+            )
+    with ops.quiet():
+        total = log_sum_exps[0]
+        for lse in log_sum_exps[1:]:
+            total = logaddexp(ops, total, lse)
+        joined: Any = 0.0
+        for out, lse in zip(outs, log_sum_exps, strict=True):
+            share = ops.expand_dims(ops.exp(lse - anchor(ops, total)), -1)
+            # an empty part may hold anything
+            joined = joined + ops.where(share == 0, 0.0, share * ops.astype(out, ops.dtype(share)))
+        return ops.astype(joined, ops.dtype(outs[0])), total

@@ -1,0 +1,1 @@
+"""Attnscore inside other libraries; each module imports its library only when it is used."""

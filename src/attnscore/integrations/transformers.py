@@ -1,0 +1,275 @@
+"""Attention of Hugging Face transformers models computed by `attend`.
+
+What this module meets:
+- `register` makes a name that every model built on transformers' attention interface accepts, as in
+  ``AutoModel.from_pretrained(..., attn_implementation="attnscore")``;
+- the mask function is registered under the same name: without one, transformers drops every mask silently;
+- causal and padding masks stay small objects that say what they mean; whatever else a model composes (packed
+  sequences, windows, image blocks) becomes the boolean array that transformers itself would have made;
+- scale, grouped heads, dropout in training, causal flag, soft cap, sinks and position biases are honoured;
+  what would change the result and is not supported raises, and is never ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import attnscore as ats
+from attnscore.errors import ArgumentError, FrameworkError, message
+from attnscore.masking import Mask
+
+if TYPE_CHECKING:
+    import torch
+
+    Tensor = torch.Tensor
+
+# Each of these selects or moves keys, or changes the normalisation; ignoring one would be a wrong result.
+_UNSUPPORTED = ("cache", "indices", "block_indices", "sinks")
+# transformers looks for these words inside a name and would take another road.
+_TAKEN = ("eager", "sdpa", "flash", "flex", "paged|", "/")
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionCall:
+    """What one attention layer of a model did in one forward pass.
+
+    Attributes
+    ----------
+    module : torch.nn.Module
+        The layer.
+    layer : int or None
+        Its ``layer_idx``, where the model sets one.
+    stats : AttentionStats
+        Statistics of every row, each (batch, head, query).
+    """
+
+    module: Any
+    layer: int | None
+    stats: ats.AttentionStats
+    _inputs: dict[str, Any] = field(repr=False)
+
+    def weights(self, batch: int | None = None) -> Tensor:
+        """Return the weights (batch, head, query, key), computed now, before dropout.
+
+        Parameters
+        ----------
+        batch : int, optional
+            Only this row of the batch.
+        """
+        arguments = dict(self._inputs)
+        query, key = arguments.pop("query"), arguments.pop("key")
+        weights: Tensor = ats.attention_weights(query, key, **arguments)
+        return weights if batch is None else weights[batch]
+
+
+Observer = Callable[[AttentionCall], None]
+
+
+def register(name: str = "attnscore", *, observer: Observer | None = None) -> str:
+    """Register `attend` with transformers as an attention implementation.
+
+    Parameters
+    ----------
+    name : str
+        What to pass as ``attn_implementation``. Registering a name again replaces it.
+    observer : callable, optional
+        Called after each attention layer with an `AttentionCall`: statistics come from the same pass as the
+        result, weights are computed on request.
+
+    Returns
+    -------
+    str
+        The name.
+
+    Raises
+    ------
+    ArgumentError
+        A name that transformers would take for one of its own implementations.
+    FrameworkError
+        transformers is not installed.
+
+    Examples
+    --------
+    >>> from transformers import AutoModel  # doctest: +SKIP
+    >>> model = AutoModel.from_pretrained("path", attn_implementation=register())  # doctest: +SKIP
+    """
+    if any(word in name for word in _TAKEN):
+        raise ArgumentError(message("name", f"a name without any of {', '.join(_TAKEN)}", repr(name)))
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ImportError as error:
+        hint = "pip install 'attnscore[demo]'"
+        text = message("transformers", "version 5 or later", "none here", hint=hint)
+        raise FrameworkError(text) from error
+
+    def forward(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
+        return attention_forward(module, query, key, value, mask, observer=observer, **options)
+
+    AttentionInterface.register(name, forward)
+    AttentionMaskInterface.register(name, attention_mask)
+    return name
+
+
+def attention_forward(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Mask | Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    output_attentions: bool | None = False,
+    observer: Observer | None = None,
+    **others: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute one attention layer, as transformers calls it.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The attention layer; its `training` flag decides about dropout.
+    query : Tensor (batch, head, query, dim)
+    key : Tensor (batch, key_head, key, dim)
+        The heads of key and value may be fewer.
+    value : Tensor (batch, key_head, key, value_dim)
+    attention_mask : Mask, boolean Tensor (True: may attend), float Tensor (added to the scores) or None
+    scaling : float, optional
+        Factor of the scores; None: 1/sqrt(dim).
+    dropout : float
+        Probability, used in training only.
+    is_causal : bool, optional
+        Applies when there is no mask, as in transformers' own functions; None: what the module says.
+    softcap : float, optional
+        Scores become ``softcap * tanh(score / softcap)``.
+    s_aux : Tensor (head,), optional
+        Sinks: a further logit per head without a value.
+    position_bias : Tensor, optional
+        Added to the scores.
+    output_attentions : bool, optional
+        Return the weights too.
+    observer : callable, optional
+        Called with an `AttentionCall`.
+    **others
+        What other implementations need; an option that would change the result is refused.
+
+    Returns
+    -------
+    (Tensor (batch, query, head, value_dim), Tensor (batch, head, query, key) or None)
+
+    Raises
+    ------
+    ArgumentError
+        An option that is not supported.
+    """
+    for option in _UNSUPPORTED:
+        if others.get(option) is not None:
+            raise ArgumentError(
+                message(option, "None; attnscore does not support it", type(others[option]).__name__)
+            )
+    score = ats.ScaledDot(scaling)
+    mask, bias = _mask_and_bias(module, query, attention_mask, is_causal, position_bias)
+    shared: dict[str, Any] = {
+        "score": ats.SoftCap(score, softcap) if softcap is not None else score,
+        "mask": mask,
+        "bias": bias,
+        "sink": s_aux,
+    }
+    result = ats.attend(
+        query,
+        key,
+        value,
+        **shared,
+        dropout=dropout if module.training else 0.0,
+        return_weights=bool(output_attentions),
+        return_stats=observer is not None,
+    )
+    out, *more = result if isinstance(result, tuple) else (result,)
+    if observer is not None:
+        layer = getattr(module, "layer_idx", None)
+        observer(AttentionCall(module, layer, more[-1], {"query": query, "key": key, **shared}))
+    return out.transpose(1, 2).contiguous(), more[0] if output_attentions else None
+
+
+def _mask_and_bias(
+    module: Any,
+    query: Tensor,
+    mask: Mask | Tensor | None,
+    is_causal: bool | None,
+    position_bias: Tensor | None,
+) -> tuple[Mask | Tensor | None, Tensor | None]:
+    if mask is None:
+        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+        # One query is a decoding step and sees everything; else transformers' functions align at the top.
+        return ats.Causal(align="top_left") if causal and query.shape[-2] > 1 else None, position_bias
+    if isinstance(mask, Mask) or not mask.is_floating_point():
+        return mask, position_bias
+    return None, mask if position_bias is None else mask + position_bias
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    **others: Any,
+) -> Mask | Tensor | None:
+    """Make the mask of a model, as transformers calls it; `attention_forward` gets what is returned here.
+
+    A causal or a full pattern, with or without padding, gives a mask object; any other pattern, and any call
+    in which transformers goes on working with the mask as a tensor, gives a boolean tensor (batch, 1, query,
+    key).
+
+    Parameters
+    ----------
+    batch_size, q_length, kv_length : int
+    q_offset, kv_offset : int
+        Positions of the first query and of the first key.
+    mask_function : callable
+        The pattern, as one of transformers' functions of indices.
+    attention_mask : Tensor (batch, key), optional
+        Padding: True where there is a token.
+    allow_is_causal_skip, allow_is_bidirectional_skip : bool
+        False when the caller needs a tensor.
+    **others
+        Handed on to transformers' own mask function.
+    """
+    from transformers import masking_utils
+
+    causal = mask_function is None or mask_function is masking_utils.causal_mask_function
+    full = mask_function is masking_utils.bidirectional_mask_function
+    # A cache of fixed size counts in tensors; its masks are made early and handled as tensors on the way.
+    as_object = isinstance(q_offset, int) and (
+        (causal and allow_is_causal_skip) or (full and allow_is_bidirectional_skip)
+    )
+    if not as_object:
+        dense: Tensor | None = masking_utils.sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function or masking_utils.causal_mask_function,
+            attention_mask=attention_mask,
+            allow_is_causal_skip=False,
+            allow_is_bidirectional_skip=False,
+            **others,
+        )
+        return dense
+    padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    pattern: Mask | None = ats.Causal(offset=q_offset - kv_offset) if causal else None
+    if padding is None:
+        return pattern
+    keys = ats.KeyPadding(padding[:, kv_offset : kv_offset + kv_length])
+    return keys if pattern is None else pattern & keys

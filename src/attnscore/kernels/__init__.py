@@ -1,0 +1,58 @@
+"""Ways to run a problem. One file is one kernel; a new one adds its file and one line in ``_TABLE``."""
+
+from __future__ import annotations
+
+from attnscore.errors import ArgumentError, KernelUnavailable, message
+from attnscore.kernels.contract import Kernel, Run
+from attnscore.kernels.dense import Dense
+from attnscore.kernels.streaming import Streaming
+from attnscore.problem import Problem
+
+__all__ = ["Kernel", "Run", "choose", "names", "table"]
+
+# In the order in which "auto" takes them. The dense kernel is never taken by itself: its memory is quadratic.
+_TABLE: dict[str, Kernel] = {kernel.name: kernel for kernel in (Streaming(), Dense())}
+_NOT_AUTOMATIC = {"dense": "quadratic memory: taken only when asked for by name"}
+
+
+def table() -> dict[str, Kernel]:
+    """All kernels by name, in the order of preference."""
+    return dict(_TABLE)
+
+
+def names() -> tuple[str, ...]:
+    """What ``kernel=`` takes."""
+    return ("auto", *_TABLE)
+
+
+def choose(name: str, problem: Problem) -> Kernel:
+    """The kernel to run `problem` with.
+
+    Raises
+    ------
+    ArgumentError
+        There is no kernel of that name.
+    KernelUnavailable
+        It was asked for by name and cannot run this problem.
+    """
+    if name == "auto":
+        return next(
+            kernel for kernel in _TABLE.values() if kernel.name not in _NOT_AUTOMATIC and not kernel.reasons_against(problem)
+        )
+    if name not in _TABLE:
+        raise ArgumentError(message("kernel", "one of " + ", ".join(names()), repr(name)))
+    reasons = _TABLE[name].reasons_against(problem)
+    if reasons:
+        raise KernelUnavailable(message("kernel", f"a problem that {name!r} can run", "; ".join(reasons)))
+    return _TABLE[name]
+
+
+def reasons(problem: Problem, chosen: Kernel) -> dict[str, tuple[str, ...]]:
+    """For every kernel but the chosen one, why it was not taken."""
+    found = {}
+    for name, kernel in _TABLE.items():
+        if kernel is not chosen:
+            later = (f"{chosen.name} comes first in the order of preference",)
+            own = (_NOT_AUTOMATIC[name],) if name in _NOT_AUTOMATIC else ()
+            found[name] = (*kernel.reasons_against(problem), *own) or later
+    return found

@@ -1,0 +1,99 @@
+"""What a kernel is: one way to run a problem.
+
+``reasons_against`` says why it cannot run a problem; empty means it can. A kernel asked for by name runs or raises; ``auto``
+takes the first that can, in order of speed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from attnscore.engine import Result, RowGradients, operands
+from attnscore.frameworks.contract import Array
+from attnscore.problem import Problem
+from attnscore.tiling import TilePlan
+
+DIFFERENTIABLE = ("log_sum_exp", "entropy")
+"""Statistics through which a gradient flows, streamed; the others are detached."""
+
+
+class Kernel(ABC):
+    """Interface of all kernels."""
+
+    name: str
+    summary: str
+    own_gradient: bool
+    """Whether ``backward`` is the gradient; otherwise it is the framework's autodiff through ``forward``."""
+
+    @abstractmethod
+    def reasons_against(self, problem: Problem) -> tuple[str, ...]:
+        """Why this kernel cannot run `problem`; empty when it can."""
+
+    @abstractmethod
+    def forward(self, problem: Problem, plan: TilePlan) -> Result: ...
+
+    @abstractmethod
+    def backward(self, problem: Problem, plan: TilePlan, result: Result, grads: RowGradients) -> dict[str, Array]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A kernel on a problem as a function of arrays alone: what a framework's gradient hook can hold.
+
+    Outputs are (out, log_sum_exp, entropy if wanted, then the other statistics); the first
+    ``differentiable_outputs`` carry gradients and are kept for the backward.
+    """
+
+    kernel: Kernel
+    problem: Problem
+    plan: TilePlan
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """The statistics among the outputs behind log_sum_exp, in their order."""
+        return tuple(name for name in ("entropy",) if name in self.problem.statistics) + tuple(
+            name for name in self.problem.statistics if name not in DIFFERENTIABLE
+        )
+
+    @property
+    def differentiable_outputs(self) -> int:
+        return 2 + ("entropy" in self.problem.statistics)
+
+    def operands(self) -> dict[str, Array]:
+        """The arrays that the run is a function of, by name."""
+        return operands(self.problem)
+
+    def _with(self, arrays: Sequence[Array]) -> Problem:
+        named = dict(zip(self.operands(), arrays, strict=True))
+        own = {name: named.pop(name) for name in ("value", "bias", "sink") if name in named}
+        return dataclasses.replace(self.problem, form=self.problem.form.with_arrays(named), **own)
+
+    def forward(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
+        result = self.kernel.forward(self._with(arrays), self.plan)
+        return (result.out, result.log_sum_exp, *(result.statistics[name] for name in self.statistics))
+
+    def backward(
+        self, arrays: Sequence[Array], outputs: Sequence[Array], grads: Sequence[Array | None]
+    ) -> tuple[Array, ...]:
+        """Gradients of `arrays`, in their dtypes, from `grads` on the differentiable outputs."""
+        statistics = {"entropy": outputs[2]} if len(outputs) > 2 else {}
+        found = self.kernel.backward(
+            self._with(arrays), self.plan, Result(outputs[0], outputs[1], statistics), RowGradients(*grads)
+        )
+        ops = self.problem.ops
+        return tuple(
+            ops.astype(found[name], ops.dtype(x)) for name, x in zip(self.operands(), arrays, strict=True)
+        )
+
+    def __call__(self) -> Result:
+        """Run, with the gradient attached where the framework has one."""
+        ops, arrays = self.problem.ops, tuple(self.operands().values())
+        if self.kernel.own_gradient:
+            out, lse, *rest = ops.differentiable(self, arrays)
+        else:
+            out, lse, *rest = self.forward(arrays)
+        statistics = dict(zip(self.statistics, rest, strict=True))
+        return Result(out, lse, {"log_sum_exp": lse, **statistics})

@@ -1,0 +1,132 @@
+"""The dense kernel: the slow obvious version, and the oracle that all others are held to.
+
+- Scores by the definition (``score.tile``), the whole matrix at once: O(n^2) memory, so only when it is asked for by name.
+- The gradient is the framework's own autodiff through these lines; NumPy has none.
+- Shares no formula with the streaming engine but the masks.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+from attnscore import dropout as dropouts
+from attnscore.engine import Result, RowGradients
+from attnscore.errors import KernelUnavailable
+from attnscore.frameworks.contract import Array, Framework
+from attnscore.kernels.contract import Kernel
+from attnscore.problem import Problem
+from attnscore.softmax import NEG_INF
+from attnscore.tiling import TilePlan
+
+
+@final
+class Dense(Kernel):
+    """The whole matrix of scores at once."""
+
+    name = "dense"
+    summary = "the whole n x n matrix, by the definition: the oracle"
+    own_gradient = False
+
+    def reasons_against(self, problem: Problem) -> tuple[str, ...]:
+        return ()
+
+    def forward(self, problem: Problem, plan: TilePlan) -> Result:
+        ops, grid, dtype = problem.ops, problem.grid, problem.accumulator
+        value = ops.astype(problem.value, dtype)
+        scores, visible = _scores(problem)
+        hidden_to_all = ops.where(visible, scores, NEG_INF)
+        logits = hidden_to_all
+        if problem.sink is not None:
+            sink = ops.reshape(ops.astype(problem.sink, dtype), (*problem.sink.shape, 1, 1))
+            logits = ops.concat((logits, ops.broadcast_to(sink, (*grid.rows, 1))), -1)
+        # softmax; a row of -inf alone has no weights
+        if 0 in logits.shape:
+            top = ops.full((*grid.rows, 1), NEG_INF, value)
+        else:
+            top = ops.max(logits, axis=-1, keepdims=True)
+        alive = top != NEG_INF
+        exponentials = ops.exp(logits - ops.where(alive, ops.stop_gradient(top), 0.0))
+        total = ops.sum(exponentials, axis=-1, keepdims=True)
+        every_weight = exponentials / ops.where(alive, total, 1.0)
+        lse = ops.where(alive, ops.stop_gradient(top) + ops.log(ops.where(alive, total, 1.0)), NEG_INF)
+        weights = every_weight[..., : grid.key_len]
+        pooling = weights
+        if problem.dropout is not None:
+            spans = (0, grid.query_len), (0, grid.key_len)
+            pooling = weights * dropouts.kept(ops, problem.dropout, grid, value, *spans, dtype)
+        out = _pool(ops, pooling, visible, value)
+        statistics = _statistics(ops, problem, hidden_to_all, visible, every_weight, weights, lse)
+        return Result(ops.astype(out, problem.dtype), lse, statistics)
+
+    def backward(self, problem: Problem, plan: TilePlan, result: Result, grads: RowGradients) -> dict[str, Array]:
+        raise KernelUnavailable(
+            "kernel: the dense kernel has no gradient of its own, and NumPy has no autodiff. "
+            "Hint: attend_vjp(..., kernel='streaming')"
+        )
+
+
+def _scores(problem: Problem) -> tuple[Array, Array]:
+    """Every score with its bias, and whether its pair is visible."""
+    ops, grid, dtype = problem.ops, problem.grid, problem.accumulator
+    query, key = (ops.astype(x, dtype) for x in (problem.query, problem.key))
+    bad = None
+    if not ops.surely_finite(query, key):
+        # 0 * NaN in the gradient would carry what is hidden: compute without such rows, then mark their pairs.
+        rows, cols = (ops.any(~ops.isfinite(x), axis=-1, keepdims=True) for x in (query, key))
+        query, key = ops.where(rows, 0.0, query), ops.where(cols, 0.0, key)
+        bad = rows | ops.matrix_transpose(cols)
+    shape = (*grid.rows, grid.key_len)
+    scores = ops.broadcast_to(ops.astype(problem.score.tile(ops, query, key), dtype), shape)
+    if bad is not None:
+        scores = ops.where(bad, float("nan"), scores)
+    visible = ops.isfinite(ops.zeros(shape, scores))
+    if problem.mask is not None:
+        rows = ops.reshape(ops.positions(0, grid.query_len, scores), (grid.query_len, 1))
+        cols = ops.reshape(ops.positions(0, grid.key_len, scores), (1, grid.key_len))
+        visible = visible & problem.mask.visible(ops, grid, rows, cols)
+    if problem.bias is not None:
+        bias = ops.astype(problem.bias, dtype)
+        visible = visible & (bias != NEG_INF)
+        scores = scores + ops.where(visible, bias, 0.0)
+    return scores, visible
+
+
+def _pool(ops: Framework, weights: Array, visible: Array, value: Array) -> Array:
+    """sum_j weights_ij value_j over the visible j."""
+    if ops.surely_finite(value):
+        return ops.matmul(weights, value)
+    out = ops.matmul(weights, ops.where(ops.isfinite(value), value, 0.0))
+    bad = ops.where(ops.isfinite(value), 0.0, value)
+    # one key at a time: the value itself where it is seen
+    for j in range(value.shape[-2]):
+        out = out + ops.where(visible[..., j : j + 1], bad[..., j : j + 1, :], 0.0)
+    return out
+
+
+def _statistics(
+    ops: Framework,
+    problem: Problem,
+    scores: Array,
+    visible: Array,
+    every_weight: Array,
+    weights: Array,
+    lse: Array,
+) -> dict[str, Array]:
+    """All statistics from the whole matrix; `every_weight` has the sink's beside the keys'."""
+    count = ops.sum(ops.astype(visible, problem.accumulator), axis=-1, keepdims=True)
+    some = ops.maximum(count, 1.0)
+    mean = ops.sum(ops.where(visible, scores, 0.0), axis=-1, keepdims=True) / some
+    deviation = ops.where(visible, scores - mean, 0.0)
+    log_weights = ops.log(ops.where(every_weight == 0, 1.0, every_weight))
+    no_keys = 0 in scores.shape
+    found = {
+        "log_sum_exp": lse,
+        "max_score": ops.full(count.shape, NEG_INF, count) if no_keys else ops.max(scores, axis=-1, keepdims=True),
+        "mean_score": mean,
+        "var_score": ops.sum(deviation * deviation, axis=-1, keepdims=True) / some,
+        "entropy": -ops.sum(every_weight * log_weights, axis=-1, keepdims=True),
+        "max_weight": 0.0 * count if no_keys else ops.max(weights, axis=-1, keepdims=True),
+        "sum_sq_weights": ops.sum(weights * weights, axis=-1, keepdims=True),
+        "sum_weights": ops.sum(weights, axis=-1, keepdims=True),
+    }
+    return {name: found[name] for name in problem.statistics}

@@ -1,0 +1,31 @@
+"""Masks: which keys a query may see."""
+
+from attnscore.masking.contract import And, Intervals, Mask, Not, Or, intersect, split
+from attnscore.masking.masks import (
+    Causal,
+    Dense,
+    Documents,
+    KeyPadding,
+    KeyRange,
+    PrefixLM,
+    SlidingWindow,
+    ValidLens,
+)
+
+__all__ = [
+    "And",
+    "Causal",
+    "Dense",
+    "Documents",
+    "Intervals",
+    "KeyPadding",
+    "KeyRange",
+    "Mask",
+    "Not",
+    "Or",
+    "PrefixLM",
+    "SlidingWindow",
+    "ValidLens",
+    "intersect",
+    "split",
+]

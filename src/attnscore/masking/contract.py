@@ -1,0 +1,205 @@
+"""The contract of masks, and how they compose. True means "may attend".
+
+- A mask is a small object, never an n x n array: it answers for any block of rows and columns (``visible``), and most
+  say all they know as one interval of keys per query (``intervals``), from which tiles are skipped.
+- Masks compose with ``&``, ``|`` and ``~`` and print themselves.
+- ``materialize`` is the truth that ``intervals`` is held to; it is built from ``visible`` alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+
+from attnscore import frameworks
+from attnscore.errors import MaskError, message
+from attnscore.frameworks.contract import Array, Framework
+from attnscore.problem import Grid
+
+HostArray = np.ndarray[Any, Any]
+Intervals = tuple[HostArray, HostArray]
+"""(start, stop), each (batch or 1, query): row i sees the keys start[i] <= j < stop[i]."""
+
+
+class Mask(ABC):
+    """Interface of all masks. A new one gives ``visible`` and, when it is an interval, ``intervals``."""
+
+    heads = 1
+    """Query heads that the mask tells apart."""
+
+    @abstractmethod
+    def visible(self, ops: Framework, grid: Grid, rows: Array, cols: Array) -> Array:
+        """Whether row i may see column j, for `rows` (r, 1) and `cols` (1, c); broadcastable on the axes of `grid`."""
+
+    def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
+        """One interval of visible keys per row, or None when the mask is not of that form or cannot be read here."""
+        return None
+
+    @abstractmethod
+    def check(self, ops: Framework, grid: Grid) -> None:
+        """Raise MaskError when the mask does not fit `grid`."""
+
+    @final
+    def materialize(self, query_len: int, key_len: int, batch: int = 1) -> HostArray:
+        """The boolean array (batch, query, key), or wider where a ``Dense`` array has more axes. O(n^2) memory.
+
+        Examples
+        --------
+        >>> Causal().materialize(3, 3).astype(int)
+        array([[[1, 0, 0],
+                [1, 1, 0],
+                [1, 1, 1]]])
+        """
+        ops = frameworks.load("numpy")
+        heads = self.heads
+        grid = Grid((batch,), heads, 1, query_len, key_len, has_heads=heads > 1)
+        self.check(ops, grid)
+        rows, cols = np.arange(query_len)[:, None], np.arange(key_len)[None, :]
+        full = np.broadcast_to(self.visible(ops, grid, rows, cols), (batch, heads, 1, query_len, key_len))
+        return np.array(full[:, :, 0] if heads > 1 else full[:, 0, 0])
+
+    def __repr__(self) -> str:
+        given = [
+            f"{field.name}={_show(getattr(self, field.name))}"
+            for field in dataclasses.fields(self)  # type: ignore[arg-type]  # every concrete mask is a dataclass
+            if getattr(self, field.name) is not field.default
+        ]
+        return f"{type(self).__name__}({', '.join(given)})"
+
+    def __and__(self, other: Mask) -> Mask:
+        check_is_mask(other)
+        return And(self, other)
+
+    def __or__(self, other: Mask) -> Mask:
+        check_is_mask(other)
+        return Or(self, other)
+
+    def __invert__(self) -> Mask:
+        return Not(self)
+
+    def __bool__(self) -> bool:
+        raise MaskError("mask: a mask has no truth value. Hint: combine masks with & | ~, not with and, or, not")
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class And(Mask):
+    """Seen by both masks."""
+
+    first: Mask
+    second: Mask
+
+    @property
+    def heads(self) -> int:  # type: ignore[override]  # composed of its parts' heads
+        return max(self.first.heads, self.second.heads)
+
+    def visible(self, ops: Framework, grid: Grid, rows: Array, cols: Array) -> Array:
+        return self.first.visible(ops, grid, rows, cols) & self.second.visible(ops, grid, rows, cols)
+
+    def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
+        pair = [part.intervals(query_len, key_len, batch) for part in (self.first, self.second)]
+        return None if pair[0] is None or pair[1] is None else intersect(pair[0], pair[1])
+
+    def check(self, ops: Framework, grid: Grid) -> None:
+        for part in (self.first, self.second):
+            part.check(ops, grid)
+
+    def __repr__(self) -> str:
+        return f"{_wrap(self.first, Or)} & {_wrap(self.second, Or)}"
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class Or(Mask):
+    """Seen by either mask."""
+
+    first: Mask
+    second: Mask
+
+    @property
+    def heads(self) -> int:  # type: ignore[override]  # composed of its parts' heads
+        return max(self.first.heads, self.second.heads)
+
+    def visible(self, ops: Framework, grid: Grid, rows: Array, cols: Array) -> Array:
+        return self.first.visible(ops, grid, rows, cols) | self.second.visible(ops, grid, rows, cols)
+
+    def check(self, ops: Framework, grid: Grid) -> None:
+        for part in (self.first, self.second):
+            part.check(ops, grid)
+
+    def __repr__(self) -> str:
+        return f"{self.first!r} | {self.second!r}"
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class Not(Mask):
+    """Seen where the mask does not see."""
+
+    mask: Mask
+
+    @property
+    def heads(self) -> int:  # type: ignore[override]  # composed of its parts' heads
+        return self.mask.heads
+
+    def visible(self, ops: Framework, grid: Grid, rows: Array, cols: Array) -> Array:
+        return ~self.mask.visible(ops, grid, rows, cols)
+
+    def check(self, ops: Framework, grid: Grid) -> None:
+        self.mask.check(ops, grid)
+
+    def __repr__(self) -> str:
+        return f"~{_wrap(self.mask, (And, Or))}"
+
+
+def split(mask: Mask, query_len: int, key_len: int, batch: int) -> tuple[Intervals | None, Mask | None]:
+    """`mask` as intervals AND a rest that only blocks can tell; either may be None.
+
+    The intervals of what can say them bound the tiles even when the rest cannot.
+    """
+    if isinstance(mask, And):
+        first, first_rest = split(mask.first, query_len, key_len, batch)
+        second, second_rest = split(mask.second, query_len, key_len, batch)
+        both = first or second if first is None or second is None else intersect(first, second)
+        rest = _both(first_rest, second_rest)
+        return both, rest
+    found = mask.intervals(query_len, key_len, batch)
+    return (None, mask) if found is None else (found, None)
+
+
+def _both(first: Mask | None, second: Mask | None) -> Mask | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return And(first, second)
+
+
+def intersect(first: Intervals, second: Intervals) -> Intervals:
+    """Intervals of the keys that lie in both."""
+    start = np.maximum(first[0], second[0])
+    return start, np.maximum(np.minimum(first[1], second[1]), start)
+
+
+def check_is_mask(x: object) -> None:
+    """Raise MaskError when something other than a mask is combined with one."""
+    if not isinstance(x, Mask):
+        hint = "wrap a boolean array in Dense(array) to combine it" if hasattr(x, "shape") else None
+        raise MaskError(message("mask", "a mask object on both sides of & or |", type(x).__name__, hint=hint))
+
+
+def _wrap(mask: Mask, kinds: type[Mask] | tuple[type[Mask], ...]) -> str:
+    return f"({mask!r})" if isinstance(mask, kinds) else repr(mask)
+
+
+def _show(x: object) -> str:
+    """A field in a mask's repr: short values in full, arrays by shape."""
+    shape = getattr(x, "shape", None)
+    if shape is None:
+        return repr(x)
+    host = frameworks.host(x)
+    if host is not None and host.size <= 8:
+        return repr(host.tolist())
+    return f"<{tuple(shape)} {getattr(x, 'dtype', '')}>"

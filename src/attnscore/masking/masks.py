@@ -1,0 +1,316 @@
+"""The masks of the field: valid lengths, ranges, padding, causal, windows, prefixes, packed documents, arrays.
+
+Lengths that the host can see are checked; those on a device or traced are clamped to [0, key_len].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+
+from attnscore import frameworks
+from attnscore.errors import MaskError, message
+from attnscore.frameworks.contract import Array, Framework
+from attnscore.masking.contract import Intervals, Mask
+from attnscore.masking.numbers import (
+    Align,
+    check_alignment,
+    check_boolean,
+    check_numbers,
+    check_whole,
+    clip_intervals,
+    column,
+    columns_of,
+    host_ints,
+    host_offset,
+    offset_of,
+    per_batch,
+    per_row,
+    rows_of,
+    runs,
+    shape_of,
+)
+from attnscore.problem import Grid, check_broadcast
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class ValidLens(Mask):
+    """Row i sees the keys j < lens; rows past `query_lens` see nothing.
+
+    Parameters
+    ----------
+    lens : (batch,) or (batch, query) whole numbers
+        With two-axis inputs a number or (query,).
+    query_lens : (batch,) whole numbers, optional
+
+    Examples
+    --------
+    >>> ValidLens([1, 3]).materialize(1, 4, batch=2)[:, 0].astype(int)
+    array([[1, 0, 0, 0],
+           [1, 1, 1, 0]])
+    """
+
+    lens: Any
+    query_lens: Any = None
+
+    def visible(self, ops: Framework, grid: Grid, rows: Array, cols: Array) -> Array:
+        lens = per_row(ops, grid, self.lens, rows)
+        seen = cols < lens
+        if self.query_lens is None:
+            return seen
+        return seen & (rows < per_batch(ops, grid, self.query_lens, rows))
+
+    def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
+        lens = host_ints(self.lens)
+        queries = None if self.query_lens is None else host_ints(self.query_lens)
+        if lens is None or (queries is None and self.query_lens is not None):
+            return None
+        stop = rows_of(lens, query_len, batch)
+        if queries is not None:
+            stop = np.where(np.arange(query_len) < column(queries), stop, 0)
+        return clip_intervals(np.zeros_like(stop), stop, query_len, key_len)
+
+    def check(self, ops: Framework, grid: Grid) -> None:
+        check_numbers(ops, "valid_lens", self.lens, grid, highest=grid.key_len, per_query=True)
+        if self.query_lens is not None:
+            check_numbers(ops, "query_lens", self.query_lens, grid, highest=grid.query_len)
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class KeyRange(Mask):
+    """Every row sees the keys start <= j < stop, with numbers per batch row (left padding).
+
+    Examples
+    --------
+    >>> KeyRange([1, 0], [4, 2]).materialize(1, 4, batch=2)[:, 0].astype(int)
+    array([[0, 1, 1, 1],
+           [1, 1, 0, 0]])
+    """
+
+    start: Any
+    stop: Any
+
+    def visible(self, ops: Framework, grid: Grid, rows: Array, cols: Array) -> Array:
+        return (cols >= per_batch(ops, grid, self.start, rows)) & (cols < per_batch(ops, grid, self.stop, rows))
+
+    def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
+        start, stop = host_ints(self.start), host_ints(self.stop)
+        if start is None or stop is None:
+            return None
+        start, stop = np.broadcast_arrays(column(start), column(stop))
+        return clip_intervals(start, stop, query_len, key_len)
+
+    def check(self, ops: Framework, grid: Grid) -> None:
+        check_numbers(ops, "start", self.start, grid, highest=grid.key_len)
+        check_numbers(ops, "stop", self.stop, grid, highest=grid.key_len)
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class KeyPadding(Mask):
+    """Every row sees the keys where `array` (batch, key) is True: an attention mask as tokenizers give it.
+
+    Zeros and ones in whole numbers count as False and True.
+    """
+
+    array: Any
+
+    @classmethod
+    def from_ignore(cls, array: Any) -> KeyPadding:
+        """From the inverted polarity of ``nn.MultiheadAttention``, where True means "ignore"."""
+        check_boolean("key_padding", array)
+        host = frameworks.host(array)
+        return cls(~(array if host is None else host.astype(bool)))
+
+    def visible(self, ops: Framework, grid: Grid, rows: Array, cols: Array) -> Array:
+        array = ops.asarray(self.array, rows)
+        seen = columns_of(ops, array if ops.dtype(array) == "bool" else array != 0, cols)
+        return grid.place_batch(ops, ops.expand_dims(seen, 1))
+
+    def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
+        array = frameworks.host(self.array)
+        if array is None:
+            return None
+        seen = array.astype(bool)
+        count, start = seen.sum(-1), seen.argmax(-1) if key_len else np.zeros(len(seen), int)
+        stop = key_len - seen[:, ::-1].argmax(-1) if key_len else start
+        if np.any((count > 0) & (stop - start != count)):
+            return None
+        stop = np.where(count > 0, stop, start)
+        return clip_intervals(start[:, None], stop[:, None], query_len, key_len)
+
+    def check(self, ops: Framework, grid: Grid) -> None:
+        check_boolean("key_padding", self.array)
+        shape = shape_of(self.array)
+        if len(shape) != 2 or shape[0] not in (1, grid.batch) or shape[1] != grid.key_len:
+            raise MaskError(message("key_padding", f"shape (batch, key) = ({grid.batch}, {grid.key_len})", shape))
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class Causal(Mask):
+    """Row i sees the keys j <= i + offset.
+
+    ::
+
+        3 queries, 5 keys    align="top_left"     align="bottom_right"
+                             1 0 0 0 0            1 1 1 0 0
+                             1 1 0 0 0            1 1 1 1 0
+                             1 1 1 0 0            1 1 1 1 1
+
+    Parameters
+    ----------
+    align : "top_left" (offset 0) or "bottom_right" (offset key_len - query_len), optional
+        Needed when the lengths differ and no `offset` is given: which one is meant is the field's classic silent bug.
+    offset : whole number, or one per batch row, optional
+    """
+
+    align: Align | None = None
+    offset: Any = None
+
+    def visible(self, ops: Framework, grid: Grid, rows: Array, cols: Array) -> Array:
+        return cols <= rows + offset_of(ops, grid, self, rows)
+
+    def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
+        offset = host_offset(self, query_len, key_len)
+        if offset is None:
+            return None
+        stop = np.arange(query_len)[None] + column(offset) + 1
+        return clip_intervals(np.zeros_like(stop), stop, query_len, key_len)
+
+    def check(self, ops: Framework, grid: Grid) -> None:
+        check_alignment(ops, grid, self)
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class SlidingWindow(Mask):
+    """Row i sees the keys i + offset - left <= j <= i + offset + right, both ends included; None is unbounded.
+
+    A model's "window w" is ``left = w - 1``: a query sees itself and w - 1 keys before it.
+    `align` and `offset` are those of `Causal`.
+    """
+
+    left: int | None = None
+    right: int | None = None
+    align: Align | None = None
+    offset: Any = None
+
+    def visible(self, ops: Framework, grid: Grid, rows: Array, cols: Array) -> Array:
+        centre = rows + offset_of(ops, grid, self, rows)
+        seen = cols >= 0
+        if self.left is not None:
+            seen = seen & (cols >= centre - self.left)
+        return seen if self.right is None else seen & (cols <= centre + self.right)
+
+    def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
+        offset = host_offset(self, query_len, key_len)
+        if offset is None:
+            return None
+        centre = np.arange(query_len)[None] + column(offset)
+        start = np.zeros_like(centre) if self.left is None else centre - self.left
+        stop = np.full_like(centre, key_len) if self.right is None else centre + self.right + 1
+        return clip_intervals(start, stop, query_len, key_len)
+
+    def check(self, ops: Framework, grid: Grid) -> None:
+        for name in ("left", "right"):
+            width = getattr(self, name)
+            if width is not None and (isinstance(width, bool) or not isinstance(width, (int, np.integer)) or width < 0):
+                raise MaskError(message(name, "a whole number of keys, 0 or more, or None", f"{width!r}"))
+        check_alignment(ops, grid, self)
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class PrefixLM(Mask):
+    """Row i sees the keys j < prefix_len or j <= i, with one prefix length per batch row."""
+
+    prefix_lens: Any
+
+    def visible(self, ops: Framework, grid: Grid, rows: Array, cols: Array) -> Array:
+        return (cols < per_batch(ops, grid, self.prefix_lens, rows)) | (cols <= rows)
+
+    def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
+        prefix = host_ints(self.prefix_lens)
+        if prefix is None:
+            return None
+        stop = np.maximum(column(prefix), np.arange(query_len)[None] + 1)
+        return clip_intervals(np.zeros_like(stop), stop, query_len, key_len)
+
+    def check(self, ops: Framework, grid: Grid) -> None:
+        check_numbers(ops, "prefix_lens", self.prefix_lens, grid, highest=grid.key_len)
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class Documents(Mask):
+    """Packed documents: row i sees the keys with the same id; a negative id sees nothing and is seen by nothing.
+
+    Parameters
+    ----------
+    query_ids, key_ids : (batch, length) or (length,) whole numbers
+        `key_ids` None: those of the queries.
+    """
+
+    query_ids: Any
+    key_ids: Any = None
+
+    def visible(self, ops: Framework, grid: Grid, rows: Array, cols: Array) -> Array:
+        queries, keys = (per_batch(ops, grid, ids, rows, flat=True) for ids in self._ids())
+        mine = ops.expand_dims(columns_of(ops, queries, ops.reshape(rows, (1, -1))), -1)
+        theirs = ops.expand_dims(columns_of(ops, keys, cols), 1)
+        return grid.place_batch(ops, (mine == theirs) & (mine >= 0))
+
+    def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
+        found = [host_ints(ids) for ids in self._ids()]
+        if any(ids is None for ids in found):
+            return None
+        queries, keys = (np.atleast_2d(ids) for ids in found if ids is not None)
+        rows = max(len(queries), len(keys))
+        pairs = [runs(queries[b % len(queries)], keys[b % len(keys)]) for b in range(rows)]
+        if any(pair is None for pair in pairs):
+            return None
+        start, stop = (np.stack(ends) for ends in zip(*(pair for pair in pairs if pair is not None), strict=True))
+        return clip_intervals(start, stop, query_len, key_len)
+
+    def check(self, ops: Framework, grid: Grid) -> None:
+        for name, ids, length in zip(
+            ("query_ids", "key_ids"), self._ids(), (grid.query_len, grid.key_len), strict=True
+        ):
+            check_whole(name, ids)
+            shape = shape_of(ids)
+            if len(shape) not in (1, 2) or shape[-1] != length or (len(shape) == 2 and shape[0] not in (1, grid.batch)):
+                raise MaskError(
+                    message(name, f"shape (batch, length) = ({grid.batch}, {length}) or ({length},)", shape)
+                )
+
+    def _ids(self) -> tuple[Any, Any]:
+        return self.query_ids, self.query_ids if self.key_ids is None else self.key_ids
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class Dense(Mask):
+    """Row i sees key j where `array[..., i, j]` is True; broadcastable to (..., query, key)."""
+
+    array: Any
+
+    @property
+    def heads(self) -> int:
+        """Length of the head axis, where the array has more than (batch, query, key)."""
+        shape = shape_of(self.array)
+        return int(shape[-3]) if len(shape) > 3 else 1
+
+    def visible(self, ops: Framework, grid: Grid, rows: Array, cols: Array) -> Array:
+        array = grid.place(ops, ops.asarray(self.array, rows))
+        if array.shape[-2] > 1:
+            array = ops.take(array, ops.reshape(rows, (-1,)), -2)
+        return columns_of(ops, array, cols)
+
+    def check(self, ops: Framework, grid: Grid) -> None:
+        check_boolean("mask", self.array, numbers=False)
+        check_broadcast("mask", shape_of(self.array), grid, MaskError)

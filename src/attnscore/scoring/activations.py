@@ -1,0 +1,63 @@
+"""Activations of additive scores, each beside its slope."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from attnscore.errors import ArgumentError, message
+from attnscore.frameworks.contract import Array, Framework
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An elementwise function and its derivative, given input and output."""
+
+    name: str
+    value: Callable[[Framework, Array], Array]
+    slope: Callable[[Framework, Array, Array], Array]
+
+
+def _gelu(ops: Framework, x: Array) -> Array:
+    return x * 0.5 * (1 + ops.erf(x * math.sqrt(0.5)))
+
+
+def _gelu_slope(ops: Framework, x: Array, y: Array) -> Array:
+    density = ops.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+    return 0.5 * (1 + ops.erf(x * math.sqrt(0.5))) + x * density
+
+
+def _silu_slope(ops: Framework, x: Array, y: Array) -> Array:
+    gate = ops.sigmoid(x)
+    return gate * (1 + x * (1 - gate))
+
+
+def _leaky_relu(negative_slope: float) -> Activation:
+    return Activation(
+        "leaky_relu",
+        lambda ops, x: ops.where(x > 0, x, x * negative_slope),
+        lambda ops, x, y: ops.where(x > 0, 1.0 + 0 * x, negative_slope + 0 * x),
+    )
+
+
+_TABLE = {
+    activation.name: activation
+    for activation in (
+        Activation("tanh", lambda ops, x: ops.tanh(x), lambda ops, x, y: 1 - y * y),
+        Activation("sigmoid", lambda ops, x: ops.sigmoid(x), lambda ops, x, y: y * (1 - y)),
+        Activation("relu", lambda ops, x: ops.where(x > 0, x, 0 * x), lambda ops, x, y: ops.where(x > 0, 1.0, 0 * x)),
+        Activation("silu", lambda ops, x: x * ops.sigmoid(x), _silu_slope),
+        Activation("gelu", _gelu, _gelu_slope),
+    )
+}
+NAMES = (*_TABLE, "leaky_relu")
+
+
+def activation(name: str, negative_slope: float = 0.01) -> Activation:
+    """The activation called `name`; `negative_slope` is that of leaky_relu."""
+    if name == "leaky_relu":
+        return _leaky_relu(negative_slope)
+    if name not in _TABLE:
+        raise ArgumentError(message("activation", "one of " + ", ".join(NAMES), repr(name)))
+    return _TABLE[name]

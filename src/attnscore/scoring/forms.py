@@ -1,0 +1,258 @@
+"""The forms that scores are lowered to: what a kernel has to know about a score.
+
+- ``InnerForm``: s = scale q' . k' + key_bias + query_bias
+- ``AdditiveForm``: s = sum_h w_h act(a_h + b_h)
+- ``DistanceForm``: s = -scale |q' - k'|^2, summed directly, for Gaussians that cancel as inner products
+- ``TileForm``: any score that only knows how to compute a block of itself
+
+``caps`` come last, in order: (cap, factor) turns s into factor * cap * tanh(s / cap); a cap of infinity only multiplies.
+Every form computes the scores of the rows and keys that it holds; a kernel slices it into tiles with ``part``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, final
+
+from attnscore.frameworks.contract import Array, Framework
+from attnscore.scoring.activations import Activation
+
+Role = Literal["query", "key", "shared"]
+FormPullback = Callable[[Array], dict[str, Array]]
+
+
+@dataclass(frozen=True, eq=False)
+class Form(ABC):
+    """Interface of all forms. Arrays whose role is query or key have the positions on axis -2."""
+
+    caps: tuple[tuple[float, float], ...] = field(default=(), kw_only=True)
+    roles: ClassVar[Mapping[str, Role]] = {}
+
+    @abstractmethod
+    def raw(self, ops: Framework) -> tuple[Array, FormPullback]:
+        """Scores before `caps`, and what a gradient on them is on each array (not yet summed over broadcast axes)."""
+
+    @abstractmethod
+    def values_per_pair(self) -> int:
+        """Numbers held for each (query, key) pair while a tile is computed: what sizes the tiles."""
+
+    def role(self, name: str) -> Role:
+        """Whether array `name` belongs to the queries, the keys, or to all pairs."""
+        return self.roles[name]
+
+    def arrays(self) -> dict[str, Array]:
+        """The arrays by name, those that are None left out."""
+        found = {name: getattr(self, name) for name in self.roles}
+        return {name: x for name, x in found.items() if x is not None}
+
+    def with_arrays(self, arrays: Mapping[str, Array]) -> Form:
+        """The same form over other arrays."""
+        return dataclasses.replace(self, **arrays)
+
+    @final
+    def part(self, cut: Callable[[Array, Role], Array]) -> Form:
+        """The same form over `cut(array, role)` of each array."""
+        return self.with_arrays({name: cut(x, self.role(name)) for name, x in self.arrays().items()})
+
+    @final
+    def scores(self, ops: Framework) -> Array:
+        """(..., query, key) scores of what the form holds."""
+        return self.scores_and_pullback(ops)[0]
+
+    @final
+    def scores_and_pullback(self, ops: Framework) -> tuple[Array, FormPullback]:
+        """The scores, and the pull-back of a gradient on them."""
+        scores, pullback = self.raw(ops)
+        slopes = []
+        for cap, factor in self.caps:
+            if math.isinf(cap):
+                scores, slope = scores * factor, factor
+            else:
+                bounded = ops.tanh(scores / cap)
+                scores, slope = (factor * cap) * bounded, factor * (1 - bounded * bounded)
+            slopes.append(slope)
+
+        def through_caps(grad: Array) -> dict[str, Array]:
+            for slope in reversed(slopes):
+                grad = grad * slope
+            return pullback(grad)
+
+        return scores, through_caps if slopes else pullback
+
+    def scaled(self, factor: float) -> Form:
+        """The same scores times `factor`."""
+        return dataclasses.replace(self, caps=(*self.caps, (math.inf, factor)))
+
+    @final
+    def capped(self, cap: float) -> Form:
+        """cap * tanh(scores / cap)."""
+        return dataclasses.replace(self, caps=(*self.caps, (cap, 1.0)))
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class InnerForm(Form):
+    """s = scale q . k + key_bias + query_bias; biases as columns (..., length, 1)."""
+
+    query: Array
+    key: Array
+    scale: float = 1.0
+    key_bias: Array | None = None
+    query_bias: Array | None = None
+    roles = {"query": "query", "key": "key", "key_bias": "key", "query_bias": "query"}
+
+    def values_per_pair(self) -> int:
+        return 1
+
+    def raw(self, ops: Framework) -> tuple[Array, FormPullback]:
+        query = self.query if self.scale == 1 else self.query * self.scale
+        scores = ops.matmul(query, ops.matrix_transpose(self.key))
+        if self.key_bias is not None:
+            scores = scores + ops.matrix_transpose(self.key_bias)
+        if self.query_bias is not None:
+            scores = scores + self.query_bias
+
+        def pullback(grad: Array) -> dict[str, Array]:
+            grads = {
+                "query": ops.matmul(grad, self.key) * self.scale,
+                "key": ops.matmul(ops.matrix_transpose(grad), query),
+            }
+            if self.key_bias is not None:
+                grads["key_bias"] = ops.matrix_transpose(ops.sum(grad, axis=-2, keepdims=True))
+            if self.query_bias is not None:
+                grads["query_bias"] = ops.sum(grad, axis=-1, keepdims=True)
+            return grads
+
+        return scores, pullback
+
+    def scaled(self, factor: float) -> Form:
+        if self.caps or self.key_bias is not None or self.query_bias is not None:
+            return super().scaled(factor)
+        return dataclasses.replace(self, scale=self.scale * factor)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class AdditiveForm(Form):
+    """s = sum_h w_v[h] activation(query[h] + key[h]); w_v is (h,) or (head, group, h)."""
+
+    query: Array
+    key: Array
+    w_v: Array
+    activation: Activation
+    roles = {"query": "query", "key": "key", "w_v": "shared"}
+
+    def values_per_pair(self) -> int:
+        return max(1, int(self.query.shape[-1]))
+
+    def raw(self, ops: Framework) -> tuple[Array, FormPullback]:
+        hidden = ops.expand_dims(self.query, -2) + ops.expand_dims(self.key, -3)
+        activated = self.activation.value(ops, hidden)
+        # (h,) or (head, group, 1, h)
+        weight = ops.expand_dims(self.w_v, -2) if len(self.w_v.shape) > 1 else self.w_v
+        scores = ops.matmul(activated, ops.expand_dims(weight, -1))[..., 0]
+
+        def pullback(grad: Array) -> dict[str, Array]:
+            grad = ops.expand_dims(grad, -1)
+            beside = ops.expand_dims(weight, -2) if len(weight.shape) > 1 else weight
+            through = grad * beside * self.activation.slope(ops, hidden, activated)
+            return {
+                "query": ops.sum(through, axis=-2),
+                "key": ops.sum(through, axis=-3),
+                "w_v": ops.sum(grad * activated, axis=(-3, -2)),
+            }
+
+        return scores, pullback
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class DistanceForm(Form):
+    """s = -scale |query - key|^2; scale is a number or (head, group, 1, 1)."""
+
+    query: Array
+    key: Array
+    scale: Array | float
+    roles = {"query": "query", "key": "key", "scale": "shared"}
+
+    def arrays(self) -> dict[str, Array]:
+        found = super().arrays()
+        return found if hasattr(self.scale, "shape") else {name: x for name, x in found.items() if name != "scale"}
+
+    def values_per_pair(self) -> int:
+        return max(1, int(self.query.shape[-1]))
+
+    def raw(self, ops: Framework) -> tuple[Array, FormPullback]:
+        difference = ops.expand_dims(self.query, -2) - ops.expand_dims(self.key, -3)
+        squared = ops.sum(difference * difference, axis=-1)
+
+        def pullback(grad: Array) -> dict[str, Array]:
+            through = ops.expand_dims(grad * (-2 * self.scale), -1) * difference
+            grads = {"query": ops.sum(through, axis=-2), "key": -ops.sum(through, axis=-3)}
+            if hasattr(self.scale, "shape"):
+                grads["scale"] = -grad * squared
+            return grads
+
+        return -self.scale * squared, pullback
+
+    def scaled(self, factor: float) -> Form:
+        return super().scaled(factor) if self.caps else dataclasses.replace(self, scale=self.scale * factor)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class TileForm(Form):
+    """A score that computes blocks of itself; its gradient is `tile_gradient`, or the framework's autodiff."""
+
+    score: Any
+    query: Array
+    key: Array
+    parameters: Mapping[str, Array]
+    roles = {"query": "query", "key": "key"}
+
+    def values_per_pair(self) -> int:
+        # What the score holds for a pair is unknown; most that are no product hold one value a channel.
+        return max(1, int(self.query.shape[-1]))
+
+    def role(self, name: str) -> Role:
+        return self.roles.get(name, "shared")
+
+    def arrays(self) -> dict[str, Array]:
+        return {"query": self.query, "key": self.key, **self.parameters}
+
+    def with_arrays(self, arrays: Mapping[str, Array]) -> Form:
+        parameters = {name: x for name, x in arrays.items() if name not in self.roles}
+        kept = {name: x for name, x in arrays.items() if name in self.roles}
+        return dataclasses.replace(self, parameters={**self.parameters, **parameters}, **kept)
+
+    def raw(self, ops: Framework) -> tuple[Array, FormPullback]:
+        names = list(self.parameters)
+
+        def tile(query: Array, key: Array, *parameters: Array) -> Array:
+            return _with(self.score, dict(zip(names, parameters, strict=True))).tile(ops, query, key)
+
+        inputs = (self.query, self.key, *self.parameters.values())
+        if hasattr(self.score, "tile_gradient"):
+            score = _with(self.score, self.parameters)
+
+            def written(grad: Array) -> dict[str, Array]:
+                query, key, parameters = score.tile_gradient(ops, self.query, self.key, grad)
+                return {"query": query, "key": key, **parameters}
+
+            return tile(*inputs), written
+
+        scores = tile(*inputs)
+
+        def derived(grad: Array) -> dict[str, Array]:
+            _, pull = ops.vjp(tile, inputs)
+            return dict(zip(("query", "key", *names), pull(grad), strict=True))
+
+        return scores, derived
+
+
+def _with(score: Any, arrays: Mapping[str, Array]) -> Any:
+    return dataclasses.replace(score, **arrays) if arrays else score

@@ -1,0 +1,94 @@
+"""Wrappers: a bounded or a tempered version of any score."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, final
+
+from attnscore.errors import ArgumentError, message
+from attnscore.frameworks.contract import Array, Framework
+from attnscore.scoring.contract import Pullback, Score, check, lower, lower_pullback
+from attnscore.scoring.forms import Form
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class SoftCap(Score):
+    """cap * tanh(score / cap): bounded logits, the identity where |score| is far below the cap.
+
+    Parameters
+    ----------
+    score : a score or a registered name
+    cap : number above 0
+
+    References
+    ----------
+    Gemma Team (2024), Gemma 2: Improving Open Language Models at a Practical Size.
+
+    Examples
+    --------
+    >>> import numpy as np, attnscore as ats
+    >>> ats.attention_scores(np.full((1, 1), 1e4), np.ones((1, 1)), score=ats.SoftCap(ats.Dot(), cap=50.0))
+    array([[50.]])
+    """
+
+    score: Any
+    cap: float
+
+    def tile(self, ops: Framework, query: Array, key: Array) -> Array:
+        return self.cap * ops.tanh(self.score.tile(ops, query, key) / self.cap)
+
+    def lower(self, ops: Framework, query: Array, key: Array) -> Form:
+        return lower(ops, self.score, query, key).capped(float(self.cap))
+
+    def lower_pullback(self, ops: Framework, query: Array, key: Array) -> tuple[Form, Pullback]:
+        form, pullback = lower_pullback(ops, self.score, query, key)
+        return form.capped(float(self.cap)), pullback
+
+    def check(self, dim: int, key_dim: int) -> None:
+        _require_number("cap", self.cap)
+        check(self.score, dim, key_dim)
+
+    def operations(self, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
+        return int(self.score.operations(query_len, key_len, dim, key_dim)) + 3 * query_len * key_len
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class Temperature(Score):
+    """score / T: T above 1 flattens the weights, T below 1 sharpens them.
+
+    For a temperature that is learned, use ``ScaledDot(scale=array)``.
+
+    Examples
+    --------
+    >>> import numpy as np, attnscore as ats
+    >>> ats.attention_scores(np.ones((1, 4)), np.ones((1, 4)), score=ats.Temperature(ats.Dot(), 2.0))
+    array([[2.]])
+    """
+
+    score: Any
+    T: float
+
+    def tile(self, ops: Framework, query: Array, key: Array) -> Array:
+        return self.score.tile(ops, query, key) / self.T
+
+    def lower(self, ops: Framework, query: Array, key: Array) -> Form:
+        return lower(ops, self.score, query, key).scaled(1 / float(self.T))
+
+    def lower_pullback(self, ops: Framework, query: Array, key: Array) -> tuple[Form, Pullback]:
+        form, pullback = lower_pullback(ops, self.score, query, key)
+        return form.scaled(1 / float(self.T)), pullback
+
+    def check(self, dim: int, key_dim: int) -> None:
+        _require_number("T", self.T)
+        check(self.score, dim, key_dim)
+
+    def operations(self, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
+        return int(self.score.operations(query_len, key_len, dim, key_dim)) + query_len * key_len
+
+
+def _require_number(name: str, x: object) -> None:
+    if isinstance(x, bool) or not isinstance(x, (int, float)) or not (0 < x < math.inf):
+        raise ArgumentError(message(name, "a finite number above 0", f"{x!r}"))

@@ -1,0 +1,205 @@
+"""The online softmax: start, absorb, merge, finish; the empty-row rule; statistics from the same pass.
+
+For each row the state keeps the running maximum m, total = sum exp(s - m) and the unnormalised output, all rescaled by
+exp(m_old - m_new) when the maximum moves. Statistics ride along in the same units and cost nothing unless asked for.
+
+The empty-row rule: a row that sees no key, or only keys of score -inf, has output 0 and log-sum-exp -inf. It is kept by two
+lines: `anchor` (subtract 0 instead of a maximum of -inf) and `finish` (divide by 1 instead of a total of 0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from attnscore.frameworks.contract import Array, Framework
+
+STATISTICS = (
+    "log_sum_exp",
+    "max_score",
+    "mean_score",
+    "var_score",
+    "entropy",
+    "max_weight",
+    "sum_sq_weights",
+    "sum_weights",
+)
+NEG_INF = float("-inf")
+
+
+@dataclass(frozen=True, eq=False)
+class RowState:
+    """What is known of each row after some of its keys; every field (..., rows, 1) but `out` (..., rows, value_dim)."""
+
+    max: Array
+    total: Array
+    out: Array
+    tilt: Array | None = None
+    """sum exp(s - max) (s - max), for the entropy."""
+    squares: Array | None = None
+    """sum exp(s - max)^2."""
+    moments: tuple[Array, Array, Array] | None = None
+    """Count, mean, and sum of squared deviations of the visible scores."""
+
+
+def anchor(ops: Framework, maximum: Array) -> Array:
+    """What is subtracted from the scores of a row: its maximum, or 0 where that is -inf."""
+    return ops.where(maximum == NEG_INF, 0.0, maximum)
+
+
+def start(ops: Framework, rows: tuple[int, ...], value_dim: int, like: Array, dtype: str, wanted: tuple[str, ...]) -> RowState:
+    """The state of rows that have seen nothing yet."""
+    shape = (*rows, 1)
+
+    def zeros() -> Array:
+        return ops.zeros(shape, like, dtype)
+
+    return RowState(
+        max=ops.full(shape, NEG_INF, like, dtype),
+        total=zeros(),
+        out=ops.zeros((*rows, value_dim), like, dtype),
+        tilt=zeros() if "entropy" in wanted else None,
+        squares=zeros() if "sum_sq_weights" in wanted else None,
+        moments=(zeros(), zeros(), zeros()) if {"mean_score", "var_score"} & set(wanted) else None,
+    )
+
+
+def absorb(
+    ops: Framework,
+    state: RowState,
+    scores: Array,
+    visible: Array | None,
+    pool: Callable[[Array], Array],
+    wanted: tuple[str, ...],
+) -> RowState:
+    """The state after one more block of scores; `pool` turns exp(s - max) into a block of output.
+
+    Scores of pairs that are not visible are -inf.
+    """
+    maximum = ops.max(scores, axis=-1, keepdims=True)
+    shifted = scores - anchor(ops, maximum)
+    weights = ops.exp(shifted)
+    tilt = squares = moments = None
+    if "entropy" in wanted:
+        tilt = ops.sum(_times(ops, weights, shifted), axis=-1, keepdims=True)
+    if "sum_sq_weights" in wanted:
+        squares = ops.sum(weights * weights, axis=-1, keepdims=True)
+    if {"mean_score", "var_score"} & set(wanted):
+        moments = _moments(ops, scores, visible)
+    total = ops.sum(weights, axis=-1, keepdims=True)
+    return merge(ops, state, RowState(maximum, total, pool(weights), tilt, squares, moments))
+
+
+def _moments(ops: Framework, scores: Array, visible: Array | None) -> tuple[Array, Array, Array]:
+    if visible is None:
+        length = scores.shape[-1]
+        count = ops.full((*scores.shape[:-1], 1), length, scores)
+        mean = ops.sum(scores, axis=-1, keepdims=True) / length
+        deviation = scores - mean
+    else:
+        seen = ops.broadcast_to(ops.astype(visible, ops.dtype(scores)), scores.shape)
+        count = ops.sum(seen, axis=-1, keepdims=True)
+        mean = ops.sum(ops.where(visible, scores, 0.0), axis=-1, keepdims=True) / ops.maximum(count, 1.0)
+        deviation = ops.where(visible, scores - mean, 0.0)
+    return count, mean, ops.sum(deviation * deviation, axis=-1, keepdims=True)
+
+
+def merge(ops: Framework, first: RowState, second: RowState) -> RowState:
+    """The state of rows after the (disjoint) keys of both."""
+    maximum = ops.maximum(first.max, second.max)
+    safe = anchor(ops, maximum)
+    factors = [ops.exp(state.max - safe) for state in (first, second)]
+    tilt = squares = moments = None
+    if first.tilt is not None and second.tilt is not None:
+        # sum e (s - new) = e^(old - new) (sum e (s - old) + (old - new) sum e)
+        moved = [
+            factor * (tilt_of + ops.where(factor == 0, 0.0, anchor(ops, state.max) - safe) * state.total)
+            for factor, tilt_of, state in zip(factors, (first.tilt, second.tilt), (first, second), strict=True)
+        ]
+        tilt = moved[0] + moved[1]
+    if first.squares is not None and second.squares is not None:
+        squares = factors[0] * factors[0] * first.squares + factors[1] * factors[1] * second.squares
+    if first.moments is not None and second.moments is not None:
+        moments = _merge_moments(ops, first.moments, second.moments)
+    return RowState(
+        maximum,
+        factors[0] * first.total + factors[1] * second.total,
+        factors[0] * first.out + factors[1] * second.out,
+        tilt,
+        squares,
+        moments,
+    )
+
+
+def _merge_moments(
+    ops: Framework, first: tuple[Array, Array, Array], second: tuple[Array, Array, Array]
+) -> tuple[Array, Array, Array]:
+    """Chan's update: no cancellation whatever the level of the scores."""
+    count = first[0] + second[0]
+    share = second[0] / ops.maximum(count, 1.0)
+    gap = second[1] - first[1]
+    return count, first[1] + share * gap, first[2] + second[2] + gap * gap * first[0] * share
+
+
+def finish(
+    ops: Framework, state: RowState, sink: Array | None, wanted: tuple[str, ...]
+) -> tuple[Array, Array, dict[str, Array]]:
+    """Output, log-sum-exp and the wanted statistics; `sink` is (head, group, 1, 1) beside the rows.
+
+    Row numbers keep their trailing axis of length 1.
+    """
+    empty = state.total == 0
+    divisor = ops.where(empty, 1.0, state.total)
+    out = state.out / divisor
+    keys_lse = ops.where(empty, NEG_INF, anchor(ops, state.max) + ops.log(divisor))
+    lse, share = keys_lse, None
+    if sink is not None:
+        # The sink is one more logit without a value: it takes the share that keys leave.
+        lse = logaddexp(ops, keys_lse, sink)
+        share = ops.exp(keys_lse - anchor(ops, lse))
+        out = share * out
+    return out, lse, _statistics(ops, state, wanted, empty, divisor, keys_lse, lse, share, sink)
+
+
+def _statistics(
+    ops: Framework,
+    state: RowState,
+    wanted: tuple[str, ...],
+    empty: Array,
+    divisor: Array,
+    keys_lse: Array,
+    lse: Array,
+    share: Array | None,
+    sink: Array | None,
+) -> dict[str, Array]:
+    found = {"log_sum_exp": lse, "max_score": state.max}
+    if state.moments is not None:
+        count, mean, deviations = state.moments
+        found["mean_score"] = mean
+        found["var_score"] = deviations / ops.maximum(count, 1.0)
+    if state.tilt is not None:
+        # H = log l - sum e (s - m) / l: lse - sum(e s) / l loses digits with the level of the logits.
+        entropy = ops.where(empty, 0.0, ops.log(divisor) - state.tilt / divisor)
+        if share is not None and sink is not None:
+            left = ops.exp(sink - anchor(ops, lse))
+            entropy = share * entropy - _times(ops, share, keys_lse - lse) - _times(ops, left, sink - lse)
+        found["entropy"] = entropy
+    whole = 1.0 if share is None else share
+    if state.squares is not None:
+        found["sum_sq_weights"] = whole * whole * state.squares / (divisor * divisor)
+    if "max_weight" in wanted:
+        found["max_weight"] = ops.where(empty, 0.0, whole / divisor)
+    if "sum_weights" in wanted:
+        found["sum_weights"] = ops.where(empty, 0.0, divisor / divisor) if share is None else share
+    return {name: found[name] for name in wanted}
+
+
+def _times(ops: Framework, weight: Array, log_weight: Array) -> Array:
+    """w log w, which is 0 where w is."""
+    return ops.where(weight == 0, 0.0, weight * log_weight)
+
+
+def logaddexp(ops: Framework, first: Array, second: Array) -> Array:
+    """log(exp(first) + exp(second)), -inf when both are."""
+    top = anchor(ops, ops.maximum(first, second))
+    return top + ops.log(ops.exp(first - top) + ops.exp(second - top))

@@ -1,0 +1,141 @@
+"""TilePlan: which blocks of the score matrix are skipped, which need no test, and which are tested.
+
+- For each tile of queries the keys fall into at most three segments: seen by some rows, by all, by some. Outside them
+  nothing is computed. Segments begin and end where the mask says, not on a grid.
+- Intervals that the host can read decide; what only a block can tell (arrays, ids out of order, lengths on a device) leaves
+  the tiles partial.
+- A plan is frozen and prints itself as a small map.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from attnscore.frameworks.contract import Array, Framework
+from attnscore.masking import Intervals, Mask, split
+from attnscore.problem import Grid, Problem
+
+# Scores held at a time, over all batches and heads. 2^19 float32 are 2 MB: the few arrays of a tile then stay in the
+# last-level cache, and a tile is still long against the cost of a call from Python (about 50 us a tile).
+TILE_SCORES = 2**19
+SMALLEST_TILE = 16
+
+
+class Segment(NamedTuple):
+    """Keys start <= j < stop, seen by every row of a query tile or (partial) tested one by one."""
+
+    start: int
+    stop: int
+    partial: bool
+
+
+@dataclass(frozen=True, eq=False)
+class TilePlan:
+    """How one call walks over its scores."""
+
+    query_len: int
+    key_len: int
+    query_tile: int
+    key_tile: int
+    segments: tuple[tuple[Segment, ...], ...]
+    """For each tile of queries, the segments of keys to visit."""
+    intervals: Intervals | None
+    rest: Mask | None
+
+    def query_tiles(self) -> list[tuple[int, int]]:
+        """(start, count) of each tile of queries."""
+        return [(i, min(self.query_tile, self.query_len - i)) for i in range(0, self.query_len, self.query_tile)]
+
+    def visible(self, ops: Framework, grid: Grid, like: Array, rows: tuple[int, int], cols: tuple[int, int]) -> Array:
+        """Whether each (query, key) pair of a partial block is seen; broadcastable on the axes of the grid."""
+        columns = ops.reshape(ops.positions(*cols, like), (1, cols[1]))
+        seen = None
+        if self.intervals is not None:
+            start, stop = (
+                grid.place_batch(ops, ops.asarray(end[:, rows[0] : rows[0] + rows[1], None], like))
+                for end in self.intervals
+            )
+            seen = (columns >= start) & (columns < stop)
+        if self.rest is not None:
+            rest = self.rest.visible(ops, grid, ops.reshape(ops.positions(*rows, like), (rows[1], 1)), columns)
+            seen = rest if seen is None else seen & rest
+        return seen
+
+    @cached_property
+    def fractions(self) -> dict[str, float]:
+        """Share of all (query, key) pairs in skipped, full and partial tiles."""
+        total = self.query_len * self.key_len
+        sums = {"skip": float(total), "full": 0.0, "partial": 0.0}
+        for (_, count), segments in zip(self.query_tiles(), self.segments, strict=True):
+            for segment in segments:
+                pairs = count * (segment.stop - segment.start)
+                sums["partial" if segment.partial else "full"] += pairs
+                sums["skip"] -= pairs
+        return {name: pairs / total if total else 0.0 for name, pairs in sums.items()}
+
+    def __str__(self) -> str:
+        height, width = min(16, max(1, len(self.segments))), 48
+        lines = []
+        for line in range(height):
+            segments = self.segments[line * len(self.segments) // height] if self.segments else ()
+            middles = (np.arange(width) + 0.5) * self.key_len / width
+            text = ["·"] * width
+            for segment in segments:
+                for x, middle in enumerate(middles):
+                    if segment.start <= middle < segment.stop:
+                        text[x] = "▒" if segment.partial else "█"
+            lines.append("".join(text))
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in self.fractions.items())
+        head = f"tiles of {self.query_tile} queries x {self.key_tile} keys: {shares}"
+        return "\n".join([head, *lines, "█ full  ▒ partial  · skipped (queries down, keys across)"])
+
+
+def plan(problem: Problem, tile: tuple[int, int] | None = None) -> TilePlan:
+    """The plan of a problem; `tile` (queries, keys) overrides the sizes."""
+    grid = problem.grid
+    intervals, rest = None, None
+    if problem.mask is not None:
+        intervals, rest = split(problem.mask, grid.query_len, grid.key_len, grid.batch)
+    query_tile, key_tile = tile or tile_sizes(grid, problem.form.values_per_pair())
+    starts = range(0, grid.query_len, query_tile)
+    if intervals is None:
+        everything = (Segment(0, grid.key_len, rest is not None),) if grid.key_len else ()
+        segments = tuple(everything for _ in starts)
+    else:
+        segments = tuple(
+            _segments(intervals[0][:, i : i + query_tile], intervals[1][:, i : i + query_tile], rest is not None)
+            for i in starts
+        )
+    return TilePlan(grid.query_len, grid.key_len, query_tile, key_tile, segments, intervals, rest)
+
+
+def tile_sizes(grid: Grid, values_per_pair: int) -> tuple[int, int]:
+    """Queries and keys of a tile, such that all its scores over batches and heads stay near TILE_SCORES."""
+    matrices = max(1, math.prod(grid.lead) * grid.heads * grid.groups)
+    pairs = max(SMALLEST_TILE**2, TILE_SCORES // (matrices * max(1, values_per_pair)))
+    side = 2 ** int(math.log2(pairs) / 2)
+    query_tile = max(1, min(grid.query_len, max(side, pairs // max(1, grid.key_len))))
+    key_tile = max(1, min(grid.key_len, max(side, pairs // query_tile)))
+    return query_tile, key_tile
+
+
+def _segments(start: np.ndarray, stop: np.ndarray, tested: bool) -> tuple[Segment, ...]:  # type: ignore[type-arg]
+    """Segments of the keys that the intervals of one query tile see."""
+    alive = stop > start
+    if not alive.any():
+        return ()
+    some = int(start[alive].min()), int(stop[alive].max())
+    every = (int(start.max()), int(stop.min())) if alive.all() and not tested else (some[0], some[0])
+    if every[1] <= every[0]:
+        return (Segment(*some, True),)
+    pieces = (
+        Segment(some[0], every[0], True),
+        Segment(every[0], every[1], False),
+        Segment(every[1], some[1], True),
+    )
+    return tuple(piece for piece in pieces if piece.stop > piece.start)
