@@ -41,10 +41,10 @@ def attend(
     query : (..., query, dim)
         Two axes or more, any strides. Three: (batch, query, dim). Four or more: heads on `head_axis`.
     key : (..., key, dim_k)
-        ``dim_k == dim`` except for scores that allow otherwise. May have fewer heads than `query`: query head h uses key
-        head ``h // (heads / key_heads)``. Other leading axes broadcast.
+        ``dim_k == dim`` except for scores that allow otherwise. May have fewer heads than `query`: query head h uses
+        key head ``h // (heads / key_heads)``. Other leading axes broadcast.
     value : (..., key, value_dim)
-    score : a score object, or a name among ``dot scaled_dot gaussian cosine sum`` and those registered
+    score : a score object, or a registered name (``dot scaled_dot gaussian cosine sum`` ...)
     mask : a mask object, or a boolean array broadcastable to (..., query, key), True = may attend
     valid_lens : (batch,) or (batch, query) whole numbers
         Keys j < valid_lens are visible; combined with `mask` by AND. With two axes a number or (query,).
@@ -166,7 +166,12 @@ def attend_vjp(
     ops = frameworks.of({"query": query})
     if ops.has_autodiff:
         raise FrameworkError(
-            message("query", "a NumPy array", f"one of {ops.name}", hint="attend() is differentiable there by itself")
+            message(
+                "query",
+                "a NumPy array",
+                f"one of {ops.name}",
+                hint="attend() is differentiable there by itself",
+            )
         )
     statistics = wanted_statistics(return_stats)
     with ops.quiet():

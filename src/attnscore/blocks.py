@@ -60,7 +60,15 @@ def attention_weights(
     """
     with frameworks.of({"query": query}).quiet():
         problem, _ = pose(
-            query, key, None, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink, head_axis=head_axis
+            query,
+            key,
+            None,
+            score=score,
+            mask=mask,
+            valid_lens=valid_lens,
+            bias=bias,
+            sink=sink,
+            head_axis=head_axis,
         )
         problem = without_value(problem)
         rows = chosen(problem, query_index, None)
@@ -92,7 +100,9 @@ def attention_scores(
            [  2.,   2., -inf]])
     """
     with frameworks.of({"query": query}).quiet():
-        problem, _ = pose(query, key, None, score=score, mask=mask, valid_lens=valid_lens, bias=bias, head_axis=head_axis)
+        problem, _ = pose(
+            query, key, None, score=score, mask=mask, valid_lens=valid_lens, bias=bias, head_axis=head_axis
+        )
         problem = chosen(chosen(problem, query_index, None), None, key_index)
         scores, _ = engine.block_scores(problem, tiling.plan(problem))
         return problem.layout.outward_scores(problem.ops, problem.ops.astype(scores, problem.dtype))

@@ -12,9 +12,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from attnscore.errors import AttnscoreError, FrameworkError, KernelUnavailable
+from attnscore.errors import AttnscoreError, FrameworkError
 
 DONE, FAILED, WRONG_INPUT = 0, 1, 2
+_INTERRUPTED = 130  # what typer makes of Ctrl-C
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,8 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _say("interrupted", FAILED)
     except AttnscoreError as error:
-        missing = isinstance(error, (FrameworkError, KernelUnavailable))
-        return _say(str(error), FAILED if missing else WRONG_INPUT)
+        # What is missing here, or did not work out, is no mistake in the input.
+        ours = isinstance(error, (FrameworkError, RuntimeError))
+        return _say(str(error), FAILED if ours else WRONG_INPUT)
+    except OSError as error:
+        return _say(f"{error.filename or 'input/output'}: {error.strerror or error}", FAILED)
     except MemoryError as error:
         return _say(f"not enough memory: {error}", FAILED)
     except Exception as error:
@@ -58,12 +62,14 @@ def _run(arguments: list[str]) -> int:
         if not (hasattr(error, "format_message") and hasattr(error, "exit_code")):
             raise
         return _usage(error)
+    if status == _INTERRUPTED:
+        raise KeyboardInterrupt
     return status if isinstance(status, int) else DONE
 
 
 def _usage(error: Exception) -> int:
-    if type(error).__name__ == "NoArgsIsHelpError":
-        print(str(error), file=sys.stderr)
+    if type(error).__name__ == "NoArgsIsHelpError":  # the help has been printed, or is the message
+        print(str(error), end="", file=sys.stderr)
         return WRONG_INPUT
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "attnscore"

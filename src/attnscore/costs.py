@@ -1,4 +1,4 @@
-"""What a call costs and how it would run: ``cost`` from shapes alone, ``explain`` for a call, ``available`` for the machine."""
+"""What a call costs, how it would run, and what runs here."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def cost(
 ) -> Cost:
     """Operations, bytes and parameters of attention with `score`, from shapes alone.
 
-    Scores as the score counts them (dot: 2 n m d; additive: 4 n m h and its projections), softmax 4 n m, pooling 2 n m v.
+    Scores as the score counts them (dot: 2 n m d; additive: 4 n m h and its projections), softmax 4 n m, pooling
+    2 n m v.
 
     Parameters
     ----------

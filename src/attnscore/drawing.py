@@ -53,9 +53,7 @@ def to_matrix(array: Any) -> Matrix:
             shapes = ", ".join(str(part.shape) for part in parts)
             raise ShapeError(message("matrices", "parts of one shape", f"parts of shapes {shapes}"))
         return np.stack(parts) if parts else np.zeros((0,))
-    if hasattr(
-        array, "detach"
-    ):  # PyTorch refuses NumPy a tensor with a gradient, on a device, or in bfloat16
+    if hasattr(array, "detach"):  # PyTorch refuses NumPy a tensor with a gradient, on a device, or in bfloat16
         array = array.detach().cpu().double()
     elif hasattr(array, "asnumpy"):  # MXNet
         array = array.asnumpy()
@@ -123,11 +121,12 @@ def draw_map(
     from matplotlib import colormaps
     from matplotlib.colors import LogNorm, Normalize
 
-    colours = colormaps[cmap].copy()
-    colours.set_bad(GREY)
+    colours = colormaps[cmap].with_extremes(bad=GREY)
     shown = np.ma.masked_invalid(matrix)
     norm = LogNorm(*limits) if logarithmic else Normalize(*limits)
-    image = axis.imshow(shown, cmap=colours, norm=norm, aspect="equal", interpolation="nearest")
+    rows, cols = (max(1, length) for length in matrix.shape)  # an empty map still has a frame
+    edges = (-0.5, cols - 0.5, rows - 0.5, -0.5)
+    image = axis.imshow(shown, cmap=colours, norm=norm, extent=edges, aspect="equal", interpolation="nearest")
     axis.tick_params(length=2, width=0.6, labelsize=LABEL_POINTS, colors=INK)
     for spine in axis.spines.values():
         spine.set(linewidth=0.6, color="#8c8c8c")

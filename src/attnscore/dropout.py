@@ -1,7 +1,7 @@
 """Dropout on the weights: counter-based, so that the backward replays it and tiles do not matter.
 
-Whether a pair is kept depends on (seed, row of the whole call, key) alone: two rounds of a 32-bit mixer for the row, one for
-the pair. No state, the same bits in every framework, tile size and thread count.
+Whether a pair is kept depends on (seed, row of the whole call, key) alone: two rounds of a 32-bit mixer for the row,
+one for the pair. No state, the same bits in every framework, tile size and thread count.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ def _mix(ops: Framework, x: Array) -> Array:
 
 
 def kept(
-    ops: Framework, dropout: Dropout, grid: Grid, like: Array, rows: tuple[int, int], cols: tuple[int, int], dtype: str
+    ops: Framework,
+    dropout: Dropout,
+    grid: Grid,
+    like: Array,
+    rows: tuple[int, int],
+    cols: tuple[int, int],
+    dtype: str,
 ) -> Array:
     """1 / (1 - p) where a pair is kept, 0 where it is dropped; (*lead, head, group, rows, cols)."""
     matrices = 1

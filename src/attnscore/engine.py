@@ -1,9 +1,9 @@
 """The streaming engine: attention forward and backward as loops over tiles, in a framework's own operations.
 
 - Memory beyond inputs and outputs is a few tiles; no n x n array exists.
-- What a pair's mask hides reaches nothing through that pair, NaN and infinity included, in both directions; through a
-  visible pair it reaches the output.
-- The forward keeps two numbers a row (log-sum-exp, and the entropy when asked for); the backward recomputes the weights.
+- What a pair's mask hides reaches nothing through that pair, NaN and infinity included, in both directions; through
+  a visible pair it reaches the output.
+- The forward keeps two numbers a row (log-sum-exp, and the entropy when asked for); the backward recomputes weights.
 - Nothing is mutated but buffers made here, so the same loops run on a tape for second derivatives.
 """
 
@@ -112,7 +112,11 @@ def _escaping(ops: Framework, visible: Array, x: Array) -> Array:
     """What NaN and infinity in `x` (..., key, dim) do to the rows that see them: (..., row, dim), 0 elsewhere."""
     seen = ops.astype(visible, ops.dtype(x))
     reached: Any = 0.0
-    for poison, where in ((float("nan"), ops.isnan(x)), (float("inf"), x == float("inf")), (NEG_INF, x == NEG_INF)):
+    for poison, where in (
+        (float("nan"), ops.isnan(x)),
+        (float("inf"), x == float("inf")),
+        (NEG_INF, x == NEG_INF),
+    ):
         reached = reached + ops.where(ops.matmul(seen, ops.astype(where, ops.dtype(x))) > 0, poison, 0.0)
     return reached
 
@@ -125,7 +129,11 @@ def _pooled(ops: Framework, weights: Array, visible: Array | None, x: Array, is_
 
 
 def _walk(
-    ops: Framework, segments: tuple[Segment, ...], tile: int, visit: Callable[[Any, Span, bool], Any], carry: Any
+    ops: Framework,
+    segments: tuple[Segment, ...],
+    tile: int,
+    visit: Callable[[Any, Span, bool], Any],
+    carry: Any,
 ) -> Any:
     """Visit the tiles of the segments in order: ``carry = visit(carry, (start, count), partial)``."""
     for segment in segments:
@@ -158,9 +166,7 @@ def forward(problem: Problem, plan: TilePlan) -> Result:
 
             return softmax.absorb(ops, state, scores, visible, pool, wanted)
 
-        state = softmax.start(
-            ops, (*grid.rows[:-1], rows[1]), problem.layout.value_dim, problem.value, dtype, wanted
-        )
+        state = softmax.start(ops, (*grid.rows[:-1], rows[1]), problem.layout.value_dim, problem.value, dtype, wanted)
         state = _walk(ops, segments, plan.key_tile, visit, state)
         out, lse, statistics = softmax.finish(ops, state, sink, wanted)
         return ops.astype(out, problem.dtype), lse, *(statistics[name] for name in wanted)
@@ -184,82 +190,112 @@ class RowGradients:
     entropy: Array | None = None
 
 
-def backward(problem: Problem, plan: TilePlan, result: Result, grads: RowGradients) -> dict[str, Array]:
-    """Gradients of the form's arrays, of ``value``, and of ``bias`` and ``sink`` where there are any."""
-    ops, grid, dtype = problem.ops, problem.grid, problem.accumulator
-    guard = _guarded(problem)
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """What the backward knows of each row before it sees a tile."""
+
+    grad_out: Array
+    grad_is_finite: bool
+    log_sum_exp: Array
+    """+inf in an empty row, so that exp(s - lse) is 0 there without a branch."""
+    shift: Array
+    """What a row adds to the gradient of all its log-weights: dlse - dout . out."""
+    grad_entropy: Array | None
+    entropy: Array | None
+
+    def softmax_pullback(self, ops: Framework, p: Array, log_p: Array, grad_p: Array | float, rows: Span) -> Array:
+        # p = exp(s - lse); H = -sum p log p
+        grad = p * (grad_p + _cut(ops, self.shift, -2, rows))
+        if self.grad_entropy is None:
+            return grad
+        tilt = p * (ops.where(p == 0, 0.0, log_p) + _cut(ops, self.entropy, -2, rows))
+        return grad - tilt * _cut(ops, self.grad_entropy, -2, rows)
+
+
+def _rows(problem: Problem, result: Result, grads: RowGradients) -> _Rows:
+    ops, dtype = problem.ops, problem.accumulator
     out, lse = ops.astype(result.out, dtype), result.log_sum_exp
     grad_out = ops.zeros(out.shape, out) if grads.out is None else ops.astype(grads.out, dtype)
-    grad_is_finite = (problem.mask is None and problem.bias is None) or ops.surely_finite(grad_out)
     # out = sum_j p_j v_j, so sum_j p_j dp_j = dout . out; a row that sees no key has out = 0 and ignores its gradient.
-    row = -ops.sum(ops.where(out == 0, 0.0, grad_out * out), axis=-1, keepdims=True)
-    if grads.log_sum_exp is not None:
-        row = row + grads.log_sum_exp
-    # exp(s - lse) is then 0 in an empty row, without a branch.
-    lse = ops.where(lse == NEG_INF, float("inf"), lse)
-    entropy = result.statistics.get("entropy")
+    shift = -ops.sum(ops.where(out == 0, 0.0, grad_out * out), axis=-1, keepdims=True)
+    return _Rows(
+        grad_out=grad_out,
+        grad_is_finite=(problem.mask is None and problem.bias is None) or ops.surely_finite(grad_out),
+        log_sum_exp=ops.where(lse == NEG_INF, float("inf"), lse),
+        shift=shift if grads.log_sum_exp is None else shift + grads.log_sum_exp,
+        grad_entropy=grads.entropy,
+        entropy=result.statistics.get("entropy"),
+    )
 
-    def softmax_pullback(p: Array, log_p: Array, grad_p: Array | float, rows: Span) -> Array:
-        # p = exp(s - lse); H = -sum p log p
-        grad = p * (grad_p + _cut(ops, row, -2, rows))
-        if grads.entropy is None or entropy is None:
-            return grad
-        tilt = ops.where(p == 0, 0.0, p * (log_p + _cut(ops, entropy, -2, rows)))
-        return grad - tilt * _cut(ops, grads.entropy, -2, rows)
 
-    def visit(
-        carry: dict[str, Array], rows: Span, cols: Span, partial: bool
-    ) -> dict[str, Array]:
-        scores, visible, score_pullback = _tile_scores(guard, plan, rows, cols, partial)
-        log_p = scores - _cut(ops, lse, -2, rows)
-        p = ops.exp(log_p)
-        value = ops.astype(_cut(ops, problem.value, -2, cols), dtype)
-        grad_rows = _cut(ops, grad_out, -2, rows)
-        grad_p = ops.matmul(grad_rows, ops.matrix_transpose(value))
-        dropped = p
-        if problem.dropout is not None:
-            keep = dropouts.kept(ops, problem.dropout, grid, value, rows, cols, dtype)
-            grad_p, dropped = grad_p * keep, p * keep
-        turned = None if visible is None else ops.matrix_transpose(visible)
-        # out = p @ value
-        found = {"value": _pooled(ops, ops.matrix_transpose(dropped), turned, grad_rows, grad_is_finite)}
-        grad_scores = softmax_pullback(p, log_p, grad_p, rows)
-        if visible is not None:
-            grad_scores = ops.where(visible, grad_scores, 0.0)
-        found.update(score_pullback(grad_scores))
-        if problem.bias is not None:
-            found["bias"] = grad_scores
-        return carry | {name: _add(ops, carry[name], grad, key_axes.get(name), cols) for name, grad in found.items()}
+def _tile_gradients(
+    guard: _Guard, plan: TilePlan, known: _Rows, rows: Span, cols: Span, partial: bool
+) -> dict[str, Array]:
+    """One tile's gradient of every operand but the sink, not yet summed over broadcast axes."""
+    problem, ops, dtype = guard.problem, guard.problem.ops, guard.problem.accumulator
+    scores, visible, score_pullback = _tile_scores(guard, plan, rows, cols, partial)
+    log_p = scores - _cut(ops, known.log_sum_exp, -2, rows)
+    p = pooling = ops.exp(log_p)
+    value = ops.astype(_cut(ops, problem.value, -2, cols), dtype)
+    grad_out = _cut(ops, known.grad_out, -2, rows)
+    # out = (p * keep) @ value
+    grad_p = ops.matmul(grad_out, ops.matrix_transpose(value))
+    if problem.dropout is not None:
+        keep = dropouts.kept(ops, problem.dropout, problem.grid, value, rows, cols, dtype)
+        grad_p, pooling = grad_p * keep, p * keep
+    seen_by = None if visible is None else ops.matrix_transpose(visible)
+    grad_value = _pooled(ops, ops.matrix_transpose(pooling), seen_by, grad_out, known.grad_is_finite)
+    grad_scores = known.softmax_pullback(ops, p, log_p, grad_p, rows)
+    if visible is not None:
+        # scores = where(visible, scores, -inf)
+        grad_scores = ops.where(visible, grad_scores, 0.0)
+    found = {**score_pullback(grad_scores), "value": grad_value}
+    return found if problem.bias is None else {**found, "bias": grad_scores}
 
-    # Gradients that belong to rows are gathered over the keys of one tile of rows, then put in their place.
+
+def backward(problem: Problem, plan: TilePlan, result: Result, grads: RowGradients) -> dict[str, Array]:
+    """Gradients of the form's arrays, of ``value``, and of ``bias`` and ``sink`` where there are any."""
+    ops, dtype = problem.ops, problem.accumulator
+    guard, known = _guarded(problem), _rows(problem, result, grads)
     shapes = {name: tuple(x.shape) for name, x in operands(problem).items() if name != "sink"}
-    roles = {name: problem.form.role(name) for name in problem.form.arrays()} | {"value": "key", "bias": "query"}
-    of_rows = [name for name in shapes if roles[name] == "query"]
-    key_axes = {name: -1 if name == "bias" else -2 for name in shapes if roles[name] == "key" or name == "bias"}
+    roles: dict[str, Role] = {name: problem.form.role(name) for name in problem.form.arrays()}
+    of_rows = [name for name in shapes if name == "bias" or roles.get(name) == "query"]
+    # The axis of the keys; the bias has it beside its axis of rows.
+    key_axis = {name: -2 for name in shapes if name == "value" or roles.get(name) == "key"} | {"bias": -1}
 
     def visit_rows(rows: Span, segments: tuple[Segment, ...], carry: dict[str, Array]) -> dict[str, Array]:
+        # Gradients that belong to rows are gathered over the keys of one tile of rows, then put in their place.
         local = {
-            name: ops.zeros((*shapes[name][:-2], min(shapes[name][-2], rows[1]), shapes[name][-1]), grad_out, dtype)
+            name: ops.zeros((*shapes[name][:-2], min(shapes[name][-2], rows[1]), shapes[name][-1]), known.shift, dtype)
             for name in of_rows
         }
-        done = _walk(
-            ops, segments, plan.key_tile, lambda c, cols, partial: visit(c, rows, cols, partial), carry | local
-        )
+
+        def visit(carry: dict[str, Array], cols: Span, partial: bool) -> dict[str, Array]:
+            found = _tile_gradients(guard, plan, known, rows, cols, partial)
+            return carry | {
+                name: _add(ops, carry[name], grad, key_axis.get(name), cols) for name, grad in found.items()
+            }
+
+        done: dict[str, Array] = _walk(ops, segments, plan.key_tile, visit, carry | local)
         return done | {name: _add(ops, carry[name], done[name], -2, rows) for name in of_rows}
 
-    buffers = {name: ops.zeros(shape, grad_out, dtype) for name, shape in shapes.items()}
-    full, tail = divmod(grid.query_len, plan.query_tile)
+    buffers = {name: ops.zeros(shape, known.shift, dtype) for name, shape in shapes.items()}
+    full, tail = divmod(problem.grid.query_len, plan.query_tile)
     buffers = ops.loop(
         full, lambda i, c: visit_rows((i * plan.query_tile, plan.query_tile), plan.segments[i], c), buffers
     )
     if tail:
         buffers = visit_rows((full * plan.query_tile, tail), plan.segments[full], buffers)
-    if problem.sink is not None:
-        sink = ops.astype(ops.reshape(problem.sink, (*problem.sink.shape, 1, 1)), dtype)
-        log_p = sink - lse
-        grad = softmax_pullback(ops.exp(log_p), log_p, 0.0, (0, grid.query_len))
-        buffers["sink"] = ops.reshape(sum_to(ops, grad, sink.shape), problem.sink.shape)
-    return buffers
+    return buffers if problem.sink is None else buffers | {"sink": _sink_gradient(problem, problem.sink, known)}
+
+
+def _sink_gradient(problem: Problem, sink: Array, known: _Rows) -> Array:
+    """The sink is a logit without a value: dp = 0."""
+    ops, shape = problem.ops, tuple(sink.shape)
+    sink = ops.astype(ops.reshape(sink, (*shape, 1, 1)), problem.accumulator)
+    log_p = sink - known.log_sum_exp
+    grad = known.softmax_pullback(ops, ops.exp(log_p), log_p, 0.0, (0, problem.grid.query_len))
+    return ops.reshape(sum_to(ops, grad, sink.shape), shape)
 
 
 def _add(ops: Framework, buffer: Array, grad: Array, axis: int | None, span: Span) -> Array:
@@ -275,7 +311,6 @@ def operands(problem: Problem) -> dict[str, Array]:
     """The arrays that get a gradient, by name: those of the form, then value, bias and sink."""
     found = dict(problem.form.arrays())
     for name in ("value", "bias", "sink"):
-        x = getattr(problem, name)
-        if x is not None:
+        if (x := getattr(problem, name)) is not None:
             found[name] = x
     return found

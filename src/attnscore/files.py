@@ -77,9 +77,7 @@ def write_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
     check_destination(path)
     suffix = path.suffix.lower()
     if suffix == ".npy" and len(arrays) != 1:
-        raise FileError(
-            f"{path}: a .npy file holds one array, got {', '.join(arrays)}; use .npz or .safetensors"
-        )
+        raise FileError(f"{path}: a .npy file holds one array, got {', '.join(arrays)}; use .npz or .safetensors")
     if suffix == ".safetensors":
         content = _safetensors_bytes(path, arrays)
         with replacing(path) as file:
@@ -131,14 +129,12 @@ def _known_suffix(path: Path) -> str:
 def _read_numpy(path: Path, suffix: str) -> dict[str, Array]:
     try:
         # np.load decides by content, so a renamed file would come back as something else than promised.
-        loaded = np.load(path, allow_pickle=False)
-        if isinstance(loaded, np.ndarray):
-            if suffix == ".npz":
-                raise FileError(f"{path}: is a .npy file under the name of a .npz one")
-            return {path.stem: loaded}
-        with loaded:
-            if suffix == ".npy":
-                raise FileError(f"{path}: is a .npz file under the name of a .npy one")
+        with path.open("rb") as file:
+            loaded = np.load(file, allow_pickle=False)
+            if isinstance(loaded, np.ndarray) != (suffix == ".npy"):
+                raise FileError(f"{path}: its contents are not those of a {suffix} file")
+            if isinstance(loaded, np.ndarray):
+                return {path.stem: loaded}
             return {name: loaded[name] for name in loaded.files}
     except FileError:
         raise
@@ -207,9 +203,7 @@ def _safetensors() -> Any:
         import safetensors
     except ImportError as error:
         hint = "pip install 'attnscore[cli]'"
-        raise FrameworkError(
-            message(".safetensors", "the package safetensors", "none here", hint=hint)
-        ) from error
+        raise FrameworkError(message(".safetensors", "the package safetensors", "none here", hint=hint)) from error
     return safetensors
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from attnscore import frameworks
-from attnscore.errors import ArgumentError, DtypeError, MaskError, ShapeError, message
+from attnscore.errors import ArgumentError, DtypeError, ShapeError, message
 from attnscore.frameworks.contract import Array, accumulator
 from attnscore.masking import And, Dense, Mask, ValidLens
 from attnscore.problem import Grid, Layout
@@ -168,9 +168,15 @@ def merge(outs: Sequence[Array], log_sum_exps: Sequence[Array]) -> tuple[Array, 
     """
     if len(outs) != len(log_sum_exps) or not outs:
         raise ArgumentError(
-            message("outs, log_sum_exps", "as many of one as of the other, at least one", (len(outs), len(log_sum_exps)))
+            message(
+                "outs, log_sum_exps",
+                "as many of one as of the other, at least one",
+                (len(outs), len(log_sum_exps)),
+            )
         )
-    named = {f"outs[{i}]": x for i, x in enumerate(outs)} | {f"log_sum_exps[{i}]": x for i, x in enumerate(log_sum_exps)}
+    named = {f"outs[{i}]": x for i, x in enumerate(outs)} | {
+        f"log_sum_exps[{i}]": x for i, x in enumerate(log_sum_exps)
+    }
     ops = frameworks.of(named)
     for i, (out, lse) in enumerate(zip(outs, log_sum_exps, strict=True)):
         if tuple(out.shape) != tuple(outs[0].shape) or tuple(lse.shape) != tuple(out.shape[:-1]):

@@ -127,7 +127,7 @@ def _wrapped(ops: Framework, mask: Any, layout: Layout) -> Mask:
                     hint="KeyPadding(mask) says (batch, key), Dense(mask) says (query, key)",
                 )
             )
-        if grid.batch != 1 and grid.query_len != grid.batch:
+        if grid.batch != 1:
             raise MaskError(
                 message(
                     "mask",

@@ -2,8 +2,8 @@
 
 This is the only place that checks shapes, dtypes and devices; all rooms behind it trust what they get.
 
-- The caller's axes become ``(*batch, head, group, query | key, dim)``: at least one batch axis, key heads as ``head``, and
-  the query heads that share a key head as ``group``. Nothing is copied: these are views, broadcast axes stay 1.
+- The caller's axes become ``(*batch, head, group, query | key, dim)``: at least one batch axis, key heads as ``head``,
+  and the query heads that share a key head as ``group``. Nothing is copied: these are views, broadcast axes stay 1.
 - ``Grid`` is the matrix of scores that masks and biases are laid over, in the same axes.
 """
 
@@ -20,7 +20,8 @@ from attnscore.frameworks.contract import Array, Framework, accumulator
 
 if TYPE_CHECKING:
     from attnscore.masking import Mask
-    from attnscore.scoring.contract import Form, Score
+    from attnscore.scoring.contract import Score
+    from attnscore.scoring.forms import Form
 
 Shape = tuple[int, ...]
 
@@ -311,4 +312,4 @@ def check_dropout(probability: float, seed: object, draw: Callable[[], int]) -> 
         raise ArgumentError(message("seed", "a whole number or None", f"{seed!r}"))
     if probability == 0:
         return None
-    return Dropout(float(probability), int(draw() if seed is None else seed) % 2**63)  # type: ignore[call-overload]
+    return Dropout(float(probability), int(draw() if seed is None else seed) % 2**63)

@@ -3,8 +3,8 @@
 For each row the state keeps the running maximum m, total = sum exp(s - m) and the unnormalised output, all rescaled by
 exp(m_old - m_new) when the maximum moves. Statistics ride along in the same units and cost nothing unless asked for.
 
-The empty-row rule: a row that sees no key, or only keys of score -inf, has output 0 and log-sum-exp -inf. It is kept by two
-lines: `anchor` (subtract 0 instead of a maximum of -inf) and `finish` (divide by 1 instead of a total of 0).
+The empty-row rule: a row that sees no key, or only keys of score -inf, has output 0 and log-sum-exp -inf. It is kept by
+two lines: `anchor` (subtract 0 instead of a maximum of -inf) and `finish` (divide by 1 instead of a total of 0).
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def anchor(ops: Framework, maximum: Array) -> Array:
     return ops.where(maximum == NEG_INF, 0.0, maximum)
 
 
-def start(ops: Framework, rows: tuple[int, ...], value_dim: int, like: Array, dtype: str, wanted: tuple[str, ...]) -> RowState:
+def start(
+    ops: Framework, rows: tuple[int, ...], value_dim: int, like: Array, dtype: str, wanted: tuple[str, ...]
+) -> RowState:
     """The state of rows that have seen nothing yet."""
     shape = (*rows, 1)
 
@@ -76,7 +78,8 @@ def absorb(
 
     Scores of pairs that are not visible are -inf.
     """
-    maximum = ops.max(scores, axis=-1, keepdims=True)
+    # No result depends on what is subtracted, so no derivative flows through it.
+    maximum = ops.stop_gradient(ops.max(scores, axis=-1, keepdims=True))
     shifted = scores - anchor(ops, maximum)
     weights = ops.exp(shifted)
     tilt = squares = moments = None
@@ -113,7 +116,7 @@ def merge(ops: Framework, first: RowState, second: RowState) -> RowState:
     if first.tilt is not None and second.tilt is not None:
         # sum e (s - new) = e^(old - new) (sum e (s - old) + (old - new) sum e)
         moved = [
-            factor * (tilt_of + ops.where(factor == 0, 0.0, anchor(ops, state.max) - safe) * state.total)
+            factor * (tilt_of + (anchor(ops, state.max) - safe) * state.total)
             for factor, tilt_of, state in zip(factors, (first.tilt, second.tilt), (first, second), strict=True)
         ]
         tilt = moved[0] + moved[1]
@@ -195,8 +198,8 @@ def _statistics(
 
 
 def _times(ops: Framework, weight: Array, log_weight: Array) -> Array:
-    """w log w, which is 0 where w is."""
-    return ops.where(weight == 0, 0.0, weight * log_weight)
+    """w log w, which is 0 where w is; selected before multiplying, or its own derivative would be 0 * inf."""
+    return weight * ops.where(weight == 0, 0.0, log_weight)
 
 
 def logaddexp(ops: Framework, first: Array, second: Array) -> Array:

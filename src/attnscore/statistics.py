@@ -12,8 +12,8 @@ from attnscore.frameworks.contract import Array
 class AttentionStats(NamedTuple):
     """Statistics of each row of scores and weights; a field that was not asked for is None.
 
-    They describe the scores after temperature, cap and bias, and the weights before dropout. Each field has the shape of
-    the output without its last axis, in at least float32. A row that sees no key: `log_sum_exp` (without a sink) and
+    They describe the scores after temperature, cap and bias, and the weights before dropout. Each field has the shape
+    of the output without its last axis, in at least float32. A row that sees no key: `log_sum_exp` (without a sink) and
     `max_score` are -inf, all others 0.
 
     Attributes
@@ -21,7 +21,8 @@ class AttentionStats(NamedTuple):
     log_sum_exp : log of the softmax's denominator, the sink in it; differentiable
     max_score : largest visible score
     mean_score, var_score : mean and variance of the visible scores (divided by their number)
-    entropy : -sum p log p in nats, of keys and sink together; 0 (one key has it all) to log(number of keys); differentiable
+    entropy : -sum p log p in nats, of keys and sink together; from 0 (one key has it all) to log(number of keys);
+        differentiable
     max_weight : largest weight
     sum_sq_weights : sum of squared weights, 1 when one key has it all
     sum_weights : 1, below 1 with a sink, 0 when nothing is visible

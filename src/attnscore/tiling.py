@@ -2,8 +2,8 @@
 
 - For each tile of queries the keys fall into at most three segments: seen by some rows, by all, by some. Outside them
   nothing is computed. Segments begin and end where the mask says, not on a grid.
-- Intervals that the host can read decide; what only a block can tell (arrays, ids out of order, lengths on a device) leaves
-  the tiles partial.
+- Intervals that the host can read decide; what only a block can tell (arrays, ids out of order, lengths on a device)
+  leaves the tiles partial.
 - A plan is frozen and prints itself as a small map.
 """
 
@@ -18,6 +18,7 @@ import numpy as np
 
 from attnscore.frameworks.contract import Array, Framework
 from attnscore.masking import Intervals, Mask, split
+from attnscore.masking.contract import HostArray
 from attnscore.problem import Grid, Problem
 
 # Scores held at a time, over all batches and heads. 2^19 float32 are 2 MB: the few arrays of a tile then stay in the
@@ -104,8 +105,8 @@ def plan(problem: Problem, tile: tuple[int, int] | None = None) -> TilePlan:
     query_tile, key_tile = tile or tile_sizes(grid, problem.form.values_per_pair())
     starts = range(0, grid.query_len, query_tile)
     if intervals is None:
-        everything = (Segment(0, grid.key_len, rest is not None),) if grid.key_len else ()
-        segments = tuple(everything for _ in starts)
+        everything = Segment(0, grid.key_len, rest is not None)
+        segments: tuple[tuple[Segment, ...], ...] = tuple((everything,) if grid.key_len else () for _ in starts)
     else:
         segments = tuple(
             _segments(intervals[0][:, i : i + query_tile], intervals[1][:, i : i + query_tile], rest is not None)
@@ -124,7 +125,7 @@ def tile_sizes(grid: Grid, values_per_pair: int) -> tuple[int, int]:
     return query_tile, key_tile
 
 
-def _segments(start: np.ndarray, stop: np.ndarray, tested: bool) -> tuple[Segment, ...]:  # type: ignore[type-arg]
+def _segments(start: HostArray, stop: HostArray, tested: bool) -> tuple[Segment, ...]:
     """Segments of the keys that the intervals of one query tile see."""
     alive = stop > start
     if not alive.any():

@@ -5,6 +5,8 @@ typer and rich are imported here, so nothing but `attnscore.cli` imports this pa
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -38,6 +40,12 @@ def _options(
     """Attention scoring functions and attention pooling: exact, masked correctly, in O(n) memory."""
 
 
-app.command()(demo)
-app.command(cls=AttendCommand)(attend)
-app.command()(info)
+def _flowing(function: Callable[..., None]) -> str:
+    # typer keeps the line ends of a docstring, which fall in the wrong places of another width.
+    paragraphs = (inspect.getdoc(function) or "").split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+
+
+app.command(help=_flowing(demo))(demo)
+app.command(help=_flowing(attend), cls=AttendCommand)(attend)
+app.command(help=_flowing(info))(info)

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import typer
+from rich.text import Text
 from typer.core import TyperCommand
 
 import attnscore as ats
@@ -26,6 +27,7 @@ _ALIGNMENTS = ("top_left", "bottom_right")
 ScoreName = Literal["dot", "scaled_dot", "gaussian", "cosine", "sum", "additive", "bilinear"]
 Alignment = Literal["top_left", "bottom_right"]
 Dtype = Literal["float16", "bfloat16", "float32", "float64"]
+
 
 class AttendCommand(TyperCommand):
     """Lets ``--causal`` stand alone or before one of two words; typer has no such option."""
@@ -149,18 +151,16 @@ def save(out: Path, result: Any, *, weights: bool, stats: bool) -> None:
     if weights:
         arrays["weights"] = parts[1]
     if stats:
-        arrays |= {
-            name: np.asarray(values) for name, values in parts[-1]._asdict().items() if values is not None
-        }
+        arrays |= {name: np.asarray(values) for name, values in parts[-1]._asdict().items()}
     write_arrays(out, arrays)
-    rows = [
-        (name, "×".join(map(str, array.shape)) or "1", array.dtype.name) for name, array in arrays.items()
-    ]
-    console().print(table(f"written to {out}", ("array", "shape", "dtype"), rows, left=3))
+    written = [(name, "×".join(map(str, array.shape)), array.dtype.name) for name, array in arrays.items()]
+    screen = console()
+    screen.print(table("Written", ("array", "shape", "dtype"), written, left=3))
     if stats:
         columns = ("statistic", "mean", "least", "largest")
         rows = [
             (name, *(f"{numbers[which]:.4g}" for which in ("mean", "min", "max")))
             for name, numbers in parts[-1].summary().items()
         ]
-        console().print(table("rows that see a key", columns, rows))
+        screen.print(table("Rows that see a key", columns, rows))
+    screen.print(Text(f"in {out}"), soft_wrap=True)  # apart from the table, which would fold it

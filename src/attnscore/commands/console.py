@@ -36,11 +36,12 @@ def table(
     caption: str | None = None,
 ) -> Table:
     """Build a table whose first `left` columns are words and whose others are numbers."""
-    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    made.caption, made.caption_justify, made.caption_style = caption, "left", "dim"
+    # Text: a title or a cell such as "[CLS]", or a path, is no markup.
+    made = Table(title=Text(title, "bold"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    made.caption = None if caption is None else Text(caption, "dim")
+    made.caption_justify = "left"
     for place, column in enumerate(columns):
         made.add_column(column, justify="left" if place < left else "right", overflow="fold")
     for row in rows:
-        # Text: a cell such as "[CLS]" is no markup.
         made.add_row(*(Text(str(cell)) for cell in row))
     return made

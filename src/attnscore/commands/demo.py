@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
 import attnscore
 from attnscore.commands.console import console
@@ -22,11 +23,9 @@ def demo(
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where pictures and summary.json go.")] = Path(
         "attnscore-demo"
     ),
-    text: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Your own sentences, one per line (UTF-8).")
-    ] = None,
+    text: Annotated[Path | None, typer.Option(metavar="FILE", help="Your own sentences, one per line (UTF-8).")] = None,
 ) -> None:
-    """A tour of scores and masks, then a pretrained transformer whose attention is computed by attnscore.
+    """Scores and masks on small inputs, then a pretrained transformer with attention by attnscore.
 
     About a minute on two cores. Prints short tables; writes PNG pictures and summary.json.
     """
@@ -43,9 +42,8 @@ def demo(
     tour.run(report)
     minilm.run(report, sentences)
     report.finish()
-    report.show(
-        f"{len(report.checks)} checks hold. {len(report.pictures)} pictures and summary.json in {out}"
-    )
+    done = f"{len(report.checks)} checks hold; {len(report.pictures)} pictures and summary.json in {out}"
+    report.show(Text(done))  # a path is no markup
 
 
 def read_sentences(path: Path | None) -> tuple[list[str], int]:

@@ -19,6 +19,7 @@ from attnscore.errors import ArgumentError, DtypeError, message
 from attnscore.files import Array, FileError, bfloat16, read_arrays
 
 Align = Literal["top_left", "bottom_right"]
+_SIDES: dict[str, Align | None] = {"equal": None, "top_left": "top_left", "bottom_right": "bottom_right"}
 CALL_ARRAYS = ("query", "key", "value", "valid_lens", "bias", "sink")
 SCORES: dict[str, type] = {
     "dot": ats.Dot,
@@ -57,9 +58,7 @@ def collect(
     """
     arrays: dict[str, Any] = dict(read_arrays(inputs)) if inputs is not None else {}
     if inputs is not None and inputs.suffix.lower() == ".npy":
-        raise ArgumentError(
-            f"{inputs}: a .npy file holds one array; give it with --query, --key, --value, ..."
-        )
+        raise ArgumentError(f"{inputs}: a .npy file holds one array; give it with --query, --key, --value, ...")
     known = {"mask", *CALL_ARRAYS, *(name for score in SCORES for name in parameters(score))}
     for name in arrays:
         if name not in known:
@@ -95,9 +94,7 @@ def _param(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     known = {each for score in SCORES for each in parameters(score)}
     if not equals or name not in known:
-        raise ArgumentError(
-            message("--param", f"NAME=FILE or NAME=NUMBER, NAME one of {sorted(known)}", repr(text))
-        )
+        raise ArgumentError(message("--param", f"NAME=FILE or NAME=NUMBER, NAME one of {sorted(known)}", repr(text)))
     try:
         return name, float(value)
     except ValueError:
@@ -128,15 +125,11 @@ def make_score(
     takes = parameters(name)
     for other in {each for score in SCORES for each in parameters(score)} - set(takes):
         if other in arrays:
-            raise ArgumentError(
-                f"{other}: the score {name!r} has no such parameter; it takes {_listed(takes)}"
-            )
+            raise ArgumentError(f"{other}: the score {name!r} has no such parameter; it takes {_listed(takes)}")
     missing = [each for each, required in takes.items() if required and each not in arrays]
     if missing:
         raise ArgumentError(f"the score {name!r} needs {', '.join(missing)}, in the input file or by --param")
-    fields = {
-        _FILE_NAME.get(field.name, field.name): field.name for field in dataclasses.fields(SCORES[name])
-    }
+    fields = {_FILE_NAME.get(field.name, field.name): field.name for field in dataclasses.fields(SCORES[name])}
     values = {fields[each]: _number(arrays[each]) for each in takes if each in arrays}
     if name == "additive":
         values["activation"] = activation
@@ -176,9 +169,11 @@ def make_mask(array: Array | None, causal: str | None, window: str | None, align
 
 
 def _side(causal: str | None) -> Align | None:
-    if causal == "top_left":
-        return "top_left"
-    return "bottom_right" if causal == "bottom_right" else None
+    if causal is None:
+        return None
+    if causal not in _SIDES:
+        raise ArgumentError(message("--causal", "nothing, top_left or bottom_right", repr(causal)))
+    return _SIDES[causal]
 
 
 def _window(text: str) -> tuple[int | None, int | None]:

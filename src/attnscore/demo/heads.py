@@ -56,9 +56,7 @@ def head_patterns(calls: Sequence[AttentionCall], real: Any) -> dict[str, Array]
         weights = np.asarray(call.weights().double())
         for name, keys in places.items():
             has = host & (keys >= 0) & (keys < length)
-            rows = np.take_along_axis(weights, np.clip(keys, 0, length - 1)[:, None, :, None], axis=-1)[
-                ..., 0
-            ]
+            rows = np.take_along_axis(weights, np.clip(keys, 0, length - 1)[:, None, :, None], axis=-1)[..., 0]
             found[name].append(rows.transpose(0, 2, 1)[has].mean(0))
     return {name: np.stack(rows) for name, rows in found.items()}
 
@@ -83,9 +81,7 @@ def choose_heads(entropy: Array, patterns: Mapping[str, Array]) -> dict[str, tup
     chosen: dict[str, tuple[int, int]] = {}
     for wish, values in wishes.items():
         order = np.dstack(np.unravel_index(np.argsort(-values, axis=None), values.shape))[0]
-        best = next(
-            ((int(layer), int(head)) for layer, head in order if (layer, head) not in chosen.values()), None
-        )
+        best = next(((int(layer), int(head)) for layer, head in order if (layer, head) not in chosen.values()), None)
         if best is not None:
             chosen[wish] = best
     return chosen

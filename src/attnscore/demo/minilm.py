@@ -68,41 +68,45 @@ class Batch:
         return self.inputs["attention_mask"].bool()
 
 
+@dataclass(frozen=True)
+class Study:
+    """What the heads did, and which of them are shown."""
+
+    batch: Batch
+    calls: list[AttentionCall]
+    numbers: dict[str, Array]
+    patterns: dict[str, Array]
+    chosen: dict[str, tuple[int, int]]
+    embeddings: torch.Tensor
+
+
 def run(report: Report, sentences: Sequence[str]) -> None:
     """Embed the sentences three times, compare, measure every head, into ``summary["model"]``."""
     with report.step("loading the model (all-MiniLM-L6-v2)"):
         tokenizer, model = load()
         batch = tokenize(tokenizer, sentences)
     calls: list[AttentionCall] = []
-    name = register("attnscore", observer=calls.append)
     with report.step("sentence embeddings, by eager, sdpa and attnscore"):
-        found = {one: embed(model, batch, one) for one in ("eager", "sdpa")}
-        calls.clear()
-        found["attnscore"] = embed(model, batch, name)
-    comparison = _compare(report, model, batch, found, name)
-    del calls[model.config.num_hidden_layers :]  # those of the comparison's own pass
+        found = {name: embed(model, batch, name) for name in ("eager", "sdpa")}
+        found["attnscore"] = embed(model, batch, register("attnscore", observer=calls.append))
+        seen = list(calls)  # the comparison below runs the model once more
+        comparison = _compare(report, model, batch, found)
+    _show_comparison(report, comparison)
     with report.step("statistics of every head"):
-        numbers = head_statistics(calls, batch.real)
-        patterns = head_patterns(calls, batch.real)
+        numbers, patterns = head_statistics(seen, batch.real), head_patterns(seen, batch.real)
         chosen = choose_heads(numbers["entropy"], patterns)
-    _show_statistics(report, numbers)
+        study = Study(batch, seen, numbers, patterns, chosen, found["attnscore"][0])
+    _show_statistics(report, study)
     with report.step("heat maps"):
-        shown = _draw(report, batch, calls, numbers, patterns, chosen, found["attnscore"][0])
-    report.summary["model"] = {
-        "name": "all-MiniLM-L6-v2",
-        "layers": model.config.num_hidden_layers,
-        "heads": model.config.num_attention_heads,
-        "head_dim": model.config.hidden_size // model.config.num_attention_heads,
-        "definitions": DEFINITIONS,
-        "sentences": [
-            {"text": text, "tokens": len(tokens)}
-            for text, tokens in zip(batch.sentences, batch.tokens, strict=True)
-        ],
-        "batch_shape": list(batch.real.shape),
+        _draw_all_heads(report, study)
+        _draw_chosen_heads(report, study)
+        _draw_similarity(report, study)
+    report.summary["model"] = _facts(model.config, batch) | {
         "comparison": comparison,
+        "definitions": DEFINITIONS,
         "per_layer_and_head": numbers,
-        "chosen_heads": shown,
-        "similarity": (found["attnscore"][0] @ found["attnscore"][0].T).double().numpy(),
+        "chosen_heads": _chosen(study),
+        "similarity": _similarity(study),
     }
 
 
@@ -134,9 +138,7 @@ def load() -> tuple[Any, Any]:
 
 def tokenize(tokenizer: Any, sentences: Sequence[str]) -> Batch:
     """Pad the sentences to one batch."""
-    inputs = tokenizer(
-        list(sentences), padding=True, truncation=True, max_length=MOST_TOKENS, return_tensors="pt"
-    )
+    inputs = tokenizer(list(sentences), padding=True, truncation=True, max_length=MOST_TOKENS, return_tensors="pt")
     tokens = [
         tokenizer.convert_ids_to_tokens(ids[real.bool()].tolist())
         for ids, real in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
@@ -158,39 +160,45 @@ def embed(model: Any, batch: Batch, implementation: str) -> tuple[torch.Tensor, 
         return torch.nn.functional.normalize(mean, dim=-1), seconds
 
 
-def _compare(report: Report, model: Any, batch: Batch, found: dict[str, Any], name: str) -> dict[str, Any]:
+def _compare(report: Report, model: Any, batch: Batch, found: dict[str, Any]) -> dict[str, Any]:
     ours = found["attnscore"][0]
-    differences = {one: float((found[one][0] - ours).abs().max()) for one in ("eager", "sdpa")}
-    for one, difference in differences.items():
-        report.check(f"embeddings equal those of the model's {one} attention", difference, ALLOWED)
-    own = float((found["eager"][0] - found["sdpa"][0]).abs().max())
+
+    def difference(one: torch.Tensor, other: torch.Tensor) -> float:
+        return float((one - other).abs().max())
+
     shortest = min(range(len(batch.tokens)), key=lambda place: len(batch.tokens[place]))
-    alone, _ = embed(model, _alone(batch, shortest), name)
-    padding = float((alone[0] - ours[shortest]).abs().max())
-    report.check(
-        "the shortest sentence alone has the same embedding as in the padded batch", padding, ALLOWED
-    )
-    rows = [
-        ("attnscore", "eager", f"{differences['eager']:.2e}"),
-        ("attnscore", "sdpa", f"{differences['sdpa']:.2e}"),
-        ("eager", "sdpa", f"{own:.2e}"),
-        ("attnscore, padded batch", "attnscore, sentence alone", f"{padding:.2e}"),
-    ]
-    caption = f"largest absolute difference of any coordinate; allowed {ALLOWED:g}"
-    columns = ("embeddings by", "against", "difference")
-    report.show(
-        table(
-            "Sentence embeddings: the model's own attention replaced", columns, rows, left=2, caption=caption
-        )
-    )
+    alone, _ = embed(model, _alone(batch, shortest), "attnscore")
+    compared = {
+        "to_eager": difference(found["eager"][0], ours),
+        "to_sdpa": difference(found["sdpa"][0], ours),
+        "padded_to_alone": difference(alone[0], ours[shortest]),
+    }
+    claims = ("equal those of eager", "equal those of sdpa", "of the shortest sentence do not feel padding")
+    for claim, value in zip(claims, compared.values(), strict=True):
+        report.check(f"embeddings {claim}", value, ALLOWED)
     return {
-        "largest_difference_to_eager": differences["eager"],
-        "largest_difference_to_sdpa": differences["sdpa"],
-        "difference_eager_to_sdpa": own,
-        "difference_padded_to_alone": padding,
+        "largest_difference": compared,
+        "eager_to_sdpa": difference(found["eager"][0], found["sdpa"][0]),
         "allowed": ALLOWED,
         "seconds_of_one_pass": {one: seconds for one, (_, seconds) in found.items()},
     }
+
+
+def _show_comparison(report: Report, comparison: dict[str, Any]) -> None:
+    differences = comparison["largest_difference"]
+    rows = [
+        ("attnscore", "the model's eager attention", f"{differences['to_eager']:.2e}"),
+        ("attnscore", "the model's sdpa attention", f"{differences['to_sdpa']:.2e}"),
+        ("eager", "sdpa", f"{comparison['eager_to_sdpa']:.2e}"),
+        (
+            "attnscore, padded batch",
+            "attnscore, shortest sentence alone",
+            f"{differences['padded_to_alone']:.2e}",
+        ),
+    ]
+    caption = f"largest absolute difference of any coordinate; allowed {ALLOWED:g}"
+    columns = ("embeddings by", "against", "difference")
+    report.show(table("Sentence embeddings: attention replaced", columns, rows, left=2, caption=caption))
 
 
 def _alone(batch: Batch, place: int) -> Batch:
@@ -199,83 +207,83 @@ def _alone(batch: Batch, place: int) -> Batch:
     return Batch([batch.sentences[place]], inputs, [batch.tokens[place]])
 
 
-def _show_statistics(report: Report, numbers: dict[str, Array]) -> None:
-    for name, values in numbers.items():
+def _facts(config: Any, batch: Batch) -> dict[str, Any]:
+    return {
+        "name": "all-MiniLM-L6-v2",
+        "layers": config.num_hidden_layers,
+        "heads": config.num_attention_heads,
+        "head_dim": config.hidden_size // config.num_attention_heads,
+        "batch_shape": list(batch.real.shape),
+        "sentences": [
+            {"text": text, "tokens": len(tokens)} for text, tokens in zip(batch.sentences, batch.tokens, strict=True)
+        ],
+    }
+
+
+def _show_statistics(report: Report, study: Study) -> None:
+    for name, values in study.numbers.items():
         columns = ("layer", *(f"head {head}" if head == 0 else str(head) for head in range(values.shape[1])))
         rows = [(layer, *(short_number(value, 3) for value in row)) for layer, row in enumerate(values)]
         report.show(table(f"{STATISTICS[name]}, mean over real query tokens", columns, rows))
-
-
-def _draw(
-    report: Report,
-    batch: Batch,
-    calls: Sequence[AttentionCall],
-    numbers: dict[str, Array],
-    patterns: dict[str, Array],
-    chosen: dict[str, tuple[int, int]],
-    embeddings: torch.Tensor,
-) -> list[dict[str, Any]]:
-    grid = show_head_grid(
-        np.stack(list(numbers.values())),
-        list(STATISTICS.values()),
-        suptitle="all-MiniLM-L6-v2, mean over the real query tokens of all sentences",
-    )
-    report.picture("08-layers-and-heads", grid)
-    place = _readable(batch)
-    tokens = batch.tokens[place]
-    maps = [
-        np.asarray(calls[layer].weights(place)[head, : len(tokens), : len(tokens)].double())
-        for layer, head in chosen.values()
+    places = [name.removeprefix("the token ") for name in study.patterns]
+    cells = [
+        (one["chosen_for"], one["layer"], one["head"], *(f"{share:.2f}" for share in one["weight"].values()))
+        for one in _chosen(study)
     ]
-    titles = [f"layer {layer}, head {head}\n{wish}" for wish, (layer, head) in chosen.items()]
-    report.picture(
-        "09-chosen-heads", show_attention(maps, tokens, titles=titles, suptitle=batch.sentences[place])
-    )
-    similarity = np.asarray((embeddings @ embeddings.T).double())
-    labels = [f"{_shortened(text)}  {number}" for number, text in enumerate(batch.sentences, 1)]
-    report.picture(
-        "10-similarity",
-        show_attention(
-            similarity,
-            labels,
-            [str(number) for number in range(1, len(labels) + 1)],
-            suptitle="Cosine similarity of the sentence embeddings",
-            xlabel="",
-            ylabel="",
-            label="cosine similarity",
-            numbers=len(labels) <= 24,
-        ),
-    )
-    rows = [
+    title = "Chosen heads: share of weight on the token itself, before, after, [CLS], [SEP]"
+    report.show(table(title, ("chosen for", "layer", "head", *places), cells))
+
+
+def _chosen(study: Study) -> list[dict[str, Any]]:
+    sentence = study.batch.sentences[_readable(study.batch)]
+    return [
         {
             "chosen_for": wish,
             "layer": layer,
             "head": head,
-            **{name: float(values[layer, head]) for name, values in numbers.items()},
-            "weight": {name: float(values[layer, head]) for name, values in patterns.items()},
+            **{name: values[layer, head] for name, values in study.numbers.items()},
+            "weight": {name: values[layer, head] for name, values in study.patterns.items()},
+            "sentence": sentence,
         }
-        for wish, (layer, head) in chosen.items()
+        for wish, (layer, head) in study.chosen.items()
     ]
-    columns = (
-        "chosen for",
-        "layer",
-        "head",
-        "entropy",
-        *(name.removeprefix("the token ") for name in patterns),
-    )
-    cells = [
-        (row["chosen_for"], row["layer"], row["head"], f"{row['entropy']:.2f}")
-        + tuple(f"{weight:.2f}" for weight in row["weight"].values())
-        for row in rows
+
+
+def _draw_all_heads(report: Report, study: Study) -> None:
+    title = "all-MiniLM-L6-v2, mean over the real query tokens of all sentences"
+    panels = np.stack(list(study.numbers.values()))
+    report.picture("08-layers-and-heads", show_head_grid(panels, list(STATISTICS.values()), suptitle=title))
+
+
+def _draw_chosen_heads(report: Report, study: Study) -> None:
+    place = _readable(study.batch)
+    tokens = study.batch.tokens[place]
+    maps = [
+        np.asarray(study.calls[layer].weights(place)[head, : len(tokens), : len(tokens)].double())
+        for layer, head in study.chosen.values()
     ]
-    report.show(
-        table(
-            "Chosen heads, and how much of their weight goes where",
-            columns,
-            cells,
-        )
+    titles = [f"layer {layer}, head {head}\n{wish}" for wish, (layer, head) in study.chosen.items()]
+    figure = show_attention(maps, tokens, titles=titles, suptitle=f"“{study.batch.sentences[place]}”")
+    report.picture("09-chosen-heads", figure)
+
+
+def _draw_similarity(report: Report, study: Study) -> None:
+    sentences = study.batch.sentences
+    figure = show_attention(
+        _similarity(study),
+        [f"{_shortened(text)}  {number}" for number, text in enumerate(sentences, 1)],
+        [str(number) for number in range(1, len(sentences) + 1)],
+        suptitle="Cosine similarity of the sentence embeddings",
+        xlabel="",
+        ylabel="",
+        label="cosine similarity",
+        numbers=len(sentences) <= 24,
     )
-    return [{**row, "sentence": batch.sentences[place]} for row in rows]
+    report.picture("10-similarity", figure)
+
+
+def _similarity(study: Study) -> Array:
+    return np.asarray((study.embeddings @ study.embeddings.T).double())
 
 
 def _readable(batch: Batch) -> int:

@@ -42,9 +42,7 @@ def mask_gallery(masks: Mapping[str, Any], cols: int = 4) -> Figure:
         axis.set_title(title, fontsize=9, color=INK)
         axis.set_xlabel("Keys" if place + cols >= len(masks) else "")
         axis.set_ylabel("Queries" if place % cols == 0 else "")
-    figure.suptitle(
-        "Masks: a filled square means that the query may attend to the key", fontsize=12, color=INK
-    )
+    figure.suptitle("Masks: a filled square means that the query may attend to the key", fontsize=12, color=INK)
     return figure
 
 
@@ -94,9 +92,7 @@ def growth(lengths: Sequence[int], costs: Mapping[str, Mapping[int, Any]]) -> Fi
     for name, colour in colours.items():
         line = [costs[name][length] for length in lengths]
         left.plot(lengths, [one.operations for one in line], "o-", color=colour, label=name)
-        right.plot(
-            lengths, [one.matrix_bytes for one in line], "o--", color=colour, label=f"{name}, textbook"
-        )
+        right.plot(lengths, [one.matrix_bytes for one in line], "o--", color=colour, label=f"{name}, textbook")
     first = next(iter(costs.values()))
     right.plot(
         lengths,

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from attnscore.errors import AttnscoreError
 from attnscore.files import FileError, replacing
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 
-class DemoFailure(RuntimeError):
+class DemoFailure(AttnscoreError, RuntimeError):
     """Something that the demo shows to be so was not so."""
 
 
@@ -73,9 +74,7 @@ class Report:
         """Write a figure as ``name.png``."""
         path = self.folder / f"{name}.png"
         with replacing(path) as file:
-            figure.savefig(
-                file, format="png", dpi=150, facecolor="white", bbox_inches="tight", pad_inches=0.12
-            )
+            figure.savefig(file, format="png", dpi=150, facecolor="white", bbox_inches="tight", pad_inches=0.12)
         self.pictures.append(path.name)
 
     def check(self, claim: str, difference: float, allowed: float) -> None:
@@ -92,9 +91,7 @@ class Report:
             "seconds": self.seconds,
         }
         with replacing(self.folder / "summary.json") as file:
-            file.write(
-                (json.dumps(plain(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
-            )
+            file.write((json.dumps(plain(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
         failed = [check for check in self.checks if not check["holds"]]
         if failed:
             first = failed[0]

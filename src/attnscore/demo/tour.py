@@ -55,20 +55,14 @@ def masked_softmax(report: Report, rng: np.random.Generator) -> dict[str, Any]:
         float(np.abs(two[0, 0] - [1, 0, 0, 0]).max()),
         0.0,
     )
-    report.check(
-        "masked softmax: rows sum to 1", float(np.abs(np.stack([one, two]).sum(-1) - 1).max()), 1e-15
-    )
+    report.check("masked softmax: rows sum to 1", float(np.abs(np.stack([one, two]).sum(-1) - 1).max()), 1e-15)
     rows = [
         (f"sequence {batch}, query {query}", _numbers(one[batch, query]), _numbers(two[batch, query]))
         for batch, query in np.ndindex(2, 2)
     ]
     columns = ("weights of 4 keys", f"valid_lens {per_row}", f"valid_lens {per_query}")
     report.show(table("Masked softmax", columns, rows))
-    titles = [
-        f"valid_lens {lens}\nsequence {batch}"
-        for lens in (f"{per_row}", f"{per_query}")
-        for batch in range(2)
-    ]
+    titles = [f"valid_lens {lens}\nsequence {batch}" for lens in (f"{per_row}", f"{per_query}") for batch in range(2)]
     maps = np.concatenate([one, two])[None]
     report.picture("01-masked-softmax", show_heatmaps(maps, "Keys", "Queries", titles=titles))
     return {"scores": values, "valid_lens": [per_row, per_query], "weights": [one, two]}
@@ -123,9 +117,7 @@ def scores(report: Report, rng: np.random.Generator) -> dict[str, Any]:
     }
     maps, rows = [], []
     for name, score in made.items():
-        _, weights, stats = ats.attend(
-            queries, keys, keys, score=score, return_weights=True, return_stats=True
-        )
+        _, weights, stats = ats.attend(queries, keys, keys, score=score, return_weights=True, return_stats=True)
         maps.append(weights)
         numbers = (stats.var_score, stats.entropy, stats.max_weight, np.exp(stats.entropy))
         rows.append((name, *(float(np.mean(each)) for each in numbers)))
@@ -148,7 +140,7 @@ def scores(report: Report, rng: np.random.Generator) -> dict[str, Any]:
         suptitle="Weights of the same queries and keys",
     )
     report.picture("03-scores", figure)
-    return {name: dict(zip(columns[1:], numbers, strict=True)) for name, *numbers in rows}
+    return {str(row[0]): dict(zip(columns[1:], row[1:], strict=True)) for row in rows}
 
 
 def masks(report: Report, rng: np.random.Generator) -> dict[str, Any]:
@@ -182,9 +174,7 @@ def masks(report: Report, rng: np.random.Generator) -> dict[str, Any]:
     report.check("masked keys weigh exactly 0", max(row[2] for row in rows), 0.0)
     columns = ("mask", "visible pairs of 64", "weight on hidden pairs")
     report.show(table("Self-attention over 8 tokens", columns, rows))
-    report.picture(
-        "05-masked-attention", show_heatmaps(np.array(maps)[None], "Keys", "Queries", titles=list(used))
-    )
+    report.picture("05-masked-attention", show_heatmaps(np.array(maps)[None], "Keys", "Queries", titles=list(used)))
     return {"visible_pairs": {title: int(matrix.sum()) for title, matrix in seen.items()}}
 
 
@@ -198,18 +188,14 @@ def temperature(report: Report, rng: np.random.Generator) -> dict[str, Any]:
         difference = float(np.abs(soft[factor] - expected).max())
         report.check(f"softmax({factor}y) to three digits", difference, _ROUNDED)
         by_temperature = ats.masked_softmax(logits, temperature=1 / factor)
-        report.check(
-            f"T = 1/{factor} is softmax({factor}y)", float(np.abs(by_temperature - soft[factor]).max()), 1e-12
-        )
+        report.check(f"T = 1/{factor} is softmax({factor}y)", float(np.abs(by_temperature - soft[factor]).max()), 1e-12)
     rows = [
         (f"softmax({'' if factor == 1 else factor}y)", _numbers(weights), *_health(weights))
         for factor, weights in soft.items()
     ]
     columns = ("y = [0.2, 0.4, 0.1, 0.8]", "weights", "entropy", "effective keys", "trace of the Jacobian")
     caption = "eight times the logits is 64 times their variance; the gradient through the softmax shrinks"
-    report.show(
-        table("The softmax sharpens with the variance of its logits", columns, rows, left=2, caption=caption)
-    )
+    report.show(table("The softmax sharpens with the variance of its logits", columns, rows, left=2, caption=caption))
     steps = (4.0, 2.0, 1.0, 0.5, 0.25, 0.125)
     weights = np.stack([ats.masked_softmax(logits, temperature=step) for step in steps])
     drawn = {"Jacobian at T = 1": jacobians[1], "Jacobian at T = 1/8": jacobians[8]}
@@ -232,7 +218,7 @@ def cost(report: Report, rng: np.random.Generator) -> dict[str, Any]:
         "Gaussian": "gaussian",
         "bilinear": ats.Bilinear(rng.normal(size=(dim, dim))),
         "additive": ats.Additive(
-            *(rng.normal(size=shape) for shape in ((hidden,), (hidden, dim), (hidden, dim)))
+            rng.normal(size=hidden), rng.normal(size=(hidden, dim)), rng.normal(size=(hidden, dim))
         ),
     }
     found = {
@@ -253,9 +239,7 @@ def cost(report: Report, rng: np.random.Generator) -> dict[str, Any]:
     columns = ("score", "parameters", "operations / 10⁹", "in and out / MB", "kept by the textbook form / MB")
     caption = f"one head, {at} queries and keys, d = {dim}, h = {hidden}, float32; attend keeps no such matrix"
     report.show(table("What one call costs", columns, rows, caption=caption))
-    report.picture(
-        "07-cost", pictures.growth(lengths, {name: found[name] for name in ("scaled dot", "additive")})
-    )
+    report.picture("07-cost", pictures.growth(lengths, {name: found[name] for name in ("scaled dot", "additive")}))
     return {
         "setting": {
             "heads": 1,
@@ -281,6 +265,4 @@ def _health(weights: Array) -> tuple[str, ...]:
 
 
 def _numbers(row: Array) -> str:
-    return "  ".join(
-        f"{number:.3f}".rstrip("0").rstrip(".") if number > 1 else f"{number:.3f}" for number in row
-    )
+    return "  ".join(f"{number:.3f}".rstrip("0").rstrip(".") if number > 1 else f"{number:.3f}" for number in row)

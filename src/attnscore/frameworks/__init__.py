@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -21,20 +20,37 @@ _FILES = {
     "torch": ("attnscore.frameworks.torch", "TorchFramework"),
 }
 # Packages whose arrays are recognised, so that the error can say that they are not served yet.
-_ARRAY_PACKAGES = {"jax": "jax", "jaxlib": "jax", "tensorflow": "tensorflow", "mxnet": "mxnet", "cupy": "cupy"}
+_ARRAY_PACKAGES = {
+    "jax": "jax",
+    "jaxlib": "jax",
+    "tensorflow": "tensorflow",
+    "mxnet": "mxnet",
+    "cupy": "cupy",
+}
 
 
-@cache
+_LOADED: dict[str, Framework] = {}
+
+
 def load(name: str) -> Framework:
     """The framework called `name`, imported on first use."""
-    module, words = _FILES[name]
-    framework: Framework = getattr(importlib.import_module(module), words)()
-    return framework
+    if name not in _LOADED:
+        module, words = _FILES[name]
+        _LOADED[name] = getattr(importlib.import_module(module), words)()
+    return _LOADED[name]
 
 
-@cache
+_NAMES: dict[type, str | None] = {}
+
+
 def _name_of(kind: type) -> str | None:
     """Framework of an array type, read off the packages of its bases (so subclasses count)."""
+    if kind not in _NAMES:
+        _NAMES[kind] = _find_name(kind)
+    return _NAMES[kind]
+
+
+def _find_name(kind: type) -> str | None:
     for base in kind.__mro__:
         root = base.__module__.partition(".")[0]
         if (root == "numpy" and base.__name__ == "ndarray") or (root == "torch" and base.__name__ == "Tensor"):

@@ -36,7 +36,7 @@ class NumpyFramework(Framework):
 
     def is_floating(self, x: Array) -> bool:
         # ml_dtypes registers bfloat16 with kind "V".
-        return x.dtype.kind == "f" or x.dtype.name == "bfloat16"
+        return bool(x.dtype.kind == "f" or x.dtype.name == "bfloat16")
 
     def device(self, x: Array) -> str:
         return "cpu"

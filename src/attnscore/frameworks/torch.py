@@ -9,8 +9,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from attnscore.kernels.contract import Run
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+# Kinds of devices that attention runs on, and the autocast dtypes that were on where `quiet` began.
+_KINDS = ("cpu", "cuda", "mps", "xpu")
+_AUTOCAST: ContextVar[dict[str, torch.dtype]] = ContextVar("autocast", default={})  # noqa: B039  # never mutated
 
 
 class TorchFramework(Framework):
@@ -60,7 +63,8 @@ class TorchFramework(Framework):
         if x.device.type != "cpu" or _is_traced(x):
             return None
         x = x.detach()
-        return x.float().numpy() if x.dtype == torch.bfloat16 else x.numpy()
+        found: np.ndarray[Any, Any] = x.float().numpy() if x.dtype == torch.bfloat16 else x.numpy()
+        return found
 
     def number(self, x: Array) -> float | None:
         return None if _is_traced(x) else float(x.detach())
@@ -160,8 +164,21 @@ class TorchFramework(Framework):
     def wrap32(self, x: Array) -> Array:
         return x & 0xFFFFFFFF
 
-    def quiet(self) -> AbstractContextManager[Any]:
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        # Autocast would round the products inside a tile too: it casts the inputs (`autocast`), and is off from there.
+        active = {kind: torch.get_autocast_dtype(kind) for kind in _KINDS if torch.is_autocast_enabled(kind)}
+        if not active:
+            yield
+            return
+        token = _AUTOCAST.set(active)
+        try:
+            with contextlib.ExitStack() as off:
+                for kind in active:
+                    off.enter_context(torch.autocast(kind, enabled=False))
+                yield
+        finally:
+            _AUTOCAST.reset(token)
 
     def loop(self, count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
         for i in range(count):
@@ -175,11 +192,11 @@ class TorchFramework(Framework):
         return not any(_is_traced(x) for x in arrays) and all(bool(torch.isfinite(x).all()) for x in arrays)
 
     def differentiable(self, run: Run, operands: Sequence[Array]) -> tuple[Array, ...]:
-        if any(_is_traced(x) or forward_ad.unpack_dual(x).tangent is not None for x in operands):
+        if any(_is_traced(x) or _is_dual(x) for x in operands):
             return run.forward(operands)
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in operands)):
             return run.forward(operands)
-        outputs: tuple[Array, ...] = _Streamed.apply(run, *operands)
+        outputs: tuple[Array, ...] = _Streamed.apply(run, *operands)  # type: ignore[no-untyped-call]  # torch's own
         return outputs
 
     def vjp(
@@ -210,10 +227,9 @@ class TorchFramework(Framework):
         return int(torch.randint(0, 2**62, (), dtype=torch.int64))
 
     def autocast(self, *arrays: Array) -> tuple[Array, ...]:
-        kind = arrays[0].device.type
-        if not torch.is_autocast_enabled(kind):
+        dtype = _AUTOCAST.get().get(arrays[0].device.type)
+        if dtype is None:
             return arrays
-        dtype = torch.get_autocast_dtype(kind)
         return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in arrays)
 
 
@@ -236,7 +252,10 @@ class _Streamed(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         saved = ctx.saved_tensors
         wanted = ctx.needs_input_grad[1:]
-        gradients = ctx.run.backward(saved[: ctx.count], saved[ctx.count :], grads[: ctx.run.differentiable_outputs])
+        with ctx.run.problem.ops.quiet():
+            gradients = ctx.run.backward(
+                saved[: ctx.count], saved[ctx.count :], grads[: ctx.run.differentiable_outputs]
+            )
         return None, *(grad if want else None for grad, want in zip(gradients, wanted, strict=True))
 
     @staticmethod
@@ -248,10 +267,15 @@ class _Streamed(torch.autograd.Function):
 def _is_traced(x: torch.Tensor) -> bool:
     """Whether the values of `x` cannot be looked at: inside vmap, grad of torch.func, or a fake tensor."""
     return bool(
-        torch._C._functorch.is_functorch_wrapped_tensor(x)
-        or torch.compiler.is_compiling()
+        torch.compiler.is_compiling()
+        or torch._C._functorch.is_functorch_wrapped_tensor(x)
         or isinstance(x, torch._subclasses.FakeTensor)
     )
+
+
+def _is_dual(x: torch.Tensor) -> bool:
+    """Whether `x` carries a forward-mode tangent."""
+    return forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]  # torch's own
 
 
 def _zeros_for_none(grads: Sequence[Any], inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

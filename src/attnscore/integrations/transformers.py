@@ -170,9 +170,7 @@ def attention_forward(
     """
     for option in _UNSUPPORTED:
         if others.get(option) is not None:
-            raise ArgumentError(
-                message(option, "None; attnscore does not support it", type(others[option]).__name__)
-            )
+            raise ArgumentError(message(option, "None; attnscore does not support it", type(others[option]).__name__))
     score = ats.ScaledDot(scaling)
     mask, bias = _mask_and_bias(module, query, attention_mask, is_causal, position_bias)
     shared: dict[str, Any] = {
@@ -249,10 +247,10 @@ def attention_mask(
 
     causal = mask_function is None or mask_function is masking_utils.causal_mask_function
     full = mask_function is masking_utils.bidirectional_mask_function
-    # A cache of fixed size counts in tensors; its masks are made early and handled as tensors on the way.
-    as_object = isinstance(q_offset, int) and (
-        (causal and allow_is_causal_skip) or (full and allow_is_bidirectional_skip)
-    )
+    # A cache of fixed size counts in tensors, or has more keys than were seen; generate() makes its masks early
+    # and handles them as tensors on the way.
+    seen = isinstance(q_offset, int) and kv_offset + kv_length == q_offset + q_length
+    as_object = (causal and allow_is_causal_skip and seen) or (full and allow_is_bidirectional_skip)
     if not as_object:
         dense: Tensor | None = masking_utils.sdpa_mask(
             batch_size=batch_size,
@@ -268,7 +266,7 @@ def attention_mask(
         )
         return dense
     padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
-    pattern: Mask | None = ats.Causal(offset=q_offset - kv_offset) if causal else None
+    pattern: Mask | None = ats.Causal(offset=int(q_offset) - kv_offset) if causal else None
     if padding is None:
         return pattern
     keys = ats.KeyPadding(padding[:, kv_offset : kv_offset + kv_length])

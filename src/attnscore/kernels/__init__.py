@@ -37,7 +37,9 @@ def choose(name: str, problem: Problem) -> Kernel:
     """
     if name == "auto":
         return next(
-            kernel for kernel in _TABLE.values() if kernel.name not in _NOT_AUTOMATIC and not kernel.reasons_against(problem)
+            kernel
+            for kernel in _TABLE.values()
+            if kernel.name not in _NOT_AUTOMATIC and not kernel.reasons_against(problem)
         )
     if name not in _TABLE:
         raise ArgumentError(message("kernel", "one of " + ", ".join(names()), repr(name)))

@@ -1,7 +1,7 @@
 """What a kernel is: one way to run a problem.
 
-``reasons_against`` says why it cannot run a problem; empty means it can. A kernel asked for by name runs or raises; ``auto``
-takes the first that can, in order of speed.
+``reasons_against`` says why it cannot run a problem; empty means it can. A kernel asked for by name runs or
+raises; ``auto`` takes the first that can, in order of speed.
 """
 
 from __future__ import annotations
@@ -84,9 +84,7 @@ class Run:
             self._with(arrays), self.plan, Result(outputs[0], outputs[1], statistics), RowGradients(*grads)
         )
         ops = self.problem.ops
-        return tuple(
-            ops.astype(found[name], ops.dtype(x)) for name, x in zip(self.operands(), arrays, strict=True)
-        )
+        return tuple(ops.astype(found[name], ops.dtype(x)) for name, x in zip(self.operands(), arrays, strict=True))
 
     def __call__(self) -> Result:
         """Run, with the gradient attached where the framework has one."""

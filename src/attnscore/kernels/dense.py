@@ -1,6 +1,6 @@
 """The dense kernel: the slow obvious version, and the oracle that all others are held to.
 
-- Scores by the definition (``score.tile``), the whole matrix at once: O(n^2) memory, so only when it is asked for by name.
+- Scores by the definition (``score.tile``), the whole matrix at once: O(n^2) memory, so only when asked for by name.
 - The gradient is the framework's own autodiff through these lines; NumPy has none.
 - Shares no formula with the streaming engine but the masks.
 """
@@ -79,7 +79,7 @@ def _scores(problem: Problem) -> tuple[Array, Array]:
     scores = ops.broadcast_to(ops.astype(problem.score.tile(ops, query, key), dtype), shape)
     if bad is not None:
         scores = ops.where(bad, float("nan"), scores)
-    visible = ops.isfinite(ops.zeros(shape, scores))
+    visible = ops.zeros(shape, scores) == 0
     if problem.mask is not None:
         rows = ops.reshape(ops.positions(0, grid.query_len, scores), (grid.query_len, 1))
         cols = ops.reshape(ops.positions(0, grid.key_len, scores), (1, grid.key_len))

@@ -28,8 +28,10 @@ Intervals = tuple[HostArray, HostArray]
 class Mask(ABC):
     """Interface of all masks. A new one gives ``visible`` and, when it is an interval, ``intervals``."""
 
-    heads = 1
-    """Query heads that the mask tells apart."""
+    @property
+    def heads(self) -> int:
+        """Query heads that the mask tells apart."""
+        return 1
 
     @abstractmethod
     def visible(self, ops: Framework, grid: Grid, rows: Array, cols: Array) -> Array:
@@ -94,7 +96,7 @@ class And(Mask):
     second: Mask
 
     @property
-    def heads(self) -> int:  # type: ignore[override]  # composed of its parts' heads
+    def heads(self) -> int:
         return max(self.first.heads, self.second.heads)
 
     def visible(self, ops: Framework, grid: Grid, rows: Array, cols: Array) -> Array:
@@ -121,7 +123,7 @@ class Or(Mask):
     second: Mask
 
     @property
-    def heads(self) -> int:  # type: ignore[override]  # composed of its parts' heads
+    def heads(self) -> int:
         return max(self.first.heads, self.second.heads)
 
     def visible(self, ops: Framework, grid: Grid, rows: Array, cols: Array) -> Array:
@@ -143,7 +145,7 @@ class Not(Mask):
     mask: Mask
 
     @property
-    def heads(self) -> int:  # type: ignore[override]  # composed of its parts' heads
+    def heads(self) -> int:
         return self.mask.heads
 
     def visible(self, ops: Framework, grid: Grid, rows: Array, cols: Array) -> Array:

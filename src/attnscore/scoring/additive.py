@@ -112,9 +112,7 @@ class Additive(Score):
     def check(self, dim: int, key_dim: int) -> None:
         activation(self.activation)
         shapes = {
-            name: tuple(x.shape)
-            for name in ("w_v", "W_q", "W_k", "bias")
-            if hasattr(x := getattr(self, name), "shape")
+            name: tuple(x.shape) for name in ("w_v", "W_q", "W_k", "bias") if hasattr(x := getattr(self, name), "shape")
         }
         if "w_v" not in shapes or not shapes["w_v"]:
             raise ShapeError(message("w_v", "an array (h,) or (heads, h)", shapes.get("w_v", type(self.w_v).__name__)))
@@ -123,16 +121,22 @@ class Additive(Score):
             wanted, got = ((hidden, length), shapes.get(name, ())[-2:]) if name in shapes else ((hidden,), (length,))
             if wanted != got:
                 expected = f"(h, dim) = {wanted}" if name in shapes else f"{vectors} vectors of length h = {hidden}"
-                raise ShapeError(message(name, expected, got if name in shapes else f"None and {length}", shapes=shapes))
+                raise ShapeError(
+                    message(name, expected, got if name in shapes else f"None and {length}", shapes=shapes)
+                )
         if self.bias is not None and shapes.get("bias", ())[-1:] != (hidden,):
             raise ShapeError(message("bias", f"({hidden},)", shapes.get("bias"), shapes=shapes))
 
     def operations(self, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
         hidden = int(self.w_v.shape[-1])
-        project = 2 * hidden * sum(
-            length * width
-            for weight, length, width in ((self.W_q, query_len, dim), (self.W_k, key_len, key_dim))
-            if weight is not None
+        project = (
+            2
+            * hidden
+            * sum(
+                length * width
+                for weight, length, width in ((self.W_q, query_len, dim), (self.W_k, key_len, key_dim))
+                if weight is not None
+            )
         )
         # add, activation, multiply-add
         return project + 4 * query_len * key_len * hidden

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from attnscore import frameworks
 from attnscore.errors import ArgumentError, DtypeError, ShapeError, message
 from attnscore.frameworks.contract import Array, Framework, accumulator, sum_to
-from attnscore.scoring.forms import Form, TileForm
+from attnscore.scoring.forms import PARAMETER, Form, TileForm
 
 
 class ScoreGradients(NamedTuple):
@@ -139,7 +139,7 @@ def lower_pullback(ops: Framework, score: Any, query: Array, key: Array) -> tupl
     form = generic_form(ops, score, query, key)
 
     def pullback(grads: Any) -> ScoreGradients:
-        return ScoreGradients(grads["query"], grads["key"], {name: grads[name] for name in form.parameters})
+        return ScoreGradients(grads["query"], grads["key"], {name: grads[PARAMETER + name] for name in form.parameters})
 
     return form, pullback
 

@@ -46,11 +46,11 @@ class Cosine(Score):
 
         def pullback(grads: Any) -> ScoreGradients:
             inner = scaled_pullback(grads)
-            sides = (
+            query_grad, key_grad = (
                 _unit_pullback(ops, x, unit, grad)
                 for x, unit, grad in zip(widen(ops, query, key), units, inner[:2], strict=True)
             )
-            return ScoreGradients(*sides, inner.arrays)
+            return ScoreGradients(query_grad, key_grad, inner.arrays)
 
         return form, pullback
 

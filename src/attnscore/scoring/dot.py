@@ -13,7 +13,15 @@ from typing import Any, final
 from attnscore import frameworks
 from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.frameworks.contract import Array, Framework, sum_to
-from attnscore.scoring.contract import Pullback, Score, ScoreGradients, quarantined, require_same_dim, widen, without_bad_rows
+from attnscore.scoring.contract import (
+    Pullback,
+    Score,
+    ScoreGradients,
+    quarantined,
+    require_same_dim,
+    widen,
+    without_bad_rows,
+)
 from attnscore.scoring.forms import Form, InnerForm
 
 

@@ -5,7 +5,8 @@
 - ``DistanceForm``: s = -scale |q' - k'|^2, summed directly, for Gaussians that cancel as inner products
 - ``TileForm``: any score that only knows how to compute a block of itself
 
-``caps`` come last, in order: (cap, factor) turns s into factor * cap * tanh(s / cap); a cap of infinity only multiplies.
+``caps`` come last, in order: (cap, factor) turns s into factor * cap * tanh(s / cap); a cap of
+infinity only multiplies.
 Every form computes the scores of the rows and keys that it holds; a kernel slices it into tiles with ``part``.
 """
 
@@ -22,6 +23,9 @@ from attnscore.frameworks.contract import Array, Framework
 from attnscore.scoring.activations import Activation
 
 Role = Literal["query", "key", "shared"]
+PARAMETER = "score."
+"""Put before the names of a user's own parameters, which may be called anything."""
+
 FormPullback = Callable[[Array], dict[str, Array]]
 
 
@@ -103,7 +107,7 @@ class InnerForm(Form):
     scale: float = 1.0
     key_bias: Array | None = None
     query_bias: Array | None = None
-    roles = {"query": "query", "key": "key", "key_bias": "key", "query_bias": "query"}
+    roles: ClassVar[Mapping[str, Role]] = {"query": "query", "key": "key", "key_bias": "key", "query_bias": "query"}
 
     def values_per_pair(self) -> int:
         return 1
@@ -144,7 +148,7 @@ class AdditiveForm(Form):
     key: Array
     w_v: Array
     activation: Activation
-    roles = {"query": "query", "key": "key", "w_v": "shared"}
+    roles: ClassVar[Mapping[str, Role]] = {"query": "query", "key": "key", "w_v": "shared"}
 
     def values_per_pair(self) -> int:
         return max(1, int(self.query.shape[-1]))
@@ -177,7 +181,7 @@ class DistanceForm(Form):
     query: Array
     key: Array
     scale: Array | float
-    roles = {"query": "query", "key": "key", "scale": "shared"}
+    roles: ClassVar[Mapping[str, Role]] = {"query": "query", "key": "key", "scale": "shared"}
 
     def arrays(self) -> dict[str, Array]:
         found = super().arrays()
@@ -212,7 +216,7 @@ class TileForm(Form):
     query: Array
     key: Array
     parameters: Mapping[str, Array]
-    roles = {"query": "query", "key": "key"}
+    roles: ClassVar[Mapping[str, Role]] = {"query": "query", "key": "key"}
 
     def values_per_pair(self) -> int:
         # What the score holds for a pair is unknown; most that are no product hold one value a channel.
@@ -222,12 +226,16 @@ class TileForm(Form):
         return self.roles.get(name, "shared")
 
     def arrays(self) -> dict[str, Array]:
-        return {"query": self.query, "key": self.key, **self.parameters}
+        return {"query": self.query, "key": self.key, **self._prefixed(self.parameters)}
 
     def with_arrays(self, arrays: Mapping[str, Array]) -> Form:
-        parameters = {name: x for name, x in arrays.items() if name not in self.roles}
-        kept = {name: x for name, x in arrays.items() if name in self.roles}
-        return dataclasses.replace(self, parameters={**self.parameters, **parameters}, **kept)
+        parameters = {name: arrays.get(PARAMETER + name, x) for name, x in self.parameters.items()}
+        sides = {name: x for name, x in arrays.items() if name in self.roles}
+        return dataclasses.replace(self, parameters=parameters, **sides)
+
+    @staticmethod
+    def _prefixed(parameters: Mapping[str, Array]) -> dict[str, Array]:
+        return {PARAMETER + name: x for name, x in parameters.items()}
 
     def raw(self, ops: Framework) -> tuple[Array, FormPullback]:
         names = list(self.parameters)
@@ -241,7 +249,7 @@ class TileForm(Form):
 
             def written(grad: Array) -> dict[str, Array]:
                 query, key, parameters = score.tile_gradient(ops, self.query, self.key, grad)
-                return {"query": query, "key": key, **parameters}
+                return {"query": query, "key": key, **self._prefixed(parameters)}
 
             return tile(*inputs), written
 
@@ -249,7 +257,8 @@ class TileForm(Form):
 
         def derived(grad: Array) -> dict[str, Array]:
             _, pull = ops.vjp(tile, inputs)
-            return dict(zip(("query", "key", *names), pull(grad), strict=True))
+            query, key, *parameters = pull(grad)
+            return {"query": query, "key": key, **self._prefixed(dict(zip(names, parameters, strict=True)))}
 
         return scores, derived
 

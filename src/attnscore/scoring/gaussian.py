@@ -1,8 +1,8 @@
 """Gaussian kernel: a(q, k) = -|q - k|^2 / (2 bandwidth^2), Nadaraya-Watson regression as attention pooling.
 
-On paper this is an inner product, and as one it cancels: |q|^2 and |k|^2 may dwarf their difference. It is lowered to an
-inner product, centred on the mean key, only where the norms left over are small; otherwise the squared differences are
-summed directly.
+On paper this is an inner product, and as one it cancels: |q|^2 and |k|^2 may dwarf their difference. It is lowered to
+an inner product, centred on the mean key, only where the norms left over are small; otherwise the squared differences
+are summed directly.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ class Gaussian(Score):
             if isinstance(form, InnerForm):
                 # -scale * sum(x * x)
                 fold = form.scale
-                sides = (
+                query_grad, key_grad = (
                     grads[name] - fold * side * grads[f"{name}_bias"]
                     for name, side in (("query", form.query), ("key", form.key))
                 )
-                return ScoreGradients(*sides, {})
+                return ScoreGradients(query_grad, key_grad, {})
             arrays = {}
             if hasattr(self.bandwidth, "shape"):
                 # 1 / (2 bandwidth^2)

@@ -1,0 +1,362 @@
+"""Masks and valid lengths: values, lengths, shapes, dtypes, alignment, ambiguity, composition."""
+
+from __future__ import annotations
+
+from bad_input.table import case
+
+import attnscore as ats
+from attnscore import MaskError
+
+_NAN, _INF = float("nan"), float("inf")
+
+_LENGTHS = (
+    case(
+        "a negative length", MaskError, "valid_lens|numbers from 0 to 5|got -1", lambda x: x.attend(valid_lens=[2, -1])
+    ),
+    case("more than the keys", MaskError, "valid_lens|from 0 to 5|got 6", lambda x: x.attend(valid_lens=[6, 2])),
+    case("half a key", MaskError, "valid_lens|whole numbers|2.5", lambda x: x.attend(valid_lens=[2.5, 1.0])),
+    case(
+        "half a key in an array",
+        MaskError,
+        "valid_lens|whole numbers|2.5",
+        lambda x: x.attend(valid_lens=x.array([2.5, 1.0])),
+    ),
+    case("length NaN", MaskError, "valid_lens|whole numbers|nan", lambda x: x.attend(valid_lens=[_NAN, 1.0])),
+    case("length infinity", MaskError, "valid_lens|whole numbers|inf", lambda x: x.attend(valid_lens=[_INF, 1.0])),
+    case("boolean lengths", MaskError, "valid_lens|whole numbers|bool", lambda x: x.attend(valid_lens=[True, False])),
+    case("lengths as text", MaskError, "valid_lens|numbers|str", lambda x: x.attend(valid_lens=["2", "3"])),
+    case("lengths None", MaskError, "valid_lens|numbers|object", lambda x: x.attend(valid_lens=[None, 1])),
+    case("ragged lengths", MaskError, "valid_lens|ragged", lambda x: x.attend(valid_lens=[[1, 2], [3]])),
+    case(
+        "complex lengths",
+        MaskError,
+        "valid_lens|whole numbers|complex",
+        lambda x: x.attend(valid_lens=x.array([1j, 2.0], "complex64")),
+    ),
+    case(
+        "three lengths for two batch rows",
+        MaskError,
+        "valid_lens|shape (2,) or (2, 3)|got (3,)",
+        lambda x: x.attend(valid_lens=[1, 2, 3]),
+    ),
+    case(
+        "lengths per key",
+        MaskError,
+        "valid_lens|shape (2,) or (2, 3)|got (2, 5)",
+        lambda x: x.attend(valid_lens=x.ints(2, 5)),
+    ),
+    case(
+        "lengths of three axes",
+        MaskError,
+        "valid_lens|(2,) or (2, 3)|got (2, 3, 1)",
+        lambda x: x.attend(valid_lens=x.ints(2, 3, 1)),
+    ),
+    case(
+        "lengths of a single sequence",
+        MaskError,
+        "valid_lens|a number or (4,)|got (3,)",
+        lambda x: x.square(valid_lens=[1, 2, 3]),
+    ),
+    case("no lengths at all", MaskError, "valid_lens|shape (2,)|got (0,)", lambda x: x.attend(valid_lens=[])),
+    case("lengths for weights", MaskError, "valid_lens|from 0 to 5|got 9", lambda x: x.weights(valid_lens=[9, 1])),
+    case(
+        "lengths of a softmax",
+        MaskError,
+        "valid_lens|from 0 to 5|got 9",
+        lambda x: x.softmax(valid_lens=[9, 1]),
+    ),
+    case(
+        "lengths of a softmax, per row",
+        MaskError,
+        "valid_lens|(2,) or (2, 3)|got (3, 2)",
+        lambda x: x.softmax(valid_lens=x.ints(3, 2)),
+    ),
+    case(
+        "query_lens past the queries",
+        MaskError,
+        "query_lens|from 0 to 3|got 4",
+        lambda x: x.attend(mask=ats.ValidLens([1, 2], query_lens=[4, 1])),
+    ),
+    case(
+        "query_lens per key",
+        MaskError,
+        "query_lens|shape (2,)|got (5,)",
+        lambda x: x.attend(mask=ats.ValidLens([1, 2], query_lens=[1] * 5)),
+    ),
+    case("ValidLens(None)", MaskError, "valid_lens|numbers", lambda x: x.attend(mask=ats.ValidLens(None))),
+    case(
+        "a range that starts below 0",
+        MaskError,
+        "start|from 0 to 5|got -2",
+        lambda x: x.attend(mask=ats.KeyRange([-2, 0], 5)),
+    ),
+    case(
+        "a range that stops past the end",
+        MaskError,
+        "stop|from 0 to 5|got 8",
+        lambda x: x.attend(mask=ats.KeyRange(0, [8, 2])),
+    ),
+    case("half a start", MaskError, "start|whole numbers|0.5", lambda x: x.attend(mask=ats.KeyRange(0.5, 2))),
+    case(
+        "a range per query",
+        MaskError,
+        "stop|shape (2,)|got (3,)",
+        lambda x: x.attend(mask=ats.KeyRange(0, [1, 2, 3])),
+    ),
+    case("a prefix below 0", MaskError, "prefix_lens|from 0 to 4|got -1", lambda x: x.square(mask=ats.PrefixLM(-1))),
+    case("prefix past the end", MaskError, "prefix_lens|from 0 to 4|got 5", lambda x: x.square(mask=ats.PrefixLM(5))),
+    case("half a prefix", MaskError, "prefix_lens|whole numbers|1.5", lambda x: x.square(mask=ats.PrefixLM(1.5))),
+)
+
+_ALIGNMENT = (
+    case(
+        "which diagonal",
+        MaskError,
+        "Causal()|3 queries and 5 keys|align='top_left'|align='bottom_right'",
+        lambda x: x.attend(mask=ats.Causal()),
+    ),
+    case(
+        "which diagonal of a window",
+        MaskError,
+        "SlidingWindow()|3 queries and 5 keys|align='top_left'|align='bottom_right'",
+        lambda x: x.attend(mask=ats.SlidingWindow(left=2)),
+    ),
+    case(
+        "which diagonal, inside &",
+        MaskError,
+        "Causal()|3 queries and 5 keys|top_left|bottom_right",
+        lambda x: x.attend(mask=ats.ValidLens([1, 2]) & ~ats.Causal()),
+    ),
+    case(
+        "an unknown alignment",
+        MaskError,
+        "align|'top_left'|'bottom_right'|got 'upper_left'",
+        lambda x: x.attend(mask=ats.Causal("upper_left")),
+    ),
+    case(
+        "alignment and offset",
+        MaskError,
+        "Causal|align or offset|both",
+        lambda x: x.attend(mask=ats.Causal("top_left", offset=2)),
+    ),
+    case("half an offset", MaskError, "offset|whole numbers|0.5", lambda x: x.attend(mask=ats.Causal(offset=0.5))),
+    case("an offset as text", MaskError, "offset|whole numbers|str", lambda x: x.attend(mask=ats.Causal(offset="2"))),
+    case(
+        "an offset per query",
+        MaskError,
+        "offset|shape (2,)|got (3,)",
+        lambda x: x.attend(mask=ats.Causal(offset=[1, 2, 3])),
+    ),
+    *(
+        case(
+            f"{side}={width!r}",
+            MaskError,
+            f"{side}|a whole number of keys, 0 or more, or None|got {width!r}",
+            lambda x, side=side, width=width: x.square(mask=ats.SlidingWindow(**{side: width})),
+        )
+        for side in ("left", "right")
+        for width in (-1, 1.5, "2", True, [1])
+    ),
+)
+
+_ARRAYS = (
+    case(
+        "a mask that does not broadcast",
+        MaskError,
+        "mask|broadcasts to (..., query, key) = (2, 3, 5)|got (3, 4)",
+        lambda x: x.attend(mask=x.bools(3, 4)),
+    ),
+    case(
+        "a mask that would enlarge the result",
+        MaskError,
+        "mask|(..., query, key) = (2, 3, 5)|got (7, 2, 3, 5)",
+        lambda x: x.attend(mask=x.bools(7, 2, 3, 5)),
+    ),
+    case(
+        "a mask per key head",
+        MaskError,
+        "mask|(..., query, key) = (2, 4, 3, 5)|got (2, 2, 3, 5)",
+        lambda x: x.heads(4, 2, mask=x.bools(2, 2, 3, 5)),
+    ),
+    case(
+        "Dense that does not broadcast",
+        MaskError,
+        "mask|(2, 3, 5)|got (5, 3)",
+        lambda x: x.attend(mask=ats.Dense(x.bools(5, 3))),
+    ),
+    case(
+        "both (batch, key) and (query, key)",
+        MaskError,
+        "mask|(2, 5)|both (batch, key) and (query, key)|Hint|KeyPadding|Dense",
+        lambda x: x.attend(query=x.floats(2, 2, 4), mask=x.bools(2, 5)),
+    ),
+    case(
+        "a padding mask",
+        MaskError,
+        "mask|(..., query, key) = (2, 3, 5)|got (2, 5)|Hint|(batch, key)|KeyPadding",
+        lambda x: x.attend(mask=x.bools(2, 5)),
+    ),
+    case(
+        "an additive mask",
+        MaskError,
+        "mask|a boolean array|True where a key may be seen|float32|Hint|bias=",
+        lambda x: x.attend(mask=x.array([[0.0] * 5] * 3)),
+    ),
+    case(
+        "whole numbers",
+        MaskError,
+        "mask|a boolean array|int64|Hint",
+        lambda x: x.attend(mask=x.ints(3, 5)),
+    ),
+    case("complex numbers", MaskError, "mask|a boolean array|complex64", lambda x: x.attend(mask=x.complexes(3, 5))),
+    case("ragged rows", MaskError, "mask|ragged", lambda x: x.attend(mask=[[True], [True, False]])),
+    case("ragged rows in Dense", MaskError, "mask|ragged", lambda x: x.attend(mask=ats.Dense([[True], [True, False]]))),
+    *(
+        case(
+            f"mask is {mask!r}",
+            MaskError,
+            f"mask|a mask object or a boolean array|got {mask!r}|Hint|Causal()",
+            lambda x, mask=mask: x.attend(mask=mask),
+        )
+        for mask in ("causal", 3, 1.5, True)
+    ),
+    case(
+        "the class instead of a mask",
+        MaskError,
+        "mask|a mask object or a boolean array|Causal|Hint: Causal() makes a mask",
+        lambda x: x.attend(mask=ats.Causal),
+    ),
+    case(
+        "padding of another length",
+        MaskError,
+        "key_padding|(batch, key) = (2, 5)|got (2, 4)",
+        lambda x: x.attend(mask=ats.KeyPadding(x.bools(2, 4))),
+    ),
+    case(
+        "padding of another batch",
+        MaskError,
+        "key_padding|(batch, key) = (2, 5)|got (3, 5)",
+        lambda x: x.attend(mask=ats.KeyPadding(x.bools(3, 5))),
+    ),
+    case(
+        "padding without a batch",
+        MaskError,
+        "key_padding|(batch, key) = (2, 5)|got (5,)",
+        lambda x: x.attend(mask=ats.KeyPadding(x.bools(5))),
+    ),
+    case(
+        "padding of floats",
+        MaskError,
+        "key_padding|a boolean array|float32|Hint",
+        lambda x: x.attend(mask=ats.KeyPadding(x.floats(2, 5))),
+    ),
+    case(
+        "padding of other numbers than 0 and 1",
+        MaskError,
+        "key_padding|a boolean array|int64",
+        lambda x: x.attend(mask=ats.KeyPadding(x.ints(2, 5))),
+    ),
+    case("padding as text", MaskError, "key_padding|a boolean array", lambda x: x.attend(mask=ats.KeyPadding("110"))),
+    case(
+        "floats to ignore",
+        MaskError,
+        "key_padding|a boolean array|float32",
+        lambda x: ats.KeyPadding.from_ignore(x.floats(2, 5)),
+    ),
+    case(
+        "ids of another length",
+        MaskError,
+        "query_ids|(batch, length) = (2, 3) or (3,)|got (2, 4)",
+        lambda x: x.attend(mask=ats.Documents(x.ints(2, 4), x.ints(2, 5))),
+    ),
+    case(
+        "ids for the queries alone",
+        MaskError,
+        "key_ids|(2, 5) or (5,)|got (2, 3)",
+        lambda x: x.attend(mask=ats.Documents(x.ints(2, 3))),
+    ),
+    case(
+        "ids of halves",
+        MaskError,
+        "query_ids|whole numbers|0.5",
+        lambda x: x.square(mask=ats.Documents([0.0, 0.5, 1.0, 1.0])),
+    ),
+    case(
+        "ids as text",
+        MaskError,
+        "query_ids|whole numbers|str",
+        lambda x: x.square(mask=ats.Documents(["a", "a", "b", "b"])),
+    ),
+    case(
+        "mask of a softmax",
+        MaskError,
+        "mask|(..., query, key) = (2, 3, 5)|got (3, 4)",
+        lambda x: x.softmax(mask=x.bools(3, 4)),
+    ),
+    case(
+        "additive mask of a softmax",
+        MaskError,
+        "mask|a boolean array|float32|Hint",
+        lambda x: x.softmax(mask=x.floats(3, 5)),
+    ),
+    case(
+        "the class in a softmax",
+        MaskError,
+        "mask|a mask object or a boolean array|Hint: Causal() makes a mask",
+        lambda x: x.softmax(mask=ats.Causal),
+    ),
+    case(
+        "text in a softmax",
+        MaskError,
+        "mask|a mask object or a boolean array|'causal'",
+        lambda x: x.softmax(mask="causal"),
+    ),
+    case(
+        "both readings, in a softmax",
+        MaskError,
+        "mask|both (batch, key) and (query, key)|Hint|KeyPadding|Dense",
+        lambda x: x.softmax(2, 2, 5, mask=x.bools(2, 5)),
+    ),
+    case(
+        "a softmax without alignment",
+        MaskError,
+        "Causal()|3 queries and 5 keys|top_left|bottom_right",
+        lambda x: x.softmax(mask=ats.Causal()),
+    ),
+    case(
+        "materialize of a mask that does not fit",
+        MaskError,
+        "valid_lens|from 0 to 3|got 4",
+        lambda x: ats.ValidLens(4).materialize(2, 3),
+    ),
+)
+
+_COMPOSITION = (
+    case(
+        "mask & array",
+        MaskError,
+        "mask|a mask object on both sides of & or ||Hint|Dense(array)",
+        lambda x: ats.Causal() & x.bools(3, 3),
+        same=False,
+    ),
+    case(
+        "array & mask",
+        MaskError,
+        "mask|a mask object on both sides of & or ||Hint|Dense(array)",
+        lambda x: x.bools(3, 3) & ats.Causal(),
+        same=False,
+    ),
+    case("mask | number", MaskError, "mask|a mask object on both sides|int", lambda x: ats.Causal() | 1),
+    case("number | mask", MaskError, "mask|a mask object on both sides|int", lambda x: 1 | ats.Causal()),
+    case("mask & None", MaskError, "mask|a mask object on both sides|NoneType", lambda x: ats.Causal() & None),
+    case(
+        "mask & class",
+        MaskError,
+        "mask|a mask object on both sides|Hint: Causal() makes a mask",
+        lambda x: ats.ValidLens(1) & ats.Causal,
+    ),
+    case("mask and mask", MaskError, "mask|truth value|Hint|& | ~", lambda x: ats.Causal() and ats.ValidLens(1)),
+    case("not mask", MaskError, "mask|truth value|Hint|& | ~", lambda x: not ats.Causal()),
+)
+
+CASES = (*_LENGTHS, *_ALIGNMENT, *_ARRAYS, *_COMPOSITION)

@@ -1,0 +1,338 @@
+"""Scores: names, classes, parameters of wrong shape, dtype, range or framework, a user's own score."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from bad_input.table import Maker, case
+
+import attnscore as ats
+from attnscore import ArgumentError, DtypeError, FrameworkError, ShapeError
+
+_NAN, _INF = float("nan"), float("inf")
+_NAMES = "dot|scaled_dot|gaussian|cosine|sum"
+
+_WHICH = (
+    case("an unknown name", ArgumentError, f"score|one of|{_NAMES}|got 'dott'", lambda x: x.attend(score="dott")),
+    case("the empty name", ArgumentError, f"score|{_NAMES}|got ''", lambda x: x.attend(score="")),
+    case(
+        "the class instead of a score",
+        ArgumentError,
+        "score|a registered name or a score object|Dot|Hint: Dot(...) makes one",
+        lambda x: x.attend(score=ats.Dot),
+    ),
+    case(
+        "a class with parameters",
+        ArgumentError,
+        "score|score object|Additive|Hint: Additive(...) makes one",
+        lambda x: x.attend(score=ats.Additive),
+    ),
+    *(
+        case(
+            f"score is {score!r}",
+            ArgumentError,
+            f"score|a registered name or a score object with a method tile|got {score!r}",
+            lambda x, score=score: x.attend(score=score),
+        )
+        for score in (None, 5, ["dot"], {"dot": 1})
+    ),
+    case(
+        "an array as score",
+        ArgumentError,
+        "score|a registered name or a score object",
+        lambda x: x.attend(score=x.floats(4, 4)),
+        same=False,
+    ),
+    case(
+        "a mask as score",
+        ArgumentError,
+        "score|a score object with a method tile|Causal()",
+        lambda x: x.attend(score=ats.Causal()),
+    ),
+    case("for weights", ArgumentError, f"score|one of|{_NAMES}|'dott'", lambda x: x.weights(score="dott")),
+    case(
+        "inside a wrapper",
+        ArgumentError,
+        f"score|one of|{_NAMES}|'dott'",
+        lambda x: x.attend(score=ats.SoftCap("dott", 2.0)),
+    ),
+    case(
+        "inside two wrappers",
+        ArgumentError,
+        f"score|one of|{_NAMES}|'dott'",
+        lambda x: x.attend(score=ats.SoftCap(ats.Temperature("dott", 2.0), 2.0)),
+    ),
+    case(
+        "a class inside a wrapper",
+        ArgumentError,
+        "score|Hint: Dot(...) makes one",
+        lambda x: x.attend(score=ats.Temperature(ats.Dot, 2.0)),
+    ),
+)
+
+_SCALES = tuple(
+    row
+    for name, make in (("ScaledDot", ats.ScaledDot), ("Cosine", ats.Cosine))
+    for row in (
+        case(
+            f"{name}: scale as text",
+            ArgumentError,
+            "scale|a number|array|str",
+            lambda x, make=make: x.attend(score=make("big")),
+        ),
+        case(
+            f"{name}: scale as a list",
+            ArgumentError,
+            "scale|a number|array|list",
+            lambda x, make=make: x.attend(score=make([1.0, 2.0])),
+        ),
+        case(
+            f"{name}: complex scale",
+            DtypeError,
+            "scale|a floating dtype|complex64",
+            lambda x, make=make: x.attend(score=make(x.complexes(1))),
+        ),
+        case(
+            f"{name}: whole-number scale",
+            DtypeError,
+            "scale|a floating dtype|int64",
+            lambda x, make=make: x.attend(score=make(x.ints(1))),
+        ),
+        case(
+            f"{name}: one scale too many",
+            ShapeError,
+            "scale|(4,)|got (5,",
+            lambda x, make=make: x.heads(4, 2, score=make(x.floats(5))),
+        ),
+        case(
+            f"{name}: a scale per pair",
+            ShapeError,
+            "scale|constant along one of the two|got (3, 5)",
+            lambda x, make=make: x.attend(score=make(x.floats(3, 5))),
+        ),
+        case(
+            f"{name}: scales for other queries",
+            ShapeError,
+            "scale|broadcasts to (..., query, key)|got (4, 1)|(2, 3, 4)",
+            lambda x, make=make: x.attend(score=make(x.floats(4, 1))),
+        ),
+        case(
+            f"{name}: scale of another framework",
+            FrameworkError,
+            "query: |scale: |arrays of one framework",
+            lambda x, make=make: x.attend(score=make(x.other(1))),
+            same=False,
+        ),
+    )
+)
+
+
+def _additive(x: Maker, **given: Any) -> Any:
+    """attend() with h = 8, dim = 4, dim_k = 4, and what is given instead."""
+    parameters = {"w_v": x.floats(8), "W_q": x.floats(8, 4), "W_k": x.floats(8, 4)} | given
+    return x.attend(score=ats.Additive(**parameters))
+
+
+_ADDITIVE = (
+    case("w_v None", ShapeError, "w_v|(h,)|NoneType", lambda x: _additive(x, w_v=None)),
+    case("w_v a list", ShapeError, "w_v|(h,)|list", lambda x: _additive(x, w_v=[1.0] * 8)),
+    case("w_v without axes", ShapeError, "w_v|(h,)|got ()", lambda x: _additive(x, w_v=x.array(1.0))),
+    case(
+        "w_v of another h",
+        ShapeError,
+        "W_q|(h, dim) = (7, 4)|got (8, 4)|w_v (7,)",
+        lambda x: _additive(x, w_v=x.floats(7)),
+    ),
+    case(
+        "W_q of another dim",
+        ShapeError,
+        "W_q|(h, dim) = (8, 4)|got (8, 3)|w_v (8,)|W_q (8, 3)|W_k (8, 4)",
+        lambda x: _additive(x, W_q=x.floats(8, 3)),
+    ),
+    case("W_q turned", ShapeError, "W_q|(8, 4)|got (4, 8)", lambda x: _additive(x, W_q=x.floats(4, 8))),
+    case(
+        "W_k of another dim",
+        ShapeError,
+        "W_k|(8, 4)|got (8, 2)|w_v (8,)",
+        lambda x: _additive(x, W_k=x.floats(8, 2)),
+    ),
+    case("W_q of one axis", ShapeError, "W_q|(8, 4)|got (8,)", lambda x: _additive(x, W_q=x.floats(8))),
+    case("W_q a list", ShapeError, "W_q|(8, 4)|list", lambda x: _additive(x, W_q=[[1.0] * 4] * 8)),
+    case("W_k as text", ShapeError, "W_k|(8, 4)|str", lambda x: _additive(x, W_k="text")),
+    case(
+        "a query that is not projected",
+        ShapeError,
+        "W_q|query vectors of length h = 8|4",
+        lambda x: _additive(x, W_q=None),
+    ),
+    case(
+        "keys that are not projected", ShapeError, "W_k|key vectors of length h = 8|4", lambda x: _additive(x, W_k=None)
+    ),
+    case("bias of another h", ShapeError, "bias|(8,)|got (7,)", lambda x: _additive(x, bias=x.floats(7))),
+    case("bias as text", ShapeError, "bias|(8,)|str", lambda x: _additive(x, bias="text")),
+    case(
+        "parameters for three of two heads",
+        ShapeError,
+        "W_q|(2,) heads in front|got (3, 8, 4)",
+        lambda x: x.heads(2, 2, score=ats.Additive(x.floats(8), x.floats(3, 8, 4), x.floats(8, 4))),
+    ),
+    case(
+        "w_v for three of two heads",
+        ShapeError,
+        "w_v|(2,) heads in front|got (3, 8)",
+        lambda x: x.heads(2, 2, score=ats.Additive(x.floats(3, 8), x.floats(8, 4), x.floats(8, 4))),
+    ),
+    case("whole-number w_v", DtypeError, "w_v|a floating dtype|int64", lambda x: _additive(x, w_v=x.ints(8))),
+    case("boolean W_q", DtypeError, "W_q|a floating dtype|bool", lambda x: _additive(x, W_q=x.bools(8, 4))),
+    case(
+        "W_k of another framework",
+        FrameworkError,
+        "query: |W_k: |arrays of one framework",
+        lambda x: _additive(x, W_k=x.other(8, 4)),
+        same=False,
+    ),
+    *(
+        case(
+            f"activation {activation!r}",
+            ArgumentError,
+            f"activation|one of|tanh|sigmoid|relu|leaky_relu|silu|gelu|got {activation!r}",
+            lambda x, activation=activation: _additive(x, activation=activation),
+        )
+        for activation in ("swish", None, 3, ["tanh"])
+    ),
+    *(
+        case(
+            f"negative_slope {slope!r}",
+            ArgumentError,
+            f"negative_slope|a number|got {slope!r}",
+            lambda x, slope=slope: _additive(x, activation="leaky_relu", negative_slope=slope),
+        )
+        for slope in ("steep", None, _NAN)
+    ),
+)
+
+_BILINEAR = (
+    case("W None", ShapeError, "W|(dim, dim_k) = (4, 4)|NoneType", lambda x: x.attend(score=ats.Bilinear(None))),
+    case("W a list", ShapeError, "W|(4, 4)|list", lambda x: x.attend(score=ats.Bilinear([[1.0] * 4] * 4))),
+    case("W a number", ShapeError, "W|(4, 4)|float", lambda x: x.attend(score=ats.Bilinear(1.0))),
+    case(
+        "W turned",
+        ShapeError,
+        "W|(dim, dim_k) = (4, 7)|got (7, 4)",
+        lambda x: x.attend(key=x.floats(2, 5, 7), score=ats.Bilinear(x.floats(7, 4))),
+    ),
+    case("W of one axis", ShapeError, "W|(4, 4)|got (4,)", lambda x: x.attend(score=ats.Bilinear(x.floats(4)))),
+    case(
+        "W of four axes",
+        ShapeError,
+        "W|(4, 4)|got (1, 1, 4, 4)",
+        lambda x: x.attend(score=ats.Bilinear(x.floats(1, 1, 4, 4))),
+    ),
+    case(
+        "W for three of two heads",
+        ShapeError,
+        "W|(2,) heads in front|got (3, 4, 4)",
+        lambda x: x.heads(2, 2, score=ats.Bilinear(x.floats(3, 4, 4))),
+    ),
+    case(
+        "whole-number W", DtypeError, "W|a floating dtype|int64", lambda x: x.attend(score=ats.Bilinear(x.ints(4, 4)))
+    ),
+    case(
+        "W of another framework",
+        FrameworkError,
+        "query: |W: |arrays of one framework",
+        lambda x: x.attend(score=ats.Bilinear(x.other(4, 4))),
+        same=False,
+    ),
+)
+
+_NUMBERS = (
+    *(
+        case(
+            f"bandwidth {bandwidth!r}",
+            ArgumentError,
+            f"bandwidth|a number above 0|{bandwidth!r}",
+            lambda x, bandwidth=bandwidth: x.attend(score=ats.Gaussian(bandwidth)),
+        )
+        for bandwidth in (0, 0.0, -1.0, _NAN, "wide", None, True, 1j)
+    ),
+    case(
+        "a bandwidth of 0 among others",
+        ArgumentError,
+        "bandwidth|a number above 0|0.0",
+        lambda x: x.heads(2, 2, score=ats.Gaussian(x.array([1.0, 0.0]))),
+    ),
+    case(
+        "one bandwidth too many",
+        ShapeError,
+        "bandwidth|(2,)|got (3,",
+        lambda x: x.heads(2, 2, score=ats.Gaussian(x.array([1.0, 2.0, 3.0]))),
+    ),
+    case(
+        "bandwidths of two axes",
+        ShapeError,
+        "bandwidth|(heads,)|got (1, 2)",
+        lambda x: x.heads(2, 2, score=ats.Gaussian(x.array([[1.0, 2.0]]))),
+    ),
+    case(
+        "whole-number bandwidths",
+        DtypeError,
+        "bandwidth|a floating dtype|int64",
+        lambda x: x.heads(2, 2, score=ats.Gaussian(x.array([1, 2], "int64"))),
+    ),
+    *(
+        case(
+            f"{name}={value!r}",
+            ArgumentError,
+            f"{name}: expected a finite number above 0|got {value!r}",
+            lambda x, wrapper=wrapper, value=value: x.attend(score=wrapper("scaled_dot", value)),
+        )
+        for name, wrapper in (("cap", ats.SoftCap), ("T", ats.Temperature))
+        for value in (0, 0.0, -2.0, _NAN, _INF, "two", None, True, [1.0])
+    ),
+    case(
+        "cap inside a wrapper",
+        ArgumentError,
+        "cap|a finite number above 0|got -3",
+        lambda x: x.attend(score=ats.Temperature(ats.SoftCap("dot", -3), 2.0)),
+    ),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class _Turned:
+    """A user's score that gives (key, query)."""
+
+    def tile(self, ops: Any, query: Any, key: Any) -> Any:
+        return ops.matmul(key, ops.matrix_transpose(query))
+
+
+@dataclass(frozen=True, eq=False)
+class _Summed:
+    """A user's score that gives one number a query."""
+
+    def tile(self, ops: Any, query: Any, key: Any) -> Any:
+        return ops.sum(query, axis=-1, keepdims=True)
+
+
+@dataclass(frozen=True, eq=False)
+class _Nothing:
+    """A user's score that forgot to return."""
+
+    def tile(self, ops: Any, query: Any, key: Any) -> Any:
+        return None
+
+
+_OWN = (
+    case("own score, turned", ShapeError, "tile|(..., query, key)|3|5|_Turned", lambda x: x.attend(score=_Turned())),
+    case(
+        "own score, one number a query",
+        ShapeError,
+        "tile|(..., query, key)|3|5|_Summed",
+        lambda x: x.attend(score=_Summed()),
+    ),
+    case("own score, nothing", FrameworkError, "tile|an array|NoneType|_Nothing", lambda x: x.attend(score=_Nothing())),
+)
+
+CASES = (*_WHICH, *_SCALES, *_ADDITIVE, *_BILINEAR, *_NUMBERS, *_OWN)

@@ -1,0 +1,555 @@
+"""The command line on real files and on bad ones: what it writes, what it says, which status it ends with."""
+
+import json
+import os
+import stat
+import struct
+import subprocess
+import sys
+import zipfile
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import attnscore as ats
+from attnscore import files
+from attnscore.cli import main
+
+RNG = np.random.default_rng(0)
+Q, K, V = (RNG.normal(size=shape).astype(np.float32) for shape in ((2, 4, 8), (2, 6, 8), (2, 6, 3)))
+KEYS = {"query": Q, "key": K, "value": V}
+
+
+@pytest.fixture
+def npz(tmp_path):
+    def make(name="in.npz", **more):
+        path = tmp_path / name
+        np.savez(path, **{**KEYS, **more})
+        return str(path)
+
+    return make
+
+
+def run(capsys, *arguments):
+    status = main([str(argument) for argument in arguments])
+    printed = capsys.readouterr()
+    return status, printed.out, printed.err
+
+
+def refused(capsys, *arguments):
+    """Run a command whose input is wrong; return the one line that says so."""
+    status, out, err = run(capsys, *arguments)
+    assert status == 2, (status, out, err)
+    assert err.count("\n") == 1 and "Traceback" not in err, err
+    return err
+
+
+# ---------------------------------------------------------------- attend: what it computes
+
+
+def test_npz_to_npz_with_weights_and_statistics(capsys, npz, tmp_path):
+    out = tmp_path / "out.npz"
+    status, printed, err = run(capsys, "attend", npz(), "--out", out, "--weights", "--stats")
+    assert (status, err) == (0, "")
+    expected, weights, stats = ats.attend(Q, K, V, return_weights=True, return_stats=True)
+    with np.load(out, allow_pickle=False) as found:
+        assert set(found.files) == {"out", "weights", *stats._fields}
+        np.testing.assert_array_equal(found["out"], expected)
+        np.testing.assert_array_equal(found["weights"], weights)
+        for name, value in stats._asdict().items():
+            np.testing.assert_array_equal(found[name], value)
+        assert found["out"].dtype == np.float32
+    assert "Written" in printed and "2×4×3" in printed and "entropy" in printed
+
+
+def test_single_files_in_and_out(capsys, tmp_path):
+    for name, array in KEYS.items():
+        np.save(tmp_path / f"{name}.npy", array)
+    options = [part for name in KEYS for part in (f"--{name}", tmp_path / f"{name}.npy")]
+    assert run(capsys, "attend", *options, "--out", tmp_path / "o.npy")[0] == 0
+    np.testing.assert_array_equal(np.load(tmp_path / "o.npy"), ats.attend(Q, K, V))
+
+
+def test_safetensors_in_bfloat16(capsys, tmp_path):
+    inputs = {name: array.astype(ml_dtypes.bfloat16) for name, array in KEYS.items()}
+    save_file(inputs, tmp_path / "in.safetensors")
+    out = tmp_path / "out.safetensors"
+    assert run(capsys, "attend", tmp_path / "in.safetensors", "--out", out, "--stats")[0] == 0
+    found = load_file(out)
+    assert found["out"].dtype == ml_dtypes.bfloat16 and found["entropy"].dtype == np.float32
+    np.testing.assert_array_equal(found["out"], ats.attend(*inputs.values()))
+
+
+BIG = {
+    "w_v": RNG.normal(size=5),
+    "W_q": RNG.normal(size=(5, 8)),
+    "W_k": RNG.normal(size=(5, 8)),
+    "W": RNG.normal(size=(8, 8)),
+}
+BIG = {name: array.astype(np.float32) for name, array in BIG.items()}
+
+
+@pytest.mark.parametrize(
+    ("score", "arrays", "options", "expected"),
+    [
+        ("dot", [], [], ats.Dot()),
+        ("scaled_dot", [], [], ats.ScaledDot()),
+        ("scaled_dot", [], ["--param", "scale=0.3"], ats.ScaledDot(0.3)),
+        ("gaussian", [], ["--param", "bandwidth=2"], ats.Gaussian(2.0)),
+        ("cosine", [], [], ats.Cosine()),
+        ("sum", [], [], ats.Sum()),
+        ("bilinear", ["W"], [], ats.Bilinear(BIG["W"])),
+        ("additive", ["w_v", "W_q", "W_k"], [], ats.Additive(BIG["w_v"], BIG["W_q"], BIG["W_k"])),
+        (
+            "additive",
+            ["w_v", "W_q", "W_k"],
+            ["--activation", "relu"],
+            ats.Additive(BIG["w_v"], BIG["W_q"], BIG["W_k"], activation="relu"),
+        ),
+        ("dot", [], ["--softcap", "2", "--temperature", "0.5"], ats.Temperature(ats.SoftCap(ats.Dot(), 2.0), 0.5)),
+    ],
+)
+def test_every_score(capsys, npz, tmp_path, score, arrays, options, expected):
+    source = npz(**{name: BIG[name] for name in arrays})
+    out = tmp_path / "out.npy"
+    assert run(capsys, "attend", source, "--score", score, *options, "--out", out)[0] == 0
+    np.testing.assert_array_equal(np.load(out), ats.attend(Q, K, V, score=expected))
+
+
+def test_parameters_from_single_files(capsys, npz, tmp_path):
+    np.save(tmp_path / "w.npy", BIG["W"])
+    arguments = ("attend", npz(), "--score", "bilinear", "--param", f"W={tmp_path / 'w.npy'}")
+    assert run(capsys, *arguments, "--out", tmp_path / "o.npy")[0] == 0
+    np.testing.assert_array_equal(np.load(tmp_path / "o.npy"), ats.attend(Q, K, V, score=ats.Bilinear(BIG["W"])))
+
+
+MASK = RNG.random((2, 4, 6)) > 0.4
+
+
+@pytest.mark.parametrize(
+    ("options", "mask"),
+    [
+        (["--causal", "top_left"], ats.Causal(align="top_left")),
+        (["--causal=bottom_right"], ats.Causal(align="bottom_right")),
+        (["--valid-lens", "2,5"], ats.ValidLens([2, 5])),
+        (["--window", "1", "--align", "top_left"], ats.SlidingWindow(left=1, align="top_left")),
+        (["--window", "1,0", "--align", "bottom_right"], ats.SlidingWindow(left=1, right=0, align="bottom_right")),
+        (
+            ["--causal", "bottom_right", "--window", "2"],
+            ats.Causal(align="bottom_right") & ats.SlidingWindow(left=2, align="bottom_right"),
+        ),
+        (["--valid-lens", "2,5", "--causal", "top_left"], ats.ValidLens([2, 5]) & ats.Causal(align="top_left")),
+    ],
+)
+def test_masks_from_options(capsys, npz, tmp_path, options, mask):
+    out = tmp_path / "out.npy"
+    assert run(capsys, "attend", npz(), *options, "--out", out)[0] == 0
+    np.testing.assert_array_equal(np.load(out), ats.attend(Q, K, V, mask=mask))
+
+
+def test_bare_causal_before_the_input_file(capsys, tmp_path):
+    np.savez(tmp_path / "in.npz", query=Q, key=Q, value=Q)
+    out = tmp_path / "out.npy"
+    assert run(capsys, "attend", "--causal", tmp_path / "in.npz", "--out", out)[0] == 0
+    np.testing.assert_array_equal(np.load(out), ats.attend(Q, Q, Q, mask=ats.Causal()))
+
+
+def test_arrays_of_the_call_from_the_file(capsys, npz, tmp_path):
+    bias = RNG.normal(size=(4, 6)).astype(np.float32)
+    source = npz(mask=MASK, bias=bias, sink=np.float32(0.5), valid_lens=np.array([3, 6]))
+    out = tmp_path / "out.npy"
+    assert run(capsys, "attend", source, "--out", out)[0] == 0
+    expected = ats.attend(Q, K, V, mask=MASK, bias=bias, sink=np.float32(0.5), valid_lens=[3, 6])
+    np.testing.assert_array_equal(np.load(out), expected)
+
+
+def test_mask_array_and_causal_are_both_kept(capsys, npz, tmp_path):
+    out = tmp_path / "out.npy"
+    assert run(capsys, "attend", npz(mask=MASK), "--causal", "top_left", "--out", out)[0] == 0
+    both = ats.Dense(MASK) & ats.Causal(align="top_left")
+    np.testing.assert_array_equal(np.load(out), ats.attend(Q, K, V, mask=both))
+
+
+def test_two_axes_and_a_single_length(capsys, tmp_path):
+    np.savez(tmp_path / "in.npz", query=Q[0], key=K[0], value=V[0])
+    out = tmp_path / "out.npy"
+    assert run(capsys, "attend", tmp_path / "in.npz", "--valid-lens", "3", "--out", out)[0] == 0
+    np.testing.assert_array_equal(np.load(out), ats.attend(Q[0], K[0], V[0], valid_lens=3))
+
+
+def test_head_axis_and_dtype(capsys, tmp_path):
+    x = RNG.integers(-3, 3, size=(1, 5, 2, 4))
+    np.savez(tmp_path / "in.npz", query=x, key=x, value=x)
+    out = tmp_path / "out.npy"
+    options = ("--head-axis", "-2", "--dtype", "float64", "--out", out)
+    assert run(capsys, "attend", tmp_path / "in.npz", *options)[0] == 0
+    np.testing.assert_array_equal(np.load(out), ats.attend(*[x.astype(np.float64)] * 3, head_axis=-2))
+
+
+def test_big_endian_files(capsys, npz, tmp_path):
+    source = npz(query=Q.astype(">f4"), key=K.astype(">f4"), value=V.astype(">f4"))
+    assert run(capsys, "attend", source, "--out", tmp_path / "o.npy")[0] == 0
+    np.testing.assert_array_equal(np.load(tmp_path / "o.npy"), ats.attend(Q, K, V))
+
+
+def test_explain_prints_the_plan_and_computes_nothing(capsys, npz, tmp_path):
+    status, printed, _ = run(capsys, "attend", npz(), "--explain", "--causal", "top_left")
+    assert status == 0 and "kernel" in printed and "tiles" in printed and "ScaledDot" in printed
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.npz"]
+
+
+def test_explain_and_out_together(capsys, npz, tmp_path):
+    status, printed, _ = run(capsys, "attend", npz(), "--explain", "--out", tmp_path / "o.npz")
+    assert status == 0 and "tiles" in printed and (tmp_path / "o.npz").exists()
+
+
+def test_nan_is_data(capsys, tmp_path):
+    bad = V.copy()
+    bad[0, 5] = np.nan
+    np.savez(tmp_path / "in.npz", query=Q, key=K, value=bad)
+    assert run(capsys, "attend", tmp_path / "in.npz", "--valid-lens", "5,6", "--out", tmp_path / "o.npy")[0] == 0
+    assert np.isfinite(np.load(tmp_path / "o.npy")).all()
+
+
+def test_overwrites_and_keeps_the_mode(capsys, npz, tmp_path):
+    out = tmp_path / "out.npy"
+    out.write_bytes(b"old")
+    out.chmod(0o640)
+    assert run(capsys, "attend", npz(), "--out", out)[0] == 0
+    assert stat.S_IMODE(out.stat().st_mode) == 0o640
+    fresh = tmp_path / "fresh.npy"
+    assert run(capsys, "attend", npz(), "--out", fresh)[0] == 0
+    mask = os.umask(0)
+    os.umask(mask)
+    assert stat.S_IMODE(fresh.stat().st_mode) == 0o666 & ~mask
+
+
+def test_transposed_arrays_survive_safetensors(tmp_path):
+    path = tmp_path / "x.safetensors"
+    arrays = {"t": Q.swapaxes(0, 2), "number": np.array(3.0), "empty": np.zeros((0, 2))}
+    files.write_arrays(path, arrays)
+    found = files.read_arrays(path)
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(found[name], array)
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "x.npz"
+    files.write_arrays(path, {"a": Q})
+    before = path.read_bytes()
+
+    def fail(file, **arrays):
+        file.write(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "savez", fail)
+    with pytest.raises(OSError, match="No space"):
+        files.write_arrays(path, {"a": K})
+    assert path.read_bytes() == before
+    assert [one.name for one in tmp_path.iterdir()] == ["x.npz"]
+
+
+# ---------------------------------------------------------------- attend: bad files and options
+
+
+def write(path, content):
+    path.write_bytes(content)
+    return path
+
+
+def whole_npz():
+    import io
+
+    buffer = io.BytesIO()
+    np.savez(buffer, **KEYS)
+    return buffer.getvalue()
+
+
+def renamed_npy(path):
+    with path.open("wb") as file:
+        np.save(file, Q)
+    return path
+
+
+def with_member(path, name, content):
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(name, content)
+    return path
+
+
+BAD_FILES = {
+    "missing": (lambda tmp: tmp / "none.npz", "no such file"),
+    "a folder": (lambda tmp: (tmp / "d.npz").mkdir() or tmp / "d.npz", "is a folder"),
+    "another kind": (lambda tmp: write(tmp / "x.csv", b"1,2"), ".safetensors"),
+    "empty npz": (lambda tmp: write(tmp / "x.npz", b""), "damaged or truncated"),
+    "truncated npz": (lambda tmp: write(tmp / "x.npz", whole_npz()[:500]), "damaged or truncated"),
+    "flipped bytes": (
+        lambda tmp: write(tmp / "x.npz", whole_npz()[:300] + b"\0\1\2" + whole_npz()[303:]),
+        "damaged or truncated",
+    ),
+    "text": (lambda tmp: write(tmp / "x.npz", b"nan nan nan, not an archive"), "never read"),
+    "npy called npz": (lambda tmp: renamed_npy(tmp / "x.npz"), "not those of a .npz file"),
+    "npz with a text file": (lambda tmp: with_member(tmp / "x.npz", "notes.txt", "hello"), "is not an array"),
+    "empty safetensors": (lambda tmp: write(tmp / "x.safetensors", b""), "damaged"),
+    "truncated safetensors": (
+        lambda tmp: (
+            save_file(KEYS, tmp / "x.safetensors")
+            or write(tmp / "x.safetensors", (tmp / "x.safetensors").read_bytes()[:200])
+        ),
+        "damaged",
+    ),
+    "huge safetensors header": (
+        lambda tmp: write(tmp / "x.safetensors", struct.pack("<Q", 2**60) + b"{}"),
+        "damaged",
+    ),
+    "float8": (
+        lambda tmp: (
+            save_file({"query": Q.astype(ml_dtypes.float8_e4m3fn)}, tmp / "x.safetensors") or tmp / "x.safetensors"
+        ),
+        "F8_E4M3",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILES, ids=list(BAD_FILES))
+def test_bad_files(capsys, tmp_path, case):
+    make, words = BAD_FILES[case]
+    path = make(tmp_path)
+    err = refused(capsys, "attend", path, "--out", tmp_path / "out.npz")
+    assert words in err and str(path) in err
+    assert not (tmp_path / "out.npz").exists()
+
+
+def test_pickled_objects_are_never_read(capsys, npz, tmp_path):
+    trap = tmp_path / "ran"
+
+    class Trap:
+        def __reduce__(self):
+            return (open, (str(trap), "w"))
+
+    source = npz(query=np.array([Trap()], dtype=object))
+    assert "pickled objects" in refused(capsys, "attend", source, "--out", tmp_path / "o.npz")
+    np.save(tmp_path / "q.npy", np.array([Trap()], dtype=object))
+    line = refused(capsys, "attend", "--query", tmp_path / "q.npy", "--out", tmp_path / "o.npz")
+    assert "pickled objects" in line
+    assert not trap.exists()
+
+
+@pytest.mark.parametrize(
+    ("arrays", "words"),
+    [
+        ({"query": np.array([["NaN", "1"]])}, ["query", "dtype <U3", "expected numbers"]),
+        ({"query": np.array(["2024"], "datetime64[Y]")}, ["query", "datetime64"]),
+        ({"query": Q + 1j}, ["query", "complex"]),
+        ({"query": Q.astype(int)}, ["query", "int64"]),
+        ({"query": Q.astype(np.float64)}, ["float64", "float32"]),
+        ({"query": Q.astype(ml_dtypes.bfloat16)}, ["query", "bfloat16", "safetensors"]),
+        ({"key": K[:, :, :5]}, ["key", "8", "5"]),
+        ({"value": V[:, :5]}, ["value", "(2, 5, 3)"]),
+        ({"valid_len": np.array([1, 2])}, ["unknown array 'valid_len'", "valid_lens"]),
+        ({"valid_lens": np.array([1, 7])}, ["valid_lens", "7"]),
+        ({"valid_lens": np.array([1, 2, 3])}, ["valid_lens", "3"]),
+        ({"mask": np.ones((2, 4, 5), bool)}, ["mask", "(2, 4, 5)"]),
+        ({"mask": np.ones((2, 4, 6))}, ["mask", "bool"]),
+        ({"W": BIG["W"]}, ["W", "'scaled_dot'", "scale"]),
+        ({"query": Q[0, 0, 0]}, ["query"]),
+    ],
+)
+def test_bad_arrays(capsys, npz, tmp_path, arrays, words):
+    err = refused(capsys, "attend", npz(**arrays), "--out", tmp_path / "out.npz")
+    assert all(word in err for word in words), err
+    assert not (tmp_path / "out.npz").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], ["--out", "--explain"]),
+        (["--out", "nowhere/out.npz"], ["nowhere", "does not exist"]),
+        (["--out", "out.txt"], ["out.txt", ".npz"]),
+        (["--out", "."], ["expected a name that ends in"]),
+        (["--out", "o.npy", "--weights"], ["--out", ".npy"]),
+        (["--out", "o.npz", "--score", "nope"], ["--score", "'nope'", "scaled_dot"]),
+        (["--out", "o.npz", "--score", "additive"], ["'additive'", "w_v"]),
+        (["--out", "o.npz", "--score", "bilinear"], ["'bilinear'", "W"]),
+        (["--out", "o.npz", "--param", "scale"], ["--param", "NAME=FILE"]),
+        (["--out", "o.npz", "--param", "speed=3"], ["--param", "speed"]),
+        (["--out", "o.npz", "--param", "bandwidth=1"], ["bandwidth", "'scaled_dot'"]),
+        (["--out", "o.npz", "--score", "gaussian", "--param", "bandwidth=-1"], ["bandwidth", "-1"]),
+        (["--out", "o.npz", "--score", "additive", "--activation", "x"], ["w_v"]),
+        (["--out", "o.npz", "--causal"], ["top_left", "bottom_right"]),
+        (["--out", "o.npz", "--causal=sideways"], ["--causal", "sideways"]),
+        (["--out", "o.npz", "--window", "x"], ["--window", "LEFT,RIGHT", "'x'"]),
+        (["--out", "o.npz", "--align", "top_left"], ["--align", "--window"]),
+        (["--out", "o.npz", "--temperature", "0"], ["T:", "above 0"]),
+        (["--out", "o.npz", "--softcap", "-3"], ["cap", "-3"]),
+        (["--out", "o.npz", "--valid-lens", "9,9"], ["valid_lens", "9"]),
+        (["--out", "o.npz", "--valid-lens", "none.npy"], ["none.npy", "no such file"]),
+        (["--out", "o.npz", "--head-axis", "7"], ["head_axis", "7"]),
+        (["--out", "o.npz", "--kernel", "warp"], ["kernel", "warp"]),
+        (["--out", "o.npz", "--dtype", "int8"], ["--dtype", "float32"]),
+        (["--out", "o.npz", "--fast"], ["--fast"]),
+        (["extra.npz", "--out", "o.npz"], ["extra.npz"]),
+    ],
+)
+def test_bad_options(capsys, npz, tmp_path, monkeypatch, options, words):
+    monkeypatch.chdir(tmp_path)
+    err = refused(capsys, "attend", npz(), *options)
+    assert all(word in err for word in words), err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.npz"]
+
+
+def test_missing_arrays_are_named(capsys, tmp_path):
+    np.savez(tmp_path / "in.npz", query=Q, wert=V)
+    assert "unknown array 'wert'" in refused(capsys, "attend", tmp_path / "in.npz", "--out", tmp_path / "o.npz")
+    np.savez(tmp_path / "in.npz", query=Q)
+    err = refused(capsys, "attend", tmp_path / "in.npz", "--out", tmp_path / "o.npz")
+    assert "no key and no value" in err and "holds query" in err
+    assert "no input file" in refused(capsys, "attend", "--out", tmp_path / "o.npz")
+
+
+def test_an_array_given_twice(capsys, npz, tmp_path):
+    np.save(tmp_path / "q.npy", Q)
+    err = refused(capsys, "attend", npz(), "--query", tmp_path / "q.npy", "--out", tmp_path / "o.npz")
+    assert "--query" in err and "twice" in err
+
+
+def test_the_input_is_not_overwritten(capsys, npz):
+    source = npz()
+    assert "overwritten" in refused(capsys, "attend", source, "--out", source)
+
+
+def test_bfloat16_does_not_go_into_npz(capsys, npz, tmp_path):
+    err = refused(capsys, "attend", npz(), "--dtype", "bfloat16", "--out", tmp_path / "o.npz")
+    assert "bfloat16" in err and ".safetensors" in err
+
+
+def test_without_ml_dtypes_bfloat16_says_so(capsys, npz, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    status, _, err = run(capsys, "attend", npz(), "--dtype", "bfloat16", "--out", tmp_path / "o.safetensors")
+    assert status == 1 and "pip install ml_dtypes" in err
+
+
+def test_without_safetensors_the_extra_is_named(capsys, npz, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    status, _, err = run(capsys, "attend", npz(), "--out", tmp_path / "o.safetensors")
+    assert status == 1 and "attnscore[cli]" in err
+
+
+# ---------------------------------------------------------------- the program as a whole
+
+
+def program(*arguments, **settings):
+    return subprocess.run(
+        [sys.executable, "-m", "attnscore", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        **settings,
+    )
+
+
+def test_the_program_ends_with_its_status(npz, tmp_path):
+    done = program("attend", npz(), "--out", tmp_path / "o.npz", "--stats")
+    assert (done.returncode, done.stderr) == (0, "")
+    wrong = program("attend", tmp_path / "none.npz", "--out", tmp_path / "o.npz")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert wrong.stderr == f"attnscore: {tmp_path / 'none.npz'}: no such file\n"
+
+
+def test_version_and_info(capsys):
+    status, out, _ = run(capsys, "--version")
+    assert (status, out) == (0, f"attnscore {ats.__version__}\n")
+    status, out, _ = run(capsys, "info")
+    assert status == 0
+    for part in ats.available().values():
+        assert all(name in out for name in part)
+    assert np.__version__ in out and "\x1b" not in out
+
+
+def test_info_says_why_not(capsys, monkeypatch):
+    monkeypatch.setattr(ats, "available", lambda: {"frameworks": {"jax": "not installed"}, "kernels": {"x": None}})
+    _, out, _ = run(capsys, "info")
+    assert "jax" in out and "not installed" in out
+
+
+@pytest.mark.parametrize("command", [[], ["demo"], ["attend"], ["info"]])
+def test_help(capsys, command):
+    status, out, err = run(capsys, *command, "--help")
+    assert status == 0 and "Usage" in out and not err
+
+
+def test_no_command_shows_the_help(capsys):
+    status, out, err = run(capsys)
+    assert status == 2 and "demo" in out + err
+
+
+def test_unknown_command(capsys):
+    assert "'atend'" in refused(capsys, "atend")
+
+
+def test_no_colour_into_a_pipe_or_with_no_color(npz, tmp_path):
+    plain = program("attend", npz(), "--out", tmp_path / "o.npz", env={**os.environ, "FORCE_COLOR": ""})
+    assert "\x1b" not in plain.stdout
+    asked = program("info", env={**os.environ, "NO_COLOR": "1"})
+    assert "\x1b[3" not in asked.stdout
+
+
+def test_a_reader_that_leaves_is_no_error():
+    script = f"{sys.executable} -m attnscore info | head -c 1"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
+
+
+@pytest.mark.parametrize("package", ["typer", "rich"])
+def test_missing_extras_are_one_line(package):
+    code = f"import sys; sys.modules[{package!r}] = None; from attnscore.cli import main; sys.exit(main(['info']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert done.stderr == f"attnscore: the command line needs the package {package}: pip install 'attnscore[cli]'\n"
+
+
+def test_import_attnscore_brings_none_of_it():
+    code = "import sys, attnscore; print([x for x in ('typer', 'rich', 'click', 'matplotlib') if x in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_bug_is_one_line_and_a_traceback_on_request(capsys, npz, tmp_path, monkeypatch):
+    def broken(*_, **__):
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr(ats, "attend", broken)
+    status, _, err = run(capsys, "attend", npz(), "--out", tmp_path / "o.npz")
+    assert status == 1 and "ZeroDivisionError: oops" in err and err.count("\n") == 1
+    monkeypatch.setenv("ATTNSCORE_TRACEBACK", "1")
+    with pytest.raises(ZeroDivisionError):
+        main(["attend", npz(), "--out", str(tmp_path / "o.npz")])
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (KeyboardInterrupt(), "interrupted"),
+        (MemoryError("3 GiB"), "not enough memory"),
+        (OSError(28, "No space left on device"), "No space left"),
+        (ats.KernelUnavailable("kernel: expected one that can run"), "kernel"),
+    ],
+)
+def test_what_is_not_the_inputs_fault_is_status_1(capsys, npz, tmp_path, monkeypatch, error, words):
+    def broken(*_, **__):
+        raise error
+
+    monkeypatch.setattr(ats, "attend", broken)
+    status, _, err = run(capsys, "attend", npz(), "--out", tmp_path / "o.npz")
+    assert status == 1 and words in err and err.count("\n") == 1
+
+
+def test_summary_numbers_are_json():
+    from attnscore.demo.report import plain
+
+    text = json.dumps(plain({"a": np.float32(0.1), 3: (np.inf, float("nan"), np.arange(2))}), allow_nan=False)
+    assert json.loads(text) == {"a": 0.1, "3": ["inf", "nan", [0, 1]]}
