@@ -19,7 +19,7 @@ def peak_mb():
 
 
 def forget_peak():
-    """Let the largest size start again from the present one; only Linux can, elsewhere later rows show too little."""
+    """Let the largest size start again from the present one. Only Linux can; elsewhere later rows show too little."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 

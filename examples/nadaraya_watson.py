@@ -1,7 +1,7 @@
 """Nadaraya-Watson regression is attention pooling with a Gaussian score; the bandwidth is chosen by a mask.
 
-Training points are the keys, their noisy values the values, and the points asked for the queries. Leaving each point out
-of its own prediction is a mask, so choosing the bandwidth by cross-validation is one call per candidate.
+Training points are the keys, their noisy values the values, and the points asked for the queries. Leaving each
+point out of its own prediction is a mask, so choosing the bandwidth by cross-validation is one call per candidate.
 """
 
 import numpy as np

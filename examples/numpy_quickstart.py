@@ -13,9 +13,7 @@ key = rng.normal(size=(2, 5, 8))  # (batch, key, dim)
 value = rng.normal(size=(2, 5, 4))  # (batch, key, value_dim)
 
 # Sequence 0 has two real keys, sequence 1 has four; the rest is padding.
-out, weights, stats = ats.attend(
-    query, key, value, valid_lens=[2, 4], return_weights=True, return_stats=True
-)
+out, weights, stats = ats.attend(query, key, value, valid_lens=[2, 4], return_weights=True, return_stats=True)
 print("out", out.shape, "weights", weights.shape)
 print("weights of sequence 0, query 0:", weights[0, 0].round(3))
 print("weight on padding:", weights[0, :, 2:].sum() + weights[1, :, 4:].sum())

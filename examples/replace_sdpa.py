@@ -14,9 +14,7 @@ def sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scal
     is_bias = attn_mask is not None and attn_mask.is_floating_point()
     mask = ats.Causal(align="top_left") if is_causal else None if is_bias else attn_mask
     bias = attn_mask if is_bias else None
-    return ats.attend(
-        query, key, value, score=ats.ScaledDot(scale), mask=mask, bias=bias, dropout=dropout_p
-    )
+    return ats.attend(query, key, value, score=ats.ScaledDot(scale), mask=mask, bias=bias, dropout=dropout_p)
 
 
 def gradients(function, arrays, **options):

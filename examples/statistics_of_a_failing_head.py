@@ -18,9 +18,7 @@ late = slice(length // 2, None)
 def row(name, growth, score):
     """Print what one forward and backward say about a head whose queries have grown."""
     nothing = torch.zeros(heads, length, length, requires_grad=True)  # its gradient is that of the scores
-    out, stats = ats.attend(
-        growth * query, key, value, score=score, bias=nothing, mask=ats.Causal(), return_stats=True
-    )
+    out, stats = ats.attend(growth * query, key, value, score=score, bias=nothing, mask=ats.Causal(), return_stats=True)
     (out * probe).sum().backward()
     numbers = (
         stats.var_score[..., late].mean(),

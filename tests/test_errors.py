@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from bad_input import CASES, Case, Maker
 
 import attnscore as ats
+from bad_input import CASES, Case, Maker
+from bad_input.absurd import CALLS, VALUES, Call
 
 FRAMEWORKS = ("numpy", "torch")
 BUILT_IN = {
@@ -94,160 +95,43 @@ def test_every_framework_says_the_same(case: Case) -> None:
     assert first == second
 
 
-# What no argument means anything for. None, a number or a word may be welcome somewhere: then there is no error.
-ABSURD: dict[str, Callable[[Maker], Any]] = {
-    "None": lambda x: None,
-    "word": lambda x: "absurd",
-    "empty word": lambda x: "",
-    "bytes": lambda x: b"absurd",
-    "number": lambda x: 3,
-    "negative": lambda x: -7,
-    "fraction": lambda x: 0.25,
-    "NaN": lambda x: float("nan"),
-    "infinity": lambda x: float("inf"),
-    "huge": lambda x: 10**400,
-    "complex": lambda x: 1j,
-    "flag": lambda x: True,
-    "empty list": lambda x: [],
-    "list": lambda x: [1, 2, 3],
-    "ragged": lambda x: [[1.0], [1.0, 2.0]],
-    "dict": lambda x: {"a": 1},
-    "set": lambda x: {1, 2},
-    "object": lambda x: object(),
-    "function": lambda x: len,
-    "class": lambda x: ats.Dot,
-    "mask": lambda x: ats.Causal(offset=1),
-    "score": lambda x: ats.Sum(),
-    "slice": lambda x: slice(None),
-    "NumPy number": lambda x: np.float32(0.5),
-    "no axes": lambda x: x.array(1.0),
-    "one axis": lambda x: x.floats(5),
-    "nine axes": lambda x: x.floats(1, 2, 1, 2, 1, 2, 1, 2, 1),
-    "nothing in it": lambda x: x.floats(0),
-    "whole numbers": lambda x: x.ints(2, 3),
-    "booleans": lambda x: x.bools(2, 2, 2),
-    "complex numbers": lambda x: x.complexes(2, 3),
-    "not a number": lambda x: x.array([[float("nan")] * 3] * 2),
-    "other framework": lambda x: x.other(2, 3, 4),
-    "objects": lambda x: np.array([None, "a"], dtype=object),
-    "text": lambda x: np.array(["a", "b"]),
-    "times": lambda x: np.array(["2020-01-01"], dtype="datetime64[D]"),
-}
-
-CALLS: dict[str, tuple[Callable[..., Any], Callable[[Maker], dict[str, Any]], tuple[str, ...]]] = {
-    "attend": (
-        ats.attend,
-        Maker.three,
-        (
-            *("query", "key", "value", "score", "mask", "valid_lens", "bias", "sink", "dropout", "seed"),
-            *("head_axis", "kernel", "return_weights", "return_stats"),
-        ),
-    ),
-    "attention_weights": (
-        ats.attention_weights,
-        lambda x: {"query": x.floats(2, 3, 4), "key": x.floats(2, 5, 4)},
-        (
-            *("query", "key", "score", "mask", "valid_lens", "bias", "sink"),
-            *("head_axis", "query_index", "key_index"),
-        ),
-    ),
-    "attention_scores": (
-        ats.attention_scores,
-        lambda x: {"query": x.floats(2, 3, 4), "key": x.floats(2, 5, 4)},
-        ("query", "key", "mask", "bias", "query_index", "key_index"),
-    ),
-    "masked_softmax": (
-        ats.masked_softmax,
-        lambda x: {"scores": x.floats(2, 3, 5)},
-        ("scores", "valid_lens", "mask", "axis", "temperature"),
-    ),
-    "explain": (ats.explain, Maker.three, ("query", "key", "value", "mask", "kernel", "score")),
-    "softmax_jacobian": (ats.softmax_jacobian, lambda x: {"weights": x.floats(2, 3)}, ("weights",)),
-    "softmax_pullback": (
-        ats.softmax_pullback,
-        lambda x: {"weights": x.floats(2, 3), "grad": x.floats(2, 3)},
-        ("weights", "grad"),
-    ),
-    "merge": (
-        ats.merge,
-        lambda x: {"outs": [x.floats(3, 2)] * 2, "log_sum_exps": [x.floats(3)] * 2},
-        ("outs", "log_sum_exps"),
-    ),
-    "cost": (
-        lambda score="dot", **given: ats.cost(score, **{"query_len": 3, "key_len": 5, "dim": 4} | given),
-        lambda x: {},
-        ("score", "query_len", "key_len", "dim", "key_dim", "value_dim", "heads", "batch"),
-    ),
-}
-for _name, _parameters in {
-    "Additive": ("w_v", "W_q", "W_k", "bias", "activation", "negative_slope"),
-    "Bilinear": ("W",),
-    "ScaledDot": ("scale",),
-    "Cosine": ("scale",),
-    "Gaussian": ("bandwidth",),
-    "SoftCap": ("score", "cap"),
-    "Temperature": ("score", "T"),
-    "ValidLens": ("lens", "query_lens"),
-    "KeyRange": ("start", "stop"),
-    "KeyPadding": ("array",),
-    "Causal": ("align", "offset"),
-    "SlidingWindow": ("left", "right", "align", "offset"),
-    "PrefixLM": ("prefix_lens",),
-    "Documents": ("query_ids", "key_ids"),
-    "Dense": ("array",),
-}.items():
-    CALLS[_name] = (
-        lambda x, cls, **given: x.square(**{"mask" if issubclass(cls, ats.Mask) else "score": cls(**given)}),
-        lambda x, cls=getattr(ats, _name): {"x": x, "cls": cls} | _fields(x, cls),
-        _parameters,
-    )
-
-
-def _fields(x: Maker, cls: type) -> dict[str, Any]:
-    """Good arguments of a score or mask, for self-attention of 4 vectors of length 2."""
-    return {
-        "Additive": lambda: {"w_v": x.floats(3), "W_q": x.floats(3, 2), "W_k": x.floats(3, 2)},
-        "Bilinear": lambda: {"W": x.floats(2, 2)},
-        "SoftCap": lambda: {"score": "dot", "cap": 2.0},
-        "Temperature": lambda: {"score": "dot", "T": 2.0},
-        "ValidLens": lambda: {"lens": 3},
-        "KeyRange": lambda: {"start": 1, "stop": 3},
-        "KeyPadding": lambda: {"array": x.bools(1, 4)},
-        "PrefixLM": lambda: {"prefix_lens": 2},
-        "Documents": lambda: {"query_ids": [0, 0, 1, 1]},
-        "Dense": lambda: {"array": x.bools(4, 4)},
-    }.get(cls.__name__, dict)()
-
-
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize(
     ("call", "argument"),
-    [pytest.param(call, name, id=f"{call}-{name}") for call, row in CALLS.items() for name in row[2]],
+    [pytest.param(row, name, id=f"{call}-{name}") for call, row in CALLS.items() for name in row.arguments],
 )
-def test_absurd_values_get_an_error_of_ours(call: str, argument: str, framework: str) -> None:
-    function, arguments, _ = CALLS[call]
-    bare = []
-    for name, make in ABSURD.items():
+def test_absurd_values_get_an_error_of_ours(call: Call, argument: str, framework: str) -> None:
+    wrong = []
+    for name, make in VALUES.items():
         maker = Maker(framework)
-        given = arguments(maker) | {argument: make(maker)}
+        given = call.good(maker) | {argument: make(maker)}
         try:
-            function(**given)
+            call.function(**given)
         except ats.AttnscoreError as error:
-            if not named(str(error), argument):
-                bare.append(f"{name}: does not name {argument}: {error}")
+            if not names(str(error), argument):
+                wrong.append(f"{name}: does not name {argument}: {error}")
         except Exception as error:
-            bare.append(f"{name}: {type(error).__name__}: {error}")
+            wrong.append(f"{name}: {type(error).__name__}: {error}")
         if not maker.unchanged():
-            bare.append(f"{name}: changed an array")
-    assert not bare, "\n".join(bare)
+            wrong.append(f"{name}: changed an array")
+    assert not wrong, "\n".join(wrong)
 
 
-# What the messages call an argument, where a field is best known under the name that `attend` has for it.
-KNOWN_AS = {"lens": "valid_lens", "array": "mask|key_padding", "outs": "outs", "align": "align|Causal|SlidingWindow"}
+# Under which name a message may speak of an argument: the better known one, or the other side of a contradiction.
+KNOWN_AS = {
+    "lens": "valid_lens",
+    "array": "mask|key_padding",
+    "align": "align|Causal|SlidingWindow",
+    "return_weights": "return_weights|mask",
+    "return_stats": "return_stats|mask",
+    "w_v": "w_v|W_q",
+    "dim": "dim|query|key",
+    "key_dim": "key_dim|key",
+}
 
 
-def named(text: str, argument: str) -> bool:
-    """Whether a message says which argument is wrong."""
+def names(text: str, argument: str) -> bool:
+    """Whether a message says, before what came, which argument is wrong."""
     return bool(re.search(rf"\b({KNOWN_AS.get(argument, argument)})\b", text.partition(", got ")[0]))
 
 
@@ -285,8 +169,10 @@ def test_a_misspelt_argument_is_told_by_the_function_that_was_called(function: A
 def test_no_error_rests_on_an_assert() -> None:
     """With asserts compiled away (python -O) a mistake must be told just the same; none is told by one today."""
     for case in CASES:
-        if not case.only:
-            assert not isinstance(caught(case, "numpy")[0].__context__, AssertionError)
+        framework = case.only or "numpy"
+        error, _ = caught(case, framework)
+        assert not isinstance(error, AssertionError)
+        assert not isinstance(error.__context__, AssertionError), case.name
 
 
 def test_a_failed_call_leaves_the_registry_alone() -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from attnscore import blocks, frameworks, kernels, tiling
+from attnscore.checks import shown
 from attnscore.engine import Result
-from attnscore.errors import FrameworkError, message
+from attnscore.errors import ArgumentError, FrameworkError, KernelUnavailable, message
 from attnscore.frameworks.contract import Array, sum_to
 from attnscore.kernels import Run
-from attnscore.pose import pose, wanted_statistics
+from attnscore.pose import check_flag, pose, wanted_statistics
 from attnscore.problem import Problem
+from attnscore.scoring import ScoreGradients, arrays_of
+from attnscore.scoring.contract import Pullback
 from attnscore.statistics import AttentionStats
 
 
@@ -84,7 +87,7 @@ def attend(
     <BLANKLINE>
            [[10., 11., 12., 13.]]])
     """
-    statistics = wanted_statistics(return_stats)
+    statistics, flag = wanted_statistics(return_stats), check_flag("return_weights", return_weights)
     with frameworks.of({"query": query}).quiet():
         problem, _ = pose(
             query, key, value, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink,
@@ -92,7 +95,7 @@ def attend(
         )  # fmt: skip
         plan = tiling.plan(problem)
         result = Run(kernels.choose(kernel, problem), problem, plan)()
-        return _present(problem, result, bool(return_weights), bool(return_stats))
+        return _present(problem, result, flag, bool(statistics))
 
 
 def _present(problem: Problem, result: Result, return_weights: bool, return_stats: bool) -> Any:
@@ -100,7 +103,7 @@ def _present(problem: Problem, result: Result, return_weights: bool, return_stat
     ops, layout = problem.ops, problem.layout
     answer: list[Any] = [layout.outward(ops, result.out)]
     if return_weights:
-        answer.append(blocks.weights(problem, result.log_sum_exp))
+        answer.append(blocks.weights(problem, result))
     if return_stats:
         answer.append(present_statistics(problem, result))
     return answer[0] if len(answer) == 1 else tuple(answer)
@@ -133,16 +136,23 @@ def attend_vjp(
     key: Array,
     value: Array,
     *,
+    score: Any = "scaled_dot",
+    mask: Any = None,
+    valid_lens: Any = None,
+    bias: Any = None,
+    sink: Any = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    head_axis: int = -3,
     kernel: str = "auto",
     return_stats: bool | tuple[str, ...] = False,
-    **arguments: Any,
 ) -> tuple[Any, Callable[..., Gradients]]:
     """`attend` for NumPy with its explicit pull-back: NumPy has no autodiff.
 
     Parameters
     ----------
-    query, key, value, kernel, return_stats, **arguments
-        As in `attend`, but ``return_weights``.
+    query, key, value, score, mask, valid_lens, bias, sink, dropout, seed, head_axis, kernel, return_stats
+        As in `attend`.
 
     Returns
     -------
@@ -165,54 +175,58 @@ def attend_vjp(
     """
     ops = frameworks.of({"query": query})
     if ops.has_autodiff:
-        raise FrameworkError(
-            message(
-                "query",
-                "a NumPy array",
-                f"one of {ops.name}",
-                hint="attend() is differentiable there by itself",
-            )
-        )
+        hint = "attend() is differentiable there by itself"
+        raise FrameworkError(message("query", "a NumPy array", f"one of {ops.name}", hint=hint))
     statistics = wanted_statistics(return_stats)
     with ops.quiet():
-        problem, score_pullback = pose(query, key, value, statistics=statistics, pullback=True, **arguments)
+        problem, score_pullback = pose(
+            query, key, value, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink,
+            dropout=dropout, seed=seed, head_axis=head_axis, statistics=statistics, pullback=True,
+        )  # fmt: skip
         run = Run(kernels.choose(kernel, problem), problem, tiling.plan(problem))
+        if not run.kernel.own_gradient:
+            reason = "its gradient is autodiff through it, which NumPy has not"
+            hint = "kernel='streaming' has one"
+            raise KernelUnavailable(
+                message("kernel", "one with a gradient of its own", f"{kernel!r}: {reason}", hint=hint)
+            )
         operands = run.operands()
         outputs = run.forward(tuple(operands.values()))
-        rest = dict(zip(run.statistics, outputs[2:], strict=True))
-        result = Result(outputs[0], outputs[1], {"log_sum_exp": outputs[1], **rest})
-    rows = result.out.shape[:-1]
+    given = {"query": query, "key": key, "value": value, "bias": bias, "sink": sink}
 
     def pullback(grad_out: Array, grad_log_sum_exp: Array = None, grad_entropy: Array = None) -> Gradients:
+        if grad_entropy is not None and "entropy" not in statistics:
+            raise ArgumentError(
+                message("grad_entropy", "return_stats to name the entropy", f"return_stats={shown(return_stats)}")
+            )
         with ops.quiet():
-            found = run.backward(
-                tuple(operands.values()),
-                outputs[: run.differentiable_outputs],
-                (
-                    blocks.row_gradient(problem, "grad_out", grad_out, result.out.shape),
-                    blocks.row_gradient(problem, "grad_log_sum_exp", grad_log_sum_exp, (*rows, 1)),
-                    blocks.row_gradient(problem, "grad_entropy", grad_entropy, (*rows, 1)),
-                )[: 3 if "entropy" in statistics else 2],
-            )
+            rows = {"grad_out": grad_out, "grad_log_sum_exp": grad_log_sum_exp, "grad_entropy": grad_entropy}
+            incoming = [blocks.row_gradient(problem, name, grad) for name, grad in rows.items()]
+            count = run.differentiable_outputs
+            found = run.backward(tuple(operands.values()), outputs[: count + 1], incoming[:count])
             grads = dict(zip(operands, found, strict=True))
-            assert score_pullback is not None  # pose(pullback=True)
-            by_score = score_pullback(grads)
+            return _gradients(problem, cast(Pullback, score_pullback)(grads), grads, given)
 
-            def outward(grad: Array, uniform: Array, given: Array) -> Array:
-                grad = sum_to(ops, grad, uniform.shape)
-                return ops.astype(problem.layout.gradient_outward(ops, grad, given.shape), ops.dtype(given))
-
-            return Gradients(
-                query=outward(by_score.query, problem.query, query),
-                key=outward(by_score.key, problem.key, key),
-                value=outward(grads["value"], problem.value, value),
-                bias=_like(grads.get("bias"), arguments.get("bias")),
-                sink=_like(grads.get("sink"), arguments.get("sink")),
-                score=by_score.arrays,
-            )
-
-    return _present(problem, result, False, bool(return_stats)), pullback
+    return _present(problem, run.result(outputs), False, bool(statistics)), pullback
 
 
-def _like(grad: Array | None, given: Any) -> Array | None:
-    return None if grad is None else grad.reshape(getattr(given, "shape", ()))
+def _gradients(problem: Problem, by_score: ScoreGradients, grads: dict[str, Array], given: dict[str, Any]) -> Gradients:
+    """Gradients on the uniform axes as those of the caller's arrays, in their shapes and dtypes."""
+    ops, layout = problem.ops, problem.layout
+
+    def outward(grad: Array, uniform: Array, name: str) -> Array:
+        grad = layout.gradient_outward(ops, sum_to(ops, grad, uniform.shape), given[name].shape)
+        return ops.astype(grad, ops.dtype(given[name]))
+
+    def like(name: str) -> Array | None:
+        return None if given[name] is None else ops.reshape(grads[name], getattr(given[name], "shape", ()))
+
+    arrays = arrays_of(problem.score)
+    return Gradients(
+        query=outward(by_score.query, problem.query, "query"),
+        key=outward(by_score.key, problem.key, "key"),
+        value=outward(grads["value"], problem.value, "value"),
+        bias=like("bias"),
+        sink=like("sink"),
+        score={name: ops.astype(grad, ops.dtype(arrays[name])) for name, grad in by_score.arrays.items()},
+    )

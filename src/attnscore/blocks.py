@@ -9,14 +9,16 @@ from typing import Any, final
 import numpy as np
 
 from attnscore import engine, frameworks, kernels, tiling
-from attnscore.errors import ArgumentError, ShapeError, message
+from attnscore.checks import is_number, is_whole, shown
+from attnscore.engine import Result
+from attnscore.errors import ArgumentError, DtypeError, ShapeError, message
 from attnscore.frameworks.contract import Array, Framework
 from attnscore.kernels import Run
 from attnscore.masking import Intervals, Mask
-from attnscore.pose import pose, without_value
-from attnscore.problem import Grid, Problem, Shape
+from attnscore.pose import NO_VALUE, pose, without_value
+from attnscore.problem import FLOATING, Grid, Problem
 from attnscore.scoring.forms import Role
-from attnscore.softmax import anchor
+from attnscore.softmax import log_weights
 
 HostIndex = np.ndarray[Any, Any]
 
@@ -62,7 +64,7 @@ def attention_weights(
         problem, _ = pose(
             query,
             key,
-            None,
+            NO_VALUE,
             score=score,
             mask=mask,
             valid_lens=valid_lens,
@@ -73,7 +75,7 @@ def attention_weights(
         problem = without_value(problem)
         rows = chosen(problem, query_index, None)
         result = Run(kernels.choose("auto", rows), rows, tiling.plan(rows))()
-        return weights(chosen(rows, None, key_index), result.log_sum_exp)
+        return weights(chosen(rows, None, key_index), result)
 
 
 def attention_scores(
@@ -101,18 +103,18 @@ def attention_scores(
     """
     with frameworks.of({"query": query}).quiet():
         problem, _ = pose(
-            query, key, None, score=score, mask=mask, valid_lens=valid_lens, bias=bias, head_axis=head_axis
+            query, key, NO_VALUE, score=score, mask=mask, valid_lens=valid_lens, bias=bias, head_axis=head_axis
         )
         problem = chosen(chosen(problem, query_index, None), None, key_index)
         scores, _ = engine.block_scores(problem, tiling.plan(problem))
         return problem.layout.outward_scores(problem.ops, problem.ops.astype(scores, problem.dtype))
 
 
-def weights(problem: Problem, log_sum_exp: Array) -> Array:
-    """All weights of a problem whose rows have this log-sum-exp, on the caller's axes."""
+def weights(problem: Problem, result: Result) -> Array:
+    """All weights of a problem whose rows have this result, on the caller's axes."""
     ops = problem.ops
     scores, _ = engine.block_scores(problem, tiling.plan(problem))
-    found = ops.exp(scores - anchor(ops, log_sum_exp))
+    found = ops.exp(log_weights(ops, scores, result.top, result.log_total))
     return problem.layout.outward_scores(ops, ops.astype(found, problem.dtype))
 
 
@@ -185,29 +187,40 @@ def _index(name: str, index: Any, length: int) -> HostIndex | None:
     """Positions in [0, length) that a slice, a number or numbers mean."""
     if index is None:
         return None
+    expected = "a slice, a whole number or a list of them"
     if isinstance(index, slice):
+        if not all(x is None or is_whole(x) for x in (index.start, index.stop, index.step)) or index.step == 0:
+            raise ArgumentError(message(name, expected, shown(index)))
         return np.arange(length)[index]
     found = frameworks.host(index)
+    if found is not None and found.shape == (0,):
+        return found.astype(np.int64)
     if found is None or found.dtype.kind not in "iu" or found.ndim > 1:
-        raise ArgumentError(message(name, "a slice, a whole number or a list of them", f"{index!r}"))
+        ragged = "a ragged list or " if found is not None and found.dtype.kind == "O" else ""
+        raise ArgumentError(message(name, expected, ragged + shown(index)))
     found = np.atleast_1d(found).astype(np.int64)
-    if found.size and (found.min() < -length or found.max() >= length):
-        raise ArgumentError(message(name, f"positions within {length}", f"{found.tolist()}"))
+    if found.min() < -length or found.max() >= length:
+        raise ArgumentError(message(name, f"positions within {length}", shown(found.tolist())))
     return np.where(found < 0, found + length, found)
 
 
-def row_gradient(problem: Problem, name: str, grad: Array | None, shape: Shape) -> Array | None:
-    """An incoming gradient, in the caller's order of axes, on the uniform ones."""
+def row_gradient(problem: Problem, name: str, grad: Array | None) -> Array | None:
+    """An incoming gradient on the caller's axes (`grad_out`, or one number a row), on the uniform ones."""
     if grad is None:
         return None
     ops, layout = problem.ops, problem.layout
-    grad = ops.asarray(grad, problem.value)
-    value_dim = shape[-1:] if name == "grad_out" else ()
-    wanted = layout.outward(ops, ops.zeros(shape, problem.value)).shape[:-1] + value_dim
-    if tuple(grad.shape) != tuple(wanted):
-        raise ShapeError(message(name, f"the shape {tuple(wanted)}", tuple(grad.shape)))
-    if not value_dim:
+    if is_number(grad):
+        grad = ops.asarray(float(grad), problem.value, problem.accumulator)
+    frameworks.of({"query": problem.query, name: grad})
+    if not ops.is_floating(grad):
+        raise DtypeError(message(name, FLOATING, ops.dtype(grad)))
+    rows, last = problem.grid.rows, layout.value_dim if name == "grad_out" else 1
+    wanted = layout.outward(ops, ops.broadcast_to(ops.zeros((1,), problem.value), (*rows, last))).shape
+    wanted = tuple(wanted if name == "grad_out" else wanted[:-1])
+    if tuple(grad.shape) != wanted:
+        raise ShapeError(message(name, f"the shape {wanted}", tuple(grad.shape)))
+    if name != "grad_out":
         grad = ops.expand_dims(grad, -1)
     if layout.axes >= 4 and layout.head_axis == -2:
         grad = ops.swap_axes(grad, -3, -2)
-    return ops.reshape(grad, shape)
+    return ops.reshape(grad, (*rows, last))

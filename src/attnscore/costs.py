@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from attnscore import frameworks, kernels, scoring, tiling
+from attnscore.checks import check_count
 from attnscore.frameworks.contract import Array
-from attnscore.pose import pose
+from attnscore.pose import check_flag, pose, wanted_statistics
 from attnscore.scoring import arrays_of
 from attnscore.tiling import TilePlan
 
@@ -62,6 +63,12 @@ def cost(
     score = scoring.resolve(score)
     key_dim = dim if key_dim is None else key_dim
     value_dim = dim if value_dim is None else value_dim
+    sizes = {
+        "query_len": query_len, "key_len": key_len, "dim": dim, "key_dim": key_dim,
+        "value_dim": value_dim, "heads": heads, "batch": batch,
+    }  # fmt: skip
+    for name, size in sizes.items():
+        check_count(name, size)
     scoring.check(score, dim, key_dim)
     pairs = query_len * key_len
     count = getattr(score, "operations", None)
@@ -105,8 +112,29 @@ class Explanation:
         return "\n".join(f"{name:<15} {text}" for name, text in rows)
 
 
-def explain(query: Array, key: Array, value: Array, *, kernel: str = "auto", **arguments: Any) -> Explanation:
+def explain(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    score: Any = "scaled_dot",
+    mask: Any = None,
+    valid_lens: Any = None,
+    bias: Any = None,
+    sink: Any = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    head_axis: int = -3,
+    kernel: str = "auto",
+    return_weights: bool = False,
+    return_stats: bool | tuple[str, ...] = False,
+) -> Explanation:
     """The plan of ``attend(query, key, value, ...)``, which is checked and not run.
+
+    Parameters
+    ----------
+    query, key, value, score, mask, ...
+        As in `attend`.
 
     Returns
     -------
@@ -121,10 +149,12 @@ def explain(query: Array, key: Array, value: Array, *, kernel: str = "auto", **a
     >>> plan.kernel, sorted(plan.reasons)
     ('streaming', ['dense'])
     """
-    for name in ("return_weights", "return_stats"):
-        arguments.pop(name, None)
+    check_flag("return_weights", return_weights)
     with frameworks.of({"query": query}).quiet():
-        problem, _ = pose(query, key, value, **arguments)
+        problem, _ = pose(
+            query, key, value, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink,
+            dropout=dropout, seed=seed, head_axis=head_axis, statistics=wanted_statistics(return_stats),
+        )  # fmt: skip
         plan = tiling.plan(problem)
         chosen = kernels.choose(kernel, problem)
     grid, layout = problem.grid, problem.layout

@@ -33,8 +33,8 @@ INK = "#262626"
 # A label every 0.19 inch is the closest at which 8-point text neither touches nor needs a magnifier.
 INCHES_PER_LABEL = 0.19
 LABEL_POINTS = 8
-# matplotlib's Agg canvas stops at 2**16 pixels; 40 inches at 200 dots stays far below and still prints.
-_LARGEST_INCHES = 40.0
+# Beyond this a screen shrinks the labels until nobody reads them; longer axes are thinned instead.
+_LARGEST_INCHES = 24.0
 
 
 def to_matrix(array: Any) -> Matrix:

@@ -3,7 +3,7 @@
 - Memory beyond inputs and outputs is a few tiles; no n x n array exists.
 - What a pair's mask hides reaches nothing through that pair, NaN and infinity included, in both directions; through
   a visible pair it reaches the output.
-- The forward keeps two numbers a row (log-sum-exp, and the entropy when asked for); the backward recomputes weights.
+- The forward keeps two numbers a row (three with the entropy); the backward recomputes weights.
 - Nothing is mutated but buffers made here, so the same loops run on a tape for second derivatives.
 """
 
@@ -32,8 +32,16 @@ class Result:
     """What a forward gives, on the uniform axes; row numbers end in an axis of length 1."""
 
     out: Array
-    log_sum_exp: Array
+    top: Array
+    """What was subtracted from the scores of a row; carries no gradient."""
+    log_total: Array
+    """log sum exp(s - top): -inf in a row that sees nothing."""
     statistics: dict[str, Array]
+
+    @property
+    def log_sum_exp(self) -> Array:
+        """top + log total, which the weights are not computed from: the sum is rounded to the level of the scores."""
+        return self.top + self.log_total
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,17 +176,18 @@ def forward(problem: Problem, plan: TilePlan) -> Result:
 
         state = softmax.start(ops, (*grid.rows[:-1], rows[1]), problem.layout.value_dim, problem.value, dtype, wanted)
         state = _walk(ops, segments, plan.key_tile, visit, state)
-        out, lse, statistics = softmax.finish(ops, state, sink, wanted)
-        return ops.astype(out, problem.dtype), lse, *(statistics[name] for name in wanted)
+        out, top, log_total, statistics = softmax.finish(ops, state, sink, wanted)
+        return ops.astype(out, problem.dtype), top, log_total, *statistics.values()
 
     full, tail = divmod(grid.query_len, plan.query_tile)
     tiles = ops.collect(full, lambda i: some_rows((i * plan.query_tile, plan.query_tile), plan.segments[i]))
     if tail or not full:
         tiles.append(some_rows((full * plan.query_tile, tail), plan.segments[full] if tail else ()))
-    out, lse, *statistics = (
+    out, top, log_total, *statistics = (
         parts[0] if len(parts) == 1 else ops.concat(parts, -2) for parts in zip(*tiles, strict=True)
     )
-    return Result(out, lse, dict(zip(wanted, statistics, strict=True)))
+    names = [name for name in wanted if name != "log_sum_exp"]
+    return Result(out, top, log_total, dict(zip(names, statistics, strict=True)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,15 +205,15 @@ class _Rows:
 
     grad_out: Array
     grad_is_finite: bool
-    log_sum_exp: Array
-    """+inf in an empty row, so that exp(s - lse) is 0 there without a branch."""
+    top: Array
+    log_total: Array
     shift: Array
     """What a row adds to the gradient of all its log-weights: dlse - dout . out."""
     grad_entropy: Array | None
     entropy: Array | None
 
     def softmax_pullback(self, ops: Framework, p: Array, log_p: Array, grad_p: Array | float, rows: Span) -> Array:
-        # p = exp(s - lse); H = -sum p log p
+        # p = exp(s - top - log total); H = -sum p log p
         grad = p * (grad_p + _cut(ops, self.shift, -2, rows))
         if self.grad_entropy is None:
             return grad
@@ -214,14 +223,15 @@ class _Rows:
 
 def _rows(problem: Problem, result: Result, grads: RowGradients) -> _Rows:
     ops, dtype = problem.ops, problem.accumulator
-    out, lse = ops.astype(result.out, dtype), result.log_sum_exp
+    out = ops.astype(result.out, dtype)
     grad_out = ops.zeros(out.shape, out) if grads.out is None else ops.astype(grads.out, dtype)
     # out = sum_j p_j v_j, so sum_j p_j dp_j = dout . out; a row that sees no key has out = 0 and ignores its gradient.
     shift = -ops.sum(ops.where(out == 0, 0.0, grad_out * out), axis=-1, keepdims=True)
     return _Rows(
         grad_out=grad_out,
         grad_is_finite=(problem.mask is None and problem.bias is None) or ops.surely_finite(grad_out),
-        log_sum_exp=ops.where(lse == NEG_INF, float("inf"), lse),
+        top=result.top,
+        log_total=result.log_total,
         shift=shift if grads.log_sum_exp is None else shift + grads.log_sum_exp,
         grad_entropy=grads.entropy,
         entropy=result.statistics.get("entropy"),
@@ -234,7 +244,7 @@ def _tile_gradients(
     """One tile's gradient of every operand but the sink, not yet summed over broadcast axes."""
     problem, ops, dtype = guard.problem, guard.problem.ops, guard.problem.accumulator
     scores, visible, score_pullback = _tile_scores(guard, plan, rows, cols, partial)
-    log_p = scores - _cut(ops, known.log_sum_exp, -2, rows)
+    log_p = softmax.log_weights(ops, scores, *(_cut(ops, x, -2, rows) for x in (known.top, known.log_total)))
     p = pooling = ops.exp(log_p)
     value = ops.astype(_cut(ops, problem.value, -2, cols), dtype)
     grad_out = _cut(ops, known.grad_out, -2, rows)
@@ -293,7 +303,7 @@ def _sink_gradient(problem: Problem, sink: Array, known: _Rows) -> Array:
     """The sink is a logit without a value: dp = 0."""
     ops, shape = problem.ops, tuple(sink.shape)
     sink = ops.astype(ops.reshape(sink, (*shape, 1, 1)), problem.accumulator)
-    log_p = sink - known.log_sum_exp
+    log_p = softmax.log_weights(ops, sink, known.top, known.log_total)
     grad = known.softmax_pullback(ops, ops.exp(log_p), log_p, 0.0, (0, problem.grid.query_len))
     return ops.reshape(sum_to(ops, grad, sink.shape), shape)
 

@@ -42,6 +42,18 @@ class KernelUnavailable(AttnscoreError, RuntimeError):
     """A kernel asked for by name that cannot run this problem."""
 
 
+def with_shapes(text: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """A message that lacks shapes (a score checks lengths alone), with those of the caller's arrays put in."""
+    if "; shapes: " in text:
+        return text
+    head, hint, tail = text.partition(". Hint: ")
+    return f"{head}; shapes: {_listed(shapes)}{hint}{tail}"
+
+
+def _listed(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    return ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
+
+
 def message(
     argument: str,
     expected: str,
@@ -57,7 +69,7 @@ def message(
     """
     text = f"{argument}: expected {expected}, got {got}"
     if shapes:
-        text += "; shapes: " + ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
+        text += f"; shapes: {_listed(shapes)}"
     if hint:
         text += f". Hint: {hint}"
     return text

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from attnscore import frameworks
-from attnscore.errors import ArgumentError, DtypeError, ShapeError, message
-from attnscore.frameworks.contract import Array, accumulator
-from attnscore.masking import And, Dense, Mask, ValidLens
-from attnscore.problem import Grid, Layout
+from attnscore.checks import check_positive, is_whole, shown
+from attnscore.errors import ArgumentError, DtypeError, FrameworkError, ShapeError, message
+from attnscore.frameworks.contract import Array, Framework, accumulator
+from attnscore.masking import as_mask
+from attnscore.problem import FLOATING, Grid, Layout
 from attnscore.softmax import NEG_INF, anchor, logaddexp
 
 
@@ -44,27 +47,26 @@ def masked_softmax(
            [0.333, 0.333, 0.333, 0.   ]])
     """
     ops = frameworks.of({"scores": scores})
-    if not ops.is_floating(scores):
-        raise DtypeError(message("scores", "a floating dtype", ops.dtype(scores)))
-    if not temperature > 0:
-        raise ArgumentError(message("temperature", "a number above 0", temperature))
-    axes = len(scores.shape)
-    if not -axes <= axis < axes or axes < 1:
-        raise ArgumentError(message("axis", f"an axis of the {axes} of scores", axis))
+    shape = tuple(scores.shape)
+    if ops.refused(scores) or not ops.is_floating(scores):
+        raise DtypeError(message("scores", FLOATING, ops.refused(scores) or ops.dtype(scores)))
+    check_positive("temperature", temperature)
+    if not is_whole(axis) or not -len(shape) <= axis < len(shape):
+        expected = f"an axis of the {len(shape)} of scores"
+        raise ArgumentError(message("axis", expected, shown(axis), shapes={"scores": shape}))
     with ops.quiet():
-        turned = ops.swap_axes(scores, axis, -1)
-        flat = ops.reshape(turned, (1, *turned.shape)) if axes == 1 else turned
-        grid = _grid(tuple(flat.shape))
-        wide = ops.astype(flat, accumulator(ops.dtype(flat))) / temperature
-        if wide.shape[-1] == 0:
+        turned = ops.swap_axes(scores, int(axis), -1)
+        flat = ops.reshape(turned, (1, *turned.shape)) if len(shape) == 1 else turned
+        if flat.shape[-1] == 0:
             return scores
-        visible = _visible(ops, grid, mask, valid_lens, wide)
+        visible = _visible(ops, _grid(tuple(flat.shape)), mask, valid_lens, flat)
+        wide = ops.astype(flat, accumulator(ops.dtype(flat))) / temperature
         if visible is not None:
             wide = ops.where(visible, wide, NEG_INF)
         weights = ops.exp(wide - anchor(ops, ops.stop_gradient(ops.max(wide, axis=-1, keepdims=True))))
         total = ops.sum(weights, axis=-1, keepdims=True)
         weights = ops.astype(weights / ops.where(total == 0, 1.0, total), ops.dtype(scores))
-        return ops.swap_axes(ops.reshape(weights, turned.shape), axis, -1)
+        return ops.swap_axes(ops.reshape(weights, turned.shape), int(axis), -1)
 
 
 def _grid(shape: tuple[int, ...]) -> Grid:
@@ -82,16 +84,11 @@ def _grid(shape: tuple[int, ...]) -> Grid:
 
 def _visible(ops: Any, grid: Grid, mask: Any, valid_lens: Any, like: Array) -> Array | None:
     """Which entries of scores on the caller's axes are visible; None: all."""
-    parts: list[Mask] = []
-    if mask is not None:
-        parts.append(mask if isinstance(mask, Mask) else Dense(mask))
-    if valid_lens is not None:
-        parts.append(ValidLens(valid_lens))
-    if not parts:
+    whole = as_mask(mask, valid_lens, grid)
+    if whole is None:
         return None
-    for part in parts:
-        part.check(ops, grid)
-    whole = parts[0] if len(parts) == 1 else And(*parts)
+    whole.check(ops, grid)
+    frameworks.check_devices(ops, like, whole.arrays(), host_passes=True)
     rows = ops.reshape(ops.positions(0, grid.query_len, like), (grid.query_len, 1))
     cols = ops.reshape(ops.positions(0, grid.key_len, like), (1, grid.key_len))
     full = ops.broadcast_to(whole.visible(ops, grid, rows, cols), (*grid.rows, grid.key_len))
@@ -116,7 +113,7 @@ def softmax_jacobian(weights: Array) -> Array:
     array([[ 0.25, -0.25],
            [-0.25,  0.25]])
     """
-    ops = frameworks.of({"weights": weights})
+    ops = _checked_weights({"weights": weights})
     length = weights.shape[-1]
     here = ops.positions(0, length, weights)
     diagonal = ops.reshape(here, (length, 1)) == ops.reshape(here, (1, length))
@@ -137,12 +134,25 @@ def softmax_pullback(weights: Array, grad: Array) -> Array:
     >>> ats.softmax_pullback(np.array([0.5, 0.5]), np.array([1.0, 0.0]))
     array([ 0.25, -0.25])
     """
-    ops = frameworks.of({"weights": weights, "grad": grad})
+    ops = _checked_weights({"weights": weights, "grad": grad})
     if tuple(weights.shape) != tuple(grad.shape):
         raise ShapeError(
             message("grad", "the shape of weights", tuple(grad.shape), shapes={"weights": tuple(weights.shape)})
         )
     return weights * (grad - ops.sum(weights * grad, axis=-1, keepdims=True))
+
+
+def _checked_weights(arrays: dict[str, Array]) -> Framework:
+    """The framework of floating arrays with one axis or more, on one device."""
+    ops = frameworks.of(arrays)
+    shapes = {name: tuple(x.shape) for name, x in arrays.items()}
+    for name, x in arrays.items():
+        if not ops.is_floating(x):
+            raise DtypeError(message(name, FLOATING, ops.dtype(x)))
+        if not shapes[name]:
+            raise ShapeError(message(name, "1 axis or more", 0, shapes=shapes))
+    frameworks.check_devices(ops, next(iter(arrays.values())), arrays)
+    return ops
 
 
 def merge(outs: Sequence[Array], log_sum_exps: Sequence[Array]) -> tuple[Array, Array]:
@@ -166,18 +176,14 @@ def merge(outs: Sequence[Array], log_sum_exps: Sequence[Array]) -> tuple[Array, 
     >>> print(out, lse.round(4))
     [[2. 2.]] [0.6931]
     """
-    if len(outs) != len(log_sum_exps) or not outs:
-        raise ArgumentError(
-            message(
-                "outs, log_sum_exps",
-                "as many of one as of the other, at least one",
-                (len(outs), len(log_sum_exps)),
-            )
-        )
-    named = {f"outs[{i}]": x for i, x in enumerate(outs)} | {
-        f"log_sum_exps[{i}]": x for i, x in enumerate(log_sum_exps)
-    }
-    ops = frameworks.of(named)
+    for name, parts in (("outs", outs), ("log_sum_exps", log_sum_exps)):
+        if not (isinstance(parts, (list, tuple)) or (frameworks.is_array(parts) and np.ndim(parts))):
+            raise FrameworkError(message(name, "a list of arrays", type(parts).__name__))
+    if len(outs) != len(log_sum_exps) or len(outs) == 0:
+        counts = (len(outs), len(log_sum_exps))
+        raise ArgumentError(message("outs, log_sum_exps", "as many of one as of the other, at least one", counts))
+    named = {f"outs[{i}]": x for i, x in enumerate(outs)}
+    ops = _checked_weights(named | {f"log_sum_exps[{i}]": x for i, x in enumerate(log_sum_exps)})
     for i, (out, lse) in enumerate(zip(outs, log_sum_exps, strict=True)):
         if tuple(out.shape) != tuple(outs[0].shape) or tuple(lse.shape) != tuple(out.shape[:-1]):
             raise ShapeError(

@@ -160,20 +160,18 @@ def show_attention(
     >>> [text.get_text() for text in figure.axes[0].get_xticklabels()]
     ['the', 'cat']
     """
-    panels = to_matrix(weights)
-    panels = panels[None] if panels.ndim == 2 else panels
-    if panels.ndim != 3:
-        raise ShapeError(message("weights", "axes (query, key) or (panel, query, key)", f"{panels.shape}"))
+    panels = _panels("weights", weights, "query, key")
     if key_tokens is None and panels.shape[1] == panels.shape[2]:
         key_tokens = query_tokens
-    _check_labels("query_tokens", query_tokens, panels.shape[1], panels.shape)
-    _check_labels("key_tokens", key_tokens, panels.shape[2], panels.shape)
-    _check_labels("titles", titles, panels.shape[0], panels.shape)
+    for argument, labels, axis_of in (
+        ("query_tokens", query_tokens, 1),
+        ("key_tokens", key_tokens, 2),
+        ("titles", titles, 0),
+    ):
+        _check_labels(argument, labels, panels.shape[axis_of], panels.shape)
     cols = max(1, min(max_cols, len(panels)))
     rows = -(-len(panels) // cols)
-    figure = new_figure(
-        figsize or size_for_tokens(panels.shape, rows, cols, query_tokens, key_tokens, numbers=numbers)
-    )
+    figure = new_figure(figsize or size_for_tokens(panels.shape, rows, cols, query_tokens, key_tokens, numbers=numbers))
     axes = panel_axes(figure, rows, cols)
     limits = limits_of(panels)
     image = None
@@ -211,7 +209,7 @@ def show_head_grid(
 
     Parameters
     ----------
-    values : array, tensor or nested lists (layer, head) or (statistic, layer, head)
+    values : array, tensor or nested lists (layer, head) or (panel, layer, head)
         The numbers; each statistic gets a panel.
     titles : sequence of str, optional
         One per statistic.
@@ -243,19 +241,12 @@ def show_head_grid(
     >>> [text.get_text() for text in figure.axes[0].texts]
     ['1.5', '2.0', '0.25', '12']
     """
-    panels = to_matrix(values)
-    panels = panels[None] if panels.ndim == 2 else panels
-    if panels.ndim != 3:
-        raise ShapeError(
-            message("values", "axes (layer, head) or (statistic, layer, head)", f"{panels.shape}")
-        )
+    panels = _panels("values", values, "layer, head")
     _check_labels("titles", titles, panels.shape[0], panels.shape)
     count, layers, heads = panels.shape
     cols = 1 if count == 1 else 2
     rows = max(1, -(-count // cols))
-    figure = new_figure(
-        figsize or (cols * max(3.2, 0.46 * heads + 1.2), rows * max(2.0, 0.42 * layers + 1.0))
-    )
+    figure = new_figure(figsize or (cols * max(3.2, 0.46 * heads + 1.2), rows * max(2.0, 0.42 * layers + 1.0)))
     axes = panel_axes(figure, rows, cols)
     for place, axis in enumerate(axes):
         if place >= count:
@@ -279,24 +270,24 @@ def _grid_of_maps(matrices: Any) -> Matrix:
     maps = to_matrix(matrices)
     if not 2 <= maps.ndim <= 4:
         hint = "reshape to (rows, cols, query, key)"
-        raise ShapeError(
-            message("matrices", "axes (rows, cols, query, key)", f"shape {maps.shape}", hint=hint)
-        )
+        raise ShapeError(message("matrices", "axes (rows, cols, query, key)", f"shape {maps.shape}", hint=hint))
     return maps.reshape((1,) * (4 - maps.ndim) + maps.shape)
 
 
-def _captions(
-    titles: Sequence[str] | Sequence[Sequence[str]] | None, rows: int, cols: int
-) -> list[list[str]]:
+def _panels(argument: str, array: Any, axes: str) -> Matrix:
+    panels = to_matrix(array)
+    panels = panels[None] if panels.ndim == 2 else panels
+    if panels.ndim != 3:
+        raise ShapeError(message(argument, f"axes ({axes}) or (panel, {axes})", f"shape {panels.shape}"))
+    return panels
+
+
+def _captions(titles: Sequence[str] | Sequence[Sequence[str]] | None, rows: int, cols: int) -> list[list[str]]:
     if not titles:
         return [[""] * cols for _ in range(rows)]
     table = [list(titles)] * rows if isinstance(titles[0], str) else [list(row) for row in titles]
     if len(table) != rows or any(len(row) != cols for row in table):
-        got = (
-            f"{len(titles)} of them"
-            if isinstance(titles[0], str)
-            else f"rows of {[len(row) for row in table]}"
-        )
+        got = f"{len(titles)} of them" if isinstance(titles[0], str) else f"rows of {[len(row) for row in table]}"
         raise ShapeError(message("titles", f"{cols} of them, or {rows} rows of {cols}", got))
     return [[str(caption) for caption in row] for row in table]
 

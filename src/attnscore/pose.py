@@ -5,26 +5,25 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
+
 from attnscore import frameworks, scoring
-from attnscore.errors import ArgumentError, MaskError, message
+from attnscore.checks import shown
+from attnscore.errors import ArgumentError, ShapeError, message, with_shapes
 from attnscore.frameworks.contract import Array, Framework
-from attnscore.masking import And, Dense, Mask, ValidLens
-from attnscore.problem import (
-    Layout,
-    Problem,
-    check_arrays,
-    check_bias,
-    check_dropout,
-    check_sink,
-)
+from attnscore.masking import Mask, as_mask
+from attnscore.problem import Layout, Problem, check_arrays, check_bias, check_dropout, check_sink
 from attnscore.scoring.contract import Pullback
 from attnscore.softmax import STATISTICS
+
+# Asked of by functions of the weights alone: None would hide a forgotten value.
+NO_VALUE = object()
 
 
 def pose(
     query: Array,
     key: Array,
-    value: Array | None,
+    value: Array,
     *,
     score: Any = "scaled_dot",
     mask: Any = None,
@@ -39,32 +38,30 @@ def pose(
 ) -> tuple[Problem, Pullback | None]:
     """Check everything, lower the score, and put all on the uniform axes.
 
-    `value` None: the question is about the weights alone. With `pullback`, the score's own pull-back comes along, for a
-    framework without autodiff.
+    `value` NO_VALUE: the question is about the weights alone. With `pullback`, the score's own pull-back comes along,
+    for a framework without autodiff.
     """
-    given = {"query": query, "key": key, "value": value, "bias": bias, "sink": sink}
-    arrays = {
-        name: x
-        for name, x in given.items()
-        if name in ("query", "key") or (name == "value" and x is not None) or frameworks.is_array(x)
-    }
-    ops = frameworks.of(arrays)
+    arrays = {"query": query, "key": key} | ({} if value is NO_VALUE else {"value": value})
+    extras = {name: x for name, x in (("bias", bias), ("sink", sink)) if frameworks.is_array(x)}
+    ops = frameworks.of(arrays | extras)
     score = scoring.resolve(score)
+    arrays = dict(zip(arrays, ops.autocast(*arrays.values()), strict=True))
+    layout = check_arrays(ops, arrays, head_axis)
+    query, key = arrays["query"], arrays["key"]
+    value = arrays["value"] if "value" in arrays else key[..., :0]
     scoring.check_score_arrays(ops, score, query)
-    if value is None:
-        query, key = ops.autocast(query, key)
-        value = key[..., :0]
-    else:
-        query, key, value = ops.autocast(query, key, value)
-    layout = check_arrays(ops, query, key, value, head_axis)
-    scoring.check(score, layout.dim, layout.key_dim)
-    checked_mask = _mask(ops, mask, valid_lens, layout)
+    checked_mask = _mask(ops, mask, valid_lens, layout, query)
     uniform_query = layout.inward(ops, query, is_query=True)
     uniform_key = layout.inward(ops, key, is_query=False)
-    if pullback:
-        form, score_pullback = scoring.lower_pullback(ops, score, uniform_query, uniform_key)
-    else:
-        form, score_pullback = scoring.lower(ops, score, uniform_query, uniform_key), None
+    try:
+        scoring.check(score, layout.dim, layout.key_dim)
+        if pullback:
+            form, score_pullback = scoring.lower_pullback(ops, score, uniform_query, uniform_key)
+        else:
+            form, score_pullback = scoring.lower(ops, score, uniform_query, uniform_key), None
+    except ShapeError as error:
+        # A score knows lengths and uniform axes; the message speaks of the caller's arrays.
+        raise ShapeError(with_shapes(str(error), {name: tuple(x.shape) for name, x in arrays.items()})) from None
     problem = Problem(
         ops=ops,
         layout=layout,
@@ -84,59 +81,32 @@ def pose(
 
 def wanted_statistics(return_stats: Any) -> tuple[str, ...]:
     """Names of the statistics that ``return_stats`` asks for."""
-    if return_stats is True:
-        return STATISTICS
-    if not return_stats:
-        return ()
-    names = (return_stats,) if isinstance(return_stats, str) else tuple(return_stats)
-    unknown = [name for name in names if name not in STATISTICS]
+    if return_stats is None or isinstance(return_stats, (bool, np.bool_)):
+        return STATISTICS if return_stats else ()
+    expected = "a flag or names among " + ", ".join(STATISTICS)
+    names = (return_stats,) if isinstance(return_stats, str) else return_stats
+    if not isinstance(names, (tuple, list, set, frozenset)):
+        raise ArgumentError(message("return_stats", expected, shown(return_stats)))
+    unknown = [name for name in names if not isinstance(name, str) or name not in STATISTICS]
     if unknown:
-        raise ArgumentError(message("return_stats", "a flag or names among " + ", ".join(STATISTICS), unknown))
+        raise ArgumentError(message("return_stats", expected, shown(unknown)))
     return tuple(name for name in STATISTICS if name in names)
 
 
-def _mask(ops: Framework, mask: Any, valid_lens: Any, layout: Layout) -> Mask | None:
+def check_flag(name: str, x: Any) -> bool:
+    """A flag."""
+    if not isinstance(x, (bool, np.bool_)):
+        raise ArgumentError(message(name, "True or False", shown(x)))
+    return bool(x)
+
+
+def _mask(ops: Framework, mask: Any, valid_lens: Any, layout: Layout, query: Array) -> Mask | None:
     """The mask and the lengths as one mask, checked."""
-    parts: list[Mask] = []
-    if mask is not None:
-        parts.append(mask if isinstance(mask, Mask) else _wrapped(ops, mask, layout))
-    if valid_lens is not None:
-        parts.append(ValidLens(valid_lens))
-    for part in parts:
-        part.check(ops, layout.grid)
-    if not parts:
-        return None
-    return parts[0] if len(parts) == 1 else And(*parts)
-
-
-def _wrapped(ops: Framework, mask: Any, layout: Layout) -> Mask:
-    """A bare boolean array as a mask, unless its two axes could be read in two ways."""
-    grid = layout.grid
-    if isinstance(mask, (str, bytes)) or not (hasattr(mask, "shape") or isinstance(mask, (list, tuple))):
-        hint = f"{mask.__name__}() makes a mask" if isinstance(mask, type) else "for example attnscore.Causal()"
-        raise MaskError(message("mask", "a mask object or a boolean array", f"{mask!r}", hint=hint))
-    dense = Dense(mask)
-    shape = tuple(getattr(frameworks.host(mask), "shape", ())) if not hasattr(mask, "shape") else tuple(mask.shape)
-    if len(shape) == 2 and layout.axes >= 3 and shape == (grid.batch, grid.key_len):
-        if grid.batch == grid.query_len:
-            raise MaskError(
-                message(
-                    "mask",
-                    "an array whose meaning is clear",
-                    f"shape {shape}, which is both (batch, key) and (query, key)",
-                    hint="KeyPadding(mask) says (batch, key), Dense(mask) says (query, key)",
-                )
-            )
-        if grid.batch != 1:
-            raise MaskError(
-                message(
-                    "mask",
-                    f"a shape that broadcasts to (..., query, key) = {grid.user_shape}",
-                    shape,
-                    hint="this is (batch, key): KeyPadding(mask) says so",
-                )
-            )
-    return dense
+    whole = as_mask(mask, valid_lens, layout.grid)
+    if whole is not None:
+        whole.check(ops, layout.grid)
+        frameworks.check_devices(ops, query, whole.arrays(), host_passes=True)
+    return whole
 
 
 def without_value(problem: Problem) -> Problem:

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from attnscore.errors import ArgumentError, DeviceError, DtypeError, MaskError, ShapeError, message
+from attnscore import frameworks
+from attnscore.checks import check_number, is_number, is_whole, shown
+from attnscore.errors import ArgumentError, DtypeError, FrameworkError, MaskError, ShapeError, message
 from attnscore.frameworks.contract import Array, Framework, accumulator
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from attnscore.scoring.forms import Form
 
 Shape = tuple[int, ...]
+FLOATING = "a floating dtype (float16, bfloat16, float32, float64)"
+_LAYOUT_HINT = "head_axis=-2 takes the layout (batch, length, head, dim)"
 
 
 @dataclass(frozen=True)
@@ -164,56 +168,47 @@ class Problem:
         return accumulator(self.dtype)
 
 
-def check_arrays(ops: Framework, query: Array, key: Array, value: Array, head_axis: int) -> Layout:
-    """Check query, key and value against each other and say how their axes map to the uniform ones.
+def check_arrays(ops: Framework, arrays: dict[str, Array], head_axis: Any) -> Layout:
+    """Check query, key and value (where there is one) against each other; say how their axes map to the uniform ones.
 
     Raises
     ------
-    ShapeError, DtypeError, DeviceError, ArgumentError
+    ShapeError, DtypeError, DeviceError, FrameworkError, ArgumentError
     """
-    arrays = {"query": query, "key": key, "value": value}
     shapes = {name: tuple(x.shape) for name, x in arrays.items()}
     for name, x in arrays.items():
+        kind = ops.refused(x)
+        if kind is not None:
+            raise FrameworkError(message(name, "a dense array", kind, hint=f"x.{ops.densifier}() makes one"))
         if not ops.is_floating(x):
-            raise DtypeError(message(name, "a floating dtype", ops.dtype(x), shapes=shapes))
+            raise DtypeError(message(name, FLOATING, ops.dtype(x), shapes=shapes))
         if len(x.shape) < 2:
             raise ShapeError(message(name, "2 axes or more", f"{len(x.shape)}", shapes=shapes))
     dtypes = {name: ops.dtype(x) for name, x in arrays.items()}
     if len(set(dtypes.values())) > 1:
         listed = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
-        raise DtypeError(message("query, key, value", "one dtype", listed, hint="cast them to a common dtype first"))
-    check_device(ops, query, {"key": key, "value": value})
-    if head_axis not in (-3, -2):
-        raise ArgumentError(
-            message(
-                "head_axis",
-                "-3, for (batch, head, length, dim), or -2, for (batch, length, head, dim)",
-                head_axis,
-                shapes=shapes,
-            )
-        )
+        hint = "cast them to a common dtype first"
+        raise DtypeError(message(", ".join(arrays), "one dtype", listed, shapes=shapes, hint=hint))
+    frameworks.check_devices(ops, arrays["query"], arrays)
+    if not is_whole(head_axis) or head_axis not in (-3, -2):
+        expected = "-3, for (batch, head, length, dim), or -2, for (batch, length, head, dim)"
+        raise ArgumentError(message("head_axis", expected, shown(head_axis), shapes=shapes))
     axes = max(len(shape) for shape in shapes.values())
     padded = {name: (1,) * (axes - len(shape)) + shape for name, shape in shapes.items()}
     if axes >= 4 and head_axis == -2:
         padded = {name: (*shape[:-3], shape[-2], shape[-3], shape[-1]) for name, shape in padded.items()}
-    if padded["key"][-2] != padded["value"][-2]:
-        raise ShapeError(
-            message(
-                "value",
-                f"as many positions as key ({padded['key'][-2]})",
-                padded["value"][-2],
-                shapes=shapes,
-                hint=_layout_hint(axes, head_axis),
-            )
-        )
-    heads, groups = _heads(padded, shapes) if axes >= 4 else (1, 1)
+    value = padded.get("value", (*padded["key"][:-1], 0))
+    if padded["key"][-2] != value[-2]:
+        expected = f"as many positions as key ({padded['key'][-2]})"
+        other = _LAYOUT_HINT if axes >= 4 and head_axis == -3 else None
+        raise ShapeError(message("value", expected, value[-2], shapes=shapes, hint=other))
+    heads, groups = _heads({**padded, "value": value}, shapes) if axes >= 4 else (1, 1)
     trailing = 3 if axes >= 4 else 2
     try:
         lead = np.broadcast_shapes(*(shape[:-trailing] for shape in padded.values()))
     except ValueError:
-        raise ShapeError(
-            message("query, key, value", "leading axes that broadcast", "axes that do not", shapes=shapes)
-        ) from None
+        names = ", ".join(arrays)
+        raise ShapeError(message(names, "leading axes that broadcast", "axes that do not", shapes=shapes)) from None
     grid = Grid(
         lead=tuple(lead) or (1,),
         heads=heads,
@@ -223,7 +218,7 @@ def check_arrays(ops: Framework, query: Array, key: Array, value: Array, head_ax
         has_batch=axes >= 3,
         has_heads=axes >= 4,
     )
-    return Layout(axes, head_axis, grid, padded["query"][-1], padded["key"][-1], padded["value"][-1])
+    return Layout(axes, int(head_axis), grid, padded["query"][-1], padded["key"][-1], value[-1])
 
 
 def _heads(padded: dict[str, Shape], shapes: dict[str, Shape]) -> tuple[int, int]:
@@ -243,39 +238,30 @@ def _heads(padded: dict[str, Shape], shapes: dict[str, Shape]) -> tuple[int, int
                 f"a number of heads that divides the {query} of query",
                 kv,
                 shapes=shapes,
-                hint="head_axis=-2 takes the layout (batch, length, head, dim)",
+                hint=_LAYOUT_HINT,
             )
         )
     return kv, query // kv
 
 
-def _layout_hint(axes: int, head_axis: int) -> str | None:
-    return "head_axis=-2 takes the layout (batch, length, head, dim)" if axes >= 4 and head_axis == -3 else None
-
-
-def check_device(ops: Framework, query: Array, others: dict[str, Array]) -> None:
-    """Raise DeviceError unless every array lies where `query` does."""
-    home = ops.device(query)
-    for name, x in others.items():
-        if ops.device(x) != home:
-            raise DeviceError(message(name, f"an array on {home}, where query is", f"one on {ops.device(x)}"))
-
-
 def check_extra(ops: Framework, name: str, x: Any, like: Array) -> Array:
-    """A bias, sink or score parameter: a number or a float array on the device of `like`."""
-    if isinstance(x, bool) or not (hasattr(x, "dtype") or isinstance(x, (int, float))):
-        raise DtypeError(message(name, "a number or a floating array", type(x).__name__))
+    """A bias or sink: a number or a float array on the device of `like`."""
+    if isinstance(x, (bool, complex)):
+        raise DtypeError(message(name, "a number or a floating array", f"{type(x).__name__} {x!r}"))
+    if is_number(x) and not hasattr(x, "dtype"):
+        x = check_number(name, x)
+    elif not (is_number(x) or frameworks.is_array(x)):
+        raise FrameworkError(message(name, "a number or an array", type(x).__name__, hint="make it an array first"))
+    frameworks.check_devices(ops, like, {name: x})
     x = ops.asarray(x, like, None if hasattr(x, "dtype") else accumulator(ops.dtype(like)))
     if not ops.is_floating(x):
         hint = "a boolean array is a mask: pass it as mask=" if ops.dtype(x) == "bool" else None
-        raise DtypeError(message(name, "a floating dtype", ops.dtype(x), hint=hint))
+        raise DtypeError(message(name, FLOATING, ops.dtype(x), hint=hint))
     return x
 
 
 def check_bias(ops: Framework, bias: Any, layout: Layout, like: Array) -> Array:
     """The bias on the axes of the grid."""
-    if hasattr(bias, "device") and hasattr(bias, "shape"):
-        check_device(ops, like, {"bias": bias})
     bias = check_extra(ops, "bias", bias, like)
     check_broadcast("bias", tuple(bias.shape), layout.grid, ShapeError)
     return layout.grid.place(ops, bias)
@@ -283,8 +269,6 @@ def check_bias(ops: Framework, bias: Any, layout: Layout, like: Array) -> Array:
 
 def check_sink(ops: Framework, sink: Any, layout: Layout, like: Array) -> Array:
     """The sink as (head, group), or (1, 1) when it is one number."""
-    if hasattr(sink, "device") and hasattr(sink, "shape"):
-        check_device(ops, like, {"sink": sink})
     sink = check_extra(ops, "sink", sink, like)
     heads = layout.grid.heads * layout.grid.groups
     if tuple(sink.shape) not in ((), (1,), (heads,)):
@@ -304,12 +288,12 @@ def check_broadcast(name: str, shape: Shape, grid: Grid, error: type[ShapeError]
         raise error(message(name, f"a shape that broadcasts to (..., query, key) = {target}", shape))
 
 
-def check_dropout(probability: float, seed: object, draw: Callable[[], int]) -> Dropout | None:
+def check_dropout(probability: Any, seed: Any, draw: Callable[[], int]) -> Dropout | None:
     """The dropout of a call, or None when there is none."""
-    if isinstance(probability, bool) or not isinstance(probability, (int, float)) or not 0 <= probability < 1:
-        raise ArgumentError(message("dropout", "a number in [0, 1)", probability))
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, (int, np.integer))):
-        raise ArgumentError(message("seed", "a whole number or None", f"{seed!r}"))
+    if not is_number(probability) or not 0 <= probability < 1:
+        raise ArgumentError(message("dropout", "a number in [0, 1)", shown(probability)))
+    if seed is not None and not is_whole(seed):
+        raise ArgumentError(message("seed", "a whole number or None", shown(seed)))
     if probability == 0:
         return None
-    return Dropout(float(probability), int(draw() if seed is None else seed) % 2**63)
+    return Dropout(float(probability), (draw() if seed is None else int(seed)) % 2**63)

@@ -145,56 +145,47 @@ def _merge_moments(
 
 
 def finish(
-    ops: Framework, state: RowState, sink: Array | None, wanted: tuple[str, ...]
-) -> tuple[Array, Array, dict[str, Array]]:
-    """Output, log-sum-exp and the wanted statistics; `sink` is (head, group, 1, 1) beside the rows.
+    ops: Framework, keys: RowState, sink: Array | None, wanted: tuple[str, ...]
+) -> tuple[Array, Array, Array, dict[str, Array]]:
+    """Output, top, log of the total, and the wanted statistics but log_sum_exp = top + log total.
 
-    Row numbers keep their trailing axis of length 1.
+    Top and log total stay apart: their sum would round the weights by the level of the scores. `sink` is
+    (head, group, 1, 1) beside the rows: one more logit, without a value. Row numbers keep an axis of length 1.
     """
-    empty = state.total == 0
-    divisor = ops.where(empty, 1.0, state.total)
-    out = state.out / divisor
-    keys_lse = ops.where(empty, NEG_INF, anchor(ops, state.max) + ops.log(divisor))
-    lse, share = keys_lse, None
-    if sink is not None:
-        # The sink is one more logit without a value: it takes the share that keys leave.
-        lse = logaddexp(ops, keys_lse, sink)
-        share = ops.exp(keys_lse - anchor(ops, lse))
-        out = share * out
-    return out, lse, _statistics(ops, state, wanted, empty, divisor, keys_lse, lse, share, sink)
-
-
-def _statistics(
-    ops: Framework,
-    state: RowState,
-    wanted: tuple[str, ...],
-    empty: Array,
-    divisor: Array,
-    keys_lse: Array,
-    lse: Array,
-    share: Array | None,
-    sink: Array | None,
-) -> dict[str, Array]:
-    found = {"log_sum_exp": lse, "max_score": state.max}
-    if state.moments is not None:
-        count, mean, deviations = state.moments
-        found["mean_score"] = mean
-        found["var_score"] = deviations / ops.maximum(count, 1.0)
+    state = keys if sink is None else merge(ops, keys, _sink_state(ops, keys, sink))
+    top, empty = anchor(ops, state.max), state.total == 0
+    total = ops.where(empty, 1.0, state.total)
+    log_total = ops.where(empty, NEG_INF, ops.log(total))
+    # What the keys' own exponentials are in units of the state that has the sink in it.
+    factor = ops.where(keys.total == 0, 0.0, ops.exp(anchor(ops, keys.max) - top))
+    found = {"max_score": keys.max, "max_weight": factor / total, "sum_weights": factor * keys.total / total}
+    if keys.moments is not None:
+        count, mean, deviations = keys.moments
+        found["mean_score"], found["var_score"] = mean, deviations / ops.maximum(count, 1.0)
     if state.tilt is not None:
         # H = log l - sum e (s - m) / l: lse - sum(e s) / l loses digits with the level of the logits.
-        entropy = ops.where(empty, 0.0, ops.log(divisor) - state.tilt / divisor)
-        if share is not None and sink is not None:
-            left = ops.exp(sink - anchor(ops, lse))
-            entropy = share * entropy - _times(ops, share, keys_lse - lse) - _times(ops, left, sink - lse)
-        found["entropy"] = entropy
-    whole = 1.0 if share is None else share
+        found["entropy"] = ops.where(empty, 0.0, ops.log(total) - state.tilt / total)
     if state.squares is not None:
-        found["sum_sq_weights"] = whole * whole * state.squares / (divisor * divisor)
-    if "max_weight" in wanted:
-        found["max_weight"] = ops.where(empty, 0.0, whole / divisor)
-    if "sum_weights" in wanted:
-        found["sum_weights"] = ops.where(empty, 0.0, divisor / divisor) if share is None else share
-    return {name: found[name] for name in wanted}
+        found["sum_sq_weights"] = state.squares / (total * total)
+    return state.out / total, top, log_total, {name: found[name] for name in wanted if name != "log_sum_exp"}
+
+
+def _sink_state(ops: Framework, keys: RowState, sink: Array) -> RowState:
+    """The state of rows that have seen the sink alone; the statistics of keys leave it out."""
+    nothing = 0 * keys.total
+    return RowState(
+        max=sink + nothing,
+        total=1 + nothing,
+        out=0 * keys.out,
+        tilt=None if keys.tilt is None else nothing,
+        squares=None if keys.squares is None else nothing,
+        moments=None if keys.moments is None else (nothing, nothing, nothing),
+    )
+
+
+def log_weights(ops: Framework, scores: Array, top: Array, log_total: Array) -> Array:
+    """log p = (s - top) - log total; -inf in a row that sees nothing."""
+    return scores - top - ops.where(log_total == NEG_INF, float("inf"), log_total)
 
 
 def _times(ops: Framework, weight: Array, log_weight: Array) -> Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from attnscore import frameworks
+from attnscore.checks import is_number, shown
 from attnscore.errors import ArgumentError, message
 from attnscore.frameworks.contract import Array
 
@@ -62,8 +63,8 @@ class AttentionStats(NamedTuple):
 
     def saturated(self, threshold: float = 0.99) -> Array:
         """Whether a row's largest weight is at least `threshold`."""
-        if not 0 < threshold <= 1:
-            raise ArgumentError(message("threshold", "a number in (0, 1]", threshold))
+        if not is_number(threshold) or not 0 < threshold <= 1:
+            raise ArgumentError(message("threshold", "a number in (0, 1]", shown(threshold)))
         (weight,) = self._need("max_weight")
         return weight >= threshold
 

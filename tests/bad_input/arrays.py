@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from bad_input.table import case
 
 import attnscore as ats
 from attnscore import DtypeError, FrameworkError, ShapeError
+from bad_input.table import case
 
 # "all shapes involved" of query (2, 3, 4), key (2, 5, 4), value (2, 5, 6)
 _QUERY, _KEY, _VALUE = "query (2, 3, 4)", "key (2, 5, 4)", "value (2, 5, 6)"
@@ -40,7 +40,7 @@ _SHAPES = (
     case(
         "heads that do not divide",
         ShapeError,
-        "key|a number of heads that divides the 6 of query|got 4|query (2, 6, 3, 4)|key (2, 4, 5, 4)|Hint: head_axis=-2",
+        "key|heads that divides the 6 of query|got 4|query (2, 6, 3, 4)|key (2, 4, 5, 4)|Hint: head_axis=-2",
         lambda x: x.heads(6, 4),
     ),
     case(

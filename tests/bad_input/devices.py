@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from bad_input.table import Maker, case
 
 import attnscore as ats
 from attnscore import DeviceError
+from bad_input.table import Maker, case
 
 
 def _away(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

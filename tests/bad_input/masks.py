@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from bad_input.table import case
-
 import attnscore as ats
 from attnscore import MaskError
+from bad_input.table import case
 
 _NAN, _INF = float("nan"), float("inf")
 

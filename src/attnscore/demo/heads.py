@@ -77,7 +77,7 @@ def _places(real: NDArray[np.bool_]) -> dict[str, NDArray[np.int64]]:
 def choose_heads(entropy: Array, patterns: Mapping[str, Array]) -> dict[str, tuple[int, int]]:
     """Six different heads: the sharpest, the broadest, and those that stand most clearly for a place."""
     wishes: dict[str, Array] = {"lowest entropy": -entropy, "highest entropy": entropy}
-    wishes |= {f"looks at {name}": patterns[name] for name in patterns if name != "[SEP]"}
+    wishes |= {f"most weight on {name}": patterns[name] for name in patterns if name != "[SEP]"}
     chosen: dict[str, tuple[int, int]] = {}
     for wish, values in wishes.items():
         order = np.dstack(np.unravel_index(np.argsort(-values, axis=None), values.shape))[0]

@@ -13,6 +13,7 @@ What this module meets:
 from __future__ import annotations
 
 import os
+import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,6 +62,8 @@ class Batch:
     sentences: list[str]
     inputs: dict[str, torch.Tensor]
     tokens: list[list[str]]
+    cut: int = 0
+    """How many sentences were longer than the model takes."""
 
     @property
     def real(self) -> Any:
@@ -91,6 +94,8 @@ def run(report: Report, sentences: Sequence[str]) -> None:
         found["attnscore"] = embed(model, batch, register("attnscore", observer=calls.append))
         seen = list(calls)  # the comparison below runs the model once more
         comparison = _compare(report, model, batch, found)
+    if batch.cut:
+        report.show(f"{batch.cut} of the sentences are longer than {MOST_TOKENS} tokens: the rest is left out.")
     _show_comparison(report, comparison)
     with report.step("statistics of every head"):
         numbers, patterns = head_statistics(seen, batch.real), head_patterns(seen, batch.real)
@@ -143,7 +148,8 @@ def tokenize(tokenizer: Any, sentences: Sequence[str]) -> Batch:
         tokenizer.convert_ids_to_tokens(ids[real.bool()].tolist())
         for ids, real in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
     ]
-    return Batch(list(sentences), dict(inputs), tokens)
+    lengths = [len(ids) for ids in tokenizer(list(sentences))["input_ids"]]
+    return Batch(list(sentences), dict(inputs), tokens, sum(length > MOST_TOKENS for length in lengths))
 
 
 def embed(model: Any, batch: Batch, implementation: str) -> tuple[torch.Tensor, float]:
@@ -214,6 +220,7 @@ def _facts(config: Any, batch: Batch) -> dict[str, Any]:
         "heads": config.num_attention_heads,
         "head_dim": config.hidden_size // config.num_attention_heads,
         "batch_shape": list(batch.real.shape),
+        "sentences_cut": batch.cut,
         "sentences": [
             {"text": text, "tokens": len(tokens)} for text, tokens in zip(batch.sentences, batch.tokens, strict=True)
         ],
@@ -263,7 +270,8 @@ def _draw_chosen_heads(report: Report, study: Study) -> None:
         for layer, head in study.chosen.values()
     ]
     titles = [f"layer {layer}, head {head}\n{wish}" for wish, (layer, head) in study.chosen.items()]
-    figure = show_attention(maps, tokens, titles=titles, suptitle=f"“{study.batch.sentences[place]}”")
+    sentence = textwrap.shorten(study.batch.sentences[place], 220, placeholder=" …").replace("$", r"\$")
+    figure = show_attention(maps, tokens, titles=titles, suptitle=textwrap.fill(f"“{sentence}”", 110))
     report.picture("09-chosen-heads", figure)
 
 

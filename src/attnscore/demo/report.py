@@ -13,6 +13,7 @@ import contextlib
 import json
 import math
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,7 +74,9 @@ class Report:
     def picture(self, name: str, figure: Figure) -> None:
         """Write a figure as ``name.png``."""
         path = self.folder / f"{name}.png"
-        with replacing(path) as file:
+        with replacing(path) as file, warnings.catch_warnings():
+            # Sentences may be in any script; what the font lacks is drawn as a box, which says it all.
+            warnings.filterwarnings("ignore", "Glyph .* missing")
             figure.savefig(file, format="png", dpi=150, facecolor="white", bbox_inches="tight", pad_inches=0.12)
         self.pictures.append(path.name)
 

@@ -8,7 +8,7 @@ What this module meets:
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,9 @@ from attnscore.commands.console import table
 from attnscore.demo import pictures
 from attnscore.demo.report import Report
 from attnscore.plotting import show_attention, show_heatmaps
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 Array = NDArray[Any]
 
@@ -225,20 +228,8 @@ def cost(report: Report, rng: np.random.Generator) -> dict[str, Any]:
         name: {length: ats.cost(score, query_len=length, key_len=length, dim=dim) for length in lengths}
         for name, score in made.items()
     }
-    at = 4096
-    rows = [
-        (
-            name,
-            f"{costs[at].parameters:,}",
-            f"{costs[at].operations / 1e9:.2f}",
-            f"{costs[at].bytes / 1e6:.1f}",
-            f"{costs[at].matrix_bytes / 1e6:,.0f}",
-        )
-        for name, costs in found.items()
-    ]
-    columns = ("score", "parameters", "operations / 10⁹", "in and out / MB", "kept by the textbook form / MB")
-    caption = f"one head, {at} queries and keys, d = {dim}, h = {hidden}, float32; attend keeps no such matrix"
-    report.show(table("What one call costs", columns, rows, caption=caption))
+    setting = f"one head, {{}} queries and keys, d = {dim}, h = {hidden}, float32; attend keeps no such matrix"
+    report.show(_cost_table(found, 4096, setting))
     report.picture("07-cost", pictures.growth(lengths, {name: found[name] for name in ("scaled dot", "additive")}))
     return {
         "setting": {
@@ -257,6 +248,22 @@ def cost(report: Report, rng: np.random.Generator) -> dict[str, Any]:
             name: {length: one._asdict() for length, one in costs.items()} for name, costs in found.items()
         },
     }
+
+
+def _cost_table(found: dict[str, dict[int, ats.Cost]], length: int, setting: str) -> Table:
+    costs = {name: by_length[length] for name, by_length in found.items()}
+    rows = [
+        (
+            name,
+            f"{one.parameters:,}",
+            f"{one.operations / 1e9:.2f}",
+            f"{one.bytes / 1e6:.1f}",
+            f"{one.matrix_bytes / 1e6:,.0f}",
+        )
+        for name, one in costs.items()
+    ]
+    columns = ("score", "parameters", "operations / 10⁹", "in and out / MB", "kept by the textbook form / MB")
+    return table("What one call costs", columns, rows, caption=setting.format(length))
 
 
 def _health(weights: Array) -> tuple[str, ...]:

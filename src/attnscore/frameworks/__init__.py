@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from attnscore.errors import FrameworkError, message
+from attnscore.errors import DeviceError, FrameworkError, message
 from attnscore.frameworks.contract import Framework
 
 _FILES = {
@@ -91,6 +91,14 @@ def of(arrays: Mapping[str, Any]) -> Framework:
     return load(name)
 
 
+def check_devices(ops: Framework, query: Any, others: Mapping[str, Any], *, host_passes: bool = False) -> None:
+    """Raise DeviceError unless every array lies where `query` does (or, for what is only read, on the host)."""
+    home = ops.device(query)
+    for name, x in others.items():
+        if _name_of(type(x)) == ops.name and ops.device(x) not in ((home, "cpu") if host_passes else (home,)):
+            raise DeviceError(message(name, f"an array on {home}, where query is", f"one on {ops.device(x)}"))
+
+
 def is_array(x: object) -> bool:
     """Whether `x` is an array of a framework that we know."""
     return _name_of(type(x)) is not None
@@ -107,4 +115,10 @@ def availability() -> dict[str, str | None]:
 def host(x: Any) -> np.ndarray[Any, Any] | None:
     """The values of an array of any framework, a list or a number; None when they cannot be seen from here."""
     name = _name_of(type(x))
-    return load(name).host(x) if name in _FILES else np.asarray(x)
+    if name in _FILES:
+        return load(name).host(x)
+    try:
+        return np.asarray(x)
+    except ValueError:
+        # A ragged list: one object, which every check of a dtype refuses.
+        return np.full((), None, dtype=object)

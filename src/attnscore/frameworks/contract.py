@@ -32,6 +32,8 @@ class Framework(ABC):
 
     name: str
     has_autodiff: bool
+    densifier: str
+    """Method that makes a dense array of one that is ``refused``."""
 
     # Where arrays live and what they hold
     @abstractmethod
@@ -40,6 +42,10 @@ class Framework(ABC):
 
     @abstractmethod
     def is_floating(self, x: Array) -> bool: ...
+
+    @abstractmethod
+    def refused(self, x: Array) -> str | None:
+        """What kind of array of this framework `x` is that attention cannot take (sparse, ...), or None."""
 
     @abstractmethod
     def device(self, x: Array) -> str: ...

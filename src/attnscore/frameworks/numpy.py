@@ -27,6 +27,7 @@ class NumpyFramework(Framework):
 
     name = "numpy"
     has_autodiff = False
+    densifier = "filled"
 
     def __getattr__(self, word: str) -> Any:
         return getattr(np, word)
@@ -37,6 +38,9 @@ class NumpyFramework(Framework):
     def is_floating(self, x: Array) -> bool:
         # ml_dtypes registers bfloat16 with kind "V".
         return bool(x.dtype.kind == "f" or x.dtype.name == "bfloat16")
+
+    def refused(self, x: Array) -> str | None:
+        return "a masked array" if isinstance(x, np.ma.MaskedArray) else None
 
     def device(self, x: Array) -> str:
         return "cpu"
@@ -49,7 +53,8 @@ class NumpyFramework(Framework):
         return array if dtype is None else self.astype(array, dtype)
 
     def host(self, x: Any) -> np.ndarray[Any, Any] | None:
-        return np.asarray(_detached(x))
+        array = np.asarray(_detached(x))
+        return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
 
     def number(self, x: Array) -> float | None:
         return float(x)

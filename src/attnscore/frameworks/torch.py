@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from attnscore.kernels.contract import Run
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Kinds of devices that attention runs on, and the autocast dtypes that were on where `quiet` began.
 _KINDS = ("cpu", "cuda", "mps", "xpu")
 _AUTOCAST: ContextVar[dict[str, torch.dtype]] = ContextVar("autocast", default={})  # noqa: B039  # never mutated
@@ -33,6 +34,7 @@ class TorchFramework(Framework):
 
     name = "torch"
     has_autodiff = True
+    densifier = "to_dense"
 
     def __getattr__(self, word: str) -> Any:
         return getattr(torch, word)
@@ -41,7 +43,12 @@ class TorchFramework(Framework):
         return str(x.dtype).removeprefix("torch.")
 
     def is_floating(self, x: Array) -> bool:
-        return bool(x.is_floating_point())
+        return x.dtype in _FLOATS
+
+    def refused(self, x: Array) -> str | None:
+        if x.is_nested:
+            return "a nested tensor"
+        return None if x.layout == torch.strided else f"a sparse tensor ({x.layout})"
 
     def device(self, x: Array) -> str:
         return str(x.device)
@@ -246,7 +253,7 @@ class _Streamed(torch.autograd.Function):
         ctx.run, ctx.count = run, len(operands)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[run.differentiable_outputs :])
-        ctx.save_for_backward(*operands, *output[: run.differentiable_outputs])
+        ctx.save_for_backward(*operands, *output[: run.differentiable_outputs + 1])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

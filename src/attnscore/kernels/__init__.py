@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from attnscore.errors import ArgumentError, KernelUnavailable, message
+from attnscore.checks import check_choice
+from attnscore.errors import KernelUnavailable, message
 from attnscore.kernels.contract import Kernel, Run
 from attnscore.kernels.dense import Dense
 from attnscore.kernels.streaming import Streaming
@@ -35,14 +36,13 @@ def choose(name: str, problem: Problem) -> Kernel:
     KernelUnavailable
         It was asked for by name and cannot run this problem.
     """
+    check_choice("kernel", name, names())
     if name == "auto":
         return next(
             kernel
             for kernel in _TABLE.values()
             if kernel.name not in _NOT_AUTOMATIC and not kernel.reasons_against(problem)
         )
-    if name not in _TABLE:
-        raise ArgumentError(message("kernel", "one of " + ", ".join(names()), repr(name)))
     reasons = _TABLE[name].reasons_against(problem)
     if reasons:
         raise KernelUnavailable(message("kernel", f"a problem that {name!r} can run", "; ".join(reasons)))

@@ -18,6 +18,8 @@ from attnscore.tiling import TilePlan
 
 DIFFERENTIABLE = ("log_sum_exp", "entropy")
 """Statistics through which a gradient flows, streamed; the others are detached."""
+ENTROPY = 2
+"""Place of the entropy among the outputs of a run, where it is wanted."""
 
 
 class Kernel(ABC):
@@ -43,8 +45,8 @@ class Kernel(ABC):
 class Run:
     """A kernel on a problem as a function of arrays alone: what a framework's gradient hook can hold.
 
-    Outputs are (out, log_sum_exp, entropy if wanted, then the other statistics); the first
-    ``differentiable_outputs`` carry gradients and are kept for the backward.
+    Outputs are (out, log_total, entropy if wanted, top, then the other statistics). The first
+    ``differentiable_outputs`` carry gradients; they and ``top`` are kept for the backward.
     """
 
     kernel: Kernel
@@ -53,10 +55,8 @@ class Run:
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        """The statistics among the outputs behind log_sum_exp, in their order."""
-        return tuple(name for name in ("entropy",) if name in self.problem.statistics) + tuple(
-            name for name in self.problem.statistics if name not in DIFFERENTIABLE
-        )
+        """The statistics among the outputs behind ``top``, in their order."""
+        return tuple(name for name in self.problem.statistics if name not in DIFFERENTIABLE)
 
     @property
     def differentiable_outputs(self) -> int:
@@ -73,25 +73,33 @@ class Run:
 
     def forward(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
         result = self.kernel.forward(self._with(arrays), self.plan)
-        return (result.out, result.log_sum_exp, *(result.statistics[name] for name in self.statistics))
+        entropy = (result.statistics["entropy"],) if "entropy" in self.problem.statistics else ()
+        others = (result.statistics[name] for name in self.statistics)
+        return (result.out, result.log_total, *entropy, result.top, *others)
+
+    def result(self, outputs: Sequence[Array]) -> Result:
+        """The outputs by name."""
+        count = self.differentiable_outputs
+        statistics = dict(zip(self.statistics, outputs[count + 1 :], strict=False))
+        if count > ENTROPY:
+            statistics["entropy"] = outputs[ENTROPY]
+        found = Result(outputs[0], outputs[count], outputs[1], statistics)
+        statistics["log_sum_exp"] = found.log_sum_exp
+        return found
 
     def backward(
         self, arrays: Sequence[Array], outputs: Sequence[Array], grads: Sequence[Array | None]
     ) -> tuple[Array, ...]:
-        """Gradients of `arrays`, in their dtypes, from `grads` on the differentiable outputs."""
-        statistics = {"entropy": outputs[2]} if len(outputs) > 2 else {}
-        found = self.kernel.backward(
-            self._with(arrays), self.plan, Result(outputs[0], outputs[1], statistics), RowGradients(*grads)
-        )
+        """Gradients of `arrays`, in their dtypes, from `grads` on the differentiable outputs.
+
+        `outputs` are those that are kept: the differentiable ones and ``top``.
+        """
+        found = self.kernel.backward(self._with(arrays), self.plan, self.result(outputs), RowGradients(*grads))
         ops = self.problem.ops
         return tuple(ops.astype(found[name], ops.dtype(x)) for name, x in zip(self.operands(), arrays, strict=True))
 
     def __call__(self) -> Result:
         """Run, with the gradient attached where the framework has one."""
         ops, arrays = self.problem.ops, tuple(self.operands().values())
-        if self.kernel.own_gradient:
-            out, lse, *rest = ops.differentiable(self, arrays)
-        else:
-            out, lse, *rest = self.forward(arrays)
-        statistics = dict(zip(self.statistics, rest, strict=True))
-        return Result(out, lse, {"log_sum_exp": lse, **statistics})
+        own = self.kernel.own_gradient
+        return self.result(ops.differentiable(self, arrays) if own else self.forward(arrays))

@@ -15,6 +15,7 @@ from attnscore.errors import KernelUnavailable
 from attnscore.frameworks.contract import Array, Framework
 from attnscore.kernels.contract import Kernel
 from attnscore.problem import Problem
+from attnscore.scoring.forms import checked_tile
 from attnscore.softmax import NEG_INF
 from attnscore.tiling import TilePlan
 
@@ -45,18 +46,19 @@ class Dense(Kernel):
         else:
             top = ops.max(logits, axis=-1, keepdims=True)
         alive = top != NEG_INF
-        exponentials = ops.exp(logits - ops.where(alive, ops.stop_gradient(top), 0.0))
+        top = ops.where(alive, ops.stop_gradient(top), 0.0)
+        exponentials = ops.exp(logits - top)
         total = ops.sum(exponentials, axis=-1, keepdims=True)
         every_weight = exponentials / ops.where(alive, total, 1.0)
-        lse = ops.where(alive, ops.stop_gradient(top) + ops.log(ops.where(alive, total, 1.0)), NEG_INF)
+        log_total = ops.where(alive, ops.log(ops.where(alive, total, 1.0)), NEG_INF)
         weights = every_weight[..., : grid.key_len]
         pooling = weights
         if problem.dropout is not None:
             spans = (0, grid.query_len), (0, grid.key_len)
             pooling = weights * dropouts.kept(ops, problem.dropout, grid, value, *spans, dtype)
         out = _pool(ops, pooling, visible, value)
-        statistics = _statistics(ops, problem, hidden_to_all, visible, every_weight, weights, lse)
-        return Result(ops.astype(out, problem.dtype), lse, statistics)
+        statistics = _statistics(ops, problem, hidden_to_all, visible, every_weight, weights)
+        return Result(ops.astype(out, problem.dtype), top, log_total, statistics)
 
     def backward(self, problem: Problem, plan: TilePlan, result: Result, grads: RowGradients) -> dict[str, Array]:
         raise KernelUnavailable(
@@ -76,7 +78,7 @@ def _scores(problem: Problem) -> tuple[Array, Array]:
         query, key = ops.where(rows, 0.0, query), ops.where(cols, 0.0, key)
         bad = rows | ops.matrix_transpose(cols)
     shape = (*grid.rows, grid.key_len)
-    scores = ops.broadcast_to(ops.astype(problem.score.tile(ops, query, key), dtype), shape)
+    scores = ops.broadcast_to(ops.astype(checked_tile(ops, problem.score, query, key), dtype), shape)
     if bad is not None:
         scores = ops.where(bad, float("nan"), scores)
     visible = ops.zeros(shape, scores) == 0
@@ -110,7 +112,6 @@ def _statistics(
     visible: Array,
     every_weight: Array,
     weights: Array,
-    lse: Array,
 ) -> dict[str, Array]:
     """All statistics from the whole matrix; `every_weight` has the sink's beside the keys'."""
     count = ops.sum(ops.astype(visible, problem.accumulator), axis=-1, keepdims=True)
@@ -120,7 +121,6 @@ def _statistics(
     log_weights = ops.log(ops.where(every_weight == 0, 1.0, every_weight))
     no_keys = 0 in scores.shape
     found = {
-        "log_sum_exp": lse,
         "max_score": ops.full(count.shape, NEG_INF, count) if no_keys else ops.max(scores, axis=-1, keepdims=True),
         "mean_score": mean,
         "var_score": ops.sum(deviation * deviation, axis=-1, keepdims=True) / some,
@@ -129,4 +129,4 @@ def _statistics(
         "sum_sq_weights": ops.sum(weights * weights, axis=-1, keepdims=True),
         "sum_weights": ops.sum(weights, axis=-1, keepdims=True),
     }
-    return {name: found[name] for name in problem.statistics}
+    return {name: found[name] for name in problem.statistics if name in found}

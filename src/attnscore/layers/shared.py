@@ -11,12 +11,12 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 
 from attnscore import frameworks
+from attnscore.checks import check_choice, is_whole, shown
 from attnscore.errors import ArgumentError, AttnscoreError, MaskError, ShapeError, message
 from attnscore.frameworks.contract import Array
 from attnscore.masking import And, Dense, Mask, Not, Or
@@ -78,26 +78,21 @@ class Heads:
         check_size("num_heads", num_heads)
         check_size("num_key_value_heads", num_key_value_heads, optional=True)
         check_size("score_hiddens", score_hiddens, optional=True)
-        if not isinstance(score, str) or score not in _MAKERS:
-            raise ArgumentError(message("score", "one of " + ", ".join(_MAKERS), repr(score)))
+        check_choice("score", score, tuple(_MAKERS))
         if score_hiddens is not None and score != "additive":
             hint = "only the additive score has hidden units"
-            raise ArgumentError(
-                message("score_hiddens", f"None for score={score!r}", score_hiddens, hint=hint)
-            )
+            raise ArgumentError(message("score_hiddens", f"None for score={score!r}", score_hiddens, hint=hint))
         kv = num_heads if num_key_value_heads is None else num_key_value_heads
         if num_hiddens % num_heads:
             raise ShapeError(message("num_hiddens", f"a multiple of num_heads ({num_heads})", num_hiddens))
         if num_heads % kv:
-            raise ShapeError(
-                message("num_key_value_heads", f"a number that divides num_heads ({num_heads})", kv)
-            )
+            raise ShapeError(message("num_key_value_heads", f"a number that divides num_heads ({num_heads})", kv))
         width = num_hiddens // num_heads
         return cls(score, num_heads, kv, width, score_hiddens or width)
 
     def parameters(self) -> dict[str, Parameter]:
         """The parameters of the score by name, one set per head on the first axis."""
-        return _PARAMETERS.get(self.score, lambda _: {})(self)
+        return _PARAMETERS[self.score](self) if self.score in _PARAMETERS else {}
 
     def make_score(self, arrays: Mapping[str, Array]) -> Any:
         """The score object over these parameters."""
@@ -108,13 +103,9 @@ class Heads:
 _PARAMETERS: dict[str, Callable[[Heads], dict[str, Parameter]]] = {
     # W_q and W_k of the additive score are the layer's own, cut into heads.
     "additive": lambda heads: {"w_v": Parameter((heads.count, heads.score_width), fan_in=heads.score_width)},
-    "bilinear": lambda heads: {
-        "W": bilinear_parameter(heads.score_width, heads.score_width, heads=(heads.count,))
-    },
+    "bilinear": lambda heads: {"W": bilinear_parameter(heads.score_width, heads.score_width, heads=(heads.count,))},
     # exp(-|q - k|^2 / (2 b^2)) has q . k / b^2 in it: b^2 = sqrt(width) starts like the scaled dot product.
-    "gaussian": lambda heads: {
-        "log_bandwidth": Parameter((heads.count,), start=math.log(heads.score_width) / 4)
-    },
+    "gaussian": lambda heads: {"log_bandwidth": Parameter((heads.count,), start=math.log(heads.score_width) / 4)},
     # The cosine of random vectors has variance 1/width.
     "cosine": lambda heads: {"log_scale": Parameter((heads.count,), start=math.log(heads.score_width) / 2)},
 }
@@ -137,9 +128,9 @@ def check_size(name: str, size: Any, *, optional: bool = False) -> None:
     """Raise ArgumentError unless `size` is a whole number above 0 (or None, when `optional`)."""
     if size is None and optional:
         return
-    if isinstance(size, bool) or not isinstance(size, Integral) or size <= 0:
+    if not is_whole(size) or size <= 0:
         wanted = "a whole number above 0" + (" or None" if optional else "")
-        raise ArgumentError(message(name, wanted, repr(size)))
+        raise ArgumentError(message(name, wanted, shown(size)))
 
 
 def check_probability(dropout: Any) -> float:
@@ -148,21 +139,12 @@ def check_probability(dropout: Any) -> float:
     return float(dropout)
 
 
-def check_bandwidth(bandwidth: Any) -> float:
-    """The bandwidth as a number; ArgumentError unless it is above 0 and finite."""
-    if isinstance(bandwidth, bool) or not isinstance(bandwidth, Real) or not 0 < bandwidth < math.inf:
-        raise ArgumentError(message("bandwidth", "a number above 0", repr(bandwidth)))
-    return float(bandwidth)
-
-
 def check_axes(shapes: Mapping[str, Shape]) -> None:
     """Raise ShapeError unless queries, keys, values are (batch, length, features) and belong together."""
     for name, shape in shapes.items():
         if len(shape) != 3:
             hint = "attnscore.attend takes any number of axes" if len(shape) > 3 else f"{name}[None] is a batch of 1"
-            raise ShapeError(
-                message(name, "3 axes (batch, length, features)", len(shape), shapes=shapes, hint=hint)
-            )
+            raise ShapeError(message(name, "3 axes (batch, length, features)", len(shape), shapes=shapes, hint=hint))
     if shapes["keys"][1] != shapes["values"][1]:
         wanted = f"as many positions as keys ({shapes['keys'][1]})"
         raise ShapeError(message("values", wanted, shapes["values"][1], shapes=shapes))
@@ -195,9 +177,7 @@ def over_heads(mask: Any, shape: Shape) -> Any:
     if len(found) != 3:
         return mask
     if any(have not in (1, want) for have, want in zip(found, shape, strict=True)):
-        raise MaskError(
-            message("mask", f"an array that broadcasts to (batch, query, key) = {shape}", found)
-        )
+        raise MaskError(message("mask", f"an array that broadcasts to (batch, query, key) = {shape}", found))
     return Dense((array if hasattr(array, "shape") else np.asarray(array))[:, None])
 
 

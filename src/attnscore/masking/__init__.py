@@ -1,5 +1,6 @@
 """Masks: which keys a query may see."""
 
+from attnscore.masking.arguments import as_mask
 from attnscore.masking.contract import And, Intervals, Mask, Not, Or, intersect, split
 from attnscore.masking.masks import (
     Causal,
@@ -26,6 +27,7 @@ __all__ = [
     "PrefixLM",
     "SlidingWindow",
     "ValidLens",
+    "as_mask",
     "intersect",
     "split",
 ]

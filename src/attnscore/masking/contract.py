@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import numpy as np
 
@@ -28,10 +29,13 @@ Intervals = tuple[HostArray, HostArray]
 class Mask(ABC):
     """Interface of all masks. A new one gives ``visible`` and, when it is an interval, ``intervals``."""
 
+    spoken: ClassVar[Mapping[str, str]] = {}
+    """Names of fields in messages, where the caller may know the argument by another."""
+
     @property
     def heads(self) -> int:
-        """Query heads that the mask tells apart."""
-        return 1
+        """Query heads that the mask tells apart: 0 when it knows no axis of heads."""
+        return 0
 
     @abstractmethod
     def visible(self, ops: Framework, grid: Grid, rows: Array, cols: Array) -> Array:
@@ -57,8 +61,8 @@ class Mask(ABC):
                 [1, 1, 1]]])
         """
         ops = frameworks.load("numpy")
-        heads = self.heads
-        grid = Grid((batch,), heads, 1, query_len, key_len, has_heads=heads > 1)
+        heads = max(1, self.heads)
+        grid = Grid((batch,), heads, 1, query_len, key_len, has_heads=self.heads > 0)
         self.check(ops, grid)
         rows, cols = np.arange(query_len)[:, None], np.arange(key_len)[None, :]
         full = np.broadcast_to(self.visible(ops, grid, rows, cols), (batch, heads, 1, query_len, key_len))
@@ -71,6 +75,26 @@ class Mask(ABC):
             if getattr(self, field.name) is not field.default
         ]
         return f"{type(self).__name__}({', '.join(given)})"
+
+    def arrays(self) -> dict[str, Array]:
+        """The fields that a caller gave as arrays, under the names that messages use; those of its parts included."""
+        found: dict[str, Array] = {}
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]  # every concrete mask is a dataclass
+            value = getattr(self, field.name)
+            if isinstance(value, Mask):
+                found.update(value.arrays())
+            elif frameworks.is_array(value):
+                found[self.spoken.get(field.name, field.name)] = value
+        return found
+
+    # NumPy and PyTorch would otherwise try & and | element by element before they ask the mask.
+    __array_ufunc__ = None
+
+    def __rand__(self, other: object) -> Mask:
+        check_is_mask(other)
+        return NotImplemented
+
+    __ror__ = __rand__
 
     def __and__(self, other: Mask) -> Mask:
         check_is_mask(other)
@@ -188,7 +212,11 @@ def intersect(first: Intervals, second: Intervals) -> Intervals:
 def check_is_mask(x: object) -> None:
     """Raise MaskError when something other than a mask is combined with one."""
     if not isinstance(x, Mask):
-        hint = "wrap a boolean array in Dense(array) to combine it" if hasattr(x, "shape") else None
+        hint = None
+        if isinstance(x, type):
+            hint = f"{x.__name__}() makes a mask"
+        elif hasattr(x, "shape"):
+            hint = "wrap a boolean array in Dense(array) to combine it"
         raise MaskError(message("mask", "a mask object on both sides of & or |", type(x).__name__, hint=hint))
 
 

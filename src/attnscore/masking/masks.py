@@ -5,12 +5,14 @@ Lengths that the host can see are checked; those on a device or traced are clamp
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import numpy as np
 
 from attnscore import frameworks
+from attnscore.checks import is_whole, shown
 from attnscore.errors import MaskError, message
 from attnscore.frameworks.contract import Array, Framework
 from attnscore.masking.contract import Intervals, Mask
@@ -55,6 +57,7 @@ class ValidLens(Mask):
 
     lens: Any
     query_lens: Any = None
+    spoken: ClassVar[Mapping[str, str]] = {"lens": "valid_lens"}
 
     def visible(self, ops: Framework, grid: Grid, rows: Array, cols: Array) -> Array:
         lens = per_row(ops, grid, self.lens, rows)
@@ -118,6 +121,7 @@ class KeyPadding(Mask):
     """
 
     array: Any
+    spoken: ClassVar[Mapping[str, str]] = {"array": "key_padding"}
 
     @classmethod
     def from_ignore(cls, array: Any) -> KeyPadding:
@@ -219,8 +223,8 @@ class SlidingWindow(Mask):
     def check(self, ops: Framework, grid: Grid) -> None:
         for name in ("left", "right"):
             width = getattr(self, name)
-            if width is not None and (isinstance(width, bool) or not isinstance(width, (int, np.integer)) or width < 0):
-                raise MaskError(message(name, "a whole number of keys, 0 or more, or None", f"{width!r}"))
+            if width is not None and (not is_whole(width) or not 0 <= width < 2**62):
+                raise MaskError(message(name, "a whole number of keys, 0 or more, or None", shown(width)))
         check_alignment(ops, grid, self)
 
 
@@ -298,12 +302,13 @@ class Dense(Mask):
     """Row i sees key j where `array[..., i, j]` is True; broadcastable to (..., query, key)."""
 
     array: Any
+    spoken: ClassVar[Mapping[str, str]] = {"array": "mask"}
 
     @property
     def heads(self) -> int:
         """Length of the head axis, where the array has more than (batch, query, key)."""
         shape = shape_of(self.array)
-        return int(shape[-3]) if len(shape) > 3 else 1
+        return int(shape[-3]) if len(shape) > 3 else 0
 
     def visible(self, ops: Framework, grid: Grid, rows: Array, cols: Array) -> Array:
         array = grid.place(ops, ops.asarray(self.array, rows))

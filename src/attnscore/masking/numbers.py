@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from attnscore import frameworks
+from attnscore.checks import shown
 from attnscore.errors import MaskError, message
 from attnscore.frameworks.contract import Array, Framework
 from attnscore.masking.contract import HostArray, Intervals
@@ -26,7 +27,10 @@ class Aligned(Protocol):
 
 def shape_of(x: Any) -> tuple[int, ...]:
     """Shape of an array, a list or a number."""
-    return tuple(x.shape) if hasattr(x, "shape") else np.shape(x)
+    if hasattr(x, "shape"):
+        return tuple(x.shape)
+    values = frameworks.host(x)
+    return () if values is None else values.shape
 
 
 def host_ints(x: Any) -> HostArray | None:
@@ -41,9 +45,9 @@ def column(x: HostArray) -> HostArray:
 
 
 def rows_of(lens: HostArray, query_len: int, batch: int) -> HostArray:
-    """A number, (batch,) or (batch or 1, query) as (batch or 1, query)."""
+    """A number, (batch,), (batch or 1, query), or without a batch (query,), as (batch or 1, query)."""
     if lens.ndim < 2:
-        lens = column(lens)
+        lens = lens.reshape(1, -1) if batch == 1 else column(lens)
     return np.broadcast_to(lens, (len(lens), query_len))
 
 
@@ -112,8 +116,8 @@ def offset_of(ops: Framework, grid: Grid, mask: Aligned, like: Array) -> Array |
 def check_alignment(ops: Framework, grid: Grid, mask: Aligned) -> None:
     """Raise MaskError when it is not said which diagonal a non-square mask follows."""
     name = type(mask).__name__
-    if mask.align not in (None, "top_left", "bottom_right"):
-        raise MaskError(message("align", "'top_left', 'bottom_right' or None", f"{mask.align!r}"))
+    if mask.align is not None and not (isinstance(mask.align, str) and mask.align in ("top_left", "bottom_right")):
+        raise MaskError(message("align", "'top_left', 'bottom_right' or None", shown(mask.align)))
     if mask.offset is not None:
         if mask.align is not None:
             raise MaskError(message(name, "align or offset", "both"))
@@ -135,9 +139,12 @@ def check_whole(name: str, x: Any) -> HostArray | None:
     values = frameworks.host(x)
     if values is None:
         return None
-    if values.dtype.kind not in "iuf" or not np.all(np.isfinite(values)) or np.any(values != np.floor(values)):
-        got = f"{values.dtype} values" if values.dtype.kind not in "iuf" else f"{values.reshape(-1)[:8].tolist()}"
-        raise MaskError(message(name, "whole numbers", got))
+    if values.dtype.kind == "O":
+        raise MaskError(message(name, "whole numbers", "object values (a ragged list, or no numbers of 64 bits)"))
+    if values.dtype.kind not in "iuf":
+        raise MaskError(message(name, "whole numbers", f"{values.dtype.name} values"))
+    if not np.all(np.isfinite(values)) or np.any(values != np.floor(values)) or np.any(np.abs(values) >= 2.0**62):
+        raise MaskError(message(name, "whole numbers", f"{values.reshape(-1)[:8].tolist()}"))
     return values
 
 
@@ -145,6 +152,7 @@ def check_numbers(
     ops: Framework, name: str, x: Any, grid: Grid, *, highest: int | None = None, per_query: bool = False
 ) -> None:
     """Raise MaskError unless `x` is a whole number, or one per batch row (or query), within [0, highest]."""
+    values = check_whole(name, x)
     shape = shape_of(x)
     allowed = [(), (1,), (grid.batch,)]
     wanted = f"({grid.batch},)" if grid.has_batch else "a number"
@@ -155,7 +163,6 @@ def check_numbers(
             allowed.append((grid.query_len,))
     if shape not in allowed:
         raise MaskError(message(name, f"shape {wanted}", shape))
-    values = check_whole(name, x)
     if values is not None and highest is not None and values.size and (values.min() < 0 or values.max() > highest):
         bad = values.min() if values.min() < 0 else values.max()
         raise MaskError(message(name, f"numbers from 0 to {highest}", bad))
@@ -164,9 +171,11 @@ def check_numbers(
 def check_boolean(name: str, x: Any, *, numbers: bool = True) -> None:
     """Raise MaskError unless `x` is boolean; with `numbers`, whole zeros and ones pass too."""
     values = frameworks.host(x)
-    dtype = str(getattr(x, "dtype", None) or getattr(values, "dtype", "?"))
+    dtype = str(getattr(x, "dtype", None) or getattr(values, "dtype", "?")).removeprefix("torch.")
     if "bool" in dtype:
         return
+    if values is not None and values.dtype.kind == "O":
+        dtype = "object (a ragged list?)"
     if numbers and values is not None and values.dtype.kind in "iu" and np.isin(values, (0, 1)).all():
         return
     hint = "an additive mask of 0 and -inf is a bias: pass it as bias=" if "float" in dtype else "compare it: array > 0"

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from attnscore import frameworks
+from attnscore.checks import check_choice, shown
 from attnscore.errors import ArgumentError, message
 from attnscore.scoring.additive import Additive
 from attnscore.scoring.bilinear import Bilinear
@@ -85,13 +87,11 @@ def registered() -> tuple[str, ...]:
 def resolve(score: Any) -> Any:
     """The score object that `score` (an object or a registered name) means."""
     if isinstance(score, str):
-        if score not in _TABLE:
-            raise ArgumentError(message("score", "one of " + ", ".join(_TABLE), repr(score)))
-        return _TABLE[score]()
-    if isinstance(score, type) or not callable(getattr(score, "tile", None)):
+        return _TABLE[check_choice("score", score, tuple(_TABLE))]()
+    if isinstance(score, type) or frameworks.is_array(score) or not callable(getattr(score, "tile", None)):
         hint = f"{score.__name__}(...) makes one" if isinstance(score, type) else None
         raise ArgumentError(
-            message("score", "a registered name or a score object with a method tile", f"{score!r}", hint=hint)
+            message("score", "a registered name or a score object with a method tile", shown(score), hint=hint)
         )
     if isinstance(score, (SoftCap, Temperature)):
         # SoftCap("scaled_dot", 30.0)

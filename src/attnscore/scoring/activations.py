@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from attnscore.errors import ArgumentError, message
+from attnscore.checks import check_choice, check_number
 from attnscore.frameworks.contract import Array, Framework
 
 
@@ -56,8 +56,5 @@ NAMES = (*_TABLE, "leaky_relu")
 
 def activation(name: str, negative_slope: float = 0.01) -> Activation:
     """The activation called `name`; `negative_slope` is that of leaky_relu."""
-    if name == "leaky_relu":
-        return _leaky_relu(negative_slope)
-    if name not in _TABLE:
-        raise ArgumentError(message("activation", "one of " + ", ".join(NAMES), repr(name)))
-    return _TABLE[name]
+    check_choice("activation", name, NAMES)
+    return _leaky_relu(check_number("negative_slope", negative_slope)) if name == "leaky_relu" else _TABLE[name]

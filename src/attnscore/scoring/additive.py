@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, final
 
+from attnscore import frameworks
+from attnscore.checks import check_number
 from attnscore.errors import ShapeError, message
 from attnscore.frameworks.contract import Array, Framework, sum_to
 from attnscore.scoring.activations import activation
@@ -110,22 +112,30 @@ class Additive(Score):
         return self.lower(ops, query, key), pullback
 
     def check(self, dim: int, key_dim: int) -> None:
-        activation(self.activation)
-        shapes = {
-            name: tuple(x.shape) for name in ("w_v", "W_q", "W_k", "bias") if hasattr(x := getattr(self, name), "shape")
+        activation(self.activation, self.negative_slope)
+        check_number("negative_slope", self.negative_slope)
+        fields = {name: getattr(self, name) for name in ("w_v", "W_q", "W_k", "bias")}
+        if not frameworks.is_array(self.w_v) or not self.w_v.shape:
+            got = tuple(self.w_v.shape) if hasattr(self.w_v, "shape") else type(self.w_v).__name__
+            raise ShapeError(message("w_v", "an array (h,) or (heads, h)", got))
+        hidden = int(self.w_v.shape[-1])
+        expected = {
+            "W_q": f"(h, dim) = {(hidden, dim)}",
+            "W_k": f"(h, dim_k) = {(hidden, key_dim)}",
+            "bias": f"({hidden},)",
         }
-        if "w_v" not in shapes or not shapes["w_v"]:
-            raise ShapeError(message("w_v", "an array (h,) or (heads, h)", shapes.get("w_v", type(self.w_v).__name__)))
-        hidden = shapes["w_v"][-1]
-        for name, length, vectors in (("W_q", dim, "query"), ("W_k", key_dim, "key")):
-            wanted, got = ((hidden, length), shapes.get(name, ())[-2:]) if name in shapes else ((hidden,), (length,))
-            if wanted != got:
-                expected = f"(h, dim) = {wanted}" if name in shapes else f"{vectors} vectors of length h = {hidden}"
-                raise ShapeError(
-                    message(name, expected, got if name in shapes else f"None and {length}", shapes=shapes)
-                )
-        if self.bias is not None and shapes.get("bias", ())[-1:] != (hidden,):
-            raise ShapeError(message("bias", f"({hidden},)", shapes.get("bias"), shapes=shapes))
+        for name, shape in expected.items():
+            if fields[name] is not None and not frameworks.is_array(fields[name]):
+                raise ShapeError(message(name, f"an array {shape}, or None", type(fields[name]).__name__))
+        shapes = {name: tuple(x.shape) for name, x in fields.items() if x is not None}
+        for name, length, side in (("W_q", dim, "query"), ("W_k", key_dim, "key")):
+            if name in shapes and shapes[name][-2:] != (hidden, length):
+                raise ShapeError(message(name, expected[name], shapes[name], shapes=shapes))
+            if name not in shapes and length != hidden:
+                either = f"an array, or {side} vectors of length h = {hidden}"
+                raise ShapeError(message(name, either, f"None and {length}", shapes=shapes))
+        if shapes.get("bias", (hidden,))[-1:] != (hidden,):
+            raise ShapeError(message("bias", f"({hidden},)", shapes["bias"], shapes=shapes))
 
     def operations(self, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
         hidden = int(self.w_v.shape[-1])

@@ -17,9 +17,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from attnscore import frameworks
+from attnscore.checks import check_positive
 from attnscore.errors import ArgumentError, DtypeError, ShapeError, message
 from attnscore.frameworks.contract import Array, Framework, accumulator, sum_to
+from attnscore.problem import FLOATING
 from attnscore.scoring.forms import PARAMETER, Form, TileForm
 
 
@@ -88,10 +92,14 @@ def require_same_dim(name: str, dim: int, key_dim: int) -> None:
 
 
 def require_positive(name: str, x: Any) -> None:
-    """Raise ArgumentError unless a number, where it is one that can be read, is above 0."""
+    """Raise ArgumentError unless a number, or every one of an array that can be read, is finite and above 0."""
+    expected = "a number above 0"
+    if not frameworks.is_array(x):
+        check_positive(name, x, expected)
+        return
     values = frameworks.host(x)
-    if values is not None and (values.dtype.kind not in "iuf" or not (values > 0).all()):
-        raise ArgumentError(message(name, "a number above 0", f"{values.tolist()!r}"))
+    if values is not None and (values.dtype.kind not in "iuf" or not ((values > 0) & np.isfinite(values)).all()):
+        raise ArgumentError(message(name, expected, f"{values.reshape(-1)[:8].tolist()}"))
 
 
 def arrays_of(score: object) -> dict[str, Array]:
@@ -112,8 +120,9 @@ def check_score_arrays(ops: Framework, score: object, query: Array) -> None:
     """Raise unless the score's arrays are of the caller's framework, floating, and on the device of `query`."""
     for name, x in arrays_of(score).items():
         frameworks.of({"query": query, name: x})
+        frameworks.check_devices(ops, query, {name: x})
         if not ops.is_floating(x):
-            raise DtypeError(message(name, "a floating dtype", ops.dtype(x)))
+            raise DtypeError(message(name, FLOATING, ops.dtype(x)))
 
 
 def generic_form(ops: Framework, score: Any, query: Array, key: Array) -> TileForm:

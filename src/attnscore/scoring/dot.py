@@ -10,7 +10,10 @@ import math
 from dataclasses import dataclass
 from typing import Any, final
 
+import numpy as np
+
 from attnscore import frameworks
+from attnscore.checks import check_number, is_number, shown
 from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.frameworks.contract import Array, Framework, sum_to
 from attnscore.scoring.contract import (
@@ -113,8 +116,12 @@ class ScaledDot(Score):
 
     def check(self, dim: int, key_dim: int) -> None:
         require_same_dim("scaled dot product", dim, key_dim)
-        if not (self.scale is None or frameworks.is_array(self.scale) or isinstance(self.scale, (int, float))):
-            raise ArgumentError(message("scale", "a number, an array or None", type(self.scale).__name__))
+        if self.scale is None or frameworks.is_array(self.scale):
+            return
+        if not is_number(self.scale):
+            got = f"{type(self.scale).__name__} {shown(self.scale)}"
+            raise ArgumentError(message("scale", "a number, an array or None", got))
+        check_number("scale", self.scale)
 
     def operations(self, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
         return 2 * query_len * key_len * dim + query_len * key_len
@@ -136,18 +143,26 @@ class ScaledDot(Score):
         if shape[-3] in (1, heads * groups):
             split: tuple[int, ...] = (1, 1) if shape[-3] == 1 else (heads, groups)
             shape = (*shape[:-3], *split, *shape[-2:])
-        elif heads * groups == 1:
+        elif heads * groups == 1 and len(self.scale.shape) > 1:
             # (batch, 1, 1) for inputs without heads
             shape = (*shape[:-2], 1, 1, *shape[-2:])
         else:
             raise ShapeError(message("scale", f"({heads * groups},) or a shape with heads on axis -3", shape))
-        if 1 not in shape[-2:] or shape[-2] not in (1, query.shape[-2]) or shape[-1] not in (1, key.shape[-2]):
+        lead = np.broadcast_shapes(tuple(query.shape[:-4]), tuple(key.shape[:-4]))
+        fits = len(shape) - 4 <= len(lead) and all(
+            mine in (1, whole) for mine, whole in zip(reversed(shape[:-4]), reversed(lead), strict=False)
+        )
+        if (
+            not fits
+            or 1 not in shape[-2:]
+            or shape[-2] not in (1, query.shape[-2])
+            or shape[-1] not in (1, key.shape[-2])
+        ):
             raise ShapeError(
                 message(
                     "scale",
                     "an array that broadcasts to (..., query, key) and is constant along one of the two",
                     tuple(self.scale.shape),
-                    shapes={"query": tuple(query.shape), "key": tuple(key.shape)},
                 )
             )
         return ops.reshape(self.scale, shape)

@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, final
 
+from attnscore import frameworks
+from attnscore.errors import FrameworkError, ShapeError, message
 from attnscore.frameworks.contract import Array, Framework
 from attnscore.scoring.activations import Activation
 
@@ -241,7 +243,7 @@ class TileForm(Form):
         names = list(self.parameters)
 
         def tile(query: Array, key: Array, *parameters: Array) -> Array:
-            return _with(self.score, dict(zip(names, parameters, strict=True))).tile(ops, query, key)
+            return checked_tile(ops, _with(self.score, dict(zip(names, parameters, strict=True))), query, key)
 
         inputs = (self.query, self.key, *self.parameters.values())
         if hasattr(self.score, "tile_gradient"):
@@ -261,6 +263,17 @@ class TileForm(Form):
             return {"query": query, "key": key, **self._prefixed(dict(zip(names, parameters, strict=True)))}
 
         return scores, derived
+
+
+def checked_tile(ops: Framework, score: Any, query: Array, key: Array) -> Array:
+    """``score.tile``, with an error that names the score when what it gives are no scores."""
+    scores, owner = score.tile(ops, query, key), f"tile of {type(score).__name__}"
+    if not frameworks.is_array(scores):
+        raise FrameworkError(message(owner, "an array", type(scores).__name__))
+    wanted = (query.shape[-2], key.shape[-2])
+    if tuple(scores.shape[-2:]) != wanted:
+        raise ShapeError(message(owner, f"scores (..., query, key) = {wanted}", tuple(scores.shape)))
+    return scores
 
 
 def _with(score: Any, arrays: Mapping[str, Array]) -> Any:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, final
 
-from attnscore.errors import ArgumentError, message
+from attnscore.checks import check_positive
 from attnscore.frameworks.contract import Array, Framework
 from attnscore.scoring.contract import Pullback, Score, check, lower, lower_pullback
 from attnscore.scoring.forms import Form
@@ -47,7 +46,7 @@ class SoftCap(Score):
         return form.capped(float(self.cap)), pullback
 
     def check(self, dim: int, key_dim: int) -> None:
-        _require_number("cap", self.cap)
+        check_positive("cap", self.cap)
         check(self.score, dim, key_dim)
 
     def operations(self, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
@@ -82,13 +81,8 @@ class Temperature(Score):
         return form.scaled(1 / float(self.T)), pullback
 
     def check(self, dim: int, key_dim: int) -> None:
-        _require_number("T", self.T)
+        check_positive("T", self.T)
         check(self.score, dim, key_dim)
 
     def operations(self, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
         return int(self.score.operations(query_len, key_len, dim, key_dim)) + query_len * key_len
-
-
-def _require_number(name: str, x: object) -> None:
-    if isinstance(x, bool) or not isinstance(x, (int, float)) or not (0 < x < math.inf):
-        raise ArgumentError(message(name, "a finite number above 0", f"{x!r}"))

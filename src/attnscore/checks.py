@@ -1,0 +1,64 @@
+"""Checks of plain values: numbers, whole numbers, flags, names. Each raises ArgumentError naming the argument."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Integral, Real
+from typing import Any
+
+from attnscore.errors import ArgumentError, message
+
+
+def is_number(x: object) -> bool:
+    """A real number of Python or a NumPy scalar; not a flag."""
+    return isinstance(x, Real) and not isinstance(x, bool)
+
+
+def is_whole(x: object) -> bool:
+    """A whole number of Python or a NumPy scalar; not a flag."""
+    return isinstance(x, Integral) and not isinstance(x, bool)
+
+
+def shown(x: object) -> str:
+    """A value in a message: an array by type and shape, everything else by its repr, cut short."""
+    shape = getattr(x, "shape", None)
+    if shape is not None and not isinstance(x, type):
+        return f"{type(x).__name__} of shape {tuple(shape)}" if tuple(shape) else f"{x!r}"
+    text = repr(x)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def check_positive(name: str, x: Any, expected: str = "a finite number above 0") -> float:
+    """A finite number above 0."""
+    if not is_number(x) or not _finite(x) or not x > 0:
+        raise ArgumentError(message(name, expected, shown(x)))
+    return float(x)
+
+
+def check_number(name: str, x: Any) -> float:
+    """A finite number."""
+    if not is_number(x) or not _finite(x):
+        raise ArgumentError(message(name, "a number (finite)", shown(x)))
+    return float(x)
+
+
+def check_count(name: str, x: Any) -> int:
+    """A whole number, 0 or more."""
+    if not is_whole(x) or x < 0:
+        raise ArgumentError(message(name, "a whole number, 0 or more", shown(x)))
+    return int(x)
+
+
+def check_choice(name: str, x: Any, choices: Sequence[str]) -> str:
+    """One of the names in `choices`."""
+    if not isinstance(x, str) or x not in choices:
+        raise ArgumentError(message(name, "one of " + ", ".join(choices), shown(x)))
+    return x
+
+
+def _finite(x: Real) -> bool:
+    try:
+        return math.isfinite(float(x))
+    except OverflowError:
+        return False

@@ -1,0 +1,115 @@
+"""check_kernel: what a way to run must meet."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from attnscore import frameworks, kernels, tiling
+from attnscore.engine import RowGradients
+from attnscore.errors import ArgumentError, message
+from attnscore.frameworks.contract import Array, Framework
+from attnscore.kernels import Kernel, Run
+from attnscore.masking import Causal, Dense
+from attnscore.pose import pose
+from attnscore.problem import Problem
+from attnscore.scoring import Additive, Gaussian
+from attnscore.softmax import STATISTICS
+from attnscore.testing.compare import against_dense, check_differences, fixed_weights, native, values_of
+
+
+def check_kernel(kernel: str | Kernel, *, like: Array | None = None, seed: int = 0) -> None:
+    """Check a way to run: results, statistics and gradients on odd sizes, masks, bias, sink, dropout and empty rows.
+
+    What `kernel` says it cannot run (``reasons_against``) is passed over; of the others the output and all statistics
+    are held to the dense kernel in float64, two runs to each other, and gradients to finite differences.
+
+    Parameters
+    ----------
+    kernel : a kernel object, or a name among ``attnscore.available()["kernels"]``
+    like : array, optional
+        An array of the framework, on the device, to check with; None: NumPy.
+    seed : int
+
+    Raises
+    ------
+    AssertionError
+    ArgumentError
+        There is no kernel of that name.
+
+    Examples
+    --------
+    >>> from attnscore.testing import check_kernel
+    >>> check_kernel("streaming")
+    """
+    if isinstance(kernel, str):
+        if kernel not in kernels.table():
+            raise ArgumentError(message("kernel", "one of " + ", ".join(kernels.table()), repr(kernel)))
+        kernel = kernels.table()[kernel]
+    home = np.zeros(1) if like is None else like
+    ops = frameworks.of({"like": home})
+    rng = np.random.default_rng(seed)
+    for label, shapes, arguments in _problems(ops, home, rng):
+        inputs = {name: native(ops, rng.standard_normal(shape), home) for name, shape in shapes.items()}
+        with ops.quiet():
+            problem, _ = pose(inputs["query"], inputs["key"], inputs["value"], statistics=STATISTICS, **arguments)
+            if kernel.reasons_against(problem):
+                continue
+            try:
+                against_dense(problem, kernel)
+                if ops.has_autodiff or kernel.own_gradient:
+                    _check_run(ops, dataclasses.replace(problem, statistics=("entropy",)), kernel, rng)
+            except AssertionError as error:
+                raise AssertionError(f"{label}: {error}") from None
+
+
+def _problems(
+    ops: Framework, home: Array, rng: np.random.Generator
+) -> Iterator[tuple[str, dict[str, tuple[int, ...]], dict[str, Any]]]:
+    """(label, shapes, arguments): sizes of one, prime, grouped heads, broadcast batch; every kind of extra."""
+
+    def numbers(*shape: int) -> Array:
+        return native(ops, rng.standard_normal(shape), home)
+
+    def sizes(query: int, key: int, heads: int = 1, key_heads: int = 1, dim: int = 4) -> dict[str, tuple[int, ...]]:
+        lead = (2, key_heads, key)
+        return {"query": (2, heads, query, dim), "key": (*lead, dim), "value": (*lead, 3)}
+
+    hiding = np.where(rng.random((2, 1, 5, 7)) < 0.3, -np.inf, 0.5)
+    yield "one query, one key", sizes(1, 1), {}
+    yield "grouped heads", sizes(5, 7, 4, 2), {"score": "dot"}
+    yield "causal, empty rows", sizes(7, 5, 2, 2), {"mask": Causal("bottom_right")}
+    yield "lengths, sink", sizes(5, 7, 4, 2), {"valid_lens": [0, 4], "sink": numbers(4)}
+    yield "array mask", sizes(5, 7), {"mask": Dense(rng.random((2, 1, 5, 7)) < 0.5), "score": Gaussian(0.8)}
+    yield "bias that hides", sizes(5, 7, 2, 1), {"bias": native(ops, hiding, home), "score": "cosine"}
+    yield "additive", sizes(5, 7, 2, 2), {"score": Additive(numbers(3), numbers(3, 4), numbers(3, 4))}
+    yield "dropout", sizes(5, 7, 2, 2), {"dropout": 0.4, "seed": 3}
+
+
+def _check_run(ops: Framework, problem: Problem, kernel: Kernel, rng: np.random.Generator) -> None:
+    """Gradients of out, log-sum-exp and entropy for every operand against finite differences of the same kernel."""
+    run = Run(kernel, problem, tiling.plan(problem, (2, 3)))
+    operands = run.operands()
+
+    def total(**arrays: Array) -> Array:
+        result = run.result(run.forward(tuple(arrays.values())))
+        rows = (result.out, result.log_sum_exp, result.statistics["entropy"])
+        return ops.concat([ops.reshape(ops.where(ops.isfinite(x), x, 0.0), (-1,)) for x in rows], 0)
+
+    if kernel.own_gradient:
+        result = kernel.forward(problem, run.plan)
+        rows = (result.out, result.log_sum_exp, result.statistics["entropy"])
+        ends = np.cumsum([0, *(int(np.prod(x.shape)) for x in rows)])
+        weights = fixed_weights((int(ends[-1]),))
+        seeds = (native(ops, weights[ends[i] : ends[i + 1]].reshape(tuple(x.shape)), x) for i, x in enumerate(rows))
+        found = kernel.backward(problem, run.plan, result, RowGradients(*seeds))
+    else:
+        out, pullback = ops.vjp(lambda *arrays: total(**dict(zip(operands, arrays, strict=True))), [*operands.values()])
+        grads = pullback(native(ops, fixed_weights(tuple(out.shape)), out))
+        found = dict(zip(operands, grads, strict=True))
+    finite = {name: x for name, x in operands.items() if ops.surely_finite(x)}
+    values = {name: values_of(ops, found[name]) for name in finite}
+    check_differences(ops, kernel.name, lambda **arrays: total(**{**operands, **arrays}), finite, values, rng)

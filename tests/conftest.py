@@ -1,0 +1,28 @@
+"""Fixtures that the generic tests share."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from attnscore import tiling
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 4 x 4 scores: inputs of a dozen positions are then walked over in many tiles, some of them partial."""
+    monkeypatch.setattr(tiling, "TILE_SCORES", 1)
+    monkeypatch.setattr(tiling, "SMALLEST_TILE", 4)
+
+
+@pytest.fixture
+def torch_seed() -> int:
+    """torch's own generator, set; restored by the next test that needs it."""
+    torch.manual_seed(0)
+    return 0

@@ -1,0 +1,336 @@
+"""One call on every side: the reference, the plain version, and attnscore in each framework, all as named NumPy arrays.
+
+Names: ``out``, the statistics, and ``grad.query``, ``grad.score.W_q`` and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+
+import attnscore as ats
+import oracle
+from attnscore.statistics import AttentionStats
+from cases import MASK, SCORE, MaskCase, Score, Sizes
+from tape import Var, gradients
+
+Results = dict[str, np.ndarray]
+STATISTICS = AttentionStats._fields
+NUMPY_DTYPE = {
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
+}
+EPS = {name: float(torch.finfo(getattr(torch, name)).eps) for name in NUMPY_DTYPE}
+WIDE = {"float16": np.float64, "bfloat16": np.float64, "float32": np.float64, "float64": np.longdouble}
+
+
+def accumulator(dtype: str) -> str:
+    return "float64" if dtype == "float64" else "float32"
+
+
+def tensor(x: np.ndarray, **options: Any) -> torch.Tensor:
+    """A torch tensor of the same dtype and values; torch cannot read ml_dtypes."""
+    if x.dtype == ml_dtypes.bfloat16:
+        return torch.tensor(x.astype(np.float32), dtype=torch.bfloat16, **options)
+    return torch.tensor(x, **options)
+
+
+def array(x: Any) -> np.ndarray:
+    """Values as NumPy, 16-bit floats widened."""
+    if isinstance(x, torch.Tensor):
+        x = x.detach()
+        x = (x.float() if x.dtype == torch.bfloat16 else x).numpy()
+    return x.astype(np.float32) if x.dtype == ml_dtypes.bfloat16 else x
+
+
+def dtype_of(x: Any) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a caller's axes become (..., head, length, dim), in the methods that torch and Var share."""
+
+    axes: int = 4
+    head_axis: int = -3
+
+    def inward(self, x: Any) -> Any:
+        while len(x.shape) < self.axes:
+            x = x.unsqueeze(0)
+        if self.axes == 2:
+            return x.unsqueeze(0).unsqueeze(0)
+        if self.axes == 3:
+            return x.unsqueeze(1)
+        return x if self.head_axis == -3 else x.transpose(-3, -2)
+
+    def outward(self, x: np.ndarray, *, rows: bool) -> np.ndarray:
+        """A result (..., head, query, value_dim) or, with `rows`, (..., head, query) on the caller's axes."""
+        if self.axes == 2:
+            return x[0, 0]
+        if self.axes == 3:
+            return x[:, 0]
+        return x if self.head_axis == -3 else x.swapaxes(-1, -2) if rows else x.swapaxes(-2, -3)
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of attend with incoming gradients; arrays are NumPy's, in the dtype of the call."""
+
+    score: Score
+    dtype: str
+    query: np.ndarray
+    key: np.ndarray
+    value: np.ndarray
+    visible: np.ndarray
+    """(..., head, query, key)."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)
+    """Of the score."""
+    bias: np.ndarray | None = None
+    sink: np.ndarray | None = None
+    seeds: dict[str, np.ndarray] = field(default_factory=dict)
+    """Gradients that come into out, log_sum_exp and entropy, on the oracle's axes."""
+    layout: Layout = Layout()
+    keep: np.ndarray | None = None
+    """What dropout multiplies each weight with."""
+
+    @property
+    def leaves(self) -> dict[str, np.ndarray]:
+        """Everything that gets a gradient."""
+        found = {"query": self.query, "key": self.key, "value": self.value}
+        found |= {name: x for name, x in (("bias", self.bias), ("sink", self.sink)) if x is not None}
+        return found | {f"score.{name}": x for name, x in self.arrays.items()}
+
+    def formulas(self, leaves: Mapping[str, Any], convert: Any) -> dict[str, Any]:
+        """Everything by the oracle, on whatever kind of arrays the leaves are."""
+        heads = self.visible.shape[-3]
+        query, key, value = (oracle.spread(self.layout.inward(leaves[n]), heads) for n in ("query", "key", "value"))
+        own = {name: leaves[f"score.{name}"] for name in self.arrays}
+        visible = convert(np.ascontiguousarray(self.visible))
+        s = self.score.formula(query, key, **own)
+        s = s + (s * 0).where(visible, 0)  # on all axes of the scores, also where only the value has them
+        hidden = None if self.bias is None else convert(array(self.bias) == -np.inf)
+        s, visible = oracle.masked_scores(s, visible, leaves.get("bias"), hidden)
+        keep = None if self.keep is None else type(query)(self.keep)
+        return {"scores": s, **oracle.attention(s, value, visible, leaves.get("sink"), keep)}
+
+    def _answer(self, outputs: Mapping[str, Any], grads: Mapping[str, Any]) -> Results:
+        found = {
+            name: self.layout.outward(array(x), rows=name in STATISTICS)
+            for name, x in outputs.items()
+            if name in ("out", *STATISTICS)
+        }
+        return found | {f"grad.{name}": array(grad) for name, grad in grads.items()}
+
+    @cached_property
+    def _wide(self) -> tuple[dict[str, Var], dict[str, Var]]:
+        leaves = {name: Var(array(x).astype(WIDE[self.dtype])) for name, x in self.leaves.items()}
+        with np.errstate(all="ignore"):
+            return leaves, self.formulas(leaves, lambda x: x)
+
+    def _wide_gradients(self, absolute: bool) -> dict[str, np.ndarray]:
+        leaves, outputs = self._wide
+        with np.errstate(all="ignore"):
+            found = gradients(
+                [outputs[name] for name in self.seeds],
+                [array(seed) for seed in self.seeds.values()],
+                list(leaves.values()),
+                absolute=absolute,
+            )
+        return dict(zip(leaves, found, strict=True))
+
+    @cached_property
+    def reference(self) -> Results:
+        outputs = {name: x.data for name, x in self._wide[1].items()}
+        return self._answer(outputs, self._wide_gradients(absolute=False))
+
+    @property
+    def weights(self) -> np.ndarray:
+        """The reference's matrix of weights, on the oracle's axes."""
+        return self._wide[1]["weights"].data
+
+    @property
+    def scores(self) -> np.ndarray:
+        return self._wide[1]["scores"].data
+
+    @cached_property
+    def scale(self) -> dict[str, float]:
+        """What the error of each result is relative to."""
+        s = self.scores[np.isfinite(self.scores)]
+        level = float(max(1, np.abs(s).max(initial=0), self._magnitude()))
+        keys = float(max(2, self.visible.shape[-1]))
+        found = dict.fromkeys(STATISTICS, 1.0) | {
+            # d(p^2) = 2 p dp
+            "sum_sq_weights": 2.0,
+            "out": float(np.abs(array(self.value)).max(initial=0)),
+            "log_sum_exp": level + np.log(keys), "max_score": level, "mean_score": level, "var_score": level**2,
+            "entropy": level + np.log(keys),
+        }  # fmt: skip
+        return found | {
+            f"grad.{name}": float(np.abs(grad).max(initial=0)) for name, grad in self._wide_gradients(True).items()
+        }
+
+    def _magnitude(self) -> float:
+        """sum |q_l k_l| |scale| for products, sum |w_v| for additive scores; for others the scores themselves."""
+        if self.score.magnitude == "additive":
+            return float(np.abs(array(self.arrays["w_v"])).sum(-1).max())
+        if self.score.magnitude != "product" or 0 in self.visible.shape:
+            return 0.0
+        size = {name: Var(np.abs(array(x)).astype(np.float64)) for name, x in self.leaves.items()}
+        heads = self.visible.shape[-3]
+        query, key = (oracle.spread(self.layout.inward(size[name]), heads) for name in ("query", "key"))
+        return float(self.score.formula(query, key, **{n: size[f"score.{n}"] for n in self.arrays}).data.max())
+
+    @cached_property
+    def plain(self) -> Results:
+        """The textbook in the dtype of the call, with torch's own autodiff."""
+        leaves = {name: tensor(x, requires_grad=True) for name, x in self.leaves.items()}
+        outputs = self.formulas(leaves, torch.from_numpy)
+        grads = torch.autograd.grad(
+            [outputs[name] for name in self.seeds],
+            list(leaves.values()),
+            [tensor(seed).to(outputs[name].dtype) for name, seed in self.seeds.items()],
+        )
+        return self._answer(outputs, dict(zip(leaves, grads, strict=True)))
+
+    # ------------------------------------------------------- attnscore itself
+
+    def _keywords(self, convert: Any, leaves: Mapping[str, Any]) -> dict[str, Any]:
+        score = self.score.make(**{name: leaves[f"score.{name}"] for name in self.arrays})
+        extras = {name: leaves[name] for name in ("bias", "sink") if name in leaves}
+        masks = {n: convert(x) if isinstance(x, np.ndarray) else x for n, x in self.arguments.items()}
+        return {"score": score, "head_axis": self.layout.head_axis, **masks, **extras}
+
+    def seed_outward(self, name: str, dtype: str) -> np.ndarray:
+        return self.layout.outward(self.seeds[name], rows=name != "out").astype(NUMPY_DTYPE[dtype])
+
+    def numpy(self, **options: Any) -> dict[str, Any]:
+        """attend_vjp; without gradients where the score has none in NumPy."""
+        keywords = self._keywords(lambda x: x, self.leaves) | options
+        arrays = self.query, self.key, self.value
+        if self.score.derived or keywords.get("kernel") == "dense":
+            out, stats = ats.attend(*arrays, return_stats=True, **keywords)
+            return {"out": out, **stats._asdict()}
+        (out, stats), pullback = ats.attend_vjp(*arrays, return_stats=True, **keywords)
+        wide = accumulator(self.dtype)
+        grads = pullback(
+            self.seed_outward("out", self.dtype),
+            *(self.seed_outward(n, wide) if n in self.seeds else None for n in ("log_sum_exp", "entropy")),
+        )
+        found = {n: x for n, x in grads._asdict().items() if n != "score" and x is not None}
+        found |= {f"score.{name}": x for name, x in grads.score.items()}
+        return {"out": out, **stats._asdict(), **{f"grad.{name}": x for name, x in found.items()}}
+
+    def torch(self, **options: Any) -> dict[str, Any]:
+        leaves = {name: tensor(x, requires_grad=True) for name, x in self.leaves.items()}
+        keywords = self._keywords(torch.from_numpy, leaves) | options
+        out, stats = ats.attend(leaves["query"], leaves["key"], leaves["value"], return_stats=True, **keywords)
+        outputs = {"out": out, **stats._asdict()}
+        grads = torch.autograd.grad(
+            [outputs[name] for name in self.seeds],
+            list(leaves.values()),
+            [tensor(self.seed_outward(n, self.dtype if n == "out" else accumulator(self.dtype))) for n in self.seeds],
+        )
+        return outputs | {f"grad.{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+
+    def run(self, framework: str, **options: Any) -> dict[str, Any]:
+        return self.numpy(**options) if framework == "numpy" else self.torch(**options)
+
+    def check(self, got: Mapping[str, Any]) -> None:
+        """Assert that every result is as accurate as ``numerics`` defines it, and of the right shape and dtype."""
+        assert set(got) == set(self.reference) or (self.score.derived or "grad.query" not in got)
+        problems = [text for name, x in got.items() if (text := self._problem(name, x))]
+        assert not problems, "\n".join(problems)
+
+    def _problem(self, name: str, x: Any) -> str | None:
+        want = self.reference[name]
+        dtype = accumulator(self.dtype) if name in STATISTICS else self.dtype
+        if tuple(x.shape) != want.shape or dtype_of(x) != dtype:
+            return f"{name}: expected {dtype} {want.shape}, got {dtype_of(x)} {tuple(x.shape)}"
+        error, plain = _largest(array(x), want), _largest(self.plain[name], want)
+        allowed = max(2 * plain if np.isfinite(plain) else 0.0, 8 * EPS[dtype_of(x)] * self.scale[name])
+        if error <= allowed:
+            return None
+        return f"{name}: error {error:.3g}, allowed {allowed:.3g} (plain {plain:.3g}, scale {self.scale[name]:.3g})"
+
+
+def _largest(x: np.ndarray, want: np.ndarray) -> float:
+    """Largest error, where infinities must agree; NaN counts as infinitely wrong."""
+    with np.errstate(all="ignore"):
+        difference = np.where(x == want, 0, np.abs(x.astype(want.dtype) - want))
+    return float(np.where(np.isnan(difference), np.inf, difference).max(initial=0))
+
+
+# --------------------------------------------------------- making calls
+
+EXTRAS: dict[str, tuple[str | None, str | None, tuple[str, ...]]] = {
+    "": (None, None, ("out",)),
+    "bias": ("full", None, ("out", "log_sum_exp")),
+    "bias-sink": ("heads", "heads", ("out", "entropy")),
+    "sink": (None, "one", ("out", "log_sum_exp", "entropy")),
+    "hiding-bias": ("hiding", "heads", ("out", "log_sum_exp", "entropy")),
+    "key-bias": ("keys", None, ("out", "entropy")),
+    "row-bias": ("rows", None, ("out",)),
+}
+"""What else is in a call: bias, sink, and the results through which a gradient comes in."""
+
+
+def _bias(kind: str | None, sizes: Sizes, rng: np.random.Generator) -> np.ndarray | None:
+    if kind is None:
+        return None
+    b, h, n, m = sizes.batch, sizes.heads, sizes.queries, sizes.keys
+    shapes = {"full": (b, h, n, m), "hiding": (b, h, n, m), "heads": (h, 1, m), "keys": (b, 1, 1, m), "rows": (n, 1)}
+    found = rng.standard_normal(shapes[kind])
+    if kind == "hiding":
+        found[rng.random(found.shape) < 0.2] = -np.inf
+    return found
+
+
+@lru_cache(maxsize=32)
+def make_call(
+    score: str, mask: str = "none", dtype: str = "float32", extras: str = "", sizes: Sizes | None = None, seed: int = 0
+) -> Call:
+    """The call of a row of the table of scores and one of masks, with random arrays."""
+    return build_call(SCORE[score], MASK[mask], dtype, extras, sizes, seed)
+
+
+def build_call(
+    score: Score, mask: MaskCase, dtype: str, extras: str = "", sizes: Sizes | None = None, seed: int = 0
+) -> Call:
+    rng = np.random.default_rng(seed)
+    sizes = sizes or Sizes(queries=mask.lengths[0], keys=mask.lengths[1])
+    sizes = score.sized(sizes)
+    query = rng.standard_normal((sizes.batch, sizes.heads, sizes.queries, sizes.dim))
+    key = rng.standard_normal((sizes.batch, sizes.key_heads, sizes.keys, sizes.key_dim))
+    value = rng.standard_normal((sizes.batch, sizes.key_heads, sizes.keys, sizes.value_dim))
+    if score.prepare:
+        score.prepare(query, key)
+    bias, sink, seeded = EXTRAS[extras]
+    arrays = {name: rng.standard_normal(shape) * 0.8 for name, shape in score.shapes(sizes).items()}
+    for name in ("bandwidth", "rate"):
+        if name in arrays:
+            arrays[name] = 0.7 + np.abs(arrays[name])
+    rows = (sizes.batch, sizes.heads, sizes.queries)
+    seeds = {n: rng.standard_normal((*rows, sizes.value_dim) if n == "out" else rows) for n in seeded}
+    kind = NUMPY_DTYPE[dtype]
+    return Call(
+        score=score,
+        dtype=dtype,
+        query=query.astype(kind),
+        key=key.astype(kind),
+        value=value.astype(kind),
+        visible=mask.visible(sizes),
+        arguments=mask.arguments(sizes),
+        arrays={name: np.asarray(x).astype(kind) for name, x in arrays.items()},
+        bias=None if bias is None else _bias(bias, sizes, rng).astype(kind),
+        sink=None if sink is None else rng.standard_normal(() if sink == "one" else sizes.heads)[()].astype(kind),
+        seeds={name: x.astype(kind if name == "out" else NUMPY_DTYPE[accumulator(dtype)]) for name, x in seeds.items()},
+    )

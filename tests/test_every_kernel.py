@@ -1,0 +1,94 @@
+"""Every kernel against the oracle and against the others, on one of each family of scores and of masks.
+
+kernel x score x mask x framework is the full product over the families, in float32 and float64; that each score and
+mask is right in the kernel that runs by default is the subject of ``test_every_score``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import attnscore as ats
+from attnscore import ArgumentError, KernelUnavailable
+from attnscore.testing import check_kernel
+from cases import FRAMEWORKS, KERNELS, SOME_MASKS, SOME_SCORES
+from runs import EXTRAS, Call, array, make_call, tensor
+
+frameworks = pytest.mark.parametrize("framework", FRAMEWORKS)
+kernels = pytest.mark.parametrize("kernel", KERNELS)
+
+
+@frameworks
+@kernels
+@pytest.mark.parametrize("extras", ["bias-sink", "hiding-bias"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("mask", [mask.name for mask in SOME_MASKS])
+@pytest.mark.parametrize("score", [score.name for score in SOME_SCORES])
+def test_against_the_oracle(
+    score: str, mask: str, dtype: str, extras: str, kernel: str, framework: str, small_tiles: None
+) -> None:
+    call = make_call(score, mask, dtype, extras)
+    call.check(call.run(framework, kernel=kernel))
+
+
+@frameworks
+@kernels
+def test_check_kernel(kernel: str, framework: str) -> None:
+    check_kernel(kernel, like=np.zeros(1) if framework == "numpy" else torch.zeros(1))
+
+
+def test_every_kernel_is_in_the_table() -> None:
+    assert sorted(KERNELS) == sorted(ats.available()["kernels"])
+
+
+@frameworks
+@kernels
+@pytest.mark.parametrize("score", ["scaled_dot", "additive-tanh-bias", "own-tile"])
+def test_the_same_bits_from_run_to_run(score: str, kernel: str, framework: str, small_tiles: None) -> None:
+    call = make_call(score, "nested", "float32", "hiding-bias")
+    first, second = (call.run(framework, kernel=kernel) for _ in range(2))
+    for name, x in first.items():
+        np.testing.assert_array_equal(array(x), array(second[name]), err_msg=name)
+
+
+@pytest.mark.parametrize("extras", [name or "nothing-else" for name in EXTRAS])
+@pytest.mark.parametrize("mask", [mask.name for mask in SOME_MASKS])
+@pytest.mark.parametrize("score", [score.name for score in SOME_SCORES])
+def test_tile_size_does_not_matter(score: str, mask: str, extras: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One tile, and tiles down to a single score."""
+    call = make_call(score, mask, "float64", extras.replace("nothing-else", ""))
+    for smallest in (1, 2, 5, 1000):
+        monkeypatch.setattr("attnscore.tiling.TILE_SCORES", 1)
+        monkeypatch.setattr("attnscore.tiling.SMALLEST_TILE", smallest)
+        call.check(call.numpy())
+
+
+def _arrays(call: Call, framework: str) -> list[Any]:
+    return [tensor(x) if framework == "torch" else x for x in (call.query, call.key, call.value)]
+
+
+@frameworks
+def test_an_unknown_kernel(framework: str) -> None:
+    with pytest.raises(ArgumentError, match=r"kernel: expected one of auto, .*'fast'"):
+        ats.attend(*_arrays(make_call("dot"), framework), kernel="fast")
+
+
+def test_the_dense_kernel_has_no_gradient_in_numpy() -> None:
+    with pytest.raises(KernelUnavailable, match="dense"):
+        call = make_call("dot")
+        out, pullback = ats.attend_vjp(call.query, call.key, call.value, kernel="dense")
+        pullback(out)
+
+
+@frameworks
+def test_auto_never_takes_the_matrix(framework: str) -> None:
+    """Quadratic memory is for whoever asks for it by name."""
+    for length in (1, 2, 64):
+        x = np.ones((1, 1, length, 4), np.float32)
+        arrays = [tensor(x) if framework == "torch" else x] * 3
+        assert ats.explain(*arrays).kernel == "streaming"
+        assert ats.explain(*arrays, kernel="dense").kernel == "dense"

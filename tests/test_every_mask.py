@@ -1,0 +1,228 @@
+"""Every mask against what the documentation says of it, pair by pair, and every way of giving its numbers.
+
+`sees` in the table is a hand-written predicate; ``materialize``, ``intervals``, the plan of tiles and the weights of a
+call are all held to it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import attnscore as ats
+from attnscore import tiling
+from attnscore.masking import Mask
+from attnscore.pose import pose
+from cases import FRAMEWORKS, MASK, MASKS, MaskCase, Sizes
+from runs import make_call, tensor
+
+frameworks = pytest.mark.parametrize("framework", FRAMEWORKS)
+masks = pytest.mark.parametrize("case", MASKS, ids=[case.name for case in MASKS])
+
+
+def sizes_of(case: MaskCase) -> Sizes:
+    return Sizes(queries=case.lengths[0], keys=case.lengths[1])
+
+
+def mask_object(case: MaskCase) -> Mask | None:
+    """The arguments of the call as one mask."""
+    arguments = case.arguments(sizes_of(case))
+    found = arguments.get("mask")
+    if isinstance(found, np.ndarray):
+        found = ats.Dense(found)
+    if "valid_lens" in arguments:
+        lens = ats.ValidLens(arguments["valid_lens"])
+        found = lens if found is None else found & lens
+    return found
+
+
+_PER_HEAD = ("array-3d", "Dense-rows", "and-array")
+
+
+@masks
+def test_materialize(case: MaskCase) -> None:
+    sizes, mask = sizes_of(case), mask_object(case)
+    if mask is None:
+        return
+    if case.name in _PER_HEAD:
+        # Without heads in sight, three axes are (batch, query, key).
+        found = mask.materialize(sizes.queries, sizes.keys, sizes.heads)
+        np.testing.assert_array_equal(found, case.visible(sizes)[0])
+        return
+    found = mask.materialize(sizes.queries, sizes.keys, sizes.batch)
+    assert found.dtype == bool
+    wide = found if found.ndim == 4 else found[:, None]
+    np.testing.assert_array_equal(np.broadcast_to(wide, case.visible(sizes).shape), case.visible(sizes))
+
+
+@masks
+def test_intervals(case: MaskCase) -> None:
+    sizes, mask = sizes_of(case), mask_object(case)
+    if mask is None:
+        return
+    intervals = mask.intervals(sizes.queries, sizes.keys, sizes.batch)
+    assert (intervals is not None) == case.intervals
+    if intervals is None:
+        return
+    start, stop = intervals
+    keys = np.arange(sizes.keys)
+    assert start.min() >= 0 and stop.max() <= sizes.keys and (start <= stop).all()
+    found = (keys >= start[..., None]) & (keys < stop[..., None])
+    np.testing.assert_array_equal(np.broadcast_to(found[:, None], case.visible(sizes).shape), case.visible(sizes))
+
+
+@pytest.mark.parametrize("tile", [(1, 1), (3, 4), (4, 3), (100, 5), (5, 100)], ids=str)
+@masks
+def test_plan(case: MaskCase, tile: tuple[int, int]) -> None:
+    """No visible pair is skipped, and a tile that is not tested has no hidden pair."""
+    sizes = sizes_of(case)
+    query, key = np.ones((sizes.batch, sizes.heads, sizes.queries, 2)), np.ones((sizes.batch, 2, sizes.keys, 2))
+    problem, _ = pose(query, key, key, **case.arguments(sizes))
+    plan = tiling.plan(problem, tile)
+    visible = case.visible(sizes)
+    visited = np.zeros_like(visible)
+    for (first, count), segments in zip(plan.query_tiles(), plan.segments, strict=True):
+        for segment in segments:
+            block = (..., slice(first, first + count), slice(segment.start, segment.stop))
+            assert not visited[block].any()
+            visited[block] = True
+            if not segment.partial:
+                assert visible[block].all()
+    assert not (visible & ~visited).any()
+    if case.intervals:
+        shares = plan.fractions
+        assert shares["skip"] == pytest.approx(1 - visited[0, 0].mean())
+        assert sum(shares.values()) == pytest.approx(1)
+
+
+@frameworks
+@masks
+def test_hidden_weights_are_exactly_zero(case: MaskCase, framework: str, small_tiles: None) -> None:
+    call = make_call("scaled_dot", case.name)
+    arrays = [tensor(x) if framework == "torch" else x for x in (call.query, call.key, call.value)]
+    out, weights = ats.attend(*arrays, **call.arguments, return_weights=True)
+    out, weights = np.asarray(out), np.asarray(weights)
+    assert (weights[~call.visible] == 0).all()
+    assert (weights[call.visible] > 0).all()
+    sees_something = call.visible.any(-1)
+    np.testing.assert_allclose(weights.sum(-1), sees_something, atol=1e-6)
+    assert (out[~sees_something] == 0).all()
+
+
+@frameworks
+@masks
+def test_a_bias_of_minus_infinity_is_the_same(case: MaskCase, framework: str, small_tiles: None) -> None:
+    call = make_call("scaled_dot", case.name)
+    arrays = [tensor(x) if framework == "torch" else x for x in (call.query, call.key, call.value)]
+    bias = np.where(call.visible, np.float32(0), np.float32(-np.inf))
+    masked = ats.attend(*arrays, **call.arguments)
+    biased = ats.attend(*arrays, bias=tensor(bias) if framework == "torch" else bias)
+    np.testing.assert_allclose(np.asarray(masked), np.asarray(biased), atol=1e-6)
+
+
+_QUERY_IDS, _KEY_IDS = [0, 0, 1, 1, 2, 2, 3], [0, 1, 1, 1, 2, 2, 3, 4, 5, 6, 6, 6]
+KINDS: dict[str, Any] = {
+    "list": lambda x: x,
+    "tuple": lambda x: tuple(map(tuple, x)) if isinstance(x[0], list) else tuple(x),
+    "int32": lambda x: np.array(x, np.int32),
+    "uint8": lambda x: np.array(x, np.uint8),
+    "float": lambda x: np.array(x, np.float32),
+    "read-only": lambda x: np.broadcast_to(np.array(x), np.shape(x)),
+    "reversed": lambda x: np.array(x)[::-1].copy()[::-1],
+    "torch": torch.tensor,
+    "torch-float": lambda x: torch.tensor(x).float(),
+    "torch-int32": lambda x: torch.tensor(x, dtype=torch.int32),
+}
+
+
+@frameworks
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("name", "build"),
+    [
+        ("ValidLens", lambda kind: ats.ValidLens(kind([9, 4]), query_lens=kind([7, 3]))),
+        ("ValidLens", lambda kind: ats.ValidLens(kind([[9] * 7, [4] * 7]), kind([7, 3]))),
+        ("KeyRange", lambda kind: ats.KeyRange(kind([2, 0]), kind([9, 4]))),
+        ("Causal-offset-batch", lambda kind: ats.Causal(offset=kind([2, 4]))),
+        ("SlidingWindow", lambda kind: ats.SlidingWindow(1, 1, offset=kind([3, 1]))),
+        ("PrefixLM", lambda kind: ats.PrefixLM(kind([3, 6]))),
+        (
+            "Documents",
+            lambda kind: ats.Documents(kind([0, 0, 1, 1, 2, 2, 3]), kind([0, 1, 1, 1, 2, 2, 3, 4, 5, 6, 6, 6])),
+        ),
+    ],
+    ids=["ValidLens", "ValidLens-2d", "KeyRange", "Causal", "SlidingWindow", "PrefixLM", "Documents"],
+)
+def test_kinds_of_numbers(name: str, build: Any, kind: str, framework: str) -> None:
+    """Lengths, offsets and ids as lists, NumPy or torch arrays of any whole or whole-valued kind mean the same."""
+    call = make_call("scaled_dot")
+    arrays = [tensor(x) if framework == "torch" else x for x in (call.query, call.key, call.value)]
+    wanted = ats.attend(*arrays, mask=build(lambda x: np.array(x, np.int64)))
+    found = ats.attend(*arrays, mask=build(KINDS[kind]))
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
+
+
+@frameworks
+@pytest.mark.parametrize("kind", ["numpy", "torch", "read-only", "transposed"])
+@pytest.mark.parametrize("name", ["array-2d", "array-4d", "array-batch", "array-key", "KeyPadding-scattered"])
+def test_kinds_of_boolean_arrays(name: str, kind: str, framework: str, small_tiles: None) -> None:
+    call = make_call("scaled_dot", name)
+    given = call.arguments["mask"]
+    values = given if isinstance(given, np.ndarray) else given.array
+    array: Any = {
+        "numpy": lambda: values,
+        "torch": lambda: torch.from_numpy(values),
+        "read-only": lambda: np.broadcast_to(values, values.shape),
+        "transposed": lambda: np.ascontiguousarray(values.swapaxes(-1, -2)).swapaxes(-1, -2),
+    }[kind]()
+    mask = ats.KeyPadding(array) if name == "KeyPadding-scattered" else ats.Dense(array)
+    arrays = [tensor(x) if framework == "torch" else x for x in (call.query, call.key, call.value)]
+    np.testing.assert_allclose(np.asarray(ats.attend(*arrays, mask=mask)), call.reference["out"], atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["valid_lens", "valid_lens-2d"])
+def test_valid_lens_is_short_for_the_mask(name: str) -> None:
+    call = make_call("scaled_dot", name)
+    arrays = call.query, call.key, call.value
+    lens = call.arguments["valid_lens"]
+    short, long = ats.attend(*arrays, valid_lens=lens), ats.attend(*arrays, mask=ats.ValidLens(lens))
+    np.testing.assert_array_equal(short, long)
+
+
+def test_two_axes_take_one_length_or_one_per_query() -> None:
+    query, key, value = np.zeros((3, 2)), np.ones((4, 2)), np.eye(4)
+    np.testing.assert_array_equal(ats.attend(query, key, value, valid_lens=2), [[0.5, 0.5, 0, 0]] * 3)
+    expected = [[0, 0, 0, 0], [1, 0, 0, 0], [0.25] * 4]
+    np.testing.assert_array_equal(ats.attend(query, key, value, valid_lens=[0, 1, 4]), expected)
+    np.testing.assert_array_equal(ats.attend(query, key, value, mask=ats.ValidLens([0, 1, 4])), expected)
+
+
+def test_the_picture_of_the_alignments() -> None:
+    """Three queries and five keys, as the documentation draws them."""
+    top_left = ats.Causal("top_left").materialize(3, 5)[0].astype(int).tolist()
+    bottom_right = ats.Causal("bottom_right").materialize(3, 5)[0].astype(int).tolist()
+    assert top_left == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0]]
+    assert bottom_right == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("lengths", [(0, 0), (0, 3), (3, 0), (1, 1), (1, 5), (5, 1)], ids=str)
+def test_masks_of_no_or_one_position(lengths: tuple[int, int]) -> None:
+    n, m = lengths
+    for mask in (
+        ats.Causal("top_left"), ats.Causal("bottom_right"), ats.SlidingWindow(1, 1, "top_left"), ats.ValidLens(m),
+        ats.KeyRange(0, m), ats.KeyPadding(np.ones((1, m), bool)), ats.PrefixLM(0), ats.Dense(np.ones((n, m), bool)),
+        ats.Documents(np.zeros((1, n), int), np.zeros((1, m), int)), ~ats.ValidLens(m) | ats.Causal("top_left"),
+    ):  # fmt: skip
+        full = mask.materialize(n, m)
+        assert full.shape == (1, n, m)
+        out = ats.attend(np.ones((1, n, 2)), np.ones((1, m, 2)), np.ones((1, m, 3)), mask=mask)
+        np.testing.assert_array_equal(out, np.broadcast_to(full.any(-1, keepdims=True), (1, n, 3)))
+
+
+def test_every_mask_of_the_package_is_in_the_table() -> None:
+    rows = {type(mask).__name__ for case in MASKS if (mask := mask_object(case)) is not None}
+    assert {"ValidLens", "KeyRange", "KeyPadding", "Causal", "SlidingWindow", "PrefixLM", "Documents", "Dense"} <= rows
+    assert MASK["nested"].lengths == (7, 12)

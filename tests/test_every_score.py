@@ -1,0 +1,110 @@
+"""Every score against the oracle, forward and backward: under every mask, in every dtype, with bias and sink.
+
+- score x mask x framework is the full product, in float32; what else is in the call (bias, sink, gradients into
+  log-sum-exp and entropy) rotates over it, so that every pair of them meets.
+- score x dtype x framework is the full product, under a handful of masks that differ in kind.
+- score x extras x framework is the full product, in float64, where the tolerance shows a wrong formula in full.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import attnscore as ats
+from attnscore.testing import check_score
+from cases import DTYPES, FRAMEWORKS, MASKS, SCORE, SCORES, SOME_MASKS, Sizes
+from own_scores import OwnSquare
+from runs import EXTRAS, make_call
+
+pytestmark = pytest.mark.usefixtures("small_tiles")
+
+frameworks = pytest.mark.parametrize("framework", FRAMEWORKS)
+scores = pytest.mark.parametrize("score", [score.name for score in SCORES])
+_ROTATION = {
+    (score.name, mask.name): tuple(EXTRAS)[(i + j) % len(EXTRAS)]
+    for i, score in enumerate(SCORES)
+    for j, mask in enumerate(MASKS)
+}
+
+
+@frameworks
+@pytest.mark.parametrize("mask", [mask.name for mask in MASKS])
+@scores
+def test_under_every_mask(score: str, mask: str, framework: str) -> None:
+    call = make_call(score, mask, "float32", _ROTATION[score, mask])
+    call.check(call.run(framework))
+
+
+@frameworks
+@pytest.mark.parametrize("mask", [mask.name for mask in SOME_MASKS])
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != "float32"])
+@scores
+def test_in_every_dtype(score: str, dtype: str, mask: str, framework: str) -> None:
+    call = make_call(score, mask, dtype, _ROTATION[score, mask])
+    call.check(call.run(framework))
+
+
+@frameworks
+@pytest.mark.parametrize("extras", [name or "nothing-else" for name in EXTRAS])
+@scores
+def test_with_bias_and_sink(score: str, extras: str, framework: str) -> None:
+    call = make_call(score, "Causal-offset-batch", "float64", extras.replace("nothing-else", ""))
+    call.check(call.run(framework))
+
+
+@frameworks
+@scores
+def test_check_score(score: str, framework: str) -> None:
+    """What a user calls for a score of his own holds for all of ours."""
+    row = SCORE[score]
+    sizes = row.sized(Sizes(queries=5, keys=7))
+    rng = np.random.default_rng(1)
+    arrays = {name: rng.uniform(0.5, 1.5, shape) for name, shape in row.shapes(sizes).items()}
+    if framework == "torch":
+        arrays = {name: torch.tensor(x) for name, x in arrays.items()}
+    like = np.zeros(1) if framework == "numpy" else torch.zeros(1)
+    check_score(row.make(**arrays), dim=row.dims[0], key_dim=row.dims[1], heads=4, like=like)
+
+
+class _Softmaxed:
+    """Not a score: what it gives to a pair depends on the other keys."""
+
+    def tile(self, ops: Any, query: Any, key: Any) -> Any:
+        s = ops.matmul(query, ops.matrix_transpose(key))
+        return s - ops.max(s, axis=-1, keepdims=True)
+
+
+class _WrongGradient(OwnSquare):
+    def tile_gradient(self, ops: Any, query: Any, key: Any, grad: Any) -> Any:
+        query_grad, key_grad, arrays = super().tile_gradient(ops, query, key, grad)
+        return query_grad, 2 * key_grad, arrays
+
+
+class _WrongShape:
+    def tile(self, ops: Any, query: Any, key: Any) -> Any:
+        return ops.matmul(query, ops.matrix_transpose(key))[..., 0, :]
+
+
+class _Vandal:
+    def tile(self, ops: Any, query: Any, key: Any) -> Any:
+        query *= 2
+        return ops.matmul(query, ops.matrix_transpose(key))
+
+
+@pytest.mark.parametrize(
+    ("score", "complaint"),
+    [(_Softmaxed(), "block"), (_WrongGradient(np.array(0.3)), "gradient of key"), (_Vandal(), "changed")],
+    ids=["mixes-keys", "wrong-gradient", "changes-its-input"],
+)
+def test_check_score_finds_mistakes(score: Any, complaint: str) -> None:
+    with pytest.raises(AssertionError, match=complaint):
+        check_score(score)
+
+
+def test_check_score_finds_a_wrong_shape() -> None:
+    with pytest.raises((AssertionError, ats.ShapeError), match="tile"):
+        check_score(_WrongShape())

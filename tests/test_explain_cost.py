@@ -1,0 +1,290 @@
+"""What a call costs and how it would run: cost() against the stated formulas, explain() against the call itself.
+
+Wall time and memory are not measured here: formulas are exact, and ``explain`` runs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import attnscore as ats
+from attnscore import kernels
+from attnscore.kernels.contract import Kernel
+
+SIZES = {"query_len": 7, "key_len": 11, "dim": 5}
+SCORES: dict[str, Callable[[], Any]] = {
+    "dot": ats.Dot,
+    "scaled_dot": ats.ScaledDot,
+    "cosine": ats.Cosine,
+    "gaussian": ats.Gaussian,
+    "sum": ats.Sum,
+    "additive": lambda: ats.Additive(np.ones(8), np.ones((8, 5)), np.ones((8, 5))),
+    "bilinear": lambda: ats.Bilinear(np.ones((5, 5))),
+    "soft_cap": lambda: ats.SoftCap("dot", 2.0),
+    "temperature": lambda: ats.Temperature("dot", 2.0),
+}
+
+
+# ------------------------------------------------------------------ cost
+
+
+def test_dot_costs_what_is_stated() -> None:
+    """QK^T 2 n m d, softmax 4 n m, weighted sum 2 n m v."""
+    n, m, d, v = 7, 11, 5, 3
+    found = ats.cost("dot", query_len=n, key_len=m, dim=d, value_dim=v)
+    assert found.operations == 2 * n * m * d + 4 * n * m + 2 * n * m * v
+    assert found.parameters == 0
+    assert found.bytes == 4 * (n * d + m * d + m * v + n * v)
+    assert found.matrix_bytes == 4 * 2 * n * m
+
+
+def test_additive_costs_what_is_stated() -> None:
+    """O(n m h) with a tanh each, and in the textbook form O(n m h) memory."""
+    n, m, h, query_dim, key_dim = 7, 11, 8, 20, 2
+    score = ats.Additive(np.ones(h), np.ones((h, query_dim)), np.ones((h, key_dim)))
+    found = ats.cost(score, query_len=n, key_len=m, dim=query_dim, key_dim=key_dim, value_dim=4)
+    projections = 2 * n * query_dim * h + 2 * m * key_dim * h
+    assert found.operations == projections + 4 * n * m * h + 4 * n * m + 2 * n * m * 4
+    assert found.parameters == h + h * query_dim + h * key_dim
+    assert found.matrix_bytes == 4 * n * m * (h + 2)
+
+
+@pytest.mark.parametrize(("score", "parameters"), [("bilinear", 25), ("additive", 88), ("dot", 0), ("soft_cap", 0)])
+def test_parameters(score: str, parameters: int) -> None:
+    assert ats.cost(SCORES[score](), **SIZES).parameters == parameters
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_batch_and_heads_multiply(name: str) -> None:
+    score = SCORES[name]()
+    one, many = ats.cost(score, **SIZES), ats.cost(score, **SIZES, batch=3, heads=4)
+    assert many.operations == 12 * one.operations
+    assert many.matrix_bytes == 12 * one.matrix_bytes
+    assert many.bytes - 4 * many.parameters == 12 * (one.bytes - 4 * one.parameters)
+    assert many.parameters == one.parameters
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_operations_grow_with_the_square_of_the_length_and_inputs_with_the_length(name: str) -> None:
+    costs = [ats.cost(SCORES[name](), query_len=n, key_len=n, dim=5) for n in (2**12, 2**16)]
+
+    def exponent(field: str) -> float:
+        first, second = (getattr(cost, field) for cost in costs)
+        return math.log(second / first, 2**4)
+
+    assert abs(exponent("operations") - 2) < 0.01
+    assert abs(exponent("matrix_bytes") - 2) < 0.01
+    assert abs(exponent("bytes") - 1) < 0.01
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_costs_are_whole_numbers_and_empty_calls_are_free(name: str) -> None:
+    found = ats.cost(SCORES[name](), **SIZES)
+    assert all(isinstance(x, int) and x >= 0 for x in found)
+    empty = ats.cost(SCORES[name](), query_len=0, key_len=0, dim=5)
+    assert empty.operations == 0 and empty.matrix_bytes == 0
+
+
+def test_additive_against_dot_at_one_size() -> None:
+    """The comparison of the field: with h = d about twice the operations, and h times the memory."""
+    n = d = 64
+    additive = ats.cost(ats.Additive(np.ones(d), np.ones((d, d)), np.ones((d, d))), query_len=n, key_len=n, dim=d)
+    dot = ats.cost("dot", query_len=n, key_len=n, dim=d)
+    assert 1 < additive.operations / dot.operations < 3
+    assert additive.matrix_bytes == (d + 2) / 2 * dot.matrix_bytes
+
+
+def test_scores_by_name_and_own_scores() -> None:
+    @dataclass(frozen=True, eq=False)
+    class Own:
+        weight: Any
+
+        def tile(self, ops: Any, query: Any, key: Any) -> Any:
+            return ops.matmul(query * self.weight, ops.matrix_transpose(key))
+
+    assert ats.cost("cosine", **SIZES) == ats.cost(ats.Cosine(), **SIZES)
+    assert ats.cost(Own(np.ones(5)), **SIZES).parameters == 5
+    assert ats.cost(Own(np.ones(5)), **SIZES).operations >= 2 * 7 * 11 * 5
+
+
+# ------------------------------------------------------------------ explain
+
+
+def inputs(length: int = 64, *lead: int) -> tuple[np.ndarray, ...]:
+    x = np.ones((*lead, length, 4))
+    return x, x, x
+
+
+def test_explain_names_the_kernel_and_the_reasons_against_each_other_one() -> None:
+    plan = ats.explain(*inputs())
+    others = set(kernels.table()) - {plan.kernel}
+    assert plan.kernel in kernels.table()
+    assert set(plan.reasons) == others
+    assert all(reasons and all(isinstance(x, str) and x for x in reasons) for reasons in plan.reasons.values())
+
+
+@pytest.mark.parametrize("kernel", list(kernels.table()))
+def test_a_kernel_asked_for_is_the_one_that_is_named(kernel: str) -> None:
+    plan = ats.explain(*inputs(), kernel=kernel)
+    assert plan.kernel == kernel
+    assert set(plan.reasons) == set(kernels.table()) - {kernel}
+
+
+def test_automatic_never_takes_quadratic_memory_by_surprise() -> None:
+    assert ats.explain(*inputs(8)).kernel != "dense"
+    assert "quadratic" in " ".join(ats.explain(*inputs(4096)).reasons["dense"])
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_explain_runs_nothing(framework: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(*_: Any) -> Any:
+        raise AssertionError("explain() ran a kernel")
+
+    for kernel in kernels.table().values():
+        monkeypatch.setattr(type(kernel), "forward", forward)
+    x = inputs()[0] if framework == "numpy" else torch.ones(64, 4)
+    with pytest.raises(AssertionError, match="ran a kernel"):
+        ats.attend(x, x, x)
+    ats.explain(x, x, x)
+
+
+def test_explain_takes_the_arguments_of_attend_and_checks_them() -> None:
+    x = inputs(8, 2, 4)
+    arguments: dict[str, Any] = {
+        "score": ats.SoftCap("scaled_dot", 30.0),
+        "mask": ats.Causal() & ats.SlidingWindow(left=3),
+        "valid_lens": [3, 8],
+        "bias": np.zeros(8),
+        "sink": np.zeros(4),
+        "dropout": 0.1,
+        "seed": 1,
+        "head_axis": -3,
+        "kernel": "auto",
+        "return_weights": True,
+        "return_stats": ("entropy",),
+    }
+    plan = ats.explain(*x, **arguments)
+    ats.attend(*x, **arguments)
+    assert "Causal" in plan.mask and "SlidingWindow" in plan.mask and "ValidLens" in plan.mask
+    with pytest.raises(ats.MaskError, match="valid_lens"):
+        ats.explain(*x, valid_lens=[3, 9])
+    with pytest.raises(ats.ShapeError, match="value"):
+        ats.explain(x[0], x[1], np.ones((2, 4, 7, 4)))
+
+
+def test_explain_prints_a_table() -> None:
+    text = str(ats.explain(*inputs(64, 2), mask=ats.Causal(), score="gaussian"))
+    lines = text.splitlines()
+    for name, content in (
+        ("kernel", "streaming"),
+        ("not dense", "quadratic"),
+        ("score", "Gaussian"),
+        ("mask", "Causal()"),
+        ("operations", "%"),
+        ("bytes", "in and out"),
+        ("tiles", "queries"),
+    ):
+        (line,) = [line for line in lines if line.startswith(name)]
+        assert content in line.removeprefix(name)
+    assert all(len(line) < 120 for line in lines)
+
+
+def test_operations_and_bytes_are_those_of_cost() -> None:
+    query, key, value = np.ones((2, 6, 7, 5)), np.ones((2, 3, 11, 5)), np.ones((2, 3, 11, 4))
+    plan = ats.explain(query, key, value)
+    whole = ats.cost("scaled_dot", query_len=7, key_len=11, dim=5, value_dim=4, heads=6, batch=2)
+    assert plan.operations == whole.operations
+    # Grouped heads: keys and values are read once for the heads that share them, in float64.
+    assert plan.bytes == 8 * (query.size + key.size + value.size + 2 * 6 * 7 * 4)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float16", 2), ("bfloat16", 2), ("float32", 4), ("float64", 8)])
+def test_bytes_follow_the_dtype(dtype: str, size: int) -> None:
+    x = torch.ones(6, 4, dtype=getattr(torch, dtype))
+    assert ats.explain(x, x, x).bytes == size * 4 * 6 * 4
+
+
+def test_skipped_tiles_are_not_counted() -> None:
+    x = inputs(4096)
+    whole = ats.explain(*x)
+    assert whole.plan.fractions == {"skip": 0, "full": 1, "partial": 0}
+    for mask, least, most in (
+        (ats.Causal(), 0.5, 0.6),
+        (ats.ValidLens(1024), 0.25, 0.26),
+        (ats.SlidingWindow(left=63, right=0), 64 / 4096, 0.2),
+        (ats.ValidLens(0), 0, 0),
+    ):
+        plan = ats.explain(*x, mask=mask)
+        kept = 1 - plan.plan.fractions["skip"]
+        assert least - 0.01 <= kept <= most, mask
+        assert math.isclose(plan.operations, whole.operations * kept, rel_tol=1e-6, abs_tol=1)
+
+
+def test_a_mask_that_is_no_interval_leaves_its_bounds() -> None:
+    scattered = ats.Dense(np.arange(64)[None] % 2 == 0)
+    plan = ats.explain(*inputs(64), mask=ats.KeyRange(16, 48) & scattered)
+    assert plan.plan.fractions["skip"] == 0.5
+    assert plan.plan.fractions["full"] == 0
+    assert ats.explain(*inputs(64), mask=scattered).plan.fractions == {"skip": 0, "full": 0, "partial": 1}
+
+
+def test_a_long_plan_is_made_without_a_matrix() -> None:
+    """131072 positions: the plan holds two numbers a row, no matrix, and prints as a map of a screen."""
+    x = np.broadcast_to(np.float32(1), (131072, 4))
+    plan = ats.explain(x, x, x, mask=ats.Causal() & ats.SlidingWindow(left=255))
+    assert plan.plan.fractions["skip"] > 0.9
+    assert len(str(plan).splitlines()) < 40
+
+
+def test_the_forms_are_named() -> None:
+    x = inputs(4)
+    for score, form in (("dot", "InnerForm"), (ats.Additive(np.ones(4)), "AdditiveForm")):
+        assert ats.explain(*x, score=score).form == form
+    far = np.linspace(1900, 2020, 8)[:, None]
+    assert ats.explain(far, far, far, score="gaussian").form == "DistanceForm"
+
+
+# ------------------------------------------------------------------ what works here
+
+
+def test_available_lists_every_framework_and_kernel() -> None:
+    found = ats.available()
+    assert set(found) == {"frameworks", "kernels"}
+    assert {"numpy", "torch"} <= set(found["frameworks"])
+    assert found["frameworks"]["numpy"] is None and found["frameworks"]["torch"] is None
+    assert set(found["kernels"]) == set(kernels.table())
+
+
+def test_a_framework_that_is_missing_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
+    reason = ats.available()["frameworks"]["torch"]
+    assert reason is not None and "torch" in reason and "pip install" in reason
+
+
+def test_a_kernel_asked_for_that_cannot_run_gives_its_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never a silent fallback; and "auto" passes over it."""
+
+    class Never(Kernel):
+        name, summary, own_gradient = "never", "for this test", False
+
+        def reasons_against(self, problem: Any) -> tuple[str, ...]:
+            return ("too many moons", "the tide is out")
+
+        def forward(self, problem: Any, plan: Any) -> Any:
+            raise AssertionError
+
+        backward = forward
+
+    monkeypatch.setitem(kernels._TABLE, "never", Never())
+    with pytest.raises(ats.KernelUnavailable, match=r"never.*too many moons; the tide is out"):
+        ats.attend(*inputs(4), kernel="never")
+    assert ats.explain(*inputs(4)).reasons["never"] == ("too many moons", "the tide is out")

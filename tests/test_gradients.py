@@ -1,0 +1,206 @@
+"""Gradients: the oracle's own against autograd and finite differences, then those of attnscore to second order.
+
+That every gradient of every score, mask, framework and dtype is accurate is the subject of ``test_every_score``; here are
+the foundations of that comparison, gradients into single results, and gradients of gradients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import attnscore as ats
+from cases import FRAMEWORKS, MASKS, SCORES, SOME_MASKS, SOME_SCORES, Sizes
+from runs import STATISTICS, Call, array, make_call, tensor
+
+scores = pytest.mark.parametrize("score", [score.name for score in SCORES])
+some_scores = pytest.mark.parametrize("score", [score.name for score in SOME_SCORES])
+some_masks = pytest.mark.parametrize("mask", [mask.name for mask in SOME_MASKS])
+frameworks = pytest.mark.parametrize("framework", FRAMEWORKS)
+smooth_scores = pytest.mark.parametrize("score", [score.name for score in SCORES if score.smooth])
+SMALL = Sizes(batch=1, heads=4, key_heads=2, queries=3, keys=4, value_dim=2)
+
+
+# ------------------------------------------------- the oracle holds itself up
+
+
+@pytest.mark.parametrize("mask", ["none", "nested"])
+@scores
+def test_the_oracle_agrees_with_autograd(score: str, mask: str) -> None:
+    """The tape in long double against torch's autodiff through the same formula in float64."""
+    call = make_call(score, mask, "float64", "hiding-bias")
+    for name, wanted in call.plain.items():
+        found = call.reference[name].astype(np.float64)
+        scale = max(1.0, np.abs(found[np.isfinite(found)]).max(initial=0))
+        np.testing.assert_allclose(found, wanted, atol=1e-12 * scale, err_msg=name)
+
+
+@smooth_scores
+def test_the_oracle_agrees_with_finite_differences(score: str) -> None:
+    """Each gradient of the oracle along a random direction against a central difference in long double."""
+    call = make_call(score, "nested", "float64", "hiding-bias")
+    rng = np.random.default_rng(0)
+    step = np.longdouble(1e-6)
+    for name, x in call.leaves.items():
+        direction = rng.standard_normal(x.shape)
+        ends = []
+        for sign in (1, -1):
+            moved = {**call.leaves, name: x.astype(np.longdouble) + sign * step * direction}
+            ends.append(_total(call, moved))
+        wanted = (ends[0] - ends[1]) / (2 * step)
+        found = (call.reference[f"grad.{name}"] * direction).sum()
+        assert abs(found - wanted) <= 1e-8 * max(1, abs(wanted)), name
+
+
+def _total(call: Call, leaves: dict[str, np.ndarray]) -> np.longdouble:
+    """What the gradients of the call are gradients of."""
+    moved = dataclasses.replace(
+        call,
+        **{n: leaves[n] for n in ("query", "key", "value")},
+        bias=leaves.get("bias"),
+        sink=leaves.get("sink"),
+        arrays={name: leaves[f"score.{name}"] for name in call.arrays},
+    )
+    total = np.longdouble(0)
+    for name, seed in call.seeds.items():
+        x = moved.reference[name]
+        total += (np.where(np.isfinite(x), x, 0) * seed).sum()
+    return total
+
+
+# -------------------------------------------- gradients into single results
+
+
+@frameworks
+@pytest.mark.parametrize("seeded", ["out", "log_sum_exp", "entropy"])
+@pytest.mark.parametrize("extras", ["", "hiding-bias"], ids=["plain", "bias-and-sink"])
+@some_masks
+@some_scores
+def test_gradient_into_one_result(
+    score: str, mask: str, extras: str, seeded: str, framework: str, small_tiles: None
+) -> None:
+    call = make_call(score, mask, "float64", extras)
+    seed = call.seeds.get(seeded, np.random.default_rng(3).standard_normal(call.visible.shape[:-1]))
+    call = dataclasses.replace(call, seeds={seeded: seed})
+    if framework == "torch":
+        call.check(_torch_alone(call, seeded))
+        return
+    if seeded != "out":
+        # NumPy's pull-back always takes a gradient of the output.
+        call = dataclasses.replace(call, seeds={"out": np.zeros((*call.visible.shape[:-1], 3)), seeded: seed})
+    call.check(call.numpy())
+
+
+def _torch_alone(call: Call, seeded: str) -> dict[str, Any]:
+    """As ``Call.torch``, with values that get no gradient from log-sum-exp and entropy."""
+    leaves = {name: tensor(x, requires_grad=True) for name, x in call.leaves.items()}
+    own = {name: leaves[f"score.{name}"] for name in call.arrays}
+    extras = {name: leaves[name] for name in ("bias", "sink") if name in leaves}
+    arrays = leaves["query"], leaves["key"], leaves["value"]
+    out, stats = ats.attend(*arrays, score=call.score.make(**own), **call.arguments, **extras, return_stats=True)
+    outputs = {"out": out, **stats._asdict()}
+    grads = torch.autograd.grad(outputs[seeded], list(leaves.values()), torch.tensor(call.seeds[seeded]))
+    return outputs | {f"grad.{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+
+
+@frameworks
+def test_statistics_without_gradient_are_detached(framework: str) -> None:
+    call = make_call("scaled_dot", "nested", "float64", "bias-sink")
+    found = call.run(framework)
+    if framework == "torch":
+        for name in STATISTICS:
+            assert found[name].requires_grad == (name in ("log_sum_exp", "entropy")), name
+
+
+# ------------------------------------------------------------- second order
+
+
+def _double(call: Call) -> tuple[Any, tuple[torch.Tensor, ...]]:
+    """The call as a function of tensors that gives everything differentiable that is finite."""
+    names = list(call.leaves)
+
+    def function(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        leaves = dict(zip(names, tensors, strict=True))
+        own = {name: leaves[f"score.{name}"] for name in call.arrays}
+        extras = {name: leaves[name] for name in ("bias", "sink") if name in leaves}
+        arrays = leaves["query"], leaves["key"], leaves["value"]
+        out, stats = ats.attend(
+            *arrays, score=call.score.make(**own), **call.arguments, **extras, return_stats=("log_sum_exp", "entropy")
+        )
+        alive = torch.isfinite(stats.log_sum_exp)
+        return out, torch.where(alive, stats.log_sum_exp, 0.0), stats.entropy
+
+    return function, tuple(tensor(x, requires_grad=True) for x in call.leaves.values())
+
+
+@scores
+def test_gradcheck(score: str, small_tiles: None) -> None:
+    row = next(row for row in SCORES if row.name == score)
+    if not row.smooth:
+        pytest.skip("no derivative at a zero vector")
+    function, inputs = _double(make_call(score, "none", "float64", "bias-sink", SMALL))
+    torch.autograd.gradcheck(function, inputs)
+
+
+@smooth_scores
+def test_gradgradcheck(score: str, small_tiles: None) -> None:
+    """Double backward: what gradient penalties and meta-learning take."""
+    function, inputs = _double(make_call(score, "none", "float64", "bias-sink", SMALL))
+    torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("mask", [mask.name for mask in MASKS])
+def test_gradgradcheck_under_every_mask(mask: str, small_tiles: None) -> None:
+    function, inputs = _double(make_call("additive-tanh-bias", mask, "float64", "sink"))
+    torch.autograd.gradcheck(function, inputs, fast_mode=True)
+    torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
+
+
+@smooth_scores
+def test_second_order_with_empty_rows_and_hiding_bias(score: str, small_tiles: None) -> None:
+    """Hidden pairs and empty rows put no NaN into second derivatives."""
+    call = make_call(score, "ValidLens-query_lens", "float64", "hiding-bias")
+    function, inputs = _double(call)
+    first = torch.autograd.grad(sum((x**2).sum() for x in function(*inputs)), inputs, create_graph=True)
+    second = torch.autograd.grad(sum((x**2).sum() for x in first), inputs)
+    for grad in (*first, *second):
+        assert bool(torch.isfinite(grad).all())
+
+
+@smooth_scores
+def test_second_order_against_the_oracle(score: str, small_tiles: None) -> None:
+    """The gradient of a gradient penalty equals autograd's through the plain formula."""
+    call = make_call(score, "nested", "float64", "sink")
+
+    def penalty(outputs: dict[str, Any], leaves: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        loss = (outputs["out"] ** 2).sum() + (outputs["entropy"] ** 2).sum()
+        first = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
+        return torch.autograd.grad(sum((x**2).sum() for x in first), list(leaves.values()))
+
+    plain = {name: tensor(x, requires_grad=True) for name, x in call.leaves.items()}
+    wanted = penalty(call.formulas(plain, torch.from_numpy), plain)
+    function, inputs = _double(call)
+    out, _, entropy = function(*inputs)
+    found = penalty({"out": out, "entropy": entropy}, dict(zip(plain, inputs, strict=True)))
+    for name, x, y in zip(plain, found, wanted, strict=True):
+        scale = max(1.0, float(y.abs().max()))
+        np.testing.assert_allclose(array(x), array(y), atol=1e-9 * scale, err_msg=name)
+
+
+def test_gradients_of_broadcast_inputs_are_summed(small_tiles: None) -> None:
+    """One key for all batches, one value head for all, one query for all: by hand through expanded copies."""
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.standard_normal(shape) for shape in ((1, 4, 7, 5), (3, 2, 9, 5), (3, 1, 9, 2)))
+    full = [np.broadcast_to(x, (3, *x.shape[1:])).copy() for x in (query, key, value)]
+    full[2] = np.broadcast_to(full[2], (3, 2, 9, 2)).copy()
+    seed = rng.standard_normal((3, 4, 7, 2))
+    _, pullback = ats.attend_vjp(query, key, value)
+    _, expanded = ats.attend_vjp(*full)
+    found, wanted = pullback(seed), expanded(seed)
+    np.testing.assert_allclose(found.query, wanted.query.sum(0, keepdims=True), atol=1e-12)
+    np.testing.assert_allclose(found.key, wanted.key, atol=1e-12)
+    np.testing.assert_allclose(found.value, wanted.value.sum(1, keepdims=True), atol=1e-12)

@@ -1,0 +1,257 @@
+"""Every PyTorch layer: its definition, masks, gradients, serialisation, modes, and what users do with it."""
+
+from __future__ import annotations
+
+import copy
+import doctest
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import attnscore as ats
+from attnscore.layers import shared, torch_multihead
+from attnscore.layers import torch as layers
+from attnscore.layers.torch import (
+    AdditiveAttention,
+    BilinearAttention,
+    DotProductAttention,
+    GaussianAttention,
+    MultiHeadAttention,
+)
+from layer_cases import KEYS, LAYERS, MASKS, QUERIES, VALUE_SIZE, Case, close, every_layer, every_mask
+
+pytestmark = pytest.mark.usefixtures("torch_seed")
+
+# Compiling takes seconds: the others are marked slow.
+QUICK = ("scaled dot", "heads, additive")
+
+
+@every_layer
+@every_mask
+def test_layer_is_its_definition(case: Case, mask: str) -> None:
+    layer, inputs = case.make().double(), case.inputs()
+    given, visible = MASKS[mask]
+    out, weights = case.plain(layer, *inputs, visible)
+    close(layer(*inputs, **given), out)
+    close(layer.attention_weights, weights)
+    assert layer.attention_weights.shape == case.weights_shape
+    assert not layer.attention_weights.requires_grad
+
+
+@every_layer
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_layer_is_accurate_in_its_dtype(case: Case, dtype: torch.dtype) -> None:
+    layer = case.make().to(dtype)
+    inputs = case.inputs(dtype)
+    given, visible = MASKS["lens (batch,)"]
+    exact, exact_weights = case.plain(copy.deepcopy(layer).double(), *(x.double() for x in inputs), visible)
+    plain, plain_weights = case.plain(layer, *inputs, visible)
+    out, weights = layer(*inputs, **given), None
+    weights = layer.attention_weights
+    assert out.dtype == weights.dtype == dtype
+    for got, usual, wanted in ((out, plain, exact), (weights, plain_weights, exact_weights)):
+        floor = 8 * torch.finfo(dtype).eps * wanted.abs().max()
+        assert (got - wanted).abs().max() <= torch.maximum(2 * (usual - wanted).abs().max(), floor)
+
+
+@every_layer
+@pytest.mark.parametrize("mask", ["none", "composed, and lens"])
+def test_gradients(case: Case, mask: str) -> None:
+    layer = case.make().double()
+    names, parameters = [name for name, _ in layer.named_parameters()], list(layer.parameters())
+    inputs = [x.requires_grad_() for x in case.inputs()]
+
+    def function(*tensors: Tensor) -> Tensor:
+        own = dict(zip(names, tensors[3:], strict=True))
+        return torch.func.functional_call(layer, own, tensors[:3], MASKS[mask][0])
+
+    assert torch.autograd.gradcheck(function, (*inputs, *parameters), fast_mode=True)
+
+
+@every_layer
+def test_what_is_hidden_reaches_nothing(case: Case) -> None:
+    """NaN and infinity in padding, and in a query that sees nothing: same output, same gradients, finite."""
+    layer = case.make().double()
+    lens = torch.tensor([[2, 0, 3], [4, 4, 0]])
+
+    def run(poisoned: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        inputs = case.inputs()
+        if poisoned:
+            inputs[0][0, 1, 0], inputs[0][1, 2] = torch.nan, torch.inf
+            inputs[1][0, 3:], inputs[1][1, 4:, 0] = torch.nan, torch.inf
+            inputs[2][0, 3:, 0], inputs[2][1, 4:] = torch.inf, torch.nan
+        layer.zero_grad()
+        out = layer(*(x.requires_grad_() for x in inputs), lens)
+        out.sum().backward()
+        found = {name: x.grad for name, x in layer.named_parameters()}
+        return out, found | {str(i): x.grad for i, x in enumerate(inputs)}
+
+    out, grads = run(poisoned=True)
+    clean_out, clean_grads = run(poisoned=False)
+    close(out, clean_out)
+    close(grads, clean_grads)
+    empty = out[0, 1] - (
+        layer.W_o.bias if getattr(layer, "W_o", None) is not None and layer.W_o.bias is not None else 0
+    )
+    assert not empty.any()
+    assert not grads["0"][0, 1].any()
+    assert not layer.attention_weights[..., 1, :][0].any()
+
+
+@every_layer
+@pytest.mark.parametrize("queries, keys, batch", [(0, 5, 2), (3, 0, 2), (3, 5, 0)])
+def test_empty_axes(case: Case, queries: int, keys: int, batch: int) -> None:
+    q, k, v = case.inputs(torch.float32)
+    layer = case.make()
+    out = layer(q[:batch, :queries], k[:batch, :keys], v[:batch, :keys])
+    assert out.shape == (batch, queries, layer(q, k, v).shape[-1])
+    assert out.isfinite().all()
+
+
+@every_layer
+def test_one_memory_for_a_batch_of_queries(case: Case) -> None:
+    layer, (q, k, v) = case.make().double(), case.inputs()
+    close(layer(q, k[:1], v[:1], [3]), layer(q, k[:1].repeat(2, 1, 1), v[:1].repeat(2, 1, 1), [3, 3]))
+
+
+def test_numbers_of_the_textbook() -> None:
+    """Keys all alike: uniform weights over the valid ones, dot and additive alike."""
+    values = torch.arange(40.0).reshape(1, 10, 4).repeat(2, 1, 1)
+    keys, lens = torch.ones(2, 10, 2), torch.tensor([2, 6])
+    wanted = torch.tensor([[[2.0, 3, 4, 5]], [[10.0, 11, 12, 13]]])
+    uniform = torch.zeros(2, 1, 10)
+    uniform[0, 0, :2], uniform[1, 0, :6] = 1 / 2, 1 / 6
+    additive = AdditiveAttention(key_size=2, query_size=20, num_hiddens=8, dropout=0.1).eval()
+    bilinear = BilinearAttention(key_size=2, query_size=20)
+    for layer, size in ((additive, 20), (bilinear, 20), (DotProductAttention(dropout=0.5).eval(), 2)):
+        out = layer(torch.randn(2, 1, size), keys, values, lens)
+        assert out.shape == (2, 1, 4)
+        close(out, wanted, torch.float32)
+        close(layer.attention_weights, uniform, torch.float32)
+    x = torch.ones(2, 4, 100)
+    y = torch.ones(2, 6, 100)
+    assert MultiHeadAttention(100, 5, 0.5)(x, y, y, torch.tensor([3, 2])).shape == (2, 4, 100)
+
+
+@every_layer
+def test_dropout_acts_in_training_alone(case: Case) -> None:
+    layer, inputs = case.make(dropout=0.5), case.inputs(torch.float32)
+    first, second = layer(*inputs), layer(*inputs)
+    assert not torch.equal(first, second)
+    torch.manual_seed(1)
+    seeded = layer(*inputs)
+    torch.manual_seed(1)
+    assert torch.equal(layer(*inputs), seeded)
+    sums = layer.attention_weights.sum(-1)
+    close(sums, torch.ones_like(sums), torch.float32)
+    out = layer.eval()(*inputs)
+    assert torch.equal(layer(*inputs), out)
+    close(out, case.plain(layer, *inputs, None)[0], torch.float32)
+
+
+@every_layer
+def test_training_reduces_a_loss(case: Case) -> None:
+    """Find the value whose key is the query's: a few steps suffice to halve the loss."""
+    q, k, v = case.inputs(torch.float32)
+    model = nn.Sequential(nn.Linear(case.query_size, case.query_size), layer := case.make(lazy=True))
+    head = nn.Linear(layer(q, k, v).shape[-1], VALUE_SIZE)
+    optimizer = torch.optim.Adam([*model.parameters(), *head.parameters()], lr=0.03)
+    losses = []
+    for _ in range(40):
+        optimizer.zero_grad()
+        loss = (head(layer(model[0](q), k, v, [KEYS, 4])) - v[:, :QUERIES]).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 2
+
+
+# torch's own, where a graph breaks: it asks tensors that are no leaves for a gradient.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if case.name in QUICK else pytest.mark.slow, id=case.name) for case in LAYERS],
+)
+def test_compiled(case: Case) -> None:
+    layer, inputs = case.make(), case.inputs(torch.float32)
+    wanted = layer(*inputs, [2, 5])
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager")
+    close(compiled(*inputs, [2, 5]), wanted, torch.float32)
+    with pytest.raises(ats.AttnscoreError, match=r"a call outside torch.compile, .*Hint: call the layer itself once"):
+        _ = layer.attention_weights
+    layer(*inputs, [2, 5])
+    assert layer.attention_weights.shape == case.weights_shape
+
+
+@every_layer
+def test_autocast(case: Case) -> None:
+    layer, inputs = case.make(), case.inputs(torch.float32)
+    exact, exact_weights = case.plain(copy.deepcopy(layer).double(), *case.inputs(), None)
+    inputs[0].requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = layer(*inputs)
+        plain, _ = case.plain(layer, *inputs, None)
+    assert out.dtype == torch.bfloat16
+    out.float().square().sum().backward()
+    leaves = [inputs[0], *layer.parameters()]
+    assert all(x.grad.dtype == torch.float32 and x.grad.isfinite().all() for x in leaves)
+    floor = 8 * torch.finfo(torch.bfloat16).eps * exact.abs().max()
+    assert (out - exact).abs().max() <= torch.maximum(2 * (plain - exact).abs().max(), floor)
+    weights = layer.attention_weights
+    assert weights.dtype == torch.bfloat16
+    assert (weights - exact_weights).abs().max() < 8 * torch.finfo(torch.bfloat16).eps
+
+
+def test_starting_values_give_scores_of_moderate_variance() -> None:
+    for width in (16, 256):
+        q, k = torch.randn(1, 200, width), torch.randn(1, 200, width)
+        score = ats.Bilinear(BilinearAttention(query_size=width, key_size=width).W.weight)
+        assert 0.1 < ats.attention_scores(q, k, score=score).var() < 1
+        for name in ("cosine", "gaussian", "bilinear"):
+            sizes = shared.Heads.checked(width, 1, None, name, None)
+            layer = MultiHeadAttention(width, 1, score=name)
+            score = sizes.make_score({name: getattr(layer, name) for name in sizes.parameters()})
+            scores = ats.attention_scores(q[:, None], k[:, None], score=score)
+            # What is constant in a row changes no weight.
+            assert 0.1 < scores.var(-1).mean() < 2
+
+
+def test_reset_parameters() -> None:
+    layer = MultiHeadAttention(8, 2, score="gaussian", query_size=3, key_size=3, value_size=3)
+    first = copy.deepcopy(layer.state_dict())
+    layer.log_bandwidth.data.zero_()
+    layer.reset_parameters()
+    assert torch.equal(layer.log_bandwidth, first["log_bandwidth"])
+    assert not torch.equal(layer.W_q.weight, first["W_q.weight"])
+
+
+@pytest.mark.parametrize(
+    "layer, shown",
+    [
+        (DotProductAttention(), "DotProductAttention()"),
+        (DotProductAttention(0.5, scaled=False), "DotProductAttention(scaled=False, dropout=0.5)"),
+        (GaussianAttention(0.5, keep_last=False), "GaussianAttention(bandwidth=0.5, keep_last=False)"),
+        (BilinearAttention(query_size=3, key_size=2), "(W): Matrix(query_size=3, key_size=2)"),
+        (AdditiveAttention(8, 0.1), "dropout=0.1\n  (W_q): LazyLinear(in_features=0, out_features=8, bias=False)"),
+        (MultiHeadAttention(8, 4, num_key_value_heads=2), "num_heads=4, score='scaled_dot', num_key_value_heads=2"),
+    ],
+)
+def test_repr(layer: nn.Module, shown: str) -> None:
+    assert shown in repr(layer)
+
+
+def test_what_frameworks_share_imports_none() -> None:
+    code = "import sys, attnscore.layers.shared; print(sorted({'torch', 'jax', 'tensorflow'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize("module", [layers, torch_multihead], ids=lambda module: module.__name__)
+def test_examples_in_docstrings(module: Any) -> None:
+    assert doctest.testmod(module).failed == 0
+    documented = [name for name in getattr(module, "__all__", ()) if "Examples" in getattr(module, name).__doc__]
+    assert documented == list(getattr(module, "__all__", ()))

@@ -1,0 +1,116 @@
+"""PyTorch layers: what wrong input gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import attnscore as ats
+from attnscore.layers.torch import (
+    AdditiveAttention,
+    BilinearAttention,
+    DotProductAttention,
+    GaussianAttention,
+    MultiHeadAttention,
+)
+
+X = torch.randn(2, 3, 6)
+WRONG: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
+    (
+        "score",
+        lambda: MultiHeadAttention(8, 2, score="soft"),
+        ats.ArgumentError,
+        "score: expected one of dot, .*'soft'",
+    ),
+    ("heads", lambda: MultiHeadAttention(8, 3), ats.ShapeError, r"num_hiddens: .*multiple of num_heads \(3\), got 8"),
+    (
+        "key heads",
+        lambda: MultiHeadAttention(8, 4, num_key_value_heads=3),
+        ats.ShapeError,
+        r"num_key_value_heads: expected a number that divides num_heads \(4\), got 3",
+    ),
+    (
+        "hiddens",
+        lambda: MultiHeadAttention(8, 4, score_hiddens=3),
+        ats.ArgumentError,
+        "score_hiddens: expected None for score='scaled_dot', got 3",
+    ),
+    ("no heads", lambda: MultiHeadAttention(8, 0), ats.ArgumentError, "num_heads: .*above 0, got 0"),
+    ("hidden", lambda: AdditiveAttention(2.5), ats.ArgumentError, "num_hiddens: .*a whole number above 0, got 2.5"),
+    ("size", lambda: AdditiveAttention(2, key_size=-1), ats.ArgumentError, "key_size: .*above 0 or None, got -1"),
+    ("size, too", lambda: BilinearAttention(query_size=0), ats.ArgumentError, "query_size: .* got 0"),
+    (
+        "dropout",
+        lambda: DotProductAttention(1.0),
+        ats.ArgumentError,
+        r"dropout: expected a number in \[0, 1\), got 1.0",
+    ),
+    ("bandwidth", lambda: GaussianAttention(0), ats.ArgumentError, "bandwidth: expected a finite number above 0, got 0"),
+    ("axes", lambda: DotProductAttention()(X[0], X, X), ats.ShapeError, r"queries: expected 3 axes .*got 2; shapes: "),
+    (
+        "positions",
+        lambda: DotProductAttention()(X, X, X[:, :2]),
+        ats.ShapeError,
+        r"values: expected as many positions as keys \(3\), got 2; shapes: queries \(2, 3, 6\)",
+    ),
+    (
+        "batch",
+        lambda: DotProductAttention()(X, X[[0, 0, 0]], X),
+        ats.ShapeError,
+        r"one batch size, or 1, got \[2, 3, 2\]",
+    ),
+    ("lengths", lambda: DotProductAttention()(X, X[..., :4], X), ats.ShapeError, r"\(6\) for the scaled dot .*got 4"),
+    (
+        "features",
+        lambda: AdditiveAttention(8, key_size=6, query_size=5)(X, X, X),
+        ats.ShapeError,
+        "queries: expected vectors of length 5, which W_q takes, got 6",
+    ),
+    (
+        "features of a matrix",
+        lambda: BilinearAttention(key_size=5)(X, X, X),
+        ats.ShapeError,
+        "keys: expected vectors of length 5, which W.weight takes, got 6",
+    ),
+    (
+        "features of values",
+        lambda: MultiHeadAttention(8, 2, value_size=5)(X, X, X),
+        ats.ShapeError,
+        "values: expected vectors of length 5, which W_v takes, got 6",
+    ),
+    (
+        "dtype",
+        lambda: MultiHeadAttention(8, 2, key_size=6)(X, X.double(), X),
+        ats.DtypeError,
+        "keys: expected torch.float32, the dtype of W_k, got torch.float64",
+    ),
+    (
+        "integers",
+        lambda: AdditiveAttention(8)(X.long(), X, X),
+        ats.DtypeError,
+        r"queries: expected a floating dtype .*, got int64",
+    ),
+    (
+        "device",
+        lambda: AdditiveAttention(8, query_size=6, device="meta")(X, X, X),
+        ats.DeviceError,
+        "queries: expected a tensor on meta, where W_q is, got cpu",
+    ),
+    (
+        "framework",
+        lambda: AdditiveAttention(8)(X.numpy(), X, X),
+        ats.FrameworkError,
+        "queries: expected a torch.Tensor, got ndarray",
+    ),
+    ("lens", lambda: DotProductAttention()(X, X, X, [1, 7]), ats.MaskError, "valid_lens: .*from 0 to 3, got 7"),
+    ("mask", lambda: DotProductAttention()(X, X, X, None, "causal"), ats.MaskError, "mask: .*got 'causal'"),
+)
+
+
+@pytest.mark.parametrize("call, error, text", [row[1:] for row in WRONG], ids=[row[0] for row in WRONG])
+def test_errors(call: Callable[[], Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        call()

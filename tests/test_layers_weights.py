@@ -1,0 +1,129 @@
+"""PyTorch layers: ``attention_weights``, and masks where there are heads."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import attnscore as ats
+from attnscore.layers.torch import (
+    DotProductAttention,
+    MultiHeadAttention,
+)
+from layer_cases import BATCH, Case, close, every_layer
+
+pytestmark = pytest.mark.usefixtures("torch_seed")
+
+
+class TestAttentionWeights:
+    @every_layer
+    def test_are_those_of_the_call_after_an_optimiser_step(self, case: Case) -> None:
+        layer, lens = case.make(), np.array([2, 5])
+        inputs = [x.requires_grad_() for x in case.inputs(torch.float32)]
+        layer(*inputs, lens).sum().backward()
+        wanted = layer.attention_weights
+        lens += [1, -1]
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.add_(1.0)
+        assert torch.equal(layer.attention_weights, wanted)
+
+    @every_layer
+    def test_keep_no_graph_and_no_cycle(self, case: Case) -> None:
+        layer, (q, k, v) = case.make(), (x.requires_grad_() for x in case.inputs(torch.float32))
+        gc.collect()
+        gc.disable()
+        try:
+            # The graph holds the values (a tensor lives on in Python while C++ holds it), the layer does not.
+            out, values = layer(q, k, v), weakref.ref(v)
+            del v
+            assert values() is not None
+            assert not layer.attention_weights.requires_grad
+            del out
+            assert values() is None
+            gone = weakref.ref(layer)
+            del layer
+            assert gone() is None
+        finally:
+            gc.enable()
+
+    def test_before_a_call_and_when_nothing_is_kept(self) -> None:
+        layer = DotProductAttention(keep_last=False)
+        x = torch.randn(1, 3, 2)
+        layer(x, x, x)
+        with pytest.raises(ats.AttnscoreError, match=r"attention_weights: .*got keep_last=False"):
+            _ = layer.attention_weights
+        layer.keep_last = True
+        with pytest.raises(ats.AttnscoreError, match="a call of the layer before reading, got none since"):
+            _ = layer.attention_weights
+        layer(x, x, x)
+        assert layer.attention_weights.shape == (1, 3, 3)
+
+    def test_inputs_that_changed_in_place_are_noticed(self) -> None:
+        layer, x = DotProductAttention(), torch.randn(1, 3, 2)
+        mask = torch.ones(3, 3).bool()
+        for changed in (x, mask):
+            layer(x, x, x, mask=mask)
+            changed.zero_()
+            with pytest.raises(ats.ArgumentError, match="inputs as they were in the call, got changed ones"):
+                _ = layer.attention_weights
+        layer(x, x, x, mask=ats.Dense(mask))
+        mask.fill_(True)
+        with pytest.raises(ats.ArgumentError, match="changed ones"):
+            _ = layer.attention_weights
+
+    def test_of_an_inference_mode_call(self) -> None:
+        layer = MultiHeadAttention(8, 2)
+        with torch.inference_mode():
+            x = torch.randn(2, 3, 4)
+            layer(x, x, x)
+        assert layer.attention_weights.shape == (2, 2, 3, 3)
+
+    @every_layer
+    def test_are_not_kept_under_torch_func(self, case: Case) -> None:
+        layer, (q, k, v) = case.make().double(), case.inputs()
+        wanted = layer(q, k, v)
+        assert layer.attention_weights.shape == case.weights_shape
+        got = torch.func.vmap(layer, in_dims=(0, None, None))(q[:, None], k, v)
+        with pytest.raises(ats.AttnscoreError, match=r"a call outside torch.compile, torch.func and tracing"):
+            _ = layer.attention_weights
+        close(torch.stack([got[b, b] for b in range(BATCH)]), wanted)
+        layer(q, k, v)
+        torch.func.grad(lambda x: layer(x, k, v).sum())(q)
+        with pytest.raises(ats.AttnscoreError, match="one inside"):
+            _ = layer.attention_weights
+
+
+class TestMultiHeadMasks:
+    """Two rows in the batch and two heads: an array (batch, query, key) must not be read as (head, query, key)."""
+
+    layer_inputs = torch.randn(2, 4, 6)
+
+    @pytest.mark.parametrize("wrap", [lambda x: x, ats.Dense, lambda x: x.numpy(), lambda x: x.tolist()])
+    def test_three_axes_hold_for_all_heads(self, wrap: Callable[[Tensor], Any]) -> None:
+        layer, x = MultiHeadAttention(8, 2), self.layer_inputs
+        mask = torch.stack([torch.eye(4).bool(), torch.ones(4, 4).tril().bool()])
+        layer(x, x, x, mask=wrap(mask))
+        assert torch.equal(layer.attention_weights > 0, mask[:, None].expand(2, 2, 4, 4))
+
+    def test_four_axes_are_per_head(self) -> None:
+        layer, x = MultiHeadAttention(8, 2), self.layer_inputs
+        mask = torch.stack([torch.eye(4).bool(), torch.ones(4, 4).tril().bool()])[None]
+        layer(x, x, x, mask=ats.Dense(mask) & ats.Causal())
+        assert torch.equal(layer.attention_weights > 0, mask.expand(2, 2, 4, 4))
+
+    def test_what_does_not_fit(self) -> None:
+        layer, x = MultiHeadAttention(8, 2), self.layer_inputs
+        with pytest.raises(ats.MaskError, match=r"mask: .*\(batch, query, key\) = \(2, 4, 4\), got \(3, 4, 4\)"):
+            layer(x, x, x, mask=torch.ones(3, 4, 4).bool())
+        with pytest.raises(ats.MaskError, match=r"KeyPadding\(mask\) says \(batch, key\)"):
+            layer(x[:, :2], x, x, mask=torch.ones(2, 4).bool())
+        with pytest.raises(ats.MaskError, match="boolean"):
+            layer(x, x, x, mask=torch.zeros(2, 4, 4))

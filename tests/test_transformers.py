@@ -1,0 +1,280 @@
+"""Models of transformers with attention by attnscore: the same numbers as with their own eager attention.
+
+The models are tiny, have random weights and come from their configurations: nothing is loaded.
+"""
+
+import sys
+
+import pytest
+import torch
+import transformers
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+
+import attnscore as ats
+from attnscore.integrations.transformers import AttentionCall, attention_forward, attention_mask, register
+
+NAME = register()
+COMMON = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+WINDOW = {**COMMON, "sliding_window": 4, "head_dim": 8}
+GPT2 = {"vocab_size": 50, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+MODELS = {
+    # name: configuration; what it adds to the one before
+    "gpt2": ("GPT2LMHeadModel", transformers.GPT2Config, GPT2 | {"pad_token_id": 0, "eos_token_id": 2}),
+    "llama": ("LlamaForCausalLM", transformers.LlamaConfig, COMMON),  # grouped heads
+    "mistral": ("MistralForCausalLM", transformers.MistralConfig, WINDOW),  # sliding window
+    "gemma2": (  # soft cap
+        "Gemma2ForCausalLM",
+        transformers.Gemma2Config,
+        WINDOW | {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 5.0},
+    ),
+    "gpt_oss": (  # sinks
+        "GptOssForCausalLM",
+        transformers.GptOssConfig,
+        WINDOW | {"num_local_experts": 2, "num_experts_per_tok": 1, "rope_parameters": {"rope_type": "default"}},
+    ),
+}
+IDS = torch.randint(3, 50, (2, 9), generator=torch.Generator().manual_seed(0))
+LEFT_PADDED = torch.ones(2, 9, dtype=torch.long)
+LEFT_PADDED[0, :3] = 0
+
+
+@pytest.fixture(params=list(MODELS))
+def model(request):
+    torch.manual_seed(1)
+    kind, config, settings = MODELS[request.param]
+    made = getattr(transformers, kind)(config(**settings)).eval()
+    if request.param == "gpt_oss":
+        for layer in made.model.layers:
+            torch.nn.init.normal_(layer.self_attn.sinks)
+    return made
+
+
+def logits(model, implementation, **inputs):
+    model.set_attn_implementation(implementation)
+    with torch.no_grad():
+        return model(**inputs).logits
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones_like(LEFT_PADDED), LEFT_PADDED], ids=["none", "full", "padded"])
+def test_logits_equal_those_of_eager_attention(model, mask):
+    inputs = {"input_ids": IDS} | ({} if mask is None else {"attention_mask": mask})
+    own, ours = (logits(model, name, **inputs) for name in ("eager", NAME))
+    real = torch.ones_like(LEFT_PADDED, dtype=torch.bool) if mask is None else mask.bool()
+    # A padded query is no token; what its row holds is of no interest and differs between implementations.
+    assert (own - ours)[real].abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generation_with_a_cache(model, cache):
+    def generate(implementation):
+        model.set_attn_implementation(implementation)
+        return model.generate(
+            IDS,
+            attention_mask=LEFT_PADDED,
+            max_new_tokens=6,
+            do_sample=False,
+            eos_token_id=None,
+            cache_implementation=cache,
+            disable_compile=True,
+        )
+
+    assert torch.equal(generate("eager"), generate(NAME))
+
+
+def test_gradients_and_dropout():
+    torch.manual_seed(2)
+    config = transformers.LlamaConfig(**COMMON, attention_dropout=0.5)
+    model = transformers.LlamaForCausalLM(config)
+
+    def gradient(implementation, training):
+        model.set_attn_implementation(implementation)
+        model.train(training).zero_grad()
+        torch.manual_seed(3)
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        return model.model.layers[0].self_attn.q_proj.weight.grad.clone()
+
+    assert (gradient("eager", False) - gradient(NAME, False)).abs().max() < 1e-6
+    assert (gradient(NAME, True) - gradient(NAME, False)).abs().max() > 1e-4, "dropout acts in training"
+
+
+def test_encoder_and_cross_attention():
+    torch.manual_seed(4)
+    config = transformers.BartConfig(
+        vocab_size=50,
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=32,
+        decoder_ffn_dim=32,
+        max_position_embeddings=32,
+    )
+    model = transformers.BartForConditionalGeneration(config).eval()
+    right_padded = LEFT_PADDED.flip(1)
+    inputs = {"input_ids": IDS, "attention_mask": right_padded, "decoder_input_ids": IDS[:, :5]}
+    assert (logits(model, "eager", **inputs) - logits(model, NAME, **inputs)).abs().max() < 2e-6
+
+
+def test_packed_sequences_do_not_see_each_other():
+    torch.manual_seed(5)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**COMMON)).eval()
+    packed = {"input_ids": IDS[:1], "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]), "use_cache": False}
+    assert (logits(model, "eager", **packed) - logits(model, NAME, **packed)).abs().max() < 2e-6
+    alone = logits(model, NAME, input_ids=IDS[:1, 4:])
+    assert (logits(model, NAME, **packed)[:, 4:] - alone).abs().max() < 2e-6
+
+
+def bert():
+    torch.manual_seed(6)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return transformers.BertModel(transformers.BertConfig(vocab_size=50, **sizes)).eval()
+
+
+def test_four_axis_masks_of_the_caller():
+    model = bert()
+    seen = torch.rand(2, 1, 9, 9, generator=torch.Generator().manual_seed(7)) > 0.3
+    seen |= torch.eye(9, dtype=torch.bool)
+    added = torch.where(seen, 0.0, torch.finfo(torch.float32).min)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        own = model(input_ids=IDS, attention_mask=added).last_hidden_state
+        model.set_attn_implementation(NAME)
+        for mask in (added, seen):
+            ours = model(input_ids=IDS, attention_mask=mask).last_hidden_state
+            assert (own - ours).abs().max() < 2e-6
+
+
+def test_without_its_mask_function_padding_would_be_seen():
+    """Why register() registers two functions: transformers drops masks of a name that has none, silently."""
+    model, padded = bert(), LEFT_PADDED.flip(1)
+    AttentionInterface.register("only_attention", AttentionInterface._global_mapping[NAME])
+    try:
+        states = {}
+        for name in ("eager", NAME, "only_attention"):
+            model.set_attn_implementation(name)
+            with torch.no_grad():
+                states[name] = model(input_ids=IDS, attention_mask=padded).last_hidden_state[padded.bool()]
+    finally:
+        del AttentionInterface._global_mapping["only_attention"]
+    assert (states["eager"] - states[NAME]).abs().max() < 2e-6
+    assert (states["eager"] - states["only_attention"]).abs().max() > 1e-3
+
+
+def test_observer_gets_statistics_of_the_same_pass_and_weights_on_request():
+    model = bert()
+    calls: list[AttentionCall] = []
+    register("attnscore_observed", observer=calls.append)
+    padded = LEFT_PADDED.flip(1)
+    inputs = {"input_ids": IDS, "attention_mask": padded}
+    model.set_attn_implementation("attnscore_observed")
+    with torch.no_grad():
+        model(**inputs)
+        model.set_attn_implementation("eager")
+        expected = model(**inputs, output_attentions=True).attentions
+    assert [call.layer for call in calls] == [0, 1]
+    for call, weights in zip(calls, expected, strict=True):
+        torch.testing.assert_close(call.weights(), weights, atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(call.weights(0), weights[0], atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(call.stats.max_weight, weights.amax(-1), atol=2e-6, rtol=1e-5)
+        entropy = torch.special.entr(weights).sum(-1)
+        torch.testing.assert_close(call.stats.entropy, entropy, atol=5e-6, rtol=1e-5)
+
+
+# ---------------------------------------------------------------- the two functions by themselves
+
+Q, K, V = (torch.randn(2, heads, 5, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
+
+
+class Layer(torch.nn.Module):
+    """Stands for an attention layer."""
+
+    is_causal = False
+
+
+def test_weights_are_returned_when_asked_for():
+    out, weights = attention_forward(Layer(), Q, K, V, None, output_attentions=True)
+    assert out.shape == (2, 5, 4, 8) and out.is_contiguous()
+    torch.testing.assert_close(weights, ats.attention_weights(Q, K))
+    assert attention_forward(Layer(), Q, K, V, None)[1] is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "of_layer", "queries", "causal"),
+    [
+        (None, True, 5, True),
+        (None, False, 5, False),
+        (True, False, 5, True),
+        (False, True, 5, False),
+        (True, True, 1, False),
+    ],
+)
+def test_causal_flag_without_a_mask(asked, of_layer, queries, causal):
+    layer = Layer()
+    layer.is_causal = of_layer
+    out, _ = attention_forward(layer, Q[:, :, :queries], K, V, None, is_causal=asked)
+    mask = ats.Causal() if causal else None
+    torch.testing.assert_close(out.transpose(1, 2), ats.attend(Q[:, :, :queries], K, V, mask=mask))
+
+
+def test_scale_bias_and_float_mask_add_up():
+    bias = torch.randn(1, 4, 5, 5)
+    hidden = torch.zeros(2, 1, 5, 5)
+    hidden[1, :, :, 3] = -torch.inf
+    out, _ = attention_forward(Layer(), Q, K, V, hidden, scaling=0.7, position_bias=bias)
+    expected = ats.attend(Q, K, V, score=ats.ScaledDot(0.7), bias=bias + hidden)
+    torch.testing.assert_close(out.transpose(1, 2), expected)
+
+
+@pytest.mark.parametrize("option", ["cache", "indices", "block_indices", "sinks"])
+def test_what_would_change_the_result_is_refused(option):
+    with pytest.raises(ats.ArgumentError, match=option):
+        attention_forward(Layer(), Q, K, V, None, **{option: torch.zeros(1)})
+
+
+def test_what_changes_nothing_is_ignored():
+    out, _ = attention_forward(Layer(), Q, K, V, None, sliding_window=3, use_cache=True, cache=None)
+    torch.testing.assert_close(out, attention_forward(Layer(), Q, K, V, None)[0])
+
+
+@pytest.mark.parametrize("name", ["sdpa", "my_flash_attention", "eager", "hub/kernel"])
+def test_names_that_transformers_reads_otherwise_are_refused(name):
+    with pytest.raises(ats.ArgumentError, match="name"):
+        register(name)
+
+
+def test_masks_stay_objects_where_they_can():
+    shape = {"batch_size": 2, "q_length": 4, "kv_length": 9, "q_offset": 5}
+    padding = LEFT_PADDED.bool()
+    causal = attention_mask(**shape, mask_function=masking_utils.causal_mask_function, attention_mask=padding)
+    assert isinstance(causal, ats.Mask)
+    dense = masking_utils.sdpa_mask(**shape, attention_mask=padding, allow_is_causal_skip=False)
+    assert torch.equal(torch.as_tensor(causal.materialize(4, 9, 2)), dense[:, 0])
+    full = {"mask_function": masking_utils.bidirectional_mask_function, "allow_is_bidirectional_skip": True}
+    assert isinstance(attention_mask(2, 9, 9, attention_mask=padding, **full), ats.KeyPadding)
+    assert attention_mask(2, 9, 9, **full) is None
+    window = masking_utils.sliding_window_causal_mask_function(3)
+    assert attention_mask(2, 9, 9, mask_function=window).shape == (2, 1, 9, 9)
+    assert attention_mask(2, 9, 9, allow_is_causal_skip=False).dtype == torch.bool
+
+
+def test_both_functions_are_registered():
+    assert NAME == "attnscore" and NAME in AttentionInterface._global_mapping
+    assert AttentionMaskInterface._global_mapping[NAME] is attention_mask
+
+
+def test_without_transformers_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ats.FrameworkError, match=r"attnscore\[demo\]"):
+        register()
