@@ -1,10 +1,11 @@
 """When torch's fused attention keeps the whole matrix: peak memory of one forward on the CPU, beside `attend`.
 
-torch takes its O(n) path for some calls only and says nothing when it takes the other one. (Linux: the peak is reset
-before each call through /proc.)
+torch takes its O(n) path for some calls only and says nothing when it takes the other one. Linux only: the peak is
+reset through /proc.
 """
 
 import resource
+import sys
 from pathlib import Path
 
 import torch
@@ -12,6 +13,9 @@ import torch.nn.functional as F
 
 import attnscore as ats
 
+PEAK = Path("/proc/self/clear_refs")
+if not PEAK.exists():
+    sys.exit("this example measures through /proc, which only Linux has")
 torch.set_num_threads(1)
 torch.manual_seed(0)
 length, dim = 4096, 32
@@ -24,7 +28,7 @@ causal = torch.ones(length, length, dtype=torch.bool).tril()
 
 def added(function, *arrays, **options):
     """Memory that a call adds at its peak, in MB."""
-    Path("/proc/self/clear_refs").write_text("5")
+    PEAK.write_text("5")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     function(*arrays, **options)
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e3

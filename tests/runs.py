@@ -198,6 +198,7 @@ class Call:
             [outputs[name] for name in self.seeds],
             list(leaves.values()),
             [tensor(seed).to(outputs[name].dtype) for name, seed in self.seeds.items()],
+            materialize_grads=True,
         )
         return self._answer(outputs, dict(zip(leaves, grads, strict=True)))
 

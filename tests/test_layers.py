@@ -221,6 +221,32 @@ def test_starting_values_give_scores_of_moderate_variance() -> None:
             assert 0.1 < scores.var(-1).mean() < 2
 
 
+def test_what_replaces_a_projection_has_its_say() -> None:
+    """Parametrisations and hooks of the projections take part, once a call."""
+    layer, x, calls = MultiHeadAttention(8, 2, query_size=6).double(), torch.randn(2, 3, 6).double(), []
+    nn.utils.parametrize.register_parametrization(layer.W_q, "weight", Doubled(calls))
+    calls.clear()
+    out = layer(x, x, x)
+    assert len(calls) == 1
+    nn.utils.parametrize.remove_parametrizations(layer.W_q, "weight")
+    close(layer(x, x, x), out)
+    layer.W_k.register_forward_hook(lambda *_: torch.zeros(2, 3, 8).double())
+    layer(x, x, x)
+    close(layer.attention_weights, torch.ones(2, 2, 3, 3).double() / 3)
+
+
+class Doubled(nn.Module):
+    """A parametrisation that counts how often it is computed."""
+
+    def __init__(self, calls: list[None]) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(None)
+        return 2 * x
+
+
 def test_reset_parameters() -> None:
     layer = MultiHeadAttention(8, 2, score="gaussian", query_size=3, key_size=3, value_size=3)
     first = copy.deepcopy(layer.state_dict())

@@ -48,7 +48,12 @@ WRONG: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
         ats.ArgumentError,
         r"dropout: expected a number in \[0, 1\), got 1.0",
     ),
-    ("bandwidth", lambda: GaussianAttention(0), ats.ArgumentError, "bandwidth: expected a finite number above 0, got 0"),
+    (
+        "bandwidth",
+        lambda: GaussianAttention(0),
+        ats.ArgumentError,
+        "bandwidth: expected a finite number above 0, got 0",
+    ),
     ("axes", lambda: DotProductAttention()(X[0], X, X), ats.ShapeError, r"queries: expected 3 axes .*got 2; shapes: "),
     (
         "positions",
@@ -104,6 +109,12 @@ WRONG: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
         lambda: AdditiveAttention(8)(X.numpy(), X, X),
         ats.FrameworkError,
         "queries: expected a torch.Tensor, got ndarray",
+    ),
+    (
+        "sparse",
+        lambda: AdditiveAttention(8)(X, X.to_sparse(), X),
+        ats.FrameworkError,
+        r"keys: expected a dense tensor, got a sparse tensor \(torch.sparse_coo\)",
     ),
     ("lens", lambda: DotProductAttention()(X, X, X, [1, 7]), ats.MaskError, "valid_lens: .*from 0 to 3, got 7"),
     ("mask", lambda: DotProductAttention()(X, X, X, None, "causal"), ats.MaskError, "mask: .*got 'causal'"),

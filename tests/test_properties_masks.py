@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import attnscore as ats
 from attnscore import frameworks, tiling
 from attnscore.masking import split
-from attnscore.problem import Grid
+from attnscore.grid import Grid
 from strategies import HostArray, law, leaves, masks
 
 Sizes = tuple[int, int, int]

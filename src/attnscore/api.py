@@ -203,7 +203,7 @@ def attend_vjp(
             rows = {"grad_out": grad_out, "grad_log_sum_exp": grad_log_sum_exp, "grad_entropy": grad_entropy}
             incoming = [blocks.row_gradient(problem, name, grad) for name, grad in rows.items()]
             count = run.differentiable_outputs
-            found = run.backward(tuple(operands.values()), outputs[: count + 1], incoming[:count])
+            found = run.backward(tuple(operands.values()), outputs[: run.kept_outputs], incoming[:count])
             grads = dict(zip(operands, found, strict=True))
             return _gradients(problem, cast(Pullback, score_pullback)(grads), grads, given)
 

@@ -12,11 +12,12 @@ from attnscore import engine, frameworks, kernels, tiling
 from attnscore.checks import is_number, is_whole, shown
 from attnscore.engine import Result
 from attnscore.errors import ArgumentError, DtypeError, ShapeError, message
-from attnscore.frameworks.contract import Array, Framework
+from attnscore.frameworks.contract import FLOATING, Array, Framework
+from attnscore.grid import Grid
 from attnscore.kernels import Run
 from attnscore.masking import Intervals, Mask
 from attnscore.pose import NO_VALUE, pose, without_value
-from attnscore.problem import FLOATING, Grid, Problem
+from attnscore.problem import Problem
 from attnscore.scoring.forms import Role
 from attnscore.softmax import log_weights
 

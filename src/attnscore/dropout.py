@@ -6,8 +6,33 @@ one for the pair. No state, the same bits in every framework, tile size and thre
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from attnscore.checks import is_number, is_whole, shown
+from attnscore.errors import ArgumentError, message
 from attnscore.frameworks.contract import Array, Framework
-from attnscore.problem import Dropout, Grid
+from attnscore.grid import Grid
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Dropout on the weights: its probability and the seed that replays it."""
+
+    probability: float
+    seed: int
+
+
+def check_dropout(probability: Any, seed: Any, draw: Callable[[], int]) -> Dropout | None:
+    """The dropout of a call, or None when there is none."""
+    if not is_number(probability) or not 0 <= probability < 1:
+        raise ArgumentError(message("dropout", "a number in [0, 1)", shown(probability)))
+    if seed is not None and not is_whole(seed):
+        raise ArgumentError(message("seed", "a whole number or None", shown(seed)))
+    if probability == 0:
+        return None
+    return Dropout(float(probability), (draw() if seed is None else int(seed)) % 2**63)
 
 
 def _mix(ops: Framework, x: Array) -> Array:

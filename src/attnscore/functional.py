@@ -10,9 +10,9 @@ import numpy as np
 from attnscore import frameworks
 from attnscore.checks import check_positive, is_whole, shown
 from attnscore.errors import ArgumentError, DtypeError, FrameworkError, ShapeError, message
-from attnscore.frameworks.contract import Array, Framework, accumulator
+from attnscore.frameworks.contract import FLOATING, Array, Framework, accumulator
+from attnscore.grid import Grid, Layout
 from attnscore.masking import as_mask
-from attnscore.problem import FLOATING, Grid, Layout
 from attnscore.softmax import NEG_INF, anchor, logaddexp
 
 

@@ -9,10 +9,12 @@ import numpy as np
 
 from attnscore import frameworks, scoring
 from attnscore.checks import shown
+from attnscore.dropout import check_dropout
 from attnscore.errors import ArgumentError, ShapeError, message, with_shapes
 from attnscore.frameworks.contract import Array, Framework
+from attnscore.grid import Layout
 from attnscore.masking import Mask, as_mask
-from attnscore.problem import Layout, Problem, check_arrays, check_bias, check_dropout, check_sink
+from attnscore.problem import Problem, check_arrays, check_bias, check_sink
 from attnscore.scoring.contract import Pullback
 from attnscore.softmax import STATISTICS
 

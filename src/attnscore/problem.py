@@ -1,140 +1,25 @@
-"""The problem: arrays checked once, axes made uniform, everything frozen.
+"""The problem: arrays checked once, everything frozen.
 
 This is the only place that checks shapes, dtypes and devices; all rooms behind it trust what they get.
-
-- The caller's axes become ``(*batch, head, group, query | key, dim)``: at least one batch axis, key heads as ``head``,
-  and the query heads that share a key head as ``group``. Nothing is copied: these are views, broadcast axes stay 1.
-- ``Grid`` is the matrix of scores that masks and biases are laid over, in the same axes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from attnscore import frameworks
 from attnscore.checks import check_number, is_number, is_whole, shown
-from attnscore.errors import ArgumentError, DtypeError, FrameworkError, MaskError, ShapeError, message
-from attnscore.frameworks.contract import Array, Framework, accumulator
+from attnscore.dropout import Dropout
+from attnscore.errors import ArgumentError, DtypeError, FrameworkError, ShapeError, message
+from attnscore.frameworks.contract import FLOATING, Array, Framework, accumulator
+from attnscore.grid import Grid, Layout, Shape, check_broadcast
+from attnscore.masking import Mask
+from attnscore.scoring.forms import Form
 
-if TYPE_CHECKING:
-    from attnscore.masking import Mask
-    from attnscore.scoring.contract import Score
-    from attnscore.scoring.forms import Form
-
-Shape = tuple[int, ...]
-FLOATING = "a floating dtype (float16, bfloat16, float32, float64)"
 _LAYOUT_HINT = "head_axis=-2 takes the layout (batch, length, head, dim)"
-
-
-@dataclass(frozen=True)
-class Grid:
-    """The score matrices of one call: what masks, biases and row numbers are laid over."""
-
-    lead: Shape
-    """Batch axes of the result; the first is `batch`."""
-    heads: int
-    groups: int
-    query_len: int
-    key_len: int
-    has_batch: bool = True
-    has_heads: bool = True
-
-    @property
-    def batch(self) -> int:
-        return self.lead[0]
-
-    @property
-    def rows(self) -> Shape:
-        """Shape of one number per row of scores."""
-        return (*self.lead, self.heads, self.groups, self.query_len)
-
-    @property
-    def user_shape(self) -> Shape:
-        """The shape (..., query, key) that a caller's mask or bias broadcasts to."""
-        lead = self.lead if self.has_batch else ()
-        head = (self.heads * self.groups,) if self.has_heads else ()
-        return (*lead, *head, self.query_len, self.key_len)
-
-    def place(self, ops: Framework, x: Array) -> Array:
-        """Put a caller's array, broadcastable to (..., query, key), on the axes of the grid (a view)."""
-        shape = tuple(x.shape)
-        if len(shape) < 2:
-            shape = (1,) * (2 - len(shape)) + shape
-        if self.has_heads:
-            head = shape[-3] if len(shape) > 2 else 1
-            split = (1, 1) if head == 1 else (self.heads, self.groups)
-            lead = shape[:-3]
-        else:
-            split, lead = (1, 1), shape[:-2]
-        lead = (1,) * (len(self.lead) - len(lead)) + lead
-        return ops.reshape(x, (*lead, *split, *shape[-2:]))
-
-    def place_batch(self, ops: Framework, x: Array) -> Array:
-        """Put an array (batch or 1, a, b) on the axes of the grid."""
-        return ops.reshape(x, (x.shape[0], *(1,) * (len(self.lead) + 1), *x.shape[1:]))
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How the caller's axes map to the uniform ones, and back."""
-
-    axes: int
-    head_axis: int
-    grid: Grid
-    dim: int
-    key_dim: int
-    value_dim: int
-
-    def inward(self, ops: Framework, x: Array, *, is_query: bool) -> Array:
-        """The caller's query, key or value on the uniform axes (a view)."""
-        x = ops.reshape(x, (1,) * (self.axes - len(x.shape)) + tuple(x.shape))
-        if self.axes < 4:
-            lead = x.shape[:-2] or (1,)
-            return ops.reshape(x, (*lead, 1, 1, *x.shape[-2:]))
-        if self.head_axis == -2:
-            x = ops.swap_axes(x, -3, -2)
-        head = x.shape[-3]
-        split = (self.grid.heads, self.grid.groups) if is_query and head > 1 else (head, 1)
-        return ops.reshape(x, (*x.shape[:-3], *split, *x.shape[-2:]))
-
-    def _join_heads(self, ops: Framework, x: Array) -> Array:
-        """(*lead, head, group, a, b) -> (..., heads, a, b) without the axes that the caller does not have."""
-        lead = x.shape[:-4] if self.grid.has_batch else ()
-        heads = (x.shape[-4] * x.shape[-3],) if self.grid.has_heads else ()
-        return ops.reshape(x, (*lead, *heads, *x.shape[-2:]))
-
-    def outward(self, ops: Framework, x: Array) -> Array:
-        """(*lead, head, group, query, value_dim) in the caller's order of axes."""
-        x = self._join_heads(ops, x)
-        return ops.swap_axes(x, -3, -2) if self.axes >= 4 and self.head_axis == -2 else x
-
-    def outward_rows(self, ops: Framework, x: Array) -> Array:
-        """One number per row, in the order of axes of the output."""
-        return self.outward(ops, ops.expand_dims(x, -1))[..., 0]
-
-    def outward_scores(self, ops: Framework, x: Array) -> Array:
-        """(*lead, head, group, query, key) as (..., heads, query, key), in either layout."""
-        return self._join_heads(ops, x)
-
-    def gradient_outward(self, ops: Framework, x: Array, shape: Shape) -> Array:
-        """Gradient of a caller's query, key or value from the gradient of its uniform view."""
-        if self.axes >= 4 and self.head_axis == -2 and len(shape) >= 2:
-            # (*lead, head * group, length, dim) with the axes of length 1 that `inward` put in front.
-            joined = ops.reshape(x, (*x.shape[:-4], x.shape[-4] * x.shape[-3], *x.shape[-2:]))
-            x = ops.swap_axes(joined, -3, -2)
-        return ops.reshape(x, shape)
-
-
-@dataclass(frozen=True)
-class Dropout:
-    """Dropout on the weights: its probability and the seed that replays it."""
-
-    probability: float
-    seed: int
 
 
 @dataclass(frozen=True)
@@ -143,7 +28,8 @@ class Problem:
 
     ops: Framework
     layout: Layout
-    score: Score
+    score: Any
+    """A score object: anything with ``tile``."""
     query: Array
     key: Array
     value: Array
@@ -275,25 +161,3 @@ def check_sink(ops: Framework, sink: Any, layout: Layout, like: Array) -> Array:
         raise ShapeError(message("sink", f"a number or shape ({heads},), one per query head", tuple(sink.shape)))
     one = tuple(sink.shape) in ((), (1,))
     return ops.reshape(sink, (1, 1) if one else (layout.grid.heads, layout.grid.groups))
-
-
-def check_broadcast(name: str, shape: Shape, grid: Grid, error: type[ShapeError] | type[MaskError]) -> None:
-    """Raise `error` unless `shape` broadcasts to (..., query, key) without enlarging it."""
-    target = grid.user_shape
-    try:
-        fits = np.broadcast_shapes(shape, target) == target
-    except ValueError:
-        fits = False
-    if not fits:
-        raise error(message(name, f"a shape that broadcasts to (..., query, key) = {target}", shape))
-
-
-def check_dropout(probability: Any, seed: Any, draw: Callable[[], int]) -> Dropout | None:
-    """The dropout of a call, or None when there is none."""
-    if not is_number(probability) or not 0 <= probability < 1:
-        raise ArgumentError(message("dropout", "a number in [0, 1)", shown(probability)))
-    if seed is not None and not is_whole(seed):
-        raise ArgumentError(message("seed", "a whole number or None", shown(seed)))
-    if probability == 0:
-        return None
-    return Dropout(float(probability), (draw() if seed is None else int(seed)) % 2**63)

@@ -17,9 +17,10 @@ from typing import NamedTuple
 import numpy as np
 
 from attnscore.frameworks.contract import Array, Framework
+from attnscore.grid import Grid
 from attnscore.masking import Intervals, Mask, split
 from attnscore.masking.contract import HostArray
-from attnscore.problem import Grid, Problem
+from attnscore.problem import Problem
 
 # Scores held at a time, over all batches and heads. 2^19 float32 are 2 MB: the few arrays of a tile then stay in the
 # last-level cache, and a tile is still long against the cost of a call from Python (about 50 us a tile).

@@ -14,17 +14,34 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from attnscore.kernels.contract import Run
 
 Array: TypeAlias = Any
 """An array of whichever framework the caller uses."""
 
 HALF_PRECISION = ("float16", "bfloat16")
+FLOATING = "a floating dtype (float16, bfloat16, float32, float64)"
+"""What messages call the dtypes that are taken."""
+
+
+class Run(Protocol):
+    """A computation with its own gradient, as a function of arrays alone."""
+
+    @property
+    def differentiable_outputs(self) -> int:
+        """How many outputs, from the first, carry a gradient."""
+
+    @property
+    def kept_outputs(self) -> int:
+        """How many outputs, from the first, the backward needs."""
+
+    def forward(self, arrays: Sequence[Array], /) -> tuple[Array, ...]: ...
+
+    def backward(
+        self, arrays: Sequence[Array], outputs: Sequence[Array], grads: Sequence[Array | None], /
+    ) -> tuple[Array, ...]: ...
 
 
 class Framework(ABC):

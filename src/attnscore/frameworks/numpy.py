@@ -9,15 +9,12 @@ import math
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from attnscore.errors import FrameworkError
-from attnscore.frameworks.contract import Array, Framework
-
-if TYPE_CHECKING:
-    from attnscore.kernels.contract import Run
+from attnscore.frameworks.contract import Array, Framework, Run
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 

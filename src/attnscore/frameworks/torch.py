@@ -11,16 +11,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch.autograd import forward_ad
 
-from attnscore.frameworks.contract import Array, Framework
-
-if TYPE_CHECKING:
-    from attnscore.kernels.contract import Run
+from attnscore.frameworks.contract import Array, Framework, Run
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -253,16 +250,14 @@ class _Streamed(torch.autograd.Function):
         ctx.run, ctx.count = run, len(operands)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[run.differentiable_outputs :])
-        ctx.save_for_backward(*operands, *output[: run.differentiable_outputs + 1])
+        ctx.save_for_backward(*operands, *output[: run.kept_outputs])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         saved = ctx.saved_tensors
         wanted = ctx.needs_input_grad[1:]
-        with ctx.run.problem.ops.quiet():
-            gradients = ctx.run.backward(
-                saved[: ctx.count], saved[ctx.count :], grads[: ctx.run.differentiable_outputs]
-            )
+        kept = saved[ctx.count :]
+        gradients = ctx.run.backward(saved[: ctx.count], kept, grads[: ctx.run.differentiable_outputs])
         return None, *(grad if want else None for grad, want in zip(gradients, wanted, strict=True))
 
     @staticmethod

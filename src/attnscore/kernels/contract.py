@@ -62,6 +62,10 @@ class Run:
     def differentiable_outputs(self) -> int:
         return 2 + ("entropy" in self.problem.statistics)
 
+    @property
+    def kept_outputs(self) -> int:
+        return self.differentiable_outputs + 1
+
     def operands(self) -> dict[str, Array]:
         """The arrays that the run is a function of, by name."""
         return operands(self.problem)
@@ -94,9 +98,10 @@ class Run:
 
         `outputs` are those that are kept: the differentiable ones and ``top``.
         """
-        found = self.kernel.backward(self._with(arrays), self.plan, self.result(outputs), RowGradients(*grads))
         ops = self.problem.ops
-        return tuple(ops.astype(found[name], ops.dtype(x)) for name, x in zip(self.operands(), arrays, strict=True))
+        with ops.quiet():
+            found = self.kernel.backward(self._with(arrays), self.plan, self.result(outputs), RowGradients(*grads))
+            return tuple(ops.astype(found[name], ops.dtype(x)) for name, x in zip(self.operands(), arrays, strict=True))
 
     def __call__(self) -> Result:
         """Run, with the gradient attached where the framework has one."""

@@ -17,11 +17,11 @@ import numpy as np
 
 from attnscore import frameworks
 from attnscore.checks import check_choice, is_whole, shown
+from attnscore.dropout import check_dropout
 from attnscore.errors import ArgumentError, AttnscoreError, MaskError, ShapeError, message
 from attnscore.frameworks.contract import Array
 from attnscore.masking import And, Dense, Mask, Not, Or
 from attnscore.masking.numbers import shape_of
-from attnscore.problem import check_dropout
 from attnscore.scoring import Additive, Bilinear, Cosine, Dot, Gaussian, ScaledDot
 
 Shape = tuple[int, ...]

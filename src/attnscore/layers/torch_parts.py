@@ -26,9 +26,9 @@ from attnscore import frameworks
 from attnscore.api import attend
 from attnscore.blocks import attention_weights
 from attnscore.errors import ArgumentError, DeviceError, DtypeError, FrameworkError, message
+from attnscore.frameworks.contract import FLOATING
 from attnscore.layers import shared
 from attnscore.masking import Mask
-from attnscore.problem import FLOATING
 from attnscore.scoring import arrays_of
 from attnscore.scoring.contract import quarantined
 
@@ -182,9 +182,10 @@ class Matrix(nn.Module):
         start(self.weight, shared.bilinear_parameter(*self.weight.shape))
 
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
-        check_operand("queries", queries, self.weight, "W.weight", axis=0)
-        check_operand("keys", keys, self.weight, "W.weight", axis=1)
-        return self.weight
+        weight = self.weight
+        check_operand("queries", queries, weight, "W.weight", axis=0)
+        check_operand("keys", keys, weight, "W.weight", axis=1)
+        return weight
 
     def extra_repr(self) -> str:
         return (
@@ -238,7 +239,8 @@ def project(name: str, layer: nn.Linear, x: Tensor, owner: str) -> Tensor:
     The module itself is called, so that hooks, parametrisations and whatever replaced it (adapters, quantised weights)
     have their say.
     """
-    weight = getattr(layer, "weight", None)
+    # Not the attribute: a parametrisation (spectral norm) would compute it, and count a step, once more.
+    weight = layer._parameters.get("weight")
     if isinstance(weight, Tensor) and not isinstance(weight, UninitializedParameter):
         check_operand(name, x, weight, owner, axis=1)
     return quarantined(_OPS, x, layer)  # type: ignore[no-any-return]  # arrays of the core are Any

@@ -7,10 +7,10 @@ from typing import Any
 from attnscore import frameworks
 from attnscore.checks import shown
 from attnscore.errors import MaskError, message
+from attnscore.grid import Grid
 from attnscore.masking.contract import And, Mask
 from attnscore.masking.masks import Dense, ValidLens
 from attnscore.masking.numbers import shape_of
-from attnscore.problem import Grid
 
 
 def as_mask(mask: Any, valid_lens: Any, grid: Grid) -> Mask | None:

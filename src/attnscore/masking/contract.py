@@ -19,7 +19,7 @@ import numpy as np
 from attnscore import frameworks
 from attnscore.errors import MaskError, message
 from attnscore.frameworks.contract import Array, Framework
-from attnscore.problem import Grid
+from attnscore.grid import Grid
 
 HostArray = np.ndarray[Any, Any]
 Intervals = tuple[HostArray, HostArray]

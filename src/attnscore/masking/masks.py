@@ -15,6 +15,7 @@ from attnscore import frameworks
 from attnscore.checks import is_whole, shown
 from attnscore.errors import MaskError, message
 from attnscore.frameworks.contract import Array, Framework
+from attnscore.grid import Grid, check_broadcast
 from attnscore.masking.contract import Intervals, Mask
 from attnscore.masking.numbers import (
     Align,
@@ -34,7 +35,6 @@ from attnscore.masking.numbers import (
     runs,
     shape_of,
 )
-from attnscore.problem import Grid, check_broadcast
 
 
 @final

@@ -10,8 +10,8 @@ from attnscore import frameworks
 from attnscore.checks import shown
 from attnscore.errors import MaskError, message
 from attnscore.frameworks.contract import Array, Framework
+from attnscore.grid import Grid
 from attnscore.masking.contract import HostArray, Intervals
-from attnscore.problem import Grid
 
 Align = Literal["top_left", "bottom_right"]
 

@@ -22,8 +22,7 @@ import numpy as np
 from attnscore import frameworks
 from attnscore.checks import check_positive
 from attnscore.errors import ArgumentError, DtypeError, ShapeError, message
-from attnscore.frameworks.contract import Array, Framework, accumulator, sum_to
-from attnscore.problem import FLOATING
+from attnscore.frameworks.contract import FLOATING, Array, Framework, accumulator, sum_to
 from attnscore.scoring.forms import PARAMETER, Form, TileForm
 
 

@@ -1,0 +1,126 @@
+"""Axes: how the caller's map to the uniform ones, and the matrix of scores that masks and biases are laid over.
+
+The caller's axes become ``(*batch, head, group, query | key, dim)``: at least one batch axis, key heads as ``head``,
+and the query heads that share a key head as ``group``. Nothing is copied: these are views, broadcast axes stay 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from attnscore.errors import MaskError, ShapeError, message
+from attnscore.frameworks.contract import Array, Framework
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The score matrices of one call: what masks, biases and row numbers are laid over."""
+
+    lead: Shape
+    """Batch axes of the result; the first is `batch`."""
+    heads: int
+    groups: int
+    query_len: int
+    key_len: int
+    has_batch: bool = True
+    has_heads: bool = True
+
+    @property
+    def batch(self) -> int:
+        return self.lead[0]
+
+    @property
+    def rows(self) -> Shape:
+        """Shape of one number per row of scores."""
+        return (*self.lead, self.heads, self.groups, self.query_len)
+
+    @property
+    def user_shape(self) -> Shape:
+        """The shape (..., query, key) that a caller's mask or bias broadcasts to."""
+        lead = self.lead if self.has_batch else ()
+        head = (self.heads * self.groups,) if self.has_heads else ()
+        return (*lead, *head, self.query_len, self.key_len)
+
+    def place(self, ops: Framework, x: Array) -> Array:
+        """Put a caller's array, broadcastable to (..., query, key), on the axes of the grid (a view)."""
+        shape = tuple(x.shape)
+        if len(shape) < 2:
+            shape = (1,) * (2 - len(shape)) + shape
+        if self.has_heads:
+            head = shape[-3] if len(shape) > 2 else 1
+            split = (1, 1) if head == 1 else (self.heads, self.groups)
+            lead = shape[:-3]
+        else:
+            split, lead = (1, 1), shape[:-2]
+        lead = (1,) * (len(self.lead) - len(lead)) + lead
+        return ops.reshape(x, (*lead, *split, *shape[-2:]))
+
+    def place_batch(self, ops: Framework, x: Array) -> Array:
+        """Put an array (batch or 1, a, b) on the axes of the grid."""
+        return ops.reshape(x, (x.shape[0], *(1,) * (len(self.lead) + 1), *x.shape[1:]))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the caller's axes map to the uniform ones, and back."""
+
+    axes: int
+    head_axis: int
+    grid: Grid
+    dim: int
+    key_dim: int
+    value_dim: int
+
+    def inward(self, ops: Framework, x: Array, *, is_query: bool) -> Array:
+        """The caller's query, key or value on the uniform axes (a view)."""
+        x = ops.reshape(x, (1,) * (self.axes - len(x.shape)) + tuple(x.shape))
+        if self.axes < 4:
+            lead = x.shape[:-2] or (1,)
+            return ops.reshape(x, (*lead, 1, 1, *x.shape[-2:]))
+        if self.head_axis == -2:
+            x = ops.swap_axes(x, -3, -2)
+        head = x.shape[-3]
+        split = (self.grid.heads, self.grid.groups) if is_query and head > 1 else (head, 1)
+        return ops.reshape(x, (*x.shape[:-3], *split, *x.shape[-2:]))
+
+    def _join_heads(self, ops: Framework, x: Array) -> Array:
+        """(*lead, head, group, a, b) -> (..., heads, a, b) without the axes that the caller does not have."""
+        lead = x.shape[:-4] if self.grid.has_batch else ()
+        heads = (x.shape[-4] * x.shape[-3],) if self.grid.has_heads else ()
+        return ops.reshape(x, (*lead, *heads, *x.shape[-2:]))
+
+    def outward(self, ops: Framework, x: Array) -> Array:
+        """(*lead, head, group, query, value_dim) in the caller's order of axes."""
+        x = self._join_heads(ops, x)
+        return ops.swap_axes(x, -3, -2) if self.axes >= 4 and self.head_axis == -2 else x
+
+    def outward_rows(self, ops: Framework, x: Array) -> Array:
+        """One number per row, in the order of axes of the output."""
+        return self.outward(ops, ops.expand_dims(x, -1))[..., 0]
+
+    def outward_scores(self, ops: Framework, x: Array) -> Array:
+        """(*lead, head, group, query, key) as (..., heads, query, key), in either layout."""
+        return self._join_heads(ops, x)
+
+    def gradient_outward(self, ops: Framework, x: Array, shape: Shape) -> Array:
+        """Gradient of a caller's query, key or value from the gradient of its uniform view."""
+        if self.axes >= 4 and self.head_axis == -2 and len(shape) >= 2:
+            # (*lead, head * group, length, dim) with the axes of length 1 that `inward` put in front.
+            joined = ops.reshape(x, (*x.shape[:-4], x.shape[-4] * x.shape[-3], *x.shape[-2:]))
+            x = ops.swap_axes(joined, -3, -2)
+        return ops.reshape(x, shape)
+
+
+def check_broadcast(name: str, shape: Shape, grid: Grid, error: type[ShapeError] | type[MaskError]) -> None:
+    """Raise `error` unless `shape` broadcasts to (..., query, key) without enlarging it."""
+    target = grid.user_shape
+    try:
+        fits = np.broadcast_shapes(shape, target) == target
+    except ValueError:
+        fits = False
+    if not fits:
+        raise error(message(name, f"a shape that broadcasts to (..., query, key) = {target}", shape))

@@ -1,0 +1,99 @@
+"""Every example in a docstring of the package runs and says what it shows.
+
+What is shown is compared by its words and its numbers, not by its print: NumPy 1 writes ``True`` and ``0.25`` where
+NumPy 2 writes ``np.True_`` and ``np.float64(0.25)``, and the spaces and last digits of an array move between releases.
+"""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import math
+import pkgutil
+import re
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+import attnscore
+
+NUMBER = re.compile(r"(?<![\w.])[+-]?(?:\d+\.?\d*(?:e[+-]?\d+)?|\.\d+|inf|nan)(?![\w.])")
+NUMPY_2 = re.compile(r"\bnp\.(?:\w+?_?)\(([^()]*)\)|\bnp\.(True|False)_")
+
+
+class WordsAndNumbers(doctest.OutputChecker):
+    """The same words in the same order, and numbers that agree to their last shown digits."""
+
+    def check_output(self, want: str, got: str, optionflags: int) -> bool:
+        if super().check_output(want, got, optionflags):
+            return True
+        if optionflags & doctest.ELLIPSIS and "..." in want:
+            return False
+        want, got = (NUMPY_2.sub(lambda m: m.group(1) or m.group(2), text) for text in (want, got))
+        words = [re.sub(r"[\s,]+", "", NUMBER.sub("#", text)) for text in (want, got)]
+        numbers = [[float(x) for x in NUMBER.findall(text)] for text in (want, got)]
+        return (
+            words[0] == words[1]
+            and len(numbers[0]) == len(numbers[1])
+            and all(
+                math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-9) or a == b or (math.isnan(a) and math.isnan(b))
+                for a, b in zip(*numbers, strict=True)
+            )
+        )
+
+
+def modules() -> list[str]:
+    found = [attnscore.__name__]
+    for info in pkgutil.walk_packages(attnscore.__path__, "attnscore."):
+        if not info.name.endswith("__main__"):
+            found.append(info.name)
+    return found
+
+
+def examples_of(module: ModuleType) -> list[doctest.DocTest]:
+    """The examples of a module, in its own names and the public ones, as a reader of its page has them."""
+    public = {name: getattr(attnscore, name) for name in attnscore.__all__}
+    names = {"np": np, "ats": attnscore, **public, **vars(module)}
+    found = doctest.DocTestFinder(exclude_empty=True).find(module, globs=names)
+    return [test for test in found if test.examples]
+
+
+@pytest.mark.parametrize("name", modules())
+def test_examples_of_a_module(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    monkeypatch.chdir(str(tmp_path))
+    module = importlib.import_module(name)
+    runner = doctest.DocTestRunner(
+        checker=WordsAndNumbers(), optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+    )
+    said: list[str] = []
+    for test in examples_of(module):
+        runner.run(test, out=said.append)
+    assert not runner.failures, "".join(said)
+
+
+def test_examples_are_found_where_they_are() -> None:
+    """A finder that finds nothing would pass everything."""
+    found = {test.name for name in modules() for test in examples_of(importlib.import_module(name))}
+    assert {"attnscore.api.attend", "attnscore.scoring.dot.ScaledDot", "attnscore.masking.masks.ValidLens"} <= found
+    assert len(found) > 25
+
+
+@pytest.mark.parametrize(
+    ("want", "got", "same"),
+    [
+        ("0.25\n", "np.float64(0.25)\n", True),
+        ("True\n", "np.True_\n", True),
+        ("array([0.25, 0.5 ])\n", "array([0.25, 0.5])\n", True),
+        ("array([0.3333333, 1.])\n", "array([0.33333331, 1.0])\n", True),
+        ("array([0.25, 0.5])\n", "array([0.25, 0.6])\n", False),
+        ("array([0.25, 0.5])\n", "tensor([0.25, 0.5])\n", False),
+        ("[1, 2]\n", "[1, 2, 3]\n", False),
+        ("-inf\n", "inf\n", False),
+        ("nan\n", "nan\n", True),
+        ("(2, 1, 4)\n", "(2, 14)\n", False),
+    ],
+)
+def test_the_comparison_tells_numbers_and_words_apart(want: str, got: str, same: bool) -> None:
+    assert WordsAndNumbers().check_output(want, got, 0) is same
