@@ -87,13 +87,18 @@ def attention_scores(
     mask: Any = None,
     valid_lens: Any = None,
     bias: Any = None,
+    sink: Any = None,
     head_axis: int = -3,
     query_index: Any = None,
     key_index: Any = None,
 ) -> Array:
     """Scores before the softmax of chosen rows and columns: cap and bias in them, -inf where masked.
 
-    Parameters and errors are those of `attention_weights`.
+    Parameters and errors are those of `attention_weights`; a sink is checked and changes no score.
+
+    Returns
+    -------
+    scores : (..., rows, columns), differentiable
 
     Examples
     --------
@@ -104,7 +109,15 @@ def attention_scores(
     """
     with frameworks.of({"query": query}).quiet():
         problem, _ = pose(
-            query, key, NO_VALUE, score=score, mask=mask, valid_lens=valid_lens, bias=bias, head_axis=head_axis
+            query,
+            key,
+            NO_VALUE,
+            score=score,
+            mask=mask,
+            valid_lens=valid_lens,
+            bias=bias,
+            sink=sink,
+            head_axis=head_axis,
         )
         problem = chosen(chosen(problem, query_index, None), None, key_index)
         scores, _ = engine.block_scores(problem, tiling.plan(problem))

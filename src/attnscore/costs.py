@@ -54,6 +54,15 @@ def cost(
     query_len, key_len, dim, key_dim, value_dim, heads, batch : int
         `key_dim` and `value_dim` None: as `dim`.
 
+    Returns
+    -------
+    Cost
+
+    Raises
+    ------
+    ArgumentError, ShapeError
+        A size that is no whole number, or one that the score cannot take.
+
     Examples
     --------
     >>> import attnscore as ats
@@ -141,6 +150,11 @@ def explain(
     Explanation
         The kernel chosen, why each other one was not, tiles skipped, operations, bytes; prints as a table.
 
+    Raises
+    ------
+    AttnscoreError
+        Whatever `attend` would raise for the same arguments.
+
     Examples
     --------
     >>> import numpy as np, attnscore as ats
@@ -185,6 +199,10 @@ def explain(
 
 def available() -> dict[str, dict[str, str | None]]:
     """Which frameworks and kernels work here: None, or the reason why one does not.
+
+    Returns
+    -------
+    dict with "frameworks" and "kernels", each from name to None or a reason
 
     Examples
     --------

@@ -106,6 +106,10 @@ def softmax_jacobian(weights: Array) -> Array:
     -------
     jacobian : (..., key, key)
 
+    Raises
+    ------
+    ShapeError, DtypeError
+
     Examples
     --------
     >>> import numpy as np, attnscore as ats
@@ -127,6 +131,14 @@ def softmax_pullback(weights: Array, grad: Array) -> Array:
     Parameters
     ----------
     weights, grad : (..., key)
+
+    Returns
+    -------
+    grad_scores : (..., key)
+
+    Raises
+    ------
+    ShapeError, DtypeError, DeviceError
 
     Examples
     --------
@@ -168,6 +180,10 @@ def merge(outs: Sequence[Array], log_sum_exps: Sequence[Array]) -> tuple[Array, 
     Returns
     -------
     out, log_sum_exp
+
+    Raises
+    ------
+    ShapeError, DtypeError, DeviceError, FrameworkError, ArgumentError
 
     Examples
     --------

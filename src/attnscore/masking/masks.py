@@ -118,6 +118,12 @@ class KeyPadding(Mask):
     """Every row sees the keys where `array` (batch, key) is True: an attention mask as tokenizers give it.
 
     Zeros and ones in whole numbers count as False and True.
+
+    Examples
+    --------
+    >>> KeyPadding([[1, 1, 0], [1, 0, 0]]).materialize(1, 3, batch=2)[:, 0].astype(int)
+    array([[1, 1, 0],
+           [1, 0, 0]])
     """
 
     array: Any
@@ -171,6 +177,12 @@ class Causal(Mask):
     align : "top_left" (offset 0) or "bottom_right" (offset key_len - query_len), optional
         Needed when the lengths differ and no `offset` is given: which one is meant is the field's classic silent bug.
     offset : whole number, or one per batch row, optional
+
+    Examples
+    --------
+    >>> Causal("bottom_right").materialize(2, 4)[0].astype(int)
+    array([[1, 1, 1, 0],
+           [1, 1, 1, 1]])
     """
 
     align: Align | None = None
@@ -197,6 +209,13 @@ class SlidingWindow(Mask):
 
     A model's "window w" is ``left = w - 1``: a query sees itself and w - 1 keys before it.
     `align` and `offset` are those of `Causal`.
+
+    Examples
+    --------
+    >>> SlidingWindow(left=1, right=0).materialize(3, 3)[0].astype(int)
+    array([[1, 0, 0],
+           [1, 1, 0],
+           [0, 1, 1]])
     """
 
     left: int | None = None
@@ -231,7 +250,15 @@ class SlidingWindow(Mask):
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class PrefixLM(Mask):
-    """Row i sees the keys j < prefix_len or j <= i, with one prefix length per batch row."""
+    """Row i sees the keys j < prefix_len or j <= i, with one prefix length per batch row.
+
+    Examples
+    --------
+    >>> PrefixLM(2).materialize(3, 3)[0].astype(int)
+    array([[1, 1, 0],
+           [1, 1, 0],
+           [1, 1, 1]])
+    """
 
     prefix_lens: Any
 
@@ -258,6 +285,13 @@ class Documents(Mask):
     ----------
     query_ids, key_ids : (batch, length) or (length,) whole numbers
         `key_ids` None: those of the queries.
+
+    Examples
+    --------
+    >>> Documents([0, 0, 1]).materialize(3, 3)[0].astype(int)
+    array([[1, 1, 0],
+           [1, 1, 0],
+           [0, 0, 1]])
     """
 
     query_ids: Any
@@ -299,7 +333,14 @@ class Documents(Mask):
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Dense(Mask):
-    """Row i sees key j where `array[..., i, j]` is True; broadcastable to (..., query, key)."""
+    """Row i sees key j where `array[..., i, j]` is True; broadcastable to (..., query, key).
+
+    Examples
+    --------
+    >>> Dense([[True, False], [True, True]]).materialize(2, 2)[0].astype(int)
+    array([[1, 0],
+           [1, 1]])
+    """
 
     array: Any
     spoken: ClassVar[Mapping[str, str]] = {"array": "mask"}

@@ -69,6 +69,11 @@ def register_score(name: str, cls: Callable[[], Any]) -> None:
     ------
     ArgumentError
         The name is taken by another class, or `cls` has no ``tile``.
+
+    Examples
+    --------
+    >>> import attnscore as ats
+    >>> ats.register_score("soft_dot", lambda: ats.SoftCap("dot", 30.0))
     """
     if not isinstance(name, str) or not name:
         raise ArgumentError(message("name", "a name", f"{name!r}"))

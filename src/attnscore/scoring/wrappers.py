@@ -60,6 +60,11 @@ class Temperature(Score):
 
     For a temperature that is learned, use ``ScaledDot(scale=array)``.
 
+    Parameters
+    ----------
+    score : a score or a registered name
+    T : number above 0
+
     Examples
     --------
     >>> import numpy as np, attnscore as ats
