@@ -74,10 +74,11 @@ class TestAttentionWeights:
             changed.zero_()
             with pytest.raises(ats.ArgumentError, match="inputs as they were in the call, got changed ones"):
                 _ = layer.attention_weights
-        layer(x, x, x, mask=ats.Dense(mask))
-        mask.fill_(True)
-        with pytest.raises(ats.ArgumentError, match="changed ones"):
-            _ = layer.attention_weights
+        for composed in (ats.Dense(mask), ats.Dense(mask) & ats.Dense(~mask) | ats.Causal()):
+            layer(x, x, x, mask=composed)
+            mask.logical_not_()
+            with pytest.raises(ats.ArgumentError, match="changed ones"):
+                _ = layer.attention_weights
 
     def test_of_an_inference_mode_call(self) -> None:
         layer = MultiHeadAttention(8, 2)

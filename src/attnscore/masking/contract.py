@@ -55,7 +55,8 @@ class Mask(ABC):
 
         Examples
         --------
-        >>> Causal().materialize(3, 3).astype(int)
+        >>> import attnscore as ats
+        >>> ats.Causal().materialize(3, 3).astype(int)
         array([[[1, 0, 0],
                 [1, 1, 0],
                 [1, 1, 1]]])

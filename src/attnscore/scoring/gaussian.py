@@ -47,8 +47,8 @@ class Gaussian(Score):
     Examples
     --------
     >>> import numpy as np, attnscore as ats
-    >>> ats.attention_scores(np.zeros((1, 1)), np.array([[0.0], [1.0], [2.0]]), score=ats.Gaussian())
-    array([[-0. , -0.5, -2. ]])
+    >>> ats.attention_scores(np.zeros((1, 1)), np.array([[1.0], [2.0], [3.0]]), score=ats.Gaussian())
+    array([[-0.5, -2. , -4.5]])
     """
 
     bandwidth: Any = 1.0
