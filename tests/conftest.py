@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -21,8 +23,10 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiling, "SMALLEST_TILE", 4)
 
 
-@pytest.fixture
-def torch_seed() -> int:
-    """torch's own generator, set; restored by the next test that needs it."""
-    torch.manual_seed(0)
-    return 0
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """On tensors of a few hundred numbers a second thread only spins: it doubled the time of these tests."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -145,7 +145,7 @@ def calls(
 
 SCORES = (
     *("dot", "scaled_dot", "scale", "cosine", "gaussian", "sum", "additive", "projected", "bilinear"),
-    *("soft_cap", "temperature"),
+    *("soft_cap", "temperature", "learned_scale", "learned_bandwidth", "silu"),
 )
 
 
@@ -160,6 +160,9 @@ def make_score(name: str, dim: int, rng: np.random.Generator) -> Any:
             rng.normal(size=4), rng.normal(size=(4, dim)), rng.normal(size=(4, dim)), rng.normal(size=4)
         ),
         "bilinear": lambda: ats.Bilinear(rng.normal(size=(dim, dim))),
+        "learned_scale": lambda: ats.ScaledDot(rng.uniform(0.3, 2, 1)),
+        "learned_bandwidth": lambda: ats.Gaussian(rng.uniform(0.5, 2, 1)),
+        "silu": lambda: ats.Additive(rng.normal(size=dim), activation="silu"),
         "soft_cap": lambda: ats.SoftCap("scaled_dot", 2.0),
         "temperature": lambda: ats.Temperature(ats.Cosine(), 0.2),
     }.get(name, lambda: name)()

@@ -20,8 +20,9 @@ SOURCE = Path(attnscore.__file__).parent
 ROOMS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("checks", "frameworks"),
-    ("problem",),
+    ("grid",),
     ("masking", "scoring", "softmax", "dropout", "statistics"),
+    ("problem",),
     ("tiling", "pose"),
     ("engine",),
     ("kernels",),

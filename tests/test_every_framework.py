@@ -18,6 +18,7 @@ from attnscore.testing import check_framework
 from cases import DTYPES, FRAMEWORKS, SCORES, SOME_SCORES
 from runs import Call, accumulator, array, dtype_of, make_call, tensor
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 # torch's own, raised inside torch where it loads the rules of forward mode.
 forward_mode = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 frameworks = pytest.mark.parametrize("framework", FRAMEWORKS)

@@ -18,6 +18,7 @@ from attnscore.testing import check_kernel
 from cases import FRAMEWORKS, KERNELS, SOME_MASKS, SOME_SCORES
 from runs import EXTRAS, Call, array, make_call, tensor
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 frameworks = pytest.mark.parametrize("framework", FRAMEWORKS)
 kernels = pytest.mark.parametrize("kernel", KERNELS)
 

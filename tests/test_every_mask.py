@@ -19,6 +19,7 @@ from attnscore.pose import pose
 from cases import FRAMEWORKS, MASK, MASKS, MaskCase, Sizes
 from runs import make_call, tensor
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 frameworks = pytest.mark.parametrize("framework", FRAMEWORKS)
 masks = pytest.mark.parametrize("case", MASKS, ids=[case.name for case in MASKS])
 

@@ -20,7 +20,7 @@ from cases import DTYPES, FRAMEWORKS, MASKS, SCORE, SCORES, SOME_MASKS, Sizes
 from own_scores import OwnSquare
 from runs import EXTRAS, make_call
 
-pytestmark = pytest.mark.usefixtures("small_tiles")
+pytestmark = pytest.mark.usefixtures("small_tiles", "one_thread")
 
 frameworks = pytest.mark.parametrize("framework", FRAMEWORKS)
 scores = pytest.mark.parametrize("score", [score.name for score in SCORES])

@@ -17,6 +17,7 @@ import attnscore as ats
 from cases import FRAMEWORKS, MASKS, SCORES, SOME_MASKS, SOME_SCORES, Sizes
 from runs import STATISTICS, Call, array, make_call, tensor
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 scores = pytest.mark.parametrize("score", [score.name for score in SCORES])
 some_scores = pytest.mark.parametrize("score", [score.name for score in SOME_SCORES])
 some_masks = pytest.mark.parametrize("mask", [mask.name for mask in SOME_MASKS])

@@ -97,6 +97,12 @@ class TestAttentionWeights:
             _ = layer.attention_weights
         close(torch.stack([got[b, b] for b in range(BATCH)]), wanted)
         layer(q, k, v)
+        shown = torch.ones(4, *case.weights_shape[-2:]).bool()
+        with torch.no_grad():
+            torch.func.vmap(lambda mask: layer(q, k, v, mask=ats.Dense(mask)))(shown)
+        with pytest.raises(ats.AttnscoreError, match="one inside"):
+            _ = layer.attention_weights
+        layer(q, k, v)
         torch.func.grad(lambda x: layer(x, k, v).sum())(q)
         with pytest.raises(ats.AttnscoreError, match="one inside"):
             _ = layer.attention_weights

@@ -1,7 +1,7 @@
-"""Laws of every call: weights, tiles and parts, what a row depends on, NaN, statistics, dropout.
+"""Laws of every call: weights, tiles and parts, what a row depends on, NaN.
 
-Each law is one test over random calls (``strategies.py``) on NumPy in float64. Masks, scores and PyTorch have files
-of their own.
+Each law is one test over random calls (``strategies.py``) on NumPy in float64. Masks, scores, statistics and PyTorch
+have files of their own.
 """
 
 from __future__ import annotations
@@ -171,6 +171,60 @@ def test_a_block_is_cut_from_the_whole(call: Drawn, data: st.DataObject) -> None
     same(call.scores(query_index=rows, key_index=cols), cut(call.scores()))
 
 
+@law
+@given(calls())
+def test_minus_infinity_in_the_bias_hides_as_a_mask_does(call: Drawn) -> None:
+    seen = call.rng.uniform(size=(call.query_len, call.key_len)) < 0.6
+    bias = call.normal(call.query_len, call.key_len)
+    masked = call.with_(mask=ats.Dense(call.visible & seen))
+    hidden = np.where(seen, bias, -INF)
+    found, expected = (
+        each.attend(bias=each_bias, return_weights=True, return_stats=True)
+        for each, each_bias in ((call, hidden), (masked, bias))
+    )
+    for one, other in zip((*found[:2], *found[2]), (*expected[:2], *expected[2]), strict=True):
+        same(one, other)
+    grad_out = call.normal(*found[0].shape)
+    known = masked.gradients(grad_out, bias=bias)
+    for name, grad in call.gradients(grad_out, bias=hidden).items():
+        same(grad, known[name])
+        assert name != "bias" or np.all(grad[~seen] == 0)
+
+
+@law
+@given(calls(axes=(4,)), st.sampled_from(("query", "key", "value")))
+def test_axes_that_broadcast_are_repeated_without_being_copied(call: Drawn, name: str) -> None:
+    one = getattr(call, name)[:1]
+    call = call.with_(**{name: np.repeat(one, call.batch, 0)})
+    narrow = call.with_(**{name: one})
+    grad_out = call.normal(*call.attend().shape)
+    same(narrow.attend(), call.attend())
+    found, whole = narrow.gradients(grad_out), call.gradients(grad_out)
+    whole[name] = whole[name].sum(0, keepdims=True)
+    for gradient, grad in found.items():
+        same(grad, whole[gradient])
+
+
+@law
+@given(calls(axes=(3, 4)))
+def test_strides_and_layout_in_memory_do_not_matter_and_nothing_is_written_to(call: Drawn) -> None:
+    grad_out = call.normal(*call.attend().shape)
+    expected = [call.attend(), *call.gradients(grad_out).values()]
+
+    def strange(x: HostArray) -> HostArray:
+        """The same numbers: every other row of a larger array, backwards, the axes in another order."""
+        wide = np.full((x.shape[-1], *x.shape[:-2], 2 * x.shape[-2] + 1), NAN)
+        view = np.moveaxis(wide, 0, -1)[..., ::-1, :][..., 1::2, :]
+        view[...] = x
+        view.flags.writeable = False
+        return view
+
+    odd = call.with_(query=strange(call.query), key=strange(call.key), value=strange(call.value))
+    found = [odd.attend(), *odd.gradients(strange(grad_out)).values()]
+    for one, other in zip(found, expected, strict=True):
+        same(one, other)
+
+
 # ------------------------------------------------------------------ what a row depends on
 
 
@@ -274,78 +328,3 @@ def test_nan_reaches_the_rows_that_see_it_and_no_others(call: Drawn, data: st.Da
     sees = call.visible[..., j]
     assert np.all(np.isnan(poisoned[sees]))
     same(poisoned[~sees], out[~sees])
-
-
-# ------------------------------------------------------------------ statistics
-
-
-@law
-@given(calls(min_key=1))
-def test_statistics_are_those_of_scores_and_weights(call: Drawn) -> None:
-    scores, weights, visible, stats = call.scores(), call.weights(), call.visible, call.statistics()
-    some, count = visible.any(-1), visible.sum(-1)
-    mean = np.where(visible, scores, 0).sum(-1) / np.maximum(count, 1)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        log_sum_exp = np.where(some, np.log(np.exp(scores - scores.max(-1, keepdims=True)).sum(-1)), 0)
-        surprise = np.where(weights > 0, -weights * np.log(weights), 0)
-        expected = {
-            "log_sum_exp": np.where(some, scores.max(-1) + log_sum_exp, -INF),
-            "max_score": scores.max(-1),
-            "mean_score": mean,
-            "var_score": np.where(visible, scores - mean[..., None], 0).__pow__(2).sum(-1) / np.maximum(count, 1),
-            "entropy": surprise.sum(-1),
-            "max_weight": weights.max(-1),
-            "sum_sq_weights": (weights**2).sum(-1),
-            "sum_weights": weights.sum(-1),
-        }
-    for name, values in expected.items():
-        same(getattr(stats, name), values, 1e-9)
-
-
-@law
-@given(calls())
-def test_statistics_keep_their_bounds(call: Drawn) -> None:
-    stats, count = call.statistics(), call.visible.sum(-1)
-    some, slack = count > 0, 1e-10
-    few = np.maximum(count, 1)
-    assert np.all(stats.entropy >= -slack) and np.all(stats.entropy <= np.log(few) + slack)
-    assert np.all(stats.effective_keys()[some] <= count[some] * (1 + 1e-9))
-    assert np.all(stats.max_weight[some] >= 1 / count[some] - slack) and np.all(stats.max_weight <= 1 + slack)
-    assert np.all(stats.sum_sq_weights[some] >= 1 / count[some] - slack)
-    assert np.all(stats.sum_sq_weights <= stats.max_weight + slack)
-    assert np.all(stats.jacobian_trace() >= -slack) and np.all(stats.jacobian_trace() <= 1 - 1 / few + slack)
-    assert np.all(stats.max_score[some] <= stats.log_sum_exp[some] + slack)
-    assert np.all(stats.log_sum_exp[some] <= stats.max_score[some] + np.log(count[some]) + slack)
-    assert np.all(stats.var_score >= 0) and np.all(stats.mean_score[some] <= stats.max_score[some] + 1e-9)
-    for name in set(stats._fields) - {"log_sum_exp", "max_score"}:
-        assert np.all(getattr(stats, name)[~some] == 0)
-    assert np.all(stats.log_sum_exp[~some] == -INF) and np.all(stats.max_score[~some] == -INF)
-
-
-@law
-@given(calls(), st.sets(st.sampled_from(ats.AttentionStats._fields)))
-def test_only_the_statistics_asked_for(call: Drawn, asked: set[str]) -> None:
-    assume(asked)
-    every, _, some = call.statistics(), *call.attend(return_stats=tuple(asked))
-    for name in every._fields:
-        if name in asked:
-            same(getattr(some, name), getattr(every, name))
-        else:
-            assert getattr(some, name) is None
-
-
-# ------------------------------------------------------------------ dropout
-
-
-@law
-@given(calls(), st.floats(0.05, 0.9), st.integers(0, 2**62))
-def test_dropout_replays_and_keeps_or_drops(call: Drawn, p: float, seed: int) -> None:
-    ones = call.with_(value=np.broadcast_to(np.eye(call.key_len), (*call.key.shape[:-1], call.key_len)))
-    dropped = ones.attend(dropout=p, seed=seed)
-    same(ones.attend(dropout=p, seed=seed), dropped, 0)
-    weights = ones.weights()
-    kept = dropped != 0
-    same(dropped[kept], weights[kept] / (1 - p))
-    _, before, stats = call.attend(dropout=p, seed=seed, return_weights=True, return_stats=True)
-    same(before, weights)
-    same(stats.entropy, call.statistics().entropy)

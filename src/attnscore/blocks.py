@@ -127,8 +127,11 @@ def attention_scores(
 def weights(problem: Problem, result: Result) -> Array:
     """All weights of a problem whose rows have this result, on the caller's axes."""
     ops = problem.ops
-    scores, _ = engine.block_scores(problem, tiling.plan(problem))
+    scores, visible = engine.block_scores(problem, tiling.plan(problem))
     found = ops.exp(log_weights(ops, scores, result.top, result.log_total))
+    if visible is not None:
+        # exactly 0, also in a row that a visible NaN has poisoned
+        found = ops.where(visible, found, 0.0)
     return problem.layout.outward_scores(ops, ops.astype(found, problem.dtype))
 
 

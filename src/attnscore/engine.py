@@ -133,7 +133,8 @@ def _pooled(ops: Framework, weights: Array, visible: Array | None, x: Array, is_
     """weights @ x, in which nothing in `x` passes through a hidden pair (0 * NaN is NaN)."""
     if is_finite or visible is None:
         return ops.matmul(weights, x)
-    return ops.matmul(weights, ops.where(ops.isfinite(x), x, 0.0)) + _escaping(ops, visible, x)
+    escaping = _escaping(ops, ops.broadcast_to(visible, weights.shape), x)
+    return ops.matmul(weights, ops.where(ops.isfinite(x), x, 0.0)) + escaping
 
 
 def _walk(
@@ -245,7 +246,11 @@ def _tile_gradients(
     problem, ops, dtype = guard.problem, guard.problem.ops, guard.problem.accumulator
     scores, visible, score_pullback = _tile_scores(guard, plan, rows, cols, partial)
     log_p = softmax.log_weights(ops, scores, *(_cut(ops, x, -2, rows) for x in (known.top, known.log_total)))
-    p = pooling = ops.exp(log_p)
+    p = ops.exp(log_p)
+    if visible is not None:
+        # A row that a visible NaN has poisoned has p = exp(-inf - NaN) where it sees nothing.
+        p = ops.where(visible, p, 0.0)
+    pooling = p
     value = ops.astype(_cut(ops, problem.value, -2, cols), dtype)
     grad_out = _cut(ops, known.grad_out, -2, rows)
     # out = (p * keep) @ value

@@ -65,7 +65,11 @@ def masked_softmax(
             wide = ops.where(visible, wide, NEG_INF)
         weights = ops.exp(wide - anchor(ops, ops.stop_gradient(ops.max(wide, axis=-1, keepdims=True))))
         total = ops.sum(weights, axis=-1, keepdims=True)
-        weights = ops.astype(weights / ops.where(total == 0, 1.0, total), ops.dtype(scores))
+        weights = weights / ops.where(total == 0, 1.0, total)
+        if visible is not None:
+            # exactly 0, also in a row that a visible NaN has poisoned
+            weights = ops.where(visible, weights, 0.0)
+        weights = ops.astype(weights, ops.dtype(scores))
         return ops.swap_axes(ops.reshape(weights, turned.shape), int(axis), -1)
 
 

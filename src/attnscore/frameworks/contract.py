@@ -37,6 +37,9 @@ class Run(Protocol):
     def kept_outputs(self) -> int:
         """How many outputs, from the first, the backward needs."""
 
+    def constants(self) -> Sequence[Array]:
+        """Arrays that the run reads besides those that it is a function of: those of the mask."""
+
     def forward(self, arrays: Sequence[Array], /) -> tuple[Array, ...]: ...
 
     def backward(

@@ -196,7 +196,8 @@ class TorchFramework(Framework):
         return not any(_is_traced(x) for x in arrays) and all(bool(torch.isfinite(x).all()) for x in arrays)
 
     def differentiable(self, run: Run, operands: Sequence[Array]) -> tuple[Array, ...]:
-        if any(_is_traced(x) or _is_dual(x) for x in operands):
+        read = [x for x in run.constants() if isinstance(x, torch.Tensor)]
+        if any(_is_traced(x) or _is_dual(x) for x in (*operands, *read)):
             return run.forward(operands)
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in operands)):
             return run.forward(operands)

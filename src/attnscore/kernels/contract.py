@@ -66,6 +66,9 @@ class Run:
     def kept_outputs(self) -> int:
         return self.differentiable_outputs + 1
 
+    def constants(self) -> tuple[Array, ...]:
+        return () if self.problem.mask is None else tuple(self.problem.mask.arrays().values())
+
     def operands(self) -> dict[str, Array]:
         """The arrays that the run is a function of, by name."""
         return operands(self.problem)

@@ -95,9 +95,10 @@ class Attention(nn.Module):
             with _OPS.quiet():
                 query, key, value = _OPS.autocast(query, key, value)
         out: Tensor = attend(query, key, value, dropout=self.dropout if self.training else 0.0, **arguments)
+        others = (*arrays_of(arguments["score"]).values(), arguments["mask"], arguments["valid_lens"])
         if not self.keep_last:
             self._last = None
-        elif _is_traced(query, key, *arrays_of(arguments["score"]).values()):
+        elif _is_traced(query, key, *others):
             self._last = "torch.compile, torch.func and tracing, which keep nothing"
         else:
             self._last = _Call.of(query, key, arguments)
@@ -272,19 +273,20 @@ def check_operand(name: str, x: Tensor, weight: Tensor, owner: str, *, axis: int
         raise DtypeError(message(name, f"{weight.dtype}, the dtype of {owner}", x.dtype, hint=hint))
 
 
-def _tensors(mask: Any) -> list[Tensor]:
-    """The tensors in a mask."""
-    arrays = mask.arrays().values() if isinstance(mask, Mask) else [mask]
+def _tensors(x: Any) -> list[Tensor]:
+    """The tensors in a mask, or a tensor itself."""
+    arrays = x.arrays().values() if isinstance(x, Mask) else [x]
     return [x for x in arrays if isinstance(x, Tensor)]
 
 
-def _is_traced(*tensors: Tensor) -> bool:
-    """Whether these stand for values of some later run, or for many values at once."""
+def _is_traced(*arguments: Any) -> bool:
+    """Whether the tensors in these stand for values of some later run, or for many values at once."""
     return (
         torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None
         or any(
             torch._C._functorch.is_functorch_wrapped_tensor(x) or isinstance(x, torch._subclasses.FakeTensor)
-            for x in tensors
+            for argument in arguments
+            for x in _tensors(argument)
         )
     )

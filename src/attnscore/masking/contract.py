@@ -83,9 +83,12 @@ class Mask(ABC):
         for field in dataclasses.fields(self):  # type: ignore[arg-type]  # every concrete mask is a dataclass
             value = getattr(self, field.name)
             if isinstance(value, Mask):
-                found.update(value.arrays())
+                new = value.arrays()
             elif frameworks.is_array(value):
-                found[self.spoken.get(field.name, field.name)] = value
+                new = {self.spoken.get(field.name, field.name): value}
+            else:
+                continue
+            found.update({name if name not in found else f"{name} ({len(found) + 1})": x for name, x in new.items()})
         return found
 
     # NumPy and PyTorch would otherwise try & and | element by element before they ask the mask.

@@ -84,7 +84,7 @@ class Form(ABC):
 
         def through_caps(grad: Array) -> dict[str, Array]:
             for slope in reversed(slopes):
-                grad = grad * slope
+                grad = times(ops, grad, slope)
             return pullback(grad)
 
         return scores, through_caps if slopes else pullback
@@ -125,7 +125,7 @@ class InnerForm(Form):
         def pullback(grad: Array) -> dict[str, Array]:
             grads = {
                 "query": ops.matmul(grad, self.key) * self.scale,
-                "key": ops.matmul(ops.matrix_transpose(grad), query),
+                "key": ops.matmul(ops.matrix_transpose(grad), self.query) * self.scale,
             }
             if self.key_bias is not None:
                 grads["key_bias"] = ops.matrix_transpose(ops.sum(grad, axis=-2, keepdims=True))
@@ -165,11 +165,11 @@ class AdditiveForm(Form):
         def pullback(grad: Array) -> dict[str, Array]:
             grad = ops.expand_dims(grad, -1)
             beside = ops.expand_dims(weight, -2) if len(weight.shape) > 1 else weight
-            through = grad * beside * self.activation.slope(ops, hidden, activated)
+            through = times(ops, grad, self.activation.slope(ops, hidden, activated)) * beside
             return {
                 "query": ops.sum(through, axis=-2),
                 "key": ops.sum(through, axis=-3),
-                "w_v": ops.sum(grad * activated, axis=(-3, -2)),
+                "w_v": ops.sum(times(ops, grad, activated), axis=(-3, -2)),
             }
 
         return scores, pullback
@@ -197,10 +197,10 @@ class DistanceForm(Form):
         squared = ops.sum(difference * difference, axis=-1)
 
         def pullback(grad: Array) -> dict[str, Array]:
-            through = ops.expand_dims(grad * (-2 * self.scale), -1) * difference
+            through = times(ops, ops.expand_dims(grad * (-2 * self.scale), -1), difference)
             grads = {"query": ops.sum(through, axis=-2), "key": -ops.sum(through, axis=-3)}
             if hasattr(self.scale, "shape"):
-                grads["scale"] = -grad * squared
+                grads["scale"] = -times(ops, grad, squared)
             return grads
 
         return -self.scale * squared, pullback
@@ -263,6 +263,11 @@ class TileForm(Form):
             return {"query": query, "key": key, **self._prefixed(dict(zip(names, parameters, strict=True)))}
 
         return scores, derived
+
+
+def times(ops: Framework, grad: Array, x: Array | float) -> Array:
+    """grad * x, and 0 where the gradient is: a hidden pair's `x` may have overflowed, and 0 * inf is NaN."""
+    return grad * x if isinstance(x, float) else ops.where(grad == 0, 0.0, grad * x)
 
 
 def checked_tile(ops: Framework, score: Any, query: Array, key: Array) -> Array:

@@ -1,0 +1,323 @@
+"""NaN and infinity: what a (query, key) pair's mask hides reaches nothing through that pair, forward or backward; what
+is visible does reach the output.
+
+"Reaches nothing" is: every result and every gradient that no visible pair connects with the planted value equals that
+of the clean call to rounding, and the planted entries themselves get gradient exactly 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cases import FRAMEWORKS, MASKS, SCORES, SOME_SCORES
+from runs import STATISTICS, Call, array, make_call
+
+pytestmark = pytest.mark.usefixtures("small_tiles", "one_thread")
+frameworks = pytest.mark.parametrize("framework", FRAMEWORKS)
+scores = pytest.mark.parametrize("score", [score.name for score in SCORES])
+some_scores = pytest.mark.parametrize("score", [score.name for score in SOME_SCORES])
+poisons = pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf], ids=["nan", "inf", "minus-inf"])
+
+# Masks that leave something hidden from everybody: keys that no query of a group sees, queries that see nothing.
+HIDING = (
+    "valid_lens", "valid_lens-empty", "ValidLens-query_lens", "KeyRange", "KeyPadding-scattered", "KeyPadding-nothing",
+    "Causal-bottom_right-tall", "SlidingWindow-offset-batch", "Documents", "Documents-scattered",
+    "array-4d", "and-scattered", "not-lens", "mask-and-valid_lens",
+)  # fmt: skip
+
+
+def hidden_rows(call: Call) -> np.ndarray:
+    """(batch, head, query): rows that see nothing."""
+    return ~seen(call).any(-1)
+
+
+def hidden_keys(call: Call) -> np.ndarray:
+    """(batch, key head, key): keys that no query of any head of the group sees."""
+    groups = call.key.shape[-3]
+    by_group = seen(call).reshape(call.visible.shape[0], groups, -1, *call.visible.shape[-2:])
+    return ~by_group.any((2, 3))
+
+
+def seen(call: Call) -> np.ndarray:
+    return call.visible if call.bias is None else call.visible & (call.bias != -np.inf)
+
+
+def poisoned(call: Call, poison: float, **where: np.ndarray) -> Call:
+    """The call with `poison` in the given entries of the named arrays; ``seed_out`` names the incoming gradient."""
+    changes: dict[str, Any] = {}
+    for name, index in where.items():
+        x = (call.seeds["out"] if name == "seed_out" else getattr(call, name)).copy()
+        x[index] = poison
+        if name == "seed_out":
+            changes["seeds"] = {**call.seeds, "out": x}
+        else:
+            changes[name] = x
+    return dataclasses.replace(call, **changes)
+
+
+def check_untouched(
+    clean: Call, dirty: Mapping[str, Any], found: Mapping[str, Any], where: Mapping[str, np.ndarray] | None = None
+) -> None:
+    """`dirty` equals `found` but for rounding, and is exactly 0 in the gradient of the planted entries."""
+    for name, x in found.items():
+        tolerance = 64 * float(np.finfo(array(x).dtype).eps) * max(1.0, clean.scale[name])
+        np.testing.assert_allclose(array(dirty[name]), array(x), rtol=0, atol=tolerance, err_msg=name)
+    for name, index in (where or {}).items():
+        if f"grad.{name}" in dirty:
+            assert (array(dirty[f"grad.{name}"])[index] == 0).all(), name
+
+
+# ----------------------------------------------------------- hidden from all
+
+
+@frameworks
+@pytest.mark.parametrize("mask", HIDING)
+@scores
+def test_what_nobody_sees(score: str, mask: str, framework: str) -> None:
+    """Padding keys and their values, queries that see nothing, and the gradient that comes into empty rows."""
+    call = make_call(score, mask, "float32", "bias-sink" if mask == "valid_lens-empty" else "")
+    _check_what_nobody_sees(call, np.nan, framework)
+
+
+@frameworks
+@pytest.mark.parametrize("poison", [np.inf, -np.inf], ids=["inf", "minus-inf"])
+@pytest.mark.parametrize("mask", ["ValidLens-query_lens", "array-4d"])
+@scores
+def test_infinity_that_nobody_sees(score: str, mask: str, poison: float, framework: str) -> None:
+    _check_what_nobody_sees(make_call(score, mask, "float32"), poison, framework)
+
+
+def _check_what_nobody_sees(call: Call, poison: float, framework: str) -> None:
+    where = {"key": hidden_keys(call), "value": hidden_keys(call), "query": hidden_rows(call)}
+    where["seed_out"] = where["query"]
+    assert any(index.any() for index in where.values())
+    dirty = poisoned(call, poison, **where)
+    check_untouched(call, dirty.run(framework), call.run(framework), where)
+
+
+@frameworks
+@pytest.mark.parametrize("array_name", ["query", "key", "value", "seed_out"])
+@pytest.mark.parametrize("extras", ["", "sink", "hiding-bias"], ids=["plain", "sink", "bias-and-sink"])
+@some_scores
+def test_one_array_at_a_time(score: str, extras: str, array_name: str, framework: str) -> None:
+    """One entry of one vector, so that nothing is covered up by what stands beside it."""
+    call = make_call(score, "ValidLens-query_lens", "float64", extras)
+    hidden = hidden_keys(call) if array_name in ("key", "value") else hidden_rows(call)
+    index = (*np.argwhere(hidden)[0], 1)
+    for poison in (np.nan, np.inf, -np.inf):
+        dirty = poisoned(call, poison, **{array_name: index})
+        check_untouched(call, dirty.run(framework), call.run(framework), {array_name: index})
+
+
+@frameworks
+@poisons
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+@some_scores
+def test_in_every_dtype(score: str, dtype: str, poison: float, framework: str) -> None:
+    call = make_call(score, "ValidLens-query_lens", dtype)
+    where = {"key": hidden_keys(call), "value": hidden_keys(call), "query": hidden_rows(call)}
+    dirty = poisoned(call, poison, **where, seed_out=hidden_rows(call)).run(framework)
+    clean = call.run(framework)
+    for name, x in clean.items():
+        allowed = 16 * float(2.0**-7 if dtype == "bfloat16" else np.finfo(call.query.dtype).eps)
+        np.testing.assert_allclose(
+            array(dirty[name]), array(x), rtol=0, atol=allowed * max(1.0, call.scale[name]), err_msg=name
+        )
+
+
+@frameworks
+@pytest.mark.parametrize("kernel", ["streaming", "dense"])
+@some_scores
+def test_in_every_kernel(score: str, kernel: str, framework: str) -> None:
+    call = make_call(score, "ValidLens-query_lens", "float32")
+    where = {"key": hidden_keys(call), "value": hidden_keys(call), "query": hidden_rows(call)}
+    dirty = poisoned(call, np.nan, **where)
+    check_untouched(call, dirty.run(framework, kernel=kernel), call.run(framework, kernel=kernel), where)
+
+
+@frameworks
+@pytest.mark.parametrize("score", [score.name for score in SCORES if score.magnitude != "own"])
+def test_huge_numbers_in_hidden_places(score: str, framework: str) -> None:
+    """Finite entries whose scores overflow are no better than infinity; a user's score answers for its own."""
+    call = make_call(score, "ValidLens-query_lens", "float32")
+    where = {"key": hidden_keys(call), "value": hidden_keys(call), "query": hidden_rows(call)}
+    dirty = poisoned(call, 3e38, **where, seed_out=hidden_rows(call))
+    check_untouched(call, dirty.run(framework), call.run(framework), where)
+
+
+# ---------------------------------------------------------------- the bias
+
+
+@frameworks
+@pytest.mark.parametrize("poison", [np.nan, np.inf], ids=["nan", "inf"])
+@pytest.mark.parametrize(
+    "mask", ["ValidLens-query_lens", "Documents-scattered", "array-4d", "Causal-bottom_right-tall"]
+)
+@some_scores
+def test_bias_at_masked_places(score: str, mask: str, poison: float, framework: str) -> None:
+    call = make_call(score, mask, "float64", "bias")
+    where = {"bias": ~call.visible}
+    check_untouched(call, poisoned(call, poison, **where).run(framework), call.run(framework), where)
+
+
+@frameworks
+@some_scores
+def test_a_bias_of_minus_infinity_hides_like_a_mask(score: str, framework: str) -> None:
+    """What it hides may be NaN too: keys, values and queries behind it."""
+    call = make_call(score, "none", "float64", "bias")
+    bias = call.bias.copy()
+    bias[0, :, :, 6:] = -np.inf
+    bias[1, :, 2:4] = -np.inf
+    call = dataclasses.replace(call, bias=bias)
+    where = {"key": hidden_keys(call), "value": hidden_keys(call), "query": hidden_rows(call)}
+    assert where["key"].any() and where["query"].any()
+    dirty = poisoned(call, np.nan, **where)
+    check_untouched(call, dirty.run(framework), call.run(framework), where)
+    call.check(call.run(framework))
+
+
+# ------------------------------------------------------ hidden from some rows
+
+
+@frameworks
+@pytest.mark.parametrize("name", ["key", "value"])
+@scores
+def test_the_future_under_a_causal_mask(score: str, name: str, framework: str) -> None:
+    """NaN at a position reaches the rows from there on and no row before it, in results and in query gradients.
+
+    In the gradient of a key or value it may reach all that those later rows see.
+    """
+    _check_the_future(score, (name,), 4, np.nan, framework)
+
+
+@frameworks
+@poisons
+@pytest.mark.parametrize("position", [0, 3, 4, 8])
+@some_scores
+def test_infinity_in_the_future(score: str, position: int, poison: float, framework: str) -> None:
+    _check_the_future(score, ("key", "value"), position, poison, framework)
+
+
+def _check_the_future(score: str, names: tuple[str, ...], position: int, poison: float, framework: str) -> None:
+    call = make_call(score, "Causal", "float32")
+    clean = call.run(framework)
+    where = dict.fromkeys(names, (..., slice(position, position + 1), slice(None)))
+    dirty = poisoned(call, poison, **where).run(framework)
+    for result, x in clean.items():
+        if result in ("out", *STATISTICS, "grad.query"):
+            before = (slice(None), slice(None), slice(0, position))
+            tolerance = 64 * np.finfo(np.float32).eps * max(1.0, call.scale[result])
+            np.testing.assert_allclose(array(dirty[result])[before], array(x)[before], atol=tolerance, err_msg=result)
+    if "value" in names:
+        assert not np.isfinite(array(dirty["out"])[:, :, position:]).any()
+
+
+@frameworks
+@some_scores
+def test_the_first_key_under_a_sliding_window(score: str, framework: str) -> None:
+    """Rows whose window has left the planted key behind are clean, whatever the tile."""
+    call = make_call(score, "SlidingWindow-self", "float32")
+    where = {"value": (..., slice(0, 1), slice(None)), "key": (..., slice(0, 1), slice(None))}
+    clean, dirty = call.run(framework), poisoned(call, np.nan, **where).run(framework)
+    np.testing.assert_array_equal(array(dirty["out"])[:, :, 1:], array(clean["out"])[:, :, 1:])
+    if "grad.query" in clean:
+        for name in ("grad.query", "grad.key", "grad.value"):
+            np.testing.assert_allclose(array(dirty[name])[:, :, 1:], array(clean[name])[:, :, 1:], atol=1e-5)
+
+
+@frameworks
+@pytest.mark.parametrize("mask", [mask.name for mask in MASKS])
+def test_pair_by_pair(mask: str, framework: str) -> None:
+    """NaN in one value makes NaN of exactly the rows that see it, under every mask."""
+    call = make_call("scaled_dot", mask)
+    groups = call.visible.shape[1] // call.value.shape[1]
+    for key in range(call.value.shape[-2]):
+        dirty = poisoned(call, np.nan, value=(..., key, slice(None))).run(framework)
+        np.testing.assert_array_equal(np.isnan(array(dirty["out"])).all(-1), call.visible[..., key], err_msg=f"{key}")
+        assert groups == 2
+
+
+# ------------------------------------------------------------ visible pairs
+
+
+@frameworks
+@poisons
+@pytest.mark.parametrize("mask", ["none", "valid_lens", "Causal", "Documents-scattered"])
+def test_a_visible_value_reaches_the_output(mask: str, poison: float, framework: str) -> None:
+    call = make_call("scaled_dot", mask)
+    out = array(poisoned(call, poison, value=(0, 0, 1, 2)).run(framework)["out"])
+    reached = np.zeros(out.shape, bool)
+    reached[0, :2, :, 2] = call.visible[0, :2, :, 1]
+    wanted = np.where(reached, poison, call.reference["out"])
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+
+
+@frameworks
+@pytest.mark.parametrize("name", ["query", "key"])
+@pytest.mark.parametrize("mask", ["valid_lens"])
+@scores
+def test_a_visible_nan_in_query_or_key_reaches_the_output(score: str, mask: str, name: str, framework: str) -> None:
+    call = make_call(score, mask)
+    out = array(poisoned(call, np.nan, **{name: (0, 0, 1, 2)}).run(framework)["out"])
+    reached = np.zeros(out.shape[:-1], bool)
+    if name == "query":
+        reached[0, 0, 1] = True
+    else:
+        reached[0, :2] = call.visible[0, :2, :, 1]
+    np.testing.assert_array_equal(np.isnan(out).all(-1), reached)
+    np.testing.assert_array_equal(np.isnan(out).any(-1), reached)
+
+
+@frameworks
+def test_a_visible_nan_in_the_bias_reaches_its_row(framework: str) -> None:
+    call = make_call("scaled_dot", "valid_lens", "float32", "bias")
+    out = array(poisoned(call, np.nan, bias=(0, 1, 2, 3)).run(framework)["out"])
+    reached = np.zeros(out.shape[:-1], bool)
+    reached[0, 1, 2] = True
+    np.testing.assert_array_equal(np.isnan(out).all(-1), reached)
+
+
+# --------------------------------------------------------------- empty rows
+
+
+@frameworks
+@pytest.mark.parametrize("extras", ["", "hiding-bias"], ids=["plain", "bias-and-sink"])
+@pytest.mark.parametrize("mask", [mask for mask in HIDING if mask != "valid_lens-empty"])
+@some_scores
+def test_rows_with_nothing_visible_are_exact_zeros(score: str, mask: str, extras: str, framework: str) -> None:
+    """Output, weights and gradients of empty rows and of keys that nobody sees, and the documented statistics."""
+    call = make_call(score, mask, "float32", extras)
+    found = {name: array(x) for name, x in call.run(framework).items()}
+    empty, unseen = hidden_rows(call), hidden_keys(call)
+    assert (found["out"][empty] == 0).all()
+    for name in ("mean_score", "var_score", "max_weight", "sum_sq_weights", "sum_weights"):
+        assert (found[name][empty] == 0).all(), name
+    assert (found["max_score"][empty] == -np.inf).all()
+    assert (found["entropy"][empty] == 0).all()
+    if call.sink is None:
+        assert (found["log_sum_exp"][empty] == -np.inf).all()
+    else:
+        sink = np.broadcast_to(np.reshape(call.sink, (-1, 1)), empty.shape)
+        np.testing.assert_allclose(found["log_sum_exp"][empty], sink[empty], rtol=1e-6)
+    assert (found["grad.query"][empty] == 0).all()
+    assert (found["grad.key"][unseen] == 0).all()
+    assert (found["grad.value"][unseen] == 0).all()
+    if call.bias is not None:
+        assert (found["grad.bias"][~seen(call)] == 0).all()
+    for name, x in found.items():
+        assert not np.isnan(x).any(), name
+
+
+@frameworks
+def test_nothing_visible_anywhere(framework: str) -> None:
+    """Parameters get gradient exactly 0 too."""
+    for score in SOME_SCORES:
+        call = make_call(score.name, "KeyPadding-nothing", "float32")
+        for name, x in call.run(framework).items():
+            if name not in ("log_sum_exp", "max_score"):
+                assert (array(x) == 0).all(), (score.name, name)

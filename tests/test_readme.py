@@ -1,0 +1,313 @@
+"""README, documentation and examples do what they show.
+
+- Python blocks of a file run in their order in one fresh namespace; a text block behind one is what it printed.
+- Shell lines name commands, options, extras and make targets that exist.
+- Links and pictures lead somewhere. Examples run as they are, without a warning.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import doctest
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from attnscore import kernels, scoring
+from shown import WordsAndNumbers
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = sorted({ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")})
+EXAMPLES = sorted(ROOT.glob("examples/*.py"))
+# They show memory at work, on sequences long enough for it.
+LONG_EXAMPLES = ("long_sequence.py", "memory_beside_sdpa.py")
+
+FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^(?P=indent)```", re.DOTALL | re.MULTILINE)
+
+
+def label(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block and the line on which its text begins."""
+
+    language: str
+    text: str
+    line: int
+    follows: bool
+    """Whether nothing but empty lines lies between it and the block before."""
+
+
+def blocks(path: Path) -> list[Block]:
+    text, found, end = path.read_text(encoding="utf-8"), [], -1
+    for match in FENCE.finditer(text):
+        line = text.count("\n", 0, match.start("text"))
+        follows = end >= 0 and not text[end : match.start()].strip()
+        found.append(Block(match["language"], match["text"], line, follows))
+        end = match.end()
+    return found
+
+
+def with_language(*languages: str) -> list[Path]:
+    return [path for path in DOCUMENTS if any(block.language in languages for block in blocks(path))]
+
+
+# ------------------------------------------------------------------ Python
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModuleType]:
+    """An empty module to run in, and a library and a folder that forget what was done to them."""
+    module = ModuleType("document")
+    monkeypatch.setitem(sys.modules, "document", module)
+    monkeypatch.setattr(scoring, "_TABLE", dict(scoring._TABLE))
+    monkeypatch.setattr(kernels, "_TABLE", dict(kernels._TABLE))
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    monkeypatch.chdir(tmp_path)
+    with torch.random.fork_rng():
+        yield module
+
+
+@pytest.mark.parametrize("path", with_language("python"), ids=label)
+def test_python_blocks_run_and_print_what_is_shown(path: Path, fresh: ModuleType) -> None:
+    printed: str | None = None
+    for block in blocks(path):
+        if block.language == "python":
+            printed = run(block, path, fresh)
+        elif block.language == "text" and block.follows and printed is not None:
+            flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+            place = f"{label(path)}:{block.line}"
+            assert WordsAndNumbers().check_output(block.text, printed, flags), (
+                f"{place} shows\n{block.text}\nbut this was printed:\n{printed}"
+            )
+            printed = None
+
+
+def run(block: Block, path: Path, module: ModuleType) -> str:
+    """What a block prints; tracebacks name the document and its lines."""
+    code = compile("\n" * block.line + block.text, str(path), "exec", flags=0, dont_inherit=True)
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(code, vars(module))
+    return out.getvalue()
+
+
+def test_the_readme_shows_code_and_what_it_prints() -> None:
+    found = blocks(ROOT / "README.md")
+    assert sum(block.language == "python" for block in found) >= 3
+    assert any(block.language == "text" and block.follows for block in found)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=label)
+def test_every_block_says_its_language(path: Path) -> None:
+    known = {"python", "text", "bash", "console", "toml", "mermaid", "html"}
+    assert {block.language for block in blocks(path)} <= known
+
+
+def test_fences_are_found() -> None:
+    text = "a\n\n```python\nx = 1\n```\n\n```text\n1\n```\nbetween\n```bash\nls\n```\n"
+    matches = [(m["language"], m["text"]) for m in FENCE.finditer(text)]
+    assert matches == [("python", "x = 1\n"), ("text", "1\n"), ("bash", "ls\n")]
+
+
+# ------------------------------------------------------------------ the shell
+
+
+def shell_lines(path: Path) -> list[list[str]]:
+    """Commands in words, without prompts and comments."""
+    found = []
+    for block in blocks(path):
+        if block.language in ("bash", "console"):
+            for line in block.text.replace("\\\n", " ").splitlines():
+                if block.language == "bash" or line.startswith("$ "):
+                    words = shlex.split(line.removeprefix("$ "), comments=True)
+                    found += [words] if words else []
+    return found
+
+
+COMMANDS = [
+    pytest.param(words, id=f"{label(path)}: {' '.join(words)}"[:100])
+    for path in with_language("bash", "console")
+    for words in shell_lines(path)
+]
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_shell_lines_name_what_exists(words: list[str]) -> None:
+    words = [word for i, word in enumerate(words) if i or "=" not in word]
+    program, *arguments = words
+    if program == "attnscore" or words[:3] == ["python", "-m", "attnscore"]:
+        check_command(arguments if program == "attnscore" else arguments[2:])
+    elif program == "make":
+        check_targets(arguments)
+    elif program == "pip" and arguments[0] == "install":
+        check_extras(arguments[1:])
+    elif words[:3] == ["python", "-m", "timeit"]:
+        setup, statement = words[words.index("-s") + 1], words[-1]
+        names: dict[str, Any] = {}
+        exec(setup, names)
+        exec(statement, names)
+    elif program in ("bash", "python", "sh"):
+        assert any((ROOT / argument).exists() for argument in arguments), words
+    else:
+        # Left: cd, git clone and their like; nothing of ours could be misspelt in them.
+        assert program in ("cd", "git", "source", "apt-get", "export"), words
+
+
+def check_command(arguments: list[str]) -> None:
+    """Parse without running: the command exists, and so do its options."""
+    from typer.main import get_command
+
+    from attnscore.commands import app
+
+    group: Any = get_command(app)
+    assert arguments, "attnscore without a command"
+    if arguments[0].startswith("-"):
+        assert arguments[0] in ("--help", "--version", "-h"), arguments
+        return
+    command = group.commands[arguments[0]]
+    context = command.context_class(command, info_name=arguments[0])
+    rest = [word for word in arguments[1:] if word not in ("--help", "-h")]
+    # A bare --causal is the command's own business (see commands/attend.py).
+    rest = ["--causal=top_left" if word == "--causal" else word for word in rest]
+    command.make_parser(context).parse_args(args=rest)
+
+
+def test_an_unknown_option_would_be_seen() -> None:
+    with pytest.raises(Exception, match="No such option"):
+        check_command(["attend", "in.npz", "--uot", "out.npz"])
+    with pytest.raises(KeyError):
+        check_command(["atend"])
+
+
+def check_targets(arguments: list[str]) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = [word for word in arguments if "=" not in word]
+    assert all(re.search(rf"^{re.escape(target)}:", makefile, re.MULTILINE) for target in targets), targets
+
+
+def check_extras(arguments: list[str]) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    named = {extra for word in arguments for extra in re.findall(r"\[([\w,-]+)\]", word)}
+    extras = {extra for group in named for extra in group.split(",")}
+    assert extras <= set(project["optional-dependencies"])
+
+
+def test_extras_named_in_the_text_exist() -> None:
+    for path in DOCUMENTS:
+        for words in re.findall(r"pip install ('[^']*'|\S+)", path.read_text(encoding="utf-8")):
+            check_extras([words])
+
+
+# ------------------------------------------------------------------ links
+
+
+LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)(?:\s+\"[^\"]*\")?\)")
+
+
+def anchors(path: Path) -> set[str]:
+    """The names that a document's headings get as link targets."""
+    text = FENCE.sub("", path.read_text(encoding="utf-8"))
+    headings = re.findall(r"^#+ +(.*?) *$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=label)
+def test_links_lead_somewhere(path: Path) -> None:
+    broken = []
+    for match in LINK.finditer(FENCE.sub("", path.read_text(encoding="utf-8"))):
+        target, _, anchor = match["target"].partition("#")
+        if "://" in target or target.startswith("mailto:"):
+            continue
+        there = (path.parent / target).resolve() if target else path
+        exists = there.exists() and there.is_relative_to(ROOT)
+        if not exists or (anchor and there.suffix == ".md" and anchor not in anchors(there)):
+            broken.append(match["target"])
+    assert not broken
+
+
+def test_every_page_is_reached_from_the_index() -> None:
+    """By links, from the README or the index, over other pages; decisions and all."""
+    reached, waiting = set(), [ROOT / "README.md", ROOT / "docs" / "index.md"]
+    while waiting:
+        path = waiting.pop()
+        if path in reached or not path.exists() or path.suffix != ".md":
+            continue
+        reached.add(path)
+        targets = (match["target"].partition("#")[0] for match in LINK.finditer(path.read_text(encoding="utf-8")))
+        waiting += [(path.parent / target).resolve() for target in targets if target and "://" not in target]
+    assert not [label(path) for path in DOCUMENTS if path not in reached]
+
+
+# ------------------------------------------------------------------ names
+
+
+def test_names_in_the_documents_exist() -> None:
+    """`ats.something` in prose or tables is a public name: a rename must reach the documents too."""
+    import attnscore
+
+    for path in DOCUMENTS:
+        for name in re.findall(r"\bats\.([A-Za-z_]\w*)", path.read_text(encoding="utf-8")):
+            assert hasattr(attnscore, name), f"{label(path)}: ats.{name}"
+
+
+def test_the_readme_tells_of_every_score_and_mask() -> None:
+    from test_public_api import MASKS, SCORES
+
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert not [name for name in (*SCORES, *MASKS) if f"`{name}(" not in text]
+
+
+# ------------------------------------------------------------------ examples
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.name, marks=pytest.mark.slow if path.name in LONG_EXAMPLES else ())
+        for path in EXAMPLES
+    ],
+)
+def test_examples_run(path: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "MPLBACKEND": "Agg", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(path)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    assert done.stdout.strip(), "an example shows something"
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_examples_say_what_they_show_and_stay_short(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert ast.get_docstring(ast.parse(text))
+    assert len(text.splitlines()) < 80
+
+
+def test_there_are_examples_for_every_framework_and_use() -> None:
+    assert len(EXAMPLES) >= 4
+    texts = [path.read_text(encoding="utf-8") for path in EXAMPLES]
+    assert any("import torch" in text for text in texts)
+    assert any("import numpy" in text and "torch" not in text for text in texts)
