@@ -28,7 +28,7 @@ export TRANSFORMERS_OFFLINE := 1
 export MPLBACKEND := Agg
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format clean distclean
+.PHONY: help demo test check docs format clean distclean
 
 help: ## this list
 	@echo "make TARGET [PYTHON=python3.12] [ARGS=...] [SLOW=1]"
@@ -46,6 +46,9 @@ check: $(READY) ## lint, format, types, project file
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
 	@$(BIN)/validate-pyproject pyproject.toml
+
+docs: $(READY) ## the documentation as a site, into build/site
+	@$(PIP) install -e ".[docs]" && $(BIN)/mkdocs build --strict
 
 format: $(READY) ## format the code and mend what the linter can mend
 	@$(BIN)/ruff check --fix --exit-zero
