@@ -71,6 +71,10 @@ class Layout:
             return x.unsqueeze(1)
         return x if self.head_axis == -3 else x.transpose(-3, -2)
 
+    def over_scores(self, x: Any) -> Any:
+        """A bias (..., query, key), which has heads where the scores have."""
+        return x.unsqueeze(1) if self.axes == 3 and len(x.shape) == 3 else x
+
     def outward(self, x: np.ndarray, *, rows: bool) -> np.ndarray:
         """A result (..., head, query, value_dim) or, with `rows`, (..., head, query) on the caller's axes."""
         if self.axes == 2:
@@ -114,11 +118,14 @@ class Call:
         heads = self.visible.shape[-3]
         query, key, value = (oracle.spread(self.layout.inward(leaves[n]), heads) for n in ("query", "key", "value"))
         own = {name: leaves[f"score.{name}"] for name in self.arrays}
-        visible = convert(np.ascontiguousarray(self.visible))
+        visible = convert(np.array(self.visible))
         s = self.score.formula(query, key, **own)
         s = s + (s * 0).where(visible, 0)  # on all axes of the scores, also where only the value has them
-        hidden = None if self.bias is None else convert(array(self.bias) == -np.inf)
-        s, visible = oracle.masked_scores(s, visible, leaves.get("bias"), hidden)
+        bias = hidden = None
+        if self.bias is not None:
+            bias = self.layout.over_scores(leaves["bias"])
+            hidden = convert((array(self.bias) == -np.inf).reshape(bias.shape))
+        s, visible = oracle.masked_scores(s, visible, bias, hidden)
         keep = None if self.keep is None else type(query)(self.keep)
         return {"scores": s, **oracle.attention(s, value, visible, leaves.get("sink"), keep)}
 

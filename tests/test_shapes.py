@@ -1,4 +1,4 @@
-"""Axes, sizes and strides: every layout against the oracle, sizes of 0, 1, primes and one around a tile, any memory order."""
+"""Axes, sizes and strides: every layout against the oracle, lengths of 0, 1 and around a tile, any memory order."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ LAYOUTS: dict[str, tuple[Layout, tuple[int, ...], tuple[int, ...], tuple[int, ..
     "bhnd-one-key-head-two-value-heads": (Layout(4), (2, 4, 7, 5), (2, 1, 12, 5), (2, 2, 12, 3)),
     "bhnd-one-key-set": (Layout(4), (2, 4, 7, 5), (1, 2, 12, 5), (2, 2, 12, 3)),
     "bhnd-keys-of-two-axes": (Layout(4), (2, 4, 7, 5), (12, 5), (12, 3)),
-    "bhnd-keys-of-three-axes": (Layout(4), (2, 4, 7, 5), (2, 12, 5), (4, 12, 3)),
+    "bhnd-keys-of-three-axes": (Layout(4), (2, 4, 7, 5), (2, 12, 5), (2, 12, 3)),
     "bhnd-query-of-two-axes": (Layout(4), (7, 5), (2, 4, 12, 5), (2, 4, 12, 3)),
     "bhnd-three-heads": (Layout(4), (2, 3, 7, 5), (2, 3, 12, 5), (2, 3, 12, 3)),
     "bhnd-six-over-two": (Layout(4), (2, 6, 7, 5), (2, 2, 12, 5), (2, 2, 12, 3)),

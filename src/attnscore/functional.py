@@ -48,8 +48,9 @@ def masked_softmax(
     """
     ops = frameworks.of({"scores": scores})
     shape = tuple(scores.shape)
-    if ops.refused(scores) or not ops.is_floating(scores):
-        raise DtypeError(message("scores", FLOATING, ops.refused(scores) or ops.dtype(scores)))
+    frameworks.check_dense(ops, {"scores": scores})
+    if not ops.is_floating(scores):
+        raise DtypeError(message("scores", FLOATING, ops.dtype(scores)))
     check_positive("temperature", temperature)
     if not is_whole(axis) or not -len(shape) <= axis < len(shape):
         expected = f"an axis of the {len(shape)} of scores"
@@ -91,6 +92,7 @@ def _visible(ops: Any, grid: Grid, mask: Any, valid_lens: Any, like: Array) -> A
     whole = as_mask(mask, valid_lens, grid)
     if whole is None:
         return None
+    frameworks.check_dense(ops, whole.arrays())
     whole.check(ops, grid)
     frameworks.check_devices(ops, like, whole.arrays(), host_passes=True)
     rows = ops.reshape(ops.positions(0, grid.query_len, like), (grid.query_len, 1))

@@ -106,6 +106,7 @@ def _mask(ops: Framework, mask: Any, valid_lens: Any, layout: Layout, query: Arr
     """The mask and the lengths as one mask, checked."""
     whole = as_mask(mask, valid_lens, layout.grid)
     if whole is not None:
+        frameworks.check_dense(ops, whole.arrays())
         whole.check(ops, layout.grid)
         frameworks.check_devices(ops, query, whole.arrays(), host_passes=True)
     return whole

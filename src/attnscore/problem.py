@@ -19,6 +19,8 @@ from attnscore.grid import Grid, Layout, Shape, check_broadcast
 from attnscore.masking import Mask
 from attnscore.scoring.forms import Form
 
+# The uniform axes and a tile's own are a few more than the caller's, and NumPy broadcasts 32 (64 from version 2).
+MOST_AXES = 16
 _LAYOUT_HINT = "head_axis=-2 takes the layout (batch, length, head, dim)"
 
 
@@ -61,15 +63,14 @@ def check_arrays(ops: Framework, arrays: dict[str, Array], head_axis: Any) -> La
     ------
     ShapeError, DtypeError, DeviceError, FrameworkError, ArgumentError
     """
+    frameworks.check_dense(ops, arrays)
     shapes = {name: tuple(x.shape) for name, x in arrays.items()}
     for name, x in arrays.items():
-        kind = ops.refused(x)
-        if kind is not None:
-            raise FrameworkError(message(name, "a dense array", kind, hint=f"x.{ops.densifier}() makes one"))
         if not ops.is_floating(x):
             raise DtypeError(message(name, FLOATING, ops.dtype(x), shapes=shapes))
-        if len(x.shape) < 2:
-            raise ShapeError(message(name, "2 axes or more", f"{len(x.shape)}", shapes=shapes))
+        if not 2 <= len(x.shape) <= MOST_AXES:
+            expected = f"2 axes or more (at most {MOST_AXES})"
+            raise ShapeError(message(name, expected, f"{len(x.shape)}", shapes=shapes))
     dtypes = {name: ops.dtype(x) for name, x in arrays.items()}
     if len(set(dtypes.values())) > 1:
         listed = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
@@ -138,6 +139,7 @@ def check_extra(ops: Framework, name: str, x: Any, like: Array) -> Array:
         x = check_number(name, x)
     elif not (is_number(x) or frameworks.is_array(x)):
         raise FrameworkError(message(name, "a number or an array", type(x).__name__, hint="make it an array first"))
+    frameworks.check_dense(ops, {name: x})
     frameworks.check_devices(ops, like, {name: x})
     x = ops.asarray(x, like, None if hasattr(x, "dtype") else accumulator(ops.dtype(like)))
     if not ops.is_floating(x):

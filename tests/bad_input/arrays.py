@@ -88,6 +88,12 @@ _SHAPES = (
         "key|divides the 6 of query|got 4|query (2, 6, 3, 4)|key (2, 4, 5, 4)",
         lambda x: x.weights(query=x.floats(2, 6, 3, 4), key=x.floats(2, 4, 5, 4)),
     ),
+    case(
+        "more axes than there can be",
+        ShapeError,
+        "query|axes|62",
+        lambda x: ats.attend(*(x.floats(*[1] * 62) for _ in "qkv")),
+    ),
     case("key without axes, for weights", ShapeError, "key|2 axes or more|0", lambda x: x.weights(key=x.array(1.0))),
 )
 
@@ -209,6 +215,54 @@ _NOT_ARRAYS = (
         "value|dense|sparse|Hint|to_dense",
         lambda x: x.attend(value=x.floats(2, 5, 6).to_sparse()),
         only="torch",
+    ),
+    *(
+        case(
+            f"a sparse {argument}",
+            FrameworkError,
+            f"{argument}|dense|sparse|Hint|to_dense",
+            lambda x, argument=argument, values=values: x.attend(**{argument: torch.tensor(values).to_sparse()}),
+            only="torch",
+        )
+        for argument, values in (
+            ("mask", [[True] * 5] * 3),
+            ("bias", [[1.0] * 5] * 3),
+            ("sink", [1.0]),
+            ("valid_lens", [1, 2]),
+        )
+    ),
+    case(
+        "a matrix",
+        FrameworkError,
+        "query|dense|matrix|Hint",
+        lambda x: ats.attend(*(np.ones((3, 4)).view(np.matrix) for _ in "qkv")),
+        only="numpy",
+    ),
+    case(
+        "a matrix as W",
+        FrameworkError,
+        "W|dense|matrix|Hint",
+        lambda x: x.attend(score=ats.Bilinear(np.eye(4, dtype="float32").view(np.matrix))),
+        only="numpy",
+    ),
+    case(
+        "a matrix of scores",
+        FrameworkError,
+        "scores|dense|matrix|Hint",
+        lambda x: ats.masked_softmax(np.ones((3, 4)).view(np.matrix)),
+        only="numpy",
+    ),
+    *(
+        case(
+            f"a masked array as {argument}",
+            FrameworkError,
+            f"{argument}|dense|masked array|Hint|filled",
+            lambda x, argument=argument: x.attend(
+                **{argument: np.ma.masked_array(np.ones((2, 3 if argument == "query" else 5, 4)), mask=True)}
+            ),
+            only="numpy",
+        )
+        for argument in ("query", "key", "value")
     ),
     case(
         "a nested tensor",

@@ -254,7 +254,7 @@ _NUMBERS = (
             f"bandwidth|a number above 0|{bandwidth!r}",
             lambda x, bandwidth=bandwidth: x.attend(score=ats.Gaussian(bandwidth)),
         )
-        for bandwidth in (0, 0.0, -1.0, _NAN, "wide", None, True, 1j)
+        for bandwidth in (0, 0.0, -1.0, 1e-300, _NAN, "wide", None, True, 1j)
     ),
     case(
         "a bandwidth of 0 among others",

@@ -99,6 +99,14 @@ def check_devices(ops: Framework, query: Any, others: Mapping[str, Any], *, host
             raise DeviceError(message(name, f"an array on {home}, where query is", f"one on {ops.device(x)}"))
 
 
+def check_dense(ops: Framework, arrays: Mapping[str, Any]) -> None:
+    """Raise FrameworkError when an array of the framework is of a kind that attention cannot take."""
+    for name, x in arrays.items():
+        kind = ops.refused(x) if _name_of(type(x)) == ops.name else None
+        if kind is not None:
+            raise FrameworkError(message(name, "a dense array", kind[0], hint=f"{kind[1]} makes one"))
+
+
 def is_array(x: object) -> bool:
     """Whether `x` is an array of a framework that we know."""
     return _name_of(type(x)) is not None

@@ -52,8 +52,6 @@ class Framework(ABC):
 
     name: str
     has_autodiff: bool
-    densifier: str
-    """Method that makes a dense array of one that is ``refused``."""
 
     # Where arrays live and what they hold
     @abstractmethod
@@ -64,8 +62,8 @@ class Framework(ABC):
     def is_floating(self, x: Array) -> bool: ...
 
     @abstractmethod
-    def refused(self, x: Array) -> str | None:
-        """What kind of array of this framework `x` is that attention cannot take (sparse, ...), or None."""
+    def refused(self, x: Array) -> tuple[str, str] | None:
+        """Which kind of array `x` is that attention cannot take (sparse, ...), and what makes a dense one; or None."""
 
     @abstractmethod
     def device(self, x: Array) -> str: ...

@@ -24,7 +24,6 @@ class NumpyFramework(Framework):
 
     name = "numpy"
     has_autodiff = False
-    densifier = "filled"
 
     def __getattr__(self, word: str) -> Any:
         return getattr(np, word)
@@ -36,8 +35,10 @@ class NumpyFramework(Framework):
         # ml_dtypes registers bfloat16 with kind "V".
         return bool(x.dtype.kind == "f" or x.dtype.name == "bfloat16")
 
-    def refused(self, x: Array) -> str | None:
-        return "a masked array" if isinstance(x, np.ma.MaskedArray) else None
+    def refused(self, x: Array) -> tuple[str, str] | None:
+        if isinstance(x, np.matrix):
+            return "a matrix", "numpy.asarray(x)"
+        return ("a masked array", "x.filled()") if isinstance(x, np.ma.MaskedArray) else None
 
     def device(self, x: Array) -> str:
         return "cpu"

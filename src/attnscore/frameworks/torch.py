@@ -31,7 +31,6 @@ class TorchFramework(Framework):
 
     name = "torch"
     has_autodiff = True
-    densifier = "to_dense"
 
     def __getattr__(self, word: str) -> Any:
         return getattr(torch, word)
@@ -42,10 +41,10 @@ class TorchFramework(Framework):
     def is_floating(self, x: Array) -> bool:
         return x.dtype in _FLOATS
 
-    def refused(self, x: Array) -> str | None:
+    def refused(self, x: Array) -> tuple[str, str] | None:
         if x.is_nested:
-            return "a nested tensor"
-        return None if x.layout == torch.strided else f"a sparse tensor ({x.layout})"
+            return "a nested tensor", "x.to_padded_tensor(0.0), with valid_lens,"
+        return None if x.layout == torch.strided else (f"a sparse tensor ({x.layout})", "x.to_dense()")
 
     def device(self, x: Array) -> str:
         return str(x.device)
@@ -268,9 +267,10 @@ class _Streamed(torch.autograd.Function):
 
 
 def _is_traced(x: torch.Tensor) -> bool:
-    """Whether the values of `x` cannot be looked at: inside vmap, grad of torch.func, or a fake tensor."""
+    """Whether the values of `x` cannot be looked at: inside vmap, grad of torch.func, fake or on no device."""
     return bool(
         torch.compiler.is_compiling()
+        or x.device.type == "meta"
         or torch._C._functorch.is_functorch_wrapped_tensor(x)
         or isinstance(x, torch._subclasses.FakeTensor)
     )

@@ -254,9 +254,7 @@ def check_inputs(queries: Any, keys: Any, values: Any) -> None:
         if not isinstance(x, Tensor):
             hint = "torch.as_tensor(x) makes one"
             raise FrameworkError(message(name, "a torch.Tensor", type(x).__name__, hint=hint))
-        refused = _OPS.refused(x)
-        if refused is not None:
-            raise FrameworkError(message(name, "a dense tensor", refused))
+        frameworks.check_dense(_OPS, {name: x})
         if not _OPS.is_floating(x):
             raise DtypeError(message(name, FLOATING, _OPS.dtype(x)))
     shared.check_axes({name: tuple(x.shape) for name, x in inputs.items()})

@@ -144,7 +144,7 @@ def check_whole(name: str, x: Any) -> HostArray | None:
     if values.dtype.kind not in "iuf":
         raise MaskError(message(name, "whole numbers", f"{values.dtype.name} values"))
     if not np.all(np.isfinite(values)) or np.any(values != np.floor(values)) or np.any(np.abs(values) >= 2.0**62):
-        raise MaskError(message(name, "whole numbers", f"{values.reshape(-1)[:8].tolist()}"))
+        raise MaskError(message(name, "whole numbers (below 2^62 in size)", f"{values.reshape(-1)[:8].tolist()}"))
     return values
 
 

@@ -119,6 +119,7 @@ def check_score_arrays(ops: Framework, score: object, query: Array) -> None:
     """Raise unless the score's arrays are of the caller's framework, floating, and on the device of `query`."""
     for name, x in arrays_of(score).items():
         frameworks.of({"query": query, name: x})
+        frameworks.check_dense(ops, {name: x})
         frameworks.check_devices(ops, query, {name: x})
         if not ops.is_floating(x):
             raise DtypeError(message(name, FLOATING, ops.dtype(x)))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from attnscore import frameworks
-from attnscore.errors import ShapeError, message
+from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.frameworks.contract import Array, Framework, sum_to
 from attnscore.scoring.contract import (
     Pullback,
@@ -95,6 +95,8 @@ class Gaussian(Score):
     def check(self, dim: int, key_dim: int) -> None:
         require_same_dim("Gaussian", dim, key_dim)
         require_positive("bandwidth", self.bandwidth)
+        if not frameworks.is_array(self.bandwidth) and self.bandwidth * self.bandwidth == 0:
+            raise ArgumentError(message("bandwidth", "a number above 0 whose square is too", self.bandwidth))
         if len(getattr(self.bandwidth, "shape", ())) > 1:
             raise ShapeError(message("bandwidth", "a number, () or (heads,)", tuple(self.bandwidth.shape)))
 
@@ -107,7 +109,7 @@ class Gaussian(Score):
 
     def _scale(self, ops: Framework, query: Array, key: Array) -> Any:
         if not frameworks.is_array(self.bandwidth):
-            return 0.5 / float(self.bandwidth) ** 2
+            return 0.5 / (float(self.bandwidth) * float(self.bandwidth))
         return 0.5 / (widen(ops, self._placed(ops, query, key), key)[0]) ** 2
 
     def _centred(self, ops: Framework, query: Array, key: Array, scale: float) -> tuple[Array, Array] | None:
