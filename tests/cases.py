@@ -56,7 +56,9 @@ class Score:
     dims: tuple[int, int] = (5, 5)
     hidden: int = 3
     magnitude: str = "product"
-    """What the rounding error of a score is relative to: see ``numerics``."""
+    """What the rounding error of a score is relative to: the absolute terms of a product, w_v, or the score itself."""
+    terms: Callable[..., Any] | None = None
+    """The formula inside a cap, whose terms a product's error is relative to."""
     prepare: Callable[[np.ndarray, np.ndarray], None] | None = None
     smooth: bool = True
     """Twice differentiable near random inputs: not at the zero vector of a cosine, which `prepare` puts there."""
@@ -161,7 +163,7 @@ SCORES = (
     Score("sum", ats.Sum, oracle.sums),
     Score("sum-by-name", lambda: "sum", oracle.sums),
     Score("soft_cap-dot", lambda: ats.SoftCap("scaled_dot", 1.5),
-          lambda q, k: oracle.soft_cap(oracle.scaled_dot(q, k), 1.5)),
+          lambda q, k: oracle.soft_cap(oracle.scaled_dot(q, k), 1.5), terms=oracle.scaled_dot),
     Score("soft_cap-gaussian", lambda bandwidth: ats.SoftCap(ats.Gaussian(bandwidth), 2.0),
           lambda q, k, bandwidth: oracle.soft_cap(oracle.gaussian(q, k, bandwidth), 2.0), {"bandwidth": ("H",)},
           magnitude="distance"),
@@ -175,7 +177,8 @@ SCORES = (
     Score("temperature-cosine", lambda scale: ats.Temperature(ats.Cosine(scale), 0.5),
           lambda q, k, scale: oracle.cosine(q, k, scale) / 0.5, {"scale": ("H",)}, magnitude="cosine"),
     Score("temperature-of-soft_cap-bilinear", lambda W: ats.Temperature(ats.SoftCap(ats.Bilinear(W), 2.0), 0.5),
-          lambda q, k, W: oracle.soft_cap(oracle.bilinear(q, k, W), 2.0) / 0.5, {"W": ("H", "d", "dk")}, (4, 6)),
+          lambda q, k, W: oracle.soft_cap(oracle.bilinear(q, k, W), 2.0) / 0.5, {"W": ("H", "d", "dk")}, (4, 6),
+          terms=lambda q, k, W: oracle.bilinear(q, k, W) / 0.5),
     Score("soft_cap-of-temperature-additive", lambda **a: ats.SoftCap(ats.Temperature(ats.Additive(**a), 0.5), 2.0),
           lambda q, k, **a: oracle.soft_cap(oracle.additive(q, k, **a) / 0.5, 2.0), _PER_HEAD, (4, 6),
           magnitude="additive"),

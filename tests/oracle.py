@@ -44,7 +44,7 @@ ACTIVATIONS = {
     "tanh": lambda x: x.tanh(),
     "sigmoid": lambda x: x.sigmoid(),
     "relu": lambda x: x.where(x > 0, 0),
-    "leaky_relu": lambda x, slope=0.01: x.where(x > 0, 0) - slope * (-x).where(-x > 0, 0),
+    "leaky_relu": lambda x, slope=0.01: x.where(x > 0, 0) + (slope * x).where(~(x > 0), 0),
     "silu": lambda x: x * x.sigmoid(),
     "gelu": lambda x: 0.5 * x * (1 + (x * math.sqrt(0.5)).erf()),
 }
@@ -137,9 +137,10 @@ def attention(s, value, visible, sink=None, keep=None):
     divisor = total.where(some, 1)
     weights = e / divisor
     kept = weights if keep is None else weights * keep
-    entropy = -_times_log(weights).sum(-1)
+    # log p from the scores, not from p: that may be the smallest number there is.
+    entropy = -(weights * (s - top - divisor.log()).where(visible, 0)).sum(-1)
     if sink is not None:
-        entropy = entropy - _times_log((sink - top).exp() / divisor).sum(-1)
+        entropy = entropy - ((sink - top).exp() / divisor * (sink - top - divisor.log())).sum(-1)
     return {
         "out": kept @ value,
         "weights": weights,
@@ -147,10 +148,6 @@ def attention(s, value, visible, sink=None, keep=None):
         "entropy": entropy,
         **row_numbers(s, visible, weights),
     }
-
-
-def _times_log(p):
-    return p * p.where(p > 0, 1).log()
 
 
 def row_numbers(s, visible, weights):

@@ -23,7 +23,7 @@ from attnscore import tiling
 HostArray = np.ndarray
 NAN, INF = float("nan"), float("inf")
 
-law = settings(deadline=None, max_examples=40, derandomize=bool(os.environ.get("CI")))
+law = settings(deadline=None, max_examples=30, derandomize=bool(os.environ.get("CI")))
 
 
 def same(found: Any, expected: Any, tolerance: float = 1e-11) -> None:

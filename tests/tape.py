@@ -107,8 +107,9 @@ class Var:
 
     __hash__ = None
 
-    def _map(self, value, slope):
-        return Var(value, (self, lambda g, A: g * A(slope)))
+    def _map(self, value, slope, terms=None):
+        """`terms`: the absolute values of what `slope` is the sum of, where that cancels."""
+        return Var(value, (self, lambda g, A: g * (terms if terms is not None and A is np.abs else A(slope))))
 
     def exp(self):
         value = np.exp(self.data)
@@ -119,11 +120,11 @@ class Var:
 
     def tanh(self):
         value = np.tanh(self.data)
-        return self._map(value, 1 - value * value)
+        return self._map(value, 1 - value * value, 1 + value * value)
 
     def sigmoid(self):
         value = 1 / (1 + np.exp(-self.data))
-        return self._map(value, value * (1 - value))
+        return self._map(value, value * (1 - value), value * (1 + value))
 
     def erf(self):
         slope = 2 / np.sqrt(_pi(self.data.dtype)) * np.exp(-self.data * self.data)

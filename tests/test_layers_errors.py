@@ -114,7 +114,7 @@ WRONG: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
         "sparse",
         lambda: AdditiveAttention(8)(X, X.to_sparse(), X),
         ats.FrameworkError,
-        r"keys: expected a dense tensor, got a sparse tensor \(torch.sparse_coo\)",
+        r"keys: expected a dense array, got a sparse tensor \(torch.sparse_coo\)",
     ),
     ("lens", lambda: DotProductAttention()(X, X, X, [1, 7]), ats.MaskError, "valid_lens: .*from 0 to 3, got 7"),
     ("mask", lambda: DotProductAttention()(X, X, X, None, "causal"), ats.MaskError, "mask: .*got 'causal'"),

@@ -103,7 +103,7 @@ def _present(problem: Problem, result: Result, return_weights: bool, return_stat
     ops, layout = problem.ops, problem.layout
     answer: list[Any] = [layout.outward(ops, result.out)]
     if return_weights:
-        answer.append(blocks.weights(problem, result))
+        answer.append(blocks.weights(problem))
     if return_stats:
         answer.append(present_statistics(problem, result))
     return answer[0] if len(answer) == 1 else tuple(answer)

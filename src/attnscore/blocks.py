@@ -10,7 +10,6 @@ import numpy as np
 
 from attnscore import engine, frameworks, kernels, tiling
 from attnscore.checks import is_number, is_whole, shown
-from attnscore.engine import Result
 from attnscore.errors import ArgumentError, DtypeError, ShapeError, message
 from attnscore.frameworks.contract import FLOATING, Array, Framework
 from attnscore.grid import Grid
@@ -19,7 +18,7 @@ from attnscore.masking import Intervals, Mask
 from attnscore.pose import NO_VALUE, pose, without_value
 from attnscore.problem import Problem
 from attnscore.scoring.forms import Role
-from attnscore.softmax import log_weights
+from attnscore.softmax import log_weights, whole_rows
 
 HostIndex = np.ndarray[Any, Any]
 
@@ -61,7 +60,8 @@ def attention_weights(
     >>> ats.attention_weights(np.zeros((3, 2)), np.ones((4, 2)), query_index=-1, key_index=slice(0, 2))
     array([[0.25, 0.25]])
     """
-    with frameworks.of({"query": query}).quiet():
+    ops = frameworks.of({"query": query})
+    with ops.quiet():
         problem, _ = pose(
             query,
             key,
@@ -73,10 +73,15 @@ def attention_weights(
             sink=sink,
             head_axis=head_axis,
         )
-        problem = without_value(problem)
-        rows = chosen(problem, query_index, None)
+        rows = chosen(without_value(problem), query_index, None)
+        if key_index is None:
+            return weights(rows)
+        # Normalised over all keys, of which only some are shown.
         result = Run(kernels.choose("auto", rows), rows, tiling.plan(rows))()
-        return weights(chosen(rows, None, key_index), result)
+        block = chosen(rows, None, key_index)
+        scores, visible = engine.block_scores(block, tiling.plan(block))
+        found = ops.exp(log_weights(ops, scores, result.top, result.log_total))
+        return _outward(block, found if visible is None else ops.where(visible, found, 0.0))
 
 
 def attention_scores(
@@ -121,18 +126,20 @@ def attention_scores(
         )
         problem = chosen(chosen(problem, query_index, None), None, key_index)
         scores, _ = engine.block_scores(problem, tiling.plan(problem))
-        return problem.layout.outward_scores(problem.ops, problem.ops.astype(scores, problem.dtype))
+        return _outward(problem, scores)
 
 
-def weights(problem: Problem, result: Result) -> Array:
-    """All weights of a problem whose rows have this result, on the caller's axes."""
-    ops = problem.ops
+def weights(problem: Problem) -> Array:
+    """All weights of a problem, on the caller's axes: from the bits of one block, so that its rows sum to 1."""
+    ops, sink = problem.ops, problem.sink
     scores, visible = engine.block_scores(problem, tiling.plan(problem))
-    found = ops.exp(log_weights(ops, scores, result.top, result.log_total))
-    if visible is not None:
-        # exactly 0, also in a row that a visible NaN has poisoned
-        found = ops.where(visible, found, 0.0)
-    return problem.layout.outward_scores(ops, ops.astype(found, problem.dtype))
+    if sink is not None:
+        sink = ops.astype(ops.reshape(sink, (*sink.shape, 1, 1)), problem.accumulator)
+    return _outward(problem, whole_rows(ops, scores, visible, sink))
+
+
+def _outward(problem: Problem, block: Array) -> Array:
+    return problem.layout.outward_scores(problem.ops, problem.ops.astype(block, problem.dtype))
 
 
 def chosen(problem: Problem, query_index: Any, key_index: Any) -> Problem:

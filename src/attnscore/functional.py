@@ -13,7 +13,7 @@ from attnscore.errors import ArgumentError, DtypeError, FrameworkError, ShapeErr
 from attnscore.frameworks.contract import FLOATING, Array, Framework, accumulator
 from attnscore.grid import Grid, Layout
 from attnscore.masking import as_mask
-from attnscore.softmax import NEG_INF, anchor, logaddexp
+from attnscore.softmax import NEG_INF, anchor, logaddexp, whole_rows
 
 
 def masked_softmax(
@@ -64,13 +64,7 @@ def masked_softmax(
         wide = ops.astype(flat, accumulator(ops.dtype(flat))) / temperature
         if visible is not None:
             wide = ops.where(visible, wide, NEG_INF)
-        weights = ops.exp(wide - anchor(ops, ops.stop_gradient(ops.max(wide, axis=-1, keepdims=True))))
-        total = ops.sum(weights, axis=-1, keepdims=True)
-        weights = weights / ops.where(total == 0, 1.0, total)
-        if visible is not None:
-            # exactly 0, also in a row that a visible NaN has poisoned
-            weights = ops.where(visible, weights, 0.0)
-        weights = ops.astype(weights, ops.dtype(scores))
+        weights = ops.astype(whole_rows(ops, wide, visible, None), ops.dtype(scores))
         return ops.swap_axes(ops.reshape(weights, turned.shape), int(axis), -1)
 
 

@@ -137,7 +137,7 @@ def check_extra(ops: Framework, name: str, x: Any, like: Array) -> Array:
         raise DtypeError(message(name, "a number or a floating array", f"{type(x).__name__} {x!r}"))
     if is_number(x) and not hasattr(x, "dtype"):
         x = check_number(name, x)
-    elif not (is_number(x) or frameworks.is_array(x)):
+    elif not (isinstance(x, np.generic) or frameworks.is_array(x)):
         raise FrameworkError(message(name, "a number or an array", type(x).__name__, hint="make it an array first"))
     frameworks.check_dense(ops, {name: x})
     frameworks.check_devices(ops, like, {name: x})

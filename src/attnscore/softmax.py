@@ -26,6 +26,9 @@ STATISTICS = (
 )
 NEG_INF = float("-inf")
 
+Moments = tuple[Array, Array, Array, Array]
+"""Of the visible scores: count, a base at their level, their mean less the base, sum of squared deviations."""
+
 
 @dataclass(frozen=True, eq=False)
 class RowState:
@@ -38,8 +41,7 @@ class RowState:
     """sum exp(s - max) (s - max), for the entropy."""
     squares: Array | None = None
     """sum exp(s - max)^2."""
-    moments: tuple[Array, Array, Array] | None = None
-    """Count, mean, and sum of squared deviations of the visible scores."""
+    moments: Moments | None = None
 
 
 def anchor(ops: Framework, maximum: Array) -> Array:
@@ -62,7 +64,7 @@ def start(
         out=ops.zeros((*rows, value_dim), like, dtype),
         tilt=zeros() if "entropy" in wanted else None,
         squares=zeros() if "sum_sq_weights" in wanted else None,
-        moments=(zeros(), zeros(), zeros()) if {"mean_score", "var_score"} & set(wanted) else None,
+        moments=(zeros(), zeros(), zeros(), zeros()) if {"mean_score", "var_score"} & set(wanted) else None,
     )
 
 
@@ -88,23 +90,26 @@ def absorb(
     if "sum_sq_weights" in wanted:
         squares = ops.sum(weights * weights, axis=-1, keepdims=True)
     if {"mean_score", "var_score"} & set(wanted):
-        moments = _moments(ops, scores, visible)
+        moments = _moments(ops, scores, maximum, visible)
     total = ops.sum(weights, axis=-1, keepdims=True)
     return merge(ops, state, RowState(maximum, total, pool(weights), tilt, squares, moments))
 
 
-def _moments(ops: Framework, scores: Array, visible: Array | None) -> tuple[Array, Array, Array]:
+def _moments(ops: Framework, scores: Array, maximum: Array, visible: Array | None) -> Moments:
+    base = anchor(ops, maximum)
     if visible is None:
         length = scores.shape[-1]
         count = ops.full((*scores.shape[:-1], 1), length, scores)
-        mean = ops.sum(scores, axis=-1, keepdims=True) / length
-        deviation = scores - mean
+        from_base = scores - base
+        mean = ops.sum(from_base, axis=-1, keepdims=True) / length
+        deviation = from_base - mean
     else:
         seen = ops.broadcast_to(ops.astype(visible, ops.dtype(scores)), scores.shape)
         count = ops.sum(seen, axis=-1, keepdims=True)
-        mean = ops.sum(ops.where(visible, scores, 0.0), axis=-1, keepdims=True) / ops.maximum(count, 1.0)
-        deviation = ops.where(visible, scores - mean, 0.0)
-    return count, mean, ops.sum(deviation * deviation, axis=-1, keepdims=True)
+        from_base = ops.where(visible, scores, base) - base
+        mean = ops.sum(from_base, axis=-1, keepdims=True) / ops.maximum(count, 1.0)
+        deviation = ops.where(visible, from_base - mean, 0.0)
+    return count, base, mean, ops.sum(deviation * deviation, axis=-1, keepdims=True)
 
 
 def merge(ops: Framework, first: RowState, second: RowState) -> RowState:
@@ -134,14 +139,15 @@ def merge(ops: Framework, first: RowState, second: RowState) -> RowState:
     )
 
 
-def _merge_moments(
-    ops: Framework, first: tuple[Array, Array, Array], second: tuple[Array, Array, Array]
-) -> tuple[Array, Array, Array]:
-    """Chan's update: no cancellation whatever the level of the scores."""
+def _merge_moments(ops: Framework, first: Moments, second: Moments) -> Moments:
+    """Chan's update, with the gap of the means taken base from base: no cancellation whatever the level of the scores."""
     count = first[0] + second[0]
     share = second[0] / ops.maximum(count, 1.0)
-    gap = second[1] - first[1]
-    return count, first[1] + share * gap, first[2] + second[2] + gap * gap * first[0] * share
+    nothing_yet = first[0] == 0
+    base = ops.where(nothing_yet, second[1], first[1])
+    gap = (second[1] - base) + second[2] - ops.where(nothing_yet, 0.0, first[2])
+    mean = ops.where(nothing_yet, 0.0, first[2]) + share * gap
+    return count, base, mean, first[3] + second[3] + gap * gap * first[0] * share
 
 
 def finish(
@@ -160,8 +166,8 @@ def finish(
     factor = ops.where(keys.total == 0, 0.0, ops.exp(anchor(ops, keys.max) - top))
     found = {"max_score": keys.max, "max_weight": factor / total, "sum_weights": factor * keys.total / total}
     if keys.moments is not None:
-        count, mean, deviations = keys.moments
-        found["mean_score"], found["var_score"] = mean, deviations / ops.maximum(count, 1.0)
+        count, base, mean, deviations = keys.moments
+        found["mean_score"], found["var_score"] = base + mean, deviations / ops.maximum(count, 1.0)
     if state.tilt is not None:
         # H = log l - sum e (s - m) / l: lse - sum(e s) / l loses digits with the level of the logits.
         found["entropy"] = ops.where(empty, 0.0, ops.log(total) - state.tilt / total)
@@ -179,8 +185,25 @@ def _sink_state(ops: Framework, keys: RowState, sink: Array) -> RowState:
         out=0 * keys.out,
         tilt=None if keys.tilt is None else nothing,
         squares=None if keys.squares is None else nothing,
-        moments=None if keys.moments is None else (nothing, nothing, nothing),
+        moments=None if keys.moments is None else (nothing, nothing, nothing, nothing),
     )
+
+
+def whole_rows(ops: Framework, scores: Array, visible: Array | None, sink: Array | None) -> Array:
+    """Weights of rows whose scores are all here (-inf where hidden); `sink` is (head, group, 1, 1) beside them."""
+    if scores.shape[-1] == 0:
+        return scores
+    top = ops.stop_gradient(ops.max(scores, axis=-1, keepdims=True))
+    if sink is not None:
+        top = ops.maximum(top, ops.stop_gradient(sink))
+    top = anchor(ops, top)
+    weights = ops.exp(scores - top)
+    total = ops.sum(weights, axis=-1, keepdims=True)
+    if sink is not None:
+        total = total + ops.exp(sink - top)
+    weights = weights / ops.where(total == 0, 1.0, total)
+    # exactly 0 where hidden, also in a row that a visible NaN has poisoned
+    return weights if visible is None else ops.where(visible, weights, 0.0)
 
 
 def log_weights(ops: Framework, scores: Array, top: Array, log_total: Array) -> Array:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -126,7 +127,10 @@ def host(x: Any) -> np.ndarray[Any, Any] | None:
     if name in _FILES:
         return load(name).host(x)
     try:
-        return np.asarray(x)
+        with warnings.catch_warnings():
+            # NumPy 1.23 makes an array of objects of a ragged list, and warns.
+            warnings.simplefilter("ignore")
+            return np.asarray(x)
     except ValueError:
         # A ragged list: one object, which every check of a dtype refuses.
         return np.full((), None, dtype=object)

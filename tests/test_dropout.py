@@ -1,0 +1,127 @@
+"""Dropout on the weights: replayed by its seed, the same in all tiles and frameworks, right on average."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+import attnscore as ats
+from cases import FRAMEWORKS, SOME_MASKS, SOME_SCORES
+from runs import Call, array, make_call, tensor
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+frameworks = pytest.mark.parametrize("framework", FRAMEWORKS)
+
+
+def kept(shape: tuple[int, ...], dropout: float, seed: int | None, framework: str = "numpy") -> np.ndarray:
+    """What each weight of (batch, head, query, key) was multiplied with: uniform weights on one-hot values show it."""
+    b, h, n, m = shape
+    query, key = np.zeros((b, h, n, 2)), np.zeros((b, h, m, 2))
+    arrays = [query, key, np.broadcast_to(np.eye(m), (b, h, m, m)).copy()]
+    arrays = [tensor(x) for x in arrays] if framework == "torch" else arrays
+    return array(ats.attend(*arrays, dropout=dropout, seed=seed)) * m
+
+
+@frameworks
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9])
+def test_kept_fraction_and_scale(p: float, framework: str) -> None:
+    keep = kept((4, 4, 50, 60), p, 3, framework)
+    values = np.unique(keep.round(9))
+    np.testing.assert_allclose(values, [1.0] if p == 0 else [0.0, 1 / (1 - p)], rtol=1e-9)
+    alive = keep > 0
+    deviation = np.sqrt(p * (1 - p) / keep.size)
+    assert abs(alive.mean() - (1 - p)) <= 5 * deviation
+    # No row, column, head or batch is favoured.
+    for axis in range(4):
+        others = tuple(i for i in range(4) if i != axis)
+        count = keep.size / keep.shape[axis]
+        assert np.abs(alive.mean(others) - (1 - p)).max() <= 5 * np.sqrt(p * (1 - p) / count)
+
+
+def test_neighbours_are_independent() -> None:
+    """Correlation between pairs beside each other along every axis, and between consecutive seeds."""
+    first, second = (kept((4, 4, 50, 60), 0.5, seed) > 0 for seed in (7, 8))
+    limit = 5 / np.sqrt(first.size)
+    assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < limit
+    for axis in range(4):
+        here, there = np.delete(first, -1, axis).ravel(), np.delete(first, 0, axis).ravel()
+        assert abs(np.corrcoef(here, there)[0, 1]) < limit * 1.2
+
+
+@frameworks
+def test_the_seed_replays(framework: str) -> None:
+    shape = (2, 2, 9, 11)
+    np.testing.assert_array_equal(kept(shape, 0.5, 3, framework), kept(shape, 0.5, 3, "numpy"))
+    assert (kept(shape, 0.5, 3, framework) != kept(shape, 0.5, 4, framework)).any()
+    for seed in (0, 2**31, 2**40 + 3, 2**62, -1):
+        np.testing.assert_array_equal(kept(shape, 0.5, seed, framework), kept(shape, 0.5, seed, "numpy"))
+    assert (kept(shape, 0.5, 2**40, framework) != kept(shape, 0.5, 2**41, framework)).any()
+
+
+def test_without_a_seed_the_generator_of_torch_decides() -> None:
+    torch.manual_seed(1)
+    first = kept((1, 1, 9, 11), 0.5, None, "torch")
+    second = kept((1, 1, 9, 11), 0.5, None, "torch")
+    torch.manual_seed(1)
+    np.testing.assert_array_equal(kept((1, 1, 9, 11), 0.5, None, "torch"), first)
+    assert (first != second).any()
+
+
+def test_without_a_seed_numpy_is_fresh_each_time() -> None:
+    assert (kept((1, 1, 9, 11), 0.5, None) != kept((1, 1, 9, 11), 0.5, None)).any()
+
+
+@frameworks
+@pytest.mark.parametrize("smallest", [1, 3, 4, 100])
+def test_independent_of_the_tiles(smallest: int, framework: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = kept((2, 2, 9, 11), 0.5, 3)
+    monkeypatch.setattr("attnscore.tiling.TILE_SCORES", 1)
+    monkeypatch.setattr("attnscore.tiling.SMALLEST_TILE", smallest)
+    np.testing.assert_array_equal(kept((2, 2, 9, 11), 0.5, 3, framework) > 0, whole > 0)
+
+
+@frameworks
+@pytest.mark.parametrize("kernel", ["streaming", "dense"])
+def test_the_same_in_every_kernel(kernel: str, framework: str) -> None:
+    call = make_call("scaled_dot", "nested", "float64")
+    arrays = [tensor(x) if framework == "torch" else x for x in (call.query, call.key, call.value)]
+    found = ats.attend(*arrays, **call.arguments, dropout=0.4, seed=5, kernel=kernel)
+    wanted = ats.attend(call.query, call.key, call.value, **call.arguments, dropout=0.4, seed=5)
+    np.testing.assert_allclose(array(found), wanted, atol=1e-12)
+
+
+def dropped(call: Call, p: float, seed: int) -> Call:
+    """The same call for the oracle, with the dropout mask that the library draws."""
+    return dataclasses.replace(call, keep=kept(call.visible.shape, p, seed).round(9))
+
+
+@frameworks
+@pytest.mark.parametrize("mask", [mask.name for mask in SOME_MASKS])
+@pytest.mark.parametrize("score", [score.name for score in SOME_SCORES])
+def test_forward_and_gradient_replay_the_mask(score: str, mask: str, framework: str, small_tiles: None) -> None:
+    """With the mask made visible, output and every gradient are the oracle's; statistics are those before dropout."""
+    p, seed = 0.4, 11
+    plain = make_call(score, mask, "float64", "bias-sink")
+    call = dropped(plain, p, seed)
+    call.keep[call.keep > 0] = 1 / (1 - p)
+    call.check(call.run(framework, dropout=p, seed=seed))
+    np.testing.assert_array_equal(call.reference["entropy"], plain.reference["entropy"])
+
+
+@frameworks
+def test_expectation(framework: str) -> None:
+    """The mean over many seeds is the output without dropout."""
+    call = make_call("scaled_dot", "valid_lens", "float64")
+    arrays = [tensor(x) if framework == "torch" else x for x in (call.query, call.key, call.value)]
+    draws = np.stack([array(ats.attend(*arrays, **call.arguments, dropout=0.3, seed=seed)) for seed in range(400)])
+    error = np.abs(draws.mean(0) - call.reference["out"])
+    assert (error <= 5 * draws.std(0) / np.sqrt(len(draws)) + 1e-9).all()
+
+
+def test_double_backward_replays_too(small_tiles: None) -> None:
+    x = torch.randn(1, 1, 6, 3, dtype=torch.float64, requires_grad=True)
+    torch.manual_seed(0)
+    torch.autograd.gradgradcheck(lambda x: ats.attend(x, x, x, dropout=0.4, seed=2), (x,), fast_mode=True)

@@ -1,0 +1,195 @@
+"""Statistics: what is asked for and only that, at any level of the scores, and what is computed from them.
+
+That every field is right under every score, mask, dtype, bias and sink is part of ``test_every_score``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import attnscore as ats
+from attnscore import ArgumentError
+from cases import FRAMEWORKS
+from runs import STATISTICS, array, make_call, tensor
+
+pytestmark = pytest.mark.usefixtures("small_tiles", "one_thread")
+frameworks = pytest.mark.parametrize("framework", FRAMEWORKS)
+
+
+def statistics_of(framework: str, scores: np.ndarray, asked: object = True, **arguments: object) -> ats.AttentionStats:
+    """Statistics of rows whose scores are exactly `scores` (query, key): one-hot queries pick them out of the keys."""
+    n, m = scores.shape
+    arrays = [np.eye(n, dtype=scores.dtype), np.ascontiguousarray(scores.T), np.ones((m, 1), scores.dtype)]
+    if framework == "torch":
+        arrays = [tensor(x) for x in arrays]
+    _, stats = ats.attend(*arrays, score="dot", return_stats=asked, **arguments)
+    return stats
+
+
+@frameworks
+@pytest.mark.parametrize("asked", STATISTICS)
+def test_one_at_a_time(asked: str, framework: str) -> None:
+    call = make_call("scaled_dot", "nested", "float64", "bias-sink")
+    everything = call.run(framework)
+    arrays = [tensor(x) if framework == "torch" else x for x in (call.query, call.key, call.value)]
+    extras = {n: tensor(x) if framework == "torch" else x for n, x in (("bias", call.bias), ("sink", call.sink))}
+    for names in ((asked,), asked, [asked]):
+        _, stats = ats.attend(*arrays, **call.arguments, **extras, return_stats=names)
+        np.testing.assert_array_equal(array(getattr(stats, asked)), array(everything[asked]))
+        assert all(getattr(stats, name) is None for name in STATISTICS if name != asked)
+
+
+def exact(s: np.ndarray, level: float = 0.0) -> dict[str, np.ndarray]:
+    """The statistics of rows of scores s + level by their definitions, in the dtype of `s`."""
+    e = np.exp(s - s.max(-1, keepdims=True))
+    p = e / e.sum(-1, keepdims=True)
+    mean = s.mean(-1, keepdims=True)
+    return {
+        "log_sum_exp": s.max(-1) + np.log(e.sum(-1)) + level, "max_score": s.max(-1) + level,
+        "mean_score": mean[:, 0] + level, "var_score": ((s - mean) ** 2).mean(-1),
+        "entropy": -(p * np.log(np.where(p > 0, p, 1))).sum(-1),
+        "max_weight": p.max(-1), "sum_sq_weights": (p * p).sum(-1), "sum_weights": p.sum(-1),
+    }  # fmt: skip
+
+
+@frameworks
+@pytest.mark.parametrize("level", [0.0, 100.0, 1e4, -1e4, 1e6])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_digits_do_not_depend_on_the_level(dtype: str, level: float, framework: str) -> None:
+    """Whole-number scores, which floats hold exactly, far from 0: all but the level itself stay as exact as at 0."""
+    scores = np.random.default_rng(0).integers(-4, 4, (6, 23)).astype(dtype)
+    shifted = scores + np.asarray(level, dtype)
+    stats = statistics_of(framework, shifted)
+    plain = exact(shifted)
+    for name, wanted in exact(scores.astype(np.longdouble), level).items():
+        error, plain_error = (np.abs(x - wanted).max() for x in (array(getattr(stats, name)), plain[name]))
+        scale = max(float(np.abs(wanted).max()), 1.0)
+        assert error <= max(2 * plain_error, 8 * np.finfo(dtype).eps * scale), name
+
+
+@frameworks
+@pytest.mark.parametrize("sink", [-3.0, 0.0, 2.0, 50.0, -50.0])
+@pytest.mark.parametrize("level", [0.0, 1e4])
+def test_a_sink_at_any_level(level: float, sink: float, framework: str) -> None:
+    """The sink is one more logit: entropy and log-sum-exp include it, the weights that are summed do not."""
+    rng = np.random.default_rng(0)
+    scores = rng.integers(-4, 4, (6, 23)).astype(np.float32)
+    stats = statistics_of(framework, scores + np.float32(level), sink=level + sink)
+    s = np.concatenate([scores, np.full((6, 1), sink)], -1).astype(np.longdouble)
+    p = np.exp(s - s.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    keys = p[:, :-1]
+    wanted = {
+        "entropy": -(p * np.log(p)).sum(-1), "max_weight": keys.max(-1), "sum_weights": keys.sum(-1),
+        "sum_sq_weights": (keys**2).sum(-1),
+    }  # fmt: skip
+    for name, x in wanted.items():
+        np.testing.assert_allclose(array(getattr(stats, name)), x.astype(float), rtol=1e-6, atol=2e-6, err_msg=name)
+
+
+@frameworks
+def test_one_key_has_it_all(framework: str) -> None:
+    scores = np.zeros((2, 9), np.float32)
+    scores[:, 4] = 300
+    stats = statistics_of(framework, scores)
+    np.testing.assert_array_equal(array(stats.max_weight), 1)
+    np.testing.assert_array_equal(array(stats.entropy), 0)
+    np.testing.assert_array_equal(array(stats.jacobian_trace()), 0)
+    np.testing.assert_array_equal(array(stats.effective_keys()), 1)
+    assert array(stats.saturated()).all()
+
+
+@frameworks
+def test_functions_of_the_statistics(framework: str) -> None:
+    call = make_call("scaled_dot", "nested", "float64", "sink")
+    p = call.weights
+    arrays = [tensor(x) if framework == "torch" else x for x in (call.query, call.key, call.value)]
+    sink = tensor(call.sink) if framework == "torch" else call.sink
+    _, stats = ats.attend(*arrays, **call.arguments, sink=sink, return_stats=True)
+    np.testing.assert_allclose(array(stats.jacobian_trace()), (p.sum(-1) - (p * p).sum(-1)).astype(float), atol=1e-12)
+    np.testing.assert_allclose(
+        array(stats.effective_keys()), np.exp(call.reference["entropy"].astype(float)), rtol=1e-12
+    )
+    for threshold in (0.2, 0.5, 1.0):
+        np.testing.assert_array_equal(array(stats.saturated(threshold)), call.reference["max_weight"] >= threshold)
+    summary = stats.summary()
+    alive = call.reference["sum_weights"] > 0
+    for name in STATISTICS:
+        rows = call.reference[name][alive].astype(float)
+        assert summary[name] == pytest.approx({"mean": rows.mean(), "min": rows.min(), "max": rows.max()}, rel=1e-9)
+
+
+@frameworks
+def test_functions_ask_for_what_they_need(framework: str) -> None:
+    stats = statistics_of(framework, np.zeros((2, 3)), asked=("max_weight",))
+    assert array(stats.saturated(0.3)).all()
+    for call in (stats.jacobian_trace, stats.effective_keys, stats.summary):
+        with pytest.raises(ArgumentError, match="return_stats"):
+            call()
+    with pytest.raises(ArgumentError, match="threshold"):
+        stats.saturated(1.5)
+
+
+@frameworks
+def test_the_variance_is_over_the_visible_keys(framework: str) -> None:
+    scores = np.array([[1.0, 5.0, 100.0], [2.0, 2.0, -50.0]])
+    stats = statistics_of(framework, scores, valid_lens=2)
+    np.testing.assert_allclose(array(stats.mean_score), [3, 2])
+    np.testing.assert_allclose(array(stats.var_score), [4, 0])
+    np.testing.assert_allclose(array(stats.max_score), [5, 2])
+
+
+def test_statistics_of_dropout_are_those_before_it() -> None:
+    call = make_call("scaled_dot", "nested", "float64")
+    arrays = call.query, call.key, call.value
+    _, weights, stats = ats.attend(
+        *arrays, **call.arguments, dropout=0.5, seed=1, return_weights=True, return_stats=True
+    )
+    np.testing.assert_allclose(weights, call.weights.astype(float), atol=1e-12)
+    for name in STATISTICS:
+        np.testing.assert_allclose(getattr(stats, name), call.reference[name].astype(float), atol=1e-10, err_msg=name)
+
+
+@frameworks
+@pytest.mark.parametrize("parts", [1, 2, 3, 12])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_merge_of_parts_equals_the_whole(dtype: str, parts: int, framework: str) -> None:
+    """Keys dealt out over parts, some of which are empty for some rows."""
+    call = make_call("scaled_dot", "nested", dtype)
+    outs, lses = [], []
+    for keys in np.array_split(np.arange(12), parts):
+        mask = ats.Dense(call.visible[..., keys])
+        arrays = [call.query, call.key[..., keys, :], call.value[..., keys, :]]
+        arrays = [tensor(x) if framework == "torch" else x for x in arrays]
+        out, stats = ats.attend(*arrays, mask=mask, return_stats=("log_sum_exp",))
+        outs.append(out)
+        lses.append(stats.log_sum_exp)
+    out, lse = ats.merge(outs, lses)
+    eps = float(np.finfo(dtype).eps)
+    np.testing.assert_allclose(array(out), call.reference["out"].astype(float), atol=16 * eps * call.scale["out"])
+    np.testing.assert_allclose(array(lse), call.reference["log_sum_exp"].astype(float), rtol=16 * eps, atol=16 * eps)
+
+
+@frameworks
+def test_merge_ignores_what_empty_parts_hold(framework: str) -> None:
+    outs = [np.full((2, 3), np.nan), np.ones((2, 3)), np.full((2, 3), np.inf)]
+    lses = [np.full(2, -np.inf), np.array([0.5, -np.inf]), np.full(2, -np.inf)]
+    if framework == "torch":
+        outs, lses = [torch.tensor(x) for x in outs], [torch.tensor(x) for x in lses]
+    out, lse = ats.merge(outs, lses)
+    np.testing.assert_array_equal(array(out), [[1, 1, 1], [0, 0, 0]])
+    np.testing.assert_array_equal(array(lse), [0.5, -np.inf])
+
+
+def test_merge_is_differentiable() -> None:
+    torch.manual_seed(0)
+    outs = [torch.randn(2, 3, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    lses = [torch.randn(2, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    torch.autograd.gradcheck(lambda a, b, c, d: ats.merge([a, b], [c, d]), (*outs, *lses))
+    empty = torch.full((2,), -torch.inf, dtype=torch.float64)
+    found = torch.autograd.grad(ats.merge(outs, [lses[0], empty])[0].sum(), [*outs, lses[0]])
+    np.testing.assert_array_equal(array(found[0]), np.ones((2, 3)))
+    np.testing.assert_array_equal(array(found[1]), np.zeros((2, 3)))
+    np.testing.assert_array_equal(array(found[2]), np.zeros(2))
