@@ -8,11 +8,12 @@ sees key j in plain Python, as the documentation does: neither knows the library
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 
 import attnscore as ats
 import oracle
@@ -360,3 +361,21 @@ MASK = {case.name: case for case in MASKS}
 SOME_MASKS = tuple(
     MASK[name] for name in ("none", "valid_lens-2d", "Causal-bottom_right-tall", "Documents-scattered", "nested")
 )
+
+
+def shared_out(scores: Sequence[Score], masks: Sequence[str]) -> list[Any]:
+    """The full product (score, mask, framework): each pair on one framework in turn, on the others as a slow test.
+
+    One of each family of scores, and a few masks, are on every framework by default.
+    """
+    everywhere = {score.name for score in SOME_SCORES}, {mask.name for mask in SOME_MASKS}
+    found = []
+    for i, score in enumerate(scores):
+        for j, mask_name in enumerate(masks):
+            for f, framework in enumerate(FRAMEWORKS):
+                turn = (i + j) % len(FRAMEWORKS) == f
+                by_default = turn or score.name in everywhere[0] or mask_name in everywhere[1]
+                marks = () if by_default else (pytest.mark.slow,)
+                name = f"{score.name}-{mask_name}-{framework}"
+                found.append(pytest.param(score.name, mask_name, framework, id=name, marks=marks))
+    return found

@@ -1,7 +1,8 @@
 """Every score against the oracle, forward and backward: under every mask, in every dtype, with bias and sink.
 
-- score x mask x framework is the full product, in float32; what else is in the call (bias, sink, gradients into
-  log-sum-exp and entropy) rotates over it, so that every pair of them meets.
+- score x mask is the full product, in float32, the frameworks taking turns; with the slow tests it is score x mask x
+  framework. What else is in the call (bias, sink, gradients into log-sum-exp and entropy) rotates over it, so that
+  every pair of them meets.
 - score x dtype x framework is the full product, under a handful of masks that differ in kind.
 - score x extras x framework is the full product, in float64, where the tolerance shows a wrong formula in full.
 """
@@ -16,7 +17,7 @@ import torch
 
 import attnscore as ats
 from attnscore.testing import check_score
-from cases import DTYPES, FRAMEWORKS, MASKS, SCORE, SCORES, SOME_MASKS, Sizes
+from cases import DTYPES, FRAMEWORKS, MASKS, SCORE, SCORES, SOME_MASKS, Sizes, shared_out
 from own_scores import OwnSquare
 from runs import EXTRAS, make_call
 
@@ -31,9 +32,7 @@ _ROTATION = {
 }
 
 
-@frameworks
-@pytest.mark.parametrize("mask", [mask.name for mask in MASKS])
-@scores
+@pytest.mark.parametrize(("score", "mask", "framework"), shared_out(SCORES, [mask.name for mask in MASKS]))
 def test_under_every_mask(score: str, mask: str, framework: str) -> None:
     call = make_call(score, mask, "float32", _ROTATION[score, mask])
     call.check(call.run(framework))

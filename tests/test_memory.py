@@ -105,10 +105,8 @@ def test_2048_tokens_in_a_process_of_its_own(framework: str) -> None:
     assert over < 100 * MB, f"{over / MB:.0f} MB over inputs and outputs"
 
 
-@pytest.mark.parametrize("mask", ["none", "causal", "scattered"])
-@pytest.mark.parametrize(
-    "score", ["scaled_dot", "additive-tanh", "gaussian-one", "cosine", "bilinear", "own-tile_gradient", "soft_cap-dot"]
-)
+@pytest.mark.parametrize("mask", ["none", "scattered"])
+@pytest.mark.parametrize("score", ["scaled_dot", "additive-tanh", "gaussian-one", "cosine", "own-tile_gradient"])
 def test_peak_grows_with_the_length_and_not_its_square(score: str, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes that NumPy allocates, forward and backward with statistics, at 200 and 800 tokens."""
     monkeypatch.setattr("attnscore.tiling.TILE_SCORES", 2**11)
@@ -126,9 +124,7 @@ def _numpy_peak(row: Any, mask: str, tokens: int) -> int:
     query, key, value = (
         rng.standard_normal((1, 2, tokens, dim), dtype=np.float32) for dim in (row.dims[0], row.dims[1], 4)
     )
-    masks = {
-        "none": None, "causal": ats.Causal(), "scattered": ats.KeyPadding(rng.random((1, tokens)) < 0.7)
-    }  # fmt: skip
+    masks = {"none": None, "scattered": ats.KeyPadding(rng.random((1, tokens)) < 0.7)}
     tracemalloc.start()
     (out, _), pullback = ats.attend_vjp(query, key, value, score=score, mask=masks[mask], return_stats=True)
     pullback(np.ones_like(out))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cases import FRAMEWORKS, MASKS, SCORES, SOME_SCORES
+from cases import FRAMEWORKS, MASKS, SCORES, SOME_SCORES, shared_out
 from runs import STATISTICS, Call, array, make_call
 
 pytestmark = pytest.mark.usefixtures("small_tiles", "one_thread")
@@ -75,9 +75,7 @@ def check_untouched(
 # ----------------------------------------------------------- hidden from all
 
 
-@frameworks
-@pytest.mark.parametrize("mask", HIDING)
-@scores
+@pytest.mark.parametrize(("score", "mask", "framework"), shared_out(SCORES, HIDING))
 def test_what_nobody_sees(score: str, mask: str, framework: str) -> None:
     """Padding keys and their values, queries that see nothing, and the gradient that comes into empty rows."""
     call = make_call(score, mask, "float32", "bias-sink" if mask == "valid_lens-empty" else "")

@@ -140,7 +140,7 @@ def merge(ops: Framework, first: RowState, second: RowState) -> RowState:
 
 
 def _merge_moments(ops: Framework, first: Moments, second: Moments) -> Moments:
-    """Chan's update, with the gap of the means taken base from base: no cancellation whatever the level of the scores."""
+    """Chan's update, with the gap of the means taken base from base: no cancellation at any level of the scores."""
     count = first[0] + second[0]
     share = second[0] / ops.maximum(count, 1.0)
     nothing_yet = first[0] == 0
