@@ -23,6 +23,12 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiling, "SMALLEST_TILE", 4)
 
 
+@pytest.fixture
+def torch_seed() -> None:
+    """torch's own generator, set."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """On tensors of a few hundred numbers a second thread only spins: it doubled the time of these tests."""
