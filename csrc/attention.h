@@ -1,0 +1,81 @@
+// What the kernels compute on: plain structs over the caller's memory. No Python here, and no result is allocated.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace attnscore {
+
+enum class Dtype { f32, f64, bf16, f16 };
+
+// One matrix (rows x cols) inside the caller's memory; strides in elements, 0 along a broadcast axis.
+struct Matrix {
+    const char* data = nullptr;
+    int64_t row_stride = 0;
+    int64_t col_stride = 0;
+};
+
+enum class Form { inner, additive };  // scale * q . k, or sum_h w_h activation(q_h + k_h)
+enum class Activation { tanh, sigmoid, relu, leaky_relu };
+
+// Numbers of each row that the forward writes, in the sum type (float; double for f64 values), in this order. With
+// e = exp(s - max) over the visible keys: max s, sum e, sum e (s - max), sum e^2, count, mean s, sum (s - mean)^2.
+// Without full_statistics only the first two are written.
+constexpr int kStatistics = 7;
+
+// One attention matrix: a query head of one batch row against its key head.
+struct Head {
+    Matrix query, key, value;
+    const int64_t* start = nullptr;  // row i sees the keys start[i] <= j < stop[i]; null: every key
+    const int64_t* stop = nullptr;
+    const char* weights = nullptr;  // additive: dim contiguous numbers of the sum type
+    char* out = nullptr;            // query_len x value_dim contiguous, in the dtype of value
+    char* statistics = nullptr;     // query_len x kStatistics, in the sum type
+
+    // Backward only.
+    Matrix grad_out;                  // in grad_dtype
+    const char* top = nullptr;        // per row: what is subtracted from its scores
+    const char* log_total = nullptr;  // per row: p = exp(s - top - log_total); +inf where nothing is seen
+    const char* shift = nullptr;      // per row: what is added to dp: dlse - dout . out
+    char* grad_query = nullptr;       // query_len x dim contiguous, sum type, zeroed by the caller
+};
+
+// The query heads that share one key head, and the gradients that they share. Backward only.
+struct Group {
+    std::vector<int64_t> heads;
+    char* grad_key = nullptr;      // key_len x dim contiguous, sum type, zeroed by the caller
+    char* grad_value = nullptr;    // key_len x value_dim
+    char* grad_weights = nullptr;  // additive: dim
+};
+
+struct Problem {
+    Form form = Form::inner;
+    Activation activation = Activation::tanh;
+    double negative_slope = 0.01;
+    double scale = 1.0;
+    Dtype score_dtype = Dtype::f32;  // of query and key
+    Dtype value_dtype = Dtype::f32;  // of value and out; f64 only together with f64 query and key
+    Dtype grad_dtype = Dtype::f32;   // of grad_out
+    int64_t query_len = 0, key_len = 0, dim = 0, value_dim = 0;
+    bool full_statistics = false;
+    std::vector<Head> heads;
+    std::vector<Group> groups;
+};
+
+// One CPU target's kernels. Tasks share no result, so that results do not depend on who runs them, or when.
+struct Kernels {
+    const char* name;
+    int64_t (*forward_tasks)(const Problem&);
+    void (*forward)(const Problem&, int64_t task);
+    int64_t (*backward_tasks)(const Problem&);
+    void (*backward)(const Problem&, int64_t task);
+};
+
+// Those that this CPU can run, best first (target names: "avx512", "avx2", "portable").
+std::vector<const Kernels*> runnable_kernels();
+
+// The pool: f(0, context) .. f(count - 1, context) on at most `threads` threads, the caller among them. Safe from several
+// threads at once (a second caller runs its tasks itself) and after fork (the child starts its own pool).
+void parallel(int64_t count, void (*f)(int64_t task, void* context), void* context, int threads);
+
+}  // namespace attnscore
