@@ -222,12 +222,21 @@ class _Rows:
         return grad - tilt * _cut(ops, self.grad_entropy, -2, rows)
 
 
-def _rows(problem: Problem, result: Result, grads: RowGradients) -> _Rows:
+def _rows(problem: Problem, plan: TilePlan, result: Result, grads: RowGradients) -> _Rows:
     ops, dtype = problem.ops, problem.accumulator
-    out = ops.astype(result.out, dtype)
-    grad_out = ops.zeros(out.shape, out) if grads.out is None else ops.astype(grads.out, dtype)
-    # out = sum_j p_j v_j, so sum_j p_j dp_j = dout . out; a row that sees no key has out = 0 and ignores its gradient.
-    shift = -ops.sum(ops.where(out == 0, 0.0, grad_out * out), axis=-1, keepdims=True)
+    grad_out = ops.zeros(result.out.shape, result.out) if grads.out is None else grads.out
+
+    def some_rows(rows: Span) -> tuple[Array]:
+        # out = sum_j p_j v_j, so sum_j p_j dp_j = dout . out; a row that sees no key has out = 0 and ignores dout.
+        out, grad = (ops.astype(_cut(ops, x, -2, rows), dtype) for x in (result.out, grad_out))
+        return (-ops.sum(ops.where(out == 0, 0.0, grad * out), axis=-1, keepdims=True),)
+
+    # By tiles of rows: products of the whole would be the largest arrays of the backward.
+    full, tail = divmod(problem.grid.query_len, plan.query_tile)
+    parts = ops.collect(full, lambda i: some_rows((i * plan.query_tile, plan.query_tile)))
+    if tail or not full:
+        parts.append(some_rows((full * plan.query_tile, tail)))
+    shift = parts[0][0] if len(parts) == 1 else ops.concat([part for (part,) in parts], -2)
     return _Rows(
         grad_out=grad_out,
         grad_is_finite=(problem.mask is None and problem.bias is None) or ops.surely_finite(grad_out),
@@ -252,7 +261,7 @@ def _tile_gradients(
         p = ops.where(visible, p, 0.0)
     pooling = p
     value = ops.astype(_cut(ops, problem.value, -2, cols), dtype)
-    grad_out = _cut(ops, known.grad_out, -2, rows)
+    grad_out = ops.astype(_cut(ops, known.grad_out, -2, rows), dtype)
     # out = (p * keep) @ value
     grad_p = ops.matmul(grad_out, ops.matrix_transpose(value))
     if problem.dropout is not None:
@@ -271,7 +280,7 @@ def _tile_gradients(
 def backward(problem: Problem, plan: TilePlan, result: Result, grads: RowGradients) -> dict[str, Array]:
     """Gradients of the form's arrays, of ``value``, and of ``bias`` and ``sink`` where there are any."""
     ops, dtype = problem.ops, problem.accumulator
-    guard, known = _guarded(problem), _rows(problem, result, grads)
+    guard, known = _guarded(problem), _rows(problem, plan, result, grads)
     shapes = {name: tuple(x.shape) for name, x in operands(problem).items() if name != "sink"}
     roles: dict[str, Role] = {name: problem.form.role(name) for name in problem.form.arrays()}
     of_rows = [name for name in shapes if name == "bias" or roles.get(name) == "query"]
