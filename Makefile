@@ -4,6 +4,7 @@
 #   PYTHON=python3.12   another interpreter, with an environment of its own (.venv-python3.12)
 #   ARGS="-k causal"    further arguments of pytest, or of `attnscore demo`
 #   SLOW=1              the tests marked slow as well (always when CI=true)
+#   CASES=300           how many cases `make sanitize` draws
 
 PYTHON ?=
 VENV   ?= .venv$(if $(PYTHON),-$(notdir $(PYTHON)))
@@ -11,15 +12,21 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 SLOW   ?= $(CI)
 ARGS   ?=
+CASES  ?= 300
 
 # Exactly this release, and before all else: a range, here or in another package, would pass over a CPU build
 # that the machine has ready and take the newest torch, with several GB of CUDA libraries.
 TORCH := torch==2.13.0
 
+# Kept in the environment, not fetched anew for each build: what is compiled once stays compiled.
+BUILD_TOOLS  := 'scikit-build-core>=1.1' 'nanobind>=2.9' 'cmake>=3.22' ninja
+NATIVE_FILES := CMakeLists.txt $(wildcard csrc/*.* csrc/targets/*.*)
+
 INTERPRETERS := $(or $(PYTHON),python3 python3.11 python3.12 python3.13)
 IN_RANGE     := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 # -qq: errors only. pip's --log would bring its warnings and progress bars back.
 PIP          := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
+EDITABLE     := $(PIP) install --no-build-isolation --editable
 
 # The model that the demo and the tests use lies in site-packages; nothing may ask a hub for it.
 export HF_HUB_OFFLINE := 1
@@ -28,7 +35,7 @@ export TRANSFORMERS_OFFLINE := 1
 export MPLBACKEND := Agg
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs format clean distclean
+.PHONY: help demo test check sanitize docs format clean distclean
 
 help: ## this list
 	@echo "make TARGET [PYTHON=python3.12] [ARGS=...] [SLOW=1]"
@@ -47,8 +54,12 @@ check: $(READY) ## lint, format, types, project file
 	@$(BIN)/mypy
 	@$(BIN)/validate-pyproject pyproject.toml
 
+sanitize: $(READY) ## the native kernels and their threads under the address, undefined-behaviour and thread sanitizers
+	@$(call sanitized,address$(COMMA)undefined,$(CASES))
+	@$(call sanitized,thread,20)
+
 docs: $(READY) ## the documentation as a site, into build/site
-	@$(PIP) install -e ".[docs]" && $(BIN)/mkdocs build --strict
+	@$(EDITABLE) '.[docs]' && $(BIN)/mkdocs build --strict
 
 format: $(READY) ## format the code and mend what the linter can mend
 	@$(BIN)/ruff check --fix --exit-zero
@@ -61,12 +72,23 @@ clean: ## remove caches, build output and the demo's results
 distclean: clean ## remove the environments too
 	@rm -rf .venv .venv-*
 
-$(READY): pyproject.toml Makefile
+$(READY): pyproject.toml Makefile $(NATIVE_FILES)
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { $(make_venv); }
 	@echo "installing into $(VENV): torch (large), then the rest; a few minutes the first time"
 	@$(PIP) install '$(TORCH)'
-	@$(PIP) install --editable '.[test,check]'
+	@$(PIP) install $(BUILD_TOOLS)
+	@$(EDITABLE) '.[test,check]'
+	@$(BIN)/python -c 'import attnscore._native' 2>/dev/null || \
+	    echo "The native kernels could not be built; what is missing: $(BIN)/pip install -v --no-build-isolation -e ." >&2
 	@touch $@
+
+COMMA := ,
+# (sanitizers, cases): the C++ test driver, built for them in a folder of its own.
+sanitized = $(BIN)/cmake -S . -B build/sanitize-$(firstword $(subst $(COMMA), ,$(1))) -G Ninja --log-level=WARNING \
+    -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DATTNSCORE_MODULE=OFF -DATTNSCORE_DRIVER=ON \
+    -DATTNSCORE_SANITIZE=$(1) && \
+    $(BIN)/cmake --build build/sanitize-$(firstword $(subst $(COMMA), ,$(1))) -- --quiet && \
+    echo "$(1):" && build/sanitize-$(firstword $(subst $(COMMA), ,$(1)))/driver $(2)
 
 # --clear: what an interrupted run left behind is no base to build on.
 define make_venv

@@ -1,27 +1,24 @@
 // The only C++ that knows Python: arguments in, a Problem to the chosen kernels, errors out.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <algorithm>
 #include <atomic>
 #include <cstdlib>
-#include <exception>
 #include <stdexcept>
 #include <string>
 #include <string_view>
-#include <thread>
+#include <tuple>
 #include <utility>
 #include <vector>
 
-#ifdef __linux__
-#include <sched.h>
-#endif
-
 #include "attention.h"
 #include "border.h"
+#include "rows.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -70,65 +67,6 @@ std::string current_target() { return kernels().name; }
 
 void select_target(std::string_view name) { selected.store(kernels_named(name, "name"), std::memory_order_release); }
 
-// ---- threads ----
-
-int default_threads() {
-    // "4,2" means 4 outside and 2 in nested regions; what is no number is ignored, as OpenMP does.
-    const char* wanted = std::getenv("OMP_NUM_THREADS");
-    const long count = wanted != nullptr ? std::strtol(wanted, nullptr, 10) : 0;
-    if (count > 0) return static_cast<int>(std::min(count, 1024L));
-#ifdef __linux__
-    cpu_set_t allowed;  // fewer than the machine has in a container or under taskset
-    if (sched_getaffinity(0, sizeof allowed, &allowed) == 0) return std::max(1, CPU_COUNT(&allowed));
-#endif
-    return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
-}
-
-std::atomic<int> chosen_threads{0};
-
-int get_num_threads() {
-    int count = chosen_threads.load(std::memory_order_relaxed);
-    if (count == 0) {
-        count = default_threads();
-        chosen_threads.store(count, std::memory_order_relaxed);
-    }
-    return count;
-}
-
-void set_num_threads(int count) {
-    if (count < 1) throw std::invalid_argument("n: expected at least 1 thread, got " + std::to_string(count));
-    chosen_threads.store(count, std::memory_order_relaxed);
-}
-
-// The tasks without the interpreter's lock. A task that throws would end the process: what it threw is kept instead.
-struct Run {
-    const Problem& problem;
-    void (*task)(const Problem&, int64_t);
-    std::atomic<bool> failed{false};
-    std::exception_ptr error;
-
-    static void one(int64_t task, void* context) {
-        Run& run = *static_cast<Run*>(context);
-        try {
-            run.task(run.problem, task);
-        } catch (...) {
-            if (!run.failed.exchange(true)) run.error = std::current_exception();
-        }
-    }
-};
-
-void run(const Problem& problem, int64_t (*count)(const Problem&), void (*task)(const Problem&, int64_t), int threads) {
-    if (threads < 0)
-        throw std::invalid_argument("threads: expected 0 (as set) or more, got " + std::to_string(threads));
-    if (problem.heads.empty()) return;
-    Run context{problem, task};
-    {
-        nb::gil_scoped_release released;
-        parallel(count(problem), Run::one, &context, threads == 0 ? get_num_threads() : threads);
-    }
-    if (context.failed) std::rethrow_exception(context.error);
-}
-
 // ---- arguments ----
 
 template <class T>
@@ -136,11 +74,10 @@ using Choice = std::pair<std::string_view, T>;
 
 constexpr Choice<Dtype> kDtypes[] = {
     {"float32", Dtype::f32}, {"float64", Dtype::f64}, {"bfloat16", Dtype::bf16}, {"float16", Dtype::f16}};
-constexpr Choice<Form> kForms[] = {{"inner", Form::inner}, {"additive", Form::additive}};
-constexpr Choice<Activation> kActivations[] = {{"tanh", Activation::tanh},
-                                               {"sigmoid", Activation::sigmoid},
-                                               {"relu", Activation::relu},
-                                               {"leaky_relu", Activation::leaky_relu}};
+constexpr Choice<Form> kForms[] = {{"inner", Form::inner}, {"additive", Form::additive}, {"distance", Form::distance}};
+constexpr Choice<Activation> kActivations[] = {{"tanh", Activation::tanh}, {"sigmoid", Activation::sigmoid},
+                                               {"relu", Activation::relu}, {"leaky_relu", Activation::leaky_relu},
+                                               {"silu", Activation::silu}, {"gelu", Activation::gelu}};
 
 template <class T, size_t N>
 T choice(const Choice<T> (&choices)[N], std::string_view name, const char* argument) {
@@ -151,22 +88,6 @@ T choice(const Choice<T> (&choices)[N], std::string_view name, const char* argum
     }
     throw std::invalid_argument(std::string(argument) + ": expected one of " + known + ", got '" + std::string(name) +
                                 "'");
-}
-
-Problem problem_of(std::string_view form, std::string_view activation, double negative_slope, double scale,
-                   std::string_view score_dtype, std::string_view value_dtype) {
-    Problem p;
-    p.form = choice(kForms, form, "form");
-    p.activation = choice(kActivations, activation, "activation");
-    p.negative_slope = negative_slope;
-    p.scale = scale;
-    p.score_dtype = choice(kDtypes, score_dtype, "score_dtype");
-    p.value_dtype = choice(kDtypes, value_dtype, "value_dtype");
-    if (p.value_dtype == Dtype::f64 && p.score_dtype != Dtype::f64) {
-        throw std::invalid_argument("value_dtype: float64 needs score_dtype float64, got '" + std::string(score_dtype) +
-                                    "'");
-    }
-    return p;
 }
 
 using ReadOnly = nb::ndarray<nb::ro, nb::device::cpu>;
@@ -189,6 +110,7 @@ class Arguments {
         return array<Writable>(name, object, code_of(dtype));
     }
     Array integers(const char* name, nb::handle object) { return array<ReadOnly>(name, object, {kInt, 64, 1}); }
+    Array bytes(const char* name, nb::handle object) { return array<ReadOnly>(name, object, {kUInt, 8, 1}); }
 
    private:
     // NumPy has no bfloat16, and its float16 comes the same way: as bits.
@@ -230,51 +152,122 @@ class Arguments {
 
 // ---- the two directions ----
 
-void forward(nb::handle query, nb::handle key, nb::handle value, nb::handle out, nb::handle statistics,
-             nb::handle start, nb::handle stop, nb::handle weights, std::string_view form, std::string_view activation,
-             double negative_slope, double scale, std::string_view score_dtype, std::string_view value_dtype,
-             bool full_statistics, int threads) {
+using Caps = std::vector<std::pair<double, double>>;
+// Arrays or None, in the order that the stub says.
+using Objects = std::vector<nb::object>;
+
+// What both directions say of the score: form, activation, negative_slope, scale, caps, dtypes, dropout, seed.
+using Score = std::tuple<std::string_view, std::string_view, double, double, Caps, std::string_view, std::string_view,
+                         std::string_view, double, uint64_t>;
+
+Problem problem_of(const Score& score) {
+    const auto& [form, activation, negative_slope, scale, caps, score_dtype, value_dtype, bias_dtype, dropout, seed] =
+        score;
+    Problem p;
+    p.form = choice(kForms, form, "form");
+    p.activation = choice(kActivations, activation, "activation");
+    p.negative_slope = negative_slope;
+    p.scale = scale;
+    for (const auto& [cap, factor] : caps) {
+        if (!(cap > 0)) throw std::invalid_argument("caps: expected caps above 0, got " + std::to_string(cap));
+        p.caps.push_back({cap, factor});
+    }
+    p.score_dtype = choice(kDtypes, score_dtype, "score_dtype");
+    p.value_dtype = choice(kDtypes, value_dtype, "value_dtype");
+    p.bias_dtype = choice(kDtypes, bias_dtype, "bias_dtype");
+    if (p.value_dtype == Dtype::f64 && p.score_dtype != Dtype::f64) {
+        throw std::invalid_argument("value_dtype: float64 needs score_dtype float64, got '" + std::string(score_dtype) +
+                                    "'");
+    }
+    if (!(dropout >= 0 && dropout < 1)) {
+        throw std::invalid_argument("dropout: expected a number in [0, 1), got " + std::to_string(dropout));
+    }
+    p.dropout = dropout;
+    p.seed = seed;
+    return p;
+}
+
+void check_count(const char* name, const Objects& objects, size_t expected) {
+    if (objects.size() != expected) {
+        throw std::invalid_argument(std::string(name) + ": expected " + std::to_string(expected) + " arrays, got " +
+                                    std::to_string(objects.size()));
+    }
+}
+
+void check_threads(int threads) {
+    if (threads < 1) throw std::invalid_argument("threads: expected 1 or more, got " + std::to_string(threads));
+}
+
+Inputs inputs_of(Arguments& from, const Problem& p, const Objects& x) {
+    check_count("inputs", x, 13);
+    const Dtype sum = sum_dtype(p);
+    return {.query = from.in("query", x[0], p.score_dtype),
+            .key = from.in("key", x[1], p.score_dtype),
+            .value = from.in("value", x[2], p.value_dtype),
+            .query_bias = from.in("query_bias", x[3], sum),
+            .key_bias = from.in("key_bias", x[4], sum),
+            .bias = from.in("bias", x[5], p.bias_dtype),
+            .mask = from.bytes("mask", x[6]),
+            .query_ids = from.integers("query_ids", x[7]),
+            .key_ids = from.integers("key_ids", x[8]),
+            .start = from.integers("start", x[9]),
+            .stop = from.integers("stop", x[10]),
+            .weights = from.in("weights", x[11], sum),
+            .sink = from.in("sink", x[12], sum)};
+}
+
+void forward(const Score& score, const Objects& inputs, const Objects& filled, bool full_statistics, int threads) {
+    check_threads(threads);
+    check_count("rows", filled, 4);
     const Kernels& chosen = kernels();
-    Problem p = problem_of(form, activation, negative_slope, scale, score_dtype, value_dtype);
+    Problem p = problem_of(score);
     p.full_statistics = full_statistics;
     const Dtype sum = sum_dtype(p);
     Arguments from;
-    set_forward(p, {.query = from.in("query", query, p.score_dtype),
-                    .key = from.in("key", key, p.score_dtype),
-                    .value = from.in("value", value, p.value_dtype),
-                    .out = from.out("out", out, p.value_dtype),
-                    .statistics = from.out("statistics", statistics, sum),
-                    .start = from.integers("start", start),
-                    .stop = from.integers("stop", stop),
-                    .weights = from.in("weights", weights, sum)});
-    run(p, chosen.forward_tasks, chosen.forward, threads);
+    const Inputs in = inputs_of(from, p, inputs);
+    const std::vector<HeadRows> rows = set_forward(p, in,
+                                                   {.out = from.out("out", filled[0], p.value_dtype),
+                                                    .statistics = from.out("statistics", filled[1], sum),
+                                                    .top = from.out("top", filled[2], sum),
+                                                    .log_total = from.out("log_total", filled[3], sum)});
+    if (p.heads.empty()) return;
+    nb::gil_scoped_release released;
+    chosen.forward(p, threads);
+    finish_forward(p, rows, threads);
 }
 
-void backward(nb::handle query, nb::handle key, nb::handle value, nb::handle grad_out, nb::handle top,
-              nb::handle log_total, nb::handle shift, nb::handle start, nb::handle stop, nb::handle weights,
-              nb::handle grad_query, nb::handle grad_key, nb::handle grad_value, nb::handle grad_weights,
-              std::string_view form, std::string_view activation, double negative_slope, double scale,
-              std::string_view score_dtype, std::string_view value_dtype, std::string_view grad_dtype, int threads) {
+void backward(const Score& score, const Objects& inputs, const Objects& known, std::string_view grad_dtype,
+              const Objects& gradients, int threads) {
+    check_threads(threads);
+    check_count("rows", known, 7);
+    check_count("gradients", gradients, 8);
     const Kernels& chosen = kernels();
-    Problem p = problem_of(form, activation, negative_slope, scale, score_dtype, value_dtype);
+    Problem p = problem_of(score);
     p.grad_dtype = choice(kDtypes, grad_dtype, "grad_dtype");
     const Dtype sum = sum_dtype(p);
     Arguments from;
-    set_backward(p, {.query = from.in("query", query, p.score_dtype),
-                     .key = from.in("key", key, p.score_dtype),
-                     .value = from.in("value", value, p.value_dtype),
-                     .grad_out = from.in("grad_out", grad_out, p.grad_dtype),
-                     .top = from.in("top", top, sum),
-                     .log_total = from.in("log_total", log_total, sum),
-                     .shift = from.in("shift", shift, sum),
-                     .start = from.integers("start", start),
-                     .stop = from.integers("stop", stop),
-                     .weights = from.in("weights", weights, sum),
-                     .grad_query = from.out("grad_query", grad_query, sum),
-                     .grad_key = from.out("grad_key", grad_key, sum),
-                     .grad_value = from.out("grad_value", grad_value, sum),
-                     .grad_weights = from.out("grad_weights", grad_weights, sum)});
-    run(p, chosen.backward_tasks, chosen.backward, threads);
+    const Inputs in = inputs_of(from, p, inputs);
+    const std::vector<HeadRows> rows = set_backward(p, in,
+                                                    {.out = from.in("out", known[0], p.value_dtype),
+                                                     .top = from.in("top", known[1], sum),
+                                                     .log_total = from.in("log_total", known[2], sum),
+                                                     .entropy = from.in("entropy", known[3], sum),
+                                                     .grad_out = from.in("grad_out", known[4], p.grad_dtype),
+                                                     .grad_log_sum_exp = from.in("grad_log_sum_exp", known[5], sum),
+                                                     .grad_entropy = from.in("grad_entropy", known[6], sum),
+                                                     .query = from.out("grad_query", gradients[0], sum),
+                                                     .key = from.out("grad_key", gradients[1], sum),
+                                                     .value = from.out("grad_value", gradients[2], sum),
+                                                     .query_bias = from.out("grad_query_bias", gradients[3], sum),
+                                                     .key_bias = from.out("grad_key_bias", gradients[4], sum),
+                                                     .bias = from.out("grad_bias", gradients[5], sum),
+                                                     .weights = from.out("grad_weights", gradients[6], sum),
+                                                     .sink = from.out("grad_sink", gradients[7], sum)});
+    if (p.heads.empty()) return;
+    nb::gil_scoped_release released;
+    const BackwardRows prepared(p, rows, threads);
+    chosen.backward(p, threads);
+    set_sink_gradients(p, rows);
 }
 
 }  // namespace
@@ -284,16 +277,8 @@ NB_MODULE(_native, m) {
     m.attr("STATISTICS") = kStatistics;
     m.def("targets", &targets);
     m.def("current_target", &current_target);
-    m.def("select", &select_target, "name"_a);
-    m.def("get_num_threads", &get_num_threads);
-    m.def("set_num_threads", &set_num_threads, "n"_a);
-    m.def("forward", &forward, "query"_a.none(), "key"_a.none(), "value"_a.none(), "out"_a.none(),
-          "statistics"_a.none(), "start"_a.none(), "stop"_a.none(), "weights"_a.none(), nb::kw_only(), "form"_a,
-          "activation"_a, "negative_slope"_a, "scale"_a, "score_dtype"_a, "value_dtype"_a, "full_statistics"_a,
-          "threads"_a);
-    m.def("backward", &backward, "query"_a.none(), "key"_a.none(), "value"_a.none(), "grad_out"_a.none(),
-          "top"_a.none(), "log_total"_a.none(), "shift"_a.none(), "start"_a.none(), "stop"_a.none(), "weights"_a.none(),
-          "grad_query"_a.none(), "grad_key"_a.none(), "grad_value"_a.none(), "grad_weights"_a.none(), nb::kw_only(),
-          "form"_a, "activation"_a, "negative_slope"_a, "scale"_a, "score_dtype"_a, "value_dtype"_a, "grad_dtype"_a,
-          "threads"_a);
+    m.def("select", &select_target);
+    // Without names or None, for nanobind's short way in.
+    m.def("forward", &forward);
+    m.def("backward", &backward);
 }

@@ -1,117 +1,19 @@
 #include "border.h"
 
-#include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace attnscore {
 namespace {
 
-using Shape = std::vector<int64_t>;
-
-std::string text(const int64_t* shape, size_t ndim) {
-    std::string result = "(";
-    for (size_t i = 0; i < ndim; ++i) result += (i ? ", " : "") + std::to_string(shape[i]);
-    return result + (ndim == 1 ? ",)" : ")");
-}
-
-std::string shape_of(const Array& a) { return text(a.shape, static_cast<size_t>(a.ndim)); }
-
-[[noreturn]] void refuse(const Array& a, const std::string& expected, const std::string& got) {
-    throw std::invalid_argument(std::string(a.name) + ": expected " + expected + ", got " + got);
-}
-
-bool is_empty(const Array& a) {
-    for (int i = 0; i < a.ndim; ++i) {
-        if (a.shape[i] == 0) return true;
-    }
-    return false;
-}
-
-void check_aligned(const Array& a) {
-    if (!is_empty(a) && reinterpret_cast<uintptr_t>(a.data) % static_cast<uintptr_t>(a.item) != 0) {
-        refuse(a, "elements at multiples of their size (" + std::to_string(a.item) + " bytes)", "a misaligned array");
-    }
-}
-
-void check_given(const Array& a) {
-    if (!a.given) refuse(a, "an array", "None");
-}
-
-// The first `loose` axes may be 1 instead: they are broadcast.
-void check_shape(const Array& a, const Shape& expected, size_t loose = 0) {
-    check_given(a);
-    bool fits = static_cast<size_t>(a.ndim) == expected.size();
-    for (size_t i = 0; fits && i < expected.size(); ++i) {
-        fits = a.shape[i] == expected[i] || (i < loose && a.shape[i] == 1);
-    }
-    if (!fits) {
-        const std::string hint = loose ? " (1 in the first " + std::to_string(loose) + " axes is broadcast)" : "";
-        refuse(a, "shape " + text(expected.data(), expected.size()) + hint, shape_of(a));
-    }
-    check_aligned(a);
-}
-
-void check_contiguous(const Array& a, int from = 0) {
-    if (is_empty(a)) return;
-    int64_t stride = 1;
-    for (int i = a.ndim - 1; i >= from; --i) {
-        if (a.shape[i] != 1 && a.strides[i] != stride) {
-            refuse(a, "a C-contiguous array", "strides (in elements) " + text(a.strides, static_cast<size_t>(a.ndim)));
-        }
-        stride *= a.shape[i];
-    }
-}
-
-void check_full(const Array& a, const Shape& expected) {
-    check_shape(a, expected);
-    check_contiguous(a);
-}
-
-Shape joined(Shape front, std::initializer_list<int64_t> back) {
-    front.insert(front.end(), back);
-    return front;
-}
-
-// An array whose last `inner` axes belong to a head; steps along the others, in bytes, 0 where it is broadcast.
-struct Walk {
-    char* base = nullptr;
-    Shape steps;
-
-    Walk() = default;
-    Walk(const Array& a, size_t outer) : base(a.data), steps(outer) {
-        for (size_t i = 0; i < outer; ++i) steps[i] = a.shape[i] == 1 ? 0 : a.strides[i] * a.item;
-    }
-
-    char* at(const Shape& place) const {
-        if (base == nullptr) return nullptr;
-        int64_t offset = 0;
-        for (size_t i = 0; i < steps.size(); ++i) offset += place[i] * steps[i];
-        return base + offset;
-    }
-};
-
-struct MatrixWalk : Walk {
-    Matrix shape;
-
-    MatrixWalk() = default;
-    MatrixWalk(const Array& a, size_t outer) : Walk(a, outer) {
-        const int64_t rows = a.shape[outer], cols = a.shape[outer + 1];
-        // The stride of an axis of length 1 says nothing; 1 lets a single column take the contiguous path.
-        shape.col_stride = cols > 1 ? a.strides[outer + 1] : 1;
-        shape.row_stride = rows > 1 ? a.strides[outer] : cols;
-    }
-
-    Matrix matrix(const Shape& place) const { return {at(place), shape.row_stride, shape.col_stride}; }
-};
-
 // What both directions share: the axes, and the inputs head by head.
 struct Setting {
-    Shape grid;  // (*lead, head, group)
+    Shape grid;    // (*lead, head, group)
+    Shape shared;  // the same, 1 where heads along an axis have the same keys and values
     size_t outer = 0, head_axis = 0, group_axis = 0;
-    bool empty = false;
-    MatrixWalk query, key, value;
-    Walk start, stop, weights;
+    MatrixWalk query, key, value, query_bias, key_bias, bias, mask, query_ids, key_ids;
+    Walk start, stop, weights, sink;
 };
 
 void check_intervals(const Problem& p, const Setting& s, const Array& start, const Array& stop) {
@@ -136,9 +38,18 @@ void check_intervals(const Problem& p, const Setting& s, const Array& start, con
     }
 }
 
+void check_ids(const Problem& p, const Setting& s, const Array& query_ids, const Array& key_ids) {
+    if (query_ids.given != key_ids.given) {
+        refuse(query_ids.given ? key_ids : query_ids, "query_ids and key_ids together", "None");
+    }
+    if (!query_ids.given) return;
+    check_shape(query_ids, {s.grid[0], p.query_len}, 1);
+    check_shape(key_ids, {s.grid[0], p.key_len}, 1);
+}
+
 void check_weights(const Problem& p, const Setting& s, const Array& weights) {
-    if (p.form == Form::inner) {
-        if (weights.given) refuse(weights, "None with form 'inner'", "an array");
+    if (p.form != Form::additive) {
+        if (weights.given) refuse(weights, "None but with form 'additive'", "an array");
         return;
     }
     check_given(weights);
@@ -150,54 +61,94 @@ void check_weights(const Problem& p, const Setting& s, const Array& weights) {
     check_contiguous(weights, weights.ndim - 1);
 }
 
-void set_weights(Setting& s, const Array& weights) {
-    if (!weights.given) return;
-    s.weights.base = weights.data;
-    s.weights.steps.assign(s.outer, 0);
-    if (weights.ndim == 1) return;
+// An array over the batch alone: (first of lead or 1, length).
+Walk per_batch(const Setting& s, const Array& a) {
+    Walk walk;
+    walk.steps.assign(s.outer, 0);
+    if (!a.given) return walk;
+    walk.base = a.data;
+    walk.steps[0] = a.shape[0] == 1 ? 0 : a.strides[0] * a.item;
+    return walk;
+}
+
+MatrixWalk column_per_batch(const Setting& s, const Array& a) {
+    MatrixWalk walk;
+    static_cast<Walk&>(walk) = per_batch(s, a);
+    if (a.given) walk.row_stride = a.strides[1];
+    return walk;
+}
+
+// An array over the query heads alone: (head or 1, group or 1, ...).
+Walk per_head(const Setting& s, const Array& a) {
+    Walk walk;
+    walk.steps.assign(s.outer, 0);
+    if (!a.given) return walk;
+    walk.base = a.data;
+    if (a.ndim == 1) return walk;
     for (const size_t axis : {s.head_axis, s.group_axis}) {
         const size_t own = axis - s.head_axis;
-        s.weights.steps[axis] = weights.shape[own] == 1 ? 0 : weights.strides[own] * weights.item;
+        walk.steps[axis] = a.shape[own] == 1 ? 0 : a.strides[own] * a.item;
+    }
+    return walk;
+}
+
+// Heads are in one group where all that a group shares is broadcast.
+void set_shared(Setting& s, const Inputs& in) {
+    s.shared.assign(s.outer, 1);
+    for (const Array* a : {&in.key, &in.value, &in.key_bias}) {
+        for (size_t i = 0; a->given && i < s.outer; ++i) {
+            if (a->shape[i] != 1) s.shared[i] = s.grid[i];
+        }
+    }
+    if (!in.weights.given || in.weights.ndim == 1) return;
+    for (const size_t axis : {s.head_axis, s.group_axis}) {
+        if (in.weights.shape[axis - s.head_axis] != 1) s.shared[axis] = s.grid[axis];
     }
 }
 
-void set_intervals(Setting& s, const Array& start, const Array& stop) {
-    if (!start.given) return;
-    for (auto [walk, a] : {std::pair{&s.start, &start}, std::pair{&s.stop, &stop}}) {
-        walk->base = a->data;
-        walk->steps.assign(s.outer, 0);
-        walk->steps[0] = a->shape[0] == 1 ? 0 : a->shape[1] * a->item;
-    }
-}
-
-// `full` has the whole grid and a row for each query.
-Setting read(Problem& p, const Array& full, const ForwardArrays& in) {
-    for (const Array* a : {&full, &in.query, &in.key, &in.value}) {
+// `out` has the whole grid and a row for each query.
+Setting read(Problem& p, const Inputs& in, const Array& out) {
+    for (const Array* a : {&out, &in.query, &in.key, &in.value}) {
         check_given(*a);
         if (a->ndim < 5) refuse(*a, "at least 5 axes: (*lead, head, group, rows, cols)", shape_of(*a));
-        if (a->ndim != full.ndim) refuse(*a, std::to_string(full.ndim) + " axes, as " + full.name, shape_of(*a));
+        if (a->ndim != out.ndim) refuse(*a, std::to_string(out.ndim) + " axes, as " + out.name, shape_of(*a));
     }
     Setting s;
-    s.outer = static_cast<size_t>(full.ndim) - 2;
+    s.outer = static_cast<size_t>(out.ndim) - 2;
     s.head_axis = s.outer - 2;
     s.group_axis = s.outer - 1;
-    s.grid.assign(full.shape, full.shape + s.outer);
-    p.query_len = full.shape[s.outer];
+    s.grid.assign(out.shape, out.shape + s.outer);
+    p.query_len = out.shape[s.outer];
     p.key_len = in.key.shape[s.outer];
     p.value_dim = in.value.shape[s.outer + 1];
     p.dim = in.query.shape[s.outer + 1];
     check_shape(in.query, joined(s.grid, {p.query_len, p.dim}), s.outer);
     check_shape(in.key, joined(s.grid, {p.key_len, p.dim}), s.outer);
     check_shape(in.value, joined(s.grid, {p.key_len, p.value_dim}), s.outer);
+    if (in.query_bias.given) check_broadcast(in.query_bias, joined(s.grid, {p.query_len, 1}));
+    if (in.key_bias.given) check_broadcast(in.key_bias, joined(s.grid, {p.key_len, 1}));
+    for (const Array* a : {&in.bias, &in.mask}) {
+        if (a->given) check_broadcast(*a, joined(s.grid, {p.query_len, p.key_len}));
+    }
+    if (in.sink.given) check_broadcast(in.sink, {s.grid[s.head_axis], s.grid[s.group_axis]});
+    check_ids(p, s, in.query_ids, in.key_ids);
     check_intervals(p, s, in.start, in.stop);
     check_weights(p, s, in.weights);
 
-    for (const int64_t length : s.grid) s.empty |= length == 0;
     s.query = MatrixWalk(in.query, s.outer);
     s.key = MatrixWalk(in.key, s.outer);
     s.value = MatrixWalk(in.value, s.outer);
-    set_intervals(s, in.start, in.stop);
-    set_weights(s, in.weights);
+    s.query_bias = MatrixWalk::broadcast(in.query_bias, s.outer);
+    s.key_bias = MatrixWalk::broadcast(in.key_bias, s.outer);
+    s.bias = MatrixWalk::broadcast(in.bias, s.outer);
+    s.mask = MatrixWalk::broadcast(in.mask, s.outer);
+    s.query_ids = column_per_batch(s, in.query_ids);
+    s.key_ids = column_per_batch(s, in.key_ids);
+    s.start = per_batch(s, in.start);
+    s.stop = per_batch(s, in.stop);
+    s.weights = per_head(s, in.weights);
+    s.sink = per_head(s, in.sink);
+    set_shared(s, in);
     return s;
 }
 
@@ -206,52 +157,100 @@ Head head_at(const Setting& s, const Shape& place) {
     head.query = s.query.matrix(place);
     head.key = s.key.matrix(place);
     head.value = s.value.matrix(place);
+    head.query_bias = s.query_bias.matrix(place);
+    head.key_bias = s.key_bias.matrix(place);
+    head.bias = s.bias.matrix(place);
+    head.mask = s.mask.matrix(place);
+    head.query_ids = s.query_ids.matrix(place);
+    head.key_ids = s.key_ids.matrix(place);
     head.start = reinterpret_cast<const int64_t*>(s.start.at(place));
     head.stop = reinterpret_cast<const int64_t*>(s.stop.at(place));
     head.weights = s.weights.at(place);
     return head;
 }
 
-// Calls f(place) for each head, in C order.
+// Calls f(place) for each place of the grid, in C order.
 template <class F>
-void each_head(const Setting& s, const F& f) {
-    if (s.empty) return;
-    Shape place(s.outer, 0);
+void each_place(const Shape& grid, const F& f) {
+    for (const int64_t length : grid) {
+        if (length == 0) return;
+    }
+    Shape place(grid.size(), 0);
     for (;;) {
         f(place);
-        size_t axis = s.outer;
-        while (axis > 0 && ++place[axis - 1] == s.grid[axis - 1]) place[--axis] = 0;
+        size_t axis = grid.size();
+        while (axis > 0 && ++place[axis - 1] == grid[axis - 1]) place[--axis] = 0;
         if (axis == 0) return;
     }
 }
 
-// How many query heads lie side by side in one gradient of keys and values: all of the group axis, or one.
-bool heads_share(const Problem& p, const Setting& s, const BackwardArrays& in) {
-    const int64_t group = s.grid[s.group_axis];
-    for (const Array* a : {&in.grad_key, &in.grad_value}) {
-        check_given(*a);
-        if (a->ndim != static_cast<int>(s.outer + 2)) {
-            refuse(*a, std::to_string(s.outer + 2) + " axes, as grad_out", shape_of(*a));
+// Numbers the places of a grid in C order, those as one that differ in an axis of length 1 alone.
+struct Numbering {
+    Shape steps;
+    int64_t count = 1;
+
+    explicit Numbering(const Shape& grid) : steps(grid.size()) {
+        for (size_t i = grid.size(); i-- > 0;) {
+            steps[i] = grid[i] == 1 ? 0 : count;
+            count *= grid[i];
         }
     }
-    const int64_t key_group = in.grad_key.shape[s.group_axis];
-    Shape grid = s.grid;
-    if (key_group == 1) grid[s.group_axis] = 1;
-    check_full(in.grad_key, joined(grid, {p.key_len, p.dim}));
-    check_full(in.grad_value, joined(grid, {p.key_len, p.value_dim}));
-    if (p.form == Form::additive) {
-        check_full(in.grad_weights, joined(grid, {p.dim}));
-    } else if (in.grad_weights.given) {
-        refuse(in.grad_weights, "None with form 'inner'", "an array");
+
+    size_t of(const Shape& place) const {
+        int64_t number = 0;
+        for (size_t i = 0; i < steps.size(); ++i) number += steps[i] * place[i];
+        return static_cast<size_t>(number);
     }
-    if (key_group != 1 || group == 1) return false;
-    for (const Array* a : {&in.key, &in.value}) {
-        if (a->shape[s.group_axis] != 1) refuse(*a, "one key head per group, as grad_key has", shape_of(*a));
-    }
-    if (in.weights.given && in.weights.ndim == 3 && in.weights.shape[1] != 1) {
-        refuse(in.weights, "one row per group, as grad_weights has", shape_of(in.weights));
-    }
-    return true;
+};
+
+// The heads of the whole grid, each in its group; f(head, rows, group, place) sets what a direction adds.
+template <class F>
+std::vector<HeadRows> set_heads(Problem& p, const Setting& s, const F& f) {
+    const Numbering groups(s.shared);
+    p.groups.resize(static_cast<size_t>(groups.count));
+    std::vector<HeadRows> rows;
+    each_place(s.grid, [&](const Shape& place) {
+        Head head = head_at(s, place);
+        Group& group = p.groups[groups.of(place)];
+        head.place = static_cast<int64_t>(p.heads.size());
+        group.heads.push_back(head.place);
+        rows.push_back({.sink = s.sink.at(place), .top = nullptr, .log_total = nullptr});
+        f(head, rows.back(), group, place);
+        p.heads.push_back(head);
+    });
+    if (p.heads.empty()) p.groups.clear();
+    return rows;
+}
+
+void check_gradients(const Problem& p, const Setting& s, const Inputs& in, const BackwardArrays& a) {
+    const auto check = [](const Array& grad, const Array& of, const Shape& shape) {
+        if (!grad.given) return;
+        if (!of.given) refuse(grad, "None where there is no such input", "an array");
+        check_full(grad, shape);
+    };
+    check(a.query, in.query, joined(s.grid, {p.query_len, p.dim}));
+    check(a.query_bias, in.query_bias, joined(s.grid, {p.query_len}));
+    check(a.key, in.key, joined(s.shared, {p.key_len, p.dim}));
+    check(a.value, in.value, joined(s.shared, {p.key_len, p.value_dim}));
+    check(a.key_bias, in.key_bias, joined(s.shared, {p.key_len}));
+    check(a.weights, in.weights, joined(s.shared, {p.dim}));
+    check(a.bias, in.bias, Shape(in.bias.shape, in.bias.shape + in.bias.ndim));
+    check(a.sink, in.sink, s.grid);
+}
+
+void set_bias_groups(Problem& p, const Setting& s, const Array& grad) {
+    if (!grad.given || p.heads.empty()) return;
+    const Numbering groups(Shape(grad.shape, grad.shape + s.outer));
+    const MatrixWalk walk = MatrixWalk::broadcast(grad, s.outer);
+    p.bias_groups.resize(static_cast<size_t>(groups.count));
+    int64_t head = 0;
+    each_place(s.grid, [&](const Shape& place) {
+        BiasGroup& group = p.bias_groups[groups.of(place)];
+        group.heads.push_back(head++);
+        group.grad_bias = walk.at(place);
+        group.row_stride = walk.row_stride;
+        group.col_stride = walk.col_stride;
+    });
 }
 
 }  // namespace
@@ -260,43 +259,56 @@ int64_t size_of(Dtype dtype) { return dtype == Dtype::f64 ? 8 : dtype == Dtype::
 
 Dtype sum_dtype(const Problem& problem) { return problem.value_dtype == Dtype::f64 ? Dtype::f64 : Dtype::f32; }
 
-void set_forward(Problem& p, const ForwardArrays& in) {
-    const Setting s = read(p, in.out, in);
-    check_full(in.out, joined(s.grid, {p.query_len, p.value_dim}));
-    check_full(in.statistics, joined(s.grid, {p.query_len, kStatistics}));
-    const Walk out(in.out, s.outer), statistics(in.statistics, s.outer);
-    each_head(s, [&](const Shape& place) {
-        Head head = head_at(s, place);
+std::vector<HeadRows> set_forward(Problem& p, const Inputs& in, const ForwardArrays& arrays) {
+    const Setting s = read(p, in, arrays.out);
+    check_full(arrays.out, joined(s.grid, {p.query_len, p.value_dim}));
+    check_full(arrays.statistics, joined(s.grid, {p.query_len, kStatistics}));
+    for (const Array* a : {&arrays.top, &arrays.log_total}) check_full(*a, joined(s.grid, {p.query_len, 1}));
+    const Walk out(arrays.out, s.outer), statistics(arrays.statistics, s.outer);
+    const Walk top(arrays.top, s.outer), log_total(arrays.log_total, s.outer);
+    return set_heads(p, s, [&](Head& head, HeadRows& rows, Group&, const Shape& place) {
         head.out = out.at(place);
         head.statistics = statistics.at(place);
-        p.heads.push_back(head);
+        rows.top = top.at(place);
+        rows.log_total = log_total.at(place);
     });
 }
 
-void set_backward(Problem& p, const BackwardArrays& in) {
-    const Setting s = read(p, in.grad_query, {in.query, in.key, in.value, {}, {}, in.start, in.stop, in.weights});
-    check_full(in.grad_query, joined(s.grid, {p.query_len, p.dim}));
-    check_shape(in.grad_out, joined(s.grid, {p.query_len, p.value_dim}), s.outer);
-    for (const Array* a : {&in.top, &in.log_total, &in.shift}) check_full(*a, joined(s.grid, {p.query_len}));
-    const bool shared = heads_share(p, s, in);
-
-    const MatrixWalk grad_out(in.grad_out, s.outer);
-    const Walk top(in.top, s.outer), log_total(in.log_total, s.outer), shift(in.shift, s.outer);
-    const Walk grad_query(in.grad_query, s.outer), grad_key(in.grad_key, s.outer), grad_value(in.grad_value, s.outer);
-    const Walk grad_weights = in.grad_weights.given ? Walk(in.grad_weights, s.outer) : Walk();
-    each_head(s, [&](const Shape& place) {
-        Head head = head_at(s, place);
+std::vector<HeadRows> set_backward(Problem& p, const Inputs& in, const BackwardArrays& a) {
+    const Setting s = read(p, in, a.out);
+    for (const Array* x : {&a.out, &a.grad_out}) check_shape(*x, joined(s.grid, {p.query_len, p.value_dim}), s.outer);
+    if (a.grad_entropy.given && !a.entropy.given) refuse(a.entropy, "an array beside grad_entropy", "None");
+    for (const Array* x : {&a.top, &a.log_total, &a.grad_log_sum_exp, &a.entropy, &a.grad_entropy}) {
+        if (x->given || x == &a.top || x == &a.log_total) check_full(*x, joined(s.grid, {p.query_len, 1}));
+    }
+    check_gradients(p, s, in, a);
+    const size_t outer = s.outer;
+    const MatrixWalk out(a.out, outer), grad_out(a.grad_out, outer);
+    const Walk top(a.top, outer), log_total(a.log_total, outer), entropy(a.entropy, outer);
+    const Walk grad_log_sum_exp(a.grad_log_sum_exp, outer), grad_entropy(a.grad_entropy, outer);
+    const Walk query(a.query, outer), query_bias(a.query_bias, outer), key(a.key, outer), value(a.value, outer);
+    const Walk key_bias(a.key_bias, outer), weights(a.weights, outer), sink(a.sink, outer);
+    std::vector<HeadRows> found = set_heads(p, s, [&](Head& head, HeadRows& rows, Group& group, const Shape& place) {
         head.grad_out = grad_out.matrix(place);
         head.top = top.at(place);
-        head.log_total = log_total.at(place);
-        head.shift = shift.at(place);
-        head.grad_query = grad_query.at(place);
-        if (!shared || place[s.group_axis] == 0) {
-            p.groups.push_back({{}, grad_key.at(place), grad_value.at(place), grad_weights.at(place)});
+        if (a.grad_entropy.given) {
+            head.entropy = entropy.at(place);
+            head.grad_entropy = grad_entropy.at(place);
         }
-        p.groups.back().heads.push_back(static_cast<int64_t>(p.heads.size()));
-        p.heads.push_back(head);
+        head.grad_query = query.at(place);
+        head.grad_query_bias = query_bias.at(place);
+        group.grad_key = key.at(place);
+        group.grad_value = value.at(place);
+        group.grad_key_bias = key_bias.at(place);
+        group.grad_weights = weights.at(place);
+        rows.out = out.matrix(place);
+        rows.top = top.at(place);
+        rows.log_total = log_total.at(place);
+        rows.grad_log_sum_exp = grad_log_sum_exp.at(place);
+        rows.grad_sink = sink.at(place);
     });
+    set_bias_groups(p, s, a.bias);
+    return found;
 }
 
 }  // namespace attnscore

@@ -4,6 +4,11 @@
 
 namespace attnscore {
 
+#ifdef ATTNSCORE_AVX512BF16
+namespace avx512bf16 {
+extern const Kernels kernels;
+}
+#endif
 #ifdef ATTNSCORE_X86
 namespace avx512 {
 extern const Kernels kernels;
@@ -25,6 +30,10 @@ std::vector<const Kernels*> runnable_kernels() {
     const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#ifdef ATTNSCORE_AVX512BF16
+    const bool has_bf16 = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+    if (has_avx2 && has_avx512 && has_bf16) found.push_back(&avx512bf16::kernels);
+#endif
     if (has_avx2 && has_avx512) found.push_back(&avx512::kernels);
     if (has_avx2) found.push_back(&avx2::kernels);
 #endif

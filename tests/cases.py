@@ -8,6 +8,7 @@ sees key j in plain Python, as the documentation does: neither knows the library
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,11 @@ from oracle import ACTIVATIONS
 from own_scores import OwnAbsolute, OwnPlain, OwnSquare
 
 FRAMEWORKS = ("numpy", "torch")
-KERNELS = ("streaming", "dense")
+KERNELS = ("native", "streaming", "dense")
+AUTOMATIC = "streaming" if os.environ.get("ATTNSCORE_NO_NATIVE") == "1" else "native"
+"""The kernel that runs when nothing is said against it: native, unless the environment says that it is not meant."""
+NOT_NATIVE = ("computed in Python", "scale per head of distances", "no interval of keys per row", "arrays in one mask")
+"""Reasons for which the native kernel leaves a row of the tables to another."""
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 

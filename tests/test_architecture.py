@@ -18,8 +18,8 @@ SOURCE = Path(attnscore.__file__).parent
 
 # From the bottom to the top: a room imports what lies in its own row and in the rows below.
 ROOMS: tuple[tuple[str, ...], ...] = (
-    ("errors",),
-    ("checks", "frameworks"),
+    ("errors", "_native"),
+    ("checks", "frameworks", "recall", "threads"),
     ("grid",),
     ("masking", "scoring", "softmax", "dropout", "statistics"),
     ("problem",),

@@ -84,7 +84,7 @@ def test_independent_of_the_tiles(smallest: int, framework: str, monkeypatch: py
 
 
 @frameworks
-@pytest.mark.parametrize("kernel", ["streaming", "dense"])
+@pytest.mark.parametrize("kernel", ["auto", "streaming", "dense"])
 def test_the_same_in_every_kernel(kernel: str, framework: str) -> None:
     call = make_call("scaled_dot", "nested", "float64")
     arrays = [tensor(x) if framework == "torch" else x for x in (call.query, call.key, call.value)]

@@ -67,7 +67,8 @@ def all_modules() -> set[str]:
 
 def core_modules() -> set[str]:
     """The package without the rooms that come later and without the files of frameworks other than NumPy."""
-    return {
+    native = {"attnscore._native"} if attnscore.available()["kernels"]["native"] is None else set()
+    return native | {
         name
         for name in all_modules()
         if name.split(".")[1:2] == [] or name.split(".")[1] not in LATER

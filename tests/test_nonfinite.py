@@ -129,7 +129,7 @@ def test_in_every_dtype(score: str, dtype: str, poison: float, framework: str) -
 
 
 @frameworks
-@pytest.mark.parametrize("kernel", ["streaming", "dense"])
+@pytest.mark.parametrize("kernel", ["auto", "streaming", "dense"])
 @some_scores
 def test_in_every_kernel(score: str, kernel: str, framework: str) -> None:
     call = make_call(score, "ValidLens-query_lens", "float32")

@@ -38,6 +38,8 @@ FUNCTIONS = {
     "cost": "(score, *, query_len, key_len, dim, key_dim=None, value_dim=None, heads=1, batch=1)",
     "register_score": "(name, cls)",
     "available": "()",
+    "set_num_threads": "(n)",
+    "get_num_threads": "()",
 }
 SCORES = {
     "Dot": "()",

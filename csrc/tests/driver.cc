@@ -163,7 +163,6 @@ struct Case {
     std::string text() const;
 
    private:
-    void run(int64_t (*count)(const Problem&), void (*task)(const Problem&, int64_t), int threads);
     void set_intervals(Random& random, Head& head);
 };
 
@@ -230,20 +229,6 @@ void Case::set_intervals(Random& random, Head& head) {
     head.stop = stop;
 }
 
-void Case::run(int64_t (*count)(const Problem&), void (*task)(const Problem&, int64_t), int threads) {
-    struct Context {
-        const Problem& problem;
-        void (*task)(const Problem&, int64_t);
-    } context{problem, task};
-    parallel(
-        count(problem),
-        [](int64_t i, void* at) {
-            const Context& c = *static_cast<Context*>(at);
-            c.task(c.problem, i);
-        },
-        &context, threads);
-}
-
 std::vector<Result> Case::forward(const Kernels& kernels, int threads) {
     std::vector<Result> results;
     for (Head& head : problem.heads) {
@@ -253,7 +238,7 @@ std::vector<Result> Case::forward(const Kernels& kernels, int threads) {
         results.push_back({"out", problem.value_dtype, out, head.out});
         results.push_back({"statistics", sum, numbers, head.statistics});
     }
-    run(kernels.forward_tasks, kernels.forward, threads);
+    kernels.forward(problem, threads);
     return results;
 }
 
@@ -289,7 +274,7 @@ std::vector<Result> Case::backward(const Kernels& kernels, int threads) {
         group.grad_value = add("grad_value", p.key_len * p.value_dim);
         if (p.form == Form::additive) group.grad_weights = add("grad_weights", p.dim);
     }
-    run(kernels.backward_tasks, kernels.backward, threads);
+    kernels.backward(problem, threads);
     return results;
 }
 

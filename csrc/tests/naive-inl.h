@@ -180,16 +180,17 @@ void backward_row(const Problem& p, const Group& g, const Head& h, int64_t i) {
     }
 }
 
-int64_t forward_tasks(const Problem& p) { return static_cast<int64_t>(p.heads.size()) * p.query_len; }
+void forward(const Problem& p, int) {
+    for (const Head& head : p.heads) {
+        for (int64_t i = 0; i < p.query_len; ++i) forward_row(p, head, i);
+    }
+}
 
-void forward(const Problem& p, int64_t task) { forward_row(p, p.heads[task / p.query_len], task % p.query_len); }
-
-int64_t backward_tasks(const Problem& p) { return static_cast<int64_t>(p.groups.size()); }
-
-void backward(const Problem& p, int64_t task) {
-    const Group& g = p.groups[task];
-    for (const int64_t head : g.heads) {
-        for (int64_t i = 0; i < p.query_len; ++i) backward_row(p, g, p.heads[head], i);
+void backward(const Problem& p, int) {
+    for (const Group& g : p.groups) {
+        for (const int64_t head : g.heads) {
+            for (int64_t i = 0; i < p.query_len; ++i) backward_row(p, g, p.heads[head], i);
+        }
     }
 }
 
@@ -197,6 +198,6 @@ void backward(const Problem& p, int64_t task) {
 
 #define ATTNSCORE_TEXT(x) #x
 #define ATTNSCORE_NAME(x) ATTNSCORE_TEXT(x)
-constinit const Kernels kernels{ATTNSCORE_NAME(ATTNSCORE_TARGET), forward_tasks, forward, backward_tasks, backward};
+constinit const Kernels kernels{ATTNSCORE_NAME(ATTNSCORE_TARGET), forward, backward};
 
 }  // namespace attnscore::ATTNSCORE_TARGET

@@ -17,6 +17,7 @@ from attnscore.errors import (
     ShapeError,
 )
 from attnscore.functional import masked_softmax, merge, softmax_jacobian, softmax_pullback
+from attnscore.maps import TopWeights, key_mass, pooled_weights, top_weights
 from attnscore.masking import (
     Causal,
     Dense,
@@ -41,6 +42,7 @@ from attnscore.scoring import (
     register_score,
 )
 from attnscore.statistics import AttentionStats
+from attnscore.threads import get_num_threads, set_num_threads
 
 __version__ = "0.1.0"
 
@@ -73,6 +75,7 @@ __all__ = [
     "SoftCap",
     "Sum",
     "Temperature",
+    "TopWeights",
     "ValidLens",
     "attend",
     "attend_vjp",
@@ -81,9 +84,14 @@ __all__ = [
     "available",
     "cost",
     "explain",
+    "get_num_threads",
+    "key_mass",
     "masked_softmax",
     "merge",
+    "pooled_weights",
     "register_score",
+    "set_num_threads",
     "softmax_jacobian",
     "softmax_pullback",
+    "top_weights",
 ]

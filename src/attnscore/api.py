@@ -11,8 +11,10 @@ from attnscore.engine import Result
 from attnscore.errors import ArgumentError, FrameworkError, KernelUnavailable, message
 from attnscore.frameworks.contract import Array, sum_to
 from attnscore.kernels import Run
+from attnscore.masking.known import MOST_ROWS, Known
 from attnscore.pose import check_flag, pose, wanted_statistics
 from attnscore.problem import Problem
+from attnscore.recall import Memory
 from attnscore.scoring import ScoreGradients, arrays_of
 from attnscore.scoring.contract import Pullback
 from attnscore.statistics import AttentionStats
@@ -87,15 +89,31 @@ def attend(
     <BLANKLINE>
            [[10., 11., 12., 13.]]])
     """
+    if (compiled := frameworks.compiled()) is not None:
+        return compiled(
+            query, key, value, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink, dropout=dropout,
+            seed=seed, head_axis=head_axis, kernel=kernel, return_weights=return_weights, return_stats=return_stats,
+        )  # fmt: skip
     statistics, flag = wanted_statistics(return_stats), check_flag("return_weights", return_weights)
     with frameworks.of({"query": query}).quiet():
         problem, _ = pose(
             query, key, value, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink,
             dropout=dropout, seed=seed, head_axis=head_axis, statistics=statistics,
         )  # fmt: skip
-        plan = tiling.plan(problem)
+        plan = _planned(problem)
         result = Run(kernels.choose(kernel, problem), problem, plan)()
         return _present(problem, result, flag, bool(statistics))
+
+
+_PLANS: Memory[tiling.TilePlan] = Memory(256)
+
+
+def _planned(problem: Problem) -> tiling.TilePlan:
+    """The plan of a problem: the same for all that differ in their arrays alone."""
+    mask = problem.mask
+    small = (mask is None and problem.grid.query_len <= MOST_ROWS) or isinstance(mask, Known)
+    key = (problem.grid, problem.form.values_per_pair(), mask, tiling.TILE_SCORES) if small else None
+    return _PLANS.recall(key, lambda: tiling.plan(problem))
 
 
 def _present(problem: Problem, result: Result, return_weights: bool, return_stats: bool) -> Any:
@@ -205,12 +223,12 @@ def attend_vjp(
             count = run.differentiable_outputs
             found = run.backward(tuple(operands.values()), outputs[: run.kept_outputs], incoming[:count])
             grads = dict(zip(operands, found, strict=True))
-            return _gradients(problem, cast(Pullback, score_pullback)(grads), grads, given)
+            return gradients(problem, cast(Pullback, score_pullback)(grads), grads, given)
 
     return _present(problem, run.result(outputs), False, bool(statistics)), pullback
 
 
-def _gradients(problem: Problem, by_score: ScoreGradients, grads: dict[str, Array], given: dict[str, Any]) -> Gradients:
+def gradients(problem: Problem, by_score: ScoreGradients, grads: dict[str, Array], given: dict[str, Any]) -> Gradients:
     """Gradients on the uniform axes as those of the caller's arrays, in their shapes and dtypes."""
     ops, layout = problem.ops, problem.layout
 

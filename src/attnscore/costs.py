@@ -160,8 +160,8 @@ def explain(
     >>> import numpy as np, attnscore as ats
     >>> x = np.ones((1, 8, 4))
     >>> plan = ats.explain(x, x, x, mask=ats.Causal())
-    >>> plan.kernel, sorted(plan.reasons)
-    ('streaming', ['dense'])
+    >>> sorted([plan.kernel, *plan.reasons])
+    ['dense', 'native', 'streaming']
     """
     check_flag("return_weights", return_weights)
     with frameworks.of({"query": query}).quiet():
@@ -212,5 +212,5 @@ def available() -> dict[str, dict[str, str | None]]:
     """
     return {
         "frameworks": frameworks.availability(),
-        "kernels": dict.fromkeys(kernels.table()),
+        "kernels": {name: kernel.missing() for name, kernel in kernels.table().items()},
     }

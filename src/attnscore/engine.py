@@ -201,7 +201,7 @@ class RowGradients:
 
 
 @dataclass(frozen=True, eq=False)
-class _Rows:
+class Rows:
     """What the backward knows of each row before it sees a tile."""
 
     grad_out: Array
@@ -222,7 +222,8 @@ class _Rows:
         return grad - tilt * _cut(ops, self.grad_entropy, -2, rows)
 
 
-def _rows(problem: Problem, plan: TilePlan, result: Result, grads: RowGradients) -> _Rows:
+def rows_of(problem: Problem, plan: TilePlan, result: Result, grads: RowGradients) -> Rows:
+    """What a backward knows of each row, from the forward's result and the gradients that come in."""
     ops, dtype = problem.ops, problem.accumulator
     grad_out = ops.zeros(result.out.shape, result.out) if grads.out is None else grads.out
 
@@ -237,7 +238,7 @@ def _rows(problem: Problem, plan: TilePlan, result: Result, grads: RowGradients)
     if tail or not full:
         parts.append(some_rows((full * plan.query_tile, tail)))
     shift = parts[0][0] if len(parts) == 1 else ops.concat([part for (part,) in parts], -2)
-    return _Rows(
+    return Rows(
         grad_out=grad_out,
         grad_is_finite=(problem.mask is None and problem.bias is None) or ops.surely_finite(grad_out),
         top=result.top,
@@ -249,7 +250,7 @@ def _rows(problem: Problem, plan: TilePlan, result: Result, grads: RowGradients)
 
 
 def _tile_gradients(
-    guard: _Guard, plan: TilePlan, known: _Rows, rows: Span, cols: Span, partial: bool
+    guard: _Guard, plan: TilePlan, known: Rows, rows: Span, cols: Span, partial: bool
 ) -> dict[str, Array]:
     """One tile's gradient of every operand but the sink, not yet summed over broadcast axes."""
     problem, ops, dtype = guard.problem, guard.problem.ops, guard.problem.accumulator
@@ -280,7 +281,7 @@ def _tile_gradients(
 def backward(problem: Problem, plan: TilePlan, result: Result, grads: RowGradients) -> dict[str, Array]:
     """Gradients of the form's arrays, of ``value``, and of ``bias`` and ``sink`` where there are any."""
     ops, dtype = problem.ops, problem.accumulator
-    guard, known = _guarded(problem), _rows(problem, plan, result, grads)
+    guard, known = _guarded(problem), rows_of(problem, plan, result, grads)
     shapes = {name: tuple(x.shape) for name, x in operands(problem).items() if name != "sink"}
     roles: dict[str, Role] = {name: problem.form.role(name) for name in problem.form.arrays()}
     of_rows = [name for name in shapes if name == "bias" or roles.get(name) == "query"]
@@ -310,10 +311,10 @@ def backward(problem: Problem, plan: TilePlan, result: Result, grads: RowGradien
     )
     if tail:
         buffers = visit_rows((full * plan.query_tile, tail), plan.segments[full], buffers)
-    return buffers if problem.sink is None else buffers | {"sink": _sink_gradient(problem, problem.sink, known)}
+    return buffers if problem.sink is None else buffers | {"sink": sink_gradient(problem, problem.sink, known)}
 
 
-def _sink_gradient(problem: Problem, sink: Array, known: _Rows) -> Array:
+def sink_gradient(problem: Problem, sink: Array, known: Rows) -> Array:
     """The sink is a logit without a value: dp = 0."""
     ops, shape = problem.ops, tuple(sink.shape)
     sink = ops.astype(ops.reshape(sink, (*shape, 1, 1)), problem.accumulator)

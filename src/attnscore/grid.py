@@ -77,21 +77,23 @@ class Layout:
 
     def inward(self, ops: Framework, x: Array, *, is_query: bool) -> Array:
         """The caller's query, key or value on the uniform axes (a view)."""
-        x = ops.reshape(x, (1,) * (self.axes - len(x.shape)) + tuple(x.shape))
+        missing = self.axes - len(x.shape)
         if self.axes < 4:
-            lead = x.shape[:-2] or (1,)
-            return ops.reshape(x, (*lead, 1, 1, *x.shape[-2:]))
+            lead = (1,) * missing + tuple(x.shape[:-2])
+            return ops.reshape(x, (*(lead or (1,)), 1, 1, *x.shape[-2:]))
+        if missing:
+            x = ops.reshape(x, (1,) * missing + tuple(x.shape))
         if self.head_axis == -2:
             x = ops.swap_axes(x, -3, -2)
-        head = x.shape[-3]
-        split = (self.grid.heads, self.grid.groups) if is_query and head > 1 else (head, 1)
-        return ops.reshape(x, (*x.shape[:-3], *split, *x.shape[-2:]))
+        if not is_query or self.grid.groups == 1 or x.shape[-3] == 1:
+            return ops.expand_dims(x, -3)
+        return ops.reshape(x, (*x.shape[:-3], self.grid.heads, self.grid.groups, *x.shape[-2:]))
 
     def _join_heads(self, ops: Framework, x: Array) -> Array:
         """(*lead, head, group, a, b) -> (..., heads, a, b) without the axes that the caller does not have."""
-        lead = x.shape[:-4] if self.grid.has_batch else ()
-        heads = (x.shape[-4] * x.shape[-3],) if self.grid.has_heads else ()
-        return ops.reshape(x, (*lead, *heads, *x.shape[-2:]))
+        *lead, head, group, rows, columns = x.shape
+        heads = (head * group,) if self.grid.has_heads else ()
+        return ops.reshape(x, (*(lead if self.grid.has_batch else ()), *heads, rows, columns))
 
     def outward(self, ops: Framework, x: Array) -> Array:
         """(*lead, head, group, query, value_dim) in the caller's order of axes."""

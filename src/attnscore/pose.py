@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,15 @@ from attnscore.dropout import check_dropout
 from attnscore.errors import ArgumentError, ShapeError, message, with_shapes
 from attnscore.frameworks.contract import Array, Framework
 from attnscore.grid import Layout
-from attnscore.masking import Mask, as_mask
+from attnscore.masking import Mask, as_mask, recognised
 from attnscore.problem import Problem, check_arrays, check_bias, check_sink
+from attnscore.recall import Memory
 from attnscore.scoring.contract import Pullback
 from attnscore.softmax import STATISTICS
 
 # Asked of by functions of the weights alone: None would hide a forgotten value.
 NO_VALUE = object()
+_LAYOUTS: Memory[Layout] = Memory()
 
 
 def pose(
@@ -48,7 +51,7 @@ def pose(
     ops = frameworks.of(arrays | extras)
     score = scoring.resolve(score)
     arrays = dict(zip(arrays, ops.autocast(*arrays.values()), strict=True))
-    layout = check_arrays(ops, arrays, head_axis)
+    layout = _LAYOUTS.recall(_facts(arrays, head_axis), lambda: check_arrays(ops, arrays, head_axis))
     query, key = arrays["query"], arrays["key"]
     value = arrays["value"] if "value" in arrays else key[..., :0]
     scoring.check_score_arrays(ops, score, query)
@@ -102,14 +105,22 @@ def check_flag(name: str, x: Any) -> bool:
     return bool(x)
 
 
+def _facts(arrays: dict[str, Array], head_axis: Any) -> Hashable:
+    """What the layout depends on."""
+    facts = [frameworks.facts(x) for x in arrays.values()]
+    return None if None in facts else (type(head_axis), head_axis, *facts)
+
+
 def _mask(ops: Framework, mask: Any, valid_lens: Any, layout: Layout, query: Array) -> Mask | None:
     """The mask and the lengths as one mask, checked."""
     whole = as_mask(mask, valid_lens, layout.grid)
-    if whole is not None:
+
+    def check(whole: Mask) -> None:
         frameworks.check_dense(ops, whole.arrays())
         whole.check(ops, layout.grid)
         frameworks.check_devices(ops, query, whole.arrays(), host_passes=True)
-    return whole
+
+    return None if whole is None else recognised(whole, layout.grid, check)
 
 
 def without_value(problem: Problem) -> Problem:

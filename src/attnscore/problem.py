@@ -6,6 +6,7 @@ This is the only place that checks shapes, dtypes and devices; all rooms behind 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from attnscore.dropout import Dropout
 from attnscore.errors import ArgumentError, DtypeError, FrameworkError, ShapeError, message
 from attnscore.frameworks.contract import FLOATING, Array, Framework, accumulator
 from attnscore.grid import Grid, Layout, Shape, check_broadcast
-from attnscore.masking import Mask
+from attnscore.masking import Intervals, Mask, split
 from attnscore.scoring.forms import Form
 
 # The uniform axes and a tile's own are a few more than the caller's, and NumPy broadcasts 32 (64 from version 2).
@@ -45,6 +46,13 @@ class Problem:
     @property
     def grid(self) -> Grid:
         return self.layout.grid
+
+    @cached_property
+    def visibility(self) -> tuple[Intervals | None, Mask | None]:
+        """The mask as intervals of keys per row, and what of it only blocks can tell."""
+        if self.mask is None:
+            return None, None
+        return split(self.mask, self.grid.query_len, self.grid.key_len, self.grid.batch)
 
     @property
     def dtype(self) -> str:

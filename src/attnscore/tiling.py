@@ -18,13 +18,13 @@ import numpy as np
 
 from attnscore.frameworks.contract import Array, Framework
 from attnscore.grid import Grid
-from attnscore.masking import Intervals, Mask, split
+from attnscore.masking import Intervals, Mask
 from attnscore.masking.contract import HostArray
 from attnscore.problem import Problem
 
 # Scores held at a time, over all batches and heads. 2^19 float32 are 2 MB: the few arrays of a tile then stay in the
 # last-level cache, and a tile is still long against the cost of a call from Python (about 50 us a tile).
-TILE_SCORES = 2**19
+TILE_SCORES = 2**18
 SMALLEST_TILE = 16
 
 
@@ -100,9 +100,7 @@ class TilePlan:
 def plan(problem: Problem, tile: tuple[int, int] | None = None) -> TilePlan:
     """The plan of a problem; `tile` (queries, keys) overrides the sizes."""
     grid = problem.grid
-    intervals, rest = None, None
-    if problem.mask is not None:
-        intervals, rest = split(problem.mask, grid.query_len, grid.key_len, grid.batch)
+    intervals, rest = problem.visibility
     query_tile, key_tile = tile or tile_sizes(grid, problem.form.values_per_pair())
     starts = range(0, grid.query_len, query_tile)
     if intervals is None:

@@ -13,6 +13,7 @@ import typer
 
 import attnscore
 from attnscore.commands.attend import AttendCommand, attend
+from attnscore.commands.bench import bench
 from attnscore.commands.demo import demo
 from attnscore.commands.info import info
 
@@ -48,4 +49,5 @@ def _flowing(function: Callable[..., None]) -> str:
 
 app.command(help=_flowing(demo))(demo)
 app.command(help=_flowing(attend), cls=AttendCommand)(attend)
+app.command(help=_flowing(bench))(bench)
 app.command(help=_flowing(info))(info)

@@ -5,10 +5,12 @@ One file is one framework; a new one adds its file and one line in ``_FILES``.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
+import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,10 @@ _ARRAY_PACKAGES = {
     "cupy": "cupy",
 }
 
+
+# NumPy 1.23 makes an array of objects of a ragged list, and warns; later ones raise. Catching warnings costs 3 us.
+_RAGGED_WARNS = np.lib.NumpyVersion(np.__version__) < "1.24.0"
+_NOTHING = contextlib.nullcontext()
 
 _LOADED: dict[str, Framework] = {}
 
@@ -51,6 +57,10 @@ def _name_of(kind: type) -> str | None:
     return _NAMES[kind]
 
 
+# torch's ``assume_constant_result``, without importing torch: its compiler cannot walk over the bases of every class.
+_name_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def _find_name(kind: type) -> str | None:
     for base in kind.__mro__:
         root = base.__module__.partition(".")[0]
@@ -69,6 +79,9 @@ def of(arrays: Mapping[str, Any]) -> Framework:
     FrameworkError
         Something is not an array, the arrays are of several frameworks, or of one that is not served.
     """
+    found = {_name_of(type(array)) for array in arrays.values()}
+    if len(found) == 1 and (known := _LOADED.get(next(iter(found)) or "")) is not None:
+        return known
     names: dict[str, str] = {}
     for argument, array in arrays.items():
         name = _name_of(type(array))
@@ -113,6 +126,37 @@ def is_array(x: object) -> bool:
     return _name_of(type(x)) is not None
 
 
+def facts(x: Any) -> Hashable:
+    """All that checks of kind, shape, dtype and device read of an array: those with equal facts pass or fail alike."""
+    if getattr(x, "is_nested", False):
+        # Has no shape, and no check that it passes.
+        return None
+    return type(x), x.shape, x.dtype, getattr(x, "device", None), getattr(x, "layout", None)
+
+
+# What stands for `attend` while a framework's compiler reads it, and the module that puts it here when it is imported:
+# it calls `attend` itself, so it lies above all rooms, and is known here by name alone.
+COMPILED: dict[str, Callable[..., Any]] = {}
+_COMPILED_BY = {"torch": "attnscore.integrations.torch_compile"}
+
+
+def compiled() -> Callable[..., Any] | None:
+    """What stands for `attend` while a compiler reads this line; None in an ordinary call."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.compiler.is_compiling():
+        return None
+    return COMPILED[_imported("torch")]
+
+
+def _imported(name: str) -> str:
+    importlib.import_module(_COMPILED_BY[name])
+    return name
+
+
+# As above: its compiler cannot read an import, and calls this.
+_imported._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def availability() -> dict[str, str | None]:
     """For each framework: None where it can be used here, otherwise the reason why not."""
     return {
@@ -127,9 +171,9 @@ def host(x: Any) -> np.ndarray[Any, Any] | None:
     if name in _FILES:
         return load(name).host(x)
     try:
-        with warnings.catch_warnings():
-            # NumPy 1.23 makes an array of objects of a ragged list, and warns.
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings() if _RAGGED_WARNS else _NOTHING:
+            if _RAGGED_WARNS:
+                warnings.simplefilter("ignore")
             return np.asarray(x)
     except ValueError:
         # A ragged list: one object, which every check of a dtype refuses.

@@ -43,8 +43,13 @@ class Run(Protocol):
     def forward(self, arrays: Sequence[Array], /) -> tuple[Array, ...]: ...
 
     def backward(
-        self, arrays: Sequence[Array], outputs: Sequence[Array], grads: Sequence[Array | None], /
-    ) -> tuple[Array, ...]: ...
+        self,
+        arrays: Sequence[Array],
+        outputs: Sequence[Array],
+        grads: Sequence[Array | None],
+        wanted: Sequence[bool] | None = None,
+        /,
+    ) -> tuple[Array | None, ...]: ...
 
 
 class Framework(ABC):
@@ -78,6 +83,26 @@ class Framework(ABC):
     @abstractmethod
     def host(self, x: Any) -> np.ndarray[Any, Any] | None:
         """The values as NumPy, without waiting for a device; None when they cannot be seen (traced, on a device)."""
+
+    @abstractmethod
+    def readable(self, x: Array) -> bool:
+        """Whether native code on the CPU can read the numbers of `x` where they lie."""
+
+    @abstractmethod
+    def memory(self, x: Array) -> np.ndarray[Any, Any]:
+        """The memory of a `readable` array as NumPy, without a copy; 16-bit floats as uint16."""
+
+    @abstractmethod
+    def from_memory(self, x: np.ndarray[Any, Any], dtype: str, like: Array) -> Array:
+        """An array over the memory of `x`, which holds `dtype` (16-bit floats as uint16); `like` lies on the CPU."""
+
+    @abstractmethod
+    def on_tape(self, *arrays: Array) -> bool:
+        """Whether what is computed from these now is to be differentiated by the framework itself."""
+
+    @abstractmethod
+    def threads(self, own: int) -> int:
+        """How many threads native code may use: the framework's own number where it has one."""
 
     @abstractmethod
     def number(self, x: Array) -> float | None:
@@ -166,6 +191,10 @@ class Framework(ABC):
 
     @abstractmethod
     def max(self, x: Array, axis: int, keepdims: bool = False) -> Array: ...
+
+    @abstractmethod
+    def largest(self, x: Array, k: int) -> tuple[Array, Array]:
+        """The `k` largest entries of the last axis, in falling order, and where they stand."""
 
     @abstractmethod
     def any(self, x: Array, axis: int, keepdims: bool = False) -> Array: ...

@@ -54,6 +54,23 @@ class NumpyFramework(Framework):
         array = np.asarray(_detached(x))
         return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
 
+    def readable(self, x: Array) -> bool:
+        # Fields of records may lie at any address.
+        return bool(x.dtype.isnative and x.flags.aligned)
+
+    def memory(self, x: Array) -> np.ndarray[Any, Any]:
+        array = np.asarray(x)
+        return array.view(np.uint16) if array.dtype.itemsize == 2 else array
+
+    def from_memory(self, x: np.ndarray[Any, Any], dtype: str, like: Array) -> Array:
+        return x.view(like.dtype) if x.dtype == np.uint16 else x
+
+    def on_tape(self, *arrays: Array) -> bool:
+        return False
+
+    def threads(self, own: int) -> int:
+        return own
+
     def number(self, x: Array) -> float | None:
         return float(x)
 
@@ -144,6 +161,12 @@ class NumpyFramework(Framework):
 
     def max(self, x: Array, axis: int, keepdims: bool = False) -> Array:
         return np.max(x, axis=axis, keepdims=keepdims)
+
+    def largest(self, x: Array, k: int) -> tuple[Array, Array]:
+        index = np.argpartition(-x, k - 1, axis=-1)[..., :k] if k < x.shape[-1] else np.argsort(-x, axis=-1)
+        values = np.take_along_axis(x, index, -1)
+        order = np.argsort(-values, axis=-1, kind="stable")
+        return np.take_along_axis(values, order, -1), np.take_along_axis(index, order, -1)
 
     def any(self, x: Array, axis: int, keepdims: bool = False) -> Array:
         return np.any(x, axis=axis, keepdims=keepdims)

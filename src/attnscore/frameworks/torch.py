@@ -15,14 +15,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from attnscore.frameworks.contract import Array, Framework, Run
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items() if str(dtype) == f"torch.{name}"}
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Kinds of devices that attention runs on, and the autocast dtypes that were on where `quiet` began.
 _KINDS = ("cpu", "cuda", "mps", "xpu")
+_NOTHING = contextlib.nullcontext()
 _AUTOCAST: ContextVar[dict[str, torch.dtype]] = ContextVar("autocast", default={})  # noqa: B039  # never mutated
 
 
@@ -36,7 +41,7 @@ class TorchFramework(Framework):
         return getattr(torch, word)
 
     def dtype(self, x: Array) -> str:
-        return str(x.dtype).removeprefix("torch.")
+        return _NAMES[x.dtype]
 
     def is_floating(self, x: Array) -> bool:
         return x.dtype in _FLOATS
@@ -68,6 +73,24 @@ class TorchFramework(Framework):
         x = x.detach()
         found: np.ndarray[Any, Any] = x.float().numpy() if x.dtype == torch.bfloat16 else x.numpy()
         return found
+
+    def readable(self, x: Array) -> bool:
+        return x.is_cpu and not (_is_traced(x) or _is_dual(x) or x.is_neg() or x.is_conj())
+
+    def memory(self, x: Array) -> np.ndarray[Any, Any]:
+        x = x.detach() if x.requires_grad else x
+        found: np.ndarray[Any, Any] = (x.view(torch.uint16) if x.itemsize == 2 else x).numpy()
+        return found
+
+    def from_memory(self, x: np.ndarray[Any, Any], dtype: str, like: Array) -> Array:
+        found = torch.from_numpy(x)
+        return found.view(_DTYPES[dtype]) if x.itemsize == 2 else found
+
+    def on_tape(self, *arrays: Array) -> bool:
+        return torch.is_grad_enabled() and any(x.requires_grad for x in arrays)
+
+    def threads(self, own: int) -> int:
+        return torch.get_num_threads()
 
     def number(self, x: Array) -> float | None:
         return None if _is_traced(x) else float(x.detach())
@@ -161,19 +184,24 @@ class TorchFramework(Framework):
     def max(self, x: Array, axis: int, keepdims: bool = False) -> Array:
         return x.amax(dim=axis, keepdim=keepdims)
 
+    def largest(self, x: Array, k: int) -> tuple[Array, Array]:
+        values, index = torch.topk(x, k, dim=-1)
+        return values, index
+
     def any(self, x: Array, axis: int, keepdims: bool = False) -> Array:
         return x.any(dim=axis, keepdim=keepdims)
 
     def wrap32(self, x: Array) -> Array:
         return x & 0xFFFFFFFF
 
-    @contextlib.contextmanager
-    def quiet(self) -> Iterator[None]:
+    def quiet(self) -> contextlib.AbstractContextManager[Any]:
         # Autocast would round the products inside a tile too: it casts the inputs (`autocast`), and is off from there.
-        active = {kind: torch.get_autocast_dtype(kind) for kind in _KINDS if torch.is_autocast_enabled(kind)}
-        if not active:
-            yield
-            return
+        active = [kind for kind in _KINDS if torch.is_autocast_enabled(kind)]
+        return self._without_autocast(active) if active else _NOTHING
+
+    @contextlib.contextmanager
+    def _without_autocast(self, kinds: list[str]) -> Iterator[None]:
+        active = {kind: torch.get_autocast_dtype(kind) for kind in kinds}
         token = _AUTOCAST.set(active)
         try:
             with contextlib.ExitStack() as off:
@@ -195,12 +223,13 @@ class TorchFramework(Framework):
         return not any(_is_traced(x) for x in arrays) and all(bool(torch.isfinite(x).all()) for x in arrays)
 
     def differentiable(self, run: Run, operands: Sequence[Array]) -> tuple[Array, ...]:
+        if not (torch.is_grad_enabled() and any(x.requires_grad for x in operands)):
+            return run.forward(operands)
         read = [x for x in run.constants() if isinstance(x, torch.Tensor)]
         if any(_is_traced(x) or _is_dual(x) for x in (*operands, *read)):
             return run.forward(operands)
-        if not (torch.is_grad_enabled() and any(x.requires_grad for x in operands)):
-            return run.forward(operands)
-        outputs: tuple[Array, ...] = _Streamed.apply(run, *operands)  # type: ignore[no-untyped-call]  # torch's own
+        hook = _TransformedRun if torch._C._are_functorch_transforms_active() else _RecordedRun
+        outputs: tuple[Array, ...] = hook.apply(run, *operands)  # type: ignore[no-untyped-call]  # torch's own
         return outputs
 
     def vjp(
@@ -231,22 +260,24 @@ class TorchFramework(Framework):
         return int(torch.randint(0, 2**62, (), dtype=torch.int64))
 
     def autocast(self, *arrays: Array) -> tuple[Array, ...]:
-        dtype = _AUTOCAST.get().get(arrays[0].device.type)
+        active = _AUTOCAST.get()
+        dtype = active.get(arrays[0].device.type) if active else None
         if dtype is None:
             return arrays
         return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in arrays)
 
 
-class _Streamed(torch.autograd.Function):
+class _RecordedRun(torch.autograd.Function):
     """A kernel's forward with its own backward: only the operands, the output and two numbers a row are kept."""
 
     @staticmethod
-    def forward(run: Run, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return run.forward(operands)
+    def forward(ctx: Any, run: Run, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        output = run.forward(operands)
+        _RecordedRun.keep(ctx, run, operands, output)
+        return output
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        run, *operands = inputs
+    def keep(ctx: Any, run: Run, operands: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, ...]) -> None:
         ctx.run, ctx.count = run, len(operands)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[run.differentiable_outputs :])
@@ -257,8 +288,7 @@ class _Streamed(torch.autograd.Function):
         saved = ctx.saved_tensors
         wanted = ctx.needs_input_grad[1:]
         kept = saved[ctx.count :]
-        gradients = ctx.run.backward(saved[: ctx.count], kept, grads[: ctx.run.differentiable_outputs])
-        return None, *(grad if want else None for grad, want in zip(gradients, wanted, strict=True))
+        return None, *ctx.run.backward(saved[: ctx.count], kept, grads[: ctx.run.differentiable_outputs], wanted)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -266,19 +296,40 @@ class _Streamed(torch.autograd.Function):
         raise NotImplementedError("attnscore: forward-mode through a recorded attend() call")
 
 
+class _TransformedRun(torch.autograd.Function):
+    """The same inside a ``torch.func`` transform that does not touch the operands (a model closed over).
+
+    Transforms ask for ``setup_context``, which costs every call 17 us: hence two classes.
+    """
+
+    backward, jvp = _RecordedRun.backward, _RecordedRun.jvp
+
+    @staticmethod
+    def forward(run: Run, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return run.forward(operands)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        run, *operands = inputs
+        _RecordedRun.keep(ctx, run, tuple(operands), output)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, run: Run, *operands: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], None]:
+        # No operand is mapped over (it would be traced), so neither is the result.
+        outputs = _TransformedRun.apply(run, *operands)  # type: ignore[no-untyped-call]  # torch's own
+        return outputs, None
+
+
 def _is_traced(x: torch.Tensor) -> bool:
     """Whether the values of `x` cannot be looked at: inside vmap, grad of torch.func, fake or on no device."""
     return bool(
-        torch.compiler.is_compiling()
-        or x.device.type == "meta"
-        or torch._C._functorch.is_functorch_wrapped_tensor(x)
-        or isinstance(x, torch._subclasses.FakeTensor)
+        is_compiling() or x.is_meta or is_functorch_wrapped_tensor(x) or isinstance(x, FakeTensor)
     )
 
 
 def _is_dual(x: torch.Tensor) -> bool:
     """Whether `x` carries a forward-mode tangent."""
-    return forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]  # torch's own
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]  # torch's own
 
 
 def _zeros_for_none(grads: Sequence[Any], inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

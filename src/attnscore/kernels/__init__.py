@@ -6,13 +6,14 @@ from attnscore.checks import check_choice
 from attnscore.errors import KernelUnavailable, message
 from attnscore.kernels.contract import Kernel, Run
 from attnscore.kernels.dense import Dense
+from attnscore.kernels.native import Native
 from attnscore.kernels.streaming import Streaming
 from attnscore.problem import Problem
 
 __all__ = ["Kernel", "Run", "choose", "names", "table"]
 
 # In the order in which "auto" takes them. The dense kernel is never taken by itself: its memory is quadratic.
-_TABLE: dict[str, Kernel] = {kernel.name: kernel for kernel in (Streaming(), Dense())}
+_TABLE: dict[str, Kernel] = {kernel.name: kernel for kernel in (Native(), Streaming(), Dense())}
 _NOT_AUTOMATIC = {"dense": "quadratic memory: taken only when asked for by name"}
 
 

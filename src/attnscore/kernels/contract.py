@@ -7,6 +7,8 @@ raises; ``auto`` takes the first that can, in order of speed.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,7 +40,14 @@ class Kernel(ABC):
     def forward(self, problem: Problem, plan: TilePlan) -> Result: ...
 
     @abstractmethod
-    def backward(self, problem: Problem, plan: TilePlan, result: Result, grads: RowGradients) -> dict[str, Array]: ...
+    def backward(
+        self, problem: Problem, plan: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]
+    ) -> dict[str, Array]:
+        """Gradients of the operands in `wanted`, at least, by name."""
+
+    def missing(self) -> str | None:
+        """Why this kernel can run nothing here; None when it can run."""
+        return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +83,11 @@ class Run:
         return operands(self.problem)
 
     def _with(self, arrays: Sequence[Array]) -> Problem:
-        named = dict(zip(self.operands(), arrays, strict=True))
+        operands = self.operands()
+        if all(map(operator.is_, arrays, operands.values())):
+            # Most often they are, and a new problem costs 15 us.
+            return self.problem
+        named = dict(zip(operands, arrays, strict=True))
         own = {name: named.pop(name) for name in ("value", "bias", "sink") if name in named}
         return dataclasses.replace(self.problem, form=self.problem.form.with_arrays(named), **own)
 
@@ -91,20 +104,31 @@ class Run:
         if count > ENTROPY:
             statistics["entropy"] = outputs[ENTROPY]
         found = Result(outputs[0], outputs[count], outputs[1], statistics)
-        statistics["log_sum_exp"] = found.log_sum_exp
+        if "log_sum_exp" in self.problem.statistics:
+            statistics["log_sum_exp"] = found.log_sum_exp
         return found
 
     def backward(
-        self, arrays: Sequence[Array], outputs: Sequence[Array], grads: Sequence[Array | None]
-    ) -> tuple[Array, ...]:
+        self,
+        arrays: Sequence[Array],
+        outputs: Sequence[Array],
+        grads: Sequence[Array | None],
+        wanted: Sequence[bool] | None = None,
+    ) -> tuple[Array | None, ...]:
         """Gradients of `arrays`, in their dtypes, from `grads` on the differentiable outputs.
 
-        `outputs` are those that are kept: the differentiable ones and ``top``.
+        `outputs` are those that are kept: the differentiable ones and ``top``. `wanted` says of each array whether its
+        gradient is (None: all are); the others are None.
         """
-        ops = self.problem.ops
+        ops, names = self.problem.ops, tuple(self.operands())
+        chosen = frozenset(names if wanted is None else itertools.compress(names, wanted))
         with ops.quiet():
-            found = self.kernel.backward(self._with(arrays), self.plan, self.result(outputs), RowGradients(*grads))
-            return tuple(ops.astype(found[name], ops.dtype(x)) for name, x in zip(self.operands(), arrays, strict=True))
+            result, incoming = self.result(outputs), RowGradients(*grads)
+            found = self.kernel.backward(self._with(arrays), self.plan, result, incoming, chosen)
+            return tuple(
+                ops.astype(found[name], ops.dtype(x)) if name in chosen else None
+                for name, x in zip(names, arrays, strict=True)
+            )
 
     def __call__(self) -> Result:
         """Run, with the gradient attached where the framework has one."""

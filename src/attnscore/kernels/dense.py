@@ -60,7 +60,9 @@ class Dense(Kernel):
         statistics = _statistics(ops, problem, hidden_to_all, visible, every_weight, weights)
         return Result(ops.astype(out, problem.dtype), top, log_total, statistics)
 
-    def backward(self, problem: Problem, plan: TilePlan, result: Result, grads: RowGradients) -> dict[str, Array]:
+    def backward(
+        self, problem: Problem, plan: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]
+    ) -> dict[str, Array]:
         raise KernelUnavailable(
             "kernel: the dense kernel has no gradient of its own, and NumPy has no autodiff. "
             "Hint: attend_vjp(..., kernel='streaming')"

@@ -26,5 +26,7 @@ class Streaming(Kernel):
     def forward(self, problem: Problem, plan: TilePlan) -> Result:
         return engine.forward(problem, plan)
 
-    def backward(self, problem: Problem, plan: TilePlan, result: Result, grads: RowGradients) -> dict[str, Array]:
+    def backward(
+        self, problem: Problem, plan: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]
+    ) -> dict[str, Array]:
         return engine.backward(problem, plan, result, grads)

@@ -2,6 +2,7 @@
 
 from attnscore.masking.arguments import as_mask
 from attnscore.masking.contract import And, Intervals, Mask, Not, Or, intersect, split
+from attnscore.masking.known import Known, recognised
 from attnscore.masking.masks import (
     Causal,
     Dense,
@@ -21,6 +22,7 @@ __all__ = [
     "Intervals",
     "KeyPadding",
     "KeyRange",
+    "Known",
     "Mask",
     "Not",
     "Or",
@@ -29,5 +31,6 @@ __all__ = [
     "ValidLens",
     "as_mask",
     "intersect",
+    "recognised",
     "split",
 ]

@@ -92,7 +92,7 @@ def registered() -> tuple[str, ...]:
 def resolve(score: Any) -> Any:
     """The score object that `score` (an object or a registered name) means."""
     if isinstance(score, str):
-        return _TABLE[check_choice("score", score, tuple(_TABLE))]()
+        score = _TABLE[check_choice("score", score, tuple(_TABLE))]()
     if isinstance(score, type) or frameworks.is_array(score) or not callable(getattr(score, "tile", None)):
         hint = f"{score.__name__}(...) makes one" if isinstance(score, type) else None
         raise ArgumentError(

@@ -17,6 +17,8 @@ class Activation:
     name: str
     value: Callable[[Framework, Array], Array]
     slope: Callable[[Framework, Array, Array], Array]
+    negative_slope: float = 0.0
+    """Of leaky_relu."""
 
 
 def _gelu(ops: Framework, x: Array) -> Array:
@@ -38,6 +40,7 @@ def _leaky_relu(negative_slope: float) -> Activation:
         "leaky_relu",
         lambda ops, x: ops.where(x > 0, x, x * negative_slope),
         lambda ops, x, y: ops.where(x > 0, 1.0 + 0 * x, negative_slope + 0 * x),
+        negative_slope,
     )
 
 

@@ -101,15 +101,24 @@ def require_positive(name: str, x: Any) -> None:
         raise ArgumentError(message(name, expected, f"{values.reshape(-1)[:8].tolist()}"))
 
 
+_FIELD_NAMES: dict[type, tuple[str, ...]] = {}
+
+
+def _field_names(kind: type) -> tuple[str, ...]:
+    """Fields of a dataclass; of anything else, none."""
+    if kind not in _FIELD_NAMES:
+        known = dataclasses.is_dataclass(kind)
+        _FIELD_NAMES[kind] = tuple(field.name for field in dataclasses.fields(kind)) if known else ()
+    return _FIELD_NAMES[kind]
+
+
 def arrays_of(score: object) -> dict[str, Array]:
     """The array fields of a score by name, those of a wrapped score included."""
-    if not dataclasses.is_dataclass(score):
-        return {}
     found: dict[str, Array] = {}
-    for field in dataclasses.fields(score):
-        value = getattr(score, field.name)
+    for name in _field_names(type(score)):
+        value = getattr(score, name)
         if frameworks.is_array(value):
-            found[field.name] = value
+            found[name] = value
         elif hasattr(value, "tile"):
             found.update(arrays_of(value))
     return found

@@ -105,7 +105,7 @@ def _check_run(ops: Framework, problem: Problem, kernel: Kernel, rng: np.random.
         ends = np.cumsum([0, *(int(np.prod(x.shape)) for x in rows)])
         weights = fixed_weights((int(ends[-1]),))
         seeds = (native(ops, weights[ends[i] : ends[i + 1]].reshape(tuple(x.shape)), x) for i, x in enumerate(rows))
-        found = kernel.backward(problem, run.plan, result, RowGradients(*seeds))
+        found = kernel.backward(problem, run.plan, result, RowGradients(*seeds), frozenset(operands))
     else:
         out, pullback = ops.vjp(lambda *arrays: total(**dict(zip(operands, arrays, strict=True))), [*operands.values()])
         grads = pullback(native(ops, fixed_weights(tuple(out.shape)), out))

@@ -1,0 +1,117 @@
+// What the scores are computed from: the query rows of a task, and a tile of keys, ready for products.
+
+// Whether a row held NaN or infinity; it then holds zeros.
+template <class T>
+inline bool cleared(T* row, int64_t width) {
+    if (is_finite(View<T>{row, width}, 1, width)) return false;
+    std::fill_n(row, width, T(0));
+    return true;
+}
+
+// Query rows of one task: rows of one head, or of several heads that share their keys, one after the other. Rows stand
+// in scratch as T, times the scale where the form is an inner product.
+template <class T>
+struct Block {
+    int64_t count = 0, width = 0;
+    const Head** head;
+    int64_t* row;
+    T* query;
+    // By strip: keys that some row sees, and keys that every row sees.
+    Span *some, *every;
+    bool hidden = false;     // whether some pair may be hidden
+    bool irregular = false;  // whether only looking at a pair tells
+    // Additive: rows that held NaN or infinity, where pairs may be hidden. Zeros stand in their place, so that the rest
+    // of a tile is computed as it would be beside any other row.
+    bool* bad = nullptr;
+
+    int64_t strips() const { return (count + kStrip - 1) / kStrip; }
+    int64_t strip_size(int64_t s) const { return std::min<int64_t>(kStrip, count - s * kStrip); }
+
+    Block(Arena& arena, const Problem& problem, const std::vector<int64_t>& heads, int64_t first, int64_t rows)
+        : count(rows) {
+        width = padded(problem.dim, Vector<T>::lanes);
+        head = arena.take<const Head*>(count);
+        row = arena.take<int64_t>(count);
+        query = arena.take<T>(count * width);
+        some = arena.take<Span>(strips());
+        every = arena.take<Span>(strips());
+        for (int64_t i = 0; i < count; i++) {
+            head[i] = &problem.heads[heads[(first + i) / problem.query_len]];
+            row[i] = (first + i) % problem.query_len;
+            read_row(query + i * width, width, head[i]->query, problem.score_dtype, row[i], 0, problem.dim);
+            hidden = hidden || hides(*head[i]);
+            irregular = irregular || is_irregular(*head[i]);
+        }
+        if (problem.form == Form::additive && hidden) {
+            bad = arena.take<bool>(count);
+            for (int64_t i = 0; i < count; i++) bad[i] = cleared(query + i * width, width);
+        }
+        if (problem.form == Form::inner && problem.scale != 1) {
+            const T scale = static_cast<T>(problem.scale);
+            for (int64_t j = 0; j < count * width; j += Vector<T>::lanes) store(query + j, load(query + j) * scale);
+        }
+        for (int64_t s = 0; s < strips(); s++) {
+            Span all{problem.key_len, 0}, each{0, problem.key_len};
+            for (int64_t i = s * kStrip; i < s * kStrip + strip_size(s); i++) {
+                const Span own = keys_of(problem, *head[i], row[i]);
+                if (own.last > own.first) all = {std::min(all.first, own.first), std::max(all.last, own.last)};
+                each = {std::max(each.first, own.first), std::min(each.last, own.last)};
+            }
+            some[s] = all;
+            every[s] = each;
+        }
+    }
+
+    Span keys(int64_t key_len) const {
+        Span all{key_len, 0};
+        for (int64_t s = 0; s < strips(); s++)
+            if (some[s].last > some[s].first)
+                all = {std::min(all.first, some[s].first), std::max(all.last, some[s].last)};
+        return all;
+    }
+    bool misses(int64_t s, int64_t key, int64_t here) const {
+        return some[s].first >= key + here || some[s].last <= key;
+    }
+    // Whether every row of a strip sees the whole tile.
+    bool is_full(int64_t s, int64_t key, int64_t here) const {
+        return here == kKeys && !irregular && every[s].first <= key && every[s].last >= key + kKeys;
+    }
+};
+
+// One tile of keys, as the scores of a form need them.
+template <class T>
+struct KeyTile {
+    int64_t first = 0, count = 0;
+    View<T> rows;  // as they lie
+    T* turned;     // as columns
+    T* bias;       // one number a key, where there is a key bias
+    T* copy;
+    uint64_t bad = 0;  // additive: keys that held NaN or infinity; see Block
+    typename Additive<T>::Keys additive;
+
+    KeyTile(Arena& arena, const Problem& problem) {
+        const int64_t width = padded(problem.dim, Vector<T>::lanes);
+        turned = arena.take<T>(kKeys * width);
+        copy = arena.take<T>(kKeys * width);
+        bias = arena.take<T>(kKeys);
+    }
+
+    void fill(const Problem& problem, const Additive<T>& form, const Head& head, int64_t key, int64_t here, bool turn,
+              bool hidden) {
+        const int64_t width = padded(problem.dim, Vector<T>::lanes);
+        first = key, count = here, bad = 0;
+        rows = view_rows(copy, head.key, problem.score_dtype, key, here, problem.dim);
+        if (problem.form == Form::additive && hidden && !is_finite(rows, here, width)) {
+            gather(copy, width, head.key, problem.score_dtype, key, here, problem.dim);
+            rows = {copy, width};
+            for (int64_t j = 0; j < here; j++) bad |= uint64_t(cleared(copy + j * width, width)) << j;
+        }
+        if (turn) transpose_tile(turned, rows, width, here, problem.form == Form::additive);
+        if (head.key_bias.data)
+            for (int64_t j = 0; j < kKeys; j++)
+                bias[j] = j < here
+                              ? reinterpret_cast<const T*>(head.key_bias.data)[(key + j) * head.key_bias.row_stride]
+                              : T(0);
+        if (problem.form == Form::additive) form.prepare(additive, turned, reinterpret_cast<const T*>(head.weights));
+    }
+};

@@ -1,0 +1,165 @@
+// Products of small matrices: a few rows of accumulators stay in registers, rows of A are broadcast (so A may have any
+// strides), rows of B are contiguous vectors. Each sum runs over k in order, whatever block it falls into.
+
+// Without a fused multiply-add the rounding of each product joins that of the sum: short sums then start from 0.
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+constexpr bool kContinues = true;
+#else
+constexpr bool kContinues = false;
+#endif
+
+// C[R x N vectors] (+)= A[R x k] B[k x N vectors]
+template <class T, int R, int N>
+inline void product_block(T* c, int64_t ldc, const T* a, int64_t row, int64_t col, const T* b, int64_t ldb, int64_t k,
+                          bool add) {
+    constexpr int L = Vector<T>::lanes;
+    V<T> sum[R][N];
+#pragma GCC unroll 8
+    for (int i = 0; i < R; i++)
+#pragma GCC unroll 8
+        for (int j = 0; j < N; j++) sum[i][j] = add && kContinues ? load(c + i * ldc + j * L) : V<T>{};
+#pragma GCC unroll 2
+    for (int64_t p = 0; p < k; p++) {
+        V<T> line[N];
+#pragma GCC unroll 8
+        for (int j = 0; j < N; j++) line[j] = load(b + p * ldb + j * L);
+#pragma GCC unroll 8
+        for (int i = 0; i < R; i++) {
+            const T factor = a[i * row + p * col];
+#pragma GCC unroll 8
+            for (int j = 0; j < N; j++) sum[i][j] += factor * line[j];
+        }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < R; i++)
+#pragma GCC unroll 8
+        for (int j = 0; j < N; j++) {
+            if (add && !kContinues) sum[i][j] += load(c + i * ldc + j * L);
+            store(c + i * ldc + j * L, sum[i][j]);
+        }
+}
+
+// C[R x N vectors] (+)= sum over k of (A[R x k] - B[k x N vectors])^2
+template <class T, int R, int N>
+inline void distance_block(T* c, int64_t ldc, const T* a, int64_t row, int64_t col, const T* b, int64_t ldb, int64_t k,
+                           bool add) {
+    constexpr int L = Vector<T>::lanes;
+    V<T> sum[R][N];
+#pragma GCC unroll 8
+    for (int i = 0; i < R; i++)
+#pragma GCC unroll 8
+        for (int j = 0; j < N; j++) sum[i][j] = V<T>{};
+    for (int64_t p = 0; p < k; p++) {
+#pragma GCC unroll 8
+        for (int i = 0; i < R; i++) {
+            const T other = a[i * row + p * col];
+#pragma GCC unroll 8
+            for (int j = 0; j < N; j++) {
+                const V<T> away = other - load(b + p * ldb + j * L);
+                sum[i][j] += away * away;
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < R; i++)
+#pragma GCC unroll 8
+        for (int j = 0; j < N; j++) store(c + i * ldc + j * L, add ? load(c + i * ldc + j * L) + sum[i][j] : sum[i][j]);
+}
+
+enum class Pair { product, distance };
+
+template <class T, int R, int N, Pair kind>
+inline void any_block(T* c, int64_t ldc, const T* a, int64_t row, int64_t col, const T* b, int64_t ldb, int64_t k,
+                      bool add) {
+    if constexpr (kind == Pair::product)
+        product_block<T, R, N>(c, ldc, a, row, col, b, ldb, k, add);
+    else
+        distance_block<T, R, N>(c, ldc, a, row, col, b, ldb, k, add);
+}
+
+template <class T, int N, Pair kind>
+void panel(T* c, int64_t ldc, const T* a, int64_t row, int64_t col, const T* b, int64_t ldb, int64_t m, int64_t k,
+           bool add) {
+    int64_t i = 0;
+    for (; i + kStrip <= m; i += kStrip)
+        any_block<T, kStrip, N, kind>(c + i * ldc, ldc, a + i * row, row, col, b, ldb, k, add);
+    c += i * ldc, a += i * row;
+    switch (m - i) {
+        case 5:
+            any_block<T, 5, N, kind>(c, ldc, a, row, col, b, ldb, k, add);
+            break;
+        case 4:
+            any_block<T, 4, N, kind>(c, ldc, a, row, col, b, ldb, k, add);
+            break;
+        case 3:
+            any_block<T, 3, N, kind>(c, ldc, a, row, col, b, ldb, k, add);
+            break;
+        case 2:
+            any_block<T, 2, N, kind>(c, ldc, a, row, col, b, ldb, k, add);
+            break;
+        case 1:
+            any_block<T, 1, N, kind>(c, ldc, a, row, col, b, ldb, k, add);
+            break;
+    }
+}
+
+// Terms that are summed in registers before they join the sum so far. The rounding of a sum grows with its length, and
+// more where a product is rounded before it is added; squares of distances are all of one sign.
+template <Pair kind>
+constexpr int64_t kTerms = kContinues && kind == Pair::product ? std::numeric_limits<int64_t>::max() : 16;
+
+// C[m x n] (+)= A[m x k] B[k x n]; `n` is a number of columns that whole vectors cover.
+template <class T, Pair kind = Pair::product>
+void product(T* c, int64_t ldc, const T* a, int64_t row, int64_t col, const T* b, int64_t ldb, int64_t m, int64_t n,
+             int64_t k, bool add) {
+    constexpr int L = Vector<T>::lanes;
+    int64_t p = 0;
+    do {
+        const int64_t terms = std::min(kTerms<kind>, k - p);
+        int64_t j = 0;
+        for (; j + kPanel * L <= n; j += kPanel * L)
+            panel<T, kPanel, kind>(c + j, ldc, a, row, col, b + j, ldb, m, terms, add);
+        for (; j < n; j += L) panel<T, 1, kind>(c + j, ldc, a, row, col, b + j, ldb, m, terms, add);
+        p += terms, a += terms * col, b += terms * ldb, add = true;
+    } while (p < k);
+}
+
+// C[i] += sum over p of A[i][p] (X[i] - B[p]), row by row: what a distance's gradient is.
+template <class T>
+void difference_product(T* c, int64_t ldc, const T* a, int64_t row, int64_t col, const T* x, int64_t ldx, const T* b,
+                        int64_t ldb, int64_t m, int64_t n, int64_t k) {
+    constexpr int L = Vector<T>::lanes;
+    for (int64_t i = 0; i < m; i++)
+        for (int64_t j = 0; j < n; j += L) {
+            V<T> sum = load(c + i * ldc + j);
+            const V<T> own = load(x + i * ldx + j);
+            for (int64_t p = 0; p < k; p++) sum += a[i * row + p * col] * (own - load(b + p * ldb + j));
+            store(c + i * ldc + j, sum);
+        }
+}
+
+// The dot product of one row with each of 64 rows (those behind `count` give 0), without turning them: for few rows.
+template <class T>
+void dot_rows(T* s, const T* q, const View<T>& keys, int64_t count, int64_t width) {
+    constexpr int L = Vector<T>::lanes;
+    int64_t i = 0;
+    for (; i + 8 <= count; i += 8) {
+        V<T> sum[8]{};
+        const T* at[8];
+#pragma GCC unroll 8
+        for (int u = 0; u < 8; u++) at[u] = keys.row(i + u);
+        for (int64_t j = 0; j < width; j += L) {
+            const V<T> x = load(q + j);
+#pragma GCC unroll 8
+            for (int u = 0; u < 8; u++) sum[u] += x * load(at[u] + j);
+        }
+#pragma GCC unroll 8
+        for (int u = 0; u < 8; u++) s[i + u] = sum_of<T>(sum[u]);
+    }
+    for (; i < count; i++) {
+        V<T> sum{};
+        for (int64_t j = 0; j < width; j += L) sum += load(q + j) * load(keys.row(i) + j);
+        s[i] = sum_of<T>(sum);
+    }
+    for (; i < kKeys; i++) s[i] = 0;
+}

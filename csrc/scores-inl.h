@@ -1,0 +1,106 @@
+// Scores of a strip of query rows against a tile of keys, for every form, with biases and caps.
+
+template <class T>
+class Scores {
+   public:
+    Scores(Arena& arena, const Problem& problem)
+        : problem_(problem), form_(problem), line_(arena.take<T>(kKeys)), slopes_(arena.take<T>(kStrip * kKeys)) {}
+
+    const Additive<T>& additive() const { return form_; }
+
+    // s[i * kKeys + j] of a strip of the block, and which pairs are seen; -inf where hidden. With `slopes`, the caps'
+    // slopes stay in slopes().
+    void operator()(T* s, uint64_t* bits, const Block<T>& block, const typename Additive<T>::Query& prepared,
+                    int64_t strip, const KeyTile<T>& tile, bool few, const Pairs* pairs, bool slopes) const {
+        constexpr int L = Vector<T>::lanes;
+        const int64_t first = strip * kStrip, size = block.strip_size(strip);
+        const T* query = block.query + first * block.width;
+        // Whole vectors of keys: what lies behind the tile's own is selected away with what is hidden.
+        const int64_t columns = padded(tile.count, L);
+        if (problem_.form == Form::additive) {
+            form_.scores(s - first * kKeys, kKeys, prepared, first, first + size, tile.additive,
+                         reinterpret_cast<const T*>(block.head[first]->weights));
+        } else if (problem_.form == Form::distance) {
+            product<T, Pair::distance>(s, kKeys, query, block.width, 1, tile.turned, kKeys, size, columns, problem_.dim,
+                                       false);
+            const T scale = static_cast<T>(-problem_.scale);
+            for (int64_t j = 0; j < size * kKeys; j += L) store(s + j, load(s + j) * scale);
+        } else if (pairs) {
+            if constexpr (sizeof(T) == 4) pairs->scores(s, first, size, columns);
+        } else if (few) {
+            for (int64_t i = 0; i < size; i++)
+                dot_rows(s + i * kKeys, query + i * block.width, tile.rows, tile.count, block.width);
+        } else {
+            product<T>(s, kKeys, query, block.width, 1, tile.turned, kKeys, size, columns, problem_.dim, false);
+        }
+        const bool full = block.is_full(strip, tile.first, tile.count);
+        for (int64_t i = 0; i < size; i++) {
+            const Head& head = *block.head[first + i];
+            const int64_t row = block.row[first + i];
+            bits[i] = full ? kAll : seen_bits(problem_, head, row, tile.first, tile.count);
+            T* line = s + i * kKeys;
+            if (const uint64_t bad = block.bad && block.bad[first + i] ? kAll : tile.bad)
+                for (int j = 0; j < kVectors<T>; j++)
+                    store(line + j * L,
+                          choose_bits<T>(bad, j, splat(std::numeric_limits<T>::quiet_NaN()), load(line + j * L)));
+            if (head.query_bias.data || head.key_bias.data || !problem_.caps.empty())
+                transform(line, head, row, tile, slopes ? slopes_ + i * kKeys : nullptr);
+            if (head.bias.data) add_bias(line, bits[i], head, row, tile);
+            if (bits[i] != kAll)
+                for (int j = 0; j < kVectors<T>; j++)
+                    store(line + j * L,
+                          choose_bits<T>(bits[i], j, load(line + j * L), splat(-std::numeric_limits<T>::infinity())));
+        }
+    }
+
+    const T* slopes() const { return slopes_; }
+
+   private:
+    // Biases of rows and keys, then the caps in order: factor * cap * tanh(s / cap).
+    void transform(T* s, const Head& head, int64_t row, const KeyTile<T>& tile, T* slopes) const {
+        constexpr int L = Vector<T>::lanes;
+        const T own = head.query_bias.data
+                          ? reinterpret_cast<const T*>(head.query_bias.data)[row * head.query_bias.row_stride]
+                          : T(0);
+        for (int64_t j = 0; j < kKeys; j += L) {
+            V<T> x = load(s + j);
+            if (head.key_bias.data) x += load(tile.bias + j);
+            x += own;
+            V<T> slope = splat(T(1));
+            for (const Cap& cap : problem_.caps) {
+                const T factor = static_cast<T>(cap.factor);
+                if (std::isinf(cap.cap)) {
+                    x = x * factor;
+                    slope = slope * factor;
+                } else {
+                    const V<T> bounded = tanh_of<T>(x / static_cast<T>(cap.cap));
+                    x = bounded * static_cast<T>(cap.factor * cap.cap);
+                    slope = slope * (factor * (T(1) - bounded * bounded));
+                }
+            }
+            store(s + j, x);
+            if (slopes) store(slopes + j, slope);
+        }
+    }
+
+    void add_bias(T* s, uint64_t& bits, const Head& head, int64_t row, const KeyTile<T>& tile) const {
+        constexpr int L = Vector<T>::lanes;
+        const Matrix& m = head.bias;
+        if (m.col_stride == 0) {
+            const T x = element<T>(m, problem_.bias_dtype, row, 0);
+            for (int64_t j = 0; j < kKeys; j++) line_[j] = x;
+        } else {
+            read_row(line_, kKeys, m, problem_.bias_dtype, row, tile.first, tile.count);
+        }
+        for (int j = 0; j < kVectors<T>; j++) {
+            const V<T> x = load(line_ + j * L);
+            bits &= ~(minus_infinite<T>(x) << (j * L));
+            store(s + j * L, load(s + j * L) + x);
+        }
+    }
+
+    const Problem& problem_;
+    Additive<T> form_;
+    T* line_;
+    T* slopes_;
+};

@@ -1,0 +1,75 @@
+"""The native CPU kernels (csrc/): what they take and fill. Absent from an installation without a C++ compiler.
+
+Axes are the same everywhere; an axis of length 1 is broadcast where the text allows it::
+
+    query                   (*lead, head, group, query_len, dim)        broadcast over heads, any strides
+    key, value              (*lead, head, group, key_len, ...)          broadcast over heads, any strides
+    query_bias, key_bias    (*lead, head, group, length, 1)             broadcast, any strides
+    bias, mask              (*lead, head, group, query_len, key_len)    broadcast, any strides; mask: bytes, 0 hides
+    query_ids, key_ids      (first of lead or 1, length), int64         any strides; both or neither
+    start, stop             (first of lead or 1, query_len), int64      C-contiguous; both or neither
+    weights                 (dim,) or (head or 1, group or 1, dim)      rows contiguous; additive only
+    sink                    (head or 1, group or 1)                     any strides
+    out                     (*lead, head, group, query_len, value_dim)  C-contiguous; backward: any strides
+    statistics              (*lead, head, group, query_len, 7)          C-contiguous
+    numbers of rows         (*lead, head, group, query_len, 1)          C-contiguous
+    grad_out                (*lead, head, group, query_len, value_dim)  any strides
+    grad_query, grad_query_bias                 as the query; without the 1 in the end
+    grad_key, grad_value, grad_key_bias, grad_weights (..., dim)        as the keys, but 1 in the axes of heads along
+                                                which key, value, key_bias and weights are all broadcast
+    grad_bias               the shape of the bias itself
+    grad_sink               (*lead, head, group)
+
+with one or more lead axes. bfloat16 and float16 arrays come as uint16, their bits. Numbers of rows, gradients, weights,
+biases of rows and keys, and the sink are in the sum type: float64 for float64 values, float32 otherwise. Gradients are
+C-contiguous and are added to (zero them first), but for grad_sink, which is set.
+
+A wrong dtype, or what is no array, raises TypeError; anything else that does not fit raises ValueError.
+"""
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from numpy.typing import NDArray
+
+_Array: TypeAlias = NDArray[Any]
+_Optional: TypeAlias = _Array | None
+_Score: TypeAlias = tuple[Any, ...]
+"""Form ("inner", "additive", "distance"), activation, negative slope, scale, caps, dtypes of query and key, of value
+and of bias, dropout, seed."""
+_Inputs: TypeAlias = Sequence[_Optional]
+"""query, key, value, query_bias, key_bias, bias, mask, query_ids, key_ids, start, stop, weights, sink."""
+
+STATISTICS: int
+"""Numbers of a row that `forward` writes."""
+
+def targets() -> list[str]:
+    """The targets that this CPU runs, best first: of "avx512bf16", "avx512", "avx2" and "portable"."""
+
+def current_target() -> str:
+    """The target in use: the first, or what the environment variable ATTNSCORE_TARGET or `select` asks for."""
+
+def select(name: str, /) -> None:
+    """Use this target from now on."""
+
+def forward(score: _Score, inputs: _Inputs, rows: Sequence[_Array], full_statistics: bool, threads: int, /) -> None:
+    """Fill the rows: out, statistics, top, and log_total = log sum exp(s - top) with the sink among the s.
+
+    The statistics are those of the keys alone: the largest score s, sum e, sum e (s - max), sum e^2, count, mean s,
+    sum (s - mean)^2, where e = exp(s - max); the first two only without `full_statistics`.
+    """
+
+def backward(
+    score: _Score,
+    inputs: _Inputs,
+    rows: Sequence[_Optional],
+    grad_dtype: str,
+    gradients: Sequence[_Optional],
+    threads: int,
+    /,
+) -> None:
+    """Add to the gradients of query, key, value, query_bias, key_bias, bias, weights and sink, where they are not None.
+
+    `rows` are what the forward gave and what comes in: out, top, log_total, entropy, grad_out, grad_log_sum_exp,
+    grad_entropy.
+    """

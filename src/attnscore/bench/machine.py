@@ -1,0 +1,107 @@
+"""Facts of the machine and the software that numbers depend on, and how a process is held to a number of threads."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import attnscore as ats
+
+_PACKAGES = ("numpy", "torch", "jax", "jaxlib", "pykeops", "onnxruntime")
+# What decides about the speed of a kernel; all flags of a CPU fill a page.
+_FLAGS = (
+    *("sse4_2", "avx", "f16c", "fma", "avx2", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16"),
+    *("amx_bf16", "neon", "asimd", "sve", "sve2", "bf16"),
+)
+_POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+
+def facts() -> dict[str, Any]:
+    """What a reader must know to compare: CPU, system, versions."""
+    info = _cpu_info()
+    return {
+        "cpu": info.get("model name") or platform.processor() or platform.machine(),
+        "architecture": platform.machine(),
+        "cores": len(cpus()),
+        "flags": [flag for flag in _FLAGS if flag in (info.get("flags") or info.get("Features") or "").split()],
+        "memory_gb": _memory_gb(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "attnscore": ats.__version__,
+        "kernels": [name for name, reason in ats.available()["kernels"].items() if reason is None],
+        "packages": {name: _version(name) for name in _PACKAGES},
+    }
+
+
+def cpus() -> list[int]:
+    """The CPUs that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def environment(threads: int) -> dict[str, str]:
+    """The environment of a process that is held to so many threads; pools read it once, when they are loaded."""
+    return {**os.environ, **dict.fromkeys(_POOLS, str(threads)), "JAX_PLATFORMS": "cpu"}
+
+
+def pin(threads: int) -> None:
+    """Hold this process to so many CPUs, each on a core of its own where that is known.
+
+    XLA sizes its pool by the CPUs that it may use, and has no other setting. Before any framework is imported.
+    """
+    if hasattr(os, "sched_setaffinity") and threads < len(cpus()):
+        os.sched_setaffinity(0, _apart(cpus())[:threads])
+
+
+def set_threads(threads: int) -> None:
+    """Tell PyTorch and ourselves."""
+    import torch
+
+    torch.set_num_threads(threads)
+    if hasattr(ats, "set_num_threads"):
+        ats.set_num_threads(threads)
+
+
+def _apart(places: list[int]) -> list[int]:
+    """CPUs in an order in which the hyperthreads of one core come last."""
+    seen: set[str] = set()
+    first: list[int] = []
+    rest: list[int] = []
+    for cpu in places:
+        siblings = _text(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")) or str(cpu)
+        (rest if siblings in seen else first).append(cpu)
+        seen.add(siblings)
+    return first + rest
+
+
+def _cpu_info() -> dict[str, str]:
+    pairs = (line.partition(":") for line in _text(Path("/proc/cpuinfo")).splitlines())
+    found: dict[str, str] = {}
+    for name, _, value in pairs:
+        found.setdefault(name.strip(), value.strip())
+    return found
+
+
+def _memory_gb() -> float | None:
+    for line in _text(Path("/proc/meminfo")).splitlines():
+        if line.startswith("MemTotal:"):
+            return round(int(line.split()[1]) / 2**20, 1)
+    return None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,156 @@
+"""The runner: every case in a process of its own for each number of threads, and what they answer as one document.
+
+What this module meets:
+- both sides of a comparison share a process, no two cases do: a peer's pool, caches or crash stay with its case;
+- a wrong result, or a process that died, is an error of the run and no row; the other cases are still measured;
+- the document is plain data of a known form (`attnscore.bench.results`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import attnscore as ats
+from attnscore.bench import machine
+from attnscore.bench.cases import GROWTH_MUST, MEMORY_MUST, Case
+from attnscore.bench.measure import Row, can_measure_memory
+from attnscore.bench.results import SCHEMA
+from attnscore.bench.timing import QUICK, Effort, exponent
+
+# The textbook's matrices may take this much; beyond, its growth is known well enough.
+_MOST_TEXTBOOK = 6 * 10**9
+_QUICK_LENGTHS = 2
+
+
+@dataclass(frozen=True)
+class Request:
+    """One measuring process; `side` and `length` for a point of a growth or memory case."""
+
+    case: Case
+    threads: int
+    side: str | None = None
+    length: int | None = None
+
+    def __str__(self) -> str:
+        side = "" if self.side in (None, "attnscore") else f", {self.side}"
+        length = "" if self.length is None else f", {self.length} tokens"
+        return f"{self.case.name}{side}{length}, {self.threads} thread{'s' * (self.threads > 1)}"
+
+
+class Failed(Exception):
+    """A measuring process that gave no answer, or whose result was refused."""
+
+
+Tell = Callable[[str, int, int], None]
+
+
+def run(
+    cases: Sequence[Case], threads: Sequence[int], *, quick: bool = False, tell: Tell = lambda text, at, of: None
+) -> dict[str, Any]:
+    """Measure the cases; `tell` hears what is being measured, its number, and of how many."""
+    effort = QUICK if quick else Effort()
+    requests = [request for case in cases for request in _requests(case, threads, quick)]
+    rows: list[Row] = []
+    points: dict[str, list[Row]] = {}
+    errors: list[dict[str, str]] = []
+    for place, request in enumerate(requests, 1):
+        tell(str(request), place, len(requests))
+        try:
+            answer = ask(request, effort)
+        except Failed as error:
+            errors.append({"case": str(request), "error": str(error)})
+            continue
+        rows += answer.get("rows", [])
+        if "point" in answer:
+            points.setdefault(request.case.name, []).append(answer["point"])
+    for case in cases:
+        if case.kind != "time":
+            rows += _grown(case, points.get(case.name, []))
+    return {
+        "schema": SCHEMA,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "quick": quick,
+        "threads": list(threads),
+        "machine": machine.facts(),
+        "rows": rows,
+        "errors": errors,
+    }
+
+
+def _requests(case: Case, threads: Sequence[int], quick: bool) -> Iterator[Request]:
+    if case.kind == "time":
+        yield from (Request(case, number) for number in threads)
+        return
+    lengths = case.sizes.get("lengths", [case.sizes["queries"]])
+    for side in ("attnscore", *case.peers) if can_measure_memory() is None else ():
+        for length in lengths[:_QUICK_LENGTHS] if quick else lengths:
+            if side == "attnscore" or _textbook_bytes(case, length) < _MOST_TEXTBOOK:
+                yield Request(case, max(threads), side, length)
+
+
+def _textbook_bytes(case: Case, length: int) -> int:
+    # Four arrays of that size lived at once in the textbook forward and backward.
+    return 4 * 4 * length**2 * (case.sizes["dim"] if case.score == "additive" else 1)
+
+
+def ask(request: Request, effort: Effort) -> dict[str, Any]:
+    """Run one measuring process and return its answer; `Failed` where there is none."""
+    case = request.case
+    content = {
+        "case": case.name, "sizes": dict(case.sizes), "threads": request.threads, "side": request.side,
+        "length": request.length, "effort": dataclasses.asdict(effort),
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "attnscore.bench.child"],
+        input=json.dumps(content), capture_output=True, text=True, check=False,
+        env=machine.environment(request.threads),
+    )  # fmt: skip
+    if done.returncode or not done.stdout.strip():
+        last = done.stderr.strip().splitlines()[-1:] or ["no word of why"]
+        raise Failed(f"its process ended with status {done.returncode}: {last[0]}")
+    answer: dict[str, Any] = json.loads(done.stdout)
+    if "wrong" in answer:
+        raise Failed(answer["wrong"])
+    return answer
+
+
+def _grown(case: Case, points: list[Row]) -> Iterator[Row]:
+    """The points of each side of a case as one row."""
+    for side in ("attnscore", *case.peers):
+        mine = [point for point in points if point["side"] == side]
+        row: Row = {
+            "kind": case.kind, "case": case.name, "what": case.what, "side": side, "status": "measured", "reason": None,
+            "threads": mine[0]["threads"] if mine else None, "points": mine, "parameters": _parameters(case),
+        }  # fmt: skip
+        if not mine:
+            reason = can_measure_memory() or "its process failed"
+            yield {**row, "status": "not run", "reason": reason}
+            continue
+        lengths = [point["length"] for point in mine]
+        if case.kind == "growth":
+            row["time_exponent"] = exponent(lengths, [point["seconds"]["median"] for point in mine])
+            row["memory_exponent"] = grows = exponent(lengths, [point["peak"] for point in mine])
+            row["must"] = GROWTH_MUST if side == "attnscore" else None
+            row["reached"] = None if row["must"] is None or grows is None else grows <= row["must"]
+        else:
+            row["must"] = MEMORY_MUST
+            row["reached"] = mine[-1]["over"] <= MEMORY_MUST
+        yield row
+
+
+def _parameters(case: Case) -> int:
+    """Of the score, as `cost` counts them: the additive one with its weight vector alone."""
+    score: Any = "scaled_dot"
+    if case.score == "additive":
+        import numpy as np
+
+        score = ats.Additive(np.ones(case.sizes["dim"], np.float32))
+    sizes = case.sizes
+    return int(ats.cost(score, query_len=sizes["queries"], key_len=sizes["keys"], dim=sizes["dim"]).parameters)

@@ -1,0 +1,70 @@
+"""Timing of two sides in one process, alternating, so that what disturbs the machine disturbs both.
+
+What this module meets:
+- both sides are warm before the first round; short calls are repeated within a sample until the clock can see them;
+- the order within a round changes from round to round;
+- a ratio is the median of the ratios of the rounds, not the ratio of two medians: drift cancels in each round.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Summary = dict[str, float]
+
+_SAMPLE = 0.005  # seconds; 200 times what a disturbed reading of the clock costs
+# libgomp's and other threads spin for about a millisecond after a call; they must not do so on the other side's time.
+_PAUSE = 0.002
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long a pair of sides is timed: at least `least` rounds, then until the time is up, at most `most`."""
+
+    least: int = 7
+    most: int = 101
+    seconds: float = 4.0
+
+
+QUICK = Effort(least=3, most=21, seconds=0.5)
+
+
+def alternate(ours: Callable[[], Any], theirs: Callable[[], Any], effort: Effort) -> tuple[list[float], list[float]]:
+    """Seconds per call of both sides, one of each for every round."""
+    sides = (ours, theirs)
+    repeats = [max(1, round(_SAMPLE / max(_sample(side, 1), 1e-7))) for side in sides]
+    for side, repeat in zip(sides, repeats, strict=True):
+        if repeat > 1:  # a long call was warm after its first; a KeOps one takes ten seconds
+            _sample(side, min(repeat, 100))
+    times: tuple[list[float], list[float]] = ([], [])
+    end = time.perf_counter() + effort.seconds
+    while len(times[0]) < effort.least or (time.perf_counter() < end and len(times[0]) < effort.most):
+        for which in (0, 1) if len(times[0]) % 2 == 0 else (1, 0):
+            time.sleep(_PAUSE)
+            times[which].append(_sample(sides[which], repeats[which]))
+    return times
+
+
+def _sample(side: Callable[[], Any], repeat: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repeat):
+        side()
+    return (time.perf_counter() - start) / repeat
+
+
+def summary(numbers: Sequence[float]) -> Summary:
+    """Median and quartiles."""
+    q1, median, q3 = np.quantile(np.asarray(numbers, np.float64), (0.25, 0.5, 0.75))
+    return {"median": float(median), "q1": float(q1), "q3": float(q3)}
+
+
+def exponent(lengths: Sequence[int], values: Sequence[float]) -> float | None:
+    """The p of value ~ length^p, by least squares over logarithms; None from fewer than two points."""
+    if len(lengths) < 2 or min(values) <= 0:
+        return None
+    return float(np.polyfit(np.log(np.asarray(lengths, np.float64)), np.log(np.asarray(values, np.float64)), 1)[0])

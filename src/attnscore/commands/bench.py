@@ -1,0 +1,89 @@
+"""``attnscore bench``: how fast and how big, side by side with what users would call instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from attnscore.bench import machine, report, results
+from attnscore.bench.cases import CASES, chosen
+from attnscore.bench.runner import run
+from attnscore.checks import shown
+from attnscore.commands.console import console, error_console, table
+from attnscore.commands.info import version
+from attnscore.errors import ArgumentError, AttnscoreError, FrameworkError, message
+from attnscore.files import FileError
+
+
+class BenchmarkFailure(AttnscoreError, RuntimeError):
+    """A case whose result was wrong, or whose process failed; it has no row."""
+
+
+def bench(
+    quick: Annotated[bool, typer.Option("--quick", help="Few rounds and short lengths: a look, not a result.")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="The cases of 131072 tokens too, which take many minutes.")
+    ] = False,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A case; repeatable. " + ", ".join(c.name for c in CASES))
+    ] = None,
+    threads: Annotated[
+        str | None, typer.Option(metavar="N,N", help="Numbers of threads, each a run of its own (default: 1,2).")
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where results.json goes.")] = Path("attnscore-bench"),
+) -> None:
+    """Time and memory against PyTorch, NumPy, XLA, KeOps and onnxruntime on this machine.
+
+    Every result is checked before it is timed; both sides alternate in one process. Prints tables, writes
+    results.json. Leave the machine alone meanwhile.
+    """
+    cases, numbers = chosen(only or (), full), thread_numbers(threads)
+    if version("torch") is None:
+        raise FrameworkError("bench: the references need PyTorch: pip install 'attnscore[torch]'")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileError(f"{out}: cannot be made a folder: {error.strerror}") from error
+    document = _run(cases, numbers, quick, error_console())
+    results.write(document, out / "results.json")
+    screen = console()
+    _show(screen, document)
+    screen.print(Text(f"results.json in {out}"), soft_wrap=True)
+    if document["errors"]:
+        first = document["errors"][0]
+        raise BenchmarkFailure(f"{len(document['errors'])} failed, first {first['case']}: {first['error']}")
+
+
+def thread_numbers(text: str | None) -> list[int]:
+    """The numbers in "1,2"; without a text 1 and 2, as far as there are CPUs."""
+    most = len(machine.cpus())
+    if text is None:
+        return [number for number in (1, 2) if number <= most]
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and 1 <= int(part) <= most for part in parts):
+        raise ArgumentError(message("threads", f"numbers from 1 to the {most} CPUs here, as in 1,2", shown(text)))
+    return sorted({int(part) for part in parts})
+
+
+def _run(cases: Any, numbers: list[int], quick: bool, screen: Console) -> dict[str, Any]:
+    """Run with progress on stderr: a live line on a terminal, one line for each measuring process elsewhere."""
+    if not screen.is_terminal:
+        return run(cases, numbers, quick=quick, tell=lambda text, at, of: screen.print(Text(f"[{at}/{of}] {text}")))
+    with screen.status("") as status:
+        return run(cases, numbers, quick=quick, tell=lambda text, at, of: status.update(Text(f"[{at}/{of}] {text}")))
+
+
+def _show(screen: Console, document: dict[str, Any]) -> None:
+    caption = "ratio: their time over ours; where the goal is marked ≤: ours over theirs"
+    for title, columns, cells, note in (
+        ("Speed", report.SPEED_COLUMNS, report.speed_cells(document, short=True), caption),
+        ("Growth", report.GROWTH_COLUMNS, report.growth_cells(document, short=True), None),
+        ("Memory of long sequences", report.MEMORY_COLUMNS, report.memory_cells(document, short=True), None),
+    ):
+        rows = [[cell.replace("*", "") for cell in row] for row in cells]
+        if rows:
+            screen.print(table(title, columns, rows, left=2, caption=note))

@@ -1,0 +1,349 @@
+"""`attend` under ``torch.compile`` and ``torch.export``: one operator stands for the whole call.
+
+- ``attnscore::attend`` and ``attnscore::attend_backward`` take tensors, numbers and strings alone. Scores, masks and
+  what else a call has are written as one expression, with slots for tensors and numbers: tensors stay in the graph,
+  and a number that changes (a temperature, the offset of a cache) compiles nothing anew.
+- Behind the operator runs what runs in eager mode; lengths are read, tiles planned and mistakes told there, at run
+  time.
+- What has no such expression (a user's own score or mask) runs outside the graph, by a graph break.
+- A gradient of the gradient is not compiled; in eager mode there is one.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from attnscore import api, blocks, frameworks, kernels, masking, scoring, tiling
+from attnscore.api import Gradients
+from attnscore.frameworks.contract import accumulator
+from attnscore.kernels import Run
+from attnscore.kernels.contract import DIFFERENTIABLE
+from attnscore.pose import pose, wanted_statistics
+from attnscore.problem import Problem
+from attnscore.scoring.contract import Pullback
+from attnscore.statistics import AttentionStats
+
+_OPS = frameworks.load("torch")
+_SCORES = (
+    scoring.Additive,
+    scoring.Bilinear,
+    scoring.Cosine,
+    scoring.Dot,
+    scoring.Gaussian,
+    scoring.ScaledDot,
+    scoring.SoftCap,
+    scoring.Sum,
+    scoring.Temperature,
+)
+_MASKS = (
+    masking.And,
+    masking.Causal,
+    masking.Dense,
+    masking.Documents,
+    masking.KeyPadding,
+    masking.KeyRange,
+    masking.Not,
+    masking.Or,
+    masking.PrefixLM,
+    masking.SlidingWindow,
+    masking.ValidLens,
+)
+_CLASSES: dict[str, Any] = {kind.__name__: kind for kind in (*_SCORES, *_MASKS)}
+_FIELDS = {name: tuple(field.name for field in dataclasses.fields(kind)) for name, kind in _CLASSES.items()}
+_FUNCTIONS = _CLASSES | {"float": float, "int": int}
+# The first rows of what an operator gives beside the output: what its backward reads. Then the statistics.
+_KEPT = ("log_total", "top")
+
+
+# ---------------------------------------------------------------- a call as an expression
+
+
+class _Slots:
+    """The tensors and numbers of an expression, in their order."""
+
+    def __init__(self) -> None:
+        self.arrays: list[Tensor] = []
+        self.integers: list[Any] = []
+
+    def written(self, x: Any) -> str:
+        """`x` as an expression; see `_can_be_written`."""
+        if x is None or isinstance(x, (bool, str)):
+            return repr(x)
+        if isinstance(x, (int, torch.SymInt)):
+            self.integers.append(x)
+            return f"integers[{len(self.integers) - 1}]"
+        if isinstance(x, (float, torch.SymFloat)):
+            # As a tensor: a float among the arguments of an operator is a constant of the graph. The sum, and not a
+            # tensor filled with it, is what torch keeps free.
+            return f"float({self.written(torch.zeros((), dtype=torch.float64) + cast(float, x))})"
+        if isinstance(x, np.ndarray):
+            x = torch.as_tensor(x)
+        if isinstance(x, Tensor):
+            self.arrays.append(x)
+            return f"arrays[{len(self.arrays) - 1}]"
+        if isinstance(x, (list, tuple)):
+            return "[" + ", ".join([self.written(part) for part in x]) + "]"
+        name = type(x).__name__
+        return name + "(" + ", ".join([self.written(getattr(x, field)) for field in _FIELDS[name]]) + ")"
+
+
+def _can_be_written(x: Any) -> bool:
+    """Whether `x` has an expression."""
+    if x is None or isinstance(x, (str, int, float, torch.SymInt, torch.SymFloat, Tensor, np.ndarray)):
+        return True
+    if isinstance(x, (list, tuple)):
+        return all(_can_be_written(part) for part in x)
+    name = type(x).__name__
+    return _CLASSES.get(name) is type(x) and all(_can_be_written(getattr(x, field)) for field in _FIELDS[name])
+
+
+@lru_cache(maxsize=512)
+def _parsed(expression: str) -> ast.expr:
+    return ast.parse(expression, mode="eval").body
+
+
+def _read(expression: str, names: Sequence[str] = (), **slots: Sequence[Any]) -> dict[str, Any]:
+    """The arguments of a call from its expression, or those in `names` alone."""
+
+    def value(node: Any) -> Any:
+        if isinstance(node, ast.Constant):
+            return node.value
+        if isinstance(node, ast.List):
+            return [value(part) for part in node.elts]
+        if isinstance(node, ast.Subscript):
+            slot: Any = node
+            return slots[slot.value.id][slot.slice.value]
+        return _FUNCTIONS[node.func.id](*(value(part) for part in node.args))
+
+    call = _parsed(expression)
+    assert isinstance(call, ast.Call)
+    return {str(keyword.arg): value(keyword.value) for keyword in call.keywords if not names or keyword.arg in names}
+
+
+# ---------------------------------------------------------------- the operators
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Call:
+    """One call behind an operator, posed."""
+
+    problem: Problem
+    run: Run
+
+    pullback: Pullback | None
+
+    @classmethod
+    def of(
+        cls, query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any], *, pullback: bool = False
+    ) -> _Call:
+        kernel, seed = arguments.pop("kernel"), arguments.pop("seed")
+        arguments["seed"] = int(seed) if isinstance(seed, Tensor) else seed
+        problem, score_pullback = pose(query, key, value, **arguments, pullback=pullback)
+        chosen = kernels.choose(kernel, problem)
+        if pullback and not chosen.own_gradient:
+            chosen = kernels.table()["streaming"]
+        return cls(problem, Run(chosen, problem, tiling.plan(problem)), score_pullback)
+
+    def row(self, x: Tensor) -> Tensor:
+        """One number a row, on the caller's axes."""
+        found: Tensor = self.problem.layout.outward_rows(_OPS, x[..., 0])
+        return found
+
+    def gradients(
+        self, out: Tensor, rows: Tensor, grad_out: Tensor | None, grad_rows: Tensor | None, given: dict[str, Any]
+    ) -> Gradients:
+        """By hand, as in NumPy: below an operator there is no autograd."""
+        run, names = self.run, (*_KEPT, *self.problem.statistics)
+
+        def row(x: Tensor | None, name: str) -> Any:
+            found = None if x is None or name not in names else x[names.index(name)]
+            return blocks.row_gradient(self.problem, name, found)
+
+        entropy = (row(rows, "entropy"),) if "entropy" in names else ()
+        kept = (blocks.row_gradient(self.problem, "grad_out", out), row(rows, "log_total"), *entropy, row(rows, "top"))
+        incoming = (
+            blocks.row_gradient(self.problem, "grad_out", grad_out),
+            *(row(grad_rows, x) for x in DIFFERENTIABLE),
+        )
+        operands = run.operands()
+        found = run.backward(tuple(operands.values()), kept, incoming[: run.differentiable_outputs])
+        grads = dict(zip(operands, found, strict=True))
+        return api.gradients(self.problem, cast(Pullback, self.pullback)(grads), grads, given)
+
+
+@torch.library.custom_op("attnscore::attend", mutates_args=())
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    arrays: Sequence[Tensor],
+    integers: Sequence[int],
+    expression: str,
+) -> tuple[Tensor, Tensor]:
+    """The output, and in the rows of a second array what the backward keeps, then the statistics."""
+    arguments = _read(expression, arrays=arrays, integers=integers)
+    with _OPS.quiet():
+        call = _Call.of(query, key, value, arguments)
+        result = call.run()
+        rows = [result.log_total, result.top, *(result.statistics[name] for name in call.problem.statistics)]
+        out = call.problem.layout.outward(_OPS, result.out.contiguous())
+        return out, torch.stack([call.row(x) for x in rows])
+
+
+@_attend.register_fake
+def _shapes(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    arrays: Sequence[Tensor],
+    integers: Sequence[int],
+    expression: str,
+) -> tuple[Tensor, Tensor]:
+    arguments = _read(expression, ("head_axis", "statistics"), integers=integers)
+    axes = max(query.dim(), key.dim(), value.dim())
+    swapped = axes >= 4 and arguments["head_axis"] == -2
+    shapes = [(1,) * (axes - x.dim()) + tuple(x.shape) for x in (query, key, value)]
+    if swapped:
+        shapes = [(*shape[:-3], shape[-2], shape[-3], shape[-1]) for shape in shapes]
+    trailing = 3 if axes >= 4 else 2
+    # Not NumPy's: it would make numbers of symbolic sizes.
+    lead = torch.broadcast_shapes(*(x[:-trailing] for x in shapes))  # type: ignore[no-untyped-call]  # torch's own
+    heads = [next((shape[-3] for shape in shapes if shape[-3] != 1), 1)] if axes >= 4 else []
+    out = query.new_empty((*lead, *heads, shapes[0][-2], shapes[2][-1]))
+    out = out.transpose(-3, -2) if swapped else out
+    count = len(_KEPT) + len(arguments["statistics"])
+    sums = getattr(torch, accumulator(_OPS.dtype(query)))
+    return out, query.new_empty((count, *out.shape[:-1]), dtype=sums)
+
+
+@torch.library.custom_op("attnscore::attend_backward", mutates_args=())
+def _attend_backward(
+    grad_out: Tensor | None,
+    grad_rows: Tensor | None,
+    out: Tensor,
+    rows: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    arrays: Sequence[Tensor],
+    integers: Sequence[int],
+    expression: str,
+    wanted: Sequence[bool],
+) -> list[Tensor]:
+    """Gradients of query, key, value and arrays: those that are wanted."""
+    # Arrays are told apart by identity, and one may have come twice.
+    arrays = [x.view_as(x) for x in arrays]
+    arguments = _read(expression, arrays=arrays, integers=integers)
+    given = {"query": query, "key": key, "value": value} | {name: arguments[name] for name in ("bias", "sink")}
+    with _OPS.quiet():
+        call = _Call.of(query, key, value, arguments, pullback=True)
+        grads = call.gradients(out, rows, grad_out, grad_rows, given)
+    named = [(given["bias"], grads.bias), (given["sink"], grads.sink)]
+    named += [(x, grads.score[name]) for name, x in scoring.arrays_of(call.problem.score).items()]
+    of_arrays = [next((grad for x, grad in named if x is array), None) for array in arrays]
+    pairs = zip((query, key, value, *arrays), (grads.query, grads.key, grads.value, *of_arrays), strict=True)
+    return [
+        torch.zeros_like(x) if grad is None else torch.empty_like(x).copy_(grad)
+        for (x, grad), want in zip(pairs, wanted, strict=True)
+        if want
+    ]
+
+
+@_attend_backward.register_fake
+def _gradient_shapes(
+    grad_out: Tensor | None,
+    grad_rows: Tensor | None,
+    out: Tensor,
+    rows: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    arrays: Sequence[Tensor],
+    integers: Sequence[int],
+    expression: str,
+    wanted: Sequence[bool],
+) -> list[Tensor]:
+    return [torch.empty_like(x) for x, want in zip((query, key, value, *arrays), wanted, strict=True) if want]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, arrays, *rest = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output, query, key, value, *arrays)
+    ctx.rest = rest
+
+
+def _backward(ctx: Any, grad_out: Tensor | None, grad_rows: Tensor | None) -> tuple[Any, ...]:
+    out, rows, query, key, value, *arrays = ctx.saved_tensors
+    of_arrays = list(ctx.needs_input_grad[3]) if arrays else []
+    wanted = [*ctx.needs_input_grad[:3], *of_arrays]
+    if grad_out is None and grad_rows is None:
+        return (None,) * 6
+    found = iter(_attend_backward(grad_out, grad_rows, out, rows, query, key, value, arrays, *ctx.rest, wanted))
+    grads = [next(found) if want else None for want in wanted]
+    return *grads[:3], grads[3:], None, None
+
+
+_attend.register_autograd(_backward, setup_context=_keep)
+
+
+# ---------------------------------------------------------------- what stands for `attend`
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
+    """What `attnscore.attend` does while a compiler reads it: see there."""
+    score = arguments["score"]
+    if isinstance(score, (str, scoring.SoftCap, scoring.Temperature)) and _is_registered(score):
+        arguments["score"] = scoring.resolve(score)
+    if not (all(isinstance(x, Tensor) for x in (query, key, value)) and _has_operator(arguments)):
+        return _outside(query, key, value, **arguments)
+    del arguments["return_weights"]
+    arguments["statistics"] = statistics = wanted_statistics(arguments.pop("return_stats"))
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = [x if x.dtype == torch.float64 else x.to(dtype) for x in (query, key, value)]
+    if arguments["dropout"] != 0 and arguments["seed"] is None:
+        # Drawn in the graph: an operator has no state.
+        arguments["seed"] = torch.randint(0, 2**62, (), dtype=torch.int64)
+    slots = _Slots()
+    written = ", ".join([f"{name}={slots.written(x)}" for name, x in arguments.items()])
+    out, rows = _attend(query, key, value, slots.arrays, slots.integers, f"attend({written})")
+    if not statistics:
+        return out
+    found = {}
+    for i, name in enumerate(statistics, len(_KEPT)):
+        found[name] = rows[i] if name in DIFFERENTIABLE else rows[i].detach()
+    return out, AttentionStats(**found)
+
+
+def _is_registered(score: Any) -> bool:
+    """Whether a name, or the one inside wrappers, is registered: if not, the ordinary call says so."""
+    while isinstance(score, (scoring.SoftCap, scoring.Temperature)):
+        score = score.score
+    return not isinstance(score, str) or score in scoring.registered()
+
+
+def _has_operator(arguments: dict[str, Any]) -> bool:
+    # Operators would lose the tangents of forward mode without a word, and have no rule for torch.func.
+    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        return False
+    return arguments["return_weights"] is False and all(_can_be_written(x) for x in arguments.values())
+
+
+@torch.compiler.disable(  # type: ignore[untyped-decorator, no-untyped-call]  # torch's own
+    reason="attnscore: no operator for a user's own score or mask, for return_weights=True and inside torch.func"
+)
+def _outside(*arrays: Tensor, **arguments: Any) -> Any:
+    return api.attend(*arrays, **arguments)
+
+
+frameworks.COMPILED["torch"] = attend

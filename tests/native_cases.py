@@ -1,0 +1,202 @@
+"""What the tests of the native module share: the module itself, calls drawn at random, and NumPy's version of them.
+
+What the kernels compute is held to NumPy on small cases only; the tests of every score, mask and kernel do the rest.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import attnscore as ats
+
+BITS = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+TOLERANCE = {"float32": 2e-6, "float64": 1e-13, "bfloat16": 1e-2, "float16": 2e-3}
+INPUTS = ("query", "key", "value", "query_bias", "key_bias", "bias", "mask", "query_ids", "key_ids", "start", "stop")
+INPUTS += ("weights", "sink")
+OPTIONS = {
+    "form": "inner",
+    "activation": "tanh",
+    "negative_slope": 0.2,
+    "scale": 0.5,
+    "caps": (),
+    "score_dtype": "float32",
+    "value_dtype": "float32",
+    "bias_dtype": "float32",
+    "dropout": 0.0,
+    "seed": 0,
+}
+ROWS = ("out", "top", "log_total", "entropy", "grad_out", "grad_log_sum_exp", "grad_entropy")
+GRADIENTS = ("grad_query", "grad_key", "grad_value", "grad_query_bias", "grad_key_bias", "grad_bias", "grad_weights")
+GRADIENTS += ("grad_sink",)
+
+
+def native_module() -> Any:
+    """The module; without it the tests fail, or are skipped where ATTNSCORE_NO_NATIVE=1 says that this is meant."""
+    missing = ats.available()["kernels"]["native"]
+    if missing is not None:
+        if os.environ.get("ATTNSCORE_NO_NATIVE") == "1":
+            pytest.skip(missing, allow_module_level=True)
+        pytest.fail(f"{missing}; ATTNSCORE_NO_NATIVE=1 says that this is meant", pytrace=False)
+    from attnscore import _native
+
+    return _native
+
+
+native = native_module()
+STATISTICS = native.STATISTICS
+
+
+def activated(name: str, u: np.ndarray, negative_slope: float) -> tuple[np.ndarray, np.ndarray]:
+    """Its value and its derivative."""
+    if name == "tanh":
+        return np.tanh(u), 1 - np.tanh(u) ** 2
+    if name == "sigmoid":
+        y = 1 / (1 + np.exp(-u))
+        return y, y * (1 - y)
+    slope = np.where(u > 0, 1.0, negative_slope if name == "leaky_relu" else 0.0)
+    return u * slope, slope
+
+
+class Case:
+    """Arrays of one call, drawn at random, and what must come out."""
+
+    def __init__(
+        self,
+        lead: tuple[int, ...] = (2,),
+        head: int = 2,
+        group: int = 3,
+        query_len: int = 5,
+        key_len: int = 7,
+        dim: int = 4,
+        value_dim: int = 6,
+        key_group: int = 1,
+        intervals: bool = False,
+        **options: Any,
+    ) -> None:
+        self.options = OPTIONS | options
+        rng = np.random.default_rng(1)
+        self.grid = (*lead, head, group)
+        self.key_grid = (*lead, head, key_group)
+        self.sum = np.dtype("f8" if self.options["value_dtype"] == "float64" else "f4")
+
+        def draw(dtype: str, *shape: int) -> np.ndarray:
+            x = rng.standard_normal(shape)
+            return x.astype(BITS[dtype]).view(np.uint16) if dtype in BITS else x.astype(dtype)
+
+        score, value = self.options["score_dtype"], self.options["value_dtype"]
+        self.query = draw(score, *self.grid, query_len, dim)
+        self.key = draw(score, *self.key_grid, key_len, dim)
+        self.value = draw(value, *self.key_grid, key_len, value_dim)
+        self.grad_out = draw(value, *self.grid, query_len, value_dim)
+        self.grad_log_sum_exp = rng.standard_normal((*self.grid, query_len, 1)).astype(self.sum)
+        self.weights = draw(self.sum.name, dim) if self.options["form"] == "additive" else None
+        self.start = self.stop = None
+        self.query_bias = self.key_bias = self.bias = self.mask = self.query_ids = self.key_ids = self.sink = None
+        self.entropy = self.grad_entropy = None
+        if intervals:
+            ends = np.sort(rng.integers(0, key_len + 1, (lead[0], query_len, 2)), axis=-1)
+            self.start, self.stop = (np.ascontiguousarray(ends[..., i]) for i in (0, 1))
+
+    def exact(self, name: str) -> np.ndarray:
+        dtype = self.options["value_dtype" if name in {"value", "grad_out", "out"} else "score_dtype"]
+        x = getattr(self, name)
+        return (x.view(BITS[dtype]) if dtype in BITS else x).astype(np.float64)
+
+    def seen(self) -> np.ndarray:
+        query_len, key_len = self.query.shape[-2], self.key.shape[-2]
+        if self.start is None or self.stop is None:
+            return np.ones((query_len, key_len), bool)
+        j = np.arange(key_len)
+        seen = (self.start[..., None] <= j) & (j < self.stop[..., None])
+        return seen.reshape(len(seen), *(1,) * (len(self.grid) - 1), query_len, key_len)
+
+    def scores(self) -> tuple[np.ndarray, np.ndarray]:
+        """Scores, and the activation's derivative times its weights (additive)."""
+        q, k = self.exact("query"), self.exact("key")
+        if self.weights is None:
+            return q @ k.swapaxes(-1, -2) * self.options["scale"], np.zeros(0)
+        self.hidden = q[..., :, None, :] + k[..., None, :, :]
+        y, slope = activated(self.options["activation"], self.hidden, self.options["negative_slope"])
+        self.activations = y
+        return y @ self.weights.astype(float), slope * self.weights
+
+    def _words(self, change: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        score = tuple(change.pop(name, option) for name, option in self.options.items())
+        return score, tuple(change.pop(name, getattr(self, name)) for name in INPUTS)
+
+    def run(self, threads: Any = 1, **change: Any) -> None:
+        rows = (*self.grid, self.query.shape[-2])
+        self.out = np.full((*rows, self.value.shape[-1]), 77, self.value.dtype)
+        self.statistics = np.full((*rows, STATISTICS), 77, self.sum)
+        self.top, self.log_total = np.full((2, *rows, 1), 77, self.sum)
+        score, inputs = self._words(change)
+        filled = [change.pop(name, getattr(self, name)) for name in ("out", "statistics", "top", "log_total")]
+        native.forward(score, inputs, filled, change.pop("full_statistics", True), threads)
+        assert not change
+
+    def run_backward(self, threads: int = 1, **change: Any) -> None:
+        query_len, key_len, dim, value_dim = *self.query.shape[-2:-1], *self.key.shape[-2:], self.value.shape[-1]
+        self.grad_query = np.zeros((*self.grid, query_len, dim), self.sum)
+        self.grad_key = np.zeros((*self.key_grid, key_len, dim), self.sum)
+        self.grad_value = np.zeros((*self.key_grid, key_len, value_dim), self.sum)
+        self.grad_weights = None if self.weights is None else np.zeros((*self.key_grid, dim), self.sum)
+        self.grad_query_bias = self.grad_key_bias = self.grad_bias = self.grad_sink = None
+        score, inputs = self._words(change)
+        grad_dtype = change.pop("grad_dtype", self.options["value_dtype"])
+        rows, gradients = ([change.pop(n, getattr(self, n)) for n in names] for names in (ROWS, GRADIENTS))
+        native.backward(score, inputs, rows, grad_dtype, gradients, threads)
+        assert not change
+
+    def check(self) -> None:
+        """Forward and backward against NumPy in float64."""
+        self.run()
+        tolerance = TOLERANCE[self.options["value_dtype"]] * 10
+        scores, slopes = self.scores()
+        seen = np.broadcast_to(self.seen(), scores.shape)
+        some = seen.any(-1, keepdims=True)
+        top = np.where(some, np.max(scores, axis=-1, initial=-np.inf, where=seen, keepdims=True), 0)
+        e = np.where(seen, np.exp(scores - top), 0)
+        total = e.sum(-1, keepdims=True)
+        p = e / np.where(some, total, 1)
+        close(self.exact("out"), p @ self.exact("value"), tolerance)
+        close(self.statistics[..., 1], total[..., 0], tolerance)
+        close(np.where(some[..., 0], self.statistics[..., 0], 0), top[..., 0], tolerance)
+        close(self.statistics[..., 4], seen.sum(-1), 0)
+        close(self.top, top, tolerance)
+        close(np.exp(self.log_total), total, tolerance)
+
+        self.run_backward()
+        grad_out = self.exact("grad_out")
+        shift = self.grad_log_sum_exp.astype(float) - (grad_out * self.exact("out")).sum(-1, keepdims=True)
+        ds = p * (grad_out @ self.exact("value").swapaxes(-1, -2) + shift)
+        close(self.grad_value, self.summed(p.swapaxes(-1, -2) @ grad_out), tolerance)
+        if self.weights is None:
+            ds = ds * self.options["scale"]
+            close(self.grad_query, ds @ self.exact("key"), tolerance)
+            close(self.grad_key, self.summed(ds.swapaxes(-1, -2) @ self.exact("query")), tolerance)
+        else:
+            du = ds[..., None] * slopes
+            close(self.grad_query, du.sum(-2), tolerance)
+            close(self.grad_key, self.summed(du.sum(-3)), tolerance)
+            close(self.grad_weights, self.summed((ds[..., None] * self.activations).sum((-2, -3)), axis=-2), tolerance)
+
+    def summed(self, x: np.ndarray, axis: int = -3) -> np.ndarray:
+        """Over the query heads that share a key head."""
+        return x.sum(axis, keepdims=True) if self.key_grid[-1] == 1 else x
+
+    def results(self) -> tuple[np.ndarray, ...]:
+        return self.out, self.statistics, self.grad_query, self.grad_key, self.grad_value
+
+
+def close(found: Any, expected: np.ndarray, tolerance: float) -> None:
+    scale = np.abs(expected).max(initial=1.0)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * scale)
+
+
+def same(left: tuple[np.ndarray, ...], right: tuple[np.ndarray, ...]) -> bool:
+    return all(np.array_equal(x, y) for x, y in zip(left, right, strict=True))

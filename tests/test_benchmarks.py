@@ -1,0 +1,494 @@
+"""The benchmark: complete, correct before it times, its results of a known form and the page made from them.
+
+Nothing here asserts a time. The runner runs on toy sizes; every case is computed once and compared with its reference.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from attnscore.bench import cases, inputs, machine, measure, peers, report, results, runner
+from attnscore.bench.cases import CASES, Case, Goal
+from attnscore.bench.inputs import Side, draw
+from attnscore.bench.reference import WrongResult, reference
+from attnscore.bench.timing import Effort, alternate, exponent, summary
+from attnscore.cli import main
+from attnscore.errors import ArgumentError
+from attnscore.files import FileError
+
+ROOT = Path(__file__).parents[1]
+SHORT = Effort(least=3, most=3, seconds=0.0)
+
+# The promises for NumPy and PyTorch on a CPU: case, peer, what must be reached on 2 threads and on 1, moonshot.
+PROMISES = [
+    ("dot", "sdpa", 1.35, 1.2, 1.5),
+    ("dot-backward", "sdpa", 1.25, 1.25, 1.4),
+    ("dot-bfloat16", "sdpa", 2, 2, 2.5),
+    ("causal", "sdpa", 1.3, 1.3, 1.5),
+    ("padded", "sdpa", 2.6, 2.6, 3.2),
+    ("window", "sdpa", 25, 25, 40),
+    ("decoding", "sdpa", 2, 2, 2.7),
+    ("additive", "textbook", 80, 80, 120),
+    ("additive", "compile", 6, 6, 10),
+    ("additive", "xla", 6, 6, 10),
+    ("additive-backward", "textbook", 40, 40, 60),
+    ("additive-long", "sdpa", 2, 2, 1),
+    ("numpy", "numpy", 2, 2, None),
+    ("tiny", "sdpa", 2, 2, 1),
+    ("statistics", "without", 1.10, 1.10, None),
+    ("dropout", "without", 1.15, 1.15, None),
+    ("interval-mask", "without", 1.05, 1.05, None),
+]
+AT_MOST = {"additive-long", "tiny", "statistics", "dropout", "dropout-backward", "interval-mask"}
+GROWTH = {"growth-dot", "growth-additive"}
+MEMORY = {"memory-dot", "memory-additive"}
+
+
+def toy(case: Case) -> Case:
+    """The case on a few dozen positions; more than one tile of no kernel, but every feature."""
+    sizes = dict(case.sizes)
+    sizes |= {"queries": min(sizes["queries"], 37), "keys": 37 if sizes["queries"] > 1 else 53, "dim": 8}
+    sizes |= {"heads": min(sizes["heads"], 2)}
+    if "visible" in sizes:
+        sizes["visible"] = {"window": 5, "interval-mask": 37}.get(case.name, 19)
+    if "lengths" in sizes:
+        sizes["lengths"] = [96, 192]
+    # A compiler takes many seconds, whatever the size; the slow test below has it.
+    wanted = {peer: goal for peer, goal in case.peers.items() if peer != "compile"}
+    return dataclasses.replace(case, sizes=sizes, peers=wanted)
+
+
+TOYS = {case.name: toy(case) for case in CASES}
+TIMED = [name for name, case in TOYS.items() if case.kind == "time"]
+
+
+@pytest.fixture(autouse=True)
+def threads_as_before() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    machine.set_threads(before)
+
+
+@pytest.fixture
+def toys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cases, "CASES", tuple(TOYS.values()))
+
+
+# --------------------------------------------------------------- the table
+
+
+@pytest.mark.parametrize(("name", "peer", "two", "one", "moonshot"), PROMISES)
+def test_every_promise_has_a_case(name: str, peer: str, two: float, one: float, moonshot: float | None) -> None:
+    goal = cases.named(name).peers[peer]
+    assert goal is not None
+    assert (goal.on(2), goal.on(1), goal.moonshot, goal.at_most) == (two, one, moonshot, name in AT_MOST)
+
+
+def test_the_shapes_are_those_of_the_promises() -> None:
+    def shape(name: str) -> tuple[int, ...]:
+        sizes = cases.named(name).sizes
+        return tuple(sizes[axis] for axis in ("batch", "heads", "queries", "keys", "dim"))
+
+    usual = (1, 8, 2048, 2048, 64)
+    others = ("dot-backward", "dot-bfloat16", "causal", "padded", "additive-long", "numpy", "statistics", "dropout")
+    assert all(shape(name) == usual for name in ("dot", *others, "interval-mask"))
+    assert shape("additive") == shape("additive-backward") == (1, 0, 512, 512, 256)
+    assert shape("decoding") == (1, 32, 1, 32768, 128)
+    assert shape("tiny") == (2, 8, 16, 16, 64)
+    assert (shape("window")[2:4], cases.named("window").sizes["visible"]) == ((8192, 8192), 256)
+    assert cases.named("padded").sizes["visible"] == 1024
+    assert all(cases.named(name).sizes["lengths"] == [1024, 2048, 4096, 8192] for name in GROWTH)
+    assert all(shape(name) == (1, 1, 131072, 131072, 64) and cases.named(name).mask == "causal" for name in MEMORY)
+    assert cases.MEMORY_MUST == 100 * 10**6
+
+
+def test_names_and_peers_are_known() -> None:
+    names = [case.name for case in CASES]
+    assert len(set(names)) == len(names)
+    assert {promise[0] for promise in PROMISES} | GROWTH | MEMORY | {"dropout-backward"} == set(names)
+    used = {peer for case in CASES for peer in case.peers}
+    assert used == set(peers.PEERS) == set(peers.TITLES)
+    assert all((goal is not None and goal.at_most) == (case.name in AT_MOST)
+               for case in CASES for goal in case.peers.values() if goal)  # fmt: skip
+
+
+def test_the_long_cases_are_asked_for() -> None:
+    assert {case.name for case in cases.chosen((), full=False)} == {case.name for case in CASES} - MEMORY
+    assert len(cases.chosen((), full=True)) == len(CASES)
+    assert [case.name for case in cases.chosen(["memory-dot", "tiny"], full=False)] == ["tiny", "memory-dot"]
+    with pytest.raises(ArgumentError, match=r"only: expected names among dot, .*, got 'dott'"):
+        cases.chosen(["dott"], full=False)
+
+
+@pytest.mark.parametrize("name", [name for name in TOYS if name not in MEMORY])
+def test_pairs_are_those_of_the_mask(name: str) -> None:
+    case = TOYS[name]
+    visible = draw(case).visible()
+    count = case.sizes["queries"] * case.sizes["keys"] if visible is None else int(visible.sum())
+    assert case.pairs() == count * max(1, case.sizes["heads"]) * case.sizes["batch"]
+
+
+def test_work_by_hand() -> None:
+    assert cases.named("dot").work()["operations"] == 4 * 64 * 8 * 2048**2
+    assert cases.named("dot-backward").work()["operations"] == 14 * 64 * 8 * 2048**2
+    assert cases.named("additive").work()["activations"] == 256 * 512**2
+    assert cases.named("additive-backward").work()["activations"] == 3 * 256 * 512**2
+    assert cases.named("decoding").work()["bytes"] == 4 * 128 * 32 * (2 + 2 * 32768)
+
+
+# ----------------------------------------------------- correct, then timed
+
+
+@pytest.mark.parametrize("name", TIMED)
+def test_every_case_on_a_toy(name: str) -> None:
+    rows = measure.time_case(TOYS[name], 1, SHORT)
+    assert [row["peer"] for row in rows] == list(TOYS[name].peers)
+    for row in rows:
+        assert row["accuracy"]["error"] <= row["accuracy"]["allowed"]
+        if row["status"] == "not run":
+            # Only what is not installed; what is must be able to do its case.
+            assert row["reason"].endswith("is not installed"), row["reason"]
+        else:
+            assert row["rounds"] == 3
+            assert isinstance(row["reached"], bool) == (row["must"] is not None)
+    # As it comes back from the file.
+    assert not results.check(json.loads(json.dumps(document(rows))))
+
+
+@pytest.mark.slow
+def test_torch_compile_on_a_toy() -> None:
+    case = dataclasses.replace(TOYS["additive"], peers={"compile": Goal(6)})
+    (row,) = measure.time_case(case, 1, SHORT)
+    assert row["status"] == "measured", row["reason"]
+
+
+@pytest.mark.parametrize("name", ["dot", "dot-backward", "additive-backward", "numpy", "dropout-backward", "window"])
+def test_a_wrong_result_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = inputs.ours
+
+    def wrong(given: Any, **more: Any) -> Side:
+        side = right(given, **more)
+
+        def outputs(found: Any) -> tuple[Any, ...]:
+            *first, last = side.outputs(found)
+            # One number of the last result, by a hundredth: eps of float32 is 10^-7.
+            last = last.clone() if hasattr(last, "clone") else last.copy()
+            last[(0,) * last.ndim] += 0.01
+            return (*first, last)
+
+        return Side(side.name, side.run, outputs)
+
+    monkeypatch.setattr(measure, "ours", wrong)
+    with pytest.raises(WrongResult, match=rf"^{name}, attnscore: error .*, allowed"):
+        measure.time_case(TOYS[name], 1, SHORT)
+
+
+def test_nan_is_a_wrong_result() -> None:
+    given = draw(TOYS["dot"])
+    with pytest.raises(WrongResult, match="error inf"):
+        reference(given).check("dot", (torch.full_like(given.query, float("nan")),))
+    with pytest.raises(WrongResult, match="expected 1 results, got 2"):
+        reference(given).check("dot", (given.query, given.query))
+
+
+def test_a_peer_that_computes_something_else_is_taken_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(given: Any) -> Side:
+        return Side("sdpa", lambda: given.value * 2, lambda out: (out,))
+
+    def broken(given: Any) -> Side:
+        raise RuntimeError("no\ncompiler")
+
+    monkeypatch.setitem(peers.PEERS, "sdpa", other)
+    monkeypatch.setitem(peers.PEERS, "textbook", broken)
+    case = dataclasses.replace(TOYS["dot"], peers={"sdpa": Goal(1), "textbook": None})
+    first, second = measure.time_case(case, 1, SHORT)
+    assert first["status"] == second["status"] == "not run"
+    assert first["reason"].startswith("its result is another one: dot, sdpa: error")
+    assert second["reason"] == "RuntimeError: no compiler"
+
+
+def test_a_missing_peer_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jax", None)
+    (row,) = measure.time_case(dataclasses.replace(TOYS["dot"], peers={"xla": None}), 1, SHORT)
+    assert (row["status"], row["reason"], row["ratio"]) == ("not run", "jax is not installed", None)
+
+
+def test_large_cases_are_compared_on_some_rows_with_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attnscore.bench.reference._WHOLE", 10)
+    monkeypatch.setattr("attnscore.bench.reference._ROWS", 5)
+    given = draw(TOYS["causal"])
+    some = reference(given)
+    assert list(some.rows) == [0, 9, 18, 27, 36]
+    side = inputs.ours(given)
+    some.check("causal", side.outputs(side.run()))
+
+
+def test_blocks_do_not_matter_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = draw(TOYS["additive-backward"])
+    whole = reference(given)
+    monkeypatch.setattr("attnscore.bench.reference._BLOCK", 1000)
+    parts = reference(given)
+    for one, other in zip(whole.exact, parts.exact, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(whole.scale, parts.scale, rtol=1e-12)
+
+
+# ------------------------------------------------------------------ timing
+
+
+def test_sides_alternate_and_the_order_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    # Calls that seem longer than a sample: one a round.
+    monkeypatch.setattr("attnscore.bench.timing._SAMPLE", 1e-9)
+    times = alternate(lambda: said.append("a"), lambda: said.append("b"), Effort(least=4, most=4, seconds=0))
+    assert "".join(said[-8:]) == "abbaabba"
+    assert [len(side) for side in times] == [4, 4]
+
+
+def test_rounds_end_with_the_time_or_their_number() -> None:
+    nothing = lambda: None  # noqa: E731
+    assert len(alternate(nothing, nothing, Effort(least=3, most=9, seconds=60))[0]) == 9
+    assert len(alternate(nothing, nothing, Effort(least=7, most=101, seconds=0))[0]) == 7
+
+
+def test_summary_and_exponent() -> None:
+    assert summary([4, 1, 2, 3, 5]) == {"median": 3, "q1": 2, "q3": 4}
+    assert exponent([1000, 2000, 4000], [5e6, 20e6, 80e6]) == pytest.approx(2)
+    assert exponent([1000], [1.0]) is None
+    assert exponent([1, 2], [0.0, 1.0]) is None
+
+
+# --------------------------------------------------- runner, in processes
+
+
+def test_the_runner_in_processes_of_its_own(toys: None) -> None:
+    heard: list[str] = []
+    chosen = [cases.named("tiny"), cases.named("growth-additive")]
+    chosen[1] = dataclasses.replace(chosen[1], peers={})
+    found = runner.run(chosen, [1], quick=True, tell=lambda text, at, of: heard.append(f"{at}/{of} {text}"))
+    assert heard[0] == "1/3 tiny, 1 thread" and heard[2] == "3/3 growth-additive, 192 tokens, 1 thread"
+    assert not found["errors"] and not results.check(json.loads(json.dumps(found)))
+    timed, grown = found["rows"]
+    assert (timed["case"], timed["status"], timed["threads"]) == ("tiny", "measured", 1)
+    assert [point["length"] for point in grown["points"]] == [96, 192]
+    assert all(point["peak"] >= 0 and point["arrays"] == arrays_of(point["length"]) for point in grown["points"])
+    assert grown["parameters"] == 8
+
+
+def arrays_of(length: int) -> int:
+    """Query, key, value, their gradients, out and the gradient into it; w_v and its gradient."""
+    return 4 * (8 * length * 8 + 2 * 8)
+
+
+def test_a_failed_process_is_an_error_and_no_row(toys: None) -> None:
+    broken = dataclasses.replace(cases.named("tiny"), sizes={"batch": 1})
+    found = runner.run([broken, cases.named("tiny")], [1], quick=True)
+    assert [row["case"] for row in found["rows"]] == ["tiny"]
+    (error,) = found["errors"]
+    assert error["case"] == "tiny, 1 thread" and "KeyError: 'heads'" in error["error"]
+
+
+def test_a_refused_result_is_an_error_and_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = subprocess.CompletedProcess([], 0, stdout='{"wrong": "tiny, attnscore: error 1"}', stderr="")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
+    found = runner.run([TOYS["tiny"]], [1])
+    assert (found["rows"], found["errors"]) == ([], [{"case": "tiny, 1 thread", "error": "tiny, attnscore: error 1"}])
+
+
+def test_growth_without_proc_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "can_measure_memory", lambda: "only Linux")
+    rows = runner.run([TOYS["growth-dot"]], [1])["rows"]
+    assert [(row["side"], row["status"], row["reason"]) for row in rows] == [
+        ("attnscore", "not run", "only Linux"),
+        ("textbook", "not run", "only Linux"),
+    ]
+    assert not results.check(document(rows))
+
+
+def test_a_process_is_held_to_its_threads() -> None:
+    environment = machine.environment(1)
+    assert environment["OMP_NUM_THREADS"] == environment["OPENBLAS_NUM_THREADS"] == "1"
+    code = "from attnscore.bench import machine; machine.pin(1); print(len(machine.cpus()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout == "1\n"
+
+
+def test_the_benchmark_imports_no_framework_before_it_runs() -> None:
+    code = (
+        "import sys, attnscore.bench.runner, attnscore.bench.report, attnscore.bench.child\n"
+        "print(*{'torch', 'jax', 'pykeops', 'onnxruntime', 'rich', 'typer'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "\n"
+
+
+# ------------------------------------------------------------- the document
+
+GOOD_ROW: dict[str, Any] = {
+    "kind": "time", "case": "dot", "what": "scaled dot", "threads": 1, "kernel": "native", "peer": "sdpa",
+    "work": {"operations": 10**9, "activations": 0, "bytes": 10**6}, "accuracy": {}, "status": "measured",
+    "reason": None, "must": 1.2, "moonshot": 1.5, "at_most": False, "reached": True, "rounds": 7,
+    "ours": {"median": 0.02, "q1": 0.019, "q3": 0.021}, "theirs": {"median": 0.03, "q1": 0.03, "q3": 0.031},
+    "ratio": {"median": 1.5, "q1": 1.45, "q3": 1.6},
+}  # fmt: skip
+
+
+def document(rows: list[Any], **more: Any) -> dict[str, Any]:
+    whole = {"schema": results.SCHEMA, "date": "2026-01-01", "quick": False, "threads": [1], "errors": []}
+    return {**whole, "machine": machine.facts(), "rows": copy.deepcopy(rows), **more}
+
+
+def test_a_good_document_passes() -> None:
+    assert not results.check(document([GOOD_ROW]))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"ours": None}, "ours is missing"),
+        ({"peer": 3}, "peer is missing"),
+        ({"rounds": True}, "rounds is missing"),
+        ({"kind": "tiem"}, "unknown kind 'tiem'"),
+        ({"status": "skipped"}, "status 'skipped'"),
+        ({"status": "not run"}, "not run, without a reason"),
+        ({"ratio": {"median": 2.0, "q1": 3.0, "q3": 4.0}}, "out of order"),
+        ({"ours": {"median": 0.0, "q1": 0.0, "q3": 0.0}}, "out of order"),
+    ],
+)
+def test_a_bad_row_is_seen(change: dict[str, Any], said: str) -> None:
+    assert said in results.check(document([{**GOOD_ROW, **change}]))[0]
+
+
+def test_a_bad_document_is_seen(tmp_path: Path) -> None:
+    assert results.check([]) == ["document: expected an object, got list"]
+    assert "schema: expected" in results.check(document([], schema=99))[0]
+    assert "machine: cpu" in results.check(document([], machine={}))[0]
+    path = tmp_path / "results.json"
+    for text, said in (("{", "not JSON"), ("{}", "schema is missing"), (None, "No such file")):
+        if text is None:
+            path.unlink()
+        else:
+            path.write_text(text, encoding="utf-8")
+        with pytest.raises(FileError, match=said):
+            results.read(path)
+
+
+def test_written_is_what_is_read(tmp_path: Path) -> None:
+    results.write(document([GOOD_ROW]), tmp_path / "results.json")
+    assert results.read(tmp_path / "results.json") == document([GOOD_ROW])
+
+
+def test_the_report_says_where_a_peer_is_faster_and_what_misses() -> None:
+    slower = {"ratio": {"median": 0.5, "q1": 0.5, "q3": 0.5}, "reached": False, "theirs": {**GOOD_ROW["theirs"]}}
+    slower["theirs"] |= {"median": 0.01}
+    absent = {"peer": "xla", "status": "not run", "reason": "jax is not installed", "must": None, "moonshot": None}
+    found = document([GOOD_ROW, {**GOOD_ROW, **slower, "threads": 2}, {**GOOD_ROW, **absent}])
+    assert report.faster_peers(found) == [
+        "scaled dot, 2 threads: torch scaled_dot_product_attention, 2.00 times faster"
+    ]
+    assert report.missed(found) == ["dot, 2 threads"]
+    text = report.section(found)
+    assert "| scaled dot | torch scaled_dot_product_attention | 1 | 20 ms | 30 ms | 1.50 | 1.45 to 1.60 |" in text
+    assert "not run | jax is not installed" in text and "| **no** |" in text
+    assert "| scaled dot | 1 | native | 50 |  | 0.05 |" in text
+    failed = document([], errors=[{"case": "tiny, 1 thread", "error": "killed"}])
+    assert "- tiny, 1 thread: killed" in report.section(failed)
+
+
+@pytest.mark.parametrize(("time", "text"), [(1.5, "1.5 s"), (0.0123, "12.3 ms"), (2.5e-5, "25 µs"), (120, "120 s")])
+def test_times_have_three_digits(time: float, text: str) -> None:
+    assert report.seconds(time) == text
+
+
+def test_a_page_without_a_section_is_refused() -> None:
+    with pytest.raises(FileError, match="no section between"):
+        report.page_with("# a page", document([]))
+
+
+# ------------------------------------------------- what lies in the project
+
+
+def test_the_results_of_the_project_have_the_form() -> None:
+    found = results.read(ROOT / "benchmarks" / "results.json")
+    assert {row["case"] for row in found["rows"]} >= {promise[0] for promise in PROMISES} | GROWTH
+    assert not found["errors"]
+
+
+def test_the_page_shows_the_results_of_the_project() -> None:
+    """`python benchmarks --page` makes it so."""
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    assert report.page_with(page, results.read(ROOT / "benchmarks" / "results.json")) == page
+
+
+def test_the_entry_makes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = runpy.run_path(str(ROOT / "benchmarks" / "__main__.py"), run_name="entry")
+    page = tmp_path / "performance.md"
+    page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n", encoding="utf-8")
+    results.write(document([GOOD_ROW]), tmp_path / "results.json")
+    monkeypatch.setitem(entry["run"].__globals__, "HERE", tmp_path)
+    monkeypatch.setitem(entry["run"].__globals__, "PAGE", page)
+    assert entry["run"](["--page"]) == 0
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith("before\n") and text.endswith("\nafter\n") and "### Speed" in text and "old" not in text
+
+
+# --------------------------------------------------------------- the command
+
+
+def test_the_command_on_a_toy(toys: None, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    status = main(["bench", "--quick", "--only", "tiny", "--threads", "1", "--out", str(tmp_path / "out")])
+    printed = capsys.readouterr()
+    assert status == 0, printed.err
+    assert printed.err == "[1/1] tiny, 1 thread\n"
+    assert "sdpa" in printed.out and "Traceback" not in printed.out
+    found = results.read(tmp_path / "out" / "results.json")
+    assert found["quick"] is True and [row["case"] for row in found["rows"]] == ["tiny"]
+    assert str(tmp_path) not in (tmp_path / "out" / "results.json").read_text(encoding="utf-8")
+
+
+def test_a_failure_ends_with_status_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    failed = document([], errors=[{"case": "tiny, 1 thread", "error": "tiny, attnscore: error 1"}])
+    import attnscore.commands  # noqa: F401 - the module of the command hides behind its function
+
+    monkeypatch.setattr(sys.modules["attnscore.commands.bench"], "run", lambda *_, **__: failed)
+    assert main(["bench", "--only", "tiny", "--out", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert said == "attnscore: 1 failed, first tiny, 1 thread: tiny, attnscore: error 1\n"
+    assert results.read(tmp_path / "results.json")["errors"]
+
+
+def test_help_names_every_case(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--help"]) == 0
+    words = capsys.readouterr().out.replace("│", " ").split()
+    assert {"--quick", "--full", "--only", "--threads", "--out"} <= set(words)
+    assert all(any(name in word for word in words) for name in ("dot-bfloat16", "additive", "growth-dot"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--only", "dott"], "only: expected names among dot, "),
+        (["--threads", "0"], "threads: expected numbers from 1 to"),
+        (["--threads", "1,x"], "got '1,x'"),
+        (["--threads", "99999"], "CPUs here"),
+        (["--out", str(Path(__file__))], "cannot be made a folder"),
+    ],
+)
+def test_wrong_arguments(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], toys: None) -> None:
+    assert main(["bench", *arguments]) == 2
+    printed = capsys.readouterr().err
+    assert said in printed and printed.count("\n") == 1

@@ -1,0 +1,207 @@
+"""No wrong call gets through the border of the native module: every message names the argument, expected and got."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from native_cases import Case, native
+
+F4 = np.float32
+WRONG_FORWARD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"query": None}, ValueError, "query: expected an array, got None"),
+    ({"query": [1, 2]}, TypeError, "query: expected a NumPy array of float32 .* got .*list"),
+    ({"query": np.zeros((2, 2, 3, 5, 4))}, TypeError, "query: expected dtype float32, got float64"),
+    ({"query": np.zeros((2, 2, 3, 5, 4), ">f4")}, TypeError, "query: expected a NumPy array of float32"),
+    ({"query": np.zeros((2, 2, 3, 5, 4), "c8")}, TypeError, "query: expected dtype float32, got"),
+    ({"query": np.zeros((2, 2, 3, 5, 4), object)}, TypeError, "query: expected a NumPy array"),
+    ({"query": np.zeros((2, 2, 3, 6, 4), F4)}, ValueError, r"query: expected shape \(2, 2, 3, 5, 4\)|query: .*6, 4\)"),
+    ({"query": np.zeros((2, 2, 2, 5, 4), F4)}, ValueError, "query: expected shape"),
+    ({"query": np.zeros((2, 2, 5, 4), F4)}, ValueError, "query: expected at least 5 axes"),
+    ({"query": np.zeros((1, 2, 2, 3, 5, 4), F4)}, ValueError, "query: expected 5 axes, as out"),
+    ({"query": np.zeros((2, 2, 3, 5, 0), F4)}, ValueError, r"key: expected shape \(2, 2, 3, 7, 0\)"),
+    ({"key": np.zeros((2, 2, 1, 7, 5), F4)}, ValueError, r"key: expected shape \(2, 2, 3, 7, 4\).*\(2, 2, 1, 7, 5\)"),
+    ({"value": np.zeros((2, 2, 1, 8, 6), F4)}, ValueError, "value: expected shape"),
+    ({"value": np.zeros((2, 2, 1, 7, 5), F4)}, ValueError, "out: expected shape"),
+    ({"value": np.zeros(8, F4)}, ValueError, "value: expected at least 5 axes"),
+    ({"value": np.float32(1)}, (TypeError, ValueError), "value: expected"),
+    ({"out": np.zeros((2, 2, 3, 5, 6), F4)[..., ::-1]}, ValueError, "out: expected a C-contiguous array"),
+    ({"out": np.zeros((2, 2, 3, 6, 5), F4).swapaxes(-1, -2)}, ValueError, "out: expected a C-contiguous array"),
+    ({"out": np.broadcast_to(F4(0), (2, 2, 3, 5, 6))}, TypeError, "out: expected a writable NumPy array"),
+    ({"out": np.zeros((2, 2, 3, 5, 6))}, TypeError, "out: expected dtype float32, got float64"),
+    ({"out": np.zeros((1, 2, 3, 5, 6), F4)}, ValueError, "query: expected shape"),
+    ({"out": None}, ValueError, "out: expected an array, got None"),
+    ({"statistics": np.zeros((2, 2, 3, 5, 2), F4)}, ValueError, r"statistics: expected shape \(2, 2, 3, 5, 7\)"),
+    ({"statistics": np.zeros((2, 2, 3, 5, 7))}, TypeError, "statistics: expected dtype float32"),
+    ({"start": np.zeros((2, 5), np.int64)}, ValueError, "stop: expected start and stop together, got None"),
+    ({"stop": np.zeros((2, 5), np.int64)}, ValueError, "start: expected start and stop together, got None"),
+    (
+        {"start": np.zeros((2, 5), np.int32), "stop": np.zeros((2, 5), np.int64)},
+        TypeError,
+        "start: expected dtype int64",
+    ),
+    ({"start": np.zeros((3, 5), int), "stop": np.zeros((3, 5), int)}, ValueError, r"start: expected shape \(2, 5\)"),
+    ({"start": np.zeros((2, 4), int), "stop": np.zeros((2, 4), int)}, ValueError, r"start: expected shape \(2, 5\)"),
+    ({"start": np.zeros(5, int), "stop": np.zeros(5, int)}, ValueError, r"start: expected shape \(2, 5\)"),
+    ({"start": np.zeros((1, 5), int), "stop": np.zeros((2, 5), int)}, ValueError, "stop: expected the shape of start"),
+    (
+        {"start": np.full((2, 5), -1), "stop": np.zeros((2, 5), int)},
+        ValueError,
+        "start: expected numbers from 0, got -1",
+    ),
+    ({"start": np.zeros((2, 5), int), "stop": np.full((2, 5), 8)}, ValueError, "stop: expected .* key_len = 7, got 8"),
+    (
+        {"start": np.full((2, 5), 5), "stop": np.full((2, 5), 4)},
+        ValueError,
+        "stop: expected numbers from start on, got 4 with start 5",
+    ),
+    ({"start": np.zeros((2, 10), int)[:, ::2], "stop": np.zeros((2, 5), int)}, ValueError, "start: .*C-contiguous"),
+    ({"weights": np.zeros(4, F4)}, ValueError, "weights: expected None but with form 'additive'"),
+    ({"form": "additive"}, ValueError, "weights: expected an array, got None"),
+    ({"form": "additive", "weights": np.zeros(4)}, TypeError, "weights: expected dtype float32"),
+    ({"form": "additive", "weights": np.zeros(5, F4)}, ValueError, r"weights: expected shape \(4,\), got \(5,\)"),
+    ({"form": "additive", "weights": np.zeros(8, F4)[::2]}, ValueError, "weights: expected a C-contiguous"),
+    ({"form": "additive", "weights": np.zeros((3, 3, 4), F4)}, ValueError, r"weights: expected shape \(2, 3, 4\)"),
+    ({"form": "additive", "weights": np.zeros((1, 4), F4)}, ValueError, r"weights: expected shape \(2, 3, 4\)"),
+    ({"form": "cubic"}, ValueError, "form: expected one of 'inner', 'additive', 'distance', got 'cubic'"),
+    ({"activation": "swish"}, ValueError, "activation: expected one of .*, got 'swish'"),
+    ({"score_dtype": "int8"}, ValueError, "score_dtype: expected one of .*, got 'int8'"),
+    ({"value_dtype": "float"}, ValueError, "value_dtype: expected one of .*, got 'float'"),
+    ({"value_dtype": "float64"}, ValueError, "value_dtype: float64 needs score_dtype float64"),
+    ({"bias_dtype": "bool"}, ValueError, "bias_dtype: expected one of"),
+    ({"dropout": 1.0}, ValueError, "dropout: expected a number in"),
+    ({"dropout": float("nan")}, ValueError, "dropout: expected a number in"),
+    ({"caps": ((0.0, 1.0),)}, ValueError, "caps: expected caps above 0, got 0"),
+    ({"caps": (1.0,)}, TypeError, "incompatible function arguments"),
+    ({"seed": -1}, TypeError, "incompatible function arguments"),
+    (
+        {"query_bias": np.zeros((2, 2, 3, 7, 1), F4)},
+        ValueError,
+        r"query_bias: expected shape \(2, 2, 3, 5, 1\) \(1 in any",
+    ),
+    ({"query_bias": np.zeros((2, 2, 3, 5, 1))}, TypeError, "query_bias: expected dtype float32, got float64"),
+    ({"key_bias": np.zeros((2, 2, 1, 5, 1), F4)}, ValueError, r"key_bias: expected shape \(2, 2, 3, 7, 1\)"),
+    ({"key_bias": np.zeros((2, 2, 1, 7), F4)}, ValueError, r"key_bias: .*got \(2, 2, 1, 7\)"),
+    ({"bias": np.zeros((2, 2, 3, 5, 6), F4)}, ValueError, r"bias: expected shape \(2, 2, 3, 5, 7\)"),
+    ({"bias": np.zeros((5, 7), F4)}, ValueError, r"bias: expected shape \(2, 2, 3, 5, 7\)"),
+    ({"bias": np.zeros((1, 1, 1, 5, 7))}, TypeError, "bias: expected dtype float32, got float64"),
+    ({"bias": np.zeros((1, 1, 1, 5, 7), F4), "bias_dtype": "bfloat16"}, TypeError, "bias: expected dtype uint16"),
+    ({"mask": np.zeros((1, 1, 1, 5, 6), np.uint8)}, ValueError, r"mask: expected shape \(2, 2, 3, 5, 7\)"),
+    ({"mask": np.zeros((1, 1, 1, 5, 7), F4)}, TypeError, "mask: expected dtype uint8, got float32"),
+    ({"query_ids": np.zeros((1, 5), int)}, ValueError, "key_ids: expected query_ids and key_ids together"),
+    ({"key_ids": np.zeros((1, 7), int)}, ValueError, "query_ids: expected query_ids and key_ids together"),
+    ({"query_ids": np.zeros((1, 7), int), "key_ids": np.zeros((1, 7), int)}, ValueError, r"query_ids: .*\(2, 5\)"),
+    ({"query_ids": np.zeros((1, 5), int), "key_ids": np.zeros((3, 7), int)}, ValueError, r"key_ids: .*\(2, 7\)"),
+    ({"query_ids": np.zeros((1, 5), "i4"), "key_ids": np.zeros((1, 7), int)}, TypeError, "query_ids: expected dtype"),
+    ({"sink": np.zeros((2, 2), F4)}, ValueError, r"sink: expected shape \(2, 3\)"),
+    ({"sink": np.zeros(6, F4)}, ValueError, r"sink: expected shape \(2, 3\)"),
+    ({"sink": np.zeros((2, 3))}, TypeError, "sink: expected dtype float32"),
+    ({"top": np.zeros((2, 2, 3, 5), F4)}, ValueError, r"top: expected shape \(2, 2, 3, 5, 1\)"),
+    ({"log_total": None}, ValueError, "log_total: expected an array, got None"),
+    ({"threads": "two"}, TypeError, "incompatible function arguments"),
+    ({"scale": "x"}, TypeError, "incompatible function arguments"),
+]
+
+
+def names(table: list[tuple[dict[str, Any], type[Exception], str]]) -> list[str]:
+    return [f"{i} {' '.join(change)}" for i, (change, _, _) in enumerate(table)]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), WRONG_FORWARD, ids=names(WRONG_FORWARD))
+def test_wrong_forward_calls(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Case().run(**change)
+
+
+WRONG_BACKWARD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"out": None}, ValueError, "out: expected an array, got None"),
+    ({"out": np.zeros((2, 2, 1, 5, 6), F4)}, ValueError, "query: expected shape"),
+    ({"grad_query": np.zeros((2, 2, 1, 5, 4), F4)}, ValueError, "grad_query: expected shape"),
+    ({"grad_query": np.zeros((2, 2, 3, 5, 5), F4)}, ValueError, "grad_query: expected shape"),
+    ({"grad_query": np.zeros((2, 2, 3, 5, 4))}, TypeError, "grad_query: expected dtype float32"),
+    ({"grad_query": np.zeros((2, 2, 3, 4, 5), F4).swapaxes(-1, -2)}, ValueError, "grad_query: expected a C-contig"),
+    ({"grad_query": np.broadcast_to(F4(0), (2, 2, 3, 5, 4))}, TypeError, "grad_query: expected a writable"),
+    ({"grad_out": np.zeros((2, 2, 3, 5, 5), F4)}, ValueError, "grad_out: expected shape"),
+    ({"grad_out": np.zeros((2, 3, 5, 6), F4)}, ValueError, "grad_out: expected shape"),
+    ({"grad_out": None}, ValueError, "grad_out: expected an array"),
+    ({"top": np.zeros((2, 2, 3, 4, 1), F4)}, ValueError, "top: expected shape"),
+    ({"top": None}, ValueError, "top: expected an array"),
+    ({"log_total": np.zeros((2, 2, 3, 5, 1))}, TypeError, "log_total: expected dtype float32"),
+    ({"grad_log_sum_exp": np.zeros((2, 2, 5, 3, 1), F4)}, ValueError, "grad_log_sum_exp: expected shape"),
+    ({"grad_entropy": np.zeros((2, 2, 3, 5, 1), F4)}, ValueError, "entropy: expected an array beside grad_entropy"),
+    ({"grad_key": np.zeros((2, 2, 2, 7, 4), F4)}, ValueError, "grad_key: expected shape"),
+    ({"grad_key": np.zeros((2, 2, 3, 7, 4), F4)}, ValueError, r"grad_key: expected shape \(2, 2, 1, 7, 4\)"),
+    ({"grad_value": np.zeros((2, 2, 3, 7, 6), F4)}, ValueError, "grad_value: expected shape"),
+    ({"grad_key": np.zeros(3, F4)}, ValueError, "grad_key: expected shape"),
+    ({"grad_weights": np.zeros((2, 2, 1, 4), F4)}, ValueError, "grad_weights: expected None where there is no such"),
+    ({"grad_bias": np.zeros((1, 1, 1, 5, 7), F4)}, ValueError, "grad_bias: expected None where there is no such"),
+    ({"grad_key_bias": np.zeros((2, 2, 1, 7), F4)}, ValueError, "grad_key_bias: expected None where there is no such"),
+    ({"grad_sink": np.zeros((2, 2, 3), F4)}, ValueError, "grad_sink: expected None where there is no such"),
+    (
+        {"bias": np.zeros((1, 2, 1, 5, 7), F4), "grad_bias": np.zeros((1, 1, 1, 5, 7), F4)},
+        ValueError,
+        r"grad_bias: expected shape \(1, 2, 1, 5, 7\)",
+    ),
+    (
+        {"key_bias": np.zeros((1, 1, 1, 7, 1), F4), "grad_key_bias": np.zeros((1, 1, 1, 7), F4)},
+        ValueError,
+        r"grad_key_bias: expected shape \(2, 2, 1, 7\)",
+    ),
+    ({"key": np.zeros((2, 2, 3, 7, 4), F4)}, ValueError, r"grad_key: expected shape \(2, 2, 3, 7, 4\)"),
+    ({"value": np.zeros((2, 2, 3, 7, 6), F4)}, ValueError, r"grad_key: expected shape \(2, 2, 3, 7, 4\)"),
+    ({"grad_dtype": "float8"}, ValueError, "grad_dtype: expected one of"),
+    ({"grad_dtype": "bfloat16"}, TypeError, "grad_out: expected dtype uint16, got float32"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), WRONG_BACKWARD, ids=names(WRONG_BACKWARD))
+def test_wrong_backward_calls(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    case = Case()
+    case.run()
+    with pytest.raises(error, match=message):
+        case.run_backward(**change)
+
+
+def test_wrong_gradients_of_weights() -> None:
+    case = Case(form="additive")
+    case.run()
+    with pytest.raises(ValueError, match="grad_weights: expected shape"):
+        case.run_backward(grad_weights=np.zeros((2, 2, 3, 4), F4))
+    with pytest.raises(ValueError, match=r"grad_key: expected shape \(2, 2, 3, 7, 4\)"):
+        case.run_backward(weights=np.zeros((2, 3, 4), F4))
+
+
+@pytest.mark.parametrize("count", [0, 12, 14])
+def test_wrong_numbers_of_arrays(count: int) -> None:
+    case = Case()
+    score = tuple(case.options.values())
+    row = np.zeros(1, F4)
+    with pytest.raises(ValueError, match=f"inputs: expected 13 arrays, got {count}"):
+        native.forward(score, (None,) * count, [row] * 4, False, 1)
+    with pytest.raises(ValueError, match=f"rows: expected 4 arrays, got {count}"):
+        native.forward(score, (None,) * 13, [row] * count, False, 1)
+    inputs = (case.query, case.key, case.value, *(None,) * 10)
+    with pytest.raises(ValueError, match=f"rows: expected 7 arrays, got {count}"):
+        native.backward(score, inputs, (None,) * count, "float32", (None,) * 8, 1)
+    with pytest.raises(ValueError, match=f"gradients: expected 8 arrays, got {count}"):
+        native.backward(score, inputs, (None,) * 7, "float32", (None,) * count, 1)
+
+
+def test_misaligned_arrays_are_refused() -> None:
+    case = Case()
+    whole = np.zeros(case.query.nbytes + 1, np.uint8)
+    query = whole[1:].view(F4).reshape(case.query.shape)
+    with pytest.raises(ValueError, match="query: expected elements at multiples of their size"):
+        case.run(query=query)
+    record = np.zeros(case.query.shape, np.dtype([("flag", "u1"), ("x", "f4")]))
+    with pytest.raises(TypeError, match="query: expected a NumPy array of float32 with strides of whole elements"):
+        case.run(query=record["x"])
+
+
+def test_missing_and_unknown_arguments() -> None:
+    with pytest.raises(TypeError):
+        native.forward()
+    with pytest.raises(TypeError):
+        native.forward(colour="red")

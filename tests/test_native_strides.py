@@ -1,0 +1,169 @@
+"""Shapes, dtypes, strides and alignment of the arrays that the native module reads and fills."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from native_cases import BITS, Case, close, same
+
+
+@pytest.mark.parametrize("form", ["inner", "additive"])
+@pytest.mark.parametrize("intervals", [False, True])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"lead": (1,), "head": 1, "group": 1},
+        {"lead": (2, 3, 2)},
+        {"group": 1},
+        {"key_group": 3},
+        {"query_len": 1, "key_len": 1, "dim": 1, "value_dim": 1},
+        {"query_len": 17, "key_len": 130, "dim": 33, "value_dim": 65},
+        {"lead": (0,)},
+        {"head": 0},
+        {"query_len": 0},
+        {"key_len": 0},
+        {"dim": 0},
+        {"value_dim": 0},
+        {"query_len": 0, "key_len": 0},
+    ],
+    ids=str,
+)
+def test_shapes(shape: dict[str, Any], intervals: bool, form: str) -> None:
+    Case(**shape, intervals=intervals, form=form).check()
+
+
+@pytest.mark.parametrize("form", ["inner", "additive"])
+@pytest.mark.parametrize(
+    ("score", "value"),
+    [
+        ("float32", "float32"),
+        ("float64", "float64"),
+        ("bfloat16", "bfloat16"),
+        ("float16", "float16"),
+        ("float32", "bfloat16"),
+        ("float16", "float32"),
+        ("float64", "float32"),
+        ("float64", "float16"),
+    ],
+)
+def test_dtypes(score: str, value: str, form: str) -> None:
+    Case(score_dtype=score, value_dtype=value, form=form, intervals=True).check()
+
+
+@pytest.mark.parametrize("activation", ["tanh", "sigmoid", "relu", "leaky_relu"])
+def test_activations(activation: str) -> None:
+    Case(form="additive", activation=activation).check()
+
+
+@pytest.mark.parametrize("grad", ["float32", "float64", "bfloat16", "float16"])
+def test_grad_out_has_a_dtype_of_its_own(grad: str) -> None:
+    case = Case()
+    case.run()
+    g = case.grad_out.astype(BITS.get(grad, grad))
+    case.grad_out = g.astype("f4")
+    case.run_backward()
+    expected = case.grad_value.copy(), case.grad_query.copy()
+    case.run_backward(grad_out=g.view(np.uint16) if grad in BITS else g, grad_dtype=grad)
+    close(case.grad_value, expected[0], 1e-6)
+    close(case.grad_query, expected[1], 1e-6)
+
+
+# ---- strides ----
+
+LAYOUTS = {
+    "transposed": lambda x: np.ascontiguousarray(x.swapaxes(-1, -2)).swapaxes(-1, -2),
+    "heads inside": lambda x: np.ascontiguousarray(x.transpose(0, 3, 1, 2, 4)).transpose(0, 2, 3, 1, 4),
+    "rows backwards": lambda x: np.ascontiguousarray(x[..., ::-1, :])[..., ::-1, :],
+    "columns backwards": lambda x: np.ascontiguousarray(x[..., ::-1])[..., ::-1],
+    "heads backwards": lambda x: np.ascontiguousarray(x[:, ::-1])[:, ::-1],
+    "every third": lambda x: np.repeat(x, 3, axis=-1)[..., 1::3],
+    "shifted by one": lambda x: np.concatenate([x[..., :1], x], axis=-1)[..., 1:],
+    "read-only": lambda x: np.frombuffer(x.tobytes(), x.dtype).reshape(x.shape),
+    "Fortran": np.asfortranarray,
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("form", ["inner", "additive"])
+def test_any_strides(layout: str, dtype: str, form: str) -> None:
+    case = Case(form=form, score_dtype=dtype, value_dtype=dtype, intervals=True)
+    names = ("query", "key", "value", "grad_out")
+    expected = {name: getattr(case, name).copy() for name in names}
+    for name in names:
+        view = LAYOUTS[layout](getattr(case, name))
+        assert np.array_equal(view, expected[name])
+        setattr(case, name, view)
+    case.check()
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "grad_out"])
+@pytest.mark.parametrize("axis", [0, 1, 2, 3, 4])
+def test_stride_zero(name: str, axis: int) -> None:
+    """An array that repeats itself along an axis, however long it says that the axis is."""
+    case = Case(key_group=3)
+    x = getattr(case, name)
+    setattr(case, name, np.broadcast_to(x.take([0], axis), x.shape))
+    case.check()
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "grad_out"])
+@pytest.mark.parametrize("axes", [(0,), (1,), (2,), (0, 1), (0, 1, 2)])
+def test_an_axis_of_length_1_is_broadcast(name: str, axes: tuple[int, ...]) -> None:
+    case = Case(key_group=3)
+    one = getattr(case, name)
+    for axis in axes:
+        one = one.take([0], axis)
+    setattr(case, name, np.broadcast_to(one, getattr(case, name).shape))
+    case.run()
+    case.run_backward()
+    expected = case.out, case.grad_query, case.grad_key, case.grad_value
+    setattr(case, name, one)
+    case.run()
+    case.run_backward()
+    assert same((case.out, case.grad_query, case.grad_key, case.grad_value), expected)
+
+
+def test_intervals_and_weights_of_their_own() -> None:
+    """One interval for all batch rows, and weights per head, backwards in memory: as if written out."""
+    case = Case(form="additive", intervals=True, key_group=3)
+    assert case.start is not None
+    assert case.stop is not None
+    rows = case.start[:1], case.stop[:1]
+    case.start, case.stop = (np.repeat(x, 2, axis=0) for x in rows)
+    weights = np.random.default_rng(2).standard_normal((2, 3, 4)).astype("f4")
+    for place in np.ndindex(2, 3):
+        case.weights = weights[place]
+        case.run()
+        case.run_backward()
+        whole = [x[:, place[0], place[1]].copy() for x in (case.out, case.grad_query, case.grad_key, case.grad_weights)]
+        case.start, case.stop = rows
+        case.weights = np.ascontiguousarray(weights[::-1])[::-1]
+        case.run()
+        case.run_backward()
+        own = [x[:, place[0], place[1]] for x in (case.out, case.grad_query, case.grad_key, case.grad_weights)]
+        assert same(tuple(whole), tuple(own))
+
+
+def test_statistics_on_request() -> None:
+    case = Case()
+    case.run()
+    full = case.statistics.copy()
+    case.run(full_statistics=False)
+    assert np.array_equal(case.statistics[..., :2], full[..., :2])
+    assert (case.statistics[..., 2:] == 77).all()
+    s, _ = case.scores()
+    e = np.exp(s - s.max(-1, keepdims=True))
+    rows = [
+        s.max(-1),
+        e.sum(-1),
+        (e * (s - s.max(-1, keepdims=True))).sum(-1),
+        (e**2).sum(-1),
+        np.full(s.shape[:-1], 7),
+    ]
+    rows += [s.mean(-1), s.var(-1) * 7]
+    close(full, np.stack(rows, axis=-1), 1e-5)

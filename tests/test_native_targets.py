@@ -1,0 +1,77 @@
+"""The CPU targets of the native kernels: which there are, how one is forced, and that all agree with NumPy."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from native_cases import Case, native
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    """The target is the process's own: leave it as it was."""
+    target = native.current_target()
+    yield
+    native.select(target)
+
+
+def test_targets_end_with_the_one_that_runs_everywhere() -> None:
+    names = native.targets()
+    assert names[-1] == "portable"
+    assert names == [name for name in ("avx512bf16", "avx512", "avx2", "portable") if name in names]
+    assert native.current_target() in names
+
+
+@pytest.mark.parametrize("target", native.targets())
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("form", ["inner", "additive"])
+@pytest.mark.parametrize("lengths", [(5, 7), (1, 1), (67, 131)], ids=str)
+def test_every_target_can_be_selected(target: str, dtype: str, form: str, lengths: tuple[int, int]) -> None:
+    native.select(target)
+    assert native.current_target() == target
+    sizes = {"query_len": lengths[0], "key_len": lengths[1], "dim": 33, "value_dim": 17, "scale": 0.1}
+    Case(intervals=True, form=form, score_dtype=dtype, value_dtype=dtype, **sizes).check()
+
+
+def test_a_target_that_does_not_exist() -> None:
+    before = native.current_target()
+    with pytest.raises(ValueError, match=r"name: expected a target .*'portable', got 'sse9'"):
+        native.select("sse9")
+    assert native.current_target() == before
+
+
+def in_new_process(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", f"import attnscore._native as native\n{code}"],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("target", native.targets())
+def test_the_environment_forces_a_target(target: str) -> None:
+    done = in_new_process("print(native.current_target())", ATTNSCORE_TARGET=target)
+    assert (done.stdout, done.stderr) == (f"{target}\n", "")
+
+
+def test_a_wrong_target_in_the_environment_is_an_error_at_the_first_use() -> None:
+    code = "print(native.targets()[-1], flush=True); native.current_target()"
+    done = in_new_process(code, ATTNSCORE_TARGET="sse9")
+    assert done.stdout == "portable\n"
+    assert "ValueError: environment variable ATTNSCORE_TARGET: expected a target" in done.stderr
+    assert "got 'sse9'" in done.stderr
+    assert in_new_process("native.select('portable'); native.current_target()", ATTNSCORE_TARGET="sse9").returncode == 0
+
+
+def test_the_package_can_be_told_to_do_without() -> None:
+    code = "import attnscore as ats; print(ats.available()['kernels']['native'])"
+    assert in_new_process(code, ATTNSCORE_NO_NATIVE="1").stdout == "turned off by ATTNSCORE_NO_NATIVE=1\n"
+    assert in_new_process(code, ATTNSCORE_NO_NATIVE="").stdout == "None\n"

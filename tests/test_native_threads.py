@@ -1,0 +1,198 @@
+"""Threads of the native kernels: the same bits for any number, several callers at once, fork, exit, signals."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import attnscore as ats
+from native_cases import Case, native, same
+
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+# Python warns of exactly what is tested here: a fork from a process that has threads.
+fork_warns = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+
+def answer(threads: int, **options: Any) -> tuple[np.ndarray, ...]:
+    case = Case(**({"lead": (4,), "head": 4, "query_len": 70, "key_len": 90} | options))
+    case.run(threads)
+    case.run_backward(threads)
+    return case.results()
+
+
+@pytest.mark.parametrize("threads", [2, 3, 7, 100])
+@pytest.mark.parametrize("form", ["inner", "additive"])
+@pytest.mark.parametrize(
+    "sizes",
+    [{}, {"lead": (1,), "head": 1, "group": 1, "query_len": 3, "key_len": 5000, "intervals": True}],
+    ids=["many heads", "few queries"],
+)
+def test_results_do_not_depend_on_the_number_of_threads(threads: int, form: str, sizes: dict[str, Any]) -> None:
+    assert same(answer(threads, form=form, **sizes), answer(1, form=form, **sizes))
+
+
+def test_many_jobs_in_a_row() -> None:
+    """The way in and out of a job, thousands of times: a lost wake-up would hang, a late worker would corrupt."""
+    case = Case(query_len=3)
+    case.run(1)
+    expected = case.out.copy()
+    for i in range(3000):
+        case.run(2 + i % 3)
+        assert np.array_equal(case.out, expected)
+        if i % 500 == 0:
+            time.sleep(0.01)  # long enough for the workers to fall asleep
+
+
+def test_several_python_threads_at_once() -> None:
+    expected, wrong = answer(1), []
+
+    def caller() -> None:
+        wrong.extend(i for i in range(20) if not same(answer(3), expected))
+
+    callers = [threading.Thread(target=caller) for _ in range(6)]
+    for thread in callers:
+        thread.start()
+    for thread in callers:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert not wrong
+
+
+def child(expected: tuple[np.ndarray, ...], queue: Any) -> None:
+    queue.put(all(same(answer(2), expected) for _ in range(3)))
+
+
+@needs_fork
+@fork_warns
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+def test_the_pool_lives_through_fork(busy: bool) -> None:
+    expected = answer(2)  # the parent's workers exist now
+    stop = threading.Event()
+
+    def keep_busy() -> None:
+        while not stop.is_set():
+            answer(2)
+
+    other = threading.Thread(target=keep_busy)
+    if busy:
+        other.start()
+    try:
+        context = multiprocessing.get_context("fork")
+        queue = context.Queue()
+        children = [context.Process(target=child, args=(expected, queue)) for _ in range(6)]
+        for process in children:
+            process.start()
+        assert all(queue.get(timeout=60) for _ in children)
+        for process in children:
+            process.join(60)
+            assert process.exitcode == 0
+    finally:
+        stop.set()
+        if busy:
+            other.join()
+    assert same(answer(2), expected)
+
+
+@needs_fork
+@fork_warns
+def test_fork_of_a_fork() -> None:
+    expected = answer(2)
+
+    def grandchild() -> int:
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0 if same(answer(2), expected) else 3)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    pid = os.fork()
+    if pid == 0:
+        right = same(answer(2), expected)
+        os._exit(grandchild() if right else 4)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+class Loaded(torch.utils.data.Dataset):
+    """Attention inside a data loader's worker."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        x = torch.full((1, 4, 64, 16), float(i))
+        return ats.attend(x, x, x)[0, 0, 0]
+
+
+@needs_fork
+@fork_warns
+def test_workers_of_a_data_loader() -> None:
+    Loaded()[0]
+    loader = torch.utils.data.DataLoader(Loaded(), batch_size=2, num_workers=2, timeout=60)
+    assert torch.cat(list(loader))[:, 0].tolist() == pytest.approx(range(8))
+
+
+CALL = """
+import attnscore as ats, numpy as np
+x = np.ones((1, 8, 64, 16), "f")
+ats.set_num_threads(4)
+ats.attend(x, x, x, kernel="native")
+"""
+
+
+def in_new_process(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("pause", ["", "import time; time.sleep(0.05)"], ids=["awake", "asleep"])
+def test_exit_with_workers(pause: str) -> None:
+    done = in_new_process(CALL + pause)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_signals_reach_the_main_thread() -> None:
+    code = """
+import signal, time
+signal.signal(signal.SIGALRM, lambda *_: print("rang"))
+signal.setitimer(signal.ITIMER_REAL, 0.1)
+start = time.monotonic()
+signal.pause()
+assert time.monotonic() - start < 10
+"""
+    done = in_new_process(CALL + code)
+    assert (done.stdout, done.stderr) == ("rang\n", "")
+
+
+@pytest.mark.parametrize("wrong", [0, -1])
+def test_fewer_than_one_thread(wrong: int) -> None:
+    with pytest.raises(ValueError, match=f"threads: expected 1 or more, got {wrong}"):
+        Case().run(wrong)
+
+
+def test_called_from_torch_it_takes_the_threads_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = []
+
+    class Watched:
+        def forward(self, *arguments: Any) -> None:
+            used.append(arguments[-1])
+            native.forward(*arguments)
+
+    monkeypatch.setattr("attnscore.kernels.native._native", Watched())
+    before = torch.get_num_threads(), ats.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        ats.set_num_threads(5)
+        x = torch.ones(2, 3, 4)
+        ats.attend(x, x, x)
+        ats.attend(*[x.numpy()] * 3)
+    finally:
+        torch.set_num_threads(before[0])
+        ats.set_num_threads(before[1])
+    assert used == [3, 5]

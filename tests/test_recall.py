@@ -1,0 +1,143 @@
+"""What is remembered between calls: the same answers, the same errors, nothing of the caller's."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import attnscore as ats
+from attnscore import tiling
+from attnscore.masking import known
+from attnscore.recall import Memory
+
+
+def _inputs(queries: int = 4, keys: int = 6) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(2, 3, length, 5) for length in (queries, keys, keys)]
+
+
+def test_the_oldest_answer_makes_room() -> None:
+    memory: Memory[int] = Memory(room=2)
+    asked: list[int] = []
+
+    def ask(key: int) -> int:
+        def work() -> int:
+            asked.append(key)
+            return 10 * key
+
+        return memory.recall(key, work)
+
+    assert [ask(key) for key in (1, 2, 1, 3, 2, 1)] == [10, 20, 10, 30, 20, 10]
+    assert asked == [1, 2, 3, 1]
+
+
+def test_what_raises_has_no_hash_or_no_key_is_not_remembered() -> None:
+    memory: Memory[int] = Memory()
+    answers = iter(range(10))
+
+    def fails() -> int:
+        raise ValueError(next(answers))
+
+    for expected in ("0", "1"):
+        with pytest.raises(ValueError, match=expected):
+            memory.recall("key", fails)
+    assert [memory.recall(key, lambda: next(answers)) for key in (None, None, [], [], "key", "key")] == [
+        2,
+        3,
+        4,
+        5,
+        6,
+        6,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "error"),
+    [
+        ({"head_axis": -3}, {"head_axis": -3.0}, ats.ArgumentError),
+        ({"valid_lens": [2, 1]}, {"valid_lens": [2, 7]}, ats.MaskError),
+        ({"valid_lens": [1, 1]}, {"valid_lens": [True, True]}, ats.MaskError),
+        ({"valid_lens": torch.tensor([1, 1])}, {"valid_lens": torch.tensor([True, True])}, ats.MaskError),
+        ({"valid_lens": torch.tensor([2, 1])}, {"valid_lens": torch.tensor([2, 1]).to_sparse()}, ats.FrameworkError),
+        ({"valid_lens": np.array([2, 1])}, {"valid_lens": np.ma.array([2, 1])}, None),
+        ({"mask": ats.SlidingWindow(1, 1, offset=0)}, {"mask": ats.SlidingWindow(1.0, 1, offset=0)}, ats.MaskError),
+        ({"mask": ats.Causal(offset=1)}, {"mask": ats.Causal(offset=True)}, ats.MaskError),
+        ({"mask": ats.Causal("top_left")}, {"mask": ats.Causal()}, ats.MaskError),
+    ],
+    ids=str,
+)
+def test_a_good_call_lets_no_bad_one_pass(
+    good: dict[str, Any], bad: dict[str, Any], error: type[Exception] | None
+) -> None:
+    """Keys tell types apart: True, 1 and 1.0 are equal, and a check is not."""
+    arrays = _inputs()
+    wanted = ats.attend(*arrays, **good)
+    torch.testing.assert_close(ats.attend(*arrays, **good), wanted)
+    if error is None:
+        torch.testing.assert_close(ats.attend(*arrays, **bad), wanted)
+        return
+    for _ in range(2):
+        with pytest.raises(error):
+            ats.attend(*arrays, **bad)
+
+
+def test_arrays_of_one_shape_and_another_dtype_or_kind_are_checked_anew() -> None:
+    query, key, value = _inputs()
+    ats.attend(query, key, value)
+    with pytest.raises(ats.DtypeError):
+        ats.attend(query, key, value.double())
+    with pytest.raises(ats.FrameworkError):
+        ats.attend(query, key.to_sparse(), value)
+    with pytest.raises(ats.DeviceError):
+        ats.attend(query, key, value.to("meta"))
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        ats.ValidLens,
+        lambda lens: ats.KeyRange(lens - 1, lens),
+        lambda lens: ats.Causal("top_left") & ats.ValidLens(lens),
+    ],
+    ids=["lengths", "range", "composed"],
+)
+def test_lengths_changed_in_place_are_new_lengths(mask: Callable[[Any], Any]) -> None:
+    arrays, lens = _inputs(), torch.tensor([1, 2])
+    same = mask(lens)
+    for _ in range(3):
+        wanted = ats.attend(*arrays, mask=ats.Dense(torch.from_numpy(same.materialize(4, 6, 2))[:, None]))
+        torch.testing.assert_close(ats.attend(*arrays, mask=same), wanted)
+        lens += 1
+
+
+def test_nothing_of_the_caller_is_held() -> None:
+    arrays, lens = _inputs(), torch.tensor([3, 5])
+    mask = ats.ValidLens(lens)
+    ats.attend(*arrays, mask=mask)
+    held = [weakref.ref(x) for x in (*arrays, lens, mask)]
+    del arrays, lens, mask
+    gc.collect()
+    assert [x() for x in held] == [None] * 5
+
+
+def test_a_known_mask_is_the_mask() -> None:
+    """It prints itself as its caller wrote it, and every kernel sees the same pairs."""
+    arrays, mask = _inputs(), ats.Causal("bottom_right") & ats.ValidLens([6, 0])
+    assert repr(mask) in str(ats.explain(*arrays, mask=mask))
+    outs = [ats.attend(*arrays, mask=mask, kernel=kernel) for kernel in ("streaming", "dense")]
+    torch.testing.assert_close(*outs)
+    long = torch.zeros(1, known.MOST_ROWS + 1, 2)
+    assert ats.attend(long, long, long, mask=ats.SlidingWindow(0, 0)).shape == long.shape
+
+
+def test_sizes_of_tiles_are_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays = _inputs(64, 64)
+    wanted = ats.attend(*arrays, kernel="streaming")
+    monkeypatch.setattr(tiling, "TILE_SCORES", 1)
+    torch.testing.assert_close(ats.attend(*arrays, kernel="streaming"), wanted)

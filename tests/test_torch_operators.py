@@ -1,0 +1,307 @@
+"""`attend` under torch.compile: one graph, the numbers and gradients of eager mode, operators that torch accepts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+import attnscore as ats
+from attnscore import scoring
+from attnscore.layers import torch as layers
+from own_scores import OwnPlain
+
+BATCH, HEADS, QUERIES, KEYS, DIM, HIDDEN = 2, 2, 5, 7, 4, 3
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler(one_thread: None) -> Iterator[None]:
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@dataclass(frozen=True)
+class Call:
+    """One row: what is given beside query, key and value, made from trained tensors."""
+
+    name: str
+    options: Callable[..., dict[str, Any]]
+    shapes: tuple[tuple[int, ...], ...] = ()
+
+
+def _keep(*shape: int) -> Tensor:
+    return torch.arange(torch.Size(shape).numel()).reshape(shape) % 3 != 1
+
+
+# The compiler reads & and | of masks, and not ~ (it says so): such a mask is made outside.
+NOT_THE_FIRST = ~ats.ValidLens([1, 0])
+
+# fmt: off
+CALLS = (
+    Call("defaults", dict),
+    Call("scale per head", lambda s: {"score": ats.ScaledDot(s)}, ((HEADS,),)),
+    Call("additive, lengths", lambda w, a, b, c: {
+        "score": ats.Additive(w, a, b, c), "valid_lens": [2, 6]},
+        ((HIDDEN,), (HIDDEN, DIM), (HIDDEN, DIM), (HIDDEN,))),
+    Call("bilinear, causal", lambda w: {"score": ats.Bilinear(w), "mask": ats.Causal("top_left")}, ((DIM, DIM),)),
+    Call("gaussian, window", lambda b: {
+        "score": ats.Gaussian(b.exp()), "mask": ats.SlidingWindow(left=2, right=1, offset=1)}, ((),)),
+    Call("cosine, padding", lambda: {"score": ats.Cosine(3.0), "mask": ats.KeyPadding(_keep(BATCH, KEYS))}),
+    Call("sum, lengths in a tensor", lambda: {"score": "sum", "valid_lens": torch.tensor([0, 6])}),
+    Call("cap, array, bias", lambda b: {
+        "score": ats.SoftCap(ats.Temperature("dot", 2.0), 5.0), "mask": _keep(QUERIES, KEYS), "bias": b},
+        ((QUERIES, KEYS),)),
+    Call("sink, composed masks", lambda s: {
+        "sink": s, "mask": (ats.Causal(offset=2) | ats.PrefixLM(1)) & NOT_THE_FIRST}, ((HEADS,),)),
+    Call("dropout", lambda: {"dropout": 0.4, "seed": 7, "mask": ats.KeyRange([0, 1], [4, 7])}),
+    Call("statistics", lambda s: {"return_stats": True, "sink": s, "mask": ats.Causal("bottom_right")}, ((HEADS,),)),
+    Call("dense kernel", lambda: {"kernel": "dense", "return_stats": ("entropy",)}),
+)
+# fmt: on
+
+
+def inputs(lengths: tuple[int, int] = (QUERIES, KEYS), **kind: Any) -> list[Tensor]:
+    shapes = [(BATCH, HEADS, length, DIM) for length in (lengths[0], lengths[1], lengths[1])]
+    return [torch.randn(shape, requires_grad=True, **kind) for shape in shapes]
+
+
+def flat(found: Any) -> list[Tensor]:
+    """Output and statistics in one list."""
+    out, stats = found if isinstance(found, tuple) else (found, ())
+    return [out, *(x for x in stats if x is not None)]
+
+
+def gradients(found: Any, leaves: list[Tensor]) -> tuple[Tensor, ...]:
+    """Of a sum in which every output that carries a gradient weighs differently."""
+    parts = [x for x in flat(found) if x.requires_grad]
+    total = sum((x.nan_to_num(neginf=0.0) * (i + x.detach().cos())).sum() for i, x in enumerate(parts, 1))
+    return torch.autograd.grad(total, leaves, allow_unused=True)
+
+
+def agree(got: Any, wanted: Any, leaves: list[Tensor]) -> None:
+    assert [x.requires_grad for x in flat(got)] == [x.requires_grad for x in flat(wanted)]
+    torch.testing.assert_close(flat(got), flat(wanted))
+    torch.testing.assert_close(gradients(got, leaves), gradients(wanted, leaves))
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+def test_one_graph_forward_and_backward(call: Call) -> None:
+    trained = [torch.randn(shape, requires_grad=True) for shape in call.shapes]
+    leaves = [*inputs(), *trained]
+
+    def function(query: Tensor, key: Tensor, value: Tensor, *trained: Tensor) -> Any:
+        return ats.attend(query.sin(), key, value, **call.options(*trained))
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    agree(compiled(*leaves), function(*leaves), leaves)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options"),
+    [
+        ([(5, 4), (7, 4), (7, 3)], {"valid_lens": 3}),
+        ([(2, 5, 4), (2, 7, 4), (1, 7, 3)], {"valid_lens": torch.tensor([[1, 2, 3, 4, 5], [7, 6, 5, 4, 3]])}),
+        ([(2, 5, 4, 4), (2, 7, 2, 4), (2, 7, 2, 3)], {"head_axis": -2, "return_stats": ("log_sum_exp",)}),
+        ([(3, 1, 4, 5, 4), (2, 2, 7, 4), (2, 1, 7, 3)], {"mask": ats.Causal("bottom_right")}),
+        ([(2, 1, 5, 4), (2, 2, 7, 4), (2, 2, 7, 3)], {}),
+        ([(2, 2, 0, 4), (2, 2, 7, 4), (2, 2, 7, 3)], {}),
+    ],
+    ids=["2 axes", "3 axes", "heads behind, groups", "5 axes", "one query head", "no queries"],
+)
+def test_every_layout(shapes: list[tuple[int, ...]], options: dict[str, Any]) -> None:
+    leaves = [torch.randn(shape, requires_grad=True) for shape in shapes]
+
+    def function(query: Tensor, key: Tensor, value: Tensor) -> Any:
+        return ats.attend(query, key, value, **options)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    agree(compiled(*leaves), function(*leaves), leaves)
+    assert flat(compiled(*leaves))[0].stride() == flat(function(*leaves))[0].stride()
+
+
+def test_shapes_and_numbers_that_change_compile_once_more_at_most() -> None:
+    graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    def function(query: Tensor, key: Tensor, value: Tensor, offset: int, temperature: float) -> Tensor:
+        score = ats.Temperature(ats.ScaledDot(), temperature)
+        return ats.attend(query, key, value, score=score, mask=ats.Causal(offset=offset))
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=graphs)
+    for i, lengths in enumerate([(5, 7), (6, 9), (8, 11), (9, 16)]):
+        leaves = inputs(lengths)
+        agree(compiled(*leaves, 2 + i, 0.5 + i), function(*leaves, 2 + i, 0.5 + i), leaves)
+    assert graphs.frame_count <= 2
+
+
+MODULES = {
+    "dot": layers.DotProductAttention,
+    "additive": lambda: layers.AdditiveAttention(HIDDEN, query_size=DIM, key_size=DIM),
+    "bilinear": lambda: layers.BilinearAttention(query_size=DIM, key_size=DIM),
+    "gaussian": lambda: layers.GaussianAttention(learn_bandwidth=True),
+    "heads": lambda: layers.MultiHeadAttention(8, 2, query_size=DIM, key_size=DIM, value_size=DIM),
+    "heads, additive": lambda: layers.MultiHeadAttention(
+        8, 2, score="additive", query_size=DIM, key_size=DIM, value_size=DIM
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_layers_are_one_graph(name: str) -> None:
+    layer: nn.Module = MODULES[name]()
+    arrays = [torch.randn(BATCH, length, DIM, requires_grad=True) for length in (QUERIES, KEYS, KEYS)]
+    lens, leaves = torch.tensor([2, 6]), [*arrays, *layer.parameters()]
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    agree(compiled(*arrays, lens), layer(*arrays, lens), leaves)
+
+
+def test_autocast_inside() -> None:
+    leaves = inputs()
+
+    def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return ats.attend(query, key, value)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    assert compiled(*leaves).dtype == torch.bfloat16
+    agree(compiled(*leaves), function(*leaves), leaves)
+
+
+def test_dropout_draws_from_the_generator() -> None:
+    leaves = inputs()
+    compiled = torch.compile(lambda *x: ats.attend(*x, dropout=0.5), fullgraph=True, backend="aot_eager")
+    compiled(*leaves)
+    torch.manual_seed(3)
+    got = [compiled(*leaves), compiled(*leaves)]
+    torch.manual_seed(3)
+    wanted = [ats.attend(*leaves, dropout=0.5) for _ in range(2)]
+    assert not torch.equal(*got)
+    for one, other in zip(got, wanted, strict=True):
+        agree(one, other, leaves)
+
+
+def test_gradcheck_of_a_compiled_function() -> None:
+    leaves = [*inputs((3, 4), dtype=torch.float64), torch.randn(HEADS, HIDDEN, dtype=torch.float64, requires_grad=True)]
+    leaves += [torch.randn(HIDDEN, DIM, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+
+    def function(query: Tensor, key: Tensor, value: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+        options = {"score": ats.Additive(*parameters), "mask": ats.Causal("bottom_right")}
+        out, stats = ats.attend(query, key, value, **options, return_stats=("log_sum_exp", "entropy"))
+        return out, stats.log_sum_exp, stats.entropy
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    assert torch.autograd.gradcheck(compiled, leaves, fast_mode=True)
+
+
+# torch's own, where it leaves a graph in the middle.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_what_has_no_operator_breaks_the_graph_and_says_so() -> None:
+    leaves = inputs()
+    for options in ({"score": OwnPlain()}, {"return_weights": True}):
+
+        def function(*arrays: Tensor, options: dict[str, Any] = options) -> Any:
+            return ats.attend(*(x * 2 for x in arrays), **options)
+
+        got, wanted = torch.compile(function, backend="aot_eager")(*leaves), function(*leaves)
+        torch.testing.assert_close(got, wanted)
+        torch.compiler.reset()
+        with pytest.raises(Exception, match="attnscore: no operator for"):
+            torch.compile(function, fullgraph=True, backend="aot_eager")(*leaves)
+
+
+# torch's own, at its first forward-mode derivative.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_forward_mode_is_not_lost() -> None:
+    """An operator has no tangent, and torch would take it for 0."""
+    leaves = [x.detach() for x in inputs()]
+    compiled = torch.compile(ats.attend, backend="aot_eager")
+    compiled(*leaves)
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(x, torch.ones_like(x)) for x in leaves]
+        got, wanted = (forward_ad.unpack_dual(call(*duals)) for call in (compiled, ats.attend))
+    torch.testing.assert_close(got.tangent, wanted.tangent)
+    with pytest.raises(Exception, match="attnscore: no operator for"):
+        torch.compile(torch.func.grad(lambda *x: ats.attend(*x).sum()), fullgraph=True)(*leaves)
+
+
+def test_a_registered_name_may_mean_a_wrapper_around_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring, "_TABLE", dict(scoring._TABLE))
+    ats.register_score("capped", lambda: ats.SoftCap("dot", 3.0))
+    leaves = inputs()
+
+    def function(*arrays: Tensor) -> Tensor:
+        return ats.attend(*arrays, score="capped")
+
+    agree(torch.compile(function, fullgraph=True, backend="aot_eager")(*leaves), function(*leaves), leaves)
+    agree(function(*leaves), ats.attend(*leaves, score=ats.SoftCap(ats.Dot(), 3.0)), leaves)
+
+
+def test_a_model_closed_over_in_a_transform_is_still_trained() -> None:
+    """In eager mode: nothing of the call is mapped over, and its gradient flows all the same."""
+    leaves, x = inputs(), torch.randn(3)
+    mapped = torch.func.vmap(lambda a: a * ats.attend(*leaves).sum())(x)
+    wanted = torch.autograd.grad((x * ats.attend(*leaves).sum()).sum(), leaves)
+    torch.testing.assert_close(torch.autograd.grad(mapped.sum(), leaves), wanted)
+
+
+def test_mistakes_are_told_when_the_graph_runs() -> None:
+    query, key, value = inputs()
+    compiled = torch.compile(lambda *x: ats.attend(*x, valid_lens=[2, 9]), fullgraph=True, backend="aot_eager")
+    with pytest.raises(ats.MaskError, match="valid_lens: expected numbers from 0 to 7, got 9"):
+        compiled(query, key, value)
+
+
+def test_exported() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = layers.AdditiveAttention(HIDDEN, query_size=DIM, key_size=DIM)
+
+        def forward(self, queries: Tensor, keys: Tensor, lens: Tensor) -> Tensor:
+            return self.attention(queries, keys, keys, lens)
+
+    model, length = Model(), torch.export.Dim("length", min=2, max=64)
+    arguments = torch.randn(BATCH, QUERIES, DIM), torch.randn(BATCH, KEYS, DIM), torch.tensor([2, 6])
+    exported = torch.export.export(model, arguments, dynamic_shapes=({}, {1: length}, {}))
+    other = torch.randn(BATCH, QUERIES, DIM), torch.randn(BATCH, 11, DIM), torch.tensor([3, 11])
+    torch.testing.assert_close(exported.module()(*other), model(*other))
+
+
+@pytest.mark.parametrize(("head_axis", "statistics"), [(-3, []), (-2, ["log_sum_exp", "entropy", "max_score"])])
+def test_operators_are_what_torch_asks(head_axis: int, statistics: list[str]) -> None:
+    expression = (
+        "attend(score=Bilinear(arrays[0]), mask=Causal('bottom_right', None), valid_lens=[integers[0], integers[1]], "
+        "bias=arrays[1], sink=float(arrays[3]), dropout=float(arrays[4]), seed=arrays[2], kernel='auto', "
+        f"head_axis=integers[2], statistics={statistics})"
+    )
+    trained = [torch.randn(DIM, DIM, requires_grad=True), torch.randn((), requires_grad=True)]
+    arrays = [*trained, torch.tensor(5), torch.tensor(0.5), torch.tensor(0.25)]
+    leaves = [x.detach().transpose(-3, head_axis).contiguous().requires_grad_() for x in inputs()]
+    arguments = (*leaves, arrays, [2, 6, head_axis], expression)
+    torch.library.opcheck(torch.ops.attnscore.attend.default, arguments)
+    out, rows = torch.ops.attnscore.attend(*arguments)
+    plain = [x.detach() for x in (torch.randn_like(out), torch.randn_like(rows), out, rows, *leaves)]
+    wanted = [True, False, True, True, True, False, False, False]
+    arguments = (*plain, [x.detach() for x in arrays], [2, 6, head_axis], expression, wanted)
+    torch.library.opcheck(torch.ops.attnscore.attend_backward.default, arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "call", [call for call in CALLS if call.name in ("defaults", "additive, lengths", "statistics")]
+)
+def test_inductor(call: Call) -> None:
+    trained = [torch.randn(shape, requires_grad=True) for shape in call.shapes]
+    leaves = [*inputs(), *trained]
+
+    def function(query: Tensor, key: Tensor, value: Tensor, *trained: Tensor) -> Any:
+        return ats.attend(query.sin(), key, value, **call.options(*trained))
+
+    agree(torch.compile(function, fullgraph=True)(*leaves), function(*leaves), leaves)
