@@ -103,7 +103,7 @@ struct TileGradients {
         T *p = block.p + first * kKeys, *ds = block.ds + first * kKeys;
         const int64_t here = tile.keys.count;
         uint64_t* bits = block.bits + first;
-        scores(p, bits, block.rows, block.prepared, s, tile.keys, false, nullptr, capped);
+        scores(p, bits, block.rows, block.prepared, s, tile.keys, nullptr, nullptr, capped);
         // out = (p * keep) v
         product<T>(ds, kKeys, block.grad_out.row(first), block.grad_out.stride, 1, tile.value_turned, kKeys, size,
                    padded(here, L), problem.value_dim, false);

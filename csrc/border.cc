@@ -214,7 +214,7 @@ std::vector<HeadRows> set_heads(Problem& p, const Setting& s, const F& f) {
         Group& group = p.groups[groups.of(place)];
         head.place = static_cast<int64_t>(p.heads.size());
         group.heads.push_back(head.place);
-        rows.push_back({.sink = s.sink.at(place), .top = nullptr, .log_total = nullptr});
+        rows.emplace_back().sink = s.sink.at(place);
         f(head, rows.back(), group, place);
         p.heads.push_back(head);
     });

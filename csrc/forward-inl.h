@@ -262,7 +262,7 @@ void forward_block(Arena& arena, const Problem& problem, const Block<T>& block, 
             }
             const int64_t first = strip * kStrip, size = block.strip_size(strip);
             uint64_t bits[kStrip];
-            scores(s, bits, block, prepared, strip, tile, few, pairs ? &*pairs : nullptr, false);
+            scores(s, bits, block, prepared, strip, tile, few ? &value : nullptr, pairs ? &*pairs : nullptr, false);
             for (int64_t i = 0; i < size; i++) {
                 running.absorb(first + i, s + i * kKeys, bits[i], here);
                 if (dropout.on) {

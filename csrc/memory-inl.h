@@ -156,7 +156,9 @@ inline T element(const Matrix& m, Dtype dtype, int64_t i, int64_t j) {
 template <class T>
 inline void read_row(T* to, int64_t width, const Matrix& m, Dtype dtype, int64_t i, int64_t first, int64_t cols) {
     const int64_t at = i * m.row_stride + first * m.col_stride;
-    if (m.col_stride == 1 && dtype == own_dtype<T>()) {
+    if (cols == 0) {
+        // An array without columns may have no memory.
+    } else if (m.col_stride == 1 && dtype == own_dtype<T>()) {
         std::memcpy(to, reinterpret_cast<const T*>(m.data) + at, cols * sizeof(T));
     } else if (sizeof(T) == 4 && m.col_stride == 1 && (dtype == Dtype::bf16 || dtype == Dtype::f16)) {
         widen_row(reinterpret_cast<float*>(to), reinterpret_cast<const uint16_t*>(m.data) + at, dtype, cols);

@@ -8,10 +8,11 @@ class Scores {
 
     const Additive<T>& additive() const { return form_; }
 
+    // `few` (the values of the tile) where rows are too few for the keys to be turned.
     // s[i * kKeys + j] of a strip of the block, and which pairs are seen; -inf where hidden. With `slopes`, the caps'
     // slopes stay in slopes().
     void operator()(T* s, uint64_t* bits, const Block<T>& block, const typename Additive<T>::Query& prepared,
-                    int64_t strip, const KeyTile<T>& tile, bool few, const Pairs* pairs, bool slopes) const {
+                    int64_t strip, const KeyTile<T>& tile, const View<T>* few, const Pairs* pairs, bool slopes) const {
         constexpr int L = Vector<T>::lanes;
         const int64_t first = strip * kStrip, size = block.strip_size(strip);
         const T* query = block.query + first * block.width;
@@ -29,7 +30,7 @@ class Scores {
             if constexpr (sizeof(T) == 4) pairs->scores(s, first, size, columns);
         } else if (few) {
             for (int64_t i = 0; i < size; i++)
-                dot_rows(s + i * kKeys, query + i * block.width, tile.rows, tile.count, block.width);
+                dot_rows(s + i * kKeys, query + i * block.width, tile.rows, tile.count, block.width, *few);
         } else {
             product<T>(s, kKeys, query, block.width, 1, tile.turned, kKeys, size, columns, problem_.dim, false);
         }

@@ -59,6 +59,25 @@ inline T sum_of(V<T> v) {
         for (int i = 0; i < step; i++) lanes[i] += lanes[i + step];
     return lanes[0];
 }
+// Lane i: the sum of vector i. Halves of two vectors at a time are joined and added, which takes a fifth of the steps
+// that a sum of each takes.
+template <class T>
+inline V<T> sums_of(V<T>* v) {
+    constexpr int L = Vector<T>::lanes;
+#pragma GCC unroll 4
+    for (int s = L / 2; s > 0; s /= 2) {
+        M<T> own, other;
+        for (int p = 0; p < L; p++) {
+            own[p] = (p & s) ? L + p : p;
+            other[p] = (p & s) ? L + p - s : p + s;
+        }
+#pragma GCC unroll 8
+        for (int i = 0; i < s; i++)
+            v[i] = __builtin_shuffle(v[i], v[i + s], own) + __builtin_shuffle(v[i], v[i + s], other);
+    }
+    return v[0];
+}
+
 template <class T>
 inline T largest_of(V<T> v) {
     T lanes[Vector<T>::lanes];

@@ -126,8 +126,10 @@ def faster_peers(document: Row) -> list[str]:
     """Where a peer takes less time than we do, one sentence each."""
     found = []
     for row in _of_kind(document, "time"):
-        if row["status"] == "measured" and row["peer"] != "without" and row["theirs"]["median"] < row["ours"]["median"]:
-            times = row["ours"]["median"] / row["theirs"]["median"]
+        if row["status"] != "measured" or row["peer"] == "without":
+            continue
+        times = row["ratio"]["median"] if row["at_most"] else 1 / row["ratio"]["median"]
+        if times > 1:
             where = f"{row['threads']} thread{'s' * (row['threads'] > 1)}"
             found.append(f"{row['what']}, {where}: {TITLES[row['peer']]}, {times:.2f} times faster")
     return found

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import inspect
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, cast
@@ -138,7 +139,6 @@ class _Call:
 
     problem: Problem
     run: Run
-
     pullback: Pullback | None
 
     @classmethod
@@ -252,10 +252,16 @@ def _attend_backward(
     of_arrays = [next((grad for x, grad in named if x is array), None) for array in arrays]
     pairs = zip((query, key, value, *arrays), (grads.query, grads.key, grads.value, *of_arrays), strict=True)
     return [
-        torch.zeros_like(x) if grad is None else torch.empty_like(x).copy_(grad)
+        torch.zeros_like(x) if grad is None else _laid_out_as(x, grad)
         for (x, grad), want in zip(pairs, wanted, strict=True)
         if want
     ]
+
+
+def _laid_out_as(x: Tensor, grad: Tensor) -> Tensor:
+    """`grad` in memory of its own, with the strides that `_gradient_shapes` told: a copy only where it is not."""
+    alone = grad.untyped_storage().nbytes() == grad.nbytes
+    return grad if alone and grad.is_contiguous() and x.is_contiguous() else torch.empty_like(x).copy_(grad)
 
 
 @_attend_backward.register_fake
@@ -339,9 +345,13 @@ def _has_operator(arguments: dict[str, Any]) -> bool:
     return arguments["return_weights"] is False and all(_can_be_written(x) for x in arguments.values())
 
 
-@torch.compiler.disable(  # type: ignore[untyped-decorator, no-untyped-call]  # torch's own
-    reason="attnscore: no operator for a user's own score or mask, for return_weights=True and inside torch.func"
-)
+# Older releases of torch take no reason.
+_WHY = {
+    "reason": "attnscore: no operator for a user's own score or mask, for return_weights=True and inside torch.func"
+}
+
+
+@torch.compiler.disable(**(_WHY if "reason" in inspect.signature(torch.compiler.disable).parameters else {}))  # type: ignore[untyped-decorator, no-untyped-call]  # torch's own
 def _outside(*arrays: Tensor, **arguments: Any) -> Any:
     return api.attend(*arrays, **arguments)
 
