@@ -21,6 +21,7 @@ TORCH := torch==2.13.0
 # Kept in the environment, not fetched anew for each build: what is compiled once stays compiled.
 BUILD_TOOLS  := 'scikit-build-core>=1.1' 'nanobind>=2.9' 'cmake>=3.22' ninja
 NATIVE_FILES := CMakeLists.txt $(wildcard csrc/*.* csrc/targets/*.*)
+CPP_FILES    := $(filter %.h %.cc %.cpp,$(wildcard csrc/*.* csrc/*/*.*))
 
 INTERPRETERS := $(or $(PYTHON),python3 python3.11 python3.12 python3.13)
 IN_RANGE     := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
@@ -51,6 +52,7 @@ test: $(READY) ## the tests; SLOW=1 for all of them
 check: $(READY) ## lint, format, types, project file
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
+	@$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
 	@$(BIN)/mypy
 	@$(BIN)/validate-pyproject pyproject.toml
 
@@ -64,9 +66,10 @@ docs: $(READY) ## the documentation as a site, into build/site
 format: $(READY) ## format the code and mend what the linter can mend
 	@$(BIN)/ruff check --fix --exit-zero
 	@$(BIN)/ruff format
+	@$(BIN)/clang-format -i $(CPP_FILES)
 
-clean: ## remove caches, build output and the demo's results
-	@rm -rf build dist attnscore-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean: ## remove caches, build output, the results of demo and bench
+	@rm -rf build dist attnscore-demo attnscore-bench .benchmarks .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## remove the environments too

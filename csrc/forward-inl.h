@@ -150,6 +150,10 @@ struct Running {
         V<T> top = x[0];
         for (int j = 1; j < count; j++) top = max_of<T>(top, x[j]);
         const T above = largest_of<T>(top), maximum = (above > max[i] || above != above) ? above : max[i];
+        if (max[i] == -std::numeric_limits<T>::infinity()) {  // all sums are 0
+            max[i] = maximum;
+            return;
+        }
         const T from = anchor(max[i]), to = anchor(maximum), factor = rescaling(max[i], to);
         if (tilt) {
             store(tilt + i * L, (load(tilt + i * L) + (from - to) * load(total + i * L)) * factor);

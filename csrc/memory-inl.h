@@ -210,27 +210,29 @@ inline bool is_finite(const View<T>& rows, int64_t count, int64_t width) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Rows as columns
 
-// A square of lanes x lanes, transposed in registers.
+// A square of lanes x lanes, transposed in registers: squares within squares, from halves down to single lanes.
+template <class T, int s>
+inline void transpose_step(V<T>* v) {
+    constexpr int L = Vector<T>::lanes;
+    constexpr M<T> low = lanes_of<T>([](int p) { return (p & s) ? L + p - s : p; });
+    constexpr M<T> high = lanes_of<T>([](int p) { return (p & s) ? L + p : p + s; });
+#pragma GCC unroll 16
+    for (int i = 0; i < L; i++) {
+        if (i & s) continue;
+        const V<T> a = v[i], b = v[i + s];
+        v[i] = __builtin_shuffle(a, b, low);
+        v[i + s] = __builtin_shuffle(a, b, high);
+    }
+    if constexpr (s > 1) transpose_step<T, s / 2>(v);
+}
 template <class T>
 inline void transpose_square(T* to, int64_t ldt, const T* from, int64_t ldf) {
     constexpr int L = Vector<T>::lanes;
     V<T> v[L];
-    for (int i = 0; i < L; i++) v[i] = load(from + i * ldf);
-#pragma GCC unroll 4
-    for (int s = L / 2; s > 0; s /= 2) {
-        M<T> low, high;
-        for (int p = 0; p < L; p++) {
-            low[p] = (p & s) ? L + p - s : p;
-            high[p] = (p & s) ? L + p : p + s;
-        }
 #pragma GCC unroll 16
-        for (int i = 0; i < L; i++) {
-            if (i & s) continue;
-            const V<T> a = v[i], b = v[i + s];
-            v[i] = __builtin_shuffle(a, b, low);
-            v[i + s] = __builtin_shuffle(a, b, high);
-        }
-    }
+    for (int i = 0; i < L; i++) v[i] = load(from + i * ldf);
+    transpose_step<T, L / 2>(v);
+#pragma GCC unroll 16
     for (int i = 0; i < L; i++) store(to + i * ldt, v[i]);
 }
 

@@ -51,40 +51,54 @@ inline V<T> max_of(V<T> a, V<T> b) {
     // NaN in either operand must come out.
     return choose<T>((a > b) | (a != a), a, b);
 }
-template <class T>
-inline T sum_of(V<T> v) {
-    T lanes[Vector<T>::lanes];
-    std::memcpy(lanes, &v, sizeof v);
-    for (int step = Vector<T>::lanes / 2; step > 0; step /= 2)
-        for (int i = 0; i < step; i++) lanes[i] += lanes[i + step];
-    return lanes[0];
+// A constant with f(p) in lane p. The compiler does not see that lanes set one by one in a loop are constant: shuffles by
+// such took five times as long.
+template <class T, class F, size_t... p>
+constexpr M<T> lanes_of(F f, std::index_sequence<p...>) {
+    return M<T>{static_cast<typename Vector<T>::integer>(f(static_cast<int>(p)))...};
 }
-// Lane i: the sum of vector i. Halves of two vectors at a time are joined and added, which takes a fifth of the steps
-// that a sum of each takes.
-template <class T>
-inline V<T> sums_of(V<T>* v) {
-    constexpr int L = Vector<T>::lanes;
-#pragma GCC unroll 4
-    for (int s = L / 2; s > 0; s /= 2) {
-        M<T> own, other;
-        for (int p = 0; p < L; p++) {
-            own[p] = (p & s) ? L + p : p;
-            other[p] = (p & s) ? L + p - s : p + s;
-        }
-#pragma GCC unroll 8
-        for (int i = 0; i < s; i++)
-            v[i] = __builtin_shuffle(v[i], v[i + s], own) + __builtin_shuffle(v[i], v[i + s], other);
-    }
-    return v[0];
+template <class T, class F>
+constexpr M<T> lanes_of(F f) {
+    return lanes_of<T>(f, std::make_index_sequence<Vector<T>::lanes>{});
 }
 
-template <class T>
+// Each lane beside the one whose number differs in bit `s`.
+template <class T, int s>
+inline V<T> crossed(V<T> v) {
+    constexpr M<T> other = lanes_of<T>([](int p) { return p ^ s; });
+    return __builtin_shuffle(v, other);
+}
+template <class T, int s = Vector<T>::lanes / 2>
+inline T sum_of(V<T> v) {
+    v += crossed<T, s>(v);
+    if constexpr (s > 1)
+        return sum_of<T, s / 2>(v);
+    else
+        return v[0];
+}
+template <class T, int s = Vector<T>::lanes / 2>
 inline T largest_of(V<T> v) {
-    T lanes[Vector<T>::lanes];
-    std::memcpy(lanes, &v, sizeof v);
-    T top = lanes[0];
-    for (int i = 1; i < Vector<T>::lanes; i++) top = (lanes[i] > top || lanes[i] != lanes[i]) ? lanes[i] : top;
-    return top;
+    v = max_of<T>(v, crossed<T, s>(v));
+    if constexpr (s > 1)
+        return largest_of<T, s / 2>(v);
+    else
+        return v[0];
+}
+
+// Lane i: the sum of vector i. Halves of two vectors at a time are joined and added, which takes a fifth of the steps that
+// a sum of each takes.
+template <class T, int s = Vector<T>::lanes / 2>
+inline V<T> sums_of(V<T>* v) {
+    constexpr int L = Vector<T>::lanes;
+    constexpr M<T> own = lanes_of<T>([](int p) { return (p & s) ? L + p : p; });
+    constexpr M<T> other = lanes_of<T>([](int p) { return (p & s) ? L + p - s : p + s; });
+#pragma GCC unroll 8
+    for (int i = 0; i < s; i++)
+        v[i] = __builtin_shuffle(v[i], v[i + s], own) + __builtin_shuffle(v[i], v[i + s], other);
+    if constexpr (s > 1)
+        return sums_of<T, s / 2>(v);
+    else
+        return v[0];
 }
 
 // The greatest of numbers; a NaN may be lost.
@@ -125,8 +139,7 @@ inline V<T> choose_bits(uint64_t bits, int at, V<T> a, V<T> b) {
     else
         return (V<T>)_mm512_mask_blend_pd(static_cast<__mmask8>(here), (__m512d)b, (__m512d)a);
 #else
-    M<T> lane;
-    for (int i = 0; i < L; i++) lane[i] = 1 << i;
+    constexpr M<T> lane = lanes_of<T>([](int p) { return 1 << p; });
     const M<T> all = static_cast<typename Vector<T>::integer>(here) - M<T>{};
     return choose<T>((all & lane) != 0, a, b);
 #endif

@@ -26,18 +26,18 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("tiling", "pose"),
     ("engine",),
     ("kernels",),
-    ("blocks", "functional", "costs"),
+    ("blocks", "maps", "functional", "costs"),
     ("api",),
     ("attnscore",),  # the public names
     ("layers", "testing", "drawing", "files"),
-    ("plotting", "integrations", "diagnostics"),
+    ("plotting", "integrations", "diagnostics", "bench"),
     ("commands", "demo", "cli", "__main__"),
 )
 RANK = {room: rank for rank, row in enumerate(ROOMS) for room in row}
 
 FRAMEWORKS = ("torch", "tensorflow", "keras", "jax", "jaxlib", "flax", "mxnet", "transformers")
 # Rooms above the core that may reach for a framework, inside a function, when they are used.
-LAZY_FRAMEWORKS = ("commands", "demo", "diagnostics")
+LAZY_FRAMEWORKS = ("bench", "commands", "demo", "diagnostics")
 LAZY_KERNELS = ("kernels.fused", "kernels.triton")
 # What the core may import: anything else would be a dependency of `import attnscore`.
 CORE = {"numpy", "attnscore", *sys.stdlib_module_names}

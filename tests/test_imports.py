@@ -19,8 +19,8 @@ SOURCE = Path(attnscore.__file__).parent
 
 # Rooms that `import attnscore` leaves alone; all other modules are the core, and are imported at once.
 LATER = (
-    *("__main__", "cli", "commands", "demo", "diagnostics", "drawing", "files", "integrations", "layers"),
-    *("plotting", "testing"),
+    *("__main__", "bench", "cli", "commands", "demo", "diagnostics", "drawing", "files", "integrations"),
+    *("layers", "plotting", "testing"),
 )
 FRAMEWORKS = ("torch", "tensorflow", "keras", "jax", "jaxlib", "flax", "mxnet", "transformers")
 # What the core never needs: a dependency of an extra, or a costly module of the standard library.
@@ -132,6 +132,8 @@ def test_an_error_about_a_framework_does_not_import_it() -> None:
 @pytest.mark.parametrize(
     ("module", "allowed"),
     [
+        ("attnscore.bench", set()),
+        ("attnscore.bench.runner", set()),
         ("attnscore.plotting", set()),
         ("attnscore.cli", set()),
         ("attnscore.files", set()),

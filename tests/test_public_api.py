@@ -25,12 +25,16 @@ _BLOCK = (
     "(query, key, *, score='scaled_dot', mask=None, valid_lens=None, bias=None, sink=None, head_axis=-3, "
     "query_index=None, key_index=None)"
 )
+_MAP = "*, score='scaled_dot', mask=None, valid_lens=None, bias=None, sink=None, head_axis=-3)"
 FUNCTIONS = {
     "attend": f"(query, key, value, *, {_ATTEND}, return_weights=False, return_stats=False)",
     "attend_vjp": f"(query, key, value, *, {_ATTEND}, return_stats=False)",
     "explain": f"(query, key, value, *, {_ATTEND}, return_weights=False, return_stats=False)",
     "attention_weights": _BLOCK,
     "attention_scores": _BLOCK,
+    "top_weights": f"(query, key, k, {_MAP}",
+    "pooled_weights": f"(query, key, bins=(64, 64), {_MAP}",
+    "key_mass": f"(query, key, {_MAP}",
     "masked_softmax": "(scores, valid_lens=None, *, mask=None, axis=-1, temperature=1.0)",
     "merge": "(outs, log_sum_exps)",
     "softmax_jacobian": "(weights)",
@@ -68,6 +72,7 @@ TUPLES = {
         *("entropy", "max_weight", "sum_sq_weights", "sum_weights"),
     ),
     "Gradients": ("query", "key", "value", "bias", "sink", "score"),
+    "TopWeights": ("weights", "index"),
     "Cost": ("operations", "bytes", "matrix_bytes", "parameters"),
 }
 ERRORS = (

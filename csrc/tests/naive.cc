@@ -1,10 +1,261 @@
-// A target of plain loops in double precision, in the driver alone: what the others are compared with.
-#include "../attention.h"
+// A target of plain loops in double precision, in the driver alone: what the others are compared with. One pair of a
+// row and a key after the other, by the definitions that attention.h and dropout.py state.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
 
-#define ATTNSCORE_TARGET naive
+#include "numbers.h"
 
-namespace attnscore::ATTNSCORE_TARGET {
+namespace attnscore::naive {
 extern const Kernels kernels;
+
+namespace {
+
+using namespace tests;
+
+// A matrix as numbers.
+struct Table {
+    int64_t cols = 0;
+    std::vector<double> numbers;
+
+    Table(const Matrix& m, Dtype dtype, int64_t rows, int64_t columns) : cols(columns) {
+        for (int64_t i = 0; i < (cols ? rows : 0); ++i) {
+            for (int64_t j = 0; j < cols; ++j) numbers.push_back(at(m, dtype, i, j));
+        }
+    }
+    const double* row(int64_t i) const { return numbers.data() + i * cols; }
+};
+
+double activated(const Problem& p, double u) {
+    switch (p.activation) {
+        case Activation::tanh:
+            return std::tanh(u);
+        case Activation::sigmoid:
+            return 1 / (1 + std::exp(-u));
+        case Activation::relu:
+            return u > 0 ? u : u * 0;
+        case Activation::leaky_relu:
+            return u > 0 ? u : u * p.negative_slope;
+        case Activation::silu:
+            return u / (1 + std::exp(-u));
+        case Activation::gelu:
+            return u * std::erfc(-u * std::sqrt(0.5)) / 2;
+    }
+    return NAN;
 }
 
-#include "naive-inl.h"
+double slope_of(const Problem& p, double u) {
+    const double y = activated(p, u), gate = 1 / (1 + std::exp(-u));
+    switch (p.activation) {
+        case Activation::tanh:
+            return 1 - y * y;
+        case Activation::sigmoid:
+            return y * (1 - y);
+        case Activation::relu:
+            return u > 0;
+        case Activation::leaky_relu:
+            return u > 0 ? 1 : p.negative_slope;
+        case Activation::silu:
+            return gate + u * gate * (1 - gate);
+        case Activation::gelu:
+            return std::erfc(-u * std::sqrt(0.5)) / 2 + u * std::exp(-u * u / 2) / std::sqrt(2 * std::acos(-1.0));
+    }
+    return NAN;
+}
+
+// 0 or 1 / (1 - p), as dropout.py has it.
+double kept(const Problem& p, const Head& h, int64_t i, int64_t j) {
+    if (p.dropout == 0) return 1;
+    const auto mixed = [](uint64_t x) {
+        x = (x ^ x >> 16) * 0x7FEB352D & 0xFFFFFFFF;
+        x = (x ^ x >> 15) * 0x846CA68B & 0xFFFFFFFF;
+        return x ^ x >> 16;
+    };
+    const uint64_t row = static_cast<uint64_t>(h.place * p.query_len + i), low = p.seed & 0xFFFFFFFF;
+    const uint64_t stream = mixed((mixed((row + low) & 0xFFFFFFFF) + (row >> 32) + (p.seed >> 32)) & 0xFFFFFFFF);
+    const uint64_t key = static_cast<uint64_t>(j) * 0x9E3779B9 & 0xFFFFFFFF;
+    const double bits = static_cast<double>(mixed((stream + key) & 0xFFFFFFFF));
+    return bits >= std::nearbyint(p.dropout * 4294967296.0) ? 1 / (1 - p.dropout) : 0;
+}
+
+// A head's arrays as numbers, and the scores of its pairs.
+struct Reader {
+    const Problem& p;
+    const Head& h;
+    Dtype sum;
+    Table query, key, value;
+    std::vector<double> weights;
+
+    Reader(const Problem& problem, const Head& head)
+        : p(problem),
+          h(head),
+          sum(sum_dtype(p)),
+          query(h.query, p.score_dtype, p.query_len, p.dim),
+          key(h.key, p.score_dtype, p.key_len, p.dim),
+          value(h.value, p.value_dtype, p.key_len, p.value_dim) {
+        for (int64_t d = 0; h.weights != nullptr && d < p.dim; ++d) {
+            weights.push_back(number(h.weights + d * size_of(sum), sum));
+        }
+    }
+
+    double number_of(const char* numbers, int64_t i) const { return number(numbers + i * size_of(sum), sum); }
+
+    // The score of a pair, and its slope in what the caps are applied to.
+    double score(int64_t i, int64_t j, double* slope = nullptr) const {
+        const double *q = query.row(i), *k = key.row(j);
+        double s = 0, steep = 1;
+        for (int64_t d = 0; d < p.dim; ++d) {
+            if (p.form == Form::inner) s += q[d] * k[d];
+            if (p.form == Form::distance) s -= (q[d] - k[d]) * (q[d] - k[d]);
+            if (p.form == Form::additive) s += weights[d] * activated(p, q[d] + k[d]);
+        }
+        if (p.form != Form::additive) s *= p.scale;
+        if (h.query_bias.data != nullptr) s += at(h.query_bias, sum, i, 0);
+        if (h.key_bias.data != nullptr) s += at(h.key_bias, sum, j, 0);
+        for (const Cap& cap : p.caps) {
+            const double t = std::isinf(cap.cap) ? 0 : std::tanh(s / cap.cap);
+            s = cap.factor * (std::isinf(cap.cap) ? s : cap.cap * t);
+            steep *= cap.factor * (1 - t * t);
+        }
+        if (slope != nullptr) *slope = steep;
+        return h.bias.data == nullptr ? s : s + at(h.bias, p.bias_dtype, i, j);
+    }
+};
+
+void forward_row(const Reader& r, int64_t i) {
+    const Problem& p = r.p;
+    const Head& h = r.h;
+    std::vector<int64_t> keys;
+    std::vector<double> scores, sums(p.value_dim);
+    double top = -INFINITY, total_score = 0;
+    for (int64_t j = 0; j < p.key_len; ++j) {
+        if (!sees(p, h, i, j)) continue;
+        keys.push_back(j);
+        scores.push_back(r.score(i, j));
+        top = std::isnan(scores.back()) || std::isnan(top) ? NAN : std::max(top, scores.back());
+        total_score += scores.back();
+    }
+    const auto count = static_cast<double>(keys.size());
+    const double mean = keys.empty() ? 0 : total_score / count, anchor = top == -INFINITY ? 0 : top;
+    double numbers[kStatistics] = {top, 0, 0, 0, count, mean, 0};
+    for (size_t n = 0; n < keys.size(); ++n) {
+        const double s = scores[n], e = std::exp(s - anchor), pooled = e * kept(p, h, i, keys[n]);
+        numbers[1] += e;
+        numbers[2] += e == 0 ? 0 : e * (s - anchor);
+        numbers[3] += e * e;
+        numbers[6] += (s - mean) * (s - mean);
+        for (int64_t d = 0; d < p.value_dim; ++d) sums[d] += pooled * r.value.row(keys[n])[d];
+    }
+    for (int64_t d = 0; d < p.value_dim; ++d) {
+        const double x = numbers[1] == 0 ? sums[d] : sums[d] / numbers[1];
+        put(h.out + (i * p.value_dim + d) * size_of(p.value_dtype), p.value_dtype, x);
+    }
+    const int written = p.full_statistics ? kStatistics : 2;
+    for (int n = 0; n < written; ++n) {
+        put(h.statistics + (i * kStatistics + n) * size_of(r.sum), r.sum, numbers[n]);
+    }
+}
+
+// Sums in double that are added to an array of the sum type at the end.
+struct Sums {
+    char* to;
+    Dtype dtype;
+    std::vector<double> numbers;
+
+    Sums(char* array, Dtype type, int64_t count) : to(array), dtype(type), numbers(array ? count : 0) {}
+    ~Sums() {
+        for (size_t i = 0; i < numbers.size(); ++i) {
+            char* there = to + static_cast<int64_t>(i) * size_of(dtype);
+            put(there, dtype, number(there, dtype) + numbers[i]);
+        }
+    }
+    void add(int64_t place, double x) {
+        if (to != nullptr) numbers[static_cast<size_t>(place)] += x;
+    }
+};
+
+struct GroupSums {
+    Sums key, value, key_bias, weights;
+};
+
+void backward_row(const Reader& r, GroupSums& group, Sums& query, Sums& query_bias, Sums& bias, const BiasGroup* shared,
+                  int64_t i) {
+    const Problem& p = r.p;
+    const Head& h = r.h;
+    const double top = r.number_of(h.top, i), log_total = r.number_of(h.log_total, i), shift = r.number_of(h.shift, i);
+    for (int64_t j = 0; j < p.key_len; ++j) {
+        if (!sees(p, h, i, j)) continue;
+        double steep;
+        const double log_p = r.score(i, j, &steep) - top - log_total, weight = std::exp(log_p), keep = kept(p, h, i, j);
+        double dp = 0;
+        for (int64_t d = 0; d < p.value_dim; ++d) {
+            const double dout = at(h.grad_out, p.grad_dtype, i, d);
+            dp += dout * r.value.row(j)[d];
+            group.value.add(j * p.value_dim + d, weight * keep * dout);
+        }
+        dp = (keep == 0 ? 0 : dp * keep) + shift;
+        if (h.grad_entropy != nullptr) {
+            dp -= r.number_of(h.grad_entropy, i) * ((weight == 0 ? 0 : log_p) + r.number_of(h.entropy, i));
+        }
+        double ds = weight * dp;
+        if (shared != nullptr) bias.add(i * shared->row_stride + j * shared->col_stride, ds);
+        ds = ds == 0 ? 0 : ds * steep;
+        query_bias.add(i, ds);
+        group.key_bias.add(j, ds);
+        if (p.form != Form::additive) ds *= p.scale;
+        for (int64_t d = 0; d < p.dim; ++d) {
+            const double q = r.query.row(i)[d], k = r.key.row(j)[d];
+            double dq = ds * k, dk = ds * q;
+            if (p.form == Form::distance) dq = -2 * ds * (q - k), dk = -dq;
+            if (p.form == Form::additive) {
+                dq = dk = ds == 0 ? 0 : ds * r.weights[d] * slope_of(p, q + k);
+                group.weights.add(d, ds == 0 ? 0 : ds * activated(p, q + k));
+            }
+            query.add(i * p.dim + d, dq);
+            group.key.add(j * p.dim + d, dk);
+        }
+    }
+}
+
+void forward(const Problem& p, int) {
+    for (const Head& head : p.heads) {
+        const Reader reader(p, head);
+        for (int64_t i = 0; i < p.query_len; ++i) forward_row(reader, i);
+    }
+}
+
+void backward(const Problem& p, int) {
+    const Dtype sum = sum_dtype(p);
+    std::vector<Sums> biases;
+    std::vector<int64_t> shared(p.heads.size(), -1);
+    biases.reserve(p.bias_groups.size() + 1);
+    for (const BiasGroup& group : p.bias_groups) {
+        for (const int64_t head : group.heads) shared[head] = static_cast<int64_t>(biases.size());
+        const bool empty = p.query_len == 0 || p.key_len == 0;
+        const int64_t last = (p.query_len - 1) * group.row_stride + (p.key_len - 1) * group.col_stride;
+        biases.emplace_back(group.grad_bias, sum, empty ? 0 : last + 1);
+    }
+    for (const Group& g : p.groups) {
+        GroupSums sums{{g.grad_key, sum, p.key_len * p.dim},
+                       {g.grad_value, sum, p.key_len * p.value_dim},
+                       {g.grad_key_bias, sum, p.key_len},
+                       {g.grad_weights, sum, p.dim}};
+        for (const int64_t head : g.heads) {
+            const Reader reader(p, p.heads[head]);
+            Sums query(reader.h.grad_query, sum, p.query_len * p.dim), none(nullptr, sum, 0);
+            Sums query_bias(reader.h.grad_query_bias, sum, p.query_len);
+            const int64_t own = shared[head];
+            for (int64_t i = 0; i < p.query_len; ++i) {
+                backward_row(reader, sums, query, query_bias, own < 0 ? none : biases[own],
+                             own < 0 ? nullptr : &p.bias_groups[own], i);
+            }
+        }
+    }
+}
+
+}  // namespace
+
+const Kernels kernels{"naive", forward, backward};
+
+}  // namespace attnscore::naive

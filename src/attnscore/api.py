@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
-from attnscore import blocks, frameworks, kernels, tiling
+from attnscore import blocks, frameworks, kernels, recipes, tiling
 from attnscore.checks import shown
 from attnscore.engine import Result
 from attnscore.errors import ArgumentError, FrameworkError, KernelUnavailable, message
@@ -94,14 +94,22 @@ def attend(
             query, key, value, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink, dropout=dropout,
             seed=seed, head_axis=head_axis, kernel=kernel, return_weights=return_weights, return_stats=return_stats,
         )  # fmt: skip
+    name = recipes.name_of(
+        query, key, value, (score, head_axis, kernel, dropout, return_weights, return_stats),
+        absent=(mask, valid_lens, bias, sink, seed),
+    )  # fmt: skip
+    if (recipe := recipes.find(name)) is not None:
+        return recipe(query, key, value)
     statistics, flag = wanted_statistics(return_stats), check_flag("return_weights", return_weights)
     with frameworks.of({"query": query}).quiet():
         problem, _ = pose(
             query, key, value, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink,
             dropout=dropout, seed=seed, head_axis=head_axis, statistics=statistics,
         )  # fmt: skip
-        plan = _planned(problem)
-        result = Run(kernels.choose(kernel, problem), problem, plan)()
+        plan, chosen = _planned(problem), kernels.choose(kernel, problem)
+        if not flag:
+            recipes.keep(name, chosen, problem, plan)
+        result = Run(chosen, problem, plan)()
         return _present(problem, result, flag, bool(statistics))
 
 

@@ -163,7 +163,7 @@ def key_mass(
 ) -> Array:
     """The weight that each key receives from all queries: sum_i w_ij.
 
-    It is the gradient of sum_i out_i for values of length 1, and computed as that.
+    It is the gradient of sum_i out_i for values of length 1, and computed as that. Its errors are those of `attend`.
 
     Parameters
     ----------
@@ -173,10 +173,6 @@ def key_mass(
     Returns
     -------
     mass : (..., key), with the heads of `query`
-
-    Raises
-    ------
-    As `attend`.
 
     Examples
     --------

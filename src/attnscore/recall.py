@@ -20,6 +20,13 @@ class Memory(Generic[Answer]):
         self._room = room
         self._answers: dict[Hashable, Answer] = {}
 
+    def known(self, key: Hashable) -> Answer | None:
+        """The answer for `key`, if there is one."""
+        try:
+            return self._answers.get(key)
+        except TypeError:
+            return None
+
     def recall(self, key: Hashable, work: Callable[[], Answer]) -> Answer:
         """``work()``, or what it gave for an equal key before. A key of None is never remembered."""
         try:

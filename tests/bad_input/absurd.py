@@ -69,11 +69,25 @@ _MASKS_AND_MORE = ("score", "mask", "valid_lens", "bias", "sink", "head_axis")
 _SWITCHES = ("dropout", "seed", "kernel", "return_weights", "return_stats")
 _BLOCK = ("query_index", "key_index")
 
+
+def _with_threads(n: Any) -> None:
+    """set_num_threads(), undone: what is welcome would hold for all tests that follow."""
+    before = ats.get_num_threads()
+    try:
+        ats.set_num_threads(n)
+    finally:
+        ats.set_num_threads(before)
+
+
 _FUNCTIONS = {
     "attend": Call(ats.attend, Maker.three, ("query", "key", "value", *_MASKS_AND_MORE, *_SWITCHES)),
     "explain": Call(ats.explain, Maker.three, ("query", "key", "value", "mask", "kernel", "score")),
     "attention_weights": Call(ats.attention_weights, _pair, ("query", "key", *_MASKS_AND_MORE, *_BLOCK)),
     "attention_scores": Call(ats.attention_scores, _pair, ("query", "key", "mask", "bias", *_BLOCK)),
+    "top_weights": Call(ats.top_weights, lambda x: {**_pair(x), "k": 2}, ("query", "key", "k", *_MASKS_AND_MORE)),
+    "pooled_weights": Call(ats.pooled_weights, _pair, ("query", "key", "bins", *_MASKS_AND_MORE)),
+    "key_mass": Call(ats.key_mass, _pair, ("query", "key", *_MASKS_AND_MORE)),
+    "set_num_threads": Call(_with_threads, lambda x: {"n": 1}, ("n",)),
     "masked_softmax": Call(
         ats.masked_softmax,
         lambda x: {"scores": x.floats(2, 3, 5)},

@@ -1,4 +1,4 @@
-"""What lies around attend(): pull-backs, merge, Jacobians, costs, the registry, statistics."""
+"""What lies around attend(): pull-backs, merge, Jacobians, costs, the registry, statistics, maps, threads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import attnscore as ats
-from attnscore import ArgumentError, DtypeError, FrameworkError, ShapeError
+from attnscore import ArgumentError, DtypeError, FrameworkError, MaskError, ShapeError
 from bad_input.table import Maker, case
 
 
@@ -288,4 +288,72 @@ def _heatmaps(matrices: Any, **given: Any) -> Any:
     return show_heatmaps(matrices, "Keys", "Queries", **given)
 
 
-CASES = (*_PULLBACK, *_MERGE, *_JACOBIAN, *_COST, *_REGISTRY, *_STATS, *_HEAT_MAPS)
+def _maps(x: Maker, function: Any, *rest: Any, **given: Any) -> Any:
+    """A map of the weights of query (2, 3, 4) and key (2, 5, 4)."""
+    pair = {"query": x.floats(2, 3, 4), "key": x.floats(2, 5, 4)} | given
+    return function(pair.pop("query"), pair.pop("key"), *rest, **pair)
+
+
+_MAPS = (
+    *(
+        case(
+            f"k={k!r}",
+            ArgumentError,
+            f"k: |a whole number from 1 to the number of keys (5)|got {k!r}",
+            lambda x, k=k: _maps(x, ats.top_weights, k),
+        )
+        for k in (0, -1, 6, 1.5, "two", None, True)
+    ),
+    *(
+        case(
+            f"bins={bins!r}",
+            ArgumentError,
+            f"bins|two positive whole numbers (rows, columns)|got {bins!r}",
+            lambda x, bins=bins: _maps(x, ats.pooled_weights, bins),
+        )
+        for bins in (3, (1,), (2, 0), (1.5, 2), (1, 2, 3), "ab", None)
+    ),
+    *(
+        row
+        for name, function, rest in (
+            ("top_weights", ats.top_weights, (2,)),
+            ("pooled_weights", ats.pooled_weights, ()),
+            ("key_mass", ats.key_mass, ()),
+        )
+        for row in (
+            case(
+                f"{name}(None)",
+                FrameworkError,
+                "query|an array|NoneType",
+                lambda x, f=function, rest=rest: f(None, None, *rest),
+            ),
+            case(
+                f"{name} of unequal vectors",
+                ShapeError,
+                "key|(2, 3, 4)|(2, 5, 7)",
+                lambda x, f=function, rest=rest: _maps(x, f, *rest, key=x.floats(2, 5, 7)),
+            ),
+            case(
+                f"{name} past the keys",
+                MaskError,
+                "valid_lens|numbers from 0 to 5|got 9",
+                lambda x, f=function, rest=rest: _maps(x, f, *rest, valid_lens=[1, 9]),
+            ),
+        )
+    ),
+)
+
+_THREADS = tuple(
+    case(f"n={n!r} threads", ArgumentError, f"n: |{words}|got {n!r}", lambda x, n=n: ats.set_num_threads(n))
+    for n, words in (
+        (0, "a number of threads from 1 to 1024"),
+        (1025, "a number of threads from 1 to 1024"),
+        (-1, "a whole number"),
+        (1.5, "a whole number"),
+        ("all", "a whole number"),
+        (None, "a whole number"),
+        (True, "a whole number"),
+    )
+)
+
+CASES = (*_PULLBACK, *_MERGE, *_JACOBIAN, *_COST, *_REGISTRY, *_STATS, *_HEAT_MAPS, *_MAPS, *_THREADS)

@@ -71,6 +71,11 @@ def _find_name(kind: type) -> str | None:
     return None
 
 
+def known(kind: type) -> Framework | None:
+    """The framework of an array type, where it is loaded already."""
+    return _LOADED.get(_name_of(kind) or "")
+
+
 def of(arrays: Mapping[str, Any]) -> Framework:
     """The one framework that all named arrays belong to.
 

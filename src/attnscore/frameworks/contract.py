@@ -20,6 +20,7 @@ import numpy as np
 
 Array: TypeAlias = Any
 """An array of whichever framework the caller uses."""
+HostArray: TypeAlias = np.ndarray[Any, Any]
 
 HALF_PRECISION = ("float16", "bfloat16")
 FLOATING = "a floating dtype (float16, bfloat16, float32, float64)"
@@ -87,6 +88,10 @@ class Framework(ABC):
     @abstractmethod
     def readable(self, x: Array) -> bool:
         """Whether native code on the CPU can read the numbers of `x` where they lie."""
+
+    @abstractmethod
+    def is_plain(self, *arrays: Array) -> bool:
+        """Whether nothing but the numbers of these matters now: no tape, trace, cast or subclass; all `readable`."""
 
     @abstractmethod
     def memory(self, x: Array) -> np.ndarray[Any, Any]:

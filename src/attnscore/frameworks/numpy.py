@@ -58,6 +58,9 @@ class NumpyFramework(Framework):
         # Fields of records may lie at any address.
         return bool(x.dtype.isnative and x.flags.aligned)
 
+    def is_plain(self, *arrays: Array) -> bool:
+        return all(type(x) is np.ndarray and self.readable(x) for x in arrays)
+
     def memory(self, x: Array) -> np.ndarray[Any, Any]:
         array = np.asarray(x)
         return array.view(np.uint16) if array.dtype.itemsize == 2 else array

@@ -26,6 +26,8 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).val
 _NAMES = {dtype: name for name, dtype in _DTYPES.items() if str(dtype) == f"torch.{name}"}
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Kinds of devices that attention runs on, and the autocast dtypes that were on where `quiet` began.
+# Types whose operations nobody has replaced.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _KINDS = ("cpu", "cuda", "mps", "xpu")
 _NOTHING = contextlib.nullcontext()
 _AUTOCAST: ContextVar[dict[str, torch.dtype]] = ContextVar("autocast", default={})  # noqa: B039  # never mutated
@@ -76,6 +78,14 @@ class TorchFramework(Framework):
 
     def readable(self, x: Array) -> bool:
         return x.is_cpu and not (_is_traced(x) or _is_dual(x) or x.is_neg() or x.is_conj())
+
+    def is_plain(self, *arrays: Array) -> bool:
+        if torch.is_grad_enabled() and any(x.requires_grad for x in arrays):
+            return False
+        watched = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
+        if watched or torch._C._is_any_autocast_enabled():
+            return False
+        return all(type(x) in _PLAIN and self.readable(x) for x in arrays)
 
     def memory(self, x: Array) -> np.ndarray[Any, Any]:
         x = x.detach() if x.requires_grad else x
@@ -322,9 +332,7 @@ class _TransformedRun(torch.autograd.Function):
 
 def _is_traced(x: torch.Tensor) -> bool:
     """Whether the values of `x` cannot be looked at: inside vmap, grad of torch.func, fake or on no device."""
-    return bool(
-        is_compiling() or x.is_meta or is_functorch_wrapped_tensor(x) or isinstance(x, FakeTensor)
-    )
+    return bool(is_compiling() or x.is_meta or is_functorch_wrapped_tensor(x) or isinstance(x, FakeTensor))
 
 
 def _is_dual(x: torch.Tensor) -> bool:

@@ -10,11 +10,11 @@ import dataclasses
 import itertools
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from attnscore.engine import Result, RowGradients, operands
-from attnscore.frameworks.contract import Array
+from attnscore.frameworks.contract import Array, HostArray
 from attnscore.problem import Problem
 from attnscore.tiling import TilePlan
 
@@ -31,6 +31,12 @@ class Kernel(ABC):
     summary: str
     own_gradient: bool
     """Whether ``backward`` is the gradient; otherwise it is the framework's autodiff through ``forward``."""
+
+    def plain(
+        self, problem: Problem, plan: TilePlan
+    ) -> Callable[[HostArray, HostArray, HostArray, int], HostArray] | None:
+        """The forward of a plain problem (recipes.py) on memory, with so many threads, if there is one."""
+        return None
 
     @abstractmethod
     def reasons_against(self, problem: Problem) -> tuple[str, ...]:

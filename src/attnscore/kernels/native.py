@@ -10,18 +10,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import final
 
 import numpy as np
 
 from attnscore import engine, softmax
 from attnscore.engine import Result, RowGradients
-from attnscore.frameworks.contract import Array, sum_to
+from attnscore.frameworks.contract import Array, HostArray, sum_to
 from attnscore.kernels import native_inputs as inputs
 from attnscore.kernels.contract import Kernel
-from attnscore.kernels.native_inputs import HostArray
 from attnscore.problem import Problem
-from attnscore.scoring.forms import AdditiveForm
+from attnscore.scoring.forms import AdditiveForm, InnerForm
 from attnscore.softmax import RowState
 from attnscore.threads import get_num_threads
 from attnscore.tiling import TilePlan
@@ -59,6 +59,28 @@ class Native(Kernel):
 
     def reasons_against(self, problem: Problem) -> tuple[str, ...]:
         return tuple(inputs.reasons(problem)) if _MISSING is None else (_MISSING,)
+
+    def plain(
+        self, problem: Problem, plan: TilePlan
+    ) -> Callable[[HostArray, HostArray, HostArray, int], HostArray] | None:
+        form, rows = problem.form, problem.grid.rows
+        if not isinstance(form, InnerForm) or form.query is not problem.query or form.key is not problem.key:
+            return None
+        if any(x is not None for x in (form.key_bias, form.query_bias, problem.mask, problem.bias, problem.sink)):
+            return None
+        if problem.dropout is not None or problem.statistics:
+            return None
+        score, arrays = inputs.words(problem, plan)
+        absent, sums = (None,) * (len(arrays) - 3), problem.accumulator
+        shape, stored = (*rows, problem.layout.value_dim), inputs.STORED.get(problem.dtype, problem.dtype)
+
+        def run(query: HostArray, key: HostArray, value: HostArray, threads: int) -> HostArray:
+            out = np.empty(shape, stored)
+            numbers, top, log_total = np.empty((*rows, _STATISTICS), sums), *np.empty((2, *rows, 1), sums)
+            _native.forward(score, (query, key, value, *absent), (out, numbers, top, log_total), False, threads)
+            return out
+
+        return run
 
     def forward(self, problem: Problem, plan: TilePlan) -> Result:
         ops, grid, sums, wanted = problem.ops, problem.grid, problem.accumulator, problem.statistics

@@ -9,14 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from attnscore.frameworks.contract import Array
+from attnscore.frameworks.contract import Array, HostArray
 from attnscore.masking import And, Dense, Documents, KeyPadding, Mask
 from attnscore.masking.numbers import per_batch
 from attnscore.problem import Problem
 from attnscore.scoring.forms import AdditiveForm, DistanceForm, InnerForm
 from attnscore.tiling import TilePlan
-
-HostArray = np.ndarray[Any, Any]
 
 DTYPES = frozenset(("float16", "bfloat16", "float32", "float64"))
 # NumPy's dtype of a half-precision array's bits.
