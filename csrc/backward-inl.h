@@ -113,7 +113,7 @@ struct TileGradients {
             const T top = reinterpret_cast<const T*>(head.top)[row],
                     log_total = reinterpret_cast<const T*>(head.log_total)[row];
             const T shift = reinterpret_cast<const T*>(head.shift)[row];
-            const uint64_t seen = bits[i], kept = dropout.on ? dropout.kept(Dropout::stream(problem, head, row)) : kAll;
+            const uint64_t seen = bits[i], kept = dropout.on ? dropout.kept(block.rows.stream[first + i]) : kAll;
             careful = careful || (seen != kAll && !(block.finite && tile.finite));
             T *weights = p + i * kKeys, *grads = ds + i * kKeys;
             const bool tilted = head.grad_entropy != nullptr;

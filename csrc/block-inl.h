@@ -20,6 +20,7 @@ struct Block {
     Span *some, *every;
     bool hidden = false;     // whether some pair may be hidden
     bool irregular = false;  // whether only looking at a pair tells
+    uint32_t* stream;        // of dropout, where there is any
     // Additive: rows that held NaN or infinity, where pairs may be hidden. Zeros stand in their place, so that the rest
     // of a tile is computed as it would be beside any other row.
     bool* bad = nullptr;
@@ -33,6 +34,7 @@ struct Block {
         head = arena.take<const Head*>(count);
         row = arena.take<int64_t>(count);
         query = arena.take<T>(count * width);
+        stream = arena.take<uint32_t>(problem.dropout > 0 ? count : 0);
         some = arena.take<Span>(strips());
         every = arena.take<Span>(strips());
         for (int64_t i = 0; i < count; i++) {
@@ -41,6 +43,7 @@ struct Block {
             read_row(query + i * width, width, head[i]->query, problem.score_dtype, row[i], 0, problem.dim);
             hidden = hidden || hides(*head[i]);
             irregular = irregular || is_irregular(*head[i]);
+            if (problem.dropout > 0) stream[i] = Dropout::stream(problem, *head[i], row[i]);
         }
         if (problem.form == Form::additive && hidden) {
             bad = arena.take<bool>(count);

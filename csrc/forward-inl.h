@@ -269,11 +269,8 @@ void forward_block(Arena& arena, const Problem& problem, const Block<T>& block, 
             scores(s, bits, block, prepared, strip, tile, few ? &value : nullptr, pairs ? &*pairs : nullptr, false);
             for (int64_t i = 0; i < size; i++) {
                 running.absorb(first + i, s + i * kKeys, bits[i], here);
-                if (dropout.on) {
-                    const uint64_t kept =
-                        dropout.kept(Dropout::stream(problem, *block.head[first + i], block.row[first + i]));
-                    drop(s + i * kKeys, kept, static_cast<T>(dropout.factor));
-                }
+                if (dropout.on)
+                    drop(s + i * kKeys, dropout.kept(block.stream[first + i]), static_cast<T>(dropout.factor));
             }
             T* out = running.out + first * running.width;
             if (pairs) {

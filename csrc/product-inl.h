@@ -124,18 +124,48 @@ void product(T* c, int64_t ldc, const T* a, int64_t row, int64_t col, const T* b
     } while (p < k);
 }
 
+// C[R x N vectors] += sum over k of A[R x k] (X[R x N vectors] - B[k x N vectors])
+template <class T, int R, int N>
+inline void difference_block(T* c, int64_t ldc, const T* a, int64_t row, int64_t col, const T* x, int64_t ldx,
+                             const T* b, int64_t ldb, int64_t k) {
+    constexpr int L = Vector<T>::lanes;
+    V<T> sum[R][N], own[R][N];
+#pragma GCC unroll 8
+    for (int i = 0; i < R; i++)
+#pragma GCC unroll 8
+        for (int j = 0; j < N; j++) {
+            sum[i][j] = load(c + i * ldc + j * L);
+            own[i][j] = load(x + i * ldx + j * L);
+        }
+    for (int64_t p = 0; p < k; p++)
+#pragma GCC unroll 8
+        for (int i = 0; i < R; i++) {
+            const T factor = a[i * row + p * col];
+#pragma GCC unroll 8
+            for (int j = 0; j < N; j++) sum[i][j] += factor * (own[i][j] - load(b + p * ldb + j * L));
+        }
+#pragma GCC unroll 8
+    for (int i = 0; i < R; i++)
+#pragma GCC unroll 8
+        for (int j = 0; j < N; j++) store(c + i * ldc + j * L, sum[i][j]);
+}
+
 // C[i] += sum over p of A[i][p] (X[i] - B[p]), row by row: what a distance's gradient is.
 template <class T>
 void difference_product(T* c, int64_t ldc, const T* a, int64_t row, int64_t col, const T* x, int64_t ldx, const T* b,
                         int64_t ldb, int64_t m, int64_t n, int64_t k) {
-    constexpr int L = Vector<T>::lanes;
-    for (int64_t i = 0; i < m; i++)
-        for (int64_t j = 0; j < n; j += L) {
-            V<T> sum = load(c + i * ldc + j);
-            const V<T> own = load(x + i * ldx + j);
-            for (int64_t p = 0; p < k; p++) sum += a[i * row + p * col] * (own - load(b + p * ldb + j));
-            store(c + i * ldc + j, sum);
-        }
+    constexpr int L = Vector<T>::lanes, R = 4, N = kPanel / 2;
+    int64_t j = 0;
+    for (; j + N * L <= n; j += N * L) {
+        int64_t i = 0;
+        for (; i + R <= m; i += R)
+            difference_block<T, R, N>(c + i * ldc + j, ldc, a + i * row, row, col, x + i * ldx + j, ldx, b + j, ldb, k);
+        for (; i < m; i++)
+            difference_block<T, 1, N>(c + i * ldc + j, ldc, a + i * row, row, col, x + i * ldx + j, ldx, b + j, ldb, k);
+    }
+    for (; j < n; j += L)
+        for (int64_t i = 0; i < m; i++)
+            difference_block<T, 1, 1>(c + i * ldc + j, ldc, a + i * row, row, col, x + i * ldx + j, ldx, b + j, ldb, k);
 }
 
 // The dot product of one row with each of 64 rows (those behind `count` give 0), without turning them: for few rows,

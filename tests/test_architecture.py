@@ -26,7 +26,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("tiling", "pose"),
     ("engine",),
     ("kernels",),
-    ("blocks", "maps", "functional", "costs"),
+    ("blocks", "maps", "functional", "costs", "recipes"),
     ("api",),
     ("attnscore",),  # the public names
     ("layers", "testing", "drawing", "files"),

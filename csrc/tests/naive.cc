@@ -192,7 +192,8 @@ void backward_row(const Reader& r, GroupSums& group, Sums& query, Sums& query_bi
         for (int64_t d = 0; d < p.value_dim; ++d) {
             const double dout = at(h.grad_out, p.grad_dtype, i, d);
             dp += dout * r.value.row(j)[d];
-            group.value.add(j * p.value_dim + d, weight * keep * dout);
+            // A weight that dropout drops is chosen away: its NaN ends there.
+            group.value.add(j * p.value_dim + d, (keep == 0 ? 0 : weight * keep) * dout);
         }
         dp = (keep == 0 ? 0 : dp * keep) + shift;
         if (h.grad_entropy != nullptr) {
