@@ -476,7 +476,7 @@ def test_info_says_why_not(capsys, monkeypatch):
     assert "jax" in out and "not installed" in out
 
 
-@pytest.mark.parametrize("command", [[], ["demo"], ["attend"], ["info"]])
+@pytest.mark.parametrize("command", [[], ["demo"], ["attend"], ["bench"], ["info"]])
 def test_help(capsys, command):
     status, out, err = run(capsys, *command, "--help")
     assert status == 0 and "Usage" in out and not err

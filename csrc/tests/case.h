@@ -39,8 +39,7 @@ struct Case {
             head.out = memory.filled(out, problem.value_dtype, NAN, 1);
             head.statistics = memory.filled(rows * kStatistics, sum, 77, 1);
             results.push_back({"out", problem.value_dtype, out, 1, head.out});
-            static constexpr const char* names[] = {"max",   "total", "tilt",      "squares",
-                                                    "count", "mean",  "deviations"};
+            static constexpr const char* names[] = {"max", "total", "tilt", "squares", "count", "mean", "deviations"};
             for (int i = 0; i < kStatistics; ++i) {
                 results.push_back({names[i], sum, rows, kStatistics, head.statistics + i * size_of(sum)});
             }
@@ -177,7 +176,8 @@ struct Case {
         // A case is to take milliseconds, sanitized.
         const int64_t pairs = p.query_len * p.key_len, term = p.form == Form::additive ? 4 : 1;
         while (pairs * (p.dim * term + p.value_dim) > 1500000) p.dim = (p.dim + 1) / 2, p.value_dim /= 2;
-        p.scale = random.one_of({1.0, p.form == Form::inner ? -0.5 : 0.5}) / std::sqrt(1.0 + static_cast<double>(p.dim));
+        p.scale =
+            random.one_of({1.0, p.form == Form::inner ? -0.5 : 0.5}) / std::sqrt(1.0 + static_cast<double>(p.dim));
     }
 
     void draw_heads() {
@@ -192,7 +192,8 @@ struct Case {
         for (int64_t g = 0; g < groups; ++g) {
             Group group;
             Head head;
-            head.key = numbers_laid(memory, random, {random, m, p.dim}, p.score_dtype, [&] { return normal() - level; });
+            head.key =
+                numbers_laid(memory, random, {random, m, p.dim}, p.score_dtype, [&] { return normal() - level; });
             head.value =
                 numbers_laid(memory, random, {random, m, p.value_dim}, p.value_dtype, [&] { return random.normal(); });
             if (p.form == Form::additive) {
@@ -307,7 +308,8 @@ struct Case {
         planted = true;
         const auto set = [&](const Matrix& m, Dtype dtype, int64_t row, int64_t cols, bool infinite) {
             if (cols == 0) return;
-            char* to = const_cast<char*>(m.data) + (row * m.row_stride + random.below(cols) * m.col_stride) * size_of(dtype);
+            char* to =
+                const_cast<char*>(m.data) + (row * m.row_stride + random.below(cols) * m.col_stride) * size_of(dtype);
             put(to, dtype, infinite && random.coin() ? random.one_of<double>({INFINITY, -INFINITY}) : NAN);
         };
         // An infinite argument has a finite activation, which kernels may give as NaN beside a mask.
@@ -325,15 +327,18 @@ struct Case {
                         some = some || seen;
                         if (seen) key_seen[j] = true;
                         // Where an array, not the bias itself, hides the pair.
-                        if (!seen && head.bias.data && random.one_in(20) && at(head.bias, p.bias_dtype, i, j) > -INFINITY &&
-                            head.bias.row_stride && head.bias.col_stride) {
+                        if (!seen && head.bias.data && random.one_in(20) &&
+                            at(head.bias, p.bias_dtype, i, j) > -INFINITY && head.bias.row_stride &&
+                            head.bias.col_stride) {
                             put(const_cast<char*>(head.bias.data) +
                                     (i * head.bias.row_stride + j * head.bias.col_stride) * size_of(p.bias_dtype),
                                 p.bias_dtype, NAN);
                         }
                     }
                     if (some && (stops || !random.one_in(300))) continue;
-                    if (random.coin()) set(head.query, p.score_dtype, i, p.dim, infinite);
+                    if (random.coin() && !(stops && head.query.row_stride == 0)) {
+                        set(head.query, p.score_dtype, i, p.dim, infinite);
+                    }
                     if (random.coin()) set(head.grad_out, p.grad_dtype, i, p.value_dim, true);
                     if (head.query_bias.data && random.coin()) set(head.query_bias, sum, i, 1, false);
                 }
@@ -341,7 +346,9 @@ struct Case {
             const Head& head = p.heads[group.heads[0]];
             for (int64_t j = 0; j < p.key_len; ++j) {
                 if (key_seen[j] && (stops || !random.one_in(300))) continue;
-                if (random.coin()) set(head.key, p.score_dtype, j, p.dim, infinite);
+                if (random.coin() && !(stops && head.key.row_stride == 0)) {
+                    set(head.key, p.score_dtype, j, p.dim, infinite);
+                }
                 if (random.coin()) set(head.value, p.value_dtype, j, p.value_dim, true);
                 if (head.key_bias.data && random.coin()) set(head.key_bias, sum, j, 1, false);
             }

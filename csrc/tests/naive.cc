@@ -210,7 +210,9 @@ void backward_row(const Reader& r, GroupSums& group, Sums& query, Sums& query_bi
             double dq = ds * k, dk = ds * q;
             if (p.form == Form::distance) dq = -2 * ds * (q - k), dk = -dq;
             if (p.form == Form::additive) {
-                dq = dk = ds == 0 ? 0 : ds * r.weights[d] * slope_of(p, q + k);
+                // Where relu is flat the gradient is chosen, not multiplied.
+                const bool flat = p.activation == Activation::relu && q + k <= 0;
+                dq = dk = ds == 0 || flat ? 0 : ds * r.weights[d] * slope_of(p, q + k);
                 group.weights.add(d, ds == 0 ? 0 : ds * activated(p, q + k));
             }
             query.add(i * p.dim + d, dq);

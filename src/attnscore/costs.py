@@ -11,6 +11,7 @@ from attnscore.checks import check_count
 from attnscore.frameworks.contract import Array
 from attnscore.pose import check_flag, pose, wanted_statistics
 from attnscore.scoring import arrays_of
+from attnscore.scoring.contract import operations_of
 from attnscore.tiling import TilePlan
 
 
@@ -80,8 +81,7 @@ def cost(
         check_count(name, size)
     scoring.check(score, dim, key_dim)
     pairs = query_len * key_len
-    count = getattr(score, "operations", None)
-    own = count(query_len, key_len, dim, key_dim) if count else 2 * pairs * dim
+    own = operations_of(score, query_len, key_len, dim, key_dim)
     arrays = query_len * (dim + value_dim) + key_len * (key_dim + value_dim)
     parameters = sum(math.prod(x.shape) for x in arrays_of(score).values())
     hidden = int(arrays_of(score)["w_v"].shape[-1]) if "w_v" in arrays_of(score) else 0

@@ -168,8 +168,8 @@ def _by_rows(ops: Framework, plan: TilePlan, some_rows: Callable[[Span], tuple[A
         tiles = [first, *ops.collect(full - 1, lambda i: some_rows(((i + 1) * tile, tile)))]
         tiles += [some_rows((full * tile, tail))] if tail else []
         return tuple(ops.concat(parts, -2) for parts in zip(*tiles, strict=True))
-    # Where nobody looks on, into arrays made beforehand: the parts would take as much again, and their memory, amid what
-    # stays, would not go back to the system (31 MB measured at 16384 tokens, which the backward's arrays then came on top of).
+    # Where nobody looks on, into arrays made beforehand. Parts would take as much again, and their memory, amid what
+    # stays, would not go back to the system: at 16384 tokens 24 to 55 MB, on top of which the backward then came.
     whole = tuple(ops.zeros((*x.shape[:-2], length, x.shape[-1]), x) for x in first)
 
     def put(carry: tuple[Array, ...], parts: tuple[Array, ...], start: Any) -> tuple[Array, ...]:

@@ -22,7 +22,7 @@ from attnscore.masking import Intervals, Mask
 from attnscore.masking.contract import HostArray
 from attnscore.problem import Problem
 
-# Scores held at a time, over all batches and heads. 2^19 float32 are 2 MB: the few arrays of a tile then stay in the
+# Scores held at a time, over all batches and heads. 2^18 float32 are 1 MB: the few arrays of a tile then stay in the
 # last-level cache, and a tile is still long against the cost of a call from Python (about 50 us a tile).
 TILE_SCORES = 2**18
 SMALLEST_TILE = 16

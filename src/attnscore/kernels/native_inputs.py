@@ -36,7 +36,8 @@ def reasons(problem: Problem) -> list[str]:
         found.append("a scale per head of distances")
     arrays = {**form.arrays(), "value": problem.value}
     dtypes = {ops.dtype(x) for x in arrays.values()}
-    if not dtypes <= DTYPES or (len(dtypes) > 1 and "float64" in dtypes):
+    # Sums are in the dtype of the value: a score's own arrays may be wider, but nothing narrower than a float64 value.
+    if not dtypes <= DTYPES or (len(dtypes) > 1 and problem.dtype == "float64"):
         found.append(f"dtypes {', '.join(sorted(dtypes))}")
     for name in ("bias", "sink"):
         if (x := getattr(problem, name)) is not None:

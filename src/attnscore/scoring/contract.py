@@ -64,6 +64,13 @@ class Score(ABC):
         """Multiplications, additions and function values for all scores of one head."""
 
 
+def operations_of(score: Any, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
+    """``score.operations``; a user's own score need not say, and counts as a product."""
+    if not hasattr(score, "operations"):
+        return 2 * query_len * key_len * dim
+    return int(score.operations(query_len, key_len, dim, key_dim))
+
+
 def describe(score: Any) -> str:
     """A score in one line: its fields, arrays by shape."""
     if not dataclasses.is_dataclass(score):

@@ -7,7 +7,7 @@ from typing import Any, final
 
 from attnscore.checks import check_positive
 from attnscore.frameworks.contract import Array, Framework
-from attnscore.scoring.contract import Pullback, Score, check, lower, lower_pullback
+from attnscore.scoring.contract import Pullback, Score, check, lower, lower_pullback, operations_of
 from attnscore.scoring.forms import Form
 
 
@@ -50,7 +50,7 @@ class SoftCap(Score):
         check(self.score, dim, key_dim)
 
     def operations(self, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
-        return int(self.score.operations(query_len, key_len, dim, key_dim)) + 3 * query_len * key_len
+        return operations_of(self.score, query_len, key_len, dim, key_dim) + 3 * query_len * key_len
 
 
 @final
@@ -90,4 +90,4 @@ class Temperature(Score):
         check(self.score, dim, key_dim)
 
     def operations(self, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
-        return int(self.score.operations(query_len, key_len, dim, key_dim)) + query_len * key_len
+        return operations_of(self.score, query_len, key_len, dim, key_dim) + query_len * key_len

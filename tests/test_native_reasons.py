@@ -1,0 +1,171 @@
+"""Which kernel runs which problem: nothing falls from native to streaming unsaid.
+
+A row that moves from one table to the other is a change that users feel: tens of times in speed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import attnscore as ats
+import native_cases  # noqa: F401 - without the module there is nothing to test here
+from cases import MASKS, SCORES, Sizes
+from runs import EXTRAS, build_call, tensor
+
+SIZES = Sizes(queries=9, keys=9)
+CAUSAL = ats.Causal()
+ARRAY = np.arange(81).reshape(9, 9) % 3 > 0
+
+# What native leaves to another, of the tables that drive every generic test; all other rows are its own.
+SCORES_LEFT = {
+    "gaussian-one": "a scale per head of distances",
+    "gaussian-heads": "a scale per head of distances",
+    "soft_cap-gaussian": "a scale per head of distances",
+    "own-tile": "the score is computed in Python (TileForm)",
+    "own-tile_gradient": "the score is computed in Python (TileForm)",
+    "own-no-dataclass": "the score is computed in Python (TileForm)",
+    "temperature-own-tile_gradient": "the score is computed in Python (TileForm)",
+    "soft_cap-own-tile": "the score is computed in Python (TileForm)",
+}
+MASKS_LEFT: dict[str, str] = {}
+
+
+def plan_of(call: Any, framework: str = "numpy", **more: Any) -> Any:
+    convert = tensor if framework == "torch" else np.asarray
+    arrays = [convert(x) for x in (call.query, call.key, call.value)]
+    own = {name: convert(x) for name, x in call.arrays.items()}
+    extras = {n: convert(x) for n, x in (("bias", call.bias), ("sink", call.sink)) if x is not None}
+    return ats.explain(*arrays, score=call.score.make(**own), **call.arguments, **extras, **more)
+
+
+def reasons_of(plan: Any) -> list[str]:
+    return list(plan.reasons.get("native", ()))
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@pytest.mark.parametrize("extras", EXTRAS)
+@pytest.mark.parametrize("score", SCORES, ids=lambda score: score.name)
+def test_every_score(score: Any, extras: str, framework: str) -> None:
+    plan = plan_of(build_call(score, MASKS[0], "float32", extras), framework)
+    left = SCORES_LEFT.get(score.name)
+    assert (plan.kernel, reasons_of(plan)) == (("streaming", [left]) if left else ("native", []))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.name)
+def test_every_mask(mask: Any, dtype: str) -> None:
+    plan = plan_of(build_call(SCORES[0], mask, dtype))
+    left = MASKS_LEFT.get(mask.name)
+    if plan.kernel != "native" and left is None:
+        # Or of what has no form but its own: a tree of masks that is neither intervals, one array nor one Documents.
+        assert not mask.intervals
+        assert all("no interval of keys per row" in reason or "in one mask" in reason for reason in reasons_of(plan))
+        return
+    assert (plan.kernel, reasons_of(plan)) == (("streaming", [left]) if left else ("native", []))
+
+
+OWN: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "dropout": {"dropout": 0.1, "seed": 0},
+    "causal and an array": {"mask": CAUSAL & ats.Dense(ARRAY)},
+    "causal and lengths": {"mask": CAUSAL, "valid_lens": [3, 9]},
+    "an array and documents": {"mask": ats.Dense(ARRAY) & ats.Documents(np.arange(9) % 2)},
+    "scattered keys": {"mask": ats.KeyPadding(ARRAY[:2])},
+    "scattered keys and documents": {"mask": ats.KeyPadding(ARRAY[:2]) & ats.Documents(np.arange(9) % 2) & CAUSAL},
+    "a bias in float64": {"bias": np.zeros((9, 9))},
+    "a bias in bfloat16": {"bias": np.zeros((9, 9), ml_dtypes.bfloat16)},
+    "a sink in float64": {"sink": np.zeros(4)},
+    "a scale per query": {"score": ats.ScaledDot(np.ones((9, 1), "f4"))},
+    "a scale in float64": {"score": ats.ScaledDot(np.ones(()))},
+    "weights in float64": {"score": ats.Additive(np.ones(5))},
+    "projections in float64": {"score": ats.Additive(np.ones(3), np.ones((3, 5)), np.ones((3, 5)))},
+    "a bandwidth": {"score": ats.Gaussian(0.01)},
+    "two caps": {"score": ats.SoftCap(ats.Temperature(ats.SoftCap("dot", 30.0), 2.0), 3.0)},
+    "all at once": {
+        "score": ats.SoftCap("scaled_dot", 30.0), "mask": CAUSAL & ats.Dense(ARRAY), "valid_lens": [3, 9],
+        "bias": np.zeros((4, 1, 9), "f4"), "sink": np.zeros(4, "f4"), "dropout": 0.1, "seed": 0,
+    },
+}  # fmt: skip
+
+LEFT: dict[str, tuple[dict[str, Any], str]] = {
+    "not": ({"mask": ~CAUSAL}, "the mask is no interval of keys per row: ~Causal()"),
+    "or": ({"mask": CAUSAL | ats.Dense(ARRAY)}, "the mask is no interval of keys per row"),
+    "two arrays": ({"mask": ats.Dense(ARRAY) & ats.Dense(ARRAY)}, "2 arrays in one mask"),
+    "an array and scattered keys": ({"mask": ats.Dense(ARRAY) & ats.KeyPadding(ARRAY[:2])}, "2 arrays in one mask"),
+    "two documents": (
+        {"mask": ats.Documents(np.arange(9) % 2) & ats.Documents(np.arange(9) % 3)},
+        "2 Documents in one mask",
+    ),
+    "bandwidths": ({"score": ats.Gaussian(np.full(4, 0.01, "f4"))}, "a scale per head of distances"),
+    "a bias of long doubles": ({"bias": np.zeros((9, 9), np.longdouble)}, "bias of dtype"),
+}
+X = np.random.default_rng(0).standard_normal((2, 4, 9, 5)).astype("f4")
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_what_native_takes(name: str) -> None:
+    plan = ats.explain(X, X, X, **OWN[name])
+    assert (plan.kernel, reasons_of(plan)) == ("native", [])
+    ats.attend(X, X, X, **OWN[name], kernel="native")
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_it_leaves_and_why(name: str) -> None:
+    arguments, reason = LEFT[name]
+    plan = ats.explain(X, X, X, **arguments)
+    assert plan.kernel == "streaming"
+    assert len(reasons_of(plan)) == 1
+    assert reason in reasons_of(plan)[0]
+    with pytest.raises(ats.KernelUnavailable, match="native"):
+        ats.attend(X, X, X, **arguments, kernel="native")
+
+
+LAYOUTS = {
+    "transposed": lambda x: x.swapaxes(-1, -2).copy().swapaxes(-1, -2),
+    "every second": lambda x: np.repeat(x, 2, -1)[..., ::2],
+    "backwards": lambda x: x[..., ::-1, :],
+    "broadcast": lambda x: np.broadcast_to(x[:1], x.shape),
+    "read-only": lambda x: np.frombuffer(x.tobytes(), x.dtype).reshape(x.shape),
+    "no queries": lambda x: x[..., :0, :],
+    "no heads": lambda x: x[:, :0],
+    "no batch": lambda x: x[:0],
+    "no columns": lambda x: x[..., :0],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_layout_falls_off(layout: str) -> None:
+    x = LAYOUTS[layout](X)
+    assert ats.explain(x, x, x).kernel == "native"
+
+
+UNREADABLE = {
+    "big endian": lambda: X.astype(">f4"),
+    "long doubles": lambda: X.astype(np.longdouble),
+    "off its elements": lambda: np.frombuffer(b"\0" + X.tobytes(), np.uint8)[1:].view("f4").reshape(X.shape),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_memory_that_it_cannot_read_is_left_to_streaming(name: str) -> None:
+    """And gives the same result there."""
+    x = UNREADABLE[name]()
+    plan = ats.explain(x, x, x)
+    assert plan.kernel == "streaming", reasons_of(plan)
+    np.testing.assert_allclose(ats.attend(x, x, x).astype("f4"), ats.attend(X, X, X), atol=1e-6)
+
+
+def test_torch_tensors_with_a_gradient_stay_native() -> None:
+    x = torch.tensor(X, requires_grad=True)
+    assert ats.explain(x, x, x).kernel == "native"
+    assert ats.explain(x.double(), x.double(), x.double()).kernel == "native"
+    assert ats.explain(x.transpose(1, 2), x.transpose(1, 2), x.transpose(1, 2), head_axis=-2).kernel == "native"
+    meta = x.detach().to("meta")
+    plan = ats.explain(meta, meta, meta)
+    assert plan.kernel == "streaming"
+    assert "whose memory the CPU cannot read" in reasons_of(plan)[0]
