@@ -161,7 +161,8 @@ def finish(
     state = keys if sink is None else merge(ops, keys, _sink_state(ops, keys, sink))
     top, empty = anchor(ops, state.max), state.total == 0
     total = ops.where(empty, 1.0, state.total)
-    log_total = ops.where(empty, NEG_INF, ops.log(total))
+    log = ops.log(total)
+    log_total = ops.where(empty, NEG_INF, log)
     # What the keys' own exponentials are in units of the state that has the sink in it.
     factor = ops.where(keys.total == 0, 0.0, ops.exp(anchor(ops, keys.max) - top))
     found = {"max_score": keys.max, "max_weight": factor / total, "sum_weights": factor * keys.total / total}
@@ -170,7 +171,7 @@ def finish(
         found["mean_score"], found["var_score"] = base + mean, deviations / ops.maximum(count, 1.0)
     if state.tilt is not None:
         # H = log l - sum e (s - m) / l: lse - sum(e s) / l loses digits with the level of the logits.
-        found["entropy"] = ops.where(empty, 0.0, ops.log(total) - state.tilt / total)
+        found["entropy"] = ops.where(empty, 0.0, log - state.tilt / total)
     if state.squares is not None:
         found["sum_sq_weights"] = state.squares / (total * total)
     return state.out / total, top, log_total, {name: found[name] for name in wanted if name != "log_sum_exp"}
