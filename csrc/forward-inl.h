@@ -131,8 +131,15 @@ struct Running {
         if (!tilt) return found;
         found.tilt = sum_of<T>(load(tilt + i * L));
         found.squares = sum_of<T>(load(squares + i * L));
-        const T each = full[i] * kVectors<T>;
-        for (int l = 0; l < L; l++) found.join_moments(each, base[i], mean[i * L + l], deviation[i * L + l]);
+        if (full[i] > 0) {
+            // Lanes have seen the same number of scores: their mean is that of their means.
+            const T each = full[i] * kVectors<T>;
+            const V<T> means = load(mean + i * L);
+            const T center = sum_of<T>(means) / L;
+            const V<T> away = means - center;
+            const T spread = sum_of<T>(load(deviation + i * L)) + each * sum_of<T>(away * away);
+            found.join_moments(each * L, base[i], center, spread);
+        }
         const RowState<T>& p = partial[i];
         found.join_moments(p.count, p.base, p.mean, p.deviation);
         return found;
