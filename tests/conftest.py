@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import jax
 import numpy as np
 import pytest
 import torch
 
 from attnscore import tiling
+
+# The tables have float64 rows, which JAX would make float32; tests/test_jax.py has the narrow width too.
+jax.config.update("jax_enable_x64", True)
 
 
 @pytest.fixture

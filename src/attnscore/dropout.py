@@ -45,7 +45,7 @@ def check_dropout(probability: Any, seed: Any, draw: Callable[[], int]) -> Dropo
 def _mix(ops: Framework, x: Array) -> Array:
     """A bijection of 32-bit numbers with full avalanche (constants: "lowbias32", found by C. Wellons' search)."""
     x = ops.wrap32((x ^ (x >> 16)) * 0x7FEB352D)
-    x = ops.wrap32((x ^ (x >> 15)) * 0x846CA68B)
+    x = ops.wrap32((x ^ (x >> 15)) * ops.word32(0x846CA68B))
     return x ^ (x >> 16)
 
 
@@ -64,12 +64,12 @@ def kept(
         matrices *= length
     matrix = ops.reshape(ops.positions(0, matrices, like), (*grid.rows[:-1], 1, 1))
     row = matrix * grid.query_len + ops.reshape(ops.positions(*rows, like), (rows[1], 1))
-    low, high = dropout.words
+    low, high = (ops.word32(word) if isinstance(word, int) else word for word in dropout.words)
     # Every number is wrapped before it meets a constant of 32 bits, which would overflow 32-bit positions (JAX).
     stream = _mix(ops, ops.wrap32(ops.wrap32(row) + low))
     stream = _mix(ops, ops.wrap32(stream + ops.wrap32(row >> 32) + high))
     # The golden ratio spreads neighbouring keys over the 32 bits before mixing.
-    key = ops.wrap32(ops.wrap32(ops.reshape(ops.positions(*cols, like), (1, cols[1]))) * 0x9E3779B9)
+    key = ops.wrap32(ops.wrap32(ops.reshape(ops.positions(*cols, like), (1, cols[1]))) * ops.word32(0x9E3779B9))
     bits = _mix(ops, ops.wrap32(stream + key))
-    alive = bits >= min(round(dropout.probability * 2**32), 2**32 - 1)
+    alive = bits >= ops.word32(min(round(dropout.probability * 2**32), 2**32 - 1))
     return ops.astype(alive, dtype) * (1 / (1 - dropout.probability))

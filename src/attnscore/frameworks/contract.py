@@ -236,6 +236,10 @@ class Framework(ABC):
     def wrap32(self, x: Array) -> Array:
         """The low 32 bits of a 64-bit integer, as a number in [0, 2^32): what the dropout hash counts in."""
 
+    def word32(self, number: int) -> Any:
+        """A number below 2^32 as it may stand beside what `wrap32` gives."""
+        return number
+
     # Control
     @abstractmethod
     def quiet(self) -> AbstractContextManager[Any]:

@@ -214,6 +214,10 @@ class JaxFramework(Framework):
     def wrap32(self, x: Array) -> Array:
         return x.astype(jnp.uint32)
 
+    def word32(self, number: int) -> Any:
+        # A Python number of 32 bits overflows: JAX would read it as signed.
+        return np.uint32(number)
+
     def quiet(self) -> AbstractContextManager[Any]:
         return _NOTHING
 
@@ -254,13 +258,15 @@ class JaxFramework(Framework):
             return given(constants).forward(arrays)
 
         def forward(arrays: Sequence[Array], constants: Sequence[Array]) -> tuple[Any, Any]:
-            outputs = call(arrays, constants)
+            now = given(constants)
+            outputs = _differentiable(now.forward, now.streaming().forward, arrays)
             return outputs, (arrays, constants, outputs[: run.kept_outputs])
 
         def backward(kept: Any, grads: Sequence[Array]) -> tuple[Any, None]:
             arrays, constants, outputs = kept
-            incoming = grads[: run.differentiable_outputs]
-            return tuple(_gradient(given(constants), arrays, outputs, incoming)), None
+            incoming = tuple(grads[: run.differentiable_outputs])
+            now = given(constants)
+            return tuple(_differentiable(now.backward, now.streaming().backward, arrays, outputs, incoming)), None
 
         call.defvjp(forward, backward)
         return call(tuple(operands), tuple(constants))
@@ -303,14 +309,13 @@ class JaxFramework(Framework):
         return arrays
 
 
-def _gradient(run: Run, arrays: Any, outputs: Any, grads: Any) -> Any:
-    """The gradient, which JAX can differentiate further: a callback has no derivative, the streaming form has."""
-    ops_traced = any(_kind(x) == _RECORDED for x in (*arrays, *grads))
-    if not ops_traced or (streaming := run.streaming()) is run:
-        return run.backward(arrays, outputs, grads)
-    gradient = jax.custom_jvp(run.backward)
-    gradient.defjvp(lambda primals, tangents: jax.jvp(streaming.backward, primals, tangents))
-    return gradient(arrays, outputs, grads)
+def _differentiable(function: Callable[..., Any], streaming: Callable[..., Any], *arguments: Any) -> Any:
+    """``function(*arguments)``, which JAX can differentiate further: a callback has no derivative, `streaming` has."""
+    if not any(_kind(x) == _RECORDED for x in jax.tree.leaves(arguments)):
+        return function(*arguments)
+    found = jax.custom_jvp(function)
+    found.defjvp(lambda primals, tangents: jax.jvp(streaming, primals, tangents))
+    return found(*arguments)
 
 
 def _kind(x: Any) -> str:
