@@ -255,7 +255,9 @@ class Call:
     def jax(self, *, jit: bool = False, **options: Any) -> dict[str, Any]:
         """Outputs and gradients by jax.vjp; with `jit` all of it inside one program."""
         leaves = {name: jnp.asarray(x) for name, x in self.leaves.items()}
-        seeds = [jnp.asarray(self.seed_outward(n, self.dtype if n == "out" else accumulator(self.dtype))) for n in self.seeds]
+        seeds = [
+            jnp.asarray(self.seed_outward(n, self.dtype if n == "out" else accumulator(self.dtype))) for n in self.seeds
+        ]
 
         def outputs_of(leaves: dict[str, Any]) -> Any:
             keywords = self._keywords(jnp.asarray, leaves) | options

@@ -331,9 +331,7 @@ def backward(problem: Problem, plan: TilePlan, result: Result, grads: RowGradien
     full, tail = divmod(problem.grid.query_len, plan.query_tile)
     buffers = ops.loop(
         full,
-        lambda i, c: visit_rows(
-            (i * plan.query_tile, plan.query_tile), plan.segments_of(ops, i, problem.value), c
-        ),
+        lambda i, c: visit_rows((i * plan.query_tile, plan.query_tile), plan.segments_of(ops, i, problem.value), c),
         buffers,
     )
     if tail:

@@ -283,9 +283,9 @@ class JaxFramework(Framework):
     def as_seed(self, seed: Any) -> Any:
         if not isinstance(seed, jax.Array):
             return seed
-        if jnp.issubdtype(seed.dtype, jax.dtypes.prng_key) and seed.ndim == 0:
-            low, high = jax.random.bits(seed, (2,), jnp.uint32)
-        elif seed.dtype == jnp.uint32 and seed.shape == (2,):
+        if (jnp.issubdtype(seed.dtype, jax.dtypes.prng_key) and seed.ndim == 0) or (
+            seed.dtype == jnp.uint32 and seed.shape == (2,)
+        ):
             low, high = jax.random.bits(seed, (2,), jnp.uint32)
         elif jnp.issubdtype(seed.dtype, jnp.integer) and seed.ndim == 0:
             value = _concrete(seed)
