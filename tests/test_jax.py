@@ -1,4 +1,4 @@
-"""JAX: jit, grad, vmap, forward mode, gradients of gradients; traced lengths and seeds; pytrees; both widths of integers.
+"""JAX: jit, grad, vmap, forward mode, gradients of gradients; traced lengths and seeds; pytrees; both integer widths.
 
 The generic tests hold plain calls to the oracle; here transformed calls are held to plain ones, and those to NumPy's.
 """
@@ -96,7 +96,7 @@ def test_jit_gives_what_a_plain_call_gives(score: str, mask: str, small_tiles: N
 
 
 @kernels
-@pytest.mark.parametrize("mask", ["none", "causal"])
+@pytest.mark.parametrize("mask", ["causal", pytest.param("none", marks=pytest.mark.slow)])
 @scores
 def test_grad_inside_and_around_jit(score: str, mask: str, kernel: str, small_tiles: None) -> None:
     arrays, made = inputs(queries=8, keys=12), SCORES[score]()
@@ -169,12 +169,12 @@ def test_forward_mode_around_jit_says_that_it_is_not() -> None:
     """What docs/decisions/jax.md says: `jit(jvp(f))` works, `jvp(jit(f))` needs the dense kernel."""
     arrays = inputs()
     with pytest.raises(TypeError, match="custom_vjp"):
-        jax.jvp(jax.jit(lambda *a: ats.attend(*a)), arrays, arrays)
+        jax.jvp(jax.jit(ats.attend), arrays, arrays)
     found = jax.jvp(jax.jit(lambda *a: ats.attend(*a, kernel="dense")), arrays, arrays)
     close(found, jax.jvp(ats.attend, arrays, arrays))
 
 
-@masks
+@pytest.mark.parametrize("mask", ["none", pytest.param("no interval", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("wrap", ["vmap", "jit of vmap", "vmap of jit"])
 def test_vmap(wrap: str, mask: str) -> None:
     arrays = tuple(jnp.stack([x, 2 * x, -x]) for x in inputs())
@@ -377,6 +377,7 @@ def test_gradient_of_a_score() -> None:
     assert isinstance(grads, ats.Additive) and grads.W_q.shape == (3, 4)
 
 
+@pytest.mark.slow
 def test_around_attend_under_jit() -> None:
     query, key, value = inputs()
     plain = [np.asarray(x) for x in (query, key, value)]
@@ -420,6 +421,7 @@ def test_no_matrix_under_jit() -> None:
         assert memory.temp_size_in_bytes < 4096 * 4096 * 4 / 4, kernel
 
 
+@pytest.mark.slow
 def test_tile_sizes_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     arrays = inputs(queries=19, keys=23)
     found = []

@@ -126,7 +126,7 @@ class Framework(ABC):
         """``function(*arrays)`` over NumPy arrays, of the shapes and dtypes `results`, when a traced call runs."""
         raise NotImplementedError(f"{self.name} defers nothing")
 
-    def seen(self, kind: type) -> None:
+    def seen(self, kind: type) -> None:  # noqa: B027  # most have nothing to be told
         """Called with each class of scores and masks: where the framework has to be told about them."""
 
     def as_seed(self, seed: Any) -> Any:

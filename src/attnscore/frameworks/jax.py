@@ -113,7 +113,7 @@ class JaxFramework(Framework):
             for to, x in zip(out, function(*map(np.asarray, buffers)), strict=True):
                 np.asarray(to)[...] = x
 
-        wanted = tuple(jax.ShapeDtypeStruct(shape, _known(dtype)) for shape, dtype in results)
+        wanted = tuple(jax.ShapeDtypeStruct(shape, _known(dtype)) for shape, dtype in results)  # type: ignore[no-untyped-call]  # JAX's own
         return tuple(buffer_callback(call, wanted, vmap_method="sequential")(*arrays))
 
     def threads(self, own: int) -> int:

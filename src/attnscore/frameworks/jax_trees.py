@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -44,9 +44,9 @@ def register(kind: type) -> None:
         rest = tuple((name, _Static(value)) for name, value in fields.items() if name not in leaves)
         return [(jax.tree_util.GetAttrKey(name), value) for name, value in leaves.items()], (tuple(leaves), rest)
 
-    def unflatten(structure: Any, leaves: Sequence[Any]) -> Any:
+    def unflatten(structure: Any, leaves: Iterable[Any]) -> Any:
         # Not through the class: leaves may be anything here, and nothing is to be checked.
-        found = object.__new__(kind)
+        found: Any = object.__new__(kind)
         names, rest = structure
         for name, value in zip(names, leaves, strict=True):
             object.__setattr__(found, name, value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from attnscore import frameworks, tiling
 from attnscore.engine import Result, RowGradients, operands
@@ -37,7 +38,7 @@ def _hosted(problem: Problem) -> Callable[[Sequence[HostArray]], Problem]:
     def hosted(arrays: Sequence[HostArray]) -> Problem:
         named = dict(zip(names, arrays, strict=False))
         left = iter(arrays[len(names) :])
-        own = {name: named.pop(name) for name in ("value", "bias", "sink") if name in named}
+        own: dict[str, Any] = {name: named.pop(name) for name in ("value", "bias", "sink") if name in named}
         later = None if mask is None else mask.with_leaves(left)
         seed = dropout
         if dropout is not None and seeded:
