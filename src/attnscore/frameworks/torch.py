@@ -322,7 +322,9 @@ class _TransformedRun(torch.autograd.Function):
 
 def _is_traced(x: torch.Tensor) -> bool:
     """Whether the values of `x` cannot be looked at: inside vmap, grad of torch.func, fake or on no device."""
-    return bool(is_compiling() or x.is_meta or is_functorch_wrapped_tensor(x) or isinstance(x, FakeTensor))
+    return bool(
+        is_compiling() or x.is_meta or is_functorch_wrapped_tensor(x) or isinstance(x, FakeTensor)
+    )
 
 
 def _is_dual(x: torch.Tensor) -> bool:
