@@ -22,6 +22,10 @@ from oracle import ACTIVATIONS
 from own_scores import OwnAbsolute, OwnPlain, OwnSquare
 
 FRAMEWORKS = ("numpy", "torch")
+"""Those that the whole tables run on."""
+COMPILING = ("jax",)
+"""Those that compile each shape of each operation, seconds for a row: they run one of each family of scores and masks
+(``test_every_framework``), their own tests, and nothing else of the tables."""
 KERNELS = ("native", "streaming", "dense")
 AUTOMATIC = "streaming" if os.environ.get("ATTNSCORE_NO_NATIVE") == "1" else "native"
 """The kernel that runs when nothing is said against it: native, unless the environment says that it is not meant."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -19,6 +20,10 @@ def _tables_as_found() -> Iterator[None]:
     for table, rows in before:
         table.clear()
         table.update(rows)
+
+
+# The tables have float64 rows, which JAX would make float32; tests/test_jax.py has the narrow width too.
+jax.config.update("jax_enable_x64", True)
 
 
 @pytest.fixture

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import torch
@@ -249,6 +251,28 @@ class Call:
             [tensor(self.seed_outward(n, self.dtype if n == "out" else accumulator(self.dtype))) for n in self.seeds],
         )
         return outputs | {f"grad.{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+
+    def jax(self, *, jit: bool = False, **options: Any) -> dict[str, Any]:
+        """Outputs and gradients by jax.vjp; with `jit` all of it inside one program."""
+        leaves = {name: jnp.asarray(x) for name, x in self.leaves.items()}
+        seeds = [
+            jnp.asarray(self.seed_outward(n, self.dtype if n == "out" else accumulator(self.dtype))) for n in self.seeds
+        ]
+
+        def outputs_of(leaves: dict[str, Any]) -> Any:
+            keywords = self._keywords(jnp.asarray, leaves) | options
+            out, stats = ats.attend(leaves["query"], leaves["key"], leaves["value"], return_stats=True, **keywords)
+            outputs = {"out": out, **stats._asdict()}
+            return [outputs[name] for name in self.seeds], outputs
+
+        def both(leaves: dict[str, Any]) -> Any:
+            _, pullback, outputs = jax.vjp(outputs_of, leaves, has_aux=True)
+            return outputs, pullback(seeds)[0]
+
+        outputs, grads = (jax.jit(both) if jit else both)(leaves)
+        return {name: np.asarray(x) for name, x in outputs.items()} | {
+            f"grad.{name}": np.asarray(grad) for name, grad in grads.items()
+        }
 
     def run(self, framework: str, **options: Any) -> dict[str, Any]:
         return self.numpy(**options) if framework == "numpy" else self.torch(**options)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ import torch
 
 import attnscore as ats
 from attnscore.testing import check_framework
-from cases import DTYPES, FRAMEWORKS, SCORES, SOME_SCORES
+from cases import COMPILING, DTYPES, FRAMEWORKS, SCORES, SOME_MASKS, SOME_SCORES
 from runs import Call, accumulator, array, dtype_of, make_call, tensor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -49,8 +50,29 @@ def test_check_framework(framework: str) -> None:
     check_framework(np.zeros(1) if framework == "numpy" else torch.zeros(1))
 
 
+@pytest.mark.slow
+def test_check_framework_on_jax() -> None:
+    check_framework(jnp.zeros(1))
+
+
 def test_every_framework_is_in_the_table() -> None:
-    assert sorted(FRAMEWORKS) == sorted(ats.available()["frameworks"])
+    assert sorted((*FRAMEWORKS, *COMPILING)) == sorted(ats.available()["frameworks"])
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["plain", "jit"])
+@pytest.mark.parametrize(
+    ("score", "mask", "dtype"),
+    [
+        *((score.name, "Causal-bottom_right-tall", "float64") for score in SOME_SCORES),
+        *(("additive-tanh-bias", mask.name, "float64") for mask in SOME_MASKS),
+        *(("scaled_dot", "valid_lens-2d", dtype) for dtype in DTYPES),
+        ("own-tile", "Causal-bottom_right-tall", "float64"),
+    ],
+)
+def test_jax_against_the_oracle(score: str, mask: str, dtype: str, jit: bool) -> None:
+    """Output, statistics and gradients: one of each family of scores and of masks, and every dtype."""
+    call = make_call(score, mask, dtype, "hiding-bias")
+    call.check(call.jax(jit=jit))
 
 
 @frameworks

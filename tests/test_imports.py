@@ -72,7 +72,7 @@ def core_modules() -> set[str]:
         name
         for name in all_modules()
         if name.split(".")[1:2] == [] or name.split(".")[1] not in LATER
-        if not (name.startswith("attnscore.frameworks.") and name.split(".")[2] in FRAMEWORKS)
+        if not (name.startswith("attnscore.frameworks.") and name.split(".")[2].partition("_")[0] in FRAMEWORKS)
     }
 
 

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from attnscore.problem import Problem
 from attnscore.scoring.contract import finite_rows
 from attnscore.scoring.forms import FormPullback, Role
 from attnscore.softmax import NEG_INF
-from attnscore.tiling import Segment, TilePlan
+from attnscore.tiling import Moving, Segment, TilePlan
 
 Span = tuple[int, int]
 """(start, count) of rows or keys."""
@@ -139,12 +139,15 @@ def _pooled(ops: Framework, weights: Array, visible: Array | None, x: Array, is_
 
 def _walk(
     ops: Framework,
-    segments: tuple[Segment, ...],
-    tile: int,
+    segments: tuple[Segment, ...] | Moving,
+    plan: TilePlan,
     visit: Callable[[Any, Span, bool], Any],
     carry: Any,
 ) -> Any:
     """Visit the tiles of the segments in order: ``carry = visit(carry, (start, count), partial)``."""
+    tile = plan.key_tile
+    if isinstance(segments, Moving):
+        return _walk_moving(ops, segments, plan, visit, carry)
     for segment in segments:
         count, tail = divmod(segment.stop - segment.start, tile)
 
@@ -157,17 +160,38 @@ def _walk(
     return carry
 
 
-def _by_rows(ops: Framework, plan: TilePlan, some_rows: Callable[[Span], tuple[Array, ...]]) -> tuple[Array, ...]:
-    """What `some_rows` gives for each tile of rows, put together along the rows."""
+def _walk_moving(
+    ops: Framework, segment: Moving, plan: TilePlan, visit: Callable[[Any, Span, bool], Any], carry: Any
+) -> Any:
+    """The same between ends that are traced: tiles on a fixed grid, as many as the longest segment touches."""
+    tile = plan.key_tile
+    whole, tail = divmod(plan.key_len, tile)
+    first, last = segment.start // tile, (segment.stop + tile - 1) // tile
+
+    def body(j: Any, carry: Any) -> Any:
+        here = first + j
+        return ops.when((here < last) & (here < whole), lambda c: visit(c, (here * tile, tile), True), carry)
+
+    carry = ops.loop(min(segment.most, whole), body, carry)
+    if tail:
+        carry = ops.when(segment.stop > whole * tile, lambda c: visit(c, (whole * tile, tail), True), carry)
+    return carry
+
+
+def _by_rows(
+    ops: Framework, plan: TilePlan, some_rows: Callable[[Span], tuple[Array, ...]], reads: Iterable[Array]
+) -> tuple[Array, ...]:
+    """What `some_rows` makes of the arrays that it `reads`, for each tile of rows, put together along the rows."""
     length, tile = plan.query_len, plan.query_tile
     full, tail = divmod(length, tile)
     if full + bool(tail) < 2:
         return some_rows((0, length))
-    first = some_rows((0, tile))
-    if ops.on_tape(*first) or not all(map(ops.readable, first)):
-        tiles = [first, *ops.collect(full - 1, lambda i: some_rows(((i + 1) * tile, tile)))]
+    reads = tuple(reads)
+    if ops.on_tape(*reads) or not all(map(ops.readable, reads)):
+        tiles = ops.collect(full, lambda i: some_rows((i * tile, tile)))
         tiles += [some_rows((full * tile, tail))] if tail else []
         return tuple(ops.concat(parts, -2) for parts in zip(*tiles, strict=True))
+    first = some_rows((0, tile))
     # Where nobody looks on, into arrays made beforehand. Parts would take as much again, and their memory, amid what
     # stays, would not go back to the system: at 16384 tokens 24 to 55 MB, on top of which the backward then came.
     whole = tuple(ops.zeros((*x.shape[:-2], length, x.shape[-1]), x) for x in first)
@@ -186,7 +210,7 @@ def forward(problem: Problem, plan: TilePlan) -> Result:
     guard = _guarded(problem)
     sink = None if problem.sink is None else ops.astype(ops.reshape(problem.sink, (*problem.sink.shape, 1, 1)), dtype)
 
-    def some_rows(rows: Span, segments: tuple[Segment, ...]) -> tuple[Array, ...]:
+    def some_rows(rows: Span, segments: tuple[Segment, ...] | Moving) -> tuple[Array, ...]:
         def visit(state: softmax.RowState, cols: Span, partial: bool) -> softmax.RowState:
             scores, visible, _ = _tile_scores(guard, plan, rows, cols, partial)
             value = ops.astype(_cut(ops, problem.value, -2, cols), dtype)
@@ -199,12 +223,17 @@ def forward(problem: Problem, plan: TilePlan) -> Result:
             return softmax.absorb(ops, state, scores, visible, pool, wanted)
 
         state = softmax.start(ops, (*grid.rows[:-1], rows[1]), problem.layout.value_dim, problem.value, dtype, wanted)
-        state = _walk(ops, segments, plan.key_tile, visit, state)
+        state = _walk(ops, segments, plan, visit, state)
         out, top, log_total, statistics = softmax.finish(ops, state, sink, wanted)
         return ops.astype(out, problem.dtype), top, log_total, *statistics.values()
 
     out, top, log_total, *statistics = _by_rows(
-        ops, plan, lambda rows: some_rows(rows, plan.segments[rows[0] // plan.query_tile] if rows[1] else ())
+        ops,
+        plan,
+        lambda rows: some_rows(
+            rows, plan.segments_of(ops, rows[0] // plan.query_tile, problem.value) if rows[1] else ()
+        ),
+        operands(problem).values(),
     )
     names = [name for name in wanted if name != "log_sum_exp"]
     return Result(out, top, log_total, dict(zip(names, statistics, strict=True)))
@@ -252,7 +281,7 @@ def rows_of(problem: Problem, plan: TilePlan, result: Result, grads: RowGradient
         return (-ops.sum(ops.where(out == 0, 0.0, grad * out), axis=-1, keepdims=True),)
 
     # By tiles of rows: products of the whole would be the largest arrays of the backward.
-    (shift,) = _by_rows(ops, plan, some_rows)
+    (shift,) = _by_rows(ops, plan, some_rows, (result.out, grad_out))
     return Rows(
         grad_out=grad_out,
         grad_is_finite=(problem.mask is None and problem.bias is None) or ops.surely_finite(grad_out),
@@ -303,7 +332,7 @@ def backward(problem: Problem, plan: TilePlan, result: Result, grads: RowGradien
     # The axis of the keys; the bias has it beside its axis of rows.
     key_axis = {name: -2 for name in shapes if name == "value" or roles.get(name) == "key"} | {"bias": -1}
 
-    def visit_rows(rows: Span, segments: tuple[Segment, ...], carry: dict[str, Array]) -> dict[str, Array]:
+    def visit_rows(rows: Span, segments: tuple[Segment, ...] | Moving, carry: dict[str, Array]) -> dict[str, Array]:
         # Gradients that belong to rows are gathered over the keys of one tile of rows, then put in their place.
         local = {
             name: ops.zeros((*shapes[name][:-2], min(shapes[name][-2], rows[1]), shapes[name][-1]), known.shift, dtype)
@@ -316,13 +345,15 @@ def backward(problem: Problem, plan: TilePlan, result: Result, grads: RowGradien
                 name: _add(ops, carry[name], grad, key_axis.get(name), cols) for name, grad in found.items()
             }
 
-        done: dict[str, Array] = _walk(ops, segments, plan.key_tile, visit, carry | local)
+        done: dict[str, Array] = _walk(ops, segments, plan, visit, carry | local)
         return done | {name: _add(ops, carry[name], done[name], -2, rows) for name in of_rows}
 
     buffers = {name: ops.zeros(shape, known.shift, dtype) for name, shape in shapes.items()}
     full, tail = divmod(problem.grid.query_len, plan.query_tile)
     buffers = ops.loop(
-        full, lambda i, c: visit_rows((i * plan.query_tile, plan.query_tile), plan.segments[i], c), buffers
+        full,
+        lambda i, c: visit_rows((i * plan.query_tile, plan.query_tile), plan.segments_of(ops, i, problem.value), c),
+        buffers,
     )
     if tail:
         buffers = visit_rows((full * plan.query_tile, tail), plan.segments[full], buffers)

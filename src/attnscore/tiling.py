@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,6 +26,15 @@ from attnscore.problem import Problem
 # last-level cache, and a tile is still long against the cost of a call from Python (about 50 us a tile).
 TILE_SCORES = 2**18
 SMALLEST_TILE = 16
+
+
+class Moving(NamedTuple):
+    """Segments of a tile of queries that is not known while a loop over all of them is recorded: one, and tested."""
+
+    start: Array
+    stop: Array
+    most: int
+    """Tiles of keys that the longest of them touches."""
 
 
 class Segment(NamedTuple):
@@ -49,6 +58,18 @@ class TilePlan:
     intervals: Intervals | None
     rest: Mask | None
 
+    def segments_of(self, ops: Framework, tile: Any, like: Array) -> tuple[Segment, ...] | Moving:
+        """The segments of a tile of queries, whose number may be traced."""
+        if isinstance(tile, int):
+            return self.segments[tile]
+        full = self.segments[: self.query_len // self.query_tile]
+        if all(segments == full[0] for segments in full) and len(full[0]) < 2:
+            return full[0]
+        ends = np.array([(s[0].start, s[-1].stop) if s else (0, 0) for s in full])
+        most = max(-(-stop // self.key_tile) - start // self.key_tile for start, stop in ends.tolist())
+        start, stop = (ops.take(ops.asarray(end, like), tile, 0) for end in ends.T.copy())
+        return Moving(start, stop, most)
+
     def query_tiles(self) -> list[tuple[int, int]]:
         """(start, count) of each tile of queries."""
         return [(i, min(self.query_tile, self.query_len - i)) for i in range(0, self.query_len, self.query_tile)]
@@ -58,10 +79,11 @@ class TilePlan:
         columns = ops.reshape(ops.positions(*cols, like), (1, cols[1]))
         seen = None
         if self.intervals is not None:
-            start, stop = (
-                grid.place_batch(ops, ops.asarray(end[:, rows[0] : rows[0] + rows[1], None], like))
-                for end in self.intervals
-            )
+            if isinstance(rows[0], int):
+                here = [ops.asarray(end[:, rows[0] : rows[0] + rows[1], None], like) for end in self.intervals]
+            else:
+                here = [ops.part(ops.asarray(end[..., None], like), 1, *rows) for end in self.intervals]
+            start, stop = (grid.place_batch(ops, end) for end in here)
             seen = (columns >= start) & (columns < stop)
         if self.rest is not None:
             rest = self.rest.visible(ops, grid, ops.reshape(ops.positions(*rows, like), (rows[1], 1)), columns)
