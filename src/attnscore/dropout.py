@@ -37,9 +37,9 @@ def check_dropout(probability: Any, seed: Any, draw: Callable[[], int]) -> Dropo
 
 def _mix(ops: Framework, x: Array) -> Array:
     """A bijection of 32-bit numbers with full avalanche (constants: "lowbias32", found by C. Wellons' search)."""
-    x = ops.wrap32((x ^ (x >> 16)) * 0x7FEB352D)
-    x = ops.wrap32((x ^ (x >> 15)) * 0x846CA68B)
-    return x ^ (x >> 16)
+    x = ops.wrap32((x ^ ops.shift_right(x, 16)) * 0x7FEB352D)
+    x = ops.wrap32((x ^ ops.shift_right(x, 15)) * 0x846CA68B)
+    return x ^ ops.shift_right(x, 16)
 
 
 def kept(
@@ -58,7 +58,7 @@ def kept(
     matrix = ops.reshape(ops.positions(0, matrices, like), (*grid.rows[:-1], 1, 1))
     row = matrix * grid.query_len + ops.reshape(ops.positions(*rows, like), (rows[1], 1))
     low, high = dropout.seed & 0xFFFFFFFF, dropout.seed >> 32
-    stream = _mix(ops, ops.wrap32(_mix(ops, ops.wrap32(row + low)) + (row >> 32) + high))
+    stream = _mix(ops, ops.wrap32(_mix(ops, ops.wrap32(row + low)) + ops.shift_right(row, 32) + high))
     # The golden ratio spreads neighbouring keys over the 32 bits before mixing.
     key = ops.wrap32(ops.reshape(ops.positions(*cols, like), (1, cols[1])) * 0x9E3779B9)
     bits = _mix(ops, ops.wrap32(stream + key))

@@ -125,7 +125,8 @@ def _escaping(ops: Framework, visible: Array, x: Array) -> Array:
         (float("inf"), x == float("inf")),
         (NEG_INF, x == NEG_INF),
     ):
-        reached = reached + ops.where(ops.matmul(seen, ops.astype(where, ops.dtype(x))) > 0, poison, 0.0)
+        hit = ops.matmul(seen, ops.astype(where, ops.dtype(x))) > 0
+        reached = reached + ops.astype(ops.where(hit, poison, 0.0), ops.dtype(x))
     return reached
 
 
@@ -181,7 +182,13 @@ def forward(problem: Problem, plan: TilePlan) -> Result:
         return ops.astype(out, problem.dtype), top, log_total, *statistics.values()
 
     full, tail = divmod(grid.query_len, plan.query_tile)
-    tiles = ops.collect(full, lambda i: some_rows((i * plan.query_tile, plan.query_tile), plan.segments[i]))
+    tiles: list[tuple[Array, ...]] = []
+    for first, count in plan.runs:
+
+        def one(i: Any, first: int = first) -> tuple[Array, ...]:
+            return some_rows(((first + i) * plan.query_tile, plan.query_tile), plan.segments[first])
+
+        tiles += ops.collect(count, one)
     if tail or not full:
         tiles.append(some_rows((full * plan.query_tile, tail), plan.segments[full] if tail else ()))
     out, top, log_total, *statistics = (
@@ -306,9 +313,12 @@ def backward(problem: Problem, plan: TilePlan, result: Result, grads: RowGradien
 
     buffers = {name: ops.zeros(shape, known.shift, dtype) for name, shape in shapes.items()}
     full, tail = divmod(problem.grid.query_len, plan.query_tile)
-    buffers = ops.loop(
-        full, lambda i, c: visit_rows((i * plan.query_tile, plan.query_tile), plan.segments[i], c), buffers
-    )
+    for first, count in plan.runs:
+
+        def one(i: Any, carry: dict[str, Array], first: int = first) -> dict[str, Array]:
+            return visit_rows(((first + i) * plan.query_tile, plan.query_tile), plan.segments[first], carry)
+
+        buffers = ops.loop(count, one, buffers)
     if tail:
         buffers = visit_rows((full * plan.query_tile, tail), plan.segments[full], buffers)
     return buffers if problem.sink is None else buffers | {"sink": sink_gradient(problem, problem.sink, known)}

@@ -59,7 +59,7 @@ class TilePlan:
         seen = None
         if self.intervals is not None:
             start, stop = (
-                grid.place_batch(ops, ops.asarray(end[:, rows[0] : rows[0] + rows[1], None], like))
+                grid.place_batch(ops, ops.expand_dims(_of_rows(ops, end, rows, like), -1))
                 for end in self.intervals
             )
             seen = (columns >= start) & (columns < stop)
@@ -67,6 +67,17 @@ class TilePlan:
             rest = self.rest.visible(ops, grid, ops.reshape(ops.positions(*rows, like), (rows[1], 1)), columns)
             seen = rest if seen is None else seen & rest
         return seen
+
+    @cached_property
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """(first, count) of whole query tiles in succession that visit the same keys: one loop of a traced program."""
+        found: list[tuple[int, int]] = []
+        for i in range(self.query_len // self.query_tile if self.query_tile else 0):
+            if found and self.segments[found[-1][0]] == self.segments[i]:
+                found[-1] = (found[-1][0], found[-1][1] + 1)
+            else:
+                found.append((i, 1))
+        return tuple(found)
 
     @cached_property
     def fractions(self) -> dict[str, float]:
@@ -95,6 +106,13 @@ class TilePlan:
         shares = ", ".join(f"{name} {share:.0%}" for name, share in self.fractions.items())
         head = f"tiles of {self.query_tile} queries x {self.key_tile} keys: {shares}"
         return "\n".join([head, *lines, "█ full  ▒ partial  · skipped (queries down, keys across)"])
+
+
+def _of_rows(ops: Framework, end: HostArray, rows: tuple[int, int], like: Array) -> Array:
+    """One end of the intervals of some rows, whose first may be traced."""
+    if isinstance(rows[0], int):
+        return ops.asarray(end[:, rows[0] : rows[0] + rows[1]], like)
+    return ops.part(ops.asarray(end, like), 1, *rows)
 
 
 def plan(problem: Problem, tile: tuple[int, int] | None = None) -> TilePlan:

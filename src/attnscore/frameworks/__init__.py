@@ -21,6 +21,7 @@ from attnscore.frameworks.contract import Framework
 _FILES = {
     "numpy": ("attnscore.frameworks.numpy", "NumpyFramework"),
     "torch": ("attnscore.frameworks.torch", "TorchFramework"),
+    "tensorflow": ("attnscore.frameworks.tensorflow", "TensorFlowFramework"),
 }
 # Packages whose arrays are recognised, so that the error can say that they are not served yet.
 _ARRAY_PACKAGES = {

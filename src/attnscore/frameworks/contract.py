@@ -203,6 +203,10 @@ class Framework(ABC):
     def wrap32(self, x: Array) -> Array:
         """The low 32 bits of a 64-bit integer, as a number in [0, 2^32): what the dropout hash counts in."""
 
+    def shift_right(self, x: Array, bits: int) -> Array:
+        """A 64-bit integer, 0 or more, without its low `bits`."""
+        return x >> bits
+
     # Control
     @abstractmethod
     def quiet(self) -> AbstractContextManager[Any]:
