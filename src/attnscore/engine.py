@@ -134,7 +134,7 @@ def _pooled(ops: Framework, weights: Array, visible: Array | None, x: Array, is_
     """weights @ x, in which nothing in `x` passes through a hidden pair (0 * NaN is NaN)."""
     if is_finite or visible is None:
         return ops.matmul(weights, x)
-    escaping = _escaping(ops, ops.broadcast_to(visible, weights.shape), x)
+    escaping = _escaping(ops, ops.broadcast_to(visible, ops.shape(weights)), x)
     return ops.matmul(weights, ops.where(ops.isfinite(x), x, 0.0)) + escaping
 
 
@@ -181,7 +181,7 @@ def forward(problem: Problem, plan: TilePlan) -> Result:
         out, top, log_total, statistics = softmax.finish(ops, state, sink, wanted)
         return ops.astype(out, problem.dtype), top, log_total, *statistics.values()
 
-    full, tail = divmod(grid.query_len, plan.query_tile)
+    full, tail = len(plan.segments) - (plan.tail > 0), plan.tail
     tiles: list[tuple[Array, ...]] = []
     for first, count in plan.runs:
 
@@ -232,7 +232,7 @@ class Rows:
 def rows_of(problem: Problem, plan: TilePlan, result: Result, grads: RowGradients) -> Rows:
     """What a backward knows of each row, from the forward's result and the gradients that come in."""
     ops, dtype = problem.ops, problem.accumulator
-    grad_out = ops.zeros(result.out.shape, result.out) if grads.out is None else grads.out
+    grad_out = ops.zeros(ops.shape(result.out), result.out) if grads.out is None else grads.out
 
     def some_rows(rows: Span) -> tuple[Array]:
         # out = sum_j p_j v_j, so sum_j p_j dp_j = dout . out; a row that sees no key has out = 0 and ignores dout.
@@ -240,7 +240,7 @@ def rows_of(problem: Problem, plan: TilePlan, result: Result, grads: RowGradient
         return (-ops.sum(ops.where(out == 0, 0.0, grad * out), axis=-1, keepdims=True),)
 
     # By tiles of rows: products of the whole would be the largest arrays of the backward.
-    full, tail = divmod(problem.grid.query_len, plan.query_tile)
+    full, tail = len(plan.segments) - (plan.tail > 0), plan.tail
     parts = ops.collect(full, lambda i: some_rows((i * plan.query_tile, plan.query_tile)))
     if tail or not full:
         parts.append(some_rows((full * plan.query_tile, tail)))
@@ -289,7 +289,7 @@ def backward(problem: Problem, plan: TilePlan, result: Result, grads: RowGradien
     """Gradients of the form's arrays, of ``value``, and of ``bias`` and ``sink`` where there are any."""
     ops, dtype = problem.ops, problem.accumulator
     guard, known = _guarded(problem), rows_of(problem, plan, result, grads)
-    shapes = {name: tuple(x.shape) for name, x in operands(problem).items() if name != "sink"}
+    shapes = {name: ops.shape(x) for name, x in operands(problem).items() if name != "sink"}
     roles: dict[str, Role] = {name: problem.form.role(name) for name in problem.form.arrays()}
     of_rows = [name for name in shapes if name == "bias" or roles.get(name) == "query"]
     # The axis of the keys; the bias has it beside its axis of rows.
@@ -298,7 +298,7 @@ def backward(problem: Problem, plan: TilePlan, result: Result, grads: RowGradien
     def visit_rows(rows: Span, segments: tuple[Segment, ...], carry: dict[str, Array]) -> dict[str, Array]:
         # Gradients that belong to rows are gathered over the keys of one tile of rows, then put in their place.
         local = {
-            name: ops.zeros((*shapes[name][:-2], min(shapes[name][-2], rows[1]), shapes[name][-1]), known.shift, dtype)
+            name: ops.zeros((*shapes[name][:-2], 1 if shapes[name][-2] == 1 else rows[1], shapes[name][-1]), known.shift, dtype)
             for name in of_rows
         }
 
@@ -312,7 +312,7 @@ def backward(problem: Problem, plan: TilePlan, result: Result, grads: RowGradien
         return done | {name: _add(ops, carry[name], done[name], -2, rows) for name in of_rows}
 
     buffers = {name: ops.zeros(shape, known.shift, dtype) for name, shape in shapes.items()}
-    full, tail = divmod(problem.grid.query_len, plan.query_tile)
+    full, tail = len(plan.segments) - (plan.tail > 0), plan.tail
     for first, count in plan.runs:
 
         def one(i: Any, carry: dict[str, Array], first: int = first) -> dict[str, Array]:

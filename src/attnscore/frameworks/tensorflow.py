@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import record
 
-from attnscore.frameworks.contract import Array, Framework, Run
+from attnscore.frameworks.contract import Array, Framework, Run, Unknown
 
 _FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 _NOTHING = contextlib.nullcontext()
@@ -48,6 +48,12 @@ class TensorFlowFramework(Framework):
         if isinstance(x, (tf.SparseTensor, tf.IndexedSlices)):
             return f"a sparse tensor ({type(x).__name__})", "tf.sparse.to_dense(x)"
         return ("a tensor of unknown rank", "tf.ensure_shape(x, ...)") if x.shape.rank is None else None
+
+    def shape(self, x: Array) -> tuple[Any, ...]:
+        known = tuple(x.shape)
+        return known if None not in known else tuple(
+            _Length(tf.shape(x)[i]) if n is None else n for i, n in enumerate(known)
+        )
 
     def device(self, x: Array) -> str:
         # In a graph the runtime places and copies.
@@ -101,40 +107,37 @@ class TensorFlowFramework(Framework):
         return float(x) if hasattr(x, "numpy") else None
 
     def zeros(self, shape: Sequence[int], like: Array, dtype: str | None = None) -> Array:
-        return tf.zeros(shape, dtype or like.dtype)
+        return tf.zeros(_sizes(shape), dtype or like.dtype)
 
     def full(self, shape: Sequence[int], value: float, like: Array, dtype: str | None = None) -> Array:
-        return tf.fill(shape, tf.constant(value, dtype or like.dtype))
+        return tf.fill(_sizes(shape), tf.cast(value, dtype or like.dtype))
 
     def positions(self, start: int, count: int, like: Array) -> Array:
-        return tf.range(count, dtype=tf.int64) + tf.cast(start, tf.int64)
+        return tf.range(tf.cast(count, tf.int64)) + tf.cast(start, tf.int64)
 
     def part(self, x: Array, axis: int, start: int, count: int) -> Array:
         begin: list[Any] = [0] * len(x.shape)
-        size: list[Any] = self._lengths(x)
+        size = list(self.shape(x))
         begin[axis], size[axis] = start, count
-        return tf.slice(x, begin if isinstance(start, int) else [tf.cast(b, tf.int32) for b in begin], size)
+        return tf.slice(x, _sizes(begin), _sizes(size))
 
     def add_at(self, x: Array, axis: int, start: int, block: Array) -> Array:
         # A roll by `start` has static shapes where `start` is traced, as XLA needs them.
         axis = axis % len(x.shape)
-        rest = [0, self._lengths(x)[axis] - self._lengths(block)[axis]]
-        padded = tf.pad(block, [rest if i == axis else [0, 0] for i in range(len(x.shape))])
-        return x + tf.roll(padded, start, axis)
-
-    def _lengths(self, x: Array) -> list[Any]:
-        """Lengths of the axes: numbers where they are known."""
-        known = list(x.shape)
-        return known if None not in known else [tf.shape(x)[i] if n is None else n for i, n in enumerate(known)]
+        rest = self.shape(x)[axis] - self.shape(block)[axis]
+        padded = tf.pad(block, [_sizes((0, rest if i == axis else 0)) for i in range(len(x.shape))])
+        return x + tf.roll(padded, _sizes((start,))[0], axis)
 
     def concat(self, arrays: Sequence[Array], axis: int) -> Array:
         return tf.concat(list(arrays), axis)
 
     def reshape(self, x: Array, shape: Sequence[int]) -> Array:
-        return tf.reshape(x, shape)
+        missing = iter([n for n in self.shape(x) if isinstance(n, Unknown)])
+        # Axes keep their order: the unknown ones of the result are those of `x`.
+        return tf.reshape(x, _sizes([next(missing) if n is None else n for n in shape]))
 
     def broadcast_to(self, x: Array, shape: Sequence[int]) -> Array:
-        return tf.broadcast_to(x, shape)
+        return tf.broadcast_to(x, _sizes(shape))
 
     def swap_axes(self, x: Array, first: int, second: int) -> Array:
         order = list(range(len(x.shape)))
@@ -218,7 +221,7 @@ class TensorFlowFramework(Framework):
         def step(i: Array, *leaves: Array) -> tuple[Array, ...]:
             return i + 1, *_leaves(body(i, _rebuilt(carry, list(leaves))))
 
-        limit = tf.cast(count, tf.int32)
+        (limit,) = _sizes((count,))
         # One iteration at a time: what several would hold at once is what the tiles are there to avoid.
         done = tf.while_loop(
             lambda i, *_: i < limit, step, (tf.constant(0), *_leaves(carry)), parallel_iterations=1
@@ -289,6 +292,45 @@ class TensorFlowFramework(Framework):
 
     def autocast(self, *arrays: Array) -> tuple[Array, ...]:
         return tuple(tf.convert_to_tensor(x) if isinstance(x, tf.Variable) else x for x in arrays)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class _Length(Unknown):
+    """The length of an axis, known when the graph runs."""
+
+    value: Array
+    __hash__ = None  # type: ignore[assignment]  # what holds one belongs to one graph, and is not to be remembered
+
+    def at_most(self, length: int) -> _Length:
+        return _Length(tf.clip_by_value(self.value, 1, length))
+
+    def __add__(self, other: Any) -> _Length:
+        return _Length(self.value + _sizes((other,))[0])
+
+    def __sub__(self, other: Any) -> _Length:
+        return _Length(self.value - _sizes((other,))[0])
+
+    def __rsub__(self, other: Any) -> _Length:
+        return _Length(_sizes((other,))[0] - self.value)
+
+    def __mul__(self, other: Any) -> Any:
+        return 0 if isinstance(other, int) and other == 0 else _Length(self.value * _sizes((other,))[0])
+
+    def __divmod__(self, other: Any) -> tuple[_Length, _Length]:
+        (other,) = _sizes((other,))
+        return _Length(self.value // other), _Length(self.value % other)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+
+tf.register_tensor_conversion_function(
+    _Length, lambda x, dtype=None, name=None, as_ref=False: tf.cast(x.value, dtype or tf.int32)
+)
+
+
+def _sizes(shape: Sequence[Any]) -> list[Any]:
+    """Lengths and places as TensorFlow takes them in one list: numbers, and 32-bit tensors."""
+    return [n if isinstance(n, (int, np.integer)) else tf.cast(getattr(n, "value", n), tf.int32) for n in shape]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
