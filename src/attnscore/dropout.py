@@ -12,7 +12,7 @@ from typing import Any
 
 from attnscore.checks import is_number, is_whole, shown
 from attnscore.errors import ArgumentError, message
-from attnscore.frameworks.contract import Array, Framework
+from attnscore.frameworks.contract import Array, Framework, SeedWords
 from attnscore.grid import Grid
 
 
@@ -21,18 +21,24 @@ class Dropout:
     """Dropout on the weights: its probability and the seed that replays it."""
 
     probability: float
-    seed: int
+    seed: int | SeedWords
+
+    @property
+    def words(self) -> tuple[Any, Any]:
+        """The low and the high 32 bits of the seed."""
+        return self.seed if isinstance(self.seed, SeedWords) else (self.seed & 0xFFFFFFFF, self.seed >> 32)
 
 
-def check_dropout(probability: Any, seed: Any, draw: Callable[[], int]) -> Dropout | None:
+def check_dropout(probability: Any, seed: Any, draw: Callable[[], Any]) -> Dropout | None:
     """The dropout of a call, or None when there is none."""
     if not is_number(probability) or not 0 <= probability < 1:
         raise ArgumentError(message("dropout", "a number in [0, 1)", shown(probability)))
-    if seed is not None and not is_whole(seed):
+    if seed is not None and not isinstance(seed, SeedWords) and not is_whole(seed):
         raise ArgumentError(message("seed", "a whole number or None", shown(seed)))
     if probability == 0:
         return None
-    return Dropout(float(probability), (draw() if seed is None else int(seed)) % 2**63)
+    seed = draw() if seed is None else seed
+    return Dropout(float(probability), seed if isinstance(seed, SeedWords) else int(seed) % 2**63)
 
 
 def _mix(ops: Framework, x: Array) -> Array:
@@ -57,10 +63,12 @@ def kept(
         matrices *= length
     matrix = ops.reshape(ops.positions(0, matrices, like), (*grid.rows[:-1], 1, 1))
     row = matrix * grid.query_len + ops.reshape(ops.positions(*rows, like), (rows[1], 1))
-    low, high = dropout.seed & 0xFFFFFFFF, dropout.seed >> 32
-    stream = _mix(ops, ops.wrap32(_mix(ops, ops.wrap32(row + low)) + ops.shift_right(row, 32) + high))
+    low, high = dropout.words
+    # Every number is wrapped before it meets a constant of 32 bits, which would overflow 32-bit positions (JAX).
+    stream = _mix(ops, ops.wrap32(ops.wrap32(row) + low))
+    stream = _mix(ops, ops.wrap32(stream + ops.wrap32(ops.shift_right(row, 32)) + high))
     # The golden ratio spreads neighbouring keys over the 32 bits before mixing.
-    key = ops.wrap32(ops.reshape(ops.positions(*cols, like), (1, cols[1])) * 0x9E3779B9)
+    key = ops.wrap32(ops.wrap32(ops.reshape(ops.positions(*cols, like), (1, cols[1]))) * 0x9E3779B9)
     bits = _mix(ops, ops.wrap32(stream + key))
-    alive = bits >= round(dropout.probability * 2**32)
+    alive = bits >= min(round(dropout.probability * 2**32), 2**32 - 1)
     return ops.astype(alive, dtype) * (1 / (1 - dropout.probability))

@@ -21,7 +21,7 @@ from attnscore.problem import Problem
 from attnscore.scoring.contract import finite_rows
 from attnscore.scoring.forms import FormPullback, Role
 from attnscore.softmax import NEG_INF
-from attnscore.tiling import Segment, TilePlan
+from attnscore.tiling import Moving, Segment, TilePlan
 
 Span = tuple[int, int]
 """(start, count) of rows or keys."""
@@ -140,12 +140,15 @@ def _pooled(ops: Framework, weights: Array, visible: Array | None, x: Array, is_
 
 def _walk(
     ops: Framework,
-    segments: tuple[Segment, ...],
-    tile: int,
+    segments: tuple[Segment, ...] | Moving,
+    plan: TilePlan,
     visit: Callable[[Any, Span, bool], Any],
     carry: Any,
 ) -> Any:
     """Visit the tiles of the segments in order: ``carry = visit(carry, (start, count), partial)``."""
+    tile = plan.key_tile
+    if isinstance(segments, Moving):
+        return _walk_moving(ops, segments, plan, visit, carry)
     for segment in segments:
         count, tail = divmod(segment.stop - segment.start, tile)
 
@@ -158,13 +161,31 @@ def _walk(
     return carry
 
 
+def _walk_moving(
+    ops: Framework, segment: Moving, plan: TilePlan, visit: Callable[[Any, Span, bool], Any], carry: Any
+) -> Any:
+    """The same between ends that are traced: tiles on a fixed grid, as many as the longest segment touches."""
+    tile = plan.key_tile
+    whole, tail = divmod(plan.key_len, tile)
+    first, last = segment.start // tile, (segment.stop + tile - 1) // tile
+
+    def body(j: Any, carry: Any) -> Any:
+        here = first + j
+        return ops.when((here < last) & (here < whole), lambda c: visit(c, (here * tile, tile), True), carry)
+
+    carry = ops.loop(min(segment.most, whole), body, carry)
+    if tail:
+        carry = ops.when(segment.stop > whole * tile, lambda c: visit(c, (whole * tile, tail), True), carry)
+    return carry
+
+
 def forward(problem: Problem, plan: TilePlan) -> Result:
     """Output, log-sum-exp and statistics of every row."""
     ops, grid, wanted, dtype = problem.ops, problem.grid, problem.statistics, problem.accumulator
     guard = _guarded(problem)
     sink = None if problem.sink is None else ops.astype(ops.reshape(problem.sink, (*problem.sink.shape, 1, 1)), dtype)
 
-    def some_rows(rows: Span, segments: tuple[Segment, ...]) -> tuple[Array, ...]:
+    def some_rows(rows: Span, segments: tuple[Segment, ...] | Moving) -> tuple[Array, ...]:
         def visit(state: softmax.RowState, cols: Span, partial: bool) -> softmax.RowState:
             scores, visible, _ = _tile_scores(guard, plan, rows, cols, partial)
             value = ops.astype(_cut(ops, problem.value, -2, cols), dtype)
@@ -177,18 +198,14 @@ def forward(problem: Problem, plan: TilePlan) -> Result:
             return softmax.absorb(ops, state, scores, visible, pool, wanted)
 
         state = softmax.start(ops, (*grid.rows[:-1], rows[1]), problem.layout.value_dim, problem.value, dtype, wanted)
-        state = _walk(ops, segments, plan.key_tile, visit, state)
+        state = _walk(ops, segments, plan, visit, state)
         out, top, log_total, statistics = softmax.finish(ops, state, sink, wanted)
         return ops.astype(out, problem.dtype), top, log_total, *statistics.values()
 
     full, tail = len(plan.segments) - (plan.tail > 0), plan.tail
-    tiles: list[tuple[Array, ...]] = []
-    for first, count in plan.runs:
-
-        def one(i: Any, first: int = first) -> tuple[Array, ...]:
-            return some_rows(((first + i) * plan.query_tile, plan.query_tile), plan.segments[first])
-
-        tiles += ops.collect(count, one)
+    tiles = ops.collect(
+        full, lambda i: some_rows((i * plan.query_tile, plan.query_tile), plan.segments_of(ops, i, problem.value))
+    )
     if tail or not full:
         tiles.append(some_rows((full * plan.query_tile, tail), plan.segments[full] if tail else ()))
     out, top, log_total, *statistics = (
@@ -295,7 +312,7 @@ def backward(problem: Problem, plan: TilePlan, result: Result, grads: RowGradien
     # The axis of the keys; the bias has it beside its axis of rows.
     key_axis = {name: -2 for name in shapes if name == "value" or roles.get(name) == "key"} | {"bias": -1}
 
-    def visit_rows(rows: Span, segments: tuple[Segment, ...], carry: dict[str, Array]) -> dict[str, Array]:
+    def visit_rows(rows: Span, segments: tuple[Segment, ...] | Moving, carry: dict[str, Array]) -> dict[str, Array]:
         # Gradients that belong to rows are gathered over the keys of one tile of rows, then put in their place.
         local = {
             name: ops.zeros((*shapes[name][:-2], 1 if shapes[name][-2] == 1 else rows[1], shapes[name][-1]), known.shift, dtype)
@@ -308,17 +325,16 @@ def backward(problem: Problem, plan: TilePlan, result: Result, grads: RowGradien
                 name: _add(ops, carry[name], grad, key_axis.get(name), cols) for name, grad in found.items()
             }
 
-        done: dict[str, Array] = _walk(ops, segments, plan.key_tile, visit, carry | local)
+        done: dict[str, Array] = _walk(ops, segments, plan, visit, carry | local)
         return done | {name: _add(ops, carry[name], done[name], -2, rows) for name in of_rows}
 
     buffers = {name: ops.zeros(shape, known.shift, dtype) for name, shape in shapes.items()}
     full, tail = len(plan.segments) - (plan.tail > 0), plan.tail
-    for first, count in plan.runs:
-
-        def one(i: Any, carry: dict[str, Array], first: int = first) -> dict[str, Array]:
-            return visit_rows(((first + i) * plan.query_tile, plan.query_tile), plan.segments[first], carry)
-
-        buffers = ops.loop(count, one, buffers)
+    buffers = ops.loop(
+        full,
+        lambda i, c: visit_rows((i * plan.query_tile, plan.query_tile), plan.segments_of(ops, i, problem.value), c),
+        buffers,
+    )
     if tail:
         buffers = visit_rows((full * plan.query_tile, tail), plan.segments[full], buffers)
     return buffers if problem.sink is None else buffers | {"sink": sink_gradient(problem, problem.sink, known)}

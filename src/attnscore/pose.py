@@ -50,6 +50,7 @@ def pose(
     extras = {name: x for name, x in (("bias", bias), ("sink", sink)) if frameworks.is_array(x)}
     ops = frameworks.of(arrays | extras)
     score = scoring.resolve(score)
+    ops.seen(type(score))
     arrays = dict(zip(arrays, ops.autocast(*arrays.values()), strict=True))
     layout = _LAYOUTS.recall(_facts(arrays, head_axis), lambda: check_arrays(ops, arrays, head_axis))
     query, key = arrays["query"], arrays["key"]
@@ -78,7 +79,7 @@ def pose(
         mask=checked_mask,
         bias=None if bias is None else check_bias(ops, bias, layout, query),
         sink=None if sink is None else check_sink(ops, sink, layout, query),
-        dropout=check_dropout(dropout, seed, lambda: ops.draw_seed(query)),
+        dropout=check_dropout(dropout, ops.as_seed(seed), lambda: ops.draw_seed(query)),
         statistics=statistics,
     )
     return problem, score_pullback

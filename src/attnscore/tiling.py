@@ -30,6 +30,15 @@ LONGEST_KEY_TILE = 128
 """Where the number of queries, all of which a tile then has, is unknown."""
 
 
+class Moving(NamedTuple):
+    """Segments of a tile of queries that is not known while a loop over all of them is recorded: one, and tested."""
+
+    start: Array
+    stop: Array
+    most: int
+    """Tiles of keys that the longest of them touches."""
+
+
 class Segment(NamedTuple):
     """Keys start <= j < stop, seen by every row of a query tile or (partial) tested one by one."""
 
@@ -51,6 +60,18 @@ class TilePlan:
     intervals: Intervals | None
     rest: Mask | None
 
+    def segments_of(self, ops: Framework, tile: Any, like: Array) -> tuple[Segment, ...] | Moving:
+        """The segments of a tile of queries, whose number may be traced."""
+        if isinstance(tile, int):
+            return self.segments[tile]
+        full = self.segments[: self.query_len // self.query_tile]
+        if all(segments == full[0] for segments in full) and len(full[0]) < 2:
+            return full[0]
+        ends = np.array([(s[0].start, s[-1].stop) if s else (0, 0) for s in full])
+        most = max(-(-stop // self.key_tile) - start // self.key_tile for start, stop in ends.tolist())
+        start, stop = (ops.take(ops.asarray(end, like), tile, 0) for end in ends.T.copy())
+        return Moving(start, stop, most)
+
     def query_tiles(self) -> list[tuple[int, int]]:
         """(start, count) of each tile of queries."""
         return [(i, min(self.query_tile, self.query_len - i)) for i in range(0, self.query_len, self.query_tile)]
@@ -60,28 +81,16 @@ class TilePlan:
         columns = ops.reshape(ops.positions(*cols, like), (1, cols[1]))
         seen = None
         if self.intervals is not None:
-            start, stop = (
-                grid.place_batch(ops, ops.expand_dims(_of_rows(ops, end, rows, like), -1))
-                for end in self.intervals
-            )
+            if isinstance(rows[0], int):
+                here = [ops.asarray(end[:, rows[0] : rows[0] + rows[1], None], like) for end in self.intervals]
+            else:
+                here = [ops.part(ops.asarray(end[..., None], like), 1, *rows) for end in self.intervals]
+            start, stop = (grid.place_batch(ops, end) for end in here)
             seen = (columns >= start) & (columns < stop)
         if self.rest is not None:
             rest = self.rest.visible(ops, grid, ops.reshape(ops.positions(*rows, like), (rows[1], 1)), columns)
             seen = rest if seen is None else seen & rest
         return seen
-
-    @cached_property
-    def runs(self) -> tuple[tuple[int, int], ...]:
-        """(first, count) of whole query tiles in succession that visit the same keys: one loop of a traced program."""
-        if is_unknown(self.query_len):
-            return ((0, 1),)
-        found: list[tuple[int, int]] = []
-        for i in range(self.query_len // self.query_tile if self.query_tile else 0):
-            if found and self.segments[found[-1][0]] == self.segments[i]:
-                found[-1] = (found[-1][0], found[-1][1] + 1)
-            else:
-                found.append((i, 1))
-        return tuple(found)
 
     @property
     def tail(self) -> int:
@@ -115,13 +124,6 @@ class TilePlan:
         shares = ", ".join(f"{name} {share:.0%}" for name, share in self.fractions.items())
         head = f"tiles of {self.query_tile} queries x {self.key_tile} keys: {shares}"
         return "\n".join([head, *lines, "█ full  ▒ partial  · skipped (queries down, keys across)"])
-
-
-def _of_rows(ops: Framework, end: HostArray, rows: tuple[int, int], like: Array) -> Array:
-    """One end of the intervals of some rows, whose first may be traced."""
-    if isinstance(rows[0], int):
-        return ops.asarray(end[:, rows[0] : rows[0] + rows[1]], like)
-    return ops.part(ops.asarray(end, like), 1, *rows)
 
 
 def plan(problem: Problem, tile: tuple[int, int] | None = None) -> TilePlan:

@@ -22,6 +22,7 @@ _FILES = {
     "numpy": ("attnscore.frameworks.numpy", "NumpyFramework"),
     "torch": ("attnscore.frameworks.torch", "TorchFramework"),
     "tensorflow": ("attnscore.frameworks.tensorflow", "TensorFlowFramework"),
+    "jax": ("attnscore.frameworks.jax", "JaxFramework"),
 }
 # Packages whose arrays are recognised, so that the error can say that they are not served yet.
 _ARRAY_PACKAGES = {
@@ -110,8 +111,12 @@ def check_devices(ops: Framework, query: Any, others: Mapping[str, Any], *, host
     """Raise DeviceError unless every array lies where `query` does (or, for what is only read, on the host)."""
     home = ops.device(query)
     for name, x in others.items():
-        if _name_of(type(x)) == ops.name and ops.device(x) not in ((home, "cpu") if host_passes else (home,)):
-            raise DeviceError(message(name, f"an array on {home}, where query is", f"one on {ops.device(x)}"))
+        if _name_of(type(x)) != ops.name:
+            continue
+        place = ops.device(x)
+        # An empty place is anywhere: traced, or the framework moves it by itself.
+        if "" not in (home, place) and place not in ((home, "cpu") if host_passes else (home,)):
+            raise DeviceError(message(name, f"an array on {home}, where query is", f"one on {place}"))
 
 
 def check_dense(ops: Framework, arrays: Mapping[str, Any]) -> None:
@@ -120,6 +125,12 @@ def check_dense(ops: Framework, arrays: Mapping[str, Any]) -> None:
         kind = ops.refused(x) if _name_of(type(x)) == ops.name else None
         if kind is not None:
             raise FrameworkError(message(name, "a dense array", kind[0], hint=f"{kind[1]} makes one"))
+
+
+def seen(kind: type) -> None:
+    """Tell JAX of a class of scores or masks, where the caller has imported JAX: they are pytrees there."""
+    if sys.modules.get("jax") is not None:
+        load("jax").seen(kind)
 
 
 def is_array(x: object) -> bool:

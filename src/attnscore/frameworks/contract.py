@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -62,6 +62,13 @@ def broadcast(*shapes: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(found)
 
 
+class SeedWords(NamedTuple):
+    """A dropout seed that has no number yet: its low 32 bits and its high 31, as arrays of 32-bit whole numbers."""
+
+    low: Array
+    high: Array
+
+
 class Run(Protocol):
     """A computation with its own gradient, as a function of arrays alone."""
 
@@ -75,6 +82,12 @@ class Run(Protocol):
 
     def constants(self) -> Sequence[Array]:
         """Arrays that the run reads besides those that it is a function of: those of the mask."""
+
+    def variables(self) -> tuple[Sequence[Array], Callable[[Sequence[Array]], Run]]:
+        """Arrays besides the operands (of the mask, of a traced seed), and the same run over others in their place."""
+
+    def streaming(self) -> Run:
+        """The same in the framework's own operations."""
 
     def forward(self, arrays: Sequence[Array], /) -> tuple[Array, ...]: ...
 
@@ -139,6 +152,26 @@ class Framework(ABC):
     @abstractmethod
     def on_tape(self, *arrays: Array) -> bool:
         """Whether what is computed from these now is to be differentiated by the framework itself."""
+
+    def deferred(self, *arrays: Array) -> bool:
+        """Whether the numbers are seen by the host when the call runs, and not before: then `host_call` serves."""
+        return False
+
+    def host_call(
+        self,
+        function: Callable[..., Sequence[np.ndarray[Any, Any]]],
+        results: Sequence[tuple[tuple[int, ...], str]],
+        arrays: Sequence[Array],
+    ) -> tuple[Array, ...]:
+        """``function(*arrays)`` over NumPy arrays, of the shapes and dtypes `results`, when a traced call runs."""
+        raise NotImplementedError(f"{self.name} defers nothing")
+
+    def seen(self, kind: type) -> None:
+        """Called with each class of scores and masks: where the framework has to be told about them."""
+
+    def as_seed(self, seed: Any) -> Any:
+        """A seed of the framework's own kind (a key, an array) as a number or `SeedWords`; others as they are."""
+        return seed
 
     @abstractmethod
     def threads(self, own: int) -> int:
@@ -251,6 +284,10 @@ class Framework(ABC):
     @abstractmethod
     def quiet(self) -> AbstractContextManager[Any]:
         """A region without floating-point warnings: what NaN, infinity and log(0) do here is by rule."""
+
+    def when(self, condition: Any, function: Callable[[Any], Any], carry: Any) -> Any:
+        """``function(carry) if condition else carry``, for a condition that may be traced."""
+        return function(carry) if condition else carry
 
     @abstractmethod
     def loop(self, count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:

@@ -47,11 +47,11 @@ class NumpyFramework(Framework):
         return x if x.dtype.name == dtype else x.astype(dtype)
 
     def asarray(self, x: Any, like: Array, dtype: str | None = None) -> Array:
-        array = np.asarray(_detached(x))
+        array = np.asarray(detached(x))
         return array if dtype is None else self.astype(array, dtype)
 
     def host(self, x: Any) -> np.ndarray[Any, Any] | None:
-        array = np.asarray(_detached(x))
+        array = np.asarray(detached(x))
         return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
 
     def readable(self, x: Array) -> bool:
@@ -212,7 +212,7 @@ class NumpyFramework(Framework):
         return arrays
 
 
-def _detached(x: Any) -> Any:
+def detached(x: Any) -> Any:
     """A tensor of another framework that NumPy can read only once it is off the tape and on the host."""
     if hasattr(x, "detach"):
         x = x.detach().cpu()

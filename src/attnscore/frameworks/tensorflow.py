@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import record
 
-from attnscore.frameworks.contract import Array, Framework, Run, Unknown
+from attnscore.frameworks.contract import Array, Framework, Run, SeedWords, Unknown
 
 _FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 _NOTHING = contextlib.nullcontext()
@@ -212,6 +212,12 @@ class TensorFlowFramework(Framework):
     def quiet(self) -> contextlib.AbstractContextManager[Any]:
         return _NOTHING
 
+    def when(self, condition: Any, function: Callable[[Any], Any], carry: Any) -> Any:
+        if tf.executing_eagerly():
+            return function(carry) if condition else carry
+        done = tf.cond(condition, lambda: _leaves(function(carry)), lambda: _leaves(carry))
+        return _rebuilt(carry, list(done))
+
     def loop(self, count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
         if tf.executing_eagerly() or (isinstance(count, int) and count < 2):
             for i in range(count):
@@ -221,11 +227,10 @@ class TensorFlowFramework(Framework):
         def step(i: Array, *leaves: Array) -> tuple[Array, ...]:
             return i + 1, *_leaves(body(i, _rebuilt(carry, list(leaves))))
 
-        (limit,) = _sizes((count,))
+        limit = tf.cast(getattr(count, "value", count), tf.int64)
+        start = tf.constant(0, tf.int64)
         # One iteration at a time: what several would hold at once is what the tiles are there to avoid.
-        done = tf.while_loop(
-            lambda i, *_: i < limit, step, (tf.constant(0), *_leaves(carry)), parallel_iterations=1
-        )
+        done = tf.while_loop(lambda i, *_: i < limit, step, (start, *_leaves(carry)), parallel_iterations=1)
         return _rebuilt(carry, list(done[1:]))
 
     def collect(self, count: int, body: Callable[[Any], tuple[Array, ...]]) -> list[tuple[Array, ...]]:
@@ -235,9 +240,11 @@ class TensorFlowFramework(Framework):
         found = [tf.TensorArray(x.dtype, count, element_shape=x.shape).write(0, x) for x in first]
 
         def step(i: Array, *arrays: Any) -> tuple[Any, ...]:
-            return i + 1, *(array.write(i, x) for array, x in zip(arrays, body(i), strict=True))
+            place = tf.cast(i, tf.int32)
+            return i + 1, *(array.write(place, x) for array, x in zip(arrays, body(i), strict=True))
 
-        done = tf.while_loop(lambda i, *_: i < count, step, (tf.constant(1), *found), parallel_iterations=1)
+        second = tf.constant(1, tf.int64)
+        done = tf.while_loop(lambda i, *_: i < count, step, (second, *found), parallel_iterations=1)
         return list(zip(*(tf.unstack(array.stack(), count) for array in done[1:]), strict=True))
 
     def surely_finite(self, *arrays: Array) -> bool:
@@ -288,7 +295,7 @@ class TensorFlowFramework(Framework):
 
     def draw_seed(self, like: Array) -> Any:
         seed = tf.random.uniform((), maxval=2**62, dtype=tf.int64)
-        return int(seed) if tf.executing_eagerly() else _DrawnSeed(seed)
+        return int(seed) if tf.executing_eagerly() else SeedWords(self.wrap32(seed), self.shift_right(seed, 32))
 
     def autocast(self, *arrays: Array) -> tuple[Array, ...]:
         return tuple(tf.convert_to_tensor(x) if isinstance(x, tf.Variable) else x for x in arrays)
@@ -331,22 +338,6 @@ tf.register_tensor_conversion_function(
 def _sizes(shape: Sequence[Any]) -> list[Any]:
     """Lengths and places as TensorFlow takes them in one list: numbers, and 32-bit tensors."""
     return [n if isinstance(n, (int, np.integer)) else tf.cast(getattr(n, "value", n), tf.int32) for n in shape]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _DrawnSeed:
-    """A seed that is drawn when the graph runs, in the arithmetic that the dropout hash asks of one."""
-
-    value: Array
-
-    def __mod__(self, other: int) -> _DrawnSeed:
-        return self  # drawn below 2^62, and taken modulo 2^63
-
-    def __and__(self, bits: int) -> Array:
-        return tf.bitwise.bitwise_and(self.value, tf.constant(bits, tf.int64))
-
-    def __rshift__(self, bits: int) -> Array:
-        return tf.bitwise.right_shift(self.value, tf.constant(bits, tf.int64))
 
 
 def _leaves(x: Any) -> list[Array]:

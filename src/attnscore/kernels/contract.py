@@ -10,11 +10,12 @@ import dataclasses
 import itertools
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from attnscore.engine import Result, RowGradients, operands
-from attnscore.frameworks.contract import Array
+from attnscore.frameworks.contract import Array, SeedWords
 from attnscore.problem import Problem
 from attnscore.tiling import TilePlan
 
@@ -31,6 +32,11 @@ class Kernel(ABC):
     summary: str
     own_gradient: bool
     """Whether ``backward`` is the gradient; otherwise it is the framework's autodiff through ``forward``."""
+
+    @property
+    def differentiable(self) -> Kernel:
+        """The kernel whose gradient the framework can differentiate further: itself, unless it leaves the framework."""
+        return self
 
     @abstractmethod
     def reasons_against(self, problem: Problem) -> tuple[str, ...]:
@@ -77,6 +83,28 @@ class Run:
 
     def constants(self) -> tuple[Array, ...]:
         return () if self.problem.mask is None else tuple(self.problem.mask.arrays().values())
+
+    def variables(self) -> tuple[tuple[Array, ...], Callable[[Sequence[Array]], Run]]:
+        """The arrays of the mask and of a traced seed, and the same run over others in their place."""
+        mask, rest, dropout = self.problem.mask, self.plan.rest, self.problem.dropout
+        seed = () if dropout is None or not isinstance(dropout.seed, SeedWords) else tuple(dropout.seed)
+        found = [*(() if mask is None else mask.leaves()), *(() if rest is None else rest.leaves()), *seed]
+
+        def given(arrays: Sequence[Array]) -> Run:
+            if all(map(operator.is_, arrays, found)):
+                return self
+            left = iter(arrays)
+            changes: dict[str, Any] = {"mask": None if mask is None else mask.with_leaves(left)}
+            plan = self.plan if rest is None else dataclasses.replace(self.plan, rest=rest.with_leaves(left))
+            if dropout is not None and seed:
+                changes["dropout"] = dataclasses.replace(dropout, seed=SeedWords(*left))
+            return dataclasses.replace(self, problem=dataclasses.replace(self.problem, **changes), plan=plan)
+
+        return tuple(found), given
+
+    def streaming(self) -> Run:
+        """The same in the framework's own operations: what a derivative of the gradient is taken of."""
+        return dataclasses.replace(self, kernel=self.kernel.differentiable)
 
     def operands(self) -> dict[str, Array]:
         """The arrays that the run is a function of, by name."""

@@ -17,9 +17,11 @@ import numpy as np
 from attnscore import engine, softmax
 from attnscore.engine import Result, RowGradients
 from attnscore.frameworks.contract import Array, sum_to
+from attnscore.kernels import native_deferred as deferring
 from attnscore.kernels import native_inputs as inputs
 from attnscore.kernels.contract import Kernel
 from attnscore.kernels.native_inputs import HostArray
+from attnscore.kernels.streaming import Streaming
 from attnscore.problem import Problem
 from attnscore.scoring.forms import AdditiveForm
 from attnscore.softmax import RowState
@@ -54,6 +56,10 @@ class Native(Kernel):
     summary = "C++ on the CPU, O(n) memory"
     own_gradient = True
 
+    @property
+    def differentiable(self) -> Kernel:
+        return Streaming()
+
     def missing(self) -> str | None:
         return _MISSING
 
@@ -62,6 +68,11 @@ class Native(Kernel):
 
     def forward(self, problem: Problem, plan: TilePlan) -> Result:
         ops, grid, sums, wanted = problem.ops, problem.grid, problem.accumulator, problem.statistics
+        arrays = deferring.arrays_of(problem)
+        if ops.deferred(*arrays):
+            return deferring.forward(self, problem)
+        if ops.name == "jax" and ops.on_tape(*arrays):
+            return engine.forward(problem, plan)
         out = np.empty((*grid.rows, problem.layout.value_dim), inputs.STORED.get(problem.dtype, problem.dtype))
         top, log_total = np.empty((2, *grid.rows, 1), sums)
         numbers = np.empty((*grid.rows, _STATISTICS), sums)
@@ -86,6 +97,8 @@ class Native(Kernel):
         ops, sums = problem.ops, problem.accumulator
         operands = engine.operands(problem)
         incoming = [x for x in (grads.out, grads.log_sum_exp, grads.entropy) if x is not None]
+        if ops.deferred(*deferring.arrays_of(problem), *incoming):
+            return deferring.backward(self, problem, result, grads, wanted)
         if ops.on_tape(*operands.values(), *incoming) or not all(map(ops.readable, (*operands.values(), *incoming))):
             return engine.backward(problem, plan, result, grads)
         grad_out, grad_dtype = _grad_out(problem, grads.out)

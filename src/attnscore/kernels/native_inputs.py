@@ -10,7 +10,18 @@ from typing import Any
 import numpy as np
 
 from attnscore.frameworks.contract import Array
-from attnscore.masking import And, Dense, Documents, KeyPadding, Mask
+from attnscore.masking import (
+    And,
+    Causal,
+    Dense,
+    Documents,
+    KeyPadding,
+    KeyRange,
+    Mask,
+    PrefixLM,
+    SlidingWindow,
+    ValidLens,
+)
 from attnscore.masking.numbers import per_batch
 from attnscore.problem import Problem
 from attnscore.scoring.forms import AdditiveForm, DistanceForm, InnerForm
@@ -23,6 +34,8 @@ DTYPES = frozenset(("float16", "bfloat16", "float32", "float64"))
 STORED = {"float16": "uint16", "bfloat16": "uint16"}
 
 _FORMS: dict[type, str] = {InnerForm: "inner", AdditiveForm: "additive", DistanceForm: "distance"}
+# Masks that are intervals once their numbers are known.
+INTERVALS = (Causal, KeyRange, PrefixLM, SlidingWindow, ValidLens)
 # What the kernels cannot do yet, of "bias", "query_bias", "key_bias", "mask", "ids", "dropout", "caps", "distance" and
 # the names of activations.
 NOT_YET: frozenset[str] = frozenset()
@@ -59,6 +72,9 @@ def _reasons_of_rest(problem: Problem, rest: Mask) -> list[str]:
     arrays = [part for part in parts if isinstance(part, (Dense, KeyPadding))]
     documents = [part for part in parts if isinstance(part, Documents)]
     others = [part for part in parts if part not in arrays and part not in documents]
+    if problem.ops.deferred(*rest.leaves()):
+        # Lengths that are traced now are intervals by the time that the kernel sees them.
+        others = [part for part in others if not isinstance(part, INTERVALS)]
     found = [f"the mask is no interval of keys per row: {part!r}" for part in others]
     if len(arrays) > 1:
         found.append(f"{len(arrays)} arrays in one mask")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
@@ -31,6 +31,10 @@ class Mask(ABC):
 
     spoken: ClassVar[Mapping[str, str]] = {}
     """Names of fields in messages, where the caller may know the argument by another."""
+
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        frameworks.seen(cls)
+        return object.__new__(cls)
 
     @property
     def heads(self) -> int:
@@ -90,6 +94,28 @@ class Mask(ABC):
                 continue
             found.update({name if name not in found else f"{name} ({len(found) + 1})": x for name, x in new.items()})
         return found
+
+    def leaves(self) -> list[Array]:
+        """The arrays of `arrays`, in an order that `with_leaves` knows; the same one twice where it is."""
+        found: list[Array] = []
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]  # every concrete mask is a dataclass
+            value = getattr(self, field.name)
+            if isinstance(value, Mask):
+                found += value.leaves()
+            elif frameworks.is_array(value):
+                found.append(value)
+        return found
+
+    def with_leaves(self, leaves: Iterator[Array]) -> Mask:
+        """The same mask over other arrays, taken from `leaves` in that order."""
+        changes: dict[str, Any] = {}
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]  # every concrete mask is a dataclass
+            value = getattr(self, field.name)
+            if isinstance(value, Mask):
+                changes[field.name] = value.with_leaves(leaves)
+            elif frameworks.is_array(value):
+                changes[field.name] = next(leaves)
+        return dataclasses.replace(self, **changes)  # type: ignore[type-var]  # every concrete mask is a dataclass
 
     # NumPy and PyTorch would otherwise try & and | element by element before they ask the mask.
     __array_ufunc__ = None

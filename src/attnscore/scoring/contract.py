@@ -40,6 +40,10 @@ Pullback = Callable[[Mapping[str, Array]], ScoreGradients]
 class Score(ABC):
     """Interface of the built-in scores. A user's own class needs `tile` alone and need not derive from this."""
 
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        frameworks.seen(cls)
+        return object.__new__(cls)
+
     def __repr__(self) -> str:
         return describe(self)
 

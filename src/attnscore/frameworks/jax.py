@@ -1,0 +1,348 @@
+"""JAX: the words, under jit, grad and vmap as in plain calls.
+
+- Nothing is unrolled under ``jit``: loops over tiles are ``lax`` loops of a fixed length, so that they can be
+  differentiated in reverse. Plain calls loop in Python: a ``lax`` loop would be compiled anew at each call.
+- The gradient is explicit (``jax.custom_vjp``) and keeps two numbers a row; forward mode (``jvp``), ``vmap`` and
+  gradients of gradients go through the streaming form, which JAX itself differentiates.
+- The native kernels read CPU arrays where they lie; inside ``jit`` they run as a callback on XLA's own buffers.
+- Scores and masks are pytrees, and those of a user's own become ones when they are first seen.
+- Without ``jax_enable_x64`` positions are 32-bit integers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from attnscore.errors import ArgumentError, message
+from attnscore.frameworks.contract import Array, Framework, Run, SeedWords
+from attnscore.frameworks.jax_trees import register
+from attnscore.frameworks.numpy import detached
+
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
+_NOTHING = contextlib.nullcontext()
+# Kinds of tracers, by their names: the classes are JAX's own, which it may move.
+_RECORDED, _REVERSE, _FORWARD = "DynamicJaxprTracer", "LinearizeTracer", "JVPTracer"
+
+
+class JaxFramework(Framework):
+    """The words of JAX."""
+
+    name = "jax"
+    has_autodiff = True
+
+    def __getattr__(self, word: str) -> Any:
+        return getattr(jnp, word)
+
+    def seen(self, kind: type) -> None:
+        if dataclasses.is_dataclass(kind):
+            register(kind)
+
+    def dtype(self, x: Array) -> str:
+        return str(x.dtype.name)
+
+    def is_floating(self, x: Array) -> bool:
+        return x.dtype.name in _FLOATS
+
+    def refused(self, x: Array) -> tuple[str, str] | None:
+        if isinstance(x, jax.Array):
+            return None
+        return f"a {type(x).__name__}", "x.todense()" if hasattr(x, "todense") else "jax.numpy.asarray(x)"
+
+    def device(self, x: Array) -> str:
+        # What JAX may move as it likes has no place of its own.
+        if isinstance(x, jax.core.Tracer) or not getattr(x, "committed", False):
+            return ""
+        return ", ".join(sorted(map(str, x.devices())))
+
+    def astype(self, x: Array, dtype: str) -> Array:
+        return x if x.dtype.name == dtype else lax.convert_element_type(x, _known(dtype))
+
+    def asarray(self, x: Any, like: Array, dtype: str | None = None) -> Array:
+        found = x if isinstance(x, jax.Array) else jnp.asarray(np.asarray(detached(x)))
+        return found if dtype is None else self.astype(found, dtype)
+
+    def host(self, x: Any) -> np.ndarray[Any, Any] | None:
+        if not isinstance(x, jax.Array):
+            return np.asarray(detached(x))
+        x = _concrete(x)
+        if x is None or not _on_cpu(x):
+            return None
+        found = np.asarray(x)
+        return found.astype(np.float32) if found.dtype.name == "bfloat16" else found
+
+    def readable(self, x: Array) -> bool:
+        while _kind(x) == _REVERSE:
+            # The gradient hook gets what is behind it.
+            x = x.primal
+        if _kind(x) == _RECORDED:
+            return jax.default_backend() == "cpu"
+        return not isinstance(x, jax.core.Tracer) and _on_cpu(x)
+
+    def memory(self, x: Array) -> np.ndarray[Any, Any]:
+        found = np.asarray(x)
+        return found.view(np.uint16) if found.dtype.itemsize == 2 else found
+
+    def from_memory(self, x: np.ndarray[Any, Any], dtype: str, like: Array) -> Array:
+        found = jnp.asarray(x.view(_known(dtype)) if x.itemsize == 2 else x)
+        return jax.device_put(found, like.sharding) if like.committed else found
+
+    def on_tape(self, *arrays: Array) -> bool:
+        return any(isinstance(x, jax.core.Tracer) and _kind(x) != _RECORDED for x in arrays)
+
+    def deferred(self, *arrays: Array) -> bool:
+        return any(_kind(x) == _RECORDED for x in arrays) and not self.on_tape(*arrays)
+
+    def host_call(
+        self,
+        function: Callable[..., Sequence[np.ndarray[Any, Any]]],
+        results: Sequence[tuple[tuple[int, ...], str]],
+        arrays: Sequence[Array],
+    ) -> tuple[Array, ...]:
+        from jax.experimental.buffer_callback import buffer_callback
+
+        def call(_: Any, out: Any, *buffers: Any) -> None:
+            for to, x in zip(out, function(*map(np.asarray, buffers)), strict=True):
+                np.asarray(to)[...] = x
+
+        wanted = tuple(jax.ShapeDtypeStruct(shape, _known(dtype)) for shape, dtype in results)
+        return tuple(buffer_callback(call, wanted, vmap_method="sequential")(*arrays))
+
+    def threads(self, own: int) -> int:
+        return own
+
+    def number(self, x: Array) -> float | None:
+        found = _concrete(x)
+        return None if found is None else float(found)
+
+    def zeros(self, shape: Sequence[int], like: Array, dtype: str | None = None) -> Array:
+        return jnp.zeros(shape, _known(dtype) if dtype else like.dtype)
+
+    def full(self, shape: Sequence[int], value: float, like: Array, dtype: str | None = None) -> Array:
+        return jnp.full(shape, value, _known(dtype) if dtype else like.dtype)
+
+    def positions(self, start: int, count: int, like: Array) -> Array:
+        return jnp.arange(count, dtype=_known("int64")) + start
+
+    def part(self, x: Array, axis: int, start: int, count: int) -> Array:
+        # Not x[..., start:...]: that would be compiled for every start.
+        return lax.dynamic_slice_in_dim(x, start, count, axis % x.ndim)
+
+    def add_at(self, x: Array, axis: int, start: int, block: Array) -> Array:
+        axis %= x.ndim
+        old = lax.dynamic_slice_in_dim(x, start, block.shape[axis], axis)
+        return lax.dynamic_update_slice_in_dim(x, (old + block).astype(x.dtype), start, axis)
+
+    def concat(self, arrays: Sequence[Array], axis: int) -> Array:
+        return jnp.concatenate(arrays, axis=axis)
+
+    def reshape(self, x: Array, shape: Sequence[int]) -> Array:
+        return jnp.reshape(x, shape)
+
+    def broadcast_to(self, x: Array, shape: Sequence[int]) -> Array:
+        return jnp.broadcast_to(x, shape)
+
+    def swap_axes(self, x: Array, first: int, second: int) -> Array:
+        return jnp.swapaxes(x, first, second)
+
+    def expand_dims(self, x: Array, axis: int) -> Array:
+        return jnp.expand_dims(x, axis)
+
+    def take(self, x: Array, indices: Array, axis: int) -> Array:
+        return jnp.take(x, indices, axis=axis, mode="clip")
+
+    def matmul(self, a: Array, b: Array) -> Array:
+        return jnp.matmul(a, b)
+
+    def matrix_transpose(self, x: Array) -> Array:
+        return jnp.swapaxes(x, -1, -2)
+
+    def exp(self, x: Array) -> Array:
+        return jnp.exp(x)
+
+    def log(self, x: Array) -> Array:
+        return jnp.log(x)
+
+    def tanh(self, x: Array) -> Array:
+        return jnp.tanh(x)
+
+    def sigmoid(self, x: Array) -> Array:
+        return jax.nn.sigmoid(x)
+
+    def erf(self, x: Array) -> Array:
+        return lax.erf(x)
+
+    def sqrt(self, x: Array) -> Array:
+        return jnp.sqrt(x)
+
+    def abs(self, x: Array) -> Array:
+        return jnp.abs(x)
+
+    def maximum(self, a: Array, b: Array) -> Array:
+        return jnp.maximum(a, b)
+
+    def where(self, condition: Array, a: Array | float, b: Array | float) -> Array:
+        return jnp.where(condition, a, b)
+
+    def isfinite(self, x: Array) -> Array:
+        return jnp.isfinite(x)
+
+    def isnan(self, x: Array) -> Array:
+        return jnp.isnan(x)
+
+    def sum(self, x: Array, axis: int | tuple[int, ...], keepdims: bool = False) -> Array:
+        return jnp.sum(x, axis=axis, keepdims=keepdims)
+
+    def max(self, x: Array, axis: int, keepdims: bool = False) -> Array:
+        return jnp.max(x, axis=axis, keepdims=keepdims)
+
+    def largest(self, x: Array, k: int) -> tuple[Array, Array]:
+        values, index = lax.top_k(x, k)
+        return values, index
+
+    def any(self, x: Array, axis: int, keepdims: bool = False) -> Array:
+        return jnp.any(x, axis=axis, keepdims=keepdims)
+
+    def wrap32(self, x: Array) -> Array:
+        return x.astype(jnp.uint32)
+
+    def quiet(self) -> AbstractContextManager[Any]:
+        return _NOTHING
+
+    def when(self, condition: Any, function: Callable[[Any], Any], carry: Any) -> Any:
+        if not isinstance(condition, jax.Array):
+            return function(carry) if condition else carry
+        _seen_in(carry)
+        return lax.cond(condition, lambda c: _of_types(function(c), carry), lambda c: c, carry)
+
+    def loop(self, count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
+        if count > 1 and _tracing():
+            _seen_in(carry)
+            return lax.fori_loop(0, count, lambda i, c: _of_types(body(i, c), carry), carry)
+        for i in range(count):
+            carry = body(i, carry)
+        return carry
+
+    def collect(self, count: int, body: Callable[[Any], tuple[Array, ...]]) -> list[tuple[Array, ...]]:
+        if count > 1 and _tracing():
+            stacked = lax.map(body, jnp.arange(count))
+            return [tuple(x[i] for x in stacked) for i in range(count)]
+        return [body(i) for i in range(count)]
+
+    def surely_finite(self, *arrays: Array) -> bool:
+        found = [_concrete(x) for x in arrays]
+        return all(x is not None for x in found) and all(
+            bool((np if _on_cpu(x) else jnp).isfinite(x).all()) for x in found
+        )
+
+    def differentiable(self, run: Run, operands: Sequence[Array]) -> tuple[Array, ...]:
+        constants, given = run.variables()
+        if any(_kind(x) == _FORWARD for x in (*operands, *constants)):
+            # custom_vjp has no forward mode: the streaming form has.
+            return run.forward(operands)
+
+        @jax.custom_vjp
+        def call(arrays: Sequence[Array], constants: Sequence[Array]) -> tuple[Array, ...]:
+            return given(constants).forward(arrays)
+
+        def forward(arrays: Sequence[Array], constants: Sequence[Array]) -> tuple[Any, Any]:
+            outputs = call(arrays, constants)
+            return outputs, (arrays, constants, outputs[: run.kept_outputs])
+
+        def backward(kept: Any, grads: Sequence[Array]) -> tuple[Any, None]:
+            arrays, constants, outputs = kept
+            incoming = grads[: run.differentiable_outputs]
+            return tuple(_gradient(given(constants), arrays, outputs, incoming)), None
+
+        call.defvjp(forward, backward)
+        return call(tuple(operands), tuple(constants))
+
+    def vjp(
+        self, function: Callable[..., Array], inputs: Sequence[Array]
+    ) -> tuple[Array, Callable[[Array], tuple[Array, ...]]]:
+        value, pullback = jax.vjp(function, *inputs)
+        return value, pullback
+
+    def stop_gradient(self, x: Array) -> Array:
+        return lax.stop_gradient(x)
+
+    def as_seed(self, seed: Any) -> Any:
+        if not isinstance(seed, jax.Array):
+            return seed
+        if jnp.issubdtype(seed.dtype, jax.dtypes.prng_key) and seed.ndim == 0:
+            low, high = jax.random.bits(seed, (2,), jnp.uint32)
+        elif seed.dtype == jnp.uint32 and seed.shape == (2,):
+            low, high = jax.random.bits(seed, (2,), jnp.uint32)
+        elif jnp.issubdtype(seed.dtype, jnp.integer) and seed.ndim == 0:
+            value = _concrete(seed)
+            if value is not None:
+                return int(value)
+            # What Python's `seed % 2**63` keeps of a signed number.
+            low = seed.astype(jnp.uint32)
+            high = (seed >> 32 if seed.dtype.itemsize == 8 else seed >> 31).astype(jnp.uint32)
+        else:
+            return seed
+        high = high & 0x7FFFFFFF
+        numbers = _concrete(low), _concrete(high)
+        return SeedWords(low, high) if None in numbers else int(low) | int(high) << 32
+
+    def draw_seed(self, like: Array) -> int:
+        hint = "JAX has no generator of its own: seed=jax.random.key(0), split for each call"
+        expected = "a whole number or a jax.random key where dropout is above 0"
+        raise ArgumentError(message("seed", expected, "None", hint=hint))
+
+    def autocast(self, *arrays: Array) -> tuple[Array, ...]:
+        return arrays
+
+
+def _gradient(run: Run, arrays: Any, outputs: Any, grads: Any) -> Any:
+    """The gradient, which JAX can differentiate further: a callback has no derivative, the streaming form has."""
+    ops_traced = any(_kind(x) == _RECORDED for x in (*arrays, *grads))
+    if not ops_traced or (streaming := run.streaming()) is run:
+        return run.backward(arrays, outputs, grads)
+    gradient = jax.custom_jvp(run.backward)
+    gradient.defjvp(lambda primals, tangents: jax.jvp(streaming.backward, primals, tangents))
+    return gradient(arrays, outputs, grads)
+
+
+def _kind(x: Any) -> str:
+    return type(x).__name__
+
+
+def _known(dtype: str) -> Any:
+    """A dtype by name: without jax_enable_x64 int64 is int32."""
+    return jax.dtypes.canonicalize_dtype(jnp.dtype(dtype))
+
+
+def _concrete(x: Any) -> Any:
+    """The array behind a tape, or None where it has no numbers yet."""
+    if isinstance(x, jax.core.Tracer):
+        x = lax.stop_gradient(x)
+    return None if isinstance(x, jax.core.Tracer) else x
+
+
+def _on_cpu(x: Any) -> bool:
+    return all(device.platform == "cpu" for device in x.devices()) and len(x.devices()) == 1
+
+
+def _tracing() -> bool:
+    """Whether what is computed now is recorded for later: inside jit, and not merely inside grad or vmap."""
+    return isinstance(jnp.zeros(()), jax.core.Tracer)
+
+
+def _seen_in(carry: Any) -> None:
+    if dataclasses.is_dataclass(carry):
+        register(type(carry))
+
+
+def _of_types(found: Any, carry: Any) -> Any:
+    """A loop carries the dtypes that it began with."""
+    return jax.tree.map(lambda new, old: new.astype(old.dtype), found, carry)

@@ -1,0 +1,65 @@
+"""Scores, masks and what loops carry as JAX pytrees.
+
+- Arrays in the fields are leaves; numbers, names, lists and None are part of the structure, so that a mask given as
+  a list of lengths stays readable under ``jit``, and its tiles are skipped.
+- A class that its author has registered stays as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+_REGISTERED: set[type] = set()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Static:
+    """A field that is no array, as something that JAX can compare."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Static) and repr(self.value) == repr(other.value)
+
+    def __hash__(self) -> int:
+        return hash(repr(self.value))
+
+
+def register(kind: type) -> None:
+    """Make a dataclass a pytree, once."""
+    if kind in _REGISTERED:
+        return
+    _REGISTERED.add(kind)
+    names = [field.name for field in dataclasses.fields(kind)]
+
+    def flatten_with_keys(x: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        fields = {name: getattr(x, name) for name in names}
+        leaves = {name: value for name, value in fields.items() if not _is_static(value)}
+        rest = tuple((name, _Static(value)) for name, value in fields.items() if name not in leaves)
+        return [(jax.tree_util.GetAttrKey(name), value) for name, value in leaves.items()], (tuple(leaves), rest)
+
+    def unflatten(structure: Any, leaves: Sequence[Any]) -> Any:
+        # Not through the class: leaves may be anything here, and nothing is to be checked.
+        found = object.__new__(kind)
+        names, rest = structure
+        for name, value in zip(names, leaves, strict=True):
+            object.__setattr__(found, name, value)
+        for name, static in rest:
+            object.__setattr__(found, name, static.value)
+        return found
+
+    # ValueError: its author has registered it.
+    with contextlib.suppress(ValueError):
+        jax.tree_util.register_pytree_with_keys(kind, flatten_with_keys, unflatten)
+
+
+def _is_static(value: Any) -> bool:
+    if value is None or isinstance(value, (str, bytes, bool, int, float, np.generic, type)):
+        return True
+    return isinstance(value, (list, tuple)) and all(map(_is_static, value))
