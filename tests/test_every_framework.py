@@ -15,7 +15,7 @@ import torch
 
 import attnscore as ats
 from attnscore.testing import check_framework
-from cases import DTYPES, FRAMEWORKS, SCORES, SOME_SCORES
+from cases import DTYPES, FRAMEWORKS, SCORES, SLOW_FRAMEWORKS, SOME_SCORES
 from runs import Call, accumulator, array, dtype_of, make_call, tensor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -50,7 +50,8 @@ def test_check_framework(framework: str) -> None:
 
 
 def test_every_framework_is_in_the_table() -> None:
-    assert sorted(FRAMEWORKS) == sorted(ats.available()["frameworks"])
+    served = set(ats.available()["frameworks"]) - {"jax"}  # tests/test_jax.py
+    assert {*FRAMEWORKS, *SLOW_FRAMEWORKS} == served
 
 
 @frameworks

@@ -74,7 +74,7 @@ class TensorFlowFramework(Framework):
 
     def host(self, x: Any) -> np.ndarray[Any, Any] | None:
         if self.readable(x):
-            found = np.asarray(x)
+            found = np.asarray(x) if len(x.shape) else np.asarray(x.numpy())
         elif isinstance(x, tf.Variable):
             found = x.numpy() if tf.executing_eagerly() else None
         else:
@@ -87,7 +87,8 @@ class TensorFlowFramework(Framework):
         return isinstance(x, tf.Tensor) and hasattr(x, "numpy") and x.device.endswith("CPU:0")
 
     def memory(self, x: Array) -> np.ndarray[Any, Any]:
-        found = np.asarray(x)
+        # A single bfloat16 comes as a scalar that has no buffer.
+        found = np.asarray(x) if len(x.shape) else np.asarray(x.numpy())
         return found.view(np.uint16) if found.dtype.itemsize == 2 else found
 
     def from_memory(self, x: np.ndarray[Any, Any], dtype: str, like: Array) -> Array:
