@@ -24,8 +24,8 @@ from own_scores import OwnAbsolute, OwnPlain, OwnSquare
 FRAMEWORKS = ("numpy", "torch")
 """Those that run every row of every table."""
 SLOW_FRAMEWORKS = ("tensorflow",)
-"""Those in which a small call costs milliseconds and a graph seconds. By default each row of scores runs under one mask,
-each mask under one of `SOME_SCORES`, dtypes, extras and kernels in turn (`in_turn`), in a file of the framework's own."""
+"""Those in which a small call costs milliseconds and a graph seconds. Each score runs under one mask, each mask under
+one of `SOME_SCORES`, dtypes and extras in turn (`in_turn`), in a file of the framework's own."""
 KERNELS = ("native", "streaming", "dense")
 AUTOMATIC = "streaming" if os.environ.get("ATTNSCORE_NO_NATIVE") == "1" else "native"
 """The kernel that runs when nothing is said against it: native, unless the environment says that it is not meant."""

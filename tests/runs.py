@@ -254,7 +254,7 @@ class Call:
 
     def tensorflow(self, compiled: Any = None, **options: Any) -> dict[str, Any]:
         """Under a tape, all arrays as constants; `compiled` (a tf.function) makes a graph of it."""
-        import tensorflow as tf  # noqa: PLC0415  # costs seconds
+        import tensorflow as tf  # costs seconds
 
         leaves = {name: tf.constant(x) for name, x in self.leaves.items()}
         masks = {n: tf.constant(x) for n, x in self.arguments.items() if isinstance(x, np.ndarray)}

@@ -315,7 +315,9 @@ def backward(problem: Problem, plan: TilePlan, result: Result, grads: RowGradien
     def visit_rows(rows: Span, segments: tuple[Segment, ...] | Moving, carry: dict[str, Array]) -> dict[str, Array]:
         # Gradients that belong to rows are gathered over the keys of one tile of rows, then put in their place.
         local = {
-            name: ops.zeros((*shapes[name][:-2], 1 if shapes[name][-2] == 1 else rows[1], shapes[name][-1]), known.shift, dtype)
+            name: ops.zeros(
+                (*shapes[name][:-2], 1 if shapes[name][-2] == 1 else rows[1], shapes[name][-1]), known.shift, dtype
+            )
             for name in of_rows
         }
 

@@ -153,8 +153,9 @@ def tile_sizes(grid: Grid, values_per_pair: int) -> tuple[Any, Any]:
     if is_unknown(grid.query_len) or is_unknown(grid.key_len):
         # All queries against a few keys at a time: memory is linear, and one loop does for any length.
         whole = grid.query_len if is_unknown(grid.query_len) else max(1, grid.query_len)
+        length: Any = grid.key_len
         keys = min(side, LONGEST_KEY_TILE)
-        return whole, grid.key_len.at_most(keys) if is_unknown(grid.key_len) else max(1, min(grid.key_len, keys))
+        return whole, length.at_most(keys) if is_unknown(length) else max(1, min(length, keys))
     query_tile = max(1, min(grid.query_len, max(side, pairs // max(1, grid.key_len))))
     key_tile = max(1, min(grid.key_len, max(side, pairs // query_tile)))
     return query_tile, key_tile

@@ -29,7 +29,7 @@ class Maker:
             else torch.tensor(values if not hasattr(values, "dtype") else host, dtype=getattr(torch, dtype))
         )
         if self.framework == "tensorflow":
-            import tensorflow as tf  # noqa: PLC0415  # costs seconds
+            import tensorflow as tf  # costs seconds
 
             x = tf.constant(host.astype(dtype))
         self.made.append((x, np.array(self.host(x))))

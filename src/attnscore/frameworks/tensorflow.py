@@ -51,8 +51,10 @@ class TensorFlowFramework(Framework):
 
     def shape(self, x: Array) -> tuple[Any, ...]:
         known = tuple(x.shape)
-        return known if None not in known else tuple(
-            _Length(tf.shape(x)[i]) if n is None else n for i, n in enumerate(known)
+        return (
+            known
+            if None not in known
+            else tuple(_Length(tf.shape(x)[i]) if n is None else n for i, n in enumerate(known))
         )
 
     def device(self, x: Array) -> str:
@@ -73,6 +75,7 @@ class TensorFlowFramework(Framework):
         return x if dtype is None else tf.cast(x, dtype)
 
     def host(self, x: Any) -> np.ndarray[Any, Any] | None:
+        found: Any
         if self.readable(x):
             found = np.asarray(x) if len(x.shape) else np.asarray(x.numpy())
         elif isinstance(x, tf.Variable):
@@ -267,9 +270,7 @@ class TensorFlowFramework(Framework):
 
             def pullback(*grads: Array, variables: Any = None) -> Any:
                 # Not `outputs`: a second derivative goes through them.
-                found = run.backward(
-                    operands, results[: run.kept_outputs], grads[: run.differentiable_outputs], wanted
-                )
+                found = run.backward(operands, results[: run.kept_outputs], grads[: run.differentiable_outputs], wanted)
                 return found if variables is None else (found, [None] * len(variables))
 
             return outputs, pullback

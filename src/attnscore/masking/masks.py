@@ -156,7 +156,9 @@ class KeyPadding(Mask):
     def check(self, ops: Framework, grid: Grid) -> None:
         check_boolean("key_padding", self.array)
         shape = shape_of(self.array)
-        if not (len(shape) == 2 and (shape[0] == 1 or may_equal(shape[0], grid.batch)) and may_equal(shape[1], grid.key_len)):
+        if not (
+            len(shape) == 2 and (shape[0] == 1 or may_equal(shape[0], grid.batch)) and may_equal(shape[1], grid.key_len)
+        ):
             raise MaskError(message("key_padding", f"shape (batch, key) = ({grid.batch}, {grid.key_len})", shape))
 
 

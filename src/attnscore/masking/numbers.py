@@ -163,7 +163,13 @@ def check_numbers(
             allowed.append((grid.query_len,))
     if not any(len(shape) == len(one) and all(map(may_equal, shape, one)) for one in allowed):
         raise MaskError(message(name, f"shape {wanted}", shape))
-    if values is not None and highest is not None and not is_unknown(highest) and values.size and (values.min() < 0 or values.max() > highest):
+    if (
+        values is not None
+        and highest is not None
+        and not is_unknown(highest)
+        and values.size
+        and (values.min() < 0 or values.max() > highest)
+    ):
         bad = values.min() if values.min() < 0 else values.max()
         raise MaskError(message(name, f"numbers from 0 to {highest}", bad))
 

@@ -148,7 +148,8 @@ class ScaledDot(Score):
             raise ShapeError(message("scale", f"({heads * groups},) or a shape with heads on axis -3", shape))
         lead = broadcast(tuple(query.shape[:-4]), tuple(key.shape[:-4]))
         fits = len(shape) - 4 <= len(lead) and all(
-            mine == 1 or may_equal(mine, whole) for mine, whole in zip(reversed(shape[:-4]), reversed(lead), strict=False)
+            mine == 1 or may_equal(mine, whole)
+            for mine, whole in zip(reversed(shape[:-4]), reversed(lead), strict=False)
         )
         if (
             not fits
