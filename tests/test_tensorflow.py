@@ -1,6 +1,7 @@
 """TensorFlow: the tables in eager calls and in graphs, and what its users expect beside them.
 
-Rows follow the rule of ``cases.in_turn``. Graphs are made with and without XLA, with lengths that they do not know, and
+Rows follow the rule of ``cases.in_turn``; of the streaming engine every fifth, and of graphs one dtype a score, the rest
+being slow tests. They are made with and without XLA, with lengths that they do not know, and
 exported; gradients come from one tape and from two.
 """
 
@@ -48,7 +49,13 @@ def test_eager(score: str, mask: str, dtype: str, extras: str) -> None:
     call.check(call.tensorflow())
 
 
-@rows
+@pytest.mark.parametrize(
+    ("score", "mask", "dtype", "extras"),
+    [
+        pytest.param(*row, id="-".join(row), marks=[] if i % 5 == 0 else [pytest.mark.slow])
+        for i, row in enumerate(TURNS)
+    ],
+)
 def test_eager_streaming(score: str, mask: str, dtype: str, extras: str) -> None:
     call = make_call(score, mask, dtype, extras)
     call.check(call.tensorflow(kernel="streaming"))
@@ -64,15 +71,21 @@ def test_graphs_of_rolled_loops(score: str, mask: str) -> None:
 # The others in tiles of their usual size: a graph of many small tiles takes seconds to make.
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("score", [score.name for score in SOME_SCORES])
+GRAPHS = [
+    pytest.param(score.name, dtype, marks=[] if (i + j) % 4 == 0 else [pytest.mark.slow])
+    for i, score in enumerate(SOME_SCORES)
+    for j, dtype in enumerate(DTYPES)
+]
+
+
+@pytest.mark.parametrize(("score", "dtype"), GRAPHS)
 def test_graphs(score: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     call = make_call(score, "nested", dtype, "bias-sink")
     call.check(call.tensorflow(graph))
 
 
-@pytest.mark.parametrize("mask", ["none", "valid_lens-2d"])
+@pytest.mark.parametrize("mask", ["none", pytest.param("valid_lens-2d", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("score", ["scaled_dot", "additive-gelu-heads", "own-tile"])
 def test_xla(score: str, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
@@ -128,7 +141,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 
 SLOW = pytest.mark.slow
 ROWS = [
-    pytest.param(unknown, arguments, jit, marks=[SLOW] if jit and arguments != "causal" else [])
+    pytest.param(unknown, arguments, jit, marks=[SLOW] if jit and (arguments, unknown) != ("causal", "both") else [])
     for unknown in UNKNOWN
     for arguments in ARGUMENTS
     for jit in (False, True)
@@ -277,8 +290,9 @@ def test_second_derivatives(score: str) -> None:
         assert abs(float(tf.reduce_sum(second[name] * direction)) - difference) < 1e-5 * max(1, abs(difference)), name
 
 
-def test_nothing_hidden_reaches_anything() -> None:
+def test_nothing_hidden_reaches_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN in hidden keys and values changes no result and no gradient, eager and in graphs; empty rows are zero."""
+    monkeypatch.undo()
     query, key, value = inputs(tf.float32)
     dirty = [x.numpy() for x in (key, value)]
     for x in dirty:
@@ -317,7 +331,8 @@ def test_a_tape_that_stays_gives_the_gradient_twice() -> None:
 
 
 @pytest.mark.parametrize("how", [lambda f: f, graph, xla], ids=["eager", "graph", "xla"])
-def test_dropout_from_tensorflows_own_generator(how: Any) -> None:
+def test_dropout_from_tensorflows_own_generator(how: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
     query, key, _ = inputs()
     value = tf.eye(11, dtype=tf.float64)[None, None]
     call = how(lambda: ats.attend(query, key, value, dropout=0.5))
@@ -330,7 +345,8 @@ def test_dropout_from_tensorflows_own_generator(how: Any) -> None:
         np.testing.assert_array_equal(array(how(call.python_function)()) == 0, array(how(call.python_function)()) == 0)
 
 
-def test_the_seed_is_that_of_every_framework() -> None:
+def test_the_seed_is_that_of_every_framework(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
     arrays = inputs()
     wanted = ats.attend(*(x.numpy() for x in arrays), dropout=0.4, seed=2**40 + 3)
     for how in (lambda f: f, graph, xla):
@@ -377,7 +393,8 @@ def test_what_native_code_wrote_is_taken_at_any_address(offset: int) -> None:
     assert float(tf.reduce_sum(tf.matmul(found, found))) == (x @ x).sum()
 
 
-def test_functions_around_attend() -> None:
+def test_functions_around_attend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
     query, key, value = inputs()
     host = [x.numpy() for x in (query, key, value)]
     mask = ats.Causal("bottom_right")
