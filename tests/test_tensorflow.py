@@ -1,8 +1,8 @@
 """TensorFlow: the tables in eager calls and in graphs, and what its users expect beside them.
 
-Rows follow the rule of ``cases.in_turn``; of the streaming engine every fifth, and of graphs one dtype a score, the rest
-being slow tests. They are made with and without XLA, with lengths that they do not know, and
-exported; gradients come from one tape and from two.
+Rows follow the rule of ``cases.in_turn``; of the streaming engine every fifth, and of graphs one dtype a score: the
+rest are slow tests. Graphs are made with and without XLA, with lengths that they do not know, and exported; gradients
+come from one tape and from two.
 """
 
 from __future__ import annotations
