@@ -26,6 +26,10 @@ FRAMEWORKS = ("numpy", "torch")
 COMPILING = ("jax",)
 """Those that compile each shape of each operation, seconds for a row: they run one of each family of scores and masks
 (``test_every_framework``), their own tests, and nothing else of the tables."""
+"""Those that run every row of every table."""
+SLOW_FRAMEWORKS = ("tensorflow",)
+"""Those in which a small call costs milliseconds and a graph seconds. Each score runs under one mask, each mask under
+one of `SOME_SCORES`, dtypes and extras in turn (`in_turn`), in a file of the framework's own."""
 KERNELS = ("native", "streaming", "dense")
 AUTOMATIC = "streaming" if os.environ.get("ATTNSCORE_NO_NATIVE") == "1" else "native"
 """The kernel that runs when nothing is said against it: native, unless the environment says that it is not meant."""
@@ -388,3 +392,14 @@ def shared_out(scores: Sequence[Score], masks: Sequence[str]) -> list[Any]:
                 name = f"{score.name}-{mask_name}-{framework}"
                 found.append(pytest.param(score.name, mask_name, framework, id=name, marks=marks))
     return found
+
+
+def in_turn(dtypes: Sequence[str], extras: Sequence[str]) -> list[tuple[str, str, str, str]]:
+    """(score, mask, dtype, extras): every score under one mask, and every mask under one score; the rest in turn."""
+    some = [score.name for score in SOME_SCORES]
+    pairs = [(score.name, MASKS[(7 * i) % len(MASKS)].name) for i, score in enumerate(SCORES)]
+    pairs += [(some[j % len(some)], mask.name) for j, mask in enumerate(MASKS)]
+    return [
+        (score, mask, dtypes[i % len(dtypes)], extras[(i // len(dtypes)) % len(extras)])
+        for i, (score, mask) in enumerate(dict.fromkeys(pairs))
+    ]

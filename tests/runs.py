@@ -50,11 +50,13 @@ def array(x: Any) -> np.ndarray:
     if isinstance(x, torch.Tensor):
         x = x.detach()
         x = (x.float() if x.dtype == torch.bfloat16 else x).numpy()
+    elif not isinstance(x, np.ndarray | np.generic):
+        x = np.asarray(x.numpy())
     return x.astype(np.float32) if x.dtype == ml_dtypes.bfloat16 else x
 
 
 def dtype_of(x: Any) -> str:
-    return str(x.dtype).removeprefix("torch.")
+    return str(getattr(x.dtype, "name", x.dtype)).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -274,8 +276,34 @@ class Call:
             f"grad.{name}": np.asarray(grad) for name, grad in grads.items()
         }
 
+    def tensorflow(self, compiled: Any = None, **options: Any) -> dict[str, Any]:
+        """Under a tape, all arrays as constants; `compiled` (a tf.function) makes a graph of it."""
+        import tensorflow as tf  # costs seconds
+
+        leaves = {name: tf.constant(x) for name, x in self.leaves.items()}
+        masks = {n: tf.constant(x) for n, x in self.arguments.items() if isinstance(x, np.ndarray)}
+        seeds = [
+            tf.constant(self.seed_outward(n, self.dtype if n == "out" else accumulator(self.dtype))) for n in self.seeds
+        ]
+
+        def whole(leaves: Any, masks: Any, seeds: Any) -> Any:
+            with tf.GradientTape() as tape:
+                tape.watch(leaves)
+                keywords = self._keywords(lambda x: x, leaves) | masks | options
+                out, stats = ats.attend(leaves["query"], leaves["key"], leaves["value"], return_stats=True, **keywords)
+            outputs = {"out": out, **stats._asdict()}
+            grads = tape.gradient(
+                [outputs[name] for name in self.seeds], leaves, seeds,
+                unconnected_gradients=tf.UnconnectedGradients.ZERO,
+            )  # fmt: skip
+            return outputs, grads
+
+        outputs, grads = (compiled(whole) if compiled else whole)(leaves, masks, seeds)
+        return outputs | {f"grad.{name}": grad for name, grad in grads.items()}
+
     def run(self, framework: str, **options: Any) -> dict[str, Any]:
-        return self.numpy(**options) if framework == "numpy" else self.torch(**options)
+        found: dict[str, Any] = getattr(self, framework)(**options)
+        return found
 
     def check(self, got: Mapping[str, Any], skip: tuple[str, ...] = ()) -> None:
         """Assert that every result is as accurate as ``numerics`` defines it, and of the right shape and dtype."""

@@ -16,7 +16,7 @@ import torch
 
 import attnscore as ats
 from attnscore.testing import check_framework
-from cases import COMPILING, DTYPES, FRAMEWORKS, SCORES, SOME_MASKS, SOME_SCORES
+from cases import COMPILING, DTYPES, FRAMEWORKS, SCORES, SLOW_FRAMEWORKS, SOME_MASKS, SOME_SCORES
 from runs import Call, accumulator, array, dtype_of, make_call, tensor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -56,7 +56,7 @@ def test_check_framework_on_jax() -> None:
 
 
 def test_every_framework_is_in_the_table() -> None:
-    assert sorted((*FRAMEWORKS, *COMPILING)) == sorted(ats.available()["frameworks"])
+    assert sorted((*FRAMEWORKS, *COMPILING, *SLOW_FRAMEWORKS)) == sorted(ats.available()["frameworks"])
 
 
 @pytest.mark.parametrize("jit", [False, True], ids=["plain", "jit"])

@@ -9,7 +9,7 @@ from attnscore import blocks, frameworks, kernels, recipes, tiling
 from attnscore.checks import shown
 from attnscore.engine import Result
 from attnscore.errors import ArgumentError, FrameworkError, KernelUnavailable, message
-from attnscore.frameworks.contract import Array, sum_to
+from attnscore.frameworks.contract import Array, is_unknown, sum_to
 from attnscore.kernels import Run
 from attnscore.masking.known import MOST_ROWS, Known
 from attnscore.pose import check_flag, pose, wanted_statistics
@@ -119,7 +119,8 @@ _PLANS: Memory[tiling.TilePlan] = Memory(256)
 def _planned(problem: Problem) -> tiling.TilePlan:
     """The plan of a problem: the same for all that differ in their arrays alone."""
     mask = problem.mask
-    small = (mask is None and problem.grid.query_len <= MOST_ROWS) or isinstance(mask, Known)
+    known = not is_unknown(problem.grid.query_len)
+    small = (mask is None and known and problem.grid.query_len <= MOST_ROWS) or isinstance(mask, Known)
     key = (problem.grid, problem.form.values_per_pair(), mask, tiling.TILE_SCORES) if small else None
     return _PLANS.recall(key, lambda: tiling.plan(problem))
 

@@ -29,7 +29,7 @@ class Dropout:
         return self.seed if isinstance(self.seed, SeedWords) else (self.seed & 0xFFFFFFFF, self.seed >> 32)
 
 
-def check_dropout(probability: Any, seed: Any, draw: Callable[[], int]) -> Dropout | None:
+def check_dropout(probability: Any, seed: Any, draw: Callable[[], Any]) -> Dropout | None:
     """The dropout of a call, or None when there is none."""
     if not is_number(probability) or not 0 <= probability < 1:
         raise ArgumentError(message("dropout", "a number in [0, 1)", shown(probability)))
@@ -37,16 +37,15 @@ def check_dropout(probability: Any, seed: Any, draw: Callable[[], int]) -> Dropo
         raise ArgumentError(message("seed", "a whole number or None", shown(seed)))
     if probability == 0:
         return None
-    if isinstance(seed, SeedWords):
-        return Dropout(float(probability), seed)
-    return Dropout(float(probability), (draw() if seed is None else int(seed)) % 2**63)
+    seed = draw() if seed is None else seed
+    return Dropout(float(probability), seed if isinstance(seed, SeedWords) else int(seed) % 2**63)
 
 
 def _mix(ops: Framework, x: Array) -> Array:
     """A bijection of 32-bit numbers with full avalanche (constants: "lowbias32", found by C. Wellons' search)."""
-    x = ops.wrap32((x ^ (x >> 16)) * 0x7FEB352D)
-    x = ops.wrap32((x ^ (x >> 15)) * ops.word32(0x846CA68B))
-    return x ^ (x >> 16)
+    x = ops.wrap32((x ^ ops.shift_right(x, 16)) * 0x7FEB352D)
+    x = ops.wrap32((x ^ ops.shift_right(x, 15)) * ops.word32(0x846CA68B))
+    return x ^ ops.shift_right(x, 16)
 
 
 def kept(
@@ -67,7 +66,7 @@ def kept(
     low, high = (ops.word32(word) if isinstance(word, int) else word for word in dropout.words)
     # Every number is wrapped before it meets a constant of 32 bits, which would overflow 32-bit positions (JAX).
     stream = _mix(ops, ops.wrap32(ops.wrap32(row) + low))
-    stream = _mix(ops, ops.wrap32(stream + ops.wrap32(row >> 32) + high))
+    stream = _mix(ops, ops.wrap32(stream + ops.wrap32(ops.shift_right(row, 32)) + high))
     # The golden ratio spreads neighbouring keys over the 32 bits before mixing.
     key = ops.wrap32(ops.wrap32(ops.reshape(ops.positions(*cols, like), (1, cols[1]))) * ops.word32(0x9E3779B9))
     bits = _mix(ops, ops.wrap32(stream + key))

@@ -125,7 +125,8 @@ def _escaping(ops: Framework, visible: Array, x: Array) -> Array:
         (float("inf"), x == float("inf")),
         (NEG_INF, x == NEG_INF),
     ):
-        reached = reached + ops.where(ops.matmul(seen, ops.astype(where, ops.dtype(x))) > 0, poison, 0.0)
+        hit = ops.matmul(seen, ops.astype(where, ops.dtype(x))) > 0
+        reached = reached + ops.astype(ops.where(hit, poison, 0.0), ops.dtype(x))
     return reached
 
 
@@ -133,7 +134,7 @@ def _pooled(ops: Framework, weights: Array, visible: Array | None, x: Array, is_
     """weights @ x, in which nothing in `x` passes through a hidden pair (0 * NaN is NaN)."""
     if is_finite or visible is None:
         return ops.matmul(weights, x)
-    escaping = _escaping(ops, ops.broadcast_to(visible, weights.shape), x)
+    escaping = _escaping(ops, ops.broadcast_to(visible, ops.shape(weights)), x)
     return ops.matmul(weights, ops.where(ops.isfinite(x), x, 0.0)) + escaping
 
 
@@ -179,29 +180,29 @@ def _walk_moving(
 
 
 def _by_rows(
-    ops: Framework, plan: TilePlan, some_rows: Callable[[Span], tuple[Array, ...]], reads: Iterable[Array]
+    ops: Framework, plan: TilePlan, some_rows: Callable[[Any, Span], tuple[Array, ...]], reads: Iterable[Array]
 ) -> tuple[Array, ...]:
-    """What `some_rows` makes of the arrays that it `reads`, for each tile of rows, put together along the rows."""
-    length, tile = plan.query_len, plan.query_tile
-    full, tail = divmod(length, tile)
-    if full + bool(tail) < 2:
-        return some_rows((0, length))
+    """What `some_rows` makes of the arrays that it `reads`, for each tile of rows (number, rows), put together."""
+    length, tile, tail = plan.query_len, plan.query_tile, plan.tail
+    full = len(plan.segments) - (tail > 0)
+    if full + (tail > 0) < 2:
+        return some_rows(0, (0, length))
     reads = tuple(reads)
     if ops.on_tape(*reads) or not all(map(ops.readable, reads)):
-        tiles = ops.collect(full, lambda i: some_rows((i * tile, tile)))
-        tiles += [some_rows((full * tile, tail))] if tail else []
+        tiles = ops.collect(full, lambda i: some_rows(i, (i * tile, tile)))
+        tiles += [some_rows(full, (full * tile, tail))] if tail else []
         return tuple(ops.concat(parts, -2) for parts in zip(*tiles, strict=True))
-    first = some_rows((0, tile))
+    first = some_rows(0, (0, tile))
     # Where nobody looks on, into arrays made beforehand. Parts would take as much again, and their memory, amid what
     # stays, would not go back to the system: at 16384 tokens 24 to 55 MB, on top of which the backward then came.
-    whole = tuple(ops.zeros((*x.shape[:-2], length, x.shape[-1]), x) for x in first)
+    whole = tuple(ops.zeros((*ops.shape(x)[:-2], length, ops.shape(x)[-1]), x) for x in first)
 
     def put(carry: tuple[Array, ...], parts: tuple[Array, ...], start: Any) -> tuple[Array, ...]:
         return tuple(ops.add_at(x, -2, start, part) for x, part in zip(carry, parts, strict=True))
 
     whole = put(whole, first, 0)
-    whole = ops.loop(full - 1, lambda i, x: put(x, some_rows(((i + 1) * tile, tile)), (i + 1) * tile), whole)
-    return put(whole, some_rows((full * tile, tail)), full * tile) if tail else whole
+    whole = ops.loop(full - 1, lambda i, x: put(x, some_rows(i + 1, ((i + 1) * tile, tile)), (i + 1) * tile), whole)
+    return put(whole, some_rows(full, (full * tile, tail)), full * tile) if tail else whole
 
 
 def forward(problem: Problem, plan: TilePlan) -> Result:
@@ -210,7 +211,7 @@ def forward(problem: Problem, plan: TilePlan) -> Result:
     guard = _guarded(problem)
     sink = None if problem.sink is None else ops.astype(ops.reshape(problem.sink, (*problem.sink.shape, 1, 1)), dtype)
 
-    def some_rows(rows: Span, segments: tuple[Segment, ...] | Moving) -> tuple[Array, ...]:
+    def some_rows(tile: Any, rows: Span) -> tuple[Array, ...]:
         def visit(state: softmax.RowState, cols: Span, partial: bool) -> softmax.RowState:
             scores, visible, _ = _tile_scores(guard, plan, rows, cols, partial)
             value = ops.astype(_cut(ops, problem.value, -2, cols), dtype)
@@ -223,18 +224,12 @@ def forward(problem: Problem, plan: TilePlan) -> Result:
             return softmax.absorb(ops, state, scores, visible, pool, wanted)
 
         state = softmax.start(ops, (*grid.rows[:-1], rows[1]), problem.layout.value_dim, problem.value, dtype, wanted)
+        segments = plan.segments_of(ops, tile, problem.value) if plan.segments else ()
         state = _walk(ops, segments, plan, visit, state)
         out, top, log_total, statistics = softmax.finish(ops, state, sink, wanted)
         return ops.astype(out, problem.dtype), top, log_total, *statistics.values()
 
-    out, top, log_total, *statistics = _by_rows(
-        ops,
-        plan,
-        lambda rows: some_rows(
-            rows, plan.segments_of(ops, rows[0] // plan.query_tile, problem.value) if rows[1] else ()
-        ),
-        operands(problem).values(),
-    )
+    out, top, log_total, *statistics = _by_rows(ops, plan, some_rows, operands(problem).values())
     names = [name for name in wanted if name != "log_sum_exp"]
     return Result(out, top, log_total, dict(zip(names, statistics, strict=True)))
 
@@ -273,9 +268,9 @@ class Rows:
 def rows_of(problem: Problem, plan: TilePlan, result: Result, grads: RowGradients) -> Rows:
     """What a backward knows of each row, from the forward's result and the gradients that come in."""
     ops, dtype = problem.ops, problem.accumulator
-    grad_out = ops.zeros(result.out.shape, result.out) if grads.out is None else grads.out
+    grad_out = ops.zeros(ops.shape(result.out), result.out) if grads.out is None else grads.out
 
-    def some_rows(rows: Span) -> tuple[Array]:
+    def some_rows(_: Any, rows: Span) -> tuple[Array]:
         # out = sum_j p_j v_j, so sum_j p_j dp_j = dout . out; a row that sees no key has out = 0 and ignores dout.
         out, grad = (ops.astype(_cut(ops, x, -2, rows), dtype) for x in (result.out, grad_out))
         return (-ops.sum(ops.where(out == 0, 0.0, grad * out), axis=-1, keepdims=True),)
@@ -326,7 +321,7 @@ def backward(problem: Problem, plan: TilePlan, result: Result, grads: RowGradien
     """Gradients of the form's arrays, of ``value``, and of ``bias`` and ``sink`` where there are any."""
     ops, dtype = problem.ops, problem.accumulator
     guard, known = _guarded(problem), rows_of(problem, plan, result, grads)
-    shapes = {name: tuple(x.shape) for name, x in operands(problem).items() if name != "sink"}
+    shapes = {name: ops.shape(x) for name, x in operands(problem).items() if name != "sink"}
     roles: dict[str, Role] = {name: problem.form.role(name) for name in problem.form.arrays()}
     of_rows = [name for name in shapes if name == "bias" or roles.get(name) == "query"]
     # The axis of the keys; the bias has it beside its axis of rows.
@@ -335,7 +330,9 @@ def backward(problem: Problem, plan: TilePlan, result: Result, grads: RowGradien
     def visit_rows(rows: Span, segments: tuple[Segment, ...] | Moving, carry: dict[str, Array]) -> dict[str, Array]:
         # Gradients that belong to rows are gathered over the keys of one tile of rows, then put in their place.
         local = {
-            name: ops.zeros((*shapes[name][:-2], min(shapes[name][-2], rows[1]), shapes[name][-1]), known.shift, dtype)
+            name: ops.zeros(
+                (*shapes[name][:-2], 1 if shapes[name][-2] == 1 else rows[1], shapes[name][-1]), known.shift, dtype
+            )
             for name in of_rows
         }
 
@@ -349,7 +346,7 @@ def backward(problem: Problem, plan: TilePlan, result: Result, grads: RowGradien
         return done | {name: _add(ops, carry[name], done[name], -2, rows) for name in of_rows}
 
     buffers = {name: ops.zeros(shape, known.shift, dtype) for name, shape in shapes.items()}
-    full, tail = divmod(problem.grid.query_len, plan.query_tile)
+    full, tail = len(plan.segments) - (plan.tail > 0), plan.tail
     buffers = ops.loop(
         full,
         lambda i, c: visit_rows((i * plan.query_tile, plan.query_tile), plan.segments_of(ops, i, problem.value), c),

@@ -13,6 +13,9 @@ from collections.abc import Mapping
 class AttnscoreError(Exception):
     """Root of all errors raised for a caller's mistake or a missing capability."""
 
+    # TensorFlow's AutoGraph raises an error anew, with the place in the user's code, in its own class when this is so.
+    __init__ = Exception.__init__
+
 
 class ShapeError(AttnscoreError, ValueError):
     """Axes that do not match or broadcast, heads that do not divide."""

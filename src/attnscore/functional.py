@@ -60,7 +60,7 @@ def masked_softmax(
         flat = ops.reshape(turned, (1, *turned.shape)) if len(shape) == 1 else turned
         if flat.shape[-1] == 0:
             return scores
-        visible = _visible(ops, _grid(tuple(flat.shape)), mask, valid_lens, flat)
+        visible = _visible(ops, _grid(ops.shape(flat)), mask, valid_lens, flat)
         wide = ops.astype(flat, accumulator(ops.dtype(flat))) / temperature
         if visible is not None:
             wide = ops.where(visible, wide, NEG_INF)

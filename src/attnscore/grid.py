@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from attnscore.errors import MaskError, ShapeError, message
-from attnscore.frameworks.contract import Array, Framework
+from attnscore.frameworks.contract import Array, Framework, broadcast, may_equal
 
 Shape = tuple[int, ...]
 
@@ -47,7 +45,7 @@ class Grid:
 
     def place(self, ops: Framework, x: Array) -> Array:
         """Put a caller's array, broadcastable to (..., query, key), on the axes of the grid (a view)."""
-        shape = tuple(x.shape)
+        shape = ops.shape(x)
         if len(shape) < 2:
             shape = (1,) * (2 - len(shape)) + shape
         if self.has_heads:
@@ -121,7 +119,7 @@ def check_broadcast(name: str, shape: Shape, grid: Grid, error: type[ShapeError]
     """Raise `error` unless `shape` broadcasts to (..., query, key) without enlarging it."""
     target = grid.user_shape
     try:
-        fits = np.broadcast_shapes(shape, target) == target
+        fits = all(map(may_equal, broadcast(shape, target), target)) and len(shape) <= len(target)
     except ValueError:
         fits = False
     if not fits:

@@ -17,7 +17,7 @@ from attnscore import blocks, engine, frameworks, kernels, tiling
 from attnscore.checks import is_whole, shown
 from attnscore.engine import RowGradients
 from attnscore.errors import ArgumentError, message
-from attnscore.frameworks.contract import Array
+from attnscore.frameworks.contract import Array, is_unknown
 from attnscore.pose import NO_VALUE, pose, without_value
 from attnscore.problem import Problem
 from attnscore.softmax import whole_rows
@@ -78,7 +78,7 @@ def top_weights(
         if not is_whole(k) or not 1 <= k <= grid.key_len:
             expected = f"a whole number from 1 to the number of keys ({grid.key_len})"
             raise ArgumentError(message("k", expected, shown(k)))
-        matrices = max(1, math.prod(grid.rows[:-1]))
+        matrices = max(1, math.prod(1 if is_unknown(n) else n for n in grid.rows[:-1]))
         step = max(1, _HELD // (matrices * grid.key_len))
         starts = range(0, max(1, grid.query_len), step)
         parts = [_top_of_rows(problem, slice(first, first + step), int(k)) for first in starts]

@@ -15,7 +15,7 @@ from attnscore import frameworks
 from attnscore.checks import check_number, is_number, is_whole, shown
 from attnscore.dropout import Dropout
 from attnscore.errors import ArgumentError, DtypeError, FrameworkError, ShapeError, message
-from attnscore.frameworks.contract import FLOATING, Array, Framework, accumulator
+from attnscore.frameworks.contract import FLOATING, Array, Framework, accumulator, broadcast, is_unknown, may_equal
 from attnscore.grid import Grid, Layout, Shape, check_broadcast
 from attnscore.masking import Intervals, Mask, split
 from attnscore.scoring.forms import Form
@@ -52,6 +52,8 @@ class Problem:
         """The mask as intervals of keys per row, and what of it only blocks can tell."""
         if self.mask is None:
             return None, None
+        if is_unknown(self.grid.query_len) or is_unknown(self.grid.key_len):
+            return None, self.mask
         return split(self.mask, self.grid.query_len, self.grid.key_len, self.grid.batch)
 
     @property
@@ -72,7 +74,7 @@ def check_arrays(ops: Framework, arrays: dict[str, Array], head_axis: Any) -> La
     ShapeError, DtypeError, DeviceError, FrameworkError, ArgumentError
     """
     frameworks.check_dense(ops, arrays)
-    shapes = {name: tuple(x.shape) for name, x in arrays.items()}
+    shapes = {name: ops.shape(x) for name, x in arrays.items()}
     for name, x in arrays.items():
         if not ops.is_floating(x):
             raise DtypeError(message(name, FLOATING, ops.dtype(x), shapes=shapes))
@@ -93,14 +95,19 @@ def check_arrays(ops: Framework, arrays: dict[str, Array], head_axis: Any) -> La
     if axes >= 4 and head_axis == -2:
         padded = {name: (*shape[:-3], shape[-2], shape[-3], shape[-1]) for name, shape in padded.items()}
     value = padded.get("value", (*padded["key"][:-1], 0))
-    if padded["key"][-2] != value[-2]:
+    for name, shape in padded.items():
+        if is_unknown(shape[-1]) or (axes >= 4 and is_unknown(shape[-3])):
+            expected = "a last axis and an axis of heads whose lengths are known when the graph is made"
+            hint = f"tf.ensure_shape({name}, ...), or an input signature that says them"
+            raise ShapeError(message(name, expected, "one that is not", shapes=shapes, hint=hint))
+    if not may_equal(padded["key"][-2], value[-2]):
         expected = f"as many positions as key ({padded['key'][-2]})"
         other = _LAYOUT_HINT if axes >= 4 and head_axis == -3 else None
         raise ShapeError(message("value", expected, value[-2], shapes=shapes, hint=other))
     heads, groups = _heads({**padded, "value": value}, shapes) if axes >= 4 else (1, 1)
     trailing = 3 if axes >= 4 else 2
     try:
-        lead = np.broadcast_shapes(*(shape[:-trailing] for shape in padded.values()))
+        lead = broadcast(*(shape[:-trailing] for shape in padded.values()))
     except ValueError:
         names = ", ".join(arrays)
         raise ShapeError(message(names, "leading axes that broadcast", "axes that do not", shapes=shapes)) from None
@@ -109,7 +116,7 @@ def check_arrays(ops: Framework, arrays: dict[str, Array], head_axis: Any) -> La
         heads=heads,
         groups=groups,
         query_len=padded["query"][-2],
-        key_len=padded["key"][-2],
+        key_len=value[-2] if is_unknown(padded["key"][-2]) else padded["key"][-2],
         has_batch=axes >= 3,
         has_heads=axes >= 4,
     )

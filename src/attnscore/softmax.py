@@ -98,13 +98,13 @@ def absorb(
 def _moments(ops: Framework, scores: Array, maximum: Array, visible: Array | None) -> Moments:
     base = anchor(ops, maximum)
     if visible is None:
-        length = scores.shape[-1]
-        count = ops.full((*scores.shape[:-1], 1), length, scores)
+        *rows, length = ops.shape(scores)
+        count = ops.full((*rows, 1), length, scores)
         from_base = scores - base
         mean = ops.sum(from_base, axis=-1, keepdims=True) / length
         deviation = from_base - mean
     else:
-        seen = ops.broadcast_to(ops.astype(visible, ops.dtype(scores)), scores.shape)
+        seen = ops.broadcast_to(ops.astype(visible, ops.dtype(scores)), ops.shape(scores))
         count = ops.sum(seen, axis=-1, keepdims=True)
         from_base = ops.where(visible, scores, base) - base
         mean = ops.sum(from_base, axis=-1, keepdims=True) / ops.maximum(count, 1.0)

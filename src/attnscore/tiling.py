@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from attnscore.frameworks.contract import Array, Framework
+from attnscore.frameworks.contract import Array, Framework, is_unknown
 from attnscore.grid import Grid
 from attnscore.masking import Intervals, Mask
 from attnscore.masking.contract import HostArray
@@ -26,6 +26,8 @@ from attnscore.problem import Problem
 # last-level cache, and a tile is still long against the cost of a call from Python (about 50 us a tile).
 TILE_SCORES = 2**18
 SMALLEST_TILE = 16
+LONGEST_KEY_TILE = 128
+"""Where the number of queries, all of which a tile then has, is unknown."""
 
 
 class Moving(NamedTuple):
@@ -90,6 +92,11 @@ class TilePlan:
             seen = rest if seen is None else seen & rest
         return seen
 
+    @property
+    def tail(self) -> int:
+        """Queries behind the whole tiles."""
+        return 0 if is_unknown(self.query_len) else self.query_len % self.query_tile
+
     @cached_property
     def fractions(self) -> dict[str, float]:
         """Share of all (query, key) pairs in skipped, full and partial tiles."""
@@ -124,10 +131,11 @@ def plan(problem: Problem, tile: tuple[int, int] | None = None) -> TilePlan:
     grid = problem.grid
     intervals, rest = problem.visibility
     query_tile, key_tile = tile or tile_sizes(grid, problem.form.values_per_pair())
-    starts = range(0, grid.query_len, query_tile)
+    starts = (0,) if is_unknown(grid.query_len) else range(0, grid.query_len, query_tile)
     if intervals is None:
         everything = Segment(0, grid.key_len, rest is not None)
-        segments: tuple[tuple[Segment, ...], ...] = tuple((everything,) if grid.key_len else () for _ in starts)
+        nothing = not is_unknown(grid.key_len) and grid.key_len == 0
+        segments: tuple[tuple[Segment, ...], ...] = tuple(() if nothing else (everything,) for _ in starts)
     else:
         segments = tuple(
             _segments(intervals[0][:, i : i + query_tile], intervals[1][:, i : i + query_tile], rest is not None)
@@ -136,11 +144,18 @@ def plan(problem: Problem, tile: tuple[int, int] | None = None) -> TilePlan:
     return TilePlan(grid.query_len, grid.key_len, query_tile, key_tile, segments, intervals, rest)
 
 
-def tile_sizes(grid: Grid, values_per_pair: int) -> tuple[int, int]:
+def tile_sizes(grid: Grid, values_per_pair: int) -> tuple[Any, Any]:
     """Queries and keys of a tile, such that all its scores over batches and heads stay near TILE_SCORES."""
-    matrices = max(1, math.prod(grid.lead) * grid.heads * grid.groups)
+    known = [1 if is_unknown(length) else length for length in grid.lead]
+    matrices = max(1, math.prod(known) * grid.heads * grid.groups)
     pairs = max(SMALLEST_TILE**2, TILE_SCORES // (matrices * max(1, values_per_pair)))
     side = 2 ** int(math.log2(pairs) / 2)
+    if is_unknown(grid.query_len) or is_unknown(grid.key_len):
+        # All queries against a few keys at a time: memory is linear, and one loop does for any length.
+        whole = grid.query_len if is_unknown(grid.query_len) else max(1, grid.query_len)
+        length: Any = grid.key_len
+        keys = min(side, LONGEST_KEY_TILE)
+        return whole, length.at_most(keys) if is_unknown(length) else max(1, min(length, keys))
     query_tile = max(1, min(grid.query_len, max(side, pairs // max(1, grid.key_len))))
     key_tile = max(1, min(grid.key_len, max(side, pairs // query_tile)))
     return query_tile, key_tile

@@ -28,6 +28,10 @@ class Maker:
             if self.framework == "numpy"
             else torch.tensor(values if not hasattr(values, "dtype") else host, dtype=getattr(torch, dtype))
         )
+        if self.framework == "tensorflow":
+            import tensorflow as tf  # costs seconds
+
+            x = tf.constant(host.astype(dtype))
         self.made.append((x, np.array(self.host(x))))
         return x
 

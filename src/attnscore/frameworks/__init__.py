@@ -21,6 +21,7 @@ from attnscore.frameworks.contract import Framework
 _FILES = {
     "numpy": ("attnscore.frameworks.numpy", "NumpyFramework"),
     "torch": ("attnscore.frameworks.torch", "TorchFramework"),
+    "tensorflow": ("attnscore.frameworks.tensorflow", "TensorFlowFramework"),
     "jax": ("attnscore.frameworks.jax", "JaxFramework"),
 }
 # Packages whose arrays are recognised, so that the error can say that they are not served yet.
@@ -142,10 +143,14 @@ def is_array(x: object) -> bool:
     return _name_of(type(x)) is not None
 
 
+def _always() -> bool:
+    return True
+
+
 def facts(x: Any) -> Hashable:
     """All that checks of kind, shape, dtype and device read of an array: those with equal facts pass or fail alike."""
-    if getattr(x, "is_nested", False):
-        # Has no shape, and no check that it passes.
+    if getattr(x, "is_nested", False) or not getattr(x.shape, "is_fully_defined", _always)():
+        # Has no shape, and no check that it passes; or one that belongs to one graph alone.
         return None
     return type(x), x.shape, x.dtype, getattr(x, "device", None), getattr(x, "layout", None)
 

@@ -27,6 +27,42 @@ FLOATING = "a floating dtype (float16, bfloat16, float32, float64)"
 """What messages call the dtypes that are taken."""
 
 
+class Unknown(ABC):
+    """A length that a graph will learn only when it runs. It equals nothing but itself."""
+
+    @abstractmethod
+    def at_most(self, length: int) -> Unknown:
+        """The smaller of the two, and at least 1."""
+
+    def __repr__(self) -> str:
+        return "?"
+
+
+def is_unknown(length: Any) -> bool:
+    """Whether nobody can say yet how long an axis is."""
+    return length is None or isinstance(length, Unknown)
+
+
+def may_equal(first: Any, second: Any) -> bool:
+    """Whether two lengths are equal, or one is unknown."""
+    return is_unknown(first) or is_unknown(second) or bool(first == second)
+
+
+def broadcast(*shapes: Sequence[Any]) -> tuple[Any, ...]:
+    """The shape that all broadcast to; ValueError when there is none. Unknown lengths of one axis count as equal."""
+    if not any(is_unknown(n) for shape in shapes for n in shape):
+        return tuple(np.broadcast_shapes(*map(tuple, shapes)))
+    axes = max(map(len, shapes))
+    found = []
+    for lengths in zip(*((*(1 for _ in range(axes - len(shape))), *shape) for shape in shapes), strict=True):
+        numbers = {n for n in lengths if not is_unknown(n)} - {1}
+        if len(numbers) > 1:
+            raise ValueError(f"lengths {sorted(numbers)} do not broadcast")
+        unknown = sorted((n for n in lengths if is_unknown(n)), key=lambda n: n is None)
+        found.append(numbers.pop() if numbers else unknown[0] if unknown else 1)
+    return tuple(found)
+
+
 class SeedWords(NamedTuple):
     """A dropout seed that has no number yet: its low 32 bits and its high 31, as arrays of 32-bit whole numbers."""
 
@@ -86,6 +122,10 @@ class Framework(ABC):
 
     @abstractmethod
     def device(self, x: Array) -> str: ...
+
+    def shape(self, x: Array) -> tuple[Any, ...]:
+        """Lengths of the axes, with an ``Unknown`` where a graph does not know one yet."""
+        return tuple(x.shape)
 
     @abstractmethod
     def astype(self, x: Array, dtype: str) -> Array: ...
@@ -244,6 +284,10 @@ class Framework(ABC):
     def word32(self, number: int) -> Any:
         """A number below 2^32 as it may stand beside what `wrap32` gives."""
         return number
+
+    def shift_right(self, x: Array, bits: int) -> Array:
+        """A 64-bit integer, 0 or more, without its low `bits`."""
+        return x >> bits
 
     # Control
     @abstractmethod

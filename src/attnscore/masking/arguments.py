@@ -7,6 +7,7 @@ from typing import Any
 from attnscore import frameworks
 from attnscore.checks import shown
 from attnscore.errors import MaskError, message
+from attnscore.frameworks.contract import is_unknown, may_equal
 from attnscore.grid import Grid
 from attnscore.masking.contract import And, Mask
 from attnscore.masking.masks import Dense, ValidLens
@@ -37,8 +38,9 @@ def _dense(mask: Any, grid: Grid) -> Mask:
         hint = f"{mask.__name__}() makes a mask" if isinstance(mask, type) else "for example attnscore.Causal()"
         raise MaskError(message("mask", "a mask object or a boolean array", shown(mask), hint=hint))
     shape = shape_of(mask)
-    if len(shape) == 2 and grid.has_batch and shape == (grid.batch, grid.key_len) and grid.batch != 1:
-        if grid.batch == grid.query_len:
+    batched = (grid.batch, grid.key_len)
+    if len(shape) == 2 and grid.has_batch and all(map(may_equal, shape, batched)) and 1 not in (grid.batch, shape[0]):
+        if may_equal(shape[0], grid.query_len) or is_unknown(grid.batch):
             raise MaskError(
                 message(
                     "mask",

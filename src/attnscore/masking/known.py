@@ -14,7 +14,7 @@ from typing import Any, final
 import numpy as np
 
 from attnscore import frameworks
-from attnscore.frameworks.contract import Array, Framework
+from attnscore.frameworks.contract import Array, Framework, is_unknown
 from attnscore.grid import Grid
 from attnscore.masking.contract import And, Intervals, Mask
 from attnscore.masking.masks import (
@@ -83,7 +83,8 @@ def recognised(mask: Mask, grid: Grid, check: Callable[[Mask], None]) -> Mask:
         found = mask.intervals(grid.query_len, grid.key_len, grid.batch)
         return None if found is None else Known(np.array(found[0]), np.array(found[1]), repr(mask))
 
-    if grid.batch * grid.query_len > MOST_ROWS or (numbers := _numbers(mask)) is None:
+    unknown = any(map(is_unknown, (grid.batch, grid.query_len, grid.key_len)))
+    if unknown or grid.batch * grid.query_len > MOST_ROWS or (numbers := _numbers(mask)) is None:
         check(mask)
         return mask
     found = _KNOWN.recall((grid, numbers), learn)

@@ -14,7 +14,7 @@ import numpy as np
 from attnscore import frameworks
 from attnscore.checks import is_whole, shown
 from attnscore.errors import MaskError, message
-from attnscore.frameworks.contract import Array, Framework
+from attnscore.frameworks.contract import Array, Framework, may_equal
 from attnscore.grid import Grid, check_broadcast
 from attnscore.masking.contract import Intervals, Mask
 from attnscore.masking.numbers import (
@@ -156,7 +156,9 @@ class KeyPadding(Mask):
     def check(self, ops: Framework, grid: Grid) -> None:
         check_boolean("key_padding", self.array)
         shape = shape_of(self.array)
-        if len(shape) != 2 or shape[0] not in (1, grid.batch) or shape[1] != grid.key_len:
+        if not (
+            len(shape) == 2 and (shape[0] == 1 or may_equal(shape[0], grid.batch)) and may_equal(shape[1], grid.key_len)
+        ):
             raise MaskError(message("key_padding", f"shape (batch, key) = ({grid.batch}, {grid.key_len})", shape))
 
 
@@ -321,7 +323,8 @@ class Documents(Mask):
         ):
             check_whole(name, ids)
             shape = shape_of(ids)
-            if len(shape) not in (1, 2) or shape[-1] != length or (len(shape) == 2 and shape[0] not in (1, grid.batch)):
+            of_batch = len(shape) == 1 or (len(shape) == 2 and (shape[0] == 1 or may_equal(shape[0], grid.batch)))
+            if not of_batch or not may_equal(shape[-1], length):
                 raise MaskError(
                     message(name, f"shape (batch, length) = ({grid.batch}, {length}) or ({length},)", shape)
                 )
@@ -353,7 +356,7 @@ class Dense(Mask):
 
     def visible(self, ops: Framework, grid: Grid, rows: Array, cols: Array) -> Array:
         array = grid.place(ops, ops.asarray(self.array, rows))
-        if array.shape[-2] > 1:
+        if array.shape[-2] != 1:
             array = ops.take(array, ops.reshape(rows, (-1,)), -2)
         return columns_of(ops, array, cols)
 

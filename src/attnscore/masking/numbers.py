@@ -9,7 +9,7 @@ import numpy as np
 from attnscore import frameworks
 from attnscore.checks import shown
 from attnscore.errors import MaskError, message
-from attnscore.frameworks.contract import Array, Framework
+from attnscore.frameworks.contract import Array, Framework, is_unknown, may_equal
 from attnscore.grid import Grid
 from attnscore.masking.contract import HostArray, Intervals
 
@@ -161,9 +161,15 @@ def check_numbers(
         wanted += f" or ({grid.batch}, {grid.query_len})" if grid.has_batch else f" or ({grid.query_len},)"
         if not grid.has_batch:
             allowed.append((grid.query_len,))
-    if shape not in allowed:
+    if not any(len(shape) == len(one) and all(map(may_equal, shape, one)) for one in allowed):
         raise MaskError(message(name, f"shape {wanted}", shape))
-    if values is not None and highest is not None and values.size and (values.min() < 0 or values.max() > highest):
+    if (
+        values is not None
+        and highest is not None
+        and not is_unknown(highest)
+        and values.size
+        and (values.min() < 0 or values.max() > highest)
+    ):
         bad = values.min() if values.min() < 0 else values.max()
         raise MaskError(message(name, f"numbers from 0 to {highest}", bad))
 
@@ -172,6 +178,7 @@ def check_boolean(name: str, x: Any, *, numbers: bool = True) -> None:
     """Raise MaskError unless `x` is boolean; with `numbers`, whole zeros and ones pass too."""
     values = frameworks.host(x)
     dtype = str(getattr(x, "dtype", None) or getattr(values, "dtype", "?")).removeprefix("torch.")
+    dtype = dtype.removeprefix("<dtype: '").removesuffix("'>")
     if "bool" in dtype:
         return
     if values is not None and values.dtype.kind == "O":

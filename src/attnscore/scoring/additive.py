@@ -63,7 +63,7 @@ class Additive(Score):
     def tile(self, ops: Framework, query: Array, key: Array) -> Array:
         a, b = self._project(ops, "W_q", query, query, key), self._project(ops, "W_k", key, query, key)
         if self.bias is not None:
-            a = a + self._bias(ops, query, key)
+            a = self._biased(ops, a, query, key)
         hidden = activation(self.activation, self.negative_slope).value(
             ops, ops.expand_dims(a, -2) + ops.expand_dims(b, -3)
         )
@@ -76,7 +76,7 @@ class Additive(Score):
 
         def project_query(x: Array) -> Array:
             projected = self._project(ops, "W_q", x, query, key)
-            return projected if self.bias is None else projected + self._bias(ops, query, key)
+            return projected if self.bias is None else self._biased(ops, projected, query, key)
 
         if self.W_q is not None or self.bias is not None:
             query_side = quarantined(ops, query, project_query)
@@ -115,7 +115,7 @@ class Additive(Score):
         activation(self.activation, self.negative_slope)
         check_number("negative_slope", self.negative_slope)
         fields = {name: getattr(self, name) for name in ("w_v", "W_q", "W_k", "bias")}
-        if not frameworks.is_array(self.w_v) or not self.w_v.shape:
+        if not frameworks.is_array(self.w_v) or len(self.w_v.shape) == 0:
             got = tuple(self.w_v.shape) if hasattr(self.w_v, "shape") else type(self.w_v).__name__
             raise ShapeError(message("w_v", "an array (h,) or (heads, h)", got))
         hidden = int(self.w_v.shape[-1])
@@ -157,6 +157,11 @@ class Additive(Score):
             return x
         x, weight = widen(ops, x, per_head(ops, name, weight, query, key, 2))
         return ops.matmul(x, ops.matrix_transpose(weight))
+
+    def _biased(self, ops: Framework, x: Array, query: Array, key: Array) -> Array:
+        # Not every framework adds arrays of two dtypes.
+        x, bias = widen(ops, x, self._bias(ops, query, key))
+        return x + bias
 
     def _bias(self, ops: Framework, query: Array, key: Array) -> Array:
         bias = per_head(ops, "bias", self.bias, query, key, 1)

@@ -69,7 +69,7 @@ class Cosine(Score):
 def _length(ops: Framework, x: Array) -> tuple[Array, Array, Array]:
     """x over its largest entry, the length of that, and the largest entry: squares can neither overflow nor vanish."""
     if x.shape[-1] == 0:
-        return x, ops.full((*x.shape[:-1], 1), 1.0, x), ops.full((*x.shape[:-1], 1), 1.0, x)
+        return x, ops.full((*ops.shape(x)[:-1], 1), 1.0, x), ops.full((*ops.shape(x)[:-1], 1), 1.0, x)
     largest = ops.stop_gradient(ops.max(ops.abs(x), axis=-1, keepdims=True))
     largest = ops.where(largest == 0, 1.0, largest)
     x = x / largest

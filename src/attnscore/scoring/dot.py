@@ -10,12 +10,10 @@ import math
 from dataclasses import dataclass
 from typing import Any, final
 
-import numpy as np
-
 from attnscore import frameworks
 from attnscore.checks import check_number, is_number, shown
 from attnscore.errors import ArgumentError, ShapeError, message
-from attnscore.frameworks.contract import Array, Framework, sum_to
+from attnscore.frameworks.contract import Array, Framework, broadcast, may_equal, sum_to
 from attnscore.scoring.contract import (
     Pullback,
     Score,
@@ -148,15 +146,16 @@ class ScaledDot(Score):
             shape = (*shape[:-2], 1, 1, *shape[-2:])
         else:
             raise ShapeError(message("scale", f"({heads * groups},) or a shape with heads on axis -3", shape))
-        lead = np.broadcast_shapes(tuple(query.shape[:-4]), tuple(key.shape[:-4]))
+        lead = broadcast(tuple(query.shape[:-4]), tuple(key.shape[:-4]))
         fits = len(shape) - 4 <= len(lead) and all(
-            mine in (1, whole) for mine, whole in zip(reversed(shape[:-4]), reversed(lead), strict=False)
+            mine == 1 or may_equal(mine, whole)
+            for mine, whole in zip(reversed(shape[:-4]), reversed(lead), strict=False)
         )
         if (
             not fits
             or 1 not in shape[-2:]
-            or shape[-2] not in (1, query.shape[-2])
-            or shape[-1] not in (1, key.shape[-2])
+            or not (shape[-2] == 1 or may_equal(shape[-2], query.shape[-2]))
+            or not (shape[-1] == 1 or may_equal(shape[-1], key.shape[-2]))
         ):
             raise ShapeError(
                 message(

@@ -12,7 +12,7 @@ from typing import Any, final
 
 from attnscore import frameworks
 from attnscore.errors import ArgumentError, ShapeError, message
-from attnscore.frameworks.contract import Array, Framework, sum_to
+from attnscore.frameworks.contract import Array, Framework, is_unknown, sum_to
 from attnscore.scoring.contract import (
     Pullback,
     Score,
@@ -117,6 +117,8 @@ class Gaussian(Score):
         # The score does not change with the centre, so no gradient flows through it.
         # One centre for all batches and heads: one for each would widen a query or key that broadcasts.
         flat = ops.reshape(ops.stop_gradient(key), (-1, key.shape[-1]))
+        if is_unknown(flat.shape[0]):
+            return None
         centre = ops.sum(flat, axis=0) / flat.shape[0]
         query, key = query - centre, key - centre
         for x in (query, key):

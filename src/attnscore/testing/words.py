@@ -84,7 +84,9 @@ _WORDS: dict[str, Callable[[Framework, Array, Array], Array]] = {
     "sum": lambda ops, x, y: ops.sum(y, axis=(0, -1), keepdims=True),
     "max": lambda ops, x, y: ops.max(y, axis=-2),
     "any": lambda ops, x, y: ops.any(y > 1, axis=-1, keepdims=True),
-    "wrap32": lambda ops, x, y: ops.wrap32((ops.positions(0, 9, y) * 0x7FEB352D) ^ (ops.positions(0, 9, y) >> 1)),
+    "wrap32": lambda ops, x, y: ops.wrap32(
+        (ops.positions(0, 9, y) * 0x7FEB352D) ^ ops.shift_right(ops.positions(0, 9, y), 1)
+    ),
     "loop": lambda ops, x, y: ops.loop(3, lambda i, carry: carry * 2 + i, y),
     "collect": lambda ops, x, y: ops.concat([part[0] for part in ops.collect(3, lambda i: (y * i,))], 0),
     "stop_gradient": lambda ops, x, y: ops.stop_gradient(y),

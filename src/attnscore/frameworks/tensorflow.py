@@ -1,0 +1,369 @@
+"""TensorFlow: the words, eager and in graphs.
+
+- Eager arrays on the CPU are read where they lie (``numpy.asarray`` shares their memory); what native code wrote
+  becomes a tensor without a copy where its address is aligned as TensorFlow wants, with one of linear size otherwise.
+- In graphs (``tf.function``, ``jit_compile=True``, exported models) loops are ``tf.while_loop``, values cannot be seen,
+  and nothing calls back into Python.
+- The gradient is explicit (``tf.custom_gradient``); what watches it too (a second tape) differentiates the streaming
+  form of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.eager import record
+
+from attnscore.frameworks.contract import Array, Framework, Run, SeedWords, Unknown
+
+_FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
+_NOTHING = contextlib.nullcontext()
+# Eigen reads whole vectors: TensorFlow ends the process at a tensor that lies otherwise (seen in 2.21).
+_ALIGNED = 64
+
+
+class TensorFlowFramework(Framework):
+    """The words of TensorFlow."""
+
+    name = "tensorflow"
+    has_autodiff = True
+
+    def __getattr__(self, word: str) -> Any:
+        return next(getattr(room, word) for room in (tf.math, tf, tf.experimental.numpy) if hasattr(room, word))
+
+    def dtype(self, x: Array) -> str:
+        return str(x.dtype.name)
+
+    def is_floating(self, x: Array) -> bool:
+        return x.dtype in _FLOATS
+
+    def refused(self, x: Array) -> tuple[str, str] | None:
+        if isinstance(x, tf.RaggedTensor):
+            return "a ragged tensor", "x.to_tensor(), with valid_lens,"
+        if isinstance(x, (tf.SparseTensor, tf.IndexedSlices)):
+            return f"a sparse tensor ({type(x).__name__})", "tf.sparse.to_dense(x)"
+        return ("a tensor of unknown rank", "tf.ensure_shape(x, ...)") if x.shape.rank is None else None
+
+    def shape(self, x: Array) -> tuple[Any, ...]:
+        known = tuple(x.shape)
+        return (
+            known
+            if None not in known
+            else tuple(_Length(tf.shape(x)[i]) if n is None else n for i, n in enumerate(known))
+        )
+
+    def device(self, x: Array) -> str:
+        # In a graph the runtime places and copies.
+        if not tf.executing_eagerly():
+            return "graph"
+        kind, _, number = x.device.rpartition("device:")[2].lower().partition(":")
+        return kind if kind == "cpu" else f"{kind}:{number}"
+
+    def astype(self, x: Array, dtype: str) -> Array:
+        return tf.cast(x, dtype)
+
+    def asarray(self, x: Any, like: Array, dtype: str | None = None) -> Array:
+        if isinstance(x, (tf.Tensor, tf.Variable)):
+            x = tf.convert_to_tensor(x)
+        else:
+            x = tf.constant(np.asarray(x))
+        return x if dtype is None else tf.cast(x, dtype)
+
+    def host(self, x: Any) -> np.ndarray[Any, Any] | None:
+        found: Any
+        if self.readable(x):
+            found = np.asarray(x) if len(x.shape) else np.asarray(x.numpy())
+        elif isinstance(x, tf.Variable):
+            found = x.numpy() if tf.executing_eagerly() else None
+        else:
+            found = tf.get_static_value(x) if isinstance(x, tf.Tensor) and not hasattr(x, "numpy") else None
+        if found is None:
+            return None
+        return found.astype(np.float32) if found.dtype.name == "bfloat16" else np.asarray(found)
+
+    def readable(self, x: Array) -> bool:
+        return isinstance(x, tf.Tensor) and hasattr(x, "numpy") and x.device.endswith("CPU:0")
+
+    def is_plain(self, *arrays: Array) -> bool:
+        return all(map(self.readable, arrays)) and tf.executing_eagerly() and not self.on_tape(*arrays)
+
+    def memory(self, x: Array) -> np.ndarray[Any, Any]:
+        # A single bfloat16 comes as a scalar that has no buffer.
+        found = np.asarray(x) if len(x.shape) else np.asarray(x.numpy())
+        return found.view(np.uint16) if found.dtype.itemsize == 2 else found
+
+    def from_memory(self, x: np.ndarray[Any, Any], dtype: str, like: Array) -> Array:
+        if x.size and x.ctypes.data % _ALIGNED == 0 and x.flags.c_contiguous and x.flags.writeable:
+            found = tf.experimental.dlpack.from_dlpack(x.__dlpack__())
+        else:
+            found = tf.constant(x)
+        return found if found.dtype.name == dtype else tf.bitcast(found, dtype)
+
+    def on_tape(self, *arrays: Array) -> bool:
+        return bool(record.should_record_backprop(arrays))
+
+    def threads(self, own: int) -> int:
+        return tf.config.threading.get_intra_op_parallelism_threads() or own
+
+    def number(self, x: Array) -> float | None:
+        return float(x) if hasattr(x, "numpy") else None
+
+    def zeros(self, shape: Sequence[int], like: Array, dtype: str | None = None) -> Array:
+        return tf.zeros(_sizes(shape), dtype or like.dtype)
+
+    def full(self, shape: Sequence[int], value: float, like: Array, dtype: str | None = None) -> Array:
+        return tf.fill(_sizes(shape), tf.cast(value, dtype or like.dtype))
+
+    def positions(self, start: int, count: int, like: Array) -> Array:
+        return tf.range(tf.cast(count, tf.int64)) + tf.cast(start, tf.int64)
+
+    def part(self, x: Array, axis: int, start: int, count: int) -> Array:
+        begin: list[Any] = [0] * len(x.shape)
+        size = list(self.shape(x))
+        begin[axis], size[axis] = start, count
+        return tf.slice(x, _sizes(begin), _sizes(size))
+
+    def add_at(self, x: Array, axis: int, start: int, block: Array) -> Array:
+        # A roll by `start` has static shapes where `start` is traced, as XLA needs them.
+        axis = axis % len(x.shape)
+        rest = self.shape(x)[axis] - self.shape(block)[axis]
+        padded = tf.pad(block, [_sizes((0, rest if i == axis else 0)) for i in range(len(x.shape))])
+        return x + tf.roll(padded, _sizes((start,))[0], axis)
+
+    def concat(self, arrays: Sequence[Array], axis: int) -> Array:
+        return tf.concat(list(arrays), axis)
+
+    def reshape(self, x: Array, shape: Sequence[int]) -> Array:
+        missing = iter([n for n in self.shape(x) if isinstance(n, Unknown)])
+        # Axes keep their order: the unknown ones of the result are those of `x`.
+        return tf.reshape(x, _sizes([next(missing) if n is None else n for n in shape]))
+
+    def broadcast_to(self, x: Array, shape: Sequence[int]) -> Array:
+        return tf.broadcast_to(x, _sizes(shape))
+
+    def swap_axes(self, x: Array, first: int, second: int) -> Array:
+        order = list(range(len(x.shape)))
+        order[first], order[second] = order[second], order[first]
+        return tf.transpose(x, order)
+
+    def expand_dims(self, x: Array, axis: int) -> Array:
+        return tf.expand_dims(x, axis)
+
+    def take(self, x: Array, indices: Array, axis: int) -> Array:
+        return tf.gather(x, indices, axis=axis)
+
+    def matmul(self, a: Array, b: Array) -> Array:
+        return tf.matmul(a, b)
+
+    def matrix_transpose(self, x: Array) -> Array:
+        return tf.linalg.matrix_transpose(x)
+
+    def exp(self, x: Array) -> Array:
+        return tf.exp(x)
+
+    def log(self, x: Array) -> Array:
+        return tf.math.log(x)
+
+    def tanh(self, x: Array) -> Array:
+        return tf.tanh(x)
+
+    def sigmoid(self, x: Array) -> Array:
+        return tf.sigmoid(x)
+
+    def erf(self, x: Array) -> Array:
+        return tf.math.erf(x)
+
+    def sqrt(self, x: Array) -> Array:
+        return tf.sqrt(x)
+
+    def abs(self, x: Array) -> Array:
+        return tf.abs(x)
+
+    def maximum(self, a: Array, b: Array) -> Array:
+        return tf.maximum(a, tf.cast(b, a.dtype))
+
+    def where(self, condition: Array, a: Array | float, b: Array | float) -> Array:
+        dtype = next((x.dtype for x in (a, b) if hasattr(x, "dtype")), tf.float32)
+        return tf.where(condition, *(x if hasattr(x, "dtype") else tf.constant(x, dtype) for x in (a, b)))
+
+    def isfinite(self, x: Array) -> Array:
+        return tf.math.is_finite(x)
+
+    def isnan(self, x: Array) -> Array:
+        return tf.math.is_nan(x)
+
+    def sum(self, x: Array, axis: int | tuple[int, ...], keepdims: bool = False) -> Array:
+        return tf.reduce_sum(x, axis, keepdims)
+
+    def max(self, x: Array, axis: int, keepdims: bool = False) -> Array:
+        return tf.reduce_max(x, axis, keepdims)
+
+    def largest(self, x: Array, k: int) -> tuple[Array, Array]:
+        values, index = tf.math.top_k(x, k)
+        return values, tf.cast(index, tf.int64)
+
+    def any(self, x: Array, axis: int, keepdims: bool = False) -> Array:
+        return tf.reduce_any(x, axis, keepdims)
+
+    def wrap32(self, x: Array) -> Array:
+        return tf.bitwise.bitwise_and(x, tf.constant(0xFFFFFFFF, tf.int64))
+
+    def shift_right(self, x: Array, bits: int) -> Array:
+        return tf.bitwise.right_shift(x, tf.constant(bits, x.dtype))
+
+    def quiet(self) -> contextlib.AbstractContextManager[Any]:
+        return _NOTHING
+
+    def when(self, condition: Any, function: Callable[[Any], Any], carry: Any) -> Any:
+        if tf.executing_eagerly():
+            return function(carry) if condition else carry
+        done = tf.cond(condition, lambda: _leaves(function(carry)), lambda: _leaves(carry))
+        return _rebuilt(carry, list(done))
+
+    def loop(self, count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
+        if tf.executing_eagerly() or (isinstance(count, int) and count < 2):
+            for i in range(count):
+                carry = body(i, carry)
+            return carry
+
+        def step(i: Array, *leaves: Array) -> tuple[Array, ...]:
+            return i + 1, *_leaves(body(i, _rebuilt(carry, list(leaves))))
+
+        limit = tf.cast(getattr(count, "value", count), tf.int64)
+        start = tf.constant(0, tf.int64)
+        # One iteration at a time: what several would hold at once is what the tiles are there to avoid.
+        done = tf.while_loop(lambda i, *_: i < limit, step, (start, *_leaves(carry)), parallel_iterations=1)
+        return _rebuilt(carry, list(done[1:]))
+
+    def collect(self, count: int, body: Callable[[Any], tuple[Array, ...]]) -> list[tuple[Array, ...]]:
+        if tf.executing_eagerly() or count < 2:
+            return [body(i) for i in range(count)]
+        first = body(0)
+        found = [tf.TensorArray(x.dtype, count, element_shape=x.shape).write(0, x) for x in first]
+
+        def step(i: Array, *arrays: Any) -> tuple[Any, ...]:
+            place = tf.cast(i, tf.int32)
+            return i + 1, *(array.write(place, x) for array, x in zip(arrays, body(i), strict=True))
+
+        second = tf.constant(1, tf.int64)
+        done = tf.while_loop(lambda i, *_: i < count, step, (second, *found), parallel_iterations=1)
+        return list(zip(*(tf.unstack(array.stack(), count) for array in done[1:]), strict=True))
+
+    def surely_finite(self, *arrays: Array) -> bool:
+        return all(hasattr(x, "numpy") and bool(tf.reduce_all(tf.math.is_finite(x))) for x in arrays)
+
+    def differentiable(self, run: Run, operands: Sequence[Array]) -> tuple[Array, ...]:
+        operands = [tf.convert_to_tensor(x) for x in operands]
+        wanted: list[bool] | None = None
+        if tf.executing_eagerly():
+            wanted = [self.on_tape(x) for x in operands]
+            if not any(wanted):
+                return run.forward(operands)
+        results: list[Array] = []
+
+        @tf.custom_gradient  # type: ignore[untyped-decorator]
+        def hook(*arrays: Array) -> Any:
+            # What is computed in here is on no tape: `pullback` is its gradient.
+            outputs = run.forward([tf.stop_gradient(x) for x in arrays])
+
+            def pullback(*grads: Array, variables: Any = None) -> Any:
+                # Not `outputs`: a second derivative goes through them.
+                found = run.backward(operands, results[: run.kept_outputs], grads[: run.differentiable_outputs], wanted)
+                return found if variables is None else (found, [None] * len(variables))
+
+            return outputs, pullback
+
+        results += hook(*operands)
+        count = run.differentiable_outputs
+        return (*results[:count], *map(tf.stop_gradient, results[count:]))
+
+    def vjp(
+        self, function: Callable[..., Array], inputs: Sequence[Array]
+    ) -> tuple[Array, Callable[[Array], tuple[Array, ...]]]:
+        inputs = [tf.identity(x) for x in inputs]
+        with tf.GradientTape() as tape:
+            tape.watch(inputs)
+            value = function(*inputs)
+
+        def pullback(grad: Array) -> tuple[Array, ...]:
+            return tuple(tape.gradient(value, inputs, grad, unconnected_gradients=tf.UnconnectedGradients.ZERO))
+
+        return value, pullback
+
+    def stop_gradient(self, x: Array) -> Array:
+        return tf.stop_gradient(x)
+
+    def draw_seed(self, like: Array) -> Any:
+        seed = tf.random.uniform((), maxval=2**62, dtype=tf.int64)
+        return int(seed) if tf.executing_eagerly() else SeedWords(self.wrap32(seed), self.shift_right(seed, 32))
+
+    def autocast(self, *arrays: Array) -> tuple[Array, ...]:
+        return tuple(tf.convert_to_tensor(x) if isinstance(x, tf.Variable) else x for x in arrays)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class _Length(Unknown):
+    """The length of an axis, known when the graph runs."""
+
+    value: Array
+    __hash__ = None  # type: ignore[assignment]  # what holds one belongs to one graph, and is not to be remembered
+
+    def at_most(self, length: int) -> _Length:
+        return _Length(tf.clip_by_value(self.value, 1, length))
+
+    def __add__(self, other: Any) -> _Length:
+        return _Length(self.value + _sizes((other,))[0])
+
+    def __sub__(self, other: Any) -> _Length:
+        return _Length(self.value - _sizes((other,))[0])
+
+    def __rsub__(self, other: Any) -> _Length:
+        return _Length(_sizes((other,))[0] - self.value)
+
+    def __mul__(self, other: Any) -> Any:
+        return 0 if isinstance(other, int) and other == 0 else _Length(self.value * _sizes((other,))[0])
+
+    def __divmod__(self, other: Any) -> tuple[_Length, _Length]:
+        (other,) = _sizes((other,))
+        return _Length(self.value // other), _Length(self.value % other)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+
+tf.register_tensor_conversion_function(
+    _Length, lambda x, dtype=None, name=None, as_ref=False: tf.cast(x.value, dtype or tf.int32)
+)
+
+
+def _sizes(shape: Sequence[Any]) -> list[Any]:
+    """Lengths and places as TensorFlow takes them in one list: numbers, and 32-bit tensors."""
+    return [n if isinstance(n, (int, np.integer)) else tf.cast(getattr(n, "value", n), tf.int32) for n in shape]
+
+
+def _leaves(x: Any) -> list[Array]:
+    """The arrays in what a loop carries: dataclasses, dictionaries and tuples of arrays and None."""
+    if x is None:
+        return []
+    if dataclasses.is_dataclass(x):
+        return [leaf for field in dataclasses.fields(x) for leaf in _leaves(getattr(x, field.name))]
+    if isinstance(x, dict):
+        return [leaf for name in sorted(x) for leaf in _leaves(x[name])]
+    return [leaf for part in x for leaf in _leaves(part)] if isinstance(x, tuple) else [x]
+
+
+def _rebuilt(like: Any, leaves: list[Array]) -> Any:
+    """The same structure around the next of `leaves`, which it takes off their front."""
+    if like is None:
+        return None
+    if dataclasses.is_dataclass(like) and not isinstance(like, type):
+        return dataclasses.replace(
+            like, **{field.name: _rebuilt(getattr(like, field.name), leaves) for field in dataclasses.fields(like)}
+        )
+    if isinstance(like, dict):
+        return {name: _rebuilt(like[name], leaves) for name in sorted(like)}
+    return tuple(_rebuilt(part, leaves) for part in like) if isinstance(like, tuple) else leaves.pop(0)

@@ -1,0 +1,423 @@
+"""TensorFlow: the tables in eager calls and in graphs, and what its users expect beside them.
+
+Rows follow the rule of ``cases.in_turn``; of the streaming engine every fifth, and of graphs one dtype a score: the
+rest are slow tests. Graphs are made with and without XLA, with lengths that they do not know, and exported; gradients
+come from one tape and from two.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import attnscore as ats
+from attnscore.testing import check_framework, check_score
+from bad_input import CASES, Case
+from bad_input.table import Maker
+from cases import DTYPES, SOME_MASKS, SOME_SCORES, in_turn
+from own_scores import OwnAbsolute, OwnPlain
+from runs import EXTRAS, array, make_call
+
+pytestmark = pytest.mark.usefixtures("small_tiles", "one_thread")
+TURNS = in_turn(DTYPES, tuple(EXTRAS))
+rows = pytest.mark.parametrize(("score", "mask", "dtype", "extras"), TURNS, ids=["-".join(row) for row in TURNS])
+RNG = np.random.default_rng(0)
+
+
+def graph(function: Any) -> Any:
+    return tf.function(function)
+
+
+def xla(function: Any) -> Any:
+    return tf.function(function, jit_compile=True)
+
+
+# ------------------------------------------------------------------ the tables
+
+
+@rows
+def test_eager(score: str, mask: str, dtype: str, extras: str) -> None:
+    call = make_call(score, mask, dtype, extras)
+    call.check(call.tensorflow())
+
+
+@pytest.mark.parametrize(
+    ("score", "mask", "dtype", "extras"),
+    [
+        pytest.param(*row, id="-".join(row), marks=[] if i % 5 == 0 else [pytest.mark.slow])
+        for i, row in enumerate(TURNS)
+    ],
+)
+def test_eager_streaming(score: str, mask: str, dtype: str, extras: str) -> None:
+    call = make_call(score, mask, dtype, extras)
+    call.check(call.tensorflow(kernel="streaming"))
+
+
+@pytest.mark.parametrize("mask", [mask.name for mask in SOME_MASKS])
+@pytest.mark.parametrize("score", ["scaled_dot-heads", "additive-tanh-bias"])
+def test_graphs_of_rolled_loops(score: str, mask: str) -> None:
+    call = make_call(score, mask, "float64", "hiding-bias")
+    call.check(call.tensorflow(graph))
+
+
+# The others in tiles of their usual size: a graph of many small tiles takes seconds to make.
+
+
+GRAPHS = [
+    pytest.param(score.name, dtype, marks=[] if (i + j) % 4 == 0 else [pytest.mark.slow])
+    for i, score in enumerate(SOME_SCORES)
+    for j, dtype in enumerate(DTYPES)
+]
+
+
+@pytest.mark.parametrize(("score", "dtype"), GRAPHS)
+def test_graphs(score: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    call = make_call(score, "nested", dtype, "bias-sink")
+    call.check(call.tensorflow(graph))
+
+
+@pytest.mark.parametrize("mask", ["none", pytest.param("valid_lens-2d", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("score", ["scaled_dot", "additive-gelu-heads", "own-tile"])
+def test_xla(score: str, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    call = make_call(score, mask, "float32", "bias-sink")
+    call.check(call.tensorflow(xla))
+
+
+def test_xla_with_rolled_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attnscore.tiling.SMALLEST_TILE", 6)
+    call = make_call("scaled_dot", "Causal-bottom_right", "float64", "hiding-bias")
+    call.check(call.tensorflow(xla))
+
+
+def test_words_kernels_and_gradients() -> None:
+    check_framework(tf.zeros(1, tf.float64))
+
+
+def test_an_own_score_with_tile_alone() -> None:
+    check_score(OwnAbsolute(tf.constant(0.7, tf.float64)), like=tf.zeros(1, tf.float64))
+
+
+# -------------------------------------------------------- what a graph does not know
+
+
+def inputs(dtype: Any = tf.float64) -> list[Any]:
+    shapes = (2, 4, 9, 5), (2, 2, 11, 5), (2, 2, 11, 3)
+    return [tf.constant(np.random.default_rng(i).standard_normal(shape), dtype) for i, shape in enumerate(shapes)]
+
+
+def with_gradients(**arguments: Any) -> Callable[..., Any]:
+    def call(query: Any, key: Any, value: Any, lens: Any = None) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch([query, key, value])
+            out, stats = ats.attend(query, key, value, valid_lens=lens, return_stats=("entropy",), **arguments)
+            loss = tf.reduce_sum(out**2) + tf.reduce_sum(stats.entropy**2)
+        return [out, *tape.gradient(loss, [query, key, value])]
+
+    return call
+
+
+UNKNOWN: dict[str, Callable[[Any], list[Any]]] = {
+    "batch": lambda shape: [None, *shape[1:]],
+    "lengths": lambda shape: [*shape[:2], None, shape[3]],
+    "both": lambda shape: [None, shape[1], None, shape[3]],
+}
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"mask": ats.Causal("bottom_right")},
+    "gaussian, dropout": {"score": "gaussian", "dropout": 0.3, "seed": 5},
+    "cosine": {"score": ats.Cosine(3.0)},
+}
+
+
+SLOW = pytest.mark.slow
+ROWS = [
+    pytest.param(unknown, arguments, jit, marks=[SLOW] if jit and (arguments, unknown) != ("causal", "both") else [])
+    for unknown in UNKNOWN
+    for arguments in ARGUMENTS
+    for jit in (False, True)
+]
+
+
+@pytest.mark.parametrize(("unknown", "arguments", "jit"), ROWS)
+def test_unknown_lengths(unknown: str, arguments: str, jit: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One graph for inputs of several sizes, lengths as a tensor."""
+    monkeypatch.undo()
+    monkeypatch.setattr("attnscore.tiling.LONGEST_KEY_TILE", 4)
+    call = with_gradients(**ARGUMENTS[arguments])
+    arrays = [*inputs(), tf.constant([4, 0])]
+    signature = [tf.TensorSpec(UNKNOWN[unknown](x.shape), x.dtype) for x in arrays[:3]]
+    compiled = tf.function(call, input_signature=[*signature, tf.TensorSpec([None], tf.int32)], jit_compile=jit)
+    parts = [arrays]
+    if unknown != "lengths":
+        parts.append([x[:1] for x in arrays])
+    if unknown != "batch":
+        parts.append([arrays[0][:, :, :3], *(x[:, :, :4] for x in arrays[1:3]), arrays[3]])
+    for part in parts[: 2 if jit else 3]:
+        for found, wanted in zip(compiled(*part), call(*part), strict=True):
+            np.testing.assert_allclose(found, wanted, atol=1e-11)
+    assert compiled.experimental_get_tracing_count() == 1
+
+
+def test_masks_of_unknown_lengths() -> None:
+    query, key, value = inputs()
+    seen, ids = RNG.random((2, 11)) < 0.6, np.sort(RNG.integers(-1, 3, (2, 9)))
+    masks = {
+        "KeyPadding": (ats.KeyPadding, seen),
+        "Dense": (ats.Dense, RNG.random((2, 4, 9, 11)) < 0.5),
+        "array": (lambda x: x, RNG.random((2, 1, 1, 11)) < 0.5),
+        "Causal": (lambda x: ats.Causal(offset=x), np.array([2, -3])),
+    }
+    specs = [tf.TensorSpec([None, x.shape[1], None, x.shape[3]], x.dtype) for x in (query, key, value)]
+    for name, (make, x) in masks.items():
+        compiled = tf.function(
+            lambda q, k, v, x, make=make: ats.attend(q, k, v, mask=make(x)),
+            input_signature=[*specs, tf.TensorSpec([None, *x.shape[1:-1], *[None] * (x.ndim > 1)], x.dtype)],
+        )
+        wanted = ats.attend(query, key, value, mask=make(x))
+        np.testing.assert_allclose(compiled(query, key, value, x), wanted, atol=1e-12, err_msg=name)
+    compiled = tf.function(
+        lambda q, x: ats.attend(q, q, q, mask=ats.Documents(x)),
+        input_signature=[specs[0], tf.TensorSpec([None, None], tf.int64)],
+    )
+    np.testing.assert_allclose(
+        compiled(query, ids), ats.attend(query, query, query, mask=ats.Documents(ids)), atol=1e-12
+    )
+
+
+def test_what_must_be_known_is_said_when_the_graph_is_made() -> None:
+    spec = tf.TensorSpec([2, None, None], tf.float32)
+    with pytest.raises(ats.ShapeError, match=r"query: expected a last axis .* known .*ensure_shape"):
+        tf.function(lambda x: ats.attend(x, x, x)).get_concrete_function(spec)
+    with pytest.raises(ats.FrameworkError, match="a tensor of unknown rank"):
+        tf.function(lambda x: ats.attend(x, x, x)).get_concrete_function(tf.TensorSpec(None, tf.float32))
+    with pytest.raises(ats.MaskError, match="alignment"):
+        spec = tf.TensorSpec([2, None, 4], tf.float32)
+        tf.function(lambda x, y: ats.attend(x, y, y, mask=ats.Causal())).get_concrete_function(spec, spec)
+    with pytest.raises(ats.ShapeError, match="value"):
+        tf.function(lambda x: ats.attend(x, x, x[:, :2])).get_concrete_function(tf.TensorSpec([2, 5, 4], tf.float32))
+
+
+def test_no_array_grows_with_the_square_of_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a graph of 512 tokens and tiles of 64 no tensor, gradients included, is as large as 512 x 512."""
+    monkeypatch.setattr("attnscore.tiling.TILE_SCORES", 2**12)
+    spec = tf.TensorSpec([1, 1, 512, 4], tf.float32)
+    made = tf.function(with_gradients(mask=ats.Causal())).get_concrete_function(spec, spec, spec)
+    graphs, sizes = [made.graph], []
+    while graphs:
+        here = graphs.pop()
+        graphs += [here._get_function(name).graph for name in _functions(here)]
+        sizes += [
+            int(np.prod(x.shape)) for op in here.get_operations() for x in op.outputs if x.shape.is_fully_defined()
+        ]
+    assert len(sizes) > 100
+    assert max(sizes) < 512 * 512 / 8
+
+
+def _functions(here: Any) -> list[str]:
+    """Functions that the loops and branches of a graph call."""
+    found = []
+    for op in here.get_operations():
+        for name in ("body", "then_branch", "else_branch", "f"):
+            if name in op.node_def.attr and op.node_def.attr[name].func.name:
+                found.append(op.node_def.attr[name].func.name)
+    return [name for name in found if here._get_function(name) is not None]
+
+
+def test_an_exported_model_runs_without_attnscore(tmp_path: Path) -> None:
+    class Model(tf.Module):
+        @tf.function(input_signature=[tf.TensorSpec([None, None, 4], tf.float32), tf.TensorSpec([None], tf.int32)])
+        def attend(self, x: Any, lens: Any) -> Any:
+            return ats.attend(x, x, x, valid_lens=lens)
+
+    x, lens = tf.constant(RNG.standard_normal((3, 7, 4)), tf.float32), tf.constant([7, 0, 2])
+    tf.saved_model.save(Model(), str(tmp_path))
+    np.save(tmp_path / "x.npy", x.numpy())
+    code = (
+        "import sys, json, numpy, tensorflow as tf\n"
+        "sys.modules['attnscore'] = None\n"
+        "x = tf.constant(numpy.load(sys.argv[1] + '/x.npy'))\n"
+        "model = tf.saved_model.load(sys.argv[1])\n"
+        "print(json.dumps(model.attend(x, tf.constant([7, 0, 2])).numpy().tolist()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = np.array(json.loads(done.stdout.splitlines()[-1]))
+    np.testing.assert_allclose(found, ats.attend(x, x, x, valid_lens=lens), atol=1e-6)
+
+
+# ------------------------------------------------------------------- gradients
+
+
+@pytest.mark.parametrize("score", [score.name for score in SOME_SCORES if score.smooth])
+def test_second_derivatives(score: str) -> None:
+    """A tape around a tape, against central differences of the gradient."""
+    call = make_call(score, "valid_lens-empty", "float64", "sink")
+    arrays = {name: tf.constant(x) for name, x in call.leaves.items()}
+    wanted = {name: tf.constant(RNG.standard_normal(x.shape)) for name, x in call.leaves.items()}
+
+    def slope(leaves: Any) -> Any:
+        own = {name: leaves[f"score.{name}"] for name in call.arrays}
+        with tf.GradientTape() as tape:
+            tape.watch(leaves)
+            made = call.score.make(**own)
+            out, stats = ats.attend(
+                *(leaves[n] for n in ("query", "key", "value")), score=made, sink=leaves["sink"],
+                return_stats=("entropy",), **call.arguments,
+            )  # fmt: skip
+            loss = tf.reduce_sum(out**2) + tf.reduce_sum(stats.entropy**2)
+        grads = tape.gradient(loss, leaves)
+        return sum(tf.reduce_sum(grads[name] * wanted[name]) for name in leaves)
+
+    with tf.GradientTape() as outer:
+        outer.watch(arrays)
+        total = slope(arrays)
+    second = outer.gradient(total, arrays, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+    step = 1e-5
+    for name, x in arrays.items():
+        direction = RNG.standard_normal(x.shape)
+        ends = [float(slope({**arrays, name: x + sign * step * direction})) for sign in (1, -1)]
+        difference = (ends[0] - ends[1]) / (2 * step)
+        assert abs(float(tf.reduce_sum(second[name] * direction)) - difference) < 1e-5 * max(1, abs(difference)), name
+
+
+def test_nothing_hidden_reaches_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN in hidden keys and values changes no result and no gradient, eager and in graphs; empty rows are zero."""
+    monkeypatch.undo()
+    query, key, value = inputs(tf.float32)
+    dirty = [x.numpy() for x in (key, value)]
+    for x in dirty:
+        x[0, :, 4:] = np.nan
+        x[1] = np.inf
+    lens = tf.constant([4, 0])
+    call = with_gradients(score=ats.Cosine())
+    clean = call(query, key, value, lens)
+    for how in (lambda f: f, graph, xla):
+        found = how(call)(query, *map(tf.constant, dirty), lens)
+        for one, other in zip(found, clean, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-5)
+        assert not np.asarray(found[0])[1].any()
+
+
+def test_variables_and_layers_of_the_caller() -> None:
+    weight = tf.Variable(RNG.standard_normal((5, 5)))
+    x = tf.Variable(RNG.standard_normal((2, 7, 5)))
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(ats.attend(x, x, x, score=ats.Bilinear(weight)) ** 2)
+    assert all(bool(tf.reduce_any(grad != 0)) for grad in tape.gradient(loss, [x, weight]))
+    found, wanted = ats.attend(x, x, x, score=OwnPlain()), ats.attend(*[x.numpy()] * 3, score=OwnPlain())
+    np.testing.assert_allclose(found, wanted, atol=1e-12)
+
+
+def test_a_tape_that_stays_gives_the_gradient_twice() -> None:
+    query, key, value = inputs()
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch(query)
+        out = ats.attend(query, key, value)
+    first, second = (tape.gradient(out, query) for _ in range(2))
+    np.testing.assert_array_equal(first, second)
+
+
+# ------------------------------------------------------------ dropout, errors, memory
+
+
+@pytest.mark.parametrize("how", [lambda f: f, graph, xla], ids=["eager", "graph", "xla"])
+def test_dropout_from_tensorflows_own_generator(how: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    query, key, _ = inputs()
+    value = tf.eye(11, dtype=tf.float64)[None, None]
+    call = how(lambda: ats.attend(query, key, value, dropout=0.5))
+    tf.random.set_seed(3)
+    first = [array(call()) for _ in range(2)]
+    assert (first[0] != first[1]).any()
+    assert 0.3 < np.mean(first[0] == 0) < 0.7
+    if how is graph:
+        tf.random.set_seed(3)
+        np.testing.assert_array_equal(array(how(call.python_function)()) == 0, array(how(call.python_function)()) == 0)
+
+
+def test_the_seed_is_that_of_every_framework(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    arrays = inputs()
+    wanted = ats.attend(*(x.numpy() for x in arrays), dropout=0.4, seed=2**40 + 3)
+    for how in (lambda f: f, graph, xla):
+        found = how(lambda *x: ats.attend(*x, dropout=0.4, seed=2**40 + 3))(*arrays)
+        np.testing.assert_allclose(found, wanted, atol=1e-12)
+
+
+SAME = [case for case in CASES if case.same and not case.only]
+
+
+@pytest.mark.parametrize("case", [pytest.param(x, id=f"{x.error.__name__}-{x.name}") for x in SAME])
+def test_errors_have_the_words_of_numpy(case: Case) -> None:
+    texts = []
+    for framework in ("numpy", "tensorflow"):
+        with pytest.raises(ats.AttnscoreError) as found:
+            case.call(Maker(framework))
+        assert type(found.value) is case.error
+        texts.append(str(found.value))
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("make", [tf.sparse.from_dense, tf.RaggedTensor.from_tensor], ids=["sparse", "ragged"])
+def test_kinds_that_attention_cannot_take(make: Any) -> None:
+    x = tf.ones((2, 3))
+    with pytest.raises(ats.FrameworkError, match=r"key: expected a dense array, got a (sparse|ragged) tensor"):
+        ats.attend(x, make(x), x)
+
+
+def test_the_memory_of_an_eager_tensor_is_read_where_it_lies() -> None:
+    ops = ats.frameworks.load("tensorflow")  # type: ignore[attr-defined]
+    x = tf.ones((64, 64))
+    assert np.shares_memory(ops.memory(x), ops.memory(x))
+    assert ops.memory(tf.cast(x, tf.bfloat16)).dtype == np.uint16
+    assert ats.explain(x, x, x).kernel == ("native" if ats.available()["kernels"]["native"] is None else "streaming")
+
+
+@pytest.mark.parametrize("offset", range(17))
+def test_what_native_code_wrote_is_taken_at_any_address(offset: int) -> None:
+    """TensorFlow ends the process where a tensor is not aligned as it wants."""
+    ops = ats.frameworks.load("tensorflow")  # type: ignore[attr-defined]
+    x = np.arange(300, dtype=np.float32)[offset : offset + 256].reshape(16, 16)
+    found = ops.from_memory(x, "float32", tf.zeros(1))
+    assert float(tf.reduce_sum(found)) == x.sum()
+    assert float(tf.reduce_sum(tf.matmul(found, found))) == (x @ x).sum()
+
+
+def test_functions_around_attend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    query, key, value = inputs()
+    host = [x.numpy() for x in (query, key, value)]
+    mask = ats.Causal("bottom_right")
+    for call in (
+        lambda q, k, v: ats.attention_weights(q, k, mask=mask, query_index=[3, 0], key_index=slice(1, 6)),
+        lambda q, k, v: ats.attention_scores(q, k, mask=mask, query_index=-1),
+        lambda q, k, v: ats.masked_softmax(ats.attention_scores(q, k), [4, 0], temperature=2.0),
+        lambda q, k, v: ats.softmax_jacobian(ats.attention_weights(q, k)),
+        lambda q, k, v: ats.softmax_pullback(ats.attention_weights(q, k), ats.attention_scores(q, k)),
+        lambda q, k, v: ats.top_weights(q, k, 3, mask=mask).weights,
+        lambda q, k, v: ats.top_weights(q, k, 3, mask=mask).index,
+        lambda q, k, v: ats.pooled_weights(q, k, (3, 4), mask=mask),
+        lambda q, k, v: ats.key_mass(q, k, mask=mask),
+        _merged,
+        lambda q, k, v: ats.attend(q, k, v, return_weights=True)[1],
+    ):
+        wanted = call(*host)
+        for how in (lambda f: f, graph):
+            np.testing.assert_allclose(how(call)(query, key, value), wanted, atol=1e-12)
+
+
+def _merged(query: Any, key: Any, value: Any) -> Any:
+    parts = [
+        ats.attend(query, key[:, :, a:b], value[:, :, a:b], return_stats=("log_sum_exp",)) for a, b in ((0, 4), (4, 11))
+    ]
+    return ats.merge([out for out, _ in parts], [stats.log_sum_exp for _, stats in parts])[0]
