@@ -5,6 +5,9 @@
 #   ARGS="-k causal"    further arguments of pytest, or of `attnscore demo`
 #   SLOW=1              the tests marked slow as well (always when CI=true)
 #   CASES=300           how many cases `make sanitize` draws
+#
+# The tests have two environments: MXNet needs NumPy below 1.24, which no other framework takes any more, and Python 3.11,
+# the last that such a NumPy was built for. One run of pytest in the first runs MXNet's tests in the second.
 
 PYTHON ?=
 VENV   ?= .venv$(if $(PYTHON),-$(notdir $(PYTHON)))
@@ -18,10 +21,17 @@ CASES  ?= 300
 # that the machine has ready and take the newest torch, with several GB of CUDA libraries.
 TORCH := torch==2.13.0
 
-# Kept in the environment, not fetched anew for each build: what is compiled once stays compiled.
-BUILD_TOOLS  := 'scikit-build-core>=1.1' 'nanobind>=2.9' 'cmake>=3.22' ninja
+# Kept in the environment, not fetched anew for each build: what is compiled once stays compiled. JAX brings the headers
+# of XLA's custom calls, without which its programs call back into Python.
+BUILD_TOOLS  := 'scikit-build-core>=1.1' 'nanobind>=2.9' 'cmake>=3.22' ninja 'jax>=0.7'
 NATIVE_FILES := CMakeLists.txt $(wildcard csrc/*.* csrc/targets/*.*)
 CPP_FILES    := $(filter %.h %.cc %.cpp,$(wildcard csrc/*.* csrc/*/*.*))
+
+MXNET_VENV   := .venv-mxnet
+MXNET_BIN    := $(MXNET_VENV)/bin
+MXNET_READY  := $(MXNET_VENV)/.ready
+MXNET_PIP    := $(MXNET_BIN)/python -m pip --disable-pip-version-check --no-input -qq
+export ATTNSCORE_MXNET_PYTHON := $(abspath $(MXNET_BIN)/python)
 
 INTERPRETERS := $(or $(PYTHON),python3 python3.11 python3.12 python3.13)
 IN_RANGE     := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
@@ -46,7 +56,7 @@ help: ## this list
 demo: $(READY) ## the tour, on a real model and real text; plots and numbers into attnscore-demo/
 	@$(BIN)/attnscore demo $(ARGS)
 
-test: $(READY) ## the tests; SLOW=1 for all of them
+test: $(READY) $(MXNET_READY) ## the tests; SLOW=1 for all of them
 	@$(BIN)/pytest $(if $(filter 1 true yes,$(SLOW)),-m "") $(ARGS)
 
 check: $(READY) ## lint, format, types, project file
@@ -85,6 +95,24 @@ $(READY): pyproject.toml Makefile $(NATIVE_FILES)
 	    echo "The native kernels could not be built; what is missing: $(BIN)/pip install -v --no-build-isolation -e ." >&2
 	@touch $@
 
+# The wheel is made by the first environment, from what it has compiled, so the module is not compiled twice. It is an
+# editable one: the Python files stay where they are edited.
+$(MXNET_READY): $(READY) pyproject.toml
+	@$(BIN)/python -c '$(HAS_OLD_NUMPY)' || { echo "MXNet's tests are left out: it needs Python 3.11" >&2; exit 0; }; \
+	set -e; $(MXNET_BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m venv --clear $(MXNET_VENV); \
+	echo "installing MXNet and its NumPy into $(MXNET_VENV)"; \
+	rm -rf build/editable && mkdir -p build/editable; \
+	$(BIN)/python -c 'from scikit_build_core import build; build.build_editable("build/editable")' >build/editable/log 2>&1 \
+	    || { cat build/editable/log >&2; exit 1; }; \
+	wheel=$$(echo build/editable/*.whl); \
+	$(MXNET_PIP) install "$$wheel[mxnet,plot]" 'pytest>=8.2'; \
+	$(MXNET_PIP) install --no-deps --force-reinstall "$$wheel"; \
+	$(MXNET_BIN)/python -W ignore -c 'import mxnet' || { \
+	    echo "MXNet does not load here. Of the system it needs, on Debian: apt-get install libgomp1 libquadmath0" >&2; \
+	    exit 1; }; \
+	touch $@
+
+HAS_OLD_NUMPY := import sys; sys.exit(sys.version_info[:2] != (3, 11))
 COMMA := ,
 # (sanitizers, cases): the C++ test driver, built for them in a folder of its own.
 sanitized = $(BIN)/cmake -S . -B build/sanitize-$(firstword $(subst $(COMMA), ,$(1))) -G Ninja --log-level=WARNING \

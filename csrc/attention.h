@@ -28,7 +28,7 @@ struct Cap {
 // Numbers of each row that the forward writes, in the sum type (float; double for f64 values), in this order. With
 // e = exp(s - max) over the visible keys: max s, sum e, sum e (s - max), sum e^2, count, mean s, sum (s - mean)^2.
 // Without full_statistics only the first two are written.
-constexpr int kStatistics = 7;
+constexpr int kNumbers = 7;
 
 // One attention matrix: a query head of one batch row against its key head. "Sum type" as above.
 struct Head {
@@ -40,9 +40,10 @@ struct Head {
     const int64_t* start = nullptr;  // row i sees the keys start[i] <= j < stop[i]; null: every key
     const int64_t* stop = nullptr;
     const char* weights = nullptr;  // additive: dim contiguous numbers of the sum type
+    const char* scale = nullptr;    // distance: a number of the sum type, times the problem's scale; null: 1
     int64_t place = 0;              // which of the call's matrices this is: dropout counts rows through all of them
     char* out = nullptr;            // query_len x value_dim contiguous, in the dtype of value
-    char* statistics = nullptr;     // query_len x kStatistics, in the sum type
+    char* numbers = nullptr;        // query_len x kNumbers, in the sum type
 
     // Backward only.
     Matrix grad_out;                     // in grad_dtype
@@ -53,6 +54,7 @@ struct Head {
     const char* grad_entropy = nullptr;  // per row: dp -= grad_entropy * (log p + entropy)
     char* grad_query = nullptr;          // query_len x dim contiguous, sum type, zeroed by the caller
     char* grad_query_bias = nullptr;     // query_len
+    char* grad_scale = nullptr;          // one number of the sum type
 };
 
 // The query heads that share one key head, and the gradients that they share (backward only; the forward reads

@@ -7,8 +7,6 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <atomic>
-#include <cstdlib>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -19,6 +17,7 @@
 #include "attention.h"
 #include "border.h"
 #include "rows.h"
+#include "words.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -28,67 +27,15 @@ namespace {
 
 // ---- targets ----
 
-std::atomic<const Kernels*> selected{nullptr};
-
-std::string names_of(const std::vector<const Kernels*>& kernels) {
-    std::string names;
-    for (const Kernels* k : kernels) names += std::string(names.empty() ? "" : ", ") + "'" + k->name + "'";
-    return names;
-}
-
-const Kernels* kernels_named(std::string_view name, const std::string& argument) {
-    const std::vector<const Kernels*> runnable = runnable_kernels();
-    for (const Kernels* k : runnable) {
-        if (name == k->name) return k;
-    }
-    throw std::invalid_argument(argument + ": expected a target that this CPU runs, one of " + names_of(runnable) +
-                                ", got '" + std::string(name) + "'");
-}
-
-// At the first use, not at import: a wrong environment variable must not take the whole package away.
-const Kernels& kernels() {
-    const Kernels* found = selected.load(std::memory_order_acquire);
-    if (found == nullptr) {
-        const char* name = std::getenv("ATTNSCORE_TARGET");
-        found = name != nullptr && *name != '\0' ? kernels_named(name, "environment variable ATTNSCORE_TARGET")
-                                                 : runnable_kernels().front();
-        selected.store(found, std::memory_order_release);
-    }
-    return *found;
-}
-
 std::vector<std::string> targets() {
     std::vector<std::string> names;
     for (const Kernels* k : runnable_kernels()) names.emplace_back(k->name);
     return names;
 }
 
-std::string current_target() { return kernels().name; }
-
-void select_target(std::string_view name) { selected.store(kernels_named(name, "name"), std::memory_order_release); }
+std::string current_target() { return selected_kernels().name; }
 
 // ---- arguments ----
-
-template <class T>
-using Choice = std::pair<std::string_view, T>;
-
-constexpr Choice<Dtype> kDtypes[] = {
-    {"float32", Dtype::f32}, {"float64", Dtype::f64}, {"bfloat16", Dtype::bf16}, {"float16", Dtype::f16}};
-constexpr Choice<Form> kForms[] = {{"inner", Form::inner}, {"additive", Form::additive}, {"distance", Form::distance}};
-constexpr Choice<Activation> kActivations[] = {{"tanh", Activation::tanh}, {"sigmoid", Activation::sigmoid},
-                                               {"relu", Activation::relu}, {"leaky_relu", Activation::leaky_relu},
-                                               {"silu", Activation::silu}, {"gelu", Activation::gelu}};
-
-template <class T, size_t N>
-T choice(const Choice<T> (&choices)[N], std::string_view name, const char* argument) {
-    std::string known;
-    for (const auto& [text, value] : choices) {
-        if (text == name) return value;
-        known += (known.empty() ? "'" : ", '") + std::string(text) + "'";
-    }
-    throw std::invalid_argument(std::string(argument) + ": expected one of " + known + ", got '" + std::string(name) +
-                                "'");
-}
 
 using ReadOnly = nb::ndarray<nb::ro, nb::device::cpu>;
 using Writable = nb::ndarray<nb::device::cpu>;
@@ -152,40 +99,8 @@ class Arguments {
 
 // ---- the two directions ----
 
-using Caps = std::vector<std::pair<double, double>>;
 // Arrays or None, in the order that the stub says.
 using Objects = std::vector<nb::object>;
-
-// What both directions say of the score: form, activation, negative_slope, scale, caps, dtypes, dropout, seed.
-using Score = std::tuple<std::string_view, std::string_view, double, double, Caps, std::string_view, std::string_view,
-                         std::string_view, double, uint64_t>;
-
-Problem problem_of(const Score& score) {
-    const auto& [form, activation, negative_slope, scale, caps, score_dtype, value_dtype, bias_dtype, dropout, seed] =
-        score;
-    Problem p;
-    p.form = choice(kForms, form, "form");
-    p.activation = choice(kActivations, activation, "activation");
-    p.negative_slope = negative_slope;
-    p.scale = scale;
-    for (const auto& [cap, factor] : caps) {
-        if (!(cap > 0)) throw std::invalid_argument("caps: expected caps above 0, got " + std::to_string(cap));
-        p.caps.push_back({cap, factor});
-    }
-    p.score_dtype = choice(kDtypes, score_dtype, "score_dtype");
-    p.value_dtype = choice(kDtypes, value_dtype, "value_dtype");
-    p.bias_dtype = choice(kDtypes, bias_dtype, "bias_dtype");
-    if (p.value_dtype == Dtype::f64 && p.score_dtype != Dtype::f64) {
-        throw std::invalid_argument("value_dtype: float64 needs score_dtype float64, got '" + std::string(score_dtype) +
-                                    "'");
-    }
-    if (!(dropout >= 0 && dropout < 1)) {
-        throw std::invalid_argument("dropout: expected a number in [0, 1), got " + std::to_string(dropout));
-    }
-    p.dropout = dropout;
-    p.seed = seed;
-    return p;
-}
 
 void check_count(const char* name, const Objects& objects, size_t expected) {
     if (objects.size() != expected) {
@@ -199,7 +114,7 @@ void check_threads(int threads) {
 }
 
 Inputs inputs_of(Arguments& from, const Problem& p, const Objects& x) {
-    check_count("inputs", x, 13);
+    check_count("inputs", x, 14);
     const Dtype sum = sum_dtype(p);
     return {.query = from.in("query", x[0], p.score_dtype),
             .key = from.in("key", x[1], p.score_dtype),
@@ -213,37 +128,44 @@ Inputs inputs_of(Arguments& from, const Problem& p, const Objects& x) {
             .start = from.integers("start", x[9]),
             .stop = from.integers("stop", x[10]),
             .weights = from.in("weights", x[11], sum),
-            .sink = from.in("sink", x[12], sum)};
+            .sink = from.in("sink", x[12], sum),
+            .scales = from.in("scales", x[13], sum)};
 }
 
-void forward(const Score& score, const Objects& inputs, const Objects& filled, bool full_statistics, int threads) {
+constexpr const char* kStatisticNames[] = {"max_score",  "mean_score",     "var_score",  "entropy",
+                                           "max_weight", "sum_sq_weights", "sum_weights"};
+
+void forward(const Score& score, const Objects& inputs, const Objects& filled, int threads) {
     check_threads(threads);
-    check_count("rows", filled, 4);
-    const Kernels& chosen = kernels();
+    check_count("rows", filled, 3 + kStatistics);
+    const Kernels& chosen = selected_kernels();
     Problem p = problem_of(score);
-    p.full_statistics = full_statistics;
     const Dtype sum = sum_dtype(p);
     Arguments from;
     const Inputs in = inputs_of(from, p, inputs);
-    const std::vector<HeadRows> rows = set_forward(p, in,
-                                                   {.out = from.out("out", filled[0], p.value_dtype),
-                                                    .statistics = from.out("statistics", filled[1], sum),
-                                                    .top = from.out("top", filled[2], sum),
-                                                    .log_total = from.out("log_total", filled[3], sum)});
+    ForwardArrays arrays{.out = from.out("out", filled[0], p.value_dtype),
+                         .top = from.out("top", filled[1], sum),
+                         .log_total = from.out("log_total", filled[2], sum),
+                         .statistics = {}};
+    for (size_t i = 0; i < kStatistics; ++i) {
+        arrays.statistics[i] = from.out(kStatisticNames[i], filled[3 + i], sum);
+    }
+    const std::vector<HeadRows> rows = set_forward(p, in, arrays);
     if (p.heads.empty()) return;
     nb::gil_scoped_release released;
+    const ForwardRows numbers(p, rows);
     chosen.forward(p, threads);
-    finish_forward(p, rows, threads);
+    numbers.finish(threads);
 }
 
 void backward(const Score& score, const Objects& inputs, const Objects& known, std::string_view grad_dtype,
               const Objects& gradients, int threads) {
     check_threads(threads);
     check_count("rows", known, 7);
-    check_count("gradients", gradients, 8);
-    const Kernels& chosen = kernels();
+    check_count("gradients", gradients, 9);
+    const Kernels& chosen = selected_kernels();
     Problem p = problem_of(score);
-    p.grad_dtype = choice(kDtypes, grad_dtype, "grad_dtype");
+    p.grad_dtype = dtype_named(grad_dtype, "grad_dtype");
     const Dtype sum = sum_dtype(p);
     Arguments from;
     const Inputs in = inputs_of(from, p, inputs);
@@ -262,7 +184,8 @@ void backward(const Score& score, const Objects& inputs, const Objects& known, s
                                                      .key_bias = from.out("grad_key_bias", gradients[4], sum),
                                                      .bias = from.out("grad_bias", gradients[5], sum),
                                                      .weights = from.out("grad_weights", gradients[6], sum),
-                                                     .sink = from.out("grad_sink", gradients[7], sum)});
+                                                     .sink = from.out("grad_sink", gradients[7], sum),
+                                                     .scales = from.out("grad_scales", gradients[8], sum)});
     if (p.heads.empty()) return;
     nb::gil_scoped_release released;
     const BackwardRows prepared(p, rows, threads);
@@ -274,10 +197,9 @@ void backward(const Score& score, const Objects& inputs, const Objects& known, s
 
 NB_MODULE(_native, m) {
     m.doc() = "The native CPU kernels; attnscore.kernels.native is the door to them.";
-    m.attr("STATISTICS") = kStatistics;
     m.def("targets", &targets);
     m.def("current_target", &current_target);
-    m.def("select", &select_target);
+    m.def("select", &select_kernels);
     // Without names or None, for nanobind's short way in.
     m.def("forward", &forward);
     m.def("backward", &backward);

@@ -21,8 +21,8 @@ struct Block {
     bool hidden = false;     // whether some pair may be hidden
     bool irregular = false;  // whether only looking at a pair tells
     uint32_t* stream;        // of dropout, where there is any
-    // Additive: rows that held NaN or infinity, where pairs may be hidden. Zeros stand in their place, so that the rest
-    // of a tile is computed as it would be beside any other row.
+    // Additive: rows that held NaN or infinity. Zeros stand in their place, so that the rest of a tile is computed as
+    // it would be beside any other row; their own scores are NaN.
     bool* bad = nullptr;
 
     int64_t strips() const { return (count + kStrip - 1) / kStrip; }
@@ -45,7 +45,7 @@ struct Block {
             irregular = irregular || is_irregular(*head[i]);
             if (problem.dropout > 0) stream[i] = Dropout::stream(problem, *head[i], row[i]);
         }
-        if (problem.form == Form::additive && hidden) {
+        if (problem.form == Form::additive && !is_finite(View<T>{query, width}, count, width)) {
             bad = arena.take<bool>(count);
             for (int64_t i = 0; i < count; i++) bad[i] = cleared(query + i * width, width);
         }
@@ -99,22 +99,24 @@ struct KeyTile {
         bias = arena.take<T>(kKeys);
     }
 
-    void fill(const Problem& problem, const Additive<T>& form, const Head& head, int64_t key, int64_t here, bool turn,
-              bool hidden) {
+    void fill(const Problem& problem, const Additive<T>& form, const Head& head, int64_t key, int64_t here, bool turn) {
         const int64_t width = padded(problem.dim, Vector<T>::lanes);
         first = key, count = here, bad = 0;
         rows = view_rows(copy, head.key, problem.score_dtype, key, here, problem.dim);
-        if (problem.form == Form::additive && hidden && !is_finite(rows, here, width)) {
-            gather(copy, width, head.key, problem.score_dtype, key, here, problem.dim);
-            rows = {copy, width};
-            for (int64_t j = 0; j < here; j++) bad |= uint64_t(cleared(copy + j * width, width)) << j;
-        }
         if (turn) transpose_tile(turned, rows, width, here, problem.form == Form::additive);
         if (head.key_bias.data)
             for (int64_t j = 0; j < kKeys; j++)
                 bias[j] = j < here
                               ? reinterpret_cast<const T*>(head.key_bias.data)[(key + j) * head.key_bias.row_stride]
                               : T(0);
-        if (problem.form == Form::additive) form.prepare(additive, turned, reinterpret_cast<const T*>(head.weights));
+        if (problem.form != Form::additive) return;
+        const T* weights = reinterpret_cast<const T*>(head.weights);
+        form.prepare(additive, turned, weights);
+        if (additive.largest <= std::numeric_limits<T>::max()) return;
+        gather(copy, width, head.key, problem.score_dtype, key, here, problem.dim);
+        rows = {copy, width};
+        for (int64_t j = 0; j < here; j++) bad |= uint64_t(cleared(copy + j * width, width)) << j;
+        transpose_tile(turned, rows, width, here, true);
+        form.prepare(additive, turned, weights);
     }
 };

@@ -13,7 +13,7 @@ struct Setting {
     Shape shared;  // the same, 1 where heads along an axis have the same keys and values
     size_t outer = 0, head_axis = 0, group_axis = 0;
     MatrixWalk query, key, value, query_bias, key_bias, bias, mask, query_ids, key_ids;
-    Walk start, stop, weights, sink;
+    Walk start, stop, weights, sink, scales;
 };
 
 void check_intervals(const Problem& p, const Setting& s, const Array& start, const Array& stop) {
@@ -59,6 +59,12 @@ void check_weights(const Problem& p, const Setting& s, const Array& weights) {
         check_shape(weights, {s.grid[s.head_axis], s.grid[s.group_axis], p.dim}, 2);
     }
     check_contiguous(weights, weights.ndim - 1);
+}
+
+void check_scales(const Problem& p, const Setting& s, const Array& scales) {
+    if (!scales.given) return;
+    if (p.form != Form::distance) refuse(scales, "None but with form 'distance'", "an array");
+    check_broadcast(scales, {s.grid[s.head_axis], s.grid[s.group_axis]});
 }
 
 // An array over the batch alone: (first of lead or 1, length).
@@ -134,6 +140,7 @@ Setting read(Problem& p, const Inputs& in, const Array& out) {
     check_ids(p, s, in.query_ids, in.key_ids);
     check_intervals(p, s, in.start, in.stop);
     check_weights(p, s, in.weights);
+    check_scales(p, s, in.scales);
 
     s.query = MatrixWalk(in.query, s.outer);
     s.key = MatrixWalk(in.key, s.outer);
@@ -148,6 +155,7 @@ Setting read(Problem& p, const Inputs& in, const Array& out) {
     s.stop = per_batch(s, in.stop);
     s.weights = per_head(s, in.weights);
     s.sink = per_head(s, in.sink);
+    s.scales = per_head(s, in.scales);
     set_shared(s, in);
     return s;
 }
@@ -166,6 +174,7 @@ Head head_at(const Setting& s, const Shape& place) {
     head.start = reinterpret_cast<const int64_t*>(s.start.at(place));
     head.stop = reinterpret_cast<const int64_t*>(s.stop.at(place));
     head.weights = s.weights.at(place);
+    head.scale = s.scales.at(place);
     return head;
 }
 
@@ -236,6 +245,7 @@ void check_gradients(const Problem& p, const Setting& s, const Inputs& in, const
     check(a.weights, in.weights, joined(s.shared, {p.dim}));
     check(a.bias, in.bias, Shape(in.bias.shape, in.bias.shape + in.bias.ndim));
     check(a.sink, in.sink, s.grid);
+    check(a.scales, in.scales, s.grid);
 }
 
 void set_bias_groups(Problem& p, const Setting& s, const Array& grad) {
@@ -262,15 +272,24 @@ Dtype sum_dtype(const Problem& problem) { return problem.value_dtype == Dtype::f
 std::vector<HeadRows> set_forward(Problem& p, const Inputs& in, const ForwardArrays& arrays) {
     const Setting s = read(p, in, arrays.out);
     check_full(arrays.out, joined(s.grid, {p.query_len, p.value_dim}));
-    check_full(arrays.statistics, joined(s.grid, {p.query_len, kStatistics}));
-    for (const Array* a : {&arrays.top, &arrays.log_total}) check_full(*a, joined(s.grid, {p.query_len, 1}));
-    const Walk out(arrays.out, s.outer), statistics(arrays.statistics, s.outer);
-    const Walk top(arrays.top, s.outer), log_total(arrays.log_total, s.outer);
+    const Shape column = joined(s.grid, {p.query_len, 1});
+    for (const Array* a : {&arrays.top, &arrays.log_total}) check_full(*a, column);
+    Walk statistics[kStatistics];
+    for (int i = 0; i < kStatistics; ++i) {
+        if (!arrays.statistics[i].given) continue;
+        check_full(arrays.statistics[i], column);
+        statistics[i] = Walk(arrays.statistics[i], s.outer);
+    }
+    // The largest score and the sum of the weights are known of every row.
+    for (const Statistic i : {kMeanScore, kVarScore, kEntropy, kSumSqWeights}) {
+        p.full_statistics = p.full_statistics || arrays.statistics[i].given;
+    }
+    const Walk out(arrays.out, s.outer), top(arrays.top, s.outer), log_total(arrays.log_total, s.outer);
     return set_heads(p, s, [&](Head& head, HeadRows& rows, Group&, const Shape& place) {
         head.out = out.at(place);
-        head.statistics = statistics.at(place);
         rows.top = top.at(place);
         rows.log_total = log_total.at(place);
+        for (int i = 0; i < kStatistics; ++i) rows.statistics[i] = statistics[i].at(place);
     });
 }
 
@@ -288,6 +307,7 @@ std::vector<HeadRows> set_backward(Problem& p, const Inputs& in, const BackwardA
     const Walk grad_log_sum_exp(a.grad_log_sum_exp, outer), grad_entropy(a.grad_entropy, outer);
     const Walk query(a.query, outer), query_bias(a.query_bias, outer), key(a.key, outer), value(a.value, outer);
     const Walk key_bias(a.key_bias, outer), weights(a.weights, outer), sink(a.sink, outer);
+    const Walk scales(a.scales, outer);
     std::vector<HeadRows> found = set_heads(p, s, [&](Head& head, HeadRows& rows, Group& group, const Shape& place) {
         head.grad_out = grad_out.matrix(place);
         head.top = top.at(place);
@@ -297,6 +317,7 @@ std::vector<HeadRows> set_backward(Problem& p, const Inputs& in, const BackwardA
         }
         head.grad_query = query.at(place);
         head.grad_query_bias = query_bias.at(place);
+        head.grad_scale = scales.at(place);
         group.grad_key = key.at(place);
         group.grad_value = value.at(place);
         group.grad_key_bias = key_bias.at(place);

@@ -11,17 +11,22 @@ namespace attnscore {
 
 struct Inputs {
     Array query, key, value;
-    Array query_bias, key_bias, bias, mask, query_ids, key_ids, start, stop, weights, sink;
+    Array query_bias, key_bias, bias, mask, query_ids, key_ids, start, stop, weights, sink, scales;
 };
 
+// What a caller may ask of a row beyond the log-sum-exp, by these places in an array of arrays; each (..., query, 1).
+enum Statistic { kMaxScore, kMeanScore, kVarScore, kEntropy, kMaxWeight, kSumSqWeights, kSumWeights, kStatistics };
+
 struct ForwardArrays {
-    Array out, statistics, top, log_total;
+    Array out, top, log_total;
+    Array statistics[kStatistics];  // null where not wanted
 };
 
 struct BackwardArrays {
-    Array out, top, log_total, entropy;                                  // what the forward gave
-    Array grad_out, grad_log_sum_exp, grad_entropy;                      // what comes in
-    Array query, key, value, query_bias, key_bias, bias, weights, sink;  // what is wanted: null where it is not
+    Array out, top, log_total, entropy;              // what the forward gave
+    Array grad_out, grad_log_sum_exp, grad_entropy;  // what comes in
+    // What is wanted, null where it is not.
+    Array query, key, value, query_bias, key_bias, bias, weights, sink, scales;
 };
 
 // The numbers of a head's rows that the kernels know nothing of: the sink, and what the rows of a forward become.
@@ -29,6 +34,7 @@ struct HeadRows {
     const char* sink = nullptr;
     char* top = nullptr;  // query_len each, in the sum type
     char* log_total = nullptr;
+    char* statistics[kStatistics] = {};  // forward only
 
     // Backward only.
     Matrix out;

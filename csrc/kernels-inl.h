@@ -34,10 +34,14 @@ namespace {
 #include "visibility-inl.h"
 #include "activations-inl.h"
 #include "additive-inl.h"
+#include "additive-scores-inl.h"
+#include "additive-gradients-inl.h"
 #include "block-inl.h"
 #include "pairs-inl.h"
 #include "scores-inl.h"
+#include "running-inl.h"
 #include "forward-inl.h"
+#include "tile-gradients-inl.h"
 #include "backward-inl.h"
 // clang-format on
 

@@ -8,16 +8,33 @@ constexpr bool kContinues = true;
 constexpr bool kContinues = false;
 #endif
 
-// C[R x N vectors] (+)= A[R x k] B[k x N vectors]
-template <class T, int R, int N>
-inline void product_block(T* c, int64_t ldc, const T* a, int64_t row, int64_t col, const T* b, int64_t ldb, int64_t k,
-                          bool add) {
+// What a term of a row of A and one of a column of B add to their sum.
+enum class Pair { product, distance };
+
+template <class T, Pair kind>
+inline V<T> plus_term(V<T> sum, T a, V<T> b) {
+    if constexpr (kind == Pair::product) {
+        return sum + a * b;
+    } else {
+        const V<T> away = a - b;
+        return sum + away * away;
+    }
+}
+
+// A sum that goes on from what C holds, or starts from 0 and is added to it.
+template <Pair kind>
+constexpr bool kGoesOn = kContinues && kind == Pair::product;
+
+// C[R x N vectors] (+)= sum over k of A[R x k] B[k x N vectors], or of (A - B)^2
+template <class T, int R, int N, Pair kind>
+inline void block_of(T* c, int64_t ldc, const T* a, int64_t row, int64_t col, const T* b, int64_t ldb, int64_t k,
+                     bool add) {
     constexpr int L = Vector<T>::lanes;
     V<T> sum[R][N];
 #pragma GCC unroll 8
     for (int i = 0; i < R; i++)
 #pragma GCC unroll 8
-        for (int j = 0; j < N; j++) sum[i][j] = add && kContinues ? load(c + i * ldc + j * L) : V<T>{};
+        for (int j = 0; j < N; j++) sum[i][j] = add && kGoesOn<kind> ? load(c + i * ldc + j * L) : V<T>{};
 #pragma GCC unroll 2
     for (int64_t p = 0; p < k; p++) {
         V<T> line[N];
@@ -25,56 +42,18 @@ inline void product_block(T* c, int64_t ldc, const T* a, int64_t row, int64_t co
         for (int j = 0; j < N; j++) line[j] = load(b + p * ldb + j * L);
 #pragma GCC unroll 8
         for (int i = 0; i < R; i++) {
-            const T factor = a[i * row + p * col];
+            const T own = a[i * row + p * col];
 #pragma GCC unroll 8
-            for (int j = 0; j < N; j++) sum[i][j] += factor * line[j];
+            for (int j = 0; j < N; j++) sum[i][j] = plus_term<T, kind>(sum[i][j], own, line[j]);
         }
     }
 #pragma GCC unroll 8
     for (int i = 0; i < R; i++)
 #pragma GCC unroll 8
         for (int j = 0; j < N; j++) {
-            if (add && !kContinues) sum[i][j] += load(c + i * ldc + j * L);
+            if (add && !kGoesOn<kind>) sum[i][j] += load(c + i * ldc + j * L);
             store(c + i * ldc + j * L, sum[i][j]);
         }
-}
-
-// C[R x N vectors] (+)= sum over k of (A[R x k] - B[k x N vectors])^2
-template <class T, int R, int N>
-inline void distance_block(T* c, int64_t ldc, const T* a, int64_t row, int64_t col, const T* b, int64_t ldb, int64_t k,
-                           bool add) {
-    constexpr int L = Vector<T>::lanes;
-    V<T> sum[R][N];
-#pragma GCC unroll 8
-    for (int i = 0; i < R; i++)
-#pragma GCC unroll 8
-        for (int j = 0; j < N; j++) sum[i][j] = V<T>{};
-    for (int64_t p = 0; p < k; p++) {
-#pragma GCC unroll 8
-        for (int i = 0; i < R; i++) {
-            const T other = a[i * row + p * col];
-#pragma GCC unroll 8
-            for (int j = 0; j < N; j++) {
-                const V<T> away = other - load(b + p * ldb + j * L);
-                sum[i][j] += away * away;
-            }
-        }
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < R; i++)
-#pragma GCC unroll 8
-        for (int j = 0; j < N; j++) store(c + i * ldc + j * L, add ? load(c + i * ldc + j * L) + sum[i][j] : sum[i][j]);
-}
-
-enum class Pair { product, distance };
-
-template <class T, int R, int N, Pair kind>
-inline void any_block(T* c, int64_t ldc, const T* a, int64_t row, int64_t col, const T* b, int64_t ldb, int64_t k,
-                      bool add) {
-    if constexpr (kind == Pair::product)
-        product_block<T, R, N>(c, ldc, a, row, col, b, ldb, k, add);
-    else
-        distance_block<T, R, N>(c, ldc, a, row, col, b, ldb, k, add);
 }
 
 template <class T, int N, Pair kind>
@@ -82,23 +61,23 @@ void panel(T* c, int64_t ldc, const T* a, int64_t row, int64_t col, const T* b, 
            bool add) {
     int64_t i = 0;
     for (; i + kStrip <= m; i += kStrip)
-        any_block<T, kStrip, N, kind>(c + i * ldc, ldc, a + i * row, row, col, b, ldb, k, add);
+        block_of<T, kStrip, N, kind>(c + i * ldc, ldc, a + i * row, row, col, b, ldb, k, add);
     c += i * ldc, a += i * row;
     switch (m - i) {
         case 5:
-            any_block<T, 5, N, kind>(c, ldc, a, row, col, b, ldb, k, add);
+            block_of<T, 5, N, kind>(c, ldc, a, row, col, b, ldb, k, add);
             break;
         case 4:
-            any_block<T, 4, N, kind>(c, ldc, a, row, col, b, ldb, k, add);
+            block_of<T, 4, N, kind>(c, ldc, a, row, col, b, ldb, k, add);
             break;
         case 3:
-            any_block<T, 3, N, kind>(c, ldc, a, row, col, b, ldb, k, add);
+            block_of<T, 3, N, kind>(c, ldc, a, row, col, b, ldb, k, add);
             break;
         case 2:
-            any_block<T, 2, N, kind>(c, ldc, a, row, col, b, ldb, k, add);
+            block_of<T, 2, N, kind>(c, ldc, a, row, col, b, ldb, k, add);
             break;
         case 1:
-            any_block<T, 1, N, kind>(c, ldc, a, row, col, b, ldb, k, add);
+            block_of<T, 1, N, kind>(c, ldc, a, row, col, b, ldb, k, add);
             break;
     }
 }
@@ -106,7 +85,7 @@ void panel(T* c, int64_t ldc, const T* a, int64_t row, int64_t col, const T* b, 
 // Terms that are summed in registers before they join the sum so far. The rounding of a sum grows with its length, and
 // more where a product is rounded before it is added; squares of distances are all of one sign.
 template <Pair kind>
-constexpr int64_t kTerms = kContinues && kind == Pair::product ? std::numeric_limits<int64_t>::max() : 16;
+constexpr int64_t kTerms = kGoesOn<kind> ? std::numeric_limits<int64_t>::max() : 16;
 
 // C[m x n] (+)= A[m x k] B[k x n]; `n` is a number of columns that whole vectors cover.
 template <class T, Pair kind = Pair::product>

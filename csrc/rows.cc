@@ -108,25 +108,86 @@ T anchor(T maximum) {
     return maximum == -std::numeric_limits<T>::infinity() ? T(0) : maximum;
 }
 
+// A row when all its keys have been seen: the kernels' numbers of it, and what the sink makes of them.
+template <class T>
+struct Row {
+    T max, keys, tilt, squares, count, mean, deviations;  // see kNumbers; `keys` is sum e
+    T top, total, log_total;                              // of keys and sink together
+    T factor = 1;                                         // from units of the keys' maximum to those of `top`
+    T moved = 0;                                          // the tilt in units of `top`
+
+    Row(const T* numbers, bool full, const T* sink) : max(numbers[0]), keys(numbers[1]), top(anchor(max)), total(keys) {
+        tilt = full ? numbers[2] : T(0);
+        squares = full ? numbers[3] : T(0);
+        count = full ? numbers[4] : T(0);
+        mean = full ? numbers[5] : T(0);
+        deviations = full ? numbers[6] : T(0);
+        if (sink == nullptr) {
+            moved = tilt;
+        } else {
+            add_sink(*sink);
+        }
+        log_total = total == 0 ? -std::numeric_limits<T>::infinity() : std::log(total);
+    }
+
+    T share() const { return keys * factor / (total == 0 ? T(1) : total); }
+
+    T statistic(Statistic which) const {
+        // The empty-row rule: nothing is divided by a total of 0, and the entropy is 0.
+        const T safe = total == 0 ? T(1) : total;
+        switch (which) {
+            case kMaxScore:
+                return max;
+            case kMeanScore:
+                return mean;
+            case kVarScore:
+                return deviations / std::max(count, T(1));
+            case kEntropy:
+                // H = log l - sum e (s - m) / l: lse - sum(e s) / l loses digits with the level of the logits.
+                return total == 0 ? T(0) : log_total - moved / safe;
+            case kMaxWeight:
+                return keys == 0 ? T(0) : factor / safe;
+            case kSumSqWeights:
+                return factor * factor * squares / (safe * safe);
+            case kSumWeights:
+                return share();
+            case kStatistics:
+                break;
+        }
+        return T(0);
+    }
+
+   private:
+    // One more logit, without a value.
+    void add_sink(T sink) {
+        const T old = top;
+        top = anchor(std::isnan(max) || std::isnan(sink) ? max + sink : std::max(max, sink));
+        factor = keys == 0 ? T(0) : std::exp(max - top);
+        const T own = std::exp(sink - top);
+        total = keys * factor + own;
+        // sum e (s - new) = e^(old - new) (sum e (s - old) + (old - new) sum e)
+        moved = (factor == 0 ? T(0) : factor * (tilt + (old - top) * keys)) + (own == 0 ? T(0) : own * (sink - top));
+    }
+};
+
 template <class T>
 void finish_row(const Problem& p, const Head& head, const HeadRows& rows, int64_t i) {
-    const T* numbers = reinterpret_cast<const T*>(head.statistics) + i * kStatistics;
-    const T maximum = numbers[0];
-    T top = anchor(maximum), total = numbers[1];
+    const Row<T> row(reinterpret_cast<const T*>(head.numbers) + i * kNumbers, p.full_statistics,
+                     reinterpret_cast<const T*>(rows.sink));
     if (rows.sink != nullptr) {
-        const T sink = *reinterpret_cast<const T*>(rows.sink);
-        top = anchor(std::isnan(maximum) || std::isnan(sink) ? maximum + sink : std::max(maximum, sink));
-        const T keys = numbers[1] == 0 ? T(0) : std::exp(maximum - top) * numbers[1];
-        total = keys + std::exp(sink - top);
-        const T share = keys / (total == 0 ? T(1) : total);
+        const T share = row.share();
         const int64_t item = size_of(p.value_dtype);
         char* out = head.out + i * p.value_dim * item;
         for (int64_t j = 0; j < p.value_dim; ++j, out += item) {
             store<T>(out, p.value_dtype, load<T>(out, p.value_dtype) * share);
         }
     }
-    reinterpret_cast<T*>(rows.top)[i] = top;
-    reinterpret_cast<T*>(rows.log_total)[i] = total == 0 ? -std::numeric_limits<T>::infinity() : std::log(total);
+    reinterpret_cast<T*>(rows.top)[i] = row.top;
+    reinterpret_cast<T*>(rows.log_total)[i] = row.log_total;
+    for (int which = 0; which < kStatistics; ++which) {
+        if (rows.statistics[which] == nullptr) continue;
+        reinterpret_cast<T*>(rows.statistics[which])[i] = row.statistic(static_cast<Statistic>(which));
+    }
 }
 
 template <class T>
@@ -183,10 +244,17 @@ void each_block(const Problem& p, int threads, F f) {
 
 }  // namespace
 
-void finish_forward(const Problem& p, const std::vector<HeadRows>& rows, int threads) {
-    const auto finish = is_double(p) ? finish_row<double> : finish_row<float>;
-    each_block(p, threads, [&](size_t h, int64_t first, int64_t last) {
-        for (int64_t i = first; i < last; ++i) finish(p, p.heads[h], rows[h], i);
+ForwardRows::ForwardRows(Problem& p, const std::vector<HeadRows>& rows) : problem_(p), rows_(rows) {
+    const auto head = static_cast<size_t>(p.query_len * kNumbers * size_of(sum_dtype(p)));
+    // Written before it is read; zeros would cost a pass over it.
+    numbers_ = std::make_unique_for_overwrite<char[]>(head * p.heads.size());
+    for (size_t h = 0; h < p.heads.size(); ++h) p.heads[h].numbers = numbers_.get() + h * head;
+}
+
+void ForwardRows::finish(int threads) const {
+    const auto finish = is_double(problem_) ? finish_row<double> : finish_row<float>;
+    each_block(problem_, threads, [&](size_t h, int64_t first, int64_t last) {
+        for (int64_t i = first; i < last; ++i) finish(problem_, problem_.heads[h], rows_[h], i);
     });
 }
 

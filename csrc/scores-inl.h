@@ -1,31 +1,45 @@
 // Scores of a strip of query rows against a tile of keys, for every form, with biases and caps.
 
+// What multiplies the products or squared distances of a head.
+template <class T>
+inline T scale_of(const Problem& problem, const Head& head) {
+    const T own = head.scale ? *reinterpret_cast<const T*>(head.scale) : T(1);
+    return static_cast<T>(problem.scale) * own;
+}
+
 template <class T>
 class Scores {
    public:
     Scores(Arena& arena, const Problem& problem)
-        : problem_(problem), form_(problem), line_(arena.take<T>(kKeys)), slopes_(arena.take<T>(kStrip * kKeys)) {}
+        : problem_(problem),
+          form_(problem),
+          line_(arena.take<T>(kKeys)),
+          slopes_(arena.take<T>(kStrip * kKeys)),
+          squares_(arena.take<T>(problem.form == Form::distance ? kStrip * kKeys : 0)) {}
 
     const Additive<T>& additive() const { return form_; }
 
     // `few` (the values of the tile) where rows are too few for the keys to be turned.
-    // s[i * kKeys + j] of a strip of the block, and which pairs are seen; -inf where hidden. With `slopes`, the caps'
-    // slopes stay in slopes().
+    // s[i * kKeys + j] of a strip of the block, and which pairs are seen; -inf where hidden. With `keeps`, what a
+    // gradient needs stays: the caps' slopes, and squared distances where their scale is the head's.
     void operator()(T* s, uint64_t* bits, const Block<T>& block, const typename Additive<T>::Query& prepared,
-                    int64_t strip, const KeyTile<T>& tile, const View<T>* few, const Pairs* pairs, bool slopes) const {
+                    int64_t strip, const KeyTile<T>& tile, const View<T>* few, const Pairs* pairs, bool keeps) const {
         constexpr int L = Vector<T>::lanes;
         const int64_t first = strip * kStrip, size = block.strip_size(strip);
         const T* query = block.query + first * block.width;
         // Whole vectors of keys: what lies behind the tile's own is selected away with what is hidden.
         const int64_t columns = padded(tile.count, L);
         if (problem_.form == Form::additive) {
-            form_.scores(s - first * kKeys, kKeys, prepared, first, first + size, tile.additive,
-                         reinterpret_cast<const T*>(block.head[first]->weights));
+            AdditiveScores<T>{form_}(s - first * kKeys, kKeys, prepared, first, first + size, tile.additive,
+                                     reinterpret_cast<const T*>(block.head[first]->weights));
         } else if (problem_.form == Form::distance) {
             product<T, Pair::distance>(s, kKeys, query, block.width, 1, tile.turned, kKeys, size, columns, problem_.dim,
                                        false);
-            const T scale = static_cast<T>(-problem_.scale);
-            for (int64_t j = 0; j < size * kKeys; j += L) store(s + j, load(s + j) * scale);
+            if (keeps && block.head[first]->scale) std::copy_n(s, size * kKeys, squares_);
+            for (int64_t i = 0; i < size; i++) {
+                const T scale = -scale_of<T>(problem_, *block.head[first + i]);
+                for (int64_t j = i * kKeys; j < (i + 1) * kKeys; j += L) store(s + j, load(s + j) * scale);
+            }
         } else if (pairs) {
             if constexpr (sizeof(T) == 4) pairs->scores(s, first, size, columns);
         } else if (few) {
@@ -45,7 +59,7 @@ class Scores {
                     store(line + j * L,
                           choose_bits<T>(bad, j, splat(std::numeric_limits<T>::quiet_NaN()), load(line + j * L)));
             if (head.query_bias.data || head.key_bias.data || !problem_.caps.empty())
-                transform(line, head, row, tile, slopes ? slopes_ + i * kKeys : nullptr);
+                transform(line, head, row, tile, keeps ? slopes_ + i * kKeys : nullptr);
             if (head.bias.data) add_bias(line, bits[i], head, row, tile);
             if (bits[i] != kAll)
                 for (int j = 0; j < kVectors<T>; j++)
@@ -55,6 +69,7 @@ class Scores {
     }
 
     const T* slopes() const { return slopes_; }
+    const T* squares() const { return squares_; }
 
    private:
     // Biases of rows and keys, then the caps in order: factor * cap * tanh(s / cap).
@@ -103,5 +118,5 @@ class Scores {
     const Problem& problem_;
     Additive<T> form_;
     T* line_;
-    T* slopes_;
+    T *slopes_, *squares_;
 };

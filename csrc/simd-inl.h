@@ -51,8 +51,8 @@ inline V<T> max_of(V<T> a, V<T> b) {
     // NaN in either operand must come out.
     return choose<T>((a > b) | (a != a), a, b);
 }
-// A constant with f(p) in lane p. The compiler does not see that lanes set one by one in a loop are constant: shuffles
-// by such took five times as long.
+// A constant with f(p) in lane p. The compiler does not see that lanes set one by one in a loop are constant: with
+// shuffles by such the kernel of a tiny call took 24 us, not 14.
 template <class T, class F, size_t... p>
 constexpr M<T> lanes_of(F f, std::index_sequence<p...>) {
     return M<T>{static_cast<typename Vector<T>::integer>(f(static_cast<int>(p)))...};
@@ -85,7 +85,7 @@ inline T largest_of(V<T> v) {
         return v[0];
 }
 
-// Lane i: the sum of vector i. Halves of two vectors at a time are joined and added, which takes a fifth of the steps
+// Lane i: the sum of vector i. Halves of two vectors at a time are joined and added, which takes a third of the steps
 // that a sum of each takes.
 template <class T, int s = Vector<T>::lanes / 2>
 inline V<T> sums_of(V<T>* v) {

@@ -21,15 +21,44 @@ import oracle
 from oracle import ACTIVATIONS
 from own_scores import OwnAbsolute, OwnPlain, OwnSquare
 
-FRAMEWORKS = ("numpy", "torch")
-"""Those that the whole tables run on."""
-COMPILING = ("jax",)
-"""Those that compile each shape of each operation, seconds for a row: they run one of each family of scores and masks
-(``test_every_framework``), their own tests, and nothing else of the tables."""
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to call one framework, and how much of the tables it runs; outputs and gradients in each."""
+
+    framework: str
+    name: str
+    run: Callable[[Any], dict[str, Any]] | None
+    """What a ``runs.Call`` gives in this mode; None where another environment runs it."""
+    whole: bool = False
+    """Runs every row of every table, in the tests of scores, masks, shapes and so on."""
+    every: int = 1
+    """Of the rows of `families`, every so many by default; the others are slow tests."""
+    own: str = ""
+    """The file of the framework's own tests."""
+
+
+def _graph(function: Any) -> Any:
+    import tensorflow as tf  # costs seconds
+
+    return tf.function(function)
+
+
+# A row of the tables costs milliseconds in NumPy and PyTorch, tens of them in eager TensorFlow, and seconds where each
+# shape of each operation or graph is compiled: those run one of each family here, and what is theirs in their own file
+# (TensorFlow there: each score under one mask and each mask under one score, `in_turn`).
+MODES = (
+    Mode("numpy", "eager", lambda call: call.numpy(), whole=True),
+    Mode("torch", "eager", lambda call: call.torch(), whole=True, own="test_torch_operators.py"),
+    Mode("tensorflow", "eager", lambda call: call.tensorflow(), own="test_tensorflow.py"),
+    Mode("tensorflow", "graph", lambda call: call.tensorflow(_graph), every=5, own="test_tensorflow.py"),
+    Mode("jax", "eager", lambda call: call.jax(), own="test_jax.py"),
+    Mode("jax", "jit", lambda call: call.jax(jit=True), own="test_jax.py"),
+    Mode("jax", "vmap", lambda call: call.jax(vmap=True), every=3, own="test_jax.py"),
+    Mode("mxnet", "eager", None, own="test_mxnet.py"),  # needs NumPy below 1.24, and so an environment of its own
+)
+FRAMEWORKS = tuple(mode.framework for mode in MODES if mode.whole)
 """Those that run every row of every table."""
-SLOW_FRAMEWORKS = ("tensorflow",)
-"""Those in which a small call costs milliseconds and a graph seconds. Each score runs under one mask, each mask under
-one of `SOME_SCORES`, dtypes and extras in turn (`in_turn`), in a file of the framework's own."""
 KERNELS = ("native", "streaming", "dense")
 AUTOMATIC = "streaming" if os.environ.get("ATTNSCORE_NO_NATIVE") == "1" else "native"
 """The kernel that runs when nothing is said against it: native, unless the environment says that it is not meant."""
@@ -392,6 +421,31 @@ def shared_out(scores: Sequence[Score], masks: Sequence[str]) -> list[Any]:
                 name = f"{score.name}-{mask_name}-{framework}"
                 found.append(pytest.param(score.name, mask_name, framework, id=name, marks=marks))
     return found
+
+
+def families() -> list[tuple[str, str, str]]:
+    """(score, mask, dtype): one of each family of scores and of masks, every dtype, a score without a gradient."""
+    return [
+        *((score.name, "Causal-bottom_right-tall", "float64") for score in SOME_SCORES),
+        *(("additive-tanh-bias", mask.name, "float64") for mask in SOME_MASKS),
+        *(("scaled_dot", "valid_lens-2d", dtype) for dtype in DTYPES),
+        ("own-tile", "Causal-bottom_right-tall", "float64"),
+    ]
+
+
+def in_every_mode() -> list[Any]:
+    """(mode, score, mask, dtype): the families in every mode that runs in this environment."""
+    return [
+        pytest.param(
+            mode,
+            *row,
+            id="-".join((mode.framework, mode.name, *row)),
+            marks=() if i % mode.every == 0 else pytest.mark.slow,
+        )
+        for mode in MODES
+        if mode.run is not None
+        for i, row in enumerate(dict.fromkeys(families()))
+    ]
 
 
 def in_turn(dtypes: Sequence[str], extras: Sequence[str]) -> list[tuple[str, str, str, str]]:

@@ -11,6 +11,9 @@ import torch
 
 from attnscore import kernels, scoring, tiling
 
+# In an environment of their own, which tests/test_mxnet.py starts.
+collect_ignore = ["in_mxnet"]
+
 
 @pytest.fixture(autouse=True)
 def _tables_as_found() -> Iterator[None]:

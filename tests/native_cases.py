@@ -17,7 +17,7 @@ import attnscore as ats
 BITS = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 TOLERANCE = {"float32": 2e-6, "float64": 1e-13, "bfloat16": 1e-2, "float16": 2e-3}
 INPUTS = ("query", "key", "value", "query_bias", "key_bias", "bias", "mask", "query_ids", "key_ids", "start", "stop")
-INPUTS += ("weights", "sink")
+INPUTS += ("weights", "sink", "scales")
 OPTIONS = {
     "form": "inner",
     "activation": "tanh",
@@ -30,9 +30,10 @@ OPTIONS = {
     "dropout": 0.0,
     "seed": 0,
 }
+STATISTICS = ("max_score", "mean_score", "var_score", "entropy", "max_weight", "sum_sq_weights", "sum_weights")
 ROWS = ("out", "top", "log_total", "entropy", "grad_out", "grad_log_sum_exp", "grad_entropy")
 GRADIENTS = ("grad_query", "grad_key", "grad_value", "grad_query_bias", "grad_key_bias", "grad_bias", "grad_weights")
-GRADIENTS += ("grad_sink",)
+GRADIENTS += ("grad_sink", "grad_scales")
 
 
 def native_module() -> Any:
@@ -48,7 +49,6 @@ def native_module() -> Any:
 
 
 native = native_module()
-STATISTICS = native.STATISTICS
 
 
 def activated(name: str, u: np.ndarray, negative_slope: float) -> tuple[np.ndarray, np.ndarray]:
@@ -97,6 +97,7 @@ class Case:
         self.weights = draw(self.sum.name, dim) if self.options["form"] == "additive" else None
         self.start = self.stop = None
         self.query_bias = self.key_bias = self.bias = self.mask = self.query_ids = self.key_ids = self.sink = None
+        self.scales = None
         self.entropy = self.grad_entropy = None
         if intervals:
             ends = np.sort(rng.integers(0, key_len + 1, (lead[0], query_len, 2)), axis=-1)
@@ -132,11 +133,11 @@ class Case:
     def run(self, threads: Any = 1, **change: Any) -> None:
         rows = (*self.grid, self.query.shape[-2])
         self.out = np.full((*rows, self.value.shape[-1]), 77, self.value.dtype)
-        self.statistics = np.full((*rows, STATISTICS), 77, self.sum)
-        self.top, self.log_total = np.full((2, *rows, 1), 77, self.sum)
+        self.top, self.log_total, *statistics = np.full((2 + len(STATISTICS), *rows, 1), 77, self.sum)
+        self.statistics = dict(zip(STATISTICS, statistics, strict=True))
         score, inputs = self._words(change)
-        filled = [change.pop(name, getattr(self, name)) for name in ("out", "statistics", "top", "log_total")]
-        native.forward(score, inputs, filled, change.pop("full_statistics", True), threads)
+        filled = {"out": self.out, "top": self.top, "log_total": self.log_total, **self.statistics}
+        native.forward(score, inputs, [change.pop(name, x) for name, x in filled.items()], threads)
         assert not change
 
     def run_backward(self, threads: int = 1, **change: Any) -> None:
@@ -145,7 +146,7 @@ class Case:
         self.grad_key = np.zeros((*self.key_grid, key_len, dim), self.sum)
         self.grad_value = np.zeros((*self.key_grid, key_len, value_dim), self.sum)
         self.grad_weights = None if self.weights is None else np.zeros((*self.key_grid, dim), self.sum)
-        self.grad_query_bias = self.grad_key_bias = self.grad_bias = self.grad_sink = None
+        self.grad_query_bias = self.grad_key_bias = self.grad_bias = self.grad_sink = self.grad_scales = None
         score, inputs = self._words(change)
         grad_dtype = change.pop("grad_dtype", self.options["value_dtype"])
         rows, gradients = ([change.pop(n, getattr(self, n)) for n in names] for names in (ROWS, GRADIENTS))
@@ -164,9 +165,7 @@ class Case:
         total = e.sum(-1, keepdims=True)
         p = e / np.where(some, total, 1)
         close(self.exact("out"), p @ self.exact("value"), tolerance)
-        close(self.statistics[..., 1], total[..., 0], tolerance)
-        close(np.where(some[..., 0], self.statistics[..., 0], 0), top[..., 0], tolerance)
-        close(self.statistics[..., 4], seen.sum(-1), 0)
+        self.check_statistics(scores, seen, p, tolerance)
         close(self.top, top, tolerance)
         close(np.exp(self.log_total), total, tolerance)
 
@@ -185,12 +184,31 @@ class Case:
             close(self.grad_key, self.summed(du.sum(-3)), tolerance)
             close(self.grad_weights, self.summed((ds[..., None] * self.activations).sum((-2, -3)), axis=-2), tolerance)
 
+    def check_statistics(self, scores: np.ndarray, seen: np.ndarray, p: np.ndarray, tolerance: float) -> None:
+        count = np.maximum(seen.sum(-1, keepdims=True), 1)
+        mean = np.where(seen, scores, 0).sum(-1, keepdims=True) / count
+        log_p = np.log(np.where(p > 0, p, 1))
+        expected = {
+            "max_score": np.max(scores, axis=-1, initial=-np.inf, where=seen, keepdims=True),
+            "mean_score": mean,
+            "var_score": np.where(seen, (scores - mean) ** 2, 0).sum(-1, keepdims=True) / count,
+            "entropy": -(p * log_p).sum(-1, keepdims=True),
+            "max_weight": p.max(-1, initial=0, keepdims=True),
+            "sum_sq_weights": (p * p).sum(-1, keepdims=True),
+            "sum_weights": p.sum(-1, keepdims=True),
+        }
+        some = seen.any(-1, keepdims=True)
+        np.testing.assert_array_equal(self.statistics["max_score"][~some], -np.inf)
+        for name, x in self.statistics.items():
+            close(np.where(some, x, 0), np.where(some, expected[name], 0), tolerance)
+            assert name == "max_score" or not x[~some].any(), name
+
     def summed(self, x: np.ndarray, axis: int = -3) -> np.ndarray:
         """Over the query heads that share a key head."""
         return x.sum(axis, keepdims=True) if self.key_grid[-1] == 1 else x
 
     def results(self) -> tuple[np.ndarray, ...]:
-        return self.out, self.statistics, self.grad_query, self.grad_key, self.grad_value
+        return self.out, *self.statistics.values(), self.grad_query, self.grad_key, self.grad_value
 
 
 def close(found: Any, expected: np.ndarray, tolerance: float) -> None:

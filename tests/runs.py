@@ -254,8 +254,8 @@ class Call:
         )
         return outputs | {f"grad.{name}": grad for name, grad in zip(leaves, grads, strict=True)}
 
-    def jax(self, *, jit: bool = False, **options: Any) -> dict[str, Any]:
-        """Outputs and gradients by jax.vjp; with `jit` all of it inside one program."""
+    def jax(self, *, jit: bool = False, vmap: bool = False, **options: Any) -> dict[str, Any]:
+        """Outputs and gradients by jax.vjp; with `jit` inside one program, with `vmap` those of the last of two."""
         leaves = {name: jnp.asarray(x) for name, x in self.leaves.items()}
         seeds = [
             jnp.asarray(self.seed_outward(n, self.dtype if n == "out" else accumulator(self.dtype))) for n in self.seeds
@@ -271,7 +271,11 @@ class Call:
             _, pullback, outputs = jax.vjp(outputs_of, leaves, has_aux=True)
             return outputs, pullback(seeds)[0]
 
-        outputs, grads = (jax.jit(both) if jit else both)(leaves)
+        if vmap:
+            doubled = {name: jnp.stack([x if name == "value" else x * 0.5, x]) for name, x in leaves.items()}
+            outputs, grads = jax.tree.map(lambda x: x[1], jax.vmap(both)(doubled))
+        else:
+            outputs, grads = (jax.jit(both) if jit else both)(leaves)
         return {name: np.asarray(x) for name, x in outputs.items()} | {
             f"grad.{name}": np.asarray(grad) for name, grad in grads.items()
         }

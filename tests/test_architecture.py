@@ -126,9 +126,9 @@ def test_no_module_imports_itself_by_a_detour() -> None:
 
 
 def _owner(module: str) -> str | None:
-    """The framework that a file is for: frameworks/torch.py, layers/torch.py, layers/torch_multihead.py, ..."""
+    """The framework that a file is for: frameworks/torch.py, layers/torch_multihead.py, diagnostics/torch_..., ..."""
     room, _, file = module.partition(".")
-    if room in ("frameworks", "layers"):
+    if room in ("frameworks", "layers", "diagnostics"):
         return next((name for name in FRAMEWORKS if file == name or file.startswith(f"{name}_")), None)
     return None
 

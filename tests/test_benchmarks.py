@@ -51,6 +51,15 @@ PROMISES = [
     ("dropout", "without", 1.15, 1.15, None),
     ("interval-mask", "without", 1.05, 1.05, None),
 ]
+# Those of callers of other frameworks.
+CALLERS = [
+    ("jax", "jax", 3, 3, None),
+    ("tensorflow", "tensorflow", 1.3, 1.3, None),
+    ("tensorflow", "keras", 1.3, 1.3, None),
+    ("tensorflow-graph", "tensorflow", 1.3, 1.3, None),
+    ("tensorflow-graph", "keras", 1.3, 1.3, None),
+]
+CALLERS_MEMORY = {"memory-numpy", "memory-jax", "memory-tensorflow", "memory-tensorflow-graph"}
 AT_MOST = {"additive-long", "tiny", "statistics", "dropout", "dropout-backward", "interval-mask"}
 GROWTH = {"growth-dot", "growth-additive"}
 MEMORY = {"memory-dot", "memory-additive"}
@@ -59,6 +68,8 @@ MEMORY = {"memory-dot", "memory-additive"}
 def toy(case: Case) -> Case:
     """The case on a few dozen positions; more than one tile of no kernel, but every feature."""
     sizes = dict(case.sizes)
+    if case.kind == "limits":
+        return dataclasses.replace(case, sizes={"side": 32, "numbers": 1000})
     sizes |= {"queries": min(sizes["queries"], 37), "keys": 37 if sizes["queries"] > 1 else 53, "dim": 8}
     sizes |= {"heads": min(sizes["heads"], 2)}
     if "visible" in sizes:
@@ -89,7 +100,7 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> None:
 # --------------------------------------------------------------- the table
 
 
-@pytest.mark.parametrize(("name", "peer", "two", "one", "moonshot"), PROMISES)
+@pytest.mark.parametrize(("name", "peer", "two", "one", "moonshot"), [*PROMISES, *CALLERS])
 def test_every_promise_has_a_case(name: str, peer: str, two: float, one: float, moonshot: float | None) -> None:
     goal = cases.named(name).peers[peer]
     assert goal is not None
@@ -103,7 +114,8 @@ def test_the_shapes_are_those_of_the_promises() -> None:
 
     usual = (1, 8, 2048, 2048, 64)
     others = ("dot-backward", "dot-bfloat16", "causal", "padded", "additive-long", "numpy", "statistics", "dropout")
-    assert all(shape(name) == usual for name in ("dot", *others, "interval-mask"))
+    callers = {promise[0] for promise in CALLERS}
+    assert all(shape(name) == usual for name in ("dot", *others, "interval-mask", *callers))
     assert shape("additive") == shape("additive-backward") == (1, 0, 512, 512, 256)
     assert shape("decoding") == (1, 32, 1, 32768, 128)
     assert shape("tiny") == (2, 8, 16, 16, 64)
@@ -111,13 +123,16 @@ def test_the_shapes_are_those_of_the_promises() -> None:
     assert cases.named("padded").sizes["visible"] == 1024
     assert all(cases.named(name).sizes["lengths"] == [1024, 2048, 4096, 8192] for name in GROWTH)
     assert all(shape(name) == (1, 1, 131072, 131072, 64) and cases.named(name).mask == "causal" for name in MEMORY)
+    assert all(shape(name) == (1, 1, 32768, 32768, 64) for name in CALLERS_MEMORY)
+    assert {cases.named(name).framework for name in callers | CALLERS_MEMORY} == {"numpy", "jax", "tensorflow"}
     assert cases.MEMORY_MUST == 100 * 10**6
 
 
 def test_names_and_peers_are_known() -> None:
     names = [case.name for case in CASES]
     assert len(set(names)) == len(names)
-    assert {promise[0] for promise in PROMISES} | GROWTH | MEMORY | {"dropout-backward"} == set(names)
+    timed = {promise[0] for promise in (*PROMISES, *CALLERS)}
+    assert timed | GROWTH | MEMORY | CALLERS_MEMORY | {"dropout-backward", "limits"} == set(names)
     used = {peer for case in CASES for peer in case.peers}
     assert used == set(peers.PEERS) == set(peers.TITLES)
     assert all((goal is not None and goal.at_most) == (case.name in AT_MOST)
@@ -132,7 +147,7 @@ def test_the_long_cases_are_asked_for() -> None:
         cases.chosen(["dott"], full=False)
 
 
-@pytest.mark.parametrize("name", [name for name in TOYS if name not in MEMORY])
+@pytest.mark.parametrize("name", [name for name in TOYS if name not in MEMORY | {"limits"}])
 def test_pairs_are_those_of_the_mask(name: str) -> None:
     case = TOYS[name]
     visible = draw(case).visible()
@@ -287,9 +302,37 @@ def test_the_runner_in_processes_of_its_own(toys: None) -> None:
     assert grown["parameters"] == 8
 
 
+def test_the_limits_of_the_machine(toys: None) -> None:
+    """Rates of the libraries, and what part of them a case takes."""
+    found = runner.run([cases.named("limits"), cases.named("tiny")], [1], quick=True)
+    assert not found["errors"] and not results.check(json.loads(json.dumps(found)))
+    limits, timed = found["rows"]
+    assert limits["threads"] == 1 and set(limits["products"]) == {"float32", "bfloat16"}
+    assert min(limits["reading"], *limits["products"].values()) > 0
+    limits |= {"products": {"float32": 1e9, "bfloat16": 2e9}, "reading": 4e9}
+    timed |= {"work": {"operations": 10**9, "activations": 0, "bytes": 10**9}, "ours": GOOD_ROW["ours"] | {"median": 2}}
+    text = report.section(found)
+    assert "| 1 | 1 | 2 | 4 |" in text and "| 1 | native | 0.5 |  | 0.5 | 50% | 12% |" in text.replace(
+        timed["kernel"], "native"
+    )
+    timed["case"] = "dot-bfloat16"
+    assert "| 25% | 12% |" in report.section(found)
+
+
 def arrays_of(length: int) -> int:
     """Query, key, value, their gradients, out and the gradient into it; w_v and its gradient."""
     return 4 * (8 * length * 8 + 2 * 8)
+
+
+@pytest.mark.parametrize("name", sorted(CALLERS_MEMORY))
+def test_memory_of_callers_of_other_frameworks(toys: None, name: str) -> None:
+    found = runner.run([cases.named(name)], [1], quick=True)
+    assert not found["errors"] and not results.check(json.loads(json.dumps(found)))
+    (row,) = found["rows"]
+    (point,) = row["points"]
+    # Query, key, value, out and the gradient into it, three gradients; w_v is drawn and no input.
+    assert point["arrays"] == 4 * 8 * 37 * 8
+    assert row["must"] == cases.MEMORY_MUST
 
 
 def test_a_failed_process_is_an_error_and_no_row(toys: None) -> None:

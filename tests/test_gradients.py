@@ -197,6 +197,19 @@ def _check_penalty(call: Call) -> None:
         np.testing.assert_allclose(array(x), array(y), atol=1e-9 * scale, err_msg=name)
 
 
+@pytest.mark.parametrize("shape", [(), (4,)], ids=str)
+def test_a_temperature_over_a_learned_bandwidth(shape: tuple[int, ...]) -> None:
+    """NumPy's pull-back of a wrapped score against autograd's."""
+    rng = np.random.default_rng(0)
+    x, bandwidth = rng.standard_normal((2, 4, 5, 3)), rng.uniform(0.5, 2, shape)
+    seed, learned = rng.standard_normal((2, 4, 5, 3)), tensor(bandwidth, requires_grad=True)
+    _, pullback = ats.attend_vjp(x, x, x, score=ats.Temperature(ats.Gaussian(np.asarray(bandwidth)), 0.5))
+    out = ats.attend(*map(tensor, (x, x, x)), score=ats.Temperature(ats.Gaussian(learned), 0.5))
+    (wanted,) = torch.autograd.grad((out * tensor(seed)).sum(), learned)
+    (found,) = pullback(seed).score.values()
+    np.testing.assert_allclose(found, array(wanted), rtol=1e-10)
+
+
 def test_gradients_of_broadcast_inputs_are_summed(small_tiles: None) -> None:
     """One key for all batches, one value head for all, one query for all: by hand through expanded copies."""
     rng = np.random.default_rng(0)

@@ -119,3 +119,13 @@ def test_no_matrix_is_held() -> None:
     ats.top_weights(query, key, 4)
     assert tracemalloc.get_traced_memory()[1] < 40 * 2**20
     tracemalloc.stop()
+
+
+def test_a_mask_of_numpy_beside_tensors_with_gradients() -> None:
+    """A mask's own arrays, of whichever framework, are on no tape."""
+    query, key = (torch.randn(2, 3, 5, 4, generator=torch.Generator().manual_seed(i)) for i in range(2))
+    mask = ats.KeyPadding(np.arange(5) < np.array([[3], [5]]))
+    query.requires_grad_()
+    whole = ats.attention_weights(query, key, mask=mask)
+    torch.testing.assert_close(ats.key_mass(query, key, mask=mask), whole.detach().sum(-2))
+    torch.testing.assert_close(ats.attend(query, key, key, mask=mask), whole @ key)

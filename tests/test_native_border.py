@@ -33,8 +33,10 @@ WRONG_FORWARD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"out": np.zeros((2, 2, 3, 5, 6))}, TypeError, "out: expected dtype float32, got float64"),
     ({"out": np.zeros((1, 2, 3, 5, 6), F4)}, ValueError, "query: expected shape"),
     ({"out": None}, ValueError, "out: expected an array, got None"),
-    ({"statistics": np.zeros((2, 2, 3, 5, 2), F4)}, ValueError, r"statistics: expected shape \(2, 2, 3, 5, 7\)"),
-    ({"statistics": np.zeros((2, 2, 3, 5, 7))}, TypeError, "statistics: expected dtype float32"),
+    ({"entropy": np.zeros((2, 2, 3, 5), F4)}, ValueError, r"entropy: expected shape \(2, 2, 3, 5, 1\)"),
+    ({"max_score": np.zeros((2, 2, 3, 4, 1), F4)}, ValueError, r"max_score: expected shape \(2, 2, 3, 5, 1\)"),
+    ({"var_score": np.zeros((2, 2, 3, 5, 1))}, TypeError, "var_score: expected dtype float32"),
+    ({"sum_weights": np.broadcast_to(F4(0), (2, 2, 3, 5, 1))}, TypeError, "sum_weights: expected a writable NumPy"),
     ({"start": np.zeros((2, 5), np.int64)}, ValueError, "stop: expected start and stop together, got None"),
     ({"stop": np.zeros((2, 5), np.int64)}, ValueError, "start: expected start and stop together, got None"),
     (
@@ -98,6 +100,10 @@ WRONG_FORWARD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"sink": np.zeros((2, 2), F4)}, ValueError, r"sink: expected shape \(2, 3\)"),
     ({"sink": np.zeros(6, F4)}, ValueError, r"sink: expected shape \(2, 3\)"),
     ({"sink": np.zeros((2, 3))}, TypeError, "sink: expected dtype float32"),
+    ({"scales": np.zeros((2, 3), F4)}, ValueError, "scales: expected None but with form 'distance'"),
+    ({"form": "distance", "scales": np.zeros((3, 2), F4)}, ValueError, r"scales: expected shape \(2, 3\)"),
+    ({"form": "distance", "scales": np.zeros(6, F4)}, ValueError, r"scales: expected shape \(2, 3\)"),
+    ({"form": "distance", "scales": np.zeros((2, 3))}, TypeError, "scales: expected dtype float32"),
     ({"top": np.zeros((2, 2, 3, 5), F4)}, ValueError, r"top: expected shape \(2, 2, 3, 5, 1\)"),
     ({"log_total": None}, ValueError, "log_total: expected an array, got None"),
     ({"threads": "two"}, TypeError, "incompatible function arguments"),
@@ -139,6 +145,7 @@ WRONG_BACKWARD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"grad_bias": np.zeros((1, 1, 1, 5, 7), F4)}, ValueError, "grad_bias: expected None where there is no such"),
     ({"grad_key_bias": np.zeros((2, 2, 1, 7), F4)}, ValueError, "grad_key_bias: expected None where there is no such"),
     ({"grad_sink": np.zeros((2, 2, 3), F4)}, ValueError, "grad_sink: expected None where there is no such"),
+    ({"grad_scales": np.zeros((2, 2, 3), F4)}, ValueError, "grad_scales: expected None where there is no such"),
     (
         {"bias": np.zeros((1, 2, 1, 5, 7), F4), "grad_bias": np.zeros((1, 1, 1, 5, 7), F4)},
         ValueError,
@@ -173,19 +180,19 @@ def test_wrong_gradients_of_weights() -> None:
         case.run_backward(weights=np.zeros((2, 3, 4), F4))
 
 
-@pytest.mark.parametrize("count", [0, 12, 14])
+@pytest.mark.parametrize("count", [0, 13, 15])
 def test_wrong_numbers_of_arrays(count: int) -> None:
     case = Case()
     score = tuple(case.options.values())
     row = np.zeros(1, F4)
-    with pytest.raises(ValueError, match=f"inputs: expected 13 arrays, got {count}"):
-        native.forward(score, (None,) * count, [row] * 4, False, 1)
-    with pytest.raises(ValueError, match=f"rows: expected 4 arrays, got {count}"):
-        native.forward(score, (None,) * 13, [row] * count, False, 1)
-    inputs = (case.query, case.key, case.value, *(None,) * 10)
+    with pytest.raises(ValueError, match=f"inputs: expected 14 arrays, got {count}"):
+        native.forward(score, (None,) * count, [row] * 10, 1)
+    with pytest.raises(ValueError, match=f"rows: expected 10 arrays, got {count}"):
+        native.forward(score, (None,) * 14, [row] * count, 1)
+    inputs = (case.query, case.key, case.value, *(None,) * 11)
     with pytest.raises(ValueError, match=f"rows: expected 7 arrays, got {count}"):
-        native.backward(score, inputs, (None,) * count, "float32", (None,) * 8, 1)
-    with pytest.raises(ValueError, match=f"gradients: expected 8 arrays, got {count}"):
+        native.backward(score, inputs, (None,) * count, "float32", (None,) * 9, 1)
+    with pytest.raises(ValueError, match=f"gradients: expected 9 arrays, got {count}"):
         native.backward(score, inputs, (None,) * 7, "float32", (None,) * count, 1)
 
 

@@ -88,7 +88,6 @@ TWO = ats.Dense(np.ones((6, 6), bool)) & ats.Dense(np.ones((6, 6), bool))
     [
         ({"mask": ~ats.Causal()}, "the mask is no interval of keys per row: ~Causal()"),
         ({"mask": TWO}, "2 arrays in one mask"),
-        ({"score": ats.Gaussian(np.full(4, 0.1, np.float32))}, "a scale per head of distances"),
         ({"bias": np.zeros((6, 6), np.longdouble)}, "bias of dtype "),
     ],
 )

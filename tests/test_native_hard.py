@@ -128,3 +128,19 @@ def test_infinite_scores_that_are_seen(dtype: str, queries: int) -> None:
     out = ats.attend(query, np.abs(key), value, score="dot", mask=mask, kernel="native")
     assert np.isfinite(out[0]).all()
     assert np.isnan(out[1:]).all()
+
+
+@pytest.mark.parametrize("where", ["query", "key"])
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf], ids=["nan", "inf", "minus-inf"])
+@pytest.mark.parametrize("activation", ["tanh", "sigmoid", "relu", "gelu"])
+def test_no_mask_and_one_that_hides_nothing_agree_on_infinity(activation: str, poison: float, where: str) -> None:
+    """A row that is not finite has no additive score, as in the dense kernel: not even tanh(inf) = 1."""
+    rng = np.random.default_rng(0)
+    arrays = {name: rng.standard_normal((2, 3, 70, 5)) for name in ("query", "key", "value")}
+    arrays[where][1, 2, 66, 3] = poison
+    score, everything = ats.Additive(rng.standard_normal(5), activation=activation), np.ones((70, 70), bool)
+    wanted = ats.attend(**arrays, score=score, kernel="dense")
+    assert np.isnan(wanted).any()
+    for mask in (None, ats.Dense(everything), ats.ValidLens([70, 70])):
+        found = ats.attend(**arrays, score=score, mask=mask, kernel="native")
+        np.testing.assert_allclose(found, wanted, atol=1e-13)

@@ -23,9 +23,6 @@ ARRAY = np.arange(81).reshape(9, 9) % 3 > 0
 
 # What native leaves to another, of the tables that drive every generic test; all other rows are its own.
 SCORES_LEFT = {
-    "gaussian-one": "a scale per head of distances",
-    "gaussian-heads": "a scale per head of distances",
-    "soft_cap-gaussian": "a scale per head of distances",
     "own-tile": "the score is computed in Python (TileForm)",
     "own-tile_gradient": "the score is computed in Python (TileForm)",
     "own-no-dataclass": "the score is computed in Python (TileForm)",
@@ -85,6 +82,10 @@ OWN: dict[str, dict[str, Any]] = {
     "weights in float64": {"score": ats.Additive(np.ones(5))},
     "projections in float64": {"score": ats.Additive(np.ones(3), np.ones((3, 5)), np.ones((3, 5)))},
     "a bandwidth": {"score": ats.Gaussian(0.01)},
+    "a learned bandwidth": {"score": ats.Gaussian(np.full((), 0.01, "f4"))},
+    "bandwidths": {"score": ats.Gaussian(np.full(4, 0.01, "f4"))},
+    "bandwidths in float64": {"score": ats.Gaussian(np.full(4, 0.01))},
+    "a scale per head": {"score": ats.ScaledDot(np.ones(4, "f4"))},
     "two caps": {"score": ats.SoftCap(ats.Temperature(ats.SoftCap("dot", 30.0), 2.0), 3.0)},
     "all at once": {
         "score": ats.SoftCap("scaled_dot", 30.0), "mask": CAUSAL & ats.Dense(ARRAY), "valid_lens": [3, 9],
@@ -101,7 +102,6 @@ LEFT: dict[str, tuple[dict[str, Any], str]] = {
         {"mask": ats.Documents(np.arange(9) % 2) & ats.Documents(np.arange(9) % 3)},
         "2 Documents in one mask",
     ),
-    "bandwidths": ({"score": ats.Gaussian(np.full(4, 0.01, "f4"))}, "a scale per head of distances"),
     "a bias of long doubles": ({"bias": np.zeros((9, 9), np.longdouble)}, "bias of dtype"),
 }
 X = np.random.default_rng(0).standard_normal((2, 4, 9, 5)).astype("f4")

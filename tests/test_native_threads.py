@@ -17,6 +17,9 @@ import torch
 import attnscore as ats
 from native_cases import Case, native, same
 
+# JAX, which other tests have imported into this process, warns of every fork; the children here do not call it.
+pytestmark = pytest.mark.filterwarnings("ignore:os.fork.. was called:RuntimeWarning")
+
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 # Python warns of exactly what is tested here: a fork from a process that has threads.
 fork_warns = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

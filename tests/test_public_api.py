@@ -90,6 +90,8 @@ LAYERS = {
 }
 ELSEWHERE = {
     "attnscore.layers.torch": tuple(LAYERS),
+    "attnscore.layers.flax": tuple(LAYERS),
+    "attnscore.layers.keras": tuple(LAYERS),
     "attnscore.plotting": ("show_heatmaps",),
     "attnscore.testing": ("check_score", "check_kernel", "check_framework"),
 }
@@ -288,7 +290,11 @@ def documented_parameters(name: str) -> set[str]:
 
 @pytest.mark.parametrize("name", WITH_PARAMETERS)
 def test_parameters_are_documented_and_no_others(name: str) -> None:
-    parameters = {p for p in inspect.signature(WITH_PARAMETERS[name]).parameters if p not in ("self", "args")}
+    function = WITH_PARAMETERS[name]
+    # Flax and Keras hide the signatures of their classes.
+    hidden = name.startswith(("attnscore.layers.flax", "attnscore.layers.keras"))
+    function = function.__init__ if hidden else function
+    parameters = {p for p in inspect.signature(function).parameters if p not in ("self", "args")}
     # Where the arguments are those of a sibling, its name in the text sends the reader there.
     elsewhere = re.search(r"[Pp]arameters.* (are|is) (those|that) of `\w+`|as in `\w+`|As in `\w+`", _doc(name))
     found = documented_parameters(name)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import attnscore as ats
-from attnscore import tiling
+from attnscore import scoring, tiling
 from attnscore.masking import known
 from attnscore.recall import Memory
 
@@ -114,6 +114,16 @@ def test_lengths_changed_in_place_are_new_lengths(mask: Callable[[Any], Any]) ->
         wanted = ats.attend(*arrays, mask=ats.Dense(torch.from_numpy(same.materialize(4, 6, 2))[:, None]))
         torch.testing.assert_close(ats.attend(*arrays, mask=same), wanted)
         lens += 1
+
+
+def test_a_name_means_the_score_that_it_stands_for_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays, scale = _inputs(), 1.0
+    monkeypatch.setitem(scoring._TABLE, "varied", lambda: ats.ScaledDot(scale))
+    for cls in (ats.Dot, ats.ScaledDot, ats.Cosine):
+        monkeypatch.setitem(scoring._TABLE, "named", cls)
+        torch.testing.assert_close(ats.attend(*arrays, score="named"), ats.attend(*arrays, score=cls()))
+    for scale in (2.0, -2.0):
+        torch.testing.assert_close(ats.attend(*arrays, score="varied"), ats.attend(*arrays, score=ats.ScaledDot(scale)))
 
 
 def test_nothing_of_the_caller_is_held() -> None:

@@ -354,18 +354,27 @@ def test_the_seed_is_that_of_every_framework(monkeypatch: pytest.MonkeyPatch) ->
         np.testing.assert_allclose(found, wanted, atol=1e-12)
 
 
-SAME = [case for case in CASES if case.same and not case.only]
+# A heat map needs numbers, which a graph has none of: there it says so.
+DRAWN = ("a heat map of one axis", "a heat map of five axes", "more titles than maps")
+SAME = [x for x in CASES if x.same and not x.only and x.but != "tensorflow" and x.name not in DRAWN]
+
+
+class InGraph(Maker):
+    """Constants of the graph that is being made: what they hold is known."""
+
+    def array(self, values: Any, dtype: str | None = None) -> Any:
+        host = np.asarray(values)
+        return tf.constant(host.astype(dtype or ("float32" if host.dtype.kind == "f" else host.dtype.name)))
 
 
 @pytest.mark.parametrize("case", [pytest.param(x, id=f"{x.error.__name__}-{x.name}") for x in SAME])
-def test_errors_have_the_words_of_numpy(case: Case) -> None:
-    texts = []
-    for framework in ("numpy", "tensorflow"):
-        with pytest.raises(ats.AttnscoreError) as found:
-            case.call(Maker(framework))
-        assert type(found.value) is case.error
-        texts.append(str(found.value))
-    assert texts[0] == texts[1]
+def test_errors_have_the_words_of_numpy_while_a_graph_is_made(case: Case) -> None:
+    with pytest.raises(ats.AttnscoreError) as wanted:
+        case.call(Maker("numpy"))
+    with pytest.raises(ats.AttnscoreError) as found:
+        tf.function(lambda: case.call(InGraph("tensorflow")), autograph=False).get_concrete_function()
+    assert type(found.value) is case.error
+    assert str(found.value) == str(wanted.value)
 
 
 @pytest.mark.parametrize("make", [tf.sparse.from_dense, tf.RaggedTensor.from_tensor], ids=["sparse", "ragged"])

@@ -1,11 +1,11 @@
-// A problem drawn at random: every form, mask and extra that attention.h knows, over odd sizes, strides and dtypes.
+// A drawn problem, run: what a kernel fills, what the backward is given, and how far results may be apart.
 #pragma once
 
 #include <cstdio>
 #include <string>
 #include <vector>
 
-#include "memory.h"
+#include "draw.h"
 
 namespace attnscore::tests {
 
@@ -17,31 +17,19 @@ struct Result {
     char* data;
 };
 
-struct Case {
-    Random random;
-    Memory memory;
-    Problem problem;
-    Dtype sum = Dtype::f32;
-    double magnitude = 1, level = 0;
-    bool planted = false;
-
-    explicit Case(uint64_t seed) : random{std::mt19937_64(seed)} {
-        draw_score();
-        draw_sizes();
-        draw_heads();
-        if (!problem.heads.empty() && random.one_in(3)) plant();
-    }
+struct Case : Drawn {
+    using Drawn::Drawn;
 
     std::vector<Result> forward(const Kernels& kernels, int threads) {
         std::vector<Result> results;
         for (Head& head : problem.heads) {
             const int64_t out = problem.query_len * problem.value_dim, rows = problem.query_len;
             head.out = memory.filled(out, problem.value_dtype, NAN, 1);
-            head.statistics = memory.filled(rows * kStatistics, sum, 77, 1);
+            head.numbers = memory.filled(rows * kNumbers, sum, 77, 1);
             results.push_back({"out", problem.value_dtype, out, 1, head.out});
             static constexpr const char* names[] = {"max", "total", "tilt", "squares", "count", "mean", "deviations"};
-            for (int i = 0; i < kStatistics; ++i) {
-                results.push_back({names[i], sum, rows, kStatistics, head.statistics + i * size_of(sum)});
+            for (int i = 0; i < kNumbers; ++i) {
+                results.push_back({names[i], sum, rows, kNumbers, head.numbers + i * size_of(sum)});
             }
         }
         kernels.forward(problem, threads);
@@ -58,6 +46,7 @@ struct Case {
         for (Head& head : problem.heads) {
             head.grad_query = add("grad_query", p.query_len * p.dim);
             if (head.query_bias.data) head.grad_query_bias = add("grad_query_bias", p.query_len);
+            if (head.scale != nullptr) head.grad_scale = add("grad_scale", 1);
         }
         for (Group& group : problem.groups) {
             group.grad_key = add("grad_key", p.key_len * p.dim);
@@ -87,7 +76,7 @@ struct Case {
             head.shift = column();
             if (tilted) head.entropy = column(), head.grad_entropy = column();
             for (int64_t i = 0; i < n; ++i) {
-                const char* numbers = head.statistics + i * kStatistics * size;
+                const char* numbers = head.numbers + i * kNumbers * size;
                 const double largest = number(numbers, sum), all = number(numbers + size, sum);
                 put(top + i * size, sum, all == 0 ? 0 : largest);
                 put(total + i * size, sum, all == 0 ? INFINITY : std::log(all));
@@ -105,7 +94,9 @@ struct Case {
         const double d = static_cast<double>(p.dim), m = std::max(1.0, magnitude);
         double bound = 1;
         if (p.form == Form::inner) bound += std::abs(p.scale) * m * m * d * 2;
-        if (p.form == Form::distance) bound += std::abs(p.scale) * m * m * d * 8;
+        // Scales of heads reach 2.
+        const bool scales = !p.heads.empty() && p.heads[0].scale != nullptr;
+        if (p.form == Form::distance) bound += std::abs(p.scale) * m * m * d * 8 * (scales ? 2 : 1);
         if (p.form == Form::additive) bound += m * d * 2;
         if (!p.heads.empty() && (p.heads[0].query_bias.data || p.heads[0].key_bias.data)) bound += 6;
         for (const Cap& cap : p.caps) bound = (bound + (std::isinf(cap.cap) ? 0 : cap.cap)) * std::max(1.0, cap.factor);
@@ -120,239 +111,15 @@ struct Case {
             line, sizeof line,
             "form %d activation %d score %d value %d grad %d bias %d queries %ld keys %ld dim %ld value_dim %ld heads "
             "%zu groups %zu full %d magnitude %g level %g scale %g slope %g caps %zu dropout %g planted %d; has:%s%s%s"
-            "%s%s%s",
+            "%s%s%s%s",
             static_cast<int>(p.form), static_cast<int>(p.activation), static_cast<int>(p.score_dtype),
             static_cast<int>(p.value_dtype), static_cast<int>(p.grad_dtype), static_cast<int>(p.bias_dtype),
             static_cast<long>(p.query_len), static_cast<long>(p.key_len), static_cast<long>(p.dim),
             static_cast<long>(p.value_dim), p.heads.size(), p.groups.size(), p.full_statistics, magnitude, level,
             p.scale, p.negative_slope, p.caps.size(), p.dropout, planted, h.start ? " intervals" : "",
             h.mask.data ? " mask" : "", h.query_ids.data ? " ids" : "", h.bias.data ? " bias" : "",
-            h.query_bias.data ? " query_bias" : "", h.key_bias.data ? " key_bias" : "");
+            h.query_bias.data ? " query_bias" : "", h.key_bias.data ? " key_bias" : "", h.scale ? " scales" : "");
         return line;
-    }
-
-   private:
-    void draw_score() {
-        Problem& p = problem;
-        p.form = random.one_of({Form::inner, Form::inner, Form::additive, Form::additive, Form::distance});
-        p.activation = random.one_of({Activation::tanh, Activation::tanh, Activation::sigmoid, Activation::relu,
-                                      Activation::leaky_relu, Activation::silu, Activation::gelu});
-        p.score_dtype = random.one_of({Dtype::f32, Dtype::f32, Dtype::f64, Dtype::bf16, Dtype::f16});
-        p.value_dtype = random.one_of({Dtype::f32, Dtype::f32, Dtype::bf16, Dtype::f16});
-        if (p.score_dtype == Dtype::f64 && random.coin()) p.value_dtype = Dtype::f64;
-        // The pairs of neighbours that targets with bfloat16 products know.
-        if (p.score_dtype == Dtype::bf16 && random.coin()) p.value_dtype = Dtype::bf16;
-        sum = sum_dtype(p);
-        p.grad_dtype = random.one_of({Dtype::f32, p.value_dtype, Dtype::f64});
-        p.bias_dtype = random.one_of({Dtype::f32, Dtype::f64, Dtype::bf16, Dtype::f16});
-        p.full_statistics = random.coin();
-        p.negative_slope = random.one_of({0.01, 0.2, -0.5, 2.0});
-        magnitude = random.one_of({0.1, 1.0, 1.0, 4.0});
-        // Arguments that cancel, out of the range of exponentials. Read as float, doubles would lose their difference.
-        if (p.form == Form::additive && random.one_in(4) && (p.score_dtype != Dtype::f64 || sum == Dtype::f64)) {
-            level = random.one_of({1.0, 43.85, 300.0, 1e4});
-        }
-        for (int64_t n = random.one_in(3) ? 1 + random.below(2) : 0; n > 0; --n) {
-            p.caps.push_back({random.one_of<double>({0.5, 2.0, 30.0, INFINITY}), random.one_of({1.0, 0.25, 2.0})});
-        }
-        if (random.one_in(3)) p.dropout = random.one_of({0.1, 0.5, 0.999, 1e-12, 1 - 1e-12});
-        p.seed = random.coin() ? random.bits() : static_cast<uint64_t>(random.below(3));
-    }
-
-    void draw_sizes() {
-        Problem& p = problem;
-        p.query_len = random.one_of<int64_t>({0, 1, 2, 3, 4, 5, 6, 7, 13, 17, 63, 64, 65, 97, 131, 191, 192, 193, 257});
-        p.key_len = random.one_of<int64_t>({0, 1, 2, 3, 15, 31, 63, 64, 65, 67, 127, 129, 191, 192, 193, 257});
-        p.dim = random.one_of<int64_t>({0, 1, 2, 3, 7, 8, 15, 16, 17, 33, 64, 65, 127, 257});
-        p.value_dim = random.one_of<int64_t>({0, 1, 2, 3, 7, 8, 15, 16, 17, 33, 64, 65, 130});
-        if (random.one_in(12)) {  // few rows and many keys, in ranges that are joined
-            p.query_len = 1 + random.below(5);
-            p.key_len = random.one_of<int64_t>({2047, 2048, 2049, 3001, 4161});
-        }
-        if (random.one_in(20)) {  // blocks of the backward; ranges of it
-            p.query_len = random.one_of<int64_t>({256, 383, 384, 385});
-            p.key_len = random.one_of<int64_t>({256, 257, 383, 384, 385});
-        }
-        // A case is to take milliseconds, sanitized.
-        const int64_t pairs = p.query_len * p.key_len, term = p.form == Form::additive ? 4 : 1;
-        while (pairs * (p.dim * term + p.value_dim) > 1500000) p.dim = (p.dim + 1) / 2, p.value_dim /= 2;
-        p.scale =
-            random.one_of({1.0, p.form == Form::inner ? -0.5 : 0.5}) / std::sqrt(1.0 + static_cast<double>(p.dim));
-    }
-
-    void draw_heads() {
-        Problem& p = problem;
-        const int64_t n = p.query_len, m = p.key_len;
-        const bool large = n * m * (p.dim + p.value_dim) > 300000;
-        const int64_t groups = 1 + random.below(large ? 1 : 3);
-        const int64_t sharing = large ? 1 + random.below(2) : random.one_of<int64_t>({1, 2, 3, 7});
-        const auto normal = [&] { return magnitude * random.normal(); };
-        const bool with_query_bias = random.one_in(3), with_key_bias = random.one_in(3);
-        const int64_t first_place = random.one_in(4) ? int64_t{1} << 33 : 0;
-        for (int64_t g = 0; g < groups; ++g) {
-            Group group;
-            Head head;
-            head.key =
-                numbers_laid(memory, random, {random, m, p.dim}, p.score_dtype, [&] { return normal() - level; });
-            head.value =
-                numbers_laid(memory, random, {random, m, p.value_dim}, p.value_dtype, [&] { return random.normal(); });
-            if (p.form == Form::additive) {
-                char* numbers = memory.filled(p.dim, sum, 0, random.below(3));
-                for (int64_t i = 0; i < p.dim; ++i) put(numbers + i * size_of(sum), sum, random.normal());
-                head.weights = numbers;
-            }
-            if (with_key_bias) head.key_bias = column(m);
-            for (int64_t h = 0; h < sharing; ++h) {
-                head.query =
-                    numbers_laid(memory, random, {random, n, p.dim}, p.score_dtype, [&] { return normal() + level; });
-                head.grad_out = numbers_laid(memory, random, {random, n, p.value_dim}, p.grad_dtype,
-                                             [&] { return random.normal(); });
-                if (with_query_bias) head.query_bias = column(n);
-                head.place = first_place + static_cast<int64_t>(p.heads.size());
-                group.heads.push_back(static_cast<int64_t>(p.heads.size()));
-                p.heads.push_back(head);
-            }
-            p.groups.push_back(group);
-        }
-        // Extras are of all heads, so that all rows of a strip are alike in what they need; intervals are of each.
-        const int64_t hiding = random.below(8);
-        for (Head& head : p.heads) draw_intervals(head);
-        if (hiding & 1) draw_mask();
-        if (hiding & 2) draw_ids();
-        if (random.one_in(3)) draw_bias();
-    }
-
-    Matrix column(int64_t rows) {
-        return numbers_laid(memory, random, {random, rows, 1}, sum, [&] { return 2 * random.normal(); });
-    }
-
-    void draw_intervals(Head& head) {
-        const int64_t n = problem.query_len, m = problem.key_len, kind = random.below(6);
-        if (kind == 0) return;
-        auto* start = reinterpret_cast<int64_t*>(memory.take(n * 8));
-        auto* stop = reinterpret_cast<int64_t*>(memory.take(n * 8));
-        const int64_t valid = random.below(m + 1);
-        for (int64_t i = 0; i < n; ++i) {
-            int64_t first = 0, last = m;
-            if (kind == 1) last = std::min(i + 1, m);                                            // causal
-            if (kind == 2) last = valid;                                                         // lengths
-            if (kind == 3) first = std::clamp<int64_t>(i - 9, 0, m), last = std::min(i + 3, m);  // window
-            if (kind == 4) first = random.below(m + 1), last = random.below(m + 1);              // anything
-            start[i] = first;
-            stop[i] = std::max(first, last);
-        }
-        head.start = start;
-        head.stop = stop;
-    }
-
-    // The same for all heads, or one each; a row, a column, or whole.
-    void draw_mask() {
-        const bool each = random.coin();
-        const int64_t share = random.one_of<int64_t>({2, 5, 100});
-        Matrix mask;
-        for (Head& head : problem.heads) {
-            if (each || mask.data == nullptr) {
-                mask = integers_laid<uint8_t>(memory, random, broadcast(), 255, [&] {
-                    return static_cast<uint8_t>(random.one_in(share) ? 0 : 1 + random.below(255));
-                });
-            }
-            head.mask = mask;
-        }
-    }
-
-    Layout broadcast() {
-        const int64_t kind = random.below(4);
-        Layout layout(random, kind == 1 ? 1 : problem.query_len, kind == 2 ? 1 : problem.key_len);
-        if (kind == 1) layout.rows = problem.query_len, layout.row_stride = 0;
-        if (kind == 2) layout.cols = problem.key_len, layout.col_stride = 0;
-        return layout;
-    }
-
-    void draw_ids() {
-        const auto draw = [&] { return random.below(4) - 1; };
-        Matrix query, key;
-        for (Head& head : problem.heads) {
-            if (query.data == nullptr || random.one_in(3)) {
-                query = integers_laid<int64_t>(memory, random, {random, problem.query_len, 1}, 1, draw);
-                key = integers_laid<int64_t>(memory, random, {random, problem.key_len, 1}, 1, draw);
-            }
-            head.query_ids = query;
-            head.key_ids = key;
-        }
-    }
-
-    void draw_bias() {
-        Problem& p = problem;
-        const bool each = random.coin(), gradient = random.coin();
-        const int64_t hiding = random.one_of<int64_t>({3, 20, 1000000});
-        Matrix bias;
-        for (size_t h = 0; h < p.heads.size(); ++h) {
-            if (each || bias.data == nullptr) {
-                const Layout layout = broadcast();
-                bias = numbers_laid(memory, random, layout, p.bias_dtype,
-                                    [&] { return random.one_in(hiding) ? -INFINITY : 2 * random.normal(); });
-                // As wide as the bias where it is broadcast; its own strides are no matter.
-                BiasGroup group;
-                group.row_stride = layout.row_stride == 0 ? 0 : layout.col_stride == 0 ? 1 : p.key_len;
-                group.col_stride = layout.col_stride == 0 ? 0 : 1;
-                if (gradient) p.bias_groups.push_back(group);
-            }
-            p.heads[h].bias = bias;
-            if (gradient) p.bias_groups.back().heads.push_back(static_cast<int64_t>(h));
-        }
-    }
-
-    // NaN and infinity, mostly where no row sees them. What is hidden must reach nothing; what is seen must show.
-    void plant() {
-        Problem& p = problem;
-        planted = true;
-        const auto set = [&](const Matrix& m, Dtype dtype, int64_t row, int64_t cols, bool infinite) {
-            if (cols == 0) return;
-            char* to =
-                const_cast<char*>(m.data) + (row * m.row_stride + random.below(cols) * m.col_stride) * size_of(dtype);
-            put(to, dtype, infinite && random.coin() ? random.one_of<double>({INFINITY, -INFINITY}) : NAN);
-        };
-        // An infinite argument has a finite activation, which kernels may give as NaN beside a mask.
-        const bool infinite = p.form != Form::additive;
-        // Where relu is flat NaN ends, and beside a row of NaN that is not the same in every kernel.
-        const bool stops = p.form == Form::additive && p.activation == Activation::relu;
-        for (const Group& group : p.groups) {
-            std::vector<bool> key_seen(static_cast<size_t>(p.key_len));
-            for (const int64_t index : group.heads) {
-                const Head& head = p.heads[index];
-                for (int64_t i = 0; i < p.query_len; ++i) {
-                    bool some = false;
-                    for (int64_t j = 0; j < p.key_len; ++j) {
-                        const bool seen = sees(p, head, i, j);
-                        some = some || seen;
-                        if (seen) key_seen[j] = true;
-                        // Where an array, not the bias itself, hides the pair.
-                        if (!seen && head.bias.data && random.one_in(20) &&
-                            at(head.bias, p.bias_dtype, i, j) > -INFINITY && head.bias.row_stride &&
-                            head.bias.col_stride) {
-                            put(const_cast<char*>(head.bias.data) +
-                                    (i * head.bias.row_stride + j * head.bias.col_stride) * size_of(p.bias_dtype),
-                                p.bias_dtype, NAN);
-                        }
-                    }
-                    if (some && (stops || !random.one_in(300))) continue;
-                    if (random.coin() && !(stops && head.query.row_stride == 0)) {
-                        set(head.query, p.score_dtype, i, p.dim, infinite);
-                    }
-                    if (random.coin()) set(head.grad_out, p.grad_dtype, i, p.value_dim, true);
-                    if (head.query_bias.data && random.coin()) set(head.query_bias, sum, i, 1, false);
-                }
-            }
-            const Head& head = p.heads[group.heads[0]];
-            for (int64_t j = 0; j < p.key_len; ++j) {
-                if (key_seen[j] && (stops || !random.one_in(300))) continue;
-                if (random.coin() && !(stops && head.key.row_stride == 0)) {
-                    set(head.key, p.score_dtype, j, p.dim, infinite);
-                }
-                if (random.coin()) set(head.value, p.value_dtype, j, p.value_dim, true);
-                if (head.key_bias.data && random.coin()) set(head.key_bias, sum, j, 1, false);
-            }
-        }
     }
 };
 

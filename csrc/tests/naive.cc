@@ -101,16 +101,22 @@ struct Reader {
 
     double number_of(const char* numbers, int64_t i) const { return number(numbers + i * size_of(sum), sum); }
 
+    double scale() const { return h.scale == nullptr ? p.scale : p.scale * number(h.scale, sum); }
+
     // The score of a pair, and its slope in what the caps are applied to.
     double score(int64_t i, int64_t j, double* slope = nullptr) const {
         const double *q = query.row(i), *k = key.row(j);
         double s = 0, steep = 1;
+        // A row or key that is not finite has no additive score, tanh(inf) = 1 or not.
+        bool finite = true;
         for (int64_t d = 0; d < p.dim; ++d) {
             if (p.form == Form::inner) s += q[d] * k[d];
             if (p.form == Form::distance) s -= (q[d] - k[d]) * (q[d] - k[d]);
             if (p.form == Form::additive) s += weights[d] * activated(p, q[d] + k[d]);
+            finite = finite && std::isfinite(q[d]) && std::isfinite(k[d]);
         }
-        if (p.form != Form::additive) s *= p.scale;
+        if (p.form == Form::additive && !finite) s = NAN;
+        if (p.form != Form::additive) s *= scale();
         if (h.query_bias.data != nullptr) s += at(h.query_bias, sum, i, 0);
         if (h.key_bias.data != nullptr) s += at(h.key_bias, sum, j, 0);
         for (const Cap& cap : p.caps) {
@@ -138,7 +144,7 @@ void forward_row(const Reader& r, int64_t i) {
     }
     const auto count = static_cast<double>(keys.size());
     const double mean = keys.empty() ? 0 : total_score / count, anchor = top == -INFINITY ? 0 : top;
-    double numbers[kStatistics] = {top, 0, 0, 0, count, mean, 0};
+    double numbers[kNumbers] = {top, 0, 0, 0, count, mean, 0};
     for (size_t n = 0; n < keys.size(); ++n) {
         const double s = scores[n], e = std::exp(s - anchor), pooled = e * kept(p, h, i, keys[n]);
         numbers[1] += e;
@@ -151,9 +157,9 @@ void forward_row(const Reader& r, int64_t i) {
         const double x = numbers[1] == 0 ? sums[d] : sums[d] / numbers[1];
         put(h.out + (i * p.value_dim + d) * size_of(p.value_dtype), p.value_dtype, x);
     }
-    const int written = p.full_statistics ? kStatistics : 2;
+    const int written = p.full_statistics ? kNumbers : 2;
     for (int n = 0; n < written; ++n) {
-        put(h.statistics + (i * kStatistics + n) * size_of(r.sum), r.sum, numbers[n]);
+        put(h.numbers + (i * kNumbers + n) * size_of(r.sum), r.sum, numbers[n]);
     }
 }
 
@@ -179,8 +185,8 @@ struct GroupSums {
     Sums key, value, key_bias, weights;
 };
 
-void backward_row(const Reader& r, GroupSums& group, Sums& query, Sums& query_bias, Sums& bias, const BiasGroup* shared,
-                  int64_t i) {
+void backward_row(const Reader& r, GroupSums& group, Sums& query, Sums& query_bias, Sums& scale, Sums& bias,
+                  const BiasGroup* shared, int64_t i) {
     const Problem& p = r.p;
     const Head& h = r.h;
     const double top = r.number_of(h.top, i), log_total = r.number_of(h.log_total, i), shift = r.number_of(h.shift, i);
@@ -204,7 +210,13 @@ void backward_row(const Reader& r, GroupSums& group, Sums& query, Sums& query_bi
         ds = ds == 0 ? 0 : ds * steep;
         query_bias.add(i, ds);
         group.key_bias.add(j, ds);
-        if (p.form != Form::additive) ds *= p.scale;
+        if (r.h.grad_scale != nullptr && ds != 0) {
+            for (int64_t d = 0; d < p.dim; ++d) {
+                const double away = r.query.row(i)[d] - r.key.row(j)[d];
+                scale.add(0, -ds * p.scale * away * away);
+            }
+        }
+        if (p.form != Form::additive) ds *= r.scale();
         for (int64_t d = 0; d < p.dim; ++d) {
             const double q = r.query.row(i)[d], k = r.key.row(j)[d];
             double dq = ds * k, dk = ds * q;
@@ -247,10 +259,10 @@ void backward(const Problem& p, int) {
         for (const int64_t head : g.heads) {
             const Reader reader(p, p.heads[head]);
             Sums query(reader.h.grad_query, sum, p.query_len * p.dim), none(nullptr, sum, 0);
-            Sums query_bias(reader.h.grad_query_bias, sum, p.query_len);
+            Sums query_bias(reader.h.grad_query_bias, sum, p.query_len), scale(reader.h.grad_scale, sum, 1);
             const int64_t own = shared[head];
             for (int64_t i = 0; i < p.query_len; ++i) {
-                backward_row(reader, sums, query, query_bias, own < 0 ? none : biases[own],
+                backward_row(reader, sums, query, query_bias, scale, own < 0 ? none : biases[own],
                              own < 0 ? nullptr : &p.bias_groups[own], i);
             }
         }

@@ -1,7 +1,8 @@
 """Make every picture of the documentation: ``python docs/images/make.py [NAME ...]``; without names, all.
 
-Needs ``pip install '.[demo]'``. The pictures named in FROM_DEMO are taken from ``attnscore demo``, the others are drawn
-here with the library's own scores. All are stored with 256 colours, which keeps each below 150 kB.
+Needs ``pip install '.[demo]'``. The pictures named in FROM_DEMO are taken from ``attnscore demo``, those in FROM_LAB
+from ``attnscore lab`` (about ten minutes), the others are drawn here with the library's own scores. All are stored
+with 256 colours, which keeps each below 150 kB.
 """
 
 from __future__ import annotations
@@ -27,6 +28,16 @@ FROM_DEMO = {
     "all-scores": "03-scores.png",
     "temperature": "06-temperature.png",
 }
+FROM_LAB = {
+    "lab-variance": "01-logit-variance.png",
+    "lab-sharpening": "02-sharpening.png",
+    "lab-gradients": "03-gradient-flow.png",
+    "lab-training": "09-training-runs.png",
+}
+# Picture by picture: which file of which command.
+TAKEN = {name: ("demo", file) for name, file in FROM_DEMO.items()} | {
+    name: ("lab", file) for name, file in FROM_LAB.items()
+}
 LARGEST = 1400  # pixels across
 COLOURS = 256
 INK = "#262626"
@@ -37,16 +48,16 @@ QUERIES = {"one query": (1.5, 1.0), "another query": (-1.0, 1.5)}
 def main(names: list[str]) -> None:
     """Make the named pictures, or all."""
     mpl.rcParams.update({"font.size": 10, "axes.edgecolor": "#8c8c8c", "text.color": INK})
-    wanted = names or [*FROM_DEMO, *DRAWN]
-    unknown = [name for name in wanted if name not in (*FROM_DEMO, *DRAWN)]
+    wanted = names or [*TAKEN, *DRAWN]
+    unknown = [name for name in wanted if name not in (*TAKEN, *DRAWN)]
     if unknown:
-        sys.exit(f"unknown: {', '.join(unknown)}; known: {', '.join((*FROM_DEMO, *DRAWN))}")
+        sys.exit(f"unknown: {', '.join(unknown)}; known: {', '.join((*TAKEN, *DRAWN))}")
     with tempfile.TemporaryDirectory() as folder:
-        if set(wanted) & set(FROM_DEMO):
-            command = [sys.executable, "-m", "attnscore", "demo", "--out", folder]
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        for command in sorted({TAKEN[name][0] for name in wanted if name in TAKEN}):
+            line = [sys.executable, "-m", "attnscore", command, "--out", f"{folder}/{command}"]
+            subprocess.run(line, check=True, stdout=subprocess.DEVNULL)
         for name in wanted:
-            source = Path(folder, FROM_DEMO.get(name, f"{name}.png"))
+            source = Path(folder, *TAKEN.get(name, (f"{name}.png",)))
             if name in DRAWN:
                 DRAWN[name]().savefig(source, dpi=140)
             store(source, HERE / f"{name}.png")
@@ -182,6 +193,22 @@ def collapse() -> Figure:
     return figure
 
 
+def watching() -> Figure:
+    """What `watch` sees of a real model, one of whose heads has been spoilt."""
+    import torch
+
+    from attnscore.commands.demo import read_sentences
+    from attnscore.demo import minilm
+    from attnscore.diagnostics import watch
+
+    tokenizer, model = minilm.load()
+    batch = minilm.tokenize(tokenizer, read_sentences(None)[0])
+    with torch.no_grad(), watch(model) as seen:
+        model.encoder.layer[3].attention.self.query.weight[7 * 32 : 8 * 32] *= 30
+        model(**batch.inputs)
+    return seen.plot()
+
+
 DRAWN: dict[str, Callable[[], Figure]] = {
     "dot": lambda: plane(("", "dot")),
     "scaled-dot": scaled_dot,
@@ -193,6 +220,7 @@ DRAWN: dict[str, Callable[[], Figure]] = {
     "sum": lambda: plane(("", "sum"), weights=True),
     "softcap": softcap,
     "collapse": collapse,
+    "watching": watching,
 }
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ __all__ = [
 ]
 
 # TensorFlow's AutoGraph rewrites what a tf.function calls; this is how its ``do_not_convert`` says "leave it as it is".
-for _function in (attend, attention_scores, attention_weights, key_mass, masked_softmax, merge, pooled_weights,
+for _function in (attend, attention_scores, attention_weights, explain, key_mass, masked_softmax, merge, pooled_weights,
                   softmax_jacobian, softmax_pullback, top_weights):  # fmt: skip
     _function.autograph_info__ = {}  # type: ignore[union-attr]
 del _function

@@ -9,16 +9,15 @@ Axes are the same everywhere; an axis of length 1 is broadcast where the text al
     query_ids, key_ids      (first of lead or 1, length), int64         any strides; both or neither
     start, stop             (first of lead or 1, query_len), int64      C-contiguous; both or neither
     weights                 (dim,) or (head or 1, group or 1, dim)      rows contiguous; additive only
-    sink                    (head or 1, group or 1)                     any strides
+    sink, scales            (head or 1, group or 1)                     any strides; scales: distance only
     out                     (*lead, head, group, query_len, value_dim)  C-contiguous; backward: any strides
-    statistics              (*lead, head, group, query_len, 7)          C-contiguous
     numbers of rows         (*lead, head, group, query_len, 1)          C-contiguous
     grad_out                (*lead, head, group, query_len, value_dim)  any strides
     grad_query, grad_query_bias                 as the query; without the 1 in the end
     grad_key, grad_value, grad_key_bias, grad_weights (..., dim)        as the keys, but 1 in the axes of heads along
                                                 which key, value, key_bias and weights are all broadcast
     grad_bias               the shape of the bias itself
-    grad_sink               (*lead, head, group)
+    grad_sink, grad_scales  (*lead, head, group)
 
 with one or more lead axes. bfloat16 and float16 arrays come as uint16, their bits. Numbers of rows, gradients, weights,
 biases of rows and keys, and the sink are in the sum type: float64 for float64 values, float32 otherwise. Gradients are
@@ -38,10 +37,7 @@ _Score: TypeAlias = tuple[Any, ...]
 """Form ("inner", "additive", "distance"), activation, negative slope, scale, caps, dtypes of query and key, of value
 and of bias, dropout, seed."""
 _Inputs: TypeAlias = Sequence[_Optional]
-"""query, key, value, query_bias, key_bias, bias, mask, query_ids, key_ids, start, stop, weights, sink."""
-
-STATISTICS: int
-"""Numbers of a row that `forward` writes."""
+"""query, key, value, query_bias, key_bias, bias, mask, query_ids, key_ids, start, stop, weights, sink, scales."""
 
 def targets() -> list[str]:
     """The targets that this CPU runs, best first: of "avx512bf16", "avx512", "avx2" and "portable"."""
@@ -52,11 +48,11 @@ def current_target() -> str:
 def select(name: str, /) -> None:
     """Use this target from now on."""
 
-def forward(score: _Score, inputs: _Inputs, rows: Sequence[_Array], full_statistics: bool, threads: int, /) -> None:
-    """Fill the rows: out, statistics, top, and log_total = log sum exp(s - top) with the sink among the s.
+def forward(score: _Score, inputs: _Inputs, rows: Sequence[_Optional], threads: int, /) -> None:
+    """Fill the rows.
 
-    The statistics are those of the keys alone: the largest score s, sum e, sum e (s - max), sum e^2, count, mean s,
-    sum (s - mean)^2, where e = exp(s - max); the first two only without `full_statistics`.
+    These are out, top, log_total = log sum exp(s - top) with the sink among the s, and what is not None of max_score,
+    mean_score, var_score, entropy, max_weight, sum_sq_weights and sum_weights.
     """
 
 def backward(
@@ -68,8 +64,8 @@ def backward(
     threads: int,
     /,
 ) -> None:
-    """Add to the gradients of query, key, value, query_bias, key_bias, bias, weights and sink, where they are not None.
+    """Add to the gradients that are not None.
 
-    `rows` are what the forward gave and what comes in: out, top, log_total, entropy, grad_out, grad_log_sum_exp,
-    grad_entropy.
+    They are those of query, key, value, query_bias, key_bias, bias, weights, sink and scales. `rows` are what the
+    forward gave and what comes in: out, top, log_total, entropy, grad_out, grad_log_sum_exp, grad_entropy.
     """

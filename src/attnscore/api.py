@@ -9,12 +9,10 @@ from attnscore import blocks, frameworks, kernels, recipes, tiling
 from attnscore.checks import shown
 from attnscore.engine import Result
 from attnscore.errors import ArgumentError, FrameworkError, KernelUnavailable, message
-from attnscore.frameworks.contract import Array, is_unknown, sum_to
+from attnscore.frameworks.contract import Array, sum_to
 from attnscore.kernels import Run
-from attnscore.masking.known import MOST_ROWS, Known
 from attnscore.pose import check_flag, pose, wanted_statistics
 from attnscore.problem import Problem
-from attnscore.recall import Memory
 from attnscore.scoring import ScoreGradients, arrays_of
 from attnscore.scoring.contract import Pullback
 from attnscore.statistics import AttentionStats
@@ -106,23 +104,11 @@ def attend(
             query, key, value, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink,
             dropout=dropout, seed=seed, head_axis=head_axis, statistics=statistics,
         )  # fmt: skip
-        plan, chosen = _planned(problem), kernels.choose(kernel, problem)
+        plan, chosen = tiling.planned(problem), kernels.choose(kernel, problem)
         if not flag:
             recipes.keep(name, chosen, problem, plan)
         result = Run(chosen, problem, plan)()
         return _present(problem, result, flag, bool(statistics))
-
-
-_PLANS: Memory[tiling.TilePlan] = Memory(256)
-
-
-def _planned(problem: Problem) -> tiling.TilePlan:
-    """The plan of a problem: the same for all that differ in their arrays alone."""
-    mask = problem.mask
-    known = not is_unknown(problem.grid.query_len)
-    small = (mask is None and known and problem.grid.query_len <= MOST_ROWS) or isinstance(mask, Known)
-    key = (problem.grid, problem.form.values_per_pair(), mask, tiling.TILE_SCORES) if small else None
-    return _PLANS.recall(key, lambda: tiling.plan(problem))
 
 
 def _present(problem: Problem, result: Result, return_weights: bool, return_stats: bool) -> Any:

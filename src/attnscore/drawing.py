@@ -53,13 +53,13 @@ def to_matrix(array: Any) -> Matrix:
             shapes = ", ".join(str(part.shape) for part in parts)
             raise ShapeError(message("matrices", "parts of one shape", f"parts of shapes {shapes}"))
         return np.stack(parts) if parts else np.zeros((0,))
-    if hasattr(array, "detach"):  # PyTorch refuses NumPy a tensor with a gradient, on a device, or in bfloat16
-        array = array.detach().cpu().double()
-    elif hasattr(array, "asnumpy"):  # MXNet
+    if hasattr(array, "asnumpy"):  # MXNet
         array = array.asnumpy()
+    elif hasattr(array, "detach"):  # PyTorch refuses NumPy a tensor with a gradient, on a device, or in bfloat16
+        array = array.detach().cpu().double()
     try:
         return np.asarray(array).astype(np.float64)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, NotImplementedError) as error:  # the last one from a tensor of TensorFlow's graphs
         raise FrameworkError(message("matrices", "an array of numbers", type(array).__name__)) from error
 
 

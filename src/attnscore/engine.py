@@ -66,7 +66,7 @@ def _guarded(problem: Problem) -> _Guard:
     bad: dict[Role, Array] = {}
     for name, x in arrays.items():
         role, rows = problem.form.role(name), ~finite_rows(ops, x)
-        bad[role] = bad[role] | rows if role in bad else rows
+        bad[role] = ops.logical_or(bad[role], rows) if role in bad else rows
     clean = problem.form.with_arrays(
         {name: ops.where(bad[problem.form.role(name)], 0.0, x) for name, x in arrays.items()}
     )
@@ -93,13 +93,13 @@ def _tile_scores(
     scores, pullback = problem.form.part(cut).scores_and_pullback(ops)
     scores = ops.astype(scores, dtype)
     if guard.bad_query is not None:
-        bad = _cut(ops, guard.bad_query, -2, rows) | _cut(ops, guard.bad_key, -1, cols)
+        bad = ops.logical_or(_cut(ops, guard.bad_query, -2, rows), _cut(ops, guard.bad_key, -1, cols))
         scores = ops.where(bad, float("nan"), scores)
     visible = plan.visible(ops, problem.grid, scores, rows, cols) if partial else None
     if problem.bias is not None:
         bias = ops.astype(_cut(ops, _cut(ops, problem.bias, -2, rows), -1, cols), dtype)
         allowed = bias != NEG_INF
-        visible = allowed if visible is None else visible & allowed
+        visible = allowed if visible is None else ops.logical_and(visible, allowed)
         scores = scores + ops.where(visible, bias, 0.0)
     if visible is not None:
         scores = ops.where(visible, scores, NEG_INF)
@@ -244,7 +244,7 @@ class RowGradients:
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class _Rows:
     """What the backward knows of each row before it sees a tile."""
 
     grad_out: Array
@@ -265,7 +265,7 @@ class Rows:
         return grad - tilt * _cut(ops, self.grad_entropy, -2, rows)
 
 
-def rows_of(problem: Problem, plan: TilePlan, result: Result, grads: RowGradients) -> Rows:
+def _rows_of(problem: Problem, plan: TilePlan, result: Result, grads: RowGradients) -> _Rows:
     """What a backward knows of each row, from the forward's result and the gradients that come in."""
     ops, dtype = problem.ops, problem.accumulator
     grad_out = ops.zeros(ops.shape(result.out), result.out) if grads.out is None else grads.out
@@ -277,7 +277,7 @@ def rows_of(problem: Problem, plan: TilePlan, result: Result, grads: RowGradient
 
     # By tiles of rows: products of the whole would be the largest arrays of the backward.
     (shift,) = _by_rows(ops, plan, some_rows, (result.out, grad_out))
-    return Rows(
+    return _Rows(
         grad_out=grad_out,
         grad_is_finite=(problem.mask is None and problem.bias is None) or ops.surely_finite(grad_out),
         top=result.top,
@@ -289,7 +289,7 @@ def rows_of(problem: Problem, plan: TilePlan, result: Result, grads: RowGradient
 
 
 def _tile_gradients(
-    guard: _Guard, plan: TilePlan, known: Rows, rows: Span, cols: Span, partial: bool
+    guard: _Guard, plan: TilePlan, known: _Rows, rows: Span, cols: Span, partial: bool
 ) -> dict[str, Array]:
     """One tile's gradient of every operand but the sink, not yet summed over broadcast axes."""
     problem, ops, dtype = guard.problem, guard.problem.ops, guard.problem.accumulator
@@ -320,7 +320,7 @@ def _tile_gradients(
 def backward(problem: Problem, plan: TilePlan, result: Result, grads: RowGradients) -> dict[str, Array]:
     """Gradients of the form's arrays, of ``value``, and of ``bias`` and ``sink`` where there are any."""
     ops, dtype = problem.ops, problem.accumulator
-    guard, known = _guarded(problem), rows_of(problem, plan, result, grads)
+    guard, known = _guarded(problem), _rows_of(problem, plan, result, grads)
     shapes = {name: ops.shape(x) for name, x in operands(problem).items() if name != "sink"}
     roles: dict[str, Role] = {name: problem.form.role(name) for name in problem.form.arrays()}
     of_rows = [name for name in shapes if name == "bias" or roles.get(name) == "query"]
@@ -354,10 +354,10 @@ def backward(problem: Problem, plan: TilePlan, result: Result, grads: RowGradien
     )
     if tail:
         buffers = visit_rows((full * plan.query_tile, tail), plan.segments[full], buffers)
-    return buffers if problem.sink is None else buffers | {"sink": sink_gradient(problem, problem.sink, known)}
+    return buffers if problem.sink is None else buffers | {"sink": _sink_gradient(problem, problem.sink, known)}
 
 
-def sink_gradient(problem: Problem, sink: Array, known: Rows) -> Array:
+def _sink_gradient(problem: Problem, sink: Array, known: _Rows) -> Array:
     """The sink is a logit without a value: dp = 0."""
     ops, shape = problem.ops, tuple(sink.shape)
     sink = ops.astype(ops.reshape(sink, (*shape, 1, 1)), problem.accumulator)

@@ -55,6 +55,22 @@ def read_arrays(path: Path) -> dict[str, Array]:
     return {name: _checked(path, name, array) for name, array in arrays.items()}
 
 
+def read_text(path: Path) -> str:
+    """Read a text file.
+
+    Raises
+    ------
+    FileError
+        A file that is missing, or not UTF-8 text.
+    """
+    try:
+        return path.read_text("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise FileError(f"{path}: not UTF-8 text (byte {error.start})") from error
+    except OSError as error:
+        raise FileError(f"{path}: {error.strerror}") from error
+
+
 def check_destination(path: Path) -> None:
     """Raise a `FileError` now for a place that could not be written after a long computation."""
     _known_suffix(path)

@@ -155,8 +155,9 @@ def softmax_pullback(weights: Array, grad: Array) -> Array:
 
 
 def _checked_weights(arrays: dict[str, Array]) -> Framework:
-    """The framework of floating arrays with one axis or more, on one device."""
+    """The framework of dense floating arrays with one axis or more, on one device."""
     ops = frameworks.of(arrays)
+    frameworks.check_dense(ops, arrays)
     shapes = {name: tuple(x.shape) for name, x in arrays.items()}
     for name, x in arrays.items():
         if not ops.is_floating(x):

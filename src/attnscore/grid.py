@@ -82,6 +82,9 @@ class Layout:
         if missing:
             x = ops.reshape(x, (1,) * missing + tuple(x.shape))
         if self.head_axis == -2:
+            if not is_query or self.grid.groups == 1 or x.shape[-2] == 1:
+                # One exchange of axes, which a compiler undoes by another (native_program.py); not through a reshape.
+                return ops.swap_axes(ops.expand_dims(x, -3), -4, -2)
             x = ops.swap_axes(x, -3, -2)
         if not is_query or self.grid.groups == 1 or x.shape[-3] == 1:
             return ops.expand_dims(x, -3)
@@ -95,6 +98,9 @@ class Layout:
 
     def outward(self, ops: Framework, x: Array) -> Array:
         """(*lead, head, group, query, value_dim) in the caller's order of axes."""
+        if self.axes >= 4 and self.head_axis == -2 and self.grid.groups == 1:
+            x = ops.swap_axes(x, -4, -2)
+            return ops.reshape(x, (*x.shape[:-3], *x.shape[-2:]))
         x = self._join_heads(ops, x)
         return ops.swap_axes(x, -3, -2) if self.axes >= 4 and self.head_axis == -2 else x
 

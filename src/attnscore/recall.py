@@ -11,6 +11,8 @@ from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 Answer = TypeVar("Answer")
+# What a thing without a hash raises: an array, a symbolic size; MXNet's arrays the other.
+_NO_HASH = (TypeError, NotImplementedError)
 
 
 class Memory(Generic[Answer]):
@@ -24,7 +26,7 @@ class Memory(Generic[Answer]):
         """The answer for `key`, if there is one."""
         try:
             return self._answers.get(key)
-        except TypeError:
+        except _NO_HASH:
             return None
 
     def recall(self, key: Hashable, work: Callable[[], Answer]) -> Answer:
@@ -33,8 +35,7 @@ class Memory(Generic[Answer]):
             return self._answers[key]
         except KeyError:
             pass
-        except TypeError:
-            # No hash: a symbolic size, say.
+        except _NO_HASH:
             return work()
         answer = work()
         if key is not None:

@@ -4,6 +4,8 @@ Everything but the numbers follows from facts of the arrays then. It is worked o
 as a recipe, so that a tiny call costs little more than its kernel (66 us without, for (2, 8, 16, 64)).
 
 - A recipe is found by everything that the long way reads, types included; what is no plain call has none.
+- A score's name is read as the class it stands for now. A function registered under a name may give another score at
+  each call, so it has no recipe.
 - Nothing of a caller's arrays is held.
 """
 
@@ -13,7 +15,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from attnscore import frameworks
+from attnscore import frameworks, scoring
 from attnscore.frameworks.contract import Array, Framework, HostArray
 from attnscore.grid import Layout
 from attnscore.kernels import Kernel
@@ -21,8 +23,6 @@ from attnscore.problem import Problem
 from attnscore.recall import Memory
 from attnscore.threads import get_num_threads
 from attnscore.tiling import TilePlan
-
-_HOST = "numpy"
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class Recipe:
     run: Callable[[HostArray, HostArray, HostArray, int], HostArray]
 
     def __call__(self, query: Array, key: Array, value: Array) -> Array:
-        ops, inward, host = self.ops, self.layout.inward, frameworks.load(_HOST)
+        ops, inward, host = self.ops, self.layout.inward, frameworks.load("numpy")
         out = self.run(
             inward(host, ops.memory(query), is_query=True),
             inward(host, ops.memory(key), is_query=False),
@@ -55,13 +55,15 @@ def name_of(
 
     `options` are all that a recipe depends on besides, the score's name first; `absent` must be None each.
     """
-    if any(x is not None for x in absent) or type(options[0]) is not str or not type(query) is type(key) is type(value):
+    if any(x is not None for x in absent) or not type(query) is type(key) is type(value):
+        return None
+    if type(options[0]) is not str or not isinstance(score := scoring.named(options[0]), type):
         return None
     ops = frameworks.known(type(query))
     if ops is None or not ops.is_plain(query, key, value):
         return None
     facts = [frameworks.facts(x) for x in (query, key, value)]
-    return None if None in facts else (*map(type, options), *options, *facts)
+    return None if None in facts else (score, *map(type, options), *options, *facts)
 
 
 def find(name: Hashable | None) -> Recipe | None:

@@ -6,6 +6,7 @@ The default is read at the first use: OMP_NUM_THREADS, or the CPUs that this pro
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 from attnscore.checks import check_count
 from attnscore.errors import ArgumentError, message
@@ -13,6 +14,7 @@ from attnscore.errors import ArgumentError, message
 # As many as the pool takes.
 MOST_THREADS = 1024
 _chosen: list[int] = []
+_followers: list[Callable[[int], object]] = []
 
 
 def set_num_threads(n: int) -> None:
@@ -43,6 +45,8 @@ def set_num_threads(n: int) -> None:
     if not 1 <= n <= MOST_THREADS:
         raise ArgumentError(message("n", f"a number of threads from 1 to {MOST_THREADS}", n))
     _chosen[:] = [int(n)]
+    for tell in _followers:
+        tell(int(n))
 
 
 def get_num_threads() -> int:
@@ -62,6 +66,12 @@ def get_num_threads() -> int:
     if not _chosen:
         _chosen.append(_default())
     return _chosen[0]
+
+
+def follow(tell: Callable[[int], object]) -> None:
+    """``tell(n)`` the number of threads now and whenever it is set: for code that cannot ask when it runs."""
+    tell(get_num_threads())
+    _followers.append(tell)
 
 
 def _default() -> int:

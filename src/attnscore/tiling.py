@@ -20,7 +20,9 @@ from attnscore.frameworks.contract import Array, Framework, is_unknown
 from attnscore.grid import Grid
 from attnscore.masking import Intervals, Mask
 from attnscore.masking.contract import HostArray
+from attnscore.masking.known import MOST_ROWS, Known
 from attnscore.problem import Problem
+from attnscore.recall import Memory
 
 # Scores held at a time, over all batches and heads. 2^18 float32 are 1 MB: the few arrays of a tile then stay in the
 # last-level cache, and a tile is still long against the cost of a call from Python (about 50 us a tile).
@@ -86,10 +88,10 @@ class TilePlan:
             else:
                 here = [ops.part(ops.asarray(end[..., None], like), 1, *rows) for end in self.intervals]
             start, stop = (grid.place_batch(ops, end) for end in here)
-            seen = (columns >= start) & (columns < stop)
+            seen = ops.logical_and(columns >= start, columns < stop)
         if self.rest is not None:
             rest = self.rest.visible(ops, grid, ops.reshape(ops.positions(*rows, like), (rows[1], 1)), columns)
-            seen = rest if seen is None else seen & rest
+            seen = rest if seen is None else ops.logical_and(seen, rest)
         return seen
 
     @property
@@ -142,6 +144,17 @@ def plan(problem: Problem, tile: tuple[int, int] | None = None) -> TilePlan:
             for i in starts
         )
     return TilePlan(grid.query_len, grid.key_len, query_tile, key_tile, segments, intervals, rest)
+
+
+_PLANS: Memory[TilePlan] = Memory(256)
+
+
+def planned(problem: Problem) -> TilePlan:
+    """The plan of a problem, made once for all small ones that differ in their arrays alone."""
+    mask, queries = problem.mask, problem.grid.query_len
+    small = isinstance(mask, Known) or (mask is None and not is_unknown(queries) and queries <= MOST_ROWS)
+    key = (problem.grid, problem.form.values_per_pair(), mask, TILE_SCORES) if small else None
+    return _PLANS.recall(key, lambda: plan(problem))
 
 
 def tile_sizes(grid: Grid, values_per_pair: int) -> tuple[Any, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 
-from bad_input.table import Case, Maker
+from bad_input.table import Case, Maker, Traced
 
 CASES: tuple[Case, ...] = tuple(
     case
@@ -17,4 +17,4 @@ CASES: tuple[Case, ...] = tuple(
     for case in importlib.import_module(f"bad_input.{room}").CASES
 )
 
-__all__ = ["CASES", "Case", "Maker"]
+__all__ = ["CASES", "Case", "Maker", "Traced"]

@@ -93,6 +93,7 @@ _SHAPES = (
         ShapeError,
         "query|axes|got 30",
         lambda x: ats.attend(*(x.floats(*[1] * 30) for _ in "qkv")),
+        but="tensorflow",
     ),
     case("key without axes, for weights", ShapeError, "key|2 axes or more|0", lambda x: x.weights(key=x.array(1.0))),
 )
@@ -178,21 +179,21 @@ _NOT_ARRAYS = (
     case(
         "key of another framework",
         FrameworkError,
-        "query|key|value|arrays of one framework|numpy|torch",
+        "query|key|value|arrays of one framework|MINE|OTHER",
         lambda x: x.attend(key=x.other(2, 5, 4)),
         same=False,
     ),
     case(
         "value of another framework",
         FrameworkError,
-        "query: |value: |arrays of one framework|numpy|torch",
+        "query: |value: |arrays of one framework|MINE|OTHER",
         lambda x: x.attend(value=x.other(2, 5, 6)),
         same=False,
     ),
     case(
         "key of another framework, for weights",
         FrameworkError,
-        "query: |key: |arrays of one framework|numpy|torch",
+        "query: |key: |arrays of one framework|MINE|OTHER",
         lambda x: x.weights(key=x.other(2, 5, 4)),
         same=False,
     ),
@@ -251,6 +252,27 @@ _NOT_ARRAYS = (
         "scores|dense|matrix|Hint",
         lambda x: ats.masked_softmax(np.ones((3, 4)).view(np.matrix)),
         only="numpy",
+    ),
+    case(
+        "sparse weights",
+        FrameworkError,
+        "weights|dense|sparse|Hint|to_dense",
+        lambda x: ats.softmax_jacobian(x.floats(3, 4).to_sparse()),
+        only="torch",
+    ),
+    case(
+        "sparse results to merge",
+        FrameworkError,
+        "log_sum_exps[1]|dense|sparse|Hint|to_dense",
+        lambda x: ats.merge([x.floats(3, 4)] * 2, [x.floats(3), x.floats(3).to_sparse()]),
+        only="torch",
+    ),
+    case(
+        "more axes than TensorFlow has operations for",
+        FrameworkError,
+        "scores|got one of 8 axes|TensorFlow takes 7|Hint: tf.reshape",
+        lambda x: ats.masked_softmax(x.floats(*[1] * 8)),
+        only="tensorflow",
     ),
     *(
         case(
@@ -313,7 +335,7 @@ _BIAS = (
     case(
         "bias of another framework",
         FrameworkError,
-        "query: |bias: |arrays of one framework|numpy|torch",
+        "query: |bias: |arrays of one framework|MINE|OTHER",
         lambda x: x.attend(bias=x.other(3, 5)),
         same=False,
     ),
@@ -343,7 +365,7 @@ _SINK = (
     case(
         "sink of another framework",
         FrameworkError,
-        "query: |sink: |arrays of one framework|numpy|torch",
+        "query: |sink: |arrays of one framework|MINE|OTHER",
         lambda x: x.attend(sink=x.other(1)),
         same=False,
     ),

@@ -344,6 +344,7 @@ _COMPOSITION = (
         "mask|a mask object on both sides of & or ||Hint|Dense(array)",
         lambda x: x.bools(3, 3) & ats.Causal(),
         same=False,
+        but="tensorflow",
     ),
     case("mask | number", MaskError, "mask|a mask object on both sides|int", lambda x: ats.Causal() | 1),
     case("number | mask", MaskError, "mask|a mask object on both sides|int", lambda x: 1 | ats.Causal()),

@@ -12,6 +12,26 @@ import torch
 import attnscore as ats
 
 
+def _tensorflow(host: np.ndarray, dtype: str) -> Any:
+    import tensorflow as tf  # costs seconds
+
+    return tf.constant(host.astype(dtype))
+
+
+def _jax(host: np.ndarray, dtype: str) -> Any:
+    import jax.numpy as jnp
+
+    return jnp.asarray(host.astype(dtype))
+
+
+_AS: dict[str, Callable[[np.ndarray, str], Any]] = {
+    "numpy": lambda host, dtype: host.astype(dtype),
+    "torch": lambda host, dtype: torch.tensor(host, dtype=getattr(torch, dtype)),
+    "tensorflow": _tensorflow,
+    "jax": _jax,
+}
+
+
 class Maker:
     """Makes arrays of one framework and remembers them, so that a test can see whether a call changed any."""
 
@@ -23,15 +43,7 @@ class Maker:
         """The values as an array; floats are float32 unless `dtype` says otherwise."""
         host = np.asarray(values)
         dtype = dtype or ("float32" if host.dtype.kind == "f" else host.dtype.name)
-        x = (
-            host.astype(dtype)
-            if self.framework == "numpy"
-            else torch.tensor(values if not hasattr(values, "dtype") else host, dtype=getattr(torch, dtype))
-        )
-        if self.framework == "tensorflow":
-            import tensorflow as tf  # costs seconds
-
-            x = tf.constant(host.astype(dtype))
+        x = _AS[self.framework](host, dtype)
         self.made.append((x, np.array(self.host(x))))
         return x
 
@@ -51,6 +63,10 @@ class Maker:
     def other(self, *shape: int) -> Any:
         """An array of another framework."""
         return (torch if self.framework == "numpy" else np).ones(shape)
+
+    def named(self, word: str) -> str:
+        """A word of a row: MINE is this framework, OTHER that of `other`."""
+        return {"MINE": self.framework, "OTHER": "torch" if self.framework == "numpy" else "numpy"}.get(word, word)
 
     @staticmethod
     def host(x: Any) -> np.ndarray:
@@ -85,6 +101,48 @@ class Maker:
         return ats.masked_softmax(self.floats(*(shape or (2, 3, 5))), **given)
 
 
+class Traced(Maker):
+    """Makes arrays inside a graph of TensorFlow or a program of JAX: their shapes and dtypes are known, numbers not."""
+
+    def error_of(self, case: Case) -> Exception | None:
+        """What a row raises while the graph or program is made."""
+        found: list[Exception] = []
+
+        def body(flag: Any) -> Any:
+            self._flag = flag
+            try:
+                case.call(self)
+            except Exception as error:
+                found.append(error)
+            return flag
+
+        if self.framework == "tensorflow":
+            import tensorflow as tf
+
+            tf.function(body, autograph=False).get_concrete_function(tf.TensorSpec([], tf.bool))
+        else:
+            import jax
+
+            jax.make_jaxpr(body)(True)
+        return found[0] if found else None
+
+    def array(self, values: Any, dtype: str | None = None) -> Any:
+        """The values as a traced array."""
+        x = super().array(values, dtype)
+        if self.framework == "tensorflow":
+            import tensorflow as tf
+
+            return tf.where(self._flag, x, x)
+        import jax.numpy as jnp
+
+        return jnp.where(self._flag, x, x)
+
+    @staticmethod
+    def host(x: Any) -> np.ndarray:
+        """Nothing: there are no numbers that could have been changed."""
+        return np.zeros(0)
+
+
 @dataclass(frozen=True)
 class Case:
     """One mistake."""
@@ -92,12 +150,14 @@ class Case:
     name: str
     error: type[ats.AttnscoreError]
     words: tuple[str, ...]
-    """What the message must hold: the argument, what was expected, what came, shapes, a hint."""
+    """What the message must hold: the argument, what was expected, what came, shapes, a hint (see `Maker.named`)."""
     call: Callable[[Maker], Any]
     only: str = ""
     """The one framework in which this mistake can be made."""
     same: bool = True
     """Whether every framework says exactly the same (not where the message quotes a value's own repr)."""
+    but: str = ""
+    """The one framework that says something else, because its own operator or limit comes first."""
 
 
 def case(
@@ -108,6 +168,7 @@ def case(
     *,
     only: str = "",
     same: bool = True,
+    but: str = "",
 ) -> Case:
     """A row; `words` are separated by ``|``."""
-    return Case(name, error, tuple(words.split("|")), call, only, same)
+    return Case(name, error, tuple(words.split("|")), call, only, same, but)

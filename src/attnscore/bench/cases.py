@@ -3,6 +3,7 @@
 What this module meets:
 - a case is data alone; sizes travel to the measuring process as JSON, so a test can shrink them;
 - one row of the library's promises is one case; a new promise is a new row here and nowhere else;
+- what the machine itself can do is a case too, beside which the others' rates are held;
 - a ratio is the peer's time over ours, "at most" turns it round: ours over the peer's.
 """
 
@@ -14,7 +15,7 @@ from typing import Any, Literal
 
 from attnscore.errors import ArgumentError, message
 
-Kind = Literal["time", "growth", "memory"]
+Kind = Literal["limits", "time", "growth", "memory"]
 
 MB = 10**6
 
@@ -46,7 +47,9 @@ class Case:
     score: Literal["scaled_dot", "additive"] = "scaled_dot"
     dtype: str = "float32"
     mask: Literal["", "causal", "valid_lens", "window"] = ""
-    framework: Literal["torch", "numpy"] = "torch"
+    framework: Literal["torch", "numpy", "jax", "tensorflow"] = "torch"
+    graph: bool = False
+    """In TensorFlow inside ``tf.function``; a caller of JAX is inside ``jax.jit`` in any case."""
     backward: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     """Keywords of `attend` in our side alone, whose price the case is about."""
@@ -92,6 +95,7 @@ _USUAL = _sizes(8, 2048, 2048, 64)
 _BAHDANAU = _sizes(0, 512, 512, 256)
 _GROWTH = _sizes(1, 8192, 8192, 64, lengths=[1024, 2048, 4096, 8192])
 _LONG = _sizes(1, 131072, 131072, 64)
+_CALLERS_LONG = _sizes(1, 32768, 32768, 64)
 
 CASES: tuple[Case, ...] = (
     Case(
@@ -135,6 +139,15 @@ CASES: tuple[Case, ...] = (
         {"sdpa": Goal(2, 1, at_most=True), "keops": None}, score="additive",
     ),
     Case("numpy", "NumPy caller, scaled dot (1,8,2048,64)", _USUAL, {"numpy": Goal(2)}, framework="numpy"),
+    Case("jax", "JAX caller, jit, scaled dot (1,8,2048,64)", _USUAL, {"jax": Goal(3), "xla": None}, framework="jax"),
+    Case(
+        "tensorflow", "TensorFlow caller, eager, scaled dot (1,8,2048,64)", _USUAL,
+        {"tensorflow": Goal(1.3), "keras": Goal(1.3)}, framework="tensorflow",
+    ),
+    Case(
+        "tensorflow-graph", "TensorFlow caller, tf.function, scaled dot (1,8,2048,64)", _USUAL,
+        {"tensorflow": Goal(1.3), "keras": Goal(1.3)}, framework="tensorflow", graph=True,
+    ),
     Case(
         "tiny", "tiny call (2,8,16,64) from PyTorch", _sizes(8, 16, 16, 64, batch=2),
         {"sdpa": Goal(2, 1, at_most=True)},
@@ -156,12 +169,33 @@ CASES: tuple[Case, ...] = (
         {"without": Goal(1.05, at_most=True)}, mask="valid_lens",
     ),
     Case(
+        "limits", "products of matrices, and reading, by NumPy and PyTorch", {"side": 2048, "numbers": 2**27}, {},
+        kind="limits",
+    ),
+    Case(
         "growth-dot", "scaled dot (1,1,n,64), forward + backward", _GROWTH, {"textbook": None},
         backward=True, kind="growth",
     ),
     Case(
         "growth-additive", "additive (1,1,n,64), forward + backward", _GROWTH, {"textbook": None},
         score="additive", backward=True, kind="growth",
+    ),
+    Case(
+        "memory-numpy", "NumPy, scaled dot, 32768 tokens, 1 head, d 64, causal, forward + backward", _CALLERS_LONG, {},
+        framework="numpy", mask="causal", backward=True, kind="memory",
+    ),
+    Case(
+        "memory-jax", "JAX, jit, scaled dot, 32768 tokens, 1 head, d 64, causal, forward + backward", _CALLERS_LONG, {},
+        framework="jax", mask="causal", backward=True, kind="memory",
+    ),
+    Case(
+        "memory-tensorflow", "TensorFlow, eager, scaled dot, 32768 tokens, 1 head, d 64, causal, forward + backward",
+        _CALLERS_LONG, {}, framework="tensorflow", mask="causal", backward=True, kind="memory",
+    ),
+    Case(
+        "memory-tensorflow-graph",
+        "TensorFlow, tf.function, scaled dot, 32768 tokens, 1 head, d 64, causal, forward + backward",
+        _CALLERS_LONG, {}, framework="tensorflow", graph=True, mask="causal", backward=True, kind="memory",
     ),
     Case(
         "memory-dot", "scaled dot, 131072 tokens, 1 head, d 64, causal, forward + backward", _LONG, {},

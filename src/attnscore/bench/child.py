@@ -19,12 +19,15 @@ from attnscore.bench.timing import Effort
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Do what a request asks: {"rows": ...}, {"point": ...}, or {"wrong": ...} for a result that was refused."""
     # Imported after the process has been pinned: pools are sized when they are loaded.
+    from attnscore.bench.limits import measure_limits
     from attnscore.bench.measure import measure_point, time_case
     from attnscore.bench.reference import WrongResult
 
     case = dataclasses.replace(named(request["case"]), sizes=request["sizes"])
     effort = Effort(**request["effort"])
     try:
+        if case.kind == "limits":
+            return {"rows": [measure_limits(case, request["threads"], effort)]}
         if request["side"] is None:
             return {"rows": time_case(case, request["threads"], effort)}
         return {"point": measure_point(case, request["side"], request["length"], request["threads"], effort)}

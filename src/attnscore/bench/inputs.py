@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 import attnscore as ats
+from attnscore.bench.callers import array, called
 from attnscore.bench.cases import Case
 
 
@@ -95,6 +96,7 @@ def draw(case: Case, length: int | None = None) -> Inputs:
         arrays = {name: torch.from_numpy(x).to(dtype) for name, x in arrays.items()}
         for name in ("query", "key", "value", "w_v"):
             arrays[name].requires_grad_(case.backward and (name != "w_v" or case.score == "additive"))
+    arrays = {name: array(case.framework, x) for name, x in arrays.items()}
     return Inputs(case, **arrays)
 
 
@@ -109,6 +111,10 @@ def ours(inputs: Inputs, *, plain: bool = False, **more: Any) -> Side:
     def forward() -> Any:
         found = ats.attend(*arrays, **options)
         return found[0] if isinstance(found, tuple) else found
+
+    if case.framework in ("jax", "tensorflow"):
+        run = called(case, lambda *arrays: ats.attend(*arrays, **options), arrays, inputs.grad)
+        return Side("attnscore", run, lambda found: found if case.backward else (found,))
 
     def with_pullback() -> tuple[Any, ...]:
         out, pullback = ats.attend_vjp(*arrays, **options)
@@ -139,4 +145,15 @@ def kernel_of(inputs: Inputs) -> str:
     options.pop("return_stats", None)
     if inputs.case.score == "additive":
         options["score"] = ats.Additive(inputs.w_v)
-    return str(ats.explain(inputs.query, inputs.key, inputs.value, **options).kernel)
+    found: list[str] = []
+
+    def look(query: Any, key: Any, value: Any) -> Any:
+        found.append(str(ats.explain(query, key, value, **options).kernel))
+        return value
+
+    arrays = (inputs.query, inputs.key, inputs.value)
+    if inputs.case.framework in ("jax", "tensorflow"):
+        called(replace(inputs.case, backward=False), look, arrays, None)()
+    else:
+        look(*arrays)
+    return found[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 from importlib import metadata
@@ -10,7 +11,7 @@ from typing import Any
 
 import attnscore as ats
 
-_PACKAGES = ("numpy", "torch", "jax", "jaxlib", "pykeops", "onnxruntime")
+_PACKAGES = ("numpy", "torch", "jax", "jaxlib", "tensorflow", "keras", "pykeops", "onnxruntime")
 # What decides about the speed of a kernel; all flags of a CPU fill a page.
 _FLAGS = (
     *("sse4_2", "avx", "f16c", "fma", "avx2", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16"),
@@ -45,7 +46,7 @@ def cpus() -> list[int]:
 
 def environment(threads: int) -> dict[str, str]:
     """The environment of a process that is held to so many threads; pools read it once, when they are loaded."""
-    return {**os.environ, **dict.fromkeys(_POOLS, str(threads)), "JAX_PLATFORMS": "cpu"}
+    return {**os.environ, **dict.fromkeys(_POOLS, str(threads)), "JAX_PLATFORMS": "cpu", "KERAS_BACKEND": "tensorflow"}
 
 
 def pin(threads: int) -> None:
@@ -101,7 +102,7 @@ def _text(path: Path) -> str:
 
 
 def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    for name in (package, f"{package}-cpu"):  # TensorFlow has a second name
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return None

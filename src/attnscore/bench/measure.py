@@ -77,7 +77,8 @@ def measure_point(case: Case, side: str, length: int, threads: int, effort: Effo
     inputs, found, first = _run(case, side, length)
     peak = memory("VmHWM") - before
     # The gradient that comes into the output is there before the call, like the inputs.
-    arrays = sum(x.nbytes for x in (*inputs.leaves, inputs.grad, *found))
+    found = tuple(map(_shown, found))
+    arrays = sum(_shown(x).nbytes for x in (*inputs.leaves, inputs.grad, *found))
     if not all(bool((abs(x) < 1e6).all()) for x in found):
         raise WrongResult(f"{case.name}, {side}, {length} tokens: the result is not finite")
     seconds = [first]
@@ -88,6 +89,11 @@ def measure_point(case: Case, side: str, length: int, threads: int, effort: Effo
         "side": side, "length": length, "threads": threads, "seconds": summary(seconds), "rounds": len(seconds),
         "peak": peak, "arrays": arrays, "over": peak - arrays,
     }  # fmt: skip
+
+
+def _shown(x: Any) -> Any:
+    """A tensor of TensorFlow as NumPy's view of it: it has neither `nbytes` nor `all`."""
+    return x if hasattr(x, "nbytes") else x.numpy()
 
 
 def _run(case: Case, side: str, length: int) -> tuple[Inputs, tuple[Any, ...], float]:

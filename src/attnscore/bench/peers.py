@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from attnscore.bench.callers import called
 from attnscore.bench.inputs import Inputs, Side, both_ways, ours
 
 
@@ -123,13 +124,13 @@ def compiled(inputs: Inputs) -> Side:
 
 def xla(inputs: Inputs) -> Side:
     """The same through ``jax.jit``: XLA on the CPU."""
-    jax = _needs("jax")
+    library = _needs("jax")
     _need_no(inputs, mask=bool(inputs.case.mask), backward=inputs.case.backward)
-    jnp, scale = jax.numpy, 1 / math.sqrt(inputs.case.sizes["dim"])
+    jnp, scale = library.numpy, 1 / math.sqrt(inputs.case.sizes["dim"])
     arrays = [jnp.asarray(_numpy(x)) for x in (inputs.query, inputs.key, inputs.value, inputs.w_v)]
 
     def pooled(scores: Any, value: Any) -> Any:
-        return jax.nn.softmax(scores, axis=-1) @ value
+        return library.nn.softmax(scores, axis=-1) @ value
 
     def hidden(query: Any, key: Any) -> Any:
         return jnp.tanh(query[..., :, None, :] + key[..., None, :, :])
@@ -142,11 +143,11 @@ def xla(inputs: Inputs) -> Side:
         ],
     }[inputs.case.score]
     # dot_product_attention of JAX on a CPU is the first form.
-    return Side("xla", _fastest([_jitted(jax, form, arrays) for form in forms]), _one)
+    return Side("xla", _fastest([_jitted(library, form, arrays) for form in forms]), _one)
 
 
-def _jitted(jax: Any, form: Callable[..., Any], arrays: Sequence[Any]) -> Callable[[], Any]:
-    jitted = jax.jit(form)
+def _jitted(library: Any, form: Callable[..., Any], arrays: Sequence[Any]) -> Callable[[], Any]:
+    jitted = library.jit(form)
     return lambda: jitted(*arrays).block_until_ready()
 
 
@@ -210,6 +211,37 @@ def numpy(inputs: Inputs) -> Side:
     return Side("numpy", run, _one)
 
 
+def jax(inputs: Inputs) -> Side:
+    """``jax.nn.dot_product_attention`` inside ``jax.jit``, in its own layout (batch, query, head, dim)."""
+    _need_no(inputs, mask=bool(inputs.case.mask), backward=inputs.case.backward)
+    attention = _needs("jax").nn.dot_product_attention
+    arrays = [x.swapaxes(1, 2).copy() for x in (inputs.query, inputs.key, inputs.value)]
+    return Side("jax", called(inputs.case, attention, arrays, None), lambda out: (out.swapaxes(1, 2),))
+
+
+def tensorflow(inputs: Inputs) -> Side:
+    """The definition in TensorFlow's operations, as its tutorials write it; eager, or inside ``tf.function``."""
+    _need_no(inputs, mask=bool(inputs.case.mask), backward=inputs.case.backward)
+    tf, scale = _needs("tensorflow"), 1 / math.sqrt(inputs.case.sizes["dim"])
+
+    def attention(query: Any, key: Any, value: Any) -> Any:
+        weights = tf.nn.softmax(tf.matmul(query, key, transpose_b=True) * scale)
+        return tf.matmul(weights, value)
+
+    return Side("tensorflow", called(inputs.case, attention, (inputs.query, inputs.key, inputs.value), None), _one)
+
+
+def keras(inputs: Inputs) -> Side:
+    """``keras.ops.dot_product_attention`` on TensorFlow, in its own layout (batch, query, head, dim)."""
+    _need_no(inputs, mask=bool(inputs.case.mask), backward=inputs.case.backward)
+    library, tf = _needs("keras"), _needs("tensorflow")
+    if library.config.backend() != "tensorflow":
+        raise Unavailable(f"Keras runs on {library.config.backend()} here")
+    arrays = [tf.transpose(x, (0, 2, 1, 3)) for x in (inputs.query, inputs.key, inputs.value)]
+    run = called(inputs.case, library.ops.dot_product_attention, arrays, None)
+    return Side("keras", run, lambda out: (tf.transpose(out, (0, 2, 1, 3)),))
+
+
 def without(inputs: Inputs) -> Side:
     """The same call of ours without what the case is about: statistics, dropout or a mask."""
     side = ours(inputs, plain=True)
@@ -222,7 +254,7 @@ def _numpy(x: Any) -> Any:
 
 PEERS: dict[str, Callable[[Inputs], Side]] = {
     "sdpa": sdpa, "textbook": textbook, "compile": compiled, "xla": xla, "keops": keops, "onnxruntime": onnxruntime,
-    "numpy": numpy, "without": without,
+    "numpy": numpy, "jax": jax, "tensorflow": tensorflow, "keras": keras, "without": without,
 }  # fmt: skip
 
 TITLES = {
@@ -233,5 +265,8 @@ TITLES = {
     "keops": "KeOps",
     "onnxruntime": "onnxruntime MultiHeadAttention",
     "numpy": "the textbook in NumPy",
+    "jax": "jax.nn.dot_product_attention",
+    "tensorflow": "the textbook in TensorFlow",
+    "keras": "keras.ops.dot_product_attention",
     "without": "the same call without it",
 }

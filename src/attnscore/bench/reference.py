@@ -98,7 +98,8 @@ def _flat(inputs: Inputs, dtype: Any) -> dict[str, Any]:
     import torch
 
     def tensor(x: Any) -> Any:
-        found = torch.as_tensor(x).detach().to(dtype)
+        # A copy: JAX and TensorFlow show their memory read-only, which torch warns about.
+        found = (x if hasattr(x, "detach") else torch.from_numpy(np.array(x))).detach().to(dtype)
         return found if found.ndim == 1 else found.reshape(-1, *found.shape[-2:])
 
     return {name: tensor(getattr(inputs, name)) for name in ("query", "key", "value", "w_v", "grad")}

@@ -30,7 +30,11 @@ GROWTH_COLUMNS = (
     "seconds",
     "peak, MB",
 )
-RATE_COLUMNS = ("case", "threads", "kernel", "GFLOP/s in products", "G activations/s", "GB/s of arrays")
+LIMIT_COLUMNS = ("threads", "float32 products, GFLOP/s", "bfloat16 products, GFLOP/s", "reading, GB/s")
+RATE_COLUMNS = (
+    *("case", "threads", "kernel", "GFLOP/s in products", "G activations/s", "GB/s of arrays"),
+    *("of the products above", "of the reading above"),
+)
 MEMORY_COLUMNS = ("case", "tokens", "peak, MB", "inputs + outputs + gradients, MB", "over, MB", "must", "seconds")
 
 
@@ -57,9 +61,18 @@ def _goal(row: Row, goal: float | None) -> str:
     return "" if goal is None else f"≤ {goal:g}" if row["at_most"] else f"{goal:g}"
 
 
+def limit_cells(document: Row) -> Iterator[Cells]:
+    """What libraries reach on this machine."""
+    for row in _of_kind(document, "limits"):
+        rates = (row["products"]["float32"], row["products"]["bfloat16"], row["reading"])
+        yield (str(row["threads"]), *(f"{rate / 1e9:.3g}" for rate in rates))
+
+
 def rate_cells(document: Row) -> Iterator[Cells]:
-    """What our side does in a second, to be held against what the machine can do."""
+    """What our side does in a second, and its share of what libraries reach."""
     seen = set()
+    limits = {row["threads"]: row for row in _of_kind(document, "limits")}
+    dtypes = {case.name: case.dtype for case in CASES}
     for row in _of_kind(document, "time"):
         if row["status"] != "measured" or (row["case"], row["threads"]) in seen:
             continue
@@ -68,7 +81,13 @@ def rate_cells(document: Row) -> Iterator[Cells]:
         rates = (
             f"{work[name] / time / 1e9:.3g}" if work[name] else "" for name in ("operations", "activations", "bytes")
         )
-        yield (row["what"], str(row["threads"]), row["kernel"], *rates)
+        limit = limits.get(row["threads"])
+        shares: Cells = ("", "")
+        if limit is not None:
+            most = limit["products"][dtypes.get(row["case"], "float32")], limit["reading"]
+            done = work["operations"], work["bytes"]
+            shares = tuple(f"{each / time / peak:.0%}" for each, peak in zip(done, most, strict=True))
+        yield (row["what"], str(row["threads"]), row["kernel"], *rates, *shares)
 
 
 def growth_cells(document: Row, *, short: bool = False) -> Iterator[Cells]:
@@ -157,6 +176,7 @@ def section(document: Row) -> str:
         parts.append("A quick run: three rounds and more, so the spreads say more than the medians.")
     for title, columns, cells in (
         ("Speed", SPEED_COLUMNS, speed_cells(document)),
+        ("Limits of the machine", LIMIT_COLUMNS, limit_cells(document)),
         ("Rates reached", RATE_COLUMNS, rate_cells(document)),
         ("Growth", GROWTH_COLUMNS, growth_cells(document)),
         ("Memory of long sequences", MEMORY_COLUMNS, memory_cells(document)),

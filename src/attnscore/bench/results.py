@@ -22,6 +22,7 @@ _TOP = {"schema": int, "date": str, "quick": bool, "threads": list, "machine": d
 _MACHINE = {"cpu": str, "architecture": str, "cores": int, "flags": list, "kernels": list, "packages": dict}
 _EVERY = {"kind": str, "case": str, "what": str, "status": str}
 _BY_KIND: dict[str, dict[str, Any]] = {
+    "limits": {"threads": int, "products": dict, "reading": _NUMBER},
     "time": {
         "threads": int,
         "peer": str,
@@ -35,6 +36,7 @@ _BY_KIND: dict[str, dict[str, Any]] = {
     "memory": {"side": str, "points": list, "parameters": int},
 }
 _MEASURED: dict[str, dict[str, Any]] = {
+    "limits": {},
     "time": {"ours": dict, "theirs": dict, "ratio": dict},
     "growth": {"threads": int, "time_exponent": (*_NUMBER, type(None)), "memory_exponent": (*_NUMBER, type(None))},
     "memory": {"threads": int, "must": _NUMBER, "reached": bool},

@@ -71,7 +71,7 @@ def run(
         if "point" in answer:
             points.setdefault(request.case.name, []).append(answer["point"])
     for case in cases:
-        if case.kind != "time":
+        if case.kind in ("growth", "memory"):
             rows += _grown(case, points.get(case.name, []))
     return {
         "schema": SCHEMA,
@@ -85,7 +85,7 @@ def run(
 
 
 def _requests(case: Case, threads: Sequence[int], quick: bool) -> Iterator[Request]:
-    if case.kind == "time":
+    if case.kind in ("limits", "time"):
         yield from (Request(case, number) for number in threads)
         return
     lengths = case.sizes.get("lengths", [case.sizes["queries"]])

@@ -5,8 +5,8 @@ typer and rich are imported here, so nothing but `attnscore.cli` imports this pa
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
+from inspect import getdoc
 from typing import Annotated
 
 import typer
@@ -16,6 +16,8 @@ from attnscore.commands.attend import AttendCommand, attend
 from attnscore.commands.bench import bench
 from attnscore.commands.demo import demo
 from attnscore.commands.info import info
+from attnscore.commands.inspect import inspect
+from attnscore.commands.lab import lab
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -43,11 +45,13 @@ def _options(
 
 def _flowing(function: Callable[..., None]) -> str:
     # typer keeps the line ends of a docstring, which fall in the wrong places of another width.
-    paragraphs = (inspect.getdoc(function) or "").split("\n\n")
+    paragraphs = (getdoc(function) or "").split("\n\n")
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
 
 app.command(help=_flowing(demo))(demo)
 app.command(help=_flowing(attend), cls=AttendCommand)(attend)
 app.command(help=_flowing(bench))(bench)
+app.command(help=_flowing(lab))(lab)
+app.command(help=_flowing(inspect))(inspect)
 app.command(help=_flowing(info))(info)

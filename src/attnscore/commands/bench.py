@@ -36,7 +36,7 @@ def bench(
     ] = None,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where results.json goes.")] = Path("attnscore-bench"),
 ) -> None:
-    """Time and memory against PyTorch, NumPy, XLA, KeOps and onnxruntime on this machine.
+    """Time and memory against PyTorch, NumPy, JAX, TensorFlow, KeOps and onnxruntime on this machine.
 
     Every result is checked before it is timed; both sides alternate in one process. Prints tables, writes
     results.json. Leave the machine alone meanwhile.
@@ -81,6 +81,7 @@ def _show(screen: Console, document: dict[str, Any]) -> None:
     caption = "ratio: their time over ours; where the goal is marked ≤: ours over theirs"
     for title, columns, cells, note in (
         ("Speed", report.SPEED_COLUMNS, report.speed_cells(document, short=True), caption),
+        ("Limits of the machine", report.LIMIT_COLUMNS, report.limit_cells(document), None),
         ("Growth", report.GROWTH_COLUMNS, report.growth_cells(document, short=True), None),
         ("Memory of long sequences", report.MEMORY_COLUMNS, report.memory_cells(document, short=True), None),
     ):

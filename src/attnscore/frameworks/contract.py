@@ -12,7 +12,7 @@ traces (JAX, TensorFlow graphs) gives them without unrolling or mutation.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -167,9 +167,32 @@ class Framework(ABC):
         function: Callable[..., Sequence[np.ndarray[Any, Any]]],
         results: Sequence[tuple[tuple[int, ...], str]],
         arrays: Sequence[Array],
+        otherwise: Callable[..., tuple[Array, ...]],
     ) -> tuple[Array, ...]:
-        """``function(*arrays)`` over NumPy arrays, of the shapes and dtypes `results`, when a traced call runs."""
+        """``function(*arrays)`` over NumPy arrays, of the shapes and dtypes `results`, when a traced call runs.
+
+        ``otherwise(*arrays)`` traces the same in the framework's own operations: what runs where nobody can be called,
+        and what a derivative is taken of.
+        """
         raise NotImplementedError(f"{self.name} defers nothing")
+
+    def custom_calls(self) -> bool:
+        """Whether programs can call the native library by themselves: then `custom_call` serves."""
+        return False
+
+    def custom_call(
+        self,
+        direction: str,
+        results: Sequence[tuple[tuple[int, ...], str]],
+        arrays: Sequence[Array],
+        attributes: Mapping[str, Any],
+    ) -> tuple[Array, ...]:
+        """Results of the library's call "forward" or "backward" (csrc/ffi.cc), of these shapes and dtypes."""
+        raise NotImplementedError(f"{self.name} has no custom calls")
+
+    def at_run_time(self, host: Framework) -> Framework:
+        """The words for the arrays that `host_call` hands over: NumPy's, `host`, unless something is to be known."""
+        return host
 
     def seen(self, kind: type) -> None:  # noqa: B027  # most have nothing to be told
         """Called with each class of scores and masks: where the framework has to be told about them."""
@@ -257,6 +280,13 @@ class Framework(ABC):
 
     @abstractmethod
     def where(self, condition: Array, a: Array | float, b: Array | float) -> Array: ...
+
+    def logical_and(self, a: Array, b: Array) -> Array:
+        """Of boolean arrays that broadcast: MXNet's ``&`` wants one shape."""
+        return a & b
+
+    def logical_or(self, a: Array, b: Array) -> Array:
+        return a | b
 
     @abstractmethod
     def isfinite(self, x: Array) -> Array: ...

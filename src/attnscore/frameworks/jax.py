@@ -2,9 +2,10 @@
 
 - Nothing is unrolled under ``jit``: loops over tiles are ``lax`` loops of a fixed length, so that they can be
   differentiated in reverse. Plain calls loop in Python: a ``lax`` loop would be compiled anew at each call.
-- The gradient is explicit (``jax.custom_vjp``) and keeps two numbers a row; forward mode (``jvp``), ``vmap`` and
-  gradients of gradients go through the streaming form, which JAX itself differentiates.
-- The native kernels read CPU arrays where they lie; inside ``jit`` they run as a callback on XLA's own buffers.
+- The gradient is explicit (``jax.custom_vjp``) and keeps two numbers a row; forward mode (``jvp``) and gradients of
+  gradients go through the streaming form, which JAX itself differentiates.
+- The native kernels read CPU arrays where they lie; inside ``jit`` and ``vmap`` the program calls them over XLA's own
+  buffers (``jax_ffi``), or through a callback where the library has no such calls; ``vmap`` then streams.
 - Scores and masks are pytrees, and those of a user's own become ones when they are first seen.
 - Without ``jax_enable_x64`` positions are 32-bit integers.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,14 +24,17 @@ import numpy as np
 from jax import lax
 
 from attnscore.errors import ArgumentError, message
+from attnscore.frameworks import jax_ffi
 from attnscore.frameworks.contract import Array, Framework, Run, SeedWords
 from attnscore.frameworks.jax_trees import register
 from attnscore.frameworks.numpy import detached
 
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _NOTHING = contextlib.nullcontext()
-# Kinds of tracers, by their names: the classes are JAX's own, which it may move.
-_RECORDED, _REVERSE, _FORWARD = "DynamicJaxprTracer", "LinearizeTracer", "JVPTracer"
+# Kinds of tracers, by their names: the classes are JAX's own, which it may move. What is behind one of them, if any,
+# is under the name beside it: vmap of grad gives an array behind two.
+_RECORDED, _REVERSE, _FORWARD, _MAPPED = "DynamicJaxprTracer", "LinearizeTracer", "JVPTracer", "BatchTracer"
+_BEHIND = {_REVERSE: "primal", _FORWARD: "primal", _MAPPED: "val"}
 
 
 class JaxFramework(Framework):
@@ -80,9 +84,10 @@ class JaxFramework(Framework):
         return found.astype(np.float32) if found.dtype.name == "bfloat16" else found
 
     def readable(self, x: Array) -> bool:
-        while _kind(x) == _REVERSE:
-            # The gradient hook gets what is behind it.
-            x = x.primal
+        *tracers, x = _layers(x)
+        # The gradient hook gets what is behind a tape.
+        if not set(map(_kind, tracers)) <= ({_REVERSE, _MAPPED} if jax_ffi.registered() else {_REVERSE}):
+            return False
         if _kind(x) == _RECORDED:
             return jax.default_backend() == "cpu"
         return not isinstance(x, jax.core.Tracer) and _on_cpu(x)
@@ -99,16 +104,31 @@ class JaxFramework(Framework):
         return jax.device_put(found, like.sharding) if like.committed else found
 
     def on_tape(self, *arrays: Array) -> bool:
-        return any(isinstance(x, jax.core.Tracer) and _kind(x) != _RECORDED for x in arrays)
+        kinds = {_kind(x) for x in _all_layers(arrays) if isinstance(x, jax.core.Tracer)}
+        return not kinds <= ({_RECORDED, _MAPPED} if jax_ffi.registered() else {_RECORDED})
 
     def deferred(self, *arrays: Array) -> bool:
-        return any(_kind(x) == _RECORDED for x in arrays) and not self.on_tape(*arrays)
+        return any(isinstance(x, jax.core.Tracer) for x in arrays) and not self.on_tape(*arrays)
+
+    def custom_calls(self) -> bool:
+        return jax_ffi.registered()
+
+    def custom_call(
+        self,
+        direction: str,
+        results: Sequence[tuple[tuple[int, ...], str]],
+        arrays: Sequence[Array],
+        attributes: Mapping[str, Any],
+    ) -> tuple[Array, ...]:
+        known = [(shape, _known(dtype)) for shape, dtype in results]
+        return jax_ffi.call(direction, known, arrays, attributes)
 
     def host_call(
         self,
         function: Callable[..., Sequence[np.ndarray[Any, Any]]],
         results: Sequence[tuple[tuple[int, ...], str]],
         arrays: Sequence[Array],
+        otherwise: Callable[..., tuple[Array, ...]],
     ) -> tuple[Array, ...]:
         from jax.experimental.buffer_callback import buffer_callback
 
@@ -252,7 +272,7 @@ class JaxFramework(Framework):
 
     def differentiable(self, run: Run, operands: Sequence[Array]) -> tuple[Array, ...]:
         constants, given = run.variables()
-        if any(_kind(x) == _FORWARD for x in (*operands, *constants)):
+        if any(_kind(x) == _FORWARD for x in _all_layers((*operands, *constants))):
             # custom_vjp has no forward mode: the streaming form has.
             return run.forward(operands)
 
@@ -314,7 +334,7 @@ class JaxFramework(Framework):
 
 def _differentiable(function: Callable[..., Any], streaming: Callable[..., Any], *arguments: Any) -> Any:
     """``function(*arguments)``, which JAX can differentiate further: a callback has no derivative, `streaming` has."""
-    if not any(_kind(x) == _RECORDED for x in jax.tree.leaves(arguments)):
+    if not any(_kind(x) == _RECORDED for x in _all_layers(jax.tree.leaves(arguments))):
         return function(*arguments)
     found = jax.custom_jvp(function)
     found.defjvp(lambda primals, tangents: jax.jvp(streaming, primals, tangents))
@@ -323,6 +343,18 @@ def _differentiable(function: Callable[..., Any], streaming: Callable[..., Any],
 
 def _kind(x: Any) -> str:
     return type(x).__name__
+
+
+def _layers(x: Any) -> list[Any]:
+    """The tracers around an array from outside to inside, and in the end what is behind them all."""
+    found = [x]
+    while (name := _BEHIND.get(_kind(found[-1]))) is not None:
+        found.append(getattr(found[-1], name))
+    return found
+
+
+def _all_layers(arrays: Sequence[Any]) -> list[Any]:
+    return [layer for x in arrays for layer in _layers(x)]
 
 
 def _known(dtype: str) -> Any:

@@ -109,7 +109,9 @@ class NumpyFramework(Framework):
         return np.swapaxes(x, first, second)
 
     def expand_dims(self, x: Array, axis: int) -> Array:
-        return np.expand_dims(x, axis)
+        # np.expand_dims costs 3 us, a tenth of a tiny call.
+        axis %= x.ndim + 1
+        return x.reshape((*x.shape[:axis], 1, *x.shape[axis:]))
 
     def take(self, x: Array, indices: Array, axis: int) -> Array:
         return np.take(x, indices, axis=axis)
@@ -217,6 +219,8 @@ class NumpyFramework(Framework):
 
 def detached(x: Any) -> Any:
     """A tensor of another framework that NumPy can read only once it is off the tape and on the host."""
+    if hasattr(x, "asnumpy"):  # MXNet
+        return x.asnumpy()
     if hasattr(x, "detach"):
         x = x.detach().cpu()
         return x.float() if str(x.dtype) == "torch.bfloat16" else x

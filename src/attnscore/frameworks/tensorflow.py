@@ -2,8 +2,8 @@
 
 - Eager arrays on the CPU are read where they lie (``numpy.asarray`` shares their memory); what native code wrote
   becomes a tensor without a copy where its address is aligned as TensorFlow wants, with one of linear size otherwise.
-- In graphs (``tf.function``, ``jit_compile=True``, exported models) loops are ``tf.while_loop``, values cannot be seen,
-  and nothing calls back into Python.
+- In graphs values cannot be seen, and loops are ``tf.while_loop``. A ``tf.function`` calls native code where it can
+  (``tensorflow_graphs.py``); under XLA, in exported models and on other devices nothing calls back into Python.
 - The gradient is explicit (``tf.custom_gradient``); what watches it too (a second tape) differentiates the streaming
   form of it.
 """
@@ -17,14 +17,18 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.eager import record
+from tensorflow.python.eager import forwardprop_util, record
 
-from attnscore.frameworks.contract import Array, Framework, Run, SeedWords, Unknown
+from attnscore.frameworks import tensorflow_graphs as graphs
+from attnscore.frameworks.contract import Array, Framework, HostArray, Run, SeedWords, Unknown
+from attnscore.frameworks.numpy import NumpyFramework
 
 _FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 _NOTHING = contextlib.nullcontext()
 # Eigen reads whole vectors: TensorFlow ends the process at a tensor that lies otherwise (seen in 2.21).
 _ALIGNED = 64
+# Its operations broadcast and slice arrays of 8 axes at most, and one is added here.
+_MOST_AXES = 7
 
 
 class TensorFlowFramework(Framework):
@@ -34,7 +38,10 @@ class TensorFlowFramework(Framework):
     has_autodiff = True
 
     def __getattr__(self, word: str) -> Any:
-        return next(getattr(room, word) for room in (tf.math, tf, tf.experimental.numpy) if hasattr(room, word))
+        for room in (tf.math, tf, tf.experimental.numpy):
+            if hasattr(room, word):
+                return getattr(room, word)
+        raise AttributeError(f"TensorFlow has no {word}")
 
     def dtype(self, x: Array) -> str:
         return str(x.dtype.name)
@@ -47,7 +54,11 @@ class TensorFlowFramework(Framework):
             return "a ragged tensor", "x.to_tensor(), with valid_lens,"
         if isinstance(x, (tf.SparseTensor, tf.IndexedSlices)):
             return f"a sparse tensor ({type(x).__name__})", "tf.sparse.to_dense(x)"
-        return ("a tensor of unknown rank", "tf.ensure_shape(x, ...)") if x.shape.rank is None else None
+        if x.shape.rank is None:
+            return "a tensor of unknown rank", "tf.ensure_shape(x, ...)"
+        if x.shape.rank > _MOST_AXES:
+            return f"one of {x.shape.rank} axes (TensorFlow takes {_MOST_AXES} here)", "tf.reshape(x, ...)"
+        return None
 
     def shape(self, x: Array) -> tuple[Any, ...]:
         known = tuple(x.shape)
@@ -76,7 +87,7 @@ class TensorFlowFramework(Framework):
 
     def host(self, x: Any) -> np.ndarray[Any, Any] | None:
         found: Any
-        if self.readable(x):
+        if _is_near(x):
             found = np.asarray(x) if len(x.shape) else np.asarray(x.numpy())
         elif isinstance(x, tf.Variable):
             found = x.numpy() if tf.executing_eagerly() else None
@@ -87,10 +98,10 @@ class TensorFlowFramework(Framework):
         return found.astype(np.float32) if found.dtype.name == "bfloat16" else np.asarray(found)
 
     def readable(self, x: Array) -> bool:
-        return isinstance(x, tf.Tensor) and hasattr(x, "numpy") and x.device.endswith("CPU:0")
+        return _is_near(x) or graphs.calls_back(x)
 
     def is_plain(self, *arrays: Array) -> bool:
-        return all(map(self.readable, arrays)) and tf.executing_eagerly() and not self.on_tape(*arrays)
+        return all(map(_is_near, arrays)) and tf.executing_eagerly() and not self.on_tape(*arrays)
 
     def memory(self, x: Array) -> np.ndarray[Any, Any]:
         # A single bfloat16 comes as a scalar that has no buffer.
@@ -105,10 +116,29 @@ class TensorFlowFramework(Framework):
         return found if found.dtype.name == dtype else tf.bitcast(found, dtype)
 
     def on_tape(self, *arrays: Array) -> bool:
-        return bool(record.should_record_backprop(arrays))
+        # What a graph holds may be differentiated when it is done, by tf.gradients or a tape around it.
+        if not tf.executing_eagerly():
+            return True
+        own = [x for x in arrays if isinstance(x, (tf.Tensor, tf.Variable))]
+        return bool(record.should_record_backprop(own)) or _has_tangents(own)
+
+    def deferred(self, *arrays: Array) -> bool:
+        return graphs.calls_back(*arrays)
+
+    def host_call(
+        self,
+        function: Callable[..., Sequence[HostArray]],
+        results: Sequence[tuple[tuple[Any, ...], str]],
+        arrays: Sequence[Array],
+        otherwise: Callable[..., tuple[Array, ...]],
+    ) -> tuple[Array, ...]:
+        return graphs.host_call(function, results, [tf.convert_to_tensor(x) for x in arrays], otherwise)
+
+    def at_run_time(self, host: Framework) -> Framework:
+        return _Host()
 
     def threads(self, own: int) -> int:
-        return tf.config.threading.get_intra_op_parallelism_threads() or own
+        return _threads(own)
 
     def number(self, x: Array) -> float | None:
         return float(x) if hasattr(x, "numpy") else None
@@ -259,6 +289,9 @@ class TensorFlowFramework(Framework):
 
     def differentiable(self, run: Run, operands: Sequence[Array]) -> tuple[Array, ...]:
         operands = [tf.convert_to_tensor(x) for x in operands]
+        if _has_tangents(operands) or (not tf.executing_eagerly() and graphs.rewritten()):
+            # Our own gradient has no forward mode, and is lost in a rewriting. TensorFlow's operations keep theirs.
+            return run.streaming().forward(operands)
         wanted: list[bool] | None = None
         if tf.executing_eagerly():
             wanted = [self.on_tape(x) for x in operands]
@@ -306,6 +339,13 @@ class TensorFlowFramework(Framework):
         return tuple(tf.convert_to_tensor(x) if isinstance(x, tf.Variable) else x for x in arrays)
 
 
+class _Host(NumpyFramework):
+    """NumPy's words inside a graph's call."""
+
+    def threads(self, own: int) -> int:
+        return _threads(own)
+
+
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class _Length(Unknown):
     """The length of an axis, known when the graph runs."""
@@ -343,6 +383,20 @@ tf.register_tensor_conversion_function(
 def _sizes(shape: Sequence[Any]) -> list[Any]:
     """Lengths and places as TensorFlow takes them in one list: numbers, and 32-bit tensors."""
     return [n if isinstance(n, (int, np.integer)) else tf.cast(getattr(n, "value", n), tf.int32) for n in shape]
+
+
+def _threads(own: int) -> int:
+    return tf.config.threading.get_intra_op_parallelism_threads() or own
+
+
+def _has_tangents(arrays: Sequence[Array]) -> bool:
+    """Whether a ``tf.autodiff.ForwardAccumulator`` follows one of these."""
+    return bool(forwardprop_util.pack_tangents(list(arrays)).tangents)
+
+
+def _is_near(x: Any) -> bool:
+    """Whether `x` has numbers now, in this machine's memory."""
+    return isinstance(x, tf.Tensor) and hasattr(x, "numpy") and x.device.endswith("CPU:0")
 
 
 def _leaves(x: Any) -> list[Array]:

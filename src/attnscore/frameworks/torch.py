@@ -25,9 +25,9 @@ from attnscore.frameworks.contract import Array, Framework, Run
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items() if str(dtype) == f"torch.{name}"}
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# Kinds of devices that attention runs on, and the autocast dtypes that were on where `quiet` began.
 # Types whose operations nobody has replaced.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+# Kinds of devices that attention runs on, and the autocast dtypes that were on where `quiet` began.
 _KINDS = ("cpu", "cuda", "mps", "xpu")
 _NOTHING = contextlib.nullcontext()
 _AUTOCAST: ContextVar[dict[str, torch.dtype]] = ContextVar("autocast", default={})  # noqa: B039  # never mutated

@@ -125,8 +125,7 @@ def _read(expression: str, names: Sequence[str] = (), **slots: Sequence[Any]) ->
             return slots[slot.value.id][slot.slice.value]
         return _FUNCTIONS[node.func.id](*(value(part) for part in node.args))
 
-    call = _parsed(expression)
-    assert isinstance(call, ast.Call)
+    call = cast(ast.Call, _parsed(expression))
     return {str(keyword.arg): value(keyword.value) for keyword in call.keywords if not names or keyword.arg in names}
 
 

@@ -43,12 +43,14 @@ class AttentionCall:
         Its ``layer_idx``, where the model sets one.
     stats : AttentionStats
         Statistics of every row, each (batch, head, query).
+    inputs : dict
+        What the weights follow from: query and key (batch, head, length, dim), score, mask, bias, sink.
     """
 
     module: Any
     layer: int | None
     stats: ats.AttentionStats
-    _inputs: dict[str, Any] = field(repr=False)
+    inputs: dict[str, Any] = field(repr=False)
 
     def weights(self, batch: int | None = None) -> Tensor:
         """Return the weights (batch, head, query, key), computed now, before dropout.
@@ -58,7 +60,7 @@ class AttentionCall:
         batch : int, optional
             Only this row of the batch.
         """
-        arguments = dict(self._inputs)
+        arguments = dict(self.inputs)
         query, key = arguments.pop("query"), arguments.pop("key")
         weights: Tensor = ats.attention_weights(query, key, **arguments)
         return weights if batch is None else weights[batch]

@@ -78,7 +78,7 @@ def _scores(problem: Problem) -> tuple[Array, Array]:
         # 0 * NaN in the gradient would carry what is hidden: compute without such rows, then mark their pairs.
         rows, cols = (ops.any(~ops.isfinite(x), axis=-1, keepdims=True) for x in (query, key))
         query, key = ops.where(rows, 0.0, query), ops.where(cols, 0.0, key)
-        bad = rows | ops.matrix_transpose(cols)
+        bad = ops.logical_or(rows, ops.matrix_transpose(cols))
     shape = (*grid.rows, grid.key_len)
     scores = ops.broadcast_to(ops.astype(checked_tile(ops, problem.score, query, key), dtype), shape)
     if bad is not None:
@@ -87,10 +87,10 @@ def _scores(problem: Problem) -> tuple[Array, Array]:
     if problem.mask is not None:
         rows = ops.reshape(ops.positions(0, grid.query_len, scores), (grid.query_len, 1))
         cols = ops.reshape(ops.positions(0, grid.key_len, scores), (1, grid.key_len))
-        visible = visible & problem.mask.visible(ops, grid, rows, cols)
+        visible = ops.logical_and(visible, problem.mask.visible(ops, grid, rows, cols))
     if problem.bias is not None:
         bias = ops.astype(problem.bias, dtype)
-        visible = visible & (bias != NEG_INF)
+        visible = ops.logical_and(visible, bias != NEG_INF)
         scores = scores + ops.where(visible, bias, 0.0)
     return scores, visible
 

@@ -11,20 +11,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import final
+from typing import Any, final
 
 import numpy as np
 
-from attnscore import engine, frameworks, softmax
+from attnscore import engine
 from attnscore.engine import Result, RowGradients
-from attnscore.frameworks.contract import Array, HostArray, sum_to
+from attnscore.frameworks.contract import Array, HostArray
 from attnscore.kernels import native_deferred as deferring
 from attnscore.kernels import native_inputs as inputs
+from attnscore.kernels import native_program as program
 from attnscore.kernels.contract import Kernel
+from attnscore.kernels.native_results import GRADIENTS, STATISTICS, as_operand, gradient_shapes
 from attnscore.kernels.streaming import Streaming
 from attnscore.problem import Problem
-from attnscore.scoring.forms import AdditiveForm, InnerForm
-from attnscore.softmax import RowState
+from attnscore.scoring.forms import InnerForm
 from attnscore.threads import get_num_threads
 from attnscore.tiling import TilePlan
 
@@ -39,13 +40,6 @@ except ImportError as error:
     _MISSING = str(error)
 else:
     _MISSING = None
-
-# Numbers of each row that the forward writes (csrc/attention.h), and the statistics that need more than the first two.
-_STATISTICS = 7
-_FULL = frozenset(("entropy", "sum_sq_weights", "mean_score", "var_score"))
-# The gradients that the kernels write, in their order; the first of them whether wanted or not.
-_GRADIENTS = ("query", "key", "value", "query_bias", "key_bias", "bias", "w_v", "sink")
-_ALWAYS = frozenset(("query", "key", "value", "w_v"))
 
 
 @final
@@ -69,7 +63,7 @@ class Native(Kernel):
     def plain(
         self, problem: Problem, plan: TilePlan
     ) -> Callable[[HostArray, HostArray, HostArray, int], HostArray] | None:
-        form, rows = problem.form, problem.grid.rows
+        form = problem.form
         if not isinstance(form, InnerForm) or form.query is not problem.query or form.key is not problem.key:
             return None
         if any(x is not None for x in (form.key_bias, form.query_bias, problem.mask, problem.bias, problem.sink)):
@@ -77,41 +71,24 @@ class Native(Kernel):
         if problem.dropout is not None or problem.statistics:
             return None
         score, arrays = inputs.words(problem, plan)
-        absent, sums = (None,) * (len(arrays) - 3), problem.accumulator
-        shape, stored = (*rows, problem.layout.value_dim), inputs.STORED.get(problem.dtype, problem.dtype)
+        absent, filled = (None,) * (len(arrays) - 3), _fill(problem)
 
         def run(query: HostArray, key: HostArray, value: HostArray, threads: int) -> HostArray:
-            out = np.empty(shape, stored)
-            numbers, top, log_total = np.empty((*rows, _STATISTICS), sums), *np.empty((2, *rows, 1), sums)
-            _native.forward(score, (query, key, value, *absent), (out, numbers, top, log_total), False, threads)
+            out: HostArray = filled(score, (query, key, value, *absent), threads)[0]
             return out
 
         return run
 
     def forward(self, problem: Problem, plan: TilePlan) -> Result:
-        ops, grid, sums, wanted = problem.ops, problem.grid, problem.accumulator, problem.statistics
-        arrays = deferring.arrays_of(problem)
-        if ops.deferred(*arrays):
-            return deferring.forward(self, problem)
-        if ops.name == "jax" and ops.on_tape(*arrays):
+        ops, sums, like = problem.ops, problem.accumulator, problem.value
+        if ops.deferred(*deferring.arrays_of(problem)):
+            return program.forward(problem) if ops.custom_calls() else deferring.forward(self, problem)
+        if ops.on_tape(*engine.operands(problem).values()):
             return engine.forward(problem, plan)
-        out = np.empty((*grid.rows, problem.layout.value_dim), inputs.STORED.get(problem.dtype, problem.dtype))
-        top, log_total = np.empty((2, *grid.rows, 1), sums)
-        numbers = np.empty((*grid.rows, _STATISTICS), sums)
-        _native.forward(
-            *inputs.words(problem, plan),
-            (out, numbers, top, log_total),
-            not _FULL.isdisjoint(wanted),
-            ops.threads(get_num_threads()),
-        )
-        like = problem.value
-        return Result(
-            ops.from_memory(out, problem.dtype, like),
-            ops.from_memory(top, sums, like),
-            ops.from_memory(log_total, sums, like),
-            # The log-sum-exp alone is top + log total, and needs nothing more.
-            _statistics(problem, numbers) if wanted not in ((), ("log_sum_exp",)) else {},
-        )
+        out, *numbers = _fill(problem)(*inputs.words(problem, plan), ops.threads(get_num_threads()))
+        top, log_total, *statistics = (None if x is None else ops.from_memory(x, sums, like) for x in numbers)
+        found = {name: x for name, x in zip(STATISTICS, statistics, strict=True) if x is not None}
+        return Result(ops.from_memory(out, problem.dtype, like), top, log_total, found)
 
     def backward(
         self, problem: Problem, plan: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]
@@ -120,6 +97,8 @@ class Native(Kernel):
         operands = engine.operands(problem)
         incoming = [x for x in (grads.out, grads.log_sum_exp, grads.entropy) if x is not None]
         if ops.deferred(*deferring.arrays_of(problem), *incoming):
+            if ops.custom_calls():
+                return program.backward(problem, result, grads, wanted)
             return deferring.backward(self, problem, result, grads, wanted)
         if ops.on_tape(*operands.values(), *incoming) or not all(map(ops.readable, (*operands.values(), *incoming))):
             return engine.backward(problem, plan, result, grads)
@@ -129,43 +108,38 @@ class Native(Kernel):
         if grads.entropy is not None:
             rows[2], rows[4] = result.statistics["entropy"], grads.entropy
         top, log_total, entropy, grad_log_sum_exp, grad_entropy = (_row(problem, x) for x in rows)
-        buffers = _buffers(problem, wanted)
+        shapes = gradient_shapes(problem, wanted)
+        buffers = {name: inputs.aligned(np.zeros, shape, sums) for name, shape in shapes.items()}
         _native.backward(
             *inputs.words(problem, plan),
             (ops.memory(result.out), top, log_total, entropy, grad_out, grad_log_sum_exp, grad_entropy),
             grad_dtype,
-            [buffers.get(name) for name in _GRADIENTS],
+            [buffers.get(name) for name in GRADIENTS],
             ops.threads(get_num_threads()),
         )
         return {
-            name: _as_operand(problem, ops.from_memory(x, sums, problem.value), name, operands[name])
+            name: as_operand(problem, ops.from_memory(x, sums, problem.value), name, operands[name])
             for name, x in buffers.items()
             if name in wanted
         }
 
 
-def _statistics(problem: Problem, numbers: HostArray) -> dict[str, Array]:
-    """What was asked for, from the numbers of the rows.
+def _fill(problem: Problem) -> Callable[[Any, Any, int], list[Any]]:
+    """A call of the module on `inputs.words` and a number of threads: what it fills.
 
-    In NumPy: a framework's own threads would spin for milliseconds after operations this small, and the next call's
-    kernels would share the cores with them (20% of a call of 22 ms).
+    That is the output, top, log total and the statistics, None where they are not wanted.
     """
-    ops, wanted, sums, host = problem.ops, problem.statistics, problem.accumulator, frameworks.load("numpy")
-    maximum, total, tilt, squares, count, mean, deviations = np.moveaxis(numbers, -1, 0).copy()[..., None]
-    state = RowState(
-        max=maximum,
-        total=total,
-        out=np.zeros((*problem.grid.rows, 0), sums),
-        tilt=tilt if "entropy" in wanted else None,
-        squares=squares if "sum_sq_weights" in wanted else None,
-        moments=(count, mean, np.zeros((), sums), deviations) if {"mean_score", "var_score"} & set(wanted) else None,
-    )
-    sink = problem.sink
-    if sink is not None:
-        sink = ops.memory(ops.astype(ops.reshape(sink, (*sink.shape, 1, 1)), sums))
-    with host.quiet():
-        found = softmax.finish(host, state, sink, wanted)[3]
-    return {name: ops.from_memory(np.ascontiguousarray(x), sums, problem.value) for name, x in found.items()}
+    rows, sums = (*problem.grid.rows, 1), problem.accumulator
+    shape, stored = (*rows[:-1], problem.layout.value_dim), inputs.STORED.get(problem.dtype, problem.dtype)
+    wanted = [name in problem.statistics for name in STATISTICS]
+
+    def filled(score: Any, arrays: Any, threads: int) -> list[Any]:
+        found = [inputs.aligned(np.empty, shape, stored), *np.empty((2, *rows), sums)]
+        found += [np.empty(rows, sums) if x else None for x in wanted]
+        _native.forward(score, arrays, found, threads)
+        return found
+
+    return filled
 
 
 def _grad_out(problem: Problem, grad: Array | None) -> tuple[HostArray, str]:
@@ -184,44 +158,3 @@ def _row(problem: Problem, x: Array | None) -> HostArray | None:
     ops = problem.ops
     host = ops.memory(ops.astype(x, problem.accumulator))
     return host if host.flags.c_contiguous else np.ascontiguousarray(host)
-
-
-def _buffers(problem: Problem, wanted: frozenset[str]) -> dict[str, HostArray]:
-    """Zeros that the gradients are added to."""
-    grid, form, sums = problem.grid, problem.form, problem.accumulator
-    arrays = engine.operands(problem)
-    shared = _shared(problem)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, x in arrays.items():
-        if name == "sink":
-            shapes[name] = grid.rows[:-1]
-        elif name == "bias":
-            shapes[name] = x.shape
-        elif name == "w_v":
-            shapes[name] = (*shared, x.shape[-1])
-        elif name == "value" or form.role(name) == "key":
-            shapes[name] = (*shared, grid.key_len, *x.shape[-1:])
-        else:
-            shapes[name] = (*grid.rows, *x.shape[-1:])
-    for name in ("query_bias", "key_bias"):
-        if name in shapes:
-            shapes[name] = shapes[name][:-1]
-    return {name: np.zeros(shape, sums) for name, shape in shapes.items() if name in wanted or name in _ALWAYS}
-
-
-def _shared(problem: Problem) -> tuple[int, ...]:
-    """Axes of heads, 1 where all heads along them have the same keys and values, whose gradients are then one."""
-    form, whole = problem.form, problem.grid.rows[:-1]
-    shapes = [x.shape[:-2] for name, x in form.arrays().items() if form.role(name) == "key"]
-    shapes.append(problem.value.shape[:-2])
-    if isinstance(form, AdditiveForm) and len(form.w_v.shape) > 1:
-        shapes.append((*(1 for _ in problem.grid.lead), *form.w_v.shape[:2]))
-    return tuple(1 if all(n == 1 for n in lengths) else length for length, *lengths in zip(whole, *shapes, strict=True))
-
-
-def _as_operand(problem: Problem, grad: Array, name: str, operand: Array) -> Array:
-    """A gradient in the shape of its operand: summed over the axes along which that was broadcast."""
-    ops, shape = problem.ops, tuple(operand.shape)
-    if name in ("query_bias", "key_bias"):
-        grad = ops.expand_dims(grad, -1)
-    return grad if tuple(grad.shape) == shape else sum_to(ops, grad, shape)

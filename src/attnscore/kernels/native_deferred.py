@@ -1,7 +1,8 @@
 """The native kernel on arrays whose numbers come later: a call that is traced now and run by the framework then.
 
 The problem is rebuilt over NumPy's views of the framework's own buffers when the call runs: masks are read and tiles
-planned there, so that traced lengths skip tiles too.
+planned there, so that traced lengths skip tiles too, and lengths that a graph does not know are known. The streaming
+form goes along, for programs that run where nobody can be called.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from attnscore import frameworks, tiling
 from attnscore.engine import Result, RowGradients, operands
-from attnscore.frameworks.contract import Array, HostArray, SeedWords
+from attnscore.frameworks.contract import Array, Framework, HostArray, SeedWords, broadcast, is_unknown
+from attnscore.grid import Layout
 from attnscore.kernels.contract import Kernel
 from attnscore.problem import Problem
 
@@ -27,32 +31,65 @@ def arrays_of(problem: Problem) -> list[Array]:
     return found
 
 
-def _hosted(problem: Problem) -> Callable[[Sequence[HostArray]], Problem]:
-    """The same problem over the NumPy arrays of `arrays_of`, which come when the call runs."""
-    names, mask, dropout = tuple(operands(problem)), problem.mask, problem.dropout
+def _passed(problem: Problem) -> list[Array]:
+    """What a run reads and nobody has seen: the numbers of a mask that are known now go along as they are."""
+    found = [*operands(problem).values()]
+    if problem.mask is not None:
+        found += [x for x in problem.mask.leaves() if frameworks.host(x) is None]
+    if problem.dropout is not None and isinstance(problem.dropout.seed, SeedWords):
+        found += problem.dropout.seed
+    return found
+
+
+def _posed(problem: Problem, ops: Framework) -> Callable[[Sequence[Array]], Problem]:
+    """The same problem over other arrays in the place of `_passed`, in the words `ops`."""
+    names, dropout = tuple(operands(problem)), problem.dropout
     seeded = dropout is not None and isinstance(dropout.seed, SeedWords)
-    # No traced array stays in what waits for the call.
-    empty = dataclasses.replace(problem, query=None, key=None, ops=frameworks.load("numpy"))
+    unknown = any(map(is_unknown, (*problem.grid.rows, problem.grid.key_len)))
+    # None of the arrays stays in what waits for the call: a framework may keep that for good.
+    form, mask = problem.form.with_arrays(dict.fromkeys(problem.form.arrays())), problem.mask
+    known = [frameworks.host(x) for x in mask.leaves()] if mask is not None else []
+    if mask is not None:
+        mask = mask.with_leaves(iter([np.zeros(0)] * len(known)))
+    absent = dict.fromkeys(("score", "query", "key", "value", "bias", "sink", "dropout", "mask"))
+    layout = _measured(problem.layout, (0,) * len(problem.grid.lead), 0, 0) if unknown else problem.layout
+    empty = dataclasses.replace(problem, ops=ops, form=form, layout=layout, **absent)  # type: ignore[arg-type]
+    dropout = dataclasses.replace(dropout, seed=0) if dropout is not None and seeded else dropout
 
-    def hosted(arrays: Sequence[HostArray]) -> Problem:
-        named = dict(zip(names, arrays, strict=False))
-        left = iter(arrays[len(names) :])
+    def posed(arrays: Sequence[Array]) -> Problem:
+        named, left = dict(zip(names, arrays, strict=False)), iter(arrays[len(names) :])
         own: dict[str, Any] = {name: named.pop(name) for name in ("value", "bias", "sink") if name in named}
-        later = None if mask is None else mask.with_leaves(left)
-        seed = dropout
+        own["form"] = here = form.with_arrays(named)
+        if mask is not None:
+            own["mask"] = mask.with_leaves(iter([next(left) if x is None else x for x in known]))
+        own["dropout"] = dropout
         if dropout is not None and seeded:
-            low, high = (int(x) for x in left)
-            seed = dataclasses.replace(dropout, seed=low | high << 32)
-        return dataclasses.replace(empty, form=empty.form.with_arrays(named), mask=later, dropout=seed, **own)
+            low, high = left
+            seed = int(low) | int(high) << 32 if isinstance(low, (np.ndarray, np.generic)) else SeedWords(low, high)
+            own["dropout"] = dataclasses.replace(dropout, seed=seed)
+        if unknown:
+            query, key, value = (ops.shape(x) for x in (*(here.arrays()[n] for n in ("query", "key")), own["value"]))
+            lead = broadcast(query[:-4], key[:-4], value[:-4])
+            own["layout"] = _measured(layout, lead, query[-2], key[-2])
+        return dataclasses.replace(empty, **own)
 
-    return hosted
+    return posed
+
+
+def _measured(layout: Layout, lead: tuple[Any, ...], query_len: Any, key_len: Any) -> Layout:
+    grid = dataclasses.replace(layout.grid, lead=lead, query_len=query_len, key_len=key_len)
+    return dataclasses.replace(layout, grid=grid)
+
+
+def _on_host(problem: Problem) -> Callable[[Sequence[HostArray]], Problem]:
+    return _posed(problem, problem.ops.at_run_time(frameworks.load("numpy")))
 
 
 def forward(kernel: Kernel, problem: Problem) -> Result:
     """`kernel.forward` when the call runs."""
     sums, rows = problem.accumulator, (*problem.grid.rows, 1)
     names = tuple(name for name in problem.statistics if name != "log_sum_exp")
-    hosted = _hosted(problem)
+    hosted, again = _on_host(problem), _posed(problem, problem.ops)
 
     def run(*arrays: HostArray) -> tuple[HostArray, ...]:
         now = hosted(arrays)
@@ -60,7 +97,13 @@ def forward(kernel: Kernel, problem: Problem) -> Result:
         return found.out, found.top, found.log_total, *(found.statistics[name] for name in names)
 
     results = [((*rows[:-1], problem.layout.value_dim), problem.dtype), *(((rows, sums),) * (2 + len(names)))]
-    out, top, log_total, *numbers = problem.ops.host_call(run, results, arrays_of(problem))
+
+    def otherwise(*arrays: Array) -> tuple[Array, ...]:
+        now = again(arrays)
+        found = kernel.differentiable.forward(now, tiling.plan(now))
+        return found.out, found.top, found.log_total, *(found.statistics[name] for name in names)
+
+    out, top, log_total, *numbers = problem.ops.host_call(run, results, _passed(problem), otherwise)
     return Result(out, top, log_total, dict(zip(names, numbers, strict=True)))
 
 
@@ -68,15 +111,15 @@ def backward(
     kernel: Kernel, problem: Problem, result: Result, grads: RowGradients, wanted: frozenset[str]
 ) -> dict[str, Array]:
     """`kernel.backward` when the call runs."""
-    hosted = _hosted(problem)
+    hosted, again = _on_host(problem), _posed(problem, problem.ops)
     entropy = result.statistics.get("entropy")
     optional = [grads.out, grads.log_sum_exp, grads.entropy, entropy]
     rows = [result.out, result.top, result.log_total, *(x for x in optional if x is not None)]
-    given = [x is not None for x in optional]
+    given, count = [x is not None for x in optional], len(rows)
     names = [name for name in operands(problem) if name in wanted]
 
-    def run(*arrays: HostArray) -> tuple[HostArray, ...]:
-        now, own = hosted(arrays[len(rows) :]), iter(arrays[: len(rows)])
+    def gradients(kernel: Kernel, now: Problem, rows: Sequence[Array]) -> tuple[Array, ...]:
+        own = iter(rows)
         out, top, log_total = next(own), next(own), next(own)
         out_grad, lse_grad, entropy_grad, entropy = (next(own) if is_here else None for is_here in given)
         known = Result(out, top, log_total, {} if entropy is None else {"entropy": entropy})
@@ -84,5 +127,13 @@ def backward(
         found = kernel.backward(now, tiling.plan(now), known, incoming, frozenset(names))
         return tuple(found[name] for name in names)
 
+    def run(*arrays: HostArray) -> tuple[HostArray, ...]:
+        return gradients(kernel, hosted(arrays[count:]), arrays[:count])
+
     shapes = [(tuple(x.shape), problem.accumulator) for name, x in operands(problem).items() if name in wanted]
-    return dict(zip(names, problem.ops.host_call(run, shapes, [*rows, *arrays_of(problem)]), strict=True))
+
+    def otherwise(*arrays: Array) -> tuple[Array, ...]:
+        return gradients(kernel.differentiable, again(arrays[count:]), arrays[:count])
+
+    found = problem.ops.host_call(run, shapes, [*rows, *_passed(problem)], otherwise)
+    return dict(zip(names, found, strict=True))

@@ -5,6 +5,8 @@ Nothing is copied that lies ready: broadcast axes stay 1, strides are the caller
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,9 +36,25 @@ STORED = {"float16": "uint16", "bfloat16": "uint16"}
 _FORMS: dict[type, str] = {InnerForm: "inner", AdditiveForm: "additive", DistanceForm: "distance"}
 # Masks that are intervals once their numbers are known.
 INTERVALS = (Causal, KeyRange, PrefixLM, SlidingWindow, ValidLens)
-# What the kernels cannot do yet, of "bias", "query_bias", "key_bias", "mask", "ids", "dropout", "caps", "distance" and
-# the names of activations.
-NOT_YET: frozenset[str] = frozenset()
+
+
+# TensorFlow and JAX take over memory that begins at a multiple of this many bytes, and copy other.
+ALIGNED = 64
+# Below this a copy costs less than slicing.
+_LARGE = 2**14
+
+
+def aligned(make: Callable[..., HostArray], shape: Sequence[int], dtype: str) -> HostArray:
+    """``make(shape, dtype)``, of ``numpy.empty`` or ``numpy.zeros``, at an address that any framework takes over.
+
+    NumPy's own large arrays begin 16 bytes into a page.
+    """
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    if size < _LARGE:
+        return make(shape, dtype)
+    whole = make(size + ALIGNED, np.uint8)
+    start = -whole.ctypes.data % ALIGNED
+    return whole[start : start + size].view(dtype).reshape(shape)
 
 
 def reasons(problem: Problem) -> list[str]:
@@ -45,8 +63,6 @@ def reasons(problem: Problem) -> list[str]:
     if type(form) not in _FORMS:
         return [f"the score is computed in Python ({type(form).__name__})"]
     found = []
-    if isinstance(form, DistanceForm) and hasattr(form.scale, "shape"):
-        found.append("a scale per head of distances")
     arrays = {**form.arrays(), "value": problem.value}
     dtypes = {ops.dtype(x) for x in arrays.values()}
     # Sums are in the dtype of the value: a score's own arrays may be wider, but nothing narrower than a float64 value.
@@ -57,8 +73,6 @@ def reasons(problem: Problem) -> list[str]:
             arrays[name] = x
             if ops.dtype(x) not in DTYPES:
                 found.append(f"{name} of dtype {ops.dtype(x)}")
-    if NOT_YET:
-        found += [f"no native {name} yet" for name in sorted(NOT_YET & _features(problem))]
     if not all(map(ops.readable, arrays.values())):
         # Nothing below can be looked at either.
         return [*found, "arrays whose memory the CPU cannot read (on a device, traced, with tangents, byte-swapped)"]
@@ -67,12 +81,12 @@ def reasons(problem: Problem) -> list[str]:
 
 
 def _reasons_of_rest(problem: Problem, rest: Mask) -> list[str]:
-    parts = _parts(rest)
+    parts = parts_of(rest)
     arrays = [part for part in parts if isinstance(part, (Dense, KeyPadding))]
     documents = [part for part in parts if isinstance(part, Documents)]
     others = [part for part in parts if part not in arrays and part not in documents]
-    if problem.ops.deferred(*rest.leaves()):
-        # Lengths that are traced now are intervals by the time that the kernel sees them.
+    if problem.ops.deferred(problem.value, *rest.leaves()):
+        # Lengths that are traced now, or not known, are intervals by the time that the kernel sees them.
         others = [part for part in others if not isinstance(part, INTERVALS)]
     found = [f"the mask is no interval of keys per row: {part!r}" for part in others]
     if len(arrays) > 1:
@@ -85,26 +99,38 @@ def _reasons_of_rest(problem: Problem, rest: Mask) -> list[str]:
     return found
 
 
-def _parts(mask: Mask) -> list[Mask]:
-    return [*_parts(mask.first), *_parts(mask.second)] if isinstance(mask, And) else [mask]
+def parts_of(mask: Mask) -> list[Mask]:
+    """The masks whose AND `mask` is."""
+    return [*parts_of(mask.first), *parts_of(mask.second)] if isinstance(mask, And) else [mask]
 
 
-def _features(problem: Problem) -> set[str]:
-    """What of `NOT_YET` the problem needs."""
-    form, found = problem.form, set(problem.form.arrays())
-    found |= {_FORMS[type(form)]} | ({"caps"} if form.caps else set())
-    if isinstance(form, AdditiveForm):
-        found.add(form.activation.name)
-    found |= {name for name in ("bias", "dropout") if getattr(problem, name) is not None}
-    if problem.mask is not None and problem.visibility[1] is not None:
-        found |= {"ids" if isinstance(part, Documents) else "mask" for part in _parts(problem.visibility[1])}
-    return found
+ORDER = (
+    *("query", "key", "value", "query_bias", "key_bias", "bias", "mask", "query_ids", "key_ids", "start", "stop"),
+    *("weights", "sink", "scales"),
+)
+"""The arrays that the native module reads, in the order that its stub says."""
 
 
 def words(problem: Problem, plan: TilePlan) -> tuple[tuple[Any, ...], tuple[HostArray | None, ...]]:
-    """What the native module is told of the score, and the arrays that it reads, in the order that its stub says."""
+    """What the native module is told of the score, and the memory of the arrays in `ORDER`."""
+    score, arrays = told(problem, plan.rest)
+    found = {name: problem.ops.memory(x) for name, x in arrays.items()}
+    if "mask" in found:
+        found["mask"] = found["mask"].view(np.uint8)
+    for name in ("query_ids", "key_ids"):
+        if name in found:
+            found[name] = found[name].astype(np.int64, copy=False)
+    if (weights := found.get("weights")) is not None and weights.strides[-1] != weights.itemsize:
+        found["weights"] = np.ascontiguousarray(weights)
+    if plan.intervals is not None:
+        found["start"], found["stop"] = (np.ascontiguousarray(x, np.int64) for x in plan.intervals)
+    return score, tuple(map(found.get, ORDER))
+
+
+def told(problem: Problem, rest: Mask | None) -> tuple[tuple[Any, ...], dict[str, Array]]:
+    """What the native module is told of the score, and the arrays by name but the intervals; `rest` of the mask."""
     ops, bias, dropout, value_dtype = problem.ops, problem.bias, problem.dropout, problem.dtype
-    memory, sums = ops.memory, problem.accumulator
+    sums = problem.accumulator
     form: Any = problem.form
     kind, query, key, caps = _FORMS[type(form)], form.query, form.key, form.caps
     score_dtype = ops.dtype(query)
@@ -112,14 +138,14 @@ def words(problem: Problem, plan: TilePlan) -> tuple[tuple[Any, ...], tuple[Host
         # A score's own arrays have made one of them wider.
         query, key, score_dtype = ops.astype(query, sums), ops.astype(key, sums), sums
 
-    def in_sums(x: Array | None) -> HostArray | None:
-        return None if x is None else memory(ops.astype(x, sums))
+    def in_sums(x: Array | None) -> Array | None:
+        return None if x is None else ops.astype(x, sums)
 
-    activation, slope, scale, weights, query_bias, key_bias = "tanh", 0.0, 1.0, None, None, None
+    activation, slope, scale, weights, query_bias, key_bias, scales = "tanh", 0.0, 1.0, None, None, None, None
     if kind == "additive":
         activation, slope, weights = form.activation.name, form.activation.negative_slope, in_sums(form.w_v)
-        if weights is not None and weights.strides[-1] != weights.itemsize:
-            weights = np.ascontiguousarray(weights)
+    elif hasattr(form.scale, "shape"):
+        scales = in_sums(ops.reshape(form.scale, form.scale.shape[:2]))
     else:
         scale = form.scale
     if kind == "inner":
@@ -129,30 +155,26 @@ def words(problem: Problem, plan: TilePlan) -> tuple[tuple[Any, ...], tuple[Host
         "float32" if bias is None else ops.dtype(bias),
         *((0.0, 0) if dropout is None else (dropout.probability, dropout.seed)),
     )
-    arrays = (
-        *(memory(query), memory(key), memory(problem.value), query_bias, key_bias),
-        None if bias is None else memory(bias),
-        *((None, None, None) if plan.rest is None else _rest(problem, plan.rest)),
-        *((None, None) if plan.intervals is None else (np.ascontiguousarray(x, np.int64) for x in plan.intervals)),
-        weights,
-        in_sums(problem.sink),
-    )
-    return score, arrays
+    arrays = {
+        **{"query": query, "key": key, "value": problem.value, "query_bias": query_bias, "key_bias": key_bias},
+        **{"bias": bias, "weights": weights, "sink": in_sums(problem.sink), "scales": scales},
+        **({} if rest is None else _rest(problem, rest)),
+    }
+    return score, {name: x for name, x in arrays.items() if x is not None}
 
 
-def _rest(problem: Problem, rest: Mask) -> tuple[HostArray | None, HostArray | None, HostArray | None]:
-    """The boolean array as bytes on the axes of the grid, and the ids of queries and keys."""
+def _rest(problem: Problem, rest: Mask) -> dict[str, Array]:
+    """The boolean array on the axes of the grid, and the ids of queries and keys."""
     ops, grid, like = problem.ops, problem.grid, problem.value
-    seen = query_ids = key_ids = None
-    for part in _parts(rest):
+    found = {}
+    for part in parts_of(rest):
         if isinstance(part, Documents):
             keys = part.query_ids if part.key_ids is None else part.key_ids
-            query_ids, key_ids = (
-                ops.memory(per_batch(ops, grid, ids, like, flat=True)) for ids in (part.query_ids, keys)
-            )
+            found["query_ids"] = per_batch(ops, grid, part.query_ids, like, flat=True)
+            found["key_ids"] = per_batch(ops, grid, keys, like, flat=True)
             continue
         array = ops.asarray(part.array, like)  # type: ignore[attr-defined]
         array = array if ops.dtype(array) == "bool" else array != 0
-        placed = grid.place(ops, array) if isinstance(part, Dense) else grid.place_batch(ops, ops.expand_dims(array, 1))
-        seen = ops.memory(placed).view(np.uint8)
-    return seen, query_ids, key_ids
+        is_dense = isinstance(part, Dense)
+        found["mask"] = grid.place(ops, array) if is_dense else grid.place_batch(ops, ops.expand_dims(array, 1))
+    return found

@@ -18,8 +18,8 @@ import numpy as np
 from attnscore import frameworks
 from attnscore.checks import check_choice, is_whole, shown
 from attnscore.dropout import check_dropout
-from attnscore.errors import ArgumentError, AttnscoreError, MaskError, ShapeError, message
-from attnscore.frameworks.contract import Array
+from attnscore.errors import ArgumentError, AttnscoreError, DtypeError, FrameworkError, MaskError, ShapeError, message
+from attnscore.frameworks.contract import FLOATING, Array, Framework, is_unknown, may_equal
 from attnscore.masking import And, Dense, Mask, Not, Or
 from attnscore.masking.numbers import shape_of
 from attnscore.scoring import Additive, Bilinear, Cosine, Dot, Gaussian, ScaledDot
@@ -145,10 +145,10 @@ def check_axes(shapes: Mapping[str, Shape]) -> None:
         if len(shape) != 3:
             hint = "attnscore.attend takes any number of axes" if len(shape) > 3 else f"{name}[None] is a batch of 1"
             raise ShapeError(message(name, "3 axes (batch, length, features)", len(shape), shapes=shapes, hint=hint))
-    if shapes["keys"][1] != shapes["values"][1]:
+    if not may_equal(shapes["keys"][1], shapes["values"][1]):
         wanted = f"as many positions as keys ({shapes['keys'][1]})"
         raise ShapeError(message("values", wanted, shapes["values"][1], shapes=shapes))
-    batches = [shape[0] for shape in shapes.values()]
+    batches = [shape[0] for shape in shapes.values() if not is_unknown(shape[0])]
     if len(set(batches) - {1}) > 1:
         raise ShapeError(message(", ".join(shapes), "one batch size, or 1", batches, shapes=shapes))
 
@@ -159,7 +159,7 @@ def check_features(name: str, got: int, expected: int, owner: str) -> None:
         raise ShapeError(message(name, f"vectors of length {expected}, which {owner} takes", got))
 
 
-def over_heads(mask: Any, shape: Shape) -> Any:
+def over_heads(mask: Any, shape: tuple[int | None, ...]) -> Any:
     """A caller's mask for scores with a head axis, in which boolean arrays (batch, query, key) hold for all heads.
 
     Without it an array (batch, query, key) would be read as (head, query, key), silently where the numbers agree.
@@ -176,19 +176,36 @@ def over_heads(mask: Any, shape: Shape) -> Any:
     found = shape_of(array)
     if len(found) != 3:
         return mask
-    if any(have not in (1, want) for have, want in zip(found, shape, strict=True)):
+    if any(have != 1 and not may_equal(have, want) for have, want in zip(found, shape, strict=True)):
         raise MaskError(message("mask", f"an array that broadcasts to (batch, query, key) = {shape}", found))
     return Dense((array if hasattr(array, "shape") else np.asarray(array))[:, None])
 
 
-def check_kept(kept: Any, keep_last: bool) -> None:
+def check_inputs(
+    ops: Framework, inputs: Mapping[str, Any], kind: type | tuple[type, ...], *, wanted: str, hint: str
+) -> None:
+    """Raise unless queries, keys, values are dense floating arrays (batch, length, features) that belong together.
+
+    They are instances of `kind`, which messages call `wanted`; `hint` says what makes one.
+    """
+    for name, x in inputs.items():
+        if not isinstance(x, kind):
+            raise FrameworkError(message(name, wanted, type(x).__name__, hint=hint))
+        frameworks.check_dense(ops, {name: x})
+        if not ops.is_floating(x):
+            raise DtypeError(message(name, FLOATING, ops.dtype(x)))
+    check_axes({name: ops.shape(x) for name, x in inputs.items()})
+
+
+def check_kept(kept: Any, keep_last: bool, *, where: str = "") -> None:
     """Raise AttnscoreError, saying why, when there is no last call to read weights from (`kept` None or a reason).
 
     It is no AttributeError: frameworks answer that one with a search of their own, which would hide the reason.
+    `where` names the calls that count, in a framework whose compiled ones leave no trace on the layer.
     """
     if kept is None:
         if keep_last:
-            got = "none since it was made, copied or loaded"
+            got = f"none {where}since it was made, copied or loaded"
         else:
             got = "keep_last=False, which keeps nothing"
         raise AttnscoreError(message("attention_weights", "a call of the layer before reading", got))

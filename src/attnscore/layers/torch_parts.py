@@ -25,8 +25,7 @@ from torch.nn.parameter import UninitializedParameter
 from attnscore import frameworks
 from attnscore.api import attend
 from attnscore.blocks import attention_weights
-from attnscore.errors import ArgumentError, DeviceError, DtypeError, FrameworkError, message
-from attnscore.frameworks.contract import FLOATING
+from attnscore.errors import ArgumentError, DeviceError, DtypeError, message
 from attnscore.layers import shared
 from attnscore.masking import Mask
 from attnscore.scoring import arrays_of
@@ -250,14 +249,7 @@ def project(name: str, layer: nn.Linear, x: Tensor, owner: str) -> Tensor:
 def check_inputs(queries: Any, keys: Any, values: Any) -> None:
     """Raise unless the inputs are floating tensors (batch, length, features) that belong together."""
     inputs = {"queries": queries, "keys": keys, "values": values}
-    for name, x in inputs.items():
-        if not isinstance(x, Tensor):
-            hint = "torch.as_tensor(x) makes one"
-            raise FrameworkError(message(name, "a torch.Tensor", type(x).__name__, hint=hint))
-        frameworks.check_dense(_OPS, {name: x})
-        if not _OPS.is_floating(x):
-            raise DtypeError(message(name, FLOATING, _OPS.dtype(x)))
-    shared.check_axes({name: tuple(x.shape) for name, x in inputs.items()})
+    shared.check_inputs(_OPS, inputs, Tensor, wanted="a torch.Tensor", hint="torch.as_tensor(x) makes one")
 
 
 def check_operand(name: str, x: Tensor, weight: Tensor, owner: str, *, axis: int) -> None:

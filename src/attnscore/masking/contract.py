@@ -154,7 +154,7 @@ class And(Mask):
         return max(self.first.heads, self.second.heads)
 
     def visible(self, ops: Framework, grid: Grid, rows: Array, cols: Array) -> Array:
-        return self.first.visible(ops, grid, rows, cols) & self.second.visible(ops, grid, rows, cols)
+        return ops.logical_and(*(mask.visible(ops, grid, rows, cols) for mask in (self.first, self.second)))
 
     def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
         pair = [part.intervals(query_len, key_len, batch) for part in (self.first, self.second)]
@@ -181,7 +181,7 @@ class Or(Mask):
         return max(self.first.heads, self.second.heads)
 
     def visible(self, ops: Framework, grid: Grid, rows: Array, cols: Array) -> Array:
-        return self.first.visible(ops, grid, rows, cols) | self.second.visible(ops, grid, rows, cols)
+        return ops.logical_or(*(mask.visible(ops, grid, rows, cols) for mask in (self.first, self.second)))
 
     def check(self, ops: Framework, grid: Grid) -> None:
         for part in (self.first, self.second):

@@ -57,7 +57,7 @@ class Known(Mask):
 
     def visible(self, ops: Framework, grid: Grid, rows: Array, cols: Array) -> Array:
         start, stop = (per_row(ops, grid, end, rows) for end in (self.start, self.stop))
-        return (cols >= start) & (cols < stop)
+        return ops.logical_and(cols >= start, cols < stop)
 
     def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
         return self.start, self.stop

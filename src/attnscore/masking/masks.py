@@ -64,7 +64,7 @@ class ValidLens(Mask):
         seen = cols < lens
         if self.query_lens is None:
             return seen
-        return seen & (rows < per_batch(ops, grid, self.query_lens, rows))
+        return ops.logical_and(seen, rows < per_batch(ops, grid, self.query_lens, rows))
 
     def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
         lens = host_ints(self.lens)
@@ -98,7 +98,8 @@ class KeyRange(Mask):
     stop: Any
 
     def visible(self, ops: Framework, grid: Grid, rows: Array, cols: Array) -> Array:
-        return (cols >= per_batch(ops, grid, self.start, rows)) & (cols < per_batch(ops, grid, self.stop, rows))
+        start, stop = (per_batch(ops, grid, end, rows) for end in (self.start, self.stop))
+        return ops.logical_and(cols >= start, cols < stop)
 
     def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
         start, stop = host_ints(self.start), host_ints(self.stop)
@@ -229,8 +230,8 @@ class SlidingWindow(Mask):
         centre = rows + offset_of(ops, grid, self, rows)
         seen = cols >= 0
         if self.left is not None:
-            seen = seen & (cols >= centre - self.left)
-        return seen if self.right is None else seen & (cols <= centre + self.right)
+            seen = ops.logical_and(seen, cols >= centre - self.left)
+        return seen if self.right is None else ops.logical_and(seen, cols <= centre + self.right)
 
     def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
         offset = host_offset(self, query_len, key_len)
@@ -265,7 +266,7 @@ class PrefixLM(Mask):
     prefix_lens: Any
 
     def visible(self, ops: Framework, grid: Grid, rows: Array, cols: Array) -> Array:
-        return (cols < per_batch(ops, grid, self.prefix_lens, rows)) | (cols <= rows)
+        return ops.logical_or(cols < per_batch(ops, grid, self.prefix_lens, rows), cols <= rows)
 
     def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
         prefix = host_ints(self.prefix_lens)
@@ -303,7 +304,7 @@ class Documents(Mask):
         queries, keys = (per_batch(ops, grid, ids, rows, flat=True) for ids in self._ids())
         mine = ops.expand_dims(columns_of(ops, queries, ops.reshape(rows, (1, -1))), -1)
         theirs = ops.expand_dims(columns_of(ops, keys, cols), 1)
-        return grid.place_batch(ops, (mine == theirs) & (mine >= 0))
+        return grid.place_batch(ops, ops.logical_and(mine == theirs, mine >= 0))
 
     def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
         found = [host_ints(ids) for ids in self._ids()]

@@ -138,11 +138,18 @@ def check_whole(name: str, x: Any) -> HostArray | None:
     """The values where the host can see them; raise MaskError unless they are whole numbers."""
     values = frameworks.host(x)
     if values is None:
+        # Traced, or on a device: their dtype is known.
+        dtype = frameworks.of({name: x}).dtype(x)
+        if dtype.startswith(("bool", "complex")):
+            raise MaskError(message(name, "whole numbers", f"{dtype} values"))
         return None
     if values.dtype.kind == "O":
         raise MaskError(message(name, "whole numbers", "object values (a ragged list, or no numbers of 64 bits)"))
     if values.dtype.kind not in "iuf":
         raise MaskError(message(name, "whole numbers", f"{values.dtype.name} values"))
+    if values.dtype.itemsize == 2 and values.dtype.kind == "f":
+        # 2^62 is infinite in float16, and comparing with it warns.
+        values = values.astype(np.float32)
     if not np.all(np.isfinite(values)) or np.any(values != np.floor(values)) or np.any(np.abs(values) >= 2.0**62):
         raise MaskError(message(name, "whole numbers (below 2^62 in size)", f"{values.reshape(-1)[:8].tolist()}"))
     return values

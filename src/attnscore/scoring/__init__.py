@@ -43,6 +43,7 @@ __all__ = [
     "check_score_arrays",
     "lower",
     "lower_pullback",
+    "named",
     "register_score",
     "registered",
     "resolve",
@@ -87,6 +88,11 @@ def register_score(name: str, cls: Callable[[], Any]) -> None:
 def registered() -> tuple[str, ...]:
     """Names that ``score=`` takes."""
     return tuple(_TABLE)
+
+
+def named(name: str) -> Callable[[], Any] | None:
+    """What a name stands for now, if anything."""
+    return _TABLE.get(name)
 
 
 def resolve(score: Any) -> Any:

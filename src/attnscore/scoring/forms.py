@@ -206,7 +206,10 @@ class DistanceForm(Form):
         return -self.scale * squared, pullback
 
     def scaled(self, factor: float) -> Form:
-        return super().scaled(factor) if self.caps else dataclasses.replace(self, scale=self.scale * factor)
+        if self.caps or hasattr(self.scale, "shape"):
+            # An array stays as it was lowered: its gradient is what the score pulls back.
+            return super().scaled(factor)
+        return dataclasses.replace(self, scale=self.scale * factor)
 
 
 @final

@@ -1,0 +1,52 @@
+"""``attnscore inspect``: what every head of a pretrained model does with a text, as one HTML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from attnscore.commands.console import console, error_console, table
+from attnscore.drawing import short_number
+from attnscore.files import FileError, read_text
+
+Model = typer.Argument(help="A local folder of a Hugging Face model, or 'minilm', the small model of the demo.")
+TextFile = typer.Option("--text", metavar="FILE", help="The text (UTF-8).")
+Out = typer.Option("--out", metavar="FILE", help="Where the report goes.")
+Tokens = typer.Option("--tokens", metavar="N", min=1, help="How much of the text is read.")
+
+
+def inspect(
+    model: Annotated[str, Model],
+    text: Annotated[Path, TextFile],
+    out: Annotated[Path, Out] = Path("attnscore-inspect.html"),
+    tokens: Annotated[int, Tokens] = 512,
+) -> None:
+    """Statistics and exact attention maps of every head, in one HTML file that opens offline.
+
+    Runs the model once on the text. Prints the heads that stand out.
+    """
+    if not out.parent.is_dir() or out.is_dir():
+        raise FileError(f"{out}: expected the name of a file in a folder that exists")
+    content = read_text(text)
+    if not content.strip():
+        raise FileError(f"{text}: no text in it")
+    # Imported here: it brings PyTorch, which --help does not need.
+    from attnscore.diagnostics.head_numbers import STATISTICS
+    from attnscore.diagnostics.inspection import inspect_model
+
+    with error_console().status("running the model"):
+        found = inspect_model(model, content, most_tokens=tokens)
+    with error_console().status("writing the report"):
+        found.to_html(out)
+    names = ("entropy", "effective_keys", "largest_weight", "logit_variance", "first_key")
+    rows = sorted(found.to_rows(), key=lambda row: row["entropy"])
+    few = [*rows[:4], *rows[-2:]] if len(rows) > 6 else rows
+    columns = ("layer", "head", *(STATISTICS[name].title for name in names))
+    cells = [(row["layer"], row["head"], *(short_number(row[name], 3) for name in names)) for row in few]
+    console().print(table("The sharpest heads, and the two that are broadest", columns, cells, left=2))
+    size = out.stat().st_size / 10**6
+    left = f"; {found.left_out} tokens of the text left out" if found.left_out else ""
+    console().print(Text(f"{len(found.tokens)} tokens{left}. Report ({size:.1f} MB): {out}"))

@@ -1,0 +1,114 @@
+"""``attnscore lab``: why scores are scaled, measured, into a folder of pictures and a results.json.
+
+What this module meets:
+- a line and a bar of progress on a terminal, plain lines elsewhere;
+- each experiment prints its question, its answer and a short table, and leaves its numbers in results.json;
+- an interrupted lab goes on where it stopped: training runs that were finished are read from the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from attnscore.commands.console import console, table
+
+
+def lab(
+    quick: Annotated[bool, typer.Option("--quick", help="About a minute: fewer draws, four training runs.")] = False,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where pictures, results.json and runs go.")] = Path(
+        "attnscore-lab"
+    ),
+    fresh: Annotated[bool, typer.Option("--fresh", help="Train every model anew, also those that are done.")] = False,
+) -> None:
+    """Why divide by the square root of d: the variance of scores, what it does to the softmax and to training.
+
+    About ten minutes on two cores, with --quick about one. An interrupted lab goes on where it stopped. Prints what
+    it found; writes PNG pictures and results.json.
+    """
+    # Imported here: they bring matplotlib and PyTorch, which --help does not need.
+    from attnscore.demo.report import Report
+    from attnscore.diagnostics import scaling
+
+    screen = console()
+    report = Report(out, screen, len(scaling.EXPERIMENTS) + 1, document="results.json")
+    report.summary["quick"] = quick
+    for experiment in scaling.EXPERIMENTS:
+        with report.step(experiment.question):
+            found = experiment.run(quick)
+        _tell(report, experiment.name, found)
+    plan = scaling.plan_of(quick)
+    with report.step("Does a transformer train worse without the scale?", live=False), _training(screen, plan) as tell:
+        runs = scaling.training_runs(plan, out / "runs", tell=tell, fresh=fresh)
+    _tell(report, "training_runs", runs)
+    report.summary["training_runs"]["curves"] = [_curve(run) for run in runs.runs]
+    report.summary["training_runs"]["gap"] = {str(dim): runs.gap(dim) for dim in runs.head_dims}
+    report.finish()
+    report.show(Text(f"{len(report.checks)} checks hold; {len(report.pictures)} pictures and results.json in {out}"))
+
+
+def _tell(report: Any, name: str, found: Any) -> None:
+    """Print the answer, draw the picture, keep the numbers."""
+    sentence, rows = found.sentence(), found.summary()
+    if rows:
+        words = sum(isinstance(value, str) for value in list(rows[0].values())[:2])
+        report.show(table("", tuple(rows[0]), [[_cell(value) for value in row.values()] for row in rows], left=words))
+    report.show(Text(sentence, style="bold"))
+    report.show("")
+    for check in found.checks():
+        report.check(check.claim, check.difference, check.allowed)
+    # The pictures are numbered in the order of the experiments.
+    report.picture(f"{len(report.pictures) + 1:02d}-{name.replace('_', '-')}", found.plot())
+    report.summary[name] = {"answer": sentence, "rows": found.to_rows()}
+    if name == "logit_variance":
+        report.summary[name]["exponents"] = {
+            kind.name: {score: found.exponent(kind.name, score) for score in ("dot", "scaled_dot")}
+            for kind in found.kinds
+        }
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _curve(run: Any) -> dict[str, Any]:
+    """A run's statistics over its steps, a list for each."""
+    settings = run.settings
+    found: dict[str, Any] = {"score": settings.score, "d": settings.head_dim, "seed": settings.seed}
+    names = ("step", "loss", "logit_variance", "entropy", "saturated", "jacobian_trace")
+    return found | {name: [getattr(look, name) for look in run.looks] for name in names}
+
+
+@contextlib.contextmanager
+def _training(screen: Console, plan: Any) -> Iterator[Callable[[Any, int], None]]:
+    """A bar for all runs on a terminal, a line for each run elsewhere."""
+    every = list(plan.settings())
+    places = {settings: place for place, settings in enumerate(every)}
+
+    def name(settings: Any) -> str:
+        return f"{settings.score}, d = {settings.head_dim}, seed {settings.seed}"
+
+    if not screen.is_terminal:
+
+        def line(settings: Any, step: int) -> None:
+            if step == settings.steps:
+                screen.print(Text(f"  [{places[settings] + 1}/{len(every)}] {name(settings)}"))
+
+        yield line
+        return
+    columns = (TextColumn("  {task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=screen, transient=True) as progress:
+        task = progress.add_task("training", total=sum(settings.steps for settings in every))
+
+        def bar(settings: Any, step: int) -> None:
+            before = sum(one.steps for one in every[: places[settings]])
+            progress.update(task, completed=before + step, description=name(settings))
+
+        yield bar

@@ -1,0 +1,173 @@
+"""An `Inspection` as one HTML file, which opens offline in any browser.
+
+What this module meets:
+- nothing is fetched: plotly's script, the style and the data lie in the file;
+- the file holds queries and keys, not weights: n x dim numbers a head in place of n x n, from which the page makes the
+  exact weights of any block, under any temperature;
+- queries and keys are 16-bit fractions of their head's largest: a score is off by less than 1e-4 of the largest;
+- what the plots show stands in tables and sentences too, and every control is a button, a list or a field.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import attnscore as ats
+from attnscore.diagnostics.head_numbers import SETTINGS, STATISTICS
+from attnscore.errors import FrameworkError, message
+from attnscore.files import replacing
+
+if TYPE_CHECKING:
+    from attnscore.diagnostics.inspection import Inspection, Layer
+
+LINKS = 10
+_STEPS = 2**15 - 1
+# exp(-16) is the smallest weight that a stored map tells from 0.
+_DEEPEST, _LOG_STEPS = 16.0, 2**16 - 1
+
+
+def write(inspection: Inspection, path: Path, megabytes: float) -> Path:
+    """Write the report to `path`, whole or not at all."""
+    page = _page(inspection, megabytes)
+    with replacing(path) as file:
+        file.write(page.encode("utf-8"))
+    return path
+
+
+def _page(inspection: Inspection, megabytes: float) -> str:
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        hint = "pip install 'attnscore[inspect]'"
+        raise FrameworkError(message("report", "the package plotly", "none here", hint=hint)) from error
+    room = resources.files("attnscore.diagnostics")
+    page, style, script = (room.joinpath(f"report.{kind}").read_text("utf-8") for kind in ("html", "css", "js"))
+    # "</" would end the script that the data lie in.
+    data = json.dumps(_data(inspection, megabytes), allow_nan=False, ensure_ascii=False).replace("</", "<\\/")
+    parts = {
+        "title": html.escape(f"Attention of {inspection.model}"),
+        "facts": html.escape(_facts(inspection)),
+        "text": html.escape(" ".join(inspection.tokens)),
+        "version": html.escape(ats.__version__),
+        "style": style,
+        "plotly": get_plotlyjs(),
+        "data": data,
+        "script": script,
+    }
+    pieces = page.split("%%")
+    return "".join(parts[piece] if place % 2 else piece for place, piece in enumerate(pieces))
+
+
+def _facts(inspection: Inspection) -> str:
+    layers, heads = len(inspection.layers), sum(layer.heads for layer in inspection.layers)
+    left = f"; {inspection.left_out} tokens of the text were left out" if inspection.left_out else ""
+    return f"{layers} layers, {heads} heads, {len(inspection.tokens)} tokens{left}."
+
+
+def _data(inspection: Inspection, megabytes: float) -> dict[str, Any]:
+    drawn = _drawn(inspection, megabytes)
+    layers = []
+    for place, layer in enumerate(inspection.layers):
+        heads = [head for head in range(layer.heads) if (place, head) in drawn]
+        layers.append({"name": layer.name, "heads": layer.heads} | _maps(inspection, place, heads))
+    numbers = {name: _rounded(values) for name, values in inspection.statistics.items()}
+    settings = {
+        name: {"title": SETTINGS[name].title, "temperature": SETTINGS[name].temperature}
+        | {statistic: _rounded(values) for statistic, values in found.items()}
+        for name, found in inspection.settings.items()
+    }
+    return {
+        "tokens": list(inspection.tokens),
+        "layers": layers,
+        "statistics": {name: one._asdict() | {"values": numbers[name]} for name, one in STATISTICS.items()},
+        "settings": settings,
+        "links": [
+            [inspection.top_links(place, head, LINKS) for head in range(layer.heads)]
+            for place, layer in enumerate(inspection.layers)
+        ],
+    }
+
+
+def _rounded(values: NDArray[np.float64]) -> list[list[float]]:
+    # Five significant digits: what a reader compares, in a third of the bytes.
+    return [[float(f"{x:.5g}") for x in row] for row in values.tolist()]
+
+
+def _drawn(inspection: Inspection, megabytes: float) -> set[tuple[int, int]]:
+    """Heads whose maps fit into so many megabytes, those of lowest entropy first."""
+    entropy, left, found = inspection.statistics["entropy"], megabytes * 10**6, set()
+    length = len(inspection.tokens)
+    order = np.argsort(entropy, axis=None, kind="stable")
+    for layer, head in zip(*np.unravel_index(order, entropy.shape), strict=True):
+        inputs = inspection.layers[layer].inputs
+        width = length if _as_weights(inspection.layers[layer]) else 2 * int(inputs["query"].shape[-1])
+        # Keys that heads share are counted for each: the sum is a bound.
+        left -= 2 * length * width
+        if left < 0:
+            break
+        found.add((int(layer), int(head)))
+    return found
+
+
+def _as_weights(layer: Layer) -> bool:
+    """Whether the map is more than queries, keys, cap and sink: a bias for each pair."""
+    return layer.inputs["bias"] is not None
+
+
+def _maps(inspection: Inspection, place: int, heads: list[int]) -> dict[str, Any]:
+    """What the page draws the maps of a layer's heads from, by the heads' numbers."""
+    layer = inspection.layers[place]
+    if _as_weights(layer):
+        return {"weights": {str(head): _log_weights(inspection.weights(place, head)) for head in heads}}
+    inputs = layer.inputs
+    query, key = (np.asarray(inputs[name][0].double()) for name in ("query", "key"))
+    group = query.shape[0] // key.shape[0]
+    sink = inputs["sink"]
+    return {
+        "scale": layer.scale,
+        "cap": float(inputs["score"].cap) if isinstance(inputs["score"], ats.SoftCap) else None,
+        "sink": None if sink is None else [float(x) for x in np.broadcast_to(np.asarray(sink.double()), layer.heads)],
+        "visible": _visible(inputs["mask"], len(inspection.tokens)),
+        "group": group,
+        "query": {str(head): _fractions(query[head]) for head in heads},
+        "key": {str(head): _fractions(key[head]) for head in sorted({head // group for head in heads})},
+    }
+
+
+def _visible(mask: Any, length: int) -> list[list[int]] | str | None:
+    """Which pairs are seen: None for all, [starts, stops] of each query's keys, or bits."""
+    if mask is None:
+        return None
+    if isinstance(mask, ats.Mask):
+        mask = mask.materialize(length, length)
+    seen = np.broadcast_to(np.asarray(mask), (1, 1, length, length))[0, 0]
+    if seen.all():
+        return None
+    starts, counts = seen.argmax(1), seen.sum(1)
+    columns = np.arange(length)
+    if (((columns >= starts[:, None]) & (columns < (starts + counts)[:, None])) == seen).all():
+        return [starts.tolist(), (starts + counts).tolist()]
+    return _text(np.packbits(seen))
+
+
+def _fractions(x: NDArray[np.float64]) -> dict[str, Any]:
+    largest = float(np.abs(x).max(initial=0.0)) or 1.0
+    return {"unit": largest / _STEPS, "numbers": _text(np.round(x / largest * _STEPS).astype("<i2"))}
+
+
+def _log_weights(weights: NDArray[np.float64]) -> str:
+    with np.errstate(divide="ignore"):
+        depth = np.minimum(-np.log(weights), _DEEPEST)
+    return _text(np.round(depth / _DEEPEST * _LOG_STEPS).astype("<u2"))
+
+
+def _text(array: NDArray[Any]) -> str:
+    return base64.b64encode(np.ascontiguousarray(array).tobytes()).decode("ascii")

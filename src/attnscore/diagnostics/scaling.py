@@ -1,0 +1,131 @@
+"""Why scores are scaled: every experiment by its name, and all of them in one call.
+
+What this module meets:
+- each experiment is a function that returns a `Finding`: rows, a sentence, a picture, and what must be so;
+- `scaling_lab` runs them in an order in which they can be taught; quick takes about a minute, full about ten;
+- finished training runs are kept in the folder, and found again after an interruption.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from attnscore.diagnostics.answers import (
+    additive_as_network,
+    different_lengths,
+    other_keys,
+    sum_ignores_the_query,
+)
+from attnscore.diagnostics.finding import Finding
+from attnscore.diagnostics.gradients import gradient_flow
+from attnscore.diagnostics.other_scores import score_growth
+from attnscore.diagnostics.runs import Settings
+from attnscore.diagnostics.sharpening import sharpening
+from attnscore.diagnostics.training import FULL, QUICK, Plan, training_runs
+from attnscore.diagnostics.variance import logit_variance
+
+__all__ = [
+    "EXPERIMENTS",
+    "Experiment",
+    "Plan",
+    "additive_as_network",
+    "different_lengths",
+    "gradient_flow",
+    "logit_variance",
+    "other_keys",
+    "plan_of",
+    "scaling_lab",
+    "score_growth",
+    "sharpening",
+    "sum_ignores_the_query",
+    "training_runs",
+]
+
+# Steps of one training run that are done.
+Teller = Callable[[Settings, int], Any]
+
+
+class Experiment(NamedTuple):
+    """An experiment: its name, what it asks, and how it is run, quickly or in full."""
+
+    name: str
+    question: str
+    run: Callable[[bool], Finding]
+
+
+EXPERIMENTS = (
+    Experiment(
+        "logit_variance",
+        "How does the variance of q·k grow with the length d?",
+        lambda quick: logit_variance(repeats=24 if quick else 96),
+    ),
+    Experiment("sharpening", "What does the variance do to the softmax?", lambda quick: sharpening()),
+    Experiment(
+        "gradient_flow",
+        "What comes back through the softmax?",
+        lambda quick: gradient_flow(queries=512 if quick else 4096),
+    ),
+    Experiment(
+        "score_growth",
+        "Do other scores grow with d?",
+        lambda quick: score_growth(repeats=8 if quick else 32),
+    ),
+    Experiment("sum_score", "Is the sum of q + k a score?", lambda quick: sum_ignores_the_query()),
+    Experiment(
+        "other_keys",
+        "In the toy example with other keys, do dot and additive agree?",
+        lambda quick: other_keys(draws=64 if quick else 512),
+    ),
+    Experiment(
+        "different_lengths",
+        "Is there a score for different lengths from matrix products alone?",
+        lambda quick: different_lengths(),
+    ),
+    Experiment(
+        "additive_as_network", "Is additive attention a network on [q; k]?", lambda quick: additive_as_network()
+    ),
+)
+
+
+def plan_of(quick: bool) -> Plan:
+    """The training runs of the quick and of the full lab."""
+    return QUICK if quick else FULL
+
+
+def scaling_lab(
+    quick: bool = True, folder: Path | None = None, *, fresh: bool = False, tell: Teller | None = None
+) -> Iterator[tuple[str, Finding]]:
+    """Run every experiment on why scores are scaled, one after another, the training runs last.
+
+    Parameters
+    ----------
+    quick : bool
+        About a minute on two cores; False: about ten, with smaller margins, more lengths and seeds.
+    folder : Path, optional
+        Where finished training runs are kept, and looked for.
+    fresh : bool
+        Whether to train every model anew.
+    tell : callable, optional
+        Called in training with the settings of a run and the number of its steps that are done.
+
+    Yields
+    ------
+    (name, Finding)
+        As soon as each is there.
+
+    Raises
+    ------
+    FrameworkError
+        PyTorch, which the training runs need, is not installed.
+
+    Examples
+    --------
+    >>> name, found = next(scaling_lab())
+    >>> print(name, found.to_rows()[0]["d"])
+    logit_variance 1
+    """
+    for experiment in EXPERIMENTS:
+        yield experiment.name, experiment.run(quick)
+    yield "training_runs", training_runs(plan_of(quick), folder, tell=tell, fresh=fresh)

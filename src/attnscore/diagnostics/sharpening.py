@@ -1,0 +1,137 @@
+"""What the variance of the logits does to the softmax, on four logits: y, 8 y and what lies between.
+
+What this module meets:
+- the textbook's numbers, to the digits that it prints;
+- Jacobians are those of `softmax_jacobian`: diag(s) - s s^T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+import attnscore as ats
+from attnscore.diagnostics.finding import Array, Check, Finding, Row
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+LOGITS = (0.2, 0.4, 0.1, 0.8)
+FACTORS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+# What must come out for LOGITS, by factor: weights to three digits, Jacobians to five.
+WEIGHTS = {1.0: (0.202, 0.247, 0.183, 0.368), 8.0: (0.008, 0.039, 0.004, 0.950)}
+JACOBIANS = {
+    1.0: (
+        (0.16125, -0.04988, -0.03695, -0.07441),
+        (-0.04988, 0.1859, -0.04513, -0.09089),
+        (-0.03695, -0.04513, 0.14942, -0.06733),
+        (-0.07441, -0.09089, -0.06733, 0.23264),
+    ),
+    8.0: (
+        (0.00776, -0.0003, -0.00003, -0.00743),
+        (-0.0003, 0.03722, -0.00014, -0.03678),
+        (-0.00003, -0.00014, 0.0035, -0.00334),
+        (-0.00743, -0.03678, -0.00334, 0.04755),
+    ),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Sharpening(Finding):
+    """What `sharpening` found; one row of `weights` and one Jacobian for each factor."""
+
+    logits: tuple[float, ...]
+    factors: tuple[float, ...]
+    weights: Array
+    jacobians: Array
+
+    @property
+    def norms(self) -> Array:
+        """The Frobenius norm of each Jacobian."""
+        return np.asarray(np.linalg.norm(self.jacobians, axis=(1, 2)))
+
+    @property
+    def entropies(self) -> Array:
+        """In nats, one for each factor."""
+        seen = np.where(self.weights > 0, self.weights, 1.0)
+        return np.asarray(-(self.weights * np.log(seen)).sum(-1))
+
+    def to_rows(self) -> list[Row]:
+        variance = float(np.var(self.logits))
+        return [
+            {
+                "factor": factor,
+                "variance of the logits": factor**2 * variance,
+                **{f"weight {place}": float(weight) for place, weight in enumerate(row)},
+                "entropy": float(entropy),
+                "norm of the Jacobian": float(norm),
+            }
+            for factor, row, entropy, norm in zip(self.factors, self.weights, self.entropies, self.norms, strict=True)
+        ]
+
+    def summary(self) -> list[Row]:
+        """The same with the weights side by side, to the digits that the textbook prints."""
+        rows = self.to_rows()
+        weights = [" ".join(f"{weight:.3f}" for weight in row) for row in self.weights]
+        return [
+            {
+                "factor": row["factor"],
+                "variance": row["variance of the logits"],
+                "weights": text,
+                "entropy": row["entropy"],
+                "norm of J": row["norm of the Jacobian"],
+            }
+            for row, text in zip(rows, weights, strict=True)
+        ]
+
+    def sentence(self) -> str:
+        first, last = (self.factors.index(factor) for factor in (1.0, 8.0))
+        return (
+            f"Eight times the logits is 64 times their variance: the largest weight goes from "
+            f"{self.weights[first].max():.3f} to {self.weights[last].max():.3f}, and the norm of the softmax Jacobian "
+            f"from {self.norms[first]:.3f} to {self.norms[last]:.3f}."
+        )
+
+    def checks(self) -> tuple[Check, ...]:
+        if self.logits != LOGITS:
+            return ()
+        found = []
+        for factor, weights in WEIGHTS.items():
+            place, name = self.factors.index(factor), "y" if factor == 1 else f"{factor:g}y"
+            jacobian = np.abs(self.jacobians[place] - JACOBIANS[factor]).max()
+            off = np.abs(self.weights[place] - weights).max()
+            found.append(Check(f"softmax({name}) to three digits", float(off), 0.5e-3 * 1.0001))
+            found.append(Check(f"Jacobian of softmax({name}) to five digits", float(jacobian), 0.5e-5 * 1.0001))
+        return tuple(found)
+
+    def plot(self) -> Figure:
+        from attnscore.diagnostics.pictures import sharpening_bars
+
+        return sharpening_bars(self)
+
+
+def sharpening(logits: Sequence[float] = LOGITS, factors: Sequence[float] = FACTORS) -> Sharpening:
+    """The softmax of multiples of some logits, and its Jacobians.
+
+    Parameters
+    ----------
+    logits : numbers
+    factors : numbers; 1 and 8 are always among them
+
+    Returns
+    -------
+    Sharpening
+
+    Examples
+    --------
+    >>> found = sharpening()
+    >>> found.weights[found.factors.index(8.0)].round(3)
+    array([0.008, 0.039, 0.004, 0.95 ])
+    """
+    y = np.asarray(logits, dtype=np.float64)
+    every = tuple(sorted({float(factor) for factor in factors} | {1.0, 8.0}))
+    weights = np.stack([ats.masked_softmax(factor * y) for factor in every])
+    return Sharpening(tuple(float(logit) for logit in y), every, weights, np.asarray(ats.softmax_jacobian(weights)))

@@ -1,0 +1,147 @@
+"""A small transformer that learns to write text, one character after another, made of this library's layers.
+
+What this module meets:
+- the only difference between two runs is the score: the same initial weights, the same batches, the same steps;
+- every projection starts with variance 1 / fan-in, so that queries and keys have coordinates of variance 1 in the first
+  step, as in the law Var(q.k) = d;
+- the statistics are those of `attend`, taken in steps that are few and known in advance;
+- the caller's random stream and number of threads are as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+import attnscore as ats
+from attnscore.diagnostics.runs import Look, Settings
+from attnscore.layers.torch import MultiHeadAttention
+
+SATURATED = 0.99
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward network, each on normalised input and added to it."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        width = settings.width
+        self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
+        heads = width // settings.head_dim
+        self.attention = MultiHeadAttention(
+            width,
+            heads,
+            score=settings.score,
+            query_size=width,
+            key_size=width,
+            value_size=width,
+            keep_last=False,
+        )
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.score, self.heads = settings.score, heads
+        self.stats: ats.AttentionStats | None = None
+
+    def forward(self, x: Tensor, look: bool = False) -> Tensor:
+        normal = self.before_attention(x)
+        if look:
+            self.stats = self._statistics(normal.detach())
+        x = x + self.attention(normal, normal, normal, mask=ats.Causal())
+        return x + self.mlp(self.before_mlp(x))  # type: ignore[no-any-return]  # of torch's modules
+
+    @torch.no_grad()
+    def _statistics(self, x: Tensor) -> ats.AttentionStats:
+        query, key = (part(x).unflatten(-1, (self.heads, -1)) for part in (self.attention.W_q, self.attention.W_k))
+        _, stats = ats.attend(query, key, key, score=self.score, mask=ats.Causal(), head_axis=-2, return_stats=True)
+        return stats  # type: ignore[no-any-return]  # attend returns Any
+
+
+class LanguageModel(nn.Module):
+    """Characters in, logits of the next character out."""
+
+    def __init__(self, settings: Settings, symbols: int) -> None:
+        super().__init__()
+        self.characters = nn.Embedding(symbols, settings.width)
+        self.positions = nn.Parameter(torch.empty(settings.context, settings.width))
+        self.blocks = nn.ModuleList(Block(settings) for _ in range(settings.layers))
+        self.norm, self.head = nn.LayerNorm(settings.width), nn.Linear(settings.width, symbols)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                fan_in = parameter.shape[1] if name.endswith("weight") and "characters" not in name else 1
+                nn.init.normal_(parameter, std=fan_in**-0.5)
+
+    def forward(self, tokens: Tensor, look: bool = False) -> Tensor:
+        x = self.characters(tokens) + self.positions
+        for block in self.blocks:
+            x = block(x, look)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]  # of torch's modules
+
+
+def train(
+    settings: Settings, text: NDArray[np.int64], symbols: int, tell: Callable[[int], Any] = lambda step: None
+) -> tuple[list[Look], float]:
+    """Train one model; return what was seen on the way, and its loss on the last tenth of the text.
+
+    Parameters
+    ----------
+    settings : Settings
+    text : (length,) whole numbers below `symbols`
+    symbols : int
+    tell : callable, called with the number of steps done after each
+    """
+    cut = len(text) * 9 // 10
+    learnt, held_back = torch.from_numpy(text[:cut]), torch.from_numpy(text[cut:])
+    batches = torch.Generator().manual_seed(settings.seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        model = LanguageModel(settings, symbols)
+    optimiser = torch.optim.Adam(model.parameters(), lr=settings.learning_rate)
+    looks = []
+    for step in range(settings.steps):
+        look = step % settings.look_every == 0 or step == settings.steps - 1
+        loss = _loss(model, _batch(learnt, settings, batches), look)
+        optimiser.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]  # of torch
+        if look:
+            looks.append(_look(step, float(loss.detach()), model))
+        optimiser.step()
+        tell(step + 1)
+    return looks, _held_back_loss(model, held_back, settings)
+
+
+def _batch(text: Tensor, settings: Settings, batches: torch.Generator) -> Tensor:
+    starts = torch.randint(len(text) - settings.context, (settings.batch, 1), generator=batches)
+    return text[starts + torch.arange(settings.context + 1)]
+
+
+def _loss(model: LanguageModel, tokens: Tensor, look: bool = False) -> Tensor:
+    logits = model(tokens[:, :-1], look)
+    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@torch.no_grad()
+def _held_back_loss(model: LanguageModel, text: Tensor, settings: Settings) -> float:
+    same_for_all = torch.Generator().manual_seed(0)
+    return float(torch.stack([_loss(model, _batch(text, settings, same_for_all)) for _ in range(20)]).mean())
+
+
+def _look(step: int, loss: float, model: LanguageModel) -> Look:
+    stats = [block.stats for block in model.blocks if isinstance(block, Block) and block.stats is not None]
+    # The first query sees one key: its variance and entropy are 0 whatever the model does.
+    most = torch.arange(2, stats[0].entropy.shape[1] + 1).log()[:, None]
+
+    def mean(values: list[Tensor]) -> float:
+        return float(torch.stack([each.double().mean() for each in values]).mean())
+
+    return Look(
+        step=step,
+        loss=loss,
+        logit_variance=mean([each.var_score[:, 1:] for each in stats]),
+        entropy=mean([each.entropy[:, 1:] / most for each in stats]),
+        saturated=mean([each.saturated(SATURATED)[:, 1:] for each in stats]),
+        jacobian_trace=mean([each.jacobian_trace()[:, 1:] for each in stats]),
+    )

@@ -1,0 +1,140 @@
+"""What a call of a Keras layer is given: a list or three tensors, masks under several names, lengths not known yet.
+
+- A list is Keras's own [query, value] or [query, value, key], of tensors and of shapes.
+- Whole numbers pass as masks, as with Keras's own layers; an array with two axes is (query, key).
+- Errors name the argument, in the words of the layers of the other frameworks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from attnscore import frameworks
+from attnscore.checks import shown
+from attnscore.errors import ArgumentError, DtypeError, FrameworkError, MaskError, message
+from attnscore.frameworks.contract import FLOATING, may_equal
+from attnscore.layers import shared
+from attnscore.masking import Causal, Dense, KeyPadding, Mask
+from attnscore.masking.numbers import shape_of
+
+_BACKENDS = ("tensorflow", "jax", "torch", "numpy")
+BACKEND: str = keras.backend.backend()
+if BACKEND not in _BACKENDS:
+    raise FrameworkError(message("KERAS_BACKEND", "one of " + ", ".join(_BACKENDS), shown(BACKEND)))
+OPS = frameworks.load(BACKEND)
+
+Shape = tuple[int | None, ...]
+
+
+def unpacked(queries: Any, keys: Any, values: Any) -> tuple[Any, Any, Any]:
+    """Queries, keys and values (or their shapes) of a call, in which a list is [query, value] or [query, value, key].
+
+    Raises
+    ------
+    ArgumentError
+        A list of another length, keys beside a list, or no keys at all.
+    """
+    if isinstance(queries, (list, tuple)) and not _is_shape(queries):
+        expected = "a tensor, or a list [query, value] or [query, value, key]"
+        if len(queries) not in (2, 3):
+            raise ArgumentError(message("queries", expected, f"a list of {len(queries)}"))
+        if keys is not None or values is not None:
+            hint = "keys and values are in the list"
+            raise ArgumentError(message("queries", "a tensor where keys or values are given", "a list", hint=hint))
+        queries, values, keys = (*queries, queries[1])[:3]
+    if keys is None:
+        hint = "layer(x, x, x) is self-attention"
+        raise ArgumentError(message("keys", "keys, or a list [query, value, key] as first argument", "None", hint=hint))
+    values = keys if values is None else values
+    for name, x in {"queries": queries, "keys": keys, "values": values}.items():
+        if not _is_shape(x) and not (hasattr(x, "shape") and hasattr(x, "dtype")):
+            hint = "keras.ops.convert_to_tensor(x) makes one"
+            raise FrameworkError(message(name, f"a tensor of Keras's {BACKEND} backend", type(x).__name__, hint=hint))
+    return queries, keys, values
+
+
+def _is_shape(x: Any) -> bool:
+    return isinstance(x, (list, tuple)) and all(n is None or isinstance(n, int) for n in x)
+
+
+def masks_in_list(mask: Any) -> dict[str, Any]:
+    """``mask=[query_mask, value_mask]`` of Keras's own Attention, under our names."""
+    if mask is None:
+        return {}
+    if not isinstance(mask, (list, tuple)) or len(mask) not in (2, 3):
+        hint = "attention_mask= takes arrays (query, key) and mask objects, keys_mask= arrays (batch, key)"
+        raise MaskError(
+            message("mask", "a list [query_mask, value_mask] as Keras's own layers take", shown(mask), hint=hint)
+        )
+    return dict(zip(("queries_mask", "values_mask", "keys_mask"), mask, strict=False))
+
+
+def check_inputs(queries: Any, keys: Any, values: Any) -> None:
+    """Raise unless the inputs are floating tensors (batch, length, features) that belong together."""
+    inputs = {"queries": queries, "keys": keys, "values": values}
+    for name, x in inputs.items():
+        frameworks.check_dense(OPS, {name: x})
+        if "float" not in _dtype_of(x):
+            raise DtypeError(message(name, FLOATING, _dtype_of(x)))
+    shared.check_axes({name: tuple(x.shape) for name, x in inputs.items()})
+
+
+def check_padding(name: str, x: Any, shape: Sequence[Any]) -> None:
+    """Raise MaskError unless a mask of positions fits `shape` = (batch, length)."""
+    if x is None:
+        return
+    found = shape_of(x)
+    batched = len(found) == 2 and (found[0] == 1 or shape[0] == 1 or may_equal(found[0], shape[0]))
+    if not batched or not may_equal(found[1], shape[1]):
+        raise MaskError(message(name, f"shape (batch, length) = {tuple(shape)}", found))
+
+
+def scores_shape(queries: Sequence[Any], keys: Sequence[Any]) -> tuple[Any, Any, Any]:
+    """(batch, query, key) of two shapes; a batch of 1 serves a larger one."""
+    return keys[0] if queries[0] == 1 else queries[0], queries[1], keys[1]
+
+
+def as_attention_mask(mask: Any) -> Mask | None:
+    """A caller's `attention_mask` as a mask object: two axes of an array are (query, key), as everywhere in Keras."""
+    if mask is None or isinstance(mask, Mask):
+        return mask
+    if not (frameworks.is_array(mask) or isinstance(mask, (list, tuple))):
+        hint = "for example attnscore.Causal()"
+        raise MaskError(message("attention_mask", "a mask object or a boolean array", shown(mask), hint=hint))
+    return Dense(_boolean(mask))
+
+
+def combined(mask: Mask | None, *, queries_mask: Any, keys_mask: Any, values_mask: Any, causal: bool) -> Mask | None:
+    """All that hides something, as one mask."""
+    parts = [] if mask is None else [mask]
+    # Self-attention delivers one mask under two names.
+    parts += [KeyPadding(_boolean(x)) for x in {id(x): x for x in (keys_mask, values_mask)}.values() if x is not None]
+    if queries_mask is not None:
+        parts.append(Dense(keras.ops.expand_dims(_boolean(queries_mask), -1)))
+    if causal:
+        parts.append(Causal("top_left"))
+    return functools.reduce(lambda a, b: a & b, parts) if parts else None
+
+
+def _boolean(x: Any) -> Any:
+    """Whole numbers as booleans, as Keras's own layers take them; what else is no boolean gets an error later."""
+    if frameworks.is_array(x) and "int" in _dtype_of(x):
+        return x != 0
+    return x
+
+
+def whole(lens: Any) -> Any:
+    """Float lengths as whole numbers: Keras would cast them with the other floats, and 2049 is none in float16."""
+    if "float" not in _dtype_of(lens):
+        return lens
+    values = None if isinstance(lens, keras.KerasTensor) else frameworks.host(lens)
+    # Fractions stay, for the error that they get.
+    return lens if values is not None and (values % 1).any() else keras.ops.cast(lens, "int32")
+
+
+def _dtype_of(x: Any) -> str:
+    return str(keras.backend.standardize_dtype(x.dtype)) if hasattr(x, "dtype") else ""

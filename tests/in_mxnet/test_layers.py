@@ -1,0 +1,343 @@
+"""The Gluon layers: numbers, parameters, training, files, weights, errors."""
+
+from __future__ import annotations
+
+import copy
+import doctest
+from pathlib import Path
+from typing import Any
+
+import mxnet as mx
+import numpy as onp
+import pytest
+from mxnet import autograd, gluon, np
+
+import attnscore as ats
+from attnscore.layers import mxnet as layers
+from attnscore.layers.mxnet import (
+    AdditiveAttention,
+    BilinearAttention,
+    DotProductAttention,
+    GaussianAttention,
+    MultiHeadAttention,
+)
+
+pytestmark = pytest.mark.usefixtures("numpy_semantics")
+SCORES = ("dot", "scaled_dot", "gaussian", "cosine", "additive", "bilinear")
+LAYERS = {
+    "dot": DotProductAttention,
+    "additive": lambda **o: AdditiveAttention(6, **o),
+    "bilinear": BilinearAttention,
+    "gaussian": lambda **o: GaussianAttention(1.5, learn_bandwidth=True, **o),
+    **{f"heads-{name}": lambda name=name, **o: MultiHeadAttention(8, 2, score=name, bias=True, **o) for name in SCORES},
+    "grouped": lambda **o: MultiHeadAttention(8, 4, num_key_value_heads=2, **o),
+}
+every_layer = pytest.mark.parametrize("name", LAYERS)
+every_layer_that_learns = pytest.mark.parametrize("name", [name for name in LAYERS if name != "dot"])
+
+
+def random(*shape: int, seed: int = 0, dtype: str = "float32") -> Any:
+    return np.array(onp.random.default_rng(seed).standard_normal(shape), dtype=dtype)
+
+
+def inputs(dtype: str = "float32") -> tuple[Any, ...]:
+    return random(3, 5, 4, dtype=dtype), random(3, 7, 4, seed=1, dtype=dtype), random(3, 7, 3, seed=2, dtype=dtype)
+
+
+def made(name: str, **options: Any) -> Any:
+    layer = LAYERS[name](**options)
+    layer.initialize(mx.init.Normal(0.4))
+    return layer
+
+
+def parameters(layer: Any) -> dict[str, Any]:
+    return dict(layer._collect_params_with_prefix())
+
+
+def test_doctests() -> None:
+    for module in (layers,):
+        found = doctest.testmod(module)
+        assert found.attempted > 20
+        assert not found.failed
+
+
+def test_the_numbers_of_the_textbook() -> None:
+    queries, keys = random(2, 1, 20), np.ones((2, 10, 2))
+    values = np.arange(40).reshape(1, 10, 4).repeat(2, axis=0)
+    lens = np.array([2, 6])
+    additive = AdditiveAttention(key_size=2, query_size=20, num_hiddens=8, dropout=0.1)
+    additive.initialize()
+    dot = DotProductAttention(dropout=0.5)
+    dot.initialize()
+    for layer, first in ((additive, queries), (dot, queries[..., :2])):
+        out = layer(first, keys, values, lens)
+        assert onp.allclose(out.asnumpy()[:, 0], [[2, 3, 4, 5], [10, 11, 12, 13]], atol=1e-5)
+        weights = layer.attention_weights.asnumpy()[:, 0]
+        assert onp.allclose(weights, [[1 / 2] * 2 + [0] * 8, [1 / 6] * 6 + [0] * 4], atol=1e-6)
+
+
+# ------------------------------------------------------------------ parameters
+
+
+def test_names_and_shapes_are_the_textbooks() -> None:
+    layer = AdditiveAttention(8)
+    layer.initialize()
+    assert parameters(layer)["W_q.weight"].shape == (8, -1)
+    layer(random(2, 1, 20), random(2, 10, 2), random(2, 10, 4))
+    assert {name: x.shape for name, x in parameters(layer).items()} == {
+        "W_q.weight": (8, 20),
+        "W_k.weight": (8, 2),
+        "w_v.weight": (1, 8),
+    }
+    heads = MultiHeadAttention(8, 2, bias=True)
+    heads.initialize()
+    heads(*inputs())
+    assert sorted(parameters(heads)) == sorted(f"W_{x}.{y}" for x in "qkvo" for y in ("weight", "bias"))
+    shapes = {name: parameters(made(f"heads-{name}")) for name in SCORES}
+    assert shapes["additive"]["w_v"].shape == (2, 4)
+    assert shapes["bilinear"]["W"].shape == (2, 4, 4)
+    assert shapes["gaussian"]["log_bandwidth"].shape == (2,)
+    assert shapes["cosine"]["log_scale"].shape == (2,)
+
+
+def test_starting_values() -> None:
+    assert GaussianAttention(0.5).bandwidth == 0.5
+    assert made("gaussian").bandwidth.item() == pytest.approx(1.5)
+    layer = made("bilinear")
+    layer(*inputs())
+    weight = layer.W.weight.data().asnumpy()
+    assert 0 < onp.abs(weight).max() <= 1 / 4
+    assert onp.allclose(onp.exp(made("heads-cosine").log_scale.data().asnumpy()), 2.0)
+
+
+def test_additive_attention_is_a_one_layer_network_on_query_and_key() -> None:
+    layer = made("additive")
+    queries, keys, values = inputs()
+    out = layer(queries, keys, values).asnumpy()
+    w = {name: x.data().asnumpy() for name, x in parameters(layer).items()}
+    both = onp.concatenate(
+        [onp.broadcast_to(x, (3, 5, 7, 4)) for x in (queries.asnumpy()[:, :, None], keys.asnumpy()[:, None])], -1
+    )
+    hidden = onp.tanh(both @ onp.concatenate([w["W_q.weight"], w["W_k.weight"]], 1).T)
+    scores = (hidden @ w["w_v.weight"].T)[..., 0]
+    weights = onp.exp(scores) / onp.exp(scores).sum(-1, keepdims=True)
+    assert onp.allclose(out, weights @ values.asnumpy(), atol=1e-6)
+    assert onp.allclose(layer.attention_weights.asnumpy(), weights, atol=1e-6)
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_multi_head_is_attend_between_projections(score: str) -> None:
+    layer = made(f"heads-{score}")
+    arrays, lens = inputs(), [2, 7, 0]
+    out = layer(*arrays, valid_lens=lens).asnumpy()
+    w = {name: x.data().asnumpy() for name, x in parameters(layer).items()}
+    q, k, v = (
+        (x.asnumpy() @ w[f"W_{n}.weight"].T + w[f"W_{n}.bias"]).reshape(3, -1, 2, 4)
+        for n, x in zip("qkv", arrays, strict=True)
+    )
+    own = layer._heads.make_score({name: w[name] for name in layer._heads.parameters()})
+    pooled = ats.attend(q, k, v, score=own, valid_lens=lens, head_axis=-2).reshape(3, 5, 8)
+    assert onp.allclose(out, pooled @ w["W_o.weight"].T + w["W_o.bias"], atol=1e-5)
+
+
+# -------------------------------------------------------------- masks, gradients
+
+
+@every_layer
+def test_masks_and_lengths_combine(name: str) -> None:
+    layer, (queries, keys, values) = made(name), inputs()
+    lens = np.array([3, 7, 0])
+    layer(queries, keys, values, lens, ats.Causal("bottom_right"))
+    weights = layer.attention_weights.asnumpy()
+    i, j = onp.arange(5)[:, None], onp.arange(7)
+    seen = (j <= i + 2) & (j < lens.asnumpy()[:, None, None])
+    seen = seen[:, None] if weights.ndim == 4 else seen
+    assert ((weights > 0) == onp.broadcast_to(seen, weights.shape)).all()
+    layer(queries, keys, values, mask=np.array(seen.reshape(3, 5, 7), dtype=bool))
+    assert onp.allclose(layer.attention_weights.asnumpy(), weights, atol=1e-7)
+
+
+@every_layer_that_learns
+def test_nan_in_the_padding_reaches_no_parameter(name: str) -> None:
+    layer = made(name)
+    queries, keys, values = inputs()
+    found = []
+    for poison in (0.0, onp.nan):
+        keys[1, 3:] = values[1, 3:] = poison
+        keys[2] = values[2] = poison
+        with autograd.record():
+            loss = (layer(queries, keys, values, np.array([7, 3, 0])) ** 2).sum()
+        loss.backward()
+        found.append([loss.item(), *(x.grad().asnumpy().copy() for x in parameters(layer).values())])
+    for clean, dirty in zip(*found, strict=True):
+        assert onp.isfinite(dirty).all()
+        assert onp.allclose(clean, dirty, atol=1e-6)
+
+
+@every_layer_that_learns
+def test_gradients_are_those_of_differences(name: str) -> None:
+    layer = made(name)
+    # Sizes first: MXNet's own initialisers make float32.
+    layer(*inputs())
+    layer.cast("float64")
+    arrays = inputs("float64")
+
+    def loss() -> Any:
+        return (layer(*arrays, [7, 3, 0]) ** 2).sum()
+
+    with autograd.record():
+        value = loss()
+    value.backward()
+    for parameter in parameters(layer).values():
+        direction = random(*parameter.shape, seed=9, dtype="float64")
+        got, start, ends = float((parameter.grad() * direction).sum()), parameter.data().copy(), []
+        for step in (1e-5, -1e-5):
+            parameter.set_data(start + step * direction)
+            ends.append(float(loss()))
+        parameter.set_data(start)
+        assert got == pytest.approx((ends[0] - ends[1]) / 2e-5, rel=1e-6, abs=1e-8)
+
+
+# -------------------------------------------------------------------- training, files
+
+
+@pytest.mark.parametrize("name", ["additive", "bilinear", "gaussian", "heads-scaled_dot", "heads-additive"])
+def test_a_trainer_learns(name: str) -> None:
+    layer = made(name)
+    queries, keys, values = inputs()
+    layer(queries, keys, values)
+    target = layer(queries, keys, values) * 0.5 + 0.1
+    trainer = gluon.Trainer(layer.collect_params(), "adam", {"learning_rate": 0.02})
+    losses = []
+    for _ in range(30):
+        with autograd.record():
+            loss = ((layer(queries, keys, values) - target) ** 2).mean()
+        loss.backward()
+        trainer.step(1)
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_dropout_acts_in_training_alone() -> None:
+    layer, arrays = made("dot", dropout=0.5), inputs()
+    plain = layer(*arrays).asnumpy()
+    assert (layer(*arrays).asnumpy() == plain).all()
+    with autograd.record():
+        first, second = (layer(*arrays).asnumpy() for _ in range(2))
+    assert (first != plain).any()
+    assert (first != second).any()
+    weights = layer.attention_weights.asnumpy()
+    assert onp.allclose(weights.sum(-1), 1, atol=1e-6)
+    with autograd.record(train_mode=False):
+        assert (layer(*arrays).asnumpy() == plain).all()
+
+
+@every_layer_that_learns
+def test_parameters_are_saved_and_loaded(name: str, tmp_path: Path) -> None:
+    layer, other, arrays = made(name), LAYERS[name](), inputs()
+    out = layer(*arrays).asnumpy()
+    path = str(tmp_path / "layer.params")
+    layer.save_parameters(path)
+    other.load_parameters(path)
+    assert (other(*arrays).asnumpy() == out).all()
+
+
+def test_a_checkpoint_of_the_textbooks_own_layer_loads(tmp_path: Path) -> None:
+    class Textbook(gluon.Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.W_k = gluon.nn.Dense(6, use_bias=False, flatten=False)
+            self.W_q = gluon.nn.Dense(6, use_bias=False, flatten=False)
+            self.w_v = gluon.nn.Dense(1, use_bias=False, flatten=False)
+
+        def forward(self, queries: Any, keys: Any, values: Any) -> Any:
+            hidden = np.tanh(np.expand_dims(self.W_q(queries), 2) + np.expand_dims(self.W_k(keys), 1))
+            weights = mx.npx.softmax(np.squeeze(self.w_v(hidden), axis=-1))
+            return mx.npx.batch_dot(weights, values)
+
+    theirs, ours = Textbook(), AdditiveAttention(6)
+    theirs.initialize(mx.init.Normal(0.5))
+    wanted = theirs(*inputs()).asnumpy()
+    theirs.save_parameters(str(tmp_path / "theirs.params"))
+    ours.load_parameters(str(tmp_path / "theirs.params"))
+    assert onp.allclose(ours(*inputs()).asnumpy(), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("dot", "float16"), ("gaussian", "float16"), ("grouped", "float64")])
+def test_other_dtypes(name: str, dtype: str) -> None:
+    """MXNet has no projections of float16 on the CPU."""
+    layer = made(name)
+    layer(*inputs())
+    layer.cast(dtype)
+    assert layer(*inputs(dtype)).dtype == onp.dtype(dtype)
+
+
+# ------------------------------------------------------------------------ the weights
+
+
+@every_layer
+def test_weights_are_those_of_the_call_whatever_happens_after(name: str) -> None:
+    layer, (queries, keys, values) = made(name), inputs()
+    lens = np.array([2, 7, 4])
+    layer(queries, keys, values, lens)
+    before = layer.attention_weights.asnumpy()
+    assert onp.allclose(before.sum(-1), 1, atol=1e-5)
+    queries[:] = 0
+    keys[:] = 0
+    lens[:] = 7
+    for parameter in parameters(layer).values():
+        parameter.set_data(parameter.data() * 0)
+    assert (layer.attention_weights.asnumpy() == before).all()
+
+
+def test_weights_before_a_call_or_of_a_layer_that_keeps_none() -> None:
+    layer = DotProductAttention()
+    with pytest.raises(ats.AttnscoreError, match="a call of the layer before reading"):
+        _ = layer.attention_weights
+    quiet = DotProductAttention(keep_last=False)
+    quiet(*inputs())
+    with pytest.raises(ats.AttnscoreError, match="keep_last=False"):
+        _ = quiet.attention_weights
+
+
+def test_a_copy_carries_no_activations() -> None:
+    layer = made("dot")
+    layer(*inputs())
+    with pytest.raises(ats.AttnscoreError):
+        _ = copy.deepcopy(layer).attention_weights
+
+
+# ----------------------------------------------------------------------------- errors
+
+
+def test_wrong_input_is_told() -> None:
+    queries, keys, values = inputs()
+    layer = made("additive")
+    layer(queries, keys, values)
+    with pytest.raises(ats.ShapeError, match="queries: expected vectors of length 4, which W_q takes, got 3"):
+        layer(queries[..., :3], keys, values)
+    with pytest.raises(ats.ShapeError, match="queries: expected 3 axes"):
+        layer(queries[0], keys, values)
+    with pytest.raises(ats.ShapeError, match="values: expected as many positions as keys"):
+        layer(queries, keys, values[:, :3])
+    with pytest.raises(ats.FrameworkError, match=r"keys: expected an mx\.np\.ndarray, got ndarray"):
+        layer(queries, keys.asnumpy(), values)
+    with pytest.raises(ats.FrameworkError, match=r"keys: expected an mx\.np\.ndarray, got NDArray"):
+        layer(queries, keys.as_nd_ndarray(), values)
+    with pytest.raises(ats.DtypeError, match="queries: expected float32, the dtype of W_q, got float64"):
+        layer(queries.astype("float64"), keys, values)
+    with pytest.raises(ats.DtypeError, match="int32"):
+        layer(queries.astype("int32"), keys, values)
+    with pytest.raises(ats.MaskError, match="numbers from 0 to 7"):
+        layer(queries, keys, values, [1, 2, 8])
+    for wrong in (lambda: AdditiveAttention(0), lambda: MultiHeadAttention(8, 2, score="sum"),
+                  lambda: DotProductAttention(1.0), lambda: GaussianAttention(0)):  # fmt: skip
+        with pytest.raises(ats.ArgumentError):
+            wrong()
+    with pytest.raises(ats.ShapeError):
+        MultiHeadAttention(8, 3)
+
+
+def test_legacy_semantics_are_told() -> None:
+    with mx.util.np_array(False), pytest.raises(ats.FrameworkError, match=r"NumPy semantics.*npx\.set_np"):
+        made("dot")(*inputs())

@@ -1,0 +1,142 @@
+"""What wrong input of the Keras layers gets, on this process's backend: the words are those of the PyTorch layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from together import BACKEND
+
+import attnscore as ats
+from attnscore.layers.keras import (
+    AdditiveAttention,
+    BilinearAttention,
+    DotProductAttention,
+    GaussianAttention,
+    MultiHeadAttention,
+)
+
+X = np.random.default_rng(0).normal(size=(2, 3, 6)).astype("float32")
+WRONG: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
+    ("score", lambda: MultiHeadAttention(8, 2, score="soft"), ats.ArgumentError, "score: expected one of .*'soft'"),
+    ("heads", lambda: MultiHeadAttention(8, 3), ats.ShapeError, r"num_hiddens: .*multiple of num_heads \(3\), got 8"),
+    ("hidden", lambda: AdditiveAttention(2.5), ats.ArgumentError, "num_hiddens: .*a whole number above 0, got 2.5"),
+    ("size", lambda: BilinearAttention(query_size=0), ats.ArgumentError, "query_size: .* got 0"),
+    (
+        "dropout",
+        lambda: DotProductAttention(1.0),
+        ats.ArgumentError,
+        r"dropout: expected a number in \[0, 1\), got 1.0",
+    ),
+    (
+        "bandwidth",
+        lambda: GaussianAttention(0),
+        ats.ArgumentError,
+        "bandwidth: expected a finite number above 0, got 0",
+    ),
+    ("axes", lambda: DotProductAttention()(X[0], X, X), ats.ShapeError, r"queries: expected 3 axes .*got 2; shapes: "),
+    (
+        "one",
+        lambda: DotProductAttention()(X),
+        ats.ArgumentError,
+        r"keys: expected keys, or a list \[query, value, key\]",
+    ),
+    (
+        "list",
+        lambda: DotProductAttention()([X]),
+        ats.ArgumentError,
+        r"queries: expected a tensor, or a list .* list of 1",
+    ),
+    (
+        "both",
+        lambda: DotProductAttention()([X, X], X),
+        ats.ArgumentError,
+        "queries: .*got a list. Hint: keys and values",
+    ),
+    (
+        "positions",
+        lambda: DotProductAttention()(X, X, X[:, :2]),
+        ats.ShapeError,
+        r"values: expected as many positions as keys \(3\), got 2; shapes: queries \(2, 3, 6\)",
+    ),
+    (
+        "batch",
+        lambda: DotProductAttention()(X, X[[0, 0, 0]], X),
+        ats.ShapeError,
+        r"one batch size, or 1, got \[2, 3, 2\]",
+    ),
+    ("lengths", lambda: DotProductAttention()(X, X[..., :4], X), ats.ShapeError, r"\(6\) for the scaled dot .*got 4"),
+    (
+        "features",
+        lambda: AdditiveAttention(8, query_size=5)(X, X, X),
+        ats.ShapeError,
+        "queries: expected vectors of length 6, which W_q takes, got 5|"
+        "queries: expected vectors of length 5, which W_q takes, got 6",
+    ),
+    (
+        "features of values",
+        lambda: MultiHeadAttention(8, 2, value_size=5)(keras.Input((3, 6)), keras.Input((3, 6))),
+        ats.ShapeError,
+        "values: expected vectors of length 5, which W_v takes, got 6",
+    ),
+    ("integers", lambda: AdditiveAttention(8)(X.astype(int), X, X), ats.DtypeError, "queries: .*floating.*, got int"),
+    (
+        "no tensor",
+        lambda: AdditiveAttention(8)("text", X, X),
+        ats.FrameworkError,
+        f"queries: .*{BACKEND} backend, got str",
+    ),
+    ("lens", lambda: DotProductAttention()(X, X, X, [1, 7]), ats.MaskError, "valid_lens: .*from 0 to 3, got 7"),
+    (
+        "mask",
+        lambda: DotProductAttention()(X, X, X, attention_mask="causal"),
+        ats.MaskError,
+        "attention_mask: expected a mask object or a boolean array, got 'causal'",
+    ),
+    (
+        "floating mask",
+        lambda: DotProductAttention()(X, X, X, attention_mask=np.zeros((3, 3))),
+        ats.MaskError,
+        "mask: expected a boolean array, .*float",
+    ),
+    (
+        "name",
+        lambda: DotProductAttention()(X, X, X, mask=np.ones((3, 3), bool)),
+        ats.MaskError,
+        r"mask: expected a list \[query_mask, value_mask\].* Hint: attention_mask= takes",
+    ),
+    (
+        "padding",
+        lambda: DotProductAttention()(X, X, X, keys_mask=np.ones((2, 4), bool)),
+        ats.MaskError,
+        r"keys_mask: expected shape \(batch, length\) = \(2, 3\), got \(2, 4\)",
+    ),
+    (
+        "mask for heads",
+        lambda: MultiHeadAttention(8, 2)(X, X, X, attention_mask=np.ones((3, 3, 3), bool)),
+        ats.MaskError,
+        r"mask: .*\(batch, query, key\) = \(2, 3, 3\), got \(3, 3, 3\)",
+    ),
+    (
+        "unknown features",
+        lambda: AdditiveAttention(8)(keras.Input((3, None)), keras.Input((3, 6))),
+        ats.ShapeError,
+        "queries: expected vectors of a known length, got None",
+    ),
+)
+
+
+@pytest.mark.parametrize("call, error, text", [row[1:] for row in WRONG], ids=[row[0] for row in WRONG])
+def test_errors(call: Callable[[], Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        call()
+
+
+def test_features_that_change_after_building() -> None:
+    layer = BilinearAttention()
+    layer(X, X, X)
+    with pytest.raises(ats.ShapeError, match="queries: expected vectors of length 6, which W takes, got 4"):
+        layer(X[..., :4], X, X)

@@ -1,0 +1,789 @@
+"""Watching a model: numbers equal to those of the full matrix, the model unchanged, every call found by its module."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.functional import scaled_dot_product_attention as bound_elsewhere
+
+import attnscore as ats
+from attnscore import diagnostics
+from attnscore.demo import minilm
+from attnscore.diagnostics import torch_calls, torch_patches, watched
+from attnscore.diagnostics.health import Thresholds, clip_factor, trend, verdicts_of
+from attnscore.diagnostics.torch_calls import Call, Scores, sums_of
+from attnscore.diagnostics.torch_watch import watch
+from attnscore.errors import ArgumentError
+from attnscore.integrations.transformers import register
+from attnscore.layers.torch import AdditiveAttention, MultiHeadAttention
+from cases import MASKS, SCORES, SOME_SCORES
+from runs import make_call
+
+WEIGHT = 0.6  # saturated from here, so that random rows are on both sides
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def expected_sums(
+    numbers: dict[str, Any], visible: np.ndarray, real: np.ndarray | None = None
+) -> dict[str, np.ndarray]:
+    """The sums of every head, from matrices of weights and scores (batch, head, query, key)."""
+    x = {name: np.asarray(value.detach().double()) for name, value in numbers.items()}
+    batch, heads, queries, keys = x["weights"].shape
+    visible = visible & (x["scores"] > -np.inf)
+    asked = np.ones((batch, heads, queries), bool)
+    if real is not None and real.shape == (batch, keys) and queries == keys:
+        asked = np.broadcast_to(real[:, None], asked.shape)
+    alive = asked & (x["sum_weights"] > 0)
+    lone = (visible.sum(-1) == 1) & (x["sum_weights"] > 1 - 1e-6)  # one key, and no sink beside it
+    choice = alive & ~lone
+
+    def total(values, among=alive):
+        return np.where(among, values, 0.0).sum((0, 2))
+
+    weights = x["weights"]
+    found = {
+        "rows": total(1.0),
+        "empty_rows": total(1.0, asked & ~(x["sum_weights"] > 0)),
+        "choice_rows": total(1.0, choice),
+        "saturated_rows": total(1.0, choice & (weights.max(-1) >= WEIGHT)),
+        "logit_mean": total(x["mean_score"]),
+        "logit_variance": total(x["var_score"]),
+        "log_sum_exp": total(x["log_sum_exp"]),
+        "entropy": total(x["entropy"]),
+        "max_weight": total(weights.max(-1)),
+        "effective_keys": total(np.exp(x["entropy"])),
+        "jacobian_trace": total(weights.sum(-1) - (weights**2).sum(-1)),
+        "first_key": total(weights[..., 0]),
+        "max_logit": np.where(alive, x["max_score"], -np.inf).max((0, 2)),
+    }
+    if real is not None and real.shape == (batch, keys):
+        found["padding"] = total((weights * ~real[:, None, None]).sum(-1))
+    return found
+
+
+def check(found, expected, atol: float = 1e-9) -> None:
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=atol, atol=atol, err_msg=name)
+
+
+def from_table(score: str, mask: str, extras: str = "", dtype: str = "float64", head_axis: int = -3):
+    """A row of the tables as a `Call`, and the sums from its full matrix in float64."""
+    call = make_call(score, mask, dtype, extras)
+    leaves = {name: torch.tensor(np.asarray(x, dtype=np.float64)) for name, x in call.leaves.items()}
+    expected = expected_sums(call.formulas(leaves, torch.from_numpy), np.broadcast_to(call.visible, call.visible.shape))
+    tensors = {name: torch.from_numpy(np.asarray(x)) for name, x in call.leaves.items()}
+    options = {**call.arguments, "head_axis": head_axis}
+    options |= {name: tensors[name] for name in ("bias", "sink") if name in tensors}
+    options["score"] = call.score.make(**{name: tensors[f"score.{name}"] for name in call.arrays})
+    query, key = tensors["query"], tensors["key"]
+    if head_axis == -2:
+        query, key = query.transpose(1, 2), key.transpose(1, 2)
+    return Call(query, key, options), expected
+
+
+# ---------------------------------------------------------------- every statistic equals that of the full matrix
+
+
+@pytest.mark.parametrize("score", [row.name for row in SCORES])
+def test_statistics_of_every_score(score: str) -> None:
+    call, expected = from_table(score, "valid_lens-2d")
+    check(sums_of(call, None, WEIGHT), expected, 1e-8)
+
+
+@pytest.mark.parametrize("mask", [row.name for row in MASKS])
+def test_statistics_of_every_mask(mask: str) -> None:
+    for head_axis in (-3, -2):
+        call, expected = from_table("scaled_dot", mask, head_axis=head_axis)
+        check(sums_of(call, None, WEIGHT), expected)
+
+
+@pytest.mark.parametrize("score", [row.name for row in SOME_SCORES])
+@pytest.mark.parametrize("extras", ["bias", "sink", "hiding-bias"])
+def test_statistics_with_bias_and_sink(score: str, extras: str) -> None:
+    call, expected = from_table(score, "Causal-bottom_right", extras)
+    check(sums_of(call, None, WEIGHT), expected, 1e-8)
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [("float32", 1e-4), ("bfloat16", 5e-2), ("float16", 1e-2)])
+def test_statistics_of_every_dtype(dtype: str, atol: float) -> None:
+    x = torch.randn(2, 3, 2, 6, 5, generator=torch.Generator().manual_seed(0)).to(getattr(torch, dtype))
+    query, key = x[0], x[1]
+    found = sums_of(Call(query, key, {"score": "scaled_dot"}), None, 1.0)
+    scores = query.double() @ key.double().mT / 5**0.5
+    wanted = full_matrix(scores)
+    check(found, {name: value for name, value in wanted.items() if name != "saturated_rows"}, atol)
+
+
+def full_matrix(scores: torch.Tensor, real: np.ndarray | None = None) -> dict[str, np.ndarray]:
+    """The sums of scores (batch, head, query, key), -inf where hidden."""
+    import oracle
+
+    visible = scores > -torch.inf
+    numbers = oracle.attention(scores, scores.new_zeros(*scores.shape[:-2], scores.shape[-1], 1), visible)
+    return expected_sums({**numbers, "scores": scores}, visible.numpy(), real)
+
+
+@pytest.mark.parametrize("lowest", [-torch.inf, torch.finfo(torch.float64).min])
+@pytest.mark.parametrize("block", [1, 40, 2**20])
+def test_scores_that_the_model_made_are_read_in_blocks(block: int, lowest: float, monkeypatch) -> None:
+    monkeypatch.setattr(torch_calls, "_BLOCK", block)
+    scores = torch.randn(2, 3, 7, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    real = np.array([[True] * 7, [True] * 3 + [False] * 4])
+    hidden = ~torch.from_numpy(real)[:, None, None] | torch.ones(7, 7).triu(1).bool()
+    wanted = full_matrix(scores.masked_fill(hidden, -torch.inf), real)
+    check(sums_of(Scores(scores.masked_fill(hidden, lowest)), torch.from_numpy(real), WEIGHT), wanted)
+
+
+def test_weight_on_padding_is_found_where_a_mask_forgets_it() -> None:
+    query, key = torch.randn(2, 2, 3, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    real = np.array([[True] * 5, [True, True, False, False, False]])
+    wanted = full_matrix(query @ key.mT / 2, real)
+    assert (wanted["padding"] > 0.1).all()
+    check(sums_of(Call(query, key), torch.from_numpy(real), WEIGHT), wanted)
+    turned = Call(query.transpose(1, 2), key.transpose(1, 2), {"head_axis": -2})
+    check(sums_of(turned, torch.from_numpy(real), WEIGHT), wanted)
+
+
+@pytest.mark.parametrize("shape", [(5, 4), (3, 5, 4), (1, 1, 1, 4), (2, 2, 0, 4), (2, 1, 2, 3, 4)])
+def test_axes_and_sizes_of_every_kind(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    found = sums_of(Call(x, x), None, WEIGHT)
+    heads = shape[-3] if len(shape) > 3 else 1
+    if not x.numel():
+        assert (found["rows"] == 0).all() and found["rows"].shape == (heads,)
+        return
+    flat = x.reshape(-1, heads, *shape[-2:])
+    check(found, full_matrix(flat @ flat.mT / 2))
+
+
+# ---------------------------------------------------------------- models of every kind, unchanged
+
+
+class OwnAttention(nn.Module):
+    """A block as timm writes it: F.scaled_dot_product_attention in its own code; and once under another name."""
+
+    def __init__(self, dim: int = 32, heads: int = 4, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.heads, self.dropout = heads, dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, dim = x.shape
+        query, key, value = self.qkv(x).reshape(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        drop = self.dropout if self.training else 0.0
+        out = functional.scaled_dot_product_attention(query, key, value, dropout_p=drop)
+        out = out + bound_elsewhere(query, key, value, None, 0.0, True, scale=0.1)
+        return self.proj(out.transpose(1, 2).reshape(batch, length, dim))
+
+
+def run(model: nn.Module, *inputs: Any, **options: Any):
+    """What a model gives, and the gradients of its parameters."""
+    model.zero_grad()
+    torch.manual_seed(5)
+    out = model(*inputs, **options)
+    out = out[0] if isinstance(out, tuple) else getattr(out, "last_hidden_state", out)
+    if not out.requires_grad:
+        return [out]
+    out.square().sum().backward()
+    return [out.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def watched_run(model: nn.Module, *inputs: Any, **options: Any):
+    """The same, watched, after checking that nothing is different for it, bit by bit."""
+    before = run(model, *inputs, **options)
+    with watch(model, thresholds=Thresholds(saturated_weight=WEIGHT)) as seen:
+        found = run(model, *inputs, **options)
+    assert len(before) == len(found) and all(map(torch.equal, before, found))
+    return seen
+
+
+def means(scores: torch.Tensor, real: np.ndarray | None = None) -> list[dict[str, float]]:
+    sums = full_matrix(scores.double(), real)
+    rows = sums["rows"]
+    names = ("logit_mean", "logit_variance", "log_sum_exp", "entropy", "max_weight", "effective_keys", "first_key")
+    return [
+        {name: float(sums[name][h] / rows[h]) for name in names} | {"max_logit": float(sums["max_logit"][h])}
+        for h in range(len(rows))
+    ]
+
+
+def assert_rows(rows: list[dict[str, Any]], wanted: list[dict[str, float]], atol: float = 1e-5) -> None:
+    assert len(rows) == len(wanted)
+    for row, want in zip(rows, wanted, strict=True):
+        for name, value in want.items():
+            assert row[name] == pytest.approx(value, rel=atol, abs=atol), (row["layer"], row["head"], name)
+
+
+def test_a_model_that_calls_sdpa_in_its_own_code() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(OwnAttention(), OwnAttention()), torch.randn(2, 9, 32)
+    seen = watched_run(model, x)
+    assert list(seen.layers) == ["0", "0 #2", "1", "1 #2"] and not seen.unseen and seen.steps == 1
+    query, key = model[0].qkv(x).detach().double().reshape(2, 9, 3, 4, 8).permute(2, 0, 3, 1, 4)[:2]
+    assert_rows(seen.rows()[:4], means(query @ key.mT / 8**0.5))
+    hidden = torch.ones(9, 9).triu(1).bool()
+    assert_rows(seen.rows()[4:8], means((query @ key.mT * 0.1).masked_fill(hidden, -torch.inf)))
+
+
+def test_dropout_draws_as_it_did() -> None:
+    model = OwnAttention(dropout=0.4).train()
+    assert len(watched_run(model, torch.randn(2, 9, 32)).layers) == 2
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("batched", [True, False])
+def test_nn_multihead_attention(need_weights: bool, grad: bool, batched: bool) -> None:
+    torch.manual_seed(0)
+    layer = nn.MultiheadAttention(8, 2, batch_first=True).train(grad)
+    x = torch.randn(3, 5, 8) if batched else torch.randn(5, 8)
+    ignored = torch.arange(5) >= (torch.tensor([5, 3, 1])[:, None] if batched else torch.tensor(3))
+    options = {"need_weights": need_weights, "key_padding_mask": ignored}
+    with torch.set_grad_enabled(grad):
+        seen = watched_run(layer, x, x, x, **options)
+    assert list(seen.layers) == ["(model)"] and not seen.unseen
+    query, key = (nn.functional.linear(x, w).double() for w in layer.in_proj_weight.detach().chunk(3)[:2])
+    query, key = (t.reshape(-1, 5, 2, 4).transpose(1, 2) for t in (query, key))
+    hidden = ignored[:, None, None] if batched else ignored
+    assert_rows(seen.rows(), means((query @ key.mT / 2).masked_fill(hidden, -torch.inf)))
+
+
+def encoder(norm_first: bool = False, nested: bool = True) -> nn.TransformerEncoder:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, norm_first=norm_first, activation="gelu")
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested and not norm_first).eval()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("kind", ["none", "padding", "causal", "both"])
+def test_nn_transformer_encoder_stays_on_its_fused_path(kind: str, norm_first: bool, monkeypatch) -> None:
+    model, x = encoder(norm_first), torch.randn(3, 7, 16, generator=torch.Generator().manual_seed(1))
+    ignored = torch.arange(7) >= torch.tensor([7, 4, 2])[:, None]
+    causal = torch.ones(7, 7).triu(1).bool()
+    options: dict[str, Any] = {"src_key_padding_mask": ignored} if kind in ("padding", "both") else {}
+    options |= {"mask": causal} if kind in ("causal", "both") else {}
+    fused = []
+    original = torch._transformer_encoder_layer_fwd
+    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", lambda *a: fused.append(1) or original(*a))
+    with torch.no_grad():
+        seen = watched_run(model, x, **options)
+        fast = len(fused)
+        # By the slow path of the same layers, whose attention is seen elsewhere.
+        monkeypatch.undo()
+        with watch(model) as slow:
+            torch.backends.mha.set_fastpath_enabled(False)
+            model(x, **options)
+            torch.backends.mha.set_fastpath_enabled(True)
+    assert fast == 4 and not seen.unseen and not slow.unseen
+    assert list(seen.layers) == list(slow.layers) == ["layers.0.self_attn", "layers.1.self_attn"]
+    names = [*watched.MEANS, "max_logit", "empty_rows", "rows"]
+    assert_rows(seen.rows(), [{name: row[name] for name in names} for row in slow.rows()])
+
+
+def test_an_encoder_that_trains() -> None:
+    model = encoder().train()
+    seen = watched_run(model, torch.randn(3, 7, 16))
+    assert list(seen.layers) == ["layers.0.self_attn", "layers.1.self_attn"]
+
+
+def test_layers_of_this_library() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleList([MultiHeadAttention(16, 4, score="cosine"), AdditiveAttention(8, key_size=16, query_size=16)])
+    model.forward = lambda x, lens: model[1](*[model[0](x, x, x, lens)] * 3, valid_lens=lens)  # type: ignore[method-assign]
+    x = torch.randn(2, 6, 16)
+    model(x, [3, 6])
+    seen = watched_run(model, x, [3, 6])
+    assert [(name, layer.heads) for name, layer in seen.layers.items()] == [("0", 4), ("1", 1)] and not seen.unseen
+    weights = model[1].attention_weights.double()
+    entropy = -(weights * weights.clamp_min(1e-300).log()).sum(-1).mean()
+    assert seen.rows()[-1]["entropy"] == pytest.approx(float(entropy), rel=1e-5)
+
+
+# ---------------------------------------------------------------- Hugging Face
+
+
+@pytest.fixture(scope="module")
+def sentences():
+    tokenizer, model = minilm.load()
+    text = ["A good soup needs patience.", "The goalkeeper dived to her left and saved the penalty in the last minute."]
+    return model, minilm.tokenize(tokenizer, text)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "attnscore"])
+def test_minilm_by_every_implementation(sentences, implementation: str) -> None:
+    model, batch = sentences
+    register("attnscore")
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        weights = model(**batch.inputs, output_attentions=True).attentions
+    model.set_attn_implementation(implementation)
+    seen = watched_run(model, **batch.inputs)
+    assert list(seen.layers) == [f"encoder.layer.{layer}.attention.self" for layer in range(6)]
+    assert len(seen.rows()) == 72 and not seen.unseen
+    real = batch.real[:, None].expand(-1, 12, -1)
+    for layer, p in enumerate(weights):
+        p = p.double()  # noqa: PLW2901
+        entropy = torch.where(real, -(p * p.clamp_min(1e-300).log()).sum(-1), 0.0).sum((0, 2)) / real.sum((0, 2))
+        first = torch.where(real, p[..., 0], 0.0).sum((0, 2)) / real.sum((0, 2))
+        rows = seen.rows()[12 * layer : 12 * layer + 12]
+        assert [row["entropy"] for row in rows] == pytest.approx(entropy.tolist(), rel=1e-4, abs=1e-5)
+        assert [row["first_key"] for row in rows] == pytest.approx(first.tolist(), rel=1e-4, abs=1e-6)
+        assert all(row["padding"] == 0 and row["rows"] == int(batch.real.sum()) for row in rows)
+
+
+@pytest.mark.parametrize("place", [(0, 0), (3, 7), (5, 11)])
+def test_a_head_that_fails_is_found_and_no_other(sentences, place: tuple[int, int]) -> None:
+    assert failing(sentences, *place) == [(f"encoder.layer.{place[0]}.attention.self", place[1])]
+
+
+@pytest.mark.slow
+def test_every_head_that_fails_is_found_and_no_other(sentences) -> None:
+    for place in np.ndindex(6, 12):
+        assert failing(sentences, *place) == [(f"encoder.layer.{place[0]}.attention.self", place[1])], place
+
+
+def failing(sentences, layer: int, head: int) -> list[tuple[str, int]]:
+    model, batch = sentences
+    model.set_attn_implementation("sdpa")
+    weight = model.encoder.layer[layer].attention.self.query.weight
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight[32 * head : 32 * head + 32] *= 30
+        with watch(model) as seen:
+            model(**batch.inputs)
+        weight.copy_(kept)
+    return seen.failing()
+
+
+def test_a_healthy_model_has_no_failing_head(sentences) -> None:
+    model, batch = sentences
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad(), watch(model) as seen:
+        model(**batch.inputs)
+    assert seen.failing() == [] and {verdict.what for verdict in seen.verdicts()} <= {"sharp", "sink"}
+
+
+def test_a_head_of_an_encoder_that_fails() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+    model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval(), torch.randn(4, 64, 64)
+    with torch.no_grad():
+        model.layers[1].self_attn.in_proj_weight[16:32] *= 30
+        with watch(model) as seen:
+            model(x)
+    assert seen.failing() == [("layers.1.self_attn", 1)]
+
+
+def test_a_decoder_that_generates() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=50, num_key_value_heads=2, **small)
+    ids = torch.tensor([[1, 2, 3, 4, 5], [0, 0, 7, 8, 9]])
+    options = {"attention_mask": (ids > 0).long(), "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    found = {}
+    for implementation in ("sdpa", "eager"):
+        torch.manual_seed(1)
+        model = LlamaForCausalLM(config).eval()
+        model.set_attn_implementation(implementation)
+        before = model.generate(ids, **options, eos_token_id=None)
+        with watch(model) as seen:
+            after = model.generate(ids, **options, eos_token_id=None)
+        assert torch.equal(before, after)
+        assert list(seen.layers) == [f"model.layers.{layer}.self_attn" for layer in range(2)]
+        assert seen.steps == 6 and not seen.unseen
+        # 5 + 3 tokens, then five steps of one query for each of the two
+        assert {row["rows"] for row in seen.rows()} == {5 + 3 + 5 * 2} and len(seen.rows()) == 8
+        found[implementation] = seen.rows()
+    names = [*watched.MEANS, "max_logit", "padding"]
+    assert_rows(found["sdpa"], [{name: row[name] for name in names} for row in found["eager"]])
+
+
+def test_sinks_and_soft_caps_of_eager_models() -> None:
+    from transformers import Gemma2Config, Gemma2ForCausalLM, GptOssConfig, GptOssForCausalLM
+
+    small = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    ids = torch.tensor([[1, 2, 3, 4, 5, 6]])
+    for config, kind in (
+        (GptOssConfig(**small, **heads, num_local_experts=2, num_experts_per_tok=1), GptOssForCausalLM),
+        (Gemma2Config(**small, **heads, attn_logit_softcapping=0.01), Gemma2ForCausalLM),
+    ):
+        torch.manual_seed(0)
+        model = kind(config).eval()
+        model.set_attn_implementation("eager")
+        with torch.no_grad():
+            out = model(ids, output_attentions=True)
+            with watch(model) as seen:
+                assert torch.equal(model(ids).logits, out.logits)
+        assert not seen.unseen and len(seen.layers) == 2
+        for layer, weights in enumerate(out.attentions):
+            first = weights[0, :, :, 0].mean(-1)
+            rows = seen.rows()[4 * layer : 4 * layer + 4]
+            assert [row["first_key"] for row in rows] == pytest.approx(first.tolist(), abs=1e-5)
+        if kind is Gemma2ForCausalLM:
+            assert max(row["max_logit"] for row in seen.rows()) <= 0.01
+
+
+# ---------------------------------------------------------------- the switch
+
+
+def bindings() -> list[Any]:
+    from transformers.modeling_utils import AttentionInterface
+
+    from attnscore.layers import torch_parts
+
+    return [
+        functional.scaled_dot_product_attention, functional.multi_head_attention_forward, functional.softmax,
+        torch.softmax, torch._transformer_encoder_layer_fwd, torch._native_multi_head_attention, nn.Module.__call__,
+        bound_elsewhere, ats.attend, ats.api.attend, torch_parts.attend, AttentionInterface.get_interface,
+    ]  # fmt: skip
+
+
+def test_every_name_is_put_back_also_after_an_error_and_for_several() -> None:
+    before, model = bindings(), OwnAttention()
+    first, second = watch(model), watch(nn.Sequential(model))
+    first.start()
+    assert all(new is not old for new, old in zip(bindings(), before, strict=True))
+    with pytest.raises(ZeroDivisionError), second:
+        model(torch.randn(1, 3, 32))
+        raise ZeroDivisionError
+    assert bindings() != before
+    model(torch.randn(1, 3, 32))
+    first.stop()
+    first.stop()
+    assert all(new is old for new, old in zip(bindings(), before, strict=True))
+    assert not torch_patches._WATCHERS and not torch_patches._UNDO
+    assert (first.steps, second.steps) == (2, 1) and list(second.layers) == ["0", "0 #2"]
+
+
+def test_start_goes_on_with_the_same_numbers() -> None:
+    model, x = OwnAttention(), torch.randn(1, 3, 32)
+    seen = watch(model).start()
+    model(x)
+    seen.stop()
+    model(x)  # not seen
+    seen.start()
+    model(x)
+    seen.stop()
+    assert seen.steps == seen.sampled == 2 and seen.rows()[0]["rows"] == 6
+
+
+def test_steps_are_sampled_and_told() -> None:
+    model, told = OwnAttention(), []
+    with watch(model, every=3, on_step=lambda step, rows: told.append((step, rows)), history=2) as seen:
+        for _ in range(8):
+            model(torch.randn(1, 3, 32))
+    assert (seen.steps, seen.sampled) == (8, 3) and [step for step, _ in told] == [0, 3, 6]
+    assert seen.rows()[0]["rows"] == 9 and told[0][1][0]["rows"] == 3
+    assert seen.history("(model)", "entropy")[0] == [3, 6]  # the last two
+
+
+def test_an_error_in_the_model_leaves_the_watch_usable() -> None:
+    model = OwnAttention()
+    with watch(model) as seen:
+        with pytest.raises(RuntimeError):
+            model(torch.randn(1, 3, 31))
+        model(torch.randn(1, 3, 32))
+    assert seen.steps == 2 and seen.rows()[0]["rows"] == 3
+
+
+def test_calls_of_other_models_are_none_of_its_business() -> None:
+    model, other = OwnAttention(), OwnAttention()
+    with watch(model) as seen:
+        other(torch.randn(1, 3, 32))
+        functional.scaled_dot_product_attention(*torch.randn(3, 1, 1, 4, 8))
+    assert not seen.layers and not seen.unseen and seen.steps == 0
+
+
+def test_checkpointing_counts_a_call_once() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    block = OwnAttention()
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = block
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.block, x, use_reentrant=False)
+
+    model = Checkpointed()
+    seen = watched_run(model, torch.randn(1, 3, 32))
+    assert seen.steps == 1 and seen.rows()[0]["rows"] == 3
+
+
+def test_subclasses_and_modes_see_the_functions_that_they_know() -> None:
+    known, told = {functional.scaled_dot_product_attention: "sdpa", functional.softmax: "softmax"}, []
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            told.append((known.get(func), func is functional.scaled_dot_product_attention))
+            return func(*args, **(kwargs or {}))
+
+    class Both(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return functional.scaled_dot_product_attention(x, x, x) + functional.softmax(x, dim=-1)
+
+    model, x = Both(), torch.randn(1, 2, 3, 4)
+    before = model(x)
+    with watch(model) as seen, Mode():
+        assert torch.equal(model(x), before)
+    assert ("sdpa", True) in told and ("softmax", False) in told and len(seen.rows()) == 2
+
+
+@pytest.mark.parametrize("lower", [True, False])
+def test_causal_biases_of_torch(lower: bool) -> None:
+    from torch.nn.attention import bias
+
+    class Decoding(nn.Module):
+        def forward(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            mask = (bias.causal_lower_right if lower else bias.causal_upper_left)(3, 5)
+            return functional.scaled_dot_product_attention(query, key, key, attn_mask=mask)
+
+    query, key = torch.randn(2, 2, 3, 4), torch.randn(2, 2, 5, 4)
+    seen = watched_run(Decoding(), query, key)
+    hidden = ~torch.ones(3, 5).tril(2 if lower else 0).bool()
+    assert_rows(seen.rows(), means((query.double() @ key.double().mT / 2).masked_fill(hidden, -torch.inf)))
+
+
+def test_padding_of_an_encoder_is_not_taken_for_that_of_a_decoder() -> None:
+    torch.manual_seed(0)
+    model = nn.Transformer(16, 4, 1, 1, 32, batch_first=True).train()
+    ignored = torch.arange(5) >= torch.tensor([5, 2])[:, None]
+    x = torch.randn(2, 5, 16)
+    torch.manual_seed(1)
+    with watch(model) as seen:
+        model(x, x, src_key_padding_mask=ignored)
+    rows = {row["layer"]: row["rows"] for row in seen.rows()}
+    assert rows == {
+        "encoder.layers.0.self_attn": 7, "decoder.layers.0.self_attn": 10, "decoder.layers.0.multihead_attn": 10,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_models_of_half_precision_and_inference_mode(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, x = OwnAttention().to(dtype), torch.randn(2, 9, 32, dtype=dtype)
+    with torch.inference_mode():
+        assert not watched_run(model, x).unseen
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not watched_run(OwnAttention(), x.float()).unseen
+
+
+# ---------------------------------------------------------------- what cannot be seen is said
+
+
+class ByHand(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ x.mT).softmax(-1) @ x
+
+
+def test_a_softmax_written_by_hand_is_not_seen() -> None:
+    model = ByHand()
+    with watch(model) as seen:
+        model(torch.randn(1, 3, 4))
+    assert not seen.layers and seen.steps == 1
+    assert "no attention" in str(seen)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace")
+def test_compiled_and_scripted_code_is_named_and_still_runs() -> None:
+    model, x = OwnAttention().eval(), torch.randn(1, 3, 32)
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        before = compiled(x)
+        with watch(model) as seen:
+            assert torch.equal(compiled(x), before)
+        assert torch.equal(compiled(x), before)
+    assert seen.unseen == {("(model)", "compiled code"): 1} and "compiled code" in str(seen)
+    torch.compiler.reset()
+    whole = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad(), watch(model):
+        assert torch.equal(whole(x), before)  # compiled while it is watched: no break
+    traced = torch.jit.trace(ByHand(), x)
+    with watch(traced) as seen:
+        traced(x)
+    assert list(seen.unseen) == [("(model)", "scripted code")]
+
+
+def test_what_cannot_be_looked_at_does_not_break_the_model(monkeypatch) -> None:
+    model, x = OwnAttention(), torch.randn(1, 3, 32)
+    monkeypatch.setattr("attnscore.diagnostics.torch_watch.sums_of", lambda *_: 1 / 0)
+    seen = watched_run(model, x)
+    assert not seen.layers and [why for _, why in seen.unseen] == ["ZeroDivisionError: division by zero"]
+
+
+def test_an_implementation_without_anything_to_see_is_named(sentences) -> None:
+    from transformers import AttentionInterface
+
+    def averaging(module, query, key, value, mask, **_):
+        return value.mean(2, keepdim=True).expand_as(value).transpose(1, 2), None
+
+    AttentionInterface.register("averaging", averaging)
+    model, batch = sentences
+    model.set_attn_implementation("averaging")
+    with torch.no_grad(), watch(model) as seen:
+        model(**batch.inputs)
+    assert not seen.layers and len(seen.unseen) == 6 and "averaging" in str(seen)
+
+
+# ---------------------------------------------------------------- verdicts
+
+HEALTHY = {
+    "saturated_rows": 0.01, "logit_variance": 1.0, "max_logit": 8.0, "first_key": 0.1, "padding": float("nan"),
+    "empty_rows": 0, "choice_rows": 100,
+}  # fmt: skip
+
+
+def said(entropies=(), largest=(), thresholds: Thresholds | None = None, **numbers: float) -> list[str]:
+    found = verdicts_of("a", 0, HEALTHY | numbers, entropies, largest, thresholds or Thresholds())
+    return [verdict.what for verdict in found]
+
+
+def test_verdicts() -> None:
+    assert said() == [] == said([2.0] * 9, [8.0] * 9)
+    assert said(saturated_rows=0.5, logit_variance=200.0) == ["saturated"]
+    assert said(saturated_rows=0.9, logit_variance=100.0) == ["sharp"]
+    assert said(entropies=[3.0, 2.5, 2.0, 1.4]) == ["collapsing entropy"]
+    assert said(entropies=[3.0, 2.5, 1.4]) == []  # too few to be a trend
+    assert said(largest=[6.0, 7.0, 9.0, 13.0]) == ["growing logits"]
+    assert said(largest=[0.6, 0.7, 0.9, 1.3]) == []  # nothing is at stake
+    assert said(max_logit=101.0) == ["large logits"]
+    assert said(logit_variance=1e-7) == ["dead"] and said(logit_variance=0.0, choice_rows=0) == []
+    assert said(first_key=0.7, padding=0.2, empty_rows=2) == ["sink", "padding", "empty rows"]
+
+
+def test_thresholds_can_be_set() -> None:
+    assert said(max_logit=60.0, thresholds=Thresholds(tau=50.0)) == ["large logits"]
+    assert said(first_key=0.2, thresholds=Thresholds(sink_mass=0.15)) == ["sink"]
+    assert clip_factor(60.0, 50.0) == pytest.approx(50 / 60) and clip_factor(-3.0, 50.0) == 1.0
+    assert trend([1.0, float("nan"), 1.0, 3.0, 5.0]) == (1.0, 5.0)
+    for wrong in ({"tau": 0.0}, {"sink_mass": 1.5}, {"growth": 1.0}, {"collapse": float("nan")}):
+        with pytest.raises(ArgumentError, match=next(iter(wrong))):
+            Thresholds(**wrong)
+
+
+def test_a_run_whose_logits_grow_is_noticed() -> None:
+    torch.manual_seed(0)
+    model, x = OwnAttention(), torch.randn(2, 16, 32)
+    with watch(model) as seen, torch.no_grad():
+        for _ in range(12):
+            model(x)
+            model.qkv.weight[:8] *= 1.5  # the queries of the first head
+    assert ("(model)", 0) in seen.failing() and not {("(model)", head) for head in (1, 2, 3)} & set(seen.failing())
+    whats = {verdict.what for verdict in seen.verdicts() if (verdict.layer, verdict.head) == ("(model)", 0)}
+    assert {"growing logits", "collapsing entropy"} <= whats
+    factor = seen.rows()[0]["clip"]
+    assert factor == pytest.approx(min(1.0, 100 / seen.rows()[0]["max_logit"]))
+
+
+# ---------------------------------------------------------------- what comes out
+
+
+@pytest.fixture(scope="module")
+def some():
+    torch.manual_seed(0)
+    model = nn.Sequential(OwnAttention(), OwnAttention())
+    with watch(model) as seen, torch.no_grad():
+        for _ in range(6):
+            model(torch.randn(2, 8, 32))
+            model[1].qkv.weight[8:16] *= 4
+    return seen
+
+
+def test_rows_and_lines_are_plain(some) -> None:
+    rows = some.rows()
+    assert len(rows) == 16 and all(row.keys() == rows[0].keys() for row in rows)
+    assert {type(value) for row in rows for value in row.values()} <= {int, float, str}
+    lines = [json.loads(line) for line in some.json_lines()]
+    assert len(lines) == 6 * 16 and lines[0]["step"] == 0 and lines[-1]["step"] == 5
+    assert lines[0]["padding"] is None and lines[0]["layer"] == "0"
+
+
+def test_tables_and_texts(some) -> None:
+    from rich.console import Console
+
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(some.table())
+    printed = console.export_text()
+    assert "4 attention calls a step; 6 of 6 steps looked at" in printed and "growing logits" in printed
+    assert "1, head 1: growing logits" in str(some)
+
+
+def test_a_picture(some) -> None:
+    figure = some.plot()
+    figure.canvas.draw()
+    titles = [axis.get_title() for axis in figure.axes]
+    assert {"Largest logit", "Entropy (nats)", "Largest logit of each head, by step"} <= set(titles)
+    with pytest.raises(ArgumentError, match="step"):
+        watch(OwnAttention()).plot()
+
+
+def test_names_of_the_room() -> None:
+    assert diagnostics.watch is watch and diagnostics.Thresholds is Thresholds
+    assert set(diagnostics.__all__) >= {"watch", "scaling_lab", "Thresholds"}
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = diagnostics.nothing
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda: watch("model"), ["model", "Module", "str"]),
+        (lambda: watch(ByHand(), every=0), ["every", "0"]),
+        (lambda: watch(ByHand(), history=1.5), ["history", "1.5"]),
+        (lambda: watch(ByHand(), thresholds=3), ["thresholds", "int"]),
+        (lambda: watch(ByHand()).history("there", "entropy"), ["layer", "there"]),
+    ],
+)
+def test_wrong_arguments_are_named(wrong, words) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        wrong()
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+MEMORY = """
+import torch
+from torch.nn import functional
+from attnscore.diagnostics.torch_calls import Call, sums_of
+
+def memory(field):
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(field))
+
+def run(tokens):
+    query, key = torch.randn(2, 1, 1, tokens, 8)
+    return sums_of(Call(query, key), torch.ones(1, tokens, dtype=bool), 0.99)
+
+run(64)
+with open("/proc/self/clear_refs", "w") as reset:
+    reset.write("5")
+before = memory("VmRSS")
+run(20000)
+print((memory("VmHWM") - before) / 2**20)
+"""
+
+
+def test_memory_is_linear() -> None:
+    """20000 x 20000 numbers would be 1600 MB."""
+    done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True, timeout=300)
+    assert float(done.stdout) < 100

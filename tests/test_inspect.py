@@ -1,0 +1,243 @@
+"""`inspect_model`: every number equals the one made from the model's own eager weights; the report holds the same."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import attnscore as ats
+from attnscore.cli import main
+from attnscore.diagnostics import Inspection, inspect_model
+from attnscore.diagnostics.head_numbers import SETTINGS, STATISTICS
+from attnscore.errors import ArgumentError
+from test_transformers import GPT2, MODELS
+
+TEXT = "the quick brown fox jumps over the lazy dog and runs away from it"
+MINILM_TEXT = "Astronauts on the night shift watched the planet rise over the lunar horizon."
+
+
+class Words:
+    """A tokenizer of few words, as transformers calls one."""
+
+    def __call__(self, text: str, *, truncation: bool = False, max_length: int = 0, return_tensors: str = "") -> Any:
+        ids = [3 + len(word) for word in text.split()]
+        ids = ids[:max_length] if truncation else ids
+        return {"input_ids": torch.tensor([ids]) if return_tensors else ids}
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+        return [f"<{one}>" for one in ids]
+
+
+def made(name: str) -> Any:
+    torch.manual_seed(2)
+    if name == "t5":  # a bias for each pair and head; the encoder of an encoder-decoder
+        config = transformers.T5Config(
+            vocab_size=50, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0
+        )
+        return transformers.T5Model(config).eval()
+    kind, config, settings = MODELS[name]
+    model = getattr(transformers, kind)(config(**settings)).eval()
+    if name == "gpt_oss":
+        for layer in model.model.layers:
+            torch.nn.init.normal_(layer.self_attn.sinks)
+    return model
+
+
+def eager_weights(model: Any, text: str) -> list[np.ndarray]:
+    model.set_attn_implementation("eager")
+    part = model.get_encoder() if model.config.is_encoder_decoder else model
+    with torch.no_grad():
+        found = part(**Words()(text, return_tensors="pt"), output_attentions=True).attentions
+    return [np.asarray(x[0].double()) for x in found]
+
+
+@pytest.fixture(scope="module", params=[*MODELS, "t5"])
+def inspected(request: pytest.FixtureRequest) -> tuple[Any, Inspection, list[np.ndarray]]:
+    model = made(request.param)
+    own = eager_weights(model, TEXT)
+    return model, inspect_model(model, TEXT, tokenizer=Words()), own
+
+
+def test_weights_are_those_of_the_model(inspected: tuple[Any, Inspection, list[np.ndarray]]) -> None:
+    _, found, own = inspected
+    assert len(found.layers) == len(own)
+    for layer, weights in enumerate(own):
+        for head in range(found.layers[layer].heads):
+            np.testing.assert_allclose(found.weights(layer, head), weights[head], atol=2e-6)
+    block = found.weights(1, 2, query_index=[3, 7], key_index=slice(1, 4))
+    np.testing.assert_allclose(block, own[1][2][[3, 7], 1:4], atol=2e-6)
+
+
+def test_statistics_are_those_of_the_matrix(inspected: tuple[Any, Inspection, list[np.ndarray]]) -> None:
+    _, found, _ = inspected
+    assert set(found.statistics) == set(STATISTICS)
+    for place, layer in enumerate(found.layers):
+        inputs = {name: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+                  for name, x in layer.inputs.items()}  # fmt: skip
+        query, key = inputs.pop("query"), inputs.pop("key")
+        scores = np.asarray(ats.attention_scores(query, key, **inputs)[0])
+        weights = np.asarray(ats.attention_weights(query, key, **inputs)[0])
+        rest = np.maximum(0, 1 - weights.sum(-1)) if layer.inputs["sink"] is not None else np.zeros(weights.shape[:-1])
+        every = np.concatenate([weights, rest[..., None]], -1)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            entropy = -np.where(every > 1e-300, every * np.log(every), 0).sum(-1)
+        seen = np.isfinite(scores)
+        mean = np.where(seen, scores, 0).sum(-1) / seen.sum(-1)
+        variance = np.where(seen, (scores - mean[..., None]) ** 2, 0).sum(-1) / seen.sum(-1)
+        expected = {
+            "entropy": entropy.mean(-1),
+            "effective_keys": np.exp(entropy).mean(-1),
+            "largest_weight": weights.max(-1).mean(-1),
+            "logit_variance": variance.mean(-1),
+            "largest_logit": scores.max((-1, -2)),
+            "jacobian_trace": (weights.sum(-1) - (weights**2).sum(-1)).mean(-1),
+            "first_key": weights[..., 0].mean(-1),
+        }
+        for name, values in expected.items():
+            np.testing.assert_allclose(found.statistics[name][place], values, rtol=1e-4, atol=2e-6, err_msg=name)
+
+
+def test_other_scales(inspected: tuple[Any, Inspection, list[np.ndarray]]) -> None:
+    _, found, _ = inspected
+    for setting in SETTINGS:
+        weights = found.weights(0, 1, setting=setting)
+        assert found.settings[setting]["largest_weight"][0, 1] == pytest.approx(weights.max(-1).mean(), rel=1e-4)
+    for name in ("entropy", "largest_weight"):
+        np.testing.assert_allclose(found.settings["model"][name], found.statistics[name], rtol=1e-5)
+    if all(layer.inputs["sink"] is None and layer.inputs["bias"] is None for layer in found.layers):
+        assert (found.settings["cold"]["entropy"] <= found.settings["warm"]["entropy"]).all()
+
+
+def test_links_and_mass(inspected: tuple[Any, Inspection, list[np.ndarray]]) -> None:
+    _, found, own = inspected
+    for head in range(found.layers[1].heads):
+        links = found.top_links(1, head, 5)
+        expected = np.sort(own[1][head], axis=None)[::-1][:5]
+        np.testing.assert_allclose([weight for _, _, weight in links], expected, atol=2e-6)
+        assert all(abs(own[1][head][i, j] - weight) < 2e-6 for i, j, weight in links)
+        np.testing.assert_allclose(found.key_mass(1, head), own[1][head].sum(0), atol=1e-5)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = made("llama").train()
+    model.set_attn_implementation("sdpa")
+    inspect_model(model, TEXT, tokenizer=Words())
+    assert model.training and model.config._attn_implementation == "sdpa"
+
+
+def test_rows_and_what_is_left_out() -> None:
+    found = inspect_model(made("gpt2"), TEXT, tokenizer=Words(), most_tokens=5)
+    assert len(found.tokens) == 5 and found.left_out == len(TEXT.split()) - 5
+    rows = found.to_rows()
+    assert len(rows) == GPT2["n_layer"] * GPT2["n_head"]
+    assert len({frozenset(row) for row in rows}) == 1
+    assert rows[-1]["name"].endswith("attn") and rows[-1]["head"] == 3
+    assert rows[0]["entropy"] == found.statistics["entropy"][0, 0]
+
+
+def data_of(page: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert found
+    loaded: dict[str, Any] = json.loads(found[1])
+    return loaded
+
+
+def numbers_of(part: dict[str, Any]) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(part["numbers"]), "<i2") * part["unit"]
+
+
+def test_the_report_holds_what_makes_the_weights(
+    inspected: tuple[Any, Inspection, list[np.ndarray]], tmp_path: Path
+) -> None:
+    """The page's own arithmetic, in NumPy, gives the weights; the browser's is in test_inspect_browser.py."""
+    _, found, own = inspected
+    data = data_of(found.to_html(tmp_path / "report.html").read_text("utf-8"))
+    length, layer = len(found.tokens), data["layers"][1]
+    assert data["tokens"] == list(found.tokens)
+    if "weights" in layer:
+        codes = np.frombuffer(base64.b64decode(layer["weights"]["2"]), "<u2").reshape(length, length)
+        weights = np.where(codes == 65535, 0, np.exp(codes / 65535 * -16))
+    else:
+        query, key = numbers_of(layer["query"]["2"]), numbers_of(layer["key"][str(2 // layer["group"])])
+        scores = layer["scale"] * (query.reshape(length, -1) @ key.reshape(length, -1).T)
+        scores = scores if layer["cap"] is None else layer["cap"] * np.tanh(scores / layer["cap"])
+        if layer["visible"] is not None:
+            starts, stops = (np.array(x)[:, None] for x in layer["visible"])
+            scores = np.where((np.arange(length) >= starts) & (np.arange(length) < stops), scores, -np.inf)
+        total = np.exp(scores).sum(-1, keepdims=True) + (0 if layer["sink"] is None else np.exp(layer["sink"][2]))
+        weights = np.exp(scores) / total
+    np.testing.assert_allclose(weights, own[1][2], atol=3e-4)
+
+
+def test_a_small_file_keeps_the_sharpest_heads(tmp_path: Path) -> None:
+    found = inspect_model(made("llama"), TEXT, tokenizer=Words())
+    length, dim = len(found.tokens), 8
+    one_head = 2 * length * 2 * dim / 10**6
+    data = data_of(found.to_html(tmp_path / "report.html", megabytes=3.5 * one_head).read_text("utf-8"))
+    drawn = {(place, int(head)) for place, layer in enumerate(data["layers"]) for head in layer["query"]}
+    entropy = found.statistics["entropy"]
+    sharpest = np.argsort(entropy, axis=None, kind="stable")[:3]
+    assert drawn == {(int(i), int(j)) for i, j in zip(*np.unravel_index(sharpest, entropy.shape), strict=True)}
+
+
+def test_text_is_no_markup(tmp_path: Path) -> None:
+    class Hostile(Words):
+        def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+            return ["</script><script>alert(1)</script>" for _ in ids]
+
+    page = inspect_model(made("gpt2"), TEXT, tokenizer=Hostile()).to_html(tmp_path / "a.html").read_text("utf-8")
+    assert "<script>alert" not in page.replace("<\\/script><script>alert", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"model": "nowhere", "text": "a"}, "model: expected 'minilm', or the folder of a Hugging Face model"),
+        ({"model": made("gpt2"), "text": "a"}, "tokenizer: expected the model's tokenizer, beside a model, got None"),
+        ({"model": made("gpt2"), "text": " ", "tokenizer": Words()}, "text: expected some text, got none"),
+    ],
+)
+def test_wrong_input(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(words)):
+        inspect_model(**arguments)
+
+
+def test_wrong_places() -> None:
+    found = inspect_model(made("gpt2"), TEXT, tokenizer=Words())
+    for call, words in (
+        (lambda: found.weights(2, 0), "layer: expected 0 to 1, got 2"),
+        (lambda: found.top_links(0, 4), "head: expected 0 to 3, got 4"),
+        (lambda: found.key_mass(-1, 0), "layer: expected 0 to 1, got -1"),
+        (lambda: found.weights(0, 0, setting="hot"), "setting: expected one of model, unscaled, cold, warm, got 'hot'"),
+    ):
+        with pytest.raises(ArgumentError, match=re.escape(words)):
+            call()
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, out = tmp_path / "text.txt", tmp_path / "report.html"
+    text.write_text(MINILM_TEXT, "utf-8")
+    assert main(["inspect", "minilm", "--text", str(text), "--out", str(out)]) == 0
+    assert "16 tokens. Report (" in " ".join(capsys.readouterr().out.split())
+    data = data_of(out.read_text("utf-8"))
+    assert len(data["layers"]) == 6 and data["tokens"][1] == "astronauts"
+    assert data["statistics"]["entropy"]["values"][0][2] < 0.2
+    assert out.stat().st_size < 6e6
+
+
+@pytest.mark.parametrize("broken", ["missing", "empty", "latin"])
+def test_the_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str], broken: str) -> None:
+    text = tmp_path / "text.txt"
+    if broken != "missing":
+        text.write_bytes(b"" if broken == "empty" else b"caf\xe9")
+    assert main(["inspect", "minilm", "--text", str(text), "--out", str(tmp_path / "report.html")]) == 2
+    assert str(text) in capsys.readouterr().err
+    assert not (tmp_path / "report.html").exists()

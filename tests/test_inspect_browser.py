@@ -1,0 +1,185 @@
+"""The report in a real browser: headless Chromium chooses a head, reads a cell, and asks nobody for anything."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from attnscore.diagnostics import Inspection, inspect_model
+
+pytestmark = pytest.mark.slow
+
+SENTENCES = (Path(__file__).parents[1] / "src/attnscore/demo/sentences.txt").read_text("utf-8")
+SHORT = "Astronauts on the night shift watched the planet rise over the lunar horizon."
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if found is None:
+        pytest.fail("no Chromium here; on Debian: apt-get install chromium")
+    with sync_playwright() as playwright:
+        # Containers run as root, where Chromium's own sandbox cannot start.
+        options = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
+        opened = playwright.chromium.launch(executable_path=found, args=options)
+        yield opened
+        opened.close()
+
+
+class Opened:
+    """A page, what it asked for, and what it complained of."""
+
+    def __init__(self, browser: Any, path: Path, **options: Any) -> None:
+        self.page = browser.new_page(viewport={"width": 1280, "height": 1600}, **options)
+        self.requests: list[str] = []
+        self.complaints: list[str] = []
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on(
+            "console",
+            lambda said: self.complaints.append(said.text) if said.type in ("error", "warning") else None,
+        )
+        self.page.goto(path.as_uri())
+        self.page.wait_for_selector("body[data-ready]", timeout=60_000)
+
+    def choose(self, layer: int, head: int) -> None:
+        self.page.click(f'#grid button[data-layer="{layer}"][data-head="{head}"]')
+        title = f"Layer {layer}, head {head}"
+        self.page.wait_for_function('title => document.getElementById("head-title").textContent === title', arg=title)
+
+    def cells(self) -> np.ndarray:
+        """The numbers that the map draws."""
+        return np.array(self.page.evaluate('document.getElementById("map").data[0].z'))
+
+    def tooltip(self, query: int, key: int) -> str:
+        """What the map says of a cell under the pointer."""
+        place = self.page.evaluate(
+            """([i, j]) => { const plot = document.getElementById("map"), { xaxis, yaxis } = plot._fullLayout,
+               box = plot.getBoundingClientRect();
+               return [box.x + xaxis._offset + xaxis.c2p(j), box.y + yaxis._offset + yaxis.c2p(i)]; }""",
+            [query, key],
+        )
+        self.page.mouse.move(place[0] + 1, place[1] + 1)
+        self.page.mouse.move(*place)
+        return str(self.page.locator("#map .hoverlayer .hovertext").text_content(timeout=10_000))
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> tuple[Inspection, Path]:
+    found = inspect_model("minilm", SHORT)
+    return found, found.to_html(tmp_path_factory.mktemp("short") / "report.html")
+
+
+@pytest.fixture
+def opened(browser: Any, short: tuple[Inspection, Path]) -> Iterator[Opened]:
+    page = Opened(browser, short[1])
+    yield page
+    page.page.close()
+
+
+def test_a_head_is_chosen_and_a_cell_is_read(opened: Opened, short: tuple[Inspection, Path]) -> None:
+    found, path = short
+    opened.choose(2, 11)
+    weights = found.weights(2, 11)
+    np.testing.assert_allclose(opened.cells(), weights, atol=2e-4)
+    text = opened.tooltip(5, 4)
+    assert f"query {found.tokens[5]} (5)" in text and f"key {found.tokens[4]} (4)" in text
+    said = re.search(r"weight (\d\.\d{4})", text)
+    assert said and float(said[1]) == pytest.approx(weights[5, 4], abs=2e-4)
+    assert opened.requests == [path.as_uri()]
+    assert opened.complaints == []
+
+
+def test_other_scales_are_computed_in_the_page(opened: Opened, short: tuple[Inspection, Path]) -> None:
+    opened.choose(3, 4)
+    for setting in ("unscaled", "cold", "warm"):
+        opened.page.select_option("#setting", setting)
+        np.testing.assert_allclose(opened.cells(), short[0].weights(3, 4, setting=setting), atol=2e-3)
+
+
+def test_a_block_is_exact(opened: Opened, short: tuple[Inspection, Path]) -> None:
+    opened.choose(1, 8)
+    for field, value in (("query-from", 3), ("query-to", 6), ("key-from", 2), ("key-to", 9)):
+        opened.page.fill(f"#{field}", str(value))
+    opened.page.click("#show")
+    block = short[0].weights(1, 8, query_index=slice(3, 7), key_index=slice(2, 10))
+    np.testing.assert_allclose(opened.cells(), block, atol=2e-4)
+
+
+def test_the_keyboard_reaches_every_head(opened: Opened) -> None:
+    opened.page.focus('#grid button[data-layer="0"][data-head="0"]')
+    for key in ("ArrowRight", "ArrowDown", "ArrowDown", "Enter"):
+        opened.page.keyboard.press(key)
+    assert opened.page.text_content("#head-title") == "Layer 2, head 1"
+    pressed = opened.page.locator('#grid button[aria-pressed="true"]')
+    assert pressed.get_attribute("aria-label").startswith("layer 2, head 1: Entropy")
+
+
+def test_statistics_and_links_stand_in_tables(opened: Opened, short: tuple[Inspection, Path]) -> None:
+    found = short[0]
+    opened.page.select_option("#statistic", "logit_variance")
+    cell = opened.page.text_content('#grid button[data-layer="4"][data-head="5"]')
+    assert float(cell or "nan") == pytest.approx(found.statistics["logit_variance"][4, 5], rel=5e-3)
+    opened.choose(4, 5)
+    query, key, weight = found.top_links(4, 5, 1)[0]
+    row = opened.page.locator("#links tr").nth(1).locator("td").all_text_contents()
+    assert row == [f"{found.tokens[query]} ({query})", f"{found.tokens[key]} ({key})", f"{weight:.4f}"]
+
+
+def test_every_control_has_a_name(opened: Opened) -> None:
+    nameless = opened.page.evaluate(
+        """() => [...document.querySelectorAll("button, select, input")].filter((one) => !one.closest(".modebar")
+           && !one.closest("label") && !one.getAttribute("aria-label") && !one.textContent.trim()).length"""
+    )
+    assert nameless == 0
+    assert opened.page.get_attribute("html", "lang") == "en"
+    assert opened.page.locator("#map[role=img][aria-label]").count() == 1
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_can_be_read_in_light_and_dark(browser: Any, short: tuple[Inspection, Path], scheme: str) -> None:
+    """A contrast of at least 4 on every cell of the grid (WCAG asks 4.5 of small text and 3 of large)."""
+    opened = Opened(browser, short[1], color_scheme=scheme)
+    pairs = opened.page.evaluate(
+        """() => { const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+           const rgb = (colour) => { canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1);
+             return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3); };
+           return [...document.querySelectorAll("#grid button")].map((one) => { const style = getComputedStyle(one);
+             return [rgb(style.color), rgb(style.backgroundColor)]; }); }"""
+    )
+    opened.page.close()
+
+    def luminance(colour: list[int]) -> float:
+        linear = [x / 255 / 12.92 if x / 255 <= 0.04045 else ((x / 255 + 0.055) / 1.055) ** 2.4 for x in colour]
+        return float(np.dot(linear, [0.2126, 0.7152, 0.0722]))
+
+    for ink, ground in pairs:
+        low, high = sorted((luminance(ink), luminance(ground)))
+        assert (high + 0.05) / (low + 0.05) >= 4
+
+
+def test_a_long_text_is_binned_and_zooms_to_exact_blocks(browser: Any, tmp_path: Path) -> None:
+    found = inspect_model("minilm", (SENTENCES + " ") * 2, most_tokens=256)
+    path = found.to_html(tmp_path / "report.html")
+    assert len(found.tokens) == 256 and path.stat().st_size < 10e6
+    opened = Opened(browser, path)
+    opened.choose(1, 8)
+    weights, binned = found.weights(1, 8), opened.cells()
+    edges = np.arange(161) * 256 // 160
+    expected = np.add.reduceat(np.add.reduceat(weights, edges[:-1], 0), edges[:-1], 1) / np.diff(edges)[:, None]
+    np.testing.assert_allclose(binned, expected, atol=5e-4)
+    # What a box drawn on the map sends.
+    box = {"xaxis.range[0]": -0.5, "xaxis.range[1]": 79.5, "yaxis.range[0]": 79.5, "yaxis.range[1]": -0.5}
+    opened.page.evaluate('box => { Plotly.relayout("map", box); }', box)
+    opened.page.wait_for_function('document.getElementById("query-to").value === "127"')
+    np.testing.assert_allclose(opened.cells(), weights[:128, :128], atol=5e-4)
+    assert opened.complaints == [] and opened.requests == [path.as_uri()]
+    opened.page.close()

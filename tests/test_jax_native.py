@@ -1,0 +1,347 @@
+"""JAX programs and the native kernels: custom calls that XLA makes alone, and the callback where these are missing."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import attnscore as ats
+from attnscore import threads
+from attnscore.frameworks import jax_ffi
+from attnscore.kernels import native_program
+from attnscore.pose import pose
+from cases import DTYPES, in_turn
+from runs import EXTRAS, make_call
+
+pytestmark = pytest.mark.skipif(
+    ats.available()["kernels"]["native"] is not None, reason="the native kernels are not built here, or turned off"
+)
+RNG = np.random.default_rng(5)
+
+
+def normal(*shape: int) -> Any:
+    """Of float64, or float32 where JAX is narrow."""
+    return jnp.asarray(RNG.standard_normal(shape))
+
+
+def inputs(*examples: int) -> tuple[Any, Any, Any]:
+    """Two batches, four heads on two key heads."""
+    return normal(*examples, 2, 4, 9, 5), normal(*examples, 2, 2, 11, 5), normal(*examples, 2, 2, 11, 3)
+
+
+def close(got: Any, wanted: Any, tolerance: float = 1e-11) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert one.shape == other.shape and one.dtype == other.dtype
+        np.testing.assert_allclose(np.asarray(one, "f8"), np.asarray(other, "f8"), atol=tolerance, rtol=tolerance)
+
+
+def program(function: Any, *arguments: Any) -> str:
+    return jax.jit(function).lower(*arguments).as_text()
+
+
+def square(*arrays: Any, **options: Any) -> Any:
+    return (ats.attend(*arrays, **options) ** 2).sum()
+
+
+@pytest.fixture
+def callback(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As where the library was built without jaxlib."""
+    jax_ffi.registered()
+    with monkeypatch.context() as changed:
+        changed.setattr(jax_ffi, "registered", lambda: False)
+        yield
+
+
+@pytest.fixture
+def narrow() -> Iterator[None]:
+    jax.config.update("jax_enable_x64", False)
+    yield
+    jax.config.update("jax_enable_x64", True)
+
+
+# ------------------------------------------------------- which way a program takes
+
+
+def test_the_library_here_has_the_calls() -> None:
+    """Without them all works, dearer: the library is to be built where jaxlib is."""
+    assert jax_ffi.registered()
+
+
+def test_a_program_calls_the_library_itself() -> None:
+    arrays = inputs()
+    text = program(jax.grad(square, (0, 1, 2)), *arrays)
+    assert text.count("@attnscore_forward") == text.count("@attnscore_backward") == 1
+    assert "callback" not in text
+
+
+def test_without_the_calls_a_program_goes_through_python(callback: None) -> None:
+    text = program(jax.grad(square, (0, 1, 2)), *inputs())
+    assert "attnscore" not in re.sub(r"loc\(.*\)", "", text) and "callback" in text
+
+
+def test_a_library_without_the_calls_is_told_from_one_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    for found in (None, importlib.util.find_spec("math"), importlib.util.find_spec("_ctypes")):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda _, found=found: found)
+        assert not jax_ffi.registered.__wrapped__()
+
+
+CALLS: dict[str, Any] = {
+    "causal": lambda a, n, key: ats.attend(*a, mask=ats.Causal("bottom_right"), return_stats=True),
+    "lengths": lambda a, n, key: ats.attend(*a, valid_lens=n, return_stats=("entropy",)),
+    "dropout": lambda a, n, key: ats.attend(*a, dropout=0.3, seed=key, return_stats=("log_sum_exp",)),
+    "bias and sink": lambda a, n, key: ats.attend(*a, bias=a[0][..., :1] * a[1][:, :1, :, 0][:, :, None], sink=0.3),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_both_ways_give_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays, lens, key = inputs(), jnp.asarray([7, 0]), jax.random.key(2)
+
+    def loss(arrays: Any, lens: Any, key: Any) -> Any:
+        found = CALLS[name](arrays, lens, key)
+        leaves = [jnp.where(jnp.isfinite(x), x, 0.0) for x in jax.tree.leaves(found)]
+        return sum((x**2).sum() for x in leaves), found
+
+    def both() -> Any:
+        return jax.jit(jax.value_and_grad(loss, has_aux=True))(arrays, lens, key)
+
+    own = both()
+    monkeypatch.setattr(jax_ffi, "registered", lambda: False)
+    close(own, both(), 1e-13)
+
+
+# ------------------------------------------------------- traced lengths
+
+
+MASKS: dict[str, Any] = {
+    "lengths": ats.ValidLens,
+    "lengths per query": lambda n: ats.ValidLens(n[:, None] - jnp.arange(9)),
+    "lengths of both": lambda n: ats.ValidLens(n, n // 2),
+    "floats": lambda n: ats.ValidLens(n.astype("float32")),
+    "a range": lambda n: ats.KeyRange(n // 3, n),
+    "a range, half known": lambda n: ats.KeyRange(n, 9),
+    "causal": lambda n: ats.Causal(offset=n),
+    "a window": lambda n: ats.SlidingWindow(3, 2, offset=n),
+    "an open window": lambda n: ats.SlidingWindow(None, 2, offset=n),
+    "a wide window": lambda n: ats.SlidingWindow(2**60, None, offset=n),
+    "a prefix": ats.PrefixLM,
+    "several": lambda n: ats.PrefixLM(n) & ats.Causal("bottom_right") & ats.KeyRange(1, n + 2) & ats.ValidLens([11, 4]),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_intervals_in_the_program_are_those_of_the_mask(mask: str, narrow: None) -> None:
+    arrays = inputs()
+
+    def ends(numbers: Any) -> Any:
+        problem, _ = pose(*arrays, mask=MASKS[mask](numbers))
+        found, rest = native_program._visibility(problem)
+        assert rest is None
+        return found
+
+    traced = jax.jit(ends)
+    for numbers in ([2, 7], [0, 11], [-5, 40], [2**30, -(2**30)]):
+        known = MASKS[mask](np.asarray(numbers, np.int32))
+        wanted = ats.masking.split(known, 9, 11, 2)[0]
+        assert wanted is not None
+        start, stop, first, last = (np.broadcast_to(x, (2, 9)) for x in (*traced(jnp.asarray(numbers)), *wanted))
+        alive = last > first
+        np.testing.assert_array_equal(stop > start, alive)
+        for got, want in ((start, first), (stop, last)):
+            np.testing.assert_array_equal(np.where(alive, got, 0), np.where(alive, want, 0), err_msg=str(numbers))
+
+
+def test_a_mask_that_is_no_interval_goes_beside_the_intervals() -> None:
+    arrays, seen, lens = inputs(), jnp.asarray(RNG.random((2, 1, 9, 11)) < 0.7), jnp.asarray([7, 3])
+
+    def call(seen: Any, lens: Any, **options: Any) -> Any:
+        return ats.attend(*arrays, mask=ats.Dense(seen) & ats.Causal("bottom_right"), valid_lens=lens, **options)
+
+    close(jax.jit(call)(seen, lens), call(seen, lens, kernel="dense"))
+    assert "@attnscore_forward" in program(call, seen, lens)
+
+
+def test_documents_with_narrow_ids(narrow: None) -> None:
+    arrays = inputs()
+    ids = jnp.asarray(RNG.integers(-1, 3, (2, 9))), jnp.asarray(RNG.integers(-1, 3, (2, 11)))
+
+    def call(ids: Any, **options: Any) -> Any:
+        return ats.attend(*arrays, mask=ats.Documents(*ids), **options)
+
+    for found in (call(ids, kernel="native"), jax.jit(call)(ids)):
+        close(found, call(ids, kernel="dense"), 1e-5)
+
+
+# ------------------------------------------------------- vmap
+
+
+@pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, 0), (None, 0, None)])
+def test_examples_are_one_call(axes: tuple[Any, ...]) -> None:
+    stacked = inputs(3)
+    arrays = [x if axis == 0 else x[0] for x, axis in zip(stacked, axes, strict=True)]
+    mapped = jax.vmap(lambda *a: ats.attend(*a, mask=ats.Causal("bottom_right")), axes)
+
+    def one_by_one(*arrays: Any) -> Any:
+        every = [[x[i] if axis == 0 else x for x, axis in zip(arrays, axes, strict=True)] for i in range(3)]
+        return jnp.stack([ats.attend(*each, mask=ats.Causal("bottom_right"), kernel="dense") for each in every])
+
+    wanted, pullback = jax.vjp(one_by_one, *arrays)
+    seed = normal(*wanted.shape)
+    close(mapped(*arrays), wanted)
+    close(jax.jit(lambda *a: jax.vjp(mapped, *a)[1](seed))(*arrays), pullback(seed))
+    text = program(mapped, *arrays)
+    assert text.count("@attnscore_forward") == 1 and "while" not in text
+
+
+def test_examples_of_examples() -> None:
+    arrays = normal(3, 2, 4, 9, 5), normal(3, 2, 4, 11, 5), normal(3, 2, 4, 11, 3)
+    close(jax.vmap(jax.vmap(ats.attend))(*arrays), ats.attend(*arrays))
+
+
+def test_each_example_has_its_lengths_and_its_seed() -> None:
+    arrays, seeds, lens = inputs(3), jax.random.split(jax.random.key(0), 3), jnp.asarray([[3, 11], [0, 5], [11, 1]])
+
+    def loss(query: Any, key: Any, value: Any, seed: Any, lens: Any) -> Any:
+        return square(query, key, value, dropout=0.4, seed=seed, valid_lens=lens)
+
+    both = jax.value_and_grad(loss, (0, 1, 2))
+    wanted = [both(*(x[i] for x in (*arrays, seeds, lens))) for i in range(3)]
+    close(jax.vmap(both)(*arrays, seeds, lens), jax.tree.map(lambda *x: jnp.stack(x), *wanted))
+
+
+def test_second_derivatives_of_each_example() -> None:
+    query, key, value = normal(3, 2, 3), normal(4, 3), normal(4, 2)
+
+    def loss(query: Any, kernel: str = "auto") -> Any:
+        return (ats.attend(query, key, value, kernel=kernel) ** 3).sum()
+
+    wanted = jnp.stack([jax.hessian(lambda x: loss(x, "dense"))(x) for x in query])
+    close(jax.jit(jax.vmap(jax.jacrev(jax.grad(loss))))(query), wanted)
+    close(
+        jax.jvp(jax.vmap(loss), (query,), (query,)),
+        jax.jvp(jax.vmap(lambda x: loss(x, "dense")), (query,), (query,)),
+    )
+
+
+# ------------------------------------------------------- layouts, sizes, transformations
+
+
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_the_layout_of_flax_is_read_where_it_lies(key_heads: int) -> None:
+    arrays = normal(2, 9, 4, 5), normal(2, 11, key_heads, 5), normal(2, 11, key_heads, 3)
+    turned = tuple(x.swapaxes(1, 2) for x in arrays)
+    wanted = jax.value_and_grad(square, (0, 1, 2))(*turned)
+    both = jax.jit(jax.value_and_grad(lambda *a: square(*a, head_axis=-2), (0, 1, 2)))
+    value, grads = both(*arrays)
+    close((value, tuple(x.swapaxes(1, 2) for x in grads)), wanted)
+    text = jax.jit(lambda *a: ats.attend(*a, head_axis=-2)).lower(*arrays).compile().as_text()
+    (operands,) = re.findall(r"custom-call\(([^)]*)\)", text)
+    # Queries whose heads are split into groups are turned by XLA; nothing else moves.
+    assert [x.strip().startswith("%bitcast") for x in operands.split(",")] == [key_heads == 4, True, True]
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "batch"), [(0, 5, 2), (5, 0, 2), (5, 5, 0), (1, 1, 1), (7, 129, 1), (67, 3, 1)]
+)
+def test_odd_sizes(queries: int, keys: int, batch: int) -> None:
+    arrays = normal(batch, 2, queries, 3), normal(batch, 1, keys, 3), normal(batch, 1, keys, 2)
+    both = jax.value_and_grad(lambda a, kernel: square(*a, kernel=kernel, valid_lens=[keys // 2] * batch))
+    close(jax.jit(both, static_argnums=1)(arrays, "native"), both(arrays, "dense"))
+
+
+def test_scan_and_checkpoint() -> None:
+    query, key, value = inputs()
+    queries = jnp.stack([query, -query])
+
+    def loss(queries: Any) -> Any:
+        def step(total: Any, query: Any) -> Any:
+            out = jax.checkpoint(ats.attend)(query, key, value)
+            return total + (out**2).sum(), out
+
+        return jax.lax.scan(step, 0.0, queries)
+
+    wanted = jax.value_and_grad(lambda q: sum(square(x, key, value) for x in q))(queries)
+    (value_, _), grad = jax.jit(jax.value_and_grad(loss, has_aux=True))(queries)
+    close((value_, grad), wanted)
+
+
+def test_a_program_can_be_exported() -> None:
+    arrays = inputs()
+    allowed = [jax.export.DisabledSafetyCheck.custom_call("attnscore_forward")]
+    exported = jax.export.export(jax.jit(ats.attend), disabled_checks=allowed)(*arrays)
+    close(jax.export.deserialize(exported.serialize()).call(*arrays), ats.attend(*arrays))
+
+
+def test_the_number_of_threads_changes_nothing_and_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays, told = inputs(), []
+    before, call = ats.get_num_threads(), jax.jit(ats.attend)
+    monkeypatch.setattr(threads, "_followers", [*threads._followers])
+    threads.follow(told.append)
+    try:
+        found = []
+        for count in (1, 2):
+            ats.set_num_threads(count)
+            found.append(np.asarray(call(*arrays)))
+    finally:
+        ats.set_num_threads(before)
+    np.testing.assert_array_equal(*found)
+    assert told[:3] == [before, 1, 2]
+
+
+# ------------------------------------------------------- the border
+
+
+def _attributes(**changed: Any) -> dict[str, Any]:
+    return {
+        "form": "inner", "activation": "tanh", "negative_slope": 0.0, "scale": 1.0, "caps": (), "dropout": 0.0,
+        "seed": 0, "axes": 5, "given": 7, "turned": 0, "wanted": 7,
+    } | changed  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "shapes", "words"),
+    [
+        ({}, {"key": (1, 1, 1, 5, 3)}, r"key: expected shape \(1, 1, 1, 5, 4\)"),
+        ({}, {"out": (1, 1, 1, 3, 7)}, r"out: expected shape"),
+        ({}, {"top": (1, 1, 1, 2, 1)}, r"top: expected shape"),
+        ({"given": 3}, {}, "value: expected an array, got None"),
+        ({"given": 15}, {}, "query_bias: expected a buffer"),
+        ({"wanted": 15}, {}, "max_score: expected a buffer"),
+        ({"axes": 6}, {}, "axes: expected those of the first result"),
+        ({"form": "outer"}, {}, "form: expected one of 'inner'"),
+        ({"dropout": 1.5}, {}, r"dropout: expected a number in \[0, 1\)"),
+        ({"caps": (-1.0, 1.0)}, {}, "caps: expected caps above 0"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changed: Any, shapes: Any, words: str) -> None:
+    """Nobody but this library makes the calls, and still they are checked: a program may come from a file."""
+    sizes = {"query": (1, 1, 1, 3, 4), "key": (1, 1, 1, 5, 4), "value": (1, 1, 1, 5, 2), "out": (1, 1, 1, 3, 2)}
+    sizes |= shapes
+    arrays = [jnp.zeros(sizes[name], "float32") for name in ("query", "key", "value")]
+    column = (1, 1, 1, 3, 1)
+    results = [(sizes["out"], "float32"), (sizes.get("top", column), "float32"), (column, "float32")]
+    with pytest.raises(jax.errors.JaxRuntimeError, match=words):
+        jax.block_until_ready(jax_ffi.call("forward", results, arrays, _attributes(**changed)))
+
+
+# ------------------------------------------------------- the tables
+
+
+@pytest.mark.parametrize(
+    ("score", "mask", "dtype", "extras"),
+    [
+        pytest.param(*row, id="-".join(row), marks=[] if i % 8 == 0 else [pytest.mark.slow])
+        for i, row in enumerate(in_turn(DTYPES, tuple(EXTRAS)))
+    ],
+)
+def test_the_tables_in_programs(score: str, mask: str, dtype: str, extras: str) -> None:
+    call = make_call(score, mask, dtype, extras)
+    call.check(call.jax(jit=True))

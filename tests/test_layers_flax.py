@@ -1,0 +1,369 @@
+"""Every Flax layer: its definition, masks, gradients, transformations, dtypes, dropout and training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+import torch
+from flax import nnx
+
+import attnscore as ats
+from attnscore.layers import shared
+from attnscore.layers.flax import (
+    AdditiveAttention,
+    BilinearAttention,
+    DotProductAttention,
+    GaussianAttention,
+    MultiHeadAttention,
+)
+from flax_cases import QUICK, both, by_torch_names, inputs, make, mask_of, some_layers, to_jax, to_torch
+from layer_cases import KEYS, LAYERS, MASKS, QUERIES, VALUE_SIZE, Case, close, every_layer
+
+pytestmark = pytest.mark.usefixtures("torch_seed", "one_thread")
+
+THOROUGH = "composed, and lens"
+layers_and_masks = pytest.mark.parametrize(
+    ("case", "mask"),
+    [
+        pytest.param(
+            case,
+            mask,
+            id=f"{case.name}-{mask}",
+            marks=() if case.name in QUICK or mask == THOROUGH else pytest.mark.slow,
+        )
+        for case in LAYERS
+        for mask in MASKS
+    ],
+)
+
+
+@layers_and_masks
+def test_layer_is_its_definition(case: Case, mask: str) -> None:
+    theirs, layer = both(case)
+    out, weights = case.plain(theirs, *case.inputs(), MASKS[mask][1])
+    close(to_torch(layer(*inputs(case), **mask_of(mask))), out)
+    close(to_torch(layer.attention_weights), weights)
+    assert layer.attention_weights.shape == case.weights_shape
+
+
+@some_layers
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str
+)
+def test_layer_is_as_accurate_as_the_plain_one_in_its_dtype(case: Case, dtype: torch.dtype) -> None:
+    theirs, layer = both(case, dtype)
+    given, visible = MASKS["lens (batch,)"]
+    tensors, arrays = case.inputs(dtype), inputs(case, dtype)
+    plain, plain_weights = case.plain(theirs, *tensors, visible)
+    usual = theirs(*tensors, **given)
+    exact, exact_weights = case.plain(theirs.double(), *(x.double() for x in tensors), visible)
+    out = layer(*arrays, **given)
+    weights = layer.attention_weights
+    assert str(out.dtype) == str(weights.dtype) == str(dtype).removeprefix("torch.")
+    for got, other, wanted in ((out, plain, exact), (out, usual, exact), (weights, plain_weights, exact_weights)):
+        floor = 8 * torch.finfo(dtype).eps * wanted.abs().max()
+        assert (to_torch(got) - wanted).abs().max() <= torch.maximum(2 * (other - wanted).abs().max(), floor)
+
+
+@some_layers
+@pytest.mark.parametrize("mask", [pytest.param("none", marks=pytest.mark.slow), THOROUGH])
+def test_gradients(case: Case, mask: str) -> None:
+    """Those of the plain definition by PyTorch, of parameters and inputs."""
+    theirs, layer = both(case)
+    tensors = [x.requires_grad_() for x in case.inputs()]
+    case.plain(theirs, *tensors, MASKS[mask][1])[0].square().sum().backward()
+
+    def loss(layer: Any, arrays: Any) -> jax.Array:
+        return jnp.square(layer(*arrays, **mask_of(mask))).sum()
+
+    own, of_inputs = nnx.grad(loss, argnums=(0, 1))(layer, inputs(case))
+    close([to_torch(x) for x in of_inputs], [x.grad for x in tensors])
+    close(by_torch_names(own), {name: x.grad for name, x in theirs.named_parameters()})
+
+
+@some_layers
+@pytest.mark.parametrize("jit", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "jit"])
+def test_what_is_hidden_reaches_nothing(case: Case, jit: bool) -> None:
+    """NaN and infinity in padding, and in a query that sees nothing: same output, same gradients, finite."""
+    layer = make(case)
+    lens = jnp.array([[2, 0, 3], [4, 4, 0]])
+
+    def run(layer: Any, arrays: Any) -> tuple[Any, Any]:
+        def loss(layer: Any, arrays: Any) -> tuple[jax.Array, jax.Array]:
+            out = layer(*arrays, lens)
+            return out.sum(), out
+
+        return nnx.grad(loss, argnums=(0, 1), has_aux=True)(layer, arrays)
+
+    run = nnx.jit(run) if jit else run
+    clean = case.inputs()
+    poisoned = [x.clone() for x in clean]
+    poisoned[0][0, 1, 0], poisoned[0][1, 2] = torch.nan, torch.inf
+    poisoned[1][0, 3:], poisoned[1][1, 4:, 0] = torch.nan, torch.inf
+    poisoned[2][0, 3:, 0], poisoned[2][1, 4:] = torch.inf, torch.nan
+    (own, grads), out = run(layer, to_jax(poisoned))
+    (clean_own, clean_grads), clean_out = run(layer, to_jax(clean))
+    close(to_torch(out), to_torch(clean_out))
+    close([to_torch(x) for x in grads], [to_torch(x) for x in clean_grads])
+    close(by_torch_names(own), by_torch_names(clean_own))
+    bias = getattr(getattr(layer, "W_o", None), "bias", None)
+    assert not (out[0, 1] - (0 if bias is None else bias[...])).any()
+    assert not grads[0][0, 1].any()
+    layer(*to_jax(poisoned), lens)
+    assert not layer.attention_weights[..., 1, :][0].any()
+
+
+@some_layers
+@pytest.mark.parametrize("queries, keys, batch", [(0, 5, 2), (3, 0, 2), (3, 5, 0)])
+def test_empty_axes(case: Case, queries: int, keys: int, batch: int) -> None:
+    q, k, v = inputs(case)
+    layer = make(case)
+    out = layer(q[:batch, :queries], k[:batch, :keys], v[:batch, :keys])
+    assert out.shape == (batch, queries, layer(q, k, v).shape[-1])
+    assert jnp.isfinite(out).all()
+
+
+@every_layer
+def test_one_memory_for_a_batch_of_queries(case: Case) -> None:
+    layer, (q, k, v) = make(case), inputs(case)
+    twice = (jnp.tile(x[:1], (2, 1, 1)) for x in (k, v))
+    close(to_torch(layer(q, k[:1], v[:1], [3])), to_torch(layer(q, *twice, [3, 3])))
+
+
+def test_numbers_of_the_textbook() -> None:
+    """Keys all alike: uniform weights over the valid ones, dot and additive alike."""
+    values = jnp.tile(jnp.arange(40.0).reshape(1, 10, 4), (2, 1, 1))
+    keys, lens = jnp.ones((2, 10, 2)), jnp.array([2, 6])
+    wanted = torch.tensor([[[2.0, 3, 4, 5]], [[10.0, 11, 12, 13]]])
+    uniform = torch.zeros(2, 1, 10)
+    uniform[0, 0, :2], uniform[1, 0, :6] = 1 / 2, 1 / 6
+    rngs = nnx.Rngs(0)
+    additive = AdditiveAttention(key_size=2, query_size=20, num_hiddens=8, dropout=0.1, rngs=rngs)
+    bilinear = BilinearAttention(key_size=2, query_size=20, rngs=rngs)
+    for layer, size in ((additive, 20), (bilinear, 20), (DotProductAttention(dropout=0.5), 2)):
+        layer.eval()
+        out = layer(rngs.normal((2, 1, size)), keys, values, lens)
+        assert out.shape == (2, 1, 4)
+        close(to_torch(out), wanted, torch.float32)
+        close(to_torch(layer.attention_weights), uniform, torch.float32)
+    x, y = jnp.ones((2, 4, 100)), jnp.ones((2, 6, 100))
+    assert MultiHeadAttention(100, 5, 0.5, rngs=rngs)(x, y, y, jnp.array([3, 2])).shape == (2, 4, 100)
+
+
+# ------------------------------------------------------------------ jit, vmap
+
+
+@some_layers
+def test_compiled(case: Case) -> None:
+    layer, arrays = make(case), inputs(case)
+    wanted, traces = layer(*arrays, [2, 5]), []
+
+    @nnx.jit
+    def compiled(layer: Any, lens: jax.Array) -> jax.Array:
+        traces.append(None)
+        out: jax.Array = layer(*arrays, lens)
+        with pytest.raises(ats.AttnscoreError, match=r"a call outside jit, grad and vmap, .*, got one inside\. Hint"):
+            _ = layer.attention_weights
+        return out
+
+    for lens in ([2, 5], [5, 1]):
+        close(to_torch(compiled(layer, jnp.array(lens))), to_torch(layer(*arrays, lens)))
+    assert len(traces) == 1, "a concrete call in between is no reason to compile again"
+    # What is read is the last concrete call.
+    layer(*arrays, [2, 5])
+    compiled(layer, jnp.array([1, 1]))
+    assert (layer.attention_weights[0, ..., :2] > 0).all()
+    close(to_torch(layer(*arrays, [2, 5])), to_torch(wanted))
+
+
+@some_layers
+def test_vmap_and_an_ensemble(case: Case) -> None:
+    layer, (q, k, v) = make(case), inputs(case)
+    found = jax.vmap(layer, in_axes=(0, None, None))(jnp.stack([q, q[::-1]]), k, v)
+    close(to_torch(found[0]), to_torch(layer(q, k, v)))
+    close(to_torch(found[1]), to_torch(layer(q[::-1], k, v)))
+    if not nnx.state(layer):
+        return
+    many = nnx.vmap(lambda seed: make(case, seed=seed))(jax.random.split(jax.random.key(0), 3))
+    outs = nnx.vmap(lambda layer, q: layer(q, k, v), in_axes=(0, None))(many, q)
+    graph, state = nnx.split(many)
+    one = nnx.merge(graph, jax.tree.map(lambda x: x[1], state))
+    close(to_torch(outs[1]), to_torch(one(q, k, v)))
+
+
+# ------------------------------------------------------------------ modes, dtypes, sizes
+
+
+@every_layer
+def test_dropout_acts_in_training_alone(case: Case) -> None:
+    arrays = inputs(case)
+    layer, again = make(case, dropout=0.5), make(case, dropout=0.5)
+    first, second = layer(*arrays), layer(*arrays)
+    assert not jnp.array_equal(first, second)
+    assert jnp.array_equal(again(*arrays), first), "the same seed"
+    sums = to_torch(layer.attention_weights.sum(-1))
+    close(sums, torch.ones_like(sums))
+    given = [layer(*arrays, rngs=rngs) for rngs in (nnx.Rngs(7), nnx.Rngs(7).dropout, nnx.Rngs(7).dropout())]
+    assert jnp.array_equal(given[0], given[1]) and jnp.array_equal(given[0], given[2])
+    off = layer(*arrays, deterministic=True)
+    model = nnx.Sequential(layer)
+    model.eval()
+    assert layer.deterministic
+    out = layer(*arrays)
+    assert jnp.array_equal(out, off) and jnp.array_equal(layer(*arrays), out)
+    assert not jnp.array_equal(layer(*arrays, deterministic=False), out)
+    model.train()
+    assert not jnp.array_equal(layer(*arrays), out)
+    close(to_torch(out), to_torch(make(case)(*arrays)))
+
+
+def test_dropout_draws_anew_inside_jit() -> None:
+    x = jnp.ones((2, 3, 4))
+    layer = DotProductAttention(0.5, rngs=nnx.Rngs(dropout=0))
+    call = nnx.jit(lambda layer, x: layer(x, x, x))
+    first = call(layer, x)
+    assert not jnp.array_equal(first, call(layer, x))
+    other = DotProductAttention(0.5, rngs=nnx.Rngs(dropout=0))
+    assert jnp.array_equal(call(other, x), first)
+    other.eval()
+    assert jnp.array_equal(call(other, x), x)
+
+
+@some_layers
+def test_training_reduces_a_loss(case: Case) -> None:
+    """Find the value whose key is the query's: a few steps suffice to halve the loss."""
+    q, k, v = inputs(case, torch.float32)
+    model = _Model(case)
+    model(q, k, v)
+    optimizer = nnx.Optimizer(model, optax.adam(0.03), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model: Any, optimizer: Any) -> jax.Array:
+        def loss(model: Any) -> jax.Array:
+            return jnp.square(model(q, k, v, jnp.array([KEYS, 4])) - v[:, :QUERIES]).mean()
+
+        found, grads = nnx.value_and_grad(loss)(model)
+        optimizer.update(model, grads)
+        return found
+
+    losses = [float(step(model, optimizer)) for _ in range(40)]
+    assert losses[-1] < losses[0] / 2
+
+
+class _Model(nnx.Module):
+    """A layer between two linear ones."""
+
+    def __init__(self, case: Case) -> None:
+        rngs = nnx.Rngs(0)
+        self.before = nnx.Linear(case.query_size, case.query_size, rngs=rngs)
+        self.layer = make(case, lazy=True)
+        self.after = nnx.Linear(case.arguments.get("num_hiddens", 0) if case.head_count else VALUE_SIZE, 4, rngs=rngs)
+
+    def __call__(self, q: jax.Array, *others: Any) -> jax.Array:
+        return self.after(self.layer(self.before(q), *others))
+
+
+@some_layers
+def test_a_dtype_of_the_computation(case: Case) -> None:
+    """Parameters and inputs in float32, computed in bfloat16, as accurately as torch's autocast is held to."""
+    theirs, layer = both(case, torch.float32, dtype=jnp.bfloat16)
+    out = layer(*inputs(case, torch.float32))
+    weights = layer.attention_weights
+    assert out.dtype == weights.dtype == jnp.bfloat16
+    tensors = case.inputs(torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        plain, _ = case.plain(theirs, *tensors, None)
+    exact, exact_weights = case.plain(theirs.double(), *(x.double() for x in tensors), None)
+    eps = torch.finfo(torch.bfloat16).eps
+    floor = 8 * eps * exact.abs().max()
+    assert (to_torch(out) - exact).abs().max() <= torch.maximum(2 * (plain - exact).abs().max(), floor)
+    assert (to_torch(weights) - exact_weights).abs().max() < 8 * eps
+    grads = nnx.grad(lambda layer: layer(*inputs(case, torch.float32)).astype(jnp.float32).sum())(layer)
+    assert all(x.dtype == jnp.float32 and jnp.isfinite(x).all() for x in jax.tree.leaves(grads))
+
+
+def test_dtypes_are_promoted_as_flax_does_it() -> None:
+    x = jnp.ones((1, 3, 4), jnp.bfloat16)
+    layer = AdditiveAttention(8, rngs=nnx.Rngs(0))
+    assert layer(x, x, x).dtype == jnp.float32, "the parameters are float32"
+    assert DotProductAttention()(x, x.astype(jnp.float32), x).dtype == jnp.float32
+    assert DotProductAttention()(x, x, x).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("case", [case for case in LAYERS if case.sized], ids=lambda case: case.name)
+def test_sizes_come_with_the_first_call(case: Case) -> None:
+    layer, arrays = make(case, lazy=True), inputs(case)
+    copy = nnx.clone(layer)
+    out = layer(*arrays)
+    assert jnp.array_equal(copy(*arrays), out), "a copy starts with the same numbers"
+    shapes = jax.tree.map(jnp.shape, nnx.to_pure_dict(nnx.state(layer)))
+    assert shapes == jax.tree.map(jnp.shape, nnx.to_pure_dict(nnx.state(make(case))))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        nnx.jit(lambda layer, x: layer(x, x, x)),
+        lambda layer, x: jax.jit(lambda x: layer(x, x, x))(x),
+        lambda layer, x: nnx.grad(lambda layer: layer(x, x, x).sum())(layer),
+        lambda layer, x: jax.vmap(lambda x: layer(x, x, x))(x[None]),
+    ],
+    ids=["nnx.jit", "jax.jit", "nnx.grad", "jax.vmap"],
+)
+@pytest.mark.parametrize("kind", [BilinearAttention, lambda rngs: MultiHeadAttention(8, 2, rngs=rngs)])
+def test_no_sizes_from_a_transformed_call(kind: Callable[..., Any], call: Callable[..., Any]) -> None:
+    """A parameter that is made inside grad has no gradient; one made inside jit is a tracer."""
+    layer, x = kind(rngs=nnx.Rngs(0)), jnp.ones((1, 3, 4))
+    with pytest.raises(
+        ats.ArgumentError, match=r"a first call outside jit, grad and vmap, which makes W.* query_size="
+    ):
+        call(layer, x)
+    layer(x, x, x)
+    call(layer, x)
+
+
+def test_made_inside_jit_and_as_shapes_alone() -> None:
+    x = jnp.ones((1, 3, 4))
+    layer = nnx.jit(lambda: MultiHeadAttention(8, 2, score="additive", rngs=nnx.Rngs(0)))()
+    assert layer(x, x, x).shape == (1, 3, 8)
+    sizes = {"query_size": 4, "key_size": 4, "value_size": 4}
+    shapes = nnx.eval_shape(lambda: MultiHeadAttention(8, 2, rngs=nnx.Rngs(0), **sizes))
+    assert shapes.W_q.kernel.shape == (4, 8)
+    out = nnx.eval_shape(lambda layer: layer(x, x, x), layer)
+    assert out.shape == (1, 3, 8)
+
+
+@pytest.mark.parametrize("width", [16, pytest.param(256, marks=pytest.mark.slow)])
+def test_starting_values_give_scores_of_moderate_variance(width: int) -> None:
+    rngs = nnx.Rngs(width)
+    q, k = rngs.normal((1, 1, 200, width)), rngs.normal((1, 1, 200, width))
+    score = ats.Bilinear(BilinearAttention(query_size=width, key_size=width, rngs=rngs).W[...])
+    assert 0.1 < ats.attention_scores(q, k, score=score).var() < 1
+    for name in ("cosine", "gaussian", "bilinear", "additive"):
+        sizes = shared.Heads.checked(width, 1, None, name, None)
+        layer = MultiHeadAttention(width, 1, score=name, rngs=rngs)
+        score = sizes.make_score({name: getattr(layer, name)[...] for name in sizes.parameters()})
+        # What is constant in a row changes no weight.
+        assert 0.05 < ats.attention_scores(q, k, score=score).var(-1).mean() < 2
+
+
+def test_what_replaces_a_projection_has_its_say() -> None:
+    layer, x = MultiHeadAttention(8, 2, query_size=6, key_size=6, value_size=6, rngs=nnx.Rngs(0)), jnp.ones((2, 3, 6))
+    layer.W_q = nnx.LoRA(6, 2, 8, base_module=layer.W_q, rngs=nnx.Rngs(1))
+    assert layer(x, x, x).shape == (2, 3, 8)
+    layer.W_k = lambda keys: jnp.zeros((*keys.shape[:-1], 8))
+    layer(x, x, x)
+    close(to_torch(layer.attention_weights), torch.ones(2, 2, 3, 3) / 3, torch.float32)
+
+
+def test_learned_queries_and_numpy_arrays_go_in() -> None:
+    x = jnp.ones((1, 3, 4))
+    learned = nnx.Param(x)
+    grad = jax.grad(lambda q: GaussianAttention()(nnx.Param(q), x, x).sum())(x)
+    assert grad.shape == x.shape
+    assert jnp.array_equal(DotProductAttention()(learned, jax.device_get(x), x), x)

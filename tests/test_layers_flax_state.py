@@ -1,0 +1,305 @@
+"""Flax layers: ``attention_weights``, state and copies, PyTorch checkpoints, masks of heads, wrong input."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+import attnscore as ats
+from attnscore.layers.flax import (
+    AdditiveAttention,
+    BilinearAttention,
+    DotProductAttention,
+    GaussianAttention,
+    MultiHeadAttention,
+)
+from flax_cases import inputs, make, some_layers, to_jax, to_torch
+from layer_cases import Case, TextbookAdditive, TextbookMultiHead, close, every_layer
+
+pytestmark = pytest.mark.usefixtures("torch_seed", "one_thread")
+
+X = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, 6)), jnp.float32)
+RNGS = nnx.Rngs(0)
+
+
+class TestAttentionWeights:
+    @some_layers
+    def test_are_those_of_the_call_after_an_optimiser_step(self, case: Case) -> None:
+        layer, lens = make(case), np.array([2, 5])
+        layer(*inputs(case), lens)
+        wanted = layer.attention_weights
+        lens += [1, -1]
+        nnx.update(layer, jax.tree.map(lambda x: x + 1, nnx.state(layer, nnx.Param)))
+        assert jnp.array_equal(layer.attention_weights, wanted)
+
+    def test_before_a_call_and_when_nothing_is_kept(self) -> None:
+        layer = DotProductAttention(keep_last=False)
+        layer(X, X, X)
+        with pytest.raises(ats.AttnscoreError, match=r"attention_weights: .*got keep_last=False"):
+            _ = layer.attention_weights
+        layer.keep_last = True
+        with pytest.raises(ats.AttnscoreError, match="a call of the layer before reading, got none outside jit, grad"):
+            _ = layer.attention_weights
+        layer(X, X, X)
+        assert layer.attention_weights.shape == (2, 3, 3)
+
+    def test_are_not_kept_inside_transformations(self) -> None:
+        layer = GaussianAttention(learn_bandwidth=True)
+        for call in (
+            lambda: nnx.jit(lambda layer: layer(X, X, X))(layer),
+            lambda: nnx.grad(lambda layer: layer(X, X, X).sum())(layer),
+        ):
+            call()
+            with pytest.raises(ats.AttnscoreError, match="none outside jit, grad and vmap since it was made"):
+                _ = layer.attention_weights
+        shown = jnp.ones((4, 3, 3), bool)
+        for call in (
+            lambda: jax.jit(lambda x: layer(x, X, X))(X),
+            lambda: jax.grad(lambda x: layer(x, X, X).sum())(X),
+            lambda: jax.vmap(lambda x: layer(x, X, X))(X[None]),
+            lambda: jax.vmap(lambda mask: layer(X, X, X, mask=ats.Dense(mask)))(shown),
+            lambda: jax.jit(lambda lens: layer(X, X, X, lens))(jnp.array([1, 2])),
+        ):
+            layer(X, X, X)
+            assert layer.attention_weights.shape == (2, 3, 3)
+            call()
+            with pytest.raises(ats.AttnscoreError, match=r"a call outside jit, grad and vmap, .*one inside"):
+                _ = layer.attention_weights
+
+    def test_donated_inputs_are_noticed(self) -> None:
+        layer, x = DotProductAttention(), X + 1
+        layer(x, x, x)
+        jax.jit(lambda x: x + 1, donate_argnums=0)(x)
+        with pytest.raises(ats.ArgumentError, match="inputs as they were in the call, got donated ones"):
+            _ = layer.attention_weights
+
+    def test_keep_neither_the_layer_nor_values_alive(self) -> None:
+        layer, values = DotProductAttention(), X + 1
+        layer(X, X, values)
+        kept, gone = weakref.ref(values), weakref.ref(layer)
+        del values
+        assert kept() is None
+        del layer
+        gc.collect()
+        assert gone() is None
+
+    @pytest.mark.parametrize("copied", [copy.deepcopy, nnx.clone, lambda x: pickle.loads(pickle.dumps(x))])
+    def test_are_no_part_of_copies(self, copied: Callable[[Any], Any]) -> None:
+        layer = MultiHeadAttention(8, 2, 0.5, score="additive", rngs=nnx.Rngs(0))
+        layer(X, X, X)
+        layer.eval()
+        other = copied(layer)
+        with pytest.raises(ats.AttnscoreError, match="since it was made, copied or loaded"):
+            _ = other.attention_weights
+        assert jnp.array_equal(other(2 * X, X, X), layer(2 * X, X, X))
+        assert not jnp.array_equal(layer(X, X, X), other(2 * X, X, X))
+        assert not jnp.array_equal(layer.attention_weights, other.attention_weights)
+        layer.train()
+        other.train()
+        assert jnp.array_equal(other(X, X, X), layer(X, X, X)), "the stream of dropout is copied as well"
+
+
+@every_layer
+def test_state_is_saved_and_restored(case: Case, tmp_path: Path) -> None:
+    """As plain arrays by name, in a file that needs no pickle."""
+    layer, other, arrays = make(case), make(case, seed=1), inputs(case)
+    flat = {"/".join(map(str, path)): x.get_value() for path, x in nnx.to_flat_state(nnx.state(layer))}
+    np.savez(tmp_path / "layer.npz", **flat)
+    state = nnx.state(other)
+    with np.load(tmp_path / "layer.npz") as found:
+        for path, x in nnx.to_flat_state(state):
+            x.set_value(jnp.asarray(found["/".join(map(str, path))]))
+    nnx.update(other, state)
+    assert jnp.array_equal(other(*arrays), layer(*arrays))
+    pure = nnx.to_pure_dict(nnx.state(layer))
+    assert set(pure) <= {"W_q", "W_k", "W_v", "W_o", "w_v", "W", "log_bandwidth", "log_scale"}
+    graph, params, rest = nnx.split(layer, nnx.Param, ...)
+    assert not jax.tree.leaves(rest)
+    assert jnp.array_equal(nnx.merge(graph, params, rest)(*arrays), layer(*arrays))
+
+
+class TestLoadTorch:
+    @pytest.mark.parametrize("sized", [True, False])
+    def test_textbook_additive(self, sized: bool) -> None:
+        theirs, lens = TextbookAdditive(8), torch.tensor([2, 6])
+        tensors = torch.randn(2, 1, 20), torch.randn(2, 10, 2), torch.randn(2, 10, 4)
+        wanted = theirs(*tensors, lens).detach()
+        sizes = {"query_size": 20, "key_size": 2} if sized else {}
+        layer = AdditiveAttention(8, 0.1, rngs=nnx.Rngs(0), deterministic=True, **sizes)
+        layer.load_torch(theirs.state_dict())
+        close(to_torch(layer(*map(to_jax, tensors), to_jax(lens))).float(), wanted, torch.float32)
+        close(to_torch(layer.attention_weights).float(), theirs.attention_weights.detach(), torch.float32)
+
+    @pytest.mark.parametrize("bias", [True, False])
+    def test_textbook_heads(self, bias: bool) -> None:
+        theirs, x = TextbookMultiHead(8, 2, bias=bias), torch.randn(2, 4, 6)
+        wanted = theirs(x, x, x, torch.tensor([3, 2])).detach()
+        layer = MultiHeadAttention(8, 2, bias=bias, rngs=nnx.Rngs(0))
+        layer.load_torch(theirs.state_dict())
+        close(to_torch(layer(*3 * (to_jax(x),), jnp.array([3, 2]))).float(), wanted, torch.float32)
+
+    def test_what_does_not_fit_changes_nothing(self) -> None:
+        layer = AdditiveAttention(4, key_size=2, rngs=nnx.Rngs(0))
+        good = {"W_q.weight": np.ones((4, 3)), "W_k.weight": np.ones((4, 2)), "w_v.weight": np.ones((1, 4))}
+        before = nnx.to_pure_dict(nnx.state(layer, nnx.Param))
+        for state, error, text in (
+            ({**good, "W_k.weight": np.ones((4, 3))}, ats.ShapeError, r"W_k.weight: .*\(4, 2\), got \(4, 3\)"),
+            ({**good, "W_q.weight": np.ones((5, 3))}, ats.ShapeError, r"W_q.weight: .*\(4, 3\), got \(5, 3\)"),
+            ({**good, "W_q.weight": np.ones(3)}, ats.ShapeError, r"W_q.weight: .*got \(3,\)"),
+            (
+                {**good, "W_q.bias": np.ones(4)},
+                ats.ArgumentError,
+                "state: .*W_k.weight, W_q.weight, w_v.weight, got .*bias",
+            ),
+            ({}, ats.ArgumentError, "state: expected the names W_k.weight, W_q.weight, w_v.weight"),
+            ({**good, "w_v.weight": [[1.0]]}, ats.FrameworkError, "w_v.weight: expected an array"),
+        ):
+            with pytest.raises(error, match=text):
+                layer.load_torch(state)
+            assert jax.tree.all(jax.tree.map(jnp.array_equal, nnx.to_pure_dict(nnx.state(layer, nnx.Param)), before))
+        layer.load_torch(good)
+        assert layer.W_q.kernel.shape == (3, 4) and (layer.W_q.kernel[...] == 1).all()
+
+
+class TestMultiHeadMasks:
+    """Two rows in the batch and two heads: an array (batch, query, key) must not be read as (head, query, key)."""
+
+    mask = np.stack([np.eye(3, dtype=bool), np.tril(np.ones((3, 3), bool))])
+
+    @pytest.mark.parametrize("wrap", [jnp.asarray, lambda x: ats.Dense(jnp.asarray(x)), lambda x: x, np.ndarray.tolist])
+    def test_three_axes_hold_for_all_heads(self, wrap: Callable[[Any], Any]) -> None:
+        layer = MultiHeadAttention(8, 2, rngs=nnx.Rngs(0))
+        layer(X, X, X, mask=wrap(self.mask))
+        assert jnp.array_equal(layer.attention_weights > 0, np.broadcast_to(self.mask[:, None], (2, 2, 3, 3)))
+
+    def test_four_axes_are_per_head(self) -> None:
+        layer = MultiHeadAttention(8, 2, rngs=nnx.Rngs(0))
+        layer(X, X, X, mask=ats.Dense(self.mask[None]) & ats.Causal())
+        assert jnp.array_equal(layer.attention_weights > 0, np.broadcast_to(self.mask[None], (2, 2, 3, 3)))
+
+
+# Words and classes are those of the PyTorch layers (test_layers_errors.py).
+WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "score": (
+        lambda: MultiHeadAttention(8, 2, score="soft", rngs=RNGS),
+        ats.ArgumentError,
+        "score: expected one of dot, .*'soft'",
+    ),
+    "heads": (
+        lambda: MultiHeadAttention(8, 3, rngs=RNGS),
+        ats.ShapeError,
+        r"num_hiddens: .*multiple of num_heads \(3\), got 8",
+    ),
+    "key heads": (
+        lambda: MultiHeadAttention(8, 4, num_key_value_heads=3, rngs=RNGS),
+        ats.ShapeError,
+        r"num_key_value_heads: expected a number that divides num_heads \(4\), got 3",
+    ),
+    "hiddens": (
+        lambda: MultiHeadAttention(8, 4, score_hiddens=3, rngs=RNGS),
+        ats.ArgumentError,
+        "score_hiddens: expected None for score='scaled_dot', got 3",
+    ),
+    "hidden": (
+        lambda: AdditiveAttention(2.5, rngs=RNGS),  # type: ignore[arg-type]
+        ats.ArgumentError,
+        "num_hiddens: .*a whole number above 0, got 2.5",
+    ),
+    "size": (
+        lambda: AdditiveAttention(2, key_size=-1, rngs=RNGS),
+        ats.ArgumentError,
+        "key_size: .*above 0 or None, got -1",
+    ),
+    "size, too": (lambda: BilinearAttention(query_size=0, rngs=RNGS), ats.ArgumentError, "query_size: .* got 0"),
+    "dropout": (
+        lambda: DotProductAttention(1.0),
+        ats.ArgumentError,
+        r"dropout: expected a number in \[0, 1\), got 1.0",
+    ),
+    "bandwidth": (
+        lambda: GaussianAttention(0),
+        ats.ArgumentError,
+        "bandwidth: expected a finite number above 0, got 0",
+    ),
+    "no stream": (
+        lambda: DotProductAttention(0.5)(X, X, X),
+        ats.ArgumentError,
+        r"rngs: expected an nnx.Rngs, .* got None. Hint: layer.eval\(\) or deterministic=True",
+    ),
+    "axes": (lambda: DotProductAttention()(X[0], X, X), ats.ShapeError, r"queries: expected 3 axes .*got 2; shapes: "),
+    "positions": (
+        lambda: DotProductAttention()(X, X, X[:, :2]),
+        ats.ShapeError,
+        r"values: expected as many positions as keys \(3\), got 2; shapes: queries \(2, 3, 6\)",
+    ),
+    "batch": (
+        lambda: DotProductAttention()(X, jnp.ones((3, 3, 6)), X),
+        ats.ShapeError,
+        r"one batch size, or 1, got \[2, 3, 2\]",
+    ),
+    "lengths": (
+        lambda: DotProductAttention()(X, X[..., :4], X),
+        ats.ShapeError,
+        r"\(6\) for the scaled dot .*got 4",
+    ),
+    "features": (
+        lambda: AdditiveAttention(8, key_size=6, query_size=5, rngs=RNGS)(X, X, X),
+        ats.ShapeError,
+        "queries: expected vectors of length 5, which W_q takes, got 6",
+    ),
+    "features of a matrix": (
+        lambda: BilinearAttention(key_size=5, rngs=RNGS)(X, X, X),
+        ats.ShapeError,
+        "keys: expected vectors of length 5, which W takes, got 6",
+    ),
+    "features of values": (
+        lambda: MultiHeadAttention(8, 2, value_size=5, rngs=RNGS)(X, X, X),
+        ats.ShapeError,
+        "values: expected vectors of length 5, which W_v takes, got 6",
+    ),
+    "features, in jit": (
+        lambda: nnx.jit(lambda layer: layer(X, X[..., :4], X))(DotProductAttention()),
+        ats.ShapeError,
+        r"\(6\) for the scaled dot .*got 4",
+    ),
+    "integers": (
+        lambda: AdditiveAttention(8, rngs=RNGS)(X.astype(int), X, X),
+        ats.DtypeError,
+        r"queries: expected a floating dtype .*, got int64",
+    ),
+    "framework": (
+        lambda: AdditiveAttention(8, rngs=RNGS)(torch.ones(2, 3, 6), X, X),
+        ats.FrameworkError,
+        "queries: expected a jax.Array, got Tensor",
+    ),
+    "list": (
+        lambda: DotProductAttention()(X, [[[1.0]]], X),
+        ats.FrameworkError,
+        r"keys: expected a jax.Array, got list. Hint: jnp.asarray\(x\)",
+    ),
+    "lens": (lambda: DotProductAttention()(X, X, X, [1, 7]), ats.MaskError, "valid_lens: .*from 0 to 3, got 7"),
+    "mask": (lambda: DotProductAttention()(X, X, X, None, "causal"), ats.MaskError, "mask: .*got 'causal'"),
+    "mask of heads": (
+        lambda: MultiHeadAttention(8, 2, rngs=RNGS)(X, X, X, mask=jnp.ones((3, 3, 3), bool)),
+        ats.MaskError,
+        r"mask: .*\(batch, query, key\) = \(2, 3, 3\), got \(3, 3, 3\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("call, error, text", WRONG.values(), ids=WRONG)
+def test_errors(call: Callable[[], Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        call()

@@ -1,0 +1,141 @@
+"""MXNet, which lives in an environment of its own (it needs NumPy below 1.24): set up by ``make test``, run from here.
+
+- The rows of the tables run there through ``in_mxnet/worker.py``; their results are held to the oracle here.
+- The files ``in_mxnet/test_*.py`` are run there by its own pytest: words, errors, layers, what its users expect.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import attnscore as ats
+from cases import SCORES, SOME_MASKS, SOME_SCORES, Sizes, in_turn
+from in_mxnet.exchange import receive, send
+from runs import EXTRAS, Call, accumulator, make_call
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+PYTHON = Path(os.environ.get("ATTNSCORE_MXNET_PYTHON") or ROOT / ".venv-mxnet" / "bin" / "python")
+FILES = sorted(path.name for path in (HERE / "in_mxnet").glob("test_*.py"))
+DTYPES = ("float32", "float64", "float16")
+TURNS = in_turn(DTYPES, tuple(EXTRAS))
+Run = Callable[..., dict[str, np.ndarray]]
+
+
+def environment() -> Path:
+    """The interpreter that has MXNet."""
+    if sys.version_info >= (3, 12):
+        pytest.skip("MXNet needs NumPy below 1.24, which is not built for this Python")
+    if not PYTHON.exists():
+        pytest.fail(f"no MXNet: {PYTHON} is missing; `make test` sets it up", pytrace=False)
+    return PYTHON
+
+
+@pytest.fixture(scope="module")
+def mxnet() -> Iterator[Run]:
+    """A call run in the other environment."""
+    with subprocess.Popen(
+        [environment(), HERE / "in_mxnet" / "worker.py"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    ) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        stdin, stdout = child.stdin, child.stdout
+
+        def run(call: Call, mask: str, *, small_tiles: bool = False, **options: Any) -> dict[str, np.ndarray]:
+            batch, heads, queries, keys = call.visible.shape
+            sizes = Sizes(batch=batch, heads=heads, queries=queries, keys=keys)
+            row = {"score": call.score.name, "mask": mask, "sizes": dataclasses.asdict(sizes)}
+            row |= {"options": options, "small_tiles": small_tiles}
+            seeds = {
+                f"seed.{name}": call.seed_outward(name, call.dtype if name == "out" else accumulator(call.dtype))
+                for name in call.seeds
+            }
+            send(stdin, {"row": np.array(json.dumps(row)), **call.leaves, **seeds})
+            found = receive(stdout)
+            assert found is not None, "MXNet's process ended"
+            assert "error" not in found, str(found["error"])
+            return found
+
+        yield run
+        stdin.close()
+
+
+@pytest.mark.parametrize(("score", "mask", "dtype", "extras"), TURNS, ids=["-".join(row) for row in TURNS])
+def test_rows(mxnet: Run, score: str, mask: str, dtype: str, extras: str) -> None:
+    call = make_call(score, mask, dtype, extras)
+    call.check(mxnet(call, mask))
+
+
+@pytest.mark.parametrize(
+    ("score", "mask", "dtype", "extras"),
+    [
+        pytest.param(*row, id="-".join(row), marks=[] if i % 5 == 0 else [pytest.mark.slow])
+        for i, row in enumerate(TURNS)
+    ],
+)
+def test_rows_streaming(mxnet: Run, score: str, mask: str, dtype: str, extras: str) -> None:
+    call = make_call(score, mask, dtype, extras)
+    call.check(mxnet(call, mask, small_tiles=True, kernel="streaming"))
+
+
+@pytest.mark.parametrize("mask", [mask.name for mask in SOME_MASKS])
+@pytest.mark.parametrize("score", [score.name for score in SOME_SCORES])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.slow
+def test_every_family_of_scores_and_masks(mxnet: Run, score: str, mask: str, dtype: str) -> None:
+    call = make_call(score, mask, dtype, "hiding-bias", seed=1)
+    call.check(mxnet(call, mask))
+
+
+@pytest.mark.parametrize("score", [score.name for score in SCORES if not score.derived][::4])
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 13), (13, 1), (67, 129)], ids=str)
+def test_odd_sizes(mxnet: Run, score: str, sizes: tuple[int, int]) -> None:
+    call = make_call(score, "none", "float32", "", Sizes(queries=sizes[0], keys=sizes[1]))
+    call.check(mxnet(call, "none"))
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_file_passes_in_its_environment(name: str, which: str) -> None:
+    # Its own conftest alone: that of the folder above wants the frameworks of this environment.
+    own = ("--confcutdir", HERE / "in_mxnet", "--rootdir", ROOT, "-c", ROOT / "pyproject.toml")
+    found = in_its_environment(
+        "-m", "pytest", HERE / "in_mxnet" / name, "-m", which, "-q", "-p", "no:cacheprovider", *own
+    )
+    # 5: nothing of the kind in that file.
+    assert found.returncode in (0, 5), found.stdout[-20_000:] + found.stderr[-5_000:]
+
+
+def in_its_environment(*arguments: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [environment(), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=580,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_an_mxnet_that_cannot_be_imported_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert "NumPy below 1.24" in str(ats.available()["frameworks"]["mxnet"])
+
+
+def test_without_mxnet_its_reason_is_told() -> None:
+    code = "import attnscore as ats; print(ats.available()['frameworks']['mxnet'])"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "mxnet is not installed (pip install mxnet==1.9.1 'numpy<1.24')" in told

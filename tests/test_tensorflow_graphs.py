@@ -1,0 +1,436 @@
+"""Native kernels inside TensorFlow's graphs: that they run there, where they must not, and what leaves the process.
+
+Graphs against plain calls, which ``test_every_framework.py`` holds to the oracle; the whole table of this file is slow.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import attnscore as ats
+from attnscore.kernels import native
+from cases import DTYPES, in_turn
+from runs import EXTRAS, make_call
+
+needs_native = pytest.mark.skipif(
+    ats.available()["kernels"]["native"] is not None, reason="the native kernels are not built here, or turned off"
+)
+SLOW = pytest.mark.slow
+TURNS = in_turn(DTYPES, tuple(EXTRAS))
+RNG = np.random.default_rng(0)
+
+
+class Counted:
+    """The native module, counting."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self.calls = [0, 0]
+
+    def forward(self, *arguments: Any) -> Any:
+        self.calls[0] += 1
+        return self._module.forward(*arguments)
+
+    def backward(self, *arguments: Any) -> Any:
+        self.calls[1] += 1
+        return self._module.backward(*arguments)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often the native forward and backward ran."""
+    counted = Counted(native._native)
+    monkeypatch.setattr(native, "_native", counted)
+    return counted.calls
+
+
+@pytest.fixture
+def arrays() -> list[Any]:
+    shapes = (2, 4, 9, 5), (2, 2, 11, 5), (2, 2, 11, 3)
+    return [tf.constant(np.random.default_rng(i).standard_normal(shape)) for i, shape in enumerate(shapes)]
+
+
+def with_gradients(query: Any, key: Any, value: Any, **arguments: Any) -> list[Any]:
+    with tf.GradientTape() as tape:
+        tape.watch([query, key, value])
+        out, stats = ats.attend(query, key, value, return_stats=("entropy",), **arguments)
+        loss = tf.reduce_sum(out**2) + tf.reduce_sum(stats.entropy**2)
+    return [out, *tape.gradient(loss, [query, key, value])]
+
+
+def close(found: Any, wanted: Any, tolerance: float = 1e-11) -> None:
+    for one, other in zip(tf.nest.flatten(found), tf.nest.flatten(wanted), strict=True):
+        np.testing.assert_allclose(one, other, atol=tolerance)
+
+
+# ------------------------------------------------------------------ that they run
+
+
+@pytest.mark.parametrize(
+    ("score", "mask", "dtype", "extras"),
+    [pytest.param(*row, id="-".join(row), marks=[] if i % 16 == 3 else [SLOW]) for i, row in enumerate(TURNS)],
+)
+def test_the_table_in_graphs(score: str, mask: str, dtype: str, extras: str) -> None:
+    call = make_call(score, mask, dtype, extras)
+    call.check(call.tensorflow(tf.function))
+
+
+@needs_native
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"valid_lens": [7, 0]},
+        {"mask": ats.Causal("bottom_right")},
+        {"score": "gaussian", "dropout": 0.3, "seed": 5},
+    ],
+    ids=["plain", "lengths", "causal", "dropout"],
+)
+def test_a_graph_calls_native_code(arguments: Any, arrays: Any, calls: list[int]) -> None:
+    compiled = tf.function(lambda *x: with_gradients(*x, **arguments))
+    found = compiled(*arrays)
+    assert calls == [1, 1]
+    compiled(*arrays)
+    assert calls == [2, 2]
+    close(found, with_gradients(*arrays, **arguments, kernel="streaming"))
+
+
+@needs_native
+def test_lengths_that_the_graph_learns_when_it_runs(arrays: Any, calls: list[int]) -> None:
+    signature = [tf.TensorSpec([None, x.shape[1], None, x.shape[3]], x.dtype) for x in arrays]
+    compiled = tf.function(
+        lambda q, k, v, lens: with_gradients(
+            q, k, v, valid_lens=lens, mask=ats.Causal("bottom_right"), dropout=0.2, seed=3
+        ),
+        input_signature=[*signature, tf.TensorSpec([None], tf.int32)],
+    )
+    for parts in (arrays, [x[:1] for x in arrays], [arrays[0][:, :, :4], *(x[:, :, :6] for x in arrays[1:])]):
+        lens = tf.constant([5, 0][: parts[0].shape[0]])
+        options = {"valid_lens": lens, "mask": ats.Causal("bottom_right"), "dropout": 0.2, "seed": 3}
+        before = list(calls)
+        found = compiled(*parts, lens)
+        assert [now - then for now, then in zip(calls, before, strict=True)] == [1, 1]
+        close(found, with_gradients(*parts, **options, kernel="streaming"))
+
+
+@needs_native
+def test_buffers_go_in_and_out_as_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What native code fills is aligned as TensorFlow wants, which then takes it over; it reads TensorFlow's own."""
+    seen: list[tuple[int, bool]] = []
+
+    class Watching(Counted):
+        def forward(self, score: Any, arrays: Any, found: Any, *rest: Any) -> Any:
+            seen.append((found[0].ctypes.data % 64, arrays[0].flags.owndata))
+            return super().forward(score, arrays, found, *rest)
+
+    monkeypatch.setattr(native, "_native", Watching(native._native))
+    x = tf.ones((1, 1, 512, 64))
+    tf.function(lambda x: ats.attend(x, x, x))(x)
+    ats.attend(x, x, x)
+    assert seen == [(0, False), (0, False)]
+
+
+# ------------------------------------------------------------- inside other things
+
+
+def mapped(query: Any, key: Any, value: Any) -> Any:
+    one = lambda x: ats.attend(*(part[None] for part in x))[0]  # noqa: E731
+    return tf.map_fn(one, (query, key, value), fn_output_signature=query.dtype)
+
+
+def vectorized(query: Any, key: Any, value: Any) -> Any:
+    return tf.vectorized_map(lambda x: ats.attend(*(part[None] for part in x))[0], (query, key, value))
+
+
+def branched(query: Any, key: Any, value: Any) -> Any:
+    return tf.cond(tf.reduce_sum(query) < 1e9, lambda: ats.attend(query, key, value), lambda: query[..., :3])
+
+
+def recomputed(query: Any, key: Any, value: Any) -> Any:
+    return tf.recompute_grad(ats.attend)(query, key, value)
+
+
+INSIDE: list[Callable[..., Any]] = [mapped, vectorized, branched, recomputed]
+
+
+@pytest.mark.parametrize("inside", INSIDE, ids=lambda x: x.__name__)
+def test_gradients_through_loops_and_branches(inside: Any, arrays: Any) -> None:
+    @tf.function
+    def call(*arrays: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(arrays)
+            out = inside(*arrays)
+            loss = out**2
+        return out, tape.gradient(loss, arrays)
+
+    with tf.GradientTape() as tape:
+        tape.watch(arrays)
+        out = ats.attend(*arrays)
+        loss = out**2
+    close(call(*arrays), [out, tape.gradient(loss, arrays)])
+
+
+def test_in_the_map_of_a_dataset(arrays: Any) -> None:
+    whole = tf.data.Dataset.from_tensor_slices(tuple(arrays))
+    made = whole.map(lambda *x: ats.attend(*(part[None] for part in x))[0], num_parallel_calls=2)
+    close(tf.stack(list(made)), ats.attend(*arrays))
+
+
+@pytest.mark.parametrize("how", [lambda f: f, tf.function], ids=["eager", "graph"])
+def test_jacobians(how: Any, arrays: Any) -> None:
+    query, key, value = arrays
+
+    def jacobian(query: Any, kernel: str = "auto") -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(query)
+            out = ats.attend(query, key, value, kernel=kernel)[0, 0, :2]
+        return tape.jacobian(out, query)
+
+    close(how(jacobian)(query), jacobian(query, "dense"))
+
+
+@pytest.mark.parametrize("where", ["eager", "inside", "around"])
+def test_forward_mode(where: str, arrays: Any) -> None:
+    along = [tf.constant(RNG.standard_normal(x.shape)) for x in arrays]
+
+    def slope(call: Any) -> Any:
+        with tf.autodiff.ForwardAccumulator(arrays, along) as forward:
+            out = call(*arrays)
+        return forward.jvp(out)
+
+    def inside(arrays: Any, along: Any) -> Any:
+        with tf.autodiff.ForwardAccumulator(arrays, along) as forward:
+            out = ats.attend(*arrays, valid_lens=[7, 3])
+        return forward.jvp(out)
+
+    call = lambda *x: ats.attend(*x, valid_lens=[7, 3])  # noqa: E731
+    found = (
+        tf.function(inside)(arrays, along)
+        if where == "inside"
+        else slope(tf.function(call) if where == "around" else call)
+    )
+    step = 1e-6
+    ends = [call(*(x + sign * step * d for x, d in zip(arrays, along, strict=True))) for sign in (1, -1)]
+    assert float(tf.reduce_max(tf.abs(found))) > 0.1
+    close(found, (ends[0] - ends[1]) / (2 * step), 1e-8)
+
+
+@pytest.mark.parametrize("where", ["inside", "tf.gradients", "around"])
+def test_second_derivatives_in_graphs(where: str, arrays: Any) -> None:
+    _, key, value = arrays
+
+    def loss(query: Any, kernel: str = "auto") -> Any:
+        return tf.reduce_sum(ats.attend(query, key, value, mask=ats.Causal("bottom_right"), kernel=kernel) ** 3)
+
+    def second(query: Any, loss: Any = loss) -> Any:
+        with tf.GradientTape() as outer:
+            outer.watch(query)
+            with tf.GradientTape() as tape:
+                tape.watch(query)
+                value = loss(query)
+            squares = tf.reduce_sum(tape.gradient(value, query) ** 2)
+        return outer.gradient(squares, query)
+
+    def by_graph(query: Any) -> Any:
+        (slope,) = tf.gradients(loss(query), query)
+        return tf.gradients(tf.reduce_sum(slope**2), query)[0]
+
+    ways: dict[str, Callable[..., Any]] = {
+        "inside": tf.function(second),
+        "tf.gradients": tf.function(by_graph),
+        "around": lambda query: second(query, tf.function(loss)),
+    }
+    close(ways[where](arrays[0]), second(arrays[0], lambda query: loss(query, "dense")), 1e-10)
+
+
+# --------------------------------------------------- where nobody can be called
+
+
+@needs_native
+def test_xla_around_a_graph_that_calls(arrays: Any, calls: list[int]) -> None:
+    """The inner graph was made without XLA, and is compiled by it later: forward, and forward and backward."""
+    inner, both = tf.function(ats.attend), tf.function(with_gradients)
+    wanted = inner(*arrays), both(*arrays)
+    before = list(calls)
+
+    @tf.function(jit_compile=True)
+    def outer(*arrays: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(arrays)
+            out = inner(*arrays)
+        return out, tape.gradient(out, arrays), both(*arrays)
+
+    out, _, found = outer(*arrays)
+    close((out, found), wanted)
+    assert calls[0] == before[0]
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """A model with a variable, of unknown lengths, that ran natively before it was saved; what it gave."""
+
+    class Model(tf.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.W = tf.Variable(tf.eye(4) * 0.5)
+
+        @tf.function(input_signature=[tf.TensorSpec([None, None, 4], tf.float32), tf.TensorSpec([None], tf.int32)])
+        def __call__(self, x: Any, lens: Any) -> Any:
+            return ats.attend(x, x, x, score=ats.Bilinear(self.W), valid_lens=lens)
+
+    folder, model = tmp_path_factory.mktemp("exported"), Model()
+    x, lens = tf.constant(RNG.standard_normal((3, 7, 4)), tf.float32), tf.constant([7, 0, 2])
+    with tf.GradientTape() as tape:
+        out = model(x, lens)
+    found = {"x": x.numpy(), "out": out.numpy(), "grad": tape.gradient(out, model.W).numpy()}
+    np.savez(folder / "found.npz", **found)
+    tf.saved_model.save(model, str(folder / "model"))
+    yield folder, found
+
+
+CHILD = """
+import sys, json, numpy, tensorflow as tf
+sys.modules["attnscore"] = None
+known = numpy.load(sys.argv[1] + "/found.npz")
+x, lens = tf.constant(known["x"]), tf.constant([7, 0, 2])
+model = tf.saved_model.load(sys.argv[1] + "/model")
+def both(x, lens):
+    with tf.GradientTape() as tape:
+        out = model(x, lens)
+    return out, tape.gradient(out, model.W)
+found = {"plain": both(x, lens), "xla": tf.function(both, jit_compile=True)(x, lens)}
+print(json.dumps({name: [float(abs(a - known[b]).numpy().max()) for a, b in zip(pair, ("out", "grad"))]
+                  for name, pair in found.items()}))
+"""
+
+
+def test_an_exported_model_runs_and_trains_without_attnscore(exported: tuple[Path, Any]) -> None:
+    """In another process: plain, and compiled by XLA, the gradient of its variable too."""
+    done = subprocess.run([sys.executable, "-c", CHILD, str(exported[0])], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    errors = json.loads(done.stdout.splitlines()[-1])
+    assert max(max(pair) for pair in errors.values()) < 1e-5, errors
+
+
+def test_an_exported_model_in_the_process_that_made_it(exported: tuple[Path, Any]) -> None:
+    folder, known = exported
+    model = tf.saved_model.load(str(folder / "model"))
+    with tf.GradientTape() as tape:
+        out = model(known["x"], tf.constant([7, 0, 2]))
+    close((out, tape.gradient(out, model.W)), (known["out"], known["grad"]), 1e-5)
+
+
+RUNTIME = """
+import ctypes, pathlib, sys, numpy as np
+# The runtime that serves models, without Python's part of TensorFlow and so without a kernel for callbacks.
+folder, package = sys.argv[1:]
+ctypes.CDLL(package + "/libtensorflow_framework.so.2", ctypes.RTLD_GLOBAL)
+tf = ctypes.CDLL(package + "/libtensorflow_cc.so.2", ctypes.RTLD_GLOBAL)
+for name in ("TF_NewStatus", "TF_NewSessionOptions", "TF_NewGraph", "TF_LoadSessionFromSavedModel", "TF_AllocateTensor",
+             "TF_TensorData", "TF_GraphOperationByName", "TF_Message"):
+    getattr(tf, name).restype = ctypes.c_void_p
+class Output(ctypes.Structure):
+    _fields_ = [("operation", ctypes.c_void_p), ("index", ctypes.c_int)]
+status, graph = ctypes.c_void_p(tf.TF_NewStatus()), ctypes.c_void_p(tf.TF_NewGraph())
+def check():
+    assert tf.TF_GetCode(status) == 0, ctypes.string_at(tf.TF_Message(status))
+tags = (ctypes.c_char_p * 1)(b"serve")
+session = ctypes.c_void_p(tf.TF_LoadSessionFromSavedModel(
+    ctypes.c_void_p(tf.TF_NewSessionOptions()), None, folder.encode() + b"/model", tags, 1, graph, None, status))
+check()
+known = np.load(folder + "/found.npz")
+def tensor(x, kind):
+    dims = (ctypes.c_int64 * x.ndim)(*x.shape)
+    made = ctypes.c_void_p(tf.TF_AllocateTensor(kind, dims, x.ndim, ctypes.c_size_t(x.nbytes)))
+    ctypes.memmove(ctypes.c_void_p(tf.TF_TensorData(made)), x.ctypes.data, x.nbytes)
+    return made
+def end(name):
+    found = tf.TF_GraphOperationByName(graph, name)
+    assert found, name
+    return Output(found, 0)
+x, lens = np.ascontiguousarray(known["x"]), np.array([7, 0, 2], np.int32)
+inputs = (Output * 2)(end(b"serving_default_x"), end(b"serving_default_lens"))
+values = (ctypes.c_void_p * 2)(tensor(x, 1), tensor(lens, 3))
+outputs, results = (Output * 1)(end(b"StatefulPartitionedCall")), (ctypes.c_void_p * 1)()
+tf.TF_SessionRun(session, None, inputs, values, 2, outputs, results, 1, None, 0, None, status)
+check()
+start = ctypes.cast(tf.TF_TensorData(ctypes.c_void_p(results[0])), ctypes.POINTER(ctypes.c_float))
+out = np.ctypeslib.as_array(start, x.shape)
+assert "tensorflow" not in sys.modules
+print(abs(out - known["out"]).max())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of shared libraries")
+def test_an_exported_model_in_a_runtime_without_python(exported: tuple[Path, Any]) -> None:
+    """Through the C interface of the library: a callback that is not taken is not even looked up."""
+    package = str(Path(tf.__file__).parent)
+    command = [sys.executable, "-c", RUNTIME, str(exported[0]), package]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert float(done.stdout.splitlines()[-1]) < 1e-6
+
+
+def test_a_graph_and_session_of_old(arrays: Any) -> None:
+    wanted = ats.attend(*arrays)
+    with tf.Graph().as_default() as graph, tf.compat.v1.Session(graph=graph) as session:
+        close(session.run(ats.attend(*(tf.constant(x.numpy()) for x in arrays))), wanted)
+
+
+# ------------------------------------------------------------------ and besides
+
+
+def test_several_threads_run_one_graph(arrays: Any) -> None:
+    compiled, wanted = tf.function(ats.attend), ats.attend(*arrays)
+    compiled(*arrays)
+    wrong: list[float] = []
+
+    def work() -> None:
+        for _ in range(20):
+            error = float(tf.reduce_max(tf.abs(compiled(*arrays) - wanted)))
+            wrong.extend([error] if error > 1e-12 else [])
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_what_waits_for_the_call_holds_no_tensor(arrays: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorFlow keeps a callback for good: with a tensor of its graph in it, every retracing would leave a graph."""
+    kept: list[Any] = []
+    original = tf.numpy_function
+
+    def keep(function: Any, *arguments: Any, **options: Any) -> Any:
+        kept.append(function)
+        return original(function, *arguments, **options)
+
+    monkeypatch.setattr(tf, "numpy_function", keep)
+    signature = [tf.TensorSpec([None, x.shape[1], None, x.shape[3]], x.dtype) for x in arrays]
+    made = tf.function(
+        lambda *x: with_gradients(*x, valid_lens=tf.range(2), bias=x[0][..., :1]), input_signature=signature
+    )
+    made.get_concrete_function()
+    seen, left = set(), list(kept)
+    while left:
+        x = left.pop()
+        if id(x) in seen or isinstance(x, (str, bytes, int, float, type)) or type(x).__name__ == "module":
+            continue
+        seen.add(id(x))
+        assert not isinstance(x, tf.Tensor) or hasattr(x, "numpy")
+        left += [cell.cell_contents for cell in getattr(x, "__closure__", None) or ()]
+        left += list(x.values()) if isinstance(x, dict) else list(x) if isinstance(x, (list, tuple, set)) else []
+        left += list(vars(x).values()) if hasattr(x, "__dict__") and not callable(x) else []
+    assert bool(kept) == (ats.available()["kernels"]["native"] is None)
