@@ -93,7 +93,7 @@
   const axis = (edges, title, most) => {
     const n = edges.length - 1, step = Math.max(1, Math.ceil(n / most));
     const places = Array.from({ length: Math.ceil(n / step) }, (_, i) => i * step);
-    return { title: { text: title }, tickmode: "array", tickvals: places, ticktext: places.map((i) => data.tokens[edges[i]]),
+    return { title: { text: title, standoff: 12 }, automargin: true, tickmode: "array", tickvals: places, ticktext: places.map((i) => data.tokens[edges[i]]),
       tickfont: { size: 10 }, constrain: "domain", showgrid: false, zeroline: false };
   };
   const plain = { displaylogo: false, responsive: true, displayModeBar: true, modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"] };
