@@ -141,6 +141,10 @@ def seen(kind: type) -> None:
         load("jax").seen(kind)
 
 
+# As above: torch's compiler meets it where a compiled function makes a score, and cannot look into JAX.
+seen._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def is_array(x: object) -> bool:
     """Whether `x` is an array of a framework that we know."""
     return _name_of(type(x)) is not None
