@@ -62,6 +62,8 @@ FRAMEWORKS = tuple(mode.framework for mode in MODES if mode.whole)
 KERNELS = ("native", "streaming", "dense")
 AUTOMATIC = "streaming" if os.environ.get("ATTNSCORE_NO_NATIVE") == "1" else "native"
 """The kernel that runs when nothing is said against it: native, unless the environment says that it is not meant."""
+needs_native = pytest.mark.skipif(AUTOMATIC != "native", reason="turned off by ATTNSCORE_NO_NATIVE=1")
+"""Of a test of the native kernels. Where they are missing, and are not turned off, it fails."""
 NOT_NATIVE = ("computed in Python", "scale per head of distances", "no interval of keys per row", "arrays in one mask")
 """Reasons for which the native kernel leaves a row of the tables to another."""
 DTYPES = ("float16", "bfloat16", "float32", "float64")

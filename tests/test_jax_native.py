@@ -17,12 +17,10 @@ from attnscore import threads
 from attnscore.frameworks import jax_ffi
 from attnscore.kernels import native_program
 from attnscore.pose import pose
-from cases import DTYPES, in_turn
+from cases import DTYPES, in_turn, needs_native
 from runs import EXTRAS, make_call
 
-pytestmark = pytest.mark.skipif(
-    ats.available()["kernels"]["native"] is not None, reason="the native kernels are not built here, or turned off"
-)
+pytestmark = needs_native
 RNG = np.random.default_rng(5)
 
 

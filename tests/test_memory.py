@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import attnscore as ats
-from cases import FRAMEWORKS, SCORE
+from cases import FRAMEWORKS, SCORE, needs_native
 
 MB = 2**20
 
@@ -75,10 +75,7 @@ finite = all(bool((abs(x) < 1e6).all()) for x in (out, *grads))
 print(json.dumps({"peak": peak, "inputs": 3 * size, "outputs": size, "finite": finite}))
 """
 
-native = pytest.mark.skipif(
-    ats.available()["kernels"]["native"] is not None, reason="the native kernels are not built here, or turned off"
-)
-kernels = pytest.mark.parametrize("kernel", [pytest.param("native", marks=native), "streaming"])
+kernels = pytest.mark.parametrize("kernel", [pytest.param("native", marks=needs_native), "streaming"])
 
 
 def measure(
@@ -111,7 +108,7 @@ def test_16384_tokens(kernel: str, kind: str, heads: int, dim: int, framework: s
     assert over < 200 * MB, f"{over / MB:.0f} MB over inputs and outputs"
 
 
-@native
+@needs_native
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("framework", FRAMEWORKS)

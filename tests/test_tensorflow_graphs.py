@@ -19,12 +19,9 @@ import tensorflow as tf
 
 import attnscore as ats
 from attnscore.kernels import native
-from cases import DTYPES, in_turn
+from cases import DTYPES, in_turn, needs_native
 from runs import EXTRAS, make_call
 
-needs_native = pytest.mark.skipif(
-    ats.available()["kernels"]["native"] is not None, reason="the native kernels are not built here, or turned off"
-)
 SLOW = pytest.mark.slow
 TURNS = in_turn(DTYPES, tuple(EXTRAS))
 RNG = np.random.default_rng(0)

@@ -12,12 +12,9 @@ import sys
 
 import pytest
 
-import attnscore as ats
+from cases import needs_native
 
 MB = 2**20
-needs_native = pytest.mark.skipif(
-    ats.available()["kernels"]["native"] is not None, reason="the native kernels are not built here, or turned off"
-)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 TOKENS, DIM = 32_768, 64
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from attnscore.diagnostics.answers import AdditiveAsNetwork, DifferentLengths, OtherKeys, SumScore
+    from attnscore.diagnostics.finding import Array
     from attnscore.diagnostics.gradients import GradientFlow
     from attnscore.diagnostics.other_scores import ScoreGrowth
     from attnscore.diagnostics.sharpening import Sharpening
@@ -170,21 +171,23 @@ def growth_lines(found: ScoreGrowth) -> Figure:
 
 def sum_maps(found: SumScore) -> Figure:
     """The weights under the sum and under the dot product."""
-    figure = new_figure((8.2, 3.2))
+    titles = ("sum(q + k): every query the same", "q·k: each query its own")
+    return _two_maps((found.weights, found.dot_weights), titles, "Keys", "Queries", height=3.2)
+
+
+def _two_maps(matrices: tuple[Array, Array], titles: tuple[str, str], keys: str, queries: str, height: float) -> Figure:
+    """Two maps of weights beside each other, with one colour scale."""
+    figure = new_figure((8.2, height))
     panels = figure.subplots(1, 2)
+    largest = float(max(matrix.max() for matrix in matrices))
     image = None
-    for axis, matrix, title in zip(
-        panels,
-        (found.weights, found.dot_weights),
-        ("sum(q + k): every query the same", "q·k: each query its own"),
-        strict=True,
-    ):
-        image = draw_map(axis, matrix, limits=(0.0, float(max(found.weights.max(), found.dot_weights.max()))))
+    for axis, matrix, title in zip(panels, matrices, titles, strict=True):
+        image = draw_map(axis, matrix, limits=(0.0, largest))
         write_numbers(axis, image, matrix, two_decimals)
         whole_number_ticks(axis, matrix.shape, every=True)
         axis.set_title(title, fontsize=10, color=INK)
-        axis.set_xlabel("Keys")
-        axis.set_ylabel("Queries" if axis is panels[0] else "")
+        axis.set_xlabel(keys)
+        axis.set_ylabel(queries if axis is panels[0] else "")
     if image is not None:
         colour_bar(figure, image, list(panels), "weight")
     return figure
@@ -210,21 +213,10 @@ def toy_lines(found: OtherKeys) -> Figure:
 
 def lengths_maps(found: DifferentLengths) -> Figure:
     """The weights by matrix products and by Bilinear."""
-    figure = new_figure((8.2, 2.9))
-    panels = figure.subplots(1, 2)
-    image = None
-    for axis, matrix, title in zip(
-        panels, (found.by_products, found.by_bilinear), ("softmax of (Q W) Kᵀ", "Bilinear(W)"), strict=True
-    ):
-        image = draw_map(axis, matrix, limits=(0.0, float(found.by_products.max())))
-        write_numbers(axis, image, matrix, two_decimals)
-        whole_number_ticks(axis, matrix.shape, every=True)
-        axis.set_title(title, fontsize=10, color=INK)
-        axis.set_xlabel(f"Keys of length {found.key_dim}")
-        axis.set_ylabel(f"Queries of length {found.query_dim}" if axis is panels[0] else "")
-    if image is not None:
-        colour_bar(figure, image, list(panels), "weight")
-    return figure
+    labels = (f"Keys of length {found.key_dim}", f"Queries of length {found.query_dim}")
+    return _two_maps(
+        (found.by_products, found.by_bilinear), ("softmax of (Q W) Kᵀ", "Bilinear(W)"), *labels, height=2.9
+    )
 
 
 def network_scatter(found: AdditiveAsNetwork) -> Figure:

@@ -22,6 +22,7 @@ from torch.nn import functional
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 import attnscore as ats
+from attnscore.diagnostics.watched import MEANS
 from attnscore.errors import AttnscoreError
 
 Array = NDArray[np.float64]
@@ -45,14 +46,7 @@ SUMS = (
     "empty_rows",
     "choice_rows",
     "saturated_rows",
-    "logit_mean",
-    "logit_variance",
-    "log_sum_exp",
-    "entropy",
-    "max_weight",
-    "effective_keys",
-    "jacobian_trace",
-    "first_key",
+    *MEANS,
     "padding",
     "padding_rows",
 )
@@ -108,13 +102,11 @@ def _in_blocks(call: Call | Scores, real: Tensor | None) -> Iterator[tuple[Call,
     scores = call.scores.detach()
     *lead, queries, keys = scores.shape
     step = max(1, _BLOCK // max(1, scores.numel() // max(1, queries)))
-    lowest = torch.finfo(scores.dtype).min / 2
     asked = _tokens(real, [queries, keys], scores)
     nothing = scores.new_zeros(()).expand(*lead, keys, 1)
     for start in range(0, queries, step):
         rows = slice(start, min(queries, start + step))
-        bias = scores[..., rows, :]
-        bias = bias.masked_fill(bias <= lowest, -torch.inf)
+        bias = with_infinity(scores[..., rows, :])
         query = scores.new_zeros(()).expand(*lead, bias.shape[-2], 1)
         yield Call(query, nothing, {"score": "dot", "bias": bias}), None if asked is None else asked[..., rows]
 
@@ -208,10 +200,14 @@ def sdpa_call(query: Tensor, key: Tensor, given: dict[str, Any]) -> Call:
 
 
 def bias_of(mask: Tensor) -> dict[str, Any]:
-    """A float mask; the least number of its dtype hides as -inf does."""
-    mask, lowest = mask.detach(), torch.finfo(mask.dtype).min / 2
-    hides = bool((mask <= lowest).logical_and(mask != -torch.inf).any())
-    return {"bias": mask.masked_fill(mask <= lowest, -torch.inf) if hides else mask}
+    """A float mask."""
+    return {"bias": with_infinity(mask.detach())}
+
+
+def with_infinity(mask: Tensor) -> Tensor:
+    """A model's float mask, or scores with it: where models write the least number of a dtype, they mean -inf."""
+    hidden = mask <= torch.finfo(mask.dtype).min / 2
+    return mask.masked_fill(hidden, -torch.inf) if bool(hidden.logical_and(mask != -torch.inf).any()) else mask
 
 
 def projected(

@@ -328,13 +328,15 @@ class Framework(ABC):
         """``function(carry) if condition else carry``, for a condition that may be traced."""
         return function(carry) if condition else carry
 
-    @abstractmethod
     def loop(self, count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
-        """``for i in range(count): carry = body(i, carry)``, rolled up where the framework traces."""
+        """Carry on from one tile to the next; a framework that traces rolls it up."""
+        for i in range(count):
+            carry = body(i, carry)
+        return carry
 
-    @abstractmethod
     def collect(self, count: int, body: Callable[[Any], tuple[Array, ...]]) -> list[tuple[Array, ...]]:
-        """``[body(i) for i in range(count)]`` over independent tiles, rolled up where the framework traces."""
+        """What each of independent tiles gives; a framework that traces rolls it up."""
+        return [body(i) for i in range(count)]
 
     @abstractmethod
     def surely_finite(self, *arrays: Array) -> bool:

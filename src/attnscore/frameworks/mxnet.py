@@ -272,14 +272,6 @@ class MxnetFramework(Framework):
         found: AbstractContextManager[Any] = mx.util.np_shape(True)
         return found
 
-    def loop(self, count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
-        for i in range(count):
-            carry = body(i, carry)
-        return carry
-
-    def collect(self, count: int, body: Callable[[Any], tuple[Array, ...]]) -> list[tuple[Array, ...]]:
-        return [body(i) for i in range(count)]
-
     def surely_finite(self, *arrays: Array) -> bool:
         return all(bool(mx.np.isfinite(x).asnumpy().all()) for x in arrays)
 

@@ -182,14 +182,6 @@ class NumpyFramework(Framework):
     def quiet(self) -> AbstractContextManager[Any]:
         return np.errstate(all="ignore")
 
-    def loop(self, count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
-        for i in range(count):
-            carry = body(i, carry)
-        return carry
-
-    def collect(self, count: int, body: Callable[[Any], tuple[Array, ...]]) -> list[tuple[Array, ...]]:
-        return [body(i) for i in range(count)]
-
     def surely_finite(self, *arrays: Array) -> bool:
         return all(bool(np.isfinite(x).all()) for x in arrays)
 

@@ -221,14 +221,6 @@ class TorchFramework(Framework):
         finally:
             _AUTOCAST.reset(token)
 
-    def loop(self, count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
-        for i in range(count):
-            carry = body(i, carry)
-        return carry
-
-    def collect(self, count: int, body: Callable[[Any], tuple[Array, ...]]) -> list[tuple[Array, ...]]:
-        return [body(i) for i in range(count)]
-
     def surely_finite(self, *arrays: Array) -> bool:
         return not any(_is_traced(x) for x in arrays) and all(bool(torch.isfinite(x).all()) for x in arrays)
 

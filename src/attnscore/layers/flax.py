@@ -24,7 +24,7 @@ from attnscore.checks import check_positive
 from attnscore.layers import shared
 from attnscore.layers.flax_multihead import MultiHeadAttention
 from attnscore.layers.flax_parameters import linear, matrix, sized
-from attnscore.layers.flax_parts import Attention, Draws, checked_inputs
+from attnscore.layers.flax_parts import Attention
 from attnscore.scoring import Additive, Bilinear, Dot, Gaussian, ScaledDot
 
 __all__ = [
@@ -81,20 +81,10 @@ class DotProductAttention(Attention):
         super().__init__(dropout, deterministic=deterministic, keep_last=keep_last, dtype=dtype, rngs=rngs)
         self.scaled = scaled
 
-    def __call__(
-        self,
-        queries: Any,
-        keys: Any,
-        values: Any,
-        valid_lens: Any = None,
-        mask: Any = None,
-        *,
-        deterministic: bool | None = None,
-        rngs: Draws | None = None,
-    ) -> jax.Array:
-        query, key, value = checked_inputs(queries, keys, values)
-        score, mode = ScaledDot() if self.scaled else Dot(), (deterministic, rngs)
-        return self._pool(query, key, value, score=score, valid_lens=valid_lens, mask=mask, mode=mode)
+    def _scored(
+        self, queries: jax.Array, keys: jax.Array, values: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
+        return queries, keys, values, ScaledDot() if self.scaled else Dot()
 
 
 @final
@@ -144,21 +134,11 @@ class AdditiveAttention(Attention):
         self.w_v = nnx.Linear(num_hiddens, 1, **make)
         super().__init__(dropout, deterministic=deterministic, keep_last=keep_last, dtype=dtype, rngs=rngs)
 
-    def __call__(
-        self,
-        queries: Any,
-        keys: Any,
-        values: Any,
-        valid_lens: Any = None,
-        mask: Any = None,
-        *,
-        deterministic: bool | None = None,
-        rngs: Draws | None = None,
-    ) -> jax.Array:
-        queries, keys, value = checked_inputs(queries, keys, values)
+    def _scored(
+        self, queries: jax.Array, keys: jax.Array, values: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
         query, key = self._project("queries", "W_q", queries), self._project("keys", "W_k", keys)
-        score, mode = Additive(self.w_v.kernel[:, 0]), (deterministic, rngs)
-        return self._pool(query, key, value, score=score, valid_lens=valid_lens, mask=mask, mode=mode)
+        return query, key, values, Additive(self.w_v.kernel[:, 0])
 
 
 @final
@@ -203,23 +183,13 @@ class BilinearAttention(Attention):
         self.W = sized(matrix, query_size, key_size, rngs=rngs, param_dtype=param_dtype)
         super().__init__(dropout, deterministic=deterministic, keep_last=keep_last, dtype=dtype, rngs=rngs)
 
-    def __call__(
-        self,
-        queries: Any,
-        keys: Any,
-        values: Any,
-        valid_lens: Any = None,
-        mask: Any = None,
-        *,
-        deterministic: bool | None = None,
-        rngs: Draws | None = None,
-    ) -> jax.Array:
-        query, key, value = checked_inputs(queries, keys, values)
-        weight = self._sized("W", {"queries": query, "keys": key})[...]
-        shared.check_features("queries", query.shape[-1], weight.shape[0], "W")
-        shared.check_features("keys", key.shape[-1], weight.shape[1], "W")
-        score, mode = Bilinear(weight), (deterministic, rngs)
-        return self._pool(query, key, value, score=score, valid_lens=valid_lens, mask=mask, mode=mode)
+    def _scored(
+        self, queries: jax.Array, keys: jax.Array, values: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
+        weight = self._sized("W", {"queries": queries, "keys": keys})[...]
+        shared.check_features("queries", queries.shape[-1], weight.shape[0], "W")
+        shared.check_features("keys", keys.shape[-1], weight.shape[1], "W")
+        return queries, keys, values, Bilinear(weight)
 
 
 @final
@@ -272,17 +242,7 @@ class GaussianAttention(Attention):
         """The bandwidth as it is now."""
         return self.start if self.log_bandwidth is None else jnp.exp(self.log_bandwidth[...])
 
-    def __call__(
-        self,
-        queries: Any,
-        keys: Any,
-        values: Any,
-        valid_lens: Any = None,
-        mask: Any = None,
-        *,
-        deterministic: bool | None = None,
-        rngs: Draws | None = None,
-    ) -> jax.Array:
-        query, key, value = checked_inputs(queries, keys, values)
-        score, mode = Gaussian(self.bandwidth), (deterministic, rngs)
-        return self._pool(query, key, value, score=score, valid_lens=valid_lens, mask=mask, mode=mode)
+    def _scored(
+        self, queries: jax.Array, keys: jax.Array, values: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
+        return queries, keys, values, Gaussian(self.bandwidth)

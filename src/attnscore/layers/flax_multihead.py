@@ -10,7 +10,7 @@ from flax import nnx
 
 from attnscore.layers import shared
 from attnscore.layers.flax_parameters import linear, started
-from attnscore.layers.flax_parts import Attention, Draws, checked_inputs
+from attnscore.layers.flax_parts import Attention
 
 
 @final
@@ -88,34 +88,20 @@ class MultiHeadAttention(Attention):
             setattr(self, name, started(parameter, rngs, param_dtype))
         super().__init__(dropout, deterministic=deterministic, keep_last=keep_last, dtype=dtype, rngs=rngs)
 
-    def __call__(
-        self,
-        queries: Any,
-        keys: Any,
-        values: Any,
-        valid_lens: Any = None,
-        mask: Any = None,
-        *,
-        deterministic: bool | None = None,
-        rngs: Draws | None = None,
-    ) -> jax.Array:
-        queries, keys, values = checked_inputs(queries, keys, values)
-        batch = next((x.shape[0] for x in (queries, keys, values) if x.shape[0] != 1), 1)
+    def _scored(
+        self, queries: jax.Array, keys: jax.Array, values: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
         heads, kv = self.heads, self.heads.key_value_count
-        out = self._pool(
-            _split(self._project("queries", "W_q", queries), heads.count, heads.score_width),
-            _split(self._project("keys", "W_k", keys), kv, heads.score_width),
-            _split(self._project("values", "W_v", values), kv, heads.width),
-            score=heads.make_score({name: getattr(self, name)[...] for name in heads.parameters()}),
-            valid_lens=valid_lens,
-            mask=shared.over_heads(mask, (batch, queries.shape[1], keys.shape[1])),
-            head_axis=-2,
-            mode=(deterministic, rngs),
+        return (
+            shared.split_heads(self._project("queries", "W_q", queries), heads.count, heads.score_width),
+            shared.split_heads(self._project("keys", "W_k", keys), kv, heads.score_width),
+            shared.split_heads(self._project("values", "W_v", values), kv, heads.width),
+            heads.make_score({name: getattr(self, name)[...] for name in heads.parameters()}),
         )
+
+    def _over_heads(self, mask: Any, shape: tuple[int, int, int]) -> Any:
+        return shared.over_heads(mask, shape)
+
+    def _joined(self, out: jax.Array) -> jax.Array:
         joined: jax.Array = self.W_o(out.reshape(*out.shape[:-2], self.num_hiddens))
         return joined
-
-
-def _split(x: jax.Array, heads: int, width: int) -> jax.Array:
-    """(batch, length, heads * width) as (batch, length, head, width)."""
-    return x.reshape(*x.shape[:-1], heads, width)

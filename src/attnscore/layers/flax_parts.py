@@ -55,7 +55,6 @@ class Attention(nnx.Module):
         self.dtype = dtype
         self.rngs = nnx.data(rngs.dropout.fork() if rngs is not None and self.dropout else None)
 
-    @abstractmethod
     def __call__(
         self,
         queries: Any,
@@ -89,6 +88,24 @@ class Attention(nnx.Module):
         ------
         ShapeError, DtypeError, DeviceError, FrameworkError, MaskError, ArgumentError
         """
+        queries, keys, values = checked_inputs(queries, keys, values)
+        shape = shared.scores_shape(queries, keys, values)
+        query, key, value, score = self._scored(queries, keys, values)
+        # Only what has a head axis takes note of where it is.
+        arguments = {"score": score, "valid_lens": valid_lens, "mask": self._over_heads(mask, shape), "head_axis": -2}
+        return self._joined(self._pool(query, key, value, mode=(deterministic, rngs), **arguments))
+
+    @abstractmethod
+    def _scored(
+        self, queries: jax.Array, keys: jax.Array, values: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
+        """What goes into `attend`: queries, keys and values of the softmax, and the score."""
+
+    def _over_heads(self, mask: Any, shape: tuple[int, int, int]) -> Any:
+        return mask
+
+    def _joined(self, out: jax.Array) -> jax.Array:
+        return out
 
     @property
     def attention_weights(self) -> jax.Array:
@@ -102,10 +119,7 @@ class Attention(nnx.Module):
         AttnscoreError
             There was no concrete call, ``keep_last`` is off, or the inputs were donated since.
         """
-        last = _LAST.get(self)
-        shared.check_kept(last, self.keep_last, where="outside jit, grad and vmap ")
-        assert isinstance(last, _Call)
-        return last.weights()
+        return shared.last_call(_LAST.get(self), self.keep_last, where="outside jit, grad and vmap ").weights()
 
     def load_torch(self, state: Mapping[str, Any]) -> None:
         """Take the numbers of a PyTorch layer's ``state_dict()``, this library's or the textbook's.

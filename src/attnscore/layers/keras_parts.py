@@ -192,9 +192,7 @@ class Attention(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
             No call has been made, the last one was part of a compiled function (``fit``, ``predict``, ``tf.function``,
             ``jit``), or ``keep_last`` is off.
         """
-        last = self.__dict__["_last"]
-        shared.check_kept(last, self.keep_last)
-        return last.weights()
+        return shared.last_call(self.__dict__["_last"], self.keep_last).weights()
 
     def load_torch(self, state: Mapping[str, Any]) -> None:
         """Take the numbers of a PyTorch layer's ``state_dict()``, this library's or the textbook's.
@@ -262,7 +260,7 @@ def _call(query: Array, key: Array, arguments: dict[str, Any]) -> Any:
         # Tensors there can be written to, and carry a graph.
         from attnscore.layers import torch_parts
 
-        return torch_parts._Call.of(query, key, arguments)
+        return torch_parts.Call.of(query, key, arguments)
     return _Call(query, key, arguments)
 
 
@@ -274,7 +272,7 @@ def _is_traced(query: Array, key: Array, *rest: Any) -> bool:
     if BACKEND == "torch":
         from attnscore.layers import torch_parts
 
-        return torch_parts._is_traced(*arrays)
+        return torch_parts.is_traced(*arrays)
     if BACKEND == "tensorflow":
         return not all(hasattr(x, "numpy") or not hasattr(x, "graph") for x in arrays)
     return BACKEND == "jax" and (OPS.on_tape(*arrays) or OPS.deferred(*arrays))

@@ -278,21 +278,15 @@ class MultiHeadAttention(Attention):
 
     def forward(self, queries: Array, keys: Array, values: Array, valid_lens: Any = None, mask: Any = None) -> Array:
         check_inputs(queries, keys, values)
-        batch = next((x.shape[0] for x in (queries, keys, values) if x.shape[0] != 1), 1)
         heads, kv = self._heads, self._heads.key_value_count
         out = self._pool(
-            _split(project("queries", self.W_q, queries, "W_q"), heads.count, heads.score_width),
-            _split(project("keys", self.W_k, keys, "W_k"), kv, heads.score_width),
-            _split(project("values", self.W_v, values, "W_v"), kv, heads.width),
+            shared.split_heads(project("queries", self.W_q, queries, "W_q"), heads.count, heads.score_width),
+            shared.split_heads(project("keys", self.W_k, keys, "W_k"), kv, heads.score_width),
+            shared.split_heads(project("values", self.W_v, values, "W_v"), kv, heads.width),
             own=True,
             score=heads.make_score({name: data_of(getattr(self, name), queries) for name in heads.parameters()}),
             valid_lens=valid_lens,
-            mask=shared.over_heads(mask, (batch, queries.shape[1], keys.shape[1])),
+            mask=shared.over_heads(mask, shared.scores_shape(queries, keys, values)),
             head_axis=-2,
         )
         return self.W_o(out.reshape((*out.shape[:2], -1)))
-
-
-def _split(x: Array, heads: int, width: int) -> Array:
-    """(batch, length, heads * width) as (batch, length, head, width)."""
-    return x.reshape((*x.shape[:-1], heads, width))

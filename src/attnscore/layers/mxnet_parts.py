@@ -77,9 +77,7 @@ class Attention(gluon.Block):  # type: ignore[misc]  # MXNet has no types
         AttnscoreError
             No call has been made, or ``keep_last`` is off.
         """
-        shared.check_kept(self._last, self.keep_last)
-        assert self._last is not None
-        return self._last.weights()
+        return shared.last_call(self._last, self.keep_last).weights()
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the last call: a copy carries no activations."""

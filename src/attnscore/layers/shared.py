@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -25,6 +25,8 @@ from attnscore.masking.numbers import shape_of
 from attnscore.scoring import Additive, Bilinear, Cosine, Dot, Gaussian, ScaledDot
 
 Shape = tuple[int, ...]
+Kept = TypeVar("Kept")
+"""What a layer keeps of a call."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,17 @@ def check_features(name: str, got: int, expected: int, owner: str) -> None:
         raise ShapeError(message(name, f"vectors of length {expected}, which {owner} takes", got))
 
 
+def split_heads(x: Array, heads: int, width: int) -> Array:
+    """(batch, length, heads * width) as (batch, length, head, width): no heads are moved."""
+    return x.reshape((*x.shape[:-1], heads, width))
+
+
+def scores_shape(queries: Array, keys: Array, values: Array) -> tuple[int, int, int]:
+    """(batch, query, key) of a call; a batch of 1 serves a larger one."""
+    batch = next((x.shape[0] for x in (queries, keys, values) if x.shape[0] != 1), 1)
+    return batch, queries.shape[1], keys.shape[1]
+
+
 def over_heads(mask: Any, shape: tuple[int | None, ...]) -> Any:
     """A caller's mask for scores with a head axis, in which boolean arrays (batch, query, key) hold for all heads.
 
@@ -197,8 +210,8 @@ def check_inputs(
     check_axes({name: ops.shape(x) for name, x in inputs.items()})
 
 
-def check_kept(kept: Any, keep_last: bool, *, where: str = "") -> None:
-    """Raise AttnscoreError, saying why, when there is no last call to read weights from (`kept` None or a reason).
+def last_call(kept: Kept | str | None, keep_last: bool, *, where: str = "") -> Kept:
+    """What a layer kept of its last call; raises AttnscoreError when it kept nothing (None, or why not).
 
     It is no AttributeError: frameworks answer that one with a search of their own, which would hide the reason.
     `where` names the calls that count, in a framework whose compiled ones leave no trace on the layer.
@@ -212,3 +225,4 @@ def check_kept(kept: Any, keep_last: bool, *, where: str = "") -> None:
     if isinstance(kept, str):
         hint = "call the layer itself once; attnscore.attention_weights computes weights anywhere"
         raise AttnscoreError(message("attention_weights", "a call outside " + kept, "one inside", hint=hint))
+    return kept

@@ -93,15 +93,14 @@ class MultiHeadAttention(Attention):
         self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Any = None, mask: Any = None
     ) -> Tensor:
         check_inputs(queries, keys, values)
-        batch = next((x.shape[0] for x in (queries, keys, values) if x.shape[0] != 1), 1)
         heads, kv = self._heads, self._heads.key_value_count
         out = self._pool(
-            _split(project("queries", self.W_q, queries, "W_q"), heads.count, heads.score_width),
-            _split(project("keys", self.W_k, keys, "W_k"), kv, heads.score_width),
-            _split(project("values", self.W_v, values, "W_v"), kv, heads.width),
+            shared.split_heads(project("queries", self.W_q, queries, "W_q"), heads.count, heads.score_width),
+            shared.split_heads(project("keys", self.W_k, keys, "W_k"), kv, heads.score_width),
+            shared.split_heads(project("values", self.W_v, values, "W_v"), kv, heads.width),
             score=heads.make_score({name: getattr(self, name) for name in heads.parameters()}),
             valid_lens=valid_lens,
-            mask=shared.over_heads(mask, (batch, queries.shape[1], keys.shape[1])),
+            mask=shared.over_heads(mask, shared.scores_shape(queries, keys, values)),
             head_axis=-2,
         )
         joined: Tensor = self.W_o(out.flatten(-2))
@@ -170,11 +169,6 @@ class MultiHeadAttention(Attention):
             score_hiddens=heads.score_width if heads.score_width != heads.width else None,
             num_key_value_heads=heads.key_value_count if heads.key_value_count != heads.count else None,
         )
-
-
-def _split(x: Tensor, heads: int, width: int) -> Tensor:
-    """(batch, length, heads * width) as (batch, length, head, width): a view, no heads are moved."""
-    return x.reshape(*x.shape[:-1], heads, width)
 
 
 def _numbers(module: nn.MultiheadAttention) -> dict[str, Tensor]:

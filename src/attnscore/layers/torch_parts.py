@@ -41,7 +41,7 @@ class Attention(nn.Module):
         super().__init__()
         self.dropout = shared.check_probability(dropout)
         self.keep_last = keep_last
-        self._last: _Call | str | None = None
+        self._last: Call | str | None = None
 
     @abstractmethod
     def forward(
@@ -79,9 +79,7 @@ class Attention(nn.Module):
             No call has been made, the last one ran inside ``torch.compile`` or ``torch.func``, ``keep_last`` is off, or
             its inputs were changed in place since.
         """
-        shared.check_kept(self._last, self.keep_last)
-        assert isinstance(self._last, _Call)
-        return self._last.weights()
+        return shared.last_call(self._last, self.keep_last).weights()
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the last call: a checkpoint or a copy carries no activations."""
@@ -97,10 +95,10 @@ class Attention(nn.Module):
         others = (*arrays_of(arguments["score"]).values(), arguments["mask"], arguments["valid_lens"])
         if not self.keep_last:
             self._last = None
-        elif _is_traced(query, key, *others):
+        elif is_traced(query, key, *others):
             self._last = "torch.compile, torch.func and tracing, which keep nothing"
         else:
-            self._last = _Call.of(query, key, arguments)
+            self._last = Call.of(query, key, arguments)
         return out
 
     def _settings(self, **given: Any) -> str:
@@ -110,7 +108,7 @@ class Attention(nn.Module):
 
 
 @dataclass(frozen=True, eq=False)
-class _Call:
+class Call:
     """The detached inputs of one softmax."""
 
     query: Tensor
@@ -119,7 +117,7 @@ class _Call:
     versions: tuple[tuple[Tensor, int], ...]
 
     @classmethod
-    def of(cls, query: Tensor, key: Tensor, arguments: dict[str, Any]) -> _Call:
+    def of(cls, query: Tensor, key: Tensor, arguments: dict[str, Any]) -> Call:
         """Inputs by reference, with their version; what an optimiser or a decoding loop writes to, copied."""
         query, key, arguments = query.detach(), key.detach(), dict(arguments)
         score, lens = arguments["score"], arguments["valid_lens"]
@@ -269,7 +267,7 @@ def _tensors(x: Any) -> list[Tensor]:
     return [x for x in arrays if isinstance(x, Tensor)]
 
 
-def _is_traced(*arguments: Any) -> bool:
+def is_traced(*arguments: Any) -> bool:
     """Whether the tensors in these stand for values of some later run, or for many values at once."""
     return (
         torch.compiler.is_compiling()
