@@ -39,6 +39,8 @@ struct Head {
     Matrix query_ids, key_ids;       // one column of int64 each: equal ids see each other, negative ones nothing
     const int64_t* start = nullptr;  // row i sees the keys start[i] <= j < stop[i]; null: every key
     const int64_t* stop = nullptr;
+    // Less its holes: the k-th, from 1, lies from start[k * hole_step + i] to stop[k * hole_step + i]. In any order.
+    int64_t holes = 0, hole_step = 0;
     const char* weights = nullptr;  // additive: dim contiguous numbers of the sum type
     const char* scale = nullptr;    // distance: a number of the sum type, times the problem's scale; null: 1
     int64_t place = 0;              // which of the call's matrices this is: dropout counts rows through all of them

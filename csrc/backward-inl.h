@@ -161,6 +161,7 @@ struct BackwardWalk {
         const int64_t last = std::min(keys.last, seen.last);
         for (int64_t key = std::max(keys.first, seen.first); key < last; key += kKeys) {
             const int64_t here = std::min<int64_t>(kKeys, last - key);
+            if (block.rows.skips(key, here)) continue;
             tile.fill(problem, gradients.scores.additive(), head, key, here, block.rows.hidden);
             gradients(block, tile);
             if (gradients.strips.first < gradients.strips.last) f(key, here);

@@ -18,6 +18,9 @@ struct Block {
     T* query;
     // By strip: keys that some row sees, and keys that every row sees.
     Span *some, *every;
+    // By strip, and hole after hole: keys in that hole of every row, and of some row; behind them those of the block.
+    int64_t holes = 0;
+    Span *gaps = nullptr, *nicks = nullptr;
     bool hidden = false;     // whether some pair may be hidden
     bool irregular = false;  // whether only looking at a pair tells
     uint32_t* stream;        // of dropout, where there is any
@@ -42,6 +45,7 @@ struct Block {
             row[i] = (first + i) % problem.query_len;
             read_row(query + i * width, width, head[i]->query, problem.score_dtype, row[i], 0, problem.dim);
             hidden = hidden || hides(*head[i]);
+            holes = std::max(holes, head[i]->holes);
             irregular = irregular || is_irregular(*head[i]);
             if (problem.dropout > 0) stream[i] = Dropout::stream(problem, *head[i], row[i]);
         }
@@ -63,6 +67,7 @@ struct Block {
             some[s] = all;
             every[s] = each;
         }
+        if (holes > 0) find_gaps(arena, problem);
     }
 
     Span keys(int64_t key_len) const {
@@ -73,11 +78,45 @@ struct Block {
         return all;
     }
     bool misses(int64_t s, int64_t key, int64_t here) const {
-        return some[s].first >= key + here || some[s].last <= key;
+        return some[s].first >= key + here || some[s].last <= key || in_gap(s, key, here);
     }
+    // Whether no row sees any key of the tile because of a hole.
+    bool skips(int64_t key, int64_t here) const { return in_gap(strips(), key, here); }
     // Whether every row of a strip sees the whole tile.
     bool is_full(int64_t s, int64_t key, int64_t here) const {
-        return here == kKeys && !irregular && every[s].first <= key && every[s].last >= key + kKeys;
+        return here == kKeys && !irregular && every[s].first <= key && every[s].last >= key + kKeys && !nicked(s, key);
+    }
+
+   private:
+    bool in_gap(int64_t s, int64_t key, int64_t here) const {
+        for (const Span* gap = gaps + s * holes; gap != gaps + (s + 1) * holes; gap++)
+            if (gap->first <= key && gap->last >= key + here) return true;
+        return false;
+    }
+    bool nicked(int64_t s, int64_t key) const {
+        for (const Span* nick = nicks + s * holes; nick != nicks + (s + 1) * holes; nick++)
+            if (nick->first < key + kKeys && nick->last > key) return true;
+        return false;
+    }
+    void find_gaps(Arena& arena, const Problem& problem) {
+        const Span all{0, problem.key_len}, none{problem.key_len, 0};
+        gaps = arena.take<Span>((strips() + 1) * holes);
+        nicks = arena.take<Span>((strips() + 1) * holes);
+        std::fill_n(gaps, (strips() + 1) * holes, all);
+        std::fill_n(nicks, (strips() + 1) * holes, none);
+        for (int64_t i = 0; i < count; i++) {
+            const Span own = keys_of(problem, *head[i], row[i]);
+            if (own.last <= own.first) continue;
+            for (int64_t k = 0; k < holes; k++) {
+                const Span hole = k < head[i]->holes ? hole_of(*head[i], row[i], k) : Span{0, 0};
+                for (const int64_t s : {i / kStrip, strips()}) {
+                    Span &gap = gaps[s * holes + k], &nick = nicks[s * holes + k];
+                    gap = {std::max(gap.first, hole.first), std::min(gap.last, hole.last)};
+                    if (hole.last > hole.first)
+                        nick = {std::min(nick.first, hole.first), std::max(nick.last, hole.last)};
+                }
+            }
+        }
     }
 };
 

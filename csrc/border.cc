@@ -14,20 +14,30 @@ struct Setting {
     size_t outer = 0, head_axis = 0, group_axis = 0;
     MatrixWalk query, key, value, query_bias, key_bias, bias, mask, query_ids, key_ids;
     Walk start, stop, weights, sink, scales;
+    int64_t holes = 0, hole_step = 0;  // of the intervals
 };
 
 void check_intervals(const Problem& p, const Setting& s, const Array& start, const Array& stop) {
     if (start.given != stop.given) refuse(start.given ? stop : start, "start and stop together", "None");
     if (!start.given) return;
     for (const Array* a : {&start, &stop}) {
-        check_shape(*a, {s.grid[0], p.query_len}, 1);
+        if (a->ndim == 3 && a->shape[0] > 0) {
+            check_shape(*a, {a->shape[0], s.grid[0], p.query_len}, 2);
+        } else {
+            check_shape(*a, {s.grid[0], p.query_len}, 1);
+        }
         check_contiguous(*a);
     }
-    if (start.shape[0] != stop.shape[0]) refuse(stop, "the shape of start, " + shape_of(start), shape_of(stop));
+    const Shape shape(start.shape, start.shape + start.ndim);
+    if (shape != Shape(stop.shape, stop.shape + stop.ndim)) {
+        refuse(stop, "the shape of start, " + shape_of(start), shape_of(stop));
+    }
     if (is_empty(start)) return;
     const auto* first = reinterpret_cast<const int64_t*>(start.data);
     const auto* last = reinterpret_cast<const int64_t*>(stop.data);
-    for (int64_t i = 0; i < start.shape[0] * start.shape[1]; ++i) {
+    int64_t count = 1;
+    for (const int64_t length : shape) count *= length;
+    for (int64_t i = 0; i < count; ++i) {
         if (first[i] < 0) refuse(start, "numbers from 0", std::to_string(first[i]));
         if (last[i] > p.key_len) {
             refuse(stop, "numbers up to key_len = " + std::to_string(p.key_len), std::to_string(last[i]));
@@ -75,6 +85,15 @@ Walk per_batch(const Setting& s, const Array& a) {
     walk.base = a.data;
     walk.steps[0] = a.shape[0] == 1 ? 0 : a.strides[0] * a.item;
     return walk;
+}
+
+// The intervals of the rows, over the batch alone: their holes lie on an axis in front.
+Walk per_batch_ends(const Setting& s, Array a) {
+    if (a.given && a.ndim == 3) {
+        a.shape += 1;
+        a.strides += 1;
+    }
+    return per_batch(s, a);
 }
 
 MatrixWalk column_per_batch(const Setting& s, const Array& a) {
@@ -151,8 +170,12 @@ Setting read(Problem& p, const Inputs& in, const Array& out) {
     s.mask = MatrixWalk::broadcast(in.mask, s.outer);
     s.query_ids = column_per_batch(s, in.query_ids);
     s.key_ids = column_per_batch(s, in.key_ids);
-    s.start = per_batch(s, in.start);
-    s.stop = per_batch(s, in.stop);
+    s.start = per_batch_ends(s, in.start);
+    s.stop = per_batch_ends(s, in.stop);
+    if (in.start.given && in.start.ndim == 3) {
+        s.holes = in.start.shape[0] - 1;
+        s.hole_step = in.start.shape[1] * in.start.shape[2];
+    }
     s.weights = per_head(s, in.weights);
     s.sink = per_head(s, in.sink);
     s.scales = per_head(s, in.scales);
@@ -173,6 +196,8 @@ Head head_at(const Setting& s, const Shape& place) {
     head.key_ids = s.key_ids.matrix(place);
     head.start = reinterpret_cast<const int64_t*>(s.start.at(place));
     head.stop = reinterpret_cast<const int64_t*>(s.stop.at(place));
+    head.holes = s.holes;
+    head.hole_step = s.hole_step;
     head.weights = s.weights.at(place);
     head.scale = s.scales.at(place);
     return head;

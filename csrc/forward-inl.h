@@ -20,30 +20,6 @@ void for_each_task(int64_t count, int threads, const F& f) {
     if (context.error) std::rethrow_exception(context.error);
 }
 
-// Takes NaN and infinity out of the values of a tile: zeros stand in their place, `bad` says which keys held any.
-// Products with the rest are then the same as beside any other numbers.
-template <class T>
-View<T> cleaned(T* copy, const View<T>& value, int64_t count, int64_t width, uint64_t& bad) {
-    for (int64_t j = 0; j < count; j++) {
-        bad |= uint64_t(!is_finite(View<T>{value.row(j), 0}, 1, width)) << j;
-        for (int64_t k = 0; k < width; k++)
-            copy[j * width + k] = std::isfinite(value.row(j)[k]) ? value.row(j)[k] : T(0);
-    }
-    return {copy, width};
-}
-
-// What was taken out reaches the rows that see it.
-template <class T>
-void let_escape(T* out, int64_t width, const T* weights, const uint64_t* bits, int64_t size, const View<T>& value,
-                uint64_t bad) {
-    for (int64_t i = 0; i < size; i++)
-        for (uint64_t left = bits[i] & bad; left; left &= left - 1) {
-            const int j = __builtin_ctzll(left);
-            for (int64_t k = 0; k < width; k++)
-                if (!std::isfinite(value.row(j)[k])) out[i * width + k] += weights[i * kKeys + j] * value.row(j)[k];
-        }
-}
-
 template <class T>
 void drop(T* weights, uint64_t kept, T factor) {
     constexpr int L = Vector<T>::lanes;
@@ -59,50 +35,48 @@ void forward_block(Arena& arena, const Problem& problem, const Block<T>& block, 
     const Head& shared = *block.head[0];
     Scores<T> scores(arena, problem);
     KeyTile<T> tile(arena, problem);
+    ValueTile<T> values(arena, problem, block.hidden);
     Dropout dropout(problem);
     typename Additive<T>::Query prepared;
     if (problem.form == Form::additive) scores.additive().prepare(prepared, block.query, block.width, block.count);
     T* s = arena.take<T>(kStrip * kKeys);
-    T* value_copy = arena.take<T>(kKeys * running.width);
-    T* clean_copy = block.hidden ? arena.take<T>(kKeys * running.width) : nullptr;
     std::optional<Pairs> pairs;
     if constexpr (kPairs && sizeof(T) == 4)
         if (Pairs::serves(problem) && block.count > kFewRows) pairs.emplace(arena, problem, block);
     const bool few = problem.form == Form::inner && block.count <= kFewRows;
     for (int64_t key = keys.first; key < keys.last; key += kKeys) {
         const int64_t here = std::min<int64_t>(kKeys, keys.last - key);
+        if (block.skips(key, here)) continue;
         bool filled = false;
-        View<T> value, clean;
-        uint64_t bad = 0;  // keys with NaN or infinity among their values
         for (int64_t strip = 0; strip < block.strips(); strip++) {
             if (block.misses(strip, key, here)) continue;
             if (!filled) {
                 tile.fill(problem, scores.additive(), shared, key, here, !few && !pairs);
-                clean = value = view_rows(value_copy, shared.value, problem.value_dtype, key, here, problem.value_dim);
-                if (block.hidden && !is_finite(value, here, running.width))
-                    clean = cleaned(clean_copy, value, here, running.width, bad);
+                values.fill(shared, key, here);
                 if constexpr (sizeof(T) == 4)
-                    if (pairs) pairs->fill(shared, key, here, clean);
+                    if (pairs) pairs->fill(shared, key, here, values.clean);
                 if (dropout.on) dropout.at(key);
                 filled = true;
             }
             const int64_t first = strip * kStrip, size = block.strip_size(strip);
             uint64_t bits[kStrip];
-            scores(s, bits, block, prepared, strip, tile, few ? &value : nullptr, pairs ? &*pairs : nullptr, false);
+            scores(s, bits, block, prepared, strip, tile, few ? &values.rows : nullptr, pairs ? &*pairs : nullptr,
+                   false);
             for (int64_t i = 0; i < size; i++) {
                 running.absorb(first + i, s + i * kKeys, bits[i], here);
                 if (dropout.on)
                     drop(s + i * kKeys, dropout.kept(block.stream[first + i]), static_cast<T>(dropout.factor));
             }
             T* out = running.out + first * running.width;
-            if (pairs) {
+            if (pairs && !values.narrow()) {
                 if constexpr (sizeof(T) == 4) pairs->pool(out, s, size, here);
             } else {
-                product<T>(out, running.width, s, kKeys, 1, clean.data, clean.stride, size, running.width, here, true);
+                values.pool(out, s, size);
             }
-            if (bad) let_escape(out, running.width, s, bits, size, value, bad);
+            if (values.bad) values.let_escape(out, s, bits, size);
         }
     }
+    values.finish(running.out, block.count);
 }
 
 template <class T>
@@ -182,7 +156,7 @@ struct Part {
 
 template <class T>
 void join_parts(const Problem& problem, const ForwardTasks::Unit& unit, Part<T>* parts, int64_t ranges) {
-    const int64_t width = padded(problem.value_dim, Vector<T>::lanes);
+    const int64_t width = row_width<T>(problem);
     for (int64_t i = 0; i < unit.count; i++) {
         RowState<T> whole = parts[0].states[i];
         T* out = parts[0].out.memory.get() + i * width;

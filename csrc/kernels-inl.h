@@ -8,10 +8,12 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <limits>
 #include <memory>
+#include <new>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -39,6 +41,7 @@ namespace {
 #include "block-inl.h"
 #include "pairs-inl.h"
 #include "scores-inl.h"
+#include "values-inl.h"
 #include "running-inl.h"
 #include "forward-inl.h"
 #include "tile-gradients-inl.h"

@@ -214,14 +214,14 @@ inline bool is_finite(const View<T>& rows, int64_t count, int64_t width) {
 template <class T, int s>
 inline void transpose_step(V<T>* v) {
     constexpr int L = Vector<T>::lanes;
-    constexpr M<T> low = lanes_of<T>([](int p) { return (p & s) ? L + p - s : p; });
-    constexpr M<T> high = lanes_of<T>([](int p) { return (p & s) ? L + p : p + s; });
+    constexpr auto low = [](int p) { return (p & s) ? L + p - s : p; };
+    constexpr auto high = [](int p) { return (p & s) ? L + p : p + s; };
 #pragma GCC unroll 16
     for (int i = 0; i < L; i++) {
         if (i & s) continue;
         const V<T> a = v[i], b = v[i + s];
-        v[i] = __builtin_shuffle(a, b, low);
-        v[i + s] = __builtin_shuffle(a, b, high);
+        v[i] = shuffled<T>(a, b, low);
+        v[i + s] = shuffled<T>(a, b, high);
     }
     if constexpr (s > 1) transpose_step<T, s / 2>(v);
 }

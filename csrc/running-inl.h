@@ -42,7 +42,7 @@ struct Running {
     RowState<T>* partial = nullptr;  // moments of tiles that are not full
     int64_t width;
 
-    Running(Arena& arena, const Problem& problem, int64_t count) : width(padded(problem.value_dim, L)) {
+    Running(Arena& arena, const Problem& problem, int64_t count) : width(row_width<T>(problem)) {
         max = arena.take<T>(count);
         total = zeros(arena, count * L);
         out = zeros(arena, count * width);
@@ -76,7 +76,7 @@ struct Running {
 #pragma GCC unroll 8
         for (int j = 1; j < W; j++) top = quick_max<T>(top, x[j]);
         // A NaN may hide in any vector, so a maximum that loses it is not enough; sums keep it.
-        if (exceeds<T>(top, max[i])) raise(i, x, W);
+        if (exceeds<T>(top, max[i])) raise(i, top, x, W);
         const T to = anchor(max[i]);
         V<T> sum = load(total + i * L);
         if (!tilt) {
@@ -135,10 +135,11 @@ struct Running {
     }
 
     // Rare: a new maximum (or a NaN), and everything summed so far at its level.
-    __attribute__((noinline)) void raise(int64_t i, const V<T>* x, int count) {
-        V<T> top = x[0];
-        for (int j = 1; j < count; j++) top = max_of<T>(top, x[j]);
-        const T above = largest_of<T>(top), maximum = (above > max[i] || above != above) ? above : max[i];
+    __attribute__((noinline)) void raise(int64_t i, V<T> top, const V<T>* x, int count) {
+        bool broken = false;
+        for (int j = 0; j < count; j++) broken |= exceeds<T>(x[j], std::numeric_limits<T>::infinity());
+        const T above = broken ? std::numeric_limits<T>::quiet_NaN() : quick_largest_of<T>(top);
+        const T maximum = (above > max[i] || broken) ? above : max[i];
         if (max[i] == -std::numeric_limits<T>::infinity()) {  // all sums are 0
             max[i] = maximum;
             return;

@@ -62,11 +62,26 @@ constexpr M<T> lanes_of(F f) {
     return lanes_of<T>(f, std::make_index_sequence<Vector<T>::lanes>{});
 }
 
+// Lane p: number f(p) of the lanes of `a` and, behind them, those of `b`. GCC names such a shuffle by a vector, and
+// only since its 12th release by numbers too; clang by numbers alone.
+template <class T, class F, size_t... p>
+inline V<T> shuffled(V<T> a, V<T> b, F f, std::index_sequence<p...>) {
+#if defined(__clang__)
+    return __builtin_shufflevector(a, b, f(static_cast<int>(p))...);
+#else
+    constexpr M<T> from = lanes_of<T>(f);
+    return __builtin_shuffle(a, b, from);
+#endif
+}
+template <class T, class F>
+inline V<T> shuffled(V<T> a, V<T> b, F f) {
+    return shuffled<T>(a, b, f, std::make_index_sequence<Vector<T>::lanes>{});
+}
+
 // Each lane beside the one whose number differs in bit `s`.
 template <class T, int s>
 inline V<T> crossed(V<T> v) {
-    constexpr M<T> other = lanes_of<T>([](int p) { return p ^ s; });
-    return __builtin_shuffle(v, other);
+    return shuffled<T>(v, v, [](int p) { return p ^ s; });
 }
 template <class T, int s = Vector<T>::lanes / 2>
 inline T sum_of(V<T> v) {
@@ -90,11 +105,10 @@ inline T largest_of(V<T> v) {
 template <class T, int s = Vector<T>::lanes / 2>
 inline V<T> sums_of(V<T>* v) {
     constexpr int L = Vector<T>::lanes;
-    constexpr M<T> own = lanes_of<T>([](int p) { return (p & s) ? L + p : p; });
-    constexpr M<T> other = lanes_of<T>([](int p) { return (p & s) ? L + p - s : p + s; });
+    constexpr auto own = [](int p) { return (p & s) ? L + p : p; };
+    constexpr auto other = [](int p) { return (p & s) ? L + p - s : p + s; };
 #pragma GCC unroll 8
-    for (int i = 0; i < s; i++)
-        v[i] = __builtin_shuffle(v[i], v[i + s], own) + __builtin_shuffle(v[i], v[i + s], other);
+    for (int i = 0; i < s; i++) v[i] = shuffled<T>(v[i], v[i + s], own) + shuffled<T>(v[i], v[i + s], other);
     if constexpr (s > 1)
         return sums_of<T, s / 2>(v);
     else
@@ -105,6 +119,14 @@ inline V<T> sums_of(V<T>* v) {
 template <class T>
 inline V<T> quick_max(V<T> a, V<T> b) {
     return choose<T>(a > b, a, b);
+}
+template <class T, int s = Vector<T>::lanes / 2>
+inline T quick_largest_of(V<T> v) {
+    v = quick_max<T>(v, crossed<T, s>(v));
+    if constexpr (s > 1)
+        return quick_largest_of<T, s / 2>(v);
+    else
+        return v[0];
 }
 
 // Whether some lane is above `bound` or NaN.

@@ -14,6 +14,18 @@ inline Span keys_of(const Problem& problem, const Head& head, int64_t row) {
     return {std::max<int64_t>(head.start[row], 0), std::min<int64_t>(head.stop[row], problem.key_len)};
 }
 
+// The k-th hole of a row, from 0.
+inline Span hole_of(const Head& head, int64_t row, int64_t k) {
+    const int64_t at = (k + 1) * head.hole_step + row;
+    return {head.start[at], head.stop[at]};
+}
+
+// The bits of a tile from `key` on whose keys lie in a span.
+inline uint64_t bits_of(const Span& span, int64_t key, int64_t count) {
+    return lowest_bits(std::clamp<int64_t>(span.last - key, 0, count)) &
+           ~lowest_bits(std::clamp<int64_t>(span.first - key, 0, count));
+}
+
 // Bits of the non-zero bytes among `count`.
 inline uint64_t nonzero_bits(const char* bytes, int64_t stride, int64_t count) {
     if (stride == 0) return *bytes ? lowest_bits(count) : 0;
@@ -37,9 +49,8 @@ inline uint64_t equal_bits(int64_t own, const int64_t* ids, int64_t stride, int6
 
 // The keys of [key, key + count) that a row sees, by everything but a bias of -inf.
 inline uint64_t seen_bits(const Problem& problem, const Head& head, int64_t row, int64_t key, int64_t count) {
-    const Span s = keys_of(problem, head, row);
-    uint64_t bits = lowest_bits(std::clamp<int64_t>(s.last - key, 0, count)) &
-                    ~lowest_bits(std::clamp<int64_t>(s.first - key, 0, count));
+    uint64_t bits = bits_of(keys_of(problem, head, row), key, count);
+    for (int64_t k = 0; k < head.holes; k++) bits &= ~bits_of(hole_of(head, row, k), key, count);
     if (bits && head.mask.data)
         bits &= nonzero_bits(head.mask.data + row * head.mask.row_stride + key * head.mask.col_stride,
                              head.mask.col_stride, count);

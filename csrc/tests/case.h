@@ -116,7 +116,10 @@ struct Case : Drawn {
             static_cast<int>(p.value_dtype), static_cast<int>(p.grad_dtype), static_cast<int>(p.bias_dtype),
             static_cast<long>(p.query_len), static_cast<long>(p.key_len), static_cast<long>(p.dim),
             static_cast<long>(p.value_dim), p.heads.size(), p.groups.size(), p.full_statistics, magnitude, level,
-            p.scale, p.negative_slope, p.caps.size(), p.dropout, planted, h.start ? " intervals" : "",
+            p.scale, p.negative_slope, p.caps.size(), p.dropout, planted,
+            h.holes   ? " intervals with holes"
+            : h.start ? " intervals"
+                      : "",
             h.mask.data ? " mask" : "", h.query_ids.data ? " ids" : "", h.bias.data ? " bias" : "",
             h.query_bias.data ? " query_bias" : "", h.key_bias.data ? " key_bias" : "", h.scale ? " scales" : "");
         return line;

@@ -123,8 +123,9 @@ struct Drawn {
     void draw_intervals(Head& head) {
         const int64_t n = problem.query_len, m = problem.key_len, kind = random.below(6);
         if (kind == 0) return;
-        auto* start = reinterpret_cast<int64_t*>(memory.take(n * 8));
-        auto* stop = reinterpret_cast<int64_t*>(memory.take(n * 8));
+        const int64_t holes = random.coin() ? 0 : 1 + random.below(3);
+        auto* start = reinterpret_cast<int64_t*>(memory.take((1 + holes) * n * 8));
+        auto* stop = reinterpret_cast<int64_t*>(memory.take((1 + holes) * n * 8));
         const int64_t valid = random.below(m + 1);
         for (int64_t i = 0; i < n; ++i) {
             int64_t first = 0, last = m;
@@ -135,8 +136,24 @@ struct Drawn {
             start[i] = first;
             stop[i] = std::max(first, last);
         }
+        for (int64_t k = 1; k <= holes; ++k) draw_hole(start + k * n, stop + k * n);
         head.start = start;
         head.stop = stop;
+        head.holes = holes;
+        head.hole_step = n;
+    }
+
+    // One for each row: in front of a window, the same for all, or anything; rows may go without.
+    void draw_hole(int64_t* start, int64_t* stop) {
+        const int64_t m = problem.key_len, kind = random.below(3), share = random.one_of<int64_t>({1, 3, 1000000});
+        const int64_t front = random.below(m + 1), back = random.below(m + 1);
+        for (int64_t i = 0; i < problem.query_len; ++i) {
+            int64_t first = std::min(front, back), last = std::max(front, back);
+            if (kind == 0) last = std::clamp<int64_t>(i - 5, 0, m), first = std::min(front, last);
+            if (kind == 1) first = random.below(m + 1), last = random.below(m + 1);
+            start[i] = first;
+            stop[i] = share > 1 && random.one_in(share) ? first : std::max(first, last);
+        }
     }
 
     // The same for all heads, or one each; a row, a column, or whole.

@@ -81,6 +81,9 @@ inline double at(const Matrix& m, Dtype dtype, int64_t row, int64_t col) {
 // Which pairs a head sees, by the definition.
 inline bool sees(const Problem& p, const Head& h, int64_t i, int64_t j) {
     if (h.start != nullptr && (j < h.start[i] || j >= h.stop[i])) return false;
+    for (int64_t k = 1; k <= h.holes; ++k) {
+        if (j >= h.start[k * h.hole_step + i] && j < h.stop[k * h.hole_step + i]) return false;
+    }
     if (h.mask.data != nullptr && h.mask.data[i * h.mask.row_stride + j * h.mask.col_stride] == 0) return false;
     if (h.query_ids.data != nullptr) {
         const int64_t own = reinterpret_cast<const int64_t*>(h.query_ids.data)[i * h.query_ids.row_stride];

@@ -1,0 +1,94 @@
+// A tile of values, and what it adds to the rows of a strip by their weights.
+
+// Values of so few numbers are summed by lanes of keys, as the weights are: one multiplication for a vector of weights
+// and a number, where a product of matrices pads each value to a vector and does one for each weight (a tenth to a
+// sixth of a pass over keys of 32 numbers).
+constexpr int64_t kNarrow = 4;
+
+// Numbers that are kept for the output of a row while its tiles go by.
+template <class T>
+inline int64_t row_width(const Problem& problem) {
+    constexpr int64_t L = Vector<T>::lanes;
+    return problem.value_dim <= kNarrow ? problem.value_dim * L : padded(problem.value_dim, L);
+}
+
+template <class T>
+class ValueTile {
+   public:
+    View<T> rows;   // as they lie
+    View<T> clean;  // with zeros in the place of NaN and infinity, where some pair may be hidden
+    uint64_t bad;   // keys that hold any
+
+    // `hidden`: whether some pair of the task may be hidden.
+    ValueTile(Arena& arena, const Problem& problem, bool hidden)
+        : problem_(problem), width_(padded(problem.value_dim, L)), hidden_(hidden) {
+        copy_ = arena.take<T>(kKeys * width_);
+        clean_copy_ = arena.take<T>(hidden ? kKeys * width_ : 0);
+        turned_ = arena.take<T>(narrow() ? kKeys * problem.value_dim : 0);
+    }
+
+    bool narrow() const { return problem_.value_dim <= kNarrow; }
+
+    void fill(const Head& head, int64_t key, int64_t here) {
+        count_ = here, bad = 0;
+        clean = rows = view_rows(copy_, head.value, problem_.value_dtype, key, here, problem_.value_dim);
+        if (hidden_ && !is_finite(rows, here, width_)) clear();
+        if (!narrow()) return;
+        for (int64_t k = 0; k < problem_.value_dim; k++)
+            for (int64_t j = 0; j < kKeys; j++) turned_[k * kKeys + j] = j < here ? clean.row(j)[k] : T(0);
+    }
+
+    // Adds the weights of `size` rows times the values.
+    void pool(T* out, const T* weights, int64_t size) const {
+        if (!narrow()) {
+            product<T>(out, width_, weights, kKeys, 1, clean.data, clean.stride, size, width_, count_, true);
+            return;
+        }
+        for (int64_t i = 0; i < size; i++)
+            for (int64_t k = 0; k < problem_.value_dim; k++, out += L) {
+                V<T> sum = load(out);
+                for (int64_t j = 0; j < count_; j += L)
+                    sum += load(weights + i * kKeys + j) * load(turned_ + k * kKeys + j);
+                store(out, sum);
+            }
+    }
+
+    // What was taken out reaches the rows that see it.
+    void let_escape(T* out, const T* weights, const uint64_t* bits, int64_t size) const {
+        const int64_t width = row_width<T>(problem_), step = narrow() ? L : 1;
+        for (int64_t i = 0; i < size; i++)
+            for (uint64_t left = bits[i] & bad; left; left &= left - 1) {
+                const int j = __builtin_ctzll(left);
+                for (int64_t k = 0; k < problem_.value_dim; k++)
+                    if (const T x = rows.row(j)[k]; !std::isfinite(x))
+                        out[i * width + k * step] += weights[i * kKeys + j] * x;
+            }
+    }
+
+    // The lanes of `count` rows added up, once all tiles have gone by.
+    void finish(T* out, int64_t count) const {
+        if (!narrow()) return;
+        const int64_t width = row_width<T>(problem_);
+        for (int64_t i = 0; i < count; i++)
+            for (int64_t k = 0; k < problem_.value_dim; k++)
+                out[i * width + k] = sum_of<T>(load(out + i * width + k * L));
+    }
+
+   private:
+    static constexpr int64_t L = Vector<T>::lanes;
+
+    // Products with what is left are the same as beside any other numbers.
+    void clear() {
+        for (int64_t j = 0; j < count_; j++) {
+            bad |= uint64_t(!is_finite(View<T>{rows.row(j), 0}, 1, width_)) << j;
+            for (int64_t k = 0; k < width_; k++)
+                clean_copy_[j * width_ + k] = std::isfinite(rows.row(j)[k]) ? rows.row(j)[k] : T(0);
+        }
+        clean = {clean_copy_, width_};
+    }
+
+    const Problem& problem_;
+    int64_t width_, count_ = 0;
+    bool hidden_;
+    T *copy_, *clean_copy_, *turned_;
+};
