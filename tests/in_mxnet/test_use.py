@@ -14,6 +14,7 @@ from mxnet import autograd, np, npx
 
 import attnscore as ats
 from attnscore.frameworks import mxnet as ours
+from attnscore.frameworks import mxnet_tape
 from attnscore.testing import check_framework, check_score
 from own_scores import OwnAbsolute, OwnPlain
 
@@ -41,7 +42,7 @@ def test_an_own_score_with_tile_alone(score: Any) -> None:
     check_score(score, like=np.zeros(1, dtype="float64"))
 
 
-@pytest.mark.parametrize("module", ["frameworks.mxnet", "layers.mxnet", "layers.mxnet_parts"])
+@pytest.mark.parametrize("module", ["frameworks.mxnet", "frameworks.mxnet_tape", "layers.mxnet", "layers.mxnet_parts"])
 def test_every_module_imports_by_itself(module: str) -> None:
     code = f"import attnscore.{module}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -243,7 +244,7 @@ def test_statistics_carry_gradients_and_the_rest_none() -> None:
 
 def test_no_call_is_kept_that_nobody_will_ask_for() -> None:
     """The outputs of a call are held by its node, and the node by its outputs: neither may be held from elsewhere."""
-    before = len(ours._RECORDED)
+    before = len(mxnet_tape._RECORDED)
     x = grown(*three())
     for _ in range(20):
         with autograd.record():
@@ -254,7 +255,7 @@ def test_no_call_is_kept_that_nobody_will_ask_for() -> None:
     del out
     gc.collect()
     mx.nd.waitall()
-    assert len(ours._RECORDED) <= before + 1
+    assert len(mxnet_tape._RECORDED) <= before + 1
 
 
 def test_an_empty_row_and_nan_in_the_padding() -> None:

@@ -1,6 +1,6 @@
 """Which framework an array belongs to, without importing any that the caller has not imported.
 
-One file is one framework; a new one adds its file and one line in ``_FILES``.
+One file is one framework; a new one adds its file and one line in ``_TABLE``.
 """
 
 from __future__ import annotations
@@ -11,31 +11,40 @@ import importlib.util
 import sys
 import warnings
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from attnscore.errors import DeviceError, FrameworkError, message
 from attnscore.frameworks.contract import Framework
 
-_FILES = {
-    "numpy": ("attnscore.frameworks.numpy", "NumpyFramework"),
-    "torch": ("attnscore.frameworks.torch", "TorchFramework"),
-    "tensorflow": ("attnscore.frameworks.tensorflow", "TensorFlowFramework"),
-    "jax": ("attnscore.frameworks.jax", "JaxFramework"),
-    "mxnet": ("attnscore.frameworks.mxnet", "MxnetFramework"),
-}
-# Packages whose arrays are recognised, so that the error can say that they are not served yet.
-_ARRAY_PACKAGES = {
-    "jax": "jax",
-    "jaxlib": "jax",
-    "tensorflow": "tensorflow",
-    "mxnet": "mxnet",
-    "cupy": "cupy",
-}
 
-# Where its name alone is not all that pip must be told.
-_INSTALLED_AS = {"mxnet": "mxnet==1.9.1 'numpy<1.24'"}
+class _Entry(NamedTuple):
+    """What is known of a framework before it is imported."""
+
+    words: str
+    """Its class in ``attnscore.frameworks.<name>``."""
+    arrays: tuple[str, ...]
+    """Whose arrays are its own: packages, where all that has a shape is meant, or one class of a package."""
+    install: str = ""
+    """What pip must be told, where its name alone is not all."""
+    numpy_below: str = ""
+
+
+_TABLE = {
+    "numpy": _Entry("NumpyFramework", ("numpy.ndarray",)),
+    "torch": _Entry("TorchFramework", ("torch.Tensor",)),
+    "tensorflow": _Entry("TensorFlowFramework", ("tensorflow",)),
+    "jax": _Entry("JaxFramework", ("jax", "jaxlib")),
+    "mxnet": _Entry("MxnetFramework", ("mxnet",), install="mxnet==1.9.1 'numpy<1.24'", numpy_below="1.24.0"),
+}
+# By package: the class that is meant, if one is, and the framework. The last ones are recognised so that the error can
+# say that they are not served.
+_ARRAYS = {
+    package: (kind, name)
+    for name, patterns in (*((name, entry.arrays) for name, entry in _TABLE.items()), ("cupy", ("cupy",)))
+    for package, _, kind in (pattern.partition(".") for pattern in patterns)
+}
 
 # NumPy 1.23 makes an array of objects of a ragged list, and warns; later ones raise. Catching warnings costs 3 us.
 _RAGGED_WARNS = np.lib.NumpyVersion(np.__version__) < "1.24.0"
@@ -47,8 +56,8 @@ _LOADED: dict[str, Framework] = {}
 def load(name: str) -> Framework:
     """The framework called `name`, imported on first use."""
     if name not in _LOADED:
-        module, words = _FILES[name]
-        _LOADED[name] = getattr(importlib.import_module(module), words)()
+        module = importlib.import_module(f"{__name__}.{name}")
+        _LOADED[name] = getattr(module, _TABLE[name].words)()
     return _LOADED[name]
 
 
@@ -69,10 +78,10 @@ _name_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def _find_name(kind: type) -> str | None:
     for base in kind.__mro__:
         root = base.__module__.partition(".")[0]
-        if (root == "numpy" and base.__name__ == "ndarray") or (root == "torch" and base.__name__ == "Tensor"):
-            return root
-        if root in _ARRAY_PACKAGES and hasattr(kind, "shape"):
-            return _ARRAY_PACKAGES[root]
+        if root in _ARRAYS:
+            meant, name = _ARRAYS[root]
+            if base.__name__ == meant if meant else hasattr(kind, "shape"):
+                return name
     return None
 
 
@@ -99,7 +108,7 @@ def of(arrays: Mapping[str, Any]) -> Framework:
             raise FrameworkError(
                 message(
                     argument,
-                    "an array of " + " or ".join(_FILES),
+                    "an array of " + " or ".join(_TABLE),
                     f"{type(array).__module__}.{type(array).__qualname__}".removeprefix("builtins."),
                     hint="convert it first, for example with numpy.asarray",
                 )
@@ -110,8 +119,8 @@ def of(arrays: Mapping[str, Any]) -> Framework:
         listed = ", ".join(f"{argument}: {name}" for argument, name in names.items())
         raise FrameworkError(message(", ".join(names), "arrays of one framework", listed))
     (name,) = kinds
-    if name not in _FILES:
-        raise FrameworkError(message(", ".join(names), "arrays of " + " or ".join(_FILES), f"arrays of {name}"))
+    if name not in _TABLE:
+        raise FrameworkError(message(", ".join(names), "arrays of " + " or ".join(_TABLE), f"arrays of {name}"))
     return load(name)
 
 
@@ -187,21 +196,22 @@ _imported._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def availability() -> dict[str, str | None]:
     """For each framework: None where it can be used here, otherwise the reason why not."""
-    return {name: _missing(name) for name in _FILES}
+    return {name: _missing(name) for name in _TABLE}
 
 
 def _missing(name: str) -> str | None:
+    entry = _TABLE[name]
     if not importlib.util.find_spec(name):
-        return f"the package {name} is not installed (pip install {_INSTALLED_AS.get(name, name)})"
-    if name == "mxnet" and np.lib.NumpyVersion(np.__version__) >= "1.24.0":
-        return f"it needs NumPy below 1.24, and this is {np.__version__}"
+        return f"the package {name} is not installed (pip install {entry.install or name})"
+    if entry.numpy_below and np.lib.NumpyVersion(np.__version__) >= entry.numpy_below:
+        return f"it needs NumPy below {entry.numpy_below.removesuffix('.0')}, and this is {np.__version__}"
     return None
 
 
 def host(x: Any) -> np.ndarray[Any, Any] | None:
     """The values of an array of any framework, a list or a number; None when they cannot be seen from here."""
     name = _name_of(type(x))
-    if name in _FILES:
+    if name in _TABLE:
         return load(name).host(x)
     try:
         with warnings.catch_warnings() if _RAGGED_WARNS else _NOTHING:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -23,6 +23,7 @@ Array: TypeAlias = Any
 HostArray: TypeAlias = np.ndarray[Any, Any]
 
 HALF_PRECISION = ("float16", "bfloat16")
+_NOTHING = nullcontext()
 FLOATING = "a floating dtype (float16, bfloat16, float32, float64)"
 """What messages call the dtypes that are taken."""
 
@@ -152,7 +153,10 @@ class Framework(ABC):
 
     @abstractmethod
     def from_memory(self, x: np.ndarray[Any, Any], dtype: str, like: Array) -> Array:
-        """An array over the memory of `x`, which holds `dtype` (16-bit floats as uint16); `like` lies on the CPU."""
+        """An array over the memory of `x`, which holds `dtype` (16-bit floats as uint16); `like` lies on the CPU.
+
+        Where `like` is None the array lies on the CPU too, and holds no 16-bit floats.
+        """
 
     @abstractmethod
     def on_tape(self, *arrays: Array) -> bool:
@@ -337,6 +341,10 @@ class Framework(ABC):
     def collect(self, count: int, body: Callable[[Any], tuple[Array, ...]]) -> list[tuple[Array, ...]]:
         """What each of independent tiles gives; a framework that traces rolls it up."""
         return [body(i) for i in range(count)]
+
+    def at_once(self) -> AbstractContextManager[Any]:
+        """A region in which what is known is computed when it is asked for, also while a program is being traced."""
+        return _NOTHING
 
     @abstractmethod
     def surely_finite(self, *arrays: Array) -> bool:

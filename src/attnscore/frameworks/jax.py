@@ -2,8 +2,7 @@
 
 - Nothing is unrolled under ``jit``: loops over tiles are ``lax`` loops of a fixed length, so that they can be
   differentiated in reverse. Plain calls loop in Python: a ``lax`` loop would be compiled anew at each call.
-- The gradient is explicit (``jax.custom_vjp``) and keeps two numbers a row; forward mode (``jvp``) and gradients of
-  gradients go through the streaming form, which JAX itself differentiates.
+- The gradient is in ``jax_gradients.py``, what is known of a traced array in ``jax_tracers.py``.
 - The native kernels read CPU arrays where they lie; inside ``jit`` and ``vmap`` the program calls them over XLA's own
   buffers (``jax_ffi``), or through a callback where the library has no such calls; ``vmap`` then streams.
 - Scores and masks are pytrees, and those of a user's own become ones when they are first seen.
@@ -24,17 +23,23 @@ import numpy as np
 from jax import lax
 
 from attnscore.errors import ArgumentError, message
-from attnscore.frameworks import jax_ffi
+from attnscore.frameworks import jax_ffi, jax_gradients
 from attnscore.frameworks.contract import Array, Framework, Run, SeedWords
+from attnscore.frameworks.jax_tracers import (
+    MAPPED,
+    RECORDED,
+    REVERSE,
+    concrete,
+    is_tracing,
+    kind_of,
+    layers_of,
+    layers_of_all,
+)
 from attnscore.frameworks.jax_trees import register
 from attnscore.frameworks.numpy import detached
 
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _NOTHING = contextlib.nullcontext()
-# Kinds of tracers, by their names: the classes are JAX's own, which it may move. What is behind one of them, if any,
-# is under the name beside it: vmap of grad gives an array behind two.
-_RECORDED, _REVERSE, _FORWARD, _MAPPED = "DynamicJaxprTracer", "LinearizeTracer", "JVPTracer", "BatchTracer"
-_BEHIND = {_REVERSE: "primal", _FORWARD: "primal", _MAPPED: "val"}
 
 
 class JaxFramework(Framework):
@@ -77,18 +82,18 @@ class JaxFramework(Framework):
     def host(self, x: Any) -> np.ndarray[Any, Any] | None:
         if not isinstance(x, jax.Array):
             return np.asarray(detached(x))
-        x = _concrete(x)
+        x = concrete(x)
         if x is None or not _on_cpu(x):
             return None
         found = np.asarray(x)
         return found.astype(np.float32) if found.dtype.name == "bfloat16" else found
 
     def readable(self, x: Array) -> bool:
-        *tracers, x = _layers(x)
+        *tracers, x = layers_of(x)
         # The gradient hook gets what is behind a tape.
-        if not set(map(_kind, tracers)) <= ({_REVERSE, _MAPPED} if jax_ffi.registered() else {_REVERSE}):
+        if not set(map(kind_of, tracers)) <= ({REVERSE, MAPPED} if jax_ffi.registered() else {REVERSE}):
             return False
-        if _kind(x) == _RECORDED:
+        if kind_of(x) == RECORDED:
             return jax.default_backend() == "cpu"
         return not isinstance(x, jax.core.Tracer) and _on_cpu(x)
 
@@ -101,11 +106,11 @@ class JaxFramework(Framework):
 
     def from_memory(self, x: np.ndarray[Any, Any], dtype: str, like: Array) -> Array:
         found = jnp.asarray(x.view(_known(dtype)) if x.itemsize == 2 else x)
-        return jax.device_put(found, like.sharding) if like.committed else found
+        return jax.device_put(found, like.sharding) if like is not None and like.committed else found
 
     def on_tape(self, *arrays: Array) -> bool:
-        kinds = {_kind(x) for x in _all_layers(arrays) if isinstance(x, jax.core.Tracer)}
-        return not kinds <= ({_RECORDED, _MAPPED} if jax_ffi.registered() else {_RECORDED})
+        kinds = {kind_of(x) for x in layers_of_all(arrays) if isinstance(x, jax.core.Tracer)}
+        return not kinds <= ({RECORDED, MAPPED} if jax_ffi.registered() else {RECORDED})
 
     def deferred(self, *arrays: Array) -> bool:
         return any(isinstance(x, jax.core.Tracer) for x in arrays) and not self.on_tape(*arrays)
@@ -143,7 +148,7 @@ class JaxFramework(Framework):
         return own
 
     def number(self, x: Array) -> float | None:
-        found = _concrete(x)
+        found = concrete(x)
         return None if found is None else float(found)
 
     def zeros(self, shape: Sequence[int], like: Array, dtype: str | None = None) -> Array:
@@ -244,6 +249,9 @@ class JaxFramework(Framework):
     def quiet(self) -> AbstractContextManager[Any]:
         return _NOTHING
 
+    def at_once(self) -> AbstractContextManager[Any]:
+        return jax.ensure_compile_time_eval()
+
     def when(self, condition: Any, function: Callable[[Any], Any], carry: Any) -> Any:
         if not isinstance(condition, jax.Array):
             return function(carry) if condition else carry
@@ -251,7 +259,7 @@ class JaxFramework(Framework):
         return lax.cond(condition, lambda c: _of_types(function(c), carry), lambda c: c, carry)
 
     def loop(self, count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
-        if count > 1 and _tracing():
+        if count > 1 and is_tracing():
             _seen_in(carry)
             return lax.fori_loop(0, count, lambda i, c: _of_types(body(i, c), carry), carry)
         for i in range(count):
@@ -259,40 +267,19 @@ class JaxFramework(Framework):
         return carry
 
     def collect(self, count: int, body: Callable[[Any], tuple[Array, ...]]) -> list[tuple[Array, ...]]:
-        if count > 1 and _tracing():
+        if count > 1 and is_tracing():
             stacked = lax.map(body, jnp.arange(count))
             return [tuple(x[i] for x in stacked) for i in range(count)]
         return [body(i) for i in range(count)]
 
     def surely_finite(self, *arrays: Array) -> bool:
-        found = [_concrete(x) for x in arrays]
+        found = [concrete(x) for x in arrays]
         return all(x is not None for x in found) and all(
             bool((np if _on_cpu(x) else jnp).isfinite(x).all()) for x in found
         )
 
     def differentiable(self, run: Run, operands: Sequence[Array]) -> tuple[Array, ...]:
-        constants, given = run.variables()
-        if any(_kind(x) == _FORWARD for x in _all_layers((*operands, *constants))):
-            # custom_vjp has no forward mode: the streaming form has.
-            return run.forward(operands)
-
-        @jax.custom_vjp
-        def call(arrays: Sequence[Array], constants: Sequence[Array]) -> tuple[Array, ...]:
-            return given(constants).forward(arrays)
-
-        def forward(arrays: Sequence[Array], constants: Sequence[Array]) -> tuple[Any, Any]:
-            now = given(constants)
-            outputs = _differentiable(now.forward, now.streaming().forward, arrays)
-            return outputs, (arrays, constants, outputs[: run.kept_outputs])
-
-        def backward(kept: Any, grads: Sequence[Array]) -> tuple[Any, None]:
-            arrays, constants, outputs = kept
-            incoming = tuple(grads[: run.differentiable_outputs])
-            now = given(constants)
-            return tuple(_differentiable(now.backward, now.streaming().backward, arrays, outputs, incoming)), None
-
-        call.defvjp(forward, backward)
-        return call(tuple(operands), tuple(constants))
+        return jax_gradients.differentiable(run, operands)
 
     def vjp(
         self, function: Callable[..., Array], inputs: Sequence[Array]
@@ -311,7 +298,7 @@ class JaxFramework(Framework):
         ):
             low, high = jax.random.bits(seed, (2,), jnp.uint32)
         elif jnp.issubdtype(seed.dtype, jnp.integer) and seed.ndim == 0:
-            value = _concrete(seed)
+            value = concrete(seed)
             if value is not None:
                 return int(value)
             # What Python's `seed % 2**63` keeps of a signed number.
@@ -320,7 +307,7 @@ class JaxFramework(Framework):
         else:
             return seed
         high = high & 0x7FFFFFFF
-        numbers = _concrete(low), _concrete(high)
+        numbers = concrete(low), concrete(high)
         return SeedWords(low, high) if None in numbers else int(low) | int(high) << 32
 
     def draw_seed(self, like: Array) -> int:
@@ -332,50 +319,13 @@ class JaxFramework(Framework):
         return arrays
 
 
-def _differentiable(function: Callable[..., Any], streaming: Callable[..., Any], *arguments: Any) -> Any:
-    """``function(*arguments)``, which JAX can differentiate further: a callback has no derivative, `streaming` has."""
-    if not any(_kind(x) == _RECORDED for x in _all_layers(jax.tree.leaves(arguments))):
-        return function(*arguments)
-    found = jax.custom_jvp(function)
-    found.defjvp(lambda primals, tangents: jax.jvp(streaming, primals, tangents))
-    return found(*arguments)
-
-
-def _kind(x: Any) -> str:
-    return type(x).__name__
-
-
-def _layers(x: Any) -> list[Any]:
-    """The tracers around an array from outside to inside, and in the end what is behind them all."""
-    found = [x]
-    while (name := _BEHIND.get(_kind(found[-1]))) is not None:
-        found.append(getattr(found[-1], name))
-    return found
-
-
-def _all_layers(arrays: Sequence[Any]) -> list[Any]:
-    return [layer for x in arrays for layer in _layers(x)]
-
-
 def _known(dtype: str) -> Any:
     """A dtype by name: without jax_enable_x64 int64 is int32."""
     return jax.dtypes.canonicalize_dtype(jnp.dtype(dtype))
 
 
-def _concrete(x: Any) -> Any:
-    """The array behind a tape, or None where it has no numbers yet."""
-    if isinstance(x, jax.core.Tracer):
-        x = lax.stop_gradient(x)
-    return None if isinstance(x, jax.core.Tracer) else x
-
-
 def _on_cpu(x: Any) -> bool:
     return all(device.platform == "cpu" for device in x.devices()) and len(x.devices()) == 1
-
-
-def _tracing() -> bool:
-    """Whether what is computed now is recorded for later: inside jit, and not merely inside grad or vmap."""
-    return isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
 def _seen_in(carry: Any) -> None:

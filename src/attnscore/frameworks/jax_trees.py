@@ -1,7 +1,7 @@
 """Scores, masks and what loops carry as JAX pytrees.
 
-- Arrays in the fields are leaves; numbers, names, lists and None are part of the structure, so that a mask given as
-  a list of lengths stays readable under ``jit``, and its tiles are skipped.
+- Arrays in the fields are leaves; numbers, names, lists, functions and None are part of the structure, so that a mask
+  given as a list of lengths stays readable under ``jit``, and its tiles are skipped.
 - A class that its author has registered stays as it is.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -61,5 +62,7 @@ def register(kind: type) -> None:
 
 def _is_static(value: Any) -> bool:
     if value is None or isinstance(value, (str, bytes, bool, int, float, np.generic, type)):
+        return True
+    if inspect.isroutine(value):
         return True
     return isinstance(value, (list, tuple)) and all(map(_is_static, value))

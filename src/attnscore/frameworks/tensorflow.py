@@ -4,24 +4,24 @@
   becomes a tensor without a copy where its address is aligned as TensorFlow wants, with one of linear size otherwise.
 - In graphs values cannot be seen, and loops are ``tf.while_loop``. A ``tf.function`` calls native code where it can
   (``tensorflow_graphs.py``); under XLA, in exported models and on other devices nothing calls back into Python.
-- The gradient is explicit (``tf.custom_gradient``); what watches it too (a second tape) differentiates the streaming
-  form of it.
+- Lengths that a graph does not know yet are in ``tensorflow_lengths.py``, the gradient in ``tensorflow_gradients.py``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.eager import forwardprop_util, record
 
+from attnscore.frameworks import tensorflow_gradients as gradients
 from attnscore.frameworks import tensorflow_graphs as graphs
 from attnscore.frameworks.contract import Array, Framework, HostArray, Run, SeedWords, Unknown
 from attnscore.frameworks.numpy import NumpyFramework
+from attnscore.frameworks.tensorflow_lengths import Length, sizes
+from attnscore.frameworks.tensorflow_trees import leaves_of, rebuilt
 
 _FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 _NOTHING = contextlib.nullcontext()
@@ -65,7 +65,7 @@ class TensorFlowFramework(Framework):
         return (
             known
             if None not in known
-            else tuple(_Length(tf.shape(x)[i]) if n is None else n for i, n in enumerate(known))
+            else tuple(Length(tf.shape(x)[i]) if n is None else n for i, n in enumerate(known))
         )
 
     def device(self, x: Array) -> str:
@@ -116,11 +116,7 @@ class TensorFlowFramework(Framework):
         return found if found.dtype.name == dtype else tf.bitcast(found, dtype)
 
     def on_tape(self, *arrays: Array) -> bool:
-        # What a graph holds may be differentiated when it is done, by tf.gradients or a tape around it.
-        if not tf.executing_eagerly():
-            return True
-        own = [x for x in arrays if isinstance(x, (tf.Tensor, tf.Variable))]
-        return bool(record.should_record_backprop(own)) or _has_tangents(own)
+        return gradients.on_tape(*arrays)
 
     def deferred(self, *arrays: Array) -> bool:
         return graphs.calls_back(*arrays)
@@ -144,10 +140,10 @@ class TensorFlowFramework(Framework):
         return float(x) if hasattr(x, "numpy") else None
 
     def zeros(self, shape: Sequence[int], like: Array, dtype: str | None = None) -> Array:
-        return tf.zeros(_sizes(shape), dtype or like.dtype)
+        return tf.zeros(sizes(shape), dtype or like.dtype)
 
     def full(self, shape: Sequence[int], value: float, like: Array, dtype: str | None = None) -> Array:
-        return tf.fill(_sizes(shape), tf.cast(value, dtype or like.dtype))
+        return tf.fill(sizes(shape), tf.cast(value, dtype or like.dtype))
 
     def positions(self, start: int, count: int, like: Array) -> Array:
         return tf.range(tf.cast(count, tf.int64)) + tf.cast(start, tf.int64)
@@ -156,14 +152,14 @@ class TensorFlowFramework(Framework):
         begin: list[Any] = [0] * len(x.shape)
         size = list(self.shape(x))
         begin[axis], size[axis] = start, count
-        return tf.slice(x, _sizes(begin), _sizes(size))
+        return tf.slice(x, sizes(begin), sizes(size))
 
     def add_at(self, x: Array, axis: int, start: int, block: Array) -> Array:
         # A roll by `start` has static shapes where `start` is traced, as XLA needs them.
         axis = axis % len(x.shape)
         rest = self.shape(x)[axis] - self.shape(block)[axis]
-        padded = tf.pad(block, [_sizes((0, rest if i == axis else 0)) for i in range(len(x.shape))])
-        return x + tf.roll(padded, _sizes((start,))[0], axis)
+        padded = tf.pad(block, [sizes((0, rest if i == axis else 0)) for i in range(len(x.shape))])
+        return x + tf.roll(padded, sizes((start,))[0], axis)
 
     def concat(self, arrays: Sequence[Array], axis: int) -> Array:
         return tf.concat(list(arrays), axis)
@@ -171,10 +167,10 @@ class TensorFlowFramework(Framework):
     def reshape(self, x: Array, shape: Sequence[int]) -> Array:
         missing = iter([n for n in self.shape(x) if isinstance(n, Unknown)])
         # Axes keep their order: the unknown ones of the result are those of `x`.
-        return tf.reshape(x, _sizes([next(missing) if n is None else n for n in shape]))
+        return tf.reshape(x, sizes([next(missing) if n is None else n for n in shape]))
 
     def broadcast_to(self, x: Array, shape: Sequence[int]) -> Array:
-        return tf.broadcast_to(x, _sizes(shape))
+        return tf.broadcast_to(x, sizes(shape))
 
     def swap_axes(self, x: Array, first: int, second: int) -> Array:
         order = list(range(len(x.shape)))
@@ -221,6 +217,13 @@ class TensorFlowFramework(Framework):
         dtype = next((x.dtype for x in (a, b) if hasattr(x, "dtype")), tf.float32)
         return tf.where(condition, *(x if hasattr(x, "dtype") else tf.constant(x, dtype) for x in (a, b)))
 
+    def logical_and(self, a: Array, b: Array) -> Array:
+        # As a choice: the logical operations of TensorFlow Lite broadcast four axes, and end the process at five.
+        return tf.where(a, b, False)
+
+    def logical_or(self, a: Array, b: Array) -> Array:
+        return tf.where(a, True, b)
+
     def isfinite(self, x: Array) -> Array:
         return tf.math.is_finite(x)
 
@@ -246,14 +249,17 @@ class TensorFlowFramework(Framework):
     def shift_right(self, x: Array, bits: int) -> Array:
         return tf.bitwise.right_shift(x, tf.constant(bits, x.dtype))
 
+    def at_once(self) -> contextlib.AbstractContextManager[Any]:
+        return tf.init_scope()  # type: ignore[no-any-return]  # TensorFlow's own
+
     def quiet(self) -> contextlib.AbstractContextManager[Any]:
         return _NOTHING
 
     def when(self, condition: Any, function: Callable[[Any], Any], carry: Any) -> Any:
         if tf.executing_eagerly():
             return function(carry) if condition else carry
-        done = tf.cond(condition, lambda: _leaves(function(carry)), lambda: _leaves(carry))
-        return _rebuilt(carry, list(done))
+        done = tf.cond(condition, lambda: leaves_of(function(carry)), lambda: leaves_of(carry))
+        return rebuilt(carry, list(done))
 
     def loop(self, count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
         if tf.executing_eagerly() or (isinstance(count, int) and count < 2):
@@ -262,13 +268,13 @@ class TensorFlowFramework(Framework):
             return carry
 
         def step(i: Array, *leaves: Array) -> tuple[Array, ...]:
-            return i + 1, *_leaves(body(i, _rebuilt(carry, list(leaves))))
+            return i + 1, *leaves_of(body(i, rebuilt(carry, list(leaves))))
 
         limit = tf.cast(getattr(count, "value", count), tf.int64)
         start = tf.constant(0, tf.int64)
         # One iteration at a time: what several would hold at once is what the tiles are there to avoid.
-        done = tf.while_loop(lambda i, *_: i < limit, step, (start, *_leaves(carry)), parallel_iterations=1)
-        return _rebuilt(carry, list(done[1:]))
+        done = tf.while_loop(lambda i, *_: i < limit, step, (start, *leaves_of(carry)), parallel_iterations=1)
+        return rebuilt(carry, list(done[1:]))
 
     def collect(self, count: int, body: Callable[[Any], tuple[Array, ...]]) -> list[tuple[Array, ...]]:
         if tf.executing_eagerly() or count < 2:
@@ -288,45 +294,12 @@ class TensorFlowFramework(Framework):
         return all(hasattr(x, "numpy") and bool(tf.reduce_all(tf.math.is_finite(x))) for x in arrays)
 
     def differentiable(self, run: Run, operands: Sequence[Array]) -> tuple[Array, ...]:
-        operands = [tf.convert_to_tensor(x) for x in operands]
-        if _has_tangents(operands) or (not tf.executing_eagerly() and graphs.rewritten()):
-            # Our own gradient has no forward mode, and is lost in a rewriting. TensorFlow's operations keep theirs.
-            return run.streaming().forward(operands)
-        wanted: list[bool] | None = None
-        if tf.executing_eagerly():
-            wanted = [self.on_tape(x) for x in operands]
-            if not any(wanted):
-                return run.forward(operands)
-        results: list[Array] = []
-
-        @tf.custom_gradient  # type: ignore[untyped-decorator]
-        def hook(*arrays: Array) -> Any:
-            # What is computed in here is on no tape: `pullback` is its gradient.
-            outputs = run.forward([tf.stop_gradient(x) for x in arrays])
-
-            def pullback(*grads: Array, variables: Any = None) -> Any:
-                # Not `outputs`: a second derivative goes through them.
-                found = run.backward(operands, results[: run.kept_outputs], grads[: run.differentiable_outputs], wanted)
-                return found if variables is None else (found, [None] * len(variables))
-
-            return outputs, pullback
-
-        results += hook(*operands)
-        count = run.differentiable_outputs
-        return (*results[:count], *map(tf.stop_gradient, results[count:]))
+        return gradients.differentiable(run, operands)
 
     def vjp(
         self, function: Callable[..., Array], inputs: Sequence[Array]
     ) -> tuple[Array, Callable[[Array], tuple[Array, ...]]]:
-        inputs = [tf.identity(x) for x in inputs]
-        with tf.GradientTape() as tape:
-            tape.watch(inputs)
-            value = function(*inputs)
-
-        def pullback(grad: Array) -> tuple[Array, ...]:
-            return tuple(tape.gradient(value, inputs, grad, unconnected_gradients=tf.UnconnectedGradients.ZERO))
-
-        return value, pullback
+        return gradients.vjp(function, inputs)
 
     def stop_gradient(self, x: Array) -> Array:
         return tf.stop_gradient(x)
@@ -346,78 +319,10 @@ class _Host(NumpyFramework):
         return _threads(own)
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class _Length(Unknown):
-    """The length of an axis, known when the graph runs."""
-
-    value: Array
-    __hash__ = None  # type: ignore[assignment]  # what holds one belongs to one graph, and is not to be remembered
-
-    def at_most(self, length: int) -> _Length:
-        return _Length(tf.clip_by_value(self.value, 1, length))
-
-    def __add__(self, other: Any) -> _Length:
-        return _Length(self.value + _sizes((other,))[0])
-
-    def __sub__(self, other: Any) -> _Length:
-        return _Length(self.value - _sizes((other,))[0])
-
-    def __rsub__(self, other: Any) -> _Length:
-        return _Length(_sizes((other,))[0] - self.value)
-
-    def __mul__(self, other: Any) -> Any:
-        return 0 if isinstance(other, int) and other == 0 else _Length(self.value * _sizes((other,))[0])
-
-    def __divmod__(self, other: Any) -> tuple[_Length, _Length]:
-        (other,) = _sizes((other,))
-        return _Length(self.value // other), _Length(self.value % other)
-
-    __radd__, __rmul__ = __add__, __mul__
-
-
-tf.register_tensor_conversion_function(
-    _Length, lambda x, dtype=None, name=None, as_ref=False: tf.cast(x.value, dtype or tf.int32)
-)
-
-
-def _sizes(shape: Sequence[Any]) -> list[Any]:
-    """Lengths and places as TensorFlow takes them in one list: numbers, and 32-bit tensors."""
-    return [n if isinstance(n, (int, np.integer)) else tf.cast(getattr(n, "value", n), tf.int32) for n in shape]
-
-
 def _threads(own: int) -> int:
     return tf.config.threading.get_intra_op_parallelism_threads() or own
-
-
-def _has_tangents(arrays: Sequence[Array]) -> bool:
-    """Whether a ``tf.autodiff.ForwardAccumulator`` follows one of these."""
-    return bool(forwardprop_util.pack_tangents(list(arrays)).tangents)
 
 
 def _is_near(x: Any) -> bool:
     """Whether `x` has numbers now, in this machine's memory."""
     return isinstance(x, tf.Tensor) and hasattr(x, "numpy") and x.device.endswith("CPU:0")
-
-
-def _leaves(x: Any) -> list[Array]:
-    """The arrays in what a loop carries: dataclasses, dictionaries and tuples of arrays and None."""
-    if x is None:
-        return []
-    if dataclasses.is_dataclass(x):
-        return [leaf for field in dataclasses.fields(x) for leaf in _leaves(getattr(x, field.name))]
-    if isinstance(x, dict):
-        return [leaf for name in sorted(x) for leaf in _leaves(x[name])]
-    return [leaf for part in x for leaf in _leaves(part)] if isinstance(x, tuple) else [x]
-
-
-def _rebuilt(like: Any, leaves: list[Array]) -> Any:
-    """The same structure around the next of `leaves`, which it takes off their front."""
-    if like is None:
-        return None
-    if dataclasses.is_dataclass(like) and not isinstance(like, type):
-        return dataclasses.replace(
-            like, **{field.name: _rebuilt(getattr(like, field.name), leaves) for field in dataclasses.fields(like)}
-        )
-    if isinstance(like, dict):
-        return {name: _rebuilt(like[name], leaves) for name in sorted(like)}
-    return tuple(_rebuilt(part, leaves) for part in like) if isinstance(like, tuple) else leaves.pop(0)

@@ -1,0 +1,50 @@
+"""JAX's gradient hook: reverse and forward mode, inside jit and outside.
+
+- The gradient of a run is its own (``jax.custom_vjp``) and keeps two numbers a row.
+- Forward mode and derivatives of that gradient go through the streaming form, which JAX differentiates itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from attnscore.frameworks.contract import Array, Run
+from attnscore.frameworks.jax_tracers import FORWARD, RECORDED, kind_of, layers_of_all
+
+
+def differentiable(run: Run, operands: Sequence[Array]) -> tuple[Array, ...]:
+    """``run.forward(operands)``, with ``run.backward`` as its gradient."""
+    constants, given = run.variables()
+    if any(kind_of(x) == FORWARD for x in layers_of_all((*operands, *constants))):
+        # custom_vjp has no forward mode: the streaming form has.
+        return run.forward(operands)
+
+    @jax.custom_vjp
+    def call(arrays: Sequence[Array], constants: Sequence[Array]) -> tuple[Array, ...]:
+        return given(constants).forward(arrays)
+
+    def forward(arrays: Sequence[Array], constants: Sequence[Array]) -> tuple[Any, Any]:
+        now = given(constants)
+        outputs = _differentiable(now.forward, now.streaming().forward, arrays)
+        return outputs, (arrays, constants, outputs[: run.kept_outputs])
+
+    def backward(kept: Any, grads: Sequence[Array]) -> tuple[Any, None]:
+        arrays, constants, outputs = kept
+        incoming = tuple(grads[: run.differentiable_outputs])
+        now = given(constants)
+        return tuple(_differentiable(now.backward, now.streaming().backward, arrays, outputs, incoming)), None
+
+    call.defvjp(forward, backward)
+    return call(tuple(operands), tuple(constants))
+
+
+def _differentiable(function: Callable[..., Any], streaming: Callable[..., Any], *arguments: Any) -> Any:
+    """``function(*arguments)``, which JAX can differentiate further: a callback has no derivative, `streaming` has."""
+    if not any(kind_of(x) == RECORDED for x in layers_of_all(jax.tree.leaves(arguments))):
+        return function(*arguments)
+    found = jax.custom_jvp(function)
+    found.defjvp(lambda primals, tangents: jax.jvp(streaming, primals, tangents))
+    return found(*arguments)
