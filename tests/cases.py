@@ -64,7 +64,7 @@ AUTOMATIC = "streaming" if os.environ.get("ATTNSCORE_NO_NATIVE") == "1" else "na
 """The kernel that runs when nothing is said against it: native, unless the environment says that it is not meant."""
 needs_native = pytest.mark.skipif(AUTOMATIC != "native", reason="turned off by ATTNSCORE_NO_NATIVE=1")
 """Of a test of the native kernels. Where they are missing, and are not turned off, it fails."""
-NOT_NATIVE = ("computed in Python", "scale per head of distances", "no interval of keys per row", "arrays in one mask")
+NOT_NATIVE = ("computed in Python", "scale per head of distances", "nor one array", "arrays in one mask")
 """Reasons for which the native kernel leaves a row of the tables to another."""
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -285,6 +285,10 @@ def _scattered(s: Sizes) -> np.ndarray:
     return np.array([[(3 * j + b) % 5 > 1 for j in range(s.keys)] for b in range(s.batch)])
 
 
+def _some_keys(s: Sizes) -> np.ndarray:
+    return np.array([[j % 5 == b for j in range(s.keys)] for b in range(s.batch)])
+
+
 def _left_padded(s: Sizes) -> np.ndarray:
     return np.array([[j >= 2 + 3 * b for j in range(s.keys)] for b in range(s.batch)])
 
@@ -297,6 +301,15 @@ def _blocks(length: int, s: Sizes) -> np.ndarray:
 def _mixed(length: int, s: Sizes) -> np.ndarray:
     """Scattered documents, of which every seventh token is padding."""
     return np.array([[(5 * j + b) % 3 if j % 7 != 6 else -2 for j in range(length)] for b in range(s.batch)])
+
+
+# One comparison each: MXNet's arrays know no // and no & of booleans.
+def _near(b: Any, h: Any, i: Any, j: Any) -> Any:
+    return abs(i + 2 - j) <= 3
+
+
+def _shrinking(b: Any, h: Any, i: Any, j: Any, lens: Any) -> Any:
+    return i + j < lens
 
 
 def _dense(s: Sizes, *axes: int) -> np.ndarray:
@@ -377,17 +390,43 @@ MASKS = (
          lambda s, b, h, i, j: _dense(s, s.batch, 1, 1, s.keys)[b, 0, 0, j], intervals=False),
     mask("Dense-rows", lambda s: ats.Dense(_dense(s, s.heads, s.queries, 1)),
          lambda s, b, h, i, j: _dense(s, s.heads, s.queries, 1)[h, i, 0], intervals=False),
+    mask("MaskFunction", lambda s: ats.MaskFunction(_near), lambda s, b, h, i, j: abs(i + 2 - j) <= 3),
+    mask("MaskFunction-batch", lambda s: ats.MaskFunction(_shrinking, (np.array([5, 9]).reshape(2, 1, 1, 1),)),
+         lambda s, b, h, i, j: i + j < (5, 9)[b]),
+    mask("MaskFunction-scattered", lambda s: ats.MaskFunction(lambda b, h, i, j: (3 * j + i + b) % 5 > 1),
+         lambda s, b, h, i, j: (3 * j + i + b) % 5 > 1, intervals=False),
+    mask("MaskFunction-heads", lambda s: ats.MaskFunction(lambda b, h, i, j: j <= i + 2 * h, heads=s.heads),
+         lambda s, b, h, i, j: j <= i + 2 * h, intervals=False),
+    mask("MaskFunction-and", lambda s: ats.MaskFunction(_near) & ats.KeyPadding(_scattered(s)),
+         lambda s, b, h, i, j: abs(i + 2 - j) <= 3 and (3 * j + b) % 5 > 1, intervals=False),
     mask("and", lambda s: ats.Causal("bottom_right") & ats.SlidingWindow(left=3, align="bottom_right"),
          lambda s, b, h, i, j: i + 5 - 3 <= j <= i + 5),
     mask("and-scattered", lambda s: ats.Causal("bottom_right") & ats.KeyPadding(_scattered(s)),
          lambda s, b, h, i, j: j <= i + 5 and (3 * j + b) % 5 > 1, intervals=False),
     mask("and-disjoint", lambda s: ats.KeyRange(0, 3) & ats.KeyRange(7, 9), lambda s, b, h, i, j: False),
     mask("or", lambda s: ats.Causal("top_left") | ats.ValidLens([4, 1]),
-         lambda s, b, h, i, j: j <= i or j < (4, 1)[b], intervals=False),
+         lambda s, b, h, i, j: j <= i or j < (4, 1)[b]),
     mask("or-apart", lambda s: ats.KeyRange(0, 3) | ats.KeyRange([7, 9], [9, 12]),
          lambda s, b, h, i, j: j < 3 or (7, 9)[b] <= j < (9, 12)[b], intervals=False),
-    mask("not", lambda s: ~ats.Causal("top_left"), lambda s, b, h, i, j: j > i, intervals=False),
-    mask("not-lens", lambda s: ~ats.ValidLens([12, 5]), lambda s, b, h, i, j: j >= (12, 5)[b], intervals=False),
+    mask("or-sinks",
+         lambda s: ats.KeyRange(0, [1, 2]) & ats.Causal(offset=1) | ats.SlidingWindow(2, 0, offset=[4, 7]),
+         lambda s, b, h, i, j: (j < (1, 2)[b] and j <= i + 1) or i + (2, 5)[b] <= j <= i + (4, 7)[b], intervals=False),
+    mask("or-global", lambda s: ats.KeyPadding(_some_keys(s)) | ats.SlidingWindow(1, 1, "top_left"),
+         lambda s, b, h, i, j: j % 5 == b or abs(i - j) <= 1, intervals=False),
+    mask("or-array", lambda s: ats.Causal("top_left") | ats.Dense(_dense(s, s.batch, 1, s.queries, s.keys)),
+         lambda s, b, h, i, j: j <= i or _dense(s, s.batch, 1, s.queries, s.keys)[b, 0, i, j], intervals=False),
+    mask("not", lambda s: ~ats.Causal("top_left"), lambda s, b, h, i, j: j > i),
+    mask("not-lens", lambda s: ~ats.ValidLens([12, 5]), lambda s, b, h, i, j: j >= (12, 5)[b]),
+    mask("not-window", lambda s: ~ats.SlidingWindow(2, 1, offset=[2, 30]),
+         lambda s, b, h, i, j: not i + (2, 30)[b] - 2 <= j <= i + (2, 30)[b] + 1, intervals=False),
+    mask("and-arrays", lambda s: ats.Dense(_dense(s, s.batch, 1, s.queries, s.keys)) & ~ats.Dense(_dense(s, 1, s.keys))
+         & ats.KeyPadding(_scattered(s)),
+         lambda s, b, h, i, j: _dense(s, s.batch, 1, s.queries, s.keys)[b, 0, i, j] and not _dense(s, 1, s.keys)[0, j]
+         and (3 * j + b) % 5 > 1, intervals=False),
+    mask("and-documents", lambda s: ats.Documents(_mixed(s.queries, s), _mixed(s.keys, s))
+         & ats.Documents(np.arange(s.queries) % 2, np.arange(s.keys) // 2 % 2 - (np.arange(s.keys) == 4)),
+         lambda s, b, h, i, j: _mixed(s.queries, s)[b, i] == _mixed(s.keys, s)[b, j] >= 0
+         and i % 2 == j // 2 % 2 - (j == 4), intervals=False),
     mask("not-and", lambda s: ~(ats.Documents(_mixed(s.queries, s), _mixed(s.keys, s)) & ats.Causal("bottom_right")),
          lambda s, b, h, i, j: not (_mixed(s.queries, s)[b, i] == _mixed(s.keys, s)[b, j] >= 0 and j <= i + 5),
          intervals=False),

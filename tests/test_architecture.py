@@ -26,11 +26,11 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("tiling", "pose"),
     ("engine",),
     ("kernels",),
-    ("blocks", "maps", "functional", "costs", "recipes"),
+    ("blocks", "largest", "maps", "functional", "costs", "recipes"),
     ("api",),
     ("attnscore",),  # the public names
-    ("layers", "testing", "drawing", "files"),
-    ("plotting", "integrations", "diagnostics", "bench"),
+    ("layers", "testing", "files", "plotting"),
+    ("integrations", "diagnostics", "bench"),
     ("commands", "demo", "cli", "__main__"),
 )
 RANK = {room: rank for rank, row in enumerate(ROOMS) for room in row}

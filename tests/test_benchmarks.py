@@ -50,7 +50,14 @@ PROMISES = [
     ("statistics", "without", 1.10, 1.10, None),
     ("dropout", "without", 1.15, 1.15, None),
     ("interval-mask", "without", 1.05, 1.05, None),
+    ("watch", "without", 1.45, 1.45, None),
+    ("watch-causal", "without", 1.45, 1.45, None),
+    ("watch-wide", "without", 1.45, 1.45, None),
+    ("watch-short", "without", 1.45, 1.45, None),
+    ("watch-layer", "without", 1.45, 1.45, None),
+    ("watch-layer-short", "without", 1.45, 1.45, None),
 ]
+WATCHED = {promise[0] for promise in PROMISES if promise[0].startswith("watch")}
 # Those of callers of other frameworks.
 CALLERS = [
     ("jax", "jax", 3, 3, None),
@@ -60,7 +67,7 @@ CALLERS = [
     ("tensorflow-graph", "keras", 1.3, 1.3, None),
 ]
 CALLERS_MEMORY = {"memory-numpy", "memory-jax", "memory-tensorflow", "memory-tensorflow-graph"}
-AT_MOST = {"additive-long", "tiny", "statistics", "dropout", "dropout-backward", "interval-mask"}
+AT_MOST = {"additive-long", "tiny", "statistics", "dropout", "dropout-backward", "interval-mask", *WATCHED}
 GROWTH = {"growth-dot", "growth-additive"}
 MEMORY = {"memory-dot", "memory-additive"}
 
@@ -119,6 +126,9 @@ def test_the_shapes_are_those_of_the_promises() -> None:
     assert shape("additive") == shape("additive-backward") == (1, 0, 512, 512, 256)
     assert shape("decoding") == (1, 32, 1, 32768, 128)
     assert shape("tiny") == (2, 8, 16, 16, 64)
+    assert shape("watch") == shape("watch-causal") == shape("watch-layer") == usual
+    assert shape("watch-short") == shape("watch-layer-short") == (8, 12, 128, 128, 32)
+    assert shape("watch-wide") == (1, 8, 512, 512, 128)
     assert (shape("window")[2:4], cases.named("window").sizes["visible"]) == ((8192, 8192), 256)
     assert cases.named("padded").sizes["visible"] == 1024
     assert all(cases.named(name).sizes["lengths"] == [1024, 2048, 4096, 8192] for name in GROWTH)
@@ -180,6 +190,25 @@ def test_every_case_on_a_toy(name: str) -> None:
             assert isinstance(row["reached"], bool) == (row["must"] is not None)
     # As it comes back from the file.
     assert not results.check(json.loads(json.dumps(document(rows))))
+
+
+@pytest.mark.parametrize("name", sorted(WATCHED))
+def test_a_watched_side_is_watched_and_then_no_more(name: str) -> None:
+    from torch.nn import functional
+
+    from attnscore.diagnostics import torch_patches
+
+    original, given = functional.scaled_dot_product_attention, draw(TOYS[name])
+    side = inputs.ours(given)
+    (watching,) = torch_patches._WATCHERS
+    side.run()
+    side.run()
+    assert watching.sampled == watching.steps == 2 and not watching.unseen
+    assert [row["rows"] for row in watching.rows()] == [2 * given.case.sizes["batch"] * 37] * 2
+    plain = inputs.ours(given, plain=True)
+    assert torch.equal(plain.outputs(plain.run())[0], side.outputs(side.run())[0]) and watching.steps == 3
+    del side
+    assert functional.scaled_dot_product_attention is original
 
 
 @pytest.mark.slow
@@ -441,7 +470,7 @@ def test_the_report_says_where_a_peer_is_faster_and_what_misses() -> None:
     assert report.faster_peers(found) == [
         "scaled dot, 2 threads: torch scaled_dot_product_attention, 2.00 times faster"
     ]
-    assert report.missed(found) == ["dot, 2 threads"]
+    assert report.missed(found) == ["dot against torch scaled_dot_product_attention, 2 threads"]
     text = report.section(found)
     assert "| scaled dot | torch scaled_dot_product_attention | 1 | 20 ms | 30 ms | 1.50 | 1.45 to 1.60 |" in text
     assert "not run | jax is not installed" in text and "| **no** |" in text

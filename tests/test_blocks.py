@@ -167,3 +167,18 @@ def test_a_block_of_a_long_sequence_takes_little_memory(framework: str) -> None:
     s[0, 6:] = -np.inf
     weights = np.exp(s - s.max(-1, keepdims=True))
     np.testing.assert_allclose(found, (weights / weights.sum(-1, keepdims=True))[:, :7], rtol=1e-4, atol=1e-9)
+
+
+@frameworks
+@pytest.mark.parametrize("score", ["additive-tanh", "gaussian-one"])
+@pytest.mark.parametrize("extras", ["", "hiding-bias"], ids=["plain", "bias-and-sink"])
+def test_keys_by_turns(score: str, extras: str, framework: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A score that holds several numbers for a pair takes a few keys at a time, with the same weights."""
+    call = make_call(score, "nested", "float64", extras)
+    (query, key), arguments = given(call, framework)
+    whole = array(ats.attention_weights(query, key, **arguments))
+    some = array(ats.attention_weights(query, key, query_index=[2, 0], key_index=slice(1, 8), **arguments))
+    monkeypatch.setattr("attnscore.blocks._HELD", 64)
+    assert np.allclose(array(ats.attention_weights(query, key, **arguments)), whole, rtol=1e-12, atol=1e-14)
+    again = array(ats.attention_weights(query, key, query_index=[2, 0], key_index=slice(1, 8), **arguments))
+    assert np.allclose(again, some, rtol=1e-12, atol=1e-14)

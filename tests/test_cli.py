@@ -438,6 +438,107 @@ def test_without_safetensors_the_extra_is_named(capsys, npz, tmp_path, monkeypat
     assert status == 1 and "attnscore[cli]" in err
 
 
+# ---------------------------------------------------------------- look
+
+
+def test_look_prints_the_heaviest_keys(capsys, tmp_path):
+    key = K[0].copy()
+    key[4] = 3 * Q[0].mean(0)
+    np.savez(tmp_path / "in.npz", query=Q[0], key=key)
+    status, out, err = run(capsys, "look", tmp_path / "in.npz")
+    mass = ats.key_mass(Q[0], key)
+    assert (status, err) == (0, "")
+    assert "Heaviest of 6 keys" in out
+    first = next(line for line in out.splitlines() if line.strip()[:1].isdigit()).split()
+    assert first[0] == str(mass.argmax()) and float(first[1]) == pytest.approx(mass.max(), rel=1e-2)
+    assert first[2] == f"{mass.max() / 4:.1%}"
+
+
+def test_look_names_every_head(capsys, tmp_path):
+    rng = np.random.default_rng(1)
+    np.savez(tmp_path / "in.npz", query=rng.normal(size=(1, 5, 20, 4)), key=rng.normal(size=(1, 5, 7, 4)))
+    status, out, _ = run(capsys, "look", tmp_path / "in.npz", "--head-axis", "-2")
+    assert status == 2 or "5" in out  # 5 queries and 5 keys of 20 and 7 heads do not divide
+    status, out, _ = run(capsys, "look", tmp_path / "in.npz")
+    assert status == 0 and all(f"0,{head}" in out for head in range(5)) and "first key" in out
+    np.savez(tmp_path / "many.npz", query=rng.normal(size=(3, 7, 2, 4)), key=rng.normal(size=(3, 7, 2, 4)))
+    assert "and 5 more" in run(capsys, "look", tmp_path / "many.npz")[1]
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+def test_look_writes_the_numbers(capsys, npz, tmp_path, suffix):
+    out = tmp_path / f"maps{suffix}"
+    options = ("--causal", "top_left", "--valid-lens", "2,5", "--bins", "2x3", "--top", "2", "--score", "gaussian")
+    assert run(capsys, "look", npz(), *options, "--out", out)[0] == 0
+    found = files.read_arrays(out)
+    call = {"mask": ats.Causal("top_left"), "valid_lens": [2, 5], "score": "gaussian"}
+    np.testing.assert_array_equal(found["key_mass"], ats.key_mass(Q, K, **call))
+    np.testing.assert_array_equal(found["pooled_weights"], ats.pooled_weights(Q, K, (2, 3), **call))
+    wanted = ats.top_weights(Q, K, 2, **call)
+    np.testing.assert_array_equal(found["top_weights"], wanted.weights)
+    np.testing.assert_array_equal(found["top_index"], wanted.index)
+
+
+@pytest.mark.parametrize(("suffix", "start"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")])
+def test_look_draws(capsys, npz, tmp_path, suffix, start):
+    plot = tmp_path / f"map{suffix}"
+    arguments = ("look", npz(), "--place", "1", "--zoom", "1,2", "--plot", plot)
+    status, out, err = run(capsys, *arguments)
+    assert (status, err) == (0, "") and str(plot) in out
+    assert plot.read_bytes().startswith(start)
+
+
+def test_look_takes_dtypes_masks_and_more_links_than_keys(capsys, npz, tmp_path):
+    out = tmp_path / "o.npz"
+    source = npz(mask=MASK, bias=RNG.normal(size=(4, 6)).astype(np.float32), sink=np.float32(0.5))
+    assert run(capsys, "look", source, "--dtype", "float64", "--top", "50", "--out", out)[0] == 0
+    assert np.load(out)["top_weights"].shape == (2, 4, 6) and np.load(out)["key_mass"].dtype == np.float64
+
+
+def test_look_at_nothing(capsys, tmp_path):
+    np.savez(tmp_path / "in.npz", query=np.zeros((3, 2)), key=np.zeros((0, 2)))
+    assert "No keys" in run(capsys, "look", tmp_path / "in.npz")[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--plot", "map.gif"], ["map.gif", ".png"]),
+        (["--plot", "nowhere/map.png"], ["nowhere", "does not exist"]),
+        (["--out", "maps.npy"], ["--out", ".npy"]),
+        (["--out", "in.npz"], ["overwritten"]),
+        (["--bins", "64"], ["--bins", "'64'"]),
+        (["--bins", "axb"], ["--bins", "two whole numbers"]),
+        (["--bins", "0x4", "--out", "o.npz"], ["bins", "positive"]),
+        (["--zoom", "3"], ["--zoom", "'3'"]),
+        (["--zoom", "99,0", "--place", "0", "--plot", "map.png"], ["zoom", "(4, 6)"]),
+        (["--place", "x", "--plot", "map.png"], ["--place", "'x'"]),
+        (["--plot", "map.png"], ["place", "(2,)"]),
+        (["--top", "0"], ["--top"]),
+        (["--causal"], ["top_left", "bottom_right"]),
+        (["--score", "additive"], ["w_v"]),
+        (["--value", "v.npy"], ["--value"]),
+    ],
+)
+def test_look_refuses(capsys, npz, tmp_path, monkeypatch, options, words):
+    monkeypatch.chdir(tmp_path)
+    npz()
+    err = refused(capsys, "look", "in.npz", *options)
+    assert all(word in err for word in words), err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.npz"]
+
+
+def test_look_needs_a_query_and_a_key(capsys, tmp_path):
+    np.savez(tmp_path / "in.npz", query=Q)
+    assert "no key" in refused(capsys, "look", tmp_path / "in.npz")
+
+
+def test_look_without_matplotlib_names_the_extra(capsys, npz, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    status, _, err = run(capsys, "look", npz(), "--place", "0", "--plot", tmp_path / "map.png")
+    assert status == 1 and "attnscore[plot]" in err and not (tmp_path / "map.png").exists()
+
+
 # ---------------------------------------------------------------- the program as a whole
 
 
@@ -476,7 +577,7 @@ def test_info_says_why_not(capsys, monkeypatch):
     assert "jax" in out and "not installed" in out
 
 
-@pytest.mark.parametrize("command", [[], ["demo"], ["attend"], ["bench"], ["info"]])
+@pytest.mark.parametrize("command", [[], ["demo"], ["attend"], ["look"], ["bench"], ["info"]])
 def test_help(capsys, command):
     status, out, err = run(capsys, *command, "--help")
     assert status == 0 and "Usage" in out and not err

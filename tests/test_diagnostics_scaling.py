@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import html
 import json
+import re
 
 import numpy as np
 import pytest
 
 import attnscore as ats
 from attnscore.cli import main
-from attnscore.diagnostics import pictures, runs, scaling, text
+from attnscore.diagnostics import page, pictures, runs, scaling, text
 from attnscore.diagnostics.finding import Check, Estimate, estimate, exponent
 from attnscore.diagnostics.runs import Settings
 from attnscore.diagnostics.sharpening import JACOBIANS, LOGITS, WEIGHTS
@@ -355,6 +357,48 @@ def test_text_is_real_and_encoded_whole() -> None:
     assert "".join(text.ALPHABET[n] for n in text.encode("a b\n~")) == "a b\n~"
 
 
+# ---------------------------------------------------------------- as a page
+
+
+def test_a_page_holds_what_was_found(tmp_path) -> None:
+    found = [("sharpening", quick("sharpening")), ("sum_score", quick("sum_score"))]
+    written = scaling.report_page(found, tmp_path / "why.html").read_text("utf-8")
+    for _, one in found:
+        assert html.escape(one.sentence()) in written
+    assert "Is the sum of q + k a score?" in written and "0.008 0.039 0.004 0.950" in written
+    alone = found[0][1].to_html(tmp_path / "one.html", title="A & B").read_text("utf-8")
+    assert '<h2 id="part-1">A &amp; B</h2>' in alone and "<nav>" not in alone
+    assert alone.count("<tr>") == 1 + len(found[0][1].to_rows())
+
+
+def test_a_page_says_what_its_pictures_show() -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    left, right = figure.subplots(1, 2)
+    figure.suptitle("Two lines")
+    left.set(title="first", xlabel="d", ylabel="variance")
+    right.set(title="second\nhalf", xlabel="d")
+    figure.colorbar(right.imshow([[0, 1]]), ax=right)
+    assert page.described(figure) == "Two lines. first: variance against d; second half: d."
+
+
+def test_a_page_is_no_markup_and_no_half_file(tmp_path) -> None:
+    row = {"name": "<b>", "value": 0.25}
+    out = page.write_page(tmp_path / "a.html", "<i>", "facts", [page.Section("<u>", ["<s>"], [row])])
+    written = out.read_text("utf-8")
+    assert not re.search("<(b|i|u|s)>", written) and "&lt;b&gt;" in written and ">0.250<" in written
+    with pytest.raises(FileNotFoundError):
+        page.write_page(tmp_path / "none" / "a.html", "t", "f", [])
+    assert [path.name for path in tmp_path.iterdir()] == ["a.html"]
+
+
+def test_a_gap_of_one_pair_has_no_margin() -> None:
+    found = training_runs(Plan((4,), seeds=1, steps=2, width=8, batch=2, context=8))
+    assert found.sentence().endswith("One pair of runs for each d: no margin.")
+    assert "±" not in found.sentence() and "±" not in found.summary()[0]["gap"]
+
+
 # ---------------------------------------------------------------- the command
 
 
@@ -385,7 +429,15 @@ def test_the_command_with_a_small_plan(tmp_path, capsys, monkeypatch) -> None:
     results = json.loads((tmp_path / "lab" / "results.json").read_text("utf-8"))
     assert set(results) >= {"logit_variance", "sharpening", "training_runs", "checks", "pictures", "seconds", "quick"}
     assert len(results["training_runs"]["curves"]) == 8
-    assert {path.name for path in (tmp_path / "lab").iterdir()} == {*results["pictures"], "results.json", "runs"}
+    assert {path.name for path in (tmp_path / "lab").iterdir()} == {
+        *results["pictures"],
+        "report.html",
+        "results.json",
+        "runs",
+    }
+    written = (tmp_path / "lab" / "report.html").read_text("utf-8")
+    assert "<script" not in written and written.count("<h2") == len(made) + 2
+    assert written.count('src="data:image/svg+xml,') == len(made) + 1
     assert "[9/9]" in first and "[8/8] scaled_dot, d = 8, seed 1" in first
 
 

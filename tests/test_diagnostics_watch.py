@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -56,10 +57,13 @@ def expected_sums(
     def total(values, among=alive):
         return np.where(among, values, 0.0).sum((0, 2))
 
-    weights = x["weights"]
+    weights, first = x["weights"], None
+    if real is not None and real.shape == (batch, keys):
+        first = np.arange(keys) == np.where(real.any(1), real.argmax(1), -1)[:, None]
     found = {
         "rows": total(1.0),
-        "empty_rows": total(1.0, asked & ~(x["sum_weights"] > 0)),
+        "empty_rows": total(1.0, asked & (x["sum_weights"] == 0)),
+        "nan_rows": total(1.0, asked & np.isnan(x["sum_weights"])),
         "choice_rows": total(1.0, choice),
         "saturated_rows": total(1.0, choice & (weights.max(-1) >= WEIGHT)),
         "logit_mean": total(x["mean_score"]),
@@ -69,7 +73,7 @@ def expected_sums(
         "max_weight": total(weights.max(-1)),
         "effective_keys": total(np.exp(x["entropy"])),
         "jacobian_trace": total(weights.sum(-1) - (weights**2).sum(-1)),
-        "first_key": total(weights[..., 0]),
+        "first_key": total(weights[..., 0] if first is None else (weights * first[:, None, None]).sum(-1)),
         "max_logit": np.where(alive, x["max_score"], -np.inf).max((0, 2)),
     }
     if real is not None and real.shape == (batch, keys):
@@ -100,10 +104,29 @@ def from_table(score: str, mask: str, extras: str = "", dtype: str = "float64", 
 # ---------------------------------------------------------------- every statistic equals that of the full matrix
 
 
+EXTRAS = ("", "bias", "sink", "hiding-bias")
+
+
+def check_masks(score: str, masks: Iterable[int]) -> None:
+    """A score under the masks of those numbers; layouts, biases and sinks take turns."""
+    for i in masks:
+        call, expected = from_table(score, MASKS[i].name, EXTRAS[i % 4], head_axis=(-3, -2)[i // 4 % 2])
+        try:
+            check(sums_of(call, None, WEIGHT), expected, 1e-8)
+        except AssertionError as error:
+            raise AssertionError(f"{score}, {MASKS[i].name}, {EXTRAS[i % 4]!r}: {error}") from error
+
+
+@pytest.mark.parametrize("number", range(len(SCORES)), ids=[row.name for row in SCORES])
+def test_statistics_of_every_score(number: int) -> None:
+    """Each under four of the masks, so that all masks take part; under all of them in the next test."""
+    check_masks(SCORES[number].name, range(number % 16, len(MASKS), 16))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("score", [row.name for row in SCORES])
-def test_statistics_of_every_score(score: str) -> None:
-    call, expected = from_table(score, "valid_lens-2d")
-    check(sums_of(call, None, WEIGHT), expected, 1e-8)
+def test_statistics_of_every_score_and_mask(score: str) -> None:
+    check_masks(score, range(len(MASKS)))
 
 
 @pytest.mark.parametrize("mask", [row.name for row in MASKS])
@@ -158,6 +181,19 @@ def test_weight_on_padding_is_found_where_a_mask_forgets_it() -> None:
     check(sums_of(Call(query, key), torch.from_numpy(real), WEIGHT), wanted)
     turned = Call(query.transpose(1, 2), key.transpose(1, 2), {"head_axis": -2})
     check(sums_of(turned, torch.from_numpy(real), WEIGHT), wanted)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_the_first_key_behind_padding_on_the_left(masked: bool) -> None:
+    query, key = torch.randn(2, 3, 3, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    real = np.array([[False, False, True, True, True], [True] * 5, [False] * 5])
+    options = {"mask": ats.KeyPadding(torch.from_numpy(real))} if masked else {}
+    hidden = ~torch.from_numpy(real)[:, None, None] if masked else torch.tensor(False)
+    wanted = full_matrix((query @ key.mT / 2).masked_fill(hidden, -torch.inf), real)
+    assert (wanted["first_key"] > 0.5).all()
+    for head_axis in (-3, -2):
+        q, k = (x if head_axis == -3 else x.transpose(1, 2) for x in (query, key))
+        check(sums_of(Call(q, k, options | {"head_axis": head_axis}), torch.from_numpy(real), WEIGHT), wanted)
 
 
 @pytest.mark.parametrize("shape", [(5, 4), (3, 5, 4), (1, 1, 1, 4), (2, 2, 0, 4), (2, 1, 2, 3, 4)])
@@ -416,6 +452,77 @@ def test_a_decoder_that_generates() -> None:
     assert_rows(found["sdpa"], [{name: row[name] for name in names} for row in found["eager"]])
 
 
+def architectures() -> dict[str, Any]:
+    """Small models of several families, and what they are called with."""
+    import transformers as hf
+
+    text = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    text |= {"num_attention_heads": 4}
+    both = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    both |= {"vocab_size": 50, "d_model": 32, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    t5 = {"vocab_size": 50, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    gpt2 = {"vocab_size": 50, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2}
+    ids = torch.tensor([[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 3, 3]])
+    real = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
+    words = {"input_ids": ids, "attention_mask": real}
+    pairs = {**words, "decoder_input_ids": ids[:, :4]}
+    image = {"pixel_values": torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))}
+    return {
+        "bert": (hf.BertModel(hf.BertConfig(**text)), words),
+        "gpt2": (hf.GPT2Model(hf.GPT2Config(**gpt2)), words),
+        "mistral": (
+            hf.MistralModel(hf.MistralConfig(**text, num_key_value_heads=2, sliding_window=3)),
+            {"input_ids": ids},
+        ),
+        "t5": (hf.T5Model(hf.T5Config(**t5)), pairs),
+        "bart": (hf.BartModel(hf.BartConfig(**both)), pairs),
+        "vit": (
+            hf.ViTModel(
+                hf.ViTConfig(**{k: v for k, v in text.items() if k != "vocab_size"}, image_size=16, patch_size=4)
+            ),
+            image,
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "mistral", "t5", "bart", "vit"])
+def test_architectures(name: str) -> None:
+    """By both of their implementations, in training too; numbers against the weights that the model itself gives."""
+    torch.manual_seed(0)
+    model, inputs = architectures()[name]
+    model.eval().set_attn_implementation("eager")
+    with torch.no_grad():
+        out = model(**inputs, output_attentions=True)
+    kinds = [("attentions", "")]
+    if "decoder_input_ids" in inputs:
+        kinds = [("encoder_attentions", "encoder"), ("decoder_attentions", "Self"), ("cross_attentions", "EncDec")]
+    wanted = [weights for kind, _ in kinds for weights in out[kind]]
+    for implementation in ("sdpa", "eager"):
+        model.set_attn_implementation(implementation)
+        seen = watched_run(model.eval(), **inputs)
+        assert not seen.unseen and len(seen.layers) == len(wanted)
+        encoder = [layer for layer in seen.layers if not layer.startswith("decoder")]
+        cross = [layer for layer in seen.layers if "EncDec" in layer or "encoder_attn" in layer]
+        order = [*encoder, *(layer for layer in seen.layers if layer not in (*encoder, *cross)), *cross]
+        for layer, weights in zip(order, wanted, strict=True):
+            real = inputs["attention_mask"].bool() if layer in encoder and "attention_mask" in inputs else None
+            assert_layer(seen, layer, weights.double(), real)
+    assert len(watched_run(model.train(), **inputs).layers) == len(wanted)
+
+
+def assert_layer(seen, layer: str, p: torch.Tensor, real: torch.Tensor | None) -> None:
+    alive = torch.ones(p.shape[:-1], dtype=torch.bool)
+    if real is not None and real.shape[1] == p.shape[-2]:
+        alive &= real[:, None]
+    rows = [row for row in seen.rows() if row["layer"] == layer]
+    count = alive.sum((0, 2))
+    entropy = torch.where(alive, -(p * p.clamp_min(1e-300).log()).sum(-1), 0.0).sum((0, 2)) / count
+    first = torch.where(alive, p[..., 0], 0.0).sum((0, 2)) / count
+    assert [row["rows"] for row in rows] == count.tolist(), layer
+    assert [row["entropy"] for row in rows] == pytest.approx(entropy.tolist(), rel=1e-4, abs=1e-5), layer
+    assert [row["first_key"] for row in rows] == pytest.approx(first.tolist(), rel=1e-4, abs=1e-6), layer
+
+
 def test_sinks_and_soft_caps_of_eager_models() -> None:
     from transformers import Gemma2Config, Gemma2ForCausalLM, GptOssConfig, GptOssForCausalLM
 
@@ -452,7 +559,8 @@ def bindings() -> list[Any]:
 
     return [
         functional.scaled_dot_product_attention, functional.multi_head_attention_forward, functional.softmax,
-        torch.softmax, torch._transformer_encoder_layer_fwd, torch._native_multi_head_attention, nn.Module.__call__,
+        torch.softmax, "softmax" in vars(torch.Tensor),
+        torch._transformer_encoder_layer_fwd, torch._native_multi_head_attention, nn.Module.__call__,
         bound_elsewhere, ats.attend, ats.api.attend, torch_parts.attend, AttentionInterface.get_interface,
     ]  # fmt: skip
 
@@ -505,6 +613,65 @@ def test_an_error_in_the_model_leaves_the_watch_usable() -> None:
     assert seen.steps == 2 and seen.rows()[0]["rows"] == 3
 
 
+def test_a_watch_may_be_stopped_in_the_middle_of_a_step() -> None:
+    model = nn.Sequential(OwnAttention(), OwnAttention())
+    seen = watch(model)
+    model[1].register_forward_pre_hook(lambda *_: seen.stop())
+    with seen:
+        model(torch.randn(1, 3, 32))
+    assert not seen.layers and not torch_patches._UNDO
+    model[1]._forward_pre_hooks.clear()
+    with seen:
+        model(torch.randn(1, 3, 32))
+    assert len(seen.layers) == 4
+
+
+def test_a_callback_may_raise_stop_and_ask() -> None:
+    model, x = OwnAttention(), torch.randn(1, 3, 32)
+
+    def give_up(step, rows):
+        raise ZeroDivisionError(step)
+
+    with watch(model) as other, watch(model, on_step=give_up) as seen:
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                model(x)
+    assert seen.sampled == other.sampled == 2 and other.rows()[0]["rows"] == 6
+    told = watch(model, on_step=lambda step, rows: (told.stop(), told.verdicts(), told.rows()))
+    with told:
+        model(x)
+        model(x)
+    assert told.steps == 1 and not torch_patches._UNDO
+
+
+def test_threads_have_steps_of_their_own() -> None:
+    """Two threads in the same model and one in another, each waiting inside for the others."""
+    from concurrent.futures import ThreadPoolExecutor
+    from threading import Barrier
+
+    together = Barrier(3, timeout=60)
+
+    class Meeting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = OwnAttention()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            together.wait()
+            return self.attention(x)
+
+    torch.manual_seed(0)
+    model, other = Meeting(), Meeting()
+    inputs = [torch.randn(1, length, 32) for length in (3, 5, 7)]
+    with torch.no_grad(), watch(model) as seen, watch(other) as others, ThreadPoolExecutor(3) as pool:
+        for _ in range(5):
+            list(pool.map(lambda pair: pair[0](pair[1]), zip((model, model, other), inputs, strict=True)))
+    for found, lengths in ((seen, (3, 5)), (others, (7,))):
+        assert list(found.layers) == ["attention", "attention #2"] and not found.unseen
+        assert found.steps == found.sampled == 5 * len(lengths)
+        assert {row["rows"] for row in found.rows()} == {5 * sum(lengths)}
+
+
 def test_calls_of_other_models_are_none_of_its_business() -> None:
     model, other = OwnAttention(), OwnAttention()
     with watch(model) as seen:
@@ -548,6 +715,21 @@ def test_subclasses_and_modes_see_the_functions_that_they_know() -> None:
     with watch(model) as seen, Mode():
         assert torch.equal(model(x), before)
     assert ("sdpa", True) in told and ("softmax", False) in told and len(seen.rows()) == 2
+
+
+def test_tracing_by_torch_fx_finds_the_functions_themselves() -> None:
+    class Both(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (
+                functional.scaled_dot_product_attention(x, x, x) + functional.softmax(x, dim=-1) + torch.softmax(x, -1)
+            )
+
+    wanted = {functional.scaled_dot_product_attention, functional.softmax, torch.softmax}
+    with watch(model := Both()):
+        traced = torch.fx.symbolic_trace(model)
+    assert wanted <= {node.target for node in traced.graph.nodes}
+    x = torch.randn(1, 2, 3, 4)
+    assert torch.equal(traced(x), model(x))
 
 
 @pytest.mark.parametrize("lower", [True, False])
@@ -603,6 +785,46 @@ def test_a_softmax_written_by_hand_is_not_seen() -> None:
         model(torch.randn(1, 3, 4))
     assert not seen.layers and seen.steps == 1
     assert "no attention" in str(seen)
+    assert [(name, "a softmax of its own" in why) for name, why in seen.unseen] == [("(model)", True)]
+
+
+SOFTMAXES = {
+    "functional": lambda x: functional.softmax(x, dim=-1),
+    "torch": lambda x: torch.softmax(x, -1),
+    "tensor": lambda x: x.softmax(-1),
+    "module": nn.Softmax(-1),
+}
+
+
+@pytest.mark.parametrize("name", SOFTMAXES)
+def test_whatever_a_softmax_is_called_by_it_is_said(name: str) -> None:
+    class Own(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weights = SOFTMAXES[name](x @ x.mT)
+            return functional.softmax(x[0], -1) + functional.scaled_dot_product_attention(x, x, weights @ x)
+
+    model = nn.Sequential(Own())
+    seen = watched_run(model, torch.randn(2, 5, 4))
+    # That of two axes is none of an attention, that of a function which is seen belongs to it.
+    assert list(seen.layers) == ["0"] and [*seen.unseen.values()] == [1]
+
+
+def test_rows_that_are_not_numbers_are_a_failure_and_in_no_mean() -> None:
+    torch.manual_seed(0)
+    layer, x = nn.MultiheadAttention(16, 2, batch_first=True), torch.randn(2, 5, 16)
+    broken = x.clone()
+    broken[0, 1, 3] = torch.nan
+    for options in ({"need_weights": False}, {"need_weights": True}):
+        with watch(layer) as seen, torch.no_grad():
+            layer(broken, x, x, **options)
+        with watch(layer) as whole, torch.no_grad():
+            layer(x, x, x, **options)
+        assert [(row["rows"], row["nan_rows"], row["empty_rows"]) for row in seen.rows()] == [(9, 1, 0)] * 2
+        assert np.isfinite([row["entropy"] for row in seen.rows()]).all() and seen.failing() == [
+            ("(model)", h) for h in (0, 1)
+        ]
+        assert [verdict.what for verdict in seen.verdicts()] == ["not a number"] * 2
+        assert [row["nan_rows"] for row in whole.rows()] == [0, 0]
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace")
@@ -650,7 +872,7 @@ def test_an_implementation_without_anything_to_see_is_named(sentences) -> None:
 
 HEALTHY = {
     "saturated_rows": 0.01, "logit_variance": 1.0, "max_logit": 8.0, "first_key": 0.1, "padding": float("nan"),
-    "empty_rows": 0, "choice_rows": 100,
+    "empty_rows": 0, "nan_rows": 0, "choice_rows": 100,
 }  # fmt: skip
 
 
@@ -719,6 +941,26 @@ def test_rows_and_lines_are_plain(some) -> None:
     assert lines[0]["padding"] is None and lines[0]["layer"] == "0"
 
 
+def test_the_last_step_and_a_new_beginning() -> None:
+    torch.manual_seed(0)
+    model, x, told = OwnAttention(), 4 * torch.randn(2, 8, 32), []
+    assert watch(model).last() == []
+    with watch(model, thresholds=Thresholds(tau=2.0), on_step=lambda step, rows: told.append(rows)) as seen:
+        with torch.no_grad():
+            model(x)
+            model.qkv.weight[:64] *= 0.1  # all queries and keys
+            model(x)
+        # By their words: NaN is unlike itself.
+        assert repr(seen.last()) == repr(told[-1]) != repr(seen.rows()) and len(told[-1]) == 8
+        assert all(a["max_logit"] > b["max_logit"] for a, b in zip(seen.rows(), seen.last(), strict=True))
+        assert {row["clip"] for row in seen.last()} == {1.0} and all(row["clip"] < 1 for row in seen.rows()[:4])
+        assert [json.loads(line)["step"] for line in seen.json_lines(since=1)] == [1] * 8
+        seen.clear()
+        assert seen.rows() == seen.last() == [*seen.json_lines()] == []
+        model(x)
+    assert seen.steps == 3 and seen.sampled == 1 and repr(seen.rows()) == repr(seen.last()) == repr(told[-1])
+
+
 def test_tables_and_texts(some) -> None:
     from rich.console import Console
 
@@ -745,6 +987,13 @@ def test_names_of_the_room() -> None:
         _ = diagnostics.nothing
 
 
+def some_seen() -> Any:
+    model = OwnAttention()
+    with watch(model) as seen:
+        model(torch.randn(1, 3, 32))
+    return seen
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -753,6 +1002,7 @@ def test_names_of_the_room() -> None:
         (lambda: watch(ByHand(), history=1.5), ["history", "1.5"]),
         (lambda: watch(ByHand(), thresholds=3), ["thresholds", "int"]),
         (lambda: watch(ByHand()).history("there", "entropy"), ["layer", "there"]),
+        (lambda: some_seen().history("(model)", "entropies"), ["name", "max_logit", "entropies"]),
     ],
 )
 def test_wrong_arguments_are_named(wrong, words) -> None:

@@ -226,4 +226,5 @@ def test_masks_of_no_or_one_position(lengths: tuple[int, int]) -> None:
 def test_every_mask_of_the_package_is_in_the_table() -> None:
     rows = {type(mask).__name__ for case in MASKS if (mask := mask_object(case)) is not None}
     assert {"ValidLens", "KeyRange", "KeyPadding", "Causal", "SlidingWindow", "PrefixLM", "Documents", "Dense"} <= rows
+    assert "MaskFunction" in rows
     assert MASK["nested"].lengths == (7, 12)

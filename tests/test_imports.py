@@ -19,7 +19,7 @@ SOURCE = Path(attnscore.__file__).parent
 
 # Rooms that `import attnscore` leaves alone; all other modules are the core, and are imported at once.
 LATER = (
-    *("__main__", "bench", "cli", "commands", "demo", "diagnostics", "drawing", "files", "integrations"),
+    *("__main__", "bench", "cli", "commands", "demo", "diagnostics", "files", "integrations"),
     *("layers", "plotting", "testing"),
 )
 FRAMEWORKS = ("torch", "tensorflow", "keras", "jax", "jaxlib", "flax", "mxnet", "transformers")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from attnscore.cli import main
 from attnscore.diagnostics import Inspection, inspect_model
 from attnscore.diagnostics.head_numbers import SETTINGS, STATISTICS
 from attnscore.errors import ArgumentError
-from test_transformers import GPT2, MODELS
+from transformers_cases import ARCHITECTURES
+from transformers_cases import make as made
 
 TEXT = "the quick brown fox jumps over the lazy dog and runs away from it"
 MINILM_TEXT = "Astronauts on the night shift watched the planet rise over the lunar horizon."
@@ -36,19 +38,8 @@ class Words:
         return [f"<{one}>" for one in ids]
 
 
-def made(name: str) -> Any:
-    torch.manual_seed(2)
-    if name == "t5":  # a bias for each pair and head; the encoder of an encoder-decoder
-        config = transformers.T5Config(
-            vocab_size=50, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0
-        )
-        return transformers.T5Model(config).eval()
-    kind, config, settings = MODELS[name]
-    model = getattr(transformers, kind)(config(**settings)).eval()
-    if name == "gpt_oss":
-        for layer in model.model.layers:
-            torch.nn.init.normal_(layer.self_attn.sinks)
-    return model
+# Models that read text; of a pair the encoder is inspected.
+READERS = tuple(row.name for row in ARCHITECTURES if row.kind in ("decoder", "encoder", "pair"))
 
 
 def eager_weights(model: Any, text: str) -> list[np.ndarray]:
@@ -59,7 +50,7 @@ def eager_weights(model: Any, text: str) -> list[np.ndarray]:
     return [np.asarray(x[0].double()) for x in found]
 
 
-@pytest.fixture(scope="module", params=[*MODELS, "t5"])
+@pytest.fixture(scope="module", params=READERS)
 def inspected(request: pytest.FixtureRequest) -> tuple[Any, Inspection, list[np.ndarray]]:
     model = made(request.param)
     own = eager_weights(model, TEXT)
@@ -72,8 +63,9 @@ def test_weights_are_those_of_the_model(inspected: tuple[Any, Inspection, list[n
     for layer, weights in enumerate(own):
         for head in range(found.layers[layer].heads):
             np.testing.assert_allclose(found.weights(layer, head), weights[head], atol=2e-6)
-    block = found.weights(1, 2, query_index=[3, 7], key_index=slice(1, 4))
-    np.testing.assert_allclose(block, own[1][2][[3, 7], 1:4], atol=2e-6)
+    last = len(own) - 1
+    block = found.weights(last, 2, query_index=[3, 7], key_index=slice(1, 4))
+    np.testing.assert_allclose(block, own[last][2][[3, 7], 1:4], atol=2e-6)
 
 
 def test_statistics_are_those_of_the_matrix(inspected: tuple[Any, Inspection, list[np.ndarray]]) -> None:
@@ -118,12 +110,13 @@ def test_other_scales(inspected: tuple[Any, Inspection, list[np.ndarray]]) -> No
 
 def test_links_and_mass(inspected: tuple[Any, Inspection, list[np.ndarray]]) -> None:
     _, found, own = inspected
-    for head in range(found.layers[1].heads):
-        links = found.top_links(1, head, 5)
-        expected = np.sort(own[1][head], axis=None)[::-1][:5]
+    last = len(own) - 1
+    for head in range(found.layers[last].heads):
+        links = found.top_links(last, head, 5)
+        expected = np.sort(own[last][head], axis=None)[::-1][:5]
         np.testing.assert_allclose([weight for _, _, weight in links], expected, atol=2e-6)
-        assert all(abs(own[1][head][i, j] - weight) < 2e-6 for i, j, weight in links)
-        np.testing.assert_allclose(found.key_mass(1, head), own[1][head].sum(0), atol=1e-5)
+        assert all(abs(own[last][head][i, j] - weight) < 2e-6 for i, j, weight in links)
+        np.testing.assert_allclose(found.key_mass(last, head), own[last][head].sum(0), atol=1e-5)
 
 
 def test_the_model_is_left_as_it_was() -> None:
@@ -137,7 +130,7 @@ def test_rows_and_what_is_left_out() -> None:
     found = inspect_model(made("gpt2"), TEXT, tokenizer=Words(), most_tokens=5)
     assert len(found.tokens) == 5 and found.left_out == len(TEXT.split()) - 5
     rows = found.to_rows()
-    assert len(rows) == GPT2["n_layer"] * GPT2["n_head"]
+    assert len(rows) == 2 * 4
     assert len({frozenset(row) for row in rows}) == 1
     assert rows[-1]["name"].endswith("attn") and rows[-1]["head"] == 3
     assert rows[0]["entropy"] == found.statistics["entropy"][0, 0]
@@ -160,7 +153,7 @@ def test_the_report_holds_what_makes_the_weights(
     """The page's own arithmetic, in NumPy, gives the weights; the browser's is in test_inspect_browser.py."""
     _, found, own = inspected
     data = data_of(found.to_html(tmp_path / "report.html").read_text("utf-8"))
-    length, layer = len(found.tokens), data["layers"][1]
+    length, layer = len(found.tokens), data["layers"][-1]
     assert data["tokens"] == list(found.tokens)
     if "weights" in layer:
         codes = np.frombuffer(base64.b64decode(layer["weights"]["2"]), "<u2").reshape(length, length)
@@ -174,7 +167,7 @@ def test_the_report_holds_what_makes_the_weights(
             scores = np.where((np.arange(length) >= starts) & (np.arange(length) < stops), scores, -np.inf)
         total = np.exp(scores).sum(-1, keepdims=True) + (0 if layer["sink"] is None else np.exp(layer["sink"][2]))
         weights = np.exp(scores) / total
-    np.testing.assert_allclose(weights, own[1][2], atol=3e-4)
+    np.testing.assert_allclose(weights, own[-1][2], atol=3e-4)
 
 
 def test_a_small_file_keeps_the_sharpest_heads(tmp_path: Path) -> None:
@@ -210,6 +203,123 @@ def test_wrong_input(arguments: dict[str, Any], words: str) -> None:
         inspect_model(**arguments)
 
 
+class Framed(Words):
+    """A tokenizer that puts two tokens of its own around the text, and knows a limit."""
+
+    model_max_length = 7
+
+    def num_special_tokens_to_add(self) -> int:
+        return 2
+
+
+def test_limits_of_tokenizer_and_positions() -> None:
+    assert len(inspect_model(made("gpt2"), TEXT, tokenizer=Framed()).tokens) == 7
+    with pytest.raises(
+        ArgumentError, match="most_tokens: expected more than the 2 tokens that the tokenizer adds, got 2"
+    ):
+        inspect_model(made("gpt2"), TEXT, tokenizer=Framed(), most_tokens=2)
+    # RoBERTa's first position is the one behind the padding's: 12 places are for 10 tokens.
+    settings = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.RobertaConfig(**settings, intermediate_size=16, max_position_embeddings=12, pad_token_id=1)
+    found = inspect_model(transformers.RobertaModel(config), TEXT, tokenizer=Words())
+    assert len(found.tokens) == 10 and found.left_out == len(TEXT.split()) - 10
+    assert found.facts == f"1 layer, 2 heads, 10 tokens; {found.left_out} more tokens of the text were not read."
+
+
+def test_a_model_of_sixteen_bits(tmp_path: Path) -> None:
+    """Weights are not rounded to 8 bits, and the report is written."""
+    model = made("llama").to(torch.bfloat16)
+    found = inspect_model(model, TEXT, tokenizer=Words())
+    np.testing.assert_allclose(found.weights(1, 2).sum(-1), 1, atol=1e-6)
+    (_, _, weight), *_ = found.top_links(1, 2)
+    assert weight == pytest.approx(found.weights(1, 2).max(), abs=1e-6)
+    np.testing.assert_allclose(found.key_mass(1, 2), found.weights(1, 2).sum(0), atol=1e-5)
+    assert data_of(found.to_html(tmp_path / "report.html").read_text("utf-8"))["links"]
+
+
+def test_layers_of_different_heads(tmp_path: Path) -> None:
+    model = made("gpt2")
+    first = model.transformer.h[0].attn
+    first.num_heads, first.head_dim = 2, 16  # the same matrices, cut into two heads in place of four
+    first.scaling = first.head_dim**-0.5
+    found = inspect_model(model, TEXT, tokenizer=Words())
+    assert [layer.heads for layer in found.layers] == [2, 4] and len(found.to_rows()) == 6
+    assert np.isnan(found.statistics["entropy"][0, 2:]).all() and np.isfinite(found.statistics["entropy"][1]).all()
+    values = data_of(found.to_html(tmp_path / "report.html").read_text("utf-8"))["statistics"]["entropy"]["values"]
+    assert [len(row) for row in values] == [2, 4]
+
+
+def test_of_two_halves_it_says_which() -> None:
+    assert inspect_model(made("t5"), TEXT, tokenizer=Words()).facts.endswith("; the encoder alone, not the decoder.")
+
+
+def saved(folder: Path) -> Path:
+    """A small model with its tokenizer in a folder."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    made("gpt2").save_pretrained(folder)
+    words = {word: place for place, word in enumerate(["[UNK]", *sorted(set(TEXT.split()))])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(folder)
+    return folder
+
+
+def test_a_folder_asks_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = saved(tmp_path / "small")
+    asked: list[Any] = []
+
+    def refuse(*arguments: Any, **_: Any) -> Any:
+        asked.append(arguments)
+        raise OSError("no network")
+
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    # Read when huggingface_hub was imported, perhaps by another test.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("socket.getaddrinfo", refuse)
+    monkeypatch.setattr("socket.socket.connect", refuse)
+    before = transformers.utils.logging.get_verbosity(), dict(os.environ)
+    found = inspect_model(folder, TEXT)
+    assert found.model == "small" and found.tokens == tuple(TEXT.split())
+    assert asked == [] and (transformers.utils.logging.get_verbosity(), dict(os.environ)) == before
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        ("config", "model: expected a folder with a Hugging Face model and tokenizer, got"),
+        ("cut", "model: expected a folder with a Hugging Face model and tokenizer, got"),
+        ("tokenizer", "tokenizer: expected tokens of the text, got none"),
+        ("weights", "model: expected a folder with all weights of GPT2Model, got 4 missing, such as h.1.attn.c_"),
+    ],
+)
+def test_a_folder_that_is_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str], harm: str, words: str) -> None:
+    folder, text, out = saved(tmp_path / "small"), tmp_path / "text.txt", tmp_path / "report.html"
+    text.write_text(TEXT, "utf-8")
+    if harm == "config":
+        (folder / "config.json").write_text("{")
+    elif harm == "cut":
+        (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:1000])
+    elif harm == "tokenizer":
+        for path in folder.glob("tokenizer*"):
+            path.unlink()
+    else:
+        model = made("gpt2")
+        model.save_pretrained(folder, state_dict={k: v for k, v in model.state_dict().items() if "h.1.attn" not in k})
+    capsys.readouterr()  # what saving said
+    assert main(["inspect", str(folder), "--text", str(text), "--out", str(out)]) == 2
+    err = capsys.readouterr().err
+    assert words in err and err.count("\n") == 1 and not out.exists()
+
+
+def test_a_model_of_pictures_is_refused() -> None:
+    settings = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model = transformers.ViTModel(transformers.ViTConfig(**settings, image_size=8, patch_size=4))
+    with pytest.raises(ArgumentError, match="expected a model that reads text, got ViTModel, which reads pixel_values"):
+        inspect_model(model, TEXT, tokenizer=Words())
+
+
 def test_wrong_places() -> None:
     found = inspect_model(made("gpt2"), TEXT, tokenizer=Words())
     for call, words in (
@@ -226,7 +336,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     text, out = tmp_path / "text.txt", tmp_path / "report.html"
     text.write_text(MINILM_TEXT, "utf-8")
     assert main(["inspect", "minilm", "--text", str(text), "--out", str(out)]) == 0
-    assert "16 tokens. Report (" in " ".join(capsys.readouterr().out.split())
+    assert "6 layers, 72 heads, 16 tokens. Report (" in " ".join(capsys.readouterr().out.split())
     data = data_of(out.read_text("utf-8"))
     assert len(data["layers"]) == 6 and data["tokens"][1] == "astronauts"
     assert data["statistics"]["entropy"]["values"][0][2] < 0.2

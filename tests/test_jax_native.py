@@ -15,7 +15,7 @@ import pytest
 import attnscore as ats
 from attnscore import threads
 from attnscore.frameworks import jax_ffi
-from attnscore.kernels import native_program
+from attnscore.kernels.native_traced import traced_visibility
 from attnscore.pose import pose
 from cases import DTYPES, in_turn, needs_native
 from runs import EXTRAS, make_call
@@ -56,6 +56,13 @@ def callback(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as changed:
         changed.setattr(jax_ffi, "registered", lambda: False)
         yield
+
+
+@pytest.fixture(params=[False, True], ids=["own call", "callback"])
+def callback_too(request: pytest.FixtureRequest) -> bool:
+    if request.param:
+        request.getfixturevalue("callback")
+    return bool(request.param)
 
 
 @pytest.fixture
@@ -141,20 +148,65 @@ def test_intervals_in_the_program_are_those_of_the_mask(mask: str, narrow: None)
 
     def ends(numbers: Any) -> Any:
         problem, _ = pose(*arrays, mask=MASKS[mask](numbers))
-        found, rest = native_program._visibility(problem)
+        found, rest = traced_visibility(problem)
         assert rest is None
         return found
 
     traced = jax.jit(ends)
     for numbers in ([2, 7], [0, 11], [-5, 40], [2**30, -(2**30)]):
         known = MASKS[mask](np.asarray(numbers, np.int32))
-        wanted = ats.masking.split(known, 9, 11, 2)[0]
+        pieces = ats.masking.split(known, 9, 11, 2)[0]
+        wanted = None if pieces is None else pieces.single
         assert wanted is not None
         start, stop, first, last = (np.broadcast_to(x, (2, 9)) for x in (*traced(jnp.asarray(numbers)), *wanted))
         alive = last > first
         np.testing.assert_array_equal(stop > start, alive)
         for got, want in ((start, first), (stop, last)):
             np.testing.assert_array_equal(np.where(alive, got, 0), np.where(alive, want, 0), err_msg=str(numbers))
+
+
+HOLED: dict[str, Any] = {
+    "sinks": lambda n: ats.KeyRange(0, 2) & ats.Causal("bottom_right") | ats.SlidingWindow(2, 0, offset=n),
+    "two ranges": lambda n: ats.KeyRange(0, n // 3) | ats.KeyRange(n, 11),
+    "an empty one": lambda n: ats.KeyRange(n, n) | ats.KeyRange(4, 6),
+    "one inside": lambda n: ats.KeyRange(n, 9) | ats.ValidLens(11),
+    "all but a window": lambda n: ~ats.SlidingWindow(1, 1, offset=n),
+    "neither": lambda n: ~(ats.KeyRange(1, 3) | ats.SlidingWindow(1, 1, offset=n)),
+    "known and traced": lambda n: (ats.KeyRange(0, 2) | ats.KeyRange(4, 6) | ats.KeyRange(8, 10)) & ~ats.KeyRange(n, 9),
+}
+
+
+@pytest.mark.parametrize("mask", HOLED)
+def test_traced_numbers_between_pieces(mask: str, callback_too: bool) -> None:
+    """In the program, and where it comes back to Python; also under vmap; with gradients."""
+    arrays = inputs()
+
+    def loss(arrays: Any, numbers: Any, **options: Any) -> Any:
+        return square(*arrays, mask=HOLED[mask](numbers), **options)
+
+    traced = jax.jit(jax.value_and_grad(loss))
+    if not callback_too:
+        assert "@attnscore_forward" in program(loss, arrays, jnp.asarray([2, 7]))
+    for numbers in ([2, 7], [0, 11], [-5, 40], [6, 3]):
+        # Ends of ranges that are known are checked.
+        n = jnp.asarray(numbers)
+        n = n if "window" in mask or mask in ("sinks", "neither") else n.clip(0, 11)
+        wanted = jax.value_and_grad(lambda a, n: loss(a, n, kernel="dense"))(arrays, n)
+        close(traced(arrays, n), wanted, 1e-10)
+        several = jnp.stack([n, n[::-1]])
+        close(jax.vmap(lambda n: loss(arrays, n))(several)[0], wanted[0], 1e-10)
+
+
+def test_documents_that_are_traced_twice_are_left_to_the_stream() -> None:
+    arrays, ids = inputs(), jnp.asarray(RNG.integers(-1, 3, (2, 9)))
+    keys = jnp.asarray(RNG.integers(-1, 3, (2, 11)))
+
+    def call(ids: Any, keys: Any, **options: Any) -> Any:
+        return ats.attend(*arrays, mask=ats.Documents(ids, keys) & ats.Documents(ids % 2, keys % 2), **options)
+
+    assert "@attnscore_forward" not in program(call, ids, keys)
+    for found in (call(ids, keys, kernel="native"), jax.jit(call)(ids, keys)):
+        close(found, call(ids, keys, kernel="dense"))
 
 
 def test_a_mask_that_is_no_interval_goes_beside_the_intervals() -> None:

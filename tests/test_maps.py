@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,8 @@ import pytest
 import torch
 
 import attnscore as ats
-from attnscore import maps
-from cases import FRAMEWORKS
+from attnscore import largest, maps
+from cases import FRAMEWORKS, needs_native
 
 frameworks = pytest.mark.parametrize("framework", FRAMEWORKS)
 
@@ -119,6 +120,166 @@ def test_no_matrix_is_held() -> None:
     ats.top_weights(query, key, 4)
     assert tracemalloc.get_traced_memory()[1] < 40 * 2**20
     tracemalloc.stop()
+
+
+BY_BINS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"mask": ats.Causal("bottom_right")},
+    "window": {"mask": ats.Causal("bottom_right") & ats.SlidingWindow(left=3, align="bottom_right")},
+    "lengths-sink": {"valid_lens": [0, 900], "sink": 0.5},
+    "lengths-of-rows": {"valid_lens": np.arange(2 * 7).reshape(2, 7) * 80},
+    "documents": {"mask": ats.Documents(np.arange(7) // 3, np.arange(1100) // 400)},
+    "gaussian": {"score": ats.Gaussian(0.7)},
+    "capped": {"score": ats.Temperature(ats.SoftCap("dot", 2.0), 0.5)},
+    "additive": {"score": ats.Additive(np.random.default_rng(3).normal(size=4))},
+    "bilinear": {"score": ats.Bilinear(np.random.default_rng(4).normal(size=(4, 4)))},
+    "scale-a-head": {"score": ats.ScaledDot(np.arange(1.0, 7.0))},
+    "bandwidth-a-head": {"score": ats.Gaussian(np.arange(1.0, 7.0))},
+    "cosine": {"score": ats.Cosine(5.0)},
+}
+
+
+def long_arrays(framework: str, dtype: str = "float64") -> tuple[Any, Any]:
+    rng = np.random.default_rng(5)
+    pair = rng.normal(size=(2, 6, 7, 4)), rng.normal(size=(2, 3, 1100, 4))
+    if framework == "numpy":
+        return pair[0].astype(dtype), pair[1].astype(dtype)
+    return tuple(torch.from_numpy(x).to(getattr(torch, dtype)).requires_grad_() for x in pair)
+
+
+@needs_native
+@frameworks
+@pytest.mark.parametrize("name", BY_BINS)
+@pytest.mark.parametrize("held", [2**20, 2**8])
+def test_top_weights_through_bins_of_keys(name: str, held: int, framework: str, monkeypatch: Any) -> None:
+    """The way of long rows, on rows that are short enough to be compared whole."""
+    monkeypatch.setattr(largest, "_FEWEST_KEYS", 1)
+    monkeypatch.setattr(largest, "_HELD", held)
+    arguments = dict(BY_BINS[name])
+    score = arguments.get("score")
+    if framework == "torch" and score is not None:
+        fields = {f: torch.from_numpy(x) for f, x in vars(score).items() if isinstance(x, np.ndarray)}
+        arguments["score"] = dataclasses.replace(score, **fields)
+    walked = []
+    monkeypatch.setattr(largest, "top_of_bins", spied(largest.top_of_bins, walked))
+    found = ats.top_weights(*long_arrays(framework), 2, **arguments)
+    assert walked, "this way was taken"
+    whole = ats.attention_weights(*long_arrays("numpy"), **BY_BINS[name])
+    weights, index = host(found.weights), host(found.index)
+    assert np.allclose(weights, -np.sort(-whole, -1)[..., :2], rtol=1e-10, atol=1e-14)
+    assert np.array_equal(index == -1, weights == 0)
+    assert np.allclose(np.take_along_axis(whole, np.maximum(index, 0), -1)[index >= 0], weights[index >= 0], rtol=1e-10)
+
+
+def spied(function: Any, calls: list[Any]) -> Any:
+    def called(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return function(*arguments)
+
+    return called
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_top_weights_through_bins_in_narrow_dtypes(dtype: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(largest, "_FEWEST_KEYS", 1)
+    found = ats.top_weights(*long_arrays("torch", dtype), 2, mask=ats.Causal("bottom_right"))
+    assert found.weights.dtype == getattr(torch, dtype)
+    whole = ats.attention_weights(
+        *(x.detach().double() for x in long_arrays("torch", dtype)), mask=ats.Causal("bottom_right")
+    )
+    wanted = whole.sort(-1, descending=True)[0][..., :2]
+    eps = torch.finfo(getattr(torch, dtype)).eps
+    torch.testing.assert_close(found.weights.double(), wanted, rtol=4 * eps, atol=1e-6)
+
+
+def test_scores_of_a_high_level_weigh_no_more_than_one(monkeypatch: Any) -> None:
+    """The kernel's largest score and the one computed again differ by a rounding, at 1e5 of 0.01."""
+    monkeypatch.setattr(largest, "_FEWEST_KEYS", 1)
+    query, key = (300 * x.astype(np.float32) for x in long_arrays("numpy"))
+    weights = ats.top_weights(query, key, 2).weights
+    assert weights.max() <= 1 and np.allclose(
+        weights, ats.top_weights(query.astype(float), key.astype(float), 2).weights, atol=0.05
+    )
+
+
+@pytest.mark.parametrize("what", ["nan", "bias", "scattered", "many"])
+def test_what_bins_do_not_take_is_computed_whole(what: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(largest, "_FEWEST_KEYS", 1)
+    monkeypatch.setattr(largest, "top_of_bins", lambda *_: pytest.fail("taken"))
+    query, key = (x[0, :3] for x in long_arrays("numpy"))
+    arguments: dict[str, Any] = {}
+    if what == "nan":
+        key[0, 5] = np.nan
+        arguments["valid_lens"] = [5, 6, 7]
+    elif what == "bias":
+        arguments["bias"] = np.random.default_rng(6).normal(size=(7, 1100))
+    elif what == "scattered":
+        arguments["mask"] = ats.Dense(np.random.default_rng(7).random((7, 1100)) > 0.5)
+    k = 40 if what == "many" else 2
+    found = ats.top_weights(query, key, k, **arguments)
+    whole = ats.attention_weights(query, key, **arguments)
+    assert np.allclose(found.weights, -np.sort(-whole, -1)[..., :k], rtol=1e-12, atol=1e-14, equal_nan=True)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 11])
+def test_pooled_weights_by_a_few_rows_at_a_time(rows: int, monkeypatch: Any) -> None:
+    monkeypatch.setattr(maps, "_FEWEST_ROWS", rows)
+    monkeypatch.setattr(maps, "_HELD", 1)
+    arguments = {"mask": ats.Causal("bottom_right"), "valid_lens": [4, 9], "sink": 0.5}
+    found = ats.pooled_weights(*arrays("numpy"), (4, 3), **arguments)
+    monkeypatch.undo()
+    assert np.allclose(found, ats.pooled_weights(*arrays("numpy"), (4, 3), **arguments), rtol=1e-12)
+
+
+@frameworks
+@pytest.mark.parametrize(("queries", "keys"), [(0, 5), (5, 0), (0, 0), (1, 1), (1, 5)])
+def test_no_queries_no_keys_and_one(queries: int, keys: int, framework: str) -> None:
+    made = np.zeros if framework == "numpy" else torch.zeros
+    query, key = made((2, queries, 3)), made((2, keys, 3))
+    assert ats.key_mass(query, key).shape == (2, keys)
+    assert np.allclose(host(ats.key_mass(query, key)), queries / max(1, keys))
+    pooled = ats.pooled_weights(query, key, (4, 7))
+    assert pooled.shape == (2, max(1, min(4, queries)), max(1, min(7, keys)))
+    assert np.isclose(host(pooled).sum(), 2 * queries * (keys > 0))
+    if keys:
+        assert ats.top_weights(query, key, 1).index.shape == (2, queries, 1)
+
+
+@frameworks
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_narrow_dtypes(dtype: str, framework: str) -> None:
+    if framework == "numpy":
+        ml_dtypes = pytest.importorskip("ml_dtypes")
+        pair = tuple(x.astype({"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[dtype]) for x in arrays("numpy"))
+        wide = tuple(x.astype(np.float64) for x in pair)
+    else:
+        pair = tuple(x.detach().to(getattr(torch, dtype)) for x in arrays("torch"))
+        wide = tuple(x.double().numpy() for x in pair)
+    whole = ats.attention_weights(*wide)
+    eps = 2**-7 if dtype == "bfloat16" else 2**-10
+    for found, wanted in (
+        (ats.key_mass(*pair), whole.sum(-2)),
+        (ats.pooled_weights(*pair, (1, 13)), whole.sum(-2, keepdims=True)),
+        (ats.top_weights(*pair, 1).weights, whole.max(-1, keepdims=True)),
+    ):
+        assert str(found.dtype).endswith(dtype)
+        plain = found.astype(np.float64) if framework == "numpy" else found.double().numpy()
+        assert np.abs(plain / wanted - 1).max() < 2 * eps
+
+
+def test_heads_on_the_third_axis() -> None:
+    query, key = arrays("numpy")
+    swapped = query.swapaxes(1, 2), key.swapaxes(1, 2)
+    assert np.array_equal(ats.key_mass(*swapped, head_axis=-2), ats.key_mass(query, key))
+    assert np.allclose(ats.pooled_weights(*swapped, (3, 4), head_axis=-2), ats.pooled_weights(query, key, (3, 4)))
+    assert np.array_equal(ats.top_weights(*swapped, 2, head_axis=-2).index, ats.top_weights(query, key, 2).index)
+
+
+@pytest.mark.parametrize("function", [ats.key_mass, ats.pooled_weights, ats.attention_weights])
+def test_there_is_no_dropout(function: Any) -> None:
+    with pytest.raises(TypeError, match="dropout"):
+        function(*arrays("numpy"), dropout=0.5)
 
 
 def test_a_mask_of_numpy_beside_tensors_with_gradients() -> None:

@@ -10,6 +10,7 @@ import pytest
 from native_cases import Case, native
 
 F4 = np.float32
+HOLE = np.stack([np.full((2, 5), 7), np.full((2, 5), 8)])
 WRONG_FORWARD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"query": None}, ValueError, "query: expected an array, got None"),
     ({"query": [1, 2]}, TypeError, "query: expected a NumPy array of float32 .* got .*list"),
@@ -60,6 +61,27 @@ WRONG_FORWARD: list[tuple[dict[str, Any], type[Exception], str]] = [
         "stop: expected numbers from start on, got 4 with start 5",
     ),
     ({"start": np.zeros((2, 10), int)[:, ::2], "stop": np.zeros((2, 5), int)}, ValueError, "start: .*C-contiguous"),
+    (
+        {"start": np.zeros((3, 3, 5), int), "stop": np.zeros((3, 3, 5), int)},
+        ValueError,
+        r"start: expected shape \(3, 2, 5\)",
+    ),
+    (
+        {"start": np.zeros((0, 2, 5), int), "stop": np.zeros((0, 2, 5), int)},
+        ValueError,
+        r"start: expected shape \(2, 5\)",
+    ),
+    (
+        {"start": np.zeros((2, 2, 5), int), "stop": np.zeros((2, 5), int)},
+        ValueError,
+        "stop: expected the shape of start",
+    ),
+    ({"start": np.zeros((2, 2, 5), int), "stop": HOLE}, ValueError, "stop: expected .* key_len = 7, got 8"),
+    (
+        {"start": np.zeros((5, 2, 2), int).transpose(1, 2, 0), "stop": np.zeros((2, 2, 5), int)},
+        ValueError,
+        "start: .*C-contiguous",
+    ),
     ({"weights": np.zeros(4, F4)}, ValueError, "weights: expected None but with form 'additive'"),
     ({"form": "additive"}, ValueError, "weights: expected an array, got None"),
     ({"form": "additive", "weights": np.zeros(4)}, TypeError, "weights: expected dtype float32"),

@@ -80,14 +80,17 @@ def test_heads_that_share_keys_share_their_gradient(watched: Watched) -> None:
 
 
 X = np.ones((1, 4, 6, 3), np.float32)
-TWO = ats.Dense(np.ones((6, 6), bool)) & ats.Dense(np.ones((6, 6), bool))
+TWO = ats.Dense(np.ones((6, 1), bool)) & ats.Dense(np.ones((1, 6), bool))
 
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"mask": ~ats.Causal()}, "the mask is no interval of keys per row: ~Causal()"),
-        ({"mask": TWO}, "2 arrays in one mask"),
+        (
+            {"mask": ats.Causal() | ats.Documents([0, 1, 0, 1, 1, 0])},
+            "the mask is neither a few intervals of keys per row nor one array: Causal() | Documents(",
+        ),
+        ({"mask": TWO}, "2 arrays in one mask, larger together than any"),
         ({"bias": np.zeros((6, 6), np.longdouble)}, "bias of dtype "),
     ],
 )
@@ -103,6 +106,10 @@ def test_it_says_what_it_does_not_take(arguments: dict[str, Any], reason: str) -
         ats.Dense(np.tri(6, dtype=bool)) & ats.Documents([0, 1, 0, 1, -1, 0]) & ats.SlidingWindow(left=3),
         ats.KeyPadding([[1, 0, 1, 1, 0, 1]]) & ats.Causal(),
         ats.Documents([[0, 1, 0, 1, -1, 0]]),
+        ats.Documents([0, 1, 0, 1, -1, 0]) & ats.Documents([[3, 2**61, 2**61, 2**61, 0, 3]]),
+        ats.Dense(np.tri(6, dtype=bool)) & ats.KeyPadding([[1, 0, 1, 1, 0, 1]]) & ats.Documents([0, 1, 0, 1, -1, 0]),
+        ats.Dense(np.tri(6, dtype=bool)) & ats.Dense(np.tri(6, dtype=bool)[::-1]) | ats.KeyRange(2, 3),
+        ats.KeyPadding([[1, 0, 1, 1, 0, 1]]) & ats.KeyPadding([[1, 1, 0, 1, 0, 0]]),
     ],
     ids=repr,
 )

@@ -88,6 +88,12 @@ def masks_of(sizes: Sizes, rng: np.random.Generator) -> dict[str, ats.Mask | Non
         "keys": ats.KeyPadding(rng.random((b, m)) < 0.7),
         "row": ats.Dense(rng.random((n, 1)) < 0.8),
         "ids": ats.Documents(*ids),
+        "sinks": ats.KeyRange(0, [min(4, m), min(1, m)])
+        | ats.SlidingWindow(9, 2, offset=[int(x) for x in rng.integers(-n, m + 1, b)]),
+        "global": ats.KeyPadding(np.arange(m)[None] % 37 == rng.integers(0, 37)) | ats.SlidingWindow(3, 3, "top_left"),
+        "but a window": ~ats.SlidingWindow(9, 2, offset=int(rng.integers(-n, m + 1)))
+        & ats.KeyPadding(rng.random((b, m)) < 0.9),
+        "arrays": ats.Dense(rng.random((b, 1, n, m)) < 0.7) & ~ats.Dense(rng.random((n, m)) < 0.1),
         "all": ats.Documents(*ids) & ats.Dense(rng.random((n, m)) < 0.9) & ats.ValidLens(rng.integers(0, m + 1, b)),
     }
 

@@ -59,9 +59,9 @@ def test_every_mask(mask: Any, dtype: str) -> None:
     plan = plan_of(build_call(SCORES[0], mask, dtype))
     left = MASKS_LEFT.get(mask.name)
     if plan.kernel != "native" and left is None:
-        # Or of what has no form but its own: a tree of masks that is neither intervals, one array nor one Documents.
-        assert not mask.intervals
-        assert all("no interval of keys per row" in reason or "in one mask" in reason for reason in reasons_of(plan))
+        # Of what has no form but its own: neither a few intervals, an array as large as one given, nor Documents.
+        assert mask.name in ("MaskFunction-scattered", "MaskFunction-heads", "not-and")
+        assert all("neither a few intervals of keys per row nor one array" in reason for reason in reasons_of(plan))
         return
     assert (plan.kernel, reasons_of(plan)) == (("streaming", [left]) if left else ("native", []))
 
@@ -74,6 +74,16 @@ OWN: dict[str, dict[str, Any]] = {
     "an array and documents": {"mask": ats.Dense(ARRAY) & ats.Documents(np.arange(9) % 2)},
     "scattered keys": {"mask": ats.KeyPadding(ARRAY[:2])},
     "scattered keys and documents": {"mask": ats.KeyPadding(ARRAY[:2]) & ats.Documents(np.arange(9) % 2) & CAUSAL},
+    "not": {"mask": ~CAUSAL},
+    "all but a window": {"mask": ~ats.SlidingWindow(1, 1)},
+    "sinks and a window": {"mask": ats.KeyRange(0, 2) & CAUSAL | ats.SlidingWindow(2, 0)},
+    "global tokens and a window": {"mask": ats.KeyPadding(ARRAY[:2]) | ats.SlidingWindow(1, 1)},
+    "neither of two": {"mask": ~(ats.KeyRange(2, 4) | ats.Dense(ARRAY))},
+    "or an array": {"mask": CAUSAL | ats.Dense(ARRAY)},
+    "two arrays": {"mask": ats.Dense(ARRAY) & ats.Dense(ARRAY[:1])},
+    "scattered keys twice": {"mask": ats.KeyPadding(ARRAY[:2]) & ats.KeyPadding(ARRAY[2:4])},
+    "an array and scattered keys": {"mask": ats.Dense(ARRAY) & ats.KeyPadding(ARRAY[:2])},
+    "two documents": {"mask": ats.Documents(np.arange(9) % 2) & ats.Documents(np.arange(9) % 3)},
     "a bias in float64": {"bias": np.zeros((9, 9))},
     "a bias in bfloat16": {"bias": np.zeros((9, 9), ml_dtypes.bfloat16)},
     "a sink in float64": {"sink": np.zeros(4)},
@@ -94,14 +104,16 @@ OWN: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 LEFT: dict[str, tuple[dict[str, Any], str]] = {
-    "not": ({"mask": ~CAUSAL}, "the mask is no interval of keys per row: ~Causal()"),
-    "or": ({"mask": CAUSAL | ats.Dense(ARRAY)}, "the mask is no interval of keys per row"),
-    "two arrays": ({"mask": ats.Dense(ARRAY) & ats.Dense(ARRAY)}, "2 arrays in one mask"),
-    "an array and scattered keys": ({"mask": ats.Dense(ARRAY) & ats.KeyPadding(ARRAY[:2])}, "2 arrays in one mask"),
-    "two documents": (
-        {"mask": ats.Documents(np.arange(9) % 2) & ats.Documents(np.arange(9) % 3)},
-        "2 Documents in one mask",
+    "an array for each batch row": (
+        {"mask": ats.Causal(offset=[1, 2]) | ats.Dense(ARRAY)},
+        "neither a few intervals of keys per row nor one array: Causal(offset=[1, 2]) | Dense(array=<(9, 9) bool>)",
     ),
+    "or documents": ({"mask": CAUSAL | ats.Documents(np.arange(9) % 2)}, "neither a few intervals of keys per row nor"),
+    "two arrays, larger together": (
+        {"mask": ats.Dense(ARRAY[:, :1]) & ats.Dense(ARRAY[:1])},
+        "2 arrays in one mask, larger together than any",
+    ),
+    "a view of a row": ({"mask": CAUSAL | ats.Dense(np.broadcast_to(ARRAY[0], (9, 9)))}, "nor one array"),
     "a bias of long doubles": ({"bias": np.zeros((9, 9), np.longdouble)}, "bias of dtype"),
 }
 X = np.random.default_rng(0).standard_normal((2, 4, 9, 5)).astype("f4")

@@ -9,9 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from attnscore.drawing import GREY, short_number, two_decimals
-from attnscore.errors import FrameworkError, ShapeError
-from attnscore.plotting import show_attention, show_head_grid, show_heatmaps
+import attnscore as ats
+from attnscore.errors import ArgumentError, FrameworkError, ShapeError
+from attnscore.plotting import (
+    show_attention,
+    show_head_grid,
+    show_heatmaps,
+    show_key_mass,
+    show_long_attention,
+    show_pooled_weights,
+    show_top_weights,
+)
+from attnscore.plotting.drawing import GREY, short_number, two_decimals
 
 RNG = np.random.default_rng(0)
 TOKENS = ["[CLS]", "the", "cats", ",", "worth", "$", "5", "or", "$", "6", ",", "sat", "[SEP]"]
@@ -227,3 +236,230 @@ def test_short_numbers():
     assert [short_number(x, 3) for x in (118.2, 0.00248, -1.5, 1e9)] == ["118", "0.00248", "-1.50", "1e+09"]
     assert short_number(float("nan")) == "nan"
     assert two_decimals(-0.004) == "0.00"
+
+
+# ---------------------------------------------------------------- long contexts
+
+Q, K = RNG.normal(size=(2, 300, 8))
+K[0] += 3 * Q.mean(0) / np.linalg.norm(Q.mean(0))  # a sink
+
+
+def overlapping(figure):
+    """Pairs of written words, anywhere in a figure, that cover each other."""
+    from matplotlib.text import Text
+
+    figure.draw_without_rendering()
+    hidden = set()
+    for side in (side for axis in figure.axes for side in (axis.xaxis, axis.yaxis)):
+        low, high = sorted(side.get_view_interval())
+        slack = 1e-9 * (high - low)
+        for tick in (*side.get_major_ticks(), *side.get_minor_ticks()):
+            if not low - slack <= tick.get_loc() <= high + slack:  # placed, and not drawn
+                hidden |= {tick.label1, tick.label2}
+    shown = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text() and text not in hidden]
+    boxes = [(text.get_text(), text.get_window_extent().padded(-0.5)) for text in shown]
+    return [(one, two) for (one, a), (two, b) in itertools.combinations(boxes, 2) if one != two and a.overlaps(b)]
+
+
+def test_pooled_map_counts_tokens_and_shows_what_a_query_gives():
+    mask = ats.Causal()
+    pooled = ats.pooled_weights(Q, K, (30, 30), mask=mask)
+    figure = show_pooled_weights(pooled, query_len=300, key_len=300, titles=["a head"])
+    (axis,) = panels(figure)
+    image = axis.images[0]
+    assert axis.get_xlim() == (0, 300) and axis.get_ylim() == (300, 0)
+    shown = image.get_array()
+    np.testing.assert_allclose(shown.filled(0).sum(-1), 1)  # a row of bins is what one query gives
+    assert np.array_equal(shown.mask, np.triu(np.ones((30, 30), bool), 1)), "what the mask hides is grey"
+    assert type(image.norm).__name__ == "LogNorm" and axis.get_title() == "a head"
+    linear = show_pooled_weights(pooled, query_len=300, key_len=300, logarithmic=False)
+    assert type(panels(linear)[0].images[0].norm).__name__ == "Normalize"
+
+
+def test_pooled_maps_of_uneven_bins_and_of_several_heads():
+    pooled = ats.pooled_weights(np.zeros((2, 7, 3)), np.zeros((2, 11, 3)), (3, 4))
+    figure = show_pooled_weights(pooled, query_len=7, key_len=11, titles=["one", "two"])
+    assert [axis.get_title() for axis in panels(figure)] == ["one", "two"]
+    for axis in panels(figure):
+        np.testing.assert_allclose(axis.images[0].get_array().filled(0), np.array([[3, 3, 3, 2]] * 3) / 11)
+    assert not overlapping(figure)
+
+
+@pytest.mark.parametrize("lengths", [(0, 0), (0, 5), (5, 0), (1, 1), (7, 13), (2, 4000), (4000, 2)])
+def test_long_pictures_of_odd_sizes(lengths):
+    query, key = np.zeros((lengths[0], 2)), np.zeros((lengths[1], 2))
+    pooled = ats.pooled_weights(query, key, (5, 5))
+    png(show_pooled_weights(pooled, query_len=lengths[0], key_len=lengths[1]))
+    png(show_key_mass(ats.key_mass(query, key)))
+    if lengths[1]:
+        png(show_top_weights(ats.top_weights(query, key, 1)))
+    png(show_long_attention(query, key))
+
+
+@pytest.mark.parametrize("kind", ["lists", "tensor", "gradient", "bfloat16", "float16"])
+def test_long_pictures_of_any_array(kind):
+    made = {
+        "lists": lambda x: x.tolist(),
+        "tensor": torch.from_numpy,
+        "gradient": lambda x: torch.from_numpy(x).requires_grad_(),
+        "bfloat16": lambda x: torch.from_numpy(x).bfloat16(),
+        "float16": lambda x: x.astype(np.float16),
+    }[kind]
+    pooled = np.array([[2.0, 0.0], [1.0, 1.0]])
+    (axis,) = panels(show_pooled_weights(made(pooled), query_len=4, key_len=4))
+    assert axis.images[0].get_array().filled(0).tolist() == [[1, 0], [0.5, 0.5]]
+    bars = show_key_mass(made(np.array([1.0, 3.0]))).axes[1]
+    assert labels(bars.get_yticklabels()) == ["1", "0"]
+    links = show_top_weights((made(np.array([[1.0], [0.5]])), [[0], [1]]))
+    assert len(links.axes[0].lines) == 2
+
+
+def test_key_mass_names_the_heaviest_and_keeps_one_key_among_many_visible():
+    mass = np.ones(100_003)
+    mass[[0, 77_777]] = 5000.0, 40.0
+    figure = show_key_mass(mass, heaviest=3)
+    line, bars = figure.axes
+    assert labels(bars.get_yticklabels()) == ["0", "77,777", "1"]
+    assert labels(bars.texts) == [" 5000", " 40.0", " 1.00"]
+    stairs = [patch for patch in line.patches if type(patch).__name__ == "StepPatch"]
+    values = stairs[-1].get_data().values
+    assert len(values) <= 1200 and values[0] == 5000 and values.max() == 5000 and (values == 40).sum() == 1
+    assert line.get_yscale() == "log" and line.get_xlim() == (0, 100_003)
+    assert not overlapping(figure)
+
+
+def test_key_mass_with_tokens_that_are_long_or_formulas():
+    tokens = ["$x^2$", "a" * 60, "[SEP]", "</s>"]
+    figure = show_key_mass([4.0, 3.0, 0.0, 1.0], tokens, titles=["head 3"])
+    bars = figure.axes[1]
+    assert labels(bars.get_yticklabels()) == ["0  $x^2$", "1  " + "a" * 15 + "…", "3  </s>"], (
+        "a key of no weight is none"
+    )
+    assert not overlapping(figure)
+
+
+def test_key_mass_of_several_heads():
+    figure = show_key_mass(RNG.random((3, 50)), titles=["a", "b", "c"])
+    assert [axis.get_title() for axis in figure.axes[::2]] == ["a", "b", "c"]
+    assert not overlapping(figure)
+
+
+def test_links_between_words():
+    tokens = [f"word{i}" for i in range(20)]
+    found = ats.top_weights(Q[:20], K[:20], 2, mask=ats.Causal())
+    figure = show_top_weights(found, tokens, title="head 3")
+    axis = figure.axes[0]
+    assert len(axis.lines) == (found.index >= 0).sum()
+    ends = {tuple(line.get_ydata()) for line in axis.lines}
+    assert ends == {(i, j) for i, row in enumerate(found.index.tolist()) for j in row if j >= 0}
+    heavy = max(axis.lines, key=lambda line: line.get_linewidth())
+    row = int(heavy.get_ydata()[0])
+    assert found.weights[row].max() == found.weights.max()
+    assert labels(axis.get_yticklabels()) == tokens
+    assert not overlapping(figure)
+
+
+def test_links_of_long_inputs_are_points():
+    found = ats.top_weights(Q, K, 3, mask=ats.Causal())
+    figure = show_top_weights(found, key_len=300)
+    (points,) = figure.axes[0].collections
+    assert len(points.get_offsets()) == (found.index >= 0).sum() == 3 * 300 - 3
+    weights = points.get_array()
+    assert (np.diff(weights) >= 0).all(), "the largest lie on top"
+    assert figure.axes[0].get_xlim() == (0, 300) and figure.axes[0].get_ylim() == (300, 0)
+    some = show_top_weights((found.weights[::10], found.index[::10]), query_index=np.arange(0, 300, 10), key_len=300)
+    assert figure.axes[0].get_xlim() == some.axes[0].get_xlim()
+
+
+def test_points_are_bounded_at_any_length():
+    rows = 50_000
+    found = np.full((rows, 2), 0.5), np.tile([[0, 7]], (rows, 1))
+    (points,) = show_top_weights(found).axes[0].collections
+    assert len(points.get_offsets()) == 40_000
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_a_long_call_at_a_glance(framework):
+    query, key = (Q, K) if framework == "numpy" else map(torch.from_numpy, (Q, K))
+    tokens = [f"token{i}" for i in range(300)]
+    figure = show_long_attention(query, key, mask=ats.Causal(), bins=(30, 30), tokens=tokens, zoom=(250, 100))
+    whole, near, line, bars, points = figure.axes[:5]
+    exact = ats.attention_weights(Q, K, mask=ats.Causal())
+    np.testing.assert_allclose(near.images[0].get_array(), exact[226:274, 76:124], rtol=1e-6)
+    assert near.images[0].get_extent() == [76, 124, 274, 226]
+    assert whole.images[0].get_array().shape == (30, 30)
+    (ring,) = whole.lines
+    assert (ring.get_xdata()[0], ring.get_ydata()[0]) == (100, 250)
+    heaviest = int(exact.sum(0).argmax())
+    assert labels(bars.get_yticklabels())[0] == f"{heaviest}  token{heaviest}"
+    assert len(points.collections[0].get_offsets()) > 900 and line.get_xlim() == (0, 300)
+    assert not overlapping(figure)
+
+
+def test_the_exact_block_is_laid_around_the_strongest_link():
+    query, key = np.zeros((2, 200, 4))
+    query[150, 0] = key[120, 0] = 5
+    figure = show_long_attention(query, key)
+    (ring,) = figure.axes[0].lines
+    assert (ring.get_xdata()[0], ring.get_ydata()[0]) == (120, 150)
+    assert figure.axes[1].images[0].get_extent() == [96, 144, 174, 126]
+
+
+def test_one_head_of_several_is_chosen():
+    query, key = RNG.normal(size=(2, 1, 4, 60, 8))
+    figure = show_long_attention(query, key, place=(0, 2), bins=(60, 60), zoom=(30, 30), zoom_size=10)
+    exact = ats.attention_weights(query[0, 2], key[0, 2])
+    np.testing.assert_allclose(figure.axes[0].images[0].get_array(), exact, rtol=1e-12)
+    np.testing.assert_allclose(figure.axes[1].images[0].get_array(), exact[25:35, 25:35], rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: show_pooled_weights(np.ones(3), query_len=3, key_len=3), ShapeError, ["pooled", "(3,)"]),
+        (
+            lambda: show_pooled_weights(np.ones((3, 3)), query_len=2, key_len=3),
+            ArgumentError,
+            ["query_len", "(3)", "2"],
+        ),
+        (lambda: show_pooled_weights(np.ones((3, 3)), query_len=3, key_len=3.5), ArgumentError, ["key_len", "3.5"]),
+        (
+            lambda: show_pooled_weights(np.ones((3, 3)), query_len=3, key_len=3, titles=["a", "b"]),
+            ShapeError,
+            ["titles", "1 of them", "2"],
+        ),
+        (lambda: show_key_mass(np.ones((1, 1, 3))), ShapeError, ["mass", "(key)", "(1, 1, 3)"]),
+        (lambda: show_key_mass(np.ones(3), ["a"]), ShapeError, ["tokens", "3 of them", "1"]),
+        (lambda: show_key_mass(np.ones(3), heaviest=-1), ArgumentError, ["heaviest", "-1"]),
+        (lambda: show_top_weights(np.ones((2, 2, 2))), ShapeError, ["found", "top_weights"]),
+        (
+            lambda: show_top_weights((np.ones((2, 3, 1)), np.ones((2, 3, 1)))),
+            ShapeError,
+            ["found", "(query, k)", "head"],
+        ),
+        (lambda: show_top_weights(([[1.0]], [[4]]), ["a"], ["b", "c"]), ShapeError, ["key_tokens", "at least 5"]),
+        (lambda: show_top_weights(([[1.0], [1.0]], [[0], [0]]), ["a"]), ShapeError, ["query_tokens", "at least 2"]),
+        (lambda: show_top_weights(([[1.0]], [[0]]), query_index=[1, 2]), ShapeError, ["query_index", "1 of them"]),
+        (lambda: show_long_attention(np.ones((2, 5, 3)), np.ones((2, 5, 3))), ShapeError, ["place", "(2,)"]),
+        (
+            lambda: show_long_attention(np.ones((2, 5, 3)), np.ones((2, 5, 3)), place=(2,)),
+            ShapeError,
+            ["place", "(2,)"],
+        ),
+        (lambda: show_long_attention(Q, K, zoom=(300, 0)), ArgumentError, ["zoom", "(300, 300)"]),
+        (lambda: show_long_attention(Q, K, links=0), ArgumentError, ["links", "0"]),
+        (lambda: show_long_attention(Q, K, tokens=["a"]), ShapeError, ["tokens", "300 of them"]),
+        (lambda: show_long_attention(Q, K, bins=3), ArgumentError, ["bins"]),
+    ],
+)
+def test_bad_input_of_long_pictures_is_named(call, error, words):
+    with pytest.raises(error) as caught:
+        call()
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_without_matplotlib_nothing_long_is_computed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr("attnscore.plotting.overview.key_mass", lambda *_, **__: pytest.fail("computed"))
+    with pytest.raises(FrameworkError, match=r"pip install 'attnscore\[plot\]'"):
+        show_long_attention(Q, K)

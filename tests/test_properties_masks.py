@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import attnscore as ats
 from attnscore import frameworks, tiling
 from attnscore.grid import Grid
-from attnscore.masking import split
+from attnscore.masking import Pieces, split
+from attnscore.masking.pieces import MOST
 from strategies import HostArray, law, leaves, masks
 
 Sizes = tuple[int, int, int]
@@ -71,6 +74,54 @@ def from_intervals(intervals: Any, sizes: Sizes) -> HostArray:
     return np.broadcast_to(seen, (batch, query_len, key_len))
 
 
+def from_pieces(pieces: Pieces, sizes: Sizes) -> HostArray:
+    """Also as the native module reads them: an interval less its holes."""
+    ends = list(zip(pieces.start, pieces.stop, strict=True))
+    seen = np.logical_or.reduce([from_intervals(pair, sizes) for pair in ends])
+    for (_, stop), (start, last) in pairwise(ends):
+        # In order, apart, and the empty ones behind.
+        assert ((start > stop) | (start == last)).all()
+    around, *holes = zip(*pieces.with_holes, strict=True) if len(ends) > 1 else [pieces.with_holes]
+    less = from_intervals(around, sizes)
+    for hole in holes:
+        less = less & ~from_intervals(hole, sizes)
+    assert np.array_equal(less, seen)
+    return seen
+
+
+@law
+@given(some())
+def test_pieces_equal_the_array(drawn: Any) -> None:
+    """And whatever can be few pieces is."""
+    sizes, (mask,) = drawn
+    pieces, array = mask.pieces(*sizes), full(mask, sizes)
+    if pieces is not None:
+        assert np.array_equal(from_pieces(pieces, sizes), array)
+        most = int((np.diff(np.pad(array, ((0, 0), (0, 0), (1, 0))).astype(int), axis=-1) == 1).sum(-1).max(initial=0))
+        assert not array.size or pieces.count == max(1, most) <= MOST
+        assert not array.size or (mask.intervals(*sizes) is None) == (most > 1)
+    else:
+        assert "Dense" in repr(mask) or "Documents" in repr(mask)
+
+
+def test_more_pieces_than_the_most_are_none() -> None:
+    keys = ats.KeyPadding(np.arange(4 * MOST)[None] % 2 == 0)
+    few = keys & ats.ValidLens(2 * MOST)
+    assert keys.pieces(3, 4 * MOST) is None and (~keys).pieces(3, 4 * MOST) is None
+    assert few.pieces(3, 4 * MOST) is None  # its parts are not known
+    few = ats.KeyPadding(np.arange(4 * MOST)[None] < 2 * MOST) & keys
+    assert split(few, 3, 4 * MOST, 1)[0] is not None
+    alternate = ats.KeyPadding(np.arange(2 * MOST)[None] % 2 == 0)
+    found = alternate.pieces(3, 2 * MOST)
+    assert found is not None and found.count == MOST
+    whole = (alternate | ats.KeyRange(2 * MOST - 1, 2 * MOST)).pieces(3, 2 * MOST)
+    assert whole is not None and whole.count == MOST
+    # Kept for the tiles as far as it goes.
+    both = ats.KeyRange(0, 20) & (ats.KeyRange(1, 5) | ats.KeyRange(8, 30)) & ~ats.KeyRange(10, 12)
+    pieces, rest = split(both, 2, 40, 1)
+    assert rest is None and pieces is not None and pieces.count == 3
+
+
 @law
 @given(some())
 def test_intervals_equal_the_array(drawn: Any) -> None:
@@ -95,12 +146,12 @@ def test_single_masks_are_intervals(drawn: Any) -> None:
 
 @law
 @given(some())
-def test_intervals_and_rest_equal_the_array(drawn: Any) -> None:
+def test_pieces_and_rest_equal_the_array(drawn: Any) -> None:
     sizes, (mask,) = drawn
-    intervals, rest = split(mask, *sizes)
+    pieces, rest = split(mask, *sizes)
     whole = np.ones((sizes[2], sizes[0], sizes[1]), bool)
-    if intervals is not None:
-        whole &= from_intervals(intervals, sizes)
+    if pieces is not None:
+        whole &= from_pieces(pieces, sizes)
     if rest is not None:
         whole &= full(rest, sizes)
     assert np.array_equal(whole, full(mask, sizes))
@@ -119,13 +170,15 @@ def test_any_block_is_cut_from_the_array(drawn: Any, data: st.DataObject) -> Non
 
 
 @law
-@given(some(), st.integers(1, 7), st.integers(1, 9))
+@given(some(), st.integers(1, 7), st.integers(1, 9), st.integers(1, 3))
 def test_a_plan_skips_nothing_that_is_seen_and_tests_all_that_is_partial(
-    drawn: Any, query_tile: int, key_tile: int
+    drawn: Any, query_tile: int, key_tile: int, gap: int
 ) -> None:
     (query_len, key_len, batch), (mask,) = drawn
     x = np.zeros((batch, query_len, 1)), np.zeros((batch, key_len, 1))
-    plan = _plan(x[0], x[1], mask, (query_tile, key_tile))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiling, "SHORTEST_GAP", gap)
+        plan = _plan(x[0], x[1], mask, (query_tile, key_tile))
     array = full(mask, (query_len, key_len, batch))
     left = array.copy()
     visited = 0

@@ -65,6 +65,7 @@ MASKS = {
     "PrefixLM": "(prefix_lens)",
     "Documents": "(query_ids, key_ids=None)",
     "Dense": "(array)",
+    "MaskFunction": "(function, captured=(), heads=0)",
 }
 TUPLES = {
     "AttentionStats": (
@@ -183,6 +184,7 @@ def test_scores_and_masks_are_frozen_dataclasses_compared_by_identity(name: str)
         "PrefixLM": {"prefix_lens": 1},
         "Documents": {"query_ids": [0, 0]},
         "Dense": {"array": np.ones((2, 2), bool)},
+        "MaskFunction": {"function": lambda batch, head, query, key: key <= query},
     }.get(name, {})
     one, other = cls(**arguments), cls(**arguments)
     assert dataclasses.is_dataclass(cls)

@@ -100,16 +100,37 @@ def test_python_blocks_run_and_print_what_is_shown(path: Path, fresh: ModuleType
     printed: str | None = None
     for block in blocks(path):
         if block.language == "python":
-            printed = (run_elsewhere if block.elsewhere else run)(block, path, fresh)
+            printed = None if block.elsewhere else run(block, path, fresh)
         elif block.language == "text" and "kernel          native" in block.text and AUTOMATIC != "native":
             printed = None  # the table of `explain` where the native kernels are built
         elif block.language == "text" and block.follows and printed is not None:
-            flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
-            place = f"{label(path)}:{block.line}"
-            assert WordsAndNumbers().check_output(block.text, printed, flags), (
-                f"{place} shows\n{block.text}\nbut this was printed:\n{printed}"
-            )
+            check_printed(block, path, printed)
             printed = None
+
+
+def check_printed(block: Block, path: Path, printed: str) -> None:
+    flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+    assert WordsAndNumbers().check_output(block.text, printed, flags), (
+        f"{label(path)}:{block.line} shows\n{block.text}\nbut this was printed:\n{printed}"
+    )
+
+
+def elsewhere() -> Iterator[Any]:
+    """Each block that runs in MXNet's environment, with the one behind it where that shows what it printed."""
+    for path in with_language("python"):
+        found = blocks(path)
+        for block, behind in zip(found, [*found[1:], None], strict=True):
+            if block.elsewhere:
+                shown = behind if behind is not None and behind.language == "text" and behind.follows else None
+                yield pytest.param(path, block, shown, id=f"{label(path)}:{block.line}")
+
+
+@pytest.mark.skipif(not CAN_HAVE_MXNET, reason="MXNet needs NumPy below 1.24, which is not built for this Python")
+@pytest.mark.parametrize(("path", "block", "shown"), list(elsewhere()))
+def test_blocks_for_mxnet_run_and_print_what_is_shown(path: Path, block: Block, shown: Block | None) -> None:
+    printed = run_elsewhere(block, path)
+    if shown is not None:
+        check_printed(shown, path, printed)
 
 
 def run(block: Block, path: Path, module: ModuleType) -> str:
@@ -121,10 +142,8 @@ def run(block: Block, path: Path, module: ModuleType) -> str:
     return out.getvalue()
 
 
-def run_elsewhere(block: Block, path: Path, module: ModuleType) -> str | None:
-    """What a block prints in MXNet's environment; None where there can be none."""
-    if not CAN_HAVE_MXNET:
-        return None
+def run_elsewhere(block: Block, path: Path) -> str:
+    """What a block prints in MXNet's environment."""
     if not MXNET.exists():
         pytest.fail(f"no MXNet: {MXNET} is missing; `make test` sets it up", pytrace=False)
     done = subprocess.run([MXNET, "-c", block.text], capture_output=True, text=True, check=False, timeout=120)

@@ -1,6 +1,6 @@
-"""Models of transformers with attention by attnscore: the same numbers as with their own eager attention.
+"""attnscore as an attention implementation of transformers: its two functions, and what they do in single models.
 
-The models are tiny, have random weights and come from their configurations: nothing is loaded.
+Every architecture is in ``test_transformers_models.py``, every pattern of a mask in ``test_transformers_masks.py``.
 """
 
 import sys
@@ -26,70 +26,15 @@ COMMON = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-WINDOW = {**COMMON, "sliding_window": 4, "head_dim": 8}
-GPT2 = {"vocab_size": 50, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-MODELS = {
-    # name: configuration; what it adds to the one before
-    "gpt2": ("GPT2LMHeadModel", transformers.GPT2Config, GPT2 | {"pad_token_id": 0, "eos_token_id": 2}),
-    "llama": ("LlamaForCausalLM", transformers.LlamaConfig, COMMON),  # grouped heads
-    "mistral": ("MistralForCausalLM", transformers.MistralConfig, WINDOW),  # sliding window
-    "gemma2": (  # soft cap
-        "Gemma2ForCausalLM",
-        transformers.Gemma2Config,
-        WINDOW | {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 5.0},
-    ),
-    "gpt_oss": (  # sinks
-        "GptOssForCausalLM",
-        transformers.GptOssConfig,
-        WINDOW | {"num_local_experts": 2, "num_experts_per_tok": 1, "rope_parameters": {"rope_type": "default"}},
-    ),
-}
 IDS = torch.randint(3, 50, (2, 9), generator=torch.Generator().manual_seed(0))
 LEFT_PADDED = torch.ones(2, 9, dtype=torch.long)
 LEFT_PADDED[0, :3] = 0
-
-
-@pytest.fixture(params=list(MODELS))
-def model(request):
-    torch.manual_seed(1)
-    kind, config, settings = MODELS[request.param]
-    made = getattr(transformers, kind)(config(**settings)).eval()
-    if request.param == "gpt_oss":
-        for layer in made.model.layers:
-            torch.nn.init.normal_(layer.self_attn.sinks)
-    return made
 
 
 def logits(model, implementation, **inputs):
     model.set_attn_implementation(implementation)
     with torch.no_grad():
         return model(**inputs).logits
-
-
-@pytest.mark.parametrize("mask", [None, torch.ones_like(LEFT_PADDED), LEFT_PADDED], ids=["none", "full", "padded"])
-def test_logits_equal_those_of_eager_attention(model, mask):
-    inputs = {"input_ids": IDS} | ({} if mask is None else {"attention_mask": mask})
-    own, ours = (logits(model, name, **inputs) for name in ("eager", NAME))
-    real = torch.ones_like(LEFT_PADDED, dtype=torch.bool) if mask is None else mask.bool()
-    # A padded query is no token; what its row holds is of no interest and differs between implementations.
-    assert (own - ours)[real].abs().max() < 2e-6
-
-
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_generation_with_a_cache(model, cache):
-    def generate(implementation):
-        model.set_attn_implementation(implementation)
-        return model.generate(
-            IDS,
-            attention_mask=LEFT_PADDED,
-            max_new_tokens=6,
-            do_sample=False,
-            eos_token_id=None,
-            cache_implementation=cache,
-            disable_compile=True,
-        )
-
-    assert torch.equal(generate("eager"), generate(NAME))
 
 
 def test_gradients_and_dropout():
@@ -258,11 +203,11 @@ def test_masks_stay_objects_where_they_can():
     shape = {"batch_size": 2, "q_length": 4, "kv_length": 9, "q_offset": 5}
     padding = LEFT_PADDED.bool()
     causal = attention_mask(**shape, mask_function=masking_utils.causal_mask_function, attention_mask=padding)
-    assert isinstance(causal, ats.Mask)
+    assert isinstance(causal.structure, ats.Mask)
     dense = masking_utils.sdpa_mask(**shape, attention_mask=padding, allow_is_causal_skip=False)
-    assert torch.equal(torch.as_tensor(causal.materialize(4, 9, 2)), dense[:, 0])
+    assert torch.equal(torch.as_tensor(causal.structure.materialize(4, 9, 2)), dense[:, 0])
     full = {"mask_function": masking_utils.bidirectional_mask_function, "allow_is_bidirectional_skip": True}
-    assert isinstance(attention_mask(2, 9, 9, attention_mask=padding, **full), ats.KeyPadding)
+    assert isinstance(attention_mask(2, 9, 9, attention_mask=padding, **full).structure, ats.KeyPadding)
     assert attention_mask(2, 9, 9, **full) is None
     window = masking_utils.sliding_window_causal_mask_function(3)
     assert attention_mask(2, 9, 9, mask_function=window).shape == (2, 1, 9, 9)

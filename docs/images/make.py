@@ -7,11 +7,13 @@ with 256 colours, which keeps each below 150 kB.
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -20,6 +22,7 @@ from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
 import attnscore as ats
+from attnscore import plotting
 
 HERE = Path(__file__).parent
 FROM_DEMO = {
@@ -209,6 +212,38 @@ def watching() -> Figure:
     return seen.plot()
 
 
+def repaired() -> Figure:
+    """The training runs of the page on watching, by the code that the page shows."""
+    text = (HERE.parent / "watching.md").read_text(encoding="utf-8")
+    code = next(block for block in text.split("```python\n")[1:] if "scale_logits" in block).partition("```")[0]
+    page: dict[str, Any] = {}
+    exec(code, page)
+    figure = Figure(figsize=(9, 2.8), layout="constrained")
+    axes = figure.subplots(1, 3)
+    for (is_repaired, (seen, losses)), colour in zip(page["runs"].items(), (FIRST, SECOND), strict=True):
+        label = "with QK-clip" if is_repaired else "without"
+        axes[0].plot(losses, color=colour, label=label, linewidth=1.4)
+        for axis, name in zip(axes[1:], ("max_logit", "effective_keys"), strict=True):
+            for layer in seen.layers.values():
+                steps, values = seen.history(layer.name, name)
+                axis.plot(steps, values, color=colour, linewidth=0.8)
+    axes[0].set(title="Loss", xlabel="step", ylim=(0, None))
+    axes[0].legend(frameon=False)
+    axes[1].set(title="Largest logit of each head", xlabel="step", yscale="log")
+    axes[2].set(title="Effective keys of each head, of 24", xlabel="step", ylim=(0, 24))
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def long_context() -> Figure:
+    """131072 tokens of the example on long contexts, as its picture shows them."""
+    example = runpy.run_path(str(HERE.parents[1] / "examples" / "long_context_maps.py"))
+    query, key, _ = example["made_up_head"](131_072)
+    # At 140 dots an inch as wide as a picture may be: made smaller, its bins would blur and take twice the bytes.
+    return plotting.show_long_attention(query, key, mask=ats.Causal(), figsize=(10, 7.2))
+
+
 DRAWN: dict[str, Callable[[], Figure]] = {
     "dot": lambda: plane(("", "dot")),
     "scaled-dot": scaled_dot,
@@ -221,6 +256,8 @@ DRAWN: dict[str, Callable[[], Figure]] = {
     "softcap": softcap,
     "collapse": collapse,
     "watching": watching,
+    "long-context": long_context,
+    "repaired": repaired,
 }
 
 if __name__ == "__main__":

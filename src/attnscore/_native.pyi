@@ -8,6 +8,7 @@ Axes are the same everywhere; an axis of length 1 is broadcast where the text al
     bias, mask              (*lead, head, group, query_len, key_len)    broadcast, any strides; mask: bytes, 0 hides
     query_ids, key_ids      (first of lead or 1, length), int64         any strides; both or neither
     start, stop             (first of lead or 1, query_len), int64      C-contiguous; both or neither
+                            (1 + holes, first of lead or 1, query_len)  the first less the others, its holes
     weights                 (dim,) or (head or 1, group or 1, dim)      rows contiguous; additive only
     sink, scales            (head or 1, group or 1)                     any strides; scales: distance only
     out                     (*lead, head, group, query_len, value_dim)  C-contiguous; backward: any strides

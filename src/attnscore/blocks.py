@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -11,16 +12,19 @@ import numpy as np
 from attnscore import engine, frameworks, kernels, tiling
 from attnscore.checks import is_number, is_whole, shown
 from attnscore.errors import ArgumentError, DtypeError, ShapeError, message
-from attnscore.frameworks.contract import FLOATING, Array, Framework
+from attnscore.frameworks.contract import FLOATING, Array, Framework, is_unknown
 from attnscore.grid import Grid
 from attnscore.kernels import Run
-from attnscore.masking import Intervals, Mask
+from attnscore.masking import Intervals, Mask, Pieces
 from attnscore.pose import NO_VALUE, pose, without_value
 from attnscore.problem import Problem
 from attnscore.scoring.forms import Role
 from attnscore.softmax import log_weights, whole_rows
 
 HostIndex = np.ndarray[Any, Any]
+
+# Numbers that a score holds for its pairs at a time: 4 MB in float32, and a few arrays of that size.
+_HELD = 2**20
 
 
 def attention_weights(
@@ -79,7 +83,7 @@ def attention_weights(
         # Normalised over all keys, of which only some are shown.
         result = Run(kernels.choose("auto", rows), rows, tiling.plan(rows))()
         block = chosen(rows, None, key_index)
-        scores, visible = engine.block_scores(block, tiling.plan(block))
+        scores, visible = scores_of(block)
         found = ops.exp(log_weights(ops, scores, result.top, result.log_total))
         return _outward(block, found if visible is None else ops.where(visible, found, 0.0))
 
@@ -125,17 +129,38 @@ def attention_scores(
             head_axis=head_axis,
         )
         problem = chosen(chosen(problem, query_index, None), None, key_index)
-        scores, _ = engine.block_scores(problem, tiling.plan(problem))
-        return _outward(problem, scores)
+        return _outward(problem, scores_of(problem)[0])
 
 
 def weights(problem: Problem) -> Array:
     """All weights of a problem, on the caller's axes: from the bits of one block, so that its rows sum to 1."""
     ops, sink = problem.ops, problem.sink
-    scores, visible = engine.block_scores(problem, tiling.plan(problem))
+    scores, visible = scores_of(problem)
     if sink is not None:
         sink = ops.astype(ops.reshape(sink, (*sink.shape, 1, 1)), problem.accumulator)
     return _outward(problem, whole_rows(ops, scores, visible, sink))
+
+
+def scores_of(problem: Problem) -> tuple[Array, Array | None]:
+    """All scores of a problem (-inf where hidden), and which pairs are visible, in memory for these two.
+
+    A score that holds h numbers for each pair takes the keys in turns: at 131072 keys and h = 64 a row would take 34 MB
+    each for several arrays.
+    """
+    grid, ops = problem.grid, problem.ops
+    a_key = math.prod(1 if is_unknown(n) else n for n in grid.rows) * problem.form.values_per_pair()
+    step = max(1, _HELD // max(1, a_key))
+    one_turn = problem.form.values_per_pair() == 1 or is_unknown(grid.key_len) or grid.key_len <= step
+    if one_turn:
+        return engine.block_scores(problem, tiling.plan(problem))
+    parts = []
+    for first in range(0, grid.key_len, step):
+        part = chosen(problem, None, slice(first, first + step))
+        scores, visible = engine.block_scores(part, tiling.plan(part))
+        parts.append((scores, None if visible is None else ops.broadcast_to(visible, scores.shape)))
+    whole = ops.concat([scores for scores, _ in parts], -1)
+    masks = [visible for _, visible in parts if visible is not None]
+    return whole, ops.concat(masks, -1) if masks else None
 
 
 def _outward(problem: Problem, block: Array) -> Array:
@@ -198,10 +223,14 @@ class _Chosen(Mask):
         return self.mask.visible(ops, self.grid, rows, cols)
 
     def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
-        found = self.mask.intervals(self.grid.query_len, self.grid.key_len, batch)
-        if found is None or self.cols is not None:
+        found = self.pieces(query_len, key_len, batch)
+        return None if found is None else found.single
+
+    def pieces(self, query_len: int, key_len: int, batch: int = 1) -> Pieces | None:
+        found = self.mask.pieces(self.grid.query_len, self.grid.key_len, batch)
+        if found is None or self.cols is not None or (found.count > 1 and self.mask.is_array):
             return None
-        return found if self.rows is None else (found[0][:, self.rows], found[1][:, self.rows])
+        return found if self.rows is None else Pieces(found.start[..., self.rows], found.stop[..., self.rows])
 
     def check(self, ops: Framework, grid: Grid) -> None:
         self.mask.check(ops, self.grid)

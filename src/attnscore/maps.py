@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from attnscore import blocks, engine, frameworks, kernels, tiling
+from attnscore import blocks, engine, frameworks, kernels, largest, tiling
 from attnscore.checks import is_whole, shown
 from attnscore.engine import RowGradients
 from attnscore.errors import ArgumentError, message
@@ -24,6 +24,8 @@ from attnscore.softmax import whole_rows
 
 # Weights held at a time while their largest are sought: 4 MB in float32, and a few arrays of that size.
 _HELD = 2**20
+# Fewer rows to a call of a kernel, and reading the keys would be most of its time.
+_FEWEST_ROWS = 1024
 
 
 class TopWeights(NamedTuple):
@@ -78,23 +80,43 @@ def top_weights(
         if not is_whole(k) or not 1 <= k <= grid.key_len:
             expected = f"a whole number from 1 to the number of keys ({grid.key_len})"
             raise ArgumentError(message("k", expected, shown(k)))
-        matrices = max(1, math.prod(1 if is_unknown(n) else n for n in grid.rows[:-1]))
-        step = max(1, _HELD // (matrices * grid.key_len))
-        starts = range(0, max(1, grid.query_len), step)
-        parts = [_top_of_rows(problem, slice(first, first + step), int(k)) for first in starts]
-        weights, index = (ops.concat(list(found), -2) for found in zip(*parts, strict=True))
+        if largest.pays(problem, int(k)):
+            weights, index = largest.top_of_bins(problem, int(k))
+        else:
+            step = max(1, _HELD // (_matrices(problem) * grid.key_len))
+            starts = range(0, max(1, grid.query_len), step)
+            parts = [_top_of_rows(problem, slice(first, first + step), int(k)) for first in starts]
+            weights, index = (ops.concat(list(found), -2) for found in zip(*parts, strict=True))
+        weights = ops.astype(weights, problem.dtype)
         outward = problem.layout.outward_scores
-        return TopWeights(outward(ops, ops.astype(weights, problem.dtype)), outward(ops, index))
+        return TopWeights(outward(ops, weights), outward(ops, ops.where(weights > 0, index, -1)))
 
 
 def _top_of_rows(problem: Problem, rows: slice, k: int) -> tuple[Array, Array]:
     ops, sink = problem.ops, problem.sink
+    seen = _seen_by(problem, rows, k)
     block = blocks.chosen(problem, rows, None)
-    scores, visible = engine.block_scores(block, tiling.plan(block))
+    scores, visible = blocks.scores_of(block if seen is None else blocks.chosen(block, None, seen))
     if sink is not None:
         sink = ops.astype(ops.reshape(sink, (*sink.shape, 1, 1)), problem.accumulator)
     weights, index = ops.largest(whole_rows(ops, scores, visible, sink), k)
-    return weights, ops.where(weights > 0, index, -1)
+    return weights, index if seen is None else index + seen.start
+
+
+def _seen_by(problem: Problem, rows: slice, k: int) -> slice | None:
+    """The keys, at least k, outside which none of the rows sees one: a window's are few; None: perhaps all."""
+    pieces = problem.visibility[0]
+    if pieces is None or 0 in problem.grid.rows:
+        return None
+    start, stop = (x[..., rows] for x in (pieces.start, pieces.stop))
+    alive = stop > start
+    first, last = (int(start[alive].min()), int(stop[alive].max())) if alive.any() else (0, 0)
+    first = min(first, problem.grid.key_len - k)
+    return slice(first, max(last, first + k))
+
+
+def _matrices(problem: Problem) -> int:
+    return max(1, math.prod(1 if is_unknown(n) else n for n in problem.grid.rows[:-1]))
 
 
 def pooled_weights(
@@ -144,9 +166,25 @@ def pooled_weights(
         if not isinstance(bins, (tuple, list)) or len(bins) != 2 or not all(is_whole(n) and n >= 1 for n in bins):
             raise ArgumentError(message("bins", "two positive whole numbers (rows, columns)", shown(bins)))
         grid = problem.grid
-        down, across = (_bins(length, int(n)) for length, n in zip((grid.query_len, grid.key_len), bins, strict=True))
-        by_bin = _run(problem, ops.asarray(across, problem.value, problem.accumulator)).out
-        found = ops.matmul(ops.asarray(down.T.copy(), by_bin, ops.dtype(by_bin)), by_bin)
+        down, across = (max(1, min(int(n), m)) for n, m in zip(bins, (grid.query_len, grid.key_len), strict=True))
+        value = ops.asarray(_in_bins(0, grid.key_len, grid.key_len, across), problem.value, problem.accumulator)
+        # Some rows at a time: their weights by bin are as many numbers as the values.
+        step = max(_FEWEST_ROWS, _HELD // (_matrices(problem) * across))
+        found = None
+        for first in range(0, max(1, grid.query_len), step):
+            last = min(first + step, grid.query_len)
+            rows = problem if last - first == grid.query_len else blocks.chosen(problem, slice(first, last), None)
+            by_bin = _run(rows, value).out
+            # Only the bins that these rows fall into: all would be a matrix of rows x bins.
+            top, bottom = (i * down // max(1, grid.query_len) for i in (first, max(first, last - 1)))
+            of_bin = _in_bins(first, last, grid.query_len, down).T[top : bottom + 1].copy()
+            part = ops.matmul(ops.asarray(of_bin, by_bin, ops.dtype(by_bin)), by_bin)
+            if rows is problem:
+                found = part
+                break
+            if found is None:
+                found = ops.zeros((*grid.rows[:-1], down, across), problem.value, problem.accumulator)
+            found = ops.add_at(found, -2, top, part)
         return problem.layout.outward_scores(ops, ops.astype(found, problem.dtype))
 
 
@@ -230,9 +268,8 @@ def _run(problem: Problem, value: Array) -> engine.Result:
     return kernels.choose("auto", problem).forward(problem, tiling.plan(problem))
 
 
-def _bins(length: int, count: int) -> np.ndarray[Any, Any]:
-    """(length, bins): 1 where a position is in a bin."""
-    count = max(1, min(count, length))
-    found = np.zeros((length, count))
-    found[np.arange(length), np.arange(length) * count // max(1, length)] = 1
+def _in_bins(first: int, last: int, length: int, count: int) -> np.ndarray[Any, Any]:
+    """(positions first to last, bins): 1 where a position of `length` is in a bin of `count`."""
+    found = np.zeros((last - first, count), np.float32)
+    found[np.arange(last - first), np.arange(first, last) * count // max(1, length)] = 1
     return found

@@ -17,7 +17,7 @@ from attnscore.dropout import Dropout
 from attnscore.errors import ArgumentError, DtypeError, FrameworkError, ShapeError, message
 from attnscore.frameworks.contract import FLOATING, Array, Framework, accumulator, broadcast, is_unknown, may_equal
 from attnscore.grid import Grid, Layout, Shape, check_broadcast
-from attnscore.masking import Intervals, Mask, split
+from attnscore.masking import Mask, Pieces, split
 from attnscore.scoring.forms import Form
 
 # The uniform axes and a tile's own are a few more than the caller's, and NumPy broadcasts 32 (64 from version 2).
@@ -48,8 +48,8 @@ class Problem:
         return self.layout.grid
 
     @cached_property
-    def visibility(self) -> tuple[Intervals | None, Mask | None]:
-        """The mask as intervals of keys per row, and what of it only blocks can tell."""
+    def visibility(self) -> tuple[Pieces | None, Mask | None]:
+        """The mask as a few intervals of keys per row, and what of it only blocks can tell."""
         if self.mask is None:
             return None, None
         if is_unknown(self.grid.query_len) or is_unknown(self.grid.key_len):

@@ -53,6 +53,8 @@ class Case:
     backward: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     """Keywords of `attend` in our side alone, whose price the case is about."""
+    watched: Literal["", "function", "layer"] = ""
+    """Our side is PyTorch's own attention, or its layer with projections, in a model that `watch` looks at."""
     kind: Kind = "time"
     full: bool = False
     """Takes many minutes: only with --full."""
@@ -96,6 +98,7 @@ _BAHDANAU = _sizes(0, 512, 512, 256)
 _GROWTH = _sizes(1, 8192, 8192, 64, lengths=[1024, 2048, 4096, 8192])
 _LONG = _sizes(1, 131072, 131072, 64)
 _CALLERS_LONG = _sizes(1, 32768, 32768, 64)
+_SHORT_HEADS = _sizes(12, 128, 128, 32, batch=8)
 
 CASES: tuple[Case, ...] = (
     Case(
@@ -167,6 +170,30 @@ CASES: tuple[Case, ...] = (
     Case(
         "interval-mask", "an interval mask that keeps everything, (1,8,2048,64)", {**_USUAL, "visible": 2048},
         {"without": Goal(1.05, at_most=True)}, mask="valid_lens",
+    ),
+    Case(
+        "watch", "watch, sdpa (1,8,2048,64)", _USUAL,
+        {"without": Goal(1.45, at_most=True)}, watched="function",
+    ),
+    Case(
+        "watch-causal", "watch, sdpa (1,8,2048,64), causal", _USUAL,
+        {"without": Goal(1.45, at_most=True)}, mask="causal", watched="function",
+    ),
+    Case(
+        "watch-wide", "watch, sdpa (1,8,512,128)", _sizes(8, 512, 512, 128),
+        {"without": Goal(1.45, at_most=True)}, watched="function",
+    ),
+    Case(
+        "watch-short", "watch, sdpa (8,12,128,32)", _SHORT_HEADS,
+        {"without": Goal(1.45, at_most=True)}, watched="function",
+    ),
+    Case(
+        "watch-layer", "watch, nn.MultiheadAttention, 2048 tokens, 8 heads of 64", _USUAL,
+        {"without": Goal(1.45, at_most=True)}, watched="layer",
+    ),
+    Case(
+        "watch-layer-short", "watch, nn.MultiheadAttention, 8 times 128 tokens, 12 heads of 32", _SHORT_HEADS,
+        {"without": Goal(1.45, at_most=True)}, watched="layer",
     ),
     Case(
         "limits", "products of matrices, and reading, by NumPy and PyTorch", {"side": 2048, "numbers": 2**27}, {},

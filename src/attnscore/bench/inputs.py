@@ -18,6 +18,7 @@ import numpy as np
 import attnscore as ats
 from attnscore.bench.callers import array, called
 from attnscore.bench.cases import Case
+from attnscore.bench.watching import as_heads, model_run
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,8 @@ def draw(case: Case, length: int | None = None) -> Inputs:
 def ours(inputs: Inputs, *, plain: bool = False, **more: Any) -> Side:
     """Our side of a case; `plain`: without the options and the mask whose price the case is about."""
     case = inputs.case
+    if case.watched:
+        return Side("attnscore", model_run(inputs, is_watched=not plain), lambda out: (as_heads(inputs, out),))
     options: dict[str, Any] = {**({} if plain else {**case.options, "mask": inputs.mask()}), **more}
     if case.score == "additive":
         options["score"] = ats.Additive(inputs.w_v)

@@ -155,9 +155,13 @@ def faster_peers(document: Row) -> list[str]:
 
 
 def missed(document: Row) -> list[str]:
-    """The rows that do not reach what they must."""
-    rows = [row for row in document["rows"] if row.get("reached") is False]
-    return [f"{row['case']}, {row['threads']} thread{'s' * (row['threads'] > 1)}" for row in rows]
+    """The rows that do not reach what they must, each with whom it is against."""
+    found = []
+    for row in document["rows"]:
+        if row.get("reached") is False:
+            against = f" against {TITLES[row['peer']]}" if "peer" in row else f", {_side(row)}" if "side" in row else ""
+            found.append(f"{row['case']}{against}, {row['threads']} thread{'s' * (row['threads'] > 1)}")
+    return found
 
 
 # --------------------------------------------------------------- the page

@@ -18,6 +18,7 @@ from attnscore.commands.demo import demo
 from attnscore.commands.info import info
 from attnscore.commands.inspect import inspect
 from attnscore.commands.lab import lab
+from attnscore.commands.look import look
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -51,6 +52,7 @@ def _flowing(function: Callable[..., None]) -> str:
 
 app.command(help=_flowing(demo))(demo)
 app.command(help=_flowing(attend), cls=AttendCommand)(attend)
+app.command(help=_flowing(look), cls=AttendCommand)(look)
 app.command(help=_flowing(bench))(bench)
 app.command(help=_flowing(lab))(lab)
 app.command(help=_flowing(inspect))(inspect)

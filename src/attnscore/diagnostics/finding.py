@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 Array = NDArray[np.float64]
 Row = dict[str, Any]
+SCORES = ("dot", "scaled_dot")
+NAMES = {"dot": "q·k", "scaled_dot": "q·k / √d"}
+"""What tables and pictures call the two scores that are compared."""
 
 
 class Check(NamedTuple):
@@ -54,6 +58,14 @@ class Finding(ABC):
     @abstractmethod
     def plot(self) -> Figure:
         """A picture of it (needs matplotlib)."""
+
+    def to_html(self, path: str | Path, *, title: str = "Why scores are scaled") -> Path:
+        """Write the sentence, the picture and every row as one HTML file, which opens offline (needs matplotlib)."""
+        from attnscore.diagnostics.page import Section, write_page
+
+        return write_page(
+            path, title, "One experiment.", [Section(title, [self.sentence()], self.to_rows(), self.plot())]
+        )
 
     def checks(self) -> tuple[Check, ...]:
         """What must be so; none where there is only something to see."""

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import attnscore as ats
-from attnscore.diagnostics.finding import Array, Check, Finding, Row
+from attnscore.diagnostics.finding import NAMES, SCORES, Array, Check, Finding, Row
 from attnscore.diagnostics.variance import check_sizes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DIMS = (1, 4, 16, 64, 256, 1024)
-_SCORES = ("dot", "scaled_dot")
 _QUARTILES = (25, 50, 75)
 
 
@@ -67,10 +66,11 @@ class GradientFlow(Finding):
         ]
 
     def summary(self) -> list[Row]:
-        return [{name: value for name, value in row.items() if "quartile" not in name} for row in self.to_rows()]
+        rows = [row | {"score": NAMES[row["score"]]} for row in self.to_rows()]
+        return [{name: value for name, value in row.items() if "quartile" not in name} for row in rows]
 
     def sentence(self) -> str:
-        dot, scaled = (self.of(score)[-1] for score in _SCORES)
+        dot, scaled = (self.of(score)[-1] for score in SCORES)
         return (
             f"At d = {dot.dim} the median row passes back a gradient of norm {dot.gradient_norm[1]:.2g} without the "
             f"scale, where {100 * dot.saturated:.0f} % of the rows look at one key, and of "
@@ -78,7 +78,7 @@ class GradientFlow(Finding):
         )
 
     def checks(self) -> tuple[Check, ...]:
-        dot, scaled = (self.of(score) for score in _SCORES)
+        dot, scaled = (self.of(score) for score in SCORES)
         kept = [point.gradient_norm[1] for point in scaled[1:]]
         return (
             Check(
@@ -132,7 +132,7 @@ def gradient_flow(
     for dim in dims:
         query, key = rng.standard_normal((queries, dim)), rng.standard_normal((keys, dim))
         value, incoming = rng.standard_normal((keys, value_dim)), rng.standard_normal((queries, value_dim))
-        points += [_point(score, query, key, value, incoming) for score in _SCORES]
+        points += [_point(score, query, key, value, incoming) for score in SCORES]
     return GradientFlow(tuple(points), keys)
 
 

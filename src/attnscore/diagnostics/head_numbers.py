@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+import attnscore as ats
+
+if TYPE_CHECKING:
+    from attnscore.diagnostics.inspection import Layer
+    from attnscore.integrations.transformers import AttentionCall
+
+Array = NDArray[np.float64]
 
 
 class Statistic(NamedTuple):
@@ -37,3 +49,44 @@ SETTINGS = {
     "cold": Setting("temperature 0.5", 0.5),
     "warm": Setting("temperature 2", 2.0),
 }
+
+
+def _stacked(rows: Sequence[Array]) -> Array:
+    """Rows of a number for each head as one (layer, head) array; NaN where a layer has fewer heads than another."""
+    found = np.full((len(rows), max(row.size for row in rows)), np.nan)
+    for place, row in enumerate(rows):
+        found[place, : row.size] = row
+    return found
+
+
+def statistics_of(calls: Sequence[AttentionCall], layers: Sequence[Layer]) -> dict[str, Array]:
+    """Each of `STATISTICS`, (layer, head), from the pass itself."""
+    found: dict[str, list[Array]] = {name: [] for name in STATISTICS}
+    for call, layer in zip(calls, layers, strict=True):
+        stats, inputs = call.stats, dict(layer.inputs)
+        mass = ats.key_mass(inputs.pop("query"), inputs.pop("key"), **inputs)
+        rows = {
+            "entropy": stats.entropy,
+            "effective_keys": stats.effective_keys(),
+            "largest_weight": stats.max_weight,
+            "logit_variance": stats.var_score,
+            "jacobian_trace": stats.jacobian_trace(),
+        }
+        for name, x in rows.items():
+            found[name].append(np.asarray(x[0].double().mean(-1)))
+        found["largest_logit"].append(np.asarray(stats.max_score[0].double().amax(-1)))
+        found["first_key"].append(np.asarray(mass[0, :, 0].double() / stats.entropy.shape[-1]))
+    return {name: _stacked(rows) for name, rows in found.items()}
+
+
+def under(layers: Sequence[Layer], setting: str) -> dict[str, Array]:
+    """Mean entropy and largest weight, each (layer, head), under another scale."""
+    found: dict[str, list[Array]] = {"entropy": [], "largest_weight": []}
+    for layer in layers:
+        inputs = layer.at(setting)
+        query, key = inputs.pop("query"), inputs.pop("key")
+        # The statistics do not look at values: the narrowest there are.
+        _, stats = ats.attend(query, key, key[..., :1], **inputs, return_stats=("entropy", "max_weight"))
+        found["entropy"].append(np.asarray(stats.entropy[0].double().mean(-1)))
+        found["largest_weight"].append(np.asarray(stats.max_weight[0].double().mean(-1)))
+    return {name: _stacked(rows) for name, rows in found.items()}

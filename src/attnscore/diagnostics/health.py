@@ -74,8 +74,8 @@ class Verdict:
     layer: str
     head: int
     what: str
-    """"saturated", "collapsing entropy", "growing logits", "large logits" or "dead"; of the other kind "sharp", "sink",
-    "padding" or "empty rows"."""
+    """"not a number", "saturated", "collapsing entropy", "growing logits", "large logits" or "dead"; of the other kind
+    "sharp", "sink", "padding" or "empty rows"."""
     words: str
     failure: bool
     """False: worth knowing, as a sink is; many healthy models have them."""
@@ -123,6 +123,9 @@ def verdicts_of(
     """
     found: list[tuple[str, str, bool]] = []
     limit, share = thresholds, numbers["saturated_rows"]
+    if numbers["nan_rows"] > 0:
+        words = f"{numbers['nan_rows']:.0f} rows have weights that are no numbers, and are in no mean"
+        found.append(("not a number", words, True))
     if share >= limit.saturated_rows:
         variance = numbers["logit_variance"]
         words = f"{100 * share:.0f} % of the rows have a weight of {limit.saturated_weight:g} or more"

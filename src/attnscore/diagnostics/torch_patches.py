@@ -65,6 +65,9 @@ class _Here(threading.local):
 
 
 _HERE = _Here()
+_TORCH_SOFTMAX = torch.softmax
+_DEVICES = ("cpu", "cuda", "xpu")  # not every release knows more
+_BY_HAND = "a softmax of its own, which may be that of an attention"
 _LOCK = threading.RLock()
 _WATCHERS: list[Watcher] = []
 _UNDO: list[Callable[[], None]] = []
@@ -95,6 +98,7 @@ def _install() -> None:
         _bind_everywhere(torch._native_multi_head_attention, _native_multi_head)
         _bind_everywhere(functional.softmax, _softmax)
         _bind_everywhere(torch.softmax, _softmax)
+        _replace(torch.Tensor, "softmax", _wrapped(torch.Tensor.softmax, _softmax))
         _bind_everywhere(api.attend, _attend)
         _replace(nn.Module, "__call__", _module_call(nn.Module.__call__))
         interface = getattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface", None)
@@ -111,14 +115,25 @@ def _restore() -> None:
 
 
 def _replace(owner: Any, name: str, new: Any) -> None:
-    old = vars(owner)[name]
-    _UNDO.append(lambda: setattr(owner, name, old))
+    if name in vars(owner):
+        old = vars(owner)[name]
+        _UNDO.append(lambda: setattr(owner, name, old))
+    else:  # inherited
+        _UNDO.append(lambda: delattr(owner, name))
     setattr(owner, name, new)
+
+
+def _wrapped(original: Any, wrapper: Callable[..., Any]) -> Any:
+    @functools.wraps(original)
+    def called(*arguments: Any, **options: Any) -> Any:
+        return wrapper(original, *arguments, **options)
+
+    return called
 
 
 def _bind_everywhere(original: Any, wrapper: Callable[..., Any]) -> None:
     """Replace `original` under every name that a loaded module has for it (also ``from ... import``)."""
-    new = functools.wraps(original)(functools.partial(wrapper, original))
+    new = _wrapped(original, wrapper)
     for module in list(sys.modules.values()):
         # Private modules of torch hold tables by function; ours must find the original.
         name = getattr(module, "__name__", "") if isinstance(module, type(sys)) else ""
@@ -159,8 +174,11 @@ def _tell(made: Callable[[], Call | Scores | str]) -> None:
 def _looking() -> Iterator[None]:
     _HERE.looking = True
     try:
-        # What the caller's autocast or mode would do to our own operations is not the caller's business.
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        with contextlib.ExitStack() as own:
+            own.enter_context(torch.no_grad())
+            # Autocast would compute our own products in half precision as well.
+            for device in filter(torch.is_autocast_enabled, _DEVICES):
+                own.enter_context(torch.autocast(device, enabled=False))
             yield
     finally:
         _HERE.looking = False
@@ -191,16 +209,25 @@ def _module_call(original: Any) -> Any:
         try:
             return original(module, *arguments, **options)
         finally:
-            for watcher in reversed(entered):
-                watcher.leave()
+            _leave(entered)
 
     return called
 
 
+def _leave(entered: list[Watcher]) -> None:
+    """Tell all, the last one first, also when one of them raises, as a caller's own function of a step may."""
+    if entered:
+        try:
+            entered.pop().leave()
+        finally:
+            _leave(entered)
+
+
 def _as_it_was(home: Any, original: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Call a function; under its own name where subclasses of tensors, or modes, may ask which function that is."""
-    tensors = [x for x in (*arguments, *options.values()) if isinstance(x, Tensor)]
-    if torch.compiler.is_compiling() or not torch.overrides.has_torch_function(tensors):
+    # What torch.fx traces with is no tensor, and asks as well.
+    given = (*arguments, *options.values())
+    if torch.compiler.is_compiling() or not torch.overrides.has_torch_function(given):
         return original(*arguments, **options)
     with _LOCK:
         wrapped = vars(home)[original.__name__]
@@ -238,13 +265,17 @@ def _multi_head(original: Any, *arguments: Any, **options: Any) -> Any:
 def _softmax(original: Any, *arguments: Any, **options: Any) -> Any:
     scopes = _HERE.scopes
     scores = arguments[0] if arguments else options.get("input")
-    if scopes and not scopes[-1].seen and not _silent() and isinstance(scores, Tensor) and scores.ndim >= 3:
+    home = functional if isinstance(original, FunctionType) else torch if original is _TORCH_SOFTMAX else Tensor
+    if isinstance(scores, Tensor) and scores.ndim >= 3 and not (scopes and scopes[-1].seen) and not _silent():
+        if not scopes:
+            _tell(lambda: _BY_HAND)
+            # The one of `functional` calls a tensor's own.
+            return _without_softmax(_as_it_was, home, original, arguments, options)
         heads = scopes[-1].heads
         if heads is not None and scores.ndim == 3:  # (batch * head, query, key)
             scores = scores.reshape(-1, heads, *scores.shape[1:])
         found = scores
         _tell(lambda: Scores(found))
-    home = functional if isinstance(original, FunctionType) else torch
     return _as_it_was(home, original, arguments, options)
 
 

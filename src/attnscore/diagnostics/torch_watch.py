@@ -4,12 +4,14 @@ What this module meets:
 - a step is one call of the model (of its outermost module that is called); every n-th is looked at, the others cost
   nothing but a test per module;
 - a call is known by the module that made it, and by its number among that module's calls in the step;
+- steps of several threads at once are steps of their own; none sees what another calls;
 - what is kept grows with layers, heads and sampled steps, never with the length of a sequence;
 - whatever could not be looked at is counted, with the reason.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -41,6 +43,14 @@ class _Step:
     calls: Counter[str] = field(default_factory=Counter)
 
 
+class _Here(threading.local):
+    """What of the model this thread is in."""
+
+    def __init__(self) -> None:
+        self.stack: list[str] = []
+        self.step: _Step | None = None
+
+
 class Watch(Watched):
     """What `watch` returns: the numbers so far, and the switch. See `watch` and `Watched`."""
 
@@ -65,8 +75,7 @@ class Watch(Watched):
         self._root = id(model)
         self._root_was_called = False
         self._every, self._history, self._on_step = int(every), int(history), on_step
-        self._stack: list[str] = []
-        self._step: _Step | None = None
+        self._here, self._lock = _Here(), threading.Lock()
         self._running = self._has_two = False
 
     # ------------------------------------------------------------ the switch
@@ -86,8 +95,8 @@ class Watch(Watched):
         if self._running:
             torch_patches.stop(self)
             self._running = False
-            self._stack.clear()
-            self._step = None
+            # What a thread is in the middle of, is lost to the numbers.
+            self._here = _Here()
 
     def __enter__(self) -> Self:
         """Begin to watch."""
@@ -111,32 +120,37 @@ class Watch(Watched):
         if scripted or inner is not None or module._compiled_call_impl is not None:
             self.unseen[name, "scripted code" if scripted else "compiled code"] += 1
             return False
-        if not self._stack:
+        here = self._here
+        if not here.stack:
             if id(module) == self._root:
                 self._root_was_called = True
             elif self._root_was_called:
                 # A part of the model by itself, once the whole was called: checkpointing computes it once more.
                 return False
-            self._step = _Step(self.steps, self.steps % self._every == 0, _real_tokens(arguments))
-            self.steps += 1
-        self._stack.append(name)
+            with self._lock:
+                here.step = _Step(self.steps, self.steps % self._every == 0, _real_tokens(arguments))
+                self.steps += 1
+        here.stack.append(name)
         return True
 
     def leave(self) -> None:
-        self._stack.pop()
-        if not self._stack and self._step is not None:
-            step, self._step = self._step, None
+        here = self._here
+        if here.stack:  # none when the watch was stopped in the middle
+            here.stack.pop()
+        if not here.stack and here.step is not None:
+            step, here.step = here.step, None
             if step.sampled:
                 self._finish(step)
 
     def wants(self) -> bool:
-        return bool(self._step is not None and self._step.sampled and self._stack)
+        here = self._here
+        return bool(here.step is not None and here.step.sampled and here.stack)
 
     def saw(self, call: Call | Scores) -> None:
-        step = self._step
+        step = self._here.step
         if step is None:
             return
-        name = self._place(call.within if isinstance(call, Call) else "")
+        name = self._place(step, call.within if isinstance(call, Call) else "")
         tensors = (call.scores,) if isinstance(call, Scores) else (call.query, call.key)
         if (why := reason_against(*tensors)) is not None:
             self.missed(why)
@@ -146,36 +160,36 @@ class Watch(Watched):
             real = None if self._has_two and "decoder" in name else step.real
             step.sums[name] = sums_of(call, real, self.thresholds.saturated_weight)
         except Exception as error:  # looking must never break the model
-            self.unseen[self._stack[-1], described(error)] += 1
+            self.missed(described(error))
 
     def missed(self, why: str) -> None:
-        self.unseen[self._stack[-1] if self._stack else "(outside)", why] += 1
+        stack = self._here.stack
+        with self._lock:
+            self.unseen[stack[-1] if stack else "(outside)", why] += 1
 
-    def _place(self, within: str) -> str:
+    def _place(self, step: _Step, within: str) -> str:
         """The module that is being called; its second attention call in a step is "name #2"."""
-        name = self._stack[-1]
+        name = self._here.stack[-1]
         if within:
             name = within if name == "(model)" else f"{name}.{within}"
-        if self._step is not None:
-            self._step.calls[name] += 1
-            if (number := self._step.calls[name]) > 1:
-                return f"{name} #{number}"
-        return name
+        step.calls[name] += 1
+        return name if (number := step.calls[name]) == 1 else f"{name} #{number}"
 
     def _finish(self, step: _Step) -> None:
         seen = []
-        for name, sums in step.sums.items():
-            heads = len(sums["rows"])
-            known = self.layers.get(name)
-            key = name if known is None or known.heads == heads else f"{name} ({heads} heads)"
-            if key not in self.layers:
-                self.layers[key] = Layer(key, heads, deque(maxlen=self._history))
-            self.layers[key].add(step.number, sums)
-            seen.append(key)
-        self.sampled += 1
-        if self._on_step is not None:
-            last = [row for name in seen for row in self.layers[name].rows_of_last()]
-            self._on_step(step.number, last)
+        with self._lock:
+            for name, sums in step.sums.items():
+                heads = len(sums["rows"])
+                known = self.layers.get(name)
+                key = name if known is None or known.heads == heads else f"{name} ({heads} heads)"
+                if key not in self.layers:
+                    self.layers[key] = Layer(key, heads, deque(maxlen=self._history))
+                self.layers[key].add(step.number, sums)
+                seen.append(self.layers[key])
+            self.sampled += 1
+            rows = self._with_clip(row for layer in seen for row in layer.rows_of(layer.steps[-1][1]))
+        if self._on_step is not None:  # may ask anything of the watch, and stop it
+            self._on_step(step.number, rows)
 
 
 def _real_tokens(arguments: dict[str, Any]) -> Tensor | None:
@@ -214,14 +228,16 @@ def watch(
     thresholds : Thresholds, optional
         When a head is called what.
     on_step : callable (step, rows), optional
-        Called after each step that was looked at, with a row for each head: for logs, for stopping a training run.
+        Called after each step that was looked at, with a row for each head: for logs, for stopping a training run. It
+        comes before the backward pass, which the weights must not change under: a repair follows the optimiser's step,
+        by `Watched.last`.
     history : int
         How many of the last sampled steps are kept for trends and plots.
 
     Returns
     -------
     Watch
-        A `Watched`: `rows`, `verdicts`, `failing`, `table`, `plot`, `json_lines`, `unseen`.
+        A `Watched`: `rows`, `last`, `verdicts`, `failing`, `table`, `plot`, `json_lines`, `unseen`.
 
     Raises
     ------

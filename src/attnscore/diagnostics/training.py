@@ -8,6 +8,7 @@ What this module meets:
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from attnscore.checks import shown
 from attnscore.diagnostics import runs, text
-from attnscore.diagnostics.finding import Array, Check, Estimate, Finding, Row, estimate
+from attnscore.diagnostics.finding import NAMES, SCORES, Array, Check, Estimate, Finding, Row, estimate
 from attnscore.diagnostics.runs import Settings, TrainingRun
 from attnscore.diagnostics.variance import check_sizes
 from attnscore.errors import ArgumentError, FrameworkError, message
@@ -27,8 +28,6 @@ from attnscore.errors import ArgumentError, FrameworkError, message
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SCORES = ("dot", "scaled_dot")
-NAMES = {"dot": "q·k", "scaled_dot": "q·k / √d"}
 # What the gap at the largest d must be at least, in nats per character.
 _LEAST_GAP = 0.05
 
@@ -131,13 +130,19 @@ class TrainingRuns(Finding):
                     "last saturated": "at one key",
                 }
                 means = {new: float(np.mean([row[name] for row in rows])) for name, new in short.items()}
-                gap = str(self.gap(dim)) if score == "dot" else ""
+                gap = self._gap(dim) if score == "dot" else ""
                 found.append({"score": NAMES[score], "d": dim, "seeds": len(rows), **means, "gap": gap})
         return found
 
     def sentence(self) -> str:
-        gaps = "; ".join(f"d = {dim}: {self.gap(dim)}" for dim in self.head_dims)
-        return f"Without 1/√d the loss on held-back text is higher, in nats per character, by: {gaps}."
+        gaps = "; ".join(f"d = {dim}: {self._gap(dim)}" for dim in self.head_dims)
+        alone = all(len(self.of("dot", dim)) == 1 for dim in self.head_dims)
+        spread = " One pair of runs for each d: no margin." if alone else ""
+        return f"Without 1/√d the loss on held-back text is higher, in nats per character, by: {gaps}.{spread}"
+
+    def _gap(self, dim: int) -> str:
+        found = self.gap(dim)
+        return str(found) if math.isfinite(found.margin) else f"{found.value:.2g}"
 
     def checks(self) -> tuple[Check, ...]:
         dim = self.head_dims[-1]

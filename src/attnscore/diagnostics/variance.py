@@ -16,7 +16,7 @@ import numpy as np
 
 import attnscore as ats
 from attnscore.checks import is_whole, shown
-from attnscore.diagnostics.finding import Array, Check, Estimate, Finding, Row, estimate, exponent
+from attnscore.diagnostics.finding import NAMES, SCORES, Array, Check, Estimate, Finding, Row, estimate, exponent
 from attnscore.errors import ArgumentError, message
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ DIMS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 # What a fitted exponent may differ by from that of the law.
 ALLOWED_EXPONENT = 0.03
 MEAN_ONE_AT_64 = 192.0
-_SCORES = ("dot", "scaled_dot")
 
 
 @dataclass(frozen=True)
@@ -120,12 +119,12 @@ class LogitVariance(Finding):
         """A row for each line: its exponent, and the variance at the length that comes nearest to 64."""
         found = []
         for kind in self.kinds:
-            for score in _SCORES:
+            for score in SCORES:
                 point = min(self.of(kind.name, score), key=lambda one: abs(one.dim - 64))
                 found.append(
                     {
                         "coordinates": kind.name,
-                        "score": score,
+                        "score": NAMES[score],
                         "d^b, b =": str(self.exponent(kind.name, score)),
                         f"at d = {point.dim}": str(point.measured),
                         "law": point.law,
@@ -135,7 +134,7 @@ class LogitVariance(Finding):
 
     def sentence(self) -> str:
         plain = self.kinds[0].name
-        unscaled, scaled = (self.exponent(plain, score) for score in _SCORES)
+        unscaled, scaled = (self.exponent(plain, score) for score in SCORES)
         return (
             f"For independent coordinates of {plain} the variance of q·k grows as d^b, b = {unscaled.value:.3f} ± "
             f"{unscaled.margin:.3f} (law: 1); after dividing by √d b = {scaled.value:.3f} ± {scaled.margin:.3f} (0)."
@@ -144,7 +143,7 @@ class LogitVariance(Finding):
     def checks(self) -> tuple[Check, ...]:
         found = []
         for kind in self.kinds:
-            for score, fall in zip(_SCORES, (0, 1), strict=True):
+            for score, fall in zip(SCORES, (0, 1), strict=True):
                 expected = (2 if kind.alike else 1) - fall
                 difference = abs(self.exponent(kind.name, score).value - expected)
                 found.append(Check(f"{score}, {kind.name}: variance ~ d^{expected}", difference, ALLOWED_EXPONENT))
@@ -201,7 +200,7 @@ def logit_variance(
     points = []
     for kind in kinds:
         for dim in dims:
-            samples: dict[str, list[float]] = {score: [] for score in _SCORES}
+            samples: dict[str, list[float]] = {score: [] for score in SCORES}
             for _ in range(repeats):
                 query, key = kind.draw(rng, pairs, dim)
                 for score, found in samples.items():

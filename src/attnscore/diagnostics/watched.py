@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,13 +39,28 @@ MEANS = (
     "jacobian_trace",
     "first_key",
 )
-_COUNTS = ("rows", "empty_rows")
+_COUNTS = ("rows", "empty_rows", "nan_rows", "choice_rows")
+_PLAIN = (*_COUNTS, "max_logit")
+# Rows that means are over, where not all.
+_OVER = {"saturated_rows": "choice_rows", "padding": "padding_rows"}
+_NUMBERS = ("rows", "empty_rows", "nan_rows", *MEANS, "max_logit", "choice_rows", "saturated_rows", "padding")
 _PICTURES = {
     "max_logit": "Largest logit",
     "entropy": "Entropy (nats)",
     "saturated_rows": "Share of saturated rows",
     "first_key": "Weight on the first key",
 }
+_COLUMNS = (
+    "layer",
+    "head",
+    "max_logit",
+    "logit_variance",
+    "entropy",
+    "effective_keys",
+    "saturated_rows",
+    "first_key",
+    "clip",
+)
 
 
 @dataclass
@@ -69,29 +85,25 @@ class Layer:
 
     def rows(self) -> list[Row]:
         """A row for each head, over all steps."""
-        return [{"layer": self.name, "head": head, **_numbers(self.total, head)} for head in range(self.heads)]
+        return self.rows_of(self.total)
 
-    def rows_of_last(self) -> list[Row]:
-        """A row for each head, of the last step."""
-        _, sums = self.steps[-1]
-        return [{"layer": self.name, "head": head, **_numbers(sums, head)} for head in range(self.heads)]
+    def rows_of(self, sums: dict[str, Array]) -> list[Row]:
+        """A row for each head, of some sums."""
+        columns = {name: _column(sums, name).tolist() for name in _NUMBERS}
+        columns |= {name: [int(x) for x in columns[name]] for name in _COUNTS}
+        return [
+            {"layer": self.name, "head": head, **{name: values[head] for name, values in columns.items()}}
+            for head in range(self.heads)
+        ]
 
 
-def _numbers(sums: dict[str, Array], head: int) -> Row:
-    """Sums as the numbers of a row; NaN where there was nothing to take a mean of."""
-
-    def over(name: str, count: str) -> float:
-        return float(sums[name][head] / sums[count][head]) if sums[count][head] else math.nan
-
-    row: Row = {name: int(sums[name][head]) for name in _COUNTS}
-    row |= {name: over(name, "rows") for name in MEANS}
-    largest = float(sums["max_logit"][head])
-    return row | {
-        "max_logit": largest,
-        "choice_rows": int(sums["choice_rows"][head]),
-        "saturated_rows": over("saturated_rows", "choice_rows"),
-        "padding": over("padding", "padding_rows"),
-    }
+def _column(sums: dict[str, Array], name: str) -> Array:
+    """A number of every head; NaN where there was nothing to take a mean of."""
+    if name in _PLAIN:
+        return sums[name]
+    count = sums[_OVER.get(name, "rows")]
+    found: Array = np.divide(sums[name], count, out=np.full(len(count), math.nan), where=count > 0)
+    return found
 
 
 class Watched:
@@ -119,23 +131,36 @@ class Watched:
     def rows(self) -> list[Row]:
         """A row for each layer and head: means over all rows of all sampled steps, the largest logit, QK-clip's factor.
 
-        ``pandas.DataFrame(watched.rows())`` is a table of them. Names: layer, head, rows, empty_rows, logit_mean,
-        logit_variance, log_sum_exp, entropy, max_weight, effective_keys, jacobian_trace, first_key, max_logit,
-        choice_rows (rows that see more than one key), saturated_rows (share of those), padding (share of the weight,
-        NaN where nothing is known of padding), clip.
+        ``pandas.DataFrame(watched.rows())`` is a table of them. Names: layer, head, rows, empty_rows, nan_rows (rows
+        whose weights are NaN), logit_mean, logit_variance, log_sum_exp, entropy, max_weight, effective_keys,
+        jacobian_trace, first_key, max_logit, choice_rows (rows that see more than one key), saturated_rows (share of
+        those), padding (share of the weight, NaN where nothing is known of padding), clip.
         """
-        tau = self.thresholds.tau
-        return [
-            row | {"clip": clip_factor(row["max_logit"], tau)} for layer in self.layers.values() for row in layer.rows()
-        ]
+        return self._with_clip(row for layer in self.layers.values() for row in layer.rows())
+
+    def last(self) -> list[Row]:
+        """The same of the last sampled step alone: what a repair goes by, since a run's largest logit never falls."""
+        number = max((layer.steps[-1][0] for layer in self.layers.values()), default=-1)
+        found = [(layer, *layer.steps[-1]) for layer in self.layers.values()]
+        return self._with_clip(row for layer, step, sums in found if step == number for row in layer.rows_of(sums))
+
+    def _with_clip(self, rows: Iterable[Row]) -> list[Row]:
+        return [row | {"clip": clip_factor(row["max_logit"], self.thresholds.tau)} for row in rows]
+
+    def clear(self) -> None:
+        """Forget all numbers, as after a repair or an epoch; steps are counted on."""
+        self.layers.clear()
+        self.unseen.clear()
+        self.sampled = 0
 
     def history(self, layer: str, name: str) -> tuple[list[int], Array]:
         """Sampled steps, and a number of each head in each: (step, head)."""
         if layer not in self.layers:
             raise ArgumentError(message("layer", f"one of {list(self.layers)}", repr(layer)))
-        found = self.layers[layer]
-        rows = [[_numbers(sums, head)[name] for head in range(found.heads)] for _, sums in found.steps]
-        return [step for step, _ in found.steps], np.array(rows, dtype=np.float64)
+        if name not in _NUMBERS:
+            raise ArgumentError(message("name", f"one of {list(_NUMBERS)}", repr(name)))
+        steps = self.layers[layer].steps
+        return [step for step, _ in steps], np.array([_column(sums, name) for _, sums in steps], dtype=np.float64)
 
     def verdicts(self) -> list[Verdict]:
         """What is the matter, head by head; failures first."""
@@ -154,14 +179,13 @@ class Watched:
             (name, head) for name, layer in self.layers.items() for head in range(layer.heads) if (name, head) in failed
         ]
 
-    def json_lines(self) -> Iterator[str]:
-        """One line for each kept step, layer and head, as json.dumps writes it; NaN becomes null."""
-        steps = sorted({step for layer in self.layers.values() for step, _ in layer.steps})
+    def json_lines(self, since: int = 0) -> Iterator[str]:
+        """One line for each kept step from `since` on, layer and head, as json.dumps writes it; NaN becomes null."""
+        steps = sorted({step for layer in self.layers.values() for step, _ in layer.steps if step >= since})
         for step in steps:
             for layer in self.layers.values():
                 for sums in (sums for number, sums in layer.steps if number == step):
-                    for head in range(layer.heads):
-                        yield line_of(step, {"layer": layer.name, "head": head, **_numbers(sums, head)})
+                    yield from (line_of(step, row) for row in layer.rows_of(sums))
 
     def table(self) -> Table:
         """A rich table: a line for each head, with its verdicts."""
@@ -173,7 +197,7 @@ class Watched:
             hint = "pip install 'attnscore[cli]'"
             raise FrameworkError(message("table", "rich", "no such package here", hint=hint)) from error
         found = Table(title=Text(self._title(), "bold"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-        columns = ("max_logit", "logit_variance", "entropy", "effective_keys", "saturated_rows", "first_key", "clip")
+        columns = _COLUMNS[2:]
         for name in ("layer", "head", *(column.replace("_", " ") for column in columns), "verdicts"):
             found.add_column(name, justify="left" if name in ("layer", "verdicts") else "right", overflow="fold")
         words: dict[tuple[str, int], list[Verdict]] = {}
@@ -211,6 +235,26 @@ class Watched:
                 message("plot", "a step that was looked at", f"{self.steps} steps, {self.sampled} looked at")
             )
         return overview(self, _PICTURES)
+
+    def to_html(self, path: str | Path, *, title: str = "What a model's attention did") -> Path:
+        """Write verdicts, the picture and a table of the heads as one HTML file for offline use (needs matplotlib)."""
+        from attnscore.diagnostics.page import Section, write_page
+
+        said: dict[tuple[str, int], list[str]] = {}
+        for verdict in self.verdicts():
+            said.setdefault((verdict.layer, verdict.head), []).append(verdict.what)
+        rows = [
+            {
+                **{name: row[name] for name in _COLUMNS},
+                "verdicts": ", ".join(said.get((row["layer"], row["head"]), [])),
+            }
+            for row in self.rows()
+        ]
+        unseen = [f"{name}: {count} calls not seen: {why}" for (name, why), count in self.unseen.items()]
+        words = [*map(str, self.verdicts()), *unseen] or ["Nothing stands out."]
+        # Without a step that was looked at there is nothing to draw.
+        heads = [Section("Heads", ["Means over all rows that were looked at."], rows, self.plot())] if rows else []
+        return write_page(path, title, self._title(), [Section("Verdicts", words), *heads])
 
 
 def line_of(step: int, row: Row) -> str:

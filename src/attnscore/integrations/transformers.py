@@ -4,8 +4,7 @@ What this module meets:
 - `register` makes a name that every model built on transformers' attention interface accepts, as in
   ``AutoModel.from_pretrained(..., attn_implementation="attnscore")``;
 - the mask function is registered under the same name: without one, transformers drops every mask silently;
-- causal and padding masks stay small objects that say what they mean; whatever else a model composes (packed
-  sequences, windows, image blocks) becomes the boolean array that transformers itself would have made;
+- masks stay objects that say what they mean (`transformers_masks`): no array of queries by keys is made for them;
 - scale, grouped heads, dropout in training, causal flag, soft cap, sinks and position biases are honoured;
   what would change the result and is not supported raises, and is never ignored.
 """
@@ -14,16 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 import attnscore as ats
 from attnscore.errors import ArgumentError, FrameworkError, message
+from attnscore.integrations.transformers_masks import StructuredMask, attention_mask
 from attnscore.masking import Mask
-
-if TYPE_CHECKING:
-    import torch
-
-    Tensor = torch.Tensor
 
 # Each of these selects or moves keys, or changes the normalisation; ignoring one would be a wrong result.
 _UNSUPPORTED = ("cache", "indices", "block_indices", "sinks")
@@ -142,6 +140,7 @@ def attention_forward(
         The heads of key and value may be fewer.
     value : Tensor (batch, key_head, key, value_dim)
     attention_mask : Mask, boolean Tensor (True: may attend), float Tensor (added to the scores) or None
+        A `StructuredMask` counts as the object that it holds.
     scaling : float, optional
         Factor of the scores; None: 1/sqrt(dim).
     dropout : float
@@ -208,68 +207,13 @@ def _mask_and_bias(
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         # One query is a decoding step and sees everything; else transformers' functions align at the top.
         return ats.Causal(align="top_left") if causal and query.shape[-2] > 1 else None, position_bias
-    if isinstance(mask, Mask) or not mask.is_floating_point():
+    if isinstance(mask, StructuredMask):
+        return mask.structure, position_bias
+    if isinstance(mask, Mask):
+        return mask, position_bias
+    if mask.dtype == torch.bool and mask.ndim == 4 and mask.shape[1] == mask.shape[2] == 1:
+        # Of one query, or for all alike: most often an interval, past which a cache of fixed size is empty.
+        return ats.KeyPadding(mask[:, 0, 0]), position_bias
+    if not mask.is_floating_point():
         return mask, position_bias
     return None, mask if position_bias is None else mask + position_bias
-
-
-def attention_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Any] | None = None,
-    attention_mask: Tensor | None = None,
-    allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = False,
-    **others: Any,
-) -> Mask | Tensor | None:
-    """Make the mask of a model, as transformers calls it; `attention_forward` gets what is returned here.
-
-    A causal or a full pattern, with or without padding, gives a mask object; any other pattern, and any call
-    in which transformers goes on working with the mask as a tensor, gives a boolean tensor (batch, 1, query,
-    key).
-
-    Parameters
-    ----------
-    batch_size, q_length, kv_length : int
-    q_offset, kv_offset : int
-        Positions of the first query and of the first key.
-    mask_function : callable
-        The pattern, as one of transformers' functions of indices.
-    attention_mask : Tensor (batch, key), optional
-        Padding: True where there is a token.
-    allow_is_causal_skip, allow_is_bidirectional_skip : bool
-        False when the caller needs a tensor.
-    **others
-        Handed on to transformers' own mask function.
-    """
-    from transformers import masking_utils
-
-    causal = mask_function is None or mask_function is masking_utils.causal_mask_function
-    full = mask_function is masking_utils.bidirectional_mask_function
-    # A cache of fixed size counts in tensors, or has more keys than were seen; generate() makes its masks early
-    # and handles them as tensors on the way.
-    seen = isinstance(q_offset, int) and kv_offset + kv_length == q_offset + q_length
-    as_object = (causal and allow_is_causal_skip and seen) or (full and allow_is_bidirectional_skip)
-    if not as_object:
-        dense: Tensor | None = masking_utils.sdpa_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            mask_function=mask_function or masking_utils.causal_mask_function,
-            attention_mask=attention_mask,
-            allow_is_causal_skip=False,
-            allow_is_bidirectional_skip=False,
-            **others,
-        )
-        return dense
-    padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
-    pattern: Mask | None = ats.Causal(offset=int(q_offset) - kv_offset) if causal else None
-    if padding is None:
-        return pattern
-    keys = ats.KeyPadding(padding[:, kv_offset : kv_offset + kv_length])
-    return keys if pattern is None else pattern & keys

@@ -1,7 +1,7 @@
 """The native kernel: C++ on the CPU, over the caller's memory. The door to ``csrc``.
 
-- Every form but one that a user wrote in Python, with any mask that is intervals, one boolean array and one
-  ``Documents``; forward and backward, for any strides and broadcast axes, without copies of what lies ready.
+- Every form but one that a user wrote in Python, with any mask that is a few intervals a row, one boolean array and
+  ids (``native_masks``); forward and backward, for any strides and broadcast axes, without copies of what lies ready.
 - What it does not take it says; ``auto`` then goes on to the streaming kernel. A gradient of a gradient is the
   streaming form's.
 - Results do not depend on the number of threads.

@@ -12,19 +12,8 @@ from typing import Any
 import numpy as np
 
 from attnscore.frameworks.contract import Array, HostArray
-from attnscore.masking import (
-    And,
-    Causal,
-    Dense,
-    Documents,
-    KeyPadding,
-    KeyRange,
-    Mask,
-    PrefixLM,
-    SlidingWindow,
-    ValidLens,
-)
-from attnscore.masking.numbers import per_batch
+from attnscore.kernels import native_masks as masks
+from attnscore.masking import Mask
 from attnscore.problem import Problem
 from attnscore.scoring.forms import AdditiveForm, DistanceForm, InnerForm
 from attnscore.tiling import TilePlan
@@ -34,9 +23,6 @@ DTYPES = frozenset(("float16", "bfloat16", "float32", "float64"))
 STORED = {"float16": "uint16", "bfloat16": "uint16"}
 
 _FORMS: dict[type, str] = {InnerForm: "inner", AdditiveForm: "additive", DistanceForm: "distance"}
-# Masks that are intervals once their numbers are known.
-INTERVALS = (Causal, KeyRange, PrefixLM, SlidingWindow, ValidLens)
-
 
 # TensorFlow and JAX take over memory that begins at a multiple of this many bytes, and copy other.
 ALIGNED = 64
@@ -77,31 +63,7 @@ def reasons(problem: Problem) -> list[str]:
         # Nothing below can be looked at either.
         return [*found, "arrays whose memory the CPU cannot read (on a device, traced, with tangents, byte-swapped)"]
     rest = None if problem.mask is None else problem.visibility[1]
-    return found if rest is None else [*found, *_reasons_of_rest(problem, rest)]
-
-
-def _reasons_of_rest(problem: Problem, rest: Mask) -> list[str]:
-    parts = parts_of(rest)
-    arrays = [part for part in parts if isinstance(part, (Dense, KeyPadding))]
-    documents = [part for part in parts if isinstance(part, Documents)]
-    others = [part for part in parts if part not in arrays and part not in documents]
-    if problem.ops.deferred(problem.value, *rest.leaves()):
-        # Lengths that are traced now, or not known, are intervals by the time that the kernel sees them.
-        others = [part for part in others if not isinstance(part, INTERVALS)]
-    found = [f"the mask is no interval of keys per row: {part!r}" for part in others]
-    if len(arrays) > 1:
-        found.append(f"{len(arrays)} arrays in one mask")
-    if len(documents) > 1:
-        found.append(f"{len(documents)} Documents in one mask")
-    ops = problem.ops
-    if not all(ops.readable(ops.asarray(x, problem.value)) for x in rest.arrays().values()):
-        found.append("a mask whose memory the CPU cannot read")
-    return found
-
-
-def parts_of(mask: Mask) -> list[Mask]:
-    """The masks whose AND `mask` is."""
-    return [*parts_of(mask.first), *parts_of(mask.second)] if isinstance(mask, And) else [mask]
+    return found if rest is None else [*found, *masks.reasons(problem, rest)]
 
 
 ORDER = (
@@ -122,8 +84,8 @@ def words(problem: Problem, plan: TilePlan) -> tuple[tuple[Any, ...], tuple[Host
             found[name] = found[name].astype(np.int64, copy=False)
     if (weights := found.get("weights")) is not None and weights.strides[-1] != weights.itemsize:
         found["weights"] = np.ascontiguousarray(weights)
-    if plan.intervals is not None:
-        found["start"], found["stop"] = (np.ascontiguousarray(x, np.int64) for x in plan.intervals)
+    if plan.pieces is not None:
+        found["start"], found["stop"] = plan.pieces.with_holes
     return score, tuple(map(found.get, ORDER))
 
 
@@ -158,23 +120,6 @@ def told(problem: Problem, rest: Mask | None) -> tuple[tuple[Any, ...], dict[str
     arrays = {
         **{"query": query, "key": key, "value": problem.value, "query_bias": query_bias, "key_bias": key_bias},
         **{"bias": bias, "weights": weights, "sink": in_sums(problem.sink), "scales": scales},
-        **({} if rest is None else _rest(problem, rest)),
+        **({} if rest is None else masks.arrays(problem, rest)),
     }
     return score, {name: x for name, x in arrays.items() if x is not None}
-
-
-def _rest(problem: Problem, rest: Mask) -> dict[str, Array]:
-    """The boolean array on the axes of the grid, and the ids of queries and keys."""
-    ops, grid, like = problem.ops, problem.grid, problem.value
-    found = {}
-    for part in parts_of(rest):
-        if isinstance(part, Documents):
-            keys = part.query_ids if part.key_ids is None else part.key_ids
-            found["query_ids"] = per_batch(ops, grid, part.query_ids, like, flat=True)
-            found["key_ids"] = per_batch(ops, grid, keys, like, flat=True)
-            continue
-        array = ops.asarray(part.array, like)  # type: ignore[attr-defined]
-        array = array if ops.dtype(array) == "bool" else array != 0
-        is_dense = isinstance(part, Dense)
-        found["mask"] = grid.place(ops, array) if is_dense else grid.place_batch(ops, ops.expand_dims(array, 1))
-    return found

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from attnscore.engine import Result, RowGradients, operands
 from attnscore.frameworks.contract import Array, SeedWords
 from attnscore.kernels import native_inputs as inputs
 from attnscore.kernels.native_results import GRADIENTS, STATISTICS, as_operand, gradient_shapes
-from attnscore.masking import And, Causal, KeyRange, Mask, PrefixLM, SlidingWindow, ValidLens
+from attnscore.kernels.native_traced import traced_visibility
 from attnscore.problem import Problem
 
 # The places of operands and results are bits of the attributes `given`, `turned` and `wanted` (csrc/ffi.cc).
@@ -25,12 +23,6 @@ _OPERANDS = (
 )
 _FORWARD = ("out", "top", "log_total", *STATISTICS)
 _SCORE = ("form", "activation", "negative_slope", "scale", "caps")
-
-# Numbers stop at the first, widths from the second on are unbounded: the sum of both stays within 32 bits, and no
-# sequence is as long as their difference.
-_FAR, _WIDE = 2**30, 2**29
-
-Ends = tuple[Array, Array]
 
 
 def forward(problem: Problem) -> Result:
@@ -68,7 +60,7 @@ def _call(
     places: tuple[str, ...],
 ) -> dict[str, Array]:
     ops, dropout = problem.ops, problem.dropout
-    ends, rest = _visibility(problem)
+    ends, rest = traced_visibility(problem)
     seed = None if dropout is None or not isinstance(dropout.seed, SeedWords) else dropout.seed
     (*score, _, _, _, probability, number), arrays = inputs.told(problem, rest)
     arrays |= known
@@ -109,78 +101,3 @@ def _turned(problem: Problem) -> frozenset[str]:
 
 def _bits(places: tuple[str, ...], names: Any) -> int:
     return sum(1 << places.index(name) for name in names)
-
-
-# ---- the mask
-
-
-def _visibility(problem: Problem) -> tuple[Ends | None, Mask | None]:
-    """What ``problem.visibility`` is where numbers may be traced: intervals as arrays, and the rest."""
-    ends, rest = None, None
-    for part in [] if problem.mask is None else inputs.parts_of(problem.mask):
-        found = _ends(problem, part)
-        if found is None:
-            rest = part if rest is None else And(rest, part)
-        else:
-            ends = found if ends is None else _both(problem, ends, found)
-    if ends is None:
-        return None, rest
-    ops, grid = problem.ops, problem.grid
-    batch = max(end.shape[0] for end in ends)
-    start, stop = (ops.broadcast_to(end, (batch, grid.query_len)) for end in ends)
-    start = _between(problem, start)
-    return (start, ops.maximum(_between(problem, stop), start)), rest
-
-
-def _both(problem: Problem, first: Ends, second: Ends) -> Ends:
-    return problem.ops.maximum(first[0], second[0]), -problem.ops.maximum(-first[1], -second[1])
-
-
-def _between(problem: Problem, x: Array) -> Array:
-    """`x` within [0, key_len]."""
-    ops = problem.ops
-    return -ops.maximum(-ops.maximum(x, ops.zeros((), x)), ops.full((), -problem.grid.key_len, x))
-
-
-def _ends(problem: Problem, mask: Mask) -> Ends | None:
-    """Start and stop of each row, (batch or 1, query or 1) each; None where the mask is no interval."""
-    grid = problem.grid
-    if (known := mask.intervals(grid.query_len, grid.key_len, grid.batch)) is not None:
-        start, stop = (_constant(problem, end) for end in known)
-        return start, stop
-    rows = problem.ops.reshape(problem.ops.positions(0, grid.query_len, problem.value), (1, -1))
-    nothing = problem.ops.zeros((1, 1), rows)
-    if isinstance(mask, ValidLens):
-        stop = _numbers(problem, mask.lens, per_query=True)
-        if mask.query_lens is not None:
-            stop = problem.ops.where(rows < _numbers(problem, mask.query_lens), stop, 0)
-        return nothing, stop
-    if isinstance(mask, KeyRange):
-        return _numbers(problem, mask.start), _numbers(problem, mask.stop)
-    if isinstance(mask, PrefixLM):
-        return nothing, problem.ops.maximum(_numbers(problem, mask.prefix_lens), rows + 1)
-    if isinstance(mask, Causal):
-        return nothing, rows + _numbers(problem, mask.offset) + 1
-    if isinstance(mask, SlidingWindow):
-        middle = rows + _numbers(problem, mask.offset)
-        left, right = (None if width is None or width >= _WIDE else width for width in (mask.left, mask.right))
-        start = nothing if left is None else middle - left
-        return start, nothing + grid.key_len if right is None else middle + right + 1
-    return None
-
-
-def _constant(problem: Problem, end: Any) -> Array:
-    """Intervals that are known now; one number where all rows have the same, so that the program holds no more."""
-    if isinstance(end, np.ndarray) and end.size and (end == end[:, :1]).all():
-        end = end[:, :1]
-    return problem.ops.astype(problem.ops.asarray(end, problem.value), "int64")
-
-
-def _numbers(problem: Problem, x: Any, *, per_query: bool = False) -> Array:
-    """Traced numbers, one or one per batch row (or query), as (batch or 1, query or 1)."""
-    ops = problem.ops
-    x = ops.astype(ops.asarray(x, problem.value), "int64")
-    x = -ops.maximum(-ops.maximum(x, ops.full((), -_FAR, x)), ops.full((), -_FAR, x))
-    if per_query and len(x.shape) == 1 and not problem.grid.has_batch and x.shape[0] > 1:
-        return ops.reshape(x, (1, -1))
-    return x if len(x.shape) == 2 else ops.reshape(x, (-1, 1))

@@ -1,7 +1,8 @@
 """Masks: which keys a query may see."""
 
 from attnscore.masking.arguments import as_mask
-from attnscore.masking.contract import And, Intervals, Mask, Not, Or, intersect, split
+from attnscore.masking.contract import And, Mask, Not, Or, parts_of, split
+from attnscore.masking.functions import MaskFunction
 from attnscore.masking.known import Known, recognised
 from attnscore.masking.masks import (
     Causal,
@@ -13,6 +14,7 @@ from attnscore.masking.masks import (
     SlidingWindow,
     ValidLens,
 )
+from attnscore.masking.pieces import Intervals, Pieces, intersect
 
 __all__ = [
     "And",
@@ -24,13 +26,16 @@ __all__ = [
     "KeyRange",
     "Known",
     "Mask",
+    "MaskFunction",
     "Not",
     "Or",
+    "Pieces",
     "PrefixLM",
     "SlidingWindow",
     "ValidLens",
     "as_mask",
     "intersect",
+    "parts_of",
     "recognised",
     "split",
 ]

@@ -1,9 +1,10 @@
 """The contract of masks, and how they compose. True means "may attend".
 
 - A mask is a small object, never an n x n array: it answers for any block of rows and columns (``visible``), and most
-  say all they know as one interval of keys per query (``intervals``), from which tiles are skipped.
+  say all they know as one interval of keys per query (``intervals``), or a few (``pieces``), from which tiles are
+  skipped.
 - Masks compose with ``&``, ``|`` and ``~`` and print themselves.
-- ``materialize`` is the truth that ``intervals`` is held to; it is built from ``visible`` alone.
+- ``materialize`` is the truth that ``intervals`` and ``pieces`` are held to; it is built from ``visible`` alone.
 """
 
 from __future__ import annotations
@@ -20,10 +21,7 @@ from attnscore import frameworks
 from attnscore.errors import MaskError, message
 from attnscore.frameworks.contract import Array, Framework
 from attnscore.grid import Grid
-
-HostArray = np.ndarray[Any, Any]
-Intervals = tuple[HostArray, HostArray]
-"""(start, stop), each (batch or 1, query): row i sees the keys start[i] <= j < stop[i]."""
+from attnscore.masking.pieces import MOST, HostArray, Intervals, Pieces
 
 
 class Mask(ABC):
@@ -31,6 +29,8 @@ class Mask(ABC):
 
     spoken: ClassVar[Mapping[str, str]] = {}
     """Names of fields in messages, where the caller may know the argument by another."""
+    is_array: ClassVar[bool] = False
+    """Whether it is an array of booleans, which serves better as it is than as several pieces a row."""
 
     def __new__(cls, *_: Any, **__: Any) -> Any:
         frameworks.seen(cls)
@@ -48,6 +48,11 @@ class Mask(ABC):
     def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
         """One interval of visible keys per row, or None when the mask is not of that form or cannot be read here."""
         return None
+
+    def pieces(self, query_len: int, key_len: int, batch: int = 1) -> Pieces | None:
+        """A few intervals of visible keys per row, or None."""
+        found = self.intervals(query_len, key_len, batch)
+        return None if found is None else Pieces.of(found)
 
     @abstractmethod
     def check(self, ops: Framework, grid: Grid) -> None:
@@ -157,8 +162,11 @@ class And(Mask):
         return ops.logical_and(*(mask.visible(ops, grid, rows, cols) for mask in (self.first, self.second)))
 
     def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
-        pair = [part.intervals(query_len, key_len, batch) for part in (self.first, self.second)]
-        return None if pair[0] is None or pair[1] is None else intersect(pair[0], pair[1])
+        return _single(self.pieces(query_len, key_len, batch))
+
+    def pieces(self, query_len: int, key_len: int, batch: int = 1) -> Pieces | None:
+        first, second = (part.pieces(query_len, key_len, batch) for part in (self.first, self.second))
+        return None if first is None or second is None else first.intersection(second, key_len).within(MOST)
 
     def check(self, ops: Framework, grid: Grid) -> None:
         for part in (self.first, self.second):
@@ -183,6 +191,13 @@ class Or(Mask):
     def visible(self, ops: Framework, grid: Grid, rows: Array, cols: Array) -> Array:
         return ops.logical_or(*(mask.visible(ops, grid, rows, cols) for mask in (self.first, self.second)))
 
+    def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
+        return _single(self.pieces(query_len, key_len, batch))
+
+    def pieces(self, query_len: int, key_len: int, batch: int = 1) -> Pieces | None:
+        first, second = (part.pieces(query_len, key_len, batch) for part in (self.first, self.second))
+        return None if first is None or second is None else first.union(second, key_len).within(MOST)
+
     def check(self, ops: Framework, grid: Grid) -> None:
         for part in (self.first, self.second):
             part.check(ops, grid)
@@ -205,6 +220,13 @@ class Not(Mask):
     def visible(self, ops: Framework, grid: Grid, rows: Array, cols: Array) -> Array:
         return ~self.mask.visible(ops, grid, rows, cols)
 
+    def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
+        return _single(self.pieces(query_len, key_len, batch))
+
+    def pieces(self, query_len: int, key_len: int, batch: int = 1) -> Pieces | None:
+        found = self.mask.pieces(query_len, key_len, batch)
+        return None if found is None else found.complement(key_len).within(MOST)
+
     def check(self, ops: Framework, grid: Grid) -> None:
         self.mask.check(ops, grid)
 
@@ -212,31 +234,38 @@ class Not(Mask):
         return f"~{_wrap(self.mask, (And, Or))}"
 
 
-def split(mask: Mask, query_len: int, key_len: int, batch: int) -> tuple[Intervals | None, Mask | None]:
-    """`mask` as intervals AND a rest that only blocks can tell; either may be None.
+def split(mask: Mask, query_len: int, key_len: int, batch: int) -> tuple[Pieces | None, Mask | None]:
+    """`mask` as pieces AND a rest that only blocks can tell; either may be None.
 
-    The intervals of what can say them bound the tiles even when the rest cannot.
+    The pieces of what can say them bound the tiles even when the rest cannot.
     """
-    if isinstance(mask, And):
-        first, first_rest = split(mask.first, query_len, key_len, batch)
-        second, second_rest = split(mask.second, query_len, key_len, batch)
-        both = first or second if first is None or second is None else intersect(first, second)
-        rest = _both(first_rest, second_rest)
-        return both, rest
-    found = mask.intervals(query_len, key_len, batch)
-    return (None, mask) if found is None else (found, None)
+    both: Pieces | None = None
+    rest: Mask | None = None
+    for part in parts_of(mask):
+        found = part.pieces(query_len, key_len, batch)
+        if found is not None and found.count > 1 and part.is_array:
+            found = None
+        if found is not None and both is not None:
+            found = both.intersection(found, key_len).within(MOST)
+        if found is None:
+            rest = part if rest is None else And(rest, part)
+        else:
+            both = found
+    return both, rest
 
 
-def _both(first: Mask | None, second: Mask | None) -> Mask | None:
-    if first is None or second is None:
-        return second if first is None else first
-    return And(first, second)
+def parts_of(mask: Mask) -> list[Mask]:
+    """The masks whose AND `mask` is; what is not seen by either of two is not seen by each."""
+    if isinstance(mask, Not):
+        inner = mask.mask
+        if isinstance(inner, Not):
+            return parts_of(inner.mask)
+        return [*parts_of(Not(inner.first)), *parts_of(Not(inner.second))] if isinstance(inner, Or) else [mask]
+    return [*parts_of(mask.first), *parts_of(mask.second)] if isinstance(mask, And) else [mask]
 
 
-def intersect(first: Intervals, second: Intervals) -> Intervals:
-    """Intervals of the keys that lie in both."""
-    start = np.maximum(first[0], second[0])
-    return start, np.maximum(np.minimum(first[1], second[1]), start)
+def _single(found: Pieces | None) -> Intervals | None:
+    return None if found is None else found.single
 
 
 def check_is_mask(x: object) -> None:

@@ -7,8 +7,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, final
 
 import numpy as np
@@ -16,7 +17,8 @@ import numpy as np
 from attnscore import frameworks
 from attnscore.frameworks.contract import Array, Framework, is_unknown
 from attnscore.grid import Grid
-from attnscore.masking.contract import And, Intervals, Mask
+from attnscore.masking.contract import And, Mask, Not, Or, split
+from attnscore.masking.functions import MaskFunction
 from attnscore.masking.masks import (
     Causal,
     Documents,
@@ -27,6 +29,7 @@ from attnscore.masking.masks import (
     ValidLens,
 )
 from attnscore.masking.numbers import per_row
+from attnscore.masking.pieces import Intervals, Pieces
 from attnscore.recall import Memory
 
 # Rows and numbers of a mask that is remembered: at most 16 MB in all.
@@ -42,13 +45,15 @@ _FIELDS: dict[type[Mask], tuple[str, ...]] = {
     PrefixLM: ("prefix_lens",),
     Documents: ("query_ids", "key_ids"),
     And: ("first", "second"),
+    Or: ("first", "second"),
+    Not: ("mask",),
 }
 
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Known(Mask):
-    """A mask by its intervals, (batch or 1, query) each."""
+    """A mask by its intervals, (batch or 1, query) each, or by its pieces, (piece, batch or 1, query)."""
 
     start: Any
     stop: Any
@@ -56,17 +61,35 @@ class Known(Mask):
     """What the mask was called by its caller."""
 
     def visible(self, ops: Framework, grid: Grid, rows: Array, cols: Array) -> Array:
-        start, stop = (per_row(ops, grid, end, rows) for end in (self.start, self.stop))
-        return ops.logical_and(cols >= start, cols < stop)
+        seen = None
+        for ends in zip(self._pieces.start, self._pieces.stop, strict=True):
+            start, stop = (per_row(ops, grid, end, rows) for end in ends)
+            here = ops.logical_and(cols >= start, cols < stop)
+            seen = here if seen is None else ops.logical_or(seen, here)
+        return seen
+
+    @cached_property
+    def _pieces(self) -> Pieces:
+        return Pieces(self.start, self.stop) if self.start.ndim == 3 else Pieces.of((self.start, self.stop))
 
     def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
-        return self.start, self.stop
+        return self._pieces.single
+
+    def pieces(self, query_len: int, key_len: int, batch: int = 1) -> Pieces | None:
+        return self._pieces
 
     def check(self, ops: Framework, grid: Grid) -> None:
         """It was, before it became known."""
 
     def arrays(self) -> dict[str, Array]:
         return {}
+
+    def leaves(self) -> list[Array]:
+        # A program that is being traced gets them as constants: traced they would be known no longer.
+        return []
+
+    def with_leaves(self, leaves: Iterator[Array]) -> Mask:
+        return self
 
     def __repr__(self) -> str:
         return self.text
@@ -80,15 +103,32 @@ def recognised(mask: Mask, grid: Grid, check: Callable[[Mask], None]) -> Mask:
 
     def learn() -> Known | None:
         check(mask)
-        found = mask.intervals(grid.query_len, grid.key_len, grid.batch)
-        return None if found is None else Known(np.array(found[0]), np.array(found[1]), repr(mask))
+        found, rest = split(mask, grid.query_len, grid.key_len, grid.batch)
+        if found is None or rest is not None or found.start.size > MOST_ROWS:
+            return None
+        start, stop = found.ends
+        return Known(np.array(start), np.array(stop), repr(mask))
 
     unknown = any(map(is_unknown, (grid.batch, grid.query_len, grid.key_len)))
     if unknown or grid.batch * grid.query_len > MOST_ROWS or (numbers := _numbers(mask)) is None:
         check(mask)
-        return mask
+        return mask if unknown else _answered(mask, grid)
     found = _KNOWN.recall((grid, numbers), learn)
     return mask if found is None else found
+
+
+def _answered(mask: Mask, grid: Grid) -> Mask:
+    """`mask` with what its functions of indices said in their place: a traced call does not ask them when it runs."""
+    if isinstance(mask, MaskFunction):
+        found = mask.pieces(grid.query_len, grid.key_len, grid.batch)
+        return mask if found is None else Known(*found.ends, repr(mask))
+    if isinstance(mask, (And, Or)):
+        first, second = (_answered(part, grid) for part in (mask.first, mask.second))
+        return mask if first is mask.first and second is mask.second else type(mask)(first, second)
+    if isinstance(mask, Not):
+        inner = _answered(mask.mask, grid)
+        return mask if inner is mask.mask else Not(inner)
+    return mask
 
 
 def _numbers(mask: Mask) -> Hashable:

@@ -16,7 +16,7 @@ from attnscore.checks import is_whole, shown
 from attnscore.errors import MaskError, message
 from attnscore.frameworks.contract import Array, Framework, may_equal
 from attnscore.grid import Grid, check_broadcast
-from attnscore.masking.contract import Intervals, Mask
+from attnscore.masking.contract import Mask
 from attnscore.masking.numbers import (
     Align,
     check_alignment,
@@ -35,6 +35,7 @@ from attnscore.masking.numbers import (
     runs,
     shape_of,
 )
+from attnscore.masking.pieces import MOST, Intervals, Pieces, runs_of
 
 
 @final
@@ -129,6 +130,7 @@ class KeyPadding(Mask):
 
     array: Any
     spoken: ClassVar[Mapping[str, str]] = {"array": "key_padding"}
+    is_array: ClassVar[bool] = True
 
     @classmethod
     def from_ignore(cls, array: Any) -> KeyPadding:
@@ -143,16 +145,19 @@ class KeyPadding(Mask):
         return grid.place_batch(ops, ops.expand_dims(seen, 1))
 
     def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
+        found = self._runs(query_len, 1)
+        return None if found is None else found.single
+
+    def pieces(self, query_len: int, key_len: int, batch: int = 1) -> Pieces | None:
+        return self._runs(query_len, MOST)
+
+    def _runs(self, query_len: int, most: int) -> Pieces | None:
         array = frameworks.host(self.array)
-        if array is None:
+        found = None if array is None else runs_of(array.astype(bool), most)
+        if found is None:
             return None
-        seen = array.astype(bool)
-        count, start = seen.sum(-1), seen.argmax(-1) if key_len else np.zeros(len(seen), int)
-        stop = key_len - seen[:, ::-1].argmax(-1) if key_len else start
-        if np.any((count > 0) & (stop - start != count)):
-            return None
-        stop = np.where(count > 0, stop, start)
-        return clip_intervals(start[:, None], stop[:, None], query_len, key_len)
+        shape = (*found.start.shape[:2], query_len)
+        return Pieces(np.broadcast_to(found.start, shape), np.broadcast_to(found.stop, shape))
 
     def check(self, ops: Framework, grid: Grid) -> None:
         check_boolean("key_padding", self.array)
@@ -348,6 +353,7 @@ class Dense(Mask):
 
     array: Any
     spoken: ClassVar[Mapping[str, str]] = {"array": "mask"}
+    is_array: ClassVar[bool] = True
 
     @property
     def heads(self) -> int:

@@ -11,7 +11,7 @@ from attnscore.checks import shown
 from attnscore.errors import MaskError, message
 from attnscore.frameworks.contract import Array, Framework, is_unknown, may_equal
 from attnscore.grid import Grid
-from attnscore.masking.contract import HostArray, Intervals
+from attnscore.masking.pieces import HostArray, Intervals
 
 Align = Literal["top_left", "bottom_right"]
 

@@ -22,6 +22,7 @@ from attnscore.errors import FrameworkError, ShapeError, message
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.cm import ScalarMappable
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
 
@@ -127,16 +128,21 @@ def draw_map(
     rows, cols = (max(1, length) for length in matrix.shape)  # an empty map still has a frame
     edges = (-0.5, cols - 0.5, rows - 0.5, -0.5)
     image = axis.imshow(shown, cmap=colours, norm=norm, extent=edges, aspect="equal", interpolation="nearest")
-    axis.tick_params(length=2, width=0.6, labelsize=LABEL_POINTS, colors=INK)
-    for spine in axis.spines.values():
-        spine.set(linewidth=0.6, color="#8c8c8c")
-    for label in (axis.xaxis.label, axis.yaxis.label):
-        label.set(fontsize=10, color=INK)
+    frame(axis)
     if col_labels is not None:
         _label_axis(axis, "x", col_labels)
     if row_labels is not None:
         _label_axis(axis, "y", row_labels)
     return image
+
+
+def frame(axis: Axes) -> None:
+    """Thin ticks and spines, and labels in ink: the same on every picture."""
+    axis.tick_params(length=2, width=0.6, labelsize=LABEL_POINTS, colors=INK)
+    for spine in axis.spines.values():
+        spine.set(linewidth=0.6, color="#8c8c8c")
+    for label in (axis.xaxis.label, axis.yaxis.label):
+        label.set(fontsize=10, color=INK)
 
 
 def _label_axis(axis: Axes, which: str, labels: Sequence[str]) -> None:
@@ -164,7 +170,7 @@ def whole_number_ticks(axis: Axes, shape: tuple[int, ...], *, every: bool = Fals
         ticks.set_major_locator(FixedLocator(range(length)) if few else MaxNLocator(nbins=6, integer=True))
 
 
-def colour_bar(figure: Figure, image: AxesImage, axes: list[Axes], label: str = "") -> None:
+def colour_bar(figure: Figure, image: ScalarMappable, axes: list[Axes], label: str = "") -> None:
     """Add one slim colour bar to the right of the given axes."""
     bar = figure.colorbar(image, ax=axes, shrink=0.8, pad=0.02, aspect=24)
     bar.outline.set_linewidth(0.4)

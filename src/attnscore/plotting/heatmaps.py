@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from attnscore.drawing import (
+from attnscore.errors import ShapeError, message
+from attnscore.plotting.drawing import (
     INK,
     Matrix,
     colour_bar,
@@ -35,12 +36,9 @@ from attnscore.drawing import (
     whole_number_ticks,
     write_numbers,
 )
-from attnscore.errors import ShapeError, message
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-__all__ = ["show_attention", "show_head_grid", "show_heatmaps"]
 
 
 def show_heatmaps(

