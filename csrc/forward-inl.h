@@ -71,7 +71,8 @@ void forward_block(Arena& arena, const Problem& problem, const Block<T>& block, 
             if (pairs && !values.narrow()) {
                 if constexpr (sizeof(T) == 4) pairs->pool(out, s, size, here);
             } else {
-                values.pool(out, s, size);
+                const View<T> next{tile.rows.row(here), tile.rows.stride};
+                values.pool(out, s, size, few ? &next : nullptr);
             }
             if (values.bad) values.let_escape(out, s, bits, size);
         }

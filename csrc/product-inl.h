@@ -96,9 +96,6 @@ void product(T* c, int64_t ldc, const T* a, int64_t row, int64_t col, const T* b
     do {
         const int64_t terms = std::min(kTerms<kind>, k - p);
         int64_t j = 0;
-        // One row leaves registers for twice the columns: decoding reads whole values, 6 to 8% faster than halves.
-        for (; m == 1 && j + 2 * kPanel * L <= n; j += 2 * kPanel * L)
-            block_of<T, 1, 2 * kPanel, kind>(c + j, ldc, a, row, col, b + j, ldb, terms, add);
         for (; j + kPanel * L <= n; j += kPanel * L)
             panel<T, kPanel, kind>(c + j, ldc, a, row, col, b + j, ldb, m, terms, add);
         for (; j < n; j += L) panel<T, 1, kind>(c + j, ldc, a, row, col, b + j, ldb, m, terms, add);
@@ -180,4 +177,29 @@ void dot_rows(T* s, const T* q, const View<T>& keys, int64_t count, int64_t widt
         s[i] = sum_of<T>(sum);
     }
     for (; i < kKeys; i++) s[i] = 0;
+}
+
+// Adds to one row its weights times the rows of values: whole values at a time, which is 6 to 8% faster than halves,
+// and the keys of the next tile asked for meanwhile (5% more).
+template <class T>
+void pool_row(T* out, const T* weights, const View<T>& values, int64_t count, int64_t width, const View<T>& next) {
+    constexpr int L = Vector<T>::lanes, N = 2 * kPanel;
+    int64_t j = 0;
+    // Where sums do not go on in registers, `product` knows how long they may be.
+    for (; kContinues && j + N * L <= width; j += N * L) {
+        V<T> sum[N];
+#pragma GCC unroll 8
+        for (int u = 0; u < N; u++) sum[u] = load(out + j + u * L);
+        for (int64_t i = 0; i < count; i++) {
+            const T *row = values.row(i) + j, *ahead = next.row(i) + j;
+#pragma GCC unroll 8
+            for (int u = 0; u < N; u++) {
+                sum[u] += weights[i] * load(row + u * L);
+                __builtin_prefetch(ahead + u * L);
+            }
+        }
+#pragma GCC unroll 8
+        for (int u = 0; u < N; u++) store(out + j + u * L, sum[u]);
+    }
+    product<T>(out + j, width, weights, kKeys, 1, values.data + j, values.stride, 1, width - j, count, true);
 }

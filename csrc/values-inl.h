@@ -38,8 +38,13 @@ class ValueTile {
             for (int64_t j = 0; j < kKeys; j++) turned_[k * kKeys + j] = j < here ? clean.row(j)[k] : T(0);
     }
 
-    // Adds the weights of `size` rows times the values.
-    void pool(T* out, const T* weights, int64_t size) const {
+    // Adds the weights of `size` rows times the values. `next`: the next tile of keys, where reading is all that
+    // counts.
+    void pool(T* out, const T* weights, int64_t size, const View<T>* next) const {
+        if (!narrow() && next && size == 1) {
+            pool_row(out, weights, clean, count_, width_, *next);
+            return;
+        }
         if (!narrow()) {
             product<T>(out, width_, weights, kKeys, 1, clean.data, clean.stride, size, width_, count_, true);
             return;
