@@ -462,6 +462,20 @@ def test_written_is_what_is_read(tmp_path: Path) -> None:
     assert results.read(tmp_path / "results.json") == document([GOOD_ROW])
 
 
+def test_cases_measured_again_take_the_place_of_their_own() -> None:
+    other, new = {**GOOD_ROW, "case": "tiny"}, {**GOOD_ROW, "rounds": 99}
+    errors = [{"case": f"{name}, 1 thread", "error": "wrong"} for name in (GOOD_ROW["case"], "window")]
+    before = document([GOOD_ROW, {**GOOD_ROW, "peer": "xla"}, other], errors=errors)
+    found = results.joined(before, document([new]))
+    assert found["rows"] == [new, other] and found["errors"] == errors[1:] and not results.check(found)
+    added = results.joined(before, document([{**GOOD_ROW, "case": "causal"}]))
+    assert [row["case"] for row in added["rows"]] == [GOOD_ROW["case"], GOOD_ROW["case"], "tiny", "causal"]
+    failed = results.joined(before, document([], errors=errors[:1]))
+    assert failed["rows"] == [other] and len(failed["errors"]) == 2
+    with pytest.raises(FileError, match="another threads"):
+        results.joined(before, document([new], threads=[1, 2]))
+
+
 def test_the_report_says_where_a_peer_is_faster_and_what_misses() -> None:
     slower = {"ratio": {"median": 0.5, "q1": 0.5, "q3": 0.5}, "reached": False, "theirs": {**GOOD_ROW["theirs"]}}
     slower["theirs"] |= {"median": 0.01}
@@ -529,6 +543,18 @@ def test_the_command_on_a_toy(toys: None, capsys: pytest.CaptureFixture[str], tm
     found = results.read(tmp_path / "out" / "results.json")
     assert found["quick"] is True and [row["case"] for row in found["rows"]] == ["tiny"]
     assert str(tmp_path) not in (tmp_path / "out" / "results.json").read_text(encoding="utf-8")
+
+
+def test_the_command_measures_a_case_again(toys: None, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    arguments = ["bench", "--quick", "--threads", "1", "--out", str(tmp_path)]
+    assert main([*arguments, "--again"]) == 2 and "again: expected --only" in capsys.readouterr().err
+    assert main([*arguments, "--only", "tiny", "--again"]) == 2 and "No such file" in capsys.readouterr().err
+    assert main([*arguments, "--only", "tiny"]) == 0
+    kept = results.read(tmp_path / "results.json")
+    kept["rows"].append({**kept["rows"][0], "case": "dot"})
+    results.write(kept, tmp_path / "results.json")
+    assert main([*arguments, "--only", "tiny", "--again"]) == 0
+    assert [row["case"] for row in results.read(tmp_path / "results.json")["rows"]] == ["tiny", "dot"]
 
 
 def test_a_failure_ends_with_status_1(

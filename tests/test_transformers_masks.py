@@ -216,3 +216,18 @@ def test_a_long_context_takes_no_array_of_queries_by_keys() -> None:
     ours = peak(NAME, 8192)
     assert ours < 64 * 1024 * 3 / 4
     assert peak("eager", 4096) > 2 * ours
+
+
+def test_a_part_that_transformers_does_not_have_is_asked_like_any_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    pattern = own.sliding_window_causal_mask_function(3)
+    monkeypatch.delattr(own, "chunked_overlay")
+    monkeypatch.setattr(own, "sliding_window_overlay", lambda: None)  # takes other arguments
+    transformers_masks._kinds.cache_clear()
+    try:
+        kinds = transformers_masks._kinds()
+        mask = attention_mask(1, 9, 9, mask_function=pattern)
+    finally:
+        transformers_masks._kinds.cache_clear()
+    assert "causal" in kinds.values() and not {"chunks", "window", "and"} & set(kinds.values())
+    dense = own.sdpa_mask(1, 9, 9, mask_function=pattern, allow_is_causal_skip=False)
+    assert torch.equal(torch.as_tensor(mask.structure.materialize(9, 9)), dense[:, 0])

@@ -108,6 +108,32 @@ def write(document: Mapping[str, Any], path: Path) -> None:
         file.write((text + "\n").encode())
 
 
+def joined(before: Mapping[str, Any], again: Mapping[str, Any]) -> dict[str, Any]:
+    """A document with the cases of a later run in the place of its own; both must be of one machine and its packages.
+
+    Raises
+    ------
+    FileError
+        The runs differ in more than their cases.
+    """
+    for name in ("schema", "quick", "threads", "machine"):
+        if before[name] != again[name]:
+            raise FileError(f"the results that lie there have another {name}: measure all of them again")
+    # An error names its case and the threads.
+    failed = {id(each): each["case"].partition(",")[0] for each in (*before["errors"], *again["errors"])}
+    cases = {*(row["case"] for row in again["rows"]), *(failed[id(each)] for each in again["errors"])}
+    places: dict[str, int] = {row["case"]: place for place, row in reversed([*enumerate(before["rows"])])}
+
+    def place(row: Row) -> int:
+        return places.get(row["case"], len(places))
+
+    return {
+        **again,
+        "rows": sorted([*(row for row in before["rows"] if row["case"] not in cases), *again["rows"]], key=place),
+        "errors": [*(each for each in before["errors"] if failed[id(each)] not in cases), *again["errors"]],
+    }
+
+
 def _rounded(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _rounded(each) for name, each in value.items()}

@@ -31,6 +31,9 @@ def bench(
     only: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="A case; repeatable. " + ", ".join(c.name for c in CASES))
     ] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="With --only: leave the other cases of the results.json there as they are.")
+    ] = False,
     threads: Annotated[
         str | None, typer.Option(metavar="N,N", help="Numbers of threads, each a run of its own (default: 1,2).")
     ] = None,
@@ -42,13 +45,18 @@ def bench(
     results.json. Leave the machine alone meanwhile.
     """
     cases, numbers = chosen(only or (), full), thread_numbers(threads)
+    if again and not only:
+        raise ArgumentError(message("again", "--only, which says what is measured again", "no case"))
     if version("torch") is None:
         raise FrameworkError("bench: the references need PyTorch: pip install 'attnscore[torch]'")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise FileError(f"{out}: cannot be made a folder: {error.strerror}") from error
+    before = results.read(out / "results.json") if again else None
     document = _run(cases, numbers, quick, error_console())
+    if before is not None:
+        document = results.joined(before, document)
     results.write(document, out / "results.json")
     screen = console()
     _show(screen, document)

@@ -12,6 +12,7 @@ What this module meets:
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, reduce
@@ -273,18 +274,21 @@ def _kinds() -> dict[CodeType | None, str]:
     q, k = torch.arange(6)[:, None], torch.arange(6)
     causal, zero = own.causal_mask_function, torch.zeros((), dtype=torch.long)
     left = torch.tensor([1])
-    meant = {
-        "causal": (causal, k <= q),
-        "full": (own.bidirectional_mask_function, k == k + 0 * q),
-        "window": (own.sliding_window_overlay(2), k > q - 2),
-        "two-sided": (own.sliding_window_bidirectional_overlay(2), (q - k).abs() <= 2),
-        "chunks": (own.chunked_overlay(2, left), (k - 1) // 2 == (q - 1) // 2),
-        "packed": (own.packed_sequence_mask_function(ids), ids[0][q] == ids[0][k]),
-        "moved": (own.remap_positions_for_packed_sequence(causal, places), places[0][k] <= places[0][q]),
-        "and": (own.and_masks(causal, own.sliding_window_overlay(2)), (k <= q) & (k > q - 2)),
+    meant: dict[str, Callable[[], tuple[Pattern, Tensor]]] = {
+        "causal": lambda: (causal, k <= q),
+        "full": lambda: (own.bidirectional_mask_function, k == k + 0 * q),
+        "window": lambda: (own.sliding_window_overlay(2), k > q - 2),
+        "two-sided": lambda: (own.sliding_window_bidirectional_overlay(2), (q - k).abs() <= 2),
+        "chunks": lambda: (own.chunked_overlay(2, left), (k - 1) // 2 == (q - 1) // 2),
+        "packed": lambda: (own.packed_sequence_mask_function(ids), ids[0][q] == ids[0][k]),
+        "moved": lambda: (own.remap_positions_for_packed_sequence(causal, places), places[0][k] <= places[0][q]),
+        "and": lambda: (own.and_masks(causal, own.sliding_window_overlay(2)), (k <= q) & (k > q - 2)),
     }
-    return {
-        pattern.__code__: kind
-        for kind, (pattern, expected) in meant.items()
-        if torch.equal(pattern(zero, zero, q, k).expand(6, 6), expected)
-    }
+    found: dict[CodeType | None, str] = {}
+    for kind, made in meant.items():
+        # A part that another release of transformers has not, or calls otherwise, is asked like any function.
+        with contextlib.suppress(AttributeError, TypeError):
+            pattern, expected = made()
+            if torch.equal(pattern(zero, zero, q, k).expand(6, 6), expected):
+                found[pattern.__code__] = kind
+    return found
