@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -234,6 +235,13 @@ class _Chosen(Mask):
 
     def check(self, ops: Framework, grid: Grid) -> None:
         self.mask.check(ops, self.grid)
+
+    def leaves(self) -> list[Array]:
+        # Which rows and columns are meant is known while a program is traced.
+        return self.mask.leaves()
+
+    def with_leaves(self, leaves: Iterator[Array]) -> Mask:
+        return dataclasses.replace(self, mask=self.mask.with_leaves(leaves))
 
 
 def _index(name: str, index: Any, length: int) -> HostIndex | None:
