@@ -15,9 +15,13 @@ import pytest
 from jax.test_util import check_grads
 
 import attnscore as ats
-from attnscore import tiling
+from attnscore import frameworks, tiling
 from cases import DTYPES
 from own_scores import OwnAbsolute, OwnSquare
+
+# Own classes that do not inherit from `Score` are pytrees from the first call that takes them, or once they are told.
+frameworks.seen(OwnAbsolute)
+frameworks.seen(OwnSquare)
 
 RNG = np.random.default_rng(3)
 MASKS: dict[str, Any] = {
