@@ -1,7 +1,7 @@
 """``python benchmarks``: everything `attnscore bench` measures, into this folder, and the page of the documentation.
 
 ``python benchmarks --page`` makes the page anew from the results that lie here. All other options are those of
-`attnscore bench`; without any, the long cases are run too.
+`attnscore bench` but ``--out``; without any, the long cases are run too.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ def write_page() -> None:
 def run(arguments: list[str]) -> int:
     """Measure, unless only the page is asked for; the page is made in any case."""
     status = 0
+    if any(each.startswith("--out") for each in arguments):
+        print("--out: results go into this folder and the page here; elsewhere: attnscore bench --out", file=sys.stderr)
+        return 2
     if arguments != ["--page"]:
         status = main(["bench", *(arguments or ["--full"]), "--out", str(HERE)])
     if status in (0, 1):  # after 1 the document may hold errors, and the page says so

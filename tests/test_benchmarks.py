@@ -531,6 +531,12 @@ def test_the_entry_makes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "### Speed" in text and "old" not in text
 
 
+def test_the_entry_writes_into_its_own_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    entry = runpy.run_path(str(ROOT / "benchmarks" / "__main__.py"), run_name="entry")
+    assert entry["run"](["--only", "tiny", "--out", str(tmp_path)]) == 2
+    assert "attnscore bench --out" in capsys.readouterr().err and not any(tmp_path.iterdir())
+
+
 # --------------------------------------------------------------- the command
 
 

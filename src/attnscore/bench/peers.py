@@ -248,6 +248,22 @@ def without(inputs: Inputs) -> Side:
     return Side("without", side.run, side.outputs, same="dropout" not in inputs.case.options)
 
 
+def reading(inputs: Inputs) -> Side:
+    """Reading every key and value once, as quickly as PyTorch's sum does: what a memory-bound call is up against.
+
+    No peer but a limit, measured in the same rounds: the memory of a shared machine changes from minute to minute.
+    """
+    import torch
+
+    totals = [torch.empty(()) for _ in range(2)]
+
+    def run() -> Any:
+        torch.sum(inputs.key, dim=(), out=totals[0])
+        return torch.sum(inputs.value, dim=(), out=totals[1])
+
+    return Side("reading", run, _one, same=False)
+
+
 def _numpy(x: Any) -> Any:
     return x.detach().numpy() if hasattr(x, "detach") else x
 
@@ -255,6 +271,7 @@ def _numpy(x: Any) -> Any:
 PEERS: dict[str, Callable[[Inputs], Side]] = {
     "sdpa": sdpa, "textbook": textbook, "compile": compiled, "xla": xla, "keops": keops, "onnxruntime": onnxruntime,
     "numpy": numpy, "jax": jax, "tensorflow": tensorflow, "keras": keras, "without": without,
+    "reading": reading,
 }  # fmt: skip
 
 TITLES = {
@@ -269,4 +286,8 @@ TITLES = {
     "tensorflow": "the textbook in TensorFlow",
     "keras": "keras.ops.dot_product_attention",
     "without": "the same call without it",
+    "reading": "reading keys and values once",
 }
+
+YARDSTICKS = ("without", "reading")
+"""What is no other way to compute the case."""
