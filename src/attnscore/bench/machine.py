@@ -33,7 +33,7 @@ def facts() -> dict[str, Any]:
         "python": platform.python_version(),
         "attnscore": ats.__version__,
         "kernels": [name for name, reason in ats.available()["kernels"].items() if reason is None],
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {name: version(name) for name in _PACKAGES},
     }
 
 
@@ -47,6 +47,14 @@ def cpus() -> list[int]:
 def environment(threads: int) -> dict[str, str]:
     """The environment of a process that is held to so many threads; pools read it once, when they are loaded."""
     return {**os.environ, **dict.fromkeys(_POOLS, str(threads)), "JAX_PLATFORMS": "cpu", "KERAS_BACKEND": "tensorflow"}
+
+
+def version(package: str) -> str | None:
+    """The version of an installed package, or None."""
+    for name in (package, f"{package}-cpu"):  # TensorFlow has a second name
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return None
 
 
 def pin(threads: int) -> None:
@@ -99,10 +107,3 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8").strip()
     except OSError:
         return ""
-
-
-def _version(package: str) -> str | None:
-    for name in (package, f"{package}-cpu"):  # TensorFlow has a second name
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            return metadata.version(name)
-    return None

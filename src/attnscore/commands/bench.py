@@ -14,7 +14,6 @@ from attnscore.bench.cases import CASES, chosen
 from attnscore.bench.runner import run
 from attnscore.checks import shown
 from attnscore.commands.console import console, error_console, table
-from attnscore.commands.info import version
 from attnscore.errors import ArgumentError, AttnscoreError, FrameworkError, message
 from attnscore.files import FileError
 
@@ -47,7 +46,7 @@ def bench(
     cases, numbers = chosen(only or (), full), thread_numbers(threads)
     if again and not only:
         raise ArgumentError(message("again", "--only, which says what is measured again", "no case"))
-    if version("torch") is None:
+    if machine.version("torch") is None:
         raise FrameworkError("bench: the references need PyTorch: pip install 'attnscore[torch]'")
     try:
         out.mkdir(parents=True, exist_ok=True)

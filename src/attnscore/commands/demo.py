@@ -11,8 +11,8 @@ import typer
 from rich.text import Text
 
 import attnscore
+from attnscore.bench.machine import version
 from attnscore.commands.console import console
-from attnscore.commands.info import version
 from attnscore.files import FileError, read_text
 
 MOST_SENTENCES = 32
@@ -31,6 +31,9 @@ def demo(
     """
     sentences, dropped = read_sentences(text)
     # Imported here: they bring matplotlib and PyTorch, which --help does not need.
+    from attnscore.diagnostics import pretrained
+
+    pretrained.require_transformers("demo")
     from attnscore.demo import minilm, tour
     from attnscore.demo.report import Report
 

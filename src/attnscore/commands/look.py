@@ -56,7 +56,7 @@ Plot = _option("Draw map, exact block, key mass and links: .png, .svg or .pdf.",
 Out = _option("Write pooled_weights, key_mass, top_weights and top_index: .npz or .safetensors.", "FILE")
 Bins = _option("Bins of the pooled map.", "ROWSxCOLUMNS")
 Top = _option("How many of the largest weights of each query.", "K", min=1)
-Place = _option("Which batch and head is drawn, where there are several.", "N,N,...")
+Place = _option("Which batch and head --plot draws; needed where there are several.", "N,N,...")
 Zoom = _option("The middle of the exact block; without it the strongest link.", "QUERY,KEY")
 
 
@@ -102,6 +102,8 @@ def look(
         call |= {name: converted(call[name], name, dtype) for name in ("query", "key")}
     call["score"] = make_score(score, arrays, activation=activation, softcap=softcap, temperature=temperature)
     call |= {"mask": make_mask(arrays.get("mask"), causal, window, align), "head_axis": head_axis}
+    if plot is not None:
+        check_place(where, tuple(ats.attention_scores(key_index=slice(0, 0), **call).shape[:-2]))
     with error_console().status("summing the weights of every key"):
         mass = ats.key_mass(**call)
     say(mass)
@@ -135,6 +137,18 @@ def check_places(inputs: Path | None, plot: Path | None, out: Path | None) -> No
         raise FileError(f"{plot}: expected a name that ends in {', '.join(_PICTURES)}")
     if plot is not None and not plot.parent.is_dir():
         raise FileError(f"{plot}: the folder {plot.parent} does not exist")
+
+
+def check_place(place: tuple[int, ...], lead: tuple[int, ...]) -> None:
+    """Refuse, before much is computed, a place that is no matrix of the weights, or none where there are several."""
+    if (not place and all(length == 1 for length in lead)) or (
+        len(place) == len(lead) and all(-length <= at < length for at, length in zip(place, lead, strict=True))
+    ):
+        return
+    expected = "an index into the batch and heads, " + (f"of shape {lead}" if lead else "of which there are none here")
+    hint = f"--place {','.join('0' * len(lead))} draws the first" if lead else "leave it out"
+    got = ",".join(map(str, place)) or "none"
+    raise ArgumentError(message("--place", expected, got, hint=hint))
 
 
 def numbers(option: str, text: str, between: str, expected: str = "whole numbers") -> tuple[int, ...]:
