@@ -4,6 +4,7 @@
 #   PYTHON=python3.12   another interpreter, with an environment of its own (.venv-python3.12)
 #   ARGS="-k causal"    further arguments of pytest, or of `attnscore demo`
 #   SLOW=1              the tests marked slow as well (always when CI=true)
+#   WORKERS=2           how many processes share the tests; 0: pytest itself runs them, as `ARGS=--pdb` wants it
 #   CASES=300           how many cases `make sanitize` draws
 #
 # The tests have two environments: MXNet needs NumPy below 1.24, which no other framework takes any more, and Python 3.11,
@@ -16,6 +17,8 @@ READY  := $(VENV)/.ready
 SLOW   ?= $(CI)
 ARGS   ?=
 CASES  ?= 300
+# Of two cores one process uses little more than one. More workers are more memory: each holds every framework.
+WORKERS ?= 2
 
 # Exactly this release, and before all else: a range, here or in another package, would pass over a CPU build
 # that the machine has ready and take the newest torch, with several GB of CUDA libraries.
@@ -57,7 +60,7 @@ demo: $(READY) ## the tour, on a real model and real text; plots and numbers int
 	@$(BIN)/attnscore demo $(ARGS)
 
 test: $(READY) $(MXNET_READY) ## the tests; SLOW=1 for all of them
-	@$(BIN)/pytest $(if $(filter 1 true yes,$(SLOW)),-m "") $(ARGS)
+	@$(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal $(if $(filter 1 true yes,$(SLOW)),-m "") $(ARGS)
 
 check: $(READY) ## lint, format, types, project file
 	@$(BIN)/ruff check

@@ -114,7 +114,7 @@ struct ReluTerm {
     static constexpr bool light = true;
     V<T> value(V<T> z) const { return upper_of<T>(V<T>{}, z); }
     void both(V<T> g, V<T> z, V<T>& through, V<T>& value_out) const {
-        through = choose<T>(z > T(0), g, V<T>{});
+        through = choose<T>(z <= T(0), V<T>{}, g);  // NaN is not flat
         value_out = g * value(z);
     }
 };

@@ -10,7 +10,9 @@
 //   that no sum runs across lanes.
 // - A row's scores do not depend on which rows are computed with it: where a sum of products could be contracted in two
 //   ways, the code says which.
-// - Where a row, a key or a weight is not finite, terms are evaluated one by one; a pair with ds == 0 adds nothing.
+// - Where a weight is not finite, terms are evaluated one by one; a pair with ds == 0 adds nothing. Pairs of a row or
+// key
+//   that is not finite are left out of tiles, and go one by one: tanh(inf) is 1, inf - inf is NaN.
 //
 // The query rows given to `prepare` stay the caller's and must outlive the Query, as the tile must the Keys; columns
 // dim <= p < width of the rows are zeros. `da` and `db` are written up to column `width` (zeros are added there); db
@@ -151,7 +153,8 @@ class Additive {
             case Activation::leaky_relu:
                 break;
         }
-        if (negative_ <= T(1)) return f(RectifierTerm<T, true>{negative_});
+        // A slope of 0 makes NaN of -inf, which a maximum would pass over.
+        if (negative_ <= T(1) && negative_ != T(0)) return f(RectifierTerm<T, true>{negative_});
         return f(RectifierTerm<T, false>{negative_});
     }
 
@@ -221,7 +224,47 @@ class Additive {
         return to;
     }
 
+    // The score of one pair from its row and key as they lie.
+    T score_of(const Problem& problem, const Head& head, int64_t row, int64_t key) const {
+        V<T> sum{};
+        with_term(Way::careful, [&](auto term) {
+            each_term(problem, head, row, key, [&](int64_t, V<T> z, V<T> w) { sum += w * term.value(z); });
+        });
+        return sum_of<T>(sum);
+    }
+
+    // What the gradient of such a score is to its row, its key and the weights: da[p] +=, db[p] +=, dw[p] +=.
+    void add_gradients_of(const Problem& problem, const Head& head, int64_t row, int64_t key, T ds, T* da, T* db,
+                          T* dw) const {
+        with_term(Way::careful, [&](auto term) {
+            each_term(problem, head, row, key, [&](int64_t p, V<T> z, V<T> w) {
+                V<T> through, value;
+                term.both(splat(ds), z, through, value);
+                through *= w;
+                for (int64_t i = 0; i < std::min<int64_t>(L, dim - p); i++) {
+                    da[p + i] += through[i];
+                    db[p + i] += through[i];
+                    dw[p + i] += value[i];
+                }
+            });
+        });
+    }
+
    private:
+    // Calls f(p, a + b, w) for each vector of channels from p on; zeros behind the last.
+    template <class F>
+    void each_term(const Problem& problem, const Head& head, int64_t row, int64_t key, F f) const {
+        for (int64_t p = 0; p < dim; p += L) {
+            T z[L] = {}, w[L] = {};
+            for (int64_t i = 0; i < std::min<int64_t>(L, dim - p); i++) {
+                z[i] = element<T>(head.query, problem.score_dtype, row, p + i) +
+                       element<T>(head.key, problem.score_dtype, key, p + i);
+                w[i] = reinterpret_cast<const T*>(head.weights)[p + i];
+            }
+            f(p, load(z), load(w));
+        }
+    }
+
     const T negative_, kappa_;
     const bool ratio_;
 

@@ -9,6 +9,14 @@ void add_rows(T* to, int64_t cols, const T* from, int64_t width, int64_t count, 
         for (int64_t j = 0; j < cols; j++) to[i * cols + j] += factor * from[i * width + j];
 }
 
+// The sum of a row of a tile; hidden pairs hold zeros.
+template <class T>
+inline T row_sum(const T* x) {
+    V<T> sum{};
+    for (int64_t j = 0; j < kKeys; j += Vector<T>::lanes) sum += load(x + j);
+    return sum_of<T>(sum);
+}
+
 // c[j] += sum over rows i that see key j of a[i][j] * b[i] (by_keys), or c[i] += sum over seen keys j of a[i][j] *
 // b[j].
 template <class T>
@@ -70,6 +78,34 @@ struct KeyGradients {
     }
 };
 
+// Gradients of additive scores of the rows [first, last) of a block: into `dq` (set), `dk` and `dw` (added to).
+template <class T>
+void additive_gradients(const Problem& problem, const Additive<T>& form, BackwardBlock<T>& block,
+                        const BackwardTile<T>& tile, int64_t first, int64_t last, T* dk, T* dq, T* dw) {
+    const Head& head = *block.rows.head[0];
+    const int64_t width = tile.width;
+    std::fill_n(dq, (last - first) * width, T(0));
+    // Pairs of rows and keys that are not finite, in whose place zeros stand: each by itself.
+    struct Pair {
+        int64_t row, key;
+        T ds;
+    };
+    std::vector<Pair> alone;
+    for (int64_t i = first; i < last; i++)
+        for (uint64_t left = block.bits[i] & (block.rows.bad && block.rows.bad[i] ? kAll : tile.keys.bad); left;
+             left &= left - 1) {
+            const int64_t j = __builtin_ctzll(left);
+            if (T& ds = block.ds[i * kKeys + j]; ds != T(0)) alone.push_back({i, j, std::exchange(ds, T(0))});
+        }
+    AdditiveGradients<T>{form}(block.ds, kKeys, block.prepared, first, last, tile.keys.additive,
+                               reinterpret_cast<const T*>(head.weights), dq - first * width, width, dk, width, dw);
+    for (const Pair& pair : alone) {
+        block.ds[pair.row * kKeys + pair.key] = pair.ds;
+        form.add_gradients_of(problem, head, block.rows.row[pair.row], tile.keys.first + pair.key, pair.ds,
+                              dq + (pair.row - first) * width, dk + pair.key * width, dw);
+    }
+}
+
 // What a tile's weights and score gradients are for the arrays behind them.
 template <class T>
 void gather_gradients(const Problem& problem, BackwardBlock<T>& block, const BackwardTile<T>& tile,
@@ -94,10 +130,7 @@ void gather_gradients(const Problem& problem, BackwardBlock<T>& block, const Bac
     T* grad_query = reinterpret_cast<T*>(head.grad_query) + block.rows.row[first] * problem.dim;
     if (problem.form == Form::additive) {
         // s = sum_h w_h activation(a_h + b_h)
-        std::fill_n(dq_scratch, count * width, T(0));
-        AdditiveGradients<T>{gradients.scores.additive()}(block.ds, kKeys, block.prepared, first, last,
-                                                          tile.keys.additive, reinterpret_cast<const T*>(head.weights),
-                                                          dq_scratch - first * width, width, sums.dk, width, dw);
+        additive_gradients(problem, gradients.scores.additive(), block, tile, first, last, sums.dk, dq_scratch, dw);
         add_rows(grad_query, problem.dim, dq_scratch, width, count, T(1));
     } else if (problem.form == Form::distance) {
         // s = -scale |q - k|^2
@@ -128,11 +161,8 @@ void gather_gradients(const Problem& problem, BackwardBlock<T>& block, const Bac
         if (!straight) add_rows(grad_query, problem.dim, dq, width, count, T(1));
     }
     if (head.grad_query_bias)
-        for (int64_t i = 0; i < count; i++) {
-            V<T> sum{};
-            for (int64_t j = 0; j < kKeys; j += L) sum += load(ds + i * kKeys + j);
-            reinterpret_cast<T*>(head.grad_query_bias)[block.rows.row[first + i]] += sum_of<T>(sum);
-        }
+        for (int64_t i = 0; i < count; i++)
+            reinterpret_cast<T*>(head.grad_query_bias)[block.rows.row[first + i]] += row_sum(ds + i * kKeys);
     if (head.key_bias.data)
         for (int64_t i = 0; i < count; i++)
             for (int64_t j = 0; j < kKeys; j += L) store(sums.bias + j, load(sums.bias + j) + load(ds + i * kKeys + j));
@@ -189,23 +219,38 @@ void backward_range(const Problem& problem, const Group& group, Span keys, Span 
         }
 }
 
-// The gradient of a bias that heads share: rows of it against all keys, head after head.
+// The gradient of a bias that heads share: rows of it against all keys, head after head. Along a broadcast axis it is a
+// sum over all rows or all keys, whose terms cancel: added one after the other in float, 10^5 of them left 3 digits.
 template <class T>
 void backward_bias(const Problem& problem, const BiasGroup& group, Span rows) {
     constexpr int64_t size = 96;
+    const bool tall = group.row_stride != 0, wide = group.col_stride != 0;
     T* to = reinterpret_cast<T*>(group.grad_bias);
+    std::vector<double> sums(tall && wide ? 0 : (tall ? rows.last - rows.first : 1) * (wide ? problem.key_len : 1));
     for (const int64_t index : group.heads)
         for (int64_t first = rows.first; first < rows.last; first += size) {
             BackwardWalk<T> walk(thread_arena(), problem, index, {first, std::min(first + size, rows.last)});
             walk.gradients.of_final_scores = true;
             walk.over({0, problem.key_len}, [&](int64_t key, int64_t here) {
                 const Span strips = walk.gradients.strips;
-                for (int64_t i = strips.first * kStrip; i < std::min(strips.last * kStrip, walk.block.rows.count); i++)
-                    for (int64_t j = 0; j < here; j++)
-                        to[walk.block.rows.row[i] * group.row_stride + (key + j) * group.col_stride] +=
-                            walk.block.ds[i * kKeys + j];
+                for (int64_t i = strips.first * kStrip; i < std::min(strips.last * kStrip, walk.block.rows.count);
+                     i++) {
+                    const int64_t row = walk.block.rows.row[i];
+                    const T* ds = walk.block.ds + i * kKeys;
+                    if (!wide)
+                        sums[tall ? row - rows.first : 0] += static_cast<double>(row_sum(ds));
+                    else if (!tall)
+                        for (int64_t j = 0; j < here; j++) sums[key + j] += static_cast<double>(ds[j]);
+                    else
+                        for (int64_t j = 0; j < here; j++)
+                            to[row * group.row_stride + (key + j) * group.col_stride] += ds[j];
+                }
             });
         }
+    for (size_t k = 0; k < sums.size(); k++) {
+        const int64_t at = static_cast<int64_t>(k);
+        to[tall ? (rows.first + at) * group.row_stride : at * group.col_stride] += static_cast<T>(sums[k]);
+    }
 }
 
 template <class T>

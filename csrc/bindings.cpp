@@ -7,6 +7,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -16,6 +17,7 @@
 
 #include "attention.h"
 #include "border.h"
+#include "plain.h"
 #include "rows.h"
 #include "words.h"
 
@@ -150,6 +152,8 @@ void forward(const Score& score, const Objects& inputs, const Objects& filled, i
     for (size_t i = 0; i < kStatistics; ++i) {
         arrays.statistics[i] = from.out(kStatisticNames[i], filled[3 + i], sum);
     }
+    check_given(arrays.top);
+    check_given(arrays.log_total);
     const std::vector<HeadRows> rows = set_forward(p, in, arrays);
     if (p.heads.empty()) return;
     nb::gil_scoped_release released;
@@ -193,6 +197,49 @@ void backward(const Score& score, const Objects& inputs, const Objects& known, s
     set_sink_gradients(p, rows);
 }
 
+// ---- a plain forward, prepared ----
+
+// Where an array begins: an address as it is, or memory of NumPy's.
+class Memory {
+   public:
+    explicit Memory(nb::handle object) {
+        if (PyLong_Check(object.ptr())) {
+            address_ = static_cast<char*>(PyLong_AsVoidPtr(object.ptr()));
+            if (PyErr_Occurred() != nullptr) throw nb::python_error();
+        } else {
+            if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_STRIDED_RO) != 0) throw nb::python_error();
+            address_ = static_cast<char*>(view_.buf);
+        }
+    }
+    Memory(const Memory&) = delete;
+    Memory& operator=(const Memory&) = delete;
+    ~Memory() { PyBuffer_Release(&view_); }
+
+    char* address() const { return address_; }
+
+   private:
+    Py_buffer view_{};
+    char* address_ = nullptr;
+};
+
+Plain* prepared(const Score& score, const Objects& x) {
+    check_count("arrays", x, 6);
+    const Problem p = problem_of(score);
+    Arguments from;
+    return new Plain(p,
+                     {from.in("query", x[0], p.score_dtype), from.in("key", x[1], p.score_dtype),
+                      from.in("value", x[2], p.value_dtype), from.out("out", x[3], p.value_dtype)},
+                     from.integers("start", x[4]), from.integers("stop", x[5]));
+}
+
+void run_plain(const Plain& plain, nb::handle query, nb::handle key, nb::handle value, nb::handle out, int threads) {
+    check_threads(threads);
+    const Kernels& chosen = selected_kernels();
+    const Memory q(query), k(key), v(value), o(out);
+    const nb::gil_scoped_release released;
+    plain.run(chosen, {q.address(), k.address(), v.address(), o.address()}, threads);
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -203,4 +250,6 @@ NB_MODULE(_native, m) {
     // Without names or None, for nanobind's short way in.
     m.def("forward", &forward);
     m.def("backward", &backward);
+    nb::class_<Plain>(m, "Plain").def("__call__", &run_plain);
+    m.def("prepared", &prepared, nb::rv_policy::take_ownership);
 }

@@ -25,7 +25,7 @@ struct Block {
     bool irregular = false;  // whether only looking at a pair tells
     uint32_t* stream;        // of dropout, where there is any
     // Additive: rows that held NaN or infinity. Zeros stand in their place, so that the rest of a tile is computed as
-    // it would be beside any other row; their own scores are NaN.
+    // it would be beside any other row; their own pairs are computed one by one.
     bool* bad = nullptr;
 
     int64_t strips() const { return (count + kStrip - 1) / kStrip; }

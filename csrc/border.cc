@@ -298,7 +298,9 @@ std::vector<HeadRows> set_forward(Problem& p, const Inputs& in, const ForwardArr
     const Setting s = read(p, in, arrays.out);
     check_full(arrays.out, joined(s.grid, {p.query_len, p.value_dim}));
     const Shape column = joined(s.grid, {p.query_len, 1});
-    for (const Array* a : {&arrays.top, &arrays.log_total}) check_full(*a, column);
+    for (const Array* a : {&arrays.top, &arrays.log_total}) {
+        if (a->given) check_full(*a, column);
+    }
     Walk statistics[kStatistics];
     for (int i = 0; i < kStatistics; ++i) {
         if (!arrays.statistics[i].given) continue;

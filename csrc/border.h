@@ -18,8 +18,8 @@ struct Inputs {
 enum Statistic { kMaxScore, kMeanScore, kVarScore, kEntropy, kMaxWeight, kSumSqWeights, kSumWeights, kStatistics };
 
 struct ForwardArrays {
-    Array out, top, log_total;
-    Array statistics[kStatistics];  // null where not wanted
+    Array out;
+    Array top, log_total, statistics[kStatistics];  // null where not wanted
 };
 
 struct BackwardArrays {

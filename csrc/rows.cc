@@ -182,8 +182,8 @@ void finish_row(const Problem& p, const Head& head, const HeadRows& rows, int64_
             store<T>(out, p.value_dtype, load<T>(out, p.value_dtype) * share);
         }
     }
-    reinterpret_cast<T*>(rows.top)[i] = row.top;
-    reinterpret_cast<T*>(rows.log_total)[i] = row.log_total;
+    if (rows.top != nullptr) reinterpret_cast<T*>(rows.top)[i] = row.top;
+    if (rows.log_total != nullptr) reinterpret_cast<T*>(rows.log_total)[i] = row.log_total;
     for (int which = 0; which < kStatistics; ++which) {
         if (rows.statistics[which] == nullptr) continue;
         reinterpret_cast<T*>(rows.statistics[which])[i] = row.statistic(static_cast<Statistic>(which));

@@ -55,9 +55,10 @@ class Scores {
             bits[i] = full ? kAll : seen_bits(problem_, head, row, tile.first, tile.count);
             T* line = s + i * kKeys;
             if (const uint64_t bad = block.bad && block.bad[first + i] ? kAll : tile.bad)
-                for (int j = 0; j < kVectors<T>; j++)
-                    store(line + j * L,
-                          choose_bits<T>(bad, j, splat(std::numeric_limits<T>::quiet_NaN()), load(line + j * L)));
+                for (uint64_t left = bad & bits[i]; left; left &= left - 1) {
+                    const int j = __builtin_ctzll(left);
+                    line[j] = form_.score_of(problem_, head, row, tile.first + j);
+                }
             if (head.query_bias.data || head.key_bias.data || !problem_.caps.empty())
                 transform(line, head, row, tile, keeps ? slopes_ + i * kKeys : nullptr);
             if (head.bias.data) add_bias(line, bits[i], head, row, tile);

@@ -64,7 +64,7 @@ AUTOMATIC = "streaming" if os.environ.get("ATTNSCORE_NO_NATIVE") == "1" else "na
 """The kernel that runs when nothing is said against it: native, unless the environment says that it is not meant."""
 needs_native = pytest.mark.skipif(AUTOMATIC != "native", reason="turned off by ATTNSCORE_NO_NATIVE=1")
 """Of a test of the native kernels. Where they are missing, and are not turned off, it fails."""
-NOT_NATIVE = ("computed in Python", "scale per head of distances", "nor one array", "arrays in one mask")
+NOT_NATIVE = ("computed in Python", "scale per head of distances")
 """Reasons for which the native kernel leaves a row of the tables to another."""
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 

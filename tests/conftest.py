@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Iterator
+
+# torch's threads wait asleep. Awake they hold a core that another worker or process has use for: on a busy machine
+# eight training runs of six steps took 98 seconds in place of 5.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# triton, which PyTorch's CUDA builds bring, before TensorFlow: loaded after it, it ends in a segmentation
+# fault over two LLVMs (tensorflow/tensorflow#124205).
+with contextlib.suppress(ImportError):
+    import triton  # noqa: F401
 
 import jax
 import numpy as np
@@ -10,6 +21,7 @@ import pytest
 import torch
 
 from attnscore import kernels, scoring, tiling
+from attnscore.kernels import native_strips
 
 # In an environment of their own, which tests/test_mxnet.py starts.
 collect_ignore = ["in_mxnet"]
@@ -25,6 +37,13 @@ def _tables_as_found() -> Iterator[None]:
         table.update(rows)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _programs_of_one_file() -> Iterator[None]:
+    """What JAX compiled goes with the file that it was for: a program takes 3 MB, and there are thousands."""
+    yield
+    jax.clear_caches()
+
+
 # The tables have float64 rows, which JAX would make float32; tests/test_jax.py has the narrow width too.
 jax.config.update("jax_enable_x64", True)
 
@@ -36,9 +55,14 @@ def rng() -> np.random.Generator:
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of 4 x 4 scores: inputs of a dozen positions are then walked over in many tiles, some of them partial."""
+    """Tiles of 4 x 4 scores: inputs of a dozen positions are then walked over in many tiles, some of them partial.
+
+    Masks that the native kernels have evaluated come in strips of 3 rows.
+    """
     monkeypatch.setattr(tiling, "TILE_SCORES", 1)
     monkeypatch.setattr(tiling, "SMALLEST_TILE", 4)
+    monkeypatch.setattr(native_strips, "HELD", 1)
+    monkeypatch.setattr(native_strips, "FEWEST", 3)
 
 
 @pytest.fixture

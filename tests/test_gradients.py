@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -208,6 +209,24 @@ def test_a_temperature_over_a_learned_bandwidth(shape: tuple[int, ...]) -> None:
     (wanted,) = torch.autograd.grad((out * tensor(seed)).sum(), learned)
     (found,) = pullback(seed).score.values()
     np.testing.assert_allclose(found, array(wanted), rtol=1e-10)
+
+
+def test_a_bandwidth_that_is_a_number_of_numpy_has_no_gradient() -> None:
+    x = np.random.default_rng(0).standard_normal((5, 3))
+    for bandwidth in (np.float64(3.0), 3.0):
+        _, pullback = ats.attend_vjp(x, x, x, score=ats.Gaussian(bandwidth))
+        assert pullback(x).score == {}
+
+
+def test_a_learned_bandwidth_of_16_bits() -> None:
+    rng = np.random.default_rng(0)
+    x, seed = rng.standard_normal((2, 5, 3)).astype(ml_dtypes.bfloat16)
+    found = []
+    for kind in (ml_dtypes.bfloat16, np.float64):
+        score = ats.Gaussian(np.asarray(1.5, kind))
+        _, pullback = ats.attend_vjp(*[x.astype(kind)] * 3, score=score)
+        found.append(float(pullback(seed.astype(kind)).score["bandwidth"]))
+    assert abs(found[0] - found[1]) <= 2**-6 * max(1, abs(found[1]))
 
 
 def test_gradients_of_broadcast_inputs_are_summed(small_tiles: None) -> None:

@@ -15,6 +15,7 @@ import pytest
 import attnscore as ats
 from attnscore import threads
 from attnscore.frameworks import jax_ffi
+from attnscore.kernels import native_strips
 from attnscore.kernels.native_traced import traced_visibility
 from attnscore.pose import pose
 from cases import DTYPES, in_turn, needs_native
@@ -197,16 +198,56 @@ def test_traced_numbers_between_pieces(mask: str, callback_too: bool) -> None:
         close(jax.vmap(lambda n: loss(arrays, n))(several)[0], wanted[0], 1e-10)
 
 
-def test_documents_that_are_traced_twice_are_left_to_the_stream() -> None:
-    arrays, ids = inputs(), jnp.asarray(RNG.integers(-1, 3, (2, 9)))
-    keys = jnp.asarray(RNG.integers(-1, 3, (2, 11)))
+EVALUATED: dict[str, Any] = {
+    "two documents": lambda q, k: ats.Documents(q, k) & ats.Documents(q % 2, k % 2),
+    "or documents": lambda q, k: ats.Documents(q, k) | ats.Causal("bottom_right"),
+    "beside documents and padding": lambda q, k: (
+        ats.Documents(q, k)
+        & ats.MaskFunction(lambda b, h, i, j: (i + 2 * j + h) % 5 < 3)
+        & ats.KeyPadding(k > -1)
+        & ats.ValidLens(k[:, 0] + 7)
+    ),
+    "a function of traced ids": lambda q, k: ats.MaskFunction(lambda b, h, i, j, k: (i + k[b, j]) % 3 > 0, (k,)),
+    "arrays, larger together": lambda q, k: ats.Dense(q[:, None, :, None] > 0) & ats.Dense(k[:, None, None] < 2),
+    "alike for all rows": lambda q, k: ats.KeyPadding(k > 0) | ats.KeyPadding(k == -1),
+}
 
-    def call(ids: Any, keys: Any, **options: Any) -> Any:
-        return ats.attend(*arrays, mask=ats.Documents(ids, keys) & ats.Documents(ids % 2, keys % 2), **options)
 
-    assert "@attnscore_forward" not in program(call, ids, keys)
-    for found in (call(ids, keys, kernel="native"), jax.jit(call)(ids, keys)):
-        close(found, call(ids, keys, kernel="dense"))
+@pytest.mark.parametrize("mask", EVALUATED)
+def test_masks_that_have_to_be_evaluated(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strip by strip in the program, with gradients, also in the layout of Flax and under vmap."""
+    monkeypatch.setattr(native_strips, "HELD", 1)
+    monkeypatch.setattr(native_strips, "FEWEST", 4)
+    query, key, value = inputs()
+    bias, ids = normal(4, 9, 11), (RNG.integers(-1, 3, (2, 9)), RNG.integers(-1, 3, (2, 11)))
+    ids = tuple(map(jnp.asarray, ids))
+
+    def loss(arrays: Any, ids: Any, **options: Any) -> Any:
+        query, key, value, bias = arrays
+        out, stats = ats.attend(query, key, value, mask=EVALUATED[mask](*ids), bias=bias, return_stats=True, **options)
+        return (out**2).sum() + (stats.entropy**2).sum() + (stats.log_sum_exp * (stats.sum_weights > 0)).sum()
+
+    arrays = query, key, value, bias
+    assert "@attnscore_forward" in program(loss, arrays, ids)
+    wanted = jax.value_and_grad(loss)(arrays, ids, kernel="streaming")
+    close(jax.jit(jax.value_and_grad(loss))(arrays, ids), wanted, 1e-10)
+    close(jax.value_and_grad(loss)(arrays, ids, kernel="native"), wanted, 1e-10)
+    turned = (*(x.swapaxes(1, 2) for x in arrays[:3]), bias)
+    close(jax.jit(lambda *a: loss(*a, head_axis=-2))(turned, ids), wanted[0], 1e-10)
+    several = tuple(jnp.stack([x, x[::-1]]) for x in ids)
+    close(jax.vmap(jax.grad(loss), (None, 0))(arrays, several)[0][0], wanted[1][0], 1e-10)
+
+
+def test_dropout_under_a_mask_that_has_to_be_evaluated_is_left_to_the_stream() -> None:
+    arrays = inputs()
+    ids = jnp.asarray(RNG.integers(-1, 3, (2, 9))), jnp.asarray(RNG.integers(-1, 3, (2, 11)))
+
+    def call(ids: Any, **options: Any) -> Any:
+        return ats.attend(*arrays, mask=EVALUATED["or documents"](*ids), dropout=0.3, seed=5, **options)
+
+    assert "@attnscore_forward" not in program(call, ids)
+    for found in (call(ids, kernel="native"), jax.jit(call)(ids)):
+        close(found, call(ids, kernel="dense"))
 
 
 def test_a_mask_that_is_no_interval_goes_beside_the_intervals() -> None:

@@ -19,8 +19,9 @@ _KERAS_OWN = "ignore:__array__ implementation doesn't accept a copy:DeprecationW
 CHECKS = ("check_numbers.py", "check_models.py", "check_errors.py")
 
 
-def run(backend: str, *options: str) -> str:
-    """The checks on a backend, in a fresh process without this one's conftest; their output when they fail."""
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_backend(backend: str, pytestconfig: pytest.Config) -> None:
+    """With the slow checks where this run has the slow tests: one process, of which importing alone takes seconds."""
     environment = {
         **os.environ,
         "KERAS_BACKEND": backend,
@@ -30,9 +31,10 @@ def run(backend: str, *options: str) -> str:
         "OMP_NUM_THREADS": "1",
     }
     folder = ROOT / "tests" / "keras_checks"
-    options = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--confcutdir", str(folder), "-W", _KERAS_OWN, *options)
+    options = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--confcutdir", str(folder), "-W", _KERAS_OWN)
+    marks = ("-m", pytestconfig.option.markexpr)
     done = subprocess.run(
-        [sys.executable, *options, *(str(folder / name) for name in CHECKS)],
+        [sys.executable, *options, *marks, *(str(folder / name) for name in CHECKS)],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -42,15 +44,4 @@ def run(backend: str, *options: str) -> str:
     )
     if done.returncode:
         pytest.fail(f"keras_checks on {backend}:\n{done.stdout}\n{done.stderr}", pytrace=False)
-    return done.stdout
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_every_backend(backend: str) -> None:
-    assert " passed" in run(backend)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_every_backend_at_length(backend: str) -> None:
-    assert " passed" in run(backend, "-m", "slow")
+    assert " passed" in done.stdout

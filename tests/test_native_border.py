@@ -234,3 +234,64 @@ def test_missing_and_unknown_arguments() -> None:
         native.forward()
     with pytest.raises(TypeError):
         native.forward(colour="red")
+
+
+WRONG_PREPARED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"query": None}, ValueError, "query: expected an array, got None"),
+    ({"out": np.zeros((2, 2, 3, 5, 6), F4)[..., ::-1]}, ValueError, "out: expected a C-contiguous array"),
+    ({"value": np.zeros((2, 2, 1, 8, 6), F4)}, ValueError, "value: expected shape"),
+    ({"start": np.zeros((2, 5), np.int64)}, ValueError, "stop: expected start and stop together, got None"),
+    ({"start": np.zeros((2, 10), np.int64)[:, ::2]}, ValueError, "start: expected a C-contiguous array"),
+]
+PREPARED = ("query", "key", "value", "out", "start", "stop")
+
+
+@pytest.mark.parametrize(("change", "error", "message"), WRONG_PREPARED, ids=names(WRONG_PREPARED))
+def test_wrong_examples(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    arrays = _plain_arrays() | change
+    with pytest.raises(error, match=message):
+        native.prepared(SCORE, [arrays.get(name) for name in PREPARED])
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"query": 0}, ValueError, "query: expected an address at a multiple of 4 bytes, got 0"),
+        ({"value": 7}, ValueError, "value: expected an address at a multiple of 4 bytes, got 7"),
+        ({"key": -1.5}, TypeError, "bytes-like object is required"),
+        ({"key": 2**70}, OverflowError, "too (big|large)"),
+        ({"threads": 0}, ValueError, "threads: expected 1 or more, got 0"),
+    ],
+    ids=str,
+)
+def test_wrong_places(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    arrays = _plain_arrays()
+    plain = native.prepared(SCORE, [arrays.get(name) for name in PREPARED])
+    given = {**arrays, "threads": 1} | change
+    with pytest.raises(error, match=message):
+        plain(*[given[name] for name in ("query", "key", "value", "out", "threads")])
+
+
+def test_intervals_of_a_prepared_call_are_a_copy() -> None:
+    arrays = _plain_arrays()
+    stop = np.full((2, 5), 3)
+    plain = native.prepared(SCORE, [*[arrays[name] for name in PREPARED[:4]], np.zeros_like(stop), stop])
+    stop[:] = 10**6
+    outs = []
+    for place in (lambda x: x, lambda x: x.ctypes.data):
+        out = np.full_like(arrays["out"], np.nan)
+        plain(*[place(arrays[name]) for name in PREPARED[:3]], out, 2)
+        outs.append(out)
+    scores = np.exp(arrays["query"] @ arrays["key"][..., :3, :].swapaxes(-1, -2))
+    wanted = scores @ arrays["value"][..., :3, :] / scores.sum(-1, keepdims=True)
+    np.testing.assert_allclose(outs[0], wanted, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(*outs)
+
+
+SCORE = ("inner", "tanh", 0.0, 1.0, (), "float32", "float32", "float32", 0.0, 0)
+
+
+def _plain_arrays() -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    shapes = {"query": (2, 2, 3, 5, 4), "key": (2, 2, 1, 7, 4), "value": (2, 2, 1, 7, 6), "out": (2, 2, 3, 5, 6)}
+    return {name: rng.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}

@@ -10,6 +10,7 @@ import torch
 
 import attnscore as ats
 from native_cases import GRADIENTS, INPUTS, native
+from own_scores import OwnPlain
 
 
 class Watched:
@@ -80,17 +81,12 @@ def test_heads_that_share_keys_share_their_gradient(watched: Watched) -> None:
 
 
 X = np.ones((1, 4, 6, 3), np.float32)
-TWO = ats.Dense(np.ones((6, 1), bool)) & ats.Dense(np.ones((1, 6), bool))
 
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (
-            {"mask": ats.Causal() | ats.Documents([0, 1, 0, 1, 1, 0])},
-            "the mask is neither a few intervals of keys per row nor one array: Causal() | Documents(",
-        ),
-        ({"mask": TWO}, "2 arrays in one mask, larger together than any"),
+        ({"score": OwnPlain()}, "the score is computed in Python (TileForm)"),
         ({"bias": np.zeros((6, 6), np.longdouble)}, "bias of dtype "),
     ],
 )

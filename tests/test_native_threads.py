@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import attnscore as ats
+from attnscore.recall import Memory
 from native_cases import Case, native, same
 
 # JAX, which other tests have imported into this process, warns of every fork; the children here do not call it.
@@ -162,12 +163,10 @@ def test_exit_with_workers(pause: str) -> None:
 
 def test_signals_reach_the_main_thread() -> None:
     code = """
-import signal, time
+import signal
 signal.signal(signal.SIGALRM, lambda *_: print("rang"))
 signal.setitimer(signal.ITIMER_REAL, 0.1)
-start = time.monotonic()
 signal.pause()
-assert time.monotonic() - start < 10
 """
     done = in_new_process(CALL + code)
     assert (done.stdout, done.stderr) == ("rang\n", "")
@@ -187,15 +186,26 @@ def test_called_from_torch_it_takes_the_threads_of_torch(monkeypatch: pytest.Mon
             used.append(arguments[-1])
             native.forward(*arguments)
 
+        def prepared(self, *arguments: Any) -> Any:
+            plain = native.prepared(*arguments)
+
+            def run(*places: Any) -> None:
+                used.append(places[-1])
+                plain(*places)
+
+            return run
+
     monkeypatch.setattr("attnscore.kernels.native._native", Watched())
+    monkeypatch.setattr("attnscore.recipes._RECIPES", Memory(8))
     before = torch.get_num_threads(), ats.get_num_threads()
     try:
         torch.set_num_threads(3)
         ats.set_num_threads(5)
         x = torch.ones(2, 3, 4)
-        ats.attend(x, x, x)
-        ats.attend(*[x.numpy()] * 3)
+        for _ in range(2):  # the second call is prepared (recipes.py)
+            ats.attend(x, x, x)
+            ats.attend(*[x.numpy()] * 3)
     finally:
         torch.set_num_threads(before[0])
         ats.set_num_threads(before[1])
-    assert used == [3, 5]
+    assert used == [3, 5] * 2

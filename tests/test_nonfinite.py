@@ -14,8 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+import oracle
 from cases import FRAMEWORKS, MASKS, SCORES, SOME_SCORES, shared_out
+from oracle import ACTIVATIONS
 from runs import STATISTICS, Call, array, make_call
+from tape import Var
 
 pytestmark = pytest.mark.usefixtures("small_tiles", "one_thread")
 frameworks = pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -278,6 +281,81 @@ def test_a_visible_nan_in_the_bias_reaches_its_row(framework: str) -> None:
     reached = np.zeros(out.shape[:-1], bool)
     reached[0, 1, 2] = True
     np.testing.assert_array_equal(np.isnan(out).all(-1), reached)
+
+
+# ---------------------------------------------- infinity in additive scores
+
+KERNELS = ("auto", "streaming", "dense")
+ADDITIVE = (*(f"additive-{name}-projected" for name in ACTIVATIONS), "additive-tanh", "soft_cap-additive")
+ONE = (0, 0, 1, 2)
+INFINITE: dict[str, dict[str, dict[tuple[int, ...], float]]] = {
+    "key": {"key": {ONE: np.inf}},
+    "key-minus": {"key": {ONE: -np.inf}},
+    "query": {"query": {(0, 1, 4, 2): np.inf}},
+    "query-minus": {"query": {(0, 1, 4, 2): -np.inf}},
+    # inf - inf in row 4 alone, where it is seen
+    "opposite": {"query": {(0, 1, 4, 2): np.inf}, "key": {ONE: -np.inf}},
+}
+"""What is planted where."""
+
+
+def infinite(call: Call, case: str) -> Call:
+    for name, entries in INFINITE[case].items():
+        for place, x in entries.items():
+            call = poisoned(call, x, **{name: place})
+    return call
+
+
+def by_the_formula(call: Call) -> np.ndarray:
+    """The output, without the detours of `Call.reference`, on which 0 * inf lies."""
+    leaves = {name: Var(x) for name, x in call.leaves.items()}
+    heads = call.visible.shape[-3]
+    query, key, value = (oracle.spread(leaves[name], heads) for name in ("query", "key", "value"))
+    with np.errstate(all="ignore"):
+        scores = call.score.formula(query, key, **{name: leaves[f"score.{name}"] for name in call.arrays})
+        scores, _ = oracle.masked_scores(scores, call.visible)
+        found: np.ndarray = oracle.attention(scores, value, call.visible)["out"].data
+    return found
+
+
+@frameworks
+@pytest.mark.parametrize("case", [case for case in INFINITE if case != "opposite"])
+@pytest.mark.parametrize("mask", ["none", "Causal"])
+@pytest.mark.parametrize("score", ADDITIVE)
+def test_infinity_in_an_additive_score(score: str, mask: str, case: str, framework: str) -> None:
+    """It is a number where the formula makes one of it, tanh(inf) = 1, and NaN where that is NaN; in every kernel."""
+    call = infinite(make_call(score, mask, "float64"), case)
+    wanted = by_the_formula(call)
+    for kernel in KERNELS:
+        found = array(call.run(framework, kernel=kernel)["out"])
+        np.testing.assert_allclose(found, wanted, atol=1e-13, err_msg=kernel)
+
+
+@frameworks
+@pytest.mark.parametrize("mask", ["none", "Causal", "valid_lens"])
+@pytest.mark.parametrize(
+    ("activation", "case"),
+    [
+        *((name, case) for name in ("tanh", "sigmoid") for case in INFINITE if case != "opposite"),
+        ("relu", "key-minus"),
+        ("relu", "query-minus"),
+    ],
+)
+def test_gradients_where_infinity_makes_a_number(activation: str, case: str, mask: str, framework: str) -> None:
+    """The slope there is 0, and all else is as accurate as beside any other number."""
+    call = infinite(make_call(f"additive-{activation}-projected", mask, "float64", "bias-sink"), case)
+    for kernel in KERNELS:
+        call.check(call.run(framework, kernel=kernel))
+
+
+@frameworks
+def test_infinity_less_infinity_is_nan_in_the_row_that_sees_it(framework: str) -> None:
+    for mask, rows in (("none", [4]), ("Causal", [4]), ("valid_lens", [4])):
+        call = infinite(make_call("additive-tanh-projected", mask, "float64"), "opposite")
+        for kernel in KERNELS:
+            out = array(call.run(framework, kernel=kernel)["out"])
+            broken = np.argwhere(np.isnan(out).any(-1))
+            np.testing.assert_array_equal(broken, [(0, 1, row) for row in rows], err_msg=kernel)
 
 
 # --------------------------------------------------------------- empty rows

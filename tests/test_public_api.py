@@ -5,9 +5,11 @@ The signatures are typed in here: they are a promise, so a change of one must be
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib
 import inspect
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -170,6 +172,10 @@ def test_functions_of_the_statistics() -> None:
         assert signature(getattr(ats.AttentionStats, name)) == "()"
 
 
+def looks_back(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    return key <= query
+
+
 @pytest.mark.parametrize("name", [*SCORES, *MASKS])
 def test_scores_and_masks_are_frozen_dataclasses_compared_by_identity(name: str) -> None:
     cls = getattr(ats, name)
@@ -184,7 +190,7 @@ def test_scores_and_masks_are_frozen_dataclasses_compared_by_identity(name: str)
         "PrefixLM": {"prefix_lens": 1},
         "Documents": {"query_ids": [0, 0]},
         "Dense": {"array": np.ones((2, 2), bool)},
-        "MaskFunction": {"function": lambda batch, head, query, key: key <= query},
+        "MaskFunction": {"function": looks_back},
     }.get(name, {})
     one, other = cls(**arguments), cls(**arguments)
     assert dataclasses.is_dataclass(cls)
@@ -195,6 +201,8 @@ def test_scores_and_masks_are_frozen_dataclasses_compared_by_identity(name: str)
     text = repr(one)
     assert text.startswith(f"{name}(") and "\n" not in text and "object at" not in text
     assert repr(dataclasses.replace(one)) == text
+    assert repr(copy.deepcopy(one)) == text
+    assert repr(pickle.loads(pickle.dumps(one))) == text
 
 
 def test_registered_names() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import attnscore as ats
-from attnscore import scoring, tiling
+from attnscore import api, scoring, tiling
 from attnscore.masking import known
 from attnscore.recall import Memory
 
@@ -151,3 +151,86 @@ def test_sizes_of_tiles_are_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = ats.attend(*arrays, kernel="streaming")
     monkeypatch.setattr(tiling, "TILE_SCORES", 1)
     torch.testing.assert_close(ats.attend(*arrays, kernel="streaming"), wanted)
+
+
+def _views() -> dict[str, list[torch.Tensor]]:
+    """Query, key and value that lie in memory in different ways."""
+    torch.manual_seed(0)
+    apart = torch.randn(2, 6, 4, 3, 8)  # (batch, length, head, which, dim)
+    packed = [apart[..., i, :].transpose(1, 2) for i in range(3)]
+    wide = [torch.randn(2, 4, 6, 24)[..., ::3] for _ in range(3)]
+    return {
+        "contiguous": [torch.randn(2, 4, 6, 8) for _ in range(3)],
+        "packed": packed,
+        "strided": wide,
+        "one": [packed[0]] * 3,
+        "broadcast": [torch.randn(6, 8).expand(2, 4, 6, 8), *packed[1:]],
+        "fewer key heads": [packed[0], *(x[:, ::2] for x in wide[1:])],
+        "bfloat16": [x.bfloat16() for x in wide],
+        "float64": [x.double() for x in packed],
+        "no keys": [x[:, :, :n] for x, n in zip(wide, (6, 0, 0), strict=True)],
+        "no batch": [x[0, 0] for x in packed],
+    }
+
+
+@pytest.mark.parametrize("framework", ["torch", "numpy"])
+@pytest.mark.parametrize("arrays", _views().values(), ids=_views())
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"score": ats.ScaledDot(0.5)},
+        {"mask": ats.Causal(align="bottom_right")},
+        {"mask": ats.SlidingWindow(1, 1, "top_left"), "score": "dot"},
+        {"mask": ~ats.SlidingWindow(1, 1, "top_left")},
+    ],
+    ids=str,
+)
+def test_a_plain_call_is_prepared_once(
+    framework: str, arrays: list[Any], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other numbers that lie in memory alike go to the kernel at once, and give what the checked path gives."""
+    if framework == "numpy":
+        if arrays[0].dtype == torch.bfloat16:
+            pytest.skip("NumPy has no bfloat16")
+        arrays = [x.numpy() for x in arrays]
+    for _ in range(2):  # the first call of all loads the framework
+        ats.attend(*arrays, **options)
+    wanted = ats.attend(*[-x for x in arrays], **options, kernel="streaming")
+    for x in {id(x): x for x in arrays}.values():
+        own = x[0, 0] if framework == "torch" and 0 in x.stride() else x  # torch writes to no memory twice
+        own *= -1
+    with monkeypatch.context() as patch:
+        patch.delattr(api, "pose")
+        found = ats.attend(*arrays, **options)
+    assert type(found) is type(wanted)
+    assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if "bfloat16" in str(found.dtype) else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(wanted), **tolerance)
+
+
+@pytest.mark.parametrize("lens", [[3, 5], np.array([3, 5]), torch.tensor([3, 5])], ids=["list", "numpy", "torch"])
+def test_lengths_are_part_of_what_is_prepared(lens: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays = _inputs()
+    wanted = [ats.attend(*arrays, valid_lens=x, kernel="streaming") for x in ([3, 5], [3, 0])]
+    for _ in range(2):
+        torch.testing.assert_close(ats.attend(*arrays, valid_lens=lens), wanted[0])
+    with monkeypatch.context() as patch:
+        patch.delattr(api, "pose")
+        torch.testing.assert_close(ats.attend(*arrays, valid_lens=lens), wanted[0])
+    lens[1] = 0
+    torch.testing.assert_close(ats.attend(*arrays, valid_lens=lens), wanted[1])
+
+
+def test_arrays_that_lie_otherwise_are_prepared_anew() -> None:
+    square = [torch.randn(2, 3, 5, 5) for _ in range(3)]
+    for arrays in (square, [x.mT for x in square], [x[..., ::2] for x in square], [x.transpose(0, -1) for x in square]):
+        for _ in range(2):
+            torch.testing.assert_close(ats.attend(*arrays), ats.attend(*[x.clone() for x in arrays], kernel="dense"))
+    query, key, value = square
+    with pytest.raises(ats.FrameworkError):
+        ats.attend(query, key, value.to_sparse())
+    tape = ats.attend(query.requires_grad_(), key, value)
+    assert tape.requires_grad
+    with torch.no_grad():
+        assert not ats.attend(query, key, value).requires_grad

@@ -90,8 +90,13 @@ def test_the_table_in_graphs(score: str, mask: str, dtype: str, extras: str) -> 
         {"valid_lens": [7, 0]},
         {"mask": ats.Causal("bottom_right")},
         {"score": "gaussian", "dropout": 0.3, "seed": 5},
+        {
+            "mask": ats.Causal("bottom_right") | ats.Documents(np.arange(9) % 3, np.arange(11) % 3),
+            "dropout": 0.3,
+            "seed": 5,
+        },
     ],
-    ids=["plain", "lengths", "causal", "dropout"],
+    ids=["plain", "lengths", "causal", "dropout", "evaluated"],
 )
 def test_a_graph_calls_native_code(arguments: Any, arrays: Any, calls: list[int]) -> None:
     compiled = tf.function(lambda *x: with_gradients(*x, **arguments))
@@ -100,6 +105,23 @@ def test_a_graph_calls_native_code(arguments: Any, arrays: Any, calls: list[int]
     compiled(*arrays)
     assert calls == [2, 2]
     close(found, with_gradients(*arrays, **arguments, kernel="streaming"))
+
+
+@needs_native
+def test_a_function_of_indices_is_not_called_while_the_graph_runs(arrays: Any, calls: list[int]) -> None:
+    mask = ats.MaskFunction(lambda b, h, i, j: (i + 2 * j + h) % 5 < 3) | ats.Causal("bottom_right")
+    reasons = []
+
+    @tf.function
+    def compiled(*arrays: Any) -> Any:
+        reasons.append(ats.explain(*arrays, mask=mask).reasons["native"])
+        return ats.attend(*arrays, mask=mask)
+
+    close(compiled(*arrays), ats.attend(*arrays, mask=mask, kernel="streaming"))
+    assert reasons == [(f"a function that NumPy cannot call while a graph runs: {mask.first!r}",)]
+    assert calls == [0, 0]
+    close(ats.attend(*arrays, mask=mask), ats.attend(*arrays, mask=mask, kernel="streaming"))
+    assert calls == [1, 0]
 
 
 @needs_native

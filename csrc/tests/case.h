@@ -65,8 +65,10 @@ struct Case : Drawn {
     // What the backward needs of each row, from one forward for all targets.
     void set_rows() {
         const int64_t size = size_of(sum), n = problem.query_len;
-        const bool tilted = random.coin();
+        const bool tilted = random.coin(), sinks = later.one_in(4);
         for (Head& head : problem.heads) {
+            // One more logit: it may stand above all scores, and rows that see nothing have it alone.
+            const double sink = sinks ? 3 * later.normal() : -INFINITY;
             char *top = memory.filled(n, sum, 0, 1), *total = memory.filled(n, sum, 0, 1);
             const auto column = [&] {
                 char* numbers = memory.filled(n, sum, 0, 1);
@@ -78,8 +80,11 @@ struct Case : Drawn {
             for (int64_t i = 0; i < n; ++i) {
                 const char* numbers = head.numbers + i * kNumbers * size;
                 const double largest = number(numbers, sum), all = number(numbers + size, sum);
-                put(top + i * size, sum, all == 0 ? 0 : largest);
-                put(total + i * size, sum, all == 0 ? INFINITY : std::log(all));
+                const bool empty = all == 0 && !sinks;
+                const double highest = empty ? 0 : std::isnan(largest) ? largest : std::max(largest, sink);
+                const double whole = all * std::exp(largest - highest) + std::exp(sink - highest);
+                put(top + i * size, sum, highest);
+                put(total + i * size, sum, empty ? INFINITY : std::log(whole));
                 // Nothing comes into a row that sees nothing.
                 if (planted && all == 0) put(const_cast<char*>(head.shift) + i * size, sum, NAN);
             }
@@ -97,7 +102,7 @@ struct Case : Drawn {
         // Scales of heads reach 2.
         const bool scales = !p.heads.empty() && p.heads[0].scale != nullptr;
         if (p.form == Form::distance) bound += std::abs(p.scale) * m * m * d * 8 * (scales ? 2 : 1);
-        if (p.form == Form::additive) bound += m * d * 2;
+        if (p.form == Form::additive) bound += m * d * 2 * weight;
         if (!p.heads.empty() && (p.heads[0].query_bias.data || p.heads[0].key_bias.data)) bound += 6;
         for (const Cap& cap : p.caps) bound = (bound + (std::isinf(cap.cap) ? 0 : cap.cap)) * std::max(1.0, cap.factor);
         return bound + (!p.heads.empty() && p.heads[0].bias.data ? 4 : 0);

@@ -34,7 +34,7 @@ double activated(const Problem& p, double u) {
         case Activation::sigmoid:
             return 1 / (1 + std::exp(-u));
         case Activation::relu:
-            return u > 0 ? u : u * 0;
+            return u <= 0 ? 0 : u;
         case Activation::leaky_relu:
             return u > 0 ? u : u * p.negative_slope;
         case Activation::silu:
@@ -107,15 +107,11 @@ struct Reader {
     double score(int64_t i, int64_t j, double* slope = nullptr) const {
         const double *q = query.row(i), *k = key.row(j);
         double s = 0, steep = 1;
-        // A row or key that is not finite has no additive score, tanh(inf) = 1 or not.
-        bool finite = true;
         for (int64_t d = 0; d < p.dim; ++d) {
             if (p.form == Form::inner) s += q[d] * k[d];
             if (p.form == Form::distance) s -= (q[d] - k[d]) * (q[d] - k[d]);
             if (p.form == Form::additive) s += weights[d] * activated(p, q[d] + k[d]);
-            finite = finite && std::isfinite(q[d]) && std::isfinite(k[d]);
         }
-        if (p.form == Form::additive && !finite) s = NAN;
         if (p.form != Form::additive) s *= scale();
         if (h.query_bias.data != nullptr) s += at(h.query_bias, sum, i, 0);
         if (h.key_bias.data != nullptr) s += at(h.key_bias, sum, j, 0);
@@ -211,10 +207,12 @@ void backward_row(const Reader& r, GroupSums& group, Sums& query, Sums& query_bi
         query_bias.add(i, ds);
         group.key_bias.add(j, ds);
         if (r.h.grad_scale != nullptr && ds != 0) {
+            double square = 0;  // NaN times it is NaN, also where there is no channel
             for (int64_t d = 0; d < p.dim; ++d) {
                 const double away = r.query.row(i)[d] - r.key.row(j)[d];
-                scale.add(0, -ds * p.scale * away * away);
+                square += away * away;
             }
+            scale.add(0, -ds * p.scale * square);
         }
         if (p.form != Form::additive) ds *= r.scale();
         for (int64_t d = 0; d < p.dim; ++d) {

@@ -1,13 +1,15 @@
 """Make every picture of the documentation: ``python docs/images/make.py [NAME ...]``; without names, all.
 
 Needs ``pip install '.[demo]'``. The pictures named in FROM_DEMO are taken from ``attnscore demo``, those in FROM_LAB
-from ``attnscore lab`` (about ten minutes), the others are drawn here with the library's own scores. All are stored
-with 256 colours, which keeps each below 150 kB.
+from ``attnscore lab`` (about ten minutes), the others are drawn here with the library's own scores. ``report`` is a
+page of ``attnscore inspect`` in headless Chromium: it needs ``pip install playwright`` and the system's Chromium, and
+is left as it is where there is none. All are stored with 256 colours, which keeps each below 150 kB.
 """
 
 from __future__ import annotations
 
 import runpy
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -41,6 +43,7 @@ FROM_LAB = {
 TAKEN = {name: ("demo", file) for name, file in FROM_DEMO.items()} | {
     name: ("lab", file) for name, file in FROM_LAB.items()
 }
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 LARGEST = 1400  # pixels across
 COLOURS = 256
 INK = "#262626"
@@ -51,17 +54,23 @@ QUERIES = {"one query": (1.5, 1.0), "another query": (-1.0, 1.5)}
 def main(names: list[str]) -> None:
     """Make the named pictures, or all."""
     mpl.rcParams.update({"font.size": 10, "axes.edgecolor": "#8c8c8c", "text.color": INK})
-    wanted = names or [*TAKEN, *DRAWN]
-    unknown = [name for name in wanted if name not in (*TAKEN, *DRAWN)]
+    known = [*TAKEN, *DRAWN, "report"]
+    wanted = names or known
+    unknown = [name for name in wanted if name not in known]
     if unknown:
-        sys.exit(f"unknown: {', '.join(unknown)}; known: {', '.join((*TAKEN, *DRAWN))}")
+        sys.exit(f"unknown: {', '.join(unknown)}; known: {', '.join(known)}")
     with tempfile.TemporaryDirectory() as folder:
         for command in sorted({TAKEN[name][0] for name in wanted if name in TAKEN}):
             line = [sys.executable, "-m", "attnscore", command, "--out", f"{folder}/{command}"]
             subprocess.run(line, check=True, stdout=subprocess.DEVNULL)
         for name in wanted:
             source = Path(folder, *TAKEN.get(name, (f"{name}.png",)))
-            if name in DRAWN:
+            if name == "report" and not names and CHROMIUM is None:
+                print("report.png is left as it is: no Chromium here", file=sys.stderr)
+                continue
+            if name == "report":
+                report(source)
+            elif name in DRAWN:
                 DRAWN[name]().savefig(source, dpi=140)
             store(source, HERE / f"{name}.png")
 
@@ -242,6 +251,35 @@ def long_context() -> Figure:
     query, key, _ = example["made_up_head"](131_072)
     # At 140 dots an inch as wide as a picture may be: made smaller, its bins would blur and take twice the bytes.
     return plotting.show_long_attention(query, key, mask=ats.Causal(), figsize=(10, 7.2))
+
+
+def report(target: Path) -> None:
+    """A page of ``attnscore inspect`` with the pointer on one weight of layer 1, head 8."""
+    from playwright.sync_api import sync_playwright
+
+    from attnscore.commands.demo import read_sentences
+    from attnscore.diagnostics import inspect_model
+
+    if CHROMIUM is None:
+        sys.exit("report: no Chromium here; on Debian: apt-get install chromium")
+    page_file = inspect_model("minilm", read_sentences(None)[0][1]).to_html(target.with_suffix(".html"))
+    with sync_playwright() as playwright:
+        # Containers run as root, where Chromium's own sandbox cannot start.
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        page = browser.new_page(viewport={"width": 1100, "height": 1480})
+        page.goto(page_file.resolve().as_uri())
+        page.wait_for_selector("body[data-ready]")
+        page.click('#grid button[data-layer="1"][data-head="8"]')
+        cell = page.evaluate(
+            """() => { const plot = document.getElementById("map"), { xaxis, yaxis } = plot._fullLayout,
+               box = plot.getBoundingClientRect();
+               return [box.x + xaxis._offset + xaxis.c2p(8), box.y + yaxis._offset + yaxis.c2p(7)]; }"""
+        )
+        page.mouse.move(cell[0] + 1, cell[1] + 1)
+        page.mouse.move(*cell)
+        page.wait_for_selector("#map .hoverlayer .hovertext")
+        page.screenshot(path=target)
+        browser.close()
 
 
 DRAWN: dict[str, Callable[[], Figure]] = {

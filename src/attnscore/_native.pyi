@@ -70,3 +70,17 @@ def backward(
     They are those of query, key, value, query_bias, key_bias, bias, weights, sink and scales. `rows` are what the
     forward gave and what comes in: out, top, log_total, entropy, grad_out, grad_log_sum_exp, grad_entropy.
     """
+
+class Plain:
+    """A forward of query, key and value of given shapes and strides; nothing of a row is kept."""
+
+    def __call__(
+        self, query: _Array | int, key: _Array | int, value: _Array | int, out: _Array, threads: int, /
+    ) -> None:
+        """Fill `out`: the memory of the arrays, or its address, which must lie as the examples did."""
+
+def prepared(score: _Score, arrays: Sequence[_Optional], /) -> Plain:
+    """Check examples of query, key, value and out, with start and stop or None, as `forward` does.
+
+    The result runs on others of the same shapes and strides, with the same start and stop.
+    """

@@ -92,10 +92,10 @@ def attend(
             query, key, value, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink, dropout=dropout,
             seed=seed, head_axis=head_axis, kernel=kernel, return_weights=return_weights, return_stats=return_stats,
         )  # fmt: skip
-    name = recipes.name_of(
-        query, key, value, (score, head_axis, kernel, dropout, return_weights, return_stats),
-        absent=(mask, valid_lens, bias, sink, seed),
-    )  # fmt: skip
+    name = None
+    if bias is sink is seed is None:
+        options = (head_axis, kernel, dropout, return_weights, return_stats)
+        name = recipes.name_of(query, key, value, score, options, mask, valid_lens)
     if (recipe := recipes.find(name)) is not None:
         return recipe(query, key, value)
     statistics, flag = wanted_statistics(return_stats), check_flag("return_weights", return_weights)
@@ -106,7 +106,7 @@ def attend(
         )  # fmt: skip
         plan, chosen = tiling.planned(problem), kernels.choose(kernel, problem)
         if not flag:
-            recipes.keep(name, chosen, problem, plan)
+            recipes.keep(name, (query, key, value), chosen, problem, plan)
         result = Run(chosen, problem, plan)()
         return _present(problem, result, flag, bool(statistics))
 

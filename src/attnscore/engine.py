@@ -18,7 +18,7 @@ from attnscore import dropout as dropouts
 from attnscore import softmax
 from attnscore.frameworks.contract import Array, Framework, sum_to
 from attnscore.problem import Problem
-from attnscore.scoring.contract import finite_rows
+from attnscore.scoring.contract import bad_rows
 from attnscore.scoring.forms import FormPullback, Role
 from attnscore.softmax import NEG_INF
 from attnscore.tiling import Moving, Segment, TilePlan
@@ -49,7 +49,7 @@ class _Guard:
     """Where the inputs are not finite, when something is hidden: found once, so that finite inputs pay nothing more."""
 
     problem: Problem
-    """The problem, with zeros in query and key rows that hold a NaN or infinity."""
+    """The problem, with zeros in query and key rows that hold a NaN, or an infinity that the form does not keep."""
     bad_query: Array | None
     bad_key: Array | None
     value_is_finite: bool
@@ -65,7 +65,7 @@ def _guarded(problem: Problem) -> _Guard:
         return _Guard(problem, None, None, value_is_finite)
     bad: dict[Role, Array] = {}
     for name, x in arrays.items():
-        role, rows = problem.form.role(name), ~finite_rows(ops, x)
+        role, rows = problem.form.role(name), bad_rows(ops, x, problem.form.keeps_infinity)
         bad[role] = ops.logical_or(bad[role], rows) if role in bad else rows
     clean = problem.form.with_arrays(
         {name: ops.where(bad[problem.form.role(name)], 0.0, x) for name, x in arrays.items()}

@@ -100,7 +100,13 @@ WRONG: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
         "floating mask",
         lambda: DotProductAttention()(X, X, X, attention_mask=np.zeros((3, 3))),
         ats.MaskError,
-        "mask: expected a boolean array, .*float",
+        "attention_mask: expected booleans or whole numbers, got float",
+    ),
+    (
+        "mask of keys",
+        lambda: MultiHeadAttention(8, 2)(X, X[:, [0, 1, 2, 0]], attention_mask=np.ones((2, 4), bool)),
+        ats.MaskError,
+        r"attention_mask: .*\(batch, query, key\) = \(2, 3, 4\), got \(2, 4\)\. Hint: keys_mask=",
     ),
     (
         "name",
@@ -118,7 +124,7 @@ WRONG: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
         "mask for heads",
         lambda: MultiHeadAttention(8, 2)(X, X, X, attention_mask=np.ones((3, 3, 3), bool)),
         ats.MaskError,
-        r"mask: .*\(batch, query, key\) = \(2, 3, 3\), got \(3, 3, 3\)",
+        r"attention_mask: .*\(batch, query, key\) = \(2, 3, 3\), got \(3, 3, 3\)",
     ),
     (
         "unknown features",

@@ -75,13 +75,16 @@ def _places(real: NDArray[np.bool_]) -> dict[str, NDArray[np.int64]]:
 
 
 def choose_heads(entropy: Array, patterns: Mapping[str, Array]) -> dict[str, tuple[int, int]]:
-    """Six different heads: the sharpest, the broadest, and those that stand most clearly for a place."""
+    """Six different heads: the sharpest, the broadest, and those that stand most clearly for a place.
+
+    Where a head that was chosen before stands more clearly for a place, the name of the wish ends in "of the others".
+    """
     wishes: dict[str, Array] = {"lowest entropy": -entropy, "highest entropy": entropy}
     wishes |= {f"most weight on {name}": patterns[name] for name in patterns if name != "[SEP]"}
     chosen: dict[str, tuple[int, int]] = {}
     for wish, values in wishes.items():
-        order = np.dstack(np.unravel_index(np.argsort(-values, axis=None), values.shape))[0]
-        best = next(((int(layer), int(head)) for layer, head in order if (layer, head) not in chosen.values()), None)
-        if best is not None:
-            chosen[wish] = best
+        order = np.dstack(np.unravel_index(np.argsort(-values, axis=None), values.shape))[0].tolist()
+        heads = [(layer, head) for layer, head in order if (layer, head) not in chosen.values()]
+        if heads:
+            chosen[wish if heads[0] == tuple(order[0]) else f"{wish}, of the others"] = heads[0]
     return chosen

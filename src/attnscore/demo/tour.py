@@ -150,12 +150,12 @@ def masks(report: Report, rng: np.random.Generator) -> dict[str, Any]:
     """What the masks look like, and weights under padding, causality and both."""
     documents = np.array([[0, 0, 0, 1, 1, 2, 2, 2]])
     gallery: dict[str, tuple[Any, int, int]] = {
-        "ValidLens(5)": (ats.ValidLens([5]), 8, 8),
+        "ValidLens([5])": (ats.ValidLens([5]), 8, 8),
         "Causal()": (ats.Causal(), 8, 8),
-        "Causal() & ValidLens(5)": (ats.Causal() & ats.ValidLens([5]), 8, 8),
+        "Causal() & ValidLens([5])": (ats.Causal() & ats.ValidLens([5]), 8, 8),
         "Causal() & SlidingWindow(left=2)": (ats.Causal() & ats.SlidingWindow(left=2), 8, 8),
-        "PrefixLM(3)": (ats.PrefixLM([3]), 8, 8),
-        "Documents(0, 0, 0, 1, 1, 2, 2, 2)": (ats.Documents(documents), 8, 8),
+        "PrefixLM([3])": (ats.PrefixLM([3]), 8, 8),
+        "Documents([0,0,0,1,1,2,2,2])": (ats.Documents(documents), 8, 8),
         "Causal('top_left'), 4 queries": (ats.Causal(align="top_left"), 4, 8),
         "Causal('bottom_right'), 4 queries": (ats.Causal(align="bottom_right"), 4, 8),
     }

@@ -159,16 +159,12 @@ def is_array(x: object) -> bool:
     return _name_of(type(x)) is not None
 
 
-def _always() -> bool:
-    return True
-
-
 def facts(x: Any) -> Hashable:
     """All that checks of kind, shape, dtype and device read of an array: those with equal facts pass or fail alike."""
-    if getattr(x, "is_nested", False) or not getattr(x.shape, "is_fully_defined", _always)():
+    if getattr(x, "is_nested", False) or not (isinstance(shape := x.shape, tuple) or shape.is_fully_defined()):
         # Has no shape, and no check that it passes; or one that belongs to one graph alone.
         return None
-    return type(x), x.shape, x.dtype, getattr(x, "device", None), getattr(x, "layout", None)
+    return type(x), shape, x.dtype, getattr(x, "device", None), getattr(x, "layout", None)
 
 
 # What stands for `attend` while a framework's compiler reads it, and the module that puts it here when it is imported:

@@ -108,6 +108,8 @@ class Framework(ABC):
 
     name: str
     has_autodiff: bool
+    wants_aligned = True
+    """Whether `from_memory` copies what does not begin at a multiple of 64 bytes."""
 
     # Where arrays live and what they hold
     @abstractmethod
@@ -150,6 +152,14 @@ class Framework(ABC):
     @abstractmethod
     def memory(self, x: Array) -> np.ndarray[Any, Any]:
         """The memory of a `readable` array as NumPy, without a copy; 16-bit floats as uint16."""
+
+    def strides(self, x: Array) -> tuple[int, ...]:
+        """How far apart numbers lie in the memory of a `readable` array, in any unit; of floats alone."""
+        return self.memory(x).strides if self.is_floating(x) else ()
+
+    def place(self, x: Array) -> int | HostArray:
+        """Where the memory of a `readable` array begins: its address, or the memory."""
+        return self.memory(x)
 
     @abstractmethod
     def from_memory(self, x: np.ndarray[Any, Any], dtype: str, like: Array) -> Array:

@@ -25,6 +25,7 @@ from jax import lax
 from attnscore.errors import ArgumentError, message
 from attnscore.frameworks import jax_ffi, jax_gradients
 from attnscore.frameworks.contract import Array, Framework, Run, SeedWords
+from attnscore.frameworks.jax_shards import axes_of, differing
 from attnscore.frameworks.jax_tracers import (
     MAPPED,
     RECORDED,
@@ -63,7 +64,9 @@ class JaxFramework(Framework):
 
     def refused(self, x: Array) -> tuple[str, str] | None:
         if isinstance(x, jax.Array):
-            return None
+            if all(type(n) is int for n in x.shape):
+                return None
+            return f"one of a symbolic shape ({', '.join(map(str, x.shape))})", "a shape of numbers in jax.export"
         return f"a {type(x).__name__}", "x.todense()" if hasattr(x, "todense") else "jax.numpy.asarray(x)"
 
     def device(self, x: Array) -> str:
@@ -95,7 +98,7 @@ class JaxFramework(Framework):
             return False
         if kind_of(x) == RECORDED:
             return jax.default_backend() == "cpu"
-        return not isinstance(x, jax.core.Tracer) and _on_cpu(x)
+        return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and _on_cpu(x)
 
     def is_plain(self, *arrays: Array) -> bool:
         return not any(isinstance(x, jax.core.Tracer) for x in arrays) and all(map(self.readable, arrays))
@@ -126,7 +129,8 @@ class JaxFramework(Framework):
         attributes: Mapping[str, Any],
     ) -> tuple[Array, ...]:
         known = [(shape, _known(dtype)) for shape, dtype in results]
-        return jax_ffi.call(direction, known, arrays, attributes)
+        found, axes = jax_ffi.call(direction, known, arrays, attributes), axes_of(arrays)
+        return tuple(differing(x, axes) for x in found)
 
     def host_call(
         self,
@@ -142,7 +146,8 @@ class JaxFramework(Framework):
                 np.asarray(to)[...] = x
 
         wanted = tuple(jax.ShapeDtypeStruct(shape, _known(dtype)) for shape, dtype in results)  # type: ignore[no-untyped-call]  # JAX's own
-        return tuple(buffer_callback(call, wanted, vmap_method="sequential")(*arrays))
+        found, axes = buffer_callback(call, wanted, vmap_method="sequential")(*arrays), axes_of(arrays)
+        return tuple(differing(x, axes) for x in found)
 
     def threads(self, own: int) -> int:
         return own
@@ -152,10 +157,10 @@ class JaxFramework(Framework):
         return None if found is None else float(found)
 
     def zeros(self, shape: Sequence[int], like: Array, dtype: str | None = None) -> Array:
-        return jnp.zeros(shape, _known(dtype) if dtype else like.dtype)
+        return differing(jnp.zeros(shape, _known(dtype) if dtype else like.dtype), axes_of((like,)))
 
     def full(self, shape: Sequence[int], value: float, like: Array, dtype: str | None = None) -> Array:
-        return jnp.full(shape, value, _known(dtype) if dtype else like.dtype)
+        return differing(jnp.full(shape, value, _known(dtype) if dtype else like.dtype), axes_of((like,)))
 
     def positions(self, start: int, count: int, like: Array) -> Array:
         return jnp.arange(count, dtype=_known("int64")) + start

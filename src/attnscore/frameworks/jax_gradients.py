@@ -12,12 +12,23 @@ from typing import Any
 import jax
 
 from attnscore.frameworks.contract import Array, Run
+from attnscore.frameworks.jax_shards import axes_of, differing, is_placed, sharding_of_rows
 from attnscore.frameworks.jax_tracers import FORWARD, RECORDED, kind_of, layers_of_all
 
 
 def differentiable(run: Run, operands: Sequence[Array]) -> tuple[Array, ...]:
     """``run.forward(operands)``, with ``run.backward`` as its gradient."""
     constants, given = run.variables()
+    if (sharding := sharding_of_rows(operands)) is not None:
+
+        def unsharded(operands: Sequence[Array], placed: Sequence[Array]) -> tuple[Array, ...]:
+            left = iter(placed)
+            return differentiable(given([next(left) if is_placed(x) else x for x in constants]), operands)
+
+        placed = [x for x in constants if is_placed(x)]
+        return tuple(jax.sharding.auto_axes(unsharded, out_sharding=sharding)(tuple(operands), placed))
+    axes = axes_of((*operands, *constants))
+    operands = [differing(x, axes) for x in operands]
     if any(kind_of(x) == FORWARD for x in layers_of_all((*operands, *constants))):
         # custom_vjp has no forward mode: the streaming form has.
         return run.forward(operands)

@@ -234,7 +234,8 @@ class MxnetFramework(Framework):
     def sum(self, x: Array, axis: int | tuple[int, ...], keepdims: bool = False) -> Array:
         if 0 in x.shape:
             # Its sum over several axes fails there.
-            return self.zeros(np.empty(x.shape).sum(axis=axis, keepdims=keepdims).shape, x)
+            empty: Any = np.empty(x.shape)
+            return self.zeros(empty.sum(axis=axis, keepdims=keepdims).shape, x)
         if isinstance(axis, tuple) and len(x.shape) > _MOST_AXES:
             # Not all at once: sums of every other axis are more than it takes.
             for i in sorted((i % len(x.shape) for i in axis), reverse=True):

@@ -24,6 +24,7 @@ class NumpyFramework(Framework):
 
     name = "numpy"
     has_autodiff = False
+    wants_aligned = False
 
     def __getattr__(self, word: str) -> Any:
         return getattr(np, word)
@@ -64,6 +65,10 @@ class NumpyFramework(Framework):
     def memory(self, x: Array) -> np.ndarray[Any, Any]:
         array = np.asarray(x)
         return array.view(np.uint16) if array.dtype.itemsize == 2 else array
+
+    def strides(self, x: Array) -> tuple[int, ...]:
+        found: tuple[int, ...] = x.strides
+        return found
 
     def from_memory(self, x: np.ndarray[Any, Any], dtype: str, like: Array) -> Array:
         return x.view(like.dtype) if x.dtype == np.uint16 else x
@@ -162,10 +167,10 @@ class NumpyFramework(Framework):
         return np.isnan(x)
 
     def sum(self, x: Array, axis: int | tuple[int, ...], keepdims: bool = False) -> Array:
-        return np.sum(x, axis=axis, keepdims=keepdims)
+        return x.sum(axis=axis, keepdims=keepdims)
 
     def max(self, x: Array, axis: int, keepdims: bool = False) -> Array:
-        return np.max(x, axis=axis, keepdims=keepdims)
+        return x.max(axis=axis, keepdims=keepdims)
 
     def largest(self, x: Array, k: int) -> tuple[Array, Array]:
         index = np.argpartition(-x, k - 1, axis=-1)[..., :k] if k < x.shape[-1] else np.argsort(-x, axis=-1)
@@ -174,7 +179,7 @@ class NumpyFramework(Framework):
         return np.take_along_axis(values, order, -1), np.take_along_axis(index, order, -1)
 
     def any(self, x: Array, axis: int, keepdims: bool = False) -> Array:
-        return np.any(x, axis=axis, keepdims=keepdims)
+        return x.any(axis=axis, keepdims=keepdims)
 
     def wrap32(self, x: Array) -> Array:
         return x & 0xFFFFFFFF

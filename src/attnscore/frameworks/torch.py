@@ -20,7 +20,7 @@ from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from attnscore.frameworks.contract import Array, Framework, Run
+from attnscore.frameworks.contract import Array, Framework, HostArray, Run
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items() if str(dtype) == f"torch.{name}"}
@@ -38,6 +38,7 @@ class TorchFramework(Framework):
 
     name = "torch"
     has_autodiff = True
+    wants_aligned = False
 
     def __getattr__(self, word: str) -> Any:
         return getattr(torch, word)
@@ -80,17 +81,32 @@ class TorchFramework(Framework):
         return x.is_cpu and not (_is_traced(x) or _is_dual(x) or x.is_neg() or x.is_conj())
 
     def is_plain(self, *arrays: Array) -> bool:
-        if torch.is_grad_enabled() and any(x.requires_grad for x in arrays):
-            return False
+        has_tape, has_tangents = torch.is_grad_enabled(), forward_ad._current_level >= 0
         watched = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
         if watched or torch._C._is_any_autocast_enabled():
             return False
-        return all(type(x) in _PLAIN and self.readable(x) for x in arrays)
+        for x in arrays:
+            # As `readable` says, of types that cannot be fake; a loop, because a tiny call pays for every word.
+            if type(x) not in _PLAIN or not x.is_cpu or x.is_neg() or x.is_conj() or is_functorch_wrapped_tensor(x):
+                return False
+            if x.layout is not torch.strided or x.is_nested:  # these have no strides
+                return False
+            if (has_tape and x.requires_grad) or (has_tangents and _is_dual(x)):
+                return False
+        return not is_compiling()
 
     def memory(self, x: Array) -> np.ndarray[Any, Any]:
         x = x.detach() if x.requires_grad else x
         found: np.ndarray[Any, Any] = (x.view(torch.uint16) if x.itemsize == 2 else x).numpy()
         return found
+
+    def strides(self, x: Array) -> tuple[int, ...]:
+        found: tuple[int, ...] = x.stride()
+        return found
+
+    def place(self, x: Array) -> int | HostArray:
+        address: int = x.data_ptr()
+        return address
 
     def from_memory(self, x: np.ndarray[Any, Any], dtype: str, like: Array) -> Array:
         found = torch.from_numpy(x)

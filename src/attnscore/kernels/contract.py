@@ -12,7 +12,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from attnscore.engine import Result, RowGradients, operands
 from attnscore.frameworks.contract import Array, HostArray, SeedWords
@@ -24,6 +24,9 @@ DIFFERENTIABLE = ("log_sum_exp", "entropy")
 ENTROPY = 2
 """Place of the entropy among the outputs of a run, where it is wanted."""
 
+PlainRun: TypeAlias = Callable[[int | HostArray, int | HostArray, int | HostArray, HostArray, int], None]
+"""It takes the places of query, key and value (`Framework.place`), what is filled, and a number of threads."""
+
 
 class Kernel(ABC):
     """Interface of all kernels."""
@@ -33,10 +36,11 @@ class Kernel(ABC):
     own_gradient: bool
     """Whether ``backward`` is the gradient; otherwise it is the framework's autodiff through ``forward``."""
 
-    def plain(
-        self, problem: Problem, plan: TilePlan
-    ) -> Callable[[HostArray, HostArray, HostArray, int], HostArray] | None:
-        """The forward of a plain problem (recipes.py) on memory, with so many threads, if there is one."""
+    def plain(self, problem: Problem, plan: TilePlan, examples: Sequence[HostArray]) -> PlainRun | None:
+        """The forward of a plain problem (recipes.py) on memory that lies as the examples do, if there is one.
+
+        The examples are query, key, value and what is filled, on the uniform axes.
+        """
         return None
 
     @property

@@ -12,9 +12,10 @@ from typing import final
 from attnscore import dropout as dropouts
 from attnscore.engine import Result, RowGradients
 from attnscore.errors import KernelUnavailable
-from attnscore.frameworks.contract import Array, Framework
+from attnscore.frameworks.contract import Array, Framework, sum_to
 from attnscore.kernels.contract import Kernel
 from attnscore.problem import Problem
+from attnscore.scoring.contract import bad_rows
 from attnscore.scoring.forms import checked_tile
 from attnscore.softmax import NEG_INF
 from attnscore.tiling import TilePlan
@@ -51,7 +52,8 @@ class Dense(Kernel):
         total = ops.sum(exponentials, axis=-1, keepdims=True)
         every_weight = exponentials / ops.where(alive, total, 1.0)
         log_total = ops.where(alive, ops.log(ops.where(alive, total, 1.0)), NEG_INF)
-        weights = every_weight[..., : grid.key_len]
+        # exactly 0 where hidden, also in a row that a visible NaN has poisoned
+        weights = ops.where(visible, every_weight[..., : grid.key_len], 0.0)
         pooling = weights
         if problem.dropout is not None:
             spans = (0, grid.query_len), (0, grid.key_len)
@@ -73,26 +75,34 @@ def _scores(problem: Problem) -> tuple[Array, Array]:
     """Every score with its bias, and whether its pair is visible."""
     ops, grid, dtype = problem.ops, problem.grid, problem.accumulator
     query, key = (ops.astype(x, dtype) for x in (problem.query, problem.key))
-    bad = None
-    if not ops.surely_finite(query, key):
-        # 0 * NaN in the gradient would carry what is hidden: compute without such rows, then mark their pairs.
-        rows, cols = (ops.any(~ops.isfinite(x), axis=-1, keepdims=True) for x in (query, key))
-        query, key = ops.where(rows, 0.0, query), ops.where(cols, 0.0, key)
-        bad = ops.logical_or(rows, ops.matrix_transpose(cols))
     shape = (*grid.rows, grid.key_len)
-    scores = ops.broadcast_to(ops.astype(checked_tile(ops, problem.score, query, key), dtype), shape)
-    if bad is not None:
-        scores = ops.where(bad, float("nan"), scores)
-    visible = ops.zeros(shape, scores) == 0
+    visible = ops.zeros(shape, query) == 0
     if problem.mask is not None:
-        rows = ops.reshape(ops.positions(0, grid.query_len, scores), (grid.query_len, 1))
-        cols = ops.reshape(ops.positions(0, grid.key_len, scores), (1, grid.key_len))
+        rows = ops.reshape(ops.positions(0, grid.query_len, query), (grid.query_len, 1))
+        cols = ops.reshape(ops.positions(0, grid.key_len, query), (1, grid.key_len))
         visible = ops.logical_and(visible, problem.mask.visible(ops, grid, rows, cols))
     if problem.bias is not None:
         bias = ops.astype(problem.bias, dtype)
         visible = ops.logical_and(visible, bias != NEG_INF)
+    bad = None
+    if not ops.surely_finite(query, key):
+        # 0 * NaN in the gradient would carry what is hidden: compute without such rows, then mark their pairs.
+        rows, cols = (bad_rows(ops, x, problem.form.keeps_infinity) for x in (query, key))
+        bad = ops.logical_or(rows, ops.matrix_transpose(cols))
+        query = ops.where(ops.logical_or(rows, _unseen(ops, visible, query)), 0.0, query)
+        key = ops.where(ops.logical_or(cols, _unseen(ops, ops.matrix_transpose(visible), key)), 0.0, key)
+    scores = ops.broadcast_to(ops.astype(checked_tile(ops, problem.score, query, key), dtype), shape)
+    if bad is not None:
+        scores = ops.where(bad, float("nan"), scores)
+    if problem.bias is not None:
         scores = scores + ops.where(visible, bias, 0.0)
     return scores, visible
+
+
+def _unseen(ops: Framework, visible: Array, x: Array) -> Array:
+    """(..., length, 1): the rows of `x`, on the second last axis of `visible`, that are in no visible pair."""
+    pairs = ops.sum(ops.astype(visible, ops.dtype(x)), axis=-1, keepdims=True)
+    return sum_to(ops, pairs, (*x.shape[:-1], 1)) == 0
 
 
 def _pool(ops: Framework, weights: Array, visible: Array, value: Array) -> Array:

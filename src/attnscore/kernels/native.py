@@ -1,7 +1,8 @@
 """The native kernel: C++ on the CPU, over the caller's memory. The door to ``csrc``.
 
-- Every form but one that a user wrote in Python, with any mask that is a few intervals a row, one boolean array and
-  ids (``native_masks``); forward and backward, for any strides and broadcast axes, without copies of what lies ready.
+- Every form but one that a user wrote in Python, with any mask: a few intervals a row, one boolean array, ids
+  (``native_masks``), or evaluated strip by strip (``native_strips``); forward and backward, for any strides and
+  broadcast axes, without copies of what lies ready.
 - What it does not take it says; ``auto`` then goes on to the streaming kernel. A gradient of a gradient is the
   streaming form's.
 - Results do not depend on the number of threads.
@@ -10,7 +11,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -20,8 +21,10 @@ from attnscore.engine import Result, RowGradients
 from attnscore.frameworks.contract import Array, HostArray
 from attnscore.kernels import native_deferred as deferring
 from attnscore.kernels import native_inputs as inputs
+from attnscore.kernels import native_masks as masks
 from attnscore.kernels import native_program as program
-from attnscore.kernels.contract import Kernel
+from attnscore.kernels import native_strips as strips
+from attnscore.kernels.contract import Kernel, PlainRun
 from attnscore.kernels.native_results import GRADIENTS, STATISTICS, as_operand, gradient_shapes
 from attnscore.kernels.streaming import Streaming
 from attnscore.problem import Problem
@@ -35,7 +38,9 @@ try:
     # The arrow goes to the module, not to the package above.
     import attnscore._native as _native  # noqa: PLR0402
 except ModuleNotFoundError:
-    _MISSING: str | None = "the native module is not built here: reinstall attnscore where there is a C++ compiler"
+    _MISSING: str | None = (
+        "the native module is not built here: reinstall attnscore where there are a C++ compiler and Python's headers"
+    )
 except ImportError as error:
     _MISSING = str(error)
 else:
@@ -60,24 +65,17 @@ class Native(Kernel):
     def reasons_against(self, problem: Problem) -> tuple[str, ...]:
         return tuple(inputs.reasons(problem)) if _MISSING is None else (_MISSING,)
 
-    def plain(
-        self, problem: Problem, plan: TilePlan
-    ) -> Callable[[HostArray, HostArray, HostArray, int], HostArray] | None:
+    def plain(self, problem: Problem, plan: TilePlan, examples: Sequence[HostArray]) -> PlainRun | None:
         form = problem.form
         if not isinstance(form, InnerForm) or form.query is not problem.query or form.key is not problem.key:
             return None
-        if any(x is not None for x in (form.key_bias, form.query_bias, problem.mask, problem.bias, problem.sink)):
+        if any(x is not None for x in (form.key_bias, form.query_bias, problem.bias, problem.sink, plan.rest)):
             return None
-        if problem.dropout is not None or problem.statistics:
+        if problem.dropout is not None or problem.statistics or not hasattr(_native, "prepared"):
             return None
-        score, arrays = inputs.words(problem, plan)
-        absent, filled = (None,) * (len(arrays) - 3), _fill(problem)
-
-        def run(query: HostArray, key: HostArray, value: HostArray, threads: int) -> HostArray:
-            out: HostArray = filled(score, (query, key, value, *absent), threads)[0]
-            return out
-
-        return run
+        score, _ = inputs.told(problem, {})
+        ends = (None, None) if plan.pieces is None else plan.pieces.with_holes
+        return _native.prepared(score, (*examples, *ends))
 
     def forward(self, problem: Problem, plan: TilePlan) -> Result:
         ops, sums, like = problem.ops, problem.accumulator, problem.value
@@ -85,7 +83,7 @@ class Native(Kernel):
             return program.forward(problem) if ops.custom_calls() else deferring.forward(self, problem)
         if ops.on_tape(*engine.operands(problem).values()):
             return engine.forward(problem, plan)
-        out, *numbers = _fill(problem)(*inputs.words(problem, plan), ops.threads(get_num_threads()))
+        out, *numbers = _fill(problem, plan)(*inputs.words(problem, plan), ops.threads(get_num_threads()))
         top, log_total, *statistics = (None if x is None else ops.from_memory(x, sums, like) for x in numbers)
         found = {name: x for name, x in zip(STATISTICS, statistics, strict=True) if x is not None}
         return Result(ops.from_memory(out, problem.dtype, like), top, log_total, found)
@@ -110,13 +108,12 @@ class Native(Kernel):
         top, log_total, entropy, grad_log_sum_exp, grad_entropy = (_row(problem, x) for x in rows)
         shapes = gradient_shapes(problem, wanted)
         buffers = {name: inputs.aligned(np.zeros, shape, sums) for name, shape in shapes.items()}
-        _native.backward(
-            *inputs.words(problem, plan),
-            (ops.memory(result.out), top, log_total, entropy, grad_out, grad_log_sum_exp, grad_entropy),
-            grad_dtype,
-            [buffers.get(name) for name in GRADIENTS],
-            ops.threads(get_num_threads()),
-        )
+        known = (ops.memory(result.out), top, log_total, entropy, grad_out, grad_log_sum_exp, grad_entropy)
+        words, threads = inputs.words(problem, plan), ops.threads(get_num_threads())
+        if masks.divided(plan.rest)[1]:
+            strips.backward(_native.backward, problem, plan, words, known, grad_dtype, buffers, threads)
+        else:
+            _native.backward(*words, known, grad_dtype, [buffers.get(name) for name in GRADIENTS], threads)
         return {
             name: as_operand(problem, ops.from_memory(x, sums, problem.value), name, operands[name])
             for name, x in buffers.items()
@@ -124,7 +121,7 @@ class Native(Kernel):
         }
 
 
-def _fill(problem: Problem) -> Callable[[Any, Any, int], list[Any]]:
+def _fill(problem: Problem, plan: TilePlan) -> Callable[[Any, Any, int], list[Any]]:
     """A call of the module on `inputs.words` and a number of threads: what it fills.
 
     That is the output, top, log total and the statistics, None where they are not wanted.
@@ -132,11 +129,15 @@ def _fill(problem: Problem) -> Callable[[Any, Any, int], list[Any]]:
     rows, sums = (*problem.grid.rows, 1), problem.accumulator
     shape, stored = (*rows[:-1], problem.layout.value_dim), inputs.STORED.get(problem.dtype, problem.dtype)
     wanted = [name in problem.statistics for name in STATISTICS]
+    _, evaluated = masks.divided(plan.rest)
 
     def filled(score: Any, arrays: Any, threads: int) -> list[Any]:
         found = [inputs.aligned(np.empty, shape, stored), *np.empty((2, *rows), sums)]
         found += [np.empty(rows, sums) if x else None for x in wanted]
-        _native.forward(score, arrays, found, threads)
+        if evaluated:
+            strips.forward(_native.forward, problem, plan, (score, arrays), found, threads)
+        else:
+            _native.forward(score, arrays, found, threads)
         return found
 
     return filled

@@ -13,7 +13,6 @@ import numpy as np
 
 from attnscore.frameworks.contract import Array, HostArray
 from attnscore.kernels import native_masks as masks
-from attnscore.masking import Mask
 from attnscore.problem import Problem
 from attnscore.scoring.forms import AdditiveForm, DistanceForm, InnerForm
 from attnscore.tiling import TilePlan
@@ -75,7 +74,8 @@ ORDER = (
 
 def words(problem: Problem, plan: TilePlan) -> tuple[tuple[Any, ...], tuple[HostArray | None, ...]]:
     """What the native module is told of the score, and the memory of the arrays in `ORDER`."""
-    score, arrays = told(problem, plan.rest)
+    parts, evaluated = masks.divided(plan.rest)
+    score, arrays = told(problem, masks.arrays(problem, parts, beside=bool(evaluated)) if parts else {})
     found = {name: problem.ops.memory(x) for name, x in arrays.items()}
     if "mask" in found:
         found["mask"] = found["mask"].view(np.uint8)
@@ -89,8 +89,8 @@ def words(problem: Problem, plan: TilePlan) -> tuple[tuple[Any, ...], tuple[Host
     return score, tuple(map(found.get, ORDER))
 
 
-def told(problem: Problem, rest: Mask | None) -> tuple[tuple[Any, ...], dict[str, Array]]:
-    """What the native module is told of the score, and the arrays by name but the intervals; `rest` of the mask."""
+def told(problem: Problem, others: dict[str, Array]) -> tuple[tuple[Any, ...], dict[str, Array]]:
+    """What the native module is told of the score, and the arrays by name, with `others`, as those of the mask."""
     ops, bias, dropout, value_dtype = problem.ops, problem.bias, problem.dropout, problem.dtype
     sums = problem.accumulator
     form: Any = problem.form
@@ -120,6 +120,6 @@ def told(problem: Problem, rest: Mask | None) -> tuple[tuple[Any, ...], dict[str
     arrays = {
         **{"query": query, "key": key, "value": problem.value, "query_bias": query_bias, "key_bias": key_bias},
         **{"bias": bias, "weights": weights, "sink": in_sums(problem.sink), "scales": scales},
-        **({} if rest is None else masks.arrays(problem, rest)),
+        **others,
     }
     return score, {name: x for name, x in arrays.items() if x is not None}

@@ -1,8 +1,8 @@
 """A mask in the words of the native module: a few intervals of keys per row, one array of booleans, one id a position.
 
-- No array is made that is larger than the largest that the caller gave; what is made is made at the call, and held by
-  nobody.
-- What cannot be told so is said (`reasons`), and is left to the streaming kernel.
+- What is neither is evaluated a strip of rows at a time: when the call runs (``native_strips``), or in the program
+  that is being traced (``native_loops``).
+- What is left to the streaming kernel is said (`reasons`).
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, Final
 
 import numpy as np
 
 from attnscore import frameworks
+from attnscore.engine import operands
 from attnscore.frameworks.contract import Array, broadcast, is_unknown
+from attnscore.kernels.native_deferred import arrays_of
 from attnscore.kernels.native_traced import without_later_pieces
-from attnscore.masking import And, Dense, Documents, KeyPadding, Mask, Not, Or, parts_of
+from attnscore.masking import And, Dense, Documents, KeyPadding, Mask, MaskFunction, Not, Or, parts_of
 from attnscore.masking.numbers import host_ints, per_batch
 from attnscore.problem import Problem
-
-# Pairs that are evaluated together: what a mask computes on its way may take 8 bytes each, its answer takes 1.
-_PAIRS = 2**20
 
 
 def reasons(problem: Problem, rest: Mask) -> list[str]:
@@ -35,43 +35,73 @@ def reasons(problem: Problem, rest: Mask) -> list[str]:
 
 
 def _reasons_of_parts(problem: Problem, rest: Mask) -> list[str]:
-    ops = problem.ops
-    deferred = ops.deferred(problem.value, *rest.leaves())
-    parts = _Parts.of(without_later_pieces(problem, rest) if deferred else parts_of(rest))
-    found = _reasons_of_arrays(problem, parts.arrays)
-    ids = [x for part in parts.documents for x in ids_of(part)]
-    if len(parts.documents) > 1 and deferred and ops.custom_calls() and any(host_ints(x) is None for x in ids):
-        found.append(f"{len(parts.documents)} Documents in one mask, whose ids are traced")
-    return found
+    ops, own = problem.ops, operands(problem).values()
+    # A tape around what is traced is gone by the time that a kernel runs.
+    if not ops.deferred(*map(ops.stop_gradient, own), *arrays_of(problem)[len(own) :]):
+        return []
+    left = without_later_pieces(problem, rest)
+    if not ops.custom_calls():
+        return [f"a function that NumPy cannot call while a graph runs: {x!r}" for x in _functions_in(left)]
+    if problem.dropout is None or not left:
+        return []
+    _, parts = divided_in_program(problem, reduce(And, left))
+    return [f"dropout in a program, under a mask that has to be evaluated: {part!r}" for part in parts]
 
 
-def arrays(problem: Problem, rest: Mask) -> dict[str, Array]:
-    """What `rest` is to the module: ``mask`` on the axes of the grid, ``query_ids`` and ``key_ids`` over the batch."""
-    if isinstance(rest, Dense):
-        return {"mask": _seen(problem, rest)}
-    ops, grid, like, parts = problem.ops, problem.grid, problem.value, _Parts.of(parts_of(rest))
+Parts = list[Mask]
+
+
+def divided(rest: Mask | None) -> tuple[Parts, Parts]:
+    """The masks of which `rest` is an AND: those that are told as they are, and those that have to be evaluated."""
+    if rest is None or isinstance(rest, (Dense, Documents, KeyPadding)):
+        return [] if rest is None else [rest], []
+    parts = _Parts.of(parts_of(rest))
+    told: Parts = [*parts.keys, *parts.documents]
+    alone = len(parts.arrays) == 1 and isinstance(parts.arrays[0], Dense)
+    return ([*told, *parts.arrays], []) if alone else (told, parts.arrays)
+
+
+def divided_in_program(problem: Problem, rest: Mask | None) -> tuple[Parts, Parts]:
+    """The same in a program that is being traced: what is as small there as an array that was given is told whole."""
+    told, left = divided(rest)
+    documents = [part for part in told if isinstance(part, Documents)]
+    if len(documents) > 1 and any(host_ints(x) is None for part in documents for x in ids_of(part)):
+        # Ids that are equal where those of all documents are can be made of numbers that are known.
+        told = [part for part in told if part not in documents[1:]]
+        return told, [*left, *documents[1:]]
+    return ([*told, *left], []) if _fits(problem, left) else (told, left)
+
+
+def arrays(problem: Problem, told: Parts, *, beside: bool) -> dict[str, Array]:
+    """What masks are to the module, `beside` an array for those that are not among them.
+
+    ``mask`` on the axes of the grid, ``query_ids`` and ``key_ids`` over the batch.
+    """
+    ops, grid, like, parts = problem.ops, problem.grid, problem.value, _Parts.of(told)
     found: dict[str, Array] = {}
     if parts.documents:
         ids = _joined_ids(parts.documents)
         found = {name: per_batch(ops, grid, x, like, flat=True) for name, x in zip(_IDS, ids, strict=True)}
     for keys in parts.keys:
-        seen = _booleans(problem, keys)
-        if not parts.arrays:
-            placed = grid.place_batch(ops, ops.expand_dims(seen, 1))
+        padding = _booleans(problem, keys)
+        if not parts.arrays and not beside:
+            placed = grid.place_batch(ops, ops.expand_dims(padding, 1))
             found["mask"] = ops.logical_and(found["mask"], placed) if "mask" in found else placed
             continue
         # Beside an array of pairs, which it would make larger by the batch: an id that nobody has.
         if not found:
             shapes = ((1, grid.query_len), (1, grid.key_len))
             found = {name: ops.zeros(shape, like, "int64") for name, shape in zip(_IDS, shapes, strict=True)}
-        found["key_ids"] = ops.where(seen, found["key_ids"], -1)
+        found["key_ids"] = ops.where(padding, found["key_ids"], -1)
     for part in parts.arrays:
-        seen = _seen(problem, part)
-        found["mask"] = ops.logical_and(found["mask"], seen) if "mask" in found else seen
+        pairs = seen(problem, part)
+        found["mask"] = ops.logical_and(found["mask"], pairs) if "mask" in found else pairs
     return found
 
 
 _IDS: Final = ("query_ids", "key_ids")
+
+Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -89,6 +119,19 @@ class _Parts:
         return _Parts(keys, documents, [part for part in parts if not isinstance(part, (KeyPadding, Documents))])
 
 
+def _functions_in(masks: Sequence[Mask]) -> list[Mask]:
+    """What is the caller's own code among masks."""
+    found: list[Mask] = []
+    for mask in masks:
+        if isinstance(mask, (And, Or)):
+            found += _functions_in((mask.first, mask.second))
+        elif isinstance(mask, Not):
+            found += _functions_in((mask.mask,))
+        elif isinstance(mask, MaskFunction) or not type(mask).__module__.startswith("attnscore."):
+            found.append(mask)
+    return found
+
+
 def ids_of(mask: Documents) -> tuple[Any, Any]:
     """The ids of queries and keys."""
     return mask.query_ids, mask.query_ids if mask.key_ids is None else mask.key_ids
@@ -98,7 +141,7 @@ def _joined_ids(documents: Sequence[Documents]) -> tuple[Any, Any]:
     """Ids that are equal where those of all documents are."""
     if len(documents) == 1:
         return ids_of(documents[0])
-    pairs = [[np.atleast_2d(host_ints(x)) for x in ids_of(part)] for part in documents]  # type: ignore[arg-type]
+    pairs = [[np.atleast_2d(np.asarray(host_ints(x))) for x in ids_of(part)] for part in documents]
     batch = max(len(x) for pair in pairs for x in pair)
     joined, nobody = np.zeros((), np.int64), np.zeros((), bool)
     for pair in pairs:
@@ -116,22 +159,13 @@ def _joined_ids(documents: Sequence[Documents]) -> tuple[Any, Any]:
 # ---- arrays of booleans
 
 
-def _reasons_of_arrays(problem: Problem, parts: Sequence[Mask]) -> list[str]:
-    """Several, or what has to be evaluated, as one array that is no larger than the largest of them."""
-    if not parts or (len(parts) == 1 and isinstance(parts[0], Dense)):
-        return []
-    largest = max((_held(x) for part in parts for x in _dense_of(part)), default=0)
-    alone = [part for part in parts if not isinstance(part, Dense) and not _fits(problem, [part], largest)]
-    if alone:
-        return [f"the mask is neither a few intervals of keys per row nor one array: {part!r}" for part in alone]
-    return [] if _fits(problem, parts, largest) else [f"{len(parts)} arrays in one mask, larger together than any"]
-
-
-def _fits(problem: Problem, parts: Sequence[Mask], most: int) -> bool:
-    shapes = [_shape(problem, part) for part in parts]
+def _fits(problem: Problem, parts: Sequence[Mask]) -> bool:
+    """Whether their AND has no more elements than the largest of the arrays in them."""
+    shapes = [shape_of(problem, part) for part in parts]
     if any(is_unknown(n) for shape in shapes for n in shape):
         return False
-    return math.prod(np.broadcast_shapes(*shapes)) <= most
+    most = max((_held(x) for part in parts for x in _dense_of(part)), default=0)
+    return not parts or math.prod(np.broadcast_shapes(*shapes)) <= most
 
 
 def _dense_of(mask: Mask) -> list[Array]:
@@ -155,36 +189,35 @@ def _booleans(problem: Problem, mask: KeyPadding | Dense) -> Array:
     return array if problem.ops.dtype(array) == "bool" else array != 0
 
 
-def _seen(problem: Problem, mask: Mask) -> Array:
-    """A mask on the axes of the grid; arrays as they lie."""
+def seen(problem: Problem, mask: Mask, rows: Span | None = None, cols: Span | None = None) -> Array:
+    """A mask on the axes of the grid, or some of its rows and columns (first, count); arrays as they lie."""
     ops, grid, like = problem.ops, problem.grid, problem.value
     if isinstance(mask, (And, Or)):
-        both = [_seen(problem, part) for part in (mask.first, mask.second)]
+        both = [seen(problem, part, rows, cols) for part in (mask.first, mask.second)]
         return ops.logical_and(*both) if isinstance(mask, And) else ops.logical_or(*both)
     if isinstance(mask, Not):
-        return ~_seen(problem, mask.mask)
+        return ~seen(problem, mask.mask, rows, cols)
     if isinstance(mask, Dense):
-        return grid.place(ops, _booleans(problem, mask))
-    cols = ops.reshape(ops.positions(0, grid.key_len, like), (1, -1))
-    deferred = ops.deferred(like, *mask.leaves())
-    count = grid.query_len if deferred else max(1, min(grid.query_len, _PAIRS // max(1, grid.key_len)))
-    blocks = []
-    for first in range(0, max(1, grid.query_len), max(1, count)):
-        rows = ops.positions(first, min(count, grid.query_len - first), like)
-        blocks.append(mask.visible(ops, grid, ops.reshape(rows, (-1, 1)), cols))
-        if len(blocks) == 1 and ops.shape(blocks[0])[-2] != count:
-            # All rows are alike.
-            break
-    return blocks[0] if len(blocks) == 1 else ops.concat(blocks, -2)
+        array = grid.place(ops, _booleans(problem, mask))
+        for axis, span in ((-2, rows), (-1, cols)):
+            if span is not None and array.shape[axis] > 1:
+                array = ops.part(array, axis, *span)
+        return array
+    (row, height), (col, width) = rows or (0, grid.query_len), cols or (0, grid.key_len)
+    down, across = (
+        ops.reshape(ops.positions(row, height, like), (-1, 1)),
+        ops.reshape(ops.positions(col, width, like), (1, -1)),
+    )
+    return mask.visible(ops, grid, down, across)
 
 
-def _shape(problem: Problem, mask: Mask) -> tuple[Any, ...]:
-    """The shape that `_seen` gives."""
+def shape_of(problem: Problem, mask: Mask) -> tuple[Any, ...]:
+    """The shape that `seen` gives."""
     ops, grid, like = problem.ops, problem.grid, problem.value
     if isinstance(mask, (And, Or)):
-        return broadcast(_shape(problem, mask.first), _shape(problem, mask.second))
+        return broadcast(shape_of(problem, mask.first), shape_of(problem, mask.second))
     if isinstance(mask, Not):
-        return _shape(problem, mask.mask)
+        return shape_of(problem, mask.mask)
     if isinstance(mask, Dense):
         return tuple(ops.shape(grid.place(ops, ops.asarray(mask.array, like))))
     if is_unknown(grid.query_len) or is_unknown(grid.key_len):

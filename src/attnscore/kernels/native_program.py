@@ -1,7 +1,7 @@
 """The native kernel as a part of a program that is being traced: a custom call, which the compiled program makes alone.
 
 - Intervals whose numbers are traced are computed in the program, as arrays: the call then skips tiles by them, as it
-  does by those that the host knows.
+  does by those that the host knows. Other masks are evaluated in the program (``native_loops``).
 - Nothing is copied for it: a layout (batch, length, head, dim) is handed over as it lies.
 """
 
@@ -12,8 +12,12 @@ from typing import Any
 from attnscore.engine import Result, RowGradients, operands
 from attnscore.frameworks.contract import Array, SeedWords
 from attnscore.kernels import native_inputs as inputs
+from attnscore.kernels import native_loops as loops
+from attnscore.kernels import native_masks as masks
+from attnscore.kernels.native_loops import Loop, Sight
 from attnscore.kernels.native_results import GRADIENTS, STATISTICS, as_operand, gradient_shapes
 from attnscore.kernels.native_traced import traced_visibility
+from attnscore.masking import Mask
 from attnscore.problem import Problem
 
 # The places of operands and results are bits of the attributes `given`, `turned` and `wanted` (csrc/ffi.cc).
@@ -26,17 +30,45 @@ _SCORE = ("form", "activation", "negative_slope", "scale", "caps")
 
 
 def forward(problem: Problem) -> Result:
-    """The forward as a custom call."""
+    """The forward as a custom call, or one for each strip of rows."""
+    sight, parts = _sight(problem)
+    return loops.forward(Loop.of(problem, sight, parts), _forward) if parts else _forward(problem, sight)
+
+
+def _forward(problem: Problem, sight: Sight) -> Result:
     sums, rows = problem.accumulator, (*problem.grid.rows, 1)
     wanted = [name for name in STATISTICS if name in problem.statistics]
     shapes = {"out": ((*rows[:-1], problem.layout.value_dim), problem.dtype)}
     shapes |= dict.fromkeys(("top", "log_total", *wanted), (rows, sums))
-    found = _call("forward", problem, {}, shapes, _FORWARD)
+    found = _call("forward", problem, sight, shapes, _FORWARD)
     return Result(found.pop("out"), found.pop("top"), found.pop("log_total"), found)
 
 
 def backward(problem: Problem, result: Result, grads: RowGradients, wanted: frozenset[str]) -> dict[str, Array]:
-    """The backward as a custom call."""
+    """The backward as a custom call, or one for each strip of rows."""
+    sight, parts = _sight(problem)
+    if not parts:
+        return _backward(problem, sight, result, grads, wanted)
+
+    def strip(problem: Problem, sight: Sight, result: Result, grads: RowGradients) -> dict[str, Array]:
+        return _backward(problem, sight, result, grads, wanted)
+
+    return loops.backward(Loop.of(problem, sight, parts), result, grads, wanted, strip)
+
+
+def _sight(problem: Problem) -> tuple[Sight, list[Mask]]:
+    """The mask by the module's names, and what of it has to be evaluated."""
+    ends, rest = traced_visibility(problem)
+    told, parts = masks.divided_in_program(problem, rest)
+    sight = masks.arrays(problem, told, beside=bool(parts)) if told else {}
+    if ends is not None:
+        sight["start"], sight["stop"] = ends
+    return sight, parts
+
+
+def _backward(
+    problem: Problem, sight: Sight, result: Result, grads: RowGradients, wanted: frozenset[str]
+) -> dict[str, Array]:
     ops, sums, value_dim = problem.ops, problem.accumulator, problem.layout.value_dim
     known = {"top": result.top, "log_total": result.log_total, "grad_log_sum_exp": grads.log_sum_exp}
     if grads.entropy is not None:
@@ -48,7 +80,7 @@ def backward(problem: Problem, result: Result, grads: RowGradients, wanted: froz
         grad = ops.zeros(nothing, result.out, sums)
     known |= {"out": result.out, "grad_out": grad if ops.dtype(grad) in inputs.DTYPES else ops.astype(grad, sums)}
     shapes = {name: (shape, sums) for name, shape in gradient_shapes(problem, wanted).items()}
-    found, arrays = _call("backward", problem, known, shapes, GRADIENTS), operands(problem)
+    found, arrays = _call("backward", problem, sight | known, shapes, GRADIENTS), operands(problem)
     return {name: as_operand(problem, x, name, arrays[name]) for name, x in found.items() if name in wanted}
 
 
@@ -60,12 +92,8 @@ def _call(
     places: tuple[str, ...],
 ) -> dict[str, Array]:
     ops, dropout = problem.ops, problem.dropout
-    ends, rest = traced_visibility(problem)
     seed = None if dropout is None or not isinstance(dropout.seed, SeedWords) else dropout.seed
-    (*score, _, _, _, probability, number), arrays = inputs.told(problem, rest)
-    arrays |= known
-    if ends is not None:
-        arrays["start"], arrays["stop"] = ends
+    (*score, _, _, _, probability, number), arrays = inputs.told(problem, known)
     if seed is not None:
         arrays["seed"] = ops.concat([ops.reshape(word, (1,)) for word in seed], 0)
     names = [name for name in _OPERANDS if name in arrays]

@@ -98,13 +98,25 @@ def scores_shape(queries: Sequence[Any], keys: Sequence[Any]) -> tuple[Any, Any,
     return keys[0] if queries[0] == 1 else queries[0], queries[1], keys[1]
 
 
-def as_attention_mask(mask: Any) -> Mask | None:
-    """A caller's `attention_mask` as a mask object: two axes of an array are (query, key), as everywhere in Keras."""
+def as_attention_mask(mask: Any, shape: Sequence[Any]) -> Mask | None:
+    """A caller's `attention_mask` as a mask object: two axes of an array are (query, key), as everywhere in Keras.
+
+    `shape` is (batch, query, key). What heads see each, in four axes, is checked where heads are known.
+    """
     if mask is None or isinstance(mask, Mask):
         return mask
     if not (frameworks.is_array(mask) or isinstance(mask, (list, tuple))):
         hint = "for example attnscore.Causal()"
         raise MaskError(message("attention_mask", "a mask object or a boolean array", shown(mask), hint=hint))
+    if "float" in _dtype_of(mask):
+        hint = "attention_mask > 0 where numbers above 0 mean that; attnscore.attend(bias=) adds numbers to scores"
+        raise MaskError(message("attention_mask", "booleans or whole numbers", _dtype_of(mask), hint=hint))
+    found = shape_of(mask)
+    if len(found) in (2, 3) and any(
+        have != 1 and not may_equal(have, want) for have, want in zip(found[::-1], shape[::-1], strict=False)
+    ):
+        wanted = f"a shape that broadcasts to (batch, query, key) = {tuple(shape)}"
+        raise MaskError(message("attention_mask", wanted, found, hint="keys_mask= takes (batch, key)"))
     return Dense(_boolean(mask))
 
 

@@ -116,7 +116,7 @@ class Attention(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
         padding = {"queries_mask": queries_mask, "keys_mask": keys_mask, "values_mask": values_mask}
         for name, x in padding.items():
             check_padding(name, x, (batch, lengths[name != "queries_mask"]))
-        mask = combined(as_attention_mask(attention_mask), **padding, causal=use_causal_mask)
+        mask = combined(as_attention_mask(attention_mask, shape), **padding, causal=use_causal_mask)
         query, key, value, score = self._scored(queries, keys, values)
         arguments = {"score": score, "mask": self._over_heads(mask, shape), "valid_lens": valid_lens, "head_axis": -2}
         dropping = bool(training) and self.seed_generator is not None

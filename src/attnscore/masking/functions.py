@@ -4,7 +4,7 @@
 - Where the keys of every row are a few intervals (windows, chunks, packed documents, blocks of an image, sinks), that
   is found by asking for all pairs once, a strip of rows at a time, on the host: tiles are then skipped, and the
   function is not asked again for these lengths.
-- A function that tells heads apart is asked by block, and has no intervals.
+- A function that tells heads apart has no intervals: it is asked by strips of rows, or by block.
 """
 
 from __future__ import annotations

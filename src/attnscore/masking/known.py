@@ -156,3 +156,9 @@ def _value(x: Any) -> Hashable:
     if values is None or values.dtype.kind not in "biuf" or values.size > MOST_NUMBERS:
         return None
     return type(x), values.dtype.str, values.shape, values.tobytes()
+
+
+def numbers_of(mask: Any, valid_lens: Any) -> Hashable:
+    """The two arguments of a call by all their numbers; None where they are many, unseen, or of no mask of ours."""
+    parts = tuple(None if x is None else by(x) for x, by in ((mask, _numbers), (valid_lens, _value)))
+    return None if (parts[0] is None) != (mask is None) or (parts[1] is None) != (valid_lens is None) else parts

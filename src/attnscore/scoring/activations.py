@@ -35,11 +35,16 @@ def _silu_slope(ops: Framework, x: Array, y: Array) -> Array:
     return gate * (1 + x * (1 - gate))
 
 
+def _step(ops: Framework, x: Array, below: float) -> Array:
+    """1 above 0 and `below` elsewhere, at infinity too; NaN stays NaN."""
+    return ops.where(x > 0, 1.0, ops.where(x <= 0, below, x))
+
+
 def _leaky_relu(negative_slope: float) -> Activation:
     return Activation(
         "leaky_relu",
         lambda ops, x: ops.where(x > 0, x, x * negative_slope),
-        lambda ops, x, y: ops.where(x > 0, 1.0 + 0 * x, negative_slope + 0 * x),
+        lambda ops, x, y: _step(ops, x, negative_slope),
         negative_slope,
     )
 
@@ -49,7 +54,7 @@ _TABLE = {
     for activation in (
         Activation("tanh", lambda ops, x: ops.tanh(x), lambda ops, x, y: 1 - y * y),
         Activation("sigmoid", lambda ops, x: ops.sigmoid(x), lambda ops, x, y: y * (1 - y)),
-        Activation("relu", lambda ops, x: ops.where(x > 0, x, 0 * x), lambda ops, x, y: ops.where(x > 0, 1.0, 0 * x)),
+        Activation("relu", lambda ops, x: ops.where(x <= 0, 0.0, x), lambda ops, x, y: _step(ops, x, 0.0)),
         Activation("silu", lambda ops, x: x * ops.sigmoid(x), _silu_slope),
         Activation("gelu", _gelu, _gelu_slope),
     )

@@ -61,9 +61,7 @@ class Additive(Score):
     negative_slope: float = 0.01
 
     def tile(self, ops: Framework, query: Array, key: Array) -> Array:
-        a, b = self._project(ops, "W_q", query, query, key), self._project(ops, "W_k", key, query, key)
-        if self.bias is not None:
-            a = self._biased(ops, a, query, key)
+        a, b = self._sides(ops, query, key)
         hidden = activation(self.activation, self.negative_slope).value(
             ops, ops.expand_dims(a, -2) + ops.expand_dims(b, -3)
         )
@@ -73,19 +71,7 @@ class Additive(Score):
 
     def lower(self, ops: Framework, query: Array, key: Array) -> Form:
         w_v = per_head(ops, "w_v", self.w_v, query, key, 1)
-
-        def project_query(x: Array) -> Array:
-            projected = self._project(ops, "W_q", x, query, key)
-            return projected if self.bias is None else self._biased(ops, projected, query, key)
-
-        if self.W_q is not None or self.bias is not None:
-            query_side = quarantined(ops, query, project_query)
-        else:
-            query_side = query
-        key_side = key
-        if self.W_k is not None:
-            key_side = quarantined(ops, key, lambda x: self._project(ops, "W_k", x, query, key))
-        a, b, w = widen(ops, query_side, key_side, w_v)
+        a, b, w = widen(ops, *self._sides(ops, query, key), w_v)
         return AdditiveForm(a, b, w, activation(self.activation, self.negative_slope))
 
     def lower_pullback(self, ops: Framework, query: Array, key: Array) -> tuple[Form, Pullback]:
@@ -150,6 +136,20 @@ class Additive(Score):
         )
         # add, activation, multiply-add
         return project + 4 * query_len * key_len * hidden
+
+    def _sides(self, ops: Framework, query: Array, key: Array) -> tuple[Array, Array]:
+        """Query and key projected, the bias with the query; a row that is not finite reaches no parameter."""
+
+        def project_query(x: Array) -> Array:
+            projected = self._project(ops, "W_q", x, query, key)
+            return projected if self.bias is None else self._biased(ops, projected, query, key)
+
+        a, b = query, key
+        if self.W_q is not None or self.bias is not None:
+            a = quarantined(ops, query, project_query, keeps_infinity=True)
+        if self.W_k is not None:
+            b = quarantined(ops, key, lambda x: self._project(ops, "W_k", x, query, key), keeps_infinity=True)
+        return a, b
 
     def _project(self, ops: Framework, name: str, x: Array, query: Array, key: Array) -> Array:
         weight = getattr(self, name)

@@ -82,7 +82,8 @@ def describe(score: Any) -> str:
     parts = []
     for field in dataclasses.fields(score):
         value = getattr(score, field.name)
-        if value is not field.default:
+        # By value: what comes out of a pickle equals its default and is another object.
+        if frameworks.is_array(value) or value != field.default:
             shown = f"<{tuple(value.shape)} {value.dtype}>" if frameworks.is_array(value) else repr(value)
             parts.append(f"{field.name}={shown}")
     return f"{type(score).__name__}({', '.join(parts)})"
@@ -108,6 +109,8 @@ def require_positive(name: str, x: Any) -> None:
         check_positive(name, x, expected)
         return
     values = frameworks.host(x)
+    if values is not None and values.dtype.name == "bfloat16":
+        values = values.astype(np.float32)  # ml_dtypes registers it with kind "V"
     if values is not None and (values.dtype.kind not in "iuf" or not ((values > 0) & np.isfinite(values)).all()):
         raise ArgumentError(message(name, expected, f"{values.reshape(-1)[:8].tolist()}"))
 
@@ -202,20 +205,27 @@ def per_head(ops: Framework, name: str, x: Array, query: Array, key: Array, own_
     return ops.reshape(x, (*splits[lead], *own))
 
 
-def quarantined(ops: Framework, x: Array, function: Callable[[Array], Array]) -> Array:
+def quarantined(ops: Framework, x: Array, function: Callable[[Array], Array], *, keeps_infinity: bool = False) -> Array:
     """``function(x)`` with rows that hold a NaN or infinity set apart: NaN in the result, nothing in any gradient.
 
-    A hidden key may hold anything; 0 * NaN in the gradient of a projection would carry it into the weights.
+    A hidden key may hold anything; 0 * NaN in the gradient of a projection would carry it into the weights. With
+    `keeps_infinity` such rows have the value that they have, where a form makes numbers of infinity.
     """
     if ops.surely_finite(x):
         return function(x)
     finite = finite_rows(ops, x)
-    return ops.where(finite, function(ops.where(finite, x, 0.0)), float("nan"))
+    apart = ops.stop_gradient(function(x)) if keeps_infinity else float("nan")
+    return ops.where(finite, function(ops.where(finite, x, 0.0)), apart)
 
 
 def finite_rows(ops: Framework, x: Array) -> Array:
     """(..., length, 1): whether every entry of a row is finite."""
     return ~ops.any(~ops.isfinite(x), axis=-1, keepdims=True)
+
+
+def bad_rows(ops: Framework, x: Array, keeps_infinity: bool) -> Array:
+    """(..., length, 1): whether a row holds a NaN, or an infinity where that is no number either."""
+    return ops.any(ops.isnan(x), axis=-1, keepdims=True) if keeps_infinity else ~finite_rows(ops, x)
 
 
 def without_bad_rows(ops: Framework, x: Array) -> Array:

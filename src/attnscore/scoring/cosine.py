@@ -22,7 +22,8 @@ class Cosine(Score):
 
     References
     ----------
-    Graves, Wayne, Danihelka (2014), Neural Turing Machines; Henry et al. (2020), Query-Key Normalization.
+    Graves, Wayne, Danihelka (2014), Neural Turing Machines; Henry et al. (2020), Query-Key
+    Normalization for Transformers.
 
     Examples
     --------

@@ -37,6 +37,9 @@ class Form(ABC):
 
     caps: tuple[tuple[float, float], ...] = field(default=(), kw_only=True)
     roles: ClassVar[Mapping[str, Role]] = {}
+    keeps_infinity: ClassVar[bool] = False
+    """Whether the scores of a row with an infinity are what the definition makes of it: NaN, as for one with a NaN, if
+    not. Then a gradient of 0 reaches nothing through `raw`'s pull-back, whatever stands there."""
 
     @abstractmethod
     def raw(self, ops: Framework) -> tuple[Array, FormPullback]:
@@ -151,6 +154,7 @@ class AdditiveForm(Form):
     w_v: Array
     activation: Activation
     roles: ClassVar[Mapping[str, Role]] = {"query": "query", "key": "key", "w_v": "shared"}
+    keeps_infinity = True
 
     def values_per_pair(self) -> int:
         return max(1, int(self.query.shape[-1]))

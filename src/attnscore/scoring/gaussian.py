@@ -82,7 +82,7 @@ class Gaussian(Score):
                 )
                 return ScoreGradients(query_grad, key_grad, {})
             arrays = {}
-            if hasattr(self.bandwidth, "shape"):
+            if frameworks.is_array(self.bandwidth):
                 # 1 / (2 bandwidth^2)
                 placed = self._placed(ops, query, key)
                 arrays["bandwidth"] = ops.reshape(
