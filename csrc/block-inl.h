@@ -23,6 +23,7 @@ struct Block {
     Span *gaps = nullptr, *nicks = nullptr;
     bool hidden = false;     // whether some pair may be hidden
     bool irregular = false;  // whether only looking at a pair tells
+    bool plain = true;       // whether scores are products or distances and nothing else
     uint32_t* stream;        // of dropout, where there is any
     // Additive: rows that held NaN or infinity. Zeros stand in their place, so that the rest of a tile is computed as
     // it would be beside any other row; their own pairs are computed one by one.
@@ -47,6 +48,7 @@ struct Block {
             hidden = hidden || hides(*head[i]);
             holes = std::max(holes, head[i]->holes);
             irregular = irregular || is_irregular(*head[i]);
+            plain = plain && !head[i]->query_bias.data && !head[i]->key_bias.data && problem.caps.empty();
             if (problem.dropout > 0) stream[i] = Dropout::stream(problem, *head[i], row[i]);
         }
         if (problem.form == Form::additive && !is_finite(View<T>{query, width}, count, width)) {

@@ -20,13 +20,6 @@ void for_each_task(int64_t count, int threads, const F& f) {
     if (context.error) std::rethrow_exception(context.error);
 }
 
-template <class T>
-void drop(T* weights, uint64_t kept, T factor) {
-    constexpr int L = Vector<T>::lanes;
-    for (int j = 0; j < kVectors<T>; j++)
-        store(weights + j * L, choose_bits<T>(kept, j, load(weights + j * L) * factor, V<T>{}));
-}
-
 // Below this a tile of keys is not worth turning: its dot products are taken row by row.
 constexpr int64_t kFewRows = 4;
 
@@ -39,15 +32,35 @@ void forward_block(Arena& arena, const Problem& problem, const Block<T>& block, 
     Dropout dropout(problem);
     typename Additive<T>::Query prepared;
     if (problem.form == Form::additive) scores.additive().prepare(prepared, block.query, block.width, block.count);
-    T* s = arena.take<T>(kStrip * kKeys);
+    // Scores, then weights, of two strips. Those of one are pooled after the scores of the next and before its weights:
+    // neighbouring steps do not wait for one another, and the processor, which looks hundreds of instructions ahead,
+    // begins the one before the other ends.
+    struct Strip {
+        T* s;
+        int64_t first = 0, size = 0;
+        uint64_t bits[kStrip];
+    } strips[2] = {{arena.take<T>(kStrip * kKeys), 0, 0, {}}, {arena.take<T>(kStrip * kKeys), 0, 0, {}}};
     std::optional<Pairs> pairs;
     if constexpr (kPairs && sizeof(T) == 4)
         if (Pairs::serves(problem) && block.count > kFewRows) pairs.emplace(arena, problem, block);
     const bool few = problem.form == Form::inner && block.count <= kFewRows;
+    const T factor = static_cast<T>(dropout.factor);
+    uint64_t kept[kStrip];
+    const auto pool = [&](const Strip& strip, int64_t here) {
+        T* out = running.out + strip.first * running.width;
+        if (pairs && !values.narrow()) {
+            if constexpr (sizeof(T) == 4) pairs->pool(out, strip.s, strip.size, here);
+        } else {
+            const View<T> next{tile.rows.row(here), tile.rows.stride};
+            values.pool(out, strip.s, strip.size, few ? &next : nullptr);
+        }
+        if (values.bad) values.let_escape(out, strip.s, strip.bits, strip.size);
+    };
     for (int64_t key = keys.first; key < keys.last; key += kKeys) {
         const int64_t here = std::min<int64_t>(kKeys, keys.last - key);
         if (block.skips(key, here)) continue;
-        bool filled = false;
+        bool filled = false, waiting = false;
+        int at = 0;
         for (int64_t strip = 0; strip < block.strips(); strip++) {
             if (block.misses(strip, key, here)) continue;
             if (!filled) {
@@ -58,24 +71,18 @@ void forward_block(Arena& arena, const Problem& problem, const Block<T>& block, 
                 if (dropout.on) dropout.at(key);
                 filled = true;
             }
-            const int64_t first = strip * kStrip, size = block.strip_size(strip);
-            uint64_t bits[kStrip];
-            scores(s, bits, block, prepared, strip, tile, few ? &values.rows : nullptr, pairs ? &*pairs : nullptr,
-                   false);
-            for (int64_t i = 0; i < size; i++) {
-                running.absorb(first + i, s + i * kKeys, bits[i], here);
-                if (dropout.on)
-                    drop(s + i * kKeys, dropout.kept(block.stream[first + i]), static_cast<T>(dropout.factor));
-            }
-            T* out = running.out + first * running.width;
-            if (pairs && !values.narrow()) {
-                if constexpr (sizeof(T) == 4) pairs->pool(out, s, size, here);
-            } else {
-                const View<T> next{tile.rows.row(here), tile.rows.stride};
-                values.pool(out, s, size, few ? &next : nullptr);
-            }
-            if (values.bad) values.let_escape(out, s, bits, size);
+            Strip& own = strips[at];
+            own.first = strip * kStrip, own.size = block.strip_size(strip);
+            scores(own.s, own.bits, block, prepared, strip, tile, few ? &values.rows : nullptr,
+                   pairs ? &*pairs : nullptr, false);
+            running.lift(own.first, own.size, own.s, here);
+            if (waiting) pool(strips[1 - at], here);
+            if (dropout.on)
+                for (int64_t i = 0; i < own.size; i++) kept[i] = dropout.kept(block.stream[own.first + i]);
+            running.weigh(own.first, own.size, own.s, own.bits, here, dropout.on ? kept : nullptr, factor);
+            waiting = true, at = 1 - at;
         }
+        if (waiting) pool(strips[1 - at], here);
     }
     values.finish(running.out, block.count);
 }
@@ -92,7 +99,7 @@ void write_row(const Problem& problem, const Head& head, int64_t row, const RowS
         numbers[5] = state.base + state.mean;
         numbers[6] = state.deviation;
     }
-    const T scale = state.total == 0 ? T(1) : T(1) / state.total;
+    const T scale = state.total == 0 ? T(1) : state.unit / state.total;
     for (int64_t j = 0; j < problem.value_dim; j++) out[j] *= scale;
     const int64_t at = row * problem.value_dim;
     if (problem.value_dtype == own_dtype<T>())
@@ -167,12 +174,12 @@ void join_parts(const Problem& problem, const ForwardTasks::Unit& unit, Part<T>*
                     to = anchor(maximum);
             const T f = rescaling(whole.max, to), g = rescaling(part.max, to);
             const T* more = parts[r].out.memory.get() + i * width;
-            for (int64_t j = 0; j < width; j++) out[j] = f * out[j] + g * more[j];
+            for (int64_t j = 0; j < width; j++) out[j] = f * whole.unit * out[j] + g * part.unit * more[j];
             whole.tilt = f * (whole.tilt + (anchor(whole.max) - to) * whole.total) +
                          g * (part.tilt + (anchor(part.max) - to) * part.total);
             whole.squares = f * f * whole.squares + g * g * part.squares;
             whole.total = f * whole.total + g * part.total;
-            whole.max = maximum;
+            whole.max = maximum, whole.unit = 1;
             whole.join_moments(part.count, part.base, part.mean, part.deviation);
         }
         const Head& head = problem.heads[(*unit.heads)[(unit.first + i) / problem.query_len]];

@@ -32,9 +32,11 @@ inline void block_of(T* c, int64_t ldc, const T* a, int64_t row, int64_t col, co
     constexpr int L = Vector<T>::lanes;
     V<T> sum[R][N];
 #pragma GCC unroll 8
-    for (int i = 0; i < R; i++)
+    for (int i = 0; i < R; i++) {
+        const T* from = opaque(c + i * ldc);
 #pragma GCC unroll 8
-        for (int j = 0; j < N; j++) sum[i][j] = add && kGoesOn<kind> ? load(c + i * ldc + j * L) : V<T>{};
+        for (int j = 0; j < N; j++) sum[i][j] = add && kGoesOn<kind> ? load(from + j * L) : V<T>{};
+    }
 #pragma GCC unroll 2
     for (int64_t p = 0; p < k; p++) {
         V<T> line[N];
@@ -48,12 +50,14 @@ inline void block_of(T* c, int64_t ldc, const T* a, int64_t row, int64_t col, co
         }
     }
 #pragma GCC unroll 8
-    for (int i = 0; i < R; i++)
+    for (int i = 0; i < R; i++) {
+        T* to = opaque(c + i * ldc);
 #pragma GCC unroll 8
         for (int j = 0; j < N; j++) {
-            if (add && !kGoesOn<kind>) sum[i][j] += load(c + i * ldc + j * L);
-            store(c + i * ldc + j * L, sum[i][j]);
+            if (add && !kGoesOn<kind>) sum[i][j] += load(to + j * L);
+            store(to + j * L, sum[i][j]);
         }
+    }
 }
 
 template <class T, int N, Pair kind>
@@ -98,6 +102,8 @@ void product(T* c, int64_t ldc, const T* a, int64_t row, int64_t col, const T* b
         int64_t j = 0;
         for (; j + kPanel * L <= n; j += kPanel * L)
             panel<T, kPanel, kind>(c + j, ldc, a, row, col, b + j, ldb, m, terms, add);
+        if constexpr (kPanel > 2)
+            for (; j + 2 * L <= n; j += 2 * L) panel<T, 2, kind>(c + j, ldc, a, row, col, b + j, ldb, m, terms, add);
         for (; j < n; j += L) panel<T, 1, kind>(c + j, ldc, a, row, col, b + j, ldb, m, terms, add);
         p += terms, a += terms * col, b += terms * ldb, add = true;
     } while (p < k);

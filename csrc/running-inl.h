@@ -6,6 +6,7 @@ template <class T>
 struct RowState {
     T max = -std::numeric_limits<T>::infinity();
     T total = 0, tilt = 0, squares = 0;
+    T unit = 1;  // what `out` is to be multiplied by to be at the level of the maximum
     // Moments of the scores; the mean less the base: at the level of the scores the gap between two means would lose
     // its digits.
     T count = 0, base = 0, mean = 0, deviation = 0;
@@ -34,85 +35,63 @@ inline T rescaling(T old_max, T to) {
 }
 
 // Running sums of rows, by lanes: they are added up once, at the end.
+//
+// The weight of a score s is exp(s - level), as 2^((s - level) log2 e). The level is the row's maximum when it was last
+// raised, and is raised only where a weight would exceed 2^kRoom: a maximum that creeps up tile by tile moves nothing.
 template <class T>
 struct Running {
     static constexpr int L = Vector<T>::lanes;
-    T *max, *total, *out;
+    static constexpr T kLog2E = static_cast<T>(1.44269504088896340736), kRoom = 8;
+    // Of a row that has seen nothing yet: hidden scores, which are -inf, stay below it.
+    static constexpr T kNothing = std::numeric_limits<T>::lowest();
+    T *level, *top, *total, *out;
     T *tilt = nullptr, *squares = nullptr, *mean = nullptr, *deviation = nullptr, *base = nullptr, *full = nullptr;
     RowState<T>* partial = nullptr;  // moments of tiles that are not full
     int64_t width;
 
     Running(Arena& arena, const Problem& problem, int64_t count) : width(row_width<T>(problem)) {
-        max = arena.take<T>(count);
-        total = zeros(arena, count * L);
-        out = zeros(arena, count * width);
-        std::fill(max, max + count, -std::numeric_limits<T>::infinity());
+        level = filled(arena, count, kNothing);
+        top = filled(arena, count * L, -std::numeric_limits<T>::infinity());
+        total = filled(arena, count * L, T(0));
+        out = filled(arena, count * width, T(0));
         if (!problem.full_statistics) return;
-        for (T** x : {&tilt, &squares, &mean, &deviation}) *x = zeros(arena, count * L);
-        base = zeros(arena, count);
-        full = zeros(arena, count);
+        for (T** x : {&tilt, &squares, &mean, &deviation}) *x = filled(arena, count * L, T(0));
+        base = filled(arena, count, T(0));
+        full = filled(arena, count, T(0));
         partial = arena.take<RowState<T>>(count);
         std::fill(partial, partial + count, RowState<T>{});
     }
 
-    // One row of a tile of `here` keys: scores become exp(s - max), and the sums move with the maximum.
-    void absorb(int64_t i, T* s, uint64_t bits, int64_t here) {
-        constexpr int W = kVectors<T>;
-        // Short rows are common (a sequence of a few words), and a whole row of exponentials is what they cost.
-        if (here <= L)
-            absorb_vectors<1>(i, s, bits);
-        else if (here <= kKeys / 2)
-            absorb_vectors<W / 2>(i, s, bits);
-        else
-            absorb_vectors<W>(i, s, bits);
+    // Maxima of a strip, from the scores of `here` keys; the sums move with the levels.
+    void lift(int64_t first, int64_t size, const T* s, int64_t here) {
+        with_vectors(here, [&](auto vectors) { lift_vectors<vectors>(first, size, s); });
     }
 
-    template <int W>
-    void absorb_vectors(int64_t i, T* s, uint64_t bits) {
-        V<T> x[W], top;
-#pragma GCC unroll 8
-        for (int j = 0; j < W; j++) x[j] = load(s + j * L);
-        top = x[0];
-#pragma GCC unroll 8
-        for (int j = 1; j < W; j++) top = quick_max<T>(top, x[j]);
-        // A NaN may hide in any vector, so a maximum that loses it is not enough; sums keep it.
-        if (exceeds<T>(top, max[i])) raise(i, top, x, W);
-        const T to = anchor(max[i]);
-        V<T> sum = load(total + i * L);
-        if (!tilt) {
-#pragma GCC unroll 8
-            for (int j = 0; j < W; j++) {
-                const V<T> e = exp_of<T>(x[j] - to);
-                store(s + j * L, e);
-                sum += e;
-            }
-            store(total + i * L, sum);
-            return;
-        }
-        V<T> tilts = load(tilt + i * L), square = load(squares + i * L);
-#pragma GCC unroll 8
-        for (int j = 0; j < W; j++) {
-            const V<T> away = x[j] - to, e = exp_of<T>(away);
-            store(s + j * L, e);
-            sum += e;
-            // Where s = -inf the product is 0: below `lowest` e is, and NaN shows in the sum.
-            tilts += e * quick_max<T>(away, splat<T>(Exp<T>::lowest));
-            square += e * e;
-        }
-        store(total + i * L, sum);
-        store(tilt + i * L, tilts);
-        store(squares + i * L, square);
-        moments<W>(i, x, bits, to);
+    // Scores become weights. What dropout takes away counts in the sums; `kept` (null: all) are the bits of what it
+    // leaves, times `factor`.
+    void weigh(int64_t first, int64_t size, T* s, const uint64_t* bits, int64_t here, const uint64_t* kept, T factor) {
+        // Short rows are common (a sequence of a few words), and a whole row of exponentials is what they cost.
+        with_vectors(here, [&](auto vectors) {
+            if (!tilt && !kept) return weigh_vectors<vectors, false, false>(first, size, s, bits, kept, factor);
+            if (!tilt) return weigh_vectors<vectors, false, true>(first, size, s, bits, kept, factor);
+            if (!kept) return weigh_vectors<vectors, true, false>(first, size, s, bits, kept, factor);
+            weigh_vectors<vectors, true, true>(first, size, s, bits, kept, factor);
+        });
     }
 
     RowState<T> state(int64_t i) const {
         RowState<T> found;
-        found.max = max[i];
-        found.total = sum_of<T>(load(total + i * L));
-        if (found.total != found.total && !std::isinf(found.max)) found.max = found.total;  // a visible NaN
+        found.max = quick_largest_of<T>(load(top + i * L));
+        const T sum = sum_of<T>(load(total + i * L));
+        constexpr T infinity = std::numeric_limits<T>::infinity();
+        if (sum != sum && found.max != infinity) found.max = sum;  // a visible NaN
+        // From the level to the maximum.
+        const T rise = found.max == -infinity ? T(0) : found.max - level[i];
+        found.unit = exp_of_one<T>(-rise);
+        found.total = sum * found.unit;
         if (!tilt) return found;
-        found.tilt = sum_of<T>(load(tilt + i * L));
-        found.squares = sum_of<T>(load(squares + i * L));
+        found.tilt = (sum_of<T>(load(tilt + i * L)) - rise * sum) * found.unit;
+        found.squares = sum_of<T>(load(squares + i * L)) * (found.unit * found.unit);
         if (full[i] > 0) {
             // Lanes have seen the same number of scores: their mean is that of their means.
             const T each = full[i] * kVectors<T>;
@@ -128,46 +107,100 @@ struct Running {
     }
 
    private:
-    static T* zeros(Arena& arena, int64_t count) {
+    static T* filled(Arena& arena, int64_t count, T with) {
         T* x = arena.take<T>(count);
-        std::fill(x, x + count, T(0));
+        std::fill_n(x, count, with);
         return x;
     }
 
-    // Rare: a new maximum (or a NaN), and everything summed so far at its level.
-    __attribute__((noinline)) void raise(int64_t i, V<T> top, const V<T>* x, int count) {
-        bool broken = false;
-        for (int j = 0; j < count; j++) broken |= exceeds<T>(x[j], std::numeric_limits<T>::infinity());
-        const T above = broken ? std::numeric_limits<T>::quiet_NaN() : quick_largest_of<T>(top);
-        const T maximum = (above > max[i] || broken) ? above : max[i];
-        if (max[i] == -std::numeric_limits<T>::infinity()) {  // all sums are 0
-            max[i] = maximum;
-            return;
-        }
-        const T from = anchor(max[i]), to = anchor(maximum), factor = rescaling(max[i], to);
-        if (tilt) {
-            store(tilt + i * L, (load(tilt + i * L) + (from - to) * load(total + i * L)) * factor);
-            store(squares + i * L, load(squares + i * L) * (factor * factor));
-        }
-        store(total + i * L, load(total + i * L) * factor);
-        for (int64_t j = 0; j < width; j += L) store(out + i * width + j, load(out + i * width + j) * factor);
-        max[i] = maximum;
+    template <class F>
+    static void with_vectors(int64_t here, const F& f) {
+        constexpr int W = kVectors<T>;
+        if (here <= L)
+            f(std::integral_constant<int, 1>{});
+        else if (here <= kKeys / 2)
+            f(std::integral_constant<int, W / 2>{});
+        else
+            f(std::integral_constant<int, W>{});
     }
 
     template <int W>
-    void moments(int64_t i, const V<T>* x, uint64_t bits, T to) {
+    void lift_vectors(int64_t first, int64_t size, const T* s) {
+        V<T> above = splat(-std::numeric_limits<T>::infinity());
+        for (int64_t i = first; i < first + size; i++, s += kKeys) {
+            V<T> most = load(s);
+#pragma GCC unroll 16
+            for (int j = 1; j < W; j++) most = quick_max<T>(most, load(s + j * L));
+            store(top + i * L, quick_max<T>(most, load(top + i * L)));
+            above = quick_max<T>(most - level[i], above);
+        }
+        if (exceeds<T>(above, kRoom / kLog2E)) raise(first, size, s - size * kKeys, W * L);
+    }
+
+    template <int W, bool statistics, bool drops>
+    void weigh_vectors(int64_t first, int64_t size, T* s, const uint64_t* bits, const uint64_t* kept, T factor) {
+        for (int64_t i = first; i < first + size; i++, s += kKeys) {
+            const V<T> own = splat(level[i]);
+            V<T> sum = load(total + i * L), tilts{}, square{};
+            if constexpr (statistics) {
+                moments<W>(i, s, bits[i - first]);
+                tilts = load(tilt + i * L), square = load(squares + i * L);
+            }
+#pragma GCC unroll 16
+            for (int j = 0; j < W; j++) {
+                const V<T> away = load(s + j * L) - own, e = power_of<T>(away * kLog2E);
+                sum += e;
+                if constexpr (statistics) {
+                    // Where s = -inf the product is 0: below `lowest` e is, and NaN shows in the sum.
+                    tilts += e * quick_max<T>(away, splat<T>(Exp<T>::lowest));
+                    square += e * e;
+                }
+                if constexpr (drops)
+                    store(s + j * L, choose_bits<T>(kept[i - first], j, e * factor, V<T>{}));
+                else
+                    store(s + j * L, e);
+            }
+            store(total + i * L, sum);
+            if constexpr (statistics) {
+                store(tilt + i * L, tilts);
+                store(squares + i * L, square);
+            }
+        }
+    }
+
+    // Rare: rows with scores too far above their level, and everything summed so far at that of the maximum.
+    __attribute__((noinline)) void raise(int64_t first, int64_t size, const T* s, int64_t here) {
+        for (int64_t i = first; i < first + size; i++, s += kKeys) {
+            V<T> most = load(s);
+            for (int64_t j = L; j < here; j += L) most = quick_max<T>(most, load(s + j));
+            const T maximum = quick_largest_of<T>(most), from = level[i];
+            if (!(maximum - from > kRoom / kLog2E)) continue;
+            level[i] = maximum;
+            if (from == kNothing) continue;  // all sums are 0
+            const T factor = exp_of_one<T>(from - maximum);
+            if (tilt) {
+                store(tilt + i * L, (load(tilt + i * L) + (from - maximum) * load(total + i * L)) * factor);
+                store(squares + i * L, load(squares + i * L) * (factor * factor));
+            }
+            store(total + i * L, load(total + i * L) * factor);
+            for (int64_t j = 0; j < width; j += L) store(out + i * width + j, load(out + i * width + j) * factor);
+        }
+    }
+
+    template <int W>
+    void moments(int64_t i, const T* s, uint64_t bits) {
         V<T> sum{}, square{};
         if (bits == kAll) {
             // Each lane is a stream of its own, merged tile by tile.
-            if (full[i] == 0) base[i] = to;
+            if (full[i] == 0) base[i] = level[i];
             V<T> away[W];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
             for (int j = 0; j < W; j++) {
-                away[j] = x[j] - base[i];
+                away[j] = load(s + j * L) - base[i];
                 sum += away[j];
             }
             sum = sum * (T(1) / W);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
             for (int j = 0; j < W; j++) square += (away[j] - sum) * (away[j] - sum);
             const T before = full[i], share = T(1) / (before + 1);
             V<T> center = load(mean + i * L);
@@ -176,11 +209,11 @@ struct Running {
             store(deviation + i * L, load(deviation + i * L) + square + gap * gap * (before * W * share));
             full[i] = before + 1;
         } else if (bits) {
-            const T count = static_cast<T>(__builtin_popcountll(bits));
-            for (int j = 0; j < W; j++) sum += choose_bits<T>(bits, j, x[j] - to, V<T>{});
+            const T count = static_cast<T>(__builtin_popcountll(bits)), to = level[i];
+            for (int j = 0; j < W; j++) sum += choose_bits<T>(bits, j, load(s + j * L) - to, V<T>{});
             const T own = sum_of<T>(sum) / count;
             for (int j = 0; j < W; j++) {
-                const V<T> away = choose_bits<T>(bits, j, x[j] - to - own, V<T>{});
+                const V<T> away = choose_bits<T>(bits, j, load(s + j * L) - to - own, V<T>{});
                 square += away * away;
             }
             partial[i].join_moments(count, to, own, sum_of<T>(square));

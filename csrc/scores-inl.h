@@ -49,6 +49,10 @@ class Scores {
             product<T>(s, kKeys, query, block.width, 1, tile.turned, kKeys, size, columns, problem_.dim, false);
         }
         const bool full = block.is_full(strip, tile.first, tile.count);
+        if (full && block.plain && !block.bad && !tile.bad) {
+            std::fill_n(bits, size, kAll);
+            return;
+        }
         for (int64_t i = 0; i < size; i++) {
             const Head& head = *block.head[first + i];
             const int64_t row = block.row[first + i];

@@ -28,6 +28,14 @@ using M = typename Vector<T>::mask;
 template <class T>
 constexpr int kVectors = kKeys / Vector<T>::lanes;  // of a row of a tile
 
+// A pointer of which the compiler knows nothing. Otherwise GCC computes the address of each vector of a block in
+// advance, 24 of them, more than there are registers for.
+template <class T>
+inline T* opaque(T* p) {
+    asm("" : "+r"(p));
+    return p;
+}
+
 template <class T>
 inline V<T> load(const T* p) {
     V<T> v;
@@ -115,10 +123,17 @@ inline V<T> sums_of(V<T>* v) {
         return v[0];
 }
 
-// The greatest of numbers; a NaN may be lost.
+// The greatest of numbers; b where either is NaN. GCC makes a comparison and a selection of `choose`.
 template <class T>
 inline V<T> quick_max(V<T> a, V<T> b) {
+#if defined(__AVX512F__)
+    if constexpr (sizeof(T) == 4)
+        return (V<T>)_mm512_max_ps((__m512)a, (__m512)b);
+    else
+        return (V<T>)_mm512_max_pd((__m512d)a, (__m512d)b);
+#else
     return choose<T>(a > b, a, b);
+#endif
 }
 template <class T, int s = Vector<T>::lanes / 2>
 inline T quick_largest_of(V<T> v) {
@@ -258,6 +273,48 @@ inline V<T> exp_of(V<T> x) {
     std::memcpy(power, halves, sizeof halves);
     return choose<T>(under, V<T>{},
                      choose<T>(x > E::highest, splat(std::numeric_limits<T>::infinity()), (p * power[0]) * power[1]));
+#endif
+}
+
+// 2^t for t that do not overflow (weights of a softmax): exact for whole numbers, NaN stays NaN. 2^f with f from 0 to 1
+// is 8e-8 off (float) before rounding.
+template <class T>
+inline V<T> fraction_power(V<T> f) {
+    if constexpr (sizeof(T) == 4) {
+        V<T> q = 1.8671300703818478e-3f * f + 9.017030321013517e-3f;
+        q = q * f + 5.5799913105167326e-2f;
+        q = q * f + 2.401644501545046e-1f;
+        q = q * f + 6.931513118046801e-1f;
+        return q * f + 1.0f;
+    } else {
+        constexpr double ln2 = 0.693147180559945309417, root = 1.41421356237309504880;
+        const V<T> r = f * ln2 - ln2 / 2;
+        return ((Exp<T>::tail(r) * r) * r + (r + 1.0)) * root;
+    }
+}
+template <class T>
+inline V<T> power_of(V<T> t) {
+#if defined(__AVX512F__)
+    // What is left of t by its floor, also that of -inf (0), and 2^floor(t).
+    constexpr int down = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
+    if constexpr (sizeof(T) == 4)
+        return (V<T>)_mm512_scalef_ps((__m512)fraction_power<T>((V<T>)_mm512_reduce_ps((__m512)t, down)), (__m512)t);
+    else
+        return (V<T>)_mm512_scalef_pd((__m512d)fraction_power<T>((V<T>)_mm512_reduce_pd((__m512d)t, down)), (__m512d)t);
+#else
+    using E = Exp<T>;
+    constexpr T least = -(E::bias + E::shift + 1);
+    const M<T> under = t < least;
+    const V<T> y = choose<T>(under, splat(least), t), z = (y - T(0.5)) + E::magic, start = splat(E::magic);
+    M<T> whole, zero;
+    std::memcpy(&whole, &z, sizeof z);
+    std::memcpy(&zero, &start, sizeof start);
+    whole -= zero;
+    // Two halves, as in exp_of.
+    const M<T> half = whole >> 1, halves[2] = {(half + E::bias) << E::shift, (whole - half + E::bias) << E::shift};
+    V<T> power[2];
+    std::memcpy(power, halves, sizeof halves);
+    return choose<T>(under, V<T>{}, (fraction_power<T>(y - (z - E::magic)) * power[0]) * power[1]);
 #endif
 }
 
