@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from attnscore.bench import cases, inputs, machine, measure, peers, report, results, runner
+from attnscore.bench import cases, inputs, machine, measure, peers, report, results, runner, timing
 from attnscore.bench.cases import CASES, Case, Goal
 from attnscore.bench.inputs import Side, draw
 from attnscore.bench.reference import WrongResult, reference
@@ -299,6 +299,12 @@ def test_sides_alternate_and_the_order_turns(monkeypatch: pytest.MonkeyPatch) ->
     times = alternate(lambda: said.append("a"), lambda: said.append("b"), Effort(least=4, most=4, seconds=0))
     assert "".join(said[-8:]) == "abbaabba"
     assert [len(side) for side in times] == [4, 4]
+
+
+def test_a_first_call_in_cold_caches_does_not_say_how_many_fill_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([0.004, *[0.0001] * 20])
+    monkeypatch.setattr("attnscore.bench.timing._sample", lambda side, repeat: next(seconds))
+    assert timing._repeats(lambda: None) == 50
 
 
 def test_rounds_end_with_the_time_or_their_number() -> None:
