@@ -141,18 +141,20 @@ struct Running {
     void weigh_vectors(int64_t first, int64_t size, T* s, const uint64_t* bits, const uint64_t* kept, T factor) {
         for (int64_t i = first; i < first + size; i++, s += kKeys) {
             const V<T> own = splat(level[i]);
-            V<T> sum = load(total + i * L), tilts{}, square{};
+            V<T> away[W], sum = load(total + i * L), tilts{}, square{};
+#pragma GCC unroll 16
+            for (int j = 0; j < W; j++) away[j] = load(s + j * L) - own;
             if constexpr (statistics) {
-                moments<W>(i, s, bits[i - first]);
+                moments<W>(i, away, bits[i - first]);
                 tilts = load(tilt + i * L), square = load(squares + i * L);
             }
 #pragma GCC unroll 16
             for (int j = 0; j < W; j++) {
-                const V<T> away = load(s + j * L) - own, e = power_of<T>(away * kLog2E);
+                const V<T> e = power_of<T>(away[j] * kLog2E);
                 sum += e;
                 if constexpr (statistics) {
                     // Where s = -inf the product is 0: below `lowest` e is, and NaN shows in the sum.
-                    tilts += e * quick_max<T>(away, splat<T>(Exp<T>::lowest));
+                    tilts += e * quick_max<T>(away[j], splat<T>(Exp<T>::lowest));
                     square += e * e;
                 }
                 if constexpr (drops)
@@ -187,36 +189,34 @@ struct Running {
         }
     }
 
+    // Of scores less the level of their row.
     template <int W>
-    void moments(int64_t i, const T* s, uint64_t bits) {
+    void moments(int64_t i, const V<T>* away, uint64_t bits) {
         V<T> sum{}, square{};
         if (bits == kAll) {
             // Each lane is a stream of its own, merged tile by tile.
             if (full[i] == 0) base[i] = level[i];
-            V<T> away[W];
 #pragma GCC unroll 16
-            for (int j = 0; j < W; j++) {
-                away[j] = load(s + j * L) - base[i];
-                sum += away[j];
-            }
+            for (int j = 0; j < W; j++) sum += away[j];
             sum = sum * (T(1) / W);
 #pragma GCC unroll 16
             for (int j = 0; j < W; j++) square += (away[j] - sum) * (away[j] - sum);
             const T before = full[i], share = T(1) / (before + 1);
             V<T> center = load(mean + i * L);
-            const V<T> gap = sum - center;
+            // The level may have moved since the first tile.
+            const V<T> gap = sum + (level[i] - base[i]) - center;
             store(mean + i * L, center + gap * share);
             store(deviation + i * L, load(deviation + i * L) + square + gap * gap * (before * W * share));
             full[i] = before + 1;
         } else if (bits) {
-            const T count = static_cast<T>(__builtin_popcountll(bits)), to = level[i];
-            for (int j = 0; j < W; j++) sum += choose_bits<T>(bits, j, load(s + j * L) - to, V<T>{});
+            const T count = static_cast<T>(__builtin_popcountll(bits));
+            for (int j = 0; j < W; j++) sum += choose_bits<T>(bits, j, away[j], V<T>{});
             const T own = sum_of<T>(sum) / count;
             for (int j = 0; j < W; j++) {
-                const V<T> away = choose_bits<T>(bits, j, load(s + j * L) - to - own, V<T>{});
-                square += away * away;
+                const V<T> rest = choose_bits<T>(bits, j, away[j] - own, V<T>{});
+                square += rest * rest;
             }
-            partial[i].join_moments(count, to, own, sum_of<T>(square));
+            partial[i].join_moments(count, level[i], own, sum_of<T>(square));
         }
     }
 };

@@ -223,6 +223,20 @@ def test_masks_of_no_or_one_position(lengths: tuple[int, int]) -> None:
         np.testing.assert_array_equal(out, np.broadcast_to(full.any(-1, keepdims=True), (1, n, 3)))
 
 
+@pytest.mark.parametrize("kernel", ["auto", "streaming", "dense"])
+def test_masks_of_no_sequence(kernel: str) -> None:
+    def none(*shape: int) -> np.ndarray:
+        return np.zeros((0, *shape))
+
+    ids = none(3).astype(int), none(5).astype(int)
+    for mask in (
+        ats.ValidLens(none().astype(int)), ats.KeyRange(none().astype(int), none().astype(int)),
+        ats.KeyPadding(none(5).astype(bool)), ats.Dense(none(3, 5).astype(bool)), ats.Documents(*ids),
+        ats.Documents(ids[0], np.zeros((1, 5), int)), ats.Documents(*ids) | ats.Causal("top_left"),
+    ):  # fmt: skip
+        assert ats.attend(none(3, 2), none(5, 2), none(5, 4), mask=mask, kernel=kernel).shape == (0, 3, 4)
+
+
 def test_every_mask_of_the_package_is_in_the_table() -> None:
     rows = {type(mask).__name__ for case in MASKS if (mask := mask_object(case)) is not None}
     assert {"ValidLens", "KeyRange", "KeyPadding", "Causal", "SlidingWindow", "PrefixLM", "Documents", "Dense"} <= rows

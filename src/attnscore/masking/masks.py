@@ -317,6 +317,9 @@ class Documents(Mask):
             return None
         queries, keys = (np.atleast_2d(ids) for ids in found if ids is not None)
         rows = max(len(queries), len(keys))
+        if len(queries) == 0 or len(keys) == 0:
+            nothing = np.zeros((0, query_len), np.int64)
+            return nothing, nothing
         pairs = [runs(queries[b % len(queries)], keys[b % len(keys)]) for b in range(rows)]
         if any(pair is None for pair in pairs):
             return None
