@@ -1,6 +1,7 @@
-"""``python benchmarks``: everything `attnscore bench` measures, into this folder, and the page of the documentation.
+"""``python benchmarks``: everything `attnscore bench` measures, into this folder, and the pages of the documentation.
 
-``python benchmarks --page`` makes the page anew from the results that lie here. All other options are those of
+``results.json`` is the last run's, ``results-NAME.json`` one that was kept from another machine; each has its page.
+``python benchmarks --page`` makes the pages anew from the results that lie here. All other options are those of
 `attnscore bench` but ``--out``; without any, the long cases are run too.
 """
 
@@ -14,26 +15,33 @@ from attnscore.cli import main
 from attnscore.files import replacing
 
 HERE = Path(__file__).resolve().parent
-PAGE = HERE.parent / "docs" / "performance.md"
+DOCS = HERE.parent / "docs"
 
 
-def write_page() -> None:
-    """Put the tables of results.json into the page."""
-    text = report.page_with(PAGE.read_text("utf-8"), results.read(HERE / "results.json"))
-    with replacing(PAGE) as file:
-        file.write(text.encode())
+def pages() -> dict[Path, Path]:
+    """The page of each file of results: results-NAME.json's is performance-NAME.md."""
+    found = sorted(HERE.glob("results*.json"))
+    return {path: DOCS / f"performance{path.stem.removeprefix('results')}.md" for path in found}
+
+
+def write_pages() -> None:
+    """Put the tables of the results into their pages."""
+    for path, page in pages().items():
+        text = report.page_with(page.read_text("utf-8"), results.read(path))
+        with replacing(page) as file:
+            file.write(text.encode())
 
 
 def run(arguments: list[str]) -> int:
-    """Measure, unless only the page is asked for; the page is made in any case."""
+    """Measure, unless only the pages are asked for; they are made in any case."""
     status = 0
     if any(each.startswith("--out") for each in arguments):
-        print("--out: results go into this folder and the page here; elsewhere: attnscore bench --out", file=sys.stderr)
+        print("--out: results go into this folder and the pages; elsewhere: attnscore bench --out", file=sys.stderr)
         return 2
     if arguments != ["--page"]:
         status = main(["bench", *(arguments or ["--full"]), "--out", str(HERE)])
     if status in (0, 1):  # after 1 the document may hold errors, and the page says so
-        write_page()
+        write_pages()
     return status
 
 

@@ -34,6 +34,26 @@ inline V<T> fused_less(V<T> a, V<T> b, V<T> c) {
 #endif
 }
 
+// 1 / x for x whose reciprocal is no subnormal number, to 1.5 units in the last place: an estimate of 14 bits and one
+// Newton step. Quicker than a division on Cascade Lake (2 multiplications for 8), as quick on Zen 5.
+#if defined(__AVX512F__)
+template <class T>
+constexpr bool kEstimates = sizeof(T) == 4;
+#else
+template <class T>
+constexpr bool kEstimates = false;
+#endif
+template <class T>
+inline V<T> inverse_of(V<T> x) {
+#if defined(__AVX512F__)
+    if constexpr (kEstimates<T>) {
+        const V<T> r = (V<T>)_mm512_maskz_rcp14_ps(0xFFFF, (__m512)x);
+        return r * fused_less<T>(x, r, splat(T(2)));
+    }
+#endif
+    return T(1) / x;
+}
+
 // a > b ? a : b, in one instruction; b where either is NaN. Masks of ones, here and below: GCC 12 warns of what the
 // plain intrinsics leave undefined.
 template <class T>

@@ -2,9 +2,10 @@
 // of, and which way a block takes. The two files after this one compute them.
 //
 // - tanh(z) = 1 - 2 r, sigmoid(z) = r, silu(z) = z r with r = 1 / (1 + A B), A = exp(kappa a), B = exp(kappa b): the
-//   exponentials are taken once per row and key. Four terms, or two, share one division where their product of
-//   denominators cannot leave the range of the type; beyond, each term has its own; beyond that, f is evaluated term by
-//   term. In fours the weights stand in the denominators: w / x = 1 / (u + A (u B)) with u = 1 / w.
+//   exponentials are taken once per row and key. In scores the weights stand in the denominators, w / x =
+//   1 / (u + A (u B)) with u = 1 / w, and eight terms, four or two share one division where the product of their
+//   denominators cannot leave the range of the type: bounded for each few rows and eight channels of a tile. Where the
+//   exponentials themselves leave it, f is evaluated term by term.
 // - Where |a|, |b| <= 1, tanh(a + b) = (tanh a + tanh b) / (1 + tanh a tanh b): small numbers keep their digits.
 // - Scores have keys in the lanes and broadcast the rows; gradients have channels in the lanes and broadcast ds, so
 //   that no sum runs across lanes.
@@ -18,15 +19,15 @@
 // dim <= p < width of the rows are zeros. `da` and `db` are written up to column `width` (zeros are added there); db
 // has the keys in rows: db[j * ldb + p].
 //
-// Measured on Zen 5, one thread, 512 x 512 x 256, float: scores 41 G terms/s in fours (34 in pairs, 25 one by one),
-// gradients 19 (17 with divisions shared by two). A 512-bit division takes the time of 3 to 4 multiplications there, as
-// does an estimate with a Newton step, which is why both sides of the range cost about the same.
+// Measured, one thread, 512 x 512 x 256, float. Zen 5: scores 41 G terms/s in fours by a division (34 in pairs, 25 one
+// by one), gradients 19 (17 with divisions shared by two). A 512-bit division takes the time of 3 to 4 multiplications
+// there, as does an estimate with a Newton step. On Cascade Lake a division takes that of 20; the loop alone reaches 15
+// in fours by a division, 17 by an estimate, 18 in eights by an estimate (16 by a division).
 
 // How a block of rows meets a tile.
 enum class Way {
     small,    // tanh by the tangents of both sides
-    fours,    // by the exponentials, four terms to a division
-    pairs,    // by the exponentials, two terms to a division
+    pairs,    // by the exponentials; two terms may share a division
     singles,  // by the exponentials, one term to a division
     terms,    // f(a + b) as it stands
     careful   // the same, and terms with ds == 0 are left out
@@ -54,19 +55,10 @@ class Additive {
     struct Keys {
         const T* turned = nullptr;
         T largest = 0, heaviest = 0, total = 0;  // of |b|, of |w|; sum of w
-        bool finite = true;
-        enum Kind {
-            chunked_exponentials,
-            chunked_tangents,
-            folded_exponentials,
-            folded_tangents,
-            coefficients,
-            rows,
-            row_exponentials,
-            row_tangents,
-            kinds
-        };
-        mutable std::vector<char> folded;  // which fours have their weights in the denominators
+        bool finite = true, heavy = false;       // heavy: some weight is not finite
+        enum Kind { chunked_tangents, weighted, coefficients, peaks, rows, row_exponentials, row_tangents, kinds };
+        const T* weights = nullptr;
+        mutable std::vector<char> shares;  // by rows and channels: how many terms share a division
         mutable T* data[kinds] = {};
         mutable bool ready[kinds] = {};
         mutable Buffer<T> memory[kinds];
@@ -107,17 +99,20 @@ class Additive {
     void prepare(Keys& keys, const T* turned, const T* w) const {
         keys.turned = turned;
         keys.largest = largest(turned, dim * kKeys);
-        keys.heaviest = 0;
-        double total = 0;
-        bool heavy = false;
-        for (int64_t p = 0; p < dim; p++) {
-            keys.heaviest = std::max(keys.heaviest, std::fabs(w[p]));
-            heavy |= !(std::fabs(w[p]) <= std::numeric_limits<T>::max());
-            total += w[p];
-        }
-        keys.total = static_cast<T>(total);
-        keys.finite = keys.largest <= std::numeric_limits<T>::max() && !heavy;
         std::fill(keys.ready, keys.ready + Keys::kinds, false);
+        if (w != keys.weights) {
+            keys.weights = w;
+            keys.heaviest = 0;
+            keys.heavy = false;
+            double total = 0;
+            for (int64_t p = 0; p < dim; p++) {
+                keys.heaviest = std::max(keys.heaviest, std::fabs(w[p]));
+                keys.heavy |= !(std::fabs(w[p]) <= std::numeric_limits<T>::max());
+                total += w[p];
+            }
+            keys.total = static_cast<T>(total);
+        }
+        keys.finite = keys.largest <= std::numeric_limits<T>::max() && !keys.heavy;
     }
 
     Way way_of(const Query& query, const Keys& keys) const {
@@ -127,14 +122,19 @@ class Additive {
         // What multiplies a denominator: a weight, and for silu an argument.
         const T above = std::log(std::max(T(1), keys.heaviest)) +
                         (activation == Activation::silu ? std::log(std::max(T(1), reach)) : T(0));
-        const bool folds = keys.heaviest > T(1e-30) && keys.heaviest < T(1e30);
-        if (has_tangents(query.largest) && has_tangents(keys.largest) && folds) return Way::small;
+        if (has_tangents(query.largest) && has_tangents(keys.largest) && folds(keys)) return Way::small;
         const T span = std::fabs(kappa_) * reach;
-        // 4 for the ones in the denominators and the sums; of weights there is no more than kFold in one product.
-        if (folds && 4 * span + above + 4 <= kTop - std::log(kFold)) return Way::fours;
         if (2 * span <= kTop && span + above <= kTop) return Way::pairs;
         if (span <= kTop && above <= kTop) return Way::singles;
         return Way::terms;
+    }
+
+    // Whether scores go by the exponentials: both sides' are numbers (in silu, whose terms grow, their products too),
+    // and the weights can stand in the denominators.
+    bool by_exponentials(const Query& query, const Keys& keys) const {
+        if (!ratio_ || !query.finite || !keys.finite || !folds(keys)) return false;
+        if (activation == Activation::silu) return in_range(query.largest + keys.largest);
+        return in_range(query.largest) && in_range(keys.largest);
     }
 
     template <class F>
@@ -158,46 +158,97 @@ class Additive {
         return f(RectifierTerm<T, false>{negative_});
     }
 
-    // Exponentials or tangents of a tile, chunk by chunk of keys: what a pass reads fits the first-level cache.
-    const T* chunked_table(const Keys& keys, typename Keys::Kind kind) const {
+    // By channel u = heaviest / w, and 1 up to the width. What is next to nothing beside the heaviest counts as kLight
+    // of it.
+    const T* coefficients(const Keys& keys) const {
+        constexpr auto kind = Keys::coefficients;
         if (keys.ready[kind]) return keys.data[kind];
-        const bool tangents = kind == Keys::chunked_tangents || kind == Keys::folded_tangents;
-        const bool folds = kind == Keys::folded_exponentials || kind == Keys::folded_tangents;
-        const T* coefficient = folds ? keys.data[Keys::coefficients] : nullptr;
-        const T* known = kind == Keys::folded_tangents ? chunked_table(keys, Keys::chunked_tangents) : nullptr;
+        const int64_t width = padded(dim, L);
+        T* to = keys.data[kind] = reserve(keys.memory[kind], keys.size[kind], width);
+        std::fill_n(to, width, T(1));
+        for (int64_t p = 0; p < dim; p++) {
+            const T w = keys.weights[p], least = keys.heaviest * kLight;
+            to[p] = keys.heaviest / (std::fabs(w) > least ? w : std::copysign(least, w));
+        }
+        keys.ready[kind] = true;
+        return to;
+    }
+
+    // Tangents of a tile, chunk by chunk of keys: what a pass reads fits the first-level cache.
+    const T* chunked_tangents(const Keys& keys) const {
+        constexpr auto kind = Keys::chunked_tangents;
+        if (keys.ready[kind]) return keys.data[kind];
         T* to = keys.data[kind] = reserve(keys.memory[kind], keys.size[kind], dim * kKeys);
         for (int64_t c = 0; c < kKeys; c += kChunk)
-            for (int64_t p = 0; p < dim; p++) {
-                const T factor = folds && keys.folded[p / 4] ? coefficient[p] : T(1);
-                for (int j = 0; j < kChunk; j += L, to += L) {
-                    const V<T> x = load(keys.turned + p * kKeys + c + j);
-                    const V<T> y = known      ? load(known + (to - keys.data[kind]))
-                                   : tangents ? tanh_of<T>(x)
-                                              : exp_of<T>(x * kappa_);
-                    store(to, factor * y);
-                }
-            }
+            for (int64_t p = 0; p < dim; p++)
+                for (int j = 0; j < kChunk; j += L, to += L)
+                    store(to, tanh_of<T>(load(keys.turned + p * kKeys + c + j)));
         keys.ready[kind] = true;
         return keys.data[kind];
     }
 
-    // By channel u = heaviest / w in the fours whose product of those is moderate, w / heaviest in the others.
-    const T* coefficients(const Keys& keys, const T* w) const {
-        constexpr auto kind = Keys::coefficients;
+    // Exponentials, or tangents, times u, in the same order; and of each channel the largest, in `peaks`.
+    const T* weighted_table(const Keys& keys, bool tangents) const {
+        constexpr auto kind = Keys::weighted;
         if (keys.ready[kind]) return keys.data[kind];
-        T* to = keys.data[kind] = reserve(keys.memory[kind], keys.size[kind], dim);
-        keys.folded.resize(dim / 4 + 1);
-        for (int64_t p = 0; p < dim; p += 4) {
-            const int64_t here = std::min<int64_t>(4, dim - p);
-            T product = 1;
-            for (int64_t i = p; i < p + here; i++) product *= to[i] = keys.heaviest / w[i];
-            const bool fold = here == 4 && std::fabs(product) <= kFold;
-            keys.folded[p / 4] = fold;
-            if (!fold)
-                for (int64_t i = p; i < p + here; i++) to[i] = w[i] / keys.heaviest;
+        const int64_t width = padded(dim, L);
+        const T *u = coefficients(keys), *known = tangents ? chunked_tangents(keys) : nullptr;
+        T* to = keys.data[kind] = reserve(keys.memory[kind], keys.size[kind], dim * kKeys);
+        T* peaks = keys.data[Keys::peaks] = reserve(keys.memory[Keys::peaks], keys.size[Keys::peaks], width);
+        std::fill_n(peaks, width, T(0));
+        for (int64_t p = 0; p < dim; p++) {
+            V<T> most{};
+            for (int64_t c = 0; c < kKeys; c += kChunk)
+                for (int64_t j = 0; j < kChunk; j += L) {
+                    const int64_t at = c * dim + p * kChunk + j;
+                    const V<T> y =
+                        u[p] * (known ? load(known + at) : exp_of<T>(load(keys.turned + p * kKeys + c + j) * kappa_));
+                    most = quick_max<T>(most, choose<T>(y < T(0), -y, y));
+                    store(to + at, y);
+                }
+            peaks[p] = quick_largest_of<T>(most);
         }
         keys.ready[kind] = true;
-        return to;
+        return keys.data[kind];
+    }
+
+    int64_t eights() const { return (dim + 7) / 8; }
+
+    // How many terms share a division: 8, 4, 2 or 1, by rows (as many `together` as there are) and eights of channels.
+    const char* shares(const Query& query, const Keys& keys, bool small, int64_t first, int64_t last,
+                       int64_t together) const {
+        // Numerators are sums of as many products, times a sum of both sides in silu. Such terms may be large, and each
+        // that joins a fraction rounds all of it once more.
+        const T reach = query.largest + keys.largest;
+        const bool silu = activation == Activation::silu;
+        const T most = std::numeric_limits<T>::max() / 32 / (silu ? std::max(T(1), reach) : T(1));
+        const int limit = !silu ? 8 : reach <= T(16) ? 4 : reach <= T(40) ? 2 : 1;
+        const T *u = coefficients(keys), *peaks = keys.data[Keys::peaks];
+        const T* rows = small ? query.tangents : query.exponentials;
+        keys.shares.resize((last - first) * eights());
+        for (int64_t i = first; i < last;) {
+            const int64_t count = i + together <= last ? together : 1;
+            char* to = keys.shares.data() + (i - first) * eights();
+            for (int64_t p = 0; p < dim; p += kStep) {
+                // Of the denominators u + A (u B).
+                T bounds[kStep];
+                for (int64_t j = 0; j < kStep; j += L) {
+                    V<T> bound = splat(T(1));
+                    if (p + j < dim) {
+                        const V<T> own = load(u + p + j), size = choose<T>(own < T(0), -own, own);
+                        for (int64_t r = 0; r < count; r++) {
+                            const V<T> a = load(rows + (i + r) * query.width + p + j);
+                            const V<T> most_here = fused<T>(choose<T>(a < T(0), -a, a), load(peaks + p + j), size);
+                            bound = r == 0 ? most_here : quick_max<T>(bound, most_here);
+                        }
+                    }
+                    store(bounds + j, bound);
+                }
+                for (int64_t j = 0; j < kStep && p + j < dim; j += 8) to[(p + j) / 8] = share(bounds + j, most, limit);
+            }
+            i += count;
+        }
+        return keys.shares.data();
     }
 
     // Keys, their exponentials or tangents with channels in the lanes: a block of kKeys x L for each vector of channels
@@ -265,12 +316,29 @@ class Additive {
         }
     }
 
+    // The most of eight terms, but not above `limit`, that share a division with their product up to `most`.
+    static char share(const T* bounds, T most, int limit) {
+        const auto fits = [&](int64_t count) {
+            for (int64_t i = 0; i < 8; i += count) {
+                T product = bounds[i];
+                for (int64_t k = i + 1; k < i + count; k++) product *= bounds[k];
+                if (!(product <= most)) return false;
+            }
+            return true;
+        };
+        for (int count = limit; count > 1; count /= 2)
+            if (fits(count)) return static_cast<char>(count);
+        return 1;
+    }
+
     const T negative_, kappa_;
     const bool ratio_;
+    static constexpr int64_t kStep = L > 8 ? L : 8;
 
-    static constexpr T kFold = T(1.6e5);  // e^12: a product of four normal weights rarely exceeds it
+    static constexpr T kLight = T(1e-30);
     static constexpr T kTop = sizeof(T) == 4 ? T(86) : T(706);  // exponents that leave room for a few sums
 
+    bool folds(const Keys& keys) const { return keys.heaviest > kLight && keys.heaviest < 1 / kLight; }
     bool in_range(T size) const { return std::fabs(kappa_) * size <= kTop; }
     bool has_tangents(T size) const { return activation == Activation::tanh && size <= T(1); }
 

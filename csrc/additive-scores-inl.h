@@ -21,22 +21,14 @@ class AdditiveScores {
     // s[i * lds + j] for rows first <= i < last of the block, all keys of the tile.
     void operator()(T* s, int64_t lds, const Query& query, int64_t first, int64_t last, const Keys& keys,
                     const T* w) const {
-        const Way way = form_.way_of(query, keys);
-        if (way == Way::terms || way == Way::careful)
-            return form_.with_term(way, [&](auto term) { term_scores(term, s, lds, query, first, last, keys, w); });
-        const bool one = form_.activation != Activation::silu && way != Way::small;
-        if (way == Way::small || (way == Way::fours && !one))
-            four_scores<true>(s, lds, query, first, last, keys, w, way == Way::small);
-        else if (way == Way::fours)
-            four_scores<false>(s, lds, query, first, last, keys, w, false);
-        else if (one && way == Way::pairs)
-            ratio_scores<false, true>(s, lds, query, first, last, keys, w);
-        else if (one)
-            ratio_scores<false, false>(s, lds, query, first, last, keys, w);
-        else if (way == Way::pairs)
-            ratio_scores<true, true>(s, lds, query, first, last, keys, w);
-        else
-            ratio_scores<true, false>(s, lds, query, first, last, keys, w);
+        const bool small = form_.way_of(query, keys) == Way::small;
+        if (small || form_.by_exponentials(query, keys)) {
+            if (small || form_.activation == Activation::silu)
+                return shared_scores<true>(s, lds, query, first, last, keys, small);
+            return shared_scores<false>(s, lds, query, first, last, keys, false);
+        }
+        const Way way = query.finite && keys.finite ? Way::terms : Way::careful;
+        form_.with_term(way, [&](auto term) { term_scores(term, s, lds, query, first, last, keys, w); });
     }
 
    private:
@@ -71,40 +63,19 @@ class AdditiveScores {
         int64_t step;  // from one channel of nb to the next
     };
 
-    // w1 num / x1 + w2 num / x2, with x = 1 + A B and num = 1 or the sum of two numbers.
-    template <bool Sum>
-    static inline V<T> pair_term(const Sides& at, int j, V<T> w1, V<T> w2) {
-        const V<T> x1 = fused<T>(splat(at.ea[0]), load(at.eb + j), splat(T(1)));
-        const V<T> x2 = fused<T>(splat(at.ea[1]), load(at.eb + kChunk + j), splat(T(1)));
-        if constexpr (Sum) {
-            w1 *= at.na[0] + load(at.nb + j);
-            w2 *= at.na[1] + load(at.nb + at.step + j);
+    // The sum of num / x of N channels as n / d, with x = u + A (u B) and num = 1 or the sum of two numbers.
+    template <bool Sum, int N>
+    static inline void fraction(const Sides& at, int j, const T* u, V<T>& n, V<T>& d) {
+        if constexpr (N == 1) {
+            d = fused<T>(splat(at.ea[0]), load(at.eb + j), splat(u[0]));
+            n = Sum ? at.na[0] + load(at.nb + j) : splat(T(1));
+        } else {
+            V<T> n1, d1, n2, d2;
+            fraction<Sum, N / 2>(at, j, u, n1, d1);
+            fraction<Sum, N / 2>(moved(at, 0, N / 2), j, u + N / 2, n2, d2);
+            n = N == 2 && !Sum ? d1 + d2 : fused<T>(n1, d2, n2 * d1);
+            d = d1 * d2;
         }
-        return fused<T>(w1, x2, w2 * x1) / (x1 * x2);
-    }
-
-    template <bool Sum>
-    static inline V<T> single_term(const Sides& at, int j, V<T> w) {
-        if constexpr (Sum) w *= at.na[0] + load(at.nb + j);
-        return w / fused<T>(splat(at.ea[0]), load(at.eb + j), splat(T(1)));
-    }
-
-    // The sum of num / x of four channels, x = u + A (u B).
-    template <bool Sum>
-    static inline V<T> four_term(const Sides& at, int j, const T* u) {
-        V<T> x[4], n[4];
-#pragma GCC unroll 4
-        for (int k = 0; k < 4; k++) {
-            x[k] = fused<T>(splat(at.ea[k]), load(at.eb + k * kChunk + j), splat(u[k]));
-            if constexpr (Sum) n[k] = at.na[k] + load(at.nb + k * at.step + j);
-        }
-        const V<T> d1 = x[0] * x[1], d2 = x[2] * x[3];
-        V<T> n1 = x[0] + x[1], n2 = x[2] + x[3];
-        if constexpr (Sum) {
-            n1 = fused<T>(n[0], x[1], n[1] * x[0]);
-            n2 = fused<T>(n[2], x[3], n[3] * x[2]);
-        }
-        return fused<T>(n1, d2, n2 * d1) / (d1 * d2);
     }
 
     static inline Sides moved(const Sides& sides, int64_t row, int64_t p) {
@@ -120,36 +91,37 @@ class AdditiveScores {
             for (int j = 0; j < kAcross; j++) sum[r][j] += f(moved(sides, r * strip.width, p), j * L);
     }
 
-    // Channels [p, to) that no four covers.
-    template <bool Sum, bool Pair, int R>
-    static inline void loose_terms(V<T> (&sum)[R][kAcross], const Strip& strip, const Sides& sides, int64_t p,
-                                   int64_t to) {
-        for (; Pair && p + 2 <= to; p += 2) {
-            const V<T> w1 = splat(strip.w[p]), w2 = splat(strip.w[p + 1]);
-            add_terms<R>(sum, strip, sides, p, [&](const Sides& at, int j) { return pair_term<Sum>(at, j, w1, w2); });
-        }
-        for (; p < to; p++) {
-            const V<T> w = splat(strip.w[p]);
-            add_terms<R>(sum, strip, sides, p, [&](const Sides& at, int j) { return single_term<Sum>(at, j, w); });
-        }
+    static inline V<T> quotient(V<T> n, V<T> d) {
+        if constexpr (kEstimates<T>)
+            return n * inverse_of<T>(d);
+        else
+            return n / d;
     }
 
-    template <bool Sum, bool Pair, int R>
-    __attribute__((noinline)) static void ratio_strip(const Strip& strip, const Sides& sides) {
-        V<T> sum[R][kAcross] = {};
-        loose_terms<Sum, Pair, R>(sum, strip, sides, strip.from, strip.to);
-        leave<R>(strip, sum);
+    // The terms of channels [p, to), N to a division; gives the first channel that is left.
+    template <bool Sum, int N, int R>
+    static inline int64_t divide(V<T> (&sum)[R][kAcross], const Strip& strip, const Sides& sides, int64_t p,
+                                 int64_t to) {
+        for (; p + N <= to; p += N)
+            add_terms<R>(sum, strip, sides, p, [&](const Sides& at, int j) {
+                V<T> n, d;
+                fraction<Sum, N>(at, j, strip.w + p, n, d);
+                // One term's denominator may be infinite.
+                return N == 1 ? n / d : quotient(n, d);
+            });
+        return p;
     }
 
     template <bool Sum, int R>
-    __attribute__((noinline)) static void four_strip(const Strip& strip, const Sides& sides, const char* folded) {
+    __attribute__((noinline)) static void shared_strip(const Strip& strip, const Sides& sides, const char* shares) {
         V<T> sum[R][kAcross] = {};
-        for (int64_t p = strip.from; p < strip.to; p += 4) {
-            if (folded[p / 4])
-                add_terms<R>(sum, strip, sides, p,
-                             [&](const Sides& at, int j) { return four_term<Sum>(at, j, strip.w + p); });
-            else
-                loose_terms<Sum, true, R>(sum, strip, sides, p, std::min(p + 4, strip.to));
+        for (int64_t p = strip.from; p < strip.to;) {
+            const int share = shares[p / 8];
+            const int64_t to = std::min(p + 8, strip.to);
+            if (share == 8) p = divide<Sum, 8, R>(sum, strip, sides, p, to);
+            if (share >= 4) p = divide<Sum, 4, R>(sum, strip, sides, p, to);
+            if (share >= 2) p = divide<Sum, 2, R>(sum, strip, sides, p, to);
+            p = divide<Sum, 1, R>(sum, strip, sides, p, to);
         }
         leave<R>(strip, sum);
     }
@@ -188,42 +160,29 @@ class AdditiveScores {
             }
     }
 
-    // Rows i and on against the chunk of keys at c.
-    Sides sides_of(const Query& query, const Keys& keys, bool small, int64_t i, int64_t c, const T* eb) const {
-        const T *ea = small ? query.tangents : query.exponentials, *na = small ? ea : query.rows;
-        const T* nb = small ? keys.data[Keys::chunked_tangents] + c * form_.dim : keys.turned + c;
-        const int64_t at = i * query.width;
-        return {ea + at, na + at, eb + c * form_.dim, nb, small ? kChunk : kKeys};
-    }
-
-    template <bool Sum, bool Pair>
-    void ratio_scores(T* s, int64_t lds, const Query& query, int64_t first, int64_t last, const Keys& keys,
-                      const T* w) const {
-        const bool tall = form_.activation == Activation::tanh;
-        const T* eb = form_.chunked_table(keys, Keys::chunked_exponentials);
-        const Strip plan{nullptr, lds,  query.width, w, 0, 0, tall ? keys.total : T(0), tall ? T(-2) : T(1),
-                         false,   false};
-        auto one = [&](const Strip& strip, int64_t i, int64_t c, bool whole) {
-            const Sides sides = sides_of(query, keys, false, i, c, eb);
-            whole ? ratio_strip<Sum, Pair, kRowsTogether>(strip, sides) : ratio_strip<Sum, Pair, 1>(strip, sides);
-        };
-        each_strip(one, plan, s, first, last, kRowsTogether);
-    }
-
     template <bool Sum>
-    void four_scores(T* s, int64_t lds, const Query& query, int64_t first, int64_t last, const Keys& keys, const T* w,
-                     bool small) const {
+    void shared_scores(T* s, int64_t lds, const Query& query, int64_t first, int64_t last, const Keys& keys,
+                       bool small) const {
         const bool tall = form_.activation == Activation::tanh && !small;
-        const T* u = form_.coefficients(keys, w);
-        if (small) form_.chunked_table(keys, Keys::chunked_tangents);
-        const T* eb = form_.chunked_table(keys, small ? Keys::folded_tangents : Keys::folded_exponentials);
-        const Strip plan{
-            nullptr, lds,  query.width, u, 0, 0, tall ? keys.total : T(0), tall ? -2 * keys.heaviest : keys.heaviest,
-            false,   false};
+        const T *ea = small ? query.tangents : query.exponentials, *na = small ? ea : query.rows;
+        const T *eb = form_.weighted_table(keys, small), *nb = small ? form_.chunked_tangents(keys) : keys.turned;
+        const Strip plan{nullptr,
+                         lds,
+                         query.width,
+                         form_.coefficients(keys),
+                         0,
+                         0,
+                         tall ? keys.total : T(0),
+                         tall ? -2 * keys.heaviest : keys.heaviest,
+                         false,
+                         false};
+        const char* shares = form_.shares(query, keys, small, first, last, kRowsTogether);
         auto one = [&](const Strip& strip, int64_t i, int64_t c, bool whole) {
-            const Sides sides = sides_of(query, keys, small, i, c, eb);
-            whole ? four_strip<Sum, kRowsTogether>(strip, sides, keys.folded.data())
-                  : four_strip<Sum, 1>(strip, sides, keys.folded.data());
+            const int64_t at = i * query.width;
+            const char* own = shares + (i - first) * form_.eights();
+            const Sides sides{ea + at, na + at, eb + c * form_.dim, nb + (small ? c * form_.dim : c),
+                              small ? kChunk : kKeys};
+            whole ? shared_strip<Sum, kRowsTogether>(strip, sides, own) : shared_strip<Sum, 1>(strip, sides, own);
         };
         each_strip(one, plan, s, first, last, kRowsTogether);
     }

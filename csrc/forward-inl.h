@@ -32,37 +32,41 @@ void forward_block(Arena& arena, const Problem& problem, const Block<T>& block, 
     Dropout dropout(problem);
     typename Additive<T>::Query prepared;
     if (problem.form == Form::additive) scores.additive().prepare(prepared, block.query, block.width, block.count);
-    // Scores, then weights, of two strips. Those of one are pooled after the scores of the next and before its weights:
-    // neighbouring steps do not wait for one another, and the processor, which looks hundreds of instructions ahead,
-    // begins the one before the other ends.
-    struct Strip {
+    // Scores, then weights, of two runs of strips. Those of one are pooled after the scores of the next and before its
+    // weights: neighbouring steps do not wait for one another, and the processor, which looks hundreds of instructions
+    // ahead, begins the one before the other ends.
+    struct Run {
         T* s;
         int64_t first = 0, size = 0;
-        uint64_t bits[kStrip];
-    } strips[2] = {{arena.take<T>(kStrip * kKeys), 0, 0, {}}, {arena.take<T>(kStrip * kKeys), 0, 0, {}}};
+        uint64_t bits[kRun * kStrip];
+    } runs[2];
+    for (Run& run : runs) run.s = arena.take<T>(kRun * kStrip * kKeys);
     std::optional<Pairs> pairs;
     if constexpr (kPairs && sizeof(T) == 4)
         if (Pairs::serves(problem) && block.count > kFewRows) pairs.emplace(arena, problem, block);
     const bool few = problem.form == Form::inner && block.count <= kFewRows;
     const T factor = static_cast<T>(dropout.factor);
-    uint64_t kept[kStrip];
-    const auto pool = [&](const Strip& strip, int64_t here) {
-        T* out = running.out + strip.first * running.width;
+    const int64_t together = pairs || few ? 1 : kRun;
+    uint64_t kept[kRun * kStrip];
+    const auto pool = [&](const Run& run, int64_t here) {
+        T* out = running.out + run.first * running.width;
         if (pairs && !values.narrow()) {
-            if constexpr (sizeof(T) == 4) pairs->pool(out, strip.s, strip.size, here);
+            if constexpr (sizeof(T) == 4) pairs->pool(out, run.s, run.size, here);
         } else {
             const View<T> next{tile.rows.row(here), tile.rows.stride};
-            values.pool(out, strip.s, strip.size, few ? &next : nullptr);
+            values.pool(out, run.s, run.size, few ? &next : nullptr);
         }
-        if (values.bad) values.let_escape(out, strip.s, strip.bits, strip.size);
+        if (values.bad) values.let_escape(out, run.s, run.bits, run.size);
     };
     for (int64_t key = keys.first; key < keys.last; key += kKeys) {
         const int64_t here = std::min<int64_t>(kKeys, keys.last - key);
         if (block.skips(key, here)) continue;
         bool filled = false, waiting = false;
         int at = 0;
-        for (int64_t strip = 0; strip < block.strips(); strip++) {
+        for (int64_t strip = 0, end; strip < block.strips(); strip = end) {
+            end = strip + 1;
             if (block.misses(strip, key, here)) continue;
+            while (end < block.strips() && end < strip + together && !block.misses(end, key, here)) end++;
             if (!filled) {
                 tile.fill(problem, scores.additive(), shared, key, here, !few && !pairs);
                 values.fill(shared, key, here);
@@ -71,18 +75,18 @@ void forward_block(Arena& arena, const Problem& problem, const Block<T>& block, 
                 if (dropout.on) dropout.at(key);
                 filled = true;
             }
-            Strip& own = strips[at];
-            own.first = strip * kStrip, own.size = block.strip_size(strip);
-            scores(own.s, own.bits, block, prepared, strip, tile, few ? &values.rows : nullptr,
+            Run& own = runs[at];
+            own.first = strip * kStrip, own.size = std::min(end * kStrip, block.count) - own.first;
+            scores(own.s, own.bits, block, prepared, {strip, end}, tile, few ? &values.rows : nullptr,
                    pairs ? &*pairs : nullptr, false);
             running.lift(own.first, own.size, own.s, here);
-            if (waiting) pool(strips[1 - at], here);
+            if (waiting) pool(runs[1 - at], here);
             if (dropout.on)
                 for (int64_t i = 0; i < own.size; i++) kept[i] = dropout.kept(block.stream[own.first + i]);
             running.weigh(own.first, own.size, own.s, own.bits, here, dropout.on ? kept : nullptr, factor);
             waiting = true, at = 1 - at;
         }
-        if (waiting) pool(strips[1 - at], here);
+        if (waiting) pool(runs[1 - at], here);
     }
     values.finish(running.out, block.count);
 }
@@ -123,8 +127,8 @@ struct ForwardTasks {
         constexpr int64_t enough = 16;  // tasks to share among threads
         // Rows of several heads share a tile of keys where nothing of a form is the head's own.
         const bool join = problem.form != Form::additive;
-        int64_t rows = 192;
-        while (rows > 48 &&
+        int64_t rows = 384;
+        while (rows > (join ? 48 : 96) &&
                static_cast<int64_t>(problem.heads.size()) * ((problem.query_len + rows - 1) / rows) < enough)
             rows /= 2;
         if (!join) single.reserve(problem.heads.size());

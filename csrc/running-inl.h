@@ -41,12 +41,15 @@ inline T rescaling(T old_max, T to) {
 template <class T>
 struct Running {
     static constexpr int L = Vector<T>::lanes;
-    static constexpr T kLog2E = static_cast<T>(1.44269504088896340736), kRoom = 8;
+    static constexpr T kRoom = 8;
     // Of a row that has seen nothing yet: hidden scores, which are -inf, stay below it.
     static constexpr T kNothing = std::numeric_limits<T>::lowest();
     T *level, *top, *total, *out;
-    T *tilt = nullptr, *squares = nullptr, *mean = nullptr, *deviation = nullptr, *base = nullptr, *full = nullptr;
-    RowState<T>* partial = nullptr;  // moments of tiles that are not full
+    T *tilt = nullptr, *squares = nullptr;
+    // Moments of the scores: sums of what they lie above a base near their mean, and of its square, over the last full
+    // tiles; and what is known of all others.
+    T *above = nullptr, *above_squares = nullptr, *base = nullptr, *full = nullptr;
+    RowState<T>* known = nullptr;
     int64_t width;
 
     Running(Arena& arena, const Problem& problem, int64_t count) : width(row_width<T>(problem)) {
@@ -55,11 +58,11 @@ struct Running {
         total = filled(arena, count * L, T(0));
         out = filled(arena, count * width, T(0));
         if (!problem.full_statistics) return;
-        for (T** x : {&tilt, &squares, &mean, &deviation}) *x = filled(arena, count * L, T(0));
+        for (T** x : {&tilt, &squares, &above, &above_squares}) *x = filled(arena, count * L, T(0));
         base = filled(arena, count, T(0));
         full = filled(arena, count, T(0));
-        partial = arena.take<RowState<T>>(count);
-        std::fill(partial, partial + count, RowState<T>{});
+        known = arena.take<RowState<T>>(count);
+        std::fill(known, known + count, RowState<T>{});
     }
 
     // Maxima of a strip, from the scores of `here` keys; the sums move with the levels.
@@ -92,17 +95,9 @@ struct Running {
         if (!tilt) return found;
         found.tilt = (sum_of<T>(load(tilt + i * L)) - rise * sum) * found.unit;
         found.squares = sum_of<T>(load(squares + i * L)) * (found.unit * found.unit);
-        if (full[i] > 0) {
-            // Lanes have seen the same number of scores: their mean is that of their means.
-            const T each = full[i] * kVectors<T>;
-            const V<T> means = load(mean + i * L);
-            const T center = sum_of<T>(means) / L;
-            const V<T> away = means - center;
-            const T spread = sum_of<T>(load(deviation + i * L)) + each * sum_of<T>(away * away);
-            found.join_moments(each * L, base[i], center, spread);
-        }
-        const RowState<T>& p = partial[i];
-        found.join_moments(p.count, p.base, p.mean, p.deviation);
+        const RowState<T>& rest = known[i];
+        found.join_moments(rest.count, rest.base, rest.mean, rest.deviation);
+        join_full(found, i);
         return found;
     }
 
@@ -134,7 +129,7 @@ struct Running {
             store(top + i * L, quick_max<T>(most, load(top + i * L)));
             above = quick_max<T>(most - level[i], above);
         }
-        if (exceeds<T>(above, kRoom / kLog2E)) raise(first, size, s - size * kKeys, W * L);
+        if (exceeds<T>(above, kRoom / kLog2E<T>)) raise(first, size, s - size * kKeys, W * L);
     }
 
     template <int W, bool statistics, bool drops>
@@ -145,12 +140,12 @@ struct Running {
 #pragma GCC unroll 16
             for (int j = 0; j < W; j++) away[j] = load(s + j * L) - own;
             if constexpr (statistics) {
-                moments<W>(i, away, bits[i - first]);
+                moments<W>(i, s, bits[i - first]);
                 tilts = load(tilt + i * L), square = load(squares + i * L);
             }
 #pragma GCC unroll 16
             for (int j = 0; j < W; j++) {
-                const V<T> e = power_of<T>(away[j] * kLog2E);
+                const V<T> e = power_of<T>(away[j] * kLog2E<T>);
                 sum += e;
                 if constexpr (statistics) {
                     // Where s = -inf the product is 0: below `lowest` e is, and NaN shows in the sum.
@@ -176,7 +171,7 @@ struct Running {
             V<T> most = load(s);
             for (int64_t j = L; j < here; j += L) most = quick_max<T>(most, load(s + j));
             const T maximum = quick_largest_of<T>(most), from = level[i];
-            if (!(maximum - from > kRoom / kLog2E)) continue;
+            if (!(maximum - from > kRoom / kLog2E<T>)) continue;
             level[i] = maximum;
             if (from == kNothing) continue;  // all sums are 0
             const T factor = exp_of_one<T>(from - maximum);
@@ -189,34 +184,59 @@ struct Running {
         }
     }
 
-    // Of scores less the level of their row.
+    // Moments of a row's scores in a tile.
     template <int W>
-    void moments(int64_t i, const V<T>* away, uint64_t bits) {
-        V<T> sum{}, square{};
+    void moments(int64_t i, const T* s, uint64_t bits) {
         if (bits == kAll) {
-            // Each lane is a stream of its own, merged tile by tile.
-            if (full[i] == 0) base[i] = level[i];
+            if (full[i] == 0) base[i] = mean_of<W>(s);
+            const T from = base[i];
+            V<T> sum = load(above + i * L), square = load(above_squares + i * L);
 #pragma GCC unroll 16
-            for (int j = 0; j < W; j++) sum += away[j];
-            sum = sum * (T(1) / W);
-#pragma GCC unroll 16
-            for (int j = 0; j < W; j++) square += (away[j] - sum) * (away[j] - sum);
-            const T before = full[i], share = T(1) / (before + 1);
-            V<T> center = load(mean + i * L);
-            // The level may have moved since the first tile.
-            const V<T> gap = sum + (level[i] - base[i]) - center;
-            store(mean + i * L, center + gap * share);
-            store(deviation + i * L, load(deviation + i * L) + square + gap * gap * (before * W * share));
-            full[i] = before + 1;
+            for (int j = 0; j < W; j++) {
+                const V<T> x = load(s + j * L) - from;
+                sum += x;
+                square += x * x;
+            }
+            store(above + i * L, sum);
+            store(above_squares + i * L, square);
+            full[i] += 1;
+            if (full[i] == kMoments) leave_base(i);
         } else if (bits) {
             const T count = static_cast<T>(__builtin_popcountll(bits));
-            for (int j = 0; j < W; j++) sum += choose_bits<T>(bits, j, away[j], V<T>{});
+            V<T> sum{}, square{};
+            for (int j = 0; j < W; j++) sum += choose_bits<T>(bits, j, load(s + j * L) - level[i], V<T>{});
             const T own = sum_of<T>(sum) / count;
             for (int j = 0; j < W; j++) {
-                const V<T> rest = choose_bits<T>(bits, j, away[j] - own, V<T>{});
+                const V<T> rest = choose_bits<T>(bits, j, load(s + j * L) - level[i] - own, V<T>{});
                 square += rest * rest;
             }
-            partial[i].join_moments(count, level[i], own, sum_of<T>(square));
+            known[i].join_moments(count, level[i], own, sum_of<T>(square));
         }
+    }
+
+    template <int W>
+    __attribute__((noinline)) static T mean_of(const T* s) {
+        V<T> sum{};
+        for (int j = 0; j < W; j++) sum += load(s + j * L) - s[0];
+        return s[0] + sum_of<T>(sum) / (W * L);
+    }
+
+    // Full tiles that are summed up from one base: it lies near the mean of all by then, and sums stay short.
+    static constexpr T kMoments = 32;
+
+    void join_full(RowState<T>& to, int64_t i) const {
+        const T count = full[i] * kKeys;
+        if (count == 0) return;
+        const T sum = sum_of<T>(load(above + i * L)), mean = sum / count;
+        const T deviation = sum_of<T>(load(above_squares + i * L)) - sum * mean;
+        // Less than none is rounding; NaN stays.
+        to.join_moments(count, base[i], mean, deviation < T(0) ? T(0) : deviation);
+    }
+
+    __attribute__((noinline)) void leave_base(int64_t i) {
+        join_full(known[i], i);
+        store(above + i * L, V<T>{});
+        store(above_squares + i * L, V<T>{});
+        full[i] = 0;
     }
 };

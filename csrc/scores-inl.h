@@ -1,5 +1,8 @@
 // Scores of a strip of query rows against a tile of keys, for every form, with biases and caps.
 
+// Strips that go through a step together: what it begins and ends with is theirs in common (4 to 8% of a long forward).
+constexpr int kRun = 4;
+
 // What multiplies the products or squared distances of a head.
 template <class T>
 inline T scale_of(const Problem& problem, const Head& head) {
@@ -14,18 +17,18 @@ class Scores {
         : problem_(problem),
           form_(problem),
           line_(arena.take<T>(kKeys)),
-          slopes_(arena.take<T>(kStrip * kKeys)),
-          squares_(arena.take<T>(problem.form == Form::distance ? kStrip * kKeys : 0)) {}
+          slopes_(arena.take<T>(kRun * kStrip * kKeys)),
+          squares_(arena.take<T>(problem.form == Form::distance ? kRun * kStrip * kKeys : 0)) {}
 
     const Additive<T>& additive() const { return form_; }
 
     // `few` (the values of the tile) where rows are too few for the keys to be turned.
-    // s[i * kKeys + j] of a strip of the block, and which pairs are seen; -inf where hidden. With `keeps`, what a
+    // s[i * kKeys + j] of strips of the block, and which pairs are seen; -inf where hidden. With `keeps`, what a
     // gradient needs stays: the caps' slopes, and squared distances where their scale is the head's.
     void operator()(T* s, uint64_t* bits, const Block<T>& block, const typename Additive<T>::Query& prepared,
-                    int64_t strip, const KeyTile<T>& tile, const View<T>* few, const Pairs* pairs, bool keeps) const {
+                    Span strips, const KeyTile<T>& tile, const View<T>* few, const Pairs* pairs, bool keeps) const {
         constexpr int L = Vector<T>::lanes;
-        const int64_t first = strip * kStrip, size = block.strip_size(strip);
+        const int64_t first = strips.first * kStrip, size = std::min(strips.last * kStrip, block.count) - first;
         const T* query = block.query + first * block.width;
         // Whole vectors of keys: what lies behind the tile's own is selected away with what is hidden.
         const int64_t columns = padded(tile.count, L);
@@ -48,7 +51,9 @@ class Scores {
         } else {
             product<T>(s, kKeys, query, block.width, 1, tile.turned, kKeys, size, columns, problem_.dim, false);
         }
-        const bool full = block.is_full(strip, tile.first, tile.count);
+        bool full = true;
+        for (int64_t strip = strips.first; strip < strips.last; strip++)
+            full = full && block.is_full(strip, tile.first, tile.count);
         if (full && block.plain && !block.bad && !tile.bad) {
             std::fill_n(bits, size, kAll);
             return;
@@ -56,7 +61,8 @@ class Scores {
         for (int64_t i = 0; i < size; i++) {
             const Head& head = *block.head[first + i];
             const int64_t row = block.row[first + i];
-            bits[i] = full ? kAll : seen_bits(problem_, head, row, tile.first, tile.count);
+            const bool all = full || block.is_full((first + i) / kStrip, tile.first, tile.count);
+            bits[i] = all ? kAll : seen_bits(problem_, head, row, tile.first, tile.count);
             T* line = s + i * kKeys;
             if (const uint64_t bad = block.bad && block.bad[first + i] ? kAll : tile.bad)
                 for (uint64_t left = bad & bits[i]; left; left &= left - 1) {

@@ -276,6 +276,9 @@ inline V<T> exp_of(V<T> x) {
 #endif
 }
 
+template <class T>
+constexpr T kLog2E = static_cast<T>(1.44269504088896340736);
+
 // 2^t for t that do not overflow (weights of a softmax): exact for whole numbers, NaN stays NaN. 2^f with f from 0 to 1
 // is 8e-8 off (float) before rounding.
 template <class T>

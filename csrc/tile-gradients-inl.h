@@ -83,26 +83,29 @@ struct TileGradients {
         for (int64_t s = 0; s < rows.strips(); s++)
             if (!rows.misses(s, key, here)) strips = {std::min(strips.first, s), s + 1};
         if (dropout.on) dropout.at(key);
-        for (int64_t s = strips.first; s < strips.last; s++) {
-            const int64_t first = s * kStrip, size = rows.strip_size(s);
-            if (rows.misses(s, key, here)) {
+        for (int64_t s = strips.first, end; s < strips.last; s = end) {
+            const bool missed = rows.misses(s, key, here);
+            end = s + 1;
+            while (end < strips.last && end < s + kRun && rows.misses(end, key, here) == missed) end++;
+            const int64_t first = s * kStrip, size = std::min(end * kStrip, rows.count) - first;
+            if (missed) {
                 std::fill_n(block.bits + first, size, 0);
                 std::fill_n(block.p + first * kKeys, size * kKeys, T(0));
                 std::fill_n(block.ds + first * kKeys, size * kKeys, T(0));
             } else {
-                strip(block, tile, s, first, size);
+                run(block, tile, {s, end}, first, size);
             }
         }
     }
 
    private:
-    void strip(BackwardBlock<T>& block, const BackwardTile<T>& tile, int64_t s, int64_t first, int64_t size) {
+    void run(BackwardBlock<T>& block, const BackwardTile<T>& tile, Span own, int64_t first, int64_t size) {
         constexpr int L = Vector<T>::lanes;
         const bool capped = !problem.caps.empty() && !of_final_scores;
         T *p = block.p + first * kKeys, *ds = block.ds + first * kKeys;
         const int64_t here = tile.keys.count;
         uint64_t* bits = block.bits + first;
-        scores(p, bits, block.rows, block.prepared, s, tile.keys, nullptr, nullptr, !of_final_scores);
+        scores(p, bits, block.rows, block.prepared, own, tile.keys, nullptr, nullptr, !of_final_scores);
         // out = (p * keep) v
         product<T>(ds, kKeys, block.grad_out.row(first), block.grad_out.stride, 1, tile.value_turned, kKeys, size,
                    padded(here, L), problem.value_dim, false);
@@ -121,8 +124,9 @@ struct TileGradients {
 #pragma GCC unroll 8
             for (int j = 0; j < kVectors<T>; j++) {
                 // p = exp(s - top - log total)
-                const V<T> log_p = load(weights + j * L) - top - log_total;
-                V<T> weight = exp_of<T>(log_p), pooling = weight, grad = load(grads + j * L);
+                const V<T> above = load(weights + j * L) - top;
+                const V<T> weight = weight_of(above, log_total);
+                V<T> pooling = weight, grad = load(grads + j * L);
                 if (dropout.on) {
                     const T factor = static_cast<T>(dropout.factor);
                     grad = choose_bits<T>(kept, j, grad * factor, V<T>{});
@@ -130,7 +134,10 @@ struct TileGradients {
                 }
                 grad = weight * (grad + shift);
                 // H = -sum p log p
-                if (tilted) grad -= weight * grad_entropy * (choose<T>(weight == T(0), V<T>{}, log_p) + entropy);
+                if (tilted) {
+                    const V<T> log_p = choose<T>(weight == T(0), V<T>{}, above - log_total);
+                    grad -= weight * grad_entropy * (log_p + entropy);
+                }
                 if (seen != kAll) {
                     pooling = choose_bits<T>(seen, j, pooling, V<T>{});
                     grad = choose_bits<T>(seen, j, grad, V<T>{});
@@ -141,6 +148,15 @@ struct TileGradients {
         }
         if (capped) through_caps(ds, size);
         if (!of_final_scores && block.rows.head[first]->grad_scale) add_to_scale(ds, size);
+    }
+
+    // A power of 2 takes less, its exponent rounded once, as the scores that it is made of are; in double the digits
+    // count: gradients of saturated rows are nothing but such weights.
+    static V<T> weight_of(V<T> above, T log_total) {
+        if constexpr (sizeof(T) == 4)
+            return power_of<T>(above * kLog2E<T> - log_total * kLog2E<T>);
+        else
+            return exp_of<T>(above - log_total);
     }
 
     // s = -scale * squared distance, before the caps

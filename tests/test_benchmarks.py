@@ -512,33 +512,42 @@ def test_a_page_without_a_section_is_refused() -> None:
 # ------------------------------------------------- what lies in the project
 
 
-def test_the_results_of_the_project_have_the_form() -> None:
-    found = results.read(ROOT / "benchmarks" / "results.json")
+ENTRY = ROOT / "benchmarks" / "__main__.py"
+KEPT = sorted((ROOT / "benchmarks").glob("results*.json"))
+
+
+@pytest.mark.parametrize("path", KEPT, ids=lambda path: path.stem)
+def test_the_results_of_the_project_have_the_form(path: Path) -> None:
+    found = results.read(path)
     promised = {promise[0] for promise in (*PROMISES, *CALLERS)}
     assert {row["case"] for row in found["rows"]} >= promised | GROWTH | CALLERS_MEMORY | {"limits"}
     assert not found["errors"]
 
 
-def test_the_page_shows_the_results_of_the_project() -> None:
-    """`python benchmarks --page` makes it so."""
-    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-    assert report.page_with(page, results.read(ROOT / "benchmarks" / "results.json")) == page
-
-
-def test_the_entry_makes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = runpy.run_path(str(ROOT / "benchmarks" / "__main__.py"), run_name="entry")
-    page = tmp_path / "performance.md"
-    page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n", encoding="utf-8")
-    results.write(document([GOOD_ROW]), tmp_path / "results.json")
-    monkeypatch.setitem(entry["run"].__globals__, "HERE", tmp_path)
-    monkeypatch.setitem(entry["run"].__globals__, "PAGE", page)
-    assert entry["run"](["--page"]) == 0
+@pytest.mark.parametrize("path", KEPT, ids=lambda path: path.stem)
+def test_the_pages_show_the_results_of_the_project(path: Path) -> None:
+    """`python benchmarks --page` makes them so."""
+    page = runpy.run_path(str(ENTRY), run_name="entry")["pages"]()[path]
     text = page.read_text(encoding="utf-8")
-    assert text.startswith("before\n") and text.endswith("\nafter\n") and "### Speed" in text and "old" not in text
+    assert report.page_with(text, results.read(path)) == text
+
+
+def test_the_entry_makes_the_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = runpy.run_path(str(ENTRY), run_name="entry")
+    for name in ("", "-old"):
+        page = tmp_path / f"performance{name}.md"
+        page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n", encoding="utf-8")
+        results.write(document([GOOD_ROW]), tmp_path / f"results{name}.json")
+    for folder in ("HERE", "DOCS"):
+        monkeypatch.setitem(entry["run"].__globals__, folder, tmp_path)
+    assert entry["run"](["--page"]) == 0
+    for name in ("", "-old"):
+        text = (tmp_path / f"performance{name}.md").read_text(encoding="utf-8")
+        assert text.startswith("before\n") and text.endswith("\nafter\n") and "### Speed" in text and "old" not in text
 
 
 def test_the_entry_writes_into_its_own_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    entry = runpy.run_path(str(ROOT / "benchmarks" / "__main__.py"), run_name="entry")
+    entry = runpy.run_path(str(ENTRY), run_name="entry")
     assert entry["run"](["--only", "tiny", "--out", str(tmp_path)]) == 2
     assert "attnscore bench --out" in capsys.readouterr().err and not any(tmp_path.iterdir())
 
