@@ -9,11 +9,9 @@
 // - Where |a|, |b| <= 1, tanh(a + b) = (tanh a + tanh b) / (1 + tanh a tanh b): small numbers keep their digits.
 // - Scores have keys in the lanes and broadcast the rows; gradients have channels in the lanes and broadcast ds, so
 //   that no sum runs across lanes.
-// - A row's scores do not depend on which rows are computed with it: where a sum of products could be contracted in two
-//   ways, the code says which.
+// - A row's scores do not depend, but for their rounding, on which rows are computed with it.
 // - Where a weight is not finite, terms are evaluated one by one; a pair with ds == 0 adds nothing. Pairs of a row or
-// key
-//   that is not finite are left out of tiles, and go one by one: tanh(inf) is 1, inf - inf is NaN.
+//   key that is not finite are left out of tiles, and go one by one: tanh(inf) is 1, inf - inf is NaN.
 //
 // The query rows given to `prepare` stay the caller's and must outlive the Query, as the tile must the Keys; columns
 // dim <= p < width of the rows are zeros. `da` and `db` are written up to column `width` (zeros are added there); db
@@ -24,7 +22,7 @@
 // there, as does an estimate with a Newton step. On Cascade Lake a division takes that of 20; the loop alone reaches 15
 // in fours by a division, 17 by an estimate, 18 in eights by an estimate (16 by a division).
 
-// How a block of rows meets a tile.
+// How a block of rows meets a tile. Scores have one way for pairs, singles and beyond: see `by_exponentials`.
 enum class Way {
     small,    // tanh by the tangents of both sides
     pairs,    // by the exponentials; two terms may share a division
@@ -56,7 +54,17 @@ class Additive {
         const T* turned = nullptr;
         T largest = 0, heaviest = 0, total = 0;  // of |b|, of |w|; sum of w
         bool finite = true, heavy = false;       // heavy: some weight is not finite
-        enum Kind { chunked_tangents, weighted, coefficients, peaks, rows, row_exponentials, row_tangents, kinds };
+        enum Kind {
+            chunked_tangents,
+            weighted_exponentials,
+            weighted_tangents,
+            coefficients,
+            peaks,
+            rows,
+            row_exponentials,
+            row_tangents,
+            kinds
+        };
         const T* weights = nullptr;
         mutable std::vector<char> shares;  // by rows and channels: how many terms share a division
         mutable T* data[kinds] = {};
@@ -99,8 +107,10 @@ class Additive {
     void prepare(Keys& keys, const T* turned, const T* w) const {
         keys.turned = turned;
         keys.largest = largest(turned, dim * kKeys);
+        const bool same = w == keys.weights, coefficients = same && keys.ready[Keys::coefficients];
         std::fill(keys.ready, keys.ready + Keys::kinds, false);
-        if (w != keys.weights) {
+        keys.ready[Keys::coefficients] = coefficients;
+        if (!same) {
             keys.weights = w;
             keys.heaviest = 0;
             keys.heavy = false;
@@ -119,13 +129,10 @@ class Additive {
         if (!query.finite || !keys.finite) return Way::careful;
         if (!ratio_) return Way::terms;
         const T reach = query.largest + keys.largest;
-        // What multiplies a denominator: a weight, and for silu an argument.
-        const T above = std::log(std::max(T(1), keys.heaviest)) +
-                        (activation == Activation::silu ? std::log(std::max(T(1), reach)) : T(0));
         if (has_tangents(query.largest) && has_tangents(keys.largest) && folds(keys)) return Way::small;
         const T span = std::fabs(kappa_) * reach;
-        if (2 * span <= kTop && span + above <= kTop) return Way::pairs;
-        if (span <= kTop && above <= kTop) return Way::singles;
+        if (2 * span <= kTop) return Way::pairs;
+        if (span <= kTop) return Way::singles;
         return Way::terms;
     }
 
@@ -134,7 +141,9 @@ class Additive {
     bool by_exponentials(const Query& query, const Keys& keys) const {
         if (!ratio_ || !query.finite || !keys.finite || !folds(keys)) return false;
         if (activation == Activation::silu) return in_range(query.largest + keys.largest);
-        return in_range(query.largest) && in_range(keys.largest);
+        // Where u B overflows nevertheless, its weight is below the rounding of the heaviest.
+        const T room = std::log(T(4) / std::numeric_limits<T>::epsilon());
+        return in_range(query.largest) && std::fabs(kappa_) * keys.largest <= kTop - room;
     }
 
     template <class F>
@@ -168,7 +177,7 @@ class Additive {
         std::fill_n(to, width, T(1));
         for (int64_t p = 0; p < dim; p++) {
             const T w = keys.weights[p], least = keys.heaviest * kLight;
-            to[p] = keys.heaviest / (std::fabs(w) > least ? w : std::copysign(least, w));
+            to[p] = std::fabs(w) > least ? keys.heaviest / w : std::copysign(1 / kLight, w);
         }
         keys.ready[kind] = true;
         return to;
@@ -189,7 +198,7 @@ class Additive {
 
     // Exponentials, or tangents, times u, in the same order; and of each channel the largest, in `peaks`.
     const T* weighted_table(const Keys& keys, bool tangents) const {
-        constexpr auto kind = Keys::weighted;
+        const auto kind = tangents ? Keys::weighted_tangents : Keys::weighted_exponentials;
         if (keys.ready[kind]) return keys.data[kind];
         const int64_t width = padded(dim, L);
         const T *u = coefficients(keys), *known = tangents ? chunked_tangents(keys) : nullptr;
@@ -335,10 +344,13 @@ class Additive {
     const bool ratio_;
     static constexpr int64_t kStep = L > 8 ? L : 8;
 
-    static constexpr T kLight = T(1e-30);
+    static constexpr T kLight =
+        sizeof(T) == 4 ? T(1e-12) : T(1e-25);                   // two, or eight, of its inverse can be multiplied
     static constexpr T kTop = sizeof(T) == 4 ? T(86) : T(706);  // exponents that leave room for a few sums
 
-    bool folds(const Keys& keys) const { return keys.heaviest > kLight && keys.heaviest < 1 / kLight; }
+    bool folds(const Keys& keys) const {
+        return keys.heaviest == 0 || (keys.heaviest > T(1e-30) && keys.heaviest < T(1e30));
+    }
     bool in_range(T size) const { return std::fabs(kappa_) * size <= kTop; }
     bool has_tangents(T size) const { return activation == Activation::tanh && size <= T(1); }
 

@@ -6,7 +6,7 @@ class AdditiveScores {
     static constexpr int L = Vector<T>::lanes;
     static constexpr int kAcross = Additive<T>::kAcross, kChunk = Additive<T>::kChunk;
 #if defined(__AVX512F__)
-    static constexpr int kRowsTogether = 3;  // callers come with strips of 6
+    static constexpr int kRowsTogether = 3;  // callers come with strips of 6, some together
 #else
     static constexpr int kRowsTogether = 2;
 #endif

@@ -1,5 +1,5 @@
 // The rows of a task while its tiles go by: the running maximum, and sums by lanes. Sums and moments of a tile are
-// added where the row stands; a new maximum moves all of them.
+// added where the row stands; a new level moves all sums of weights.
 
 // A row after some of its keys; `out` is kept beside it.
 template <class T>
@@ -15,6 +15,11 @@ struct RowState {
         if (other_count == 0) return;
         if (count == 0) {
             count = other_count, base = other_base, mean = other_mean, deviation = other_deviation;
+            return;
+        }
+        if (const T both = mean + other_mean; !std::isfinite(both)) {
+            // Infinity less infinity would be NaN where one side alone is infinite.
+            count += other_count, mean = both, deviation = std::numeric_limits<T>::quiet_NaN();
             return;
         }
         const T all = count + other_count, gap = (other_base - base) + (other_mean - mean);
@@ -48,7 +53,7 @@ struct Running {
     T *tilt = nullptr, *squares = nullptr;
     // Moments of the scores: sums of what they lie above a base near their mean, and of its square, over the last full
     // tiles; and what is known of all others.
-    T *above = nullptr, *above_squares = nullptr, *base = nullptr, *full = nullptr;
+    T *shifted = nullptr, *shifted_squares = nullptr, *base = nullptr, *full = nullptr;
     RowState<T>* known = nullptr;
     int64_t width;
 
@@ -58,14 +63,14 @@ struct Running {
         total = filled(arena, count * L, T(0));
         out = filled(arena, count * width, T(0));
         if (!problem.full_statistics) return;
-        for (T** x : {&tilt, &squares, &above, &above_squares}) *x = filled(arena, count * L, T(0));
+        for (T** x : {&tilt, &squares, &shifted, &shifted_squares}) *x = filled(arena, count * L, T(0));
         base = filled(arena, count, T(0));
         full = filled(arena, count, T(0));
         known = arena.take<RowState<T>>(count);
         std::fill(known, known + count, RowState<T>{});
     }
 
-    // Maxima of a strip, from the scores of `here` keys; the sums move with the levels.
+    // Maxima of a run, from the scores of `here` keys; the sums move with the levels.
     void lift(int64_t first, int64_t size, const T* s, int64_t here) {
         with_vectors(here, [&](auto vectors) { lift_vectors<vectors>(first, size, s); });
     }
@@ -188,17 +193,21 @@ struct Running {
     template <int W>
     void moments(int64_t i, const T* s, uint64_t bits) {
         if (bits == kAll) {
-            if (full[i] == 0) base[i] = mean_of<W>(s);
+            if (full[i] == 0) {
+                // A visible infinity is for the sums to show.
+                const T mean = mean_of<W>(s);
+                base[i] = std::isfinite(mean) ? mean : T(0);
+            }
             const T from = base[i];
-            V<T> sum = load(above + i * L), square = load(above_squares + i * L);
+            V<T> sum = load(shifted + i * L), square = load(shifted_squares + i * L);
 #pragma GCC unroll 16
             for (int j = 0; j < W; j++) {
                 const V<T> x = load(s + j * L) - from;
                 sum += x;
                 square += x * x;
             }
-            store(above + i * L, sum);
-            store(above_squares + i * L, square);
+            store(shifted + i * L, sum);
+            store(shifted_squares + i * L, square);
             full[i] += 1;
             if (full[i] == kMoments) leave_base(i);
         } else if (bits) {
@@ -221,22 +230,22 @@ struct Running {
         return s[0] + sum_of<T>(sum) / (W * L);
     }
 
-    // Full tiles that are summed up from one base: it lies near the mean of all by then, and sums stay short.
+    // Full tiles that are summed up from one base, the mean of the first of them: sums stay short.
     static constexpr T kMoments = 32;
 
     void join_full(RowState<T>& to, int64_t i) const {
         const T count = full[i] * kKeys;
         if (count == 0) return;
-        const T sum = sum_of<T>(load(above + i * L)), mean = sum / count;
-        const T deviation = sum_of<T>(load(above_squares + i * L)) - sum * mean;
+        const T sum = sum_of<T>(load(shifted + i * L)), mean = sum / count;
+        const T deviation = sum_of<T>(load(shifted_squares + i * L)) - sum * mean;
         // Less than none is rounding; NaN stays.
         to.join_moments(count, base[i], mean, deviation < T(0) ? T(0) : deviation);
     }
 
     __attribute__((noinline)) void leave_base(int64_t i) {
         join_full(known[i], i);
-        store(above + i * L, V<T>{});
-        store(above_squares + i * L, V<T>{});
+        store(shifted + i * L, V<T>{});
+        store(shifted_squares + i * L, V<T>{});
         full[i] = 0;
     }
 };

@@ -1,4 +1,4 @@
-// Scores of a strip of query rows against a tile of keys, for every form, with biases and caps.
+// Scores of strips of query rows against a tile of keys, for every form, with biases and caps.
 
 // Strips that go through a step together: what it begins and ends with is theirs in common (4 to 8% of a long forward).
 constexpr int kRun = 4;

@@ -233,23 +233,27 @@ struct Exp<double> {
 };
 
 template <class T>
+constexpr T kLog2E = static_cast<T>(1.44269504088896340736);
+
+template <class T>
 inline V<T> exp_of(V<T> x) {
     using E = Exp<T>;
-    constexpr T log2_e = static_cast<T>(1.44269504088896340736);
 #if defined(__AVX512F__)
     // scalef reaches over both ends of the range; lanes below it are zeroed as it runs.
     if constexpr (sizeof(T) == 4) {
         const __mmask16 above = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(E::lowest), _CMP_NLT_UQ);
         // Above the range: 2^200, less would be a product of inf and 0 in r.
         const V<T> y = (V<T>)_mm512_min_ps(_mm512_set1_ps(140.0f), (__m512)x);
-        const V<T> n = (V<T>)_mm512_roundscale_ps((__m512)(y * log2_e), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        const V<T> n =
+            (V<T>)_mm512_roundscale_ps((__m512)(y * kLog2E<T>), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
         const V<T> r = (y - n * E::ln2_high) - n * E::ln2_low;
         const V<T> p = (E::tail(r) * r) * r + (r + T(1));
         return (V<T>)_mm512_maskz_scalef_ps(above, (__m512)p, (__m512)n);
     } else {
         const __mmask8 above = _mm512_cmp_pd_mask((__m512d)x, _mm512_set1_pd(E::lowest), _CMP_NLT_UQ);
         const V<T> y = (V<T>)_mm512_min_pd(_mm512_set1_pd(1000.0), (__m512d)x);
-        const V<T> n = (V<T>)_mm512_roundscale_pd((__m512d)(y * log2_e), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        const V<T> n =
+            (V<T>)_mm512_roundscale_pd((__m512d)(y * kLog2E<T>), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
         const V<T> r = (y - n * E::ln2_high) - n * E::ln2_low;
         const V<T> p = (E::tail(r) * r) * r + (r + T(1));
         return (V<T>)_mm512_maskz_scalef_pd(above, (__m512d)p, (__m512d)n);
@@ -258,7 +262,7 @@ inline V<T> exp_of(V<T> x) {
     const M<T> under = x < E::lowest;
     V<T> y = choose<T>(under, splat<T>(E::lowest), x);
     y = choose<T>(y > E::highest, splat<T>(E::highest), y);
-    V<T> t = y * log2_e + E::magic;
+    V<T> t = y * kLog2E<T> + E::magic;
     const V<T> n = t - E::magic;
     const V<T> r = (y - n * E::ln2_high) - n * E::ln2_low;
     const V<T> p = (E::tail(r) * r) * r + (r + T(1));
@@ -276,10 +280,7 @@ inline V<T> exp_of(V<T> x) {
 #endif
 }
 
-template <class T>
-constexpr T kLog2E = static_cast<T>(1.44269504088896340736);
-
-// 2^t for t that do not overflow (weights of a softmax): exact for whole numbers, NaN stays NaN. 2^f with f from 0 to 1
+// 2^t (weights of a softmax): exact for whole numbers, NaN stays NaN. 2^f with f from 0 to 1
 // is 8e-8 off (float) before rounding.
 template <class T>
 inline V<T> fraction_power(V<T> f) {
@@ -308,7 +309,9 @@ inline V<T> power_of(V<T> t) {
     using E = Exp<T>;
     constexpr T least = -(E::bias + E::shift + 1);
     const M<T> under = t < least;
-    const V<T> y = choose<T>(under, splat(least), t), z = (y - T(0.5)) + E::magic, start = splat(E::magic);
+    constexpr T most = E::bias + 1;
+    const V<T> y = choose<T>(under, splat(least), choose<T>(t > most, splat(most), t));
+    const V<T> z = (y - T(0.5)) + E::magic, start = splat(E::magic);
     M<T> whole, zero;
     std::memcpy(&whole, &z, sizeof z);
     std::memcpy(&zero, &start, sizeof start);

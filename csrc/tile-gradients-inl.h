@@ -150,8 +150,8 @@ struct TileGradients {
         if (!of_final_scores && block.rows.head[first]->grad_scale) add_to_scale(ds, size);
     }
 
-    // A power of 2 takes less, its exponent rounded once, as the scores that it is made of are; in double the digits
-    // count: gradients of saturated rows are nothing but such weights.
+    // A power of 2 takes less, with an exponent that is rounded, as the scores that it is made of are; in double the
+    // digits count: gradients of saturated rows are nothing but such weights.
     static V<T> weight_of(V<T> above, T log_total) {
         if constexpr (sizeof(T) == 4)
             return power_of<T>(above * kLog2E<T> - log_total * kLog2E<T>);

@@ -143,6 +143,38 @@ def test_additive_arguments_that_cancel(activation: str, level: float, dtype: st
 
 
 @frameworks
+@pytest.mark.parametrize("dtype,levels", [("float32", (34.0, 36.0, 42.9, 68.0)), ("float64", (334.0, 345.0, 352.0))])
+@pytest.mark.parametrize("activation", ["tanh", "sigmoid"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_additive_weights_far_apart_where_arguments_cancel(
+    sign: int, activation: str, dtype: str, levels: tuple[float, ...], framework: str
+) -> None:
+    """A light weight's inverse times the exponential of its key overflows where that of the sum is moderate."""
+    rng = np.random.default_rng(1)
+    for level in levels:
+        query, key = -sign * level + rng.standard_normal((9, 4)), sign * level + rng.standard_normal((14, 4))
+        weights = np.array([1.0, 0.05, -0.001, 0.0])
+        row = SCORE[f"additive-{activation}-projected"]
+        call = call_of(row, query, key, rng.standard_normal((14, 3)), dtype, w_v=weights)
+        call.check(call.run(framework))
+
+
+@frameworks
+@pytest.mark.parametrize("heaviest", [1.0, 1e-16, 1e-29, 1e-35, 0.0])
+@pytest.mark.parametrize("size", [0.5, 3.0])
+@pytest.mark.parametrize("activation", ["tanh", "sigmoid", "silu"])
+def test_additive_weights_next_to_nothing(activation: str, size: float, heaviest: float, framework: str) -> None:
+    """Also beside weights of 0, of which the inverse is none."""
+    rng = np.random.default_rng(3)
+    query, key = size * rng.uniform(-1, 1, (9, 16)), size * rng.uniform(-1, 1, (70, 16))
+    query[3], key[5] = 0.0, 0.0
+    weights = heaviest * np.where(np.arange(16) % 3 == 0, 0.0, rng.uniform(-1, 1, 16))
+    row = dataclasses.replace(SCORE[f"additive-{activation}-projected"], dims=(16, 16))
+    call = call_of(row, query, key, rng.standard_normal((70, 3)), "float32", w_v=weights)
+    call.check(call.run(framework))
+
+
+@frameworks
 @pytest.mark.parametrize("score", ["additive-tanh", "additive-sigmoid", "additive-gelu-bias"])
 @pytest.mark.parametrize("hidden", [1, 64, 257])
 def test_additive_of_any_width(hidden: int, score: str, framework: str) -> None:

@@ -146,6 +146,31 @@ def test_infinite_scores_that_are_seen(dtype: str, queries: int) -> None:
     assert np.isnan(out[1:]).all()
 
 
+@pytest.mark.parametrize("keys", [63, 64, 200])
+@pytest.mark.parametrize("at", [0, 40, -1])
+@pytest.mark.parametrize("kernel", ["native", "streaming"])
+def test_moments_of_an_infinite_score_that_is_seen(kernel: str, at: int, keys: int) -> None:
+    key = np.linspace(-1, 1, keys, dtype="f4")[:, None]
+    key[at] = -np.inf
+    _, stats = ats.attend(np.ones((7, 1), "f4"), key, np.ones_like(key), score="dot", kernel=kernel, return_stats=True)
+    assert (stats.mean_score == -np.inf).all()
+    assert np.isnan(stats.var_score).all()
+
+
+@pytest.mark.parametrize("keys", [64, 2048, 2048 + 64 + 5, 5000])
+def test_moments_where_the_first_keys_are_far_from_all_others(keys: int) -> None:
+    """The base that scores are summed from is one of the first keys'."""
+    rng = np.random.default_rng(0)
+    key = rng.standard_normal((keys, 1)).astype("f4")
+    key[0], key[1:64] = 300.0, key[1:64] - 20
+    _, stats = ats.attend(np.ones((7, 1), "f4"), key, key, score="dot", kernel="native", return_stats=True)
+    exact = key.astype(float)
+    np.testing.assert_allclose(
+        stats.mean_score, np.full((7,), exact.mean()), rtol=1e-6, atol=1e-6 * np.abs(exact).mean()
+    )
+    np.testing.assert_allclose(stats.var_score, np.full((7,), exact.var()), rtol=2e-5)
+
+
 @pytest.mark.parametrize("where", ["query", "key"])
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf], ids=["nan", "inf", "minus-inf"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -52,9 +52,9 @@ def alternate(ours: Callable[[], Any], theirs: Callable[[], Any], effort: Effort
 
 
 def _repeats(side: Callable[[], Any]) -> int:
-    """How many calls fill a sample, by the quickest of several: the first, in cold caches, takes ten times as long."""
+    """How many calls fill a sample, by the quickest of several: the first may take a hundred times as long."""
     seconds = _sample(side, 1)
-    if seconds < _SAMPLE:
+    if seconds < 20 * _SAMPLE:
         seconds = min(seconds, *(_sample(side, 1) for _ in range(_WARMING)))
     return max(1, round(_SAMPLE / max(seconds, 1e-7)))
 
