@@ -344,8 +344,8 @@ class Additive {
     const bool ratio_;
     static constexpr int64_t kStep = L > 8 ? L : 8;
 
-    static constexpr T kLight =
-        sizeof(T) == 4 ? T(1e-12) : T(1e-25);                   // two, or eight, of its inverse can be multiplied
+    // Two of its inverse can be multiplied in float, eight in double.
+    static constexpr T kLight = sizeof(T) == 4 ? T(1e-12) : T(1e-25);
     static constexpr T kTop = sizeof(T) == 4 ? T(86) : T(706);  // exponents that leave room for a few sums
 
     bool folds(const Keys& keys) const {

@@ -1,6 +1,6 @@
 // Scores of strips of query rows against a tile of keys, for every form, with biases and caps.
 
-// Strips that go through a step together: what it begins and ends with is theirs in common (4 to 8% of a long forward).
+// Strips that go through a step together: what it begins and ends with is theirs in common (5% of a long forward).
 constexpr int kRun = 4;
 
 // What multiplies the products or squared distances of a head.

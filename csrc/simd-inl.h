@@ -280,7 +280,7 @@ inline V<T> exp_of(V<T> x) {
 #endif
 }
 
-// 2^t (weights of a softmax): exact for whole numbers, NaN stays NaN. 2^f with f from 0 to 1
+// 2^t (weights of a softmax): exact for whole numbers, infinite beyond the range, NaN stays NaN. 2^f with f from 0 to 1
 // is 8e-8 off (float) before rounding.
 template <class T>
 inline V<T> fraction_power(V<T> f) {
