@@ -35,7 +35,7 @@ inline V<T> fused_less(V<T> a, V<T> b, V<T> c) {
 }
 
 // 1 / x for x whose reciprocal is no subnormal number, to 1.5 units in the last place: an estimate of 14 bits and one
-// Newton step. Quicker than a division on Cascade Lake (2 multiplications for 8), as quick on Zen 5.
+// Newton step. Quicker than a division on Cascade Lake, not on Zen 4 and 5.
 #if defined(__AVX512F__)
 template <class T>
 constexpr bool kEstimates = sizeof(T) == 4;

@@ -212,7 +212,7 @@ class Additive {
                     const int64_t at = c * dim + p * kChunk + j;
                     const V<T> y =
                         u[p] * (known ? load(known + at) : exp_of<T>(load(keys.turned + p * kKeys + c + j) * kappa_));
-                    most = quick_max<T>(most, choose<T>(y < T(0), -y, y));
+                    most = quick_max<T>(most, size_of(y));
                     store(to + at, y);
                 }
             peaks[p] = quick_largest_of<T>(most);
@@ -244,10 +244,10 @@ class Additive {
                 for (int64_t j = 0; j < kStep; j += L) {
                     V<T> bound = splat(T(1));
                     if (p + j < dim) {
-                        const V<T> own = load(u + p + j), size = choose<T>(own < T(0), -own, own);
+                        const V<T> size = size_of(load(u + p + j));
                         for (int64_t r = 0; r < count; r++) {
                             const V<T> a = load(rows + (i + r) * query.width + p + j);
-                            const V<T> most_here = fused<T>(choose<T>(a < T(0), -a, a), load(peaks + p + j), size);
+                            const V<T> most_here = fused<T>(size_of(a), load(peaks + p + j), size);
                             bound = r == 0 ? most_here : quick_max<T>(bound, most_here);
                         }
                     }
@@ -325,19 +325,15 @@ class Additive {
         }
     }
 
-    // The most of eight terms, but not above `limit`, that share a division with their product up to `most`.
+    // The most of eight terms, but not above `limit`, that share a division with their product up to `most`. No bound
+    // is below 1, so fewer terms fit wherever more do; and nothing branches on what cannot be foreseen.
     static char share(const T* bounds, T most, int limit) {
-        const auto fits = [&](int64_t count) {
-            for (int64_t i = 0; i < 8; i += count) {
-                T product = bounds[i];
-                for (int64_t k = i + 1; k < i + count; k++) product *= bounds[k];
-                if (!(product <= most)) return false;
-            }
-            return true;
-        };
-        for (int count = limit; count > 1; count /= 2)
-            if (fits(count)) return static_cast<char>(count);
-        return 1;
+        T two[4], four[2];
+        for (int i = 0; i < 4; i++) two[i] = bounds[2 * i] * bounds[2 * i + 1];
+        for (int i = 0; i < 2; i++) four[i] = two[2 * i] * two[2 * i + 1];
+        const bool twos = (two[0] <= most) & (two[1] <= most) & (two[2] <= most) & (two[3] <= most);
+        const bool fours = (four[0] <= most) & (four[1] <= most), all = four[0] * four[1] <= most;
+        return static_cast<char>(std::min(limit, 1 << (twos + (twos & fours) + (twos & fours & all))));
     }
 
     const T negative_, kappa_;
@@ -354,14 +350,18 @@ class Additive {
     bool in_range(T size) const { return std::fabs(kappa_) * size <= kTop; }
     bool has_tangents(T size) const { return activation == Activation::tanh && size <= T(1); }
 
+    // Of |x|; NaN comes out. Several at a time: each waits for the one before.
     static T largest(const T* x, int64_t count) {
-        V<T> top{};
-        for (int64_t i = 0; i < count; i += L) {
-            const V<T> v = load(x + i);
-            top = max_of<T>(top, choose<T>(v < T(0), -v, v));
-        }
-        return largest_of<T>(top);
+        constexpr int together = 4;
+        V<T> top[together] = {};
+        int64_t i = 0;
+        for (; i + together * L <= count; i += together * L)
+#pragma GCC unroll 4
+            for (int k = 0; k < together; k++) top[k] = max_of<T>(top[k], size_of(load(x + i + k * L)));
+        for (; i < count; i += L) top[0] = max_of<T>(top[0], size_of(load(x + i)));
+        return largest_of<T>(max_of<T>(max_of<T>(top[0], top[1]), max_of<T>(top[2], top[3])));
     }
+    static V<T> size_of(V<T> x) { return choose<T>(x < T(0), -x, x); }
 
     static T* reserve(Buffer<T>& memory, int64_t& size, int64_t count) {
         if (size < count || !memory.memory) {

@@ -153,7 +153,10 @@ struct ForwardTasks {
     }
 
    private:
-    void cut(const std::vector<int64_t>& heads, int64_t total, int64_t rows) {
+    // Into blocks of one size, but for the last: a small one of its own would leave a thread idle meanwhile.
+    void cut(const std::vector<int64_t>& heads, int64_t total, int64_t most) {
+        const int64_t count = (total + most - 1) / most;
+        const int64_t rows = count > 0 ? padded((total + count - 1) / count, kStrip) : most;
         for (int64_t first = 0; first < total; first += rows)
             units.push_back({&heads, first, std::min(rows, total - first)});
     }
