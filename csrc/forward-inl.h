@@ -46,7 +46,7 @@ void forward_block(Arena& arena, const Problem& problem, const Block<T>& block, 
         if (Pairs::serves(problem) && block.count > kFewRows) pairs.emplace(arena, problem, block);
     const bool few = problem.form == Form::inner && block.count <= kFewRows;
     const T factor = static_cast<T>(dropout.factor);
-    const int64_t together = pairs || few ? 1 : kRun;
+    const int64_t together = few ? 1 : kRun;
     uint64_t kept[kRun * kStrip];
     const auto pool = [&](const Run& run, int64_t here) {
         T* out = running.out + run.first * running.width;

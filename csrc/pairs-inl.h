@@ -6,9 +6,10 @@ constexpr bool kPairs = true;
 
 typedef uint32_t Two;  // two bfloat16, the first in the low half
 
+// C[R x N vectors] = factor * sum over k of A[R x k pairs] B[k pairs x N vectors], or, to add, C += the sum.
 template <int R, int N>
-inline void pair_block(float* c, int64_t ldc, const Two* a, int64_t lda, const Two* b, int64_t ldb, int64_t k,
-                       bool add) {
+inline void pair_block(float* c, int64_t ldc, const Two* a, int64_t lda, const Two* b, int64_t ldb, int64_t k, bool add,
+                       float factor) {
     __m512 sum[R][N];
 #pragma GCC unroll 8
     for (int i = 0; i < R; i++)
@@ -29,43 +30,45 @@ inline void pair_block(float* c, int64_t ldc, const Two* a, int64_t lda, const T
 #pragma GCC unroll 8
     for (int i = 0; i < R; i++)
 #pragma GCC unroll 8
-        for (int j = 0; j < N; j++) _mm512_storeu_ps(c + i * ldc + j * 16, sum[i][j]);
+        for (int j = 0; j < N; j++)
+            _mm512_storeu_ps(c + i * ldc + j * 16, add ? sum[i][j] : _mm512_mul_ps(sum[i][j], _mm512_set1_ps(factor)));
 }
 
 template <int N>
 void pair_panel(float* c, int64_t ldc, const Two* a, int64_t lda, const Two* b, int64_t ldb, int64_t m, int64_t k,
-                bool add) {
-    switch (m) {
-        case 6:
-            pair_block<6, N>(c, ldc, a, lda, b, ldb, k, add);
-            break;
+                bool add, float factor) {
+    int64_t i = 0;
+    for (; i + kStrip <= m; i += kStrip)
+        pair_block<kStrip, N>(c + i * ldc, ldc, a + i * lda, lda, b, ldb, k, add, factor);
+    c += i * ldc, a += i * lda;
+    switch (m - i) {
         case 5:
-            pair_block<5, N>(c, ldc, a, lda, b, ldb, k, add);
+            pair_block<5, N>(c, ldc, a, lda, b, ldb, k, add, factor);
             break;
         case 4:
-            pair_block<4, N>(c, ldc, a, lda, b, ldb, k, add);
+            pair_block<4, N>(c, ldc, a, lda, b, ldb, k, add, factor);
             break;
         case 3:
-            pair_block<3, N>(c, ldc, a, lda, b, ldb, k, add);
+            pair_block<3, N>(c, ldc, a, lda, b, ldb, k, add, factor);
             break;
         case 2:
-            pair_block<2, N>(c, ldc, a, lda, b, ldb, k, add);
+            pair_block<2, N>(c, ldc, a, lda, b, ldb, k, add, factor);
             break;
         case 1:
-            pair_block<1, N>(c, ldc, a, lda, b, ldb, k, add);
+            pair_block<1, N>(c, ldc, a, lda, b, ldb, k, add, factor);
             break;
     }
 }
 
-// C[m x n] (+)= A[m x k pairs] B[k pairs x n], m up to kStrip.
+// C[m x n] = factor * A[m x k pairs] B[k pairs x n], or, to add, C += A B.
 inline void pair_product(float* c, int64_t ldc, const Two* a, int64_t lda, const Two* b, int64_t ldb, int64_t m,
-                         int64_t n, int64_t k, bool add) {
+                         int64_t n, int64_t k, bool add, float factor = 1) {
     int64_t j = 0;
-    for (; j + 64 <= n; j += 64) pair_panel<4>(c + j, ldc, a, lda, b + j, ldb, m, k, add);
-    for (; j < n; j += 16) pair_panel<1>(c + j, ldc, a, lda, b + j, ldb, m, k, add);
+    for (; j + 64 <= n; j += 64) pair_panel<4>(c + j, ldc, a, lda, b + j, ldb, m, k, add, factor);
+    for (; j < n; j += 16) pair_panel<1>(c + j, ldc, a, lda, b + j, ldb, m, k, add, factor);
 }
 
-// A strip's scores and its pooling from bfloat16 rows.
+// The scores and the pooling of a run of strips from bfloat16 rows.
 class Pairs {
    public:
     static bool serves(const Problem& problem) {
@@ -79,7 +82,7 @@ class Pairs {
         rows_ = arena.take<Two>(kKeys * pairs_);
         key_ = arena.take<Two>(kKeys * pairs_);
         value_ = arena.take<Two>(kKeys / 2 * width_);
-        weights_ = arena.take<uint16_t>(kStrip * kKeys);
+        weights_ = arena.take<uint16_t>(kRun * kStrip * kKeys);
     }
 
     // `value` are the rows of the tile as float32, free of NaN and infinity where something may be hidden.
@@ -98,9 +101,8 @@ class Pairs {
     }
 
     void scores(float* s, int64_t first, int64_t size, int64_t columns) const {
-        pair_product(s, kKeys, query_ + first * pairs_, pairs_, key_, kKeys, size, columns, pairs_, false);
-        const float scale = static_cast<float>(problem_.scale);
-        for (int64_t j = 0; j < size * kKeys; j += 16) store(s + j, load(s + j) * scale);
+        pair_product(s, kKeys, query_ + first * pairs_, pairs_, key_, kKeys, size, columns, pairs_, false,
+                     static_cast<float>(problem_.scale));
     }
 
     void pool(float* out, const float* weights, int64_t size, int64_t here) const {

@@ -1,8 +1,5 @@
 // Scores of strips of query rows against a tile of keys, for every form, with biases and caps.
 
-// Strips that go through a step together: what it begins and ends with is theirs in common (5% of a long forward).
-constexpr int kRun = 4;
-
 // What multiplies the products or squared distances of a head.
 template <class T>
 inline T scale_of(const Problem& problem, const Head& head) {

@@ -12,6 +12,7 @@ constexpr int kVectorBytes = 16;
 constexpr int kPanel = 2;
 #endif
 constexpr int kStrip = 6;      // query rows whose scores are computed together
+constexpr int kRun = 4;        // strips that go through a step together and share its beginning and end
 constexpr int64_t kKeys = 64;  // keys of a tile: as many as the bits that say which of them a row sees
 
 template <class T>

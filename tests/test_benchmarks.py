@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import hashlib
 import json
 import runpy
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -290,6 +292,36 @@ def test_blocks_do_not_matter_to_the_reference(monkeypatch: pytest.MonkeyPatch) 
 
 
 # ------------------------------------------------------------------ timing
+
+
+@pytest.mark.skipif(not timing._TASKS.exists(), reason="no list of this process's threads here")
+def test_threads_that_go_on_running_after_a_side_are_seen() -> None:
+    stop = threading.Event()
+
+    def spin() -> None:
+        while not stop.is_set():
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 100_000)  # runs without the interpreter's lock
+
+    timing._rest()  # what other tests left running
+    assert not timing._others_run()
+    thread = threading.Thread(target=spin)
+    thread.start()
+    seen = any(timing._others_run() for _ in range(10_000))
+    stop.set()
+    thread.join()
+    assert seen
+    timing._rest()
+    assert not timing._others_run()
+
+
+def test_no_side_begins_before_the_threads_of_the_other_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    running, happened = iter([True, True, False, False]), []
+    monkeypatch.setattr("attnscore.bench.timing._others_run", lambda: happened.append("looked") or next(running))
+    alternate(lambda: happened.append("ours"), lambda: happened.append("theirs"), Effort(1, 1, 0.0))
+    at = len(happened) - 1 - happened[::-1].index("looked")
+    assert happened[at - 1] == "ours" and happened[at + 1] == "theirs"
+    assert happened.count("looked") == 4
+    assert happened[happened.index("looked") :][:4] == ["looked", "looked", "looked", "ours"]
 
 
 def test_sides_alternate_and_the_order_turns(monkeypatch: pytest.MonkeyPatch) -> None:

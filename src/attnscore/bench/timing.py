@@ -2,15 +2,17 @@
 
 What this module meets:
 - both sides are warm before the first round; short calls are repeated within a sample until the clock can see them;
-- the order within a round changes from round to round;
+- the order within a round changes from round to round, and no side begins before the other's threads have come to rest;
 - a ratio is the median of the ratios of the rounds, not the ratio of two medians: drift cancels in each round.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,8 +21,11 @@ Summary = dict[str, float]
 
 _SAMPLE = 0.005  # seconds; 200 times what a disturbed reading of the clock costs
 _WARMING = 10  # calls
-# libgomp's and other threads spin for about a millisecond after a call; they must not do so on the other side's time.
+# Threads of libgomp and others go on spinning after a call, in case another comes: for 1 millisecond to 16, as long as
+# the CPU takes for so many pauses. They must not do so on the other side's time.
 _PAUSE = 0.002
+_LONGEST_REST = 0.2
+_TASKS = Path("/proc/self/task")
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ def alternate(ours: Callable[[], Any], theirs: Callable[[], Any], effort: Effort
     end = time.perf_counter() + effort.seconds
     while len(times[0]) < effort.least or (time.perf_counter() < end and len(times[0]) < effort.most):
         for which in (0, 1) if len(times[0]) % 2 == 0 else (1, 0):
-            time.sleep(_PAUSE)
+            _rest()
             times[which].append(_sample(sides[which], repeats[which]))
     return times
 
@@ -64,6 +69,27 @@ def _sample(side: Callable[[], Any], repeat: int) -> float:
     for _ in range(repeat):
         side()
     return (time.perf_counter() - start) / repeat
+
+
+def _rest() -> None:
+    """Wait until no other thread of this process runs; where that cannot be seen, for some milliseconds."""
+    end = time.perf_counter() + _LONGEST_REST
+    time.sleep(_PAUSE if _TASKS.exists() else 10 * _PAUSE)
+    while _others_run() and time.perf_counter() < end:
+        time.sleep(_PAUSE)
+
+
+def _others_run() -> bool:
+    own = str(threading.get_native_id())
+    return any(_state(task) == "R" for task in _TASKS.glob("*") if task.name != own)
+
+
+def _state(task: Path) -> str:
+    """R: the thread runs, or could. Its name, in parentheses before, may hold anything."""
+    try:
+        return (task / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):  # it has ended
+        return ""
 
 
 def summary(numbers: Sequence[float]) -> Summary:
