@@ -20,7 +20,8 @@
 // Measured, one thread, 512 x 512 x 256, float. Zen 5: scores 41 G terms/s in fours by a division (34 in pairs, 25 one
 // by one), gradients 19 (17 with divisions shared by two). A 512-bit division takes the time of 3 to 4 multiplications
 // there, as does an estimate with a Newton step. On Cascade Lake a division takes that of 20; the loop alone reaches 15
-// in fours by a division, 17 by an estimate, 18 in eights by an estimate (16 by a division).
+// in fours by a division, 17 by an estimate, 18 in eights by an estimate (16 by a division). On Zen 4 it takes that of
+// 3 (an estimate with its step 4), and the loop reaches 20, which is all that its multiplications leave.
 
 // How a block of rows meets a tile. Scores have one way for pairs, singles and beyond: see `by_exponentials`.
 enum class Way {
