@@ -24,6 +24,7 @@ class AdditiveScores {
         const bool small = form_.way_of(query, keys) == Way::small;
         if (small || form_.by_exponentials(query, keys)) {
             const bool sum = small || form_.activation == Activation::silu;
+            // Without an estimate there is one way only.
             const auto scores =
                 divides()
                     ? (sum ? &AdditiveScores::shared_scores<true, true> : &AdditiveScores::shared_scores<false, true>)
