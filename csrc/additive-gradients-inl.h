@@ -19,9 +19,9 @@ class AdditiveGradients {
     // From ds (as s; exactly 0 where a pair is hidden): da[i * lda + p] +=, db[j * ldb + p] +=, dw[p] +=.
     void operator()(const T* ds, int64_t lds, const Query& query, int64_t first, int64_t last, const Keys& keys,
                     const T* w, T* da, int64_t lda, T* db, int64_t ldb, T* dw) const {
-        const Way way = form_.way_of(query, keys);
+        const Way way = form_.way_of(query.largest, keys);
         const Pass pass{ds, lds, first, last, query.width, w, da, lda, db, ldb, dw};
-        const T* b = form_.row_table(keys, Keys::rows, query.width);
+        const T* b = keys.rows;
         if (way == Way::careful || way == Way::terms)
             return form_.with_term(way, [&](auto term) {
                 if (way == Way::careful)
@@ -30,10 +30,10 @@ class AdditiveGradients {
                     term_gradients<false>(term, pass, query.rows, b);
             });
         if (way == Way::small) {
-            const T* t = form_.row_table(keys, Keys::row_tangents, query.width);
+            const T* t = keys.row_tangents;
             return ratio_gradients<Rule::tangent, true>(pass, query.tangents, query.tangents, t, t);
         }
-        const T *ea = query.exponentials, *eb = form_.row_table(keys, Keys::row_exponentials, query.width);
+        const T *ea = query.exponentials, *eb = keys.row_exponentials;
         if (form_.activation == Activation::silu)
             way != Way::singles ? ratio_gradients<Rule::silu, true>(pass, ea, query.rows, eb, b)
                                 : ratio_gradients<Rule::silu, false>(pass, ea, query.rows, eb, b);

@@ -16,28 +16,31 @@ class AdditiveScores {
     using Keys = typename Form::Keys;
 
    public:
-    explicit AdditiveScores(const Form& form) : form_(form) {}
+    AdditiveScores(Arena& arena, const Form& form)
+        : form_(form), eights_((form.dim + 7) / 8), shares_(arena.take<char>(kRun * eights_)) {}
 
-    // s[i * lds + j] for rows first <= i < last of the block, all keys of the tile.
+    // s[i * lds + j] for the rows of a run of strips, all keys of the tile; the first row is the first of a strip.
     void operator()(T* s, int64_t lds, const Query& query, int64_t first, int64_t last, const Keys& keys,
                     const T* w) const {
-        const bool small = form_.way_of(query, keys) == Way::small;
-        if (small || form_.by_exponentials(query, keys)) {
+        const bool small = form_.way_of(query.largest, keys) == Way::small;
+        if (small || form_.by_exponentials(query.largest, keys)) {
             const bool sum = small || form_.activation == Activation::silu;
             // Without an estimate there is one way only.
             const auto scores =
-                divides()
-                    ? (sum ? &AdditiveScores::shared_scores<true, true> : &AdditiveScores::shared_scores<false, true>)
-                    : (sum ? &AdditiveScores::shared_scores<true, !kEstimates<T>>
-                           : &AdditiveScores::shared_scores<false, !kEstimates<T>>);
+                amd() ? (sum ? &AdditiveScores::shared_scores<true, true> : &AdditiveScores::shared_scores<false, true>)
+                      : (sum ? &AdditiveScores::shared_scores<true, !kEstimates<T>>
+                             : &AdditiveScores::shared_scores<false, !kEstimates<T>>);
             return (this->*scores)(s, lds, query, first, last, keys, small);
         }
-        const Way way = query.finite && keys.finite ? Way::terms : Way::careful;
+        const Way way = form_.way_of(query.largest, keys) == Way::careful ? Way::careful : Way::terms;
         form_.with_term(way, [&](auto term) { term_scores(term, s, lds, query, first, last, keys, w); });
     }
 
    private:
     const Form& form_;
+    const int64_t eights_;
+    char* shares_;  // by strip and eight channels: how many terms share a division
+    static constexpr int64_t kStep = L > 8 ? L : 8;
 
     struct Strip {
         T* s;
@@ -96,14 +99,15 @@ class AdditiveScores {
             for (int j = 0; j < kAcross; j++) sum[r][j] += f(moved(sides, r * strip.width, p), j * L);
     }
 
-    // Whether to divide where `inverse_of` could estimate: a division of 16 floats takes the time of 3 multiplications
-    // on AMD's CPUs (3 to 4 on Zen 5), the estimate and what it saves 4; on Intel's the division takes that of 20.
-    static bool divides() {
+    // Whether to divide where `inverse_of` could estimate, and only four terms together: a division of 16 floats takes
+    // the time of 2 to 3 multiplications on AMD's CPUs (3 to 4 on Zen 5), the estimate 3; on Intel's the division takes
+    // that of 20.
+    static bool amd() {
 #if defined(__AVX512F__)
-        static const bool amd = __builtin_cpu_is("amd");
-        return amd || !kEstimates<T>;
+        static const bool found = __builtin_cpu_is("amd");
+        return found;
 #else
-        return true;
+        return false;
 #endif
     }
 
@@ -169,26 +173,72 @@ class AdditiveScores {
             }
     }
 
+    // How many terms share a division.
+    void share(const Query& query, const Keys& keys, bool small, int64_t first, int64_t last) const {
+        // Numerators are sums of as many products, times a sum of both sides in silu. Such terms may be large, and each
+        // that joins a fraction rounds all of it once more.
+        const T reach = query.largest + keys.largest;
+        const bool silu = form_.activation == Activation::silu;
+        const T most = std::numeric_limits<T>::max() / 32 / (silu ? std::max(T(1), reach) : T(1));
+        const int limit = !silu ? (amd() ? 4 : 8) : reach <= T(16) ? 4 : reach <= T(40) ? 2 : 1;
+        const int64_t strip = first / kStrip, strips = (last - first + kStrip - 1) / kStrip;
+        const T* rows = (small ? query.tangent_peaks : query.exponential_peaks) + strip * query.width;
+        const T* peaks = small ? keys.tangent_peaks : keys.exponential_peaks;
+        for (int64_t p = 0; p < form_.dim; p += kStep) {
+            // Of the denominators u + A (u B): of each strip, and before them of all.
+            T bounds[1 + kRun][kStep];
+            for (int64_t j = 0; j < kStep; j += L) {
+                V<T> all = splat(T(1));
+                for (int64_t k = 0; k < strips; k++) {
+                    V<T> bound = splat(T(1));
+                    if (p + j < form_.dim)
+                        bound = fused<T>(load(rows + k * query.width + p + j), load(peaks + p + j),
+                                         size_of<T>(load(keys.coefficients + p + j)));
+                    all = quick_max<T>(all, bound);
+                    store(bounds[1 + k] + j, bound);
+                }
+                store(bounds[0] + j, all);
+            }
+            for (int64_t j = 0; j < kStep && p + j < form_.dim; j += 8) {
+                const char all = share_of(bounds[0] + j, most, limit);
+                for (int64_t k = 0; k < strips; k++)
+                    shares_[k * eights_ + (p + j) / 8] = all == limit ? all : share_of(bounds[1 + k] + j, most, limit);
+            }
+        }
+    }
+
+    // The most of eight terms, but not above `limit`, that share a division with their product up to `most`. No bound
+    // is below 1, so fewer terms fit wherever more do; and nothing branches on what cannot be foreseen.
+    static char share_of(const T* bounds, T most, int limit) {
+        T two[4], four[2];
+        for (int i = 0; i < 4; i++) two[i] = bounds[2 * i] * bounds[2 * i + 1];
+        for (int i = 0; i < 2; i++) four[i] = two[2 * i] * two[2 * i + 1];
+        const bool twos = (two[0] <= most) & (two[1] <= most) & (two[2] <= most) & (two[3] <= most);
+        const bool fours = (four[0] <= most) & (four[1] <= most), all = four[0] * four[1] <= most;
+        return static_cast<char>(std::min(limit, 1 << (twos + (twos & fours) + (twos & fours & all))));
+    }
+
     template <bool Sum, bool Divides>
     void shared_scores(T* s, int64_t lds, const Query& query, int64_t first, int64_t last, const Keys& keys,
                        bool small) const {
         const bool tall = form_.activation == Activation::tanh && !small;
         const T *ea = small ? query.tangents : query.exponentials, *na = small ? ea : query.rows;
-        const T *eb = form_.weighted_table(keys, small), *nb = small ? form_.chunked_tangents(keys) : keys.turned;
+        const T* eb = small ? keys.weighted_tangents : keys.weighted_exponentials;
+        const T* nb = small ? keys.tangents : keys.turned;
         const Strip plan{nullptr,
                          lds,
                          query.width,
-                         form_.coefficients(keys),
+                         keys.coefficients,
                          0,
                          0,
                          tall ? keys.total : T(0),
                          tall ? -2 * keys.heaviest : keys.heaviest,
                          false,
                          false};
-        const char* shares = form_.shares(query, keys, small, first, last, kRowsTogether);
+        share(query, keys, small, first, last);
         auto one = [&](const Strip& strip, int64_t i, int64_t c, bool whole) {
             const int64_t at = i * query.width;
-            const char* own = shares + (i - first) * form_.eights();
+            const char* own = shares_ + (i - first) / kStrip * eights_;
             const Sides sides{ea + at, na + at, eb + c * form_.dim, nb + (small ? c * form_.dim : c),
                               small ? kChunk : kKeys};
             whole ? shared_strip<Sum, Divides, kRowsTogether>(strip, sides, own)

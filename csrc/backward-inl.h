@@ -78,13 +78,12 @@ struct KeyGradients {
     }
 };
 
-// Gradients of additive scores of the rows [first, last) of a block: into `dq` (set), `dk` and `dw` (added to).
+// Gradients of additive scores of the rows [first, last) of a block, added to `dq`, `dk` and `dw`.
 template <class T>
 void additive_gradients(const Problem& problem, const Additive<T>& form, BackwardBlock<T>& block,
                         const BackwardTile<T>& tile, int64_t first, int64_t last, T* dk, T* dq, T* dw) {
     const Head& head = *block.rows.head[0];
     const int64_t width = tile.width;
-    std::fill_n(dq, (last - first) * width, T(0));
     // Pairs of rows and keys that are not finite, in whose place zeros stand: each by itself.
     struct Pair {
         int64_t row, key;
@@ -128,38 +127,37 @@ void gather_gradients(const Problem& problem, BackwardBlock<T>& block, const Bac
                    count, true);
 
     T* grad_query = reinterpret_cast<T*>(head.grad_query) + block.rows.row[first] * problem.dim;
+    // Added to the caller's where its rows lie as ours do, and take no factor.
+    const bool straight = problem.dim == width && problem.form != Form::distance;
+    T* dq = straight ? grad_query : dq_scratch;
+    if (!straight) std::fill_n(dq, count * width, T(0));
     if (problem.form == Form::additive) {
         // s = sum_h w_h activation(a_h + b_h)
-        additive_gradients(problem, gradients.scores.additive(), block, tile, first, last, sums.dk, dq_scratch, dw);
-        add_rows(grad_query, problem.dim, dq_scratch, width, count, T(1));
+        additive_gradients(problem, gradients.scores.additive(), block, tile, first, last, sums.dk, dq, dw);
     } else if (problem.form == Form::distance) {
         // s = -scale |q - k|^2
-        std::fill_n(dq_scratch, count * width, T(0));
         if (careful) {
-            seen_differences(dq_scratch, sums.dk, width, ds, bits, count, query, tile.keys.rows);
+            seen_differences(dq, sums.dk, width, ds, bits, count, query, tile.keys.rows);
         } else {
-            difference_product<T>(dq_scratch, width, ds, kKeys, 1, query, width, tile.keys.rows.data,
-                                  tile.keys.rows.stride, count, width, here);
+            difference_product<T>(dq, width, ds, kKeys, 1, query, width, tile.keys.rows.data, tile.keys.rows.stride,
+                                  count, width, here);
             difference_product<T>(sums.dk, width, ds, 1, kKeys, tile.keys.rows.data, tile.keys.rows.stride, query,
                                   width, here, width, count);
         }
-        add_rows(grad_query, problem.dim, dq_scratch, width, count, T(-2) * scale_of<T>(problem, head));
     } else {
         // s = scale q . k, where the block's rows and the tile's hold the scale already
         const View<T> rows{query, width};
-        if (careful)
+        if (careful) {
             seen_product(sums.dk, width, ds, bits, count, rows, width, true);
-        else
-            product<T>(sums.dk, width, ds, 1, kKeys, query, width, here, width, count, true);
-        const bool straight = problem.dim == width;
-        T* dq = straight ? grad_query : dq_scratch;
-        if (!straight) std::fill_n(dq, count * width, T(0));
-        if (careful)
             seen_product(dq, width, ds, bits, count, tile.key_rows, width, false);
-        else
+        } else {
+            product<T>(sums.dk, width, ds, 1, kKeys, query, width, here, width, count, true);
             product<T>(dq, width, ds, kKeys, 1, tile.key_rows.data, tile.key_rows.stride, count, width, here, true);
-        if (!straight) add_rows(grad_query, problem.dim, dq, width, count, T(1));
+        }
     }
+    if (!straight)
+        add_rows(grad_query, problem.dim, dq, width, count,
+                 problem.form == Form::distance ? T(-2) * scale_of<T>(problem, head) : T(1));
     if (head.grad_query_bias)
         for (int64_t i = 0; i < count; i++)
             reinterpret_cast<T*>(head.grad_query_bias)[block.rows.row[first + i]] += row_sum(ds + i * kKeys);
@@ -175,45 +173,53 @@ struct BackwardWalk {
     const Head& head;
     TileGradients<T> gradients;
     BackwardBlock<T> block;
-    BackwardTile<T> tile;
 
     BackwardWalk(Arena& arena, const Problem& p, int64_t index, Span rows)
         : problem(p),
           head(p.heads[index]),
           gradients(arena, p),
           block(arena, p, gradients.scores.additive(), index, rows.first, rows.last - rows.first),
-          tile(arena, p) {}
+          own_tile_(arena, p, gradients.scores.additive()) {}
 
-    // Calls f(key, count) for each tile of `keys` whose weights and gradients now stand in the block.
+    // Calls f(tile) for each tile of `keys` whose weights and gradients now stand in the block.
     template <class F>
-    void over(Span keys, const F& f) {
+    void over(Span keys, const SharedTiles<BackwardTile<T>>& tiles, const F& f) {
         const Span seen = block.rows.keys(problem.key_len);
         const int64_t last = std::min(keys.last, seen.last);
         for (int64_t key = std::max(keys.first, seen.first); key < last; key += kKeys) {
             const int64_t here = std::min<int64_t>(kKeys, last - key);
             if (block.rows.skips(key, here)) continue;
-            tile.fill(problem, gradients.scores.additive(), head, key, here, block.rows.hidden);
-            gradients(block, tile);
-            if (gradients.strips.first < gradients.strips.last) f(key, here);
+            const BackwardTile<T>* tile = tiles.find(problem, head, key, here);
+            if (!tile) {
+                own_tile_.fill(problem, gradients.scores.additive(), head, key, here, block.rows.hidden,
+                               {block.prepared.largest, block.prepared.largest});
+                tile = &own_tile_;
+            }
+            gradients(block, *tile);
+            if (gradients.strips.first < gradients.strips.last) f(*tile);
         }
     }
+
+   private:
+    BackwardTile<T> own_tile_;
 };
 
 // Rows of a walk: keys are turned once for so many.
 constexpr int64_t kBackwardRows = 384;
 
 template <class T>
-void backward_range(const Problem& problem, const Group& group, Span keys, Span rows, T* dw) {
+void backward_range(const Problem& problem, const Group& group, Span keys, Span rows,
+                    const SharedTiles<BackwardTile<T>>& tiles, T* dw) {
     for (size_t h = 0; h < group.heads.size(); h++)
         for (int64_t first = rows.first; first < rows.last; first += kBackwardRows) {
             Arena& arena = thread_arena();
             BackwardWalk<T> walk(arena, problem, group.heads[h], {first, std::min(first + kBackwardRows, rows.last)});
             KeyGradients<T> sums(arena, problem);
-            T* dq = arena.take<T>(walk.block.rows.count * walk.tile.width);
-            walk.over(keys, [&](int64_t key, int64_t here) {
+            T* dq = arena.take<T>(walk.block.rows.count * sums.width);
+            walk.over(keys, tiles, [&](const BackwardTile<T>& tile) {
                 sums.clear();
-                gather_gradients(problem, walk.block, walk.tile, walk.gradients, sums, dq, dw);
-                sums.add_to(problem, walk.head, group, key, here);
+                gather_gradients(problem, walk.block, tile, walk.gradients, sums, dq, dw);
+                sums.add_to(problem, walk.head, group, tile.keys.first, tile.keys.count);
             });
             if (walk.head.grad_scale) dw[h] += static_cast<T>(walk.gradients.grad_scale);
         }
@@ -222,7 +228,8 @@ void backward_range(const Problem& problem, const Group& group, Span keys, Span 
 // The gradient of a bias that heads share: rows of it against all keys, head after head. Along a broadcast axis it is a
 // sum over all rows or all keys, whose terms cancel: added one after the other in float, 10^5 of them left 3 digits.
 template <class T>
-void backward_bias(const Problem& problem, const BiasGroup& group, Span rows) {
+void backward_bias(const Problem& problem, const BiasGroup& group, Span rows,
+                   const SharedTiles<BackwardTile<T>>& tiles) {
     constexpr int64_t size = 96;
     const bool tall = group.row_stride != 0, wide = group.col_stride != 0;
     T* to = reinterpret_cast<T*>(group.grad_bias);
@@ -231,7 +238,8 @@ void backward_bias(const Problem& problem, const BiasGroup& group, Span rows) {
         for (int64_t first = rows.first; first < rows.last; first += size) {
             BackwardWalk<T> walk(thread_arena(), problem, index, {first, std::min(first + size, rows.last)});
             walk.gradients.of_final_scores = true;
-            walk.over({0, problem.key_len}, [&](int64_t key, int64_t here) {
+            walk.over({0, problem.key_len}, tiles, [&](const BackwardTile<T>& tile) {
+                const int64_t key = tile.keys.first, here = tile.keys.count;
                 const Span strips = walk.gradients.strips;
                 for (int64_t i = strips.first * kStrip; i < std::min(strips.last * kStrip, walk.block.rows.count);
                      i++) {
@@ -269,6 +277,13 @@ void backward_as(const Problem& problem, int threads) {
         if (problem.heads[group.heads[0]].grad_scale)
             common = std::max(common, static_cast<int64_t>(group.heads.size()));
     std::vector<T> sums(groups * ranges * common);
+    const Additive<T> form(problem);
+    SharedTiles<BackwardTile<T>> tiles;
+    if (tiles.serve(problem, ranges))
+        tiles = {problem, threads, [&](Arena& arena) { return BackwardTile<T>(arena, problem, form); },
+                 [&](BackwardTile<T>& tile, const Head& head, int64_t key, int64_t here) {
+                     tile.fill(problem, form, head, key, here, true, {});
+                 }};
     const auto cut = [&](int64_t length, int64_t r, int64_t unit) {
         const int64_t units = (length + unit - 1) / unit;
         return Span{std::min(length, units * r / ranges * unit), std::min(length, units * (r + 1) / ranges * unit)};
@@ -278,7 +293,7 @@ void backward_as(const Problem& problem, int threads) {
             const int64_t r = task % ranges;
             T* dw = sums.data() + task * common;
             backward_range<T>(problem, problem.groups[task / ranges], cut(problem.key_len, r, kKeys),
-                              cut(problem.query_len, (r + step) % ranges, kStrip), dw);
+                              cut(problem.query_len, (r + step) % ranges, kStrip), tiles, dw);
         });
     for (int64_t task = 0; common && task < groups * ranges; task++) {
         const Group& group = problem.groups[task / ranges];
@@ -300,7 +315,7 @@ void backward_as(const Problem& problem, int threads) {
             tasks.push_back({&group, {first, std::min(problem.query_len, first + size)}});
     }
     for_each_task(static_cast<int64_t>(tasks.size()), threads,
-                  [&](int64_t i) { backward_bias<T>(problem, *tasks[i].group, tasks[i].rows); });
+                  [&](int64_t i) { backward_bias<T>(problem, *tasks[i].group, tasks[i].rows, tiles); });
 }
 
 void backward(const Problem& problem, int threads) {

@@ -133,14 +133,18 @@ struct KeyTile {
     uint64_t bad = 0;  // additive: keys that held NaN or infinity; see Block
     typename Additive<T>::Keys additive;
 
-    KeyTile(Arena& arena, const Problem& problem) {
+    // `gradients`: whether they are computed of it too.
+    KeyTile(Arena& arena, const Problem& problem, const Additive<T>& form, bool gradients) {
         const int64_t width = padded(problem.dim, Vector<T>::lanes);
         turned = arena.take<T>(kKeys * width);
         copy = arena.take<T>(kKeys * width);
         bias = arena.take<T>(kKeys);
+        if (problem.form == Form::additive) AdditiveTables<T>{form}.reserve(arena, additive, gradients);
     }
 
-    void fill(const Problem& problem, const Additive<T>& form, const Head& head, int64_t key, int64_t here, bool turn) {
+    // `sizes`: of the rows that it will meet.
+    void fill(const Problem& problem, const Additive<T>& form, const Head& head, int64_t key, int64_t here, bool turn,
+              const RowSizes<T>& sizes = {}) {
         const int64_t width = padded(problem.dim, Vector<T>::lanes);
         first = key, count = here, bad = 0;
         rows = view_rows(copy, head.key, problem.score_dtype, key, here, problem.dim);
@@ -152,12 +156,13 @@ struct KeyTile {
                               : T(0);
         if (problem.form != Form::additive) return;
         const T* weights = reinterpret_cast<const T*>(head.weights);
-        form.prepare(additive, turned, weights);
+        const AdditiveTables<T> tables{form};
+        tables.fill(additive, turned, weights, sizes);
         if (additive.largest <= std::numeric_limits<T>::max()) return;
         gather(copy, width, head.key, problem.score_dtype, key, here, problem.dim);
         rows = {copy, width};
         for (int64_t j = 0; j < here; j++) bad |= uint64_t(cleared(copy + j * width, width)) << j;
         transpose_tile(turned, rows, width, here, true);
-        form.prepare(additive, turned, weights);
+        tables.fill(additive, turned, weights, sizes);
     }
 };

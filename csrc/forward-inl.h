@@ -1,37 +1,20 @@
 // Forward: a task is a block of query rows against all keys that they see, or a range of them, tile by tile.
 
-template <class F>
-void for_each_task(int64_t count, int threads, const F& f) {
-    struct Context {
-        const F& f;
-        std::atomic<bool> failed;
-        std::exception_ptr error;
-    } context{f, {}, {}};
-    // What a task throws must not leave its thread.
-    const auto one = [](int64_t task, void* p) {
-        Context& c = *static_cast<Context*>(p);
-        try {
-            c.f(task);
-        } catch (...) {
-            if (!c.failed.exchange(true)) c.error = std::current_exception();
-        }
-    };
-    parallel(count, one, &context, threads);
-    if (context.error) std::rethrow_exception(context.error);
-}
-
 // Below this a tile of keys is not worth turning: its dot products are taken row by row.
 constexpr int64_t kFewRows = 4;
 
 template <class T>
-void forward_block(Arena& arena, const Problem& problem, const Block<T>& block, Span keys, Running<T>& running) {
+void forward_block(Arena& arena, const Problem& problem, const Block<T>& block, Span keys,
+                   const SharedTiles<KeyTile<T>>& tiles, Running<T>& running) {
     const Head& shared = *block.head[0];
     Scores<T> scores(arena, problem);
-    KeyTile<T> tile(arena, problem);
+    KeyTile<T> own_tile(arena, problem, scores.additive(), false);
+    const KeyTile<T>* tile = nullptr;
     ValueTile<T> values(arena, problem, block.hidden);
     Dropout dropout(problem);
     typename Additive<T>::Query prepared;
-    if (problem.form == Form::additive) scores.additive().prepare(prepared, block.query, block.width, block.count);
+    if (problem.form == Form::additive)
+        AdditiveTables<T>{scores.additive()}.fill(arena, prepared, block.query, block.count);
     // Scores, then weights, of two runs of strips. Those of one are pooled after the scores of the next and before its
     // weights: neighbouring steps do not wait for one another, and the processor, which looks hundreds of instructions
     // ahead, begins the one before the other ends.
@@ -53,7 +36,7 @@ void forward_block(Arena& arena, const Problem& problem, const Block<T>& block, 
         if (pairs && !values.narrow()) {
             if constexpr (sizeof(T) == 4) pairs->pool(out, run.s, run.size, here);
         } else {
-            const View<T> next{tile.rows.row(here), tile.rows.stride};
+            const View<T> next{tile->rows.row(here), tile->rows.stride};
             values.pool(out, run.s, run.size, few ? &next : nullptr);
         }
         if (values.bad) values.let_escape(out, run.s, run.bits, run.size);
@@ -68,7 +51,12 @@ void forward_block(Arena& arena, const Problem& problem, const Block<T>& block, 
             if (block.misses(strip, key, here)) continue;
             while (end < block.strips() && end < strip + together && !block.misses(end, key, here)) end++;
             if (!filled) {
-                tile.fill(problem, scores.additive(), shared, key, here, !few && !pairs);
+                tile = tiles.find(problem, shared, key, here);
+                if (!tile) {
+                    own_tile.fill(problem, scores.additive(), shared, key, here, !few && !pairs,
+                                  {prepared.largest, prepared.largest});
+                    tile = &own_tile;
+                }
                 values.fill(shared, key, here);
                 if constexpr (sizeof(T) == 4)
                     if (pairs) pairs->fill(shared, key, here, values.clean);
@@ -77,7 +65,7 @@ void forward_block(Arena& arena, const Problem& problem, const Block<T>& block, 
             }
             Run& own = runs[at];
             own.first = strip * kStrip, own.size = std::min(end * kStrip, block.count) - own.first;
-            scores(own.s, own.bits, block, prepared, {strip, end}, tile, few ? &values.rows : nullptr,
+            scores(own.s, own.bits, block, prepared, {strip, end}, *tile, few ? &values.rows : nullptr,
                    pairs ? &*pairs : nullptr, false);
             running.lift(own.first, own.size, own.s, here);
             if (waiting) pool(runs[1 - at], here);
@@ -194,25 +182,25 @@ void join_parts(const Problem& problem, const ForwardTasks::Unit& unit, Part<T>*
     }
 }
 
-// Threads beyond what the work pays for only cost their waking: about 2^20 multiply-adds each (some 10 us).
-inline int worth(const Problem& problem, int threads) {
-    const double work = static_cast<double>(problem.heads.size()) * problem.query_len * problem.key_len *
-                        (problem.dim * (problem.form == Form::additive ? 8.0 : 1.0) + problem.value_dim + 8);
-    return static_cast<int>(std::min<double>(threads, 1 + work / (1 << 20)));
-}
-
 template <class T>
 void forward_as(const Problem& problem, int threads) {
     const ForwardTasks tasks(problem);
     const int64_t ranges = tasks.ranges;
     std::vector<Part<T>> parts(ranges > 1 ? tasks.units.size() * ranges : 0);
     threads = worth(problem, threads);
+    const Additive<T> form(problem);
+    SharedTiles<KeyTile<T>> tiles;
+    if (tiles.serve(problem, static_cast<int64_t>(tasks.units.size() / problem.heads.size())))
+        tiles = {problem, threads, [&](Arena& arena) { return KeyTile<T>(arena, problem, form, false); },
+                 [&](KeyTile<T>& tile, const Head& head, int64_t key, int64_t here) {
+                     tile.fill(problem, form, head, key, here, true);
+                 }};
     for_each_task(static_cast<int64_t>(tasks.units.size()) * ranges, threads, [&](int64_t task) {
         const ForwardTasks::Unit& unit = tasks.units[task / ranges];
         Arena& arena = thread_arena();
         const Block<T> block(arena, problem, *unit.heads, unit.first, unit.count);
         Running<T> running(arena, problem, block.count);
-        forward_block(arena, problem, block, tasks.range(block.keys(problem.key_len), task % ranges), running);
+        forward_block(arena, problem, block, tasks.range(block.keys(problem.key_len), task % ranges), tiles, running);
         if (ranges == 1) {
             for (int64_t i = 0; i < block.count; i++)
                 write_row(problem, *block.head[i], block.row[i], running.state(i), running.out + i * running.width);

@@ -48,6 +48,13 @@ inline Arena& thread_arena() {
     return arena;
 }
 
+// The same for what all tasks of a call read: the caller's thread has tasks of its own.
+inline Arena& call_arena() {
+    thread_local Arena arena;
+    arena.reset();
+    return arena;
+}
+
 template <class T>
 struct Buffer {
     std::unique_ptr<T[], void (*)(void*)> memory{nullptr, [](void* p) { std::free(p); }};

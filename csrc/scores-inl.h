@@ -13,6 +13,7 @@ class Scores {
     Scores(Arena& arena, const Problem& problem)
         : problem_(problem),
           form_(problem),
+          additive_(arena, form_),
           line_(arena.take<T>(kKeys)),
           slopes_(arena.take<T>(kRun * kStrip * kKeys)),
           squares_(arena.take<T>(problem.form == Form::distance ? kRun * kStrip * kKeys : 0)) {}
@@ -30,8 +31,8 @@ class Scores {
         // Whole vectors of keys: what lies behind the tile's own is selected away with what is hidden.
         const int64_t columns = padded(tile.count, L);
         if (problem_.form == Form::additive) {
-            AdditiveScores<T>{form_}(s - first * kKeys, kKeys, prepared, first, first + size, tile.additive,
-                                     reinterpret_cast<const T*>(block.head[first]->weights));
+            additive_(s - first * kKeys, kKeys, prepared, first, first + size, tile.additive,
+                      reinterpret_cast<const T*>(block.head[first]->weights));
         } else if (problem_.form == Form::distance) {
             product<T, Pair::distance>(s, kKeys, query, block.width, 1, tile.turned, kKeys, size, columns, problem_.dim,
                                        false);
@@ -125,6 +126,7 @@ class Scores {
 
     const Problem& problem_;
     Additive<T> form_;
+    AdditiveScores<T> additive_;
     T* line_;
     T *slopes_, *squares_;
 };

@@ -145,6 +145,12 @@ inline T quick_largest_of(V<T> v) {
         return v[0];
 }
 
+// |x|
+template <class T>
+inline V<T> size_of(V<T> x) {
+    return choose<T>(x < T(0), -x, x);
+}
+
 // Whether some lane is above `bound` or NaN.
 template <class T>
 inline bool exceeds(V<T> x, T bound) {

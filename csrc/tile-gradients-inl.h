@@ -22,7 +22,7 @@ struct BackwardBlock {
         ds = arena.take<T>(padded(count, kStrip) * kKeys);
         if (rows.hidden)
             finite = is_finite(grad_out, count, width) && is_finite(View<T>{rows.query, rows.width}, count, rows.width);
-        if (problem.form == Form::additive) form.prepare(prepared, rows.query, rows.width, count);
+        if (problem.form == Form::additive) AdditiveTables<T>{form}.fill(arena, prepared, rows.query, count);
     }
 };
 
@@ -35,8 +35,8 @@ struct BackwardTile {
     int64_t width, value_width;
     bool finite = true;  // keys and values
 
-    BackwardTile(Arena& arena, const Problem& problem)
-        : keys(arena, problem),
+    BackwardTile(Arena& arena, const Problem& problem, const Additive<T>& form)
+        : keys(arena, problem, form, true),
           width(padded(problem.dim, Vector<T>::lanes)),
           value_width(padded(problem.value_dim, Vector<T>::lanes)) {
         key_copy = arena.take<T>(kKeys * width);
@@ -44,9 +44,10 @@ struct BackwardTile {
         value_turned = arena.take<T>(kKeys * value_width);
     }
 
-    void fill(const Problem& problem, const Additive<T>& form, const Head& head, int64_t key, int64_t here,
-              bool hidden) {
-        keys.fill(problem, form, head, key, here, true);
+    // `hidden`: whether some pair may be hidden.
+    void fill(const Problem& problem, const Additive<T>& form, const Head& head, int64_t key, int64_t here, bool hidden,
+              const RowSizes<T>& sizes) {
+        keys.fill(problem, form, head, key, here, true, sizes);
         key_rows = keys.rows;
         if (problem.form == Form::inner && problem.scale != 1) {
             const T scale = static_cast<T>(problem.scale);

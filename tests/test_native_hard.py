@@ -69,6 +69,33 @@ def test_additive_arguments_of_any_magnitude(activation: str, magnitude: str, dt
 
 
 @both_precisions
+@pytest.mark.parametrize("large", [0.9, 5.0, 50.0, 1e4])
+@pytest.mark.parametrize("activation", ["tanh", "sigmoid", "silu"])
+def test_additive_blocks_of_unlike_rows_share_tiles(activation: str, large: float, dtype: str, target: str) -> None:
+    """Blocks of rows that take the tables of one tile by different ways; the forward has four, the backward two."""
+    rng = np.random.default_rng(3)
+    query, key = rng.uniform(-0.9, 0.9, (300, 9)), rng.uniform(-0.9, 0.9, (261, 9))
+    query[200:], key[64:128] = large * query[200:], large * key[64:128]
+    hold(additive(activation, query, key, dtype), target, by_score=activation == "silu")
+
+
+def test_what_follows_the_last_key_stays_out_of_shared_tiles() -> None:
+    """The bits do not depend on padding, whatever it holds: a tile that the last key cuts is each block's own."""
+    rng = np.random.default_rng(4)
+    query, key, value = (rng.standard_normal((1, 300, 8), dtype=np.float32) for _ in range(3))
+    score = ats.Additive(rng.standard_normal(8, dtype=np.float32))
+    found = []
+    for padding in (0.0, 1e4, 1e30, np.nan, np.inf):
+        key[:, 100:] = value[:, 100:] = padding
+        out, pullback = ats.attend_vjp(query, key, value, score=score, valid_lens=[100], kernel="native")
+        gradients = pullback(np.ones_like(out))
+        found.append((out, *gradients[:3], *gradients.score.values()))
+    for other in found[1:]:
+        for x, y in zip(found[0], other, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+@both_precisions
 @pytest.mark.parametrize("factor", [1e-3, 10.0, 100.0, 1e4])
 @pytest.mark.parametrize("score", ["dot", "bilinear", "cosine-number", "soft_cap-dot", "gaussian-direct"])
 def test_saturated(score: str, factor: float, dtype: str, target: str) -> None:
