@@ -223,21 +223,23 @@ class Memory {
 };
 
 Plain* prepared(const Score& score, const Objects& x) {
-    check_count("arrays", x, 6);
+    check_count("arrays", x, 7);
     const Problem p = problem_of(score);
     Arguments from;
     return new Plain(p,
                      {from.in("query", x[0], p.score_dtype), from.in("key", x[1], p.score_dtype),
-                      from.in("value", x[2], p.value_dtype), from.out("out", x[3], p.value_dtype)},
-                     from.integers("start", x[4]), from.integers("stop", x[5]));
+                      from.in("value", x[2], p.value_dtype), from.out("out", x[3], p.value_dtype),
+                      from.in("weights", x[4], sum_dtype(p))},
+                     from.integers("start", x[5]), from.integers("stop", x[6]));
 }
 
-void run_plain(const Plain& plain, nb::handle query, nb::handle key, nb::handle value, nb::handle out, int threads) {
+void run_plain(const Plain& plain, nb::handle query, nb::handle key, nb::handle value, nb::handle out,
+               nb::handle weights, int threads) {
     check_threads(threads);
     const Kernels& chosen = selected_kernels();
-    const Memory q(query), k(key), v(value), o(out);
+    const Memory q(query), k(key), v(value), o(out), w(weights);
     const nb::gil_scoped_release released;
-    plain.run(chosen, {q.address(), k.address(), v.address(), o.address()}, threads);
+    plain.run(chosen, {q.address(), k.address(), v.address(), o.address(), w.address()}, threads);
 }
 
 }  // namespace

@@ -25,7 +25,7 @@ std::vector<int64_t> copied(Array& a) {
 
 }  // namespace
 
-Plain::Plain(Problem score, const std::array<Array, 4>& examples, Array start, Array stop)
+Plain::Plain(Problem score, const std::array<Array, kArrays>& examples, Array start, Array stop)
     : items_{}, problem_(std::move(score)) {
     for (const Array* a : {&start, &stop}) {
         if (a->given) check_contiguous(*a);
@@ -38,20 +38,24 @@ Plain::Plain(Problem score, const std::array<Array, 4>& examples, Array start, A
     in.query = examples[0];
     in.key = examples[1];
     in.value = examples[2];
+    in.weights = examples[4];
     ForwardArrays filled{};
     filled.out = examples[3];
     set_forward(problem_, in, filled);
-    for (size_t i = 0; i < examples.size(); ++i) items_[i] = is_empty(examples[i]) ? 0 : examples[i].item;
+    for (size_t i = 0; i < examples.size(); ++i) {
+        items_[i] = !examples[i].given || is_empty(examples[i]) ? 0 : examples[i].item;
+    }
     const auto from = [&](const char* at, size_t i) { return items_[i] == 0 ? 0 : at - examples[i].data; };
     for (Head& head : problem_.heads) {
-        places_.push_back(
-            {from(head.query.data, 0), from(head.key.data, 1), from(head.value.data, 2), from(head.out, 3)});
+        places_.push_back({from(head.query.data, 0), from(head.key.data, 1), from(head.value.data, 2),
+                           from(head.out, 3), from(head.weights, 4)});
         head.query.data = head.key.data = head.value.data = head.out = nullptr;
+        head.weights = nullptr;
     }
 }
 
 void Plain::run(const Kernels& kernels, const Addresses& memory, int threads) const {
-    constexpr const char* names[] = {"query", "key", "value", "out"};
+    constexpr const char* names[] = {"query", "key", "value", "out", "weights"};
     for (size_t i = 0; i < memory.size(); ++i) {
         const auto address = reinterpret_cast<uintptr_t>(memory[i]);
         if (items_[i] != 0 && (address == 0 || address % static_cast<uintptr_t>(items_[i]) != 0)) {
@@ -72,6 +76,7 @@ void Plain::run(const Kernels& kernels, const Addresses& memory, int threads) co
         head.key.data = at(h, 1);
         head.value.data = at(h, 2);
         head.out = at(h, 3);
+        head.weights = at(h, 4);
         head.numbers = numbers.get() + h * rows;
     }
     kernels.forward(p, threads);

@@ -242,8 +242,9 @@ WRONG_PREPARED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"value": np.zeros((2, 2, 1, 8, 6), F4)}, ValueError, "value: expected shape"),
     ({"start": np.zeros((2, 5), np.int64)}, ValueError, "stop: expected start and stop together, got None"),
     ({"start": np.zeros((2, 10), np.int64)[:, ::2]}, ValueError, "start: expected a C-contiguous array"),
+    ({"weights": np.zeros(4, F4)}, ValueError, "weights: expected None but with form 'additive'"),
 ]
-PREPARED = ("query", "key", "value", "out", "start", "stop")
+PREPARED = ("query", "key", "value", "out", "weights", "start", "stop")
 
 
 @pytest.mark.parametrize(("change", "error", "message"), WRONG_PREPARED, ids=names(WRONG_PREPARED))
@@ -269,23 +270,38 @@ def test_wrong_places(change: dict[str, Any], error: type[Exception], message: s
     plain = native.prepared(SCORE, [arrays.get(name) for name in PREPARED])
     given = {**arrays, "threads": 1} | change
     with pytest.raises(error, match=message):
-        plain(*[given[name] for name in ("query", "key", "value", "out", "threads")])
+        plain(*[given.get(name, 0) for name in ("query", "key", "value", "out", "weights", "threads")])
 
 
 def test_intervals_of_a_prepared_call_are_a_copy() -> None:
     arrays = _plain_arrays()
     stop = np.full((2, 5), 3)
-    plain = native.prepared(SCORE, [*[arrays[name] for name in PREPARED[:4]], np.zeros_like(stop), stop])
+    plain = native.prepared(SCORE, [*[arrays[name] for name in PREPARED[:4]], None, np.zeros_like(stop), stop])
     stop[:] = 10**6
     outs = []
     for place in (lambda x: x, lambda x: x.ctypes.data):
         out = np.full_like(arrays["out"], np.nan)
-        plain(*[place(arrays[name]) for name in PREPARED[:3]], out, 2)
+        plain(*[place(arrays[name]) for name in PREPARED[:3]], out, 0, 2)
         outs.append(out)
     scores = np.exp(arrays["query"] @ arrays["key"][..., :3, :].swapaxes(-1, -2))
     wanted = scores @ arrays["value"][..., :3, :] / scores.sum(-1, keepdims=True)
     np.testing.assert_allclose(outs[0], wanted, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(*outs)
+
+
+def test_weights_of_a_prepared_call_are_asked_for() -> None:
+    arrays = _plain_arrays() | {"weights": np.ones(4, F4)}
+    score = ("additive", *SCORE[1:])
+    with pytest.raises(ValueError, match=r"weights: expected shape \(4,\), got \(3,\)"):
+        native.prepared(score, [({**arrays, "weights": np.ones(3, F4)}).get(name) for name in PREPARED])
+    plain = native.prepared(score, [arrays.get(name) for name in PREPARED])
+    given = [arrays[name] for name in PREPARED[:4]]
+    with pytest.raises(ValueError, match="weights: expected an address at a multiple of 4 bytes, got 0"):
+        plain(*given, 0, 1)
+    plain(*given, arrays["weights"], 1)
+    hidden = np.tanh(arrays["query"][..., :, None, :] + arrays["key"][..., None, :, :]).sum(-1)
+    wanted = np.exp(hidden) @ arrays["value"] / np.exp(hidden).sum(-1, keepdims=True)
+    np.testing.assert_allclose(arrays["out"], wanted, rtol=1e-5, atol=1e-5)
 
 
 SCORE = ("inner", "tanh", 0.0, 1.0, (), "float32", "float32", "float32", 0.0, 0)

@@ -209,6 +209,50 @@ def test_a_plain_call_is_prepared_once(
     torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(wanted), **tolerance)
 
 
+@pytest.mark.parametrize("framework", ["torch", "numpy"])
+@pytest.mark.parametrize("by_head", [False, True])
+@pytest.mark.parametrize("arrays", _views().values(), ids=_views())
+def test_a_plain_additive_call_is_prepared_once(
+    framework: str, by_head: bool, arrays: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other weights too go to the kernel at once; where a copy of the arrays is computed on, the checked path stays."""
+    if framework == "numpy" and arrays[0].dtype == torch.bfloat16:
+        pytest.skip("NumPy has no bfloat16")
+    w_v = torch.randn(*arrays[0].shape[1:2] if by_head and arrays[0].ndim == 4 else (), 8, dtype=arrays[0].dtype)
+    wanted = ats.attend(*arrays, score=ats.Additive(-w_v, activation="leaky_relu"), kernel="dense")
+    if framework == "numpy":
+        arrays, w_v = [x.numpy() for x in arrays], w_v.numpy()
+    for _ in range(2):
+        ats.attend(*arrays, score=ats.Additive(w_v, activation="leaky_relu"))
+    w_v = -w_v
+    with monkeypatch.context() as patch:
+        if arrays[0].dtype != torch.bfloat16:
+            patch.delattr(api, "pose")
+        found = ats.attend(*arrays, score=ats.Additive(w_v, activation="leaky_relu"))
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if "bfloat16" in str(found.dtype) else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(wanted), **tolerance)
+
+
+def test_an_additive_score_that_learns_or_projects_is_not_prepared() -> None:
+    query, key, value = _inputs()
+    w_v = torch.ones(5, requires_grad=True)
+    for _ in range(2):
+        assert ats.attend(query, key, value, score=ats.Additive(w_v)).requires_grad
+    scores = {
+        "plain": ats.Additive(w_v.detach()),
+        "slope": ats.Additive(w_v.detach(), activation="leaky_relu", negative_slope=0.5),
+        "projected": ats.Additive(w_v.detach(), torch.eye(5) * 2, torch.eye(5)),
+        "shifted": ats.Additive(w_v.detach(), bias=torch.ones(5)),
+        "strided": ats.Additive(torch.arange(10.0)[::2]),
+        "double": ats.Additive(w_v.detach().double()),
+    }
+    for name in 2 * list(scores):
+        wanted = ats.attend(query, key, value, score=scores[name], kernel="dense")
+        torch.testing.assert_close(ats.attend(query, key, value, score=scores[name]), wanted, msg=name)
+    with pytest.raises(ats.ShapeError, match="w_v"):
+        ats.attend(query, key, value, score=ats.Additive([1.0] * 5))
+
+
 @pytest.mark.parametrize("lens", [[3, 5], np.array([3, 5]), torch.tensor([3, 5])], ids=["list", "numpy", "torch"])
 def test_lengths_are_part_of_what_is_prepared(lens: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     arrays = _inputs()

@@ -75,12 +75,19 @@ class Plain:
     """A forward of query, key and value of given shapes and strides; nothing of a row is kept."""
 
     def __call__(
-        self, query: _Array | int, key: _Array | int, value: _Array | int, out: _Array, threads: int, /
+        self,
+        query: _Array | int,
+        key: _Array | int,
+        value: _Array | int,
+        out: _Array,
+        weights: _Array | int,
+        threads: int,
+        /,
     ) -> None:
-        """Fill `out`: the memory of the arrays, or its address, which must lie as the examples did."""
+        """Fill `out`: the memory of the arrays, or its address, which must lie as the examples did; 0 is none."""
 
 def prepared(score: _Score, arrays: Sequence[_Optional], /) -> Plain:
-    """Check examples of query, key, value and out, with start and stop or None, as `forward` does.
+    """Check examples of query, key, value and out, with weights, start and stop or None, as `forward` does.
 
     The result runs on others of the same shapes and strides, with the same start and stop.
     """

@@ -24,8 +24,10 @@ DIFFERENTIABLE = ("log_sum_exp", "entropy")
 ENTROPY = 2
 """Place of the entropy among the outputs of a run, where it is wanted."""
 
-PlainRun: TypeAlias = Callable[[int | HostArray, int | HostArray, int | HostArray, HostArray, int], None]
-"""It takes the places of query, key and value (`Framework.place`), what is filled, and a number of threads."""
+Place: TypeAlias = int | HostArray
+PlainRun: TypeAlias = Callable[[Place, Place, Place, HostArray, Place, int], None]
+"""It takes the places of query, key and value (`Framework.place`), what is filled, the place of an additive score's w_v
+or 0, and a number of threads."""
 
 
 class Kernel(ABC):

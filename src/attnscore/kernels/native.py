@@ -28,7 +28,7 @@ from attnscore.kernels.contract import Kernel, PlainRun
 from attnscore.kernels.native_results import GRADIENTS, STATISTICS, as_operand, gradient_shapes
 from attnscore.kernels.streaming import Streaming
 from attnscore.problem import Problem
-from attnscore.scoring.forms import InnerForm
+from attnscore.scoring.forms import AdditiveForm, InnerForm
 from attnscore.threads import get_num_threads
 from attnscore.tiling import TilePlan
 
@@ -67,15 +67,22 @@ class Native(Kernel):
 
     def plain(self, problem: Problem, plan: TilePlan, examples: Sequence[HostArray]) -> PlainRun | None:
         form = problem.form
-        if not isinstance(form, InnerForm) or form.query is not problem.query or form.key is not problem.key:
+        if not isinstance(form, (InnerForm, AdditiveForm)):
             return None
-        if any(x is not None for x in (form.key_bias, form.query_bias, problem.bias, problem.sink, plan.rest)):
+        if form.query is not problem.query or form.key is not problem.key:
             return None
-        if problem.dropout is not None or problem.statistics or not hasattr(_native, "prepared"):
+        if any(x is not None for x in (problem.bias, problem.sink, problem.dropout, plan.rest)) or problem.statistics:
             return None
-        score, _ = inputs.told(problem, {})
+        score, arrays = inputs.told(problem, {})
+        if "query_bias" in arrays or "key_bias" in arrays or not hasattr(_native, "prepared"):
+            return None
+        weights = None
+        if "weights" in arrays:
+            weights, own = (problem.ops.memory(x) for x in (arrays["weights"], problem.score.w_v))
+            if weights.ctypes.data != own.ctypes.data or weights.strides[-1] != weights.itemsize:
+                return None  # a copy, which later calls would not see
         ends = (None, None) if plan.pieces is None else plan.pieces.with_holes
-        return _native.prepared(score, (*examples, *ends))
+        return _native.prepared(score, (*examples, weights, *ends))
 
     def forward(self, problem: Problem, plan: TilePlan) -> Result:
         ops, sums, like = problem.ops, problem.accumulator, problem.value
