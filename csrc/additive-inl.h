@@ -4,7 +4,7 @@
 // - tanh(z) = 1 - 2 r, sigmoid(z) = r, silu(z) = z r with r = 1 / (1 + A B), A = exp(kappa a), B = exp(kappa b): the
 //   exponentials are taken once per row and key. In scores the weights stand in the denominators, w / x =
 //   1 / (u + A (u B)) with u = 1 / w, and eight terms, four or two share one division where the product of their
-//   denominators cannot leave the range of the type: bounded for each few rows and eight channels of a tile. Where the
+//   denominators cannot leave the range of the type: bounded for strips of rows and eight channels of a tile. Where the
 //   exponentials themselves leave it, f is evaluated term by term.
 // - Where |a|, |b| <= 1, tanh(a + b) = (tanh a + tanh b) / (1 + tanh a tanh b): small numbers keep their digits.
 // - Scores have keys in the lanes and broadcast the rows; gradients have channels in the lanes and broadcast ds, so
@@ -21,7 +21,7 @@
 // by one), gradients 19 (17 with divisions shared by two). A 512-bit division takes the time of 3 to 4 multiplications
 // there, as does an estimate with a Newton step. On Cascade Lake a division takes that of 20; the loop alone reaches 15
 // in fours by a division, 17 by an estimate, 18 in eights by an estimate (16 by a division). On Zen 4 it takes that of
-// 3 (an estimate with its step 4), and the loop reaches 20, which is all that its multiplications leave.
+// 2.2 (an estimate with its step 3), and the loop reaches 20 in fours by a division, 2% less in eights.
 
 // How a block of rows meets a tile. Scores have one way for pairs, singles and beyond: see `by_exponentials`.
 enum class Way {
