@@ -100,7 +100,7 @@ class AdditiveScores {
     }
 
     // Whether to divide where `inverse_of` could estimate, and only four terms together: a division of 16 floats takes
-    // the time of 2 multiplications on Zen 4 (3 to 4 on Zen 5), the estimate 3; on Intel's CPUs the division that of 20.
+    // the time of 2 multiplications on Zen 4 (3 to 4 on Zen 5), the estimate 3; on Intel's CPUs the division takes 20.
     static bool amd() {
 #if defined(__AVX512F__)
         static const bool found = __builtin_cpu_is("amd");

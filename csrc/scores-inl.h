@@ -18,6 +18,10 @@ class Scores {
           slopes_(arena.take<T>(kRun * kStrip * kKeys)),
           squares_(arena.take<T>(problem.form == Form::distance ? kRun * kStrip * kKeys : 0)) {}
 
+    // Parts point into it.
+    Scores(const Scores&) = delete;
+    Scores& operator=(const Scores&) = delete;
+
     const Additive<T>& additive() const { return form_; }
 
     // `few` (the values of the tile) where rows are too few for the keys to be turned.

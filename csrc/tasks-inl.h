@@ -59,11 +59,11 @@ class SharedTiles {
         });
     }
 
-    // Whether it pays, and takes little memory.
+    // Whether it pays, and takes little memory: some times the 2 MB that keys and values may have.
     static bool serve(const Problem& problem, int64_t blocks) {
         constexpr int64_t most = int64_t{1} << 19;
-        return problem.form == Form::additive && blocks > 1 &&
-               static_cast<int64_t>(problem.heads.size()) * problem.key_len * problem.dim <= most;
+        const int64_t keys = static_cast<int64_t>(problem.heads.size()) * problem.key_len;
+        return problem.form == Form::additive && blocks > 1 && keys * (problem.dim + problem.value_dim) <= most;
     }
 
     // The tile of the keys [key, key + here) of a head, or null.
