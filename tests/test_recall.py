@@ -253,6 +253,18 @@ def test_an_additive_score_that_learns_or_projects_is_not_prepared() -> None:
         ats.attend(query, key, value, score=ats.Additive([1.0] * 5))
 
 
+def test_a_named_score_with_weights_of_its_own_is_not_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(scoring.Additive):
+        def __init__(self) -> None:
+            super().__init__(torch.ones(5))
+
+    monkeypatch.setitem(scoring._TABLE, "own", Own)
+    arrays = _inputs()
+    wanted = ats.attend(*arrays, score=ats.Additive(torch.ones(5)), kernel="dense")
+    for _ in range(3):
+        torch.testing.assert_close(ats.attend(*arrays, score="own"), wanted)
+
+
 @pytest.mark.parametrize("lens", [[3, 5], np.array([3, 5]), torch.tensor([3, 5])], ids=["list", "numpy", "torch"])
 def test_lengths_are_part_of_what_is_prepared(lens: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     arrays = _inputs()

@@ -28,6 +28,7 @@ from attnscore.kernels.contract import Kernel, PlainRun
 from attnscore.kernels.native_results import GRADIENTS, STATISTICS, as_operand, gradient_shapes
 from attnscore.kernels.streaming import Streaming
 from attnscore.problem import Problem
+from attnscore.scoring import Additive
 from attnscore.scoring.forms import AdditiveForm, InnerForm
 from attnscore.threads import get_num_threads
 from attnscore.tiling import TilePlan
@@ -78,6 +79,8 @@ class Native(Kernel):
             return None
         weights = None
         if "weights" in arrays:
+            if type(problem.score) is not Additive:
+                return None  # nobody would pass them
             weights, own = (problem.ops.memory(x) for x in (arrays["weights"], problem.score.w_v))
             if weights.ctypes.data != own.ctypes.data or weights.strides[-1] != weights.itemsize:
                 return None  # a copy, which later calls would not see
