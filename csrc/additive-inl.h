@@ -55,6 +55,7 @@ class Additive {
         const T* weights = nullptr;
         T largest = 0, heaviest = 0, total = 0;  // of |b|, of |w|; sum of w
         bool finite = true, heavy = false;       // heavy: some weight is not finite
+        bool scored = false;                     // the scores are known: no tables for them
         T* coefficients = nullptr;               // by channel
         // For scores, chunk by chunk of keys; `weighted`: times the coefficients, whose peaks are by channel.
         T *tangents = nullptr, *weighted_tangents = nullptr, *weighted_exponentials = nullptr;

@@ -66,11 +66,11 @@ class AdditiveTables {
         keys.finite = keys.largest <= std::numeric_limits<T>::max() && !keys.heavy;
         const Way first = form_.way_of(rows.least, keys), last = form_.way_of(rows.most, keys);
         const bool small = first == Way::small, larger = last != Way::small;
-        if (small) {
+        if (small && !keys.scored) {
             fill_tangents(keys);
             fill_weighted(keys.weighted_tangents, keys.tangent_peaks, keys, keys.tangents);
         }
-        if (larger && form_.by_exponentials(rows.least, keys))
+        if (larger && !keys.scored && form_.by_exponentials(rows.least, keys))
             fill_weighted(keys.weighted_exponentials, keys.exponential_peaks, keys, nullptr);
         if (!keys.rows) return;
         fill_rows(keys);

@@ -46,6 +46,10 @@ struct Head {
     int64_t place = 0;              // which of the call's matrices this is: dropout counts rows through all of them
     char* out = nullptr;            // query_len x value_dim contiguous, in the dtype of value
     char* numbers = nullptr;        // query_len x kNumbers, in the sum type
+    // Additive: the scores before biases and caps, query_len x key_len contiguous, in the sum type. The forward writes
+    // them, but for tiles in which the intervals hide every pair of a strip, and the backward reads them. Null: they
+    // are computed again.
+    char* scores = nullptr;
 
     // Backward only.
     Matrix grad_out;                     // in grad_dtype

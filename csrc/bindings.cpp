@@ -139,7 +139,7 @@ constexpr const char* kStatisticNames[] = {"max_score",  "mean_score",     "var_
 
 void forward(const Score& score, const Objects& inputs, const Objects& filled, int threads) {
     check_threads(threads);
-    check_count("rows", filled, 3 + kStatistics);
+    check_count("rows", filled, 4 + kStatistics);
     const Kernels& chosen = selected_kernels();
     Problem p = problem_of(score);
     const Dtype sum = sum_dtype(p);
@@ -148,9 +148,10 @@ void forward(const Score& score, const Objects& inputs, const Objects& filled, i
     ForwardArrays arrays{.out = from.out("out", filled[0], p.value_dtype),
                          .top = from.out("top", filled[1], sum),
                          .log_total = from.out("log_total", filled[2], sum),
+                         .scores = from.out("scores", filled[3], sum),
                          .statistics = {}};
     for (size_t i = 0; i < kStatistics; ++i) {
-        arrays.statistics[i] = from.out(kStatisticNames[i], filled[3 + i], sum);
+        arrays.statistics[i] = from.out(kStatisticNames[i], filled[4 + i], sum);
     }
     check_given(arrays.top);
     check_given(arrays.log_total);
@@ -165,7 +166,7 @@ void forward(const Score& score, const Objects& inputs, const Objects& filled, i
 void backward(const Score& score, const Objects& inputs, const Objects& known, std::string_view grad_dtype,
               const Objects& gradients, int threads) {
     check_threads(threads);
-    check_count("rows", known, 7);
+    check_count("rows", known, 8);
     check_count("gradients", gradients, 9);
     const Kernels& chosen = selected_kernels();
     Problem p = problem_of(score);
@@ -178,9 +179,10 @@ void backward(const Score& score, const Objects& inputs, const Objects& known, s
                                                      .top = from.in("top", known[1], sum),
                                                      .log_total = from.in("log_total", known[2], sum),
                                                      .entropy = from.in("entropy", known[3], sum),
-                                                     .grad_out = from.in("grad_out", known[4], p.grad_dtype),
-                                                     .grad_log_sum_exp = from.in("grad_log_sum_exp", known[5], sum),
-                                                     .grad_entropy = from.in("grad_entropy", known[6], sum),
+                                                     .scores = from.in("scores", known[4], sum),
+                                                     .grad_out = from.in("grad_out", known[5], p.grad_dtype),
+                                                     .grad_log_sum_exp = from.in("grad_log_sum_exp", known[6], sum),
+                                                     .grad_entropy = from.in("grad_entropy", known[7], sum),
                                                      .query = from.out("grad_query", gradients[0], sum),
                                                      .key = from.out("grad_key", gradients[1], sum),
                                                      .value = from.out("grad_value", gradients[2], sum),

@@ -157,6 +157,7 @@ struct KeyTile {
         if (problem.form != Form::additive) return;
         const T* weights = reinterpret_cast<const T*>(head.weights);
         const AdditiveTables<T> tables{form};
+        additive.scored = additive.rows && head.scores;
         tables.fill(additive, turned, weights, sizes);
         if (additive.largest <= std::numeric_limits<T>::max()) return;
         gather(copy, width, head.key, problem.score_dtype, key, here, problem.dim);

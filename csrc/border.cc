@@ -77,6 +77,14 @@ void check_scales(const Problem& p, const Setting& s, const Array& scales) {
     check_broadcast(scales, {s.grid[s.head_axis], s.grid[s.group_axis]});
 }
 
+// The scores that a forward keeps: those of one matrix after the other.
+Walk kept_scores(const Problem& p, const Setting& s, const Array& scores) {
+    if (!scores.given) return {};
+    if (p.form != Form::additive) refuse(scores, "None but with form 'additive'", "an array");
+    check_full(scores, joined(s.grid, {p.query_len, p.key_len}));
+    return Walk(scores, s.outer);
+}
+
 // An array over the batch alone: (first of lead or 1, length).
 Walk per_batch(const Setting& s, const Array& a) {
     Walk walk;
@@ -312,8 +320,10 @@ std::vector<HeadRows> set_forward(Problem& p, const Inputs& in, const ForwardArr
         p.full_statistics = p.full_statistics || arrays.statistics[i].given;
     }
     const Walk out(arrays.out, s.outer), top(arrays.top, s.outer), log_total(arrays.log_total, s.outer);
+    const Walk scores = kept_scores(p, s, arrays.scores);
     return set_heads(p, s, [&](Head& head, HeadRows& rows, Group&, const Shape& place) {
         head.out = out.at(place);
+        head.scores = scores.at(place);
         rows.top = top.at(place);
         rows.log_total = log_total.at(place);
         for (int i = 0; i < kStatistics; ++i) rows.statistics[i] = statistics[i].at(place);
@@ -334,9 +344,10 @@ std::vector<HeadRows> set_backward(Problem& p, const Inputs& in, const BackwardA
     const Walk grad_log_sum_exp(a.grad_log_sum_exp, outer), grad_entropy(a.grad_entropy, outer);
     const Walk query(a.query, outer), query_bias(a.query_bias, outer), key(a.key, outer), value(a.value, outer);
     const Walk key_bias(a.key_bias, outer), weights(a.weights, outer), sink(a.sink, outer);
-    const Walk scales(a.scales, outer);
+    const Walk scales(a.scales, outer), scores = kept_scores(p, s, a.scores);
     std::vector<HeadRows> found = set_heads(p, s, [&](Head& head, HeadRows& rows, Group& group, const Shape& place) {
         head.grad_out = grad_out.matrix(place);
+        head.scores = scores.at(place);
         head.top = top.at(place);
         if (a.grad_entropy.given) {
             head.entropy = entropy.at(place);

@@ -19,11 +19,11 @@ enum Statistic { kMaxScore, kMeanScore, kVarScore, kEntropy, kMaxWeight, kSumSqW
 
 struct ForwardArrays {
     Array out;
-    Array top, log_total, statistics[kStatistics];  // null where not wanted
+    Array top, log_total, scores, statistics[kStatistics];  // null where not wanted; scores: additive only
 };
 
 struct BackwardArrays {
-    Array out, top, log_total, entropy;              // what the forward gave
+    Array out, top, log_total, entropy, scores;      // what the forward gave
     Array grad_out, grad_log_sum_exp, grad_entropy;  // what comes in
     // What is wanted, null where it is not.
     Array query, key, value, query_bias, key_bias, bias, weights, sink, scales;

@@ -302,6 +302,7 @@ ffi::Error forward(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictio
         ForwardArrays arrays{.out = call.out(0, at, call.dtype_of(kValue)),
                              .top = call.out(1, at, sum),
                              .log_total = call.out(2, at, sum),
+                             .scores = {},
                              .statistics = {}};
         for (size_t i = 0; i < kStatistics; ++i) arrays.statistics[i] = call.out(3 + i, at, sum);
         return set_forward(p, in, arrays);
@@ -327,6 +328,7 @@ ffi::Error backward(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dicti
                              .top = call.in(kTop, at, sum),
                              .log_total = call.in(kLogTotal, at, sum),
                              .entropy = call.in(kKnownEntropy, at, sum),
+                             .scores = {},
                              .grad_out = call.in(kGradOut, at, call.dtype_of(kGradOut)),
                              .grad_log_sum_exp = call.in(kGradLogSumExp, at, sum),
                              .grad_entropy = call.in(kGradEntropy, at, sum),

@@ -7,7 +7,7 @@ template <class T>
 void forward_block(Arena& arena, const Problem& problem, const Block<T>& block, Span keys,
                    const SharedTiles<KeyTile<T>>& tiles, Running<T>& running) {
     const Head& shared = *block.head[0];
-    Scores<T> scores(arena, problem);
+    Scores<T> scores(arena, problem, false);
     KeyTile<T> own_tile(arena, problem, scores.additive(), false);
     const KeyTile<T>* tile = nullptr;
     ValueTile<T> values(arena, problem, block.hidden);

@@ -10,8 +10,10 @@ inline T scale_of(const Problem& problem, const Head& head) {
 template <class T>
 class Scores {
    public:
-    Scores(Arena& arena, const Problem& problem)
+    // `again`: in the backward, which reads the additive scores that the forward has kept, if it has.
+    Scores(Arena& arena, const Problem& problem, bool again)
         : problem_(problem),
+          again_(again),
           form_(problem),
           additive_(arena, form_),
           line_(arena.take<T>(kKeys)),
@@ -35,8 +37,7 @@ class Scores {
         // Whole vectors of keys: what lies behind the tile's own is selected away with what is hidden.
         const int64_t columns = padded(tile.count, L);
         if (problem_.form == Form::additive) {
-            additive_(s - first * kKeys, kKeys, prepared, first, first + size, tile.additive,
-                      reinterpret_cast<const T*>(block.head[first]->weights));
+            additive_scores(s, block, prepared, first, size, tile);
         } else if (problem_.form == Form::distance) {
             product<T, Pair::distance>(s, kKeys, query, block.width, 1, tile.turned, kKeys, size, columns, problem_.dim,
                                        false);
@@ -85,6 +86,24 @@ class Scores {
     const T* squares() const { return squares_; }
 
    private:
+    // Those of rows of one head. Both directions may cut keys into other tiles, and the forward skips tiles that no row
+    // of a strip sees: what it has not written is hidden here too, and goes as what lies behind the tile's own keys
+    // does. Pairs that are not finite are replaced after this, in both directions.
+    void additive_scores(T* s, const Block<T>& block, const typename Additive<T>::Query& prepared, int64_t first,
+                         int64_t size, const KeyTile<T>& tile) const {
+        const Head& head = *block.head[first];
+        T* kept = reinterpret_cast<T*>(head.scores);
+        if (kept) kept += block.row[first] * problem_.key_len + tile.first;
+        if (kept && again_) {
+            for (int64_t i = 0; i < size; i++) std::copy_n(kept + i * problem_.key_len, tile.count, s + i * kKeys);
+            return;
+        }
+        additive_(s - first * kKeys, kKeys, prepared, first, first + size, tile.additive,
+                  reinterpret_cast<const T*>(head.weights));
+        if (!kept) return;
+        for (int64_t i = 0; i < size; i++) std::copy_n(s + i * kKeys, tile.count, kept + i * problem_.key_len);
+    }
+
     // Biases of rows and keys, then the caps in order: factor * cap * tanh(s / cap).
     void transform(T* s, const Head& head, int64_t row, const KeyTile<T>& tile, T* slopes) const {
         constexpr int L = Vector<T>::lanes;
@@ -129,6 +148,7 @@ class Scores {
     }
 
     const Problem& problem_;
+    const bool again_;
     Additive<T> form_;
     AdditiveScores<T> additive_;
     T* line_;

@@ -74,7 +74,7 @@ struct TileGradients {
     double grad_scale = 0;         // of the head's own, from all tiles so far
     bool careful = false;          // a hidden pair beside NaN or infinity: products must not touch it
 
-    TileGradients(Arena& arena, const Problem& p) : problem(p), scores(arena, p), dropout(p) {}
+    TileGradients(Arena& arena, const Problem& p) : problem(p), scores(arena, p, true), dropout(p) {}
 
     void operator()(BackwardBlock<T>& block, const BackwardTile<T>& tile) {
         const Block<T>& rows = block.rows;

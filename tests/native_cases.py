@@ -31,7 +31,7 @@ OPTIONS = {
     "seed": 0,
 }
 STATISTICS = ("max_score", "mean_score", "var_score", "entropy", "max_weight", "sum_sq_weights", "sum_weights")
-ROWS = ("out", "top", "log_total", "entropy", "grad_out", "grad_log_sum_exp", "grad_entropy")
+ROWS = ("out", "top", "log_total", "entropy", "scores", "grad_out", "grad_log_sum_exp", "grad_entropy")
 GRADIENTS = ("grad_query", "grad_key", "grad_value", "grad_query_bias", "grad_key_bias", "grad_bias", "grad_weights")
 GRADIENTS += ("grad_sink", "grad_scales")
 
@@ -76,6 +76,7 @@ class Case:
         value_dim: int = 6,
         key_group: int = 1,
         intervals: bool = False,
+        keeps_scores: bool = False,
         **options: Any,
     ) -> None:
         self.options = OPTIONS | options
@@ -99,6 +100,7 @@ class Case:
         self.query_bias = self.key_bias = self.bias = self.mask = self.query_ids = self.key_ids = self.sink = None
         self.scales = None
         self.entropy = self.grad_entropy = None
+        self.keeps_scores = keeps_scores
         if intervals:
             ends = np.sort(rng.integers(0, key_len + 1, (lead[0], query_len, 2)), axis=-1)
             self.start, self.stop = (np.ascontiguousarray(ends[..., i]) for i in (0, 1))
@@ -116,7 +118,7 @@ class Case:
         seen = (self.start[..., None] <= j) & (j < self.stop[..., None])
         return seen.reshape(len(seen), *(1,) * (len(self.grid) - 1), query_len, key_len)
 
-    def scores(self) -> tuple[np.ndarray, np.ndarray]:
+    def exact_scores(self) -> tuple[np.ndarray, np.ndarray]:
         """Scores, and the activation's derivative times its weights (additive)."""
         q, k = self.exact("query"), self.exact("key")
         if self.weights is None:
@@ -136,7 +138,9 @@ class Case:
         self.top, self.log_total, *statistics = np.full((2 + len(STATISTICS), *rows, 1), 77, self.sum)
         self.statistics = dict(zip(STATISTICS, statistics, strict=True))
         score, inputs = self._words(change)
-        filled = {"out": self.out, "top": self.top, "log_total": self.log_total, **self.statistics}
+        self.scores = np.full((*rows, self.key.shape[-2]), np.nan, self.sum) if self.keeps_scores else None
+        filled = {"out": self.out, "top": self.top, "log_total": self.log_total, "scores": self.scores}
+        filled |= self.statistics
         native.forward(score, inputs, [change.pop(name, x) for name, x in filled.items()], threads)
         assert not change
 
@@ -157,7 +161,7 @@ class Case:
         """Forward and backward against NumPy in float64."""
         self.run()
         tolerance = TOLERANCE[self.options["value_dtype"]] * 10
-        scores, slopes = self.scores()
+        scores, slopes = self.exact_scores()
         seen = np.broadcast_to(self.seen(), scores.shape)
         some = seen.any(-1, keepdims=True)
         top = np.where(some, np.max(scores, axis=-1, initial=-np.inf, where=seen, keepdims=True), 0)

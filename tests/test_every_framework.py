@@ -196,14 +196,14 @@ def test_torch_calls_share_nothing(score: str, small_tiles: None) -> None:
 
 
 def test_torch_keeps_no_matrix_for_the_backward() -> None:
-    """What autograd holds between forward and backward is linear in the lengths."""
+    """What autograd holds between forward and backward is linear in the lengths (short calls: test_native_kept)."""
     held: list[int] = []
 
     def pack(x: torch.Tensor) -> torch.Tensor:
         held.append(x.numel())
         return x
 
-    x = torch.randn(1, 2, 300, 8, requires_grad=True)
+    x = torch.randn(1, 2, 800, 8, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         ats.attend(x, x, x, mask=ats.Causal(), score=ats.Additive(torch.randn(8), torch.randn(8, 8), torch.randn(8, 8)))
     assert max(held) <= x.numel()

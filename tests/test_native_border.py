@@ -11,6 +11,7 @@ from native_cases import Case, native
 
 F4 = np.float32
 HOLE = np.stack([np.full((2, 5), 7), np.full((2, 5), 8)])
+ADDITIVE = {"form": "additive", "weights": np.zeros(4, F4)}
 WRONG_FORWARD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"query": None}, ValueError, "query: expected an array, got None"),
     ({"query": [1, 2]}, TypeError, "query: expected a NumPy array of float32 .* got .*list"),
@@ -127,6 +128,15 @@ WRONG_FORWARD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"form": "distance", "scales": np.zeros(6, F4)}, ValueError, r"scales: expected shape \(2, 3\)"),
     ({"form": "distance", "scales": np.zeros((2, 3))}, TypeError, "scales: expected dtype float32"),
     ({"top": np.zeros((2, 2, 3, 5), F4)}, ValueError, r"top: expected shape \(2, 2, 3, 5, 1\)"),
+    ({"scores": np.zeros((2, 2, 3, 5, 7), F4)}, ValueError, "scores: expected None but with form 'additive', got an"),
+    ({**ADDITIVE, "scores": np.zeros((2, 2, 1, 5, 7), F4)}, ValueError, r"scores: expected shape \(2, 2, 3, 5, 7\)"),
+    ({**ADDITIVE, "scores": np.zeros((2, 2, 3, 5, 7))}, TypeError, "scores: expected dtype float32, got float64"),
+    (
+        {**ADDITIVE, "scores": np.zeros((2, 2, 3, 7, 5), F4).swapaxes(-1, -2)},
+        ValueError,
+        "scores: .*C-contiguous",
+    ),
+    ({**ADDITIVE, "scores": np.broadcast_to(F4(0), (2, 2, 3, 5, 7))}, TypeError, "scores: expected a writable NumPy"),
     ({"log_total": None}, ValueError, "log_total: expected an array, got None"),
     ({"threads": "two"}, TypeError, "incompatible function arguments"),
     ({"scale": "x"}, TypeError, "incompatible function arguments"),
@@ -157,6 +167,14 @@ WRONG_BACKWARD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"top": np.zeros((2, 2, 3, 4, 1), F4)}, ValueError, "top: expected shape"),
     ({"top": None}, ValueError, "top: expected an array"),
     ({"log_total": np.zeros((2, 2, 3, 5, 1))}, TypeError, "log_total: expected dtype float32"),
+    ({"scores": np.zeros((2, 2, 3, 5, 7), F4)}, ValueError, "scores: expected None but with form 'additive', got an"),
+    ({**ADDITIVE, "scores": np.zeros((2, 2, 3, 7, 5), F4)}, ValueError, r"scores: expected shape \(2, 2, 3, 5, 7\)"),
+    ({**ADDITIVE, "scores": np.zeros((2, 2, 3, 5, 7))}, TypeError, "scores: expected dtype float32, got float64"),
+    (
+        {**ADDITIVE, "scores": np.zeros((2, 2, 3, 7, 5), F4).swapaxes(-1, -2)},
+        ValueError,
+        "scores: .*C-contiguous",
+    ),
     ({"grad_log_sum_exp": np.zeros((2, 2, 5, 3, 1), F4)}, ValueError, "grad_log_sum_exp: expected shape"),
     ({"grad_entropy": np.zeros((2, 2, 3, 5, 1), F4)}, ValueError, "entropy: expected an array beside grad_entropy"),
     ({"grad_key": np.zeros((2, 2, 2, 7, 4), F4)}, ValueError, "grad_key: expected shape"),
@@ -208,14 +226,14 @@ def test_wrong_numbers_of_arrays(count: int) -> None:
     score = tuple(case.options.values())
     row = np.zeros(1, F4)
     with pytest.raises(ValueError, match=f"inputs: expected 14 arrays, got {count}"):
-        native.forward(score, (None,) * count, [row] * 10, 1)
-    with pytest.raises(ValueError, match=f"rows: expected 10 arrays, got {count}"):
+        native.forward(score, (None,) * count, [row] * 11, 1)
+    with pytest.raises(ValueError, match=f"rows: expected 11 arrays, got {count}"):
         native.forward(score, (None,) * 14, [row] * count, 1)
     inputs = (case.query, case.key, case.value, *(None,) * 11)
-    with pytest.raises(ValueError, match=f"rows: expected 7 arrays, got {count}"):
+    with pytest.raises(ValueError, match=f"rows: expected 8 arrays, got {count}"):
         native.backward(score, inputs, (None,) * count, "float32", (None,) * 9, 1)
     with pytest.raises(ValueError, match=f"gradients: expected 9 arrays, got {count}"):
-        native.backward(score, inputs, (None,) * 7, "float32", (None,) * count, 1)
+        native.backward(score, inputs, (None,) * 8, "float32", (None,) * count, 1)
 
 
 def test_misaligned_arrays_are_refused() -> None:

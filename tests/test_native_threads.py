@@ -34,14 +34,20 @@ def answer(threads: int, **options: Any) -> tuple[np.ndarray, ...]:
 
 
 @pytest.mark.parametrize("threads", [2, 3, 7, 100])
-@pytest.mark.parametrize("form", ["inner", "additive"])
+@pytest.mark.parametrize(
+    "form",
+    [{"form": "inner"}, {"form": "additive"}, {"form": "additive", "keeps_scores": True}],
+    ids=["inner", "additive", "additive, kept"],
+)
 @pytest.mark.parametrize(
     "sizes",
     [{}, {"lead": (1,), "head": 1, "group": 1, "query_len": 3, "key_len": 5000, "intervals": True}],
     ids=["many heads", "few queries"],
 )
-def test_results_do_not_depend_on_the_number_of_threads(threads: int, form: str, sizes: dict[str, Any]) -> None:
-    assert same(answer(threads, form=form, **sizes), answer(1, form=form, **sizes))
+def test_results_do_not_depend_on_the_number_of_threads(
+    threads: int, form: dict[str, Any], sizes: dict[str, Any]
+) -> None:
+    assert same(answer(threads, **form, **sizes), answer(1, **form, **sizes))
 
 
 def test_many_jobs_in_a_row() -> None:

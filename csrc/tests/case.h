@@ -19,6 +19,7 @@ struct Result {
 
 struct Case : Drawn {
     using Drawn::Drawn;
+    bool keeps = false;  // whether targets hand the scores of the forward to the backward
 
     std::vector<Result> forward(const Kernels& kernels, int threads) {
         std::vector<Result> results;
@@ -26,6 +27,8 @@ struct Case : Drawn {
             const int64_t out = problem.query_len * problem.value_dim, rows = problem.query_len;
             head.out = memory.filled(out, problem.value_dtype, NAN, 1);
             head.numbers = memory.filled(rows * kNumbers, sum, 77, 1);
+            // NaN shows where a pair that was not written is read.
+            if (keeps) head.scores = memory.filled(rows * problem.key_len, sum, NAN, 1);
             results.push_back({"out", problem.value_dtype, out, 1, head.out});
             static constexpr const char* names[] = {"max", "total", "tilt", "squares", "count", "mean", "deviations"};
             for (int i = 0; i < kNumbers; ++i) {
@@ -91,6 +94,7 @@ struct Case : Drawn {
             head.top = top;
             head.log_total = total;
         }
+        keeps = problem.form == Form::additive && later.coin();
     }
 
     // What a rounding error of a score is relative to, caps and biases included.
@@ -116,7 +120,7 @@ struct Case : Drawn {
             line, sizeof line,
             "form %d activation %d score %d value %d grad %d bias %d queries %ld keys %ld dim %ld value_dim %ld heads "
             "%zu groups %zu full %d magnitude %g level %g scale %g slope %g caps %zu dropout %g planted %d; has:%s%s%s"
-            "%s%s%s%s",
+            "%s%s%s%s%s",
             static_cast<int>(p.form), static_cast<int>(p.activation), static_cast<int>(p.score_dtype),
             static_cast<int>(p.value_dtype), static_cast<int>(p.grad_dtype), static_cast<int>(p.bias_dtype),
             static_cast<long>(p.query_len), static_cast<long>(p.key_len), static_cast<long>(p.dim),
@@ -126,7 +130,8 @@ struct Case : Drawn {
             : h.start ? " intervals"
                       : "",
             h.mask.data ? " mask" : "", h.query_ids.data ? " ids" : "", h.bias.data ? " bias" : "",
-            h.query_bias.data ? " query_bias" : "", h.key_bias.data ? " key_bias" : "", h.scale ? " scales" : "");
+            h.query_bias.data ? " query_bias" : "", h.key_bias.data ? " key_bias" : "", h.scale ? " scales" : "",
+            keeps ? " kept scores" : "");
         return line;
     }
 };

@@ -13,6 +13,7 @@ Axes are the same everywhere; an axis of length 1 is broadcast where the text al
     sink, scales            (head or 1, group or 1)                     any strides; scales: distance only
     out                     (*lead, head, group, query_len, value_dim)  C-contiguous; backward: any strides
     numbers of rows         (*lead, head, group, query_len, 1)          C-contiguous
+    scores                  (*lead, head, group, query_len, key_len)    C-contiguous; additive only
     grad_out                (*lead, head, group, query_len, value_dim)  any strides
     grad_query, grad_query_bias                 as the query; without the 1 in the end
     grad_key, grad_value, grad_key_bias, grad_weights (..., dim)        as the keys, but 1 in the axes of heads along
@@ -20,9 +21,9 @@ Axes are the same everywhere; an axis of length 1 is broadcast where the text al
     grad_bias               the shape of the bias itself
     grad_sink, grad_scales  (*lead, head, group)
 
-with one or more lead axes. bfloat16 and float16 arrays come as uint16, their bits. Numbers of rows, gradients, weights,
-biases of rows and keys, and the sink are in the sum type: float64 for float64 values, float32 otherwise. Gradients are
-C-contiguous and are added to (zero them first), but for grad_sink, which is set.
+with one or more lead axes. bfloat16 and float16 arrays come as uint16, their bits. Numbers of rows, scores, gradients,
+weights, biases of rows and keys, and the sink are in the sum type: float64 for float64 values, float32 otherwise.
+Gradients are C-contiguous and are added to (zero them first), but for grad_sink, which is set.
 
 A wrong dtype, or what is no array, raises TypeError; anything else that does not fit raises ValueError.
 """
@@ -52,8 +53,9 @@ def select(name: str, /) -> None:
 def forward(score: _Score, inputs: _Inputs, rows: Sequence[_Optional], threads: int, /) -> None:
     """Fill the rows.
 
-    These are out, top, log_total = log sum exp(s - top) with the sink among the s, and what is not None of max_score,
-    mean_score, var_score, entropy, max_weight, sum_sq_weights and sum_weights.
+    These are out, top, log_total = log sum exp(s - top) with the sink among the s, and what is not None of scores,
+    max_score, mean_score, var_score, entropy, max_weight, sum_sq_weights and sum_weights. The scores are for
+    `backward`: before biases and caps, and without a number where the intervals hide a pair.
     """
 
 def backward(
@@ -68,7 +70,8 @@ def backward(
     """Add to the gradients that are not None.
 
     They are those of query, key, value, query_bias, key_bias, bias, weights, sink and scales. `rows` are what the
-    forward gave and what comes in: out, top, log_total, entropy, grad_out, grad_log_sum_exp, grad_entropy.
+    forward gave and what comes in: out, top, log_total, entropy, scores, grad_out, grad_log_sum_exp, grad_entropy.
+    Without the scores they are computed again.
     """
 
 class Plain:

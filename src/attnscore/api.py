@@ -196,7 +196,7 @@ def attend_vjp(
             query, key, value, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink,
             dropout=dropout, seed=seed, head_axis=head_axis, statistics=statistics, pullback=True,
         )  # fmt: skip
-        run = Run(kernels.choose(kernel, problem), problem, tiling.plan(problem))
+        run = Run(kernels.choose(kernel, problem), problem, tiling.plan(problem)).with_backward()
         if not run.kernel.own_gradient:
             reason = "its gradient is autodiff through it, which NumPy has not"
             hint = "kernel='streaming' has one"

@@ -37,6 +37,8 @@ class Result:
     log_total: Array
     """log sum exp(s - top): -inf in a row that sees nothing."""
     statistics: dict[str, Array]
+    scores: Array | None = None
+    """From a kernel that keeps them for its backward, of short calls: all scores as it has them."""
 
     @property
     def log_sum_exp(self) -> Array:

@@ -91,6 +91,12 @@ class Run(Protocol):
     def streaming(self) -> Run:
         """The same in the framework's own operations."""
 
+    def with_backward(self) -> Run:
+        """The same where a backward is to come, which may keep scores too; not for arrays that are traced."""
+
+    def without_scores(self, outputs: tuple[Array, ...], /) -> tuple[Array, ...]:
+        """The outputs of the run that `with_backward` was asked of."""
+
     def forward(self, arrays: Sequence[Array], /) -> tuple[Array, ...]: ...
 
     def backward(

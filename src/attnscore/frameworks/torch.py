@@ -1,4 +1,4 @@
-"""PyTorch: the words, and a gradient hook that keeps only what is linear in the sequence length.
+"""PyTorch: the words, and a gradient hook that keeps what is linear in the sequence length (and scores of short calls).
 
 - Any device and float dtype; nothing is moved to the host unless it lies there already.
 - The gradient is explicit (``autograd.Function``); asked for a graph of the gradient (double backward) it runs in
@@ -246,9 +246,10 @@ class TorchFramework(Framework):
         read = [x for x in run.constants() if isinstance(x, torch.Tensor)]
         if any(_is_traced(x) or _is_dual(x) for x in (*operands, *read)):
             return run.forward(operands)
+        run = run.with_backward()
         hook = _TransformedRun if torch._C._are_functorch_transforms_active() else _RecordedRun
         outputs: tuple[Array, ...] = hook.apply(run, *operands)  # type: ignore[no-untyped-call]  # torch's own
-        return outputs
+        return run.without_scores(outputs)
 
     def vjp(
         self, function: Callable[..., Array], inputs: Sequence[Array]
@@ -286,7 +287,10 @@ class TorchFramework(Framework):
 
 
 class _RecordedRun(torch.autograd.Function):
-    """A kernel's forward with its own backward: only the operands, the output and two numbers a row are kept."""
+    """A kernel's forward with its own backward: the operands, the output and two numbers a row are kept.
+
+    Beside them, of short additive calls, the scores.
+    """
 
     @staticmethod
     def forward(ctx: Any, run: Run, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -37,6 +37,8 @@ class Kernel(ABC):
     summary: str
     own_gradient: bool
     """Whether ``backward`` is the gradient; otherwise it is the framework's autodiff through ``forward``."""
+    keeps_scores: bool = False
+    """Whether ``forward`` gives the scores too, for ``backward``."""
 
     def plain(self, problem: Problem, plan: TilePlan, examples: Sequence[HostArray]) -> PlainRun | None:
         """The forward of a plain problem (recipes.py) on memory that lies as the examples do, if there is one.
@@ -48,6 +50,10 @@ class Kernel(ABC):
     @property
     def differentiable(self) -> Kernel:
         """The kernel whose gradient the framework can differentiate further: itself, unless it leaves the framework."""
+        return self
+
+    def with_backward(self, problem: Problem, plan: TilePlan) -> Kernel:
+        """The kernel for a forward whose backward is to come: itself, or one that keeps the scores."""
         return self
 
     @abstractmethod
@@ -72,8 +78,8 @@ class Kernel(ABC):
 class Run:
     """A kernel on a problem as a function of arrays alone: what a framework's gradient hook can hold.
 
-    Outputs are (out, log_total, entropy if wanted, top, then the other statistics). The first
-    ``differentiable_outputs`` carry gradients; they and ``top`` are kept for the backward.
+    Outputs are (out, log_total, entropy if wanted, top, scores if kept, then the other statistics). The first
+    ``differentiable_outputs`` carry gradients; all before the other statistics are kept for the backward.
     """
 
     kernel: Kernel
@@ -82,7 +88,7 @@ class Run:
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        """The statistics among the outputs behind ``top``, in their order."""
+        """The statistics among the outputs behind those that are kept, in their order."""
         return tuple(name for name in self.problem.statistics if name not in DIFFERENTIABLE)
 
     @property
@@ -91,7 +97,17 @@ class Run:
 
     @property
     def kept_outputs(self) -> int:
-        return self.differentiable_outputs + 1
+        return self.differentiable_outputs + 1 + self.kernel.keeps_scores
+
+    def with_backward(self) -> Run:
+        """The run whose backward will be asked for, which may keep the scores too."""
+        kernel = self.kernel.with_backward(self.problem, self.plan)
+        return self if kernel is self.kernel else dataclasses.replace(self, kernel=kernel)
+
+    def without_scores(self, outputs: tuple[Array, ...]) -> tuple[Array, ...]:
+        """The outputs of the run that `with_backward` was asked of."""
+        count = self.kept_outputs
+        return (*outputs[: count - 1], *outputs[count:]) if self.kernel.keeps_scores else outputs
 
     def constants(self) -> tuple[Array, ...]:
         return () if self.problem.mask is None else tuple(self.problem.mask.arrays().values())
@@ -134,16 +150,18 @@ class Run:
     def forward(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
         result = self.kernel.forward(self._with(arrays), self.plan)
         entropy = (result.statistics["entropy"],) if "entropy" in self.problem.statistics else ()
+        scores = (result.scores,) if self.kernel.keeps_scores else ()
         others = (result.statistics[name] for name in self.statistics)
-        return (result.out, result.log_total, *entropy, result.top, *others)
+        return (result.out, result.log_total, *entropy, result.top, *scores, *others)
 
     def result(self, outputs: Sequence[Array]) -> Result:
         """The outputs by name."""
         count = self.differentiable_outputs
-        statistics = dict(zip(self.statistics, outputs[count + 1 :], strict=False))
+        statistics = dict(zip(self.statistics, outputs[self.kept_outputs :], strict=False))
         if count > ENTROPY:
             statistics["entropy"] = outputs[ENTROPY]
-        found = Result(outputs[0], outputs[count], outputs[1], statistics)
+        scores = outputs[count + 1] if self.kernel.keeps_scores else None
+        found = Result(outputs[0], outputs[count], outputs[1], statistics, scores)
         if "log_sum_exp" in self.problem.statistics:
             statistics["log_sum_exp"] = found.log_sum_exp
         return found
@@ -157,8 +175,8 @@ class Run:
     ) -> tuple[Array | None, ...]:
         """Gradients of `arrays`, in their dtypes, from `grads` on the differentiable outputs.
 
-        `outputs` are those that are kept: the differentiable ones and ``top``. `wanted` says of each array whether its
-        gradient is (None: all are); the others are None.
+        `outputs` are those that are kept. `wanted` says of each array whether its gradient is (None: all are); the
+        others are None.
         """
         ops, names = self.problem.ops, tuple(self.operands())
         chosen = frozenset(names if wanted is None else itertools.compress(names, wanted))

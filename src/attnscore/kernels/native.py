@@ -6,12 +6,16 @@
 - What it does not take it says; ``auto`` then goes on to the streaming kernel. A gradient of a gradient is the
   streaming form's.
 - Results do not depend on the number of threads.
+- Additive scores cost more than all else of a backward but their own gradient: those of a short call, a few megabytes
+  at most, are handed to it. All else that is kept is linear in the lengths.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
@@ -48,13 +52,19 @@ else:
     _MISSING = None
 
 
+# Pairs of query and key, over all heads, whose additive scores are kept: 4 MB in float32, 8 in float64.
+KEPT_PAIRS = 2**20
+
+
 @final
+@dataclass(frozen=True, eq=False)
 class Native(Kernel):
     """C++ tiles for the CPU at hand."""
 
     name = "native"
     summary = "C++ on the CPU, O(n) memory"
     own_gradient = True
+    keeps_scores: bool = False
 
     @property
     def differentiable(self) -> Kernel:
@@ -65,6 +75,13 @@ class Native(Kernel):
 
     def reasons_against(self, problem: Problem) -> tuple[str, ...]:
         return tuple(inputs.reasons(problem)) if _MISSING is None else (_MISSING,)
+
+    def with_backward(self, problem: Problem, plan: TilePlan) -> Kernel:
+        grid = problem.grid
+        if not isinstance(problem.form, AdditiveForm) or math.prod(grid.rows) * grid.key_len > KEPT_PAIRS:
+            return self
+        # Rows of a mask that is evaluated go in strips, which would each copy their part.
+        return self if masks.divided(plan.rest)[1] else Native(keeps_scores=True)
 
     def plain(self, problem: Problem, plan: TilePlan, examples: Sequence[HostArray]) -> PlainRun | None:
         form = problem.form
@@ -93,10 +110,11 @@ class Native(Kernel):
             return program.forward(problem) if ops.custom_calls() else deferring.forward(self, problem)
         if ops.on_tape(*engine.operands(problem).values()):
             return engine.forward(problem, plan)
-        out, *numbers = _fill(problem, plan)(*inputs.words(problem, plan), ops.threads(get_num_threads()))
-        top, log_total, *statistics = (None if x is None else ops.from_memory(x, sums, like) for x in numbers)
+        fill = _fill(problem, plan, self.keeps_scores)
+        out, *numbers = fill(*inputs.words(problem, plan), ops.threads(get_num_threads()))
+        top, log_total, scores, *statistics = (None if x is None else ops.from_memory(x, sums, like) for x in numbers)
         found = {name: x for name, x in zip(STATISTICS, statistics, strict=True) if x is not None}
-        return Result(ops.from_memory(out, problem.dtype, like), top, log_total, found)
+        return Result(ops.from_memory(out, problem.dtype, like), top, log_total, found, scores)
 
     def backward(
         self, problem: Problem, plan: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]
@@ -111,14 +129,14 @@ class Native(Kernel):
         if ops.on_tape(*operands.values(), *incoming) or not all(map(ops.readable, (*operands.values(), *incoming))):
             return engine.backward(problem, plan, result, grads)
         grad_out, grad_dtype = _grad_out(problem, grads.out)
-        rows = [result.top, result.log_total]
+        rows = [result.top, result.log_total, result.scores]
         rows += [None, grads.log_sum_exp, None]
         if grads.entropy is not None:
-            rows[2], rows[4] = result.statistics["entropy"], grads.entropy
-        top, log_total, entropy, grad_log_sum_exp, grad_entropy = (_row(problem, x) for x in rows)
+            rows[3], rows[5] = result.statistics["entropy"], grads.entropy
+        top, log_total, scores, entropy, grad_log_sum_exp, grad_entropy = (_row(problem, x) for x in rows)
         shapes = gradient_shapes(problem, wanted)
         buffers = {name: inputs.aligned(np.zeros, shape, sums) for name, shape in shapes.items()}
-        known = (ops.memory(result.out), top, log_total, entropy, grad_out, grad_log_sum_exp, grad_entropy)
+        known = (ops.memory(result.out), top, log_total, entropy, scores, grad_out, grad_log_sum_exp, grad_entropy)
         words, threads = inputs.words(problem, plan), ops.threads(get_num_threads())
         if masks.divided(plan.rest)[1]:
             strips.backward(_native.backward, problem, plan, words, known, grad_dtype, buffers, threads)
@@ -131,10 +149,10 @@ class Native(Kernel):
         }
 
 
-def _fill(problem: Problem, plan: TilePlan) -> Callable[[Any, Any, int], list[Any]]:
+def _fill(problem: Problem, plan: TilePlan, keeps_scores: bool) -> Callable[[Any, Any, int], list[Any]]:
     """A call of the module on `inputs.words` and a number of threads: what it fills.
 
-    That is the output, top, log total and the statistics, None where they are not wanted.
+    That is the output, top, log total, the scores and the statistics, None where they are not wanted.
     """
     rows, sums = (*problem.grid.rows, 1), problem.accumulator
     shape, stored = (*rows[:-1], problem.layout.value_dim), inputs.STORED.get(problem.dtype, problem.dtype)
@@ -143,6 +161,7 @@ def _fill(problem: Problem, plan: TilePlan) -> Callable[[Any, Any, int], list[An
 
     def filled(score: Any, arrays: Any, threads: int) -> list[Any]:
         found = [inputs.aligned(np.empty, shape, stored), *np.empty((2, *rows), sums)]
+        found += [inputs.aligned(np.empty, (*rows[:-1], problem.grid.key_len), sums) if keeps_scores else None]
         found += [np.empty(rows, sums) if x else None for x in wanted]
         if evaluated:
             strips.forward(_native.forward, problem, plan, (score, arrays), found, threads)
@@ -163,7 +182,7 @@ def _grad_out(problem: Problem, grad: Array | None) -> tuple[HostArray, str]:
 
 
 def _row(problem: Problem, x: Array | None) -> HostArray | None:
-    """One number a row, as the native module reads them: (*rows, 1), in the dtype of sums, in C order."""
+    """Numbers of rows as the native module reads them: (*rows, 1 or key_len), in the dtype of sums, in C order."""
     if x is None:
         return None
     ops = problem.ops
