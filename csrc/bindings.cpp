@@ -236,24 +236,41 @@ Plain* prepared(const Score& score, const Objects& x) {
 }
 
 void run_plain(const Plain& plain, nb::handle query, nb::handle key, nb::handle value, nb::handle out,
-               nb::handle weights, int threads) {
+               nb::handle weights, nb::handle rows, nb::handle scores, int threads) {
     check_threads(threads);
     const Kernels& chosen = selected_kernels();
-    const Memory q(query), k(key), v(value), o(out), w(weights);
+    const Memory q(query), k(key), v(value), o(out), w(weights), r(rows), s(scores);
     const nb::gil_scoped_release released;
-    plain.run(chosen, {q.address(), k.address(), v.address(), o.address(), w.address()}, threads);
+    plain.run(chosen, {q.address(), k.address(), v.address(), o.address(), w.address()}, {r.address(), s.address()},
+              threads);
+}
+
+void differentiate_plain(const Plain& plain, nb::handle query, nb::handle key, nb::handle value, nb::handle out,
+                         nb::handle weights, nb::handle rows, nb::handle scores, nb::handle grad_out,
+                         nb::handle grad_query, nb::handle grad_key, nb::handle grad_value, nb::handle grad_weights,
+                         int threads) {
+    check_threads(threads);
+    const Kernels& chosen = selected_kernels();
+    const Memory q(query), k(key), v(value), o(out), w(weights), r(rows), s(scores), g(grad_out);
+    const Memory gq(grad_query), gk(grad_key), gv(grad_value), gw(grad_weights);
+    const nb::gil_scoped_release released;
+    plain.backward(chosen, {q.address(), k.address(), v.address(), o.address(), w.address()},
+                   {r.address(), s.address()}, {g.address(), gq.address(), gk.address(), gv.address(), gw.address()},
+                   threads);
 }
 
 }  // namespace
 
 NB_MODULE(_native, m) {
     m.doc() = "The native CPU kernels; attnscore.kernels.native is the door to them.";
+    // A tensor that lives when Python ends holds its graph, and that a prepared call.
+    nb::set_leak_warnings(false);
     m.def("targets", &targets);
     m.def("current_target", &current_target);
     m.def("select", &select_kernels);
     // Without names or None, for nanobind's short way in.
     m.def("forward", &forward);
     m.def("backward", &backward);
-    nb::class_<Plain>(m, "Plain").def("__call__", &run_plain);
+    nb::class_<Plain>(m, "Plain").def("__call__", &run_plain).def("backward", &differentiate_plain);
     m.def("prepared", &prepared, nb::rv_policy::take_ownership);
 }

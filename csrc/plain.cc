@@ -1,11 +1,11 @@
 #include "plain.h"
 
-#include <memory>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
 #include "border.h"
+#include "rows.h"
 
 namespace attnscore {
 
@@ -21,6 +21,14 @@ std::vector<int64_t> copied(Array& a) {
     own.assign(first, first + count);
     a.data = reinterpret_cast<char*>(own.data());
     return own;
+}
+
+// `item`: bytes of an element; 0 where there is none to be reached.
+void check_address(const char* name, const char* memory, int64_t item) {
+    const auto address = reinterpret_cast<uintptr_t>(memory);
+    if (item == 0 || (address != 0 && address % static_cast<uintptr_t>(item) == 0)) return;
+    throw std::invalid_argument(std::string(name) + ": expected an address at a multiple of " + std::to_string(item) +
+                                " bytes, got " + std::to_string(address));
 }
 
 }  // namespace
@@ -54,21 +62,16 @@ Plain::Plain(Problem score, const std::array<Array, kArrays>& examples, Array st
     }
 }
 
-void Plain::run(const Kernels& kernels, const Addresses& memory, int threads) const {
+// Addresses are checked: a bad one must not end in a bad read.
+Problem Plain::placed(const Addresses& memory, char* scores) const {
     constexpr const char* names[] = {"query", "key", "value", "out", "weights"};
     for (size_t i = 0; i < memory.size(); ++i) {
-        const auto address = reinterpret_cast<uintptr_t>(memory[i]);
-        if (items_[i] != 0 && (address == 0 || address % static_cast<uintptr_t>(items_[i]) != 0)) {
-            throw std::invalid_argument(std::string(names[i]) + ": expected an address at a multiple of " +
-                                        std::to_string(items_[i]) + " bytes, got " + std::to_string(address));
-        }
+        if (items_[i] != 0) check_address(names[i], memory[i], items_[i]);
     }
-    if (problem_.heads.empty()) return;
     // A copy: several threads may be in here at once.
     Problem p = problem_;
-    const auto rows = static_cast<size_t>(p.query_len * kNumbers * size_of(sum_dtype(p)));
-    // The kernels write what they know of each row; nobody reads it.
-    const auto numbers = std::make_unique_for_overwrite<char[]>(rows * p.heads.size());
+    const int64_t item = size_of(sum_dtype(p));
+    if (scores != nullptr) check_address("scores", scores, item);
     const auto at = [&](size_t h, size_t i) { return items_[i] == 0 ? nullptr : memory[i] + places_[h][i]; };
     for (size_t h = 0; h < p.heads.size(); ++h) {
         Head& head = p.heads[h];
@@ -77,9 +80,61 @@ void Plain::run(const Kernels& kernels, const Addresses& memory, int threads) co
         head.value.data = at(h, 2);
         head.out = at(h, 3);
         head.weights = at(h, 4);
-        head.numbers = numbers.get() + h * rows;
+        if (scores != nullptr) head.scores = scores + static_cast<int64_t>(h) * p.query_len * p.key_len * item;
     }
+    return p;
+}
+
+std::vector<HeadRows> Plain::placed_rows(const Problem& p, char* rows) const {
+    const int64_t item = size_of(sum_dtype(p)), column = p.query_len * item;
+    check_address("rows", rows, item);
+    std::vector<HeadRows> found(p.heads.size());
+    for (size_t h = 0; h < found.size(); ++h) {
+        found[h].top = rows + static_cast<int64_t>(h) * column;
+        found[h].log_total = rows + static_cast<int64_t>(found.size() + h) * column;
+    }
+    return found;
+}
+
+void Plain::run(const Kernels& kernels, const Addresses& memory, const Kept& kept, int threads) const {
+    Problem p = placed(memory, kept.scores);
+    if (p.heads.empty() || p.query_len == 0) return;
+    const std::vector<HeadRows> rows = kept.rows == nullptr ? std::vector<HeadRows>() : placed_rows(p, kept.rows);
+    // The kernels write what they know of each row, whether anybody reads it or not.
+    const ForwardRows numbers(p, rows);
     kernels.forward(p, threads);
+    if (kept.rows != nullptr) numbers.finish(threads);
+}
+
+void Plain::backward(const Kernels& kernels, const Addresses& memory, const Kept& kept, const Gradients& gradients,
+                     int threads) const {
+    Problem p = placed(memory, kept.scores);
+    if (p.heads.empty() || p.query_len == 0) return;
+    const int64_t item = size_of(sum_dtype(p)), stored = size_of(p.value_dtype);
+    std::vector<HeadRows> rows = placed_rows(p, kept.rows);
+    check_address("grad_out", gradients.grad_out, p.value_dim == 0 ? 0 : stored);
+    check_address("grad_query", gradients.query, p.dim == 0 ? 0 : item);
+    check_address("grad_key", gradients.key, p.key_len * p.dim == 0 ? 0 : item);
+    check_address("grad_value", gradients.value, p.key_len * p.value_dim == 0 ? 0 : item);
+    if (p.form == Form::additive) check_address("grad_weights", gradients.weights, p.dim == 0 ? 0 : item);
+    p.grad_dtype = p.value_dtype;
+    for (size_t h = 0; h < p.heads.size(); ++h) {
+        Head& head = p.heads[h];
+        const int64_t row = static_cast<int64_t>(h) * p.query_len;
+        head.top = rows[h].top;
+        head.grad_query = gradients.query + row * p.dim * item;
+        head.grad_out = {gradients.grad_out + row * p.value_dim * stored, p.value_dim, 1};
+        rows[h].out = {head.out, p.value_dim, 1};
+    }
+    for (size_t g = 0; g < p.groups.size(); ++g) {
+        Group& group = p.groups[g];
+        const int64_t key = static_cast<int64_t>(g) * p.key_len;
+        group.grad_key = gradients.key + key * p.dim * item;
+        group.grad_value = gradients.value + key * p.value_dim * item;
+        if (p.form == Form::additive) group.grad_weights = gradients.weights + static_cast<int64_t>(g) * p.dim * item;
+    }
+    const BackwardRows numbers(p, rows, threads);
+    kernels.backward(p, threads);
 }
 
 }  // namespace attnscore

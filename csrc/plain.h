@@ -1,4 +1,4 @@
-// A forward of query, key and value (and an additive score's weights), without statistics: checked once, and then run
+// Attention of query, key and value (and an additive score's weights), without statistics: checked once, and then run
 // on other memory of the same shapes and strides, with the same intervals of keys. A tiny call spends more at the
 // border than in its products.
 #pragma once
@@ -12,11 +12,25 @@
 
 namespace attnscore {
 
+struct HeadRows;
+
 class Plain {
    public:
     // Of query, key, value, out and weights, in this order everywhere; weights may be absent.
     static constexpr size_t kArrays = 5;
     using Addresses = std::array<char*, kArrays>;
+
+    // What a forward leaves for its gradient, in the sum type and in C order: the top and, behind them, the log_total
+    // of all rows; additive: the scores (attention.h). Null where nobody wants them.
+    struct Kept {
+        char *rows, *scores;
+    };
+    // What comes in, which lies as `out` does, and what is added to, in the sum type and in C order: of all rows, and
+    // of keys, values and weights of all groups (axes of heads are 1 along which key, value and weights are all
+    // broadcast). Weights' is null where there are none.
+    struct Gradients {
+        char *grad_out, *query, *key, *value, *weights;
+    };
 
     // `score` knows form, numbers and dtypes. The arrays are examples: none is read, and none is remembered. Intervals,
     // where they are given, are copied.
@@ -25,9 +39,14 @@ class Plain {
     Plain(const Plain&) = delete;
     Plain& operator=(const Plain&) = delete;
 
-    void run(const Kernels& kernels, const Addresses& memory, int threads) const;
+    void run(const Kernels& kernels, const Addresses& memory, const Kept& kept, int threads) const;
+    void backward(const Kernels& kernels, const Addresses& memory, const Kept& kept, const Gradients& gradients,
+                  int threads) const;
 
    private:
+    Problem placed(const Addresses& memory, char* scores) const;
+    std::vector<HeadRows> placed_rows(const Problem& p, char* rows) const;
+
     std::vector<std::array<int64_t, kArrays>> places_;  // of each head, in bytes from the addresses
     std::array<int64_t, kArrays> items_;                // bytes of an element; 0 of an array that is empty or absent
     std::vector<int64_t> start_, stop_;

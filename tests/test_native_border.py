@@ -263,6 +263,7 @@ WRONG_PREPARED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"weights": np.zeros(4, F4)}, ValueError, "weights: expected None but with form 'additive'"),
 ]
 PREPARED = ("query", "key", "value", "out", "weights", "start", "stop")
+PLACES = ("query", "key", "value", "out", "weights", "rows", "scores", "threads")
 
 
 @pytest.mark.parametrize(("change", "error", "message"), WRONG_PREPARED, ids=names(WRONG_PREPARED))
@@ -279,6 +280,8 @@ def test_wrong_examples(change: dict[str, Any], error: type[Exception], message:
         ({"value": 7}, ValueError, "value: expected an address at a multiple of 4 bytes, got 7"),
         ({"key": -1.5}, TypeError, "bytes-like object is required"),
         ({"key": 2**70}, OverflowError, "too (big|large)"),
+        ({"rows": 7}, ValueError, "rows: expected an address at a multiple of 4 bytes, got 7"),
+        ({"scores": 7}, ValueError, "scores: expected an address at a multiple of 4 bytes, got 7"),
         ({"threads": 0}, ValueError, "threads: expected 1 or more, got 0"),
     ],
     ids=str,
@@ -288,7 +291,23 @@ def test_wrong_places(change: dict[str, Any], error: type[Exception], message: s
     plain = native.prepared(SCORE, [arrays.get(name) for name in PREPARED])
     given = {**arrays, "threads": 1} | change
     with pytest.raises(error, match=message):
-        plain(*[given.get(name, 0) for name in ("query", "key", "value", "out", "weights", "threads")])
+        plain(*[given.get(name, 0) for name in PLACES])
+
+
+@pytest.mark.parametrize("name", ["query", "rows", "grad_out", "grad_query", "grad_key", "grad_value", "grad_weights"])
+@pytest.mark.parametrize("address", [0, 7])
+def test_wrong_places_of_a_gradient(name: str, address: int) -> None:
+    arrays = _plain_arrays() | {"weights": np.ones(4, F4), "rows": np.zeros((2, 60), F4)}
+    plain = native.prepared(("additive", *SCORE[1:]), [arrays.get(name) for name in PREPARED])
+    made = {x: np.zeros_like(arrays[x]) for x in ("out", "query", "key", "value")} | {
+        "weights": np.zeros((2, 2, 4), F4)
+    }
+    given = arrays | {f"grad_{x}": grad for x, grad in made.items()}
+    names = (*PLACES[:-1], "grad_out", "grad_query", "grad_key", "grad_value", "grad_weights")
+    plain(*[given.get(x, 0) for x in PLACES[:-1]], 1)
+    plain.backward(*[given.get(x, 0) for x in names], 1)
+    with pytest.raises(ValueError, match=f"{name}: expected an address at a multiple of 4 bytes, got {address}"):
+        plain.backward(*[(given | {name: address}).get(x, 0) for x in names], 1)
 
 
 def test_intervals_of_a_prepared_call_are_a_copy() -> None:
@@ -299,7 +318,7 @@ def test_intervals_of_a_prepared_call_are_a_copy() -> None:
     outs = []
     for place in (lambda x: x, lambda x: x.ctypes.data):
         out = np.full_like(arrays["out"], np.nan)
-        plain(*[place(arrays[name]) for name in PREPARED[:3]], out, 0, 2)
+        plain(*[place(arrays[name]) for name in PREPARED[:3]], out, 0, 0, 0, 2)
         outs.append(out)
     scores = np.exp(arrays["query"] @ arrays["key"][..., :3, :].swapaxes(-1, -2))
     wanted = scores @ arrays["value"][..., :3, :] / scores.sum(-1, keepdims=True)
@@ -315,8 +334,8 @@ def test_weights_of_a_prepared_call_are_asked_for() -> None:
     plain = native.prepared(score, [arrays.get(name) for name in PREPARED])
     given = [arrays[name] for name in PREPARED[:4]]
     with pytest.raises(ValueError, match="weights: expected an address at a multiple of 4 bytes, got 0"):
-        plain(*given, 0, 1)
-    plain(*given, arrays["weights"], 1)
+        plain(*given, 0, 0, 0, 1)
+    plain(*given, arrays["weights"], 0, 0, 1)
     hidden = np.tanh(arrays["query"][..., :, None, :] + arrays["key"][..., None, :, :]).sum(-1)
     wanted = np.exp(hidden) @ arrays["value"] / np.exp(hidden).sum(-1, keepdims=True)
     np.testing.assert_allclose(arrays["out"], wanted, rtol=1e-5, atol=1e-5)

@@ -9,12 +9,15 @@ import pytest
 import torch
 
 import attnscore as ats
+from attnscore.recall import Memory
 from native_cases import GRADIENTS, INPUTS, native
 from own_scores import OwnPlain
 
 
 class Watched:
     """The native module, with the arguments of its calls kept."""
+
+    prepared = staticmethod(native.prepared)
 
     def __init__(self) -> None:
         self.inputs: dict[str, np.ndarray | None] = {}
@@ -33,6 +36,7 @@ class Watched:
 def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     found = Watched()
     monkeypatch.setattr("attnscore.kernels.native._native", found)
+    monkeypatch.setattr("attnscore.recipes._RECIPES", Memory())  # what is prepared passes by the door
     return found
 
 

@@ -14,8 +14,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import attnscore as ats
+from attnscore import recipes
 from attnscore.kernels import native as door
 from attnscore.kernels import native_inputs
+from attnscore.recall import Memory
 from native_cases import native
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -139,6 +141,7 @@ def test_what_is_not_finite(hidden: bool, activation: str, old_memory: None, mon
 def test_the_most_that_is_kept(most: int, keeps: bool, handed: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Above the bound nothing that autograd holds is as large as a matrix, nor as anything but the inputs."""
     monkeypatch.setattr(door, "KEPT_PAIRS", most)
+    monkeypatch.setattr(recipes, "_RECIPES", Memory())
     held: list[tuple[int, ...]] = []
 
     def pack(x: torch.Tensor) -> torch.Tensor:

@@ -187,19 +187,25 @@ def test_fewer_than_one_thread(wrong: int) -> None:
 def test_called_from_torch_it_takes_the_threads_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     used = []
 
-    class Watched:
-        def forward(self, *arguments: Any) -> None:
+    def watched(function: Any) -> Any:
+        def run(*arguments: Any) -> None:
             used.append(arguments[-1])
-            native.forward(*arguments)
+            function(*arguments)
+
+        return run
+
+    class Plain:
+        def __init__(self, plain: Any) -> None:
+            self.forward, self.backward = watched(plain), watched(plain.backward)
+
+        def __call__(self, *places: Any) -> None:
+            self.forward(*places)
+
+    class Watched:
+        forward, backward = staticmethod(watched(native.forward)), staticmethod(watched(native.backward))
 
         def prepared(self, *arguments: Any) -> Any:
-            plain = native.prepared(*arguments)
-
-            def run(*places: Any) -> None:
-                used.append(places[-1])
-                plain(*places)
-
-            return run
+            return Plain(native.prepared(*arguments))
 
     monkeypatch.setattr("attnscore.kernels.native._native", Watched())
     monkeypatch.setattr("attnscore.recipes._RECIPES", Memory(8))
@@ -211,7 +217,9 @@ def test_called_from_torch_it_takes_the_threads_of_torch(monkeypatch: pytest.Mon
         for _ in range(2):  # the second call is prepared (recipes.py)
             ats.attend(x, x, x)
             ats.attend(*[x.numpy()] * 3)
+            out = ats.attend(*[x.clone().requires_grad_()] * 3)
+            out.sum().backward()
     finally:
         torch.set_num_threads(before[0])
         ats.set_num_threads(before[1])
-    assert used == [3, 5] * 2
+    assert used == [3, 5, 3, 3] * 2

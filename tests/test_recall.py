@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import attnscore as ats
 from attnscore import api, scoring, tiling
@@ -233,7 +236,7 @@ def test_a_plain_additive_call_is_prepared_once(
     torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(wanted), **tolerance)
 
 
-def test_an_additive_score_that_learns_or_projects_is_not_prepared() -> None:
+def test_an_additive_score_that_projects_is_not_prepared() -> None:
     query, key, value = _inputs()
     w_v = torch.ones(5, requires_grad=True)
     for _ in range(2):
@@ -290,3 +293,158 @@ def test_arrays_that_lie_otherwise_are_prepared_anew() -> None:
     assert tape.requires_grad
     with torch.no_grad():
         assert not ats.attend(query, key, value).requires_grad
+
+
+# ---------------------------------------------------------------- on PyTorch's tape
+
+
+def _gradients(arrays: list[torch.Tensor], options: dict[str, Any]) -> list[torch.Tensor]:
+    """The output and the gradients of arrays, and of an additive score's weights where there are any."""
+    leaves = [x for x in (*arrays, getattr(options.get("score"), "w_v", None)) if x is not None and x.requires_grad]
+    out = ats.attend(*arrays, **options)
+    torch.manual_seed(1)
+    return [out.detach(), *torch.autograd.grad(out, leaves, torch.randn_like(out))]
+
+
+@pytest.mark.parametrize("arrays", _views().values(), ids=_views())
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"mask": ats.Causal(align="bottom_right"), "score": "dot"},
+        {"mask": ~ats.SlidingWindow(1, 1, "top_left")},
+        {"score": "additive"},
+        {"score": "additive by head", "mask": ats.SlidingWindow(1, 1, "top_left")},
+    ],
+    ids=str,
+)
+def test_a_plain_call_on_a_tape_is_prepared_once(
+    arrays: list[torch.Tensor], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradient of other numbers that lie in memory alike does not pass the checked path either."""
+    leaves = {id(x): x.detach() for x in arrays}
+    arrays = [leaves[id(x)] for x in arrays]
+    checked = False
+    if "additive" in str(options.get("score")):
+        heads = arrays[0].shape[1:2] if options["score"] == "additive by head" and arrays[0].ndim == 4 else ()
+        options = {**options, "score": ats.Additive(torch.randn(*heads, 8, dtype=arrays[0].dtype).requires_grad_())}
+        checked = arrays[0].dtype == torch.bfloat16
+    for x in leaves.values():
+        x.requires_grad_()
+    for _ in range(2):
+        _gradients(arrays, options)
+    with torch.no_grad():
+        for x in leaves.values():
+            own = x[0, 0] if 0 in x.stride() else x
+            own *= -1
+    wanted = _gradients(arrays, {**options, "kernel": "streaming"})
+    with monkeypatch.context() as patch:
+        if not checked:
+            patch.delattr(api, "pose")
+        found = _gradients(arrays, options)
+    for x, y in zip(found, wanted, strict=True):
+        assert x.dtype == y.dtype
+        tolerance = {"rtol": 2e-2, "atol": 2e-2} if x.dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+        torch.testing.assert_close(x, y, **tolerance)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_heads_behind_on_a_tape(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    arrays = [torch.randn(2, 5, heads, 8).requires_grad_() for heads in (4, 4 // groups, 4 // groups)]
+    wanted = _gradients(arrays, {"head_axis": -2, "kernel": "streaming"})
+    _gradients(arrays, {"head_axis": -2})
+    monkeypatch.delattr(api, "pose")
+    torch.testing.assert_close(_gradients(arrays, {"head_axis": -2}), wanted)
+
+
+@pytest.mark.parametrize("which", [(0,), (1, 2), (2,)], ids=str)
+def test_gradients_of_those_that_ask(which: tuple[int, ...]) -> None:
+    arrays = _inputs()
+    for i in which:
+        arrays[i].requires_grad_()
+    for _ in range(2):
+        found, wanted = (_gradients(arrays, {"kernel": kernel}) for kernel in ("auto", "dense"))
+        torch.testing.assert_close(found, wanted)
+    # A gradient that is broadcast, and one that lies otherwise.
+    out = ats.attend(*arrays)
+    leaf = arrays[which[0]]
+    for grad in (torch.ones(1).expand(out.shape), torch.randn(out.mT.shape).mT):
+        (found,) = torch.autograd.grad(out, leaf, grad, retain_graph=True)
+        (same,) = torch.autograd.grad(out, leaf, grad.contiguous(), retain_graph=True)
+        assert torch.equal(found, same)
+
+
+@pytest.mark.parametrize("options", [{}, {"mask": ats.Causal("top_left"), "valid_lens": [6, 2]}], ids=str)
+@pytest.mark.parametrize("additive", [False, True])
+def test_a_prepared_gradient_has_a_gradient(options: dict[str, Any], additive: bool) -> None:
+    torch.manual_seed(0)
+    leaves = [torch.randn(2, n, 3, dtype=torch.float64).requires_grad_() for n in (4, 6, 6)]
+    leaves += [torch.randn(3, dtype=torch.float64).requires_grad_()] if additive else []
+
+    def call(query: Any, key: Any, value: Any, *weights: Any) -> Any:
+        return ats.attend(query, key, value, score=ats.Additive(*weights) if weights else "scaled_dot", **options)
+
+    for _ in range(2):
+        assert torch.autograd.gradcheck(call, leaves)
+        assert torch.autograd.gradgradcheck(call, leaves)
+
+
+def test_autocast_around_a_backward_casts_nothing() -> None:
+    arrays = [x.requires_grad_() for x in _inputs()]
+    wanted = _gradients(arrays, {"kernel": "streaming"})
+    for graph in (False, False, True):
+        out = ats.attend(*arrays)
+        torch.manual_seed(1)
+        grad = torch.randn_like(out)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = torch.autograd.grad(out, arrays, grad, create_graph=graph)
+        torch.testing.assert_close([out, *found], wanted)
+
+
+def test_many_gradients_at_once() -> None:
+    """As `torch.autograd.functional.jacobian(vectorize=True)` asks for them: once, and for a call that is prepared."""
+    arrays = [x.requires_grad_() for x in _inputs()]
+    wanted = torch.autograd.functional.jacobian(lambda q: ats.attend(q, *arrays[1:], kernel="dense"), arrays[0])
+    for kernel in ("auto", "auto", "streaming"):
+        found = torch.autograd.functional.jacobian(
+            lambda q, kernel=kernel: ats.attend(q, *arrays[1:], kernel=kernel), arrays[0], vectorize=True
+        )
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_prepared_call_under_a_checkpoint(reentrant: bool) -> None:
+    arrays = [x.requires_grad_() for x in _inputs()]
+    wanted = torch.autograd.grad(ats.attend(*arrays, kernel="streaming").square().sum(), arrays)
+    for _ in range(2):
+        for x in arrays:
+            x.grad = None
+        out: Any = checkpoint(ats.attend, *arrays, use_reentrant=reentrant)
+        out.square().sum().backward()
+        torch.testing.assert_close([x.grad for x in arrays], list(wanted))
+
+
+def test_what_a_prepared_call_keeps_for_its_gradient() -> None:
+    """The operands, the output, and two numbers a row; what is changed in place meanwhile is told."""
+    arrays = [x.requires_grad_() for x in _inputs()]
+    ats.attend(*arrays)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        out = ats.attend(*arrays)
+    assert sorted(x.numel() for x in kept) == sorted([*(x.numel() for x in arrays), out.numel(), 2 * 2 * 3 * 4])
+    out = ats.attend(*arrays)  # hooks take over the check
+    with torch.no_grad():
+        arrays[1].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_a_script_that_ends_with_a_graph_ends_quietly() -> None:
+    script = """if True:
+        import torch, attnscore
+        x = torch.randn(2, 3, 4, requires_grad=True)
+        outs = [attnscore.attend(x, x, x) for _ in range(3)]
+    """
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("", "")

@@ -74,20 +74,44 @@ def backward(
     Without the scores they are computed again.
     """
 
+_Place: TypeAlias = _Array | int
+"""The memory of an array, or its address; 0 is none. It must lie as the example did."""
+
 class Plain:
-    """A forward of query, key and value of given shapes and strides; nothing of a row is kept."""
+    """Attention of query, key and value of given shapes and strides, and its gradient."""
 
     def __call__(
         self,
-        query: _Array | int,
-        key: _Array | int,
-        value: _Array | int,
-        out: _Array,
-        weights: _Array | int,
+        query: _Place,
+        key: _Place,
+        value: _Place,
+        out: _Place,
+        weights: _Place,
+        rows: _Place,
+        scores: _Place,
         threads: int,
         /,
     ) -> None:
-        """Fill `out`: the memory of the arrays, or its address, which must lie as the examples did; 0 is none."""
+        """Fill `out`, and what is given of `rows`, the top and then the log_total of all, and of additive `scores`."""
+
+    def backward(
+        self,
+        query: _Place,
+        key: _Place,
+        value: _Place,
+        out: _Place,
+        weights: _Place,
+        rows: _Place,
+        scores: _Place,
+        grad_out: _Place,
+        grad_query: _Place,
+        grad_key: _Place,
+        grad_value: _Place,
+        grad_weights: _Place,
+        threads: int,
+        /,
+    ) -> None:
+        """Add to the gradients, which are in the sum type and in C order; `grad_out` lies as `out` does."""
 
 def prepared(score: _Score, arrays: Sequence[_Optional], /) -> Plain:
     """Check examples of query, key, value and out, with weights, start and stop or None, as `forward` does.

@@ -97,7 +97,7 @@ def attend(
         options = (head_axis, kernel, dropout, return_weights, return_stats)
         name = recipes.name_of(query, key, value, score, options, mask, valid_lens)
     if (recipe := recipes.find(name)) is not None:
-        return recipe(query, key, value, score)
+        return recipe(query, key, value, score, attend)
     statistics, flag = wanted_statistics(return_stats), check_flag("return_weights", return_weights)
     with frameworks.of({"query": query}).quiet():
         problem, _ = pose(

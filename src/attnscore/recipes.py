@@ -1,4 +1,4 @@
-"""The plain call, prepared once: attention of three arrays, without bias or statistics, that no tape records.
+"""The plain call, prepared once: attention of three arrays, without bias or statistics, and its gradient.
 
 Its score is a product, or an additive one of sides that are projected already.
 
@@ -10,20 +10,25 @@ as a recipe, so that a tiny call costs little more than its kernel (66 us withou
   each call, so it has no recipe.
 - A mask is known by its numbers, where it is a few intervals a row (masking/known.py).
 - Nothing of a caller's arrays is held.
+- On a tape `differentiable` records the recipe, where `has_plain_tape`; a gradient of the gradient goes the long way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import dataclasses
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from attnscore import frameworks, scoring
-from attnscore.frameworks.contract import Array, Framework
+from attnscore.engine import operands
+from attnscore.frameworks.contract import Array, Framework, HostArray, sum_to
+from attnscore.grid import Layout
 from attnscore.kernels import Kernel
-from attnscore.kernels.contract import PlainRun
+from attnscore.kernels.contract import Place, Prepared
 from attnscore.kernels.native_inputs import STORED, aligned
 from attnscore.masking.known import Known, numbers_of
 from attnscore.problem import Problem
@@ -32,6 +37,20 @@ from attnscore.scoring import Additive, ScaledDot
 from attnscore.threads import get_num_threads
 from attnscore.tiling import TilePlan
 
+WEIGHTS = 3
+"""Place of an additive score's w_v among the arrays of a call."""
+
+
+class Gradient(NamedTuple):
+    """How the gradient of an array comes about."""
+
+    filled: tuple[int, ...]
+    """The shape in which it is added up."""
+    uniform: tuple[int, ...]
+    """That of the array on the uniform axes."""
+    turned: bool
+    """Whether the array has its heads behind."""
+
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
@@ -39,19 +58,134 @@ class Recipe:
 
     ops: Framework
     dtype: str
+    sums: str
+    layout: Layout
     shape: tuple[int, ...]
     """Of the output as it is filled: the caller's axes, heads in front of queries."""
     stored: str
-    has_heads_behind: bool
-    run: PlainRun
+    gradients: tuple[Gradient, ...]
+    """Of query, key, value and an additive score's w_v."""
+    score: Any
+    """None where it is the caller's, whose arrays are not held."""
+    mask: Known | None
+    prepared: Prepared
 
-    def __call__(self, query: Array, key: Array, value: Array, score: Any) -> Array:
-        ops, place = self.ops, self.ops.place
+    def __call__(self, query: Array, key: Array, value: Array, score: Any, attend: Callable[..., Array]) -> Array:
+        """`attend` is the long way, which a gradient of the gradient goes."""
+        arrays = (query, key, value, score.w_v) if type(score) is Additive else (query, key, value)
+        if self.ops.has_plain_tape and self.ops.on_tape(*arrays):
+            found: Array = self.ops.differentiable(_Recorded(self, score, attend), arrays)[0]
+            return found
+        return self.forward(arrays, 0, 0)
+
+    def forward(self, arrays: Sequence[Array], rows: Place, scores: Place) -> Array:
+        """The output; what a gradient needs besides is filled, where there is any."""
+        ops = self.ops
         out = aligned(np.empty, self.shape, self.stored) if ops.wants_aligned else np.empty(self.shape, self.stored)
-        weights = place(score.w_v) if type(score) is Additive else 0
-        self.run(place(query), place(key), place(value), out, weights, ops.threads(get_num_threads()))
-        found = ops.from_memory(out, self.dtype, value)
+        query, key, value, weights = self._places(arrays)
+        self.prepared.forward(query, key, value, out, weights, rows, scores, ops.threads(get_num_threads()))
+        found = ops.from_memory(out, self.dtype, arrays[2])
         return ops.swap_axes(found, -3, -2) if self.has_heads_behind else found
+
+    def backward(self, arrays: Sequence[Array], kept: Sequence[Array], grad_out: Array) -> list[Array]:
+        """The gradients of `arrays`; `kept`: the output, the rows, and the scores if they are kept."""
+        ops = self.ops
+        # A framework's own zeros wake its threads, which go on spinning beside ours.
+        filled = [np.zeros(gradient.filled, self.sums) for gradient in self.gradients]
+        query, key, value, weights = self._places(arrays)
+        out, *others = kept
+        rows, scores = (*map(ops.place, others), 0)[:2]
+        self.prepared.backward(
+            query, key, value, self._in_order(out), weights, rows, scores, self._in_order(grad_out),
+            *filled, *(0 for _ in range(len(filled), WEIGHTS + 1)), ops.threads(get_num_threads()),
+        )  # fmt: skip
+        grads = [ops.from_memory(x, self.sums, arrays[2]) for x in filled]
+        found = map(self._outward, grads, self.gradients, arrays)
+        return [ops.astype(grad, ops.dtype(x)) for grad, x in zip(found, arrays, strict=True)]
+
+    def _outward(self, grad: Array, gradient: Gradient, x: Array) -> Array:
+        """The gradient of `x` on its own axes."""
+        shape = tuple(x.shape)
+        if gradient.filled == shape:
+            return grad
+        grad = sum_to(self.ops, grad, gradient.uniform)
+        return self.layout.gradient_outward(self.ops, grad, shape) if gradient.turned else self.ops.reshape(grad, shape)
+
+    @property
+    def has_heads_behind(self) -> bool:
+        return self.layout.axes >= 4 and self.layout.head_axis == -2
+
+    def _places(self, arrays: Sequence[Array]) -> list[Place]:
+        return [*map(self.ops.place, arrays), 0] if len(arrays) == WEIGHTS else [*map(self.ops.place, arrays)]
+
+    def _in_order(self, x: Array) -> HostArray:
+        """An output, or the gradient of one, as outputs are filled."""
+        return np.ascontiguousarray(self.ops.memory(self.ops.swap_axes(x, -3, -2) if self.has_heads_behind else x))
+
+
+@dataclass(frozen=True, eq=False)
+class _Recorded:
+    """A plain call on a tape, as a framework's gradient hook holds it (`frameworks.contract.Run`)."""
+
+    recipe: Recipe
+    score: Any
+    attend: Callable[..., Array]
+
+    differentiable_outputs = 1
+
+    @property
+    def kept_outputs(self) -> int:
+        return 2 if self.recipe.prepared.scores is None else 3
+
+    def constants(self) -> tuple[Array, ...]:
+        return ()
+
+    def variables(self) -> tuple[tuple[Array, ...], Callable[[Sequence[Array]], _Recorded]]:
+        return (), lambda arrays: self
+
+    def with_backward(self) -> _Recorded:
+        return self
+
+    def without_scores(self, outputs: tuple[Array, ...]) -> tuple[Array, ...]:
+        return outputs[:1]
+
+    def streaming(self) -> _Recorded:
+        # For frameworks that differentiate a backward by tracing it: theirs is no plain tape.
+        raise NotImplementedError("attnscore: the streaming form of a prepared call")
+
+    def forward(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
+        recipe = self.recipe
+        shapes = [(2, math.prod(recipe.shape[:-1])), recipe.prepared.scores]
+        kept = [np.empty(shape, recipe.sums) for shape in shapes if shape is not None]
+        out = recipe.forward(arrays, kept[0], 0 if len(kept) == 1 else kept[1])
+        return out, *(recipe.ops.from_memory(x, recipe.sums, arrays[2]) for x in kept)
+
+    def backward(
+        self,
+        arrays: Sequence[Array],
+        outputs: Sequence[Array],
+        grads: Sequence[Array | None],
+        wanted: Sequence[bool] | None = None,
+    ) -> tuple[Array | None, ...]:
+        ops, grad_out = self.recipe.ops, grads[0]
+        if grad_out is None:
+            return (None,) * len(arrays)
+        if ops.on_tape(*arrays, grad_out) or not all(map(ops.readable, (*arrays, grad_out))):
+            with ops.quiet():
+                return tuple(ops.vjp(self._the_long_way, arrays)[1](grad_out))
+        found = self.recipe.backward(arrays, outputs, grad_out)
+        return (
+            tuple(found)
+            if wanted is None
+            else tuple(g if want else None for g, want in zip(found, wanted, strict=True))
+        )
+
+    def _the_long_way(self, query: Array, key: Array, value: Array, *weights: Array) -> Array:
+        """The same in operations that the framework differentiates as often as it likes."""
+        recipe = self.recipe
+        score = dataclasses.replace(self.score, w_v=weights[0]) if weights else recipe.score
+        options = {"mask": recipe.mask, "head_axis": recipe.layout.head_axis, "kernel": "streaming"}
+        return self.attend(query, key, value, score=score, **options)
 
 
 _RECIPES: Memory[Recipe] = Memory(256)
@@ -109,12 +243,27 @@ def keep(
     """Keep how `kernel` runs a plain call on arrays like these, where it says how."""
     if name is None or not (problem.mask is None or isinstance(problem.mask, Known)):
         return
+    if 0 in problem.grid.rows:
+        return  # the strides of an empty tensor would be NumPy's
     ops, grid, layout, host = problem.ops, problem.grid, problem.layout, frameworks.load("numpy")
     stored = STORED.get(problem.dtype, problem.dtype)
     inward = zip(arrays, (True, False, False), strict=True)
     views = [layout.inward(host, ops.memory(x), is_query=is_query) for x, is_query in inward]
-    run = kernel.plain(problem, plan, (*views, np.empty((*grid.rows, layout.value_dim), stored)))
-    if run is not None:
-        shape, has_heads_behind = (*grid.user_shape[:-1], layout.value_dim), layout.axes >= 4 and layout.head_axis == -2
-        recipe = Recipe(ops, problem.dtype, shape, stored, has_heads_behind, run)
-        _RECIPES.recall(name, lambda: recipe)
+    prepared = kernel.plain(problem, plan, (*views, np.empty((*grid.rows, layout.value_dim), stored)))
+    if prepared is None:
+        return
+    recipe = Recipe(
+        ops, problem.dtype, problem.accumulator, layout, (*grid.user_shape[:-1], layout.value_dim), stored,
+        tuple(_gradients(problem, arrays, prepared)),
+        None if type(problem.score) is Additive else problem.score, problem.mask, prepared,
+    )  # fmt: skip
+    _RECIPES.recall(name, lambda: recipe)
+
+
+def _gradients(problem: Problem, arrays: Sequence[Array], prepared: Prepared) -> Iterator[Gradient]:
+    named, layout = operands(problem), problem.layout
+    own = {**dict(zip(("query", "key", "value"), arrays, strict=True)), "w_v": getattr(problem.score, "w_v", None)}
+    for name, shape in zip(own, prepared.gradients, strict=False):
+        uniform = tuple(named[name].shape)
+        turned = name != "w_v" and layout.axes >= 4 and layout.head_axis == -2
+        yield Gradient(tuple(own[name].shape) if shape == uniform and not turned else shape, uniform, turned)

@@ -156,6 +156,10 @@ CASES: tuple[Case, ...] = (
         {"sdpa": Goal(2, 1, at_most=True)},
     ),
     Case(
+        "tiny-backward", "tiny call (2,8,16,64) from PyTorch, forward + backward", _sizes(8, 16, 16, 64, batch=2),
+        {"sdpa": Goal(2, 1, at_most=True)}, backward=True,
+    ),
+    Case(
         "statistics", "all statistics, (1,8,2048,64)", _USUAL,
         {"without": Goal(1.10, at_most=True)}, options={"return_stats": True},
     ),

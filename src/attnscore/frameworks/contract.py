@@ -116,6 +116,8 @@ class Framework(ABC):
     has_autodiff: bool
     wants_aligned = True
     """Whether `from_memory` copies what does not begin at a multiple of 64 bytes."""
+    has_plain_tape = False
+    """Whether arrays on a tape are plain too: `differentiable` then records what a recipe computes (recipes.py)."""
 
     # Where arrays live and what they hold
     @abstractmethod
@@ -153,7 +155,10 @@ class Framework(ABC):
 
     @abstractmethod
     def is_plain(self, *arrays: Array) -> bool:
-        """Whether nothing but the numbers of these matters now: no tape, trace, cast or subclass; all `readable`."""
+        """Whether nothing but the numbers of these matters now: no trace, cast or subclass; all `readable`.
+
+        No tape either, but where `has_plain_tape`.
+        """
 
     @abstractmethod
     def memory(self, x: Array) -> np.ndarray[Any, Any]:

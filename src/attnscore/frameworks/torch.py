@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
@@ -39,6 +39,7 @@ class TorchFramework(Framework):
     name = "torch"
     has_autodiff = True
     wants_aligned = False
+    has_plain_tape = True
 
     def __getattr__(self, word: str) -> Any:
         return getattr(torch, word)
@@ -81,17 +82,19 @@ class TorchFramework(Framework):
         return x.is_cpu and not (_is_traced(x) or _is_dual(x) or x.is_neg() or x.is_conj())
 
     def is_plain(self, *arrays: Array) -> bool:
-        has_tape, has_tangents = torch.is_grad_enabled(), forward_ad._current_level >= 0
+        has_tangents = forward_ad._current_level >= 0
         watched = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
         if watched or torch._C._is_any_autocast_enabled():
             return False
         for x in arrays:
             # As `readable` says, of types that cannot be fake; a loop, because a tiny call pays for every word.
-            if type(x) not in _PLAIN or not x.is_cpu or x.is_neg() or x.is_conj() or is_functorch_wrapped_tensor(x):
+            if type(x) not in _PLAIN or not x.is_cpu or x.is_neg() or x.is_conj():
+                return False
+            if is_functorch_wrapped_tensor(x) or is_legacy_batchedtensor(x):
                 return False
             if x.layout is not torch.strided or x.is_nested:  # these have no strides
                 return False
-            if (has_tape and x.requires_grad) or (has_tangents and _is_dual(x)):
+            if has_tangents and _is_dual(x):
                 return False
         return not is_compiling()
 
@@ -223,7 +226,8 @@ class TorchFramework(Framework):
     def quiet(self) -> contextlib.AbstractContextManager[Any]:
         # Autocast would round the products inside a tile too: it casts the inputs (`autocast`), and is off from there.
         active = [kind for kind in _KINDS if torch.is_autocast_enabled(kind)]
-        return self._without_autocast(active) if active else _NOTHING
+        # A call within what is quiet already is not cast either.
+        return self._without_autocast(active) if active or _AUTOCAST.get() else _NOTHING
 
     @contextlib.contextmanager
     def _without_autocast(self, kinds: list[str]) -> Iterator[None]:
@@ -344,7 +348,10 @@ class _TransformedRun(torch.autograd.Function):
 
 def _is_traced(x: torch.Tensor) -> bool:
     """Whether the values of `x` cannot be looked at: inside vmap, grad of torch.func, fake or on no device."""
-    return bool(is_compiling() or x.is_meta or is_functorch_wrapped_tensor(x) or isinstance(x, FakeTensor))
+    if is_compiling() or x.is_meta or isinstance(x, FakeTensor):
+        return True
+    # The latter: gradients for many vectors at once, as of `torch.autograd.functional.jacobian(vectorize=True)`.
+    return bool(is_functorch_wrapped_tensor(x) or is_legacy_batchedtensor(x))
 
 
 def _is_dual(x: torch.Tensor) -> bool:

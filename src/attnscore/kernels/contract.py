@@ -25,9 +25,21 @@ ENTROPY = 2
 """Place of the entropy among the outputs of a run, where it is wanted."""
 
 Place: TypeAlias = int | HostArray
-PlainRun: TypeAlias = Callable[[Place, Place, Place, HostArray, Place, int], None]
-"""It takes the places of query, key and value (`Framework.place`), what is filled, the place of an additive score's w_v
-or 0, and a number of threads."""
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A plain problem (recipes.py) that was checked once: it runs on places of memory (`Framework.place`)."""
+
+    forward: Callable[[Place, Place, Place, HostArray, Place, Place, Place, int], None]
+    """Of query, key, value, what is filled, the w_v of an additive score or 0, the rows and the scores that a gradient
+    needs or 0, and a number of threads."""
+    backward: Callable[..., None]
+    """Of the same, but the gradient of the output behind the scores, and then what the gradients are added to."""
+    gradients: tuple[tuple[int, ...], ...]
+    """Shapes of the gradients of query, key, value and w_v, in the dtype of sums."""
+    scores: tuple[int, ...] | None
+    """That of the scores that a forward hands to its backward, in the same dtype; None: they are computed again."""
 
 
 class Kernel(ABC):
@@ -40,8 +52,8 @@ class Kernel(ABC):
     keeps_scores: bool = False
     """Whether ``forward`` gives the scores too, for ``backward``."""
 
-    def plain(self, problem: Problem, plan: TilePlan, examples: Sequence[HostArray]) -> PlainRun | None:
-        """The forward of a plain problem (recipes.py) on memory that lies as the examples do, if there is one.
+    def plain(self, problem: Problem, plan: TilePlan, examples: Sequence[HostArray]) -> Prepared | None:
+        """A plain problem on memory that lies as the examples do, where this kernel runs it.
 
         The examples are query, key, value and what is filled, on the uniform axes.
         """

@@ -28,7 +28,7 @@ from attnscore.kernels import native_inputs as inputs
 from attnscore.kernels import native_masks as masks
 from attnscore.kernels import native_program as program
 from attnscore.kernels import native_strips as strips
-from attnscore.kernels.contract import Kernel, PlainRun
+from attnscore.kernels.contract import Kernel, Prepared
 from attnscore.kernels.native_results import GRADIENTS, STATISTICS, as_operand, gradient_shapes
 from attnscore.kernels.streaming import Streaming
 from attnscore.problem import Problem
@@ -77,13 +77,9 @@ class Native(Kernel):
         return tuple(inputs.reasons(problem)) if _MISSING is None else (_MISSING,)
 
     def with_backward(self, problem: Problem, plan: TilePlan) -> Kernel:
-        grid = problem.grid
-        if not isinstance(problem.form, AdditiveForm) or math.prod(grid.rows) * grid.key_len > KEPT_PAIRS:
-            return self
-        # Rows of a mask that is evaluated go in strips, which would each copy their part.
-        return self if masks.divided(plan.rest)[1] else Native(keeps_scores=True)
+        return Native(keeps_scores=True) if _keeps_scores(problem, plan) else self
 
-    def plain(self, problem: Problem, plan: TilePlan, examples: Sequence[HostArray]) -> PlainRun | None:
+    def plain(self, problem: Problem, plan: TilePlan, examples: Sequence[HostArray]) -> Prepared | None:
         form = problem.form
         if not isinstance(form, (InnerForm, AdditiveForm)):
             return None
@@ -92,7 +88,7 @@ class Native(Kernel):
         if any(x is not None for x in (problem.bias, problem.sink, problem.dropout, plan.rest)) or problem.statistics:
             return None
         score, arrays = inputs.told(problem, {})
-        if "query_bias" in arrays or "key_bias" in arrays or not hasattr(_native, "prepared"):
+        if "query_bias" in arrays or "key_bias" in arrays:
             return None
         weights = None
         if "weights" in arrays:
@@ -102,7 +98,9 @@ class Native(Kernel):
             if weights.ctypes.data != own.ctypes.data or weights.strides[-1] != weights.itemsize:
                 return None  # a copy, which later calls would not see
         ends = (None, None) if plan.pieces is None else plan.pieces.with_holes
-        return _native.prepared(score, (*examples, weights, *ends))
+        plain = _native.prepared(score, (*examples, weights, *ends))
+        scores = (*problem.grid.rows, problem.grid.key_len) if _keeps_scores(problem, plan) else None
+        return Prepared(plain, plain.backward, tuple(gradient_shapes(problem, frozenset()).values()), scores)
 
     def forward(self, problem: Problem, plan: TilePlan) -> Result:
         ops, sums, like = problem.ops, problem.accumulator, problem.value
@@ -147,6 +145,15 @@ class Native(Kernel):
             for name, x in buffers.items()
             if name in wanted
         }
+
+
+def _keeps_scores(problem: Problem, plan: TilePlan) -> bool:
+    """Whether a forward hands its scores to the backward."""
+    grid = problem.grid
+    if not isinstance(problem.form, AdditiveForm) or math.prod(grid.rows) * grid.key_len > KEPT_PAIRS:
+        return False
+    # Rows of a mask that is evaluated go in strips, which would each copy their part.
+    return not masks.divided(plan.rest)[1]
 
 
 def _fill(problem: Problem, plan: TilePlan, keeps_scores: bool) -> Callable[[Any, Any, int], list[Any]]:
