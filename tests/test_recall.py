@@ -15,7 +15,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import attnscore as ats
-from attnscore import api, scoring, tiling
+from attnscore import api, recipes, scoring, tiling
 from attnscore.masking import known
 from attnscore.recall import Memory
 
@@ -411,6 +411,27 @@ def test_many_gradients_at_once() -> None:
             lambda q, kernel=kernel: ats.attend(q, *arrays[1:], kernel=kernel), arrays[0], vectorize=True
         )
         torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("transform", ["grad", "vjp", "vmap"])
+def test_a_call_on_a_tape_inside_a_transform_that_does_not_touch_it(
+    transform: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it is the first of its kind, or one that would be prepared outside."""
+    monkeypatch.setattr(recipes, "_RECIPES", Memory())
+    arrays = [x.requires_grad_() for x in _inputs()]
+    out, scale = ats.attend(*arrays, kernel="streaming"), torch.tensor(2.0)
+    wanted = torch.autograd.grad(out.sum(), arrays)
+    for _ in range(2):
+        if transform == "grad":
+            found = torch.func.grad(lambda s: (ats.attend(*arrays) * s).sum())(scale)
+            torch.testing.assert_close(found, out.sum())
+        elif transform == "vjp":
+            torch.testing.assert_close(torch.func.vjp(lambda s: ats.attend(*arrays) * s, scale)[0], 2 * out)
+        else:
+            mapped = torch.func.vmap(lambda s: ats.attend(*arrays) * s)(torch.ones(3))
+            torch.testing.assert_close(torch.autograd.grad(mapped[0].sum(), arrays), wanted)
+        torch.testing.assert_close(torch.autograd.grad(ats.attend(*arrays).sum(), arrays), wanted)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

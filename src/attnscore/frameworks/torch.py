@@ -82,7 +82,7 @@ class TorchFramework(Framework):
         return x.is_cpu and not (_is_traced(x) or _is_dual(x) or x.is_neg() or x.is_conj())
 
     def is_plain(self, *arrays: Array) -> bool:
-        has_tangents = forward_ad._current_level >= 0
+        has_tangents, is_transformed = forward_ad._current_level >= 0, torch._C._are_functorch_transforms_active()
         watched = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
         if watched or torch._C._is_any_autocast_enabled():
             return False
@@ -94,7 +94,8 @@ class TorchFramework(Framework):
                 return False
             if x.layout is not torch.strided or x.is_nested:  # these have no strides
                 return False
-            if has_tangents and _is_dual(x):
+            # Inside a transform even the memory of what is on a tape is the transform's.
+            if (has_tangents and _is_dual(x)) or (is_transformed and x.requires_grad):
                 return False
         return not is_compiling()
 
