@@ -66,6 +66,7 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             native.backward(*arguments)
 
     monkeypatch.setattr(door, "_native", Watched())
+    monkeypatch.setattr(recipes, "_RECIPES", Memory())  # what is prepared passes by it
     return seen
 
 
@@ -141,7 +142,6 @@ def test_what_is_not_finite(hidden: bool, activation: str, old_memory: None, mon
 def test_the_most_that_is_kept(most: int, keeps: bool, handed: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Above the bound nothing that autograd holds is as large as a matrix, nor as anything but the inputs."""
     monkeypatch.setattr(door, "KEPT_PAIRS", most)
-    monkeypatch.setattr(recipes, "_RECIPES", Memory())
     held: list[tuple[int, ...]] = []
 
     def pack(x: torch.Tensor) -> torch.Tensor:
@@ -149,10 +149,12 @@ def test_the_most_that_is_kept(most: int, keeps: bool, handed: list[Any], monkey
         return x
 
     leaves = [torch.tensor(x, requires_grad=True) for x in inputs()]
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        out = ats.attend(*leaves, score=ats.Additive(torch.randn(DIM).double()))
-    out.sum().backward()
-    assert held.count((QUERIES, KEYS)) == keeps
+    for stats in (False, ("entropy",)):  # prepared, and not
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            found = ats.attend(*leaves, score=ats.Additive(torch.randn(DIM).double()), return_stats=stats)
+        (found[0] if stats else found).sum().backward()
+        assert held.count((QUERIES, KEYS)) == keeps
+        held.clear()
     assert [x is not None for x in handed] == [keeps, keeps]
 
 

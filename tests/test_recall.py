@@ -390,6 +390,59 @@ def test_a_prepared_gradient_has_a_gradient(options: dict[str, Any], additive: b
         assert torch.autograd.gradgradcheck(call, leaves)
 
 
+@pytest.mark.parametrize("additive", [False, True])
+def test_a_graph_of_the_gradient_where_arrays_come_from_one_another(additive: bool) -> None:
+    """Paths through the other arrays count once."""
+    torch.manual_seed(0)
+    x, scale = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 5, 4), (4,)))
+
+    def gradients(kernel: str) -> list[torch.Tensor]:
+        query = x * 1
+        score = ats.Additive(scale * query[0, 0]) if additive else ats.ScaledDot()
+        out = ats.attend(query, query @ torch.ones(4, 4).double(), query, score=score, kernel=kernel)
+        first = torch.autograd.grad((out * scale).square().sum(), (x, scale), create_graph=True)
+        return [*first, *torch.autograd.grad(sum(grad.square().sum() for grad in first), (x, scale))]
+
+    wanted = gradients("streaming")
+    for _ in range(2):
+        torch.testing.assert_close(gradients("auto"), wanted)
+
+
+# torch's own, when forward mode meets it for the first time.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("transform", ["vmap", "jvp", "vjp"])
+def test_a_gradient_inside_a_transform(transform: str) -> None:
+    arrays = [x.requires_grad_() for x in _inputs()]
+    grads = torch.randn(3, 2, 3, 4, 5)
+    for _ in range(2):
+        out = ats.attend(*arrays)
+
+        def pulled(grad: Any, out: Any = out, graph: bool = False) -> Any:
+            return torch.autograd.grad(out, arrays[0], grad, retain_graph=True, create_graph=graph)[0]
+
+        wanted = [pulled(grad) for grad in grads]
+        if transform == "vmap":
+            torch.testing.assert_close(torch.func.vmap(pulled)(grads), torch.stack(wanted))
+        elif transform == "jvp":
+            torch.testing.assert_close(torch.func.jvp(pulled, (grads[0],), (grads[1],)), (wanted[0], wanted[1]))
+        else:
+            found, back = torch.func.vjp(lambda grad: pulled(grad, graph=True), grads[0])  # called at once
+            torch.testing.assert_close(found, wanted[0])
+            torch.testing.assert_close((back(wanted[1])[0] * grads[2]).sum(), (wanted[1] * wanted[2]).sum())
+
+
+@pytest.mark.parametrize("pack", [torch.clone, lambda x: x.numpy(force=True).copy(), lambda x: x.double()], ids=str)
+def test_hooks_lay_out_what_is_kept_as_they_like(pack: Callable[[torch.Tensor], Any]) -> None:
+    arrays = [x.requires_grad_() for x in _views()["strided"]]
+    for options in ({}, {"score": ats.Additive(torch.randn(8))}):
+        wanted = _gradients(arrays, {**options, "kernel": "streaming"})
+        for _ in range(2):
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: torch.as_tensor(x, dtype=torch.float32)):
+                out = ats.attend(*arrays, **options)
+            torch.manual_seed(1)
+            torch.testing.assert_close([out, *torch.autograd.grad(out, arrays, torch.randn_like(out))], wanted)
+
+
 def test_autocast_around_a_backward_casts_nothing() -> None:
     arrays = [x.requires_grad_() for x in _inputs()]
     wanted = _gradients(arrays, {"kernel": "streaming"})
@@ -435,13 +488,18 @@ def test_a_call_on_a_tape_inside_a_transform_that_does_not_touch_it(
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_prepared_call_under_a_checkpoint(reentrant: bool) -> None:
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_prepared_call_under_a_checkpoint(reentrant: bool, forgets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of its kind keeps what the others keep, which is computed again and compared."""
+    monkeypatch.setattr(recipes, "_RECIPES", Memory(1))
     arrays = [x.requires_grad_() for x in _inputs()]
     wanted = torch.autograd.grad(ats.attend(*arrays, kernel="streaming").square().sum(), arrays)
     for _ in range(2):
         for x in arrays:
             x.grad = None
         out: Any = checkpoint(ats.attend, *arrays, use_reentrant=reentrant)
+        if forgets:
+            ats.attend(*_inputs(3))
         out.square().sum().backward()
         torch.testing.assert_close([x.grad for x in arrays], list(wanted))
 

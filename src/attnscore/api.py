@@ -97,7 +97,7 @@ def attend(
         options = (head_axis, kernel, dropout, return_weights, return_stats)
         name = recipes.name_of(query, key, value, score, options, mask, valid_lens)
     if (recipe := recipes.find(name)) is not None:
-        return recipe(query, key, value, score, attend)
+        return recipe(query, key, value, score)
     statistics, flag = wanted_statistics(return_stats), check_flag("return_weights", return_weights)
     with frameworks.of({"query": query}).quiet():
         problem, _ = pose(
@@ -105,8 +105,8 @@ def attend(
             dropout=dropout, seed=seed, head_axis=head_axis, statistics=statistics,
         )  # fmt: skip
         plan, chosen = tiling.planned(problem), kernels.choose(kernel, problem)
-        if not flag:
-            recipes.keep(name, (query, key, value), chosen, problem, plan)
+        if not flag and (recipe := recipes.keep(name, (query, key, value), chosen, problem, plan)) is not None:
+            return recipe(query, key, value, score)
         result = Run(chosen, problem, plan)()
         return _present(problem, result, flag, bool(statistics))
 

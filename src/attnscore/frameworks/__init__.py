@@ -86,8 +86,9 @@ def _find_name(kind: type) -> str | None:
 
 
 def known(kind: type) -> Framework | None:
-    """The framework of an array type, where it is loaded already."""
-    return _LOADED.get(_name_of(kind) or "")
+    """The framework of an array type, where it is served."""
+    name = _name_of(kind) or ""
+    return _LOADED.get(name) or (load(name) if name in _TABLE else None)
 
 
 def of(arrays: Mapping[str, Any]) -> Framework:

@@ -227,8 +227,7 @@ class TorchFramework(Framework):
     def quiet(self) -> contextlib.AbstractContextManager[Any]:
         # Autocast would round the products inside a tile too: it casts the inputs (`autocast`), and is off from there.
         active = [kind for kind in _KINDS if torch.is_autocast_enabled(kind)]
-        # A call within what is quiet already is not cast either.
-        return self._without_autocast(active) if active or _AUTOCAST.get() else _NOTHING
+        return self._without_autocast(active) if active else _NOTHING
 
     @contextlib.contextmanager
     def _without_autocast(self, kinds: list[str]) -> Iterator[None]:
