@@ -26,7 +26,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("tiling", "pose"),
     ("engine",),
     ("kernels",),
-    ("blocks", "largest", "maps", "functional", "costs", "recipes"),
+    ("blocks", "largest", "maps", "functional", "costs", "recipes", "plain_calls"),
     ("api",),
     ("attnscore",),  # the public names
     ("layers", "testing", "files", "plotting"),

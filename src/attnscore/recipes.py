@@ -11,210 +11,24 @@ as a recipe, so that a tiny call costs little more than its kernel (66 us withou
 - A mask is known by its numbers, where it is a few intervals a row (masking/known.py).
 - Nothing of a caller's arrays is held.
 - The call that makes a recipe runs it: on a tape every call of a kind keeps the same tensors, as checkpoints demand.
-- On a tape `differentiable` records the recipe, where `has_plain_tape`. What only the checked path can differentiate,
-  the gradient once more, under a transform, or of tensors that a hook has laid out otherwise, is posed again.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Hashable
+from typing import Any
 
-import numpy as np
-
-from attnscore import frameworks, scoring, tiling
-from attnscore.engine import operands
-from attnscore.frameworks.contract import Array, Framework, HostArray, sum_to
-from attnscore.grid import Layout
-from attnscore.kernels import Kernel, Run
-from attnscore.kernels.contract import Place, Prepared
-from attnscore.kernels.native_inputs import STORED, aligned
-from attnscore.masking.known import Known, numbers_of
-from attnscore.pose import pose
+from attnscore import frameworks, plain_calls, scoring
+from attnscore.frameworks.contract import Array
+from attnscore.kernels import Kernel
+from attnscore.masking.known import numbers_of
+from attnscore.plain_calls import PlainCall
 from attnscore.problem import Problem
 from attnscore.recall import Memory
 from attnscore.scoring import Additive, ScaledDot
-from attnscore.threads import get_num_threads
 from attnscore.tiling import TilePlan
 
-WEIGHTS = 3
-"""Place of an additive score's w_v among the arrays of a call."""
-_OPERANDS = ("query", "key", "value", "w_v")
-
-
-class Gradient(NamedTuple):
-    """How the gradient of an array comes about."""
-
-    filled: tuple[int, ...]
-    """The shape in which it is added up."""
-    uniform: tuple[int, ...]
-    """That of the array on the uniform axes."""
-    turned: bool
-    """Whether the array has its heads behind."""
-
-
-@dataclass(frozen=True, eq=False)
-class Recipe:
-    """How to run a plain call on other arrays of the same facts."""
-
-    ops: Framework
-    dtype: str
-    sums: str
-    layout: Layout
-    shape: tuple[int, ...]
-    """Of the output as it is filled: the caller's axes, heads in front of queries."""
-    stored: str
-    gradients: tuple[Gradient, ...]
-    """Of query, key, value and an additive score's w_v."""
-    score: Any
-    """None where it is the caller's, whose arrays are not held."""
-    mask: Known | None
-    kernel: Kernel
-    prepared: Prepared
-    lies: tuple[Hashable, ...]
-    """How the arrays lie in memory."""
-
-    def __call__(self, query: Array, key: Array, value: Array, score: Any) -> Array:
-        arrays = (query, key, value, score.w_v) if type(score) is Additive else (query, key, value)
-        if self.ops.has_plain_tape and self.ops.on_tape(*arrays):
-            found: Array = self.ops.differentiable(_Recorded(self, score), arrays)[0]
-            return found
-        return self.forward(arrays, 0, 0)
-
-    def forward(self, arrays: Sequence[Array], rows: Place, scores: Place) -> Array:
-        """The output; what a gradient needs besides is filled, where there is any."""
-        ops = self.ops
-        out = aligned(np.empty, self.shape, self.stored) if ops.wants_aligned else np.empty(self.shape, self.stored)
-        query, key, value, weights = self._places(arrays)
-        self.prepared.forward(query, key, value, out, weights, rows, scores, ops.threads(get_num_threads()))
-        found = ops.from_memory(out, self.dtype, arrays[2])
-        return ops.swap_axes(found, -3, -2) if self.has_heads_behind else found
-
-    def fits(self, arrays: Sequence[Array], kept: Sequence[Array]) -> bool:
-        """Whether arrays and what a forward has kept of them still are as `backward` takes them."""
-        if tuple(_lie(self.ops, x) for x in arrays) != self.lies:
-            return False
-        return [self.ops.dtype(x) for x in kept] == [self.dtype, self.sums, self.sums][: len(kept)]
-
-    def backward(self, arrays: Sequence[Array], kept: Sequence[Array], grad_out: Array) -> list[Array]:
-        """The gradients of `arrays`; `kept`: the output, the rows, and the scores if they are kept."""
-        ops = self.ops
-        # A framework's own zeros wake its threads, which go on spinning beside ours.
-        filled = [np.zeros(gradient.filled, self.sums) for gradient in self.gradients]
-        query, key, value, weights = self._places(arrays)
-        out, *others = kept
-        rows, scores = (*(np.ascontiguousarray(ops.memory(x)) for x in others), 0)[:2]
-        self.prepared.backward(
-            query, key, value, self._in_order(out), weights, rows, scores, self._in_order(grad_out),
-            *filled, *(0 for _ in range(len(filled), WEIGHTS + 1)), ops.threads(get_num_threads()),
-        )  # fmt: skip
-        found = (self.outward(ops.from_memory(x, self.sums, arrays[2]), i, arrays[i]) for i, x in enumerate(filled))
-        return [ops.astype(grad, ops.dtype(x)) for grad, x in zip(found, arrays, strict=True)]
-
-    def outward(self, grad: Array, which: int, x: Array) -> Array:
-        """The gradient of `x` on its own axes."""
-        shape, gradient = tuple(x.shape), self.gradients[which]
-        if tuple(grad.shape) == shape:
-            return grad
-        grad = sum_to(self.ops, grad, gradient.uniform)
-        return self.layout.gradient_outward(self.ops, grad, shape) if gradient.turned else self.ops.reshape(grad, shape)
-
-    def front(self, x: Array) -> Array:
-        """An output, or the gradient of one, with its heads in front."""
-        return self.ops.swap_axes(x, -3, -2) if self.has_heads_behind else x
-
-    @property
-    def has_heads_behind(self) -> bool:
-        return self.layout.axes >= 4 and self.layout.head_axis == -2
-
-    def _places(self, arrays: Sequence[Array]) -> list[Place]:
-        return [*map(self.ops.place, arrays), 0] if len(arrays) == WEIGHTS else [*map(self.ops.place, arrays)]
-
-    def _in_order(self, x: Array) -> HostArray:
-        """An output, or the gradient of one, as outputs are filled."""
-        return np.ascontiguousarray(self.ops.memory(self.front(x)))
-
-
-@dataclass(frozen=True, eq=False)
-class _Recorded:
-    """A plain call on a tape, as a framework's gradient hook holds it (`frameworks.contract.Run`)."""
-
-    recipe: Recipe
-    score: Any
-
-    differentiable_outputs = 1
-
-    @property
-    def kept_outputs(self) -> int:
-        return 2 if self.recipe.prepared.scores is None else 3
-
-    def constants(self) -> tuple[Array, ...]:
-        return ()
-
-    def variables(self) -> tuple[tuple[Array, ...], Callable[[Sequence[Array]], _Recorded]]:
-        return (), lambda arrays: self
-
-    def with_backward(self) -> _Recorded:
-        return self
-
-    def without_scores(self, outputs: tuple[Array, ...]) -> tuple[Array, ...]:
-        return outputs[:1]
-
-    def streaming(self) -> _Recorded:
-        # For frameworks that differentiate a backward by tracing it: theirs is no plain tape.
-        raise NotImplementedError("attnscore: the streaming form of a prepared call")
-
-    def forward(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
-        recipe = self.recipe
-        shapes = [(2, math.prod(recipe.shape[:-1])), recipe.prepared.scores]
-        kept = [np.empty(shape, recipe.sums) for shape in shapes if shape is not None]
-        out = recipe.forward(arrays, kept[0], 0 if len(kept) == 1 else kept[1])
-        return out, *(recipe.ops.from_memory(x, recipe.sums, arrays[2]) for x in kept)
-
-    def backward(
-        self,
-        arrays: Sequence[Array],
-        outputs: Sequence[Array],
-        grads: Sequence[Array | None],
-        wanted: Sequence[bool] | None = None,
-    ) -> tuple[Array | None, ...]:
-        recipe, grad_out = self.recipe, grads[0]
-        if grad_out is None:
-            return (None,) * len(arrays)
-        ops, tensors = recipe.ops, (*arrays, *outputs, grad_out)
-        if ops.on_tape(*arrays, grad_out) or not all(map(ops.readable, tensors)) or not recipe.fits(arrays, outputs):
-            found = self._posed(arrays, outputs, grad_out)
-        else:
-            found = recipe.backward(arrays, outputs, grad_out)
-        return tuple(grad if wanted is None or wanted[i] else None for i, grad in enumerate(found))
-
-    def _posed(self, arrays: Sequence[Array], outputs: Sequence[Array], grad_out: Array) -> list[Array]:
-        """The gradients on the checked path."""
-        recipe, ops = self.recipe, self.recipe.ops
-        score = dataclasses.replace(self.score, w_v=arrays[WEIGHTS]) if len(arrays) > WEIGHTS else recipe.score
-        problem, _ = pose(*arrays[:WEIGHTS], score=score, mask=recipe.mask, head_axis=recipe.layout.head_axis)
-        run, rows = Run(recipe.kernel, problem, tiling.plan(problem)), problem.grid.rows
-        named = run.operands()
-        operands = tuple(named.values())
-        grad_out = ops.reshape(recipe.front(grad_out), (*rows, grad_out.shape[-1]))
-        is_taped = ops.on_tape(*arrays)
-        if is_taped or not all(map(ops.readable, (*operands, grad_out))):
-            run = run.streaming()
-        with ops.quiet():
-            if is_taped:
-                # What is kept carries no gradient here.
-                kept = run.forward(operands)[: run.kept_outputs]
-            else:
-                top, log_total = (ops.reshape(outputs[1][i], (*rows, 1)) for i in range(2))
-                kept = (ops.reshape(recipe.front(outputs[0]), grad_out.shape), log_total, top)
-            found = dict(zip(named, run.backward(operands, kept, (grad_out, None)), strict=True))
-        return [recipe.outward(found[name], i, x) for i, (name, x) in enumerate(zip(_OPERANDS, arrays, strict=False))]
-
-
-_RECIPES: Memory[Recipe] = Memory(256)
+_RECIPES: Memory[PlainCall] = Memory(256)
 
 
 def name_of(
@@ -258,43 +72,15 @@ def _numbers_of(score: Any) -> Hashable | None:
     return None
 
 
-def find(name: Hashable | None) -> Recipe | None:
+def find(name: Hashable | None) -> PlainCall | None:
     """The recipe of that name, once there is one."""
     return None if name is None else _RECIPES.known(name)
 
 
 def keep(
     name: Hashable | None, arrays: tuple[Array, Array, Array], kernel: Kernel, problem: Problem, plan: TilePlan
-) -> Recipe | None:
+) -> PlainCall | None:
     """Keep how `kernel` runs a plain call on arrays like these, where it says how."""
-    if name is None or not (problem.mask is None or isinstance(problem.mask, Known)):
+    if name is None or (call := plain_calls.prepare(arrays, kernel, problem, plan)) is None:
         return None
-    if 0 in problem.grid.rows:
-        return None  # the strides of an empty tensor would be NumPy's
-    ops, grid, layout, host = problem.ops, problem.grid, problem.layout, frameworks.load("numpy")
-    stored = STORED.get(problem.dtype, problem.dtype)
-    inward = zip(arrays, (True, False, False), strict=True)
-    views = [layout.inward(host, ops.memory(x), is_query=is_query) for x, is_query in inward]
-    prepared = kernel.plain(problem, plan, (*views, np.empty((*grid.rows, layout.value_dim), stored)))
-    if prepared is None:
-        return None
-    additive = type(problem.score) is Additive
-    given = (*arrays, problem.score.w_v) if additive else arrays
-    recipe = Recipe(
-        ops, problem.dtype, problem.accumulator, layout, (*grid.user_shape[:-1], layout.value_dim), stored,
-        tuple(_gradients(problem, given, prepared)), None if additive else problem.score, problem.mask, kernel,
-        prepared, tuple(_lie(ops, x) for x in given),
-    )  # fmt: skip
-    return _RECIPES.recall(name, lambda: recipe)
-
-
-def _lie(ops: Framework, x: Array) -> Hashable:
-    return tuple(x.shape), ops.dtype(x), ops.strides(x)
-
-
-def _gradients(problem: Problem, arrays: Sequence[Array], prepared: Prepared) -> Iterator[Gradient]:
-    named, layout = operands(problem), problem.layout
-    for name, x, shape in zip(_OPERANDS, arrays, prepared.gradients, strict=False):
-        uniform = tuple(named[name].shape)
-        turned = name != "w_v" and layout.axes >= 4 and layout.head_axis == -2
-        yield Gradient(tuple(x.shape) if shape == uniform and not turned else shape, uniform, turned)
+    return _RECIPES.recall(name, lambda: call)
