@@ -431,7 +431,11 @@ def test_a_gradient_inside_a_transform(transform: str) -> None:
             torch.testing.assert_close((back(wanted[1])[0] * grads[2]).sum(), (wanted[1] * wanted[2]).sum())
 
 
-@pytest.mark.parametrize("pack", [torch.clone, lambda x: x.numpy(force=True).copy(), lambda x: x.double()], ids=str)
+@pytest.mark.parametrize(
+    "pack",
+    [torch.clone, lambda x: x.numpy(force=True).copy(), lambda x: x.double()],
+    ids=["contiguous", "numpy", "wider"],
+)
 def test_hooks_lay_out_what_is_kept_as_they_like(pack: Callable[[torch.Tensor], Any]) -> None:
     arrays = [x.requires_grad_() for x in _views()["strided"]]
     for options in ({}, {"score": ats.Additive(torch.randn(8))}):
