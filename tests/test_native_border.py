@@ -12,6 +12,18 @@ from native_cases import Case, native
 F4 = np.float32
 HOLE = np.stack([np.full((2, 5), 7), np.full((2, 5), 8)])
 ADDITIVE = {"form": "additive", "weights": np.zeros(4, F4)}
+# Kept scores, in both directions.
+WRONG_SCORES: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"scores": np.zeros((2, 2, 3, 5, 7), F4)}, ValueError, "scores: expected None but with form 'additive', got an"),
+    ({**ADDITIVE, "scores": np.zeros((2, 2, 1, 5, 7), F4)}, ValueError, r"scores: expected shape \(2, 2, 3, 5, 7\)"),
+    ({**ADDITIVE, "scores": np.zeros((2, 2, 3, 7, 5), F4)}, ValueError, r"scores: expected shape \(2, 2, 3, 5, 7\)"),
+    ({**ADDITIVE, "scores": np.zeros((2, 2, 3, 5, 7))}, TypeError, "scores: expected dtype float32, got float64"),
+    (
+        {**ADDITIVE, "scores": np.zeros((2, 2, 3, 7, 5), F4).swapaxes(-1, -2)},
+        ValueError,
+        "scores: .*C-contiguous",
+    ),
+]
 WRONG_FORWARD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"query": None}, ValueError, "query: expected an array, got None"),
     ({"query": [1, 2]}, TypeError, "query: expected a NumPy array of float32 .* got .*list"),
@@ -128,14 +140,7 @@ WRONG_FORWARD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"form": "distance", "scales": np.zeros(6, F4)}, ValueError, r"scales: expected shape \(2, 3\)"),
     ({"form": "distance", "scales": np.zeros((2, 3))}, TypeError, "scales: expected dtype float32"),
     ({"top": np.zeros((2, 2, 3, 5), F4)}, ValueError, r"top: expected shape \(2, 2, 3, 5, 1\)"),
-    ({"scores": np.zeros((2, 2, 3, 5, 7), F4)}, ValueError, "scores: expected None but with form 'additive', got an"),
-    ({**ADDITIVE, "scores": np.zeros((2, 2, 1, 5, 7), F4)}, ValueError, r"scores: expected shape \(2, 2, 3, 5, 7\)"),
-    ({**ADDITIVE, "scores": np.zeros((2, 2, 3, 5, 7))}, TypeError, "scores: expected dtype float32, got float64"),
-    (
-        {**ADDITIVE, "scores": np.zeros((2, 2, 3, 7, 5), F4).swapaxes(-1, -2)},
-        ValueError,
-        "scores: .*C-contiguous",
-    ),
+    *WRONG_SCORES,
     ({**ADDITIVE, "scores": np.broadcast_to(F4(0), (2, 2, 3, 5, 7))}, TypeError, "scores: expected a writable NumPy"),
     ({"log_total": None}, ValueError, "log_total: expected an array, got None"),
     ({"threads": "two"}, TypeError, "incompatible function arguments"),
@@ -167,14 +172,7 @@ WRONG_BACKWARD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"top": np.zeros((2, 2, 3, 4, 1), F4)}, ValueError, "top: expected shape"),
     ({"top": None}, ValueError, "top: expected an array"),
     ({"log_total": np.zeros((2, 2, 3, 5, 1))}, TypeError, "log_total: expected dtype float32"),
-    ({"scores": np.zeros((2, 2, 3, 5, 7), F4)}, ValueError, "scores: expected None but with form 'additive', got an"),
-    ({**ADDITIVE, "scores": np.zeros((2, 2, 3, 7, 5), F4)}, ValueError, r"scores: expected shape \(2, 2, 3, 5, 7\)"),
-    ({**ADDITIVE, "scores": np.zeros((2, 2, 3, 5, 7))}, TypeError, "scores: expected dtype float32, got float64"),
-    (
-        {**ADDITIVE, "scores": np.zeros((2, 2, 3, 7, 5), F4).swapaxes(-1, -2)},
-        ValueError,
-        "scores: .*C-contiguous",
-    ),
+    *WRONG_SCORES,
     ({"grad_log_sum_exp": np.zeros((2, 2, 5, 3, 1), F4)}, ValueError, "grad_log_sum_exp: expected shape"),
     ({"grad_entropy": np.zeros((2, 2, 3, 5, 1), F4)}, ValueError, "entropy: expected an array beside grad_entropy"),
     ({"grad_key": np.zeros((2, 2, 2, 7, 4), F4)}, ValueError, "grad_key: expected shape"),

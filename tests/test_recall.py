@@ -19,6 +19,15 @@ from attnscore import api, recipes, scoring, tiling
 from attnscore.masking import known
 from attnscore.recall import Memory
 
+# Only the native kernel is prepared; without it the same calls go the checked path.
+NATIVE = ats.available()["kernels"]["native"] is None
+
+
+def _pose_nothing(patch: pytest.MonkeyPatch) -> None:
+    """From here on a call that is not prepared fails."""
+    if NATIVE:
+        patch.delattr(api, "pose")
+
 
 def _inputs(queries: int = 4, keys: int = 6) -> list[torch.Tensor]:
     torch.manual_seed(0)
@@ -204,7 +213,7 @@ def test_a_plain_call_is_prepared_once(
         own = x[0, 0] if framework == "torch" and 0 in x.stride() else x  # torch writes to no memory twice
         own *= -1
     with monkeypatch.context() as patch:
-        patch.delattr(api, "pose")
+        _pose_nothing(patch)
         found = ats.attend(*arrays, **options)
     assert type(found) is type(wanted)
     assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
@@ -230,7 +239,7 @@ def test_a_plain_additive_call_is_prepared_once(
     w_v = -w_v
     with monkeypatch.context() as patch:
         if arrays[0].dtype != torch.bfloat16:
-            patch.delattr(api, "pose")
+            _pose_nothing(patch)
         found = ats.attend(*arrays, score=ats.Additive(w_v, activation="leaky_relu"))
     tolerance = {"rtol": 2e-2, "atol": 2e-2} if "bfloat16" in str(found.dtype) else {"rtol": 1e-5, "atol": 1e-5}
     torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(wanted), **tolerance)
@@ -275,7 +284,7 @@ def test_lengths_are_part_of_what_is_prepared(lens: Any, monkeypatch: pytest.Mon
     for _ in range(2):
         torch.testing.assert_close(ats.attend(*arrays, valid_lens=lens), wanted[0])
     with monkeypatch.context() as patch:
-        patch.delattr(api, "pose")
+        _pose_nothing(patch)
         torch.testing.assert_close(ats.attend(*arrays, valid_lens=lens), wanted[0])
     lens[1] = 0
     torch.testing.assert_close(ats.attend(*arrays, valid_lens=lens), wanted[1])
@@ -340,7 +349,7 @@ def test_a_plain_call_on_a_tape_is_prepared_once(
     wanted = _gradients(arrays, {**options, "kernel": "streaming"})
     with monkeypatch.context() as patch:
         if not checked:
-            patch.delattr(api, "pose")
+            _pose_nothing(patch)
         found = _gradients(arrays, options)
     for x, y in zip(found, wanted, strict=True):
         assert x.dtype == y.dtype
@@ -354,7 +363,7 @@ def test_heads_behind_on_a_tape(groups: int, monkeypatch: pytest.MonkeyPatch) ->
     arrays = [torch.randn(2, 5, heads, 8).requires_grad_() for heads in (4, 4 // groups, 4 // groups)]
     wanted = _gradients(arrays, {"head_axis": -2, "kernel": "streaming"})
     _gradients(arrays, {"head_axis": -2})
-    monkeypatch.delattr(api, "pose")
+    _pose_nothing(monkeypatch)
     torch.testing.assert_close(_gradients(arrays, {"head_axis": -2}), wanted)
 
 
@@ -508,6 +517,7 @@ def test_a_prepared_call_under_a_checkpoint(reentrant: bool, forgets: bool, monk
         torch.testing.assert_close([x.grad for x in arrays], list(wanted))
 
 
+@pytest.mark.skipif(not NATIVE, reason="only the native kernel is prepared")
 def test_what_a_prepared_call_keeps_for_its_gradient() -> None:
     """The operands, the output, and two numbers a row; what is changed in place meanwhile is told."""
     arrays = [x.requires_grad_() for x in _inputs()]

@@ -282,6 +282,4 @@ def row_gradient(problem: Problem, name: str, grad: Array | None) -> Array | Non
         raise ShapeError(message(name, f"the shape {wanted}", tuple(grad.shape)))
     if name != "grad_out":
         grad = ops.expand_dims(grad, -1)
-    if layout.axes >= 4 and layout.head_axis == -2:
-        grad = ops.swap_axes(grad, -3, -2)
-    return ops.reshape(grad, (*rows, last))
+    return layout.output_inward(ops, grad)

@@ -73,6 +73,11 @@ class Layout:
     key_dim: int
     value_dim: int
 
+    @property
+    def has_heads_behind(self) -> bool:
+        """Whether the caller's axes are (batch, length, head, dim)."""
+        return self.axes >= 4 and self.head_axis == -2
+
     def inward(self, ops: Framework, x: Array, *, is_query: bool) -> Array:
         """The caller's query, key or value on the uniform axes (a view)."""
         missing = self.axes - len(x.shape)
@@ -98,11 +103,16 @@ class Layout:
 
     def outward(self, ops: Framework, x: Array) -> Array:
         """(*lead, head, group, query, value_dim) in the caller's order of axes."""
-        if self.axes >= 4 and self.head_axis == -2 and self.grid.groups == 1:
+        if self.has_heads_behind and self.grid.groups == 1:
             x = ops.swap_axes(x, -4, -2)
             return ops.reshape(x, (*x.shape[:-3], *x.shape[-2:]))
         x = self._join_heads(ops, x)
-        return ops.swap_axes(x, -3, -2) if self.axes >= 4 and self.head_axis == -2 else x
+        return ops.swap_axes(x, -3, -2) if self.has_heads_behind else x
+
+    def output_inward(self, ops: Framework, x: Array) -> Array:
+        """An output, or the gradient of one, on the uniform axes: the inverse of `outward`."""
+        x = ops.swap_axes(x, -3, -2) if self.has_heads_behind else x
+        return ops.reshape(x, (*self.grid.rows, x.shape[-1]))
 
     def outward_rows(self, ops: Framework, x: Array) -> Array:
         """One number per row, in the order of axes of the output."""
@@ -114,7 +124,7 @@ class Layout:
 
     def gradient_outward(self, ops: Framework, x: Array, shape: Shape) -> Array:
         """Gradient of a caller's query, key or value from the gradient of its uniform view."""
-        if self.axes >= 4 and self.head_axis == -2 and len(shape) >= 2:
+        if self.has_heads_behind and len(shape) >= 2:
             # (*lead, head * group, length, dim) with the axes of length 1 that `inward` put in front.
             joined = ops.reshape(x, (*x.shape[:-4], x.shape[-4] * x.shape[-3], *x.shape[-2:]))
             x = ops.swap_axes(joined, -3, -2)

@@ -64,8 +64,8 @@ class PlainCall:
     mask: Known | None
     kernel: Kernel
     prepared: Prepared
-    lies: tuple[Hashable, ...]
-    """How the arrays lie in memory."""
+    facts: tuple[Hashable, ...]
+    """How query, key, value and w_v lie in memory."""
 
     def __call__(self, query: Array, key: Array, value: Array, score: Any) -> Array:
         arrays = (query, key, value, score.w_v) if type(score) is Additive else (query, key, value)
@@ -81,11 +81,11 @@ class PlainCall:
         query, key, value, weights = self._places(arrays)
         self.prepared.forward(query, key, value, out, weights, rows, scores, ops.threads(get_num_threads()))
         found = ops.from_memory(out, self.dtype, arrays[2])
-        return ops.swap_axes(found, -3, -2) if self.has_heads_behind else found
+        return ops.swap_axes(found, -3, -2) if self.layout.has_heads_behind else found
 
     def fits(self, arrays: Sequence[Array], kept: Sequence[Array]) -> bool:
         """Whether arrays and what a forward has kept of them still are as `backward` takes them."""
-        if tuple(_lie(self.ops, x) for x in arrays) != self.lies:
+        if tuple(_facts_of(self.ops, x) for x in arrays) != self.facts:
             return False
         return [self.ops.dtype(x) for x in kept] == [self.dtype, self.sums, self.sums][: len(kept)]
 
@@ -112,20 +112,12 @@ class PlainCall:
         grad = sum_to(self.ops, grad, gradient.uniform)
         return self.layout.gradient_outward(self.ops, grad, shape) if gradient.turned else self.ops.reshape(grad, shape)
 
-    def front(self, x: Array) -> Array:
-        """An output, or the gradient of one, with its heads in front."""
-        return self.ops.swap_axes(x, -3, -2) if self.has_heads_behind else x
-
-    @property
-    def has_heads_behind(self) -> bool:
-        return self.layout.axes >= 4 and self.layout.head_axis == -2
-
     def _places(self, arrays: Sequence[Array]) -> list[Place]:
         return [*map(self.ops.place, arrays), 0] if len(arrays) == WEIGHTS else [*map(self.ops.place, arrays)]
 
     def _in_order(self, x: Array) -> HostArray:
         """An output, or the gradient of one, as outputs are filled."""
-        return np.ascontiguousarray(self.ops.memory(self.front(x)))
+        return np.ascontiguousarray(self.ops.memory(self.layout.output_inward(self.ops, x)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,21 +178,20 @@ class _Recorded:
         call, ops = self.call, self.call.ops
         score = dataclasses.replace(self.score, w_v=arrays[WEIGHTS]) if len(arrays) > WEIGHTS else call.score
         problem, _ = pose(*arrays[:WEIGHTS], score=score, mask=call.mask, head_axis=call.layout.head_axis)
-        run, rows = Run(call.kernel, problem, tiling.plan(problem)), problem.grid.rows
+        run = Run(call.kernel, problem, tiling.plan(problem))
         named = run.operands()
-        operands = tuple(named.values())
-        grad_out = ops.reshape(call.front(grad_out), (*rows, grad_out.shape[-1]))
-        is_taped = ops.on_tape(*arrays)
-        if is_taped or not all(map(ops.readable, (*operands, grad_out))):
+        given = tuple(named.values())
+        grad_out, is_taped = problem.layout.output_inward(ops, grad_out), ops.on_tape(*arrays)
+        if is_taped or not all(map(ops.readable, (*given, grad_out))):
             run = run.streaming()
         with ops.quiet():
             if is_taped:
                 # What is kept carries no gradient here.
-                kept = run.forward(operands)[: run.kept_outputs]
+                kept = run.forward(given)[: run.kept_outputs]
             else:
-                top, log_total = (ops.reshape(outputs[1][i], (*rows, 1)) for i in range(2))
-                kept = (ops.reshape(call.front(outputs[0]), grad_out.shape), log_total, top)
-            found = dict(zip(named, run.backward(operands, kept, (grad_out, None)), strict=True))
+                top, log_total = (ops.reshape(outputs[1][i], (*problem.grid.rows, 1)) for i in range(2))
+                kept = (problem.layout.output_inward(ops, outputs[0]), log_total, top)
+            found = dict(zip(named, run.backward(given, kept, (grad_out, None)), strict=True))
         return [call.outward(found[name], i, x) for i, (name, x) in enumerate(zip(_OPERANDS, arrays, strict=False))]
 
 
@@ -222,11 +213,11 @@ def prepare(arrays: tuple[Array, Array, Array], kernel: Kernel, problem: Problem
     return PlainCall(
         ops, problem.dtype, problem.accumulator, layout, (*grid.user_shape[:-1], layout.value_dim), stored,
         tuple(_gradients(problem, given, prepared)), None if additive else problem.score, problem.mask, kernel,
-        prepared, tuple(_lie(ops, x) for x in given),
+        prepared, tuple(_facts_of(ops, x) for x in given),
     )  # fmt: skip
 
 
-def _lie(ops: Framework, x: Array) -> Hashable:
+def _facts_of(ops: Framework, x: Array) -> Hashable:
     return tuple(x.shape), ops.dtype(x), ops.strides(x)
 
 
@@ -234,5 +225,5 @@ def _gradients(problem: Problem, arrays: Sequence[Array], prepared: Prepared) ->
     named, layout = operands(problem), problem.layout
     for name, x, shape in zip(_OPERANDS, arrays, prepared.gradients, strict=False):
         uniform = tuple(named[name].shape)
-        turned = name != "w_v" and layout.axes >= 4 and layout.head_axis == -2
+        turned = name != "w_v" and layout.has_heads_behind
         yield Gradient(tuple(x.shape) if shape == uniform and not turned else shape, uniform, turned)

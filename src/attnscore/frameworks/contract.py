@@ -117,7 +117,7 @@ class Framework(ABC):
     wants_aligned = True
     """Whether `from_memory` copies what does not begin at a multiple of 64 bytes."""
     has_plain_tape = False
-    """Whether arrays on a tape are plain too: `differentiable` then records what a recipe computes (recipes.py)."""
+    """Whether arrays on a tape are plain too: `differentiable` then records what is prepared (plain_calls.py)."""
 
     # Where arrays live and what they hold
     @abstractmethod

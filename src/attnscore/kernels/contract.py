@@ -29,7 +29,7 @@ Place: TypeAlias = int | HostArray
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A plain problem (recipes.py) that was checked once: it runs on places of memory (`Framework.place`)."""
+    """A plain problem (plain_calls.py) that was checked once: it runs on places of memory (`Framework.place`)."""
 
     forward: Callable[[Place, Place, Place, HostArray, Place, Place, Place, int], None]
     """Of query, key, value, what is filled, the w_v of an additive score or 0, the rows and the scores that a gradient
