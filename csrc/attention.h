@@ -27,7 +27,8 @@ struct Cap {
 
 // Numbers of each row that the forward writes, in the sum type (float; double for f64 values), in this order. With
 // e = exp(s - max) over the visible keys: max s, sum e, sum e (s - max), sum e^2, count, mean s, sum (s - mean)^2.
-// Without full_statistics only the first two are written.
+// Without full_statistics only the first two are written, and max is the score that e is taken against: within a few
+// units of the largest.
 constexpr int kNumbers = 7;
 
 // One attention matrix: a query head of one batch row against its key head. "Sum type" as above.

@@ -67,7 +67,6 @@ void forward_block(Arena& arena, const Problem& problem, const Block<T>& block, 
             own.first = strip * kStrip, own.size = std::min(end * kStrip, block.count) - own.first;
             scores(own.s, own.bits, block, prepared, {strip, end}, *tile, few ? &values.rows : nullptr,
                    pairs ? &*pairs : nullptr, false);
-            running.lift(own.first, own.size, own.s, here);
             if (waiting) pool(runs[1 - at], here);
             if (dropout.on)
                 for (int64_t i = 0; i < own.size; i++) kept[i] = dropout.kept(block.stream[own.first + i]);

@@ -1,12 +1,12 @@
-// The rows of a task while its tiles go by: the running maximum, and sums by lanes. Sums and moments of a tile are
-// added where the row stands; a new level moves all sums of weights.
+// The rows of a task while its tiles go by: the level of their weights, and sums by lanes. Sums and moments of a tile
+// are added where the row stands; a new level moves all sums of weights.
 
 // A row after some of its keys; `out` is kept beside it.
 template <class T>
 struct RowState {
-    T max = -std::numeric_limits<T>::infinity();
+    T max = -std::numeric_limits<T>::infinity();  // or what kNumbers allows in its place
     T total = 0, tilt = 0, squares = 0;
-    T unit = 1;  // what `out` is to be multiplied by to be at the level of the maximum
+    T unit = 1;  // what `out` is to be multiplied by to be at the level of `max`
     // Moments of the scores; the mean less the base: at the level of the scores the gap between two means would lose
     // its digits.
     T count = 0, base = 0, mean = 0, deviation = 0;
@@ -42,15 +42,16 @@ inline T rescaling(T old_max, T to) {
 // Running sums of rows, by lanes: they are added up once, at the end.
 //
 // The weight of a score s is exp(s - level), as 2^((s - level) log2 e). The level is the row's maximum when it was last
-// raised, and is raised only where a weight would exceed 2^kRoom: a maximum that creeps up tile by tile moves nothing.
+// raised, and is raised only where the weights of a tile come out large: a maximum that creeps up moves nothing, and
+// nobody looks for it.
 template <class T>
 struct Running {
     static constexpr int L = Vector<T>::lanes;
-    static constexpr T kRoom = 8;
+    static constexpr T kMost = 256;  // that weights of a tile add up to, by lanes
     // Of a row that has seen nothing yet: hidden scores, which are -inf, stay below it.
     static constexpr T kNothing = std::numeric_limits<T>::lowest();
-    T *level, *top, *total, *out;
-    T *tilt = nullptr, *squares = nullptr;
+    T *level, *total, *out;
+    T *top = nullptr, *tilt = nullptr, *squares = nullptr;
     // Moments of the scores: sums of what they lie above a base near their mean, and of its square, over the last full
     // tiles; and what is known of all others.
     T *shifted = nullptr, *shifted_squares = nullptr, *base = nullptr, *full = nullptr;
@@ -59,20 +60,15 @@ struct Running {
 
     Running(Arena& arena, const Problem& problem, int64_t count) : width(row_width<T>(problem)) {
         level = filled(arena, count, kNothing);
-        top = filled(arena, count * L, -std::numeric_limits<T>::infinity());
         total = filled(arena, count * L, T(0));
         out = filled(arena, count * width, T(0));
         if (!problem.full_statistics) return;
+        top = filled(arena, count * L, -std::numeric_limits<T>::infinity());
         for (T** x : {&tilt, &squares, &shifted, &shifted_squares}) *x = filled(arena, count * L, T(0));
         base = filled(arena, count, T(0));
         full = filled(arena, count, T(0));
         known = arena.take<RowState<T>>(count);
         std::fill(known, known + count, RowState<T>{});
-    }
-
-    // Maxima of a run, from the scores of `here` keys; the sums move with the levels.
-    void lift(int64_t first, int64_t size, const T* s, int64_t here) {
-        with_vectors(here, [&](auto vectors) { lift_vectors<vectors>(first, size, s); });
     }
 
     // Scores become weights. What dropout takes away counts in the sums; `kept` (null: all) are the bits of what it
@@ -89,15 +85,19 @@ struct Running {
 
     RowState<T> state(int64_t i) const {
         RowState<T> found;
-        found.max = quick_largest_of<T>(load(top + i * L));
         const T sum = sum_of<T>(load(total + i * L));
         constexpr T infinity = std::numeric_limits<T>::infinity();
+        if (top)
+            found.max = quick_largest_of<T>(load(top + i * L));
+        else if (level[i] != kNothing || sum != 0)
+            found.max = level[i];
         if (sum != sum && found.max != infinity) found.max = sum;  // a visible NaN
+        found.total = sum;
+        if (!top) return found;
         // From the level to the maximum.
         const T rise = found.max == -infinity ? T(0) : found.max - level[i];
         found.unit = exp_of_one<T>(-rise);
-        found.total = sum * found.unit;
-        if (!tilt) return found;
+        found.total *= found.unit;
         found.tilt = (sum_of<T>(load(tilt + i * L)) - rise * sum) * found.unit;
         found.squares = sum_of<T>(load(squares + i * L)) * (found.unit * found.unit);
         const RowState<T>& rest = known[i];
@@ -124,69 +124,63 @@ struct Running {
             f(std::integral_constant<int, W>{});
     }
 
-    template <int W>
-    void lift_vectors(int64_t first, int64_t size, const T* s) {
-        V<T> above = splat(-std::numeric_limits<T>::infinity());
-        for (int64_t i = first; i < first + size; i++, s += kKeys) {
-            V<T> most = load(s);
-#pragma GCC unroll 16
-            for (int j = 1; j < W; j++) most = quick_max<T>(most, load(s + j * L));
-            store(top + i * L, quick_max<T>(most, load(top + i * L)));
-            above = quick_max<T>(most - level[i], above);
-        }
-        if (exceeds<T>(above, kRoom / kLog2E<T>)) raise(first, size, s - size * kKeys, W * L);
-    }
-
     template <int W, bool statistics, bool drops>
     void weigh_vectors(int64_t first, int64_t size, T* s, const uint64_t* bits, const uint64_t* kept, T factor) {
         for (int64_t i = first; i < first + size; i++, s += kKeys) {
-            const V<T> own = splat(level[i]);
-            V<T> away[W], sum = load(total + i * L), tilts{}, square{};
+            V<T> away[W], e[W], sum;
+            if (level[i] == kNothing) raise<W>(i, s);
+            do {
+                const V<T> own = splat(level[i]);
 #pragma GCC unroll 16
-            for (int j = 0; j < W; j++) away[j] = load(s + j * L) - own;
+                for (int j = 0; j < W; j++) {
+                    away[j] = load(s + j * L) - own;
+                    e[j] = power_of<T>(away[j] * kLog2E<T>);
+                    sum = j == 0 ? e[j] : sum + e[j];
+                }
+            } while (exceeds<T>(sum, kMost) && raise<W>(i, s));
+            store(total + i * L, load(total + i * L) + sum);
             if constexpr (statistics) {
                 moments<W>(i, s, bits[i - first]);
-                tilts = load(tilt + i * L), square = load(squares + i * L);
+                V<T> most = load(top + i * L), tilts = load(tilt + i * L), square = load(squares + i * L);
+#pragma GCC unroll 16
+                for (int j = 0; j < W; j++) {
+                    most = quick_max<T>(load(s + j * L), most);
+                    // Where s = -inf the product is 0: below `lowest` e is, and NaN shows in the sum.
+                    tilts += e[j] * quick_max<T>(away[j], splat<T>(Exp<T>::lowest));
+                    square += e[j] * e[j];
+                }
+                store(top + i * L, most);
+                store(tilt + i * L, tilts);
+                store(squares + i * L, square);
             }
 #pragma GCC unroll 16
             for (int j = 0; j < W; j++) {
-                const V<T> e = power_of<T>(away[j] * kLog2E<T>);
-                sum += e;
-                if constexpr (statistics) {
-                    // Where s = -inf the product is 0: below `lowest` e is, and NaN shows in the sum.
-                    tilts += e * quick_max<T>(away[j], splat<T>(Exp<T>::lowest));
-                    square += e * e;
-                }
                 if constexpr (drops)
-                    store(s + j * L, choose_bits<T>(kept[i - first], j, e * factor, V<T>{}));
+                    store(s + j * L, choose_bits<T>(kept[i - first], j, e[j] * factor, V<T>{}));
                 else
-                    store(s + j * L, e);
-            }
-            store(total + i * L, sum);
-            if constexpr (statistics) {
-                store(tilt + i * L, tilts);
-                store(squares + i * L, square);
+                    store(s + j * L, e[j]);
             }
         }
     }
 
-    // Rare: rows with scores too far above their level, and everything summed so far at that of the maximum.
-    __attribute__((noinline)) void raise(int64_t first, int64_t size, const T* s, int64_t here) {
-        for (int64_t i = first; i < first + size; i++, s += kKeys) {
-            V<T> most = load(s);
-            for (int64_t j = L; j < here; j += L) most = quick_max<T>(most, load(s + j));
-            const T maximum = quick_largest_of<T>(most), from = level[i];
-            if (!(maximum - from > kRoom / kLog2E<T>)) continue;
-            level[i] = maximum;
-            if (from == kNothing) continue;  // all sums are 0
-            const T factor = exp_of_one<T>(from - maximum);
-            if (tilt) {
-                store(tilt + i * L, (load(tilt + i * L) + (from - maximum) * load(total + i * L)) * factor);
-                store(squares + i * L, load(squares + i * L) * (factor * factor));
-            }
-            store(total + i * L, load(total + i * L) * factor);
-            for (int64_t j = 0; j < width; j += L) store(out + i * width + j, load(out + i * width + j) * factor);
+    // Rare: the level of a row becomes the maximum of the scores of a tile, with everything summed so far. False where
+    // it is no higher.
+    template <int W>
+    __attribute__((noinline)) bool raise(int64_t i, const T* s) {
+        V<T> most = load(s);
+        for (int j = 1; j < W; j++) most = quick_max<T>(most, load(s + j * L));
+        const T maximum = quick_largest_of<T>(most), from = level[i];
+        if (!(maximum > from)) return false;
+        level[i] = maximum;
+        if (from == kNothing) return true;  // all sums are 0
+        const T factor = exp_of_one<T>(from - maximum);
+        if (tilt) {
+            store(tilt + i * L, (load(tilt + i * L) + (from - maximum) * load(total + i * L)) * factor);
+            store(squares + i * L, load(squares + i * L) * (factor * factor));
         }
+        store(total + i * L, load(total + i * L) * factor);
+        for (int64_t j = 0; j < width; j += L) store(out + i * width + j, load(out + i * width + j) * factor);
+        return true;
     }
 
     // Moments of a row's scores in a tile.

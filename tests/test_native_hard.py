@@ -114,6 +114,26 @@ def test_statistics_far_from_0(keys: int, level: float, dtype: str, target: str)
     hold(call_of(SCORE["dot"], np.ones((3, 1)), key, rng.standard_normal((keys, 3)), dtype), target)
 
 
+@both_precisions
+@pytest.mark.parametrize("rise", [0.5, 3.0, 5.5, 5.6, 30.0, 120.0, 1e4])
+@pytest.mark.parametrize("keys", [130, 704])
+def test_scores_that_rise_from_tile_to_tile(keys: int, rise: float, dtype: str, target: str) -> None:
+    """A row's sums are taken against a score that later keys exceed, by little or by more than exp holds."""
+    rng = np.random.default_rng(6)
+    slope = np.repeat([1.0, 0.25, 0.0, -1.0, 8.0], 6)[:, None]  # of rows that stand together
+    key = rise * (np.arange(keys) // 64)[:, None] + rng.random((keys, 1))
+    call = call_of(SCORE["dot"], slope, key, rng.standard_normal((keys, 3)), dtype)
+    hold(call, target)
+    # Where all statistics are asked for, the largest score is looked for; here it is not.
+    arrays, score = (call.query, call.key, call.value), call.score.make()
+    (out, log_sum_exp), pullback = ats.attend_vjp(*arrays, score=score, kernel="native", return_stats=("log_sum_exp",))
+    gradients = pullback(call.seeds["out"])
+    few = {"out": out, "log_sum_exp": log_sum_exp.log_sum_exp, "grad.query": gradients.query, "grad.key": gradients.key,
+           "grad.value": gradients.value}  # fmt: skip
+    found = problems(call, few, slack_of(target))
+    assert not found, "\n".join(found)
+
+
 @pytest.mark.parametrize(("dtype", "score", "tiny"), [("f4", -95.0, 2.0**-149), ("f8", -730.0, 2.0**-1074)])
 @pytest.mark.parametrize("keys", [2, 65, 130])
 def test_subnormal_weights(keys: int, dtype: str, score: float, tiny: float) -> None:

@@ -31,11 +31,13 @@ struct Case : Drawn {
             if (keeps) head.scores = memory.filled(rows * problem.key_len, sum, NAN, 1);
             results.push_back({"out", problem.value_dtype, out, 1, head.out});
             static constexpr const char* names[] = {"max", "total", "tilt", "squares", "count", "mean", "deviations"};
-            for (int i = 0; i < kNumbers; ++i) {
+            for (int i = problem.full_statistics ? 0 : 2; i < kNumbers; ++i) {
                 results.push_back({names[i], sum, rows, kNumbers, head.numbers + i * size_of(sum)});
             }
         }
         kernels.forward(problem, threads);
+        for (const Head& head : problem.heads)
+            if (!problem.full_statistics) add_log_sum_exp(results, head);
         return results;
     }
 
@@ -63,6 +65,20 @@ struct Case : Drawn {
         }
         kernels.backward(problem, threads);
         return results;
+    }
+
+    // Without full statistics a kernel chooses the score that its sums are taken against: log-sum-exp is the same for
+    // all, and a weight lies between 0 and 256 (with a rounding's room).
+    void add_log_sum_exp(std::vector<Result>& results, const Head& head) {
+        const int64_t size = size_of(sum), rows = problem.query_len;
+        char* log_sum_exp = memory.filled(rows, sum, 0, 1);
+        for (int64_t i = 0; i < rows; ++i) {
+            const char* numbers = head.numbers + i * kNumbers * size;
+            const double top = number(numbers, sum), total = number(numbers + size, sum);
+            const bool chosen_well = !std::isfinite(top) || (total > 0.9 && total < 257.0 * problem.key_len);
+            put(log_sum_exp + i * size, sum, chosen_well ? top + std::log(total) : 1e30);
+        }
+        results.push_back({"log_sum_exp", sum, rows, 1, log_sum_exp});
     }
 
     // What the backward needs of each row, from one forward for all targets.
