@@ -207,14 +207,11 @@ inline View<T> view_rows(T* copy, const Matrix& m, Dtype dtype, int64_t first, i
 
 template <class T>
 inline bool is_finite(const View<T>& rows, int64_t count, int64_t width) {
-    // Each sum waits for its last addition: four take turns.
-    constexpr int64_t L = Vector<T>::lanes, step = 4;
-    V<T> sums[step] = {};
-    for (int64_t i = 0; i < count; i += step)
-        for (int64_t j = 0; j < width; j += L)
-#pragma GCC unroll 4
-            for (int64_t u = 0; u < step && i + u < count; u++) sums[u] += load(rows.row(i + u) + j) * T(0);
-    return sum_of<T>((sums[0] + sums[1]) + (sums[2] + sums[3])) == 0;
+    constexpr int L = Vector<T>::lanes;
+    V<T> sum{};
+    for (int64_t i = 0; i < count; i++)
+        for (int64_t j = 0; j < width; j += L) sum += load(rows.row(i) + j) * T(0);
+    return sum_of<T>(sum) == 0;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
