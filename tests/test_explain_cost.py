@@ -242,6 +242,68 @@ def test_a_mask_that_is_no_interval_leaves_its_bounds() -> None:
     assert ats.explain(*inputs(64), mask=scattered).plan.fractions == {"skip": 0, "full": 0, "partial": 1}
 
 
+native_only = pytest.mark.skipif(AUTOMATIC != "native", reason="the plan of the native kernel")
+MASKS: dict[str, Any] = {
+    "causal": ats.Causal(),
+    "window": ats.SlidingWindow(left=70, right=3),
+    "lengths": ats.ValidLens(130),
+    "range": ats.KeyRange(5, 300),
+    "sinks and a window": (ats.KeyRange(0, 4) | ats.SlidingWindow(left=80)) & ats.Causal(),
+    "a hole": ~ats.KeyRange(60, 260),
+    "nothing": ats.ValidLens(0),
+}
+
+
+@native_only
+@pytest.mark.parametrize("name", MASKS)
+def test_native_tiles_are_those_that_its_strips_visit(name: str) -> None:
+    """Against the mask itself: a tile of 6 queries x 64 keys is skipped where no pair is seen, full where all are."""
+    length, (rows, keys) = 401, (6, 64)
+    plan = ats.explain(*inputs(length), mask=MASKS[name]).plan
+    assert (plan.query_tile, plan.key_tile) == (rows, keys)
+    seen = np.asarray(MASKS[name].materialize(length, length, 1)).reshape(-1, length, length)[0]
+    columns = np.flatnonzero(seen.any(0))
+    first, stop = (columns[0], columns[-1] + 1) if len(columns) else (0, 0)
+    for strip, segments in enumerate(plan.segments):
+        own = seen[strip * rows : (strip + 1) * rows]
+        for key in range(0, length, keys):
+            # Outside of what any query sees there are no tiles.
+            start, end = max(first, key), min(stop, key + keys)
+            if end <= start:
+                assert not any(s.start < key + keys and s.stop > key for s in segments)
+                continue
+            (kind,) = {
+                next((s.partial for s in segments if s.start <= j < s.stop), None) for j in range(start, end)
+            } or {None}
+            block = own[:, start:end]
+            # Of several pieces a row, short gaps are tested and not left out: never the other way.
+            want = {None} if not block.any() else {False} if block.all() else {True}
+            assert kind in (want | {True} if name == "sinks and a window" else want), (strip, key)
+
+
+@native_only
+def test_an_evaluated_mask_is_named() -> None:
+    odd = ats.MaskFunction(lambda batch, head, query, key: (query * key) % 3 == 0)
+    (remark,) = ats.explain(*inputs(200), mask=ats.Causal() & odd).remarks
+    assert "MaskFunction" in remark and "evaluated" in remark and "200 queries" in remark
+    assert remark in str(ats.explain(*inputs(200), mask=ats.Causal() & odd))
+    for mask in (None, ats.Causal(), ats.Dense(np.eye(200, dtype=bool))):
+        assert ats.explain(*inputs(200), mask=mask).remarks == ()
+
+
+def test_the_dense_kernel_skips_nothing() -> None:
+    plan = ats.explain(*inputs(200), mask=ats.Causal(), kernel="dense")
+    assert plan.plan.fractions == {"skip": 0, "full": 0, "partial": 1}
+    assert plan.operations == ats.explain(*inputs(200), kernel="dense").operations
+    assert str(ats.explain(*inputs(0), kernel="dense"))
+    assert plan.reasons["streaming"] == ("dense was asked for",)
+
+
+def test_tiles_that_are_all_alike_are_one_line_of_the_map() -> None:
+    lines = str(ats.explain(*inputs(600)).plan).splitlines()
+    assert len(lines) == 3
+
+
 def test_a_long_plan_is_made_without_a_matrix() -> None:
     """131072 positions: the plan holds two numbers a row, no matrix, and prints as a map of a screen."""
     x = np.broadcast_to(np.float32(1), (131072, 4))

@@ -103,7 +103,9 @@ class Explanation:
     score: str
     form: str
     mask: str
+    remarks: tuple[str, ...]
     plan: TilePlan
+    """Tiles as the kernel walks them; of a batch, those that any of its rows needs."""
     operations: int
     bytes: int
 
@@ -114,6 +116,7 @@ class Explanation:
             *((f"not {name}", "; ".join(reasons)) for name, reasons in self.reasons.items()),
             ("score", f"{self.score}, as {self.form}"),
             ("mask", self.mask),
+            *(("", remark) for remark in self.remarks),
             ("operations", f"{self.operations:,} ({kept:.0%} of the unmasked)"),
             ("bytes", f"{self.bytes:,} in and out"),
             ("tiles", str(self.plan).replace("\n", "\n" + " " * 16)),
@@ -169,8 +172,8 @@ def explain(
             query, key, value, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink,
             dropout=dropout, seed=seed, head_axis=head_axis, statistics=wanted_statistics(return_stats),
         )  # fmt: skip
-        plan = tiling.plan(problem)
-        chosen = kernels.choose(kernel, problem)
+        chosen, plan = kernels.choose(kernel, problem), tiling.plan(problem)
+        remarks, plan = chosen.remarks(problem, plan), chosen.walk(problem, plan)
     grid, layout = problem.grid, problem.layout
     whole = cost(
         problem.score,
@@ -191,6 +194,7 @@ def explain(
         score=type(problem.score).__name__,
         form=type(problem.form).__name__,
         mask="none" if problem.mask is None else repr(problem.mask),
+        remarks=remarks,
         plan=plan,
         operations=round(whole.operations * (1 - plan.fractions["skip"])),
         bytes=moved * itemsize,

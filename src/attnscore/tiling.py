@@ -9,9 +9,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -114,8 +115,33 @@ class TilePlan:
                 sums["skip"] -= pairs
         return {name: pairs / total if total else 0.0 for name, pairs in sums.items()}
 
+    def on_grid(self) -> TilePlan:
+        """The plan of a kernel whose tiles of keys begin at multiples of their length, and which tests a whole tile."""
+        visited = [segment for segments in self.segments for segment in segments]
+        if not visited:
+            return self
+        first, last = min(segment.start for segment in visited), max(segment.stop for segment in visited)
+        size = self.key_tile
+        grid = np.arange(0, last + size, size)
+
+        @cache
+        def rounded(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
+            kinds = np.full(len(grid) - 1, _GAP)
+            for segment in segments:
+                kinds[segment.start // size : -(-segment.stop // size)] = _SOME
+            for segment in segments:
+                if not segment.partial:
+                    # The first tile and the last are as long as what is there.
+                    start = segment.start // size if segment.start == first else -(-segment.start // size)
+                    kinds[start : -(-segment.stop // size) if segment.stop == last else segment.stop // size] = _ALL
+            found = _visited(*_joined(kinds, grid))
+            return tuple(Segment(max(first, start), min(last, stop), partial) for start, stop, partial in found)
+
+        return dataclasses.replace(self, segments=tuple(map(rounded, self.segments)))
+
     def __str__(self) -> str:
-        height, width = min(16, max(1, len(self.segments))), 48
+        # Tiles that are all alike need one line.
+        height, width = min(16, len(self.segments)) if len(set(self.segments)) > 1 else 1, 48
         lines = []
         for line in range(height):
             segments = self.segments[line * len(self.segments) // height] if self.segments else ()
@@ -218,7 +244,10 @@ def _segments_of_pieces(start: HostArray, stop: HostArray, tested: bool) -> tupl
     for kind in (_ALL, _GAP):
         kinds, ends = _joined(kinds, ends)
         kinds = np.where((kinds == kind) & (np.diff(ends) < SHORTEST_GAP), _SOME, kinds)
-    kinds, ends = _joined(kinds, ends)
+    return _visited(*_joined(kinds, ends))
+
+
+def _visited(kinds: HostArray, ends: HostArray) -> tuple[Segment, ...]:
     found = zip(kinds.tolist(), ends[:-1].tolist(), ends[1:].tolist(), strict=True)
     return tuple(Segment(first, last, kind == _SOME) for kind, first, last in found if kind != _GAP)
 

@@ -55,7 +55,10 @@ def reasons(problem: Problem, chosen: Kernel) -> dict[str, tuple[str, ...]]:
     found = {}
     for name, kernel in _TABLE.items():
         if kernel is not chosen:
-            later = (f"{chosen.name} comes first in the order of preference",)
+            before = list(_TABLE).index(name) < list(_TABLE).index(chosen.name)
+            later = (
+                f"{chosen.name} was asked for" if before else f"{chosen.name} comes first in the order of preference",
+            )
             own = (_NOT_AUTOMATIC[name],) if name in _NOT_AUTOMATIC else ()
             found[name] = (*kernel.reasons_against(problem), *own) or later
     return found

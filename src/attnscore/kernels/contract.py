@@ -68,6 +68,14 @@ class Kernel(ABC):
         """The kernel for a forward whose backward is to come: itself, or one that keeps the scores."""
         return self
 
+    def walk(self, problem: Problem, plan: TilePlan) -> TilePlan:
+        """The plan as this kernel walks it, for `explain`: its own tiles, where `plan` is the streaming engine's."""
+        return plan
+
+    def remarks(self, problem: Problem, plan: TilePlan) -> tuple[str, ...]:
+        """What else a reader of `explain` should know of how `problem` is run."""
+        return ()
+
     @abstractmethod
     def reasons_against(self, problem: Problem) -> tuple[str, ...]:
         """Why this kernel cannot run `problem`; empty when it can."""

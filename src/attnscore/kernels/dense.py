@@ -7,18 +7,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import final
 
 from attnscore import dropout as dropouts
 from attnscore.engine import Result, RowGradients
 from attnscore.errors import KernelUnavailable
-from attnscore.frameworks.contract import Array, Framework, sum_to
+from attnscore.frameworks.contract import Array, Framework, is_unknown, sum_to
 from attnscore.kernels.contract import Kernel
 from attnscore.problem import Problem
 from attnscore.scoring.contract import bad_rows
 from attnscore.scoring.forms import checked_tile
 from attnscore.softmax import NEG_INF
-from attnscore.tiling import TilePlan
+from attnscore.tiling import Segment, TilePlan
 
 
 @final
@@ -31,6 +32,13 @@ class Dense(Kernel):
 
     def reasons_against(self, problem: Problem) -> tuple[str, ...]:
         return ()
+
+    def walk(self, problem: Problem, plan: TilePlan) -> TilePlan:
+        """One tile: nothing is skipped."""
+        if is_unknown(plan.query_len) or is_unknown(plan.key_len) or 0 in (plan.query_len, plan.key_len):
+            return plan
+        whole = (Segment(0, plan.key_len, problem.mask is not None),)
+        return dataclasses.replace(plan, query_tile=plan.query_len, key_tile=plan.key_len, segments=(whole,))
 
     def forward(self, problem: Problem, plan: TilePlan) -> Result:
         ops, grid, dtype = problem.ops, problem.grid, problem.accumulator

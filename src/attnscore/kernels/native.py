@@ -16,13 +16,14 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, final
 
 import numpy as np
 
-from attnscore import engine
+from attnscore import engine, tiling
 from attnscore.engine import Result, RowGradients
-from attnscore.frameworks.contract import Array, HostArray
+from attnscore.frameworks.contract import Array, HostArray, is_unknown
 from attnscore.kernels import native_deferred as deferring
 from attnscore.kernels import native_inputs as inputs
 from attnscore.kernels import native_masks as masks
@@ -31,6 +32,7 @@ from attnscore.kernels import native_strips as strips
 from attnscore.kernels.contract import Kernel, Prepared
 from attnscore.kernels.native_results import GRADIENTS, STATISTICS, as_operand, gradient_shapes
 from attnscore.kernels.streaming import Streaming
+from attnscore.masking import And
 from attnscore.problem import Problem
 from attnscore.scoring import Additive
 from attnscore.scoring.forms import AdditiveForm, InnerForm
@@ -52,6 +54,8 @@ else:
     _MISSING = None
 
 
+# Queries of a strip and keys of a tile, as csrc/simd-inl.h has them.
+TILE = (6, 64)
 # Pairs of query and key, over all heads, whose additive scores are kept: 4 MB in float32, 8 in float64.
 KEPT_PAIRS = 2**20
 
@@ -78,6 +82,20 @@ class Native(Kernel):
 
     def with_backward(self, problem: Problem, plan: TilePlan) -> Kernel:
         return Native(keeps_scores=True) if _keeps_scores(problem, plan) else self
+
+    def walk(self, problem: Problem, plan: TilePlan) -> TilePlan:
+        unknown = is_unknown(plan.query_len) or is_unknown(plan.key_len)
+        return plan if unknown else tiling.plan(problem, TILE).on_grid()
+
+    def remarks(self, problem: Problem, plan: TilePlan) -> tuple[str, ...]:
+        if problem.ops.deferred(*deferring.arrays_of(problem)):
+            return ()
+        _, parts = masks.divided(plan.rest)
+        if not parts:
+            return ()
+        mask = reduce(And, parts)
+        rows = strips.rows_of_strip(problem, masks.shape_of(problem, mask))
+        return (f"{mask!r} is evaluated, {rows} queries at a time",)
 
     def plain(self, problem: Problem, plan: TilePlan, examples: Sequence[HostArray]) -> Prepared | None:
         form = problem.form
