@@ -27,8 +27,8 @@ struct Cap {
 
 // Numbers of each row that the forward writes, in the sum type (float; double for f64 values), in this order. With
 // e = exp(s - max) over the visible keys: max s, sum e, sum e (s - max), sum e^2, count, mean s, sum (s - mean)^2.
-// Without full_statistics only the first two are written, and max is the score that e is taken against: within a few
-// units of the largest.
+// Without full_statistics only the first two are written. Where maxima are not wanted either, a score that is within a
+// few units of the largest stands for max: e is taken against it.
 constexpr int kNumbers = 7;
 
 // One attention matrix: a query head of one batch row against its key head. "Sum type" as above.
@@ -92,8 +92,9 @@ struct Problem {
     Dtype grad_dtype = Dtype::f32;   // of grad_out
     Dtype bias_dtype = Dtype::f32;
     int64_t query_len = 0, key_len = 0, dim = 0, value_dim = 0;
-    bool full_statistics = false;
-    double dropout = 0.0;  // probability that a weight is dropped; dropout.py defines which
+    bool maxima = false;           // the largest score of each row is wanted
+    bool full_statistics = false;  // and all other numbers; see kNumbers
+    double dropout = 0.0;          // probability that a weight is dropped; dropout.py defines which
     uint64_t seed = 0;
     std::vector<Head> heads;
     std::vector<Group> groups;  // every head is in one

@@ -315,7 +315,8 @@ std::vector<HeadRows> set_forward(Problem& p, const Inputs& in, const ForwardArr
         check_full(arrays.statistics[i], column);
         statistics[i] = Walk(arrays.statistics[i], s.outer);
     }
-    // The largest score and the sum of the weights are known of every row.
+    // The sum of the weights is known of every row.
+    p.maxima = arrays.statistics[kMaxScore].given || arrays.statistics[kMaxWeight].given;
     for (const Statistic i : {kMeanScore, kVarScore, kEntropy, kSumSqWeights}) {
         p.full_statistics = p.full_statistics || arrays.statistics[i].given;
     }

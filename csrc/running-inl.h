@@ -62,8 +62,9 @@ struct Running {
         level = filled(arena, count, kNothing);
         total = filled(arena, count * L, T(0));
         out = filled(arena, count * width, T(0));
+        if (problem.maxima || problem.full_statistics)
+            top = filled(arena, count * L, -std::numeric_limits<T>::infinity());
         if (!problem.full_statistics) return;
-        top = filled(arena, count * L, -std::numeric_limits<T>::infinity());
         for (T** x : {&tilt, &squares, &shifted, &shifted_squares}) *x = filled(arena, count * L, T(0));
         base = filled(arena, count, T(0));
         full = filled(arena, count, T(0));
@@ -98,6 +99,7 @@ struct Running {
         const T rise = found.max == -infinity ? T(0) : found.max - level[i];
         found.unit = exp_of_one<T>(-rise);
         found.total *= found.unit;
+        if (!tilt) return found;
         found.tilt = (sum_of<T>(load(tilt + i * L)) - rise * sum) * found.unit;
         found.squares = sum_of<T>(load(squares + i * L)) * (found.unit * found.unit);
         const RowState<T>& rest = known[i];
@@ -139,17 +141,21 @@ struct Running {
                 }
             } while (exceeds<T>(sum, kMost) && raise<W>(i, s));
             store(total + i * L, load(total + i * L) + sum);
+            if (top) {
+                V<T> most = load(top + i * L);
+#pragma GCC unroll 16
+                for (int j = 0; j < W; j++) most = quick_max<T>(load(s + j * L), most);
+                store(top + i * L, most);
+            }
             if constexpr (statistics) {
                 moments<W>(i, s, bits[i - first]);
-                V<T> most = load(top + i * L), tilts = load(tilt + i * L), square = load(squares + i * L);
+                V<T> tilts = load(tilt + i * L), square = load(squares + i * L);
 #pragma GCC unroll 16
                 for (int j = 0; j < W; j++) {
-                    most = quick_max<T>(load(s + j * L), most);
                     // Where s = -inf the product is 0: below `lowest` e is, and NaN shows in the sum.
                     tilts += e[j] * quick_max<T>(away[j], splat<T>(Exp<T>::lowest));
                     square += e[j] * e[j];
                 }
-                store(top + i * L, most);
                 store(tilt + i * L, tilts);
                 store(squares + i * L, square);
             }
@@ -172,10 +178,11 @@ struct Running {
         const T maximum = quick_largest_of<T>(most), from = level[i];
         if (!(maximum > from)) return false;
         level[i] = maximum;
-        if (from == kNothing) return true;  // all sums are 0
-        const T factor = exp_of_one<T>(from - maximum);
+        // What stood at the lowest number, a mask's in some hands, is nothing beside any other.
+        const T factor = from == kNothing ? T(0) : exp_of_one<T>(from - maximum);
+        const T fall = factor == 0 ? T(0) : from - maximum;  // not infinite
         if (tilt) {
-            store(tilt + i * L, (load(tilt + i * L) + (from - maximum) * load(total + i * L)) * factor);
+            store(tilt + i * L, (load(tilt + i * L) + fall * load(total + i * L)) * factor);
             store(squares + i * L, load(squares + i * L) * (factor * factor));
         }
         store(total + i * L, load(total + i * L) * factor);

@@ -256,7 +256,7 @@ MASKS: dict[str, Any] = {
 
 @native_only
 @pytest.mark.parametrize("name", MASKS)
-def test_native_tiles_are_those_that_its_strips_visit(name: str) -> None:
+def test_native_tiles_are_those_in_which_a_strip_sees_a_key(name: str) -> None:
     """Against the mask itself: a tile of 6 queries x 64 keys is skipped where no pair is seen, full where all are."""
     length, (rows, keys) = 401, (6, 64)
     plan = ats.explain(*inputs(length), mask=MASKS[name]).plan

@@ -134,6 +134,47 @@ def test_scores_that_rise_from_tile_to_tile(keys: int, rise: float, dtype: str, 
     assert not found, "\n".join(found)
 
 
+@both_precisions
+def test_each_statistic_alone_is_the_one_among_all(dtype: str) -> None:
+    """Numbers that a kernel works out for one statistic and not for another, on rows whose largest score comes late."""
+    rng = np.random.default_rng(7)
+    key = (np.arange(200) // 64)[:, None] + rng.random((200, 1))
+    query, value = rng.standard_normal((9, 1)), rng.standard_normal((200, 2))
+    arrays = [x.astype(dtype) for x in (query, key, value)]
+    for options in ({}, {"sink": np.array(2.0, dtype)}, {"valid_lens": [150]}):
+        call = {"score": "dot", "kernel": "native", **options}
+        lead = [x[None] for x in arrays] if "valid_lens" in options else arrays
+        whole = ats.attend(*lead, return_stats=True, **call)[1]._asdict()
+        for name, expected in whole.items():
+            found = getattr(ats.attend(*lead, return_stats=(name,), **call)[1], name)
+            np.testing.assert_allclose(found, expected, rtol=8 * np.finfo(dtype).eps, atol=8 * np.finfo(dtype).eps)
+    exact = arrays[0].astype(float) @ arrays[1].astype(float).T
+    _, stats = ats.attend(*arrays, score="dot", kernel="native", return_stats=("max_score", "max_weight"))
+    np.testing.assert_allclose(stats.max_score, exact.max(-1), rtol=1e-6)
+    weights = np.exp(exact - exact.max(-1, keepdims=True))
+    np.testing.assert_allclose(stats.max_weight, 1 / weights.sum(-1), rtol=1e-5)
+
+
+@both_precisions
+@pytest.mark.parametrize("fraction", [1.0, 0.75])
+@pytest.mark.parametrize("padded", [64, 100, 1])
+def test_the_lowest_number_as_a_mask(padded: int, fraction: float, dtype: str, target: str) -> None:
+    """What many write in place of -inf: padding on the left, whose tile comes before all others."""
+    rng = np.random.default_rng(8)
+    query, key, value = (rng.standard_normal((n, 4)).astype(dtype) for n in (7, 200, 200))
+    bias = np.zeros((1, 200), dtype)
+    bias[:, :padded] = fraction * np.finfo(dtype).min
+    lens = np.arange(200)[None] >= padded
+    statistics = ("log_sum_exp", "entropy", "max_score", "sum_sq_weights")
+    found = []
+    for options in ({"bias": bias}, {"mask": ats.Dense(lens)}):
+        (out, stats), pullback = ats.attend_vjp(query, key, value, return_stats=statistics, kernel="native", **options)
+        gradients = pullback(np.ones_like(out), np.ones_like(stats.log_sum_exp), np.ones_like(stats.entropy))
+        found.append([out, *(getattr(stats, name) for name in statistics), *gradients[:3]])
+    for x, expected in zip(*found, strict=True):
+        np.testing.assert_allclose(x, expected, rtol=0, atol=64 * np.finfo(dtype).eps)
+
+
 @pytest.mark.parametrize(("dtype", "score", "tiny"), [("f4", -95.0, 2.0**-149), ("f8", -730.0, 2.0**-1074)])
 @pytest.mark.parametrize("keys", [2, 65, 130])
 def test_subnormal_weights(keys: int, dtype: str, score: float, tiny: float) -> None:

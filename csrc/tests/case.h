@@ -31,13 +31,13 @@ struct Case : Drawn {
             if (keeps) head.scores = memory.filled(rows * problem.key_len, sum, NAN, 1);
             results.push_back({"out", problem.value_dtype, out, 1, head.out});
             static constexpr const char* names[] = {"max", "total", "tilt", "squares", "count", "mean", "deviations"};
-            for (int i = problem.full_statistics ? 0 : 2; i < kNumbers; ++i) {
+            for (int i = problem.maxima ? 0 : 2; i < kNumbers; ++i) {
                 results.push_back({names[i], sum, rows, kNumbers, head.numbers + i * size_of(sum)});
             }
         }
         kernels.forward(problem, threads);
         for (const Head& head : problem.heads)
-            if (!problem.full_statistics) add_log_sum_exp(results, head);
+            if (!problem.maxima) add_log_sum_exp(results, head);
         return results;
     }
 
@@ -67,8 +67,8 @@ struct Case : Drawn {
         return results;
     }
 
-    // Without full statistics a kernel chooses the score that its sums are taken against: log-sum-exp is the same for
-    // all, and a weight lies between 0 and 256 (with a rounding's room).
+    // Where no maxima are wanted a kernel chooses the score that its sums are taken against: log-sum-exp is the same
+    // for all, and a weight lies between 0 and 256 (with a rounding's room).
     void add_log_sum_exp(std::vector<Result>& results, const Head& head) {
         const int64_t size = size_of(sum), rows = problem.query_len;
         char* log_sum_exp = memory.filled(rows, sum, 0, 1);

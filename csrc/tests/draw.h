@@ -23,6 +23,7 @@ struct Drawn {
         draw_heads();
         if (problem.form == Form::additive && later.one_in(4)) draw_odd_weights();
         if (!problem.heads.empty() && random.one_in(3)) plant();
+        problem.maxima = problem.full_statistics || later.coin();
     }
 
    private:

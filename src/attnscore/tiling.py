@@ -116,26 +116,35 @@ class TilePlan:
         return {name: pairs / total if total else 0.0 for name, pairs in sums.items()}
 
     def on_grid(self) -> TilePlan:
-        """The plan of a kernel whose tiles of keys begin at multiples of their length, and which tests a whole tile."""
+        """The plan of a kernel that visits whole tiles of keys: each begins at a multiple of their length."""
         visited = [segment for segments in self.segments for segment in segments]
         if not visited:
             return self
+        # Outside of what any query sees nothing is visited: the first tile and the last are cut there.
         first, last = min(segment.start for segment in visited), max(segment.stop for segment in visited)
         size = self.key_tile
-        grid = np.arange(0, last + size, size)
 
         @cache
         def rounded(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
-            kinds = np.full(len(grid) - 1, _GAP)
-            for segment in segments:
-                kinds[segment.start // size : -(-segment.stop // size)] = _SOME
-            for segment in segments:
-                if not segment.partial:
-                    # The first tile and the last are as long as what is there.
-                    start = segment.start // size if segment.start == first else -(-segment.start // size)
-                    kinds[start : -(-segment.stop // size) if segment.stop == last else segment.stop // size] = _ALL
-            found = _visited(*_joined(kinds, grid))
-            return tuple(Segment(max(first, start), min(last, stop), partial) for start, stop, partial in found)
+            found: list[Segment] = []
+
+            def add(start: int, stop: int, partial: bool) -> None:
+                start, stop = max(found[-1].stop if found else first, start), min(last, stop)
+                if stop <= start:
+                    return
+                if found and found[-1].stop == start and found[-1].partial == partial:
+                    start = found.pop().start
+                found.append(Segment(start, stop, partial))
+
+            for start, stop, partial in segments:
+                after, before = -(-stop // size) * size, start // size * size
+                begin = start if start == first else -(-start // size) * size
+                end = stop if stop == last else stop // size * size
+                if not partial and end > begin:
+                    add(before, begin, True)
+                    add(begin, end, False)
+                add(before, after, True)
+            return tuple(found)
 
         return dataclasses.replace(self, segments=tuple(map(rounded, self.segments)))
 
@@ -244,10 +253,7 @@ def _segments_of_pieces(start: HostArray, stop: HostArray, tested: bool) -> tupl
     for kind in (_ALL, _GAP):
         kinds, ends = _joined(kinds, ends)
         kinds = np.where((kinds == kind) & (np.diff(ends) < SHORTEST_GAP), _SOME, kinds)
-    return _visited(*_joined(kinds, ends))
-
-
-def _visited(kinds: HostArray, ends: HostArray) -> tuple[Segment, ...]:
+    kinds, ends = _joined(kinds, ends)
     found = zip(kinds.tolist(), ends[:-1].tolist(), ends[1:].tolist(), strict=True)
     return tuple(Segment(first, last, kind == _SOME) for kind, first, last in found if kind != _GAP)
 

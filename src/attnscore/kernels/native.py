@@ -84,6 +84,7 @@ class Native(Kernel):
         return Native(keeps_scores=True) if _keeps_scores(problem, plan) else self
 
     def walk(self, problem: Problem, plan: TilePlan) -> TilePlan:
+        """Strips and tiles as if those of all blocks of rows began together: a tile more or less at the edges."""
         unknown = is_unknown(plan.query_len) or is_unknown(plan.key_len)
         return plan if unknown else tiling.plan(problem, TILE).on_grid()
 
