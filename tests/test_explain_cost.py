@@ -272,9 +272,7 @@ def test_native_tiles_are_those_in_which_a_strip_sees_a_key(name: str) -> None:
             if end <= start:
                 assert not any(s.start < key + keys and s.stop > key for s in segments)
                 continue
-            (kind,) = {
-                next((s.partial for s in segments if s.start <= j < s.stop), None) for j in range(start, end)
-            } or {None}
+            (kind,) = {next((s.partial for s in segments if s.start <= j < s.stop), None) for j in range(start, end)}
             block = own[:, start:end]
             # Of several pieces a row, short gaps are tested and not left out: never the other way.
             want = {None} if not block.any() else {False} if block.all() else {True}

@@ -164,10 +164,10 @@ def test_the_lowest_number_as_a_mask(padded: int, fraction: float, dtype: str, t
     query, key, value = (rng.standard_normal((n, 4)).astype(dtype) for n in (7, 200, 200))
     bias = np.zeros((1, 200), dtype)
     bias[:, :padded] = fraction * np.finfo(dtype).min
-    lens = np.arange(200)[None] >= padded
+    seen = np.arange(200)[None] >= padded
     statistics = ("log_sum_exp", "entropy", "max_score", "sum_sq_weights")
     found = []
-    for options in ({"bias": bias}, {"mask": ats.Dense(lens)}):
+    for options in ({"bias": bias}, {"mask": ats.Dense(seen)}):
         (out, stats), pullback = ats.attend_vjp(query, key, value, return_stats=statistics, kernel="native", **options)
         gradients = pullback(np.ones_like(out), np.ones_like(stats.log_sum_exp), np.ones_like(stats.entropy))
         found.append([out, *(getattr(stats, name) for name in statistics), *gradients[:3]])

@@ -172,19 +172,20 @@ def explain(
             query, key, value, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink,
             dropout=dropout, seed=seed, head_axis=head_axis, statistics=wanted_statistics(return_stats),
         )  # fmt: skip
+        grid, layout = problem.grid, problem.layout
+        # First: sizes that are not known yet are refused here.
+        whole = cost(
+            problem.score,
+            query_len=grid.query_len,
+            key_len=grid.key_len,
+            dim=layout.dim,
+            key_dim=layout.key_dim,
+            value_dim=layout.value_dim,
+            heads=grid.heads * grid.groups,
+            batch=math.prod(grid.lead),
+        )
         chosen, plan = kernels.choose(kernel, problem), tiling.plan(problem)
         remarks, plan = chosen.remarks(problem, plan), chosen.walk(problem, plan)
-    grid, layout = problem.grid, problem.layout
-    whole = cost(
-        problem.score,
-        query_len=grid.query_len,
-        key_len=grid.key_len,
-        dim=layout.dim,
-        key_dim=layout.key_dim,
-        value_dim=layout.value_dim,
-        heads=grid.heads * grid.groups,
-        batch=math.prod(grid.lead),
-    )
     itemsize = 2 if problem.dtype in ("float16", "bfloat16") else 8 if problem.dtype == "float64" else 4
     moved = sum(math.prod(x.shape) for x in (problem.query, problem.key, problem.value))
     moved += math.prod(grid.rows) * layout.value_dim

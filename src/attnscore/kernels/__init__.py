@@ -52,13 +52,15 @@ def choose(name: str, problem: Problem) -> Kernel:
 
 def reasons(problem: Problem, chosen: Kernel) -> dict[str, tuple[str, ...]]:
     """For every kernel but the chosen one, why it was not taken."""
-    found = {}
+    found, order = {}, list(_TABLE)
     for name, kernel in _TABLE.items():
         if kernel is not chosen:
-            before = list(_TABLE).index(name) < list(_TABLE).index(chosen.name)
-            later = (
-                f"{chosen.name} was asked for" if before else f"{chosen.name} comes first in the order of preference",
+            why = (
+                "was asked for"
+                if order.index(name) < order.index(chosen.name)
+                else "comes first in the order of preference"
             )
+            later = (f"{chosen.name} {why}",)
             own = (_NOT_AUTOMATIC[name],) if name in _NOT_AUTOMATIC else ()
             found[name] = (*kernel.reasons_against(problem), *own) or later
     return found

@@ -13,7 +13,7 @@ from typing import final
 from attnscore import dropout as dropouts
 from attnscore.engine import Result, RowGradients
 from attnscore.errors import KernelUnavailable
-from attnscore.frameworks.contract import Array, Framework, is_unknown, sum_to
+from attnscore.frameworks.contract import Array, Framework, sum_to
 from attnscore.kernels.contract import Kernel
 from attnscore.problem import Problem
 from attnscore.scoring.contract import bad_rows
@@ -35,7 +35,7 @@ class Dense(Kernel):
 
     def walk(self, problem: Problem, plan: TilePlan) -> TilePlan:
         """One tile: nothing is skipped."""
-        if is_unknown(plan.query_len) or is_unknown(plan.key_len) or 0 in (plan.query_len, plan.key_len):
+        if 0 in (plan.query_len, plan.key_len):
             return plan
         whole = (Segment(0, plan.key_len, problem.mask is not None),)
         return dataclasses.replace(plan, query_tile=plan.query_len, key_tile=plan.key_len, segments=(whole,))

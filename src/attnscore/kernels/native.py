@@ -23,7 +23,7 @@ import numpy as np
 
 from attnscore import engine, tiling
 from attnscore.engine import Result, RowGradients
-from attnscore.frameworks.contract import Array, HostArray, is_unknown
+from attnscore.frameworks.contract import Array, HostArray
 from attnscore.kernels import native_deferred as deferring
 from attnscore.kernels import native_inputs as inputs
 from attnscore.kernels import native_masks as masks
@@ -85,8 +85,7 @@ class Native(Kernel):
 
     def walk(self, problem: Problem, plan: TilePlan) -> TilePlan:
         """Strips and tiles as if those of all blocks of rows began together: a tile more or less at the edges."""
-        unknown = is_unknown(plan.query_len) or is_unknown(plan.key_len)
-        return plan if unknown else tiling.plan(problem, TILE).on_grid()
+        return tiling.plan(problem, TILE).on_grid()
 
     def remarks(self, problem: Problem, plan: TilePlan) -> tuple[str, ...]:
         if problem.ops.deferred(*deferring.arrays_of(problem)):
