@@ -69,7 +69,10 @@ class Kernel(ABC):
         return self
 
     def walk(self, problem: Problem, plan: TilePlan) -> TilePlan:
-        """The plan as this kernel walks it, for `explain`: its own tiles, where `plan` is the streaming engine's. Sizes are known."""
+        """The plan as this kernel walks it, for `explain`: its own tiles, where `plan` is the streaming engine's.
+
+        All sizes are known.
+        """
         return plan
 
     def remarks(self, problem: Problem, plan: TilePlan) -> tuple[str, ...]:
