@@ -6,7 +6,22 @@ constexpr bool kPairs = true;
 
 typedef uint32_t Two;  // two bfloat16, the first in the low half
 
-// C[R x N vectors] = factor * sum over k of A[R x k pairs] B[k pairs x N vectors], or, to add, C += the sum.
+// sum[R x N vectors] += A[R pairs] B[pairs x N vectors]
+template <int R, int N>
+__attribute__((always_inline)) inline void add_pairs(__m512 (*sum)[N], const Two* a, int64_t lda, const Two* b) {
+    __m512bh line[N];
+#pragma GCC unroll 8
+    for (int j = 0; j < N; j++) line[j] = (__m512bh)_mm512_loadu_si512(b + j * 16);
+#pragma GCC unroll 8
+    for (int i = 0; i < R; i++) {
+        const __m512bh own = (__m512bh)_mm512_set1_epi32(static_cast<int>(a[i * lda]));
+#pragma GCC unroll 8
+        for (int j = 0; j < N; j++) sum[i][j] = _mm512_dpbf16_ps(sum[i][j], own, line[j]);
+    }
+}
+
+// C[R x N vectors] = factor * sum over k of A[R x k pairs] B[k pairs x N vectors], or, to add, C += the sum; see
+// block_of.
 template <int R, int N>
 inline void pair_block(float* c, int64_t ldc, const Two* a, int64_t lda, const Two* b, int64_t ldb, int64_t k, bool add,
                        float factor) {
@@ -14,24 +29,24 @@ inline void pair_block(float* c, int64_t ldc, const Two* a, int64_t lda, const T
 #pragma GCC unroll 8
     for (int i = 0; i < R; i++)
 #pragma GCC unroll 8
-        for (int j = 0; j < N; j++) sum[i][j] = add ? _mm512_loadu_ps(c + i * ldc + j * 16) : _mm512_setzero_ps();
+        for (int j = 0; j < N; j++) sum[i][j] = _mm512_setzero_ps();
+    const int64_t together = kApart<R> < R ? std::max<int64_t>(k - kLast, 0) : k;
 #pragma GCC unroll 2
-    for (int64_t p = 0; p < k; p++) {
-        __m512bh line[N];
+    for (int64_t p = 0; p < together; p++) add_pairs<R, N>(sum, a + p, lda, b + p * ldb);
 #pragma GCC unroll 8
-        for (int j = 0; j < N; j++) line[j] = (__m512bh)_mm512_loadu_si512(b + p * ldb + j * 16);
+    for (int first = 0; first < R; first += kApart<R>) {
+#pragma GCC unroll 1
+        for (int64_t p = together; p < k; p++)
+            add_pairs<kApart<R>, N>(sum + first, a + first * lda + p, lda, b + p * ldb);
 #pragma GCC unroll 8
-        for (int i = 0; i < R; i++) {
-            const __m512bh factor = (__m512bh)_mm512_set1_epi32(static_cast<int>(a[i * lda + p]));
+        for (int i = first; i < first + kApart<R>; i++) {
+            float* to = opaque(c + i * ldc);
 #pragma GCC unroll 8
-            for (int j = 0; j < N; j++) sum[i][j] = _mm512_dpbf16_ps(sum[i][j], factor, line[j]);
+            for (int j = 0; j < N; j++)
+                _mm512_storeu_ps(to + j * 16, add ? _mm512_add_ps(_mm512_loadu_ps(to + j * 16), sum[i][j])
+                                                  : _mm512_mul_ps(sum[i][j], _mm512_set1_ps(factor)));
         }
     }
-#pragma GCC unroll 8
-    for (int i = 0; i < R; i++)
-#pragma GCC unroll 8
-        for (int j = 0; j < N; j++)
-            _mm512_storeu_ps(c + i * ldc + j * 16, add ? sum[i][j] : _mm512_mul_ps(sum[i][j], _mm512_set1_ps(factor)));
 }
 
 template <int N>

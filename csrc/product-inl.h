@@ -21,41 +21,50 @@ inline V<T> plus_term(V<T> sum, T a, V<T> b) {
     }
 }
 
-// A sum that goes on from what C holds, or starts from 0 and is added to it.
-template <Pair kind>
-constexpr bool kGoesOn = kContinues && kind == Pair::product;
+// The last terms of a full strip go by pairs of rows, each of which is stored while the next has its terms: where all
+// sums are stored at once the multiply-adds behind them wait (on Zen 4 80 cycles of 1620, so 45).
+constexpr int64_t kLast = 4;
+template <int R>
+constexpr int kApart = R == kStrip ? 2 : R;
 
-// C[R x N vectors] (+)= sum over k of A[R x k] B[k x N vectors], or of (A - B)^2
+// sum[R x N vectors] += A[R] B[N vectors], or (A - B)^2
+template <class T, int R, int N, Pair kind>
+__attribute__((always_inline)) inline void add_term(V<T> (*sum)[N], const T* a, int64_t row, const T* b) {
+    V<T> line[N];
+#pragma GCC unroll 8
+    for (int j = 0; j < N; j++) line[j] = load(b + j * Vector<T>::lanes);
+#pragma GCC unroll 8
+    for (int i = 0; i < R; i++) {
+        const T own = a[i * row];
+#pragma GCC unroll 8
+        for (int j = 0; j < N; j++) sum[i][j] = plus_term<T, kind>(sum[i][j], own, line[j]);
+    }
+}
+
+// C[R x N vectors] (+)= sum over k of A[R x k] B[k x N vectors], or of (A - B)^2. Sums start from 0, and what C holds
+// is added at the end: nothing waits for it.
 template <class T, int R, int N, Pair kind>
 inline void block_of(T* c, int64_t ldc, const T* a, int64_t row, int64_t col, const T* b, int64_t ldb, int64_t k,
                      bool add) {
     constexpr int L = Vector<T>::lanes;
     V<T> sum[R][N];
 #pragma GCC unroll 8
-    for (int i = 0; i < R; i++) {
-        const T* from = opaque(c + i * ldc);
+    for (int i = 0; i < R; i++)
 #pragma GCC unroll 8
-        for (int j = 0; j < N; j++) sum[i][j] = add && kGoesOn<kind> ? load(from + j * L) : V<T>{};
-    }
+        for (int j = 0; j < N; j++) sum[i][j] = V<T>{};
+    const int64_t together = kApart<R> < R ? std::max<int64_t>(k - kLast, 0) : k;
 #pragma GCC unroll 2
-    for (int64_t p = 0; p < k; p++) {
-        V<T> line[N];
+    for (int64_t p = 0; p < together; p++) add_term<T, R, N, kind>(sum, a + p * col, row, b + p * ldb);
 #pragma GCC unroll 8
-        for (int j = 0; j < N; j++) line[j] = load(b + p * ldb + j * L);
+    for (int first = 0; first < R; first += kApart<R>) {
+#pragma GCC unroll 1
+        for (int64_t p = together; p < k; p++)
+            add_term<T, kApart<R>, N, kind>(sum + first, a + first * row + p * col, row, b + p * ldb);
 #pragma GCC unroll 8
-        for (int i = 0; i < R; i++) {
-            const T own = a[i * row + p * col];
+        for (int i = first; i < first + kApart<R>; i++) {
+            T* to = opaque(c + i * ldc);
 #pragma GCC unroll 8
-            for (int j = 0; j < N; j++) sum[i][j] = plus_term<T, kind>(sum[i][j], own, line[j]);
-        }
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < R; i++) {
-        T* to = opaque(c + i * ldc);
-#pragma GCC unroll 8
-        for (int j = 0; j < N; j++) {
-            if (add && !kGoesOn<kind>) sum[i][j] += load(to + j * L);
-            store(to + j * L, sum[i][j]);
+            for (int j = 0; j < N; j++) store(to + j * L, add ? load(to + j * L) + sum[i][j] : sum[i][j]);
         }
     }
 }
@@ -89,7 +98,7 @@ void panel(T* c, int64_t ldc, const T* a, int64_t row, int64_t col, const T* b, 
 // Terms that are summed in registers before they join the sum so far. The rounding of a sum grows with its length, and
 // more where a product is rounded before it is added; squares of distances are all of one sign.
 template <Pair kind>
-constexpr int64_t kTerms = kGoesOn<kind> ? std::numeric_limits<int64_t>::max() : 16;
+constexpr int64_t kTerms = kContinues && kind == Pair::product ? std::numeric_limits<int64_t>::max() : 16;
 
 // C[m x n] (+)= A[m x k] B[k x n]; `n` is a number of columns that whole vectors cover.
 template <class T, Pair kind = Pair::product>
