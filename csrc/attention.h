@@ -7,6 +7,7 @@
 namespace attnscore {
 
 enum class Dtype { f32, f64, bf16, f16 };
+constexpr int64_t size_of(Dtype dtype) { return dtype == Dtype::f64 ? 8 : dtype == Dtype::f32 ? 4 : 2; }
 
 // One matrix (rows x cols) inside the caller's memory; strides in elements, 0 along a broadcast axis. Null: there is
 // none.

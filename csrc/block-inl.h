@@ -41,10 +41,16 @@ struct Block {
         stream = arena.take<uint32_t>(problem.dropout > 0 ? count : 0);
         some = arena.take<Span>(strips());
         every = arena.take<Span>(strips());
-        for (int64_t i = 0; i < count; i++) {
-            head[i] = &problem.heads[heads[(first + i) / problem.query_len]];
-            row[i] = (first + i) % problem.query_len;
-            read_row(query + i * width, width, head[i]->query, problem.score_dtype, row[i], 0, problem.dim);
+        const T scale = problem.form == Form::inner ? static_cast<T>(problem.scale) : T(1);
+        int64_t at = first / problem.query_len, next = first % problem.query_len;
+        for (int64_t i = 0; i < count; i++, next++) {
+            if (next == problem.query_len) at++, next = 0;
+            head[i] = &problem.heads[heads[at]];
+            row[i] = next;
+            ask_for_row(head[i]->query, problem.score_dtype, next + kSoon, problem.query_len, problem.dim);
+            T* own = query + i * width;
+            read_row(own, width, head[i]->query, problem.score_dtype, next, 0, problem.dim);
+            for (int64_t j = 0; j < width; j += Vector<T>::lanes) store(own + j, load(own + j) * scale);
             hidden = hidden || hides(*head[i]);
             holes = std::max(holes, head[i]->holes);
             irregular = irregular || is_irregular(*head[i]);
@@ -54,10 +60,6 @@ struct Block {
         if (problem.form == Form::additive && !is_finite(View<T>{query, width}, count, width)) {
             bad = arena.take<bool>(count);
             for (int64_t i = 0; i < count; i++) bad[i] = cleared(query + i * width, width);
-        }
-        if (problem.form == Form::inner && problem.scale != 1) {
-            const T scale = static_cast<T>(problem.scale);
-            for (int64_t j = 0; j < count * width; j += Vector<T>::lanes) store(query + j, load(query + j) * scale);
         }
         for (int64_t s = 0; s < strips(); s++) {
             Span all{problem.key_len, 0}, each{0, problem.key_len};

@@ -298,8 +298,6 @@ void set_bias_groups(Problem& p, const Setting& s, const Array& grad) {
 
 }  // namespace
 
-int64_t size_of(Dtype dtype) { return dtype == Dtype::f64 ? 8 : dtype == Dtype::f32 ? 4 : 2; }
-
 Dtype sum_dtype(const Problem& problem) { return problem.value_dtype == Dtype::f64 ? Dtype::f64 : Dtype::f32; }
 
 std::vector<HeadRows> set_forward(Problem& p, const Inputs& in, const ForwardArrays& arrays) {

@@ -47,6 +47,5 @@ std::vector<HeadRows> set_forward(Problem& problem, const Inputs& in, const Forw
 std::vector<HeadRows> set_backward(Problem& problem, const Inputs& in, const BackwardArrays& arrays);
 
 Dtype sum_dtype(const Problem& problem);
-int64_t size_of(Dtype dtype);
 
 }  // namespace attnscore

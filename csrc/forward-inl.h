@@ -31,6 +31,12 @@ void forward_block(Arena& arena, const Problem& problem, const Block<T>& block, 
     const T factor = static_cast<T>(dropout.factor);
     const int64_t together = few ? 1 : kRun;
     uint64_t kept[kRun * kStrip];
+    // Keys and values of the next tile are asked for while this one is worked on, some with each run: they come from
+    // the third-level cache, and the turning of the keys would wait for them (3% of a long pass on Zen 4). In bfloat16
+    // they are half as large, and additive scores take longer than any memory: there it is no gain.
+    const int64_t steps = (block.strips() + kRun - 1) / kRun;
+    const bool asks = !few && !pairs && problem.form != Form::additive && steps >= 4;
+    const int64_t each = asks ? (kKeys + steps - 1) / steps : 0;
     const auto pool = [&](const Run& run, int64_t here) {
         T* out = running.out + run.first * running.width;
         if (pairs && !values.narrow()) {
@@ -46,6 +52,7 @@ void forward_block(Arena& arena, const Problem& problem, const Block<T>& block, 
         if (block.skips(key, here)) continue;
         bool filled = false, waiting = false;
         int at = 0;
+        int64_t asked = key + kKeys;
         for (int64_t strip = 0, end; strip < block.strips(); strip = end) {
             end = strip + 1;
             if (block.misses(strip, key, here)) continue;
@@ -62,6 +69,10 @@ void forward_block(Arena& arena, const Problem& problem, const Block<T>& block, 
                     if (pairs) pairs->fill(shared, key, here, values.clean);
                 if (dropout.on) dropout.at(key);
                 filled = true;
+            }
+            for (const int64_t until = asked + each; asked < until; asked++) {
+                ask_for_row(shared.key, problem.score_dtype, asked, keys.last, problem.dim);
+                ask_for_row(shared.value, problem.value_dtype, asked, keys.last, problem.value_dim);
             }
             Run& own = runs[at];
             own.first = strip * kStrip, own.size = std::min(end * kStrip, block.count) - own.first;
@@ -91,12 +102,15 @@ void write_row(const Problem& problem, const Head& head, int64_t row, const RowS
         numbers[6] = state.deviation;
     }
     const T scale = state.total == 0 ? T(1) : state.unit / state.total;
-    for (int64_t j = 0; j < problem.value_dim; j++) out[j] *= scale;
-    const int64_t at = row * problem.value_dim;
-    if (problem.value_dtype == own_dtype<T>())
-        std::memcpy(reinterpret_cast<T*>(head.out) + at, out, problem.value_dim * sizeof(T));
-    else if constexpr (sizeof(T) == 4)
-        narrow_row(reinterpret_cast<uint16_t*>(head.out) + at, out, problem.value_dtype, problem.value_dim);
+    const int64_t size = attnscore::size_of(problem.value_dtype), width = problem.value_dim;
+    char* to = head.out + row * width * size;
+    if (row + kSoon < problem.query_len) ask_for<1>(to + kSoon * width * size, width * size);
+    if (problem.value_dtype == own_dtype<T>()) {
+        for (int64_t j = 0; j < width; j++) reinterpret_cast<T*>(to)[j] = out[j] * scale;
+    } else if constexpr (sizeof(T) == 4) {
+        for (int64_t j = 0; j < width; j++) out[j] *= scale;
+        narrow_row(reinterpret_cast<uint16_t*>(to), out, problem.value_dtype, width);
+    }
 }
 
 // The rows of a group, cut into blocks, and each block's keys into ranges: fixed by the shape alone, so that no result

@@ -175,6 +175,17 @@ inline void read_row(T* to, int64_t width, const Matrix& m, Dtype dtype, int64_t
     for (int64_t j = cols; j < width; j++) to[j] = 0;
 }
 
+// Asks the processor for what is soon read, or written: row i of a matrix, if there is one.
+constexpr int64_t kSoon = 16;  // rows that memory is ahead of a loop over them
+template <int to_write = 0>
+inline void ask_for(const char* from, int64_t bytes) {
+    for (int64_t j = 0; j < bytes; j += 64) __builtin_prefetch(from + j, to_write, 2);
+}
+inline void ask_for_row(const Matrix& m, Dtype dtype, int64_t i, int64_t rows, int64_t cols) {
+    const int64_t size = attnscore::size_of(dtype);
+    if (i < rows && m.col_stride == 1) ask_for(m.data + i * m.row_stride * size, cols * size);
+}
+
 // Rows [first, first + count), `width` apart.
 template <class T>
 void gather(T* to, int64_t width, const Matrix& m, Dtype dtype, int64_t first, int64_t count, int64_t cols) {
