@@ -183,7 +183,7 @@ inline void ask_for(const char* from, int64_t bytes) {
 }
 inline void ask_for_row(const Matrix& m, Dtype dtype, int64_t i, int64_t rows, int64_t cols) {
     const int64_t size = attnscore::size_of(dtype);
-    if (i < rows && m.col_stride == 1) ask_for(m.data + i * m.row_stride * size, cols * size);
+    if (i < rows && cols > 0 && m.col_stride == 1) ask_for(m.data + i * m.row_stride * size, cols * size);
 }
 
 // Rows [first, first + count), `width` apart.
