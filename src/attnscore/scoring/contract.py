@@ -126,6 +126,10 @@ def _field_names(kind: type) -> tuple[str, ...]:
     return _FIELD_NAMES[kind]
 
 
+# torch's compiler cannot read fields of a class, and calls this: a layer may be compiled before anything was called.
+_field_names._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def arrays_of(score: object) -> dict[str, Array]:
     """The array fields of a score by name, those of a wrapped score included."""
     found: dict[str, Array] = {}
