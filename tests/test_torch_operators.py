@@ -1,11 +1,15 @@
-"""`attend` under torch.compile: one graph, the numbers and gradients of eager mode, operators that torch accepts."""
+"""`attend` under torch.compile and torch.jit.trace: one graph, the numbers and gradients of eager mode, operators that
+torch accepts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
@@ -15,14 +19,17 @@ from torch.autograd import forward_ad
 import attnscore as ats
 from attnscore import scoring
 from attnscore.layers import torch as layers
+from attnscore.scoring import contract
 from own_scores import OwnPlain
 
 BATCH, HEADS, QUERIES, KEYS, DIM, HIDDEN = 2, 2, 5, 7, 4, 3
 
 
 @pytest.fixture(autouse=True)
-def fresh_compiler(one_thread: None) -> Iterator[None]:
+def fresh_compiler(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.manual_seed(0)
+    # What an earlier call has learnt is not there where a layer is compiled first.
+    monkeypatch.setattr(contract, "_FIELD_NAMES", {})
     torch.compiler.reset()
     yield
     torch.compiler.reset()
@@ -272,6 +279,78 @@ def test_exported() -> None:
     exported = torch.export.export(model, arguments, dynamic_shapes=({}, {1: length}, {}))
     other = torch.randn(BATCH, QUERIES, DIM), torch.randn(BATCH, 11, DIM), torch.tensor([3, 11])
     torch.testing.assert_close(exported.module()(*other), model(*other))
+
+
+# ------------------------------------------------------------------ torch.jit.trace
+
+# torch's own, at every trace, and where a tensor is made inside one.
+tracing = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+
+
+@tracing
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+def test_a_trace_computes_other_inputs_anew(call: Call) -> None:
+    """A result that a kernel of ours writes is no constant of the trace."""
+    trained = [torch.randn(shape, requires_grad=True) for shape in call.shapes]
+
+    def function(query: Tensor, key: Tensor, value: Tensor, *trained: Tensor) -> Any:
+        return tuple(flat(ats.attend(query.sin(), key, value, **call.options(*trained))))
+
+    traced = torch.jit.trace(function, (*inputs(), *trained), check_trace=False)
+    leaves = [*inputs(), *trained]
+    agree((traced(*leaves)[0], traced(*leaves)[1:]), (function(*leaves)[0], function(*leaves)[1:]), leaves)
+
+
+@tracing
+@pytest.mark.parametrize("kernel", ["auto", "native", "streaming", "dense"])
+def test_a_trace_takes_other_sizes(kernel: str) -> None:
+    if kernel == "native" and ats.available()["kernels"]["native"] is not None:
+        pytest.skip("no native kernels here")
+
+    def function(query: Tensor, key: Tensor, value: Tensor, lens: Tensor) -> Any:
+        later = key.shape[-2] - query.shape[-2]
+        return ats.attend(query, key, value, mask=ats.Causal(offset=later), valid_lens=lens, kernel=kernel)
+
+    traced = torch.jit.trace(function, (*inputs(), torch.tensor([7, 2])), check_trace=False)
+    others = (*inputs((3, 11)), torch.tensor([0, 9]))
+    torch.testing.assert_close(traced(*others), function(*others))
+
+
+@tracing
+@pytest.mark.parametrize("name", MODULES)
+def test_a_traced_layer_is_saved_and_loaded(name: str, tmp_path: Path) -> None:
+    layer = MODULES[name]().eval()
+    arguments = [torch.randn(BATCH, length, DIM) for length in (QUERIES, KEYS, KEYS)]
+    layer(*arguments)
+    torch.jit.save(torch.jit.trace(layer, arguments), tmp_path / "layer.pt")
+    others = [torch.randn(3, length, DIM) for length in (4, 9, 9)]
+    torch.testing.assert_close(torch.jit.load(tmp_path / "layer.pt")(*others), layer(*others))
+
+
+@tracing
+def test_other_functions_are_traced_for_their_sizes() -> None:
+    query, key, _ = inputs()
+    other = inputs()[:2]
+    for function in (ats.attention_weights, ats.key_mass):
+
+        def call(query: Tensor, key: Tensor, function: Callable[..., Any] = function) -> Any:
+            return function(query, key, mask=ats.Causal("top_left"))
+
+        traced = torch.jit.trace(call, (query, key), check_trace=False)
+        torch.testing.assert_close(traced(*other), call(*other))
+        with pytest.raises(RuntimeError, match="TorchScript interpreter"):
+            traced(*inputs((9, 11))[:2])
+
+
+@tracing
+def test_what_has_no_operator_is_refused_by_a_trace() -> None:
+    for options in ({"score": OwnPlain()}, {"return_weights": True}):
+        with pytest.raises(ats.FrameworkError, match="attend: expected a call that one operator can stand for, while"):
+            torch.jit.trace(lambda *x, options=options: ats.attend(*x, **options), inputs())
+    # Arrays of another framework are constants of a trace, as they are for torch.
+    ones = np.ones((2, 3))
+    traced = torch.jit.trace(lambda x: x + torch.from_numpy(ats.attend(ones, ones, ones)).sum(), (torch.zeros(()),))
+    assert traced(torch.ones(())) == 7
 
 
 @pytest.mark.parametrize(("head_axis", "statistics"), [(-3, []), (-2, ["log_sum_exp", "entropy", "max_score"])])

@@ -175,9 +175,9 @@ _COMPILED_BY = {"torch": "attnscore.integrations.torch_compile"}
 
 
 def compiled() -> Callable[..., Any] | None:
-    """What stands for `attend` while a compiler reads this line; None in an ordinary call."""
+    """What stands for `attend` while a compiler, or `torch.jit.trace`, reads this line; None in an ordinary call."""
     torch = sys.modules.get("torch")
-    if torch is None or not torch.compiler.is_compiling():
+    if torch is None or not (torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None):
         return None
     return COMPILED[_imported("torch")]
 

@@ -58,6 +58,12 @@ class TorchFramework(Framework):
     def device(self, x: Array) -> str:
         return str(x.device)
 
+    def shape(self, x: Array) -> tuple[Any, ...]:
+        if torch._C._get_tracing_state() is None:
+            return tuple(x.shape)
+        with outside_trace():  # where lengths are numbers
+            return tuple(x.shape)
+
     def astype(self, x: Array, dtype: str) -> Array:
         return x.to(_DTYPES[dtype])
 
@@ -347,11 +353,22 @@ class _TransformedRun(torch.autograd.Function):
 
 
 def _is_traced(x: torch.Tensor) -> bool:
-    """Whether the values of `x` cannot be looked at: inside vmap, grad of torch.func, fake or on no device."""
-    if is_compiling() or x.is_meta or isinstance(x, FakeTensor):
+    """Whether the values of `x` cannot be looked at: inside vmap, grad of torch.func, a trace, fake or on no device."""
+    if is_compiling() or x.is_meta or isinstance(x, FakeTensor) or torch._C._get_tracing_state() is not None:
         return True
     # The latter: gradients for many vectors at once, as of `torch.autograd.functional.jacobian(vectorize=True)`.
     return bool(is_functorch_wrapped_tensor(x) or is_legacy_batchedtensor(x))
+
+
+@contextlib.contextmanager
+def outside_trace() -> Iterator[None]:
+    """Nothing that happens here is recorded by `torch.jit.trace`."""
+    state = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
 
 
 def _is_dual(x: torch.Tensor) -> bool:

@@ -1,11 +1,12 @@
-"""`attend` under ``torch.compile`` and ``torch.export``: one operator stands for the whole call.
+"""`attend` under ``torch.compile``, ``torch.export`` and ``torch.jit.trace``: one operator stands for the whole call.
 
 - ``attnscore::attend`` and ``attnscore::attend_backward`` take tensors, numbers and strings alone. Scores, masks and
   what else a call has are written as one expression, with slots for tensors and numbers: tensors stay in the graph,
   and a number that changes (a temperature, the offset of a cache) compiles nothing anew.
 - Behind the operator runs what runs in eager mode; lengths are read, tiles planned and mistakes told there, at run
   time.
-- What has no such expression (a user's own score or mask) runs outside the graph, by a graph break.
+- What has no such expression (a user's own score or mask) runs outside the graph, by a graph break. A trace has no
+  breaks, and would keep the result as a constant: there it is refused.
 - A gradient of the gradient is not compiled; in eager mode there is one.
 """
 
@@ -25,7 +26,9 @@ from torch.autograd import forward_ad
 
 from attnscore import api, blocks, frameworks, kernels, masking, scoring, tiling
 from attnscore.api import Gradients
+from attnscore.errors import FrameworkError, message
 from attnscore.frameworks.contract import accumulator
+from attnscore.frameworks.torch import outside_trace
 from attnscore.kernels import Run
 from attnscore.kernels.contract import DIFFERENTIABLE
 from attnscore.pose import pose, wanted_statistics
@@ -310,7 +313,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
     if isinstance(score, (str, scoring.SoftCap, scoring.Temperature)) and _is_registered(score):
         arguments["score"] = scoring.resolve(score)
     if not (all(isinstance(x, Tensor) for x in (query, key, value)) and _has_operator(arguments)):
-        return _outside(query, key, value, **arguments)
+        return (_outside if torch.compiler.is_compiling() else _beside_a_trace)(query, key, value, **arguments)
     del arguments["return_weights"]
     arguments["statistics"] = statistics = wanted_statistics(arguments.pop("return_stats"))
     if torch.is_autocast_enabled(query.device.type):
@@ -353,6 +356,21 @@ _WHY = {
 @torch.compiler.disable(**(_WHY if "reason" in inspect.signature(torch.compiler.disable).parameters else {}))  # type: ignore[untyped-decorator, no-untyped-call]  # torch's own
 def _outside(*arrays: Tensor, **arguments: Any) -> Any:
     return api.attend(*arrays, **arguments)
+
+
+def _beside_a_trace(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
+    """What has no operator, while `torch.jit.trace` records."""
+    if isinstance(query, Tensor):
+        raise FrameworkError(
+            message(
+                "attend",
+                "a call that one operator can stand for, while torch.jit.trace records",
+                "a score or mask of your own, return_weights=True, an array of another framework, or torch.func",
+                hint="torch.compile breaks its graph there and goes on",
+            )
+        )
+    with outside_trace():
+        return api.attend(query, key, value, **arguments)
 
 
 frameworks.COMPILED["torch"] = attend

@@ -213,7 +213,8 @@ def check_inputs(
 def last_call(kept: Kept | str | None, keep_last: bool, *, where: str = "") -> Kept:
     """What a layer kept of its last call; raises AttnscoreError when it kept nothing (None, or why not).
 
-    It is no AttributeError: frameworks answer that one with a search of their own, which would hide the reason.
+    It is no AttributeError: frameworks answer that one with a search of their own, which would hide the reason
+    (PyTorch's layers make one of it, and see to that).
     `where` names the calls that count, in a framework whose compiled ones leave no trace on the layer.
     """
     if kept is None:
