@@ -309,7 +309,8 @@ def test_a_trace_takes_other_sizes(kernel: str) -> None:
 
     def function(query: Tensor, key: Tensor, value: Tensor, lens: Tensor) -> Any:
         later = key.shape[-2] - query.shape[-2]
-        return ats.attend(query, key, value, mask=ats.Causal(offset=later), valid_lens=lens, kernel=kernel)
+        mask, bias = ats.Causal(offset=later), np.float32(0.5)
+        return ats.attend(query, key, value, mask=mask, valid_lens=lens, bias=bias, kernel=kernel)
 
     traced = torch.jit.trace(function, (*inputs(), torch.tensor([7, 2])), check_trace=False)
     others = (*inputs((3, 11)), torch.tensor([0, 9]))
@@ -328,18 +329,29 @@ def test_a_traced_layer_is_saved_and_loaded(name: str, tmp_path: Path) -> None:
 
 
 @tracing
-def test_other_functions_are_traced_for_their_sizes() -> None:
-    query, key, _ = inputs()
-    other = inputs()[:2]
-    for function in (ats.attention_weights, ats.key_mass):
+def test_other_functions_are_refused_by_a_trace() -> None:
+    """Recorded in torch's operations they would be wrong for other sizes, where an axis is 1 without a word."""
+    calls: list[Callable[..., Any]] = [
+        ats.attention_weights,
+        ats.attention_scores,
+        ats.key_mass,
+        lambda q, k: ats.top_weights(q, k, 2),
+        lambda q, k: ats.pooled_weights(q, k, (4, 4)),
+        lambda q, k: ats.masked_softmax(q @ k.mT, mask=ats.Causal("top_left")),
+    ]
+    for call in calls:
+        with pytest.raises(ats.FrameworkError, match=r"expected a call outside torch\.jit\.trace, which records"):
+            torch.jit.trace(call, tuple(inputs()[:2]))
+    assert torch._C._get_tracing_state() is None
 
-        def call(query: Tensor, key: Tensor, function: Callable[..., Any] = function) -> Any:
-            return function(query, key, mask=ats.Causal("top_left"))
 
-        traced = torch.jit.trace(call, (query, key), check_trace=False)
-        torch.testing.assert_close(traced(*other), call(*other))
-        with pytest.raises(RuntimeError, match="TorchScript interpreter"):
-            traced(*inputs((9, 11))[:2])
+@tracing
+def test_a_trace_does_not_ask_for_the_weights_of_the_last_call() -> None:
+    layer, x = layers.DotProductAttention(), torch.randn(1, 3, DIM)
+    layer(x, x, x)
+    x += 1  # weights of that call can no longer be computed
+    traced = torch.jit.trace(layer, (x, x, x))
+    torch.testing.assert_close(traced(x, x, x), layer(x, x, x))
 
 
 @tracing

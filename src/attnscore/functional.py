@@ -49,6 +49,7 @@ def masked_softmax(
     ops = frameworks.of({"scores": scores})
     shape = tuple(scores.shape)
     frameworks.check_dense(ops, {"scores": scores})
+    frameworks.check_not_recorded(ops, "masked_softmax")
     if not ops.is_floating(scores):
         raise DtypeError(message("scores", FLOATING, ops.dtype(scores)))
     check_positive("temperature", temperature)

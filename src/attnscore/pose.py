@@ -49,6 +49,7 @@ def pose(
     arrays = {"query": query, "key": key} | ({} if value is NO_VALUE else {"value": value})
     extras = {name: x for name, x in (("bias", bias), ("sink", sink)) if frameworks.is_array(x)}
     ops = frameworks.of(arrays | extras)
+    frameworks.check_not_recorded(ops, "this function")
     score = scoring.resolve(score)
     ops.seen(type(score))
     arrays = dict(zip(arrays, ops.autocast(*arrays.values()), strict=True))

@@ -145,6 +145,13 @@ def check_dense(ops: Framework, arrays: Mapping[str, Any]) -> None:
             raise FrameworkError(message(name, "a dense array", kind[0], hint=f"{kind[1]} makes one"))
 
 
+def check_not_recorded(ops: Framework, what: str) -> None:
+    """Raise FrameworkError while operations are recorded: what was decided by the sizes at hand would stay so."""
+    if ops.is_recording():
+        expected = "a call outside torch.jit.trace, which records `attend` and the layers alone"
+        raise FrameworkError(message(what, expected, "one inside"))
+
+
 def seen(kind: type) -> None:
     """Tell JAX of a class of scores or masks, where the caller has imported JAX: they are pytrees there."""
     if sys.modules.get("jax") is not None:

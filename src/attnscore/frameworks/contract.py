@@ -134,6 +134,10 @@ class Framework(ABC):
     @abstractmethod
     def device(self, x: Array) -> str: ...
 
+    def is_recording(self) -> bool:
+        """Whether operations are recorded, to be run again for arrays of any size."""
+        return False
+
     def shape(self, x: Array) -> tuple[Any, ...]:
         """Lengths of the axes, with an ``Unknown`` where a graph does not know one yet."""
         return tuple(x.shape)

@@ -58,8 +58,11 @@ class TorchFramework(Framework):
     def device(self, x: Array) -> str:
         return str(x.device)
 
+    def is_recording(self) -> bool:
+        return torch._C._get_tracing_state() is not None
+
     def shape(self, x: Array) -> tuple[Any, ...]:
-        if torch._C._get_tracing_state() is None:
+        if not self.is_recording():
             return tuple(x.shape)
         with outside_trace():  # where lengths are numbers
             return tuple(x.shape)
@@ -353,8 +356,8 @@ class _TransformedRun(torch.autograd.Function):
 
 
 def _is_traced(x: torch.Tensor) -> bool:
-    """Whether the values of `x` cannot be looked at: inside vmap, grad of torch.func, a trace, fake or on no device."""
-    if is_compiling() or x.is_meta or isinstance(x, FakeTensor) or torch._C._get_tracing_state() is not None:
+    """Whether the values of `x` cannot be looked at: inside vmap, grad of torch.func, fake or on no device."""
+    if is_compiling() or x.is_meta or isinstance(x, FakeTensor):
         return True
     # The latter: gradients for many vectors at once, as of `torch.autograd.functional.jacobian(vectorize=True)`.
     return bool(is_functorch_wrapped_tensor(x) or is_legacy_batchedtensor(x))

@@ -89,7 +89,7 @@ class _Slots:
             # As a tensor: a float among the arguments of an operator is a constant of the graph. The sum, and not a
             # tensor filled with it, is what torch keeps free.
             return f"float({self.written(torch.zeros((), dtype=torch.float64) + cast(float, x))})"
-        if isinstance(x, np.ndarray):
+        if isinstance(x, (np.ndarray, np.number)):
             x = torch.as_tensor(x)
         if isinstance(x, Tensor):
             self.arrays.append(x)
@@ -102,7 +102,7 @@ class _Slots:
 
 def _can_be_written(x: Any) -> bool:
     """Whether `x` has an expression."""
-    if x is None or isinstance(x, (str, int, float, torch.SymInt, torch.SymFloat, Tensor, np.ndarray)):
+    if x is None or isinstance(x, (str, int, float, torch.SymInt, torch.SymFloat, Tensor, np.ndarray, np.number)):
         return True
     if isinstance(x, (list, tuple)):
         return all(_can_be_written(part) for part in x)

@@ -151,7 +151,9 @@ def check_axes(shapes: Mapping[str, Shape]) -> None:
         wanted = f"as many positions as keys ({shapes['keys'][1]})"
         raise ShapeError(message("values", wanted, shapes["values"][1], shapes=shapes))
     batches = [shape[0] for shape in shapes.values() if not is_unknown(shape[0])]
-    if len(set(batches) - {1}) > 1:
+    # Not a set: lengths in a trace of torch's are equal, and not the same.
+    several = [n for n in batches if n != 1]
+    if any(n != several[0] for n in several):
         raise ShapeError(message(", ".join(shapes), "one batch size, or 1", batches, shapes=shapes))
 
 
@@ -213,8 +215,7 @@ def check_inputs(
 def last_call(kept: Kept | str | None, keep_last: bool, *, where: str = "") -> Kept:
     """What a layer kept of its last call; raises AttnscoreError when it kept nothing (None, or why not).
 
-    It is no AttributeError: frameworks answer that one with a search of their own, which would hide the reason
-    (PyTorch's layers make one of it, and see to that).
+    It is no AttributeError: frameworks answer that one with a search of their own, which would hide the reason.
     `where` names the calls that count, in a framework whose compiled ones leave no trace on the layer.
     """
     if kept is None:

@@ -25,17 +25,13 @@ from torch.nn.parameter import UninitializedParameter
 from attnscore import frameworks
 from attnscore.api import attend
 from attnscore.blocks import attention_weights
-from attnscore.errors import ArgumentError, AttnscoreError, DeviceError, DtypeError, message
+from attnscore.errors import ArgumentError, DeviceError, DtypeError, message
 from attnscore.layers import shared
 from attnscore.masking import Mask
 from attnscore.scoring import arrays_of
 from attnscore.scoring.contract import quarantined
 
 _OPS = frameworks.load("torch")
-
-
-class NothingKept(AttnscoreError, AttributeError):
-    """There are no weights of a last call. To Python an attribute that is not there: torch.jit asks for every one."""
 
 
 class Attention(nn.Module):
@@ -83,16 +79,11 @@ class Attention(nn.Module):
             No call has been made, the last one ran inside ``torch.compile`` or ``torch.func``, ``keep_last`` is off, or
             its inputs were changed in place since.
         """
-        try:
-            last = shared.last_call(self._last, self.keep_last)
-        except AttnscoreError as error:
-            raise NothingKept(str(error)) from None
-        return last.weights()
+        return shared.last_call(self._last, self.keep_last).weights()
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "attention_weights":  # torch's own search would hide why there are none
-            return self.__class__.attention_weights.__get__(self)
-        return super().__getattr__(name)
+    def __dir__(self) -> list[str]:
+        """Without ``attention_weights``: torch.jit reads all that stands here, and would have them computed."""
+        return [name for name in super().__dir__() if name != "attention_weights"]
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the last call: a checkpoint or a copy carries no activations."""
