@@ -4,6 +4,7 @@ torch accepts.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -367,6 +368,7 @@ def test_what_has_no_operator_is_refused_by_a_trace() -> None:
 
 @pytest.mark.parametrize(("head_axis", "statistics"), [(-3, []), (-2, ["log_sum_exp", "entropy", "max_score"])])
 def test_operators_are_what_torch_asks(head_axis: int, statistics: list[str]) -> None:
+    importlib.import_module("attnscore.integrations.torch_compile")
     expression = (
         "attend(score=Bilinear(arrays[0]), mask=Causal('bottom_right', None), valid_lens=[integers[0], integers[1]], "
         "bias=arrays[1], sink=float(arrays[3]), dropout=float(arrays[4]), seed=arrays[2], kernel='auto', "

@@ -83,7 +83,7 @@ class Attention(nn.Module):
 
     def __dir__(self) -> list[str]:
         """Without ``attention_weights``: torch.jit reads all that stands here, and would have them computed."""
-        return [name for name in super().__dir__() if name != "attention_weights"]
+        return [name for name in super().__dir__() if name != "attention_weights"]  # type: ignore[no-untyped-call]  # torch's own
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the last call: a checkpoint or a copy carries no activations."""
