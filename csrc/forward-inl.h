@@ -10,7 +10,7 @@ void forward_block(Arena& arena, const Problem& problem, const Block<T>& block, 
     Scores<T> scores(arena, problem, false);
     KeyTile<T> own_tile(arena, problem, scores.additive(), false);
     const KeyTile<T>* tile = nullptr;
-    ValueTile<T> values(arena, problem, block.hidden);
+    ValueTile<T> values(arena, problem, block.hidden, block.strips() >= kRun);
     Dropout dropout(problem);
     typename Additive<T>::Query prepared;
     if (problem.form == Form::additive)

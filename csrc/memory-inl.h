@@ -207,6 +207,14 @@ struct View {
     const T* row(int64_t i) const { return data + i * stride; }
 };
 
+// Whether no vector of the rows lies in two lines of the cache. NumPy's large arrays begin 16 bytes behind one, and
+// then all do, which takes 2% of a pass.
+template <class T>
+inline bool is_aligned(const View<T>& rows) {
+    return (reinterpret_cast<uintptr_t>(rows.data) | static_cast<uintptr_t>(rows.stride) * sizeof(T)) % kVectorBytes ==
+           0;
+}
+
 // Rows [first, first + count) where they lie, or in `copy`, which has room for count x padded(cols).
 template <class T>
 inline View<T> view_rows(T* copy, const Matrix& m, Dtype dtype, int64_t first, int64_t count, int64_t cols) {

@@ -19,9 +19,9 @@ class ValueTile {
     View<T> clean;  // with zeros in the place of NaN and infinity, where some pair may be hidden
     uint64_t bad;   // keys that hold any
 
-    // `hidden`: whether some pair of the task may be hidden.
-    ValueTile(Arena& arena, const Problem& problem, bool hidden)
-        : problem_(problem), width_(padded(problem.value_dim, L)), hidden_(hidden) {
+    // `hidden`: whether some pair of the task may be hidden; `often`: whether rows are read often enough for a copy.
+    ValueTile(Arena& arena, const Problem& problem, bool hidden, bool often)
+        : problem_(problem), width_(padded(problem.value_dim, L)), hidden_(hidden), often_(often) {
         copy_ = arena.take<T>(kKeys * width_);
         clean_copy_ = arena.take<T>(hidden ? kKeys * width_ : 0);
         turned_ = arena.take<T>(narrow() ? kKeys * problem.value_dim : 0);
@@ -31,7 +31,12 @@ class ValueTile {
 
     void fill(const Head& head, int64_t key, int64_t here) {
         count_ = here, bad = 0;
-        clean = rows = view_rows(copy_, head.value, problem_.value_dtype, key, here, problem_.value_dim);
+        rows = view_rows(copy_, head.value, problem_.value_dtype, key, here, problem_.value_dim);
+        if (often_ && !is_aligned(rows)) {
+            for (int64_t j = 0; j < here; j++) std::memcpy(copy_ + j * width_, rows.row(j), width_ * sizeof(T));
+            rows = {copy_, width_};
+        }
+        clean = rows;
         if (hidden_ && !is_finite(rows, here, width_)) clear();
         if (!narrow()) return;
         for (int64_t k = 0; k < problem_.value_dim; k++)
@@ -94,6 +99,6 @@ class ValueTile {
 
     const Problem& problem_;
     int64_t width_, count_ = 0;
-    bool hidden_;
+    bool hidden_, often_;
     T *copy_, *clean_copy_, *turned_;
 };

@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+import attnscore as ats
 from native_cases import BITS, STATISTICS, Case, close, same
 
 
@@ -161,3 +163,22 @@ def test_statistics_on_request() -> None:
     out = case.out.copy()
     case.run(**dict.fromkeys(STATISTICS))
     assert np.array_equal(case.out, out)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_where_memory_begins_does_not_matter(dtype: str) -> None:
+    """Values that lie across the lines of the cache are copied, a tile at a time."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(shape).astype(dtype) for shape in ((2, 40, 64), (2, 130, 64), (2, 130, 64))]
+
+    def placed(x: NDArray[Any], offset: int) -> NDArray[Any]:
+        room = np.empty(x.nbytes + 128, np.uint8)
+        first = -room.ctypes.data % 64 + offset
+        found = room[first : first + x.nbytes].view(dtype).reshape(x.shape)
+        found[...] = x
+        return found
+
+    wanted = ats.attend(*(placed(x, 0) for x in arrays), valid_lens=[130, 77], kernel="native")
+    for offset in (8, 16, 32):
+        found = ats.attend(*(placed(x, offset) for x in arrays), valid_lens=[130, 77], kernel="native")
+        np.testing.assert_array_equal(found, wanted)
