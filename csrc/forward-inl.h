@@ -32,7 +32,7 @@ void forward_block(Arena& arena, const Problem& problem, const Block<T>& block, 
     const int64_t together = few ? 1 : kRun;
     uint64_t kept[kRun * kStrip];
     // Keys and values of the next tile are asked for while this one is worked on, some with each run: they come from
-    // the third-level cache, and the turning of the keys would wait for them (3% of a long pass on Zen 4). In bfloat16
+    // the third-level cache, and the turning of the keys would wait for them (2% of a long pass on Zen 4). In bfloat16
     // they are half as large, and additive scores take longer than any memory: there it is no gain.
     const int64_t steps = (block.strips() + kRun - 1) / kRun;
     const bool asks = !few && !pairs && problem.form != Form::additive && steps >= 4;

@@ -1,11 +1,11 @@
 // Products of small matrices: a few rows of accumulators stay in registers, rows of A are broadcast (so A may have any
 // strides), rows of B are contiguous vectors. Each sum runs over k in order, whatever block it falls into.
 
-// Without a fused multiply-add the rounding of each product joins that of the sum: short sums then start from 0.
+// Without a fused multiply-add the rounding of each product joins that of the sum, and sums are kept short.
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
-constexpr bool kContinues = true;
+constexpr bool kFused = true;
 #else
-constexpr bool kContinues = false;
+constexpr bool kFused = false;
 #endif
 
 // What a term of a row of A and one of a column of B add to their sum.
@@ -98,7 +98,7 @@ void panel(T* c, int64_t ldc, const T* a, int64_t row, int64_t col, const T* b, 
 // Terms that are summed in registers before they join the sum so far. The rounding of a sum grows with its length, and
 // more where a product is rounded before it is added; squares of distances are all of one sign.
 template <Pair kind>
-constexpr int64_t kTerms = kContinues && kind == Pair::product ? std::numeric_limits<int64_t>::max() : 16;
+constexpr int64_t kTerms = kFused && kind == Pair::product ? std::numeric_limits<int64_t>::max() : 16;
 
 // C[m x n] (+)= A[m x k] B[k x n]; `n` is a number of columns that whole vectors cover.
 template <class T, Pair kind = Pair::product>
@@ -200,8 +200,8 @@ template <class T>
 void pool_row(T* out, const T* weights, const View<T>& values, int64_t count, int64_t width, const View<T>& next) {
     constexpr int L = Vector<T>::lanes, N = 2 * kPanel;
     int64_t j = 0;
-    // Where sums do not go on in registers, `product` knows how long they may be.
-    for (; kContinues && j + N * L <= width; j += N * L) {
+    // Without fused multiply-adds `product` knows how long a sum may be.
+    for (; kFused && j + N * L <= width; j += N * L) {
         V<T> sum[N];
 #pragma GCC unroll 8
         for (int u = 0; u < N; u++) sum[u] = load(out + j + u * L);
