@@ -127,7 +127,11 @@ class Additive {
     T score_of(const Problem& problem, const Head& head, int64_t row, int64_t key) const {
         V<T> sum{};
         with_term(Way::careful, [&](auto term) {
-            each_term(problem, head, row, key, [&](int64_t, V<T> z, V<T> w) { sum += w * term.value(z); });
+            each_term(problem, head, row, key, [&](int64_t, V<T> z, V<T> w) {
+                sum += w * term.value(z);
+                const T whole = sum_of<T>(sum);
+                return whole == whole;  // what comes to NaN stays it
+            });
         });
         return sum_of<T>(sum);
     }
@@ -135,6 +139,12 @@ class Additive {
     // What the gradient of such a score is to its row, its key and the weights: da[p] +=, db[p] +=, dw[p] +=.
     void add_gradients_of(const Problem& problem, const Head& head, int64_t row, int64_t key, T ds, T* da, T* db,
                           T* dw) const {
+        if (ds != ds) {
+            // Of a model that has failed all pairs are such.
+            for (T* sums : {da, db, dw})
+                for (int64_t p = 0; p < dim; p++) sums[p] += ds;
+            return;
+        }
         with_term(Way::careful, [&](auto term) {
             each_term(problem, head, row, key, [&](int64_t p, V<T> z, V<T> w) {
                 V<T> through, value;
@@ -145,22 +155,22 @@ class Additive {
                     db[p + i] += through[i];
                     dw[p + i] += value[i];
                 }
+                return true;
             });
         });
     }
 
    private:
-    // Calls f(p, a + b, w) for each vector of channels from p on; zeros behind the last.
+    // Calls f(p, a + b, w) for each vector of channels from p on, as long as it says so; zeros behind the last.
     template <class F>
     void each_term(const Problem& problem, const Head& head, int64_t row, int64_t key, F f) const {
         for (int64_t p = 0; p < dim; p += L) {
-            T z[L] = {}, w[L] = {};
-            for (int64_t i = 0; i < std::min<int64_t>(L, dim - p); i++) {
-                z[i] = element<T>(head.query, problem.score_dtype, row, p + i) +
-                       element<T>(head.key, problem.score_dtype, key, p + i);
-                w[i] = reinterpret_cast<const T*>(head.weights)[p + i];
-            }
-            f(p, load(z), load(w));
+            T a[L], b[L], w[L] = {};
+            const int64_t here = std::min<int64_t>(L, dim - p);
+            read_row(a, L, head.query, problem.score_dtype, row, p, here);
+            read_row(b, L, head.key, problem.score_dtype, key, p, here);
+            std::copy_n(reinterpret_cast<const T*>(head.weights) + p, here, w);
+            if (!f(p, load(a) + load(b), load(w))) return;
         }
     }
 

@@ -65,13 +65,21 @@ class ValueTile {
 
     // What was taken out reaches the rows that see it.
     void let_escape(T* out, const T* weights, const uint64_t* bits, int64_t size) const {
-        const int64_t width = row_width<T>(problem_), step = narrow() ? L : 1;
-        for (int64_t i = 0; i < size; i++)
+        const int64_t width = row_width<T>(problem_);
+        for (int64_t i = 0; i < size; i++, out += width)
             for (uint64_t left = bits[i] & bad; left; left &= left - 1) {
                 const int j = __builtin_ctzll(left);
-                for (int64_t k = 0; k < problem_.value_dim; k++)
-                    if (const T x = rows.row(j)[k]; !std::isfinite(x))
-                        out[i * width + k * step] += weights[i * kKeys + j] * x;
+                const T weight = weights[i * kKeys + j];
+                const T* row = rows.row(j);
+                if (narrow()) {
+                    for (int64_t k = 0; k < problem_.value_dim; k++)
+                        if (!std::isfinite(row[k])) out[k * L] += weight * row[k];
+                    continue;
+                }
+                for (int64_t k = 0; k < width; k += L) {
+                    const V<T> x = load(row + k);
+                    store(out + k, load(out + k) + choose<T>(x - x == T(0), V<T>{}, weight * x));
+                }
             }
     }
 

@@ -274,3 +274,21 @@ def test_no_mask_and_one_that_hides_nothing_agree_on_infinity(activation: str, p
     for mask in (None, ats.Dense(everything), ats.ValidLens([70, 70])):
         found = ats.attend(**arrays, score=score, mask=mask, kernel="native")
         np.testing.assert_allclose(found, wanted, atol=1e-13)
+
+
+@pytest.mark.parametrize("where", ["query", "key", "value", "seed"])
+@pytest.mark.parametrize("mask", [None, ats.ValidLens([40, 66]), ats.Causal()], ids=["none", "valid_lens", "causal"])
+@pytest.mark.parametrize("channels", [5, 64])
+def test_a_visible_nan_spoils_the_gradients_that_the_formula_spoils(where: str, mask: Any, channels: int) -> None:
+    rng = np.random.default_rng(1)
+    arrays = {name: rng.standard_normal((2, 70, channels)) for name in ("query", "key", "value", "seed")}
+    arrays[where][1, 33, channels - 2] = np.nan
+    weight, found = rng.standard_normal(channels), {}
+    for kernel in ("native", "streaming"):
+        inputs = {name: arrays[name] for name in ("query", "key", "value")}
+        _, pullback = ats.attend_vjp(**inputs, score=ats.Additive(weight), mask=mask, kernel=kernel)
+        grads = pullback(arrays["seed"])
+        found[kernel] = {"query": grads.query, "key": grads.key, "value": grads.value} | grads.score
+    assert np.isnan(found["streaming"]["query"]).any() and np.isnan(found["streaming"]["key"]).any()
+    for name, wanted in found["streaming"].items():
+        np.testing.assert_allclose(found["native"][name], wanted, atol=1e-12, err_msg=name)
