@@ -259,12 +259,16 @@ def write(path, content):
     return path
 
 
-def whole_npz():
+def whole_npz(save=np.savez):
     import io
 
     buffer = io.BytesIO()
-    np.savez(buffer, **KEYS)
+    save(buffer, **KEYS)
     return buffer.getvalue()
+
+
+def with_bytes(content, place, others):
+    return content[:place] + others + content[place + len(others) :]
 
 
 def renamed_npy(path):
@@ -286,7 +290,11 @@ BAD_FILES = {
     "empty npz": (lambda tmp: write(tmp / "x.npz", b""), "damaged or truncated"),
     "truncated npz": (lambda tmp: write(tmp / "x.npz", whole_npz()[:500]), "damaged or truncated"),
     "flipped bytes": (
-        lambda tmp: write(tmp / "x.npz", whole_npz()[:300] + b"\0\1\2" + whole_npz()[303:]),
+        lambda tmp: write(tmp / "x.npz", with_bytes(whole_npz(), 300, b"\0\1\2")),
+        "damaged or truncated",
+    ),
+    "flipped bytes, compressed": (
+        lambda tmp: write(tmp / "x.npz", with_bytes(whole_npz(np.savez_compressed), 60, b"\xff" * 30)),
         "damaged or truncated",
     ),
     "text": (lambda tmp: write(tmp / "x.npz", b"nan nan nan, not an archive"), "never read"),
@@ -340,7 +348,7 @@ def test_pickled_objects_are_never_read(capsys, npz, tmp_path):
 @pytest.mark.parametrize(
     ("arrays", "words"),
     [
-        ({"query": np.array([["NaN", "1"]])}, ["query", "dtype <U3", "expected numbers"]),
+        ({"query": np.array([["NaN", "1"]])}, ["query", "dtype <U3", "expected real numbers"]),
         ({"query": np.array(["2024"], "datetime64[Y]")}, ["query", "datetime64"]),
         ({"query": Q + 1j}, ["query", "complex"]),
         ({"query": Q.astype(int)}, ["query", "int64"]),
@@ -383,9 +391,12 @@ def test_bad_arrays(capsys, npz, tmp_path, arrays, words):
         (["--out", "o.npz", "--causal=sideways"], ["--causal", "sideways"]),
         (["--out", "o.npz", "--window", "x"], ["--window", "LEFT,RIGHT", "'x'"]),
         (["--out", "o.npz", "--align", "top_left"], ["--align", "--window"]),
-        (["--out", "o.npz", "--temperature", "0"], ["T:", "above 0"]),
-        (["--out", "o.npz", "--softcap", "-3"], ["cap", "-3"]),
+        (["--out", "o.npz", "--window=-3"], ["--window", "from 0 on", "'-3'"]),
+        (["--out", "o.npz", "--activation", "relu"], ["--activation", "'scaled_dot'"]),
+        (["--out", "o.npz", "--temperature", "0"], ["--temperature", "above 0"]),
+        (["--out", "o.npz", "--softcap", "-3"], ["--softcap", "-3"]),
         (["--out", "o.npz", "--valid-lens", "9,9"], ["valid_lens", "9"]),
+        (["--out", "o.npz", "--valid-lens", "3.5,2"], ["--valid-lens", "whole numbers", "'3.5,2'"]),
         (["--out", "o.npz", "--valid-lens", "none.npy"], ["none.npy", "no such file"]),
         (["--out", "o.npz", "--head-axis", "7"], ["head_axis", "7"]),
         (["--out", "o.npz", "--kernel", "warp"], ["kernel", "warp"]),
@@ -419,6 +430,22 @@ def test_an_array_given_twice(capsys, npz, tmp_path):
 def test_the_input_is_not_overwritten(capsys, npz):
     source = npz()
     assert "overwritten" in refused(capsys, "attend", source, "--out", source)
+
+
+@pytest.mark.parametrize("command", ["attend", "look"])
+@pytest.mark.parametrize("option", ["--bias", "--sink", "--valid-lens", "--param"])
+def test_files_of_options_are_not_overwritten(capsys, npz, tmp_path, command, option):
+    source, own = npz(), tmp_path / "own.npz"
+    np.savez(own, x=np.array(1, np.float32) if option == "--param" else np.ones(2, np.int64))
+    before = own.read_bytes()
+    err = refused(capsys, command, source, option, f"scale={own}" if option == "--param" else own, "--out", own)
+    assert "own.npz is an input file; it would be overwritten" in err
+    assert own.read_bytes() == before
+
+
+def test_numbers_that_a_dtype_does_not_hold(capsys, npz, tmp_path):
+    err = refused(capsys, "attend", npz(value=V * np.float32(1e6)), "--dtype", "float16", "--out", tmp_path / "o.npz")
+    assert "--dtype" in err and "value" in err and "float16" in err
 
 
 def test_bfloat16_does_not_go_into_npz(capsys, npz, tmp_path):
@@ -498,6 +525,11 @@ def test_look_takes_dtypes_masks_and_more_links_than_keys(capsys, npz, tmp_path)
 def test_look_at_nothing(capsys, tmp_path):
     np.savez(tmp_path / "in.npz", query=np.zeros((3, 2)), key=np.zeros((0, 2)))
     assert "No keys" in run(capsys, "look", tmp_path / "in.npz")[1]
+    assert "(3, 0)" in refused(capsys, "look", tmp_path / "in.npz", "--out", tmp_path / "o.npz")
+    np.savez(tmp_path / "in.npz", query=Q[0], key=K[0], mask=np.zeros((4, 6), bool))
+    assert "No query sees a key" in run(capsys, "look", tmp_path / "in.npz")[1]
+    np.savez(tmp_path / "in.npz", query=Q[0] * np.nan, key=K[0])
+    assert "NaN" in run(capsys, "look", tmp_path / "in.npz")[1]
 
 
 @pytest.mark.parametrize(
@@ -509,7 +541,7 @@ def test_look_at_nothing(capsys, tmp_path):
         (["--out", "in.npz"], ["overwritten"]),
         (["--bins", "64"], ["--bins", "'64'"]),
         (["--bins", "axb"], ["--bins", "two whole numbers"]),
-        (["--bins", "0x4", "--out", "o.npz"], ["bins", "positive"]),
+        (["--bins", "0x4"], ["--bins", "above 0", "'0x4'"]),
         (["--zoom", "3"], ["--zoom", "'3'"]),
         (["--zoom", "99,0", "--place", "0", "--plot", "map.png"], ["zoom", "(4, 6)"]),
         (["--place", "x", "--plot", "map.png"], ["--place", "'x'"]),

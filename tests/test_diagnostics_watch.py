@@ -980,6 +980,18 @@ def test_a_picture(some) -> None:
         watch(OwnAttention()).plot()
 
 
+def test_a_picture_says_nan_and_leaves_out_heads_that_are_not_there() -> None:
+    torch.manual_seed(0)
+    few, many = torch.nn.MultiheadAttention(8, 2), torch.nn.MultiheadAttention(8, 4)
+    model, x = torch.nn.ModuleList([few, many]), torch.randn(5, 1, 8)
+    with torch.no_grad(), watch(model) as seen:
+        few(x, x, x, need_weights=False)
+        many(*[x * torch.nan] * 3, need_weights=False)
+    first = seen.plot().axes[0]
+    texts = [text.get_text() for text in first.texts]
+    assert len(texts) == 6 and texts[2:] == ["-inf"] * 4 and all(np.isfinite(float(text)) for text in texts[:2])
+
+
 def test_names_of_the_room() -> None:
     assert diagnostics.watch is watch and diagnostics.Thresholds is Thresholds
     assert set(diagnostics.__all__) >= {"watch", "scaling_lab", "Thresholds"}

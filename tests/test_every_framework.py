@@ -282,6 +282,63 @@ def test_torch_per_example_gradients(score: str, mask: Any, small_tiles: None) -
         torch.testing.assert_close({n: x[i] for n, x in found[0].items()}, wanted[0])
 
 
+CLOSED_OVER = {
+    "array": lambda: {"mask": torch.arange(64).view(8, 8) % 3 > 0},
+    "inverted": lambda: {"mask": ~ats.Dense(torch.arange(64).view(8, 8) % 3 > 0)},
+    "padding": lambda: {"mask": ats.KeyPadding(torch.arange(16).view(2, 8) % 5 > 0)},
+    "lengths": lambda: {"valid_lens": torch.tensor([3, 8])},
+    "documents": lambda: {"mask": ats.Documents(torch.arange(16).view(2, 8) // 3)},
+    "array-causal": lambda: {"mask": ats.Dense(torch.arange(64).view(8, 8) % 3 > 0) & ats.Causal()},
+    "bandwidth": lambda: {"score": ats.Gaussian(torch.tensor(2.0))},
+    "bias": lambda: {"bias": torch.arange(64.0).view(8, 8) / 64},
+}
+
+
+@forward_mode
+@pytest.mark.parametrize("kind", CLOSED_OVER)
+def test_torch_transforms_of_calls_with_arrays_that_they_do_not_touch(kind: str) -> None:
+    torch.manual_seed(0)
+    x, tangent, options = torch.randn(2, 3, 8, 4), torch.randn(2, 3, 8, 4), CLOSED_OVER[kind]()
+
+    def loss(query: torch.Tensor) -> torch.Tensor:
+        return (ats.attend(query, x, x, **options) ** 2).sum()
+
+    leaf = x.clone().requires_grad_()
+    (wanted,) = torch.autograd.grad(loss(leaf), leaf)
+    torch.testing.assert_close(torch.func.grad(loss)(x), wanted)
+    torch.testing.assert_close(torch.func.vjp(loss, x)[1](torch.tensor(1.0))[0], wanted)
+    torch.testing.assert_close(torch.func.jvp(loss, (x,), (tangent,))[1], (wanted * tangent).sum())
+    mapped = torch.func.vmap(lambda factor: torch.func.grad(loss)(x * factor))(torch.ones(2))
+    torch.testing.assert_close(mapped, torch.stack([wanted, wanted]))
+
+
+@pytest.mark.parametrize(
+    "made",
+    [lambda m: m, lambda m: ~ats.Dense(m), lambda m: ats.KeyPadding(m[:2])],
+    ids=["array", "inverted", "padding"],
+)
+@pytest.mark.parametrize("kernel", ["auto", "streaming"])
+def test_torch_a_mask_that_changes_before_the_backward_is_refused(made: Any, kernel: str) -> None:
+    """As torch refuses it of an operand: the gradient would be that of another mask."""
+    x, mask = torch.randn(2, 64, 4, requires_grad=True), torch.arange(64 * 64).view(64, 64) % 3 > 0
+    out = ats.attend(x, x, x, mask=made(mask), kernel=kernel)
+    out.sum().backward(retain_graph=True)
+    mask.logical_not_()
+    with pytest.raises(RuntimeError, match=r"mask of attend.* modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_torch_vmap_draws_dropout_for_each() -> None:
+    x = torch.ones(3, 4, 6, 8)
+    value = torch.randn(4, 6, 8)
+    different, same = (
+        torch.func.vmap(lambda q: ats.attend(q, q, value, dropout=0.5), randomness=kind)(x)
+        for kind in ("different", "same")
+    )
+    assert not torch.equal(different[0], different[1])
+    assert torch.equal(same[0], same[1])
+
+
 @forward_mode
 @pytest.mark.parametrize("mask", ["none", "nested"])
 @some_scores

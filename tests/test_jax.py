@@ -276,7 +276,9 @@ def test_wrong_input_raises_while_tracing() -> None:
 
 @kernels
 @pytest.mark.parametrize(
-    "seed", [-3, 2**40 + 5, jax.random.key(5), jax.random.PRNGKey(5)], ids=["negative", "wide", "key", "old key"]
+    "seed",
+    [-3, 2**40 + 5, np.uint32(2**32 - 1), np.int8(-3), jax.random.key(5), jax.random.PRNGKey(5)],
+    ids=["negative", "wide", "unsigned", "narrow", "key", "old key"],
 )
 def test_dropout_is_the_same_traced_or_not(seed: Any, kernel: str, small_tiles: None) -> None:
     arrays = inputs()
@@ -285,7 +287,7 @@ def test_dropout_is_the_same_traced_or_not(seed: Any, kernel: str, small_tiles: 
         return (ats.attend(*arrays, mask=ats.Causal("bottom_right"), dropout=0.4, seed=seed, kernel=kernel) ** 2).sum()
 
     wanted = jax.value_and_grad(loss)(arrays, seed)
-    traced = jnp.asarray(seed) if isinstance(seed, int) else seed
+    traced = jnp.asarray(seed) if isinstance(seed, (int, np.integer)) else seed
     close(jax.jit(jax.value_and_grad(loss))(arrays, traced), wanted)
     assert float(loss(arrays, 8)) != float(wanted[0])
 
@@ -442,3 +444,20 @@ def test_tile_sizes_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
         found.append(jax.jit(lambda a: ats.attend(*a, valid_lens=[5, 20], kernel="streaming"))(arrays))
     close(found[0], found[2])
     close(found[1], found[2])
+
+
+@pytest.mark.parametrize("number", [2.0, np.float32(2), np.float64(2)], ids=["python", "float32", "float64"])
+def test_gradient_at_a_number_that_is_no_array(number: Any) -> None:
+    arrays = inputs()
+
+    def loss(bandwidth: Any) -> Any:
+        return (ats.attend(*arrays, score=ats.Gaussian(bandwidth)) ** 2).sum()
+
+    close(jax.grad(loss)(number), jax.grad(loss)(jnp.asarray(number)), 1e-6)
+
+
+@pytest.mark.parametrize("lengths", [(0,), (0, 4)])
+def test_an_empty_batch_with_traced_lengths(lengths: tuple[int, ...]) -> None:
+    empty = jnp.zeros((0, 4, 3))
+    found = jax.jit(lambda lens: ats.attend(empty, empty, empty, valid_lens=lens))(jnp.zeros(lengths, int))
+    assert found.shape == (0, 4, 3)

@@ -290,3 +290,16 @@ def test_a_mask_of_numpy_beside_tensors_with_gradients() -> None:
     whole = ats.attention_weights(query, key, mask=mask)
     torch.testing.assert_close(ats.key_mass(query, key, mask=mask), whole.detach().sum(-2))
     torch.testing.assert_close(ats.attend(query, key, key, mask=mask), whole @ key)
+
+
+@frameworks
+def test_pooled_weights_that_are_nan_stay_in_their_row_of_bins(framework: str) -> None:
+    rng = np.random.default_rng(0)
+    clean = rng.normal(size=(2, 12, 4))
+    x = clean.copy()
+    x[0, 5] = np.nan  # a query, and a key that the rows before it do not see
+    made = torch.from_numpy if framework == "torch" else np.asarray
+    found = host(ats.pooled_weights(made(x), made(x), (4, 3), mask=ats.Causal()))
+    wanted = ats.pooled_weights(clean, clean, (4, 3), mask=ats.Causal())
+    wanted[0, 1:] = np.nan
+    np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-14)

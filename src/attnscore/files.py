@@ -16,6 +16,7 @@ import os
 import struct
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -78,6 +79,16 @@ def check_destination(path: Path) -> None:
         raise FileError(f"{path}: is a folder; expected the name of a file")
     if not path.parent.is_dir():
         raise FileError(f"{path}: the folder {path.parent} does not exist")
+    if not os.access(path.parent, os.W_OK):
+        raise FileError(f"{path}: the folder {path.parent} cannot be written to")
+
+
+def check_holds(path: Path, arrays: Mapping[str, Array]) -> None:
+    """Raise a `FileError` now for arrays whose dtype this kind of file cannot hold."""
+    suffix = path.suffix.lower()
+    for name, array in arrays.items():
+        if suffix != ".safetensors" and array.dtype.kind not in _NUMBERS:
+            raise FileError(f"{path}: {suffix} cannot hold {name} of dtype {array.dtype}; use .safetensors")
 
 
 def write_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
@@ -99,9 +110,7 @@ def write_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
         with replacing(path) as file:
             file.write(content)
         return
-    for name, array in arrays.items():
-        if array.dtype.kind not in _NUMBERS:
-            raise FileError(f"{path}: {suffix} cannot hold {name} of dtype {array.dtype}; use .safetensors")
+    check_holds(path, arrays)
     with replacing(path) as file:
         if suffix == ".npz":
             np.savez(file, **dict(arrays))  # type: ignore[arg-type]  # the stubs take one name for its own flag
@@ -112,7 +121,10 @@ def write_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Open a temporary file beside `path` that takes its place only when the block ends well."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+    except OSError as error:  # it names the temporary file
+        raise FileError(f"{path}: cannot be written: {error.strerror}") from error
     temporary = Path(name)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -160,7 +172,7 @@ def _read_numpy(path: Path, suffix: str) -> dict[str, Array]:
         else:
             reason = f"damaged {suffix} file: {_one_line(error)}"
         raise FileError(f"{path}: {reason}") from error
-    except (OSError, EOFError, zipfile.BadZipFile, KeyError, struct.error) as error:
+    except (OSError, EOFError, zipfile.BadZipFile, zlib.error, KeyError, struct.error) as error:
         if isinstance(error, PermissionError):
             raise
         raise FileError(f"{path}: damaged or truncated {suffix} file: {_one_line(error)}") from error
@@ -248,7 +260,7 @@ def _checked(path: Path, name: str, array: object) -> Array:
     if array.dtype.name == "bfloat16":
         return array
     hint = " (bfloat16 has no place in NumPy's formats; use .safetensors)" if array.dtype == "V2" else ""
-    raise FileError(f"{path}: {name} has dtype {array.dtype}; expected numbers{hint}")
+    raise FileError(f"{path}: {name} has dtype {array.dtype}; expected real numbers{hint}")
 
 
 def _one_line(error: Exception) -> str:

@@ -146,7 +146,8 @@ def pooled_weights(
     Returns
     -------
     map : (..., rows, columns)
-        Its sum is the number of queries that see a key (less what a sink takes).
+        Its sum is the number of queries that see a key (less what a sink takes). A query whose weights are NaN makes
+        the whole of its row of bins NaN, and no other.
 
     Raises
     ------
@@ -178,7 +179,11 @@ def pooled_weights(
             # Only the bins that these rows fall into: all would be a matrix of rows x bins.
             top, bottom = (i * down // max(1, grid.query_len) for i in (first, max(first, last - 1)))
             of_bin = _in_bins(first, last, grid.query_len, down).T[top : bottom + 1].copy()
-            part = ops.matmul(ops.asarray(of_bin, by_bin, ops.dtype(by_bin)), by_bin)
+            of_bin = ops.asarray(of_bin, by_bin, ops.dtype(by_bin))
+            # A product of matrices would spread the NaN of a row to the bins of all others: 0 * NaN is NaN.
+            broken = ops.isnan(by_bin)
+            part = ops.matmul(of_bin, ops.where(broken, 0.0, by_bin))
+            part = ops.where(ops.matmul(of_bin, ops.astype(broken, ops.dtype(by_bin))) > 0, float("nan"), part)
             if rows is problem:
                 found = part
                 break

@@ -18,9 +18,9 @@ from typer.core import TyperCommand
 
 import attnscore as ats
 from attnscore.commands.console import console, error_console, table
-from attnscore.commands.inputs import CALL_ARRAYS, collect, converted, make_mask, make_score
+from attnscore.commands.inputs import CALL_ARRAYS, collect, converted, keep_inputs, make_mask, make_score
 from attnscore.errors import ArgumentError
-from attnscore.files import Array, check_destination, write_arrays
+from attnscore.files import Array, check_destination, check_holds, write_arrays
 
 _ALIGNMENTS = ("top_left", "bottom_right")
 
@@ -63,7 +63,9 @@ Param = _option(
     _SCORE,
     "NAME=FILE|NUMBER",
 )
-Activation = _option("Of the additive score: tanh, sigmoid, relu, leaky_relu, silu, gelu.", _SCORE, "NAME")
+Activation = _option(
+    "Of the additive score: tanh (the default), sigmoid, relu, leaky_relu, silu, gelu.", _SCORE, "NAME"
+)
 Temperature = _option("Divides the scores (after the cap).", _SCORE, "T")
 SoftCap = _option("Scores become CAP * tanh(score / CAP).", _SCORE, "CAP")
 Bias = _option("Added to the scores; broadcast to (..., query, key).", _SCORE, "FILE")
@@ -90,7 +92,7 @@ def attend(
     dtype: Annotated[Dtype | None, Convert] = None,
     score: Annotated[ScoreName, ScoreOf] = "scaled_dot",
     param: Annotated[list[str] | None, Param] = None,
-    activation: Annotated[str, Activation] = "tanh",
+    activation: Annotated[str | None, Activation] = None,
     temperature: Annotated[float | None, Temperature] = None,
     softcap: Annotated[float | None, SoftCap] = None,
     bias: Annotated[Path | None, Bias] = None,
@@ -114,8 +116,10 @@ def attend(
 
     Example: attnscore attend in.npz --out out.npz --score gaussian --param bandwidth=0.5 --causal --stats
     """
-    check_result(inputs, out, weights=weights, stats=stats, explain=explain)
+    check_result(out, weights=weights, stats=stats, explain=explain)
     files = {"query": query, "key": key, "value": value, "mask": mask, "bias": bias, "sink": sink}
+    if out is not None:
+        keep_inputs("--out", out, inputs, files, valid_lens, param or [])
     arrays = collect(inputs, files, valid_lens, param or [])
     call = {name: arrays[name] for name in CALL_ARRAYS if name in arrays}
     if dtype is not None:
@@ -126,20 +130,19 @@ def attend(
     if explain:
         console().print(str(ats.explain(**call)), markup=False, soft_wrap=True)
     if out is not None:
+        check_holds(out, {"out": call["value"]})
         with error_console().status("attending"):
             result = ats.attend(**call, return_weights=weights, return_stats=stats)
         save(out, result, weights=weights, stats=stats)
 
 
-def check_result(inputs: Path | None, out: Path | None, *, weights: bool, stats: bool, explain: bool) -> None:
+def check_result(out: Path | None, *, weights: bool, stats: bool, explain: bool) -> None:
     """Refuse, before anything is computed, a destination that does not fit what was asked for."""
     if out is None:
         if not explain:
             raise ArgumentError("--out: expected a file for the result, or --explain for the plan alone")
         return
     check_destination(out)
-    if inputs is not None and out.exists() and inputs.exists() and out.samefile(inputs):
-        raise ArgumentError(f"--out: {out} is the input file; it would be overwritten")
     if out.suffix.lower() == ".npy" and (weights or stats):
         raise ArgumentError("--out: a .npy file holds one array; with --weights or --stats use .npz")
 

@@ -16,7 +16,7 @@ import numpy as np
 
 import attnscore as ats
 from attnscore.errors import ArgumentError, DtypeError, message
-from attnscore.files import Array, FileError, bfloat16, read_arrays
+from attnscore.files import SUFFIXES, Array, FileError, bfloat16, read_arrays
 
 Align = Literal["top_left", "bottom_right"]
 _SIDES: dict[str, Align | None] = {"equal": None, "top_left": "top_left", "bottom_right": "bottom_right"}
@@ -82,6 +82,28 @@ def collect(
     return arrays
 
 
+def keep_inputs(
+    option: str,
+    place: Path,
+    inputs: Path | None,
+    files: Mapping[str, Path | None],
+    valid_lens: str | None,
+    params: list[str],
+) -> None:
+    """Refuse, before anything is computed, a destination that is one of the files that are read.
+
+    Raises
+    ------
+    ArgumentError
+        `place` is the input file, or that of an option.
+    """
+    texts = [valid_lens or "", *(text.partition("=")[2] for text in params)]
+    given = [inputs, *files.values(), *(Path(text) for text in texts if Path(text).suffix.lower() in SUFFIXES)]
+    for path in given:
+        if path is not None and place.exists() and path.exists() and place.samefile(path):
+            raise ArgumentError(f"{option}: {place} is an input file; it would be overwritten")
+
+
 def _put(arrays: dict[str, Any], name: str, array: Any, option: str) -> None:
     if name in arrays:
         raise ArgumentError(f"{option}: {name} is given twice")
@@ -110,6 +132,9 @@ def _lengths(text: str, query: Array) -> Array:
     try:
         numbers = np.array([int(part) for part in text.split(",")])
     except ValueError:
+        if Path(text).suffix.lower() not in SUFFIXES:
+            expected = f"whole numbers with ',' between them, or a file ({', '.join(SUFFIXES)})"
+            raise ArgumentError(message("--valid-lens", expected, repr(text))) from None
         return _single(Path(text))
     # Two axes are one sequence without a batch: a single length is then a number.
     return numbers[0] if query.ndim == 2 and len(numbers) == 1 else numbers
@@ -120,13 +145,21 @@ def converted(array: Array, name: str, dtype: str) -> Array:
     target = bfloat16() if dtype == "bfloat16" else np.dtype(dtype)
     if array.dtype.kind == "b":
         raise DtypeError(message(name, "numbers", "boolean"))
-    return array.astype(target)
+    with np.errstate(over="ignore"):
+        found = array.astype(target)
+    if not np.isfinite(found[np.isfinite(array)]).all():
+        largest = np.abs(array[np.isfinite(array)]).max()
+        raise ArgumentError(message("--dtype", f"one that holds the numbers of {name} (up to {largest:.3g})", dtype))
+    return found
 
 
 def make_score(
-    name: str, arrays: Mapping[str, Any], *, activation: str, softcap: float | None, temperature: float | None
+    name: str, arrays: Mapping[str, Any], *, activation: str | None, softcap: float | None, temperature: float | None
 ) -> Any:
     """Build the score object from its parameters among `arrays`."""
+    for option, number in (("--softcap", softcap), ("--temperature", temperature)):
+        if number is not None and not number > 0:
+            raise ArgumentError(message(option, "a number above 0", f"{number:g}"))
     takes = parameters(name)
     for other in {each for score in SCORES for each in parameters(score)} - set(takes):
         if other in arrays:
@@ -136,7 +169,9 @@ def make_score(
         raise ArgumentError(f"the score {name!r} needs {', '.join(missing)}, in the input file or by --param")
     fields = {_FILE_NAME.get(field.name, field.name): field.name for field in dataclasses.fields(SCORES[name])}
     values = {fields[each]: _number(arrays[each]) for each in takes if each in arrays}
-    if name == "additive":
+    if activation is not None:
+        if name != "additive":
+            raise ArgumentError(f"--activation: the score {name!r} has none; the additive one has")
         values["activation"] = activation
     score = SCORES[name](**values)
     if softcap is not None:
@@ -183,7 +218,11 @@ def _side(causal: str | None) -> Align | None:
 
 def _window(text: str) -> tuple[int | None, int | None]:
     left, _, right = text.partition(",")
+    expected = "LEFT or LEFT,RIGHT in whole numbers from 0 on"
     try:
-        return (int(left) if left.strip() else None), (int(right) if right.strip() else None)
+        sides = (int(left) if left.strip() else None), (int(right) if right.strip() else None)
     except ValueError:
-        raise ArgumentError(message("--window", "LEFT or LEFT,RIGHT in whole numbers", repr(text))) from None
+        raise ArgumentError(message("--window", expected, repr(text))) from None
+    if any(side is not None and side < 0 for side in sides):
+        raise ArgumentError(message("--window", expected, repr(text)))
+    return sides

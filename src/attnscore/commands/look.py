@@ -37,9 +37,9 @@ from attnscore.commands.attend import (
     Window,
 )
 from attnscore.commands.console import console, error_console, table
-from attnscore.commands.inputs import CALL_ARRAYS, collect, converted, make_mask, make_score
+from attnscore.commands.inputs import CALL_ARRAYS, collect, converted, keep_inputs, make_mask, make_score
 from attnscore.errors import ArgumentError, message
-from attnscore.files import Array, FileError, check_destination, replacing, write_arrays
+from attnscore.files import Array, FileError, check_destination, check_holds, replacing, write_arrays
 from attnscore.plotting.drawing import short_number
 
 _PICTURES = (".png", ".svg", ".pdf")
@@ -68,7 +68,7 @@ def look(
     dtype: Annotated[Dtype | None, Convert] = None,
     score: Annotated[ScoreName, ScoreOf] = "scaled_dot",
     param: Annotated[list[str] | None, Param] = None,
-    activation: Annotated[str, Activation] = "tanh",
+    activation: Annotated[str | None, Activation] = None,
     temperature: Annotated[float | None, Temperature] = None,
     softcap: Annotated[float | None, SoftCap] = None,
     bias: Annotated[Path | None, Bias] = None,
@@ -91,19 +91,31 @@ def look(
 
     Example: attnscore look in.npz --causal --plot map.png
     """
-    check_places(inputs, plot, out)
+    check_places(plot, out)
     shape = pair("--bins", bins, "x")
+    if min(shape) < 1:
+        raise ArgumentError(message("--bins", "two whole numbers above 0 with 'x' between them", repr(bins)))
     where = () if place is None else numbers("--place", place, ",")
     middle = None if zoom is None else pair("--zoom", zoom, ",")
     files = {"query": query, "key": key, "mask": mask, "bias": bias, "sink": sink}
+    if out is not None:
+        keep_inputs("--out", out, inputs, files, valid_lens, param or [])
     arrays = collect(inputs, files, valid_lens, param or [], needed=("query", "key"))
     call = {name: arrays[name] for name in CALL_ARRAYS if name in arrays and name != "value"}
     if dtype is not None:
         call |= {name: converted(call[name], name, dtype) for name in ("query", "key")}
     call["score"] = make_score(score, arrays, activation=activation, softcap=softcap, temperature=temperature)
     call |= {"mask": make_mask(arrays.get("mask"), causal, window, align), "head_axis": head_axis}
-    if plot is not None:
-        check_place(where, tuple(ats.attention_scores(key_index=slice(0, 0), **call).shape[:-2]))
+    if out is not None:
+        check_holds(out, {"key_mass": call["query"]})
+    if plot is not None or out is not None:
+        *lead, query_len, _ = ats.attention_scores(key_index=slice(0, 0), **call).shape
+        lengths = query_len, ats.attention_scores(query_index=slice(0, 0), **call).shape[-1]
+        if 0 in (*lead, *lengths):
+            raise ArgumentError(f"nothing to look at: the weights have the shape {(*lead, *lengths)}")
+        if plot is not None:
+            check_place(where, tuple(lead))
+            check_zoom(middle, lengths)
     with error_console().status("summing the weights of every key"):
         mass = ats.key_mass(**call)
     say(mass)
@@ -125,14 +137,12 @@ def look(
         console().print(Text(f"Picture: {plot}"), soft_wrap=True)
 
 
-def check_places(inputs: Path | None, plot: Path | None, out: Path | None) -> None:
+def check_places(plot: Path | None, out: Path | None) -> None:
     """Refuse, before anything is computed, destinations that do not fit."""
     if out is not None:
         check_destination(out)
         if out.suffix.lower() == ".npy":
             raise ArgumentError("--out: a .npy file holds one array; use .npz or .safetensors")
-        if inputs is not None and out.exists() and inputs.exists() and out.samefile(inputs):
-            raise ArgumentError(f"--out: {out} is the input file; it would be overwritten")
     if plot is not None and (plot.suffix.lower() not in _PICTURES or plot.is_dir()):
         raise FileError(f"{plot}: expected a name that ends in {', '.join(_PICTURES)}")
     if plot is not None and not plot.parent.is_dir():
@@ -149,6 +159,12 @@ def check_place(place: tuple[int, ...], lead: tuple[int, ...]) -> None:
     hint = f"--place {','.join('0' * len(lead))} draws the first" if lead else "leave it out"
     got = ",".join(map(str, place)) or "none"
     raise ArgumentError(message("--place", expected, got, hint=hint))
+
+
+def check_zoom(middle: tuple[int, int] | None, lengths: tuple[int, int]) -> None:
+    """Refuse, before much is computed, a middle that lies outside."""
+    if middle is not None and not all(0 <= at < length for at, length in zip(middle, lengths, strict=True)):
+        raise ArgumentError(message("--zoom", f"a query and a key within {lengths}", ",".join(map(str, middle))))
 
 
 def numbers(option: str, text: str, between: str, expected: str = "whole numbers") -> tuple[int, ...]:
@@ -175,6 +191,8 @@ def say(mass: Array) -> None:
     matrices = int(np.prod(lead))
     if mass.size == 0:
         console().print("No keys.")
+    elif matrices == 1 and not np.nansum(mass) > 0:
+        console().print("Weights that are NaN." if np.isnan(mass).any() else "No query sees a key.")
     elif matrices == 1:
         whole = mass.reshape(-1)
         heaviest = [int(i) for i in np.argsort(-whole, kind="stable")[:_NAMED] if whole[i] > 0]

@@ -41,13 +41,15 @@ def overview(seen: Watched, panels: Mapping[str, str]) -> Figure:
     grid = figure.subplots(2 + series, 2, squeeze=False, height_ratios=[tall, tall, *([2.7] if series else [])])
     for axis, (name, title) in zip([*grid[0], *grid[1]], panels.items(), strict=False):
         values = np.full((len(names), heads), np.nan)
+        there = np.zeros(values.shape, bool)  # layers may have fewer heads than others
         for row in seen.rows():
-            values[names.index(row["layer"]), row["head"]] = row[name]
+            place = names.index(row["layer"]), row["head"]
+            values[place], there[place] = row[name], True
         wide = spread_limits(values)
         image = draw_map(axis, values, names, limits=wide or limits_of(values), logarithmic=wide is not None)
         axis.set_aspect("auto")
         if values.size <= _MOST_NUMBERS:
-            write_numbers(axis, image, np.where(np.isfinite(values), values, 0.0), short_number)
+            write_numbers(axis, image, np.ma.masked_array(values, ~there), short_number)
         _columns(axis, heads)
         axis.set_title(title, fontsize=10, color=INK)
         colour_bar(figure, image, [axis])

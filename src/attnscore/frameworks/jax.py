@@ -86,7 +86,8 @@ class JaxFramework(Framework):
         if not isinstance(x, jax.Array):
             return np.asarray(detached(x))
         x = concrete(x)
-        if x is None or not _on_cpu(x):
+        # A number of Python's or NumPy's behind a tape is on no device.
+        if x is None or (isinstance(x, jax.Array) and not _on_cpu(x)):
             return None
         found = np.asarray(x)
         return found.astype(np.float32) if found.dtype.name == "bfloat16" else found
@@ -306,9 +307,9 @@ class JaxFramework(Framework):
             value = concrete(seed)
             if value is not None:
                 return int(value)
-            # What Python's `seed % 2**63` keeps of a signed number.
+            # What Python's `seed % 2**63` keeps of it: above the lowest 32 bits those of 64, or the sign.
             low = seed.astype(jnp.uint32)
-            high = (seed >> 32 if seed.dtype.itemsize == 8 else seed >> 31).astype(jnp.uint32)
+            high = (seed >> 32 if seed.dtype.itemsize == 8 else -(seed < 0).astype(jnp.int32)).astype(jnp.uint32)
         else:
             return seed
         high = high & 0x7FFFFFFF

@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from attnscore.frameworks.contract import Array, Framework, HostArray, Run
+from attnscore.frameworks.contract import Array, Framework, HostArray, Run, SeedWords
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items() if str(dtype) == f"torch.{name}"}
@@ -83,8 +84,11 @@ class TorchFramework(Framework):
             return np.asarray(x)
         if x.device.type != "cpu" or _is_traced(x):
             return None
-        x = x.detach()
-        found: np.ndarray[Any, Any] = x.float().numpy() if x.dtype == torch.bfloat16 else x.numpy()
+        # Inside a transform of `torch.func` all that is computed becomes the transform's own, and has no memory.
+        transformed = torch._C._are_functorch_transforms_active()
+        with temporarily_clear_interpreter_stack() if transformed else contextlib.nullcontext():
+            x = x.detach()
+            found: np.ndarray[Any, Any] = x.float().numpy() if x.dtype == torch.bfloat16 else x.numpy()
         return found
 
     def readable(self, x: Array) -> bool:
@@ -288,8 +292,12 @@ class TorchFramework(Framework):
     def stop_gradient(self, x: Array) -> Array:
         return x.detach()
 
-    def draw_seed(self, like: Array) -> int:
-        return int(torch.randint(0, 2**62, (), dtype=torch.int64))
+    def draw_seed(self, like: Array) -> Any:
+        seed = torch.randint(0, 2**62, (), dtype=torch.int64)
+        # Inside `torch.func.vmap(randomness="different")` it is a seed for each that is mapped over.
+        if is_functorch_wrapped_tensor(seed):
+            return SeedWords(self.wrap32(seed), self.shift_right(seed, 32))
+        return int(seed)
 
     def autocast(self, *arrays: Array) -> tuple[Array, ...]:
         active = _AUTOCAST.get()
@@ -314,12 +322,20 @@ class _RecordedRun(torch.autograd.Function):
     @staticmethod
     def keep(ctx: Any, run: Run, operands: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, ...]) -> None:
         ctx.run, ctx.count = run, len(operands)
+        # Not among what autograd saves and watches: the masks that the backward reads again.
+        masks = (x for x in run.constants() if isinstance(x, torch.Tensor) and not x.is_inference())
+        ctx.versions = tuple((x, x._version) for x in masks)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[run.differentiable_outputs :])
         ctx.save_for_backward(*operands, *output[: run.kept_outputs])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if any(x._version != version for x, version in ctx.versions):
+            raise RuntimeError(
+                "the mask of attend() has been modified by an inplace operation, and its gradient needs it as it was. "
+                "Hint: give the call a copy (mask.clone())"
+            )
         saved = ctx.saved_tensors
         wanted = ctx.needs_input_grad[1:]
         kept = saved[ctx.count :]

@@ -90,7 +90,8 @@ def traced_visibility(problem: Problem) -> tuple[Ends | None, Mask | None]:
         return None, rest
     ops, grid = problem.ops, problem.grid
     pairs = [_clamped(problem, pair) for pair in (found.ends, *found.holes)]
-    batch = max(end.shape[0] for pair in pairs for end in pair)
+    lengths = {end.shape[0] for pair in pairs for end in pair}
+    batch = 0 if 0 in lengths else max(lengths)
     start, stop = ([ops.broadcast_to(pair[i], (batch, grid.query_len)) for pair in pairs] for i in (0, 1))
     if not found.holes:
         return (start[0], stop[0]), rest

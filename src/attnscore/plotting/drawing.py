@@ -179,8 +179,8 @@ def colour_bar(figure: Figure, image: ScalarMappable, axes: list[Axes], label: s
 
 
 def write_numbers(axis: Axes, image: AxesImage, matrix: Matrix, text: Callable[[float], str]) -> None:
-    """Write each number into its cell, white on dark cells."""
-    for (row, col), value in np.ndenumerate(matrix):
+    """Write each number into its cell, white on dark cells; nothing where it is masked."""
+    for (row, col), value in np.ma.ndenumerate(matrix):  # type: ignore[no-untyped-call]  # the stubs lack its types
         red, green, blue, _ = image.to_rgba(np.array([value]))[0]
         dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.55  # perceived brightness
         axis.text(col, row, text(value), ha="center", va="center", fontsize=7, color="white" if dark else INK)
