@@ -688,3 +688,8 @@ def test_summary_numbers_are_json():
 
     text = json.dumps(plain({"a": np.float32(0.1), 3: (np.inf, float("nan"), np.arange(2))}), allow_nan=False)
     assert json.loads(text) == {"a": 0.1, "3": ["inf", "nan", [0, 1]]}
+
+
+def test_a_terminal_that_is_not_utf8(npz, tmp_path):
+    done = program("attend", npz(), "--out", tmp_path / "o.npz", env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0 and "2?4?3" in done.stdout and done.stderr == ""

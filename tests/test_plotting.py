@@ -463,3 +463,17 @@ def test_without_matplotlib_nothing_long_is_computed(monkeypatch):
     monkeypatch.setattr("attnscore.plotting.overview.key_mass", lambda *_, **__: pytest.fail("computed"))
     with pytest.raises(FrameworkError, match=r"pip install 'attnscore\[plot\]'"):
         show_long_attention(Q, K)
+
+
+@pytest.mark.parametrize("shape", [(1, 200), (3, 500), (300, 4)])
+def test_maps_much_longer_than_wide_fill_their_panel(shape):
+    figure = show_attention(np.full(shape, 0.5))
+    figure.canvas.draw()
+    box, axis = figure.axes[0].get_window_extent(), figure.axes[0]
+    assert min(box.width, box.height) > 40
+    assert all(tick == int(tick) for ticks in (axis.get_xticks(), axis.get_yticks()) for tick in ticks)
+
+
+def test_titles_are_a_list():
+    with pytest.raises(ShapeError, match=r"titles: expected a list of texts, got 'Entropy'"):
+        show_head_grid(np.ones((7, 2, 2)), "Entropy")

@@ -8,6 +8,7 @@ What this module meets:
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,9 @@ _INTERRUPTED = 130  # what typer makes of Ctrl-C
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``attnscore`` with the given arguments (default: those of the process); return the exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal of old has no "×"
+            stream.reconfigure(errors="replace")
     try:
         return _run(sys.argv[1:] if argv is None else list(argv))
     except BrokenPipeError:

@@ -124,7 +124,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     try:
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
     except OSError as error:  # it names the temporary file
-        raise FileError(f"{path}: cannot be written: {error.strerror}") from error
+        raise OSError(error.errno, error.strerror, str(path)) from error
     temporary = Path(name)
     try:
         with os.fdopen(handle, "wb") as file:

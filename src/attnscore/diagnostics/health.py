@@ -129,7 +129,7 @@ def verdicts_of(
     if share >= limit.saturated_rows:
         variance = numbers["logit_variance"]
         words = f"{100 * share:.0f} % of the rows have a weight of {limit.saturated_weight:g} or more"
-        failed = variance >= limit.saturated_variance
+        failed = not variance < limit.saturated_variance  # what has overflowed is NaN
         found.append(("saturated" if failed else "sharp", f"{words}, variance of the logits {variance:.3g}", failed))
     fall = trend(entropies)
     if fall is not None and fall[0] > 0 and fall[1] <= limit.collapse * fall[0]:

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
     from attnscore.diagnostics.watched import Watched
 
-_FAILED, _OTHERS = "#b2182b", "#9ecae1"
+_FAILED, _OTHERS = "#b2182b", "#cfd8dc"
+# Of failing heads that have a name in the legend.
+_NAMED = ("#b2182b", "#e08214", "#542788", "#1b7837", "#2166ac", "#01665e")
 # More numbers than these in a map cannot be read; the colours still can.
 _MOST_NUMBERS = 200
 
@@ -70,19 +72,24 @@ def _columns(axis: Axes, heads: int) -> None:
 
 
 def _lines(axis: Axes, seen: Watched, name: str) -> None:
-    failing = set(seen.failing())
+    from matplotlib.ticker import MaxNLocator
+
+    failing = list(seen.failing())
+    named_ones = 0 < len(failing) <= len(_NAMED)
     label = "other heads"
     for layer in seen.layers.values():
         steps, values = seen.history(layer.name, name)
         for head in range(layer.heads):
             failed = (layer.name, head) in failing
             named = f"{layer.name}, head {head}" if failed else label
-            (line,) = axis.plot(steps, values[:, head], color=_FAILED if failed else _OTHERS, label=named)
+            colour = _NAMED[failing.index((layer.name, head))] if failed and named_ones else _FAILED
+            (line,) = axis.plot(steps, values[:, head], color=colour if failed else _OTHERS, label=named)
             line.set(linewidth=1.6 if failed else 0.7, zorder=3 if failed else 1)
             label = label if failed else ""
     axis.set_xlabel("step", fontsize=9, color=INK)
     axis.grid(which="major", color="#e5e5e5", linewidth=0.7)
     axis.spines[["top", "right"]].set_visible(False)
     axis.tick_params(labelsize=LABEL_POINTS, colors=INK)
-    if 0 < len(failing) <= 6:
+    axis.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+    if named_ones:
         axis.legend(fontsize=LABEL_POINTS, frameon=False, labelcolor=INK)

@@ -34,6 +34,8 @@ INK = "#262626"
 # A label every 0.19 inch is the closest at which 8-point text neither touches nor needs a magnifier.
 INCHES_PER_LABEL = 0.19
 LABEL_POINTS = 8
+# Maps that are longer than wide, or wider than long, by more than this are stretched to what there is room for.
+_MOST_SQUARE = 8
 # Beyond this a screen shrinks the labels until nobody reads them; longer axes are thinned instead.
 _LARGEST_INCHES = 24.0
 
@@ -127,7 +129,10 @@ def draw_map(
     norm = LogNorm(*limits) if logarithmic else Normalize(*limits)
     rows, cols = (max(1, length) for length in matrix.shape)  # an empty map still has a frame
     edges = (-0.5, cols - 0.5, rows - 0.5, -0.5)
-    image = axis.imshow(shown, cmap=colours, norm=norm, extent=edges, aspect="equal", interpolation="nearest")
+    # Of one query by many keys square cells leave a hair.
+    aspect = "equal" if max(rows, cols) <= _MOST_SQUARE * min(rows, cols) else "auto"
+    image = axis.imshow(shown, cmap=colours, norm=norm, extent=edges, aspect=aspect, interpolation="nearest")
+    whole_number_ticks(axis, matrix.shape)
     frame(axis)
     if col_labels is not None:
         _label_axis(axis, "x", col_labels)
@@ -138,7 +143,7 @@ def draw_map(
 
 def frame(axis: Axes) -> None:
     """Thin ticks and spines, and labels in ink: the same on every picture."""
-    axis.tick_params(length=2, width=0.6, labelsize=LABEL_POINTS, colors=INK)
+    axis.tick_params(which="both", length=2, width=0.6, labelsize=LABEL_POINTS, colors=INK)
     for spine in axis.spines.values():
         spine.set(linewidth=0.6, color="#8c8c8c")
     for label in (axis.xaxis.label, axis.yaxis.label):
@@ -174,7 +179,7 @@ def colour_bar(figure: Figure, image: ScalarMappable, axes: list[Axes], label: s
     """Add one slim colour bar to the right of the given axes."""
     bar = figure.colorbar(image, ax=axes, shrink=0.8, pad=0.02, aspect=24)
     bar.outline.set_linewidth(0.4)
-    bar.ax.tick_params(length=2, width=0.6, labelsize=LABEL_POINTS, colors=INK)
+    bar.ax.tick_params(which="both", length=2, width=0.6, labelsize=LABEL_POINTS, colors=INK)
     bar.set_label(label, fontsize=9, color=INK)
 
 

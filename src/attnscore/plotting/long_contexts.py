@@ -2,7 +2,7 @@
 
 What this module meets:
 - axes count tokens, also where the picture holds bins; nothing of the size of the matrix is made;
-- what is exactly 0, hidden by a mask, is grey; colours are logarithmic unless asked otherwise, because the rows of a
+- what is exactly 0, hidden by a mask or too small for its dtype, is grey; colours are logarithmic unless asked otherwise, because the rows of a
   long context are flat and a sink is not;
 - labels never touch: the heaviest keys are named beside the line, not on it;
 - arrays of any framework and lists, as in `plotting`, whose rules on figures hold here too.
@@ -42,7 +42,7 @@ def show_pooled_weights(
     """Draw what `pooled_weights` gives: the weight that a query of each bin gives to each bin of keys.
 
     Each row of the picture sums to 1, less what a sink takes, and less where queries see no key. A bin without any
-    weight, which a mask hides, is grey.
+    weight is grey: a mask hides it, or its weights are too small for their dtype, as most of a saturated head's are.
 
     Parameters
     ----------
