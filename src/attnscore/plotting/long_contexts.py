@@ -2,8 +2,8 @@
 
 What this module meets:
 - axes count tokens, also where the picture holds bins; nothing of the size of the matrix is made;
-- what is exactly 0, hidden by a mask or too small for its dtype, is grey; colours are logarithmic unless asked otherwise, because the rows of a
-  long context are flat and a sink is not;
+- what is exactly 0, hidden by a mask or too small for its dtype, is grey; colours are logarithmic unless asked
+  otherwise, because the rows of a long context are flat and a sink is not;
 - labels never touch: the heaviest keys are named beside the line, not on it;
 - arrays of any framework and lists, as in `plotting`, whose rules on figures hold here too.
 """
