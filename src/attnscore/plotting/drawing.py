@@ -130,8 +130,10 @@ def draw_map(
     rows, cols = (max(1, length) for length in matrix.shape)  # an empty map still has a frame
     edges = (-0.5, cols - 0.5, rows - 0.5, -0.5)
     # Of one query by many keys square cells leave a hair.
-    aspect = "equal" if max(rows, cols) <= _MOST_SQUARE * min(rows, cols) else "auto"
-    image = axis.imshow(shown, cmap=colours, norm=norm, extent=edges, aspect=aspect, interpolation="nearest")
+    long = max(rows, cols) > _MOST_SQUARE * min(rows, cols)
+    image = axis.imshow(
+        shown, cmap=colours, norm=norm, extent=edges, aspect="auto" if long else "equal", interpolation="nearest"
+    )
     whole_number_ticks(axis, matrix.shape)
     frame(axis)
     if col_labels is not None:
