@@ -194,6 +194,59 @@ def test_masks_of_unknown_lengths() -> None:
     )
 
 
+# For 6 queries and keys in 3 batches of 4 heads: shapes that fit, and shapes that do not.
+FITTING: dict[str, tuple[Any, list[Any], list[Any]]] = {
+    "key_padding": (ats.KeyPadding, [(3, 6), (1, 6)], [(3, 5), (3, 1), (3, 7), (2, 6)]),
+    "mask": (ats.Dense, [(3, 4, 6, 6), (3, 4, 1, 6), (3, 4, 6, 1)], [(3, 4, 6, 5), (3, 4, 5, 6), (3, 4, 6, 7)]),
+    "query_ids": (ats.Documents, [(3, 6), (1, 6)], [(3, 5), (3, 1), (3, 7)]),
+    "key_ids": (lambda x: ats.Documents(tf.zeros((3, 6), tf.int64), x), [(3, 6), (1, 6)], [(3, 5), (3, 7), (2, 6)]),
+    "valid_lens": (ats.ValidLens, [(3, 6), (3, 1), (1, 6)], [(3, 5), (3, 7)]),
+    "offset": (lambda x: ats.Causal(offset=x[:, 0]), [(3, 1), (1, 1)], [(2, 1)]),
+    "start": (lambda x: ~ats.KeyRange(x[:, 0], 6) & ats.Causal("top_left"), [(3, 1)], [(2, 1)]),
+}
+
+
+@pytest.mark.parametrize("how", ["native", "streaming", "xla"])
+@pytest.mark.parametrize("name", FITTING)
+def test_a_mask_that_turns_out_not_to_fit(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the mask's shape is known when the graph is made; of the arrays' in one graph, but not in another."""
+    monkeypatch.undo()
+    if how == "native" and (reason := ats.available()["kernels"]["native"]):
+        pytest.skip(reason)
+    make, right, wrong = FITTING[name]
+    dtype = tf.bool if name in ("key_padding", "mask") else tf.int64
+    query = tf.constant(RNG.standard_normal((3, 4, 6, 5)))
+    spec = tf.TensorSpec([None] * len(right[0]), dtype)
+    options = {"kernel": "streaming" if how == "streaming" else "auto"}
+    for shape in ([None, 4, None, 5], query.shape):
+        compiled = tf.function(
+            lambda q, x: ats.attend(q, q, q, mask=make(x), **options),
+            input_signature=[tf.TensorSpec(shape, query.dtype), spec],
+            jit_compile=how == "xla",
+        )
+        for fits in right:
+            x = tf.cast(RNG.integers(0, 2, fits), dtype)
+            np.testing.assert_allclose(compiled(query, x), ats.attend(query, query, query, mask=make(x)), atol=1e-12)
+        for misfits in wrong:
+            x = tf.ones(misfits, dtype)
+            with pytest.raises(ats.MaskError) as eager:
+                ats.attend(query, query, query, mask=make(x))
+            with pytest.raises(tf.errors.InvalidArgumentError) as found:
+                compiled(query, x)
+            assert how != "native" or f"MaskError: {eager.value}" in found.value.message
+
+
+@pytest.mark.parametrize("keys", [5, 7])
+@pytest.mark.parametrize("kernel", ["auto", "streaming"])
+def test_known_numbers_that_turn_out_not_to_fit(kernel: str, keys: int) -> None:
+    query, mask = tf.ones((3, 4, 6, 5)), ats.KeyPadding(np.ones((3, keys), bool))
+    compiled = tf.function(
+        lambda q: ats.attend(q, q, q, mask=mask, kernel=kernel), input_signature=[tf.TensorSpec([None, 4, None, 5])]
+    )
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        compiled(query)
+
+
 def test_what_must_be_known_is_said_when_the_graph_is_made() -> None:
     spec = tf.TensorSpec([2, None, None], tf.float32)
     with pytest.raises(ats.ShapeError, match=r"query: expected a last axis .* known .*ensure_shape"):

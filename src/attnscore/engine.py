@@ -57,6 +57,19 @@ class _Guard:
     value_is_finite: bool
 
 
+def _with_shapes_that_fit(problem: Problem) -> Problem:
+    """The problem, of which nothing is computed where a graph learns that the shapes of its mask do not fit."""
+    shapes = () if problem.mask is None else problem.mask.shapes(problem.grid)
+    unsure = [(part.name, part.array, part.allowed) for part in shapes if not part.is_sure]
+    if not unsure:
+        return problem
+    # No score is made without an array of the form.
+    arrays = dict(problem.form.arrays())
+    name = next(iter(arrays))
+    arrays[name] = problem.ops.provided(arrays[name], unsure)
+    return dataclasses.replace(problem, form=problem.form.with_arrays(arrays))
+
+
 def _guarded(problem: Problem) -> _Guard:
     ops = problem.ops
     if problem.mask is None and problem.bias is None:
@@ -111,7 +124,7 @@ def _tile_scores(
 def block_scores(problem: Problem, plan: TilePlan) -> tuple[Array, Array | None]:
     """All scores of a problem as one tile (-inf where hidden), and which pairs are visible: O(n^2) by nature."""
     grid = problem.grid
-    guard = _guarded(problem)
+    guard = _guarded(_with_shapes_that_fit(problem))
     scores, visible, _ = _tile_scores(
         guard, plan, (0, grid.query_len), (0, grid.key_len), partial=problem.mask is not None
     )
@@ -210,7 +223,7 @@ def _by_rows(
 def forward(problem: Problem, plan: TilePlan) -> Result:
     """Output, log-sum-exp and statistics of every row."""
     ops, grid, wanted, dtype = problem.ops, problem.grid, problem.statistics, problem.accumulator
-    guard = _guarded(problem)
+    guard = _guarded(_with_shapes_that_fit(problem))
     sink = None if problem.sink is None else ops.astype(ops.reshape(problem.sink, (*problem.sink.shape, 1, 1)), dtype)
 
     def some_rows(tile: Any, rows: Span) -> tuple[Array, ...]:

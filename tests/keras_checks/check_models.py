@@ -147,6 +147,19 @@ class TestSymbolicCalls:
         got = model.predict([X, np.array([2, 3]), mask], verbose=0)
         close(got, layer(X, X, X, [2, 3], attention_mask=mask))
 
+    def test_a_mask_of_another_length(self) -> None:
+        """For the second size TensorFlow makes a graph that knows no lengths, and learns them when it runs."""
+        q, k, shown = keras.Input((None, 6)), keras.Input((None, 6)), keras.Input((None,), dtype="bool")
+        layer = DotProductAttention()
+        model = keras.Model([q, k, shown], layer(q, k, k, keys_mask=shown))
+        for keys in (2, 3):
+            mask = np.arange(keys)[None] < [[1], [keys]]
+            got = model.predict([X[:, :2], X[:, :keys], mask], verbose=0)
+            close(got, layer(X[:, :2], X[:, :keys], X[:, :keys], keys_mask=mask))
+        for keys in (2, 1, 4):
+            with pytest.raises(Exception, match=rf"expected shape .* = \(2, 3\), got \(2, {keys}\)"):
+                model.predict([X[:, :2], X, np.ones((2, keys), bool)], verbose=0)
+
     def test_mixed_precision(self) -> None:
         x = keras.Input((None, 6))
         assert MultiHeadAttention(8, 2, dtype="mixed_bfloat16")(x, x, x).dtype == "bfloat16"

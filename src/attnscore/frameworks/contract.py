@@ -142,6 +142,13 @@ class Framework(ABC):
         """Lengths of the axes, with an ``Unknown`` where a graph does not know one yet."""
         return tuple(x.shape)
 
+    def provided(self, x: Array, shapes: Sequence[tuple[str, Array, Sequence[Sequence[Any]]]]) -> Array:
+        """`x`, where each array, by its name, has one of the shapes allowed for it: axes are a length, or several each.
+
+        Known lengths were checked before: this is for a graph that learns them when it runs, and then fails.
+        """
+        return x
+
     @abstractmethod
     def astype(self, x: Array, dtype: str) -> Array: ...
 
@@ -309,6 +316,10 @@ class Framework(ABC):
 
     @abstractmethod
     def where(self, condition: Array, a: Array | float, b: Array | float) -> Array: ...
+
+    def equal(self, a: Array, b: Array) -> Array:
+        """Of arrays that broadcast: ``==`` of TensorFlow's is False, as one, for those that do not, so none is sure."""
+        return a == b
 
     def logical_and(self, a: Array, b: Array) -> Array:
         """Of boolean arrays that broadcast: MXNet's ``&`` wants one shape."""

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from attnscore.frameworks import tensorflow_gradients as gradients
 from attnscore.frameworks import tensorflow_graphs as graphs
+from attnscore.frameworks import tensorflow_lengths as lengths
 from attnscore.frameworks.contract import Array, Framework, HostArray, Run, SeedWords, Unknown
 from attnscore.frameworks.numpy import NumpyFramework
 from attnscore.frameworks.tensorflow_lengths import Length, sizes
@@ -67,6 +68,10 @@ class TensorFlowFramework(Framework):
             if None not in known
             else tuple(Length(tf.shape(x)[i]) if n is None else n for i, n in enumerate(known))
         )
+
+    def provided(self, x: Array, shapes: Sequence[tuple[str, Array, Sequence[Sequence[Any]]]]) -> Array:
+        found = [(name, self.shape(tf.convert_to_tensor(array)), allowed) for name, array, allowed in shapes]
+        return lengths.provided(x, found)
 
     def device(self, x: Array) -> str:
         # In a graph the runtime places and copies.
@@ -216,6 +221,9 @@ class TensorFlowFramework(Framework):
     def where(self, condition: Array, a: Array | float, b: Array | float) -> Array:
         dtype = next((x.dtype for x in (a, b) if hasattr(x, "dtype")), tf.float32)
         return tf.where(condition, *(x if hasattr(x, "dtype") else tf.constant(x, dtype) for x in (a, b)))
+
+    def equal(self, a: Array, b: Array) -> Array:
+        return tf.equal(a, b)
 
     def logical_and(self, a: Array, b: Array) -> Array:
         # As a choice: the logical operations of TensorFlow Lite broadcast four axes, and end the process at five.

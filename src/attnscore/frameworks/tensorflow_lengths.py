@@ -53,3 +53,24 @@ tf.register_tensor_conversion_function(
 def sizes(shape: Sequence[Any]) -> list[Any]:
     """Lengths and places as TensorFlow takes them in one list: numbers, and 32-bit tensors."""
     return [n if isinstance(n, (int, np.integer)) else tf.cast(getattr(n, "value", n), tf.int32) for n in shape]
+
+
+def provided(x: Array, shapes: Sequence[tuple[str, Sequence[Any], Sequence[Sequence[Any]]]]) -> Array:
+    """`x`, unless one of the `shapes`, by its name, turns out to be none of those that are allowed."""
+    with tf.name_scope(f"the_shape_of_{'_or_'.join(dict.fromkeys(name for name, _, _ in shapes))}_does_not_fit"):
+        fits = [
+            tf.reduce_any([_is_one_of(shape, one) for one in allowed if len(one) == len(shape)])
+            for _, shape, allowed in shapes
+        ]
+        # As all of `x`, from its begin or from before it, which nothing copies. XLA takes assertions out, and refuses
+        # this; reshapes TensorFlow would join with others, an impossible one too.
+        begin = tf.where(tf.reduce_all(fits), tf.zeros(len(x.shape), tf.int32), -1)
+        found = tf.slice(x, begin, [-1] * len(x.shape))
+    found.set_shape(x.shape)
+    return found
+
+
+def _is_one_of(shape: Sequence[Any], allowed: Sequence[Any]) -> Array:
+    choices = [axis if isinstance(axis, tuple) else (axis,) for axis in allowed]
+    axes = [tf.reduce_any(tf.equal(*sizes((n,)), sizes(axis))) for n, axis in zip(shape, choices, strict=True)]
+    return tf.reduce_all(axes) if axes else tf.constant(True)

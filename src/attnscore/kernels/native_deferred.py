@@ -18,6 +18,7 @@ from attnscore.engine import Result, RowGradients, operands
 from attnscore.frameworks.contract import Array, Framework, HostArray, SeedWords, broadcast, is_unknown
 from attnscore.grid import Layout
 from attnscore.kernels.contract import Kernel
+from attnscore.masking.contract import check_shapes
 from attnscore.problem import Problem
 
 
@@ -85,11 +86,26 @@ def _on_host(problem: Problem) -> Callable[[Sequence[HostArray]], Problem]:
     return _posed(problem, problem.ops.at_run_time(frameworks.load("numpy")))
 
 
+def _checked_on_host(problem: Problem) -> Callable[[Sequence[HostArray]], Problem]:
+    """The same, where shapes of the mask that nobody knew are checked against lengths that nobody knew."""
+    hosted = _on_host(problem)
+    if problem.mask is None or all(part.is_sure for part in problem.mask.shapes(problem.grid)):
+        return hosted
+
+    def checked(arrays: Sequence[HostArray]) -> Problem:
+        now = hosted(arrays)
+        if now.mask is not None:
+            check_shapes(now.mask, now.grid)
+        return now
+
+    return checked
+
+
 def forward(kernel: Kernel, problem: Problem) -> Result:
     """`kernel.forward` when the call runs."""
     sums, rows = problem.accumulator, (*problem.grid.rows, 1)
     names = tuple(name for name in problem.statistics if name != "log_sum_exp")
-    hosted, again = _on_host(problem), _posed(problem, problem.ops)
+    hosted, again = _checked_on_host(problem), _posed(problem, problem.ops)
 
     def run(*arrays: HostArray) -> tuple[HostArray, ...]:
         now = hosted(arrays)

@@ -19,7 +19,7 @@ from attnscore.errors import ArgumentError, DtypeError, FrameworkError, MaskErro
 from attnscore.frameworks.contract import FLOATING, may_equal
 from attnscore.layers import shared
 from attnscore.masking import Causal, Dense, KeyPadding, Mask
-from attnscore.masking.numbers import shape_of
+from attnscore.masking.shapes import shape_of
 
 _BACKENDS = ("tensorflow", "jax", "torch", "numpy")
 BACKEND: str = keras.backend.backend()

@@ -21,7 +21,7 @@ from attnscore.dropout import check_dropout
 from attnscore.errors import ArgumentError, AttnscoreError, DtypeError, FrameworkError, MaskError, ShapeError, message
 from attnscore.frameworks.contract import FLOATING, Array, Framework, is_unknown, may_equal
 from attnscore.masking import And, Dense, Mask, Not, Or
-from attnscore.masking.numbers import shape_of
+from attnscore.masking.shapes import shape_of
 from attnscore.scoring import Additive, Bilinear, Cosine, Dot, Gaussian, ScaledDot
 
 Shape = tuple[int, ...]

@@ -11,7 +11,7 @@ from attnscore.frameworks.contract import is_unknown, may_equal
 from attnscore.grid import Grid
 from attnscore.masking.contract import And, Mask
 from attnscore.masking.masks import Dense, ValidLens
-from attnscore.masking.numbers import shape_of
+from attnscore.masking.shapes import shape_of
 
 
 def as_mask(mask: Any, valid_lens: Any, grid: Grid) -> Mask | None:

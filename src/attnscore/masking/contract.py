@@ -22,6 +22,7 @@ from attnscore.errors import MaskError, message
 from attnscore.frameworks.contract import Array, Framework
 from attnscore.grid import Grid
 from attnscore.masking.pieces import MOST, HostArray, Intervals, Pieces
+from attnscore.masking.shapes import Shaped
 
 
 class Mask(ABC):
@@ -57,6 +58,10 @@ class Mask(ABC):
     @abstractmethod
     def check(self, ops: Framework, grid: Grid) -> None:
         """Raise MaskError when the mask does not fit `grid`."""
+
+    def shapes(self, grid: Grid) -> list[Shaped]:
+        """Its arrays with the shapes that fit `grid`: asked again when lengths are known that no graph knew."""
+        return []
 
     @final
     def materialize(self, query_len: int, key_len: int, batch: int = 1) -> HostArray:
@@ -172,6 +177,9 @@ class And(Mask):
         for part in (self.first, self.second):
             part.check(ops, grid)
 
+    def shapes(self, grid: Grid) -> list[Shaped]:
+        return [*self.first.shapes(grid), *self.second.shapes(grid)]
+
     def __repr__(self) -> str:
         return f"{_wrap(self.first, Or)} & {_wrap(self.second, Or)}"
 
@@ -202,6 +210,9 @@ class Or(Mask):
         for part in (self.first, self.second):
             part.check(ops, grid)
 
+    def shapes(self, grid: Grid) -> list[Shaped]:
+        return [*self.first.shapes(grid), *self.second.shapes(grid)]
+
     def __repr__(self) -> str:
         return f"{self.first!r} | {self.second!r}"
 
@@ -229,6 +240,9 @@ class Not(Mask):
 
     def check(self, ops: Framework, grid: Grid) -> None:
         self.mask.check(ops, grid)
+
+    def shapes(self, grid: Grid) -> list[Shaped]:
+        return self.mask.shapes(grid)
 
     def __repr__(self) -> str:
         return f"~{_wrap(self.mask, (And, Or))}"
@@ -262,6 +276,12 @@ def parts_of(mask: Mask) -> list[Mask]:
             return parts_of(inner.mask)
         return [*parts_of(Not(inner.first)), *parts_of(Not(inner.second))] if isinstance(inner, Or) else [mask]
     return [*parts_of(mask.first), *parts_of(mask.second)] if isinstance(mask, And) else [mask]
+
+
+def check_shapes(mask: Mask, grid: Grid) -> None:
+    """Raise MaskError unless the arrays of `mask` may fit `grid`, as far as lengths are known."""
+    for part in mask.shapes(grid):
+        part.check()
 
 
 def _single(found: Pieces | None) -> Intervals | None:

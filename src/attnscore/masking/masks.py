@@ -14,9 +14,9 @@ import numpy as np
 from attnscore import frameworks
 from attnscore.checks import is_whole, shown
 from attnscore.errors import MaskError, message
-from attnscore.frameworks.contract import Array, Framework, may_equal
-from attnscore.grid import Grid, check_broadcast
-from attnscore.masking.contract import Mask
+from attnscore.frameworks.contract import Array, Framework
+from attnscore.grid import Grid
+from attnscore.masking.contract import Mask, check_shapes
 from attnscore.masking.numbers import (
     Align,
     check_alignment,
@@ -26,6 +26,7 @@ from attnscore.masking.numbers import (
     clip_intervals,
     column,
     columns_of,
+    entries_of,
     host_ints,
     host_offset,
     offset_of,
@@ -33,9 +34,9 @@ from attnscore.masking.numbers import (
     per_row,
     rows_of,
     runs,
-    shape_of,
 )
 from attnscore.masking.pieces import MOST, Intervals, Pieces, runs_of
+from attnscore.masking.shapes import Shaped, shape_of, shaped_numbers, shaped_pairs
 
 
 @final
@@ -82,6 +83,10 @@ class ValidLens(Mask):
         if self.query_lens is not None:
             check_numbers(ops, "query_lens", self.query_lens, grid, highest=grid.query_len)
 
+    def shapes(self, grid: Grid) -> list[Shaped]:
+        lens = shaped_numbers("valid_lens", self.lens, grid, per_query=True)
+        return [lens] if self.query_lens is None else [lens, shaped_numbers("query_lens", self.query_lens, grid)]
+
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
@@ -112,6 +117,9 @@ class KeyRange(Mask):
     def check(self, ops: Framework, grid: Grid) -> None:
         check_numbers(ops, "start", self.start, grid, highest=grid.key_len)
         check_numbers(ops, "stop", self.stop, grid, highest=grid.key_len)
+
+    def shapes(self, grid: Grid) -> list[Shaped]:
+        return [shaped_numbers("start", self.start, grid), shaped_numbers("stop", self.stop, grid)]
 
 
 @final
@@ -161,11 +169,11 @@ class KeyPadding(Mask):
 
     def check(self, ops: Framework, grid: Grid) -> None:
         check_boolean("key_padding", self.array)
-        shape = shape_of(self.array)
-        if not (
-            len(shape) == 2 and (shape[0] == 1 or may_equal(shape[0], grid.batch)) and may_equal(shape[1], grid.key_len)
-        ):
-            raise MaskError(message("key_padding", f"shape (batch, key) = ({grid.batch}, {grid.key_len})", shape))
+        check_shapes(self, grid)
+
+    def shapes(self, grid: Grid) -> list[Shaped]:
+        wanted = f"shape (batch, key) = ({grid.batch}, {grid.key_len})"
+        return [Shaped("key_padding", self.array, wanted, [((1, grid.batch), grid.key_len)])]
 
 
 @final
@@ -208,6 +216,9 @@ class Causal(Mask):
 
     def check(self, ops: Framework, grid: Grid) -> None:
         check_alignment(ops, grid, self)
+
+    def shapes(self, grid: Grid) -> list[Shaped]:
+        return [] if self.offset is None else [shaped_numbers("offset", self.offset, grid)]
 
 
 @final
@@ -254,6 +265,9 @@ class SlidingWindow(Mask):
                 raise MaskError(message(name, "a whole number of keys, 0 or more, or None", shown(width)))
         check_alignment(ops, grid, self)
 
+    def shapes(self, grid: Grid) -> list[Shaped]:
+        return [] if self.offset is None else [shaped_numbers("offset", self.offset, grid)]
+
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
@@ -283,6 +297,9 @@ class PrefixLM(Mask):
     def check(self, ops: Framework, grid: Grid) -> None:
         check_numbers(ops, "prefix_lens", self.prefix_lens, grid, highest=grid.key_len)
 
+    def shapes(self, grid: Grid) -> list[Shaped]:
+        return [shaped_numbers("prefix_lens", self.prefix_lens, grid)]
+
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
@@ -309,7 +326,7 @@ class Documents(Mask):
         queries, keys = (per_batch(ops, grid, ids, rows, flat=True) for ids in self._ids())
         mine = ops.expand_dims(columns_of(ops, queries, ops.reshape(rows, (1, -1))), -1)
         theirs = ops.expand_dims(columns_of(ops, keys, cols), 1)
-        return grid.place_batch(ops, ops.logical_and(mine == theirs, mine >= 0))
+        return grid.place_batch(ops, ops.logical_and(ops.equal(mine, theirs), mine >= 0))
 
     def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
         found = [host_ints(ids) for ids in self._ids()]
@@ -327,16 +344,21 @@ class Documents(Mask):
         return clip_intervals(start, stop, query_len, key_len)
 
     def check(self, ops: Framework, grid: Grid) -> None:
-        for name, ids, length in zip(
-            ("query_ids", "key_ids"), self._ids(), (grid.query_len, grid.key_len), strict=True
-        ):
+        for name, ids in zip(("query_ids", "key_ids"), self._ids(), strict=True):
             check_whole(name, ids)
-            shape = shape_of(ids)
-            of_batch = len(shape) == 1 or (len(shape) == 2 and (shape[0] == 1 or may_equal(shape[0], grid.batch)))
-            if not of_batch or not may_equal(shape[-1], length):
-                raise MaskError(
-                    message(name, f"shape (batch, length) = ({grid.batch}, {length}) or ({length},)", shape)
-                )
+        check_shapes(self, grid)
+
+    def shapes(self, grid: Grid) -> list[Shaped]:
+        parts = zip(("query_ids", "key_ids"), self._ids(), (grid.query_len, grid.key_len), strict=True)
+        return [
+            Shaped(
+                name,
+                ids,
+                f"shape (batch, length) = ({grid.batch}, {length}) or ({length},)",
+                [(length,), ((1, grid.batch), length)],
+            )
+            for name, ids, length in parts
+        ]
 
     def _ids(self) -> tuple[Any, Any]:
         return self.query_ids, self.query_ids if self.key_ids is None else self.key_ids
@@ -366,10 +388,11 @@ class Dense(Mask):
 
     def visible(self, ops: Framework, grid: Grid, rows: Array, cols: Array) -> Array:
         array = grid.place(ops, ops.asarray(self.array, rows))
-        if array.shape[-2] != 1:
-            array = ops.take(array, ops.reshape(rows, (-1,)), -2)
-        return columns_of(ops, array, cols)
+        return columns_of(ops, entries_of(ops, array, rows, -2), cols)
 
     def check(self, ops: Framework, grid: Grid) -> None:
         check_boolean("mask", self.array, numbers=False)
-        check_broadcast("mask", shape_of(self.array), grid, MaskError)
+        check_shapes(self, grid)
+
+    def shapes(self, grid: Grid) -> list[Shaped]:
+        return [shaped_pairs("mask", self.array, grid)]

@@ -9,9 +9,10 @@ import numpy as np
 from attnscore import frameworks
 from attnscore.checks import shown
 from attnscore.errors import MaskError, message
-from attnscore.frameworks.contract import Array, Framework, is_unknown, may_equal
+from attnscore.frameworks.contract import Array, Framework, is_unknown
 from attnscore.grid import Grid
 from attnscore.masking.pieces import HostArray, Intervals
+from attnscore.masking.shapes import shaped_numbers
 
 Align = Literal["top_left", "bottom_right"]
 
@@ -23,14 +24,6 @@ class Aligned(Protocol):
     def align(self) -> Align | None: ...
     @property
     def offset(self) -> Any: ...
-
-
-def shape_of(x: Any) -> tuple[int, ...]:
-    """Shape of an array, a list or a number."""
-    if hasattr(x, "shape"):
-        return tuple(x.shape)
-    values = frameworks.host(x)
-    return () if values is None else values.shape
 
 
 def host_ints(x: Any) -> HostArray | None:
@@ -75,7 +68,18 @@ def runs(query_ids: HostArray, key_ids: HostArray) -> tuple[HostArray, HostArray
 
 def columns_of(ops: Framework, x: Array, cols: Array) -> Array:
     """The entries of `x` at `cols` (1, c) along its last axis, or all of it where that axis is broadcast."""
-    return x if x.shape[-1] == 1 else ops.take(x, ops.reshape(cols, (-1,)), -1)
+    return entries_of(ops, x, cols, -1)
+
+
+def entries_of(ops: Framework, x: Array, places: Array, axis: int) -> Array:
+    """The same along any axis."""
+    if x.shape[axis] == 1:
+        return x
+    places = ops.reshape(places, (-1,))
+    if is_unknown(x.shape[axis]):
+        # Where it turns out to be broadcast, its one entry.
+        places = places % ops.shape(x)[axis]
+    return ops.take(x, places, axis)
 
 
 def per_batch(ops: Framework, grid: Grid, x: Any, like: Array, *, flat: bool = False) -> Array:
@@ -160,16 +164,7 @@ def check_numbers(
 ) -> None:
     """Raise MaskError unless `x` is a whole number, or one per batch row (or query), within [0, highest]."""
     values = check_whole(name, x)
-    shape = shape_of(x)
-    allowed = [(), (1,), (grid.batch,)]
-    wanted = f"({grid.batch},)" if grid.has_batch else "a number"
-    if per_query:
-        allowed += [(grid.batch, grid.query_len), (1, grid.query_len), (grid.batch, 1)]
-        wanted += f" or ({grid.batch}, {grid.query_len})" if grid.has_batch else f" or ({grid.query_len},)"
-        if not grid.has_batch:
-            allowed.append((grid.query_len,))
-    if not any(len(shape) == len(one) and all(map(may_equal, shape, one)) for one in allowed):
-        raise MaskError(message(name, f"shape {wanted}", shape))
+    shaped_numbers(name, x, grid, per_query=per_query).check()
     if (
         values is not None
         and highest is not None

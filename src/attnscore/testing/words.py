@@ -79,6 +79,7 @@ _WORDS: dict[str, Callable[[Framework, Array, Array], Array]] = {
     "abs": lambda ops, x, y: ops.abs(x),
     "maximum": lambda ops, x, y: ops.maximum(x, y),
     "where": lambda ops, x, y: ops.where(y > 0, y, -1.0),
+    "equal": lambda ops, x, y: ops.equal(ops.abs(y), ops.part(y, -1, 0, 1)),
     "logical_and": lambda ops, x, y: ops.logical_and(y > 0, ops.part(y, -1, 0, 1) < 0.5),
     "logical_or": lambda ops, x, y: ops.logical_or(y > 0, ops.part(y, -2, 1, 1) < 0.5),
     "isfinite": lambda ops, x, y: ops.isfinite(x),
