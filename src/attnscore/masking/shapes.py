@@ -68,6 +68,6 @@ def shaped_numbers(name: str, x: Any, grid: Grid, *, per_query: bool = False) ->
 def shaped_pairs(name: str, x: Any, grid: Grid) -> Shaped:
     """What broadcasts to (..., query, key)."""
     target = grid.user_shape
-    axes = [target[len(target) - n :] for n in range(len(target) + 1)]
-    allowed = [tuple((1, length) for length in one) for one in axes]
+    axes = len(shape_of(x))
+    allowed = [[(1, length) for length in target[len(target) - axes :]]] if axes <= len(target) else []
     return Shaped(name, x, f"a shape that broadcasts to (..., query, key) = {target}", allowed)
