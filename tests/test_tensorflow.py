@@ -197,7 +197,7 @@ def test_masks_of_unknown_lengths() -> None:
 # For 6 queries and keys in 3 batches of 4 heads: shapes that fit, and shapes that do not.
 FITTING: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "key_padding": (ats.KeyPadding, [(3, 6), (1, 6)], [(3, 5), (3, 1), (3, 7), (2, 6)]),
-    "mask": (ats.Dense, [(3, 4, 6, 6), (3, 4, 1, 6), (3, 4, 6, 1)], [(3, 4, 6, 5), (3, 4, 5, 6), (3, 4, 6, 7)]),
+    "mask": (ats.Dense, [(3, 4, 6, 6), (3, 4, 1, 6), (3, 1, 6, 1)], [(3, 4, 6, 5), (3, 4, 5, 6), (3, 4, 6, 7)]),
     "query_ids": (ats.Documents, [(3, 6), (1, 6)], [(3, 5), (3, 1), (3, 7)]),
     "key_ids": (lambda x: ats.Documents(tf.zeros((3, 6), tf.int64), x), [(3, 6), (1, 6)], [(3, 5), (3, 7), (2, 6)]),
     "valid_lens": (ats.ValidLens, [(3, 6), (3, 1), (1, 6)], [(3, 5), (3, 7)]),
@@ -234,6 +234,37 @@ def test_a_mask_that_turns_out_not_to_fit(name: str, how: str, monkeypatch: pyte
             with pytest.raises(tf.errors.InvalidArgumentError) as found:
                 compiled(query, x)
             assert how != "native" or f"MaskError: {eager.value}" in found.value.message
+
+
+@pytest.mark.parametrize("how", ["native", "streaming", "xla"])
+@pytest.mark.parametrize("knows", ["nothing", "lengths"])
+def test_a_bias_of_unknown_shape(knows: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any axis of it may turn out to be broadcast, that of heads too; its gradient then has that shape."""
+    monkeypatch.undo()
+    monkeypatch.setattr("attnscore.tiling.LONGEST_KEY_TILE", 4)
+    if how == "native" and (reason := ats.available()["kernels"]["native"]):
+        pytest.skip(reason)
+
+    def call(query: Any, key: Any, value: Any, bias: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch([query, key, value, bias])
+            out = ats.attend(query, key, value, bias=bias, kernel="streaming" if how == "streaming" else "auto")
+            loss = tf.reduce_sum(out**2)
+        return [out, *tape.gradient(loss, [query, key, value, bias])]
+
+    arrays = inputs()
+    specs = [tf.TensorSpec(x.shape if knows == "lengths" else UNKNOWN["both"](x.shape), x.dtype) for x in arrays]
+    compiled = tf.function(
+        call, input_signature=[*specs, tf.TensorSpec([None] * 4, tf.float64)], jit_compile=how == "xla"
+    )
+    for shape in ((2, 4, 9, 11), (1, 1, 9, 11), (2, 4, 1, 11), (1, 4, 9, 1)):
+        bias = tf.constant(RNG.standard_normal(shape))
+        for found, wanted in zip(compiled(*arrays, bias), call(*arrays, bias), strict=True):
+            assert found.shape == wanted.shape
+            np.testing.assert_allclose(found, wanted, atol=1e-11)
+    for shape in ((2, 4, 9, 10), (2, 4, 9, 12), (2, 4, 8, 11), (2, 2, 9, 11)):
+        with pytest.raises(tf.errors.InvalidArgumentError):
+            compiled(*arrays, tf.zeros(shape, tf.float64))
 
 
 @pytest.mark.parametrize("keys", [5, 7])

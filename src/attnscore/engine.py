@@ -16,7 +16,9 @@ from typing import Any
 
 from attnscore import dropout as dropouts
 from attnscore import softmax
-from attnscore.frameworks.contract import Array, Framework, sum_to
+from attnscore.frameworks.contract import Array, Framework, is_unknown, sum_to
+from attnscore.masking.numbers import entries_of
+from attnscore.masking.shapes import Shaped
 from attnscore.problem import Problem
 from attnscore.scoring.contract import bad_rows
 from attnscore.scoring.forms import FormPullback, Role
@@ -58,8 +60,11 @@ class _Guard:
 
 
 def _with_shapes_that_fit(problem: Problem) -> Problem:
-    """The problem, of which nothing is computed where a graph learns that the shapes of its mask do not fit."""
-    shapes = () if problem.mask is None else problem.mask.shapes(problem.grid)
+    """The problem, of which nothing is computed where a graph learns that shapes of its mask and bias do not fit."""
+    shapes = [] if problem.mask is None else [*problem.mask.shapes(problem.grid)]
+    if problem.bias is not None:
+        allowed = [tuple((1, n) for n in (*problem.grid.rows, problem.grid.key_len))]
+        shapes.append(Shaped("bias", problem.bias, "", allowed))
     unsure = [(part.name, part.array, part.allowed) for part in shapes if not part.is_sure]
     if not unsure:
         return problem
@@ -94,6 +99,11 @@ def _cut(ops: Framework, x: Array, axis: int, span: Span) -> Array:
     return x if x.shape[axis] in (1, span[1]) else ops.part(x, axis, *span)
 
 
+def _cut_bias(ops: Framework, x: Array, axis: int, span: Span) -> Array:
+    """The same of a bias, of which a graph may not know whether the axis is broadcast."""
+    return entries_of(ops, x, ops.positions(*span, x), axis) if is_unknown(x.shape[axis]) else _cut(ops, x, axis, span)
+
+
 def _tile_scores(
     guard: _Guard, plan: TilePlan, rows: Span, cols: Span, partial: bool
 ) -> tuple[Array, Array | None, FormPullback]:
@@ -112,7 +122,7 @@ def _tile_scores(
         scores = ops.where(bad, float("nan"), scores)
     visible = plan.visible(ops, problem.grid, scores, rows, cols) if partial else None
     if problem.bias is not None:
-        bias = ops.astype(_cut(ops, _cut(ops, problem.bias, -2, rows), -1, cols), dtype)
+        bias = ops.astype(_cut_bias(ops, _cut_bias(ops, problem.bias, -1, cols), -2, rows), dtype)
         allowed = bias != NEG_INF
         visible = allowed if visible is None else ops.logical_and(visible, allowed)
         scores = scores + ops.where(visible, bias, 0.0)
@@ -337,6 +347,10 @@ def backward(problem: Problem, plan: TilePlan, result: Result, grads: RowGradien
     ops, dtype = problem.ops, problem.accumulator
     guard, known = _guarded(problem), _rows_of(problem, plan, result, grads)
     shapes = {name: ops.shape(x) for name, x in operands(problem).items() if name != "sink"}
+    if problem.bias is not None:
+        # What a graph does not know of the bias counts as not broadcast, until all is there.
+        axes = zip(problem.bias.shape, (*problem.grid.rows, problem.grid.key_len), strict=True)
+        shapes["bias"] = tuple(whole if is_unknown(n) else n for n, whole in axes)
     roles: dict[str, Role] = {name: problem.form.role(name) for name in problem.form.arrays()}
     of_rows = [name for name in shapes if name == "bias" or roles.get(name) == "query"]
     # The axis of the keys; the bias has it beside its axis of rows.
@@ -369,6 +383,10 @@ def backward(problem: Problem, plan: TilePlan, result: Result, grads: RowGradien
     )
     if tail:
         buffers = visit_rows((full * plan.query_tile, tail), plan.segments[full], buffers)
+    if problem.bias is not None:
+        for axis, length in enumerate(ops.shape(problem.bias)):
+            if is_unknown(length):
+                buffers["bias"] = ops.sum_to_length(buffers["bias"], axis, length)
     return buffers if problem.sink is None else buffers | {"sink": _sink_gradient(problem, problem.sink, known)}
 
 

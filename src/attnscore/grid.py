@@ -7,9 +7,10 @@ and the query heads that share a key head as ``group``. Nothing is copied: these
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from attnscore.errors import MaskError, ShapeError, message
-from attnscore.frameworks.contract import Array, Framework, broadcast, may_equal
+from attnscore.frameworks.contract import Array, Framework, broadcast, is_unknown, may_equal
 
 Shape = tuple[int, ...]
 
@@ -50,12 +51,19 @@ class Grid:
             shape = (1,) * (2 - len(shape)) + shape
         if self.has_heads:
             head = shape[-3] if len(shape) > 2 else 1
-            split = (1, 1) if head == 1 else (self.heads, self.groups)
+            split = self._split(head)
             lead = shape[:-3]
         else:
             split, lead = (1, 1), shape[:-2]
         lead = (1,) * (len(self.lead) - len(lead)) + lead
         return ops.reshape(x, (*lead, *split, *shape[-2:]))
+
+    def _split(self, head: Any) -> tuple[Any, Any]:
+        """The axis of heads of a caller's array as (head, group), each 1 where it is."""
+        if is_unknown(head):
+            # It may turn out to be 1 when a graph runs.
+            return head.at_most(self.heads), head.at_most(self.groups) if self.groups > 1 else 1
+        return (1, 1) if head == 1 else (self.heads, self.groups)
 
     def place_batch(self, ops: Framework, x: Array) -> Array:
         """Put an array (batch or 1, a, b) on the axes of the grid."""

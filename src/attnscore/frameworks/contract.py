@@ -337,6 +337,10 @@ class Framework(ABC):
     @abstractmethod
     def sum(self, x: Array, axis: int | tuple[int, ...], keepdims: bool = False) -> Array: ...
 
+    def sum_to_length(self, x: Array, axis: int, length: Any) -> Array:
+        """`x`, summed along `axis` where `length`, all of the axis or 1, is 1."""
+        return self.sum(x, axis, keepdims=True) if length == 1 else x
+
     @abstractmethod
     def max(self, x: Array, axis: int, keepdims: bool = False) -> Array: ...
 

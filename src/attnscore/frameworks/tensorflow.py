@@ -241,6 +241,13 @@ class TensorFlowFramework(Framework):
     def sum(self, x: Array, axis: int | tuple[int, ...], keepdims: bool = False) -> Array:
         return tf.reduce_sum(x, axis, keepdims)
 
+    def sum_to_length(self, x: Array, axis: int, length: Any) -> Array:
+        # Of an axis of 1 or of all entries, the others belong to each: either way XLA knows the shape.
+        shape = sizes(self.shape(x))
+        (length,) = sizes((length,))
+        parts = tf.reshape(x, [*shape[:axis], length, shape[axis] // tf.maximum(length, 1), *shape[axis + 1 :]])
+        return tf.reduce_sum(parts, axis + 1)
+
     def max(self, x: Array, axis: int, keepdims: bool = False) -> Array:
         return tf.reduce_max(x, axis, keepdims)
 
