@@ -477,3 +477,4 @@ def test_maps_much_longer_than_wide_fill_their_panel(shape):
 def test_titles_are_a_list():
     with pytest.raises(ShapeError, match=r"titles: expected a list of texts, got 'Entropy'"):
         show_head_grid(np.ones((7, 2, 2)), "Entropy")
+    assert show_attention(np.eye(3), "abc").axes[0].get_xticklabels()[1].get_text() == "b"

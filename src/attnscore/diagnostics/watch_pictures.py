@@ -34,7 +34,7 @@ _MOST_NUMBERS = 200
 
 
 def overview(seen: Watched, panels: Mapping[str, str]) -> Figure:
-    """A map of each number, a row for each layer; below, each head over the steps, failing ones named and in colours."""
+    """A map of each number, a row for each layer; below, each head over the steps, failing ones named and coloured."""
     names, heads = list(seen.layers), max(layer.heads for layer in seen.layers.values())
     series = seen.sampled > 1
     tall = max(1.6, 0.3 * len(names) + 0.9)

@@ -291,7 +291,7 @@ def _captions(titles: Sequence[str] | Sequence[Sequence[str]] | None, rows: int,
 
 
 def _check_labels(argument: str, labels: Sequence[str] | None, length: int, shape: tuple[int, ...]) -> None:
-    if isinstance(labels, str):
+    if argument == "titles" and isinstance(labels, str):  # tokens may well be the characters of a text
         raise ShapeError(message(argument, "a list of texts", repr(labels)))
     if labels is not None and len(labels) != length:
         raise ShapeError(message(argument, f"{length} of them", len(labels), shapes={"weights": shape}))
