@@ -17,7 +17,7 @@ from typing import Any
 from attnscore import dropout as dropouts
 from attnscore import softmax
 from attnscore.frameworks.contract import Array, Framework, is_unknown, sum_to
-from attnscore.masking.numbers import entries_of
+from attnscore.grid import entries_of
 from attnscore.masking.shapes import Shaped
 from attnscore.problem import Problem
 from attnscore.scoring.contract import bad_rows

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from attnscore.errors import MaskError, ShapeError, message
+from attnscore.errors import ShapeError, message
 from attnscore.frameworks.contract import Array, Framework, broadcast, is_unknown, may_equal
 
 Shape = tuple[int, ...]
@@ -139,12 +139,23 @@ class Layout:
         return ops.reshape(x, shape)
 
 
-def check_broadcast(name: str, shape: Shape, grid: Grid, error: type[ShapeError] | type[MaskError]) -> None:
-    """Raise `error` unless `shape` broadcasts to (..., query, key) without enlarging it."""
+def check_broadcast(name: str, shape: Shape, grid: Grid) -> None:
+    """Raise ShapeError unless `shape` broadcasts to (..., query, key) without enlarging it."""
     target = grid.user_shape
     try:
         fits = all(map(may_equal, broadcast(shape, target), target)) and len(shape) <= len(target)
     except ValueError:
         fits = False
     if not fits:
-        raise error(message(name, f"a shape that broadcasts to (..., query, key) = {target}", shape))
+        raise ShapeError(message(name, f"a shape that broadcasts to (..., query, key) = {target}", shape))
+
+
+def entries_of(ops: Framework, x: Array, places: Array, axis: int) -> Array:
+    """The entries of `x` at `places` along an axis, or all of it where that axis is broadcast."""
+    if x.shape[axis] == 1:
+        return x
+    places = ops.reshape(places, (-1,))
+    if is_unknown(x.shape[axis]):
+        # Where it turns out to be broadcast, its one entry.
+        places = places % ops.shape(x)[axis]
+    return ops.take(x, places, axis)

@@ -166,7 +166,7 @@ def check_extra(ops: Framework, name: str, x: Any, like: Array) -> Array:
 def check_bias(ops: Framework, bias: Any, layout: Layout, like: Array) -> Array:
     """The bias on the axes of the grid."""
     bias = check_extra(ops, "bias", bias, like)
-    check_broadcast("bias", tuple(bias.shape), layout.grid, ShapeError)
+    check_broadcast("bias", tuple(bias.shape), layout.grid)
     return layout.grid.place(ops, bias)
 
 

@@ -15,7 +15,7 @@ from attnscore import frameworks
 from attnscore.checks import is_whole, shown
 from attnscore.errors import MaskError, message
 from attnscore.frameworks.contract import Array, Framework
-from attnscore.grid import Grid
+from attnscore.grid import Grid, entries_of
 from attnscore.masking.contract import Mask, check_shapes
 from attnscore.masking.numbers import (
     Align,
@@ -26,7 +26,6 @@ from attnscore.masking.numbers import (
     clip_intervals,
     column,
     columns_of,
-    entries_of,
     host_ints,
     host_offset,
     offset_of,

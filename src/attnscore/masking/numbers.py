@@ -10,7 +10,7 @@ from attnscore import frameworks
 from attnscore.checks import shown
 from attnscore.errors import MaskError, message
 from attnscore.frameworks.contract import Array, Framework, is_unknown
-from attnscore.grid import Grid
+from attnscore.grid import Grid, entries_of
 from attnscore.masking.pieces import HostArray, Intervals
 from attnscore.masking.shapes import shaped_numbers
 
@@ -69,17 +69,6 @@ def runs(query_ids: HostArray, key_ids: HostArray) -> tuple[HostArray, HostArray
 def columns_of(ops: Framework, x: Array, cols: Array) -> Array:
     """The entries of `x` at `cols` (1, c) along its last axis, or all of it where that axis is broadcast."""
     return entries_of(ops, x, cols, -1)
-
-
-def entries_of(ops: Framework, x: Array, places: Array, axis: int) -> Array:
-    """The same along any axis."""
-    if x.shape[axis] == 1:
-        return x
-    places = ops.reshape(places, (-1,))
-    if is_unknown(x.shape[axis]):
-        # Where it turns out to be broadcast, its one entry.
-        places = places % ops.shape(x)[axis]
-    return ops.take(x, places, axis)
 
 
 def per_batch(ops: Framework, grid: Grid, x: Any, like: Array, *, flat: bool = False) -> Array:
