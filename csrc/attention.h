@@ -21,6 +21,10 @@ struct Matrix {
 enum class Form { inner, additive, distance };
 enum class Activation { tanh, sigmoid, relu, leaky_relu, silu, gelu };
 
+// Which matrix of one number per (query, key) pair a call fills beside its output: the scores as they enter the
+// softmax, -inf where masked, or the weights before dropout.
+enum class PairMatrix { none, scores, weights };
+
 // s becomes factor * cap * tanh(s / cap), or factor * s where the cap is infinite.
 struct Cap {
     double cap, factor;
@@ -52,12 +56,15 @@ struct Head {
     // them, but for tiles in which the intervals hide every pair of a strip, and the backward reads them. Null: they
     // are computed again.
     char* scores = nullptr;
+    char* matrix = nullptr;      // Problem::matrix, query_len x key_len contiguous, in the sum type
+    const char* sink = nullptr;  // a number of the sum type, or null; read only to normalise a matrix of weights
 
     // Backward only.
     Matrix grad_out;                     // in grad_dtype
+    Matrix grad_matrix;                  // query_len x key_len, in the sum type: what comes into `Problem::matrix`
     const char* top = nullptr;           // per row: what is subtracted from its scores
     const char* log_total = nullptr;     // per row: p = exp(s - top - log_total); +inf where nothing is seen
-    const char* shift = nullptr;         // per row: what is added to dp: dlse - dout . out
+    const char* shift = nullptr;         // per row: added to dp: dlse - dout . out - (weights . grad_matrix)
     const char* entropy = nullptr;       // per row; null where no gradient comes into the entropy
     const char* grad_entropy = nullptr;  // per row: dp -= grad_entropy * (log p + entropy)
     char* grad_query = nullptr;          // query_len x dim contiguous, sum type, zeroed by the caller
@@ -95,7 +102,8 @@ struct Problem {
     int64_t query_len = 0, key_len = 0, dim = 0, value_dim = 0;
     bool maxima = false;           // the largest score of each row is wanted
     bool full_statistics = false;  // and all other numbers; see kNumbers
-    double dropout = 0.0;          // probability that a weight is dropped; dropout.py defines which
+    PairMatrix matrix = PairMatrix::none;
+    double dropout = 0.0;  // probability that a weight is dropped; dropout.py defines which
     uint64_t seed = 0;
     std::vector<Head> heads;
     std::vector<Group> groups;  // every head is in one

@@ -139,7 +139,7 @@ constexpr const char* kStatisticNames[] = {"max_score",  "mean_score",     "var_
 
 void forward(const Score& score, const Objects& inputs, const Objects& filled, int threads) {
     check_threads(threads);
-    check_count("rows", filled, 4 + kStatistics);
+    check_count("rows", filled, 6 + kStatistics);
     const Kernels& chosen = selected_kernels();
     Problem p = problem_of(score);
     const Dtype sum = sum_dtype(p);
@@ -149,9 +149,11 @@ void forward(const Score& score, const Objects& inputs, const Objects& filled, i
                          .top = from.out("top", filled[1], sum),
                          .log_total = from.out("log_total", filled[2], sum),
                          .scores = from.out("scores", filled[3], sum),
-                         .statistics = {}};
+                         .statistics = {},
+                         .attention_scores = from.out("attention_scores", filled[4], sum),
+                         .attention_weights = from.out("attention_weights", filled[5], sum)};
     for (size_t i = 0; i < kStatistics; ++i) {
-        arrays.statistics[i] = from.out(kStatisticNames[i], filled[4 + i], sum);
+        arrays.statistics[i] = from.out(kStatisticNames[i], filled[6 + i], sum);
     }
     check_given(arrays.top);
     check_given(arrays.log_total);
@@ -166,7 +168,7 @@ void forward(const Score& score, const Objects& inputs, const Objects& filled, i
 void backward(const Score& score, const Objects& inputs, const Objects& known, std::string_view grad_dtype,
               const Objects& gradients, int threads) {
     check_threads(threads);
-    check_count("rows", known, 8);
+    check_count("rows", known, 11);
     check_count("gradients", gradients, 9);
     const Kernels& chosen = selected_kernels();
     Problem p = problem_of(score);
@@ -174,24 +176,28 @@ void backward(const Score& score, const Objects& inputs, const Objects& known, s
     const Dtype sum = sum_dtype(p);
     Arguments from;
     const Inputs in = inputs_of(from, p, inputs);
-    const std::vector<HeadRows> rows = set_backward(p, in,
-                                                    {.out = from.in("out", known[0], p.value_dtype),
-                                                     .top = from.in("top", known[1], sum),
-                                                     .log_total = from.in("log_total", known[2], sum),
-                                                     .entropy = from.in("entropy", known[3], sum),
-                                                     .scores = from.in("scores", known[4], sum),
-                                                     .grad_out = from.in("grad_out", known[5], p.grad_dtype),
-                                                     .grad_log_sum_exp = from.in("grad_log_sum_exp", known[6], sum),
-                                                     .grad_entropy = from.in("grad_entropy", known[7], sum),
-                                                     .query = from.out("grad_query", gradients[0], sum),
-                                                     .key = from.out("grad_key", gradients[1], sum),
-                                                     .value = from.out("grad_value", gradients[2], sum),
-                                                     .query_bias = from.out("grad_query_bias", gradients[3], sum),
-                                                     .key_bias = from.out("grad_key_bias", gradients[4], sum),
-                                                     .bias = from.out("grad_bias", gradients[5], sum),
-                                                     .weights = from.out("grad_weights", gradients[6], sum),
-                                                     .sink = from.out("grad_sink", gradients[7], sum),
-                                                     .scales = from.out("grad_scales", gradients[8], sum)});
+    const std::vector<HeadRows> rows =
+        set_backward(p, in,
+                     {.out = from.in("out", known[0], p.value_dtype),
+                      .top = from.in("top", known[1], sum),
+                      .log_total = from.in("log_total", known[2], sum),
+                      .entropy = from.in("entropy", known[3], sum),
+                      .scores = from.in("scores", known[4], sum),
+                      .attention_weights = from.in("attention_weights", known[5], sum),
+                      .grad_out = from.in("grad_out", known[6], p.grad_dtype),
+                      .grad_log_sum_exp = from.in("grad_log_sum_exp", known[7], sum),
+                      .grad_entropy = from.in("grad_entropy", known[8], sum),
+                      .grad_attention_scores = from.in("grad_attention_scores", known[9], sum),
+                      .grad_attention_weights = from.in("grad_attention_weights", known[10], sum),
+                      .query = from.out("grad_query", gradients[0], sum),
+                      .key = from.out("grad_key", gradients[1], sum),
+                      .value = from.out("grad_value", gradients[2], sum),
+                      .query_bias = from.out("grad_query_bias", gradients[3], sum),
+                      .key_bias = from.out("grad_key_bias", gradients[4], sum),
+                      .bias = from.out("grad_bias", gradients[5], sum),
+                      .weights = from.out("grad_weights", gradients[6], sum),
+                      .sink = from.out("grad_sink", gradients[7], sum),
+                      .scales = from.out("grad_scales", gradients[8], sum)});
     if (p.heads.empty()) return;
     nb::gil_scoped_release released;
     const BackwardRows prepared(p, rows, threads);
@@ -236,27 +242,28 @@ Plain* prepared(const Score& score, const Objects& x) {
 }
 
 void run_plain(const Plain& plain, nb::handle query, nb::handle key, nb::handle value, nb::handle out,
-               nb::handle weights, nb::handle rows, nb::handle scores, int threads) {
+               nb::handle weights, nb::handle rows, nb::handle scores, nb::handle attention_weights, int threads) {
     check_threads(threads);
     const Kernels& chosen = selected_kernels();
-    const Memory q(query), k(key), v(value), o(out), w(weights), r(rows), s(scores);
+    const Memory q(query), k(key), v(value), o(out), w(weights), r(rows), s(scores), a(attention_weights);
     const nb::gil_scoped_release released;
-    plain.run(chosen, {q.address(), k.address(), v.address(), o.address(), w.address()}, {r.address(), s.address()},
-              threads);
+    plain.run(chosen, {q.address(), k.address(), v.address(), o.address(), w.address()},
+              {r.address(), s.address(), a.address()}, threads);
 }
 
 void differentiate_plain(const Plain& plain, nb::handle query, nb::handle key, nb::handle value, nb::handle out,
-                         nb::handle weights, nb::handle rows, nb::handle scores, nb::handle grad_out,
-                         nb::handle grad_query, nb::handle grad_key, nb::handle grad_value, nb::handle grad_weights,
-                         int threads) {
+                         nb::handle weights, nb::handle rows, nb::handle scores, nb::handle attention_weights,
+                         nb::handle grad_out, nb::handle grad_attention_weights, nb::handle grad_query,
+                         nb::handle grad_key, nb::handle grad_value, nb::handle grad_weights, int threads) {
     check_threads(threads);
     const Kernels& chosen = selected_kernels();
     const Memory q(query), k(key), v(value), o(out), w(weights), r(rows), s(scores), g(grad_out);
+    const Memory a(attention_weights), ga(grad_attention_weights);
     const Memory gq(grad_query), gk(grad_key), gv(grad_value), gw(grad_weights);
     const nb::gil_scoped_release released;
     plain.backward(chosen, {q.address(), k.address(), v.address(), o.address(), w.address()},
-                   {r.address(), s.address()}, {g.address(), gq.address(), gk.address(), gv.address(), gw.address()},
-                   threads);
+                   {r.address(), s.address(), a.address()},
+                   {g.address(), ga.address(), gq.address(), gk.address(), gv.address(), gw.address()}, threads);
 }
 
 }  // namespace

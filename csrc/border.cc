@@ -85,6 +85,12 @@ Walk kept_scores(const Problem& p, const Setting& s, const Array& scores) {
     return Walk(scores, s.outer);
 }
 
+// Which of the two matrices of pairs is given.
+PairMatrix matrix_of(const Array& scores, const Array& weights) {
+    if (scores.given && weights.given) refuse(weights, "None beside " + std::string(scores.name), "an array");
+    return scores.given ? PairMatrix::scores : weights.given ? PairMatrix::weights : PairMatrix::none;
+}
+
 // An array over the batch alone: (first of lead or 1, length).
 Walk per_batch(const Setting& s, const Array& a) {
     Walk walk;
@@ -320,9 +326,15 @@ std::vector<HeadRows> set_forward(Problem& p, const Inputs& in, const ForwardArr
     }
     const Walk out(arrays.out, s.outer), top(arrays.top, s.outer), log_total(arrays.log_total, s.outer);
     const Walk scores = kept_scores(p, s, arrays.scores);
+    p.matrix = matrix_of(arrays.attention_scores, arrays.attention_weights);
+    const Array& wanted = p.matrix == PairMatrix::scores ? arrays.attention_scores : arrays.attention_weights;
+    if (wanted.given) check_full(wanted, joined(s.grid, {p.query_len, p.key_len}));
+    const Walk matrix(wanted, s.outer);
     return set_heads(p, s, [&](Head& head, HeadRows& rows, Group&, const Shape& place) {
         head.out = out.at(place);
         head.scores = scores.at(place);
+        head.matrix = matrix.at(place);
+        head.sink = rows.sink;
         rows.top = top.at(place);
         rows.log_total = log_total.at(place);
         for (int i = 0; i < kStatistics; ++i) rows.statistics[i] = statistics[i].at(place);
@@ -344,8 +356,18 @@ std::vector<HeadRows> set_backward(Problem& p, const Inputs& in, const BackwardA
     const Walk query(a.query, outer), query_bias(a.query_bias, outer), key(a.key, outer), value(a.value, outer);
     const Walk key_bias(a.key_bias, outer), weights(a.weights, outer), sink(a.sink, outer);
     const Walk scales(a.scales, outer), scores = kept_scores(p, s, a.scores);
+    p.matrix = matrix_of(a.grad_attention_scores, a.grad_attention_weights);
+    const Array& incoming = p.matrix == PairMatrix::scores ? a.grad_attention_scores : a.grad_attention_weights;
+    const Shape pairs = joined(s.grid, {p.query_len, p.key_len});
+    if (incoming.given) check_broadcast(incoming, pairs);
+    if (p.matrix == PairMatrix::weights) check_given(a.attention_weights);
+    if (a.attention_weights.given) check_full(a.attention_weights, pairs);
+    const MatrixWalk grad_matrix = MatrixWalk::broadcast(incoming, outer);
+    const Walk attention_weights(a.attention_weights, outer);
     std::vector<HeadRows> found = set_heads(p, s, [&](Head& head, HeadRows& rows, Group& group, const Shape& place) {
         head.grad_out = grad_out.matrix(place);
+        head.grad_matrix = grad_matrix.matrix(place);
+        rows.attention_weights = attention_weights.at(place);
         head.scores = scores.at(place);
         head.top = top.at(place);
         if (a.grad_entropy.given) {

@@ -20,11 +20,13 @@ enum Statistic { kMaxScore, kMeanScore, kVarScore, kEntropy, kMaxWeight, kSumSqW
 struct ForwardArrays {
     Array out;
     Array top, log_total, scores, statistics[kStatistics];  // null where not wanted; scores: additive only
+    Array attention_scores, attention_weights;              // one of them at most
 };
 
 struct BackwardArrays {
-    Array out, top, log_total, entropy, scores;      // what the forward gave
-    Array grad_out, grad_log_sum_exp, grad_entropy;  // what comes in
+    Array out, top, log_total, entropy, scores, attention_weights;  // what the forward gave
+    Array grad_out, grad_log_sum_exp, grad_entropy;                 // what comes in
+    Array grad_attention_scores, grad_attention_weights;            // one of them at most
     // What is wanted, null where it is not.
     Array query, key, value, query_bias, key_bias, bias, weights, sink, scales;
 };
@@ -38,6 +40,7 @@ struct HeadRows {
 
     // Backward only.
     Matrix out;
+    const char* attention_weights = nullptr;
     const char* grad_log_sum_exp = nullptr;
     char* grad_sink = nullptr;
 };

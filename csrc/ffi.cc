@@ -29,14 +29,17 @@ std::atomic<int> threads{1};
 enum Place {
     kQuery, kKey, kValue, kQueryBias, kKeyBias, kBias, kMask, kQueryIds, kKeyIds, kStart, kStop, kWeights, kSink, kScales,
     kSeed,
-    kOut, kTop, kLogTotal, kKnownEntropy, kGradOut, kGradLogSumExp, kGradEntropy, kOperands
+    kOut, kTop, kLogTotal, kKnownEntropy, kKnownWeights, kGradOut, kGradLogSumExp, kGradEntropy,
+    kGradAttentionScores, kGradAttentionWeights, kOperands
 };
 constexpr const char* kNames[] = {
     "query", "key", "value", "query_bias", "key_bias", "bias", "mask", "query_ids", "key_ids", "start", "stop",
-    "weights", "sink", "scales", "seed", "out", "top", "log_total", "entropy", "grad_out", "grad_log_sum_exp", "grad_entropy"};
+    "weights", "sink", "scales", "seed", "out", "top", "log_total", "entropy", "attention_weights", "grad_out",
+    "grad_log_sum_exp", "grad_entropy", "grad_attention_scores", "grad_attention_weights"};
 // And of results, by the attribute `wanted`.
 constexpr const char* kForward[] = {"out", "top", "log_total", "max_score", "mean_score", "var_score", "entropy",
-                                    "max_weight", "sum_sq_weights", "sum_weights"};
+                                    "max_weight", "sum_sq_weights", "sum_weights", "attention_scores",
+                                    "attention_weights"};
 constexpr const char* kBackward[] = {"grad_query", "grad_key", "grad_value", "grad_query_bias", "grad_key_bias",
                                      "grad_bias", "grad_weights", "grad_sink", "grad_scales"};
 // clang-format on
@@ -303,7 +306,9 @@ ffi::Error forward(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictio
                              .top = call.out(1, at, sum),
                              .log_total = call.out(2, at, sum),
                              .scores = {},
-                             .statistics = {}};
+                             .statistics = {},
+                             .attention_scores = call.out(3 + kStatistics, at, sum),
+                             .attention_weights = call.out(4 + kStatistics, at, sum)};
         for (size_t i = 0; i < kStatistics; ++i) arrays.statistics[i] = call.out(3 + i, at, sum);
         return set_forward(p, in, arrays);
     };
@@ -329,9 +334,12 @@ ffi::Error backward(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dicti
                              .log_total = call.in(kLogTotal, at, sum),
                              .entropy = call.in(kKnownEntropy, at, sum),
                              .scores = {},
+                             .attention_weights = call.in(kKnownWeights, at, sum),
                              .grad_out = call.in(kGradOut, at, call.dtype_of(kGradOut)),
                              .grad_log_sum_exp = call.in(kGradLogSumExp, at, sum),
                              .grad_entropy = call.in(kGradEntropy, at, sum),
+                             .grad_attention_scores = call.in(kGradAttentionScores, at, sum),
+                             .grad_attention_weights = call.in(kGradAttentionWeights, at, sum),
                              .query = call.out(0, at, sum),
                              .key = call.out(1, at, sum),
                              .value = call.out(2, at, sum),

@@ -78,6 +78,9 @@ void forward_block(Arena& arena, const Problem& problem, const Block<T>& block, 
             own.first = strip * kStrip, own.size = std::min(end * kStrip, block.count) - own.first;
             scores(own.s, own.bits, block, prepared, {strip, end}, *tile, few ? &values.rows : nullptr,
                    pairs ? &*pairs : nullptr, false);
+            if (problem.matrix != PairMatrix::none) store_scores(problem, block, own.first, own.size, own.s, key, here);
+            // Nothing but the scores is wanted.
+            if (problem.matrix == PairMatrix::scores) continue;
             if (waiting) pool(runs[1 - at], here);
             if (dropout.on)
                 for (int64_t i = 0; i < own.size; i++) kept[i] = dropout.kept(block.stream[own.first + i]);
@@ -91,6 +94,7 @@ void forward_block(Arena& arena, const Problem& problem, const Block<T>& block, 
 
 template <class T>
 void write_row(const Problem& problem, const Head& head, int64_t row, const RowState<T>& state, T* out) {
+    if (problem.matrix != PairMatrix::none) finish_matrix_row(problem, head, row, state);
     T* numbers = reinterpret_cast<T*>(head.numbers) + row * kNumbers;
     numbers[0] = state.max;
     numbers[1] = state.total;

@@ -45,6 +45,7 @@ namespace {
 #include "values-inl.h"
 #include "running-inl.h"
 #include "tasks-inl.h"
+#include "matrix-inl.h"
 #include "forward-inl.h"
 #include "tile-gradients-inl.h"
 #include "backward-inl.h"

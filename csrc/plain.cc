@@ -99,6 +99,13 @@ std::vector<HeadRows> Plain::placed_rows(const Problem& p, char* rows) const {
 void Plain::run(const Kernels& kernels, const Addresses& memory, const Kept& kept, int threads) const {
     Problem p = placed(memory, kept.scores);
     if (p.heads.empty() || p.query_len == 0) return;
+    if (kept.attention_weights != nullptr) {
+        const int64_t item = size_of(sum_dtype(p)), pairs = p.query_len * p.key_len;
+        if (pairs > 0) check_address("attention_weights", kept.attention_weights, item);
+        p.matrix = PairMatrix::weights;
+        for (size_t h = 0; h < p.heads.size(); ++h)
+            p.heads[h].matrix = kept.attention_weights + static_cast<int64_t>(h) * pairs * item;
+    }
     const std::vector<HeadRows> rows = kept.rows == nullptr ? std::vector<HeadRows>() : placed_rows(p, kept.rows);
     // The kernels write what they know of each row, whether anybody reads it or not.
     const ForwardRows numbers(p, rows);
@@ -117,10 +124,19 @@ void Plain::backward(const Kernels& kernels, const Addresses& memory, const Kept
     check_address("grad_key", gradients.key, p.key_len * p.dim == 0 ? 0 : item);
     check_address("grad_value", gradients.value, p.key_len * p.value_dim == 0 ? 0 : item);
     if (p.form == Form::additive) check_address("grad_weights", gradients.weights, p.dim == 0 ? 0 : item);
+    if (gradients.grad_attention_weights != nullptr) {
+        p.matrix = PairMatrix::weights;
+        check_address("attention_weights", kept.attention_weights, p.key_len == 0 ? 0 : item);
+        check_address("grad_attention_weights", gradients.grad_attention_weights, p.key_len == 0 ? 0 : item);
+    }
     p.grad_dtype = p.value_dtype;
     for (size_t h = 0; h < p.heads.size(); ++h) {
         Head& head = p.heads[h];
         const int64_t row = static_cast<int64_t>(h) * p.query_len;
+        if (p.matrix == PairMatrix::weights) {
+            rows[h].attention_weights = kept.attention_weights + row * p.key_len * item;
+            head.grad_matrix = {gradients.grad_attention_weights + row * p.key_len * item, p.key_len, 1};
+        }
         head.top = rows[h].top;
         head.grad_query = gradients.query + row * p.dim * item;
         head.grad_out = {gradients.grad_out + row * p.value_dim * stored, p.value_dim, 1};

@@ -21,15 +21,16 @@ class Plain {
     using Addresses = std::array<char*, kArrays>;
 
     // What a forward leaves for its gradient, in the sum type and in C order: the top and, behind them, the log_total
-    // of all rows; additive: the scores (attention.h). Null where nobody wants them.
+    // of all rows; additive: the scores (attention.h). And the matrix of weights, which the caller gets. Null where not
+    // wanted.
     struct Kept {
-        char *rows, *scores;
+        char *rows, *scores, *attention_weights;
     };
-    // What comes in, which lies as `out` does, and what is added to, in the sum type and in C order: of all rows, and
-    // of keys, values and weights of all groups (axes of heads are 1 along which key, value and weights are all
-    // broadcast). Weights' is null where there are none.
+    // What comes in, which lies as `out` and the matrix of weights do (null where nothing comes into that), and what is
+    // added to, in the sum type and in C order: of all rows, and of keys, values and weights of all groups (axes of
+    // heads are 1 along which key, value and weights are all broadcast). Weights' is null where there are none.
     struct Gradients {
-        char *grad_out, *query, *key, *value, *weights;
+        char *grad_out, *grad_attention_weights, *query, *key, *value, *weights;
     };
 
     // `score` knows form, numbers and dtypes. The arrays are examples: none is read, and none is remembered. Intervals,

@@ -193,6 +193,7 @@ void finish_row(const Problem& p, const Head& head, const HeadRows& rows, int64_
 template <class T>
 void prepare_rows(const Problem& p, const Head& head, const HeadRows& rows, int64_t first, int64_t last) {
     std::vector<T> left, right;
+    const auto* weights = reinterpret_cast<const T*>(rows.attention_weights);
     for (int64_t i = first; i < last; ++i) {
         const T total = reinterpret_cast<const T*>(rows.log_total)[i];
         const T* out = row_of(rows.out, p.value_dtype, i, p.value_dim, left);
@@ -201,7 +202,13 @@ void prepare_rows(const Problem& p, const Head& head, const HeadRows& rows, int6
         constexpr T infinity = std::numeric_limits<T>::infinity();
         reinterpret_cast<T*>(const_cast<char*>(head.log_total))[i] = total == -infinity ? infinity : total;
         // out = sum_j p_j v_j, so sum_j p_j dp_j = dout . out
-        reinterpret_cast<T*>(const_cast<char*>(head.shift))[i] = dlse - product(out, grad, p.value_dim);
+        T pooled = product(out, grad, p.value_dim);
+        if (p.matrix == PairMatrix::weights) {
+            // A gradient into the weights adds to dp, and sum_j p_j of it to what all dp of the row lose.
+            pooled += product(weights + i * p.key_len, row_of(head.grad_matrix, sum_dtype(p), i, p.key_len, right),
+                              p.key_len);
+        }
+        reinterpret_cast<T*>(const_cast<char*>(head.shift))[i] = dlse - pooled;
     }
 }
 
@@ -237,8 +244,9 @@ void each_block(const Problem& p, int threads, F f) {
         const int64_t first = i % c.blocks * kBlock;
         c.f(static_cast<size_t>(i / c.blocks), first, std::min(first + kBlock, c.p.query_len));
     };
+    const int64_t matrix_cols = p.matrix == PairMatrix::none ? 0 : p.key_len;
     // Less than it costs to wake a thread (a few microseconds) is done here.
-    if (static_cast<int64_t>(p.heads.size()) * p.query_len * (p.value_dim + 16) < kSmall) threads = 1;
+    if (static_cast<int64_t>(p.heads.size()) * p.query_len * (p.value_dim + matrix_cols + 16) < kSmall) threads = 1;
     parallel(static_cast<int64_t>(p.heads.size()) * context.blocks, task, &context, threads);
 }
 

@@ -69,12 +69,14 @@ struct TileGradients {
     const Problem& problem;
     Scores<T> scores;
     Dropout dropout;
+    T* line;  // of the gradient of the matrix
     Span strips;
     bool of_final_scores = false;  // before the caps are gone back through: what a bias gets
     double grad_scale = 0;         // of the head's own, from all tiles so far
     bool careful = false;          // a hidden pair beside NaN or infinity: products must not touch it
 
-    TileGradients(Arena& arena, const Problem& p) : problem(p), scores(arena, p, true), dropout(p) {}
+    TileGradients(Arena& arena, const Problem& p)
+        : problem(p), scores(arena, p, true), dropout(p), line(arena.take<T>(kKeys)) {}
 
     void operator()(BackwardBlock<T>& block, const BackwardTile<T>& tile) {
         const Block<T>& rows = block.rows;
@@ -104,7 +106,7 @@ struct TileGradients {
         constexpr int L = Vector<T>::lanes;
         const bool capped = !problem.caps.empty() && !of_final_scores;
         T *p = block.p + first * kKeys, *ds = block.ds + first * kKeys;
-        const int64_t here = tile.keys.count;
+        const int64_t key = tile.keys.first, here = tile.keys.count;
         uint64_t* bits = block.bits + first;
         scores(p, bits, block.rows, block.prepared, own, tile.keys, nullptr, nullptr, !of_final_scores);
         // out = (p * keep) v
@@ -122,6 +124,17 @@ struct TileGradients {
             const bool tilted = head.grad_entropy != nullptr;
             const T grad_entropy = tilted ? reinterpret_cast<const T*>(head.grad_entropy)[row] : T(0);
             const T entropy = tilted ? reinterpret_cast<const T*>(head.entropy)[row] : T(0);
+            const T* grad_matrix = nullptr;
+            if (problem.matrix != PairMatrix::none) grad_matrix = grad_matrix_row(head, row, key, here);
+            if (problem.matrix == PairMatrix::scores) {
+                // The caller has the scores alone: no weight, no output.
+                for (int j = 0; j < kVectors<T>; j++) {
+                    store(weights + j * L, V<T>{});
+                    store(grads + j * L,
+                          choose_bits<T>(seen & lowest_bits(here), j, load(grad_matrix + j * L), V<T>{}));
+                }
+                continue;
+            }
 #pragma GCC unroll 8
             for (int j = 0; j < kVectors<T>; j++) {
                 // p = exp(s - top - log total)
@@ -133,6 +146,7 @@ struct TileGradients {
                     grad = choose_bits<T>(kept, j, grad * factor, V<T>{});
                     pooling = choose_bits<T>(kept, j, weight * factor, V<T>{});
                 }
+                if (grad_matrix) grad += load(grad_matrix + j * L);
                 grad = weight * (grad + shift);
                 // H = -sum p log p
                 if (tilted) {
@@ -149,6 +163,16 @@ struct TileGradients {
         }
         if (capped) through_caps(ds, size);
         if (!of_final_scores && block.rows.head[first]->grad_scale) add_to_scale(ds, size);
+    }
+
+    // A row of the gradient of the matrix, for the keys of a tile and zeros behind them.
+    const T* grad_matrix_row(const Head& head, int64_t row, int64_t key, int64_t here) const {
+        const Matrix& m = head.grad_matrix;
+        const T* from = reinterpret_cast<const T*>(m.data) + row * m.row_stride + key * m.col_stride;
+        if (m.col_stride == 1 && here == kKeys) return from;
+        for (int64_t j = 0; j < here; j++) line[j] = from[j * m.col_stride];
+        std::fill_n(line + here, kKeys - here, T(0));
+        return line;
     }
 
     // A power of 2 takes less, with an exponent that is rounded, as the scores that it is made of are; in double the

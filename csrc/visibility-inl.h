@@ -47,10 +47,16 @@ inline uint64_t equal_bits(int64_t own, const int64_t* ids, int64_t stride, int6
     return bits;
 }
 
-// The keys of [key, key + count) that a row sees, by everything but a bias of -inf.
-inline uint64_t seen_bits(const Problem& problem, const Head& head, int64_t row, int64_t key, int64_t count) {
+// The keys of [key, key + count) that the intervals of a row hold.
+inline uint64_t interval_bits(const Problem& problem, const Head& head, int64_t row, int64_t key, int64_t count) {
     uint64_t bits = bits_of(keys_of(problem, head, row), key, count);
     for (int64_t k = 0; k < head.holes; k++) bits &= ~bits_of(hole_of(head, row, k), key, count);
+    return bits;
+}
+
+// The keys of [key, key + count) that a row sees, by everything but a bias of -inf.
+inline uint64_t seen_bits(const Problem& problem, const Head& head, int64_t row, int64_t key, int64_t count) {
+    uint64_t bits = interval_bits(problem, head, row, key, count);
     if (bits && head.mask.data)
         bits &= nonzero_bits(head.mask.data + row * head.mask.row_stride + key * head.mask.col_stride,
                              head.mask.col_stride, count);

@@ -31,7 +31,8 @@ OPTIONS = {
     "seed": 0,
 }
 STATISTICS = ("max_score", "mean_score", "var_score", "entropy", "max_weight", "sum_sq_weights", "sum_weights")
-ROWS = ("out", "top", "log_total", "entropy", "scores", "grad_out", "grad_log_sum_exp", "grad_entropy")
+ROWS = ("out", "top", "log_total", "entropy", "scores", "attention_weights", "grad_out", "grad_log_sum_exp")
+ROWS += ("grad_entropy", "grad_attention_scores", "grad_attention_weights")
 GRADIENTS = ("grad_query", "grad_key", "grad_value", "grad_query_bias", "grad_key_bias", "grad_bias", "grad_weights")
 GRADIENTS += ("grad_sink", "grad_scales")
 
@@ -77,6 +78,7 @@ class Case:
         key_group: int = 1,
         intervals: bool = False,
         keeps_scores: bool = False,
+        matrix: str | None = None,
         **options: Any,
     ) -> None:
         self.options = OPTIONS | options
@@ -100,7 +102,12 @@ class Case:
         self.query_bias = self.key_bias = self.bias = self.mask = self.query_ids = self.key_ids = self.sink = None
         self.scales = None
         self.entropy = self.grad_entropy = None
-        self.keeps_scores = keeps_scores
+        self.keeps_scores, self.matrix = keeps_scores, matrix
+        self.attention_scores = self.attention_weights = None
+        self.grad_attention_scores = self.grad_attention_weights = None
+        if matrix is not None:
+            pairs = rng.standard_normal((*self.grid, query_len, key_len)).astype(self.sum)
+            setattr(self, f"grad_attention_{matrix}", pairs)
         if intervals:
             ends = np.sort(rng.integers(0, key_len + 1, (lead[0], query_len, 2)), axis=-1)
             self.start, self.stop = (np.ascontiguousarray(ends[..., i]) for i in (0, 1))
@@ -139,7 +146,10 @@ class Case:
         self.statistics = dict(zip(STATISTICS, statistics, strict=True))
         score, inputs = self._words(change)
         self.scores = np.full((*rows, self.key.shape[-2]), np.nan, self.sum) if self.keeps_scores else None
+        if self.matrix is not None:
+            setattr(self, f"attention_{self.matrix}", np.full((*rows, self.key.shape[-2]), 77, self.sum))
         filled = {"out": self.out, "top": self.top, "log_total": self.log_total, "scores": self.scores}
+        filled |= {"attention_scores": self.attention_scores, "attention_weights": self.attention_weights}
         filled |= self.statistics
         native.forward(score, inputs, [change.pop(name, x) for name, x in filled.items()], threads)
         assert not change

@@ -79,13 +79,14 @@ class Layout:
         """A bias (..., query, key), which has heads where the scores have."""
         return x.unsqueeze(1) if self.axes == 3 and len(x.shape) == 3 else x
 
-    def outward(self, x: np.ndarray, *, rows: bool) -> np.ndarray:
-        """A result (..., head, query, value_dim) or, with `rows`, (..., head, query) on the caller's axes."""
+    def outward(self, name: str, x: np.ndarray) -> np.ndarray:
+        """A result (..., head, query) or (..., head, query, value_dim | key) on the caller's axes."""
         if self.axes == 2:
             return x[0, 0]
         if self.axes == 3:
             return x[:, 0]
-        return x if self.head_axis == -3 else x.swapaxes(-1, -2) if rows else x.swapaxes(-2, -3)
+        rows = name in STATISTICS
+        return x if self.head_axis == -3 or name == "weights" else x.swapaxes(-1, -2) if rows else x.swapaxes(-2, -3)
 
 
 @dataclass(eq=False)
@@ -105,7 +106,7 @@ class Call:
     bias: np.ndarray | None = None
     sink: np.ndarray | None = None
     seeds: dict[str, np.ndarray] = field(default_factory=dict)
-    """Gradients that come into out, log_sum_exp and entropy, on the oracle's axes."""
+    """Gradients that come into out, log_sum_exp, entropy and weights, on the oracle's axes."""
     layout: Layout = Layout()
     keep: np.ndarray | None = None
     """What dropout multiplies each weight with."""
@@ -133,12 +134,12 @@ class Call:
         keep = None if self.keep is None else type(query)(self.keep)
         return {"scores": s, **oracle.attention(s, value, visible, leaves.get("sink"), keep)}
 
+    @property
+    def _returned(self) -> tuple[str, ...]:
+        return ("out", *STATISTICS, *(("weights",) if "weights" in self.seeds else ()))
+
     def _answer(self, outputs: Mapping[str, Any], grads: Mapping[str, Any]) -> Results:
-        found = {
-            name: self.layout.outward(array(x), rows=name in STATISTICS)
-            for name, x in outputs.items()
-            if name in ("out", *STATISTICS)
-        }
+        found = {name: self.layout.outward(name, array(outputs[name])) for name in self._returned}
         return found | {f"grad.{name}": array(grad) for name, grad in grads.items()}
 
     @cached_property
@@ -184,6 +185,7 @@ class Call:
             "out": float(np.abs(array(self.value)).max(initial=0)),
             "log_sum_exp": level + np.log(keys), "max_score": level, "mean_score": level, "var_score": level**2,
             "entropy": level + np.log(keys), "max_weight": weight, "sum_weights": weight, "sum_sq_weights": 2 * weight,
+            "weights": weight,
         }  # fmt: skip
         return found | {
             f"grad.{name}": float(np.abs(grad).max(initial=0)) for name, grad in self._wide_gradients(True).items()
@@ -223,48 +225,54 @@ class Call:
         return {"score": score, "head_axis": self.layout.head_axis, **masks, **extras}
 
     def seed_outward(self, name: str, dtype: str) -> np.ndarray:
-        return self.layout.outward(self.seeds[name], rows=name != "out").astype(NUMPY_DTYPE[dtype])
+        return self.layout.outward(name, self.seeds[name]).astype(NUMPY_DTYPE[dtype])
+
+    def _seeds_outward(self) -> dict[str, np.ndarray]:
+        wide = accumulator(self.dtype)
+        return {n: self.seed_outward(n, wide if n in STATISTICS else self.dtype) for n in self.seeds}
+
+    def _attend(self, arrays: Mapping[str, Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
+        """What `attend` gives, by name."""
+        weighted = "weights" in self.seeds
+        out, *weights, stats = ats.attend(
+            arrays["query"], arrays["key"], arrays["value"], return_stats=True, return_weights=weighted, **keywords
+        )
+        return {"out": out, **stats._asdict(), **({"weights": weights[0]} if weighted else {})}
 
     def numpy(self, **options: Any) -> dict[str, Any]:
         """attend_vjp; without gradients where the score has none in NumPy."""
         keywords = self._keywords(lambda x: x, self.leaves) | options
         arrays = self.query, self.key, self.value
         if self.score.derived or keywords.get("kernel") == "dense":
-            out, stats = ats.attend(*arrays, return_stats=True, **keywords)
-            return {"out": out, **stats._asdict()}
-        (out, stats), pullback = ats.attend_vjp(*arrays, return_stats=True, **keywords)
-        wide = accumulator(self.dtype)
-        grads = pullback(
-            self.seed_outward("out", self.dtype),
-            *(self.seed_outward(n, wide) if n in self.seeds else None for n in ("log_sum_exp", "entropy")),
+            return self._attend(self.leaves, keywords)
+        weighted = "weights" in self.seeds
+        (out, *weights, stats), pullback = ats.attend_vjp(
+            *arrays, return_stats=True, return_weights=weighted, **keywords
         )
+        grads = pullback(**{"grad_out": None} | {f"grad_{name}": seed for name, seed in self._seeds_outward().items()})
         found = {n: x for n, x in grads._asdict().items() if n != "score" and x is not None}
         found |= {f"score.{name}": x for name, x in grads.score.items()}
-        return {"out": out, **stats._asdict(), **{f"grad.{name}": x for name, x in found.items()}}
+        outputs = {"out": out, **stats._asdict(), **({"weights": weights[0]} if weighted else {})}
+        return outputs | {f"grad.{name}": x for name, x in found.items()}
 
     def torch(self, **options: Any) -> dict[str, Any]:
         leaves = {name: tensor(x, requires_grad=True) for name, x in self.leaves.items()}
         keywords = self._keywords(torch.from_numpy, leaves) | options
-        out, stats = ats.attend(leaves["query"], leaves["key"], leaves["value"], return_stats=True, **keywords)
-        outputs = {"out": out, **stats._asdict()}
+        outputs = self._attend(leaves, keywords)
         grads = torch.autograd.grad(
             [outputs[name] for name in self.seeds],
             list(leaves.values()),
-            [tensor(self.seed_outward(n, self.dtype if n == "out" else accumulator(self.dtype))) for n in self.seeds],
+            [tensor(seed) for seed in self._seeds_outward().values()],
         )
         return outputs | {f"grad.{name}": grad for name, grad in zip(leaves, grads, strict=True)}
 
     def jax(self, *, jit: bool = False, vmap: bool = False, **options: Any) -> dict[str, Any]:
         """Outputs and gradients by jax.vjp; with `jit` inside one program, with `vmap` those of the last of two."""
         leaves = {name: jnp.asarray(x) for name, x in self.leaves.items()}
-        seeds = [
-            jnp.asarray(self.seed_outward(n, self.dtype if n == "out" else accumulator(self.dtype))) for n in self.seeds
-        ]
+        seeds = [jnp.asarray(seed) for seed in self._seeds_outward().values()]
 
         def outputs_of(leaves: dict[str, Any]) -> Any:
-            keywords = self._keywords(jnp.asarray, leaves) | options
-            out, stats = ats.attend(leaves["query"], leaves["key"], leaves["value"], return_stats=True, **keywords)
-            outputs = {"out": out, **stats._asdict()}
+            outputs = self._attend(leaves, self._keywords(jnp.asarray, leaves) | options)
             return [outputs[name] for name in self.seeds], outputs
 
         def both(leaves: dict[str, Any]) -> Any:
@@ -286,16 +294,13 @@ class Call:
 
         leaves = {name: tf.constant(x) for name, x in self.leaves.items()}
         masks = {n: tf.constant(x) for n, x in self.arguments.items() if isinstance(x, np.ndarray)}
-        seeds = [
-            tf.constant(self.seed_outward(n, self.dtype if n == "out" else accumulator(self.dtype))) for n in self.seeds
-        ]
+        seeds = [tf.constant(seed) for seed in self._seeds_outward().values()]
 
         def whole(leaves: Any, masks: Any, seeds: Any) -> Any:
             with tf.GradientTape() as tape:
                 tape.watch(leaves)
                 keywords = self._keywords(lambda x: x, leaves) | masks | options
-                out, stats = ats.attend(leaves["query"], leaves["key"], leaves["value"], return_stats=True, **keywords)
-            outputs = {"out": out, **stats._asdict()}
+                outputs = self._attend(leaves, keywords)
             grads = tape.gradient(
                 [outputs[name] for name in self.seeds], leaves, seeds,
                 unconnected_gradients=tf.UnconnectedGradients.ZERO,
@@ -344,6 +349,9 @@ EXTRAS: dict[str, tuple[str | None, str | None, tuple[str, ...]]] = {
     "hiding-bias": ("hiding", "heads", ("out", "log_sum_exp", "entropy")),
     "key-bias": ("keys", None, ("out", "entropy")),
     "row-bias": ("rows", None, ("out",)),
+    "weights": (None, None, ("out", "weights")),
+    "bias-sink-weights": ("heads", "heads", ("out", "entropy", "weights")),
+    "hiding-bias-weights": ("hiding", "one", ("log_sum_exp", "weights")),
 }
 """What else is in a call: bias, sink, and the results through which a gradient comes in."""
 
@@ -392,7 +400,8 @@ def build_call(
         if name in arrays:
             arrays[name] = 0.7 + np.abs(arrays[name])
     rows = (sizes.batch, sizes.heads, sizes.queries)
-    seeds = {n: rng.standard_normal((*rows, sizes.value_dim) if n == "out" else rows) for n in seeded}
+    last = {"out": (sizes.value_dim,), "weights": (sizes.keys,)}
+    seeds = {n: rng.standard_normal((*rows, *last.get(n, ()))) for n in seeded}
     kind = NUMPY_DTYPE[dtype]
     return Call(
         score=score,
@@ -405,5 +414,7 @@ def build_call(
         arrays={name: np.asarray(x).astype(kind) for name, x in arrays.items()},
         bias=None if bias is None else _bias(bias, sizes, rng).astype(kind),
         sink=None if sink is None else rng.standard_normal(() if sink == "one" else sizes.heads)[()].astype(kind),
-        seeds={name: x.astype(kind if name == "out" else NUMPY_DTYPE[accumulator(dtype)]) for name, x in seeds.items()},
+        seeds={
+            name: x.astype(NUMPY_DTYPE[accumulator(dtype)] if name in STATISTICS else kind) for name, x in seeds.items()
+        },
     )

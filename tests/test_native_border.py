@@ -24,6 +24,7 @@ WRONG_SCORES: list[tuple[dict[str, Any], type[Exception], str]] = [
         "scores: .*C-contiguous",
     ),
 ]
+PAIRS = (2, 2, 3, 5, 7)
 WRONG_FORWARD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"query": None}, ValueError, "query: expected an array, got None"),
     ({"query": [1, 2]}, TypeError, "query: expected a NumPy array of float32 .* got .*list"),
@@ -142,6 +143,27 @@ WRONG_FORWARD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"top": np.zeros((2, 2, 3, 5), F4)}, ValueError, r"top: expected shape \(2, 2, 3, 5, 1\)"),
     *WRONG_SCORES,
     ({**ADDITIVE, "scores": np.broadcast_to(F4(0), (2, 2, 3, 5, 7))}, TypeError, "scores: expected a writable NumPy"),
+    (
+        {"attention_scores": np.zeros((2, 2, 1, 5, 7), F4)},
+        ValueError,
+        r"attention_scores: expected shape \(2, 2, 3, 5, 7",
+    ),
+    (
+        {"attention_weights": np.zeros((2, 2, 3, 7, 5), F4)},
+        ValueError,
+        r"attention_weights: expected shape \(2, 2, 3, 5",
+    ),
+    ({"attention_weights": np.zeros(PAIRS)}, TypeError, "attention_weights: expected dtype float32, got float64"),
+    (
+        {"attention_weights": np.zeros((2, 2, 3, 7, 5), F4).swapaxes(-1, -2)},
+        ValueError,
+        "attention_weights: .*C-contiguous",
+    ),
+    (
+        {"attention_scores": np.zeros(PAIRS, F4), "attention_weights": np.zeros(PAIRS, F4)},
+        ValueError,
+        "attention_weights: expected None beside attention_scores",
+    ),
     ({"log_total": None}, ValueError, "log_total: expected an array, got None"),
     ({"threads": "two"}, TypeError, "incompatible function arguments"),
     ({"scale": "x"}, TypeError, "incompatible function arguments"),
@@ -174,6 +196,19 @@ WRONG_BACKWARD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"log_total": np.zeros((2, 2, 3, 5, 1))}, TypeError, "log_total: expected dtype float32"),
     *WRONG_SCORES,
     ({"grad_log_sum_exp": np.zeros((2, 2, 5, 3, 1), F4)}, ValueError, "grad_log_sum_exp: expected shape"),
+    ({"grad_attention_scores": np.zeros((2, 2, 3, 5, 6), F4)}, ValueError, "grad_attention_scores: expected shape"),
+    ({"grad_attention_scores": np.zeros(PAIRS)}, TypeError, "grad_attention_scores: expected dtype float32"),
+    ({"grad_attention_weights": np.zeros(PAIRS, F4)}, ValueError, "attention_weights: expected an array, got None"),
+    (
+        {"grad_attention_weights": np.zeros(PAIRS, F4), "attention_weights": np.zeros((2, 2, 3, 1, 7), F4)},
+        ValueError,
+        "attention_weights: expected shape",
+    ),
+    (
+        {"grad_attention_weights": np.zeros(PAIRS, F4), "grad_attention_scores": np.zeros(PAIRS, F4)},
+        ValueError,
+        "grad_attention_weights: expected None beside grad_attention_scores",
+    ),
     ({"grad_entropy": np.zeros((2, 2, 3, 5, 1), F4)}, ValueError, "entropy: expected an array beside grad_entropy"),
     ({"grad_key": np.zeros((2, 2, 2, 7, 4), F4)}, ValueError, "grad_key: expected shape"),
     ({"grad_key": np.zeros((2, 2, 3, 7, 4), F4)}, ValueError, r"grad_key: expected shape \(2, 2, 1, 7, 4\)"),
@@ -218,20 +253,20 @@ def test_wrong_gradients_of_weights() -> None:
         case.run_backward(weights=np.zeros((2, 3, 4), F4))
 
 
-@pytest.mark.parametrize("count", [0, 13, 15])
+@pytest.mark.parametrize("count", [0, 12, 15])
 def test_wrong_numbers_of_arrays(count: int) -> None:
     case = Case()
     score = tuple(case.options.values())
     row = np.zeros(1, F4)
     with pytest.raises(ValueError, match=f"inputs: expected 14 arrays, got {count}"):
-        native.forward(score, (None,) * count, [row] * 11, 1)
-    with pytest.raises(ValueError, match=f"rows: expected 11 arrays, got {count}"):
+        native.forward(score, (None,) * count, [row] * 13, 1)
+    with pytest.raises(ValueError, match=f"rows: expected 13 arrays, got {count}"):
         native.forward(score, (None,) * 14, [row] * count, 1)
     inputs = (case.query, case.key, case.value, *(None,) * 11)
-    with pytest.raises(ValueError, match=f"rows: expected 8 arrays, got {count}"):
+    with pytest.raises(ValueError, match=f"rows: expected 11 arrays, got {count}"):
         native.backward(score, inputs, (None,) * count, "float32", (None,) * 9, 1)
     with pytest.raises(ValueError, match=f"gradients: expected 9 arrays, got {count}"):
-        native.backward(score, inputs, (None,) * 8, "float32", (None,) * count, 1)
+        native.backward(score, inputs, (None,) * 11, "float32", (None,) * count, 1)
 
 
 def test_misaligned_arrays_are_refused() -> None:
@@ -261,7 +296,7 @@ WRONG_PREPARED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"weights": np.zeros(4, F4)}, ValueError, "weights: expected None but with form 'additive'"),
 ]
 PREPARED = ("query", "key", "value", "out", "weights", "start", "stop")
-PLACES = ("query", "key", "value", "out", "weights", "rows", "scores", "threads")
+PLACES = ("query", "key", "value", "out", "weights", "rows", "scores", "attention_weights", "threads")
 
 
 @pytest.mark.parametrize(("change", "error", "message"), WRONG_PREPARED, ids=names(WRONG_PREPARED))
@@ -280,6 +315,11 @@ def test_wrong_examples(change: dict[str, Any], error: type[Exception], message:
         ({"key": 2**70}, OverflowError, "too (big|large)"),
         ({"rows": 7}, ValueError, "rows: expected an address at a multiple of 4 bytes, got 7"),
         ({"scores": 7}, ValueError, "scores: expected an address at a multiple of 4 bytes, got 7"),
+        (
+            {"attention_weights": 7},
+            ValueError,
+            "attention_weights: expected an address at a multiple of 4 bytes, got 7",
+        ),
         ({"threads": 0}, ValueError, "threads: expected 1 or more, got 0"),
     ],
     ids=str,
@@ -301,7 +341,7 @@ def test_wrong_places_of_a_gradient(name: str, address: int) -> None:
         "weights": np.zeros((2, 2, 4), F4)
     }
     given = arrays | {f"grad_{x}": grad for x, grad in made.items()}
-    names = (*PLACES[:-1], "grad_out", "grad_query", "grad_key", "grad_value", "grad_weights")
+    names = (*PLACES[:-1], "grad_out", "grad_attention_weights", "grad_query", "grad_key", "grad_value", "grad_weights")
     plain(*[given.get(x, 0) for x in PLACES[:-1]], 1)
     plain.backward(*[given.get(x, 0) for x in names], 1)
     with pytest.raises(ValueError, match=f"{name}: expected an address at a multiple of 4 bytes, got {address}"):
@@ -316,7 +356,7 @@ def test_intervals_of_a_prepared_call_are_a_copy() -> None:
     outs = []
     for place in (lambda x: x, lambda x: x.ctypes.data):
         out = np.full_like(arrays["out"], np.nan)
-        plain(*[place(arrays[name]) for name in PREPARED[:3]], out, 0, 0, 0, 2)
+        plain(*[place(arrays[name]) for name in PREPARED[:3]], out, 0, 0, 0, 0, 2)
         outs.append(out)
     scores = np.exp(arrays["query"] @ arrays["key"][..., :3, :].swapaxes(-1, -2))
     wanted = scores @ arrays["value"][..., :3, :] / scores.sum(-1, keepdims=True)
@@ -332,8 +372,8 @@ def test_weights_of_a_prepared_call_are_asked_for() -> None:
     plain = native.prepared(score, [arrays.get(name) for name in PREPARED])
     given = [arrays[name] for name in PREPARED[:4]]
     with pytest.raises(ValueError, match="weights: expected an address at a multiple of 4 bytes, got 0"):
-        plain(*given, 0, 0, 0, 1)
-    plain(*given, arrays["weights"], 0, 0, 1)
+        plain(*given, 0, 0, 0, 0, 1)
+    plain(*given, arrays["weights"], 0, 0, 0, 1)
     hidden = np.tanh(arrays["query"][..., :, None, :] + arrays["key"][..., None, :, :]).sum(-1)
     wanted = np.exp(hidden) @ arrays["value"] / np.exp(hidden).sum(-1, keepdims=True)
     np.testing.assert_allclose(arrays["out"], wanted, rtol=1e-5, atol=1e-5)

@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+import attnscore as ats
 import oracle
 from cases import FRAMEWORKS, MASKS, SCORES, SOME_SCORES, shared_out
 from oracle import ACTIVATIONS
@@ -91,6 +93,57 @@ def test_what_nobody_sees(score: str, mask: str, framework: str) -> None:
 @scores
 def test_infinity_that_nobody_sees(score: str, mask: str, poison: float, framework: str) -> None:
     _check_what_nobody_sees(make_call(score, mask, "float32"), poison, framework)
+
+
+@pytest.mark.parametrize("framework", [*FRAMEWORKS, "jax", "tensorflow"])
+@pytest.mark.parametrize("extras", ["weights", "hiding-bias-weights"])
+@pytest.mark.parametrize("score", [score.name for score in SCORES if score.magnitude == "additive"])
+def test_masked_infinity_and_gradients_through_weights(score: str, extras: str, framework: str) -> None:
+    """A gradient that comes in through the returned weights meets no masked query, key or gradient."""
+    call = make_call(score, "array-4d", "float32", extras)
+    where = {"key": hidden_keys(call), "query": hidden_rows(call)}
+    assert any(index.any() for index in where.values())
+    clean = call.run(framework)
+    for poison in (np.inf, -np.inf, np.nan):
+        dirty = poisoned(call, poison, **where)
+        into_weights = np.where(seen(call), call.seeds["weights"], np.float32(poison))
+        dirty = dataclasses.replace(dirty, seeds=call.seeds | {"weights": into_weights})
+        check_untouched(call, dirty.run(framework), clean, where)
+
+
+@pytest.mark.parametrize("through", ["out", "weights", "attention_weights", "attention_scores"])
+@pytest.mark.parametrize("kernel", ["auto", "streaming", "dense"])
+@pytest.mark.parametrize("activation", list(ACTIVATIONS))
+def test_masked_infinity_and_second_derivatives(activation: str, kernel: str, through: str) -> None:
+    """Gradients of gradients by every parameter are those of the call without the masked query and key."""
+    rng = np.random.default_rng(0)
+    query, key, value, w_q, w_k = (torch.tensor(rng.standard_normal((1, 4, 3))) for _ in range(5))
+    w_v, bias = torch.tensor(rng.standard_normal((2, 4)))
+    visible = torch.ones(4, 4, dtype=torch.bool)
+    visible[2], visible[:, 1] = False, False
+
+    def both_derivatives(poison: float | None) -> list[torch.Tensor]:
+        q, k = query.clone(), key.clone()
+        if poison is not None:
+            q[0, 2, 1], k[0, 1, 0] = poison, -poison
+        leaves = [x.detach().requires_grad_() for x in (q, k, w_v, w_q[0], w_k[0], bias)]
+        q, k, *own = leaves
+        score = ats.Additive(*own, activation=activation)
+        arguments: dict[str, Any] = {"score": score, "mask": ats.Dense(visible)}
+        if through == "attention_weights":
+            found = ats.attention_weights(q, k, **arguments)
+        elif through == "attention_scores":
+            found = torch.where(visible, ats.attention_scores(q, k, **arguments), 0.0)
+        else:
+            results = ats.attend(q, k, value, kernel=kernel, return_weights=True, **arguments)
+            found = results[through == "weights"]
+        first = torch.autograd.grad((found**3).sum(), leaves, create_graph=True)
+        return [*first, *torch.autograd.grad(sum((x**2).sum() for x in first), leaves)]
+
+    wanted = both_derivatives(None)
+    for poison in (np.inf, -np.inf, np.nan):
+        for x, want in zip(both_derivatives(poison), wanted, strict=True):
+            torch.testing.assert_close(x, want)
 
 
 def _check_what_nobody_sees(call: Call, poison: float, framework: str) -> None:

@@ -29,6 +29,13 @@ struct Case : Drawn {
             head.numbers = memory.filled(rows * kNumbers, sum, 77, 1);
             // NaN shows where a pair that was not written is read.
             if (keeps) head.scores = memory.filled(rows * problem.key_len, sum, NAN, 1);
+            if (problem.matrix != PairMatrix::none) {
+                const int64_t pairs = rows * problem.key_len;
+                head.matrix = memory.filled(pairs, sum, 77, 1);
+                results.push_back({"matrix", sum, pairs, 1, head.matrix});
+                // Nothing else is computed.
+                if (problem.matrix == PairMatrix::scores) continue;
+            }
             results.push_back({"out", problem.value_dtype, out, 1, head.out});
             static constexpr const char* names[] = {"max", "total", "tilt", "squares", "count", "mean", "deviations"};
             for (int i = problem.maxima ? 0 : 2; i < kNumbers; ++i) {
@@ -37,7 +44,7 @@ struct Case : Drawn {
         }
         kernels.forward(problem, threads);
         for (const Head& head : problem.heads)
-            if (!problem.maxima) add_log_sum_exp(results, head);
+            if (!problem.maxima && problem.matrix != PairMatrix::scores) add_log_sum_exp(results, head);
         return results;
     }
 
@@ -136,7 +143,7 @@ struct Case : Drawn {
             line, sizeof line,
             "form %d activation %d score %d value %d grad %d bias %d queries %ld keys %ld dim %ld value_dim %ld heads "
             "%zu groups %zu full %d magnitude %g level %g scale %g slope %g caps %zu dropout %g planted %d; has:%s%s%s"
-            "%s%s%s%s%s",
+            "%s%s%s%s%s%s",
             static_cast<int>(p.form), static_cast<int>(p.activation), static_cast<int>(p.score_dtype),
             static_cast<int>(p.value_dtype), static_cast<int>(p.grad_dtype), static_cast<int>(p.bias_dtype),
             static_cast<long>(p.query_len), static_cast<long>(p.key_len), static_cast<long>(p.dim),
@@ -147,7 +154,10 @@ struct Case : Drawn {
                       : "",
             h.mask.data ? " mask" : "", h.query_ids.data ? " ids" : "", h.bias.data ? " bias" : "",
             h.query_bias.data ? " query_bias" : "", h.key_bias.data ? " key_bias" : "", h.scale ? " scales" : "",
-            keeps ? " kept scores" : "");
+            keeps ? " kept scores" : "",
+            p.matrix == PairMatrix::weights  ? " weights"
+            : p.matrix == PairMatrix::scores ? " scores"
+                                             : "");
         return line;
     }
 };

@@ -24,9 +24,27 @@ struct Drawn {
         if (problem.form == Form::additive && later.one_in(4)) draw_odd_weights();
         if (!problem.heads.empty() && random.one_in(3)) plant();
         problem.maxima = problem.full_statistics || later.coin();
+        draw_matrix();
     }
 
    private:
+    void draw_matrix() {
+        if (!later.one_in(3)) return;
+        problem.matrix = later.one_of({PairMatrix::weights, PairMatrix::weights, PairMatrix::scores});
+        // Who wants the scores alone has no values.
+        if (problem.matrix == PairMatrix::scores) problem.value_dim = 0;
+        const bool sinks = later.coin();
+        for (Head& head : problem.heads) {
+            if (sinks) {
+                char* sink = memory.filled(1, sum, 0, 1);
+                put(sink, sum, 3 * later.normal());
+                head.sink = sink;
+            }
+            head.grad_matrix = numbers_laid(memory, later, {later, problem.query_len, problem.key_len}, sum,
+                                            [&] { return later.normal(); });
+        }
+    }
+
     void draw_score() {
         Problem& p = problem;
         p.form = random.one_of({Form::inner, Form::inner, Form::additive, Form::additive, Form::distance});

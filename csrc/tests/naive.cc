@@ -153,6 +153,18 @@ void forward_row(const Reader& r, int64_t i) {
         const double x = numbers[1] == 0 ? sums[d] : sums[d] / numbers[1];
         put(h.out + (i * p.value_dim + d) * size_of(p.value_dtype), p.value_dtype, x);
     }
+    if (p.matrix != PairMatrix::none) {
+        const double sink = h.sink == nullptr ? -INFINITY : number(h.sink, r.sum);
+        const double highest = std::isnan(anchor) || sink <= anchor ? anchor : sink;
+        const double total = numbers[1] * std::exp(anchor - highest) + std::exp(sink - highest);
+        const bool weights = p.matrix == PairMatrix::weights;
+        char* to = h.matrix + i * p.key_len * size_of(r.sum);
+        for (int64_t j = 0; j < p.key_len; ++j) put(to + j * size_of(r.sum), r.sum, weights ? 0 : -INFINITY);
+        for (size_t n = 0; n < keys.size(); ++n) {
+            const double weight = scores[n] == -INFINITY ? 0 : std::exp(scores[n] - highest) / total;
+            put(to + keys[n] * size_of(r.sum), r.sum, weights ? weight : scores[n]);
+        }
+    }
     const int written = p.full_statistics ? kNumbers : 2;
     for (int n = 0; n < written; ++n) {
         put(h.numbers + (i * kNumbers + n) * size_of(r.sum), r.sum, numbers[n]);
@@ -201,7 +213,8 @@ void backward_row(const Reader& r, GroupSums& group, Sums& query, Sums& query_bi
         if (h.grad_entropy != nullptr) {
             dp -= r.number_of(h.grad_entropy, i) * ((weight == 0 ? 0 : log_p) + r.number_of(h.entropy, i));
         }
-        double ds = weight * dp;
+        const double own = p.matrix == PairMatrix::none ? 0 : at(h.grad_matrix, r.sum, i, j);
+        double ds = p.matrix == PairMatrix::scores ? own : weight * (dp + own);
         if (shared != nullptr) bias.add(i * shared->row_stride + j * shared->col_stride, ds);
         ds = ds == 0 ? 0 : ds * steep;
         query_bias.add(i, ds);

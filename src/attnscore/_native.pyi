@@ -14,6 +14,8 @@ Axes are the same everywhere; an axis of length 1 is broadcast where the text al
     out                     (*lead, head, group, query_len, value_dim)  C-contiguous; backward: any strides
     numbers of rows         (*lead, head, group, query_len, 1)          C-contiguous
     scores                  (*lead, head, group, query_len, key_len)    C-contiguous; additive only
+    attention_scores, attention_weights     as the scores; of any form
+    grad_attention_scores, grad_attention_weights   as the scores           broadcast, any strides
     grad_out                (*lead, head, group, query_len, value_dim)  any strides
     grad_query, grad_query_bias                 as the query; without the 1 in the end
     grad_key, grad_value, grad_key_bias, grad_weights (..., dim)        as the keys, but 1 in the axes of heads along
@@ -21,9 +23,10 @@ Axes are the same everywhere; an axis of length 1 is broadcast where the text al
     grad_bias               the shape of the bias itself
     grad_sink, grad_scales  (*lead, head, group)
 
-with one or more lead axes. bfloat16 and float16 arrays come as uint16, their bits. Numbers of rows, scores, gradients,
-weights, biases of rows and keys, and the sink are in the sum type: float64 for float64 values, float32 otherwise.
-Gradients are C-contiguous and are added to (zero them first), but for grad_sink, which is set.
+with one or more lead axes. bfloat16 and float16 arrays come as uint16, their bits. Numbers of rows, all scores and
+attention weights, gradients, weights, biases of rows and keys, and the sink are in the sum type: float64 for float64
+values, float32 otherwise. Gradients are C-contiguous and are added to (zero them first), but for grad_sink, which is
+set.
 
 A wrong dtype, or what is no array, raises TypeError; anything else that does not fit raises ValueError.
 """
@@ -54,8 +57,11 @@ def forward(score: _Score, inputs: _Inputs, rows: Sequence[_Optional], threads: 
     """Fill the rows.
 
     These are out, top, log_total = log sum exp(s - top) with the sink among the s, and what is not None of scores,
-    max_score, mean_score, var_score, entropy, max_weight, sum_sq_weights and sum_weights. The scores are for
-    `backward`: before biases and caps, and without a number where the intervals hide a pair.
+    attention_scores, attention_weights, max_score, mean_score, var_score, entropy, max_weight, sum_sq_weights and
+    sum_weights. The scores are for `backward`: before biases and caps, and without a number where the intervals hide a
+    pair. Attention scores are as they enter the softmax, -inf where masked; where they are wanted, all but top,
+    log_total and out is left as for rows that see nothing. Attention weights are before dropout; at most one of the
+    two is given.
     """
 
 def backward(
@@ -70,8 +76,9 @@ def backward(
     """Add to the gradients that are not None.
 
     They are those of query, key, value, query_bias, key_bias, bias, weights, sink and scales. `rows` are what the
-    forward gave and what comes in: out, top, log_total, entropy, scores, grad_out, grad_log_sum_exp, grad_entropy.
-    Without the scores they are computed again.
+    forward gave and what comes in: out, top, log_total, entropy, scores, attention_weights, grad_out,
+    grad_log_sum_exp, grad_entropy, grad_attention_scores, grad_attention_weights. Without the scores they are computed
+    again; attention_weights are given with their gradient.
     """
 
 _Place: TypeAlias = _Array | int
@@ -89,10 +96,14 @@ class Plain:
         weights: _Place,
         rows: _Place,
         scores: _Place,
+        attention_weights: _Place,
         threads: int,
         /,
     ) -> None:
-        """Fill `out`, and what is given of `rows`, the top and then the log_total of all, and of additive `scores`."""
+        """Fill `out`, and what is given of `rows`, `scores` (additive) and `attention_weights`.
+
+        `rows` holds the top of all rows and then their log_total.
+        """
 
     def backward(
         self,
@@ -103,7 +114,9 @@ class Plain:
         weights: _Place,
         rows: _Place,
         scores: _Place,
+        attention_weights: _Place,
         grad_out: _Place,
+        grad_attention_weights: _Place,
         grad_query: _Place,
         grad_key: _Place,
         grad_value: _Place,
@@ -111,7 +124,10 @@ class Plain:
         threads: int,
         /,
     ) -> None:
-        """Add to the gradients, which are in the sum type and in C order; `grad_out` lies as `out` does."""
+        """Add to the gradients, which are in the sum type and in C order.
+
+        `grad_out` lies as `out` does, and `grad_attention_weights`, where it is given, as `attention_weights`.
+        """
 
 def prepared(score: _Score, arrays: Sequence[_Optional], /) -> Plain:
     """Check examples of query, key, value and out, with weights, start and stop or None, as `forward` does.

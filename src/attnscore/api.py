@@ -103,20 +103,21 @@ def attend(
         problem, _ = pose(
             query, key, value, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink,
             dropout=dropout, seed=seed, head_axis=head_axis, statistics=statistics,
+            matrix="weights" if flag else None,
         )  # fmt: skip
         plan, chosen = tiling.planned(problem), kernels.choose(kernel, problem)
-        if not flag and (recipe := recipes.keep(name, (query, key, value), chosen, problem, plan)) is not None:
+        if (recipe := recipes.keep(name, (query, key, value), chosen, problem, plan)) is not None:
             return recipe(query, key, value, score)
         result = Run(chosen, problem, plan)()
-        return _present(problem, result, flag, bool(statistics))
+        return _present(problem, result, bool(statistics))
 
 
-def _present(problem: Problem, result: Result, return_weights: bool, return_stats: bool) -> Any:
+def _present(problem: Problem, result: Result, return_stats: bool) -> Any:
     """The result on the caller's axes."""
     ops, layout = problem.ops, problem.layout
     answer: list[Any] = [layout.outward(ops, result.out)]
-    if return_weights:
-        answer.append(blocks.weights(problem))
+    if problem.matrix is not None:
+        answer.append(layout.outward_scores(ops, ops.astype(result.matrix, problem.dtype)))
     if return_stats:
         answer.append(present_statistics(problem, result))
     return answer[0] if len(answer) == 1 else tuple(answer)
@@ -158,21 +159,23 @@ def attend_vjp(
     seed: int | None = None,
     head_axis: int = -3,
     kernel: str = "auto",
+    return_weights: bool = False,
     return_stats: bool | tuple[str, ...] = False,
 ) -> tuple[Any, Callable[..., Gradients]]:
     """`attend` for NumPy with its explicit pull-back: NumPy has no autodiff.
 
     Parameters
     ----------
-    query, key, value, score, mask, valid_lens, bias, sink, dropout, seed, head_axis, kernel, return_stats
-        As in `attend`.
+    query, key, value, score, mask, valid_lens, bias, sink, dropout, seed, head_axis, kernel
+        As in `attend`, as are `return_weights` and `return_stats`.
 
     Returns
     -------
     out : what `attend` returns
-    pullback : function of (grad_out, grad_log_sum_exp=None, grad_entropy=None) that gives `Gradients`
-        `grad_out` has the shape of out; the other two the shape of a statistic. A gradient into the entropy needs
-        ``return_stats`` to name it.
+    pullback : function of (grad_out, grad_log_sum_exp=None, grad_entropy=None, grad_weights=None) giving `Gradients`
+        `grad_out` has the shape of out, or is None; the next two have the shape of a statistic, `grad_weights` that of
+        the weights. A gradient into the entropy needs ``return_stats`` to name it, one into the weights
+        ``return_weights=True``.
 
     Raises
     ------
@@ -190,11 +193,12 @@ def attend_vjp(
     if ops.has_autodiff:
         hint = "attend() is differentiable there by itself"
         raise FrameworkError(message("query", "a NumPy array", f"one of {ops.name}", hint=hint))
-    statistics = wanted_statistics(return_stats)
+    statistics, flag = wanted_statistics(return_stats), check_flag("return_weights", return_weights)
     with ops.quiet():
         problem, score_pullback = pose(
             query, key, value, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink,
-            dropout=dropout, seed=seed, head_axis=head_axis, statistics=statistics, pullback=True,
+            dropout=dropout, seed=seed, head_axis=head_axis, statistics=statistics,
+            matrix="weights" if flag else None, pullback=True,
         )  # fmt: skip
         run = Run(kernels.choose(kernel, problem), problem, tiling.plan(problem)).with_backward()
         if not run.kernel.own_gradient:
@@ -207,20 +211,25 @@ def attend_vjp(
         outputs = run.forward(tuple(operands.values()))
     given = {"query": query, "key": key, "value": value, "bias": bias, "sink": sink}
 
-    def pullback(grad_out: Array, grad_log_sum_exp: Array = None, grad_entropy: Array = None) -> Gradients:
+    def pullback(
+        grad_out: Array, grad_log_sum_exp: Array = None, grad_entropy: Array = None, grad_weights: Array = None
+    ) -> Gradients:
         if grad_entropy is not None and "entropy" not in statistics:
             raise ArgumentError(
                 message("grad_entropy", "return_stats to name the entropy", f"return_stats={shown(return_stats)}")
             )
+        if grad_weights is not None and not flag:
+            raise ArgumentError(message("grad_weights", "return_weights=True", "False"))
         with ops.quiet():
-            rows = {"grad_out": grad_out, "grad_log_sum_exp": grad_log_sum_exp, "grad_entropy": grad_entropy}
+            rows = {"grad_out": grad_out, "grad_log_sum_exp": grad_log_sum_exp}
+            rows |= {"grad_entropy": grad_entropy} if "entropy" in statistics else {}
+            rows |= {"grad_weights": grad_weights} if flag else {}
             incoming = [blocks.row_gradient(problem, name, grad) for name, grad in rows.items()]
-            count = run.differentiable_outputs
-            found = run.backward(tuple(operands.values()), outputs[: run.kept_outputs], incoming[:count])
+            found = run.backward(tuple(operands.values()), outputs[: run.kept_outputs], incoming)
             grads = dict(zip(operands, found, strict=True))
             return gradients(problem, cast(Pullback, score_pullback)(grads), grads, given)
 
-    return _present(problem, run.result(outputs), False, bool(statistics)), pullback
+    return _present(problem, run.result(outputs), bool(statistics)), pullback
 
 
 def gradients(problem: Problem, by_score: ScoreGradients, grads: dict[str, Array], given: dict[str, Any]) -> Gradients:

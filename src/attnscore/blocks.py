@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
 
-from attnscore import engine, frameworks, kernels, tiling
+from attnscore import frameworks, kernels, tiling
 from attnscore.checks import is_number, is_whole, shown
 from attnscore.errors import ArgumentError, DtypeError, ShapeError, message
-from attnscore.frameworks.contract import FLOATING, Array, Framework, is_unknown
+from attnscore.frameworks.contract import FLOATING, Array, Framework
 from attnscore.grid import Grid
 from attnscore.kernels import Run
 from attnscore.masking import Intervals, Mask, Pieces
 from attnscore.pose import NO_VALUE, pose, without_value
-from attnscore.problem import Problem
+from attnscore.problem import PairMatrix, Problem
 from attnscore.scoring.forms import Role
-from attnscore.softmax import log_weights, whole_rows
+from attnscore.softmax import NEG_INF, log_weights
 
 HostIndex = np.ndarray[Any, Any]
-
-# Numbers that a score holds for its pairs at a time: 4 MB in float32, and a few arrays of that size.
-_HELD = 2**20
 
 
 def attention_weights(
@@ -80,13 +76,14 @@ def attention_weights(
         )
         rows = chosen(without_value(problem), query_index, None)
         if key_index is None:
-            return weights(rows)
+            return _outward(rows, matrix_of(rows, "weights"))
         # Normalised over all keys, of which only some are shown.
         result = Run(kernels.choose("auto", rows), rows, tiling.plan(rows))()
         block = chosen(rows, None, key_index)
-        scores, visible = scores_of(block)
+        scores = matrix_of(block, "scores")
         found = ops.exp(log_weights(ops, scores, result.top, result.log_total))
-        return _outward(block, found if visible is None else ops.where(visible, found, 0.0))
+        # Exactly 0 where masked, also beside a NaN that poisons the row.
+        return _outward(block, ops.where(scores == NEG_INF, 0.0, found))
 
 
 def attention_scores(
@@ -129,39 +126,17 @@ def attention_scores(
             sink=sink,
             head_axis=head_axis,
         )
-        problem = chosen(chosen(problem, query_index, None), None, key_index)
-        return _outward(problem, scores_of(problem)[0])
+        problem = chosen(chosen(without_value(problem), query_index, None), None, key_index)
+        return _outward(problem, matrix_of(problem, "scores"))
 
 
-def weights(problem: Problem) -> Array:
-    """All weights of a problem, on the caller's axes: from the bits of one block, so that its rows sum to 1."""
-    ops, sink = problem.ops, problem.sink
-    scores, visible = scores_of(problem)
-    if sink is not None:
-        sink = ops.astype(ops.reshape(sink, (*sink.shape, 1, 1)), problem.accumulator)
-    return _outward(problem, whole_rows(ops, scores, visible, sink))
-
-
-def scores_of(problem: Problem) -> tuple[Array, Array | None]:
-    """All scores of a problem (-inf where hidden), and which pairs are visible, in memory for these two.
-
-    A score that holds h numbers for each pair takes the keys in turns: at 131072 keys and h = 64 a row would take 34 MB
-    each for several arrays.
-    """
-    grid, ops = problem.grid, problem.ops
-    a_key = math.prod(1 if is_unknown(n) else n for n in grid.rows) * problem.form.values_per_pair()
-    step = max(1, _HELD // max(1, a_key))
-    one_turn = problem.form.values_per_pair() == 1 or is_unknown(grid.key_len) or grid.key_len <= step
-    if one_turn:
-        return engine.block_scores(problem, tiling.plan(problem))
-    parts = []
-    for first in range(0, grid.key_len, step):
-        part = chosen(problem, None, slice(first, first + step))
-        scores, visible = engine.block_scores(part, tiling.plan(part))
-        parts.append((scores, None if visible is None else ops.broadcast_to(visible, scores.shape)))
-    whole = ops.concat([scores for scores, _ in parts], -1)
-    masks = [visible for _, visible in parts if visible is not None]
-    return whole, ops.concat(masks, -1) if masks else None
+def matrix_of(problem: Problem, kind: PairMatrix) -> Array:
+    """Return the scores or weights of all pairs of a problem without values, on the uniform axes."""
+    if kind == "scores":
+        # A sink changes no score.
+        problem = dataclasses.replace(problem, sink=None)
+    problem = dataclasses.replace(problem, matrix=kind)
+    return Run(kernels.choose("auto", problem), problem, tiling.plan(problem))().matrix
 
 
 def _outward(problem: Problem, block: Array) -> Array:
@@ -266,20 +241,28 @@ def _index(name: str, index: Any, length: int) -> HostIndex | None:
 
 
 def row_gradient(problem: Problem, name: str, grad: Array | None) -> Array | None:
-    """An incoming gradient on the caller's axes (`grad_out`, or one number a row), on the uniform ones."""
+    """Check an incoming gradient on the caller's axes and bring it to the uniform ones.
+
+    It is `grad_out`, `grad_weights`, or one number a row.
+    """
     if grad is None:
         return None
-    ops, layout = problem.ops, problem.layout
+    ops, layout, grid = problem.ops, problem.layout, problem.grid
     if is_number(grad):
         grad = ops.asarray(float(grad), problem.value, problem.accumulator)
     frameworks.of({"query": problem.query, name: grad})
     if not ops.is_floating(grad):
         raise DtypeError(message(name, FLOATING, ops.dtype(grad)))
-    rows, last = problem.grid.rows, layout.value_dim if name == "grad_out" else 1
-    wanted = layout.outward(ops, ops.broadcast_to(ops.zeros((1,), problem.value), (*rows, last))).shape
-    wanted = tuple(wanted if name == "grad_out" else wanted[:-1])
+    if name == "grad_weights":
+        wanted = grid.user_shape
+    else:
+        last = layout.value_dim if name == "grad_out" else 1
+        wanted = layout.outward(ops, ops.broadcast_to(ops.zeros((1,), problem.value), (*grid.rows, last))).shape
+        wanted = tuple(wanted if name == "grad_out" else wanted[:-1])
     if tuple(grad.shape) != wanted:
         raise ShapeError(message(name, f"the shape {wanted}", tuple(grad.shape)))
+    if name == "grad_weights":
+        return ops.reshape(grad, (*grid.rows, grid.key_len))
     if name != "grad_out":
         grad = ops.expand_dims(grad, -1)
     return layout.output_inward(ops, grad)

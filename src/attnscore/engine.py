@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -21,9 +22,12 @@ from attnscore.grid import entries_of
 from attnscore.masking.shapes import Shaped
 from attnscore.problem import Problem
 from attnscore.scoring.contract import bad_rows
-from attnscore.scoring.forms import FormPullback, Role
+from attnscore.scoring.forms import FormPullback, Role, times
 from attnscore.softmax import NEG_INF
 from attnscore.tiling import Moving, Segment, TilePlan
+
+# Numbers that a score holds for its pairs at a time where the whole matrix is wanted: 4 MB in float32.
+MATRIX_VALUES = 2**20
 
 Span = tuple[int, int]
 """(start, count) of rows or keys."""
@@ -39,6 +43,8 @@ class Result:
     log_total: Array
     """log sum exp(s - top): -inf in a row that sees nothing."""
     statistics: dict[str, Array]
+    matrix: Array | None = None
+    """`Problem.matrix`, in the dtype of sums."""
     scores: Array | None = None
     """From a kernel that keeps them for its backward, of short calls: all scores as it has them."""
 
@@ -57,6 +63,8 @@ class _Guard:
     bad_query: Array | None
     bad_key: Array | None
     value_is_finite: bool
+    keeps_infinity: bool = False
+    """Whether infinities may stand in query and key, whose masked pairs are then computed from zeros."""
 
 
 def _with_shapes_that_fit(problem: Problem) -> Problem:
@@ -91,7 +99,8 @@ def _guarded(problem: Problem) -> _Guard:
         {name: ops.where(bad[problem.form.role(name)], 0.0, x) for name, x in arrays.items()}
     )
     problem = dataclasses.replace(problem, form=clean)
-    return _Guard(problem, bad["query"], ops.matrix_transpose(bad["key"]), value_is_finite)
+    bad_query, bad_key = bad["query"], ops.matrix_transpose(bad["key"])
+    return _Guard(problem, bad_query, bad_key, value_is_finite, clean.keeps_infinity)
 
 
 def _cut(ops: Framework, x: Array, axis: int, span: Span) -> Array:
@@ -115,30 +124,46 @@ def _tile_scores(
         x = x if role == "shared" else _cut(ops, x, -2, spans[role])
         return ops.astype(x, dtype) if ops.dtype(x) in ("float16", "bfloat16") else x
 
-    scores, pullback = problem.form.part(cut).scores_and_pullback(ops)
-    scores = ops.astype(scores, dtype)
-    if guard.bad_query is not None:
-        bad = ops.logical_or(_cut(ops, guard.bad_query, -2, rows), _cut(ops, guard.bad_key, -1, cols))
-        scores = ops.where(bad, float("nan"), scores)
-    visible = plan.visible(ops, problem.grid, scores, rows, cols) if partial else None
+    visible = plan.visible(ops, problem.grid, problem.value, rows, cols) if partial else None
+    bias: Any = 0.0
     if problem.bias is not None:
         bias = ops.astype(_cut_bias(ops, _cut_bias(ops, problem.bias, -1, cols), -2, rows), dtype)
         allowed = bias != NEG_INF
         visible = allowed if visible is None else ops.logical_and(visible, allowed)
+    form = problem.form.part(cut)
+    scores, pullback = form.scores_and_pullback(ops, visible if guard.keeps_infinity else None)
+    scores = ops.astype(scores, dtype)
+    if guard.bad_query is not None:
+        bad = ops.logical_or(_cut(ops, guard.bad_query, -2, rows), _cut(ops, guard.bad_key, -1, cols))
+        scores = ops.where(bad, float("nan"), scores)
+    if problem.bias is not None:
         scores = scores + ops.where(visible, bias, 0.0)
     if visible is not None:
         scores = ops.where(visible, scores, NEG_INF)
     return scores, visible, pullback
 
 
-def block_scores(problem: Problem, plan: TilePlan) -> tuple[Array, Array | None]:
-    """All scores of a problem as one tile (-inf where hidden), and which pairs are visible: O(n^2) by nature."""
-    grid = problem.grid
-    guard = _guarded(_with_shapes_that_fit(problem))
-    scores, visible, _ = _tile_scores(
-        guard, plan, (0, grid.query_len), (0, grid.key_len), partial=problem.mask is not None
-    )
-    return problem.ops.broadcast_to(scores, (*grid.rows, grid.key_len)), visible
+def _row_scores(guard: _Guard, plan: TilePlan, rows: Span) -> tuple[Array, Array | None]:
+    """Scores of some queries against every key (-inf where masked), and which pairs are unmasked (None: all).
+
+    A score that holds h numbers for each pair takes some keys at a time: at 131072 keys and h = 64 one query would
+    take 34 MB for each of several arrays.
+    """
+    problem, ops, key_len = guard.problem, guard.problem.ops, guard.problem.grid.key_len
+    shape = (*problem.grid.rows[:-1], rows[1], key_len)
+    each = problem.form.values_per_pair()
+    held = math.prod(1 if is_unknown(n) else n for n in shape[:-1]) * each
+    step = key_len if each == 1 or is_unknown(key_len) else max(1, min(key_len, MATRIX_VALUES // max(1, held)))
+    parts = []
+    for first in (0,) if is_unknown(key_len) else range(0, max(1, key_len), max(1, step)):
+        cols = (first, step if is_unknown(key_len) else min(step, key_len - first))
+        scores, visible, _ = _tile_scores(guard, plan, rows, cols, partial=problem.mask is not None)
+        parts.append((ops.broadcast_to(scores, (*shape[:-1], cols[1])), visible))
+    if len(parts) == 1:
+        return parts[0]
+    scores = ops.concat([scores for scores, _ in parts], -1)
+    seen = [ops.broadcast_to(visible, part.shape) for part, visible in parts if visible is not None]
+    return scores, ops.concat(seen, -1) if seen else None
 
 
 def _escaping(ops: Framework, visible: Array, x: Array) -> Array:
@@ -237,8 +262,7 @@ def forward(problem: Problem, plan: TilePlan) -> Result:
     sink = None if problem.sink is None else ops.astype(ops.reshape(problem.sink, (*problem.sink.shape, 1, 1)), dtype)
 
     def some_rows(tile: Any, rows: Span) -> tuple[Array, ...]:
-        def visit(state: softmax.RowState, cols: Span, partial: bool) -> softmax.RowState:
-            scores, visible, _ = _tile_scores(guard, plan, rows, cols, partial)
+        def absorb(state: softmax.RowState, scores: Array, visible: Array | None, cols: Span) -> softmax.RowState:
             value = ops.astype(_cut(ops, problem.value, -2, cols), dtype)
 
             def pool(weights: Array) -> Array:
@@ -248,24 +272,38 @@ def forward(problem: Problem, plan: TilePlan) -> Result:
 
             return softmax.absorb(ops, state, scores, visible, pool, wanted)
 
-        state = softmax.start(ops, (*grid.rows[:-1], rows[1]), problem.layout.value_dim, problem.value, dtype, wanted)
-        segments = plan.segments_of(ops, tile, problem.value) if plan.segments else ()
-        state = _walk(ops, segments, plan, visit, state)
-        out, top, log_total, statistics = softmax.finish(ops, state, sink, wanted)
-        return ops.astype(out, problem.dtype), top, log_total, *statistics.values()
+        def visit(state: softmax.RowState, cols: Span, partial: bool) -> softmax.RowState:
+            scores, visible, _ = _tile_scores(guard, plan, rows, cols, partial)
+            return absorb(state, scores, visible, cols)
 
-    out, top, log_total, *statistics = _by_rows(ops, plan, some_rows, operands(problem).values())
+        state = softmax.start(ops, (*grid.rows[:-1], rows[1]), problem.layout.value_dim, problem.value, dtype, wanted)
+        matrix: tuple[Array, ...] = ()
+        if problem.matrix is not None:
+            scores, visible = _row_scores(guard, plan, rows)
+            matrix = (softmax.whole_rows(ops, scores, visible, sink) if problem.matrix == "weights" else scores,)
+        if problem.matrix is None or problem.layout.value_dim > 0:
+            # The same tiles with and without the matrix, so that it changes no bit of the output.
+            segments = plan.segments_of(ops, tile, problem.value) if plan.segments else ()
+            state = _walk(ops, segments, plan, visit, state)
+        elif problem.matrix == "weights" and scores.shape[-1] != 0:
+            state = absorb(state, scores, visible, (0, grid.key_len))
+        out, top, log_total, statistics = softmax.finish(ops, state, sink, wanted)
+        return ops.astype(out, problem.dtype), top, log_total, *matrix, *statistics.values()
+
+    out, top, log_total, *rest = _by_rows(ops, plan, some_rows, operands(problem).values())
+    matrix = None if problem.matrix is None else rest.pop(0)
     names = [name for name in wanted if name != "log_sum_exp"]
-    return Result(out, top, log_total, dict(zip(names, statistics, strict=True)))
+    return Result(out, top, log_total, dict(zip(names, rest, strict=True)), matrix)
 
 
 @dataclass(frozen=True, eq=False)
 class RowGradients:
-    """Gradients that come into the rows: of the output, and of log-sum-exp and entropy where there are any."""
+    """Gradients that come into the rows: of the output, and of log-sum-exp, entropy and matrix where there are any."""
 
     out: Array | None
     log_sum_exp: Array | None = None
     entropy: Array | None = None
+    matrix: Array | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -277,9 +315,10 @@ class _Rows:
     top: Array
     log_total: Array
     shift: Array
-    """What a row adds to the gradient of all its log-weights: dlse - dout . out."""
+    """What a row adds to the gradient of all its log-weights: dlse - dout . out - dweights . weights."""
     grad_entropy: Array | None
     entropy: Array | None
+    grad_matrix: Array | None
 
     def softmax_pullback(self, ops: Framework, p: Array, log_p: Array, grad_p: Array | float, rows: Span) -> Array:
         # p = exp(s - top - log total); H = -sum p log p
@@ -294,14 +333,21 @@ def _rows_of(problem: Problem, plan: TilePlan, result: Result, grads: RowGradien
     """What a backward knows of each row, from the forward's result and the gradients that come in."""
     ops, dtype = problem.ops, problem.accumulator
     grad_out = ops.zeros(ops.shape(result.out), result.out) if grads.out is None else grads.out
+    pairs = [(result.out, grad_out)]
+    if problem.matrix == "weights" and grads.matrix is not None:
+        pairs.append((result.matrix, grads.matrix))
 
     def some_rows(_: Any, rows: Span) -> tuple[Array]:
         # out = sum_j p_j v_j, so sum_j p_j dp_j = dout . out; a row that sees no key has out = 0 and ignores dout.
-        out, grad = (ops.astype(_cut(ops, x, -2, rows), dtype) for x in (result.out, grad_out))
-        return (-ops.sum(ops.where(out == 0, 0.0, grad * out), axis=-1, keepdims=True),)
+        # A gradient into the weights adds dw to dp, and so p . dw to the sum.
+        shift: Any = 0.0
+        for pair in pairs:
+            x, grad = (ops.astype(_cut(ops, x, -2, rows), dtype) for x in pair)
+            shift = shift - ops.sum(times(ops, x, grad), axis=-1, keepdims=True)
+        return (shift,)
 
     # By tiles of rows: products of the whole would be the largest arrays of the backward.
-    (shift,) = _by_rows(ops, plan, some_rows, (result.out, grad_out))
+    (shift,) = _by_rows(ops, plan, some_rows, [x for pair in pairs for x in pair])
     return _Rows(
         grad_out=grad_out,
         grad_is_finite=(problem.mask is None and problem.bias is None) or ops.surely_finite(grad_out),
@@ -310,6 +356,7 @@ def _rows_of(problem: Problem, plan: TilePlan, result: Result, grads: RowGradien
         shift=shift if grads.log_sum_exp is None else shift + grads.log_sum_exp,
         grad_entropy=grads.entropy,
         entropy=result.statistics.get("entropy"),
+        grad_matrix=grads.matrix,
     )
 
 
@@ -319,6 +366,15 @@ def _tile_gradients(
     """One tile's gradient of every operand but the sink, not yet summed over broadcast axes."""
     problem, ops, dtype = guard.problem, guard.problem.ops, guard.problem.accumulator
     scores, visible, score_pullback = _tile_scores(guard, plan, rows, cols, partial)
+    grad_matrix = None
+    if known.grad_matrix is not None:
+        grad_matrix = ops.astype(_cut(ops, _cut(ops, known.grad_matrix, -2, rows), -1, cols), dtype)
+    if problem.matrix == "scores":
+        # The caller has the scores alone: no weight, and an output without numbers.
+        grad_scores = 0.0 * scores if grad_matrix is None else grad_matrix
+        grad_scores = grad_scores if visible is None else ops.where(visible, grad_scores, 0.0)
+        found = {**score_pullback(grad_scores), "value": ops.astype(0.0 * _cut(ops, problem.value, -2, cols), dtype)}
+        return found if problem.bias is None else {**found, "bias": grad_scores}
     log_p = softmax.log_weights(ops, scores, *(_cut(ops, x, -2, rows) for x in (known.top, known.log_total)))
     p = ops.exp(log_p)
     if visible is not None:
@@ -332,6 +388,8 @@ def _tile_gradients(
     if problem.dropout is not None:
         keep = dropouts.kept(ops, problem.dropout, problem.grid, value, rows, cols, dtype)
         grad_p, pooling = grad_p * keep, p * keep
+    if grad_matrix is not None:
+        grad_p = grad_p + grad_matrix
     seen_by = None if visible is None else ops.matrix_transpose(visible)
     grad_value = _pooled(ops, ops.matrix_transpose(pooling), seen_by, grad_out, known.grad_is_finite)
     grad_scores = known.softmax_pullback(ops, p, log_p, grad_p, rows)

@@ -20,7 +20,6 @@ from attnscore.errors import ArgumentError, message
 from attnscore.frameworks.contract import Array, is_unknown
 from attnscore.pose import NO_VALUE, pose, without_value
 from attnscore.problem import Problem
-from attnscore.softmax import whole_rows
 
 # Weights held at a time while their largest are sought: 4 MB in float32, and a few arrays of that size.
 _HELD = 2**20
@@ -93,13 +92,11 @@ def top_weights(
 
 
 def _top_of_rows(problem: Problem, rows: slice, k: int) -> tuple[Array, Array]:
-    ops, sink = problem.ops, problem.sink
+    ops = problem.ops
     seen = _seen_by(problem, rows, k)
     block = blocks.chosen(problem, rows, None)
-    scores, visible = blocks.scores_of(block if seen is None else blocks.chosen(block, None, seen))
-    if sink is not None:
-        sink = ops.astype(ops.reshape(sink, (*sink.shape, 1, 1)), problem.accumulator)
-    weights, index = ops.largest(whole_rows(ops, scores, visible, sink), k)
+    block = block if seen is None else blocks.chosen(block, None, seen)
+    weights, index = ops.largest(blocks.matrix_of(block, "weights"), k)
     return weights, index if seen is None else index + seen.start
 
 

@@ -59,6 +59,8 @@ class PlainCall:
     stored: str
     gradients: tuple[Gradient, ...]
     """Of query, key, value and an additive score's w_v."""
+    weights_shape: tuple[int, ...] | None
+    """Of the matrix of weights, where it is returned too."""
     score: Any
     """None where it is the caller's, whose arrays are not held."""
     mask: Known | None
@@ -67,39 +69,48 @@ class PlainCall:
     facts: tuple[Hashable, ...]
     """How query, key, value and w_v lie in memory."""
 
-    def __call__(self, query: Array, key: Array, value: Array, score: Any) -> Array:
-        arrays = (query, key, value, score.w_v) if type(score) is Additive else (query, key, value)
-        if self.ops.has_plain_tape and self.ops.on_tape(*arrays):
-            found: Array = self.ops.differentiable(_Recorded(self, score), arrays)[0]
-            return found
-        return self.forward(arrays, 0, 0)
+    def __call__(self, query: Array, key: Array, value: Array, score: Any) -> Any:
+        ops, arrays = self.ops, (query, key, value, score.w_v) if type(score) is Additive else (query, key, value)
+        if ops.has_plain_tape and ops.on_tape(*arrays):
+            found = ops.differentiable(_Recorded(self, score), arrays)
+        else:
+            found = self.forward(arrays, 0, 0)
+        return found[0] if self.weights_shape is None else (found[0], ops.astype(found[1], self.dtype))
 
-    def forward(self, arrays: Sequence[Array], rows: Place, scores: Place) -> Array:
-        """The output; what a gradient needs besides is filled, where there is any."""
+    def forward(self, arrays: Sequence[Array], rows: Place, scores: Place) -> tuple[Array, ...]:
+        """The output, and the weights where they are returned; `rows` and `scores` are filled for a gradient, or 0."""
         ops = self.ops
         out = aligned(np.empty, self.shape, self.stored) if ops.wants_aligned else np.empty(self.shape, self.stored)
+        matrix: Place = 0 if self.weights_shape is None else aligned(np.empty, self.weights_shape, self.sums)
         query, key, value, weights = self._places(arrays)
-        self.prepared.forward(query, key, value, out, weights, rows, scores, ops.threads(get_num_threads()))
+        self.prepared.forward(query, key, value, out, weights, rows, scores, matrix, ops.threads(get_num_threads()))
         found = ops.from_memory(out, self.dtype, arrays[2])
-        return ops.swap_axes(found, -3, -2) if self.layout.has_heads_behind else found
+        found = ops.swap_axes(found, -3, -2) if self.layout.has_heads_behind else found
+        return (found,) if isinstance(matrix, int) else (found, ops.from_memory(matrix, self.sums, arrays[2]))
 
     def fits(self, arrays: Sequence[Array], kept: Sequence[Array]) -> bool:
         """Whether arrays and what a forward has kept of them still are as `backward` takes them."""
         if tuple(_facts_of(self.ops, x) for x in arrays) != self.facts:
             return False
-        return [self.ops.dtype(x) for x in kept] == [self.dtype, self.sums, self.sums][: len(kept)]
+        return [self.ops.dtype(x) for x in kept] == [self.dtype, *[self.sums] * (len(kept) - 1)]
 
-    def backward(self, arrays: Sequence[Array], kept: Sequence[Array], grad_out: Array) -> list[Array]:
-        """The gradients of `arrays`; `kept`: the output, the rows, and the scores if they are kept."""
+    def backward(
+        self, arrays: Sequence[Array], kept: Sequence[Array], grad_out: Array, grad_weights: Array | None
+    ) -> list[Array]:
+        """The gradients of `arrays`; `kept`: the output, the weights if returned, the rows, the scores if kept."""
         ops = self.ops
         # A framework's own zeros wake its threads, which go on spinning beside ours.
         filled = [np.zeros(gradient.filled, self.sums) for gradient in self.gradients]
         query, key, value, weights = self._places(arrays)
         out, *others = kept
-        rows, scores = (*(np.ascontiguousarray(ops.memory(x)) for x in others), 0)[:2]
+        of_weights = 0 if self.weights_shape is None else 1
+        matrix = others[0] if of_weights and grad_weights is not None else None
+        rows, scores = (*(np.ascontiguousarray(ops.memory(x)) for x in others[of_weights:]), 0)[:2]
+        pairs = (0 if x is None else np.ascontiguousarray(ops.memory(x)) for x in (matrix, grad_weights))
+        matrix, grad_matrix = pairs
         self.prepared.backward(
-            query, key, value, self._in_order(out), weights, rows, scores, self._in_order(grad_out),
-            *filled, *(0 for _ in range(len(filled), WEIGHTS + 1)), ops.threads(get_num_threads()),
+            query, key, value, self._in_order(out), weights, rows, scores, matrix, self._in_order(grad_out),
+            grad_matrix, *filled, *(0 for _ in range(len(filled), WEIGHTS + 1)), ops.threads(get_num_threads()),
         )  # fmt: skip
         found = (self.outward(ops.from_memory(x, self.sums, arrays[2]), i, arrays[i]) for i, x in enumerate(filled))
         return [ops.astype(grad, ops.dtype(x)) for grad, x in zip(found, arrays, strict=True)]
@@ -127,11 +138,13 @@ class _Recorded:
     call: PlainCall
     score: Any
 
-    differentiable_outputs = 1
+    @property
+    def differentiable_outputs(self) -> int:
+        return 1 if self.call.weights_shape is None else 2
 
     @property
     def kept_outputs(self) -> int:
-        return 2 if self.call.prepared.scores is None else 3
+        return self.differentiable_outputs + (1 if self.call.prepared.scores is None else 2)
 
     def constants(self) -> tuple[Array, ...]:
         return ()
@@ -143,7 +156,7 @@ class _Recorded:
         return self
 
     def without_scores(self, outputs: tuple[Array, ...]) -> tuple[Array, ...]:
-        return outputs[:1]
+        return outputs[: self.differentiable_outputs]
 
     def streaming(self) -> _Recorded:
         # For frameworks that differentiate a backward by tracing it: theirs is no plain tape.
@@ -153,8 +166,8 @@ class _Recorded:
         call = self.call
         shapes = [(2, math.prod(call.shape[:-1])), call.prepared.scores]
         kept = [np.empty(shape, call.sums) for shape in shapes if shape is not None]
-        out = call.forward(arrays, kept[0], 0 if len(kept) == 1 else kept[1])
-        return out, *(call.ops.from_memory(x, call.sums, arrays[2]) for x in kept)
+        found = call.forward(arrays, kept[0], 0 if len(kept) == 1 else kept[1])
+        return *found, *(call.ops.from_memory(x, call.sums, arrays[2]) for x in kept)
 
     def backward(
         self,
@@ -163,35 +176,53 @@ class _Recorded:
         grads: Sequence[Array | None],
         wanted: Sequence[bool] | None = None,
     ) -> tuple[Array | None, ...]:
-        call, grad_out = self.call, grads[0]
+        call, ops, (grad_out, grad_weights) = self.call, self.call.ops, (*grads, None)[:2]
         if grad_out is None:
-            return (None,) * len(arrays)
-        ops, tensors = call.ops, (*arrays, *outputs, grad_out)
-        if ops.on_tape(*arrays, grad_out) or not all(map(ops.readable, tensors)) or not call.fits(arrays, outputs):
-            found = self._posed(arrays, outputs, grad_out)
+            if grad_weights is None:
+                return (None,) * len(arrays)
+            grad_out = ops.zeros(outputs[0].shape, outputs[0])
+        incoming = (grad_out,) if grad_weights is None else (grad_out, grad_weights)
+        tensors = (*arrays, *outputs, *incoming)
+        if ops.on_tape(*arrays, *incoming) or not all(map(ops.readable, tensors)) or not call.fits(arrays, outputs):
+            found = self._posed(arrays, outputs, grad_out, grad_weights)
         else:
-            found = call.backward(arrays, outputs, grad_out)
+            found = call.backward(arrays, outputs, grad_out, grad_weights)
         return tuple(grad if wanted is None or wanted[i] else None for i, grad in enumerate(found))
 
-    def _posed(self, arrays: Sequence[Array], outputs: Sequence[Array], grad_out: Array) -> list[Array]:
+    def _posed(
+        self, arrays: Sequence[Array], outputs: Sequence[Array], grad_out: Array, grad_weights: Array | None
+    ) -> list[Array]:
         """The gradients on the checked path."""
         call, ops = self.call, self.call.ops
         score = dataclasses.replace(self.score, w_v=arrays[WEIGHTS]) if len(arrays) > WEIGHTS else call.score
-        problem, _ = pose(*arrays[:WEIGHTS], score=score, mask=call.mask, head_axis=call.layout.head_axis)
+        has_weights = call.weights_shape is not None
+        problem, _ = pose(
+            *arrays[:WEIGHTS],
+            score=score,
+            mask=call.mask,
+            head_axis=call.layout.head_axis,
+            matrix="weights" if has_weights else None,
+        )
         run = Run(call.kernel, problem, tiling.plan(problem))
         named = run.operands()
         given = tuple(named.values())
         grad_out, is_taped = problem.layout.output_inward(ops, grad_out), ops.on_tape(*arrays)
-        if is_taped or not all(map(ops.readable, (*given, grad_out))):
+        pairs = (*problem.grid.rows, problem.grid.key_len)
+        incoming = [grad_out, None]
+        if has_weights:
+            incoming.append(None if grad_weights is None else ops.reshape(grad_weights, pairs))
+        if is_taped or not all(ops.readable(x) for x in (*given, *incoming) if x is not None):
             run = run.streaming()
         with ops.quiet():
             if is_taped:
                 # What is kept carries no gradient here.
                 kept = run.forward(given)[: run.kept_outputs]
             else:
-                top, log_total = (ops.reshape(outputs[1][i], (*problem.grid.rows, 1)) for i in range(2))
-                kept = (problem.layout.output_inward(ops, outputs[0]), log_total, top)
-            found = dict(zip(named, run.backward(given, kept, (grad_out, None)), strict=True))
+                rows = outputs[self.differentiable_outputs]
+                top, log_total = (ops.reshape(rows[i], (*problem.grid.rows, 1)) for i in range(2))
+                matrix = (ops.reshape(outputs[1], pairs),) if has_weights else ()
+                kept = (problem.layout.output_inward(ops, outputs[0]), log_total, *matrix, top)
+            found = dict(zip(named, run.backward(given, kept, incoming), strict=True))
         return [call.outward(found[name], i, x) for i, (name, x) in enumerate(zip(_OPERANDS, arrays, strict=False))]
 
 
@@ -212,7 +243,8 @@ def prepare(arrays: tuple[Array, Array, Array], kernel: Kernel, problem: Problem
     given = (*arrays, problem.score.w_v) if additive else arrays
     return PlainCall(
         ops, problem.dtype, problem.accumulator, layout, (*grid.user_shape[:-1], layout.value_dim), stored,
-        tuple(_gradients(problem, given, prepared)), None if additive else problem.score, problem.mask, kernel,
+        tuple(_gradients(problem, given, prepared)), grid.user_shape if problem.matrix else None,
+        None if additive else problem.score, problem.mask, kernel,
         prepared, tuple(_facts_of(ops, x) for x in given),
     )  # fmt: skip
 

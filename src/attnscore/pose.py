@@ -15,7 +15,7 @@ from attnscore.errors import ArgumentError, ShapeError, message, with_shapes
 from attnscore.frameworks.contract import Array, Framework
 from attnscore.grid import Layout
 from attnscore.masking import Mask, as_mask, recognised
-from attnscore.problem import Problem, check_arrays, check_bias, check_sink
+from attnscore.problem import PairMatrix, Problem, check_arrays, check_bias, check_sink
 from attnscore.recall import Memory
 from attnscore.scoring.contract import Pullback
 from attnscore.softmax import STATISTICS
@@ -39,6 +39,7 @@ def pose(
     seed: int | None = None,
     head_axis: int = -3,
     statistics: tuple[str, ...] = (),
+    matrix: PairMatrix | None = None,
     pullback: bool = False,
 ) -> tuple[Problem, Pullback | None]:
     """Check everything, lower the score, and put all on the uniform axes.
@@ -82,6 +83,7 @@ def pose(
         sink=None if sink is None else check_sink(ops, sink, layout, query),
         dropout=check_dropout(dropout, ops.as_seed(seed), lambda: ops.draw_seed(query)),
         statistics=statistics,
+        matrix=matrix,
     )
     return problem, score_pullback
 

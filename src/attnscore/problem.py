@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from attnscore.frameworks.contract import FLOATING, Array, Framework, accumulato
 from attnscore.grid import Grid, Layout, Shape, check_broadcast
 from attnscore.masking import Mask, Pieces, split
 from attnscore.scoring.forms import Form
+
+PairMatrix = Literal["scores", "weights"]
+"""Scores as they enter the softmax, -inf where masked; or weights, before dropout."""
 
 # The uniform axes and a tile's own are a few more than the caller's, and NumPy broadcasts 32 (64 from version 2).
 MOST_AXES = 16
@@ -42,6 +45,8 @@ class Problem:
     sink: Array | None = None
     dropout: Dropout | None = None
     statistics: tuple[str, ...] = ()
+    matrix: PairMatrix | None = None
+    """Which matrix of all (query, key) pairs is wanted beside the output: O(n^2) memory."""
 
     @property
     def grid(self) -> Grid:

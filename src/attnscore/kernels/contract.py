@@ -21,9 +21,6 @@ from attnscore.tiling import TilePlan
 
 DIFFERENTIABLE = ("log_sum_exp", "entropy")
 """Statistics through which a gradient flows, streamed; the others are detached."""
-ENTROPY = 2
-"""Place of the entropy among the outputs of a run, where it is wanted."""
-
 Place: TypeAlias = int | HostArray
 
 
@@ -31,11 +28,11 @@ Place: TypeAlias = int | HostArray
 class Prepared:
     """A plain problem (plain_calls.py) that was checked once: it runs on places of memory (`Framework.place`)."""
 
-    forward: Callable[[Place, Place, Place, HostArray, Place, Place, Place, int], None]
+    forward: Callable[[Place, Place, Place, HostArray, Place, Place, Place, Place, int], None]
     """Of query, key, value, what is filled, the w_v of an additive score or 0, the rows and the scores that a gradient
-    needs or 0, and a number of threads."""
+    needs or 0, the matrix of weights or 0, and a number of threads."""
     backward: Callable[..., None]
-    """Of the same, but the gradient of the output behind the scores, and then what the gradients are added to."""
+    """Of the same, but the gradients of output and weights (or 0) behind the weights, and then what is added to."""
     gradients: tuple[tuple[int, ...], ...]
     """Shapes of the gradients of query, key, value and w_v, in the dtype of sums."""
     scores: tuple[int, ...] | None
@@ -101,8 +98,8 @@ class Kernel(ABC):
 class Run:
     """A kernel on a problem as a function of arrays alone: what a framework's gradient hook can hold.
 
-    Outputs are (out, log_total, entropy if wanted, top, scores if kept, then the other statistics). The first
-    ``differentiable_outputs`` carry gradients; all before the other statistics are kept for the backward.
+    Outputs are (out, log_total, entropy and matrix if wanted, top, scores if kept, then the other statistics). The
+    first ``differentiable_outputs`` carry gradients; all before the other statistics are kept for the backward.
     """
 
     kernel: Kernel
@@ -115,8 +112,14 @@ class Run:
         return tuple(name for name in self.problem.statistics if name not in DIFFERENTIABLE)
 
     @property
+    def _differentiable(self) -> tuple[str, ...]:
+        """The outputs that carry gradients, by their names in `RowGradients`."""
+        entropy = ("entropy",) if "entropy" in self.problem.statistics else ()
+        return ("out", "log_sum_exp", *entropy, *(() if self.problem.matrix is None else ("matrix",)))
+
+    @property
     def differentiable_outputs(self) -> int:
-        return 2 + ("entropy" in self.problem.statistics)
+        return 2 + ("entropy" in self.problem.statistics) + (self.problem.matrix is not None)
 
     @property
     def kept_outputs(self) -> int:
@@ -173,18 +176,20 @@ class Run:
     def forward(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
         result = self.kernel.forward(self._with(arrays), self.plan)
         entropy = (result.statistics["entropy"],) if "entropy" in self.problem.statistics else ()
+        matrix = () if self.problem.matrix is None else (result.matrix,)
         scores = (result.scores,) if self.kernel.keeps_scores else ()
         others = (result.statistics[name] for name in self.statistics)
-        return (result.out, result.log_total, *entropy, result.top, *scores, *others)
+        return (result.out, result.log_total, *entropy, *matrix, result.top, *scores, *others)
 
     def result(self, outputs: Sequence[Array]) -> Result:
         """The outputs by name."""
         count = self.differentiable_outputs
         statistics = dict(zip(self.statistics, outputs[self.kept_outputs :], strict=False))
-        if count > ENTROPY:
-            statistics["entropy"] = outputs[ENTROPY]
+        named = dict(zip(self._differentiable, outputs, strict=False))
+        if "entropy" in named:
+            statistics["entropy"] = named["entropy"]
         scores = outputs[count + 1] if self.kernel.keeps_scores else None
-        found = Result(outputs[0], outputs[count], outputs[1], statistics, scores)
+        found = Result(outputs[0], outputs[count], outputs[1], statistics, named.get("matrix"), scores)
         if "log_sum_exp" in self.problem.statistics:
             statistics["log_sum_exp"] = found.log_sum_exp
         return found
@@ -204,7 +209,8 @@ class Run:
         ops, names = self.problem.ops, tuple(self.operands())
         chosen = frozenset(names if wanted is None else itertools.compress(names, wanted))
         with ops.quiet():
-            result, incoming = self.result(outputs), RowGradients(*grads)
+            result = self.result(outputs)
+            incoming = RowGradients(**dict(zip(self._differentiable, grads, strict=False)))
             found = self.kernel.backward(self._with(arrays), self.plan, result, incoming, chosen)
             return tuple(
                 ops.astype(found[name], ops.dtype(x)) if name in chosen else None

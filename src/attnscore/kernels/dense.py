@@ -68,7 +68,9 @@ class Dense(Kernel):
             pooling = weights * dropouts.kept(ops, problem.dropout, grid, value, *spans, dtype)
         out = _pool(ops, pooling, visible, value)
         statistics = _statistics(ops, problem, hidden_to_all, visible, every_weight, weights)
-        return Result(ops.astype(out, problem.dtype), top, log_total, statistics)
+        matrix = hidden_to_all if problem.matrix == "scores" else weights
+        found = None if problem.matrix is None else matrix
+        return Result(ops.astype(out, problem.dtype), top, log_total, statistics, found)
 
     def backward(
         self, problem: Problem, plan: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]

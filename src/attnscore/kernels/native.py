@@ -105,6 +105,8 @@ class Native(Kernel):
             return None
         if any(x is not None for x in (problem.bias, problem.sink, problem.dropout, plan.rest)) or problem.statistics:
             return None
+        if problem.matrix == "scores":
+            return None
         score, arrays = inputs.told(problem, {})
         if "query_bias" in arrays or "key_bias" in arrays:
             return None
@@ -128,16 +130,19 @@ class Native(Kernel):
             return engine.forward(problem, plan)
         fill = _fill(problem, plan, self.keeps_scores)
         out, *numbers = fill(*inputs.words(problem, plan), ops.threads(get_num_threads()))
-        top, log_total, scores, *statistics = (None if x is None else ops.from_memory(x, sums, like) for x in numbers)
+        top, log_total, scores, raw, weights, *statistics = (
+            None if x is None else ops.from_memory(x, sums, like) for x in numbers
+        )
         found = {name: x for name, x in zip(STATISTICS, statistics, strict=True) if x is not None}
-        return Result(ops.from_memory(out, problem.dtype, like), top, log_total, found, scores)
+        matrix = raw if problem.matrix == "scores" else weights
+        return Result(ops.from_memory(out, problem.dtype, like), top, log_total, found, matrix, scores)
 
     def backward(
         self, problem: Problem, plan: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]
     ) -> dict[str, Array]:
         ops, sums = problem.ops, problem.accumulator
         operands = engine.operands(problem)
-        incoming = [x for x in (grads.out, grads.log_sum_exp, grads.entropy) if x is not None]
+        incoming = [x for x in (grads.out, grads.log_sum_exp, grads.entropy, grads.matrix) if x is not None]
         if ops.deferred(*deferring.arrays_of(problem), *incoming):
             if ops.custom_calls():
                 return program.backward(problem, result, grads, wanted)
@@ -152,7 +157,13 @@ class Native(Kernel):
         top, log_total, scores, entropy, grad_log_sum_exp, grad_entropy = (_row(problem, x) for x in rows)
         shapes = gradient_shapes(problem, wanted)
         buffers = {name: inputs.aligned(np.zeros, shape, sums) for name, shape in shapes.items()}
-        known = (ops.memory(result.out), top, log_total, entropy, scores, grad_out, grad_log_sum_exp, grad_entropy)
+        grad_matrix = None if grads.matrix is None else ops.memory(ops.astype(grads.matrix, sums))
+        pairs = (grad_matrix, None) if problem.matrix == "scores" else (None, grad_matrix)
+        weights = None if pairs[1] is None else _row(problem, result.matrix)
+        known = (
+            *(ops.memory(result.out), top, log_total, entropy, scores, weights),
+            *(grad_out, grad_log_sum_exp, grad_entropy, *pairs),
+        )
         words, threads = inputs.words(problem, plan), ops.threads(get_num_threads())
         if masks.divided(plan.rest)[1]:
             strips.backward(_native.backward, problem, plan, words, known, grad_dtype, buffers, threads)
@@ -177,7 +188,8 @@ def _keeps_scores(problem: Problem, plan: TilePlan) -> bool:
 def _fill(problem: Problem, plan: TilePlan, keeps_scores: bool) -> Callable[[Any, Any, int], list[Any]]:
     """A call of the module on `inputs.words` and a number of threads: what it fills.
 
-    That is the output, top, log total, the scores and the statistics, None where they are not wanted.
+    That is the output, top, log total, the scores for a backward, the matrix of scores or of weights and the
+    statistics, None where they are not wanted.
     """
     rows, sums = (*problem.grid.rows, 1), problem.accumulator
     shape, stored = (*rows[:-1], problem.layout.value_dim), inputs.STORED.get(problem.dtype, problem.dtype)
@@ -186,7 +198,9 @@ def _fill(problem: Problem, plan: TilePlan, keeps_scores: bool) -> Callable[[Any
 
     def filled(score: Any, arrays: Any, threads: int) -> list[Any]:
         found = [inputs.aligned(np.empty, shape, stored), *np.empty((2, *rows), sums)]
-        found += [inputs.aligned(np.empty, (*rows[:-1], problem.grid.key_len), sums) if keeps_scores else None]
+        pairs = (keeps_scores, problem.matrix == "scores", problem.matrix == "weights")
+        whole = (*rows[:-1], problem.grid.key_len)
+        found += [inputs.aligned(np.empty, whole, sums) if x else None for x in pairs]
         found += [np.empty(rows, sums) if x else None for x in wanted]
         if evaluated:
             strips.forward(_native.forward, problem, plan, (score, arrays), found, threads)

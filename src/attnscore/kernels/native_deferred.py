@@ -107,20 +107,24 @@ def forward(kernel: Kernel, problem: Problem) -> Result:
     names = tuple(name for name in problem.statistics if name != "log_sum_exp")
     hosted, again = _checked_on_host(problem), _posed(problem, problem.ops)
 
-    def run(*arrays: HostArray) -> tuple[HostArray, ...]:
-        now = hosted(arrays)
+    def outputs(kernel: Kernel, now: Problem) -> tuple[Array, ...]:
         found = kernel.forward(now, tiling.plan(now))
-        return found.out, found.top, found.log_total, *(found.statistics[name] for name in names)
+        matrix = () if now.matrix is None else (found.matrix,)
+        return found.out, found.top, found.log_total, *(found.statistics[name] for name in names), *matrix
+
+    def run(*arrays: HostArray) -> tuple[HostArray, ...]:
+        return outputs(kernel, hosted(arrays))
 
     results = [((*rows[:-1], problem.layout.value_dim), problem.dtype), *(((rows, sums),) * (2 + len(names)))]
+    if problem.matrix is not None:
+        results.append(((*rows[:-1], problem.grid.key_len), sums))
 
     def otherwise(*arrays: Array) -> tuple[Array, ...]:
-        now = again(arrays)
-        found = kernel.differentiable.forward(now, tiling.plan(now))
-        return found.out, found.top, found.log_total, *(found.statistics[name] for name in names)
+        return outputs(kernel.differentiable, again(arrays))
 
     out, top, log_total, *numbers = problem.ops.host_call(run, results, _passed(problem), otherwise)
-    return Result(out, top, log_total, dict(zip(names, numbers, strict=True)))
+    matrix = None if problem.matrix is None else numbers.pop()
+    return Result(out, top, log_total, dict(zip(names, numbers, strict=True)), matrix)
 
 
 def backward(
@@ -129,7 +133,8 @@ def backward(
     """`kernel.backward` when the call runs."""
     hosted, again = _on_host(problem), _posed(problem, problem.ops)
     entropy = result.statistics.get("entropy")
-    optional = [grads.out, grads.log_sum_exp, grads.entropy, entropy]
+    weights = result.matrix if problem.matrix == "weights" and grads.matrix is not None else None
+    optional = [grads.out, grads.log_sum_exp, grads.entropy, grads.matrix, entropy, weights]
     rows = [result.out, result.top, result.log_total, *(x for x in optional if x is not None)]
     given, count = [x is not None for x in optional], len(rows)
     names = [name for name in operands(problem) if name in wanted]
@@ -137,10 +142,9 @@ def backward(
     def gradients(kernel: Kernel, now: Problem, rows: Sequence[Array]) -> tuple[Array, ...]:
         own = iter(rows)
         out, top, log_total = next(own), next(own), next(own)
-        out_grad, lse_grad, entropy_grad, entropy = (next(own) if is_here else None for is_here in given)
-        known = Result(out, top, log_total, {} if entropy is None else {"entropy": entropy})
-        incoming = RowGradients(out_grad, lse_grad, entropy_grad)
-        found = kernel.backward(now, tiling.plan(now), known, incoming, frozenset(names))
+        *incoming, entropy, matrix = (next(own) if is_here else None for is_here in given)
+        known = Result(out, top, log_total, {} if entropy is None else {"entropy": entropy}, matrix)
+        found = kernel.backward(now, tiling.plan(now), known, RowGradients(*incoming), frozenset(names))
         return tuple(found[name] for name in names)
 
     def run(*arrays: HostArray) -> tuple[HostArray, ...]:

@@ -79,14 +79,18 @@ def forward(loop: Loop, call: Callable[[Problem, Sight], Result]) -> Result:
     wanted = ("top", "log_total", *(name for name in STATISTICS if name in problem.statistics))
     whole = {name: ops.zeros(rows, problem.value, problem.accumulator) for name in wanted}
     whole["out"] = ops.zeros((*rows[:-1], problem.layout.value_dim), problem.value, problem.dtype)
+    if problem.matrix is not None:
+        whole["matrix"] = ops.zeros((*rows[:-1], problem.grid.key_len), problem.value, problem.accumulator)
 
     def visit(carry: dict[str, Array], start: Any, size: int) -> dict[str, Array]:
         found = call(*loop.part(start, size))
-        parts = {"out": found.out, "top": found.top, "log_total": found.log_total, **found.statistics}
+        parts = {"out": found.out, "top": found.top, "log_total": found.log_total, "matrix": found.matrix}
+        parts |= found.statistics
         return {name: ops.add_at(x, -2, start, parts[name]) for name, x in carry.items()}
 
     found = loop.over(visit, whole)
-    return Result(found.pop("out"), found.pop("top"), found.pop("log_total"), found)
+    matrix = found.pop("matrix", None)
+    return Result(found.pop("out"), found.pop("top"), found.pop("log_total"), found, matrix)
 
 
 def backward(
@@ -108,8 +112,8 @@ def backward(
             return None if x is None else loop.rows(x, start, size)
 
         statistics = {name: cut(x) for name, x in result.statistics.items()}
-        known = Result(cut(result.out), cut(result.top), cut(result.log_total), statistics)
-        incoming = RowGradients(cut(grads.out), cut(grads.log_sum_exp), cut(grads.entropy))
+        known = Result(cut(result.out), cut(result.top), cut(result.log_total), statistics, cut(result.matrix))
+        incoming = RowGradients(cut(grads.out), cut(grads.log_sum_exp), cut(grads.entropy), cut(grads.matrix))
         found = call(*loop.part(start, size), known, incoming)
         return {
             name: ops.add_at(x, -2, start, found[name]) if name in of_rows else x + found[name]

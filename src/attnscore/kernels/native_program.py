@@ -22,10 +22,10 @@ from attnscore.problem import Problem
 
 # The places of operands and results are bits of the attributes `given`, `turned` and `wanted` (csrc/ffi.cc).
 _OPERANDS = (
-    *(*inputs.ORDER, "seed", "out", "top", "log_total", "entropy"),
-    *("grad_out", "grad_log_sum_exp", "grad_entropy"),
+    *(*inputs.ORDER, "seed", "out", "top", "log_total", "entropy", "attention_weights"),
+    *("grad_out", "grad_log_sum_exp", "grad_entropy", "grad_attention_scores", "grad_attention_weights"),
 )
-_FORWARD = ("out", "top", "log_total", *STATISTICS)
+_FORWARD = ("out", "top", "log_total", *STATISTICS, "attention_scores", "attention_weights")
 _SCORE = ("form", "activation", "negative_slope", "scale", "caps")
 
 
@@ -40,8 +40,11 @@ def _forward(problem: Problem, sight: Sight) -> Result:
     wanted = [name for name in STATISTICS if name in problem.statistics]
     shapes = {"out": ((*rows[:-1], problem.layout.value_dim), problem.dtype)}
     shapes |= dict.fromkeys(("top", "log_total", *wanted), (rows, sums))
+    if problem.matrix is not None:
+        shapes[f"attention_{problem.matrix}"] = ((*rows[:-1], problem.grid.key_len), sums)
     found = _call("forward", problem, sight, shapes, _FORWARD)
-    return Result(found.pop("out"), found.pop("top"), found.pop("log_total"), found)
+    matrix = found.pop(f"attention_{problem.matrix}", None)
+    return Result(found.pop("out"), found.pop("top"), found.pop("log_total"), found, matrix)
 
 
 def backward(problem: Problem, result: Result, grads: RowGradients, wanted: frozenset[str]) -> dict[str, Array]:
@@ -73,6 +76,10 @@ def _backward(
     known = {"top": result.top, "log_total": result.log_total, "grad_log_sum_exp": grads.log_sum_exp}
     if grads.entropy is not None:
         known |= {"entropy": result.statistics["entropy"], "grad_entropy": grads.entropy}
+    if grads.matrix is not None:
+        known[f"grad_attention_{problem.matrix}"] = grads.matrix
+        if problem.matrix == "weights":
+            known["attention_weights"] = result.matrix
     known = {name: ops.astype(x, sums) for name, x in known.items() if x is not None}
     grad = grads.out
     if grad is None:

@@ -124,16 +124,20 @@ def backward(
             name: x if x is None or (x.flags.c_contiguous and name != "sink") else np.zeros(x.shape, x.dtype)
             for name, x in own.items()
         }
-        call(score, arrays, _contiguous(rows), grad_dtype, [given.get(name) for name in GRADIENTS], threads)
+        call(score, arrays, _in_order(rows), grad_dtype, [given.get(name) for name in GRADIENTS], threads)
         for name, x in own.items():
             added = given[name]
             if x is not None and added is not None and added is not x:
                 np.add(x, added, out=x)
 
 
-def _contiguous(known: Arrays) -> list[HostArray | None]:
-    """The rows that the backward reads: out and its gradient as they lie, numbers of rows in C order."""
-    return [x if x is None or x.shape[-1] != 1 else np.ascontiguousarray(x) for x in known]
+# Of what the backward reads: out and the gradients of out, scores and weights may have any strides.
+_ANY_STRIDES = (0, 6, 9, 10)
+
+
+def _in_order(known: Arrays) -> list[HostArray | None]:
+    """What the backward reads of some rows, in C order where the module wants it so."""
+    return [x if x is None or i in _ANY_STRIDES else np.ascontiguousarray(x) for i, x in enumerate(known)]
 
 
 def _parts(problem: Problem, plan: TilePlan, score: Any, arrays: Arrays) -> Iterator[tuple[_Part, Any, Arrays]]:

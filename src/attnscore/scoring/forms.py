@@ -42,8 +42,11 @@ class Form(ABC):
     not. Then a gradient of 0 reaches nothing through `raw`'s pull-back, whatever stands there."""
 
     @abstractmethod
-    def raw(self, ops: Framework) -> tuple[Array, FormPullback]:
-        """Scores before `caps`, and what a gradient on them is on each array (not yet summed over broadcast axes)."""
+    def raw(self, ops: Framework, visible: Array | None = None) -> tuple[Array, FormPullback]:
+        """Scores before `caps`, and what a gradient on them is on each array (not yet summed over broadcast axes).
+
+        With `visible` (..., query, key), a form that keeps infinity computes masked pairs from zeros.
+        """
 
     @abstractmethod
     def values_per_pair(self) -> int:
@@ -73,9 +76,9 @@ class Form(ABC):
         return self.scores_and_pullback(ops)[0]
 
     @final
-    def scores_and_pullback(self, ops: Framework) -> tuple[Array, FormPullback]:
-        """The scores, and the pull-back of a gradient on them."""
-        scores, pullback = self.raw(ops)
+    def scores_and_pullback(self, ops: Framework, visible: Array | None = None) -> tuple[Array, FormPullback]:
+        """The scores, and the pull-back of a gradient on them; see `raw`."""
+        scores, pullback = self.raw(ops, visible)
         slopes = []
         for cap, factor in self.caps:
             if math.isinf(cap):
@@ -117,7 +120,7 @@ class InnerForm(Form):
     def values_per_pair(self) -> int:
         return 1
 
-    def raw(self, ops: Framework) -> tuple[Array, FormPullback]:
+    def raw(self, ops: Framework, visible: Array | None = None) -> tuple[Array, FormPullback]:
         query = self.query if self.scale == 1 else self.query * self.scale
         scores = ops.matmul(query, ops.matrix_transpose(self.key))
         if self.key_bias is not None:
@@ -159,8 +162,11 @@ class AdditiveForm(Form):
     def values_per_pair(self) -> int:
         return max(1, int(self.query.shape[-1]))
 
-    def raw(self, ops: Framework) -> tuple[Array, FormPullback]:
+    def raw(self, ops: Framework, visible: Array | None = None) -> tuple[Array, FormPullback]:
         hidden = ops.expand_dims(self.query, -2) + ops.expand_dims(self.key, -3)
+        if visible is not None:
+            # Zeros and not only a gradient of 0: an activation's slope at infinity, and the slope of that, may be NaN.
+            hidden = ops.where(ops.expand_dims(visible, -1), hidden, 0.0)
         activated = self.activation.value(ops, hidden)
         # (h,) or (head, group, 1, h)
         weight = ops.expand_dims(self.w_v, -2) if len(self.w_v.shape) > 1 else self.w_v
@@ -196,7 +202,7 @@ class DistanceForm(Form):
     def values_per_pair(self) -> int:
         return max(1, int(self.query.shape[-1]))
 
-    def raw(self, ops: Framework) -> tuple[Array, FormPullback]:
+    def raw(self, ops: Framework, visible: Array | None = None) -> tuple[Array, FormPullback]:
         difference = ops.expand_dims(self.query, -2) - ops.expand_dims(self.key, -3)
         squared = ops.sum(difference * difference, axis=-1)
 
@@ -246,7 +252,7 @@ class TileForm(Form):
     def _prefixed(parameters: Mapping[str, Array]) -> dict[str, Array]:
         return {PARAMETER + name: x for name, x in parameters.items()}
 
-    def raw(self, ops: Framework) -> tuple[Array, FormPullback]:
+    def raw(self, ops: Framework, visible: Array | None = None) -> tuple[Array, FormPullback]:
         names = list(self.parameters)
 
         def tile(query: Array, key: Array, *parameters: Array) -> Array:
@@ -273,8 +279,13 @@ class TileForm(Form):
 
 
 def times(ops: Framework, grad: Array, x: Array | float) -> Array:
-    """grad * x, and 0 where the gradient is: a hidden pair's `x` may have overflowed, and 0 * inf is NaN."""
-    return grad * x if isinstance(x, float) else ops.where(grad == 0, 0.0, grad * x)
+    """grad * x, and 0 where grad is 0 and `x` is not finite: a masked pair's may have overflowed, and 0 * inf is NaN.
+
+    A finite `x` is multiplied also where grad is 0: a second derivative asks for it.
+    """
+    if isinstance(x, float):
+        return grad * x
+    return grad * ops.where(ops.logical_and(grad == 0, ~ops.isfinite(x)), 0.0, x)
 
 
 def checked_tile(ops: Framework, score: Any, query: Array, key: Array) -> Array:
