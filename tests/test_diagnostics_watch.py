@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -939,6 +941,20 @@ def test_rows_and_lines_are_plain(some) -> None:
     lines = [json.loads(line) for line in some.json_lines()]
     assert len(lines) == 6 * 16 and lines[0]["step"] == 0 and lines[-1]["step"] == 5
     assert lines[0]["padding"] is None and lines[0]["layer"] == "0"
+    assert all(list(line) == ["step", *rows[0]] for line in lines)
+    assert all(list(row) == ["layer", "head", *watched.NUMBERS] for row in (*rows, *some.last()))
+
+
+def test_every_number_of_the_docs_is_in_every_output(some) -> None:
+    text = (Path(__file__).parent.parent / "docs/watching.md").read_text("utf-8").split("## The numbers")[1]
+    listed = set(re.findall(r"`(\w+)`", text.split("[Their definitions]")[0]))
+    last = len(next(iter(some.layers.values())).steps) - 1
+    in_lines = [json.loads(line) for line in some.json_lines(since=last)]
+    assert "clip" in listed and listed <= set(watched.NUMBERS)
+    for row, line in zip(some.last(), in_lines, strict=True):
+        assert {name: row[name] for name in listed - {"padding"}} == {name: line[name] for name in listed - {"padding"}}
+        values = some.history(row["layer"], "clip")[1][-1]
+        assert values[row["head"]] == row["clip"] == clip_factor(row["max_logit"], some.thresholds.tau)
 
 
 def test_the_last_step_and_a_new_beginning() -> None:

@@ -187,7 +187,8 @@ class Watch(Watched):
                 self.layers[key].add(step.number, sums)
                 seen.append(self.layers[key])
             self.sampled += 1
-            rows = self._with_clip(row for layer in seen for row in layer.rows_of(layer.steps[-1][1]))
+            tau = self.thresholds.tau
+            rows = [row for layer in seen for row in layer.rows_of(layer.steps[-1][1], tau)]
         if self._on_step is not None:  # may ask anything of the watch, and stop it
             self._on_step(step.number, rows)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,7 +43,8 @@ _COUNTS = ("rows", "empty_rows", "nan_rows", "choice_rows")
 _PLAIN = (*_COUNTS, "max_logit")
 # Rows that means are over, where not all.
 _OVER = {"saturated_rows": "choice_rows", "padding": "padding_rows"}
-_NUMBERS = ("rows", "empty_rows", "nan_rows", *MEANS, "max_logit", "choice_rows", "saturated_rows", "padding")
+# The one list of numbers: `rows`, `last`, `on_step`, `json_lines` and `history` all give these, in this order.
+NUMBERS = ("rows", "empty_rows", "nan_rows", *MEANS, "max_logit", "choice_rows", "saturated_rows", "padding", "clip")
 _PICTURES = {
     "max_logit": "Largest logit",
     "entropy": "Entropy (nats)",
@@ -83,13 +84,13 @@ class Layer:
                 np.maximum(self.total[name], values) if name == "max_logit" else self.total[name] + values
             )
 
-    def rows(self) -> list[Row]:
-        """A row for each head, over all steps."""
-        return self.rows_of(self.total)
+    def rows(self, tau: float) -> list[Row]:
+        """Return a row for each head, over all steps; `tau` is the largest logit that QK-clip allows."""
+        return self.rows_of(self.total, tau)
 
-    def rows_of(self, sums: dict[str, Array]) -> list[Row]:
-        """A row for each head, of some sums."""
-        columns = {name: _column(sums, name).tolist() for name in _NUMBERS}
+    def rows_of(self, sums: dict[str, Array], tau: float) -> list[Row]:
+        """Return a row for each head, of some sums."""
+        columns = {name: _column(sums, name, tau).tolist() for name in NUMBERS}
         columns |= {name: [int(x) for x in columns[name]] for name in _COUNTS}
         return [
             {"layer": self.name, "head": head, **{name: values[head] for name, values in columns.items()}}
@@ -97,8 +98,10 @@ class Layer:
         ]
 
 
-def _column(sums: dict[str, Array], name: str) -> Array:
-    """A number of every head; NaN where there was nothing to take a mean of."""
+def _column(sums: dict[str, Array], name: str, tau: float) -> Array:
+    """Return a number of every head; NaN where there was nothing to take a mean of."""
+    if name == "clip":
+        return np.array([clip_factor(largest, tau) for largest in sums["max_logit"].tolist()], dtype=np.float64)
     if name in _PLAIN:
         return sums[name]
     count = sums[_OVER.get(name, "rows")]
@@ -136,16 +139,14 @@ class Watched:
         jacobian_trace, first_key, max_logit, choice_rows (rows that see more than one key), saturated_rows (share of
         those), padding (share of the weight, NaN where nothing is known of padding), clip.
         """
-        return self._with_clip(row for layer in self.layers.values() for row in layer.rows())
+        return [row for layer in self.layers.values() for row in layer.rows(self.thresholds.tau)]
 
     def last(self) -> list[Row]:
         """The same of the last sampled step alone: what a repair goes by, since a run's largest logit never falls."""
         number = max((layer.steps[-1][0] for layer in self.layers.values()), default=-1)
         found = [(layer, *layer.steps[-1]) for layer in self.layers.values()]
-        return self._with_clip(row for layer, step, sums in found if step == number for row in layer.rows_of(sums))
-
-    def _with_clip(self, rows: Iterable[Row]) -> list[Row]:
-        return [row | {"clip": clip_factor(row["max_logit"], self.thresholds.tau)} for row in rows]
+        tau = self.thresholds.tau
+        return [row for layer, step, sums in found if step == number for row in layer.rows_of(sums, tau)]
 
     def clear(self) -> None:
         """Forget all numbers, as after a repair or an epoch; steps are counted on."""
@@ -157,17 +158,17 @@ class Watched:
         """Sampled steps, and a number of each head in each: (step, head)."""
         if layer not in self.layers:
             raise ArgumentError(message("layer", f"one of {list(self.layers)}", repr(layer)))
-        if name not in _NUMBERS:
-            raise ArgumentError(message("name", f"one of {list(_NUMBERS)}", repr(name)))
-        steps = self.layers[layer].steps
-        return [step for step, _ in steps], np.array([_column(sums, name) for _, sums in steps], dtype=np.float64)
+        if name not in NUMBERS:
+            raise ArgumentError(message("name", f"one of {list(NUMBERS)}", repr(name)))
+        steps, tau = self.layers[layer].steps, self.thresholds.tau
+        return [step for step, _ in steps], np.array([_column(sums, name, tau) for _, sums in steps], dtype=np.float64)
 
     def verdicts(self) -> list[Verdict]:
         """What is the matter, head by head; failures first."""
         found: list[Verdict] = []
         for layer in self.layers.values():
             entropies, largest = (self.history(layer.name, name)[1] for name in ("entropy", "max_logit"))
-            for head, row in enumerate(layer.rows()):
+            for head, row in enumerate(layer.rows(self.thresholds.tau)):
                 series = [float(x) for x in entropies[:, head]], [float(x) for x in largest[:, head]]
                 found += verdicts_of(layer.name, head, row, *series, self.thresholds)
         return sorted(found, key=lambda verdict: not verdict.failure)
@@ -180,12 +181,15 @@ class Watched:
         ]
 
     def json_lines(self, since: int = 0) -> Iterator[str]:
-        """One line for each kept step from `since` on, layer and head, as json.dumps writes it; NaN becomes null."""
+        """Yield one line for each kept step from `since` on, layer and head: `step` and the names of `rows`.
+
+        Written as json.dumps does; NaN and infinity become null.
+        """
         steps = sorted({step for layer in self.layers.values() for step, _ in layer.steps if step >= since})
         for step in steps:
             for layer in self.layers.values():
                 for sums in (sums for number, sums in layer.steps if number == step):
-                    yield from (line_of(step, row) for row in layer.rows_of(sums))
+                    yield from (line_of(step, row) for row in layer.rows_of(sums, self.thresholds.tau))
 
     def table(self) -> Table:
         """A rich table: a line for each head, with its verdicts."""
