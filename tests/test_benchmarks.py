@@ -496,7 +496,14 @@ def test_a_bad_document_is_seen(tmp_path: Path) -> None:
     assert "schema: expected" in results.check(document([], schema=99))[0]
     assert "machine: cpu" in results.check(document([], machine={}))[0]
     path = tmp_path / "results.json"
-    for text, said in (("{", "not JSON"), ("{}", "schema is missing"), (None, "No such file")):
+    damaged = json.dumps(document([GOOD_ROW | {"points": [3]}]))
+    for text, said in (
+        ("{", "not JSON"),
+        ("{}", "schema is missing"),
+        ("[" * 10**5, "damaged or truncated JSON file"),
+        (damaged, "damaged or truncated file of results"),
+        (None, "no such file"),
+    ):
         if text is None:
             path.unlink()
         else:
@@ -612,7 +619,7 @@ def test_the_command_on_a_toy(toys: None, capsys: pytest.CaptureFixture[str], tm
 def test_the_command_measures_a_case_again(toys: None, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     arguments = ["bench", "--quick", "--threads", "1", "--out", str(tmp_path)]
     assert main([*arguments, "--again"]) == 2 and "again: expected --only" in capsys.readouterr().err
-    assert main([*arguments, "--only", "tiny", "--again"]) == 2 and "No such file" in capsys.readouterr().err
+    assert main([*arguments, "--only", "tiny", "--again"]) == 2 and "no such file" in capsys.readouterr().err
     assert main([*arguments, "--only", "tiny"]) == 0
     kept = results.read(tmp_path / "results.json")
     kept["rows"].append({**kept["rows"][0], "case": "dot"})

@@ -2,7 +2,10 @@
 
 What this module meets:
 - nothing that could run code is read: pickled object arrays are refused;
-- a file that is missing, truncated, of another kind, or holds no numbers is a `FileError` of one line;
+- a file that is missing, damaged, of another kind, or holds no numbers is a `FileError` of one line, whatever the
+  reader underneath raises: all reading goes through `file_errors`;
+- a header that claims more than its file holds is refused before memory is asked for;
+- a name that a file has twice is refused: one of the two arrays would silently be left out;
 - a file is written next to its final place and renamed, so that nobody ever sees half of one, and a failed
   run leaves an older file as it was;
 - bfloat16 goes through .safetensors (with ml_dtypes); the NumPy formats cannot say what it is, so there it is
@@ -12,14 +15,17 @@ What this module meets:
 from __future__ import annotations
 
 import contextlib
+import io
+import json
+import math
 import os
 import struct
 import tempfile
+import warnings
 import zipfile
-import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,13 +53,11 @@ def read_arrays(path: Path) -> dict[str, Array]:
         A package that this kind of file needs is not installed.
     """
     suffix = _known_suffix(path)
-    if not path.is_file():
-        raise FileError(f"{path}: {'is a folder' if path.is_dir() else 'no such file'}")
-    try:
-        arrays = _read_safetensors(path) if suffix == ".safetensors" else _read_numpy(path, suffix)
-    except PermissionError as error:
-        raise FileError(f"{path}: may not be read") from error
-    return {name: _checked(path, name, array) for name, array in arrays.items()}
+    with file_errors(path, f"{suffix} file"):
+        if not path.is_file():
+            raise FileError(f"{path}: {'is a folder' if path.is_dir() else 'no such file'}")
+        arrays = _READERS[suffix](path)
+        return {name: _checked(path, name, array) for name, array in arrays.items()}
 
 
 def read_text(path: Path) -> str:
@@ -64,12 +68,48 @@ def read_text(path: Path) -> str:
     FileError
         A file that is missing, or not UTF-8 text.
     """
-    try:
+    with file_errors(path, "text file"):
         return path.read_text("utf-8-sig")
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON document.
+
+    Raises
+    ------
+    FileError
+        A file that is missing, or not JSON.
+    """
+    with file_errors(path, "JSON file"):
+        return json.loads(path.read_text("utf-8"))
+
+
+@contextlib.contextmanager
+def file_errors(path: Path, kind: str) -> Iterator[None]:
+    """Turn whatever reading `path` can raise into a `FileError`; errors of this library pass."""
+    try:
+        with warnings.catch_warnings():
+            # A damaged header can look like one of Python 2, or like an escape sequence, and warn before it fails.
+            warnings.simplefilter("ignore")
+            yield
+    except AttnscoreError:
+        raise
+    except PermissionError as error:
+        raise FileError(f"{path}: may not be read") from error
     except UnicodeDecodeError as error:
         raise FileError(f"{path}: not UTF-8 text (byte {error.start})") from error
+    except json.JSONDecodeError as error:
+        raise FileError(f"{path}: not JSON: {error}") from error
+    except MemoryError as error:
+        raise FileError(f"{path}: needs more memory than there is here") from error
+    except NotImplementedError as error:
+        raise FileError(f"{path}: a {kind} of a sort that is not supported: {_one_line(error)}") from error
     except OSError as error:
-        raise FileError(f"{path}: {error.strerror}") from error
+        if isinstance(error, FileNotFoundError):
+            raise FileError(f"{path}: no such file") from error
+        raise FileError(f"{path}: cannot be read: {error.strerror or _one_line(error)}") from error
+    except Exception as error:  # readers raise RuntimeError, TokenError, struct.error, KeyError and more
+        raise FileError(f"{path}: damaged or truncated {kind}: {_one_line(error)}") from error
 
 
 def check_destination(path: Path) -> None:
@@ -154,39 +194,115 @@ def _known_suffix(path: Path) -> str:
     return suffix
 
 
-def _read_numpy(path: Path, suffix: str) -> dict[str, Array]:
-    try:
-        # np.load decides by content, so a renamed file would come back as something else than promised.
-        with path.open("rb") as file:
-            loaded = np.load(file, allow_pickle=False)
-            if isinstance(loaded, np.ndarray) != (suffix == ".npy"):
-                raise FileError(f"{path}: its contents are not those of a {suffix} file")
-            if isinstance(loaded, np.ndarray):
-                return {path.stem: loaded}
-            return {name: loaded[name] for name in loaded.files}
-    except FileError:
-        raise
-    except ValueError as error:
-        if "pickle" in str(error) or "Object" in str(error):
-            reason = f"not a {suffix} file, or one with pickled objects, which are never read"
+def _read_npy(path: Path) -> dict[str, Array]:
+    with path.open("rb") as file:
+        held = os.fstat(file.fileno()).st_size
+        _check_npy_header(path, path.stem, file, held)
+        file.seek(0)
+        return {path.stem: np.lib.format.read_array(file, allow_pickle=False)}
+
+
+def _read_npz(path: Path) -> dict[str, Array]:
+    with path.open("rb") as file:
+        held = os.fstat(file.fileno()).st_size
+        # zipfile finds an archive behind any other content; NumPy takes only what begins as one.
+        start = file.read(len(_NPY_START))
+        if not start:
+            raise EOFError("no data in it")
+        if start == _NPY_START:
+            raise FileError(f"{path}: its contents are not those of a .npz file")
+        if not start.startswith((b"PK\x03\x04", b"PK\x05\x06")):
+            raise FileError(f"{path}: not a .npz file, or one with pickled objects, which are never read")
+        with zipfile.ZipFile(file) as archive:
+            members = _members(path, archive, held)
+            return {name: _read_member(path, archive, name, member) for name, member in members.items()}
+
+
+def _members(path: Path, archive: zipfile.ZipFile, held: int) -> dict[str, zipfile.ZipInfo]:
+    """Return the members of an archive by array name, none of which claims more than the file holds."""
+    found: dict[str, zipfile.ZipInfo] = {}
+    for member in archive.infolist():
+        name = member.filename.removesuffix(".npy")
+        if name in found:
+            raise FileError(f"{path}: holds {_printable(name)} twice")
+        found[name] = member
+        if member.flag_bits & _ENCRYPTED:
+            raise NotImplementedError(f"{_printable(name)} is encrypted")
+        if member.compress_type == zipfile.ZIP_STORED:
+            most = member.compress_size
+        elif member.compress_type == zipfile.ZIP_DEFLATED:
+            most = member.compress_size * _MOST_DEFLATED
         else:
-            reason = f"damaged {suffix} file: {_one_line(error)}"
-        raise FileError(f"{path}: {reason}") from error
-    except (OSError, EOFError, zipfile.BadZipFile, zlib.error, KeyError, struct.error) as error:
-        if isinstance(error, PermissionError):
-            raise
-        raise FileError(f"{path}: damaged or truncated {suffix} file: {_one_line(error)}") from error
+            raise NotImplementedError(f"compression method {member.compress_type} of {_printable(name)}")
+        if member.compress_size > held or member.file_size > most:
+            claim = max(member.file_size, member.compress_size)
+            raise ValueError(f"{_printable(name)} claims {claim} bytes, and the file holds {held}")
+    return found
+
+
+def _read_member(path: Path, archive: zipfile.ZipFile, name: str, member: zipfile.ZipInfo) -> Array:
+    with archive.open(member) as file:
+        _check_npy_header(path, _printable(name), file, member.file_size)
+    with archive.open(member) as file:
+        return np.lib.format.read_array(file, allow_pickle=False)
+
+
+def _check_npy_header(path: Path, name: str, file: IO[bytes], held: int) -> None:
+    """Raise unless a header is whole, says numbers, and describes exactly the `held` bytes of its file."""
+    start = file.read(len(_NPY_START) + 2)
+    if not start.startswith(_NPY_START):
+        if path.suffix.lower() == ".npz":
+            raise FileError(f"{path}: {name} is not an array")
+        if start.startswith(b"PK"):
+            raise FileError(f"{path}: its contents are not those of a .npy file")
+        if start:
+            raise FileError(f"{path}: not a .npy file, or one with pickled objects, which are never read")
+        raise EOFError("no data in it")
+    version = start[-2:]
+    if version not in _NPY_LENGTHS:
+        raise NotImplementedError(f".npy format {version[0]}.{version[-1]}")
+    kind = _NPY_LENGTHS[version]
+    size = file.read(struct.calcsize(kind))
+    (length,) = struct.unpack(kind, size)
+    before = len(start) + len(size) + length
+    if before > held:
+        raise ValueError(f"the header of {name} claims {length} bytes, and there are {held}")
+    read_header = np.lib.format.read_array_header_1_0 if kind == "<H" else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read_header(io.BytesIO(size + file.read(length)))
+    _check_numbers(path, name, dtype)
+    if min(shape, default=0) < 0:
+        raise ValueError(f"the header of {name} has the shape {shape}")
+    # Whole numbers of Python: those of NumPy overflow.
+    claimed = math.prod(map(int, shape)) * dtype.itemsize
+    if claimed != held - before:
+        raise ValueError(f"the header of {name} claims {claimed} bytes of numbers, and there are {held - before}")
 
 
 def _read_safetensors(path: Path) -> dict[str, Array]:
     safetensors = _safetensors()
-    try:
-        names = safetensors.deserialize(path.read_bytes())
-    except safetensors.SafetensorError as error:
-        raise FileError(f"{path}: damaged .safetensors file: {_one_line(error)}") from error
+    content = path.read_bytes()
+    names = safetensors.deserialize(content)
+    (length,) = struct.unpack("<Q", content[:8])
+    # The package takes the last of two tensors of one name.
+    json.loads(content[8 : 8 + length], object_pairs_hook=lambda pairs: _once(path, pairs))
     return {name: _from_bytes(path, name, tensor) for name, tensor in names}
 
 
+def _once(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        name = next(name for name in found if [each for each, _ in pairs].count(name) > 1)
+        raise FileError(f"{path}: holds {_printable(name)} twice")
+    return found
+
+
+_READERS = {".npy": _read_npy, ".npz": _read_npz, ".safetensors": _read_safetensors}
+_NPY_START = b"\x93NUMPY"
+# How the length of a header is written, by format version. 3.0 differs in the names of fields, which numbers lack.
+_NPY_LENGTHS = {b"\x01\x00": "<H", b"\x02\x00": "<I", b"\x03\x00": "<I"}
+# The most that a byte of deflated data can become (zlib's documentation: 1032:1).
+_MOST_DEFLATED = 1032
+_ENCRYPTED = 1
 _SAFETENSORS_TYPES = {
     "F64": "float64",
     "F32": "float32",
@@ -252,16 +368,27 @@ def bfloat16() -> np.dtype[Any]:
     return dtype
 
 
-def _checked(path: Path, name: str, array: object) -> Array:
-    if not isinstance(array, np.ndarray):
-        raise FileError(f"{path}: {name} is not an array")
-    if array.dtype.kind in _NUMBERS:
-        return array.astype(array.dtype.newbyteorder("="), copy=False)  # files of other machines
+def _checked(path: Path, name: str, array: Array) -> Array:
+    _check_numbers(path, _printable(name), array.dtype)
     if array.dtype.name == "bfloat16":
         return array
-    hint = " (bfloat16 has no place in NumPy's formats; use .safetensors)" if array.dtype == "V2" else ""
-    raise FileError(f"{path}: {name} has dtype {array.dtype}; expected real numbers{hint}")
+    return array.astype(array.dtype.newbyteorder("="), copy=False)  # files of other machines
+
+
+def _check_numbers(path: Path, name: str, dtype: np.dtype[Any]) -> None:
+    if dtype.kind in _NUMBERS or dtype.name == "bfloat16":
+        return
+    if dtype.hasobject:
+        raise FileError(f"{path}: {name} holds pickled objects, which are never read")
+    hint = " (bfloat16 has no place in NumPy's formats; use .safetensors)" if dtype == "V2" else ""
+    raise FileError(f"{path}: {name} has dtype {dtype}; expected real numbers{hint}")
+
+
+def _printable(text: str) -> str:
+    """Return a name as it is, or quoted where it would do something to a terminal."""
+    return text if text.isprintable() else ascii(text)
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    text = " ".join(str(error).split())
+    return (text if text.isprintable() else ascii(text)) or type(error).__name__

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from attnscore.files import FileError, replacing
+from attnscore.files import FileError, file_errors, read_json, replacing
 
 SCHEMA = 1
 Row = Mapping[str, Any]
@@ -89,13 +89,9 @@ def _missing(content: Any, form: Mapping[str, Any], where: str) -> list[str]:
 
 def read(path: Path) -> dict[str, Any]:
     """A document from its file; `FileError` where it is none."""
-    try:
-        document = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise FileError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
-        raise FileError(f"{path}: not JSON: {error}") from error
-    wrong = check(document)
+    document = read_json(path)
+    with file_errors(path, "file of results"):
+        wrong = check(document)
     if wrong:
         raise FileError(f"{path}: {wrong[0]}")
     return dict(document)

@@ -12,7 +12,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from attnscore.files import replacing
+from attnscore.files import FileError, read_json, replacing
 
 # Another number makes all stored runs anew: the form of a file, or what a run does, has changed.
 _FORM = 1
@@ -86,7 +86,7 @@ def write(run: TrainingRun, folder: Path) -> None:
 def read(settings: Settings, text: str, folder: Path) -> TrainingRun | None:
     """The stored run of these settings on this text; None where there is none that can be used."""
     try:
-        found = json.loads((folder / f"{settings.name}.json").read_text("utf-8"))
+        found = read_json(folder / f"{settings.name}.json")
         run = TrainingRun(
             Settings(**found["settings"]),
             found["text"],
@@ -94,6 +94,6 @@ def read(settings: Settings, text: str, folder: Path) -> TrainingRun | None:
             float(found["held_back_loss"]),
             float(found["seconds"]),
         )
-    except (OSError, ValueError, TypeError, KeyError):
+    except (FileError, ValueError, TypeError, KeyError):
         return None
     return run if found.get("form") == _FORM and (run.settings, run.text) == (settings, text) else None

@@ -1,0 +1,243 @@
+"""Files that are damaged, and writing that is interrupted.
+
+- A damaged file is read, or is a `FileError` (exit status 2 of the command line); nothing else comes out, whatever the
+  reader underneath raises, and nothing is allocated for a header that claims more than its file holds.
+- A file is written whole or not at all, at whatever line an interruption comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import signal
+import struct
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save
+
+from attnscore import files
+from attnscore.cli import main
+from attnscore.files import FileError, read_arrays
+
+ARRAYS = {"query": np.ones((2, 3), np.float32), "key": np.arange(6.0, dtype=np.float32).reshape(2, 3)}
+SOURCE = Path(files.__file__).parent
+
+# ---------------------------------------------------------------- damaged files
+
+# Where a field lies in a zip's directory entry ("PK\1\2"), and in the header of a member ("PK\3\4").
+DIRECTORY = {"version": 6, "flags": 8, "method": 10, "crc": 16, "size in the file": 20, "size": 24}
+MEMBER = {"version": 4, "flags": 6, "method": 8}
+
+
+def npz(save: Callable[..., None] = np.savez) -> bytes:
+    made = io.BytesIO()
+    save(made, **ARRAYS)
+    return made.getvalue()
+
+
+def npy(array: np.ndarray = ARRAYS["query"]) -> bytes:
+    made = io.BytesIO()
+    np.save(made, array)
+    return made.getvalue()
+
+
+def archive(*members: tuple[str, bytes], method: int = zipfile.ZIP_STORED) -> bytes:
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w", method) as file, pytest.warns() if repeated(members) else contextlib.nullcontext():
+        for name, content in members:
+            file.writestr(name, content)
+    return made.getvalue()
+
+
+def repeated(members: tuple[tuple[str, bytes], ...]) -> bool:
+    return len({name for name, _ in members}) < len(members)
+
+
+def with_field(field: str, kind: str, value: int, content: bytes | None = None) -> bytes:
+    """An archive in which a field is changed, in its directory and in the headers of its members."""
+    changed = bytearray(npz() if content is None else content)
+    for mark, places in ((b"PK\1\2", DIRECTORY), (b"PK\3\4", MEMBER)):
+        for found in re.finditer(re.escape(mark), bytes(changed)):
+            if field in places:
+                struct.pack_into(kind, changed, found.start() + places[field], value)
+    return bytes(changed)
+
+
+def header(text: str, data: bytes = bytes(8), version: bytes = b"\1\0") -> bytes:
+    """A .npy file with this header."""
+    length = struct.pack("<H" if version == b"\1\0" else "<I", len(text))
+    return b"\x93NUMPY" + version + length + text.encode() + data
+
+
+def of_shape(shape: str, descr: str = "<f4", data: bytes = bytes(8)) -> bytes:
+    return header(f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape}}}\n", data)
+
+
+def tensors(*entries: str, data: bytes = bytes(8)) -> bytes:
+    """A .safetensors file with these entries of its header."""
+    text = "{" + ", ".join(entries) + "}"
+    return struct.pack("<Q", len(text)) + text.encode() + data
+
+
+F32 = '{"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}'
+PIB7 = (7, 1024, 1024, 1024, 1024, 256)  # 7 PiB of float32
+DAMAGED: dict[str, tuple[str, bytes, str]] = {
+    "encrypted": (".npz", with_field("flags", "<H", 1), "of a sort that is not supported: query is encrypted"),
+    "patched": (".npz", with_field("flags", "<H", 0x20), "not supported: compressed patched data"),
+    "strong encryption": (".npz", with_field("flags", "<H", 0x40), "not supported: strong encryption"),
+    "unknown compression": (".npz", with_field("method", "<H", 77), "not supported: compression method 77 of query"),
+    "bzip2": (".npz", archive(("query.npy", npy()), method=zipfile.ZIP_BZIP2), "compression method 12 of query"),
+    "zip version 9.9": (".npz", with_field("version", "<H", 99), "not supported: zip file version 9.9"),
+    "another checksum": (".npz", with_field("crc", "<I", 1), "damaged or truncated .npz file: Bad CRC-32"),
+    "a size of 4 GB": (
+        ".npz",
+        with_field("size", "<I", 2**32 - 2),
+        "query claims 4294967294 bytes, and the file holds",
+    ),
+    "4 GB in the file": (".npz", with_field("size in the file", "<I", 2**32 - 2), "claims 4294967294 bytes"),
+    "4 GB deflated": (
+        ".npz",
+        with_field("size", "<I", 2**32 - 2, npz(np.savez_compressed)),
+        "query claims 4294967294 bytes, and the file holds",
+    ),
+    "a member twice": (".npz", archive(*[("mask.npy", npy())] * 2), "holds mask twice"),
+    "query and query.npy": (".npz", archive(("query", npy()), ("query.npy", npy())), "holds query twice"),
+    "a name that rings": (".npz", archive(("\a.npy", b"text")), r"'\x07' is not an array"),
+    "a folder in it": (".npz", archive(("query/", b"")), "query/ is not an array"),
+    "an empty member": (".npz", archive(("query.npy", b"")), "query is not an array"),
+    "7 PiB in a member": (
+        ".npz",
+        archive(("query.npy", of_shape(str(PIB7)))),
+        "the header of query claims 7881299347898368",
+    ),
+    "more than a member holds": (".npz", archive(("query.npy", of_shape("(3,)"))), "claims 12 bytes of numbers"),
+    "less than a member holds": (".npz", archive(("query.npy", of_shape("(1,)"))), "claims 4 bytes of numbers"),
+    "header not closed in a member": (".npz", archive(("query.npy", header("{'descr': '<f4', ("))), "damaged or trunc"),
+    "objects in a member": (".npz", archive(("query.npy", of_shape("(1,)", "|O"))), "query holds pickled objects"),
+    "empty npy": (".npy", b"", "damaged or truncated .npy file: no data in it"),
+    "npz called npy": (".npy", npz(), "its contents are not those of a .npy file"),
+    "text called npy": (".npy", b"1, 2, 3", "not a .npy file, or one with pickled objects"),
+    "header not closed": (".npy", header("{'descr': '<f4', ("), "damaged or truncated .npy file"),
+    "header of brackets": (".npy", header("(" * 5000), "damaged or truncated .npy file"),
+    "header that is no dictionary": (".npy", header("[1, 2]\n"), "damaged or truncated .npy file"),
+    "header of 4 GB": (".npy", b"\x93NUMPY\2\0" + struct.pack("<I", 2**32 - 1), "claims 4294967295 bytes"),
+    "header cut off": (".npy", npy()[:9], "damaged or truncated .npy file"),
+    "format 9.9": (".npy", header("{}", version=b"\x09\x09"), "not supported: .npy format 9.9"),
+    "7 PiB over 8 bytes": (".npy", of_shape(str(PIB7)), "claims 7881299347898368 bytes of numbers, and there are 8"),
+    "more than int64 counts": (".npy", of_shape("(2**62, 2**62)".replace("2**62", str(2**62))), "bytes of numbers"),
+    "a negative length": (".npy", of_shape("(-2, -1)"), "has the shape (-2, -1)"),
+    "numbers missing": (".npy", npy()[:-1], "claims 24 bytes of numbers, and there are 23"),
+    "numbers too many": (".npy", npy() + b"\0", "claims 24 bytes of numbers, and there are 25"),
+    "objects": (".npy", of_shape("(1,)", "|O"), "holds pickled objects, which are never read"),
+    "text in it": (".npy", of_shape("(1,)", "<U2"), "has dtype <U2; expected real numbers"),
+    "a tensor twice": (".safetensors", tensors(f'"query": {F32}', f'"query": {F32}'), "holds query twice"),
+    "no data": (".safetensors", tensors(f'"query": {F32}', data=b""), "damaged or truncated .safetensors file"),
+    "7 PiB of tensor": (
+        ".safetensors",
+        tensors(f'"query": {{"dtype": "F32", "shape": {[*PIB7]}, "data_offsets": [0, 8]}}'),
+        "damaged or truncated .safetensors file",
+    ),
+}
+
+
+@pytest.fixture
+def damaged(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
+    suffix, content, words = DAMAGED[request.param]
+    path = tmp_path / f"in{suffix}"
+    path.write_bytes(content)
+    return path, words
+
+
+@pytest.mark.parametrize("damaged", DAMAGED, indirect=True)
+@pytest.mark.parametrize("command", ["attend", "look"])
+def test_damaged_files_are_wrong_input(
+    damaged: tuple[Path, str], command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path, words = damaged
+    given = ["--query", str(path)] if path.suffix == ".npy" else [str(path)]
+    status = main([command, *given, "--out", str(tmp_path / "out.npz")])
+    said = capsys.readouterr().err
+    assert (status, said.count("\n")) == (2, 1), said
+    assert f"{path}: " in said and words in said and "unexpected" not in said
+    assert sorted(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("damaged", [name for name in DAMAGED if "claims" in DAMAGED[name][2]], indirect=True)
+def test_what_a_file_does_not_hold_is_never_asked_for(
+    damaged: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reached(*_: Any, **__: Any) -> None:
+        raise AssertionError("numbers were read")
+
+    monkeypatch.setattr(np.lib.format, "read_array", reached)
+    with pytest.raises(FileError, match=re.escape(damaged[1])):
+        read_arrays(damaged[0])
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("x"), RecursionError("x"), KeyError("x"), OSError(5, "x")]
+)
+@pytest.mark.parametrize("read", [files.read_arrays, files.read_text, files.read_json])
+def test_whatever_a_reader_raises(
+    read: Callable[[Path], Any], error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    path = tmp_path / "x.npy"
+    path.write_bytes(npy())
+    monkeypatch.setattr(Path, "open", fail)
+    monkeypatch.setattr(Path, "read_text", fail)
+    with pytest.raises(FileError, match=re.escape(str(path))):
+        read(path)
+
+
+WHOLE = {
+    "npz": (".npz", npz()),
+    "compressed npz": (".npz", npz(np.savez_compressed)),
+    "npy": (".npy", npy()),
+    "safetensors": (".safetensors", save(ARRAYS)),
+}
+
+
+def variants(content: bytes) -> Iterator[bytes]:
+    """Every byte changed in three ways, or left out, and the content cut at every place."""
+    for place in range(len(content)):
+        yield content[:place]
+        yield content[:place] + content[place + 1 :]
+        for bits in (0x01, 0x80, 0xFF):
+            yield content[:place] + bytes([content[place] ^ bits]) + content[place + 1 :]
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_a_damaged_file_is_read_or_refused(kind: str, tmp_path: Path) -> None:
+    suffix, content = WHOLE[kind]
+    path = tmp_path / f"x{suffix}"
+    path.write_bytes(content)
+    assert all(array.dtype == np.float32 for array in read_arrays(path).values())
+    refused = 0
+    for variant in variants(content):
+        path.write_bytes(variant)
+        try:
+            read_arrays(path)
+        except FileError as error:
+            refused += 1
+            assert str(error).startswith(f"{path}: ") and str(error).isprintable()
+    assert refused > len(content)  # at the least, every cut
+
+
+def test_headers_of_python_2_are_read_in_silence(tmp_path: Path) -> None:
+    path = tmp_path / "x.npy"
+    path.write_bytes(of_shape("(2L,)"))
+    assert read_arrays(path)["x"].tolist() == [0.0, 0.0]
