@@ -241,3 +241,261 @@ def test_headers_of_python_2_are_read_in_silence(tmp_path: Path) -> None:
     path = tmp_path / "x.npy"
     path.write_bytes(of_shape("(2L,)"))
     assert read_arrays(path)["x"].tolist() == [0.0, 0.0]
+
+
+# ---------------------------------------------------------------- interrupted writing
+
+
+def write_page(path: Path) -> None:
+    from attnscore.diagnostics.page import Section
+    from attnscore.diagnostics.page import write_page as write
+
+    write(path, "A title", "Facts.", [Section("A part", ["A sentence."])])
+
+
+def write_report(path: Path) -> None:
+    from attnscore.diagnostics import report
+
+    before, report._page = report._page, lambda *_: "<html>" * 1000  # what an inspection becomes
+    try:
+        report.write(None, path, 1.0)  # type: ignore[arg-type]  # not looked at
+    finally:
+        report._page = before
+
+
+def write_results(path: Path) -> None:
+    from attnscore.bench import results
+
+    results.write({"rows": [1.5] * 1000}, path)
+
+
+def write_run(path: Path) -> None:
+    from attnscore.diagnostics import runs
+
+    settings = runs.Settings("dot", 4, 0, 1)
+    made = runs.TrainingRun(settings, "text", (runs.Look(0, 1.0, 1.0, 1.0, 0.0, 1.0),), 1.0, 1.0)
+    runs.write(made, path.parent)
+    (path.parent / f"{settings.name}.json").replace(path)  # its name is its settings
+
+
+def demo(path: Path) -> Any:
+    from rich.console import Console
+
+    from attnscore.demo.report import Report
+
+    return Report(path.parent, Console(file=io.StringIO()), 0, document=path.name)
+
+
+def write_picture(path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    demo(path).picture(path.stem, Figure(figsize=(1, 1)))
+
+
+def command(*arguments: str) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        source = path.parent.parent / "in.npz"
+        x = np.ones((2, 3), np.float32)
+        if not source.exists():
+            np.savez(source, query=x, key=x, value=x)
+        name, option = arguments
+        status = main([name, str(source), option, str(path)])
+        if status == 1:
+            raise KeyboardInterrupt
+        assert status == 0
+
+    return write
+
+
+WRITERS: dict[str, tuple[str, Callable[[Path], None]]] = {
+    "attend .npz": ("out.npz", command("attend", "--out")),
+    "attend .npy": ("out.npy", command("attend", "--out")),
+    "attend .safetensors": ("out.safetensors", command("attend", "--out")),
+    "look --out": ("maps.npz", command("look", "--out")),
+    "look --plot .png": ("map.png", command("look", "--plot")),
+    "look --plot .svg": ("map.svg", command("look", "--plot")),
+    "a page of findings": ("page.html", write_page),
+    "a report of an inspection": ("report.html", write_report),
+    "results of the benchmark": ("results.json", write_results),
+    "a training run": ("run.json", write_run),
+    "a picture of the demo": ("01.png", write_picture),
+    "the numbers of the demo": ("summary.json", lambda path: demo(path).finish()),
+}
+OLD = b"what was there"
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Callable[[Path], None]]:
+    name, write = WRITERS[request.param]
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / name).write_bytes(OLD)
+    return folder / name, write
+
+
+def interrupt(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
+
+
+class HalfWritten(io.BufferedWriter):
+    """Writes half of what is first written, and is interrupted."""
+
+    def write(self, content: Any) -> int:
+        half = memoryview(content).cast("B")
+        super().write(half[: len(half) // 2])
+        self.flush()
+        raise KeyboardInterrupt
+
+
+def half_written(name: Any, mode: str, **options: Any) -> HalfWritten:
+    return HalfWritten(io.FileIO(name, mode.replace("b", ""), **options))
+
+
+@pytest.mark.parametrize("place", WRITERS, indirect=True)
+@pytest.mark.parametrize("moment", ["half written", "before the disk has it", "before it takes its place"])
+def test_an_interruption_leaves_the_old_file(
+    place: tuple[Path, Callable[[Path], None]], moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, write = place
+    with monkeypatch.context() as patch:
+        if moment == "half written":
+            patch.setattr(files, "open", half_written, raising=False)
+        elif moment == "before the disk has it":
+            patch.setattr(os, "fsync", interrupt)
+        else:
+            patch.setattr(Path, "replace", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            write(path)
+    assert path.read_bytes() == OLD
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+    write(path)
+    assert path.read_bytes() != OLD and [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+def interrupted_at(line: int, write: Callable[[], None]) -> bool:
+    """Whether `write` was interrupted at the `line`-th line of files.py that it runs."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal count
+        if frame.f_code.co_filename != files.__file__:
+            return None
+        if event == "line":
+            count += 1
+            if count == line:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        write()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+# Between two steps of a with statement a file is left to the garbage collector, which closes it.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("suffix", [".npz", ".npy", ".safetensors"])
+def test_an_interruption_at_any_line(suffix: str, tmp_path: Path) -> None:
+    path, arrays = tmp_path / f"x{suffix}", {"a": np.ones(3)}
+    files.write_arrays(path, arrays)
+    new = path.read_bytes()
+    line = done = 0
+    while True:
+        path.write_bytes(OLD)
+        line += 1
+        again = interrupted_at(line, lambda: files.write_arrays(path, arrays))
+        assert [each.name for each in tmp_path.iterdir()] == [path.name], line
+        found = path.read_bytes()
+        assert found in (OLD, new), line
+        if not again:
+            break
+        done += found == new
+    assert line > 15 and found == new
+    assert done <= 3  # lines that follow the renaming
+
+
+KILLED = """
+import io, os, signal, sys
+from pathlib import Path
+
+sys.path.insert(0, sys.argv[1])
+from test_files import WRITERS, HalfWritten, files
+
+class Killed(HalfWritten):
+    def write(self, content):
+        try:
+            super().write(content)
+        except KeyboardInterrupt:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+files.open = lambda name, mode, **options: Killed(io.FileIO(name, mode.replace("b", ""), **options))
+name, write = WRITERS[sys.argv[2]]
+write(Path(sys.argv[3]))
+"""
+
+
+@pytest.mark.parametrize(
+    "place", ["attend .npz", "look --plot .png", "a page of findings", "results of the benchmark"], indirect=True
+)
+def test_a_killed_process_leaves_the_old_file(
+    place: tuple[Path, Callable[[Path], None]], request: pytest.FixtureRequest
+) -> None:
+    path, _ = place
+    name = request.node.callspec.params["place"]
+    arguments = [sys.executable, "-c", KILLED, str(Path(__file__).parent), name, str(path)]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert path.read_bytes() == OLD
+    (left,) = (each for each in path.parent.iterdir() if each != path)
+    # What is left behind is hidden, ends in what no reader takes, and is found by no pattern for results.
+    assert left.name.startswith(f".{path.name}.") and left.suffix == ".part"
+    assert left not in path.parent.rglob(f"*{path.suffix}")
+    with pytest.raises(FileError, match="expected a name that ends in"):
+        read_arrays(left)
+
+
+def test_a_long_name_can_be_written(tmp_path: Path) -> None:
+    path = tmp_path / f"{'x' * 251}.npy"
+    files.write_arrays(path, {"a": np.ones(3)})
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+
+
+def test_errors_name_the_file_and_not_the_temporary_one(tmp_path: Path) -> None:
+    path = tmp_path / "no such folder" / "x.html"
+    with pytest.raises(OSError, match="No such file") as found, files.replacing(path):
+        pass
+    assert found.value.filename == str(path)
+
+
+# Files of the system (a pipe, a switch of the kernel) and memory, not results.
+NOT_RESULTS = {'os.fdopen(out, "w"', 'Path("/proc/self/clear_refs").write_text(', "figure.savefig(buffer"}
+
+
+def test_every_writer_uses_the_one_helper() -> None:
+    writes = re.compile(
+        r"^.*(?:\.write_text\(|\.write_bytes\(|open\([^)]*[\"'][wax]b?\+?[\"']|savefig\(|np\.save).*$", re.M
+    )
+    found = [
+        f"{path.relative_to(SOURCE)}: {line.strip()}"
+        for path in SOURCE.rglob("*.py")
+        if path != Path(files.__file__)
+        for line in writes.findall(path.read_text("utf-8"))
+        if not any(known in line for known in NOT_RESULTS) and "figure.savefig(file," not in line and "``" not in line
+    ]
+    assert not found
+
+
+def test_no_line_of_json_is_half_written(tmp_path: Path) -> None:
+    """Numbers with no place in JSON fail before the file is opened."""
+    from attnscore.bench import results
+
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps(1))
+    with pytest.raises(ValueError, match="JSON"):
+        results.write({"x": float("nan")}, path)
+    assert path.read_text() == "1"

@@ -25,6 +25,7 @@ from PIL import Image
 
 import attnscore as ats
 from attnscore import plotting
+from attnscore.files import replacing
 
 HERE = Path(__file__).parent
 FROM_DEMO = {
@@ -81,7 +82,8 @@ def store(source: Path, target: Path) -> None:
     if picture.width > LARGEST:
         height = round(picture.height * LARGEST / picture.width)
         picture = picture.resize((LARGEST, height), Image.Resampling.LANCZOS)
-    picture.quantize(COLOURS, dither=Image.Dither.NONE).save(target, optimize=True)
+    with replacing(target) as file:
+        picture.quantize(COLOURS, dither=Image.Dither.NONE).save(file, format="PNG", optimize=True)
     print(f"{target.name:<20} {target.stat().st_size / 1000:.0f} kB")
 
 

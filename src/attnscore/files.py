@@ -19,8 +19,8 @@ import io
 import json
 import math
 import os
+import secrets
 import struct
-import tempfile
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -160,26 +160,35 @@ def write_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file beside `path` that takes its place only when the block ends well."""
+    """Open a temporary file beside `path` that takes its place only when the block ends well.
+
+    An exception or an interruption at any point leaves what was there, and no temporary file. A process that is killed
+    leaves what was there and a hidden file ``.NAME.RANDOM.part``, which no reader and no pattern for results takes.
+    """
+    # Named before it is made: there is no moment at which it exists and would not be removed.
+    # The start of the name only: names have a largest length.
+    temporary = path.parent / f".{path.name[:40]}.{secrets.token_hex(8)}.part"
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
-    except OSError as error:  # it names the temporary file
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    temporary = Path(name)
-    try:
-        with os.fdopen(handle, "wb") as file:
+        with open(temporary, "xb", opener=_private) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.chmod(_usual_mode(path))
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and str(error.filename) == str(temporary):
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
 
 
+def _private(name: str, flags: int) -> int:
+    # What it replaces may be private: until it has the same mode, it is readable by its owner alone.
+    return os.open(name, flags, 0o600)
+
+
 def _usual_mode(path: Path) -> int:
-    # mkstemp's files are private; a result should be as readable as any file that the user creates.
+    # A result should be as readable as the file it replaces, or as any file that the user creates.
     if path.exists():
         return path.stat().st_mode & 0o777
     mask = os.umask(0)
