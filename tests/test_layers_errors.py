@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import attnscore as ats
+from attnscore.layers import torch as layers
 from attnscore.layers.torch import (
     AdditiveAttention,
     BilinearAttention,
@@ -16,6 +17,7 @@ from attnscore.layers.torch import (
     GaussianAttention,
     MultiHeadAttention,
 )
+from constructor_cases import check_constructors, check_older_call, every_older_call
 
 X = torch.randn(2, 3, 6)
 WRONG: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
@@ -125,3 +127,12 @@ WRONG: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
 def test_errors(call: Callable[[], Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         call()
+
+
+@every_older_call
+def test_calls_of_older_editions(name: str) -> None:
+    check_older_call(name, layers)
+
+
+def test_constructors() -> None:
+    check_constructors(layers)

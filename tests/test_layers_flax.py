@@ -13,6 +13,7 @@ import torch
 from flax import nnx
 
 import attnscore as ats
+from attnscore.layers import flax as layers
 from attnscore.layers import shared
 from attnscore.layers.flax import (
     AdditiveAttention,
@@ -21,6 +22,7 @@ from attnscore.layers.flax import (
     GaussianAttention,
     MultiHeadAttention,
 )
+from constructor_cases import check_constructors, check_older_call, every_older_call
 from flax_cases import QUICK, both, by_torch_names, inputs, make, mask_of, some_layers, to_jax, to_torch
 from layer_cases import KEYS, LAYERS, MASKS, QUERIES, VALUE_SIZE, Case, close, every_layer
 
@@ -367,3 +369,12 @@ def test_learned_queries_and_numpy_arrays_go_in() -> None:
     grad = jax.grad(lambda q: GaussianAttention()(nnx.Param(q), x, x).sum())(x)
     assert grad.shape == x.shape
     assert jnp.array_equal(DotProductAttention()(learned, jax.device_get(x), x), x)
+
+
+@every_older_call
+def test_calls_of_older_editions(name: str) -> None:
+    check_older_call(name, layers, rngs=nnx.Rngs(0))
+
+
+def test_constructors() -> None:
+    check_constructors(layers, rngs=nnx.Rngs(0))

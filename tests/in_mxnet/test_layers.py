@@ -21,6 +21,7 @@ from attnscore.layers.mxnet import (
     GaussianAttention,
     MultiHeadAttention,
 )
+from constructor_cases import check_constructors, check_older_call, every_older_call
 
 pytestmark = pytest.mark.usefixtures("numpy_semantics")
 SCORES = ("dot", "scaled_dot", "gaussian", "cosine", "additive", "bilinear")
@@ -341,3 +342,12 @@ def test_wrong_input_is_told() -> None:
 def test_legacy_semantics_are_told() -> None:
     with mx.util.np_array(False), pytest.raises(ats.FrameworkError, match=r"NumPy semantics.*npx\.set_np"):
         made("dot")(*inputs())
+
+
+@every_older_call
+def test_calls_of_older_editions(name: str) -> None:
+    check_older_call(name, layers)
+
+
+def test_constructors() -> None:
+    check_constructors(layers)

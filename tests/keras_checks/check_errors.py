@@ -11,6 +11,7 @@ import pytest
 from together import BACKEND
 
 import attnscore as ats
+from attnscore.layers import keras as layers
 from attnscore.layers.keras import (
     AdditiveAttention,
     BilinearAttention,
@@ -18,6 +19,7 @@ from attnscore.layers.keras import (
     GaussianAttention,
     MultiHeadAttention,
 )
+from constructor_cases import check_constructors, check_older_call, every_older_call
 
 X = np.random.default_rng(0).normal(size=(2, 3, 6)).astype("float32")
 WRONG: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
@@ -146,3 +148,12 @@ def test_features_that_change_after_building() -> None:
     layer(X, X, X)
     with pytest.raises(ats.ShapeError, match="queries: expected vectors of length 6, which W takes, got 4"):
         layer(X[..., :4], X, X)
+
+
+@every_older_call
+def test_calls_of_older_editions(name: str) -> None:
+    check_older_call(name, layers)
+
+
+def test_constructors() -> None:
+    check_constructors(layers)

@@ -124,6 +124,7 @@ class AdditiveAttention(Attention):
     (2, 1, 4)
     """
 
+    @shared.naming_arguments(shared.D2L_ADDITIVE)
     def __init__(
         self,
         num_hiddens: int,

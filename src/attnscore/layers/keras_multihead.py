@@ -67,6 +67,7 @@ class MultiHeadAttention(Attention):
     (3, 2, 5, 5)
     """
 
+    @shared.naming_arguments(shared.D2L_MULTI_HEAD)
     def __init__(
         self,
         num_hiddens: int,

@@ -93,6 +93,7 @@ class AdditiveAttention(Attention):
     (2, 1, 4)
     """
 
+    @shared.naming_arguments(shared.D2L_ADDITIVE)
     def __init__(
         self,
         num_hiddens: int,
@@ -249,6 +250,7 @@ class MultiHeadAttention(Attention):
     (3, 2, 5, 5)
     """
 
+    @shared.naming_arguments(shared.D2L_MULTI_HEAD)
     def __init__(
         self,
         num_hiddens: int,

@@ -8,10 +8,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -27,6 +29,11 @@ from attnscore.scoring import Additive, Bilinear, Cosine, Dot, Gaussian, ScaledD
 Shape = tuple[int, ...]
 Kept = TypeVar("Kept")
 """What a layer keeps of a call."""
+Constructor = TypeVar("Constructor", bound=Callable[..., None])
+
+# The order of the constructors' arguments in older editions of "Dive into Deep Learning"; all but bias are required.
+D2L_ADDITIVE = ("key_size", "query_size", "num_hiddens", "dropout")
+D2L_MULTI_HEAD = ("key_size", "query_size", "value_size", "num_hiddens", "num_heads", "dropout", "bias")
 
 
 @dataclass(frozen=True)
@@ -119,6 +126,46 @@ _MAKERS: dict[str, Callable[[Mapping[str, Array]], Any]] = {
     "additive": lambda arrays: Additive(arrays["w_v"]),
     "bilinear": lambda arrays: Bilinear(arrays["W"]),
 }
+
+
+def naming_arguments(older: tuple[str, ...]) -> Callable[[Constructor], Constructor]:
+    """Make a constructor answer too many positional arguments by the keywords to use, and not by a bare TypeError.
+
+    `older` is an order of arguments that such calls are likely to follow. The wrapped constructor raises ArgumentError
+    for more positional arguments than it takes, and for one that is given by name as well.
+    """
+
+    def decorate(init: Constructor) -> Constructor:
+        signature = inspect.signature(init)
+        named = list(signature.parameters.values())[1:]
+        places = [each.name for each in named if each.kind is each.POSITIONAL_OR_KEYWORD]
+        keywords = [each.name for each in named if each.kind is each.KEYWORD_ONLY]
+
+        @functools.wraps(init)
+        def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+            twice = [name for name in places[: len(args)] if name in kwargs]
+            if len(args) > len(places) or twice:
+                owner = type(self).__name__
+                expected = f"at most {len(places)} positional arguments ({', '.join(places)})"
+                got = f"{len(args)}" + "".join(f", and {name} by name" for name in twice)
+                hint = _named(owner, older, args, kwargs) or f"{', '.join([*places, *keywords])} may be given by name"
+                raise ArgumentError(message(owner, expected, got, hint=hint))
+            init(self, *args, **kwargs)
+
+        # Keras reads it, and does not look behind a wrapper.
+        checked.__signature__ = signature  # type: ignore[attr-defined]  # functions have room for it
+        return cast(Constructor, checked)
+
+    return decorate
+
+
+def _named(owner: str, older: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    """Return a call in the order `older` with all names written out; None where it is no such call."""
+    values = dict(zip(older, args, strict=False))
+    others = {name: kwargs[name] for name in older if name in kwargs}
+    if len(args) > len(older) or values.keys() & others.keys() or {*older} - {"bias"} - {*values, *others}:
+        return None
+    return f"{owner}({', '.join(f'{name}={shown(value)}' for name, value in (values | others).items())})"
 
 
 def exp(x: Array) -> Array:
