@@ -102,6 +102,49 @@ def test_additive_against_dot_at_one_size() -> None:
     assert additive.matrix_bytes == (d + 2) / 2 * dot.matrix_bytes
 
 
+@pytest.mark.parametrize("lengths", [(7, 11), (1, 1), (0, 3), (2**20, 2**20)])
+@pytest.mark.parametrize(("dim", "key_dim", "value_dim"), [(5, None, None), (20, 2, 4), (1, 1, 1), (0, 3, 2)])
+@pytest.mark.parametrize("h", [0, 1, 8])
+def test_additive_and_bilinear_by_name(
+    lengths: tuple[int, int], dim: int, key_dim: int | None, value_dim: int | None, h: int
+) -> None:
+    """By name they are what objects with arrays of these sizes are."""
+    sizes: dict[str, Any] = {"query_len": lengths[0], "key_len": lengths[1], "dim": dim, "heads": 4, "batch": 3}
+    sizes |= {"key_dim": key_dim, "value_dim": value_dim}
+    wide = dim if key_dim is None else key_dim
+    additive = ats.Additive(np.ones(h), np.ones((h, dim)), np.ones((h, wide)))
+    assert ats.cost("additive", num_hiddens=h, **sizes) == ats.cost(additive, **sizes)
+    assert ats.cost("additive", num_hiddens=h, **sizes).parameters == h + h * dim + h * wide
+    assert ats.cost("bilinear", **sizes) == ats.cost(ats.Bilinear(np.ones((dim, wide))), **sizes)
+
+
+def test_parameters_by_name_are_those_of_the_layers() -> None:
+    from attnscore.layers.torch import AdditiveAttention, BilinearAttention
+
+    layers = {
+        "additive": AdditiveAttention(key_size=2, query_size=20, num_hiddens=8),
+        "bilinear": BilinearAttention(key_size=2, query_size=20),
+    }
+    for name, layer in layers.items():
+        given = {"num_hiddens": 8} if name == "additive" else {}
+        found = ats.cost(name, query_len=1, key_len=10, dim=20, key_dim=2, value_dim=4, **given)
+        assert found.parameters == sum(x.numel() for x in layer.parameters())
+
+
+def test_a_million_hidden_units_take_no_memory() -> None:
+    found = ats.cost("additive", query_len=8, key_len=8, dim=2**30, num_hiddens=2**30)
+    assert found.parameters == 2 * 2**60 + 2**30
+
+
+def test_a_registered_score_of_that_name_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attnscore import scoring
+
+    monkeypatch.setitem(scoring._TABLE, "additive", lambda: ats.Additive(np.ones(5)))
+    assert ats.cost("additive", **SIZES).parameters == 5
+    with pytest.raises(ats.ArgumentError, match='num_hiddens: expected None unless score="additive", got 3'):
+        ats.cost("additive", **SIZES, num_hiddens=3)
+
+
 def test_scores_by_name_and_own_scores() -> None:
     @dataclass(frozen=True, eq=False)
     class Own:

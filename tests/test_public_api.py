@@ -41,7 +41,7 @@ FUNCTIONS = {
     "merge": "(outs, log_sum_exps)",
     "softmax_jacobian": "(weights)",
     "softmax_pullback": "(weights, grad)",
-    "cost": "(score, *, query_len, key_len, dim, key_dim=None, value_dim=None, heads=1, batch=1)",
+    "cost": "(score, *, query_len, key_len, dim, key_dim=None, value_dim=None, num_hiddens=None, heads=1, batch=1)",
     "register_score": "(name, cls)",
     "available": "()",
     "set_num_threads": "(n)",

@@ -6,11 +6,14 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from attnscore import frameworks, kernels, scoring, tiling
-from attnscore.checks import check_count
+from attnscore.checks import check_choice, check_count, shown
+from attnscore.errors import ArgumentError, message
 from attnscore.frameworks.contract import Array
 from attnscore.pose import check_flag, pose, wanted_statistics
-from attnscore.scoring import arrays_of
+from attnscore.scoring import Additive, Bilinear, arrays_of
 from attnscore.scoring.contract import operations_of
 from attnscore.tiling import TilePlan
 
@@ -24,7 +27,7 @@ class Cost(NamedTuple):
     bytes : inputs and outputs, read or written once, in float32
     matrix_bytes : what a form that keeps every intermediate would hold besides: scores and weights, and for additive
         scores the (query, key, h) array
-    parameters : numbers that the score learns
+    parameters : numbers that the score learns, one set of them for all heads
     """
 
     operations: int
@@ -41,19 +44,24 @@ def cost(
     dim: int,
     key_dim: int | None = None,
     value_dim: int | None = None,
+    num_hiddens: int | None = None,
     heads: int = 1,
     batch: int = 1,
 ) -> Cost:
-    """Operations, bytes and parameters of attention with `score`, from shapes alone.
+    """Count operations, bytes and parameters of attention with `score`, from shapes alone.
 
     Scores as the score counts them (dot: 2 n m d; additive: 4 n m h and its projections), softmax 4 n m, pooling
     2 n m v.
 
     Parameters
     ----------
-    score : a score object or a registered name
+    score : a score object, a registered name, "additive" or "bilinear"
+        The last two by name need no arrays: W_q (num_hiddens, dim), W_k (num_hiddens, key_dim) and w_v (num_hiddens,)
+        are counted, and W (dim, key_dim), as the layers have them.
     query_len, key_len, dim, key_dim, value_dim, heads, batch : int
         `key_dim` and `value_dim` None: as `dim`.
+    num_hiddens : int, optional
+        h of ``score="additive"``, for which it is required; None otherwise.
 
     Returns
     -------
@@ -62,15 +70,16 @@ def cost(
     Raises
     ------
     ArgumentError, ShapeError
-        A size that is no whole number, or one that the score cannot take.
+        An unknown name, a size that is no whole number, or one that the score cannot take.
 
     Examples
     --------
     >>> import attnscore as ats
     >>> ats.cost("dot", query_len=512, key_len=512, dim=64).operations
     68157440
+    >>> ats.cost("additive", query_len=8, key_len=8, dim=4, num_hiddens=16).parameters
+    144
     """
-    score = scoring.resolve(score)
     key_dim = dim if key_dim is None else key_dim
     value_dim = dim if value_dim is None else value_dim
     sizes = {
@@ -79,6 +88,7 @@ def cost(
     }  # fmt: skip
     for name, size in sizes.items():
         check_count(name, size)
+    score = _resolved(score, dim, key_dim, num_hiddens)
     scoring.check(score, dim, key_dim)
     pairs = query_len * key_len
     own = operations_of(score, query_len, key_len, dim, key_dim)
@@ -91,6 +101,33 @@ def cost(
         matrix_bytes=4 * batch * heads * pairs * (2 + hidden),
         parameters=parameters,
     )
+
+
+def _resolved(score: Any, dim: int, key_dim: int, num_hiddens: int | None) -> Any:
+    """Return the score that is meant; the two that have a name here alone get arrays of these shapes."""
+    by_name = isinstance(score, str) and scoring.named(score) is None
+    if num_hiddens is not None and not (by_name and score == "additive"):
+        hint = "a score object has its own sizes, and other scores have no hidden units"
+        raise ArgumentError(message("num_hiddens", 'None unless score="additive"', shown(num_hiddens), hint=hint))
+    if not by_name:
+        return scoring.resolve(score)
+    check_choice("score", score, (*scoring.registered(), "additive", "bilinear"))
+    if score == "bilinear":
+        return Bilinear(_shaped(dim, key_dim))
+    if num_hiddens is None:
+        expected = 'a whole number, 0 or more, for score="additive"'
+        raise ArgumentError(message("num_hiddens", expected, None, hint="the h of W_q (h, dim), W_k (h, key_dim), w_v"))
+    h = check_count("num_hiddens", num_hiddens)
+    return Additive(_shaped(h), _shaped(h, dim), _shaped(h, key_dim))
+
+
+def _shaped(*shape: int) -> Array:
+    """Return an array of this shape that takes no memory: only its shape is looked at."""
+    try:
+        return np.broadcast_to(np.int8(0), shape)
+    except (ValueError, OverflowError) as error:
+        expected = "sizes of which NumPy makes an array"
+        raise ArgumentError(message("dim, key_dim, num_hiddens", expected, shown(shape))) from error
 
 
 @dataclass(frozen=True, eq=False)

@@ -107,7 +107,17 @@ _FUNCTIONS = {
     "cost": Call(
         ats.cost,
         lambda x: {"score": "dot", "query_len": 3, "key_len": 5, "dim": 4},
-        ("score", "query_len", "key_len", "dim", "key_dim", "value_dim", "heads", "batch"),
+        ("score", "query_len", "key_len", "dim", "key_dim", "value_dim", "num_hiddens", "heads", "batch"),
+    ),
+    "cost of an additive score": Call(
+        ats.cost,
+        lambda x: {"score": "additive", "query_len": 3, "key_len": 5, "dim": 4, "num_hiddens": 3},
+        ("dim", "key_dim", "num_hiddens"),
+    ),
+    "cost of a bilinear score": Call(
+        ats.cost,
+        lambda x: {"score": "bilinear", "query_len": 3, "key_len": 5, "dim": 4},
+        ("dim", "key_dim"),
     ),
 }
 

@@ -177,7 +177,31 @@ def _cost(score: Any = "dot", **given: Any) -> Any:
 
 
 _COST = (
-    case("cost of an unknown score", ArgumentError, "score|one of|dot|'dott'", lambda x: _cost("dott")),
+    case("cost of an unknown score", ArgumentError, "score|one of|dot|additive|'dott'", lambda x: _cost("dott")),
+    case(
+        "cost of an additive score without its size",
+        ArgumentError,
+        'num_hiddens|a whole number, 0 or more, for score="additive"|got None|Hint: the h of W_q (h, dim)',
+        lambda x: _cost("additive"),
+    ),
+    case(
+        "hidden units of a product",
+        ArgumentError,
+        'num_hiddens|None unless score="additive"|got 8|Hint: a score object has its own sizes',
+        lambda x: _cost("bilinear", num_hiddens=8),
+    ),
+    case(
+        "hidden units of a score object",
+        ArgumentError,
+        'num_hiddens|None unless score="additive"|got 8|Hint: a score object has its own sizes',
+        lambda x: _cost(ats.Sum(), num_hiddens=8),
+    ),
+    case(
+        "more parameters than can be counted",
+        ArgumentError,
+        "dim, key_dim, num_hiddens|sizes of which NumPy makes an array",
+        lambda x: _cost("additive", num_hiddens=2**62),
+    ),
     case("cost of a class", ArgumentError, "score|Hint: Dot(...) makes one", lambda x: _cost(ats.Dot)),
     case(
         "cost of unequal vectors",
@@ -193,6 +217,15 @@ _COST = (
             lambda x, name=name, number=number: _cost(**{name: number}),
         )
         for name in ("query_len", "key_len", "dim", "key_dim", "value_dim", "heads", "batch")
+        for number in (-1, 1.5, "many", True)
+    ),
+    *(
+        case(
+            f"num_hiddens={number!r}",
+            ArgumentError,
+            f"num_hiddens|a whole number, 0 or more|got {number!r}",
+            lambda x, number=number: _cost("additive", num_hiddens=number),
+        )
         for number in (-1, 1.5, "many", True)
     ),
     case(

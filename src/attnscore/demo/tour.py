@@ -109,7 +109,7 @@ def scores(report: Report, rng: np.random.Generator) -> dict[str, Any]:
     keys = rng.normal(size=(8, 4))
     queries = keys + 0.25 * rng.normal(size=(8, 4))
     w_v, w_q, w_k = (rng.normal(size=shape) for shape in ((8,), (8, 4), (8, 4)))
-    made: dict[str, Any] = {
+    made = {
         "dot": "dot",
         "scaled dot": "scaled_dot",
         "cosine": ats.Cosine(scale=4.0),
@@ -213,19 +213,22 @@ def temperature(report: Report, rng: np.random.Generator) -> dict[str, Any]:
 
 def cost(report: Report, rng: np.random.Generator) -> dict[str, Any]:
     """Operations, bytes and parameters of one head, from shapes alone."""
+    del rng
     dim, hidden, lengths = 64, 64, (512, 1024, 2048, 4096, 8192, 16384)
     made: dict[str, Any] = {
         "dot": "dot",
         "scaled dot": "scaled_dot",
         "cosine": "cosine",
         "Gaussian": "gaussian",
-        "bilinear": ats.Bilinear(rng.normal(size=(dim, dim))),
-        "additive": ats.Additive(
-            rng.normal(size=hidden), rng.normal(size=(hidden, dim)), rng.normal(size=(hidden, dim))
-        ),
+        "bilinear": "bilinear",
+        "additive": "additive",
     }
+    sizes = {"additive": {"num_hiddens": hidden}}
     found = {
-        name: {length: ats.cost(score, query_len=length, key_len=length, dim=dim) for length in lengths}
+        name: {
+            length: ats.cost(score, query_len=length, key_len=length, dim=dim, **sizes.get(name, {}))
+            for length in lengths
+        }
         for name, score in made.items()
     }
     setting = f"one head, {{}} queries and keys, d = {dim}, h = {hidden}, float32; attend keeps no such matrix"
