@@ -170,7 +170,7 @@ def test_a_failed_check_is_status_1(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(None, "No such file"), (b"\xff\xfe\x00", "not UTF-8 text"), (b" \n\n", "no sentence")],
+    [(None, "no such file"), (b"\xff\xfe\x00", "not UTF-8 text"), (b" \n\n", "no sentence")],
 )
 def test_bad_text_files(tmp_path, capsys, content, words):
     path = tmp_path / "text.txt"

@@ -178,6 +178,31 @@ def test_numbers_of_numpy_are_numbers(framework: str) -> None:
     ats.cost("dot", query_len=np.int64(3), key_len=np.int32(5), dim=4)
 
 
+LEARNED: dict[str, Callable[[Any], Any]] = {
+    "scaled_dot": lambda T: ats.ScaledDot(scale=1 / (T * 4**0.5)),
+    "cosine": lambda T: ats.Cosine(scale=1 / T),
+    "gaussian": lambda T: ats.Gaussian(bandwidth=T**0.5),
+}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("name", LEARNED)
+def test_a_learned_temperature_is_what_its_message_says(name: str, framework: str) -> None:
+    x = Maker(framework)
+    T = x.array(2.0)
+    with pytest.raises(ats.ArgumentError, match=r"T: expected a finite number above 0, got an array \("):
+        x.attend(score=ats.Temperature(name, T))
+    found, wanted = x.attend(score=LEARNED[name](T)), x.attend(score=ats.Temperature(name, 2.0))
+    np.testing.assert_allclose(x.host(found), x.host(wanted), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_a_learned_temperature_has_a_gradient(name: str) -> None:
+    query, key, value = torch.randn(3, 3, 4).double()
+    T = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda T: ats.attend(query, key, value, score=LEARNED[name](T)), T)
+
+
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_merge_takes_stacked_parts(framework: str) -> None:
     x = Maker(framework)

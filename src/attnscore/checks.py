@@ -29,9 +29,14 @@ def shown(x: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def check_positive(name: str, x: Any, expected: str = "a finite number above 0") -> float:
-    """A finite number above 0."""
+def check_positive(
+    name: str, x: Any, expected: str = "a finite number above 0", *, if_array: str | None = None
+) -> float:
+    """Return a finite number above 0; `if_array` is the hint where an array is given, as one that is learned."""
     if not is_number(x) or not _finite(x) or not x > 0:
+        if if_array is not None and not is_number(x) and hasattr(x, "shape") and not isinstance(x, type):
+            # Not its value: while a program is traced there is none, and what stands for it has many lines.
+            raise ArgumentError(message(name, expected, f"an array ({type(x).__name__})", hint=if_array))
         raise ArgumentError(message(name, expected, shown(x)))
     return float(x)
 

@@ -52,7 +52,7 @@ def masked_softmax(
     frameworks.check_not_recorded(ops, "masked_softmax")
     if not ops.is_floating(scores):
         raise DtypeError(message("scores", FLOATING, ops.dtype(scores)))
-    check_positive("temperature", temperature)
+    check_positive("temperature", temperature, if_array="divide the scores by it: masked_softmax(scores / temperature)")
     if not is_whole(axis) or not -len(shape) <= axis < len(shape):
         expected = f"an axis of the {len(shape)} of scores"
         raise ArgumentError(message("axis", expected, shown(axis), shapes={"scores": shape}))

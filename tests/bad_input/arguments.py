@@ -159,6 +159,13 @@ _SOFTMAX = (
         )
         for t in (0, 0.0, -1.0, _NAN, "hot", None, True, 1j, [1.0])
     ),
+    case(
+        "a temperature as an array",
+        ArgumentError,
+        "temperature: expected a finite number above 0, got an array (|Hint: divide the scores by it",
+        lambda x: x.softmax(temperature=x.array(2.0)),
+        same=False,
+    ),
     *(
         case(
             f"axis={axis!r}",

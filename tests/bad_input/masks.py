@@ -198,8 +198,15 @@ _ARRAYS = (
     case(
         "an additive mask",
         MaskError,
-        "mask|a boolean array|True where a key may be seen|float32|Hint|bias=",
+        "mask|a boolean array|True where a key may be seen|float32|Hint: compare it: array > 0 for one|bias=",
         lambda x: x.attend(mask=x.array([[0.0] * 5] * 3)),
+    ),
+    case(
+        "a padding of floats",
+        MaskError,
+        "key_padding|a boolean array|float32|Hint: compare it: array > 0 for one of 0 and 1; an additive mask of 0 and "
+        "-inf is compared with 0: array == 0",
+        lambda x: x.attend(mask=ats.KeyPadding(x.floats(2, 5))),
     ),
     case(
         "whole numbers",

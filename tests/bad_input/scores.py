@@ -290,6 +290,25 @@ _NUMBERS = (
         for name, wrapper in (("cap", ats.SoftCap), ("T", ats.Temperature))
         for value in (0, 0.0, -2.0, _NAN, _INF, "two", None, True, [1.0])
     ),
+    *(
+        case(
+            f"{name} as an array {shape}",
+            ArgumentError,
+            f"{name}: expected a finite number above 0, got an array (|Hint: {hint}",
+            lambda x, wrapper=wrapper, shape=shape: x.attend(score=wrapper("scaled_dot", x.floats(*shape))),
+            same=False,
+        )
+        for name, wrapper, hint in (
+            ("cap", ats.SoftCap, "a cap is not learned; float(cap) makes a number of it"),
+            (
+                "T",
+                ats.Temperature,
+                "a learned temperature is the score's own: ScaledDot(scale=1 / (T * dim**0.5)), Cosine(scale=1 / T) or "
+                "Gaussian(bandwidth=T**0.5); float(T) makes a number of it",
+            ),
+        )
+        for shape in ((), (1,), (2, 3, 5))
+    ),
     case(
         "cap inside a wrapper",
         ArgumentError,

@@ -176,5 +176,10 @@ def check_boolean(name: str, x: Any, *, numbers: bool = True) -> None:
         dtype = "object (a ragged list?)"
     if numbers and values is not None and values.dtype.kind in "iu" and np.isin(values, (0, 1)).all():
         return
-    hint = "an additive mask of 0 and -inf is a bias: pass it as bias=" if "float" in dtype else "compare it: array > 0"
+    hint = "compare it: array > 0"
+    if "float" in dtype:
+        # A bias of the shape of a padding would broadcast over other axes.
+        hint += " for one of 0 and 1; an additive mask of 0 and -inf " + (
+            "is compared with 0: array == 0" if numbers else "is a bias: pass it as bias="
+        )
     raise MaskError(message(name, "a boolean array, True where a key may be seen", f"dtype {dtype}", hint=hint))

@@ -10,6 +10,11 @@ from attnscore.frameworks.contract import Array, Framework
 from attnscore.scoring.contract import Pullback, Score, check, lower, lower_pullback, operations_of
 from attnscore.scoring.forms import Form
 
+_LEARNED = (
+    "a learned temperature is the score's own: ScaledDot(scale=1 / (T * dim**0.5)), Cosine(scale=1 / T) or "
+    "Gaussian(bandwidth=T**0.5); float(T) makes a number of it"
+)
+
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
@@ -20,6 +25,7 @@ class SoftCap(Score):
     ----------
     score : a score or a registered name
     cap : number above 0
+        It gets no gradient: an array is refused.
 
     References
     ----------
@@ -46,7 +52,7 @@ class SoftCap(Score):
         return form.capped(float(self.cap)), pullback
 
     def check(self, dim: int, key_dim: int) -> None:
-        check_positive("cap", self.cap)
+        check_positive("cap", self.cap, if_array="a cap is not learned; float(cap) makes a number of it")
         check(self.score, dim, key_dim)
 
     def operations(self, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
@@ -58,12 +64,12 @@ class SoftCap(Score):
 class Temperature(Score):
     """score / T: T above 1 flattens the weights, T below 1 sharpens them.
 
-    For a temperature that is learned, use ``ScaledDot(scale=array)``.
-
     Parameters
     ----------
     score : a score or a registered name
     T : number above 0
+        It gets no gradient: an array is refused. A temperature that is learned is a parameter of the score itself:
+        ``ScaledDot(scale=1 / (T * dim**0.5))``, ``Cosine(scale=1 / T)``, ``Gaussian(bandwidth=T**0.5)``.
 
     Examples
     --------
@@ -86,7 +92,7 @@ class Temperature(Score):
         return form.scaled(1 / float(self.T)), pullback
 
     def check(self, dim: int, key_dim: int) -> None:
-        check_positive("T", self.T)
+        check_positive("T", self.T, if_array=_LEARNED)
         check(self.score, dim, key_dim)
 
     def operations(self, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
