@@ -195,6 +195,8 @@ def _views() -> dict[str, list[torch.Tensor]]:
         {"mask": ats.Causal(align="bottom_right")},
         {"mask": ats.SlidingWindow(1, 1, "top_left"), "score": "dot"},
         {"mask": ~ats.SlidingWindow(1, 1, "top_left")},
+        {"return_weights": True},
+        {"return_weights": True, "mask": ats.Causal(align="bottom_right")},
     ],
     ids=str,
 )
@@ -215,10 +217,15 @@ def test_a_plain_call_is_prepared_once(
     with monkeypatch.context() as patch:
         _pose_nothing(patch)
         found = ats.attend(*arrays, **options)
-    assert type(found) is type(wanted)
-    assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
-    tolerance = {"rtol": 2e-2, "atol": 2e-2} if "bfloat16" in str(found.dtype) else {"rtol": 1e-5, "atol": 1e-5}
-    torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(wanted), **tolerance)
+    for x, y in zip(_several(found), _several(wanted), strict=True):
+        assert type(x) is type(y)
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        tolerance = {"rtol": 2e-2, "atol": 2e-2} if "bfloat16" in str(x.dtype) else {"rtol": 1e-5, "atol": 1e-5}
+        torch.testing.assert_close(torch.as_tensor(x), torch.as_tensor(y), **tolerance)
+
+
+def _several(found: Any) -> tuple[Any, ...]:
+    return found if isinstance(found, tuple) else (found,)
 
 
 @pytest.mark.parametrize("framework", ["torch", "numpy"])
@@ -308,11 +315,12 @@ def test_arrays_that_lie_otherwise_are_prepared_anew() -> None:
 
 
 def _gradients(arrays: list[torch.Tensor], options: dict[str, Any]) -> list[torch.Tensor]:
-    """The output and the gradients of arrays, and of an additive score's weights where there are any."""
+    """The outputs and the gradients of arrays, and of an additive score's weights where there are any."""
     leaves = [x for x in (*arrays, getattr(options.get("score"), "w_v", None)) if x is not None and x.requires_grad]
-    out = ats.attend(*arrays, **options)
+    outs = _several(ats.attend(*arrays, **options))
     torch.manual_seed(1)
-    return [out.detach(), *torch.autograd.grad(out, leaves, torch.randn_like(out))]
+    grads = torch.autograd.grad(outs, leaves, [torch.randn_like(out) for out in outs])
+    return [*(out.detach() for out in outs), *grads]
 
 
 @pytest.mark.parametrize("arrays", _views().values(), ids=_views())
@@ -324,6 +332,8 @@ def _gradients(arrays: list[torch.Tensor], options: dict[str, Any]) -> list[torc
         {"mask": ~ats.SlidingWindow(1, 1, "top_left")},
         {"score": "additive"},
         {"score": "additive by head", "mask": ats.SlidingWindow(1, 1, "top_left")},
+        {"return_weights": True, "mask": ats.Causal(align="bottom_right")},
+        {"return_weights": True, "score": "additive"},
     ],
     ids=str,
 )
@@ -357,14 +367,25 @@ def test_a_plain_call_on_a_tape_is_prepared_once(
         torch.testing.assert_close(x, y, **tolerance)
 
 
+@pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_heads_behind_on_a_tape(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_behind_on_a_tape(groups: int, weights: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     arrays = [torch.randn(2, 5, heads, 8).requires_grad_() for heads in (4, 4 // groups, 4 // groups)]
-    wanted = _gradients(arrays, {"head_axis": -2, "kernel": "streaming"})
-    _gradients(arrays, {"head_axis": -2})
+    options = {"head_axis": -2, "return_weights": weights}
+    wanted = _gradients(arrays, {**options, "kernel": "streaming"})
+    _gradients(arrays, options)
     _pose_nothing(monkeypatch)
-    torch.testing.assert_close(_gradients(arrays, {"head_axis": -2}), wanted)
+    torch.testing.assert_close(_gradients(arrays, options), wanted)
+
+
+@pytest.mark.parametrize("through", [0, 1], ids=["output", "weights"])
+def test_a_gradient_through_one_of_two_results(through: int) -> None:
+    for _ in range(2):
+        leaves = [x.requires_grad_() for x in _inputs()]
+        found, wanted = (ats.attend(*leaves, return_weights=True, kernel=k)[through] for k in ("auto", "dense"))
+        found, wanted = (torch.autograd.grad((x**2).sum(), leaves[: 3 - through]) for x in (found, wanted))
+        torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("which", [(0,), (1, 2), (2,)], ids=str)
@@ -384,7 +405,11 @@ def test_gradients_of_those_that_ask(which: tuple[int, ...]) -> None:
         assert torch.equal(found, same)
 
 
-@pytest.mark.parametrize("options", [{}, {"mask": ats.Causal("top_left"), "valid_lens": [6, 2]}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"mask": ats.Causal("top_left"), "valid_lens": [6, 2]}, {"return_weights": True, "valid_lens": [6, 2]}],
+    ids=str,
+)
 @pytest.mark.parametrize("additive", [False, True])
 def test_a_prepared_gradient_has_a_gradient(options: dict[str, Any], additive: bool) -> None:
     torch.manual_seed(0)

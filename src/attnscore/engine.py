@@ -158,7 +158,11 @@ def _row_scores(guard: _Guard, plan: TilePlan, rows: Span) -> tuple[Array, Array
     for first in (0,) if is_unknown(key_len) else range(0, max(1, key_len), max(1, step)):
         cols = (first, step if is_unknown(key_len) else min(step, key_len - first))
         scores, visible, _ = _tile_scores(guard, plan, rows, cols, partial=problem.mask is not None)
-        parts.append((ops.broadcast_to(scores, (*shape[:-1], cols[1])), visible))
+        whole = (*shape[:-1], cols[1])
+        if ops.shape(scores) != whole:
+            # Heads that share query and key; a copy, because the caller may write into what is returned.
+            scores = scores + ops.zeros(whole, scores)
+        parts.append((scores, visible))
     if len(parts) == 1:
         return parts[0]
     scores = ops.concat([scores for scores, _ in parts], -1)
