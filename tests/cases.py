@@ -251,6 +251,13 @@ SOME_SCORES = tuple(
                  "temperature-of-soft_cap-bilinear", "own-tile_gradient")
 )  # fmt: skip
 
+# One of each family that has arrays, and dtypes of (query, key and value; the arrays of the score, bias and sink).
+SCORES_WITH_ARRAYS = ("scaled_dot-heads", "scaled_dot-keys", "cosine-heads", "gaussian-heads", "bilinear-heads",
+                      "additive-tanh-bias", "additive-gelu-heads", "soft_cap-gaussian",
+                      "temperature-of-soft_cap-bilinear", "own-tile", "own-tile_gradient")  # fmt: skip
+MIXED_DTYPES = (("float32", "float64"), ("float16", "float64"), ("bfloat16", "float32"), ("float32", "float16"),
+                ("float64", "float32"))  # fmt: skip
+
 
 # ----------------------------------------------------------------- masks
 

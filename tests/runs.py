@@ -5,6 +5,7 @@ Names: ``out``, the statistics, and ``grad.query``, ``grad.score.W_q`` and so on
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -118,6 +119,16 @@ class Call:
         found |= {name: x for name, x in (("bias", self.bias), ("sink", self.sink)) if x is not None}
         return found | {f"score.{name}": x for name, x in self.arrays.items()}
 
+    def with_extras_in(self, dtype: str) -> Call:
+        """Return the same call with the score's arrays, bias and sink in another dtype than query, key and value."""
+        kind = NUMPY_DTYPE[dtype]
+        return dataclasses.replace(
+            self,
+            arrays={name: x.astype(kind) for name, x in self.arrays.items()},
+            bias=None if self.bias is None else self.bias.astype(kind),
+            sink=None if self.sink is None else self.sink.astype(kind),
+        )
+
     def formulas(self, leaves: Mapping[str, Any], convert: Any) -> dict[str, Any]:
         """Everything by the oracle, on whatever kind of arrays the leaves are."""
         heads = self.visible.shape[-3]
@@ -206,7 +217,8 @@ class Call:
     @cached_property
     def plain(self) -> Results:
         """The textbook in the dtype of the call, with torch's own autodiff."""
-        leaves = {name: tensor(x, requires_grad=True) for name, x in self.leaves.items()}
+        kind = NUMPY_DTYPE[self.dtype]
+        leaves = {name: tensor(x.astype(kind), requires_grad=True) for name, x in self.leaves.items()}
         outputs = self.formulas(leaves, torch.from_numpy)
         grads = torch.autograd.grad(
             [outputs[name] for name in self.seeds],
@@ -323,10 +335,14 @@ class Call:
     def _problem(self, name: str, x: Any) -> str | None:
         want = self.reference[name]
         dtype = accumulator(self.dtype) if name in STATISTICS else self.dtype
+        if name.startswith("grad."):
+            dtype = dtype_of(self.leaves[name.removeprefix("grad.")])
         if tuple(x.shape) != want.shape or dtype_of(x) != dtype:
             return f"{name}: expected {dtype} {want.shape}, got {dtype_of(x)} {tuple(x.shape)}"
+        # A gradient in a wider dtype than the data is no more accurate than the data's.
+        eps = max(EPS[dtype], EPS[self.dtype]) if name.startswith("grad.") else EPS[dtype]
         error, plain = _largest(array(x), want), _largest(self.plain[name], want)
-        allowed = max(2 * plain if np.isfinite(plain) else 0.0, 8 * EPS[dtype_of(x)] * self.scale[name])
+        allowed = max(2 * plain if np.isfinite(plain) else 0.0, 8 * eps * self.scale[name])
         if error <= allowed:
             return None
         return f"{name}: error {error:.3g}, allowed {allowed:.3g} (plain {plain:.3g}, scale {self.scale[name]:.3g})"

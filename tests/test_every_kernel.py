@@ -15,7 +15,7 @@ import torch
 import attnscore as ats
 from attnscore import ArgumentError, KernelUnavailable
 from attnscore.testing import check_kernel
-from cases import AUTOMATIC, FRAMEWORKS, KERNELS, NOT_NATIVE, SOME_MASKS, SOME_SCORES
+from cases import AUTOMATIC, FRAMEWORKS, KERNELS, MIXED_DTYPES, NOT_NATIVE, SCORES_WITH_ARRAYS, SOME_MASKS, SOME_SCORES
 from runs import EXTRAS, Call, array, make_call, tensor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -47,6 +47,18 @@ def test_against_the_oracle(
     score: str, mask: str, dtype: str, extras: str, kernel: str, framework: str, small_tiles: None
 ) -> None:
     call = make_call(score, mask, dtype, extras)
+    call.check(run(call, framework, kernel))
+
+
+@frameworks
+@kernels
+@pytest.mark.parametrize("dtypes", MIXED_DTYPES, ids="-".join)
+@pytest.mark.parametrize("score", SCORES_WITH_ARRAYS)
+def test_arrays_of_another_dtype(
+    score: str, dtypes: tuple[str, str], kernel: str, framework: str, small_tiles: None
+) -> None:
+    """Those of the score, bias and sink may be of any float dtype; each gradient comes in the dtype of its array."""
+    call = make_call(score, "nested", dtypes[0], "bias-sink").with_extras_in(dtypes[1])
     call.check(run(call, framework, kernel))
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import attnscore as ats
-from cases import FRAMEWORKS, MASKS, SCORES, SOME_MASKS, SOME_SCORES, Sizes
+from cases import FRAMEWORKS, MASKS, SCORES, SCORES_WITH_ARRAYS, SOME_MASKS, SOME_SCORES, Sizes
 from runs import STATISTICS, Call, array, make_call, tensor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -187,15 +187,21 @@ def _penalty(outputs: dict[str, Any], leaves: dict[str, torch.Tensor]) -> tuple[
     return torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
 
 
-def _check_penalty(call: Call) -> None:
-    plain = {name: tensor(x, requires_grad=True) for name, x in call.leaves.items()}
+@pytest.mark.parametrize("score", SCORES_WITH_ARRAYS)
+def test_second_order_with_arrays_of_another_dtype(score: str, small_tiles: None) -> None:
+    """Under "auto" too a second derivative goes through the streaming form."""
+    _check_penalty(make_call(score, "nested", "float32", "bias-sink").with_extras_in("float64"), 1e-4)
+
+
+def _check_penalty(call: Call, tolerance: float = 1e-9) -> None:
+    plain = {name: tensor(x.astype(np.float64), requires_grad=True) for name, x in call.leaves.items()}
     wanted = _penalty(call.formulas(plain, torch.from_numpy), plain)
     function, inputs = _double(call)
     out, _, entropy = function(*inputs)
     found = _penalty({"out": out, "entropy": entropy}, dict(zip(plain, inputs, strict=True)))
     for name, x, y in zip(plain, found, wanted, strict=True):
         scale = max(1.0, float(y.abs().max()))
-        np.testing.assert_allclose(array(x), array(y), atol=1e-9 * scale, err_msg=name)
+        np.testing.assert_allclose(array(x), array(y), atol=tolerance * scale, err_msg=name)
 
 
 @pytest.mark.parametrize("shape", [(), (4,)], ids=str)

@@ -16,8 +16,9 @@ from jax.test_util import check_grads
 
 import attnscore as ats
 from attnscore import frameworks, tiling
-from cases import DTYPES
+from cases import DTYPES, SCORES_WITH_ARRAYS
 from own_scores import OwnAbsolute, OwnSquare
+from runs import make_call
 
 # Own classes that do not inherit from `Score` are pytrees from the first call that takes them, or once they are told.
 frameworks.seen(OwnAbsolute)
@@ -117,6 +118,20 @@ def test_gradients_are_those_of_numpy(mask: str, dtype: str) -> None:
     grads = jax.grad(lambda a: ats.attend(*a, **MASKS[mask]).sum())(arrays)
     out, pullback = ats.attend_vjp(*map(np.asarray, arrays), **MASKS[mask])
     close(grads, tuple(pullback(np.ones_like(out))[:3]), 1e-5 if dtype == "float32" else 1e-12)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "streaming", "dense"])
+@pytest.mark.parametrize("score", SCORES_WITH_ARRAYS)
+def test_arrays_of_another_dtype(score: str, kernel: str) -> None:
+    call = make_call(score, "nested", "float32", "bias-sink").with_extras_in("float64")
+    call.check(call.jax(kernel=kernel))
+
+
+@pytest.mark.parametrize("kernel", ["auto", "streaming"])
+@pytest.mark.parametrize("score", ["scaled_dot-heads", "gaussian-heads", "own-tile"])
+def test_arrays_of_another_dtype_in_jit(score: str, kernel: str) -> None:
+    call = make_call(score, "none", "float32", "bias-sink").with_extras_in("float64")
+    call.check(call.jax(jit=True, kernel=kernel))
 
 
 @scores

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import attnscore as ats
-from cases import SCORES, SOME_MASKS, SOME_SCORES, Sizes, in_turn
+from cases import SCORES, SCORES_WITH_ARRAYS, SOME_MASKS, SOME_SCORES, Sizes, in_turn
 from in_mxnet.exchange import receive, send
 from runs import EXTRAS, Call, accumulator, make_call
 
@@ -89,6 +89,15 @@ def test_rows(mxnet: Run, score: str, mask: str, dtype: str, extras: str) -> Non
 def test_rows_streaming(mxnet: Run, score: str, mask: str, dtype: str, extras: str) -> None:
     call = make_call(score, mask, dtype, extras)
     call.check(mxnet(call, mask, small_tiles=True, kernel="streaming"))
+
+
+@pytest.mark.parametrize("kernel", ["auto", "streaming", "dense"])
+@pytest.mark.parametrize("dtypes", [("float32", "float64"), ("float64", "float32")], ids="-".join)
+# MXNet's own derivative of erf is that of float32, and the dense kernel's gradient is MXNet's.
+@pytest.mark.parametrize("score", [name for name in SCORES_WITH_ARRAYS if "gelu" not in name])
+def test_arrays_of_another_dtype(mxnet: Run, score: str, dtypes: tuple[str, str], kernel: str) -> None:
+    call = make_call(score, "nested", dtypes[0], "bias-sink").with_extras_in(dtypes[1])
+    call.check(mxnet(call, "nested", kernel=kernel))
 
 
 @pytest.mark.parametrize("mask", [mask.name for mask in SOME_MASKS])

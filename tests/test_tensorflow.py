@@ -22,7 +22,7 @@ import attnscore as ats
 from attnscore.testing import check_framework, check_score
 from bad_input import CASES, Case
 from bad_input.table import Maker
-from cases import DTYPES, SOME_MASKS, SOME_SCORES, in_turn
+from cases import DTYPES, SCORES_WITH_ARRAYS, SOME_MASKS, SOME_SCORES, in_turn
 from own_scores import OwnAbsolute, OwnPlain
 from runs import EXTRAS, array, make_call
 
@@ -97,6 +97,26 @@ def test_xla_with_rolled_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attnscore.tiling.SMALLEST_TILE", 6)
     call = make_call("scaled_dot", "Causal-bottom_right", "float64", "hiding-bias")
     call.check(call.tensorflow(xla))
+
+
+@pytest.mark.parametrize("kernel", ["auto", "streaming", "dense"])
+@pytest.mark.parametrize("dtypes", [("float32", "float64"), ("float64", "float32")], ids="-".join)
+@pytest.mark.parametrize("score", SCORES_WITH_ARRAYS)
+def test_arrays_of_another_dtype(
+    score: str, dtypes: tuple[str, str], kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorFlow converts no dtype by itself."""
+    monkeypatch.undo()
+    call = make_call(score, "nested", dtypes[0], "bias-sink").with_extras_in(dtypes[1])
+    call.check(call.tensorflow(kernel=kernel))
+
+
+@pytest.mark.parametrize("compiled", [graph, xla])
+@pytest.mark.parametrize("score", ["scaled_dot-heads", "gaussian-heads", "own-tile"])
+def test_arrays_of_another_dtype_in_graphs(score: str, compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    call = make_call(score, "none", "float32", "bias-sink").with_extras_in("float64")
+    call.check(call.tensorflow(compiled))
 
 
 def test_words_kernels_and_gradients() -> None:

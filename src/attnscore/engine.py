@@ -83,8 +83,21 @@ def _with_shapes_that_fit(problem: Problem) -> Problem:
     return dataclasses.replace(problem, form=problem.form.with_arrays(arrays))
 
 
+def _in_dtype_of_sums(problem: Problem) -> Problem:
+    """Return the problem with no array of the form wider than its sums; 16-bit arrays stay as they are."""
+    # A float64 parameter of a score on float32 data makes lowered arrays float64. They are cast before non-finite
+    # rows are looked for, because a cast may overflow; 16-bit arrays are cast tile by tile, to save memory.
+    ops, kept = problem.ops, (problem.accumulator, "float16", "bfloat16")
+    cast = {
+        name: ops.astype(x, problem.accumulator)
+        for name, x in problem.form.arrays().items()
+        if ops.dtype(x) not in kept
+    }
+    return dataclasses.replace(problem, form=problem.form.with_arrays(cast)) if cast else problem
+
+
 def _guarded(problem: Problem) -> _Guard:
-    ops = problem.ops
+    ops, problem = problem.ops, _in_dtype_of_sums(problem)
     if problem.mask is None and problem.bias is None:
         return _Guard(problem, None, None, True)
     value_is_finite = ops.surely_finite(problem.value)

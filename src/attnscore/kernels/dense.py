@@ -16,7 +16,7 @@ from attnscore.errors import KernelUnavailable
 from attnscore.frameworks.contract import Array, Framework, sum_to
 from attnscore.kernels.contract import Kernel
 from attnscore.problem import Problem
-from attnscore.scoring.contract import bad_rows
+from attnscore.scoring.contract import bad_rows, with_dtype
 from attnscore.scoring.forms import checked_tile
 from attnscore.softmax import NEG_INF
 from attnscore.tiling import Segment, TilePlan
@@ -101,7 +101,8 @@ def _scores(problem: Problem) -> tuple[Array, Array]:
         bad = ops.logical_or(rows, ops.matrix_transpose(cols))
         query = ops.where(ops.logical_or(rows, _unseen(ops, visible, query)), 0.0, query)
         key = ops.where(ops.logical_or(cols, _unseen(ops, ops.matrix_transpose(visible), key)), 0.0, key)
-    scores = ops.broadcast_to(ops.astype(checked_tile(ops, problem.score, query, key), dtype), shape)
+    score = with_dtype(ops, problem.score, dtype)
+    scores = ops.broadcast_to(ops.astype(checked_tile(ops, score, query, key), dtype), shape)
     if bad is not None:
         scores = ops.where(bad, float("nan"), scores)
     if problem.bias is not None:

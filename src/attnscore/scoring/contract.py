@@ -142,6 +142,19 @@ def arrays_of(score: object) -> dict[str, Array]:
     return found
 
 
+def with_dtype(ops: Framework, score: Any, dtype: str) -> Any:
+    """Return the score with its array fields, those of a wrapped score included, cast to `dtype`."""
+    cast: dict[str, Any] = {}
+    for name in _field_names(type(score)):
+        value = getattr(score, name)
+        if frameworks.is_array(value):
+            cast[name] = ops.astype(value, dtype) if ops.dtype(value) != dtype else value
+        elif hasattr(value, "tile"):
+            cast[name] = with_dtype(ops, value, dtype)
+    changed = {name: value for name, value in cast.items() if value is not getattr(score, name)}
+    return dataclasses.replace(score, **changed) if changed else score
+
+
 def check_score_arrays(ops: Framework, score: object, query: Array) -> None:
     """Raise unless the score's arrays are of the caller's framework, floating, and on the device of `query`."""
     for name, x in arrays_of(score).items():
