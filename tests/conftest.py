@@ -22,6 +22,7 @@ import torch
 
 from attnscore import kernels, scoring, tiling
 from attnscore.kernels import native_strips
+from attnscore.scoring import gaussian
 
 # In an environment of their own, which tests/test_mxnet.py starts.
 collect_ignore = ["in_mxnet"]
@@ -57,12 +58,13 @@ def rng() -> np.random.Generator:
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 4 x 4 scores: inputs of a dozen positions are then walked over in many tiles, some of them partial.
 
-    Masks that the native kernels have evaluated come in strips of 3 rows.
+    Masks that the native kernels have evaluated come in strips of 3 rows, and a Gaussian has the form of large inputs.
     """
     monkeypatch.setattr(tiling, "TILE_SCORES", 1)
     monkeypatch.setattr(tiling, "SMALLEST_TILE", 4)
     monkeypatch.setattr(native_strips, "HELD", 1)
     monkeypatch.setattr(native_strips, "FEWEST", 3)
+    monkeypatch.setattr(gaussian, "INNER_TERMS", 0)
 
 
 @pytest.fixture

@@ -64,10 +64,17 @@ GAUSSIANS: dict[str, tuple[Any, Any, float]] = {
 }  # fmt: skip
 
 
+@pytest.fixture(params=["direct", "inner"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """These inputs are small, and take the direct sum; as large ones, the inner product where it is accurate."""
+    if request.param == "inner":
+        monkeypatch.setattr("attnscore.scoring.gaussian.INNER_TERMS", 0)
+
+
 @frameworks
 @both_precisions
 @pytest.mark.parametrize("name", GAUSSIANS)
-def test_gaussian_regression(name: str, dtype: str, framework: str) -> None:
+def test_gaussian_regression(name: str, dtype: str, framework: str, form: None) -> None:
     x, keys, bandwidth = GAUSSIANS[name]
     values = np.stack([np.sin(keys), np.ones_like(keys), keys - keys.mean()], -1)
     call = call_of(gaussian(bandwidth), x[:, None], keys[:, None], values, dtype)
@@ -76,7 +83,7 @@ def test_gaussian_regression(name: str, dtype: str, framework: str) -> None:
 
 @frameworks
 @pytest.mark.parametrize("name", ["0-to-5-bandwidth-0.1", "years-bandwidth-1", "at-the-limit-of-the-inner-form"])
-def test_gaussian_weights(name: str, framework: str) -> None:
+def test_gaussian_weights(name: str, framework: str, form: None) -> None:
     """Each weight, relative to the weight itself where it counts."""
     x, keys, bandwidth = GAUSSIANS[name]
     query, key = x[:, None].astype(np.float32), keys[:, None].astype(np.float32)
@@ -97,7 +104,7 @@ def test_gaussian_weights(name: str, framework: str) -> None:
 @frameworks
 @pytest.mark.parametrize("dim", [1, 2, 8, 64])
 @pytest.mark.parametrize("spread", [0.1, 1.0, 3.0, 5.0, 8.0])
-def test_gaussian_at_any_spread(spread: float, dim: int, framework: str) -> None:
+def test_gaussian_at_any_spread(spread: float, dim: int, framework: str, form: None) -> None:
     """Norms from far below the limit of the inner form to far beyond."""
     rng = np.random.default_rng(3)
     for center in (0.0, 7.0):

@@ -6,6 +6,7 @@ Wall time and memory are not measured here: formulas are exact, and ``explain`` 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +18,12 @@ import torch
 import attnscore as ats
 from attnscore import kernels
 from attnscore.kernels.contract import Kernel
-from cases import AUTOMATIC
+from attnscore.pose import pose
+from attnscore.scoring.forms import DistanceForm, InnerForm
+from cases import AUTOMATIC, FRAMEWORKS
+from runs import tensor
 
+frameworks = pytest.mark.parametrize("framework", FRAMEWORKS)
 SIZES = {"query_len": 7, "key_len": 11, "dim": 5}
 SCORES: dict[str, Callable[[], Any]] = {
     "dot": ats.Dot,
@@ -359,6 +364,59 @@ def test_the_forms_are_named() -> None:
         assert ats.explain(*x, score=score).form == form
     far = np.linspace(1900, 2020, 8)[:, None]
     assert ats.explain(far, far, far, score="gaussian").form == "DistanceForm"
+
+
+GAUSSIAN_FORMS: dict[tuple[int, ...], tuple[str, str]] = {
+    # (batch, queries, keys, dim): the form natively, and in a framework's own operations
+    (64, 1, 64, 256): ("DistanceForm", "DistanceForm"),
+    (64, 1, 128, 64): ("DistanceForm", "DistanceForm"),
+    (64, 8, 128, 64): ("DistanceForm", "InnerForm"),
+    (64, 64, 128, 64): ("DistanceForm", "InnerForm"),
+    (1, 512, 512, 64): ("InnerForm", "InnerForm"),
+    (1, 2048, 2048, 64): ("InnerForm", "InnerForm"),
+    (8, 256, 256, 32): ("InnerForm", "InnerForm"),
+    (1, 1, 100_000, 8): ("DistanceForm", "DistanceForm"),
+    (1, 0, 64, 8): ("DistanceForm", "DistanceForm"),
+}
+
+
+@frameworks
+@pytest.mark.parametrize("runs", ["natively", "in-operations"])
+@pytest.mark.parametrize("sizes", GAUSSIAN_FORMS, ids=str)
+def test_the_form_of_a_gaussian_by_its_cost(
+    sizes: tuple[int, ...], runs: str, framework: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few queries for each key do not pay for a look at the keys."""
+    if runs == "in-operations":
+        monkeypatch.delitem(sys.modules, "attnscore._native", raising=False)
+    elif AUTOMATIC != "native":
+        pytest.skip("turned off by ATTNSCORE_NO_NATIVE=1")
+    batch, queries, keys, dim = sizes
+    query, key = (np.full((batch, length, dim), 0.1, "float32") for length in (queries, keys))
+    arrays = (tensor(query), tensor(key)) if framework == "torch" else (query, key)
+    assert ats.explain(*arrays, arrays[1], score="gaussian").form == GAUSSIAN_FORMS[sizes][runs != "natively"]
+
+
+@frameworks
+def test_the_form_of_a_gaussian_by_its_values(framework: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys are read once where nothing cancels, and centred where that may help; the form keeps what it can."""
+    monkeypatch.setattr("attnscore.scoring.gaussian.INNER_TERMS", 0)
+
+    def form_of(x: np.ndarray, bandwidth: float = 1.0) -> Any:
+        arrays = (tensor(x), tensor(x)) if framework == "torch" else (x, x)
+        problem, _ = pose(*arrays, arrays[0], score=ats.Gaussian(bandwidth))
+        return problem, problem.form
+
+    near = np.random.default_rng(0).standard_normal((3, 64, 2)).astype("float32")
+    problem, form = form_of(near)
+    assert isinstance(form, InnerForm)
+    assert form.query is problem.query and form.key is problem.key
+    problem, form = form_of(near + 1000)
+    assert isinstance(form, InnerForm)
+    assert float(abs(form.query).max()) < 10
+    for x, bandwidth in ((near * 100, 1.0), (near + 1000, 0.1), (near * np.nan, 1.0), (near * np.inf, 1.0)):
+        assert isinstance(form_of(x, bandwidth)[1], DistanceForm)
+    assert isinstance(form_of(near * 100, 200.0)[1], InnerForm)
 
 
 # ------------------------------------------------------------------ what works here

@@ -1,18 +1,22 @@
 """Gaussian kernel: a(q, k) = -|q - k|^2 / (2 bandwidth^2), Nadaraya-Watson regression as attention pooling.
 
 On paper this is an inner product, and as one it cancels: |q|^2 and |k|^2 may dwarf their difference. It is lowered to
-an inner product, centred on the mean key, only where the norms left over are small; otherwise the squared differences
-are summed directly.
+an inner product only where the norms are small, about the origin or about the mean key, and where that saves more than
+looking at the norms costs; otherwise the squared differences are summed directly.
 """
 
 from __future__ import annotations
 
+import math
+import sys
 from dataclasses import dataclass
 from typing import Any, final
 
+import numpy as np
+
 from attnscore import frameworks
 from attnscore.errors import ArgumentError, ShapeError, message
-from attnscore.frameworks.contract import Array, Framework, is_unknown, sum_to
+from attnscore.frameworks.contract import Array, Framework, broadcast, is_unknown, sum_to
 from attnscore.scoring.contract import (
     Pullback,
     Score,
@@ -28,6 +32,16 @@ from attnscore.scoring.forms import DistanceForm, Form, InnerForm
 # so float32 leaves an error of a few 1e-6 in a score. Without this bound 700 to 10^6 times the direct form's error was
 # measured on x in 0..5 with bandwidth 0.1 and on years with bandwidth 1.
 INNER_LIMIT = 16.0
+
+# Terms, (query, key, channel), for each element of query and key from which the inner product pays in the native
+# kernels. A term of the direct sum takes one vector operation more, a subtraction: 1/32 cycle in float32 with two
+# 512-bit units, 1/16 with AVX2. The norms take three passes over the elements (x * x is written, and read by the sum),
+# 12 bytes each: 0.8 cycles from the second-level cache (16 bytes a cycle), 3 from memory (4 bytes a cycle). So they
+# are paid for by 25 to 100 terms, with AVX2 by 12 to 50. A gradient changes both sides alike: three subtractions more
+# in the native backward, about eight passes more in the framework's.
+INNER_TERMS = 64
+# What calling the dozen operations of the check costs, in elements: about 50 us, or 2 cycles for each of these.
+_CALLS = 2**16
 
 
 @final
@@ -60,14 +74,10 @@ class Gaussian(Score):
     def lower(self, ops: Framework, query: Array, key: Array) -> Form:
         query, key = widen(ops, query, key)
         scale = self._scale(ops, query, key)
-        if hasattr(scale, "shape") or 0 in query.shape or 0 in key.shape:
-            return DistanceForm(query, key, scale)
-        centred = self._centred(ops, query, key, scale)
-        if centred is None:
-            return DistanceForm(query, key, scale)
-        query, key = centred
-        norms = [ops.sum(x * x, axis=-1, keepdims=True) * -scale for x in centred]
-        return InnerForm(query, key, scale=2 * scale, query_bias=norms[0], key_bias=norms[1])
+        inner = None
+        if not hasattr(scale, "shape") and _inner_pays(ops, query, key):
+            inner = _inner_form(ops, query, key, scale)
+        return DistanceForm(query, key, scale) if inner is None else inner
 
     def lower_pullback(self, ops: Framework, query: Array, key: Array) -> tuple[Form, Pullback]:
         form = self.lower(ops, query, key)
@@ -112,19 +122,47 @@ class Gaussian(Score):
             return 0.5 / (float(self.bandwidth) * float(self.bandwidth))
         return 0.5 / (widen(ops, self._placed(ops, query, key), key)[0]) ** 2
 
-    def _centred(self, ops: Framework, query: Array, key: Array, scale: float) -> tuple[Array, Array] | None:
-        """Query and key about the mean key, where the inner product is then accurate; otherwise None."""
-        # The score does not change with the centre, so no gradient flows through it.
-        # One centre for all batches and heads: one for each would widen a query or key that broadcasts.
-        flat = ops.reshape(ops.stop_gradient(key), (-1, key.shape[-1]))
-        if is_unknown(flat.shape[0]):
+
+def _inner_pays(ops: Framework, query: Array, key: Array) -> bool:
+    """Return whether the inner product saves more time than the check of the norms costs."""
+    shapes = tuple(query.shape), tuple(key.shape)
+    if any(is_unknown(n) for shape in shapes for n in shape):
+        return False
+    lead = broadcast(shapes[0][:-2], shapes[1][:-2])
+    terms = math.prod((*lead, shapes[0][-2], *shapes[1][-2:]))
+    elements = sum(math.prod(shape) for shape in shapes)
+    # The native module is loaded with the kernels, unless it is missing or turned off.
+    if "attnscore._native" in sys.modules and ops.readable(query) and ops.readable(key):
+        return terms > INNER_TERMS * (elements + _CALLS)
+    # In the framework's own operations the direct sum makes several passes over an array of its terms.
+    return terms > elements
+
+
+def _inner_form(ops: Framework, query: Array, key: Array, scale: float) -> InnerForm | None:
+    """Return the inner product, with the norms as biases, where it is accurate; otherwise None."""
+    norms, largest = _norms(ops, query, key)
+    if not math.isfinite(largest):
+        return None
+    if not largest * scale < INNER_LIMIT:
+        # The score does not change with the centre, so no gradient flows through it. One centre for all batches and
+        # heads: one for each would widen a query or key that broadcasts.
+        rows, kept = tuple(range(len(key.shape) - 1)), ops.stop_gradient(key)
+        centre = ops.sum(kept, axis=rows) / math.prod(kept.shape[:-1])
+        # What is farther from the origin than the centre by more than the limit stays too far from the centre.
+        radius = math.sqrt(INNER_LIMIT / scale) + math.sqrt(ops.number(ops.sum(centre * centre, axis=-1)) or 0.0)
+        if not math.sqrt(largest) < radius:
             return None
-        centre = ops.sum(flat, axis=0) / flat.shape[0]
         query, key = query - centre, key - centre
-        for x in (query, key):
-            squares = ops.stop_gradient(ops.sum(x * x, axis=-1))
-            largest = ops.number(ops.max(ops.reshape(squares, (-1,)), axis=0))
-            # A NaN or an infinity compares false and takes the direct form.
-            if largest is None or not largest * scale < INNER_LIMIT:
-                return None
-        return query, key
+        norms, largest = _norms(ops, query, key)
+        if not largest * scale < INNER_LIMIT:
+            return None
+    query_bias, key_bias = (x * -scale for x in norms)
+    return InnerForm(query, key, scale=2 * scale, query_bias=query_bias, key_bias=key_bias)
+
+
+def _norms(ops: Framework, query: Array, key: Array) -> tuple[list[Array], float]:
+    """Return the squared norms of all rows, and the largest of them: NaN where nobody can look."""
+    norms = [ops.sum(x * x, axis=-1, keepdims=True) for x in (query, key)]
+    seen = [ops.number(ops.max(ops.reshape(ops.stop_gradient(x), (-1,)), axis=0)) for x in norms]
+    # As NumPy's maximum a NaN stays one: it compares false, and takes the direct form.
+    return norms, float(np.maximum(*(math.nan if x is None else x for x in seen)))
