@@ -6,6 +6,7 @@ call are all held to it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import attnscore as ats
 from attnscore import tiling
 from attnscore.masking import Mask
 from attnscore.pose import pose
+from bad_input import Maker
 from cases import FRAMEWORKS, MASK, MASKS, MaskCase, Sizes
 from runs import make_call, tensor
 
@@ -182,6 +184,52 @@ def test_kinds_of_boolean_arrays(name: str, kind: str, framework: str, small_til
     mask = ats.KeyPadding(array) if name == "KeyPadding-scattered" else ats.Dense(array)
     arrays = [tensor(x) if framework == "torch" else x for x in (call.query, call.key, call.value)]
     np.testing.assert_allclose(np.asarray(ats.attend(*arrays, mask=mask)), call.reference["out"], atol=1e-6)
+
+
+def _misaligned(x: np.ndarray) -> np.ndarray:
+    found = np.zeros(x.nbytes + 1, np.uint8)[1:].view(x.dtype).reshape(x.shape)
+    found[...] = x
+    return found
+
+
+# NumPy arrays that other frameworks cannot take over as they lie. Flipping an axis of length 1 keeps them contiguous.
+LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "byte-swapped": lambda x: x.astype(x.dtype.newbyteorder(">")),
+    "negative stride": lambda x: np.flip(x, [axis for axis, n in enumerate(x.shape) if n == 1]),
+    "misaligned": _misaligned,
+    "long double": lambda x: x.astype(np.longdouble) if x.dtype.kind == "i" else x,
+}
+SCATTERED = ats.Dense(np.eye(5, dtype=bool))
+MASKS_OF_NUMPY: dict[str, Callable[[Callable[[Any], Any]], Mask]] = {
+    "ValidLens": lambda laid: ats.ValidLens(laid([3]), query_lens=laid([4])) | SCATTERED,
+    "ValidLens-2d": lambda laid: ats.ValidLens(laid([[3, 1, 2, 5, 0]])) | SCATTERED,
+    "KeyRange": lambda laid: ats.KeyRange(laid([1]), laid([4])) | SCATTERED,
+    "Causal": lambda laid: ats.Causal(offset=laid([1])) | SCATTERED,
+    "SlidingWindow": lambda laid: ats.SlidingWindow(1, 0, offset=laid([1])),
+    "PrefixLM": lambda laid: ats.PrefixLM(laid([2])) | SCATTERED,
+    "Documents": lambda laid: ats.Documents(laid([[0, 1, 0, 1, 0]])),
+    "Documents-or": lambda laid: ats.Documents(laid([[0, 1, 0, 1, 0]])) | SCATTERED,
+    "KeyPadding": lambda laid: ats.KeyPadding(laid([[True, False, True, True, False]])),
+    "KeyPadding-or": lambda laid: ats.KeyPadding(laid([[True, False, True, True, False]])) | SCATTERED,
+    "Dense": lambda laid: ats.Dense(laid(np.tri(5)[None] > 0)),
+    "Dense-or": lambda laid: ats.Dense(laid(np.tri(5)[None] > 0)) | SCATTERED,
+    "MaskFunction": lambda laid: ats.MaskFunction(lambda b, h, i, j, n: j <= i + n, (laid([1]),)),
+}
+
+
+@pytest.mark.parametrize("kernel", ["auto", "streaming", "dense"])
+@pytest.mark.parametrize("framework", ["numpy", "torch", "tensorflow", "jax"])
+@pytest.mark.parametrize("name", MASKS_OF_NUMPY)
+def test_layouts_of_numpy_arrays(name: str, framework: str, kernel: str) -> None:
+    """A mask of NumPy arrays means the same beside data of any framework, however they lie in memory."""
+    x = Maker(framework).floats(1, 5, 4)
+    wanted = np.asarray(ats.attend(x, x, x, mask=MASKS_OF_NUMPY[name](np.asarray), kernel=kernel))
+    for layout, make in LAYOUTS.items():
+        if (name, layout) == ("MaskFunction", "long double"):
+            continue  # TensorFlow adds no floats to whole numbers
+        mask = MASKS_OF_NUMPY[name](lambda values, make=make: make(np.asarray(values)))
+        found = np.asarray(ats.attend(x, x, x, mask=mask, kernel=kernel))
+        np.testing.assert_allclose(found, wanted, atol=1e-6, err_msg=layout)
 
 
 @pytest.mark.parametrize("name", ["valid_lens", "valid_lens-2d"])

@@ -139,6 +139,21 @@ _ALIGNMENT = (
         lambda x: x.attend(mask=ats.Causal("top_left", offset=2)),
     ),
     case("half an offset", MaskError, "offset|whole numbers|0.5", lambda x: x.attend(mask=ats.Causal(offset=0.5))),
+    *(
+        case(
+            f"{kind} of {number}",
+            MaskError,
+            f"{name}|whole numbers (below 2^62 in size)|got [{number}",
+            lambda x, make=make, number=number: x.attend(mask=make(number)),
+        )
+        # The absolute value of -2^63 is no 64-bit number.
+        for number in (-(2**63), -(2**62), 2**62)
+        for kind, name, make in (
+            ("Causal with an offset", "offset", lambda n: ats.Causal(offset=n)),
+            ("SlidingWindow with offsets", "offset", lambda n: ats.SlidingWindow(left=3, offset=[n, n])),
+            ("Documents with ids", "query_ids", lambda n: ats.Documents([n] * 3, [n] * 5)),
+        )
+    ),
     case("an offset as text", MaskError, "offset|whole numbers|str", lambda x: x.attend(mask=ats.Causal(offset="2"))),
     case(
         "an offset per query",

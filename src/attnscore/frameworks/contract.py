@@ -413,6 +413,19 @@ class Framework(ABC):
         """The arrays in the dtype of the active mixed-precision region, unchanged outside one."""
 
 
+def importable(x: HostArray) -> HostArray:
+    """Return `x`, or a copy where other frameworks cannot take over its memory or its dtype.
+
+    They want writable, aligned memory in C order and native byte order, no negative strides (which NumPy allows in a
+    contiguous array on an axis of length 1), and know no float wider than float64.
+    """
+    flags, dtype = x.flags, x.dtype
+    if dtype.kind == "f" and dtype.itemsize > 8:
+        return x.astype(np.float64)
+    as_it_is = flags.writeable and flags.c_contiguous and flags.aligned and dtype.isnative
+    return x if as_it_is and min(x.strides, default=0) >= 0 else x.astype(dtype.newbyteorder("="), order="C")
+
+
 def accumulator(dtype: str) -> str:
     """The dtype in which sums over `dtype` are kept: at least float32."""
     return "float32" if dtype in HALF_PRECISION else dtype

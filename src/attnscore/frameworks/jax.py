@@ -24,7 +24,7 @@ from jax import lax
 
 from attnscore.errors import ArgumentError, message
 from attnscore.frameworks import jax_ffi, jax_gradients
-from attnscore.frameworks.contract import Array, Framework, Run, SeedWords
+from attnscore.frameworks.contract import Array, Framework, Run, SeedWords, importable
 from attnscore.frameworks.jax_shards import axes_of, differing
 from attnscore.frameworks.jax_tracers import (
     MAPPED,
@@ -79,7 +79,7 @@ class JaxFramework(Framework):
         return x if x.dtype.name == dtype else lax.convert_element_type(x, _known(dtype))
 
     def asarray(self, x: Any, like: Array, dtype: str | None = None) -> Array:
-        found = x if isinstance(x, jax.Array) else jnp.asarray(np.asarray(detached(x)))
+        found = x if isinstance(x, jax.Array) else jnp.asarray(importable(np.asarray(detached(x))))
         return found if dtype is None else self.astype(found, dtype)
 
     def host(self, x: Any) -> np.ndarray[Any, Any] | None:

@@ -10,15 +10,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
-from attnscore.frameworks.contract import Array, Run
+from attnscore.frameworks.contract import Array, Run, importable
 from attnscore.frameworks.jax_shards import axes_of, differing, is_placed, sharding_of_rows
 from attnscore.frameworks.jax_tracers import FORWARD, RECORDED, kind_of, layers_of_all
+from attnscore.frameworks.numpy import detached
 
 
 def differentiable(run: Run, operands: Sequence[Array]) -> tuple[Array, ...]:
     """``run.forward(operands)``, with ``run.backward`` as its gradient."""
-    constants, given = run.variables()
+    read, given = run.variables()
+    # Arrays of masks may be of another framework, or laid out as JAX takes none.
+    constants = [x if isinstance(x, jax.Array) else importable(np.asarray(detached(x))) for x in read]
     if (sharding := sharding_of_rows(operands)) is not None:
 
         def unsharded(operands: Sequence[Array], placed: Sequence[Array]) -> tuple[Array, ...]:

@@ -20,7 +20,7 @@ from mxnet import autograd, npx
 from mxnet.base import _LIB, check_call
 
 from attnscore.frameworks import mxnet_tape
-from attnscore.frameworks.contract import Array, Framework, Run
+from attnscore.frameworks.contract import Array, Framework, Run, importable
 from attnscore.frameworks.numpy import detached
 
 _FLOATS = ("float16", "float32", "float64")
@@ -66,7 +66,7 @@ class MxnetFramework(Framework):
         if isinstance(x, mx.nd.NDArray):
             x = x.as_np_ndarray().as_in_ctx(like.ctx)
             return x if dtype is None else self.astype(x, dtype)
-        host = np.asarray(detached(x))
+        host = importable(np.asarray(detached(x)))
         kind = dtype or host.dtype.name
         return mx.np.array(host, dtype=kind if kind in _DTYPES else "int64", ctx=like.ctx)
 

@@ -19,7 +19,7 @@ import tensorflow as tf
 from attnscore.frameworks import tensorflow_gradients as gradients
 from attnscore.frameworks import tensorflow_graphs as graphs
 from attnscore.frameworks import tensorflow_lengths as lengths
-from attnscore.frameworks.contract import Array, Framework, HostArray, Run, SeedWords, Unknown
+from attnscore.frameworks.contract import Array, Framework, HostArray, Run, SeedWords, Unknown, importable
 from attnscore.frameworks.numpy import NumpyFramework
 from attnscore.frameworks.tensorflow_lengths import Length, sizes
 from attnscore.frameworks.tensorflow_trees import leaves_of, rebuilt
@@ -87,7 +87,7 @@ class TensorFlowFramework(Framework):
         if isinstance(x, (tf.Tensor, tf.Variable)):
             x = tf.convert_to_tensor(x)
         else:
-            x = tf.constant(np.asarray(x))
+            x = tf.constant(importable(np.asarray(x)))
         return x if dtype is None else tf.cast(x, dtype)
 
     def host(self, x: Any) -> np.ndarray[Any, Any] | None:

@@ -21,7 +21,7 @@ from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from attnscore.frameworks.contract import Array, Framework, HostArray, Run, SeedWords
+from attnscore.frameworks.contract import Array, Framework, HostArray, Run, SeedWords, importable
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items() if str(dtype) == f"torch.{name}"}
@@ -74,9 +74,7 @@ class TorchFramework(Framework):
     def asarray(self, x: Any, like: Array, dtype: str | None = None) -> Array:
         target = None if dtype is None else _DTYPES[dtype]
         if not isinstance(x, torch.Tensor):
-            array = np.asarray(x)
-            # torch warns about a read-only array, and cannot hold one with negative strides.
-            x = torch.from_numpy(array if array.flags.writeable and array.flags.c_contiguous else array.copy())
+            x = torch.from_numpy(importable(np.asarray(x)))
         return x.to(device=like.device, dtype=target)
 
     def host(self, x: Any) -> np.ndarray[Any, Any] | None:

@@ -19,7 +19,7 @@ import numpy as np
 from attnscore import frameworks
 from attnscore.checks import is_whole, shown
 from attnscore.errors import MaskError, message
-from attnscore.frameworks.contract import Array, Framework, may_equal
+from attnscore.frameworks.contract import Array, Framework, importable, may_equal
 from attnscore.grid import Grid
 from attnscore.masking.contract import Mask
 from attnscore.masking.pieces import MOST, HostArray, Intervals, Pieces, runs_of
@@ -198,7 +198,8 @@ def _own(ops: Framework, x: Any) -> Array | None:
     host = frameworks.host(x)
     if host is None or frameworks.known(type(x)) is ops:
         return None if host is None else x
-    return ops.from_memory(np.ascontiguousarray(host), host.dtype.name, None)
+    host = importable(host)
+    return ops.from_memory(host, host.dtype.name, None)
 
 
 def _name(function: Any) -> str:

@@ -143,7 +143,9 @@ def check_whole(name: str, x: Any) -> HostArray | None:
     if values.dtype.itemsize == 2 and values.dtype.kind == "f":
         # 2^62 is infinite in float16, and comparing with it warns.
         values = values.astype(np.float32)
-    if not np.all(np.isfinite(values)) or np.any(values != np.floor(values)) or np.any(np.abs(values) >= 2.0**62):
+    # Not by their absolute value: that of -2^63 is no 64-bit number.
+    is_small = np.all((values > -(2.0**62)) & (values < 2.0**62))
+    if not (is_small and np.all(values == np.floor(values))):
         raise MaskError(message(name, "whole numbers (below 2^62 in size)", f"{values.reshape(-1)[:8].tolist()}"))
     return values
 
