@@ -83,9 +83,14 @@ class _WrongGradient(OwnSquare):
         return query_grad, 2 * key_grad, arrays
 
 
-class _WrongShape:
+class _Changed:
+    """The dot product, of which `change` makes what is no score."""
+
+    def __init__(self, change: Any) -> None:
+        self.change = change
+
     def tile(self, ops: Any, query: Any, key: Any) -> Any:
-        return ops.matmul(query, ops.matrix_transpose(key))[..., 0, :]
+        return self.change(ops.matmul(query, ops.matrix_transpose(key)))
 
 
 class _Vandal:
@@ -104,6 +109,20 @@ def test_check_score_finds_mistakes(score: Any, complaint: str) -> None:
         check_score(score)
 
 
-def test_check_score_finds_a_wrong_shape() -> None:
-    with pytest.raises((AssertionError, ats.ShapeError), match="tile"):
-        check_score(_WrongShape())
+@pytest.mark.parametrize("like", [np.zeros(1), torch.zeros(1)], ids=["numpy", "torch"])
+@pytest.mark.parametrize(
+    ("change", "error", "got"),
+    [
+        (lambda s: s[..., 0, :], ats.ShapeError, r"\(2, 2, 1, 7\)"),
+        (lambda s: s[0, 0, 0], ats.ShapeError, r"\(5, 7\)"),
+        (lambda s: s[:1], ats.ShapeError, r"\(1, 2, 1, 5, 7\)"),
+        (lambda s: s[None], ats.ShapeError, r"\(1, 2, 2, 1, 5, 7\)"),
+        (lambda s: s > 0, ats.DtypeError, "bool"),
+        (lambda s: s + 1j, ats.DtypeError, "complex"),
+        (lambda s: s.tolist(), ats.FrameworkError, "list"),
+    ],
+    ids=["one-query", "fewer-axes", "first-batch-row", "more-axes", "booleans", "complex", "a-list"],
+)
+def test_check_score_says_what_a_call_says(change: Any, error: type, got: str, like: Any) -> None:
+    with pytest.raises(error, match=f"tile of _Changed: expected .*, got {got}"):
+        check_score(_Changed(change), like=like)

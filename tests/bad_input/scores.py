@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import attnscore as ats
 from attnscore import ArgumentError, DtypeError, FrameworkError, ShapeError
-from bad_input.table import Maker, case
+from bad_input.table import Case, Maker, case
 
 _NAN, _INF = float("nan"), float("inf")
 _NAMES = "dot|scaled_dot|gaussian|cosine|sum"
@@ -342,15 +343,121 @@ class _Nothing:
         return None
 
 
+@dataclass(frozen=True, eq=False)
+class _PerHead:
+    """A custom score whose parameter has the caller's axes (batch, head, query, key), where tiles have one more."""
+
+    scale: Any
+
+    def tile(self, ops: Any, query: Any, key: Any) -> Any:
+        scale = ops.reshape(self.scale, (1, -1, 1, 1))
+        return scale * ops.matmul(query, ops.matrix_transpose(key))
+
+
+@dataclass(frozen=True, eq=False)
+class _Changed:
+    """A custom score that does something else with the right scores in the end."""
+
+    change: Callable[[Any, Any], Any]
+
+    def tile(self, ops: Any, query: Any, key: Any) -> Any:
+        return self.change(ops, ops.matmul(query, ops.matrix_transpose(key)))
+
+
+_TILE = "expected scores (*batch, kv head, group, query, key) = "
+_KERNELS = ("auto", "streaming", "dense")
+
+
+def _changed(name: str, error: type, words: str, change: Callable[[Any, Any], Any], **options: Any) -> Iterator[Case]:
+    """Rows of a custom score whose tile is changed like this."""
+    score, owner = _Changed(change), "tile of _Changed|; shapes: query (2, 1, 1, 3, 4), key (2, 1, 1, 5, 4)|"
+    for kernel in ("auto", "dense"):
+        yield case(
+            f"custom score {name}, {kernel}",
+            error,
+            owner + words,
+            lambda x, kernel=kernel: x.attend(score=score, kernel=kernel),
+            **options,
+        )
+
+
+_FEWER_AXES = _Changed(lambda ops, s: s[0, 0, 0])
+_ELSEWHERE: dict[str, Callable[[Maker], Any]] = {
+    "streaming": lambda x: x.attend(score=_FEWER_AXES, kernel="streaming"),
+    "under a mask and a bias": lambda x: x.attend(score=_FEWER_AXES, bias=0.5, valid_lens=[5, 0]),
+    "SoftCap": lambda x: x.attend(score=ats.SoftCap(_FEWER_AXES, 2.0)),
+    "SoftCap, dense": lambda x: x.attend(score=ats.SoftCap(_FEWER_AXES, 2.0), kernel="dense"),
+    "Temperature, dense": lambda x: x.attend(score=ats.Temperature(_FEWER_AXES, 2.0), kernel="dense"),
+    "weights": lambda x: x.weights(score=_FEWER_AXES),
+}
+
 _OWN = (
-    case("own score, turned", ShapeError, "tile|(..., query, key)|3|5|_Turned", lambda x: x.attend(score=_Turned())),
+    case(
+        "own score, turned",
+        ShapeError,
+        f"tile of _Turned|{_TILE}(2, 1, 1, 3, 5)|got (2, 1, 1, 5, 3)",
+        lambda x: x.attend(score=_Turned()),
+    ),
     case(
         "own score, one number a query",
         ShapeError,
-        "tile|(..., query, key)|3|5|_Summed",
+        f"tile of _Summed|{_TILE}(2, 1, 1, 3, 5)|got (2, 1, 1, 3, 1)",
         lambda x: x.attend(score=_Summed()),
     ),
-    case("own score, nothing", FrameworkError, "tile|an array|NoneType|_Nothing", lambda x: x.attend(score=_Nothing())),
+    case(
+        "own score, nothing",
+        FrameworkError,
+        "tile of _Nothing|an array of scores|NoneType",
+        lambda x: x.attend(score=_Nothing()),
+    ),
+    *(
+        case(
+            f"custom score, a parameter per head on the caller's axes, {kernel}",
+            ShapeError,
+            f"tile of _PerHead|{_TILE}(2, 4, 1, 3, 5)|got (2, 4, 4, 3, 5)|query (2, 4, 1, 3, 4), key (2, 4, 1, 5, 4)"
+            "|Hint: a parameter per head has to be reshaped to (kv heads, groups, 1, 1) = (4, 1, 1, 1)",
+            lambda x, kernel=kernel: x.heads(4, 4, score=_PerHead(x.floats(4)), kernel=kernel),
+        )
+        for kernel in _KERNELS
+    ),
+    case(
+        "custom score, a parameter per group of heads",
+        ShapeError,
+        f"tile of _Changed|{_TILE}(2, 2, 2, 3, 5)|got (2, 2, 4, 3, 5)|(kv heads, groups, 1, 1) = (2, 2, 1, 1)",
+        lambda x: x.heads(4, 2, score=_Changed(lambda ops, s: ops.concat((s, s), -3))),
+    ),
+    *_changed(
+        "of the first batch row for all",
+        ShapeError,
+        f"{_TILE}(2, 1, 1, 3, 5)|got (1, 1, 1, 3, 5)",
+        lambda ops, s: s[:1],
+    ),
+    *(
+        case(
+            f"custom score without leading axes, {where}",
+            ShapeError,
+            f"tile of _Changed|{_TILE}(2, 1, 1, 3, 5)|got (3, 5)",
+            call,
+        )
+        for where, call in _ELSEWHERE.items()
+    ),
+    *_changed("without leading axes", ShapeError, f"{_TILE}(2, 1, 1, 3, 5)|got (3, 5)", lambda ops, s: s[0, 0, 0]),
+    *_changed("with an axis more", ShapeError, "got (1, 2, 1, 1, 3, 5)", lambda ops, s: ops.expand_dims(s, 0)),
+    *_changed("for a key too few", ShapeError, "got (2, 1, 1, 3, 4)", lambda ops, s: s[..., 1:]),
+    *_changed("in whole numbers", DtypeError, "a floating dtype|got int64", lambda ops, s: ops.astype(s, "int64")),
+    *_changed(
+        "of complex numbers", DtypeError, "a floating dtype|got complex64", lambda ops, s: ops.astype(s, "complex64")
+    ),
+    *_changed("of booleans", DtypeError, "a floating dtype|got bool", lambda ops, s: s > 0),
+    *_changed("of objects", DtypeError, "a floating dtype|got object", lambda ops, s: s.astype(object), only="numpy"),
+    *_changed("as a list", FrameworkError, "an array of scores|got list", lambda ops, s: [s]),
+    case(
+        "custom score, in arrays of another framework",
+        FrameworkError,
+        "query: |tile of _Changed: |arrays of one framework",
+        lambda x: x.attend(score=_Changed(lambda ops, s: x.other(2, 1, 1, 3, 5))),
+        same=False,
+    ),
 )
 
 CASES = (*_WHICH, *_SCALES, *_ADDITIVE, *_BILINEAR, *_NUMBERS, *_OWN)

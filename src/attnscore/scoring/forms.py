@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, final
 
 from attnscore import frameworks
-from attnscore.errors import FrameworkError, ShapeError, message
-from attnscore.frameworks.contract import Array, Framework
+from attnscore.errors import DtypeError, FrameworkError, ShapeError, message
+from attnscore.frameworks.contract import FLOATING, Array, Framework, broadcast, may_equal
 from attnscore.scoring.activations import Activation
 
 Role = Literal["query", "key", "shared"]
@@ -289,14 +289,59 @@ def times(ops: Framework, grad: Array, x: Array | float) -> Array:
 
 
 def checked_tile(ops: Framework, score: Any, query: Array, key: Array) -> Array:
-    """``score.tile``, with an error that names the score when what it gives are no scores."""
-    scores, owner = score.tile(ops, query, key), f"tile of {type(score).__name__}"
+    """Return ``score.tile(ops, query, key)``; raise when that is not an array of scores for every query and key.
+
+    Raises
+    ------
+    ShapeError, DtypeError, FrameworkError
+    """
+    scores = score.tile(ops, query, key)
+    leads = tuple(query.shape[:-2]), tuple(key.shape[:-2])
+    wanted = (*(leads[0] if leads[0] == leads[1] else broadcast(*leads)), query.shape[-2], key.shape[-2])
+    # The common case, at the cost of three comparisons a tile.
+    if type(scores) is type(query) and scores.dtype == query.dtype and _shape_of(scores) == wanted:
+        return scores
+    owner, shapes = f"tile of {type(score).__name__}", {"query": tuple(query.shape), "key": tuple(key.shape)}
     if not frameworks.is_array(scores):
-        raise FrameworkError(message(owner, "an array", type(scores).__name__))
-    wanted = (query.shape[-2], key.shape[-2])
-    if tuple(scores.shape[-2:]) != wanted:
-        raise ShapeError(message(owner, f"scores (..., query, key) = {wanted}", tuple(scores.shape)))
+        raise FrameworkError(message(owner, "an array of scores", type(scores).__name__, shapes=shapes))
+    frameworks.of({"query": query, owner: scores})
+    shape = _shape_of(scores)
+    if shape is None or type(scores) is not type(query):
+        frameworks.check_dense(ops, {owner: scores})
+    if not ops.is_floating(scores):
+        raise DtypeError(message(owner, FLOATING, ops.dtype(scores), shapes=shapes))
+    if shape is None or not _fits(shape, wanted, leads):
+        heads = max(int(query.shape[-4]), int(key.shape[-4])), int(query.shape[-3])
+        raise ShapeError(
+            message(
+                owner,
+                f"scores (*batch, kv head, group, query, key) = {wanted}",
+                shape,
+                shapes=shapes,
+                hint=f"a parameter per head has to be reshaped to (kv heads, groups, 1, 1) = {(*heads, 1, 1)}",
+            )
+        )
     return scores
+
+
+def _shape_of(x: Array) -> tuple[Any, ...] | None:
+    """Return the shape; None where a TensorFlow graph does not know the number of axes."""
+    try:
+        return tuple(x.shape)
+    except ValueError:
+        return None
+
+
+def _fits(shape: tuple[Any, ...], wanted: tuple[Any, ...], leads: tuple[tuple[Any, ...], tuple[Any, ...]]) -> bool:
+    """Whether scores have the shape `wanted`; a leading axis may be 1 where that of query or key is broadcast too."""
+    return (
+        len(shape) == len(wanted)
+        and all(map(may_equal, shape[-2:], wanted[-2:]))
+        and all(
+            may_equal(n, whole) or (n == 1 and 1 in sides)
+            for n, whole, sides in zip(shape, wanted, zip(*leads, strict=True), strict=False)
+        )
+    )
 
 
 def _with(score: Any, arrays: Mapping[str, Array]) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, final
 from attnscore.checks import check_positive
 from attnscore.frameworks.contract import Array, Framework
 from attnscore.scoring.contract import Pullback, Score, check, lower, lower_pullback, operations_of
-from attnscore.scoring.forms import Form
+from attnscore.scoring.forms import Form, checked_tile
 
 _LEARNED = (
     "a learned temperature is the score's own: ScaledDot(scale=1 / (T * dim**0.5)), Cosine(scale=1 / T) or "
@@ -42,7 +42,7 @@ class SoftCap(Score):
     cap: float
 
     def tile(self, ops: Framework, query: Array, key: Array) -> Array:
-        return self.cap * ops.tanh(self.score.tile(ops, query, key) / self.cap)
+        return self.cap * ops.tanh(checked_tile(ops, self.score, query, key) / self.cap)
 
     def lower(self, ops: Framework, query: Array, key: Array) -> Form:
         return lower(ops, self.score, query, key).capped(float(self.cap))
@@ -82,7 +82,7 @@ class Temperature(Score):
     T: float
 
     def tile(self, ops: Framework, query: Array, key: Array) -> Array:
-        return self.score.tile(ops, query, key) / self.T
+        return checked_tile(ops, self.score, query, key) / self.T
 
     def lower(self, ops: Framework, query: Array, key: Array) -> Form:
         return lower(ops, self.score, query, key).scaled(1 / float(self.T))

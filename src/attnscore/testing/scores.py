@@ -38,7 +38,8 @@ def check_score(
 ) -> None:
     """Check a scoring function: shapes, blocks, values, gradients, and that what is hidden stays hidden.
 
-    1. The scores have the shape (..., query, key), and chosen rows and columns of them are the same numbers.
+    1. The scores are floating, of shape (*batch, kv head, group, query, key), and chosen rows and columns of them are
+       the same numbers.
     2. Computed tile by tile, the attention is that of the whole matrix of ``score.tile``.
     3. The gradients of query, key and of each array of the score are those of finite differences. A score without
        ``lower_pullback`` or ``tile_gradient`` has none in NumPy: pass ``like=`` a torch tensor to check it there.
@@ -62,6 +63,8 @@ def check_score(
     ------
     AssertionError
         It says which check failed, where, and by how much.
+    ShapeError, DtypeError, FrameworkError
+        `tile` gives no scores: those of a call, with the same message.
 
     Examples
     --------
