@@ -23,6 +23,28 @@ class _Own:
         return ops.matmul(query, ops.matrix_transpose(key))
 
 
+class _Needy:
+    """A score whose signature does not say that it needs an argument."""
+
+    def __init__(self, *given: Any) -> None:
+        self.score = ats.Bilinear(*given)
+
+    def tile(self, ops: Any, query: Any, key: Any) -> Any:
+        return self.score.tile(ops, query, key)
+
+
+def _needy(*given: Any) -> Any:
+    return ats.Bilinear(*given)
+
+
+def _capped(cap: float) -> Any:
+    return ats.SoftCap("dot", cap)
+
+
+def _five() -> Any:
+    return 5
+
+
 _PULLBACK = (
     case(
         "a pull-back where there is autodiff",
@@ -257,6 +279,40 @@ _REGISTRY = (
         ArgumentError,
         "cls|a class with a method tile|None",
         lambda x: ats.register_score("none", None),
+    ),
+    case(
+        "register a class that needs arguments",
+        ArgumentError,
+        "cls|makes a score without arguments|Bilinear: missing a required argument: 'W'"
+        "|Hint: register_score('luong', lambda: Bilinear(...))",
+        lambda x: ats.register_score("luong", ats.Bilinear),
+    ),
+    case(
+        "register a function that needs arguments",
+        ArgumentError,
+        "cls|makes a score without arguments|_capped: missing a required argument: 'cap'",
+        lambda x: ats.register_score("capped", _capped),
+    ),
+    *(
+        case(
+            f"a registered {kind} that needs arguments after all, {how}",
+            ArgumentError,
+            f"score|a registered name whose class or function makes a score without arguments|got 'needy {kind}'|'W'",
+            lambda x, made=made, call=call, name=f"needy {kind}": (ats.register_score(name, made), call(x, name)),
+        )
+        for kind, made in (("function", _needy), ("class", _Needy))
+        for how, call in (
+            ("attend", lambda x, name: x.attend(score=name)),
+            ("weights", lambda x, name: x.weights(score=name)),
+            ("cost", lambda x, name: ats.cost(name, query_len=3, key_len=5, dim=4)),
+            ("SoftCap", lambda x, name: x.attend(score=ats.SoftCap(name, 2.0))),
+        )
+    ),
+    case(
+        "a registered function that makes no score",
+        ArgumentError,
+        "score|a registered name or a score object with a method tile|got 5",
+        lambda x: (ats.register_score("five", _five), x.attend(score="five")),
     ),
 )
 

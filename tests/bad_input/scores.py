@@ -15,6 +15,20 @@ _NAMES = "dot|scaled_dot|gaussian|cosine|sum"
 
 _WHICH = (
     case("an unknown name", ArgumentError, f"score|one of|{_NAMES}|got 'dott'", lambda x: x.attend(score="dott")),
+    *(
+        case(
+            f"{name!r} by name",
+            ArgumentError,
+            f"score|one of|{_NAMES}|got {name!r}|Hint: a score with parameters is an object: score={made}",
+            lambda x, name=name: x.attend(score=name),
+        )
+        for name, made in (
+            ("additive", "Additive(w_v, W_q, W_k)"),
+            ("Bilinear", "Bilinear(W)"),
+            ("soft_cap", 'SoftCap("scaled_dot", cap)'),
+            ("temperature", 'Temperature("scaled_dot", T)'),
+        )
+    ),
     case("the empty name", ArgumentError, f"score|{_NAMES}|got ''", lambda x: x.attend(score="")),
     case(
         "the class instead of a score",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 from attnscore import frameworks
-from attnscore.checks import check_choice, shown
+from attnscore.checks import shown
 from attnscore.errors import ArgumentError, message
 from attnscore.scoring.additive import Additive
 from attnscore.scoring.bilinear import Bilinear
@@ -57,6 +58,14 @@ _TABLE: dict[str, Callable[[], Any]] = {
     "sum": Sum,
 }
 
+# What a caller may mean by a name that cannot be in the table.
+_PARAMETERS = {
+    "additive": "Additive(w_v, W_q, W_k)",
+    "bilinear": "Bilinear(W)",
+    "softcap": 'SoftCap("scaled_dot", cap)',
+    "temperature": 'Temperature("scaled_dot", T)',
+}
+
 
 def register_score(name: str, cls: Callable[[], Any]) -> None:
     """Make ``score=name`` mean ``cls()`` in every call.
@@ -69,7 +78,7 @@ def register_score(name: str, cls: Callable[[], Any]) -> None:
     Raises
     ------
     ArgumentError
-        The name is taken by another class, or `cls` has no ``tile``.
+        The name is taken by another class, or `cls` has no ``tile`` or cannot be called without arguments.
 
     Examples
     --------
@@ -80,6 +89,11 @@ def register_score(name: str, cls: Callable[[], Any]) -> None:
         raise ArgumentError(message("name", "a name", f"{name!r}"))
     if not callable(cls) or (isinstance(cls, type) and not hasattr(cls, "tile")):
         raise ArgumentError(message("cls", "a class with a method tile(ops, query, key)", f"{cls!r}"))
+    if (missing := _needed(cls)) is not None:
+        called = getattr(cls, "__name__", type(cls).__name__)
+        hint = f"register_score({name!r}, lambda: {called}(...)) gives them"
+        expected = "a class or function that makes a score without arguments"
+        raise ArgumentError(message("cls", expected, f"{called}: {missing}", hint=hint))
     if name in _TABLE and _TABLE[name] is not cls:
         raise ArgumentError(message("name", f"a new name: {name!r} is {_TABLE[name]!r}", repr(name)))
     _TABLE[name] = cls
@@ -95,10 +109,34 @@ def named(name: str) -> Callable[[], Any] | None:
     return _TABLE.get(name)
 
 
+def _needed(cls: Callable[[], Any]) -> str | None:
+    """Return which argument a call without any lacks, as Python words it; None where none, or unknown."""
+    try:
+        inspect.signature(cls).bind()
+    except TypeError as error:
+        return str(error)
+    except ValueError:  # of a few built-ins
+        pass
+    return None
+
+
+def _made(name: str) -> Any:
+    """Return the score that a registered name means."""
+    if name not in _TABLE:
+        hint = _PARAMETERS.get(name.lower().replace("_", ""))
+        hint = None if hint is None else f"a score with parameters is an object: score={hint}"
+        raise ArgumentError(message("score", "one of " + ", ".join(_TABLE), shown(name), hint=hint))
+    try:
+        return _TABLE[name]()
+    except TypeError as error:
+        expected = "a registered name whose class or function makes a score without arguments"
+        raise ArgumentError(message("score", expected, f"{name!r}: {error}")) from error
+
+
 def resolve(score: Any) -> Any:
     """The score object that `score` (an object or a registered name) means."""
     if isinstance(score, str):
-        score = _TABLE[check_choice("score", score, tuple(_TABLE))]()
+        score = _made(score)
     if isinstance(score, type) or frameworks.is_array(score) or not callable(getattr(score, "tile", None)):
         hint = f"{score.__name__}(...) makes one" if isinstance(score, type) else None
         raise ArgumentError(
