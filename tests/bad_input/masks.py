@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
 import attnscore as ats
 from attnscore import MaskError
-from bad_input.table import case
+from attnscore.masking import Pieces
+from bad_input.table import Case, case
 
 _NAN, _INF = float("nan"), float("inf")
 
@@ -381,4 +388,156 @@ _COMPOSITION = (
     case("not mask", MaskError, "mask|truth value|Hint|& | ~", lambda x: not ats.Causal()),
 )
 
-CASES = (*_LENGTHS, *_ALIGNMENT, *_ARRAYS, *_COMPOSITION)
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _Custom(ats.Mask):
+    """A user's mask that answers what it is told to, which breaks the contract."""
+
+    seen: Callable[[Any, Any], Any] = lambda rows, cols: cols <= rows
+    ends: Callable[[int, int, int], Any] = lambda query_len, key_len, batch: None
+    parts: Callable[[int, int, int], Any] | None = None
+
+    def visible(self, ops: Any, grid: Any, rows: Any, cols: Any) -> Any:
+        return self.seen(rows, cols)
+
+    def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Any:
+        return self.ends(query_len, key_len, batch)
+
+    def pieces(self, query_len: int, key_len: int, batch: int = 1) -> Any:
+        return (
+            super().pieces(query_len, key_len, batch) if self.parts is None else self.parts(query_len, key_len, batch)
+        )
+
+    def check(self, ops: Any, grid: Any) -> None:
+        pass
+
+
+def _wherever_it_is_read(name: str, mask: _Custom, words: str) -> Iterator[Case]:
+    """Rows of a custom mask: in every kernel, composed, for weights and in a softmax."""
+    words = f"of _Custom: expected |{words}"
+    other = ats.Dense([[True, False, True, False, True]])
+    for where, call in {
+        **{k: lambda x, k=k: x.attend(mask=mask, kernel=k) for k in ("auto", "streaming", "dense")},
+        "&": lambda x: x.attend(mask=other & mask),
+        "|": lambda x: x.attend(mask=mask | other),
+        "~": lambda x: x.attend(mask=~mask, valid_lens=[5, 3]),
+        "weights": lambda x: x.weights(mask=mask),
+    }.items():
+        yield case(f"custom mask, {name}, {where}", MaskError, words, call)
+
+
+def _ends(start: Any, stop: Any) -> _Custom:
+    def ends(query_len: int, key_len: int, batch: int) -> Any:
+        zeros = np.zeros((1, query_len), int)
+        return zeros + start, zeros + stop
+
+    return _Custom(ends=ends)
+
+
+def _parts(*ends: tuple[int, int]) -> _Custom:
+    def parts(query_len: int, key_len: int, batch: int) -> Any:
+        start, stop = (np.tile(np.array(x)[:, None, None], (1, 1, query_len)) for x in zip(*ends, strict=True))
+        return Pieces(start, stop)
+
+    return _Custom(parts=parts)
+
+
+_INSIDE = "0 <= start <= stop <= key_len = 5|got start"
+_BOOLEAN = "visible|a boolean array that broadcasts to (*batch, kv head, group, query, key)|"
+_WHOLE = "intervals|as a NumPy array of whole numbers, shape (1, 3) or (2, 3)|got "
+_ORDER = "pieces|in order, none touching the next, the empty ones behind|got start"
+_CUSTOM = (
+    *_wherever_it_is_read("a stop past the keys", _ends(0, 6), f"intervals|{_INSIDE} 0 and stop 6 for query 0|Hint: "),
+    *_wherever_it_is_read("a stop far past the keys", _ends(0, 2**62), f"intervals|{_INSIDE} 0 and stop {2**62}"),
+    *(
+        case(f"custom mask, {name}", MaskError, words, lambda x, mask=mask: x.attend(mask=mask))
+        for name, mask, words in (
+            ("a start below 0", _ends(-1, 3), f"intervals|{_INSIDE} -1 and stop 3"),
+            ("a start above its stop", _ends(np.array([0, 1, 4]), 3), f"intervals|{_INSIDE} 4 and stop 3 for query 2"),
+            (
+                "a stop of 2^64 - 1",
+                _Custom(ends=lambda n, m, b: [np.full((b, n), e, "u8") for e in (0, 2**64 - 1)]),
+                f"intervals|{_INSIDE} 0 and stop",
+            ),
+            ("fractional ends", _ends(0, 2.5), f"{_WHOLE}dtype float64"),
+            (
+                "ends of one axis",
+                _Custom(ends=lambda n, m, b: (np.zeros(n, int), np.ones(n, int))),
+                f"{_WHOLE}shape (3,)",
+            ),
+            (
+                "ends of other queries",
+                _Custom(ends=lambda n, m, b: (np.zeros((b, n + 1), int),) * 2),
+                f"{_WHOLE}shape (2, 4)",
+            ),
+            (
+                "ends of another batch",
+                _Custom(ends=lambda n, m, b: (np.zeros((b + 1, n), int),) * 2),
+                f"{_WHOLE}shape (3, 3)",
+            ),
+            ("ragged ends", _Custom(ends=lambda n, m, b: ([[0], [0, 1]], 0)), f"{_WHOLE}dtype object"),
+            ("one end", _Custom(ends=lambda n, m, b: 5), "intervals|start and stop, or None|got 5"),
+            ("three ends", _Custom(ends=lambda n, m, b: (0, 1, 2)), "intervals|start and stop, or None|got (0, 1, 2)"),
+            ("pieces that are none", _Custom(parts=lambda n, m, b: (0, 1)), "pieces|masking.Pieces or None|got (0, 1)"),
+            ("pieces past the keys", _parts((0, 1), (3, 9)), f"pieces|{_INSIDE} 3 and stop 9 for query 0"),
+            ("pieces out of order", _parts((3, 5), (0, 1)), f"{_ORDER} [3, 0], stop [5, 1]"),
+            ("pieces that touch", _parts((0, 2), (2, 5)), f"{_ORDER} [0, 2], stop [2, 5]"),
+            ("an empty piece in front", _parts((5, 5), (2, 3)), f"{_ORDER} [5, 2], stop [5, 3]"),
+        )
+    ),
+    *_wherever_it_is_read(
+        "whole numbers of rows",
+        _Custom(lambda rows, cols: rows % 2),
+        "visible|a boolean array that broadcasts to|got dtype int64|Hint: compare it: x > 0",
+    ),
+    *(
+        case(
+            f"custom mask, {name}, {kernel}",
+            MaskError,
+            words,
+            lambda x, mask=_Custom(seen), kernel=kernel: x.attend(mask=mask, kernel=kernel),
+        )
+        for kernel in ("streaming", "dense")
+        for name, seen, words in (
+            (
+                "whole numbers of pairs",
+                lambda rows, cols: rows * cols,
+                f"{_BOOLEAN}got dtype int64|Hint: compare it: x > 0",
+            ),
+            ("nothing", lambda rows, cols: None, f"{_BOOLEAN}got None"),
+            ("a list", lambda rows, cols: [True], f"{_BOOLEAN}got [True]"),
+            ("a row too few", lambda rows, cols: rows[1:] <= cols, f"{_BOOLEAN}= (2, 1, 1, 3, 5), got shape (2, 5)"),
+            (
+                "three batch rows",
+                lambda rows, cols: np.ones((3, 1, 1, 3, 5), bool),
+                f"{_BOOLEAN}= (2, 1, 1, 3, 5), got shape (3, 1, 1, 3, 5)",
+            ),
+            (
+                "six axes",
+                lambda rows, cols: np.ones((1,) * 6, bool),
+                f"{_BOOLEAN}= (2, 1, 1, 3, 5), got shape (1, 1, 1, 1, 1, 1)",
+            ),
+        )
+    ),
+    case(
+        "custom mask, three batch rows, auto",
+        MaskError,
+        "visible|a boolean array|shape (3, 1, 1, 1, 1)",
+        lambda x: x.attend(mask=_Custom(lambda rows, cols: np.ones((3, 1, 1, 1, 1), bool))),
+        same=False,
+    ),
+    case(
+        "custom mask, whole numbers, materialize",
+        MaskError,
+        "visible|a boolean array|dtype int64",
+        lambda x: _Custom(lambda rows, cols: rows * cols).materialize(3, 5, batch=2),
+    ),
+    case(
+        "custom mask, whole numbers, softmax",
+        MaskError,
+        "visible|a boolean array|dtype int64",
+        lambda x: x.softmax(mask=_Custom(lambda rows, cols: rows * cols)),
+    ),
+)
+
+CASES = (*_LENGTHS, *_ALIGNMENT, *_ARRAYS, *_COMPOSITION, *_CUSTOM)

@@ -21,6 +21,7 @@ from attnscore import frameworks
 from attnscore.errors import MaskError, message
 from attnscore.frameworks.contract import Array, Framework
 from attnscore.grid import Grid
+from attnscore.masking.custom import add_checks
 from attnscore.masking.pieces import MOST, HostArray, Intervals, Pieces
 from attnscore.masking.shapes import Shaped
 
@@ -32,6 +33,10 @@ class Mask(ABC):
     """Names of fields in messages, where the caller may know the argument by another."""
     is_array: ClassVar[bool] = False
     """Whether it is an array of booleans, which serves better as it is than as several pieces a row."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        add_checks(cls)
 
     def __new__(cls, *_: Any, **__: Any) -> Any:
         frameworks.seen(cls)
