@@ -203,6 +203,49 @@ def test_a_learned_temperature_has_a_gradient(name: str) -> None:
     assert torch.autograd.gradcheck(lambda T: ats.attend(query, key, value, score=LEARNED[name](T)), T)
 
 
+EXTREME: dict[str, tuple[Any, Any]] = {
+    **{f"SoftCap {cap}": (ats.SoftCap("dot", cap), "dot") for cap in (1e30, 1e35, 1e37, 3e38, 1e39, 1e300)},
+    **{f"SoftCap {cap}": (ats.SoftCap("dot", cap), ats.ScaledDot(0.0)) for cap in (1e-30, 1e-39, 1e-300)},
+    "SoftCap in SoftCap": (ats.SoftCap(ats.SoftCap("dot", 1e39), 5.0), ats.SoftCap("dot", 5.0)),
+    "SoftCap in Temperature": (ats.Temperature(ats.SoftCap("dot", 1e39), 2.0), ats.Temperature("dot", 2.0)),
+    "Temperature in SoftCap": (ats.SoftCap(ats.Temperature("dot", 2.0), 1e39), ats.Temperature("dot", 2.0)),
+    **{f"T {T}": (ats.Temperature("dot", T), ats.ScaledDot(0.0)) for T in (1e30, 1e39, 1e300)},
+    **{f"bandwidth {b}": (ats.Gaussian(b), ats.ScaledDot(0.0)) for b in (1e20, 1e39, 1e300)},
+    **{f"scale {s}": (ats.ScaledDot(s), ats.ScaledDot(0.0)) for s in (1e-30, 1e-39, -1e-300)},
+    "T sharp": (ats.Temperature("dot", 1e-37), ats.ScaledDot(1e9)),
+    "bandwidth narrow": (ats.Gaussian(1e-18), ats.Gaussian(1e-6)),
+}
+"""Scores whose numbers are extreme, and what they then are: a cap that the dtype cannot hold bounds nothing."""
+
+
+@pytest.mark.parametrize("kernel", ["auto", "streaming", "dense"])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("name", EXTREME)
+def test_extreme_numbers_that_work(name: str, framework: str, kernel: str) -> None:
+    x = Maker(framework)
+    found, wanted = (x.host(x.attend(score=score, kernel=kernel)) for score in EXTREME[name])
+    np.testing.assert_allclose(found, wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("cap", [1e37, 1e39])
+def test_gradients_under_a_cap_that_bounds_nothing(cap: float) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 4)).astype("float32"))
+    for kernel in ("auto", "streaming", "dense"):
+        found, wanted = (
+            jax.grad(
+                lambda x, score=score, kernel=kernel: (ats.attend(x, x, x, score=score, kernel=kernel) ** 2).sum()
+            )(x)
+            for score in (ats.SoftCap("dot", cap), "dot")
+        )
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+        leaf = torch.tensor(np.asarray(x), requires_grad=True)
+        (ats.attend(leaf, leaf, leaf, score=ats.SoftCap("dot", cap), kernel=kernel) ** 2).sum().backward()
+        np.testing.assert_allclose(leaf.grad, wanted, atol=1e-5)
+
+
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_merge_takes_stacked_parts(framework: str) -> None:
     x = Maker(framework)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from numbers import Integral, Real
 from typing import Any
+
+import numpy as np
 
 from attnscore.errors import ArgumentError, message
 
@@ -46,6 +49,25 @@ def check_number(name: str, x: Any) -> float:
     if not is_number(x) or not _finite(x):
         raise ArgumentError(message(name, "a number (finite)", shown(x)))
     return float(x)
+
+
+@cache
+def largest_of(dtype: str) -> float:
+    """Return the largest number of a floating dtype, infinity where a Python float holds it no more (long double)."""
+    return float(np.finfo(dtype).max)
+
+
+def check_held(name: str, x: Any, dtype: str, factor: float, smallest: float | None = None) -> float:
+    """Return `factor`; raise ArgumentError unless `dtype`, in which scores are computed, can hold it.
+
+    It is what scores are multiplied with because of the argument `x`, whose working range begins at `smallest`, or
+    where that is None ends at the largest number of the dtype.
+    """
+    largest = largest_of(dtype)
+    if math.isfinite(factor) and abs(factor) <= largest:
+        return factor
+    bound = f"{largest:.3g} or less in size" if smallest is None else f"{smallest:.3g} or more"
+    raise ArgumentError(message(name, f"a number that works in {dtype}, {bound}", shown(float(x))))
 
 
 def check_count(name: str, x: Any) -> int:

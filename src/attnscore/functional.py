@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from attnscore import frameworks
-from attnscore.checks import check_positive, is_whole, shown
+from attnscore.checks import check_held, check_positive, is_whole, largest_of, shown
 from attnscore.errors import ArgumentError, DtypeError, FrameworkError, ShapeError, message
 from attnscore.frameworks.contract import FLOATING, Array, Framework, accumulator
 from attnscore.grid import Grid, Layout
@@ -62,7 +62,9 @@ def masked_softmax(
         if flat.shape[-1] == 0:
             return scores
         visible = _visible(ops, _grid(ops.shape(flat)), mask, valid_lens, flat)
-        wide = ops.astype(flat, accumulator(ops.dtype(flat))) / temperature
+        sums = accumulator(ops.dtype(flat))
+        check_held("temperature", temperature, sums, 1 / float(temperature), 1 / largest_of(sums))
+        wide = ops.astype(flat, sums) / temperature
         if visible is not None:
             wide = ops.where(visible, wide, NEG_INF)
         weights = ops.astype(whole_rows(ops, wide, visible, None), ops.dtype(scores))

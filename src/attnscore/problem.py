@@ -5,6 +5,7 @@ This is the only place that checks shapes, dtypes and devices; all rooms behind 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -12,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from attnscore import frameworks
-from attnscore.checks import check_number, is_number, is_whole, shown
+from attnscore.checks import check_held, check_number, is_number, is_whole, shown
 from attnscore.dropout import Dropout
 from attnscore.errors import ArgumentError, DtypeError, FrameworkError, ShapeError, message
 from attnscore.frameworks.contract import FLOATING, Array, Framework, accumulator, broadcast, is_unknown, may_equal
@@ -159,9 +160,12 @@ def check_extra(ops: Framework, name: str, x: Any, like: Array) -> Array:
         x = check_number(name, x)
     elif not (isinstance(x, np.generic) or frameworks.is_array(x)):
         raise FrameworkError(message(name, "a number or an array", type(x).__name__, hint="make it an array first"))
+    sums = accumulator(ops.dtype(like))
+    if is_number(x) and math.isfinite(x):
+        check_held(name, x, sums, float(x))
     frameworks.check_dense(ops, {name: x})
     frameworks.check_devices(ops, like, {name: x})
-    x = ops.asarray(x, like, None if hasattr(x, "dtype") else accumulator(ops.dtype(like)))
+    x = ops.asarray(x, like, None if hasattr(x, "dtype") else sums)
     if not ops.is_floating(x):
         hint = "a boolean array is a mask: pass it as mask=" if ops.dtype(x) == "bool" else None
         raise DtypeError(message(name, FLOATING, ops.dtype(x), hint=hint))

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 import attnscore as ats
 from attnscore import ArgumentError, DtypeError, FrameworkError, ShapeError
 from bad_input.table import Case, Maker, case
@@ -333,6 +335,78 @@ _NUMBERS = (
 )
 
 
+def _half(x: Maker, **given: Any) -> Any:
+    """attend() in float16, whose scores are computed in float32."""
+    query, key, value = (x.floats(2, length, 4, dtype="float16") for length in (3, 5, 5))
+    return ats.attend(query, key, value, **given)
+
+
+def _wide(x: Maker, **given: Any) -> Any:
+    """attend() in float64."""
+    query, key, value = (x.floats(2, length, 4, dtype="float64") for length in (3, 5, 5))
+    return ats.attend(query, key, value, **given)
+
+
+_FLOAT32, _FLOAT64 = "expected a number that works in float32, ", "expected a number that works in float64, "
+_LARGEST = f"{_FLOAT32}3.4e+38 or less in size, got "
+# Numbers that the dtype of the scores cannot hold, or whose inverse it cannot: they gave NaN, or zeros.
+_EXTREME = (
+    *(
+        case(f"{score!r}, {kernel}", ArgumentError, words, lambda x, s=score, k=kernel: x.attend(score=s, kernel=k))
+        for kernel in ("auto", "streaming", "dense")
+        for score, words in (
+            (ats.Temperature("dot", 1e-39), f"T: {_FLOAT32}2.94e-39 or more, got 1e-39"),
+            (ats.Gaussian(1e-20), f"bandwidth: {_FLOAT32}5.42e-20 or more, got 1e-20"),
+            (ats.ScaledDot(1e39), f"scale: {_LARGEST}1e+39"),
+            (ats.ScaledDot(-1e39), f"scale: {_LARGEST}-1e+39"),
+            (ats.Cosine(1e39), f"scale: {_LARGEST}1e+39"),
+            (ats.Temperature(ats.Temperature("dot", 1e-20), 1e-25), f"T: {_FLOAT32}2.94e-19 or more, got 1e-25"),
+            (ats.Temperature(ats.Gaussian(1e-15), 1e-20), f"T: {_FLOAT32}1.47e-09 or more, got 1e-20"),
+            (ats.SoftCap(ats.Temperature("dot", 1e-39), 5.0), f"T: {_FLOAT32}2.94e-39 or more, got 1e-39"),
+            (ats.Temperature(ats.SoftCap("dot", 5.0), 1e-39), f"T: {_FLOAT32}2.94e-39 or more, got 1e-39"),
+            (ats.Temperature(ats.SoftCap("dot", 1e39), 1e-39), f"T: {_FLOAT32}2.94e-39 or more, got 1e-39"),
+        )
+    ),
+    case(
+        "T in 16 bits", ArgumentError, f"T: {_FLOAT32}2.94e-39", lambda x: _half(x, score=ats.Temperature("dot", 1e-40))
+    ),
+    case(
+        "T in float64",
+        ArgumentError,
+        f"T: {_FLOAT64}5.56e-309",
+        lambda x: _wide(x, score=ats.Temperature("dot", 1e-309)),
+    ),
+    case(
+        "bandwidth in float64",
+        ArgumentError,
+        f"bandwidth: {_FLOAT64}7.46e-155 or more, got 1e-160",
+        lambda x: _wide(x, score=ats.Gaussian(1e-160)),
+    ),
+    case(
+        "negative_slope of 1e39",
+        ArgumentError,
+        f"negative_slope: {_LARGEST}1e+39",
+        lambda x: _additive(x, activation="leaky_relu", negative_slope=1e39),
+    ),
+    case("bias of 1e39", ArgumentError, f"bias: {_LARGEST}1e+39", lambda x: x.attend(bias=1e39)),
+    case("bias of -1e39", ArgumentError, f"bias: {_LARGEST}-1e+39", lambda x: x.attend(bias=-1e39)),
+    case("bias of NumPy's 1e39", ArgumentError, f"bias: {_LARGEST}", lambda x: x.attend(bias=np.float64(1e39))),
+    case("sink of 1e39", ArgumentError, f"sink: {_LARGEST}1e+39", lambda x: x.attend(sink=1e39)),
+    case(
+        "temperature of a softmax",
+        ArgumentError,
+        f"temperature: {_FLOAT32}2.94e-39",
+        lambda x: x.softmax(temperature=1e-39),
+    ),
+    case(
+        "T for weights",
+        ArgumentError,
+        f"T: {_FLOAT32}2.94e-39",
+        lambda x: x.weights(score=ats.Temperature("dot", 1e-39)),
+    ),
+)
+
+
 @dataclass(frozen=True, eq=False)
 class _Turned:
     """A user's score that gives (key, query)."""
@@ -474,4 +548,4 @@ _OWN = (
     ),
 )
 
-CASES = (*_WHICH, *_SCALES, *_ADDITIVE, *_BILINEAR, *_NUMBERS, *_OWN)
+CASES = (*_WHICH, *_SCALES, *_ADDITIVE, *_BILINEAR, *_NUMBERS, *_EXTREME, *_OWN)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from attnscore import frameworks
-from attnscore.checks import check_number
+from attnscore.checks import check_held, check_number
 from attnscore.errors import ShapeError, message
 from attnscore.frameworks.contract import Array, Framework, sum_to
 from attnscore.scoring.activations import activation
@@ -72,6 +72,7 @@ class Additive(Score):
     def lower(self, ops: Framework, query: Array, key: Array) -> Form:
         w_v = per_head(ops, "w_v", self.w_v, query, key, 1)
         a, b, w = widen(ops, *self._sides(ops, query, key), w_v)
+        check_held("negative_slope", self.negative_slope, ops.dtype(a), float(self.negative_slope))
         return AdditiveForm(a, b, w, activation(self.activation, self.negative_slope))
 
     def lower_pullback(self, ops: Framework, query: Array, key: Array) -> tuple[Form, Pullback]:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from attnscore import frameworks
-from attnscore.checks import check_number, is_number, shown
+from attnscore.checks import check_held, check_number, is_number, shown
 from attnscore.errors import ArgumentError, ShapeError, message
-from attnscore.frameworks.contract import Array, Framework, broadcast, may_equal, sum_to
+from attnscore.frameworks.contract import Array, Framework, accumulator, broadcast, may_equal, sum_to
 from attnscore.scoring.contract import (
     Pullback,
     Score,
@@ -87,7 +87,8 @@ class ScaledDot(Score):
 
     def lower(self, ops: Framework, query: Array, key: Array) -> Form:
         if self._is_number():
-            return InnerForm(query, key, scale=self._number(query))
+            scale = self._number(query)
+            return InnerForm(query, key, scale=check_held("scale", scale, accumulator(ops.dtype(query)), scale))
         query, key, scale = widen(ops, query, key, self._placed(ops, query, key))
         if scale.shape[-1] == 1:
             return InnerForm(quarantined(ops, query, lambda x: x * scale), key)

@@ -19,9 +19,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, final
 
+import numpy as np
+
 from attnscore import frameworks
 from attnscore.errors import DtypeError, FrameworkError, ShapeError, message
-from attnscore.frameworks.contract import FLOATING, Array, Framework, broadcast, may_equal
+from attnscore.frameworks.contract import FLOATING, Array, Framework, accumulator, broadcast, may_equal
 from attnscore.scoring.activations import Activation
 
 Role = Literal["query", "key", "shared"]
@@ -84,8 +86,8 @@ class Form(ABC):
             if math.isinf(cap):
                 scores, slope = scores * factor, factor
             else:
-                bounded = ops.tanh(scores / cap)
-                scores, slope = (factor * cap) * bounded, factor * (1 - bounded * bounded)
+                scores, bounded = soft_capped(ops, scores, cap, factor)
+                slope = factor * (1 - bounded * bounded)
             slopes.append(slope)
 
         def through_caps(grad: Array) -> dict[str, Array]:
@@ -276,6 +278,17 @@ class TileForm(Form):
             return {"query": query, "key": key, **self._prefixed(dict(zip(names, parameters, strict=True)))}
 
         return scores, derived
+
+
+def soft_capped(ops: Framework, scores: Array, cap: float, factor: float = 1.0) -> tuple[Array, Array]:
+    """Return factor * cap * tanh(scores / cap), and the tanh."""
+    bounded = ops.tanh(scores / cap)
+    capped = (factor * cap) * bounded
+    limits = np.finfo(accumulator(ops.dtype(scores)))
+    if cap > limits.eps / limits.tiny:
+        # Quotients of scores that count may be subnormal, and XLA and TensorFlow take those for 0. tanh(x) is x here.
+        capped = ops.where(ops.abs(scores) < 1e-9 * cap, scores * factor, capped)
+    return capped, bounded
 
 
 def times(ops: Framework, grad: Array, x: Array | float) -> Array:

@@ -12,9 +12,8 @@ import sys
 from dataclasses import dataclass
 from typing import Any, final
 
-import numpy as np
-
 from attnscore import frameworks
+from attnscore.checks import check_held, largest_of
 from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.frameworks.contract import Array, Framework, broadcast, is_unknown, sum_to
 from attnscore.scoring.contract import (
@@ -52,7 +51,8 @@ class Gaussian(Score):
     Parameters
     ----------
     bandwidth : number above 0, or array () or (heads,), which gets a gradient
-        In the units of query and key.
+        In the units of query and key. The inverse of a number's square has to be a number of the dtype that scores are
+        computed in: 5.42e-20 or more in float32.
 
     References
     ----------
@@ -74,6 +74,10 @@ class Gaussian(Score):
     def lower(self, ops: Framework, query: Array, key: Array) -> Form:
         query, key = widen(ops, query, key)
         scale = self._scale(ops, query, key)
+        if not hasattr(scale, "shape"):
+            # Gradients are multiplied with twice the scale.
+            dtype = ops.dtype(query)
+            check_held("bandwidth", self.bandwidth, dtype, 2 * scale, 1 / math.sqrt(largest_of(dtype)))
         inner = None
         if not hasattr(scale, "shape") and _inner_pays(ops, query, key):
             inner = _inner_form(ops, query, key, scale)
@@ -133,9 +137,9 @@ def _inner_pays(ops: Framework, query: Array, key: Array) -> bool:
     elements = sum(math.prod(shape) for shape in shapes)
     # The native module is loaded with the kernels, unless it is missing or turned off.
     if "attnscore._native" in sys.modules and ops.readable(query) and ops.readable(key):
-        return terms > INNER_TERMS * (elements + _CALLS)
+        return bool(terms > INNER_TERMS * (elements + _CALLS))
     # In the framework's own operations the direct sum makes several passes over an array of its terms.
-    return terms > elements
+    return bool(terms > elements)
 
 
 def _inner_form(ops: Framework, query: Array, key: Array, scale: float) -> InnerForm | None:
@@ -164,5 +168,6 @@ def _norms(ops: Framework, query: Array, key: Array) -> tuple[list[Array], float
     """Return the squared norms of all rows, and the largest of them: NaN where nobody can look."""
     norms = [ops.sum(x * x, axis=-1, keepdims=True) for x in (query, key)]
     seen = [ops.number(ops.max(ops.reshape(ops.stop_gradient(x), (-1,)), axis=0)) for x in norms]
-    # As NumPy's maximum a NaN stays one: it compares false, and takes the direct form.
-    return norms, float(np.maximum(*(math.nan if x is None else x for x in seen)))
+    numbers = [math.nan if x is None else x for x in seen]
+    # A NaN compares false, and takes the direct form.
+    return norms, math.nan if any(map(math.isnan, numbers)) else max(numbers)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, final
 
-from attnscore.checks import check_positive
-from attnscore.frameworks.contract import Array, Framework
+from attnscore.checks import check_held, check_positive, largest_of
+from attnscore.frameworks.contract import Array, Framework, accumulator
 from attnscore.scoring.contract import Pullback, Score, check, lower, lower_pullback, operations_of
-from attnscore.scoring.forms import Form, checked_tile
+from attnscore.scoring.forms import Form, checked_tile, soft_capped
 
 _LEARNED = (
     "a learned temperature is the score's own: ScaledDot(scale=1 / (T * dim**0.5)), Cosine(scale=1 / T) or "
@@ -20,6 +20,8 @@ _LEARNED = (
 @dataclass(frozen=True, eq=False, repr=False)
 class SoftCap(Score):
     """cap * tanh(score / cap): bounded logits, the identity where |score| is far below the cap.
+
+    A cap that the dtype of the scores cannot hold is the identity everywhere.
 
     Parameters
     ----------
@@ -42,18 +44,24 @@ class SoftCap(Score):
     cap: float
 
     def tile(self, ops: Framework, query: Array, key: Array) -> Array:
-        return self.cap * ops.tanh(checked_tile(ops, self.score, query, key) / self.cap)
+        scores, cap = checked_tile(ops, self.score, query, key), float(self.cap)
+        return soft_capped(ops, scores, cap)[0] if self._bounds(ops, query) else scores
 
     def lower(self, ops: Framework, query: Array, key: Array) -> Form:
-        return lower(ops, self.score, query, key).capped(float(self.cap))
+        form = lower(ops, self.score, query, key)
+        return form.capped(float(self.cap)) if self._bounds(ops, query) else form
 
     def lower_pullback(self, ops: Framework, query: Array, key: Array) -> tuple[Form, Pullback]:
         form, pullback = lower_pullback(ops, self.score, query, key)
-        return form.capped(float(self.cap)), pullback
+        return form.capped(float(self.cap)) if self._bounds(ops, query) else form, pullback
 
     def check(self, dim: int, key_dim: int) -> None:
         check_positive("cap", self.cap, if_array="a cap is not learned; float(cap) makes a number of it")
         check(self.score, dim, key_dim)
+
+    def _bounds(self, ops: Framework, query: Array) -> bool:
+        """Whether there are scores above the cap in the dtype that they are computed in."""
+        return float(self.cap) <= largest_of(accumulator(ops.dtype(query)))
 
     def operations(self, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
         return operations_of(self.score, query_len, key_len, dim, key_dim) + 3 * query_len * key_len
@@ -70,6 +78,7 @@ class Temperature(Score):
     T : number above 0
         It gets no gradient: an array is refused. A temperature that is learned is a parameter of the score itself:
         ``ScaledDot(scale=1 / (T * dim**0.5))``, ``Cosine(scale=1 / T)``, ``Gaussian(bandwidth=T**0.5)``.
+        Its inverse has to be a number of the dtype that scores are computed in: 2.94e-39 or more in float32.
 
     Examples
     --------
@@ -85,15 +94,25 @@ class Temperature(Score):
         return checked_tile(ops, self.score, query, key) / self.T
 
     def lower(self, ops: Framework, query: Array, key: Array) -> Form:
-        return lower(ops, self.score, query, key).scaled(1 / float(self.T))
+        return self._scaled(ops, lower(ops, self.score, query, key), query)
 
     def lower_pullback(self, ops: Framework, query: Array, key: Array) -> tuple[Form, Pullback]:
         form, pullback = lower_pullback(ops, self.score, query, key)
-        return form.scaled(1 / float(self.T)), pullback
+        return self._scaled(ops, form, query), pullback
 
     def check(self, dim: int, key_dim: int) -> None:
         check_positive("T", self.T, if_array=_LEARNED)
         check(self.score, dim, key_dim)
+
+    def _scaled(self, ops: Framework, form: Form, query: Array) -> Form:
+        dtype, factor = accumulator(ops.dtype(query)), 1 / float(self.T)
+        smallest = 1 / largest_of(dtype)
+        found = form.scaled(check_held("T", self.T, dtype, factor, smallest))
+        # Together with the factor of the score inside.
+        scale = getattr(found, "scale", 1.0)
+        if isinstance(scale, float):
+            check_held("T", self.T, dtype, scale, smallest * abs(scale / factor))
+        return found
 
     def operations(self, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
         return operations_of(self.score, query_len, key_len, dim, key_dim) + query_len * key_len
