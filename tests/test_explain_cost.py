@@ -456,3 +456,18 @@ def test_a_kernel_asked_for_that_cannot_run_gives_its_reasons(monkeypatch: pytes
     with pytest.raises(ats.KernelUnavailable, match=r"never.*too many moons; the tide is out"):
         ats.attend(*inputs(4), kernel="never")
     assert ats.explain(*inputs(4)).reasons["never"] == ("too many moons", "the tide is out")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "source"), [("auto", "the pass"), ("streaming", "a second pass"), ("dense", "the pass")]
+)
+def test_explain_tells_of_weights(kernel: str, source: str) -> None:
+    if kernel == "auto" and AUTOMATIC != "native":
+        source = "a second pass"
+    arrays = [np.ones((2, 3, length, 4), np.float32) for length in (5, 7, 7)]
+    without = ats.explain(*arrays, kernel=kernel)
+    found = ats.explain(*arrays, kernel=kernel, return_weights=True)
+    assert without.weights is None and "weights" not in str(without)
+    assert found.weights is not None and found.weights.startswith(f"(2, 3, 5, 7), 840 bytes, from {source}")
+    assert f"weights         {found.weights}" in str(found)
+    assert found.bytes - without.bytes == 840

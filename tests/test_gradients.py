@@ -248,3 +248,24 @@ def test_gradients_of_broadcast_inputs_are_summed(small_tiles: None) -> None:
     np.testing.assert_allclose(found.query, wanted.query.sum(0, keepdims=True), atol=1e-12)
     np.testing.assert_allclose(found.key, wanted.key, atol=1e-12)
     np.testing.assert_allclose(found.value, wanted.value.sum(1, keepdims=True), atol=1e-12)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "streaming"])
+@pytest.mark.parametrize("score", ["additive-tanh", "gaussian-direct", "soft_cap-gaussian"])
+def test_second_derivatives_where_first_ones_are_zero(score: str, kernel: str) -> None:
+    """At values of zero, and where no gradient comes in, as the dense kernel's."""
+    call = make_call(score, "valid_lens", "float64")
+    own = call.score.make(**{name: torch.tensor(x) for name, x in call.arrays.items()})
+    query, key, value = (torch.tensor(x) for x in (call.query, call.key, call.value))
+    lens = {name: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in call.arguments.items()}
+
+    def derivatives(kernel: str) -> list[torch.Tensor]:
+        leaves = [x.clone().requires_grad_() for x in (query, key, 0 * value)]
+        into = torch.zeros(*query.shape[:-1], value.shape[-1], dtype=torch.float64, requires_grad=True)
+        out = ats.attend(*leaves, score=own, kernel=kernel, **lens)
+        first = torch.autograd.grad((out * (value.mean() + out)).sum(), leaves, create_graph=True)
+        incoming = torch.autograd.grad(out, leaves, into, create_graph=True)
+        results = [(torch.cos(torch.arange(x.numel()).double()).view(x.shape) * x).sum() for x in (*first, *incoming)]
+        return [*torch.autograd.grad(sum(results), [*leaves, into])]
+
+    torch.testing.assert_close(derivatives(kernel), derivatives("dense"))

@@ -141,6 +141,8 @@ class Explanation:
     form: str
     mask: str
     remarks: tuple[str, ...]
+    weights: str | None
+    """Of the matrix that is returned too: its shape, its bytes, and whether it takes a pass of its own."""
     plan: TilePlan
     """Tiles as the kernel walks them; of a batch, those that any of its rows needs."""
     operations: int
@@ -154,6 +156,7 @@ class Explanation:
             ("score", f"{self.score}, as {self.form}"),
             ("mask", self.mask),
             *(("", remark) for remark in self.remarks),
+            *((("weights", self.weights),) if self.weights else ()),
             ("operations", f"{self.operations:,} ({kept:.0%} of the unmasked)"),
             ("bytes", f"{self.bytes:,} in and out"),
             ("tiles", str(self.plan).replace("\n", "\n" + " " * 16)),
@@ -188,7 +191,8 @@ def explain(
     Returns
     -------
     Explanation
-        The kernel chosen, why each other one was not, tiles skipped, operations, bytes; prints as a table.
+        The kernel chosen, why each other one was not, where the weights come from if they are returned, tiles skipped,
+        operations, bytes; prints as a table.
 
     Raises
     ------
@@ -203,11 +207,12 @@ def explain(
     >>> sorted([plan.kernel, *plan.reasons])
     ['dense', 'native', 'streaming']
     """
-    check_flag("return_weights", return_weights)
+    flag = check_flag("return_weights", return_weights)
     with frameworks.of({"query": query}).quiet():
         problem, _ = pose(
             query, key, value, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink,
             dropout=dropout, seed=seed, head_axis=head_axis, statistics=wanted_statistics(return_stats),
+            matrix="weights" if flag else None,
         )  # fmt: skip
         grid, layout = problem.grid, problem.layout
         # First: sizes that are not known yet are refused here.
@@ -226,6 +231,12 @@ def explain(
     itemsize = 2 if problem.dtype in ("float16", "bfloat16") else 8 if problem.dtype == "float64" else 4
     moved = sum(math.prod(x.shape) for x in (problem.query, problem.key, problem.value))
     moved += math.prod(grid.rows) * layout.value_dim
+    weights = None
+    if flag:
+        pairs = math.prod(grid.rows) * grid.key_len
+        source = "a second pass over the scores" if chosen.matrix_is_second_pass else "the pass that gives the output"
+        weights = f"{grid.user_shape}, {pairs * itemsize:,} bytes, from {source}"
+        moved += pairs
     return Explanation(
         kernel=chosen.name,
         reasons=kernels.reasons(problem, chosen),
@@ -233,6 +244,7 @@ def explain(
         form=type(problem.form).__name__,
         mask="none" if problem.mask is None else repr(problem.mask),
         remarks=remarks,
+        weights=weights,
         plan=plan,
         operations=round(whole.operations * (1 - plan.fractions["skip"])),
         bytes=moved * itemsize,

@@ -46,6 +46,8 @@ class Kernel(ABC):
     summary: str
     own_gradient: bool
     """Whether ``backward`` is the gradient; otherwise it is the framework's autodiff through ``forward``."""
+    matrix_is_second_pass: bool = False
+    """Whether ``forward`` computes the scores again for `Problem.matrix` where there is an output too."""
     keeps_scores: bool = False
     """Whether ``forward`` gives the scores too, for ``backward``."""
 

@@ -19,6 +19,7 @@ class Streaming(Kernel):
     name = "streaming"
     summary = "tiles in the framework's own operations, O(n) memory"
     own_gradient = True
+    matrix_is_second_pass = True
 
     def reasons_against(self, problem: Problem) -> tuple[str, ...]:
         return ()

@@ -25,13 +25,17 @@ STEP = 1e-5
 
 
 def against_dense(problem: Problem, kernel: Kernel) -> None:
-    """`kernel` in small tiles against the whole matrix: output and statistics; and the same twice."""
+    """`kernel` in small tiles against the whole matrix: output, weights and statistics; and the same twice."""
     ops = problem.ops
     plan = tiling.plan(problem, (2, 3))
     wanted = kernels.table()["dense"].forward(problem, plan)
     got, again = (kernel.forward(problem, plan) for _ in range(2))
     close(f"{kernel.name}: out", values_of(ops, got.out), values_of(ops, wanted.out))
     same(ops, f"{kernel.name}: out differs from run to run", got.out, again.out)
+    if problem.matrix is not None:
+        if got.matrix is None:
+            raise AssertionError(f"{kernel.name}: expected Result.matrix, which the problem asks for, got None")
+        close(f"{kernel.name}: {problem.matrix}", values_of(ops, got.matrix), values_of(ops, wanted.matrix))
     for name in problem.statistics:
         one, other = (r.log_sum_exp if name == "log_sum_exp" else r.statistics[name] for r in (got, wanted))
         close(f"{kernel.name}: {name}", values_of(ops, one), values_of(ops, other))

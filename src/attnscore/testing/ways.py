@@ -22,10 +22,10 @@ from attnscore.testing.compare import against_dense, check_differences, fixed_we
 
 
 def check_kernel(kernel: str | Kernel, *, like: Array | None = None, seed: int = 0) -> None:
-    """Check a way to run: results, statistics and gradients on odd sizes, masks, bias, sink, dropout and empty rows.
+    """Check a kernel on odd sizes, masks, bias, sink, dropout and empty rows.
 
-    What `kernel` says it cannot run (``reasons_against``) is passed over; of the others the output and all statistics
-    are held to the dense kernel in float64, two runs to each other, and gradients to finite differences.
+    What `kernel` says it cannot run (``reasons_against``) is passed over; of the others output, weights and all
+    statistics are held to the dense kernel in float64, two runs to each other, and gradients to finite differences.
 
     Parameters
     ----------
@@ -55,7 +55,7 @@ def check_kernel(kernel: str | Kernel, *, like: Array | None = None, seed: int =
     for label, shapes, arguments in _problems(ops, home, rng):
         inputs = {name: native(ops, rng.standard_normal(shape), home) for name, shape in shapes.items()}
         with ops.quiet():
-            problem, _ = pose(inputs["query"], inputs["key"], inputs["value"], statistics=STATISTICS, **arguments)
+            problem, _ = pose(*inputs.values(), statistics=STATISTICS, matrix="weights", **arguments)
             if kernel.reasons_against(problem):
                 continue
             try:
@@ -90,18 +90,18 @@ def _problems(
 
 
 def _check_run(ops: Framework, problem: Problem, kernel: Kernel, rng: np.random.Generator) -> None:
-    """Gradients of out, log-sum-exp and entropy for every operand against finite differences of the same kernel."""
+    """Gradients of out, log-sum-exp, entropy and weights for every operand against finite differences of the kernel."""
     run = Run(kernel, problem, tiling.plan(problem, (2, 3)))
     operands = run.operands()
 
     def total(**arrays: Array) -> Array:
         result = run.result(run.forward(tuple(arrays.values())))
-        rows = (result.out, result.log_sum_exp, result.statistics["entropy"])
+        rows = (result.out, result.log_sum_exp, result.statistics["entropy"], result.matrix)
         return ops.concat([ops.reshape(ops.where(ops.isfinite(x), x, 0.0), (-1,)) for x in rows], 0)
 
     if kernel.own_gradient:
         result = kernel.forward(problem, run.plan)
-        rows = (result.out, result.log_sum_exp, result.statistics["entropy"])
+        rows: tuple[Any, ...] = (result.out, result.log_sum_exp, result.statistics["entropy"], result.matrix)
         ends = np.cumsum([0, *(int(np.prod(x.shape)) for x in rows)])
         weights = fixed_weights((int(ends[-1]),))
         seeds = (native(ops, weights[ends[i] : ends[i + 1]].reshape(tuple(x.shape)), x) for i, x in enumerate(rows))
