@@ -204,6 +204,17 @@ def test_huge_numbers_in_hidden_places(score: str, framework: str) -> None:
     check_untouched(call, dirty.run(framework), call.run(framework), where)
 
 
+@frameworks
+@pytest.mark.parametrize("kernel", ["auto", "streaming"])
+@pytest.mark.parametrize("score", ["scaled_dot-keys", "bilinear-heads", "cosine-heads", "gaussian-heads"])
+def test_huge_numbers_in_hidden_places_beside_wider_arrays(score: str, kernel: str, framework: str) -> None:
+    """What is finite in the float64 of a score's arrays may overflow in the float32 of the sums."""
+    call = make_call(score, "ValidLens-query_lens", "float32").with_extras_in("float64")
+    where = {"key": hidden_keys(call), "value": hidden_keys(call), "query": hidden_rows(call)}
+    dirty = poisoned(call, 3e38, **where)
+    check_untouched(call, dirty.run(framework, kernel=kernel), call.run(framework, kernel=kernel), where)
+
+
 # ---------------------------------------------------------------- the bias
 
 
