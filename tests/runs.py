@@ -239,7 +239,8 @@ class Call:
     def seed_outward(self, name: str, dtype: str) -> np.ndarray:
         return self.layout.outward(name, self.seeds[name]).astype(NUMPY_DTYPE[dtype])
 
-    def _seeds_outward(self) -> dict[str, np.ndarray]:
+    def seeds_outward(self) -> dict[str, np.ndarray]:
+        """The gradients that come in, on the caller's axes and in the dtypes of the results."""
         wide = accumulator(self.dtype)
         return {n: self.seed_outward(n, wide if n in STATISTICS else self.dtype) for n in self.seeds}
 
@@ -261,7 +262,7 @@ class Call:
         (out, *weights, stats), pullback = ats.attend_vjp(
             *arrays, return_stats=True, return_weights=weighted, **keywords
         )
-        grads = pullback(**{"grad_out": None} | {f"grad_{name}": seed for name, seed in self._seeds_outward().items()})
+        grads = pullback(**{"grad_out": None} | {f"grad_{name}": seed for name, seed in self.seeds_outward().items()})
         found = {n: x for n, x in grads._asdict().items() if n != "score" and x is not None}
         found |= {f"score.{name}": x for name, x in grads.score.items()}
         outputs = {"out": out, **stats._asdict(), **({"weights": weights[0]} if weighted else {})}
@@ -274,14 +275,14 @@ class Call:
         grads = torch.autograd.grad(
             [outputs[name] for name in self.seeds],
             list(leaves.values()),
-            [tensor(seed) for seed in self._seeds_outward().values()],
+            [tensor(seed) for seed in self.seeds_outward().values()],
         )
         return outputs | {f"grad.{name}": grad for name, grad in zip(leaves, grads, strict=True)}
 
     def jax(self, *, jit: bool = False, vmap: bool = False, **options: Any) -> dict[str, Any]:
         """Outputs and gradients by jax.vjp; with `jit` inside one program, with `vmap` those of the last of two."""
         leaves = {name: jnp.asarray(x) for name, x in self.leaves.items()}
-        seeds = [jnp.asarray(seed) for seed in self._seeds_outward().values()]
+        seeds = [jnp.asarray(seed) for seed in self.seeds_outward().values()]
 
         def outputs_of(leaves: dict[str, Any]) -> Any:
             outputs = self._attend(leaves, self._keywords(jnp.asarray, leaves) | options)
@@ -306,7 +307,7 @@ class Call:
 
         leaves = {name: tf.constant(x) for name, x in self.leaves.items()}
         masks = {n: tf.constant(x) for n, x in self.arguments.items() if isinstance(x, np.ndarray)}
-        seeds = [tf.constant(seed) for seed in self._seeds_outward().values()]
+        seeds = [tf.constant(seed) for seed in self.seeds_outward().values()]
 
         def whole(leaves: Any, masks: Any, seeds: Any) -> Any:
             with tf.GradientTape() as tape:

@@ -21,7 +21,7 @@ import pytest
 import attnscore as ats
 from cases import SCORES, SCORES_WITH_ARRAYS, SOME_MASKS, SOME_SCORES, Sizes, in_turn
 from in_mxnet.exchange import receive, send
-from runs import EXTRAS, Call, accumulator, make_call
+from runs import EXTRAS, Call, make_call
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -59,10 +59,7 @@ def mxnet() -> Iterator[Run]:
             sizes = Sizes(batch=batch, heads=heads, queries=queries, keys=keys)
             row = {"score": call.score.name, "mask": mask, "sizes": dataclasses.asdict(sizes)}
             row |= {"options": options, "small_tiles": small_tiles}
-            seeds = {
-                f"seed.{name}": call.seed_outward(name, call.dtype if name == "out" else accumulator(call.dtype))
-                for name in call.seeds
-            }
+            seeds = {f"seed.{name}": seed for name, seed in call.seeds_outward().items()}
             send(stdin, {"row": np.array(json.dumps(row)), **call.leaves, **seeds})
             found = receive(stdout)
             assert found is not None, "MXNet's process ended"

@@ -30,7 +30,7 @@ _BLOCK = (
 _MAP = "*, score='scaled_dot', mask=None, valid_lens=None, bias=None, sink=None, head_axis=-3)"
 FUNCTIONS = {
     "attend": f"(query, key, value, *, {_ATTEND}, return_weights=False, return_stats=False)",
-    "attend_vjp": f"(query, key, value, *, {_ATTEND}, return_stats=False)",
+    "attend_vjp": f"(query, key, value, *, {_ATTEND}, return_weights=False, return_stats=False)",
     "explain": f"(query, key, value, *, {_ATTEND}, return_weights=False, return_stats=False)",
     "attention_weights": _BLOCK,
     "attention_scores": _BLOCK,
@@ -155,7 +155,7 @@ def test_signature_of_heat_maps() -> None:
 
 def test_signature_of_the_pullback_and_of_materialize() -> None:
     _, pullback = ats.attend_vjp(*(np.ones((2, 2)) for _ in "qkv"))
-    assert signature(pullback) == "(grad_out, grad_log_sum_exp=None, grad_entropy=None)"
+    assert signature(pullback) == "(grad_out, grad_log_sum_exp=None, grad_entropy=None, grad_weights=None)"
     assert signature(ats.Mask.materialize) == "(query_len, key_len, batch=1)"
     assert signature(ats.KeyPadding.from_ignore) == "(array)"
 

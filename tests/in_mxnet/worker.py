@@ -45,8 +45,11 @@ def answer(row: dict[str, Any], given: dict[str, np.ndarray]) -> dict[str, np.nd
     own = {name.removeprefix("score."): x for name, x in leaves.items() if name.startswith("score.")}
     three = leaves["query"], leaves["key"], leaves["value"]
     with mx.autograd.record():
-        out, stats = ats.attend(*three, score=score.make(**own), return_stats=True, **arguments, **row["options"])
-    outputs = {"out": out, **stats._asdict()}
+        out, *weights, stats = ats.attend(
+            *three, score=score.make(**own), return_stats=True, return_weights="weights" in seeds, **arguments,
+            **row["options"],
+        )  # fmt: skip
+    outputs = {"out": out, **stats._asdict(), **({"weights": weights[0]} if weights else {})}
     mx.autograd.backward([outputs[name] for name in seeds], list(seeds.values()))
     found = outputs | {f"grad.{name}": x.grad for name, x in leaves.items()}
     kinds = {type(x) for x in found.values()}
