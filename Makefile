@@ -49,7 +49,7 @@ export TRANSFORMERS_OFFLINE := 1
 export MPLBACKEND := Agg
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check sanitize docs format clean distclean
+.PHONY: help demo test mutants check sanitize docs format clean distclean
 
 help: ## this list
 	@echo "make TARGET [PYTHON=python3.12] [ARGS=...] [SLOW=1]"
@@ -61,6 +61,9 @@ demo: $(READY) ## the tour, on a real model and real text; plots and numbers int
 
 test: $(READY) $(MXNET_READY) ## the tests; SLOW=1 for all of them
 	@$(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal $(if $(filter 1 true yes,$(SLOW)),-m "") $(ARGS)
+
+mutants: $(READY) ## small faults in a copy of the package, each of which a test must find; ARGS="NAME --again"
+	@$(BIN)/python tests/mutants/run.py $(ARGS)
 
 check: $(READY) ## lint, format, types, project file
 	@$(BIN)/ruff check

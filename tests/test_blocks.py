@@ -181,3 +181,12 @@ def test_keys_by_turns(score: str, extras: str, framework: str, monkeypatch: pyt
     monkeypatch.setattr("attnscore.engine.MATRIX_VALUES", 64)
     _, weights = ats.attend(query, key, value, return_weights=True, kernel="streaming", **arguments)
     assert np.allclose(array(weights), whole, rtol=1e-12, atol=1e-14)
+
+
+@frameworks
+def test_masked_weights_of_a_block_beside_nan_are_zero(framework: str) -> None:
+    x = np.zeros((1, 4, 2))
+    x[0, 2] = np.nan
+    array_of = tensor if framework == "torch" else np.asarray
+    found = array(ats.attention_weights(array_of(x), array_of(x), mask=ats.Causal(), key_index=[3, 1]))
+    np.testing.assert_array_equal(found[0], [[0, 0], [0, 0.5], [0, np.nan], [np.nan, np.nan]])

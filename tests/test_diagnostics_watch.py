@@ -734,18 +734,18 @@ def test_tracing_by_torch_fx_finds_the_functions_themselves() -> None:
     assert torch.equal(traced(x), model(x))
 
 
-@pytest.mark.parametrize("lower", [True, False])
-def test_causal_biases_of_torch(lower: bool) -> None:
+@pytest.mark.parametrize("kind", ["causal_lower_right", "causal_upper_left", "is_causal"])
+def test_causal_attention_of_torch_with_more_keys_than_queries(kind: str) -> None:
     from torch.nn.attention import bias
 
     class Decoding(nn.Module):
         def forward(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-            mask = (bias.causal_lower_right if lower else bias.causal_upper_left)(3, 5)
-            return functional.scaled_dot_product_attention(query, key, key, attn_mask=mask)
+            causal = {"is_causal": True} if kind == "is_causal" else {"attn_mask": getattr(bias, kind)(3, 5)}
+            return functional.scaled_dot_product_attention(query, key, key, **causal)
 
     query, key = torch.randn(2, 2, 3, 4), torch.randn(2, 2, 5, 4)
     seen = watched_run(Decoding(), query, key)
-    hidden = ~torch.ones(3, 5).tril(2 if lower else 0).bool()
+    hidden = ~torch.ones(3, 5).tril(2 if kind == "causal_lower_right" else 0).bool()
     assert_rows(seen.rows(), means((query.double() @ key.double().mT / 2).masked_fill(hidden, -torch.inf)))
 
 
@@ -886,6 +886,7 @@ def said(entropies=(), largest=(), thresholds: Thresholds | None = None, **numbe
 def test_verdicts() -> None:
     assert said() == [] == said([2.0] * 9, [8.0] * 9)
     assert said(saturated_rows=0.5, logit_variance=200.0) == ["saturated"]
+    assert said(saturated_rows=0.5, logit_variance=float("nan")) == ["saturated"]  # its variance overflowed
     assert said(saturated_rows=0.9, logit_variance=100.0) == ["sharp"]
     assert said(entropies=[3.0, 2.5, 2.0, 1.4]) == ["collapsing entropy"]
     assert said(entropies=[3.0, 2.5, 1.4]) == []  # too few to be a trend
@@ -969,6 +970,7 @@ def test_the_last_step_and_a_new_beginning() -> None:
         # By their words: NaN is unlike itself.
         assert repr(seen.last()) == repr(told[-1]) != repr(seen.rows()) and len(told[-1]) == 8
         assert all(a["max_logit"] > b["max_logit"] for a, b in zip(seen.rows(), seen.last(), strict=True))
+        assert [row["max_logit"] for row in seen.rows()] == [row["max_logit"] for row in told[0]]
         assert {row["clip"] for row in seen.last()} == {1.0} and all(row["clip"] < 1 for row in seen.rows()[:4])
         assert [json.loads(line)["step"] for line in seen.json_lines(since=1)] == [1] * 8
         seen.clear()

@@ -85,11 +85,12 @@ def test_independent_of_the_tiles(smallest: int, framework: str, monkeypatch: py
 
 @frameworks
 @pytest.mark.parametrize("kernel", ["auto", "streaming", "dense"])
-def test_the_same_in_every_kernel(kernel: str, framework: str) -> None:
+@pytest.mark.parametrize("seed", [5, 2**40 + 5])
+def test_the_same_in_every_kernel(seed: int, kernel: str, framework: str) -> None:
     call = make_call("scaled_dot", "nested", "float64")
     arrays = [tensor(x) if framework == "torch" else x for x in (call.query, call.key, call.value)]
-    found = ats.attend(*arrays, **call.arguments, dropout=0.4, seed=5, kernel=kernel)
-    wanted = ats.attend(call.query, call.key, call.value, **call.arguments, dropout=0.4, seed=5)
+    found = ats.attend(*arrays, **call.arguments, dropout=0.4, seed=seed, kernel=kernel)
+    wanted = ats.attend(call.query, call.key, call.value, **call.arguments, dropout=0.4, seed=seed)
     np.testing.assert_allclose(array(found), wanted, atol=1e-12)
 
 

@@ -94,6 +94,15 @@ def test_tile_size_does_not_matter(score: str, mask: str, extras: str, monkeypat
         call.check(call.numpy())
 
 
+@pytest.mark.parametrize("kernel", ["auto", "streaming"])
+def test_a_window_wider_than_a_tile(kernel: str, small_tiles: None) -> None:
+    """Some of its tiles are partial at both ends, with keys between that all rows see."""
+    x = np.random.default_rng(0).standard_normal((3, 1, 1, 23, 4))
+    for mask in (ats.SlidingWindow(left=9), ats.SlidingWindow(left=7, right=6)):
+        found, wanted = (ats.attend(*x, mask=mask, kernel=name) for name in (kernel, "dense"))
+        np.testing.assert_allclose(found, wanted, atol=1e-12)
+
+
 def _arrays(call: Call, framework: str) -> list[Any]:
     return [tensor(x) if framework == "torch" else x for x in (call.query, call.key, call.value)]
 

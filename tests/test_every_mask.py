@@ -15,6 +15,8 @@ import torch
 
 import attnscore as ats
 from attnscore import tiling
+from attnscore.frameworks import load
+from attnscore.grid import Grid
 from attnscore.masking import Mask
 from attnscore.pose import pose
 from bad_input import Maker
@@ -75,6 +77,37 @@ def test_intervals(case: MaskCase) -> None:
     assert start.min() >= 0 and stop.max() <= sizes.keys and (start <= stop).all()
     found = (keys >= start[..., None]) & (keys < stop[..., None])
     np.testing.assert_array_equal(np.broadcast_to(found[:, None], case.visible(sizes).shape), case.visible(sizes))
+
+
+@masks
+def test_pieces(case: MaskCase) -> None:
+    """In order and apart; the same with the holes between them, as native kernels read them."""
+    sizes, mask = sizes_of(case), mask_object(case)
+    pieces = None if mask is None else mask.pieces(sizes.queries, sizes.keys, sizes.batch)
+    if pieces is None:
+        return
+    keys = np.arange(sizes.keys)
+    start, stop = pieces.start[..., None], pieces.stop[..., None]
+    assert start.min() >= 0 and stop.max() <= sizes.keys and (start <= stop).all()
+    assert ((start[1:] > stop[:-1]) | (start[1:] == stop[1:])).all()
+    found = ((keys >= start) & (keys < stop)).any(0)
+    np.testing.assert_array_equal(np.broadcast_to(found[:, None], case.visible(sizes).shape), case.visible(sizes))
+    if pieces.count > 1:
+        first, last = (end[..., None] for end in pieces.with_holes)
+        inside = (keys >= first) & (keys < last)
+        np.testing.assert_array_equal(inside[0] & ~inside[1:].any(0), found)
+
+
+@masks
+def test_visible_of_a_block(case: MaskCase) -> None:
+    sizes, mask = sizes_of(case), mask_object(case)
+    if mask is None:
+        return
+    rows, cols = np.arange(sizes.queries)[1::2][::-1], np.arange(sizes.keys)[::3]
+    grid = Grid((sizes.batch,), sizes.heads, 1, sizes.queries, sizes.keys)
+    found = mask.visible(load("numpy"), grid, rows[:, None], cols[None])
+    wanted = case.visible(sizes)[:, :, rows][..., cols]
+    np.testing.assert_array_equal(np.broadcast_to(found, (*wanted.shape[:2], 1, *wanted.shape[2:]))[:, :, 0], wanted)
 
 
 @pytest.mark.parametrize("tile", [(1, 1), (3, 4), (4, 3), (100, 5), (5, 100)], ids=str)
@@ -232,6 +265,12 @@ def test_layouts_of_numpy_arrays(name: str, framework: str, kernel: str) -> None
         np.testing.assert_allclose(found, wanted, atol=1e-6, err_msg=layout)
 
 
+@pytest.mark.parametrize("kind", ["list", "int32", "uint8", "torch", "torch-int32"])
+def test_ignored_keys_as_whole_numbers(kind: str) -> None:
+    mask = ats.KeyPadding.from_ignore(KINDS[kind]([[0, 1, 1], [0, 0, 1]]))
+    assert mask.materialize(1, 3, 2)[:, 0].tolist() == [[True, False, False], [True, True, False]]
+
+
 @pytest.mark.parametrize("name", ["valid_lens", "valid_lens-2d"])
 def test_valid_lens_is_short_for_the_mask(name: str) -> None:
     call = make_call("scaled_dot", name)
@@ -249,12 +288,26 @@ def test_two_axes_take_one_length_or_one_per_query() -> None:
     np.testing.assert_array_equal(ats.attend(query, key, value, mask=ats.ValidLens([0, 1, 4])), expected)
 
 
+def test_lengths_per_batch_row_where_there_are_as_many_queries() -> None:
+    mask, expected = ats.ValidLens([1, 3]), [[[1, 0, 0]] * 2, [[1, 1, 1]] * 2]
+    assert mask.materialize(2, 3, 2).astype(int).tolist() == expected
+    x = np.zeros((2, 2, 4)), np.zeros((2, 3, 4)), np.broadcast_to(np.eye(3), (2, 3, 3))
+    np.testing.assert_array_equal(ats.attend(*x, mask=mask) > 0, expected)
+
+
 def test_the_picture_of_the_alignments() -> None:
     """Three queries and five keys, as the documentation draws them."""
     top_left = ats.Causal("top_left").materialize(3, 5)[0].astype(int).tolist()
     bottom_right = ats.Causal("bottom_right").materialize(3, 5)[0].astype(int).tolist()
     assert top_left == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0]]
     assert bottom_right == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
+
+
+def test_a_range_that_stops_before_it_starts_is_empty() -> None:
+    for mask in (ats.KeyRange(4, 2), ats.KeyRange(4, [2, 5]), ats.SlidingWindow(1, 0, offset=9)):
+        intervals = mask.intervals(3, 5, 2)
+        assert intervals is not None and (intervals[0] <= intervals[1]).all()
+        assert ((intervals[1] > intervals[0]) == mask.materialize(3, 5, 2).any(-1)).all()
 
 
 @pytest.mark.parametrize("lengths", [(0, 0), (0, 3), (3, 0), (1, 1), (1, 5), (5, 1)], ids=str)

@@ -118,6 +118,13 @@ def test_one_memory_for_a_batch_of_queries(case: Case) -> None:
     close(layer(q, k[:1], v[:1], [3]), layer(q, k[:1].repeat(2, 1, 1), v[:1].repeat(2, 1, 1), [3, 3]))
 
 
+@every_layer
+def test_queries_of_batch_one_for_a_batch_of_keys(case: Case) -> None:
+    layer, (q, k, v) = case.make().double(), case.inputs()
+    given, _ = MASKS["array (batch, query, key)"]
+    close(layer(q[:1], k, v, **given), layer(q[:1].repeat(2, 1, 1), k, v, **given))
+
+
 def test_numbers_of_the_textbook() -> None:
     """Keys all alike: uniform weights over the valid ones, dot and additive alike."""
     values = torch.arange(40.0).reshape(1, 10, 4).repeat(2, 1, 1)

@@ -18,6 +18,7 @@ frameworks = pytest.mark.parametrize("framework", FRAMEWORKS)
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"mask": ats.Causal("bottom_right")},
+    "window": {"mask": ats.SlidingWindow(2, 1, "bottom_right")},
     "lengths": {"valid_lens": [0, 9]},
     "scattered": {"mask": ats.Dense(np.random.default_rng(1).random((6, 11, 13)) > 0.6)},
     "bias-sink": {"bias": np.random.default_rng(2).normal(size=(6, 1, 13)), "sink": 0.5},
@@ -290,6 +291,16 @@ def test_a_mask_of_numpy_beside_tensors_with_gradients() -> None:
     whole = ats.attention_weights(query, key, mask=mask)
     torch.testing.assert_close(ats.key_mass(query, key, mask=mask), whole.detach().sum(-2))
     torch.testing.assert_close(ats.attend(query, key, key, mask=mask), whole @ key)
+
+
+@pytest.mark.parametrize("name", ["bias", "sink", "score"])
+def test_nothing_is_on_the_tape_of_parameters_that_need_a_gradient(name: str) -> None:
+    query, key = (x.detach() for x in arrays("torch"))
+    shape = {"bias": (6, 1, 13), "sink": (), "score": ()}[name]
+    parameter = torch.ones(shape, dtype=torch.float64, requires_grad=True)
+    options = {name: ats.ScaledDot(parameter) if name == "score" else parameter}
+    found = [ats.key_mass(query, key, **options), ats.pooled_weights(query, key, **options)]
+    assert not any(x.requires_grad for x in (*found, ats.top_weights(query, key, 2, **options).weights))
 
 
 @frameworks

@@ -165,6 +165,13 @@ def test_a_few_pieces_a_row(strip: int, monkeypatch: pytest.MonkeyPatch) -> None
     assert ats.MaskFunction(scattered).pieces(40, 40) is None
 
 
+def test_the_last_strip_may_have_fewer_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functions, "STRIP", 1)
+    found = ats.MaskFunction(lambda b, h, i, j: (i >= 3) | (j != 2)).pieces(5, 6)
+    assert found is not None and found.start[:, 0, :].tolist() == [[0] * 5, [3, 3, 3, 6, 6]]
+    assert found.stop[:, 0, :].tolist() == [[2, 2, 2, 6, 6], [6] * 5]
+
+
 def test_rows_that_are_the_same_for_all_are_kept_once() -> None:
     found = ats.MaskFunction(window).intervals(9, 9, 5)
     assert found is not None and found[0].shape == (1, 9)

@@ -15,7 +15,7 @@ import pytest
 
 import attnscore as ats
 from cases import SCORE
-from native_cases import native
+from native_cases import BITS, native
 from oracle import ACTIVATIONS
 from runs import make_call
 from test_accuracy import MAGNITUDES, call_of
@@ -66,6 +66,20 @@ def test_additive_arguments_of_any_magnitude(activation: str, magnitude: str, dt
     # The scale of the criterion, sum |w_v|, is that of bounded activations: silu of 88 rounds in units of 88.
     unbounded = activation not in ("tanh", "sigmoid")
     hold(additive(activation, query, key, dtype), target, by_score=unbounded)
+
+
+@both_precisions
+@pytest.mark.parametrize("first", [0, 4])
+@pytest.mark.parametrize("activation", ["tanh", "sigmoid", "silu"])
+def test_additive_channels_of_unlike_size(activation: str, first: int, dtype: str, target: str) -> None:
+    """Of eight channels four have exponentials whose product overflows, the others do not: no division for all four."""
+    rng = np.random.default_rng(11)
+    level = 1 if dtype == "float32" else 8
+    level *= 10 if activation == "tanh" else -20
+    query, key = rng.standard_normal((7, 8)), rng.standard_normal((67, 8))
+    query[:, first : first + 4] += level
+    key[:, first : first + 4] += level
+    hold(additive(activation, query, key, dtype), target, by_score=activation == "silu")
 
 
 @both_precisions
@@ -175,6 +189,27 @@ def test_the_lowest_number_as_a_mask(padded: int, fraction: float, dtype: str, t
         np.testing.assert_allclose(x, expected, rtol=0, atol=64 * np.finfo(dtype).eps)
 
 
+@both_precisions
+def test_the_lowest_number_alone(dtype: str) -> None:
+    """A number like any other: where all scores are as low, all weights are the same."""
+    rng = np.random.default_rng(12)
+    query, key, value = (rng.standard_normal((n, 4)).astype(dtype) for n in (7, 70, 70))
+    bias = np.zeros((7, 70), dtype)
+    bias[2] = np.finfo(dtype).min
+    out = ats.attend(0 * query, key, value, bias=bias, kernel="native")
+    np.testing.assert_allclose(out, np.broadcast_to(value.mean(0), out.shape), atol=16 * np.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("last", [126, 127, 128, 129])
+@pytest.mark.parametrize("first", [63, 64, 65])
+def test_a_hole_that_ends_about_the_edge_of_a_tile(first: int, last: int) -> None:
+    rng = np.random.default_rng(9)
+    query, key, value = (rng.standard_normal((n, 4)) for n in (7, 200, 200))
+    mask = ats.KeyRange(0, first) | ats.KeyRange(last, 200)
+    found, expected = (ats.attend(query, key, value, mask=mask, kernel=kernel) for kernel in ("native", "dense"))
+    np.testing.assert_allclose(found, expected, atol=1e-13)
+
+
 @pytest.mark.parametrize(("dtype", "score", "tiny"), [("f4", -95.0, 2.0**-149), ("f8", -730.0, 2.0**-1074)])
 @pytest.mark.parametrize("keys", [2, 65, 130])
 def test_subnormal_weights(keys: int, dtype: str, score: float, tiny: float) -> None:
@@ -245,18 +280,45 @@ def test_moments_of_an_infinite_score_that_is_seen(kernel: str, at: int, keys: i
     assert np.isnan(stats.var_score).all()
 
 
+@pytest.mark.parametrize("heads", [1, 16])
 @pytest.mark.parametrize("keys", [64, 2048, 2048 + 64 + 5, 5000])
-def test_moments_where_the_first_keys_are_far_from_all_others(keys: int) -> None:
-    """The base that scores are summed from is one of the first keys'."""
+def test_moments_where_the_first_keys_are_far_from_all_others(keys: int, heads: int) -> None:
+    """The base that scores are summed from is one of the first keys'; keys of many heads are not cut into ranges."""
     rng = np.random.default_rng(0)
     key = rng.standard_normal((keys, 1)).astype("f4")
     key[0], key[1:64] = 300.0, key[1:64] - 20
-    _, stats = ats.attend(np.ones((7, 1), "f4"), key, key, score="dot", kernel="native", return_stats=True)
-    exact = key.astype(float)
+    query, shared = np.ones((1, heads, 7, 1), "f4"), np.broadcast_to(key, (1, heads, keys, 1))
+    _, stats = ats.attend(query, shared, shared, score="dot", kernel="native", return_stats=True)
+    exact, rows = key.astype(float), (1, heads, 7)
     np.testing.assert_allclose(
-        stats.mean_score, np.full((7,), exact.mean()), rtol=1e-6, atol=1e-6 * np.abs(exact).mean()
+        stats.mean_score, np.full(rows, exact.mean()), rtol=1e-6, atol=1e-6 * np.abs(exact).mean()
     )
-    np.testing.assert_allclose(stats.var_score, np.full((7,), exact.var()), rtol=2e-5)
+    np.testing.assert_allclose(stats.var_score, np.full(rows, exact.var()), rtol=2e-5)
+
+
+@pytest.mark.parametrize("queries", [1, 7])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_numbers_of_16_bits(dtype: str, queries: int) -> None:
+    """Finite values are read and written as they are; means, and what a sink leaves, are rounded to nearest."""
+    kind = np.dtype(BITS[dtype])
+    exponent, bits = 0x7F80 if dtype == "bfloat16" else 0x7C00, np.arange(2**16, dtype=np.uint16)
+    bits = bits[bits & exponent != exponent]
+    value = np.append(bits, bits[:1]).view(kind)[None]  # an odd number, so that vectors have a rest
+    one, query = np.ones((1, 1), kind), np.ones((queries, 1), kind)
+    found = ats.attend(one, one, value, kernel="native")
+    np.testing.assert_array_equal(found.astype(float), value.astype(float))
+
+    rng = np.random.default_rng(10)
+    value = rng.uniform(-2, 2, (2, 1001)).astype(kind)
+    found = ats.attend(query, np.ones((2, 1), kind), value, kernel="native")
+    exact = (value.astype(float).sum(0) / 2).astype(kind)
+    np.testing.assert_array_equal(found, np.broadcast_to(exact, found.shape))
+
+    value = rng.uniform(0.5, 2, (1, 1001)).astype(kind)
+    found = ats.attend(query, one, value, score="dot", sink=np.float32(1 + np.log(2)), kernel="native").astype(float)
+    exact = value.astype(float) / 3
+    step = 2.0 ** (np.floor(np.log2(exact)) - (7 if dtype == "bfloat16" else 10))
+    assert (np.abs(found - exact) <= 0.501 * step).all()
 
 
 @pytest.mark.parametrize("where", ["query", "key"])

@@ -24,6 +24,7 @@ from native_cases import BITS, STATISTICS, Case, close, same
         {"key_group": 3},
         {"query_len": 1, "key_len": 1, "dim": 1, "value_dim": 1},
         {"query_len": 17, "key_len": 130, "dim": 33, "value_dim": 65},
+        {"dim": 600},
         {"lead": (0,)},
         {"head": 0},
         {"query_len": 0},
@@ -128,6 +129,50 @@ def test_an_axis_of_length_1_is_broadcast(name: str, axes: tuple[int, ...]) -> N
     case.run()
     case.run_backward()
     assert same((case.out, case.grad_query, case.grad_key, case.grad_value), expected)
+
+
+@pytest.mark.parametrize("layout", ["transposed", "columns backwards", "every third", "shifted by one", "one column"])
+def test_a_mask_of_any_strides(layout: str) -> None:
+    """Over several tiles of keys; a mask of one column is broadcast over all keys."""
+    rng = np.random.default_rng(3)
+    query, key, value = (rng.standard_normal((n, 4)) for n in (9, 150, 150))
+    mask = rng.random((9, 150)) < 0.7
+    laid = mask[:, :1] if layout == "one column" else LAYOUTS[layout](mask)
+    full = np.array(np.broadcast_to(laid, mask.shape))
+    found, expected = (
+        ats.attend(query, key, value, mask=x, kernel=kernel) for x, kernel in ((laid, "native"), (full, "dense"))
+    )
+    np.testing.assert_allclose(found, expected, atol=1e-14)
+
+
+@pytest.mark.parametrize("layout", ["transposed", "columns backwards", "every third", "shifted by one", "one column"])
+@pytest.mark.parametrize("matrix", ["scores", "weights"])
+def test_a_gradient_of_the_matrix_of_any_strides(matrix: str, layout: str) -> None:
+    case, name = Case(matrix=matrix, key_len=70), f"grad_attention_{matrix}"
+    grad = getattr(case, name)
+    if layout == "one column":
+        grad = np.ascontiguousarray(np.broadcast_to(grad[..., :1], grad.shape))
+    case.run()
+    found = []
+    for x in (grad, grad[..., :1] if layout == "one column" else LAYOUTS[layout](grad)):
+        case.run_backward(**{name: x})
+        found.append((case.grad_query, case.grad_key, case.grad_value))
+    assert same(*found)
+
+
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("name", ["query_bias", "key_bias"])
+def test_biases_of_queries_and_keys(name: str, step: int) -> None:
+    """Over several tiles, contiguous or not: as the same numbers in a bias of all pairs."""
+    case = Case(query_len=50, key_len=150)
+    count = 50 if name == "query_bias" else 150
+    one = np.random.default_rng(4).standard_normal((1, 1, 1, step * count, 1)).astype("f4")[..., ::step, :]
+    pairs = np.broadcast_to(one if name == "query_bias" else one.swapaxes(-1, -2), (1, 1, 1, 50, 150))
+    case.run(bias=pairs)
+    expected = case.out
+    case.run(**{name: one})
+    close(case.out, expected, 1e-6)
+    close(case.statistics["max_score"], (case.exact_scores()[0] + pairs).max(-1, keepdims=True), 1e-6)
 
 
 def test_intervals_and_weights_of_their_own() -> None:

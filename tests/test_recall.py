@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import attnscore as ats
 from attnscore import api, recipes, scoring, tiling
-from attnscore.masking import known
+from attnscore.masking import Mask, known
 from attnscore.recall import Memory
 
 # Only the native kernel is prepared; without it the same calls go the checked path.
@@ -146,6 +146,43 @@ def test_nothing_of_the_caller_is_held() -> None:
     del arrays, lens, mask
     gc.collect()
     assert [x() for x in held] == [None] * 5
+
+
+MASKS_THAT_DIFFER: dict[str, tuple[Mask, Mask]] = {
+    "Causal.align": (ats.Causal("top_left"), ats.Causal("bottom_right")),
+    "Causal.offset": (ats.Causal(offset=0), ats.Causal(offset=1)),
+    "SlidingWindow.left": (ats.SlidingWindow(1, 1, "top_left"), ats.SlidingWindow(2, 1, "top_left")),
+    "SlidingWindow.right": (ats.SlidingWindow(1, 1, "top_left"), ats.SlidingWindow(1, 2, "top_left")),
+    "SlidingWindow.align": (ats.SlidingWindow(1, 1, "top_left"), ats.SlidingWindow(1, 1, "bottom_right")),
+    "SlidingWindow.offset": (ats.SlidingWindow(1, 1, offset=0), ats.SlidingWindow(1, 1, offset=1)),
+    "ValidLens.lens": (ats.ValidLens([2, 3]), ats.ValidLens([3, 2])),
+    "ValidLens.query_lens": (ats.ValidLens([2, 3], [1, 4]), ats.ValidLens([2, 3], [2, 3])),
+    "KeyRange.start": (ats.KeyRange(0, 4), ats.KeyRange(1, 4)),
+    "KeyRange.stop": (ats.KeyRange(1, 4), ats.KeyRange(1, 5)),
+    "KeyPadding.array": (ats.KeyPadding(np.arange(6)[None] < 3), ats.KeyPadding(np.arange(6)[None] < 4)),
+    "PrefixLM.prefix_lens": (ats.PrefixLM(2), ats.PrefixLM(3)),
+    "Documents.query_ids": (ats.Documents([0, 0, 1, 1], [0, 0, 0, 1, 1, 1]), ats.Documents([1] * 4, [0] * 3 + [1] * 3)),
+    "Documents.key_ids": (ats.Documents([0] * 4, [0] * 3 + [1] * 3), ats.Documents([0] * 4, [0] * 6)),
+    "And.first": (ats.KeyRange(1, 4) & ats.ValidLens(3), ats.KeyRange(2, 4) & ats.ValidLens(3)),
+    "And.second": (ats.KeyRange(1, 4) & ats.ValidLens(3), ats.KeyRange(1, 4) & ats.ValidLens(2)),
+    "Or.first": (ats.KeyRange(1, 4) | ats.ValidLens(2), ats.KeyRange(1, 5) | ats.ValidLens(2)),
+    "Or.second": (ats.KeyRange(2, 4) | ats.ValidLens(1), ats.KeyRange(2, 4) | ats.ValidLens(3)),
+    "Not.mask": (~ats.KeyRange(1, 4), ~ats.KeyRange(1, 5)),
+    "the class": (ats.KeyRange(2, 4) & ats.ValidLens(3), ats.KeyRange(2, 4) | ats.ValidLens(3)),
+}
+
+
+@pytest.mark.parametrize("name", MASKS_THAT_DIFFER)
+def test_masks_that_differ_in_one_field_share_no_cache_entry(name: str) -> None:
+    arrays = _inputs()
+    for mask in MASKS_THAT_DIFFER[name]:
+        wanted = ats.attend(*arrays, mask=ats.Dense(torch.from_numpy(mask.materialize(4, 6, 2))[:, None]))
+        torch.testing.assert_close(ats.attend(*arrays, mask=mask), wanted)
+
+
+def test_every_field_of_a_cached_mask_has_such_a_pair() -> None:
+    fields = {f"{kind.__name__}.{name}" for kind, names in known._FIELDS.items() for name in names}
+    assert fields | {"the class"} == set(MASKS_THAT_DIFFER)
 
 
 def test_a_known_mask_is_the_mask() -> None:
@@ -282,6 +319,15 @@ def test_a_named_score_with_weights_of_its_own_is_not_prepared(monkeypatch: pyte
     wanted = ats.attend(*arrays, score=ats.Additive(torch.ones(5)), kernel="dense")
     for _ in range(3):
         torch.testing.assert_close(ats.attend(*arrays, score="own"), wanted)
+
+
+def test_a_gaussian_as_an_inner_product_is_not_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its norms are made of the numbers of each call."""
+    monkeypatch.setattr("attnscore.scoring.gaussian.INNER_TERMS", 0)
+    arrays = _inputs()
+    wanted = ats.attend(*arrays, score="gaussian", kernel="dense")
+    for _ in range(2):
+        torch.testing.assert_close(ats.attend(*arrays, score="gaussian"), wanted)
 
 
 @pytest.mark.parametrize("lens", [[3, 5], np.array([3, 5]), torch.tensor([3, 5])], ids=["list", "numpy", "torch"])

@@ -122,6 +122,13 @@ def test_functions_of_the_statistics(framework: str) -> None:
 
 
 @frameworks
+def test_the_summary_is_over_the_queries_that_see_a_key(framework: str) -> None:
+    summary = statistics_of(framework, np.array([[1.0, 5.0], [2.0, 2.0]]), valid_lens=[2, 0]).summary()
+    assert summary["max_score"] == {"mean": 5, "min": 5, "max": 5}
+    assert summary["sum_weights"]["min"] == pytest.approx(1)
+
+
+@frameworks
 def test_functions_ask_for_what_they_need(framework: str) -> None:
     stats = statistics_of(framework, np.zeros((2, 3)), asked=("max_weight",))
     assert array(stats.saturated(0.3)).all()

@@ -69,6 +69,7 @@ CALLS = (
         ((QUERIES, KEYS),)),
     Call("sink, composed masks", lambda s: {
         "sink": s, "mask": (ats.Causal(offset=2) | ats.PrefixLM(1)) & NOT_THE_FIRST}, ((HEADS,),)),
+    Call("one array as scale and sink", lambda s: {"score": ats.ScaledDot(s), "sink": s}, ((HEADS,),)),
     Call("dropout", lambda: {"dropout": 0.4, "seed": 7, "mask": ats.KeyRange([0, 1], [4, 7])}),
     Call("statistics", lambda s: {"return_stats": True, "sink": s, "mask": ats.Causal("bottom_right")}, ((HEADS,),)),
     Call("dense kernel", lambda: {"kernel": "dense", "return_stats": ("entropy",)}),

@@ -173,6 +173,12 @@ def test_causal_flag_without_a_mask(asked, of_layer, queries, causal):
     torch.testing.assert_close(out.transpose(1, 2), ats.attend(Q[:, :, :queries], K, V, mask=mask))
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_dropout_follows_the_mode_of_the_layer(training):
+    out, _ = attention_forward(Layer().train(training), Q, K, V, None, dropout=0.5)
+    assert torch.equal(out, attention_forward(Layer(), Q, K, V, None)[0]) is not training
+
+
 def test_scale_bias_and_float_mask_add_up():
     bias = torch.randn(1, 4, 5, 5)
     hidden = torch.zeros(2, 1, 5, 5)

@@ -277,9 +277,10 @@ def test_other_dtypes(name: str, dtype: str) -> None:
 
 
 @every_layer
-def test_weights_are_those_of_the_call_whatever_happens_after(name: str) -> None:
+@pytest.mark.parametrize("of_lens", [np, onp], ids=["mxnet", "numpy"])
+def test_weights_are_those_of_the_call_whatever_happens_after(name: str, of_lens: Any) -> None:
     layer, (queries, keys, values) = made(name), inputs()
-    lens = np.array([2, 7, 4])
+    lens = of_lens.array([2, 7, 4])
     layer(queries, keys, values, lens)
     before = layer.attention_weights.asnumpy()
     assert onp.allclose(before.sum(-1), 1, atol=1e-5)

@@ -118,6 +118,13 @@ def test_one_memory_for_a_batch_of_queries() -> None:
     assert ours.compute_output_shape((1, 3, 6), (None, 5, 7), (None, 5, 4)) == (None, 3, 8)
 
 
+@slow_on_jax
+def test_a_list_is_query_value_key() -> None:
+    _, ours = counterparts(ADDITIVE)
+    q, k, v = arrays(*ADDITIVE.inputs())
+    close(ours([q, v, k]), ours(q, k, v))
+
+
 def test_numbers_of_the_textbook() -> None:
     """Keys all alike: uniform weights over the valid ones, dot and additive alike."""
     values = np.arange(40, dtype="float32").reshape(1, 10, 4).repeat(2, 0)

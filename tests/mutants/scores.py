@@ -1,0 +1,314 @@
+"""Faults of scores."""
+
+from __future__ import annotations
+
+from mutants.fault import Fault
+
+_DOT = "src/attnscore/scoring/dot.py"
+_GAUSSIAN = "src/attnscore/scoring/gaussian.py"
+_COSINE = "src/attnscore/scoring/cosine.py"
+_FORMS = "src/attnscore/scoring/forms.py"
+_ACTIVATIONS = "src/attnscore/scoring/activations.py"
+_CONTRACT = "src/attnscore/scoring/contract.py"
+
+
+def _extras(scores: str) -> str:
+    """The table of scores, with bias and sink, in float64."""
+    return f"tests/test_every_score.py -k 'test_with_bias_and_sink and {scores}'"
+
+
+def _second_order(scores: str) -> str:
+    """Second derivatives, which run in the streaming form, against those of the oracle."""
+    return f"tests/test_gradients.py -k 'second_order_against_the_oracle and {scores}'"
+
+
+def _streaming(scores: str) -> str:
+    return f"tests/test_every_kernel.py -k 'against_the_oracle and streaming and {scores}'"
+
+
+FAULTS: list[Fault] = [
+    Fault(
+        "scaled-dot-without-the-root",
+        _DOT,
+        "return 1 / math.sqrt(max(1, query.shape[-1])) if",
+        "return 1 / max(1, query.shape[-1]) if",
+        _extras("scaled_dot"),
+        "the default scale is 1 / dim in place of 1 / sqrt(dim)",
+    ),
+    Fault(
+        "scaled-dot-gradient-without-a-learned-scale",
+        _DOT,
+        '"key": grads["key"], name: grad * factor}',
+        '"key": grads["key"], name: grad}',
+        _extras("scaled_dot and numpy"),
+        "the pull-back of a learned scale leaves the scale out of the gradient of the query",
+    ),
+    Fault(
+        "scaled-dot-scale-of-both-axes",
+        _DOT,
+        "            or 1 not in shape[-2:]\n",
+        "",
+        "tests/test_errors.py -k scale",
+        "a scale that varies along queries and keys is let through",
+    ),
+    Fault(
+        "bilinear-gradient-of-W-transposed",
+        _CONTRACT,
+        "sum_to(ops, ops.matmul(ops.matrix_transpose(x), grad), placed.shape)",
+        "ops.matrix_transpose(sum_to(ops, ops.matmul(ops.matrix_transpose(x), grad), placed.shape))",
+        _extras("bilinear and numpy"),
+        "the gradient of a projection is transposed, and reshaped to fit",
+    ),
+    Fault(
+        "additive-without-bias",
+        "src/attnscore/scoring/additive.py",
+        "return projected if self.bias is None else self._biased(ops, projected, query, key)",
+        "return projected",
+        _extras("additive-tanh"),
+        "the bias of the additive score is left out",
+    ),
+    Fault(
+        "additive-heads-interleaved",
+        _CONTRACT,
+        "return ops.reshape(x, (*splits[lead], *own))",
+        "return ops.swap_axes(ops.reshape(x, (*splits[lead][::-1], *own)), 0, 1)",
+        _extras("heads"),
+        "a parameter per query head is laid out as (group, head) in place of (head, group)",
+    ),
+    Fault(
+        "additive-masked-pairs-at-infinity",
+        _FORMS,
+        "hidden = ops.where(ops.expand_dims(visible, -1), hidden, 0.0)",
+        "hidden = hidden + 0.0",
+        "tests/test_nonfinite.py -k masked_infinity_and_second",
+        "the additive form computes masked pairs of infinite rows, whose slope's slope is NaN",
+    ),
+    Fault(
+        "quarantine-projects-bad-rows",
+        _CONTRACT,
+        "return ops.where(finite, function(ops.where(finite, x, 0.0)), apart)",
+        "return ops.where(finite, function(x), apart)",
+        "tests/test_nonfinite.py -k 'test_what_nobody_sees and torch and (bilinear or additive)'",
+        "a masked NaN reaches the gradient of a projection as 0 * NaN",
+    ),
+    Fault(
+        "quarantine-in-the-pull-back",
+        _CONTRACT,
+        "return x if ops.surely_finite(x) else ops.where(finite_rows(ops, x), x, 0.0)",
+        "return x",
+        "tests/test_nonfinite.py -k 'test_what_nobody_sees and numpy and (bilinear or additive)'",
+        "a masked NaN reaches the gradient of a projection written by hand",
+    ),
+    Fault(
+        "gaussian-inner-product-without-two",
+        _GAUSSIAN,
+        "return InnerForm(query, key, scale=2 * scale,",
+        "return InnerForm(query, key, scale=scale,",
+        "tests/test_accuracy.py -k gaussian",
+        "|q - k|^2 is expanded with q . k in place of 2 q . k",
+    ),
+    Fault(
+        "gaussian-norms-without-the-scale",
+        _GAUSSIAN,
+        "query_bias, key_bias = (x * -scale for x in norms)",
+        "query_bias, key_bias = (-x for x in norms)",
+        "tests/test_accuracy.py -k gaussian",
+        "the norms beside the inner product are not divided by 2 bandwidth^2",
+    ),
+    Fault(
+        "gaussian-gradient-of-the-norms",
+        _GAUSSIAN,
+        'grads[name] - fold * side * grads[f"{name}_bias"]',
+        'grads[name] - 0.5 * fold * side * grads[f"{name}_bias"]',
+        "tests/test_accuracy.py tests/test_gradients.py -k 'gaussian and not gradcheck and not second'",
+        "the gradient of the squared norms is half of what it is",
+    ),
+    Fault(
+        "gaussian-bandwidth-power",
+        _GAUSSIAN,
+        "* -(placed**-3), self.bandwidth.shape",
+        "* -(placed**-2), self.bandwidth.shape",
+        _extras("gaussian-heads and numpy"),
+        "the gradient of the bandwidth has its square where its cube belongs",
+    ),
+    Fault(
+        "gaussian-inner-product-that-cancels",
+        _GAUSSIAN,
+        "INNER_LIMIT = 16.0",
+        "INNER_LIMIT = 16.0e6",
+        "tests/test_accuracy.py -k gaussian",
+        "the Gaussian is an inner product also where that cancels",
+    ),
+    Fault(
+        "distance-gradient-factor",
+        _FORMS,
+        "ops.expand_dims(grad * (-2 * self.scale), -1)",
+        "ops.expand_dims(grad * -self.scale, -1)",
+        _streaming("gaussian"),
+        "the gradient of the squared distance lacks its factor of 2",
+    ),
+    Fault(
+        "distance-gradient-sign-of-the-key",
+        _FORMS,
+        '"key": -ops.sum(through, axis=-3)}',
+        '"key": ops.sum(through, axis=-3)}',
+        _streaming("gaussian"),
+        "the gradient of the keys has the sign of that of the queries",
+    ),
+    Fault(
+        "cosine-slope-at-a-zero-vector",
+        _COSINE,
+        "return ops.where(zero, 0.0, x / length)",
+        "return x / length",
+        _extras("cosine and torch"),
+        "a zero vector gets a gradient",
+    ),
+    Fault(
+        "cosine-pull-back-at-a-zero-vector",
+        _COSINE,
+        "alive = ops.any(unit != 0, axis=-1, keepdims=True) & ~ops.any",
+        "alive = ~ops.any",
+        _extras("cosine and numpy"),
+        "a zero vector gets a gradient where the pull-back is written by hand",
+    ),
+    Fault(
+        "cosine-gradient-along-the-vector",
+        _COSINE,
+        "(grad - unit * ops.sum(unit * grad, axis=-1, keepdims=True))",
+        "grad",
+        _extras("cosine and numpy"),
+        "the gradient of a unit vector keeps its part along the vector",
+    ),
+    Fault(
+        "cosine-gradient-without-the-largest",
+        _COSINE,
+        "keepdims=True)) / (length * largest)",
+        "keepdims=True)) / length",
+        _extras("cosine and numpy"),
+        "the gradient of a unit vector is divided by the length of the rescaled vector",
+    ),
+    Fault(
+        "soft-cap-slope",
+        _FORMS,
+        "slope = factor * (1 - bounded * bounded)",
+        "slope = factor * (1 - bounded)",
+        _streaming("soft_cap"),
+        "the slope of the soft cap is 1 - tanh in place of 1 - tanh^2",
+    ),
+    Fault(
+        "temperature-multiplies",
+        "src/attnscore/scoring/wrappers.py",
+        "dtype, factor = accumulator(ops.dtype(query)), 1 / float(self.T)",
+        "dtype, factor = accumulator(ops.dtype(query)), float(self.T)",
+        _extras("temperature"),
+        "scores are multiplied by the temperature in place of divided",
+    ),
+    Fault(
+        "inner-form-rescaled-anew",
+        _FORMS,
+        "if self.caps or self.key_bias is not None or self.query_bias is not None:\n"
+        "            return super().scaled(factor)\n"
+        "        return dataclasses.replace(self, scale=self.scale * factor)",
+        "if self.caps or self.key_bias is not None or self.query_bias is not None:\n"
+        "            return super().scaled(factor)\n"
+        "        return dataclasses.replace(self, scale=factor)",
+        _extras("temperature"),
+        "a temperature replaces the scale of the score inside it",
+    ),
+    Fault(
+        "inner-form-norms-not-scaled",
+        _FORMS,
+        "if self.caps or self.key_bias is not None or self.query_bias is not None:",
+        "if self.caps:",
+        "tests/test_gradients.py -k temperature",
+        "a temperature over a Gaussian divides the inner product and not the norms",
+    ),
+    Fault(
+        "inner-form-gradient-of-keys",
+        _FORMS,
+        '"key": ops.matmul(ops.matrix_transpose(grad), self.query) * self.scale,',
+        '"key": ops.matmul(ops.matrix_transpose(grad), self.query),',
+        _streaming("scaled_dot"),
+        "the gradient of the keys leaves out the scale",
+    ),
+    Fault(
+        "activation-tanh-slope",
+        _ACTIVATIONS,
+        "lambda ops, x, y: 1 - y * y",
+        "lambda ops, x, y: 1 - x * x",
+        _streaming("additive-tanh"),
+        "the slope of tanh takes the input for the output",
+    ),
+    Fault(
+        "activation-sigmoid-slope",
+        _ACTIVATIONS,
+        "lambda ops, x, y: y * (1 - y)",
+        "lambda ops, x, y: y * (1 - x)",
+        _second_order("sigmoid"),
+        "the slope of the sigmoid takes the input for the output",
+    ),
+    Fault(
+        "activation-relu-slope",
+        _ACTIVATIONS,
+        "lambda ops, x, y: _step(ops, x, 0.0)",
+        "lambda ops, x, y: _step(ops, x, 1.0)",
+        _second_order("relu"),
+        "relu has slope 1 below 0",
+    ),
+    Fault(
+        "activation-leaky-relu-slope",
+        _ACTIVATIONS,
+        "lambda ops, x, y: _step(ops, x, negative_slope)",
+        "lambda ops, x, y: _step(ops, x, 0.0)",
+        _second_order("leaky_relu"),
+        "leaky_relu has slope 0 below 0",
+    ),
+    Fault(
+        "activation-silu-slope",
+        _ACTIVATIONS,
+        "return gate * (1 + x * (1 - gate))",
+        "return gate * (1 + (1 - gate))",
+        _second_order("silu"),
+        "the slope of silu leaves out its input",
+    ),
+    Fault(
+        "activation-gelu-slope",
+        _ACTIVATIONS,
+        "(1 + ops.erf(x * math.sqrt(0.5))) + x * density",
+        "(1 + ops.erf(x * math.sqrt(0.5))) + density",
+        _streaming("additive-gelu"),
+        "the slope of gelu leaves out its input",
+    ),
+    Fault(
+        "sum-form-as-a-product",
+        "src/attnscore/scoring/sum.py",
+        "ops.concat((ones[1], sums[1]), -1)",
+        "ops.concat((sums[1], ones[1]), -1)",
+        _extras("sum"),
+        "the sum score pairs its columns wrongly",
+    ),
+    Fault(
+        "sum-pull-back-of-keys",
+        "src/attnscore/scoring/sum.py",
+        'ops.broadcast_to(grads["key"][..., 1:],',
+        'ops.broadcast_to(grads["key"][..., :1],',
+        _extras("sum and numpy"),
+        "the gradient of the keys under the sum score is read from the column of ones",
+    ),
+    Fault(
+        "widen-to-the-narrower",
+        _CONTRACT,
+        "target = max((accumulator(ops.dtype(x)) for x in arrays), key=_WIDTHS.__getitem__)",
+        "target = min((accumulator(ops.dtype(x)) for x in arrays), key=_WIDTHS.__getitem__)",
+        "tests/test_every_kernel.py -k 'another_dtype and streaming'",
+        "arrays of two dtypes are computed on in the narrower",
+    ),
+    Fault(
+        "sum-in-16-bits",
+        "src/attnscore/scoring/sum.py",
+        "        query, key = widen(ops, query, key)\n",
+        "",
+        "tests/test_every_score.py -k 'in_every_dtype and sum'",
+        "the sums of 16-bit vectors are rounded to 16 bits",
+    ),
+]
