@@ -70,12 +70,10 @@ def native_module() -> Path:
     shutil.copytree(ROOT / "csrc", source / "csrc")
     shutil.copy(ROOT / "CMakeLists.txt", source / "CMakeLists.txt")
     (source / "csrc" / "fault.h").write_text(SWITCH)
-    touched: set[Path] = set()
     for fault in FAULTS.values():
         if fault.is_native:
             path = source / fault.file
             path.write_text(mutated(path.read_text(), fault))
-            touched.add(path)
     for path in [p for p in source.glob("csrc/**/*") if p.suffix in {".h", ".cc", ".cpp"}]:
         if not path.name.endswith("-inl.h") and path.name != "fault.h":
             path.write_text(re.sub(r"^#include", '#include "fault.h"\n#include', path.read_text(), count=1, flags=re.M))
