@@ -82,7 +82,7 @@ def attention_weights(
         block = chosen(rows, None, key_index)
         scores = matrix_of(block, "scores")
         found = ops.exp(log_weights(ops, scores, result.top, result.log_total))
-        # Exactly 0 where masked, also beside a NaN that poisons the row.
+        # Exactly 0 where masked, even if a visible NaN makes the rest of the row NaN.
         return _outward(block, ops.where(scores == NEG_INF, 0.0, found))
 
 

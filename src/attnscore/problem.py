@@ -47,7 +47,7 @@ class Problem:
     dropout: Dropout | None = None
     statistics: tuple[str, ...] = ()
     matrix: PairMatrix | None = None
-    """Which matrix of all (query, key) pairs is wanted beside the output: O(n^2) memory."""
+    """Matrix of all (query, key) pairs that the caller gets in addition to the output: O(n^2) memory."""
 
     @property
     def grid(self) -> Grid:

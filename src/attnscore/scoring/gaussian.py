@@ -165,7 +165,7 @@ def _inner_form(ops: Framework, query: Array, key: Array, scale: float) -> Inner
 
 
 def _norms(ops: Framework, query: Array, key: Array) -> tuple[list[Array], float]:
-    """Return the squared norms of all rows, and the largest of them: NaN where nobody can look."""
+    """Return the squared norms of all rows, and the largest of them: NaN where the values cannot be read."""
     norms = [ops.sum(x * x, axis=-1, keepdims=True) for x in (query, key)]
     seen = [ops.number(ops.max(ops.reshape(ops.stop_gradient(x), (-1,)), axis=0)) for x in norms]
     numbers = [math.nan if x is None else x for x in seen]
