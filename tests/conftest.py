@@ -20,9 +20,10 @@ import numpy as np
 import pytest
 import torch
 
-from attnscore import kernels, scoring, tiling
-from attnscore.kernels import native_strips
-from attnscore.scoring import gaussian
+from attnscore import kernels, scores
+from attnscore.core import tiling
+from attnscore.kernels.native import chunked_masks
+from attnscore.scores import gaussian
 
 # In an environment of their own, which tests/test_mxnet.py starts.
 collect_ignore = ["in_mxnet"]
@@ -31,7 +32,7 @@ collect_ignore = ["in_mxnet"]
 @pytest.fixture(autouse=True)
 def _tables_as_found() -> Iterator[None]:
     """What an example or a test registers is gone with it: other tests list the names in messages."""
-    before = [(table, dict(table)) for table in (scoring._TABLE, kernels._TABLE)]
+    before = [(table, dict(table)) for table in (scores._TABLE, kernels._TABLE)]
     yield
     for table, rows in before:
         table.clear()
@@ -62,8 +63,8 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr(tiling, "TILE_SCORES", 1)
     monkeypatch.setattr(tiling, "SMALLEST_TILE", 4)
-    monkeypatch.setattr(native_strips, "HELD", 1)
-    monkeypatch.setattr(native_strips, "FEWEST", 3)
+    monkeypatch.setattr(chunked_masks, "HELD", 1)
+    monkeypatch.setattr(chunked_masks, "FEWEST", 3)
     monkeypatch.setattr(gaussian, "INNER_TERMS", 0)
 
 

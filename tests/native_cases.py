@@ -31,7 +31,7 @@ OPTIONS = {
     "seed": 0,
 }
 STATISTICS = ("max_score", "mean_score", "var_score", "entropy", "max_weight", "sum_sq_weights", "sum_weights")
-ROWS = ("out", "top", "log_total", "entropy", "scores", "attention_weights", "grad_out", "grad_log_sum_exp")
+ROWS = ("out", "top", "log_denom", "entropy", "scores", "attention_weights", "grad_out", "grad_log_sum_exp")
 ROWS += ("grad_entropy", "grad_attention_scores", "grad_attention_weights")
 GRADIENTS = ("grad_query", "grad_key", "grad_value", "grad_query_bias", "grad_key_bias", "grad_bias", "grad_weights")
 GRADIENTS += ("grad_sink", "grad_scales")
@@ -77,7 +77,7 @@ class Case:
         value_dim: int = 6,
         key_group: int = 1,
         intervals: bool = False,
-        keeps_scores: bool = False,
+        saves_scores: bool = False,
         matrix: str | None = None,
         **options: Any,
     ) -> None:
@@ -102,7 +102,7 @@ class Case:
         self.query_bias = self.key_bias = self.bias = self.mask = self.query_ids = self.key_ids = self.sink = None
         self.scales = None
         self.entropy = self.grad_entropy = None
-        self.keeps_scores, self.matrix = keeps_scores, matrix
+        self.saves_scores, self.matrix = saves_scores, matrix
         self.attention_scores = self.attention_weights = None
         self.grad_attention_scores = self.grad_attention_weights = None
         if matrix is not None:
@@ -142,13 +142,13 @@ class Case:
     def run(self, threads: Any = 1, **change: Any) -> None:
         rows = (*self.grid, self.query.shape[-2])
         self.out = np.full((*rows, self.value.shape[-1]), 77, self.value.dtype)
-        self.top, self.log_total, *statistics = np.full((2 + len(STATISTICS), *rows, 1), 77, self.sum)
+        self.top, self.log_denom, *statistics = np.full((2 + len(STATISTICS), *rows, 1), 77, self.sum)
         self.statistics = dict(zip(STATISTICS, statistics, strict=True))
         score, inputs = self._words(change)
-        self.scores = np.full((*rows, self.key.shape[-2]), np.nan, self.sum) if self.keeps_scores else None
+        self.scores = np.full((*rows, self.key.shape[-2]), np.nan, self.sum) if self.saves_scores else None
         if self.matrix is not None:
             setattr(self, f"attention_{self.matrix}", np.full((*rows, self.key.shape[-2]), 77, self.sum))
-        filled = {"out": self.out, "top": self.top, "log_total": self.log_total, "scores": self.scores}
+        filled = {"out": self.out, "top": self.top, "log_denom": self.log_denom, "scores": self.scores}
         filled |= {"attention_scores": self.attention_scores, "attention_weights": self.attention_weights}
         filled |= self.statistics
         native.forward(score, inputs, [change.pop(name, x) for name, x in filled.items()], threads)
@@ -181,7 +181,7 @@ class Case:
         close(self.exact("out"), p @ self.exact("value"), tolerance)
         self.check_statistics(scores, seen, p, tolerance)
         close(self.top, top, tolerance)
-        close(np.exp(self.log_total), total, tolerance)
+        close(np.exp(self.log_denom), total, tolerance)
 
         self.run_backward()
         grad_out = self.exact("grad_out")

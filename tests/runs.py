@@ -19,7 +19,7 @@ import torch
 
 import attnscore as ats
 import oracle
-from attnscore.statistics import AttentionStats
+from attnscore.core.statistics import AttentionStats
 from cases import MASK, SCORE, MaskCase, Score, Sizes
 from tape import Var, gradients
 

@@ -18,7 +18,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 import attnscore as ats
-from attnscore import tiling
+from attnscore.core import tiling
 
 HostArray = np.ndarray
 NAN, INF = float("nan"), float("inf")

@@ -68,7 +68,7 @@ GAUSSIANS: dict[str, tuple[Any, Any, float]] = {
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """These inputs are small, and take the direct sum; as large ones, the inner product where it is accurate."""
     if request.param == "inner":
-        monkeypatch.setattr("attnscore.scoring.gaussian.INNER_TERMS", 0)
+        monkeypatch.setattr("attnscore.scores.gaussian.INNER_TERMS", 0)
 
 
 @frameworks

@@ -1,14 +1,13 @@
-"""The rooms and their arrows: imports go one way, frameworks stay behind their doors, the core needs NumPy alone.
+"""Imports go one way, a framework is imported by its own modules alone, and the core needs NumPy alone.
 
-The imports are read from the source, those inside functions too: a lazy import is an arrow like any other. What only a
-type checker reads (``if TYPE_CHECKING``) is none.
+The imports are read from the source, those inside functions included; those under ``if TYPE_CHECKING`` do not count.
 """
 
 from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,34 +15,34 @@ import attnscore
 
 SOURCE = Path(attnscore.__file__).parent
 
-# From the bottom to the top: a room imports what lies in its own row and in the rows below.
-ROOMS: tuple[tuple[str, ...], ...] = (
+# From the bottom to the top: a module imports from its own row and the rows below. The longest prefix counts.
+LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "_native"),
-    ("checks", "frameworks", "recall", "threads"),
-    ("grid",),
-    ("masking", "scoring", "softmax", "dropout", "statistics"),
-    ("problem",),
-    ("tiling", "pose"),
-    ("engine",),
-    ("kernels",),
-    ("blocks", "largest", "maps", "functional", "costs", "recipes", "plain_calls"),
+    ("backends", "core", "core.arguments", "core.cache", "core.threads"),
+    ("core.layout",),
+    ("masks", "scores", "core.online_softmax", "core.dropout", "core.statistics"),
+    ("core.problem",),
+    ("core.tiling",),
+    ("core.tiled",),
+    ("kernels", "masks.lowering", "masks.dynamic_intervals"),
+    ("analysis", "core.recipes", "core.plain_calls"),
     ("api",),
     ("attnscore",),  # the public names
     ("layers", "testing", "files", "plotting"),
     ("integrations", "diagnostics", "bench"),
     ("commands", "demo", "cli", "__main__"),
 )
-RANK = {room: rank for rank, row in enumerate(ROOMS) for room in row}
+RANK = {module: rank for rank, row in enumerate(LAYERS) for module in row}
 
 FRAMEWORKS = ("torch", "tensorflow", "keras", "jax", "jaxlib", "flax", "mxnet", "transformers")
-# Rooms above the core that may reach for a framework, inside a function, when they are used.
+# Packages above the core that may import a framework inside a function.
 LAZY_FRAMEWORKS = ("bench", "commands", "demo", "diagnostics")
 LAZY_KERNELS = ("kernels.fused", "kernels.triton")
 # What the core may import: anything else would be a dependency of `import attnscore`.
 CORE = {"numpy", "attnscore", *sys.stdlib_module_names}
 
 
-class Arrow(NamedTuple):
+class Import(NamedTuple):
     """`importer` imports `imported`."""
 
     importer: str
@@ -64,11 +63,18 @@ def name_of(path: Path) -> str:
 FILES = {name_of(path): path for path in sorted(SOURCE.rglob("*.py"))}
 
 
-def room_of(module: str) -> str:
+def layer_of(module: str) -> str:
+    """The entry of LAYERS that a module belongs to."""
+    while module not in RANK and "." in module:
+        module = module.rpartition(".")[0]
+    return module
+
+
+def package_of(module: str) -> str:
     return module.split(".", maxsplit=1)[0]
 
 
-def arrows_of(module: str) -> Iterator[Arrow]:
+def imports_of(module: str) -> Iterator[Import]:
     """Every import that runs, at import or in a call."""
     stack: list[tuple[ast.AST, bool]] = [(ast.parse(FILES[module].read_text(encoding="utf-8")), False)]
     while stack:
@@ -77,39 +83,39 @@ def arrows_of(module: str) -> Iterator[Arrow]:
             stack.extend((child, lazy) for child in node.orelse)
             continue
         if isinstance(node, ast.Import):
-            yield from (Arrow(module, alias.name, node.lineno, lazy) for alias in node.names)
+            yield from (Import(module, alias.name, node.lineno, lazy) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module}: imports are absolute"
             for alias in node.names:
                 whole = f"{node.module}.{alias.name}"
                 is_module = whole.removeprefix("attnscore.") in FILES and node.module == "attnscore"
-                yield Arrow(module, whole if is_module else str(node.module), node.lineno, lazy)
+                yield Import(module, whole if is_module else str(node.module), node.lineno, lazy)
         lazy = lazy or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
         stack.extend((child, lazy) for child in ast.iter_child_nodes(node))
 
 
-ARROWS = [arrow for module in FILES for arrow in arrows_of(module)]
+IMPORTS = [found for module in FILES for found in imports_of(module)]
 INSIDE = [
-    arrow._replace(imported=arrow.imported.removeprefix("attnscore."))
-    for arrow in ARROWS
-    if arrow.imported.split(".")[0] == "attnscore"
+    found._replace(imported=found.imported.removeprefix("attnscore."))
+    for found in IMPORTS
+    if found.imported.split(".")[0] == "attnscore"
 ]
-OUTSIDE = [arrow for arrow in ARROWS if arrow.imported.split(".")[0] != "attnscore"]
+OUTSIDE = [found for found in IMPORTS if found.imported.split(".")[0] != "attnscore"]
 
 
-def test_every_module_lies_in_a_room() -> None:
-    assert {room_of(module) for module in FILES} <= set(RANK)
+def test_every_module_has_a_layer() -> None:
+    assert {layer_of(module) for module in FILES} <= set(RANK)
     assert len(FILES) > 30
 
 
 def test_imports_go_one_way() -> None:
-    """Rooms of one row are neighbours; that they do not go in circles, the next test shows."""
-    back = [str(arrow) for arrow in INSIDE if RANK[room_of(arrow.imported)] > RANK[room_of(arrow.importer)]]
+    """Modules of one row may import each other; the next test shows that none does so in a circle."""
+    back = [str(found) for found in INSIDE if RANK[layer_of(found.imported)] > RANK[layer_of(found.importer)]]
     assert not back, "\n".join(back)
 
 
 def test_no_module_imports_itself_by_a_detour() -> None:
-    graph = {module: {arrow.imported for arrow in INSIDE if arrow.importer == module} for module in FILES}
+    graph = {module: {found.imported for found in INSIDE if found.importer == module} for module in FILES}
     done: set[str] = set()
 
     def walk(module: str, path: tuple[str, ...]) -> None:
@@ -126,58 +132,55 @@ def test_no_module_imports_itself_by_a_detour() -> None:
 
 
 def _owner(module: str) -> str | None:
-    """The framework that a file is for: frameworks/torch.py, layers/torch_multihead.py, diagnostics/torch_..., ..."""
-    room, _, file = module.partition(".")
-    if room in ("frameworks", "layers", "diagnostics"):
+    """Return the framework that a module is for: backends.torch, layers.torch_multihead, backends.jax.ffi, ..."""
+    package, _, file = module.partition(".")
+    file = file.partition(".")[0] if package == "backends" else file.rpartition(".")[2]
+    if package in ("backends", "layers", "diagnostics"):
         return next((name for name in FRAMEWORKS if file == name or file.startswith(f"{name}_")), None)
     return None
 
 
-def test_frameworks_stay_behind_their_doors() -> None:
+def test_frameworks_are_imported_by_their_own_modules_alone() -> None:
     wrong = []
-    for arrow in OUTSIDE:
-        framework = arrow.imported.split(".")[0]
+    for found in OUTSIDE:
+        framework = found.imported.split(".")[0]
         if framework not in FRAMEWORKS:
             continue
-        room = room_of(arrow.importer)
-        at_home = _owner(arrow.importer) in (framework, {"flax": "jax", "jax": "flax"}.get(framework))
-        lazily = arrow.lazy and (room in LAZY_FRAMEWORKS or arrow.importer in LAZY_KERNELS)
-        if not (at_home or room == "integrations" or lazily):
-            wrong.append(str(arrow))
+        package = package_of(found.importer)
+        at_home = _owner(found.importer) in (framework, {"flax": "jax", "jax": "flax"}.get(framework))
+        lazily = found.lazy and (package in LAZY_FRAMEWORKS or found.importer in LAZY_KERNELS)
+        if not (at_home or package == "integrations" or lazily):
+            wrong.append(str(found))
     assert not wrong, "\n".join(wrong)
-    assert any(arrow.importer == "frameworks.torch" for arrow in OUTSIDE if arrow.imported == "torch")
+    assert any(found.importer == "backends.torch" for found in OUTSIDE if found.imported == "torch")
 
 
 def test_the_core_imports_numpy_and_the_standard_library() -> None:
     top = RANK["attnscore"]
     wrong = [
-        str(arrow)
-        for arrow in OUTSIDE
-        if arrow.imported.split(".")[0] not in CORE
-        and RANK[room_of(arrow.importer)] <= top
-        and _owner(arrow.importer) is None
+        str(found)
+        for found in OUTSIDE
+        if found.imported.split(".")[0] not in CORE
+        and RANK[layer_of(found.importer)] <= top
+        and _owner(found.importer) is None
     ]
     assert not wrong, "\n".join(wrong)
 
 
-def test_nothing_but_numpy_is_imported_with_a_room_above_the_core() -> None:
+def test_other_packages_are_imported_where_they_are_used() -> None:
     """matplotlib, safetensors and the like are imported where they are used; typer and rich by the commands alone."""
     wrong = [
-        str(arrow)
-        for arrow in OUTSIDE
-        if arrow.imported.split(".")[0] not in CORE
-        and not arrow.lazy
-        and _owner(arrow.importer) is None
-        and room_of(arrow.importer) not in ("commands", "integrations")
+        str(found)
+        for found in OUTSIDE
+        if found.imported.split(".")[0] not in CORE
+        and not found.lazy
+        and _owner(found.importer) is None
+        and package_of(found.importer) not in ("commands", "integrations")
     ]
     assert not wrong, "\n".join(wrong)
 
 
-def test_folders_are_one_level_deep() -> None:
-    assert all(len(path.relative_to(SOURCE).parts) <= 2 for path in FILES.values())
-
-
-def test_nobody_reads_a_private_name_of_another_room() -> None:
+def test_private_names_are_not_imported() -> None:
     wrong = []
     for module, path in FILES.items():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -188,22 +191,3 @@ def test_nobody_reads_a_private_name_of_another_room() -> None:
                     if alias.name.startswith("_") and not alias.name.startswith("__")
                 ]
     assert not wrong, "\n".join(wrong)
-
-
-def test_sizes(record_property: Callable[[str, object], None]) -> None:
-    """Reported, not asserted: about 300 lines a file and 40 a function is a feel for size, not a law (-s shows it)."""
-    sizes = {module: len(path.read_text(encoding="utf-8").splitlines()) for module, path in FILES.items()}
-    functions = {
-        f"{module}.{node.name}": (node.end_lineno or 0) - node.lineno + 1
-        for module, path in FILES.items()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-    }
-    longest = sorted(sizes.items(), key=lambda item: -item[1])[:8]
-    largest = sorted(functions.items(), key=lambda item: -item[1])[:8]
-    record_property("lines", sum(sizes.values()))
-    record_property("longest files", longest)
-    record_property("longest functions", largest)
-    print(f"{len(sizes)} files, {sum(sizes.values())} lines")
-    for kind, rows in (("file", longest), ("function", largest)):
-        print(*(f"{kind} {name}: {lines}" for name, lines in rows), sep="\n")

@@ -378,13 +378,13 @@ def test_shapes_can_be_inferred_on_the_meta_device(name: str) -> None:
 
 
 def test_a_failed_call_leaves_the_registry_alone() -> None:
-    from attnscore import scoring
+    from attnscore import scores
 
-    before = scoring.registered()
+    before = scores.registered()
     for name, cls in (("dot", ats.Sum), ("whole", int), ("", ats.Sum)):
         with pytest.raises(ats.ArgumentError):
             ats.register_score(name, cls)
-    assert scoring.registered() == before
+    assert scores.registered() == before
 
 
 def test_gradients_are_left_alone_by_a_failed_call() -> None:

@@ -89,8 +89,8 @@ def test_tile_size_does_not_matter(score: str, mask: str, extras: str, monkeypat
     """One tile, and tiles down to a single score."""
     call = make_call(score, mask, "float64", extras.replace("nothing-else", ""))
     for smallest in (1, 2, 5, 1000):
-        monkeypatch.setattr("attnscore.tiling.TILE_SCORES", 1)
-        monkeypatch.setattr("attnscore.tiling.SMALLEST_TILE", smallest)
+        monkeypatch.setattr("attnscore.core.tiling.TILE_SCORES", 1)
+        monkeypatch.setattr("attnscore.core.tiling.SMALLEST_TILE", smallest)
         call.check(call.numpy())
 
 

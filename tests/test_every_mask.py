@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import attnscore as ats
-from attnscore import tiling
-from attnscore.frameworks import load
-from attnscore.grid import Grid
-from attnscore.masking import Mask
-from attnscore.pose import pose
+from attnscore.backends import load
+from attnscore.core import tiling
+from attnscore.core.layout import ScoreShape
+from attnscore.core.problem import build_problem
+from attnscore.masks import Mask
 from bad_input import Maker
 from cases import FRAMEWORKS, MASK, MASKS, MaskCase, Sizes
 from runs import make_call, tensor
@@ -83,17 +83,17 @@ def test_intervals(case: MaskCase) -> None:
 def test_pieces(case: MaskCase) -> None:
     """In order and apart; the same with the holes between them, as native kernels read them."""
     sizes, mask = sizes_of(case), mask_object(case)
-    pieces = None if mask is None else mask.pieces(sizes.queries, sizes.keys, sizes.batch)
-    if pieces is None:
+    interval_set = None if mask is None else mask.interval_set(sizes.queries, sizes.keys, sizes.batch)
+    if interval_set is None:
         return
     keys = np.arange(sizes.keys)
-    start, stop = pieces.start[..., None], pieces.stop[..., None]
+    start, stop = interval_set.start[..., None], interval_set.stop[..., None]
     assert start.min() >= 0 and stop.max() <= sizes.keys and (start <= stop).all()
     assert ((start[1:] > stop[:-1]) | (start[1:] == stop[1:])).all()
     found = ((keys >= start) & (keys < stop)).any(0)
     np.testing.assert_array_equal(np.broadcast_to(found[:, None], case.visible(sizes).shape), case.visible(sizes))
-    if pieces.count > 1:
-        first, last = (end[..., None] for end in pieces.with_holes)
+    if interval_set.count > 1:
+        first, last = (end[..., None] for end in interval_set.with_holes)
         inside = (keys >= first) & (keys < last)
         np.testing.assert_array_equal(inside[0] & ~inside[1:].any(0), found)
 
@@ -104,7 +104,7 @@ def test_visible_of_a_block(case: MaskCase) -> None:
     if mask is None:
         return
     rows, cols = np.arange(sizes.queries)[1::2][::-1], np.arange(sizes.keys)[::3]
-    grid = Grid((sizes.batch,), sizes.heads, 1, sizes.queries, sizes.keys)
+    grid = ScoreShape((sizes.batch,), sizes.heads, 1, sizes.queries, sizes.keys)
     found = mask.visible(load("numpy"), grid, rows[:, None], cols[None])
     wanted = case.visible(sizes)[:, :, rows][..., cols]
     np.testing.assert_array_equal(np.broadcast_to(found, (*wanted.shape[:2], 1, *wanted.shape[2:]))[:, :, 0], wanted)
@@ -116,7 +116,7 @@ def test_plan(case: MaskCase, tile: tuple[int, int]) -> None:
     """No visible pair is skipped, and a tile that is not tested has no hidden pair."""
     sizes = sizes_of(case)
     query, key = np.ones((sizes.batch, sizes.heads, sizes.queries, 2)), np.ones((sizes.batch, 2, sizes.keys, 2))
-    problem, _ = pose(query, key, key, **case.arguments(sizes))
+    problem, _ = build_problem(query, key, key, **case.arguments(sizes))
     plan = tiling.plan(problem, tile)
     visible = case.visible(sizes)
     visited = np.zeros_like(visible)

@@ -17,9 +17,9 @@ import torch
 
 import attnscore as ats
 from attnscore import kernels
-from attnscore.kernels.contract import Kernel
-from attnscore.pose import pose
-from attnscore.scoring.forms import DistanceForm, InnerForm
+from attnscore.core.problem import build_problem
+from attnscore.kernels.base import Kernel
+from attnscore.scores.forms import DistanceForm, InnerForm
 from cases import AUTOMATIC, FRAMEWORKS
 from runs import tensor
 
@@ -142,9 +142,9 @@ def test_a_million_hidden_units_take_no_memory() -> None:
 
 
 def test_a_registered_score_of_that_name_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    from attnscore import scoring
+    from attnscore import scores
 
-    monkeypatch.setitem(scoring._TABLE, "additive", lambda: ats.Additive(np.ones(5)))
+    monkeypatch.setitem(scores._TABLE, "additive", lambda: ats.Additive(np.ones(5)))
     assert ats.cost("additive", **SIZES).parameters == 5
     with pytest.raises(ats.ArgumentError, match='num_hiddens: expected None unless score="additive", got 3'):
         ats.cost("additive", **SIZES, num_hiddens=3)
@@ -401,11 +401,11 @@ def test_the_form_of_a_gaussian_by_its_cost(
 @frameworks
 def test_the_form_of_a_gaussian_by_its_values(framework: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys are read once where nothing cancels, and centred where that may help; the form keeps what it can."""
-    monkeypatch.setattr("attnscore.scoring.gaussian.INNER_TERMS", 0)
+    monkeypatch.setattr("attnscore.scores.gaussian.INNER_TERMS", 0)
 
     def form_of(x: np.ndarray, bandwidth: float = 1.0) -> Any:
         arrays = (tensor(x), tensor(x)) if framework == "torch" else (x, x)
-        problem, _ = pose(*arrays, arrays[0], score=ats.Gaussian(bandwidth))
+        problem, _ = build_problem(*arrays, arrays[0], score=ats.Gaussian(bandwidth))
         return problem, problem.form
 
     near = np.random.default_rng(0).standard_normal((3, 64, 2)).astype("float32")
@@ -443,7 +443,7 @@ def test_a_kernel_asked_for_that_cannot_run_gives_its_reasons(monkeypatch: pytes
     """Never a silent fallback; and "auto" passes over it."""
 
     class Never(Kernel):
-        name, summary, own_gradient = "never", "for this test", False
+        name, summary, has_vjp = "never", "for this test", False
 
         def reasons_against(self, problem: Any) -> tuple[str, ...]:
             return ("too many moons", "the tide is out")

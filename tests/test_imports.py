@@ -72,7 +72,7 @@ def core_modules() -> set[str]:
         name
         for name in all_modules()
         if name.split(".")[1:2] == [] or name.split(".")[1] not in LATER
-        if not (name.startswith("attnscore.frameworks.") and name.split(".")[2].partition("_")[0] in FRAMEWORKS)
+        if not (name.startswith("attnscore.backends.") and name.split(".")[2].partition("_")[0] in FRAMEWORKS)
     }
 
 
@@ -82,7 +82,7 @@ def test_import_brings_numpy_and_the_standard_library_alone() -> None:
 
 def test_import_brings_exactly_the_core() -> None:
     # NumPy's own words are loaded with the first call (and with the first look at a mask).
-    assert own(modules_after("import attnscore")) | {"attnscore.frameworks.numpy"} == core_modules()
+    assert own(modules_after("import attnscore")) | {"attnscore.backends.numpy"} == core_modules()
     assert own(modules_after("import attnscore")) & {f"attnscore.{room}" for room in LATER} == set()
 
 
@@ -96,7 +96,7 @@ def test_a_framework_that_cannot_be_imported_is_not_missed() -> None:
         "out, w, s = ats.attend(x, x, x, mask=ats.Causal(), return_weights=True, return_stats=True)",
         "assert out.shape == (2, 3, 4)",
     )
-    assert "attnscore.frameworks.numpy" in found
+    assert "attnscore.backends.numpy" in found
 
 
 NUMPY_ONLY = (
@@ -155,7 +155,12 @@ def test_every_module_imports_by_itself() -> None:
     names = sorted(name for name in all_modules() - {"attnscore.__main__"} if "mxnet" not in name)
     code = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)"
     _python("-c", code, *names)
-    for first in ("attnscore.masking.masks", "attnscore.scoring.dot", "attnscore.kernels.dense", "attnscore.pose"):
+    for first in (
+        "attnscore.masks.builtin",
+        "attnscore.scores.dot",
+        "attnscore.kernels.dense",
+        "attnscore.core.problem",
+    ):
         _python("-c", code, first)
 
 

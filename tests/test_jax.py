@@ -15,14 +15,15 @@ import pytest
 from jax.test_util import check_grads
 
 import attnscore as ats
-from attnscore import frameworks, tiling
+from attnscore import backends
+from attnscore.core import tiling
 from cases import DTYPES, SCORES_WITH_ARRAYS
 from own_scores import OwnAbsolute, OwnSquare
 from runs import make_call
 
 # Own classes that do not inherit from `Score` are pytrees from the first call that takes them, or once they are told.
-frameworks.seen(OwnAbsolute)
-frameworks.seen(OwnSquare)
+backends.register_pytree(OwnAbsolute)
+backends.register_pytree(OwnSquare)
 
 RNG = np.random.default_rng(3)
 MASKS: dict[str, Any] = {

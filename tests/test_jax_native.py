@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 import attnscore as ats
-from attnscore import threads
-from attnscore.frameworks import jax_ffi
-from attnscore.kernels import native_strips
-from attnscore.kernels.native_traced import traced_visibility
-from attnscore.pose import pose
+from attnscore.backends.jax import ffi
+from attnscore.core import threads
+from attnscore.core.problem import build_problem
+from attnscore.kernels.native import chunked_masks
+from attnscore.masks.dynamic_intervals import traced_visibility
 from cases import DTYPES, in_turn, needs_native
 from runs import EXTRAS, make_call
 
@@ -53,9 +53,9 @@ def square(*arrays: Any, **options: Any) -> Any:
 @pytest.fixture
 def callback(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As where the library was built without jaxlib."""
-    jax_ffi.registered()
+    ffi.registered()
     with monkeypatch.context() as changed:
-        changed.setattr(jax_ffi, "registered", lambda: False)
+        changed.setattr(ffi, "registered", lambda: False)
         yield
 
 
@@ -78,7 +78,7 @@ def narrow() -> Iterator[None]:
 
 def test_the_library_here_has_the_calls() -> None:
     """Without them all works, dearer: the library is to be built where jaxlib is."""
-    assert jax_ffi.registered()
+    assert ffi.registered()
 
 
 def test_a_program_calls_the_library_itself() -> None:
@@ -96,7 +96,7 @@ def test_without_the_calls_a_program_goes_through_python(callback: None) -> None
 def test_a_library_without_the_calls_is_told_from_one_with(monkeypatch: pytest.MonkeyPatch) -> None:
     for found in (None, importlib.util.find_spec("math"), importlib.util.find_spec("_ctypes")):
         monkeypatch.setattr(importlib.util, "find_spec", lambda _, found=found: found)
-        assert not jax_ffi.registered.__wrapped__()
+        assert not ffi.registered.__wrapped__()
 
 
 CALLS: dict[str, Any] = {
@@ -120,7 +120,7 @@ def test_both_ways_give_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         return jax.jit(jax.value_and_grad(loss, has_aux=True))(arrays, lens, key)
 
     own = both()
-    monkeypatch.setattr(jax_ffi, "registered", lambda: False)
+    monkeypatch.setattr(ffi, "registered", lambda: False)
     close(own, both(), 1e-13)
 
 
@@ -148,7 +148,7 @@ def test_intervals_in_the_program_are_those_of_the_mask(mask: str, narrow: None)
     arrays = inputs()
 
     def ends(numbers: Any) -> Any:
-        problem, _ = pose(*arrays, mask=MASKS[mask](numbers))
+        problem, _ = build_problem(*arrays, mask=MASKS[mask](numbers))
         found, rest = traced_visibility(problem)
         assert rest is None
         return found
@@ -156,8 +156,8 @@ def test_intervals_in_the_program_are_those_of_the_mask(mask: str, narrow: None)
     traced = jax.jit(ends)
     for numbers in ([2, 7], [0, 11], [-5, 40], [2**30, -(2**30)]):
         known = MASKS[mask](np.asarray(numbers, np.int32))
-        pieces = ats.masking.split(known, 9, 11, 2)[0]
-        wanted = None if pieces is None else pieces.single
+        interval_set = ats.masking.split(known, 9, 11, 2)[0]
+        wanted = None if interval_set is None else interval_set.single
         assert wanted is not None
         start, stop, first, last = (np.broadcast_to(x, (2, 9)) for x in (*traced(jnp.asarray(numbers)), *wanted))
         alive = last > first
@@ -216,8 +216,8 @@ EVALUATED: dict[str, Any] = {
 @pytest.mark.parametrize("mask", EVALUATED)
 def test_masks_that_have_to_be_evaluated(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Strip by strip in the program, with gradients, also in the layout of Flax and under vmap."""
-    monkeypatch.setattr(native_strips, "HELD", 1)
-    monkeypatch.setattr(native_strips, "FEWEST", 4)
+    monkeypatch.setattr(chunked_masks, "HELD", 1)
+    monkeypatch.setattr(chunked_masks, "FEWEST", 4)
     query, key, value = inputs()
     bias, ids = normal(4, 9, 11), (RNG.integers(-1, 3, (2, 9)), RNG.integers(-1, 3, (2, 11)))
     ids = tuple(map(jnp.asarray, ids))
@@ -420,7 +420,7 @@ def test_what_does_not_fit_is_refused(changed: Any, shapes: Any, words: str) -> 
     column = (1, 1, 1, 3, 1)
     results = [(sizes["out"], "float32"), (sizes.get("top", column), "float32"), (column, "float32")]
     with pytest.raises(jax.errors.JaxRuntimeError, match=words):
-        jax.block_until_ready(jax_ffi.call("forward", results, arrays, _attributes(**changed)))
+        jax.block_until_ready(ffi.call("forward", results, arrays, _attributes(**changed)))
 
 
 # ------------------------------------------------------- the tables

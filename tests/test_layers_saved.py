@@ -13,11 +13,7 @@ import torch
 from torch import nn
 
 import attnscore as ats
-from attnscore.layers.torch import (
-    AdditiveAttention,
-    DotProductAttention,
-    MultiHeadAttention,
-)
+from attnscore.layers.torch import AdditiveAttention, DotProductAttention, MultiHeadAttention
 from layer_cases import LAYERS, Case, TextbookAdditive, TextbookDot, TextbookMultiHead, close, every_layer
 
 pytestmark = pytest.mark.usefixtures("torch_seed")

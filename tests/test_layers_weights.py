@@ -13,10 +13,7 @@ import torch
 from torch import Tensor
 
 import attnscore as ats
-from attnscore.layers.torch import (
-    DotProductAttention,
-    MultiHeadAttention,
-)
+from attnscore.layers.torch import DotProductAttention, MultiHeadAttention
 from layer_cases import BATCH, Case, close, every_layer
 
 pytestmark = pytest.mark.usefixtures("torch_seed")

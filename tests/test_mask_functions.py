@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import attnscore as ats
-from attnscore.masking import functions
-from attnscore.masking.known import Known
-from attnscore.pose import pose
+from attnscore.core.problem import build_problem
+from attnscore.masks import function as mask_function
+from attnscore.masks.cached import CachedMask
 from cases import AUTOMATIC, needs_native
 
 RNG = np.random.default_rng(3)
@@ -129,7 +129,7 @@ def test_heads_are_query_heads_also_where_they_share_keys() -> None:
 @pytest.mark.parametrize("strip", [1, 20, 2**20])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_intervals_do_not_depend_on_the_strips(strip: int, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functions, "STRIP", strip)
+    monkeypatch.setattr(mask_function, "STRIP", strip)
     ids = np.sort(RNG.integers(0, 4, (batch, 17)), axis=1)
     mask = ats.MaskFunction(same_document, (ids,))
     found = mask.intervals(17, 17, batch)
@@ -154,20 +154,20 @@ def test_odd_lengths(lengths: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("strip", [1, 60, 2**20])
 def test_a_few_pieces_a_row(strip: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functions, "STRIP", strip)
+    monkeypatch.setattr(mask_function, "STRIP", strip)
     mask = ats.MaskFunction(sinks)
-    found = mask.pieces(23, 23, 2)
+    found = mask.interval_set(23, 23, 2)
     assert found is not None and found.start.shape == (2, 1, 23) and mask.intervals(23, 23, 2) is None
     keys = np.arange(23)
     seen = ((keys >= found.start[..., None]) & (keys < found.stop[..., None])).any(0)
     np.testing.assert_array_equal(seen, mask.materialize(23, 23))
     # More pieces than a row of a kernel looks at.
-    assert ats.MaskFunction(scattered).pieces(40, 40) is None
+    assert ats.MaskFunction(scattered).interval_set(40, 40) is None
 
 
 def test_the_last_strip_may_have_fewer_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functions, "STRIP", 1)
-    found = ats.MaskFunction(lambda b, h, i, j: (i >= 3) | (j != 2)).pieces(5, 6)
+    monkeypatch.setattr(mask_function, "STRIP", 1)
+    found = ats.MaskFunction(lambda b, h, i, j: (i >= 3) | (j != 2)).interval_set(5, 6)
     assert found is not None and found.start[:, 0, :].tolist() == [[0] * 5, [3, 3, 3, 6, 6]]
     assert found.stop[:, 0, :].tolist() == [[2, 2, 2, 6, 6], [6] * 5]
 
@@ -202,10 +202,10 @@ def test_nothing_is_remembered_of_a_mask_that_is_gone() -> None:
     mask = ats.MaskFunction(window)
     ats.attend(*arrays(), mask=mask)
     gc.collect()
-    before = len(functions._FOUND)
+    before = len(mask_function._FOUND)
     del mask
     gc.collect()
-    assert len(functions._FOUND) == before - 1
+    assert len(mask_function._FOUND) == before - 1
 
 
 @needs_native
@@ -216,7 +216,7 @@ def test_native_kernels_take_what_is_intervals() -> None:
     assert ats.explain(*given, mask=ats.MaskFunction(window) & ats.KeyPadding(np.ones((2, 40)) > 0)).kernel == AUTOMATIC
     assert ats.explain(*given, mask=ats.MaskFunction(scattered)).kernel == AUTOMATIC
     assert ats.explain(*given, mask=ats.MaskFunction(per_head)).kernel == AUTOMATIC
-    assert isinstance(pose(*given, mask=ats.MaskFunction(window))[0].mask, Known)
+    assert isinstance(build_problem(*given, mask=ats.MaskFunction(window))[0].mask, CachedMask)
 
 
 def test_tiles_are_skipped() -> None:
@@ -230,7 +230,7 @@ def test_memory_is_a_strip() -> None:
     found = ats.MaskFunction(lambda b, h, q, k: key_of(k) <= q).intervals(4096, 4096)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert found is not None and peak < 16 * functions.STRIP
+    assert found is not None and peak < 16 * mask_function.STRIP
 
 
 def key_of(x: Any) -> Any:
@@ -297,14 +297,14 @@ def test_jax_programs_skip_tiles_by_arrays_that_are_known() -> None:
     ids, kinds = jnp.sort(jnp.asarray(RNG.integers(0, 3, (2, 9))), axis=1), []
 
     def traced(*given: Any) -> Any:
-        problem, _ = pose(*given, mask=ats.MaskFunction(same_document, (ids,)))
+        problem, _ = build_problem(*given, mask=ats.MaskFunction(same_document, (ids,)))
         kinds.append(type(problem.mask))
         return ats.attend(*given, mask=ats.MaskFunction(same_document, (ids,)))
 
     given = [jnp.asarray(x) for x in arrays()]
     wanted = ats.attend(*given, mask=ats.Documents(ids))
     np.testing.assert_allclose(jax.jit(traced)(*given), wanted, atol=1e-6)
-    assert kinds == [Known]
+    assert kinds == [CachedMask]
 
 
 def test_torch_transforms_and_compiler() -> None:

@@ -142,7 +142,7 @@ def test_2048_tokens_in_a_process_of_its_own(kernel: str, framework: str) -> Non
 @pytest.mark.parametrize("score", ["scaled_dot", "additive-tanh", "gaussian-one", "cosine", "own-tile_gradient"])
 def test_peak_grows_with_the_length_and_not_its_square(score: str, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes that NumPy allocates, forward and backward with statistics, at 200 and 800 tokens."""
-    monkeypatch.setattr("attnscore.tiling.TILE_SCORES", 2**11)
+    monkeypatch.setattr("attnscore.core.tiling.TILE_SCORES", 2**11)
     row = SCORE[score]
     peaks = [_numpy_peak(row, mask, tokens, "streaming") for tokens in (200, 800)]
     # Four times the length: four times the memory, where a matrix would take sixteen times.

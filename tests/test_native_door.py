@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import attnscore as ats
-from attnscore.recall import Memory
+from attnscore.core.cache import BoundedCache
 from native_cases import GRADIENTS, INPUTS, native
 from own_scores import OwnPlain
 
@@ -33,9 +33,11 @@ class Watched:
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     found = Watched()
-    monkeypatch.setattr("attnscore.kernels.native._native", found)
-    monkeypatch.setattr("attnscore.kernels.native.Native.plain", lambda *_: None)  # what is prepared passes by it
-    monkeypatch.setattr("attnscore.recipes._RECIPES", Memory())
+    monkeypatch.setattr("attnscore.kernels.native.kernel._native", found)
+    monkeypatch.setattr(
+        "attnscore.kernels.native.kernel.Native.plain", lambda *_: None
+    )  # what is prepared passes by it
+    monkeypatch.setattr("attnscore.core.recipes._RECIPES", BoundedCache())
     return found
 
 

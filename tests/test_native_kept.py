@@ -14,10 +14,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import attnscore as ats
-from attnscore import recipes
-from attnscore.kernels import native as door
-from attnscore.kernels import native_inputs
-from attnscore.recall import Memory
+from attnscore.core import recipes
+from attnscore.core.cache import BoundedCache
+from attnscore.kernels.native import kernel as door
+from attnscore.kernels.native import operands
 from native_cases import native
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -66,14 +66,14 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             native.backward(*arguments)
 
     monkeypatch.setattr(door, "_native", Watched())
-    monkeypatch.setattr(recipes, "_RECIPES", Memory())  # what is prepared passes by it
+    monkeypatch.setattr(recipes, "_RECIPES", BoundedCache())  # what is prepared passes by it
     return seen
 
 
 @pytest.fixture
 def old_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that is not cleared holds NaN."""
-    aligned = native_inputs.aligned
+    aligned = operands.aligned
 
     def dirty(make: Any, shape: Any, dtype: str) -> np.ndarray:
         x = aligned(make, shape, dtype)
@@ -81,7 +81,7 @@ def old_memory(monkeypatch: pytest.MonkeyPatch) -> None:
             x.fill(np.nan)
         return x
 
-    monkeypatch.setattr(native_inputs, "aligned", dirty)
+    monkeypatch.setattr(operands, "aligned", dirty)
 
 
 def inputs(dtype: str = "f8") -> list[np.ndarray]:
@@ -159,7 +159,7 @@ def test_the_most_that_is_kept(most: int, keeps: bool, handed: list[Any], monkey
 
 
 def test_the_bound_is_a_few_megabytes() -> None:
-    assert door.KEPT_PAIRS * 8 <= 2**23
+    assert door.MAX_SAVED_SCORES * 8 <= 2**23
 
 
 @pytest.mark.parametrize(

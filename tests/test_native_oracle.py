@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attnscore as ats
-from attnscore.kernels.native import KEPT_PAIRS
+from attnscore.kernels.native.kernel import MAX_SAVED_SCORES
 from cases import MASK, SCORE, SCORES, Sizes
 from native_cases import native
 from runs import EPS, EXTRAS, STATISTICS, Call, array, build_call, dtype_of
@@ -137,15 +137,15 @@ def problems_drawn(draw: Any) -> tuple[Call, str, str]:
     return call, draw(st.sampled_from(tuple(LAYOUTS)), label="layout"), draw(st.sampled_from(TARGETS), label="target")
 
 
-def hold(drawn: tuple[Call, str, str], keeps_scores: bool) -> None:
+def hold(drawn: tuple[Call, str, str], saves_scores: bool) -> None:
     call, layout, target = drawn
     native.select(target)
-    kept_pairs = KEPT_PAIRS if keeps_scores else 0
+    kept_pairs = MAX_SAVED_SCORES if saves_scores else 0
     names = [name for name in ("query", "key", "value", "bias") if getattr(call, name) is not None]
     laid = {name: LAYOUTS[layout](getattr(call, name)) for name in names}
     # Nothing that is drawn may fall to another kernel.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("attnscore.kernels.native.KEPT_PAIRS", kept_pairs)
+        patch.setattr("attnscore.kernels.native.kernel.KEPT_PAIRS", kept_pairs)
         got = dataclasses.replace(call, **laid).numpy(kernel="native")
     found = problems(call, got, slack_of(target), by_score=True)
     where = f"{target}, {layout}, {call.score.name}, {call.dtype}, {call.query.shape}, {call.key.shape}"
@@ -154,15 +154,15 @@ def hold(drawn: tuple[Call, str, str], keeps_scores: bool) -> None:
 
 @settings(law, max_examples=150)
 @given(problems_drawn(), st.booleans())
-def test_against_the_oracle(drawn: tuple[Call, str, str], keeps_scores: bool) -> None:
-    hold(drawn, keeps_scores)
+def test_against_the_oracle(drawn: tuple[Call, str, str], saves_scores: bool) -> None:
+    hold(drawn, saves_scores)
 
 
 @pytest.mark.slow
 @settings(law, max_examples=1000)
 @given(problems_drawn(), st.booleans())
-def test_against_the_oracle_at_length(drawn: tuple[Call, str, str], keeps_scores: bool) -> None:
-    hold(drawn, keeps_scores)
+def test_against_the_oracle_at_length(drawn: tuple[Call, str, str], saves_scores: bool) -> None:
+    hold(drawn, saves_scores)
 
 
 # ---- trees of masks, and every kernel's answer to them ----

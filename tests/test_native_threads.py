@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import attnscore as ats
-from attnscore.recall import Memory
+from attnscore.core.cache import BoundedCache
 from native_cases import Case, native, same
 
 # JAX, which other tests have imported into this process, warns of every fork; the children here do not call it.
@@ -36,7 +36,7 @@ def answer(threads: int, **options: Any) -> tuple[np.ndarray, ...]:
 @pytest.mark.parametrize("threads", [2, 3, 7, 100])
 @pytest.mark.parametrize(
     "form",
-    [{"form": "inner"}, {"form": "additive"}, {"form": "additive", "keeps_scores": True}],
+    [{"form": "inner"}, {"form": "additive"}, {"form": "additive", "saves_scores": True}],
     ids=["inner", "additive", "additive, kept"],
 )
 @pytest.mark.parametrize(
@@ -207,8 +207,8 @@ def test_called_from_torch_it_takes_the_threads_of_torch(monkeypatch: pytest.Mon
         def prepared(self, *arguments: Any) -> Any:
             return Plain(native.prepared(*arguments))
 
-    monkeypatch.setattr("attnscore.kernels.native._native", Watched())
-    monkeypatch.setattr("attnscore.recipes._RECIPES", Memory(8))
+    monkeypatch.setattr("attnscore.kernels.native.kernel._native", Watched())
+    monkeypatch.setattr("attnscore.core.recipes._RECIPES", BoundedCache(8))
     before = torch.get_num_threads(), ats.get_num_threads()
     try:
         torch.set_num_threads(3)

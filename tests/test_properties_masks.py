@@ -11,10 +11,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import attnscore as ats
-from attnscore import frameworks, tiling
-from attnscore.grid import Grid
-from attnscore.masking import Pieces, split
-from attnscore.masking.pieces import MOST
+from attnscore import backends
+from attnscore.core import tiling
+from attnscore.core.layout import ScoreShape
+from attnscore.masks import IntervalSet, split
+from attnscore.masks.intervals import MOST
 from strategies import HostArray, law, leaves, masks
 
 Sizes = tuple[int, int, int]
@@ -74,14 +75,14 @@ def from_intervals(intervals: Any, sizes: Sizes) -> HostArray:
     return np.broadcast_to(seen, (batch, query_len, key_len))
 
 
-def from_pieces(pieces: Pieces, sizes: Sizes) -> HostArray:
+def from_pieces(interval_set: IntervalSet, sizes: Sizes) -> HostArray:
     """Also as the native module reads them: an interval less its holes."""
-    ends = list(zip(pieces.start, pieces.stop, strict=True))
+    ends = list(zip(interval_set.start, interval_set.stop, strict=True))
     seen = np.logical_or.reduce([from_intervals(pair, sizes) for pair in ends])
     for (_, stop), (start, last) in pairwise(ends):
         # In order, apart, and the empty ones behind.
         assert ((start > stop) | (start == last)).all()
-    around, *holes = zip(*pieces.with_holes, strict=True) if len(ends) > 1 else [pieces.with_holes]
+    around, *holes = zip(*interval_set.with_holes, strict=True) if len(ends) > 1 else [interval_set.with_holes]
     less = from_intervals(around, sizes)
     for hole in holes:
         less = less & ~from_intervals(hole, sizes)
@@ -94,11 +95,11 @@ def from_pieces(pieces: Pieces, sizes: Sizes) -> HostArray:
 def test_pieces_equal_the_array(drawn: Any) -> None:
     """And whatever can be few pieces is."""
     sizes, (mask,) = drawn
-    pieces, array = mask.pieces(*sizes), full(mask, sizes)
-    if pieces is not None:
-        assert np.array_equal(from_pieces(pieces, sizes), array)
+    interval_set, array = mask.interval_set(*sizes), full(mask, sizes)
+    if interval_set is not None:
+        assert np.array_equal(from_pieces(interval_set, sizes), array)
         most = int((np.diff(np.pad(array, ((0, 0), (0, 0), (1, 0))).astype(int), axis=-1) == 1).sum(-1).max(initial=0))
-        assert not array.size or pieces.count == max(1, most) <= MOST
+        assert not array.size or interval_set.count == max(1, most) <= MOST
         assert not array.size or (mask.intervals(*sizes) is None) == (most > 1)
     else:
         assert "Dense" in repr(mask) or "Documents" in repr(mask)
@@ -107,19 +108,19 @@ def test_pieces_equal_the_array(drawn: Any) -> None:
 def test_more_pieces_than_the_most_are_none() -> None:
     keys = ats.KeyPadding(np.arange(4 * MOST)[None] % 2 == 0)
     few = keys & ats.ValidLens(2 * MOST)
-    assert keys.pieces(3, 4 * MOST) is None and (~keys).pieces(3, 4 * MOST) is None
-    assert few.pieces(3, 4 * MOST) is None  # its parts are not known
+    assert keys.interval_set(3, 4 * MOST) is None and (~keys).interval_set(3, 4 * MOST) is None
+    assert few.interval_set(3, 4 * MOST) is None  # its parts are not known
     few = ats.KeyPadding(np.arange(4 * MOST)[None] < 2 * MOST) & keys
     assert split(few, 3, 4 * MOST, 1)[0] is not None
     alternate = ats.KeyPadding(np.arange(2 * MOST)[None] % 2 == 0)
-    found = alternate.pieces(3, 2 * MOST)
+    found = alternate.interval_set(3, 2 * MOST)
     assert found is not None and found.count == MOST
-    whole = (alternate | ats.KeyRange(2 * MOST - 1, 2 * MOST)).pieces(3, 2 * MOST)
+    whole = (alternate | ats.KeyRange(2 * MOST - 1, 2 * MOST)).interval_set(3, 2 * MOST)
     assert whole is not None and whole.count == MOST
     # Kept for the tiles as far as it goes.
     both = ats.KeyRange(0, 20) & (ats.KeyRange(1, 5) | ats.KeyRange(8, 30)) & ~ats.KeyRange(10, 12)
-    pieces, rest = split(both, 2, 40, 1)
-    assert rest is None and pieces is not None and pieces.count == 3
+    interval_set, rest = split(both, 2, 40, 1)
+    assert rest is None and interval_set is not None and interval_set.count == 3
 
 
 @law
@@ -148,10 +149,10 @@ def test_single_masks_are_intervals(drawn: Any) -> None:
 @given(some())
 def test_pieces_and_rest_equal_the_array(drawn: Any) -> None:
     sizes, (mask,) = drawn
-    pieces, rest = split(mask, *sizes)
+    interval_set, rest = split(mask, *sizes)
     whole = np.ones((sizes[2], sizes[0], sizes[1]), bool)
-    if pieces is not None:
-        whole &= from_pieces(pieces, sizes)
+    if interval_set is not None:
+        whole &= from_pieces(interval_set, sizes)
     if rest is not None:
         whole &= full(rest, sizes)
     assert np.array_equal(whole, full(mask, sizes))
@@ -163,7 +164,7 @@ def test_any_block_is_cut_from_the_array(drawn: Any, data: st.DataObject) -> Non
     (query_len, key_len, batch), (mask,) = drawn
     rows = data.draw(st.lists(st.integers(0, max(0, query_len - 1)), max_size=4 if query_len else 0))
     cols = data.draw(st.lists(st.integers(0, max(0, key_len - 1)), max_size=4 if key_len else 0))
-    ops, grid = frameworks.load("numpy"), Grid((batch,), 1, 1, query_len, key_len, has_heads=False)
+    ops, grid = backends.load("numpy"), ScoreShape((batch,), 1, 1, query_len, key_len, has_heads=False)
     block = mask.visible(ops, grid, np.array(rows, int).reshape(-1, 1), np.array(cols, int).reshape(1, -1))
     found = np.broadcast_to(block, (batch, 1, 1, len(rows), len(cols)))[:, 0, 0]
     assert np.array_equal(found, full(mask, (query_len, key_len, batch))[:, rows][:, :, cols])
@@ -197,9 +198,9 @@ def test_a_plan_skips_nothing_that_is_seen_and_tests_all_that_is_partial(
 
 
 def _plan(query: HostArray, key: HostArray, mask: ats.Mask, tile: tuple[int, int]) -> tiling.TilePlan:
-    from attnscore.pose import pose
+    from attnscore.core.problem import build_problem
 
-    problem, _ = pose(query, key, key, mask=mask)
+    problem, _ = build_problem(query, key, key, mask=mask)
     return tiling.plan(problem, tile)
 
 

@@ -206,15 +206,15 @@ def test_scores_and_masks_are_frozen_dataclasses_compared_by_identity(name: str)
 
 
 def test_registered_names() -> None:
-    from attnscore import scoring
+    from attnscore import scores
 
-    assert {"dot", "scaled_dot", "gaussian", "cosine", "sum"} <= set(scoring.registered())
+    assert {"dot", "scaled_dot", "gaussian", "cosine", "sum"} <= set(scores.registered())
 
 
 def test_a_registered_score_works_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    from attnscore import scoring
+    from attnscore import scores
 
-    monkeypatch.setattr(scoring, "_TABLE", dict(scoring._TABLE))
+    monkeypatch.setattr(scores, "_TABLE", dict(scores._TABLE))
 
     class Ones:
         def tile(self, ops: Any, query: Any, key: Any) -> Any:

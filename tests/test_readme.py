@@ -28,7 +28,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnscore import kernels, scoring
+from attnscore import kernels, scores
 from cases import AUTOMATIC
 from shown import WordsAndNumbers
 
@@ -89,7 +89,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModuleTyp
     """An empty module to run in, and a library and a folder that forget what was done to them."""
     module = ModuleType("document")
     monkeypatch.setitem(sys.modules, "document", module)
-    monkeypatch.setattr(scoring, "_TABLE", dict(scoring._TABLE))
+    monkeypatch.setattr(scores, "_TABLE", dict(scores._TABLE))
     monkeypatch.setattr(kernels, "_TABLE", dict(kernels._TABLE))
     monkeypatch.setenv("MPLBACKEND", "Agg")
     monkeypatch.chdir(tmp_path)

@@ -15,9 +15,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import attnscore as ats
-from attnscore import api, recipes, scoring, tiling
-from attnscore.masking import Mask, known
-from attnscore.recall import Memory
+from attnscore import api, scores
+from attnscore.core import recipes, tiling
+from attnscore.core.cache import BoundedCache
+from attnscore.masks import Mask, cached
 
 # Only the native kernel is prepared; without it the same calls go the checked path.
 NATIVE = ats.available()["kernels"]["native"] is None
@@ -35,7 +36,7 @@ def _inputs(queries: int = 4, keys: int = 6) -> list[torch.Tensor]:
 
 
 def test_the_oldest_answer_makes_room() -> None:
-    memory: Memory[int] = Memory(room=2)
+    memory: BoundedCache[int] = BoundedCache(maxsize=2)
     asked: list[int] = []
 
     def ask(key: int) -> int:
@@ -43,14 +44,14 @@ def test_the_oldest_answer_makes_room() -> None:
             asked.append(key)
             return 10 * key
 
-        return memory.recall(key, work)
+        return memory.get_or_compute(key, work)
 
     assert [ask(key) for key in (1, 2, 1, 3, 2, 1)] == [10, 20, 10, 30, 20, 10]
     assert asked == [1, 2, 3, 1]
 
 
 def test_what_raises_has_no_hash_or_no_key_is_not_remembered() -> None:
-    memory: Memory[int] = Memory()
+    memory: BoundedCache[int] = BoundedCache()
     answers = iter(range(10))
 
     def fails() -> int:
@@ -58,8 +59,8 @@ def test_what_raises_has_no_hash_or_no_key_is_not_remembered() -> None:
 
     for expected in ("0", "1"):
         with pytest.raises(ValueError, match=expected):
-            memory.recall("key", fails)
-    assert [memory.recall(key, lambda: next(answers)) for key in (None, None, [], [], "key", "key")] == [
+            memory.get_or_compute("key", fails)
+    assert [memory.get_or_compute(key, lambda: next(answers)) for key in (None, None, [], [], "key", "key")] == [
         2,
         3,
         4,
@@ -130,9 +131,9 @@ def test_lengths_changed_in_place_are_new_lengths(mask: Callable[[Any], Any]) ->
 
 def test_a_name_means_the_score_that_it_stands_for_now(monkeypatch: pytest.MonkeyPatch) -> None:
     arrays, scale = _inputs(), 1.0
-    monkeypatch.setitem(scoring._TABLE, "varied", lambda: ats.ScaledDot(scale))
+    monkeypatch.setitem(scores._TABLE, "varied", lambda: ats.ScaledDot(scale))
     for cls in (ats.Dot, ats.ScaledDot, ats.Cosine):
-        monkeypatch.setitem(scoring._TABLE, "named", cls)
+        monkeypatch.setitem(scores._TABLE, "named", cls)
         torch.testing.assert_close(ats.attend(*arrays, score="named"), ats.attend(*arrays, score=cls()))
     for scale in (2.0, -2.0):
         torch.testing.assert_close(ats.attend(*arrays, score="varied"), ats.attend(*arrays, score=ats.ScaledDot(scale)))
@@ -181,7 +182,7 @@ def test_masks_that_differ_in_one_field_share_no_cache_entry(name: str) -> None:
 
 
 def test_every_field_of_a_cached_mask_has_such_a_pair() -> None:
-    fields = {f"{kind.__name__}.{name}" for kind, names in known._FIELDS.items() for name in names}
+    fields = {f"{kind.__name__}.{name}" for kind, names in cached._FIELDS.items() for name in names}
     assert fields | {"the class"} == set(MASKS_THAT_DIFFER)
 
 
@@ -191,7 +192,7 @@ def test_a_known_mask_is_the_mask() -> None:
     assert repr(mask) in str(ats.explain(*arrays, mask=mask))
     outs = [ats.attend(*arrays, mask=mask, kernel=kernel) for kernel in ("streaming", "dense")]
     torch.testing.assert_close(*outs)
-    long = torch.zeros(1, known.MOST_ROWS + 1, 2)
+    long = torch.zeros(1, cached.MAX_ROWS + 1, 2)
     assert ats.attend(long, long, long, mask=ats.SlidingWindow(0, 0)).shape == long.shape
 
 
@@ -310,11 +311,11 @@ def test_an_additive_score_that_projects_is_not_prepared() -> None:
 
 
 def test_a_named_score_with_weights_of_its_own_is_not_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Own(scoring.Additive):
+    class Own(scores.Additive):
         def __init__(self) -> None:
             super().__init__(torch.ones(5))
 
-    monkeypatch.setitem(scoring._TABLE, "own", Own)
+    monkeypatch.setitem(scores._TABLE, "own", Own)
     arrays = _inputs()
     wanted = ats.attend(*arrays, score=ats.Additive(torch.ones(5)), kernel="dense")
     for _ in range(3):
@@ -323,7 +324,7 @@ def test_a_named_score_with_weights_of_its_own_is_not_prepared(monkeypatch: pyte
 
 def test_a_gaussian_as_an_inner_product_is_not_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its norms are made of the numbers of each call."""
-    monkeypatch.setattr("attnscore.scoring.gaussian.INNER_TERMS", 0)
+    monkeypatch.setattr("attnscore.scores.gaussian.INNER_TERMS", 0)
     arrays = _inputs()
     wanted = ats.attend(*arrays, score="gaussian", kernel="dense")
     for _ in range(2):
@@ -555,7 +556,7 @@ def test_a_call_on_a_tape_inside_a_transform_that_does_not_touch_it(
     transform: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether it is the first of its kind, or one that would be prepared outside."""
-    monkeypatch.setattr(recipes, "_RECIPES", Memory())
+    monkeypatch.setattr(recipes, "_RECIPES", BoundedCache())
     arrays = [x.requires_grad_() for x in _inputs()]
     out, scale = ats.attend(*arrays, kernel="streaming"), torch.tensor(2.0)
     wanted = torch.autograd.grad(out.sum(), arrays)
@@ -575,7 +576,7 @@ def test_a_call_on_a_tape_inside_a_transform_that_does_not_touch_it(
 @pytest.mark.parametrize("forgets", [False, True])
 def test_a_prepared_call_under_a_checkpoint(reentrant: bool, forgets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of its kind keeps what the others keep, which is computed again and compared."""
-    monkeypatch.setattr(recipes, "_RECIPES", Memory(1))
+    monkeypatch.setattr(recipes, "_RECIPES", BoundedCache(1))
     arrays = [x.requires_grad_() for x in _inputs()]
     wanted = torch.autograd.grad(ats.attend(*arrays, kernel="streaming").square().sum(), arrays)
     for _ in range(2):

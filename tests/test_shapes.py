@@ -167,7 +167,7 @@ def test_lengths(queries: int, keys: int, framework: str) -> None:
 @frameworks
 @pytest.mark.parametrize("tile", [1, 2, 3, 5, 6, 16])
 def test_tiles_that_do_not_divide(tile: int, framework: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnscore.tiling.SMALLEST_TILE", tile)
+    monkeypatch.setattr("attnscore.core.tiling.SMALLEST_TILE", tile)
     for case in ANY_SIZE:
         call = build_call(SCORE["scaled_dot"], case, "float64", "bias-sink", Sizes(queries=11, keys=13))
         call.check(call.run(framework))

@@ -18,7 +18,7 @@ import pytest
 import tensorflow as tf
 
 import attnscore as ats
-from attnscore.kernels import native
+from attnscore.kernels.native import kernel
 from cases import DTYPES, in_turn, needs_native
 from runs import EXTRAS, make_call
 
@@ -46,8 +46,8 @@ class Counted:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How often the native forward and backward ran."""
-    counted = Counted(native._native)
-    monkeypatch.setattr(native, "_native", counted)
+    counted = Counted(kernel._native)
+    monkeypatch.setattr(kernel, "_native", counted)
     return counted.calls
 
 
@@ -152,7 +152,7 @@ def test_buffers_go_in_and_out_as_they_lie(monkeypatch: pytest.MonkeyPatch) -> N
             seen.append((found[0].ctypes.data % 64, arrays[0].flags.owndata))
             return super().forward(score, arrays, found, *rest)
 
-    monkeypatch.setattr(native, "_native", Watching(native._native))
+    monkeypatch.setattr(kernel, "_native", Watching(kernel._native))
     x = tf.ones((1, 1, 512, 64))
     tf.function(lambda x: ats.attend(x, x, x))(x)
     ats.attend(x, x, x, return_stats=True)  # a plain call is prepared, and passes by the door

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 import attnscore as ats
-from attnscore import scoring
+from attnscore import scores
 from attnscore.layers import torch as layers
-from attnscore.scoring import contract
+from attnscore.scores import base
 from own_scores import OwnPlain
 
 BATCH, HEADS, QUERIES, KEYS, DIM, HIDDEN = 2, 2, 5, 7, 4, 3
@@ -30,7 +30,7 @@ BATCH, HEADS, QUERIES, KEYS, DIM, HIDDEN = 2, 2, 5, 7, 4, 3
 def fresh_compiler(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.manual_seed(0)
     # What an earlier call has learnt is not there where a layer is compiled first.
-    monkeypatch.setattr(contract, "_FIELD_NAMES", {})
+    monkeypatch.setattr(base, "_FIELD_NAMES", {})
     torch.compiler.reset()
     yield
     torch.compiler.reset()
@@ -241,7 +241,7 @@ def test_forward_mode_is_not_lost() -> None:
 
 
 def test_a_registered_name_may_mean_a_wrapper_around_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scoring, "_TABLE", dict(scoring._TABLE))
+    monkeypatch.setattr(scores, "_TABLE", dict(scores._TABLE))
     ats.register_score("capped", lambda: ats.SoftCap("dot", 3.0))
     leaves = inputs()
 

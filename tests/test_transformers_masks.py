@@ -15,8 +15,8 @@ import attnscore as ats
 from attnscore.integrations import transformers_masks
 from attnscore.integrations.transformers import attention_forward, attention_mask, register
 from attnscore.integrations.transformers_masks import StructuredMask
-from attnscore.masking import MaskFunction
-from attnscore.masking.contract import And
+from attnscore.masks import MaskFunction
+from attnscore.masks.base import And
 from transformers_cases import make
 
 NAME = register()
@@ -102,8 +102,8 @@ def test_patterns_become_intervals_where_they_are(name: str) -> None:
     made = attention_mask(2, 10, 10, mask_function=pattern, **options)
     x = torch.zeros(2, 1, 10, 2)
     explained = ats.explain(x, x, x, mask=made.structure)
-    assert explained.plan.pieces is not None and explained.plan.rest is None
-    assert (explained.plan.pieces.count > 1) == (name == "user-or")
+    assert explained.plan.interval_set is not None and explained.plan.rest is None
+    assert (explained.plan.interval_set.count > 1) == (name == "user-or")
 
 
 def test_what_is_known_is_transformers_own_code(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,13 @@
 Importing this imports NumPy alone; frameworks are reached through the arrays that the caller brings.
 """
 
+from attnscore.analysis.explain import Cost, available, cost, explain
+from attnscore.analysis.functional import masked_softmax, merge, softmax_jacobian, softmax_pullback
+from attnscore.analysis.summaries import TopWeights, key_mass, pooled_weights, top_weights
+from attnscore.analysis.weights import attention_scores, attention_weights
 from attnscore.api import Gradients, attend, attend_vjp
-from attnscore.blocks import attention_scores, attention_weights
-from attnscore.costs import Cost, available, cost, explain
+from attnscore.core.statistics import AttentionStats
+from attnscore.core.threads import get_num_threads, set_num_threads
 from attnscore.errors import (
     ArgumentError,
     AttnscoreError,
@@ -16,9 +20,7 @@ from attnscore.errors import (
     MaskError,
     ShapeError,
 )
-from attnscore.functional import masked_softmax, merge, softmax_jacobian, softmax_pullback
-from attnscore.maps import TopWeights, key_mass, pooled_weights, top_weights
-from attnscore.masking import (
+from attnscore.masks import (
     Causal,
     Dense,
     Documents,
@@ -30,7 +32,7 @@ from attnscore.masking import (
     SlidingWindow,
     ValidLens,
 )
-from attnscore.scoring import (
+from attnscore.scores import (
     Additive,
     Bilinear,
     Cosine,
@@ -42,8 +44,6 @@ from attnscore.scoring import (
     Temperature,
     register_score,
 )
-from attnscore.statistics import AttentionStats
-from attnscore.threads import get_num_threads, set_num_threads
 
 __version__ = "0.1.0"
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
-from attnscore import blocks, frameworks, kernels, recipes, tiling
-from attnscore.checks import shown
-from attnscore.engine import Result
+from attnscore import backends, kernels
+from attnscore.analysis import weights as blocks
+from attnscore.backends.base import Array, sum_to
+from attnscore.core import recipes, tiling
+from attnscore.core.arguments import shown
+from attnscore.core.problem import Problem, build_problem, check_flag, wanted_statistics
+from attnscore.core.statistics import AttentionStats
+from attnscore.core.tiled import Result
 from attnscore.errors import ArgumentError, FrameworkError, KernelUnavailable, message
-from attnscore.frameworks.contract import Array, sum_to
-from attnscore.kernels import Run
-from attnscore.pose import check_flag, pose, wanted_statistics
-from attnscore.problem import Problem
-from attnscore.scoring import ScoreGradients, arrays_of
-from attnscore.scoring.contract import Pullback
-from attnscore.statistics import AttentionStats
+from attnscore.kernels import AttentionOp
+from attnscore.scores import ScoreGradients, arrays_of
+from attnscore.scores.base import Pullback
 
 
 def attend(
@@ -87,7 +88,7 @@ def attend(
     <BLANKLINE>
            [[10., 11., 12., 13.]]])
     """
-    if (compiled := frameworks.compiled()) is not None:
+    if (compiled := backends.compiled()) is not None:
         return compiled(
             query, key, value, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink, dropout=dropout,
             seed=seed, head_axis=head_axis, kernel=kernel, return_weights=return_weights, return_stats=return_stats,
@@ -99,8 +100,8 @@ def attend(
     if (recipe := recipes.find(name)) is not None:
         return recipe(query, key, value, score)
     statistics, flag = wanted_statistics(return_stats), check_flag("return_weights", return_weights)
-    with frameworks.of({"query": query}).quiet():
-        problem, _ = pose(
+    with backends.of({"query": query}).numeric_scope():
+        problem, _ = build_problem(
             query, key, value, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink,
             dropout=dropout, seed=seed, head_axis=head_axis, statistics=statistics,
             matrix="weights" if flag else None,
@@ -108,16 +109,16 @@ def attend(
         plan, chosen = tiling.planned(problem), kernels.choose(kernel, problem)
         if (recipe := recipes.keep(name, (query, key, value), chosen, problem, plan)) is not None:
             return recipe(query, key, value, score)
-        result = Run(chosen, problem, plan)()
+        result = AttentionOp(chosen, problem, plan)()
         return _present(problem, result, bool(statistics))
 
 
 def _present(problem: Problem, result: Result, return_stats: bool) -> Any:
     """The result on the caller's axes."""
     ops, layout = problem.ops, problem.layout
-    answer: list[Any] = [layout.outward(ops, result.out)]
+    answer: list[Any] = [layout.from_canonical(ops, result.out)]
     if problem.matrix is not None:
-        answer.append(layout.outward_scores(ops, ops.astype(result.matrix, problem.dtype)))
+        answer.append(layout.scores_from_canonical(ops, ops.astype(result.matrix, problem.dtype)))
     if return_stats:
         answer.append(present_statistics(problem, result))
     return answer[0] if len(answer) == 1 else tuple(answer)
@@ -127,7 +128,7 @@ def present_statistics(problem: Problem, result: Result) -> AttentionStats:
     """The statistics that were asked for, on the caller's axes."""
     return AttentionStats(
         **{
-            name: problem.layout.outward_rows(problem.ops, result.statistics[name][..., 0])
+            name: problem.layout.rows_from_canonical(problem.ops, result.statistics[name][..., 0])
             for name in problem.statistics
         }
     )
@@ -189,19 +190,19 @@ def attend_vjp(
     >>> pullback(np.ones_like(out)).value[:, 0]
     array([0.25, 0.25, 0.25, 0.25])
     """
-    ops = frameworks.of({"query": query})
+    ops = backends.of({"query": query})
     if ops.has_autodiff:
         hint = "attend() is differentiable there by itself"
         raise FrameworkError(message("query", "a NumPy array", f"one of {ops.name}", hint=hint))
     statistics, flag = wanted_statistics(return_stats), check_flag("return_weights", return_weights)
-    with ops.quiet():
-        problem, score_pullback = pose(
+    with ops.numeric_scope():
+        problem, score_pullback = build_problem(
             query, key, value, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink,
             dropout=dropout, seed=seed, head_axis=head_axis, statistics=statistics,
             matrix="weights" if flag else None, pullback=True,
         )  # fmt: skip
-        run = Run(kernels.choose(kernel, problem), problem, tiling.plan(problem)).with_backward()
-        if not run.kernel.own_gradient:
+        run = AttentionOp(kernels.choose(kernel, problem), problem, tiling.plan(problem)).with_backward()
+        if not run.kernel.has_vjp:
             reason = "its gradient is autodiff through it, which NumPy has not"
             hint = "kernel='streaming' has one"
             raise KernelUnavailable(
@@ -220,12 +221,12 @@ def attend_vjp(
             )
         if grad_weights is not None and not flag:
             raise ArgumentError(message("grad_weights", "return_weights=True", "False"))
-        with ops.quiet():
+        with ops.numeric_scope():
             rows = {"grad_out": grad_out, "grad_log_sum_exp": grad_log_sum_exp}
             rows |= {"grad_entropy": grad_entropy} if "entropy" in statistics else {}
             rows |= {"grad_weights": grad_weights} if flag else {}
             incoming = [blocks.row_gradient(problem, name, grad) for name, grad in rows.items()]
-            found = run.backward(tuple(operands.values()), outputs[: run.kept_outputs], incoming)
+            found = run.backward(tuple(operands.values()), outputs[: run.saved_outputs], incoming)
             grads = dict(zip(operands, found, strict=True))
             return gradients(problem, cast(Pullback, score_pullback)(grads), grads, given)
 
@@ -236,8 +237,8 @@ def gradients(problem: Problem, by_score: ScoreGradients, grads: dict[str, Array
     """Gradients on the uniform axes as those of the caller's arrays, in their shapes and dtypes."""
     ops, layout = problem.ops, problem.layout
 
-    def outward(grad: Array, uniform: Array, name: str) -> Array:
-        grad = layout.gradient_outward(ops, sum_to(ops, grad, uniform.shape), given[name].shape)
+    def from_canonical(grad: Array, uniform: Array, name: str) -> Array:
+        grad = layout.gradient_from_canonical(ops, sum_to(ops, grad, uniform.shape), given[name].shape)
         return ops.astype(grad, ops.dtype(given[name]))
 
     def like(name: str) -> Array | None:
@@ -245,9 +246,9 @@ def gradients(problem: Problem, by_score: ScoreGradients, grads: dict[str, Array
 
     arrays = arrays_of(problem.score)
     return Gradients(
-        query=outward(by_score.query, problem.query, "query"),
-        key=outward(by_score.key, problem.key, "key"),
-        value=outward(grads["value"], problem.value, "value"),
+        query=from_canonical(by_score.query, problem.query, "query"),
+        key=from_canonical(by_score.key, problem.key, "key"),
+        value=from_canonical(grads["value"], problem.value, "value"),
         bias=like("bias"),
         sink=like("sink"),
         score={name: ops.astype(grad, ops.dtype(arrays[name])) for name, grad in by_score.arrays.items()},

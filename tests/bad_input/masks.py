@@ -10,7 +10,7 @@ import numpy as np
 
 import attnscore as ats
 from attnscore import MaskError
-from attnscore.masking import Pieces
+from attnscore.masks import IntervalSet
 from bad_input.table import Case, case
 
 _NAN, _INF = float("nan"), float("inf")
@@ -403,9 +403,11 @@ class _Custom(ats.Mask):
     def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Any:
         return self.ends(query_len, key_len, batch)
 
-    def pieces(self, query_len: int, key_len: int, batch: int = 1) -> Any:
+    def interval_set(self, query_len: int, key_len: int, batch: int = 1) -> Any:
         return (
-            super().pieces(query_len, key_len, batch) if self.parts is None else self.parts(query_len, key_len, batch)
+            super().interval_set(query_len, key_len, batch)
+            if self.parts is None
+            else self.parts(query_len, key_len, batch)
         )
 
     def check(self, ops: Any, grid: Any) -> None:
@@ -437,7 +439,7 @@ def _ends(start: Any, stop: Any) -> _Custom:
 def _parts(*ends: tuple[int, int]) -> _Custom:
     def parts(query_len: int, key_len: int, batch: int) -> Any:
         start, stop = (np.tile(np.array(x)[:, None, None], (1, 1, query_len)) for x in zip(*ends, strict=True))
-        return Pieces(start, stop)
+        return IntervalSet(start, stop)
 
     return _Custom(parts=parts)
 

@@ -13,8 +13,8 @@ import pytest
 from mxnet import autograd, np, npx
 
 import attnscore as ats
-from attnscore.frameworks import mxnet as ours
-from attnscore.frameworks import mxnet_tape
+from attnscore.backends.mxnet import backend as ours
+from attnscore.backends.mxnet import gradients
 from attnscore.testing import check_framework, check_score
 from own_scores import OwnAbsolute, OwnPlain
 
@@ -106,7 +106,7 @@ def test_same_kind_dtype_and_context_out_and_inputs_unchanged(dtype: str) -> Non
 
 
 def test_memory_is_shared_both_ways_and_outlives_its_owner() -> None:
-    ops = ours.MxnetFramework()
+    ops = ours.MxnetBackend()
     x = random(3, 4)
     view = ops.memory(x)
     x[1, 2] = 7.0
@@ -244,7 +244,7 @@ def test_statistics_carry_gradients_and_the_rest_none() -> None:
 
 def test_no_call_is_kept_that_nobody_will_ask_for() -> None:
     """The outputs of a call are held by its node, and the node by its outputs: neither may be held from elsewhere."""
-    before = len(mxnet_tape._RECORDED)
+    before = len(gradients._RECORDED)
     x = grown(*three())
     for _ in range(20):
         with autograd.record():
@@ -255,7 +255,7 @@ def test_no_call_is_kept_that_nobody_will_ask_for() -> None:
     del out
     gc.collect()
     mx.nd.waitall()
-    assert len(mxnet_tape._RECORDED) <= before + 1
+    assert len(gradients._RECORDED) <= before + 1
 
 
 def test_an_empty_row_and_nan_in_the_padding() -> None:

@@ -13,7 +13,7 @@ import torch
 
 from attnscore.layers import keras as layers
 from attnscore.layers.keras_parameters import torch_names
-from attnscore.masking import Mask
+from attnscore.masks import Mask
 from layer_cases import Case
 
 BACKEND = keras.backend.backend()

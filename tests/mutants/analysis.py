@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from mutants.fault import Fault
 
-_BLOCKS = "src/attnscore/blocks.py"
-_MAPS = "src/attnscore/maps.py"
-_LARGEST = "src/attnscore/largest.py"
-_FUNCTIONAL = "src/attnscore/functional.py"
-_COSTS = "src/attnscore/costs.py"
-_STATISTICS = "src/attnscore/statistics.py"
+_BLOCKS = "src/attnscore/analysis/weights.py"
+_MAPS = "src/attnscore/analysis/summaries.py"
+_LARGEST = "src/attnscore/analysis/topk.py"
+_FUNCTIONAL = "src/attnscore/analysis/functional.py"
+_COSTS = "src/attnscore/analysis/explain.py"
+_STATISTICS = "src/attnscore/core/statistics.py"
 _FILES = "src/attnscore/files.py"
 _SELECTED = "tests/test_blocks.py -k 'test_blocks and numpy and rows'"
 _TOP = "tests/test_maps.py -k 'top_weights_are'"
@@ -40,16 +40,16 @@ FAULTS: list[Fault] = [
     Fault(
         "blocks-mask-of-the-block",
         _BLOCKS,
-        "return self.mask.visible(ops, self.grid, rows, cols)",
-        "return self.mask.visible(ops, grid, rows, cols)",
+        "return self.mask.visible(ops, self.score_shape, rows, cols)",
+        "return self.mask.visible(ops, score_shape, rows, cols)",
         "tests/test_blocks.py -k under_every_mask",
         "the mask of a block is judged by the lengths of the block",
     ),
     Fault(
         "blocks-pieces-of-the-block",
         _BLOCKS,
-        "found = self.mask.pieces(self.grid.query_len, self.grid.key_len, batch)",
-        "found = self.mask.pieces(query_len, key_len, batch)",
+        "found = self.mask.interval_set(self.score_shape.query_len, self.score_shape.key_len, batch)",
+        "found = self.mask.interval_set(query_len, key_len, batch)",
         "tests/test_blocks.py -k 'under_every_mask or memory'",
         "the tiles of a block skip by the intervals of its first rows",
     ),
@@ -96,8 +96,8 @@ FAULTS: list[Fault] = [
     Fault(
         "maps-bins-of-the-first-rows",
         _MAPS,
-        "of_bin = _in_bins(first, last, grid.query_len, down)",
-        "of_bin = _in_bins(0, last - first, grid.query_len, down)",
+        "of_bin = _in_bins(first, last, score_shape.query_len, down)",
+        "of_bin = _in_bins(0, last - first, score_shape.query_len, down)",
         _POOLED,
         "rows taken a few at a time fall into the bins of the first ones",
     ),
@@ -112,8 +112,8 @@ FAULTS: list[Fault] = [
     Fault(
         "maps-key-mass-is-mean",
         _MAPS,
-        "rows = RowGradients(ops.full((*grid.rows, 1), 1.0, ones))",
-        "rows = RowGradients(ops.full((*grid.rows, 1), 1.0 / max(1, grid.query_len), ones))",
+        "rows = RowGradients(ops.full((*score_shape.rows, 1), 1.0, ones))",
+        "rows = RowGradients(ops.full((*score_shape.rows, 1), 1.0 / max(1, score_shape.query_len), ones))",
         "tests/test_maps.py -k key_mass",
         "key_mass is the mean over the queries in place of the sum",
     ),
@@ -152,8 +152,8 @@ FAULTS: list[Fault] = [
     Fault(
         "largest-bins-despite-a-bias",
         _LARGEST,
-        "> grid.key_len or problem.bias is not None:",
-        "> grid.key_len:",
+        "or problem.bias is not None\n    ):",
+        "\n    ):",
         "tests/test_maps.py -k 'do_not_take'",
         "the search by bins is used although it knows no bias",
     ),
@@ -168,7 +168,7 @@ FAULTS: list[Fault] = [
     Fault(
         "merge-of-empty-parts-alone",
         _FUNCTIONAL,
-        "ops.exp(lse - anchor(ops, total))",
+        "ops.exp(lse - safe_max(ops, total))",
         "ops.exp(lse - total)",
         _MERGE,
         "a query for which all parts are empty gives NaN",
@@ -224,8 +224,8 @@ FAULTS: list[Fault] = [
     Fault(
         "explain-output-of-kv-heads",
         _COSTS,
-        "moved += math.prod(grid.rows) * layout.value_dim",
-        "moved += math.prod(grid.rows) // grid.groups * layout.value_dim",
+        "moved += math.prod(score_shape.rows) * layout.value_dim",
+        "moved += math.prod(score_shape.rows) // score_shape.groups * layout.value_dim",
         _COST,
         "the output is counted once per KV head in place of once per query head",
     ),

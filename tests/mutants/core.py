@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from mutants.fault import Fault
 
-_SOFTMAX = "src/attnscore/softmax.py"
-_ENGINE = "src/attnscore/engine.py"
+_SOFTMAX = "src/attnscore/core/online_softmax.py"
+_ENGINE = "src/attnscore/core/tiled.py"
 _STREAMING = "tests/test_every_kernel.py -k streaming"
 
 FAULTS = [
     Fault(
         "softmax-entropy-sign",
-        "src/attnscore/softmax.py",
-        'found["entropy"] = ops.where(empty, 0.0, log - state.tilt / total)',
-        'found["entropy"] = ops.where(empty, 0.0, log + state.tilt / total)',
+        "src/attnscore/core/online_softmax.py",
+        'found["entropy"] = ops.where(empty, 0.0, log - state.sum_exp_logit / total)',
+        'found["entropy"] = ops.where(empty, 0.0, log + state.sum_exp_logit / total)',
         "tests/test_every_kernel.py -k streaming",
         "the entropy of the streaming kernel adds the mean logit in place of subtracting it",
     ),
     Fault(
         "softmax-merge-entropy-at-another-maximum",
         _SOFTMAX,
-        "factor * (tilt_of + (anchor(ops, state.max) - safe) * state.total)",
-        "factor * tilt_of",
+        "factor * (logit_of + (safe_max(ops, state.max) - safe) * state.total)",
+        "factor * logit_of",
         _STREAMING,
         "merging two parts of a row does not move the sum of the entropy to the new maximum",
     ),
@@ -44,8 +44,8 @@ FAULTS = [
     Fault(
         "softmax-empty-row-log-sum-exp",
         _SOFTMAX,
-        "log_total = ops.where(empty, NEG_INF, log)",
-        "log_total = log",
+        "log_denom = ops.where(empty, NEG_INF, log)",
+        "log_denom = log",
         "tests/test_every_kernel.py -k 'check_kernel and streaming'",
         "a row that sees no key has log-sum-exp 0 in place of -inf",
     ),
@@ -68,16 +68,16 @@ FAULTS = [
     Fault(
         "engine-gradient-of-log-sum-exp",
         _ENGINE,
-        "shift=shift if grads.log_sum_exp is None else shift + grads.log_sum_exp,",
-        "shift=shift,",
+        "delta=delta if grads.log_sum_exp is None else delta + grads.log_sum_exp,",
+        "delta=delta,",
         _STREAMING,
         "the streaming backward ignores the gradient into the log-sum-exp",
     ),
     Fault(
         "engine-gradient-of-entropy",
         _ENGINE,
-        "tilt = p * (ops.where(p == 0, 0.0, log_p) + _cut(ops, self.entropy, -2, rows))",
-        "tilt = p * ops.where(p == 0, 0.0, log_p)",
+        "sum_exp_logit = p * (ops.where(p == 0, 0.0, log_p) + _cut(ops, self.entropy, -2, rows))",
+        "sum_exp_logit = p * ops.where(p == 0, 0.0, log_p)",
         _STREAMING,
         "the gradient of the entropy leaves out the entropy itself: -p (log p + H)",
     ),
@@ -131,7 +131,7 @@ FAULTS = [
     ),
     Fault(
         "tiling-full-from-the-first-key",
-        "src/attnscore/tiling.py",
+        "src/attnscore/core/tiling.py",
         "every = (int(start.max()), int(stop.min())) if",
         "every = (int(start.min()), int(stop.min())) if",
         "tests/test_every_kernel.py -k wider_than_a_tile",
@@ -139,7 +139,7 @@ FAULTS = [
     ),
     Fault(
         "tiling-skips-behind-the-shortest-row",
-        "src/attnscore/tiling.py",
+        "src/attnscore/core/tiling.py",
         "some = int(start[alive].min()), int(stop[alive].max())",
         "some = int(start[alive].min()), int(stop[alive].min())",
         _STREAMING,
@@ -147,7 +147,7 @@ FAULTS = [
     ),
     Fault(
         "tiling-ends-of-several-pieces",
-        "src/attnscore/tiling.py",
+        "src/attnscore/core/tiling.py",
         'np.searchsorted(stops, ends[:-1], "right")',
         'np.searchsorted(stops, ends[:-1], "left")',
         "tests/test_explain_cost.py -k native_tiles",
@@ -155,32 +155,32 @@ FAULTS = [
     ),
     Fault(
         "grid-heads-of-a-group-interleaved",
-        "src/attnscore/grid.py",
-        "return ops.reshape(x, (*x.shape[:-3], self.grid.heads, self.grid.groups, *x.shape[-2:]))",
+        "src/attnscore/core/layout.py",
+        "return ops.reshape(x, (*x.shape[:-3], self.score_shape.heads, self.score_shape.groups, *x.shape[-2:]))",
         "return ops.swap_axes("
-        "ops.reshape(x, (*x.shape[:-3], self.grid.groups, self.grid.heads, *x.shape[-2:])), -4, -3)",
+        "ops.reshape(x, (*x.shape[:-3], self.score_shape.groups, self.score_shape.heads, *x.shape[-2:])), -4, -3)",
         "tests/test_shapes.py -k layouts",
         "query head h attends to key head h % heads in place of h // groups",
     ),
     Fault(
         "dropout-high-word-of-the-seed",
-        "src/attnscore/dropout.py",
-        "ops.wrap32(stream + ops.wrap32(ops.shift_right(row, 32)) + high)",
-        "ops.wrap32(stream + ops.wrap32(ops.shift_right(row, 32)))",
+        "src/attnscore/core/dropout.py",
+        "ops.low_32_bits(stream + ops.low_32_bits(ops.shift_right(row, 32)) + high)",
+        "ops.low_32_bits(stream + ops.low_32_bits(ops.shift_right(row, 32)))",
         "tests/test_dropout.py",
         "seeds that differ in their high 32 bits drop the same weights",
     ),
     Fault(
         "dropout-rows-of-another-matrix",
-        "src/attnscore/dropout.py",
-        "row = matrix * grid.query_len + ops.reshape",
+        "src/attnscore/core/dropout.py",
+        "row = matrix * score_shape.query_len + ops.reshape",
         "row = 0 * matrix + ops.reshape",
         "tests/test_dropout.py",
         "all heads and batch entries drop the same pairs",
     ),
     Fault(
         "dropout-scale",
-        "src/attnscore/dropout.py",
+        "src/attnscore/core/dropout.py",
         "* (1 / (1 - dropout.probability))",
         "* (1 / dropout.probability)",
         "tests/test_dropout.py",
@@ -188,7 +188,7 @@ FAULTS = [
     ),
     Fault(
         "recipes-without-strides",
-        "src/attnscore/recipes.py",
+        "src/attnscore/core/recipes.py",
         "facts += (own, ops.strides(x))",
         "facts.append(own)",
         "tests/test_recall.py",
@@ -196,7 +196,7 @@ FAULTS = [
     ),
     Fault(
         "recipes-without-the-scale",
-        "src/attnscore/recipes.py",
+        "src/attnscore/core/recipes.py",
         "return (ScaledDot, type(scale), scale) if",
         "return (ScaledDot, type(scale)) if",
         "tests/test_recall.py",
@@ -204,15 +204,15 @@ FAULTS = [
     ),
     Fault(
         "plan-remembered-without-its-mask",
-        "src/attnscore/tiling.py",
-        "key = (problem.grid, problem.form.values_per_pair(), mask, TILE_SCORES) if small else None",
-        "key = (problem.grid, problem.form.values_per_pair(), TILE_SCORES) if small else None",
+        "src/attnscore/core/tiling.py",
+        "key = (problem.score_shape, problem.form.values_per_pair(), mask, TILE_SCORES) if small else None",
+        "key = (problem.score_shape, problem.form.values_per_pair(), TILE_SCORES) if small else None",
         _STREAMING,
         "a plan is reused for another mask on the same shapes",
     ),
     Fault(
         "problem-heads-that-do-not-divide",
-        "src/attnscore/problem.py",
+        "src/attnscore/core/problem.py",
         "if kv == 0 or query % kv:",
         "if kv == 0:",
         "tests/test_errors.py",
@@ -220,15 +220,15 @@ FAULTS = [
     ),
     Fault(
         "problem-shape-of-the-bias",
-        "src/attnscore/problem.py",
-        '    check_broadcast("bias", tuple(bias.shape), layout.grid)\n',
+        "src/attnscore/core/problem.py",
+        '    check_broadcast("bias", tuple(bias.shape), layout.score_shape)\n',
         "",
         "tests/test_errors.py",
         "a bias that would enlarge the scores is let through",
     ),
     Fault(
         "torch-stop-gradient",
-        "src/attnscore/frameworks/torch.py",
+        "src/attnscore/backends/torch.py",
         "    def stop_gradient(self, x: Array) -> Array:\n        return x.detach()",
         "    def stop_gradient(self, x: Array) -> Array:\n        return x",
         "tests/test_nonfinite.py -k 'torch and (additive or infinity)'",
@@ -236,7 +236,7 @@ FAULTS = [
     ),
     Fault(
         "torch-statistics-on-the-tape",
-        "src/attnscore/frameworks/torch.py",
+        "src/attnscore/backends/torch.py",
         "        ctx.mark_non_differentiable(*output[run.differentiable_outputs :])\n",
         "",
         "tests/test_gradients.py -k detached",
@@ -244,7 +244,7 @@ FAULTS = [
     ),
     Fault(
         "strips-gradients-overwritten",
-        "src/attnscore/kernels/native_strips.py",
+        "src/attnscore/kernels/native/chunked_masks.py",
         "np.add(x, added, out=x)",
         "x[...] = added",
         "tests/test_native_strips.py",
@@ -252,15 +252,15 @@ FAULTS = [
     ),
     Fault(
         "strips-dropout-rows",
-        "src/attnscore/kernels/native_strips.py",
-        "_moved(score, number * grid.query_len + first)",
-        "_moved(score, number * grid.query_len)",
+        "src/attnscore/kernels/native/chunked_masks.py",
+        "_moved(score, number * score_shape.query_len + first)",
+        "_moved(score, number * score_shape.query_len)",
         "tests/test_native_strips.py",
         "every strip of rows drops the weights of the first",
     ),
     Fault(
         "strips-rows-of-the-mask",
-        "src/attnscore/kernels/native_strips.py",
+        "src/attnscore/kernels/native/chunked_masks.py",
         "(row, min(end - row, height)), (start, stop - start))",
         "(row - first, min(end - row, height)), (start, stop - start))",
         "tests/test_native_strips.py",
@@ -268,7 +268,7 @@ FAULTS = [
     ),
     Fault(
         "run-gradient-dtype",
-        "src/attnscore/kernels/contract.py",
+        "src/attnscore/kernels/base.py",
         "ops.astype(found[name], ops.dtype(x)) if name in chosen else None",
         "found[name] if name in chosen else None",
         "tests/test_every_kernel.py -k 'another_dtype and streaming'",
@@ -276,7 +276,7 @@ FAULTS = [
     ),
     Fault(
         "native-prepared-without-norms",
-        "src/attnscore/kernels/native.py",
+        "src/attnscore/kernels/native/kernel.py",
         '        if "query_bias" in arrays or "key_bias" in arrays:\n            return None\n',
         "",
         "tests/test_recall.py -k inner_product",
@@ -284,7 +284,7 @@ FAULTS = [
     ),
     Fault(
         "native-entropy-for-the-backward",
-        "src/attnscore/kernels/native.py",
+        "src/attnscore/kernels/native/kernel.py",
         'rows[3], rows[5] = result.statistics["entropy"], grads.entropy',
         "rows[3], rows[5] = grads.entropy, grads.entropy",
         "tests/test_gradients.py -k into_one_result",
@@ -292,7 +292,7 @@ FAULTS = [
     ),
     Fault(
         "torch-prepared-under-autocast",
-        "src/attnscore/frameworks/torch.py",
+        "src/attnscore/backends/torch.py",
         "if watched or torch._C._is_any_autocast_enabled():",
         "if watched:",
         "tests/test_every_framework.py tests/test_recall.py -k autocast",
@@ -300,7 +300,7 @@ FAULTS = [
     ),
     Fault(
         "run-forgets-arrays-of-the-mask",
-        "src/attnscore/kernels/contract.py",
+        "src/attnscore/kernels/base.py",
         "return () if self.problem.mask is None else tuple(self.problem.mask.arrays().values())",
         "return ()",
         "tests/test_every_framework.py -k mask_that_changes",
@@ -308,7 +308,7 @@ FAULTS = [
     ),
     Fault(
         "sums-in-16-bits",
-        "src/attnscore/frameworks/contract.py",
+        "src/attnscore/backends/base.py",
         'return "float32" if dtype in HALF_PRECISION else dtype',
         "return dtype",
         "tests/test_every_kernel.py -k 'another_dtype and streaming'",
@@ -316,7 +316,7 @@ FAULTS = [
     ),
     Fault(
         "plain-calls-shared-heads-not-summed",
-        "src/attnscore/plain_calls.py",
+        "src/attnscore/core/plain_calls.py",
         "        grad = sum_to(self.ops, grad, gradient.uniform)\n",
         "",
         "tests/test_recall.py -k on_a_tape",

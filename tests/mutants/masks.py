@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from mutants.fault import Fault
 
-_MASKS = "src/attnscore/masking/masks.py"
-_NUMBERS = "src/attnscore/masking/numbers.py"
-_PIECES = "src/attnscore/masking/pieces.py"
-_CONTRACT = "src/attnscore/masking/contract.py"
-_KNOWN = "src/attnscore/masking/known.py"
-_FUNCTIONS = "src/attnscore/masking/functions.py"
-_CUSTOM = "src/attnscore/masking/custom.py"
+_MASKS = "src/attnscore/masks/builtin.py"
+_NUMBERS = "src/attnscore/masks/index_values.py"
+_PIECES = "src/attnscore/masks/intervals.py"
+_CONTRACT = "src/attnscore/masks/base.py"
+_KNOWN = "src/attnscore/masks/cached.py"
+_FUNCTIONS = "src/attnscore/masks/function.py"
+_CUSTOM = "src/attnscore/masks/validation.py"
 _PAIRS = "tests/test_every_mask.py -k test_materialize"
 _INTERVALS = "tests/test_every_mask.py -k test_intervals"
 _PIECE_TABLE = "tests/test_every_mask.py -k 'test_pieces or test_intervals'"
@@ -38,8 +38,8 @@ FAULTS: list[Fault] = [
     Fault(
         "mask-query-lens-inclusive",
         _MASKS,
-        "return ops.logical_and(seen, rows < per_batch(ops, grid, self.query_lens, rows))",
-        "return ops.logical_and(seen, rows <= per_batch(ops, grid, self.query_lens, rows))",
+        "return ops.logical_and(seen, rows < per_batch(ops, score_shape, self.query_lens, rows))",
+        "return ops.logical_and(seen, rows <= per_batch(ops, score_shape, self.query_lens, rows))",
         _PAIRS,
         "the first padded query attends to keys in a block of ValidLens",
     ),
@@ -54,8 +54,8 @@ FAULTS: list[Fault] = [
     Fault(
         "mask-query-lens-bound-by-keys",
         _MASKS,
-        'check_numbers(ops, "query_lens", self.query_lens, grid, highest=grid.query_len)',
-        'check_numbers(ops, "query_lens", self.query_lens, grid, highest=grid.key_len)',
+        'check_numbers(ops, "query_lens", self.query_lens, score_shape, highest=score_shape.query_len)',
+        'check_numbers(ops, "query_lens", self.query_lens, score_shape, highest=score_shape.key_len)',
         _MESSAGES,
         "query lengths are checked against the number of keys",
     ),
@@ -94,8 +94,8 @@ FAULTS: list[Fault] = [
     Fault(
         "mask-causal-strict",
         _MASKS,
-        "return cols <= rows + offset_of(ops, grid, self, rows)",
-        "return cols < rows + offset_of(ops, grid, self, rows)",
+        "return cols <= rows + offset_of(ops, score_shape, self, rows)",
+        "return cols < rows + offset_of(ops, score_shape, self, rows)",
         _PAIRS,
         "a block of Causal masks the diagonal",
     ),
@@ -126,24 +126,24 @@ FAULTS: list[Fault] = [
     Fault(
         "mask-alignment-of-the-block",
         _NUMBERS,
-        "return _shift(mask, grid.query_len, grid.key_len)",
-        "return _shift(mask, like.shape[0], grid.key_len)",
+        "return _shift(mask, score_shape.query_len, score_shape.key_len)",
+        "return _shift(mask, like.shape[0], score_shape.key_len)",
         _BLOCK,
         "bottom_right aligns to the rows of the block, not to all queries",
     ),
     Fault(
         "mask-alignment-not-required",
         _NUMBERS,
-        "elif mask.align is None and grid.query_len != grid.key_len:",
-        "elif mask.align is None and grid.query_len > grid.key_len:",
+        "elif mask.align is None and score_shape.query_len != score_shape.key_len:",
+        "elif mask.align is None and score_shape.query_len > score_shape.key_len:",
         _MESSAGES,
         "a causal mask over more keys than queries passes without an alignment",
     ),
     Fault(
         "mask-offset-of-the-first-batch-row",
         _NUMBERS,
-        "return per_batch(ops, grid, mask.offset, like)",
-        "return per_batch(ops, grid, mask.offset, like)[:1]",
+        "return per_batch(ops, score_shape, mask.offset, like)",
+        "return per_batch(ops, score_shape, mask.offset, like)[:1]",
         _PAIRS,
         "all batch rows take the offset of the first",
     ),
@@ -182,8 +182,8 @@ FAULTS: list[Fault] = [
     Fault(
         "mask-prefix-lm-inclusive",
         _MASKS,
-        "cols < per_batch(ops, grid, self.prefix_lens, rows), cols <= rows",
-        "cols <= per_batch(ops, grid, self.prefix_lens, rows), cols <= rows",
+        "cols < per_batch(ops, score_shape, self.prefix_lens, rows), cols <= rows",
+        "cols <= per_batch(ops, score_shape, self.prefix_lens, rows), cols <= rows",
         _PAIRS,
         "a block of PrefixLM attends to the first key behind the prefix",
     ),
@@ -245,7 +245,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "mask-argument-and-lengths-joined-by-or",
-        "src/attnscore/masking/arguments.py",
+        "src/attnscore/masks/arguments.py",
         "return parts[0] if len(parts) == 1 else And(*parts)",
         "return parts[0] if len(parts) == 1 else parts[0] | parts[1]",
         "tests/test_every_mask.py -k 'test_plan and nested or exactly_zero'",
@@ -262,8 +262,8 @@ FAULTS: list[Fault] = [
     Fault(
         "mask-or-of-blocks-is-xor",
         _CONTRACT,
-        "return ops.logical_or(*(mask.visible(ops, grid, rows, cols) for mask in (self.first, self.second)))",
-        "return self.first.visible(ops, grid, rows, cols) != self.second.visible(ops, grid, rows, cols)",
+        "return ops.logical_or(*(mask.visible(ops, score_shape, rows, cols) for mask in (self.first, self.second)))",
+        "return self.first.visible(ops, score_shape, rows, cols) != self.second.visible(ops, score_shape, rows, cols)",
         _PAIRS,
         "| masks what both masks keep",
     ),
@@ -289,7 +289,7 @@ FAULTS: list[Fault] = [
         "begins[1:] = start[1:] > reach[:-1]",
         "begins[1:] = start[1:] >= reach[:-1]",
         _PIECE_TABLE,
-        "pieces that touch are not joined",
+        "interval_set that touch are not joined",
     ),
     Fault(
         "mask-complement-lacks-the-tail",
@@ -297,7 +297,7 @@ FAULTS: list[Fault] = [
         "np.concatenate([self.start, one + key_len])",
         "np.concatenate([self.start, one + key_len - 1])",
         _PIECE_TABLE,
-        "the complement of pieces lacks the last key",
+        "the complement of interval_set lacks the last key",
     ),
     Fault(
         "mask-intersection-of-disjoint",
@@ -313,7 +313,7 @@ FAULTS: list[Fault] = [
         "last = np.where(alive, stop, 0).max(axis=0)",
         "last = stop.max(axis=0)",
         _PIECE_TABLE,
-        "empty pieces stretch the surrounding interval to the last key",
+        "empty interval_set stretch the surrounding interval to the last key",
     ),
     Fault(
         "mask-runs-one-fewer",
@@ -321,7 +321,7 @@ FAULTS: list[Fault] = [
         "if count > most:",
         "if count >= most:",
         _PIECE_TABLE,
-        "padding with as many runs as are allowed has no pieces",
+        "padding with as many runs as are allowed has no interval_set",
     ),
     Fault(
         "mask-known-inclusive",
@@ -366,8 +366,8 @@ FAULTS: list[Fault] = [
     Fault(
         "mask-known-for-any-sizes",
         _KNOWN,
-        "found = _KNOWN.recall((grid, numbers), learn)",
-        "found = _KNOWN.recall(numbers, learn)",
+        "found = _KNOWN.get_or_compute((score_shape, numbers), learn)",
+        "found = _KNOWN.get_or_compute(numbers, learn)",
         "tests/test_shapes.py -k 'test_lengths'",
         "the cache forgets the lengths that the intervals were made for",
     ),
@@ -385,7 +385,7 @@ FAULTS: list[Fault] = [
         "len(block) == 1, max(most, found.count)",
         "len(block) == 1, found.count",
         "tests/test_mask_functions.py",
-        "as many pieces are kept as the last strip has",
+        "as many interval_set are kept as the last strip has",
     ),
     Fault(
         "mask-function-search-shared-by-the-last-strip",
@@ -417,7 +417,7 @@ FAULTS: list[Fault] = [
         "(start[1:] <= stop[:-1])",
         "(start[1:] < stop[:-1])",
         _MESSAGES,
-        "pieces of a custom mask that touch are not refused",
+        "interval_set of a custom mask that touch are not refused",
     ),
     Fault(
         "mask-custom-dtype-unchecked",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from mutants.fault import Fault
 
-_DOT = "src/attnscore/scoring/dot.py"
-_GAUSSIAN = "src/attnscore/scoring/gaussian.py"
-_COSINE = "src/attnscore/scoring/cosine.py"
-_FORMS = "src/attnscore/scoring/forms.py"
-_ACTIVATIONS = "src/attnscore/scoring/activations.py"
-_CONTRACT = "src/attnscore/scoring/contract.py"
+_DOT = "src/attnscore/scores/dot.py"
+_GAUSSIAN = "src/attnscore/scores/gaussian.py"
+_COSINE = "src/attnscore/scores/cosine.py"
+_FORMS = "src/attnscore/scores/forms.py"
+_ACTIVATIONS = "src/attnscore/scores/activations.py"
+_CONTRACT = "src/attnscore/scores/base.py"
 
 
 def _extras(scores: str) -> str:
@@ -61,7 +61,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "additive-without-bias",
-        "src/attnscore/scoring/additive.py",
+        "src/attnscore/scores/additive.py",
         "return projected if self.bias is None else self._biased(ops, projected, query, key)",
         "return projected",
         _extras("additive-tanh"),
@@ -94,7 +94,7 @@ FAULTS: list[Fault] = [
     Fault(
         "quarantine-in-the-pull-back",
         _CONTRACT,
-        "return x if ops.surely_finite(x) else ops.where(finite_rows(ops, x), x, 0.0)",
+        "return x if ops.known_finite(x) else ops.where(finite_rows(ops, x), x, 0.0)",
         "return x",
         "tests/test_nonfinite.py -k 'test_what_nobody_sees and numpy and (bilinear or additive)'",
         "a masked NaN reaches the gradient of a projection written by hand",
@@ -197,7 +197,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "temperature-multiplies",
-        "src/attnscore/scoring/wrappers.py",
+        "src/attnscore/scores/wrappers.py",
         "dtype, factor = accumulator(ops.dtype(query)), 1 / float(self.T)",
         "dtype, factor = accumulator(ops.dtype(query)), float(self.T)",
         _extras("temperature"),
@@ -281,7 +281,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "sum-form-as-a-product",
-        "src/attnscore/scoring/sum.py",
+        "src/attnscore/scores/sum.py",
         "ops.concat((ones[1], sums[1]), -1)",
         "ops.concat((sums[1], ones[1]), -1)",
         _extras("sum"),
@@ -289,7 +289,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "sum-pull-back-of-keys",
-        "src/attnscore/scoring/sum.py",
+        "src/attnscore/scores/sum.py",
         'ops.broadcast_to(grads["key"][..., 1:],',
         'ops.broadcast_to(grads["key"][..., :1],',
         _extras("sum and numpy"),
@@ -305,7 +305,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "sum-in-16-bits",
-        "src/attnscore/scoring/sum.py",
+        "src/attnscore/scores/sum.py",
         "        query, key = widen(ops, query, key)\n",
         "",
         "tests/test_every_score.py -k 'in_every_dtype and sum'",

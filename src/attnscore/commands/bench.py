@@ -12,8 +12,8 @@ from rich.text import Text
 from attnscore.bench import machine, report, results
 from attnscore.bench.cases import CASES, chosen
 from attnscore.bench.runner import run
-from attnscore.checks import shown
 from attnscore.commands.console import console, error_console, table
+from attnscore.core.arguments import shown
 from attnscore.errors import ArgumentError, AttnscoreError, FrameworkError, message
 from attnscore.files import FileError
 

@@ -12,12 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from attnscore.diagnostics.answers import (
-    additive_as_network,
-    different_lengths,
-    other_keys,
-    sum_ignores_the_query,
-)
+from attnscore.diagnostics.answers import additive_as_network, different_lengths, other_keys, sum_ignores_the_query
 from attnscore.diagnostics.finding import Finding
 from attnscore.diagnostics.gradients import gradient_flow
 from attnscore.diagnostics.other_scores import score_growth

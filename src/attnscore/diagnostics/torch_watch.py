@@ -21,7 +21,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from attnscore.checks import is_whole, shown
+from attnscore.core.arguments import is_whole, shown
 from attnscore.diagnostics import torch_patches
 from attnscore.diagnostics.health import Thresholds
 from attnscore.diagnostics.torch_calls import Array, Call, Scores, described, reason_against, sums_of

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from attnscore.checks import shown
+from attnscore.core.arguments import shown
 from attnscore.diagnostics import runs, text
 from attnscore.diagnostics.finding import NAMES, SCORES, Array, Check, Estimate, Finding, Row, estimate
 from attnscore.diagnostics.runs import Settings, TrainingRun

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import attnscore as ats
-from attnscore.checks import is_whole, shown
+from attnscore.core.arguments import is_whole, shown
 from attnscore.diagnostics.finding import NAMES, SCORES, Array, Check, Estimate, Finding, Row, estimate, exponent
 from attnscore.errors import ArgumentError, message
 

@@ -24,48 +24,49 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from attnscore import api, blocks, frameworks, kernels, masking, scoring, tiling
+from attnscore import api, backends, kernels, masks, scores
+from attnscore.analysis import weights as blocks
 from attnscore.api import Gradients
+from attnscore.backends.base import accumulator
+from attnscore.backends.torch import outside_trace
+from attnscore.core import tiling
+from attnscore.core.problem import Problem, build_problem, wanted_statistics
+from attnscore.core.statistics import AttentionStats
 from attnscore.errors import FrameworkError, message
-from attnscore.frameworks.contract import accumulator
-from attnscore.frameworks.torch import outside_trace
-from attnscore.kernels import Run
-from attnscore.kernels.contract import DIFFERENTIABLE
-from attnscore.pose import pose, wanted_statistics
-from attnscore.problem import Problem
-from attnscore.scoring.contract import Pullback
-from attnscore.statistics import AttentionStats
+from attnscore.kernels import AttentionOp
+from attnscore.kernels.base import DIFFERENTIABLE
+from attnscore.scores.base import Pullback
 
-_OPS = frameworks.load("torch")
+_OPS = backends.load("torch")
 _SCORES = (
-    scoring.Additive,
-    scoring.Bilinear,
-    scoring.Cosine,
-    scoring.Dot,
-    scoring.Gaussian,
-    scoring.ScaledDot,
-    scoring.SoftCap,
-    scoring.Sum,
-    scoring.Temperature,
+    scores.Additive,
+    scores.Bilinear,
+    scores.Cosine,
+    scores.Dot,
+    scores.Gaussian,
+    scores.ScaledDot,
+    scores.SoftCap,
+    scores.Sum,
+    scores.Temperature,
 )
 _MASKS = (
-    masking.And,
-    masking.Causal,
-    masking.Dense,
-    masking.Documents,
-    masking.KeyPadding,
-    masking.KeyRange,
-    masking.Not,
-    masking.Or,
-    masking.PrefixLM,
-    masking.SlidingWindow,
-    masking.ValidLens,
+    masks.And,
+    masks.Causal,
+    masks.Dense,
+    masks.Documents,
+    masks.KeyPadding,
+    masks.KeyRange,
+    masks.Not,
+    masks.Or,
+    masks.PrefixLM,
+    masks.SlidingWindow,
+    masks.ValidLens,
 )
 _CLASSES: dict[str, Any] = {kind.__name__: kind for kind in (*_SCORES, *_MASKS)}
 _FIELDS = {name: tuple(field.name for field in dataclasses.fields(kind)) for name, kind in _CLASSES.items()}
 _FUNCTIONS = _CLASSES | {"float": float, "int": int}
 # The first rows of what an operator gives beside the output: what its backward reads. Then the statistics.
-_KEPT = ("log_total", "top")
+_SAVED = ("log_denom", "row_max")
 
 
 # ---------------------------------------------------------------- a call as an expression
@@ -140,7 +141,7 @@ class _Call:
     """One call behind an operator, posed."""
 
     problem: Problem
-    run: Run
+    run: AttentionOp
     pullback: Pullback | None
 
     @classmethod
@@ -149,29 +150,29 @@ class _Call:
     ) -> _Call:
         kernel, seed = arguments.pop("kernel"), arguments.pop("seed")
         arguments["seed"] = int(seed) if isinstance(seed, Tensor) else seed
-        problem, score_pullback = pose(query, key, value, **arguments, pullback=pullback)
+        problem, score_pullback = build_problem(query, key, value, **arguments, pullback=pullback)
         chosen = kernels.choose(kernel, problem)
-        if pullback and not chosen.own_gradient:
+        if pullback and not chosen.has_vjp:
             chosen = kernels.table()["streaming"]
-        return cls(problem, Run(chosen, problem, tiling.plan(problem)), score_pullback)
+        return cls(problem, AttentionOp(chosen, problem, tiling.plan(problem)), score_pullback)
 
     def row(self, x: Tensor) -> Tensor:
         """One number a row, on the caller's axes."""
-        found: Tensor = self.problem.layout.outward_rows(_OPS, x[..., 0])
+        found: Tensor = self.problem.layout.rows_from_canonical(_OPS, x[..., 0])
         return found
 
     def gradients(
         self, out: Tensor, rows: Tensor, grad_out: Tensor | None, grad_rows: Tensor | None, given: dict[str, Any]
     ) -> Gradients:
         """By hand, as in NumPy: below an operator there is no autograd."""
-        run, names = self.run, (*_KEPT, *self.problem.statistics)
+        run, names = self.run, (*_SAVED, *self.problem.statistics)
 
         def row(x: Tensor | None, name: str) -> Any:
             found = None if x is None or name not in names else x[names.index(name)]
             return blocks.row_gradient(self.problem, name, found)
 
         entropy = (row(rows, "entropy"),) if "entropy" in names else ()
-        kept = (blocks.row_gradient(self.problem, "grad_out", out), row(rows, "log_total"), *entropy, row(rows, "top"))
+        kept = (blocks.row_gradient(self.problem, "grad_out", out), row(rows, "log_denom"), *entropy, row(rows, "top"))
         incoming = (
             blocks.row_gradient(self.problem, "grad_out", grad_out),
             *(row(grad_rows, x) for x in DIFFERENTIABLE),
@@ -193,11 +194,11 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """The output, and in the rows of a second array what the backward keeps, then the statistics."""
     arguments = _read(expression, arrays=arrays, integers=integers)
-    with _OPS.quiet():
+    with _OPS.numeric_scope():
         call = _Call.of(query, key, value, arguments)
         result = call.run()
-        rows = [result.log_total, result.top, *(result.statistics[name] for name in call.problem.statistics)]
-        out = call.problem.layout.outward(_OPS, result.out.contiguous())
+        rows = [result.log_denom, result.row_max, *(result.statistics[name] for name in call.problem.statistics)]
+        out = call.problem.layout.from_canonical(_OPS, result.out.contiguous())
         return out, torch.stack([call.row(x) for x in rows])
 
 
@@ -222,7 +223,7 @@ def _shapes(
     heads = [next((shape[-3] for shape in shapes if shape[-3] != 1), 1)] if axes >= 4 else []
     out = query.new_empty((*lead, *heads, shapes[0][-2], shapes[2][-1]))
     out = out.transpose(-3, -2) if swapped else out
-    count = len(_KEPT) + len(arguments["statistics"])
+    count = len(_SAVED) + len(arguments["statistics"])
     sums = getattr(torch, accumulator(_OPS.dtype(query)))
     return out, query.new_empty((count, *out.shape[:-1]), dtype=sums)
 
@@ -246,11 +247,11 @@ def _attend_backward(
     arrays = [x.view_as(x) for x in arrays]
     arguments = _read(expression, arrays=arrays, integers=integers)
     given = {"query": query, "key": key, "value": value} | {name: arguments[name] for name in ("bias", "sink")}
-    with _OPS.quiet():
+    with _OPS.numeric_scope():
         call = _Call.of(query, key, value, arguments, pullback=True)
         grads = call.gradients(out, rows, grad_out, grad_rows, given)
     named = [(given["bias"], grads.bias), (given["sink"], grads.sink)]
-    named += [(x, grads.score[name]) for name, x in scoring.arrays_of(call.problem.score).items()]
+    named += [(x, grads.score[name]) for name, x in scores.arrays_of(call.problem.score).items()]
     of_arrays = [next((grad for x, grad in named if x is array), None) for array in arrays]
     pairs = zip((query, key, value, *arrays), (grads.query, grads.key, grads.value, *of_arrays), strict=True)
     return [
@@ -310,8 +311,8 @@ _attend.register_autograd(_backward, setup_context=_keep)
 def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
     """What `attnscore.attend` does while a compiler reads it: see there."""
     score = arguments["score"]
-    if isinstance(score, (str, scoring.SoftCap, scoring.Temperature)) and _is_registered(score):
-        arguments["score"] = scoring.resolve(score)
+    if isinstance(score, (str, scores.SoftCap, scores.Temperature)) and _is_registered(score):
+        arguments["score"] = scores.resolve(score)
     if not (all(isinstance(x, Tensor) for x in (query, key, value)) and _has_operator(arguments)):
         return (_outside if torch.compiler.is_compiling() else _beside_a_trace)(query, key, value, **arguments)
     del arguments["return_weights"]
@@ -328,16 +329,16 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
     if not statistics:
         return out
     found = {}
-    for i, name in enumerate(statistics, len(_KEPT)):
+    for i, name in enumerate(statistics, len(_SAVED)):
         found[name] = rows[i] if name in DIFFERENTIABLE else rows[i].detach()
     return out, AttentionStats(**found)
 
 
 def _is_registered(score: Any) -> bool:
     """Whether a name, or the one inside wrappers, is registered: if not, the ordinary call says so."""
-    while isinstance(score, (scoring.SoftCap, scoring.Temperature)):
+    while isinstance(score, (scores.SoftCap, scores.Temperature)):
         score = score.score
-    return not isinstance(score, str) or score in scoring.registered()
+    return not isinstance(score, str) or score in scores.registered()
 
 
 def _has_operator(arguments: dict[str, Any]) -> bool:
@@ -373,4 +374,4 @@ def _beside_a_trace(query: Tensor, key: Tensor, value: Tensor, **arguments: Any)
         return api.attend(query, key, value, **arguments)
 
 
-frameworks.COMPILED["torch"] = attend
+backends.COMPILED["torch"] = attend

@@ -21,7 +21,7 @@ from torch import Tensor
 import attnscore as ats
 from attnscore.errors import ArgumentError, FrameworkError, message
 from attnscore.integrations.transformers_masks import StructuredMask, attention_mask
-from attnscore.masking import Mask
+from attnscore.masks import Mask
 
 # Each of these selects or moves keys, or changes the normalisation; ignoring one would be a wrong result.
 _UNSUPPORTED = ("cache", "indices", "block_indices", "sinks")

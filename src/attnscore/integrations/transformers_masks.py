@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 import attnscore as ats
-from attnscore.masking import Mask
+from attnscore.masks import Mask
 
 # Functions of (batch, head, query, key) indices, as transformers writes them.
 Pattern = Callable[..., Any]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from attnscore.checks import check_choice
+from attnscore.core.arguments import check_choice
+from attnscore.core.problem import Problem
 from attnscore.errors import KernelUnavailable, message
-from attnscore.kernels.contract import Kernel, Run
+from attnscore.kernels.base import AttentionOp, Kernel
 from attnscore.kernels.dense import Dense
-from attnscore.kernels.native import Native
-from attnscore.kernels.streaming import Streaming
-from attnscore.problem import Problem
+from attnscore.kernels.native.kernel import Native
+from attnscore.kernels.tiled import Streaming
 
-__all__ = ["Kernel", "Run", "choose", "names", "table"]
+__all__ = ["Kernel", "AttentionOp", "choose", "names", "table"]
 
 # In the order in which "auto" takes them. The dense kernel is never taken by itself: its memory is quadratic.
 _TABLE: dict[str, Kernel] = {kernel.name: kernel for kernel in (Native(), Streaming(), Dense())}

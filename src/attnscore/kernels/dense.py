@@ -10,16 +10,16 @@ from __future__ import annotations
 import dataclasses
 from typing import final
 
-from attnscore import dropout as dropouts
-from attnscore.engine import Result, RowGradients
+from attnscore.backends.base import Array, Backend, sum_to
+from attnscore.core import dropout as dropouts
+from attnscore.core.online_softmax import NEG_INF
+from attnscore.core.problem import Problem
+from attnscore.core.tiled import Result, RowGradients
+from attnscore.core.tiling import Segment, TilePlan
 from attnscore.errors import KernelUnavailable
-from attnscore.frameworks.contract import Array, Framework, sum_to
-from attnscore.kernels.contract import Kernel
-from attnscore.problem import Problem
-from attnscore.scoring.contract import bad_rows, with_dtype
-from attnscore.scoring.forms import checked_tile
-from attnscore.softmax import NEG_INF
-from attnscore.tiling import Segment, TilePlan
+from attnscore.kernels.base import Kernel
+from attnscore.scores.base import nonfinite_rows, with_dtype
+from attnscore.scores.forms import checked_tile
 
 
 @final
@@ -28,12 +28,12 @@ class Dense(Kernel):
 
     name = "dense"
     summary = "the whole n x n matrix, by the definition: the oracle"
-    own_gradient = False
+    has_vjp = False
 
     def reasons_against(self, problem: Problem) -> tuple[str, ...]:
         return ()
 
-    def walk(self, problem: Problem, plan: TilePlan) -> TilePlan:
+    def explain_tiles(self, problem: Problem, plan: TilePlan) -> TilePlan:
         """One tile: nothing is skipped."""
         if 0 in (plan.query_len, plan.key_len):
             return plan
@@ -41,36 +41,36 @@ class Dense(Kernel):
         return dataclasses.replace(plan, query_tile=plan.query_len, key_tile=plan.key_len, segments=(whole,))
 
     def forward(self, problem: Problem, plan: TilePlan) -> Result:
-        ops, grid, dtype = problem.ops, problem.grid, problem.accumulator
+        ops, score_shape, dtype = problem.ops, problem.score_shape, problem.accumulator
         value = ops.astype(problem.value, dtype)
         scores, visible = _scores(problem)
-        hidden_to_all = ops.where(visible, scores, NEG_INF)
-        logits = hidden_to_all
+        masked_scores = ops.where(visible, scores, NEG_INF)
+        logits = masked_scores
         if problem.sink is not None:
             sink = ops.reshape(ops.astype(problem.sink, dtype), (*problem.sink.shape, 1, 1))
-            logits = ops.concat((logits, ops.broadcast_to(sink, (*grid.rows, 1))), -1)
+            logits = ops.concat((logits, ops.broadcast_to(sink, (*score_shape.rows, 1))), -1)
         # softmax; a row of -inf alone has no weights
         if 0 in logits.shape:
-            top = ops.full((*grid.rows, 1), NEG_INF, value)
+            row_max = ops.full((*score_shape.rows, 1), NEG_INF, value)
         else:
-            top = ops.max(logits, axis=-1, keepdims=True)
-        alive = top != NEG_INF
-        top = ops.where(alive, ops.stop_gradient(top), 0.0)
-        exponentials = ops.exp(logits - top)
+            row_max = ops.max(logits, axis=-1, keepdims=True)
+        alive = row_max != NEG_INF
+        row_max = ops.where(alive, ops.stop_gradient(row_max), 0.0)
+        exponentials = ops.exp(logits - row_max)
         total = ops.sum(exponentials, axis=-1, keepdims=True)
         every_weight = exponentials / ops.where(alive, total, 1.0)
-        log_total = ops.where(alive, ops.log(ops.where(alive, total, 1.0)), NEG_INF)
+        log_denom = ops.where(alive, ops.log(ops.where(alive, total, 1.0)), NEG_INF)
         # exactly 0 where hidden, also in a row that a visible NaN has poisoned
-        weights = ops.where(visible, every_weight[..., : grid.key_len], 0.0)
+        weights = ops.where(visible, every_weight[..., : score_shape.key_len], 0.0)
         pooling = weights
         if problem.dropout is not None:
-            spans = (0, grid.query_len), (0, grid.key_len)
-            pooling = weights * dropouts.kept(ops, problem.dropout, grid, value, *spans, dtype)
+            spans = (0, score_shape.query_len), (0, score_shape.key_len)
+            pooling = weights * dropouts.kept(ops, problem.dropout, score_shape, value, *spans, dtype)
         out = _pool(ops, pooling, visible, value)
-        statistics = _statistics(ops, problem, hidden_to_all, visible, every_weight, weights)
-        matrix = hidden_to_all if problem.matrix == "scores" else weights
+        statistics = _statistics(ops, problem, masked_scores, visible, every_weight, weights)
+        matrix = masked_scores if problem.matrix == "scores" else weights
         found = None if problem.matrix is None else matrix
-        return Result(ops.astype(out, problem.dtype), top, log_total, statistics, found)
+        return Result(ops.astype(out, problem.dtype), row_max, log_denom, statistics, found)
 
     def backward(
         self, problem: Problem, plan: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]
@@ -83,21 +83,21 @@ class Dense(Kernel):
 
 def _scores(problem: Problem) -> tuple[Array, Array]:
     """Every score with its bias, and whether its pair is visible."""
-    ops, grid, dtype = problem.ops, problem.grid, problem.accumulator
+    ops, score_shape, dtype = problem.ops, problem.score_shape, problem.accumulator
     query, key = (ops.astype(x, dtype) for x in (problem.query, problem.key))
-    shape = (*grid.rows, grid.key_len)
+    shape = (*score_shape.rows, score_shape.key_len)
     visible = ops.zeros(shape, query) == 0
     if problem.mask is not None:
-        rows = ops.reshape(ops.positions(0, grid.query_len, query), (grid.query_len, 1))
-        cols = ops.reshape(ops.positions(0, grid.key_len, query), (1, grid.key_len))
-        visible = ops.logical_and(visible, problem.mask.visible(ops, grid, rows, cols))
+        rows = ops.reshape(ops.positions(0, score_shape.query_len, query), (score_shape.query_len, 1))
+        cols = ops.reshape(ops.positions(0, score_shape.key_len, query), (1, score_shape.key_len))
+        visible = ops.logical_and(visible, problem.mask.visible(ops, score_shape, rows, cols))
     if problem.bias is not None:
         bias = ops.astype(problem.bias, dtype)
         visible = ops.logical_and(visible, bias != NEG_INF)
     bad = None
-    if not ops.surely_finite(query, key):
+    if not ops.known_finite(query, key):
         # 0 * NaN in the gradient would carry what is hidden: compute without such rows, then mark their pairs.
-        rows, cols = (bad_rows(ops, x, problem.form.keeps_infinity) for x in (query, key))
+        rows, cols = (nonfinite_rows(ops, x, problem.form.keeps_infinity) for x in (query, key))
         bad = ops.logical_or(rows, ops.matrix_transpose(cols))
         query = ops.where(ops.logical_or(rows, _unseen(ops, visible, query)), 0.0, query)
         key = ops.where(ops.logical_or(cols, _unseen(ops, ops.matrix_transpose(visible), key)), 0.0, key)
@@ -110,15 +110,15 @@ def _scores(problem: Problem) -> tuple[Array, Array]:
     return scores, visible
 
 
-def _unseen(ops: Framework, visible: Array, x: Array) -> Array:
+def _unseen(ops: Backend, visible: Array, x: Array) -> Array:
     """(..., length, 1): the rows of `x`, on the second last axis of `visible`, that are in no visible pair."""
     pairs = ops.sum(ops.astype(visible, ops.dtype(x)), axis=-1, keepdims=True)
     return sum_to(ops, pairs, (*x.shape[:-1], 1)) == 0
 
 
-def _pool(ops: Framework, weights: Array, visible: Array, value: Array) -> Array:
+def _pool(ops: Backend, weights: Array, visible: Array, value: Array) -> Array:
     """sum_j weights_ij value_j over the visible j."""
-    if ops.surely_finite(value):
+    if ops.known_finite(value):
         return ops.matmul(weights, value)
     out = ops.matmul(weights, ops.where(ops.isfinite(value), value, 0.0))
     bad = ops.where(ops.isfinite(value), 0.0, value)
@@ -129,7 +129,7 @@ def _pool(ops: Framework, weights: Array, visible: Array, value: Array) -> Array
 
 
 def _statistics(
-    ops: Framework,
+    ops: Backend,
     problem: Problem,
     scores: Array,
     visible: Array,

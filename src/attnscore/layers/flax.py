@@ -20,12 +20,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from attnscore.checks import check_positive
+from attnscore.core.arguments import check_positive
 from attnscore.layers import shared
 from attnscore.layers.flax_multihead import MultiHeadAttention
 from attnscore.layers.flax_parameters import linear, matrix, sized
 from attnscore.layers.flax_parts import Attention
-from attnscore.scoring import Additive, Bilinear, Dot, Gaussian, ScaledDot
+from attnscore.scores import Additive, Bilinear, Dot, Gaussian, ScaledDot
 
 __all__ = [
     "AdditiveAttention",

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from attnscore import frameworks
+from attnscore import backends
 from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.layers import shared
 
@@ -98,7 +98,7 @@ def _parameters(part: str, x: Any) -> Iterator[tuple[str, tuple[nnx.Param[Any], 
 
 
 def _as_numpy(name: str, x: Any) -> np.ndarray[Any, Any]:
-    found = frameworks.of({name: x}).host(x)
+    found = backends.of({name: x}).host(x)
     if found is None:
         raise ArgumentError(message(name, "an array whose numbers can be seen", "one on a device", hint="x.cpu()"))
     return found

@@ -20,17 +20,17 @@ import numpy as np
 from flax import nnx
 from jax.extend.core import get_opaque_trace_state
 
-from attnscore import frameworks
+from attnscore import backends
+from attnscore.analysis.weights import attention_weights
 from attnscore.api import attend
-from attnscore.blocks import attention_weights
 from attnscore.errors import ArgumentError, message
 from attnscore.layers import shared
 from attnscore.layers.flax_parameters import Unsized, load_torch
-from attnscore.masking import Mask
-from attnscore.scoring import arrays_of
-from attnscore.scoring.contract import quarantined
+from attnscore.masks import Mask
+from attnscore.scores import arrays_of
+from attnscore.scores.base import with_nonfinite_rows_isolated
 
-_OPS = frameworks.load("jax")
+_OPS = backends.load("jax")
 
 # Not attributes: those are part of the graph, which ``nnx.jit`` compiles anew for when they change, and keeps alive.
 _LAST: weakref.WeakKeyDictionary[nnx.Module, _Call | str] = weakref.WeakKeyDictionary()
@@ -190,7 +190,7 @@ class Attention(nnx.Module):
         kernel = getattr(layer, "kernel", None)
         if isinstance(kernel, nnx.Variable):
             shared.check_features(name, x.shape[-1], kernel.shape[0], owner)
-        found: jax.Array = quarantined(_OPS, x, layer)
+        found: jax.Array = with_nonfinite_rows_isolated(_OPS, x, layer)
         return found
 
     def _sized(self, owner: str, inputs: Mapping[str, jax.Array]) -> Any:

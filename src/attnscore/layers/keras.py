@@ -17,8 +17,8 @@ from typing import Any, final
 
 import keras
 
-from attnscore.checks import check_positive
-from attnscore.frameworks.contract import Array
+from attnscore.backends.base import Array
+from attnscore.core.arguments import check_positive
 from attnscore.layers import shared
 from attnscore.layers.keras_inputs import unpacked
 from attnscore.layers.keras_multihead import MultiHeadAttention
@@ -33,7 +33,7 @@ from attnscore.layers.keras_parameters import (
     value_of,
 )
 from attnscore.layers.keras_parts import Attention
-from attnscore.scoring import Additive, Bilinear, Dot, Gaussian, ScaledDot
+from attnscore.scores import Additive, Bilinear, Dot, Gaussian, ScaledDot
 
 __all__ = [
     "AdditiveAttention",

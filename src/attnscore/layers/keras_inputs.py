@@ -13,19 +13,19 @@ from typing import Any
 
 import keras
 
-from attnscore import frameworks
-from attnscore.checks import shown
+from attnscore import backends
+from attnscore.backends.base import FLOATING, may_equal
+from attnscore.core.arguments import shown
 from attnscore.errors import ArgumentError, DtypeError, FrameworkError, MaskError, message
-from attnscore.frameworks.contract import FLOATING, may_equal
 from attnscore.layers import shared
-from attnscore.masking import Causal, Dense, KeyPadding, Mask
-from attnscore.masking.shapes import shape_of
+from attnscore.masks import Causal, Dense, KeyPadding, Mask
+from attnscore.masks.shape_spec import shape_of
 
 _BACKENDS = ("tensorflow", "jax", "torch", "numpy")
 BACKEND: str = keras.backend.backend()
 if BACKEND not in _BACKENDS:
     raise FrameworkError(message("KERAS_BACKEND", "one of " + ", ".join(_BACKENDS), shown(BACKEND)))
-OPS = frameworks.load(BACKEND)
+OPS = backends.load(BACKEND)
 
 Shape = tuple[int | None, ...]
 
@@ -77,7 +77,7 @@ def check_inputs(queries: Any, keys: Any, values: Any) -> None:
     """Raise unless the inputs are floating tensors (batch, length, features) that belong together."""
     inputs = {"queries": queries, "keys": keys, "values": values}
     for name, x in inputs.items():
-        frameworks.check_dense(OPS, {name: x})
+        backends.check_dense(OPS, {name: x})
         if "float" not in _dtype_of(x):
             raise DtypeError(message(name, FLOATING, _dtype_of(x)))
     shared.check_axes({name: tuple(x.shape) for name, x in inputs.items()})
@@ -105,7 +105,7 @@ def as_attention_mask(mask: Any, shape: Sequence[Any]) -> Mask | None:
     """
     if mask is None or isinstance(mask, Mask):
         return mask
-    if not (frameworks.is_array(mask) or isinstance(mask, (list, tuple))):
+    if not (backends.is_array(mask) or isinstance(mask, (list, tuple))):
         hint = "for example attnscore.Causal()"
         raise MaskError(message("attention_mask", "a mask object or a boolean array", shown(mask), hint=hint))
     if "float" in _dtype_of(mask):
@@ -134,7 +134,7 @@ def combined(mask: Mask | None, *, queries_mask: Any, keys_mask: Any, values_mas
 
 def _boolean(x: Any) -> Any:
     """Whole numbers as booleans, as Keras's own layers take them; what else is no boolean gets an error later."""
-    if frameworks.is_array(x) and "int" in _dtype_of(x):
+    if backends.is_array(x) and "int" in _dtype_of(x):
         return x != 0
     return x
 
@@ -143,7 +143,7 @@ def whole(lens: Any) -> Any:
     """Float lengths as whole numbers: Keras would cast them with the other floats, and 2049 is none in float16."""
     if "float" not in _dtype_of(lens):
         return lens
-    values = None if isinstance(lens, keras.KerasTensor) else frameworks.host(lens)
+    values = None if isinstance(lens, keras.KerasTensor) else backends.host(lens)
     # Fractions stay, for the error that they get.
     return lens if values is not None and (values % 1).any() else keras.ops.cast(lens, "int32")
 

@@ -6,7 +6,7 @@ from typing import Any, final
 
 import keras
 
-from attnscore.frameworks.contract import Array
+from attnscore.backends.base import Array
 from attnscore.layers import shared
 from attnscore.layers.keras_inputs import Shape, unpacked
 from attnscore.layers.keras_parameters import (

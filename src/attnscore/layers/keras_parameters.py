@@ -14,12 +14,12 @@ from typing import Any, cast
 import keras
 import numpy as np
 
-from attnscore import frameworks
+from attnscore import backends
+from attnscore.backends.base import Array
 from attnscore.errors import ArgumentError, ShapeError, message
-from attnscore.frameworks.contract import Array
 from attnscore.layers import shared
 from attnscore.layers.keras_inputs import BACKEND, OPS
-from attnscore.scoring.contract import quarantined
+from attnscore.scores.base import with_nonfinite_rows_isolated
 
 
 def dense(name: str, units: int, owner: keras.layers.Layer, *, bias: bool = False, **settings: Any) -> Any:
@@ -85,7 +85,7 @@ def project(name: str, layer: Any, x: Array, owner: str) -> Array:
     """``layer(x)``, with the rows of `x` that hold a NaN or infinity set apart."""
     shared.check_features(name, x.shape[-1], layer.input_spec.axes[-1], owner)
     # On torch Keras multiplies float64 in float32, and says so in the dtype of the result.
-    return quarantined(OPS, x, lambda rows: keras.ops.cast(layer(rows), rows.dtype))
+    return with_nonfinite_rows_isolated(OPS, x, lambda rows: keras.ops.cast(layer(rows), rows.dtype))
 
 
 def load_torch(layer: Any, state: Mapping[str, Any]) -> None:
@@ -134,7 +134,7 @@ def _variables(part: str, x: Any) -> Iterator[tuple[str, tuple[Any, bool]]]:
 
 
 def _as_numpy(name: str, x: Any) -> np.ndarray[Any, Any]:
-    found = frameworks.of({name: x}).host(x)
+    found = backends.of({name: x}).host(x)
     if found is None:
         raise ArgumentError(message(name, "an array whose numbers can be seen", "one on a device", hint="x.cpu()"))
     return found

@@ -17,10 +17,10 @@ from typing import Any
 
 import keras
 
-from attnscore import frameworks
+from attnscore import backends
+from attnscore.analysis.weights import attention_weights
 from attnscore.api import attend
-from attnscore.blocks import attention_weights
-from attnscore.frameworks.contract import HALF_PRECISION, Array, SeedWords
+from attnscore.backends.base import HALF_PRECISION, Array, SeedHalves
 from attnscore.layers import shared
 from attnscore.layers.keras_inputs import (
     BACKEND,
@@ -36,7 +36,7 @@ from attnscore.layers.keras_inputs import (
     whole,
 )
 from attnscore.layers.keras_parameters import load_torch
-from attnscore.scoring import arrays_of
+from attnscore.scores import arrays_of
 
 # Words of a dropout seed in a graph: 32 bits where arithmetic wraps around, 64 where it is masked.
 _WORD = {"jax": "uint32"}.get(BACKEND, "int64")
@@ -232,15 +232,15 @@ class Attention(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
 
     def _draw_seed(self) -> Any:
         """A seed from the layer's generator: a number, or in a graph its words."""
-        if frameworks.compiled() is not None:
+        if backends.compiled() is not None:
             # torch's compiler takes no state from a generator of Keras.
             return None
         words = keras.random.randint((2,), 0, 2**31 - 1, dtype="int32", seed=self.seed_generator)
-        found = frameworks.host(words)
+        found = backends.host(words)
         if found is not None:
             return int(found[0]) | int(found[1]) << 32
         low, high = (OPS.astype(words[i], _WORD) for i in range(2))
-        return SeedWords(low, high)
+        return SeedHalves(low, high)
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,11 +268,11 @@ def _is_traced(query: Array, key: Array, *rest: Any) -> bool:
     """Whether these stand for values of some later run."""
     *arrays, arguments = rest
     extra = [arguments["valid_lens"], *(arguments["mask"].arrays().values() if arguments["mask"] is not None else ())]
-    arrays = [query, key, *arrays, *(x for x in extra if frameworks.is_array(x))]
+    arrays = [query, key, *arrays, *(x for x in extra if backends.is_array(x))]
     if BACKEND == "torch":
         from attnscore.layers import torch_parts
 
         return torch_parts.is_traced(*arrays)
     if BACKEND == "tensorflow":
         return not all(hasattr(x, "numpy") or not hasattr(x, "graph") for x in arrays)
-    return BACKEND == "jax" and (OPS.on_tape(*arrays) or OPS.deferred(*arrays))
+    return BACKEND == "jax" and (OPS.needs_grad(*arrays) or OPS.needs_host_callback(*arrays))

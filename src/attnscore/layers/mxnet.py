@@ -19,11 +19,11 @@ from typing import Any, final
 
 from mxnet import gluon
 
-from attnscore.checks import check_positive
-from attnscore.frameworks.contract import Array
+from attnscore.backends.base import Array
+from attnscore.core.arguments import check_positive
 from attnscore.layers import shared
 from attnscore.layers.mxnet_parts import Attention, Matrix, check_inputs, data_of, linear, number_of, project, started
-from attnscore.scoring import Additive, Bilinear, Dot, Gaussian, ScaledDot
+from attnscore.scores import Additive, Bilinear, Dot, Gaussian, ScaledDot
 
 __all__ = [
     "AdditiveAttention",

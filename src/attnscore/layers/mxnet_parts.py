@@ -19,16 +19,16 @@ import numpy as np
 from mxnet import autograd, gluon
 from mxnet.gluon.parameter import DeferredInitializationError
 
-from attnscore import frameworks
+from attnscore import backends
+from attnscore.analysis.weights import attention_weights
 from attnscore.api import attend
-from attnscore.blocks import attention_weights
+from attnscore.backends.base import Array
 from attnscore.errors import DeviceError, DtypeError, FrameworkError, message
-from attnscore.frameworks.contract import Array
 from attnscore.layers import shared
-from attnscore.scoring import arrays_of
-from attnscore.scoring.contract import quarantined
+from attnscore.scores import arrays_of
+from attnscore.scores.base import with_nonfinite_rows_isolated
 
-_OPS = frameworks.load("mxnet")
+_OPS = backends.load("mxnet")
 
 
 class Attention(gluon.Block):  # type: ignore[misc]  # MXNet has no types
@@ -107,7 +107,7 @@ class _Call:
             arrays = {name: x.detach().copy() for name, x in arrays_of(score).items()}
             arguments["score"] = dataclasses.replace(score, **arrays)
         if arguments["valid_lens"] is not None:
-            arguments["valid_lens"] = np.array(frameworks.host(arguments["valid_lens"]))
+            arguments["valid_lens"] = np.array(backends.host(arguments["valid_lens"]))
         return cls(query, key, arguments)
 
     def weights(self) -> Array:
@@ -184,8 +184,8 @@ def project(name: str, layer: gluon.nn.Dense, x: Array, owner: str) -> Array:
         pass
     else:
         check_operand(name, x, weight, owner, axis=1)
-    with _OPS.quiet():
-        return quarantined(_OPS, x, layer)
+    with _OPS.numeric_scope():
+        return with_nonfinite_rows_isolated(_OPS, x, layer)
 
 
 def check_inputs(queries: Any, keys: Any, values: Any) -> None:

@@ -17,14 +17,14 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from attnscore import frameworks
-from attnscore.checks import check_choice, is_whole, shown
-from attnscore.dropout import check_dropout
+from attnscore import backends
+from attnscore.backends.base import FLOATING, Array, Backend, is_unknown, may_equal
+from attnscore.core.arguments import check_choice, is_whole, shown
+from attnscore.core.dropout import check_dropout
 from attnscore.errors import ArgumentError, AttnscoreError, DtypeError, FrameworkError, MaskError, ShapeError, message
-from attnscore.frameworks.contract import FLOATING, Array, Framework, is_unknown, may_equal
-from attnscore.masking import And, Dense, Mask, Not, Or
-from attnscore.masking.shapes import shape_of
-from attnscore.scoring import Additive, Bilinear, Cosine, Dot, Gaussian, ScaledDot
+from attnscore.masks import And, Dense, Mask, Not, Or
+from attnscore.masks.shape_spec import shape_of
+from attnscore.scores import Additive, Bilinear, Cosine, Dot, Gaussian, ScaledDot
 
 Shape = tuple[int, ...]
 Kept = TypeVar("Kept")
@@ -170,7 +170,7 @@ def _named(owner: str, older: tuple[str, ...], args: tuple[Any, ...], kwargs: Ma
 
 def exp(x: Array) -> Array:
     """The exponential, in the framework of `x`."""
-    return frameworks.of({"parameter": x}).exp(x)
+    return backends.of({"parameter": x}).exp(x)
 
 
 def check_size(name: str, size: Any, *, optional: bool = False) -> None:
@@ -244,7 +244,7 @@ def over_heads(mask: Any, shape: tuple[int | None, ...]) -> Any:
 
 
 def check_inputs(
-    ops: Framework, inputs: Mapping[str, Any], kind: type | tuple[type, ...], *, wanted: str, hint: str
+    ops: Backend, inputs: Mapping[str, Any], kind: type | tuple[type, ...], *, wanted: str, hint: str
 ) -> None:
     """Raise unless queries, keys, values are dense floating arrays (batch, length, features) that belong together.
 
@@ -253,7 +253,7 @@ def check_inputs(
     for name, x in inputs.items():
         if not isinstance(x, kind):
             raise FrameworkError(message(name, wanted, type(x).__name__, hint=hint))
-        frameworks.check_dense(ops, {name: x})
+        backends.check_dense(ops, {name: x})
         if not ops.is_floating(x):
             raise DtypeError(message(name, FLOATING, ops.dtype(x)))
     check_axes({name: ops.shape(x) for name, x in inputs.items()})

@@ -18,11 +18,11 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from attnscore.checks import check_positive
+from attnscore.core.arguments import check_positive
 from attnscore.layers import shared
 from attnscore.layers.torch_multihead import MultiHeadAttention
 from attnscore.layers.torch_parts import Attention, check_inputs, linear, matrix, project
-from attnscore.scoring import Additive, Bilinear, Dot, Gaussian, ScaledDot
+from attnscore.scores import Additive, Bilinear, Dot, Gaussian, ScaledDot
 
 __all__ = [
     "AdditiveAttention",

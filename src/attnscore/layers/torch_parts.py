@@ -22,16 +22,16 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedParameter
 
-from attnscore import frameworks
+from attnscore import backends
+from attnscore.analysis.weights import attention_weights
 from attnscore.api import attend
-from attnscore.blocks import attention_weights
 from attnscore.errors import ArgumentError, DeviceError, DtypeError, message
 from attnscore.layers import shared
-from attnscore.masking import Mask
-from attnscore.scoring import arrays_of
-from attnscore.scoring.contract import quarantined
+from attnscore.masks import Mask
+from attnscore.scores import arrays_of
+from attnscore.scores.base import with_nonfinite_rows_isolated
 
-_OPS = frameworks.load("torch")
+_OPS = backends.load("torch")
 
 
 class Attention(nn.Module):
@@ -93,7 +93,7 @@ class Attention(nn.Module):
         """`attend` in this layer's mode, remembered for `attention_weights`."""
         if torch.is_autocast_enabled(query.device.type):
             # `attend` would cast as well, but the inputs kept must be those that the softmax saw.
-            with _OPS.quiet():
+            with _OPS.numeric_scope():
                 query, key, value = _OPS.autocast(query, key, value)
         out: Tensor = attend(query, key, value, dropout=self.dropout if self.training else 0.0, **arguments)
         others = (*arrays_of(arguments["score"]).values(), arguments["mask"], arguments["valid_lens"])
@@ -245,7 +245,7 @@ def project(name: str, layer: nn.Linear, x: Tensor, owner: str) -> Tensor:
     weight = layer._parameters.get("weight")
     if isinstance(weight, Tensor) and not isinstance(weight, UninitializedParameter):
         check_operand(name, x, weight, owner, axis=1)
-    return quarantined(_OPS, x, layer)  # type: ignore[no-any-return]  # arrays of the core are Any
+    return with_nonfinite_rows_isolated(_OPS, x, layer)  # type: ignore[no-any-return]  # arrays of the core are Any
 
 
 def check_inputs(queries: Any, keys: Any, values: Any) -> None:

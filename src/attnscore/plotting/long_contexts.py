@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from attnscore.checks import is_whole, shown
+from attnscore.core.arguments import is_whole, shown
 from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.plotting import drawing_long as strokes
 from attnscore.plotting.drawing import INK, Matrix, colour_bar, new_figure, panel_axes, to_matrix

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from attnscore.blocks import attention_scores, attention_weights
-from attnscore.checks import is_whole, shown
+from attnscore.analysis.summaries import key_mass, pooled_weights
+from attnscore.analysis.weights import attention_scores, attention_weights
+from attnscore.core.arguments import is_whole, shown
 from attnscore.errors import ArgumentError, ShapeError, message
-from attnscore.maps import key_mass, pooled_weights
 from attnscore.plotting import drawing_long as strokes
 from attnscore.plotting.drawing import INK, Matrix, colour_bar, new_figure, to_matrix
 from attnscore.plotting.drawing_long import Whole

@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from attnscore import frameworks, kernels, tiling
+from attnscore import backends, kernels
 from attnscore.api import attend, attend_vjp
-from attnscore.frameworks.contract import Array, Framework
+from attnscore.backends.base import Array, Backend
+from attnscore.core import tiling
+from attnscore.core.problem import Problem
 from attnscore.kernels import Kernel
-from attnscore.masking import Mask
-from attnscore.problem import Problem
+from attnscore.masks import Mask
 
 HostArray = np.ndarray[Any, Any]
 STEP = 1e-5
@@ -41,7 +42,7 @@ def against_dense(problem: Problem, kernel: Kernel) -> None:
         close(f"{kernel.name}: {name}", values_of(ops, one), values_of(ops, other))
 
 
-def gradients(ops: Framework, score: Any, leaves: Mapping[str, Array], mask: Mask | None) -> dict[str, HostArray]:
+def gradients(ops: Backend, score: Any, leaves: Mapping[str, Array], mask: Mask | None) -> dict[str, HostArray]:
     """Gradient of sum(out * cos(position)) for every leaf."""
 
     def call(*arrays: Array) -> Array:
@@ -58,7 +59,7 @@ def gradients(ops: Framework, score: Any, leaves: Mapping[str, Array], mask: Mas
 
 
 def check_differences(
-    ops: Framework,
+    ops: Backend,
     label: str,
     call: Callable[..., Array],
     leaves: Mapping[str, Array],
@@ -93,19 +94,19 @@ def with_arrays(score: Any, arrays: Mapping[str, Array]) -> Any:
     changes: dict[str, Any] = {}
     for field in dataclasses.fields(score):
         value = getattr(score, field.name)
-        if frameworks.is_array(value):
+        if backends.is_array(value):
             changes[field.name] = arrays.get(field.name, value)
         elif hasattr(value, "tile"):
             changes[field.name] = with_arrays(value, arrays)
     return dataclasses.replace(score, **changes) if changes else score
 
 
-def native(ops: Framework, x: HostArray, like: Array) -> Array:
+def native(ops: Backend, x: HostArray, like: Array) -> Array:
     """A copy of `x` as an array of the framework, beside `like`."""
     return ops.asarray(np.array(x), like)
 
 
-def values_of(ops: Framework, x: Array) -> HostArray:
+def values_of(ops: Backend, x: Array) -> HostArray:
     """The values of an array on the host, wherever it lives."""
     x = ops.stop_gradient(x)
     values = ops.host(x)
@@ -126,7 +127,7 @@ def close(what: str, got: Any, wanted: Any, tolerance: float = 1e-9) -> None:
         raise AssertionError(f"{what}: off by {error:.3g}, where {tolerance * scale:.3g} is allowed")
 
 
-def same(ops: Framework, what: str, got: Array, wanted: Array) -> None:
+def same(ops: Backend, what: str, got: Array, wanted: Array) -> None:
     """Raise AssertionError unless both hold the same bits."""
     if not np.array_equal(values_of(ops, got), values_of(ops, wanted), equal_nan=True):
         raise AssertionError(what)

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from attnscore import frameworks, kernels
+from attnscore import backends, kernels
+from attnscore.analysis.weights import attention_scores
 from attnscore.api import attend
-from attnscore.blocks import attention_scores
-from attnscore.frameworks.contract import Array, Framework
-from attnscore.masking import ValidLens
-from attnscore.pose import pose
-from attnscore.scoring import arrays_of, resolve
-from attnscore.softmax import STATISTICS
+from attnscore.backends.base import Array, Backend
+from attnscore.core.online_softmax import STATISTICS
+from attnscore.core.problem import build_problem
+from attnscore.masks import ValidLens
+from attnscore.scores import arrays_of, resolve
 from attnscore.testing.compare import (
     against_dense,
     check_differences,
@@ -79,7 +79,7 @@ def check_score(
     score = resolve(score)
     own = arrays_of(score)
     home = like if like is not None else next(iter(own.values()), np.zeros(1))
-    ops = frameworks.of({"like": home})
+    ops = backends.of({"like": home})
     rng = np.random.default_rng(seed)
     shapes = {"query": (2, heads, 5, dim), "key": (2, heads, 7, key_dim or dim), "value": (2, heads, 7, 3)}
     inputs = {name: native(ops, rng.standard_normal(shape), home) for name, shape in shapes.items()}
@@ -92,8 +92,8 @@ def check_score(
     for name, x in inputs.items():
         same(ops, f"{name} was changed by the call", x, before[name])
     _check_blocks(ops, score, inputs, whole)
-    with ops.quiet():
-        problem, _ = pose(inputs["query"], inputs["key"], inputs["value"], score=score, statistics=STATISTICS)
+    with ops.numeric_scope():
+        problem, _ = build_problem(inputs["query"], inputs["key"], inputs["value"], score=score, statistics=STATISTICS)
         against_dense(problem, kernels.table()["streaming"])
     leaves = {**inputs, **own}
     if ops.has_autodiff or _has_gradient(score):
@@ -104,7 +104,7 @@ def check_score(
         same(ops, f"{name} was changed by the gradient", x, before[name])
 
 
-def _check_blocks(ops: Framework, score: Any, inputs: Mapping[str, Array], whole: Array) -> None:
+def _check_blocks(ops: Backend, score: Any, inputs: Mapping[str, Array], whole: Array) -> None:
     query, key = inputs["query"], inputs["key"]
     expected = (*query.shape[:-1], key.shape[-2])
     if tuple(whole.shape) != expected:
@@ -123,7 +123,7 @@ def _has_gradient(score: Any) -> bool:
     return hasattr(score, "lower_pullback") and (inner is None or _has_gradient(resolve(inner)))
 
 
-def _check_hidden(ops: Framework, score: Any, leaves: Mapping[str, Array]) -> None:
+def _check_hidden(ops: Backend, score: Any, leaves: Mapping[str, Array]) -> None:
     """NaN in hidden keys and values changes no result and no gradient, and gets gradient 0."""
     lens = ValidLens([4, 0])
     poisoned = dict(leaves)

@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from attnscore import frameworks, kernels, tiling
-from attnscore.engine import RowGradients
+from attnscore import backends, kernels
+from attnscore.backends.base import Array, Backend
+from attnscore.core import tiling
+from attnscore.core.online_softmax import STATISTICS
+from attnscore.core.problem import Problem, build_problem
+from attnscore.core.tiled import RowGradients
 from attnscore.errors import ArgumentError, message
-from attnscore.frameworks.contract import Array, Framework
-from attnscore.kernels import Kernel, Run
-from attnscore.masking import Causal, Dense
-from attnscore.pose import pose
-from attnscore.problem import Problem
-from attnscore.scoring import Additive, Gaussian
-from attnscore.softmax import STATISTICS
+from attnscore.kernels import AttentionOp, Kernel
+from attnscore.masks import Causal, Dense
+from attnscore.scores import Additive, Gaussian
 from attnscore.testing.compare import against_dense, check_differences, fixed_weights, native, values_of
 
 
@@ -50,24 +50,24 @@ def check_kernel(kernel: str | Kernel, *, like: Array | None = None, seed: int =
             raise ArgumentError(message("kernel", "one of " + ", ".join(kernels.table()), repr(kernel)))
         kernel = kernels.table()[kernel]
     home = np.zeros(1) if like is None else like
-    ops = frameworks.of({"like": home})
+    ops = backends.of({"like": home})
     rng = np.random.default_rng(seed)
     for label, shapes, arguments in _problems(ops, home, rng):
         inputs = {name: native(ops, rng.standard_normal(shape), home) for name, shape in shapes.items()}
-        with ops.quiet():
-            problem, _ = pose(*inputs.values(), statistics=STATISTICS, matrix="weights", **arguments)
+        with ops.numeric_scope():
+            problem, _ = build_problem(*inputs.values(), statistics=STATISTICS, matrix="weights", **arguments)
             if kernel.reasons_against(problem):
                 continue
             try:
                 against_dense(problem, kernel)
-                if ops.has_autodiff or kernel.own_gradient:
+                if ops.has_autodiff or kernel.has_vjp:
                     _check_run(ops, dataclasses.replace(problem, statistics=("entropy",)), kernel, rng)
             except AssertionError as error:
                 raise AssertionError(f"{label}: {error}") from None
 
 
 def _problems(
-    ops: Framework, home: Array, rng: np.random.Generator
+    ops: Backend, home: Array, rng: np.random.Generator
 ) -> Iterator[tuple[str, dict[str, tuple[int, ...]], dict[str, Any]]]:
     """(label, shapes, arguments): sizes of one, prime, grouped heads, broadcast batch; every kind of extra."""
 
@@ -89,9 +89,9 @@ def _problems(
     yield "dropout", sizes(5, 7, 2, 2), {"dropout": 0.4, "seed": 3}
 
 
-def _check_run(ops: Framework, problem: Problem, kernel: Kernel, rng: np.random.Generator) -> None:
+def _check_run(ops: Backend, problem: Problem, kernel: Kernel, rng: np.random.Generator) -> None:
     """Gradients of out, log-sum-exp, entropy and weights for every operand against finite differences of the kernel."""
-    run = Run(kernel, problem, tiling.plan(problem, (2, 3)))
+    run = AttentionOp(kernel, problem, tiling.plan(problem, (2, 3)))
     operands = run.operands()
 
     def total(**arrays: Array) -> Array:
@@ -99,7 +99,7 @@ def _check_run(ops: Framework, problem: Problem, kernel: Kernel, rng: np.random.
         rows = (result.out, result.log_sum_exp, result.statistics["entropy"], result.matrix)
         return ops.concat([ops.reshape(ops.where(ops.isfinite(x), x, 0.0), (-1,)) for x in rows], 0)
 
-    if kernel.own_gradient:
+    if kernel.has_vjp:
         result = kernel.forward(problem, run.plan)
         rows: tuple[Any, ...] = (result.out, result.log_sum_exp, result.statistics["entropy"], result.matrix)
         ends = np.cumsum([0, *(int(np.prod(x.shape)) for x in rows)])
@@ -110,6 +110,6 @@ def _check_run(ops: Framework, problem: Problem, kernel: Kernel, rng: np.random.
         out, pullback = ops.vjp(lambda *arrays: total(**dict(zip(operands, arrays, strict=True))), [*operands.values()])
         grads = pullback(native(ops, fixed_weights(tuple(out.shape)), out))
         found = dict(zip(operands, grads, strict=True))
-    finite = {name: x for name, x in operands.items() if ops.surely_finite(x)}
+    finite = {name: x for name, x in operands.items() if ops.known_finite(x)}
     values = {name: values_of(ops, found[name]) for name in finite}
     check_differences(ops, kernel.name, lambda **arrays: total(**{**operands, **arrays}), finite, values, rng)

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from attnscore import frameworks, kernels
-from attnscore.frameworks.contract import Array, Framework
-from attnscore.masking import Causal, ValidLens
-from attnscore.scoring import Additive, arrays_of
+from attnscore import backends, kernels
+from attnscore.backends.base import Array, Backend
+from attnscore.masks import Causal, ValidLens
+from attnscore.scores import Additive, arrays_of
 from attnscore.testing.compare import close, gradients, native, values_of
 from attnscore.testing.ways import check_kernel
 
@@ -35,9 +35,9 @@ def check_framework(like: Array, *, seed: int = 0) -> None:
     >>> from attnscore.testing import check_framework
     >>> check_framework(np.zeros(1))
     """
-    ops, plain = frameworks.of({"like": like}), frameworks.load("numpy")
+    ops, plain = backends.of({"like": like}), backends.load("numpy")
     rng = np.random.default_rng(seed)
-    with ops.quiet(), plain.quiet():
+    with ops.numeric_scope(), plain.numeric_scope():
         for word, call in _WORDS.items():
             arrays = [rng.standard_normal((2, 3, 4)) for _ in range(2)]
             arrays[0][0, 0, :3] = 0.0, np.nan, -np.inf
@@ -56,13 +56,13 @@ def check_framework(like: Array, *, seed: int = 0) -> None:
 
 
 # Each word of the contract that makes an array, as a function of two arrays (2, 3, 4), the first with 0, NaN and -inf.
-_WORDS: dict[str, Callable[[Framework, Array, Array], Array]] = {
+_WORDS: dict[str, Callable[[Backend, Array, Array], Array]] = {
     "zeros": lambda ops, x, y: ops.zeros((2, 0, 3), x),
     "full": lambda ops, x, y: ops.full((2, 3), 0.5, x),
     "positions": lambda ops, x, y: ops.positions(3, 4, x),
     "astype": lambda ops, x, y: ops.astype(y, "float32"),
-    "part": lambda ops, x, y: ops.part(y, -2, 1, 2),
-    "add_at": lambda ops, x, y: ops.add_at(ops.zeros((2, 3, 4), y), -1, 2, ops.part(y, -1, 0, 2)),
+    "slice_axis": lambda ops, x, y: ops.slice_axis(y, -2, 1, 2),
+    "add_at": lambda ops, x, y: ops.add_at(ops.zeros((2, 3, 4), y), -1, 2, ops.slice_axis(y, -1, 0, 2)),
     "concat": lambda ops, x, y: ops.concat((y, y), -2),
     "reshape": lambda ops, x, y: ops.reshape(y, (6, -1)),
     "broadcast_to": lambda ops, x, y: ops.broadcast_to(y, (5, 2, 3, 4)),
@@ -79,18 +79,18 @@ _WORDS: dict[str, Callable[[Framework, Array, Array], Array]] = {
     "abs": lambda ops, x, y: ops.abs(x),
     "maximum": lambda ops, x, y: ops.maximum(x, y),
     "where": lambda ops, x, y: ops.where(y > 0, y, -1.0),
-    "equal": lambda ops, x, y: ops.equal(ops.abs(y), ops.part(y, -1, 0, 1)),
-    "logical_and": lambda ops, x, y: ops.logical_and(y > 0, ops.part(y, -1, 0, 1) < 0.5),
-    "logical_or": lambda ops, x, y: ops.logical_or(y > 0, ops.part(y, -2, 1, 1) < 0.5),
+    "equal": lambda ops, x, y: ops.equal(ops.abs(y), ops.slice_axis(y, -1, 0, 1)),
+    "logical_and": lambda ops, x, y: ops.logical_and(y > 0, ops.slice_axis(y, -1, 0, 1) < 0.5),
+    "logical_or": lambda ops, x, y: ops.logical_or(y > 0, ops.slice_axis(y, -2, 1, 1) < 0.5),
     "isfinite": lambda ops, x, y: ops.isfinite(x),
     "isnan": lambda ops, x, y: ops.isnan(x),
     "sum": lambda ops, x, y: ops.sum(y, axis=(0, -1), keepdims=True),
     "max": lambda ops, x, y: ops.max(y, axis=-2),
     "any": lambda ops, x, y: ops.any(y > 1, axis=-1, keepdims=True),
-    "wrap32": lambda ops, x, y: ops.wrap32(
+    "low_32_bits": lambda ops, x, y: ops.low_32_bits(
         (ops.positions(0, 9, y) * 0x7FEB352D) ^ ops.shift_right(ops.positions(0, 9, y), 1)
     ),
     "loop": lambda ops, x, y: ops.loop(3, lambda i, carry: carry * 2 + i, y),
-    "collect": lambda ops, x, y: ops.concat([part[0] for part in ops.collect(3, lambda i: (y * i,))], 0),
+    "map_tiles": lambda ops, x, y: ops.concat([part[0] for part in ops.map_tiles(3, lambda i: (y * i,))], 0),
     "stop_gradient": lambda ops, x, y: ops.stop_gradient(y),
 }

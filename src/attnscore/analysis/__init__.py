@@ -1,0 +1,1 @@
+"""What can be asked of attention besides its output: weights, summaries, cost."""

@@ -1,0 +1,271 @@
+"""What a call costs, how it would run, and what runs here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from attnscore import backends, kernels, scores
+from attnscore.backends.base import Array
+from attnscore.core import tiling
+from attnscore.core.arguments import check_choice, check_count, shown
+from attnscore.core.problem import build_problem, check_flag, wanted_statistics
+from attnscore.core.tiling import TilePlan
+from attnscore.errors import ArgumentError, message
+from attnscore.scores import Additive, Bilinear, arrays_of
+from attnscore.scores.base import operations_of
+
+
+class Cost(NamedTuple):
+    """What one forward costs.
+
+    Attributes
+    ----------
+    operations : multiplications, additions and function values, masks not counted
+    bytes : inputs and outputs, read or written once, in float32
+    matrix_bytes : what a form that keeps every intermediate would hold besides: scores and weights, and for additive
+        scores the (query, key, h) array
+    parameters : numbers that the score learns, one set of them for all heads
+    """
+
+    operations: int
+    bytes: int
+    matrix_bytes: int
+    parameters: int
+
+
+def cost(
+    score: Any,
+    *,
+    query_len: int,
+    key_len: int,
+    dim: int,
+    key_dim: int | None = None,
+    value_dim: int | None = None,
+    num_hiddens: int | None = None,
+    heads: int = 1,
+    batch: int = 1,
+) -> Cost:
+    """Count operations, bytes and parameters of attention with `score`, from shapes alone.
+
+    Scores as the score counts them (dot: 2 n m d; additive: 4 n m h and its projections), softmax 4 n m, pooling
+    2 n m v.
+
+    Parameters
+    ----------
+    score : a score object, a registered name, "additive" or "bilinear"
+        The last two by name need no arrays: W_q (num_hiddens, dim), W_k (num_hiddens, key_dim) and w_v (num_hiddens,)
+        are counted, and W (dim, key_dim), as the layers have them.
+    query_len, key_len, dim, key_dim, value_dim, heads, batch : int
+        `key_dim` and `value_dim` None: as `dim`.
+    num_hiddens : int, optional
+        h of ``score="additive"``, for which it is required; None otherwise.
+
+    Returns
+    -------
+    Cost
+
+    Raises
+    ------
+    ArgumentError, ShapeError
+        An unknown name, a size that is no whole number, or one that the score cannot take.
+
+    Examples
+    --------
+    >>> import attnscore as ats
+    >>> ats.cost("dot", query_len=512, key_len=512, dim=64).operations
+    68157440
+    >>> ats.cost("additive", query_len=8, key_len=8, dim=4, num_hiddens=16).parameters
+    144
+    """
+    key_dim = dim if key_dim is None else key_dim
+    value_dim = dim if value_dim is None else value_dim
+    sizes = {
+        "query_len": query_len, "key_len": key_len, "dim": dim, "key_dim": key_dim,
+        "value_dim": value_dim, "heads": heads, "batch": batch,
+    }  # fmt: skip
+    for name, size in sizes.items():
+        check_count(name, size)
+    score = _resolved(score, dim, key_dim, num_hiddens)
+    scores.check(score, dim, key_dim)
+    pairs = query_len * key_len
+    own = operations_of(score, query_len, key_len, dim, key_dim)
+    arrays = query_len * (dim + value_dim) + key_len * (key_dim + value_dim)
+    parameters = sum(math.prod(x.shape) for x in arrays_of(score).values())
+    hidden = int(arrays_of(score)["w_v"].shape[-1]) if "w_v" in arrays_of(score) else 0
+    return Cost(
+        operations=batch * heads * (own + 4 * pairs + 2 * pairs * value_dim),
+        bytes=4 * (batch * heads * arrays + parameters),
+        matrix_bytes=4 * batch * heads * pairs * (2 + hidden),
+        parameters=parameters,
+    )
+
+
+def _resolved(score: Any, dim: int, key_dim: int, num_hiddens: int | None) -> Any:
+    """Return the score that is meant; the two that have a name here alone get arrays of these shapes."""
+    by_name = isinstance(score, str) and scores.named(score) is None
+    if num_hiddens is not None and not (by_name and score == "additive"):
+        hint = "a score object has its own sizes, and other scores have no hidden units"
+        raise ArgumentError(message("num_hiddens", 'None unless score="additive"', shown(num_hiddens), hint=hint))
+    if not by_name:
+        return scores.resolve(score)
+    check_choice("score", score, (*scores.registered(), "additive", "bilinear"))
+    if score == "bilinear":
+        return Bilinear(_shaped(dim, key_dim))
+    if num_hiddens is None:
+        expected = 'a whole number, 0 or more, for score="additive"'
+        raise ArgumentError(message("num_hiddens", expected, None, hint="the h of W_q (h, dim), W_k (h, key_dim), w_v"))
+    h = check_count("num_hiddens", num_hiddens)
+    return Additive(_shaped(h), _shaped(h, dim), _shaped(h, key_dim))
+
+
+def _shaped(*shape: int) -> Array:
+    """Return an array of this shape that takes no memory: only its shape is looked at."""
+    try:
+        return np.broadcast_to(np.int8(0), shape)
+    except (ValueError, OverflowError) as error:
+        expected = "sizes of which NumPy makes an array"
+        raise ArgumentError(message("dim, key_dim, num_hiddens", expected, shown(shape))) from error
+
+
+@dataclass(frozen=True, eq=False)
+class Explanation:
+    """How a call would run. Prints as a table."""
+
+    kernel: str
+    reasons: dict[str, tuple[str, ...]]
+    """Against each other kernel."""
+    score: str
+    form: str
+    mask: str
+    notes: tuple[str, ...]
+    weights: str | None
+    """Of the matrix that is returned too: its shape, its bytes, and whether it takes a pass of its own."""
+    plan: TilePlan
+    """Tiles as the kernel walks them; of a batch, those that any of its rows needs."""
+    operations: int
+    bytes: int
+
+    def __str__(self) -> str:
+        kept = 1 - self.plan.fractions["skip"]
+        rows = [
+            ("kernel", self.kernel),
+            *((f"not {name}", "; ".join(reasons)) for name, reasons in self.reasons.items()),
+            ("score", f"{self.score}, as {self.form}"),
+            ("mask", self.mask),
+            *(("", remark) for remark in self.notes),
+            *((("weights", self.weights),) if self.weights else ()),
+            ("operations", f"{self.operations:,} ({kept:.0%} of the unmasked)"),
+            ("bytes", f"{self.bytes:,} in and out"),
+            ("tiles", str(self.plan).replace("\n", "\n" + " " * 16)),
+        ]
+        return "\n".join(f"{name:<15} {text}" for name, text in rows)
+
+
+def explain(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    score: Any = "scaled_dot",
+    mask: Any = None,
+    valid_lens: Any = None,
+    bias: Any = None,
+    sink: Any = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    head_axis: int = -3,
+    kernel: str = "auto",
+    return_weights: bool = False,
+    return_stats: bool | tuple[str, ...] = False,
+) -> Explanation:
+    """The plan of ``attend(query, key, value, ...)``, which is checked and not run.
+
+    Parameters
+    ----------
+    query, key, value, score, mask, ...
+        As in `attend`.
+
+    Returns
+    -------
+    Explanation
+        The kernel chosen, why each other one was not, where the weights come from if they are returned, tiles skipped,
+        operations, bytes; prints as a table.
+
+    Raises
+    ------
+    AttnscoreError
+        Whatever `attend` would raise for the same arguments.
+
+    Examples
+    --------
+    >>> import numpy as np, attnscore as ats
+    >>> x = np.ones((1, 8, 4))
+    >>> plan = ats.explain(x, x, x, mask=ats.Causal())
+    >>> sorted([plan.kernel, *plan.reasons])
+    ['dense', 'native', 'streaming']
+    """
+    flag = check_flag("return_weights", return_weights)
+    with backends.of({"query": query}).numeric_scope():
+        problem, _ = build_problem(
+            query, key, value, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink,
+            dropout=dropout, seed=seed, head_axis=head_axis, statistics=wanted_statistics(return_stats),
+            matrix="weights" if flag else None,
+        )  # fmt: skip
+        score_shape, layout = problem.score_shape, problem.layout
+        # First: sizes that are not known yet are refused here.
+        whole = cost(
+            problem.score,
+            query_len=score_shape.query_len,
+            key_len=score_shape.key_len,
+            dim=layout.dim,
+            key_dim=layout.key_dim,
+            value_dim=layout.value_dim,
+            heads=score_shape.heads * score_shape.groups,
+            batch=math.prod(score_shape.lead),
+        )
+        chosen, plan = kernels.choose(kernel, problem), tiling.plan(problem)
+        notes, plan = chosen.notes(problem, plan), chosen.explain_tiles(problem, plan)
+    itemsize = 2 if problem.dtype in ("float16", "bfloat16") else 8 if problem.dtype == "float64" else 4
+    moved = sum(math.prod(x.shape) for x in (problem.query, problem.key, problem.value))
+    moved += math.prod(score_shape.rows) * layout.value_dim
+    weights = None
+    if flag:
+        pairs = math.prod(score_shape.rows) * score_shape.key_len
+        source = "a second pass over the scores" if chosen.matrix_is_second_pass else "the pass that gives the output"
+        weights = f"{score_shape.user_shape}, {pairs * itemsize:,} bytes, from {source}"
+        moved += pairs
+    return Explanation(
+        kernel=chosen.name,
+        reasons=kernels.reasons(problem, chosen),
+        score=type(problem.score).__name__,
+        form=type(problem.form).__name__,
+        mask="none" if problem.mask is None else repr(problem.mask),
+        notes=notes,
+        weights=weights,
+        plan=plan,
+        operations=round(whole.operations * (1 - plan.fractions["skip"])),
+        bytes=moved * itemsize,
+    )
+
+
+def available() -> dict[str, dict[str, str | None]]:
+    """Which frameworks and kernels work here: None, or the reason why one does not.
+
+    Returns
+    -------
+    dict with "frameworks" and "kernels", each from name to None or a reason
+
+    Examples
+    --------
+    >>> import attnscore as ats
+    >>> ats.available()["frameworks"]["numpy"] is None
+    True
+    """
+    return {
+        "frameworks": backends.availability(),
+        "kernels": {name: kernel.missing() for name, kernel in kernels.table().items()},
+    }

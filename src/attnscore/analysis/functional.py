@@ -1,0 +1,226 @@
+"""The softmax by itself: masked, its Jacobian, its pull-back, and the exact merge of partial results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from attnscore import backends
+from attnscore.backends.base import FLOATING, Array, Backend, accumulator
+from attnscore.core.arguments import check_held, check_positive, is_whole, largest_of, shown
+from attnscore.core.layout import AxisLayout, ScoreShape
+from attnscore.core.online_softmax import NEG_INF, logaddexp, safe_max, whole_rows
+from attnscore.errors import ArgumentError, DtypeError, FrameworkError, ShapeError, message
+from attnscore.masks import as_mask
+
+
+def masked_softmax(
+    scores: Array, valid_lens: Any = None, *, mask: Any = None, axis: int = -1, temperature: float = 1.0
+) -> Array:
+    """Softmax over the visible keys: p_j = exp(s_j / T) / sum_i exp(s_i / T); rows of 0 where nothing is visible.
+
+    Parameters
+    ----------
+    scores : (..., query, key)
+        Two axes: (query, key). Three: (batch, query, key). Four or more: (batch, ..., head, query, key).
+    valid_lens : (batch,) or (batch, query) whole numbers; with two axes a number or (query,)
+    mask : a mask object, or a boolean array broadcastable to the scores, True = visible
+    axis : int
+        The axis of the keys.
+    temperature : number above 0
+
+    Returns
+    -------
+    weights : of the shape and dtype of `scores`; rows sum to 1, or are all 0
+
+    Raises
+    ------
+    MaskError, ShapeError, DtypeError, ArgumentError
+
+    Examples
+    --------
+    >>> import numpy as np, attnscore as ats
+    >>> ats.masked_softmax(np.zeros((2, 2, 4)), np.array([[1, 3], [2, 4]]))[0].round(3)
+    array([[1.   , 0.   , 0.   , 0.   ],
+           [0.333, 0.333, 0.333, 0.   ]])
+    """
+    ops = backends.of({"scores": scores})
+    shape = tuple(scores.shape)
+    backends.check_dense(ops, {"scores": scores})
+    backends.check_not_recorded(ops, "masked_softmax")
+    if not ops.is_floating(scores):
+        raise DtypeError(message("scores", FLOATING, ops.dtype(scores)))
+    check_positive("temperature", temperature, if_array="divide the scores by it: masked_softmax(scores / temperature)")
+    if not is_whole(axis) or not -len(shape) <= axis < len(shape):
+        expected = f"an axis of the {len(shape)} of scores"
+        raise ArgumentError(message("axis", expected, shown(axis), shapes={"scores": shape}))
+    with ops.numeric_scope():
+        turned = ops.swap_axes(scores, int(axis), -1)
+        flat = ops.reshape(turned, (1, *turned.shape)) if len(shape) == 1 else turned
+        if flat.shape[-1] == 0:
+            return scores
+        visible = _visible(ops, _grid(ops.shape(flat)), mask, valid_lens, flat)
+        sums = accumulator(ops.dtype(flat))
+        check_held("temperature", temperature, sums, 1 / float(temperature), 1 / largest_of(sums))
+        wide = ops.astype(flat, sums) / temperature
+        if visible is not None:
+            wide = ops.where(visible, wide, NEG_INF)
+        weights = ops.astype(whole_rows(ops, wide, visible, None), ops.dtype(scores))
+        return ops.swap_axes(ops.reshape(weights, turned.shape), int(axis), -1)
+
+
+def _grid(shape: tuple[int, ...]) -> ScoreShape:
+    has_heads = len(shape) >= 4
+    return ScoreShape(
+        lead=shape[: -3 if has_heads else -2] or (1,),
+        heads=shape[-3] if has_heads else 1,
+        groups=1,
+        query_len=shape[-2],
+        key_len=shape[-1],
+        has_batch=len(shape) >= 3,
+        has_heads=has_heads,
+    )
+
+
+def _visible(ops: Any, score_shape: ScoreShape, mask: Any, valid_lens: Any, like: Array) -> Array | None:
+    """Which entries of scores on the caller's axes are visible; None: all."""
+    whole = as_mask(mask, valid_lens, score_shape)
+    if whole is None:
+        return None
+    backends.check_dense(ops, whole.arrays())
+    whole.check(ops, score_shape)
+    backends.check_devices(ops, like, whole.arrays(), host_passes=True)
+    rows = ops.reshape(ops.positions(0, score_shape.query_len, like), (score_shape.query_len, 1))
+    cols = ops.reshape(ops.positions(0, score_shape.key_len, like), (1, score_shape.key_len))
+    full = ops.broadcast_to(whole.visible(ops, score_shape, rows, cols), (*score_shape.rows, score_shape.key_len))
+    return AxisLayout(0, -3, score_shape, 0, 0, 0).scores_from_canonical(ops, full)
+
+
+def softmax_jacobian(weights: Array) -> Array:
+    """diag(p) - p p^T for each row of weights: how the weights move with the scores.
+
+    Parameters
+    ----------
+    weights : (..., key)
+
+    Returns
+    -------
+    jacobian : (..., key, key)
+
+    Raises
+    ------
+    ShapeError, DtypeError
+
+    Examples
+    --------
+    >>> import numpy as np, attnscore as ats
+    >>> ats.softmax_jacobian(np.array([0.5, 0.5]))
+    array([[ 0.25, -0.25],
+           [-0.25,  0.25]])
+    """
+    ops = _checked_weights({"weights": weights})
+    length = weights.shape[-1]
+    here = ops.positions(0, length, weights)
+    diagonal = ops.reshape(here, (length, 1)) == ops.reshape(here, (1, length))
+    column, row = ops.expand_dims(weights, -1), ops.expand_dims(weights, -2)
+    return ops.where(diagonal, column, 0.0) - column * row
+
+
+def softmax_pullback(weights: Array, grad: Array) -> Array:
+    """(diag(p) - p p^T) grad = p (grad - sum p grad), without forming the Jacobian.
+
+    Parameters
+    ----------
+    weights, grad : (..., key)
+
+    Returns
+    -------
+    grad_scores : (..., key)
+
+    Raises
+    ------
+    ShapeError, DtypeError, DeviceError
+
+    Examples
+    --------
+    >>> import numpy as np, attnscore as ats
+    >>> ats.softmax_pullback(np.array([0.5, 0.5]), np.array([1.0, 0.0]))
+    array([ 0.25, -0.25])
+    """
+    ops = _checked_weights({"weights": weights, "grad": grad})
+    if tuple(weights.shape) != tuple(grad.shape):
+        raise ShapeError(
+            message("grad", "the shape of weights", tuple(grad.shape), shapes={"weights": tuple(weights.shape)})
+        )
+    return weights * (grad - ops.sum(weights * grad, axis=-1, keepdims=True))
+
+
+def _checked_weights(arrays: dict[str, Array]) -> Backend:
+    """The framework of dense floating arrays with one axis or more, on one device."""
+    ops = backends.of(arrays)
+    backends.check_dense(ops, arrays)
+    shapes = {name: tuple(x.shape) for name, x in arrays.items()}
+    for name, x in arrays.items():
+        if not ops.is_floating(x):
+            raise DtypeError(message(name, FLOATING, ops.dtype(x)))
+        if not shapes[name]:
+            raise ShapeError(message(name, "1 axis or more", 0, shapes=shapes))
+    backends.check_devices(ops, next(iter(arrays.values())), arrays)
+    return ops
+
+
+def merge(outs: Sequence[Array], log_sum_exps: Sequence[Array]) -> tuple[Array, Array]:
+    """Join attention results over disjoint sets of keys, exactly.
+
+    lse = log sum_s exp(lse_s); out = sum_s exp(lse_s - lse) out_s. Empty parts (lse -inf) weigh nothing.
+
+    Parameters
+    ----------
+    outs : list of (..., query, value_dim)
+    log_sum_exps : list of (..., query)
+
+    Returns
+    -------
+    out, log_sum_exp
+
+    Raises
+    ------
+    ShapeError, DtypeError, DeviceError, FrameworkError, ArgumentError
+
+    Examples
+    --------
+    >>> import numpy as np, attnscore as ats
+    >>> out, lse = ats.merge([np.ones((1, 2)), 3 * np.ones((1, 2))], [np.zeros(1), np.zeros(1)])
+    >>> print(out, lse.round(4))
+    [[2. 2.]] [0.6931]
+    """
+    for name, parts in (("outs", outs), ("log_sum_exps", log_sum_exps)):
+        if not (isinstance(parts, (list, tuple)) or (backends.is_array(parts) and np.ndim(parts))):
+            raise FrameworkError(message(name, "a list of arrays", type(parts).__name__))
+    if len(outs) != len(log_sum_exps) or len(outs) == 0:
+        counts = (len(outs), len(log_sum_exps))
+        raise ArgumentError(message("outs, log_sum_exps", "as many of one as of the other, at least one", counts))
+    named = {f"outs[{i}]": x for i, x in enumerate(outs)}
+    ops = _checked_weights(named | {f"log_sum_exps[{i}]": x for i, x in enumerate(log_sum_exps)})
+    for i, (out, lse) in enumerate(zip(outs, log_sum_exps, strict=True)):
+        if tuple(out.shape) != tuple(outs[0].shape) or tuple(lse.shape) != tuple(out.shape[:-1]):
+            raise ShapeError(
+                message(
+                    f"outs[{i}], log_sum_exps[{i}]",
+                    "one shape (..., query, value_dim) and that without its last axis",
+                    f"{tuple(out.shape)} and {tuple(lse.shape)}",
+                    shapes={"outs[0]": tuple(outs[0].shape)},
+                )
+            )
+    with ops.numeric_scope():
+        total = log_sum_exps[0]
+        for lse in log_sum_exps[1:]:
+            total = logaddexp(ops, total, lse)
+        joined: Any = 0.0
+        for out, lse in zip(outs, log_sum_exps, strict=True):
+            share = ops.expand_dims(ops.exp(lse - safe_max(ops, total)), -1)
+            # an empty part may hold anything
+            joined = joined + ops.where(share == 0, 0.0, share * ops.astype(out, ops.dtype(share)))
+        return ops.astype(joined, ops.dtype(outs[0])), total

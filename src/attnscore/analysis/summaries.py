@@ -1,0 +1,287 @@
+"""What the matrix of weights says, without the matrix: its largest entries, a map of bins, the weight of each key.
+
+- Exact, normalised over all keys; masks, biases, sinks and grouped heads as in ``attend``.
+- Memory is linear in the lengths.
+- For looking, not for training: nothing here carries a gradient.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from attnscore import backends, kernels
+from attnscore.analysis import topk
+from attnscore.analysis import weights as blocks
+from attnscore.backends.base import Array, is_unknown
+from attnscore.core import tiled, tiling
+from attnscore.core.arguments import is_whole, shown
+from attnscore.core.problem import NO_VALUE, Problem, build_problem, without_value
+from attnscore.core.tiled import RowGradients
+from attnscore.errors import ArgumentError, message
+
+# Weights held at a time while their largest are sought: 4 MB in float32, and a few arrays of that size.
+_HELD = 2**20
+# Fewer rows to a call of a kernel, and reading the keys would be most of its time.
+_FEWEST_ROWS = 1024
+
+
+class TopWeights(NamedTuple):
+    """The largest weights of each row, in falling order, and the keys that they belong to."""
+
+    weights: Array
+    index: Array
+    """Whole numbers; -1 beside a weight of 0, which no key in particular has."""
+
+
+def top_weights(
+    query: Array,
+    key: Array,
+    k: int,
+    *,
+    score: Any = "scaled_dot",
+    mask: Any = None,
+    valid_lens: Any = None,
+    bias: Any = None,
+    sink: Any = None,
+    head_axis: int = -3,
+) -> TopWeights:
+    """The k largest weights of each row and their keys, a few rows at a time.
+
+    Parameters
+    ----------
+    query, key, score, mask, valid_lens, bias, sink, head_axis
+        As in `attend`.
+    k : whole number from 1 to the number of keys
+
+    Returns
+    -------
+    weights : (..., query, k), in falling order; 0 where a row sees fewer keys
+    index : (..., query, k) whole numbers; -1 beside a weight of 0
+
+    Raises
+    ------
+    ArgumentError
+        `k` is out of range. Otherwise as `attend`.
+
+    Examples
+    --------
+    >>> import numpy as np, attnscore as ats
+    >>> found = ats.top_weights(np.ones((1, 1)), np.array([[0.0], [9.0], [1.0]]), 2)
+    >>> found.index
+    array([[1, 2]])
+    """
+    ops = backends.of({"query": query})
+    with ops.numeric_scope():
+        problem = _rebuilt(query, key, score, mask, valid_lens, bias, sink, head_axis)
+        score_shape = problem.score_shape
+        if not is_whole(k) or not 1 <= k <= score_shape.key_len:
+            expected = f"a whole number from 1 to the number of keys ({score_shape.key_len})"
+            raise ArgumentError(message("k", expected, shown(k)))
+        if topk.pays(problem, int(k)):
+            weights, index = topk.top_of_bins(problem, int(k))
+        else:
+            step = max(1, _HELD // (_matrices(problem) * score_shape.key_len))
+            starts = range(0, max(1, score_shape.query_len), step)
+            parts = [_top_of_rows(problem, slice(first, first + step), int(k)) for first in starts]
+            weights, index = (ops.concat(list(found), -2) for found in zip(*parts, strict=True))
+        weights = ops.astype(weights, problem.dtype)
+        from_canonical = problem.layout.scores_from_canonical
+        return TopWeights(from_canonical(ops, weights), from_canonical(ops, ops.where(weights > 0, index, -1)))
+
+
+def _top_of_rows(problem: Problem, rows: slice, k: int) -> tuple[Array, Array]:
+    ops = problem.ops
+    seen = _seen_by(problem, rows, k)
+    block = blocks.chosen(problem, rows, None)
+    block = block if seen is None else blocks.chosen(block, None, seen)
+    weights, index = ops.top_k(blocks.matrix_of(block, "weights"), k)
+    return weights, index if seen is None else index + seen.start
+
+
+def _seen_by(problem: Problem, rows: slice, k: int) -> slice | None:
+    """The keys, at least k, outside which none of the rows sees one: a window's are few; None: perhaps all."""
+    interval_set = problem.visibility[0]
+    if interval_set is None or 0 in problem.score_shape.rows:
+        return None
+    start, stop = (x[..., rows] for x in (interval_set.start, interval_set.stop))
+    alive = stop > start
+    first, last = (int(start[alive].min()), int(stop[alive].max())) if alive.any() else (0, 0)
+    first = min(first, problem.score_shape.key_len - k)
+    return slice(first, max(last, first + k))
+
+
+def _matrices(problem: Problem) -> int:
+    return max(1, math.prod(1 if is_unknown(n) else n for n in problem.score_shape.rows[:-1]))
+
+
+def pooled_weights(
+    query: Array,
+    key: Array,
+    bins: tuple[int, int] = (64, 64),
+    *,
+    score: Any = "scaled_dot",
+    mask: Any = None,
+    valid_lens: Any = None,
+    bias: Any = None,
+    sink: Any = None,
+    head_axis: int = -3,
+) -> Array:
+    """The map of weights summed into bins: queries down, keys across.
+
+    Attention whose values say which bin a key is in gives each row's weight by bin; memory is that of
+    (..., query, bins).
+
+    Parameters
+    ----------
+    query, key, score, mask, valid_lens, bias, sink, head_axis
+        As in `attend`.
+    bins : (rows, columns)
+        Position i falls into bin ``i * bins // length``; at most one bin a position.
+
+    Returns
+    -------
+    map : (..., rows, columns)
+        Its sum is the number of queries that see a key (less what a sink takes). A query whose weights are NaN makes
+        the whole of its row of bins NaN, and no other.
+
+    Raises
+    ------
+    ArgumentError
+        `bins` are no two positive whole numbers. Otherwise as `attend`.
+
+    Examples
+    --------
+    >>> import numpy as np, attnscore as ats
+    >>> ats.pooled_weights(np.zeros((4, 2)), np.zeros((8, 2)), bins=(2, 4))
+    array([[0.5, 0.5, 0.5, 0.5],
+           [0.5, 0.5, 0.5, 0.5]])
+    """
+    ops = backends.of({"query": query})
+    with ops.numeric_scope():
+        problem = _rebuilt(query, key, score, mask, valid_lens, bias, sink, head_axis)
+        if not isinstance(bins, (tuple, list)) or len(bins) != 2 or not all(is_whole(n) and n >= 1 for n in bins):
+            raise ArgumentError(message("bins", "two positive whole numbers (rows, columns)", shown(bins)))
+        score_shape = problem.score_shape
+        down, across = (
+            max(1, min(int(n), m)) for n, m in zip(bins, (score_shape.query_len, score_shape.key_len), strict=True)
+        )
+        value = ops.asarray(
+            _in_bins(0, score_shape.key_len, score_shape.key_len, across), problem.value, problem.accumulator
+        )
+        # Some rows at a time: their weights by bin are as many numbers as the values.
+        step = max(_FEWEST_ROWS, _HELD // (_matrices(problem) * across))
+        found = None
+        for first in range(0, max(1, score_shape.query_len), step):
+            last = min(first + step, score_shape.query_len)
+            rows = (
+                problem if last - first == score_shape.query_len else blocks.chosen(problem, slice(first, last), None)
+            )
+            by_bin = _run(rows, value).out
+            # Only the bins that these rows fall into: all would be a matrix of rows x bins.
+            top, bottom = (i * down // max(1, score_shape.query_len) for i in (first, max(first, last - 1)))
+            of_bin = _in_bins(first, last, score_shape.query_len, down).T[top : bottom + 1].copy()
+            of_bin = ops.asarray(of_bin, by_bin, ops.dtype(by_bin))
+            # A product of matrices would spread the NaN of a row to the bins of all others: 0 * NaN is NaN.
+            broken = ops.isnan(by_bin)
+            part = ops.matmul(of_bin, ops.where(broken, 0.0, by_bin))
+            part = ops.where(ops.matmul(of_bin, ops.astype(broken, ops.dtype(by_bin))) > 0, float("nan"), part)
+            if rows is problem:
+                found = part
+                break
+            if found is None:
+                found = ops.zeros((*score_shape.rows[:-1], down, across), problem.value, problem.accumulator)
+            found = ops.add_at(found, -2, top, part)
+        return problem.layout.scores_from_canonical(ops, ops.astype(found, problem.dtype))
+
+
+def key_mass(
+    query: Array,
+    key: Array,
+    *,
+    score: Any = "scaled_dot",
+    mask: Any = None,
+    valid_lens: Any = None,
+    bias: Any = None,
+    sink: Any = None,
+    head_axis: int = -3,
+) -> Array:
+    """The weight that each key receives from all queries: sum_i w_ij.
+
+    It is the gradient of sum_i out_i for values of length 1, and computed as that. Its errors are those of `attend`.
+
+    Parameters
+    ----------
+    query, key, score, mask, valid_lens, bias, sink, head_axis
+        As in `attend`.
+
+    Returns
+    -------
+    mass : (..., key), with the heads of `query`
+
+    Examples
+    --------
+    >>> import numpy as np, attnscore as ats
+    >>> ats.key_mass(np.zeros((6, 2)), np.zeros((4, 2)), valid_lens=3)
+    array([2., 2., 2., 0.])
+    """
+    ops = backends.of({"query": query})
+    with ops.numeric_scope():
+        problem = _rebuilt(query, key, score, mask, valid_lens, bias, sink, head_axis)
+        score_shape = problem.score_shape
+        # One value for each head, so that each gets a gradient of its own.
+        ones = ops.full((*score_shape.rows[:-1], score_shape.key_len, 1), 1.0, problem.value, problem.accumulator)
+        problem = _with_value(problem, ones)
+        kernel, plan = kernels.choose("auto", problem), tiling.plan(problem)
+        result = kernel.forward(problem, plan)
+        rows = RowGradients(ops.full((*score_shape.rows, 1), 1.0, ones))
+        mass = kernel.backward(problem, plan, result, rows, frozenset({"value"}))["value"]
+        return problem.layout.scores_from_canonical(ops, ops.astype(ops.swap_axes(mass, -1, -2), ops.dtype(query)))[
+            ..., 0, :
+        ]
+
+
+def _rebuilt(
+    query: Array, key: Array, score: Any, mask: Any, valid_lens: Any, bias: Any, sink: Any, head_axis: int
+) -> Problem:
+    """The problem without values, and off every tape."""
+    ops = backends.of({"query": query})
+    problem, _ = build_problem(
+        query, key, NO_VALUE, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink, head_axis=head_axis
+    )
+    problem = without_value(problem)
+
+    def detached(x: Array | None) -> Array | None:
+        return None if x is None else ops.stop_gradient(x)
+
+    form = problem.form.with_arrays({name: ops.stop_gradient(x) for name, x in problem.form.arrays().items()})
+    return dataclasses.replace(
+        problem,
+        form=form,
+        value=ops.stop_gradient(problem.value),
+        bias=detached(problem.bias),
+        sink=detached(problem.sink),
+    )
+
+
+def _with_value(problem: Problem, value: Array) -> Problem:
+    layout = dataclasses.replace(problem.layout, value_dim=value.shape[-1])
+    return dataclasses.replace(problem, layout=layout, value=value)
+
+
+def _run(problem: Problem, value: Array) -> tiled.Result:
+    """The result for values (key, value_dim) that all heads share."""
+    ops = problem.ops
+    value = ops.reshape(value, (*(1 for _ in problem.score_shape.rows[:-1]), *value.shape))
+    problem = _with_value(problem, value)
+    return kernels.choose("auto", problem).forward(problem, tiling.plan(problem))
+
+
+def _in_bins(first: int, last: int, length: int, count: int) -> np.ndarray[Any, Any]:
+    """(positions first to last, bins): 1 where a position of `length` is in a bin of `count`."""
+    found = np.zeros((last - first, count), np.float32)
+    found[np.arange(last - first), np.arange(first, last) * count // max(1, length)] = 1
+    return found

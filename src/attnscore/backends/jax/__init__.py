@@ -1,0 +1,5 @@
+"""JAX."""
+
+from attnscore.backends.jax.backend import JaxBackend
+
+__all__ = ["JaxBackend"]

@@ -1,0 +1,344 @@
+"""JAX: the words, under jit, grad and vmap as in plain calls.
+
+- Nothing is unrolled under ``jit``: loops over tiles are ``lax`` loops of a fixed length, so that they can be
+  differentiated in reverse. Plain calls loop in Python: a ``lax`` loop would be compiled anew at each call.
+- The gradient is in ``gradients.py``, what is known of a traced array in ``jax_tracers.py``.
+- The native kernels read CPU arrays where they lie; inside ``jit`` and ``vmap`` the program calls them over XLA's own
+  buffers (``jax_ffi``), or through a callback where the library has no such calls; ``vmap`` then streams.
+- Scores and masks are pytrees, and those of a user's own become ones when they are first seen.
+- Without ``jax_enable_x64`` positions are 32-bit integers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from attnscore.backends.base import Array, Backend, DifferentiableOp, SeedHalves, importable
+from attnscore.backends.jax import ffi, gradients
+from attnscore.backends.jax.pytrees import register
+from attnscore.backends.jax.sharding import axes_of, differing
+from attnscore.backends.jax.tracers import (
+    MAPPED,
+    RECORDED,
+    REVERSE,
+    concrete,
+    is_tracing,
+    kind_of,
+    layers_of,
+    layers_of_all,
+)
+from attnscore.backends.numpy import detached
+from attnscore.errors import ArgumentError, message
+
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
+_NOTHING = contextlib.nullcontext()
+
+
+class JaxBackend(Backend):
+    """The words of JAX."""
+
+    name = "jax"
+    has_autodiff = True
+
+    def __getattr__(self, word: str) -> Any:
+        return getattr(jnp, word)
+
+    def register_pytree(self, kind: type) -> None:
+        if dataclasses.is_dataclass(kind):
+            register(kind)
+
+    def dtype(self, x: Array) -> str:
+        return str(x.dtype.name)
+
+    def is_floating(self, x: Array) -> bool:
+        return x.dtype.name in _FLOATS
+
+    def unsupported(self, x: Array) -> tuple[str, str] | None:
+        if isinstance(x, jax.Array):
+            if all(type(n) is int for n in x.shape):
+                return None
+            return f"one of a symbolic shape ({', '.join(map(str, x.shape))})", "a shape of numbers in jax.export"
+        return f"a {type(x).__name__}", "x.todense()" if hasattr(x, "todense") else "jax.numpy.asarray(x)"
+
+    def device(self, x: Array) -> str:
+        # What JAX may move as it likes has no place of its own.
+        if isinstance(x, jax.core.Tracer) or not getattr(x, "committed", False):
+            return ""
+        return ", ".join(sorted(map(str, x.devices())))
+
+    def astype(self, x: Array, dtype: str) -> Array:
+        return x if x.dtype.name == dtype else lax.convert_element_type(x, _known(dtype))
+
+    def asarray(self, x: Any, like: Array, dtype: str | None = None) -> Array:
+        found = x if isinstance(x, jax.Array) else jnp.asarray(importable(np.asarray(detached(x))))
+        return found if dtype is None else self.astype(found, dtype)
+
+    def host(self, x: Any) -> np.ndarray[Any, Any] | None:
+        if not isinstance(x, jax.Array):
+            return np.asarray(detached(x))
+        x = concrete(x)
+        # A number of Python's or NumPy's behind a tape is on no device.
+        if x is None or (isinstance(x, jax.Array) and not _on_cpu(x)):
+            return None
+        found = np.asarray(x)
+        return found.astype(np.float32) if found.dtype.name == "bfloat16" else found
+
+    def has_cpu_buffer(self, x: Array) -> bool:
+        *tracers, x = layers_of(x)
+        # The gradient hook gets what is behind a tape.
+        if not set(map(kind_of, tracers)) <= ({REVERSE, MAPPED} if ffi.registered() else {REVERSE}):
+            return False
+        if kind_of(x) == RECORDED:
+            return jax.default_backend() == "cpu"
+        return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and _on_cpu(x)
+
+    def is_plain(self, *arrays: Array) -> bool:
+        return not any(isinstance(x, jax.core.Tracer) for x in arrays) and all(map(self.has_cpu_buffer, arrays))
+
+    def memory(self, x: Array) -> np.ndarray[Any, Any]:
+        found = np.asarray(x)
+        return found.view(np.uint16) if found.dtype.itemsize == 2 else found
+
+    def from_memory(self, x: np.ndarray[Any, Any], dtype: str, like: Array) -> Array:
+        found = jnp.asarray(x.view(_known(dtype)) if x.itemsize == 2 else x)
+        return jax.device_put(found, like.sharding) if like is not None and like.committed else found
+
+    def needs_grad(self, *arrays: Array) -> bool:
+        kinds = {kind_of(x) for x in layers_of_all(arrays) if isinstance(x, jax.core.Tracer)}
+        return not kinds <= ({RECORDED, MAPPED} if ffi.registered() else {RECORDED})
+
+    def needs_host_callback(self, *arrays: Array) -> bool:
+        return any(isinstance(x, jax.core.Tracer) for x in arrays) and not self.needs_grad(*arrays)
+
+    def custom_calls(self) -> bool:
+        return ffi.registered()
+
+    def custom_call(
+        self,
+        direction: str,
+        results: Sequence[tuple[tuple[int, ...], str]],
+        arrays: Sequence[Array],
+        attributes: Mapping[str, Any],
+    ) -> tuple[Array, ...]:
+        known = [(shape, _known(dtype)) for shape, dtype in results]
+        found, axes = ffi.call(direction, known, arrays, attributes), axes_of(arrays)
+        return tuple(differing(x, axes) for x in found)
+
+    def host_callback(
+        self,
+        function: Callable[..., Sequence[np.ndarray[Any, Any]]],
+        results: Sequence[tuple[tuple[int, ...], str]],
+        arrays: Sequence[Array],
+        otherwise: Callable[..., tuple[Array, ...]],
+    ) -> tuple[Array, ...]:
+        from jax.experimental.buffer_callback import buffer_callback
+
+        def call(_: Any, out: Any, *buffers: Any) -> None:
+            for to, x in zip(out, function(*map(np.asarray, buffers)), strict=True):
+                np.asarray(to)[...] = x
+
+        wanted = tuple(jax.ShapeDtypeStruct(shape, _known(dtype)) for shape, dtype in results)  # type: ignore[no-untyped-call]  # JAX's own
+        found, axes = buffer_callback(call, wanted, vmap_method="sequential")(*arrays), axes_of(arrays)
+        return tuple(differing(x, axes) for x in found)
+
+    def threads(self, own: int) -> int:
+        return own
+
+    def number(self, x: Array) -> float | None:
+        found = concrete(x)
+        return None if found is None else float(found)
+
+    def zeros(self, shape: Sequence[int], like: Array, dtype: str | None = None) -> Array:
+        return differing(jnp.zeros(shape, _known(dtype) if dtype else like.dtype), axes_of((like,)))
+
+    def full(self, shape: Sequence[int], value: float, like: Array, dtype: str | None = None) -> Array:
+        return differing(jnp.full(shape, value, _known(dtype) if dtype else like.dtype), axes_of((like,)))
+
+    def positions(self, start: int, count: int, like: Array) -> Array:
+        return jnp.arange(count, dtype=_known("int64")) + start
+
+    def slice_axis(self, x: Array, axis: int, start: int, count: int) -> Array:
+        # Not x[..., start:...]: that would be compiled for every start.
+        return lax.dynamic_slice_in_dim(x, start, count, axis % x.ndim)
+
+    def add_at(self, x: Array, axis: int, start: int, block: Array) -> Array:
+        axis %= x.ndim
+        old = lax.dynamic_slice_in_dim(x, start, block.shape[axis], axis)
+        return lax.dynamic_update_slice_in_dim(x, (old + block).astype(x.dtype), start, axis)
+
+    def concat(self, arrays: Sequence[Array], axis: int) -> Array:
+        return jnp.concatenate(arrays, axis=axis)
+
+    def reshape(self, x: Array, shape: Sequence[int]) -> Array:
+        return jnp.reshape(x, shape)
+
+    def broadcast_to(self, x: Array, shape: Sequence[int]) -> Array:
+        return jnp.broadcast_to(x, shape)
+
+    def swap_axes(self, x: Array, first: int, second: int) -> Array:
+        return jnp.swapaxes(x, first, second)
+
+    def expand_dims(self, x: Array, axis: int) -> Array:
+        return jnp.expand_dims(x, axis)
+
+    def take(self, x: Array, indices: Array, axis: int) -> Array:
+        return jnp.take(x, indices, axis=axis, mode="clip")
+
+    def matmul(self, a: Array, b: Array) -> Array:
+        return jnp.matmul(a, b)
+
+    def matrix_transpose(self, x: Array) -> Array:
+        return jnp.swapaxes(x, -1, -2)
+
+    def exp(self, x: Array) -> Array:
+        return jnp.exp(x)
+
+    def log(self, x: Array) -> Array:
+        return jnp.log(x)
+
+    def tanh(self, x: Array) -> Array:
+        return jnp.tanh(x)
+
+    def sigmoid(self, x: Array) -> Array:
+        return jax.nn.sigmoid(x)
+
+    def erf(self, x: Array) -> Array:
+        return lax.erf(x)
+
+    def sqrt(self, x: Array) -> Array:
+        return jnp.sqrt(x)
+
+    def abs(self, x: Array) -> Array:
+        return jnp.abs(x)
+
+    def maximum(self, a: Array, b: Array) -> Array:
+        return jnp.maximum(a, b)
+
+    def where(self, condition: Array, a: Array | float, b: Array | float) -> Array:
+        return jnp.where(condition, a, b)
+
+    def isfinite(self, x: Array) -> Array:
+        return jnp.isfinite(x)
+
+    def isnan(self, x: Array) -> Array:
+        return jnp.isnan(x)
+
+    def sum(self, x: Array, axis: int | tuple[int, ...], keepdims: bool = False) -> Array:
+        return jnp.sum(x, axis=axis, keepdims=keepdims)
+
+    def max(self, x: Array, axis: int, keepdims: bool = False) -> Array:
+        return jnp.max(x, axis=axis, keepdims=keepdims)
+
+    def top_k(self, x: Array, k: int) -> tuple[Array, Array]:
+        values, index = lax.top_k(x, k)
+        return values, index
+
+    def any(self, x: Array, axis: int, keepdims: bool = False) -> Array:
+        return jnp.any(x, axis=axis, keepdims=keepdims)
+
+    def low_32_bits(self, x: Array) -> Array:
+        return x.astype(jnp.uint32)
+
+    def uint32(self, number: int) -> Any:
+        # A Python number of 32 bits overflows: JAX would read it as signed.
+        return np.uint32(number)
+
+    def numeric_scope(self) -> AbstractContextManager[Any]:
+        return _NOTHING
+
+    def eager_scope(self) -> AbstractContextManager[Any]:
+        return jax.ensure_compile_time_eval()
+
+    def cond(self, condition: Any, function: Callable[[Any], Any], carry: Any) -> Any:
+        if not isinstance(condition, jax.Array):
+            return function(carry) if condition else carry
+        _seen_in(carry)
+        return lax.cond(condition, lambda c: _of_types(function(c), carry), lambda c: c, carry)
+
+    def loop(self, count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
+        if count > 1 and is_tracing():
+            _seen_in(carry)
+            return lax.fori_loop(0, count, lambda i, c: _of_types(body(i, c), carry), carry)
+        for i in range(count):
+            carry = body(i, carry)
+        return carry
+
+    def map_tiles(self, count: int, body: Callable[[Any], tuple[Array, ...]]) -> list[tuple[Array, ...]]:
+        if count > 1 and is_tracing():
+            stacked = lax.map(body, jnp.arange(count))
+            return [tuple(x[i] for x in stacked) for i in range(count)]
+        return [body(i) for i in range(count)]
+
+    def known_finite(self, *arrays: Array) -> bool:
+        found = [concrete(x) for x in arrays]
+        return all(x is not None for x in found) and all(
+            bool((np if _on_cpu(x) else jnp).isfinite(x).all()) for x in found
+        )
+
+    def differentiable(self, run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Array, ...]:
+        return gradients.differentiable(run, operands)
+
+    def vjp(
+        self, function: Callable[..., Array], inputs: Sequence[Array]
+    ) -> tuple[Array, Callable[[Array], tuple[Array, ...]]]:
+        value, pullback = jax.vjp(function, *inputs)
+        return value, pullback
+
+    def stop_gradient(self, x: Array) -> Array:
+        return lax.stop_gradient(x)
+
+    def as_seed(self, seed: Any) -> Any:
+        if not isinstance(seed, jax.Array):
+            return seed
+        if (jnp.issubdtype(seed.dtype, jax.dtypes.prng_key) and seed.ndim == 0) or (
+            seed.dtype == jnp.uint32 and seed.shape == (2,)
+        ):
+            low, high = jax.random.bits(seed, (2,), jnp.uint32)
+        elif jnp.issubdtype(seed.dtype, jnp.integer) and seed.ndim == 0:
+            value = concrete(seed)
+            if value is not None:
+                return int(value)
+            # What Python's `seed % 2**63` keeps of it: above the lowest 32 bits those of 64, or the sign.
+            low = seed.astype(jnp.uint32)
+            high = (seed >> 32 if seed.dtype.itemsize == 8 else -(seed < 0).astype(jnp.int32)).astype(jnp.uint32)
+        else:
+            return seed
+        high = high & 0x7FFFFFFF
+        numbers = concrete(low), concrete(high)
+        return SeedHalves(low, high) if None in numbers else int(low) | int(high) << 32
+
+    def draw_seed(self, like: Array) -> int:
+        hint = "JAX has no generator of its own: seed=jax.random.key(0), split for each call"
+        expected = "a whole number or a jax.random key where dropout is above 0"
+        raise ArgumentError(message("seed", expected, "None", hint=hint))
+
+    def autocast(self, *arrays: Array) -> tuple[Array, ...]:
+        return arrays
+
+
+def _known(dtype: str) -> Any:
+    """A dtype by name: without jax_enable_x64 int64 is int32."""
+    return jax.dtypes.canonicalize_dtype(jnp.dtype(dtype))
+
+
+def _on_cpu(x: Any) -> bool:
+    return all(device.platform == "cpu" for device in x.devices()) and len(x.devices()) == 1
+
+
+def _seen_in(carry: Any) -> None:
+    if dataclasses.is_dataclass(carry):
+        register(type(carry))
+
+
+def _of_types(found: Any, carry: Any) -> Any:
+    """A loop carries the dtypes that it began with."""
+    return jax.tree.map(lambda new, old: new.astype(old.dtype), found, carry)

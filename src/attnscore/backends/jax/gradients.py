@@ -1,0 +1,65 @@
+"""JAX's gradient hook: reverse and forward mode, inside jit and outside.
+
+- The gradient of a run is its own (``jax.custom_vjp``) and keeps two numbers a row.
+- Forward mode and derivatives of that gradient go through the streaming form, which JAX differentiates itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from attnscore.backends.base import Array, DifferentiableOp, importable
+from attnscore.backends.jax.sharding import axes_of, differing, is_placed, sharding_of_rows
+from attnscore.backends.jax.tracers import FORWARD, RECORDED, kind_of, layers_of_all
+from attnscore.backends.numpy import detached
+
+
+def differentiable(run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Array, ...]:
+    """``run.forward(operands)``, with ``run.backward`` as its gradient."""
+    read, given = run.variables()
+    # Arrays of masks may be of another framework, or laid out as JAX takes none.
+    constants = [x if isinstance(x, jax.Array) else importable(np.asarray(detached(x))) for x in read]
+    if (sharding := sharding_of_rows(operands)) is not None:
+
+        def unsharded(operands: Sequence[Array], placed: Sequence[Array]) -> tuple[Array, ...]:
+            left = iter(placed)
+            return differentiable(given([next(left) if is_placed(x) else x for x in constants]), operands)
+
+        placed = [x for x in constants if is_placed(x)]
+        return tuple(jax.sharding.auto_axes(unsharded, out_sharding=sharding)(tuple(operands), placed))
+    axes = axes_of((*operands, *constants))
+    operands = [differing(x, axes) for x in operands]
+    if any(kind_of(x) == FORWARD for x in layers_of_all((*operands, *constants))):
+        # custom_vjp has no forward mode: the streaming form has.
+        return run.forward(operands)
+
+    @jax.custom_vjp
+    def call(arrays: Sequence[Array], constants: Sequence[Array]) -> tuple[Array, ...]:
+        return given(constants).forward(arrays)
+
+    def forward(arrays: Sequence[Array], constants: Sequence[Array]) -> tuple[Any, Any]:
+        now = given(constants)
+        outputs = _differentiable(now.forward, now.streaming().forward, arrays)
+        return outputs, (arrays, constants, outputs[: run.saved_outputs])
+
+    def backward(kept: Any, grads: Sequence[Array]) -> tuple[Any, None]:
+        arrays, constants, outputs = kept
+        incoming = tuple(grads[: run.differentiable_outputs])
+        now = given(constants)
+        return tuple(_differentiable(now.backward, now.streaming().backward, arrays, outputs, incoming)), None
+
+    call.defvjp(forward, backward)
+    return call(tuple(operands), tuple(constants))
+
+
+def _differentiable(function: Callable[..., Any], streaming: Callable[..., Any], *arguments: Any) -> Any:
+    """``function(*arguments)``, which JAX can differentiate further: a callback has no derivative, `streaming` has."""
+    if not any(kind_of(x) == RECORDED for x in layers_of_all(jax.tree.leaves(arguments))):
+        return function(*arguments)
+    found = jax.custom_jvp(function)
+    found.defjvp(lambda primals, tangents: jax.jvp(streaming, primals, tangents))
+    return found(*arguments)

@@ -1,0 +1,5 @@
+"""MXNet."""
+
+from attnscore.backends.mxnet.backend import MxnetBackend
+
+__all__ = ["MxnetBackend"]

@@ -1,0 +1,303 @@
+"""MXNet (1.9.1): the words over ``mx.np`` arrays, eager.
+
+- Arrays on the CPU are read where they lie; what native code wrote becomes an array without a copy.
+- The gradient is in ``gradients.py``.
+- Shapes are read as NumPy reads them (0 and () are shapes) inside a call, whatever ``npx.set_np`` says outside.
+- MXNet's operators broadcast five axes; the words cut larger problems into such.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import mxnet as mx
+import numpy as np
+from mxnet import autograd, npx
+from mxnet.base import _LIB, check_call
+
+from attnscore.backends.base import Array, Backend, DifferentiableOp, importable
+from attnscore.backends.mxnet import gradients
+from attnscore.backends.numpy import detached
+
+_FLOATS = ("float16", "float32", "float64")
+# What MXNet holds; other whole numbers become the widest.
+_DTYPES = (*_FLOATS, "bool", "uint8", "int8", "int32", "int64")
+_CPU = ("cpu", "cpu_pinned", "cpu_shared")
+# Axes over which its operators broadcast, slice and sum.
+_MOST_AXES = 5
+
+
+class MxnetBackend(Backend):
+    """The words of MXNet."""
+
+    name = "mxnet"
+    has_autodiff = True
+
+    def __getattr__(self, word: str) -> Any:
+        return getattr(mx.np, word) if hasattr(mx.np, word) else getattr(npx, word)
+
+    def dtype(self, x: Array) -> str:
+        return str(np.dtype(x.dtype).name)
+
+    def is_floating(self, x: Array) -> bool:
+        return self.dtype(x) in _FLOATS
+
+    def unsupported(self, x: Array) -> tuple[str, str] | None:
+        if isinstance(x, mx.np.ndarray):
+            return None
+        if isinstance(x, mx.gluon.Parameter):
+            return "a gluon Parameter", "x.data()"
+        if getattr(x, "stype", "default") != "default":
+            return f"a sparse array ({x.stype})", "x.tostype('default').as_np_ndarray()"
+        return f"a legacy {type(x).__module__.partition('.')[0]}.nd.{type(x).__name__}", "x.as_np_ndarray()"
+
+    def device(self, x: Array) -> str:
+        place = x.ctx
+        return "cpu" if place.device_type in _CPU and place.device_id == 0 else str(place)
+
+    def astype(self, x: Array, dtype: str) -> Array:
+        return x if self.dtype(x) == dtype else x.astype(dtype)
+
+    def asarray(self, x: Any, like: Array, dtype: str | None = None) -> Array:
+        if isinstance(x, mx.nd.NDArray):
+            x = x.as_np_ndarray().as_in_ctx(like.ctx)
+            return x if dtype is None else self.astype(x, dtype)
+        host = importable(np.asarray(detached(x)))
+        kind = dtype or host.dtype.name
+        return mx.np.array(host, dtype=kind if kind in _DTYPES else "int64", ctx=like.ctx)
+
+    def host(self, x: Any) -> np.ndarray[Any, Any] | None:
+        if not isinstance(x, mx.nd.NDArray):
+            return np.asarray(detached(x))
+        return np.asarray(x.asnumpy()) if x.ctx.device_type in _CPU else None
+
+    def has_cpu_buffer(self, x: Array) -> bool:
+        return bool(x.ctx.device_type in _CPU)
+
+    def is_plain(self, *arrays: Array) -> bool:
+        return not autograd.is_recording() and all(type(x) is mx.np.ndarray and self.has_cpu_buffer(x) for x in arrays)
+
+    def memory(self, x: Array) -> np.ndarray[Any, Any]:
+        dtype = np.dtype(x.dtype)
+        dtype = np.dtype(np.uint16) if dtype == np.float16 else dtype
+        if 0 in x.shape:
+            return np.zeros(x.shape, dtype)
+        x.wait_to_read()
+        place = ctypes.c_void_p()
+        check_call(_LIB.MXNDArrayGetData(x.handle, ctypes.byref(place)))
+        return np.asarray(_Memory(x, place.value, dtype))
+
+    def from_memory(self, x: np.ndarray[Any, Any], dtype: str, like: Array) -> Array:
+        x = x.view(dtype) if dtype == "float16" else x
+        if not x.flags.c_contiguous or not x.flags.writeable:
+            # MXNet may write to what it holds.
+            x = np.array(x, order="C")
+        return mx.nd.from_numpy(x).as_np_ndarray()
+
+    def needs_grad(self, *arrays: Array) -> bool:
+        # MXNet does not say of an array whether it is.
+        return bool(autograd.is_recording())
+
+    def threads(self, own: int) -> int:
+        return own
+
+    def number(self, x: Array) -> float | None:
+        return float(x.asnumpy())
+
+    def zeros(self, shape: Sequence[int], like: Array, dtype: str | None = None) -> Array:
+        return mx.np.zeros(tuple(shape), dtype=dtype or like.dtype, ctx=like.ctx)
+
+    def full(self, shape: Sequence[int], value: float, like: Array, dtype: str | None = None) -> Array:
+        return mx.np.full(tuple(shape), value, dtype=dtype or like.dtype, ctx=like.ctx)
+
+    def positions(self, start: int, count: int, like: Array) -> Array:
+        return mx.np.arange(start, start + count, dtype="int64", ctx=like.ctx)
+
+    def slice_axis(self, x: Array, axis: int, start: int, count: int) -> Array:
+        if len(x.shape) <= _MOST_AXES:
+            index: list[Any] = [slice(None)] * len(x.shape)
+            index[axis] = slice(start, start + count)
+            return x[tuple(index)]
+        shape, (before, length, after) = list(x.shape), _around(x.shape, axis)
+        shape[axis] = count
+        return x.reshape((before, length, after))[:, start : start + count].reshape(tuple(shape))
+
+    def add_at(self, x: Array, axis: int, start: int, block: Array) -> Array:
+        count, length = block.shape[axis], x.shape[axis]
+        if self.needs_grad():
+            # No writing in place there.
+            changed = self.slice_axis(x, axis, start, count) + block
+            after = start + count
+            return self.concat(
+                [self.slice_axis(x, axis, 0, start), changed, self.slice_axis(x, axis, after, length - after)], axis
+            )
+        if x.size and block.size:
+            before, _, rest = _around(x.shape, axis)
+            # A legacy array's reshape is a view; that of mx.np is a copy.
+            flat = x.as_nd_ndarray().reshape((before, length, rest)).as_np_ndarray()
+            flat[:, start : start + count] += block.reshape((before, count, rest))
+        return x
+
+    def concat(self, arrays: Sequence[Array], axis: int) -> Array:
+        return mx.np.concatenate(list(arrays), axis=axis)
+
+    def reshape(self, x: Array, shape: Sequence[int]) -> Array:
+        return mx.np.reshape(x, tuple(shape))
+
+    def broadcast_to(self, x: Array, shape: Sequence[int]) -> Array:
+        shape = tuple(shape)
+        if len(shape) <= _MOST_AXES:
+            return mx.np.broadcast_to(x, shape)
+        x = x.reshape((1,) * (len(shape) - len(x.shape)) + x.shape)
+        for axis, length in enumerate(shape):
+            if x.shape[axis] != length:
+                x = mx.np.broadcast_to(x, (*x.shape[:axis], length, *x.shape[axis + 1 :]))
+        return x
+
+    def swap_axes(self, x: Array, first: int, second: int) -> Array:
+        if self.dtype(x) == "bool":
+            return self.swap_axes(x.astype("uint8"), first, second).astype("bool")
+        return mx.np.swapaxes(x, first, second)
+
+    def expand_dims(self, x: Array, axis: int) -> Array:
+        return mx.np.expand_dims(x, axis)
+
+    def take(self, x: Array, indices: Array, axis: int) -> Array:
+        return mx.np.take(x, indices, axis=axis)
+
+    def matmul(self, a: Array, b: Array) -> Array:
+        first, second = a.shape[:-2], b.shape[:-2]
+        # The gradient of a product that broadcasts is wrong for all but its first axis (seen in 1.9.1).
+        if first != second and (autograd.is_recording() or max(len(first), len(second)) > _MOST_AXES - 2):
+            lead = np.broadcast_shapes(first, second)
+            a, b = (self.broadcast_to(x, (*lead, *x.shape[-2:])) for x in (a, b))
+        return mx.np.matmul(a, b)
+
+    def matrix_transpose(self, x: Array) -> Array:
+        return self.swap_axes(x, -1, -2)
+
+    def exp(self, x: Array) -> Array:
+        return mx.np.exp(x)
+
+    def log(self, x: Array) -> Array:
+        return mx.np.log(x)
+
+    def tanh(self, x: Array) -> Array:
+        return mx.np.tanh(x)
+
+    def sigmoid(self, x: Array) -> Array:
+        return npx.sigmoid(x)
+
+    def erf(self, x: Array) -> Array:
+        return npx.erf(x)
+
+    def sqrt(self, x: Array) -> Array:
+        return mx.np.sqrt(x)
+
+    def abs(self, x: Array) -> Array:
+        return mx.np.abs(x)
+
+    def maximum(self, a: Array, b: Array) -> Array:
+        return mx.np.maximum(a, b)
+
+    def where(self, condition: Array, a: Array | float, b: Array | float) -> Array:
+        # where() of a number gives the array beside it the gradient of the other side (seen in 1.9.1).
+        like = next((x for x in (a, b) if hasattr(x, "shape")), None)
+        one = () if like is None or not like.shape else (1,)
+        a, b = (x if hasattr(x, "shape") or like is None else self.full(one, x, like) for x in (a, b))
+        shape = np.broadcast_shapes(*(x.shape for x in (condition, a, b) if hasattr(x, "shape")))
+        if 0 in shape:
+            # It ends the process there.
+            return self.zeros(shape, condition if like is None else like)
+        if len(shape) > _MOST_AXES:
+            condition, a, b = (
+                self.broadcast_to(x, shape).reshape((-1,)) if hasattr(x, "shape") else x for x in (condition, a, b)
+            )
+            return mx.np.where(condition, a, b).reshape(shape)
+        return mx.np.where(condition, a, b)
+
+    def logical_and(self, a: Array, b: Array) -> Array:
+        # & and | of boolean arrays are for one shape.
+        return a * b
+
+    def logical_or(self, a: Array, b: Array) -> Array:
+        return a + b
+
+    def isfinite(self, x: Array) -> Array:
+        return mx.np.isfinite(x)
+
+    def isnan(self, x: Array) -> Array:
+        return mx.np.isnan(x)
+
+    def sum(self, x: Array, axis: int | tuple[int, ...], keepdims: bool = False) -> Array:
+        if 0 in x.shape:
+            # Its sum over several axes fails there.
+            empty: Any = np.empty(x.shape)
+            return self.zeros(empty.sum(axis=axis, keepdims=keepdims).shape, x)
+        if isinstance(axis, tuple) and len(x.shape) > _MOST_AXES:
+            # Not all at once: sums of every other axis are more than it takes.
+            for i in sorted((i % len(x.shape) for i in axis), reverse=True):
+                x = mx.np.sum(x, axis=i, keepdims=keepdims)
+            return x
+        return mx.np.sum(x, axis=axis, keepdims=keepdims)
+
+    def max(self, x: Array, axis: int, keepdims: bool = False) -> Array:
+        return mx.np.max(x, axis=axis, keepdims=keepdims)
+
+    def top_k(self, x: Array, k: int) -> tuple[Array, Array]:
+        values, index = npx.topk(x, k=k, axis=-1, ret_typ="both", dtype="int64")
+        return values, index
+
+    def any(self, x: Array, axis: int, keepdims: bool = False) -> Array:
+        return mx.np.any(x, axis=axis, keepdims=keepdims)
+
+    def low_32_bits(self, x: Array) -> Array:
+        return x & 0xFFFFFFFF
+
+    def shift_right(self, x: Array, bits: int) -> Array:
+        # Its arrays know neither >> nor //. A position has fewer than 53 bits, so this is exact.
+        return mx.np.floor(x.astype("float64") / (1 << bits)).astype("int64")
+
+    def numeric_scope(self) -> AbstractContextManager[Any]:
+        # A length of 0 would mean "not known yet" otherwise.
+        found: AbstractContextManager[Any] = mx.util.np_shape(True)
+        return found
+
+    def known_finite(self, *arrays: Array) -> bool:
+        return all(bool(mx.np.isfinite(x).asnumpy().all()) for x in arrays)
+
+    def differentiable(self, run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Array, ...]:
+        return gradients.differentiable(run, operands)
+
+    def vjp(
+        self, function: Callable[..., Array], inputs: Sequence[Array]
+    ) -> tuple[Array, Callable[[Array], tuple[Array, ...]]]:
+        return gradients.vjp(function, inputs)
+
+    def stop_gradient(self, x: Array) -> Array:
+        return x.detach()
+
+    def draw_seed(self, like: Array) -> int:
+        low, high = (int(x) for x in mx.np.random.randint(0, 2**31 - 1, size=(2,), dtype="int64").asnumpy())
+        return low | high << 31
+
+    def autocast(self, *arrays: Array) -> tuple[Array, ...]:
+        return arrays
+
+
+class _Memory:
+    """The memory of an array, which it keeps alive, as NumPy asks for it."""
+
+    def __init__(self, x: Array, place: int | None, dtype: np.dtype[Any]) -> None:
+        self.array = x
+        self.__array_interface__ = {"data": (place, False), "shape": x.shape, "typestr": dtype.str, "version": 3}
+
+
+def _around(shape: tuple[int, ...], axis: int) -> tuple[int, int, int]:
+    """How many entries lie before, along and behind an axis."""
+    axis %= len(shape)
+    return math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])

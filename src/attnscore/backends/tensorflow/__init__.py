@@ -1,0 +1,5 @@
+"""TensorFlow."""
+
+from attnscore.backends.tensorflow.backend import TensorFlowBackend
+
+__all__ = ["TensorFlowBackend"]

@@ -1,0 +1,76 @@
+"""Lengths that a TensorFlow graph learns only when it runs.
+
+- They count as whole numbers do in the core: tiles and axes are planned with them.
+- They belong to one graph, and nothing remembers them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from attnscore.backends.base import Array, Unknown
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Length(Unknown):
+    """The length of an axis, known when the graph runs."""
+
+    value: Array
+    __hash__ = None  # type: ignore[assignment]  # what holds one belongs to one graph, and is not to be remembered
+
+    def at_most(self, length: int) -> Length:
+        return Length(tf.clip_by_value(self.value, 1, length))
+
+    def __add__(self, other: Any) -> Length:
+        return Length(self.value + sizes((other,))[0])
+
+    def __sub__(self, other: Any) -> Length:
+        return Length(self.value - sizes((other,))[0])
+
+    def __rsub__(self, other: Any) -> Length:
+        return Length(sizes((other,))[0] - self.value)
+
+    def __mul__(self, other: Any) -> Any:
+        return 0 if isinstance(other, int) and other == 0 else Length(self.value * sizes((other,))[0])
+
+    def __divmod__(self, other: Any) -> tuple[Length, Length]:
+        (other,) = sizes((other,))
+        return Length(self.value // other), Length(self.value % other)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+
+tf.register_tensor_conversion_function(
+    Length, lambda x, dtype=None, name=None, as_ref=False: tf.cast(x.value, dtype or tf.int32)
+)
+
+
+def sizes(shape: Sequence[Any]) -> list[Any]:
+    """Lengths and places as TensorFlow takes them in one list: numbers, and 32-bit tensors."""
+    return [n if isinstance(n, (int, np.integer)) else tf.cast(getattr(n, "value", n), tf.int32) for n in shape]
+
+
+def assert_shape(x: Array, shapes: Sequence[tuple[str, Sequence[Any], Sequence[Sequence[Any]]]]) -> Array:
+    """`x`, unless one of the `shapes`, by its name, turns out to be none of those that are allowed."""
+    with tf.name_scope(f"the_shape_of_{'_or_'.join(dict.fromkeys(name for name, _, _ in shapes))}_does_not_fit"):
+        fits = [
+            tf.reduce_any([_is_one_of(shape, one) for one in allowed if len(one) == len(shape)])
+            for _, shape, allowed in shapes
+        ]
+        # As all of `x`, from its begin or from before it, which nothing copies. XLA takes assertions out, and refuses
+        # this; reshapes TensorFlow would join with others, an impossible one too.
+        begin = tf.where(tf.reduce_all(fits), tf.zeros(len(x.shape), tf.int32), -1)
+        found = tf.slice(x, begin, [-1] * len(x.shape))
+    found.set_shape(x.shape)
+    return found
+
+
+def _is_one_of(shape: Sequence[Any], allowed: Sequence[Any]) -> Array:
+    choices = [axis if isinstance(axis, tuple) else (axis,) for axis in allowed]
+    axes = [tf.reduce_any(tf.equal(*sizes((n,)), sizes(axis))) for n, axis in zip(shape, choices, strict=True)]
+    return tf.reduce_all(axes) if axes else tf.constant(True)

@@ -1,0 +1,401 @@
+"""PyTorch: the words, and a gradient hook that keeps what is linear in the sequence length (and scores of short calls).
+
+- Any device and float dtype; nothing is moved to the host unless it lies there already.
+- The gradient is explicit (``autograd.Function``); asked for a graph of the gradient (double backward) it runs in
+  ordinary differentiable operations.
+- Under ``torch.func`` transforms and forward-mode duals the streaming form itself is differentiated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+import torch
+from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses import FakeTensor
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+
+from attnscore.backends.base import Array, Backend, DifferentiableOp, HostArray, SeedHalves, importable
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items() if str(dtype) == f"torch.{name}"}
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Types whose operations nobody has replaced.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+# Kinds of devices that attention runs on, and the autocast dtypes that were on where `quiet` began.
+_KINDS = ("cpu", "cuda", "mps", "xpu")
+_NOTHING = contextlib.nullcontext()
+_AUTOCAST: ContextVar[dict[str, torch.dtype]] = ContextVar("autocast", default={})  # noqa: B039  # never mutated
+
+
+class TorchBackend(Backend):
+    """The words of PyTorch."""
+
+    name = "torch"
+    has_autodiff = True
+    wants_aligned = False
+    has_plain_tape = True
+
+    def __getattr__(self, word: str) -> Any:
+        return getattr(torch, word)
+
+    def dtype(self, x: Array) -> str:
+        return _NAMES[x.dtype]
+
+    def is_floating(self, x: Array) -> bool:
+        return x.dtype in _FLOATS
+
+    def unsupported(self, x: Array) -> tuple[str, str] | None:
+        if x.is_nested:
+            return "a nested tensor", "x.to_padded_tensor(0.0), with valid_lens,"
+        return None if x.layout == torch.strided else (f"a sparse tensor ({x.layout})", "x.to_dense()")
+
+    def device(self, x: Array) -> str:
+        return str(x.device)
+
+    def is_recording(self) -> bool:
+        return torch._C._get_tracing_state() is not None
+
+    def shape(self, x: Array) -> tuple[Any, ...]:
+        if not self.is_recording():
+            return tuple(x.shape)
+        with outside_trace():  # where lengths are numbers
+            return tuple(x.shape)
+
+    def astype(self, x: Array, dtype: str) -> Array:
+        return x.to(_DTYPES[dtype])
+
+    def asarray(self, x: Any, like: Array, dtype: str | None = None) -> Array:
+        target = None if dtype is None else _DTYPES[dtype]
+        if not isinstance(x, torch.Tensor):
+            x = torch.from_numpy(importable(np.asarray(x)))
+        return x.to(device=like.device, dtype=target)
+
+    def host(self, x: Any) -> np.ndarray[Any, Any] | None:
+        if not isinstance(x, torch.Tensor):
+            return np.asarray(x)
+        if x.device.type != "cpu" or _is_traced(x):
+            return None
+        # Inside a transform of `torch.func` all that is computed becomes the transform's own, and has no memory.
+        transformed = torch._C._are_functorch_transforms_active()
+        with temporarily_clear_interpreter_stack() if transformed else contextlib.nullcontext():
+            x = x.detach()
+            found: np.ndarray[Any, Any] = x.float().numpy() if x.dtype == torch.bfloat16 else x.numpy()
+        return found
+
+    def has_cpu_buffer(self, x: Array) -> bool:
+        return x.is_cpu and not (_is_traced(x) or _is_dual(x) or x.is_neg() or x.is_conj())
+
+    def is_plain(self, *arrays: Array) -> bool:
+        has_tangents, is_transformed = forward_ad._current_level >= 0, torch._C._are_functorch_transforms_active()
+        watched = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
+        if watched or torch._C._is_any_autocast_enabled():
+            return False
+        for x in arrays:
+            # As `readable` says, of types that cannot be fake; a loop, because a tiny call pays for every word.
+            if type(x) not in _PLAIN or not x.is_cpu or x.is_neg() or x.is_conj():
+                return False
+            if is_functorch_wrapped_tensor(x) or is_legacy_batchedtensor(x):
+                return False
+            if x.layout is not torch.strided or x.is_nested:  # these have no strides
+                return False
+            # Inside a transform even the memory of what is on a tape is the transform's.
+            if (has_tangents and _is_dual(x)) or (is_transformed and x.requires_grad):
+                return False
+        return not is_compiling()
+
+    def memory(self, x: Array) -> np.ndarray[Any, Any]:
+        x = x.detach() if x.requires_grad else x
+        found: np.ndarray[Any, Any] = (x.view(torch.uint16) if x.itemsize == 2 else x).numpy()
+        return found
+
+    def strides(self, x: Array) -> tuple[int, ...]:
+        found: tuple[int, ...] = x.stride()
+        return found
+
+    def buffer(self, x: Array) -> int | HostArray:
+        address: int = x.data_ptr()
+        return address
+
+    def from_memory(self, x: np.ndarray[Any, Any], dtype: str, like: Array) -> Array:
+        found = torch.from_numpy(x)
+        return found.view(_DTYPES[dtype]) if x.itemsize == 2 else found
+
+    def needs_grad(self, *arrays: Array) -> bool:
+        return torch.is_grad_enabled() and any(x.requires_grad for x in arrays)
+
+    def threads(self, own: int) -> int:
+        return torch.get_num_threads()
+
+    def number(self, x: Array) -> float | None:
+        return None if _is_traced(x) else float(x.detach())
+
+    def zeros(self, shape: Sequence[int], like: Array, dtype: str | None = None) -> Array:
+        return like.new_zeros(tuple(shape), dtype=like.dtype if dtype is None else _DTYPES[dtype])
+
+    def full(self, shape: Sequence[int], value: float, like: Array, dtype: str | None = None) -> Array:
+        return like.new_full(tuple(shape), value, dtype=like.dtype if dtype is None else _DTYPES[dtype])
+
+    def positions(self, start: int, count: int, like: Array) -> Array:
+        return torch.arange(start, start + count, device=like.device)
+
+    def slice_axis(self, x: Array, axis: int, start: int, count: int) -> Array:
+        return x.narrow(axis, start, count)
+
+    def add_at(self, x: Array, axis: int, start: int, block: Array) -> Array:
+        if x.requires_grad or block.requires_grad or _is_traced(block):
+            # On a tape or under a transform: no writing in place.
+            return torch.cat(
+                [
+                    x.narrow(axis, 0, start),
+                    x.narrow(axis, start, block.shape[axis]) + block,
+                    x.narrow(axis, start + block.shape[axis], x.shape[axis] - start - block.shape[axis]),
+                ],
+                dim=axis,
+            )
+        x.narrow(axis, start, block.shape[axis]).add_(block)
+        return x
+
+    def concat(self, arrays: Sequence[Array], axis: int) -> Array:
+        return torch.cat(list(arrays), dim=axis)
+
+    def reshape(self, x: Array, shape: Sequence[int]) -> Array:
+        return x.reshape(tuple(shape))
+
+    def broadcast_to(self, x: Array, shape: Sequence[int]) -> Array:
+        return x.expand(tuple(shape))
+
+    def swap_axes(self, x: Array, first: int, second: int) -> Array:
+        return x.transpose(first, second)
+
+    def expand_dims(self, x: Array, axis: int) -> Array:
+        return x.unsqueeze(axis)
+
+    def take(self, x: Array, indices: Array, axis: int) -> Array:
+        return x.index_select(axis, indices)
+
+    def matmul(self, a: Array, b: Array) -> Array:
+        return torch.matmul(a, b)
+
+    def matrix_transpose(self, x: Array) -> Array:
+        return x.transpose(-1, -2)
+
+    def exp(self, x: Array) -> Array:
+        return torch.exp(x)
+
+    def log(self, x: Array) -> Array:
+        return torch.log(x)
+
+    def tanh(self, x: Array) -> Array:
+        return torch.tanh(x)
+
+    def sigmoid(self, x: Array) -> Array:
+        return torch.sigmoid(x)
+
+    def erf(self, x: Array) -> Array:
+        return torch.erf(x)
+
+    def sqrt(self, x: Array) -> Array:
+        return torch.sqrt(x)
+
+    def abs(self, x: Array) -> Array:
+        return torch.abs(x)
+
+    def maximum(self, a: Array, b: Array) -> Array:
+        return torch.maximum(a, torch.as_tensor(b, dtype=a.dtype, device=a.device))
+
+    def where(self, condition: Array, a: Array | float, b: Array | float) -> Array:
+        return torch.where(condition, a, b)
+
+    def isfinite(self, x: Array) -> Array:
+        return torch.isfinite(x)
+
+    def isnan(self, x: Array) -> Array:
+        return torch.isnan(x)
+
+    def sum(self, x: Array, axis: int | tuple[int, ...], keepdims: bool = False) -> Array:
+        return x.sum(dim=axis, keepdim=keepdims)
+
+    def max(self, x: Array, axis: int, keepdims: bool = False) -> Array:
+        return x.amax(dim=axis, keepdim=keepdims)
+
+    def top_k(self, x: Array, k: int) -> tuple[Array, Array]:
+        values, index = torch.topk(x, k, dim=-1)
+        return values, index
+
+    def any(self, x: Array, axis: int, keepdims: bool = False) -> Array:
+        return x.any(dim=axis, keepdim=keepdims)
+
+    def low_32_bits(self, x: Array) -> Array:
+        return x & 0xFFFFFFFF
+
+    def numeric_scope(self) -> contextlib.AbstractContextManager[Any]:
+        # Autocast would round the products inside a tile too: it casts the inputs (`autocast`), and is off from there.
+        active = [kind for kind in _KINDS if torch.is_autocast_enabled(kind)]
+        return self._without_autocast(active) if active else _NOTHING
+
+    @contextlib.contextmanager
+    def _without_autocast(self, kinds: list[str]) -> Iterator[None]:
+        active = {kind: torch.get_autocast_dtype(kind) for kind in kinds}
+        token = _AUTOCAST.set(active)
+        try:
+            with contextlib.ExitStack() as off:
+                for kind in active:
+                    off.enter_context(torch.autocast(kind, enabled=False))
+                yield
+        finally:
+            _AUTOCAST.reset(token)
+
+    def known_finite(self, *arrays: Array) -> bool:
+        return not any(_is_traced(x) for x in arrays) and all(bool(torch.isfinite(x).all()) for x in arrays)
+
+    def differentiable(self, run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Array, ...]:
+        if not (torch.is_grad_enabled() and any(x.requires_grad for x in operands)):
+            return run.forward(operands)
+        read = [x for x in run.constants() if isinstance(x, torch.Tensor)]
+        if any(_is_traced(x) or _is_dual(x) for x in (*operands, *read)):
+            return run.forward(operands)
+        run = run.with_backward()
+        hook = _TransformedFunction if torch._C._are_functorch_transforms_active() else _AttentionFunction
+        outputs: tuple[Array, ...] = hook.apply(run, *operands)  # type: ignore[no-untyped-call]  # torch's own
+        return run.without_scores(outputs)
+
+    def vjp(
+        self, function: Callable[..., Array], inputs: Sequence[Array]
+    ) -> tuple[Array, Callable[[Array], tuple[Array, ...]]]:
+        if torch.is_grad_enabled() or any(_is_traced(x) for x in inputs):
+            # The gradient itself is being differentiated: stay on the tape.
+            inputs = [x if x.requires_grad else x.detach().requires_grad_() for x in inputs]
+            value = function(*inputs)
+            return value, lambda grad: _zeros_for_none(
+                torch.autograd.grad(value, inputs, grad, create_graph=True, allow_unused=True), inputs
+            )
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        with torch.enable_grad():
+            value = function(*leaves)
+
+        def pullback(grad: Array) -> tuple[Array, ...]:
+            if not value.requires_grad:
+                return tuple(torch.zeros_like(x) for x in inputs)
+            return _zeros_for_none(torch.autograd.grad(value, leaves, grad, allow_unused=True), inputs)
+
+        return value.detach(), pullback
+
+    def stop_gradient(self, x: Array) -> Array:
+        return x.detach()
+
+    def draw_seed(self, like: Array) -> Any:
+        seed = torch.randint(0, 2**62, (), dtype=torch.int64)
+        # Inside `torch.func.vmap(randomness="different")` it is a seed for each that is mapped over.
+        if is_functorch_wrapped_tensor(seed):
+            return SeedHalves(self.low_32_bits(seed), self.shift_right(seed, 32))
+        return int(seed)
+
+    def autocast(self, *arrays: Array) -> tuple[Array, ...]:
+        active = _AUTOCAST.get()
+        dtype = active.get(arrays[0].device.type) if active else None
+        if dtype is None:
+            return arrays
+        return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in arrays)
+
+
+class _AttentionFunction(torch.autograd.Function):
+    """A kernel's forward with its own backward: the operands, the output and two numbers a row are kept.
+
+    Beside them, of short additive calls, the scores.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, run: DifferentiableOp, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        output = run.forward(operands)
+        _AttentionFunction.keep(ctx, run, operands, output)
+        return output
+
+    @staticmethod
+    def keep(
+        ctx: Any, run: DifferentiableOp, operands: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, ...]
+    ) -> None:
+        ctx.run, ctx.count = run, len(operands)
+        # Not among what autograd saves and watches: the masks that the backward reads again.
+        masks = (x for x in run.constants() if isinstance(x, torch.Tensor) and not x.is_inference())
+        ctx.versions = tuple((x, x._version) for x in masks)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[run.differentiable_outputs :])
+        ctx.save_for_backward(*operands, *output[: run.saved_outputs])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if any(x._version != version for x, version in ctx.versions):
+            raise RuntimeError(
+                "the mask of attend() has been modified by an inplace operation, and its gradient needs it as it was. "
+                "Hint: give the call a copy (mask.clone())"
+            )
+        saved = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[1:]
+        kept = saved[ctx.count :]
+        return None, *ctx.run.backward(saved[: ctx.count], kept, grads[: ctx.run.differentiable_outputs], wanted)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        # Never reached for duals (`differentiable` differentiates the streaming form then).
+        raise NotImplementedError("attnscore: forward-mode through a recorded attend() call")
+
+
+class _TransformedFunction(torch.autograd.Function):
+    """The same inside a ``torch.func`` transform that does not touch the operands (a model closed over).
+
+    Transforms ask for ``setup_context``, which costs every call 17 us: hence two classes.
+    """
+
+    backward, jvp = _AttentionFunction.backward, _AttentionFunction.jvp
+
+    @staticmethod
+    def forward(run: DifferentiableOp, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return run.forward(operands)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        run, *operands = inputs
+        _AttentionFunction.keep(ctx, run, tuple(operands), output)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: Any, run: DifferentiableOp, *operands: torch.Tensor
+    ) -> tuple[tuple[torch.Tensor, ...], None]:
+        # No operand is mapped over (it would be traced), so neither is the result.
+        outputs = _TransformedFunction.apply(run, *operands)  # type: ignore[no-untyped-call]  # torch's own
+        return outputs, None
+
+
+def _is_traced(x: torch.Tensor) -> bool:
+    """Whether the values of `x` cannot be looked at: inside vmap, grad of torch.func, fake or on no device."""
+    if is_compiling() or x.is_meta or isinstance(x, FakeTensor):
+        return True
+    # The latter: gradients for many vectors at once, as of `torch.autograd.functional.jacobian(vectorize=True)`.
+    return bool(is_functorch_wrapped_tensor(x) or is_legacy_batchedtensor(x))
+
+
+@contextlib.contextmanager
+def outside_trace() -> Iterator[None]:
+    """Nothing that happens here is recorded by `torch.jit.trace`."""
+    state = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
+
+
+def _is_dual(x: torch.Tensor) -> bool:
+    """Whether `x` carries a forward-mode tangent."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]  # torch's own
+
+
+def _zeros_for_none(grads: Sequence[Any], inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.zeros_like(x) if grad is None else grad for grad, x in zip(grads, inputs, strict=True))

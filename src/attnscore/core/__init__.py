@@ -1,0 +1,1 @@
+"""One attention call, in the order that data passes: problem, tiling, plan, tiled attention."""

@@ -1,0 +1,76 @@
+"""Dropout on the weights: counter-based, so that the backward replays it and tiles do not matter.
+
+Whether a pair is kept depends on (seed, row of the whole call, key) alone: two rounds of a 32-bit mixer for the row,
+one for the pair. No state, the same bits in every framework, tile size and thread count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from attnscore.backends.base import Array, Backend, SeedHalves
+from attnscore.core.arguments import is_number, is_whole, shown
+from attnscore.core.layout import ScoreShape
+from attnscore.errors import ArgumentError, message
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Dropout on the weights: its probability and the seed that replays it."""
+
+    probability: float
+    seed: int | SeedHalves
+
+    @property
+    def words(self) -> tuple[Any, Any]:
+        """The low and the high 32 bits of the seed."""
+        return self.seed if isinstance(self.seed, SeedHalves) else (self.seed & 0xFFFFFFFF, self.seed >> 32)
+
+
+def check_dropout(probability: Any, seed: Any, draw: Callable[[], Any]) -> Dropout | None:
+    """The dropout of a call, or None when there is none."""
+    if not is_number(probability) or not 0 <= probability < 1:
+        raise ArgumentError(message("dropout", "a number in [0, 1)", shown(probability)))
+    if seed is not None and not isinstance(seed, SeedHalves) and not is_whole(seed):
+        raise ArgumentError(message("seed", "a whole number or None", shown(seed)))
+    if probability == 0:
+        return None
+    seed = draw() if seed is None else seed
+    return Dropout(float(probability), seed if isinstance(seed, SeedHalves) else int(seed) % 2**63)
+
+
+def _mix(ops: Backend, x: Array) -> Array:
+    """A bijection of 32-bit numbers with full avalanche (constants: "lowbias32", found by C. Wellons' search)."""
+    x = ops.low_32_bits((x ^ ops.shift_right(x, 16)) * 0x7FEB352D)
+    x = ops.low_32_bits((x ^ ops.shift_right(x, 15)) * ops.uint32(0x846CA68B))
+    return x ^ ops.shift_right(x, 16)
+
+
+def kept(
+    ops: Backend,
+    dropout: Dropout,
+    score_shape: ScoreShape,
+    like: Array,
+    rows: tuple[int, int],
+    cols: tuple[int, int],
+    dtype: str,
+) -> Array:
+    """1 / (1 - p) where a pair is kept, 0 where it is dropped; (*lead, head, group, rows, cols)."""
+    matrices = 1
+    for length in score_shape.rows[:-1]:
+        matrices *= length
+    matrix = ops.reshape(ops.positions(0, matrices, like), (*score_shape.rows[:-1], 1, 1))
+    row = matrix * score_shape.query_len + ops.reshape(ops.positions(*rows, like), (rows[1], 1))
+    low, high = (ops.uint32(word) if isinstance(word, int) else word for word in dropout.words)
+    # Every number is wrapped before it meets a constant of 32 bits, which would overflow 32-bit positions (JAX).
+    stream = _mix(ops, ops.low_32_bits(ops.low_32_bits(row) + low))
+    stream = _mix(ops, ops.low_32_bits(stream + ops.low_32_bits(ops.shift_right(row, 32)) + high))
+    # The golden ratio spreads neighbouring keys over the 32 bits before mixing.
+    key = ops.low_32_bits(
+        ops.low_32_bits(ops.reshape(ops.positions(*cols, like), (1, cols[1]))) * ops.uint32(0x9E3779B9)
+    )
+    bits = _mix(ops, ops.low_32_bits(stream + key))
+    alive = bits >= ops.uint32(min(round(dropout.probability * 2**32), 2**32 - 1))
+    return ops.astype(alive, dtype) * (1 / (1 - dropout.probability))

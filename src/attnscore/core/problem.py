@@ -1,0 +1,307 @@
+"""The problem: arrays checked once, everything frozen.
+
+This is the only place that checks shapes, dtypes and devices; all rooms behind it trust what they get.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+
+from attnscore import backends, scores
+from attnscore.backends.base import FLOATING, Array, Backend, accumulator, broadcast, is_unknown, may_equal
+from attnscore.core.arguments import check_held, check_number, is_number, is_whole, shown
+from attnscore.core.cache import BoundedCache
+from attnscore.core.dropout import Dropout, check_dropout
+from attnscore.core.layout import AxisLayout, ScoreShape, Shape, check_broadcast
+from attnscore.core.online_softmax import STATISTICS
+from attnscore.errors import ArgumentError, DtypeError, FrameworkError, ShapeError, message, with_shapes
+from attnscore.masks import IntervalSet, Mask, as_mask, cached_mask, split
+from attnscore.scores.base import Pullback
+from attnscore.scores.forms import Form
+
+PairMatrix = Literal["scores", "weights"]
+"""Scores as they enter the softmax, -inf where masked; or weights, before dropout."""
+
+# The uniform axes and a tile's own are a few more than the caller's, and NumPy broadcasts 32 (64 from version 2).
+MAX_AXES = 16
+_LAYOUT_HINT = "head_axis=-2 takes the layout (batch, length, head, dim)"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention call, checked. Arrays are on the uniform axes; `form` holds the lowered query and key."""
+
+    ops: Backend
+    layout: AxisLayout
+    score: Any
+    """A score object: anything with ``tile``."""
+    query: Array
+    key: Array
+    value: Array
+    form: Form
+    mask: Mask | None
+    bias: Array | None = None
+    sink: Array | None = None
+    dropout: Dropout | None = None
+    statistics: tuple[str, ...] = ()
+    matrix: PairMatrix | None = None
+    """Matrix of all (query, key) pairs that the caller gets in addition to the output: O(n^2) memory."""
+
+    @property
+    def score_shape(self) -> ScoreShape:
+        return self.layout.score_shape
+
+    @cached_property
+    def visibility(self) -> tuple[IntervalSet | None, Mask | None]:
+        """The mask as a few intervals of keys per row, and what of it only blocks can tell."""
+        if self.mask is None:
+            return None, None
+        if is_unknown(self.score_shape.query_len) or is_unknown(self.score_shape.key_len):
+            return None, self.mask
+        return split(self.mask, self.score_shape.query_len, self.score_shape.key_len, self.score_shape.batch)
+
+    @property
+    def dtype(self) -> str:
+        return self.ops.dtype(self.value)
+
+    @property
+    def accumulator(self) -> str:
+        """The dtype of sums: that of the value, at least float32."""
+        return accumulator(self.dtype)
+
+
+def check_arrays(ops: Backend, arrays: dict[str, Array], head_axis: Any) -> AxisLayout:
+    """Check query, key and value (where there is one) against each other; say how their axes map to the uniform ones.
+
+    Raises
+    ------
+    ShapeError, DtypeError, DeviceError, FrameworkError, ArgumentError
+    """
+    backends.check_dense(ops, arrays)
+    shapes = {name: ops.shape(x) for name, x in arrays.items()}
+    for name, x in arrays.items():
+        if not ops.is_floating(x):
+            raise DtypeError(message(name, FLOATING, ops.dtype(x), shapes=shapes))
+        if not 2 <= len(x.shape) <= MAX_AXES:
+            expected = f"2 axes or more (at most {MAX_AXES})"
+            raise ShapeError(message(name, expected, f"{len(x.shape)}", shapes=shapes))
+    dtypes = {name: ops.dtype(x) for name, x in arrays.items()}
+    if len(set(dtypes.values())) > 1:
+        listed = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+        hint = "cast them to a common dtype first"
+        raise DtypeError(message(", ".join(arrays), "one dtype", listed, shapes=shapes, hint=hint))
+    backends.check_devices(ops, arrays["query"], arrays)
+    if not is_whole(head_axis) or head_axis not in (-3, -2):
+        expected = "-3, for (batch, head, length, dim), or -2, for (batch, length, head, dim)"
+        raise ArgumentError(message("head_axis", expected, shown(head_axis), shapes=shapes))
+    axes = max(len(shape) for shape in shapes.values())
+    padded = {name: (1,) * (axes - len(shape)) + shape for name, shape in shapes.items()}
+    if axes >= 4 and head_axis == -2:
+        padded = {name: (*shape[:-3], shape[-2], shape[-3], shape[-1]) for name, shape in padded.items()}
+    value = padded.get("value", (*padded["key"][:-1], 0))
+    for name, shape in padded.items():
+        if is_unknown(shape[-1]) or (axes >= 4 and is_unknown(shape[-3])):
+            expected = "a last axis and an axis of heads whose lengths are known when the graph is made"
+            hint = f"tf.ensure_shape({name}, ...), or an input signature that says them"
+            raise ShapeError(message(name, expected, "one that is not", shapes=shapes, hint=hint))
+    if not may_equal(padded["key"][-2], value[-2]):
+        expected = f"as many positions as key ({padded['key'][-2]})"
+        other = _LAYOUT_HINT if axes >= 4 and head_axis == -3 else None
+        raise ShapeError(message("value", expected, value[-2], shapes=shapes, hint=other))
+    heads, groups = _heads({**padded, "value": value}, shapes) if axes >= 4 else (1, 1)
+    trailing = 3 if axes >= 4 else 2
+    try:
+        lead = broadcast(*(shape[:-trailing] for shape in padded.values()))
+    except ValueError:
+        names = ", ".join(arrays)
+        raise ShapeError(message(names, "leading axes that broadcast", "axes that do not", shapes=shapes)) from None
+    score_shape = ScoreShape(
+        lead=tuple(lead) or (1,),
+        heads=heads,
+        groups=groups,
+        query_len=padded["query"][-2],
+        key_len=value[-2] if is_unknown(padded["key"][-2]) else padded["key"][-2],
+        has_batch=axes >= 3,
+        has_heads=axes >= 4,
+    )
+    return AxisLayout(axes, int(head_axis), score_shape, padded["query"][-1], padded["key"][-1], value[-1])
+
+
+def _heads(padded: dict[str, Shape], shapes: dict[str, Shape]) -> tuple[int, int]:
+    """Key heads, and query heads that share each."""
+    query, key, value = (padded[name][-3] for name in ("query", "key", "value"))
+    if key != value and 1 not in (key, value):
+        raise ShapeError(message("value", f"as many heads as key ({key}) or 1", value, shapes=shapes))
+    kv = max(key, value) if 0 not in (key, value) else 0
+    if kv == query == 0:
+        return 0, 1
+    if query == 1:
+        return kv, 1
+    if kv == 0 or query % kv:
+        raise ShapeError(
+            message(
+                "key",
+                f"a number of heads that divides the {query} of query",
+                kv,
+                shapes=shapes,
+                hint=_LAYOUT_HINT,
+            )
+        )
+    return kv, query // kv
+
+
+def check_extra(ops: Backend, name: str, x: Any, like: Array) -> Array:
+    """A bias or sink: a number or a float array on the device of `like`."""
+    if isinstance(x, (bool, complex)):
+        raise DtypeError(message(name, "a number or a floating array", f"{type(x).__name__} {x!r}"))
+    if is_number(x) and not hasattr(x, "dtype"):
+        x = check_number(name, x)
+    elif not (isinstance(x, np.generic) or backends.is_array(x)):
+        raise FrameworkError(message(name, "a number or an array", type(x).__name__, hint="make it an array first"))
+    sums = accumulator(ops.dtype(like))
+    if is_number(x) and math.isfinite(x):
+        check_held(name, x, sums, float(x))
+    backends.check_dense(ops, {name: x})
+    backends.check_devices(ops, like, {name: x})
+    x = ops.asarray(x, like, None if hasattr(x, "dtype") else sums)
+    if not ops.is_floating(x):
+        hint = "a boolean array is a mask: pass it as mask=" if ops.dtype(x) == "bool" else None
+        raise DtypeError(message(name, FLOATING, ops.dtype(x), hint=hint))
+    return x
+
+
+def check_bias(ops: Backend, bias: Any, layout: AxisLayout, like: Array) -> Array:
+    """The bias on the axes of the grid."""
+    bias = check_extra(ops, "bias", bias, like)
+    check_broadcast("bias", tuple(bias.shape), layout.score_shape)
+    return layout.score_shape.to_canonical(ops, bias)
+
+
+def check_sink(ops: Backend, sink: Any, layout: AxisLayout, like: Array) -> Array:
+    """The sink as (head, group), or (1, 1) when it is one number."""
+    sink = check_extra(ops, "sink", sink, like)
+    heads = layout.score_shape.heads * layout.score_shape.groups
+    if tuple(sink.shape) not in ((), (1,), (heads,)):
+        raise ShapeError(message("sink", f"a number or shape ({heads},), one per query head", tuple(sink.shape)))
+    one = tuple(sink.shape) in ((), (1,))
+    return ops.reshape(sink, (1, 1) if one else (layout.score_shape.heads, layout.score_shape.groups))
+
+
+# Asked of by functions of the weights alone: None would hide a forgotten value.
+NO_VALUE = object()
+_LAYOUTS: BoundedCache[AxisLayout] = BoundedCache()
+
+
+def build_problem(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    score: Any = "scaled_dot",
+    mask: Any = None,
+    valid_lens: Any = None,
+    bias: Any = None,
+    sink: Any = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    head_axis: int = -3,
+    statistics: tuple[str, ...] = (),
+    matrix: PairMatrix | None = None,
+    pullback: bool = False,
+) -> tuple[Problem, Pullback | None]:
+    """Check everything, lower the score, and put all on the uniform axes.
+
+    `value` NO_VALUE: the question is about the weights alone. With `pullback`, the score's own pull-back comes along,
+    for a framework without autodiff.
+    """
+    arrays = {"query": query, "key": key} | ({} if value is NO_VALUE else {"value": value})
+    extras = {name: x for name, x in (("bias", bias), ("sink", sink)) if backends.is_array(x)}
+    ops = backends.of(arrays | extras)
+    backends.check_not_recorded(ops, "this function")
+    score = scores.resolve(score)
+    ops.register_pytree(type(score))
+    arrays = dict(zip(arrays, ops.autocast(*arrays.values()), strict=True))
+    layout = _LAYOUTS.get_or_compute(_facts(arrays, head_axis), lambda: check_arrays(ops, arrays, head_axis))
+    query, key = arrays["query"], arrays["key"]
+    value = arrays["value"] if "value" in arrays else key[..., :0]
+    scores.check_score_arrays(ops, score, query)
+    checked_mask = _mask(ops, mask, valid_lens, layout, query)
+    uniform_query = layout.to_canonical(ops, query, is_query=True)
+    uniform_key = layout.to_canonical(ops, key, is_query=False)
+    try:
+        scores.check(score, layout.dim, layout.key_dim)
+        if pullback:
+            form, score_pullback = scores.lower_pullback(ops, score, uniform_query, uniform_key)
+        else:
+            form, score_pullback = scores.lower(ops, score, uniform_query, uniform_key), None
+    except ShapeError as error:
+        # A score knows lengths and uniform axes; the message speaks of the caller's arrays.
+        raise ShapeError(with_shapes(str(error), {name: tuple(x.shape) for name, x in arrays.items()})) from None
+    problem = Problem(
+        ops=ops,
+        layout=layout,
+        score=score,
+        query=uniform_query,
+        key=uniform_key,
+        value=layout.to_canonical(ops, value, is_query=False),
+        form=form,
+        mask=checked_mask,
+        bias=None if bias is None else check_bias(ops, bias, layout, query),
+        sink=None if sink is None else check_sink(ops, sink, layout, query),
+        dropout=check_dropout(dropout, ops.as_seed(seed), lambda: ops.draw_seed(query)),
+        statistics=statistics,
+        matrix=matrix,
+    )
+    return problem, score_pullback
+
+
+def wanted_statistics(return_stats: Any) -> tuple[str, ...]:
+    """Names of the statistics that ``return_stats`` asks for."""
+    if return_stats is None or isinstance(return_stats, (bool, np.bool_)):
+        return STATISTICS if return_stats else ()
+    expected = "a flag or names among " + ", ".join(STATISTICS)
+    names = (return_stats,) if isinstance(return_stats, str) else return_stats
+    if not isinstance(names, (tuple, list, set, frozenset)):
+        raise ArgumentError(message("return_stats", expected, shown(return_stats)))
+    unknown = [name for name in names if not isinstance(name, str) or name not in STATISTICS]
+    if unknown:
+        raise ArgumentError(message("return_stats", expected, shown(unknown)))
+    return tuple(name for name in STATISTICS if name in names)
+
+
+def check_flag(name: str, x: Any) -> bool:
+    """A flag."""
+    if not isinstance(x, (bool, np.bool_)):
+        raise ArgumentError(message(name, "True or False", shown(x)))
+    return bool(x)
+
+
+def _facts(arrays: dict[str, Array], head_axis: Any) -> Hashable:
+    """What the layout depends on."""
+    facts = [backends.array_signature(x) for x in arrays.values()]
+    return None if None in facts else (type(head_axis), head_axis, *facts)
+
+
+def _mask(ops: Backend, mask: Any, valid_lens: Any, layout: AxisLayout, query: Array) -> Mask | None:
+    """The mask and the lengths as one mask, checked."""
+    whole = as_mask(mask, valid_lens, layout.score_shape)
+
+    def check(whole: Mask) -> None:
+        backends.check_dense(ops, whole.arrays())
+        whole.check(ops, layout.score_shape)
+        backends.check_devices(ops, query, whole.arrays(), host_passes=True)
+
+    return None if whole is None else cached_mask(whole, layout.score_shape, check)
+
+
+def without_value(problem: Problem) -> Problem:
+    """The same problem with values of length 0: for the log-sum-exp and statistics alone."""
+    layout = dataclasses.replace(problem.layout, value_dim=0)
+    return dataclasses.replace(problem, layout=layout, value=problem.value[..., :0], dropout=None)

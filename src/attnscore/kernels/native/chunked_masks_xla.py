@@ -1,0 +1,124 @@
+"""Masks that have to be evaluated, in a program that is being traced: a loop over strips of rows.
+
+The same as ``native_strips`` does when the call runs: each strip is a custom call on some rows, with an array of
+booleans that the program computes for them. Memory is that of one strip.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+from attnscore.backends.base import Array
+from attnscore.core.problem import Problem
+from attnscore.core.tiled import Result, RowGradients, operands
+from attnscore.kernels.native.chunked_masks import rows_of_strip
+from attnscore.kernels.native.results import STATISTICS
+from attnscore.masks import And, Mask
+from attnscore.masks import lowering as masks
+from attnscore.scores.forms import Role
+
+Sight = dict[str, Array]
+"""The mask by the module's names: start, stop, mask, query_ids, key_ids."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Loop:
+    """A problem cut into strips of rows; where a strip starts may be traced."""
+
+    problem: Problem
+    sight: Sight
+    """Of what is told as it is."""
+    mask: Mask
+    """What has to be evaluated."""
+
+    @staticmethod
+    def of(problem: Problem, sight: Sight, parts: list[Mask]) -> Loop:
+        return Loop(problem, sight, reduce(And, parts))
+
+    def over(self, visit: Callable[[dict[str, Array], Any, int], dict[str, Array]], carry: dict[str, Array]) -> Any:
+        """``carry = visit(carry, start, size)`` for each strip."""
+        ops, length = self.problem.ops, self.problem.score_shape.query_len
+        count = rows_of_strip(self.problem, masks.shape_of(self.problem, self.mask))
+        full, tail = divmod(length, max(1, count))
+        carry = ops.loop(full, lambda i, found: visit(found, i * count, count), carry)
+        return visit(carry, full * count, tail) if tail else carry
+
+    def part(self, start: Any, size: int) -> tuple[Problem, Sight]:
+        """The problem of a strip, and its mask."""
+        problem, ops = self.problem, self.problem.ops
+
+        def cut(x: Array, role: Role) -> Array:
+            return self.rows(x, start, size) if role == "query" else x
+
+        score_shape = dataclasses.replace(problem.score_shape, query_len=size)
+        # Not `query`, which the form has: outside a gradient hook it may be another tape's.
+        part = dataclasses.replace(
+            problem,
+            layout=dataclasses.replace(problem.layout, score_shape=score_shape),
+            form=problem.form.part(cut),
+            bias=None if problem.bias is None else self.rows(problem.bias, start, size),
+            mask=None,
+        )
+        sight = {name: x if name == "key_ids" else ops.slice_axis(x, -1, start, size) for name, x in self.sight.items()}
+        seen = masks.seen(problem, self.mask, (start, size))
+        missing = len(score_shape.rows) + 1 - len(seen.shape)
+        return part, sight | {"mask": ops.reshape(seen, (*(1,) * missing, *seen.shape))}
+
+    def rows(self, x: Array, start: Any, size: int) -> Array:
+        """The rows of a strip; those of what is broadcast over rows are its one."""
+        return x if x.shape[-2] == 1 else self.problem.ops.slice_axis(x, -2, start, size)
+
+
+def forward(loop: Loop, call: Callable[[Problem, Sight], Result]) -> Result:
+    """`call` on each strip."""
+    problem, ops = loop.problem, loop.problem.ops
+    rows = (*problem.score_shape.rows, 1)
+    wanted = ("row_max", "log_denom", *(name for name in STATISTICS if name in problem.statistics))
+    whole = {name: ops.zeros(rows, problem.value, problem.accumulator) for name in wanted}
+    whole["out"] = ops.zeros((*rows[:-1], problem.layout.value_dim), problem.value, problem.dtype)
+    if problem.matrix is not None:
+        whole["matrix"] = ops.zeros((*rows[:-1], problem.score_shape.key_len), problem.value, problem.accumulator)
+
+    def visit(carry: dict[str, Array], start: Any, size: int) -> dict[str, Array]:
+        found = call(*loop.part(start, size))
+        parts = {"out": found.out, "row_max": found.row_max, "log_denom": found.log_denom, "matrix": found.matrix}
+        parts |= found.statistics
+        return {name: ops.add_at(x, -2, start, parts[name]) for name, x in carry.items()}
+
+    found = loop.over(visit, whole)
+    matrix = found.pop("matrix", None)
+    return Result(found.pop("out"), found.pop("row_max"), found.pop("log_denom"), found, matrix)
+
+
+def backward(
+    loop: Loop,
+    result: Result,
+    grads: RowGradients,
+    wanted: frozenset[str],
+    call: Callable[[Problem, Sight, Result, RowGradients], dict[str, Array]],
+) -> dict[str, Array]:
+    """`call` on each strip, its gradients added up."""
+    problem, ops = loop.problem, loop.problem.ops
+    arrays = {name: x for name, x in operands(problem).items() if name in wanted}
+    roles = {name: problem.form.role(name) for name in problem.form.arrays()}
+    of_rows = {name for name, x in arrays.items() if (name == "bias" or roles.get(name) == "query") and x.shape[-2] > 1}
+    whole = {name: ops.zeros(tuple(x.shape), result.row_max, problem.accumulator) for name, x in arrays.items()}
+
+    def visit(carry: dict[str, Array], start: Any, size: int) -> dict[str, Array]:
+        def cut(x: Array | None) -> Any:
+            return None if x is None else loop.rows(x, start, size)
+
+        statistics = {name: cut(x) for name, x in result.statistics.items()}
+        known = Result(cut(result.out), cut(result.row_max), cut(result.log_denom), statistics, cut(result.matrix))
+        incoming = RowGradients(cut(grads.out), cut(grads.log_sum_exp), cut(grads.entropy), cut(grads.matrix))
+        found = call(*loop.part(start, size), known, incoming)
+        return {
+            name: ops.add_at(x, -2, start, found[name]) if name in of_rows else x + found[name]
+            for name, x in carry.items()
+        }
+
+    done: dict[str, Array] = loop.over(visit, whole)
+    return done

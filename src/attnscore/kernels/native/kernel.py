@@ -1,0 +1,234 @@
+"""The native kernel: C++ on the CPU, over the caller's memory. The door to ``csrc``.
+
+- Every form but one that a user wrote in Python, with any mask: a few intervals a row, one boolean array, ids
+  (``native_masks``), or evaluated strip by strip (``native_strips``); forward and backward, for any strides and
+  broadcast axes, without copies of what lies ready.
+- What it does not take it says; ``auto`` then goes on to the streaming kernel. A gradient of a gradient is the
+  streaming form's.
+- Results do not depend on the number of threads.
+- Additive scores cost more than all else of a backward but their own gradient: those of a short call, a few megabytes
+  at most, are handed to it. All else that is kept is linear in the lengths.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, final
+
+import numpy as np
+
+from attnscore.backends.base import Array, HostArray
+from attnscore.core import tiled, tiling
+from attnscore.core.problem import Problem
+from attnscore.core.threads import get_num_threads
+from attnscore.core.tiled import Result, RowGradients
+from attnscore.core.tiling import TilePlan
+from attnscore.kernels.base import Kernel, Prepared
+from attnscore.kernels.native import chunked_masks as strips
+from attnscore.kernels.native import operands as inputs
+from attnscore.kernels.native import xla_call as program
+from attnscore.kernels.native import xla_callback as deferring
+from attnscore.kernels.native.results import GRADIENTS, STATISTICS, as_operand, gradient_shapes
+from attnscore.kernels.tiled import Streaming
+from attnscore.masks import And
+from attnscore.masks import lowering as masks
+from attnscore.scores import Additive
+from attnscore.scores.forms import AdditiveForm, InnerForm
+
+try:
+    if os.environ.get("ATTNSCORE_NO_NATIVE") == "1":
+        raise ImportError("turned off by ATTNSCORE_NO_NATIVE=1")
+    # The arrow goes to the module, not to the package above.
+    import attnscore._native as _native  # noqa: PLR0402
+except ModuleNotFoundError:
+    _MISSING: str | None = (
+        "the native module is not built here: reinstall attnscore where there are a C++ compiler and Python's headers"
+    )
+except ImportError as error:
+    _MISSING = str(error)
+else:
+    _MISSING = None
+
+
+# Queries of a strip and keys of a tile, as csrc/simd-inl.h has them.
+TILE = (6, 64)
+# Pairs of query and key, over all heads, whose additive scores are kept: 4 MB in float32, 8 in float64.
+MAX_SAVED_SCORES = 2**20
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Native(Kernel):
+    """C++ tiles for the CPU at hand."""
+
+    name = "native"
+    summary = "C++ on the CPU, O(n) memory"
+    has_vjp = True
+    saves_scores: bool = False
+
+    @property
+    def differentiable(self) -> Kernel:
+        return Streaming()
+
+    def missing(self) -> str | None:
+        return _MISSING
+
+    def reasons_against(self, problem: Problem) -> tuple[str, ...]:
+        return tuple(inputs.reasons(problem)) if _MISSING is None else (_MISSING,)
+
+    def with_backward(self, problem: Problem, plan: TilePlan) -> Kernel:
+        return Native(saves_scores=True) if _keeps_scores(problem, plan) else self
+
+    def explain_tiles(self, problem: Problem, plan: TilePlan) -> TilePlan:
+        """Strips and tiles as if those of all blocks of rows began together: a tile more or less at the edges."""
+        return tiling.plan(problem, TILE).aligned_to_tiles()
+
+    def notes(self, problem: Problem, plan: TilePlan) -> tuple[str, ...]:
+        if problem.ops.needs_host_callback(*deferring.arrays_of(problem)):
+            return ()
+        _, parts = masks.divided(plan.rest)
+        if not parts:
+            return ()
+        mask = reduce(And, parts)
+        rows = strips.rows_of_strip(problem, masks.shape_of(problem, mask))
+        return (f"{mask!r} is evaluated, {rows} queries at a time",)
+
+    def plain(self, problem: Problem, plan: TilePlan, examples: Sequence[HostArray]) -> Prepared | None:
+        form = problem.form
+        if not isinstance(form, (InnerForm, AdditiveForm)):
+            return None
+        if form.query is not problem.query or form.key is not problem.key:
+            return None
+        if any(x is not None for x in (problem.bias, problem.sink, problem.dropout, plan.rest)) or problem.statistics:
+            return None
+        if problem.matrix == "scores":
+            return None
+        score, arrays = inputs.told(problem, {})
+        if "query_bias" in arrays or "key_bias" in arrays:
+            return None
+        weights = None
+        if "weights" in arrays:
+            if type(problem.score) is not Additive:
+                return None  # nobody would pass them
+            weights, own = (problem.ops.memory(x) for x in (arrays["weights"], problem.score.w_v))
+            if weights.ctypes.data != own.ctypes.data or weights.strides[-1] != weights.itemsize:
+                return None  # a copy, which later calls would not see
+        ends = (None, None) if plan.interval_set is None else plan.interval_set.with_holes
+        plain = _native.prepared(score, (*examples, weights, *ends))
+        scores = (*problem.score_shape.rows, problem.score_shape.key_len) if _keeps_scores(problem, plan) else None
+        return Prepared(plain, plain.backward, tuple(gradient_shapes(problem, frozenset()).values()), scores)
+
+    def forward(self, problem: Problem, plan: TilePlan) -> Result:
+        ops, sums, like = problem.ops, problem.accumulator, problem.value
+        if ops.needs_host_callback(*deferring.arrays_of(problem)):
+            return program.forward(problem) if ops.custom_calls() else deferring.forward(self, problem)
+        if ops.needs_grad(*tiled.operands(problem).values()):
+            return tiled.forward(problem, plan)
+        fill = _fill(problem, plan, self.saves_scores)
+        out, *numbers = fill(*inputs.words(problem, plan), ops.threads(get_num_threads()))
+        row_max, log_denom, scores, raw, weights, *statistics = (
+            None if x is None else ops.from_memory(x, sums, like) for x in numbers
+        )
+        found = {name: x for name, x in zip(STATISTICS, statistics, strict=True) if x is not None}
+        matrix = raw if problem.matrix == "scores" else weights
+        return Result(ops.from_memory(out, problem.dtype, like), row_max, log_denom, found, matrix, scores)
+
+    def backward(
+        self, problem: Problem, plan: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]
+    ) -> dict[str, Array]:
+        ops, sums = problem.ops, problem.accumulator
+        operands = tiled.operands(problem)
+        incoming = [x for x in (grads.out, grads.log_sum_exp, grads.entropy, grads.matrix) if x is not None]
+        if ops.needs_host_callback(*deferring.arrays_of(problem), *incoming):
+            if ops.custom_calls():
+                return program.backward(problem, result, grads, wanted)
+            return deferring.backward(self, problem, result, grads, wanted)
+        if ops.needs_grad(*operands.values(), *incoming) or not all(
+            map(ops.has_cpu_buffer, (*operands.values(), *incoming))
+        ):
+            return tiled.backward(problem, plan, result, grads)
+        grad_out, grad_dtype = _grad_out(problem, grads.out)
+        rows = [result.row_max, result.log_denom, result.scores]
+        rows += [None, grads.log_sum_exp, None]
+        if grads.entropy is not None:
+            rows[3], rows[5] = result.statistics["entropy"], grads.entropy
+        row_max, log_denom, scores, entropy, grad_log_sum_exp, grad_entropy = (_row(problem, x) for x in rows)
+        shapes = gradient_shapes(problem, wanted)
+        buffers = {name: inputs.aligned(np.zeros, shape, sums) for name, shape in shapes.items()}
+        grad_matrix = None if grads.matrix is None else ops.memory(ops.astype(grads.matrix, sums))
+        pairs = (grad_matrix, None) if problem.matrix == "scores" else (None, grad_matrix)
+        weights = None if pairs[1] is None else _row(problem, result.matrix)
+        known = (
+            *(ops.memory(result.out), row_max, log_denom, entropy, scores, weights),
+            *(grad_out, grad_log_sum_exp, grad_entropy, *pairs),
+        )
+        words, threads = inputs.words(problem, plan), ops.threads(get_num_threads())
+        if masks.divided(plan.rest)[1]:
+            strips.backward(_native.backward, problem, plan, words, known, grad_dtype, buffers, threads)
+        else:
+            _native.backward(*words, known, grad_dtype, [buffers.get(name) for name in GRADIENTS], threads)
+        return {
+            name: as_operand(problem, ops.from_memory(x, sums, problem.value), name, operands[name])
+            for name, x in buffers.items()
+            if name in wanted
+        }
+
+
+def _keeps_scores(problem: Problem, plan: TilePlan) -> bool:
+    """Whether a forward hands its scores to the backward."""
+    score_shape = problem.score_shape
+    if (
+        not isinstance(problem.form, AdditiveForm)
+        or math.prod(score_shape.rows) * score_shape.key_len > MAX_SAVED_SCORES
+    ):
+        return False
+    # Rows of a mask that is evaluated go in strips, which would each copy their part.
+    return not masks.divided(plan.rest)[1]
+
+
+def _fill(problem: Problem, plan: TilePlan, saves_scores: bool) -> Callable[[Any, Any, int], list[Any]]:
+    """A call of the module on `inputs.words` and a number of threads: what it fills.
+
+    That is the output, top, log total, the scores for a backward, the matrix of scores or of weights and the
+    statistics, None where they are not wanted.
+    """
+    rows, sums = (*problem.score_shape.rows, 1), problem.accumulator
+    shape, stored = (*rows[:-1], problem.layout.value_dim), inputs.STORED.get(problem.dtype, problem.dtype)
+    wanted = [name in problem.statistics for name in STATISTICS]
+    _, evaluated = masks.divided(plan.rest)
+
+    def filled(score: Any, arrays: Any, threads: int) -> list[Any]:
+        found = [inputs.aligned(np.empty, shape, stored), *np.empty((2, *rows), sums)]
+        pairs = (saves_scores, problem.matrix == "scores", problem.matrix == "weights")
+        whole = (*rows[:-1], problem.score_shape.key_len)
+        found += [inputs.aligned(np.empty, whole, sums) if x else None for x in pairs]
+        found += [np.empty(rows, sums) if x else None for x in wanted]
+        if evaluated:
+            strips.forward(_native.forward, problem, plan, (score, arrays), found, threads)
+        else:
+            _native.forward(score, arrays, found, threads)
+        return found
+
+    return filled
+
+
+def _grad_out(problem: Problem, grad: Array | None) -> tuple[HostArray, str]:
+    ops, shape = problem.ops, (*problem.score_shape.rows, problem.layout.value_dim)
+    if grad is None:
+        return np.broadcast_to(np.zeros((), problem.accumulator), shape), problem.accumulator
+    if ops.dtype(grad) not in inputs.DTYPES:
+        grad = ops.astype(grad, problem.accumulator)
+    return ops.memory(grad), ops.dtype(grad)
+
+
+def _row(problem: Problem, x: Array | None) -> HostArray | None:
+    """Numbers of rows as the native module reads them: (*rows, 1 or key_len), in the dtype of sums, in C order."""
+    if x is None:
+        return None
+    ops = problem.ops
+    host = ops.memory(ops.astype(x, problem.accumulator))
+    return host if host.flags.c_contiguous else np.ascontiguousarray(host)

@@ -1,0 +1,57 @@
+"""What the native module gives, beside its arrays: the shapes of gradients, and what becomes of them."""
+
+from __future__ import annotations
+
+from attnscore.backends.base import Array, sum_to
+from attnscore.core import online_softmax, tiled
+from attnscore.core.problem import Problem
+from attnscore.scores.forms import AdditiveForm
+
+# What the forward fills where it is wanted, in its order: the log-sum-exp is top + log total, and needs nothing more.
+STATISTICS = tuple(name for name in online_softmax.STATISTICS if name != "log_sum_exp")
+# The gradients that the kernels write, in their order; the first of them whether wanted or not.
+GRADIENTS = ("query", "key", "value", "query_bias", "key_bias", "bias", "w_v", "sink", "scale")
+_ALWAYS = frozenset(("query", "key", "value", "w_v"))
+
+
+def gradient_shapes(problem: Problem, wanted: frozenset[str]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the arrays that the gradients are added to, in the order of `GRADIENTS`."""
+    score_shape, form = problem.score_shape, problem.form
+    arrays = tiled.operands(problem)
+    shared = _shared(problem)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, x in arrays.items():
+        if name in ("sink", "scale"):
+            shapes[name] = score_shape.rows[:-1]
+        elif name == "bias":
+            shapes[name] = tuple(x.shape)
+        elif name == "w_v":
+            shapes[name] = (*shared, x.shape[-1])
+        elif name == "value" or form.role(name) == "key":
+            shapes[name] = (*shared, score_shape.key_len, *x.shape[-1:])
+        else:
+            shapes[name] = (*score_shape.rows, *x.shape[-1:])
+    for name in ("query_bias", "key_bias"):
+        if name in shapes:
+            shapes[name] = shapes[name][:-1]
+    return {name: shapes[name] for name in GRADIENTS if name in shapes and (name in wanted or name in _ALWAYS)}
+
+
+def _shared(problem: Problem) -> tuple[int, ...]:
+    """Axes of heads, 1 where all heads along them have the same keys and values, whose gradients are then one."""
+    form, whole = problem.form, problem.score_shape.rows[:-1]
+    shapes = [x.shape[:-2] for name, x in form.arrays().items() if form.role(name) == "key"]
+    shapes.append(problem.value.shape[:-2])
+    if isinstance(form, AdditiveForm) and len(form.w_v.shape) > 1:
+        shapes.append((*(1 for _ in problem.score_shape.lead), *form.w_v.shape[:2]))
+    return tuple(1 if all(n == 1 for n in lengths) else length for length, *lengths in zip(whole, *shapes, strict=True))
+
+
+def as_operand(problem: Problem, grad: Array, name: str, operand: Array) -> Array:
+    """A gradient in the shape of its operand: summed over the axes along which that was broadcast."""
+    ops, shape = problem.ops, tuple(operand.shape)
+    if name in ("query_bias", "key_bias"):
+        grad = ops.expand_dims(grad, -1)
+    if name == "scale":
+        grad = ops.reshape(grad, (*grad.shape, 1, 1))
+    return grad if tuple(grad.shape) == shape else sum_to(ops, grad, shape)

@@ -1,0 +1,33 @@
+"""The streaming kernel: any score, mask and framework, O(n) memory, explicit gradients."""
+
+from __future__ import annotations
+
+from typing import final
+
+from attnscore.backends.base import Array
+from attnscore.core import tiled
+from attnscore.core.problem import Problem
+from attnscore.core.tiled import Result, RowGradients
+from attnscore.core.tiling import TilePlan
+from attnscore.kernels.base import Kernel
+
+
+@final
+class Streaming(Kernel):
+    """Loops over tiles in the framework's own operations."""
+
+    name = "streaming"
+    summary = "tiles in the framework's own operations, O(n) memory"
+    has_vjp = True
+    matrix_is_second_pass = True
+
+    def reasons_against(self, problem: Problem) -> tuple[str, ...]:
+        return ()
+
+    def forward(self, problem: Problem, plan: TilePlan) -> Result:
+        return tiled.forward(problem, plan)
+
+    def backward(
+        self, problem: Problem, plan: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]
+    ) -> dict[str, Array]:
+        return tiled.backward(problem, plan, result, grads)

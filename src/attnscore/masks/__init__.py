@@ -1,0 +1,32 @@
+"""Masks: which keys a query may see."""
+
+from attnscore.masks.arguments import as_mask
+from attnscore.masks.base import And, Mask, Not, Or, parts_of, split
+from attnscore.masks.builtin import Causal, Dense, Documents, KeyPadding, KeyRange, PrefixLM, SlidingWindow, ValidLens
+from attnscore.masks.cached import CachedMask, cached_mask
+from attnscore.masks.function import MaskFunction
+from attnscore.masks.intervals import Intervals, IntervalSet, intersect
+
+__all__ = [
+    "And",
+    "Causal",
+    "Dense",
+    "Documents",
+    "Intervals",
+    "KeyPadding",
+    "KeyRange",
+    "CachedMask",
+    "Mask",
+    "MaskFunction",
+    "Not",
+    "Or",
+    "IntervalSet",
+    "PrefixLM",
+    "SlidingWindow",
+    "ValidLens",
+    "as_mask",
+    "intersect",
+    "parts_of",
+    "cached_mask",
+    "split",
+]

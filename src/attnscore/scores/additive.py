@@ -1,0 +1,171 @@
+"""Additive (Bahdanau) score: a(q, k) = w_v . act(W_q q + W_k k + bias)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, final
+
+from attnscore import backends
+from attnscore.backends.base import Array, Backend, sum_to
+from attnscore.core.arguments import check_held, check_number
+from attnscore.errors import ShapeError, message
+from attnscore.scores.activations import activation
+from attnscore.scores.base import (
+    Pullback,
+    Score,
+    ScoreGradients,
+    per_head,
+    weight_gradient,
+    widen,
+    with_nonfinite_rows_isolated,
+    without_bad_rows,
+)
+from attnscore.scores.forms import AdditiveForm, Form
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class Additive(Score):
+    """a(q, k) = w_v . activation(W_q q + W_k k + bias): a one-hidden-layer MLP on [q; k].
+
+    Query and key may have different lengths. With a leading axis (heads,) each head has its own parameters.
+
+    Parameters
+    ----------
+    w_v : (h,)
+    W_q : (h, dim), optional
+        None: the query is already projected, dim = h.
+    W_k : (h, dim_k), optional
+    bias : (h,), optional
+    activation : {"tanh", "sigmoid", "relu", "leaky_relu", "silu", "gelu"}
+    negative_slope : float
+        Of leaky_relu (GATv2 uses 0.2).
+
+    References
+    ----------
+    Bahdanau, Cho, Bengio (2015), Neural Machine Translation by Jointly Learning to Align and Translate.
+
+    Examples
+    --------
+    >>> import numpy as np, attnscore as ats
+    >>> score = ats.Additive(np.ones(3), np.zeros((3, 20)), np.zeros((3, 2)))
+    >>> ats.attend(np.ones((2, 1, 20)), np.ones((2, 10, 2)), np.ones((2, 10, 4)), score=score).shape
+    (2, 1, 4)
+    """
+
+    w_v: Any
+    W_q: Any = None
+    W_k: Any = None
+    bias: Any = None
+    activation: str = "tanh"
+    negative_slope: float = 0.01
+
+    def tile(self, ops: Backend, query: Array, key: Array) -> Array:
+        a, b = self._sides(ops, query, key)
+        hidden = activation(self.activation, self.negative_slope).value(
+            ops, ops.expand_dims(a, -2) + ops.expand_dims(b, -3)
+        )
+        w_v = per_head(ops, "w_v", self.w_v, query, key, 1)
+        w_v = ops.expand_dims(ops.expand_dims(w_v, -2), -2) if len(w_v.shape) > 1 else w_v
+        return ops.sum(hidden * ops.astype(w_v, ops.dtype(hidden)), axis=-1)
+
+    def lower(self, ops: Backend, query: Array, key: Array) -> Form:
+        w_v = per_head(ops, "w_v", self.w_v, query, key, 1)
+        a, b, w = widen(ops, *self._sides(ops, query, key), w_v)
+        check_held("negative_slope", self.negative_slope, ops.dtype(a), float(self.negative_slope))
+        return AdditiveForm(a, b, w, activation(self.activation, self.negative_slope))
+
+    def lower_pullback(self, ops: Backend, query: Array, key: Array) -> tuple[Form, Pullback]:
+        def back(name: str, x: Array, grad: Array, arrays: dict[str, Array]) -> Array:
+            # x @ W^T
+            weight = getattr(self, name)
+            if weight is None:
+                return grad
+            placed = per_head(ops, name, weight, query, key, 2)
+            x, grad, placed = widen(ops, without_bad_rows(ops, x), grad, placed)
+            turned = weight_gradient(ops, x, grad, ops.matrix_transpose(placed), ops.matrix_transpose(placed))
+            arrays[name] = ops.reshape(ops.matrix_transpose(turned), weight.shape)
+            return ops.matmul(grad, placed)
+
+        def pullback(grads: Any) -> ScoreGradients:
+            arrays = {"w_v": ops.reshape(grads["w_v"], self.w_v.shape)}
+            if self.bias is not None:
+                placed = self._bias(ops, query, key)
+                arrays["bias"] = ops.reshape(sum_to(ops, grads["query"], placed.shape), self.bias.shape)
+            return ScoreGradients(
+                back("W_q", query, grads["query"], arrays), back("W_k", key, grads["key"], arrays), arrays
+            )
+
+        return self.lower(ops, query, key), pullback
+
+    def check(self, dim: int, key_dim: int) -> None:
+        activation(self.activation, self.negative_slope)
+        check_number("negative_slope", self.negative_slope)
+        fields = {name: getattr(self, name) for name in ("w_v", "W_q", "W_k", "bias")}
+        if not backends.is_array(self.w_v) or len(self.w_v.shape) == 0:
+            got = tuple(self.w_v.shape) if hasattr(self.w_v, "shape") else type(self.w_v).__name__
+            raise ShapeError(message("w_v", "an array (h,) or (heads, h)", got))
+        hidden = int(self.w_v.shape[-1])
+        expected = {
+            "W_q": f"(h, dim) = {(hidden, dim)}",
+            "W_k": f"(h, dim_k) = {(hidden, key_dim)}",
+            "bias": f"({hidden},)",
+        }
+        for name, shape in expected.items():
+            if fields[name] is not None and not backends.is_array(fields[name]):
+                raise ShapeError(message(name, f"an array {shape}, or None", type(fields[name]).__name__))
+        shapes = {name: tuple(x.shape) for name, x in fields.items() if x is not None}
+        for name, length, side in (("W_q", dim, "query"), ("W_k", key_dim, "key")):
+            if name in shapes and shapes[name][-2:] != (hidden, length):
+                raise ShapeError(message(name, expected[name], shapes[name], shapes=shapes))
+            if name not in shapes and length != hidden:
+                either = f"an array, or {side} vectors of length h = {hidden}"
+                raise ShapeError(message(name, either, f"None and {length}", shapes=shapes))
+        if shapes.get("bias", (hidden,))[-1:] != (hidden,):
+            raise ShapeError(message("bias", f"({hidden},)", shapes["bias"], shapes=shapes))
+
+    def operations(self, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
+        hidden = int(self.w_v.shape[-1])
+        project = (
+            2
+            * hidden
+            * sum(
+                length * width
+                for weight, length, width in ((self.W_q, query_len, dim), (self.W_k, key_len, key_dim))
+                if weight is not None
+            )
+        )
+        # add, activation, multiply-add
+        return project + 4 * query_len * key_len * hidden
+
+    def _sides(self, ops: Backend, query: Array, key: Array) -> tuple[Array, Array]:
+        """Query and key projected, the bias with the query; a row that is not finite reaches no parameter."""
+
+        def project_query(x: Array) -> Array:
+            projected = self._project(ops, "W_q", x, query, key)
+            return projected if self.bias is None else self._biased(ops, projected, query, key)
+
+        a, b = query, key
+        if self.W_q is not None or self.bias is not None:
+            a = with_nonfinite_rows_isolated(ops, query, project_query, keeps_infinity=True)
+        if self.W_k is not None:
+            b = with_nonfinite_rows_isolated(
+                ops, key, lambda x: self._project(ops, "W_k", x, query, key), keeps_infinity=True
+            )
+        return a, b
+
+    def _project(self, ops: Backend, name: str, x: Array, query: Array, key: Array) -> Array:
+        weight = getattr(self, name)
+        if weight is None:
+            return x
+        x, weight = widen(ops, x, per_head(ops, name, weight, query, key, 2))
+        return ops.matmul(x, ops.matrix_transpose(weight))
+
+    def _biased(self, ops: Backend, x: Array, query: Array, key: Array) -> Array:
+        # Not every framework adds arrays of two dtypes.
+        x, bias = widen(ops, x, self._bias(ops, query, key))
+        return x + bias
+
+    def _bias(self, ops: Backend, query: Array, key: Array) -> Array:
+        bias = per_head(ops, "bias", self.bias, query, key, 1)
+        return ops.expand_dims(bias, -2)

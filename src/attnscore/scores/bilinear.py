@@ -1,0 +1,72 @@
+"""Bilinear (Luong's "general") score: a(q, k) = q . W k."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, final
+
+from attnscore.backends.base import Array, Backend
+from attnscore.errors import ShapeError, message
+from attnscore.scores.base import (
+    Pullback,
+    Score,
+    ScoreGradients,
+    per_head,
+    weight_gradient,
+    widen,
+    with_nonfinite_rows_isolated,
+    without_bad_rows,
+)
+from attnscore.scores.forms import Form, InnerForm
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class Bilinear(Score):
+    """a(q, k) = q . W k: matrix products alone, for queries and keys of different lengths.
+
+    Parameters
+    ----------
+    W : (dim, dim_k), or (heads, dim, dim_k)
+
+    References
+    ----------
+    Luong, Pham, Manning (2015), Effective Approaches to Attention-based Neural Machine Translation.
+
+    Examples
+    --------
+    >>> import numpy as np, attnscore as ats
+    >>> ats.attention_scores(np.ones((1, 2)), np.ones((3, 5)), score=ats.Bilinear(np.ones((2, 5))))
+    array([[10., 10., 10.]])
+    """
+
+    W: Any
+
+    def tile(self, ops: Backend, query: Array, key: Array) -> Array:
+        query, weight = widen(ops, query, per_head(ops, "W", self.W, query, key, 2))
+        return ops.matmul(ops.matmul(query, weight), ops.matrix_transpose(ops.astype(key, ops.dtype(query))))
+
+    def lower(self, ops: Backend, query: Array, key: Array) -> Form:
+        query, key, weight = widen(ops, query, key, per_head(ops, "W", self.W, query, key, 2))
+        return InnerForm(with_nonfinite_rows_isolated(ops, query, lambda x: ops.matmul(x, weight)), key)
+
+    def lower_pullback(self, ops: Backend, query: Array, key: Array) -> tuple[Form, Pullback]:
+        def pullback(grads: Any) -> ScoreGradients:
+            # x @ weight
+            placed = per_head(ops, "W", self.W, query, key, 2)
+            x, grad, weight = widen(ops, without_bad_rows(ops, query), grads["query"], placed)
+            return ScoreGradients(
+                ops.matmul(grad, ops.matrix_transpose(weight)),
+                grads["key"],
+                {"W": weight_gradient(ops, x, grad, weight, self.W)},
+            )
+
+        return self.lower(ops, query, key), pullback
+
+    def check(self, dim: int, key_dim: int) -> None:
+        shape = tuple(getattr(self.W, "shape", ()))
+        if shape[-2:] != (dim, key_dim) or len(shape) > 3:
+            raise ShapeError(message("W", f"(dim, dim_k) = ({dim}, {key_dim})", shape or type(self.W).__name__))
+
+    def operations(self, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
+        return 2 * query_len * dim * key_dim + 2 * query_len * key_len * key_dim

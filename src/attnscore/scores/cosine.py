@@ -1,0 +1,92 @@
+"""Cosine score: a(q, k) = scale q . k / (|q| |k|)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, final
+
+from attnscore.backends.base import Array, Backend
+from attnscore.scores.base import Pullback, Score, ScoreGradients, require_same_dim, widen, with_nonfinite_rows_isolated
+from attnscore.scores.dot import ScaledDot
+from attnscore.scores.forms import Form
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class Cosine(Score):
+    """a(q, k) = scale q . k / (|q| |k|); a zero vector scores 0, with gradient 0.
+
+    Parameters
+    ----------
+    scale : number, or an array as `ScaledDot` takes it: one learned temperature per head
+
+    References
+    ----------
+    Graves, Wayne, Danihelka (2014), Neural Turing Machines; Henry et al. (2020), Query-Key
+    Normalization for Transformers.
+
+    Examples
+    --------
+    >>> import numpy as np, attnscore as ats
+    >>> ats.attention_scores(np.array([[3.0, 0.0]]), np.array([[2.0, 0.0], [0.0, 1.0], [0.0, 0.0]]), score=ats.Cosine())
+    array([[1., 0., 0.]])
+    """
+
+    scale: Any = 1.0
+
+    def tile(self, ops: Backend, query: Array, key: Array) -> Array:
+        query, key = widen(ops, query, key)
+        return ScaledDot(self.scale).tile(ops, _unit(ops, query), _unit(ops, key))
+
+    def lower(self, ops: Backend, query: Array, key: Array) -> Form:
+        return ScaledDot(self.scale).lower(ops, *self._units(ops, query, key))
+
+    def lower_pullback(self, ops: Backend, query: Array, key: Array) -> tuple[Form, Pullback]:
+        units = self._units(ops, query, key)
+        form, scaled_pullback = ScaledDot(self.scale).lower_pullback(ops, *units)
+
+        def pullback(grads: Any) -> ScoreGradients:
+            inner = scaled_pullback(grads)
+            query_grad, key_grad = (
+                _unit_pullback(ops, x, unit, grad)
+                for x, unit, grad in zip(widen(ops, query, key), units, inner[:2], strict=True)
+            )
+            return ScoreGradients(query_grad, key_grad, inner.arrays)
+
+        return form, pullback
+
+    def check(self, dim: int, key_dim: int) -> None:
+        require_same_dim("cosine", dim, key_dim)
+        ScaledDot(self.scale).check(dim, key_dim)
+
+    def operations(self, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
+        return 2 * query_len * key_len * dim + 3 * (query_len + key_len) * dim
+
+    def _units(self, ops: Backend, query: Array, key: Array) -> tuple[Array, Array]:
+        query, key = (with_nonfinite_rows_isolated(ops, x, lambda x: _unit(ops, x)) for x in widen(ops, query, key))
+        return query, key
+
+
+def _length(ops: Backend, x: Array) -> tuple[Array, Array, Array]:
+    """x over its largest entry, the length of that, and the largest entry: squares can neither overflow nor vanish."""
+    if x.shape[-1] == 0:
+        return x, ops.full((*ops.shape(x)[:-1], 1), 1.0, x), ops.full((*ops.shape(x)[:-1], 1), 1.0, x)
+    largest = ops.stop_gradient(ops.max(ops.abs(x), axis=-1, keepdims=True))
+    largest = ops.where(largest == 0, 1.0, largest)
+    x = x / largest
+    squared = ops.sum(x * x, axis=-1, keepdims=True)
+    return x, ops.sqrt(ops.where(squared == 0, 1.0, squared)), largest
+
+
+def _unit(ops: Backend, x: Array) -> Array:
+    zero = ~ops.any(x != 0, axis=-1, keepdims=True)
+    x, length, _ = _length(ops, x)
+    return ops.where(zero, 0.0, x / length)
+
+
+def _unit_pullback(ops: Backend, x: Array, unit: Array, grad: Array) -> Array:
+    # x / length; rows set apart (NaN in unit) and zero rows have no gradient.
+    _, length, largest = _length(ops, x)
+    through = (grad - unit * ops.sum(unit * grad, axis=-1, keepdims=True)) / (length * largest)
+    alive = ops.any(unit != 0, axis=-1, keepdims=True) & ~ops.any(ops.isnan(unit), axis=-1, keepdims=True)
+    return ops.where(alive, through, 0.0)
