@@ -172,7 +172,7 @@ class _Call:
             return blocks.row_gradient(self.problem, name, found)
 
         entropy = (row(rows, "entropy"),) if "entropy" in names else ()
-        kept = (blocks.row_gradient(self.problem, "grad_out", out), row(rows, "log_denom"), *entropy, row(rows, "top"))
+        kept = (blocks.row_gradient(self.problem, "grad_out", out), row(rows, "log_denom"), *entropy, row(rows, "row_max"))
         incoming = (
             blocks.row_gradient(self.problem, "grad_out", grad_out),
             *(row(grad_rows, x) for x in DIFFERENTIABLE),
