@@ -208,7 +208,7 @@ def test_every_case_on_a_toy(name: str) -> None:
 def test_a_watched_side_is_watched_and_then_no_more(name: str) -> None:
     from torch.nn import functional
 
-    from attnscore.diagnostics import torch_patches
+    from attnscore.diagnostics.watching import torch_patches
 
     original, given = functional.scaled_dot_product_attention, draw(TOYS[name])
     side = inputs.ours(given)

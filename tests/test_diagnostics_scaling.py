@@ -13,12 +13,13 @@ import pytest
 
 import attnscore as ats
 from attnscore.cli import main
-from attnscore.diagnostics import page, pictures, runs, scaling, text
-from attnscore.diagnostics.finding import Check, Estimate, estimate, exponent
-from attnscore.diagnostics.runs import Settings
-from attnscore.diagnostics.sharpening import JACOBIANS, LOGITS, WEIGHTS
-from attnscore.diagnostics.training import Plan, TrainingRuns, training_runs
-from attnscore.diagnostics.variance import Coordinates, logit_variance
+from attnscore.diagnostics import page, scaling
+from attnscore.diagnostics.lab import runs, text
+from attnscore.diagnostics.lab.experiment import Check, Estimate, estimate, exponent
+from attnscore.diagnostics.lab.runs import Settings
+from attnscore.diagnostics.lab.sharpening import JACOBIANS, LOGITS, WEIGHTS
+from attnscore.diagnostics.lab.training import Plan, TrainingRuns, training_runs
+from attnscore.diagnostics.lab.variance import Coordinates, logit_variance
 from attnscore.errors import ArgumentError
 
 SMALL = Plan((4, 8), seeds=2, steps=6, width=8, batch=2, context=12)
@@ -180,12 +181,12 @@ def test_additive_attention_is_a_network_with_one_hidden_layer() -> None:
 
 @functools.cache
 def quick(name: str):
-    """What the quick lab finds; made once for the tests that need all of it."""
+    """Results of the quick lab; made once for the tests that need all of it."""
     return next(experiment for experiment in scaling.EXPERIMENTS if experiment.name == name).run(True)
 
 
 @pytest.mark.parametrize("experiment", scaling.EXPERIMENTS, ids=lambda one: one.name)
-def test_every_finding_has_rows_a_sentence_checks_and_a_picture(experiment) -> None:
+def test_every_result_has_rows_a_sentence_checks_and_a_picture(experiment) -> None:
     found = quick(experiment.name)
     rows = found.to_rows()
     assert rows and all(row.keys() == rows[0].keys() for row in rows)
@@ -235,7 +236,7 @@ def test_pairs_of_runs_differ_in_the_score_alone(trained) -> None:
 def test_models_start_alike_but_for_the_scale() -> None:
     import torch
 
-    from attnscore.diagnostics import torch_language_model as module
+    from attnscore.diagnostics.lab import torch_language_model as module
 
     models = []
     for score in ("dot", "scaled_dot"):
@@ -252,7 +253,7 @@ def test_models_start_alike_but_for_the_scale() -> None:
 def test_queries_and_keys_start_with_variance_one() -> None:
     import torch
 
-    from attnscore.diagnostics import torch_language_model as module
+    from attnscore.diagnostics.lab import torch_language_model as module
 
     torch.manual_seed(0)
     block = module.Block(Settings("dot", 64, 0, steps=1, width=128))
@@ -274,13 +275,13 @@ def test_what_is_seen_in_a_run(trained) -> None:
     assert values.shape == (2, len(steps))
     losses = [[run.held_back_loss for run in found.of(score, 4)] for score in ("dot", "scaled_dot")]
     assert found.gap(4).value == pytest.approx(np.mean(losses[0]) - np.mean(losses[1]))
-    pictures.training_curves(found).canvas.draw()
+    found.plot().canvas.draw()
 
 
 def test_statistics_are_those_of_the_definition() -> None:
     import torch
 
-    from attnscore.diagnostics import torch_language_model as module
+    from attnscore.diagnostics.lab import torch_language_model as module
 
     settings = Settings("dot", 4, 0, steps=1, width=8, layers=1, context=6, batch=3)
     torch.manual_seed(0)
@@ -422,7 +423,7 @@ def test_the_command_with_a_small_plan(tmp_path, capsys, monkeypatch) -> None:
         one.run(True)
     monkeypatch.setattr(scaling, "EXPERIMENTS", tuple(made))
     monkeypatch.setattr(scaling, "QUICK", SMALL)
-    monkeypatch.setattr("attnscore.diagnostics.training._LEAST_GAP", -10.0)
+    monkeypatch.setattr("attnscore.diagnostics.lab.training._LEAST_GAP", -10.0)
     arguments = ["lab", "--quick", "--out", str(tmp_path / "lab")]
     assert main(arguments) in (0, 1)  # eight features may start far from their law
     first = capsys.readouterr().out

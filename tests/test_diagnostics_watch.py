@@ -21,10 +21,10 @@ from torch.nn.functional import scaled_dot_product_attention as bound_elsewhere
 import attnscore as ats
 from attnscore import diagnostics
 from attnscore.demo import minilm
-from attnscore.diagnostics import torch_calls, torch_patches, watched
-from attnscore.diagnostics.health import Thresholds, clip_factor, trend, verdicts_of
-from attnscore.diagnostics.torch_calls import Call, Scores, sums_of
-from attnscore.diagnostics.torch_watch import watch
+from attnscore.diagnostics.watching import records, torch_calls, torch_patches
+from attnscore.diagnostics.watching.health import Thresholds, clip_factor, trend, verdicts_of
+from attnscore.diagnostics.watching.torch_calls import Call, Scores, sums_of
+from attnscore.diagnostics.watching.torch_watch import watch
 from attnscore.errors import ArgumentError
 from attnscore.integrations.transformers import register
 from attnscore.layers.torch import AdditiveAttention, MultiHeadAttention
@@ -331,7 +331,7 @@ def test_nn_transformer_encoder_stays_on_its_fused_path(kind: str, norm_first: b
             torch.backends.mha.set_fastpath_enabled(True)
     assert fast == 4 and not seen.unseen and not slow.unseen
     assert list(seen.layers) == list(slow.layers) == ["layers.0.self_attn", "layers.1.self_attn"]
-    names = [*watched.MEANS, "max_logit", "empty_rows", "rows"]
+    names = [*records.MEANS, "max_logit", "empty_rows", "rows"]
     assert_rows(seen.rows(), [{name: row[name] for name in names} for row in slow.rows()])
 
 
@@ -450,7 +450,7 @@ def test_a_decoder_that_generates() -> None:
         # 5 + 3 tokens, then five steps of one query for each of the two
         assert {row["rows"] for row in seen.rows()} == {5 + 3 + 5 * 2} and len(seen.rows()) == 8
         found[implementation] = seen.rows()
-    names = [*watched.MEANS, "max_logit", "padding"]
+    names = [*records.MEANS, "max_logit", "padding"]
     assert_rows(found["sdpa"], [{name: row[name] for name in names} for row in found["eager"]])
 
 
@@ -851,7 +851,7 @@ def test_compiled_and_scripted_code_is_named_and_still_runs() -> None:
 
 def test_what_cannot_be_looked_at_does_not_break_the_model(monkeypatch) -> None:
     model, x = OwnAttention(), torch.randn(1, 3, 32)
-    monkeypatch.setattr("attnscore.diagnostics.torch_watch.sums_of", lambda *_: 1 / 0)
+    monkeypatch.setattr("attnscore.diagnostics.watching.torch_watch.sums_of", lambda *_: 1 / 0)
     seen = watched_run(model, x)
     assert not seen.layers and [why for _, why in seen.unseen] == ["ZeroDivisionError: division by zero"]
 
@@ -943,7 +943,7 @@ def test_rows_and_lines_are_plain(some) -> None:
     assert len(lines) == 6 * 16 and lines[0]["step"] == 0 and lines[-1]["step"] == 5
     assert lines[0]["padding"] is None and lines[0]["layer"] == "0"
     assert all(list(line) == ["step", *rows[0]] for line in lines)
-    assert all(list(row) == ["layer", "head", *watched.NUMBERS] for row in (*rows, *some.last()))
+    assert all(list(row) == ["layer", "head", *records.NUMBERS] for row in (*rows, *some.last()))
 
 
 def test_every_number_of_the_docs_is_in_every_output(some) -> None:
@@ -951,7 +951,7 @@ def test_every_number_of_the_docs_is_in_every_output(some) -> None:
     listed = set(re.findall(r"`(\w+)`", text.split("[Their definitions]")[0]))
     last = len(next(iter(some.layers.values())).steps) - 1
     in_lines = [json.loads(line) for line in some.json_lines(since=last)]
-    assert "clip" in listed and listed <= set(watched.NUMBERS)
+    assert "clip" in listed and listed <= set(records.NUMBERS)
     for row, line in zip(some.last(), in_lines, strict=True):
         assert {name: row[name] for name in listed - {"padding"}} == {name: line[name] for name in listed - {"padding"}}
         values = some.history(row["layer"], "clip")[1][-1]
@@ -985,7 +985,7 @@ def test_tables_and_texts(some) -> None:
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(some.table())
     printed = console.export_text()
-    assert "4 attention calls a step; 6 of 6 steps looked at" in printed and "growing logits" in printed
+    assert "4 attention calls a step; 6 of 6 steps sampled" in printed and "growing logits" in printed
     assert "1, head 1: growing logits" in str(some)
 
 
@@ -1044,7 +1044,7 @@ def test_wrong_arguments_are_named(wrong, words) -> None:
 MEMORY = """
 import torch
 from torch.nn import functional
-from attnscore.diagnostics.torch_calls import Call, sums_of
+from attnscore.diagnostics.watching.torch_calls import Call, sums_of
 
 def memory(field):
     with open("/proc/self/status") as status:

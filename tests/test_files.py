@@ -254,7 +254,7 @@ def write_page(path: Path) -> None:
 
 
 def write_report(path: Path) -> None:
-    from attnscore.diagnostics import report
+    from attnscore.diagnostics.inspection import report
 
     before, report._page = report._page, lambda *_: "<html>" * 1000  # what an inspection becomes
     try:
@@ -270,7 +270,7 @@ def write_results(path: Path) -> None:
 
 
 def write_run(path: Path) -> None:
-    from attnscore.diagnostics import runs
+    from attnscore.diagnostics.lab import runs
 
     settings = runs.Settings("dot", 4, 0, 1)
     made = runs.TrainingRun(settings, "text", (runs.Look(0, 1.0, 1.0, 1.0, 0.0, 1.0),), 1.0, 1.0)

@@ -17,7 +17,7 @@ import transformers
 import attnscore as ats
 from attnscore.cli import main
 from attnscore.diagnostics import Inspection, inspect_model
-from attnscore.diagnostics.head_numbers import SETTINGS, STATISTICS
+from attnscore.diagnostics.inspection.head_metrics import SETTINGS, STATISTICS
 from attnscore.errors import ArgumentError
 from transformers_cases import ARCHITECTURES
 from transformers_cases import make as made
@@ -194,7 +194,7 @@ def test_text_is_no_markup(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         ({"model": "nowhere", "text": "a"}, "model: expected 'minilm', or the folder of a Hugging Face model"),
-        ({"model": made("gpt2"), "text": "a"}, "tokenizer: expected the model's tokenizer, beside a model, got None"),
+        ({"model": made("gpt2"), "text": "a"}, "tokenizer: expected the model's tokenizer, given a model, got None"),
         ({"model": made("gpt2"), "text": " ", "tokenizer": Words()}, "text: expected some text, got none"),
     ],
 )

@@ -197,7 +197,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "watch-padding-of-unknown-tokens",
-        "src/attnscore/diagnostics/watched.py",
+        "src/attnscore/diagnostics/watching/records.py",
         '_OVER = {"saturated_rows": "choice_rows", "padding": "padding_rows"}',
         '_OVER = {"saturated_rows": "choice_rows"}',
         "tests/test_diagnostics_watch.py -k 'padding or plain or last or encoder or minilm'",
@@ -205,7 +205,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "watch-marks-tokens-as-padding",
-        "src/attnscore/diagnostics/torch_calls.py",
+        "src/attnscore/diagnostics/watching/torch_calls.py",
         "marks = torch.stack([first, ~real], -1)",
         "marks = torch.stack([first, real], -1)",
         "tests/test_diagnostics_watch.py -k padding",
@@ -213,7 +213,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "watch-single-key-is-saturated",
-        "src/attnscore/diagnostics/torch_calls.py",
+        "src/attnscore/diagnostics/watching/torch_calls.py",
         "summed(choice & (weight >= saturated_weight))",
         "summed(alive & (weight >= saturated_weight))",
         "tests/test_diagnostics_watch.py -k statistics_of_every_mask",
@@ -221,7 +221,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "watch-effective-keys-base",
-        "src/attnscore/diagnostics/torch_calls.py",
+        "src/attnscore/diagnostics/watching/torch_calls.py",
         "summed(np.exp(entropy))",
         "summed(np.exp2(entropy))",
         "tests/test_diagnostics_watch.py -k statistics_of_every_score",
@@ -229,7 +229,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "watch-causal-alignment",
-        "src/attnscore/diagnostics/torch_calls.py",
+        "src/attnscore/diagnostics/watching/torch_calls.py",
         'options["mask"] = ats.Causal(align="top_left")',
         'options["mask"] = ats.Causal(align="bottom_right")',
         "tests/test_diagnostics_watch.py -k causal",
@@ -237,7 +237,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "watch-largest-logit-summed",
-        "src/attnscore/diagnostics/watched.py",
+        "src/attnscore/diagnostics/watching/records.py",
         'np.maximum(self.total[name], values) if name == "max_logit" else self.total[name] + values',
         "self.total[name] + values",
         "tests/test_diagnostics_watch.py -k last_step",
@@ -245,7 +245,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "health-clip-factor",
-        "src/attnscore/diagnostics/health.py",
+        "src/attnscore/diagnostics/watching/health.py",
         "return min(1.0, tau / largest) if largest > 0 else 1.0",
         "return min(1.0, largest / tau) if largest > 0 else 1.0",
         "tests/test_diagnostics_watch.py -k 'thresholds or grow'",
@@ -253,7 +253,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "health-variance-that-overflowed",
-        "src/attnscore/diagnostics/health.py",
+        "src/attnscore/diagnostics/watching/health.py",
         "failed = not variance < limit.saturated_variance",
         "failed = variance >= limit.saturated_variance",
         "tests/test_diagnostics_watch.py -k verdicts",
@@ -261,7 +261,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "health-trend-of-halves",
-        "src/attnscore/diagnostics/health.py",
+        "src/attnscore/diagnostics/watching/health.py",
         "part = len(finite) // 4",
         "part = len(finite) // 2",
         "tests/test_diagnostics_watch.py -k 'verdicts or thresholds'",
@@ -269,7 +269,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "inspect-first-key-not-normalised",
-        "src/attnscore/diagnostics/head_numbers.py",
+        "src/attnscore/diagnostics/inspection/head_metrics.py",
         "mass[0, :, 0].double() / stats.entropy.shape[-1]",
         "mass[0, :, 0].double()",
         "tests/test_inspect.py -k statistics",
@@ -342,8 +342,8 @@ FAULTS: list[Fault] = [
     Fault(
         "plot-tokens-swapped",
         "src/attnscore/plotting/heatmaps.py",
-        "draw_map(axis, panels[place], query_tokens, key_tokens,",
-        "draw_map(axis, panels[place], key_tokens, query_tokens,",
+        "draw_map(axis, panel, query_tokens, key_tokens,",
+        "draw_map(axis, panel, key_tokens, query_tokens,",
         "tests/test_plotting.py tests/test_doctests.py -k 'tokens or heatmaps'",
         "the tokens of the queries stand on the key axis",
     ),

@@ -31,7 +31,7 @@ def demo(
     """
     sentences, dropped = read_sentences(text)
     # Imported here: they bring matplotlib and PyTorch, which --help does not need.
-    from attnscore.diagnostics import pretrained
+    from attnscore.diagnostics.inspection import pretrained
 
     pretrained.require_transformers("demo")
     from attnscore.demo import minilm, tour

@@ -13,7 +13,7 @@ from attnscore.files import FileError, read_text
 from attnscore.plotting.drawing import short_number
 
 if TYPE_CHECKING:
-    from attnscore.diagnostics.inspection import Inspection
+    from attnscore.diagnostics.inspection.inspection import Inspection
 
 Model = typer.Argument(help="A local folder of a Hugging Face model, or 'minilm', the small model of the demo.")
 TextFile = typer.Option("--text", metavar="FILE", help="The text (UTF-8).")
@@ -41,11 +41,11 @@ def inspect(
     if not content.strip():
         raise FileError(f"{text}: no text in it")
     # Imported here: they bring PyTorch, which --help does not need.
-    from attnscore.diagnostics import pretrained
+    from attnscore.diagnostics.inspection import pretrained
 
     pretrained.require_transformers("inspect")
-    from attnscore.diagnostics.head_numbers import STATISTICS
-    from attnscore.diagnostics.inspection import inspect_model
+    from attnscore.diagnostics.inspection.head_metrics import STATISTICS
+    from attnscore.diagnostics.inspection.inspection import inspect_model
 
     with error_console().status("running the model"):
         found = inspect_model(model, content, most_tokens=tokens)

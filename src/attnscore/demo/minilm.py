@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from attnscore.commands.console import table
 from attnscore.demo.heads import choose_heads, head_patterns, head_statistics
 from attnscore.demo.report import Report
-from attnscore.diagnostics import pretrained
+from attnscore.diagnostics.inspection import pretrained
 from attnscore.integrations.transformers import AttentionCall, register
 from attnscore.plotting import show_attention, show_head_grid
 from attnscore.plotting.drawing import short_number

@@ -1,4 +1,4 @@
-"""Why scores are scaled, measured; and what a model's attention is doing. Nothing is imported before it is used."""
+"""Experiments on why scores are scaled, and the attention of whole models. Modules are imported when they are used."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from attnscore.diagnostics.health import Thresholds
-    from attnscore.diagnostics.inspection import Inspection, inspect_model
+    from attnscore.diagnostics.inspection.inspection import Inspection, inspect_model
     from attnscore.diagnostics.scaling import scaling_lab
-    from attnscore.diagnostics.torch_watch import watch
+    from attnscore.diagnostics.watching.health import Thresholds
+    from attnscore.diagnostics.watching.torch_watch import watch
 
 __all__ = ["Inspection", "Thresholds", "inspect_model", "scaling_lab", "watch"]
 
 _HOMES = {
-    "Inspection": "inspection",
-    "Thresholds": "health",
-    "inspect_model": "inspection",
+    "Inspection": "inspection.inspection",
+    "Thresholds": "watching.health",
+    "inspect_model": "inspection.inspection",
     "scaling_lab": "scaling",
-    "watch": "torch_watch",
+    "watch": "watching.torch_watch",
 }
 
 

@@ -1,8 +1,8 @@
-"""Findings as one HTML file: a sentence, a table and a picture each.
+"""Pages of sentences, tables and pictures as one HTML file.
 
-What this module meets:
-- one file without scripts, which asks nobody for anything; it opens offline and prints;
-- readable in light and dark, on a narrow screen and by a screen reader: a picture's text says what is drawn;
+Requirements:
+- one file without scripts, which fetches nothing; it opens offline and prints;
+- readable in light and dark, on a narrow screen and by a screen reader: the text of a picture describes it;
 - the file is written whole or not at all.
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Section(NamedTuple):
-    """A part of a page; what is empty is left out."""
+    """Section of a page; empty parts are left out."""
 
     title: str
     sentences: Sequence[str]
@@ -61,7 +61,7 @@ def write_page(path: str | Path, title: str, facts: str, sections: Iterable[Sect
 
 
 def cell(value: object) -> str:
-    """A value as it stands in a table: three significant digits, four where a number is large.
+    """Format a value for a table: three significant digits, four where a number is large.
 
     >>> [cell(x) for x in (0.12345, 4096.0, 12, 1e-7, "q·k", True)]
     ['0.123', '4096', '12', '1e-07', 'q·k', 'yes']
@@ -77,8 +77,8 @@ def _section(place: int, part: Section) -> str:
     lines = [f'<section aria-labelledby="part-{place}">', f'<h2 id="part-{place}">{_safe(part.title)}</h2>']
     lines += [f"<p>{_safe(sentence)}</p>" for sentence in part.sentences]
     if part.figure is not None:
-        words = _safe(described(part.figure))
-        lines.append(f'<p class="picture" tabindex="0"><img src="{_picture(part.figure)}" alt="{words}"></p>')
+        alternative = _safe(described(part.figure))
+        lines.append(f'<p class="picture" tabindex="0"><img src="{_picture(part.figure)}" alt="{alternative}"></p>')
     if part.rows:
         lines.append(_table(part.rows, part.title))
     return "\n".join([*lines, "</section>"])
@@ -88,28 +88,26 @@ def _table(rows: Sequence[Mapping[str, Any]], title: str) -> str:
     names = [*rows[0]]
     words = {name for name in names if any(isinstance(row[name], str) and not _is_number(row[name]) for row in rows)}
 
-    def line(tag: str, values: Iterable[str]) -> str:
-        cells = zip(names, values, strict=True)
-        scope = ' scope="col"' if tag == "th" else ""
-        return "".join(
-            f"<{tag}{scope}{' class=' + chr(34) + 'words' + chr(34) if name in words else ''}>{_safe(value)}</{tag}>"
-            for name, value in cells
-        )
+    classes = {name: ' class="words"' if name in words else "" for name in names}
 
-    body = "\n".join(f"<tr>{line('td', [cell(row[name]) for name in names])}</tr>" for row in rows)
-    head = f"<thead><tr>{line('th', names)}</tr></thead>"
+    def line(row: Mapping[str, Any]) -> str:
+        return "".join(f"<td{classes[name]}>{_safe(cell(row[name]))}</td>" for name in names)
+
+    body = "\n".join(f"<tr>{line(row)}</tr>" for row in rows)
+    head = "".join(f'<th scope="col"{classes[name]}>{_safe(name)}</th>' for name in names)
+    head = f"<thead><tr>{head}</tr></thead>"
     # A table wider than the screen is scrolled, by keyboard too.
     opening = f'<div class="scroll" tabindex="0" role="region" aria-label="{_safe("Table: " + title)}">'
     return f"{opening}<table>{head}<tbody>\n{body}\n</tbody></table></div>"
 
 
 def _is_number(text: str) -> bool:
-    """Whether a text is a number with or without its margin, or nothing."""
+    """Return whether a text is a number with or without its margin, or empty."""
     return not text or re.fullmatch(r"[-+−\d.e]+( ± [-+\d.e]+)?", text) is not None
 
 
 def described(figure: Figure) -> str:
-    """What a picture shows, from its titles and the names of its axes: the text in its place."""
+    """Describe a picture by its titles and the names of its axes: the text in place of the picture."""
     title = figure.get_suptitle()
     panels = []
     for axis in figure.axes:
@@ -117,15 +115,15 @@ def described(figure: Figure) -> str:
             continue
         names = " against ".join(name for name in (axis.get_ylabel(), axis.get_xlabel()) if name)
         panels.append(": ".join(" ".join(name.split()) for name in (axis.get_title(), names) if name))
-    seen = "; ".join(dict.fromkeys(panel for panel in panels if panel))
-    return ". ".join(text for text in (title, seen) if text) + "."
+    shown = "; ".join(dict.fromkeys(panel for panel in panels if panel))
+    return ". ".join(text for text in (title, shown) if text) + "."
 
 
 def _picture(figure: Figure) -> str:
-    """A figure as an SVG in a data address: sharp at any zoom and on paper, its letters drawn as shapes."""
+    """Return a figure as an SVG in a data address: sharp at any zoom and on paper, its letters drawn as shapes."""
     buffer = io.StringIO()
     with warnings.catch_warnings():
-        # Names may be in any script; what the font lacks is drawn as a box, which says it all.
+        # Names may be in any script; letters that the font lacks are drawn as boxes, and need no warning.
         warnings.filterwarnings("ignore", "Glyph .* missing")
         figure.savefig(buffer, format="svg", facecolor="white", bbox_inches="tight", pad_inches=0.1)
     svg = re.sub(r"<metadata>.*?</metadata>", "", buffer.getvalue(), flags=re.DOTALL)

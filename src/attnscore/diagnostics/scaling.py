@@ -1,8 +1,8 @@
-"""Why scores are scaled: every experiment by its name, and all of them in one call.
+"""Experiments on why scores are scaled: each by its name, and all of them in one call.
 
-What this module meets:
-- each experiment is a function that returns a `Finding`: rows, a sentence, a picture, and what must be so;
-- `scaling_lab` runs them in an order in which they can be taught; quick takes about a minute, full about ten;
+Requirements:
+- each experiment is a function that returns a `Result`: rows, a sentence, a picture, and checks of its claims;
+- `scaling_lab` runs them in the order in which they can be taught; quick takes about a minute, full about ten;
 - finished training runs are kept in the folder, and found again after an interruption.
 """
 
@@ -10,17 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from attnscore.diagnostics.answers import additive_as_network, different_lengths, other_keys, sum_ignores_the_query
-from attnscore.diagnostics.finding import Finding
-from attnscore.diagnostics.gradients import gradient_flow
-from attnscore.diagnostics.other_scores import score_growth
+from attnscore.diagnostics.lab.exercises import (
+    additive_as_network,
+    different_lengths,
+    other_keys,
+    sum_ignores_the_query,
+)
+from attnscore.diagnostics.lab.experiment import Result
+from attnscore.diagnostics.lab.gradients import gradient_flow
+from attnscore.diagnostics.lab.other_scores import score_growth
+from attnscore.diagnostics.lab.sharpening import sharpening
+from attnscore.diagnostics.lab.training import FULL, QUICK, Plan, Progress, training_runs
+from attnscore.diagnostics.lab.variance import logit_variance
 from attnscore.diagnostics.page import Section, write_page
-from attnscore.diagnostics.runs import Settings
-from attnscore.diagnostics.sharpening import sharpening
-from attnscore.diagnostics.training import FULL, QUICK, Plan, training_runs
-from attnscore.diagnostics.variance import logit_variance
 
 __all__ = [
     "EXPERIMENTS",
@@ -40,28 +44,25 @@ __all__ = [
     "training_runs",
 ]
 
-# Steps of one training run that are done.
-Teller = Callable[[Settings, int], Any]
-
 
 class Experiment(NamedTuple):
-    """An experiment: its name, what it asks, and how it is run, quickly or in full."""
+    """Experiment with its name, its question, and a function that runs it quickly or in full."""
 
     name: str
     question: str
-    run: Callable[[bool], Finding]
+    run: Callable[[bool], Result]
 
 
 EXPERIMENTS = (
     Experiment(
         "logit_variance",
-        "How does the variance of q·k grow with the length d?",
+        "How does the variance of q·k grow with the dimension d?",
         lambda quick: logit_variance(repeats=24 if quick else 96),
     ),
     Experiment("sharpening", "What does the variance do to the softmax?", lambda quick: sharpening()),
     Experiment(
         "gradient_flow",
-        "What comes back through the softmax?",
+        "How much gradient passes through the softmax?",
         lambda quick: gradient_flow(queries=512 if quick else 4096),
     ),
     Experiment(
@@ -77,7 +78,7 @@ EXPERIMENTS = (
     ),
     Experiment(
         "different_lengths",
-        "Is there a score for different lengths from matrix products alone?",
+        "Is there a score for different dimensions from matrix products alone?",
         lambda quick: different_lengths(),
     ),
     Experiment(
@@ -92,30 +93,30 @@ _QUESTIONS = {experiment.name: experiment.question for experiment in EXPERIMENTS
 
 
 def plan_of(quick: bool) -> Plan:
-    """The training runs of the quick and of the full lab."""
+    """Return the plan of the training runs of the quick or of the full lab."""
     return QUICK if quick else FULL
 
 
 def scaling_lab(
-    quick: bool = True, folder: Path | None = None, *, fresh: bool = False, tell: Teller | None = None
-) -> Iterator[tuple[str, Finding]]:
+    quick: bool = True, folder: Path | None = None, *, fresh: bool = False, tell: Progress | None = None
+) -> Iterator[tuple[str, Result]]:
     """Run every experiment on why scores are scaled, one after another, the training runs last.
 
     Parameters
     ----------
     quick : bool
-        About a minute on two cores; False: about ten, with smaller margins, more lengths and seeds.
+        About a minute on two cores; False: about ten, with smaller margins, more dimensions and seeds.
     folder : Path, optional
-        Where finished training runs are kept, and looked for.
+        Folder of finished training runs, which are read from it and written to it.
     fresh : bool
-        Whether to train every model anew.
+        Whether to repeat training runs that are in the folder.
     tell : callable, optional
-        Called in training with the settings of a run and the number of its steps that are done.
+        Called in training with the settings of a run and the number of its finished steps.
 
     Yields
     ------
-    (name, Finding)
-        As soon as each is there.
+    (name, Result)
+        Each as soon as it is finished.
 
     Raises
     ------
@@ -133,17 +134,17 @@ def scaling_lab(
     yield "training_runs", training_runs(plan_of(quick), folder, tell=tell, fresh=fresh)
 
 
-def section_of(name: str, found: Finding) -> Section:
-    """An experiment as a part of a page: its question, the answer, the picture, a short table."""
+def section_of(name: str, found: Result) -> Section:
+    """Return an experiment as a section of a page: its question, the answer, the picture, a short table."""
     return Section(_QUESTIONS.get(name, name), [found.sentence()], found.summary(), found.plot())
 
 
-def report_page(findings: Iterable[tuple[str, Finding]], path: str | Path) -> Path:
-    """Write what `scaling_lab` yields as one HTML file, which opens offline.
+def report_page(findings: Iterable[tuple[str, Result]], path: str | Path) -> Path:
+    """Write the results of `scaling_lab` as one HTML file, which opens offline.
 
     Parameters
     ----------
-    findings : iterable of (name, Finding)
+    findings : iterable of (name, Result)
     path : str or Path
         Written whole or not at all.
 

@@ -1,10 +1,12 @@
-"""The strokes that `plotting` and the demo's pictures are made of.
+"""Drawing functions that the plots, the diagnostics and the demo share.
 
-What this module meets:
+Requirements:
 - any framework's array, or nested lists of them, becomes a float64 matrix without touching the original;
 - figures never pass through pyplot: no global registry, no backend choice, no window; a notebook shows them;
-- places without a finite number are grey, and do not stretch the colour scale;
-- token labels are drawn as they are (a "$" starts no formula), turned and thinned until they do not touch.
+- cells without a finite number are grey and do not stretch the colour scale; in pictures of long contexts, weights of
+  exactly 0 are grey too;
+- token labels are drawn as they are (a "$" starts no formula), rotated and thinned until they do not touch;
+- axes of long contexts count tokens, whatever the number of bins or points; size and cost of a picture are bounded.
 """
 
 from __future__ import annotations
@@ -23,21 +25,34 @@ from attnscore.errors import FrameworkError, ShapeError, message
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
 
 Matrix = NDArray[np.float64]
+Indices = NDArray[np.int64]
 Limits = tuple[float, float]
+Tokens = Sequence[str] | None
 
 GREY = "#d9d9d9"
 INK = "#262626"
+LINE = "#b2182b"
+_BAND = "#f4a582"
 # A label every 0.19 inch is the closest at which 8-point text neither touches nor needs a magnifier.
 INCHES_PER_LABEL = 0.19
 LABEL_POINTS = 8
-# Maps that are longer than wide, or wider than long, by more than this are stretched to what there is room for.
+# Maps that are longer than wide, or wider than long, by more than this fill their panel; square cells would be hairs.
 _MOST_SQUARE = 8
-# Beyond this a screen shrinks the labels until nobody reads them; longer axes are thinned instead.
+# Larger figures are shrunk on a screen until their labels cannot be read; longer axes are thinned instead.
 _LARGEST_INCHES = 24.0
+# More points cover each other on any screen.
+_MOST_POINTS = 40_000
+# Columns of the line along the keys: about one a pixel.
+_COLUMNS = 1200
+_LONGEST_NAME = 16
+
+
+# ---------------------------------------------------------------- arrays and arguments
 
 
 def to_matrix(array: Any) -> Matrix:
@@ -66,7 +81,27 @@ def to_matrix(array: Any) -> Matrix:
         raise FrameworkError(message("matrices", "an array of numbers", type(array).__name__)) from error
 
 
-def new_figure(figsize: tuple[float, float]) -> Figure:
+def to_panels(argument: str, array: Any, axes: str) -> Matrix:
+    """Return an array with these axes, or with an axis of panels before them, as an array with an axis of panels."""
+    panels, ndim = to_matrix(array), len(axes.split(","))
+    panels = panels[None] if panels.ndim == ndim else panels
+    if panels.ndim != ndim + 1:
+        raise ShapeError(message(argument, f"axes ({axes}) or (panel, {axes})", f"shape {panels.shape}"))
+    return panels
+
+
+def check_count(argument: str, names: Sequence[str] | None, count: int, shape: tuple[int, ...], of: str) -> None:
+    """Raise ShapeError unless there are `count` names, as the array `of` of this shape needs."""
+    if argument == "titles" and isinstance(names, str):  # tokens may well be the characters of a text
+        raise ShapeError(message(argument, "a list of texts", repr(names)))
+    if names is not None and len(names) != count:
+        raise ShapeError(message(argument, f"{count} of them", len(names), shapes={of: shape}))
+
+
+# ---------------------------------------------------------------- figures, panels, labels
+
+
+def new_figure(figsize: tuple[float, float], *, title: str | None = None) -> Figure:
     """Return an empty figure that belongs to no window and that a notebook can show."""
     try:
         from matplotlib.figure import Figure
@@ -78,13 +113,9 @@ def new_figure(figsize: tuple[float, float]) -> Figure:
     figure = Figure(figsize=figsize, layout=ConstrainedLayoutEngine(h_pad=0.07, w_pad=0.07, compress=True))
     # Notebooks find a PNG through this name; without it they need pyplot to have been imported first.
     figure._repr_png_ = functools.partial(_png, figure)  # type: ignore[attr-defined]  # the protocol is by name
+    if title:
+        figure.suptitle(title, fontsize=12, color=INK)
     return figure
-
-
-def panel_axes(figure: Figure, rows: int, cols: int, *, share: bool = False) -> list[Axes]:
-    """Return rows x cols panels of a figure, row by row."""
-    axes = figure.subplots(rows, cols, sharex=share, sharey=share, squeeze=False)
-    return [axis for line in axes for axis in line]
 
 
 def _png(figure: Figure) -> bytes:
@@ -93,79 +124,70 @@ def _png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def limits_of(values: Matrix) -> Limits:
-    """Return the colour scale: from 0 (or the least number below) to the largest finite number."""
-    finite = values[np.isfinite(values)]
-    if not finite.size:
-        return 0.0, 1.0
-    low, high = min(0.0, float(finite.min())), float(finite.max())
-    return (low, high) if high > low else (low, low + 1.0)
+def panel_axes(figure: Figure, rows: int, cols: int, *, share: bool = False) -> list[Axes]:
+    """Return rows x cols panels of a figure, row by row."""
+    return list(figure.subplots(rows, cols, sharex=share, sharey=share, squeeze=False).flat)
 
 
-def spread_limits(values: Matrix) -> Limits | None:
-    """Return limits of a logarithmic scale where one number would hide the others on a linear one."""
-    finite = values[np.isfinite(values)]
-    if not finite.size or finite.min() <= 0 or finite.max() < 20 * np.median(finite):
-        return None
-    return float(finite.min()), float(finite.max())
-
-
-def draw_map(
-    axis: Axes,
-    matrix: Matrix,
-    row_labels: Sequence[str] | None = None,
-    col_labels: Sequence[str] | None = None,
+def labelled_panels(
+    figure: Figure,
+    count: int,
+    cols: int,
+    titles: Sequence[str] | None,
+    xlabel: str,
+    ylabel: str,
     *,
-    cmap: str = "Reds",
-    limits: Limits,
-    logarithmic: bool = False,
-) -> AxesImage:
-    """Draw one matrix, rows down and columns across, with labels where given."""
-    from matplotlib import colormaps
-    from matplotlib.colors import LogNorm, Normalize
+    title_points: int = 11,
+    share: bool = False,
+) -> list[Axes]:
+    """Return `count` panels in rows of `cols`, axes labelled at the lower and the left edge of the grid alone."""
+    axes = panel_axes(figure, max(1, -(-count // cols)), cols, share=share)
+    for axis in axes[count:]:
+        axis.set_axis_off()
+    for place, axis in enumerate(axes[:count]):
+        below, left = place + cols >= count, place % cols == 0
+        title = titles[place] if titles else ""
+        label(axis, title, xlabel if below else "", ylabel if left else "", title_points=title_points)
+    return axes[:count]
 
-    colours = colormaps[cmap].with_extremes(bad=GREY)
-    shown = np.ma.masked_invalid(matrix)
-    norm = LogNorm(*limits) if logarithmic else Normalize(*limits)
-    rows, cols = (max(1, length) for length in matrix.shape)  # an empty map still has a frame
-    edges = (-0.5, cols - 0.5, rows - 0.5, -0.5)
-    # Of one query by many keys square cells leave a hair.
-    long = max(rows, cols) > _MOST_SQUARE * min(rows, cols)
-    image = axis.imshow(
-        shown, cmap=colours, norm=norm, extent=edges, aspect="auto" if long else "equal", interpolation="nearest"
-    )
-    whole_number_ticks(axis, matrix.shape)
-    frame(axis)
-    if col_labels is not None:
-        _label_axis(axis, "x", col_labels)
-    if row_labels is not None:
-        _label_axis(axis, "y", row_labels)
-    return image
+
+def label(axis: Axes, title: str, xlabel: str = "", ylabel: str = "", *, title_points: int = 11) -> None:
+    """Set the title of a panel and the names of its axes."""
+    axis.set_title(title, fontsize=title_points, color=INK)
+    axis.set(xlabel=xlabel, ylabel=ylabel)
 
 
 def frame(axis: Axes) -> None:
-    """Thin ticks and spines, and labels in ink: the same on every picture."""
+    """Draw thin ticks and spines, and labels in ink."""
     axis.tick_params(which="both", length=2, width=0.6, labelsize=LABEL_POINTS, colors=INK)
     for spine in axis.spines.values():
         spine.set(linewidth=0.6, color="#8c8c8c")
-    for label in (axis.xaxis.label, axis.yaxis.label):
-        label.set(fontsize=10, color=INK)
+    for name in (axis.xaxis.label, axis.yaxis.label):
+        name.set(fontsize=10, color=INK)
 
 
-def _label_axis(axis: Axes, which: str, labels: Sequence[str]) -> None:
-    box = axis.figure.bbox
-    width, height = box.width / axis.figure.dpi, box.height / axis.figure.dpi
-    grid = axis.get_subplotspec()
-    rows, cols = grid.get_geometry()[:2] if grid is not None else (1, 1)
-    room = 0.75 * (width / cols if which == "x" else height / rows)
-    step = max(1, math.ceil(len(labels) * INCHES_PER_LABEL / room / 1.35))
-    places = range(0, len(labels), step)
-    text = [labels[place] for place in places]
-    if which == "x":
-        turn = 0 if max(map(len, text), default=0) <= 2 else 90
-        axis.set_xticks(places, text, rotation=turn, parse_math=False)
-    else:
-        axis.set_yticks(places, text, parse_math=False)
+def style_lines(axis: Axes, title: str, xlabel: str, ylabel: str = "") -> None:
+    """Set title, labels and a light grid of a panel of lines."""
+    axis.set_title(title, fontsize=10, color=INK)
+    axis.set_xlabel(xlabel, fontsize=9, color=INK)
+    axis.set_ylabel(ylabel, fontsize=9, color=INK)
+    axis.grid(which="major", color="#e5e5e5", linewidth=0.7)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.tick_params(labelsize=LABEL_POINTS, colors=INK)
+
+
+def legend(owner: Axes | Figure, **options: Any) -> None:
+    """Add a legend without a frame."""
+    owner.legend(fontsize=LABEL_POINTS, frameon=False, labelcolor=INK, **options)
+
+
+def colour_bar(figure: Figure, image: ScalarMappable, axes: list[Axes], label: str = "") -> None:
+    """Add one slim colour bar to the right of the given axes."""
+    bar = figure.colorbar(image, ax=axes, shrink=0.8, pad=0.02, aspect=24)
+    bar.outline.set_linewidth(0.4)
+    bar.ax.tick_params(which="both", length=2, width=0.6, labelsize=LABEL_POINTS, colors=INK)
+    bar.set_label(label, fontsize=9, color=INK)
 
 
 def whole_number_ticks(axis: Axes, shape: tuple[int, ...], *, every: bool = False) -> None:
@@ -177,24 +199,30 @@ def whole_number_ticks(axis: Axes, shape: tuple[int, ...], *, every: bool = Fals
         ticks.set_major_locator(FixedLocator(range(length)) if few else MaxNLocator(nbins=6, integer=True))
 
 
-def colour_bar(figure: Figure, image: ScalarMappable, axes: list[Axes], label: str = "") -> None:
-    """Add one slim colour bar to the right of the given axes."""
-    bar = figure.colorbar(image, ax=axes, shrink=0.8, pad=0.02, aspect=24)
-    bar.outline.set_linewidth(0.4)
-    bar.ax.tick_params(which="both", length=2, width=0.6, labelsize=LABEL_POINTS, colors=INK)
-    bar.set_label(label, fontsize=9, color=INK)
+def _count_tokens(*axes: Any) -> None:
+    """Put a few whole numbers along each axis, with commas between thousands."""
+    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
+    for axis in axes:
+        axis.set_major_locator(MaxNLocator(nbins=4, integer=True))
+        axis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
 
 
-def write_numbers(axis: Axes, image: AxesImage, matrix: Matrix, text: Callable[[float], str]) -> None:
-    """Write each number into its cell, white on dark cells; nothing where it is masked."""
-    for (row, col), value in np.ma.ndenumerate(matrix):  # type: ignore[no-untyped-call]  # the stubs lack its types
-        red, green, blue, _ = image.to_rgba(np.array([value]))[0]
-        dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.55  # perceived brightness
-        axis.text(col, row, text(value), ha="center", va="center", fontsize=7, color="white" if dark else INK)
+def size_for_tokens(
+    shape: tuple[int, ...], rows: int, cols: int, query_tokens: Tokens, key_tokens: Tokens, *, numbers: bool = False
+) -> tuple[float, float]:
+    """Return a figure size at which every token of (panel, query, key) maps can be read."""
+    per_cell = 0.36 if numbers else INCHES_PER_LABEL if query_tokens or key_tokens else 0.08
+    across = max(1.2, per_cell * shape[2]) + 0.075 * max(map(len, query_tokens or [""])) + 0.3
+    down = max(0.9, per_cell * shape[1]) + 0.075 * max(map(len, key_tokens or [""])) + 0.5
+    return min(_LARGEST_INCHES, cols * across + 0.9), min(_LARGEST_INCHES, rows * down + 0.3)
+
+
+# ---------------------------------------------------------------- numbers
 
 
 def two_decimals(value: float) -> str:
-    """Format a number with two decimals, and what rounds to nothing without a sign.
+    """Format a number with two decimals; what rounds to zero has no sign.
 
     >>> [two_decimals(x) for x in (0.256, -0.001, 1.0)]
     ['0.26', '0.00', '1.00']
@@ -216,17 +244,270 @@ def short_number(value: float, digits: int = 2) -> str:
     return f"{value:.{max(0, digits - 1 - size)}f}"
 
 
-def size_for_tokens(
-    shape: tuple[int, ...],
-    rows: int,
-    cols: int,
-    row_labels: Sequence[str] | None,
-    col_labels: Sequence[str] | None,
+def write_numbers(axis: Axes, image: AxesImage, matrix: Matrix, text: Callable[[float], str]) -> None:
+    """Write each number into its cell, white on dark cells; masked cells stay empty."""
+    for (row, col), value in np.ma.ndenumerate(matrix):  # type: ignore[no-untyped-call]  # the stubs lack its types
+        red, green, blue, _ = image.to_rgba(np.array([value]))[0]
+        dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.55  # perceived brightness
+        axis.text(col, row, text(value), ha="center", va="center", fontsize=7, color="white" if dark else INK)
+
+
+# ---------------------------------------------------------------- colour scales
+
+
+def limits_of(values: Matrix) -> Limits:
+    """Return the limits of a linear scale: from 0 (or the least number below) to the largest finite number."""
+    finite = values[np.isfinite(values)]
+    if not finite.size:
+        return 0.0, 1.0
+    low, high = min(0.0, float(finite.min())), float(finite.max())
+    return (low, high) if high > low else (low, low + 1.0)
+
+
+def _outlier_limits(values: Matrix) -> Limits | None:
+    """Return limits of a logarithmic scale where one number would hide the others on a linear one."""
+    finite = values[np.isfinite(values)]
+    if not finite.size or finite.min() <= 0 or finite.max() < 20 * np.median(finite):
+        return None
+    return float(finite.min()), float(finite.max())
+
+
+def decade_limits(values: Matrix) -> Limits:
+    """Return the limits of a logarithmic scale over at most four powers of ten below the largest number."""
+    positive = values[np.isfinite(values) & (values > 0)]
+    if not positive.size:
+        return 0.1, 1.0
+    high = float(positive.max())
+    low = max(float(positive.min()), high / 1e4)
+    return (low, high) if high > low else (high / 10, high)
+
+
+def _norm(limits: Limits, *, logarithmic: bool = False) -> Normalize:
+    from matplotlib.colors import LogNorm, Normalize
+
+    return LogNorm(*limits, clip=True) if logarithmic else Normalize(*limits)
+
+
+def _darker_part(cmap: str) -> Any:
+    """Return a colour map without its first quarter, which cannot be seen on paper."""
+    from matplotlib import colormaps
+    from matplotlib.colors import ListedColormap
+
+    return ListedColormap(colormaps[cmap](np.linspace(0.25, 1, 192)))
+
+
+# ---------------------------------------------------------------- maps
+
+
+def _draw_image(axis: Axes, matrix: Any, cmap: str, norm: Normalize, **options: Any) -> AxesImage:
+    """Draw a masked matrix, rows down and columns across, with masked cells in grey."""
+    from matplotlib import colormaps
+
+    colours = colormaps[cmap].with_extremes(bad=GREY)
+    image = axis.imshow(matrix, cmap=colours, norm=norm, interpolation="nearest", **options)
+    frame(axis)
+    return image
+
+
+def draw_map(
+    axis: Axes,
+    matrix: Matrix,
+    row_labels: Tokens = None,
+    col_labels: Tokens = None,
     *,
-    numbers: bool = False,
-) -> tuple[float, float]:
-    """Return a figure size at which every token of (panel, query, key) maps can be read."""
-    per_cell = 0.36 if numbers else INCHES_PER_LABEL if row_labels or col_labels else 0.08
-    across = max(1.2, per_cell * shape[2]) + 0.075 * max(map(len, row_labels or [""])) + 0.3
-    down = max(0.9, per_cell * shape[1]) + 0.075 * max(map(len, col_labels or [""])) + 0.5
-    return min(_LARGEST_INCHES, cols * across + 0.9), min(_LARGEST_INCHES, rows * down + 0.3)
+    cmap: str = "Reds",
+    limits: Limits,
+    logarithmic: bool = False,
+    every: bool = False,
+) -> AxesImage:
+    """Draw one matrix with labels where given; `every` numbers each row and column that has none."""
+    rows, cols = (max(1, length) for length in matrix.shape)  # an empty map still has a frame
+    edges = (-0.5, cols - 0.5, rows - 0.5, -0.5)
+    aspect = "auto" if max(rows, cols) > _MOST_SQUARE * min(rows, cols) else "equal"
+    norm = _norm(limits, logarithmic=logarithmic)
+    image = _draw_image(axis, np.ma.masked_invalid(matrix), cmap, norm, extent=edges, aspect=aspect)
+    whole_number_ticks(axis, matrix.shape, every=every)
+    if col_labels is not None:
+        _label_axis(axis, "x", col_labels)
+    if row_labels is not None:
+        _label_axis(axis, "y", row_labels)
+    return image
+
+
+def _label_axis(axis: Axes, which: str, labels: Sequence[str]) -> None:
+    box = axis.figure.bbox
+    width, height = box.width / axis.figure.dpi, box.height / axis.figure.dpi
+    grid = axis.get_subplotspec()
+    rows, cols = grid.get_geometry()[:2] if grid is not None else (1, 1)
+    available = 0.75 * (width / cols if which == "x" else height / rows)
+    step = max(1, math.ceil(len(labels) * INCHES_PER_LABEL / available / 1.35))
+    places = range(0, len(labels), step)
+    text = [labels[place] for place in places]
+    if which == "x":
+        rotation = 0 if max(map(len, text), default=0) <= 2 else 90
+        axis.set_xticks(places, text, rotation=rotation, parse_math=False)
+    else:
+        axis.set_yticks(places, text, parse_math=False)
+
+
+def draw_head_map(
+    axis: Axes, values: Matrix, layers: Tokens = None, *, cmap: str = "Reds", every: bool = True
+) -> AxesImage:
+    """Draw a number per layer and head with a colour scale of its own, logarithmic where one head hides the others."""
+    logarithmic = _outlier_limits(values)
+    return draw_map(
+        axis,
+        values,
+        layers,
+        cmap=cmap,
+        limits=logarithmic or limits_of(values),
+        logarithmic=logarithmic is not None,
+        every=every,
+    )
+
+
+# ---------------------------------------------------------------- long contexts
+
+
+def mean_over_queries(pooled: Matrix, query_len: int) -> Matrix:
+    """Turn sums over the queries of each bin into means: the weight that one of them gives to each bin of keys."""
+    bins = pooled.shape[-2]
+    sizes = np.bincount(np.arange(query_len) * bins // max(1, query_len), minlength=bins)
+    return pooled / np.maximum(1, sizes)[:, None]
+
+
+def box_aspect(lengths: tuple[int, int]) -> float:
+    """Return the height of a map over its width: that of the matrix, within what a page holds."""
+    return min(1.6, max(0.4, lengths[0] / max(1, lengths[1]))) if all(lengths) else 1.0
+
+
+def draw_bins(
+    axis: Axes, matrix: Matrix, lengths: tuple[int, int], limits: Limits, cmap: str, *, logarithmic: bool = True
+) -> AxesImage:
+    """Draw a matrix of bins on axes that count the tokens in them."""
+    masked = np.ma.masked_array(matrix, ~np.isfinite(matrix) | (matrix == 0))
+    norm = _norm(limits if logarithmic else (0.0, limits[1]), logarithmic=logarithmic)
+    edges = (0, max(1, lengths[1]), max(1, lengths[0]), 0)
+    image = _draw_image(axis, masked, cmap, norm, extent=edges, aspect="auto")
+    axis.set_box_aspect(box_aspect(lengths))
+    _count_tokens(axis.xaxis, axis.yaxis)
+    return image
+
+
+def draw_key_mass(
+    axes: Sequence[Axes], mass: Matrix, heaviest: int, tokens: Tokens, *, logarithmic: bool = True
+) -> None:
+    """Draw the weight along the keys on the first panel and the heaviest keys by name on the second."""
+    line, bars = axes
+    order = np.argsort(-np.nan_to_num(mass, nan=0.0), kind="stable")[:heaviest]
+    marked = order[mass[order] > 0]
+    _draw_mass(line, mass, marked, logarithmic=logarithmic)
+    _draw_heaviest(bars, mass, marked, tokens)
+
+
+def _draw_mass(axis: Axes, mass: Matrix, marked: Indices, *, logarithmic: bool) -> None:
+    """Draw a column's largest mass as a line, a band from there to the column's mean, and a dot on each marked key."""
+    length = len(mass)
+    columns = max(1, min(_COLUMNS, length))
+    starts = -(-np.arange(columns) * length // columns)
+    if length:
+        edges = np.append(starts, length)
+        largest = np.maximum.reduceat(mass, starts)
+        mean = np.add.reduceat(mass, starts) / np.diff(edges)
+        if columns < length:
+            axis.stairs(largest, edges, baseline=mean, fill=True, color=_BAND, linewidth=0)
+        axis.stairs(largest, edges, baseline=None, color=LINE, linewidth=0.8)
+        axis.plot(marked + 0.5, mass[marked], "o", color=LINE, markersize=3.5, clip_on=False)
+    if logarithmic and (mass > 0).any():
+        # Masked keys have no logarithm: the axis ends a little below the smallest mass above 0.
+        low, high = mass[mass > 0].min(), mass[mass > 0].max()
+        axis.set_yscale("log")
+        axis.set_ylim(max(low, high * 1e-6) / 1.5, high * 2)
+    else:
+        axis.set_ylim(bottom=0)
+    axis.set_xlim(0, max(1, length))
+    frame(axis)
+    _count_tokens(axis.xaxis)
+
+
+def _draw_heaviest(axis: Axes, mass: Matrix, marked: Indices, tokens: Tokens) -> None:
+    """Draw the marked keys as bars, the heaviest on top, with their number, their token and their mass."""
+    places = np.arange(len(marked))
+    axis.barh(places, mass[marked], color=LINE, height=0.7)
+    axis.set_yticks(places, [_key_name(int(key), tokens) for key in marked], parse_math=False)
+    axis.set_ylim(max(1, len(marked)) - 0.4, -0.6)
+    axis.set_xlim(0, 1.45 * max((float(x) for x in mass[marked]), default=1.0) or 1.0)
+    for place, key in enumerate(marked):
+        axis.text(mass[key], place, f" {short_number(float(mass[key]), 3)}", va="center", fontsize=7, color=INK)
+    axis.set_xticks([])
+    frame(axis)
+    axis.spines[["top", "right", "bottom"]].set_visible(False)
+
+
+def _key_name(key: int, tokens: Tokens) -> str:
+    """Return the number of a key and, where there are tokens, its token."""
+    if tokens is None:
+        return f"{key:,}"
+    token = tokens[key] if len(tokens[key]) <= _LONGEST_NAME else tokens[key][: _LONGEST_NAME - 1] + "…"
+    return f"{key:,}  {token}"
+
+
+def draw_points(
+    axis: Axes, weights: Matrix, keys: Indices, queries: Indices, lengths: tuple[int, int], cmap: str
+) -> ScalarMappable:
+    """Draw attention edges as points, keys across and queries down, the largest weights on top."""
+    rows = np.broadcast_to(queries[:, None], keys.shape)
+    real = keys >= 0
+    weights, keys, rows = weights[real], keys[real], rows[real]
+    if len(keys) > _MOST_POINTS:
+        few = np.linspace(0, len(keys) - 1, _MOST_POINTS).astype(int)
+        weights, keys, rows = weights[few], keys[few], rows[few]
+    order = np.argsort(weights, kind="stable")
+    points = axis.scatter(
+        keys[order] + 0.5,
+        rows[order] + 0.5,
+        c=weights[order],
+        s=3.0 if len(keys) > 5000 else 7.0,
+        cmap=_darker_part(cmap),
+        norm=_norm((0, float(weights.max(initial=0)) or 1.0)),
+        linewidths=0,
+        rasterized=True,
+    )
+    axis.set(xlim=(0, max(1, lengths[1])), ylim=(max(1, lengths[0]), 0))
+    axis.set_box_aspect(box_aspect(lengths))
+    frame(axis)
+    _count_tokens(axis.xaxis, axis.yaxis)
+    return points
+
+
+def draw_lines(
+    axis: Axes, weights: Matrix, keys: Indices, queries: Indices, tokens: tuple[Tokens, Tokens], cmap: str
+) -> ScalarMappable:
+    """Draw attention edges as lines from queries on the left to keys on the right, wider the larger their weight."""
+    from matplotlib.cm import ScalarMappable
+
+    colours = ScalarMappable(_norm((0, float(weights.max(initial=0)) or 1.0)), _darker_part(cmap))
+    rows = np.broadcast_to(queries[:, None], keys.shape)
+    edges = [(float(w), int(i), int(j)) for w, i, j in zip(weights.flat, rows.flat, keys.flat, strict=True)]
+    for weight, query, key in sorted(edge for edge in edges if edge[2] >= 0 and edge[0] > 0):
+        colour = colours.to_rgba(np.array(weight))
+        axis.plot((0, 1), (query, key), color=colour, linewidth=0.4 + 1.8 * weight, solid_capstyle="round")
+    frame(axis)
+    axis.set_xlim(-0.02, 1.02)
+    axis.set_xticks([0, 1], ["queries", "keys"])
+    reached = [int(places.max(initial=-1)) + 1 for places in (queries, keys)]
+    longest = max(1, *reached, *(len(names or ()) for names in tokens))
+    axis.set_ylim(longest - 0.4, -0.6)
+    right = axis.secondary_yaxis("right")
+    for side, names, count in zip((axis, right), tokens, reached, strict=True):
+        labels = [str(place) for place in range(count)] if names is None else names
+        side.set_yticks(range(len(labels)), labels, parse_math=False)
+        side.tick_params(length=2, width=0.6, labelsize=LABEL_POINTS, colors=INK)
+        side.spines[:].set_visible(False)
+    return colours
+
+
+def size_of_lines(tokens: tuple[Tokens, Tokens], longest: int) -> tuple[float, float]:
+    """Return a figure size at which the tokens at the ends of lines can be read."""
+    widest = sum(max(map(len, names or ()), default=2) for names in tokens)
+    return 3.6 + 0.075 * widest, 0.9 + INCHES_PER_LABEL * max(6, longest)

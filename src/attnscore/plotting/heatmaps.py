@@ -1,14 +1,14 @@
 """Heat maps of attention: keys across, queries down.
 
-What this module meets:
+Requirements:
 - matplotlib is imported inside the functions, and a missing one is a clear error that names the extra;
 - figures are built without pyplot, so nothing is registered globally, no window opens, no backend is chosen,
   and a machine without a screen needs no setting; a notebook shows the returned figure all the same;
 - matrices may be NumPy arrays, tensors of any framework (also ones that require a gradient or live on
   another device) or nested lists; nothing is changed in place;
-- one colour scale per figure, so that panels can be compared; places that hold no number (NaN, or -inf of a
-  masked score) are grey;
-- labels stay legible: the figure grows with the tokens, tokens are turned, and long axes are thinned.
+- one colour scale per figure, so that panels can be compared; cells that hold no number (NaN, or -inf of a masked
+  score) are grey;
+- labels stay legible: the figure grows with the tokens, tokens are rotated, and long axes are thinned.
 """
 
 from __future__ import annotations
@@ -17,23 +17,21 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from attnscore.errors import ShapeError, message
 from attnscore.plotting.drawing import (
-    INK,
     Matrix,
+    check_count,
     colour_bar,
+    draw_head_map,
     draw_map,
+    labelled_panels,
     limits_of,
     new_figure,
-    panel_axes,
     short_number,
     size_for_tokens,
-    spread_limits,
     to_matrix,
+    to_panels,
     two_decimals,
-    whole_number_ticks,
     write_numbers,
 )
 
@@ -88,16 +86,11 @@ def show_heatmaps(
     captions = _captions(titles, rows, cols)
     tall = min(2.0, max(0.4, maps.shape[2] / max(1, maps.shape[3])))
     figure = new_figure(figsize or (2.2 * cols + 1.0, (2.2 * tall + 0.4) * rows + 0.4))
-    axes = panel_axes(figure, rows, cols, share=True)
+    axes = labelled_panels(figure, rows * cols, cols, captions, xlabel, ylabel, title_points=10, share=True)
     limits = limits_of(maps)
-    image = None
-    for (row, col), axis in zip(np.ndindex(rows, cols), axes, strict=True):
-        image = draw_map(axis, maps[row, col], cmap=cmap, limits=limits)
-        axis.set_title(captions[row][col], fontsize=10, color=INK)
-        axis.set_xlabel(xlabel if row == rows - 1 else "")
-        axis.set_ylabel(ylabel if col == 0 else "")
-        whole_number_ticks(axis, maps.shape[2:])
-    if image is not None:
+    for axis, matrix in zip(axes, maps.reshape(rows * cols, *maps.shape[2:]), strict=True):
+        image = draw_map(axis, matrix, cmap=cmap, limits=limits)
+    if axes:
         colour_bar(figure, image, axes)
     return figure
 
@@ -158,35 +151,24 @@ def show_attention(
     >>> [text.get_text() for text in figure.axes[0].get_xticklabels()]
     ['the', 'cat']
     """
-    panels = _panels("weights", weights, "query, key")
+    panels = to_panels("weights", weights, "query, key")
     if key_tokens is None and panels.shape[1] == panels.shape[2]:
         key_tokens = query_tokens
-    for argument, labels, axis_of in (
-        ("query_tokens", query_tokens, 1),
-        ("key_tokens", key_tokens, 2),
-        ("titles", titles, 0),
-    ):
-        _check_labels(argument, labels, panels.shape[axis_of], panels.shape)
+    labels = {"titles": titles, "query_tokens": query_tokens, "key_tokens": key_tokens}
+    for (argument, names), length in zip(labels.items(), panels.shape, strict=True):
+        check_count(argument, names, length, panels.shape, "weights")
     cols = max(1, min(max_cols, len(panels)))
     rows = -(-len(panels) // cols)
-    figure = new_figure(figsize or size_for_tokens(panels.shape, rows, cols, query_tokens, key_tokens, numbers=numbers))
-    axes = panel_axes(figure, rows, cols)
+    size = figsize or size_for_tokens(panels.shape, rows, cols, query_tokens, key_tokens, numbers=numbers)
+    figure = new_figure(size, title=suptitle)
+    axes = labelled_panels(figure, len(panels), cols, titles, xlabel, ylabel)
     limits = limits_of(panels)
-    image = None
-    for place, axis in enumerate(axes):
-        if place >= len(panels):
-            axis.set_axis_off()
-            continue
-        image = draw_map(axis, panels[place], query_tokens, key_tokens, cmap=cmap, limits=limits)
+    for axis, panel in zip(axes, panels, strict=True):
+        image = draw_map(axis, panel, query_tokens, key_tokens, cmap=cmap, limits=limits)
         if numbers:
-            write_numbers(axis, image, panels[place], two_decimals)
-        axis.set_title(titles[place] if titles else "", fontsize=11, color=INK)
-        axis.set_xlabel(xlabel if place + cols >= len(panels) else "")
-        axis.set_ylabel(ylabel if place % cols == 0 else "")
-    if image is not None:
+            write_numbers(axis, image, panel, two_decimals)
+    if axes:
         colour_bar(figure, image, axes, label)
-    if suptitle:
-        figure.suptitle(suptitle, fontsize=12, color=INK)
     return figure
 
 
@@ -239,28 +221,17 @@ def show_head_grid(
     >>> [text.get_text() for text in figure.axes[0].texts]
     ['1.5', '2.0', '0.25', '12']
     """
-    panels = _panels("values", values, "layer, head")
-    _check_labels("titles", titles, panels.shape[0], panels.shape)
+    panels = to_panels("values", values, "layer, head")
+    check_count("titles", titles, len(panels), panels.shape, "values")
     count, layers, heads = panels.shape
     cols = 1 if count == 1 else 2
     rows = max(1, -(-count // cols))
-    figure = new_figure(figsize or (cols * max(3.2, 0.46 * heads + 1.2), rows * max(2.0, 0.42 * layers + 1.0)))
-    axes = panel_axes(figure, rows, cols)
-    for place, axis in enumerate(axes):
-        if place >= count:
-            axis.set_axis_off()
-            continue
-        wide = spread_limits(panels[place])
-        limits = wide or limits_of(panels[place])
-        image = draw_map(axis, panels[place], cmap=cmap, limits=limits, logarithmic=wide is not None)
-        whole_number_ticks(axis, (layers, heads), every=True)
-        write_numbers(axis, image, panels[place], functools.partial(short_number, digits=digits))
-        axis.set_title(titles[place] if titles else "", fontsize=11, color=INK)
-        axis.set_xlabel(xlabel if place + cols >= count else "")
-        axis.set_ylabel(ylabel if place % cols == 0 else "")
+    size = figsize or (cols * max(3.2, 0.46 * heads + 1.2), rows * max(2.0, 0.42 * layers + 1.0))
+    figure = new_figure(size, title=suptitle)
+    for axis, panel in zip(labelled_panels(figure, count, cols, titles, xlabel, ylabel), panels, strict=True):
+        image = draw_head_map(axis, panel, cmap=cmap)
+        write_numbers(axis, image, panel, functools.partial(short_number, digits=digits))
         colour_bar(figure, image, [axis])
-    if suptitle:
-        figure.suptitle(suptitle, fontsize=12, color=INK)
     return figure
 
 
@@ -272,26 +243,12 @@ def _grid_of_maps(matrices: Any) -> Matrix:
     return maps.reshape((1,) * (4 - maps.ndim) + maps.shape)
 
 
-def _panels(argument: str, array: Any, axes: str) -> Matrix:
-    panels = to_matrix(array)
-    panels = panels[None] if panels.ndim == 2 else panels
-    if panels.ndim != 3:
-        raise ShapeError(message(argument, f"axes ({axes}) or (panel, {axes})", f"shape {panels.shape}"))
-    return panels
-
-
-def _captions(titles: Sequence[str] | Sequence[Sequence[str]] | None, rows: int, cols: int) -> list[list[str]]:
+def _captions(titles: Sequence[str] | Sequence[Sequence[str]] | None, rows: int, cols: int) -> list[str]:
+    """Return the title of every map, row by row."""
     if not titles:
-        return [[""] * cols for _ in range(rows)]
+        return []
     table = [list(titles)] * rows if isinstance(titles[0], str) else [list(row) for row in titles]
     if len(table) != rows or any(len(row) != cols for row in table):
         got = f"{len(titles)} of them" if isinstance(titles[0], str) else f"rows of {[len(row) for row in table]}"
         raise ShapeError(message("titles", f"{cols} of them, or {rows} rows of {cols}", got))
-    return [[str(caption) for caption in row] for row in table]
-
-
-def _check_labels(argument: str, labels: Sequence[str] | None, length: int, shape: tuple[int, ...]) -> None:
-    if argument == "titles" and isinstance(labels, str):  # tokens may well be the characters of a text
-        raise ShapeError(message(argument, "a list of texts", repr(labels)))
-    if labels is not None and len(labels) != length:
-        raise ShapeError(message(argument, f"{length} of them", len(labels), shapes={"weights": shape}))
+    return [str(caption) for row in table for caption in row]

@@ -1,11 +1,11 @@
-"""Pictures of long contexts: the pooled map, the weight that each key receives, the strongest links.
+"""Pictures of long contexts: the pooled map, the weight that each key receives, the strongest attention edges.
 
-What this module meets:
+Requirements:
 - axes count tokens, also where the picture holds bins; nothing of the size of the matrix is made;
-- what is exactly 0, hidden by a mask or too small for its dtype, is grey; colours are logarithmic unless asked
-  otherwise, because the rows of a long context are flat and a sink is not;
-- labels never touch: the heaviest keys are named beside the line, not on it;
-- arrays of any framework and lists, as in `plotting`, whose rules on figures hold here too.
+- weights of exactly 0, masked or too small for their dtype, are grey; colours are logarithmic by default, because most
+  queries of a long context spread their weight evenly and a sink stands far above;
+- labels never touch: the heaviest keys are named in a panel of their own, not on the line;
+- arrays of any framework and lists are accepted; figures follow the requirements of `drawing`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,26 @@ import numpy as np
 
 from attnscore.core.arguments import is_whole, shown
 from attnscore.errors import ArgumentError, ShapeError, message
-from attnscore.plotting import drawing_long as strokes
-from attnscore.plotting.drawing import INK, Matrix, colour_bar, new_figure, panel_axes, to_matrix
-from attnscore.plotting.drawing_long import Whole
+from attnscore.plotting import drawing
+from attnscore.plotting.drawing import (
+    Indices,
+    Matrix,
+    check_count,
+    colour_bar,
+    label,
+    labelled_panels,
+    new_figure,
+    panel_axes,
+    to_matrix,
+    to_panels,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Up to so many tokens on either side links are lines between words; beyond, points in the plane.
+# Up to so many tokens on either side edges are lines between words; beyond, points in the plane.
 _MOST_LINED = 64
+WEIGHT_OF_A_BIN = "a query's weight on a bin of keys"
 
 
 def show_pooled_weights(
@@ -41,8 +52,8 @@ def show_pooled_weights(
 ) -> Figure:
     """Draw what `pooled_weights` gives: the weight that a query of each bin gives to each bin of keys.
 
-    Each row of the picture sums to 1, less what a sink takes, and less where queries see no key. A bin without any
-    weight is grey: a mask hides it, or its weights are too small for their dtype, as most of a saturated head's are.
+    Each row of the picture sums to 1, less the weight of a sink, and less where queries are fully masked. A bin without
+    any weight is grey: it is masked, or its weights are too small for their dtype, as most of a saturated head's are.
 
     Parameters
     ----------
@@ -82,31 +93,23 @@ def show_pooled_weights(
     >>> figure.axes[0].get_xlim() == (0, 400)
     True
     """
-    panels = _stack("pooled", pooled, 2, "rows, columns")
+    panels = to_panels("pooled", pooled, "rows, columns")
     check_count("titles", titles, len(panels), panels.shape, "pooled")
     for name, length, bins in (("query_len", query_len, panels.shape[1]), ("key_len", key_len, panels.shape[2])):
         if not is_whole(length) or length < (bins if bins > 1 else 0):
             raise ArgumentError(message(name, f"a whole number, at least the number of bins ({bins})", shown(length)))
-    means = strokes.a_query(panels, query_len)
+    means = drawing.mean_over_queries(panels, query_len)
     cols = max(1, min(max_cols, len(panels)))
     rows = max(1, -(-len(panels) // cols))
     lengths = int(query_len), int(key_len)
-    figure = new_figure(figsize or (3.6 * cols + 1.1, (3.4 * strokes.tallness(lengths) + 0.7) * rows))
-    axes = panel_axes(figure, rows, cols)
-    image, limits = None, strokes.fade_limits(means)
-    for place, axis in enumerate(axes):
-        if place >= len(panels):
-            axis.set_axis_off()
-            continue
-        image = strokes.draw_bins(axis, means[place], lengths, limits, cmap, logarithmic=logarithmic)
-        below, left = place + cols >= len(panels), place % cols == 0
-        strokes.label(axis, titles[place] if titles else "", "keys" if below else "", "queries" if left else "")
-    if image is not None:
+    figure = new_figure(figsize or (3.6 * cols + 1.1, (3.4 * drawing.box_aspect(lengths) + 0.7) * rows))
+    axes = labelled_panels(figure, len(panels), cols, titles, "keys", "queries")
+    limits = drawing.decade_limits(means)
+    for axis, mean in zip(axes, means, strict=True):
+        image = drawing.draw_bins(axis, mean, lengths, limits, cmap, logarithmic=logarithmic)
+    if axes:
         colour_bar(figure, image, axes, WEIGHT_OF_A_BIN)
     return figure
-
-
-WEIGHT_OF_A_BIN = "a query's weight on a bin of keys"
 
 
 def show_key_mass(
@@ -128,7 +131,7 @@ def show_key_mass(
     mass : array, tensor or nested lists (key,) or (panel, key)
         Sums of weights, as `key_mass` gives them.
     tokens : sequence of str, optional
-        The keys' tokens, which then stand beside the numbers of the heaviest.
+        The keys' tokens, written after the numbers of the heaviest.
     heaviest : int
         How many keys are named.
     titles : sequence of str, optional
@@ -157,7 +160,7 @@ def show_key_mass(
     >>> [text.get_text() for text in figure.axes[1].get_yticklabels()]
     ['0  [CLS]', '2  cat']
     """
-    panels = _stack("mass", mass, 1, "key")
+    panels = to_panels("mass", mass, "key")
     check_count("tokens", tokens, panels.shape[1], panels.shape, "mass")
     check_count("titles", titles, len(panels), panels.shape, "mass")
     if not is_whole(heaviest) or heaviest < 0:
@@ -165,21 +168,11 @@ def show_key_mass(
     count = max(1, len(panels))
     figure = new_figure(figsize or (9.0, 0.5 + count * max(1.9, 0.19 * heaviest + 0.5)))
     axes = figure.subplots(count, 2, squeeze=False, width_ratios=(3, 1))
-    for place, ((line, bars), masses) in enumerate(zip(axes, panels, strict=False)):
-        marked = heaviest_keys(masses, heaviest)
-        strokes.draw_mass(line, masses, marked, logarithmic=logarithmic)
-        strokes.draw_heaviest(bars, masses, marked, tokens)
-        strokes.label(
-            line, titles[place] if titles else "", "keys" if place + 1 == len(panels) else "", "weight received"
-        )
-        strokes.label(bars, "heaviest keys" if place == 0 else "", "", "")
+    for place, (pair, masses) in enumerate(zip(axes, panels, strict=False)):
+        drawing.draw_key_mass(pair, masses, heaviest, tokens, logarithmic=logarithmic)
+        label(pair[0], titles[place] if titles else "", "keys" if place + 1 == count else "", "weight received")
+        label(pair[1], "heaviest keys" if place == 0 else "")
     return figure
-
-
-def heaviest_keys(mass: Matrix, count: int) -> Whole:
-    """The keys with the largest mass above 0, in falling order; of equal ones the first."""
-    order = np.argsort(-np.nan_to_num(mass, nan=0.0), kind="stable")[:count]
-    return np.asarray(order[mass[order] > 0], np.int64)
 
 
 def show_top_weights(
@@ -193,21 +186,21 @@ def show_top_weights(
     figsize: tuple[float, float] | None = None,
     cmap: str = "Reds",
 ) -> Figure:
-    """Draw what `top_weights` gives: the strongest links of every query.
+    """Draw what `top_weights` gives: the strongest attention edges of every query.
 
-    Up to 64 tokens on either side each link is a line from a query to a key, wider the larger its weight. In longer
+    Up to 64 tokens on either side each edge is a line from a query to a key, wider the larger its weight. In longer
     sequences it is a point, keys across and queries down: vertical lines are sinks, diagonals are windows.
 
     Parameters
     ----------
     found : TopWeights, or (weights, index), each (query, k)
-        Of one head: ``TopWeights(found.weights[0, 3], found.index[0, 3])``. Links with index -1 are left out.
+        Of one head: ``TopWeights(found.weights[0, 3], found.index[0, 3])``. Edges with index -1 are left out.
     query_tokens, key_tokens : sequence of str, optional
-        Written at the ends of lines; without those of the keys, the queries' serve for both where there are enough.
+        Written at the ends of lines. Without `key_tokens` those of the queries serve for both, where there are enough.
     query_index : whole numbers (query,), optional
         Which queries these are, when not the first ones.
     key_len : int, optional
-        The number of keys; by default as many as the tokens, or as the links reach.
+        The number of keys; by default that of the tokens, or up to the last key of an edge.
     title : str
         Title of the picture.
     figsize : (float, float), optional
@@ -230,38 +223,36 @@ def show_top_weights(
     --------
     >>> import numpy as np, attnscore as ats
     >>> found = ats.top_weights(np.eye(3), np.eye(3), 2, mask=ats.Causal())
-    >>> len(show_top_weights(found, ["le", "chat", "dort"]).axes[0].lines)  # the first query sees one key
+    >>> len(show_top_weights(found, ["le", "chat", "dort"]).axes[0].lines)  # the first query has one key
     5
     """
-    weights, index, places = _links(found, query_index)
-    reach = int(index.max(initial=-1)) + 1
-    if key_tokens is None and query_tokens is not None and max(reach, key_len or 0) <= len(query_tokens):
+    weights, index, places = _edges(found, query_index)
+    reach = max(int(index.max(initial=-1)) + 1, key_len or 0)
+    if key_tokens is None and query_tokens is not None and reach <= len(query_tokens):
         key_tokens = query_tokens
-    queries = len(query_tokens) if query_tokens is not None else int(places.max(initial=-1)) + 1
-    keys = max(reach, key_len or 0)
-    for name, tokens, least in (("query_tokens", query_tokens, places), ("key_tokens", key_tokens, index)):
-        if tokens is not None and len(tokens) <= int(least.max(initial=-1)):
-            expected = f"at least {int(least.max()) + 1} of them"
+    for name, tokens, used in (("query_tokens", query_tokens, places), ("key_tokens", key_tokens, index)):
+        if tokens is not None and len(tokens) <= int(used.max(initial=-1)):
+            expected = f"at least {int(used.max()) + 1} of them"
             raise ShapeError(message(name, expected, len(tokens), shapes={"index": index.shape}))
-    keys = max(keys, len(key_tokens or ()))
-    if max(queries, keys) <= _MOST_LINED:
+    queries = len(query_tokens) if query_tokens is not None else int(places.max(initial=-1)) + 1
+    lengths = queries, max(reach, len(key_tokens or ()))
+    if max(lengths) <= _MOST_LINED:
         names = query_tokens, key_tokens
-        figure = new_figure(figsize or strokes.size_of_lines(names, max(queries, keys)))
+        figure = new_figure(figsize or drawing.size_of_lines(names, max(lengths)))
         (axis,) = panel_axes(figure, 1, 1)
-        image = strokes.draw_lines(axis, weights, index, places, names, cmap)
+        image = drawing.draw_lines(axis, weights, index, places, names, cmap)
+        label(axis, title)
     else:
-        lengths = queries, keys
-        figure = new_figure(figsize or (5.6, 4.4 * strokes.tallness(lengths) + 0.7))
+        figure = new_figure(figsize or (5.6, 4.4 * drawing.box_aspect(lengths) + 0.7))
         (axis,) = panel_axes(figure, 1, 1)
-        image = strokes.draw_points(axis, weights, index, places, lengths, cmap)
-        strokes.label(axis, "", "keys", "queries")
-    axis.set_title(title, fontsize=11, color=INK)
-    colour_bar(figure, image, [axis], "weight of the link")
+        image = drawing.draw_points(axis, weights, index, places, lengths, cmap)
+        label(axis, title, "keys", "queries")
+    colour_bar(figure, image, [axis], "weight of the edge")
     return figure
 
 
-def _links(found: Any, query_index: Any) -> tuple[Matrix, Whole, Whole]:
-    """Weights and keys (query, k), and which queries these are."""
+def _edges(found: Any, query_index: Any) -> tuple[Matrix, Indices, Indices]:
+    """Return weights and keys (query, k), and the indices (query,) of the queries."""
     if not isinstance(found, (tuple, list)) or len(found) != 2:
         raise ShapeError(message("found", "weights and their index, as top_weights gives them", shown(type(found))))
     weights, index = (to_matrix(x) for x in found)
@@ -273,17 +264,3 @@ def _links(found: Any, query_index: Any) -> tuple[Matrix, Whole, Whole]:
     if places.shape != (len(index),):
         raise ShapeError(message("query_index", f"{len(index)} of them", f"shape {places.shape}"))
     return weights, index.astype(np.int64), places
-
-
-def _stack(argument: str, array: Any, axes: int, names: str) -> Matrix:
-    found = to_matrix(array)
-    found = found[None] if found.ndim == axes else found
-    if found.ndim != axes + 1:
-        raise ShapeError(message(argument, f"axes ({names}) or (panel, {names})", f"shape {found.shape}"))
-    return found
-
-
-def check_count(argument: str, names: Sequence[str] | None, count: int, shape: tuple[int, ...], of: str) -> None:
-    """Raise ShapeError unless there are as many names as things."""
-    if names is not None and len(names) != count:
-        raise ShapeError(message(argument, f"{count} of them", len(names), shapes={of: shape}))

@@ -1,9 +1,9 @@
-"""One call, looked at as a whole: the pooled map, an exact block of it, key mass and links, at any length.
+"""Overview of one call at any length: the pooled map, an exact block of it, key mass and attention edges.
 
-What this module meets:
-- memory is linear in the lengths; the map and the mass cost about three forward passes, the rest little beside them;
-- the block is exact, normalised over all keys, and its place is marked on the map;
-- one sequence and head is drawn; where there are several, the caller says which.
+Requirements:
+- memory is linear in the lengths; the map and the mass cost about three forward passes, the rest little in comparison;
+- the block is exact, normalised over all keys, and marked on the map;
+- one sequence and head is drawn; where there are several, the caller chooses.
 """
 
 from __future__ import annotations
@@ -18,21 +18,20 @@ from attnscore.analysis.summaries import key_mass, pooled_weights
 from attnscore.analysis.weights import attention_scores, attention_weights
 from attnscore.core.arguments import is_whole, shown
 from attnscore.errors import ArgumentError, ShapeError, message
-from attnscore.plotting import drawing_long as strokes
-from attnscore.plotting.drawing import INK, Matrix, colour_bar, new_figure, to_matrix
-from attnscore.plotting.drawing_long import Whole
-from attnscore.plotting.long_contexts import WEIGHT_OF_A_BIN, check_count, heaviest_keys
+from attnscore.plotting import drawing
+from attnscore.plotting.drawing import Indices, Matrix, check_count, colour_bar, label, new_figure, to_matrix
+from attnscore.plotting.long_contexts import WEIGHT_OF_A_BIN
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Queries whose strongest links are drawn. Their whole rows are computed, a few at a time.
+# Queries whose strongest edges are drawn. Their weights on all keys are computed, a few queries at a time.
 _SAMPLED = 256
-_HELD = 2**21
-RING = "#2166ac"
+_MOST_HELD = 2**21
+_RING = "#2166ac"
 _NAMED = 8
-# The first keys are where sinks are: the exact block shows something else where it can.
+# Sinks are among the first keys; the exact block shows other keys where it can.
 _FIRST_KEYS = 8
 
 
@@ -51,9 +50,9 @@ def show_long_attention(
     cmap: str = "Reds",
     **arguments: Any,
 ) -> Figure:
-    """Compute and draw what a long context looks at: the pooled map, an exact block of it, key mass and links.
+    """Compute and draw what a long context looks at: the pooled map, an exact block of it, key mass and edges.
 
-    Memory is linear in the lengths. The links are those of at most 256 queries, evenly spaced.
+    Memory is linear in the lengths. The edges are those of at most 256 queries, evenly spaced.
 
     Parameters
     ----------
@@ -64,7 +63,7 @@ def show_long_attention(
     links : int
         Strongest keys of each query that are drawn.
     zoom : (query, key), optional
-        The middle of the exact block; by default the strongest link of the later queries behind the first keys.
+        The middle of the exact block; by default the strongest edge of the later queries to keys after the first.
     zoom_size : int
         Rows and columns of the exact block.
     place : whole numbers
@@ -83,7 +82,7 @@ def show_long_attention(
     Returns
     -------
     matplotlib.figure.Figure
-        Its axes: map, block, key mass, heaviest keys, links, then the colour bars.
+        Its axes: map, block, key mass, heaviest keys, edges, then the colour bars.
 
     Raises
     ------
@@ -102,49 +101,44 @@ def show_long_attention(
     >>> [axis.get_title() for axis in figure.axes[:2]]
     ['500 × 500 weights in 25 × 25 bins', '48 × 48 exact weights in the ring']
     """
-    figure = new_figure(figsize)  # first: a missing matplotlib is told before anything is computed
-    figure.set_layout_engine("constrained", h_pad=0.07, w_pad=0.07)  # compressed, labels went over the edge
+    figure = new_figure(figsize, title=title)  # first: a missing matplotlib is reported before anything is computed
+    figure.set_layout_engine("constrained", h_pad=0.07, w_pad=0.07)  # compressed, labels would go over the edge
     for name, number in (("links", links), ("zoom_size", zoom_size)):
         if not is_whole(number) or number < 1:
             raise ArgumentError(message(name, "a whole number above 0", shown(number)))
-    shape = attention_scores(query, key, key_index=slice(0, 0), **arguments).shape
-    matrices = max(1, math.prod(shape[:-2]))
+    *lead, query_len, _ = attention_scores(query, key, key_index=slice(0, 0), **arguments).shape
+    at = _place(place, tuple(lead))
 
-    at = _place(place, tuple(shape[:-2]))
-
-    def one(found: Any) -> Matrix:
-        chosen: Matrix = to_matrix(found)[at]
-        return chosen
+    def chosen(found: Any) -> Matrix:
+        matrix: Matrix = to_matrix(found)[at]
+        return matrix
 
     def block(rows: Any, cols: Any = None) -> Matrix:
-        return one(attention_weights(query, key, query_index=rows, key_index=cols, **arguments))
+        return chosen(attention_weights(query, key, query_index=rows, key_index=cols, **arguments))
 
-    mass = one(key_mass(query, key, **arguments))
-    lengths = int(shape[-2]), len(mass)
+    mass = chosen(key_mass(query, key, **arguments))
+    lengths = int(query_len), len(mass)
     check_count("tokens", tokens, lengths[1], mass.shape, "mass")
-    pooled = strokes.a_query(one(pooled_weights(query, key, bins, **arguments)), lengths[0])
+    pooled = drawing.mean_over_queries(chosen(pooled_weights(query, key, bins, **arguments)), lengths[0])
     rows = np.unique(np.linspace(0, max(0, lengths[0] - 1), min(_SAMPLED, lengths[0])).astype(np.int64))
-    found = _strongest(block, rows, min(int(links), lengths[1]), max(1, _HELD // (matrices * max(1, lengths[1]))))
+    step = max(1, _MOST_HELD // (max(1, math.prod(lead)) * max(1, lengths[1])))
+    found = _strongest(block, rows, min(int(links), lengths[1]), step)
     middle = _middle(zoom, *found, rows, lengths)
     spans = tuple(_span(at, int(zoom_size), length) for at, length in zip(middle, lengths, strict=True))
     exact = block(*(slice(*span) for span in spans)) if all(lengths) else np.zeros((0, 0))
 
-    grid = figure.add_gridspec(2, 1, height_ratios=(1.6 * strokes.tallness(lengths), 1))
+    grid = figure.add_gridspec(2, 1, height_ratios=(1.6 * drawing.box_aspect(lengths), 1))
     above = grid[0].subgridspec(1, 2)
     below = grid[1].subgridspec(1, 3, width_ratios=(10, 3, 7))
     places = (above[0], above[1], below[0], below[1], below[2])
     whole, near, line, bars, points = (figure.add_subplot(part) for part in places)
     _draw_maps(figure, (whole, near), (pooled, exact), (lengths, spans), cmap)
-    marked = heaviest_keys(mass, _NAMED)
-    strokes.draw_mass(line, mass, marked, logarithmic=True)
-    strokes.label(line, "", "keys", "weight received")
-    strokes.draw_heaviest(bars, mass, marked, tokens)
-    strokes.label(bars, "heaviest keys", "", "")
-    image = strokes.draw_points(points, *found, rows, lengths, cmap)
-    strokes.label(points, f"{found[0].shape[1]} strongest keys of {len(rows)} queries", "keys", "queries")
+    drawing.draw_key_mass((line, bars), mass, _NAMED, tokens)
+    label(line, "", "keys", "weight received")
+    label(bars, "heaviest keys")
+    image = drawing.draw_points(points, *found, rows, lengths, cmap)
+    label(points, f"{found[0].shape[1]} strongest keys of {len(rows)} queries", "keys", "queries")
     colour_bar(figure, image, [points], "weight")
-    if title:
-        figure.suptitle(title, fontsize=12, color=INK)
     return figure
 
 
@@ -155,28 +149,27 @@ def _draw_maps(
     where: tuple[tuple[int, int], tuple[tuple[int, int], ...]],
     cmap: str,
 ) -> None:
-    """The pooled map and the exact block, whose place is marked on the map."""
+    """Draw the pooled map, the exact block, and a ring around the block's place on the map."""
     (whole, near), (pooled, exact), (lengths, spans) = axes, matrices, where
-    image = strokes.draw_bins(whole, pooled, lengths, strokes.fade_limits(pooled), cmap)
+    image = drawing.draw_bins(whole, pooled, lengths, drawing.decade_limits(pooled), cmap)
     colour_bar(figure, image, [whole], WEIGHT_OF_A_BIN)
     sizes, bins = (" × ".join(f"{n:,}" for n in numbers) for numbers in (lengths, pooled.shape))
-    strokes.label(whole, f"{sizes} weights in {bins} bins", "keys", "queries")
+    label(whole, f"{sizes} weights in {bins} bins", "keys", "queries")
     rows, cols = spans
-    # The block itself may be less than a pixel: a ring of fixed size says where it is.
-    whole.plot(
-        sum(cols) / 2, sum(rows) / 2, "o", color=RING, markersize=11, markerfacecolor="none", markeredgewidth=1.6
-    )
+    # The block itself may be less than a pixel: a ring of fixed size shows where it is.
+    middle = sum(cols) / 2, sum(rows) / 2
+    whole.plot(*middle, "o", color=_RING, markersize=11, markerfacecolor="none", markeredgewidth=1.6)
     shape = rows[1] - rows[0], cols[1] - cols[0]
-    image = strokes.draw_bins(near, exact, shape, strokes.fade_limits(exact), cmap)
+    image = drawing.draw_bins(near, exact, shape, drawing.decade_limits(exact), cmap)
     image.set_extent((cols[0], max(cols[1], cols[0] + 1), max(rows[1], rows[0] + 1), rows[0]))
     colour_bar(figure, image, [near], "weight")
     title = f"{shape[0]} × {shape[1]} exact weights in the ring"
-    strokes.label(near, title if exact.size else "", "keys", "queries")
-    near.title.set_color(RING)
+    label(near, title if exact.size else "", "keys", "queries")
+    near.title.set_color(_RING)
 
 
 def _place(place: Any, lead: tuple[int, ...]) -> tuple[int, ...]:
-    """The index of one sequence and head."""
+    """Return the index of one sequence and head; raise where it chooses none."""
     if place == () and math.prod(lead) == 1:
         return (0,) * len(lead)
     fits = isinstance(place, (tuple, list)) and len(place) == len(lead) and all(map(is_whole, place))
@@ -186,8 +179,8 @@ def _place(place: Any, lead: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(place)
 
 
-def _strongest(block: Callable[[Any], Matrix], rows: Whole, k: int, step: int) -> tuple[Matrix, Whole]:
-    """The k largest weights of some rows and their keys, -1 beside a weight of 0, a few rows at a time."""
+def _strongest(block: Callable[[Any], Matrix], rows: Indices, k: int, step: int) -> tuple[Matrix, Indices]:
+    """Return the k largest weights of some queries and their keys (-1 for a weight of 0), a few queries at a time."""
     weights, index = np.zeros((len(rows), k)), np.full((len(rows), k), -1, np.int64)
     for first in range(0, len(rows) if k else 0, step):
         here = block(rows[first : first + step])
@@ -198,8 +191,8 @@ def _strongest(block: Callable[[Any], Matrix], rows: Whole, k: int, step: int) -
     return weights, index
 
 
-def _middle(zoom: Any, weights: Matrix, index: Whole, rows: Whole, lengths: tuple[int, int]) -> tuple[int, int]:
-    """The pair of query and key that the exact block is laid around."""
+def _middle(zoom: Any, weights: Matrix, index: Indices, rows: Indices, lengths: tuple[int, int]) -> tuple[int, int]:
+    """Return the query and the key at the middle of the exact block."""
     if zoom is not None:
         pair = isinstance(zoom, (tuple, list)) and len(zoom) == 2 and all(map(is_whole, zoom))
         if not pair or any(not 0 <= at < length for at, length in zip(zoom, lengths, strict=True)):
@@ -208,11 +201,11 @@ def _middle(zoom: Any, weights: Matrix, index: Whole, rows: Whole, lengths: tupl
     if not index.size:
         return 0, 0
     later = (rows >= lengths[0] // 4)[:, None] & (index >= min(_FIRST_KEYS, lengths[1] - 1))
-    row, link = np.unravel_index(np.argmax(np.where(later, weights, -1)), weights.shape)
-    return int(rows[row]), max(0, int(index[row, link]))
+    row, edge = np.unravel_index(np.argmax(np.where(later, weights, -1)), weights.shape)
+    return int(rows[row]), max(0, int(index[row, edge]))
 
 
 def _span(middle: int, size: int, length: int) -> tuple[int, int]:
-    """`size` positions around `middle`, or all there are."""
+    """Return start and stop of `size` positions around `middle`, or of all where there are fewer."""
     start = max(0, min(middle - size // 2, length - size))
     return start, min(length, start + size)

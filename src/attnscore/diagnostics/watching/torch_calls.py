@@ -1,10 +1,10 @@
-"""One attention call of a PyTorch model, and the sums per head that its statistics come down to.
+"""One attention call of a PyTorch model, and the sums per head from which its statistics follow.
 
-What this module meets:
-- the statistics are `attend`'s, from a pass of their own beside the model's: nothing of the model's is touched;
-- no array of queries by keys is made: where the model itself made the scores, they are read a few rows at a time;
-- the weight on the first key, and on padding, comes out of the same pass, as values that say which key is which;
-- rows of padding are no rows; rows with one visible key have no choice and are not asked whether they are saturated.
+Requirements:
+- the statistics are `attend`'s, from a pass of their own: nothing of the model's is touched;
+- no array of queries by keys is made: scores that the model itself made are read a few queries at a time;
+- the weight on the first key, and on padding, is the output of the same pass, with values that mark these keys;
+- queries at padding do not count; queries with one attended key have no choice and never count as saturated.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from torch.nn import functional
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 import attnscore as ats
-from attnscore.diagnostics.watched import MEANS
 from attnscore.errors import AttnscoreError
 
 Array = NDArray[np.float64]
 
-# Scores that were read from the model are copied in blocks of so many numbers.
+# Scores of the model are copied in blocks of so many numbers.
 _BLOCK = 2**20
-# Of `attend`, in the order in which `_sums` takes them apart.
+# Statistics of `attend`, in the order in which `_added` takes them apart.
 _NEEDED = (
     "mean_score",
     "var_score",
@@ -40,60 +39,47 @@ _NEEDED = (
     "sum_sq_weights",
     "max_score",
 )
-# Sums over the rows of a head; `max_logit` is the largest of them.
-SUMS = (
-    "rows",
-    "empty_rows",
-    "nan_rows",
-    "choice_rows",
-    "saturated_rows",
-    *MEANS,
-    "padding",
-    "padding_rows",
-)
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """Queries and keys as `attend` takes them, with what belongs to them."""
+    """Queries and keys as `attend` takes them, with their options."""
 
     query: Tensor
     key: Tensor
     options: dict[str, Any] = field(default_factory=dict)
     heads: int | None = None
-    """Heads of the model, where those of the query are fewer: single queries of a group lie side by side as queries."""
+    """Heads of the model, where the query has fewer: single queries of a GQA group are then stacked as queries."""
     within: str = ""
-    """The part of the calling module that attends, where that part is not called itself."""
+    """Submodule that attends, where the calling module runs its code without calling it."""
 
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """Scores (..., head, query, key) that the model made itself; what is hidden is -inf, or the least of its dtype."""
+    """Scores (..., head, query, key) that the model made itself; masked ones are -inf, or the least of their dtype."""
 
     scores: Tensor
 
 
 @torch.no_grad()
 def sums_of(call: Call | Scores, real: Tensor | None, saturated_weight: float) -> dict[str, Array]:
-    """Sums over the rows of every head, and the largest logit: each (head,).
+    """Return sums over the queries of every head, and the largest logit: each (head,).
 
-    Parameters
-    ----------
-    call : Call or Scores
-    real : (batch, token) boolean, True where there is a token; None when nothing is known
-    saturated_weight : a row is saturated when its largest weight is at least this
+    `real` is (batch, token), True where there is a token, or None where padding is unknown; a query is saturated when
+    its largest weight is at least `saturated_weight`.
     """
-    parts = [_sums(one, asked, real, saturated_weight) for one, asked in _in_blocks(call, real)]
+    parts = [_sums(one, counted, real, saturated_weight) for one, counted in _in_blocks(call, real)]
     if len(parts) == 1:
         return parts[0]
-    found = {name: np.sum([part[name] for part in parts], axis=0) for name in SUMS}
-    return found | {"max_logit": np.max([part["max_logit"] for part in parts], axis=0)}
+    return {
+        name: (np.max if name == "max_logit" else np.sum)([part[name] for part in parts], axis=0) for name in parts[0]
+    }
 
 
 def _in_blocks(call: Call | Scores, real: Tensor | None) -> Iterator[tuple[Call, Tensor | None]]:
-    """A call as it is; scores as biases of calls without scores of their own, a few rows at a time.
+    """Yield a call as it is, and scores as biases of calls whose own scores are 0, a few queries at a time.
 
-    Beside each the rows (batch, 1, query) that are tokens: in self-attention, those that are no padding. None: all.
+    With each come the queries (batch, 1, query) that count: in self-attention, those not at padding. None: all.
     """
     if isinstance(call, Call):
         head_axis = call.options.get("head_axis", -3)
@@ -105,13 +91,13 @@ def _in_blocks(call: Call | Scores, real: Tensor | None) -> Iterator[tuple[Call,
     scores = call.scores.detach()
     *lead, queries, keys = scores.shape
     step = max(1, _BLOCK // max(1, scores.numel() // max(1, queries)))
-    asked = _tokens(real, [queries, keys], scores)
-    nothing = scores.new_zeros(()).expand(*lead, keys, 1)
+    counted = _tokens(real, [queries, keys], scores)
+    zeros = scores.new_zeros(()).expand(*lead, keys, 1)
     for start in range(0, queries, step):
         rows = slice(start, min(queries, start + step))
         bias = with_infinity(scores[..., rows, :])
         query = scores.new_zeros(()).expand(*lead, bias.shape[-2], 1)
-        yield Call(query, nothing, {"score": "dot", "bias": bias}), None if asked is None else asked[..., rows]
+        yield Call(query, zeros, {"score": "dot", "bias": bias}), None if counted is None else counted[..., rows]
 
 
 def _tokens(real: Tensor | None, lengths: list[int], like: Tensor) -> Tensor | None:
@@ -119,7 +105,7 @@ def _tokens(real: Tensor | None, lengths: list[int], like: Tensor) -> Tensor | N
     return real[:, None] if real is not None and fits and lengths[0] == lengths[1] else None
 
 
-def _sums(call: Call, asked: Tensor | None, real: Tensor | None, saturated_weight: float) -> dict[str, Array]:
+def _sums(call: Call, counted: Tensor | None, real: Tensor | None, saturated_weight: float) -> dict[str, Array]:
     options = dict(call.options)
     head_axis = options.get("head_axis", -3)
     key = call.key.detach()
@@ -128,7 +114,7 @@ def _sums(call: Call, asked: Tensor | None, real: Tensor | None, saturated_weigh
     out, stats = ats.attend(call.query.detach(), key, value, **options, return_stats=True)
 
     def by_head(x: Tensor) -> Tensor:
-        """(batch, head, query)."""
+        """Reshape to (batch, head, query)."""
         if head_axis == -2 and x.ndim >= 3:
             x = x.transpose(-1, -2)
         heads = x.shape[-2] if x.ndim >= 3 else 1
@@ -140,31 +126,31 @@ def _sums(call: Call, asked: Tensor | None, real: Tensor | None, saturated_weigh
     fields = [
         by_head(x) for x in (*(getattr(stats, name) for name in _NEEDED), *out.to(stats.entropy.dtype).unbind(-1))
     ]
-    # In NumPy from here on: on rows of a few thousand its calls cost a fraction of PyTorch's.
+    # In NumPy from here on: on a few thousand queries its calls cost a fraction of PyTorch's.
     numbers = [x.numpy() for x in fields] if out.is_cpu else [*torch.stack(fields).cpu().numpy()]
-    return _added(numbers, None if asked is None else asked.cpu().numpy(), saturated_weight)
+    return _added(numbers, None if counted is None else counted.cpu().numpy(), saturated_weight)
 
 
-def _added(numbers: list[NDArray[Any]], asked: NDArray[np.bool_] | None, saturated_weight: float) -> dict[str, Array]:
-    """Sums over the rows (batch, head, query) of numbers in the order of `_NEEDED`, then first key and padding."""
+def _added(numbers: list[NDArray[Any]], counted: NDArray[np.bool_] | None, saturated_weight: float) -> dict[str, Array]:
+    """Return sums over (batch, head, query) of numbers in the order of `_NEEDED`, then first key and padding."""
     mean, variance, total, entropy, weight, weights, squares, top, first, *padding = numbers
-    seen = weights > 0
-    rows = np.ones_like(seen) if asked is None else np.broadcast_to(asked, seen.shape)
-    alive = seen & rows
+    attends = weights > 0
+    rows = np.ones_like(attends) if counted is None else np.broadcast_to(counted, attends.shape)
+    alive = attends & rows
     broken = np.isnan(weights)
-    # One visible key: the whole weight, and no variance. Saturated rows with a choice have a variance.
+    # A single attended key has the whole weight and no variance; saturated queries with a choice have a variance.
     choice = alive & ~((variance == 0) & (weight >= 1 - 1e-6))
-    # Choosing rows first costs more than all the sums: where all count, as in most models, it is left out.
-    everyone = bool(alive.all())
+    # Selecting queries costs more than all the sums: where all count, as in most models, it is left out.
+    all_alive = bool(alive.all())
 
     def summed(x: NDArray[Any]) -> Array:
-        return np.asarray((x if everyone else np.where(alive, x, 0)).sum((0, 2), dtype=np.float64))
+        return np.asarray((x if all_alive else np.where(alive, x, 0)).sum((0, 2), dtype=np.float64))
 
     count = summed(alive)
     return {
         "rows": count,
-        "empty_rows": 0 * count if everyone else (rows & ~seen & ~broken).sum((0, 2), dtype=np.float64),
-        "nan_rows": 0 * count if everyone else (rows & broken).sum((0, 2), dtype=np.float64),
+        "empty_rows": 0 * count if all_alive else (rows & ~attends & ~broken).sum((0, 2), dtype=np.float64),
+        "nan_rows": 0 * count if all_alive else (rows & broken).sum((0, 2), dtype=np.float64),
         "choice_rows": summed(choice),
         "saturated_rows": summed(choice & (weight >= saturated_weight)),
         "logit_mean": summed(mean),
@@ -177,14 +163,14 @@ def _added(numbers: list[NDArray[Any]], asked: NDArray[np.bool_] | None, saturat
         "first_key": summed(first),
         "padding": summed(padding[0]) if padding else 0 * count,
         "padding_rows": count if padding else 0 * count,
-        "max_logit": (top if everyone else np.where(alive, top, -np.inf))
+        "max_logit": (top if all_alive else np.where(alive, top, -np.inf))
         .max((0, 2), initial=-np.inf)
         .astype(np.float64),
     }
 
 
 def _marks(key: Tensor, head_axis: int, real: Tensor | None) -> Tensor:
-    """Values whose first feature is 1 on the first key that is a token, and whose second, if any, is 1 on padding."""
+    """Return values whose first feature is 1 on the first token, and whose second, if any, is 1 on padding."""
     per_head = head_axis == -2 and key.ndim >= 4
     length = key.shape[-3] if per_head else key.shape[-2]
     if real is None or key.ndim < 3 or tuple(real.shape) != (key.shape[0], length):
@@ -192,14 +178,14 @@ def _marks(key: Tensor, head_axis: int, real: Tensor | None) -> Tensor:
         first[:1] = 1
         return first[:, None] if per_head else first
     real = real.to(key.device)
-    first = real & (real.cumsum(-1) == 1)  # behind the padding where that is on the left
+    first = real & (real.cumsum(-1) == 1)  # after the padding where that is on the left
     marks = torch.stack([first, ~real], -1).to(key.dtype)  # (batch, key, 2)
     lead = (marks.shape[0], *([1] * (key.ndim - 3)))
     return marks.reshape(*lead[:-1], length, 1, 2) if per_head else marks.reshape(*lead, length, 2)
 
 
 def sdpa_call(query: Tensor, key: Tensor, given: dict[str, Any]) -> Call:
-    """A call of ``F.scaled_dot_product_attention`` with these other arguments."""
+    """Return a call of ``F.scaled_dot_product_attention`` with these other arguments."""
     mask = given.get("attn_mask")
     options: dict[str, Any] = {"score": ats.ScaledDot(given.get("scale"))}
     if given.get("is_causal"):
@@ -215,20 +201,20 @@ def sdpa_call(query: Tensor, key: Tensor, given: dict[str, Any]) -> Call:
 
 
 def bias_of(mask: Tensor) -> dict[str, Any]:
-    """A float mask."""
+    """Return the options of a call with a float mask."""
     return {"bias": with_infinity(mask.detach())}
 
 
 def with_infinity(mask: Tensor) -> Tensor:
-    """A model's float mask, or scores with it: where models write the least number of a dtype, they mean -inf."""
-    hidden = mask <= torch.finfo(mask.dtype).min / 2
-    return mask.masked_fill(hidden, -torch.inf) if bool(hidden.logical_and(mask != -torch.inf).any()) else mask
+    """Replace the least number of the dtype, which models write into float masks and scores, by -inf."""
+    masked = mask <= torch.finfo(mask.dtype).min / 2
+    return mask.masked_fill(masked, -torch.inf) if bool(masked.logical_and(mask != -torch.inf).any()) else mask
 
 
 def projected(
     query: Tensor, key: Tensor, dim: int, heads: int, weight: Tensor, bias: Tensor, mask: Tensor | None, kind: Any
 ) -> Call:
-    """Queries and keys that a fused function makes inside, made once more. Its masks hide where they are True."""
+    """Project queries and keys again, as a fused function does inside; its masks are True at masked keys."""
     options: dict[str, Any] = {"score": "scaled_dot", "head_axis": -2}
     if query.is_nested:
         lens = torch.tensor([len(x) for x in query.unbind()])
@@ -238,14 +224,14 @@ def projected(
     k = functional.linear(key, weight[dim : 2 * dim], bias[dim : 2 * dim])
     q, k = (x.reshape(*x.shape[:-1], heads, -1) for x in (q, k))
     if mask is not None:
-        seen = ~mask.to(torch.bool)
+        attended = ~mask.to(torch.bool)
         # 0: (query, key); 1: (batch, key); 2: (batch, head, query, key)
-        options["mask"] = ats.KeyPadding(seen) if kind == 1 else ats.Dense(seen)
+        options["mask"] = ats.KeyPadding(attended) if kind == 1 else ats.Dense(attended)
     return Call(q, k, options)
 
 
 def reason_against(*tensors: Any) -> str | None:
-    """Why these cannot be looked at; None when they can."""
+    """Return why these cannot be recorded; None when they can."""
     for x in tensors:
         if not isinstance(x, Tensor):
             continue
@@ -254,7 +240,7 @@ def reason_against(*tensors: Any) -> str | None:
             or x.is_meta
             or torch._C._functorch.is_functorch_wrapped_tensor(x)
         ):
-            return "traced: its tensors stand for others"
+            return "symbolic tensors, which hold no numbers"
         if x.layout != torch.strided:
             return f"a layout of {x.layout}"
         if not x.is_floating_point():
@@ -263,6 +249,6 @@ def reason_against(*tensors: Any) -> str | None:
 
 
 def described(error: Exception) -> str:
-    """One line of what went wrong in looking."""
+    """Describe an error of recording in one line."""
     kind = "refused" if isinstance(error, AttnscoreError) else type(error).__name__
     return f"{kind}: {' '.join(str(error).split())[:160]}"

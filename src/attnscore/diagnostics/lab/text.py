@@ -1,4 +1,4 @@
-"""Real text that every machine with Python has: the sources of its standard library, as characters."""
+"""Training text that every machine with Python has: the sources of its standard library, as characters."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from numpy.typing import NDArray
 
 from attnscore.errors import ArgumentError, message
 
-# Printable ASCII and the line end; whatever else there is becomes one more symbol.
+# Printable ASCII and the line end; every other character becomes one more symbol.
 ALPHABET = "\n" + "".join(map(chr, range(32, 127)))
 SYMBOLS = len(ALPHABET) + 1
-# Plain modules that have been there for long; a Python without one of them does without.
+# Modules that have long been part of Python; one that is missing is left out.
 _MODULES = ("argparse", "ast", "configparser", "difflib", "inspect", "optparse", "pathlib", "statistics", "textwrap")
 
 
 def standard_library(most: int = 400_000) -> str:
-    """The first `most` characters of some modules of this Python's standard library.
+    """Return the first `most` characters of some modules of this Python's standard library.
 
     Raises
     ------
@@ -35,7 +35,7 @@ def standard_library(most: int = 400_000) -> str:
 
 
 def encode(text: str) -> NDArray[np.int64]:
-    r"""Characters as numbers below SYMBOLS.
+    r"""Encode characters as numbers below SYMBOLS.
 
     >>> encode("\na~é").tolist()
     [0, 66, 95, 96]
@@ -45,5 +45,5 @@ def encode(text: str) -> NDArray[np.int64]:
 
 
 def digest(text: str) -> str:
-    """A short name of a text, by which a run knows that it was made with another one."""
+    """Return a digest of a text, which tells runs on different texts apart."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]

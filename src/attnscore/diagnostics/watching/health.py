@@ -1,8 +1,8 @@
-"""What the numbers of a head mean, in words: thresholds, verdicts, the factor of QK-clip.
+"""Verdicts on the health of a head: thresholds, trends, the factor of QK-clip.
 
-What this module meets:
-- every threshold is a field that can be set, with the reason for its default beside it;
-- a verdict names its numbers; those that are failures are told from those that are only worth knowing;
+Requirements:
+- every threshold is a field that can be set, documented with the reason for its default;
+- a verdict states its numbers and whether it is a failure or only worth knowing;
 - trends need four sampled steps or more, and compare the first quarter of them with the last.
 """
 
@@ -17,29 +17,29 @@ import numpy as np
 
 from attnscore.errors import ArgumentError, message
 
-# The fewest sampled steps in which a trend is looked for.
-TREND_STEPS = 4
+# The fewest sampled steps that make a trend.
+_TREND_STEPS = 4
 
 
 @dataclass(frozen=True)
 class Thresholds:
-    """When a head is called what.
+    """Thresholds of the verdicts on a head.
 
     Attributes
     ----------
-    saturated_weight : a row is saturated when its largest weight is at least this
-    saturated_rows : a head is sharp when at least this share of its rows is saturated
-    saturated_variance : and saturated, which is a failure, when the variance of its logits is this large as well. A row
-        among 64 keys needs a lead of about 9, a variance of about 20, to be sharp. A head that has learnt to look at
-        the token before is sharp at 118 in a healthy model (all-MiniLM-L6-v2); with its queries times 30 any head of
+    saturated_weight : a query is saturated when its largest weight is at least this
+    saturated_rows : a head is sharp when at least this share of its queries is saturated
+    saturated_variance : it is saturated, a failure, when the variance of its logits is this large as well. A query
+        among 64 keys needs a lead of about 9, a variance of about 20, to be sharp. A head that has learnt to attend to
+        the previous token is sharp at 118 in a healthy model (all-MiniLM-L6-v2); with its queries times 30 any head of
         that model has 290 or more
     collapse : entropy collapses when it falls, from the first quarter of the steps to the last, to this share or less
     growth : logits grow when the largest one rises by this factor or more, first quarter to last
-    growth_least : and is this large at the end; below it nothing is at stake
-    dead_variance : a head is dead when the variance of its logits within a row is below this: its weights are even to a
-        tenth of a percent, it averages what comes. Of a small model that has just been initialised, that may be so
-    sink_mass : a head rests on the first key when this share of the weights is there
-    padding_mass : weight on padding that is worth a word
+    growth_least : and is this large at the end; smaller logits saturate no softmax
+    dead_variance : a head is dead when the variance of a query's logits is below this: its weights are even to a tenth
+        of a percent, and it averages all values. A small model that has just been initialised may have such heads
+    sink_mass : a head has a sink when this share of its weight is on the first key
+    padding_mass : share of the weight on padding that is worth knowing
     tau : the largest logit that QK-clip allows
     """
 
@@ -55,7 +55,7 @@ class Thresholds:
     tau: float = 100.0
 
     def __post_init__(self) -> None:
-        """Refuse thresholds that can never, or always, be met."""
+        """Refuse thresholds that are never or always met."""
         shares = ("saturated_weight", "saturated_rows", "collapse", "sink_mass", "padding_mass")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -69,23 +69,23 @@ class Thresholds:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is the matter with a head."""
+    """Verdict on a head."""
 
     layer: str
     head: int
     what: str
-    """"not a number", "saturated", "collapsing entropy", "growing logits", "large logits" or "dead"; of the other kind
-    "sharp", "sink", "padding" or "empty rows"."""
+    """Failures: "not a number", "saturated", "collapsing entropy", "growing logits", "large logits", "dead"; others:
+    "sharp", "sink", "padding", "empty rows"."""
     words: str
     failure: bool
-    """False: worth knowing, as a sink is; many healthy models have them."""
+    """Whether it is a failure; others, as sinks, are worth knowing, and many healthy models have them."""
 
     def __str__(self) -> str:
         return f"{self.layer}, head {self.head}: {self.what} ({self.words})"
 
 
 def clip_factor(largest: float, tau: float) -> float:
-    """min(1, tau / largest logit): what QK-clip multiplies q.k by.
+    """Return the factor min(1, tau / largest logit) by which QK-clip multiplies q.k.
 
     >>> clip_factor(400.0, 100.0), clip_factor(7.0, 100.0)
     (0.25, 1.0)
@@ -94,13 +94,13 @@ def clip_factor(largest: float, tau: float) -> float:
 
 
 def trend(values: Sequence[float]) -> tuple[float, float] | None:
-    """Means of the first and of the last quarter; None when there are too few finite ones.
+    """Return the means of the first and of the last quarter; None when too few values are finite.
 
     >>> trend([1, 1, 2, 8])
     (1.0, 8.0)
     """
     finite = [value for value in values if math.isfinite(value)]
-    if len(finite) < TREND_STEPS:
+    if len(finite) < _TREND_STEPS:
         return None
     part = len(finite) // 4
     return float(np.mean(finite[:part])), float(np.mean(finite[-part:]))
@@ -114,22 +114,19 @@ def verdicts_of(
     largest: Sequence[float],
     thresholds: Thresholds,
 ) -> list[Verdict]:
-    """Every verdict on one head.
+    """Return every verdict on one head.
 
-    Parameters
-    ----------
-    numbers : a row of the table, by name
-    entropies, largest : mean entropy and largest logit of each sampled step
+    `numbers` is its row of the table; `entropies` and `largest` are its mean entropy and largest logit by sampled step.
     """
     found: list[tuple[str, str, bool]] = []
     limit, share = thresholds, numbers["saturated_rows"]
     if numbers["nan_rows"] > 0:
-        words = f"{numbers['nan_rows']:.0f} rows have weights that are no numbers, and are in no mean"
+        words = f"{numbers['nan_rows']:.0f} queries have weights that are not numbers; they are left out of the means"
         found.append(("not a number", words, True))
     if share >= limit.saturated_rows:
         variance = numbers["logit_variance"]
-        words = f"{100 * share:.0f} % of the rows have a weight of {limit.saturated_weight:g} or more"
-        failed = not variance < limit.saturated_variance  # what has overflowed is NaN
+        words = f"{100 * share:.0f} % of the queries have a weight of {limit.saturated_weight:g} or more"
+        failed = not variance < limit.saturated_variance  # a variance that overflowed is NaN
         found.append(("saturated" if failed else "sharp", f"{words}, variance of the logits {variance:.3g}", failed))
     fall = trend(entropies)
     if fall is not None and fall[0] > 0 and fall[1] <= limit.collapse * fall[0]:
@@ -140,13 +137,13 @@ def verdicts_of(
     if numbers["max_logit"] > limit.tau:
         factor = clip_factor(numbers["max_logit"], limit.tau)
         found.append(("large logits", f"up to {numbers['max_logit']:.3g}; QK-clip would scale by {factor:.2g}", True))
-    # Rows with one visible key have no variance; a head that only had those has shown nothing.
+    # Queries with one attended key have no variance; a head that had only those cannot be judged.
     if numbers["choice_rows"] > 0 and numbers["logit_variance"] < limit.dead_variance:
         found.append(("dead", f"variance of the logits {numbers['logit_variance']:.2g}: it averages", True))
     if numbers["first_key"] >= limit.sink_mass:
         found.append(("sink", f"{100 * numbers['first_key']:.0f} % of the weight is on the first key", False))
-    if numbers["padding"] >= limit.padding_mass:  # NaN where nothing is known of padding
+    if numbers["padding"] >= limit.padding_mass:  # NaN where padding is unknown
         found.append(("padding", f"{100 * numbers['padding']:.1f} % of the weight is on padding", False))
     if numbers["empty_rows"] > 0:
-        found.append(("empty rows", f"{numbers['empty_rows']:.0f} rows see no key", False))
+        found.append(("empty rows", f"{numbers['empty_rows']:.0f} queries are fully masked", False))
     return [Verdict(layer, head, what, words, failure) for what, words, failure in found]

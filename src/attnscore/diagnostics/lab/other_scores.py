@@ -1,9 +1,9 @@
-"""Other scores beside the dot product: how their logits grow with d, and what bounds them.
+"""Growth of the logits of every score with the dimension d, and their bounds.
 
-What this module meets:
+Requirements:
 - queries and keys have independent coordinates of variance 1, parameters start with variance 1 / fan-in;
-- each score is one row of a table, with the growth that its formula says;
-- growth is the exponent b of variance ~ d^b, fitted over all lengths.
+- each score is one row of a table, with the growth that its formula predicts;
+- growth is the exponent b of variance ~ d^b, fitted over all dimensions.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 import attnscore as ats
-from attnscore.diagnostics.finding import Array, Check, Estimate, Finding, Row, exponent, rounded
-from attnscore.diagnostics.variance import check_sizes
+from attnscore.diagnostics.lab.experiment import Array, Check, Estimate, Result, Row, check_sizes, exponent
+from attnscore.diagnostics.lab.panels import DIMENSION, powers_of_two
+from attnscore.plotting.drawing import legend, new_figure, style_lines, two_decimals
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,12 +28,21 @@ HIDDEN = 32
 
 
 class Kind(NamedTuple):
-    """A score made for a length, the exponent that its variance must have, and a bound of its logits."""
+    """Score made for a dimension, the exponent that its variance must have, and the bound of its logits."""
 
     make: Callable[[int, np.random.Generator], Any]
     grows: float
     bound: Callable[[Any], float]
     why: str
+
+
+def _additive(dim: int, rng: np.random.Generator) -> ats.Additive:
+    w_q, w_k = rng.standard_normal((2, HIDDEN, dim)) / dim**0.5
+    return ats.Additive(rng.standard_normal(HIDDEN) / HIDDEN**0.5, w_q, w_k)
+
+
+def _bilinear(dim: int, rng: np.random.Generator) -> ats.Bilinear:
+    return ats.Bilinear(rng.standard_normal((dim, dim)) / dim**0.5)
 
 
 def _unbounded(score: Any) -> float:
@@ -46,15 +56,6 @@ def _scale(score: ats.Cosine) -> float:
 
 def _sum_of_weights(score: ats.Additive) -> float:
     return float(np.abs(score.w_v).sum())
-
-
-def _additive(dim: int, rng: np.random.Generator) -> ats.Additive:
-    w_q, w_k = rng.standard_normal((2, HIDDEN, dim)) / dim**0.5
-    return ats.Additive(rng.standard_normal(HIDDEN) / HIDDEN**0.5, w_q, w_k)
-
-
-def _bilinear(dim: int, rng: np.random.Generator) -> ats.Bilinear:
-    return ats.Bilinear(rng.standard_normal((dim, dim)) / dim**0.5)
 
 
 KINDS: dict[str, Kind] = {
@@ -71,7 +72,7 @@ KINDS: dict[str, Kind] = {
 
 @dataclass(frozen=True)
 class ScorePoint:
-    """The logits of one score at one length: variance within a row, the largest, the bound, largest weights."""
+    """Logits of one score at one dimension: variance over the keys of a query, largest logit, bound, largest weight."""
 
     score: str
     dim: int
@@ -82,18 +83,18 @@ class ScorePoint:
 
 
 @dataclass(frozen=True)
-class ScoreGrowth(Finding):
-    """What `score_growth` found."""
+class ScoreGrowth(Result):
+    """Result of `score_growth`."""
 
     points: tuple[ScorePoint, ...]
     keys: int
 
     def of(self, score: str) -> list[ScorePoint]:
-        """The points of one score, in the order of the lengths."""
+        """Return the points of one score, in the order of the dimensions."""
         return [point for point in self.points if point.score == score]
 
     def exponent(self, score: str) -> Estimate:
-        """The fitted b of variance ~ d^b."""
+        """Fit the b of variance ~ d^b."""
         line = self.of(score)
         return exponent([point.dim for point in line], [point.variance for point in line])
 
@@ -112,11 +113,11 @@ class ScoreGrowth(Finding):
         ]
 
     def summary(self) -> list[Row]:
-        """A row for each score, with its numbers at the largest length."""
+        """Return a row for each score, with its numbers at the largest dimension."""
         return [
             {
                 "score": name,
-                "d^b, b =": f"{rounded(self.exponent(name).value)}",
+                "d^b, b =": two_decimals(self.exponent(name).value),
                 f"largest, d = {last.dim}": last.largest,
                 "bound": last.bound,
                 "largest weight": last.max_weight,
@@ -132,9 +133,9 @@ class ScoreGrowth(Finding):
         )
 
     def _those(self, grows: float) -> str:
-        """The scores of one growth, each with its fitted exponent."""
-        exponents = {name: rounded(self.exponent(name).value) for name, kind in KINDS.items() if kind.grows == grows}
-        return ", ".join(f"{name} (d^{value})" for name, value in exponents.items())
+        """Return the scores of one growth, each with its fitted exponent, as text."""
+        names = (name for name, kind in KINDS.items() if kind.grows == grows)
+        return ", ".join(f"{name} (d^{two_decimals(self.exponent(name).value)})" for name in names)
 
     def checks(self) -> tuple[Check, ...]:
         grown = [
@@ -145,13 +146,31 @@ class ScoreGrowth(Finding):
         return (*grown, Check("no logit is beyond its bound", over, 1 + 1e-12))
 
     def plot(self) -> Figure:
-        from attnscore.diagnostics.pictures import growth_lines
+        """Draw the variance of the logits, and the largest weight, against d: one line per score."""
+        from matplotlib import colormaps
 
-        return growth_lines(self)
+        figure = new_figure((10.5, 3.6))
+        left, right = figure.subplots(1, 2)
+        for place, name in enumerate(dict.fromkeys(point.score for point in self.points)):
+            line = self.of(name)
+            dims = [point.dim for point in line]
+            # Markers tell apart lines that cover each other.
+            style = {"color": colormaps["tab10"](place % 10), "marker": "osD^vPX*"[place % 8], "markersize": 5}
+            growth = f"{name}: d^{two_decimals(self.exponent(name).value)}"
+            left.plot(dims, [point.variance for point in line], linewidth=1.3, label=growth, **style)
+            right.plot(dims, [point.max_weight for point in line], linewidth=1.3, **style)
+        left.set_yscale("log")
+        right.set_ylim(0, 1.02)
+        titles = "variance of a query's scores", f"largest weight of a query, of {self.keys} keys (mean)"
+        for axis, title in zip((left, right), titles, strict=True):
+            powers_of_two(axis, dims)
+            style_lines(axis, title, DIMENSION)
+        legend(figure, loc="outside right center")
+        return figure
 
 
 def score_growth(dims: Sequence[int] = DIMS, *, keys: int = 128, repeats: int = 8, seed: int = 0) -> ScoreGrowth:
-    """Measure how the logits of every score grow with the length d.
+    """Measure how the logits of every score grow with the dimension d.
 
     Parameters
     ----------
@@ -167,7 +186,7 @@ def score_growth(dims: Sequence[int] = DIMS, *, keys: int = 128, repeats: int = 
     Raises
     ------
     ArgumentError
-        Fewer than two lengths, or numbers that are not positive and whole.
+        Fewer than two dimensions, or numbers that are not positive and whole.
 
     Examples
     --------

@@ -1,9 +1,9 @@
-"""The variance of q.k against the length d of q and k: Var = d Var(q) Var(k), and what dividing by sqrt(d) makes of it.
+"""Variance of q.k against the dimension d of q and k: Var = d Var(q) Var(k), before and after dividing by sqrt(d).
 
-What this module meets:
+Requirements:
 - the scores are the library's; each pair (q, k) is drawn anew, so that the samples are independent;
-- the law is stated for each kind of coordinates before it is measured: with means the cross terms are in it;
-- coordinates that depend on each other show where the law ends.
+- the law is stated for each kind of coordinates before it is measured, with the cross terms that means bring;
+- one kind has coordinates that depend on each other, for which dividing by sqrt(d) is not enough.
 """
 
 from __future__ import annotations
@@ -15,29 +15,40 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import attnscore as ats
-from attnscore.core.arguments import is_whole, shown
-from attnscore.diagnostics.finding import NAMES, SCORES, Array, Check, Estimate, Finding, Row, estimate, exponent
-from attnscore.errors import ArgumentError, message
+from attnscore.diagnostics.lab.experiment import (
+    NAMES,
+    SCORES,
+    Array,
+    Check,
+    Estimate,
+    Result,
+    Row,
+    check_sizes,
+    estimate,
+    exponent,
+)
+from attnscore.diagnostics.lab.panels import COLOURS, DIMENSION, LAW, powers_of_two
+from attnscore.plotting.drawing import legend, new_figure, style_lines, two_decimals
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DIMS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-# What a fitted exponent may differ by from that of the law.
-ALLOWED_EXPONENT = 0.03
-MEAN_ONE_AT_64 = 192.0
+# Allowed difference between a fitted exponent and that of the law.
+_ALLOWED_EXPONENT = 0.03
+_MEAN_ONE_AT_64 = 192.0
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """How the coordinates of queries and keys are drawn: normal, independent unless `alike`.
+    """Distribution of the coordinates of queries and keys: normal, independent unless `alike`.
 
     Attributes
     ----------
-    name : what tables and pictures call them
+    name : in tables and pictures
     mean : of every coordinate of both
     query_variance, key_variance : of every coordinate
-    alike : every vector repeats one number d times
+    alike : whether every vector repeats one number d times
     """
 
     name: str
@@ -47,7 +58,7 @@ class Coordinates:
     alike: bool = False
 
     def law(self, dim: int) -> float:
-        """Var(q.k): d (Vq Vk + mean^2 (Vq + Vk)) for independent coordinates; d times that when they are alike.
+        """Return Var(q.k): d (Vq Vk + mean^2 (Vq + Vk)) for independent coordinates; d times that when they are alike.
 
         >>> Coordinates("mean 1", mean=1.0).law(64)
         192.0
@@ -56,7 +67,7 @@ class Coordinates:
         return dim**2 * one if self.alike else dim * one
 
     def draw(self, rng: np.random.Generator, pairs: int, dim: int) -> tuple[Array, Array]:
-        """Queries and keys, each (pair, 1, dim)."""
+        """Draw queries and keys, each (pair, 1, dim)."""
         shape = (pairs, 1, 1 if self.alike else dim)
         query, key = (
             self.mean + variance**0.5 * rng.standard_normal(shape)
@@ -76,7 +87,7 @@ KINDS = (
 
 @dataclass(frozen=True)
 class VariancePoint:
-    """The variance of the scores of one kind of vectors of one length."""
+    """Variance of the scores of one kind of vectors of one dimension."""
 
     kind: str
     score: str
@@ -86,19 +97,19 @@ class VariancePoint:
 
 
 @dataclass(frozen=True)
-class LogitVariance(Finding):
-    """What `logit_variance` found."""
+class LogitVariance(Result):
+    """Result of `logit_variance`."""
 
     points: tuple[VariancePoint, ...]
     kinds: tuple[Coordinates, ...]
     pairs: int
 
     def of(self, kind: str, score: str) -> list[VariancePoint]:
-        """The points of one line, in the order of the lengths."""
+        """Return the points of one kind and score, in the order of the dimensions."""
         return [point for point in self.points if (point.kind, point.score) == (kind, score)]
 
     def exponent(self, kind: str, score: str) -> Estimate:
-        """The fitted b of variance ~ d^b."""
+        """Fit the b of variance ~ d^b."""
         line = self.of(kind, score)
         return exponent([point.dim for point in line], [point.measured.value for point in line])
 
@@ -116,7 +127,7 @@ class LogitVariance(Finding):
         ]
 
     def summary(self) -> list[Row]:
-        """A row for each line: its exponent, and the variance at the length that comes nearest to 64."""
+        """Return a row for each kind and score: its exponent, and the variance at the dimension nearest to 64."""
         found = []
         for kind in self.kinds:
             for score in SCORES:
@@ -146,19 +157,35 @@ class LogitVariance(Finding):
             for score, fall in zip(SCORES, (0, 1), strict=True):
                 expected = (2 if kind.alike else 1) - fall
                 difference = abs(self.exponent(kind.name, score).value - expected)
-                found.append(Check(f"{score}, {kind.name}: variance ~ d^{expected}", difference, ALLOWED_EXPONENT))
+                found.append(Check(f"{score}, {kind.name}: variance ~ d^{expected}", difference, _ALLOWED_EXPONENT))
         for point in self.points:
-            if point.law == MEAN_ONE_AT_64 and point.score == "dot" and point.dim == 64:
-                off = abs(point.measured.value / MEAN_ONE_AT_64 - 1)
+            if point.law == _MEAN_ONE_AT_64 and point.score == "dot" and point.dim == 64:
+                off = abs(point.measured.value / _MEAN_ONE_AT_64 - 1)
                 found.append(Check("dot, mean 1, d = 64: variance 192 (relative difference)", off, 0.05))
-        # Measured over law, mean of all lengths: one length alone has the noise of its sample.
+        # The mean over all dimensions, because one dimension alone has the noise of its sample.
         ratios = [point.measured.value / point.law for point in self.points]
         return (*found, Check("measured variance over the law's, mean", abs(float(np.mean(ratios)) - 1), 0.02))
 
     def plot(self) -> Figure:
-        from attnscore.diagnostics.pictures import variance_lines
-
-        return variance_lines(self)
+        """Draw the variance against d for each kind of coordinates, with and without the scale, and each law."""
+        figure = new_figure(
+            (2.9 * len(self.kinds), 3.3), title="Variance of q·k, measured (95 % confidence) and by law (dashed)"
+        )
+        panels = figure.subplots(1, len(self.kinds), sharey=True, squeeze=False)[0]
+        for axis, kind in zip(panels, self.kinds, strict=True):
+            for score, colour in COLOURS.items():
+                line = self.of(kind.name, score)
+                dims, bars = [point.dim for point in line], [point.measured.margin for point in line]
+                values = [point.measured.value for point in line]
+                name = f"{NAMES[score]}: d^{two_decimals(self.exponent(kind.name, score).value)}"
+                style = {"markersize": 3.5, "elinewidth": 1, "capsize": 2}
+                axis.errorbar(dims, values, yerr=bars, fmt="o", color=colour, label=name, **style)
+                axis.plot(dims, [point.law for point in line], "--", color=LAW, linewidth=1, zorder=1)
+            axis.set_yscale("log", base=10)
+            powers_of_two(axis, dims)
+            style_lines(axis, kind.name, DIMENSION, "variance of the scores" if axis is panels[0] else "")
+            legend(axis, loc="upper left")
+        return figure
 
 
 def logit_variance(
@@ -169,12 +196,12 @@ def logit_variance(
     repeats: int = 24,
     seed: int = 0,
 ) -> LogitVariance:
-    """Measure the variance of q.k, and of q.k / sqrt(d), against the length d.
+    """Measure the variance of q.k, and of q.k / sqrt(d), against the dimension d.
 
     Parameters
     ----------
     dims : whole numbers, two or more
-    kinds : how coordinates are drawn
+    kinds : distributions of the coordinates
     pairs : pairs of a query and a key in each sample
     repeats : samples; the confidence band is that of their mean
     seed : of the draws
@@ -186,7 +213,7 @@ def logit_variance(
     Raises
     ------
     ArgumentError
-        Fewer than two lengths, or numbers that are not positive and whole.
+        Fewer than two dimensions, or numbers that are not positive and whole.
 
     Examples
     --------
@@ -210,10 +237,3 @@ def logit_variance(
                 for score, found in samples.items()
             ]
     return LogitVariance(tuple(points), tuple(kinds), pairs * repeats)
-
-
-def check_sizes(name: str, sizes: Sequence[int], *, least: int = 1) -> None:
-    """Raise unless these are positive whole numbers, `least` of them or more."""
-    if len(sizes) < least or not all(is_whole(size) and size >= 1 for size in sizes):
-        many = f"{least} or more of them" if least > 1 else "above 0"
-        raise ArgumentError(message(name, f"positive whole numbers, {many}", shown(sizes)))

@@ -1,11 +1,11 @@
-"""A small transformer that learns to write text, one character after another, made of this library's layers.
+"""Small transformer, made of this library's layers, that learns to predict the next character of a text.
 
-What this module meets:
-- the only difference between two runs is the score: the same initial weights, the same batches, the same steps;
+Requirements:
+- two runs differ in the score alone: the same initial weights, the same batches, the same steps;
 - every projection starts with variance 1 / fan-in, so that queries and keys have coordinates of variance 1 in the first
   step, as in the law Var(q.k) = d;
-- the statistics are those of `attend`, taken in steps that are few and known in advance;
-- the caller's random stream and number of threads are as they were.
+- the statistics are those of `attend`, taken in few steps, known in advance;
+- the caller's random state and number of threads are unchanged afterwards.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import attnscore as ats
-from attnscore.diagnostics.runs import Look, Settings
+from attnscore.diagnostics.lab.runs import Look, Settings
 from attnscore.layers.torch import MultiHeadAttention
 
 SATURATED = 0.99
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward network, each on normalised input and added to it."""
+    """Transformer block: attention and a feed-forward network, each on normalised input and added to it."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Characters in, logits of the next character out."""
+    """Transformer from characters to the logits of the next character."""
 
     def __init__(self, settings: Settings, symbols: int) -> None:
         super().__init__()
@@ -84,17 +84,12 @@ class LanguageModel(nn.Module):
 def train(
     settings: Settings, text: NDArray[np.int64], symbols: int, tell: Callable[[int], Any] = lambda step: None
 ) -> tuple[list[Look], float]:
-    """Train one model; return what was seen on the way, and its loss on the last tenth of the text.
+    """Train one model; return statistics of some steps, and the loss on the last tenth of the text.
 
-    Parameters
-    ----------
-    settings : Settings
-    text : (length,) whole numbers below `symbols`
-    symbols : int
-    tell : callable, called with the number of steps done after each
+    `text` holds whole numbers below `symbols`; `tell` is called with the number of finished steps after each.
     """
     cut = len(text) * 9 // 10
-    learnt, held_back = torch.from_numpy(text[:cut]), torch.from_numpy(text[cut:])
+    training, held_back = torch.from_numpy(text[:cut]), torch.from_numpy(text[cut:])
     batches = torch.Generator().manual_seed(settings.seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
@@ -103,7 +98,7 @@ def train(
     looks = []
     for step in range(settings.steps):
         look = step % settings.look_every == 0 or step == settings.steps - 1
-        loss = _loss(model, _batch(learnt, settings, batches), look)
+        loss = _loss(model, _batch(training, settings, batches), look)
         optimiser.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]  # of torch
         if look:
@@ -125,13 +120,13 @@ def _loss(model: LanguageModel, tokens: Tensor, look: bool = False) -> Tensor:
 
 @torch.no_grad()
 def _held_back_loss(model: LanguageModel, text: Tensor, settings: Settings) -> float:
-    same_for_all = torch.Generator().manual_seed(0)
-    return float(torch.stack([_loss(model, _batch(text, settings, same_for_all)) for _ in range(20)]).mean())
+    batches = torch.Generator().manual_seed(0)
+    return float(torch.stack([_loss(model, _batch(text, settings, batches)) for _ in range(20)]).mean())
 
 
 def _look(step: int, loss: float, model: LanguageModel) -> Look:
     stats = [block.stats for block in model.blocks if isinstance(block, Block) and block.stats is not None]
-    # The first query sees one key: its variance and entropy are 0 whatever the model does.
+    # The first query attends to one key: its variance and entropy are 0 whatever the model does.
     most = torch.arange(2, stats[0].entropy.shape[1] + 1).log()[:, None]
 
     def mean(values: list[Tensor]) -> float:

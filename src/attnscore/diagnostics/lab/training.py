@@ -1,6 +1,6 @@
-"""The same small transformer on real text with and without 1/sqrt(d), for several d and seeds.
+"""Training of the same small transformer on real text with and without 1/sqrt(d), for several d and seeds.
 
-What this module meets:
+Requirements:
 - runs that were finished before an interruption are read, not made again;
 - a pair of runs differs in the score alone, so gaps are taken pair by pair;
 - PyTorch is imported when a run is made, not when its numbers are read.
@@ -8,6 +8,7 @@ What this module meets:
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -19,22 +20,44 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnscore.core.arguments import shown
-from attnscore.diagnostics import runs, text
-from attnscore.diagnostics.finding import NAMES, SCORES, Array, Check, Estimate, Finding, Row, estimate
-from attnscore.diagnostics.runs import Settings, TrainingRun
-from attnscore.diagnostics.variance import check_sizes
+from attnscore.diagnostics.lab import runs, text
+from attnscore.diagnostics.lab.experiment import (
+    NAMES,
+    SCORES,
+    Array,
+    Check,
+    Estimate,
+    Result,
+    Row,
+    check_sizes,
+    estimate,
+)
+from attnscore.diagnostics.lab.panels import COLOURS, SPREAD
+from attnscore.diagnostics.lab.runs import Settings, TrainingRun
 from attnscore.errors import ArgumentError, FrameworkError, message
+from attnscore.plotting.drawing import legend, new_figure, style_lines
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# What the gap at the largest d must be at least, in nats per character.
+# Called with the settings of a run and the number of its finished steps.
+Progress = Callable[[Settings, int], Any]
+
+# The least gap at the largest d that the checks accept, in nats per character.
 _LEAST_GAP = 0.05
+# Statistics of a `Look` with the name and the scale of their axis, a row of panels each.
+_CURVES = (
+    ("loss", "loss (nats per character)", "log"),
+    ("logit_variance", "variance of the logits", "log"),
+    ("entropy", "entropy / log(attended keys)", "linear"),
+    ("saturated", "saturated queries", "linear"),
+)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Which runs are made: each length with each seed, with and without the scale.
+    """Choice of training runs: each dimension with each seed, with and without the scale.
 
     >>> [(one.head_dim, one.score) for one in Plan((8, 32), seeds=1, steps=10).settings()]
     [(8, 'dot'), (8, 'scaled_dot'), (32, 'dot'), (32, 'scaled_dot')]
@@ -48,22 +71,20 @@ class Plan:
     context: int = 64
 
     def __post_init__(self) -> None:
-        """Refuse sizes that are not whole, and lengths that do not divide the width."""
+        """Refuse sizes that are not whole, and dimensions that do not divide the width."""
+        sizes = (self.seeds, self.steps, self.width, self.batch, self.context)
         check_sizes("head_dims", self.head_dims)
-        check_sizes(
-            "seeds, steps, width, batch, context", (self.seeds, self.steps, self.width, self.batch, self.context)
-        )
+        check_sizes("seeds, steps, width, batch, context", sizes)
         if any(self.width % dim for dim in self.head_dims):
             raise ArgumentError(message("head_dims", f"divisors of the width {self.width}", shown(self.head_dims)))
 
     def settings(self) -> Iterator[Settings]:
-        """Settings of the runs, in the order in which they are made: whole pairs first."""
+        """Yield the settings of the runs in the order in which they are made: whole pairs first."""
         sizes = {"width": self.width, "batch": self.batch, "context": self.context}
         for seed in range(self.seeds):
             for dim in self.head_dims:
                 for score in SCORES:
-                    every = max(1, self.steps // 40)
-                    yield Settings(score, dim, seed, self.steps, **sizes, look_every=every)
+                    yield Settings(score, dim, seed, self.steps, **sizes, look_every=max(1, self.steps // 40))
 
 
 QUICK = Plan((8, 128), seeds=1, steps=150)
@@ -71,34 +92,34 @@ FULL = Plan((8, 32, 128), seeds=3, steps=700)
 
 
 @dataclass(frozen=True)
-class TrainingRuns(Finding):
-    """What `training_runs` found."""
+class TrainingRuns(Result):
+    """Result of `training_runs`."""
 
     runs: tuple[TrainingRun, ...]
 
     @property
     def head_dims(self) -> tuple[int, ...]:
-        """The lengths, in rising order."""
+        """Dimensions of the runs, in rising order."""
         return tuple(sorted({run.settings.head_dim for run in self.runs}))
 
     def of(self, score: str, head_dim: int) -> list[TrainingRun]:
-        """The runs of one score at one length, by seed."""
+        """Return the runs of one score at one dimension, by seed."""
         found = [run for run in self.runs if (run.settings.score, run.settings.head_dim) == (score, head_dim)]
         return sorted(found, key=lambda run: run.settings.seed)
 
     def curves(self, score: str, head_dim: int, name: str) -> tuple[NDArray[np.int64], Array]:
-        """Steps, and a number of each `Look` as (seed, step)."""
+        """Return the steps, and a number of each `Look` as (seed, step)."""
         found = self.of(score, head_dim)
         values = np.array([[getattr(look, name) for look in run.looks] for run in found], dtype=np.float64)
         return np.array([look.step for look in found[0].looks]), values
 
     def gap(self, head_dim: int) -> Estimate:
-        """Loss on held-back text without the scale less that with it, over pairs of runs of one seed."""
+        """Estimate the loss on held-back text without the scale less that with it, over pairs of runs of one seed."""
         pairs = zip(*(self.of(score, head_dim) for score in SCORES), strict=True)
         return estimate([without.held_back_loss - scaled.held_back_loss for without, scaled in pairs])
 
     def to_rows(self) -> list[Row]:
-        """One row per run: its settings, the last statistics, the loss on held-back text."""
+        """Return a row per run: its settings, the last statistics, the loss on held-back text."""
         return [
             {
                 "score": run.settings.score,
@@ -117,18 +138,18 @@ class TrainingRuns(Finding):
         ]
 
     def summary(self) -> list[Row]:
-        """A row for each score and length: means over the seeds, and the gap."""
-        found = []
+        """Return a row for each score and dimension: means over the seeds, and the gap."""
+        short = {
+            "loss": "loss",
+            "first logit variance": "var. first",
+            "last logit variance": "last",
+            "last entropy": "entropy",
+            "last saturated": "at one key",
+        }
+        every, found = self.to_rows(), []
         for dim in self.head_dims:
             for score in SCORES:
-                rows = [row for row in self.to_rows() if (row["score"], row["d"]) == (score, dim)]
-                short = {
-                    "loss": "loss",
-                    "first logit variance": "var. first",
-                    "last logit variance": "last",
-                    "last entropy": "entropy",
-                    "last saturated": "at one key",
-                }
+                rows = [row for row in every if (row["score"], row["d"]) == (score, dim)]
                 means = {new: float(np.mean([row[name] for row in rows])) for name, new in short.items()}
                 gap = self._gap(dim) if score == "dot" else ""
                 found.append({"score": NAMES[score], "d": dim, "seeds": len(rows), **means, "gap": gap})
@@ -149,25 +170,59 @@ class TrainingRuns(Finding):
         first = [run.looks[0].logit_variance for run in self.of("dot", dim)]
         return (
             Check(
-                f"d = {dim}: training without the scale ends at a higher loss (what the gap lacks)",
+                f"d = {dim}: training without the scale ends at a higher loss (shortfall of the gap)",
                 max(0.0, _LEAST_GAP - self.gap(dim).value),
                 0.0,
             ),
-            # Of a row's visible keys; few keys and layers of one draw leave a spread of some tens of percent.
+            # Over the keys that a query attends to; few keys and one draw of the weights leave tens of percent.
             Check(f"d = {dim}: logits of the first step have variance d", abs(float(np.mean(first)) / dim - 1), 0.5),
         )
 
     def plot(self) -> Figure:
-        from attnscore.diagnostics.pictures import training_curves
+        """Draw a column per d: the loss with the spread of the seeds, and below it the statistics that explain it."""
+        dims = self.head_dims
+        seeds = len(self.of("dot", dims[0]))
+        spread = f"; {seeds} seeds: thick their mean, thin each" if seeds > 1 else ""
+        title = "The same transformer with and without 1/√d" + spread
+        figure = new_figure((3.1 * len(dims) + 0.8, 7.6), title=title)
+        grid = figure.subplots(len(_CURVES), len(dims), sharex=True, sharey="row", squeeze=False)
+        for (name, unit, scale), line in zip(_CURVES, grid, strict=True):
+            for axis, dim in zip(line, dims, strict=True):
+                for score in COLOURS:
+                    self._draw_curve(axis, score, dim, name)
+                axis.set_yscale(scale)
+                gap = f"d = {dim}: {self.gap(dim).value:+.3f} without the scale" if name == "loss" else ""
+                style_lines(axis, gap, "step" if line is grid[-1] else "", unit if axis is line[0] else "")
+            if scale == "linear":
+                line[0].set_ylim(0, 1)
+        legend(grid[0][-1], loc="upper right")
+        _show_plain_losses(grid[0][0])
+        return figure
 
-        return training_curves(self)
+    def _draw_curve(self, axis: Axes, score: str, dim: int, name: str) -> None:
+        steps, values = self.curves(score, dim, name)
+        if name == "loss" and values.shape[1] >= 5:
+            # One batch's loss says little: draw its mean with both neighbours.
+            padded = np.pad(values, ((0, 0), (1, 1)), mode="edge")
+            values = (padded[:, :-2] + padded[:, 1:-1] + padded[:, 2:]) / 3
+        colour = COLOURS[score]
+        if len(values) > 1:
+            axis.plot(steps, values.T, color=colour, linewidth=0.6, alpha=0.5)
+            axis.fill_between(steps, values.min(0), values.max(0), color=colour, alpha=SPREAD, linewidth=0)
+        axis.plot(steps, values.mean(0), color=colour, linewidth=1.6, label=NAMES[score])
 
 
-Teller = Callable[[Settings, int], Any]
+def _show_plain_losses(axis: Axes) -> None:
+    """Label a logarithmic axis of losses with numbers, not with powers of ten."""
+    from matplotlib.ticker import NullFormatter, ScalarFormatter
+
+    axis.set_yticks([1.5, 2, 2.5, 3, 4, 5])
+    axis.yaxis.set_major_formatter(ScalarFormatter())
+    axis.yaxis.set_minor_formatter(NullFormatter())
 
 
 def training_runs(
-    plan: Plan = QUICK, folder: Path | None = None, *, tell: Teller | None = None, fresh: bool = False
+    plan: Plan = QUICK, folder: Path | None = None, *, tell: Progress | None = None, fresh: bool = False
 ) -> TrainingRuns:
     """Train the same transformer with and without 1/sqrt(d) on the sources of Python's standard library.
 
@@ -176,11 +231,11 @@ def training_runs(
     plan : Plan
         QUICK: four runs, about half a minute. FULL: eighteen runs, about ten minutes on two cores.
     folder : Path, optional
-        Where finished runs are kept, and looked for.
+        Folder of finished runs, which are read from it and written to it.
     tell : callable, optional
-        Called with the settings of a run and the number of its steps that are done.
+        Called with the settings of a run and the number of its finished steps.
     fresh : bool
-        Whether to make every run anew.
+        Whether to repeat runs that are in the folder.
 
     Returns
     -------
@@ -212,17 +267,13 @@ def training_runs(
     return TrainingRuns(tuple(made))
 
 
-def _make(settings: Settings, numbers: NDArray[np.int64], digest: str, tell: Teller | None) -> TrainingRun:
+def _make(settings: Settings, numbers: NDArray[np.int64], digest: str, tell: Progress | None) -> TrainingRun:
     try:
-        from attnscore.diagnostics import torch_language_model
+        from attnscore.diagnostics.lab import torch_language_model
     except ImportError as error:
         hint = "pip install 'attnscore[torch]'"
         raise FrameworkError(message("training_runs", "PyTorch", f"no {error.name}", hint=hint)) from error
     start = time.perf_counter()
-
-    def told(step: int) -> None:
-        if tell is not None:
-            tell(settings, step)
-
-    looks, loss = torch_language_model.train(settings, numbers, text.SYMBOLS, told)
+    report = (lambda step: None) if tell is None else functools.partial(tell, settings)
+    looks, loss = torch_language_model.train(settings, numbers, text.SYMBOLS, report)
     return TrainingRun(settings, digest, tuple(looks), loss, round(time.perf_counter() - start, 2))

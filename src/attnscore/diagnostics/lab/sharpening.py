@@ -1,7 +1,7 @@
-"""What the variance of the logits does to the softmax, on four logits: y, 8 y and what lies between.
+"""Effect of the variance of the logits on the softmax: four logits y, their multiples, weights and Jacobians.
 
-What this module meets:
-- the textbook's numbers, to the digits that it prints;
+Requirements:
+- the numbers are D2L's, to the digits that it prints;
 - Jacobians are those of `softmax_jacobian`: diag(s) - s s^T.
 """
 
@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import attnscore as ats
-from attnscore.diagnostics.finding import Array, Check, Finding, Row
+from attnscore.diagnostics.lab.experiment import Array, Check, Result, Row
+from attnscore.diagnostics.lab.panels import draw_numbered_maps
+from attnscore.plotting.drawing import legend, new_figure, style_lines
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LOGITS = (0.2, 0.4, 0.1, 0.8)
 FACTORS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
-# What must come out for LOGITS, by factor: weights to three digits, Jacobians to five.
+# Expected values for LOGITS, by factor: weights to three digits, Jacobians to five.
 WEIGHTS = {1.0: (0.202, 0.247, 0.183, 0.368), 8.0: (0.008, 0.039, 0.004, 0.950)}
 JACOBIANS = {
     1.0: (
@@ -40,8 +42,8 @@ JACOBIANS = {
 
 
 @dataclass(frozen=True, eq=False)
-class Sharpening(Finding):
-    """What `sharpening` found; one row of `weights` and one Jacobian for each factor."""
+class Sharpening(Result):
+    """Result of `sharpening`: a row of `weights` and a Jacobian for each factor."""
 
     logits: tuple[float, ...]
     factors: tuple[float, ...]
@@ -50,14 +52,14 @@ class Sharpening(Finding):
 
     @property
     def norms(self) -> Array:
-        """The Frobenius norm of each Jacobian."""
+        """Frobenius norm of each Jacobian."""
         return np.asarray(np.linalg.norm(self.jacobians, axis=(1, 2)))
 
     @property
     def entropies(self) -> Array:
-        """In nats, one for each factor."""
-        seen = np.where(self.weights > 0, self.weights, 1.0)
-        return np.asarray(-(self.weights * np.log(seen)).sum(-1))
+        """Entropy of the weights in nats, for each factor."""
+        positive = np.where(self.weights > 0, self.weights, 1.0)
+        return np.asarray(-(self.weights * np.log(positive)).sum(-1))
 
     def to_rows(self) -> list[Row]:
         variance = float(np.var(self.logits))
@@ -73,18 +75,16 @@ class Sharpening(Finding):
         ]
 
     def summary(self) -> list[Row]:
-        """The same with the weights side by side, to the digits that the textbook prints."""
-        rows = self.to_rows()
-        weights = [" ".join(f"{weight:.3f}" for weight in row) for row in self.weights]
+        """Return the rows with all weights in one column, to the digits that D2L prints."""
         return [
             {
                 "factor": row["factor"],
                 "variance": row["variance of the logits"],
-                "weights": text,
+                "weights": " ".join(f"{weight:.3f}" for weight in weights),
                 "entropy": row["entropy"],
                 "norm of J": row["norm of the Jacobian"],
             }
-            for row, text in zip(rows, weights, strict=True)
+            for row, weights in zip(self.to_rows(), self.weights, strict=True)
         ]
 
     def sentence(self) -> str:
@@ -101,20 +101,48 @@ class Sharpening(Finding):
         found = []
         for factor, weights in WEIGHTS.items():
             place, name = self.factors.index(factor), "y" if factor == 1 else f"{factor:g}y"
-            jacobian = np.abs(self.jacobians[place] - JACOBIANS[factor]).max()
             off = np.abs(self.weights[place] - weights).max()
+            jacobian = np.abs(self.jacobians[place] - JACOBIANS[factor]).max()
             found.append(Check(f"softmax({name}) to three digits", float(off), 0.5e-3 * 1.0001))
             found.append(Check(f"Jacobian of softmax({name}) to five digits", float(jacobian), 0.5e-5 * 1.0001))
         return tuple(found)
 
     def plot(self) -> Figure:
-        from attnscore.diagnostics.pictures import sharpening_bars
+        """Draw the weights of every multiple as bars; the Jacobians of y and 8 y as maps with their numbers."""
+        from matplotlib import colormaps
 
-        return sharpening_bars(self)
+        figure = new_figure((11, 3.3))
+        bars, *maps = figure.subplots(1, 3, width_ratios=[1.7, 1, 1])
+        count = len(self.factors)
+        width = 0.84 / count
+        blues = colormaps["Blues"](np.linspace(0.15, 1, count))
+        for place, (factor, row) in enumerate(zip(self.factors, self.weights, strict=True)):
+            at = np.arange(len(self.logits)) + (place - (count - 1) / 2) * width
+            bars.bar(at, row, width * 0.92, color=blues[place], label="y" if factor == 1 else f"{factor:g} y")
+        bars.set_xticks(range(len(self.logits)), [f"{logit:g}" for logit in self.logits])
+        style_lines(bars, "softmax of multiples of y", "logit in y", "weight")
+        bars.grid(axis="x", visible=False)
+        legend(bars, loc="upper left", ncols=2)
+        drawn = [self.factors.index(factor) for factor in (1.0, 8.0)]
+        largest = float(np.abs(self.jacobians[drawn]).max())
+        draw_numbered_maps(
+            figure,
+            maps,
+            list(self.jacobians[drawn]),
+            [
+                f"Jacobian at {name}: norm {norm:.3f}"
+                for name, norm in zip(("y", "8 y"), self.norms[drawn], strict=True)
+            ],
+            ("of logit", "of weight", "derivative"),
+            limits=(-largest, largest),
+            cmap="RdBu_r",
+            text=lambda value: f"{round(value, 4) + 0.0:.4f}",
+        )
+        return figure
 
 
 def sharpening(logits: Sequence[float] = LOGITS, factors: Sequence[float] = FACTORS) -> Sharpening:
-    """The softmax of multiples of some logits, and its Jacobians.
+    """Compute the softmax of multiples of some logits, and its Jacobians.
 
     Parameters
     ----------

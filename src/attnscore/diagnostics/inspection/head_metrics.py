@@ -1,4 +1,4 @@
-"""The numbers that an inspection gives of each head, and the scales under which it compares them."""
+"""Statistics of each head in an inspection, and the scales of the scores under which heads are compared."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 import attnscore as ats
 
 if TYPE_CHECKING:
-    from attnscore.diagnostics.inspection import Layer
+    from attnscore.diagnostics.inspection.inspection import Layer
     from attnscore.integrations.transformers import AttentionCall
 
 Array = NDArray[np.float64]
 
 
 class Statistic(NamedTuple):
-    """A number of each head: its title, what it is, and the unit."""
+    """Title (with the unit) and meaning of a number of each head."""
 
     title: str
     meaning: str
@@ -28,15 +28,15 @@ STATISTICS = {
     "entropy": Statistic("Entropy (nats)", "−Σ p log p of a query's weights; mean over the queries"),
     "effective_keys": Statistic("Effective keys", "exp(entropy): over how many keys the weights spread; mean"),
     "largest_weight": Statistic("Largest weight", "of a query; mean over the queries"),
-    "logit_variance": Statistic("Logit variance", "of a query's scores over the keys that it sees; mean"),
+    "logit_variance": Statistic("Logit variance", "of a query's scores over the keys that it attends to; mean"),
     "largest_logit": Statistic("Largest logit", "over all queries and keys"),
     "jacobian_trace": Statistic("Jacobian trace", "1 − Σ p²: near 0 the softmax passes no gradient; mean"),
-    "first_key": Statistic("Weight on the first token", "of a query; mean: near 1 the head rests there (a sink)"),
+    "first_key": Statistic("Weight on the first token", "of a query; mean: near 1 the first token is a sink"),
 }
 
 
 class Setting(NamedTuple):
-    """Another scale of the scores, beside the model's own."""
+    """Scale of the scores: the model's own divided by a temperature."""
 
     title: str
     temperature: float | None
@@ -52,7 +52,7 @@ SETTINGS = {
 
 
 def _stacked(rows: Sequence[Array]) -> Array:
-    """Rows of a number for each head as one (layer, head) array; NaN where a layer has fewer heads than another."""
+    """Stack the heads of each layer as (layer, head), with NaN where a layer has fewer heads than another."""
     found = np.full((len(rows), max(row.size for row in rows)), np.nan)
     for place, row in enumerate(rows):
         found[place, : row.size] = row
@@ -60,11 +60,10 @@ def _stacked(rows: Sequence[Array]) -> Array:
 
 
 def statistics_of(calls: Sequence[AttentionCall], layers: Sequence[Layer]) -> dict[str, Array]:
-    """Each of `STATISTICS`, (layer, head), from the pass itself."""
+    """Return each of `STATISTICS`, (layer, head), from the model's own pass."""
     found: dict[str, list[Array]] = {name: [] for name in STATISTICS}
     for call, layer in zip(calls, layers, strict=True):
-        stats, inputs = call.stats, dict(layer.inputs)
-        mass = ats.key_mass(inputs.pop("query"), inputs.pop("key"), **inputs)
+        stats, mass = call.stats, layer.apply(ats.key_mass)
         rows = {
             "entropy": stats.entropy,
             "effective_keys": stats.effective_keys(),
@@ -80,12 +79,12 @@ def statistics_of(calls: Sequence[AttentionCall], layers: Sequence[Layer]) -> di
 
 
 def under(layers: Sequence[Layer], setting: str) -> dict[str, Array]:
-    """Mean entropy and largest weight, each (layer, head), under another scale."""
+    """Return mean entropy and largest weight, each (layer, head), under one of `SETTINGS`."""
     found: dict[str, list[Array]] = {"entropy": [], "largest_weight": []}
     for layer in layers:
         inputs = layer.at(setting)
         query, key = inputs.pop("query"), inputs.pop("key")
-        # The statistics do not look at values: the narrowest there are.
+        # The statistics do not depend on the values: one feature is the fastest.
         _, stats = ats.attend(query, key, key[..., :1], **inputs, return_stats=("entropy", "max_weight"))
         found["entropy"].append(np.asarray(stats.entropy[0].double().mean(-1)))
         found["largest_weight"].append(np.asarray(stats.max_weight[0].double().mean(-1)))

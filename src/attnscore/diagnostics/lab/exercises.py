@@ -1,10 +1,10 @@
-"""Questions that a textbook leaves to its readers, answered with numbers.
+"""Exercises of D2L on scoring functions, solved with numbers.
 
-What this module meets:
-- is the sum of q + k a score? The query cancels, in the weights and in the gradient;
-- other keys in the toy example: do dot product and additive attention still agree?
-- a score for queries and keys of different lengths from matrix products alone: q . W k;
-- additive attention is a network with one hidden layer on [q; k]: equal, computed both ways.
+Requirements:
+- the sum of q + k as a score: the query cancels, in the weights and in the gradient;
+- the toy example with other keys: dot product and additive attention no longer agree;
+- a score for queries and keys of different dimensions from matrix products alone: q . W k;
+- additive attention as a network with one hidden layer on [q; k]: equal, computed both ways.
 """
 
 from __future__ import annotations
@@ -16,16 +16,34 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import attnscore as ats
-from attnscore.diagnostics.finding import Array, Check, Finding, Row
+from attnscore.diagnostics.lab.experiment import Array, Check, Result, Row
+from attnscore.diagnostics.lab.panels import LAW, SCALED, SPREAD, WITHOUT, two_weight_maps
 from attnscore.errors import ShapeError
+from attnscore.plotting.drawing import legend, new_figure, style_lines
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+class _Matrices(Result):
+    """Result made of matrices (query, key), which the sentence sums up."""
+
+    def summary(self) -> list[Row]:
+        return []
+
+
+def _rows_of(**matrices: Array) -> list[Row]:
+    """Return a row for each query and key with the entries of these matrices."""
+    shape = next(iter(matrices.values())).shape
+    return [
+        {"query": query, "key": key, **{name: float(matrix[query, key]) for name, matrix in matrices.items()}}
+        for query, key in np.ndindex(shape)
+    ]
+
+
 @dataclass(frozen=True, eq=False)
-class SumScore(Finding):
-    """What `sum_ignores_the_query` found: weights (query, key) under the sum and under the dot product."""
+class SumScore(_Matrices):
+    """Result of `sum_ignores_the_query`: weights (query, key) under the sum and under the dot product."""
 
     weights: Array
     dot_weights: Array
@@ -40,13 +58,10 @@ class SumScore(Finding):
 
     def to_rows(self) -> list[Row]:
         return [
-            {"score": name, "query": query, "key": key, "weight": float(weight)}
+            {"score": name, **row}
             for name, weights in (("sum", self.weights), ("dot", self.dot_weights))
-            for (query, key), weight in np.ndenumerate(weights)
+            for row in _rows_of(weight=weights)
         ]
-
-    def summary(self) -> list[Row]:
-        return []
 
     def sentence(self) -> str:
         return (
@@ -62,13 +77,13 @@ class SumScore(Finding):
         )
 
     def plot(self) -> Figure:
-        from attnscore.diagnostics.pictures import sum_maps
-
-        return sum_maps(self)
+        """Draw the weights under the sum and under the dot product."""
+        titles = "sum(q + k): every query the same", "q·k: each query its own"
+        return two_weight_maps((self.weights, self.dot_weights), titles, "Keys", "Queries", height=3.2)
 
 
 def sum_ignores_the_query(queries: int = 6, keys: int = 8, dim: int = 4, seed: int = 0) -> SumScore:
-    """Weights and gradients under the score sum(q + k), beside the dot product's.
+    """Compute weights and gradients under the score sum(q + k) and under the dot product.
 
     Examples
     --------
@@ -80,18 +95,18 @@ def sum_ignores_the_query(queries: int = 6, keys: int = 8, dim: int = 4, seed: i
     weights, gradients = [], []
     for score in ("sum", "dot"):
         weights.append(ats.attention_weights(query, key, score=score))
-        _, pullback = ats.attend_vjp(query, key, key, score=score)
-        gradients.append(float(np.abs(pullback(incoming).query).max()))
+        _, vjp = ats.attend_vjp(query, key, key, score=score)
+        gradients.append(float(np.abs(vjp(incoming).query).max()))
     return SumScore(*weights, *gradients)
 
 
 @dataclass(frozen=True)
-class OtherKeys(Finding):
-    """What `other_keys` found.
+class OtherKeys(Result):
+    """Result of `other_keys`.
 
     Attributes
     ----------
-    noise : how far the keys are from all alike: the standard deviation of what is added to keys of ones
+    noise : standard deviations of the noise that is added to keys of ones
     differences : for each, the mean over draws of the largest difference between the two outputs
     low, high : its 5 % and 95 % quantiles
     """
@@ -117,22 +132,33 @@ class OtherKeys(Finding):
     def checks(self) -> tuple[Check, ...]:
         return (
             Check("keys all alike: dot and additive agree", self.differences[0], 1e-12),
-            Check("other keys: they differ by 0.1 or more (what lacks)", max(0.0, 0.1 - self.differences[-1]), 0.0),
+            Check("other keys: they differ by 0.1 or more (shortfall)", max(0.0, 0.1 - self.differences[-1]), 0.0),
         )
 
     def plot(self) -> Figure:
-        from attnscore.diagnostics.pictures import toy_lines
-
-        return toy_lines(self)
+        """Draw the difference between dot product and additive attention against the noise in the keys."""
+        figure = new_figure((5.6, 3.2))
+        axis = figure.subplots()
+        axis.fill_between(self.noise, self.low, self.high, color=WITHOUT, alpha=SPREAD, linewidth=0)
+        axis.plot(self.noise, self.differences, "o-", color=WITHOUT, markersize=4, label="mean; 5 % to 95 % shaded")
+        axis.set_xscale("symlog", linthresh=0.01, linscale=0.5)
+        axis.set_yscale("symlog", linthresh=0.01, linscale=0.5)
+        axis.set(xlim=(0, max(self.noise) * 1.1), ylim=(0, None))
+        axis.set_xticks(self.noise, [f"{noise:g}" for noise in self.noise])
+        axis.set_yticks([0, 0.01, 0.1, 1, 10], ["0", "0.01", "0.1", "1", "10"])
+        title = "Dot product and additive attention, the toy example with other keys"
+        style_lines(axis, title, "noise in the keys (0: all alike)", "largest difference of the outputs")
+        legend(axis, loc="upper left")
+        return figure
 
 
 def other_keys(
     noise: Sequence[float] = (0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0), draws: int = 64, seed: int = 0
 ) -> OtherKeys:
-    """The textbook's toy example with keys less and less alike: 10 keys of which 2 and 6 are valid, values arange(40).
+    """Compare dot product and additive attention in D2L's toy example with more and more noise in the keys.
 
-    Queries are (2, 1, 2) for the dot product and (2, 1, 20) for additive attention with 8 hidden units; the first
-    entry of `noise` should be 0, the textbook's own case.
+    There are 10 keys, of which 2 and 6 are valid, and values arange(40). Queries are (2, 1, 2) for the dot product and
+    (2, 1, 20) for additive attention with 8 hidden units; the first entry of `noise` should be 0, D2L's own case.
 
     Examples
     --------
@@ -158,8 +184,8 @@ def other_keys(
 
 
 @dataclass(frozen=True, eq=False)
-class DifferentLengths(Finding):
-    """What `different_lengths` found: the same weights (query, key) in three ways, and what the dot product says."""
+class DifferentDimensions(_Matrices):
+    """Result of `different_lengths`: the same weights (query, key) in three ways, and the dot product's refusal."""
 
     query_dim: int
     key_dim: int
@@ -170,39 +196,34 @@ class DifferentLengths(Finding):
 
     @property
     def difference(self) -> float:
-        """Largest difference between the three."""
+        """Largest difference between the three ways."""
         others = (self.by_bilinear, self.by_projection)
         return max(float(np.abs(other - self.by_products).max()) for other in others)
 
     def to_rows(self) -> list[Row]:
-        return [
-            {"query": query, "key": key, "weight": float(weight), "Bilinear": float(self.by_bilinear[query, key])}
-            for (query, key), weight in np.ndenumerate(self.by_products)
-        ]
-
-    def summary(self) -> list[Row]:
-        return []
+        return _rows_of(weight=self.by_products, Bilinear=self.by_bilinear)
 
     def sentence(self) -> str:
         return (
-            f"Queries of length {self.query_dim} and keys of length {self.key_dim}: q·Wk is two matrix products, Q W "
-            f"and (Q W) Kᵀ. Bilinear(W) and the dot product of projected queries give the same weights (they differ by "
-            f"{self.difference:.1g})."
+            f"Queries of dimension {self.query_dim} and keys of dimension {self.key_dim}: q·Wk is two matrix products, "
+            "Q W and (Q W) Kᵀ. Bilinear(W) and the dot product of projected queries give the same weights (they differ "
+            f"by {self.difference:.1g})."
         )
 
     def checks(self) -> tuple[Check, ...]:
-        return (Check("different lengths: matrix products are Bilinear", self.difference, 1e-12),)
+        return (Check("different dimensions: matrix products are Bilinear", self.difference, 1e-12),)
 
     def plot(self) -> Figure:
-        from attnscore.diagnostics.pictures import lengths_maps
-
-        return lengths_maps(self)
+        """Draw the weights by matrix products and by Bilinear."""
+        names = f"Keys of dimension {self.key_dim}", f"Queries of dimension {self.query_dim}"
+        titles = "softmax of (Q W) Kᵀ", "Bilinear(W)"
+        return two_weight_maps((self.by_products, self.by_bilinear), titles, *names, height=2.9)
 
 
 def different_lengths(
     query_dim: int = 20, key_dim: int = 2, queries: int = 5, keys: int = 8, seed: int = 0
-) -> DifferentLengths:
-    """A score for queries and keys of different lengths from matrix products alone: q . W k.
+) -> DifferentDimensions:
+    """Compute a score for queries and keys of different dimensions from matrix products alone: q . W k.
 
     Examples
     --------
@@ -217,7 +238,7 @@ def different_lengths(
         ats.attention_weights(query, key, score="dot")
     except ShapeError as error:
         refusal = str(error)
-    return DifferentLengths(
+    return DifferentDimensions(
         query_dim,
         key_dim,
         ats.masked_softmax(query @ matrix @ key.T),
@@ -228,8 +249,8 @@ def different_lengths(
 
 
 @dataclass(frozen=True, eq=False)
-class AdditiveAsNetwork(Finding):
-    """What `additive_as_network` found: the same scores (query, key), of the network and of the library."""
+class AdditiveAsNetwork(_Matrices):
+    """Result of `additive_as_network`: the same scores (query, key), of the network and of the library."""
 
     by_network: Array
     by_additive: Array
@@ -237,17 +258,11 @@ class AdditiveAsNetwork(Finding):
 
     @property
     def difference(self) -> float:
-        """Largest absolute difference."""
+        """Largest absolute difference between the scores."""
         return float(np.abs(self.by_network - self.by_additive).max())
 
     def to_rows(self) -> list[Row]:
-        return [
-            {"query": query, "key": key, "network": float(score), "Additive": float(self.by_additive[query, key])}
-            for (query, key), score in np.ndenumerate(self.by_network)
-        ]
-
-    def summary(self) -> list[Row]:
-        return []
+        return _rows_of(network=self.by_network, Additive=self.by_additive)
 
     def sentence(self) -> str:
         return (
@@ -259,15 +274,21 @@ class AdditiveAsNetwork(Finding):
         return (Check("additive attention is a network on [q; k]", self.difference, 1e-12),)
 
     def plot(self) -> Figure:
-        from attnscore.diagnostics.pictures import network_scatter
-
-        return network_scatter(self)
+        """Draw the network's scores against those of the library: points on the diagonal."""
+        figure = new_figure((4.2, 3.6))
+        axis = figure.subplots()
+        ends = [float(self.by_additive.min()), float(self.by_additive.max())]
+        axis.plot(ends, ends, color=LAW, linewidth=1)
+        axis.plot(self.by_additive.ravel(), self.by_network.ravel(), "o", color=SCALED, markersize=3, alpha=0.6)
+        title = f"One point per pair: they differ by {self.difference:.0e} at most"
+        style_lines(axis, title, "Additive(w_v, W_q, W_k)", "w_v · tanh([W_q W_k] [q; k])")
+        return figure
 
 
 def additive_as_network(
     query_dim: int = 20, key_dim: int = 2, hidden: int = 8, queries: int = 24, keys: int = 16, seed: int = 0
 ) -> AdditiveAsNetwork:
-    """w_v . tanh([W_q W_k] [q; k]) for every pair, beside the additive score.
+    """Compute w_v . tanh([W_q W_k] [q; k]) for every pair, and the additive score.
 
     Examples
     --------

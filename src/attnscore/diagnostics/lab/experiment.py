@@ -1,7 +1,7 @@
-"""What an experiment gives: plain data that says what was found, as rows, as a sentence, as a picture.
+"""Results of experiments as plain data, their checks, and estimates with confidence intervals.
 
-What this module meets:
-- a finding is frozen data; whoever wants other words or another picture has `to_rows`;
+Requirements:
+- a result is frozen data; `to_rows` gives its numbers to whoever wants other words or another picture;
 - a claim that can fail is a `Check` with the difference that was measured and the one that is allowed;
 - an exponent comes with the half-width of its 95 % confidence interval.
 """
@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from attnscore.core.arguments import is_whole, shown
+from attnscore.errors import ArgumentError, message
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -24,11 +27,11 @@ Array = NDArray[np.float64]
 Row = dict[str, Any]
 SCORES = ("dot", "scaled_dot")
 NAMES = {"dot": "q·k", "scaled_dot": "q·k / √d"}
-"""What tables and pictures call the two scores that are compared."""
+"""Names of the two compared scores in tables and pictures."""
 
 
 class Check(NamedTuple):
-    """A claim, the difference from it that was measured, and the one that is allowed."""
+    """Claim with the measured difference from it and the allowed one."""
 
     claim: str
     difference: float
@@ -36,53 +39,50 @@ class Check(NamedTuple):
 
     @property
     def holds(self) -> bool:
-        """False for NaN too."""
+        """Whether the difference is allowed; a NaN is not."""
         return bool(self.difference <= self.allowed)
 
 
-class Finding(ABC):
-    """The result of one experiment."""
+class Result(ABC):
+    """Result of one experiment: rows, a sentence, a picture and checks."""
 
     @abstractmethod
     def to_rows(self) -> list[Row]:
-        """One dictionary per measurement, with the same names in each: what pandas.DataFrame takes."""
+        """Return one dictionary per measurement, with the same names in each: what pandas.DataFrame takes."""
 
     def summary(self) -> list[Row]:
-        """The rows of a table that fits on a screen; none where the sentence says it all."""
+        """Return the rows of a table that fits on a screen; none where the sentence has every number."""
         return self.to_rows()
 
     @abstractmethod
     def sentence(self) -> str:
-        """What was found, with its numbers."""
+        """Return the finding and its numbers as a sentence."""
 
     @abstractmethod
     def plot(self) -> Figure:
-        """A picture of it (needs matplotlib)."""
+        """Draw the finding (needs matplotlib)."""
 
     def to_html(self, path: str | Path, *, title: str = "Why scores are scaled") -> Path:
         """Write the sentence, the picture and every row as one HTML file, which opens offline (needs matplotlib)."""
         from attnscore.diagnostics.page import Section, write_page
 
-        return write_page(
-            path, title, "One experiment.", [Section(title, [self.sentence()], self.to_rows(), self.plot())]
-        )
+        section = Section(title, [self.sentence()], self.to_rows(), self.plot())
+        return write_page(path, title, "One experiment.", [section])
 
     def checks(self) -> tuple[Check, ...]:
-        """What must be so; none where there is only something to see."""
+        """Return the claims that must hold; none where the experiment only shows something."""
         return ()
 
 
-def rounded(value: float, digits: int = 2) -> str:
-    """A number to so many decimals, and what rounds to nothing without a sign.
-
-    >>> rounded(-0.001)
-    '0.00'
-    """
-    return f"{round(value, digits) + 0.0:.{digits}f}"
+def check_sizes(name: str, sizes: Sequence[int], *, least: int = 1) -> None:
+    """Raise unless these are positive whole numbers, `least` of them or more."""
+    if len(sizes) < least or not all(is_whole(size) and size >= 1 for size in sizes):
+        many = f"{least} or more of them" if least > 1 else "above 0"
+        raise ArgumentError(message(name, f"positive whole numbers, {many}", shown(sizes)))
 
 
 class Estimate(NamedTuple):
-    """A number and the half-width of its 95 % confidence interval.
+    """Number with the half-width of its 95 % confidence interval.
 
     >>> print(Estimate(64.25, 0.5))
     64.25 ± 0.50
@@ -94,13 +94,13 @@ class Estimate(NamedTuple):
     def __str__(self) -> str:
         if not math.isfinite(self.margin):
             return f"{self.value:.4g}"
-        # As many digits as the margin gives a meaning to.
+        # Two significant digits of the margin; more digits of the value would mean nothing.
         digits = max(0, 1 - math.floor(math.log10(self.margin))) if self.margin > 0 else 3
-        return f"{rounded(self.value, digits)} ± {rounded(self.margin, digits)}"
+        return " ± ".join(f"{round(number, digits) + 0.0:.{digits}f}" for number in self)
 
 
 def estimate(samples: Sequence[float] | Array) -> Estimate:
-    """The mean of independent samples, with its confidence interval by Student's t.
+    """Return the mean of independent samples with its confidence interval by Student's t.
 
     >>> print(estimate([1.0, 2.0, 3.0]))
     2.0 ± 2.5
@@ -112,7 +112,7 @@ def estimate(samples: Sequence[float] | Array) -> Estimate:
 
 
 def exponent(sizes: Sequence[float] | Array, values: Sequence[float] | Array) -> Estimate:
-    """The b of values ~ a sizes^b, by least squares on logarithms.
+    """Fit the b of values ~ a sizes^b by least squares on logarithms.
 
     >>> print(exponent([1, 2, 4, 8], [3, 6, 12, 24]).value.__round__(6))
     1.0
@@ -127,7 +127,7 @@ def exponent(sizes: Sequence[float] | Array, values: Sequence[float] | Array) ->
 
 
 def _student(freedom: int) -> float:
-    """The 97.5 % quantile of Student's t: tabled where it differs from a series in 1/freedom by more than 1e-3."""
+    """Return the 97.5 % quantile of Student's t, from a table where a series in 1/freedom is off by more than 1e-3."""
     tabled = (12.706, 4.303, 3.182, 2.776, 2.571)
     if freedom <= len(tabled):
         return tabled[freedom - 1]

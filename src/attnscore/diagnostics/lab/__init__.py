@@ -1,0 +1,1 @@
+"""Experiments on why scores are scaled: measured, drawn and checked."""

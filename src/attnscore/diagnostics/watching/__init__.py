@@ -1,0 +1,1 @@
+"""Statistics of every attention call of a PyTorch model while it runs."""
