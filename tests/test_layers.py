@@ -6,14 +6,12 @@ import copy
 import doctest
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import attnscore as ats
-from attnscore.layers import shared, torch_multihead
 from attnscore.layers import torch as layers
 from attnscore.layers.torch import (
     AdditiveAttention,
@@ -220,9 +218,8 @@ def test_starting_values_give_scores_of_moderate_variance() -> None:
         score = ats.Bilinear(BilinearAttention(query_size=width, key_size=width).W.weight)
         assert 0.1 < ats.attention_scores(q, k, score=score).var() < 1
         for name in ("cosine", "gaussian", "bilinear"):
-            sizes = shared.Heads.checked(width, 1, None, name, None)
             layer = MultiHeadAttention(width, 1, score=name)
-            score = sizes.make_score({name: getattr(layer, name) for name in sizes.parameters()})
+            score = layer._layer.make_score(dict(layer.named_parameters(recurse=False)))
             scores = ats.attention_scores(q[:, None], k[:, None], score=score)
             # What is constant in a row changes no weight.
             assert 0.1 < scores.var(-1).mean() < 2
@@ -279,12 +276,10 @@ def test_repr(layer: nn.Module, shown: str) -> None:
 
 
 def test_what_frameworks_share_imports_none() -> None:
-    code = "import sys, attnscore.layers.shared; print(sorted({'torch', 'jax', 'tensorflow'} & set(sys.modules)))"
+    code = "import sys, attnscore.layers.description; print(sorted({'torch', 'jax', 'tensorflow'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-@pytest.mark.parametrize("module", [layers, torch_multihead], ids=lambda module: module.__name__)
-def test_examples_in_docstrings(module: Any) -> None:
-    assert doctest.testmod(module).failed == 0
-    documented = [name for name in getattr(module, "__all__", ()) if "Examples" in getattr(module, name).__doc__]
-    assert documented == list(getattr(module, "__all__", ()))
+def test_examples_in_docstrings() -> None:
+    assert doctest.testmod(layers).failed == 0
+    assert all("Examples\n--------\n>>>" in getattr(layers, name).__doc__ for name in layers.__all__)

@@ -14,7 +14,6 @@ from flax import nnx
 
 import attnscore as ats
 from attnscore.layers import flax as layers
-from attnscore.layers import shared
 from attnscore.layers.flax import (
     AdditiveAttention,
     BilinearAttention,
@@ -347,9 +346,8 @@ def test_starting_values_give_scores_of_moderate_variance(width: int) -> None:
     score = ats.Bilinear(BilinearAttention(query_size=width, key_size=width, rngs=rngs).W[...])
     assert 0.1 < ats.attention_scores(q, k, score=score).var() < 1
     for name in ("cosine", "gaussian", "bilinear", "additive"):
-        sizes = shared.Heads.checked(width, 1, None, name, None)
         layer = MultiHeadAttention(width, 1, score=name, rngs=rngs)
-        score = sizes.make_score({name: getattr(layer, name)[...] for name in sizes.parameters()})
+        score = layer._layer.make_score({part.name: getattr(layer, part.name)[...] for part in layer._layer.parameters})
         # What is constant in a row changes no weight.
         assert 0.05 < ats.attention_scores(q, k, score=score).var(-1).mean() < 2
 

@@ -136,7 +136,7 @@ def test_multi_head_is_attend_between_projections(score: str) -> None:
         (x.asnumpy() @ w[f"W_{n}.weight"].T + w[f"W_{n}.bias"]).reshape(3, -1, 2, 4)
         for n, x in zip("qkv", arrays, strict=True)
     )
-    own = layer._heads.make_score({name: w[name] for name in layer._heads.parameters()})
+    own = layer._layer.make_score({part.name: w[part.name] for part in layer._layer.parameters})
     pooled = ats.attend(q, k, v, score=own, valid_lens=lens, head_axis=-2).reshape(3, 5, 8)
     assert onp.allclose(out, pooled @ w["W_o.weight"].T + w["W_o.bias"], atol=1e-5)
 

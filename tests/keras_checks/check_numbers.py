@@ -26,7 +26,6 @@ from together import (
 
 import attnscore as ats
 from attnscore.layers import keras as layers
-from attnscore.layers import keras_multihead, keras_parts
 from attnscore.layers.keras import (
     AdditiveAttention,
     BilinearAttention,
@@ -302,9 +301,10 @@ def test_whole_numbers_are_a_mask_as_in_keras() -> None:
     assert np.array_equal(SHOWN(layer.attention_weights) > 0, per_head.repeat(2, 0))
 
 
-@pytest.mark.parametrize("module", [layers, keras_multihead, keras_parts], ids=lambda module: module.__name__)
-def test_examples_in_docstrings(module: Any) -> None:
-    assert doctest.testmod(module).failed == 0
+def test_examples_in_docstrings() -> None:
+    found = doctest.testmod(layers)
+    assert found.attempted > 15
+    assert not found.failed
 
 
 def test_the_bandwidth_as_it_is_now() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from attnscore.layers import keras as layers
-from attnscore.layers.keras_parameters import torch_names
+from attnscore.layers.keras import torch_names
 from attnscore.masks import Mask
 from layer_cases import Case
 

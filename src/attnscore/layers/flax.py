@@ -1,31 +1,42 @@
 """Attention layers for Flax: parameters, training mode and state as ``flax.nnx`` has them.
 
-- The mathematics is `attnscore.attend`: these modules hold parameters, check the border and call it.
-- Projections are ``nnx.Linear`` under the textbook's names (``W_q``, ``W_k``, ``w_v``; multi-head also ``W_v``,
-  ``W_o``); `load_torch` takes its checkpoints. Sizes not given are inferred at the first call, outside ``jit``.
-- What a mask hides reaches nothing, the gradients of the projections included, NaN and infinity too.
+- The mathematics is `attnscore.attend`, and `attnscore.layers.description` describes the layers: these modules hold
+  parameters, check inputs and call it.
+- Projections are ``nnx.Linear`` under the names of Dive into Deep Learning (D2L: ``W_q``, ``W_k``, ``w_v``; multi-head
+  also ``W_v``, ``W_o``); `load_torch` takes its checkpoints. Sizes not given come with the first call, outside ``jit``.
+- Inputs and parameters are promoted to one dtype, as Flax does it.
+- Masked inputs propagate into no gradient, those of the projections included, even if they are NaN or infinity.
 - Dropout draws from the ``dropout`` stream, in training only: ``model.train()``, ``model.eval()``, ``deterministic``.
-- ``attention_weights`` are computed when read, of the last concrete call; ``jit``, ``grad``, ``vmap``, copies and
-  pickle keep nothing.
+- ``attention_weights`` are computed when read, of the last concrete call, which is kept as the inputs of its softmax in
+  O(n) memory; ``jit``, ``grad``, ``vmap``, copies and pickle keep nothing.
 
 All are called as ``layer(queries, keys, values, valid_lens=None, mask=None)`` on (batch, length, features).
 """
 
 from __future__ import annotations
 
-import math
-from typing import Any, final
+import dataclasses
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.extend.core import get_opaque_trace_state
 
-from attnscore.core.arguments import check_positive
-from attnscore.layers import shared
-from attnscore.layers.flax_multihead import MultiHeadAttention
-from attnscore.layers.flax_parameters import linear, matrix, sized
-from attnscore.layers.flax_parts import Attention
-from attnscore.scores import Additive, Bilinear, Dot, Gaussian, ScaledDot
+from attnscore import backends
+from attnscore.analysis.weights import attention_weights
+from attnscore.api import attend
+from attnscore.errors import ArgumentError, message
+from attnscore.layers import description, shared
+from attnscore.layers.description import BaseAttention, Layer, Linear, LoadsTorch, Parameter, option
+from attnscore.layers.documentation import Documentation, documented_call
+from attnscore.masks import Mask
+from attnscore.scores import arrays_of
+from attnscore.scores.base import with_nonfinite_rows_isolated
 
 __all__ = [
     "AdditiveAttention",
@@ -35,38 +46,248 @@ __all__ = [
     "MultiHeadAttention",
 ]
 
+_OPS = backends.load("jax")
+_documented = Documentation(
+    "from flax import nnx; from jax.numpy import ones",
+    options="""
+query_size, key_size, value_size : int, optional
+    Features of the inputs; None: inferred at the first call, which is then one outside ``jit``, ``grad`` and ``vmap``.
+deterministic : bool
+    Whether dropout is off; ``layer.train()`` and ``layer.eval()`` set it.
+dtype : dtype, optional
+    Of the computation; None: that of inputs and parameters.
+param_dtype : dtype
+    Of the parameters.
+rngs : nnx.Rngs
+    Streams ``params`` and ``dropout``.
+""",
+    more="rngs=nnx.Rngs(0)",
+)
+
+# Not attributes: those are part of the graph, which ``nnx.jit`` compiles anew for when they change, and keeps alive.
+_LAST: weakref.WeakKeyDictionary[nnx.Module, _Call | str] = weakref.WeakKeyDictionary()
+
+# The trace state of JAX where no transformation runs.
+_OUTSIDE = get_opaque_trace_state(convention="nnx")  # type: ignore[no-untyped-call]  # untyped in JAX
+
+Draws: TypeAlias = nnx.Rngs | nnx.RngStream | jax.Array
+"""Where the dropout of a call may draw from."""
+
+
+# ------------------------------------------------------------------ parameters
+
+
+class Unsized(nnx.Module):
+    """A parameter or a projection that lacks sizes. The first call makes it and puts it in the place of this.
+
+    It is a module, so that copies and states have it too.
+    """
+
+    def __init__(self, part: Linear | Parameter, options: Mapping[str, Any], rngs: nnx.Rngs) -> None:
+        self.part = part
+        self.options = tuple(options.items())
+        self.rngs = rngs.params.fork()
+
+    def made(self, sizes: Mapping[str, int]) -> Any:
+        """Return the parameter or the projection; `sizes` are those of the inputs by name."""
+        part = self.part
+        if isinstance(part, Linear):
+            part = dataclasses.replace(part, size=sizes[part.input])
+        else:
+            part = part.sized([sizes[name] for name in part.inputs])
+        return _made(part, dict(self.options), nnx.Rngs(params=self.rngs()))
+
+
+def _made(part: Linear | Parameter, options: Mapping[str, Any], rngs: Any) -> Any:
+    """Return a projection or a parameter with its starting values, or a stand-in until its sizes are known."""
+    if None in ((part.size,) if isinstance(part, Linear) else part.shape):
+        return Unsized(part, options, rngs)
+    if isinstance(part, Linear):
+        return nnx.Linear(part.in_features, part.units, use_bias=part.bias, rngs=rngs, **options)
+    dtype, bound = options["param_dtype"], part.bound
+    if not bound:
+        return nnx.Param(jnp.full(part.sizes, part.start, dtype))
+    return nnx.Param(jax.random.uniform(rngs.params(), part.sizes, dtype, -bound, bound))
+
+
+# ------------------------------------------------------------------ the call
+
+
+class Attention(BaseAttention[jax.Array], LoadsTorch, nnx.Module):
+    """Base of the layers: their parameters, dropout in training, and the inputs of the last softmax."""
+
+    _where = "outside jit, grad and vmap "
+
+    def __init__(
+        self,
+        layer: Layer,
+        dropout: float,
+        deterministic: bool,
+        keep_last: bool,
+        dtype: Any,
+        param_dtype: Any,
+        rngs: nnx.Rngs | None,
+    ) -> None:
+        self._layer = layer
+        options = {"dtype": dtype, "param_dtype": param_dtype}
+        for part in layer.parts:
+            setattr(self, part.name, _made(part, options, rngs))
+        self.dropout = shared.check_probability(dropout)
+        self.deterministic = deterministic
+        self.keep_last = keep_last
+        self.dtype = dtype
+        # Forked after the parameters, which are then the same whatever the dropout is.
+        self.rngs = nnx.data(rngs.dropout.fork() if rngs is not None and self.dropout else None)
+
+    @documented_call(
+        """
+deterministic : bool, optional
+    Whether to leave dropout out; None: as ``layer.train()`` and ``layer.eval()`` set it.
+rngs : nnx.Rngs, nnx.RngStream or a key, optional
+    Where dropout draws from; None: the stream of the layer.
+"""
+    )
+    def __call__(
+        self,
+        queries: Any,
+        keys: Any,
+        values: Any,
+        valid_lens: Any = None,
+        mask: Any = None,
+        *,
+        deterministic: bool | None = None,
+        rngs: Draws | None = None,
+    ) -> jax.Array:
+        inputs = _checked({"queries": queries, "keys": keys, "values": values})
+        operands, arguments = self._operands(inputs, [x.shape for x in inputs.values()], valid_lens, mask)
+        dtype = self.dtype or jnp.result_type(*operands)
+        query, key, value = (x.astype(dtype) for x in operands)
+        training = not (self.deterministic if deterministic is None else deterministic)
+        dropout = self.dropout if training else 0.0
+        seed = self._draw(rngs) if dropout else None
+        out: jax.Array = attend(query, key, value, dropout=dropout, seed=seed, **arguments)
+        _LAST.pop(self, None)
+        if self.keep_last:
+            _LAST[self] = _Call.of(query, key, arguments)
+        return self._output(out)
+
+    def _last_call(self) -> Any:
+        return _LAST.get(self)
+
+    def _draw(self, rngs: Draws | None) -> Any:
+        """Return a key for the dropout of one call."""
+        source = self.rngs if rngs is None else rngs
+        if isinstance(source, nnx.Rngs):
+            source = source.dropout
+        if source is None:
+            wanted = "an nnx.Rngs, for the layer or for the call, where dropout is active"
+            raise ArgumentError(message("rngs", wanted, None, hint="layer.eval() or deterministic=True turns it off"))
+        return source() if isinstance(source, nnx.RngStream) else source
+
+    def _project(self, linear: Linear, x: jax.Array) -> jax.Array:
+        module = self._sized(linear, {linear.input: x})
+        kernel = getattr(module, "kernel", None)
+        if isinstance(kernel, nnx.Variable):
+            shared.check_features(linear.input, x.shape[-1], kernel.shape[0], linear.name)
+        found: jax.Array = with_nonfinite_rows_isolated(_OPS, x, module)
+        return found
+
+    def _read(self, part: Linear | Parameter, inputs: Mapping[str, jax.Array]) -> jax.Array:
+        if isinstance(part, Linear):
+            return getattr(self, part.name).kernel[:, 0]  # type: ignore[no-any-return]
+        found: jax.Array = self._sized(part, inputs)[...]
+        for name, size in zip(part.inputs, found.shape, strict=False):
+            shared.check_features(name, inputs[name].shape[-1], size, part.name)
+        return found
+
+    def _sized(self, part: Linear | Parameter, inputs: Mapping[str, jax.Array]) -> Any:
+        """Return the attribute of `part`, which takes the sizes it lacks from `inputs`, and keeps them."""
+        found = getattr(self, part.name)
+        if isinstance(found, Unsized):
+            # A parameter made inside grad would get no gradient, silently.
+            if get_opaque_trace_state(convention="nnx") != _OUTSIDE:  # type: ignore[no-untyped-call]  # untyped in JAX
+                hint = "query_size=, key_size= and value_size= say how long the vectors are"
+                wanted = f"a first call outside jit, grad and vmap, which makes {part.name}"
+                used = (part.input,) if isinstance(part, Linear) else part.inputs
+                raise ArgumentError(message(" and ".join(used), wanted, "one inside", hint=hint))
+            found = found.made({name: x.shape[-1] for name, x in inputs.items()})
+            setattr(self, part.name, found)
+        return found
+
+    def _load(self, arrays: Mapping[str, shared.HostArray]) -> None:
+        sizes = self._layer.sizes_in(arrays)
+        parts = {part.name: getattr(self, part.name) for part in self._layer.parts}
+        made = {name: part.made(sizes) for name, part in parts.items() if isinstance(part, Unsized)}
+        shared.load_state(arrays, dict(_torch_names(self._layer, parts | made)), _assign)
+        for name, part in made.items():
+            setattr(self, name, part)
+
+
+def _torch_names(layer: Layer, parts: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, bool]]]:
+    """Yield the parameters by PyTorch's name, each with whether it is transposed there."""
+    for key, name, member in layer.torch_names():
+        if member is None:
+            yield key, (parts[name], False)
+        # An adapter in the place of a projection has no such parameters.
+        elif isinstance(parts[name], nnx.Linear):
+            yield key, (parts[name].kernel, True) if member == "weight" else (parts[name].bias, False)
+
+
+def _assign(parameter: Any, array: shared.HostArray) -> None:
+    parameter[...] = jnp.asarray(array, parameter.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """The inputs of one softmax. JAX arrays cannot be written to; lengths that can are copied."""
+
+    query: jax.Array
+    key: jax.Array
+    arguments: dict[str, Any]
+
+    @classmethod
+    def of(cls, query: jax.Array, key: jax.Array, arguments: dict[str, Any]) -> _Call | str:
+        """Return the call, or why there is nothing to keep of it."""
+        lens, mask = arguments["valid_lens"], arguments["mask"]
+        masked = mask.arrays().values() if isinstance(mask, Mask) else (mask,)
+        arrays = (query, key, *arrays_of(arguments["score"]).values(), *masked, lens)
+        if any(isinstance(x, jax.core.Tracer) for x in arrays):
+            return "jit, grad and vmap, which keep nothing"
+        copied = np.array(lens) if lens is not None and not isinstance(lens, jax.Array) else lens
+        return cls(query, key, {**arguments, "valid_lens": copied})
+
+    def weights(self) -> jax.Array:
+        held = (self.query, self.key, *arrays_of(self.arguments["score"]).values())
+        if any(isinstance(x, jax.Array) and x.is_deleted() for x in held):
+            hint = "read the weights before a function takes its arguments over (donate_argnums)"
+            raise ArgumentError(
+                message("attention_weights", "inputs as they were in the call", "donated ones", hint=hint)
+            )
+        found: jax.Array = attention_weights(self.query, self.key, **self.arguments)
+        return found
+
+
+def _checked(inputs: dict[str, Any]) -> dict[str, jax.Array]:
+    """Return the inputs as JAX arrays; raise unless they are floating (batch, length, features) and belong together.
+
+    NumPy arrays and variables (a learned query) are taken as every Flax layer takes them.
+    """
+    for name, x in inputs.items():
+        if isinstance(x, nnx.Variable):
+            inputs[name] = x.get_value()
+        elif isinstance(x, np.ndarray):
+            inputs[name] = jnp.asarray(x)
+    shared.check_inputs(_OPS, inputs, jax.Array, wanted="a jax.Array", hint="jnp.asarray(x) makes one")
+    return inputs
+
+
+# ------------------------------------------------------------------ the layers
+
 
 @final
+@_documented
 class DotProductAttention(Attention):
-    """Pooling by the (scaled) dot product of queries and keys of one length: softmax(q . k / sqrt(dim)) v.
-
-    Parameters
-    ----------
-    dropout : number in [0, 1)
-        Of the weights, in training.
-    scaled : bool
-        False leaves the division by sqrt(dim) out.
-    deterministic : bool
-        Whether dropout is off; ``layer.train()`` and ``layer.eval()`` set it.
-    keep_last : bool
-        Whether to keep what `attention_weights` is computed from.
-    dtype : dtype, optional
-        Of the computation; None: that of the inputs.
-    rngs : nnx.Rngs, optional
-        Where dropout draws from, unless the call says.
-
-    Examples
-    --------
-    >>> import jax.numpy as jnp
-    >>> from flax import nnx
-    >>> layer = DotProductAttention(dropout=0.5, rngs=nnx.Rngs(0))
-    >>> layer.eval()
-    >>> values = jnp.tile(jnp.arange(40.0).reshape(1, 10, 4), (2, 1, 1))
-    >>> layer(jnp.ones((2, 1, 2)), jnp.ones((2, 10, 2)), values, jnp.array([2, 6]))[:, 0].round(4).tolist()
-    [[2.0, 3.0, 4.0, 5.0], [10.0, 11.0, 12.0, 13.0]]
-    >>> layer.attention_weights.shape
-    (2, 1, 10)
-    """
+    """Pooling by the dot product of queries and keys, softmax(q . k / sqrt(dim)) v."""
 
     def __init__(
         self,
@@ -78,40 +299,15 @@ class DotProductAttention(Attention):
         dtype: Any = None,
         rngs: nnx.Rngs | None = None,
     ) -> None:
-        super().__init__(dropout, deterministic=deterministic, keep_last=keep_last, dtype=dtype, rngs=rngs)
-        self.scaled = scaled
+        super().__init__(description.dot_product(scaled), dropout, deterministic, keep_last, dtype, None, rngs)
 
-    def _scored(
-        self, queries: jax.Array, keys: jax.Array, values: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
-        return queries, keys, values, ScaledDot() if self.scaled else Dot()
+    scaled = option("scaled")
 
 
 @final
+@_documented
 class AdditiveAttention(Attention):
-    """Pooling by the additive (Bahdanau) score w_v . tanh(W_q q + W_k k), for queries and keys of different lengths.
-
-    Parameters
-    ----------
-    num_hiddens : int
-        h, the length of w_v.
-    dropout : number in [0, 1)
-    key_size, query_size : int, optional
-        None: inferred at the first call, which is then one outside ``jit``, ``grad`` and ``vmap``.
-    deterministic, keep_last : bool
-    dtype, param_dtype : dtype
-        Of the computation (None: that of inputs and parameters), and of the parameters.
-    rngs : nnx.Rngs
-        Streams ``params`` and ``dropout``.
-
-    Examples
-    --------
-    >>> import jax.numpy as jnp
-    >>> from flax import nnx
-    >>> layer = AdditiveAttention(key_size=2, query_size=20, num_hiddens=8, dropout=0.1, rngs=nnx.Rngs(0))
-    >>> layer(jnp.ones((2, 1, 20)), jnp.ones((2, 10, 2)), jnp.ones((2, 10, 4)), jnp.array([2, 6])).shape
-    (2, 1, 4)
-    """
+    """Pooling by the additive score w_v . tanh(W_q q + W_k k)."""
 
     @shared.naming_arguments(shared.D2L_ADDITIVE)
     def __init__(
@@ -127,45 +323,16 @@ class AdditiveAttention(Attention):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
-        shared.check_size("num_hiddens", num_hiddens)
-        make = {"use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        self.num_hiddens = num_hiddens
-        self.W_q = linear("query_size", query_size, num_hiddens, **make)
-        self.W_k = linear("key_size", key_size, num_hiddens, **make)
-        self.w_v = nnx.Linear(num_hiddens, 1, **make)
-        super().__init__(dropout, deterministic=deterministic, keep_last=keep_last, dtype=dtype, rngs=rngs)
+        layer = description.additive(num_hiddens, key_size, query_size)
+        super().__init__(layer, dropout, deterministic, keep_last, dtype, param_dtype, rngs)
 
-    def _scored(
-        self, queries: jax.Array, keys: jax.Array, values: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
-        query, key = self._project("queries", "W_q", queries), self._project("keys", "W_k", keys)
-        return query, key, values, Additive(self.w_v.kernel[:, 0])
+    num_hiddens = option("num_hiddens")
 
 
 @final
+@_documented
 class BilinearAttention(Attention):
-    """Pooling by the bilinear (Luong's "general") score q . W k, for queries and keys of different lengths.
-
-    Parameters
-    ----------
-    dropout : number in [0, 1)
-    key_size, query_size : int, optional
-        None: inferred at the first call, which is then one outside ``jit``, ``grad`` and ``vmap``. ``W`` is
-        (query_size, key_size).
-    deterministic, keep_last : bool
-    dtype, param_dtype : dtype
-        Of the computation (None: that of the inputs), and of W.
-    rngs : nnx.Rngs
-        Streams ``params`` and ``dropout``.
-
-    Examples
-    --------
-    >>> import jax.numpy as jnp
-    >>> from flax import nnx
-    >>> layer = BilinearAttention(rngs=nnx.Rngs(0))
-    >>> layer(jnp.ones((2, 1, 20)), jnp.ones((2, 10, 2)), jnp.ones((2, 10, 4))).shape
-    (2, 1, 4)
-    """
+    """Pooling by the bilinear score q . W k."""
 
     def __init__(
         self,
@@ -179,47 +346,14 @@ class BilinearAttention(Attention):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
-        shared.check_size("query_size", query_size, optional=True)
-        shared.check_size("key_size", key_size, optional=True)
-        self.W = sized(matrix, query_size, key_size, rngs=rngs, param_dtype=param_dtype)
-        super().__init__(dropout, deterministic=deterministic, keep_last=keep_last, dtype=dtype, rngs=rngs)
-
-    def _scored(
-        self, queries: jax.Array, keys: jax.Array, values: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
-        weight = self._sized("W", {"queries": queries, "keys": keys})[...]
-        shared.check_features("queries", queries.shape[-1], weight.shape[0], "W")
-        shared.check_features("keys", keys.shape[-1], weight.shape[1], "W")
-        return queries, keys, values, Bilinear(weight)
+        layer = description.bilinear(key_size, query_size)
+        super().__init__(layer, dropout, deterministic, keep_last, dtype, param_dtype, rngs)
 
 
 @final
+@_documented
 class GaussianAttention(Attention):
-    """Pooling by the Gaussian kernel -|q - k|^2 / (2 bandwidth^2): Nadaraya-Watson regression.
-
-    Parameters
-    ----------
-    bandwidth : number above 0
-        In the units of queries and keys.
-    dropout : number in [0, 1)
-    learn_bandwidth : bool
-        Make it a parameter, that starts at `bandwidth`. It is learned as its logarithm, so that it stays above 0.
-    deterministic, keep_last : bool
-    dtype, param_dtype : dtype
-        Of the computation (None: that of the inputs), and of the logarithm.
-    rngs : nnx.Rngs, optional
-        Where dropout draws from, unless the call says.
-
-    Examples
-    --------
-    >>> import jax, jax.numpy as jnp
-    >>> from flax import nnx
-    >>> layer = GaussianAttention(bandwidth=0.5, learn_bandwidth=True)
-    >>> layer(jnp.zeros((1, 1, 1)), jnp.zeros((1, 3, 1)), jnp.arange(3.0).reshape(1, 3, 1)).item()
-    1.0
-    >>> list(nnx.to_pure_dict(nnx.state(layer)))
-    ['log_bandwidth']
-    """
+    """Pooling by the Gaussian kernel -|q - k|^2 / (2 bandwidth^2)."""
 
     def __init__(
         self,
@@ -233,17 +367,46 @@ class GaussianAttention(Attention):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs | None = None,
     ) -> None:
-        super().__init__(dropout, deterministic=deterministic, keep_last=keep_last, dtype=dtype, rngs=rngs)
-        self.start = check_positive("bandwidth", bandwidth)
-        starting = jnp.asarray(math.log(float(self.start)), param_dtype)
-        self.log_bandwidth = nnx.data(nnx.Param(starting) if learn_bandwidth else None)
+        layer = description.gaussian(bandwidth, learn_bandwidth)
+        super().__init__(layer, dropout, deterministic, keep_last, dtype, param_dtype, rngs)
+        if not learn_bandwidth:
+            self.log_bandwidth = nnx.data(None)
+
+    start = option("bandwidth")
 
     @property
     def bandwidth(self) -> float | jax.Array:
         """The bandwidth as it is now."""
-        return self.start if self.log_bandwidth is None else jnp.exp(self.log_bandwidth[...])
+        return float(self.start) if self.log_bandwidth is None else jnp.exp(self.log_bandwidth[...])
 
-    def _scored(
-        self, queries: jax.Array, keys: jax.Array, values: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
-        return queries, keys, values, Gaussian(self.bandwidth)
+
+@final
+@_documented
+class MultiHeadAttention(Attention):
+    """Pooling in several heads, W_o concat_h(pool_h)."""
+
+    @shared.naming_arguments(shared.D2L_MULTI_HEAD)
+    def __init__(
+        self,
+        num_hiddens: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        *,
+        bias: bool = False,
+        score: str = "scaled_dot",
+        score_hiddens: int | None = None,
+        num_key_value_heads: int | None = None,
+        query_size: int | None = None,
+        key_size: int | None = None,
+        value_size: int | None = None,
+        deterministic: bool = False,
+        keep_last: bool = True,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        sizes = query_size, key_size, value_size
+        layer = description.multi_head(num_hiddens, num_heads, bias, score, score_hiddens, num_key_value_heads, *sizes)
+        super().__init__(layer, dropout, deterministic, keep_last, dtype, param_dtype, rngs)
+
+    num_hiddens, num_heads = option("num_hiddens"), option("num_heads")

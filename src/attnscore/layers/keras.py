@@ -1,39 +1,46 @@
 """Attention layers for Keras 3, on its TensorFlow, JAX and torch backends (and, for inference, on NumPy's).
 
-- The mathematics is `attnscore.attend`: these layers hold parameters, check the border and call it.
-- They are called, masked, built, saved and trained as Keras's own: lists, masks that arrive with the inputs,
+- The mathematics is `attnscore.attend`, on tensors of Keras's backend in eager calls, graphs and jit, and
+  `attnscore.layers.description` describes the layers: these classes hold parameters, check inputs and call it.
+- They are called, masked, built, saved and trained as Keras's layers are: lists, masks that arrive with the inputs,
   ``attention_mask``, ``use_causal_mask``, ``return_attention_scores``, ``.keras`` files, mixed precision, symbolic
-  calls with lengths that are not known.
-- Projections are ``keras.layers.Dense`` under the textbook's names (``W_q``, ``W_k``, ``w_v``; multi-head also ``W_v``,
-  ``W_o``), so its weights load.
-- What a mask hides reaches nothing, the gradients of the projections included, NaN and infinity too.
-- ``attention_weights`` are computed when read; nothing is kept in graphs and jit.
+  calls with unknown lengths.
+- Projections are ``keras.layers.Dense``, so that regularizers, LoRA and quantisation work on them, under the names of
+  Dive into Deep Learning (``W_q``, ``W_k``, ``w_v``; multi-head also ``W_v``, ``W_o``), so that its weights load.
+- Masked inputs propagate into no gradient, those of the projections included, even if they are NaN or infinity.
+- ``attention_weights`` are computed when read: a call is kept as detached inputs of its softmax in O(n) memory. Nothing
+  is kept in graphs and jit.
 """
 
 from __future__ import annotations
 
-import math
-from typing import Any, final
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast, final
 
 import keras
 
-from attnscore.backends.base import Array
-from attnscore.core.arguments import check_positive
-from attnscore.layers import shared
-from attnscore.layers.keras_inputs import unpacked
-from attnscore.layers.keras_multihead import MultiHeadAttention
-from attnscore.layers.keras_parameters import (
-    add_parameter,
-    check_size,
-    dense,
-    kernel_of,
-    project,
-    serialized,
-    settings_of,
-    value_of,
+from attnscore import backends
+from attnscore.analysis.weights import attention_weights
+from attnscore.api import attend
+from attnscore.backends.base import HALF_PRECISION, Array, SeedHalves
+from attnscore.errors import ShapeError, message
+from attnscore.layers import description, shared
+from attnscore.layers.description import INPUTS, BaseAttention, Layer, Linear, LoadsTorch, Parameter, option
+from attnscore.layers.documentation import Documentation, documented_call
+from attnscore.layers.keras_inputs import (
+    BACKEND,
+    OPS,
+    as_attention_mask,
+    check_inputs,
+    check_padding,
+    combined,
+    masks_in_list,
+    unpacked,
+    whole,
 )
-from attnscore.layers.keras_parts import Attention
-from attnscore.scores import Additive, Bilinear, Dot, Gaussian, ScaledDot
+from attnscore.scores import arrays_of
+from attnscore.scores.base import with_nonfinite_rows_isolated
 
 __all__ = [
     "AdditiveAttention",
@@ -43,37 +50,312 @@ __all__ = [
     "MultiHeadAttention",
 ]
 
+Shape = tuple[int | None, ...]
+
+# dtype of the halves of a dropout seed in a graph: 32 bits where arithmetic wraps around, 64 where it is masked.
+_SEED_DTYPE = {"jax": "uint32"}.get(BACKEND, "int64")
+_KINDS = {"initializer": keras.initializers, "regularizer": keras.regularizers}
+_documented = Documentation(
+    "from numpy import ones",
+    options="""
+scaled : bool
+    False leaves the division by sqrt(dim) out, as ``keras.layers.Attention`` does.
+seed : int, optional
+    Of the dropout.
+kernel_initializer, bias_initializer, kernel_regularizer, bias_regularizer
+    Of the projections.
+kwargs
+    Those of ``keras.layers.Layer``: name, dtype, trainable ...
+""",
+)
+
+
+# ------------------------------------------------------------------ parameters
+
+
+def _dense(linear: Linear, owner: keras.layers.Layer, settings: Mapping[str, Any]) -> Any:
+    """Return a projection of the layer `owner`, with a copy of the initializer: one object draws one array."""
+    initializer = keras.initializers.get(settings["kernel_initializer"])
+    if isinstance(initializer, keras.initializers.Initializer):
+        initializer = initializer.clone()
+    return keras.layers.Dense(
+        linear.units,
+        use_bias=linear.bias,
+        name=linear.name,
+        dtype=owner.dtype_policy,
+        **{**settings, "kernel_initializer": initializer},
+    )
+
+
+def _value(variable: Any) -> Array:
+    """Return the tensor of a variable now: the backend's, in whatever scope Keras reads it."""
+    found = keras.ops.convert_to_tensor(variable)
+    # A variable of TensorFlow comes through as it is where nothing is cast.
+    return cast(Any, OPS).convert_to_tensor(found) if BACKEND == "tensorflow" else found
+
+
+def _kernel(dense: Any) -> Array:
+    """Return the matrix of a projection; that of a quantised one is its output for unit vectors."""
+    if dense.quantization_mode is None:
+        return _value(dense.kernel)
+    return dense(keras.ops.eye(dense.input_spec.axes[-1], dtype=dense.compute_dtype))
+
+
+def torch_names(layer: Any) -> dict[str, tuple[Any, bool]]:
+    """Return the variables of a built layer by PyTorch's name, each with whether it is transposed there."""
+    found = {}
+    for key, name, member in layer._layer.torch_names():
+        held = getattr(layer, name)
+        if member is None:
+            found[key] = held, False
+        elif isinstance(held, keras.layers.Dense):
+            found[key] = (held.kernel, True) if member == "weight" else (held.bias, False)
+    return found
+
+
+# ------------------------------------------------------------------ the call
+
+
+class Attention(BaseAttention[Array], LoadsTorch, keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
+    """Base of the layers: calls as Keras makes them, parameters, dropout in training, the inputs of the last softmax.
+
+    Keras passes a mask, of an Embedding for instance, only to an argument that is called ``<argument>_mask``, and to
+    none where the tensors come in a list. So a list is unpacked before Keras looks at the call.
+    """
+
+    def __init__(
+        self,
+        layer: Layer,
+        dropout: float,
+        seed: int | None,
+        keep_last: bool,
+        settings: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self._layer = layer
+        self.dropout = shared.check_probability(dropout)
+        self.seed = seed
+        self.keep_last = keep_last
+        self.supports_masking = True
+        # Keras would refuse layer(queries, keys, values, [2, 6]).
+        self._allow_non_tensor_positional_args = True
+        # As in Keras's layers: a generator is a variable of the model, and in its files.
+        self.seed_generator = keras.random.SeedGenerator(seed) if self.dropout > 0 else None
+        # Around Keras's tracking of attributes: this is no state of the model.
+        self.__dict__["_last"] = None
+        # Initializers and regularizers of the projections.
+        self._settings = {name: _kind(name).get(x) for name, x in (settings or {}).items()}
+        for linear in layer.linears:
+            setattr(self, linear.name, _dense(linear, self, self._settings))
+
+    def build(self, queries_shape: Any, keys_shape: Any = None, values_shape: Any = None) -> None:
+        """Make the parameters, of the sizes of these inputs."""
+
+        def features(name: str, expected: int | None, owner: str) -> int:
+            shape = unpacked(queries_shape, keys_shape, values_shape)[INPUTS.index(name)]
+            if shape[-1] is None:
+                raise ShapeError(message(name, "vectors of a known length", "None", shapes={name: tuple(shape)}))
+            if expected is not None:
+                shared.check_features(name, shape[-1], expected, owner)
+            return int(shape[-1])
+
+        for linear in self._layer.linears:
+            size = features(linear.input, linear.size, linear.name) if linear.input in INPUTS else linear.size
+            getattr(self, linear.name).build((None, None, size))
+        for parameter in self._layer.parameters:
+            sizes = zip(parameter.inputs, parameter.shape, strict=False)
+            sized = parameter.sized([features(name, size, parameter.name) for name, size in sizes])
+            setattr(self, parameter.name, self._add(sized))
+
+    def _add(self, parameter: Parameter) -> Any:
+        """Add a weight in the variable dtype, which `attend` takes as it is under mixed precision too."""
+        start = (
+            keras.initializers.RandomUniform(-parameter.bound, parameter.bound)
+            if parameter.bound
+            else keras.initializers.Constant(parameter.start)
+        )
+        return self.add_weight(name=parameter.name, shape=parameter.sizes, initializer=start, autocast=False)
+
+    def __call__(
+        self, queries: Any, keys: Any = None, values: Any = None, valid_lens: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call the layer on tensors; a list as first argument is [query, value, key] as in Keras's layers."""
+        queries, keys, values = unpacked(queries, keys, values)
+        if "mask" in kwargs:
+            kwargs |= masks_in_list(kwargs.pop("mask"))
+        if self.compute_dtype in HALF_PRECISION:
+            valid_lens = whole(valid_lens)
+        return super().__call__(queries, keys, values, valid_lens, *args, **kwargs)
+
+    @documented_call(
+        """
+queries : (batch, query, features), or a list [query, value] or [query, value, key] in place of all three
+    ``keras.layers.MultiHeadAttention`` takes (query, value, key), which here is the list.
+values : (batch, key, features), optional
+    None: those of `keys`.
+attention_mask : a mask object, or an array that broadcasts to (batch, query, key), optional
+    True (or a whole number other than 0) where a query may attend. Two axes are (query, key).
+queries_mask, keys_mask, values_mask : (batch, length), True at positions that are not padding, optional
+    Keras fills them with the masks that arrive with the inputs. A masked query attends to nothing.
+training : bool, optional
+return_attention_scores : bool
+    Return the weights too, (batch, query, key), multi-head (batch, head, query, key), before dropout: O(n^2) memory.
+use_causal_mask : bool
+    Position i attends to the keys j <= i, counted from the first of each.
+"""
+    )
+    def call(
+        self,
+        queries: Any,
+        keys: Any = None,
+        values: Any = None,
+        valid_lens: Any = None,
+        attention_mask: Any = None,
+        queries_mask: Any = None,
+        keys_mask: Any = None,
+        training: bool | None = None,
+        return_attention_scores: bool = False,
+        use_causal_mask: bool = False,
+        values_mask: Any = None,
+    ) -> Any:
+        inputs = dict(zip(INPUTS, unpacked(queries, keys, values), strict=True))
+        check_inputs(inputs)
+        shapes = [OPS.shape(x) for x in inputs.values()]
+        batch, *lengths = shape = shared.scores_shape(*shapes)
+        padding = {"queries_mask": queries_mask, "keys_mask": keys_mask, "values_mask": values_mask}
+        for name, x in padding.items():
+            check_padding(name, x, (batch, lengths[name != "queries_mask"]))
+        mask = combined(as_attention_mask(attention_mask, shape), **padding, causal=use_causal_mask)
+        operands, arguments = self._operands(inputs, shapes, valid_lens, mask)
+        dropping = bool(training) and self.seed_generator is not None
+        found = attend(
+            *operands,
+            dropout=self.dropout if dropping else 0.0,
+            seed=self._draw_seed() if dropping else None,
+            return_weights=bool(return_attention_scores),
+            **arguments,
+        )
+        if self.keep_last:
+            self.__dict__["_last"] = _kept(*operands[:2], arguments)
+        return (self._output(found[0]), found[1]) if return_attention_scores else self._output(found)
+
+    def _project(self, linear: Linear, x: Array) -> Array:
+        dense = getattr(self, linear.name)
+        shared.check_features(linear.input, x.shape[-1], dense.input_spec.axes[-1], linear.name)
+        # On torch Keras multiplies float64 in float32, and the dtype of the result shows it.
+        return with_nonfinite_rows_isolated(OPS, x, lambda finite: keras.ops.cast(dense(finite), finite.dtype))
+
+    def _read(self, part: Linear | Parameter, inputs: Mapping[str, Array]) -> Array:
+        held = getattr(self, part.name)
+        if isinstance(part, Linear):
+            return _kernel(held)[:, 0]
+        for name, size in zip(part.inputs, held.shape, strict=False):
+            shared.check_features(name, inputs[name].shape[-1], size, part.name)
+        return _value(held)
+
+    def _reshape(self, x: Array, features: tuple[int, ...]) -> Array:
+        return keras.ops.reshape(x, (*keras.ops.shape(x)[:2], *features))
+
+    def _draw_seed(self) -> Any:
+        """Return a seed from the layer's generator: a number, or in a graph its two halves."""
+        if backends.compiled() is not None:
+            # torch's compiler takes no state from a generator of Keras.
+            return None
+        halves = keras.random.randint((2,), 0, 2**31 - 1, dtype="int32", seed=self.seed_generator)
+        found = backends.host(halves)
+        if found is not None:
+            return int(found[0]) | int(found[1]) << 32
+        low, high = (OPS.astype(halves[i], _SEED_DTYPE) for i in range(2))
+        return SeedHalves(low, high)
+
+    def compute_output_shape(self, queries_shape: Any, keys_shape: Any = None, values_shape: Any = None) -> Shape:
+        """Return (batch, query, features); a list as first argument is [query, value, key], as in a call."""
+        shapes = unpacked(queries_shape, keys_shape, values_shape)
+        shared.check_axes(dict(zip(INPUTS, map(tuple, shapes), strict=True)))
+        batch, query, _ = shared.scores_shape(*shapes)
+        return batch, query, self._layer.out_features(shapes[2][-1])
+
+    def compute_output_spec(self, queries: Any, keys: Any = None, values: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Return the result of a symbolic call: tensors without numbers."""
+        inputs = dict(zip(INPUTS, unpacked(queries, keys, values), strict=True))
+        check_inputs(inputs)
+        shapes = [x.shape for x in inputs.values()]
+        out = keras.KerasTensor(self.compute_output_shape(*shapes), dtype=self.compute_dtype)
+        given = self._call_signature.bind(*inputs.values(), *args, **kwargs).arguments
+        if not given.get("return_attention_scores"):
+            return out
+        batch, *lengths = shared.scores_shape(*shapes)
+        heads = (self._layer.heads,) if self._layer.heads else ()
+        return out, keras.KerasTensor((batch, *heads, *lengths), dtype=self.compute_dtype)
+
+    def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
+        """Return the mask of the queries, which is that of the output."""
+        return mask[0] if isinstance(mask, (list, tuple)) else mask
+
+    def get_config(self) -> dict[str, Any]:
+        """Return what `from_config` makes the same layer from."""
+        settings = {name: _kind(name).serialize(x) for name, x in self._settings.items()}
+        given = {"dropout": self.dropout, "seed": self.seed, "keep_last": self.keep_last}
+        return {**super().get_config(), **given, **dict(self._layer.options), **settings}
+
+    def _load(self, arrays: Mapping[str, shared.HostArray]) -> None:
+        if not self.built:
+            sizes = self._layer.sizes_in(arrays)
+            self.build(*((None, None, sizes[name]) for name in INPUTS))
+        shared.load_state(arrays, torch_names(self), lambda variable, array: variable.assign(array))
+
+
+def _kind(setting: str) -> Any:
+    return _KINDS[setting.rpartition("_")[2]]
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """The inputs of one softmax, in a framework whose arrays are never written to."""
+
+    query: Array
+    key: Array
+    arguments: dict[str, Any]
+
+    def weights(self) -> Array:
+        return OPS.stop_gradient(attention_weights(self.query, self.key, **self.arguments))
+
+
+def _kept(query: Array, key: Array, arguments: dict[str, Any]) -> Any:
+    """Return what `attention_weights` is computed from, or why that is not kept."""
+    mask = arguments["mask"]
+    masked = () if mask is None else mask.arrays().values()
+    others = [x for x in (arguments["valid_lens"], *masked) if backends.is_array(x)]
+    if _is_traced(query, key, *arrays_of(arguments["score"]).values(), *others):
+        return "compiled functions (fit, evaluate, predict, tf.function, jit), which keep nothing"
+    if BACKEND == "torch":
+        # Tensors there can be written to, and carry a graph.
+        from attnscore.layers import torch
+
+        return torch.Call.of(query, key, arguments)
+    return _Call(query, key, arguments)
+
+
+def _is_traced(*arrays: Array) -> bool:
+    """Whether these stand for values of a later run."""
+    if BACKEND == "torch":
+        from attnscore.layers import torch
+
+        return torch.is_traced(*arrays)
+    if BACKEND == "tensorflow":
+        return not all(hasattr(x, "numpy") or not hasattr(x, "graph") for x in arrays)
+    return BACKEND == "jax" and (OPS.needs_grad(*arrays) or OPS.needs_host_callback(*arrays))
+
+
+# ------------------------------------------------------------------ the layers
+
 
 @final
 @keras.saving.register_keras_serializable(package="attnscore")
+@_documented
 class DotProductAttention(Attention):
-    """Pooling by the (scaled) dot product of queries and keys of one length: softmax(q . k / sqrt(dim)) v.
-
-    Parameters
-    ----------
-    dropout : number in [0, 1)
-        Of the weights, in training.
-    scaled : bool
-        False leaves the division by sqrt(dim) out, as ``keras.layers.Attention`` does.
-    seed : int, optional
-        Of the dropout.
-    keep_last : bool
-        Whether to keep what `attention_weights` is computed from.
-    **kwargs
-        Keras's own: name, dtype, trainable ...
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> layer = DotProductAttention(dropout=0.5)
-    >>> values = np.arange(40, dtype="float32").reshape(1, 10, 4).repeat(2, axis=0)
-    >>> out = layer(np.ones((2, 1, 2)), np.ones((2, 10, 2)), values, valid_lens=[2, 6])
-    >>> keras.ops.convert_to_numpy(out)[:, 0].round(3)
-    array([[ 2.,  3.,  4.,  5.],
-           [10., 11., 12., 13.]], dtype=float32)
-    >>> tuple(layer.attention_weights.shape)
-    (2, 1, 10)
-    """
+    """Pooling by the dot product of queries and keys, softmax(q . k / sqrt(dim)) v."""
 
     def __init__(
         self,
@@ -84,45 +366,16 @@ class DotProductAttention(Attention):
         keep_last: bool = True,
         **kwargs: Any,
     ) -> None:
-        super().__init__(dropout, seed, keep_last, **kwargs)
-        self.scaled = scaled
+        super().__init__(description.dot_product(scaled), dropout, seed, keep_last, **kwargs)
 
-    def build(self, queries_shape: Any, keys_shape: Any = None, values_shape: Any = None) -> None:
-        """Nothing to make."""
-
-    def _scored(self, queries: Array, keys: Array, values: Array) -> tuple[Array, Array, Array, Any]:
-        return queries, keys, values, ScaledDot() if self.scaled else Dot()
-
-    def _own_config(self) -> dict[str, Any]:
-        return {"scaled": self.scaled}
+    scaled = option("scaled")
 
 
 @final
 @keras.saving.register_keras_serializable(package="attnscore")
+@_documented
 class AdditiveAttention(Attention):
-    """Pooling by the additive (Bahdanau) score w_v . tanh(W_q q + W_k k), for queries and keys of different lengths.
-
-    Parameters
-    ----------
-    num_hiddens : int
-        h, the length of w_v.
-    dropout : number in [0, 1)
-    key_size, query_size : int, optional
-        None: those of the first call.
-    seed : int, optional
-    keep_last : bool
-    kernel_initializer, kernel_regularizer
-        Of W_q, W_k and w_v.
-    **kwargs
-        Keras's own: name, dtype, trainable ...
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> layer = AdditiveAttention(key_size=2, query_size=20, num_hiddens=8, dropout=0.1)
-    >>> tuple(layer(np.ones((2, 1, 20)), np.ones((2, 10, 2)), np.ones((2, 10, 4)), valid_lens=[2, 6]).shape)
-    (2, 1, 4)
-    """
+    """Pooling by the additive score w_v . tanh(W_q q + W_k k)."""
 
     @shared.naming_arguments(shared.D2L_ADDITIVE)
     def __init__(
@@ -138,55 +391,18 @@ class AdditiveAttention(Attention):
         kernel_regularizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(dropout, seed, keep_last, **kwargs)
-        shared.check_size("num_hiddens", num_hiddens)
-        shared.check_size("key_size", key_size, optional=True)
-        shared.check_size("query_size", query_size, optional=True)
-        self.num_hiddens, self.key_size, self.query_size = num_hiddens, key_size, query_size
-        self._settings = settings_of(kernel_initializer=kernel_initializer, kernel_regularizer=kernel_regularizer)
-        self.W_q, self.W_k, self.w_v = (
-            dense(name, units, self, **self._settings)
-            for name, units in (("W_q", num_hiddens), ("W_k", num_hiddens), ("w_v", 1))
-        )
+        layer = description.additive(num_hiddens, key_size, query_size)
+        settings = {"kernel_initializer": kernel_initializer, "kernel_regularizer": kernel_regularizer}
+        super().__init__(layer, dropout, seed, keep_last, settings, **kwargs)
 
-    def build(self, queries_shape: Any, keys_shape: Any = None, values_shape: Any = None) -> None:
-        """Make the parameters, of the sizes of these inputs."""
-        queries_shape, keys_shape, _ = unpacked(queries_shape, keys_shape, values_shape)
-        self.W_q.build((None, None, check_size("queries", queries_shape, self.query_size, "W_q")))
-        self.W_k.build((None, None, check_size("keys", keys_shape, self.key_size, "W_k")))
-        self.w_v.build((None, None, self.num_hiddens))
-
-    def _scored(self, queries: Array, keys: Array, values: Array) -> tuple[Array, Array, Array, Any]:
-        query, key = project("queries", self.W_q, queries, "W_q"), project("keys", self.W_k, keys, "W_k")
-        return query, key, values, Additive(kernel_of(self.w_v)[:, 0])
-
-    def _own_config(self) -> dict[str, Any]:
-        sizes = {"num_hiddens": self.num_hiddens, "key_size": self.key_size, "query_size": self.query_size}
-        return sizes | serialized(self._settings)
+    num_hiddens, key_size, query_size = option("num_hiddens"), option("key_size"), option("query_size")
 
 
 @final
 @keras.saving.register_keras_serializable(package="attnscore")
+@_documented
 class BilinearAttention(Attention):
-    """Pooling by the bilinear (Luong's "general") score q . W k, for queries and keys of different lengths.
-
-    Parameters
-    ----------
-    dropout : number in [0, 1)
-    key_size, query_size : int, optional
-        None: those of the first call. ``W`` is (query_size, key_size).
-    seed : int, optional
-    keep_last : bool
-    **kwargs
-        Keras's own: name, dtype, trainable ...
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> layer = BilinearAttention()
-    >>> tuple(layer(np.ones((2, 1, 20)), np.ones((2, 10, 2)), np.ones((2, 10, 4))).shape)
-    (2, 1, 4)
-    """
+    """Pooling by the bilinear score q . W k."""
 
     def __init__(
         self,
@@ -198,54 +414,16 @@ class BilinearAttention(Attention):
         keep_last: bool = True,
         **kwargs: Any,
     ) -> None:
-        super().__init__(dropout, seed, keep_last, **kwargs)
-        shared.check_size("key_size", key_size, optional=True)
-        shared.check_size("query_size", query_size, optional=True)
-        self.key_size, self.query_size = key_size, query_size
+        super().__init__(description.bilinear(key_size, query_size), dropout, seed, keep_last, **kwargs)
 
-    def build(self, queries_shape: Any, keys_shape: Any = None, values_shape: Any = None) -> None:
-        """Make the matrix, of the sizes of these inputs."""
-        queries_shape, keys_shape, _ = unpacked(queries_shape, keys_shape, values_shape)
-        query_size = check_size("queries", queries_shape, self.query_size, "W")
-        key_size = check_size("keys", keys_shape, self.key_size, "W")
-        self.W = add_parameter(self, "W", shared.bilinear_parameter(query_size, key_size))
-
-    def _scored(self, queries: Array, keys: Array, values: Array) -> tuple[Array, Array, Array, Any]:
-        for name, x, size in zip(("queries", "keys"), (queries, keys), self.W.shape, strict=True):
-            shared.check_features(name, x.shape[-1], size, "W")
-        return queries, keys, values, Bilinear(value_of(self.W))
-
-    def _own_config(self) -> dict[str, Any]:
-        return {"key_size": self.key_size, "query_size": self.query_size}
+    key_size, query_size = option("key_size"), option("query_size")
 
 
 @final
 @keras.saving.register_keras_serializable(package="attnscore")
+@_documented
 class GaussianAttention(Attention):
-    """Pooling by the Gaussian kernel -|q - k|^2 / (2 bandwidth^2): Nadaraya-Watson regression.
-
-    Parameters
-    ----------
-    bandwidth : number above 0
-        In the units of queries and keys.
-    dropout : number in [0, 1)
-    learn_bandwidth : bool
-        Make it a parameter, that starts at `bandwidth`. It is learned as its logarithm, so that it stays above 0.
-    seed : int, optional
-    keep_last : bool
-    **kwargs
-        Keras's own: name, dtype, trainable ...
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> layer = GaussianAttention(bandwidth=0.5, learn_bandwidth=True)
-    >>> out = layer(np.zeros((1, 1, 1)), np.zeros((1, 3, 1)), np.arange(3.0).reshape(1, 3, 1))
-    >>> keras.ops.convert_to_numpy(out)
-    array([[[1.]]], dtype=float32)
-    >>> [weight.name for weight in layer.weights]
-    ['log_bandwidth']
-    """
+    """Pooling by the Gaussian kernel -|q - k|^2 / (2 bandwidth^2)."""
 
     def __init__(
         self,
@@ -257,24 +435,54 @@ class GaussianAttention(Attention):
         keep_last: bool = True,
         **kwargs: Any,
     ) -> None:
-        super().__init__(dropout, seed, keep_last, **kwargs)
-        self.start = float(check_positive("bandwidth", bandwidth))
-        self.learn_bandwidth = learn_bandwidth
+        super().__init__(description.gaussian(bandwidth, learn_bandwidth), dropout, seed, keep_last, **kwargs)
+        # A learned one is made when the layer is built.
         self.log_bandwidth: Any = None
 
-    def build(self, queries_shape: Any, keys_shape: Any = None, values_shape: Any = None) -> None:
-        """Make the bandwidth, if it is learned."""
-        if self.learn_bandwidth:
-            start = shared.Parameter((), start=math.log(self.start))
-            self.log_bandwidth = add_parameter(self, "log_bandwidth", start)
+    start, learn_bandwidth = option("bandwidth"), option("learn_bandwidth")
 
     @property
     def bandwidth(self) -> Any:
         """The bandwidth as it is now: a number, or a tensor where it is learned."""
-        return self.start if self.log_bandwidth is None else shared.exp(value_of(self.log_bandwidth))
+        return self.start if self.log_bandwidth is None else OPS.exp(_value(self.log_bandwidth))
 
-    def _scored(self, queries: Array, keys: Array, values: Array) -> tuple[Array, Array, Array, Any]:
-        return queries, keys, values, Gaussian(self.bandwidth)
 
-    def _own_config(self) -> dict[str, Any]:
-        return {"bandwidth": self.start, "learn_bandwidth": self.learn_bandwidth}
+@final
+@keras.saving.register_keras_serializable(package="attnscore")
+@_documented
+class MultiHeadAttention(Attention):
+    """Pooling in several heads, W_o concat_h(pool_h)."""
+
+    @shared.naming_arguments(shared.D2L_MULTI_HEAD)
+    def __init__(
+        self,
+        num_hiddens: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        *,
+        bias: bool = False,
+        score: str = "scaled_dot",
+        score_hiddens: int | None = None,
+        num_key_value_heads: int | None = None,
+        query_size: int | None = None,
+        key_size: int | None = None,
+        value_size: int | None = None,
+        seed: int | None = None,
+        keep_last: bool = True,
+        kernel_initializer: Any = "glorot_uniform",
+        bias_initializer: Any = "zeros",
+        kernel_regularizer: Any = None,
+        bias_regularizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        sizes = query_size, key_size, value_size
+        layer = description.multi_head(num_hiddens, num_heads, bias, score, score_hiddens, num_key_value_heads, *sizes)
+        settings = {
+            "kernel_initializer": kernel_initializer,
+            "bias_initializer": bias_initializer,
+            "kernel_regularizer": kernel_regularizer,
+            "bias_regularizer": bias_regularizer,
+        }
+        super().__init__(layer, dropout, seed, keep_last, settings, **kwargs)
+
+    num_hiddens, num_heads, bias = option("num_hiddens"), option("num_heads"), option("bias")

@@ -1,14 +1,14 @@
-"""What a call of a Keras layer is given: a list or three tensors, masks under several names, lengths not known yet.
+"""Arguments of a call of a Keras layer: a list or three tensors, masks under several names, unknown lengths.
 
-- A list is Keras's own [query, value] or [query, value, key], of tensors and of shapes.
-- Whole numbers pass as masks, as with Keras's own layers; an array with two axes is (query, key).
-- Errors name the argument, in the words of the layers of the other frameworks.
+- A list is [query, value] or [query, value, key], of tensors or of shapes, as Keras's attention layers take it.
+- Whole numbers pass as masks, as with Keras's layers; an array with two axes is (query, key).
+- Errors name the argument, and say the same as those of the other frameworks.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -27,16 +27,16 @@ if BACKEND not in _BACKENDS:
     raise FrameworkError(message("KERAS_BACKEND", "one of " + ", ".join(_BACKENDS), shown(BACKEND)))
 OPS = backends.load(BACKEND)
 
-Shape = tuple[int | None, ...]
-
 
 def unpacked(queries: Any, keys: Any, values: Any) -> tuple[Any, Any, Any]:
-    """Queries, keys and values (or their shapes) of a call, in which a list is [query, value] or [query, value, key].
+    """Return queries, keys and values (or their shapes); a list is [query, value] or [query, value, key].
 
     Raises
     ------
     ArgumentError
-        A list of another length, keys beside a list, or no keys at all.
+        A list of another length, a list together with keys, or no keys at all.
+    FrameworkError
+        Something that is no tensor.
     """
     if isinstance(queries, (list, tuple)) and not _is_shape(queries):
         expected = "a tensor, or a list [query, value] or [query, value, key]"
@@ -62,7 +62,7 @@ def _is_shape(x: Any) -> bool:
 
 
 def masks_in_list(mask: Any) -> dict[str, Any]:
-    """``mask=[query_mask, value_mask]`` of Keras's own Attention, under our names."""
+    """Return ``mask=[query_mask, value_mask]`` of ``keras.layers.Attention`` under the names of `Attention.call`."""
     if mask is None:
         return {}
     if not isinstance(mask, (list, tuple)) or len(mask) not in (2, 3):
@@ -73,9 +73,8 @@ def masks_in_list(mask: Any) -> dict[str, Any]:
     return dict(zip(("queries_mask", "values_mask", "keys_mask"), mask, strict=False))
 
 
-def check_inputs(queries: Any, keys: Any, values: Any) -> None:
+def check_inputs(inputs: Mapping[str, Any]) -> None:
     """Raise unless the inputs are floating tensors (batch, length, features) that belong together."""
-    inputs = {"queries": queries, "keys": keys, "values": values}
     for name, x in inputs.items():
         backends.check_dense(OPS, {name: x})
         if "float" not in _dtype_of(x):
@@ -93,15 +92,10 @@ def check_padding(name: str, x: Any, shape: Sequence[Any]) -> None:
         raise MaskError(message(name, f"shape (batch, length) = {tuple(shape)}", found))
 
 
-def scores_shape(queries: Sequence[Any], keys: Sequence[Any]) -> tuple[Any, Any, Any]:
-    """(batch, query, key) of two shapes; a batch of 1 serves a larger one."""
-    return keys[0] if queries[0] == 1 else queries[0], queries[1], keys[1]
-
-
 def as_attention_mask(mask: Any, shape: Sequence[Any]) -> Mask | None:
-    """A caller's `attention_mask` as a mask object: two axes of an array are (query, key), as everywhere in Keras.
+    """Return a caller's `attention_mask` as a mask object: two axes of an array are (query, key), as in all of Keras.
 
-    `shape` is (batch, query, key). What heads see each, in four axes, is checked where heads are known.
+    `shape` is (batch, query, key). An array of four axes, one mask a head, is checked where the heads are known.
     """
     if mask is None or isinstance(mask, Mask):
         return mask
@@ -121,9 +115,9 @@ def as_attention_mask(mask: Any, shape: Sequence[Any]) -> Mask | None:
 
 
 def combined(mask: Mask | None, *, queries_mask: Any, keys_mask: Any, values_mask: Any, causal: bool) -> Mask | None:
-    """All that hides something, as one mask."""
+    """Return all masks of a call as one."""
     parts = [] if mask is None else [mask]
-    # Self-attention delivers one mask under two names.
+    # In self-attention Keras passes one mask under two names.
     parts += [KeyPadding(_boolean(x)) for x in {id(x): x for x in (keys_mask, values_mask)}.values() if x is not None]
     if queries_mask is not None:
         parts.append(Dense(keras.ops.expand_dims(_boolean(queries_mask), -1)))
@@ -133,14 +127,14 @@ def combined(mask: Mask | None, *, queries_mask: Any, keys_mask: Any, values_mas
 
 
 def _boolean(x: Any) -> Any:
-    """Whole numbers as booleans, as Keras's own layers take them; what else is no boolean gets an error later."""
+    """Return whole numbers as booleans, as Keras's layers take them; other dtypes get an error later."""
     if backends.is_array(x) and "int" in _dtype_of(x):
         return x != 0
     return x
 
 
 def whole(lens: Any) -> Any:
-    """Float lengths as whole numbers: Keras would cast them with the other floats, and 2049 is none in float16."""
+    """Return float lengths as whole numbers: Keras would cast them with the other floats, but float16 has no 2049."""
     if "float" not in _dtype_of(lens):
         return lens
     values = None if isinstance(lens, keras.KerasTensor) else backends.host(lens)

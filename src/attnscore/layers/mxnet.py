@@ -1,12 +1,14 @@
 """Attention layers for MXNet: Gluon blocks, with parameters, training mode and serialisation as Gluon has them.
 
-- The mathematics is `attnscore.attend`: these blocks hold parameters, check the border and call it.
+- The mathematics is `attnscore.attend`, and `attnscore.layers.description` describes the layers: these blocks hold
+  parameters, check inputs and call it.
 - Blocks, not hybrid ones: a symbol has no numbers that the kernels could read (``docs/decisions/mxnet.md``).
-- Parameters are those of the textbook's layers (``W_q.weight``, ``W_k.weight``, ``w_v.weight``; multi-head also
+- Parameters have the names of Dive into Deep Learning (``W_q.weight``, ``W_k.weight``, ``w_v.weight``; multi-head also
   ``W_v.weight``, ``W_o.weight``), so its files load. Sizes not given are inferred at the first call.
-- Dropout is active under ``autograd.record()`` (or ``train_mode``), as Gluon's own is.
-- What a mask hides reaches nothing, the gradients of the projections included, NaN and infinity too.
-- ``attention_weights`` are computed when read, from detached inputs.
+- Dropout is active under ``autograd.record()`` (or ``train_mode``), as in Gluon.
+- Masked inputs propagate into no gradient, those of the projections included, even if they are NaN or infinity.
+- ``attention_weights`` are computed when read: a call is kept as detached inputs of its softmax, without a graph and in
+  O(n) memory.
 
 All are called as ``layer(queries, keys, values, valid_lens=None, mask=None)`` on (batch, length, features), after
 ``mxnet.npx.set_np()`` and ``layer.initialize()``.
@@ -14,16 +16,26 @@ All are called as ``layer(queries, keys, values, valid_lens=None, mask=None)`` o
 
 from __future__ import annotations
 
-import math
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, final
 
-from mxnet import gluon
+import mxnet as mx
+import numpy as np
+from mxnet import autograd, gluon
+from mxnet.gluon.parameter import DeferredInitializationError
 
+from attnscore import backends
+from attnscore.analysis.weights import attention_weights
+from attnscore.api import attend
 from attnscore.backends.base import Array
-from attnscore.core.arguments import check_positive
-from attnscore.layers import shared
-from attnscore.layers.mxnet_parts import Attention, Matrix, check_inputs, data_of, linear, number_of, project, started
-from attnscore.scores import Additive, Bilinear, Dot, Gaussian, ScaledDot
+from attnscore.errors import DeviceError, DtypeError, FrameworkError, message
+from attnscore.layers import description, shared
+from attnscore.layers.description import BaseAttention, Layer, Linear, Parameter, option
+from attnscore.layers.documentation import Documentation, documented_call
+from attnscore.scores import arrays_of
+from attnscore.scores.base import with_nonfinite_rows_isolated
 
 __all__ = [
     "AdditiveAttention",
@@ -33,65 +45,181 @@ __all__ = [
     "MultiHeadAttention",
 ]
 
+_OPS = backends.load("mxnet")
+_documented = Documentation(
+    "from mxnet.numpy import ones; from mxnet import npx; npx.set_np()",
+    options="""
+block
+    Those of ``gluon.Block``: prefix, params.
+""",
+    ready="layer.initialize()",
+)
+
+
+# ------------------------------------------------------------------ parameters
+
+
+class Matrix(gluon.Block):  # type: ignore[misc]  # MXNet has no types
+    """A weight (query_size, key_size), the W of a bilinear score; unknown sizes are those of the first call."""
+
+    def __init__(self, parameter: Parameter) -> None:
+        super().__init__()
+        self._parameter = parameter
+        with self.name_scope():
+            start = _Start(parameter)
+            self.weight = self.params.get("weight", shape=parameter.sizes, init=start, allow_deferred_init=True)
+
+    def forward(self, queries: Array, keys: Array) -> Array:
+        try:
+            weight = _data(self.weight, queries)
+        except DeferredInitializationError:
+            self.weight.shape = self._parameter.sized((queries.shape[-1], keys.shape[-1])).shape
+            self.weight._finish_deferred_init()
+            weight = _data(self.weight, queries)
+        _check_operand("queries", queries, weight, "W.weight", axis=0)
+        _check_operand("keys", keys, weight, "W.weight", axis=1)
+        return weight
+
+
+class _Start(mx.init.Initializer):  # type: ignore[misc]
+    """The starting values of a parameter."""
+
+    def __init__(self, parameter: Parameter) -> None:
+        super().__init__()
+        self._parameter = parameter
+
+    def _init_weight(self, _: Any, array: Any) -> None:
+        bound = self._parameter.sized(array.shape).bound
+        array[:] = mx.np.random.uniform(-bound, bound, size=array.shape) if bound else self._parameter.start
+
+
+def _data(parameter: gluon.Parameter, like: Array) -> Array:
+    """Return the array of a parameter in the context of `like`; one loaded from a file is a legacy array."""
+    return parameter.data(like.ctx).as_np_ndarray()
+
+
+def _check_operand(name: str, x: Array, weight: Array, owner: str, *, axis: int) -> None:
+    """Raise unless the features of `x` fit axis `axis` of a weight, and dtype and context fit too."""
+    shared.check_features(name, x.shape[-1], weight.shape[axis], owner)
+    if x.ctx != weight.ctx:
+        raise DeviceError(message(name, f"an array on {weight.ctx}, where {owner} is", x.ctx))
+    if _OPS.dtype(x) != _OPS.dtype(weight):
+        hint = "layer.cast(dtype) and x.astype(dtype) both help"
+        raise DtypeError(message(name, f"{_OPS.dtype(weight)}, the dtype of {owner}", _OPS.dtype(x), hint=hint))
+
+
+# ------------------------------------------------------------------ the call
+
+
+class Attention(BaseAttention[Array], gluon.Block):  # type: ignore[misc]
+    """Base of the layers: their parameters, dropout in training, and the inputs of the last softmax."""
+
+    def __init__(
+        self, layer: Layer, dropout: float, keep_last: bool, prefix: str | None = None, params: Any = None
+    ) -> None:
+        super().__init__(prefix=prefix, params=params)
+        self._layer = layer
+        self.dropout = shared.check_probability(dropout)
+        self.keep_last = keep_last
+        self._last: _Call | None = None
+        with self.name_scope():
+            for linear in layer.linears:
+                units, size = linear.units, linear.in_features
+                setattr(self, linear.name, gluon.nn.Dense(units, use_bias=linear.bias, flatten=False, in_units=size))
+            for parameter in layer.parameters:
+                setattr(self, parameter.name, Matrix(parameter) if parameter.inputs else self._parameter(parameter))
+
+    def _parameter(self, parameter: Parameter) -> gluon.Parameter:
+        # (1,), not (): Gluon saves a parameter without axes, but cannot load it.
+        return self.params.get(parameter.name, shape=parameter.sizes or (1,), init=_Start(parameter))
+
+    def __call__(self, queries: Array, keys: Array, values: Array, valid_lens: Any = None, mask: Any = None) -> Array:
+        """Call `forward` with Gluon's hooks; ``gluon.Block`` takes no keywords."""
+        return super().__call__(queries, keys, values, valid_lens, mask)
+
+    @documented_call()
+    def forward(self, queries: Array, keys: Array, values: Array, valid_lens: Any = None, mask: Any = None) -> Array:
+        if not mx.util.is_np_array():
+            expected, hint = "NumPy semantics in Gluon", "mxnet.npx.set_np() once, at the start of a program"
+            raise FrameworkError(message("mxnet", expected, "legacy ones", hint=hint))
+        inputs = {"queries": queries, "keys": keys, "values": values}
+        shared.check_inputs(_OPS, inputs, mx.np.ndarray, wanted="an mx.np.ndarray", hint="mx.np.array(x) makes one")
+        operands, arguments = self._operands(inputs, [x.shape for x in inputs.values()], valid_lens, mask)
+        out = attend(*operands, dropout=self.dropout if autograd.is_training() else 0.0, **arguments)
+        self._last = None
+        if self.keep_last:
+            with autograd.pause():
+                # MXNet counts no versions of an array, so what the caller could write to is copied.
+                query, key = (
+                    x.copy() if x is given else x.detach() for x, given in zip(operands, (queries, keys), strict=False)
+                )
+                self._last = _Call.of(query, key, arguments)
+        return self._output(out)
+
+    def _project(self, linear: Linear, x: Array) -> Array:
+        dense = getattr(self, linear.name)
+        try:
+            weight = _data(dense.weight, x)
+        except DeferredInitializationError:
+            pass
+        else:
+            _check_operand(linear.input, x, weight, linear.name, axis=1)
+        with _OPS.numeric_scope():
+            return with_nonfinite_rows_isolated(_OPS, x, dense)
+
+    def _read(self, part: Linear | Parameter, inputs: Mapping[str, Array]) -> Array:
+        held, like = getattr(self, part.name), inputs["queries"]
+        if isinstance(part, Linear):
+            return _data(held.weight, like).reshape((-1,))
+        if part.inputs:
+            return held(*[inputs[name] for name in part.inputs])
+        return _data(held, like) if part.shape else _data(held, like).reshape(())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return everything but the last call: a copy carries no activations."""
+        return {**self.__dict__, "_last": None}
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """The detached inputs of one softmax."""
+
+    query: Array
+    key: Array
+    arguments: dict[str, Any]
+
+    @classmethod
+    def of(cls, query: Array, key: Array, arguments: dict[str, Any]) -> _Call:
+        score, lens = arguments["score"], arguments["valid_lens"]
+        arrays = {name: x.detach().copy() for name, x in arrays_of(score).items()}
+        copied = {"score": dataclasses.replace(score, **arrays)}
+        if lens is not None:
+            copied["valid_lens"] = np.array(backends.host(lens))
+        return cls(query, key, arguments | copied)
+
+    def weights(self) -> Array:
+        with autograd.pause():
+            return attention_weights(self.query, self.key, **self.arguments)
+
+
+# ------------------------------------------------------------------ the layers
+
 
 @final
+@_documented
 class DotProductAttention(Attention):
-    """Pooling by the (scaled) dot product of queries and keys of one length: softmax(q . k / sqrt(dim)) v.
-
-    Parameters
-    ----------
-    dropout : number in [0, 1)
-        Of the weights, in training.
-    scaled : bool
-        False leaves the division by sqrt(dim) out.
-    keep_last : bool
-        Whether to keep what `attention_weights` is computed from.
-
-    Examples
-    --------
-    >>> from mxnet import np, npx
-    >>> npx.set_np()
-    >>> layer = DotProductAttention(dropout=0.5)
-    >>> values = np.arange(40).reshape(1, 10, 4).repeat(2, axis=0)
-    >>> layer(np.random.normal(0, 1, (2, 1, 2)), np.ones((2, 10, 2)), values, np.array([2, 6]))[:, 0].round()
-    array([[ 2.,  3.,  4.,  5.],
-           [10., 11., 12., 13.]])
-    >>> layer.attention_weights.shape
-    (2, 1, 10)
-    """
+    """Pooling by the dot product of queries and keys, softmax(q . k / sqrt(dim)) v."""
 
     def __init__(self, dropout: float = 0.0, *, scaled: bool = True, keep_last: bool = True, **block: Any) -> None:
-        super().__init__(dropout, keep_last, **block)
-        self.scaled = scaled
+        super().__init__(description.dot_product(scaled), dropout, keep_last, **block)
 
-    def forward(self, queries: Array, keys: Array, values: Array, valid_lens: Any = None, mask: Any = None) -> Array:
-        check_inputs(queries, keys, values)
-        score = ScaledDot() if self.scaled else Dot()
-        return self._pool(queries, keys, values, own=False, score=score, valid_lens=valid_lens, mask=mask)
+    scaled = option("scaled")
 
 
 @final
+@_documented
 class AdditiveAttention(Attention):
-    """Pooling by the additive (Bahdanau) score w_v . tanh(W_q q + W_k k), for queries and keys of different lengths.
-
-    Parameters
-    ----------
-    num_hiddens : int
-        h, the length of w_v.
-    dropout : number in [0, 1)
-    key_size, query_size : int, optional
-        None: inferred at the first call.
-    keep_last : bool
-
-    Examples
-    --------
-    >>> from mxnet import np, npx
-    >>> npx.set_np()
-    >>> layer = AdditiveAttention(num_hiddens=8, dropout=0.1)
-    >>> layer.initialize()
-    >>> layer(np.ones((2, 1, 20)), np.ones((2, 10, 2)), np.ones((2, 10, 4)), np.array([2, 6])).shape
-    (2, 1, 4)
-    """
+    """Pooling by the additive score w_v . tanh(W_q q + W_k k)."""
 
     @shared.naming_arguments(shared.D2L_ADDITIVE)
     def __init__(
@@ -104,40 +232,13 @@ class AdditiveAttention(Attention):
         keep_last: bool = True,
         **block: Any,
     ) -> None:
-        super().__init__(dropout, keep_last, **block)
-        shared.check_size("num_hiddens", num_hiddens)
-        with self.name_scope():
-            self.W_q = linear("query_size", query_size, num_hiddens)
-            self.W_k = linear("key_size", key_size, num_hiddens)
-            self.w_v = gluon.nn.Dense(1, use_bias=False, flatten=False, in_units=num_hiddens)
-
-    def forward(self, queries: Array, keys: Array, values: Array, valid_lens: Any = None, mask: Any = None) -> Array:
-        check_inputs(queries, keys, values)
-        query, key = project("queries", self.W_q, queries, "W_q"), project("keys", self.W_k, keys, "W_k")
-        score = Additive(data_of(self.w_v.weight, query).reshape((-1,)))
-        return self._pool(query, key, values, own=True, score=score, valid_lens=valid_lens, mask=mask)
+        super().__init__(description.additive(num_hiddens, key_size, query_size), dropout, keep_last, **block)
 
 
 @final
+@_documented
 class BilinearAttention(Attention):
-    """Pooling by the bilinear (Luong's "general") score q . W k, for queries and keys of different lengths.
-
-    Parameters
-    ----------
-    dropout : number in [0, 1)
-    key_size, query_size : int, optional
-        None: inferred at the first call. ``W.weight`` is (query_size, key_size).
-    keep_last : bool
-
-    Examples
-    --------
-    >>> from mxnet import np, npx
-    >>> npx.set_np()
-    >>> layer = BilinearAttention()
-    >>> layer.initialize()
-    >>> layer(np.ones((2, 1, 20)), np.ones((2, 10, 2)), np.ones((2, 10, 4))).shape
-    (2, 1, 4)
-    """
+    """Pooling by the bilinear score q . W k."""
 
     def __init__(
         self,
@@ -148,38 +249,13 @@ class BilinearAttention(Attention):
         keep_last: bool = True,
         **block: Any,
     ) -> None:
-        super().__init__(dropout, keep_last, **block)
-        with self.name_scope():
-            self.W = Matrix(query_size, key_size)
-
-    def forward(self, queries: Array, keys: Array, values: Array, valid_lens: Any = None, mask: Any = None) -> Array:
-        check_inputs(queries, keys, values)
-        score = Bilinear(self.W(queries, keys))
-        return self._pool(queries, keys, values, own=False, score=score, valid_lens=valid_lens, mask=mask)
+        super().__init__(description.bilinear(key_size, query_size), dropout, keep_last, **block)
 
 
 @final
+@_documented
 class GaussianAttention(Attention):
-    """Pooling by the Gaussian kernel -|q - k|^2 / (2 bandwidth^2): Nadaraya-Watson regression.
-
-    Parameters
-    ----------
-    bandwidth : number above 0
-        In the units of queries and keys.
-    dropout : number in [0, 1)
-    learn_bandwidth : bool
-        Make it a parameter, that starts at `bandwidth`. It is learned as its logarithm, so that it stays above 0.
-    keep_last : bool
-
-    Examples
-    --------
-    >>> from mxnet import np, npx
-    >>> npx.set_np()
-    >>> layer = GaussianAttention(bandwidth=0.5, learn_bandwidth=True)
-    >>> layer.initialize()
-    >>> layer(np.zeros((1, 1, 1)), np.zeros((1, 3, 1)), np.arange(3).reshape(1, 3, 1)).item()
-    1.0
-    """
+    """Pooling by the Gaussian kernel -|q - k|^2 / (2 bandwidth^2)."""
 
     def __init__(
         self,
@@ -190,65 +266,24 @@ class GaussianAttention(Attention):
         keep_last: bool = True,
         **block: Any,
     ) -> None:
-        super().__init__(dropout, keep_last, **block)
-        self.start = check_positive("bandwidth", bandwidth)
-        self.log_bandwidth = None
-        if learn_bandwidth:
-            # (1,), not (): Gluon saves a parameter without axes, but cannot load it.
-            start = started(shared.Parameter((1,), start=math.log(self.start)))
-            self.log_bandwidth = self.params.get("log_bandwidth", shape=(1,), init=start)
+        super().__init__(description.gaussian(bandwidth, learn_bandwidth), dropout, keep_last, **block)
+        if not learn_bandwidth:
+            self.log_bandwidth = None
+
+    start = option("bandwidth")
 
     @property
     def bandwidth(self) -> float | Array:
         """The bandwidth as it is now."""
-        return self.start if self.log_bandwidth is None else shared.exp(number_of(self.log_bandwidth))
-
-    def forward(self, queries: Array, keys: Array, values: Array, valid_lens: Any = None, mask: Any = None) -> Array:
-        check_inputs(queries, keys, values)
-        score = Gaussian(self.bandwidth)
-        return self._pool(queries, keys, values, own=False, score=score, valid_lens=valid_lens, mask=mask)
+        if self.log_bandwidth is None:
+            return self.start
+        return _OPS.exp(self.log_bandwidth.data().as_np_ndarray().reshape(()))
 
 
 @final
+@_documented
 class MultiHeadAttention(Attention):
-    """Project queries, keys and values, attend in each head, join the heads, project: W_o concat_h(pool_h).
-
-    The names, the shapes and the order of the heads are the textbook's.
-
-    Parameters
-    ----------
-    num_hiddens : int
-        Features of the result; each head has num_hiddens / num_heads of them.
-    num_heads : int
-    dropout : number in [0, 1)
-        Of the weights, in training.
-    bias : bool
-        Whether the four projections have one.
-    score : {"scaled_dot", "dot", "gaussian", "cosine", "additive", "bilinear"}
-        With one set of parameters per head: ``w_v`` (heads, h) of the additive score, whose W_q and W_k are the layer's
-        own, ``W`` (heads, dim, dim), ``log_bandwidth`` (heads,), and ``log_scale`` (heads,) of the cosine.
-    score_hiddens : int, optional
-        h of the additive score; None: num_hiddens / num_heads.
-    num_key_value_heads : int, optional
-        Fewer heads for keys and values than for queries (grouped or multi-query attention).
-    query_size, key_size, value_size : int, optional
-        None: inferred at the first call.
-    keep_last : bool
-        Whether to keep what `attention_weights` is computed from.
-
-    Examples
-    --------
-    >>> import attnscore as ats
-    >>> from mxnet import np, npx
-    >>> npx.set_np()
-    >>> layer = MultiHeadAttention(num_hiddens=8, num_heads=2, score="additive")
-    >>> layer.initialize()
-    >>> x = np.random.normal(0, 1, (3, 5, 6))
-    >>> layer(x, x, x, valid_lens=[1, 3, 5], mask=ats.Causal()).shape
-    (3, 5, 8)
-    >>> layer.attention_weights.shape
-    (3, 2, 5, 5)
-    """
+    """Pooling in several heads, W_o concat_h(pool_h)."""
 
     @shared.naming_arguments(shared.D2L_MULTI_HEAD)
     def __init__(
@@ -267,28 +302,6 @@ class MultiHeadAttention(Attention):
         keep_last: bool = True,
         **block: Any,
     ) -> None:
-        super().__init__(dropout, keep_last, **block)
-        heads = shared.Heads.checked(num_hiddens, num_heads, num_key_value_heads, score, score_hiddens)
-        self._heads, kv = heads, heads.key_value_count
-        with self.name_scope():
-            self.W_q = linear("query_size", query_size, heads.count * heads.score_width, bias=bias)
-            self.W_k = linear("key_size", key_size, kv * heads.score_width, bias=bias)
-            self.W_v = linear("value_size", value_size, kv * heads.width, bias=bias)
-            self.W_o = linear("num_hiddens", num_hiddens, num_hiddens, bias=bias)
-            for name, parameter in heads.parameters().items():
-                setattr(self, name, self.params.get(name, shape=parameter.shape, init=started(parameter)))
-
-    def forward(self, queries: Array, keys: Array, values: Array, valid_lens: Any = None, mask: Any = None) -> Array:
-        check_inputs(queries, keys, values)
-        heads, kv = self._heads, self._heads.key_value_count
-        out = self._pool(
-            shared.split_heads(project("queries", self.W_q, queries, "W_q"), heads.count, heads.score_width),
-            shared.split_heads(project("keys", self.W_k, keys, "W_k"), kv, heads.score_width),
-            shared.split_heads(project("values", self.W_v, values, "W_v"), kv, heads.width),
-            own=True,
-            score=heads.make_score({name: data_of(getattr(self, name), queries) for name in heads.parameters()}),
-            valid_lens=valid_lens,
-            mask=shared.over_heads(mask, shared.scores_shape(queries, keys, values)),
-            head_axis=-2,
-        )
-        return self.W_o(out.reshape((*out.shape[:2], -1)))
+        sizes = query_size, key_size, value_size
+        layer = description.multi_head(num_hiddens, num_heads, bias, score, score_hiddens, num_key_value_heads, *sizes)
+        super().__init__(layer, dropout, keep_last, **block)

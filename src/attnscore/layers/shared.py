@@ -1,8 +1,6 @@
-"""What the layers of all frameworks share: sizes, parameters and their starting values, checks, scores, messages.
+"""What the layers of all frameworks do alike: checks, masks over heads, PyTorch's checkpoints, messages.
 
-- Imports no framework: a layer file brings the arrays, its own way to hold parameters, and nothing else.
-- A score of `MultiHeadAttention` is one line in each of two tables: which parameters it has, and what it makes of them.
-- Starting values keep the variance of a score near that of a scaled dot product, whatever the width.
+Imports no framework. What a layer consists of and computes is in `attnscore.layers.description`.
 """
 
 from __future__ import annotations
@@ -10,23 +8,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from attnscore import backends
-from attnscore.backends.base import FLOATING, Array, Backend, is_unknown, may_equal
-from attnscore.core.arguments import check_choice, is_whole, shown
+from attnscore.backends.base import FLOATING, Backend, is_unknown, may_equal
+from attnscore.core.arguments import is_whole, shown
 from attnscore.core.dropout import check_dropout
 from attnscore.errors import ArgumentError, AttnscoreError, DtypeError, FrameworkError, MaskError, ShapeError, message
 from attnscore.masks import And, Dense, Mask, Not, Or
 from attnscore.masks.shape_spec import shape_of
-from attnscore.scores import Additive, Bilinear, Cosine, Dot, Gaussian, ScaledDot
 
 Shape = tuple[int, ...]
+HostArray = np.ndarray[Any, Any]
 Kept = TypeVar("Kept")
 """What a layer keeps of a call."""
 Constructor = TypeVar("Constructor", bound=Callable[..., None])
@@ -36,103 +32,11 @@ D2L_ADDITIVE = ("key_size", "query_size", "num_hiddens", "dropout")
 D2L_MULTI_HEAD = ("key_size", "query_size", "value_size", "num_hiddens", "num_heads", "dropout", "bias")
 
 
-@dataclass(frozen=True)
-class Parameter:
-    """Shape and starting values of one parameter: the constant `start`, or uniform within ±1/sqrt(fan_in)."""
-
-    shape: Shape
-    start: float = 0.0
-    fan_in: int | None = None
-
-    @property
-    def bound(self) -> float:
-        """Largest starting value of a parameter that starts at random; 0 for one that starts constant."""
-        return 0.0 if self.fan_in is None else 1 / math.sqrt(max(1, self.fan_in))
-
-
-def bilinear_parameter(query_size: int, key_size: int, heads: Shape = ()) -> Parameter:
-    """W of q . W k. A score sums query_size * key_size products, so that is its fan-in.
-
-    With the usual 1/sqrt(key_size) the variance of the scores grows with query_size, and the softmax starts saturated.
-    """
-    return Parameter((*heads, query_size, key_size), fan_in=query_size * key_size)
-
-
-@dataclass(frozen=True)
-class Heads:
-    """The sizes of a multi-head layer, checked."""
-
-    score: str
-    count: int
-    key_value_count: int
-    width: int
-    """Length of a head's values."""
-    score_width: int
-    """Length of a head's queries and keys; for the additive score its hidden units."""
-
-    @classmethod
-    def checked(
-        cls, num_hiddens: int, num_heads: int, num_key_value_heads: int | None, score: str, score_hiddens: int | None
-    ) -> Heads:
-        """The sizes that a constructor's arguments mean.
-
-        Raises
-        ------
-        ArgumentError
-            An unknown score, a size that is no whole number above 0, `score_hiddens` for a score without hidden units.
-        ShapeError
-            Heads that do not divide.
-        """
-        check_size("num_hiddens", num_hiddens)
-        check_size("num_heads", num_heads)
-        check_size("num_key_value_heads", num_key_value_heads, optional=True)
-        check_size("score_hiddens", score_hiddens, optional=True)
-        check_choice("score", score, tuple(_MAKERS))
-        if score_hiddens is not None and score != "additive":
-            hint = "only the additive score has hidden units"
-            raise ArgumentError(message("score_hiddens", f"None for score={score!r}", score_hiddens, hint=hint))
-        kv = num_heads if num_key_value_heads is None else num_key_value_heads
-        if num_hiddens % num_heads:
-            raise ShapeError(message("num_hiddens", f"a multiple of num_heads ({num_heads})", num_hiddens))
-        if num_heads % kv:
-            raise ShapeError(message("num_key_value_heads", f"a number that divides num_heads ({num_heads})", kv))
-        width = num_hiddens // num_heads
-        return cls(score, num_heads, kv, width, score_hiddens or width)
-
-    def parameters(self) -> dict[str, Parameter]:
-        """The parameters of the score by name, one set per head on the first axis."""
-        return _PARAMETERS[self.score](self) if self.score in _PARAMETERS else {}
-
-    def make_score(self, arrays: Mapping[str, Array]) -> Any:
-        """The score object over these parameters."""
-        return _MAKERS[self.score](arrays)
-
-
-# Learned as logarithms: a step of the optimiser multiplies, and cannot make a bandwidth negative.
-_PARAMETERS: dict[str, Callable[[Heads], dict[str, Parameter]]] = {
-    # W_q and W_k of the additive score are the layer's own, cut into heads.
-    "additive": lambda heads: {"w_v": Parameter((heads.count, heads.score_width), fan_in=heads.score_width)},
-    "bilinear": lambda heads: {"W": bilinear_parameter(heads.score_width, heads.score_width, heads=(heads.count,))},
-    # exp(-|q - k|^2 / (2 b^2)) has q . k / b^2 in it: b^2 = sqrt(width) starts like the scaled dot product.
-    "gaussian": lambda heads: {"log_bandwidth": Parameter((heads.count,), start=math.log(heads.score_width) / 4)},
-    # The cosine of random vectors has variance 1/width.
-    "cosine": lambda heads: {"log_scale": Parameter((heads.count,), start=math.log(heads.score_width) / 2)},
-}
-_MAKERS: dict[str, Callable[[Mapping[str, Array]], Any]] = {
-    "dot": lambda _: Dot(),
-    "scaled_dot": lambda _: ScaledDot(),
-    "gaussian": lambda arrays: Gaussian(exp(arrays["log_bandwidth"])),
-    "cosine": lambda arrays: Cosine(exp(arrays["log_scale"])),
-    "additive": lambda arrays: Additive(arrays["w_v"]),
-    "bilinear": lambda arrays: Bilinear(arrays["W"]),
-}
-
-
 def naming_arguments(older: tuple[str, ...]) -> Callable[[Constructor], Constructor]:
-    """Make a constructor answer too many positional arguments by the keywords to use, and not by a bare TypeError.
+    """Make a constructor name the keywords to use where a call has too many positional arguments.
 
-    `older` is an order of arguments that such calls are likely to follow. The wrapped constructor raises ArgumentError
-    for more positional arguments than it takes, and for one that is given by name as well.
+    `older` is the order of arguments that such a call is likely to follow. The wrapped constructor raises ArgumentError
+    in place of TypeError for more positional arguments than it takes, and for one that is given by name as well.
     """
 
     def decorate(init: Constructor) -> Constructor:
@@ -152,8 +56,8 @@ def naming_arguments(older: tuple[str, ...]) -> Callable[[Constructor], Construc
                 raise ArgumentError(message(owner, expected, got, hint=hint))
             init(self, *args, **kwargs)
 
-        # Keras reads it, and does not look behind a wrapper.
-        checked.__signature__ = signature  # type: ignore[attr-defined]  # functions have room for it
+        # Keras reads the signature without following __wrapped__.
+        checked.__signature__ = signature  # type: ignore[attr-defined]  # functions take any attribute
         return cast(Constructor, checked)
 
     return decorate
@@ -168,11 +72,6 @@ def _named(owner: str, older: tuple[str, ...], args: tuple[Any, ...], kwargs: Ma
     return f"{owner}({', '.join(f'{name}={shown(value)}' for name, value in (values | others).items())})"
 
 
-def exp(x: Array) -> Array:
-    """The exponential, in the framework of `x`."""
-    return backends.of({"parameter": x}).exp(x)
-
-
 def check_size(name: str, size: Any, *, optional: bool = False) -> None:
     """Raise ArgumentError unless `size` is a whole number above 0 (or None, when `optional`)."""
     if size is None and optional:
@@ -183,7 +82,7 @@ def check_size(name: str, size: Any, *, optional: bool = False) -> None:
 
 
 def check_probability(dropout: Any) -> float:
-    """The dropout of a layer; ArgumentError unless it is in [0, 1)."""
+    """Return the dropout of a layer as a float; raise ArgumentError unless it is in [0, 1)."""
     check_dropout(dropout, 0, lambda: 0)
     return float(dropout)
 
@@ -198,34 +97,29 @@ def check_axes(shapes: Mapping[str, Shape]) -> None:
         wanted = f"as many positions as keys ({shapes['keys'][1]})"
         raise ShapeError(message("values", wanted, shapes["values"][1], shapes=shapes))
     batches = [shape[0] for shape in shapes.values() if not is_unknown(shape[0])]
-    # Not a set: lengths in a trace of torch's are equal, and not the same.
+    # Not a set: in a trace by PyTorch two equal lengths are different objects.
     several = [n for n in batches if n != 1]
     if any(n != several[0] for n in several):
         raise ShapeError(message(", ".join(shapes), "one batch size, or 1", batches, shapes=shapes))
 
 
 def check_features(name: str, got: int, expected: int, owner: str) -> None:
-    """Raise ShapeError unless the vectors of input `name` are as long as parameter `owner` takes them."""
+    """Raise ShapeError unless input `name` has the features that parameter `owner` takes."""
     if got != expected:
         raise ShapeError(message(name, f"vectors of length {expected}, which {owner} takes", got))
 
 
-def split_heads(x: Array, heads: int, width: int) -> Array:
-    """(batch, length, heads * width) as (batch, length, head, width): no heads are moved."""
-    return x.reshape((*x.shape[:-1], heads, width))
-
-
-def scores_shape(queries: Array, keys: Array, values: Array) -> tuple[int, int, int]:
-    """(batch, query, key) of a call; a batch of 1 serves a larger one."""
-    batch = next((x.shape[0] for x in (queries, keys, values) if x.shape[0] != 1), 1)
-    return batch, queries.shape[1], keys.shape[1]
+def scores_shape(queries: Sequence[Any], keys: Sequence[Any], values: Sequence[Any]) -> tuple[Any, Any, Any]:
+    """Return (batch, query, key) of a call from the shapes of its inputs; a batch of 1 broadcasts to a larger one."""
+    batch = next((shape[0] for shape in (queries, keys, values) if shape[0] != 1), 1)
+    return batch, queries[1], keys[1]
 
 
 def over_heads(mask: Any, shape: tuple[int | None, ...]) -> Any:
-    """A caller's mask for scores with a head axis, in which boolean arrays (batch, query, key) hold for all heads.
+    """Return a caller's mask with a head axis in its boolean arrays (batch, query, key).
 
-    Without it an array (batch, query, key) would be read as (head, query, key), silently where the numbers agree.
-    `shape` is (batch, query, key). Arrays with four axes say themselves what each head sees.
+    Otherwise an array (batch, query, key) would be read as (head, query, key), silently where the sizes agree. `shape`
+    is (batch, query, key). Arrays with four axes already differ by head.
     """
     if isinstance(mask, (And, Or)):
         parts = {name: over_heads(getattr(mask, name), shape) for name in ("first", "second")}
@@ -260,10 +154,10 @@ def check_inputs(
 
 
 def last_call(kept: Kept | str | None, keep_last: bool, *, where: str = "") -> Kept:
-    """What a layer kept of its last call; raises AttnscoreError when it kept nothing (None, or why not).
+    """Return what a layer kept of its last call; raise AttnscoreError when it kept nothing (None, or why not).
 
-    It is no AttributeError: frameworks answer that one with a search of their own, which would hide the reason.
-    `where` names the calls that count, in a framework whose compiled ones leave no trace on the layer.
+    Not an AttributeError: frameworks answer that one with a search for attributes, which would hide the reason.
+    `where` names the calls that count, in a framework whose compiled calls leave no trace on the layer.
     """
     if kept is None:
         if keep_last:
@@ -275,3 +169,33 @@ def last_call(kept: Kept | str | None, keep_last: bool, *, where: str = "") -> K
         hint = "call the layer itself once; attnscore.attention_weights computes weights anywhere"
         raise AttnscoreError(message("attention_weights", "a call outside " + kept, "one inside", hint=hint))
     return kept
+
+
+def torch_state(state: Mapping[str, Any]) -> dict[str, HostArray]:
+    """Return a ``state_dict``, of arrays of any framework, as NumPy arrays."""
+    arrays = {}
+    for name, x in state.items():
+        found = backends.of({name: x}).host(x)
+        if found is None:
+            raise ArgumentError(message(name, "an array whose numbers can be seen", "one on a device", hint="x.cpu()"))
+        arrays[name] = found
+    return arrays
+
+
+def load_state(
+    arrays: Mapping[str, HostArray],
+    variables: Mapping[str, tuple[Any, bool]],
+    assign: Callable[[Any, HostArray], object],
+) -> None:
+    """Assign arrays to variables of the same names; a variable marked True is transposed in PyTorch.
+
+    All are checked before the first is assigned.
+    """
+    if set(variables) != set(arrays):
+        raise ArgumentError(message("state", "the names " + ", ".join(sorted(variables)), ", ".join(sorted(arrays))))
+    for name, (variable, transposed) in variables.items():
+        shape = tuple(variable.shape[::-1] if transposed else variable.shape)
+        if arrays[name].shape != shape:
+            raise ShapeError(message(name, f"shape {shape}", arrays[name].shape))
+    for name, (variable, transposed) in variables.items():
+        assign(variable, arrays[name].T if transposed else arrays[name])

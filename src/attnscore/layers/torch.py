@@ -1,28 +1,41 @@
 """Attention layers for PyTorch: parameters, training mode and serialisation as ``torch.nn`` has them.
 
-- The mathematics is `attnscore.attend`: these modules hold parameters, check the border and call it.
-- ``state_dict`` keys are those of the textbook's layers (``W_q.weight``, ``W_k.weight``, ``w_v.weight``; multi-head
+- The mathematics is `attnscore.attend`, and `attnscore.layers.description` describes the layers: these modules hold
+  parameters, check inputs and call it.
+- ``state_dict`` keys are those of Dive into Deep Learning (``W_q.weight``, ``W_k.weight``, ``w_v.weight``; multi-head
   also ``W_v.weight``, ``W_o.weight``), so its checkpoints load. Sizes not given are inferred at the first call.
-- What a mask hides reaches nothing, the gradients of the projections included, NaN and infinity too.
-- ``attention_weights`` are computed when read, from detached inputs; nothing is kept under tracing, by pickle or by
-  deepcopy.
+- Masked inputs propagate into no gradient, those of the projections included, even if they are NaN or infinity.
+- ``attention_weights`` are computed when read: a call is kept as detached inputs of its softmax, without a graph and in
+  O(n) memory. Nothing is kept under tracing, by pickle or by deepcopy.
 
 All are called as ``layer(queries, keys, values, valid_lens=None, mask=None)`` on (batch, length, features).
 """
 
 from __future__ import annotations
 
-import math
-from typing import Any, final
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Self, final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import UninitializedParameter
 
-from attnscore.core.arguments import check_positive
-from attnscore.layers import shared
-from attnscore.layers.torch_multihead import MultiHeadAttention
-from attnscore.layers.torch_parts import Attention, check_inputs, linear, matrix, project
-from attnscore.scores import Additive, Bilinear, Dot, Gaussian, ScaledDot
+from attnscore import backends
+from attnscore.analysis.weights import attention_weights
+from attnscore.api import attend
+from attnscore.errors import ArgumentError, DeviceError, DtypeError, message
+from attnscore.layers import description, shared
+from attnscore.layers.description import BaseAttention, Layer, Linear, Parameter, option
+from attnscore.layers.documentation import Documentation, documented_call
+from attnscore.masks import Mask
+from attnscore.scores import arrays_of
+from attnscore.scores.base import with_nonfinite_rows_isolated
 
 __all__ = [
     "AdditiveAttention",
@@ -32,67 +45,261 @@ __all__ = [
     "MultiHeadAttention",
 ]
 
+_OPS = backends.load("torch")
+_documented = Documentation(
+    "from torch import ones",
+    options="""
+device, dtype : optional
+    Of the parameters.
+""",
+)
 
-@final
-class DotProductAttention(Attention):
-    """Pooling by the (scaled) dot product of queries and keys of one length: softmax(q . k / sqrt(dim)) v.
 
-    Parameters
-    ----------
-    dropout : number in [0, 1)
-        Of the weights, in training.
-    scaled : bool
-        False leaves the division by sqrt(dim) out.
-    keep_last : bool
-        Whether to keep what `attention_weights` is computed from.
+# ------------------------------------------------------------------ parameters
 
-    Examples
-    --------
-    >>> import torch
-    >>> layer = DotProductAttention(dropout=0.5).eval()
-    >>> values = torch.arange(40.0).reshape(1, 10, 4).repeat(2, 1, 1)
-    >>> layer(torch.randn(2, 1, 2), torch.ones(2, 10, 2), values, torch.tensor([2, 6]))[:, 0].round()
-    tensor([[ 2.,  3.,  4.,  5.],
-            [10., 11., 12., 13.]])
-    >>> layer.attention_weights.shape
-    torch.Size([2, 1, 10])
-    """
 
-    def __init__(self, dropout: float = 0.0, *, scaled: bool = True, keep_last: bool = True) -> None:
-        super().__init__(dropout, keep_last)
-        self.scaled = scaled
+def _linear(linear: Linear, device: Any, dtype: torch.dtype | None) -> nn.Linear:
+    if linear.size is not None:
+        return nn.Linear(linear.size, linear.units, bias=linear.bias, device=device, dtype=dtype)
+    with _without_lazy_warning():
+        return nn.LazyLinear(linear.units, bias=linear.bias, device=device, dtype=dtype)
 
+
+def _start(x: Tensor, parameter: Parameter) -> None:
+    """Give a parameter its starting values."""
+    if parameter.bound:
+        nn.init.uniform_(x, -parameter.bound, parameter.bound)
+    else:
+        nn.init.constant_(x, parameter.start)
+
+
+class Matrix(nn.Module):
+    """A weight (query_size, key_size), the W of a bilinear score."""
+
+    def __init__(self, parameter: Parameter, *, device: Any, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self._parameter = parameter
+        self.weight = nn.Parameter(torch.empty(parameter.sizes, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weight anew."""
+        _start(self.weight, self._parameter.sized(self.weight.shape))
+
+    def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
+        weight = self.weight
+        _check_operand("queries", queries, weight, "W.weight", axis=0)
+        _check_operand("keys", keys, weight, "W.weight", axis=1)
+        return weight
+
+    def extra_repr(self) -> str:
+        if isinstance(self.weight, UninitializedParameter):
+            return ""
+        return f"query_size={self.weight.shape[0]}, key_size={self.weight.shape[1]}"
+
+
+class _LazyMatrix(LazyModuleMixin, Matrix):
+    """A `Matrix` that takes the sizes it lacks from its first call, and then becomes one."""
+
+    cls_to_become = Matrix
+
+    def __init__(self, parameter: Parameter, *, device: Any, dtype: torch.dtype | None) -> None:
+        super().__init__(dataclasses.replace(parameter, shape=(0, 0)), device=device, dtype=dtype)
+        self._parameter = parameter
+        # torch types neither these arguments nor that this is a Parameter.
+        self.weight = UninitializedParameter(device=device, dtype=dtype)  # type: ignore[call-arg, assignment]
+
+    def reset_parameters(self) -> None:
+        if not isinstance(self.weight, UninitializedParameter):
+            super().reset_parameters()
+
+    def initialize_parameters(self, queries: Tensor, keys: Tensor) -> None:
+        if isinstance(self.weight, UninitializedParameter):
+            sizes = zip(self._parameter.shape, (queries, keys), strict=True)
+            self.weight.materialize(tuple(size or x.shape[-1] for size, x in sizes))
+            self.reset_parameters()
+
+
+@contextlib.contextmanager
+def _without_lazy_warning() -> Iterator[None]:
+    """Silence the warning of older releases that lazy modules are new: the caller did not choose them."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Lazy modules are a new feature")
+        yield
+
+
+def _check_operand(name: str, x: Tensor, weight: Tensor, owner: str, *, axis: int) -> None:
+    """Raise unless the features of `x` fit axis `axis` of a weight, and dtype and device fit too."""
+    shared.check_features(name, x.shape[-1], weight.shape[axis], owner)
+    if x.device != weight.device:
+        raise DeviceError(message(name, f"a tensor on {weight.device}, where {owner} is", x.device))
+    cast = torch.is_autocast_enabled(x.device.type) and torch.float64 not in (x.dtype, weight.dtype)
+    if x.dtype != weight.dtype and weight.is_floating_point() and not cast:
+        hint = "layer.to(x.dtype) and x.to(layer's dtype) both help"
+        raise DtypeError(message(name, f"{weight.dtype}, the dtype of {owner}", x.dtype, hint=hint))
+
+
+# ------------------------------------------------------------------ the call
+
+
+class Attention(BaseAttention[Tensor], nn.Module):
+    """Base of the layers: their parameters, dropout in training, and the inputs of the last softmax."""
+
+    def __init__(
+        self, layer: Layer, dropout: float, keep_last: bool, device: Any = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.dropout = shared.check_probability(dropout)
+        self.keep_last = keep_last
+        self._layer = layer
+        self._last: Call | str | None = None
+        for linear in layer.linears:
+            self.add_module(linear.name, _linear(linear, device, dtype))
+        for parameter in layer.parameters:
+            if parameter.inputs:
+                kind = _LazyMatrix if None in parameter.shape else Matrix
+                with _without_lazy_warning():
+                    self.add_module(parameter.name, kind(parameter, device=device, dtype=dtype))
+            else:
+                empty = torch.empty(parameter.sizes, device=device, dtype=dtype)
+                self.register_parameter(parameter.name, nn.Parameter(empty))
+                _start(self.get_parameter(parameter.name), parameter)
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew; those that start constant are set to their start."""
+        for module in self.children():
+            module.reset_parameters()  # type: ignore[operator]  # every child has parameters
+        for parameter in self._layer.parameters:
+            if not parameter.inputs:
+                _start(self.get_parameter(parameter.name), parameter)
+
+    @documented_call()
     def forward(
         self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Any = None, mask: Any = None
     ) -> Tensor:
-        check_inputs(queries, keys, values)
-        score = ScaledDot() if self.scaled else Dot()
-        return self._pool(queries, keys, values, score=score, valid_lens=valid_lens, mask=mask)
+        inputs = {"queries": queries, "keys": keys, "values": values}
+        shared.check_inputs(_OPS, inputs, Tensor, wanted="a torch.Tensor", hint="torch.as_tensor(x) makes one")
+        operands, arguments = self._operands(inputs, [x.shape for x in inputs.values()], valid_lens, mask)
+        if torch.is_autocast_enabled(queries.device.type):
+            # `attend` would cast as well, but the inputs kept must be those of the softmax.
+            with _OPS.numeric_scope():
+                operands = _OPS.autocast(*operands)
+        out: Tensor = attend(*operands, dropout=self.dropout if self.training else 0.0, **arguments)
+        self._last = self._kept(*operands[:2], arguments)
+        return self._output(out)
+
+    def _project(self, linear: Linear, x: Tensor) -> Tensor:
+        module = getattr(self, linear.name)
+        # Not the attribute: a parametrisation (spectral norm) would compute it, and count a step, once more.
+        weight = module._parameters.get("weight")
+        if isinstance(weight, Tensor) and not isinstance(weight, UninitializedParameter):
+            _check_operand(linear.input, x, weight, linear.name, axis=1)
+        return with_nonfinite_rows_isolated(_OPS, x, module)  # type: ignore[no-any-return]  # arrays of the core are Any
+
+    def _read(self, part: Linear | Parameter, inputs: Mapping[str, Tensor]) -> Tensor:
+        found: Any = getattr(self, part.name)
+        if isinstance(part, Linear):
+            return found.weight[0]  # type: ignore[no-any-return]
+        return found(*[inputs[name] for name in part.inputs]) if part.inputs else found  # type: ignore[no-any-return]
+
+    def _kept(self, query: Tensor, key: Tensor, arguments: dict[str, Any]) -> Call | str | None:
+        """Return what `attention_weights` is computed from, or why that is not kept."""
+        if not self.keep_last:
+            return None
+        others = (*arrays_of(arguments["score"]).values(), arguments["mask"], arguments["valid_lens"])
+        if is_traced(query, key, *others):
+            return "torch.compile, torch.func and tracing, which keep nothing"
+        return Call.of(query, key, arguments)
+
+    def __dir__(self) -> list[str]:
+        """List attributes without ``attention_weights``: torch.jit reads all of them, which would compute it."""
+        return [name for name in super().__dir__() if name != "attention_weights"]  # type: ignore[no-untyped-call]  # untyped in torch
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return everything but the last call: a checkpoint or a copy carries no activations."""
+        return {**self.__dict__, "_last": None}
 
     def extra_repr(self) -> str:
-        return self._settings(scaled=None if self.scaled else False)
+        given = {**dict(self._layer.printed), "dropout": self.dropout or None}
+        given["keep_last"] = None if self.keep_last else False
+        return ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """The detached inputs of one softmax."""
+
+    query: Tensor
+    key: Tensor
+    arguments: dict[str, Any]
+    versions: tuple[tuple[Tensor, int], ...]
+
+    @classmethod
+    def of(cls, query: Tensor, key: Tensor, arguments: dict[str, Any]) -> Call:
+        """Keep inputs by reference, with their version; copy what an optimiser or a decoding loop writes to."""
+        query, key, arguments = query.detach(), key.detach(), dict(arguments)
+        score, lens = arguments["score"], arguments["valid_lens"]
+        arrays = {name: x.detach().clone() for name, x in arrays_of(score).items()}
+        arguments["score"] = dataclasses.replace(score, **arrays)
+        if lens is not None:
+            arguments["valid_lens"] = lens.detach().clone() if isinstance(lens, Tensor) else np.array(lens)
+        held = (query, key, *_tensors(arguments["mask"]))
+        # Inference tensors count no versions.
+        versions = tuple((x, x._version) for x in held if not x.is_inference())
+        return cls(query, key, arguments, versions)
+
+    def weights(self) -> Tensor:
+        if any(x._version != version for x, version in self.versions):
+            hint = "read the weights before writing to the tensors that the layer was called with"
+            raise ArgumentError(
+                message("attention_weights", "inputs as they were in the call", "changed ones", hint=hint)
+            )
+        with torch.no_grad(), torch.autocast(self.query.device.type, enabled=False):
+            found: Tensor = attention_weights(self.query, self.key, **self.arguments)
+        return found
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    """Return the tensors in a mask, or a tensor itself."""
+    arrays = x.arrays().values() if isinstance(x, Mask) else [x]
+    return [x for x in arrays if isinstance(x, Tensor)]
+
+
+def is_traced(*arguments: Any) -> bool:
+    """Whether the tensors in these stand for values of a later run, or for many values at once."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+        or any(
+            torch._C._functorch.is_functorch_wrapped_tensor(x) or isinstance(x, torch._subclasses.FakeTensor)
+            for argument in arguments
+            for x in _tensors(argument)
+        )
+    )
+
+
+# ------------------------------------------------------------------ the layers
 
 
 @final
+@_documented
+class DotProductAttention(Attention):
+    """Pooling by the dot product of queries and keys, softmax(q . k / sqrt(dim)) v."""
+
+    def __init__(self, dropout: float = 0.0, *, scaled: bool = True, keep_last: bool = True) -> None:
+        super().__init__(description.dot_product(scaled), dropout, keep_last)
+
+    scaled = option("scaled")
+
+
+@final
+@_documented
 class AdditiveAttention(Attention):
-    """Pooling by the additive (Bahdanau) score w_v . tanh(W_q q + W_k k), for queries and keys of different lengths.
+    """Pooling by the additive score w_v . tanh(W_q q + W_k k)."""
 
-    Parameters
-    ----------
-    num_hiddens : int
-        h, the length of w_v.
-    dropout : number in [0, 1)
-    key_size, query_size : int, optional
-        None: inferred at the first call.
-    keep_last : bool
-
-    Examples
-    --------
-    >>> import torch
-    >>> layer = AdditiveAttention(key_size=2, query_size=20, num_hiddens=8, dropout=0.1)
-    >>> layer(torch.ones(2, 1, 20), torch.ones(2, 10, 2), torch.ones(2, 10, 4), torch.tensor([2, 6])).shape
-    torch.Size([2, 1, 4])
-    """
+    W_q: nn.Linear
+    W_k: nn.Linear
+    w_v: nn.Linear
 
     @shared.naming_arguments(shared.D2L_ADDITIVE)
     def __init__(
@@ -106,43 +313,17 @@ class AdditiveAttention(Attention):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(dropout, keep_last)
-        shared.check_size("num_hiddens", num_hiddens)
-        self.num_hiddens = num_hiddens
-        self.W_q = linear("query_size", query_size, num_hiddens, device=device, dtype=dtype)
-        self.W_k = linear("key_size", key_size, num_hiddens, device=device, dtype=dtype)
-        self.w_v = nn.Linear(num_hiddens, 1, bias=False, device=device, dtype=dtype)
+        super().__init__(description.additive(num_hiddens, key_size, query_size), dropout, keep_last, device, dtype)
 
-    def forward(
-        self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Any = None, mask: Any = None
-    ) -> Tensor:
-        check_inputs(queries, keys, values)
-        query, key = project("queries", self.W_q, queries, "W_q"), project("keys", self.W_k, keys, "W_k")
-        score = Additive(self.w_v.weight[0])
-        return self._pool(query, key, values, score=score, valid_lens=valid_lens, mask=mask)
-
-    def extra_repr(self) -> str:
-        return self._settings()
+    num_hiddens = option("num_hiddens")
 
 
 @final
+@_documented
 class BilinearAttention(Attention):
-    """Pooling by the bilinear (Luong's "general") score q . W k, for queries and keys of different lengths.
+    """Pooling by the bilinear score q . W k."""
 
-    Parameters
-    ----------
-    dropout : number in [0, 1)
-    key_size, query_size : int, optional
-        None: inferred at the first call. ``W.weight`` is (query_size, key_size).
-    keep_last : bool
-
-    Examples
-    --------
-    >>> import torch
-    >>> layer = BilinearAttention()
-    >>> layer(torch.ones(2, 1, 20), torch.ones(2, 10, 2), torch.ones(2, 10, 4)).shape
-    torch.Size([2, 1, 4])
-    """
+    W: Matrix
 
     def __init__(
         self,
@@ -154,42 +335,15 @@ class BilinearAttention(Attention):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(dropout, keep_last)
-        self.W = matrix(query_size, key_size, device, dtype)
-
-    def forward(
-        self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Any = None, mask: Any = None
-    ) -> Tensor:
-        check_inputs(queries, keys, values)
-        score = Bilinear(self.W(queries, keys))
-        return self._pool(queries, keys, values, score=score, valid_lens=valid_lens, mask=mask)
-
-    def extra_repr(self) -> str:
-        return self._settings()
+        super().__init__(description.bilinear(key_size, query_size), dropout, keep_last, device, dtype)
 
 
 @final
+@_documented
 class GaussianAttention(Attention):
-    """Pooling by the Gaussian kernel -|q - k|^2 / (2 bandwidth^2): Nadaraya-Watson regression.
+    """Pooling by the Gaussian kernel -|q - k|^2 / (2 bandwidth^2)."""
 
-    Parameters
-    ----------
-    bandwidth : number above 0
-        In the units of queries and keys.
-    dropout : number in [0, 1)
-    learn_bandwidth : bool
-        Make it a parameter, that starts at `bandwidth`. It is learned as its logarithm, so that it stays above 0.
-    keep_last : bool
-
-    Examples
-    --------
-    >>> import torch
-    >>> layer = GaussianAttention(bandwidth=0.5, learn_bandwidth=True)
-    >>> layer(torch.zeros(1, 1, 1), torch.zeros(1, 3, 1), torch.arange(3.0).reshape(1, 3, 1)).item()
-    1.0
-    >>> [name for name, _ in layer.named_parameters()]
-    ['log_bandwidth']
-    """
+    log_bandwidth: nn.Parameter | None
 
     def __init__(
         self,
@@ -201,29 +355,117 @@ class GaussianAttention(Attention):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(dropout, keep_last)
-        self.start = check_positive("bandwidth", bandwidth)
-        start = torch.empty((), device=device, dtype=dtype) if learn_bandwidth else None
-        self.log_bandwidth = None if start is None else nn.Parameter(start)
-        self.reset_parameters()
+        super().__init__(description.gaussian(bandwidth, learn_bandwidth), dropout, keep_last, device, dtype)
+        if not learn_bandwidth:
+            self.log_bandwidth = None
 
-    def reset_parameters(self) -> None:
-        """Set a learned bandwidth to what it started with."""
-        if self.log_bandwidth is not None:
-            nn.init.constant_(self.log_bandwidth, float(math.log(self.start)))
+    start = option("bandwidth")
 
     @property
     def bandwidth(self) -> float | Tensor:
         """The bandwidth as it is now."""
-        return self.start if self.log_bandwidth is None else self.log_bandwidth.exp()
+        return float(self.start) if self.log_bandwidth is None else self.log_bandwidth.exp()
 
-    def forward(
-        self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Any = None, mask: Any = None
-    ) -> Tensor:
-        check_inputs(queries, keys, values)
-        score = Gaussian(self.bandwidth)
-        return self._pool(queries, keys, values, score=score, valid_lens=valid_lens, mask=mask)
 
-    def extra_repr(self) -> str:
-        learned = None if self.log_bandwidth is None else True
-        return self._settings(bandwidth=self.start, learn_bandwidth=learned)
+@final
+@_documented
+class MultiHeadAttention(Attention):
+    """Pooling in several heads, W_o concat_h(pool_h)."""
+
+    W_q: nn.Linear
+    W_k: nn.Linear
+    W_v: nn.Linear
+    W_o: nn.Linear
+
+    @shared.naming_arguments(shared.D2L_MULTI_HEAD)
+    def __init__(
+        self,
+        num_hiddens: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        *,
+        bias: bool = False,
+        score: str = "scaled_dot",
+        score_hiddens: int | None = None,
+        num_key_value_heads: int | None = None,
+        query_size: int | None = None,
+        key_size: int | None = None,
+        value_size: int | None = None,
+        keep_last: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        sizes = query_size, key_size, value_size
+        layer = description.multi_head(num_hiddens, num_heads, bias, score, score_hiddens, num_key_value_heads, *sizes)
+        super().__init__(layer, dropout, keep_last, device, dtype)
+
+    num_hiddens, num_heads = option("num_hiddens"), option("num_heads")
+
+    @classmethod
+    def from_torch(cls, module: nn.MultiheadAttention, *, keep_last: bool = True) -> Self:
+        """Return a layer with copies of the parameters of an ``nn.MultiheadAttention``, its mode, dtype and device.
+
+        The layer takes (batch, length, features), whatever ``module.batch_first`` is. What the module calls
+        ``key_padding_mask=p`` is ``mask=KeyPadding.from_ignore(p)``, and its boolean ``attn_mask=a`` is ``mask=~a``.
+
+        Parameters
+        ----------
+        module : nn.MultiheadAttention
+        keep_last : bool
+
+        Raises
+        ------
+        ArgumentError
+            Something else, or a module with ``add_bias_kv`` or ``add_zero_attn``, which have no counterpart.
+
+        Examples
+        --------
+        >>> import torch
+        >>> theirs = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
+        >>> ours, x = MultiHeadAttention.from_torch(theirs), torch.randn(3, 5, 8)
+        >>> torch.allclose(ours(x, x, x), theirs(x, x, x)[0], atol=1e-6)
+        True
+        """
+        if not isinstance(module, nn.MultiheadAttention):
+            raise ArgumentError(message("module", "a torch.nn.MultiheadAttention", type(module).__name__))
+        for name, given in (
+            ("add_bias_kv", module.bias_k is not None or module.bias_v is not None),
+            ("add_zero_attn", module.add_zero_attn),
+        ):
+            if given:
+                raise ArgumentError(message("module", f"one with {name}=False", f"{name}=True"))
+        parameters = _parameters_of(module)
+        some = parameters["W_o.weight"]
+        # On "meta" nothing is allocated or drawn, and the caller's random stream stays where it was.
+        layer = cls(
+            module.embed_dim,
+            module.num_heads,
+            module.dropout,
+            bias="W_o.bias" in parameters,
+            query_size=module.embed_dim,
+            key_size=module.kdim,
+            value_size=module.vdim,
+            keep_last=keep_last,
+            device="meta",
+            dtype=some.dtype,
+        )
+        copies = {name: x.detach().clone(memory_format=torch.contiguous_format) for name, x in parameters.items()}
+        layer.load_state_dict(copies, assign=True)
+        for name, x in parameters.items():
+            layer.get_parameter(name).requires_grad_(x.requires_grad)
+        return layer.train(module.training)
+
+
+def _parameters_of(module: nn.MultiheadAttention) -> dict[str, Tensor]:
+    """Return the parameters of an ``nn.MultiheadAttention`` under the names of this layer."""
+    if module.in_proj_weight is None:
+        weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+    else:
+        weights = module.in_proj_weight.chunk(3)
+    found = {f"{name}.weight": x for name, x in zip(("W_q", "W_k", "W_v"), weights, strict=True)}
+    found["W_o.weight"] = module.out_proj.weight
+    if module.in_proj_bias is not None:
+        biases = zip(("W_q", "W_k", "W_v"), module.in_proj_bias.chunk(3), strict=True)
+        found |= {f"{name}.bias": x for name, x in biases}
+        found["W_o.bias"] = module.out_proj.bias
+    return found

@@ -1,0 +1,398 @@
+"""Every layer, described once for all frameworks: options, parameters, starting values, mathematics.
+
+- Imports no framework. A framework's file holds the parameters that a description lists, and gives `BaseAttention`
+  three primitives: apply a projection, read a parameter of the score, reshape.
+- A layer is W_o join(pool(split W_q q, split W_k k, split W_v v)) under its score; a description lists which of these
+  projections there are.
+- A score of `MultiHeadAttention` is one line in each of two tables: which parameters it has, and what it makes of them.
+- Starting values keep the variance of a score near that of a scaled dot product, whatever the dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+from attnscore import backends
+from attnscore.backends.base import Array
+from attnscore.core.arguments import check_choice, check_positive
+from attnscore.errors import ArgumentError, ShapeError, message
+from attnscore.layers import shared
+from attnscore.scores import Additive, Bilinear, Cosine, Dot, Gaussian, ScaledDot
+
+A = TypeVar("A")
+"""The array of a framework."""
+
+INPUTS = ("queries", "keys", "values")
+# What the two projections that take no input of the call are applied to.
+HIDDEN, POOLED = "hidden units", "pooled heads"
+
+
+# ------------------------------------------------------------------ what a layer consists of
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A projection of `size` features to `units`; `input` is one of `INPUTS`, `HIDDEN` or `POOLED`."""
+
+    name: str
+    input: str
+    size: int | None
+    """None: that of the first call."""
+    units: int
+    bias: bool = False
+    heads: int = 0
+    """How many heads the result is split into; 0 leaves it whole."""
+
+    @property
+    def in_features(self) -> int:
+        """`size`, 0 where it is unknown."""
+        return self.size or 0
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """Shape and starting values of an array: the constant `start`, or uniform within ±1/sqrt(fan-in)."""
+
+    name: str
+    shape: tuple[int | None, ...]
+    start: float = 0.0
+    fan_in_axes: int = 0
+    """How many trailing axes a score sums over: their product is the fan-in. 0: the parameter starts constant."""
+    inputs: tuple[str, ...] = ()
+    """The inputs whose dimension each axis takes; an axis of None is sized at the first call."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """`shape`, with 0 for a size that is unknown."""
+        return tuple(size or 0 for size in self.shape)
+
+    @property
+    def bound(self) -> float:
+        """Largest starting value of a parameter that starts at random; 0 for one that starts constant."""
+        return 1 / math.sqrt(max(1, math.prod(self.sizes[-self.fan_in_axes :]))) if self.fan_in_axes else 0.0
+
+    def sized(self, sizes: Sequence[int]) -> Parameter:
+        """Return the parameter with `sizes` on the axes that have none, which are the first."""
+        missing = [given or size for given, size in zip(self.shape, sizes, strict=False)]
+        return replace(self, shape=(*missing, *self.shape[len(missing) :]))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer: its score, options and parameters. Plain data, compared by value."""
+
+    score: str
+    options: tuple[tuple[str, Any], ...] = ()
+    """The arguments that a configuration repeats, checked, with None resolved where the sizes follow from others."""
+    linears: tuple[Linear, ...] = ()
+    parameters: tuple[Parameter, ...] = ()
+    heads: int = 0
+    """0: a layer without heads."""
+    printed: tuple[tuple[str, Any], ...] = ()
+    """The options that ``repr`` shows; None is left out."""
+
+    def option(self, name: str) -> Any:
+        return dict(self.options)[name]
+
+    @property
+    def parts(self) -> tuple[Linear | Parameter, ...]:
+        """Projections and parameters, in the order in which they are made."""
+        return (*self.linears, *self.parameters)
+
+    @property
+    def score_parts(self) -> tuple[Linear | Parameter, ...]:
+        """What holds the arrays of the score."""
+        return (*[linear for linear in self.linears if linear.input == HIDDEN], *self.parameters)
+
+    def make_score(self, arrays: Mapping[str, Array]) -> Any:
+        """Return the score object over its arrays, by name."""
+        return _SCORES[self.score]({**dict(self.options), **arrays})
+
+    def out_features(self, value_features: int | None) -> int | None:
+        """Return the number of features of the output."""
+        return next((linear.units for linear in self.linears if linear.input == POOLED), value_features)
+
+    def torch_names(self) -> Iterator[tuple[str, str, str | None]]:
+        """Yield (key of PyTorch's ``state_dict``, attribute, "weight" or "bias" of a projection, else None)."""
+        for linear in self.linears:
+            yield f"{linear.name}.weight", linear.name, "weight"
+            if linear.bias:
+                yield f"{linear.name}.bias", linear.name, "bias"
+        for parameter in self.parameters:
+            # There a matrix that is sized by the inputs is a module; those of many heads are one parameter.
+            yield (f"{parameter.name}.weight" if parameter.inputs else parameter.name), parameter.name, None
+
+    def sizes_in(self, arrays: Mapping[str, Array]) -> dict[str, int]:
+        """Return the features of the inputs according to a ``state_dict``, 1 where it does not say."""
+        found = dict.fromkeys(INPUTS, 1)
+        parts: list[tuple[str, tuple[str, ...]]]
+        parts = [(linear.name, ("", linear.input)) for linear in self.linears if linear.input in INPUTS]
+        parts += [(parameter.name, parameter.inputs) for parameter in self.parameters if parameter.inputs]
+        for name, inputs in parts:
+            weight = arrays.get(f"{name}.weight")
+            if weight is not None and weight.ndim == 2:
+                found |= {name: int(size) for name, size in zip(inputs, weight.shape, strict=True) if name}
+        return found
+
+
+# ------------------------------------------------------------------ the layers
+
+
+def dot_product(scaled: bool) -> Layer:
+    """Describe `DotProductAttention`."""
+    printed = () if scaled else (("scaled", False),)
+    return Layer("scaled_dot" if scaled else "dot", options=(("scaled", scaled),), printed=printed)
+
+
+def additive(num_hiddens: int, key_size: int | None, query_size: int | None) -> Layer:
+    """Describe `AdditiveAttention`: w_v . tanh(W_q q + W_k k)."""
+    shared.check_size("num_hiddens", num_hiddens)
+    shared.check_size("query_size", query_size, optional=True)
+    shared.check_size("key_size", key_size, optional=True)
+    return Layer(
+        "additive",
+        options=(("num_hiddens", num_hiddens), ("key_size", key_size), ("query_size", query_size)),
+        linears=(
+            Linear("W_q", "queries", query_size, num_hiddens),
+            Linear("W_k", "keys", key_size, num_hiddens),
+            Linear("w_v", HIDDEN, num_hiddens, 1),
+        ),
+    )
+
+
+def bilinear(key_size: int | None, query_size: int | None) -> Layer:
+    """Describe `BilinearAttention`: q . W k.
+
+    A score sums query_size * key_size products, so that is the fan-in of W. With the usual 1/sqrt(key_size) the
+    variance of the scores grows with query_size, and the softmax starts saturated.
+    """
+    shared.check_size("query_size", query_size, optional=True)
+    shared.check_size("key_size", key_size, optional=True)
+    return Layer(
+        "bilinear",
+        options=(("key_size", key_size), ("query_size", query_size)),
+        parameters=(Parameter("W", (query_size, key_size), fan_in_axes=2, inputs=("queries", "keys")),),
+    )
+
+
+def gaussian(bandwidth: float, learn_bandwidth: bool) -> Layer:
+    """Describe `GaussianAttention`. A bandwidth is learned as its logarithm, so that it stays above 0."""
+    bandwidth = check_positive("bandwidth", bandwidth)
+    learned = Parameter("log_bandwidth", (), start=math.log(bandwidth))
+    return Layer(
+        "gaussian",
+        options=(("bandwidth", bandwidth), ("learn_bandwidth", learn_bandwidth)),
+        parameters=(learned,) if learn_bandwidth else (),
+        printed=(("bandwidth", bandwidth), ("learn_bandwidth", True if learn_bandwidth else None)),
+    )
+
+
+def multi_head(
+    num_hiddens: int,
+    num_heads: int,
+    bias: bool,
+    score: str,
+    score_hiddens: int | None,
+    num_key_value_heads: int | None,
+    query_size: int | None,
+    key_size: int | None,
+    value_size: int | None,
+) -> Layer:
+    """Describe `MultiHeadAttention`: W_o concat_h(pool_h).
+
+    Raises
+    ------
+    ArgumentError
+        An unknown score, a size that is no whole number above 0, `score_hiddens` for a score without hidden units.
+    ShapeError
+        Heads that do not divide.
+    """
+    shared.check_size("num_hiddens", num_hiddens)
+    shared.check_size("num_heads", num_heads)
+    sizes = {"query_size": query_size, "key_size": key_size, "value_size": value_size}
+    optional = {"num_key_value_heads": num_key_value_heads, "score_hiddens": score_hiddens, **sizes}
+    for name, size in optional.items():
+        shared.check_size(name, size, optional=True)
+    check_choice("score", score, tuple(_SCORES))
+    if score_hiddens is not None and score != "additive":
+        hint = "only the additive score has hidden units"
+        raise ArgumentError(message("score_hiddens", f"None for score={score!r}", score_hiddens, hint=hint))
+    kv_heads = num_heads if num_key_value_heads is None else num_key_value_heads
+    if num_hiddens % num_heads:
+        raise ShapeError(message("num_hiddens", f"a multiple of num_heads ({num_heads})", num_hiddens))
+    if num_heads % kv_heads:
+        raise ShapeError(message("num_key_value_heads", f"a number that divides num_heads ({num_heads})", kv_heads))
+    dim = num_hiddens // num_heads
+    # Of the queries and keys of one head; for the additive score its hidden units.
+    score_dim = score_hiddens or dim
+    return Layer(
+        score,
+        options=(
+            ("num_hiddens", num_hiddens),
+            ("num_heads", num_heads),
+            ("bias", bias),
+            ("score", score),
+            ("score_hiddens", score_dim if score == "additive" else None),
+            ("num_key_value_heads", kv_heads),
+            *sizes.items(),
+        ),
+        linears=(
+            Linear("W_q", "queries", query_size, num_heads * score_dim, bias, num_heads),
+            Linear("W_k", "keys", key_size, kv_heads * score_dim, bias, kv_heads),
+            Linear("W_v", "values", value_size, kv_heads * dim, bias, kv_heads),
+            Linear("W_o", POOLED, num_hiddens, num_hiddens, bias),
+        ),
+        parameters=_PARAMETERS[score](num_heads, score_dim) if score in _PARAMETERS else (),
+        heads=num_heads,
+        printed=(
+            ("num_hiddens", num_hiddens),
+            ("num_heads", num_heads),
+            ("score", score),
+            ("score_hiddens", score_dim if score_dim != dim else None),
+            ("num_key_value_heads", kv_heads if kv_heads != num_heads else None),
+        ),
+    )
+
+
+# The parameters of a score in `MultiHeadAttention`, one set per head on the first axis, from (heads, dim). Bandwidth
+# and scale are learned as logarithms: a step of the optimiser multiplies, and cannot make them negative.
+_PARAMETERS: dict[str, Callable[[int, int], tuple[Parameter, ...]]] = {
+    # W_q and W_k of the additive score are those of the layer, split into heads.
+    "additive": lambda heads, dim: (Parameter("w_v", (heads, dim), fan_in_axes=1),),
+    "bilinear": lambda heads, dim: (Parameter("W", (heads, dim, dim), fan_in_axes=2),),
+    # exp(-|q - k|^2 / (2 b^2)) has q . k / b^2 in it: b^2 = sqrt(dim) starts like the scaled dot product.
+    "gaussian": lambda heads, dim: (Parameter("log_bandwidth", (heads,), start=math.log(dim) / 4),),
+    # The cosine of random vectors has variance 1/dim.
+    "cosine": lambda heads, dim: (Parameter("log_scale", (heads,), start=math.log(dim) / 2),),
+}
+# The scores, from options and arrays by name.
+_SCORES: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+    "dot": lambda _: Dot(),
+    "scaled_dot": lambda _: ScaledDot(),
+    "gaussian": lambda given: Gaussian(bandwidth_of(given)),
+    "cosine": lambda given: Cosine(_exp(given["log_scale"])),
+    "additive": lambda given: Additive(given["w_v"]),
+    "bilinear": lambda given: Bilinear(given["W"]),
+}
+
+
+def bandwidth_of(given: Mapping[str, Any]) -> Any:
+    """Return the bandwidth: that of the learned logarithm, or the constant."""
+    return _exp(given["log_bandwidth"]) if "log_bandwidth" in given else given["bandwidth"]
+
+
+def _exp(x: Array) -> Array:
+    return backends.of({"parameter": x}).exp(x)
+
+
+# ------------------------------------------------------------------ the call
+
+
+class BaseAttention(Generic[A]):
+    """The mathematics of a call, over the primitives of a framework, and the weights of the last call."""
+
+    keep_last: bool
+    _layer: Layer
+    # Names the calls that `attention_weights` is about, where a compiled one leaves no trace on the layer.
+    _where = ""
+
+    @abstractmethod
+    def _project(self, linear: Linear, x: A) -> A:
+        """Apply a projection to an input of the call, with positions that hold a NaN or infinity isolated.
+
+        What a mask hides afterwards then reaches no gradient, that of the projection included. The framework's module
+        itself is called, so that hooks, parametrisations and what replaced it (adapters, quantised weights) take part.
+        """
+
+    @abstractmethod
+    def _read(self, part: Linear | Parameter, inputs: Mapping[str, A]) -> A:
+        """Return an array of the score; `inputs` give the sizes that it lacks."""
+
+    def _reshape(self, x: A, features: tuple[int, ...]) -> A:
+        """Return (batch, length, ...) as (batch, length, *features)."""
+        found: A = x.reshape((*x.shape[:2], *features))  # type: ignore[attr-defined]  # an array of any framework
+        return found
+
+    def _operands(
+        self, inputs: Mapping[str, A], shapes: Sequence[Sequence[Any]], valid_lens: Any, mask: Any
+    ) -> tuple[tuple[A, A, A], dict[str, Any]]:
+        """Return query, key and value of the softmax, and the other arguments of `attend`.
+
+        `shapes` are those of the inputs, which check an array (batch, query, key) for all heads.
+        """
+        layer, found = self._layer, dict(inputs)
+        for linear in layer.linears:
+            if linear.input in inputs:
+                x = self._project(linear, inputs[linear.input])
+                if linear.heads:
+                    # Heads are consecutive features: none is moved.
+                    x = self._reshape(x, (linear.heads, linear.units // linear.heads))
+                found[linear.input] = x
+        score = layer.make_score({part.name: self._read(part, inputs) for part in layer.score_parts})
+        arguments = {"score": score, "valid_lens": valid_lens, "mask": mask}
+        if layer.heads:
+            shape = shared.scores_shape(*shapes)
+            arguments |= {"mask": shared.over_heads(mask, shape), "head_axis": -2}
+        return (found["queries"], found["keys"], found["values"]), arguments
+
+    def _output(self, out: A) -> A:
+        """Join the heads of what was pooled, and project."""
+        for linear in self._layer.linears:
+            if linear.input == POOLED:
+                out = getattr(self, linear.name)(self._reshape(out, (linear.units,)))
+        return out
+
+    @property
+    def attention_weights(self) -> A:
+        """The weights of the last call, before dropout, detached, computed now: (batch, query, key).
+
+        Multi-head: (batch, head, query, key). O(n^2) memory while they are held; the call itself kept its queries and
+        keys alone.
+
+        Raises
+        ------
+        AttnscoreError
+            There was no call, the last one was compiled, traced or transformed (``torch.compile``, ``fit``, ``jit``,
+            ``vmap``), ``keep_last`` is off, or the inputs were changed in place or donated since.
+        """
+        weights: A = shared.last_call(self._last_call(), self.keep_last, where=self._where).weights()
+        return weights
+
+    def _last_call(self) -> Any:
+        """Return what was kept of the last call: the call, why nothing was, or None."""
+        return self.__dict__["_last"]
+
+
+class LoadsTorch:
+    """A layer that takes the checkpoints of its PyTorch counterpart."""
+
+    def load_torch(self, state: Mapping[str, Any]) -> None:
+        """Take the parameters of a PyTorch layer's ``state_dict()``, from this library or from D2L.
+
+        Kernels are PyTorch's weights, transposed. Sizes that this layer does not know yet are those of `state`.
+
+        Parameters
+        ----------
+        state : mapping of names to arrays of any framework
+
+        Raises
+        ------
+        ArgumentError
+            Names that this layer does not have, or that it misses.
+        ShapeError
+            An array of another shape. No parameter has been changed then.
+        """
+        self._load(shared.torch_state(state))
+
+    @abstractmethod
+    def _load(self, arrays: Mapping[str, shared.HostArray]) -> None:
+        """Assign a checkpoint, and make the parameters that were not sized yet."""
+
+
+def option(name: str) -> Any:
+    """Return the property that reads an option of a layer."""
+    return property(lambda layer: layer._layer.option(name), doc=f"The constructor's argument `{name}`.")

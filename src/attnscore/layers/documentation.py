@@ -1,0 +1,181 @@
+"""Docstrings of the layers, written once: the class of a layer, and its call, in every framework.
+
+The parameters are listed in the order of the signature, so that the two cannot disagree.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Class = TypeVar("Class", bound=type)
+
+# Summary and details, then the example: {more} are further arguments, {ready} what comes before the first call.
+_LAYERS = {
+    "DotProductAttention": (
+        """
+Pooling by the (scaled) dot product of queries and keys of one dimension: softmax(q . k / sqrt(dim)) v.
+""",
+        """
+>>> layer = DotProductAttention()
+>>> values = ones((2, 10, 4)).cumsum(1)
+>>> out = layer(ones((2, 1, 2)), ones((2, 10, 2)), values, valid_lens=[2, 6])
+>>> [round(float(x), 3) for x in out[:, 0, 0]]
+[1.5, 3.5]
+>>> tuple(layer.attention_weights.shape)
+(2, 1, 10)
+""",
+    ),
+    "AdditiveAttention": (
+        """
+Pooling by the additive (Bahdanau) score w_v . tanh(W_q q + W_k k), for queries and keys of any dimensions.
+
+The projections ``W_q`` and ``W_k`` have num_hiddens features, ``w_v`` has one.
+""",
+        """
+>>> layer = AdditiveAttention(num_hiddens=8, dropout=0.1{more})
+>>> {ready}
+>>> tuple(layer(ones((2, 1, 20)), ones((2, 10, 2)), ones((2, 10, 4)), valid_lens=[2, 6]).shape)
+(2, 1, 4)
+""",
+    ),
+    "BilinearAttention": (
+        """
+Pooling by the bilinear (Luong's "general") score q . W k, for queries and keys of any dimensions.
+
+The parameter ``W``, in PyTorch and MXNet ``W.weight``, is (query_size, key_size).
+""",
+        """
+>>> layer = BilinearAttention({more})
+>>> {ready}
+>>> tuple(layer(ones((2, 1, 20)), ones((2, 10, 2)), ones((2, 10, 4))).shape)
+(2, 1, 4)
+""",
+    ),
+    "GaussianAttention": (
+        """
+Pooling by the Gaussian kernel -|q - k|^2 / (2 bandwidth^2): Nadaraya-Watson regression.
+
+The parameter, if the bandwidth is learned, is ``log_bandwidth``.
+""",
+        """
+>>> layer = GaussianAttention(bandwidth=0.5)
+>>> x = ones((1, 3, 1)).cumsum(1)
+>>> [round(float(y), 3) for y in layer(2 * ones((1, 1, 1)), x, x)[:, 0, 0]]
+[2.0]
+""",
+    ),
+    "MultiHeadAttention": (
+        """
+Project queries, keys and values, attend in each head, join the heads, project: W_o concat_h(pool_h).
+
+Names (``W_q``, ``W_k``, ``W_v``, ``W_o``), shapes and the order of the heads are those of Dive into Deep Learning. The
+parameters of the score are attributes of the layer.
+""",
+        """
+>>> layer = MultiHeadAttention(num_hiddens=8, num_heads=2, score="additive"{more})
+>>> {ready}
+>>> x = ones((3, 5, 6))
+>>> tuple(layer(x, x, x, valid_lens=[1, 3, 5]).shape)
+(3, 5, 8)
+>>> tuple(layer.attention_weights.shape)
+(3, 2, 5, 5)
+""",
+    ),
+}
+
+_OPTIONS = """
+bandwidth : number above 0
+    In the units of queries and keys.
+learn_bandwidth : bool
+    Make it a parameter that starts at `bandwidth`. It is learned as its logarithm, so that it stays above 0.
+num_hiddens : int
+    Hidden units of the additive score, the size of w_v. Multi-head: features of the result, of which each head has
+    num_hiddens / num_heads.
+num_heads : int
+dropout : number in [0, 1)
+    Of the weights, in training.
+scaled : bool
+    False leaves the division by sqrt(dim) out.
+bias : bool
+    Whether the four projections have one.
+score : {"scaled_dot", "dot", "gaussian", "cosine", "additive", "bilinear"}
+    With one set of parameters per head: ``w_v`` (heads, h) of the additive score, which shares W_q and W_k with the
+    layer, ``W`` (heads, dim, dim), ``log_bandwidth`` (heads,), and ``log_scale`` (heads,) of the cosine.
+score_hiddens : int, optional
+    h of the additive score; None: num_hiddens / num_heads.
+num_key_value_heads : int, optional
+    Fewer heads for keys and values than for queries (grouped-query or multi-query attention).
+query_size, key_size, value_size : int, optional
+    Features of the inputs; None: inferred at the first call.
+keep_last : bool
+    Whether to keep what `attention_weights` is computed from.
+"""
+
+_CALL = """
+queries : (batch, query, features)
+keys : (batch, key, features)
+values : (batch, key, features)
+valid_lens : (batch,) or (batch, query) whole numbers, optional
+mask : a mask object, or a boolean array broadcastable to (batch, query, key), True = may attend; optional
+"""
+
+_AFTER_CALL = """
+Returns
+-------
+out : (batch, query, features of the values, or num_hiddens)
+
+Raises
+------
+ShapeError, DtypeError, DeviceError, FrameworkError, MaskError, ArgumentError
+"""
+
+
+@dataclass(frozen=True)
+class Documentation:
+    """The parts of the docstrings that differ by framework; a decorator of its classes."""
+
+    imports: str
+    """The line of an example that imports ``ones``."""
+    options: str = ""
+    """Arguments of the constructors, in numpydoc's form."""
+    more: str = ""
+    """Arguments that a layer with parameters always needs."""
+    ready: str = ""
+    """The line between the constructor and the first call."""
+
+    def __call__(self, cls: Class) -> Class:
+        """Give a layer's class its docstring; the one written in the class is for readers of the source."""
+        about, example = _LAYERS[cls.__name__]
+        example = example.replace("({more})", f"({self.more})").replace("{more}", self.more and f", {self.more}")
+        example = example.replace(">>> {ready}\n", self.ready and f">>> {self.ready}\n")
+        parameters = _parameters(vars(cls)["__init__"], _OPTIONS + self.options)
+        cls.__doc__ = f"{about.strip()}\n\n{parameters}\n\nExamples\n--------\n>>> {self.imports}{example}"
+        return cls
+
+
+def documented_call(options: str = "") -> Callable[[Function], Function]:
+    """Give a layer's call its docstring; `options` are the arguments of the framework, in numpydoc's form."""
+
+    def decorate(call: Function) -> Function:
+        call.__doc__ = f"Attention pooling.\n\n{_parameters(call, _CALL + options)}\n{_AFTER_CALL}"
+        return call
+
+    return decorate
+
+
+def _parameters(function: Callable[..., Any], texts: str) -> str:
+    """Return the section of the parameters. Of two entries for one name the later holds."""
+    found = re.findall(r"^(\w.*?)( :.*)?\n((?: +.*\n)*)", texts, flags=re.MULTILINE)
+    entry = {name: f"{kind}\n{below}".rstrip() for names, kind, below in found for name in names.split(", ")}
+    parameters = [x for x in inspect.signature(function).parameters.values() if x.name != "self"]
+    named = [("**" * (x.kind is x.VAR_KEYWORD) + x.name, entry[x.name]) for x in parameters]
+    # Neighbours with one text share an entry.
+    groups = itertools.groupby(named, itemgetter(1))
+    return "Parameters\n----------\n" + "\n".join(", ".join(name for name, _ in group) + text for text, group in groups)
