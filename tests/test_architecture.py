@@ -28,15 +28,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("analysis", "core.recipes", "core.plain_calls"),
     ("api",),
     ("attnscore",),  # the public names
-    ("layers", "testing", "files", "plotting"),
+    ("layers", "testing", "io", "plotting"),
     ("integrations", "diagnostics", "bench"),
-    ("commands", "demo", "cli", "__main__"),
+    ("cli", "__main__"),
 )
 RANK = {module: rank for rank, row in enumerate(LAYERS) for module in row}
 
 FRAMEWORKS = ("torch", "tensorflow", "keras", "jax", "jaxlib", "flax", "mxnet", "transformers")
 # Packages above the core that may import a framework inside a function.
-LAZY_FRAMEWORKS = ("bench", "commands", "demo", "diagnostics")
+LAZY_FRAMEWORKS = ("bench", "cli", "diagnostics")
 LAZY_KERNELS = ("kernels.fused", "kernels.triton")
 # What the core may import: anything else would be a dependency of `import attnscore`.
 CORE = {"numpy", "attnscore", *sys.stdlib_module_names}
@@ -175,7 +175,7 @@ def test_other_packages_are_imported_where_they_are_used() -> None:
         if found.imported.split(".")[0] not in CORE
         and not found.lazy
         and _owner(found.importer) is None
-        and package_of(found.importer) not in ("commands", "integrations")
+        and package_of(found.importer) not in ("cli", "integrations")
     ]
     assert not wrong, "\n".join(wrong)
 

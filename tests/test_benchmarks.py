@@ -21,19 +21,20 @@ import numpy as np
 import pytest
 import torch
 
-from attnscore.bench import cases, inputs, machine, measure, peers, report, results, runner, timing
-from attnscore.bench.cases import CASES, Case, Goal
+from attnscore.bench import cases, inputs, machine, measure, reports, results, runner, timing
+from attnscore.bench.baselines import BASELINES, Baseline
+from attnscore.bench.cases import CASES, Case, Target
 from attnscore.bench.inputs import Side, draw
 from attnscore.bench.reference import WrongResult, reference
 from attnscore.bench.timing import Effort, alternate, exponent, summary
 from attnscore.cli import main
 from attnscore.errors import ArgumentError
-from attnscore.files import FileError
+from attnscore.io import FileError
 
 ROOT = Path(__file__).parents[1]
 SHORT = Effort(least=3, most=3, seconds=0.0)
 
-# The promises for NumPy and PyTorch on a CPU: case, peer, what must be reached on 2 threads and on 1, moonshot.
+# The promises for NumPy and PyTorch on a CPU: case, baseline, targets on 2 threads and on 1, stretch target.
 PROMISES = [
     ("dot", "sdpa", 1.35, 1.2, 1.5),
     ("dot-backward", "sdpa", 1.25, 1.25, 1.4),
@@ -42,10 +43,10 @@ PROMISES = [
     ("padded", "sdpa", 2.6, 2.6, 3.2),
     ("window", "sdpa", 25, 25, 40),
     ("decoding", "sdpa", 2, 2, 2.7),
-    ("additive", "textbook", 80, 80, 120),
+    ("additive", "naive", 80, 80, 120),
     ("additive", "compile", 6, 6, 10),
     ("additive", "xla", 6, 6, 10),
-    ("additive-backward", "textbook", 40, 40, 60),
+    ("additive-backward", "naive", 40, 40, 60),
     ("additive-long", "sdpa", 2, 2, 1),
     ("numpy", "numpy", 2, 2, None),
     ("tiny", "sdpa", 2, 2, 1),
@@ -81,6 +82,7 @@ AT_MOST = {
     *WATCHED,
 }
 GROWTH = {"growth-dot", "growth-additive"}
+UNPROMISED = {"dropout-backward", "gaussian", "gaussian-backward", "weights"}
 MEMORY = {"memory-dot", "memory-additive"}
 
 
@@ -96,8 +98,8 @@ def toy(case: Case) -> Case:
     if "lengths" in sizes:
         sizes["lengths"] = [96, 192]
     # A compiler takes many seconds, whatever the size; the slow test below has it.
-    wanted = {peer: goal for peer, goal in case.peers.items() if peer != "compile"}
-    return dataclasses.replace(case, sizes=sizes, peers=wanted)
+    wanted = {baseline: target for baseline, target in case.baselines.items() if baseline != "compile"}
+    return dataclasses.replace(case, sizes=sizes, baselines=wanted)
 
 
 TOYS = {case.name: toy(case) for case in CASES}
@@ -119,11 +121,11 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> None:
 # --------------------------------------------------------------- the table
 
 
-@pytest.mark.parametrize(("name", "peer", "two", "one", "moonshot"), [*PROMISES, *CALLERS])
-def test_every_promise_has_a_case(name: str, peer: str, two: float, one: float, moonshot: float | None) -> None:
-    goal = cases.named(name).peers[peer]
-    assert goal is not None
-    assert (goal.on(2), goal.on(1), goal.moonshot, goal.at_most) == (two, one, moonshot, name in AT_MOST)
+@pytest.mark.parametrize(("name", "baseline", "two", "one", "stretch"), [*PROMISES, *CALLERS])
+def test_every_promise_has_a_case(name: str, baseline: str, two: float, one: float, stretch: float | None) -> None:
+    target = cases.named(name).baselines[baseline]
+    assert target is not None
+    assert (target.on(2), target.on(1), target.stretch, target.at_most) == (two, one, stretch, name in AT_MOST)
 
 
 def test_the_shapes_are_those_of_the_promises() -> None:
@@ -147,18 +149,18 @@ def test_the_shapes_are_those_of_the_promises() -> None:
     assert all(shape(name) == (1, 1, 131072, 131072, 64) and cases.named(name).mask == "causal" for name in MEMORY)
     assert all(shape(name) == (1, 1, 32768, 32768, 64) for name in CALLERS_MEMORY)
     assert {cases.named(name).framework for name in callers | CALLERS_MEMORY} == {"numpy", "jax", "tensorflow"}
-    assert cases.MEMORY_MUST == 100 * 10**6
+    assert cases.MEMORY_TARGET == 100 * 10**6
 
 
-def test_names_and_peers_are_known() -> None:
+def test_names_and_baselines_are_known() -> None:
     names = [case.name for case in CASES]
     assert len(set(names)) == len(names)
     timed = {promise[0] for promise in (*PROMISES, *CALLERS)}
-    assert timed | GROWTH | MEMORY | CALLERS_MEMORY | {"dropout-backward", "limits"} == set(names)
-    used = {peer for case in CASES for peer in case.peers}
-    assert used == set(peers.PEERS) == set(peers.TITLES)
-    assert all((goal is not None and goal.at_most) == (case.name in AT_MOST)
-               for case in CASES for goal in case.peers.values() if goal)  # fmt: skip
+    assert timed | GROWTH | MEMORY | CALLERS_MEMORY | UNPROMISED | {"limits"} == set(names)
+    used = {baseline for case in CASES for baseline in case.baselines}
+    assert used == set(BASELINES)
+    assert all((target is not None and target.at_most) == (case.name in AT_MOST)
+               for case in CASES for target in case.baselines.values() if target)  # fmt: skip
 
 
 def test_the_long_cases_are_asked_for() -> None:
@@ -172,8 +174,8 @@ def test_the_long_cases_are_asked_for() -> None:
 @pytest.mark.parametrize("name", [name for name in TOYS if name not in MEMORY | {"limits"}])
 def test_pairs_are_those_of_the_mask(name: str) -> None:
     case = TOYS[name]
-    visible = draw(case).visible()
-    count = case.sizes["queries"] * case.sizes["keys"] if visible is None else int(visible.sum())
+    allowed = draw(case).allowed()
+    count = case.sizes["queries"] * case.sizes["keys"] if allowed is None else int(allowed.sum())
     assert case.pairs() == count * max(1, case.sizes["heads"]) * case.sizes["batch"]
 
 
@@ -191,7 +193,7 @@ def test_work_by_hand() -> None:
 @pytest.mark.parametrize("name", TIMED)
 def test_every_case_on_a_toy(name: str) -> None:
     rows = measure.time_case(TOYS[name], 1, SHORT)
-    assert [row["peer"] for row in rows] == list(TOYS[name].peers)
+    assert [row["baseline"] for row in rows] == list(TOYS[name].baselines)
     for row in rows:
         assert row["accuracy"]["error"] <= row["accuracy"]["allowed"]
         if row["status"] == "not run":
@@ -199,7 +201,7 @@ def test_every_case_on_a_toy(name: str) -> None:
             assert row["reason"].endswith("is not installed"), row["reason"]
         else:
             assert row["rounds"] == 3
-            assert isinstance(row["reached"], bool) == (row["must"] is not None)
+            assert isinstance(row["reached"], bool) == (row["target"] is not None)
     # As it comes back from the file.
     assert not results.check(json.loads(json.dumps(document(rows))))
 
@@ -225,7 +227,7 @@ def test_a_watched_side_is_watched_and_then_no_more(name: str) -> None:
 
 @pytest.mark.slow
 def test_torch_compile_on_a_toy() -> None:
-    case = dataclasses.replace(TOYS["additive"], peers={"compile": Goal(6)})
+    case = dataclasses.replace(TOYS["additive"], baselines={"compile": Target(6)})
     (row,) = measure.time_case(case, 1, SHORT)
     assert row["status"] == "measured", row["reason"]
 
@@ -259,25 +261,25 @@ def test_nan_is_a_wrong_result() -> None:
         reference(given).check("dot", (given.query, given.query))
 
 
-def test_a_peer_that_computes_something_else_is_taken_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_baseline_that_computes_something_else_is_taken_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def other(given: Any) -> Side:
         return Side("sdpa", lambda: given.value * 2, lambda out: (out,))
 
     def broken(given: Any) -> Side:
         raise RuntimeError("no\ncompiler")
 
-    monkeypatch.setitem(peers.PEERS, "sdpa", other)
-    monkeypatch.setitem(peers.PEERS, "textbook", broken)
-    case = dataclasses.replace(TOYS["dot"], peers={"sdpa": Goal(1), "textbook": None})
+    monkeypatch.setitem(BASELINES, "sdpa", Baseline("other", other))
+    monkeypatch.setitem(BASELINES, "naive", Baseline("broken", broken))
+    case = dataclasses.replace(TOYS["dot"], baselines={"sdpa": Target(1), "naive": None})
     first, second = measure.time_case(case, 1, SHORT)
     assert first["status"] == second["status"] == "not run"
     assert first["reason"].startswith("its result is another one: dot, sdpa: error")
     assert second["reason"] == "RuntimeError: no compiler"
 
 
-def test_a_missing_peer_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_baseline_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jax", None)
-    (row,) = measure.time_case(dataclasses.replace(TOYS["dot"], peers={"xla": None}), 1, SHORT)
+    (row,) = measure.time_case(dataclasses.replace(TOYS["dot"], baselines={"xla": None}), 1, SHORT)
     assert (row["status"], row["reason"], row["ratio"]) == ("not run", "jax is not installed", None)
 
 
@@ -368,7 +370,7 @@ def test_summary_and_exponent() -> None:
 def test_the_runner_in_processes_of_its_own(toys: None) -> None:
     heard: list[str] = []
     chosen = [cases.named("tiny"), cases.named("growth-additive")]
-    chosen[1] = dataclasses.replace(chosen[1], peers={})
+    chosen[1] = dataclasses.replace(chosen[1], baselines={})
     found = runner.run(chosen, [1], quick=True, tell=lambda text, at, of: heard.append(f"{at}/{of} {text}"))
     assert heard[0] == "1/3 tiny, 1 thread" and heard[2] == "3/3 growth-additive, 192 tokens, 1 thread"
     assert not found["errors"] and not results.check(json.loads(json.dumps(found)))
@@ -388,12 +390,12 @@ def test_the_limits_of_the_machine(toys: None) -> None:
     assert min(limits["reading"], *limits["products"].values()) > 0
     limits |= {"products": {"float32": 1e9, "bfloat16": 2e9}, "reading": 4e9}
     timed |= {"work": {"operations": 10**9, "activations": 0, "bytes": 10**9}, "ours": GOOD_ROW["ours"] | {"median": 2}}
-    text = report.section(found)
+    text = reports.section(found)
     assert "| 1 | 1 | 2 | 4 |" in text and "| 1 | native | 0.5 |  | 0.5 | 50% | 12% |" in text.replace(
         timed["kernel"], "native"
     )
     timed["case"] = "dot-bfloat16"
-    assert "| 25% | 12% |" in report.section(found)
+    assert "| 25% | 12% |" in reports.section(found)
 
 
 def arrays_of(length: int) -> int:
@@ -409,7 +411,7 @@ def test_memory_of_callers_of_other_frameworks(toys: None, name: str) -> None:
     (point,) = row["points"]
     # Query, key, value, out and the gradient into it, three gradients; w_v is drawn and no input.
     assert point["arrays"] == 4 * 8 * 37 * 8
-    assert row["must"] == cases.MEMORY_MUST
+    assert row["target"] == cases.MEMORY_TARGET
 
 
 def test_a_failed_process_is_an_error_and_no_row(toys: None) -> None:
@@ -432,7 +434,7 @@ def test_growth_without_proc_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = runner.run([TOYS["growth-dot"]], [1])["rows"]
     assert [(row["side"], row["status"], row["reason"]) for row in rows] == [
         ("attnscore", "not run", "only Linux"),
-        ("textbook", "not run", "only Linux"),
+        ("naive", "not run", "only Linux"),
     ]
     assert not results.check(document(rows))
 
@@ -447,7 +449,7 @@ def test_a_process_is_held_to_its_threads() -> None:
 
 def test_the_benchmark_imports_no_framework_before_it_runs() -> None:
     code = (
-        "import sys, attnscore.bench.runner, attnscore.bench.report, attnscore.bench.child\n"
+        "import sys, attnscore.bench.runner, attnscore.bench.reports, attnscore.bench.measure\n"
         "print(*{'torch', 'jax', 'pykeops', 'onnxruntime', 'rich', 'typer'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -457,9 +459,9 @@ def test_the_benchmark_imports_no_framework_before_it_runs() -> None:
 # ------------------------------------------------------------- the document
 
 GOOD_ROW: dict[str, Any] = {
-    "kind": "time", "case": "dot", "what": "scaled dot", "threads": 1, "kernel": "native", "peer": "sdpa",
+    "kind": "time", "case": "dot", "what": "scaled dot", "threads": 1, "kernel": "native", "baseline": "sdpa",
     "work": {"operations": 10**9, "activations": 0, "bytes": 10**6}, "accuracy": {}, "status": "measured",
-    "reason": None, "must": 1.2, "moonshot": 1.5, "at_most": False, "reached": True, "rounds": 7,
+    "reason": None, "target": 1.2, "stretch_target": 1.5, "at_most": False, "reached": True, "rounds": 7,
     "ours": {"median": 0.02, "q1": 0.019, "q3": 0.021}, "theirs": {"median": 0.03, "q1": 0.03, "q3": 0.031},
     "ratio": {"median": 1.5, "q1": 1.45, "q3": 1.6},
 }  # fmt: skip
@@ -478,7 +480,7 @@ def test_a_good_document_passes() -> None:
     ("change", "said"),
     [
         ({"ours": None}, "ours is missing"),
-        ({"peer": 3}, "peer is missing"),
+        ({"baseline": 3}, "baseline is missing"),
         ({"rounds": True}, "rounds is missing"),
         ({"kind": "tiem"}, "unknown kind 'tiem'"),
         ({"status": "skipped"}, "status 'skipped'"),
@@ -520,7 +522,7 @@ def test_written_is_what_is_read(tmp_path: Path) -> None:
 def test_cases_measured_again_take_the_place_of_their_own() -> None:
     other, new = {**GOOD_ROW, "case": "tiny"}, {**GOOD_ROW, "rounds": 99}
     errors = [{"case": f"{name}, 1 thread", "error": "wrong"} for name in (GOOD_ROW["case"], "window")]
-    before = document([GOOD_ROW, {**GOOD_ROW, "peer": "xla"}, other], errors=errors)
+    before = document([GOOD_ROW, {**GOOD_ROW, "baseline": "xla"}, other], errors=errors)
     found = results.joined(before, document([new]))
     assert found["rows"] == [new, other] and found["errors"] == errors[1:] and not results.check(found)
     added = results.joined(before, document([{**GOOD_ROW, "case": "causal"}]))
@@ -531,31 +533,37 @@ def test_cases_measured_again_take_the_place_of_their_own() -> None:
         results.joined(before, document([new], threads=[1, 2]))
 
 
-def test_the_report_says_where_a_peer_is_faster_and_what_misses() -> None:
+def test_the_report_says_where_a_baseline_is_faster_and_what_misses() -> None:
     slower = {"ratio": {"median": 0.5, "q1": 0.5, "q3": 0.5}, "reached": False, "theirs": {**GOOD_ROW["theirs"]}}
     slower["theirs"] |= {"median": 0.01}
-    absent = {"peer": "xla", "status": "not run", "reason": "jax is not installed", "must": None, "moonshot": None}
+    absent = {
+        "baseline": "xla",
+        "status": "not run",
+        "reason": "jax is not installed",
+        "target": None,
+        "stretch_target": None,
+    }
     found = document([GOOD_ROW, {**GOOD_ROW, **slower, "threads": 2}, {**GOOD_ROW, **absent}])
-    assert report.faster_peers(found) == [
+    assert reports.faster_baselines(found) == [
         "scaled dot, 2 threads: torch scaled_dot_product_attention, 2.00 times faster"
     ]
-    assert report.missed(found) == ["dot against torch scaled_dot_product_attention, 2 threads"]
-    text = report.section(found)
+    assert reports.missed(found) == ["dot against torch scaled_dot_product_attention, 2 threads"]
+    text = reports.section(found)
     assert "| scaled dot | torch scaled_dot_product_attention | 1 | 20 ms | 30 ms | 1.50 | 1.45 to 1.60 |" in text
     assert "not run | jax is not installed" in text and "| **no** |" in text
     assert "| scaled dot | 1 | native | 50 |  | 0.05 |" in text
     failed = document([], errors=[{"case": "tiny, 1 thread", "error": "killed"}])
-    assert "- tiny, 1 thread: killed" in report.section(failed)
+    assert "- tiny, 1 thread: killed" in reports.section(failed)
 
 
 @pytest.mark.parametrize(("time", "text"), [(1.5, "1.5 s"), (0.0123, "12.3 ms"), (2.5e-5, "25 µs"), (120, "120 s")])
 def test_times_have_three_digits(time: float, text: str) -> None:
-    assert report.seconds(time) == text
+    assert reports.seconds(time) == text
 
 
 def test_a_page_without_a_section_is_refused() -> None:
     with pytest.raises(FileError, match="no section between"):
-        report.page_with("# a page", document([]))
+        reports.page_with("# a page", document([]))
 
 
 # ------------------------------------------------- what lies in the project
@@ -579,14 +587,14 @@ def test_the_pages_show_the_results_of_the_project(path: Path) -> None:
     """`python benchmarks --page` makes them so."""
     page = runpy.run_path(str(ENTRY), run_name="entry")["pages"]()[path]
     text = page.read_text(encoding="utf-8")
-    assert report.page_with(text, results.read(path)) == text
+    assert reports.page_with(text, results.read(path)) == text
 
 
 def test_the_entry_makes_the_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entry = runpy.run_path(str(ENTRY), run_name="entry")
     for name in ("", "-old"):
         page = tmp_path / f"performance{name}.md"
-        page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n", encoding="utf-8")
+        page.write_text(f"before\n{reports.BEGIN}\nold\n{reports.END}\nafter\n", encoding="utf-8")
         results.write(document([GOOD_ROW]), tmp_path / f"results{name}.json")
     for folder in ("HERE", "DOCS"):
         monkeypatch.setitem(entry["run"].__globals__, folder, tmp_path)
@@ -632,9 +640,9 @@ def test_a_failure_ends_with_status_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     failed = document([], errors=[{"case": "tiny, 1 thread", "error": "tiny, attnscore: error 1"}])
-    import attnscore.commands  # noqa: F401 - the module of the command hides behind its function
+    import attnscore.cli.app  # noqa: F401 - imports the command
 
-    monkeypatch.setattr(sys.modules["attnscore.commands.bench"], "run", lambda *_, **__: failed)
+    monkeypatch.setattr(sys.modules["attnscore.cli.bench"], "run", lambda *_, **__: failed)
     assert main(["bench", "--only", "tiny", "--out", str(tmp_path)]) == 1
     said = capsys.readouterr().err
     assert said == "attnscore: 1 failed, first tiny, 1 thread: tiny, attnscore: error 1\n"

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import attnscore as ats
-from attnscore import files
+from attnscore import io as files
 from attnscore.cli import main
 
 RNG = np.random.default_rng(0)
@@ -683,11 +683,11 @@ def test_what_is_not_the_inputs_fault_is_status_1(capsys, npz, tmp_path, monkeyp
     assert status == 1 and words in err and err.count("\n") == 1
 
 
-def test_summary_numbers_are_json():
-    from attnscore.demo.report import plain
-
-    text = json.dumps(plain({"a": np.float32(0.1), 3: (np.inf, float("nan"), np.arange(2))}), allow_nan=False)
-    assert json.loads(text) == {"a": 0.1, "3": ["inf", "nan", [0, 1]]}
+def test_summary_numbers_are_json(tmp_path):
+    path = tmp_path / "summary.json"
+    content = files.plain({"a": np.float32(0.1), 3: (np.inf, float("nan"), np.arange(2))}, 7, names=True)
+    files.write_json(path, content, digits=7, indent=2)
+    assert json.loads(path.read_text()) == {"a": 0.1, "3": ["inf", "nan", [0, 1]]}
 
 
 def test_a_terminal_that_is_not_utf8(npz, tmp_path):

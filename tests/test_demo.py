@@ -13,10 +13,10 @@ import pytest
 
 import attnscore
 from attnscore.cli import main
-from attnscore.commands.demo import MOST_SENTENCES, read_sentences
-from attnscore.demo import heads, minilm
-from attnscore.files import FileError
+from attnscore.cli.demo import heads, minilm
+from attnscore.cli.demo.command import MOST_SENTENCES, read_sentences
 from attnscore.integrations.transformers import register
+from attnscore.io import FileError
 
 SENTENCES = ["A good soup needs patience.", "The goalkeeper dived to her left and saved the penalty, 2 : 1."]
 
@@ -216,7 +216,7 @@ def test_the_demos_own_sentences():
     lengths = [len(sentence.split()) for sentence in sentences]
     assert len(sentences) == 10 and dropped == 0
     assert min(lengths) <= 6 and max(lengths) >= 18, "a padded batch needs lengths that differ"
-    assert resources.files("attnscore.demo").joinpath("sentences.txt").is_file()
+    assert resources.files("attnscore.cli.demo").joinpath("sentences.txt").is_file()
 
 
 def test_a_missing_text_is_a_file_error(tmp_path):

@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention as bound_elsewhere
 
 import attnscore as ats
 from attnscore import diagnostics
-from attnscore.demo import minilm
+from attnscore.cli.demo import minilm
 from attnscore.diagnostics.watching import records, torch_calls, torch_patches
 from attnscore.diagnostics.watching.health import Thresholds, clip_factor, trend, verdicts_of
 from attnscore.diagnostics.watching.torch_calls import Call, Scores, sums_of

@@ -26,9 +26,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from attnscore import files
+from attnscore import io as files
 from attnscore.cli import main
-from attnscore.files import FileError, read_arrays
+from attnscore.io import FileError, read_arrays
 
 ARRAYS = {"query": np.ones((2, 3), np.float32), "key": np.arange(6.0, dtype=np.float32).reshape(2, 3)}
 SOURCE = Path(files.__file__).parent
@@ -281,7 +281,7 @@ def write_run(path: Path) -> None:
 def demo(path: Path) -> Any:
     from rich.console import Console
 
-    from attnscore.demo.report import Report
+    from attnscore.cli.report import Report
 
     return Report(path.parent, Console(file=io.StringIO()), 0, document=path.name)
 
@@ -373,7 +373,7 @@ def test_an_interruption_leaves_the_old_file(
 
 
 def interrupted_at(line: int, write: Callable[[], None]) -> bool:
-    """Whether `write` was interrupted at the `line`-th line of files.py that it runs."""
+    """Whether `write` was interrupted at the `line`-th line of io.py that it runs."""
     count = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:

@@ -19,7 +19,7 @@ SOURCE = Path(attnscore.__file__).parent
 
 # Rooms that `import attnscore` leaves alone; all other modules are the core, and are imported at once.
 LATER = (
-    *("__main__", "bench", "cli", "commands", "demo", "diagnostics", "files", "integrations"),
+    *("__main__", "bench", "cli", "diagnostics", "integrations", "io"),
     *("layers", "plotting", "testing"),
 )
 FRAMEWORKS = ("torch", "tensorflow", "keras", "jax", "jaxlib", "flax", "mxnet", "transformers")
@@ -136,12 +136,11 @@ def test_an_error_about_a_framework_does_not_import_it() -> None:
         ("attnscore.bench.runner", set()),
         ("attnscore.plotting", set()),
         ("attnscore.cli", set()),
-        ("attnscore.files", set()),
+        ("attnscore.io", set()),
         ("attnscore.layers", set()),
         ("attnscore.integrations", set()),
-        ("attnscore.demo", set()),
         ("attnscore.testing", set()),
-        ("attnscore.commands", {"typer", "click", "rich", "shellingham", "markdown_it", "mdurl", "pygments"}),
+        ("attnscore.cli.app", {"typer", "click", "rich", "shellingham", "markdown_it", "mdurl", "pygments"}),
     ],
 )
 def test_rooms_above_the_core_import_what_they_use_when_they_use_it(module: str, allowed: set[str]) -> None:

@@ -17,7 +17,7 @@ from attnscore.diagnostics import Inspection, inspect_model
 
 pytestmark = pytest.mark.slow
 
-SENTENCES = (Path(__file__).parents[1] / "src/attnscore/demo/sentences.txt").read_text("utf-8")
+SENTENCES = (Path(__file__).parents[1] / "src/attnscore/cli/demo/sentences.txt").read_text("utf-8")
 SHORT = "Astronauts on the night shift watched the planet rise over the lunar horizon."
 
 

@@ -219,7 +219,7 @@ def check_command(arguments: list[str]) -> None:
     """Parse without running: the command exists, and so do its options."""
     from typer.main import get_command
 
-    from attnscore.commands import app
+    from attnscore.cli.app import app
 
     group: Any = get_command(app)
     assert arguments, "attnscore without a command"
@@ -229,7 +229,7 @@ def check_command(arguments: list[str]) -> None:
     command = group.commands[arguments[0]]
     context = command.context_class(command, info_name=arguments[0])
     rest = [word for word in arguments[1:] if word not in ("--help", "-h")]
-    # A bare --causal is the command's own business (see commands/attend.py).
+    # A bare --causal is the command's own business (see cli/options.py).
     rest = ["--causal=top_left" if word == "--causal" else word for word in rest]
     command.make_parser(context).parse_args(args=rest)
 

@@ -25,7 +25,7 @@ from PIL import Image
 
 import attnscore as ats
 from attnscore import plotting
-from attnscore.files import replacing
+from attnscore.io import replacing
 
 HERE = Path(__file__).parent
 FROM_DEMO = {
@@ -211,8 +211,8 @@ def watching() -> Figure:
     """What `watch` sees of a real model, one of whose heads has been spoilt."""
     import torch
 
-    from attnscore.commands.demo import read_sentences
-    from attnscore.demo import minilm
+    from attnscore.cli.demo import minilm
+    from attnscore.cli.demo.command import read_sentences
     from attnscore.diagnostics import watch
 
     tokenizer, model = minilm.load()
@@ -259,7 +259,7 @@ def report(target: Path) -> None:
     """A page of ``attnscore inspect`` with the pointer on one weight of layer 1, head 8."""
     from playwright.sync_api import sync_playwright
 
-    from attnscore.commands.demo import read_sentences
+    from attnscore.cli.demo.command import read_sentences
     from attnscore.diagnostics import inspect_model
 
     if CHROMIUM is None:

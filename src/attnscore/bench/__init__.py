@@ -1,4 +1,4 @@
-"""The benchmark: named cases, one runner, peers side by side in one process. ``attnscore bench`` is its door.
+"""Benchmark of named cases against baselines, both sides in one process; `attnscore bench` runs it.
 
-Imports nothing, on purpose: PyTorch and the peers are imported by the process that measures.
+Imports nothing: PyTorch and the baselines are imported by the process that measures.
 """

@@ -1,4 +1,4 @@
-"""Facts of the machine and the software that numbers depend on, and how a process is held to a number of threads."""
+"""Facts of the machine and the software that times depend on; limits on the threads of a process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import attnscore as ats
 
 _PACKAGES = ("numpy", "torch", "jax", "jaxlib", "tensorflow", "keras", "pykeops", "onnxruntime")
-# What decides about the speed of a kernel; all flags of a CPU fill a page.
+# Those that decide the speed of a kernel; all flags of a CPU fill a page.
 _FLAGS = (
     *("sse4_2", "avx", "f16c", "fma", "avx2", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16"),
     *("amx_bf16", "neon", "asimd", "sve", "sve2", "bf16"),
@@ -21,7 +21,7 @@ _POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR
 
 
 def facts() -> dict[str, Any]:
-    """What a reader must know to compare: CPU, system, versions."""
+    """Return CPU, system and versions, which times depend on."""
     info = _cpu_info()
     return {
         "cpu": info.get("model name") or platform.processor() or platform.machine(),
@@ -38,27 +38,28 @@ def facts() -> dict[str, Any]:
 
 
 def cpus() -> list[int]:
-    """The CPUs that this process may use."""
+    """Return the CPUs that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def environment(threads: int) -> dict[str, str]:
-    """The environment of a process that is held to so many threads; pools read it once, when they are loaded."""
+    """Return the environment of a process limited to so many threads; pools read it once, when they are loaded."""
     return {**os.environ, **dict.fromkeys(_POOLS, str(threads)), "JAX_PLATFORMS": "cpu", "KERAS_BACKEND": "tensorflow"}
 
 
 def version(package: str) -> str | None:
-    """The version of an installed package, or None."""
-    for name in (package, f"{package}-cpu"):  # TensorFlow has a second name
+    """Return the version of an installed package, or None."""
+    names = (package, f"{package}-cpu", "tf-nightly") if package == "tensorflow" else (package,)
+    for name in names:
         with contextlib.suppress(metadata.PackageNotFoundError):
             return metadata.version(name)
     return None
 
 
 def pin(threads: int) -> None:
-    """Hold this process to so many CPUs, each on a core of its own where that is known.
+    """Restrict this process to so many CPUs, each on a core of its own where that is known.
 
     XLA sizes its pool by the CPUs that it may use, and has no other setting. Before any framework is imported.
     """
@@ -67,16 +68,15 @@ def pin(threads: int) -> None:
 
 
 def set_threads(threads: int) -> None:
-    """Tell PyTorch and ourselves."""
+    """Set the threads of PyTorch and of this library."""
     import torch
 
     torch.set_num_threads(threads)
-    if hasattr(ats, "set_num_threads"):
-        ats.set_num_threads(threads)
+    ats.set_num_threads(threads)
 
 
 def _apart(places: list[int]) -> list[int]:
-    """CPUs in an order in which the hyperthreads of one core come last."""
+    """Order CPUs so that second hyperthreads of a core come last."""
     seen: set[str] = set()
     first: list[int] = []
     rest: list[int] = []

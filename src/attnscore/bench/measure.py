@@ -1,35 +1,73 @@
-"""What happens inside a measuring process: one case on so many threads, correctness first.
+"""One measuring process: a case on so many threads, checked before it is timed.
 
-What this module meets:
-- a side is timed only after its result has been compared with the reference; our own wrong result ends the case with
-  `WrongResult`, a peer's takes that peer out;
-- memory is the peak of this process over what it had before the arrays were made, warm libraries included.
+``python -m attnscore.bench.measure`` reads a request as JSON from stdin and answers as JSON on stdout.
+`attnscore.bench.runner` starts one such process for each case and number of threads.
+
+- A side is timed only after its result has been compared with the reference. A wrong result of ours ends the case with
+  `WrongResult`; a baseline with a wrong result is left out.
+- Memory is the peak of this process over what it had before the arrays were made, warm libraries included.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from attnscore.bench import machine
-from attnscore.bench.cases import Case
+from attnscore.bench.baselines import BASELINES, Unavailable, naive
+from attnscore.bench.cases import Case, named
 from attnscore.bench.inputs import Inputs, Side, draw, kernel_of, ours
-from attnscore.bench.peers import PEERS, Unavailable, textbook
 from attnscore.bench.reference import Reference, WrongResult, reference
 from attnscore.bench.timing import Effort, alternate, summary
 
 Row = dict[str, Any]
 
-# A peer's own accuracy is not our business; that it computes the same function is.
+# The check is that a baseline computes the same function; its accuracy is its own matter.
 _SLACK = 1000.0
 _WARM = 64  # tokens of the call that loads what libraries load lazily
 
 
-def time_case(case: Case, threads: int, effort: Effort) -> list[Row]:
-    """One row for each peer of a case."""
+def main() -> None:
+    """Answer one request: {"rows": ...}, {"point": ...}, or {"wrong": ...} for a result that was refused."""
+    request = json.load(sys.stdin)
+    # Before PyTorch or a baseline is imported: they size their pools when they are loaded.
+    machine.pin(request["threads"])
+    # Compilers and baselines print; that must not mix with the answer.
+    out = os.dup(1)
+    os.dup2(2, 1)
+    found = answer(request)
+    with os.fdopen(out, "w", encoding="utf-8") as file:
+        json.dump(found, file)
+    sys.stderr.flush()
+    # The answer has been given; threads of a baseline's pool may delay the end of the interpreter, or crash in it.
+    os._exit(0)
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """Measure what a request asks for."""
+    case = dataclasses.replace(named(request["case"]), sizes=request["sizes"])
+    threads, effort = request["threads"], Effort(**request["effort"])
     machine.set_threads(threads)
+    try:
+        if case.kind == "limits":
+            return {"rows": [measure_limits(case, threads, effort)]}
+        if request["side"] is None:
+            return {"rows": time_case(case, threads, effort)}
+        return {"point": measure_point(case, request["side"], request["length"], threads, effort)}
+    except WrongResult as wrong:
+        return {"wrong": str(wrong)}
+
+
+def time_case(case: Case, threads: int, effort: Effort) -> list[Row]:
+    """Time a case; one row for each baseline."""
     inputs = draw(case)
     exact = reference(inputs)
     mine = ours(inputs)
@@ -38,47 +76,79 @@ def time_case(case: Case, threads: int, effort: Effort) -> list[Row]:
         "kind": "time", "case": case.name, "what": case.what, "threads": threads, "kernel": kernel_of(inputs),
         "work": case.work(), "accuracy": error,
     }  # fmt: skip
-    return [{**about, **_against(peer, inputs, mine, exact, threads, effort)} for peer in case.peers]
+    return [{**about, **_against(baseline, inputs, mine, exact, threads, effort)} for baseline in case.baselines]
 
 
-def _against(peer: str, inputs: Inputs, mine: Side, exact: Reference, threads: int, effort: Effort) -> Row:
-    goal = inputs.case.peers[peer]
-    must = None if goal is None else goal.on(threads)
+def _against(baseline: str, inputs: Inputs, mine: Side, exact: Reference, threads: int, effort: Effort) -> Row:
+    target = inputs.case.baselines[baseline]
+    wanted = None if target is None else target.on(threads)
     row: Row = {
-        "peer": peer, "status": "measured", "reason": None, "must": must,
-        "moonshot": goal and goal.moonshot, "at_most": bool(goal and goal.at_most), "reached": None,
+        "baseline": baseline, "status": "measured", "reason": None, "target": wanted,
+        "stretch_target": target and target.stretch, "at_most": bool(target and target.at_most), "reached": None,
         "rounds": 0, "ours": None, "theirs": None, "ratio": None,
     }  # fmt: skip
     try:
-        theirs = PEERS[peer](inputs)
+        theirs = BASELINES[baseline].side(inputs)
         found = theirs.outputs(theirs.run())
         if theirs.same:
-            exact.check(f"{inputs.case.name}, {peer}", found, slack=_SLACK)
+            exact.check(f"{inputs.case.name}, {baseline}", found, slack=_SLACK)
     except Unavailable as reason:
         return {**row, "status": "not run", "reason": str(reason)}
     except WrongResult as wrong:
         return {**row, "status": "not run", "reason": f"its result is another one: {wrong}"}
-    except Exception as error:  # a peer may fail in ways of its own: a compiler that is missing, an operator
+    except Exception as error:  # a baseline fails in ways of its own: a compiler or an operator that is missing
         return {**row, "status": "not run", "reason": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
     times = alternate(mine.run, theirs.run, effort)
-    pairs = zip(*times, strict=True)
-    ratio = summary([a / b if row["at_most"] else b / a for a, b in pairs])
-    if must is not None:
-        row["reached"] = ratio["median"] <= must if row["at_most"] else ratio["median"] >= must
+    ratio = summary([a / b if row["at_most"] else b / a for a, b in zip(*times, strict=True)])
+    if wanted is not None:
+        row["reached"] = ratio["median"] <= wanted if row["at_most"] else ratio["median"] >= wanted
     return {**row, "rounds": len(times[0]), "ours": summary(times[0]), "theirs": summary(times[1]), "ratio": ratio}
 
 
+def measure_limits(case: Case, threads: int, effort: Effort) -> Row:
+    """Measure operations per second of matrix products by dtype, and bytes read per second from memory.
+
+    They are lower bounds of the machine's peaks: a library may use half of the registers' width, and a kernel that
+    uses all of it exceeds the "limit".
+    """
+    import torch
+
+    side, rng = case.sizes["side"], np.random.default_rng(0)
+    a = rng.standard_normal((side, side), dtype=np.float32)
+    single = torch.from_numpy(a)
+    half, numbers = single.bfloat16(), torch.from_numpy(rng.standard_normal(case.sizes["numbers"], dtype=np.float32))
+
+    def fastest(work: Callable[[], Any]) -> float:
+        work()
+        times = []
+        for _ in range(effort.least):
+            start = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    seconds = {
+        # NumPy's and PyTorch's BLAS are different libraries: which is faster depends on the CPU.
+        "float32": min(fastest(lambda: a @ a), fastest(lambda: single @ single)),
+        "bfloat16": fastest(lambda: half @ half),
+    }
+    return {
+        "kind": "limits", "case": case.name, "what": case.what, "status": "measured", "reason": None,
+        "threads": threads, "products": {dtype: 2 * side**3 / each for dtype, each in seconds.items()},
+        "reading": numbers.nbytes / fastest(numbers.sum),
+    }  # fmt: skip
+
+
 def measure_point(case: Case, side: str, length: int, threads: int, effort: Effort) -> Row:
-    """Peak memory and time of one side at one length; a process measures one point, because peaks do not go down."""
-    machine.set_threads(threads)
+    """Measure peak memory and time of one side at one length; one point a process, because peaks do not go down."""
     _run(case, side, _WARM)
     reset_peak()
     before = memory("VmRSS")
     inputs, found, first = _run(case, side, length)
     peak = memory("VmHWM") - before
-    # The gradient that comes into the output is there before the call, like the inputs.
-    found = tuple(map(_shown, found))
-    arrays = sum(_shown(x).nbytes for x in (*inputs.leaves, inputs.grad, *found))
+    # The gradient with respect to the output exists before the call, like the inputs.
+    found = tuple(map(_with_nbytes, found))
+    arrays = sum(_with_nbytes(x).nbytes for x in (*inputs.leaves, inputs.grad, *found))
     if not all(bool((abs(x) < 1e6).all()) for x in found):
         raise WrongResult(f"{case.name}, {side}, {length} tokens: the result is not finite")
     seconds = [first]
@@ -91,14 +161,14 @@ def measure_point(case: Case, side: str, length: int, threads: int, effort: Effo
     }  # fmt: skip
 
 
-def _shown(x: Any) -> Any:
-    """A tensor of TensorFlow as NumPy's view of it: it has neither `nbytes` nor `all`."""
+def _with_nbytes(x: Any) -> Any:
+    """Return an array, or NumPy's view of a TensorFlow tensor, which has neither `nbytes` nor `all`."""
     return x if hasattr(x, "nbytes") else x.numpy()
 
 
 def _run(case: Case, side: str, length: int) -> tuple[Inputs, tuple[Any, ...], float]:
     inputs = draw(case, length)
-    which = ours(inputs) if side == "attnscore" else textbook(inputs)
+    which = ours(inputs) if side == "attnscore" else naive(inputs)
     start = time.perf_counter()
     found = which.run()
     seconds = time.perf_counter() - start
@@ -106,16 +176,20 @@ def _run(case: Case, side: str, length: int) -> tuple[Inputs, tuple[Any, ...], f
 
 
 def can_measure_memory() -> str | None:
-    """None, or why the peak of a process cannot be read here."""
+    """Return None, or why the peak of a process cannot be read here."""
     return None if sys.platform == "linux" else "peak memory is read from /proc, which only Linux has"
 
 
 def reset_peak() -> None:
-    """Let VmHWM start anew, so that what importing took does not hide in it."""
+    """Reset VmHWM, so that what importing took is not counted."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def memory(field: str) -> int:
-    """A number of bytes from the status of this process."""
+    """Return a number of bytes from the status of this process."""
     with open("/proc/self/status", encoding="ascii") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith(field))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,9 +1,8 @@
-"""The runner: every case in a process of its own for each number of threads, and what they answer as one document.
+"""Runner: every case in a process of its own for each number of threads, and their answers as one document.
 
-What this module meets:
-- both sides of a comparison share a process, no two cases do: a peer's pool, caches or crash stay with its case;
-- a wrong result, or a process that died, is an error of the run and no row; the other cases are still measured;
-- the document is plain data of a known form (`attnscore.bench.results`).
+- Both sides of a comparison share a process, no two cases do: a baseline's pool, caches or crash stay with its case.
+- A wrong result, or a process that died, is an error of the run and no row; the other cases are still measured.
+- The document is plain data of a known form (`attnscore.bench.results`).
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from typing import Any
 
 import attnscore as ats
 from attnscore.bench import machine
-from attnscore.bench.cases import GROWTH_MUST, MEMORY_MUST, Case
+from attnscore.bench.cases import GROWTH_TARGET, MEMORY_TARGET, Case
 from attnscore.bench.measure import Row, can_measure_memory
 from attnscore.bench.results import SCHEMA
 from attnscore.bench.timing import QUICK, Effort, exponent
 
-# The textbook's matrices may take this much; beyond, its growth is known well enough.
-_MOST_TEXTBOOK = 6 * 10**9
+# Bytes of the naive matrices; beyond, their growth is known well enough.
+_MOST_NAIVE = 6 * 10**9
 _QUICK_LENGTHS = 2
 
 
@@ -54,7 +53,7 @@ Tell = Callable[[str, int, int], None]
 def run(
     cases: Sequence[Case], threads: Sequence[int], *, quick: bool = False, tell: Tell = lambda text, at, of: None
 ) -> dict[str, Any]:
-    """Measure the cases; `tell` hears what is being measured, its number, and of how many."""
+    """Measure the cases; `tell` is called with what is being measured, its number, and of how many."""
     effort = QUICK if quick else Effort()
     requests = [request for case in cases for request in _requests(case, threads, quick)]
     rows: list[Row] = []
@@ -89,14 +88,14 @@ def _requests(case: Case, threads: Sequence[int], quick: bool) -> Iterator[Reque
         yield from (Request(case, number) for number in threads)
         return
     lengths = case.sizes.get("lengths", [case.sizes["queries"]])
-    for side in ("attnscore", *case.peers) if can_measure_memory() is None else ():
+    for side in ("attnscore", *case.baselines) if can_measure_memory() is None else ():
         for length in lengths[:_QUICK_LENGTHS] if quick else lengths:
-            if side == "attnscore" or _textbook_bytes(case, length) < _MOST_TEXTBOOK:
+            if side == "attnscore" or _naive_bytes(case, length) < _MOST_NAIVE:
                 yield Request(case, max(threads), side, length)
 
 
-def _textbook_bytes(case: Case, length: int) -> int:
-    # Four arrays of that size lived at once in the textbook forward and backward.
+def _naive_bytes(case: Case, length: int) -> int:
+    # Four arrays of that size are alive at once in the naive forward and backward.
     return 4 * 4 * length**2 * (case.sizes["dim"] if case.score == "additive" else 1)
 
 
@@ -108,12 +107,12 @@ def ask(request: Request, effort: Effort) -> dict[str, Any]:
         "length": request.length, "effort": dataclasses.asdict(effort),
     }  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-m", "attnscore.bench.child"],
+        [sys.executable, "-m", "attnscore.bench.measure"],
         input=json.dumps(content), capture_output=True, text=True, check=False,
         env=machine.environment(request.threads),
     )  # fmt: skip
     if done.returncode or not done.stdout.strip():
-        last = done.stderr.strip().splitlines()[-1:] or ["no word of why"]
+        last = done.stderr.strip().splitlines()[-1:] or ["no message"]
         raise Failed(f"its process ended with status {done.returncode}: {last[0]}")
     answer: dict[str, Any] = json.loads(done.stdout)
     if "wrong" in answer:
@@ -122,8 +121,8 @@ def ask(request: Request, effort: Effort) -> dict[str, Any]:
 
 
 def _grown(case: Case, points: list[Row]) -> Iterator[Row]:
-    """The points of each side of a case as one row."""
-    for side in ("attnscore", *case.peers):
+    """Join the points of each side of a case to one row."""
+    for side in ("attnscore", *case.baselines):
         mine = [point for point in points if point["side"] == side]
         row: Row = {
             "kind": case.kind, "case": case.name, "what": case.what, "side": side, "status": "measured", "reason": None,
@@ -137,16 +136,16 @@ def _grown(case: Case, points: list[Row]) -> Iterator[Row]:
         if case.kind == "growth":
             row["time_exponent"] = exponent(lengths, [point["seconds"]["median"] for point in mine])
             row["memory_exponent"] = grows = exponent(lengths, [point["peak"] for point in mine])
-            row["must"] = GROWTH_MUST if side == "attnscore" else None
-            row["reached"] = None if row["must"] is None or grows is None else grows <= row["must"]
+            row["target"] = GROWTH_TARGET if side == "attnscore" else None
+            row["reached"] = None if row["target"] is None or grows is None else grows <= row["target"]
         else:
-            row["must"] = MEMORY_MUST
-            row["reached"] = mine[-1]["over"] <= MEMORY_MUST
+            row["target"] = MEMORY_TARGET
+            row["reached"] = mine[-1]["over"] <= MEMORY_TARGET
         yield row
 
 
 def _parameters(case: Case) -> int:
-    """Of the score, as `cost` counts them: the additive one with its weight vector alone."""
+    """Return the number of parameters, as `cost` counts them: of the additive score its weight vector alone."""
     score: Any = "scaled_dot"
     if case.score == "additive":
         import numpy as np

@@ -1,9 +1,8 @@
-"""Timing of two sides in one process, alternating, so that what disturbs the machine disturbs both.
+"""Timing of two sides in one process, alternating, so that disturbances of the machine affect both.
 
-What this module meets:
-- both sides are warm before the first round; short calls are repeated within a sample until the clock can see them;
-- the order within a round changes from round to round, and no side begins before the other's threads have come to rest;
-- a ratio is the median of the ratios of the rounds, not the ratio of two medians: drift cancels in each round.
+- Both sides are warm before the first round; short calls are repeated within a sample, so that the clock resolves them.
+- The order within a round changes from round to round, and no side starts before the other's threads are idle.
+- A ratio is the median of the ratios of the rounds, not the ratio of two medians: drift cancels in each round.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _TASKS = Path("/proc/self/task")
 
 @dataclass(frozen=True)
 class Effort:
-    """How long a pair of sides is timed: at least `least` rounds, then until the time is up, at most `most`."""
+    """How long a pair of sides is timed: `least` to `most` rounds, about `seconds`."""
 
     least: int = 7
     most: int = 101
@@ -41,7 +40,7 @@ QUICK = Effort(least=3, most=21, seconds=0.5)
 
 
 def alternate(ours: Callable[[], Any], theirs: Callable[[], Any], effort: Effort) -> tuple[list[float], list[float]]:
-    """Seconds per call of both sides, one of each for every round."""
+    """Return the seconds per call of both sides, one of each for every round."""
     sides = (ours, theirs)
     repeats = [_repeats(side) for side in sides]
     for side, repeat in zip(sides, repeats, strict=True):
@@ -57,7 +56,7 @@ def alternate(ours: Callable[[], Any], theirs: Callable[[], Any], effort: Effort
 
 
 def _repeats(side: Callable[[], Any]) -> int:
-    """How many calls fill a sample, by the quickest of several: the first may take a hundred times as long."""
+    """Return how many calls fill a sample, by the fastest of several: the first may take a hundred times as long."""
     seconds = _sample(side, 1)
     if seconds < 20 * _SAMPLE:
         seconds = min(seconds, *(_sample(side, 1) for _ in range(_WARMING)))
@@ -85,7 +84,7 @@ def _others_run() -> bool:
 
 
 def _state(task: Path) -> str:
-    """R: the thread runs, or could. Its name, in parentheses before, may hold anything."""
+    """Return a thread's state, R where it runs. Its name, in parentheses before, may hold anything."""
     try:
         return (task / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()[0]
     except (OSError, IndexError):  # it has ended
@@ -93,13 +92,13 @@ def _state(task: Path) -> str:
 
 
 def summary(numbers: Sequence[float]) -> Summary:
-    """Median and quartiles."""
+    """Return median and quartiles."""
     q1, median, q3 = np.quantile(np.asarray(numbers, np.float64), (0.25, 0.5, 0.75))
     return {"median": float(median), "q1": float(q1), "q3": float(q3)}
 
 
 def exponent(lengths: Sequence[int], values: Sequence[float]) -> float | None:
-    """The p of value ~ length^p, by least squares over logarithms; None from fewer than two points."""
+    """Fit the p of value ~ length^p, by least squares over logarithms; None from fewer than two points."""
     if len(lengths) < 2 or min(values) <= 0:
         return None
     return float(np.polyfit(np.log(np.asarray(lengths, np.float64)), np.log(np.asarray(values, np.float64)), 1)[0])

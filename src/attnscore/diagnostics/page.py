@@ -18,7 +18,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from attnscore.files import replacing
+from attnscore.io import replacing
 from attnscore.plotting.drawing import short_number
 
 if TYPE_CHECKING:

@@ -1,12 +1,11 @@
-"""`attend` under ``torch.compile``, ``torch.export`` and ``torch.jit.trace``: one operator stands for the whole call.
+"""`attend` under ``torch.compile``, ``torch.export`` and ``torch.jit.trace``, as one operator for the whole call.
 
 - ``attnscore::attend`` and ``attnscore::attend_backward`` take tensors, numbers and strings alone. Scores, masks and
-  what else a call has are written as one expression, with slots for tensors and numbers: tensors stay in the graph,
-  and a number that changes (a temperature, the offset of a cache) compiles nothing anew.
-- Behind the operator runs what runs in eager mode; lengths are read, tiles planned and mistakes told there, at run
-  time.
-- What has no such expression (a user's own score or mask) runs outside the graph, by a graph break. A trace has no
-  breaks, and would keep the result as a constant: there it is refused.
+  the other arguments are written as one expression, with slots for tensors and numbers: tensors stay in the graph,
+  and a number that changes (a temperature, the offset of a cache) causes no recompilation.
+- The operator runs the code of eager mode; lengths are read, tiles planned and errors raised there, at run time.
+- A custom score or mask has no such expression and runs outside the graph, by a graph break. A trace has no breaks,
+  and would keep the result as a constant: there the call is refused.
 - A gradient of the gradient is not compiled; in eager mode there is one.
 """
 
@@ -65,22 +64,22 @@ _MASKS = (
 _CLASSES: dict[str, Any] = {kind.__name__: kind for kind in (*_SCORES, *_MASKS)}
 _FIELDS = {name: tuple(field.name for field in dataclasses.fields(kind)) for name, kind in _CLASSES.items()}
 _FUNCTIONS = _CLASSES | {"float": float, "int": int}
-# The first rows of what an operator gives beside the output: what its backward reads. Then the statistics.
+# First rows of an operator's second result, which its backward reads. The statistics follow.
 _SAVED = ("log_denom", "row_max")
 
 
-# ---------------------------------------------------------------- a call as an expression
+# ---------------------------------------------------------------- expression of a call
 
 
 class _Slots:
-    """The tensors and numbers of an expression, in their order."""
+    """Tensors and numbers of an expression, in their order."""
 
     def __init__(self) -> None:
         self.arrays: list[Tensor] = []
         self.integers: list[Any] = []
 
     def written(self, x: Any) -> str:
-        """`x` as an expression; see `_can_be_written`."""
+        """Return `x` as an expression; see `_can_be_written`."""
         if x is None or isinstance(x, (bool, str)):
             return repr(x)
         if isinstance(x, (int, torch.SymInt)):
@@ -102,7 +101,7 @@ class _Slots:
 
 
 def _can_be_written(x: Any) -> bool:
-    """Whether `x` has an expression."""
+    """Return whether `x` has an expression."""
     if x is None or isinstance(x, (str, int, float, torch.SymInt, torch.SymFloat, Tensor, np.ndarray, np.number)):
         return True
     if isinstance(x, (list, tuple)):
@@ -117,7 +116,7 @@ def _parsed(expression: str) -> ast.expr:
 
 
 def _read(expression: str, names: Sequence[str] = (), **slots: Sequence[Any]) -> dict[str, Any]:
-    """The arguments of a call from its expression, or those in `names` alone."""
+    """Read the arguments of a call from its expression, or those in `names` alone."""
 
     def value(node: Any) -> Any:
         if isinstance(node, ast.Constant):
@@ -138,7 +137,7 @@ def _read(expression: str, names: Sequence[str] = (), **slots: Sequence[Any]) ->
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Call:
-    """One call behind an operator, posed."""
+    """Problem, kernel and score VJP of one call of an operator."""
 
     problem: Problem
     run: AttentionOp
@@ -157,14 +156,14 @@ class _Call:
         return cls(problem, AttentionOp(chosen, problem, tiling.plan(problem)), score_pullback)
 
     def row(self, x: Tensor) -> Tensor:
-        """One number a row, on the caller's axes."""
+        """Return one number for each query, on the caller's axes."""
         found: Tensor = self.problem.layout.rows_from_canonical(_OPS, x[..., 0])
         return found
 
     def gradients(
         self, out: Tensor, rows: Tensor, grad_out: Tensor | None, grad_rows: Tensor | None, given: dict[str, Any]
     ) -> Gradients:
-        """By hand, as in NumPy: below an operator there is no autograd."""
+        """Compute the gradients without autograd, which an operator does not have."""
         run, names = self.run, (*_SAVED, *self.problem.statistics)
 
         def row(x: Tensor | None, name: str) -> Any:
@@ -172,7 +171,12 @@ class _Call:
             return blocks.row_gradient(self.problem, name, found)
 
         entropy = (row(rows, "entropy"),) if "entropy" in names else ()
-        kept = (blocks.row_gradient(self.problem, "grad_out", out), row(rows, "log_denom"), *entropy, row(rows, "row_max"))
+        kept = (
+            blocks.row_gradient(self.problem, "grad_out", out),
+            row(rows, "log_denom"),
+            *entropy,
+            row(rows, "row_max"),
+        )
         incoming = (
             blocks.row_gradient(self.problem, "grad_out", grad_out),
             *(row(grad_rows, x) for x in DIFFERENTIABLE),
@@ -192,7 +196,7 @@ def _attend(
     integers: Sequence[int],
     expression: str,
 ) -> tuple[Tensor, Tensor]:
-    """The output, and in the rows of a second array what the backward keeps, then the statistics."""
+    """Compute the output, and as rows of a second array the values saved for the backward and the statistics."""
     arguments = _read(expression, arrays=arrays, integers=integers)
     with _OPS.numeric_scope():
         call = _Call.of(query, key, value, arguments)
@@ -242,8 +246,8 @@ def _attend_backward(
     expression: str,
     wanted: Sequence[bool],
 ) -> list[Tensor]:
-    """Gradients of query, key, value and arrays: those that are wanted."""
-    # Arrays are told apart by identity, and one may have come twice.
+    """Compute those gradients of query, key, value and arrays that are wanted."""
+    # Arrays are distinguished by identity, and one may be passed twice.
     arrays = [x.view_as(x) for x in arrays]
     arguments = _read(expression, arrays=arrays, integers=integers)
     given = {"query": query, "key": key, "value": value} | {name: arguments[name] for name in ("bias", "sink")}
@@ -255,14 +259,14 @@ def _attend_backward(
     of_arrays = [next((grad for x, grad in named if x is array), None) for array in arrays]
     pairs = zip((query, key, value, *arrays), (grads.query, grads.key, grads.value, *of_arrays), strict=True)
     return [
-        torch.zeros_like(x) if grad is None else _laid_out_as(x, grad)
+        torch.zeros_like(x) if grad is None else _with_strides_of(x, grad)
         for (x, grad), want in zip(pairs, wanted, strict=True)
         if want
     ]
 
 
-def _laid_out_as(x: Tensor, grad: Tensor) -> Tensor:
-    """`grad` in memory of its own, with the strides that `_gradient_shapes` told: a copy only where it is not."""
+def _with_strides_of(x: Tensor, grad: Tensor) -> Tensor:
+    """Return `grad` in memory of its own, with the strides of `_gradient_shapes`; a copy only where needed."""
     alone = grad.untyped_storage().nbytes() == grad.nbytes
     return grad if alone and grad.is_contiguous() and x.is_contiguous() else torch.empty_like(x).copy_(grad)
 
@@ -305,11 +309,11 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_rows: Tensor | None) -> tu
 _attend.register_autograd(_backward, setup_context=_keep)
 
 
-# ---------------------------------------------------------------- what stands for `attend`
+# ---------------------------------------------------------------- entry point
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
-    """What `attnscore.attend` does while a compiler reads it: see there."""
+    """Run `attnscore.attend` while a compiler or a trace records it."""
     score = arguments["score"]
     if isinstance(score, (str, scores.SoftCap, scores.Temperature)) and _is_registered(score):
         arguments["score"] = scores.resolve(score)
@@ -335,14 +339,14 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
 
 
 def _is_registered(score: Any) -> bool:
-    """Whether a name, or the one inside wrappers, is registered: if not, the ordinary call says so."""
+    """Return whether a name, or the one inside wrappers, is registered; if not, the ordinary call raises."""
     while isinstance(score, (scores.SoftCap, scores.Temperature)):
         score = score.score
     return not isinstance(score, str) or score in scores.registered()
 
 
 def _has_operator(arguments: dict[str, Any]) -> bool:
-    # Operators would lose the tangents of forward mode without a word, and have no rule for torch.func.
+    # Operators would silently lose the tangents of forward mode, and have no rule for torch.func.
     if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         return False
     return arguments["return_weights"] is False and all(_can_be_written(x) for x in arguments.values())
@@ -360,7 +364,7 @@ def _outside(*arrays: Tensor, **arguments: Any) -> Any:
 
 
 def _beside_a_trace(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
-    """What has no operator, while `torch.jit.trace` records."""
+    """Refuse a PyTorch call without an operator while `torch.jit.trace` records; run one of another framework."""
     if isinstance(query, Tensor):
         raise FrameworkError(
             message(

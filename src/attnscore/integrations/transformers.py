@@ -1,12 +1,11 @@
 """Attention of Hugging Face transformers models computed by `attend`.
 
-What this module meets:
 - `register` makes a name that every model built on transformers' attention interface accepts, as in
-  ``AutoModel.from_pretrained(..., attn_implementation="attnscore")``;
-- the mask function is registered under the same name: without one, transformers drops every mask silently;
-- masks stay objects that say what they mean (`transformers_masks`): no array of queries by keys is made for them;
-- scale, grouped heads, dropout in training, causal flag, soft cap, sinks and position biases are honoured;
-  what would change the result and is not supported raises, and is never ignored.
+  ``AutoModel.from_pretrained(..., attn_implementation="attnscore")``.
+- The mask function is registered under the same name: without one, transformers drops every mask silently.
+- Masks stay objects (`transformers_masks`): no array of queries by keys is made for them.
+- Scale, grouped heads, dropout in training, causal flag, soft cap, sinks and position biases are honoured;
+  an unsupported option that would change the result raises an error.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from attnscore.masks import Mask
 
 # Each of these selects or moves keys, or changes the normalisation; ignoring one would be a wrong result.
 _UNSUPPORTED = ("cache", "indices", "block_indices", "sinks")
-# transformers looks for these words inside a name and would take another road.
+# transformers searches a name for these words and would choose another implementation.
 _TAKEN = ("eager", "sdpa", "flash", "flex", "paged|", "/")
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """What one attention layer of a model did in one forward pass.
+    """Statistics and inputs of one attention layer in one forward pass.
 
     Attributes
     ----------
@@ -40,9 +39,9 @@ class AttentionCall:
     layer : int or None
         Its ``layer_idx``, where the model sets one.
     stats : AttentionStats
-        Statistics of every row, each (batch, head, query).
+        Statistics of every query, each (batch, head, query).
     inputs : dict
-        What the weights follow from: query and key (batch, head, length, dim), score, mask, bias, sink.
+        Inputs of the weights: query and key (batch, head, length, dim), score, mask, bias, sink.
     """
 
     module: Any
@@ -56,7 +55,7 @@ class AttentionCall:
         Parameters
         ----------
         batch : int, optional
-            Only this row of the batch.
+            Index into the batch; None: all.
         """
         arguments = dict(self.inputs)
         query, key = arguments.pop("query"), arguments.pop("key")
@@ -73,7 +72,7 @@ def register(name: str = "attnscore", *, observer: Observer | None = None) -> st
     Parameters
     ----------
     name : str
-        What to pass as ``attn_implementation``. Registering a name again replaces it.
+        Name to pass as ``attn_implementation``. Registering a name again replaces it.
     observer : callable, optional
         Called after each attention layer with an `AttentionCall`: statistics come from the same pass as the
         result, weights are computed on request.
@@ -205,14 +204,14 @@ def _mask_and_bias(
 ) -> tuple[Mask | Tensor | None, Tensor | None]:
     if mask is None:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-        # One query is a decoding step and sees everything; else transformers' functions align at the top.
+        # One query is a decoding step and attends to all keys; else transformers' functions align at the top left.
         return ats.Causal(align="top_left") if causal and query.shape[-2] > 1 else None, position_bias
     if isinstance(mask, StructuredMask):
         return mask.structure, position_bias
     if isinstance(mask, Mask):
         return mask, position_bias
     if mask.dtype == torch.bool and mask.ndim == 4 and mask.shape[1] == mask.shape[2] == 1:
-        # Of one query, or for all alike: most often an interval, past which a cache of fixed size is empty.
+        # One mask for all queries: most often an interval, behind which a cache of fixed size is empty.
         return ats.KeyPadding(mask[:, 0, 0]), position_bias
     if not mask.is_floating_point():
         return mask, position_bias

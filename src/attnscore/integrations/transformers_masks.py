@@ -1,13 +1,13 @@
 """Masks of Hugging Face transformers models as mask objects.
 
-What this module meets:
-- no array of queries by keys is made: what transformers says as a function of indices becomes masks of this library
-  where its own parts are known (causal, windows, chunks, packed sequences, padding), else a `MaskFunction` over it;
-- a part is known by transformers' own code, and only as long as that does what is meant here: it is asked once;
-- transformers and models handle masks as tensors, so an object goes about as a tensor, and is one as soon as somebody
-  computes with it;
-- one query, and all that is traced, gets the tensor that transformers itself would have made. So does whoever computes
-  with the object: below `generate` that is nobody, and a compiled forward takes it as it is.
+- No array of queries by keys is made: transformers' functions of indices become masks of this library where their
+  parts are known (causal, windows, chunks, packed sequences, padding), else a `MaskFunction`.
+- A part is recognised by the code object of transformers' function, after one check that this function gives the
+  expected mask on a few pairs.
+- transformers and models handle masks as tensors, so an object is a tensor subclass, and becomes a plain tensor in the
+  first operation on it.
+- One query, and everything that is traced, gets the tensor that transformers itself would make. So does an operation on
+  the object; `generate` applies none, and a compiled forward takes the object as it is.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ Pattern = Callable[..., Any]
 
 
 class StructuredMask(Tensor):
-    """A boolean tensor (batch, 1, query, key) that is a mask object until somebody computes with it."""
+    """Boolean tensor (batch, 1, query, key) that holds a mask object until the first operation on it."""
 
     structure: Mask
     _made: Callable[[], Tensor | None]
 
     @staticmethod
     def __new__(cls, structure: Mask, made: Callable[[], Tensor | None], shape: tuple[int, ...], device: Any) -> Any:
-        """A tensor without memory; `made` makes the one it stands for."""
+        """Make a tensor without memory; `made` makes the plain one."""
         found: Any = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
         found.structure, found._made = structure, made
         return found
@@ -53,7 +53,7 @@ class StructuredMask(Tensor):
         def plain(x: Any) -> Any:
             if not isinstance(x, StructuredMask):
                 return x
-            # Below this call torch has left its transforms behind, and a user's pattern is run by vmap.
+            # torch has disabled its transforms here, and a custom pattern is run by vmap.
             with torch.overrides.enable_reentrant_dispatch():
                 return x._made()
 
@@ -89,23 +89,23 @@ def attention_mask(
     attention_mask : Tensor (batch, key), optional
         Padding: True where there is a token.
     allow_is_causal_skip, allow_is_bidirectional_skip : bool
-        False where the caller asks for a mask even if there is nothing to hide.
+        False where the caller asks for a mask even if every pair is unmasked.
     use_vmap : bool
-        The pattern takes numbers alone, and no arrays.
+        The pattern takes scalars, no arrays.
     device : torch.device or str
     **others
-        Handed on to transformers' own mask function.
+        Passed to transformers' own mask function.
 
     Returns
     -------
     Tensor (batch, 1, query, key) or None
-        A `StructuredMask`; a plain one for one query and under a compiler; None where nothing is hidden.
+        A `StructuredMask`; a plain one for one query and under a compiler; None where nothing is masked.
     """
     from transformers import masking_utils
 
     pattern = mask_function or masking_utils.causal_mask_function
     if isinstance(q_offset, Tensor) and not masking_utils.is_tracing(q_offset):
-        # The cache goes on counting in place. Elsewhere than on the CPU reading it would wait for the device.
+        # The cache updates it in place. Reading it from a device would synchronise.
         q_offset = int(q_offset) if q_offset.is_cpu else q_offset.clone()
 
     def made(causal_skip: bool = False, bidirectional_skip: bool = False) -> Tensor | None:
@@ -140,7 +140,7 @@ def attention_mask(
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a block of queries and keys lies among all positions."""
+    """Position of a block of queries and keys in the whole sequence."""
 
     batch: int
     queries: int
@@ -159,13 +159,13 @@ class _Place:
 
 
 def _of_arrays(pattern: Pattern, place: _Place, use_vmap: bool) -> Pattern:
-    """A pattern over positions as a function over the places in a block."""
+    """Return a pattern over positions as a function of the indices in a block."""
     from transformers import masking_utils
 
-    def asked(*index: Any) -> Any:
-        # Of NumPy where somebody wants to look at the mask.
+    def evaluate(*index: Any) -> Any:
+        # NumPy indices come from a caller that materializes the mask.
         batch, head, query, key = (torch.as_tensor(x, device=place.device) for x in index)
-        # transformers asks for head 0 alone.
+        # transformers evaluates head 0 alone.
         index = (batch, head[:, :1], query + place.q_offset, key + place.kv_offset)
         if not use_vmap:
             return pattern(*index)
@@ -175,15 +175,15 @@ def _of_arrays(pattern: Pattern, place: _Place, use_vmap: bool) -> Pattern:
         with masking_utils.TransformGetItemToIndex():
             return mapped(*(x.flatten() for x in index))
 
-    asked.__name__ = getattr(pattern, "__name__", asked.__name__)
-    return asked
+    evaluate.__name__ = getattr(pattern, "__name__", evaluate.__name__)
+    return evaluate
 
 
 # ---------------------------------------------------------------- patterns that are known
 
 
 def _parts(pattern: Pattern, place: _Place) -> tuple[list[Mask], bool]:
-    """Masks that `pattern` is within, and whether it is all that they say together."""
+    """Return masks that contain `pattern`, and whether their conjunction equals it."""
     kind, given = _kind(pattern)
     if kind == "and":
         return _parts_of_all(given["mask_functions"], place)
@@ -200,13 +200,13 @@ def _parts(pattern: Pattern, place: _Place) -> tuple[list[Mask], bool]:
 
 
 def _parts_of_all(patterns: tuple[Pattern, ...], place: _Place) -> tuple[list[Mask], bool]:
-    """Parts of patterns that hold together."""
+    """Return the parts of a conjunction of patterns."""
     found: list[Mask] = []
     complete = True
     ids = next((given["packed_sequence_mask"] for kind, given in map(_kind, patterns) if kind == "packed"), None)
     for pattern in patterns:
         kind, given = _kind(pattern)
-        if kind == "moved" and ids is not None and _counts_within(given["position_ids"], ids, place):
+        if kind == "remapped" and ids is not None and _counts_within(given["position_ids"], ids, place):
             inner = given["mask_function"]
             parts, whole = _parts(inner, place) if _depends_on_distance(inner) else ([], False)
         else:
@@ -230,7 +230,7 @@ def _chunks(size: int, left_padding: Tensor, place: _Place) -> list[Mask] | None
     first = left_padding[:, None]
 
     def ids(count: int, offset: Any) -> Tensor:
-        # Not below 0 left of the first token, where chunks are counted backwards.
+        # Not negative left of the first token, where chunks are counted backwards.
         found: Tensor = (torch.arange(count, device=first.device) + offset - first) // size
         return found + (first + size - 1) // size
 
@@ -242,7 +242,7 @@ def _packed(ids: Tensor, place: _Place) -> list[Mask] | None:
 
 
 def _counts_within(positions: Tensor, ids: Tensor, place: _Place) -> bool:
-    """Whether positions go up by one inside each sequence, so that distances are those of the places."""
+    """Return whether positions increase by one inside each sequence, so that distances are those of the indices."""
     if not place.at_start or positions.shape != ids.shape:
         return False
     return bool((ids.diff().bool() | (positions.diff() == 1)).all())
@@ -256,7 +256,7 @@ def _depends_on_distance(pattern: Pattern) -> bool:
 
 
 def _kind(pattern: Pattern) -> tuple[str, dict[str, Any]]:
-    """What transformers' function made `pattern`, and what it was given."""
+    """Return which of transformers' functions made `pattern`, and with which arguments."""
     kind = _kinds().get(getattr(pattern, "__code__", None), "")
     if not kind:
         return "", {}
@@ -266,7 +266,7 @@ def _kind(pattern: Pattern) -> tuple[str, dict[str, Any]]:
 
 @lru_cache(maxsize=1)
 def _kinds() -> dict[CodeType | None, str]:
-    """The code of transformers' functions, of those that do on a few pairs what is meant here."""
+    """Return the code objects of transformers' functions that give the expected mask on a few pairs."""
     from transformers import masking_utils as own
 
     ids = torch.tensor([[0, 0, 1, 1, 1, 2]])
@@ -281,12 +281,12 @@ def _kinds() -> dict[CodeType | None, str]:
         "two-sided": lambda: (own.sliding_window_bidirectional_overlay(2), (q - k).abs() <= 2),
         "chunks": lambda: (own.chunked_overlay(2, left), (k - 1) // 2 == (q - 1) // 2),
         "packed": lambda: (own.packed_sequence_mask_function(ids), ids[0][q] == ids[0][k]),
-        "moved": lambda: (own.remap_positions_for_packed_sequence(causal, places), places[0][k] <= places[0][q]),
+        "remapped": lambda: (own.remap_positions_for_packed_sequence(causal, places), places[0][k] <= places[0][q]),
         "and": lambda: (own.and_masks(causal, own.sliding_window_overlay(2)), (k <= q) & (k > q - 2)),
     }
     found: dict[CodeType | None, str] = {}
     for kind, made in meant.items():
-        # A part that another release of transformers has not, or calls otherwise, is asked like any function.
+        # A part that this release of transformers lacks, or calls differently, is evaluated like any function.
         with contextlib.suppress(AttributeError, TypeError):
             pattern, expected = made()
             if torch.equal(pattern(zero, zero, q, k).expand(6, 6), expected):

@@ -1,4 +1,4 @@
-"""What the checks share: gradients of a call, finite differences, and comparisons that say by how much a thing is off.
+"""Gradients of a call, finite differences, and comparisons that state the error; all checks use them.
 
 References are the dense kernel (the definition, whole matrix) and central differences in float64: no formula that is
 under test.
@@ -22,11 +22,11 @@ from attnscore.masks import Mask
 
 HostArray = np.ndarray[Any, Any]
 STEP = 1e-5
-"""Of a central difference in float64: rounding (1e-16 / step) and curvature (step^2) both stay near 1e-10."""
+"""Step of a central difference in float64: rounding (1e-16 / step) and curvature (step^2) both stay near 1e-10."""
 
 
 def against_dense(problem: Problem, kernel: Kernel) -> None:
-    """`kernel` in small tiles against the whole matrix: output, weights and statistics; and the same twice."""
+    """Compare `kernel` in small tiles with the whole matrix (output, weights, statistics), and two of its runs."""
     ops = problem.ops
     plan = tiling.plan(problem, (2, 3))
     wanted = kernels.table()["dense"].forward(problem, plan)
@@ -43,7 +43,7 @@ def against_dense(problem: Problem, kernel: Kernel) -> None:
 
 
 def gradients(ops: Backend, score: Any, leaves: Mapping[str, Array], mask: Mask | None) -> dict[str, HostArray]:
-    """Gradient of sum(out * cos(position)) for every leaf."""
+    """Return the gradient of sum(out * cos(position)) for every leaf."""
 
     def call(*arrays: Array) -> Array:
         named = dict(zip(leaves, arrays, strict=True))
@@ -66,7 +66,7 @@ def check_differences(
     found: Mapping[str, HostArray],
     rng: np.random.Generator,
 ) -> None:
-    """Each gradient against a central difference in a random direction."""
+    """Compare each gradient with a central difference in a random direction."""
     for name, x in leaves.items():
         if tuple(found[name].shape) != tuple(x.shape):
             raise AssertionError(
@@ -83,12 +83,12 @@ def check_differences(
 
 
 def fixed_weights(shape: tuple[int, ...]) -> HostArray:
-    """Fixed weights that turn an output into one number: no two alike, none zero."""
+    """Return fixed weights that turn an output into one number: all different, none zero."""
     return np.cos(np.arange(int(np.prod(shape)), dtype=np.float64)).reshape(shape)
 
 
 def with_arrays(score: Any, arrays: Mapping[str, Array]) -> Any:
-    """`score` with those of its arrays (of a wrapped score too) that `arrays` names."""
+    """Return `score` with those of its arrays (of a wrapped score too) that `arrays` names."""
     if not dataclasses.is_dataclass(score) or isinstance(score, type):
         return score
     changes: dict[str, Any] = {}
@@ -102,12 +102,12 @@ def with_arrays(score: Any, arrays: Mapping[str, Array]) -> Any:
 
 
 def native(ops: Backend, x: HostArray, like: Array) -> Array:
-    """A copy of `x` as an array of the framework, beside `like`."""
+    """Return a copy of `x` as an array of the framework, on the device of `like`."""
     return ops.asarray(np.array(x), like)
 
 
 def values_of(ops: Backend, x: Array) -> HostArray:
-    """The values of an array on the host, wherever it lives."""
+    """Return the values of an array, on the host."""
     x = ops.stop_gradient(x)
     values = ops.host(x)
     return np.asarray(x.cpu() if hasattr(x, "cpu") else x) if values is None else values

@@ -1,4 +1,4 @@
-"""check_score: what a scoring function must meet."""
+"""Check of a scoring function: `check_score`."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def check_score(
     like: Array | None = None,
     seed: int = 0,
 ) -> None:
-    """Check a scoring function: shapes, blocks, values, gradients, and that what is hidden stays hidden.
+    """Check a scoring function: shapes, blocks, values, gradients, and masked keys.
 
     1. The scores are floating, of shape (*batch, kv head, group, query, key), and chosen rows and columns of them are
        the same numbers.
     2. Computed tile by tile, the attention is that of the whole matrix of ``score.tile``.
     3. The gradients of query, key and of each array of the score are those of finite differences. A score without
        ``lower_pullback`` or ``tile_gradient`` has none in NumPy: pass ``like=`` a torch tensor to check it there.
-    4. NaN in a key that is hidden reaches neither result nor gradients.
+    4. NaN in a masked key propagates neither to the result nor to the gradients.
     5. No input is changed.
 
     Parameters
@@ -51,7 +51,7 @@ def check_score(
     score : a score object or a registered name
         Its arrays in float64.
     dim, key_dim : int
-        Lengths of the query and key vectors that it takes; `key_dim` None: as `dim`.
+        Sizes of the query and key vectors that it takes; `key_dim` None: as `dim`.
     heads : int
         Query heads, for a score with one set of parameters per head.
     like : array, optional
@@ -62,7 +62,7 @@ def check_score(
     Raises
     ------
     AssertionError
-        It says which check failed, where, and by how much.
+        Which check failed, where, and by how much.
     ShapeError, DtypeError, FrameworkError
         `tile` gives no scores: those of a call, with the same message.
 
@@ -99,7 +99,7 @@ def check_score(
     if ops.has_autodiff or _has_gradient(score):
         found = gradients(ops, score, leaves, None)
         check_differences(ops, "score", call, leaves, found, rng)
-        _check_hidden(ops, score, leaves)
+        _check_masked(ops, score, leaves)
     for name, x in inputs.items():
         same(ops, f"{name} was changed by the gradient", x, before[name])
 
@@ -116,21 +116,21 @@ def _check_blocks(ops: Backend, score: Any, inputs: Mapping[str, Array], whole: 
 
 
 def _has_gradient(score: Any) -> bool:
-    """Whether a score, or the one that it wraps, brings a gradient of its own."""
+    """Return whether a score, or the one that it wraps, has a gradient of its own."""
     if hasattr(score, "tile_gradient"):
         return True
     inner = getattr(score, "score", None)
     return hasattr(score, "lower_pullback") and (inner is None or _has_gradient(resolve(inner)))
 
 
-def _check_hidden(ops: Backend, score: Any, leaves: Mapping[str, Array]) -> None:
-    """NaN in hidden keys and values changes no result and no gradient, and gets gradient 0."""
+def _check_masked(ops: Backend, score: Any, leaves: Mapping[str, Array]) -> None:
+    """Check that NaN in masked keys and values changes no result and no gradient, and gets gradient 0."""
     lens = ValidLens([4, 0])
-    poisoned = dict(leaves)
+    with_nan = dict(leaves)
     for name in ("key", "value"):
         x = np.array(values_of(ops, leaves[name]))
         x[0, :, 4:] = x[1] = np.nan
-        poisoned[name] = native(ops, x, leaves[name])
-    clean, dirty = (gradients(ops, score, each, lens) for each in (leaves, poisoned))
+        with_nan[name] = native(ops, x, leaves[name])
+    clean, dirty = (gradients(ops, score, each, lens) for each in (leaves, with_nan))
     for name, grad in clean.items():
-        close(f"NaN in a hidden key reaches the gradient of {name}", dirty[name], grad)
+        close(f"NaN in a masked key propagates to the gradient of {name}", dirty[name], grad)

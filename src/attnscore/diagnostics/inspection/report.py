@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 import attnscore as ats
 from attnscore.diagnostics.inspection.head_metrics import SETTINGS, STATISTICS
 from attnscore.errors import FrameworkError, message
-from attnscore.files import replacing
+from attnscore.io import replacing
 
 if TYPE_CHECKING:
     from attnscore.diagnostics.inspection.inspection import Inspection, Layer

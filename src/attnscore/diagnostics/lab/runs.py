@@ -12,7 +12,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from attnscore.files import FileError, read_json, replacing
+from attnscore.io import FileError, read_json, replacing
 
 # To be raised when the format of a file or the training changes: stored runs are then repeated.
 _FORMAT = 1

@@ -1,4 +1,4 @@
-"""The demo's own pictures: a gallery of masks, and what the temperature does to a softmax."""
+"""Pictures of the demo: a gallery of masks, the effect of the temperature on a softmax, the growth of costs."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def mask_gallery(masks: Mapping[str, Any], cols: int = 4) -> Figure:
     for axis in axes[len(masks) :]:
         axis.set_axis_off()
     for place, (axis, (title, matrix)) in enumerate(zip(axes, masks.items(), strict=False)):
-        seen = np.asarray(matrix, dtype=float)
-        draw_map(axis, seen, cmap="Blues", limits=(0.0, 1.35))
-        _grid_lines(axis, seen.shape)
-        whole_number_ticks(axis, seen.shape)
+        unmasked = np.asarray(matrix, dtype=float)
+        draw_map(axis, unmasked, cmap="Blues", limits=(0.0, 1.35))
+        _grid_lines(axis, unmasked.shape)
+        whole_number_ticks(axis, unmasked.shape)
         axis.set_anchor("N")
         axis.set_title(title, fontsize=9, color=INK)
         axis.set_xlabel("Keys" if place + cols >= len(masks) else "")
@@ -92,7 +92,7 @@ def growth(lengths: Sequence[int], costs: Mapping[str, Mapping[int, Any]]) -> Fi
     for name, colour in colours.items():
         line = [costs[name][length] for length in lengths]
         left.plot(lengths, [one.operations for one in line], "o-", color=colour, label=name)
-        right.plot(lengths, [one.matrix_bytes for one in line], "o--", color=colour, label=f"{name}, textbook")
+        right.plot(lengths, [one.matrix_bytes for one in line], "o--", color=colour, label=f"{name}, naive")
     first = next(iter(costs.values()))
     right.plot(
         lengths,

@@ -1,13 +1,12 @@
-"""A real pretrained transformer on real text, with its attention computed by `attend`.
+"""Pretrained transformer on real text, with its attention computed by `attend`.
 
-What this module meets:
-- the model (all-MiniLM-L6-v2: 6 layers, 12 heads of dimension 32) lies in an installed package: nothing is
-  fetched;
-- the sentence embeddings, a mean over real tokens scaled to length 1, are compared with those of the model's
-  own eager and sdpa attention; a difference above 1e-5 is a failed check;
-- the statistics per layer and head come from the same pass as the embeddings, and are means over real query
-  tokens: queries that are padding do not count, keys that are padding are masked;
-- heat maps show chosen heads on one sentence, without padding, with the tokens on both axes.
+- The model (all-MiniLM-L6-v2: 6 layers, 12 heads of dimension 32) is part of an installed package: nothing is
+  downloaded.
+- The sentence embeddings, a mean over real tokens scaled to length 1, are compared with those of the model's
+  own eager and sdpa attention; a difference above 1e-5 is a failed check.
+- The statistics per layer and head come from the same pass as the embeddings, and are means over real query
+  tokens: queries that are padding do not count, keys that are padding are masked.
+- Heat maps show chosen heads on one sentence, without padding, with the tokens on both axes.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from attnscore.commands.console import table
-from attnscore.demo.heads import choose_heads, head_patterns, head_statistics
-from attnscore.demo.report import Report
+from attnscore.cli.console import table
+from attnscore.cli.demo.heads import choose_heads, head_patterns, head_statistics
+from attnscore.cli.report import Report
 from attnscore.diagnostics.inspection import pretrained
 from attnscore.integrations.transformers import AttentionCall, register
 from attnscore.plotting import show_attention, show_head_grid
@@ -56,13 +55,13 @@ DEFINITIONS = {
 
 @dataclass(frozen=True)
 class Batch:
-    """A padded batch: what the model gets, and what a reader wants to see."""
+    """Padded batch: the inputs of the model, with sentences and tokens for titles and axes."""
 
     sentences: list[str]
     inputs: dict[str, torch.Tensor]
     tokens: list[list[str]]
     cut: int = 0
-    """How many sentences were longer than the model takes."""
+    """Number of sentences that were longer than the model takes."""
 
     @property
     def real(self) -> Any:
@@ -72,7 +71,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Study:
-    """What the heads did, and which of them are shown."""
+    """Statistics, patterns and calls of all heads, and the heads that are drawn."""
 
     batch: Batch
     calls: list[AttentionCall]
@@ -132,7 +131,7 @@ def tokenize(tokenizer: Any, sentences: Sequence[str]) -> Batch:
         tokenizer.convert_ids_to_tokens(ids[real.bool()].tolist())
         for ids, real in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
     ]
-    with pretrained.quiet():  # which would warn of the sentences that are counted here
+    with pretrained.quiet():  # it would warn of the sentences that are counted here
         lengths = [len(ids) for ids in tokenizer(list(sentences))["input_ids"]]
     return Batch(list(sentences), dict(inputs), tokens, sum(length > MOST_TOKENS for length in lengths))
 
@@ -280,7 +279,7 @@ def _similarity(study: Study) -> Array:
 
 
 def _readable(batch: Batch) -> int:
-    """The sentence whose tokens are nearest to 16: long enough to show a pattern, short enough to read."""
+    """Return the sentence with about 16 tokens: long enough to show a pattern, short enough to read."""
     return min(range(len(batch.tokens)), key=lambda place: abs(len(batch.tokens[place]) - 16))
 
 

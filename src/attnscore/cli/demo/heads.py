@@ -1,8 +1,7 @@
-"""What every head of a model does: numbers per layer and head, and which heads are worth a picture.
+"""Statistics and patterns of every head of a model, and the choice of heads that are drawn.
 
-What this module meets:
-- all numbers are means over real query tokens of all sentences; padding counts nowhere;
-- arrays are (layer, head).
+- All numbers are means over the real query tokens of all sentences; padding counts nowhere.
+- Arrays are (layer, head).
 """
 
 from __future__ import annotations
@@ -21,33 +20,26 @@ STATISTICS = ("logit_variance", "entropy", "largest_weight", "effective_keys")
 
 
 def head_statistics(calls: Sequence[AttentionCall], real: Any) -> dict[str, Array]:
-    """Means of the statistics that came with the result, each (layer, head); `real` is (batch, token)."""
-    found: dict[str, list[Array]] = {
-        "logit_variance": [],
-        "entropy": [],
-        "largest_weight": [],
-        "effective_keys": [],
-    }
-    for call in calls:
-        stats = call.stats
-        found["logit_variance"].append(_mean_of_rows(stats.var_score, real))
-        found["entropy"].append(_mean_of_rows(stats.entropy, real))
-        found["largest_weight"].append(_mean_of_rows(stats.max_weight, real))
-        # The mean of exp(H), not exp of the mean: a head that is sharp on half the rows is no broad head.
-        found["effective_keys"].append(_mean_of_rows(stats.effective_keys(), real))
-    return {name: np.stack(rows) for name, rows in found.items()}
+    """Return means of the statistics of the same pass, each (layer, head); `real` is (batch, token)."""
 
+    def mean(x: Any) -> Array:
+        return np.asarray(x.double().transpose(1, 2)[real].mean(0))
 
-def _mean_of_rows(rows: Any, real: Any) -> Array:
-    chosen = rows.double().transpose(1, 2)[real]
-    return np.asarray(chosen.mean(0))
+    found = [
+        {
+            "logit_variance": mean(call.stats.var_score),
+            "entropy": mean(call.stats.entropy),
+            "largest_weight": mean(call.stats.max_weight),
+            # The mean of exp(H), not exp of the mean: a head that is sharp on half the queries is no broad head.
+            "effective_keys": mean(call.stats.effective_keys()),
+        }
+        for call in calls
+    ]
+    return {name: np.stack([numbers[name] for numbers in found]) for name in STATISTICS}
 
 
 def head_patterns(calls: Sequence[AttentionCall], real: Any) -> dict[str, Array]:
-    """How much weight goes to a place that a head may stand for, each (layer, head).
-
-    The places: the token itself, the one before, the one after, the first ([CLS]) and the last ([SEP]).
-    """
+    """Return the weight on the token itself, the one before, the one after, [CLS] and [SEP], each (layer, head)."""
     host = np.asarray(real)
     length = host.shape[1]
     places = _places(host)
@@ -64,7 +56,7 @@ def head_patterns(calls: Sequence[AttentionCall], real: Any) -> dict[str, Array]
 def _places(real: NDArray[np.bool_]) -> dict[str, NDArray[np.int64]]:
     token = np.broadcast_to(np.arange(real.shape[1]), real.shape)
     last = np.broadcast_to(real.sum(1, keepdims=True) - 1, real.shape)
-    # A place that is [CLS] counts as [CLS] only: many heads rest there when they have nothing to say.
+    # [CLS] counts as [CLS] only: many heads put their weight there when no other key matches.
     return {
         "itself": np.where(token > 0, token, -1),
         "the token before": np.where(token > 1, token - 1, -1),
@@ -75,9 +67,9 @@ def _places(real: NDArray[np.bool_]) -> dict[str, NDArray[np.int64]]:
 
 
 def choose_heads(entropy: Array, patterns: Mapping[str, Array]) -> dict[str, tuple[int, int]]:
-    """Six different heads: the sharpest, the broadest, and those that stand most clearly for a place.
+    """Choose six different heads: the sharpest, the broadest, and those with most weight on a place.
 
-    Where a head that was chosen before stands more clearly for a place, the name of the wish ends in "of the others".
+    Where a head that was chosen before has more weight on a place, the title ends in "of the others".
     """
     wishes: dict[str, Array] = {"lowest entropy": -entropy, "highest entropy": entropy}
     wishes |= {f"most weight on {name}": patterns[name] for name in patterns if name != "[SEP]"}

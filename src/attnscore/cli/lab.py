@@ -1,9 +1,8 @@
-"""``attnscore lab``: why scores are scaled, measured, into a folder: a page, pictures and a results.json.
+"""``attnscore lab``: experiments on why scores are scaled, into a folder: a page, pictures and a results.json.
 
-What this module meets:
-- a line and a bar of progress on a terminal, plain lines elsewhere;
-- each experiment prints its question, its answer and a short table, and leaves its numbers in results.json;
-- an interrupted lab goes on where it stopped: training runs that were finished are read from the folder.
+- Progress is a line and a bar on a terminal, plain lines elsewhere.
+- Each experiment prints its question, its answer and a short table, and puts its numbers into results.json.
+- An interrupted lab continues where it stopped: finished training runs are read from the folder.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from attnscore.commands.console import console, table
+from attnscore.cli.console import console, table
 from attnscore.diagnostics.page import Section, cell, write_page
 
 PAGE = "report.html"
@@ -37,7 +36,7 @@ def lab(
     it found; writes it as a page (report.html), as PNG pictures and as results.json.
     """
     # Imported here: they bring matplotlib and PyTorch, which --help does not need.
-    from attnscore.demo.report import Report
+    from attnscore.cli.report import Report
     from attnscore.diagnostics import scaling
 
     screen = console()

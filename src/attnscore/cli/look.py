@@ -1,8 +1,7 @@
-"""``attnscore look``: where the weights of queries and keys in files go, at any length, without the matrix.
+"""``attnscore look``: the weights of queries and keys in files, at any length, without the matrix.
 
-What this module meets:
-- arrays and options are those of ``attnscore attend``, with the same refusals; a value is not needed and not used;
-- destinations are checked before anything is computed, and written whole or not at all.
+- Arrays and options are those of ``attnscore attend``, with the same refusals; a value is not needed and not used.
+- Destinations are checked before anything is computed, and written whole or not at all.
 """
 
 from __future__ import annotations
@@ -15,31 +14,10 @@ import typer
 from rich.text import Text
 
 import attnscore as ats
-from attnscore.commands.attend import (
-    Activation,
-    Align,
-    Alignment,
-    Bias,
-    CausalOf,
-    Convert,
-    Dtype,
-    HeadAxis,
-    Key,
-    Lens,
-    MaskOf,
-    Param,
-    Query,
-    ScoreName,
-    ScoreOf,
-    Sink,
-    SoftCap,
-    Temperature,
-    Window,
-)
-from attnscore.commands.console import console, error_console, table
-from attnscore.commands.inputs import CALL_ARRAYS, collect, converted, keep_inputs, make_mask, make_score
+from attnscore.cli.console import console, error_console, table
+from attnscore.cli.options import CallOptions, takes_call
 from attnscore.errors import ArgumentError, message
-from attnscore.files import Array, FileError, check_destination, check_holds, replacing, write_arrays
+from attnscore.io import Array, FileError, check_destination, check_holds, replacing, write_arrays
 from attnscore.plotting.drawing import short_number
 
 _PICTURES = (".png", ".svg", ".pdf")
@@ -60,24 +38,9 @@ Place = _option("Which batch and head --plot draws; needed where there are sever
 Zoom = _option("The middle of the exact block; without it the strongest link.", "QUERY,KEY")
 
 
+@takes_call(inputs=Annotated[Path | None, Inputs], value=None)
 def look(
-    inputs: Annotated[Path | None, Inputs] = None,
-    query: Annotated[Path | None, Query] = None,
-    key: Annotated[Path | None, Key] = None,
-    head_axis: Annotated[int, HeadAxis] = -3,
-    dtype: Annotated[Dtype | None, Convert] = None,
-    score: Annotated[ScoreName, ScoreOf] = "scaled_dot",
-    param: Annotated[list[str] | None, Param] = None,
-    activation: Annotated[str | None, Activation] = None,
-    temperature: Annotated[float | None, Temperature] = None,
-    softcap: Annotated[float | None, SoftCap] = None,
-    bias: Annotated[Path | None, Bias] = None,
-    sink: Annotated[Path | None, Sink] = None,
-    valid_lens: Annotated[str | None, Lens] = None,
-    mask: Annotated[Path | None, MaskOf] = None,
-    causal: Annotated[str | None, CausalOf] = None,
-    window: Annotated[str | None, Window] = None,
-    align: Annotated[Alignment | None, Align] = None,
+    given: CallOptions,
     plot: Annotated[Path | None, Plot] = None,
     out: Annotated[Path | None, Out] = None,
     bins: Annotated[str, Bins] = "128x128",
@@ -97,15 +60,9 @@ def look(
         raise ArgumentError(message("--bins", "two whole numbers above 0 with 'x' between them", repr(bins)))
     where = () if place is None else numbers("--place", place, ",")
     middle = None if zoom is None else pair("--zoom", zoom, ",")
-    files = {"query": query, "key": key, "mask": mask, "bias": bias, "sink": sink}
     if out is not None:
-        keep_inputs("--out", out, inputs, files, valid_lens, param or [])
-    arrays = collect(inputs, files, valid_lens, param or [], needed=("query", "key"))
-    call = {name: arrays[name] for name in CALL_ARRAYS if name in arrays and name != "value"}
-    if dtype is not None:
-        call |= {name: converted(call[name], name, dtype) for name in ("query", "key")}
-    call["score"] = make_score(score, arrays, activation=activation, softcap=softcap, temperature=temperature)
-    call |= {"mask": make_mask(arrays.get("mask"), causal, window, align), "head_axis": head_axis}
+        given.keep_inputs("--out", out)
+    call = given.read(("query", "key"))
     if out is not None:
         check_holds(out, {"key_mass": call["query"]})
     if plot is not None or out is not None:
@@ -138,7 +95,7 @@ def look(
 
 
 def check_places(plot: Path | None, out: Path | None) -> None:
-    """Refuse, before anything is computed, destinations that do not fit."""
+    """Refuse, before anything is computed, destinations that cannot be written."""
     if out is not None:
         check_destination(out)
         if out.suffix.lower() == ".npy":
@@ -168,7 +125,7 @@ def check_zoom(middle: tuple[int, int] | None, lengths: tuple[int, int]) -> None
 
 
 def numbers(option: str, text: str, between: str, expected: str = "whole numbers") -> tuple[int, ...]:
-    """The whole numbers of an option."""
+    """Read the whole numbers of an option."""
     try:
         return tuple(int(part) for part in text.lower().split(between))
     except ValueError:
@@ -176,7 +133,7 @@ def numbers(option: str, text: str, between: str, expected: str = "whole numbers
 
 
 def pair(option: str, text: str, between: str) -> tuple[int, int]:
-    """The two whole numbers of an option."""
+    """Read the two whole numbers of an option."""
     expected = "two whole numbers"
     found = numbers(option, text, between, expected)
     if len(found) != 2:
@@ -214,6 +171,6 @@ def _heaviest(mass: Array) -> tuple[str, str, str]:
 
 
 def _parts(mass: Array, key: int) -> tuple[str, str]:
-    """A key's mass, and its share of all."""
+    """Format a key's mass, and its share of all."""
     total = float(mass.sum())
     return short_number(float(mass[key]), 3), f"{mass[key] / total if total else 0:.1%}"

@@ -1,9 +1,8 @@
-"""The tour: what attention scoring is, on inputs small enough to check by hand, in NumPy.
+"""Tour of attention scoring on inputs small enough to check by hand, in NumPy.
 
-What this module meets:
-- the textbook's inputs and the numbers that follow from them are computed with the library and compared with
-  what they must be; a difference is a failed check, not a footnote;
-- each station prints a short table, draws a picture and leaves its numbers in the summary.
+- D2L's inputs are computed with the library and compared with the numbers that follow from them; a difference is a
+  failed check.
+- Each section prints a short table, draws a picture and adds its numbers to the summary.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import attnscore as ats
-from attnscore.commands.console import table
-from attnscore.demo import pictures
-from attnscore.demo.report import Report
+from attnscore.cli.console import table
+from attnscore.cli.demo import pictures
+from attnscore.cli.report import Report
 from attnscore.plotting import show_attention, show_heatmaps
 
 if TYPE_CHECKING:
@@ -25,17 +24,17 @@ if TYPE_CHECKING:
 Array = NDArray[Any]
 
 STEPS = 6
-# What the sharpening station must find, to the digits given.
+# Inputs of the section on temperature, and its results to the digits given.
 LOGITS = (0.2, 0.4, 0.1, 0.8)
 _SOFTMAX = {1: (0.202, 0.247, 0.183, 0.368), 8: (0.008, 0.039, 0.004, 0.950)}
 _ROUNDED = 0.5e-3 * 1.0001
 
 
 def run(report: Report) -> None:
-    """Visit every station; the numbers go to ``summary["tour"]``."""
+    """Run every section; the numbers go to ``summary["tour"]``."""
     rng = np.random.default_rng(0)
     found: dict[str, Any] = {}
-    for name, title, station in (
+    for name, title, section in (
         ("masked_softmax", "masked softmax", masked_softmax),
         ("textbook", "dot and additive attention", textbook),
         ("scores", "seven scoring functions", scores),
@@ -44,12 +43,12 @@ def run(report: Report) -> None:
         ("cost", "what it costs", cost),
     ):
         with report.step(title):
-            found[name] = station(report, rng)
+            found[name] = section(report, rng)
     report.summary["tour"] = found
 
 
 def masked_softmax(report: Report, rng: np.random.Generator) -> dict[str, Any]:
-    """Lengths per sequence and per query; what is masked weighs exactly 0."""
+    """Show lengths per sequence and per query; masked keys have weight exactly 0."""
     values = rng.random((2, 2, 4))
     per_row, per_query = [2, 3], [[1, 3], [2, 4]]
     one, two = ats.masked_softmax(values, per_row), ats.masked_softmax(values, per_query)
@@ -72,7 +71,7 @@ def masked_softmax(report: Report, rng: np.random.Generator) -> dict[str, Any]:
 
 
 def textbook(report: Report, rng: np.random.Generator) -> dict[str, Any]:
-    """Keys all alike: every score gives uniform weights over the valid keys."""
+    """Show equal keys: every score gives uniform weights over the valid ones."""
     keys, lens = np.ones((2, 10, 2)), [2, 6]
     values = np.repeat(np.arange(40.0).reshape(1, 10, 4), 2, axis=0)
     expected = np.array([[[2.0, 3, 4, 5]], [[10.0, 11, 12, 13]]])
@@ -105,7 +104,7 @@ def textbook(report: Report, rng: np.random.Generator) -> dict[str, Any]:
 
 
 def scores(report: Report, rng: np.random.Generator) -> dict[str, Any]:
-    """The same eight queries and keys under every scoring function."""
+    """Show the same eight queries and keys under every scoring function."""
     keys = rng.normal(size=(8, 4))
     queries = keys + 0.25 * rng.normal(size=(8, 4))
     w_v, w_q, w_k = (rng.normal(size=shape) for shape in ((8,), (8, 4), (8, 4)))
@@ -147,7 +146,7 @@ def scores(report: Report, rng: np.random.Generator) -> dict[str, Any]:
 
 
 def masks(report: Report, rng: np.random.Generator) -> dict[str, Any]:
-    """What the masks look like, and weights under padding, causality and both."""
+    """Show masks, and weights under padding, causality and both."""
     documents = np.array([[0, 0, 0, 1, 1, 2, 2, 2]])
     gallery: dict[str, tuple[Any, int, int]] = {
         "ValidLens([5])": (ats.ValidLens([5]), 8, 8),
@@ -159,8 +158,8 @@ def masks(report: Report, rng: np.random.Generator) -> dict[str, Any]:
         "Causal('top_left'), 4 queries": (ats.Causal(align="top_left"), 4, 8),
         "Causal('bottom_right'), 4 queries": (ats.Causal(align="bottom_right"), 4, 8),
     }
-    seen = {title: mask.materialize(*lengths)[0] for title, (mask, *lengths) in gallery.items()}
-    report.picture("04-masks", pictures.mask_gallery(seen))
+    unmasked = {title: mask.materialize(*lengths)[0] for title, (mask, *lengths) in gallery.items()}
+    report.picture("04-masks", pictures.mask_gallery(unmasked))
     tokens = rng.normal(size=(1, 8, 4))
     used = {
         "no mask": None,
@@ -175,14 +174,14 @@ def masks(report: Report, rng: np.random.Generator) -> dict[str, Any]:
         maps.append(weights)
         rows.append((title, int(visible.sum()), float(weights[~visible].sum())))
     report.check("masked keys weigh exactly 0", max(row[2] for row in rows), 0.0)
-    columns = ("mask", "visible pairs of 64", "weight on hidden pairs")
+    columns = ("mask", "unmasked pairs of 64", "weight on masked pairs")
     report.show(table("Self-attention over 8 tokens", columns, rows))
     report.picture("05-masked-attention", show_heatmaps(np.array(maps)[None], "Keys", "Queries", titles=list(used)))
-    return {"visible_pairs": {title: int(matrix.sum()) for title, matrix in seen.items()}}
+    return {"visible_pairs": {title: int(matrix.sum()) for title, matrix in unmasked.items()}}
 
 
 def temperature(report: Report, rng: np.random.Generator) -> dict[str, Any]:
-    """The softmax of y and of 8y, their Jacobians, and the temperatures between."""
+    """Show the softmax of y and of 8y, their Jacobians, and the temperatures between."""
     del rng
     logits = np.array(LOGITS)
     soft = {factor: ats.masked_softmax(factor * logits) for factor in _SOFTMAX}
@@ -212,7 +211,7 @@ def temperature(report: Report, rng: np.random.Generator) -> dict[str, Any]:
 
 
 def cost(report: Report, rng: np.random.Generator) -> dict[str, Any]:
-    """Operations, bytes and parameters of one head, from shapes alone."""
+    """Show operations, bytes and parameters of one head, from shapes alone."""
     del rng
     dim, hidden, lengths = 64, 64, (512, 1024, 2048, 4096, 8192, 16384)
     made: dict[str, Any] = {
@@ -265,7 +264,7 @@ def _cost_table(found: dict[str, dict[int, ats.Cost]], length: int, setting: str
         )
         for name, one in costs.items()
     ]
-    columns = ("score", "parameters", "operations / 10⁹", "in and out / MB", "kept by the textbook form / MB")
+    columns = ("score", "parameters", "operations / 10⁹", "in and out / MB", "kept by a naive form / MB")
     return table("What one call costs", columns, rows, caption=setting.format(length))
 
 

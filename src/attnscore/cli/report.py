@@ -1,17 +1,14 @@
-"""Where the demo's findings go: tables on the console, pictures and a summary.json in one folder.
+"""Report of a demo or a lab: tables on the console, pictures and a JSON document in one folder.
 
-What this module meets:
-- progress is a live line on a terminal and one plain line per step elsewhere;
-- every number that is printed or drawn is in one JSON document, with what it means;
-- no path of the machine goes into the summary; files are written whole or not at all;
-- a check that does not hold is reported at the end as `DemoFailure`, after everything has been written.
+- Progress is a live line on a terminal and one plain line per step elsewhere.
+- Every number that is printed or drawn is in the document, with its definition.
+- No path of the machine goes into the document; files are written whole or not at all.
+- A check that does not hold is reported at the end as `DemoFailure`, after everything has been written.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import time
 import warnings
 from collections.abc import Iterator
@@ -19,10 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from attnscore.errors import AttnscoreError
-from attnscore.files import FileError, replacing
+from attnscore.io import FileError, plain, replacing, write_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class DemoFailure(AttnscoreError, RuntimeError):
-    """Something that the demo shows to be so was not so."""
+    """A check of the demo or the lab that did not hold."""
 
 
 @dataclass
@@ -55,7 +50,7 @@ class Report:
 
     @contextlib.contextmanager
     def step(self, title: str, *, live: bool = True) -> Iterator[None]:
-        """Announce one step and take its time; not `live`: the step shows its own progress."""
+        """Announce one step and time it; not `live`: the step shows its own progress."""
         count = f"[{len(self.seconds) + 1}/{self.steps}]"
         start = time.perf_counter()
         if self.console.is_terminal and live:
@@ -77,7 +72,7 @@ class Report:
         """Write a figure as ``name.png``."""
         path = self.folder / f"{name}.png"
         with replacing(path) as file, warnings.catch_warnings():
-            # Sentences may be in any script; what the font lacks is drawn as a box, which says it all.
+            # Sentences may be in any script; characters that the font lacks are drawn as boxes.
             warnings.filterwarnings("ignore", "Glyph .* missing")
             figure.savefig(file, format="png", dpi=150, facecolor="white", bbox_inches="tight", pad_inches=0.12)
         self.pictures.append(path.name)
@@ -95,8 +90,7 @@ class Report:
             "pictures": self.pictures,
             "seconds": self.seconds,
         }
-        with replacing(self.folder / self.document) as file:
-            file.write((json.dumps(plain(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
+        write_json(self.folder / self.document, plain(content, 7, names=True), digits=7, indent=2)
         failed = [check for check in self.checks if not check["holds"]]
         if failed:
             first = failed[0]
@@ -104,16 +98,3 @@ class Report:
                 f"{len(failed)} of {len(self.checks)} checks failed: {first['claim']}: "
                 f"difference {first['difference']:.3g}, allowed {first['allowed']:.3g}"
             )
-
-
-def plain(value: Any) -> Any:
-    """Turn arrays and tuples into what JSON knows; a number that JSON does not know becomes its name."""
-    if isinstance(value, dict):
-        return {str(key): plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
-    if isinstance(value, (np.ndarray, np.generic)):
-        return plain(value.tolist())
-    if isinstance(value, float):
-        return float(f"{value:.7g}") if math.isfinite(value) else str(value)
-    return value

@@ -1,15 +1,14 @@
-"""Reading and writing arrays by name: .npz, .npy and .safetensors.
+"""Reading and writing files: arrays by name (.npz, .npy, .safetensors), text and JSON.
 
-What this module meets:
-- nothing that could run code is read: pickled object arrays are refused;
-- a file that is missing, damaged, of another kind, or holds no numbers is a `FileError` of one line, whatever the
-  reader underneath raises: all reading goes through `file_errors`;
-- a header that claims more than its file holds is refused before memory is asked for;
-- a name that a file has twice is refused: one of the two arrays would silently be left out;
-- a file is written next to its final place and renamed, so that nobody ever sees half of one, and a failed
-  run leaves an older file as it was;
-- bfloat16 goes through .safetensors (with ml_dtypes); the NumPy formats cannot say what it is, so there it is
-  refused instead of being read back as raw bytes.
+- Nothing that could run code is read: pickled object arrays are refused.
+- A file that is missing, damaged, of another kind, or holds no numbers is a `FileError` of one line, whatever the
+  reader underneath raises: all reading goes through `file_errors`.
+- A header that claims more than its file holds is refused before memory is allocated.
+- A name that a file has twice is refused: one of the two arrays would silently be left out.
+- A file is written under a temporary name and renamed, so that no reader sees half of one, and a failed run leaves an
+  older file as it was.
+- bfloat16 goes through .safetensors (with ml_dtypes); the NumPy formats have no such dtype, so there it is refused
+  instead of being read back as raw bytes.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _NUMBERS = "fiub"  # float, signed, unsigned, boolean; complex numbers, text and
 
 
 class FileError(AttnscoreError, ValueError):
-    """A file that cannot be read, or a place that cannot be written."""
+    """A file that cannot be read, or a path that cannot be written."""
 
 
 def read_arrays(path: Path) -> dict[str, Array]:
@@ -86,7 +85,7 @@ def read_json(path: Path) -> Any:
 
 @contextlib.contextmanager
 def file_errors(path: Path, kind: str) -> Iterator[None]:
-    """Turn whatever reading `path` can raise into a `FileError`; errors of this library pass."""
+    """Turn every error of reading `path` into a `FileError`; errors of this library pass."""
     try:
         with warnings.catch_warnings():
             # A damaged header can look like one of Python 2, or like an escape sequence, and warn before it fails.
@@ -113,7 +112,7 @@ def file_errors(path: Path, kind: str) -> Iterator[None]:
 
 
 def check_destination(path: Path) -> None:
-    """Raise a `FileError` now for a place that could not be written after a long computation."""
+    """Raise a `FileError` for a path that cannot be written, before a long computation."""
     _known_suffix(path)
     if path.is_dir():
         raise FileError(f"{path}: is a folder; expected the name of a file")
@@ -124,7 +123,7 @@ def check_destination(path: Path) -> None:
 
 
 def check_holds(path: Path, arrays: Mapping[str, Array]) -> None:
-    """Raise a `FileError` now for arrays whose dtype this kind of file cannot hold."""
+    """Raise a `FileError` for arrays whose dtype this kind of file cannot hold, before a long computation."""
     suffix = path.suffix.lower()
     for name, array in arrays.items():
         if suffix != ".safetensors" and array.dtype.kind not in _NUMBERS:
@@ -137,7 +136,7 @@ def write_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
     Raises
     ------
     FileError
-        A place that cannot be written, or arrays that this kind of file cannot hold.
+        A path that cannot be written, or arrays that this kind of file cannot hold.
     FrameworkError
         A package that this kind of file needs is not installed.
     """
@@ -160,12 +159,12 @@ def write_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file beside `path` that takes its place only when the block ends well.
+    """Open a temporary file that replaces `path` only when the block ends without an error.
 
-    An exception or an interruption at any point leaves what was there, and no temporary file. A process that is killed
-    leaves what was there and a hidden file ``.NAME.RANDOM.part``, which no reader and no pattern for results takes.
+    An exception or an interruption at any point leaves the old file, and no temporary one. A process that is killed
+    leaves the old file and a hidden file ``.NAME.RANDOM.part``, which no reader and no pattern for results takes.
     """
-    # Named before it is made: there is no moment at which it exists and would not be removed.
+    # Named before it is made, so that it is removed whenever it exists.
     # The start of the name only: names have a largest length.
     temporary = path.parent / f".{path.name[:40]}.{secrets.token_hex(8)}.part"
     try:
@@ -182,8 +181,34 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
+def write_json(path: Path, content: Any, *, digits: int, indent: int) -> None:
+    """Write a document of arrays, numbers and text as JSON, floats to so many digits.
+
+    Raises
+    ------
+    ValueError
+        A number that JSON does not know, before the file is opened.
+    """
+    text = json.dumps(plain(content, digits), indent=indent, ensure_ascii=False, allow_nan=False)
+    with replacing(path) as file:
+        file.write((text + "\n").encode())
+
+
+def plain(value: Any, digits: int, *, names: bool = False) -> Any:
+    """Turn arrays and tuples into JSON's own types; with `names` infinities and NaN become their names."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(each, digits, names=names) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(each, digits, names=names) for each in value]
+    if isinstance(value, (np.ndarray, np.generic)):
+        return plain(value.tolist(), digits, names=names)
+    if isinstance(value, float):
+        return str(value) if names and not math.isfinite(value) else float(f"{value:.{digits}g}")
+    return value
+
+
 def _private(name: str, flags: int) -> int:
-    # What it replaces may be private: until it has the same mode, it is readable by its owner alone.
+    # The file that it replaces may be private: until it has the same mode, it is readable by its owner alone.
     return os.open(name, flags, 0o600)
 
 
@@ -342,7 +367,7 @@ def _safetensors_bytes(path: Path, arrays: Mapping[str, Array]) -> bytes:
     _safetensors()
     from safetensors.numpy import save
 
-    # The package writes the memory as it lies and would scramble transposed arrays: make them contiguous
+    # The package writes the memory in its order and would scramble transposed arrays: make them contiguous
     # (ascontiguousarray turns a single number into one axis, so its shape is put back).
     plain = {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in arrays.items()}
     for name, array in plain.items():
@@ -361,7 +386,7 @@ def _safetensors() -> Any:
 
 
 def bfloat16() -> np.dtype[Any]:
-    """Return NumPy's bfloat16, which the package ml_dtypes brings.
+    """Return NumPy's bfloat16, of the package ml_dtypes.
 
     Raises
     ------
@@ -381,7 +406,7 @@ def _checked(path: Path, name: str, array: Array) -> Array:
     _check_numbers(path, _printable(name), array.dtype)
     if array.dtype.name == "bfloat16":
         return array
-    return array.astype(array.dtype.newbyteorder("="), copy=False)  # files of other machines
+    return array.astype(array.dtype.newbyteorder("="), copy=False)  # files of machines with another byte order
 
 
 def _check_numbers(path: Path, name: str, dtype: np.dtype[Any]) -> None:
@@ -394,7 +419,7 @@ def _check_numbers(path: Path, name: str, dtype: np.dtype[Any]) -> None:
 
 
 def _printable(text: str) -> str:
-    """Return a name as it is, or quoted where it would do something to a terminal."""
+    """Return a name, quoted where it holds control characters."""
     return text if text.isprintable() else ascii(text)
 
 

@@ -1,4 +1,4 @@
-"""``attnscore bench``: how fast and how big, side by side with what users would call instead."""
+"""``attnscore bench``: time and memory against what users would call instead."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from attnscore.bench import machine, report, results
+from attnscore.bench import machine, reports, results
 from attnscore.bench.cases import CASES, chosen
 from attnscore.bench.runner import run
-from attnscore.commands.console import console, error_console, table
+from attnscore.cli.console import console, error_console, table
 from attnscore.core.arguments import shown
 from attnscore.errors import ArgumentError, AttnscoreError, FrameworkError, message
-from attnscore.files import FileError
+from attnscore.io import FileError
 
 
 class BenchmarkFailure(AttnscoreError, RuntimeError):
@@ -66,7 +66,7 @@ def bench(
 
 
 def thread_numbers(text: str | None) -> list[int]:
-    """The numbers in "1,2"; without a text 1 and 2, as far as there are CPUs."""
+    """Read the numbers in "1,2"; without a text 1 and 2, as far as there are CPUs."""
     most = len(machine.cpus())
     if text is None:
         return [number for number in (1, 2) if number <= most]
@@ -85,13 +85,8 @@ def _run(cases: Any, numbers: list[int], quick: bool, screen: Console) -> dict[s
 
 
 def _show(screen: Console, document: dict[str, Any]) -> None:
-    caption = "ratio: their time over ours; where the goal is marked ≤: ours over theirs"
-    for title, columns, cells, note in (
-        ("Speed", report.SPEED_COLUMNS, report.speed_cells(document, short=True), caption),
-        ("Limits of the machine", report.LIMIT_COLUMNS, report.limit_cells(document), None),
-        ("Growth", report.GROWTH_COLUMNS, report.growth_cells(document, short=True), None),
-        ("Memory of long sequences", report.MEMORY_COLUMNS, report.memory_cells(document, short=True), None),
-    ):
-        rows = [[cell.replace("*", "") for cell in row] for row in cells]
+    caption = "ratio: their time over ours; where the target is marked ≤: ours over theirs"
+    for title, columns, rows in reports.tables(document, short=True):
         if rows:
-            screen.print(table(title, columns, rows, left=2, caption=note))
+            cells = [[cell.replace("*", "") for cell in row] for row in rows]
+            screen.print(table(title, columns, cells, left=2, caption=caption if title == "Speed" else None))

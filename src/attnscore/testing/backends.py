@@ -1,4 +1,4 @@
-"""check_framework: what an array framework must meet."""
+"""Check of an array framework: `check_framework`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from attnscore.backends.base import Array, Backend
 from attnscore.masks import Causal, ValidLens
 from attnscore.scores import Additive, arrays_of
 from attnscore.testing.compare import close, gradients, native, values_of
-from attnscore.testing.ways import check_kernel
+from attnscore.testing.kernels import check_kernel
 
 
 def check_framework(like: Array, *, seed: int = 0) -> None:
-    """Check a framework: its words against NumPy's, then calls and gradients against those of the NumPy framework.
+    """Check a framework: its operations against NumPy's, then calls and gradients against those of the NumPy framework.
 
     Parameters
     ----------
@@ -38,11 +38,11 @@ def check_framework(like: Array, *, seed: int = 0) -> None:
     ops, plain = backends.of({"like": like}), backends.load("numpy")
     rng = np.random.default_rng(seed)
     with ops.numeric_scope(), plain.numeric_scope():
-        for word, call in _WORDS.items():
+        for name, call in _OPERATIONS.items():
             arrays = [rng.standard_normal((2, 3, 4)) for _ in range(2)]
             arrays[0][0, 0, :3] = 0.0, np.nan, -np.inf
             got = call(ops, *(native(ops, x, like) for x in arrays))
-            close(f"{ops.name}: {word}", values_of(ops, got), np.asarray(call(plain, *arrays)))
+            close(f"{ops.name}: {name}", values_of(ops, got), np.asarray(call(plain, *arrays)))
     score = Additive(rng.standard_normal(3), rng.standard_normal((3, 4)), rng.standard_normal((3, 4)))
     shapes = {"query": (2, 4, 5, 4), "key": (2, 2, 7, 4), "value": (2, 2, 7, 3)}
     inputs = {name: rng.standard_normal(shape) for name, shape in shapes.items()} | arrays_of(score)
@@ -55,8 +55,8 @@ def check_framework(like: Array, *, seed: int = 0) -> None:
         check_kernel(name, like=like, seed=seed)
 
 
-# Each word of the contract that makes an array, as a function of two arrays (2, 3, 4), the first with 0, NaN and -inf.
-_WORDS: dict[str, Callable[[Backend, Array, Array], Array]] = {
+# Operations of the contract that make an array, as functions of two arrays (2, 3, 4), the first with 0, NaN and -inf.
+_OPERATIONS: dict[str, Callable[[Backend, Array, Array], Array]] = {
     "zeros": lambda ops, x, y: ops.zeros((2, 0, 3), x),
     "full": lambda ops, x, y: ops.full((2, 3), 0.5, x),
     "positions": lambda ops, x, y: ops.positions(3, 4, x),

@@ -1,0 +1,279 @@
+"""Baselines: what a user would write or call in place of this library, each in its fastest form.
+
+- A baseline gets the same arrays, converted before anything is timed, and the equivalent mask.
+- Where there are several ways to write it, the fastest one on this machine is taken.
+- A baseline that is missing or cannot do the case raises `Unavailable` with the reason, which becomes its row.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from attnscore.bench.inputs import Inputs, Side, caller, ours
+
+
+class Unavailable(Exception):
+    """Why a baseline cannot run a case on this machine."""
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """What a report calls it, how its side is built, and what of a case it cannot do."""
+
+    title: str
+    build: Callable[[Inputs], Side]
+    lacks: tuple[str, ...] = ()
+    """Names of a score, of a mask, or of a feature: "mask", "backward"."""
+    is_alternative: bool = True
+    """It computes the case in another way; a yardstick computes something else."""
+
+    def side(self, inputs: Inputs) -> Side:
+        """Build the side of a case, or raise `Unavailable`."""
+        case = inputs.case
+        features = {case.score, case.mask, *(["mask"] if case.mask else []), *(["backward"] if case.backward else [])}
+        for feature in self.lacks:
+            if feature in features:
+                raise Unavailable(f"no {feature} in this baseline's form of {case.score}")
+        return self.build(inputs)
+
+
+def _needs(package: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise Unavailable(f"{package.partition('.')[0]} is not installed") from error
+
+
+def _fastest(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
+    """Warm each call up, then take the one whose best of three is the fastest."""
+
+    def best(call: Callable[[], Any]) -> float:
+        call()
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    return min(calls, key=best) if len(calls) > 1 else calls[0]
+
+
+def sdpa(inputs: Inputs) -> Side:
+    """``torch.nn.functional.scaled_dot_product_attention``; a yardstick where the score is another one."""
+    import torch
+
+    attention, allowed = torch.nn.functional.scaled_dot_product_attention, inputs.allowed()
+    if inputs.case.mask == "causal":
+        options: list[dict[str, Any]] = [{"is_causal": True}]
+    elif allowed is None:
+        options = [{}]
+    else:
+        mask = torch.from_numpy(allowed.copy())[None, None]
+        masks = [mask, mask[:, :, :1]] if inputs.case.mask == "valid_lens" else [mask]
+        options = [{"attn_mask": mask} for mask in masks]
+
+    def form(options: dict[str, Any]) -> Callable[..., Any]:
+        return lambda *arrays: attention(*arrays, **options)
+
+    forms = [caller(inputs, form(each) if each else attention) for each in options]
+    return Side("sdpa", _fastest(forms), same=inputs.case.score == "scaled_dot")
+
+
+def _forms(inputs: Inputs) -> list[Callable[..., Any]]:
+    """The definition in PyTorch as functions of (query, key, value)."""
+    parameter, scale = inputs.parameter, 1 / math.sqrt(inputs.case.sizes["dim"])
+
+    def dot(query: Any, key: Any, value: Any) -> Any:
+        return ((query @ key.transpose(-1, -2)) * scale).softmax(-1) @ value
+
+    def product(query: Any, key: Any, value: Any) -> Any:
+        return ((query.unsqueeze(-2) + key.unsqueeze(-3)).tanh() @ parameter).softmax(-1) @ value
+
+    def total(query: Any, key: Any, value: Any) -> Any:  # a sum that a compiler can fuse
+        return ((query.unsqueeze(-2) + key.unsqueeze(-3)).tanh() * parameter).sum(-1).softmax(-1) @ value
+
+    def gaussian(query: Any, key: Any, value: Any) -> Any:
+        norms = query.square().sum(-1, keepdim=True) + key.square().sum(-1).unsqueeze(-2)
+        return ((2 * query @ key.transpose(-1, -2) - norms) / (2 * parameter**2)).softmax(-1) @ value
+
+    return {"scaled_dot": [dot], "additive": [product, total], "gaussian": [gaussian]}[inputs.case.score]
+
+
+def naive(inputs: Inputs) -> Side:
+    """The definition in PyTorch."""
+    return Side("naive", caller(inputs, _forms(inputs)[0]))
+
+
+def compiled(inputs: Inputs) -> Side:
+    """The definition through ``torch.compile``."""
+    import torch
+
+    return Side("compile", _fastest([caller(inputs, torch.compile(form, dynamic=False)) for form in _forms(inputs)]))
+
+
+def xla(inputs: Inputs) -> Side:
+    """The definition through ``jax.jit``: XLA on the CPU."""
+    jax = _needs("jax")
+    jnp, scale = jax.numpy, 1 / math.sqrt(inputs.case.sizes["dim"])
+    *arrays, parameter = (jnp.asarray(_numpy(x)) for x in (*inputs.arrays, inputs.parameter))
+
+    def pooled(scores: Any, value: Any) -> Any:
+        return jax.nn.softmax(scores, axis=-1) @ value
+
+    def activations(query: Any, key: Any) -> Any:
+        return jnp.tanh(query[..., :, None, :] + key[..., None, :, :])
+
+    forms = {
+        # dot_product_attention of JAX on a CPU is this form.
+        "scaled_dot": [lambda q, k, v: pooled(q @ jnp.swapaxes(k, -1, -2) * scale, v)],
+        "additive": [
+            lambda q, k, v: pooled(activations(q, k) @ parameter, v),
+            lambda q, k, v: pooled((activations(q, k) * parameter).sum(-1), v),
+        ],
+    }[inputs.case.score]
+
+    def jitted(form: Callable[..., Any]) -> Callable[[], Any]:
+        program = jax.jit(form)
+        return lambda: program(*arrays).block_until_ready()
+
+    return Side("xla", _fastest([jitted(form) for form in forms]))
+
+
+def keops(inputs: Inputs) -> Side:
+    """KeOps: any formula, compiled, in O(n) memory."""
+    _needs("pykeops")
+    lazy = _needs("pykeops.torch").LazyTensor
+    query = lazy(inputs.query.unsqueeze(-2).contiguous())
+    key, value = (lazy(x.unsqueeze(-3).contiguous()) for x in (inputs.key, inputs.value))
+    # tanh by the exponential: KeOps has no such function, and this form keeps one division for each hidden unit.
+    activations = 1 - 2 / (1 + (2 * (query + key)).exp())
+    weights = lazy(inputs.parameter.reshape(*(1,) * inputs.query.ndim, -1))
+    scores = (activations * weights).sum(-1)
+    return Side("keops", lambda: scores.sumsoftmaxweight(value, dim=inputs.query.ndim - 1))
+
+
+def onnxruntime(inputs: Inputs) -> Side:
+    """onnxruntime's fused MultiHeadAttention, in its own layout (batch, query, head * dim)."""
+    runtime, onnx = _needs("onnxruntime"), _needs("onnx")
+    import torch
+
+    sizes = inputs.case.sizes
+    helper, real = onnx.helper, onnx.TensorProto.FLOAT
+    names = ("query", "key", "value")
+    node = helper.make_node(
+        "MultiHeadAttention", list(names), ["out"], domain="com.microsoft",
+        num_heads=sizes["heads"], unidirectional=int(inputs.case.mask == "causal"),
+    )  # fmt: skip
+    flat = [_numpy(x).transpose(0, 2, 1, 3) for x in inputs.arrays]
+    feed = {n: np.ascontiguousarray(x.reshape(*x.shape[:2], -1)) for n, x in zip(names, flat, strict=True)}
+    infos = [helper.make_tensor_value_info(n, real, x.shape) for n, x in feed.items()]
+    out = helper.make_tensor_value_info("out", real, feed["query"].shape)
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(helper.make_graph([node], "attention", infos, [out]), opset_imports=opsets, ir_version=8)
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = runtime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    shape = (sizes["batch"], sizes["queries"], sizes["heads"], sizes["dim"])
+
+    def outputs(found: Any) -> tuple[Any, ...]:
+        return (found[0].reshape(shape).transpose(0, 2, 1, 3),)
+
+    return Side("onnxruntime", lambda: session.run(None, feed), outputs)
+
+
+def numpy(inputs: Inputs) -> Side:
+    """The definition in NumPy: two products and a stable softmax, in place where it can be."""
+    query, key, value = inputs.arrays
+    scale = np.float32(1 / math.sqrt(query.shape[-1]))
+
+    def run() -> Any:
+        scores = (query @ key.swapaxes(-1, -2)) * scale
+        scores -= scores.max(-1, keepdims=True)
+        np.exp(scores, out=scores)
+        scores /= scores.sum(-1, keepdims=True)
+        return scores @ value
+
+    return Side("numpy", run)
+
+
+def jax(inputs: Inputs) -> Side:
+    """``jax.nn.dot_product_attention`` inside ``jax.jit``, in its own layout (batch, query, head, dim)."""
+    attention = _needs("jax").nn.dot_product_attention
+    arrays = [x.swapaxes(1, 2).copy() for x in inputs.arrays]
+    return Side("jax", caller(inputs, attention, arrays), lambda out: (out.swapaxes(1, 2),))
+
+
+def tensorflow(inputs: Inputs) -> Side:
+    """The definition in TensorFlow's operations, as its tutorials write it; eager, or inside ``tf.function``."""
+    tf, scale = _needs("tensorflow"), 1 / math.sqrt(inputs.case.sizes["dim"])
+
+    def attention(query: Any, key: Any, value: Any) -> Any:
+        weights = tf.nn.softmax(tf.matmul(query, key, transpose_b=True) * scale)
+        return tf.matmul(weights, value)
+
+    return Side("tensorflow", caller(inputs, attention))
+
+
+def keras(inputs: Inputs) -> Side:
+    """``keras.ops.dot_product_attention`` on TensorFlow, in its own layout (batch, query, head, dim)."""
+    library, tf = _needs("keras"), _needs("tensorflow")
+    if library.config.backend() != "tensorflow":
+        raise Unavailable(f"Keras runs on {library.config.backend()} here")
+    arrays = [tf.transpose(x, (0, 2, 1, 3)) for x in inputs.arrays]
+    run = caller(inputs, library.ops.dot_product_attention, arrays)
+    return Side("keras", run, lambda out: (tf.transpose(out, (0, 2, 1, 3)),))
+
+
+def without(inputs: Inputs) -> Side:
+    """Our own call without the option or the mask whose overhead the case measures."""
+    side = ours(inputs, plain=True)
+    return Side("without", side.run, side.outputs, same="dropout" not in inputs.case.options)
+
+
+def reading(inputs: Inputs) -> Side:
+    """Reading every key and value once, as fast as PyTorch's sum does: the limit of a memory-bound call.
+
+    Measured in the same rounds, because the memory bandwidth of a shared machine changes from minute to minute.
+    """
+    import torch
+
+    totals = [torch.empty(()) for _ in range(2)]
+
+    def run() -> Any:
+        torch.sum(inputs.key, dim=(), out=totals[0])
+        return torch.sum(inputs.value, dim=(), out=totals[1])
+
+    return Side("reading", run, same=False)
+
+
+def _numpy(x: Any) -> Any:
+    return x.detach().numpy() if hasattr(x, "detach") else x
+
+
+_FORWARD = ("mask", "backward")
+BASELINES = {
+    "sdpa": Baseline("torch scaled_dot_product_attention", sdpa),
+    "naive": Baseline("naive PyTorch", naive, lacks=("mask",)),
+    "compile": Baseline("naive PyTorch, torch.compile", compiled, lacks=("mask",)),
+    "xla": Baseline("naive JAX, jax.jit (XLA)", xla, lacks=(*_FORWARD, "gaussian")),
+    "keops": Baseline("KeOps", keops, lacks=(*_FORWARD, "scaled_dot", "gaussian")),
+    "onnxruntime": Baseline(
+        "onnxruntime MultiHeadAttention",
+        onnxruntime,
+        lacks=("backward", "valid_lens", "window", "additive", "gaussian"),
+    ),
+    "numpy": Baseline("naive NumPy", numpy, lacks=_FORWARD),
+    "jax": Baseline("jax.nn.dot_product_attention", jax, lacks=_FORWARD),
+    "tensorflow": Baseline("naive TensorFlow", tensorflow, lacks=_FORWARD),
+    "keras": Baseline("keras.ops.dot_product_attention", keras, lacks=_FORWARD),
+    "without": Baseline("the same call without it", without, is_alternative=False),
+    "reading": Baseline("reading keys and values once", reading, is_alternative=False),
+}
