@@ -76,8 +76,8 @@ FAULTS = [
     Fault(
         "engine-gradient-of-entropy",
         _ENGINE,
-        "sum_exp_logit = p * (ops.where(p == 0, 0.0, log_p) + _cut(ops, self.entropy, -2, rows))",
-        "sum_exp_logit = p * ops.where(p == 0, 0.0, log_p)",
+        "minus_grad_of_entropy = p * (ops.where(p == 0, 0.0, log_p) + _slice(ops, self.entropy, -2, rows))",
+        "minus_grad_of_entropy = p * ops.where(p == 0, 0.0, log_p)",
         _STREAMING,
         "the gradient of the entropy leaves out the entropy itself: -p (log p + H)",
     ),
@@ -92,7 +92,7 @@ FAULTS = [
     Fault(
         "engine-nan-in-a-hidden-value",
         _ENGINE,
-        "return ops.matmul(weights, ops.where(ops.isfinite(x), x, 0.0)) + escaping",
+        "return ops.matmul(weights, ops.where(ops.isfinite(x), x, 0.0)) + propagated",
         "return ops.matmul(weights, x)",
         "tests/test_nonfinite.py -k 'test_in_every_kernel and streaming'",
         "NaN in a value that is masked reaches the output as 0 * NaN",
@@ -100,7 +100,7 @@ FAULTS = [
     Fault(
         "engine-nan-in-a-hidden-key",
         _ENGINE,
-        "{name: ops.where(bad[problem.form.role(name)], 0.0, x) for name, x in arrays.items()}",
+        "{name: ops.where(nonfinite[problem.form.role(name)], 0.0, x) for name, x in arrays.items()}",
         "{name: x for name, x in arrays.items()}",
         "tests/test_nonfinite.py -k 'test_in_every_kernel and streaming'",
         "NaN in a key that is masked reaches the gradient of the queries as 0 * NaN",
@@ -108,8 +108,8 @@ FAULTS = [
     Fault(
         "engine-sink-gradient-sign",
         _ENGINE,
-        "grad = known.softmax_pullback(ops, ops.exp(log_p), log_p, 0.0,",
-        "grad = -known.softmax_pullback(ops, ops.exp(log_p), log_p, 0.0,",
+        "grad = context.softmax_vjp(ops, ops.exp(log_p), log_p, 0.0,",
+        "grad = -context.softmax_vjp(ops, ops.exp(log_p), log_p, 0.0,",
         _STREAMING,
         "the gradient of the sink has the wrong sign",
     ),
@@ -124,8 +124,8 @@ FAULTS = [
     Fault(
         "engine-dropout-in-the-backward",
         _ENGINE,
-        "grad_p, pooling = grad_p * keep, p * keep",
-        "grad_p, pooling = grad_p, p * keep",
+        "grad_p, dropped_p = grad_p * keep, p * keep",
+        "grad_p, dropped_p = grad_p, p * keep",
         "tests/test_dropout.py",
         "the backward replays dropout for the values and not for the weights",
     ),
