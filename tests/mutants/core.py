@@ -309,7 +309,7 @@ FAULTS = [
     Fault(
         "sums-in-16-bits",
         "src/attnscore/backends/base.py",
-        'return "float32" if dtype in HALF_PRECISION else dtype',
+        "return DTYPES[dtype].accumulator if dtype in DTYPES else dtype",
         "return dtype",
         "tests/test_every_kernel.py -k 'another_dtype and streaming'",
         "sums over 16-bit arrays are kept in 16 bits",

@@ -1,6 +1,6 @@
-"""Which framework an array belongs to, without importing any that the caller has not imported.
+"""Registry of backends: finds the framework of an array without importing one that the caller has not imported.
 
-One file is one framework; a new one adds its file and one line in ``_TABLE``.
+A new framework adds its module and one line in ``_TABLE``.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from attnscore.errors import DeviceError, FrameworkError, message
 
 
 class _Entry(NamedTuple):
-    """What is known of a framework before it is imported."""
+    """What the registry holds of a framework before it is imported."""
 
-    words: str
-    """Its class in ``attnscore.backends.<name>``."""
+    backend: str
+    """Name of its class in ``attnscore.backends.<name>``."""
     arrays: tuple[str, ...]
-    """Whose arrays are its own: packages, where all that has a shape is meant, or one class of a package."""
+    """Its array types: a package, for every class with a shape, or one class of a package."""
     install: str = ""
-    """What pip must be told, where its name alone is not all."""
+    """Arguments of pip, if other than its name."""
     numpy_below: str = ""
 
 
@@ -38,8 +38,8 @@ _TABLE = {
     "jax": _Entry("JaxBackend", ("jax", "jaxlib")),
     "mxnet": _Entry("MxnetBackend", ("mxnet",), install="mxnet==1.9.1 'numpy<1.24'", numpy_below="1.24.0"),
 }
-# By package: the class that is meant, if one is, and the framework. The last ones are recognised so that the error can
-# say that they are not served.
+# By package: the array class ("" for every class with a shape) and the framework. cupy is recognised so that the error
+# can say that it is not supported.
 _ARRAYS = {
     package: (kind, name)
     for name, patterns in (*((name, entry.arrays) for name, entry in _TABLE.items()), ("cupy", ("cupy",)))
@@ -48,16 +48,16 @@ _ARRAYS = {
 
 # NumPy 1.23 makes an array of objects of a ragged list, and warns; later ones raise. Catching warnings costs 3 us.
 _RAGGED_WARNS = np.lib.NumpyVersion(np.__version__) < "1.24.0"
-_NOTHING = contextlib.nullcontext()
+_NO_SCOPE = contextlib.nullcontext()
 
 _LOADED: dict[str, Backend] = {}
 
 
 def load(name: str) -> Backend:
-    """The framework called `name`, imported on first use."""
+    """Return the backend of a framework, imported at first use."""
     if name not in _LOADED:
         module = importlib.import_module(f"{__name__}.{name}")
-        _LOADED[name] = getattr(module, _TABLE[name].words)()
+        _LOADED[name] = getattr(module, _TABLE[name].backend)()
     return _LOADED[name]
 
 
@@ -65,13 +65,13 @@ _NAMES: dict[type, str | None] = {}
 
 
 def _name_of(kind: type) -> str | None:
-    """Framework of an array type, read off the packages of its bases (so subclasses count)."""
+    """Return the framework of an array type, by the packages of its bases, so that subclasses count."""
     if kind not in _NAMES:
         _NAMES[kind] = _find_name(kind)
     return _NAMES[kind]
 
 
-# torch's ``assume_constant_result``, without importing torch: its compiler cannot walk over the bases of every class.
+# As torch's ``assume_constant_result``, without importing torch: Dynamo cannot trace the bases of every class.
 _name_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -86,18 +86,18 @@ def _find_name(kind: type) -> str | None:
 
 
 def of_type(kind: type) -> Backend | None:
-    """The framework of an array type, where it is served."""
+    """Return the backend of an array type; None if there is none."""
     name = _name_of(kind) or ""
     return _LOADED.get(name) or (load(name) if name in _TABLE else None)
 
 
 def of(arrays: Mapping[str, Any]) -> Backend:
-    """The one framework that all named arrays belong to.
+    """Return the backend of the one framework that all named arrays belong to.
 
     Raises
     ------
     FrameworkError
-        Something is not an array, the arrays are of several frameworks, or of one that is not served.
+        Something is not an array, the arrays are of several frameworks, or of one without a backend.
     """
     found = {_name_of(type(array)) for array in arrays.values()}
     if len(found) == 1 and (known := _LOADED.get(next(iter(found)) or "")) is not None:
@@ -126,19 +126,19 @@ def of(arrays: Mapping[str, Any]) -> Backend:
 
 
 def check_devices(ops: Backend, query: Any, others: Mapping[str, Any], *, host_passes: bool = False) -> None:
-    """Raise DeviceError unless every array lies where `query` does (or, for what is only read, on the host)."""
+    """Raise DeviceError unless every array is on the device of `query` (or, with `host_passes`, on the CPU)."""
     home = ops.device(query)
     for name, x in others.items():
         if _name_of(type(x)) != ops.name:
             continue
-        place = ops.device(x)
-        # An empty place is anywhere: traced, or the framework moves it by itself.
-        if "" not in (home, place) and place not in ((home, "cpu") if host_passes else (home,)):
-            raise DeviceError(message(name, f"an array on {home}, where query is", f"one on {place}"))
+        device = ops.device(x)
+        # "" is no device: the array is traced, or the framework moves it by itself.
+        if "" not in (home, device) and device not in ((home, "cpu") if host_passes else (home,)):
+            raise DeviceError(message(name, f"an array on {home}, where query is", f"one on {device}"))
 
 
 def check_dense(ops: Backend, arrays: Mapping[str, Any]) -> None:
-    """Raise FrameworkError when an array of the framework is of a kind that attention cannot take."""
+    """Raise FrameworkError if an array of the framework is of a kind that attention does not take."""
     for name, x in arrays.items():
         kind = ops.unsupported(x) if _name_of(type(x)) == ops.name else None
         if kind is not None:
@@ -146,43 +146,43 @@ def check_dense(ops: Backend, arrays: Mapping[str, Any]) -> None:
 
 
 def check_not_recorded(ops: Backend, what: str) -> None:
-    """Raise FrameworkError while operations are recorded: what was decided by the sizes at hand would stay so."""
+    """Raise FrameworkError while `torch.jit.trace` records: it would freeze decisions that depend on sizes."""
     if ops.is_recording():
         expected = "a call outside torch.jit.trace, which records `attend` and the layers alone"
         raise FrameworkError(message(what, expected, "one inside"))
 
 
 def register_pytree(kind: type) -> None:
-    """Tell JAX of a class of scores or masks, where the caller has imported JAX: they are pytrees there."""
+    """Register a class of scores or masks as a pytree, if the caller has imported JAX."""
     if sys.modules.get("jax") is not None:
         load("jax").register_pytree(kind)
 
 
-# As above: torch's compiler meets it where a compiled function makes a score, and cannot look into JAX.
+# Constant to Dynamo, which meets it where a compiled function makes a score, and cannot trace into JAX.
 register_pytree._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def is_array(x: object) -> bool:
-    """Whether `x` is an array of a framework that we know."""
+    """Whether `x` is an array of a framework in the registry (or cupy)."""
     return _name_of(type(x)) is not None
 
 
 def array_signature(x: Any) -> Hashable:
-    """All that checks of kind, shape, dtype and device read of an array: those with equal facts pass or fail alike."""
+    """Return all that checks of kind, shape, dtype and device read: arrays of one signature pass or fail alike."""
     if getattr(x, "is_nested", False) or not (isinstance(shape := x.shape, tuple) or shape.is_fully_defined()):
-        # Has no shape, and no check that it passes; or one that belongs to one graph alone.
+        # No shape (no check passes), or symbolic sizes, which belong to one graph.
         return None
     return type(x), shape, x.dtype, getattr(x, "device", None), getattr(x, "layout", None)
 
 
-# What stands for `attend` while a framework's compiler reads it, and the module that puts it here when it is imported:
-# it calls `attend` itself, so it lies above all rooms, and is known here by name alone.
+# The replacement of `attend` while a framework's compiler traces it, and the module that registers it at import. That
+# module calls `attend` itself, so it is above all others in the import order, and is named here by its path alone.
 COMPILED: dict[str, Callable[..., Any]] = {}
 _COMPILED_BY = {"torch": "attnscore.integrations.torch_compile"}
 
 
 def compiled() -> Callable[..., Any] | None:
-    """What stands for `attend` while a compiler, or `torch.jit.trace`, reads this line; None in an ordinary call."""
+    """Return the replacement of `attend` under torch.compile and `torch.jit.trace`; None in an ordinary call."""
     torch = sys.modules.get("torch")
     if torch is None or not (torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None):
         return None
@@ -194,12 +194,12 @@ def _imported(name: str) -> str:
     return name
 
 
-# As above: its compiler cannot read an import, and calls this.
+# Constant to Dynamo, which cannot trace an import.
 _imported._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def availability() -> dict[str, str | None]:
-    """For each framework: None where it can be used here, otherwise the reason why not."""
+    """Return for each framework None if it can be used here, otherwise the reason why not."""
     return {name: _missing(name) for name in _TABLE}
 
 
@@ -213,15 +213,15 @@ def _missing(name: str) -> str | None:
 
 
 def host(x: Any) -> np.ndarray[Any, Any] | None:
-    """The values of an array of any framework, a list or a number; None when they cannot be seen from here."""
+    """Return an array of any framework, a list or a number as NumPy; None if it is traced or on a device."""
     name = _name_of(type(x))
     if name in _TABLE:
         return load(name).host(x)
     try:
-        with warnings.catch_warnings() if _RAGGED_WARNS else _NOTHING:
+        with warnings.catch_warnings() if _RAGGED_WARNS else _NO_SCOPE:
             if _RAGGED_WARNS:
                 warnings.simplefilter("ignore")
             return np.asarray(x)
     except ValueError:
-        # A ragged list: one object, which every check of a dtype refuses.
+        # A ragged list becomes one object, which every check of a dtype refuses.
         return np.full((), None, dtype=object)

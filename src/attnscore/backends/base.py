@@ -1,12 +1,10 @@
-"""The words that the core speaks to an array framework.
+"""Backend: the array operations of one framework, under the array API's names.
 
-A framework file gives these words for one framework and nothing else: the core (scores, masks, softmax,
-engine) is written once in them. Names follow the array API standard where it has one, so a user's own
-``Score.tile(ops, query, key)`` reads like ordinary array code; names of the standard that are not listed here
-reach the framework's own function of that name.
-
-Loops over tiles go through ``loop`` and ``collect``, and writing goes through ``add_at``, so that a framework that
-traces (JAX, TensorFlow graphs) gives them without unrolling or mutation.
+- Scores, masks, softmax and tiled attention are written once in these operations; a backend holds no attention logic.
+- A user's ``Score.tile(ops, query, key)`` reads like ordinary array code: operations of the array API that are not
+  listed here are found in the framework's own modules, under the framework's own name.
+- Loops over tiles go through `loop`, `map_tiles` and `cond`, and writes through `add_at`, so that a framework that
+  traces (JAX, TensorFlow graphs) neither unrolls nor mutates.
 """
 
 from __future__ import annotations
@@ -22,14 +20,41 @@ Array: TypeAlias = Any
 """An array of whichever framework the caller uses."""
 HostArray: TypeAlias = np.ndarray[Any, Any]
 
-HALF_PRECISION = ("float16", "bfloat16")
-_NOTHING = nullcontext()
-FLOATING = "a floating dtype (float16, bfloat16, float32, float64)"
-"""What messages call the dtypes that are taken."""
+_NO_SCOPE = nullcontext()
+
+
+class Dtype(NamedTuple):
+    """A floating dtype that attention takes."""
+
+    accumulator: str
+    """Dtype of sums over it."""
+    storage: str
+    """NumPy's dtype of its memory, as native code reads it: NumPy has no bfloat16."""
+
+
+DTYPES = {
+    "float16": Dtype("float32", "uint16"),
+    "bfloat16": Dtype("float32", "uint16"),
+    "float32": Dtype("float32", "float32"),
+    "float64": Dtype("float64", "float64"),
+}
+HALF_PRECISION = tuple(name for name, dtype in DTYPES.items() if dtype.storage == "uint16")
+FLOATING = f"a floating dtype ({', '.join(DTYPES)})"
+"""How messages name the dtypes that are taken."""
+
+
+def accumulator(dtype: str) -> str:
+    """Return the dtype of sums over `dtype`: at least float32. NumPy's long double is its own."""
+    return DTYPES[dtype].accumulator if dtype in DTYPES else dtype
+
+
+def itemsize(dtype: str) -> int:
+    """Return the bytes of one number."""
+    return np.dtype(DTYPES[dtype].storage if dtype in DTYPES else dtype).itemsize
 
 
 class Unknown(ABC):
-    """A length that a graph will learn only when it runs. It equals nothing but itself."""
+    """A size that a graph learns when it runs. It equals nothing but itself."""
 
     @abstractmethod
     def at_most(self, length: int) -> Unknown:
@@ -40,17 +65,17 @@ class Unknown(ABC):
 
 
 def is_unknown(length: Any) -> bool:
-    """Whether nobody can say yet how long an axis is."""
+    """Whether the size of an axis is not known before a graph runs."""
     return length is None or isinstance(length, Unknown)
 
 
 def may_equal(first: Any, second: Any) -> bool:
-    """Whether two lengths are equal, or one is unknown."""
+    """Whether two sizes are equal, or one is unknown."""
     return is_unknown(first) or is_unknown(second) or bool(first == second)
 
 
 def broadcast(*shapes: Sequence[Any]) -> tuple[Any, ...]:
-    """The shape that all broadcast to; ValueError when there is none. Unknown lengths of one axis count as equal."""
+    """Return the shape that all broadcast to; ValueError if there is none. Unknown sizes of one axis count as equal."""
     if not any(is_unknown(n) for shape in shapes for n in shape):
         return tuple(np.broadcast_shapes(*map(tuple, shapes)))
     axes = max(map(len, shapes))
@@ -65,14 +90,14 @@ def broadcast(*shapes: Sequence[Any]) -> tuple[Any, ...]:
 
 
 class SeedHalves(NamedTuple):
-    """A dropout seed that has no number yet: its low 32 bits and its high 31, as arrays of 32-bit whole numbers."""
+    """A dropout seed that is traced: its low 32 bits and its high 31, as arrays of 32-bit integers."""
 
     low: Array
     high: Array
 
 
 class DifferentiableOp(Protocol):
-    """A computation with its own gradient, as a function of arrays alone."""
+    """A function of arrays alone that has its own VJP."""
 
     @property
     def differentiable_outputs(self) -> int:
@@ -80,22 +105,22 @@ class DifferentiableOp(Protocol):
 
     @property
     def saved_outputs(self) -> int:
-        """How many outputs, from the first, the backward needs."""
+        """How many outputs, from the first, the backward reads."""
 
     def constants(self) -> Sequence[Array]:
-        """Arrays that the run reads besides those that it is a function of: those of the mask."""
+        """Return the arrays that are read and get no gradient: those of the mask."""
 
     def variables(self) -> tuple[Sequence[Array], Callable[[Sequence[Array]], DifferentiableOp]]:
-        """Arrays besides the operands (of the mask, of a traced seed), and the same run over others in their place."""
+        """Return the arrays besides the operands (mask, traced seed), and the op as a function of such arrays."""
 
     def streaming(self) -> DifferentiableOp:
-        """The same in the framework's own operations."""
+        """Return the op in the framework's own operations, which its autodiff differentiates further."""
 
     def with_backward(self) -> DifferentiableOp:
-        """The same where a backward is to come, which may keep scores too; not for arrays that are traced."""
+        """Return the op for a call whose backward follows, which may save scores; not for traced arrays."""
 
     def without_scores(self, outputs: tuple[Array, ...], /) -> tuple[Array, ...]:
-        """The outputs of the run that `with_backward` was asked of."""
+        """Drop from the outputs the scores that `with_backward` added."""
 
     def forward(self, arrays: Sequence[Array], /) -> tuple[Array, ...]: ...
 
@@ -109,17 +134,35 @@ class DifferentiableOp(Protocol):
     ) -> tuple[Array | None, ...]: ...
 
 
+class Modules:
+    """Functions of several modules, each from the first that has it."""
+
+    def __init__(self, *modules: Any) -> None:
+        self._modules = modules
+
+    def __getattr__(self, name: str) -> Any:
+        for module in self._modules:
+            if hasattr(module, name):
+                return getattr(module, name)
+        raise AttributeError(f"{self._modules[0].__name__} has no {name}")
+
+
 class Backend(ABC):
-    """One array framework: its words, its gradient hook, its view on the host."""
+    """One array framework: its operations, its gradient hook, its view of host memory."""
 
     name: str
     has_autodiff: bool
+    xp: Any
+    """The framework's module of array functions (or `Modules`)."""
     wants_aligned = True
     """Whether `from_memory` copies what does not begin at a multiple of 64 bytes."""
     has_plain_tape = False
-    """Whether arrays on a tape are plain too: `differentiable` then records what is prepared (plain_calls.py)."""
+    """Whether arrays that autograd records are plain too (core/plain_calls.py)."""
 
-    # Where arrays live and what they hold
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.xp, name)
+
+    # What arrays are
     @abstractmethod
     def dtype(self, x: Array) -> str:
         """Name of the dtype: ``"float32"``, ``"bfloat16"``, ``"bool"`` ..."""
@@ -129,23 +172,23 @@ class Backend(ABC):
 
     @abstractmethod
     def unsupported(self, x: Array) -> tuple[str, str] | None:
-        """Which kind of array `x` is that attention cannot take (sparse, ...), and what makes a dense one; or None."""
+        """Name the kind of `x` if attention does not take it (sparse, ...) and what converts it; otherwise None."""
 
     @abstractmethod
     def device(self, x: Array) -> str: ...
 
     def is_recording(self) -> bool:
-        """Whether operations are recorded, to be run again for arrays of any size."""
+        """Whether operations are recorded (`torch.jit.trace`), to be run again for arrays of any size."""
         return False
 
     def shape(self, x: Array) -> tuple[Any, ...]:
-        """Lengths of the axes, with an ``Unknown`` where a graph does not know one yet."""
+        """Return the sizes of the axes, `Unknown` where a graph learns one when it runs."""
         return tuple(x.shape)
 
     def assert_shape(self, x: Array, shapes: Sequence[tuple[str, Array, Sequence[Sequence[Any]]]]) -> Array:
-        """`x`, where each array, by its name, has one of the shapes allowed for it: axes are a length, or several each.
+        """Return `x`; a graph fails when it runs unless each named array has one of the shapes allowed for it.
 
-        Known lengths were checked before: this is for a graph that learns them when it runs, and then fails.
+        An axis of an allowed shape is a size, or a tuple of sizes. Known sizes were checked before.
         """
         return x
 
@@ -154,48 +197,48 @@ class Backend(ABC):
 
     @abstractmethod
     def asarray(self, x: Any, like: Array, dtype: str | None = None) -> Array:
-        """`x` (a list, a number, a NumPy array, an own array) as an array on the device of `like`."""
+        """Convert a list, a number or an array of NumPy or of the framework to an array on the device of `like`."""
 
     @abstractmethod
     def host(self, x: Any) -> np.ndarray[Any, Any] | None:
-        """The values as NumPy, without waiting for a device; None when they cannot be seen (traced, on a device)."""
+        """Return the values as NumPy; None if they are traced or on another device than the CPU."""
 
     @abstractmethod
     def has_cpu_buffer(self, x: Array) -> bool:
-        """Whether native code on the CPU can read the numbers of `x` where they lie."""
+        """Whether native code on the CPU can read the memory of `x` without a copy."""
 
     @abstractmethod
     def is_plain(self, *arrays: Array) -> bool:
-        """Whether nothing but the numbers of these matters now: no trace, cast or subclass; all `readable`.
+        """Whether only the values of these matter: no tracing, autocast or subclass; all with a `has_cpu_buffer`.
 
-        No tape either, but where `has_plain_tape`.
+        No gradient is recorded either, except where `has_plain_tape`.
         """
 
     @abstractmethod
     def memory(self, x: Array) -> np.ndarray[Any, Any]:
-        """The memory of a `readable` array as NumPy, without a copy; 16-bit floats as uint16."""
+        """Return the memory of an array with a CPU buffer as NumPy, without a copy; 16-bit floats as uint16."""
 
     def strides(self, x: Array) -> tuple[int, ...]:
-        """How far apart numbers lie in the memory of a `readable` array, in any unit; of floats alone."""
+        """Return the strides of an array with a CPU buffer, in any unit; () unless it is floating."""
         return self.memory(x).strides if self.is_floating(x) else ()
 
     def buffer(self, x: Array) -> int | HostArray:
-        """Where the memory of a `readable` array begins: its address, or the memory."""
+        """Return the address of an array's CPU buffer, or the buffer."""
         return self.memory(x)
 
     @abstractmethod
     def from_memory(self, x: np.ndarray[Any, Any], dtype: str, like: Array) -> Array:
-        """An array over the memory of `x`, which holds `dtype` (16-bit floats as uint16); `like` lies on the CPU.
+        """Return an array of `dtype` over the memory of `x`, where 16-bit floats are uint16; `like` is on the CPU.
 
-        Where `like` is None the array lies on the CPU too, and holds no 16-bit floats.
+        `like` may be None where `x` holds no 16-bit floats.
         """
 
     @abstractmethod
     def needs_grad(self, *arrays: Array) -> bool:
-        """Whether what is computed from these now is to be differentiated by the framework itself."""
+        """Whether the framework's own autodiff may differentiate operations on these."""
 
     def needs_host_callback(self, *arrays: Array) -> bool:
-        """Whether the numbers are seen by the host when the call runs, and not before: then `host_callback` serves."""
+        """Whether these are traced by a program that can run `host_callback`."""
         return False
 
     def host_callback(
@@ -205,15 +248,15 @@ class Backend(ABC):
         arrays: Sequence[Array],
         otherwise: Callable[..., tuple[Array, ...]],
     ) -> tuple[Array, ...]:
-        """``function(*arrays)`` over NumPy arrays, of the shapes and dtypes `results`, when a traced call runs.
+        """Trace a call of ``function`` on NumPy arrays, which returns arrays of the shapes and dtypes `results`.
 
-        ``otherwise(*arrays)`` traces the same in the framework's own operations: what runs where nobody can be called,
-        and what a derivative is taken of.
+        ``otherwise(*arrays)`` traces the same in the framework's own operations: where the program cannot call this
+        process, and for derivatives.
         """
-        raise NotImplementedError(f"{self.name} defers nothing")
+        raise NotImplementedError(f"{self.name} has no host callbacks")
 
     def custom_calls(self) -> bool:
-        """Whether programs can call the native library by themselves: then `custom_call` serves."""
+        """Whether compiled programs can call the native library through `custom_call`."""
         return False
 
     def custom_call(
@@ -223,29 +266,29 @@ class Backend(ABC):
         arrays: Sequence[Array],
         attributes: Mapping[str, Any],
     ) -> tuple[Array, ...]:
-        """Results of the library's call "forward" or "backward" (csrc/ffi.cc), of these shapes and dtypes."""
+        """Trace the library's call "forward" or "backward" (csrc/ffi.cc), with results of these shapes and dtypes."""
         raise NotImplementedError(f"{self.name} has no custom calls")
 
     def at_run_time(self, host: Backend) -> Backend:
-        """Return the backend of the arrays that `host_callback` passes: NumPy's (`host`), unless it must know more."""
+        """Return the backend of the arrays that `host_callback` passes: `host`, NumPy's, or one derived from it."""
         return host
 
-    def register_pytree(self, kind: type) -> None:  # noqa: B027  # most have nothing to be told
-        """Called with each class of scores and masks: where the framework has to be told about them."""
+    def register_pytree(self, kind: type) -> None:  # noqa: B027  # most have no pytrees
+        """Register a class of scores or masks with the framework."""
 
     def as_seed(self, seed: Any) -> Any:
-        """A seed of the framework's own kind (a key, an array) as a number or `SeedHalves`; others as they are."""
+        """Convert the framework's own kind of seed (a key, an array) to a number or `SeedHalves`; return others."""
         return seed
 
     @abstractmethod
     def threads(self, own: int) -> int:
-        """How many threads native code may use: the framework's own number where it has one."""
+        """Return how many threads native code may use: the framework's setting, or `own` where it has none."""
 
     @abstractmethod
     def number(self, x: Array) -> float | None:
-        """The value of an array with one entry, waiting for its device; None when it is traced."""
+        """Return the value of an array with one entry; None if it is traced."""
 
-    # Making arrays
+    # Creation
     @abstractmethod
     def zeros(self, shape: Sequence[int], like: Array, dtype: str | None = None) -> Array: ...
 
@@ -254,169 +297,169 @@ class Backend(ABC):
 
     @abstractmethod
     def positions(self, start: int, count: int, like: Array) -> Array:
-        """The whole numbers start, start + 1, ... as 64-bit integers (`start` may be traced, `count` is a number)."""
+        """Return start, start + 1, ... as 64-bit integers (`start` may be traced)."""
 
     # Shapes
     @abstractmethod
     def slice_axis(self, x: Array, axis: int, start: int, count: int) -> Array:
-        """`count` entries along `axis` from `start`: a view where the framework has views."""
+        """Return `count` entries along `axis` from `start`: a view where the framework has views."""
 
     @abstractmethod
     def add_at(self, x: Array, axis: int, start: int, block: Array) -> Array:
-        """`x` with `block` added from `start` along `axis`; may reuse the memory of `x`."""
+        """Return `x` with `block` added from `start` along `axis`; may reuse the memory of `x`."""
 
-    @abstractmethod
-    def concat(self, arrays: Sequence[Array], axis: int) -> Array: ...
+    def concat(self, arrays: Sequence[Array], axis: int) -> Array:
+        return self.xp.concatenate(list(arrays), axis=axis)
 
-    @abstractmethod
-    def reshape(self, x: Array, shape: Sequence[int]) -> Array: ...
+    def reshape(self, x: Array, shape: Sequence[int]) -> Array:
+        return self.xp.reshape(x, tuple(shape))
 
-    @abstractmethod
-    def broadcast_to(self, x: Array, shape: Sequence[int]) -> Array: ...
+    def broadcast_to(self, x: Array, shape: Sequence[int]) -> Array:
+        return self.xp.broadcast_to(x, tuple(shape))
 
-    @abstractmethod
-    def swap_axes(self, x: Array, first: int, second: int) -> Array: ...
+    def swap_axes(self, x: Array, first: int, second: int) -> Array:
+        return self.xp.swapaxes(x, first, second)
 
-    @abstractmethod
-    def expand_dims(self, x: Array, axis: int) -> Array: ...
+    def expand_dims(self, x: Array, axis: int) -> Array:
+        return self.xp.expand_dims(x, axis)
 
-    @abstractmethod
-    def take(self, x: Array, indices: Array, axis: int) -> Array: ...
+    def take(self, x: Array, indices: Array, axis: int) -> Array:
+        return self.xp.take(x, indices, axis=axis)
 
-    # Arithmetic (those a score needs and every framework has under its own name)
-    @abstractmethod
-    def matmul(self, a: Array, b: Array) -> Array: ...
+    # Arithmetic
+    def matmul(self, a: Array, b: Array) -> Array:
+        return self.xp.matmul(a, b)
 
-    @abstractmethod
-    def matrix_transpose(self, x: Array) -> Array: ...
+    def matrix_transpose(self, x: Array) -> Array:
+        return self.swap_axes(x, -1, -2)
 
-    @abstractmethod
-    def exp(self, x: Array) -> Array: ...
+    def exp(self, x: Array) -> Array:
+        return self.xp.exp(x)
 
-    @abstractmethod
-    def log(self, x: Array) -> Array: ...
+    def log(self, x: Array) -> Array:
+        return self.xp.log(x)
 
-    @abstractmethod
-    def tanh(self, x: Array) -> Array: ...
+    def tanh(self, x: Array) -> Array:
+        return self.xp.tanh(x)
 
-    @abstractmethod
-    def sigmoid(self, x: Array) -> Array: ...
+    def sigmoid(self, x: Array) -> Array:
+        return self.xp.sigmoid(x)
 
-    @abstractmethod
-    def erf(self, x: Array) -> Array: ...
+    def erf(self, x: Array) -> Array:
+        return self.xp.erf(x)
 
-    @abstractmethod
-    def sqrt(self, x: Array) -> Array: ...
+    def sqrt(self, x: Array) -> Array:
+        return self.xp.sqrt(x)
 
-    @abstractmethod
-    def abs(self, x: Array) -> Array: ...
+    def abs(self, x: Array) -> Array:
+        return self.xp.abs(x)
 
-    @abstractmethod
-    def maximum(self, a: Array, b: Array) -> Array: ...
+    def maximum(self, a: Array, b: Array) -> Array:
+        return self.xp.maximum(a, b)
 
-    @abstractmethod
-    def where(self, condition: Array, a: Array | float, b: Array | float) -> Array: ...
+    def where(self, condition: Array, a: Array | float, b: Array | float) -> Array:
+        return self.xp.where(condition, a, b)
 
     def equal(self, a: Array, b: Array) -> Array:
-        """Of arrays that broadcast: ``==`` of TensorFlow's is False, as one, for those that do not, so none is sure."""
+        """Compare arrays that broadcast; TensorFlow's ``==`` gives a single False for those that do not."""
         return a == b
 
     def logical_and(self, a: Array, b: Array) -> Array:
-        """Of boolean arrays that broadcast: MXNet's ``&`` wants one shape."""
+        """Combine boolean arrays that broadcast: MXNet's ``&`` wants one shape."""
         return a & b
 
     def logical_or(self, a: Array, b: Array) -> Array:
         return a | b
 
-    @abstractmethod
-    def isfinite(self, x: Array) -> Array: ...
+    def isfinite(self, x: Array) -> Array:
+        return self.xp.isfinite(x)
 
-    @abstractmethod
-    def isnan(self, x: Array) -> Array: ...
+    def isnan(self, x: Array) -> Array:
+        return self.xp.isnan(x)
 
-    @abstractmethod
-    def sum(self, x: Array, axis: int | tuple[int, ...], keepdims: bool = False) -> Array: ...
+    def sum(self, x: Array, axis: int | tuple[int, ...], keepdims: bool = False) -> Array:
+        return self.xp.sum(x, axis=axis, keepdims=keepdims)
 
     def sum_to_length(self, x: Array, axis: int, length: Any) -> Array:
-        """`x`, summed along `axis` where `length`, all of the axis or 1, is 1."""
+        """Sum `x` along `axis` if `length` is 1; otherwise `length` is the size of the axis."""
         return self.sum(x, axis, keepdims=True) if length == 1 else x
 
-    @abstractmethod
-    def max(self, x: Array, axis: int, keepdims: bool = False) -> Array: ...
+    def max(self, x: Array, axis: int, keepdims: bool = False) -> Array:
+        return self.xp.max(x, axis=axis, keepdims=keepdims)
 
     @abstractmethod
     def top_k(self, x: Array, k: int) -> tuple[Array, Array]:
-        """The `k` largest entries of the last axis, in falling order, and where they stand."""
+        """Return the `k` largest entries of the last axis, in falling order, and their indices."""
 
-    @abstractmethod
-    def any(self, x: Array, axis: int, keepdims: bool = False) -> Array: ...
+    def any(self, x: Array, axis: int, keepdims: bool = False) -> Array:
+        return self.xp.any(x, axis=axis, keepdims=keepdims)
 
     @abstractmethod
     def low_32_bits(self, x: Array) -> Array:
-        """The low 32 bits of a 64-bit integer, as a number in [0, 2^32): what the dropout hash counts in."""
+        """Return the low 32 bits of a 64-bit integer, in [0, 2^32): the dropout hash is computed in these."""
 
     def uint32(self, number: int) -> Any:
-        """A number below 2^32 as it may stand beside what `low_32_bits` gives."""
+        """Return a constant below 2^32 as an operand of the result of `low_32_bits`."""
         return number
 
     def shift_right(self, x: Array, bits: int) -> Array:
-        """A 64-bit integer, 0 or more, without its low `bits`."""
+        """Shift a non-negative 64-bit integer to the right."""
         return x >> bits
 
-    # Control
+    # Scopes and control flow
     @abstractmethod
     def numeric_scope(self) -> AbstractContextManager[Any]:
-        """A region without floating-point warnings: what NaN, infinity and log(0) do here is by rule."""
+        """Return a context without floating-point warnings and autocast: NaN, infinity and log(0) are expected."""
 
     def cond(self, condition: Any, function: Callable[[Any], Any], carry: Any) -> Any:
-        """``function(carry) if condition else carry``, for a condition that may be traced."""
+        """Return ``function(carry) if condition else carry``, for a condition that may be traced."""
         return function(carry) if condition else carry
 
     def loop(self, count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
-        """Carry on from one tile to the next; a framework that traces rolls it up."""
+        """Fold ``carry = body(i, carry)`` over range(count); a traced loop is not unrolled."""
         for i in range(count):
             carry = body(i, carry)
         return carry
 
     def map_tiles(self, count: int, body: Callable[[Any], tuple[Array, ...]]) -> list[tuple[Array, ...]]:
-        """What each of independent tiles gives; a framework that traces rolls it up."""
+        """Return ``body(i)`` of every i in range(count); a traced loop is not unrolled."""
         return [body(i) for i in range(count)]
 
     def eager_scope(self) -> AbstractContextManager[Any]:
-        """A region in which what is known is computed when it is asked for, also while a program is being traced."""
-        return _NOTHING
+        """Return a context in which operations on concrete arrays run at once, also while a program is traced."""
+        return _NO_SCOPE
 
     @abstractmethod
     def known_finite(self, *arrays: Array) -> bool:
-        """True when every entry is known to be finite; False when some is not, or when nobody can look."""
+        """Whether every entry is finite; False if the arrays are traced."""
 
     # Gradients and randomness
     @abstractmethod
     def differentiable(self, run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Array, ...]:
-        """Call ``run.forward(operands)`` with ``run.backward`` as its gradient."""
+        """Compute ``run.forward(operands)`` with ``run.backward`` as its gradient."""
 
     @abstractmethod
     def vjp(
         self, function: Callable[..., Array], inputs: Sequence[Array]
     ) -> tuple[Array, Callable[[Array], tuple[Array, ...]]]:
-        """Value of ``function(*inputs)`` and the pull-back of a gradient on it, by the framework's autodiff."""
+        """Return ``function(*inputs)`` and its VJP function, by the framework's autodiff."""
 
     @abstractmethod
     def stop_gradient(self, x: Array) -> Array: ...
 
     @abstractmethod
     def draw_seed(self, like: Array) -> int:
-        """A fresh dropout seed from the framework's own generator."""
+        """Draw a dropout seed from the framework's own generator."""
 
     @abstractmethod
     def autocast(self, *arrays: Array) -> tuple[Array, ...]:
-        """The arrays in the dtype of the active mixed-precision region, unchanged outside one."""
+        """Return the arrays in the dtype of the active mixed-precision scope, unchanged outside one."""
 
 
 def importable(x: HostArray) -> HostArray:
-    """Return `x`, or a copy where other frameworks cannot take over its memory or its dtype.
+    """Return `x`, or a copy where other frameworks cannot share its memory or dtype.
 
-    They want writable, aligned memory in C order and native byte order, no negative strides (which NumPy allows in a
+    They require writable, aligned memory in C order and native byte order, no negative strides (which NumPy allows in a
     contiguous array on an axis of length 1), and know no float wider than float64.
     """
     flags, dtype = x.flags, x.dtype
@@ -426,13 +469,8 @@ def importable(x: HostArray) -> HostArray:
     return x if as_it_is and min(x.strides, default=0) >= 0 else x.astype(dtype.newbyteorder("="), order="C")
 
 
-def accumulator(dtype: str) -> str:
-    """The dtype in which sums over `dtype` are kept: at least float32."""
-    return "float32" if dtype in HALF_PRECISION else dtype
-
-
 def sum_to(ops: Backend, x: Array, shape: Sequence[int]) -> Array:
-    """Undo a broadcast: sum `x` over the axes along which `shape` has length 1 (or none at all)."""
+    """Undo a broadcast: sum `x` over the axes that `shape` lacks or has with size 1."""
     shape = tuple(shape)
     extra = len(x.shape) - len(shape)
     if extra > 0:

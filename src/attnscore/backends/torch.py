@@ -1,9 +1,8 @@
-"""PyTorch: the words, and a gradient hook that keeps what is linear in the sequence length (and scores of short calls).
+"""PyTorch: array operations, and a gradient hook that saves O(sequence length) (and the scores of short calls).
 
-- Any device and float dtype; nothing is moved to the host unless it lies there already.
-- The gradient is explicit (``autograd.Function``); asked for a graph of the gradient (double backward) it runs in
-  ordinary differentiable operations.
-- Under ``torch.func`` transforms and forward-mode duals the streaming form itself is differentiated.
+- Any device and float dtype; nothing is copied from a device to the host.
+- The VJP is explicit (``autograd.Function``); double backward differentiates it in PyTorch's own operations.
+- ``torch.func`` transforms and forward-mode duals differentiate tiled attention in PyTorch's operations.
 """
 
 from __future__ import annotations
@@ -21,29 +20,27 @@ from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from attnscore.backends.base import Array, Backend, DifferentiableOp, HostArray, SeedHalves, importable
+from attnscore.backends.base import DTYPES, Array, Backend, DifferentiableOp, HostArray, SeedHalves, importable
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items() if str(dtype) == f"torch.{name}"}
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# Types whose operations nobody has replaced.
+_FLOATS = tuple(_DTYPES[name] for name in DTYPES)
+# Types without overridden operations (__torch_function__, __torch_dispatch__).
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-# Kinds of devices that attention runs on, and the autocast dtypes that were on where `quiet` began.
-_KINDS = ("cpu", "cuda", "mps", "xpu")
-_NOTHING = contextlib.nullcontext()
+# Device types that attention runs on, and their autocast dtypes outside `numeric_scope`.
+_DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu")
+_NO_SCOPE = contextlib.nullcontext()
 _AUTOCAST: ContextVar[dict[str, torch.dtype]] = ContextVar("autocast", default={})  # noqa: B039  # never mutated
 
 
 class TorchBackend(Backend):
-    """The words of PyTorch."""
+    """Array operations of PyTorch."""
 
     name = "torch"
     has_autodiff = True
+    xp = torch
     wants_aligned = False
     has_plain_tape = True
-
-    def __getattr__(self, word: str) -> Any:
-        return getattr(torch, word)
 
     def dtype(self, x: Array) -> str:
         return _NAMES[x.dtype]
@@ -65,7 +62,7 @@ class TorchBackend(Backend):
     def shape(self, x: Array) -> tuple[Any, ...]:
         if not self.is_recording():
             return tuple(x.shape)
-        with outside_trace():  # where lengths are numbers
+        with outside_trace():  # where sizes are numbers
             return tuple(x.shape)
 
     def astype(self, x: Array, dtype: str) -> Array:
@@ -82,7 +79,7 @@ class TorchBackend(Backend):
             return np.asarray(x)
         if x.device.type != "cpu" or _is_traced(x):
             return None
-        # Inside a transform of `torch.func` all that is computed becomes the transform's own, and has no memory.
+        # A `torch.func` transform would wrap the detached tensor, and a wrapped tensor has no memory.
         transformed = torch._C._are_functorch_transforms_active()
         with temporarily_clear_interpreter_stack() if transformed else contextlib.nullcontext():
             x = x.detach()
@@ -98,14 +95,14 @@ class TorchBackend(Backend):
         if watched or torch._C._is_any_autocast_enabled():
             return False
         for x in arrays:
-            # As `readable` says, of types that cannot be fake; a loop, because a tiny call pays for every word.
+            # `has_cpu_buffer` of types that cannot be fake, inlined: a tiny call pays for every function call.
             if type(x) not in _PLAIN or not x.is_cpu or x.is_neg() or x.is_conj():
                 return False
             if is_functorch_wrapped_tensor(x) or is_legacy_batchedtensor(x):
                 return False
             if x.layout is not torch.strided or x.is_nested:  # these have no strides
                 return False
-            # Inside a transform even the memory of what is on a tape is the transform's.
+            # Inside a transform, tensors that require a gradient are wrapped when their memory is taken.
             if (has_tangents and _is_dual(x)) or (is_transformed and x.requires_grad):
                 return False
         return not is_compiling()
@@ -150,7 +147,7 @@ class TorchBackend(Backend):
 
     def add_at(self, x: Array, axis: int, start: int, block: Array) -> Array:
         if x.requires_grad or block.requires_grad or _is_traced(block):
-            # On a tape or under a transform: no writing in place.
+            # Autograd and transforms do not allow writes in place.
             return torch.cat(
                 [
                     x.narrow(axis, 0, start),
@@ -180,44 +177,8 @@ class TorchBackend(Backend):
     def take(self, x: Array, indices: Array, axis: int) -> Array:
         return x.index_select(axis, indices)
 
-    def matmul(self, a: Array, b: Array) -> Array:
-        return torch.matmul(a, b)
-
-    def matrix_transpose(self, x: Array) -> Array:
-        return x.transpose(-1, -2)
-
-    def exp(self, x: Array) -> Array:
-        return torch.exp(x)
-
-    def log(self, x: Array) -> Array:
-        return torch.log(x)
-
-    def tanh(self, x: Array) -> Array:
-        return torch.tanh(x)
-
-    def sigmoid(self, x: Array) -> Array:
-        return torch.sigmoid(x)
-
-    def erf(self, x: Array) -> Array:
-        return torch.erf(x)
-
-    def sqrt(self, x: Array) -> Array:
-        return torch.sqrt(x)
-
-    def abs(self, x: Array) -> Array:
-        return torch.abs(x)
-
     def maximum(self, a: Array, b: Array) -> Array:
         return torch.maximum(a, torch.as_tensor(b, dtype=a.dtype, device=a.device))
-
-    def where(self, condition: Array, a: Array | float, b: Array | float) -> Array:
-        return torch.where(condition, a, b)
-
-    def isfinite(self, x: Array) -> Array:
-        return torch.isfinite(x)
-
-    def isnan(self, x: Array) -> Array:
-        return torch.isnan(x)
 
     def sum(self, x: Array, axis: int | tuple[int, ...], keepdims: bool = False) -> Array:
         return x.sum(dim=axis, keepdim=keepdims)
@@ -236,9 +197,9 @@ class TorchBackend(Backend):
         return x & 0xFFFFFFFF
 
     def numeric_scope(self) -> contextlib.AbstractContextManager[Any]:
-        # Autocast would round the products inside a tile too: it casts the inputs (`autocast`), and is off from there.
-        active = [kind for kind in _KINDS if torch.is_autocast_enabled(kind)]
-        return self._without_autocast(active) if active else _NOTHING
+        # `autocast` casts the inputs; inside, autocast is off, or it would round the products of every tile too.
+        active = [kind for kind in _DEVICE_TYPES if torch.is_autocast_enabled(kind)]
+        return self._without_autocast(active) if active else _NO_SCOPE
 
     @contextlib.contextmanager
     def _without_autocast(self, kinds: list[str]) -> Iterator[None]:
@@ -270,7 +231,7 @@ class TorchBackend(Backend):
         self, function: Callable[..., Array], inputs: Sequence[Array]
     ) -> tuple[Array, Callable[[Array], tuple[Array, ...]]]:
         if torch.is_grad_enabled() or any(_is_traced(x) for x in inputs):
-            # The gradient itself is being differentiated: stay on the tape.
+            # The gradient itself is differentiated: autograd records it.
             inputs = [x if x.requires_grad else x.detach().requires_grad_() for x in inputs]
             value = function(*inputs)
             return value, lambda grad: _zeros_for_none(
@@ -292,7 +253,7 @@ class TorchBackend(Backend):
 
     def draw_seed(self, like: Array) -> Any:
         seed = torch.randint(0, 2**62, (), dtype=torch.int64)
-        # Inside `torch.func.vmap(randomness="different")` it is a seed for each that is mapped over.
+        # Inside `torch.func.vmap(randomness="different")` it is one seed per example.
         if is_functorch_wrapped_tensor(seed):
             return SeedHalves(self.low_32_bits(seed), self.shift_right(seed, 32))
         return int(seed)
@@ -306,23 +267,23 @@ class TorchBackend(Backend):
 
 
 class _AttentionFunction(torch.autograd.Function):
-    """A kernel's forward with its own backward: the operands, the output and two numbers a row are kept.
+    """A kernel's forward and backward: saves the operands, the output and two numbers a query.
 
-    Beside them, of short additive calls, the scores.
+    Short additive calls save the scores too.
     """
 
     @staticmethod
     def forward(ctx: Any, run: DifferentiableOp, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         output = run.forward(operands)
-        _AttentionFunction.keep(ctx, run, operands, output)
+        _AttentionFunction.save(ctx, run, operands, output)
         return output
 
     @staticmethod
-    def keep(
+    def save(
         ctx: Any, run: DifferentiableOp, operands: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, ...]
     ) -> None:
         ctx.run, ctx.count = run, len(operands)
-        # Not among what autograd saves and watches: the masks that the backward reads again.
+        # save_for_backward does not cover masks, which the backward reads again: their versions are compared here.
         masks = (x for x in run.constants() if isinstance(x, torch.Tensor) and not x.is_inference())
         ctx.versions = tuple((x, x._version) for x in masks)
         ctx.set_materialize_grads(False)
@@ -337,20 +298,20 @@ class _AttentionFunction(torch.autograd.Function):
                 "Hint: give the call a copy (mask.clone())"
             )
         saved = ctx.saved_tensors
+        operands, outputs = saved[: ctx.count], saved[ctx.count :]
         wanted = ctx.needs_input_grad[1:]
-        kept = saved[ctx.count :]
-        return None, *ctx.run.backward(saved[: ctx.count], kept, grads[: ctx.run.differentiable_outputs], wanted)
+        return None, *ctx.run.backward(operands, outputs, grads[: ctx.run.differentiable_outputs], wanted)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        # Never reached for duals (`differentiable` differentiates the streaming form then).
+        # Not reached: `differentiable` runs PyTorch's own operations for duals.
         raise NotImplementedError("attnscore: forward-mode through a recorded attend() call")
 
 
 class _TransformedFunction(torch.autograd.Function):
-    """The same inside a ``torch.func`` transform that does not touch the operands (a model closed over).
+    """`_AttentionFunction` inside a ``torch.func`` transform that does not wrap the operands (a model closed over).
 
-    Transforms ask for ``setup_context``, which costs every call 17 us: hence two classes.
+    Transforms need ``setup_context``, which costs every call 17 us: hence two classes.
     """
 
     backward, jvp = _AttentionFunction.backward, _AttentionFunction.jvp
@@ -362,28 +323,28 @@ class _TransformedFunction(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         run, *operands = inputs
-        _AttentionFunction.keep(ctx, run, tuple(operands), output)
+        _AttentionFunction.save(ctx, run, tuple(operands), output)
 
     @staticmethod
     def vmap(
         info: Any, in_dims: Any, run: DifferentiableOp, *operands: torch.Tensor
     ) -> tuple[tuple[torch.Tensor, ...], None]:
-        # No operand is mapped over (it would be traced), so neither is the result.
+        # An operand that is mapped over is traced and does not come here, so the result is not mapped over either.
         outputs = _TransformedFunction.apply(run, *operands)  # type: ignore[no-untyped-call]  # torch's own
         return outputs, None
 
 
 def _is_traced(x: torch.Tensor) -> bool:
-    """Whether the values of `x` cannot be looked at: inside vmap, grad of torch.func, fake or on no device."""
+    """Whether `x` has no concrete values: wrapped by a torch.func transform, fake, meta or being compiled."""
     if is_compiling() or x.is_meta or isinstance(x, FakeTensor):
         return True
-    # The latter: gradients for many vectors at once, as of `torch.autograd.functional.jacobian(vectorize=True)`.
+    # Legacy batched tensors: `torch.autograd.functional.jacobian(vectorize=True)`.
     return bool(is_functorch_wrapped_tensor(x) or is_legacy_batchedtensor(x))
 
 
 @contextlib.contextmanager
 def outside_trace() -> Iterator[None]:
-    """Nothing that happens here is recorded by `torch.jit.trace`."""
+    """Hide operations from `torch.jit.trace`."""
     state = torch._C._get_tracing_state()
     torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
     try:

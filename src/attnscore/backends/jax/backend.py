@@ -1,11 +1,11 @@
-"""JAX: the words, under jit, grad and vmap as in plain calls.
+"""JAX: array operations, under jit, grad and vmap as in eager calls.
 
-- Nothing is unrolled under ``jit``: loops over tiles are ``lax`` loops of a fixed length, so that they can be
-  differentiated in reverse. Plain calls loop in Python: a ``lax`` loop would be compiled anew at each call.
-- The gradient is in ``gradients.py``, what is known of a traced array in ``jax_tracers.py``.
-- The native kernels read CPU arrays where they lie; inside ``jit`` and ``vmap`` the program calls them over XLA's own
-  buffers (``jax_ffi``), or through a callback where the library has no such calls; ``vmap`` then streams.
-- Scores and masks are pytrees, and those of a user's own become ones when they are first seen.
+- Nothing is unrolled under ``jit``: loops over tiles are ``lax`` loops of a fixed length, so that they have a reverse
+  mode. Eager calls loop in Python: a ``lax`` loop would be compiled anew at each call.
+- The gradient hook is in ``gradients.py``, the inspection of tracers in ``tracers.py``.
+- The native kernels read CPU arrays without a copy. Under ``jit`` and ``vmap`` the program calls them over XLA's own
+  buffers (``ffi.py``), or through a host callback where the library has no such calls; ``vmap`` is then tiled.
+- Scores and masks are pytrees; a user's own classes are registered at their first use.
 - Without ``jax_enable_x64`` positions are 32-bit integers.
 """
 
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from attnscore.backends.base import Array, Backend, DifferentiableOp, SeedHalves, importable
+from attnscore.backends.base import DTYPES, Array, Backend, DifferentiableOp, SeedHalves, importable
 from attnscore.backends.jax import ffi, gradients
 from attnscore.backends.jax.pytrees import register
 from attnscore.backends.jax.sharding import axes_of, differing
@@ -39,18 +39,15 @@ from attnscore.backends.jax.tracers import (
 from attnscore.backends.numpy import detached
 from attnscore.errors import ArgumentError, message
 
-_FLOATS = ("float16", "bfloat16", "float32", "float64")
-_NOTHING = contextlib.nullcontext()
+_NO_SCOPE = contextlib.nullcontext()
 
 
 class JaxBackend(Backend):
-    """The words of JAX."""
+    """Array operations of JAX."""
 
     name = "jax"
     has_autodiff = True
-
-    def __getattr__(self, word: str) -> Any:
-        return getattr(jnp, word)
+    xp = jnp
 
     def register_pytree(self, kind: type) -> None:
         if dataclasses.is_dataclass(kind):
@@ -60,7 +57,7 @@ class JaxBackend(Backend):
         return str(x.dtype.name)
 
     def is_floating(self, x: Array) -> bool:
-        return x.dtype.name in _FLOATS
+        return x.dtype.name in DTYPES
 
     def unsupported(self, x: Array) -> tuple[str, str] | None:
         if isinstance(x, jax.Array):
@@ -70,13 +67,13 @@ class JaxBackend(Backend):
         return f"a {type(x).__name__}", "x.todense()" if hasattr(x, "todense") else "jax.numpy.asarray(x)"
 
     def device(self, x: Array) -> str:
-        # What JAX may move as it likes has no place of its own.
+        # JAX moves uncommitted arrays between devices by itself.
         if isinstance(x, jax.core.Tracer) or not getattr(x, "committed", False):
             return ""
         return ", ".join(sorted(map(str, x.devices())))
 
     def astype(self, x: Array, dtype: str) -> Array:
-        return x if x.dtype.name == dtype else lax.convert_element_type(x, _known(dtype))
+        return x if x.dtype.name == dtype else lax.convert_element_type(x, _canonical_dtype(dtype))
 
     def asarray(self, x: Any, like: Array, dtype: str | None = None) -> Array:
         found = x if isinstance(x, jax.Array) else jnp.asarray(importable(np.asarray(detached(x))))
@@ -86,7 +83,7 @@ class JaxBackend(Backend):
         if not isinstance(x, jax.Array):
             return np.asarray(detached(x))
         x = concrete(x)
-        # A number of Python's or NumPy's behind a tape is on no device.
+        # The primal of a tracer may be a number of Python or NumPy, which is on no device.
         if x is None or (isinstance(x, jax.Array) and not _on_cpu(x)):
             return None
         found = np.asarray(x)
@@ -94,7 +91,7 @@ class JaxBackend(Backend):
 
     def has_cpu_buffer(self, x: Array) -> bool:
         *tracers, x = layers_of(x)
-        # The gradient hook gets what is behind a tape.
+        # The gradient hook is called with the primals of reverse-mode tracers.
         if not set(map(kind_of, tracers)) <= ({REVERSE, MAPPED} if ffi.registered() else {REVERSE}):
             return False
         if kind_of(x) == RECORDED:
@@ -109,7 +106,7 @@ class JaxBackend(Backend):
         return found.view(np.uint16) if found.dtype.itemsize == 2 else found
 
     def from_memory(self, x: np.ndarray[Any, Any], dtype: str, like: Array) -> Array:
-        found = jnp.asarray(x.view(_known(dtype)) if x.itemsize == 2 else x)
+        found = jnp.asarray(x.view(_canonical_dtype(dtype)) if x.itemsize == 2 else x)
         return jax.device_put(found, like.sharding) if like is not None and like.committed else found
 
     def needs_grad(self, *arrays: Array) -> bool:
@@ -129,7 +126,7 @@ class JaxBackend(Backend):
         arrays: Sequence[Array],
         attributes: Mapping[str, Any],
     ) -> tuple[Array, ...]:
-        known = [(shape, _known(dtype)) for shape, dtype in results]
+        known = [(shape, _canonical_dtype(dtype)) for shape, dtype in results]
         found, axes = ffi.call(direction, known, arrays, attributes), axes_of(arrays)
         return tuple(differing(x, axes) for x in found)
 
@@ -146,7 +143,7 @@ class JaxBackend(Backend):
             for to, x in zip(out, function(*map(np.asarray, buffers)), strict=True):
                 np.asarray(to)[...] = x
 
-        wanted = tuple(jax.ShapeDtypeStruct(shape, _known(dtype)) for shape, dtype in results)  # type: ignore[no-untyped-call]  # JAX's own
+        wanted = tuple(jax.ShapeDtypeStruct(shape, _canonical_dtype(dtype)) for shape, dtype in results)  # type: ignore[no-untyped-call]  # JAX's own
         found, axes = buffer_callback(call, wanted, vmap_method="sequential")(*arrays), axes_of(arrays)
         return tuple(differing(x, axes) for x in found)
 
@@ -158,16 +155,16 @@ class JaxBackend(Backend):
         return None if found is None else float(found)
 
     def zeros(self, shape: Sequence[int], like: Array, dtype: str | None = None) -> Array:
-        return differing(jnp.zeros(shape, _known(dtype) if dtype else like.dtype), axes_of((like,)))
+        return differing(jnp.zeros(shape, _canonical_dtype(dtype) if dtype else like.dtype), axes_of((like,)))
 
     def full(self, shape: Sequence[int], value: float, like: Array, dtype: str | None = None) -> Array:
-        return differing(jnp.full(shape, value, _known(dtype) if dtype else like.dtype), axes_of((like,)))
+        return differing(jnp.full(shape, value, _canonical_dtype(dtype) if dtype else like.dtype), axes_of((like,)))
 
     def positions(self, start: int, count: int, like: Array) -> Array:
-        return jnp.arange(count, dtype=_known("int64")) + start
+        return jnp.arange(count, dtype=_canonical_dtype("int64")) + start
 
     def slice_axis(self, x: Array, axis: int, start: int, count: int) -> Array:
-        # Not x[..., start:...]: that would be compiled for every start.
+        # x[..., start:...] would be compiled for every start.
         return lax.dynamic_slice_in_dim(x, start, count, axis % x.ndim)
 
     def add_at(self, x: Array, axis: int, start: int, block: Array) -> Array:
@@ -175,38 +172,8 @@ class JaxBackend(Backend):
         old = lax.dynamic_slice_in_dim(x, start, block.shape[axis], axis)
         return lax.dynamic_update_slice_in_dim(x, (old + block).astype(x.dtype), start, axis)
 
-    def concat(self, arrays: Sequence[Array], axis: int) -> Array:
-        return jnp.concatenate(arrays, axis=axis)
-
-    def reshape(self, x: Array, shape: Sequence[int]) -> Array:
-        return jnp.reshape(x, shape)
-
-    def broadcast_to(self, x: Array, shape: Sequence[int]) -> Array:
-        return jnp.broadcast_to(x, shape)
-
-    def swap_axes(self, x: Array, first: int, second: int) -> Array:
-        return jnp.swapaxes(x, first, second)
-
-    def expand_dims(self, x: Array, axis: int) -> Array:
-        return jnp.expand_dims(x, axis)
-
     def take(self, x: Array, indices: Array, axis: int) -> Array:
         return jnp.take(x, indices, axis=axis, mode="clip")
-
-    def matmul(self, a: Array, b: Array) -> Array:
-        return jnp.matmul(a, b)
-
-    def matrix_transpose(self, x: Array) -> Array:
-        return jnp.swapaxes(x, -1, -2)
-
-    def exp(self, x: Array) -> Array:
-        return jnp.exp(x)
-
-    def log(self, x: Array) -> Array:
-        return jnp.log(x)
-
-    def tanh(self, x: Array) -> Array:
-        return jnp.tanh(x)
 
     def sigmoid(self, x: Array) -> Array:
         return jax.nn.sigmoid(x)
@@ -214,46 +181,19 @@ class JaxBackend(Backend):
     def erf(self, x: Array) -> Array:
         return lax.erf(x)
 
-    def sqrt(self, x: Array) -> Array:
-        return jnp.sqrt(x)
-
-    def abs(self, x: Array) -> Array:
-        return jnp.abs(x)
-
-    def maximum(self, a: Array, b: Array) -> Array:
-        return jnp.maximum(a, b)
-
-    def where(self, condition: Array, a: Array | float, b: Array | float) -> Array:
-        return jnp.where(condition, a, b)
-
-    def isfinite(self, x: Array) -> Array:
-        return jnp.isfinite(x)
-
-    def isnan(self, x: Array) -> Array:
-        return jnp.isnan(x)
-
-    def sum(self, x: Array, axis: int | tuple[int, ...], keepdims: bool = False) -> Array:
-        return jnp.sum(x, axis=axis, keepdims=keepdims)
-
-    def max(self, x: Array, axis: int, keepdims: bool = False) -> Array:
-        return jnp.max(x, axis=axis, keepdims=keepdims)
-
     def top_k(self, x: Array, k: int) -> tuple[Array, Array]:
         values, index = lax.top_k(x, k)
         return values, index
-
-    def any(self, x: Array, axis: int, keepdims: bool = False) -> Array:
-        return jnp.any(x, axis=axis, keepdims=keepdims)
 
     def low_32_bits(self, x: Array) -> Array:
         return x.astype(jnp.uint32)
 
     def uint32(self, number: int) -> Any:
-        # A Python number of 32 bits overflows: JAX would read it as signed.
+        # JAX reads a Python number as signed, where 32 bits overflow.
         return np.uint32(number)
 
     def numeric_scope(self) -> AbstractContextManager[Any]:
-        return _NOTHING
+        return _NO_SCOPE
 
     def eager_scope(self) -> AbstractContextManager[Any]:
         return jax.ensure_compile_time_eval()
@@ -261,13 +201,13 @@ class JaxBackend(Backend):
     def cond(self, condition: Any, function: Callable[[Any], Any], carry: Any) -> Any:
         if not isinstance(condition, jax.Array):
             return function(carry) if condition else carry
-        _seen_in(carry)
-        return lax.cond(condition, lambda c: _of_types(function(c), carry), lambda c: c, carry)
+        _register_pytrees(carry)
+        return lax.cond(condition, lambda c: _in_dtypes_of(carry, function(c)), lambda c: c, carry)
 
     def loop(self, count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
         if count > 1 and is_tracing():
-            _seen_in(carry)
-            return lax.fori_loop(0, count, lambda i, c: _of_types(body(i, c), carry), carry)
+            _register_pytrees(carry)
+            return lax.fori_loop(0, count, lambda i, c: _in_dtypes_of(carry, body(i, c)), carry)
         for i in range(count):
             carry = body(i, carry)
         return carry
@@ -307,7 +247,7 @@ class JaxBackend(Backend):
             value = concrete(seed)
             if value is not None:
                 return int(value)
-            # What Python's `seed % 2**63` keeps of it: above the lowest 32 bits those of 64, or the sign.
+            # As Python's `seed % 2**63`: above the low 32 bits stand the high bits of 64, or copies of the sign.
             low = seed.astype(jnp.uint32)
             high = (seed >> 32 if seed.dtype.itemsize == 8 else -(seed < 0).astype(jnp.int32)).astype(jnp.uint32)
         else:
@@ -325,8 +265,8 @@ class JaxBackend(Backend):
         return arrays
 
 
-def _known(dtype: str) -> Any:
-    """A dtype by name: without jax_enable_x64 int64 is int32."""
+def _canonical_dtype(dtype: str) -> Any:
+    """Return a dtype by name: without jax_enable_x64 int64 is int32."""
     return jax.dtypes.canonicalize_dtype(jnp.dtype(dtype))
 
 
@@ -334,11 +274,11 @@ def _on_cpu(x: Any) -> bool:
     return all(device.platform == "cpu" for device in x.devices()) and len(x.devices()) == 1
 
 
-def _seen_in(carry: Any) -> None:
+def _register_pytrees(carry: Any) -> None:
     if dataclasses.is_dataclass(carry):
         register(type(carry))
 
 
-def _of_types(found: Any, carry: Any) -> Any:
-    """A loop carries the dtypes that it began with."""
-    return jax.tree.map(lambda new, old: new.astype(old.dtype), found, carry)
+def _in_dtypes_of(carry: Any, updated: Any) -> Any:
+    """Cast to the dtypes of `carry`, which a traced loop must keep."""
+    return jax.tree.map(lambda new, old: new.astype(old.dtype), updated, carry)

@@ -1,7 +1,7 @@
 """JAX's gradient hook: reverse and forward mode, inside jit and outside.
 
-- The gradient of a run is its own (``jax.custom_vjp``) and keeps two numbers a row.
-- Forward mode and derivatives of that gradient go through the streaming form, which JAX differentiates itself.
+- An attention op has its own VJP (``jax.custom_vjp``), which saves two numbers a query.
+- Forward mode and derivatives of that VJP use tiled attention in JAX's operations, which JAX differentiates itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from attnscore.backends.numpy import detached
 def differentiable(run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Array, ...]:
     """``run.forward(operands)``, with ``run.backward`` as its gradient."""
     read, given = run.variables()
-    # Arrays of masks may be of another framework, or laid out as JAX takes none.
+    # Arrays of masks may belong to another framework, or have strides that JAX does not take.
     constants = [x if isinstance(x, jax.Array) else importable(np.asarray(detached(x))) for x in read]
     if (sharding := sharding_of_rows(operands)) is not None:
 
@@ -34,7 +34,7 @@ def differentiable(run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Ar
     axes = axes_of((*operands, *constants))
     operands = [differing(x, axes) for x in operands]
     if any(kind_of(x) == FORWARD for x in layers_of_all((*operands, *constants))):
-        # custom_vjp has no forward mode: the streaming form has.
+        # custom_vjp has no forward mode; JAX differentiates the operations of a kernel that is not native.
         return run.forward(operands)
 
     @jax.custom_vjp
@@ -57,7 +57,7 @@ def differentiable(run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Ar
 
 
 def _differentiable(function: Callable[..., Any], streaming: Callable[..., Any], *arguments: Any) -> Any:
-    """``function(*arguments)``, which JAX can differentiate further: a callback has no derivative, `streaming` has."""
+    """Call ``function(*arguments)``, whose derivative is that of `streaming`: a custom call or callback has none."""
     if not any(kind_of(x) == RECORDED for x in layers_of_all(jax.tree.leaves(arguments))):
         return function(*arguments)
     found = jax.custom_jvp(function)

@@ -1,8 +1,8 @@
-"""Scores, masks and what loops carry as JAX pytrees.
+"""Dataclasses (scores, masks, the carry of a loop) as JAX pytrees.
 
-- Arrays in the fields are leaves; numbers, names, lists, functions and None are part of the structure, so that a mask
-  given as a list of lengths stays readable under ``jit``, and its tiles are skipped.
-- A class that its author has registered stays as it is.
+- Arrays in the fields are leaves. Numbers, names, lists, functions and None are part of the structure, so that a mask
+  given as a list of lengths is concrete under ``jit``, and its masked tiles are skipped.
+- A class that its author has registered is left alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _REGISTERED: set[type] = set()
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Static:
-    """A field that is no array, as something that JAX can compare."""
+    """A static field, compared by its repr: lists and functions have no hash that suits JAX."""
 
     value: Any
 
@@ -46,7 +46,7 @@ def register(kind: type) -> None:
         return [(jax.tree_util.GetAttrKey(name), value) for name, value in leaves.items()], (tuple(leaves), rest)
 
     def unflatten(structure: Any, leaves: Iterable[Any]) -> Any:
-        # Not through the class: leaves may be anything here, and nothing is to be checked.
+        # Without __init__: JAX puts placeholders into leaves, which checks would refuse.
         found: Any = object.__new__(kind)
         names, rest = structure
         for name, value in zip(names, leaves, strict=True):
@@ -55,7 +55,7 @@ def register(kind: type) -> None:
             object.__setattr__(found, name, static.value)
         return found
 
-    # ValueError: its author has registered it.
+    # ValueError: the class is registered already, by its author.
     with contextlib.suppress(ValueError):
         jax.tree_util.register_pytree_with_keys(kind, flatten_with_keys, unflatten)
 

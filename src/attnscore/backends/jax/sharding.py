@@ -1,10 +1,10 @@
-"""What the type of an array says of several devices.
+"""Arrays on several devices: mesh axes that an array's type names.
 
-- Inside ``shard_map`` it has the axes of the mesh along which numbers differ from device to device. What is made of
-  several arrays differs along the axes of all, and a loop carries what differs as it began. Arrays of one call are made
-  to differ alike before it: gradients then have their types, and JAX sums those of arrays that did not differ.
-- On a mesh with explicit axes it has the sharding. Neither custom calls nor loops have rules for that: a call runs as
-  on a mesh that leaves it to the compiler, and its results are given the sharding of the queries.
+- Inside ``shard_map`` a type has the mesh axes along which values vary from device to device. A result varies along the
+  axes of all its operands, and the carry of a loop must keep its type. The arrays of a call are therefore cast to vary
+  along the same axes: gradients then have their types, and JAX sums those of arrays that did not vary.
+- On a mesh with explicit axes a type has the sharding. Neither custom calls nor loops have rules for it: a call runs
+  with automatic axes, and its results get the sharding of the queries.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ _NONE: Axes = frozenset()
 
 
 def axes_of(arrays: Iterable[Any]) -> Axes:
-    """The axes of the mesh along which some of these differ: none outside ``shard_map``."""
+    """Return the mesh axes along which any of these vary: none outside ``shard_map``."""
     return _NONE.union(*(_axes(x) for x in arrays if isinstance(x, jax.core.Tracer)))
 
 
 def differing(x: Any, axes: Axes) -> Any:
-    """`x` as one that differs along `axes`."""
+    """Cast `x` to vary along `axes`."""
     missing = tuple(sorted(axes - axes_of((x,)))) if axes else ()
     if not missing:
         return x
-    words: Any = lax
-    # The second is the older name.
-    return words.pcast(x, missing, to="varying") if hasattr(words, "pcast") else words.pvary(x, missing)
+    module: Any = lax
+    # `pvary` is the name in older versions of JAX.
+    return module.pcast(x, missing, to="varying") if hasattr(module, "pcast") else module.pvary(x, missing)
 
 
 def sharding_of_rows(operands: Sequence[Any]) -> jax.sharding.PartitionSpec | None:
-    """How (*lead, head, group) of the queries, the first of `operands`, are sharded by their type; None where not."""
+    """Return the sharding of (*lead, head, group) of the queries (operand 0); None without explicit axes."""
     query = operands[0]
     if not isinstance(query, jax.core.Tracer) or not jax.sharding.get_abstract_mesh().explicit_axes:
         return None
@@ -49,5 +49,5 @@ def is_placed(x: Any) -> bool:
 
 def _axes(x: Any) -> Axes:
     kind: Any = jax.typeof(x)
-    # The second is the older name.
+    # `vma` is the name in older versions of JAX.
     return kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else getattr(kind, "vma", _NONE)

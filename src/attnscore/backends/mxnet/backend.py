@@ -1,9 +1,9 @@
-"""MXNet (1.9.1): the words over ``mx.np`` arrays, eager.
+"""MXNet (1.9.1): array operations on ``mx.np`` arrays, eager.
 
-- Arrays on the CPU are read where they lie; what native code wrote becomes an array without a copy.
-- The gradient is in ``gradients.py``.
-- Shapes are read as NumPy reads them (0 and () are shapes) inside a call, whatever ``npx.set_np`` says outside.
-- MXNet's operators broadcast five axes; the words cut larger problems into such.
+- Arrays on the CPU are read without a copy, and the result of native code becomes an array without a copy.
+- The gradient hook is in ``gradients.py``.
+- Shapes have NumPy's meaning (0 and () are shapes) inside a call, whatever ``npx.set_np`` says outside.
+- MXNet's operators broadcast five axes; operations on more axes are split.
 """
 
 from __future__ import annotations
@@ -19,26 +19,24 @@ import numpy as np
 from mxnet import autograd, npx
 from mxnet.base import _LIB, check_call
 
-from attnscore.backends.base import Array, Backend, DifferentiableOp, importable
+from attnscore.backends.base import Array, Backend, DifferentiableOp, Modules, importable
 from attnscore.backends.mxnet import gradients
 from attnscore.backends.numpy import detached
 
 _FLOATS = ("float16", "float32", "float64")
-# What MXNet holds; other whole numbers become the widest.
+# MXNet's dtypes; other integers become int64.
 _DTYPES = (*_FLOATS, "bool", "uint8", "int8", "int32", "int64")
 _CPU = ("cpu", "cpu_pinned", "cpu_shared")
-# Axes over which its operators broadcast, slice and sum.
-_MOST_AXES = 5
+# The most axes that MXNet's operators broadcast, slice and sum.
+_MAX_AXES = 5
 
 
 class MxnetBackend(Backend):
-    """The words of MXNet."""
+    """Array operations of MXNet."""
 
     name = "mxnet"
     has_autodiff = True
-
-    def __getattr__(self, word: str) -> Any:
-        return getattr(mx.np, word) if hasattr(mx.np, word) else getattr(npx, word)
+    xp = Modules(mx.np, npx)
 
     def dtype(self, x: Array) -> str:
         return str(np.dtype(x.dtype).name)
@@ -56,8 +54,8 @@ class MxnetBackend(Backend):
         return f"a legacy {type(x).__module__.partition('.')[0]}.nd.{type(x).__name__}", "x.as_np_ndarray()"
 
     def device(self, x: Array) -> str:
-        place = x.ctx
-        return "cpu" if place.device_type in _CPU and place.device_id == 0 else str(place)
+        device = x.ctx
+        return "cpu" if device.device_type in _CPU and device.device_id == 0 else str(device)
 
     def astype(self, x: Array, dtype: str) -> Array:
         return x if self.dtype(x) == dtype else x.astype(dtype)
@@ -87,19 +85,19 @@ class MxnetBackend(Backend):
         if 0 in x.shape:
             return np.zeros(x.shape, dtype)
         x.wait_to_read()
-        place = ctypes.c_void_p()
-        check_call(_LIB.MXNDArrayGetData(x.handle, ctypes.byref(place)))
-        return np.asarray(_Memory(x, place.value, dtype))
+        address = ctypes.c_void_p()
+        check_call(_LIB.MXNDArrayGetData(x.handle, ctypes.byref(address)))
+        return np.asarray(_Memory(x, address.value, dtype))
 
     def from_memory(self, x: np.ndarray[Any, Any], dtype: str, like: Array) -> Array:
         x = x.view(dtype) if dtype == "float16" else x
         if not x.flags.c_contiguous or not x.flags.writeable:
-            # MXNet may write to what it holds.
+            # MXNet may write to the memory.
             x = np.array(x, order="C")
         return mx.nd.from_numpy(x).as_np_ndarray()
 
     def needs_grad(self, *arrays: Array) -> bool:
-        # MXNet does not say of an array whether it is.
+        # MXNet has no such query for one array.
         return bool(autograd.is_recording())
 
     def threads(self, own: int) -> int:
@@ -118,7 +116,7 @@ class MxnetBackend(Backend):
         return mx.np.arange(start, start + count, dtype="int64", ctx=like.ctx)
 
     def slice_axis(self, x: Array, axis: int, start: int, count: int) -> Array:
-        if len(x.shape) <= _MOST_AXES:
+        if len(x.shape) <= _MAX_AXES:
             index: list[Any] = [slice(None)] * len(x.shape)
             index[axis] = slice(start, start + count)
             return x[tuple(index)]
@@ -129,7 +127,7 @@ class MxnetBackend(Backend):
     def add_at(self, x: Array, axis: int, start: int, block: Array) -> Array:
         count, length = block.shape[axis], x.shape[axis]
         if self.needs_grad():
-            # No writing in place there.
+            # autograd does not allow writes in place.
             changed = self.slice_axis(x, axis, start, count) + block
             after = start + count
             return self.concat(
@@ -142,15 +140,9 @@ class MxnetBackend(Backend):
             flat[:, start : start + count] += block.reshape((before, count, rest))
         return x
 
-    def concat(self, arrays: Sequence[Array], axis: int) -> Array:
-        return mx.np.concatenate(list(arrays), axis=axis)
-
-    def reshape(self, x: Array, shape: Sequence[int]) -> Array:
-        return mx.np.reshape(x, tuple(shape))
-
     def broadcast_to(self, x: Array, shape: Sequence[int]) -> Array:
         shape = tuple(shape)
-        if len(shape) <= _MOST_AXES:
+        if len(shape) <= _MAX_AXES:
             return mx.np.broadcast_to(x, shape)
         x = x.reshape((1,) * (len(shape) - len(x.shape)) + x.shape)
         for axis, length in enumerate(shape):
@@ -163,57 +155,24 @@ class MxnetBackend(Backend):
             return self.swap_axes(x.astype("uint8"), first, second).astype("bool")
         return mx.np.swapaxes(x, first, second)
 
-    def expand_dims(self, x: Array, axis: int) -> Array:
-        return mx.np.expand_dims(x, axis)
-
-    def take(self, x: Array, indices: Array, axis: int) -> Array:
-        return mx.np.take(x, indices, axis=axis)
-
     def matmul(self, a: Array, b: Array) -> Array:
         first, second = a.shape[:-2], b.shape[:-2]
         # The gradient of a product that broadcasts is wrong for all but its first axis (seen in 1.9.1).
-        if first != second and (autograd.is_recording() or max(len(first), len(second)) > _MOST_AXES - 2):
+        if first != second and (autograd.is_recording() or max(len(first), len(second)) > _MAX_AXES - 2):
             lead = np.broadcast_shapes(first, second)
             a, b = (self.broadcast_to(x, (*lead, *x.shape[-2:])) for x in (a, b))
         return mx.np.matmul(a, b)
 
-    def matrix_transpose(self, x: Array) -> Array:
-        return self.swap_axes(x, -1, -2)
-
-    def exp(self, x: Array) -> Array:
-        return mx.np.exp(x)
-
-    def log(self, x: Array) -> Array:
-        return mx.np.log(x)
-
-    def tanh(self, x: Array) -> Array:
-        return mx.np.tanh(x)
-
-    def sigmoid(self, x: Array) -> Array:
-        return npx.sigmoid(x)
-
-    def erf(self, x: Array) -> Array:
-        return npx.erf(x)
-
-    def sqrt(self, x: Array) -> Array:
-        return mx.np.sqrt(x)
-
-    def abs(self, x: Array) -> Array:
-        return mx.np.abs(x)
-
-    def maximum(self, a: Array, b: Array) -> Array:
-        return mx.np.maximum(a, b)
-
     def where(self, condition: Array, a: Array | float, b: Array | float) -> Array:
-        # where() of a number gives the array beside it the gradient of the other side (seen in 1.9.1).
+        # With a number on one side, where() gives the array on the other side the wrong gradient (seen in 1.9.1).
         like = next((x for x in (a, b) if hasattr(x, "shape")), None)
         one = () if like is None or not like.shape else (1,)
         a, b = (x if hasattr(x, "shape") or like is None else self.full(one, x, like) for x in (a, b))
         shape = np.broadcast_shapes(*(x.shape for x in (condition, a, b) if hasattr(x, "shape")))
         if 0 in shape:
-            # It ends the process there.
+            # where() of empty arrays aborts the process.
             return self.zeros(shape, condition if like is None else like)
-        if len(shape) > _MOST_AXES:
+        if len(shape) > _MAX_AXES:
             condition, a, b = (
                 self.broadcast_to(x, shape).reshape((-1,)) if hasattr(x, "shape") else x for x in (condition, a, b)
             )
@@ -227,43 +186,31 @@ class MxnetBackend(Backend):
     def logical_or(self, a: Array, b: Array) -> Array:
         return a + b
 
-    def isfinite(self, x: Array) -> Array:
-        return mx.np.isfinite(x)
-
-    def isnan(self, x: Array) -> Array:
-        return mx.np.isnan(x)
-
     def sum(self, x: Array, axis: int | tuple[int, ...], keepdims: bool = False) -> Array:
         if 0 in x.shape:
-            # Its sum over several axes fails there.
+            # MXNet's sum of an empty array over several axes fails.
             empty: Any = np.empty(x.shape)
             return self.zeros(empty.sum(axis=axis, keepdims=keepdims).shape, x)
-        if isinstance(axis, tuple) and len(x.shape) > _MOST_AXES:
-            # Not all at once: sums of every other axis are more than it takes.
+        if isinstance(axis, tuple) and len(x.shape) > _MAX_AXES:
+            # One axis at a time: MXNet merges neighbouring axes, and the axes here alternate.
             for i in sorted((i % len(x.shape) for i in axis), reverse=True):
                 x = mx.np.sum(x, axis=i, keepdims=keepdims)
             return x
         return mx.np.sum(x, axis=axis, keepdims=keepdims)
 
-    def max(self, x: Array, axis: int, keepdims: bool = False) -> Array:
-        return mx.np.max(x, axis=axis, keepdims=keepdims)
-
     def top_k(self, x: Array, k: int) -> tuple[Array, Array]:
         values, index = npx.topk(x, k=k, axis=-1, ret_typ="both", dtype="int64")
         return values, index
-
-    def any(self, x: Array, axis: int, keepdims: bool = False) -> Array:
-        return mx.np.any(x, axis=axis, keepdims=keepdims)
 
     def low_32_bits(self, x: Array) -> Array:
         return x & 0xFFFFFFFF
 
     def shift_right(self, x: Array, bits: int) -> Array:
-        # Its arrays know neither >> nor //. A position has fewer than 53 bits, so this is exact.
+        # MXNet has neither >> nor //. A position has fewer than 53 bits, so this is exact.
         return mx.np.floor(x.astype("float64") / (1 << bits)).astype("int64")
 
     def numeric_scope(self) -> AbstractContextManager[Any]:
-        # A length of 0 would mean "not known yet" otherwise.
+        # Otherwise a size of 0 would mean "unknown".
         found: AbstractContextManager[Any] = mx.util.np_shape(True)
         return found
 
@@ -290,14 +237,14 @@ class MxnetBackend(Backend):
 
 
 class _Memory:
-    """The memory of an array, which it keeps alive, as NumPy asks for it."""
+    """NumPy's array interface of an array's memory; keeps the array alive."""
 
-    def __init__(self, x: Array, place: int | None, dtype: np.dtype[Any]) -> None:
+    def __init__(self, x: Array, address: int | None, dtype: np.dtype[Any]) -> None:
         self.array = x
-        self.__array_interface__ = {"data": (place, False), "shape": x.shape, "typestr": dtype.str, "version": 3}
+        self.__array_interface__ = {"data": (address, False), "shape": x.shape, "typestr": dtype.str, "version": 3}
 
 
 def _around(shape: tuple[int, ...], axis: int) -> tuple[int, int, int]:
-    """How many entries lie before, along and behind an axis."""
+    """Return the product of the sizes before an axis, its size, and the product of those after it."""
     axis %= len(shape)
     return math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])

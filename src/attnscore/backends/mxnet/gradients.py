@@ -1,8 +1,9 @@
-"""MXNet's gradient hook: calls put on its tape.
+"""MXNet's gradient hook: calls that its autograd records.
 
-- The gradient of a run is its own and holds two numbers a row. The hook is the one below ``mx.autograd.Function``: that
-  class writes no gradient behind an input that wants none, and none for ``grad_req="add"`` (seen in 1.9.1).
-- MXNet runs no graph of a gradient: there are no second derivatives, and asking for one is an error of MXNet's.
+- An attention op has its own VJP, which saves two numbers a query. The hook is the C function under
+  ``mx.autograd.Function``: that class loses the gradients after an input that wants none, and those for
+  ``grad_req="add"`` (seen in 1.9.1).
+- MXNet has no second derivatives of custom functions: a request is an error of MXNet's.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from mxnet.base import _LIB, MXCallbackList, NDArrayHandle, c_handle_array, chec
 
 from attnscore.backends.base import Array, DifferentiableOp
 
-# At its end a process stops what runs gradient hooks and then waits for all that is under way: for a hook that has not
-# run yet, for ever (seen in 1.9.1). So what is under way ends first.
+# At exit, MXNet stops the thread that runs gradient hooks and then waits for pending operations: for ever if one of
+# them is a hook (seen in 1.9.1). Waiting first avoids it.
 atexit.register(mx.nd.waitall)
 
 
@@ -29,20 +30,20 @@ def differentiable(run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Ar
     """``run.forward(operands)``, with ``run.backward`` as its gradient."""
     if not autograd.is_recording():
         return run.forward(operands)
-    # Off the tape: arrays on it, held by a node of it, would never be freed.
+    # Detached: a recorded array that a node of the graph holds would never be freed.
     arrays = [x.detach() for x in operands]
     with autograd.pause(train_mode=autograd.is_training()):
         outputs = run.forward(arrays)
-    kept = [x.detach() for x in outputs[: run.saved_outputs]]
+    saved = [x.detach() for x in outputs[: run.saved_outputs]]
     count = run.differentiable_outputs
-    _record(operands, outputs[:count], lambda grads, wanted: run.backward(arrays, kept, grads, wanted))
+    _record(operands, outputs[:count], lambda grads, wanted: run.backward(arrays, saved, grads, wanted))
     return outputs
 
 
 def vjp(function: Callable[..., Array], inputs: Sequence[Array]) -> tuple[Array, Callable[[Array], tuple[Array, ...]]]:
-    """Value of ``function(*inputs)``, and the pull-back that a tape gives."""
+    """Return ``function(*inputs)`` and its VJP function, by MXNet's autograd."""
     if autograd.is_recording():
-        # On a tape already, which carries it on.
+        # autograd records already.
         return function(*inputs), _no_pullback
     leaves = [x.detach() for x in inputs]
     for x in leaves:
@@ -54,7 +55,7 @@ def vjp(function: Callable[..., Array], inputs: Sequence[Array]) -> tuple[Array,
         try:
             value.backward(grad)
         except mx.MXNetError as error:
-            # A value that depends on none of them has gradient 0, which they began with.
+            # A value that depends on no input: its gradients stay the zeros of attach_grad.
             if "not in a computational graph" not in str(error):
                 raise
         return tuple(x.grad for x in leaves)
@@ -72,10 +73,11 @@ _Backward = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_void_p,
 )  # fmt: skip
 _Delete = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
-# What MXNet may still call, by number.
+# Callbacks that MXNet may still call, by number.
 _RECORDED: dict[int, Any] = {}
 _NUMBERS = itertools.count()
-_NOT_WANTED, _ADDED = 0, 3
+# MXNet's values of grad_req "null" and "add".
+_NULL, _ADD = 0, 3
 
 
 def _record(
@@ -83,20 +85,20 @@ def _record(
     outputs: Sequence[Array],
     backward: Callable[[Sequence[Array], Sequence[bool]], Sequence[Array | None]],
 ) -> None:
-    """Put `outputs` on the tape as a function of `inputs`, with ``backward(grads, wanted)`` as its gradient."""
+    """Record `outputs` as a function of `inputs`, with ``backward(grads, wanted)`` as its VJP."""
     number = next(_NUMBERS)
 
     def run(outs: int, ins: int, arrays: Any, requests: Any, _training: int, _state: Any) -> bool:
-        # Nothing can be raised through MXNet, which reports that this failed.
+        # MXNet is C++: no exception may pass through it. It reports the failure.
         try:
             held = [mx.np.ndarray(handle=ctypes.cast(arrays[i], NDArrayHandle), writable=i >= outs)
                     for i in range(outs + ins)]  # fmt: skip
-            wanted = [requests[i] != _NOT_WANTED for i in range(ins)]
+            wanted = [requests[i] != _NULL for i in range(ins)]
             with mx.util.np_shape(True), autograd.pause():
                 found = backward(held[:outs], wanted)
-                for place, grad, request in zip(held[outs:], found, requests[:ins], strict=True):
-                    if grad is not None and request != _NOT_WANTED and grad.size:
-                        place[()] = place + grad if request == _ADDED else grad
+                for target, grad, request in zip(held[outs:], found, requests[:ins], strict=True):
+                    if grad is not None and request != _NULL and grad.size:
+                        target[()] = target + grad if request == _ADD else grad
         except Exception:
             traceback.print_exc()
             return False

@@ -1,10 +1,10 @@
-"""TensorFlow: the words, eager and in graphs.
+"""TensorFlow: array operations, eager and in graphs.
 
-- Eager arrays on the CPU are read where they lie (``numpy.asarray`` shares their memory); what native code wrote
-  becomes a tensor without a copy where its address is aligned as TensorFlow wants, with one of linear size otherwise.
-- In graphs values cannot be seen, and loops are ``tf.while_loop``. A ``tf.function`` calls native code where it can
-  (``tensorflow_graphs.py``); under XLA, in exported models and on other devices nothing calls back into Python.
-- Lengths that a graph does not know yet are in ``tensorflow_lengths.py``, the gradient in ``tensorflow_gradients.py``.
+- Eager arrays on the CPU are read without a copy (``numpy.asarray`` shares their memory). The result of native code
+  becomes a tensor without a copy if its address is aligned as TensorFlow requires, with one otherwise.
+- In graphs tensors are symbolic and loops are ``tf.while_loop``. A ``tf.function`` calls native code where it can
+  (``graphs.py``); under XLA, in exported models and on other devices it uses TensorFlow's operations.
+- Sizes that a graph learns when it runs are in ``dynamic_shapes.py``, the gradient hook in ``gradients.py``.
 """
 
 from __future__ import annotations
@@ -16,38 +16,41 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from attnscore.backends.base import Array, Backend, DifferentiableOp, HostArray, SeedHalves, Unknown, importable
+from attnscore.backends.base import (
+    DTYPES,
+    Array,
+    Backend,
+    DifferentiableOp,
+    HostArray,
+    Modules,
+    SeedHalves,
+    Unknown,
+    importable,
+)
 from attnscore.backends.numpy import NumpyBackend
-from attnscore.backends.tensorflow import dynamic_shapes as lengths
-from attnscore.backends.tensorflow import gradients, graphs
+from attnscore.backends.tensorflow import dynamic_shapes, gradients, graphs
 from attnscore.backends.tensorflow.dynamic_shapes import Length, sizes
 from attnscore.backends.tensorflow.nested import leaves_of, rebuilt
 
-_FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
-_NOTHING = contextlib.nullcontext()
-# Eigen reads whole vectors: TensorFlow ends the process at a tensor that lies otherwise (seen in 2.21).
-_ALIGNED = 64
-# Its operations broadcast and slice arrays of 8 axes at most, and one is added here.
-_MOST_AXES = 7
+_NO_SCOPE = contextlib.nullcontext()
+# Bytes. Eigen loads aligned vectors: TensorFlow 2.21 aborts the process at a misaligned tensor.
+_ALIGNMENT = 64
+# TensorFlow broadcasts and slices 8 axes at most, and the canonical layout adds one.
+_MAX_AXES = 7
 
 
 class TensorFlowBackend(Backend):
-    """The words of TensorFlow."""
+    """Array operations of TensorFlow."""
 
     name = "tensorflow"
     has_autodiff = True
-
-    def __getattr__(self, word: str) -> Any:
-        for room in (tf.math, tf, tf.experimental.numpy):
-            if hasattr(room, word):
-                return getattr(room, word)
-        raise AttributeError(f"TensorFlow has no {word}")
+    xp = Modules(tf.math, tf, tf.experimental.numpy)
 
     def dtype(self, x: Array) -> str:
         return str(x.dtype.name)
 
     def is_floating(self, x: Array) -> bool:
-        return x.dtype in _FLOATS
+        return x.dtype.name in DTYPES
 
     def unsupported(self, x: Array) -> tuple[str, str] | None:
         if isinstance(x, tf.RaggedTensor):
@@ -56,24 +59,22 @@ class TensorFlowBackend(Backend):
             return f"a sparse tensor ({type(x).__name__})", "tf.sparse.to_dense(x)"
         if x.shape.rank is None:
             return "a tensor of unknown rank", "tf.ensure_shape(x, ...)"
-        if x.shape.rank > _MOST_AXES:
-            return f"one of {x.shape.rank} axes (TensorFlow takes {_MOST_AXES} here)", "tf.reshape(x, ...)"
+        if x.shape.rank > _MAX_AXES:
+            return f"one of {x.shape.rank} axes (TensorFlow takes {_MAX_AXES} here)", "tf.reshape(x, ...)"
         return None
 
     def shape(self, x: Array) -> tuple[Any, ...]:
-        known = tuple(x.shape)
-        return (
-            known
-            if None not in known
-            else tuple(Length(tf.shape(x)[i]) if n is None else n for i, n in enumerate(known))
-        )
+        static = tuple(x.shape)
+        if None not in static:
+            return static
+        return tuple(Length(tf.shape(x)[i]) if n is None else n for i, n in enumerate(static))
 
     def assert_shape(self, x: Array, shapes: Sequence[tuple[str, Array, Sequence[Sequence[Any]]]]) -> Array:
         found = [(name, self.shape(tf.convert_to_tensor(array)), allowed) for name, array, allowed in shapes]
-        return lengths.assert_shape(x, found)
+        return dynamic_shapes.assert_shape(x, found)
 
     def device(self, x: Array) -> str:
-        # In a graph the runtime places and copies.
+        # In a graph the runtime chooses devices and copies.
         if not tf.executing_eagerly():
             return "graph"
         kind, _, number = x.device.rpartition("device:")[2].lower().partition(":")
@@ -91,7 +92,7 @@ class TensorFlowBackend(Backend):
 
     def host(self, x: Any) -> np.ndarray[Any, Any] | None:
         found: Any
-        if _is_near(x):
+        if _is_eager_on_cpu(x):
             found = np.asarray(x) if len(x.shape) else np.asarray(x.numpy())
         elif isinstance(x, tf.Variable):
             found = x.numpy() if tf.executing_eagerly() else None
@@ -102,18 +103,18 @@ class TensorFlowBackend(Backend):
         return found.astype(np.float32) if found.dtype.name == "bfloat16" else np.asarray(found)
 
     def has_cpu_buffer(self, x: Array) -> bool:
-        return _is_near(x) or graphs.calls_back(x)
+        return _is_eager_on_cpu(x) or graphs.calls_back(x)
 
     def is_plain(self, *arrays: Array) -> bool:
-        return all(map(_is_near, arrays)) and tf.executing_eagerly() and not self.needs_grad(*arrays)
+        return all(map(_is_eager_on_cpu, arrays)) and tf.executing_eagerly() and not self.needs_grad(*arrays)
 
     def memory(self, x: Array) -> np.ndarray[Any, Any]:
-        # A single bfloat16 comes as a scalar that has no buffer.
+        # np.asarray of a bfloat16 scalar has no buffer.
         found = np.asarray(x) if len(x.shape) else np.asarray(x.numpy())
         return found.view(np.uint16) if found.dtype.itemsize == 2 else found
 
     def from_memory(self, x: np.ndarray[Any, Any], dtype: str, like: Array) -> Array:
-        if x.size and x.ctypes.data % _ALIGNED == 0 and x.flags.c_contiguous and x.flags.writeable:
+        if x.size and x.ctypes.data % _ALIGNMENT == 0 and x.flags.c_contiguous and x.flags.writeable:
             found = tf.experimental.dlpack.from_dlpack(x.__dlpack__())
         else:
             found = tf.constant(x)
@@ -135,7 +136,7 @@ class TensorFlowBackend(Backend):
         return graphs.host_callback(function, results, [tf.convert_to_tensor(x) for x in arrays], otherwise)
 
     def at_run_time(self, host: Backend) -> Backend:
-        return _Host()
+        return _CallbackBackend()
 
     def threads(self, own: int) -> int:
         return _threads(own)
@@ -159,7 +160,7 @@ class TensorFlowBackend(Backend):
         return tf.slice(x, sizes(begin), sizes(size))
 
     def add_at(self, x: Array, axis: int, start: int, block: Array) -> Array:
-        # A roll by `start` has static shapes where `start` is traced, as XLA needs them.
+        # Rolled by `start`, which may be symbolic: XLA needs static shapes.
         axis = axis % len(x.shape)
         rest = self.shape(x)[axis] - self.shape(block)[axis]
         padded = tf.pad(block, [sizes((0, rest if i == axis else 0)) for i in range(len(x.shape))])
@@ -170,7 +171,7 @@ class TensorFlowBackend(Backend):
 
     def reshape(self, x: Array, shape: Sequence[int]) -> Array:
         missing = iter([n for n in self.shape(x) if isinstance(n, Unknown)])
-        # Axes keep their order: the unknown ones of the result are those of `x`.
+        # Canonical axes keep their order, so the unknown sizes of the result are those of `x`, in order.
         return tf.reshape(x, sizes([next(missing) if n is None else n for n in shape]))
 
     def broadcast_to(self, x: Array, shape: Sequence[int]) -> Array:
@@ -181,38 +182,11 @@ class TensorFlowBackend(Backend):
         order[first], order[second] = order[second], order[first]
         return tf.transpose(x, order)
 
-    def expand_dims(self, x: Array, axis: int) -> Array:
-        return tf.expand_dims(x, axis)
-
     def take(self, x: Array, indices: Array, axis: int) -> Array:
         return tf.gather(x, indices, axis=axis)
 
-    def matmul(self, a: Array, b: Array) -> Array:
-        return tf.matmul(a, b)
-
     def matrix_transpose(self, x: Array) -> Array:
         return tf.linalg.matrix_transpose(x)
-
-    def exp(self, x: Array) -> Array:
-        return tf.exp(x)
-
-    def log(self, x: Array) -> Array:
-        return tf.math.log(x)
-
-    def tanh(self, x: Array) -> Array:
-        return tf.tanh(x)
-
-    def sigmoid(self, x: Array) -> Array:
-        return tf.sigmoid(x)
-
-    def erf(self, x: Array) -> Array:
-        return tf.math.erf(x)
-
-    def sqrt(self, x: Array) -> Array:
-        return tf.sqrt(x)
-
-    def abs(self, x: Array) -> Array:
-        return tf.abs(x)
 
     def maximum(self, a: Array, b: Array) -> Array:
         return tf.maximum(a, tf.cast(b, a.dtype))
@@ -225,7 +199,7 @@ class TensorFlowBackend(Backend):
         return tf.equal(a, b)
 
     def logical_and(self, a: Array, b: Array) -> Array:
-        # As a choice: the logical operations of TensorFlow Lite broadcast four axes, and end the process at five.
+        # tf.where, because the logical operations of TensorFlow Lite broadcast 4 axes and abort at 5.
         return tf.where(a, b, False)
 
     def logical_or(self, a: Array, b: Array) -> Array:
@@ -241,7 +215,7 @@ class TensorFlowBackend(Backend):
         return tf.reduce_sum(x, axis, keepdims)
 
     def sum_to_length(self, x: Array, axis: int, length: Any) -> Array:
-        # Of an axis of 1 or of all entries, the others belong to each: either way XLA knows the shape.
+        # `length` parts, each summed: one part, or parts of size 1. Either way XLA knows the shapes.
         shape = sizes(self.shape(x))
         (length,) = sizes((length,))
         parts = tf.reshape(x, [*shape[:axis], length, shape[axis] // tf.maximum(length, 1), *shape[axis + 1 :]])
@@ -267,7 +241,7 @@ class TensorFlowBackend(Backend):
         return tf.init_scope()  # type: ignore[no-any-return]  # TensorFlow's own
 
     def numeric_scope(self) -> contextlib.AbstractContextManager[Any]:
-        return _NOTHING
+        return _NO_SCOPE
 
     def cond(self, condition: Any, function: Callable[[Any], Any], carry: Any) -> Any:
         if tf.executing_eagerly():
@@ -286,7 +260,7 @@ class TensorFlowBackend(Backend):
 
         limit = tf.cast(getattr(count, "value", count), tf.int64)
         start = tf.constant(0, tf.int64)
-        # One iteration at a time: what several would hold at once is what the tiles are there to avoid.
+        # Parallel iterations would hold several tiles at once.
         done = tf.while_loop(lambda i, *_: i < limit, step, (start, *leaves_of(carry)), parallel_iterations=1)
         return rebuilt(carry, list(done[1:]))
 
@@ -297,8 +271,8 @@ class TensorFlowBackend(Backend):
         found = [tf.TensorArray(x.dtype, count, element_shape=x.shape).write(0, x) for x in first]
 
         def step(i: Array, *arrays: Any) -> tuple[Any, ...]:
-            place = tf.cast(i, tf.int32)
-            return i + 1, *(array.write(place, x) for array, x in zip(arrays, body(i), strict=True))
+            at = tf.cast(i, tf.int32)
+            return i + 1, *(array.write(at, x) for array, x in zip(arrays, body(i), strict=True))
 
         second = tf.constant(1, tf.int64)
         done = tf.while_loop(lambda i, *_: i < count, step, (second, *found), parallel_iterations=1)
@@ -326,8 +300,8 @@ class TensorFlowBackend(Backend):
         return tuple(tf.convert_to_tensor(x) if isinstance(x, tf.Variable) else x for x in arrays)
 
 
-class _Host(NumpyBackend):
-    """NumPy's words inside a graph's call."""
+class _CallbackBackend(NumpyBackend):
+    """NumPy's operations inside a host callback of a graph, with TensorFlow's number of threads."""
 
     def threads(self, own: int) -> int:
         return _threads(own)
@@ -337,6 +311,6 @@ def _threads(own: int) -> int:
     return tf.config.threading.get_intra_op_parallelism_threads() or own
 
 
-def _is_near(x: Any) -> bool:
-    """Whether `x` has numbers now, in this machine's memory."""
+def _is_eager_on_cpu(x: Any) -> bool:
+    """Whether `x` is an eager tensor on the CPU."""
     return isinstance(x, tf.Tensor) and hasattr(x, "numpy") and x.device.endswith("CPU:0")

@@ -1,7 +1,7 @@
-"""Lengths that a TensorFlow graph learns only when it runs.
+"""Sizes that a TensorFlow graph learns when it runs.
 
-- They count as whole numbers do in the core: tiles and axes are planned with them.
-- They belong to one graph, and nothing remembers them.
+- They have the arithmetic of integers, so that tiles and axes are planned with them.
+- They belong to one graph, and are never cached.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from attnscore.backends.base import Array, Unknown
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Length(Unknown):
-    """The length of an axis, known when the graph runs."""
+    """The size of an axis, a scalar tensor of a graph."""
 
     value: Array
-    __hash__ = None  # type: ignore[assignment]  # what holds one belongs to one graph, and is not to be remembered
+    __hash__ = None  # type: ignore[assignment]  # it belongs to one graph: no cache may have it in a key
 
     def at_most(self, length: int) -> Length:
         return Length(tf.clip_by_value(self.value, 1, length))
@@ -51,19 +51,19 @@ tf.register_tensor_conversion_function(
 
 
 def sizes(shape: Sequence[Any]) -> list[Any]:
-    """Lengths and places as TensorFlow takes them in one list: numbers, and 32-bit tensors."""
+    """Convert sizes and offsets to what TensorFlow takes in one list: numbers and 32-bit tensors."""
     return [n if isinstance(n, (int, np.integer)) else tf.cast(getattr(n, "value", n), tf.int32) for n in shape]
 
 
 def assert_shape(x: Array, shapes: Sequence[tuple[str, Sequence[Any], Sequence[Sequence[Any]]]]) -> Array:
-    """`x`, unless one of the `shapes`, by its name, turns out to be none of those that are allowed."""
+    """Return `x`; the graph fails when it runs if one of the named shapes is none of those allowed for it."""
     with tf.name_scope(f"the_shape_of_{'_or_'.join(dict.fromkeys(name for name, _, _ in shapes))}_does_not_fit"):
         fits = [
             tf.reduce_any([_is_one_of(shape, one) for one in allowed if len(one) == len(shape)])
             for _, shape, allowed in shapes
         ]
-        # As all of `x`, from its begin or from before it, which nothing copies. XLA takes assertions out, and refuses
-        # this; reshapes TensorFlow would join with others, an impossible one too.
+        # A slice of all of `x` (no copy), whose start -1 fails. XLA removes assertions, but fails at this; TensorFlow
+        # would merge a reshape with other reshapes, an impossible one too.
         begin = tf.where(tf.reduce_all(fits), tf.zeros(len(x.shape), tf.int32), -1)
         found = tf.slice(x, begin, [-1] * len(x.shape))
     found.set_shape(x.shape)

@@ -1,9 +1,9 @@
-"""TensorFlow's gradient hook: tapes, eager and in graphs, and forward mode.
+"""TensorFlow's gradient hook: gradient tapes, eager and in graphs, and forward mode.
 
-- The gradient of a run is its own (``tf.custom_gradient``). What watches it too, a second tape, differentiates the
-  streaming form of it.
-- Where that rule would be passed over (a ``tf.autodiff.ForwardAccumulator``, a graph that is rewritten), the streaming
-  form runs at once, in operations whose derivatives TensorFlow has.
+- An attention op has its own VJP (``tf.custom_gradient``). A second tape differentiates that in TensorFlow's own
+  operations.
+- Where TensorFlow ignores a custom gradient (``tf.autodiff.ForwardAccumulator``, a graph that is rewritten), the op
+  itself runs in TensorFlow's operations.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from attnscore.backends.tensorflow import graphs
 
 
 def needs_grad(*arrays: Array) -> bool:
-    """Whether a derivative of what is computed from these now may be asked for."""
-    # What a graph holds may be differentiated when it is done, by tf.gradients or a tape around it.
+    """Whether TensorFlow may differentiate operations on these."""
+    # tf.gradients or a tape may differentiate a graph after it is traced.
     if not tf.executing_eagerly():
         return True
     own = [x for x in arrays if isinstance(x, (tf.Tensor, tf.Variable))]
@@ -36,7 +36,7 @@ def differentiable(run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Ar
     """``run.forward(operands)``, with ``run.backward`` as its gradient."""
     operands = [tf.convert_to_tensor(x) for x in operands]
     if _has_tangents(operands) or (not tf.executing_eagerly() and graphs.rewritten()):
-        # Our own gradient has no forward mode, and is lost in a rewriting. TensorFlow's operations keep theirs.
+        # A custom gradient has no forward mode, and is lost when a graph is rewritten.
         return run.streaming().forward(operands)
     wanted: list[bool] | None = None
     if tf.executing_eagerly():
@@ -47,15 +47,15 @@ def differentiable(run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Ar
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def hook(*arrays: Array) -> Any:
-        # What is computed in here is on no tape: `pullback` is its gradient.
+        # No tape records these operations: `vjp` is the gradient.
         outputs = run.forward([tf.stop_gradient(x) for x in arrays])
 
-        def pullback(*grads: Array, variables: Any = None) -> Any:
-            # Not `outputs`: a second derivative goes through them.
+        def vjp(*grads: Array, variables: Any = None) -> Any:
+            # `results` and not `outputs`, so that a second tape differentiates through them.
             found = run.backward(operands, results[: run.saved_outputs], grads[: run.differentiable_outputs], wanted)
             return found if variables is None else (found, [None] * len(variables))
 
-        return outputs, pullback
+        return outputs, vjp
 
     results += hook(*operands)
     count = run.differentiable_outputs
@@ -63,7 +63,7 @@ def differentiable(run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Ar
 
 
 def vjp(function: Callable[..., Array], inputs: Sequence[Array]) -> tuple[Array, Callable[[Array], tuple[Array, ...]]]:
-    """Value of ``function(*inputs)``, and the pull-back that a tape gives."""
+    """Return ``function(*inputs)`` and its VJP function, by a gradient tape."""
     inputs = [tf.identity(x) for x in inputs]
     with tf.GradientTape() as tape:
         tape.watch(inputs)

@@ -1,7 +1,7 @@
-"""What loops carry, as the list of tensors that TensorFlow's loops and conditions take, and back.
+"""The carry of a loop as a list of tensors, which TensorFlow's loops and conditions take, and back.
 
-- Dataclasses, dictionaries and tuples of arrays and None, one in another.
-- TensorFlow's own ``tf.nest`` takes a dataclass for a leaf.
+- Nested dataclasses, dictionaries and tuples of arrays and None.
+- ``tf.nest`` would treat a dataclass as a leaf.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from attnscore.backends.base import Array
 
 
 def leaves_of(x: Any) -> list[Array]:
-    """The arrays in what a loop carries: dataclasses, dictionaries and tuples of arrays and None."""
+    """Return the arrays in nested dataclasses, dictionaries and tuples, in order."""
     if x is None:
         return []
     if dataclasses.is_dataclass(x):
@@ -24,7 +24,7 @@ def leaves_of(x: Any) -> list[Array]:
 
 
 def rebuilt(like: Any, leaves: list[Array]) -> Any:
-    """The same structure around the next of `leaves`, which it takes off their front."""
+    """Return the structure of `like` around `leaves`, from which it pops those that it uses."""
     if like is None:
         return None
     if dataclasses.is_dataclass(like) and not isinstance(like, type):
