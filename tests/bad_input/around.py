@@ -228,7 +228,7 @@ _COST = (
     case(
         "cost of unequal vectors",
         ShapeError,
-        "key|vectors as long as those of query (4)|got 7",
+        "key|vectors of the dimension of query (4)|got 7",
         lambda x: _cost(key_dim=7),
     ),
     *(

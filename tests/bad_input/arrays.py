@@ -71,7 +71,7 @@ _SHAPES = (
         case(
             f"lengths of the vectors: {score}",
             ShapeError,
-            f"key|vectors as long as those of query (4)|got 7|{_QUERY}|key (2, 5, 7)|Hint|Bilinear|Additive",
+            f"key|vectors of the dimension of query (4)|got 7|{_QUERY}|key (2, 5, 7)|Hint|Bilinear|Additive",
             lambda x, score=score: x.attend(key=x.floats(2, 5, 7), score=score),
         )
         for score in ("dot", "scaled_dot", "gaussian", "cosine", "sum")
@@ -79,7 +79,7 @@ _SHAPES = (
     case(
         "lengths of the vectors, for weights alone",
         ShapeError,
-        f"key|vectors as long as those of query (4)|got 7|{_QUERY}|key (2, 5, 7)",
+        f"key|vectors of the dimension of query (4)|got 7|{_QUERY}|key (2, 5, 7)",
         lambda x: x.weights(key=x.floats(2, 5, 7)),
     ),
     case(

@@ -179,11 +179,14 @@ _ADDITIVE = (
     case(
         "a query that is not projected",
         ShapeError,
-        "W_q|query vectors of length h = 8|4",
+        "W_q|query vectors of dimension h = 8|4",
         lambda x: _additive(x, W_q=None),
     ),
     case(
-        "keys that are not projected", ShapeError, "W_k|key vectors of length h = 8|4", lambda x: _additive(x, W_k=None)
+        "keys that are not projected",
+        ShapeError,
+        "W_k|key vectors of dimension h = 8|4",
+        lambda x: _additive(x, W_k=None),
     ),
     case("bias of another h", ShapeError, "bias|(8,)|got (7,)", lambda x: _additive(x, bias=x.floats(7))),
     case("bias as text", ShapeError, "bias|(8,)|str", lambda x: _additive(x, bias="text")),

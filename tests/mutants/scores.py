@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mutants.fault import Fault
 
-_DOT = "src/attnscore/scores/dot.py"
+_SCALED_DOT = "src/attnscore/scores/scaled_dot.py"
 _GAUSSIAN = "src/attnscore/scores/gaussian.py"
 _COSINE = "src/attnscore/scores/cosine.py"
 _FORMS = "src/attnscore/scores/forms.py"
@@ -29,7 +29,7 @@ def _streaming(scores: str) -> str:
 FAULTS: list[Fault] = [
     Fault(
         "scaled-dot-without-the-root",
-        _DOT,
+        _SCALED_DOT,
         "return 1 / math.sqrt(max(1, query.shape[-1])) if",
         "return 1 / max(1, query.shape[-1]) if",
         _extras("scaled_dot"),
@@ -37,15 +37,15 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "scaled-dot-gradient-without-a-learned-scale",
-        _DOT,
+        _SCALED_DOT,
         '"key": grads["key"], name: grad * factor}',
         '"key": grads["key"], name: grad}',
         _extras("scaled_dot and numpy"),
-        "the pull-back of a learned scale leaves the scale out of the gradient of the query",
+        "the VJP of a learned scale leaves the scale out of the gradient of the query",
     ),
     Fault(
         "scaled-dot-scale-of-both-axes",
-        _DOT,
+        _SCALED_DOT,
         "            or 1 not in shape[-2:]\n",
         "",
         "tests/test_errors.py -k scale",
@@ -54,16 +54,16 @@ FAULTS: list[Fault] = [
     Fault(
         "bilinear-gradient-of-W-transposed",
         _CONTRACT,
-        "sum_to(ops, ops.matmul(ops.matrix_transpose(x), grad), placed.shape)",
-        "ops.matrix_transpose(sum_to(ops, ops.matmul(ops.matrix_transpose(x), grad), placed.shape))",
+        "return sum_to(ops, ops.matmul(ops.matrix_transpose(x), grad), shape)",
+        "return ops.reshape(sum_to(ops, ops.matmul(ops.matrix_transpose(grad), x), shape[::-1]), shape)",
         _extras("bilinear and numpy"),
         "the gradient of a projection is transposed, and reshaped to fit",
     ),
     Fault(
         "additive-without-bias",
         "src/attnscore/scores/additive.py",
-        "return projected if self.bias is None else self._biased(ops, projected, query, key)",
-        "return projected",
+        "            return projected + bias\n",
+        "            return projected\n",
         _extras("additive-tanh"),
         "the bias of the additive score is left out",
     ),
@@ -86,8 +86,8 @@ FAULTS: list[Fault] = [
     Fault(
         "quarantine-projects-bad-rows",
         _CONTRACT,
-        "return ops.where(finite, function(ops.where(finite, x, 0.0)), apart)",
-        "return ops.where(finite, function(x), apart)",
+        "return ops.where(finite, function(ops.where(finite, x, 0.0)), isolated)",
+        "return ops.where(finite, function(x), isolated)",
         "tests/test_nonfinite.py -k 'test_what_nobody_sees and torch and (bilinear or additive)'",
         "a masked NaN reaches the gradient of a projection as 0 * NaN",
     ),
@@ -118,16 +118,16 @@ FAULTS: list[Fault] = [
     Fault(
         "gaussian-gradient-of-the-norms",
         _GAUSSIAN,
-        'grads[name] - fold * side * grads[f"{name}_bias"]',
-        'grads[name] - 0.5 * fold * side * grads[f"{name}_bias"]',
+        'grads[name] - form.scale * x * grads[f"{name}_bias"]',
+        'grads[name] - 0.5 * form.scale * x * grads[f"{name}_bias"]',
         "tests/test_accuracy.py tests/test_gradients.py -k 'gaussian and not gradcheck and not second'",
         "the gradient of the squared norms is half of what it is",
     ),
     Fault(
         "gaussian-bandwidth-power",
         _GAUSSIAN,
-        "* -(placed**-3), self.bandwidth.shape",
-        "* -(placed**-2), self.bandwidth.shape",
+        "bandwidth.shape) * -(bandwidth**-3)",
+        "bandwidth.shape) * -(bandwidth**-2)",
         _extras("gaussian-heads and numpy"),
         "the gradient of the bandwidth has its square where its cube belongs",
     ),
@@ -150,26 +150,26 @@ FAULTS: list[Fault] = [
     Fault(
         "distance-gradient-sign-of-the-key",
         _FORMS,
-        '"key": -ops.sum(through, axis=-3)}',
-        '"key": ops.sum(through, axis=-3)}',
+        '"key": -ops.sum(difference_grad, axis=-3)}',
+        '"key": ops.sum(difference_grad, axis=-3)}',
         _streaming("gaussian"),
         "the gradient of the keys has the sign of that of the queries",
     ),
     Fault(
         "cosine-slope-at-a-zero-vector",
         _COSINE,
-        "return ops.where(zero, 0.0, x / length)",
-        "return x / length",
+        "return ops.where(zero, 0.0, x / norm)",
+        "return x / norm",
         _extras("cosine and torch"),
         "a zero vector gets a gradient",
     ),
     Fault(
         "cosine-pull-back-at-a-zero-vector",
         _COSINE,
-        "alive = ops.any(unit != 0, axis=-1, keepdims=True) & ~ops.any",
-        "alive = ~ops.any",
+        "has_gradient = ops.any(unit != 0, axis=-1, keepdims=True) & ~ops.any",
+        "has_gradient = ~ops.any",
         _extras("cosine and numpy"),
-        "a zero vector gets a gradient where the pull-back is written by hand",
+        "a zero vector gets a gradient where the VJP is written by hand",
     ),
     Fault(
         "cosine-gradient-along-the-vector",
@@ -182,10 +182,10 @@ FAULTS: list[Fault] = [
     Fault(
         "cosine-gradient-without-the-largest",
         _COSINE,
-        "keepdims=True)) / (length * largest)",
-        "keepdims=True)) / length",
+        "keepdims=True)) / (norm * largest)",
+        "keepdims=True)) / norm",
         _extras("cosine and numpy"),
-        "the gradient of a unit vector is divided by the length of the rescaled vector",
+        "the gradient of a unit vector is divided by the norm of the rescaled vector",
     ),
     Fault(
         "soft-cap-slope",
@@ -197,7 +197,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "temperature-multiplies",
-        "src/attnscore/scores/wrappers.py",
+        "src/attnscore/scores/temperature.py",
         "dtype, factor = accumulator(ops.dtype(query)), 1 / float(self.T)",
         "dtype, factor = accumulator(ops.dtype(query)), float(self.T)",
         _extras("temperature"),

@@ -37,17 +37,6 @@ from attnscore.kernels.base import DIFFERENTIABLE
 from attnscore.scores.base import Pullback
 
 _OPS = backends.load("torch")
-_SCORES = (
-    scores.Additive,
-    scores.Bilinear,
-    scores.Cosine,
-    scores.Dot,
-    scores.Gaussian,
-    scores.ScaledDot,
-    scores.SoftCap,
-    scores.Sum,
-    scores.Temperature,
-)
 _MASKS = (
     masks.And,
     masks.Causal,
@@ -61,7 +50,8 @@ _MASKS = (
     masks.SlidingWindow,
     masks.ValidLens,
 )
-_CLASSES: dict[str, Any] = {kind.__name__: kind for kind in (*_SCORES, *_MASKS)}
+_BUILTIN: tuple[type[Any], ...] = (*scores.BUILTIN.values(), *_MASKS)
+_CLASSES: dict[str, Any] = {kind.__name__: kind for kind in _BUILTIN}
 _FIELDS = {name: tuple(field.name for field in dataclasses.fields(kind)) for name, kind in _CLASSES.items()}
 _FUNCTIONS = _CLASSES | {"float": float, "int": int}
 # First rows of an operator's second result, which its backward reads. The statistics follow.
@@ -315,7 +305,7 @@ _attend.register_autograd(_backward, setup_context=_keep)
 def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
     """Run `attnscore.attend` while a compiler or a trace records it."""
     score = arguments["score"]
-    if isinstance(score, (str, scores.SoftCap, scores.Temperature)) and _is_registered(score):
+    if isinstance(score, (str, scores.Wrapper)) and _is_registered(score):
         arguments["score"] = scores.resolve(score)
     if not (all(isinstance(x, Tensor) for x in (query, key, value)) and _has_operator(arguments)):
         return (_outside if torch.compiler.is_compiling() else _beside_a_trace)(query, key, value, **arguments)
@@ -340,7 +330,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
 
 def _is_registered(score: Any) -> bool:
     """Return whether a name, or the one inside wrappers, is registered; if not, the ordinary call raises."""
-    while isinstance(score, (scores.SoftCap, scores.Temperature)):
+    while isinstance(score, scores.Wrapper):
         score = score.score
     return not isinstance(score, str) or score in scores.registered()
 

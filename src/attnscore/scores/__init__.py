@@ -1,4 +1,4 @@
-"""Scoring functions. One file is one score; a new one adds its file and one line in ``_TABLE``."""
+"""Scoring functions and their registry. One file is one score; a new one adds its file and one line in ``BUILTIN``."""
 
 from __future__ import annotations
 
@@ -11,15 +11,27 @@ from attnscore import backends
 from attnscore.core.arguments import shown
 from attnscore.errors import ArgumentError, message
 from attnscore.scores.additive import Additive
-from attnscore.scores.base import Score, ScoreGradients, arrays_of, check, check_score_arrays, lower, lower_pullback
+from attnscore.scores.base import (
+    Score,
+    ScoreGradients,
+    Wrapper,
+    arrays_of,
+    check,
+    check_score_arrays,
+    lower,
+    lower_pullback,
+)
 from attnscore.scores.bilinear import Bilinear
 from attnscore.scores.cosine import Cosine
-from attnscore.scores.dot import Dot, ScaledDot
+from attnscore.scores.dot import Dot
 from attnscore.scores.gaussian import Gaussian
+from attnscore.scores.scaled_dot import ScaledDot
+from attnscore.scores.softcap import SoftCap
 from attnscore.scores.sum import Sum
-from attnscore.scores.wrappers import SoftCap, Temperature
+from attnscore.scores.temperature import Temperature
 
 __all__ = [
+    "BUILTIN",
     "Additive",
     "Bilinear",
     "Cosine",
@@ -31,6 +43,7 @@ __all__ = [
     "SoftCap",
     "Sum",
     "Temperature",
+    "Wrapper",
     "arrays_of",
     "check",
     "check_score_arrays",
@@ -42,21 +55,27 @@ __all__ = [
     "resolve",
 ]
 
-_TABLE: dict[str, Callable[[], Any]] = {
+BUILTIN: dict[str, type[Score]] = {
     "dot": Dot,
     "scaled_dot": ScaledDot,
     "gaussian": Gaussian,
     "cosine": Cosine,
     "sum": Sum,
+    "additive": Additive,
+    "bilinear": Bilinear,
+    "softcap": SoftCap,
+    "temperature": Temperature,
 }
+"""All built-in scores; other tables, such as that of the operators for ``torch.compile``, derive from this one."""
 
-# What a caller may mean by a name that cannot be in the table.
-_PARAMETERS = {
+# Scores whose parameters have no defaults: a name cannot give them, and an error message shows the call instead.
+_CALLS = {
     "additive": "Additive(w_v, W_q, W_k)",
     "bilinear": "Bilinear(W)",
     "softcap": 'SoftCap("scaled_dot", cap)',
     "temperature": 'Temperature("scaled_dot", T)',
 }
+_TABLE: dict[str, Callable[[], Any]] = {name: kind for name, kind in BUILTIN.items() if name not in _CALLS}
 
 
 def register_score(name: str, cls: Callable[[], Any]) -> None:
@@ -65,7 +84,7 @@ def register_score(name: str, cls: Callable[[], Any]) -> None:
     Parameters
     ----------
     name : str
-    cls : class or function of no arguments that gives a score
+    cls : class or function without arguments that returns a score
 
     Raises
     ------
@@ -81,42 +100,42 @@ def register_score(name: str, cls: Callable[[], Any]) -> None:
         raise ArgumentError(message("name", "a name", f"{name!r}"))
     if not callable(cls) or (isinstance(cls, type) and not hasattr(cls, "tile")):
         raise ArgumentError(message("cls", "a class with a method tile(ops, query, key)", f"{cls!r}"))
-    if (missing := _needed(cls)) is not None:
-        called = getattr(cls, "__name__", type(cls).__name__)
-        hint = f"register_score({name!r}, lambda: {called}(...)) gives them"
+    if (missing := _missing_argument(cls)) is not None:
+        label = getattr(cls, "__name__", type(cls).__name__)
+        hint = f"register_score({name!r}, lambda: {label}(...)) gives them"
         expected = "a class or function that makes a score without arguments"
-        raise ArgumentError(message("cls", expected, f"{called}: {missing}", hint=hint))
+        raise ArgumentError(message("cls", expected, f"{label}: {missing}", hint=hint))
     if name in _TABLE and _TABLE[name] is not cls:
         raise ArgumentError(message("name", f"a new name: {name!r} is {_TABLE[name]!r}", repr(name)))
     _TABLE[name] = cls
 
 
 def registered() -> tuple[str, ...]:
-    """Names that ``score=`` takes."""
+    """Return the names that ``score=`` takes."""
     return tuple(_TABLE)
 
 
 def named(name: str) -> Callable[[], Any] | None:
-    """What a name stands for now, if anything."""
+    """Return the class or function registered under a name, or None."""
     return _TABLE.get(name)
 
 
-def _needed(cls: Callable[[], Any]) -> str | None:
-    """Return which argument a call without any lacks, as Python words it; None where none, or unknown."""
+def _missing_argument(cls: Callable[[], Any]) -> str | None:
+    """Return Python's message on the argument that ``cls()`` lacks; None where there is none, or no signature."""
     try:
         inspect.signature(cls).bind()
     except TypeError as error:
         return str(error)
-    except ValueError:  # of a few built-ins
+    except ValueError:  # Some built-ins have no signature.
         pass
     return None
 
 
-def _made(name: str) -> Any:
-    """Return the score that a registered name means."""
+def _from_name(name: str) -> Any:
+    """Return a new score of the class or function registered under `name`; raise ArgumentError when there is none."""
     if name not in _TABLE:
-        hint = _PARAMETERS.get(name.lower().replace("_", ""))
-        hint = None if hint is None else f"a score with parameters is an object: score={hint}"
+        call = _CALLS.get(name.lower().replace("_", ""))
+        hint = None if call is None else f"a score with parameters is an object: score={call}"
         raise ArgumentError(message("score", "one of " + ", ".join(_TABLE), shown(name), hint=hint))
     try:
         return _TABLE[name]()
@@ -126,16 +145,15 @@ def _made(name: str) -> Any:
 
 
 def resolve(score: Any) -> Any:
-    """The score object that `score` (an object or a registered name) means."""
+    """Return `score`, an object or a registered name, as a score object; wrappers with their inner score resolved."""
     if isinstance(score, str):
-        score = _made(score)
+        score = _from_name(score)
     if isinstance(score, type) or backends.is_array(score) or not callable(getattr(score, "tile", None)):
         hint = f"{score.__name__}(...) makes one" if isinstance(score, type) else None
-        raise ArgumentError(
-            message("score", "a registered name or a score object with a method tile", shown(score), hint=hint)
-        )
-    if isinstance(score, (SoftCap, Temperature)):
-        # SoftCap("scaled_dot", 30.0)
+        expected = "a registered name or a score object with a method tile"
+        raise ArgumentError(message("score", expected, shown(score), hint=hint))
+    if isinstance(score, Wrapper):
         inner = resolve(score.score)
-        return score if inner is score.score else dataclasses.replace(score, score=inner)
+        if inner is not score.score:
+            return dataclasses.replace(score, score=inner)  # type: ignore[type-var]  # every concrete wrapper is one
     return score

@@ -1,4 +1,4 @@
-"""Activations of additive scores, each beside its slope."""
+"""Activations of additive scores, each with its derivative."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Activation:
     value: Callable[[Backend, Array], Array]
     slope: Callable[[Backend, Array, Array], Array]
     negative_slope: float = 0.0
-    """Of leaky_relu."""
+    """Slope of leaky_relu below 0."""
 
 
 def _gelu(ops: Backend, x: Array) -> Array:
@@ -36,7 +36,7 @@ def _silu_slope(ops: Backend, x: Array, y: Array) -> Array:
 
 
 def _step(ops: Backend, x: Array, below: float) -> Array:
-    """1 above 0 and `below` elsewhere, at infinity too; NaN stays NaN."""
+    """Return 1 above 0 and `below` elsewhere, also at infinity; NaN stays NaN."""
     return ops.where(x > 0, 1.0, ops.where(x <= 0, below, x))
 
 
@@ -63,6 +63,6 @@ NAMES = (*_TABLE, "leaky_relu")
 
 
 def activation(name: str, negative_slope: float = 0.01) -> Activation:
-    """The activation called `name`; `negative_slope` is that of leaky_relu."""
+    """Return the activation called `name`; leaky_relu alone reads `negative_slope`."""
     check_choice("activation", name, NAMES)
     return _leaky_relu(check_number("negative_slope", negative_slope)) if name == "leaky_relu" else _TABLE[name]

@@ -18,7 +18,7 @@ from attnscore.scores.base import (
     weight_gradient,
     widen,
     with_nonfinite_rows_isolated,
-    without_bad_rows,
+    zero_nonfinite_rows,
 )
 from attnscore.scores.forms import AdditiveForm, Form
 
@@ -28,7 +28,7 @@ from attnscore.scores.forms import AdditiveForm, Form
 class Additive(Score):
     """a(q, k) = w_v . activation(W_q q + W_k k + bias): a one-hidden-layer MLP on [q; k].
 
-    Query and key may have different lengths. With a leading axis (heads,) each head has its own parameters.
+    Query and key may have different dimensions. With a leading axis (heads,) each head has its own parameters.
 
     Parameters
     ----------
@@ -76,27 +76,25 @@ class Additive(Score):
         return AdditiveForm(a, b, w, activation(self.activation, self.negative_slope))
 
     def lower_pullback(self, ops: Backend, query: Array, key: Array) -> tuple[Form, Pullback]:
-        def back(name: str, x: Array, grad: Array, arrays: dict[str, Array]) -> Array:
-            # x @ W^T
-            weight = getattr(self, name)
-            if weight is None:
+        def projection_vjp(name: str, x: Array, grad: Array, arrays: dict[str, Array]) -> Array:
+            # _project: x @ W^T
+            if getattr(self, name) is None:
                 return grad
-            placed = per_head(ops, name, weight, query, key, 2)
-            x, grad, placed = widen(ops, without_bad_rows(ops, x), grad, placed)
-            turned = weight_gradient(ops, x, grad, ops.matrix_transpose(placed), ops.matrix_transpose(placed))
-            arrays[name] = ops.reshape(ops.matrix_transpose(turned), weight.shape)
-            return ops.matmul(grad, placed)
+            weight = per_head(ops, name, getattr(self, name), query, key, 2)
+            x, grad, weight = widen(ops, zero_nonfinite_rows(ops, x), grad, weight)
+            transposed = weight_gradient(ops, x, grad, ops.matrix_transpose(weight).shape)
+            arrays[name] = ops.reshape(ops.matrix_transpose(transposed), getattr(self, name).shape)
+            return ops.matmul(grad, weight)
 
-        def pullback(grads: Any) -> ScoreGradients:
+        def vjp(grads: Any) -> ScoreGradients:
             arrays = {"w_v": ops.reshape(grads["w_v"], self.w_v.shape)}
             if self.bias is not None:
-                placed = self._bias(ops, query, key)
-                arrays["bias"] = ops.reshape(sum_to(ops, grads["query"], placed.shape), self.bias.shape)
-            return ScoreGradients(
-                back("W_q", query, grads["query"], arrays), back("W_k", key, grads["key"], arrays), arrays
-            )
+                bias = sum_to(ops, grads["query"], self._bias(ops, query, key).shape)
+                arrays["bias"] = ops.reshape(bias, self.bias.shape)
+            query_grad = projection_vjp("W_q", query, grads["query"], arrays)
+            return ScoreGradients(query_grad, projection_vjp("W_k", key, grads["key"], arrays), arrays)
 
-        return self.lower(ops, query, key), pullback
+        return self.lower(ops, query, key), vjp
 
     def check(self, dim: int, key_dim: int) -> None:
         activation(self.activation, self.negative_slope)
@@ -115,35 +113,32 @@ class Additive(Score):
             if fields[name] is not None and not backends.is_array(fields[name]):
                 raise ShapeError(message(name, f"an array {shape}, or None", type(fields[name]).__name__))
         shapes = {name: tuple(x.shape) for name, x in fields.items() if x is not None}
-        for name, length, side in (("W_q", dim, "query"), ("W_k", key_dim, "key")):
-            if name in shapes and shapes[name][-2:] != (hidden, length):
+        for name, size, side in (("W_q", dim, "query"), ("W_k", key_dim, "key")):
+            if name in shapes and shapes[name][-2:] != (hidden, size):
                 raise ShapeError(message(name, expected[name], shapes[name], shapes=shapes))
-            if name not in shapes and length != hidden:
-                either = f"an array, or {side} vectors of length h = {hidden}"
-                raise ShapeError(message(name, either, f"None and {length}", shapes=shapes))
+            if name not in shapes and size != hidden:
+                either = f"an array, or {side} vectors of dimension h = {hidden}"
+                raise ShapeError(message(name, either, f"None and {size}", shapes=shapes))
         if shapes.get("bias", (hidden,))[-1:] != (hidden,):
             raise ShapeError(message("bias", f"({hidden},)", shapes["bias"], shapes=shapes))
 
     def operations(self, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
         hidden = int(self.w_v.shape[-1])
-        project = (
-            2
-            * hidden
-            * sum(
-                length * width
-                for weight, length, width in ((self.W_q, query_len, dim), (self.W_k, key_len, key_dim))
-                if weight is not None
-            )
-        )
+        sides = ((self.W_q, query_len * dim), (self.W_k, key_len * key_dim))
+        project = 2 * hidden * sum(entries for weight, entries in sides if weight is not None)
         # add, activation, multiply-add
         return project + 4 * query_len * key_len * hidden
 
     def _sides(self, ops: Backend, query: Array, key: Array) -> tuple[Array, Array]:
-        """Query and key projected, the bias with the query; a row that is not finite reaches no parameter."""
+        """Return query and key projected, the bias added to the query; non-finite rows propagate to no parameter."""
 
         def project_query(x: Array) -> Array:
             projected = self._project(ops, "W_q", x, query, key)
-            return projected if self.bias is None else self._biased(ops, projected, query, key)
+            if self.bias is None:
+                return projected
+            # Not every framework adds arrays of two dtypes.
+            projected, bias = widen(ops, projected, self._bias(ops, query, key))
+            return projected + bias
 
         a, b = query, key
         if self.W_q is not None or self.bias is not None:
@@ -161,11 +156,5 @@ class Additive(Score):
         x, weight = widen(ops, x, per_head(ops, name, weight, query, key, 2))
         return ops.matmul(x, ops.matrix_transpose(weight))
 
-    def _biased(self, ops: Backend, x: Array, query: Array, key: Array) -> Array:
-        # Not every framework adds arrays of two dtypes.
-        x, bias = widen(ops, x, self._bias(ops, query, key))
-        return x + bias
-
     def _bias(self, ops: Backend, query: Array, key: Array) -> Array:
-        bias = per_head(ops, "bias", self.bias, query, key, 1)
-        return ops.expand_dims(bias, -2)
+        return ops.expand_dims(per_head(ops, "bias", self.bias, query, key, 1), -2)

@@ -1,21 +1,21 @@
-"""What a scoring function is.
+"""The interface of scoring functions, and helpers for their parameters and gradients.
 
-A score is a frozen dataclass whose array fields are its parameters. It gives
+A score is a frozen dataclass whose array fields are its parameters. It defines
 
-- ``tile(ops, query, key)``: its definition, for any block of queries and keys. This alone makes a score.
-- ``lower(ops, query, key)``: the form that fast kernels know, computed in the caller's framework so that its autodiff
-  carries the parameters; beside it ``lower_pullback``, the same by hand, for NumPy.
+- ``tile(ops, query, key)``: its definition, for any block of queries and keys. A custom score needs this method alone.
+- ``lower(ops, query, key)``: the lowered form that fast kernels read, computed in the caller's framework so that its
+  autodiff carries the parameters; ``lower_pullback`` returns the VJP too, written by hand, for NumPy.
 
-Arrays come on the axes (*batch, head, group, query | key, dim), where `group` counts the query heads that share a key
-head. A parameter may have one set per head: a leading axis (heads,).
+Arrays come on the canonical axes (*batch, head, group, query | key, dim): `head` counts KV heads, `group` the query
+heads that share one. A parameter may have one set per query head: a leading axis (heads,).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
@@ -35,10 +35,11 @@ class ScoreGradients(NamedTuple):
 
 
 Pullback = Callable[[Mapping[str, Array]], ScoreGradients]
+"""VJP of a lowering: from gradients of the form's arrays, by name, to gradients of query, key and parameters."""
 
 
 class Score(ABC):
-    """Interface of the built-in scores. A user's own class needs `tile` alone and need not derive from this."""
+    """Interface of the built-in scores. A custom score needs `tile` alone and need not derive from this class."""
 
     def __new__(cls, *_: Any, **__: Any) -> Any:
         backends.register_pytree(cls)
@@ -49,40 +50,59 @@ class Score(ABC):
 
     @abstractmethod
     def tile(self, ops: Backend, query: Array, key: Array) -> Array:
-        """Scores (..., query, key) by the definition."""
+        """Return the scores (..., query, key) by the definition."""
 
     @abstractmethod
     def lower(self, ops: Backend, query: Array, key: Array) -> Form:
-        """The form that computes the same scores fast."""
+        """Return the lowered form, which computes the same scores fast."""
 
     @abstractmethod
     def lower_pullback(self, ops: Backend, query: Array, key: Array) -> tuple[Form, Pullback]:
-        """``lower``, and how a gradient on the form's arrays becomes one on query, key and the parameters."""
+        """Return the lowered form and its VJP."""
 
     @abstractmethod
     def check(self, dim: int, key_dim: int) -> None:
-        """Raise ShapeError or ArgumentError when the score cannot take queries and keys of these lengths."""
+        """Raise ShapeError or ArgumentError when the score cannot take queries and keys of these dimensions."""
 
     @abstractmethod
     def operations(self, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
-        """Multiplications, additions and function values for all scores of one head."""
+        """Count multiplications, additions and function evaluations for all scores of one head."""
+
+
+class Wrapper(Score):
+    """Interface of scores that transform another one: the field `score`, an object or a registered name."""
+
+    score: Any
+
+    @abstractmethod
+    def transform(self, ops: Backend, form: Form, query: Array) -> Form:
+        """Return the lowered form of the inner score, transformed; `query` gives the dtype."""
+
+    @final
+    def lower(self, ops: Backend, query: Array, key: Array) -> Form:
+        return self.transform(ops, lower(ops, self.score, query, key), query)
+
+    @final
+    def lower_pullback(self, ops: Backend, query: Array, key: Array) -> tuple[Form, Pullback]:
+        form, vjp = lower_pullback(ops, self.score, query, key)
+        return self.transform(ops, form, query), vjp
 
 
 def operations_of(score: Any, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
-    """``score.operations``; a user's own score need not say, and counts as a product."""
+    """Return ``score.operations``; a custom score without that method counts as a matrix product."""
     if not hasattr(score, "operations"):
         return 2 * query_len * key_len * dim
     return int(score.operations(query_len, key_len, dim, key_dim))
 
 
 def describe(score: Any) -> str:
-    """A score in one line: its fields, arrays by shape."""
+    """Return a one-line repr of a score: its fields, with arrays by shape."""
     if not dataclasses.is_dataclass(score):
         return repr(score)
     parts = []
     for field in dataclasses.fields(score):
         value = getattr(score, field.name)
-        # By value: what comes out of a pickle equals its default and is another object.
+        # Compared by value: an unpickled field equals its default without being the same object.
         if backends.is_array(value) or value != field.default:
             shown = f"<{tuple(value.shape)} {value.dtype}>" if backends.is_array(value) else repr(value)
             parts.append(f"{field.name}={shown}")
@@ -90,20 +110,20 @@ def describe(score: Any) -> str:
 
 
 def require_same_dim(name: str, dim: int, key_dim: int) -> None:
-    """Raise ShapeError unless query and key have vectors of one length."""
+    """Raise ShapeError unless query and key have the same dimension."""
     if dim != key_dim:
         raise ShapeError(
             message(
                 "key",
-                f"vectors as long as those of query ({dim}) for the {name} score",
+                f"vectors of the dimension of query ({dim}) for the {name} score",
                 key_dim,
-                hint="Bilinear and Additive take different lengths",
+                hint="Bilinear and Additive take different dimensions",
             )
         )
 
 
 def require_positive(name: str, x: Any) -> None:
-    """Raise ArgumentError unless a number, or every one of an array that can be read, is finite and above 0."""
+    """Raise ArgumentError unless a number, or every entry of an array that the host can read, is finite and above 0."""
     expected = "a number above 0"
     if not backends.is_array(x):
         check_positive(name, x, expected)
@@ -119,31 +139,31 @@ _FIELD_NAMES: dict[type, tuple[str, ...]] = {}
 
 
 def _field_names(kind: type) -> tuple[str, ...]:
-    """Fields of a dataclass; of anything else, none."""
+    """Return the field names of a dataclass; an empty tuple for any other class."""
     if kind not in _FIELD_NAMES:
-        known = dataclasses.is_dataclass(kind)
-        _FIELD_NAMES[kind] = tuple(field.name for field in dataclasses.fields(kind)) if known else ()
+        fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+        _FIELD_NAMES[kind] = tuple(field.name for field in fields)
     return _FIELD_NAMES[kind]
 
 
-# torch's compiler cannot read fields of a class, and calls this: a layer may be compiled before anything was called.
+# torch's compiler cannot trace `dataclasses.fields`, and a layer may be compiled before the first eager call.
 _field_names._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def arrays_of(score: object) -> dict[str, Array]:
-    """The array fields of a score by name, those of a wrapped score included."""
-    found: dict[str, Array] = {}
+    """Return the array fields of a score by name, with those of a wrapped score."""
+    arrays: dict[str, Array] = {}
     for name in _field_names(type(score)):
         value = getattr(score, name)
         if backends.is_array(value):
-            found[name] = value
+            arrays[name] = value
         elif hasattr(value, "tile"):
-            found.update(arrays_of(value))
-    return found
+            arrays.update(arrays_of(value))
+    return arrays
 
 
 def with_dtype(ops: Backend, score: Any, dtype: str) -> Any:
-    """Return the score with its array fields, those of a wrapped score included, cast to `dtype`."""
+    """Return the score with its array fields, and those of a wrapped score, cast to `dtype`."""
     cast: dict[str, Any] = {}
     for name in _field_names(type(score)):
         value = getattr(score, name)
@@ -166,41 +186,41 @@ def check_score_arrays(ops: Backend, score: object, query: Array) -> None:
 
 
 def generic_form(ops: Backend, score: Any, query: Array, key: Array) -> TileForm:
-    """The form of a score that has only ``tile``."""
-    own = {
+    """Return the lowered form of a score that has only ``tile``."""
+    parameters = {
         name: x
         for name, x in arrays_of(score).items()
         if dataclasses.is_dataclass(score) and backends.is_array(getattr(score, name, None))
     }
-    return TileForm(score, query, key, own)
+    return TileForm(score, query, key, parameters)
 
 
 def lower(ops: Backend, score: Any, query: Array, key: Array) -> Form:
-    """The form of any score, a user's own with only ``tile`` included."""
+    """Return the lowered form of any score, also of a custom one that has only ``tile``."""
     return score.lower(ops, query, key) if hasattr(score, "lower") else generic_form(ops, score, query, key)
 
 
 def lower_pullback(ops: Backend, score: Any, query: Array, key: Array) -> tuple[Form, Pullback]:
-    """The form of any score and its pull-back."""
+    """Return the lowered form of any score and its VJP."""
     if hasattr(score, "lower_pullback"):
-        found: tuple[Form, Pullback] = score.lower_pullback(ops, query, key)
-        return found
+        lowered: tuple[Form, Pullback] = score.lower_pullback(ops, query, key)
+        return lowered
     form = generic_form(ops, score, query, key)
 
-    def pullback(grads: Any) -> ScoreGradients:
+    def vjp(grads: Any) -> ScoreGradients:
         return ScoreGradients(grads["query"], grads["key"], {name: grads[PARAMETER + name] for name in form.parameters})
 
-    return form, pullback
+    return form, vjp
 
 
 def check(score: Any, dim: int, key_dim: int) -> None:
-    """Let a score check the lengths of the vectors, where it can."""
+    """Call ``score.check`` on the dimensions of query and key; a custom score need not have it."""
     if hasattr(score, "check"):
         score.check(dim, key_dim)
 
 
 def widen(ops: Backend, *arrays: Array) -> tuple[Array, ...]:
-    """The arrays in a dtype that sums may be kept in (16-bit floats become float32), all of one."""
+    """Return the arrays in one dtype that can hold sums: the widest of theirs, at least float32."""
     target = max((accumulator(ops.dtype(x)) for x in arrays), key=_WIDTHS.__getitem__)
     return tuple(ops.astype(x, target) for x in arrays)
 
@@ -208,50 +228,48 @@ def widen(ops: Backend, *arrays: Array) -> tuple[Array, ...]:
 _WIDTHS = {"float32": 0, "float64": 1, "longdouble": 2, "float128": 2}
 
 
-def per_head(ops: Backend, name: str, x: Array, query: Array, key: Array, own_axes: int) -> Array:
-    """A parameter with `own_axes` axes, or (heads, ...) with one set per head, beside the uniform axes."""
-    lead, own = tuple(x.shape[: len(x.shape) - own_axes]), tuple(x.shape[len(x.shape) - own_axes :])
+def per_head(ops: Backend, name: str, x: Array, query: Array, key: Array, axes: int) -> Array:
+    """Return a parameter (heads, ...) as (head, group, ...); one with `axes` axes, shared by all heads, as it is."""
+    lead, own = tuple(x.shape[: len(x.shape) - axes]), tuple(x.shape[len(x.shape) - axes :])
     if not lead:
         return x
     heads, groups = max(int(query.shape[-4]), int(key.shape[-4])), int(query.shape[-3])
     splits = {(1,): (1, 1), (heads,): (heads, 1), (heads * groups,): (heads, groups)}
-    if len(own) < own_axes or lead not in splits:
-        raise ShapeError(
-            message(name, f"{own_axes} axes, with ({heads * groups},) heads in front or not", tuple(x.shape))
-        )
+    if len(own) < axes or lead not in splits:
+        raise ShapeError(message(name, f"{axes} axes, with ({heads * groups},) heads in front or not", tuple(x.shape)))
     return ops.reshape(x, (*splits[lead], *own))
 
 
 def with_nonfinite_rows_isolated(
     ops: Backend, x: Array, function: Callable[[Array], Array], *, keeps_infinity: bool = False
 ) -> Array:
-    """``function(x)`` with rows that hold a NaN or infinity set apart: NaN in the result, nothing in any gradient.
+    """Return ``function(x)`` where rows with a NaN or an infinity become NaN and add nothing to any gradient.
 
-    A hidden key may hold anything; 0 * NaN in the gradient of a projection would carry it into the weights. With
-    `keeps_infinity` such rows have the value that they have, where a form makes numbers of infinity.
+    A masked key may hold such numbers, and 0 * NaN in the VJP of a projection would propagate them to its weights. With
+    `keeps_infinity` these rows keep the value of ``function``, for forms that map an infinity to a finite score.
     """
     if ops.known_finite(x):
         return function(x)
     finite = finite_rows(ops, x)
-    apart = ops.stop_gradient(function(x)) if keeps_infinity else float("nan")
-    return ops.where(finite, function(ops.where(finite, x, 0.0)), apart)
+    isolated = ops.stop_gradient(function(x)) if keeps_infinity else float("nan")
+    return ops.where(finite, function(ops.where(finite, x, 0.0)), isolated)
 
 
 def finite_rows(ops: Backend, x: Array) -> Array:
-    """(..., length, 1): whether every entry of a row is finite."""
+    """Return whether every entry of a row is finite, (..., length, 1)."""
     return ~ops.any(~ops.isfinite(x), axis=-1, keepdims=True)
 
 
 def nonfinite_rows(ops: Backend, x: Array, keeps_infinity: bool) -> Array:
-    """(..., length, 1): whether a row holds a NaN, or an infinity where that is no number either."""
+    """Return whether a row holds a NaN, or an infinity unless `keeps_infinity`, (..., length, 1)."""
     return ops.any(ops.isnan(x), axis=-1, keepdims=True) if keeps_infinity else ~finite_rows(ops, x)
 
 
-def without_bad_rows(ops: Backend, x: Array) -> Array:
-    """`x` with rows that hold a NaN or infinity set to 0: what a gradient by hand multiplies with."""
+def zero_nonfinite_rows(ops: Backend, x: Array) -> Array:
+    """Return `x` with 0 in rows that hold a NaN or an infinity: the factor in a hand-written VJP."""
     return x if ops.known_finite(x) else ops.where(finite_rows(ops, x), x, 0.0)
 
 
-def weight_gradient(ops: Backend, x: Array, grad: Array, placed: Array, weight: Array) -> Array:
-    """Gradient of `weight` where ``y = x @ placed`` and `grad` is on y; `placed` is its per-head view."""
-    return ops.reshape(sum_to(ops, ops.matmul(ops.matrix_transpose(x), grad), placed.shape), weight.shape)
+def weight_gradient(ops: Backend, x: Array, grad: Array, shape: Sequence[int]) -> Array:
+    """Return the gradient of W (of this shape) in ``y = x @ W``, from `grad`, that of y."""
+    return sum_to(ops, ops.matmul(ops.matrix_transpose(x), grad), shape)

@@ -15,7 +15,7 @@ from attnscore.scores.base import (
     weight_gradient,
     widen,
     with_nonfinite_rows_isolated,
-    without_bad_rows,
+    zero_nonfinite_rows,
 )
 from attnscore.scores.forms import Form, InnerForm
 
@@ -23,7 +23,7 @@ from attnscore.scores.forms import Form, InnerForm
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Bilinear(Score):
-    """a(q, k) = q . W k: matrix products alone, for queries and keys of different lengths.
+    """a(q, k) = q . W k: matrix products alone, for queries and keys of different dimensions.
 
     Parameters
     ----------
@@ -51,17 +51,14 @@ class Bilinear(Score):
         return InnerForm(with_nonfinite_rows_isolated(ops, query, lambda x: ops.matmul(x, weight)), key)
 
     def lower_pullback(self, ops: Backend, query: Array, key: Array) -> tuple[Form, Pullback]:
-        def pullback(grads: Any) -> ScoreGradients:
-            # x @ weight
-            placed = per_head(ops, "W", self.W, query, key, 2)
-            x, grad, weight = widen(ops, without_bad_rows(ops, query), grads["query"], placed)
-            return ScoreGradients(
-                ops.matmul(grad, ops.matrix_transpose(weight)),
-                grads["key"],
-                {"W": weight_gradient(ops, x, grad, weight, self.W)},
-            )
+        def vjp(grads: Any) -> ScoreGradients:
+            # lower: query @ W
+            weight = per_head(ops, "W", self.W, query, key, 2)
+            x, grad, weight = widen(ops, zero_nonfinite_rows(ops, query), grads["query"], weight)
+            weight_grad = ops.reshape(weight_gradient(ops, x, grad, weight.shape), self.W.shape)
+            return ScoreGradients(ops.matmul(grad, ops.matrix_transpose(weight)), grads["key"], {"W": weight_grad})
 
-        return self.lower(ops, query, key), pullback
+        return self.lower(ops, query, key), vjp
 
     def check(self, dim: int, key_dim: int) -> None:
         shape = tuple(getattr(self.W, "shape", ()))

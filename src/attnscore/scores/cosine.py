@@ -7,8 +7,8 @@ from typing import Any, final
 
 from attnscore.backends.base import Array, Backend
 from attnscore.scores.base import Pullback, Score, ScoreGradients, require_same_dim, widen, with_nonfinite_rows_isolated
-from attnscore.scores.dot import ScaledDot
 from attnscore.scores.forms import Form
+from attnscore.scores.scaled_dot import ScaledDot
 
 
 @final
@@ -43,17 +43,17 @@ class Cosine(Score):
 
     def lower_pullback(self, ops: Backend, query: Array, key: Array) -> tuple[Form, Pullback]:
         units = self._units(ops, query, key)
-        form, scaled_pullback = ScaledDot(self.scale).lower_pullback(ops, *units)
+        form, scaled_vjp = ScaledDot(self.scale).lower_pullback(ops, *units)
 
-        def pullback(grads: Any) -> ScoreGradients:
-            inner = scaled_pullback(grads)
+        def vjp(grads: Any) -> ScoreGradients:
+            inner = scaled_vjp(grads)
             query_grad, key_grad = (
-                _unit_pullback(ops, x, unit, grad)
+                _unit_vjp(ops, x, unit, grad)
                 for x, unit, grad in zip(widen(ops, query, key), units, inner[:2], strict=True)
             )
             return ScoreGradients(query_grad, key_grad, inner.arrays)
 
-        return form, pullback
+        return form, vjp
 
     def check(self, dim: int, key_dim: int) -> None:
         require_same_dim("cosine", dim, key_dim)
@@ -67,10 +67,11 @@ class Cosine(Score):
         return query, key
 
 
-def _length(ops: Backend, x: Array) -> tuple[Array, Array, Array]:
-    """x over its largest entry, the length of that, and the largest entry: squares can neither overflow nor vanish."""
+def _rescale(ops: Backend, x: Array) -> tuple[Array, Array, Array]:
+    """Return x over its largest entry, the norm of that, and that entry: squares neither overflow nor underflow."""
     if x.shape[-1] == 0:
-        return x, ops.full((*ops.shape(x)[:-1], 1), 1.0, x), ops.full((*ops.shape(x)[:-1], 1), 1.0, x)
+        ones = ops.full((*ops.shape(x)[:-1], 1), 1.0, x)
+        return x, ones, ones
     largest = ops.stop_gradient(ops.max(ops.abs(x), axis=-1, keepdims=True))
     largest = ops.where(largest == 0, 1.0, largest)
     x = x / largest
@@ -79,14 +80,15 @@ def _length(ops: Backend, x: Array) -> tuple[Array, Array, Array]:
 
 
 def _unit(ops: Backend, x: Array) -> Array:
+    """Return x / |x|; zero vectors stay zero."""
     zero = ~ops.any(x != 0, axis=-1, keepdims=True)
-    x, length, _ = _length(ops, x)
-    return ops.where(zero, 0.0, x / length)
+    x, norm, _ = _rescale(ops, x)
+    return ops.where(zero, 0.0, x / norm)
 
 
-def _unit_pullback(ops: Backend, x: Array, unit: Array, grad: Array) -> Array:
-    # x / length; rows set apart (NaN in unit) and zero rows have no gradient.
-    _, length, largest = _length(ops, x)
-    through = (grad - unit * ops.sum(unit * grad, axis=-1, keepdims=True)) / (length * largest)
-    alive = ops.any(unit != 0, axis=-1, keepdims=True) & ~ops.any(ops.isnan(unit), axis=-1, keepdims=True)
-    return ops.where(alive, through, 0.0)
+def _unit_vjp(ops: Backend, x: Array, unit: Array, grad: Array) -> Array:
+    """Return the gradient of x from `grad`, that of ``unit = x / |x|``; isolated (NaN) and zero rows have none."""
+    _, norm, largest = _rescale(ops, x)
+    through = (grad - unit * ops.sum(unit * grad, axis=-1, keepdims=True)) / (norm * largest)
+    has_gradient = ops.any(unit != 0, axis=-1, keepdims=True) & ~ops.any(ops.isnan(unit), axis=-1, keepdims=True)
+    return ops.where(has_gradient, through, 0.0)

@@ -1,13 +1,12 @@
-"""The forms that scores are lowered to: what a kernel has to know about a score.
+"""Lowered forms of scores: all that a kernel reads of a score.
 
 - ``InnerForm``: s = scale q' . k' + key_bias + query_bias
 - ``AdditiveForm``: s = sum_h w_h act(a_h + b_h)
 - ``DistanceForm``: s = -scale |q' - k'|^2, summed directly, for Gaussians that cancel as inner products
-- ``TileForm``: any score that only knows how to compute a block of itself
+- ``TileForm``: any score that has only its definition, ``tile``
 
-``caps`` come last, in order: (cap, factor) turns s into factor * cap * tanh(s / cap); a cap of
-infinity only multiplies.
-Every form computes the scores of the rows and keys that it holds; a kernel slices it into tiles with ``part``.
+``caps`` apply last, in order: (cap, factor) maps s to factor * cap * tanh(s / cap); an infinite cap only multiplies.
+Every form computes the scores of the queries and keys that it holds; a kernel slices it into tiles with ``part``.
 """
 
 from __future__ import annotations
@@ -28,9 +27,10 @@ from attnscore.scores.activations import Activation
 
 Role = Literal["query", "key", "shared"]
 PARAMETER = "score."
-"""Put before the names of a user's own parameters, which may be called anything."""
+"""Prefix of the parameters of a custom score, whose names may be those of other arrays."""
 
 FormPullback = Callable[[Array], dict[str, Array]]
+"""VJP of a form: from a gradient of the scores to gradients of its arrays, by name."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,47 +40,46 @@ class Form(ABC):
     caps: tuple[tuple[float, float], ...] = field(default=(), kw_only=True)
     roles: ClassVar[Mapping[str, Role]] = {}
     keeps_infinity: ClassVar[bool] = False
-    """Whether the scores of a row with an infinity are what the definition makes of it: NaN, as for one with a NaN, if
-    not. Then a gradient of 0 reaches nothing through `raw`'s pull-back, whatever stands there."""
+    """Whether a row with an infinity has the scores of the definition; otherwise they are NaN, as for a row with a NaN.
+    Then the VJP of `raw` maps a gradient of 0 to 0 whatever the row holds."""
 
     @abstractmethod
     def raw(self, ops: Backend, visible: Array | None = None) -> tuple[Array, FormPullback]:
-        """Scores before `caps`, and what a gradient on them is on each array (not yet summed over broadcast axes).
+        """Return the scores before `caps` and their VJP, whose gradients are not yet summed over broadcast axes.
 
         With `visible` (..., query, key), a form that keeps infinity computes masked pairs from zeros.
         """
 
     @abstractmethod
     def values_per_pair(self) -> int:
-        """Numbers held for each (query, key) pair while a tile is computed: what sizes the tiles."""
+        """Return how many values one (query, key) pair takes while a tile is computed, which sets the tile size."""
 
     def role(self, name: str) -> Role:
-        """Whether array `name` belongs to the queries, the keys, or to all pairs."""
+        """Return whether array `name` has the query axis, the key axis or neither (shared)."""
         return self.roles[name]
 
     def arrays(self) -> dict[str, Array]:
-        """The arrays by name, those that are None left out."""
-        found = {name: getattr(self, name) for name in self.roles}
-        return {name: x for name, x in found.items() if x is not None}
+        """Return the arrays that are not None, by name."""
+        return {name: x for name in self.roles if (x := getattr(self, name)) is not None}
 
     def with_arrays(self, arrays: Mapping[str, Array]) -> Form:
-        """The same form over other arrays."""
+        """Return the same form over other arrays."""
         return dataclasses.replace(self, **arrays)
 
     @final
     def part(self, cut: Callable[[Array, Role], Array]) -> Form:
-        """The same form over `cut(array, role)` of each array."""
+        """Return the same form over ``cut(array, role)`` of each array."""
         return self.with_arrays({name: cut(x, self.role(name)) for name, x in self.arrays().items()})
 
     @final
     def scores(self, ops: Backend) -> Array:
-        """(..., query, key) scores of what the form holds."""
+        """Return the scores (..., query, key) of all queries and keys that the form holds."""
         return self.scores_and_pullback(ops)[0]
 
     @final
     def scores_and_pullback(self, ops: Backend, visible: Array | None = None) -> tuple[Array, FormPullback]:
-        """The scores, and the pull-back of a gradient on them; see `raw`."""
-        scores, pullback = self.raw(ops, visible)
+        """Return the scores after `caps`, and their VJP; see `raw`."""
+        scores, raw_vjp = self.raw(ops, visible)
         slopes = []
         for cap, factor in self.caps:
             if math.isinf(cap):
@@ -90,20 +89,20 @@ class Form(ABC):
                 slope = factor * (1 - bounded * bounded)
             slopes.append(slope)
 
-        def through_caps(grad: Array) -> dict[str, Array]:
+        def vjp(grad: Array) -> dict[str, Array]:
             for slope in reversed(slopes):
                 grad = times(ops, grad, slope)
-            return pullback(grad)
+            return raw_vjp(grad)
 
-        return scores, through_caps if slopes else pullback
+        return scores, vjp if slopes else raw_vjp
 
     def scaled(self, factor: float) -> Form:
-        """The same scores times `factor`."""
+        """Return the form of ``factor * scores``."""
         return dataclasses.replace(self, caps=(*self.caps, (math.inf, factor)))
 
     @final
     def capped(self, cap: float) -> Form:
-        """cap * tanh(scores / cap)."""
+        """Return the form of ``cap * tanh(scores / cap)``."""
         return dataclasses.replace(self, caps=(*self.caps, (cap, 1.0)))
 
 
@@ -130,7 +129,7 @@ class InnerForm(Form):
         if self.query_bias is not None:
             scores = scores + self.query_bias
 
-        def pullback(grad: Array) -> dict[str, Array]:
+        def vjp(grad: Array) -> dict[str, Array]:
             grads = {
                 "query": ops.matmul(grad, self.key) * self.scale,
                 "key": ops.matmul(ops.matrix_transpose(grad), self.query) * self.scale,
@@ -141,7 +140,7 @@ class InnerForm(Form):
                 grads["query_bias"] = ops.sum(grad, axis=-1, keepdims=True)
             return grads
 
-        return scores, pullback
+        return scores, vjp
 
     def scaled(self, factor: float) -> Form:
         if self.caps or self.key_bias is not None or self.query_bias is not None:
@@ -167,24 +166,24 @@ class AdditiveForm(Form):
     def raw(self, ops: Backend, visible: Array | None = None) -> tuple[Array, FormPullback]:
         hidden = ops.expand_dims(self.query, -2) + ops.expand_dims(self.key, -3)
         if visible is not None:
-            # Zeros and not only a gradient of 0: an activation's slope at infinity, and the slope of that, may be NaN.
+            # A gradient of 0 is not enough: an activation's first and second derivatives at infinity may be NaN.
             hidden = ops.where(ops.expand_dims(visible, -1), hidden, 0.0)
         activated = self.activation.value(ops, hidden)
         # (h,) or (head, group, 1, h)
         weight = ops.expand_dims(self.w_v, -2) if len(self.w_v.shape) > 1 else self.w_v
         scores = ops.matmul(activated, ops.expand_dims(weight, -1))[..., 0]
 
-        def pullback(grad: Array) -> dict[str, Array]:
+        def vjp(grad: Array) -> dict[str, Array]:
             grad = ops.expand_dims(grad, -1)
-            beside = ops.expand_dims(weight, -2) if len(weight.shape) > 1 else weight
-            through = times(ops, grad, self.activation.slope(ops, hidden, activated)) * beside
+            per_pair = ops.expand_dims(weight, -2) if len(weight.shape) > 1 else weight
+            hidden_grad = times(ops, grad, self.activation.slope(ops, hidden, activated)) * per_pair
             return {
-                "query": ops.sum(through, axis=-2),
-                "key": ops.sum(through, axis=-3),
+                "query": ops.sum(hidden_grad, axis=-2),
+                "key": ops.sum(hidden_grad, axis=-3),
                 "w_v": ops.sum(times(ops, grad, activated), axis=(-3, -2)),
             }
 
-        return scores, pullback
+        return scores, vjp
 
 
 @final
@@ -198,8 +197,7 @@ class DistanceForm(Form):
     roles: ClassVar[Mapping[str, Role]] = {"query": "query", "key": "key", "scale": "shared"}
 
     def arrays(self) -> dict[str, Array]:
-        found = super().arrays()
-        return found if hasattr(self.scale, "shape") else {name: x for name, x in found.items() if name != "scale"}
+        return {name: x for name, x in super().arrays().items() if hasattr(x, "shape")}
 
     def values_per_pair(self) -> int:
         return max(1, int(self.query.shape[-1]))
@@ -208,18 +206,18 @@ class DistanceForm(Form):
         difference = ops.expand_dims(self.query, -2) - ops.expand_dims(self.key, -3)
         squared = ops.sum(difference * difference, axis=-1)
 
-        def pullback(grad: Array) -> dict[str, Array]:
-            through = times(ops, ops.expand_dims(grad * (-2 * self.scale), -1), difference)
-            grads = {"query": ops.sum(through, axis=-2), "key": -ops.sum(through, axis=-3)}
+        def vjp(grad: Array) -> dict[str, Array]:
+            difference_grad = times(ops, ops.expand_dims(grad * (-2 * self.scale), -1), difference)
+            grads = {"query": ops.sum(difference_grad, axis=-2), "key": -ops.sum(difference_grad, axis=-3)}
             if hasattr(self.scale, "shape"):
                 grads["scale"] = -times(ops, grad, squared)
             return grads
 
-        return -self.scale * squared, pullback
+        return -self.scale * squared, vjp
 
     def scaled(self, factor: float) -> Form:
         if self.caps or hasattr(self.scale, "shape"):
-            # An array stays as it was lowered: its gradient is what the score pulls back.
+            # A learned scale stays as it was lowered: the score's VJP expects the gradient of that array.
             return super().scaled(factor)
         return dataclasses.replace(self, scale=self.scale * factor)
 
@@ -227,7 +225,7 @@ class DistanceForm(Form):
 @final
 @dataclass(frozen=True, eq=False)
 class TileForm(Form):
-    """A score that computes blocks of itself; its gradient is `tile_gradient`, or the framework's autodiff."""
+    """A score given by ``tile`` alone; its VJP is its ``tile_gradient`` or the framework's autodiff."""
 
     score: Any
     query: Array
@@ -236,7 +234,7 @@ class TileForm(Form):
     roles: ClassVar[Mapping[str, Role]] = {"query": "query", "key": "key"}
 
     def values_per_pair(self) -> int:
-        # What the score holds for a pair is unknown; most that are no product hold one value a channel.
+        # Unknown: most scores that are no matrix product hold one value per channel.
         return max(1, int(self.query.shape[-1]))
 
     def role(self, name: str) -> Role:
@@ -264,20 +262,17 @@ class TileForm(Form):
         if hasattr(self.score, "tile_gradient"):
             score = _with(self.score, self.parameters)
 
-            def written(grad: Array) -> dict[str, Array]:
+            def custom_vjp(grad: Array) -> dict[str, Array]:
                 query, key, parameters = score.tile_gradient(ops, self.query, self.key, grad)
                 return {"query": query, "key": key, **self._prefixed(parameters)}
 
-            return tile(*inputs), written
+            return tile(*inputs), custom_vjp
 
-        scores = tile(*inputs)
-
-        def derived(grad: Array) -> dict[str, Array]:
-            _, pull = ops.vjp(tile, inputs)
-            query, key, *parameters = pull(grad)
+        def autodiff_vjp(grad: Array) -> dict[str, Array]:
+            query, key, *parameters = ops.vjp(tile, inputs)[1](grad)
             return {"query": query, "key": key, **self._prefixed(dict(zip(names, parameters, strict=True)))}
 
-        return scores, derived
+        return tile(*inputs), autodiff_vjp
 
 
 def soft_capped(ops: Backend, scores: Array, cap: float, factor: float = 1.0) -> tuple[Array, Array]:
@@ -286,15 +281,15 @@ def soft_capped(ops: Backend, scores: Array, cap: float, factor: float = 1.0) ->
     capped = (factor * cap) * bounded
     limits = np.finfo(accumulator(ops.dtype(scores)))
     if cap > limits.eps / limits.tiny:
-        # Quotients of scores that count may be subnormal, and XLA and TensorFlow take those for 0. tanh(x) is x here.
+        # scores / cap may be subnormal, which XLA and TensorFlow flush to 0. There tanh(x) is x.
         capped = ops.where(ops.abs(scores) < 1e-9 * cap, scores * factor, capped)
     return capped, bounded
 
 
 def times(ops: Backend, grad: Array, x: Array | float) -> Array:
-    """grad * x, and 0 where grad is 0 and `x` is not finite: a masked pair's may have overflowed, and 0 * inf is NaN.
+    """Return ``grad * x``, but 0 where grad is 0 and `x` is not finite, as 0 * inf is NaN and a masked x may overflow.
 
-    A finite `x` is multiplied also where grad is 0: a second derivative asks for it.
+    A finite `x` is multiplied also where grad is 0, as second derivatives need that product.
     """
     if isinstance(x, float):
         return grad * x
@@ -302,7 +297,7 @@ def times(ops: Backend, grad: Array, x: Array | float) -> Array:
 
 
 def checked_tile(ops: Backend, score: Any, query: Array, key: Array) -> Array:
-    """Return ``score.tile(ops, query, key)``; raise when that is not an array of scores for every query and key.
+    """Return ``score.tile(ops, query, key)``; raise unless that is an array of scores for every query and key.
 
     Raises
     ------
@@ -310,9 +305,9 @@ def checked_tile(ops: Backend, score: Any, query: Array, key: Array) -> Array:
     """
     scores = score.tile(ops, query, key)
     leads = tuple(query.shape[:-2]), tuple(key.shape[:-2])
-    wanted = (*(leads[0] if leads[0] == leads[1] else broadcast(*leads)), query.shape[-2], key.shape[-2])
-    # The common case, at the cost of three comparisons a tile.
-    if type(scores) is type(query) and scores.dtype == query.dtype and _shape_of(scores) == wanted:
+    expected = (*(leads[0] if leads[0] == leads[1] else broadcast(*leads)), query.shape[-2], key.shape[-2])
+    # The common case costs three comparisons a tile.
+    if type(scores) is type(query) and scores.dtype == query.dtype and _shape_of(scores) == expected:
         return scores
     owner, shapes = f"tile of {type(score).__name__}", {"query": tuple(query.shape), "key": tuple(key.shape)}
     if not backends.is_array(scores):
@@ -323,15 +318,15 @@ def checked_tile(ops: Backend, score: Any, query: Array, key: Array) -> Array:
         backends.check_dense(ops, {owner: scores})
     if not ops.is_floating(scores):
         raise DtypeError(message(owner, FLOATING, ops.dtype(scores), shapes=shapes))
-    if shape is None or not _fits(shape, wanted, leads):
-        heads = max(int(query.shape[-4]), int(key.shape[-4])), int(query.shape[-3])
+    if shape is None or not _fits(shape, expected, leads):
+        heads, groups = max(int(query.shape[-4]), int(key.shape[-4])), int(query.shape[-3])
         raise ShapeError(
             message(
                 owner,
-                f"scores (*batch, kv head, group, query, key) = {wanted}",
+                f"scores (*batch, kv head, group, query, key) = {expected}",
                 shape,
                 shapes=shapes,
-                hint=f"a parameter per head has to be reshaped to (kv heads, groups, 1, 1) = {(*heads, 1, 1)}",
+                hint=f"a parameter per head has to be reshaped to (kv heads, groups, 1, 1) = {(heads, groups, 1, 1)}",
             )
         )
     return scores
@@ -345,14 +340,14 @@ def _shape_of(x: Array) -> tuple[Any, ...] | None:
         return None
 
 
-def _fits(shape: tuple[Any, ...], wanted: tuple[Any, ...], leads: tuple[tuple[Any, ...], tuple[Any, ...]]) -> bool:
-    """Whether scores have the shape `wanted`; a leading axis may be 1 where that of query or key is broadcast too."""
+def _fits(shape: tuple[Any, ...], expected: tuple[Any, ...], leads: tuple[tuple[Any, ...], tuple[Any, ...]]) -> bool:
+    """Return whether the shape of scores is `expected`; a leading axis may be 1 where query or key is broadcast too."""
     return (
-        len(shape) == len(wanted)
-        and all(map(may_equal, shape[-2:], wanted[-2:]))
+        len(shape) == len(expected)
+        and all(map(may_equal, shape[-2:], expected[-2:]))
         and all(
             may_equal(n, whole) or (n == 1 and 1 in sides)
-            for n, whole, sides in zip(shape, wanted, zip(*leads, strict=True), strict=False)
+            for n, whole, sides in zip(shape, expected, zip(*leads, strict=True), strict=False)
         )
     )
 

@@ -1,8 +1,8 @@
 """Gaussian kernel: a(q, k) = -|q - k|^2 / (2 bandwidth^2), Nadaraya-Watson regression as attention pooling.
 
-On paper this is an inner product, and as one it cancels: |q|^2 and |k|^2 may dwarf their difference. It is lowered to
-an inner product only where the norms are small, about the origin or about the mean key, and where that saves more than
-looking at the norms costs; otherwise the squared differences are summed directly.
+Expanded, this is an inner product, which cancels where |q|^2 and |k|^2 are much larger than |q - k|^2. So it is lowered
+to an inner product only where the norms are small, about the origin or about the mean key, and where that saves more
+than computing the norms costs; otherwise the squared differences are summed directly.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.scores.base import Pullback, Score, ScoreGradients, per_head, require_positive, require_same_dim, widen
 from attnscore.scores.forms import DistanceForm, Form, InnerForm
 
-# Largest |x|^2 / (2 bandwidth^2) at which the inner product keeps its digits: its terms are then at most 16 to 64,
-# so float32 leaves an error of a few 1e-6 in a score. Without this bound 700 to 10^6 times the direct form's error was
+# Largest |x|^2 / (2 bandwidth^2) at which the inner product is accurate: its terms are then at most 16 to 64, so a
+# score in float32 has an error of a few 1e-6. Without this bound it was 700 to 10^6 times that of the direct sum,
 # measured on x in 0..5 with bandwidth 0.1 and on years with bandwidth 1.
 INNER_LIMIT = 16.0
 
-# Terms, (query, key, channel), for each element of query and key from which the inner product pays in the native
-# kernels. A term of the direct sum takes one vector operation more, a subtraction: 1/32 cycle in float32 with two
+# Terms, (query, key, channel), for each element of query and key above which the inner product is faster in the native
+# kernels. A term of the direct sum takes one more vector operation, a subtraction: 1/32 cycle in float32 with two
 # 512-bit units, 1/16 with AVX2. The norms take three passes over the elements (x * x is written, and read by the sum),
-# 12 bytes each: 0.8 cycles from the second-level cache (16 bytes a cycle), 3 from memory (4 bytes a cycle). So they
-# are paid for by 25 to 100 terms, with AVX2 by 12 to 50. A gradient changes both sides alike: three subtractions more
-# in the native backward, about eight passes more in the framework's.
+# 12 bytes each: 0.8 cycles from the second-level cache (16 bytes a cycle), 3 from memory (4 bytes a cycle). So both
+# cost the same at 25 to 100 terms, with AVX2 at 12 to 50. A gradient raises both costs alike: three more subtractions
+# in the native backward, about eight more passes in the framework's.
 INNER_TERMS = 64
-# What calling the dozen operations of the check costs, in elements: about 50 us, or 2 cycles for each of these.
+# Overhead of the check's dozen operations, in elements: about 50 us, or 2 cycles for each of these.
 _CALLS = 2**16
 
 
@@ -67,36 +67,33 @@ class Gaussian(Score):
         query, key = widen(ops, query, key)
         scale = self._scale(ops, query, key)
         if not hasattr(scale, "shape"):
-            # Gradients are multiplied with twice the scale.
+            # The VJP multiplies with twice the scale.
             dtype = ops.dtype(query)
             check_held("bandwidth", self.bandwidth, dtype, 2 * scale, 1 / math.sqrt(largest_of(dtype)))
-        inner = None
-        if not hasattr(scale, "shape") and _inner_pays(ops, query, key):
-            inner = _inner_form(ops, query, key, scale)
-        return DistanceForm(query, key, scale) if inner is None else inner
+            if _is_inner_faster(ops, query, key) and (inner := _inner_form(ops, query, key, scale)) is not None:
+                return inner
+        return DistanceForm(query, key, scale)
 
     def lower_pullback(self, ops: Backend, query: Array, key: Array) -> tuple[Form, Pullback]:
         form = self.lower(ops, query, key)
 
-        def pullback(grads: Any) -> ScoreGradients:
+        def vjp(grads: Any) -> ScoreGradients:
             if isinstance(form, InnerForm):
-                # -scale * sum(x * x)
-                fold = form.scale
+                # _inner_form: bias = -form.scale / 2 * sum(x * x)
                 query_grad, key_grad = (
-                    grads[name] - fold * side * grads[f"{name}_bias"]
-                    for name, side in (("query", form.query), ("key", form.key))
+                    grads[name] - form.scale * x * grads[f"{name}_bias"]
+                    for name, x in (("query", form.query), ("key", form.key))
                 )
                 return ScoreGradients(query_grad, key_grad, {})
             arrays = {}
             if backends.is_array(self.bandwidth):
-                # 1 / (2 bandwidth^2)
-                placed = self._placed(ops, query, key)
-                arrays["bandwidth"] = ops.reshape(
-                    sum_to(ops, grads["scale"], placed.shape) * -(placed**-3), self.bandwidth.shape
-                )
+                # _scale: 1 / (2 bandwidth^2)
+                bandwidth = self._canonical(ops, query, key)
+                grad = sum_to(ops, grads["scale"], bandwidth.shape) * -(bandwidth**-3)
+                arrays["bandwidth"] = ops.reshape(grad, self.bandwidth.shape)
             return ScoreGradients(grads["query"], grads["key"], arrays)
 
-        return form, pullback
+        return form, vjp
 
     def check(self, dim: int, key_dim: int) -> None:
         require_same_dim("Gaussian", dim, key_dim)
@@ -109,18 +106,20 @@ class Gaussian(Score):
     def operations(self, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
         return 3 * query_len * key_len * dim
 
-    def _placed(self, ops: Backend, query: Array, key: Array) -> Array:
+    def _canonical(self, ops: Backend, query: Array, key: Array) -> Array:
+        """Return the bandwidth as (1, 1) or (head, group, 1, 1)."""
         bandwidth = ops.reshape(self.bandwidth, (*self.bandwidth.shape, 1, 1))
         return per_head(ops, "bandwidth", bandwidth, query, key, 2)
 
     def _scale(self, ops: Backend, query: Array, key: Array) -> Any:
+        """Return 1 / (2 bandwidth^2): a float, or an array where the bandwidth is one."""
         if not backends.is_array(self.bandwidth):
             return 0.5 / (float(self.bandwidth) * float(self.bandwidth))
-        return 0.5 / (widen(ops, self._placed(ops, query, key), key)[0]) ** 2
+        return 0.5 / (widen(ops, self._canonical(ops, query, key), key)[0]) ** 2
 
 
-def _inner_pays(ops: Backend, query: Array, key: Array) -> bool:
-    """Return whether the inner product saves more time than the check of the norms costs."""
+def _is_inner_faster(ops: Backend, query: Array, key: Array) -> bool:
+    """Return whether the inner product saves more time than computing and checking the norms takes."""
     shapes = tuple(query.shape), tuple(key.shape)
     if any(is_unknown(n) for shape in shapes for n in shape):
         return False
@@ -135,16 +134,16 @@ def _inner_pays(ops: Backend, query: Array, key: Array) -> bool:
 
 
 def _inner_form(ops: Backend, query: Array, key: Array, scale: float) -> InnerForm | None:
-    """Return the inner product, with the norms as biases, where it is accurate; otherwise None."""
+    """Return the inner-product form, with the squared norms as biases, or None where it would cancel."""
     norms, largest = _norms(ops, query, key)
     if not math.isfinite(largest):
         return None
     if not largest * scale < INNER_LIMIT:
-        # The score does not change with the centre, so no gradient flows through it. One centre for all batches and
-        # heads: one for each would widen a query or key that broadcasts.
-        rows, kept = tuple(range(len(key.shape) - 1)), ops.stop_gradient(key)
-        centre = ops.sum(kept, axis=rows) / math.prod(kept.shape[:-1])
-        # What is farther from the origin than the centre by more than the limit stays too far from the centre.
+        # The score does not depend on the centre, so no gradient flows through it. One centre serves all batch rows and
+        # heads: one for each would enlarge a query or key that broadcasts.
+        detached = ops.stop_gradient(key)
+        centre = ops.sum(detached, axis=tuple(range(len(key.shape) - 1))) / math.prod(key.shape[:-1])
+        # A vector whose norm exceeds that of the centre by more than the limit is too far from the centre as well.
         radius = math.sqrt(INNER_LIMIT / scale) + math.sqrt(ops.number(ops.sum(centre * centre, axis=-1)) or 0.0)
         if not math.sqrt(largest) < radius:
             return None
@@ -157,9 +156,9 @@ def _inner_form(ops: Backend, query: Array, key: Array, scale: float) -> InnerFo
 
 
 def _norms(ops: Backend, query: Array, key: Array) -> tuple[list[Array], float]:
-    """Return the squared norms of all rows, and the largest of them: NaN where the values cannot be read."""
+    """Return the squared norms of all queries and keys, and the largest of them: NaN where the host cannot read it."""
     norms = [ops.sum(x * x, axis=-1, keepdims=True) for x in (query, key)]
-    seen = [ops.number(ops.max(ops.reshape(ops.stop_gradient(x), (-1,)), axis=0)) for x in norms]
-    numbers = [math.nan if x is None else x for x in seen]
-    # A NaN compares false, and takes the direct form.
-    return norms, math.nan if any(map(math.isnan, numbers)) else max(numbers)
+    largest = [ops.number(ops.max(ops.reshape(ops.stop_gradient(x), (-1,)), axis=0)) for x in norms]
+    values = [math.nan if x is None else x for x in largest]
+    # NaN compares false with every limit, which selects the direct form.
+    return norms, math.nan if any(map(math.isnan, values)) else max(values)

@@ -1,7 +1,7 @@
 """Sum: a(q, k) = sum(q + k), the score that cannot attend.
 
-sum(q + k) = sum(q) + sum(k): the query adds the same number to every score of its row, which the softmax cancels, so
-every query gets the same weights. It is here as a worked answer to "why not simply add query and key?".
+sum(q + k) = sum(q) + sum(k): the query adds the same number to all of its scores, which the softmax cancels, so
+every query gets the same weights. It answers "why not simply add query and key?".
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Sum(Score):
         return InnerForm(ops.concat((sums[0], ones[0]), -1), ops.concat((ones[1], sums[1]), -1))
 
     def lower_pullback(self, ops: Backend, query: Array, key: Array) -> tuple[Form, Pullback]:
-        def pullback(grads: Any) -> ScoreGradients:
+        def vjp(grads: Any) -> ScoreGradients:
             return ScoreGradients(
                 ops.broadcast_to(grads["query"][..., :1], (*grads["query"].shape[:-1], query.shape[-1])),
                 ops.broadcast_to(grads["key"][..., 1:], (*grads["key"].shape[:-1], key.shape[-1])),
                 {},
             )
 
-        return self.lower(ops, query, key), pullback
+        return self.lower(ops, query, key), vjp
 
     def check(self, dim: int, key_dim: int) -> None:
         require_same_dim("sum", dim, key_dim)
