@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("core.problem",),
     ("core.tiling",),
     ("core.tiled",),
-    ("kernels", "masks.lowering", "masks.dynamic_intervals"),
+    ("kernels",),
     ("analysis", "core.recipes", "core.plain_calls"),
     ("api",),
     ("attnscore",),  # the public names

@@ -149,7 +149,7 @@ def test_intervals_in_the_program_are_those_of_the_mask(mask: str, narrow: None)
 
     def ends(numbers: Any) -> Any:
         problem, _ = build_problem(*arrays, mask=MASKS[mask](numbers))
-        found, rest = traced_visibility(problem)
+        found, rest = traced_visibility(problem.ops, problem.score_shape, problem.value, problem.mask)
         assert rest is None
         return found
 

@@ -220,7 +220,7 @@ _ARRAYS = (
     case(
         "an additive mask",
         MaskError,
-        "mask|a boolean array|True where a key may be seen|float32|Hint: compare it: array > 0 for one|bias=",
+        "mask|a boolean array|True where a key may be attended|float32|Hint: compare it: array > 0 for one|bias=",
         lambda x: x.attend(mask=x.array([[0.0] * 5] * 3)),
     ),
     case(
@@ -447,7 +447,7 @@ def _parts(*ends: tuple[int, int]) -> _Custom:
 _INSIDE = "0 <= start <= stop <= key_len = 5|got start"
 _BOOLEAN = "visible|a boolean array that broadcasts to (*batch, kv head, group, query, key)|"
 _WHOLE = "intervals|as a NumPy array of whole numbers, shape (1, 3) or (2, 3)|got "
-_ORDER = "pieces|in order, none touching the next, the empty ones behind|got start"
+_ORDER = "interval_set|in order, none touching the next, the empty ones behind|got start"
 _CUSTOM = (
     *_wherever_it_is_read("a stop past the keys", _ends(0, 6), f"intervals|{_INSIDE} 0 and stop 6 for query 0|Hint: "),
     *_wherever_it_is_read("a stop far past the keys", _ends(0, 2**62), f"intervals|{_INSIDE} 0 and stop {2**62}"),
@@ -480,8 +480,12 @@ _CUSTOM = (
             ("ragged ends", _Custom(ends=lambda n, m, b: ([[0], [0, 1]], 0)), f"{_WHOLE}dtype object"),
             ("one end", _Custom(ends=lambda n, m, b: 5), "intervals|start and stop, or None|got 5"),
             ("three ends", _Custom(ends=lambda n, m, b: (0, 1, 2)), "intervals|start and stop, or None|got (0, 1, 2)"),
-            ("pieces that are none", _Custom(parts=lambda n, m, b: (0, 1)), "pieces|masking.Pieces or None|got (0, 1)"),
-            ("pieces past the keys", _parts((0, 1), (3, 9)), f"pieces|{_INSIDE} 3 and stop 9 for query 0"),
+            (
+                "pieces that are none",
+                _Custom(parts=lambda n, m, b: (0, 1)),
+                "interval_set|attnscore.masks.IntervalSet or None|got (0, 1)",
+            ),
+            ("pieces past the keys", _parts((0, 1), (3, 9)), f"interval_set|{_INSIDE} 3 and stop 9 for query 0"),
             ("pieces out of order", _parts((3, 5), (0, 1)), f"{_ORDER} [3, 0], stop [5, 1]"),
             ("pieces that touch", _parts((0, 2), (2, 5)), f"{_ORDER} [0, 2], stop [2, 5]"),
             ("an empty piece in front", _parts((5, 5), (2, 3)), f"{_ORDER} [5, 2], stop [5, 3]"),

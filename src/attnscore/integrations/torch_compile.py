@@ -37,20 +37,7 @@ from attnscore.kernels.base import DIFFERENTIABLE
 from attnscore.scores.base import Pullback
 
 _OPS = backends.load("torch")
-_MASKS = (
-    masks.And,
-    masks.Causal,
-    masks.Dense,
-    masks.Documents,
-    masks.KeyPadding,
-    masks.KeyRange,
-    masks.Not,
-    masks.Or,
-    masks.PrefixLM,
-    masks.SlidingWindow,
-    masks.ValidLens,
-)
-_BUILTIN: tuple[type[Any], ...] = (*scores.BUILTIN.values(), *_MASKS)
+_BUILTIN: tuple[type[Any], ...] = (*scores.BUILTIN.values(), *masks.BUILTIN)
 _CLASSES: dict[str, Any] = {kind.__name__: kind for kind in _BUILTIN}
 _FIELDS = {name: tuple(field.name for field in dataclasses.fields(kind)) for name, kind in _CLASSES.items()}
 _FUNCTIONS = _CLASSES | {"float": float, "int": int}

@@ -1,13 +1,24 @@
-"""Masks: which keys a query may see."""
+"""Masks: which keys a query may attend."""
 
 from attnscore.masks.arguments import as_mask
 from attnscore.masks.base import And, Mask, Not, Or, parts_of, split
-from attnscore.masks.builtin import Causal, Dense, Documents, KeyPadding, KeyRange, PrefixLM, SlidingWindow, ValidLens
+from attnscore.masks.builtin import (
+    BUILTIN,
+    Causal,
+    Dense,
+    Documents,
+    KeyPadding,
+    KeyRange,
+    PrefixLM,
+    SlidingWindow,
+    ValidLens,
+)
 from attnscore.masks.cached import CachedMask, cached_mask
 from attnscore.masks.function import MaskFunction
 from attnscore.masks.intervals import Intervals, IntervalSet, intersect
 
 __all__ = [
+    "BUILTIN",
     "And",
     "Causal",
     "Dense",

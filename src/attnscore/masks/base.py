@@ -1,18 +1,18 @@
-"""The contract of masks, and how they compose. True means "may attend".
+"""The interface of masks, and their composition. True means "may attend".
 
-- A mask is a small object, never an n x n array: it answers for any block of rows and columns (``visible``), and most
-  say all they know as one interval of keys per query (``intervals``), or a few (``interval_set``), from which tiles are
-  skipped.
-- Masks compose with ``&``, ``|`` and ``~`` and print themselves.
-- ``materialize`` is the truth that ``intervals`` and ``interval_set`` are held to; it is built from ``visible`` alone.
+- A mask is a small object, never an n x n array: it computes any block of queries and keys (``visible``). Most are also
+  one interval of keys per query (``intervals``) or a few (``interval_set``), by which kernels skip tiles.
+- Masks compose with ``&``, ``|`` and ``~``, and have a readable repr.
+- ``materialize`` is the reference for ``intervals`` and ``interval_set``: it is built from ``visible`` alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, ClassVar, final
 
 import numpy as np
@@ -27,12 +27,12 @@ from attnscore.masks.validation import add_checks
 
 
 class Mask(ABC):
-    """Interface of all masks. A new one gives ``visible`` and, when it is an interval, ``intervals``."""
+    """Interface of all masks. A new one defines ``visible`` and, where keys are one interval a query, ``intervals``."""
 
     display_names: ClassVar[Mapping[str, str]] = {}
-    """Names of fields in messages, where the caller may know the argument by another."""
+    """Names of fields in messages, where they differ from the attribute's: callers may know them as arguments."""
     is_array: ClassVar[bool] = False
-    """Whether it is an array of booleans, which serves better as it is than as several pieces a row."""
+    """Whether the mask is a boolean array, which kernels read faster than several intervals a query."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -44,33 +44,33 @@ class Mask(ABC):
 
     @property
     def heads(self) -> int:
-        """Query heads that the mask tells apart: 0 when it knows no axis of heads."""
+        """Number of query heads with masks of their own; 0 without an axis of heads."""
         return 0
 
     @abstractmethod
     def visible(self, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
-        """Whether query i may attend key j, for `rows` (r, 1) and `cols` (1, c); broadcasts over `score_shape`."""
+        """Return whether query i may attend key j for `rows` (r, 1) and `cols` (1, c), broadcast over `score_shape`."""
 
     def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
-        """One interval of visible keys per row, or None when the mask is not of that form or cannot be read here."""
+        """Return one interval of unmasked keys a query, or None without that form or where the host cannot read it."""
         return None
 
     def interval_set(self, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
-        """A few intervals of visible keys per row, or None."""
-        found = self.intervals(query_len, key_len, batch)
-        return None if found is None else IntervalSet.of(found)
+        """Return a few intervals of unmasked keys a query, or None."""
+        intervals = self.intervals(query_len, key_len, batch)
+        return None if intervals is None else IntervalSet.of(intervals)
 
     @abstractmethod
     def check(self, ops: Backend, score_shape: ScoreShape) -> None:
         """Raise MaskError when the mask does not fit `score_shape`."""
 
     def shapes(self, score_shape: ScoreShape) -> list[ShapeSpec]:
-        """Its arrays with the shapes that fit `score_shape`: asked again when lengths are known that no graph knew."""
+        """Return its arrays with the shapes that fit `score_shape`, checked again when a graph learns its lengths."""
         return []
 
     @final
     def materialize(self, query_len: int, key_len: int, batch: int = 1) -> HostArray:
-        """The boolean array (batch, query, key), or wider where a ``Dense`` array has more axes. O(n^2) memory.
+        """Return the boolean array (batch, query, key), with an axis of heads where the mask has one. O(n^2) memory.
 
         Examples
         --------
@@ -88,33 +88,33 @@ class Mask(ABC):
         full = np.broadcast_to(self.visible(ops, score_shape, rows, cols), (batch, heads, 1, query_len, key_len))
         return np.array(full[:, :, 0] if heads > 1 else full[:, 0, 0])
 
+    def _fields(self) -> dict[str, Any]:
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]  # every concrete mask is a dataclass
+        return {field.name: getattr(self, field.name) for field in fields}
+
     def __repr__(self) -> str:
-        given = [
-            f"{field.name}={_show(getattr(self, field.name))}"
-            for field in dataclasses.fields(self)  # type: ignore[arg-type]  # every concrete mask is a dataclass
-            if getattr(self, field.name) is not field.default
-        ]
-        return f"{type(self).__name__}({', '.join(given)})"
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]  # every concrete mask is a dataclass
+        defaults = {field.name: field.default for field in fields}
+        changed = {name: x for name, x in self._fields().items() if x is not defaults[name]}
+        return f"{type(self).__name__}({', '.join(f'{name}={_show(x)}' for name, x in changed.items())})"
 
     def arrays(self) -> dict[str, Array]:
-        """The fields that a caller gave as arrays, under the names that messages use; those of its parts included."""
+        """Return the arrays of the mask and of its parts, under the names that messages use."""
         found: dict[str, Array] = {}
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]  # every concrete mask is a dataclass
-            value = getattr(self, field.name)
+        for name, value in self._fields().items():
             if isinstance(value, Mask):
                 new = value.arrays()
             elif backends.is_array(value):
-                new = {self.display_names.get(field.name, field.name): value}
+                new = {self.display_names.get(name, name): value}
             else:
                 continue
-            found.update({name if name not in found else f"{name} ({len(found) + 1})": x for name, x in new.items()})
+            found.update({key if key not in found else f"{key} ({len(found) + 1})": x for key, x in new.items()})
         return found
 
     def leaves(self) -> list[Array]:
-        """The arrays of `arrays`, in an order that `with_leaves` knows; the same one twice where it is."""
+        """Return the arrays of the mask and of its parts in the order of `with_leaves`; a repeated array repeats."""
         found: list[Array] = []
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]  # every concrete mask is a dataclass
-            value = getattr(self, field.name)
+        for value in self._fields().values():
             if isinstance(value, Mask):
                 found += value.leaves()
             elif backends.is_array(value):
@@ -122,17 +122,16 @@ class Mask(ABC):
         return found
 
     def with_leaves(self, leaves: Iterator[Array]) -> Mask:
-        """The same mask over other arrays, taken from `leaves` in that order."""
+        """Return the same mask over other arrays, in the order of `leaves`."""
         changes: dict[str, Any] = {}
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]  # every concrete mask is a dataclass
-            value = getattr(self, field.name)
+        for name, value in self._fields().items():
             if isinstance(value, Mask):
-                changes[field.name] = value.with_leaves(leaves)
+                changes[name] = value.with_leaves(leaves)
             elif backends.is_array(value):
-                changes[field.name] = next(leaves)
+                changes[name] = next(leaves)
         return dataclasses.replace(self, **changes)  # type: ignore[type-var]  # every concrete mask is a dataclass
 
-    # NumPy and PyTorch would otherwise try & and | element by element before they ask the mask.
+    # Without this, NumPy and PyTorch apply & and | element by element before Python tries the mask's methods.
     __array_ufunc__ = None
 
     def __rand__(self, other: object) -> Mask:
@@ -156,10 +155,21 @@ class Mask(ABC):
         raise MaskError("mask: a mask has no truth value. Hint: combine masks with & | ~, not with and, or, not")
 
 
-@final
+class IntervalSetMask(Mask):
+    """Interface of masks whose keys may be several intervals a query: `interval_set` defines, `intervals` derives."""
+
+    @abstractmethod
+    def interval_set(self, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None: ...
+
+    @final
+    def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
+        intervals = self.interval_set(query_len, key_len, batch)
+        return None if intervals is None else intervals.single
+
+
 @dataclass(frozen=True, eq=False, repr=False)
-class And(Mask):
-    """Seen by both masks."""
+class _Pair(IntervalSetMask):
+    """What `And` and `Or` share."""
 
     first: Mask
     second: Mask
@@ -168,22 +178,35 @@ class And(Mask):
     def heads(self) -> int:
         return max(self.first.heads, self.second.heads)
 
+    @abstractmethod
+    def _combine(self, first: IntervalSet, second: IntervalSet, key_len: int) -> IntervalSet:
+        """Return the intervals of the pair from those of its parts."""
+
+    @final
+    def interval_set(self, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
+        first, second = (part.interval_set(query_len, key_len, batch) for part in (self.first, self.second))
+        return None if first is None or second is None else self._combine(first, second, key_len).within(MOST)
+
+    @final
+    def check(self, ops: Backend, score_shape: ScoreShape) -> None:
+        self.first.check(ops, score_shape)
+        self.second.check(ops, score_shape)
+
+    @final
+    def shapes(self, score_shape: ScoreShape) -> list[ShapeSpec]:
+        return [*self.first.shapes(score_shape), *self.second.shapes(score_shape)]
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class And(_Pair):
+    """Unmasked by both masks."""
+
     def visible(self, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
         return ops.logical_and(*(mask.visible(ops, score_shape, rows, cols) for mask in (self.first, self.second)))
 
-    def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
-        return _single(self.interval_set(query_len, key_len, batch))
-
-    def interval_set(self, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
-        first, second = (part.interval_set(query_len, key_len, batch) for part in (self.first, self.second))
-        return None if first is None or second is None else first.intersection(second, key_len).within(MOST)
-
-    def check(self, ops: Backend, score_shape: ScoreShape) -> None:
-        for part in (self.first, self.second):
-            part.check(ops, score_shape)
-
-    def shapes(self, score_shape: ScoreShape) -> list[ShapeSpec]:
-        return [*self.first.shapes(score_shape), *self.second.shapes(score_shape)]
+    def _combine(self, first: IntervalSet, second: IntervalSet, key_len: int) -> IntervalSet:
+        return first.intersection(second, key_len)
 
     def __repr__(self) -> str:
         return f"{_wrap(self.first, Or)} & {_wrap(self.second, Or)}"
@@ -191,32 +214,14 @@ class And(Mask):
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
-class Or(Mask):
-    """Seen by either mask."""
-
-    first: Mask
-    second: Mask
-
-    @property
-    def heads(self) -> int:
-        return max(self.first.heads, self.second.heads)
+class Or(_Pair):
+    """Unmasked by either mask."""
 
     def visible(self, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
         return ops.logical_or(*(mask.visible(ops, score_shape, rows, cols) for mask in (self.first, self.second)))
 
-    def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
-        return _single(self.interval_set(query_len, key_len, batch))
-
-    def interval_set(self, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
-        first, second = (part.interval_set(query_len, key_len, batch) for part in (self.first, self.second))
-        return None if first is None or second is None else first.union(second, key_len).within(MOST)
-
-    def check(self, ops: Backend, score_shape: ScoreShape) -> None:
-        for part in (self.first, self.second):
-            part.check(ops, score_shape)
-
-    def shapes(self, score_shape: ScoreShape) -> list[ShapeSpec]:
-        return [*self.first.shapes(score_shape), *self.second.shapes(score_shape)]
+    def _combine(self, first: IntervalSet, second: IntervalSet, key_len: int) -> IntervalSet:
+        return first.union(second, key_len)
 
     def __repr__(self) -> str:
         return f"{self.first!r} | {self.second!r}"
@@ -224,8 +229,8 @@ class Or(Mask):
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
-class Not(Mask):
-    """Seen where the mask does not see."""
+class Not(IntervalSetMask):
+    """Unmasked where the mask is not."""
 
     mask: Mask
 
@@ -236,12 +241,9 @@ class Not(Mask):
     def visible(self, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
         return ~self.mask.visible(ops, score_shape, rows, cols)
 
-    def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
-        return _single(self.interval_set(query_len, key_len, batch))
-
     def interval_set(self, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
-        found = self.mask.interval_set(query_len, key_len, batch)
-        return None if found is None else found.complement(key_len).within(MOST)
+        intervals = self.mask.interval_set(query_len, key_len, batch)
+        return None if intervals is None else intervals.complement(key_len).within(MOST)
 
     def check(self, ops: Backend, score_shape: ScoreShape) -> None:
         self.mask.check(ops, score_shape)
@@ -254,27 +256,32 @@ class Not(Mask):
 
 
 def split(mask: Mask, query_len: int, key_len: int, batch: int) -> tuple[IntervalSet | None, Mask | None]:
-    """`mask` as pieces AND a rest that only blocks can tell; either may be None.
+    """Return `mask` as intervals AND a rest that has to be evaluated by block; either may be None.
 
-    The pieces of what can say them bound the tiles even when the rest cannot.
+    The intervals of some parts bound the tiles even when the rest has none.
     """
-    both: IntervalSet | None = None
-    rest: Mask | None = None
+    known: IntervalSet | None = None
+    rest: list[Mask] = []
     for part in parts_of(mask):
-        found = part.interval_set(query_len, key_len, batch)
-        if found is not None and found.count > 1 and part.is_array:
-            found = None
-        if found is not None and both is not None:
-            found = both.intersection(found, key_len).within(MOST)
-        if found is None:
-            rest = part if rest is None else And(rest, part)
+        intervals = part.interval_set(query_len, key_len, batch)
+        if intervals is not None and intervals.count > 1 and part.is_array:
+            intervals = None
+        if intervals is not None and known is not None:
+            intervals = known.intersection(intervals, key_len).within(MOST)
+        if intervals is None:
+            rest.append(part)
         else:
-            both = found
-    return both, rest
+            known = intervals
+    return known, all_of(rest)
+
+
+def all_of(parts: Sequence[Mask]) -> Mask | None:
+    """Return the AND of masks; None of an empty sequence."""
+    return reduce(And, parts) if parts else None
 
 
 def parts_of(mask: Mask) -> list[Mask]:
-    """The masks whose AND `mask` is; what is not seen by either of two is not seen by each."""
+    """Return the masks whose AND `mask` is, with ``~(a | b)`` taken as ``~a & ~b``."""
     if isinstance(mask, Not):
         inner = mask.mask
         if isinstance(inner, Not):
@@ -283,18 +290,21 @@ def parts_of(mask: Mask) -> list[Mask]:
     return [*parts_of(mask.first), *parts_of(mask.second)] if isinstance(mask, And) else [mask]
 
 
+def atoms_of(mask: Mask) -> list[Mask]:
+    """Return the masks that `mask` combines by ``&``, ``|`` and ``~``."""
+    if isinstance(mask, (And, Or)):
+        return [*atoms_of(mask.first), *atoms_of(mask.second)]
+    return atoms_of(mask.mask) if isinstance(mask, Not) else [mask]
+
+
 def check_shapes(mask: Mask, score_shape: ScoreShape) -> None:
-    """Raise MaskError unless the arrays of `mask` may fit `score_shape`, as far as lengths are known."""
+    """Raise MaskError when an array of `mask` does not fit `score_shape`; unknown lengths fit."""
     for part in mask.shapes(score_shape):
         part.check()
 
 
-def _single(found: IntervalSet | None) -> Intervals | None:
-    return None if found is None else found.single
-
-
 def check_is_mask(x: object) -> None:
-    """Raise MaskError when something other than a mask is combined with one."""
+    """Raise MaskError unless `x`, an operand of ``&`` or ``|``, is a mask."""
     if not isinstance(x, Mask):
         hint = None
         if isinstance(x, type):
@@ -309,11 +319,11 @@ def _wrap(mask: Mask, kinds: type[Mask] | tuple[type[Mask], ...]) -> str:
 
 
 def _show(x: object) -> str:
-    """A field in a mask's repr: short values in full, arrays by shape."""
+    """Return the repr of a field: arrays of more than 8 entries by shape and dtype."""
     shape = getattr(x, "shape", None)
     if shape is None:
         return repr(x)
-    host = backends.host(x)
-    if host is not None and host.size <= 8:
-        return repr(host.tolist())
+    values = backends.host(x)
+    if values is not None and values.size <= 8:
+        return repr(values.tolist())
     return f"<{tuple(shape)} {getattr(x, 'dtype', '')}>"

@@ -1,6 +1,6 @@
-"""The masks of the field: valid lengths, ranges, padding, causal, windows, prefixes, packed documents, arrays.
+"""Built-in masks: valid lengths, ranges, padding, causal, windows, prefixes, packed documents, arrays.
 
-Lengths that the host can see are checked; those on a device or traced are clamped to [0, key_len].
+Lengths that the host can read are checked; those on a device or traced are clamped to [0, key_len].
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from attnscore.backends.base import Array, Backend
 from attnscore.core.arguments import is_whole, shown
 from attnscore.core.layout import ScoreShape, entries_of
 from attnscore.errors import MaskError, message
-from attnscore.masks.base import Mask, check_shapes
+from attnscore.masks.base import And, IntervalSetMask, Mask, Not, Or, check_shapes
 from attnscore.masks.index_values import (
     Align,
     check_alignment,
     check_boolean,
-    check_numbers,
+    check_index_values,
     check_whole,
     clip_intervals,
     column,
-    columns_of,
+    document_intervals,
+    entries_at_keys,
     host_ints,
     host_offset,
+    lens_per_query,
     offset_of,
     per_batch,
-    per_row,
-    rows_of,
-    runs,
+    per_query,
 )
 from attnscore.masks.intervals import MOST, Intervals, IntervalSet, runs_of
-from attnscore.masks.shape_spec import ShapeSpec, shape_of, shaped_numbers, shaped_pairs
+from attnscore.masks.shape_spec import ShapeSpec, index_values_spec, pairs_spec, shape_of
 
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class ValidLens(Mask):
-    """Row i sees the keys j < lens; rows past `query_lens` see nothing.
+    """Query i attends the keys j < lens; queries past `query_lens` attend nothing.
 
     Parameters
     ----------
@@ -61,36 +61,37 @@ class ValidLens(Mask):
     display_names: ClassVar[Mapping[str, str]] = {"lens": "valid_lens"}
 
     def visible(self, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
-        lens = per_row(ops, score_shape, self.lens, rows)
-        seen = cols < lens
+        visible = cols < per_query(ops, score_shape, self.lens, rows)
         if self.query_lens is None:
-            return seen
-        return ops.logical_and(seen, rows < per_batch(ops, score_shape, self.query_lens, rows))
+            return visible
+        return ops.logical_and(visible, rows < per_batch(ops, score_shape, self.query_lens, rows))
 
     def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
         lens = host_ints(self.lens)
-        queries = None if self.query_lens is None else host_ints(self.query_lens)
-        if lens is None or (queries is None and self.query_lens is not None):
+        query_lens = None if self.query_lens is None else host_ints(self.query_lens)
+        if lens is None or (query_lens is None and self.query_lens is not None):
             return None
-        stop = rows_of(lens, query_len, batch)
-        if queries is not None:
-            stop = np.where(np.arange(query_len) < column(queries), stop, 0)
+        stop = lens_per_query(lens, query_len, batch)
+        if query_lens is not None:
+            stop = np.where(np.arange(query_len) < column(query_lens), stop, 0)
         return clip_intervals(np.zeros_like(stop), stop, query_len, key_len)
 
     def check(self, ops: Backend, score_shape: ScoreShape) -> None:
-        check_numbers(ops, "valid_lens", self.lens, score_shape, highest=score_shape.key_len, per_query=True)
+        check_index_values("valid_lens", self.lens, score_shape, highest=score_shape.key_len, per_query=True)
         if self.query_lens is not None:
-            check_numbers(ops, "query_lens", self.query_lens, score_shape, highest=score_shape.query_len)
+            check_index_values("query_lens", self.query_lens, score_shape, highest=score_shape.query_len)
 
     def shapes(self, score_shape: ScoreShape) -> list[ShapeSpec]:
-        lens = shaped_numbers("valid_lens", self.lens, score_shape, per_query=True)
-        return [lens] if self.query_lens is None else [lens, shaped_numbers("query_lens", self.query_lens, score_shape)]
+        specs = [index_values_spec("valid_lens", self.lens, score_shape, per_query=True)]
+        if self.query_lens is not None:
+            specs.append(index_values_spec("query_lens", self.query_lens, score_shape))
+        return specs
 
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class KeyRange(Mask):
-    """Every row sees the keys start <= j < stop, with numbers per batch row (left padding).
+    """Every query attends the keys start <= j < stop, with one range per batch row (left padding).
 
     Examples
     --------
@@ -114,17 +115,17 @@ class KeyRange(Mask):
         return clip_intervals(start, stop, query_len, key_len)
 
     def check(self, ops: Backend, score_shape: ScoreShape) -> None:
-        check_numbers(ops, "start", self.start, score_shape, highest=score_shape.key_len)
-        check_numbers(ops, "stop", self.stop, score_shape, highest=score_shape.key_len)
+        check_index_values("start", self.start, score_shape, highest=score_shape.key_len)
+        check_index_values("stop", self.stop, score_shape, highest=score_shape.key_len)
 
     def shapes(self, score_shape: ScoreShape) -> list[ShapeSpec]:
-        return [shaped_numbers("start", self.start, score_shape), shaped_numbers("stop", self.stop, score_shape)]
+        return [index_values_spec("start", self.start, score_shape), index_values_spec("stop", self.stop, score_shape)]
 
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
-class KeyPadding(Mask):
-    """Every row sees the keys where `array` (batch, key) is True: an attention mask as tokenizers give it.
+class KeyPadding(IntervalSetMask):
+    """Every query attends the keys where `array` (batch, key) is True: the attention mask of tokenizers.
 
     Zeros and ones in whole numbers count as False and True.
 
@@ -141,30 +142,23 @@ class KeyPadding(Mask):
 
     @classmethod
     def from_ignore(cls, array: Any) -> KeyPadding:
-        """From the inverted polarity of ``nn.MultiheadAttention``, where True means "ignore"."""
+        """Return the mask of an array where True means "ignore", as in ``nn.MultiheadAttention``."""
         check_boolean("key_padding", array)
-        host = backends.host(array)
-        return cls(~(array if host is None else host.astype(bool)))
+        values = backends.host(array)
+        return cls(~(array if values is None else values.astype(bool)))
 
     def visible(self, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
         array = ops.asarray(self.array, rows)
-        seen = columns_of(ops, array if ops.dtype(array) == "bool" else array != 0, cols)
-        return score_shape.batch_to_canonical(ops, ops.expand_dims(seen, 1))
-
-    def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
-        found = self._runs(query_len, 1)
-        return None if found is None else found.single
+        visible = entries_at_keys(ops, array if ops.dtype(array) == "bool" else array != 0, cols)
+        return score_shape.batch_to_canonical(ops, ops.expand_dims(visible, 1))
 
     def interval_set(self, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
-        return self._runs(query_len, MOST)
-
-    def _runs(self, query_len: int, most: int) -> IntervalSet | None:
         array = backends.host(self.array)
-        found = None if array is None else runs_of(array.astype(bool), most)
-        if found is None:
+        runs = None if array is None else runs_of(array.astype(bool), MOST)
+        if runs is None:
             return None
-        shape = (*found.start.shape[:2], query_len)
-        return IntervalSet(np.broadcast_to(found.start, shape), np.broadcast_to(found.stop, shape))
+        shape = (*runs.start.shape[:2], query_len)
+        return IntervalSet(np.broadcast_to(runs.start, shape), np.broadcast_to(runs.stop, shape))
 
     def check(self, ops: Backend, score_shape: ScoreShape) -> None:
         check_boolean("key_padding", self.array)
@@ -178,7 +172,7 @@ class KeyPadding(Mask):
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Causal(Mask):
-    """Row i sees the keys j <= i + offset.
+    """Query i attends the keys j <= i + offset.
 
     ::
 
@@ -190,7 +184,7 @@ class Causal(Mask):
     Parameters
     ----------
     align : "top_left" (offset 0) or "bottom_right" (offset key_len - query_len), optional
-        Needed when the lengths differ and no `offset` is given: which one is meant is the field's classic silent bug.
+        Required when the lengths differ and no `offset` is given: taking the wrong one is a classic silent bug.
     offset : whole number, or one per batch row, optional
 
     Examples
@@ -214,19 +208,19 @@ class Causal(Mask):
         return clip_intervals(np.zeros_like(stop), stop, query_len, key_len)
 
     def check(self, ops: Backend, score_shape: ScoreShape) -> None:
-        check_alignment(ops, score_shape, self)
+        check_alignment(score_shape, self)
 
     def shapes(self, score_shape: ScoreShape) -> list[ShapeSpec]:
-        return [] if self.offset is None else [shaped_numbers("offset", self.offset, score_shape)]
+        return [] if self.offset is None else [index_values_spec("offset", self.offset, score_shape)]
 
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class SlidingWindow(Mask):
-    """Row i sees the keys i + offset - left <= j <= i + offset + right, both ends included; None is unbounded.
+    """Query i attends the keys i + offset - left <= j <= i + offset + right, both included; None is unbounded.
 
-    A model's "window w" is ``left = w - 1``: a query sees itself and w - 1 keys before it.
-    `align` and `offset` are those of `Causal`.
+    A model's "window w" is ``left = w - 1``: a query attends itself and w - 1 keys before it.
+    `align` and `offset` are as in `Causal`.
 
     Examples
     --------
@@ -243,10 +237,10 @@ class SlidingWindow(Mask):
 
     def visible(self, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
         centre = rows + offset_of(ops, score_shape, self, rows)
-        seen = cols >= 0
+        visible = cols >= 0
         if self.left is not None:
-            seen = ops.logical_and(seen, cols >= centre - self.left)
-        return seen if self.right is None else ops.logical_and(seen, cols <= centre + self.right)
+            visible = ops.logical_and(visible, cols >= centre - self.left)
+        return visible if self.right is None else ops.logical_and(visible, cols <= centre + self.right)
 
     def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
         offset = host_offset(self, query_len, key_len)
@@ -262,16 +256,16 @@ class SlidingWindow(Mask):
             width = getattr(self, name)
             if width is not None and (not is_whole(width) or not 0 <= width < 2**62):
                 raise MaskError(message(name, "a whole number of keys, 0 or more, or None", shown(width)))
-        check_alignment(ops, score_shape, self)
+        check_alignment(score_shape, self)
 
     def shapes(self, score_shape: ScoreShape) -> list[ShapeSpec]:
-        return [] if self.offset is None else [shaped_numbers("offset", self.offset, score_shape)]
+        return [] if self.offset is None else [index_values_spec("offset", self.offset, score_shape)]
 
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class PrefixLM(Mask):
-    """Row i sees the keys j < prefix_len or j <= i, with one prefix length per batch row.
+    """Query i attends the keys j < prefix_len or j <= i, with one prefix length per batch row.
 
     Examples
     --------
@@ -294,21 +288,21 @@ class PrefixLM(Mask):
         return clip_intervals(np.zeros_like(stop), stop, query_len, key_len)
 
     def check(self, ops: Backend, score_shape: ScoreShape) -> None:
-        check_numbers(ops, "prefix_lens", self.prefix_lens, score_shape, highest=score_shape.key_len)
+        check_index_values("prefix_lens", self.prefix_lens, score_shape, highest=score_shape.key_len)
 
     def shapes(self, score_shape: ScoreShape) -> list[ShapeSpec]:
-        return [shaped_numbers("prefix_lens", self.prefix_lens, score_shape)]
+        return [index_values_spec("prefix_lens", self.prefix_lens, score_shape)]
 
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Documents(Mask):
-    """Packed documents: row i sees the keys with the same id; a negative id sees nothing and is seen by nothing.
+    """Packed documents: query i attends the keys with its id; a negative id is padding, masked on both sides.
 
     Parameters
     ----------
     query_ids, key_ids : (batch, length) or (length,) whole numbers
-        `key_ids` None: those of the queries.
+        Without `key_ids`, keys have the ids of the queries.
 
     Examples
     --------
@@ -322,51 +316,50 @@ class Documents(Mask):
     key_ids: Any = None
 
     def visible(self, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
-        queries, keys = (per_batch(ops, score_shape, ids, rows, flat=True) for ids in self._ids())
-        mine = ops.expand_dims(columns_of(ops, queries, ops.reshape(rows, (1, -1))), -1)
-        theirs = ops.expand_dims(columns_of(ops, keys, cols), 1)
-        return score_shape.batch_to_canonical(ops, ops.logical_and(ops.equal(mine, theirs), mine >= 0))
+        query_ids, key_ids = (per_batch(ops, score_shape, ids, rows, flat=True) for ids in self.ids)
+        query_ids = ops.expand_dims(entries_at_keys(ops, query_ids, ops.reshape(rows, (1, -1))), -1)
+        key_ids = ops.expand_dims(entries_at_keys(ops, key_ids, cols), 1)
+        return score_shape.batch_to_canonical(ops, ops.logical_and(ops.equal(query_ids, key_ids), query_ids >= 0))
 
     def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
-        found = [host_ints(ids) for ids in self._ids()]
-        if any(ids is None for ids in found):
+        query_ids, key_ids = map(host_ints, self.ids)
+        if query_ids is None or key_ids is None:
             return None
-        queries, keys = (np.atleast_2d(ids) for ids in found if ids is not None)
-        rows = max(len(queries), len(keys))
-        if len(queries) == 0 or len(keys) == 0:
-            nothing = np.zeros((0, query_len), np.int64)
-            return nothing, nothing
-        pairs = [runs(queries[b % len(queries)], keys[b % len(keys)]) for b in range(rows)]
-        if any(pair is None for pair in pairs):
-            return None
-        start, stop = (np.stack(ends) for ends in zip(*(pair for pair in pairs if pair is not None), strict=True))
+        query_ids, key_ids = np.atleast_2d(query_ids), np.atleast_2d(key_ids)
+        if len(query_ids) == 0 or len(key_ids) == 0:
+            empty = np.zeros((0, query_len), np.int64)
+            return empty, empty
+        rows = []
+        for b in range(max(len(query_ids), len(key_ids))):
+            row = document_intervals(query_ids[b % len(query_ids)], key_ids[b % len(key_ids)])
+            if row is None:
+                return None
+            rows.append(row)
+        start, stop = map(np.stack, zip(*rows, strict=True))
         return clip_intervals(start, stop, query_len, key_len)
 
     def check(self, ops: Backend, score_shape: ScoreShape) -> None:
-        for name, ids in zip(("query_ids", "key_ids"), self._ids(), strict=True):
+        for name, ids in zip(("query_ids", "key_ids"), self.ids, strict=True):
             check_whole(name, ids)
         check_shapes(self, score_shape)
 
     def shapes(self, score_shape: ScoreShape) -> list[ShapeSpec]:
-        parts = zip(("query_ids", "key_ids"), self._ids(), (score_shape.query_len, score_shape.key_len), strict=True)
+        batch, lengths = score_shape.batch, (score_shape.query_len, score_shape.key_len)
         return [
-            ShapeSpec(
-                name,
-                ids,
-                f"shape (batch, length) = ({score_shape.batch}, {length}) or ({length},)",
-                [(length,), ((1, score_shape.batch), length)],
-            )
-            for name, ids, length in parts
+            ShapeSpec(name, ids, f"shape (batch, length) = ({batch}, {n}) or ({n},)", [(n,), ((1, batch), n)])
+            for name, ids, n in zip(("query_ids", "key_ids"), self.ids, lengths, strict=True)
         ]
 
-    def _ids(self) -> tuple[Any, Any]:
+    @property
+    def ids(self) -> tuple[Any, Any]:
+        """The ids of queries and of keys."""
         return self.query_ids, self.query_ids if self.key_ids is None else self.key_ids
 
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Dense(Mask):
-    """Row i sees key j where `array[..., i, j]` is True; broadcastable to (..., query, key).
+    """Query i attends key j where `array[..., i, j]` is True; broadcastable to (..., query, key).
 
     Examples
     --------
@@ -381,17 +374,24 @@ class Dense(Mask):
 
     @property
     def heads(self) -> int:
-        """Length of the head axis, where the array has more than (batch, query, key)."""
+        """Number of heads, where the array has more axes than (batch, query, key)."""
         shape = shape_of(self.array)
         return int(shape[-3]) if len(shape) > 3 else 0
 
     def visible(self, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
         array = score_shape.to_canonical(ops, ops.asarray(self.array, rows))
-        return columns_of(ops, entries_of(ops, array, rows, -2), cols)
+        return entries_at_keys(ops, entries_of(ops, array, rows, -2), cols)
 
     def check(self, ops: Backend, score_shape: ScoreShape) -> None:
         check_boolean("mask", self.array, numbers=False)
         check_shapes(self, score_shape)
 
     def shapes(self, score_shape: ScoreShape) -> list[ShapeSpec]:
-        return [shaped_pairs("mask", self.array, score_shape)]
+        return [pairs_spec("mask", self.array, score_shape)]
+
+
+BUILTIN: tuple[type[Mask], ...] = (
+    *(And, Or, Not),
+    *(ValidLens, KeyRange, KeyPadding, Causal, SlidingWindow, PrefixLM, Documents, Dense),
+)
+"""All masks whose fields define them fully (a `MaskFunction` holds code); other tables derive from this one."""

@@ -1,9 +1,10 @@
-"""Intervals whose numbers are traced, for the native module: known when the call runs.
+"""Intervals with traced index values, for kernels inside a staged program.
 
-- In a program that calls the module itself (JAX) they are arrays of the program, one number a row each: what a row
-  sees is an interval less holes, and so are ANDs of such sets, the complement of an interval and the union of two.
-- Where the call comes back to Python they are pieces then. Which masks stay few pieces whatever the numbers are is
-  told by their form.
+- In a program that calls the kernel itself (JAX) the ends are arrays of the program, one number a query each. The keys
+  of a query are an interval less holes. Such sets are closed under AND; the complement of one interval and the union of
+  two are such sets too.
+- Where the program calls back into Python, intervals are known then. The form of a mask tells whether they stay few
+  whatever the index values are.
 """
 
 from __future__ import annotations
@@ -13,182 +14,192 @@ from typing import Any
 
 import numpy as np
 
-from attnscore.backends.base import Array
-from attnscore.core.problem import Problem
-from attnscore.masks import And, Causal, KeyRange, Mask, Not, Or, PrefixLM, SlidingWindow, ValidLens, parts_of
-from attnscore.masks.intervals import MOST
+from attnscore.backends.base import Array, Backend
+from attnscore.core.layout import ScoreShape
+from attnscore.masks.base import And, Mask, Not, Or, all_of, parts_of
+from attnscore.masks.builtin import Causal, KeyRange, PrefixLM, SlidingWindow, ValidLens
+from attnscore.masks.intervals import MOST, IntervalSet
 
-# Masks that are one interval a row once their numbers are known.
+# Masks that are one interval a query whatever their index values are.
 _INTERVALS = (Causal, KeyRange, PrefixLM, SlidingWindow, ValidLens)
 
-# Numbers stop at the first, widths from the second on are unbounded: the sum of both stays within 32 bits, and no
-# sequence is as long as their difference.
+# Index values are clamped to the first, and widths from the second on count as unbounded: the sum of both stays within
+# 32 bits, and no sequence is as long as their difference.
 _FAR, _WIDE = 2**30, 2**29
 
 Ends = tuple[Array, Array]
 
 
 @dataclass(frozen=True)
-class _Traced:
-    """Start and stop of each row, (batch or 1, query or 1) each, and those of holes in between."""
+class _Holed:
+    """Start and stop of each query's interval, (batch or 1, query or 1) each, and those of the holes in it."""
 
     ends: Ends
     holes: tuple[Ends, ...] = ()
 
 
-def without_later_pieces(problem: Problem, rest: Mask) -> list[Mask]:
-    """The parts of `rest` that are no pieces when the call runs either."""
+def without_interval_parts(
+    ops: Backend, score_shape: ScoreShape, like: Array, rest: Mask, known: IntervalSet | None
+) -> list[Mask]:
+    """Return the parts of `rest` that are not intervals when a staged program runs either.
+
+    `known` are the intervals that are known now; together with those of `rest` a query may have `MOST`.
+    """
     parts = parts_of(rest)
-    if problem.ops.custom_calls():
-        return [part for part in parts if _traced(problem, part) is None]
-    known = problem.visibility[0]
-    count, left = 1 if known is None else known.count, []
+    if ops.custom_calls():
+        tracer = _Tracer(ops, score_shape, like)
+        return [part for part in parts if tracer.trace(part) is None]
+    count, others = 1 if known is None else known.count, []
     for part in parts:
-        most = _most_pieces(part)
+        most = _most_intervals(part)
         if most is None or count + most - 1 > MOST:
-            left.append(part)
+            others.append(part)
         else:
             count += most - 1
-    return left
+    return others
 
 
-def _most_pieces(mask: Mask) -> int | None:
-    """How many pieces a row may have whatever the numbers are; None where there is no limit."""
+def _most_intervals(mask: Mask) -> int | None:
+    """Return how many intervals a query may have whatever the index values are; None without a limit."""
     if isinstance(mask, Not):
-        inner = _most_pieces(mask.mask)
+        inner = _most_intervals(mask.mask)
         return None if inner is None else inner + 1
     if isinstance(mask, (And, Or)):
-        first, second = _most_pieces(mask.first), _most_pieces(mask.second)
+        first, second = _most_intervals(mask.first), _most_intervals(mask.second)
         return None if first is None or second is None else first + second - isinstance(mask, And)
     return 1 if isinstance(mask, _INTERVALS) else None
 
 
-def traced_visibility(problem: Problem) -> tuple[Ends | None, Mask | None]:
-    """What ``problem.visibility`` is where numbers may be traced: ends, with their holes in front, and the rest."""
-    found: _Traced | None = None
-    rest: Mask | None = None
-    for part in [] if problem.mask is None else parts_of(problem.mask):
-        own = _traced(problem, part)
-        if own is None:
-            rest = part if rest is None else And(rest, part)
-        elif found is None:
-            found = own
+def traced_visibility(
+    ops: Backend, score_shape: ScoreShape, like: Array, mask: Mask | None
+) -> tuple[Ends | None, Mask | None]:
+    """Return `mask` as ends that may be traced AND a rest, as ``Problem.visibility`` does with known ones.
+
+    With holes, the ends have them on a first axis, after the interval around all.
+    """
+    tracer = _Tracer(ops, score_shape, like)
+    found: _Holed | None = None
+    rest: list[Mask] = []
+    for part in [] if mask is None else parts_of(mask):
+        traced = tracer.trace(part)
+        if traced is None:
+            rest.append(part)
         else:
-            found = _Traced(_both(problem, found.ends, own.ends), found.holes + own.holes)
-    if found is None:
-        return None, rest
-    ops, score_shape = problem.ops, problem.score_shape
-    pairs = [_clamped(problem, pair) for pair in (found.ends, *found.holes)]
-    lengths = {end.shape[0] for pair in pairs for end in pair}
-    batch = 0 if 0 in lengths else max(lengths)
-    start, stop = ([ops.broadcast_to(pair[i], (batch, score_shape.query_len)) for pair in pairs] for i in (0, 1))
-    if not found.holes:
-        return (start[0], stop[0]), rest
-    start, stop = ([ops.expand_dims(x, 0) for x in ends] for ends in (start, stop))
-    return (ops.concat(start, 0), ops.concat(stop, 0)), rest
+            found = traced if found is None else tracer.intersection(found, traced)
+    return None if found is None else tracer.stacked(found), all_of(rest)
 
 
-def _traced(problem: Problem, mask: Mask) -> _Traced | None:
-    """None where the mask is not so."""
-    score_shape = problem.score_shape
-    if (known := mask.interval_set(score_shape.query_len, score_shape.key_len, score_shape.batch)) is not None:
-        if known.single is not None:
-            return _Traced(_constant(problem, known.single))
-        if mask.is_array:
-            return None
-        around, *holes = (_constant(problem, pair) for pair in zip(*known.with_holes, strict=True))
-        return _Traced(around, tuple(holes))
-    if isinstance(mask, Not):
-        inner = _traced(problem, mask.mask)
-        return None if inner is None or inner.holes else _Traced(_everything(problem), (inner.ends,))
-    if isinstance(mask, (And, Or)):
-        first, second = _traced(problem, mask.first), _traced(problem, mask.second)
-        if first is None or second is None:
-            return None
-        if isinstance(mask, And):
-            return _Traced(_both(problem, first.ends, second.ends), first.holes + second.holes)
-        return None if first.holes or second.holes else _either(problem, first.ends, second.ends)
-    ends = _ends(problem, mask)
-    return None if ends is None else _Traced(ends)
+@dataclass(frozen=True)
+class _Tracer:
+    """Computes the ends of masks in the caller's program, on the device of `like`."""
 
+    ops: Backend
+    score_shape: ScoreShape
+    like: Array
 
-def _everything(problem: Problem) -> Ends:
-    nothing = problem.ops.zeros((1, 1), problem.value, "int64")
-    return nothing, nothing + problem.score_shape.key_len
+    def trace(self, mask: Mask) -> _Holed | None:
+        """Return a mask as intervals with holes; None where it is not of that form."""
+        score_shape = self.score_shape
+        known = mask.interval_set(score_shape.query_len, score_shape.key_len, score_shape.batch)
+        if known is not None:
+            if known.single is not None:
+                return _Holed(self._constant(known.single))
+            if mask.is_array:
+                return None
+            ends, *holes = (self._constant(pair) for pair in zip(*known.with_holes, strict=True))
+            return _Holed(ends, tuple(holes))
+        if isinstance(mask, Not):
+            inner = self.trace(mask.mask)
+            return None if inner is None or inner.holes else _Holed(self._all_keys(), (inner.ends,))
+        if isinstance(mask, (And, Or)):
+            first, second = self.trace(mask.first), self.trace(mask.second)
+            if first is None or second is None:
+                return None
+            if isinstance(mask, And):
+                return self.intersection(first, second)
+            return None if first.holes or second.holes else self._union(first.ends, second.ends)
+        one = self._ends(mask)
+        return None if one is None else _Holed(one)
 
+    def intersection(self, first: _Holed, second: _Holed) -> _Holed:
+        (start, stop), (other_start, other_stop) = first.ends, second.ends
+        ends = self.ops.maximum(start, other_start), self._minimum(stop, other_stop)
+        return _Holed(ends, first.holes + second.holes)
 
-def _both(problem: Problem, first: Ends, second: Ends) -> Ends:
-    return problem.ops.maximum(first[0], second[0]), _least(problem, first[1], second[1])
+    def _union(self, first: Ends, second: Ends) -> _Holed:
+        """Return the interval around two, with the hole between them."""
+        ops = self.ops
+        (start, stop), (other, end) = self._clamped(first), self._clamped(second)
+        # An empty interval takes the place of the other one.
+        start, stop, other, end = (
+            ops.where(start < stop, start, other), ops.where(start < stop, stop, end),
+            ops.where(other < end, other, start), ops.where(other < end, end, stop),
+        )  # fmt: skip
+        around = self._minimum(start, other), ops.maximum(stop, end)
+        return _Holed(around, ((self._minimum(stop, end), ops.maximum(start, other)),))
 
+    def stacked(self, found: _Holed) -> Ends:
+        """Return start and stop, (batch or 1, query); with holes, stacked: the interval and then its holes."""
+        ops = self.ops
+        pairs = [self._clamped(pair) for pair in (found.ends, *found.holes)]
+        batches = {end.shape[0] for pair in pairs for end in pair}
+        shape = (0 if 0 in batches else max(batches), self.score_shape.query_len)
+        start, stop = ([ops.broadcast_to(pair[i], shape) for pair in pairs] for i in (0, 1))
+        if not found.holes:
+            return start[0], stop[0]
+        start, stop = ([ops.expand_dims(x, 0) for x in ends] for ends in (start, stop))
+        return ops.concat(start, 0), ops.concat(stop, 0)
 
-def _either(problem: Problem, first: Ends, second: Ends) -> _Traced:
-    """The interval around two, and the hole between them."""
-    ops = problem.ops
-    (start, stop), (other, end) = _clamped(problem, first), _clamped(problem, second)
-    # An interval without keys stands where the other one does.
-    start, stop, other, end = (
-        ops.where(start < stop, start, other), ops.where(start < stop, stop, end),
-        ops.where(other < end, other, start), ops.where(other < end, end, stop),
-    )  # fmt: skip
-    around = _least(problem, start, other), ops.maximum(stop, end)
-    return _Traced(around, ((_least(problem, stop, end), ops.maximum(start, other)),))
+    def _ends(self, mask: Mask) -> Ends | None:
+        """Return the ends of a mask that is one interval a query."""
+        ops, values = self.ops, self._index_values
+        rows = ops.reshape(ops.positions(0, self.score_shape.query_len, self.like), (1, -1))
+        zero = ops.zeros((1, 1), rows)
+        if isinstance(mask, ValidLens):
+            stop = values(mask.lens, per_query=True)
+            if mask.query_lens is not None:
+                stop = ops.where(rows < values(mask.query_lens), stop, 0)
+            return zero, stop
+        if isinstance(mask, KeyRange):
+            return values(mask.start), values(mask.stop)
+        if isinstance(mask, PrefixLM):
+            return zero, ops.maximum(values(mask.prefix_lens), rows + 1)
+        if isinstance(mask, Causal):
+            return zero, rows + values(mask.offset) + 1
+        if isinstance(mask, SlidingWindow):
+            centre = rows + values(mask.offset)
+            left, right = (None if width is None or width >= _WIDE else width for width in (mask.left, mask.right))
+            start = zero if left is None else centre - left
+            return start, zero + self.score_shape.key_len if right is None else centre + right + 1
+        return None
 
+    def _all_keys(self) -> Ends:
+        zero = self.ops.zeros((1, 1), self.like, "int64")
+        return zero, zero + self.score_shape.key_len
 
-def _least(problem: Problem, first: Array, second: Array) -> Array:
-    return -problem.ops.maximum(-first, -second)
+    def _constant(self, ends: tuple[Any, Any]) -> Ends:
+        """Return known intervals as constants; with one number where all queries agree, so the program stays small."""
+        found = []
+        for end in ends:
+            is_shared = isinstance(end, np.ndarray) and end.size and (end == end[:, :1]).all()
+            x = self.ops.asarray(end[:, :1] if is_shared else end, self.like)
+            found.append(self.ops.astype(x, "int64"))
+        return found[0], found[1]
 
+    def _index_values(self, x: Any, *, per_query: bool = False) -> Array:
+        """Return traced values, one or one per batch row (or query), as (batch or 1, query or 1)."""
+        ops = self.ops
+        x = ops.astype(ops.asarray(x, self.like), "int64")
+        x = self._minimum(ops.maximum(x, ops.full((), -_FAR, x)), ops.full((), _FAR, x))
+        if per_query and len(x.shape) == 1 and not self.score_shape.has_batch and x.shape[0] > 1:
+            return ops.reshape(x, (1, -1))
+        return x if len(x.shape) == 2 else ops.reshape(x, (-1, 1))
 
-def _clamped(problem: Problem, ends: Ends) -> Ends:
-    """Within [0, key_len], and no end before its start."""
-    start, stop = (_between(problem, end) for end in ends)
-    return start, problem.ops.maximum(stop, start)
+    def _clamped(self, ends: Ends) -> Ends:
+        """Return the ends within [0, key_len], with stop >= start."""
+        ops, key_len = self.ops, self.score_shape.key_len
+        start, stop = (self._minimum(ops.maximum(end, ops.zeros((), end)), ops.full((), key_len, end)) for end in ends)
+        return start, ops.maximum(stop, start)
 
-
-def _between(problem: Problem, x: Array) -> Array:
-    """`x` within [0, key_len]."""
-    ops = problem.ops
-    return _least(problem, ops.maximum(x, ops.zeros((), x)), ops.full((), problem.score_shape.key_len, x))
-
-
-def _ends(problem: Problem, mask: Mask) -> Ends | None:
-    """Start and stop of one interval whose numbers are traced."""
-    score_shape = problem.score_shape
-    rows = problem.ops.reshape(problem.ops.positions(0, score_shape.query_len, problem.value), (1, -1))
-    nothing = problem.ops.zeros((1, 1), rows)
-    if isinstance(mask, ValidLens):
-        stop = _numbers(problem, mask.lens, per_query=True)
-        if mask.query_lens is not None:
-            stop = problem.ops.where(rows < _numbers(problem, mask.query_lens), stop, 0)
-        return nothing, stop
-    if isinstance(mask, KeyRange):
-        return _numbers(problem, mask.start), _numbers(problem, mask.stop)
-    if isinstance(mask, PrefixLM):
-        return nothing, problem.ops.maximum(_numbers(problem, mask.prefix_lens), rows + 1)
-    if isinstance(mask, Causal):
-        return nothing, rows + _numbers(problem, mask.offset) + 1
-    if isinstance(mask, SlidingWindow):
-        middle = rows + _numbers(problem, mask.offset)
-        left, right = (None if width is None or width >= _WIDE else width for width in (mask.left, mask.right))
-        start = nothing if left is None else middle - left
-        return start, nothing + score_shape.key_len if right is None else middle + right + 1
-    return None
-
-
-def _constant(problem: Problem, ends: tuple[Any, Any]) -> Ends:
-    """Intervals that are known now; one number where all rows have the same, so that the program holds no more."""
-    found = []
-    for end in ends:
-        same = isinstance(end, np.ndarray) and end.size and (end == end[:, :1]).all()
-        x = problem.ops.asarray(end[:, :1] if same else end, problem.value)
-        found.append(problem.ops.astype(x, "int64"))
-    return found[0], found[1]
-
-
-def _numbers(problem: Problem, x: Any, *, per_query: bool = False) -> Array:
-    """Traced numbers, one or one per batch row (or query), as (batch or 1, query or 1)."""
-    ops = problem.ops
-    x = ops.astype(ops.asarray(x, problem.value), "int64")
-    x = _least(problem, ops.maximum(x, ops.full((), -_FAR, x)), ops.full((), _FAR, x))
-    if per_query and len(x.shape) == 1 and not problem.score_shape.has_batch and x.shape[0] > 1:
-        return ops.reshape(x, (1, -1))
-    return x if len(x.shape) == 2 else ops.reshape(x, (-1, 1))
+    def _minimum(self, first: Array, second: Array) -> Array:
+        return -self.ops.maximum(-first, -second)

@@ -1,10 +1,11 @@
-"""A mask that is a function of indices: what FlexAttention calls a ``mask_mod``.
+"""Masks given by a function of indices, the ``mask_mod`` of FlexAttention.
 
-- The function is asked for the block that is wanted, on the caller's framework; there is never an n x n array.
-- Where the keys of every row are a few intervals (windows, chunks, packed documents, blocks of an image, sinks), that
-  is found by asking for all pairs once, a strip of rows at a time, on the host: tiles are then skipped, and the
-  function is not asked again for these lengths.
-- A function that tells heads apart has no intervals: it is asked by strips of rows, or by block.
+- The function is called for one block of queries and keys at a time, in the caller's framework; there is never an
+  n x n array.
+- Where the keys of every query are a few intervals (windows, chunks, packed documents, blocks of an image, sinks), one
+  pass over all pairs on the host finds them, some queries at a time. Kernels then skip tiles, and the function is not
+  called again for these lengths.
+- A function of the head has no intervals: kernels evaluate it by blocks.
 """
 
 from __future__ import annotations
@@ -22,36 +23,36 @@ from attnscore.core.arguments import is_whole, shown
 from attnscore.core.cache import BoundedCache
 from attnscore.core.layout import ScoreShape
 from attnscore.errors import MaskError, message
-from attnscore.masks.base import Mask
-from attnscore.masks.intervals import MOST, HostArray, Intervals, IntervalSet, runs_of
+from attnscore.masks.base import IntervalSetMask, Mask
+from attnscore.masks.intervals import MOST, HostArray, IntervalSet, runs_of
 
-# Pairs that are looked at together: 1 MB of booleans, and 8 MB for each array of 64-bit numbers that a function makes.
+# Pairs evaluated together: 1 MB of booleans, and 8 MB for each temporary of 64-bit numbers in the function.
 STRIP = 2**20
-# Pairs of lengths whose pieces a mask remembers.
-_LENGTHS = 16
+# Pairs of lengths for which a mask caches its intervals.
+_CACHED_LENGTHS = 16
 _EXPECTED = "a boolean array that broadcasts to (batch, head, query, key)"
 
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
-class MaskFunction(Mask):
-    """Row i of head h in batch row b sees key j where ``function(b, h, i, j)`` is True.
+class MaskFunction(IntervalSetMask):
+    """Query i of head h in batch row b attends key j where ``function(b, h, i, j)`` is True.
 
-    The function gets whole numbers as arrays of the caller's framework, of shapes (batch, 1, 1, 1), (1, head, 1, 1),
-    (1, 1, query, 1) and (1, 1, 1, key), for any block of rows and columns, and returns a boolean array that broadcasts
-    to (batch, head, query, key): comparisons and ``&``, ``|``, ``~`` do. For one pair it must always say the same as
-    long as the mask is used.
+    The function takes indices as integer arrays of the caller's framework, of shapes (batch, 1, 1, 1), (1, head, 1, 1),
+    (1, 1, query, 1) and (1, 1, 1, key), for any block of queries and keys. It returns a boolean array that broadcasts
+    to (batch, head, query, key): comparisons and ``&``, ``|``, ``~`` do. It has to be pure: the same indices give the
+    same result as long as the mask is used.
 
     Parameters
     ----------
     function : callable
         ``function(batch, head, query, key, *captured)``.
     captured : tuple of arrays, optional
-        What the function reads besides the indices, and indexes by them, as in ``ids[batch, key]``; numbers per batch
-        row may also broadcast, as (batch, 1, 1, 1). Arrays that are traced, in JAX and TensorFlow, have to come here
-        and not in a closure; others may.
+        Arrays that the function reads besides the indices, as in ``ids[batch, key]``; one number per batch row may
+        also broadcast, as (batch, 1, 1, 1). Traced arrays of JAX and TensorFlow have to be passed here; others may
+        stay in a closure.
     heads : whole number, optional
-        For `materialize`: how many heads the function tells apart; 0: none, or those of the call.
+        For `materialize`: the number of heads that the function distinguishes; 0 for none, or those of the call.
 
     Raises
     ------
@@ -81,19 +82,15 @@ class MaskFunction(Mask):
         heads = score_shape.heads * score_shape.groups
         index = (ops.positions(0, score_shape.batch, rows), ops.positions(0, heads, rows), rows, cols)
         captured = [ops.asarray(x, rows) for x in self.captured]
-        seen = self._asked(ops, index, captured, (score_shape.batch, heads, rows.shape[0], cols.shape[1]), rows)
-        batch, head, *block = ops.shape(seen)
+        visible = self._call(ops, index, captured, (score_shape.batch, heads, rows.shape[0], cols.shape[1]), rows)
+        batch, head, *block = ops.shape(visible)
         split = (1, 1) if may_equal(head, 1) else (score_shape.heads, score_shape.groups)
-        return ops.reshape(seen, (batch, *(1,) * (len(score_shape.lead) - 1), *split, *block))
-
-    def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
-        found = self.interval_set(query_len, key_len, batch)
-        return None if found is None else found.single
+        return ops.reshape(visible, (batch, *(1,) * (len(score_shape.lead) - 1), *split, *block))
 
     def interval_set(self, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
         found = _found(self)
         key = (found.heads, query_len, key_len, batch)
-        return found.interval_set.get_or_compute(key, lambda: self._pieces(found, query_len, key_len, batch))
+        return found.interval_set.get_or_compute(key, lambda: self._search(found, query_len, key_len, batch))
 
     def check(self, ops: Backend, score_shape: ScoreShape) -> None:
         if not callable(self.function):
@@ -105,55 +102,55 @@ class MaskFunction(Mask):
         heads = score_shape.heads * score_shape.groups
         if not is_whole(self.heads) or self.heads not in (0, heads):
             raise MaskError(message("heads", f"0, or the number of heads ({heads})", shown(self.heads)))
-        # Pieces are looked for in the words that the function is called in anyway.
+        # The search for intervals calls the function in the caller's framework too.
         found = _found(self)
         found.ops, found.heads = ops, heads
 
-    def _asked(
-        self, ops: Backend, index: Sequence[Array], captured: Sequence[Array], most: tuple[Any, ...], like: Array
+    def _call(
+        self, ops: Backend, index: Sequence[Array], captured: Sequence[Array], full: tuple[Any, ...], like: Array
     ) -> Array:
-        """The function's answer on four axes, each 1 or the number in `most`."""
-        places = [tuple(-1 if axis == place else 1 for axis in range(4)) for place in range(4)]
-        answer = self.function(*(ops.reshape(x, place) for x, place in zip(index, places, strict=True)), *captured)
+        """Return the checked result of the function on four axes, each of length 1 or that of `full`."""
+        axes = [tuple(-1 if axis == own else 1 for axis in range(4)) for own in range(4)]
+        result = self.function(*(ops.reshape(x, shape) for x, shape in zip(index, axes, strict=True)), *captured)
         name = f"the result of {_name(self.function)}"
-        if not (backends.is_array(answer) or isinstance(answer, (bool, np.bool_))):
-            raise MaskError(message(name, _EXPECTED, shown(answer)))
-        seen = ops.asarray(answer, like)
-        if ops.dtype(seen) != "bool":
-            raise MaskError(message(name, _EXPECTED, f"dtype {ops.dtype(seen)}", hint="compare it: x > 0"))
-        shape = ops.shape(seen)
+        if not (backends.is_array(result) or isinstance(result, (bool, np.bool_))):
+            raise MaskError(message(name, _EXPECTED, shown(result)))
+        array = ops.asarray(result, like)
+        if ops.dtype(array) != "bool":
+            raise MaskError(message(name, _EXPECTED, f"dtype {ops.dtype(array)}", hint="compare it: x > 0"))
+        shape = ops.shape(array)
         wide = (*(1,) * (4 - len(shape)), *shape)
-        if len(wide) > 4 or not all(may_equal(n, 1) or may_equal(n, m) for n, m in zip(wide, most, strict=True)):
-            raise MaskError(message(name, f"{_EXPECTED} = {most}", f"shape {tuple(shape)}"))
-        return seen if len(shape) == 4 else ops.reshape(seen, wide)
+        if len(wide) > 4 or not all(may_equal(n, 1) or may_equal(n, m) for n, m in zip(wide, full, strict=True)):
+            raise MaskError(message(name, f"{_EXPECTED} = {full}", f"shape {tuple(shape)}"))
+        return array if len(shape) == 4 else ops.reshape(array, wide)
 
-    def _pieces(self, found: _Found, query_len: int, key_len: int, batch: int) -> IntervalSet | None:
-        """By asking for every pair once; None where a row's keys are scattered, or nobody can look."""
+    def _search(self, found: _Found, query_len: int, key_len: int, batch: int) -> IntervalSet | None:
+        """Return the intervals, by evaluating all pairs; None where there are too many, or the host cannot evaluate."""
         ops = found.ops or backends.load("numpy")
-        captured = [_own(ops, x) for x in self.captured]
+        captured = [_on_host(ops, x) for x in self.captured]
         if any(x is None for x in captured):
             return None
-        # Of unknown heads two, of the same index: whether it uses the index is seen in the shape.
+        # Two heads of the same index where the number is unknown: the result's shape shows whether the index is used.
         heads = np.arange(found.heads) if found.ops is not None else np.zeros(2, np.int64)
 
-        def seen(first: int, last: int) -> HostArray | None:
+        def evaluate(first: int, last: int) -> HostArray | None:
             index = [np.arange(batch), heads, np.arange(first, last), np.arange(key_len)]
-            most = tuple(len(x) for x in index)
+            full = tuple(len(x) for x in index)
             arrays = [ops.from_memory(x, "int64", None) for x in index]
-            answer = backends.host(self._asked(ops, arrays, captured, most, arrays[2]))
-            if answer is None or answer.shape[1] != 1:
+            array = backends.host(self._call(ops, arrays, captured, full, arrays[2]))
+            if array is None or array.shape[1] != 1:
                 return None
-            return np.broadcast_to(answer[:, 0], (len(answer), most[2], key_len))
+            return np.broadcast_to(array[:, 0], (len(array), full[2], key_len))
 
         try:
             with ops.eager_scope():
-                return _strips(seen, query_len, key_len, batch)
+                return _intervals_by_chunks(evaluate, query_len, key_len, batch)
         except MaskError:
             raise
         except Exception:
             if ops.name == "numpy":
                 raise
-            # What the function captured lies on a device, or is traced: by block it can be asked.
+            # The closure holds arrays that are traced or on a device: kernels can still evaluate the function by block.
             return None
 
     def arrays(self) -> dict[str, Array]:
@@ -174,13 +171,13 @@ class MaskFunction(Mask):
 
 
 class _Found:
-    """What is remembered of a mask as long as it lives."""
+    """Search results of one mask, kept as long as it lives."""
 
     def __init__(self) -> None:
         self.ops: Backend | None = None
-        """The words of the last call."""
+        """The backend of the last call."""
         self.heads = 0
-        self.interval_set: BoundedCache[IntervalSet | None] = BoundedCache(_LENGTHS)
+        self.interval_set: BoundedCache[IntervalSet | None] = BoundedCache(_CACHED_LENGTHS)
 
 
 _FOUND: WeakKeyDictionary[MaskFunction, _Found] = WeakKeyDictionary()
@@ -193,54 +190,56 @@ def _found(mask: MaskFunction) -> _Found:
     return found
 
 
-def _own(ops: Backend, x: Any) -> Array | None:
-    """What a function captured, as an array of the framework with numbers now."""
-    host = backends.host(x)
-    if host is None or backends.of_type(type(x)) is ops:
-        return None if host is None else x
-    host = importable(host)
-    return ops.from_memory(host, host.dtype.name, None)
+def _on_host(ops: Backend, x: Any) -> Array | None:
+    """Return a captured array as one of the framework that the host can read, or None."""
+    values = backends.host(x)
+    if values is None or backends.of_type(type(x)) is ops:
+        return None if values is None else x
+    values = importable(values)
+    return ops.from_memory(values, values.dtype.name, None)
 
 
 def _name(function: Any) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
-def _strips(
-    seen: Callable[[int, int], HostArray | None], query_len: int, key_len: int, batch: int
+def _intervals_by_chunks(
+    evaluate: Callable[[int, int], HostArray | None], query_len: int, key_len: int, batch: int
 ) -> IntervalSet | None:
-    """The pieces of a mask that is asked for rows from one to another; None when it has none, or too many."""
+    """Return the intervals of a mask from ``evaluate(first, last)`` on a few queries at a time; None without them."""
     start, stop = np.full((2, MOST, batch, query_len), key_len, np.int64)
     if not start.size or key_len == 0:
         return IntervalSet(start[:1], stop[:1])
-    # The first row alone, as heads that are told apart take memory too.
-    first = seen(0, 1)
-    shared, most = first is not None and len(first) == 1, 1
+    # The first query alone: should the function distinguish heads, the result has an axis of them.
+    first = evaluate(0, 1)
+    if first is None:
+        return None
+    shared, most = len(first) == 1, 1
     count = max(1, STRIP // (key_len * (1 if shared else batch)))
     for i in range(0, query_len, count):
-        rows = i, min(i + count, query_len)
-        block = seen(*rows) if first is not None else None
-        found = None if block is None else _runs(block)
+        queries = i, min(i + count, query_len)
+        block = evaluate(*queries)
+        found = None if block is None else _runs_of_block(block)
         if block is None or found is None:
             return None
-        start[: found.count, :, slice(*rows)] = found.start
-        stop[: found.count, :, slice(*rows)] = found.stop
+        start[: found.count, :, slice(*queries)] = found.start
+        stop[: found.count, :, slice(*queries)] = found.stop
         shared, most = shared and len(block) == 1, max(most, found.count)
-    kept = 1 if shared else batch
-    return IntervalSet(start[:most, :kept].copy(), stop[:most, :kept].copy())
+    rows = 1 if shared else batch
+    return IntervalSet(start[:most, :rows].copy(), stop[:most, :rows].copy())
 
 
-def _runs(seen: HostArray) -> IntervalSet | None:
-    """The runs of True in the rows of (batch, query, key)."""
-    start = seen.argmax(-1)
-    stop = seen.shape[-1] - seen[..., ::-1].argmax(-1)
-    some = np.take_along_axis(seen, start[..., None], -1)[..., 0]
-    start, stop = np.where(some, start, 0), np.where(some, stop, 0)
-    # No row has more True entries than its interval is long: one sum tells of all, much faster than their runs.
-    if np.count_nonzero(seen) == (stop - start).sum():
+def _runs_of_block(block: HostArray) -> IntervalSet | None:
+    """Return the runs of True along the keys of (batch, query, key)."""
+    start = block.argmax(-1)
+    stop = block.shape[-1] - block[..., ::-1].argmax(-1)
+    nonempty = np.take_along_axis(block, start[..., None], -1)[..., 0]
+    start, stop = np.where(nonempty, start, 0), np.where(nonempty, stop, 0)
+    # A query has one run where its ends are as far apart as it has True. One sum for all is faster than finding runs.
+    if np.count_nonzero(block) == (stop - start).sum():
         return IntervalSet.of((start, stop))
-    found = runs_of(seen.reshape(-1, seen.shape[-1]), MOST)
-    if found is None:
+    runs = runs_of(block.reshape(-1, block.shape[-1]), MOST)
+    if runs is None:
         return None
-    shape = (found.count, *seen.shape[:2])
-    return IntervalSet(found.start.reshape(shape), found.stop.reshape(shape))
+    shape = (runs.count, *block.shape[:2])
+    return IntervalSet(runs.start.reshape(shape), runs.stop.reshape(shape))

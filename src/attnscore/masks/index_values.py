@@ -1,4 +1,4 @@
-"""The numbers inside masks: lengths, offsets and ids, given as lists, numbers or arrays of any framework."""
+"""Index values in masks: lengths, offsets and ids, given as lists, numbers or arrays of any framework."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from attnscore.core.arguments import shown
 from attnscore.core.layout import ScoreShape, entries_of
 from attnscore.errors import MaskError, message
 from attnscore.masks.intervals import HostArray, Intervals
-from attnscore.masks.shape_spec import shaped_numbers
+from attnscore.masks.shape_spec import index_values_spec
 
 Align = Literal["top_left", "bottom_right"]
 
 
 class Aligned(Protocol):
-    """A mask whose diagonal can be shifted."""
+    """A mask relative to a diagonal that can be shifted."""
 
     @property
     def align(self) -> Align | None: ...
@@ -27,111 +27,108 @@ class Aligned(Protocol):
 
 
 def host_ints(x: Any) -> HostArray | None:
-    """The whole numbers as int64, when the host can see them."""
+    """Return the values as int64, or None where the host cannot read them."""
     values = backends.host(x)
     return None if values is None else values.astype(np.int64)
 
 
 def column(x: HostArray) -> HostArray:
-    """One number, or one per batch row, as (batch or 1, 1)."""
+    """Return one value, or one per batch row, as (batch or 1, 1)."""
     return x.reshape(-1, 1)
 
 
-def rows_of(lens: HostArray, query_len: int, batch: int) -> HostArray:
-    """A number, (batch,), (batch or 1, query), or without a batch (query,), as (batch or 1, query)."""
+def lens_per_query(lens: HostArray, query_len: int, batch: int) -> HostArray:
+    """Return a number, (batch,), (batch or 1, query), or without a batch (query,), as (batch or 1, query)."""
     if lens.ndim < 2:
         lens = lens.reshape(1, -1) if batch == 1 else column(lens)
     return np.broadcast_to(lens, (len(lens), query_len))
 
 
 def clip_intervals(start: HostArray, stop: HostArray, query_len: int, key_len: int) -> Intervals:
-    """Intervals within [0, key_len], broadcast over the queries, with stop >= start."""
+    """Return the intervals within [0, key_len], broadcast over the queries, with stop >= start."""
     start, stop = (np.clip(np.broadcast_to(x, (len(x), query_len)), 0, key_len) for x in (start, stop))
     return start, np.maximum(start, stop)
 
 
-def runs(query_ids: HostArray, key_ids: HostArray) -> tuple[HostArray, HostArray] | None:
-    """Where each query's document lies among the keys; None when one that is asked for is scattered."""
+def document_intervals(query_ids: HostArray, key_ids: HostArray) -> tuple[HostArray, HostArray] | None:
+    """Return the interval of keys with each query's id; None when such keys are not contiguous."""
     ids, inverse = np.unique(query_ids, return_inverse=True)
     start, stop = np.zeros(len(ids), np.int64), np.zeros(len(ids), np.int64)
     known, first, count = np.unique(key_ids, return_index=True, return_counts=True)
     last = len(key_ids) - np.unique(key_ids[::-1], return_index=True)[1]
-    place = np.searchsorted(known, ids)
-    for i, (wanted, at) in enumerate(zip(ids, place, strict=True)):
-        if wanted < 0 or at == len(known) or known[at] != wanted:
+    for i, (query_id, k) in enumerate(zip(ids, np.searchsorted(known, ids), strict=True)):
+        if query_id < 0 or k == len(known) or known[k] != query_id:
             continue
-        if last[at] - first[at] != count[at]:
+        if last[k] - first[k] != count[k]:
             return None
-        start[i], stop[i] = first[at], last[at]
+        start[i], stop[i] = first[k], last[k]
     return start[inverse.reshape(-1)], stop[inverse.reshape(-1)]
 
 
-def columns_of(ops: Backend, x: Array, cols: Array) -> Array:
-    """The entries of `x` at `cols` (1, c) along its last axis, or all of it where that axis is broadcast."""
+def entries_at_keys(ops: Backend, x: Array, cols: Array) -> Array:
+    """Return the entries of `x` at `cols` (1, c) of its last axis, or `x` where that axis is broadcast."""
     return entries_of(ops, x, cols, -1)
 
 
 def per_batch(ops: Backend, score_shape: ScoreShape, x: Any, like: Array, *, flat: bool = False) -> Array:
-    """One number, or one per batch row, on the axes of the grid; `flat`: ids as (batch or 1, length) instead."""
+    """Return one value, or one per batch row, on the canonical axes; with `flat`, ids as (batch or 1, length)."""
     x = ops.astype(ops.asarray(x, like), "int64")
     if flat:
         return x if len(x.shape) == 2 else ops.reshape(x, (1, -1))
     return score_shape.batch_to_canonical(ops, ops.reshape(x, (-1, 1, 1)))
 
 
-def per_row(ops: Backend, score_shape: ScoreShape, x: Any, rows: Array) -> Array:
-    """A number, (batch,) or (batch, query), at `rows`, on the axes of the grid."""
+def per_query(ops: Backend, score_shape: ScoreShape, x: Any, rows: Array) -> Array:
+    """Return a number, (batch,) or (batch, query), at `rows`, on the canonical axes."""
     x = ops.astype(ops.asarray(x, rows), "int64")
     if len(x.shape) == 1 and not score_shape.has_batch and x.shape[0] > 1:
         x = ops.reshape(x, (1, -1))
     if len(x.shape) < 2:
         return per_batch(ops, score_shape, x, rows)
-    x = columns_of(ops, x, ops.reshape(rows, (1, -1)))
+    x = entries_at_keys(ops, x, ops.reshape(rows, (1, -1)))
     return score_shape.batch_to_canonical(ops, ops.expand_dims(x, -1))
 
 
-def _shift(mask: Aligned, query_len: int, key_len: int) -> int:
+def _aligned_offset(mask: Aligned, query_len: int, key_len: int) -> int:
     return key_len - query_len if mask.align == "bottom_right" else 0
 
 
 def host_offset(mask: Aligned, query_len: int, key_len: int) -> HostArray | None:
-    """Offset of the diagonal, one or one per batch row, when the host can see it."""
-    return host_ints(_shift(mask, query_len, key_len) if mask.offset is None else mask.offset)
+    """Return the offset of the diagonal, one or one per batch row; None where the host cannot read it."""
+    return host_ints(_aligned_offset(mask, query_len, key_len) if mask.offset is None else mask.offset)
 
 
 def offset_of(ops: Backend, score_shape: ScoreShape, mask: Aligned, like: Array) -> Array | int:
-    """The same on the axes of the grid, wherever it lives."""
+    """Return the offset of the diagonal on the canonical axes; it may be traced or on a device."""
     if mask.offset is None:
-        return _shift(mask, score_shape.query_len, score_shape.key_len)
+        return _aligned_offset(mask, score_shape.query_len, score_shape.key_len)
     return per_batch(ops, score_shape, mask.offset, like)
 
 
-def check_alignment(ops: Backend, score_shape: ScoreShape, mask: Aligned) -> None:
-    """Raise MaskError when it is not said which diagonal a non-square mask follows."""
+def check_alignment(score_shape: ScoreShape, mask: Aligned) -> None:
+    """Raise MaskError unless a mask with different lengths has an alignment or an offset, and not both."""
     name = type(mask).__name__
     if mask.align is not None and not (isinstance(mask.align, str) and mask.align in ("top_left", "bottom_right")):
         raise MaskError(message("align", "'top_left', 'bottom_right' or None", shown(mask.align)))
     if mask.offset is not None:
         if mask.align is not None:
             raise MaskError(message(name, "align or offset", "both"))
-        check_numbers(ops, "offset", mask.offset, score_shape)
+        check_index_values("offset", mask.offset, score_shape)
     elif mask.align is None and score_shape.query_len != score_shape.key_len:
-        raise MaskError(
-            message(
-                f"{name}()",
-                "an alignment, as there are not as many queries as keys",
-                f"{score_shape.query_len} queries and {score_shape.key_len} keys",
-                hint="align='top_left' lets query 0 see key 0; align='bottom_right' lets the last query see the last "
-                "key (decoding with a cache)",
-            )
+        expected = "an alignment, as there are not as many queries as keys"
+        got = f"{score_shape.query_len} queries and {score_shape.key_len} keys"
+        hint = (
+            "align='top_left' lets query 0 see key 0; align='bottom_right' lets the last query see the last key "
+            "(decoding with a cache)"
         )
+        raise MaskError(message(f"{name}()", expected, got, hint=hint))
 
 
 def check_whole(name: str, x: Any) -> HostArray | None:
-    """The values where the host can see them; raise MaskError unless they are whole numbers."""
+    """Return the values, or None where the host cannot read them; raise MaskError unless they are whole numbers."""
     values = backends.host(x)
     if values is None:
-        # Traced, or on a device: their dtype is known.
+        # Traced, or on a device: the dtype alone can be checked.
         dtype = backends.of({name: x}).dtype(x)
         if dtype.startswith(("bool", "complex")):
             raise MaskError(message(name, "whole numbers", f"{dtype} values"))
@@ -143,28 +140,24 @@ def check_whole(name: str, x: Any) -> HostArray | None:
     if values.dtype.itemsize == 2 and values.dtype.kind == "f":
         # 2^62 is infinite in float16, and comparing with it warns.
         values = values.astype(np.float32)
-    # Not by their absolute value: that of -2^63 is no 64-bit number.
+    # Not by the absolute value: that of -2^63 is no 64-bit number.
     is_small = np.all((values > -(2.0**62)) & (values < 2.0**62))
     if not (is_small and np.all(values == np.floor(values))):
         raise MaskError(message(name, "whole numbers (below 2^62 in size)", f"{values.reshape(-1)[:8].tolist()}"))
     return values
 
 
-def check_numbers(
-    ops: Backend, name: str, x: Any, score_shape: ScoreShape, *, highest: int | None = None, per_query: bool = False
+def check_index_values(
+    name: str, x: Any, score_shape: ScoreShape, *, highest: int | None = None, per_query: bool = False
 ) -> None:
     """Raise MaskError unless `x` is a whole number, or one per batch row (or query), within [0, highest]."""
     values = check_whole(name, x)
-    shaped_numbers(name, x, score_shape, per_query=per_query).check()
-    if (
-        values is not None
-        and highest is not None
-        and not is_unknown(highest)
-        and values.size
-        and (values.min() < 0 or values.max() > highest)
-    ):
-        bad = values.min() if values.min() < 0 else values.max()
-        raise MaskError(message(name, f"numbers from 0 to {highest}", bad))
+    index_values_spec(name, x, score_shape, per_query=per_query).check()
+    if values is None or values.size == 0 or highest is None or is_unknown(highest):
+        return
+    if values.min() < 0 or values.max() > highest:
+        got = values.min() if values.min() < 0 else values.max()
+        raise MaskError(message(name, f"numbers from 0 to {highest}", got))
 
 
 def check_boolean(name: str, x: Any, *, numbers: bool = True) -> None:
@@ -180,8 +173,8 @@ def check_boolean(name: str, x: Any, *, numbers: bool = True) -> None:
         return
     hint = "compare it: array > 0"
     if "float" in dtype:
-        # A bias of the shape of a padding would broadcast over other axes.
+        # No bias in place of a padding mask: its shape would broadcast over other axes.
         hint += " for one of 0 and 1; an additive mask of 0 and -inf " + (
             "is compared with 0: array == 0" if numbers else "is a bias: pass it as bias="
         )
-    raise MaskError(message(name, "a boolean array, True where a key may be seen", f"dtype {dtype}", hint=hint))
+    raise MaskError(message(name, "a boolean array, True where a key may be attended", f"dtype {dtype}", hint=hint))

@@ -1,229 +1,198 @@
-"""A mask in the words of the native module: a few intervals of keys per row, one array of booleans, one id a position.
+"""Masks as kernels read them: a few intervals a query, one boolean array, one document id a position.
 
-- What is neither is evaluated a strip of rows at a time: when the call runs (``native_strips``), or in the program
-  that is being traced (``native_loops``).
-- What is left to the streaming kernel is said (`reasons`).
+- A mask is an AND of parts. Intervals come first (`attnscore.masks.split`). Of the rest, arrays, key padding and
+  document ids are direct operands; all other parts are evaluated by blocks of queries (`evaluate`).
+- Nothing here knows a kernel: the functions take the backend, the `ScoreShape`, and `like`, an array on the device.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import reduce
 from typing import Any, Final
 
 import numpy as np
 
 from attnscore import backends
-from attnscore.backends.base import Array, broadcast, is_unknown
-from attnscore.core.problem import Problem
-from attnscore.core.tiled import operands
-from attnscore.kernels.native.xla_callback import arrays_of
-from attnscore.masks import And, Dense, Documents, KeyPadding, Mask, MaskFunction, Not, Or, parts_of
-from attnscore.masks.dynamic_intervals import without_later_pieces
+from attnscore.backends.base import Array, Backend, broadcast, is_unknown
+from attnscore.core.layout import ScoreShape
+from attnscore.masks.base import And, Mask, Not, Or, all_of, atoms_of, parts_of
+from attnscore.masks.builtin import Dense, Documents, KeyPadding
+from attnscore.masks.dynamic_intervals import without_interval_parts
+from attnscore.masks.function import MaskFunction
 from attnscore.masks.index_values import host_ints, per_batch
-
-
-def reasons(problem: Problem, rest: Mask) -> list[str]:
-    """Why `rest`, what a mask is besides its pieces, cannot be told."""
-    ops = problem.ops
-    found = [] if isinstance(rest, (Dense, Documents, KeyPadding)) else _reasons_of_parts(problem, rest)
-    if not all(ops.has_cpu_buffer(ops.asarray(x, problem.value)) for x in rest.arrays().values()):
-        found.append("a mask whose memory the CPU cannot read")
-    return found
-
-
-def _reasons_of_parts(problem: Problem, rest: Mask) -> list[str]:
-    ops, own = problem.ops, operands(problem).values()
-    # A tape around what is traced is gone by the time that a kernel runs.
-    if not ops.needs_host_callback(*map(ops.stop_gradient, own), *arrays_of(problem)[len(own) :]):
-        return []
-    left = without_later_pieces(problem, rest)
-    if not ops.custom_calls():
-        return [f"a function that NumPy cannot call while a graph runs: {x!r}" for x in _functions_in(left)]
-    if problem.dropout is None or not left:
-        return []
-    _, parts = divided_in_program(problem, reduce(And, left))
-    return [f"dropout in a program, under a mask that has to be evaluated: {part!r}" for part in parts]
-
+from attnscore.masks.intervals import HostArray, IntervalSet
 
 Parts = list[Mask]
+Span = tuple[Any, int]
+"""First position, which may be traced, and number of positions."""
+
+DIRECT: Final = (Dense, Documents, KeyPadding)
+"""Masks that are operands as they are."""
+_IDS: Final = ("query_ids", "key_ids")
 
 
-def divided(rest: Mask | None) -> tuple[Parts, Parts]:
-    """The masks of which `rest` is an AND: those that are told as they are, and those that have to be evaluated."""
-    if rest is None or isinstance(rest, (Dense, Documents, KeyPadding)):
+# ---- reasons against a kernel on the CPU
+
+
+def unreadable_reasons(ops: Backend, like: Array, rest: Mask) -> list[str]:
+    """Return why a CPU kernel cannot read the arrays of `rest`, the mask without its intervals."""
+    is_readable = all(ops.has_cpu_buffer(ops.asarray(x, like)) for x in rest.arrays().values())
+    return [] if is_readable else ["a mask whose memory the CPU cannot read"]
+
+
+def staged_reasons(
+    ops: Backend, score_shape: ScoreShape, like: Array, rest: Mask, known: IntervalSet | None, *, has_dropout: bool
+) -> list[str]:
+    """Return why a CPU kernel cannot run in a staged program under `rest`, the mask without its `known` intervals."""
+    evaluated = without_interval_parts(ops, score_shape, like, rest, known)
+    if not ops.custom_calls():
+        functions = [mask for part in evaluated for mask in atoms_of(part) if _is_custom_code(mask)]
+        return [f"a function that NumPy cannot call while a graph runs: {mask!r}" for mask in functions]
+    if not has_dropout:
+        return []
+    _, evaluated = partition_staged(ops, score_shape, like, all_of(evaluated))
+    return [f"dropout in a program, under a mask that has to be evaluated: {part!r}" for part in evaluated]
+
+
+def _is_custom_code(mask: Mask) -> bool:
+    return isinstance(mask, MaskFunction) or not type(mask).__module__.startswith("attnscore.")
+
+
+# ---- what is an operand and what is evaluated
+
+
+def partition(rest: Mask | None) -> tuple[Parts, Parts]:
+    """Return the parts of `rest` that are direct operands, and those to evaluate."""
+    if rest is None or isinstance(rest, DIRECT):
         return [] if rest is None else [rest], []
-    parts = _Parts.of(parts_of(rest))
-    told: Parts = [*parts.keys, *parts.documents]
-    alone = len(parts.arrays) == 1 and isinstance(parts.arrays[0], Dense)
-    return ([*told, *parts.arrays], []) if alone else (told, parts.arrays)
+    parts = parts_of(rest)
+    direct: Parts = [part for part in parts if isinstance(part, (KeyPadding, Documents))]
+    others = [part for part in parts if not isinstance(part, (KeyPadding, Documents))]
+    # One array is an operand without a copy; the AND of several has to be computed.
+    return ([*direct, *others], []) if len(others) == 1 and isinstance(others[0], Dense) else (direct, others)
 
 
-def divided_in_program(problem: Problem, rest: Mask | None) -> tuple[Parts, Parts]:
-    """The same in a program that is being traced: what is as small there as an array that was given is told whole."""
-    told, left = divided(rest)
-    documents = [part for part in told if isinstance(part, Documents)]
-    if len(documents) > 1 and any(host_ints(x) is None for part in documents for x in ids_of(part)):
-        # Ids that are equal where those of all documents are can be made of numbers that are known.
-        told = [part for part in told if part not in documents[1:]]
-        return told, [*left, *documents[1:]]
-    return ([*told, *left], []) if _fits(problem, left) else (told, left)
+def partition_staged(ops: Backend, score_shape: ScoreShape, like: Array, rest: Mask | None) -> tuple[Parts, Parts]:
+    """Return the same two lists in a staged program, where parts no larger than a given array are evaluated at once."""
+    direct, others = partition(rest)
+    documents = [part for part in direct if isinstance(part, Documents)]
+    if len(documents) > 1 and any(host_ints(x) is None for part in documents for x in part.ids):
+        # Joining the ids of several documents needs values on the host.
+        return [part for part in direct if part not in documents[1:]], [*others, *documents[1:]]
+    return ([*direct, *others], []) if _fits_in_given_arrays(ops, score_shape, like, others) else (direct, others)
 
 
-def arrays(problem: Problem, told: Parts, *, beside: bool) -> dict[str, Array]:
-    """What masks are to the module, `beside` an array for those that are not among them.
+def _fits_in_given_arrays(ops: Backend, score_shape: ScoreShape, like: Array, parts: Parts) -> bool:
+    """Return whether the AND of `parts` has no more elements than the largest array in them."""
+    shapes = [evaluated_shape(ops, score_shape, like, part) for part in parts]
+    if any(is_unknown(n) for shape in shapes for n in shape):
+        return False
+    arrays = [mask.array for part in parts for mask in atoms_of(part) if isinstance(mask, Dense)]
+    return not parts or math.prod(np.broadcast_shapes(*shapes)) <= max(map(_elements_in_memory, arrays), default=0)
 
-    ``mask`` on the axes of the grid, ``query_ids`` and ``key_ids`` over the batch.
+
+def _elements_in_memory(array: Any) -> int:
+    """Return the number of elements of an array, counting a broadcast axis once."""
+    values = backends.host(array)
+    if values is None:
+        return 0 if any(map(is_unknown, array.shape)) else math.prod(array.shape)
+    return math.prod(n for n, stride in zip(values.shape, values.strides, strict=True) if stride)
+
+
+# ---- operands
+
+
+def arrays(
+    ops: Backend, score_shape: ScoreShape, like: Array, direct: Parts, *, with_evaluated: bool
+) -> dict[str, Array]:
+    """Return the operands of direct parts: ``mask`` on the canonical axes, ``query_ids`` and ``key_ids`` (batch, n).
+
+    `with_evaluated` says that another array, of the evaluated parts, takes the place of ``mask``.
     """
-    ops, score_shape, like, parts = problem.ops, problem.score_shape, problem.value, _Parts.of(told)
     found: dict[str, Array] = {}
-    if parts.documents:
-        ids = _joined_ids(parts.documents)
+    if documents := [part for part in direct if isinstance(part, Documents)]:
+        ids = documents[0].ids if len(documents) == 1 else _joined_ids(documents)
         found = {name: per_batch(ops, score_shape, x, like, flat=True) for name, x in zip(_IDS, ids, strict=True)}
-    for keys in parts.keys:
-        padding = _booleans(problem, keys)
-        if not parts.arrays and not beside:
-            placed = score_shape.batch_to_canonical(ops, ops.expand_dims(padding, 1))
-            found["mask"] = ops.logical_and(found["mask"], placed) if "mask" in found else placed
+    others = [part for part in direct if not isinstance(part, (KeyPadding, Documents))]
+    masks: list[Array] = []
+    for padding in direct:
+        if not isinstance(padding, KeyPadding):
             continue
-        # Beside an array of pairs, which it would make larger by the batch: an id that nobody has.
+        keys = _booleans(ops, like, padding)
+        if not others and not with_evaluated:
+            masks.append(score_shape.batch_to_canonical(ops, ops.expand_dims(keys, 1)))
+            continue
+        # In an array of pairs the padding would add the batch axis; as a negative id it masks the key alone.
         if not found:
             shapes = ((1, score_shape.query_len), (1, score_shape.key_len))
             found = {name: ops.zeros(shape, like, "int64") for name, shape in zip(_IDS, shapes, strict=True)}
-        found["key_ids"] = ops.where(padding, found["key_ids"], -1)
-    for part in parts.arrays:
-        pairs = seen(problem, part)
-        found["mask"] = ops.logical_and(found["mask"], pairs) if "mask" in found else pairs
-    return found
+        found["key_ids"] = ops.where(keys, found["key_ids"], -1)
+    masks += [evaluate(ops, score_shape, like, part) for part in others]
+    return found | {"mask": reduce(ops.logical_and, masks)} if masks else found
 
 
-_IDS: Final = ("query_ids", "key_ids")
-
-Span = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """The masks whose AND a mask is, by what the module has for them."""
-
-    keys: list[KeyPadding]
-    documents: list[Documents]
-    arrays: list[Mask]
-
-    @staticmethod
-    def of(parts: Sequence[Mask]) -> _Parts:
-        keys = [part for part in parts if isinstance(part, KeyPadding)]
-        documents = [part for part in parts if isinstance(part, Documents)]
-        return _Parts(keys, documents, [part for part in parts if not isinstance(part, (KeyPadding, Documents))])
-
-
-def _functions_in(masks: Sequence[Mask]) -> list[Mask]:
-    """What is the caller's own code among masks."""
-    found: list[Mask] = []
-    for mask in masks:
-        if isinstance(mask, (And, Or)):
-            found += _functions_in((mask.first, mask.second))
-        elif isinstance(mask, Not):
-            found += _functions_in((mask.mask,))
-        elif isinstance(mask, MaskFunction) or not type(mask).__module__.startswith("attnscore."):
-            found.append(mask)
-    return found
-
-
-def ids_of(mask: Documents) -> tuple[Any, Any]:
-    """The ids of queries and keys."""
-    return mask.query_ids, mask.query_ids if mask.key_ids is None else mask.key_ids
-
-
-def _joined_ids(documents: Sequence[Documents]) -> tuple[Any, Any]:
-    """Ids that are equal where those of all documents are."""
-    if len(documents) == 1:
-        return ids_of(documents[0])
-    pairs = [[np.atleast_2d(np.asarray(host_ints(x))) for x in ids_of(part)] for part in documents]
+def _joined_ids(documents: Sequence[Documents]) -> tuple[HostArray, HostArray]:
+    """Return ids that are equal where the ids of all `documents` are."""
+    pairs = [[np.atleast_2d(np.asarray(host_ints(x))) for x in part.ids] for part in documents]
     batch = max(len(x) for pair in pairs for x in pair)
-    joined, nobody = np.zeros((), np.int64), np.zeros((), bool)
+    joined, is_padding = np.zeros((), np.int64), np.zeros((), bool)
     for pair in pairs:
         ids = np.concatenate([np.broadcast_to(x, (batch, x.shape[-1])) for x in pair], -1)
-        nobody = nobody | (ids < 0)
-        number = np.unique(ids, return_inverse=True)[1].reshape(ids.shape)
-        joined = joined * (number.max(initial=0) + 1) + number
-        # Numbered anew, so that no product leaves the 64 bits.
+        is_padding = is_padding | (ids < 0)
+        index = np.unique(ids, return_inverse=True)[1].reshape(ids.shape)
+        joined = joined * (index.max(initial=0) + 1) + index
+        # Renumbered, so that no product exceeds 64 bits.
         joined = np.unique(joined, return_inverse=True)[1].reshape(ids.shape)
-    joined = np.where(nobody, -1, joined)
+    joined = np.where(is_padding, -1, joined)
     query_len = pairs[0][0].shape[-1]
     return joined[:, :query_len], joined[:, query_len:]
 
 
-# ---- arrays of booleans
+def _booleans(ops: Backend, like: Array, mask: KeyPadding | Dense) -> Array:
+    array = ops.asarray(mask.array, like)
+    return array if ops.dtype(array) == "bool" else array != 0
 
 
-def _fits(problem: Problem, parts: Sequence[Mask]) -> bool:
-    """Whether their AND has no more elements than the largest of the arrays in them."""
-    shapes = [shape_of(problem, part) for part in parts]
-    if any(is_unknown(n) for shape in shapes for n in shape):
-        return False
-    most = max((_held(x) for part in parts for x in _dense_of(part)), default=0)
-    return not parts or math.prod(np.broadcast_shapes(*shapes)) <= most
+# ---- evaluation by blocks
 
 
-def _dense_of(mask: Mask) -> list[Array]:
+def evaluate(
+    ops: Backend, score_shape: ScoreShape, like: Array, mask: Mask, rows: Span | None = None, cols: Span | None = None
+) -> Array:
+    """Return a mask, or a block of its queries and keys, as booleans on the canonical axes; broadcast axes stay 1."""
     if isinstance(mask, (And, Or)):
-        return [*_dense_of(mask.first), *_dense_of(mask.second)]
-    if isinstance(mask, Not):
-        return _dense_of(mask.mask)
-    return [mask.array] if isinstance(mask, Dense) else []
-
-
-def _held(array: Any) -> int:
-    """The elements of an array that lie in memory: axes that are broadcast have one."""
-    host = backends.host(array)
-    if host is None:
-        return 0 if any(map(is_unknown, array.shape)) else math.prod(array.shape)
-    return math.prod(n for n, stride in zip(host.shape, host.strides, strict=True) if stride)
-
-
-def _booleans(problem: Problem, mask: KeyPadding | Dense) -> Array:
-    array = problem.ops.asarray(mask.array, problem.value)
-    return array if problem.ops.dtype(array) == "bool" else array != 0
-
-
-def seen(problem: Problem, mask: Mask, rows: Span | None = None, cols: Span | None = None) -> Array:
-    """A mask on the axes of the grid, or some of its rows and columns (first, count); arrays as they lie."""
-    ops, score_shape, like = problem.ops, problem.score_shape, problem.value
-    if isinstance(mask, (And, Or)):
-        both = [seen(problem, part, rows, cols) for part in (mask.first, mask.second)]
+        both = [evaluate(ops, score_shape, like, part, rows, cols) for part in (mask.first, mask.second)]
         return ops.logical_and(*both) if isinstance(mask, And) else ops.logical_or(*both)
     if isinstance(mask, Not):
-        return ~seen(problem, mask.mask, rows, cols)
+        return ~evaluate(ops, score_shape, like, mask.mask, rows, cols)
     if isinstance(mask, Dense):
-        array = score_shape.to_canonical(ops, _booleans(problem, mask))
+        array = score_shape.to_canonical(ops, _booleans(ops, like, mask))
         for axis, span in ((-2, rows), (-1, cols)):
             if span is not None and array.shape[axis] > 1:
                 array = ops.slice_axis(array, axis, *span)
         return array
-    (row, height), (col, width) = rows or (0, score_shape.query_len), cols or (0, score_shape.key_len)
-    down, across = (
-        ops.reshape(ops.positions(row, height, like), (-1, 1)),
-        ops.reshape(ops.positions(col, width, like), (1, -1)),
-    )
-    return mask.visible(ops, score_shape, down, across)
+    rows, cols = rows or (0, score_shape.query_len), cols or (0, score_shape.key_len)
+    return mask.visible(ops, score_shape, *_positions(ops, like, rows, cols))
 
 
-def shape_of(problem: Problem, mask: Mask) -> tuple[Any, ...]:
-    """The shape that `seen` gives."""
-    ops, score_shape, like = problem.ops, problem.score_shape, problem.value
+def evaluated_shape(ops: Backend, score_shape: ScoreShape, like: Array, mask: Mask) -> tuple[Any, ...]:
+    """Return the shape of ``evaluate(ops, score_shape, like, mask)``."""
     if isinstance(mask, (And, Or)):
-        return broadcast(shape_of(problem, mask.first), shape_of(problem, mask.second))
+        return broadcast(*(evaluated_shape(ops, score_shape, like, part) for part in (mask.first, mask.second)))
     if isinstance(mask, Not):
-        return shape_of(problem, mask.mask)
+        return evaluated_shape(ops, score_shape, like, mask.mask)
     if isinstance(mask, Dense):
         return tuple(ops.shape(score_shape.to_canonical(ops, ops.asarray(mask.array, like))))
     if is_unknown(score_shape.query_len) or is_unknown(score_shape.key_len):
         return score_shape.query_len, score_shape.key_len
-    # By asking for a corner.
-    rows, cols = min(score_shape.query_len, 2), min(score_shape.key_len, 2)
-    index = ops.reshape(ops.positions(0, rows, like), (-1, 1)), ops.reshape(ops.positions(0, cols, like), (1, -1))
-    *lead, height, width = ops.shape(mask.visible(ops, score_shape, *index))
+    # A block of 2 x 2 shows which axes are broadcast.
+    rows, cols = (0, min(score_shape.query_len, 2)), (0, min(score_shape.key_len, 2))
+    *lead, height, width = ops.shape(mask.visible(ops, score_shape, *_positions(ops, like, rows, cols)))
     return (*lead, score_shape.query_len if height == 2 else height, score_shape.key_len if width == 2 else width)
+
+
+def _positions(ops: Backend, like: Array, rows: Span, cols: Span) -> tuple[Array, Array]:
+    """Return the positions of queries (r, 1) and keys (1, c), as `Mask.visible` takes them."""
+    return ops.reshape(ops.positions(*rows, like), (-1, 1)), ops.reshape(ops.positions(*cols, like), (1, -1))

@@ -1,4 +1,4 @@
-"""Shapes that the arrays of masks may have: checked when a call is made, and again where a graph learns them later."""
+"""Shapes that the arrays of masks may have, checked at the call and again where a graph learns its lengths later."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attnscore.errors import MaskError, message
 
 
 def shape_of(x: Any) -> tuple[int, ...]:
-    """Shape of an array, a list or a number."""
+    """Return the shape of an array, a list or a number."""
     if hasattr(x, "shape"):
         return tuple(x.shape)
     values = backends.host(x)
@@ -22,17 +22,17 @@ def shape_of(x: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False)
 class ShapeSpec:
-    """An array (a list, a number) of a mask, and the shapes that fit."""
+    """An array, list or number of a mask, and the shapes that fit."""
 
     name: str
     array: Any
     wanted: str
-    """What messages say of the shapes that fit."""
+    """The shapes that fit, in words for messages."""
     allowed: Sequence[Sequence[Any]]
-    """Those shapes; an axis is one length, or several of which it has one."""
+    """The shapes that fit; an axis is one length, or a tuple of lengths of which it may have any."""
 
     def check(self) -> None:
-        """Raise MaskError unless the shape may fit, as far as lengths are known."""
+        """Raise MaskError when the shape does not fit; unknown lengths fit."""
         shape = shape_of(self.array)
         for one in self.allowed:
             if len(one) == len(shape) and all(
@@ -43,34 +43,31 @@ class ShapeSpec:
 
     @property
     def is_known(self) -> bool:
-        """Whether all that `check` asks is known."""
+        """Whether `check` knows all lengths."""
         lengths = [n for one in self.allowed for axis in one for n in choices(axis)]
         return not any(map(is_unknown, (*shape_of(self.array), *lengths)))
 
 
 def choices(axis: Any) -> tuple[Any, ...]:
-    """The lengths that an axis of `ShapeSpec.allowed` may have."""
+    """Return the lengths that an axis of `ShapeSpec.allowed` may have."""
     return axis if isinstance(axis, tuple) else (axis,)
 
 
-def shaped_numbers(name: str, x: Any, score_shape: ScoreShape, *, per_query: bool = False) -> ShapeSpec:
-    """A number, or one per batch row (or query)."""
-    allowed: list[tuple[Any, ...]] = [(), (1,), (score_shape.batch,)]
-    wanted = f"({score_shape.batch},)" if score_shape.has_batch else "a number"
+def index_values_spec(name: str, x: Any, score_shape: ScoreShape, *, per_query: bool = False) -> ShapeSpec:
+    """Return the shapes of a number, or one number per batch row (or query)."""
+    batch, query_len = score_shape.batch, score_shape.query_len
+    allowed: list[tuple[Any, ...]] = [(), (1,), (batch,)]
+    wanted = f"({batch},)" if score_shape.has_batch else "a number"
     if per_query:
-        allowed += [(score_shape.batch, score_shape.query_len), (1, score_shape.query_len), (score_shape.batch, 1)]
-        wanted += (
-            f" or ({score_shape.batch}, {score_shape.query_len})"
-            if score_shape.has_batch
-            else f" or ({score_shape.query_len},)"
-        )
+        allowed += [(batch, query_len), (1, query_len), (batch, 1)]
+        wanted += f" or ({batch}, {query_len})" if score_shape.has_batch else f" or ({query_len},)"
         if not score_shape.has_batch:
-            allowed.append((score_shape.query_len,))
+            allowed.append((query_len,))
     return ShapeSpec(name, x, f"shape {wanted}", allowed)
 
 
-def shaped_pairs(name: str, x: Any, score_shape: ScoreShape) -> ShapeSpec:
-    """What broadcasts to (..., query, key)."""
+def pairs_spec(name: str, x: Any, score_shape: ScoreShape) -> ShapeSpec:
+    """Return the shapes of an array that broadcasts to (..., query, key)."""
     target = score_shape.user_shape
     axes = len(shape_of(x))
     allowed = [[(1, length) for length in target[len(target) - axes :]]] if axes <= len(target) else []

@@ -1,8 +1,8 @@
-"""Checks of what masks that users write answer: ``visible``, ``intervals`` and ``interval_set``.
+"""Checks of the results of custom masks: ``visible``, ``intervals`` and ``interval_set``.
 
-- Every kernel trusts these answers, and a wrong one would be silent or endless there. So the methods of a class from
-  outside the package are wrapped when the class is made (`Mask.__init_subclass__`), and nothing can ask past a check.
-- The package's own masks are not wrapped: tests hold them to the contract.
+- Kernels trust these results; a wrong one would give wrong numbers silently, or never end. So the methods of a class
+  from outside the package are wrapped when the class is created (`Mask.__init_subclass__`): no call passes a check by.
+- The package's own masks are not wrapped: tests check them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _INSIDE_HINT = "start = numpy.clip(start, 0, key_len) and stop = numpy.clip(stop
 
 
 def add_checks(cls: type) -> None:
-    """Wrap the methods of a mask class from outside the package in checks of what they return."""
+    """Wrap the methods of a mask class from outside the package in checks of their results."""
     if cls.__module__.partition(".")[0] == "attnscore":
         return
     for name, checked in (("visible", _visible), ("intervals", _intervals), ("interval_set", _interval_set)):
@@ -38,21 +38,21 @@ def add_checks(cls: type) -> None:
 def _visible(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def visible(self: Any, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
-        answer = method(self, ops, score_shape, rows, cols)
+        result = method(self, ops, score_shape, rows, cols)
         name = f"visible of {type(self).__name__}"
         wanted = (*score_shape.rows[:-1], rows.shape[0], cols.shape[1])
         expected = "a boolean array that broadcasts to (*batch, kv head, group, query, key)"
-        if not (backends.is_array(answer) or isinstance(answer, (bool, np.bool_))):
-            raise MaskError(message(name, expected, shown(answer)))
-        seen = ops.asarray(answer, rows)
-        if ops.dtype(seen) != "bool":
-            raise MaskError(message(name, expected, f"dtype {ops.dtype(seen)}", hint="compare it: x > 0"))
-        shape = ops.shape(seen)
+        if not (backends.is_array(result) or isinstance(result, (bool, np.bool_))):
+            raise MaskError(message(name, expected, shown(result)))
+        array = ops.asarray(result, rows)
+        if ops.dtype(array) != "bool":
+            raise MaskError(message(name, expected, f"dtype {ops.dtype(array)}", hint="compare it: x > 0"))
+        shape = ops.shape(array)
         wide = (*(1,) * (2 - len(shape)), *shape)
         axes = zip(reversed(wide), reversed(wanted), strict=False)
         if len(wide) > len(wanted) or not all(may_equal(n, 1) or may_equal(n, m) for n, m in axes):
             raise MaskError(message(name, f"{expected} = {wanted}", f"shape {tuple(shape)}"))
-        return seen if len(shape) == len(wide) else ops.reshape(seen, wide)
+        return array if len(shape) == len(wide) else ops.reshape(array, wide)
 
     return _marked(visible)
 
@@ -60,14 +60,14 @@ def _visible(method: Callable[..., Any]) -> Callable[..., Any]:
 def _intervals(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def intervals(self: Any, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
-        answer = method(self, query_len, key_len, batch)
-        if answer is None:
+        result = method(self, query_len, key_len, batch)
+        if result is None:
             return None
         name = f"intervals of {type(self).__name__}"
-        if not isinstance(answer, (tuple, list)) or len(answer) != 2:
-            raise MaskError(message(name, "start and stop, or None", shown(answer)))
+        if not isinstance(result, (tuple, list)) or len(result) != 2:
+            raise MaskError(message(name, "start and stop, or None", shown(result)))
         shapes = [(n, query_len) for n in (1, batch)]
-        start, stop = (_whole(name, end, x, shapes) for end, x in zip(("start", "stop"), answer, strict=True))
+        start, stop = (_whole(name, end, x, shapes) for end, x in zip(("start", "stop"), result, strict=True))
         start, stop = np.broadcast_arrays(start, stop)
         _check_inside(name, start, stop, key_len)
         return start, stop
@@ -78,20 +78,20 @@ def _intervals(method: Callable[..., Any]) -> Callable[..., Any]:
 def _interval_set(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def interval_set(self: Any, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
-        answer = method(self, query_len, key_len, batch)
-        if answer is None:
+        result = method(self, query_len, key_len, batch)
+        if result is None:
             return None
-        name = f"pieces of {type(self).__name__}"
-        if not isinstance(answer, IntervalSet):
-            raise MaskError(message(name, "masking.Pieces or None", shown(answer)))
-        count = max(1, np.shape(answer.start)[0]) if np.ndim(answer.start) else 1
+        name = f"interval_set of {type(self).__name__}"
+        if not isinstance(result, IntervalSet):
+            raise MaskError(message(name, "attnscore.masks.IntervalSet or None", shown(result)))
+        count = max(1, np.shape(result.start)[0]) if np.ndim(result.start) else 1
         shapes = [(count, n, query_len) for n in (1, batch)]
-        start, stop = (_whole(name, end, getattr(answer, end), shapes) for end in ("start", "stop"))
+        start, stop = (_whole(name, end, getattr(result, end), shapes) for end in ("start", "stop"))
         start, stop = np.broadcast_arrays(start, stop)
         _check_inside(name, start, stop, key_len)
-        later = stop[1:] > start[1:]
-        if (later & ((stop[:-1] <= start[:-1]) | (start[1:] <= stop[:-1]))).any():
-            expected = "the pieces of a row in order, none touching the next, the empty ones behind"
+        nonempty = stop[1:] > start[1:]
+        if (nonempty & ((stop[:-1] <= start[:-1]) | (start[1:] <= stop[:-1]))).any():
+            expected = "the intervals of a query in order, none touching the next, the empty ones behind"
             raise MaskError(message(name, expected, f"start {start[:, 0, 0].tolist()}, stop {stop[:, 0, 0].tolist()}"))
         return IntervalSet(start, stop)
 
@@ -104,7 +104,7 @@ def _marked(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _whole(name: str, end: str, x: Any, shapes: Sequence[tuple[int, ...]]) -> HostArray:
-    """Return `x` as int64; raise MaskError unless it is whole numbers of one of these shapes."""
+    """Return `x` as int64; raise MaskError unless it holds whole numbers and has one of these shapes."""
     values = backends.host(x)
     expected = f"{end} as a NumPy array of whole numbers, shape " + " or ".join(map(str, dict.fromkeys(shapes)))
     if values is None:
@@ -114,7 +114,7 @@ def _whole(name: str, end: str, x: Any, shapes: Sequence[tuple[int, ...]]) -> Ho
     if values.shape not in shapes:
         raise MaskError(message(name, expected, f"shape {values.shape}"))
     if values.dtype.kind == "u":
-        # Those above the largest signed number would turn negative.
+        # Numbers above the largest signed one would wrap to negative.
         values = np.minimum(values.astype(np.uint64), np.uint64(2**63 - 1))
     return values.astype(np.int64)
 

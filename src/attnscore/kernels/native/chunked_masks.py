@@ -143,7 +143,7 @@ def _in_order(known: Arrays) -> list[HostArray | None]:
 def _parts(problem: Problem, plan: TilePlan, score: Any, arrays: Arrays) -> Iterator[tuple[_Part, Any, Arrays]]:
     """The calls that one call falls into, each with its words."""
     score_shape = problem.score_shape
-    _, parts = masks.divided(plan.rest)
+    _, parts = masks.partition(plan.rest)
     if not parts or 0 in (*score_shape.rows, score_shape.key_len):
         yield _Part(0, score_shape.query_len), score, arrays
         return
@@ -195,7 +195,7 @@ class _Strips:
     @staticmethod
     def of(problem: Problem, plan: TilePlan, mask: Mask) -> _Strips:
         score_shape = problem.score_shape
-        shape = masks.shape_of(problem, mask)
+        shape = masks.evaluated_shape(problem.ops, score_shape, problem.value, mask)
         *lead, height, width = (1,) * (len(score_shape.rows) + 1 - len(shape)) + tuple(shape)
         count = rows_of_strip(problem, shape)
         held = np.empty((*lead, min(height, count), width), np.uint8)
@@ -219,7 +219,9 @@ class _Strips:
             start, stop = self._seen_keys(row, end)
             if stop <= start:
                 continue
-            block = masks.seen(self.problem, self.mask, (row, min(end - row, height)), (start, stop - start))
+            rows, cols = (row, min(end - row, height)), (start, stop - start)
+            ops, score_shape, like = self.problem.ops, self.problem.score_shape, self.problem.value
+            block = masks.evaluate(ops, score_shape, like, self.mask, rows, cols)
             into = self.held[..., start:stop] if width > 1 else self.held
             into[..., row - first : end - first, :] = self.problem.ops.memory(block).view(np.uint8)
         return self.held[..., : last - first, :]

@@ -41,7 +41,8 @@ class Loop:
     def over(self, visit: Callable[[dict[str, Array], Any, int], dict[str, Array]], carry: dict[str, Array]) -> Any:
         """``carry = visit(carry, start, size)`` for each strip."""
         ops, length = self.problem.ops, self.problem.score_shape.query_len
-        count = rows_of_strip(self.problem, masks.shape_of(self.problem, self.mask))
+        score_shape, value = self.problem.score_shape, self.problem.value
+        count = rows_of_strip(self.problem, masks.evaluated_shape(ops, score_shape, value, self.mask))
         full, tail = divmod(length, max(1, count))
         carry = ops.loop(full, lambda i, found: visit(found, i * count, count), carry)
         return visit(carry, full * count, tail) if tail else carry
@@ -63,7 +64,7 @@ class Loop:
             mask=None,
         )
         sight = {name: x if name == "key_ids" else ops.slice_axis(x, -1, start, size) for name, x in self.sight.items()}
-        seen = masks.seen(problem, self.mask, (start, size))
+        seen = masks.evaluate(ops, problem.score_shape, problem.value, self.mask, (start, size))
         missing = len(score_shape.rows) + 1 - len(seen.shape)
         return part, sight | {"mask": ops.reshape(seen, (*(1,) * missing, *seen.shape))}
 

@@ -90,11 +90,13 @@ class Native(Kernel):
     def notes(self, problem: Problem, plan: TilePlan) -> tuple[str, ...]:
         if problem.ops.needs_host_callback(*deferring.arrays_of(problem)):
             return ()
-        _, parts = masks.divided(plan.rest)
+        _, parts = masks.partition(plan.rest)
         if not parts:
             return ()
         mask = reduce(And, parts)
-        rows = strips.rows_of_strip(problem, masks.shape_of(problem, mask))
+        rows = strips.rows_of_strip(
+            problem, masks.evaluated_shape(problem.ops, problem.score_shape, problem.value, mask)
+        )
         return (f"{mask!r} is evaluated, {rows} queries at a time",)
 
     def plain(self, problem: Problem, plan: TilePlan, examples: Sequence[HostArray]) -> Prepared | None:
@@ -167,7 +169,7 @@ class Native(Kernel):
             *(grad_out, grad_log_sum_exp, grad_entropy, *pairs),
         )
         words, threads = inputs.words(problem, plan), ops.threads(get_num_threads())
-        if masks.divided(plan.rest)[1]:
+        if masks.partition(plan.rest)[1]:
             strips.backward(_native.backward, problem, plan, words, known, grad_dtype, buffers, threads)
         else:
             _native.backward(*words, known, grad_dtype, [buffers.get(name) for name in GRADIENTS], threads)
@@ -187,7 +189,7 @@ def _keeps_scores(problem: Problem, plan: TilePlan) -> bool:
     ):
         return False
     # Rows of a mask that is evaluated go in strips, which would each copy their part.
-    return not masks.divided(plan.rest)[1]
+    return not masks.partition(plan.rest)[1]
 
 
 def _fill(problem: Problem, plan: TilePlan, saves_scores: bool) -> Callable[[Any, Any, int], list[Any]]:
@@ -199,7 +201,7 @@ def _fill(problem: Problem, plan: TilePlan, saves_scores: bool) -> Callable[[Any
     rows, sums = (*problem.score_shape.rows, 1), problem.accumulator
     shape, stored = (*rows[:-1], problem.layout.value_dim), inputs.STORED.get(problem.dtype, problem.dtype)
     wanted = [name in problem.statistics for name in STATISTICS]
-    _, evaluated = masks.divided(plan.rest)
+    _, evaluated = masks.partition(plan.rest)
 
     def filled(score: Any, arrays: Any, threads: int) -> list[Any]:
         found = [inputs.aligned(np.empty, shape, stored), *np.empty((2, *rows), sums)]

@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 
 from attnscore.backends.base import Array, HostArray
+from attnscore.core import tiled
 from attnscore.core.problem import Problem
 from attnscore.core.tiling import TilePlan
+from attnscore.kernels.native.xla_callback import arrays_of
 from attnscore.masks import lowering as masks
 from attnscore.scores.forms import AdditiveForm, DistanceForm, InnerForm
 
@@ -62,7 +64,19 @@ def reasons(problem: Problem) -> list[str]:
         # Nothing below can be looked at either.
         return [*found, "arrays whose memory the CPU cannot read (on a device, traced, with tangents, byte-swapped)"]
     rest = None if problem.mask is None else problem.visibility[1]
-    return found if rest is None else [*found, *masks.reasons(problem, rest)]
+    if rest is None:
+        return found
+    if not isinstance(rest, masks.DIRECT) and _is_staged(problem):
+        known, has_dropout = problem.visibility[0], problem.dropout is not None
+        found += masks.staged_reasons(ops, problem.score_shape, problem.value, rest, known, has_dropout=has_dropout)
+    return found + masks.unreadable_reasons(ops, problem.value, rest)
+
+
+def _is_staged(problem: Problem) -> bool:
+    """Return whether the numbers of the call are known only when a staged program runs."""
+    ops, operands = problem.ops, tiled.operands(problem).values()
+    # A tape around traced arrays has ended by the time that a kernel runs.
+    return ops.needs_host_callback(*map(ops.stop_gradient, operands), *arrays_of(problem)[len(operands) :])
 
 
 ORDER = (
@@ -74,8 +88,10 @@ ORDER = (
 
 def words(problem: Problem, plan: TilePlan) -> tuple[tuple[Any, ...], tuple[HostArray | None, ...]]:
     """What the native module is told of the score, and the memory of the arrays in `ORDER`."""
-    parts, evaluated = masks.divided(plan.rest)
-    score, arrays = told(problem, masks.arrays(problem, parts, beside=bool(evaluated)) if parts else {})
+    ops, score_shape, value = problem.ops, problem.score_shape, problem.value
+    parts, evaluated = masks.partition(plan.rest)
+    of_mask = masks.arrays(ops, score_shape, value, parts, with_evaluated=bool(evaluated)) if parts else {}
+    score, arrays = told(problem, of_mask)
     found = {name: problem.ops.memory(x) for name, x in arrays.items()}
     if "mask" in found:
         found["mask"] = found["mask"].view(np.uint8)

@@ -61,9 +61,10 @@ def backward(problem: Problem, result: Result, grads: RowGradients, wanted: froz
 
 def _sight(problem: Problem) -> tuple[Sight, list[Mask]]:
     """The mask by the module's names, and what of it has to be evaluated."""
-    ends, rest = traced_visibility(problem)
-    told, parts = masks.divided_in_program(problem, rest)
-    sight = masks.arrays(problem, told, beside=bool(parts)) if told else {}
+    ops, score_shape, value = problem.ops, problem.score_shape, problem.value
+    ends, rest = traced_visibility(ops, score_shape, value, problem.mask)
+    told, parts = masks.partition_staged(ops, score_shape, value, rest)
+    sight = masks.arrays(ops, score_shape, value, told, with_evaluated=bool(parts)) if told else {}
     if ends is not None:
         sight["start"], sight["stop"] = ends
     return sight, parts
