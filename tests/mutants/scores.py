@@ -46,8 +46,8 @@ FAULTS: list[Fault] = [
     Fault(
         "scaled-dot-scale-of-both-axes",
         _SCALED_DOT,
-        "            or 1 not in shape[-2:]\n",
-        "",
+        "if not fits or 1 not in shape[-2:]:",
+        "if not fits:",
         "tests/test_errors.py -k scale",
         "a scale that varies along queries and keys is let through",
     ),

@@ -25,6 +25,7 @@ from attnscore.core.layout import ScoreShape
 from attnscore.errors import MaskError, message
 from attnscore.masks.base import IntervalSetMask, Mask
 from attnscore.masks.intervals import MOST, HostArray, IntervalSet, runs_of
+from attnscore.masks.validation import checked_booleans
 
 # Pairs evaluated together: 1 MB of booleans, and 8 MB for each temporary of 64-bit numbers in the function.
 STRIP = 2**20
@@ -113,16 +114,7 @@ class MaskFunction(IntervalSetMask):
         axes = [tuple(-1 if axis == own else 1 for axis in range(4)) for own in range(4)]
         result = self.function(*(ops.reshape(x, shape) for x, shape in zip(index, axes, strict=True)), *captured)
         name = f"the result of {_name(self.function)}"
-        if not (backends.is_array(result) or isinstance(result, (bool, np.bool_))):
-            raise MaskError(message(name, _EXPECTED, shown(result)))
-        array = ops.asarray(result, like)
-        if ops.dtype(array) != "bool":
-            raise MaskError(message(name, _EXPECTED, f"dtype {ops.dtype(array)}", hint="compare it: x > 0"))
-        shape = ops.shape(array)
-        wide = (*(1,) * (4 - len(shape)), *shape)
-        if len(wide) > 4 or not all(may_equal(n, 1) or may_equal(n, m) for n, m in zip(wide, full, strict=True)):
-            raise MaskError(message(name, f"{_EXPECTED} = {full}", f"shape {tuple(shape)}"))
-        return array if len(shape) == 4 else ops.reshape(array, wide)
+        return checked_booleans(ops, name, _EXPECTED, result, like, full, axes=4)
 
     def _search(self, found: _Found, query_len: int, key_len: int, batch: int) -> IntervalSet | None:
         """Return the intervals, by evaluating all pairs; None where there are too many, or the host cannot evaluate."""

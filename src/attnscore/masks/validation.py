@@ -35,24 +35,30 @@ def add_checks(cls: type) -> None:
             setattr(cls, name, checked(method))
 
 
+def checked_booleans(
+    ops: Backend, name: str, expected: str, result: Any, like: Array, full: tuple[Any, ...], *, axes: int
+) -> Array:
+    """Return `result` with `axes` axes or more; raise MaskError unless it is boolean and broadcasts to `full`."""
+    if not (backends.is_array(result) or isinstance(result, (bool, np.bool_))):
+        raise MaskError(message(name, expected, shown(result)))
+    array = ops.asarray(result, like)
+    if ops.dtype(array) != "bool":
+        raise MaskError(message(name, expected, f"dtype {ops.dtype(array)}", hint="compare it: x > 0"))
+    shape = ops.shape(array)
+    wide = (*(1,) * (axes - len(shape)), *shape)
+    pairs = zip(reversed(wide), reversed(full), strict=False)
+    if len(wide) > len(full) or not all(may_equal(n, 1) or may_equal(n, m) for n, m in pairs):
+        raise MaskError(message(name, f"{expected} = {full}", f"shape {tuple(shape)}"))
+    return array if len(shape) == len(wide) else ops.reshape(array, wide)
+
+
 def _visible(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def visible(self: Any, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
         result = method(self, ops, score_shape, rows, cols)
-        name = f"visible of {type(self).__name__}"
-        wanted = (*score_shape.rows[:-1], rows.shape[0], cols.shape[1])
+        full = (*score_shape.rows[:-1], rows.shape[0], cols.shape[1])
         expected = "a boolean array that broadcasts to (*batch, kv head, group, query, key)"
-        if not (backends.is_array(result) or isinstance(result, (bool, np.bool_))):
-            raise MaskError(message(name, expected, shown(result)))
-        array = ops.asarray(result, rows)
-        if ops.dtype(array) != "bool":
-            raise MaskError(message(name, expected, f"dtype {ops.dtype(array)}", hint="compare it: x > 0"))
-        shape = ops.shape(array)
-        wide = (*(1,) * (2 - len(shape)), *shape)
-        axes = zip(reversed(wide), reversed(wanted), strict=False)
-        if len(wide) > len(wanted) or not all(may_equal(n, 1) or may_equal(n, m) for n, m in axes):
-            raise MaskError(message(name, f"{expected} = {wanted}", f"shape {tuple(shape)}"))
-        return array if len(shape) == len(wide) else ops.reshape(array, wide)
+        return checked_booleans(ops, f"visible of {type(self).__name__}", expected, result, rows, full, axes=2)
 
     return _marked(visible)
 

@@ -114,20 +114,11 @@ class ScaledDot(Score):
         else:
             raise ShapeError(message("scale", f"({heads * groups},) or a shape with heads on axis -3", shape))
         lead = broadcast(tuple(query.shape[:-4]), tuple(key.shape[:-4]))
-        fits = len(shape) - 4 <= len(lead) and all(
-            n == 1 or may_equal(n, whole) for n, whole in zip(reversed(shape[:-4]), reversed(lead), strict=False)
+        target = (*lead, heads, groups, query.shape[-2], key.shape[-2])
+        fits = len(shape) <= len(target) and all(
+            n == 1 or may_equal(n, full) for n, full in zip(reversed(shape), reversed(target), strict=False)
         )
-        if (
-            not fits
-            or 1 not in shape[-2:]
-            or not (shape[-2] == 1 or may_equal(shape[-2], query.shape[-2]))
-            or not (shape[-1] == 1 or may_equal(shape[-1], key.shape[-2]))
-        ):
-            raise ShapeError(
-                message(
-                    "scale",
-                    "an array that broadcasts to (..., query, key) and is constant along one of the two",
-                    tuple(self.scale.shape),
-                )
-            )
+        if not fits or 1 not in shape[-2:]:
+            expected = "an array that broadcasts to (..., query, key) and is constant along one of the two"
+            raise ShapeError(message("scale", expected, tuple(self.scale.shape)))
         return ops.reshape(self.scale, shape)
