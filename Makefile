@@ -31,8 +31,8 @@ BUILD_TOOLS  := 'scikit-build-core>=1.1' 'nanobind>=2.9' 'cmake>=3.22' ninja
 # With the headers of XLA's custom calls, without which JAX's programs call back into Python. Where they come after the
 # first build, the next one compiles the one file that needs them.
 XLA_HEADERS  := 'jax>=0.7'
-NATIVE_FILES := CMakeLists.txt $(wildcard csrc/*.* csrc/targets/*.*)
-CPP_FILES    := $(filter %.h %.cc %.cpp,$(wildcard csrc/*.* csrc/*/*.*))
+NATIVE_FILES := CMakeLists.txt $(filter-out csrc/tests/%,$(wildcard csrc/*/*.*))
+CPP_FILES    := $(filter %.h %.cc %.cpp,$(wildcard csrc/*/*.*))
 
 MXNET_VENV   := .venv-mxnet
 MXNET_BIN    := $(MXNET_VENV)/bin

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "draw.h"
+#include "tests/draw.h"
 
 namespace attnscore::tests {
 
@@ -26,25 +26,26 @@ struct Case : Drawn {
         for (Head& head : problem.heads) {
             const int64_t out = problem.query_len * problem.value_dim, rows = problem.query_len;
             head.out = memory.filled(out, problem.value_dtype, NAN, 1);
-            head.numbers = memory.filled(rows * kNumbers, sum, 77, 1);
+            head.row_stats = memory.filled(rows * kRowStats, sum, 77, 1);
             // NaN shows where a pair that was not written is read.
-            if (keeps) head.scores = memory.filled(rows * problem.key_len, sum, NAN, 1);
-            if (problem.matrix != PairMatrix::none) {
+            if (keeps) head.saved_scores = memory.filled(rows * problem.key_len, sum, NAN, 1);
+            if (problem.matrix != MatrixOutput::none) {
                 const int64_t pairs = rows * problem.key_len;
                 head.matrix = memory.filled(pairs, sum, 77, 1);
                 results.push_back({"matrix", sum, pairs, 1, head.matrix});
                 // Nothing else is computed.
-                if (problem.matrix == PairMatrix::scores) continue;
+                if (problem.matrix == MatrixOutput::scores) continue;
             }
             results.push_back({"out", problem.value_dtype, out, 1, head.out});
-            static constexpr const char* names[] = {"max", "total", "tilt", "squares", "count", "mean", "deviations"};
-            for (int i = problem.maxima ? 0 : 2; i < kNumbers; ++i) {
-                results.push_back({names[i], sum, rows, kNumbers, head.numbers + i * size_of(sum)});
+            static constexpr const char* names[] = {"max",   "total", "sum_exp_logit", "squares",
+                                                    "count", "mean",  "deviations"};
+            for (int i = problem.exact_row_max ? 0 : 2; i < kRowStats; ++i) {
+                results.push_back({names[i], sum, rows, kRowStats, head.row_stats + i * size_of(sum)});
             }
         }
         kernels.forward(problem, threads);
         for (const Head& head : problem.heads)
-            if (!problem.maxima && problem.matrix != PairMatrix::scores) add_log_sum_exp(results, head);
+            if (!problem.exact_row_max && problem.matrix != MatrixOutput::scores) add_log_sum_exp(results, head);
         return results;
     }
 
@@ -74,16 +75,16 @@ struct Case : Drawn {
         return results;
     }
 
-    // Where no maxima are wanted a kernel chooses the score that its sums are taken against: log-sum-exp is the same
-    // for all, and a weight lies between 0 and 256 (with a rounding's room).
+    // Where no exact_row_max are wanted a kernel chooses the score that its sums are taken against: log-sum-exp is the
+    // same for all, and a weight lies between 0 and 256 (with a rounding's room).
     void add_log_sum_exp(std::vector<Result>& results, const Head& head) {
         const int64_t size = size_of(sum), rows = problem.query_len;
         char* log_sum_exp = memory.filled(rows, sum, 0, 1);
         for (int64_t i = 0; i < rows; ++i) {
-            const char* numbers = head.numbers + i * kNumbers * size;
-            const double top = number(numbers, sum), total = number(numbers + size, sum);
-            const bool chosen_well = !std::isfinite(top) || (total > 0.9 && total < 257.0 * problem.key_len);
-            put(log_sum_exp + i * size, sum, chosen_well ? top + std::log(total) : 1e30);
+            const char* numbers = head.row_stats + i * kRowStats * size;
+            const double row_max = number(numbers, sum), total = number(numbers + size, sum);
+            const bool chosen_well = !std::isfinite(row_max) || (total > 0.9 && total < 257.0 * problem.key_len);
+            put(log_sum_exp + i * size, sum, chosen_well ? row_max + std::log(total) : 1e30);
         }
         results.push_back({"log_sum_exp", sum, rows, 1, log_sum_exp});
     }
@@ -95,27 +96,27 @@ struct Case : Drawn {
         for (Head& head : problem.heads) {
             // One more logit: it may stand above all scores, and rows that see nothing have it alone.
             const double sink = sinks ? 3 * later.normal() : -INFINITY;
-            char *top = memory.filled(n, sum, 0, 1), *total = memory.filled(n, sum, 0, 1);
+            char *row_max = memory.filled(n, sum, 0, 1), *total = memory.filled(n, sum, 0, 1);
             const auto column = [&] {
                 char* numbers = memory.filled(n, sum, 0, 1);
                 for (int64_t i = 0; i < n; ++i) put(numbers + i * size, sum, random.normal());
                 return numbers;
             };
-            head.shift = column();
+            head.delta = column();
             if (tilted) head.entropy = column(), head.grad_entropy = column();
             for (int64_t i = 0; i < n; ++i) {
-                const char* numbers = head.numbers + i * kNumbers * size;
+                const char* numbers = head.row_stats + i * kRowStats * size;
                 const double largest = number(numbers, sum), all = number(numbers + size, sum);
                 const bool empty = all == 0 && !sinks;
                 const double highest = empty ? 0 : std::isnan(largest) ? largest : std::max(largest, sink);
                 const double whole = all * std::exp(largest - highest) + std::exp(sink - highest);
-                put(top + i * size, sum, highest);
+                put(row_max + i * size, sum, highest);
                 put(total + i * size, sum, empty ? INFINITY : std::log(whole));
-                // Nothing comes into a row that sees nothing.
-                if (planted && all == 0) put(const_cast<char*>(head.shift) + i * size, sum, NAN);
+                // Nothing comes into a row that is_unmasked nothing.
+                if (planted && all == 0) put(const_cast<char*>(head.delta) + i * size, sum, NAN);
             }
-            head.top = top;
-            head.log_total = total;
+            head.row_max = row_max;
+            head.log_denom = total;
         }
         keeps = problem.form == Form::additive && later.coin();
     }
@@ -155,9 +156,9 @@ struct Case : Drawn {
             h.mask.data ? " mask" : "", h.query_ids.data ? " ids" : "", h.bias.data ? " bias" : "",
             h.query_bias.data ? " query_bias" : "", h.key_bias.data ? " key_bias" : "", h.scale ? " scales" : "",
             keeps ? " kept scores" : "",
-            p.matrix == PairMatrix::weights  ? " weights"
-            : p.matrix == PairMatrix::scores ? " scores"
-                                             : "");
+            p.matrix == MatrixOutput::weights  ? " weights"
+            : p.matrix == MatrixOutput::scores ? " scores"
+                                               : "");
         return line;
     }
 };

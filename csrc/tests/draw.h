@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "memory.h"
+#include "tests/memory.h"
 
 namespace attnscore::tests {
 
@@ -23,16 +23,16 @@ struct Drawn {
         draw_heads();
         if (problem.form == Form::additive && later.one_in(4)) draw_odd_weights();
         if (!problem.heads.empty() && random.one_in(3)) plant();
-        problem.maxima = problem.full_statistics || later.coin();
+        problem.exact_row_max = problem.full_statistics || later.coin();
         draw_matrix();
     }
 
    private:
     void draw_matrix() {
         if (!later.one_in(3)) return;
-        problem.matrix = later.one_of({PairMatrix::weights, PairMatrix::weights, PairMatrix::scores});
+        problem.matrix = later.one_of({MatrixOutput::weights, MatrixOutput::weights, MatrixOutput::scores});
         // Who wants the scores alone has no values.
-        if (problem.matrix == PairMatrix::scores) problem.value_dim = 0;
+        if (problem.matrix == MatrixOutput::scores) problem.value_dim = 0;
         const bool sinks = later.coin();
         for (Head& head : problem.heads) {
             if (sinks) {
@@ -78,7 +78,7 @@ struct Drawn {
         p.key_len = random.one_of<int64_t>({0, 1, 2, 3, 15, 31, 63, 64, 65, 67, 127, 129, 191, 192, 193, 257});
         p.dim = random.one_of<int64_t>({0, 1, 2, 3, 7, 8, 15, 16, 17, 33, 64, 65, 127, 257});
         p.value_dim = random.one_of<int64_t>({0, 1, 2, 3, 7, 8, 15, 16, 17, 33, 64, 65, 130});
-        if (random.one_in(12)) {  // few rows and many keys, in ranges that are joined
+        if (random.one_in(12)) {  // few rows and many keys, in ranges that are concat
             p.query_len = 1 + random.below(5);
             p.key_len = random.one_of<int64_t>({2047, 2048, 2049, 3001, 4161});
         }
@@ -123,7 +123,7 @@ struct Drawn {
                                              [&] { return random.normal(); });
                 if (with_query_bias) head.query_bias = column(n);
                 if (with_scales) head.scale = memory.filled(1, sum, random.one_of({0.25, 1.0, 2.0}), 1);
-                head.place = first_place + static_cast<int64_t>(p.heads.size());
+                head.index = first_place + static_cast<int64_t>(p.heads.size());
                 group.heads.push_back(static_cast<int64_t>(p.heads.size()));
                 p.heads.push_back(head);
             }
@@ -175,7 +175,7 @@ struct Drawn {
         head.start = start;
         head.stop = stop;
         head.holes = holes;
-        head.hole_step = n;
+        head.hole_stride = n;
     }
 
     // One for each row: in front of a window, the same for all, or anything; rows may go without.
@@ -248,7 +248,8 @@ struct Drawn {
         }
     }
 
-    // NaN and infinity, mostly where no row sees them. What is hidden must reach nothing; what is seen must show.
+    // NaN and infinity, mostly where no row is_unmasked them. What is hidden must reach nothing; what is seen must
+    // show.
     void plant() {
         Problem& p = problem;
         planted = true;
@@ -265,10 +266,10 @@ struct Drawn {
                 for (int64_t i = 0; i < p.query_len; ++i) {
                     bool some = false;
                     for (int64_t j = 0; j < p.key_len; ++j) {
-                        const bool seen = sees(p, head, i, j);
+                        const bool seen = is_unmasked(p, head, i, j);
                         some = some || seen;
                         if (seen) key_seen[j] = true;
-                        // Where an array, not the bias itself, hides the pair.
+                        // Where an array, not the bias itself, has_mask the pair.
                         if (!seen && head.bias.data && random.one_in(20) &&
                             at(head.bias, p.bias_dtype, i, j) > -INFINITY && head.bias.row_stride &&
                             head.bias.col_stride) {

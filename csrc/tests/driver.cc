@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "case.h"
+#include "tests/case.h"
 
 namespace attnscore::naive {
 extern const Kernels kernels;

@@ -11,7 +11,7 @@
 #include <random>
 #include <vector>
 
-#include "numbers.h"
+#include "tests/storage.h"
 
 namespace attnscore::tests {
 

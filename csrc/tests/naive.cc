@@ -5,7 +5,7 @@
 #include <limits>
 #include <vector>
 
-#include "numbers.h"
+#include "tests/storage.h"
 
 namespace attnscore::naive {
 extern const Kernels kernels;
@@ -67,15 +67,15 @@ double slope_of(const Problem& p, double u) {
 // 0 or 1 / (1 - p), as dropout.py has it.
 double kept(const Problem& p, const Head& h, int64_t i, int64_t j) {
     if (p.dropout == 0) return 1;
-    const auto mixed = [](uint64_t x) {
+    const auto hash32 = [](uint64_t x) {
         x = (x ^ x >> 16) * 0x7FEB352D & 0xFFFFFFFF;
         x = (x ^ x >> 15) * 0x846CA68B & 0xFFFFFFFF;
         return x ^ x >> 16;
     };
-    const uint64_t row = static_cast<uint64_t>(h.place * p.query_len + i), low = p.seed & 0xFFFFFFFF;
-    const uint64_t stream = mixed((mixed((row + low) & 0xFFFFFFFF) + (row >> 32) + (p.seed >> 32)) & 0xFFFFFFFF);
+    const uint64_t row = static_cast<uint64_t>(h.index * p.query_len + i), low = p.seed & 0xFFFFFFFF;
+    const uint64_t stream = hash32((hash32((row + low) & 0xFFFFFFFF) + (row >> 32) + (p.seed >> 32)) & 0xFFFFFFFF);
     const uint64_t key = static_cast<uint64_t>(j) * 0x9E3779B9 & 0xFFFFFFFF;
-    const double bits = static_cast<double>(mixed((stream + key) & 0xFFFFFFFF));
+    const double bits = static_cast<double>(hash32((stream + key) & 0xFFFFFFFF));
     return bits >= std::nearbyint(p.dropout * 4294967296.0) ? 1 / (1 - p.dropout) : 0;
 }
 
@@ -130,21 +130,21 @@ void forward_row(const Reader& r, int64_t i) {
     const Head& h = r.h;
     std::vector<int64_t> keys;
     std::vector<double> scores, sums(p.value_dim);
-    double top = -INFINITY, total_score = 0;
+    double row_max = -INFINITY, total_score = 0;
     for (int64_t j = 0; j < p.key_len; ++j) {
-        if (!sees(p, h, i, j)) continue;
+        if (!is_unmasked(p, h, i, j)) continue;
         keys.push_back(j);
         scores.push_back(r.score(i, j));
-        top = std::isnan(scores.back()) || std::isnan(top) ? NAN : std::max(top, scores.back());
+        row_max = std::isnan(scores.back()) || std::isnan(row_max) ? NAN : std::max(row_max, scores.back());
         total_score += scores.back();
     }
     const auto count = static_cast<double>(keys.size());
-    const double mean = keys.empty() ? 0 : total_score / count, anchor = top == -INFINITY ? 0 : top;
-    double numbers[kNumbers] = {top, 0, 0, 0, count, mean, 0};
+    const double mean = keys.empty() ? 0 : total_score / count, safe_max = row_max == -INFINITY ? 0 : row_max;
+    double numbers[kRowStats] = {row_max, 0, 0, 0, count, mean, 0};
     for (size_t n = 0; n < keys.size(); ++n) {
-        const double s = scores[n], e = std::exp(s - anchor), pooled = e * kept(p, h, i, keys[n]);
+        const double s = scores[n], e = std::exp(s - safe_max), pooled = e * kept(p, h, i, keys[n]);
         numbers[1] += e;
-        numbers[2] += e == 0 ? 0 : e * (s - anchor);
+        numbers[2] += e == 0 ? 0 : e * (s - safe_max);
         numbers[3] += e * e;
         numbers[6] += (s - mean) * (s - mean);
         for (int64_t d = 0; d < p.value_dim; ++d) sums[d] += pooled * r.value.row(keys[n])[d];
@@ -153,11 +153,11 @@ void forward_row(const Reader& r, int64_t i) {
         const double x = numbers[1] == 0 ? sums[d] : sums[d] / numbers[1];
         put(h.out + (i * p.value_dim + d) * size_of(p.value_dtype), p.value_dtype, x);
     }
-    if (p.matrix != PairMatrix::none) {
+    if (p.matrix != MatrixOutput::none) {
         const double sink = h.sink == nullptr ? -INFINITY : number(h.sink, r.sum);
-        const double highest = std::isnan(anchor) || sink <= anchor ? anchor : sink;
-        const double total = numbers[1] * std::exp(anchor - highest) + std::exp(sink - highest);
-        const bool weights = p.matrix == PairMatrix::weights;
+        const double highest = std::isnan(safe_max) || sink <= safe_max ? safe_max : sink;
+        const double total = numbers[1] * std::exp(safe_max - highest) + std::exp(sink - highest);
+        const bool weights = p.matrix == MatrixOutput::weights;
         char* to = h.matrix + i * p.key_len * size_of(r.sum);
         for (int64_t j = 0; j < p.key_len; ++j) put(to + j * size_of(r.sum), r.sum, weights ? 0 : -INFINITY);
         for (size_t n = 0; n < keys.size(); ++n) {
@@ -165,9 +165,9 @@ void forward_row(const Reader& r, int64_t i) {
             put(to + keys[n] * size_of(r.sum), r.sum, weights ? weight : scores[n]);
         }
     }
-    const int written = p.full_statistics ? kNumbers : 2;
+    const int written = p.full_statistics ? kRowStats : 2;
     for (int n = 0; n < written; ++n) {
-        put(h.numbers + (i * kNumbers + n) * size_of(r.sum), r.sum, numbers[n]);
+        put(h.row_stats + (i * kRowStats + n) * size_of(r.sum), r.sum, numbers[n]);
     }
 }
 
@@ -197,11 +197,13 @@ void backward_row(const Reader& r, GroupSums& group, Sums& query, Sums& query_bi
                   const BiasGroup* shared, int64_t i) {
     const Problem& p = r.p;
     const Head& h = r.h;
-    const double top = r.number_of(h.top, i), log_total = r.number_of(h.log_total, i), shift = r.number_of(h.shift, i);
+    const double row_max = r.number_of(h.row_max, i), log_denom = r.number_of(h.log_denom, i),
+                 delta = r.number_of(h.delta, i);
     for (int64_t j = 0; j < p.key_len; ++j) {
-        if (!sees(p, h, i, j)) continue;
+        if (!is_unmasked(p, h, i, j)) continue;
         double steep;
-        const double log_p = r.score(i, j, &steep) - top - log_total, weight = std::exp(log_p), keep = kept(p, h, i, j);
+        const double log_p = r.score(i, j, &steep) - row_max - log_denom, weight = std::exp(log_p),
+                     keep = kept(p, h, i, j);
         double dp = 0;
         for (int64_t d = 0; d < p.value_dim; ++d) {
             const double dout = at(h.grad_out, p.grad_dtype, i, d);
@@ -209,12 +211,12 @@ void backward_row(const Reader& r, GroupSums& group, Sums& query, Sums& query_bi
             // A weight that dropout drops is chosen away: its NaN ends there.
             group.value.add(j * p.value_dim + d, (keep == 0 ? 0 : weight * keep) * dout);
         }
-        dp = (keep == 0 ? 0 : dp * keep) + shift;
+        dp = (keep == 0 ? 0 : dp * keep) + delta;
         if (h.grad_entropy != nullptr) {
             dp -= r.number_of(h.grad_entropy, i) * ((weight == 0 ? 0 : log_p) + r.number_of(h.entropy, i));
         }
-        const double own = p.matrix == PairMatrix::none ? 0 : at(h.grad_matrix, r.sum, i, j);
-        double ds = p.matrix == PairMatrix::scores ? own : weight * (dp + own);
+        const double own = p.matrix == MatrixOutput::none ? 0 : at(h.grad_matrix, r.sum, i, j);
+        double ds = p.matrix == MatrixOutput::scores ? own : weight * (dp + own);
         if (shared != nullptr) bias.add(i * shared->row_stride + j * shared->col_stride, ds);
         ds = ds == 0 ? 0 : ds * steep;
         query_bias.add(i, ds);

@@ -1,0 +1,65 @@
+// One array as a caller hands it over, and the checks that all arrays share. Whatever is wrong ends in
+// std::invalid_argument that names the argument, what was expected and what came.
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+#include <vector>
+
+#include "runtime/attention.h"
+
+namespace attnscore {
+
+using Shape = std::vector<int64_t>;
+
+// Strides in elements. Without data it stands for "not given"; an empty array has a shape all the same.
+struct Array {
+    const char* name = "";
+    char* data = nullptr;
+    int64_t item = 0;  // bytes of an element
+    int ndim = 0;
+    const int64_t* shape = nullptr;
+    const int64_t* strides = nullptr;
+    bool given = false;
+};
+
+[[noreturn]] void throw_invalid(const Array& a, const std::string& expected, const std::string& got);
+std::string shape_text(const Array& a);
+bool is_empty(const Array& a);
+
+void check_given(const Array& a);
+// The first `loose` axes may be 1 instead: they are broadcast.
+void check_shape(const Array& a, const Shape& expected, size_t loose = 0);
+// All axes may be 1 instead.
+void check_broadcast(const Array& a, const Shape& expected);
+void check_contiguous(const Array& a, int from = 0);
+// Exactly this shape, in C order.
+void check_exact(const Array& a, const Shape& expected);
+
+Shape concat(Shape front, std::initializer_list<int64_t> back);
+
+// An array whose first axes say which head; steps along them in bytes, 0 where it is broadcast.
+struct StridedCursor {
+    char* base = nullptr;
+    Shape steps;
+
+    StridedCursor() = default;
+    StridedCursor(const Array& a, size_t outer);
+
+    char* at(const Shape& index) const;
+};
+
+// The same, of an array whose last two axes are a head's matrix.
+struct MatrixCursor : StridedCursor {
+    int64_t row_stride = 0, col_stride = 0;
+
+    MatrixCursor() = default;
+    MatrixCursor(const Array& a, size_t outer);
+    // Of an array whose rows and columns may be broadcast too.
+    static MatrixCursor broadcast(const Array& a, size_t outer);
+
+    Matrix matrix(const Shape& index) const { return {at(index), row_stride, col_stride}; }
+};
+
+}  // namespace attnscore

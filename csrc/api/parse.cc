@@ -1,0 +1,93 @@
+#include "api/parse.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <stdexcept>
+
+namespace attnscore {
+namespace {
+
+std::atomic<const Kernels*> selected{nullptr};
+
+std::string quoted_names(const std::vector<const Kernels*>& kernels) {
+    std::string names;
+    for (const Kernels* k : kernels) names += std::string(names.empty() ? "" : ", ") + "'" + k->name + "'";
+    return names;
+}
+
+const Kernels* find_kernels(std::string_view name, const std::string& argument) {
+    const std::vector<const Kernels*> runnable = runnable_kernels();
+    for (const Kernels* k : runnable) {
+        if (name == k->name) return k;
+    }
+    throw std::invalid_argument(argument + ": expected a target that this CPU runs, one of " + quoted_names(runnable) +
+                                ", got '" + std::string(name) + "'");
+}
+
+template <class T>
+using Choice = std::pair<std::string_view, T>;
+
+constexpr Choice<Dtype> kDtypes[] = {
+    {"float32", Dtype::f32}, {"float64", Dtype::f64}, {"bfloat16", Dtype::bf16}, {"float16", Dtype::f16}};
+constexpr Choice<Form> kForms[] = {{"inner", Form::inner}, {"additive", Form::additive}, {"distance", Form::distance}};
+constexpr Choice<Activation> kActivations[] = {{"tanh", Activation::tanh}, {"sigmoid", Activation::sigmoid},
+                                               {"relu", Activation::relu}, {"leaky_relu", Activation::leaky_relu},
+                                               {"silu", Activation::silu}, {"gelu", Activation::gelu}};
+
+template <class T, size_t N>
+T parse_choice(const Choice<T> (&choices)[N], std::string_view name, const char* argument) {
+    std::string known;
+    for (const auto& [text, value] : choices) {
+        if (text == name) return value;
+        known += (known.empty() ? "'" : ", '") + std::string(text) + "'";
+    }
+    throw std::invalid_argument(std::string(argument) + ": expected one of " + known + ", got '" + std::string(name) +
+                                "'");
+}
+
+}  // namespace
+
+// At the first use, not at import: a wrong environment variable must not take the whole package away.
+const Kernels& selected_kernels() {
+    const Kernels* found = selected.load(std::memory_order_acquire);
+    if (found == nullptr) {
+        const char* name = std::getenv("ATTNSCORE_TARGET");
+        found = name != nullptr && *name != '\0' ? find_kernels(name, "environment variable ATTNSCORE_TARGET")
+                                                 : runnable_kernels().front();
+        selected.store(found, std::memory_order_release);
+    }
+    return *found;
+}
+
+void select_kernels(std::string_view name) { selected.store(find_kernels(name, "name"), std::memory_order_release); }
+
+Dtype parse_dtype(std::string_view name, const char* argument) { return parse_choice(kDtypes, name, argument); }
+
+Problem parse_problem(const ScoreSpec& spec) {
+    const auto& [form, activation, negative_slope, scale, caps, score_dtype, value_dtype, bias_dtype, dropout, seed] =
+        spec;
+    Problem p;
+    p.form = parse_choice(kForms, form, "form");
+    p.activation = parse_choice(kActivations, activation, "activation");
+    p.negative_slope = negative_slope;
+    p.scale = scale;
+    for (const auto& [cap, factor] : caps) {
+        if (!(cap > 0)) throw std::invalid_argument("caps: expected caps above 0, got " + std::to_string(cap));
+        p.caps.push_back({cap, factor});
+    }
+    p.score_dtype = parse_choice(kDtypes, score_dtype, "score_dtype");
+    p.value_dtype = parse_choice(kDtypes, value_dtype, "value_dtype");
+    p.bias_dtype = parse_choice(kDtypes, bias_dtype, "bias_dtype");
+    if (p.value_dtype == Dtype::f64 && p.score_dtype != Dtype::f64) {
+        throw std::invalid_argument("value_dtype: float64 needs score_dtype float64, got '" + std::string(score_dtype) +
+                                    "'");
+    }
+    if (!(dropout >= 0 && dropout < 1)) {
+        throw std::invalid_argument("dropout: expected a number in [0, 1), got " + std::to_string(dropout));
+    }
+    p.dropout = dropout;
+    p.seed = seed;
+    return p;
+}
+
+}  // namespace attnscore

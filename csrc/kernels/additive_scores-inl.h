@@ -1,0 +1,269 @@
+// Additive scores of rows against a tile. A strip is R rows against a chunk of keys and some channels. Strips are not
+// inlined: inside one large function the compiler keeps their sums in memory.
+
+template <class T>
+class AdditiveScores {
+    static constexpr int L = Vector<T>::lanes;
+    static constexpr int kAcross = Additive<T>::kAcross, kChunk = Additive<T>::kChunk;
+#if defined(__AVX512F__)
+    static constexpr int kRowsTogether = 3;  // callers come with panels of 6, some together
+#else
+    static constexpr int kRowsTogether = 2;
+#endif
+    static constexpr int64_t kChannels = 256;  // of a pass: 32 KB of a chunk of keys; sums start anew for each
+    using Form = Additive<T>;
+    using Query = typename Form::Query;
+    using Keys = typename Form::Keys;
+
+   public:
+    AdditiveScores(Arena& arena, const Form& form)
+        : form_(form), octets_((form.dim + 7) / 8), group_sizes_(arena.take<char>(kStepPanels * octets_)) {}
+
+    // s[i * lds + j] for the rows of a run of panels, all keys of the tile; the first row is the first of a strip.
+    void operator()(T* s, int64_t lds, const Query& query, int64_t first, int64_t last, const Keys& keys,
+                    const T* w) const {
+        const bool small = form_.algorithm_for(query.largest, keys) == AdditiveAlgorithm::tanh_addition;
+        if (small || form_.scores_by_exps(query.largest, keys)) {
+            const bool sum = small || form_.activation == Activation::silu;
+            // Without an estimate there is one way only.
+            const auto scores = prefers_division() ? (sum ? &AdditiveScores::fraction_scores<true, true>
+                                                          : &AdditiveScores::fraction_scores<false, true>)
+                                                   : (sum ? &AdditiveScores::fraction_scores<true, !kEstimates<T>>
+                                                          : &AdditiveScores::fraction_scores<false, !kEstimates<T>>);
+            return (this->*scores)(s, lds, query, first, last, keys, small);
+        }
+        const AdditiveAlgorithm way = form_.algorithm_for(query.largest, keys) == AdditiveAlgorithm::direct_nonfinite
+                                          ? AdditiveAlgorithm::direct_nonfinite
+                                          : AdditiveAlgorithm::direct;
+        form_.with_term(way, [&](auto term) { direct_scores(term, s, lds, query, first, last, keys, w); });
+    }
+
+   private:
+    const Form& form_;
+    const int64_t octets_;
+    char* group_sizes_;  // by strip and eight channels: how many terms share a division
+    static constexpr int64_t kStep = L > 8 ? L : 8;
+
+    struct MicroTile {
+        T* s;
+        int64_t lds;
+        int64_t width;  // of the rows
+        const T* w;
+        int64_t from, to;  // channels
+        T level, slope;    // a finished sum x leaves as level + slope x
+        bool resumed, finished;
+    };
+
+    template <int R>
+    static inline void store_sums(const MicroTile& strip, V<T> (&sum)[R][kAcross]) {
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+            for (int j = 0; j < kAcross; j++) {
+                T* to = strip.s + r * strip.lds + j * L;
+                V<T> x = sum[r][j];
+                if (strip.resumed) x = x + load(to);
+                store(to, strip.finished ? fused<T>(x, splat(strip.slope), splat(strip.level)) : x);
+            }
+    }
+
+    // What the denominators and numerators of a row (at one channel) and a chunk of keys are made of.
+    struct Operands {
+        const T *ea, *na, *eb, *nb;
+        int64_t step;  // from one channel of nb to the next
+    };
+
+    // The sum of num / x of N channels as n / d, with x = u + A (u B) and num = 1 or the sum of two numbers.
+    template <bool Sum, int N>
+    static inline void fraction(const Operands& at, int j, const T* u, V<T>& n, V<T>& d) {
+        if constexpr (N == 1) {
+            d = fused<T>(splat(at.ea[0]), load(at.eb + j), splat(u[0]));
+            n = Sum ? at.na[0] + load(at.nb + j) : splat(T(1));
+        } else {
+            V<T> n1, d1, n2, d2;
+            fraction<Sum, N / 2>(at, j, u, n1, d1);
+            fraction<Sum, N / 2>(offset(at, 0, N / 2), j, u + N / 2, n2, d2);
+            n = N == 2 && !Sum ? d1 + d2 : fused<T>(n1, d2, n2 * d1);
+            d = d1 * d2;
+        }
+    }
+
+    static inline Operands offset(const Operands& operands, int64_t row, int64_t p) {
+        return {operands.ea + row + p, operands.na + row + p, operands.eb + p * kChunk, operands.nb + p * operands.step,
+                operands.step};
+    }
+
+    // Adds f(operands at row r and channel p, key) to the sums.
+    template <int R, class F>
+    static inline void add_terms(V<T> (&sum)[R][kAcross], const MicroTile& strip, const Operands& operands, int64_t p,
+                                 F f) {
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+            for (int j = 0; j < kAcross; j++) sum[r][j] += f(offset(operands, r * strip.width, p), j * L);
+    }
+
+    // Whether to add_fractions where `reciprocal` could estimate, and only four terms together: a division of 16 floats
+    // takes the time of 2 multiplications on Zen 4 (3 to 4 on Zen 5), the estimate 3; on Intel's CPUs the division
+    // takes 20.
+    static bool prefers_division() {
+#if defined(__AVX512F__)
+        static const bool found = __builtin_cpu_is("amd");
+        return found;
+#else
+        return false;
+#endif
+    }
+
+    // The terms of channels [p, to), N to a division; gives the first channel that is left.
+    template <bool Sum, bool Divides, int N, int R>
+    static inline int64_t add_fractions(V<T> (&sum)[R][kAcross], const MicroTile& strip, const Operands& operands,
+                                        int64_t p, int64_t to) {
+        for (; p + N <= to; p += N)
+            add_terms<R>(sum, strip, operands, p, [&](const Operands& at, int j) {
+                V<T> n, d;
+                fraction<Sum, N>(at, j, strip.w + p, n, d);
+                // One term's denominator may be infinite.
+                return N == 1 || Divides ? n / d : n * reciprocal<T>(d);
+            });
+        return p;
+    }
+
+    template <bool Sum, bool Divides, int R>
+    __attribute__((noinline)) static void fraction_micro_tile(const MicroTile& strip, const Operands& operands,
+                                                              const char* group_sizes) {
+        V<T> sum[R][kAcross] = {};
+        for (int64_t p = strip.from; p < strip.to;) {
+            const int share = group_sizes[p / 8];
+            const int64_t to = std::min(p + 8, strip.to);
+            if (share == 8) p = add_fractions<Sum, Divides, 8, R>(sum, strip, operands, p, to);
+            if (share >= 4) p = add_fractions<Sum, Divides, 4, R>(sum, strip, operands, p, to);
+            if (share >= 2) p = add_fractions<Sum, Divides, 2, R>(sum, strip, operands, p, to);
+            p = add_fractions<Sum, Divides, 1, R>(sum, strip, operands, p, to);
+        }
+        store_sums<R>(strip, sum);
+    }
+
+    template <int R, class Term>
+    __attribute__((noinline)) static void direct_micro_tile(const Term& term, const MicroTile& strip, const T* a,
+                                                            const T* b) {
+        V<T> sum[R][kAcross] = {};
+        for (int64_t p = strip.from; p < strip.to; p++) {
+            const V<T> weight = splat(strip.w[p]);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+                for (int j = 0; j < kAcross; j++)
+                    sum[r][j] = fused<T>(weight, term.value(a[r * strip.width + p] + load(b + p * kTileKeys + j * L)),
+                                         sum[r][j]);
+        }
+        store_sums<R>(strip, sum);
+    }
+
+    // Calls f(strip, row, chunk's first key) for all panels, as many rows at a time as it says.
+    template <class F>
+    void for_each_micro_tile(F f, MicroTile strip, T* s, int64_t first, int64_t last, int64_t together) const {
+        const int64_t passes = std::max<int64_t>(1, (form_.dim + kChannels - 1) / kChannels);
+        for (int64_t c = 0; c < kTileKeys; c += kChunk)
+            for (int64_t pass = 0; pass < passes; pass++) {
+                strip.from = pass * kChannels;
+                strip.to = std::min(form_.dim, strip.from + kChannels);
+                strip.resumed = pass > 0;
+                strip.finished = pass + 1 == passes;
+                for (int64_t i = first; i < last;) {
+                    const bool whole = i + together <= last;
+                    strip.s = s + i * strip.lds + c;
+                    f(strip, i, c, whole);
+                    i += whole ? together : 1;
+                }
+            }
+    }
+
+    // How many terms share a division.
+    void share(const Query& query, const Keys& keys, bool small, int64_t first, int64_t last) const {
+        // Numerators are sums of as many products, times a sum of value_and_gradient operands in silu. Such terms may
+        // be large, and each that joins a fraction rounds all of it once more.
+        const T reach = query.largest + keys.largest;
+        const bool silu = form_.activation == Activation::silu;
+        const T most = std::numeric_limits<T>::max() / 32 / (silu ? std::max(T(1), reach) : T(1));
+        const int limit = !silu ? (prefers_division() ? 4 : 8) : reach <= T(16) ? 4 : reach <= T(40) ? 2 : 1;
+        const int64_t strip = first / kMR, panels = (last - first + kMR - 1) / kMR;
+        const T* rows = (small ? query.tanh_bounds : query.exp_bounds) + strip * query.width;
+        const T* peaks = small ? keys.tanh_bounds : keys.exp_bounds;
+        for (int64_t p = 0; p < form_.dim; p += kStep) {
+            // Of the denominators u + A (u B): of each strip, and before them of all.
+            T bounds[1 + kStepPanels][kStep];
+            for (int64_t j = 0; j < kStep; j += L) {
+                V<T> all = splat(T(1));
+                for (int64_t k = 0; k < panels; k++) {
+                    V<T> bound = splat(T(1));
+                    if (p + j < form_.dim)
+                        bound = fused<T>(load(rows + k * query.width + p + j), load(peaks + p + j),
+                                         abs_of<T>(load(keys.inverse_weights + p + j)));
+                    all = fast_max<T>(all, bound);
+                    store(bounds[1 + k] + j, bound);
+                }
+                store(bounds[0] + j, all);
+            }
+            for (int64_t j = 0; j < kStep && p + j < form_.dim; j += 8) {
+                const char all = group_size(bounds[0] + j, most, limit);
+                for (int64_t k = 0; k < panels; k++)
+                    group_sizes_[k * octets_ + (p + j) / 8] =
+                        all == limit ? all : group_size(bounds[1 + k] + j, most, limit);
+            }
+        }
+    }
+
+    // The most of eight terms, but not above `limit`, that share a division with their product up to `most`. No bound
+    // is below 1, so fewer terms fit wherever more do; and nothing branches on what cannot be foreseen.
+    static char group_size(const T* bounds, T most, int limit) {
+        T two[4], four[2];
+        for (int i = 0; i < 4; i++) two[i] = bounds[2 * i] * bounds[2 * i + 1];
+        for (int i = 0; i < 2; i++) four[i] = two[2 * i] * two[2 * i + 1];
+        const bool twos = (two[0] <= most) & (two[1] <= most) & (two[2] <= most) & (two[3] <= most);
+        const bool fours = (four[0] <= most) & (four[1] <= most), all = four[0] * four[1] <= most;
+        return static_cast<char>(std::min(limit, 1 << (twos + (twos & fours) + (twos & fours & all))));
+    }
+
+    template <bool Sum, bool Divides>
+    void fraction_scores(T* s, int64_t lds, const Query& query, int64_t first, int64_t last, const Keys& keys,
+                         bool small) const {
+        const bool is_tanh = form_.activation == Activation::tanh && !small;
+        const T *ea = small ? query.tanhs : query.exps, *na = small ? ea : query.rows;
+        const T* eb = small ? keys.weighted_tanhs : keys.weighted_exps;
+        const T* nb = small ? keys.tanhs : keys.transposed;
+        const MicroTile plan{nullptr,
+                             lds,
+                             query.width,
+                             keys.inverse_weights,
+                             0,
+                             0,
+                             is_tanh ? keys.total : T(0),
+                             is_tanh ? -2 * keys.max_weight : keys.max_weight,
+                             false,
+                             false};
+        share(query, keys, small, first, last);
+        auto one = [&](const MicroTile& strip, int64_t i, int64_t c, bool whole) {
+            const int64_t at = i * query.width;
+            const char* own = group_sizes_ + (i - first) / kMR * octets_;
+            const Operands operands{ea + at, na + at, eb + c * form_.dim, nb + (small ? c * form_.dim : c),
+                                    small ? kChunk : kTileKeys};
+            whole ? fraction_micro_tile<Sum, Divides, kRowsTogether>(strip, operands, own)
+                  : fraction_micro_tile<Sum, Divides, 1>(strip, operands, own);
+        };
+        for_each_micro_tile(one, plan, s, first, last, kRowsTogether);
+    }
+
+    template <class Term>
+    void direct_scores(const Term& term, T* s, int64_t lds, const Query& query, int64_t first, int64_t last,
+                       const Keys& keys, const T* w) const {
+        const MicroTile plan{nullptr, lds, query.width, w, 0, 0, T(0), T(1), false, false};
+        auto one = [&](const MicroTile& strip, int64_t i, int64_t c, bool whole) {
+            const T *a = query.rows + i * query.width, *b = keys.transposed + c;
+            if constexpr (Term::inexpensive)
+                if (whole) return direct_micro_tile<kRowsTogether>(term, strip, a, b);
+            direct_micro_tile<1>(term, strip, a, b);
+        };
+        for_each_micro_tile(one, plan, s, first, last, Term::inexpensive ? kRowsTogether : 1);
+    }
+};

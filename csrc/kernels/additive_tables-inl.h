@@ -1,0 +1,177 @@
+// What additive scores and their gradients read of rows and keys: exps and tanhs, each in the order of its
+// pass. A block's rows have theirs made once, a tile's keys once for all blocks that share it.
+
+// The size of the rows that a tile may meet: of each block the largest number.
+template <class T>
+struct MagnitudeRange {
+    T least = 0, most = std::numeric_limits<T>::max();
+};
+
+template <class T>
+class AdditiveTables {
+    static constexpr int L = Vector<T>::lanes;
+    static constexpr int kChunk = Additive<T>::kChunk;
+    using Form = Additive<T>;
+    using Query = typename Form::Query;
+    using Keys = typename Form::Keys;
+
+   public:
+    explicit AdditiveTables(const Form& form) : form_(form), width_(padded(form.dim, L)) {}
+
+    void fill(Arena& arena, Query& query, const T* rows, int64_t count) const {
+        query = {};
+        query.rows = rows;
+        query.width = width_;
+        query.largest = largest(rows, count * width_);
+        if (!form_.has_ratio_form()) return;
+        if (form_.exp_in_range(query.largest)) {
+            T* to = arena.take<T>(count * width_);
+            for (int64_t i = 0; i < count * width_; i += L) store(to + i, exp_of<T>(load(rows + i) * form_.kappa()));
+            query.exps = to;
+            query.exp_bounds = panel_bounds(arena, to, count);
+        }
+        if (form_.tanh_addition_applies(query.largest)) {
+            T* to = arena.take<T>(count * width_);
+            for (int64_t i = 0; i < count * width_; i += L) store(to + i, tanh_of<T>(load(rows + i)));
+            query.tanhs = to;
+            query.tanh_bounds = panel_bounds(arena, to, count);
+        }
+    }
+
+    // Memory for the tables of a tile, those of gradients among them.
+    void reserve(Arena& arena, Keys& keys, bool gradients) const {
+        const int64_t size = kTileKeys * width_;
+        const bool ratios = form_.has_ratio_form(), tanhs = form_.tanh_addition_applies(0);
+        if (ratios) {
+            keys.inverse_weights = arena.take<T>(width_);
+            keys.weighted_exps = arena.take<T>(size);
+            keys.exp_bounds = arena.take<T>(width_);
+        }
+        if (tanhs) {
+            keys.tanhs = arena.take<T>(size);
+            keys.weighted_tanhs = arena.take<T>(size);
+            keys.tanh_bounds = arena.take<T>(width_);
+        }
+        if (!gradients) return;
+        keys.rows = arena.take<T>(size);
+        if (ratios) keys.row_exps = arena.take<T>(size);
+        if (tanhs) keys.row_tanhs = arena.take<T>(size);
+    }
+
+    // The tile stays the caller's.
+    void fill(Keys& keys, const T* transposed, const T* w, const MagnitudeRange<T>& rows) const {
+        keys.transposed = transposed;
+        keys.largest = largest(transposed, form_.dim * kTileKeys);
+        if (w != keys.weights) weigh(keys, w);
+        keys.finite = keys.largest <= std::numeric_limits<T>::max() && !keys.nonfinite_weight;
+        const AdditiveAlgorithm first = form_.algorithm_for(rows.least, keys),
+                                last = form_.algorithm_for(rows.most, keys);
+        const bool small = first == AdditiveAlgorithm::tanh_addition, larger = last != AdditiveAlgorithm::tanh_addition;
+        if (small && !keys.scores_known) {
+            fill_tanhs(keys);
+            fill_weighted(keys.weighted_tanhs, keys.tanh_bounds, keys, keys.tanhs);
+        }
+        if (larger && !keys.scores_known && form_.scores_by_exps(rows.least, keys))
+            fill_weighted(keys.weighted_exps, keys.exp_bounds, keys, nullptr);
+        if (!keys.rows) return;
+        fill_rows(keys);
+        const int64_t size = kTileKeys * width_;
+        if (small)
+            for (int64_t i = 0; i < size; i += L) store(keys.row_tanhs + i, tanh_of<T>(load(keys.rows + i)));
+        if (larger && first <= AdditiveAlgorithm::single_division)
+            for (int64_t i = 0; i < size; i += L)
+                store(keys.row_exps + i, exp_of<T>(load(keys.rows + i) * form_.kappa()));
+    }
+
+   private:
+    // What depends on the weights alone. By channel the coefficient is u = max_weight / w, and 1 up to the width; what
+    // is next to nothing beside the max_weight counts as kMinWeight of it.
+    void weigh(Keys& keys, const T* w) const {
+        keys.weights = w;
+        keys.max_weight = 0;
+        keys.nonfinite_weight = false;
+        double total = 0;
+        for (int64_t p = 0; p < form_.dim; p++) {
+            keys.max_weight = std::max(keys.max_weight, std::fabs(w[p]));
+            keys.nonfinite_weight |= !(std::fabs(w[p]) <= std::numeric_limits<T>::max());
+            total += w[p];
+        }
+        keys.total = static_cast<T>(total);
+        if (!keys.inverse_weights) return;
+        std::fill_n(keys.inverse_weights, width_, T(1));
+        const T least = keys.max_weight * kMinWeight;
+        for (int64_t p = 0; p < form_.dim; p++)
+            keys.inverse_weights[p] =
+                std::fabs(w[p]) > least ? keys.max_weight / w[p] : std::copysign(1 / kMinWeight, w[p]);
+    }
+
+    // Chunk by chunk of keys: what a pass reads fits the first-level cache.
+    void fill_tanhs(Keys& keys) const {
+        T* to = keys.tanhs;
+        for (int64_t c = 0; c < kTileKeys; c += kChunk)
+            for (int64_t p = 0; p < form_.dim; p++)
+                for (int j = 0; j < kChunk; j += L, to += L)
+                    store(to, tanh_of<T>(load(keys.transposed + p * kTileKeys + c + j)));
+    }
+
+    // Tangents, or without them exps, times u, in the same order; and of each channel the largest.
+    void fill_weighted(T* to, T* peaks, const Keys& keys, const T* tanhs) const {
+        const T* u = keys.inverse_weights;
+        std::fill_n(peaks, width_, T(0));
+        for (int64_t p = 0; p < form_.dim; p++) {
+            V<T> most{};
+            for (int64_t c = 0; c < kTileKeys; c += kChunk)
+                for (int64_t j = 0; j < kChunk; j += L) {
+                    const int64_t at = c * form_.dim + p * kChunk + j;
+                    const V<T> y =
+                        u[p] * (tanhs ? load(tanhs + at)
+                                      : exp_of<T>(load(keys.transposed + p * kTileKeys + c + j) * form_.kappa()));
+                    most = fast_max<T>(most, abs_of<T>(y));
+                    store(to + at, y);
+                }
+            peaks[p] = reduce_max<T>(most);
+        }
+    }
+
+    // Keys with channels in the lanes: a block of kTileKeys x L for each vector of channels (whole rows, a power of two
+    // apart, would fall on the same few sets of the cache). Zeros behind the channels.
+    void fill_rows(Keys& keys) const {
+        T square[L * L];
+        for (int64_t p = 0; p < width_; p += L)
+            for (int64_t j = 0; j < kTileKeys; j += L) {
+                for (int64_t i = 0; i < L; i++)
+                    store(square + i * L, p + i < form_.dim ? load(keys.transposed + (p + i) * kTileKeys + j) : V<T>{});
+                transpose_square(keys.rows + p * kTileKeys + j * L, L, square, L);
+            }
+    }
+
+    const T* panel_bounds(Arena& arena, const T* rows, int64_t count) const {
+        T* peaks = arena.take<T>((count + kMR - 1) / kMR * width_);
+        for (int64_t i = 0; i < count; i++, rows += width_) {
+            T* to = peaks + i / kMR * width_;
+            for (int64_t p = 0; p < width_; p += L) {
+                const V<T> size = abs_of<T>(load(rows + p));
+                store(to + p, i % kMR ? fast_max<T>(size, load(to + p)) : size);
+            }
+        }
+        return peaks;
+    }
+
+    // Of |x|; NaN comes out. Several at a time: each waits for the one before.
+    static T largest(const T* x, int64_t count) {
+        constexpr int together = 4;
+        V<T> most[together] = {};
+        int64_t i = 0;
+        for (; i + together * L <= count; i += together * L)
+#pragma GCC unroll 4
+            for (int k = 0; k < together; k++) most[k] = nan_max<T>(most[k], abs_of<T>(load(x + i + k * L)));
+        for (; i < count; i += L) most[0] = nan_max<T>(most[0], abs_of<T>(load(x + i)));
+        return reduce_nan_max<T>(nan_max<T>(nan_max<T>(most[0], most[1]), nan_max<T>(most[2], most[3])));
+    }
+
+    const Form& form_;
+    const int64_t width_;
+
+    // Bf16Pair of its inverse can be multiplied in float, eight in double.
+    static constexpr T kMinWeight = sizeof(T) == 4 ? T(1e-12) : T(1e-25);
+};

@@ -1,0 +1,123 @@
+// Which pairs are seen, and which weights dropout keeps: one bit for each of the 64 keys of a tile.
+
+struct Span {
+    int64_t first, last;
+};
+
+constexpr uint64_t kAll = ~uint64_t{0};
+
+// The lowest `count` bits.
+inline uint64_t lowest_bits(int64_t count) { return count >= kTileKeys ? kAll : (uint64_t{1} << count) - 1; }
+
+inline Span key_interval(const Problem& problem, const Head& head, int64_t row) {
+    if (!head.start) return {0, problem.key_len};
+    return {std::max<int64_t>(head.start[row], 0), std::min<int64_t>(head.stop[row], problem.key_len)};
+}
+
+// The k-th hole of a row, from 0.
+inline Span hole_interval(const Head& head, int64_t row, int64_t k) {
+    const int64_t at = (k + 1) * head.hole_stride + row;
+    return {head.start[at], head.stop[at]};
+}
+
+// The bits of a tile from `key` on whose keys lie in a span.
+inline uint64_t span_bits(const Span& span, int64_t key, int64_t count) {
+    return lowest_bits(std::clamp<int64_t>(span.last - key, 0, count)) &
+           ~lowest_bits(std::clamp<int64_t>(span.first - key, 0, count));
+}
+
+// Bits of the non-zero bytes among `count`.
+inline uint64_t nonzero_bits(const char* bytes, int64_t stride, int64_t count) {
+    if (stride == 0) return *bytes ? lowest_bits(count) : 0;
+#if defined(__AVX512BW__)
+    if (stride == 1) {
+        const __m512i all = _mm512_maskz_loadu_epi8(lowest_bits(count), bytes);
+        return _mm512_test_epi8_mask(all, all);
+    }
+#endif
+    uint64_t bits = 0;
+    for (int64_t j = 0; j < count; j++) bits |= uint64_t(bytes[j * stride] != 0) << j;
+    return bits;
+}
+
+inline uint64_t equal_bits(int64_t own, const int64_t* ids, int64_t stride, int64_t count) {
+    if (own < 0) return 0;
+    uint64_t bits = 0;
+    for (int64_t j = 0; j < count; j++) bits |= uint64_t(ids[j * stride] == own) << j;
+    return bits;
+}
+
+// The keys of [key, key + count) that the intervals of a row hold.
+inline uint64_t interval_bits(const Problem& problem, const Head& head, int64_t row, int64_t key, int64_t count) {
+    uint64_t bits = span_bits(key_interval(problem, head, row), key, count);
+    for (int64_t k = 0; k < head.holes; k++) bits &= ~span_bits(hole_interval(head, row, k), key, count);
+    return bits;
+}
+
+// The keys of [key, key + count) that a row sees, by everything but a bias of -inf.
+inline uint64_t unmasked_bits(const Problem& problem, const Head& head, int64_t row, int64_t key, int64_t count) {
+    uint64_t bits = interval_bits(problem, head, row, key, count);
+    if (bits && head.mask.data)
+        bits &= nonzero_bits(head.mask.data + row * head.mask.row_stride + key * head.mask.col_stride,
+                             head.mask.col_stride, count);
+    if (bits && head.query_ids.data) {
+        const int64_t* ids = reinterpret_cast<const int64_t*>(head.key_ids.data);
+        const int64_t own = reinterpret_cast<const int64_t*>(head.query_ids.data)[row * head.query_ids.row_stride];
+        bits &= equal_bits(own, ids + key * head.key_ids.row_stride, head.key_ids.row_stride, count);
+    }
+    return bits;
+}
+
+// Whether only looking at a pair tells if it is seen.
+inline bool has_pair_mask(const Head& head) { return head.mask.data || head.query_ids.data || head.bias.data; }
+
+inline bool has_mask(const Head& head) { return head.start || has_pair_mask(head); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Dropout, as dropout.py defines it: two rounds of a 32-bit mixer for the row, one for the pair.
+
+inline uint32_t hash32(uint32_t x) {
+    x = (x ^ (x >> 16)) * 0x7FEB352Du;
+    x = (x ^ (x >> 15)) * 0x846CA68Bu;
+    return x ^ (x >> 16);
+}
+
+struct Dropout {
+    bool on;
+    uint64_t threshold;  // keep_bits from here; 2^32 keeps nothing
+    double factor;
+    uint32_t key_hash[kTileKeys];  // of the keys of the tile at hand
+
+    explicit Dropout(const Problem& problem)
+        : on(problem.dropout > 0),
+          threshold(static_cast<uint64_t>(std::nearbyint(problem.dropout * 4294967296.0))),
+          factor(1 / (1 - problem.dropout)) {}
+
+    void set_tile(int64_t key) {
+        for (int64_t j = 0; j < kTileKeys; j++) key_hash[j] = static_cast<uint32_t>(key + j) * 0x9E3779B9u;
+    }
+    static uint32_t stream(const Problem& problem, const Head& head, int64_t row) {
+        const uint64_t all = static_cast<uint64_t>(head.index) * problem.query_len + row;
+        const uint32_t low = static_cast<uint32_t>(problem.seed), high = static_cast<uint32_t>(problem.seed >> 32);
+        return hash32(hash32(static_cast<uint32_t>(all) + low) + static_cast<uint32_t>(all >> 32) + high);
+    }
+    uint64_t keep_bits(uint32_t stream) const {
+        if (threshold > 0xFFFFFFFFu) return 0;
+        uint64_t bits = 0;
+#if defined(__AVX512F__)
+        const __m512i least = _mm512_set1_epi32(static_cast<int>(threshold)),
+                      own = _mm512_set1_epi32(static_cast<int>(stream));
+        for (int j = 0; j < 4; j++) {
+            __m512i x = _mm512_add_epi32(own, _mm512_loadu_si512(key_hash + j * 16));
+            x = _mm512_mullo_epi32(_mm512_xor_si512(x, _mm512_srli_epi32(x, 16)), _mm512_set1_epi32(0x7FEB352D));
+            x = _mm512_mullo_epi32(_mm512_xor_si512(x, _mm512_srli_epi32(x, 15)),
+                                   _mm512_set1_epi32(static_cast<int>(0x846CA68Bu)));
+            x = _mm512_xor_si512(x, _mm512_srli_epi32(x, 16));
+            bits |= static_cast<uint64_t>(_mm512_cmpge_epu32_mask(x, least)) << (16 * j);
+        }
+#else
+        for (int j = 0; j < kTileKeys; j++) bits |= uint64_t(hash32(stream + key_hash[j]) >= threshold) << j;
+#endif
+        return bits;
+    }
+};

@@ -1,0 +1,113 @@
+// A tile of values, and what it adds to the rows of a strip by their weights.
+
+// Values of so few numbers are summed by lanes of keys, as the weights are: one multiplication for a vector of weights
+// and a number, where a product of matrices pads each value to a vector and does one for each weight (a tenth to a
+// sixth of a pass over keys of 32 numbers).
+constexpr int64_t kNarrow = 4;
+
+// Numbers that are kept for the output of a row while its tiles go by.
+template <class T>
+inline int64_t row_width(const Problem& problem) {
+    constexpr int64_t L = Vector<T>::lanes;
+    return problem.value_dim <= kNarrow ? problem.value_dim * L : padded(problem.value_dim, L);
+}
+
+template <class T>
+class ValueTile {
+   public:
+    View<T> rows;        // as they lie
+    View<T> clean;       // with zeros in the place of NaN and infinity, where some pair may be masked
+    uint64_t nonfinite;  // keys that hold any
+
+    // `masked`: whether some pair of the task may be masked; `reused`: whether rows are read reused enough for a copy.
+    ValueTile(Arena& arena, const Problem& problem, bool masked, bool reused)
+        : problem_(problem), width_(padded(problem.value_dim, L)), masked_(masked), reused_(reused) {
+        copy_ = arena.take<T>(kTileKeys * width_);
+        clean_copy_ = arena.take<T>(masked ? kTileKeys * width_ : 0);
+        transposed_ = arena.take<T>(narrow() ? kTileKeys * problem.value_dim : 0);
+    }
+
+    bool narrow() const { return problem_.value_dim <= kNarrow; }
+
+    void fill(const Head& head, int64_t key, int64_t key_count) {
+        count_ = key_count, nonfinite = 0;
+        rows = view_rows(copy_, head.value, problem_.value_dtype, key, key_count, problem_.value_dim);
+        if (reused_ && !is_aligned(rows)) {
+            for (int64_t j = 0; j < key_count; j++) std::memcpy(copy_ + j * width_, rows.row(j), width_ * sizeof(T));
+            rows = {copy_, width_};
+        }
+        clean = rows;
+        if (masked_ && !is_finite(rows, key_count, width_)) remove_nonfinite();
+        if (!narrow()) return;
+        for (int64_t k = 0; k < problem_.value_dim; k++)
+            for (int64_t j = 0; j < kTileKeys; j++)
+                transposed_[k * kTileKeys + j] = j < key_count ? clean.row(j)[k] : T(0);
+    }
+
+    // Adds the weights of `size` rows times the values. `next`: the next tile of keys, where reading is all that
+    // counts.
+    void add_pv(T* out, const T* weights, int64_t size, const View<T>* next) const {
+        if (!narrow() && next && size == 1) {
+            add_weighted_rows(out, weights, clean, count_, width_, *next);
+            return;
+        }
+        if (!narrow()) {
+            gemm<T>(out, width_, weights, kTileKeys, 1, clean.data, clean.stride, size, width_, count_, true);
+            return;
+        }
+        for (int64_t i = 0; i < size; i++)
+            for (int64_t k = 0; k < problem_.value_dim; k++, out += L) {
+                V<T> sum = load(out);
+                for (int64_t j = 0; j < count_; j += L)
+                    sum += load(weights + i * kTileKeys + j) * load(transposed_ + k * kTileKeys + j);
+                store(out, sum);
+            }
+    }
+
+    // What was taken out reaches the rows that see it.
+    void propagate_nonfinite(T* out, const T* weights, const uint64_t* bits, int64_t size) const {
+        const int64_t width = row_width<T>(problem_);
+        for (int64_t i = 0; i < size; i++, out += width)
+            for (uint64_t left = bits[i] & nonfinite; left; left &= left - 1) {
+                const int j = __builtin_ctzll(left);
+                const T weight = weights[i * kTileKeys + j];
+                const T* row = rows.row(j);
+                if (narrow()) {
+                    for (int64_t k = 0; k < problem_.value_dim; k++)
+                        if (!std::isfinite(row[k])) out[k * L] += weight * row[k];
+                    continue;
+                }
+                for (int64_t k = 0; k < width; k += L) {
+                    const V<T> x = load(row + k);
+                    store(out + k, load(out + k) + select<T>(x - x == T(0), V<T>{}, weight * x));
+                }
+            }
+    }
+
+    // The lanes of `count` rows added up, once all tiles have gone by.
+    void reduce_lanes(T* out, int64_t count) const {
+        if (!narrow()) return;
+        const int64_t width = row_width<T>(problem_);
+        for (int64_t i = 0; i < count; i++)
+            for (int64_t k = 0; k < problem_.value_dim; k++)
+                out[i * width + k] = reduce_sum<T>(load(out + i * width + k * L));
+    }
+
+   private:
+    static constexpr int64_t L = Vector<T>::lanes;
+
+    // Products with what is left are the same as beside any other numbers.
+    void remove_nonfinite() {
+        for (int64_t j = 0; j < count_; j++) {
+            nonfinite |= uint64_t(!is_finite(View<T>{rows.row(j), 0}, 1, width_)) << j;
+            for (int64_t k = 0; k < width_; k++)
+                clean_copy_[j * width_ + k] = std::isfinite(rows.row(j)[k]) ? rows.row(j)[k] : T(0);
+        }
+        clean = {clean_copy_, width_};
+    }
+
+    const Problem& problem_;
+    int64_t width_, count_ = 0;
+    bool masked_, reused_;
+    T *copy_, *clean_copy_, *transposed_;
+};

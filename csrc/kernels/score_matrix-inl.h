@@ -1,0 +1,65 @@
+// The matrix of scores or weights that a caller wants beside the output. Scores are stored as tiles go by; a row
+// becomes weights when its denom is known, while it is still in the cache.
+
+// Copies the scores of `size` rows of a queries against the keys [key, key + key_count).
+template <class T>
+void store_scores(const Problem& problem, const QueryTile<T>& queries, int64_t first, int64_t size, const T* s,
+                  int64_t key, int64_t key_count) {
+    for (int64_t i = 0; i < size; i++) {
+        const int64_t row = queries.row[first + i];
+        T* to = reinterpret_cast<T*>(queries.head[first + i]->matrix) + row * problem.key_len + key;
+        std::copy_n(s + i * kTileKeys, key_count, to);
+    }
+}
+
+// exp(s - reference) * factor is the weight of a score s in its row.
+template <class T>
+struct WeightScale {
+    T reference, factor;
+
+    WeightScale(const RowState<T>& state, const char* sink_number) : reference(safe_max(state.max)) {
+        T denom = state.denom;
+        if (sink_number) {
+            // One more logit, without a value.
+            const T sink = *reinterpret_cast<const T*>(sink_number);
+            reference =
+                safe_max(std::isnan(state.max) || std::isnan(sink) ? state.max + sink : std::max(state.max, sink));
+            denom = denom * rescale_factor(state.max, reference) + exp_scalar<T>(sink - reference);
+        }
+        factor = denom == 0 ? T(1) : T(1) / denom;
+    }
+};
+
+// Finishes a row of the matrix: -inf or 0 where the intervals hide a pair, whose score was never stored, and weights in
+// the place of scores where weights are wanted.
+template <class T>
+void finish_matrix_row(const Problem& problem, const Head& head, int64_t row, const RowState<T>& state) {
+    constexpr int L = Vector<T>::lanes;
+    constexpr T infinity = std::numeric_limits<T>::infinity();
+    const bool weights = problem.matrix == MatrixOutput::weights;
+    const WeightScale<T> scale(state, head.sink);
+    T* line = reinterpret_cast<T*>(head.matrix) + row * problem.key_len;
+    for (int64_t key = 0; key < problem.key_len; key += kTileKeys) {
+        const int64_t key_count = std::min<int64_t>(kTileKeys, problem.key_len - key);
+        const uint64_t bits = interval_bits(problem, head, row, key, key_count);
+        T* to = line + key;
+        if (!weights && bits == lowest_bits(key_count)) continue;
+        if (bits == 0) {
+            std::fill_n(to, key_count, weights ? T(0) : -infinity);
+            continue;
+        }
+        // The last tile ends inside a vector, and the next row begins there.
+        T tail[kTileKeys];
+        T* x = to;
+        if (key_count < kTileKeys) x = std::copy_n(to, key_count, tail) - key_count;
+        for (int j = 0; j < (key_count + L - 1) / L; j++) {
+            V<T> s = select_bits<T>(bits, j, load(x + j * L), splat(-infinity));
+            // Selected, not multiplied: a visible NaN makes the reference NaN, and masked pairs stay 0.
+            if (weights)
+                s = select<T>(s == splat(-infinity), V<T>{},
+                              exp2_of<T>((s - scale.reference) * kLog2E<T>) * scale.factor);
+            store(x + j * L, s);
+        }
+        if (x != to) std::copy_n(x, key_count, to);
+    }
+}

@@ -1,0 +1,159 @@
+// Scores of panels of query rows against a tile of keys, for every form, with biases and caps.
+
+// What multiplies the products or squared distances of a head.
+template <class T>
+inline T scale_of(const Problem& problem, const Head& head) {
+    const T own = head.scale ? *reinterpret_cast<const T*>(head.scale) : T(1);
+    return static_cast<T>(problem.scale) * own;
+}
+
+template <class T>
+class Scores {
+   public:
+    // `backward`: in the backward, which reads the additive scores that the forward has saved, if it has.
+    Scores(Arena& arena, const Problem& problem, bool backward)
+        : problem_(problem),
+          backward_(backward),
+          form_(problem),
+          additive_(arena, form_),
+          line_(arena.take<T>(kTileKeys)),
+          cap_slopes_(arena.take<T>(kStepPanels * kMR * kTileKeys)),
+          squares_(arena.take<T>(problem.form == Form::distance ? kStepPanels * kMR * kTileKeys : 0)) {}
+
+    // Parts point into it.
+    Scores(const Scores&) = delete;
+    Scores& operator=(const Scores&) = delete;
+
+    const Additive<T>& additive() const { return form_; }
+
+    // `next_values` (the values of the tile) where rows are too next_values for the keys to be transposed.
+    // s[i * kTileKeys + j] of panels of the queries, and which bf16 are seen; -inf where hidden. With `saves`, what a
+    // gradient needs stays: the caps' cap_slopes, and squared distances where their scale is the head's.
+    void operator()(T* s, uint64_t* bits, const QueryTile<T>& queries, const typename Additive<T>::Query& prepared,
+                    Span panels, const KeyTile<T>& tile, const View<T>* next_values, const Bf16Dot* bf16,
+                    bool saves) const {
+        constexpr int L = Vector<T>::lanes;
+        const int64_t first = panels.first * kMR, size = std::min(panels.last * kMR, queries.count) - first;
+        const T* query = queries.query + first * queries.width;
+        // Whole vectors of keys: what lies behind the tile's own is selected away with what is hidden.
+        const int64_t columns = padded(tile.count, L);
+        if (problem_.form == Form::additive) {
+            additive_scores(s, queries, prepared, first, size, tile);
+        } else if (problem_.form == Form::distance) {
+            gemm<T, Term::distance>(s, kTileKeys, query, queries.width, 1, tile.transposed, kTileKeys, size, columns,
+                                    problem_.dim, false);
+            if (saves && queries.head[first]->scale) std::copy_n(s, size * kTileKeys, squares_);
+            for (int64_t i = 0; i < size; i++) {
+                const T scale = -scale_of<T>(problem_, *queries.head[first + i]);
+                for (int64_t j = i * kTileKeys; j < (i + 1) * kTileKeys; j += L) store(s + j, load(s + j) * scale);
+            }
+        } else if (bf16) {
+            if constexpr (sizeof(T) == 4) bf16->qk(s, first, size, columns);
+        } else if (next_values) {
+            for (int64_t i = 0; i < size; i++)
+                dot_rows(s + i * kTileKeys, query + i * queries.width, tile.rows, tile.count, queries.width,
+                         *next_values);
+        } else {
+            gemm<T>(s, kTileKeys, query, queries.width, 1, tile.transposed, kTileKeys, size, columns, problem_.dim,
+                    false);
+        }
+        bool full = true;
+        for (int64_t panel = panels.first; panel < panels.last; panel++)
+            full = full && queries.is_unmasked(panel, tile.first, tile.count);
+        if (full && queries.no_epilogue && !queries.nonfinite && !tile.nonfinite) {
+            std::fill_n(bits, size, kAll);
+            return;
+        }
+        for (int64_t i = 0; i < size; i++) {
+            const Head& head = *queries.head[first + i];
+            const int64_t row = queries.row[first + i];
+            const bool all = full || queries.is_unmasked((first + i) / kMR, tile.first, tile.count);
+            bits[i] = all ? kAll : unmasked_bits(problem_, head, row, tile.first, tile.count);
+            T* line = s + i * kTileKeys;
+            if (const uint64_t nonfinite = queries.nonfinite && queries.nonfinite[first + i] ? kAll : tile.nonfinite)
+                for (uint64_t left = nonfinite & bits[i]; left; left &= left - 1) {
+                    const int j = __builtin_ctzll(left);
+                    line[j] = form_.pair_score(problem_, head, row, tile.first + j);
+                }
+            if (head.query_bias.data || head.key_bias.data || !problem_.caps.empty())
+                apply_biases_and_caps(line, head, row, tile, saves ? cap_slopes_ + i * kTileKeys : nullptr);
+            if (head.bias.data) add_bias(line, bits[i], head, row, tile);
+            if (bits[i] != kAll)
+                for (int j = 0; j < kTileVectors<T>; j++)
+                    store(line + j * L,
+                          select_bits<T>(bits[i], j, load(line + j * L), splat(-std::numeric_limits<T>::infinity())));
+        }
+    }
+
+    const T* cap_slopes() const { return cap_slopes_; }
+    const T* squares() const { return squares_; }
+
+   private:
+    // Those of rows of one head. Both directions may cut keys into other tiles, and the forward is_in_hole tiles that
+    // no row of a panel sees: what it has not written is hidden here too, and goes as what lies behind the tile's own
+    // keys does. Bf16Dot that are not finite are replaced after this, in both directions.
+    void additive_scores(T* s, const QueryTile<T>& queries, const typename Additive<T>::Query& prepared, int64_t first,
+                         int64_t size, const KeyTile<T>& tile) const {
+        const Head& head = *queries.head[first];
+        T* saved = reinterpret_cast<T*>(head.saved_scores);
+        if (saved) saved += queries.row[first] * problem_.key_len + tile.first;
+        if (saved && backward_) {
+            for (int64_t i = 0; i < size; i++) std::copy_n(saved + i * problem_.key_len, tile.count, s + i * kTileKeys);
+            return;
+        }
+        additive_(s - first * kTileKeys, kTileKeys, prepared, first, first + size, tile.additive,
+                  reinterpret_cast<const T*>(head.weights));
+        if (!saved) return;
+        for (int64_t i = 0; i < size; i++) std::copy_n(s + i * kTileKeys, tile.count, saved + i * problem_.key_len);
+    }
+
+    // Biases of rows and keys, then the caps in order: factor * cap * tanh(s / cap).
+    void apply_biases_and_caps(T* s, const Head& head, int64_t row, const KeyTile<T>& tile, T* cap_slopes) const {
+        constexpr int L = Vector<T>::lanes;
+        const T own = head.query_bias.data
+                          ? reinterpret_cast<const T*>(head.query_bias.data)[row * head.query_bias.row_stride]
+                          : T(0);
+        for (int64_t j = 0; j < kTileKeys; j += L) {
+            V<T> x = load(s + j);
+            if (head.key_bias.data) x += load(tile.bias + j);
+            x += own;
+            V<T> slope = splat(T(1));
+            for (const Cap& cap : problem_.caps) {
+                const T factor = static_cast<T>(cap.factor);
+                if (std::isinf(cap.cap)) {
+                    x = x * factor;
+                    slope = slope * factor;
+                } else {
+                    const V<T> bounded = tanh_of<T>(x / static_cast<T>(cap.cap));
+                    x = bounded * static_cast<T>(cap.factor * cap.cap);
+                    slope = slope * (factor * (T(1) - bounded * bounded));
+                }
+            }
+            store(s + j, x);
+            if (cap_slopes) store(cap_slopes + j, slope);
+        }
+    }
+
+    void add_bias(T* s, uint64_t& bits, const Head& head, int64_t row, const KeyTile<T>& tile) const {
+        constexpr int L = Vector<T>::lanes;
+        const Matrix& m = head.bias;
+        if (m.col_stride == 0) {
+            const T x = element<T>(m, problem_.bias_dtype, row, 0);
+            for (int64_t j = 0; j < kTileKeys; j++) line_[j] = x;
+        } else {
+            read_row(line_, kTileKeys, m, problem_.bias_dtype, row, tile.first, tile.count);
+        }
+        for (int j = 0; j < kTileVectors<T>; j++) {
+            const V<T> x = load(line_ + j * L);
+            bits &= ~(minus_infinity_bits<T>(x) << (j * L));
+            store(s + j * L, load(s + j * L) + x);
+        }
+    }
+
+    const Problem& problem_;
+    const bool backward_;
+    Additive<T> form_;
+    AdditiveScores<T> additive_;
+    T* line_;
+    T *cap_slopes_, *squares_;
+};

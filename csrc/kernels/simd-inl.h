@@ -1,0 +1,364 @@
+// Vectors of the widest registers of a target, in the compiler's own vector types, and the functions of them that the
+// kernels rest on. Intrinsics stand only where the compiler's code was measured to be worse.
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+constexpr int kNR = 4;  // vectors of a row that a product keeps in registers: 6 x 4 of 32
+#elif defined(__AVX2__)
+constexpr int kVectorBytes = 32;
+constexpr int kNR = 2;  // 6 x 2 of 16
+#else
+constexpr int kVectorBytes = 16;
+constexpr int kNR = 2;
+#endif
+constexpr int kMR = 6;             // query rows whose scores are computed together
+constexpr int kStepPanels = 4;     // panels that go through a step together and share its beginning and end
+constexpr int64_t kTileKeys = 64;  // keys of a tile: as many as the bits that say which of them a row sees
+
+template <class T>
+struct Vector {
+    typedef T type __attribute__((vector_size(kVectorBytes)));
+    typedef std::conditional_t<sizeof(T) == 4, int32_t, int64_t> integer;
+    typedef integer mask __attribute__((vector_size(kVectorBytes)));
+    static constexpr int lanes = kVectorBytes / sizeof(T);
+};
+template <class T>
+using V = typename Vector<T>::type;
+template <class T>
+using M = typename Vector<T>::mask;
+template <class T>
+constexpr int kTileVectors = kTileKeys / Vector<T>::lanes;  // of a row of a tile
+
+// A pointer of which the compiler knows nothing. Otherwise GCC computes the address of each vector of a block in
+// advance, 24 of them, more than there are registers for.
+template <class T>
+inline T* opaque(T* p) {
+    asm("" : "+r"(p));
+    return p;
+}
+
+template <class T>
+inline V<T> load(const T* p) {
+    V<T> v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+template <class T>
+inline void store(T* p, V<T> v) {
+    std::memcpy(p, &v, sizeof v);
+}
+template <class T>
+inline V<T> splat(T x) {
+    return x - V<T>{};
+}
+template <class T>
+inline V<T> select(M<T> condition, V<T> a, V<T> b) {
+    return condition ? a : b;
+}
+template <class T>
+inline V<T> nan_max(V<T> a, V<T> b) {
+    // NaN in either operand must come out.
+    return select<T>((a > b) | (a != a), a, b);
+}
+// A constant with f(p) in lane p. The compiler does not see that lanes set one by one in a loop are constant: with
+// shuffles by such the kernel of a tiny call took 24 us, not 14.
+template <class T, class F, size_t... p>
+constexpr M<T> lane_constant(F f, std::index_sequence<p...>) {
+    return M<T>{static_cast<typename Vector<T>::integer>(f(static_cast<int>(p)))...};
+}
+template <class T, class F>
+constexpr M<T> lane_constant(F f) {
+    return lane_constant<T>(f, std::make_index_sequence<Vector<T>::lanes>{});
+}
+
+// Lane p: number f(p) of the lanes of `a` and, behind them, those of `b`. GCC names such a shuffle by a vector, and
+// only since its 12th release by numbers too; clang by numbers alone.
+template <class T, class F, size_t... p>
+inline V<T> shuffle(V<T> a, V<T> b, F f, std::index_sequence<p...>) {
+#if defined(__clang__)
+    return __builtin_shufflevector(a, b, f(static_cast<int>(p))...);
+#else
+    constexpr M<T> from = lane_constant<T>(f);
+    return __builtin_shuffle(a, b, from);
+#endif
+}
+template <class T, class F>
+inline V<T> shuffle(V<T> a, V<T> b, F f) {
+    return shuffle<T>(a, b, f, std::make_index_sequence<Vector<T>::lanes>{});
+}
+
+// Each lane beside the one whose number differs in bit `s`.
+template <class T, int s>
+inline V<T> swap_lanes(V<T> v) {
+    return shuffle<T>(v, v, [](int p) { return p ^ s; });
+}
+template <class T, int s = Vector<T>::lanes / 2>
+inline T reduce_sum(V<T> v) {
+    v += swap_lanes<T, s>(v);
+    if constexpr (s > 1)
+        return reduce_sum<T, s / 2>(v);
+    else
+        return v[0];
+}
+template <class T, int s = Vector<T>::lanes / 2>
+inline T reduce_nan_max(V<T> v) {
+    v = nan_max<T>(v, swap_lanes<T, s>(v));
+    if constexpr (s > 1)
+        return reduce_nan_max<T, s / 2>(v);
+    else
+        return v[0];
+}
+
+// Lane i: the sum of vector i. Halves of two vectors at a time are concat and added, which takes a third of the steps
+// that a sum of each takes.
+template <class T, int s = Vector<T>::lanes / 2>
+inline V<T> reduce_sums(V<T>* v) {
+    constexpr int L = Vector<T>::lanes;
+    constexpr auto own = [](int p) { return (p & s) ? L + p : p; };
+    constexpr auto other = [](int p) { return (p & s) ? L + p - s : p + s; };
+#pragma GCC unroll 8
+    for (int i = 0; i < s; i++) v[i] = shuffle<T>(v[i], v[i + s], own) + shuffle<T>(v[i], v[i + s], other);
+    if constexpr (s > 1)
+        return reduce_sums<T, s / 2>(v);
+    else
+        return v[0];
+}
+
+// The greatest of numbers; b where either is NaN. GCC makes a comparison and a selection of `select`.
+template <class T>
+inline V<T> fast_max(V<T> a, V<T> b) {
+#if defined(__AVX512F__)
+    if constexpr (sizeof(T) == 4)
+        return (V<T>)_mm512_max_ps((__m512)a, (__m512)b);
+    else
+        return (V<T>)_mm512_max_pd((__m512d)a, (__m512d)b);
+#else
+    return select<T>(a > b, a, b);
+#endif
+}
+template <class T, int s = Vector<T>::lanes / 2>
+inline T reduce_max(V<T> v) {
+    v = fast_max<T>(v, swap_lanes<T, s>(v));
+    if constexpr (s > 1)
+        return reduce_max<T, s / 2>(v);
+    else
+        return v[0];
+}
+
+// |x|
+template <class T>
+inline V<T> abs_of(V<T> x) {
+    return select<T>(x < T(0), -x, x);
+}
+
+// Whether some lane is above `bound` or NaN.
+template <class T>
+inline bool exceeds(V<T> x, T bound) {
+#if defined(__AVX512F__)
+    if constexpr (sizeof(T) == 4)
+        return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(bound), _CMP_NLE_UQ) != 0;
+    else
+        return _mm512_cmp_pd_mask((__m512d)x, _mm512_set1_pd(bound), _CMP_NLE_UQ) != 0;
+#elif defined(__AVX2__)
+    if constexpr (sizeof(T) == 4)
+        return _mm256_movemask_ps(_mm256_cmp_ps((__m256)x, _mm256_set1_ps(bound), _CMP_NLE_UQ)) != 0;
+    else
+        return _mm256_movemask_pd(_mm256_cmp_pd((__m256d)x, _mm256_set1_pd(bound), _CMP_NLE_UQ)) != 0;
+#else
+    const M<T> within = x <= bound;
+    typename Vector<T>::integer all = -1;
+    for (int i = 0; i < Vector<T>::lanes; i++) all &= within[i];
+    return all == 0;
+#endif
+}
+
+// Lane i of vector `at` of a row of a tile: a where bit (at * lanes + i) is set, otherwise b.
+template <class T>
+inline V<T> select_bits(uint64_t bits, int at, V<T> a, V<T> b) {
+    constexpr int L = Vector<T>::lanes;
+    const uint32_t here = static_cast<uint32_t>(bits >> (at * L)) & ((1u << L) - 1);
+#if defined(__AVX512F__)
+    if constexpr (sizeof(T) == 4)
+        return (V<T>)_mm512_mask_blend_ps(static_cast<__mmask16>(here), (__m512)b, (__m512)a);
+    else
+        return (V<T>)_mm512_mask_blend_pd(static_cast<__mmask8>(here), (__m512d)b, (__m512d)a);
+#else
+    constexpr M<T> lane = lane_constant<T>([](int p) { return 1 << p; });
+    const M<T> all = static_cast<typename Vector<T>::integer>(here) - M<T>{};
+    return select<T>((all & lane) != 0, a, b);
+#endif
+}
+
+// Bits (from bit 0) of the lanes that are -inf.
+template <class T>
+inline uint64_t minus_infinity_bits(V<T> x) {
+#if defined(__AVX512F__)
+    if constexpr (sizeof(T) == 4)
+        return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-INFINITY), _CMP_EQ_OQ);
+    else
+        return _mm512_cmp_pd_mask((__m512d)x, _mm512_set1_pd(-INFINITY), _CMP_EQ_OQ);
+#else
+    uint64_t bits = 0;
+    for (int i = 0; i < Vector<T>::lanes; i++) bits |= uint64_t(x[i] == -std::numeric_limits<T>::infinity()) << i;
+    return bits;
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// exp: 2^n e^r with |r| <= ln 2 / 2. Subnormal results are right to their last bit but one; NaN stays NaN.
+
+template <class T>
+struct Exp;
+template <>
+struct Exp<float> {
+    static constexpr float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
+    static constexpr float ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f, lowest = -104.0f, highest = 88.72f;
+    static constexpr int bias = 127, shift = 23;
+    static inline V<float> tail(V<float> r) {
+        V<float> q = 1.3814601651803663e-3f * r + 8.368716917084365e-3f;
+        q = q * r + 4.166838800523407e-2f;
+        q = q * r + 1.6666520631318713e-1f;
+        return q * r + 4.999999344787884e-1f;
+    }
+};
+template <>
+struct Exp<double> {
+    static constexpr double magic = 6755399441055744.0;
+    static constexpr double ln2_high = 6.93145751953125e-1, ln2_low = 1.42860682030941723212e-6, lowest = -745.2,
+                            highest = 709.7;
+    static constexpr int bias = 1023, shift = 52;
+    static inline V<double> tail(V<double> r) {
+        // 1 / k! from k = 14 down to 2
+        double factorial = 87178291200.0;
+        V<double> q = 1 / factorial - V<double>{};
+        for (int k = 14; k > 2; k--) {
+            factorial /= k;
+            q = q * r + 1 / factorial;
+        }
+        return q;
+    }
+};
+
+template <class T>
+constexpr T kLog2E = static_cast<T>(1.44269504088896340736);
+
+template <class T>
+inline V<T> exp_of(V<T> x) {
+    using E = Exp<T>;
+#if defined(__AVX512F__)
+    // scalef reaches over both ends of the range; lanes below it are zeroed as it runs.
+    if constexpr (sizeof(T) == 4) {
+        const __mmask16 above = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(E::lowest), _CMP_NLT_UQ);
+        // Above the range: 2^200, less would be a product of inf and 0 in r.
+        const V<T> y = (V<T>)_mm512_min_ps(_mm512_set1_ps(140.0f), (__m512)x);
+        const V<T> n =
+            (V<T>)_mm512_roundscale_ps((__m512)(y * kLog2E<T>), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        const V<T> r = (y - n * E::ln2_high) - n * E::ln2_low;
+        const V<T> p = (E::tail(r) * r) * r + (r + T(1));
+        return (V<T>)_mm512_maskz_scalef_ps(above, (__m512)p, (__m512)n);
+    } else {
+        const __mmask8 above = _mm512_cmp_pd_mask((__m512d)x, _mm512_set1_pd(E::lowest), _CMP_NLT_UQ);
+        const V<T> y = (V<T>)_mm512_min_pd(_mm512_set1_pd(1000.0), (__m512d)x);
+        const V<T> n =
+            (V<T>)_mm512_roundscale_pd((__m512d)(y * kLog2E<T>), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        const V<T> r = (y - n * E::ln2_high) - n * E::ln2_low;
+        const V<T> p = (E::tail(r) * r) * r + (r + T(1));
+        return (V<T>)_mm512_maskz_scalef_pd(above, (__m512d)p, (__m512d)n);
+    }
+#else
+    const M<T> under = x < E::lowest;
+    V<T> y = select<T>(under, splat<T>(E::lowest), x);
+    y = select<T>(y > E::highest, splat<T>(E::highest), y);
+    V<T> t = y * kLog2E<T> + E::magic;
+    const V<T> n = t - E::magic;
+    const V<T> r = (y - n * E::ln2_high) - n * E::ln2_low;
+    const V<T> p = (E::tail(r) * r) * r + (r + T(1));
+    // 2^n in two halves, each within the exponents of normal numbers.
+    M<T> whole, zero;
+    const V<T> start = splat<T>(E::magic);
+    std::memcpy(&whole, &t, sizeof t);
+    std::memcpy(&zero, &start, sizeof start);
+    whole -= zero;
+    const M<T> half = whole >> 1, halves[2] = {(half + E::bias) << E::shift, (whole - half + E::bias) << E::shift};
+    V<T> power[2];
+    std::memcpy(power, halves, sizeof halves);
+    return select<T>(under, V<T>{},
+                     select<T>(x > E::highest, splat(std::numeric_limits<T>::infinity()), (p * power[0]) * power[1]));
+#endif
+}
+
+// 2^t (weights of a softmax): exact for whole numbers, infinite beyond the range, NaN stays NaN. 2^f with f from 0 to 1
+// is 8e-8 off (float) before rounding.
+template <class T>
+inline V<T> exp2_fraction(V<T> f) {
+    if constexpr (sizeof(T) == 4) {
+        V<T> q = 1.8671300703818478e-3f * f + 9.017030321013517e-3f;
+        q = q * f + 5.5799913105167326e-2f;
+        q = q * f + 2.401644501545046e-1f;
+        q = q * f + 6.931513118046801e-1f;
+        return q * f + 1.0f;
+    } else {
+        constexpr double ln2 = 0.693147180559945309417, root = 1.41421356237309504880;
+        const V<T> r = f * ln2 - ln2 / 2;
+        return ((Exp<T>::tail(r) * r) * r + (r + 1.0)) * root;
+    }
+}
+template <class T>
+inline V<T> exp2_of(V<T> t) {
+#if defined(__AVX512F__)
+    // What is left of t by its floor, also that of -inf (0), and 2^floor(t).
+    constexpr int down = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
+    if constexpr (sizeof(T) == 4)
+        return (V<T>)_mm512_scalef_ps((__m512)exp2_fraction<T>((V<T>)_mm512_reduce_ps((__m512)t, down)), (__m512)t);
+    else
+        return (V<T>)_mm512_scalef_pd((__m512d)exp2_fraction<T>((V<T>)_mm512_reduce_pd((__m512d)t, down)), (__m512d)t);
+#else
+    using E = Exp<T>;
+    constexpr T least = -(E::bias + E::shift + 1);
+    const M<T> under = t < least;
+    constexpr T most = E::bias + 1;
+    const V<T> y = select<T>(under, splat(least), select<T>(t > most, splat(most), t));
+    const V<T> z = (y - T(0.5)) + E::magic, start = splat(E::magic);
+    M<T> whole, zero;
+    std::memcpy(&whole, &z, sizeof z);
+    std::memcpy(&zero, &start, sizeof start);
+    whole -= zero;
+    // Bf16Pair halves, as in exp_of.
+    const M<T> half = whole >> 1, halves[2] = {(half + E::bias) << E::shift, (whole - half + E::bias) << E::shift};
+    V<T> power[2];
+    std::memcpy(power, halves, sizeof halves);
+    return select<T>(under, V<T>{}, (exp2_fraction<T>(y - (z - E::magic)) * power[0]) * power[1]);
+#endif
+}
+
+template <class T>
+inline T exp_scalar(T x) {
+    return exp_of<T>(splat(x))[0];
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// tanh, to about 2 units in the last place at all sizes: a polynomial in x^2 (coefficients of the Cephes library) up to
+// 0.625, where 1 - 2 / (1 + e^2x) would lose digits, and that beyond.
+
+template <class T>
+inline V<T> tanh_of(V<T> x) {
+    const V<T> size = select<T>(x < T(0), -x, x);
+    const V<T> far = T(1) - T(2) / (exp_of<T>(size + size) + T(1));
+    const V<T> z = x * x;
+    V<T> near;
+    if constexpr (sizeof(T) == 4) {
+        V<T> p = -5.70498872745e-3f * z + 2.06390887954e-2f;
+        p = p * z - 5.37397155531e-2f;
+        p = p * z + 1.33314422036e-1f;
+        p = p * z - 3.33332819422e-1f;
+        near = p * z * x + x;
+    } else {
+        V<T> p = -9.64399179425052238628e-1 * z - 9.92877231001918586564e1;
+        p = p * z - 1.61468768441708447952e3;
+        V<T> q = z + 1.12811678491632931402e2;
+        q = q * z + 2.23548839060100448583e3;
+        q = q * z + 4.84406305325125486048e3;
+        near = x * (z * (p / q)) + x;
+    }
+    return select<T>(size < T(0.625), near, select<T>(x < T(0), -far, far));
+}

@@ -1,0 +1,182 @@
+// The thread pool. It must:
+// - give every task to exactly one thread, and return when all are done;
+// - cost little: no lock on the way in or out, and a system call only to wake those who have fallen asleep;
+// - never wait for a worker that has not begun: on a busy machine the caller does the work alone;
+// - live through fork: the child has none of its parent's workers and starts its own;
+// - hold up nobody at exit: workers are detached, what they sleep on is never destroyed.
+#include <algorithm>
+#include <atomic>
+#include <new>
+#include <system_error>
+#include <thread>
+
+#include "runtime/attention.h"
+
+#if defined(__unix__) || defined(__APPLE__)
+#include <pthread.h>
+#include <signal.h>
+#define ATTNSCORE_POSIX 1
+#endif
+#if defined(__x86_64__) || defined(__i386__)
+#include <immintrin.h>
+#endif
+
+namespace attnscore {
+namespace {
+
+constexpr int kMostThreads = 1024;
+// About 20 us: calls that follow one another find the workers awake, and an idle program soon uses no CPU.
+constexpr int kSpins = 1000;
+
+// The gate to the open job: seats that workers may still take, and how many are inside. Zero: closed and empty.
+constexpr uint32_t kJoinedMask = 0xffff, kSeat = 0x10000;
+
+void pause() {
+#if defined(__x86_64__) || defined(__i386__)
+    _mm_pause();
+#elif defined(__aarch64__) && defined(__GNUC__)
+    asm volatile("yield");
+#endif
+}
+
+struct Job {
+    int64_t count;
+    void (*f)(int64_t task, void* context);
+    void* context;
+};
+
+class Pool {
+   public:
+    // One caller at a time.
+    void run(const Job& job, int helpers);
+
+   private:
+    void start_workers(int wanted);
+    void work();
+    bool try_join();
+    void leave();
+    void take_tasks();
+
+    Job job_{};        // written by the caller while the gate is closed and nobody is inside
+    int workers_ = 0;  // hired so far; the caller's own
+    alignas(64) std::atomic<int64_t> next_{0};
+    alignas(64) std::atomic<uint32_t> gate_{0};
+    alignas(64) std::atomic<uint32_t> generation_{0};  // grows with each job; workers sleep on it
+};
+
+void Pool::run(const Job& job, int helpers) {
+    start_workers(helpers);
+    helpers = std::min(helpers, workers_);
+    job_ = job;
+    next_.store(0, std::memory_order_relaxed);
+    gate_.store(static_cast<uint32_t>(helpers) * kSeat, std::memory_order_release);
+    generation_.fetch_add(1, std::memory_order_release);
+    if (helpers < workers_) {
+        for (int i = 0; i < helpers; ++i) generation_.notify_one();
+    } else {
+        generation_.notify_all();
+    }
+
+    take_tasks();
+
+    uint32_t gate = gate_.fetch_and(kJoinedMask, std::memory_order_acquire) & kJoinedMask;
+    for (int spins = 0; gate != 0; gate = gate_.load(std::memory_order_acquire)) {
+        if (++spins < kSpins) {
+            pause();
+        } else {
+            gate_.wait(gate, std::memory_order_acquire);
+        }
+    }
+}
+
+void Pool::take_tasks() {
+    for (;;) {
+        const int64_t task = next_.fetch_add(1, std::memory_order_relaxed);
+        if (task >= job_.count) return;
+        job_.f(task, job_.context);
+    }
+}
+
+void Pool::start_workers(int wanted) {
+    if (workers_ >= wanted) return;
+#ifdef ATTNSCORE_POSIX
+    // Signals are the business of the threads that the program knows: a worker inherits that all are blocked.
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+#endif
+    try {
+        for (; workers_ < wanted; ++workers_) std::thread([this] { work(); }).detach();
+    } catch (const std::system_error&) {
+        // No more threads to be had: those that there are will do.
+    } catch (const std::bad_alloc&) {
+    }
+#ifdef ATTNSCORE_POSIX
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+#endif
+}
+
+void Pool::work() {
+    // The job that it was hired for may be open already, so it looks at the gate before it first sleeps.
+    for (;;) {
+        const uint32_t seen = generation_.load(std::memory_order_acquire);
+        if (try_join()) {
+            take_tasks();
+            leave();
+            continue;
+        }
+        int spins = 0;
+        while (generation_.load(std::memory_order_relaxed) == seen && ++spins < kSpins) pause();
+        generation_.wait(seen, std::memory_order_acquire);
+    }
+}
+
+// Takes a seat if one is left. From then on the job cannot change under the worker, until it leaves.
+bool Pool::try_join() {
+    uint32_t gate = gate_.load(std::memory_order_relaxed);
+    while (gate >= kSeat) {
+        if (gate_.compare_exchange_weak(gate, gate - kSeat + 1, std::memory_order_acquire)) return true;
+    }
+    return false;
+}
+
+void Pool::leave() {
+    if (gate_.fetch_sub(1, std::memory_order_release) == 1) gate_.notify_one();
+}
+
+std::atomic<bool> busy{false};         // whoever set it owns the pool
+std::atomic<Pool*> the_pool{nullptr};  // never deleted: detached workers sleep on it until the process ends
+
+// In the child of a fork. The parent's pool is left where it is: its workers do not exist here.
+void forget_pool() {
+    the_pool.store(nullptr, std::memory_order_relaxed);
+    busy.store(false, std::memory_order_relaxed);
+}
+
+#ifdef ATTNSCORE_POSIX
+// At load: a fork may come between any two later lines.
+[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, forget_pool);
+#endif
+
+Pool* owned_pool() {
+    Pool* pool = the_pool.load(std::memory_order_relaxed);
+    if (pool != nullptr) return pool;
+    pool = new (std::nothrow) Pool;
+    the_pool.store(pool, std::memory_order_relaxed);
+    return pool;
+}
+
+}  // namespace
+
+void parallel(int64_t count, void (*f)(int64_t task, void* context), void* context, int threads) {
+    threads = static_cast<int>(std::min<int64_t>({count, threads, kMostThreads}));
+    if (threads > 1 && !busy.exchange(true, std::memory_order_acquire)) {
+        Pool* pool = owned_pool();
+        if (pool != nullptr) pool->run({count, f, context}, threads - 1);
+        busy.store(false, std::memory_order_release);
+        if (pool != nullptr) return;
+    }
+    for (int64_t task = 0; task < count; ++task) f(task, context);
+}
+
+}  // namespace attnscore
