@@ -7,7 +7,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <array>
+#include <deque>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -137,24 +137,55 @@ Inputs inputs_of(Arguments& from, const Problem& p, const Objects& x) {
 constexpr const char* kStatisticNames[] = {"max_score",  "mean_score",     "var_score",  "entropy",
                                            "max_weight", "sum_sq_weights", "sum_weights"};
 
+ForwardArrays forward_arrays(Arguments& from, const Problem& p, const Objects& x) {
+    check_count("rows", x, 6 + kStatistics);
+    const Dtype sum = sum_dtype(p);
+    ForwardArrays arrays{.out = from.out("out", x[0], p.value_dtype),
+                         .row_max = from.out("row_max", x[1], sum),
+                         .log_denom = from.out("log_denom", x[2], sum),
+                         .saved_scores = from.out("scores", x[3], sum),
+                         .statistics = {},
+                         .attention_scores = from.out("attention_scores", x[4], sum),
+                         .attention_weights = from.out("attention_weights", x[5], sum)};
+    for (size_t i = 0; i < kStatistics; ++i) {
+        arrays.statistics[i] = from.out(kStatisticNames[i], x[6 + i], sum);
+    }
+    return arrays;
+}
+
+BackwardArrays backward_arrays(Arguments& from, const Problem& p, const Objects& saved, const Objects& gradients) {
+    check_count("rows", saved, 11);
+    check_count("gradients", gradients, 9);
+    const Dtype sum = sum_dtype(p);
+    return {.out = from.in("out", saved[0], p.value_dtype),
+            .row_max = from.in("row_max", saved[1], sum),
+            .log_denom = from.in("log_denom", saved[2], sum),
+            .entropy = from.in("entropy", saved[3], sum),
+            .saved_scores = from.in("scores", saved[4], sum),
+            .attention_weights = from.in("attention_weights", saved[5], sum),
+            .grad_out = from.in("grad_out", saved[6], p.grad_dtype),
+            .grad_log_sum_exp = from.in("grad_log_sum_exp", saved[7], sum),
+            .grad_entropy = from.in("grad_entropy", saved[8], sum),
+            .grad_attention_scores = from.in("grad_attention_scores", saved[9], sum),
+            .grad_attention_weights = from.in("grad_attention_weights", saved[10], sum),
+            .query = from.out("grad_query", gradients[0], sum),
+            .key = from.out("grad_key", gradients[1], sum),
+            .value = from.out("grad_value", gradients[2], sum),
+            .query_bias = from.out("grad_query_bias", gradients[3], sum),
+            .key_bias = from.out("grad_key_bias", gradients[4], sum),
+            .bias = from.out("grad_bias", gradients[5], sum),
+            .weights = from.out("grad_weights", gradients[6], sum),
+            .sink = from.out("grad_sink", gradients[7], sum),
+            .scales = from.out("grad_scales", gradients[8], sum)};
+}
+
 void forward(const ScoreSpec& score, const Objects& inputs, const Objects& filled, int threads) {
     check_threads(threads);
-    check_count("rows", filled, 6 + kStatistics);
     const Kernels& chosen = selected_kernels();
     Problem p = parse_problem(score);
-    const Dtype sum = sum_dtype(p);
     Arguments from;
     const Inputs in = inputs_of(from, p, inputs);
-    ForwardArrays arrays{.out = from.out("out", filled[0], p.value_dtype),
-                         .row_max = from.out("row_max", filled[1], sum),
-                         .log_denom = from.out("log_denom", filled[2], sum),
-                         .saved_scores = from.out("scores", filled[3], sum),
-                         .statistics = {},
-                         .attention_scores = from.out("attention_scores", filled[4], sum),
-                         .attention_weights = from.out("attention_weights", filled[5], sum)};
-    for (size_t i = 0; i < kStatistics; ++i) {
-        arrays.statistics[i] = from.out(kStatisticNames[i], filled[6 + i], sum);
-    }
+    const ForwardArrays arrays = forward_arrays(from, p, filled);
     check_given(arrays.row_max);
     check_given(arrays.log_denom);
     const std::vector<RowArrays> rows = build_forward(p, in, arrays);
@@ -165,39 +196,15 @@ void forward(const ScoreSpec& score, const Objects& inputs, const Objects& fille
     numbers.finish(threads);
 }
 
-void backward(const ScoreSpec& score, const Objects& inputs, const Objects& known, std::string_view grad_dtype,
+void backward(const ScoreSpec& score, const Objects& inputs, const Objects& saved, std::string_view grad_dtype,
               const Objects& gradients, int threads) {
     check_threads(threads);
-    check_count("rows", known, 11);
-    check_count("gradients", gradients, 9);
     const Kernels& chosen = selected_kernels();
     Problem p = parse_problem(score);
     p.grad_dtype = parse_dtype(grad_dtype, "grad_dtype");
-    const Dtype sum = sum_dtype(p);
     Arguments from;
     const Inputs in = inputs_of(from, p, inputs);
-    const std::vector<RowArrays> rows =
-        build_backward(p, in,
-                       {.out = from.in("out", known[0], p.value_dtype),
-                        .row_max = from.in("row_max", known[1], sum),
-                        .log_denom = from.in("log_denom", known[2], sum),
-                        .entropy = from.in("entropy", known[3], sum),
-                        .saved_scores = from.in("scores", known[4], sum),
-                        .attention_weights = from.in("attention_weights", known[5], sum),
-                        .grad_out = from.in("grad_out", known[6], p.grad_dtype),
-                        .grad_log_sum_exp = from.in("grad_log_sum_exp", known[7], sum),
-                        .grad_entropy = from.in("grad_entropy", known[8], sum),
-                        .grad_attention_scores = from.in("grad_attention_scores", known[9], sum),
-                        .grad_attention_weights = from.in("grad_attention_weights", known[10], sum),
-                        .query = from.out("grad_query", gradients[0], sum),
-                        .key = from.out("grad_key", gradients[1], sum),
-                        .value = from.out("grad_value", gradients[2], sum),
-                        .query_bias = from.out("grad_query_bias", gradients[3], sum),
-                        .key_bias = from.out("grad_key_bias", gradients[4], sum),
-                        .bias = from.out("grad_bias", gradients[5], sum),
-                        .weights = from.out("grad_weights", gradients[6], sum),
-                        .sink = from.out("grad_sink", gradients[7], sum),
-                        .scales = from.out("grad_scales", gradients[8], sum)});
+    const std::vector<RowArrays> rows = build_backward(p, in, backward_arrays(from, p, saved, gradients));
     if (p.heads.empty()) return;
     nb::gil_scoped_release released;
     const BackwardRowPrepare prepared(p, rows, threads);
@@ -205,65 +212,59 @@ void backward(const ScoreSpec& score, const Objects& inputs, const Objects& know
     set_sink_gradients(p, rows);
 }
 
-// ---- a plan forward, prepared ----
+// ---- plans ----
 
-// Where an array begins: an address as it is, or memory of NumPy's.
-class Address {
+// Addresses of arrays: whole numbers, or memory of NumPy's that is held until the call returns.
+class Addresses {
    public:
-    explicit Address(nb::handle object) {
-        if (PyLong_Check(object.ptr())) {
-            address_ = static_cast<char*>(PyLong_AsVoidPtr(object.ptr()));
-            if (PyErr_Occurred() != nullptr) throw nb::python_error();
-        } else {
-            if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_STRIDED_RO) != 0) throw nb::python_error();
-            address_ = static_cast<char*>(view_.buf);
+    explicit Addresses(const nb::tuple& objects) {
+        values.reserve(objects.size());
+        for (const nb::handle object : objects) {
+            if (PyLong_Check(object.ptr())) {
+                values.push_back(static_cast<char*>(PyLong_AsVoidPtr(object.ptr())));
+                if (PyErr_Occurred() != nullptr) throw nb::python_error();
+            } else {
+                Py_buffer& view = views_.emplace_back().buffer;
+                if (PyObject_GetBuffer(object.ptr(), &view, PyBUF_STRIDED_RO) != 0) throw nb::python_error();
+                values.push_back(static_cast<char*>(view.buf));
+            }
         }
     }
-    Address(const Address&) = delete;
-    Address& operator=(const Address&) = delete;
-    ~Address() { PyBuffer_Release(&view_); }
+    Addresses(const Addresses&) = delete;
+    Addresses& operator=(const Addresses&) = delete;
 
-    char* address() const { return address_; }
+    std::vector<char*> values;
 
    private:
-    Py_buffer view_{};
-    char* address_ = nullptr;
+    struct View {
+        Py_buffer buffer{};
+        ~View() { PyBuffer_Release(&buffer); }
+    };
+    std::deque<View> views_;
 };
 
-CallPlan* prepared(const ScoreSpec& score, const Objects& x) {
-    check_count("arrays", x, 7);
+CallPlan* plan_forward(const ScoreSpec& score, const Objects& inputs, const Objects& filled) {
     const Problem p = parse_problem(score);
     Arguments from;
-    return new CallPlan(p,
-                        {from.in("query", x[0], p.score_dtype), from.in("key", x[1], p.score_dtype),
-                         from.in("value", x[2], p.value_dtype), from.out("out", x[3], p.value_dtype),
-                         from.in("weights", x[4], sum_dtype(p))},
-                        from.integers("start", x[5]), from.integers("stop", x[6]));
+    const Inputs in = inputs_of(from, p, inputs);
+    return new CallPlan(p, in, forward_arrays(from, p, filled));
 }
 
-void run_plan(const CallPlan& plan, nb::handle query, nb::handle key, nb::handle value, nb::handle out,
-              nb::handle weights, nb::handle rows, nb::handle scores, nb::handle attention_weights, int threads) {
-    check_threads(threads);
-    const Kernels& chosen = selected_kernels();
-    const Address q(query), k(key), v(value), o(out), w(weights), r(rows), s(scores), a(attention_weights);
-    const nb::gil_scoped_release released;
-    plan.run(chosen, {q.address(), k.address(), v.address(), o.address(), w.address()},
-             {r.address(), s.address(), a.address()}, threads);
+CallPlan* plan_backward(const ScoreSpec& score, const Objects& inputs, const Objects& saved,
+                        std::string_view grad_dtype, const Objects& gradients) {
+    Problem p = parse_problem(score);
+    p.grad_dtype = parse_dtype(grad_dtype, "grad_dtype");
+    Arguments from;
+    const Inputs in = inputs_of(from, p, inputs);
+    return new CallPlan(p, in, backward_arrays(from, p, saved, gradients));
 }
 
-void run_plan_backward(const CallPlan& plan, nb::handle query, nb::handle key, nb::handle value, nb::handle out,
-                       nb::handle weights, nb::handle rows, nb::handle scores, nb::handle attention_weights,
-                       nb::handle grad_out, nb::handle grad_attention_weights, nb::handle grad_query,
-                       nb::handle grad_key, nb::handle grad_value, nb::handle grad_weights, int threads) {
+void run_plan(const CallPlan& plan, const nb::tuple& addresses, uint64_t seed, int threads) {
     check_threads(threads);
     const Kernels& chosen = selected_kernels();
-    const Address q(query), k(key), v(value), o(out), w(weights), r(rows), s(scores), g(grad_out);
-    const Address a(attention_weights), ga(grad_attention_weights);
-    const Address gq(grad_query), gk(grad_key), gv(grad_value), gw(grad_weights);
+    const Addresses held(addresses);
     const nb::gil_scoped_release released;
-    plan.backward(chosen, {q.address(), k.address(), v.address(), o.address(), w.address()},
-                  {r.address(), s.address(), a.address()},
-                  {g.address(), ga.address(), gq.address(), gk.address(), gv.address(), gw.address()}, threads);
+    plan.run(chosen, held.values, seed, threads);
 }
 
 }  // namespace
@@ -278,6 +279,7 @@ NB_MODULE(_native, m) {
     // Without names or None, for nanobind's short way in.
     m.def("forward", &forward);
     m.def("backward", &backward);
-    nb::class_<CallPlan>(m, "CallPlan").def("__call__", &run_plan).def("backward", &run_plan_backward);
-    m.def("prepared", &prepared, nb::rv_policy::take_ownership);
+    nb::class_<CallPlan>(m, "CallPlan").def("__call__", &run_plan);
+    m.def("plan_forward", &plan_forward, nb::rv_policy::take_ownership);
+    m.def("plan_backward", &plan_backward, nb::rv_policy::take_ownership);
 }

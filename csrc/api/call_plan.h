@@ -1,57 +1,52 @@
-// Attention of query, key and value (and an additive score's weights), without statistics: checked once, and then run
-// on other memory of the same shapes and strides, with the same intervals of keys. A tiny call spends more at the
-// border than in its products.
+// A call whose arrays were checked once, for other memory of the same shapes and strides. A tiny call spends more on
+// these checks than on its products.
 #pragma once
 
-#include <array>
+#include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "api/array.h"
+#include "api/validate.h"
 #include "runtime/attention.h"
 
 namespace attnscore {
 
-struct RowArrays;
-
 class CallPlan {
    public:
-    // Of query, key, value, out and weights, in this order everywhere; weights may be absent.
-    static constexpr size_t kArrays = 5;
-    using Addresses = std::array<char*, kArrays>;
-
-    // What a forward leaves for its gradient, in the sum type and in C order: the top and, behind them, the log_denom
-    // of all rows; additive: the scores (attention.h). And the matrix of weights, which the caller gets. Null where not
-    // wanted.
-    struct Saved {
-        char *rows, *scores, *attention_weights;
-    };
-    // What comes in, which lies as `out` and the matrix of weights do (null where nothing comes into that), and what is
-    // added to, in the sum type and in C order: of all rows, and of keys, values and weights of all groups (axes of
-    // heads are 1 along which key, value and weights are all broadcast). Weights' is null where there are none.
-    struct Gradients {
-        char *grad_out, *grad_attention_weights, *query, *key, *value, *weights;
-    };
-
-    // `score` knows form, numbers and dtypes. The arrays are examples: none is read, and none is remembered. Intervals,
-    // where they are given, are copied.
-    CallPlan(Problem score, const std::array<Array, kArrays>& examples, Array start, Array stop);
+    // `score` holds form, numbers and dtypes. The arrays are examples: none is read or kept, except the intervals,
+    // which are copied and belong to the plan.
+    CallPlan(Problem score, const Inputs& in, const ForwardArrays& arrays);
+    CallPlan(Problem score, const Inputs& in, const BackwardArrays& arrays);
     // Heads point into the intervals.
     CallPlan(const CallPlan&) = delete;
     CallPlan& operator=(const CallPlan&) = delete;
 
-    void run(const Kernels& kernels, const Addresses& memory, const Saved& saved, int threads) const;
-    void backward(const Kernels& kernels, const Addresses& memory, const Saved& saved, const Gradients& gradients,
-                  int threads) const;
+    // `addresses`: of the arrays that were given, without the intervals, in the order of their structs.
+    void run(const Kernels& kernels, const std::vector<char*>& addresses, uint64_t seed, int threads) const;
 
    private:
-    Problem bind(const Addresses& memory, char* saved_scores) const;
-    std::vector<RowArrays> bind_rows(const Problem& p, char* rows) const;
+    using Rows = std::vector<RowArrays>;
+    using Move = std::function<void(Problem&, Rows&, ptrdiff_t)>;
 
-    std::vector<std::array<int64_t, kArrays>> offsets_;  // of each head, in bytes from the addresses
-    std::array<int64_t, kArrays> items_;                 // bytes of an element; 0 of an array that is empty or absent
+    // An array, and how the pointers into it move when its memory does.
+    struct Slot {
+        const char* name;
+        int64_t item;        // bytes of an element; 0 of an empty array, of which nothing is reached
+        const char* origin;  // of the example
+        std::vector<Move> moves;
+    };
+
+    Inputs with_own_intervals(Inputs in);
+    void add(const Array& example, std::vector<Move> moves);
+    void add_inputs(const Inputs& in);
+
+    bool is_backward_, finishes_rows_;
     std::vector<int64_t> start_, stop_;
+    std::vector<Slot> slots_;
     Problem problem_;
+    Rows rows_;
 };
 
 }  // namespace attnscore

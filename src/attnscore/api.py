@@ -8,11 +8,10 @@ from typing import Any, NamedTuple, cast
 from attnscore import backends, kernels
 from attnscore.analysis import weights as blocks
 from attnscore.backends.base import Array, sum_to
-from attnscore.core import recipes, tiling
+from attnscore.core import plan as plans
+from attnscore.core import tiling
 from attnscore.core.arguments import shown
 from attnscore.core.problem import Problem, build_problem, check_flag, wanted_statistics
-from attnscore.core.statistics import AttentionStats
-from attnscore.core.tiled import Result
 from attnscore.errors import ArgumentError, FrameworkError, KernelUnavailable, message
 from attnscore.kernels import AttentionOp
 from attnscore.scores import ScoreGradients, arrays_of
@@ -93,45 +92,20 @@ def attend(
             query, key, value, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink, dropout=dropout,
             seed=seed, head_axis=head_axis, kernel=kernel, return_weights=return_weights, return_stats=return_stats,
         )  # fmt: skip
-    name = None
-    if bias is sink is seed is None:
-        options = (head_axis, kernel, dropout, return_weights, return_stats)
-        name = recipes.name_of(query, key, value, score, options, mask, valid_lens)
-    if (recipe := recipes.find(name)) is not None:
-        return recipe(query, key, value, score)
-    statistics, flag = wanted_statistics(return_stats), check_flag("return_weights", return_weights)
+    options = (head_axis, kernel, dropout, return_weights, return_stats)
+    signature = plans.signature(query, key, value, score, options, mask, valid_lens, bias, sink, seed)
+    if (plan := plans.PLANS.get(signature)) is not None:
+        return plan.run(query, key, value, score, bias, sink, seed)
     with backends.of({"query": query}).numeric_scope():
         problem, _ = build_problem(
-            query, key, value, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink,
-            dropout=dropout, seed=seed, head_axis=head_axis, statistics=statistics,
-            matrix="weights" if flag else None,
+            query, key, value, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink, dropout=dropout,
+            seed=seed, head_axis=head_axis, statistics=wanted_statistics(return_stats),
+            matrix="weights" if check_flag("return_weights", return_weights) else None,
         )  # fmt: skip
-        plan, chosen = tiling.planned(problem), kernels.choose(kernel, problem)
-        if (recipe := recipes.keep(name, (query, key, value), chosen, problem, plan)) is not None:
-            return recipe(query, key, value, score)
-        result = AttentionOp(chosen, problem, plan)()
-        return _present(problem, result, bool(statistics))
-
-
-def _present(problem: Problem, result: Result, return_stats: bool) -> Any:
-    """The result on the caller's axes."""
-    ops, layout = problem.ops, problem.layout
-    answer: list[Any] = [layout.from_canonical(ops, result.out)]
-    if problem.matrix is not None:
-        answer.append(layout.scores_from_canonical(ops, ops.astype(result.matrix, problem.dtype)))
-    if return_stats:
-        answer.append(present_statistics(problem, result))
-    return answer[0] if len(answer) == 1 else tuple(answer)
-
-
-def present_statistics(problem: Problem, result: Result) -> AttentionStats:
-    """The statistics that were asked for, on the caller's axes."""
-    return AttentionStats(
-        **{
-            name: problem.layout.rows_from_canonical(problem.ops, result.statistics[name][..., 0])
-            for name in problem.statistics
-        }
-    )
+        plan = plans.build(signature, problem, kernel, query, key, value, bias, sink)
+        # The seed that was drawn, where there was none.
+        drawn: Any = seed if problem.dropout is None else problem.dropout.seed
+        return plan.run(query, key, value, score, bias, sink, drawn)
 
 
 class Gradients(NamedTuple):
@@ -230,7 +204,7 @@ def attend_vjp(
             grads = dict(zip(operands, found, strict=True))
             return gradients(problem, cast(Pullback, score_pullback)(grads), grads, given)
 
-    return _present(problem, run.result(outputs), bool(statistics)), pullback
+    return plans.present(problem, run.result(outputs)), pullback
 
 
 def gradients(problem: Problem, by_score: ScoreGradients, grads: dict[str, Array], given: dict[str, Any]) -> Gradients:

@@ -10,33 +10,17 @@ import dataclasses
 import itertools
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
-from attnscore.backends.base import Array, HostArray, SeedHalves
+from attnscore.backends.base import Array, SeedHalves
 from attnscore.core.problem import Problem
 from attnscore.core.tiled import Result, RowGradients, operands
 from attnscore.core.tiling import TilePlan
 
 DIFFERENTIABLE = ("log_sum_exp", "entropy")
 """Statistics through which a gradient flows, streamed; the others are detached."""
-Place: TypeAlias = int | HostArray
-
-
-@dataclass(frozen=True, eq=False)
-class Prepared:
-    """A plain problem (plain_calls.py) that was checked once: it runs on places of memory (`Backend.place`)."""
-
-    forward: Callable[[Place, Place, Place, HostArray, Place, Place, Place, Place, int], None]
-    """Of query, key, value, what is filled, the w_v of an additive score or 0, the rows and the scores that a gradient
-    needs or 0, the matrix of weights or 0, and a number of threads."""
-    backward: Callable[..., None]
-    """Of the same, but the gradients of output and weights (or 0) behind the weights, and then what is added to."""
-    gradients: tuple[tuple[int, ...], ...]
-    """Shapes of the gradients of query, key, value and w_v, in the dtype of sums."""
-    scores: tuple[int, ...] | None
-    """That of the scores that a forward hands to its backward, in the same dtype; None: they are computed again."""
 
 
 class Kernel(ABC):
@@ -51,10 +35,10 @@ class Kernel(ABC):
     saves_scores: bool = False
     """Whether ``forward`` gives the scores too, for ``backward``."""
 
-    def plain(self, problem: Problem, plan: TilePlan, examples: Sequence[HostArray]) -> Prepared | None:
-        """A plain problem on memory that lies as the examples do, where this kernel runs it.
+    def prepare(self, problem: Problem, tiles: TilePlan, arrays: Mapping[str, Array]) -> Any:
+        """Return a plan (`core.plan.ExecutionPlan`) for all calls like this one, or None where each is planned anew.
 
-        The examples are query, key, value and what is filled, on the uniform axes.
+        `arrays` are query, key, value, bias and sink as the caller has them, where there are any.
         """
         return None
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, final
@@ -27,7 +27,8 @@ from attnscore.core.problem import Problem
 from attnscore.core.threads import get_num_threads
 from attnscore.core.tiled import Result, RowGradients
 from attnscore.core.tiling import TilePlan
-from attnscore.kernels.base import Kernel, Prepared
+from attnscore.kernels.base import Kernel
+from attnscore.kernels.native import call
 from attnscore.kernels.native import chunked_masks as strips
 from attnscore.kernels.native import operands as inputs
 from attnscore.kernels.native import xla_call as program
@@ -36,8 +37,7 @@ from attnscore.kernels.native.results import GRADIENTS, STATISTICS, as_operand, 
 from attnscore.kernels.tiled import Streaming
 from attnscore.masks import And
 from attnscore.masks import lowering as masks
-from attnscore.scores import Additive
-from attnscore.scores.forms import AdditiveForm, InnerForm
+from attnscore.scores.forms import AdditiveForm
 
 try:
     if os.environ.get("ATTNSCORE_NO_NATIVE") == "1":
@@ -99,30 +99,8 @@ class Native(Kernel):
         )
         return (f"{mask!r} is evaluated, {rows} queries at a time",)
 
-    def plain(self, problem: Problem, plan: TilePlan, examples: Sequence[HostArray]) -> Prepared | None:
-        form = problem.form
-        if not isinstance(form, (InnerForm, AdditiveForm)):
-            return None
-        if form.query is not problem.query or form.key is not problem.key:
-            return None
-        if any(x is not None for x in (problem.bias, problem.sink, problem.dropout, plan.rest)) or problem.statistics:
-            return None
-        if problem.matrix == "scores":
-            return None
-        score, arrays = inputs.told(problem, {})
-        if "query_bias" in arrays or "key_bias" in arrays:
-            return None
-        weights = None
-        if "weights" in arrays:
-            if type(problem.score) is not Additive:
-                return None  # nobody would pass them
-            weights, own = (problem.ops.memory(x) for x in (arrays["weights"], problem.score.w_v))
-            if weights.ctypes.data != own.ctypes.data or weights.strides[-1] != weights.itemsize:
-                return None  # a copy, which later calls would not see
-        ends = (None, None) if plan.interval_set is None else plan.interval_set.with_holes
-        plain = _native.prepared(score, (*examples, weights, *ends))
-        scores = (*problem.score_shape.rows, problem.score_shape.key_len) if _keeps_scores(problem, plan) else None
-        return Prepared(plain, plain.backward, tuple(gradient_shapes(problem, frozenset()).values()), scores)
+    def prepare(self, problem: Problem, tiles: TilePlan, arrays: Mapping[str, Array]) -> call.NativeCall | None:
+        return call.prepare(_native, self, problem, tiles, arrays, saves_scores=_keeps_scores(problem, tiles))
 
     def forward(self, problem: Problem, plan: TilePlan) -> Result:
         ops, sums, like = problem.ops, problem.accumulator, problem.value

@@ -1,0 +1,134 @@
+"""Execution plans: how a call runs, found by its signature, so that a call that comes again skips all checks.
+
+- A signature holds everything that building a plan reads, types included (``True == 1 == 1.0``): a hit runs as a miss
+  would.
+- What fails its checks has no plan: every mistake meets the same checks each time.
+- A registered name that stands for a class is part of the signature by that class; one that stands for a function may
+  give another score at each call, so such a call has no signature. Masks are part of it by their numbers.
+- A plan in the cache holds no array of a caller. What cannot be cached is planned for the one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from attnscore import backends, kernels, scores
+from attnscore.backends.base import Array
+from attnscore.core import tiling
+from attnscore.core.cache import BoundedCache
+from attnscore.core.problem import Problem
+from attnscore.core.statistics import AttentionStats
+from attnscore.core.tiled import Result
+from attnscore.kernels import AttentionOp
+from attnscore.masks.cached import numbers_of
+from attnscore.scores import Additive, ScaledDot
+
+
+class ExecutionPlan(Protocol):
+    """How the calls of one signature run."""
+
+    def run(self, query: Array, key: Array, value: Array, score: Any, bias: Any, sink: Any, seed: Any) -> Any:
+        """Return what `attend` returns."""
+
+
+PLANS: BoundedCache[ExecutionPlan] = BoundedCache(256)
+_NUMBERS = (int, float)
+
+
+def signature(
+    query: Array,
+    key: Array,
+    value: Array,
+    score: Any,
+    options: tuple[Hashable, ...],
+    mask: Any,
+    valid_lens: Any,
+    bias: Any,
+    sink: Any,
+    seed: Any,
+) -> Hashable | None:
+    """Return the key of a call's plan, or None where a plan cannot be known by one; `options`: the other arguments."""
+    kind = type(query)
+    if not kind is type(key) is type(value) or (of_score := _score_signature(score)) is None:
+        return None
+    ops = backends.of_type(kind)
+    arrays = [query, key, value]
+    if type(score) is Additive:
+        arrays.append(score.w_v)
+    if not bias is sink is seed is None:
+        if type(seed) not in (int, type(None)):
+            return None
+        if any(type(x) not in (kind, type(None)) for x in (bias, sink)):
+            return None
+        arrays += [x for x in (bias, sink) if x is not None]
+    if ops is None or not ops.is_plain(*arrays):
+        return None
+    parts: list[Hashable] = [of_score, bias is None, sink is None, *map(type, options), *options]
+    if mask is not None or valid_lens is not None:
+        if (of_mask := numbers_of(mask, valid_lens)) is None:
+            return None
+        parts.append(of_mask)
+    for x in arrays:
+        if (own := backends.array_signature(x)) is None:
+            return None
+        parts += (own, ops.strides(x))
+    return tuple(parts)
+
+
+def _score_signature(score: Any) -> Hashable | None:
+    """Return the class that a name stands for, or a score by its class and numbers; None for any other."""
+    if type(score) is str:
+        found = scores.named(score)
+        return found if isinstance(found, type) else None
+    if type(score) is ScaledDot:
+        scale = score.scale
+        return (ScaledDot, type(scale), scale) if scale is None or type(scale) in _NUMBERS else None
+    if type(score) is Additive and score.W_q is score.W_k is score.bias is None:
+        slope = score.negative_slope
+        if type(score.activation) is str and type(slope) in _NUMBERS:
+            return (Additive, score.activation, type(slope), slope)
+    return None
+
+
+def build(
+    key: Hashable | None, problem: Problem, kernel: str, query: Array, keys: Array, value: Array, bias: Any, sink: Any
+) -> ExecutionPlan:
+    """Return the plan of a problem, and keep it under `key` where its kernel can run other arrays by it."""
+    tiles, chosen = tiling.planned(problem), kernels.choose(kernel, problem)
+    if key is not None:
+        given = {"query": query, "key": keys, "value": value, "bias": bias, "sink": sink}
+        arrays = {name: x for name, x in given.items() if x is not None}
+        if (plan := chosen.prepare(problem, tiles, arrays)) is not None:
+            return PLANS.get_or_compute(key, lambda: plan)
+    return SingleCall(problem, AttentionOp(chosen, problem, tiles))
+
+
+@dataclass(frozen=True, eq=False)
+class SingleCall:
+    """The plan of one call, with its arrays."""
+
+    problem: Problem
+    op: AttentionOp
+
+    def run(self, *_: Any) -> Any:
+        """Return what `attend` returns."""
+        return present(self.problem, self.op())
+
+
+def present(problem: Problem, result: Result) -> Any:
+    """Return a result on the caller's axes: the output, and the weights and statistics that are wanted."""
+    ops, layout = problem.ops, problem.layout
+    found: list[Any] = [layout.from_canonical(ops, result.out)]
+    if problem.matrix is not None:
+        found.append(layout.scores_from_canonical(ops, ops.astype(result.matrix, problem.dtype)))
+    if problem.statistics:
+        found.append(present_statistics(problem, result))
+    return found[0] if len(found) == 1 else tuple(found)
+
+
+def present_statistics(problem: Problem, result: Result) -> AttentionStats:
+    """Return the wanted statistics on the caller's axes."""
+    rows = {name: result.statistics[name][..., 0] for name in problem.statistics}
+    return AttentionStats(**{name: problem.layout.rows_from_canonical(problem.ops, x) for name, x in rows.items()})

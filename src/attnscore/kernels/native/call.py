@@ -1,0 +1,420 @@
+"""Native calls of one signature: checked once, then run on addresses, with their gradient.
+
+- Arrays stay on the caller's axes: the module reaches their canonical axes by strides, so no view is made.
+- No array of a caller is held: what the module checks once are examples of shapes and strides.
+- Gradients of gradients, gradients under a transform and saved tensors that a hook has laid out otherwise go through an
+  `AttentionOp` on a problem built anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from attnscore import backends
+from attnscore.backends.base import Array, Backend, HostArray, sum_to
+from attnscore.core import tiling
+from attnscore.core.layout import AxisLayout
+from attnscore.core.problem import Problem, build_problem
+from attnscore.core.statistics import AttentionStats
+from attnscore.core.threads import get_num_threads
+from attnscore.core.tiled import operands as operands_of
+from attnscore.core.tiling import TilePlan
+from attnscore.kernels.base import DIFFERENTIABLE, AttentionOp, Kernel
+from attnscore.kernels.native.operands import ORDER, STORED, aligned, told
+from attnscore.kernels.native.results import GRADIENTS, STATISTICS, gradient_shapes
+from attnscore.masks import Mask
+from attnscore.masks.cached import CachedMask
+from attnscore.scores import Additive
+from attnscore.scores.forms import AdditiveForm, InnerForm
+
+CallPlan: TypeAlias = Callable[[tuple[int | HostArray, ...], int, int], None]
+"""Of the module: addresses of the arrays in their order, a seed, a number of threads."""
+
+# The operands that a call may have, by their places among the module's inputs, in its order.
+_INPUTS = {"query": 0, "key": 1, "value": 2, "bias": 5, "w_v": 11, "sink": 12}
+
+
+class Operand(NamedTuple):
+    """An array that the call is a function of."""
+
+    name: str
+    signature: Hashable
+    canonical: tuple[int, ...]
+    """Its shape on the canonical axes."""
+    gradient: tuple[int, ...]
+    """The shape in which the module adds up its gradient."""
+    transposed: bool
+    """Whether the caller has its heads behind its positions."""
+
+
+@dataclass(frozen=True, eq=False)
+class NativeCall:
+    """How the calls of one signature run: an execution plan."""
+
+    module: Any
+    kernel: Kernel
+    ops: Backend
+    layout: AxisLayout
+    dtype: str
+    accumulator: str
+    statistics: tuple[str, ...]
+    returns_weights: bool
+    dropout: float
+    score: Any
+    """None where it is the caller's, whose arrays are not held."""
+    mask: Mask | None
+    operands: tuple[Operand, ...]
+    spec: tuple[Any, ...]
+    inputs: tuple[HostArray | None, ...]
+    """Examples of the module's inputs."""
+    saves_scores: bool
+    """Whether a forward hands its scores to the backward."""
+    _plans: dict[Hashable, CallPlan] = field(default_factory=dict)
+
+    def run(self, query: Array, key: Array, value: Array, score: Any, bias: Array, sink: Array, seed: Any) -> Any:
+        """Return what `attend` returns."""
+        ops = self.ops
+        arrays = [query, key, value]
+        if bias is not None:
+            arrays.append(bias)
+        if type(score) is Additive:
+            arrays.append(score.w_v)
+        if sink is not None:
+            arrays.append(sink)
+        if self.dropout:
+            seed = (ops.draw_seed(query) if seed is None else int(seed)) % 2**63
+        op = NativeOp(self, score, seed if self.dropout else 0)
+        if ops.has_plain_tape and ops.needs_grad(*arrays):
+            return self._present(ops.differentiable(op, arrays))
+        return self._present(op.forward(arrays))
+
+    def forward(self, arrays: Sequence[Array], seed: int, *, saves: bool) -> tuple[Array, ...]:
+        """Return the outputs of a `NativeOp`; `saves`: those for its backward too."""
+        ops, rows, like = self.ops, self.layout.score_shape.rows, arrays[2]
+        stored = STORED.get(self.dtype, self.dtype)
+        make = aligned if ops.wants_aligned else _unaligned
+        out = make(np.empty, (*rows, self.layout.value_dim), stored)
+        # row_max and log_denom
+        ends = np.empty((2, *rows, 1), self.accumulator)
+        has_ends = saves or bool(self.statistics)
+        scores = np.empty((*rows, self.layout.score_shape.key_len), self.accumulator) if self._saves(saves) else None
+        weights = None
+        if self.returns_weights:
+            weights = aligned(np.empty, (*rows, self.layout.score_shape.key_len), self.accumulator)
+        statistics = {name: np.empty((*rows, 1), self.accumulator) for name in STATISTICS if name in self.statistics}
+        filled = [
+            out,
+            *(ends if has_ends else (None, None)),
+            scores,
+            None,
+            weights,
+            *(statistics.get(name) for name in STATISTICS),
+        ]
+        plan = self._plans.get(saves)
+        if plan is None:
+            examples = [None if x is None else _example(x) for x in filled]
+            plan = self._plans[saves] = self.module.plan_forward(self.spec, self.inputs, examples)
+        plan((*map(ops.buffer, arrays), *(x for x in filled if x is not None)), seed, ops.threads(get_num_threads()))
+        found = [self._on_caller_axes(out, self.dtype, like)]
+        if "log_sum_exp" in self.statistics:
+            found.append(self._on_caller_axes(ends[1], self.accumulator, like)[..., 0])
+        if "entropy" in self.statistics:
+            found.append(self._on_caller_axes(statistics["entropy"], self.accumulator, like)[..., 0])
+        if weights is not None:
+            found.append(ops.from_memory(weights.reshape(self.layout.score_shape.user_shape), self.accumulator, like))
+        if saves or "log_sum_exp" in self.statistics:
+            found.append(ops.from_memory(ends, self.accumulator, like))
+        if scores is not None:
+            found.append(ops.from_memory(scores, self.accumulator, like))
+        others = (name for name in self.statistics if name not in DIFFERENTIABLE)
+        found += [self._on_caller_axes(statistics[name], self.accumulator, like)[..., 0] for name in others]
+        return tuple(found)
+
+    def _saves(self, saves: bool) -> bool:
+        return saves and self.saves_scores
+
+    def _on_caller_axes(self, x: HostArray, dtype: str, like: Array) -> Array:
+        """Return rows (*rows, n), in C order, as an array of the framework on the caller's axes."""
+        shape = self.layout.score_shape.user_shape
+        found = self.ops.from_memory(x.reshape((*shape[:-1], x.shape[-1])), dtype, like)
+        return self.ops.swap_axes(found, -3, -2) if self.layout.has_heads_behind else found
+
+    def _present(self, outputs: Sequence[Array]) -> Any:
+        """Return the output, and the weights and statistics that are wanted."""
+        ops, left = self.ops, iter(outputs)
+        found = [next(left)]
+        differentiable = {name: next(left) for name in DIFFERENTIABLE if name in self.statistics}
+        if self.returns_weights:
+            found.append(ops.astype(next(left), self.dtype))
+        if self.statistics:
+            if "log_sum_exp" in self.statistics:
+                row_max = self.layout.rows_from_canonical(ops, next(left)[0][..., 0])
+                differentiable["log_sum_exp"] = row_max + differentiable["log_sum_exp"]
+            others = {name: next(left) for name in self.statistics if name not in DIFFERENTIABLE}
+            found.append(AttentionStats(**differentiable, **others))
+        return found[0] if len(found) == 1 else tuple(found)
+
+    def fits(self, arrays: Sequence[Array], saved: Sequence[Array]) -> bool:
+        """Whether the arrays and what a forward saved of them are still as `backward` takes them."""
+        if any(_signature(self.ops, x) != operand.signature for x, operand in zip(arrays, self.operands, strict=True)):
+            return False
+        return [self.ops.dtype(x) for x in saved] == [self.dtype, *[self.accumulator] * (len(saved) - 1)]
+
+    def backward(
+        self, arrays: Sequence[Array], saved: Mapping[str, Array], grads: Mapping[str, Array | None], seed: int,
+        wanted: Sequence[bool],
+    ) -> Iterator[Array | None]:  # fmt: skip
+        """Yield the gradient of each array, None where it is not wanted; `saved` and `grads` are by name."""
+        ops, rows = self.ops, self.layout.score_shape.rows
+        grad_out = grads["out"]
+        if grad_out is None:
+            grad_out = ops.zeros(saved["out"].shape, saved["out"])
+        ends = np.ascontiguousarray(ops.memory(saved["rows"])).reshape((2, *rows, 1))
+        entropy = grads.get("entropy")
+        weights = grads.get("weights")
+        known = [
+            self._rows_in_order(saved["out"], self.layout.value_dim), *ends,
+            None if entropy is None else self._rows_in_order(saved["entropy"], 1),
+            self._in_order(saved.get("scores"), (*rows, -1)),
+            None if weights is None else self._in_order(saved["weights"], (*rows, -1)),
+            self._rows_in_order(grad_out, self.layout.value_dim),
+            self._rows_in_order(grads.get("log_sum_exp"), 1),
+            self._rows_in_order(entropy, 1),
+            None, self._in_order(weights, (*rows, -1)),
+        ]  # fmt: skip
+        # The module writes the gradients of query, key, value and w_v in any case.
+        names = [
+            operand.name
+            for operand, is_wanted in zip(self.operands, wanted, strict=True)
+            if is_wanted or operand.name not in ("bias", "sink")
+        ]
+        # A framework's own zeros wake its threads, which go on spinning beside ours.
+        filled = {
+            operand.name: np.zeros(operand.gradient, self.accumulator)
+            for operand in self.operands
+            if operand.name in names
+        }
+        gradients = [filled.get(name) for name in GRADIENTS]
+        key = ("backward", tuple(names), *(x is None for x in known))
+        plan = self._plans.get(key)
+        if plan is None:
+            examples = [[None if x is None else _example(x) for x in group] for group in (known, gradients)]
+            plan = self.module.plan_backward(self.spec, self.inputs, examples[0], self.dtype, examples[1])
+            self._plans[key] = plan
+        given = (x for x in (*known, *gradients) if x is not None)
+        plan((*map(ops.buffer, arrays), *given), seed, ops.threads(get_num_threads()))
+        for x, operand, is_wanted in zip(arrays, self.operands, wanted, strict=True):
+            grad = ops.from_memory(filled[operand.name], self.accumulator, arrays[2]) if is_wanted else None
+            yield None if grad is None else self.operand_gradient(grad, operand, x)
+
+    def operand_gradient(self, grad: Array, operand: Operand, x: Array) -> Array:
+        """Return a gradient on the canonical axes as that of `x`, in its shape and dtype."""
+        ops, shape = self.ops, tuple(x.shape)
+        if operand.transposed or tuple(grad.shape) != shape:
+            if tuple(grad.shape) != operand.canonical:
+                grad = sum_to(ops, grad, operand.canonical)
+            is_transposed = operand.transposed
+            grad = self.layout.gradient_from_canonical(ops, grad, shape) if is_transposed else ops.reshape(grad, shape)
+        return ops.astype(grad, ops.dtype(x))
+
+    def _rows_in_order(self, x: Array | None, width: int) -> HostArray | None:
+        """Return rows on the caller's axes as the module reads them: (*rows, width), in C order."""
+        if x is None:
+            return None
+        host = self.ops.memory(x)
+        shape = self.layout.score_shape.rows
+        if self.layout.has_heads_behind:
+            axis = -3 if host.ndim == self.layout.axes else -2
+            host = host.swapaxes(axis, axis + 1)
+        return np.ascontiguousarray(host).reshape((*shape, width))
+
+    def _in_order(self, x: Array | None, shape: tuple[int, ...]) -> HostArray | None:
+        return None if x is None else np.ascontiguousarray(self.ops.memory(x)).reshape(shape)
+
+
+@dataclass(frozen=True, eq=False)
+class NativeOp:
+    """One call, as a framework's gradient hook holds it (`backends.base.DifferentiableOp`).
+
+    Outputs are out; log_denom, entropy and weights if wanted; rows, row_max and log_denom together, if they are saved
+    or the log-sum-exp is wanted; scores if saved; then the other statistics.
+    """
+
+    call: NativeCall
+    score: Any
+    seed: int
+    saves: bool = False
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """Return the outputs through which a gradient flows."""
+        statistics = (name for name in DIFFERENTIABLE if name in self.call.statistics)
+        return ("out", *statistics, *(("weights",) if self.call.returns_weights else ()))
+
+    @property
+    def differentiable_outputs(self) -> int:
+        return len(self._names)
+
+    @property
+    def saved_outputs(self) -> int:
+        return self.differentiable_outputs + 1 + self.call.saves_scores
+
+    def constants(self) -> tuple[Array, ...]:
+        return ()
+
+    def variables(self) -> tuple[tuple[Array, ...], Callable[[Sequence[Array]], NativeOp]]:
+        return (), lambda arrays: self
+
+    def with_backward(self) -> NativeOp:
+        return dataclasses.replace(self, saves=True)
+
+    def without_scores(self, outputs: tuple[Array, ...]) -> tuple[Array, ...]:
+        count = self.differentiable_outputs
+        rows = outputs[count : count + ("log_sum_exp" in self.call.statistics)]
+        return (*outputs[:count], *rows, *outputs[self.saved_outputs :])
+
+    def streaming(self) -> NativeOp:
+        # For frameworks that differentiate a backward by tracing it: they do not record planned calls.
+        raise NotImplementedError("attnscore: the streaming form of a planned call")
+
+    def forward(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
+        return self.call.forward(arrays, self.seed, saves=self.saves)
+
+    def backward(
+        self,
+        arrays: Sequence[Array],
+        outputs: Sequence[Array],
+        grads: Sequence[Array | None],
+        wanted: Sequence[bool] | None = None,
+    ) -> tuple[Array | None, ...]:
+        call, ops = self.call, self.call.ops
+        incoming = [x for x in grads if x is not None]
+        if not incoming:
+            return (None,) * len(arrays)
+        wanted = wanted if wanted is not None else [True] * len(arrays)
+        names = (*self._names, "rows", *(("scores",) if call.saves_scores else ()))
+        saved = dict(zip(names, outputs, strict=True))
+        named = dict(zip(self._names, grads, strict=True))
+        is_buffer = all(map(ops.has_cpu_buffer, (*arrays, *outputs, *incoming)))
+        if ops.needs_grad(*arrays, *incoming) or not is_buffer or not call.fits(arrays, outputs):
+            return tuple(self._rebuilt(arrays, saved, named, wanted))
+        return tuple(call.backward(arrays, saved, named, self.seed, wanted))
+
+    def _rebuilt(
+        self, arrays: Sequence[Array], saved: dict[str, Array], grads: dict[str, Array | None], wanted: Sequence[bool]
+    ) -> Iterator[Array | None]:
+        """Yield the gradients by an `AttentionOp`."""
+        call, ops = self.call, self.call.ops
+        given = {operand.name: x for operand, x in zip(call.operands, arrays, strict=True)}
+        score = dataclasses.replace(self.score, w_v=given.pop("w_v")) if "w_v" in given else call.score
+        problem, _ = build_problem(
+            **given, score=score, mask=call.mask, dropout=call.dropout, seed=self.seed,
+            head_axis=call.layout.head_axis, statistics=call.statistics,
+            matrix="weights" if call.returns_weights else None,
+        )  # fmt: skip
+        op = AttentionOp(call.kernel, problem, tiling.plan(problem))
+        named, rows = op.operands(), problem.score_shape.rows
+        pairs = (*rows, problem.score_shape.key_len)
+
+        def canonical(x: Array | None, name: str) -> Array | None:
+            if x is None or name == "weights":
+                return None if x is None else ops.reshape(x, pairs)
+            return problem.layout.output_to_canonical(ops, x if name == "out" else ops.expand_dims(x, -1))
+
+        incoming = [canonical(grads.get(name), name) for name in ("out", *DIFFERENTIABLE)]
+        incoming = incoming if "entropy" in call.statistics else incoming[:2]
+        if call.returns_weights:
+            incoming.append(canonical(grads["weights"], "weights"))
+        is_recorded = ops.needs_grad(*arrays)
+        if is_recorded or not all(ops.has_cpu_buffer(x) for x in (*named.values(), *incoming) if x is not None):
+            op = op.streaming()
+        with ops.numeric_scope():
+            if is_recorded:
+                # What was saved carries no gradient here.
+                kept = op.forward(tuple(named.values()))[: op.saved_outputs]
+            else:
+                row_max, log_denom = (ops.reshape(saved["rows"][i], (*rows, 1)) for i in range(2))
+                others = [canonical(saved[name], name) for name in ("entropy", "weights") if name in saved]
+                kept = (canonical(saved["out"], "out"), log_denom, *others, row_max)
+            found = dict(zip(named, op.backward(tuple(named.values()), kept, incoming), strict=True))
+        for x, operand, is_wanted in zip(arrays, call.operands, wanted, strict=True):
+            yield call.operand_gradient(found[operand.name], operand, x) if is_wanted else None
+
+
+def prepare(
+    module: Any, kernel: Kernel, problem: Problem, tiles: TilePlan, arrays: Mapping[str, Array], *, saves_scores: bool
+) -> NativeCall | None:
+    """Return how calls like this one run, or None where the module needs more than the caller's own arrays.
+
+    `arrays` are query, key, value, bias and sink as the caller has them, where there are any.
+    """
+    form, ops, layout = problem.form, problem.ops, problem.layout
+    if not (isinstance(form, (InnerForm, AdditiveForm)) and form.query is problem.query and form.key is problem.key):
+        return None
+    if tiles.rest is not None or not (problem.mask is None or isinstance(problem.mask, CachedMask)):
+        return None
+    if 0 in problem.score_shape.rows or problem.matrix == "scores":
+        return None  # the strides of an empty tensor would be NumPy's
+    spec, lowered = told(problem, {})
+    if "query_bias" in lowered or "key_bias" in lowered or ("weights" in lowered) != (type(problem.score) is Additive):
+        return None
+    host, given = backends.load("numpy"), dict(arrays)
+    views = {
+        name: layout.to_canonical(host, ops.memory(given[name]), is_query=name == "query")
+        for name in ("query", "key", "value")
+    }
+    if "bias" in given:
+        views["bias"] = problem.score_shape.to_canonical(host, ops.memory(given["bias"]))
+    if "weights" in lowered:
+        given["w_v"], views["w_v"] = problem.score.w_v, ops.memory(lowered["weights"])
+        if views["w_v"].strides[-1] != views["w_v"].itemsize:
+            return None
+    if "sink" in given:
+        if ops.dtype(given["sink"]) != problem.accumulator:
+            return None
+        heads = tuple(problem.sink.shape) if problem.sink is not None else ()
+        views["sink"] = ops.memory(given["sink"]).reshape(heads)
+    # Of a copy later calls would not see what changes in the caller's array.
+    if any(view.ctypes.data != ops.memory(given[name]).ctypes.data for name, view in views.items()):
+        return None
+    inputs: list[HostArray | None] = [None] * len(ORDER)
+    for name, view in views.items():
+        inputs[_INPUTS[name]] = _example(view)
+    if tiles.interval_set is not None:
+        inputs[ORDER.index("start")], inputs[ORDER.index("stop")] = tiles.interval_set.with_holes
+    shapes, named = gradient_shapes(problem, frozenset(("bias", "sink"))), operands_of(problem)
+    operands = tuple(
+        Operand(
+            name,
+            _signature(ops, given[name]),
+            tuple(named[name].shape),
+            shapes[name],
+            layout.has_heads_behind and name in ("query", "key", "value"),
+        )
+        for name in _INPUTS
+        if name in views
+    )
+    return NativeCall(
+        module, kernel, ops, layout, problem.dtype, problem.accumulator, problem.statistics,
+        problem.matrix == "weights", 0.0 if problem.dropout is None else problem.dropout.probability,
+        None if type(problem.score) is Additive else problem.score, problem.mask, operands, (*spec[:-1], 0),
+        tuple(inputs), saves_scores,
+    )  # fmt: skip
+
+
+def _signature(ops: Backend, x: Array) -> Hashable:
+    return tuple(x.shape), ops.dtype(x), ops.strides(x)
+
+
+def _unaligned(make: Callable[..., HostArray], shape: Sequence[int], dtype: str) -> HostArray:
+    return make(shape, dtype)
+
+
+def _example(x: HostArray) -> HostArray:
+    """Return an array of the shape and strides of `x` without its memory; nothing of it is read."""
+    return np.lib.stride_tricks.as_strided(np.empty(1, x.dtype), x.shape, x.strides)
