@@ -31,7 +31,7 @@ OPTIONS = {
     "seed": 0,
 }
 STATISTICS = ("max_score", "mean_score", "var_score", "entropy", "max_weight", "sum_sq_weights", "sum_weights")
-ROWS = ("out", "top", "log_denom", "entropy", "scores", "attention_weights", "grad_out", "grad_log_sum_exp")
+ROWS = ("out", "row_max", "log_denom", "entropy", "scores", "attention_weights", "grad_out", "grad_log_sum_exp")
 ROWS += ("grad_entropy", "grad_attention_scores", "grad_attention_weights")
 GRADIENTS = ("grad_query", "grad_key", "grad_value", "grad_query_bias", "grad_key_bias", "grad_bias", "grad_weights")
 GRADIENTS += ("grad_sink", "grad_scales")
@@ -148,7 +148,7 @@ class Case:
         self.scores = np.full((*rows, self.key.shape[-2]), np.nan, self.sum) if self.saves_scores else None
         if self.matrix is not None:
             setattr(self, f"attention_{self.matrix}", np.full((*rows, self.key.shape[-2]), 77, self.sum))
-        filled = {"out": self.out, "top": self.top, "log_denom": self.log_denom, "scores": self.scores}
+        filled = {"out": self.out, "row_max": self.top, "log_denom": self.log_denom, "scores": self.scores}
         filled |= {"attention_scores": self.attention_scores, "attention_weights": self.attention_weights}
         filled |= self.statistics
         native.forward(score, inputs, [change.pop(name, x) for name, x in filled.items()], threads)

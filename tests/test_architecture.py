@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("core.tiling",),
     ("core.tiled",),
     ("kernels",),
-    ("analysis", "core.recipes", "core.plain_calls"),
+    ("analysis", "core.plan"),
     ("api",),
     ("attnscore",),  # the public names
     ("layers", "testing", "io", "plotting"),

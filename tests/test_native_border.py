@@ -140,7 +140,7 @@ WRONG_FORWARD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"form": "distance", "scales": np.zeros((3, 2), F4)}, ValueError, r"scales: expected shape \(2, 3\)"),
     ({"form": "distance", "scales": np.zeros(6, F4)}, ValueError, r"scales: expected shape \(2, 3\)"),
     ({"form": "distance", "scales": np.zeros((2, 3))}, TypeError, "scales: expected dtype float32"),
-    ({"top": np.zeros((2, 2, 3, 5), F4)}, ValueError, r"top: expected shape \(2, 2, 3, 5, 1\)"),
+    ({"row_max": np.zeros((2, 2, 3, 5), F4)}, ValueError, r"row_max: expected shape \(2, 2, 3, 5, 1\)"),
     *WRONG_SCORES,
     ({**ADDITIVE, "scores": np.broadcast_to(F4(0), (2, 2, 3, 5, 7))}, TypeError, "scores: expected a writable NumPy"),
     (
@@ -191,8 +191,8 @@ WRONG_BACKWARD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"grad_out": np.zeros((2, 2, 3, 5, 5), F4)}, ValueError, "grad_out: expected shape"),
     ({"grad_out": np.zeros((2, 3, 5, 6), F4)}, ValueError, "grad_out: expected shape"),
     ({"grad_out": None}, ValueError, "grad_out: expected an array"),
-    ({"top": np.zeros((2, 2, 3, 4, 1), F4)}, ValueError, "top: expected shape"),
-    ({"top": None}, ValueError, "top: expected an array"),
+    ({"row_max": np.zeros((2, 2, 3, 4, 1), F4)}, ValueError, "row_max: expected shape"),
+    ({"row_max": None}, ValueError, "row_max: expected an array"),
     ({"log_denom": np.zeros((2, 2, 3, 5, 1))}, TypeError, "log_total: expected dtype float32"),
     *WRONG_SCORES,
     ({"grad_log_sum_exp": np.zeros((2, 2, 5, 3, 1), F4)}, ValueError, "grad_log_sum_exp: expected shape"),
@@ -287,23 +287,53 @@ def test_missing_and_unknown_arguments() -> None:
         native.forward(colour="red")
 
 
-WRONG_PREPARED: list[tuple[dict[str, Any], type[Exception], str]] = [
+# Arrays of a plan without intervals, in the module's order.
+PLAN_INPUTS = (
+    *("query", "key", "value", "query_bias", "key_bias", "bias", "mask", "query_ids", "key_ids", "start", "stop"),
+    *("weights", "sink", "scales"),
+)
+PLAN_ROWS = ("out", "row_max", "log_denom", "scores", "attention_scores", "attention_weights")
+PLAN_SAVED = (
+    *("out", "row_max", "log_denom", "entropy", "scores", "attention_weights", "grad_out", "grad_log_sum_exp"),
+    *("grad_entropy", "grad_attention_scores", "grad_attention_weights"),
+)
+PLAN_GRADIENTS = tuple(
+    f"grad_{x}" for x in ("query", "key", "value", "query_bias", "key_bias", "bias", "weights", "sink", "scales")
+)
+WRONG_EXAMPLES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"query": None}, ValueError, "query: expected an array, got None"),
     ({"out": np.zeros((2, 2, 3, 5, 6), F4)[..., ::-1]}, ValueError, "out: expected a C-contiguous array"),
     ({"value": np.zeros((2, 2, 1, 8, 6), F4)}, ValueError, "value: expected shape"),
     ({"start": np.zeros((2, 5), np.int64)}, ValueError, "stop: expected start and stop together, got None"),
     ({"start": np.zeros((2, 10), np.int64)[:, ::2]}, ValueError, "start: expected a C-contiguous array"),
     ({"weights": np.zeros(4, F4)}, ValueError, "weights: expected None but with form 'additive'"),
+    ({"bias": np.zeros((1, 2, 1, 5, 8), F4)}, ValueError, "bias: expected shape"),
+    ({"sink": np.zeros((3, 3), F4)}, ValueError, "sink: expected shape"),
 ]
-PREPARED = ("query", "key", "value", "out", "weights", "start", "stop")
-PLACES = ("query", "key", "value", "out", "weights", "rows", "scores", "attention_weights", "threads")
 
 
-@pytest.mark.parametrize(("change", "error", "message"), WRONG_PREPARED, ids=names(WRONG_PREPARED))
+class Planned:
+    """A plan of arrays by name, called by their addresses."""
+
+    def __init__(self, arrays: dict[str, Any], form: str = "inner", *, backward: bool = False) -> None:
+        score, inputs = (form, *SCORE[1:]), [arrays.get(name) for name in PLAN_INPUTS]
+        if backward:
+            saved, grads = ([arrays.get(name) for name in names] for names in (PLAN_SAVED, PLAN_GRADIENTS))
+            self.names: tuple[str, ...] = (*PLAN_INPUTS, *PLAN_SAVED, *PLAN_GRADIENTS)
+            self.plan = native.plan_backward(score, inputs, saved, "float32", grads)
+        else:
+            self.names = (*PLAN_INPUTS, *PLAN_ROWS)
+            self.plan = native.plan_forward(score, inputs, [*(arrays.get(name) for name in PLAN_ROWS), *[None] * 7])
+        self.names = tuple(x for x in self.names if arrays.get(x) is not None and x not in ("start", "stop"))
+
+    def __call__(self, arrays: dict[str, Any], threads: int = 1) -> None:
+        self.plan(tuple(arrays[name] for name in self.names), 0, threads)
+
+
+@pytest.mark.parametrize(("change", "error", "message"), WRONG_EXAMPLES, ids=names(WRONG_EXAMPLES))
 def test_wrong_examples(change: dict[str, Any], error: type[Exception], message: str) -> None:
-    arrays = _plain_arrays() | change
     with pytest.raises(error, match=message):
-        native.prepared(SCORE, [arrays.get(name) for name in PREPARED])
+        Planned(_plan_arrays() | change)
 
 
 @pytest.mark.parametrize(
@@ -313,50 +343,61 @@ def test_wrong_examples(change: dict[str, Any], error: type[Exception], message:
         ({"value": 7}, ValueError, "value: expected an address at a multiple of 4 bytes, got 7"),
         ({"key": -1.5}, TypeError, "bytes-like object is required"),
         ({"key": 2**70}, OverflowError, "too (big|large)"),
-        ({"rows": 7}, ValueError, "rows: expected an address at a multiple of 4 bytes, got 7"),
-        ({"scores": 7}, ValueError, "scores: expected an address at a multiple of 4 bytes, got 7"),
+        ({"row_max": 7}, ValueError, "row_max: expected an address at a multiple of 4 bytes, got 7"),
+        ({"bias": 6}, ValueError, "bias: expected an address at a multiple of 4 bytes, got 6"),
+        ({"sink": 0}, ValueError, "sink: expected an address at a multiple of 4 bytes, got 0"),
         (
             {"attention_weights": 7},
             ValueError,
             "attention_weights: expected an address at a multiple of 4 bytes, got 7",
         ),
-        ({"threads": 0}, ValueError, "threads: expected 1 or more, got 0"),
     ],
     ids=str,
 )
-def test_wrong_places(change: dict[str, Any], error: type[Exception], message: str) -> None:
-    arrays = _plain_arrays()
-    plain = native.prepared(SCORE, [arrays.get(name) for name in PREPARED])
-    given = {**arrays, "threads": 1} | change
+def test_wrong_addresses(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    rows = {name: np.zeros((2, 2, 3, 5, 1), F4) for name in ("row_max", "log_denom")}
+    rows |= {"attention_weights": np.zeros((2, 2, 3, 5, 7), F4)}
+    arrays = _plan_arrays() | rows | {"bias": np.zeros((1, 2, 1, 5, 7), F4), "sink": np.zeros((2, 3), F4)}
+    plan = Planned(arrays)
+    plan(arrays)
     with pytest.raises(error, match=message):
-        plain(*[given.get(name, 0) for name in PLACES])
+        plan(arrays | change)
 
 
-@pytest.mark.parametrize("name", ["query", "rows", "grad_out", "grad_query", "grad_key", "grad_value", "grad_weights"])
+def test_wrong_calls_of_a_plan() -> None:
+    arrays = _plan_arrays()
+    plan = Planned(arrays)
+    with pytest.raises(ValueError, match="threads: expected 1 or more, got 0"):
+        plan(arrays, threads=0)
+    with pytest.raises(ValueError, match="addresses: expected 4, got 3"):
+        plan.plan((0, 0, 0), 0, 1)
+
+
+@pytest.mark.parametrize(
+    "name", ["query", "row_max", "log_denom", "grad_out", "grad_query", "grad_key", "grad_value", "grad_weights"]
+)
 @pytest.mark.parametrize("address", [0, 7])
-def test_wrong_places_of_a_gradient(name: str, address: int) -> None:
-    arrays = _plain_arrays() | {"weights": np.ones(4, F4), "rows": np.zeros((2, 60), F4)}
-    plain = native.prepared(("additive", *SCORE[1:]), [arrays.get(name) for name in PREPARED])
-    made = {x: np.zeros_like(arrays[x]) for x in ("out", "query", "key", "value")} | {
-        "weights": np.zeros((2, 2, 4), F4)
-    }
-    given = arrays | {f"grad_{x}": grad for x, grad in made.items()}
-    names = (*PLACES[:-1], "grad_out", "grad_attention_weights", "grad_query", "grad_key", "grad_value", "grad_weights")
-    plain(*[given.get(x, 0) for x in PLACES[:-1]], 1)
-    plain.backward(*[given.get(x, 0) for x in names], 1)
+def test_wrong_addresses_of_a_gradient(name: str, address: int) -> None:
+    arrays = _plan_arrays() | {"weights": np.ones(4, F4)}
+    arrays |= {x: np.zeros((2, 2, 3, 5, 1), F4) for x in ("row_max", "log_denom")}
+    Planned(arrays, "additive")(arrays)
+    arrays |= {f"grad_{x}": np.zeros_like(arrays[x]) for x in ("out", "query", "key", "value")}
+    arrays["grad_weights"] = np.zeros((2, 2, 1, 4), F4)
+    plan = Planned(arrays, "additive", backward=True)
+    plan(arrays)
     with pytest.raises(ValueError, match=f"{name}: expected an address at a multiple of 4 bytes, got {address}"):
-        plain.backward(*[(given | {name: address}).get(x, 0) for x in names], 1)
+        plan(arrays | {name: address})
 
 
-def test_intervals_of_a_prepared_call_are_a_copy() -> None:
-    arrays = _plain_arrays()
+def test_intervals_of_a_plan_are_a_copy() -> None:
+    arrays = _plan_arrays()
     stop = np.full((2, 5), 3)
-    plain = native.prepared(SCORE, [*[arrays[name] for name in PREPARED[:4]], None, np.zeros_like(stop), stop])
+    plan = Planned(arrays | {"start": np.zeros_like(stop), "stop": stop})
     stop[:] = 10**6
     outs = []
     for place in (lambda x: x, lambda x: x.ctypes.data):
         out = np.full_like(arrays["out"], np.nan)
-        plain(*[place(arrays[name]) for name in PREPARED[:3]], out, 0, 0, 0, 0, 2)
+        plan({name: place(x) for name, x in arrays.items()} | {"out": out}, 2)
         outs.append(out)
     scores = np.exp(arrays["query"] @ arrays["key"][..., :3, :].swapaxes(-1, -2))
     wanted = scores @ arrays["value"][..., :3, :] / scores.sum(-1, keepdims=True)
@@ -364,16 +405,14 @@ def test_intervals_of_a_prepared_call_are_a_copy() -> None:
     np.testing.assert_array_equal(*outs)
 
 
-def test_weights_of_a_prepared_call_are_asked_for() -> None:
-    arrays = _plain_arrays() | {"weights": np.ones(4, F4)}
-    score = ("additive", *SCORE[1:])
+def test_weights_of_a_plan_are_required() -> None:
+    arrays = _plan_arrays() | {"weights": np.ones(4, F4)}
     with pytest.raises(ValueError, match=r"weights: expected shape \(4,\), got \(3,\)"):
-        native.prepared(score, [({**arrays, "weights": np.ones(3, F4)}).get(name) for name in PREPARED])
-    plain = native.prepared(score, [arrays.get(name) for name in PREPARED])
-    given = [arrays[name] for name in PREPARED[:4]]
+        Planned(arrays | {"weights": np.ones(3, F4)}, "additive")
+    plan = Planned(arrays, "additive")
     with pytest.raises(ValueError, match="weights: expected an address at a multiple of 4 bytes, got 0"):
-        plain(*given, 0, 0, 0, 0, 1)
-    plain(*given, arrays["weights"], 0, 0, 0, 1)
+        plan(arrays | {"weights": 0})
+    plan(arrays)
     hidden = np.tanh(arrays["query"][..., :, None, :] + arrays["key"][..., None, :, :]).sum(-1)
     wanted = np.exp(hidden) @ arrays["value"] / np.exp(hidden).sum(-1, keepdims=True)
     np.testing.assert_allclose(arrays["out"], wanted, rtol=1e-5, atol=1e-5)
@@ -382,7 +421,7 @@ def test_weights_of_a_prepared_call_are_asked_for() -> None:
 SCORE = ("inner", "tanh", 0.0, 1.0, (), "float32", "float32", "float32", 0.0, 0)
 
 
-def _plain_arrays() -> dict[str, Any]:
+def _plan_arrays() -> dict[str, Any]:
     rng = np.random.default_rng(0)
     shapes = {"query": (2, 2, 3, 5, 4), "key": (2, 2, 1, 7, 4), "value": (2, 2, 1, 7, 6), "out": (2, 2, 3, 5, 6)}
     return {name: rng.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}

@@ -35,9 +35,9 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     found = Watched()
     monkeypatch.setattr("attnscore.kernels.native.kernel._native", found)
     monkeypatch.setattr(
-        "attnscore.kernels.native.kernel.Native.plain", lambda *_: None
+        "attnscore.kernels.native.kernel.Native.prepare", lambda *_: None
     )  # what is prepared passes by it
-    monkeypatch.setattr("attnscore.core.recipes._RECIPES", BoundedCache())
+    monkeypatch.setattr("attnscore.core.plan.PLANS", BoundedCache())
     return found
 
 

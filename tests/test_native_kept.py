@@ -14,7 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import attnscore as ats
-from attnscore.core import recipes
+from attnscore.core import plan
 from attnscore.core.cache import BoundedCache
 from attnscore.kernels.native import kernel as door
 from attnscore.kernels.native import operands
@@ -66,7 +66,7 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             native.backward(*arguments)
 
     monkeypatch.setattr(door, "_native", Watched())
-    monkeypatch.setattr(recipes, "_RECIPES", BoundedCache())  # what is prepared passes by it
+    monkeypatch.setattr(plan, "PLANS", BoundedCache())
     return seen
 
 
@@ -101,7 +101,7 @@ def pulled(arrays: list[np.ndarray], **options: Any) -> dict[str, np.ndarray]:
 
 def both(monkeypatch: pytest.MonkeyPatch, arrays: list[np.ndarray], **options: Any) -> tuple[dict[str, Any], ...]:
     kept = pulled(arrays, **options)
-    monkeypatch.setattr(door, "KEPT_PAIRS", 0)
+    monkeypatch.setattr(door, "MAX_SAVED_SCORES", 0)
     return kept, pulled(arrays, **options)
 
 
@@ -141,7 +141,7 @@ def test_what_is_not_finite(hidden: bool, activation: str, old_memory: None, mon
 @pytest.mark.parametrize(("most", "keeps"), [(PAIRS, True), (PAIRS - 1, False)])
 def test_the_most_that_is_kept(most: int, keeps: bool, handed: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Above the bound nothing that autograd holds is as large as a matrix, nor as anything but the inputs."""
-    monkeypatch.setattr(door, "KEPT_PAIRS", most)
+    monkeypatch.setattr(door, "MAX_SAVED_SCORES", most)
     held: list[tuple[int, ...]] = []
 
     def pack(x: torch.Tensor) -> torch.Tensor:

@@ -194,27 +194,21 @@ def test_called_from_torch_it_takes_the_threads_of_torch(monkeypatch: pytest.Mon
 
         return run
 
-    class Plain:
-        def __init__(self, plain: Any) -> None:
-            self.forward, self.backward = watched(plain), watched(plain.backward)
-
-        def __call__(self, *places: Any) -> None:
-            self.forward(*places)
-
     class Watched:
-        forward, backward = staticmethod(watched(native.forward)), staticmethod(watched(native.backward))
+        def plan_forward(self, *arguments: Any) -> Any:
+            return watched(native.plan_forward(*arguments))
 
-        def prepared(self, *arguments: Any) -> Any:
-            return Plain(native.prepared(*arguments))
+        def plan_backward(self, *arguments: Any) -> Any:
+            return watched(native.plan_backward(*arguments))
 
     monkeypatch.setattr("attnscore.kernels.native.kernel._native", Watched())
-    monkeypatch.setattr("attnscore.core.recipes._RECIPES", BoundedCache(8))
+    monkeypatch.setattr("attnscore.core.plan.PLANS", BoundedCache(8))
     before = torch.get_num_threads(), ats.get_num_threads()
     try:
         torch.set_num_threads(3)
         ats.set_num_threads(5)
         x = torch.ones(2, 3, 4)
-        for _ in range(2):  # the second call is prepared (recipes.py)
+        for _ in range(2):
             ats.attend(x, x, x)
             ats.attend(*[x.numpy()] * 3)
             out = ats.attend(*[x.clone().requires_grad_()] * 3)

@@ -16,18 +16,18 @@ from torch.utils.checkpoint import checkpoint
 
 import attnscore as ats
 from attnscore import api, scores
-from attnscore.core import recipes, tiling
+from attnscore.core import plan, tiling
 from attnscore.core.cache import BoundedCache
 from attnscore.masks import Mask, cached
 
-# Only the native kernel is prepared; without it the same calls go the checked path.
+# Plans of the native kernel alone are cached; without it every call is checked.
 NATIVE = ats.available()["kernels"]["native"] is None
 
 
-def _pose_nothing(patch: pytest.MonkeyPatch) -> None:
-    """From here on a call that is not prepared fails."""
+def _build_nothing(patch: pytest.MonkeyPatch) -> None:
+    """Let every call fail from here on whose plan is not in the cache."""
     if NATIVE:
-        patch.delattr(api, "pose")
+        patch.delattr(api, "build_problem")
 
 
 def _inputs(queries: int = 4, keys: int = 6) -> list[torch.Tensor]:
@@ -253,7 +253,7 @@ def test_a_plain_call_is_prepared_once(
         own = x[0, 0] if framework == "torch" and 0 in x.stride() else x  # torch writes to no memory twice
         own *= -1
     with monkeypatch.context() as patch:
-        _pose_nothing(patch)
+        _build_nothing(patch)
         found = ats.attend(*arrays, **options)
     for x, y in zip(_several(found), _several(wanted), strict=True):
         assert type(x) is type(y)
@@ -284,7 +284,7 @@ def test_a_plain_additive_call_is_prepared_once(
     w_v = -w_v
     with monkeypatch.context() as patch:
         if arrays[0].dtype != torch.bfloat16:
-            _pose_nothing(patch)
+            _build_nothing(patch)
         found = ats.attend(*arrays, score=ats.Additive(w_v, activation="leaky_relu"))
     tolerance = {"rtol": 2e-2, "atol": 2e-2} if "bfloat16" in str(found.dtype) else {"rtol": 1e-5, "atol": 1e-5}
     torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(wanted), **tolerance)
@@ -338,7 +338,7 @@ def test_lengths_are_part_of_what_is_prepared(lens: Any, monkeypatch: pytest.Mon
     for _ in range(2):
         torch.testing.assert_close(ats.attend(*arrays, valid_lens=lens), wanted[0])
     with monkeypatch.context() as patch:
-        _pose_nothing(patch)
+        _build_nothing(patch)
         torch.testing.assert_close(ats.attend(*arrays, valid_lens=lens), wanted[0])
     lens[1] = 0
     torch.testing.assert_close(ats.attend(*arrays, valid_lens=lens), wanted[1])
@@ -406,7 +406,7 @@ def test_a_plain_call_on_a_tape_is_prepared_once(
     wanted = _gradients(arrays, {**options, "kernel": "streaming"})
     with monkeypatch.context() as patch:
         if not checked:
-            _pose_nothing(patch)
+            _build_nothing(patch)
         found = _gradients(arrays, options)
     for x, y in zip(found, wanted, strict=True):
         assert x.dtype == y.dtype
@@ -422,7 +422,7 @@ def test_heads_behind_on_a_tape(groups: int, weights: bool, monkeypatch: pytest.
     options = {"head_axis": -2, "return_weights": weights}
     wanted = _gradients(arrays, {**options, "kernel": "streaming"})
     _gradients(arrays, options)
-    _pose_nothing(monkeypatch)
+    _build_nothing(monkeypatch)
     torch.testing.assert_close(_gradients(arrays, options), wanted)
 
 
@@ -556,7 +556,7 @@ def test_a_call_on_a_tape_inside_a_transform_that_does_not_touch_it(
     transform: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether it is the first of its kind, or one that would be prepared outside."""
-    monkeypatch.setattr(recipes, "_RECIPES", BoundedCache())
+    monkeypatch.setattr(plan, "PLANS", BoundedCache())
     arrays = [x.requires_grad_() for x in _inputs()]
     out, scale = ats.attend(*arrays, kernel="streaming"), torch.tensor(2.0)
     wanted = torch.autograd.grad(out.sum(), arrays)
@@ -576,7 +576,7 @@ def test_a_call_on_a_tape_inside_a_transform_that_does_not_touch_it(
 @pytest.mark.parametrize("forgets", [False, True])
 def test_a_prepared_call_under_a_checkpoint(reentrant: bool, forgets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of its kind keeps what the others keep, which is computed again and compared."""
-    monkeypatch.setattr(recipes, "_RECIPES", BoundedCache(1))
+    monkeypatch.setattr(plan, "PLANS", BoundedCache(1))
     arrays = [x.requires_grad_() for x in _inputs()]
     wanted = torch.autograd.grad(ats.attend(*arrays, kernel="streaming").square().sum(), arrays)
     for _ in range(2):
