@@ -142,13 +142,13 @@ class Case:
     def run(self, threads: Any = 1, **change: Any) -> None:
         rows = (*self.grid, self.query.shape[-2])
         self.out = np.full((*rows, self.value.shape[-1]), 77, self.value.dtype)
-        self.top, self.log_denom, *statistics = np.full((2 + len(STATISTICS), *rows, 1), 77, self.sum)
+        self.row_max, self.log_denom, *statistics = np.full((2 + len(STATISTICS), *rows, 1), 77, self.sum)
         self.statistics = dict(zip(STATISTICS, statistics, strict=True))
         score, inputs = self._words(change)
         self.scores = np.full((*rows, self.key.shape[-2]), np.nan, self.sum) if self.saves_scores else None
         if self.matrix is not None:
             setattr(self, f"attention_{self.matrix}", np.full((*rows, self.key.shape[-2]), 77, self.sum))
-        filled = {"out": self.out, "row_max": self.top, "log_denom": self.log_denom, "scores": self.scores}
+        filled = {"out": self.out, "row_max": self.row_max, "log_denom": self.log_denom, "scores": self.scores}
         filled |= {"attention_scores": self.attention_scores, "attention_weights": self.attention_weights}
         filled |= self.statistics
         native.forward(score, inputs, [change.pop(name, x) for name, x in filled.items()], threads)
@@ -180,7 +180,7 @@ class Case:
         p = e / np.where(some, total, 1)
         close(self.exact("out"), p @ self.exact("value"), tolerance)
         self.check_statistics(scores, seen, p, tolerance)
-        close(self.top, top, tolerance)
+        close(self.row_max, top, tolerance)
         close(np.exp(self.log_denom), total, tolerance)
 
         self.run_backward()

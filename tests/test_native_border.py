@@ -164,7 +164,7 @@ WRONG_FORWARD: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         "attention_weights: expected None beside attention_scores",
     ),
-    ({"log_denom": None}, ValueError, "log_total: expected an array, got None"),
+    ({"log_denom": None}, ValueError, "log_denom: expected an array, got None"),
     ({"threads": "two"}, TypeError, "incompatible function arguments"),
     ({"scale": "x"}, TypeError, "incompatible function arguments"),
 ]
@@ -193,7 +193,7 @@ WRONG_BACKWARD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"grad_out": None}, ValueError, "grad_out: expected an array"),
     ({"row_max": np.zeros((2, 2, 3, 4, 1), F4)}, ValueError, "row_max: expected shape"),
     ({"row_max": None}, ValueError, "row_max: expected an array"),
-    ({"log_denom": np.zeros((2, 2, 3, 5, 1))}, TypeError, "log_total: expected dtype float32"),
+    ({"log_denom": np.zeros((2, 2, 3, 5, 1))}, TypeError, "log_denom: expected dtype float32"),
     *WRONG_SCORES,
     ({"grad_log_sum_exp": np.zeros((2, 2, 5, 3, 1), F4)}, ValueError, "grad_log_sum_exp: expected shape"),
     ({"grad_attention_scores": np.zeros((2, 2, 3, 5, 6), F4)}, ValueError, "grad_attention_scores: expected shape"),

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import attnscore as ats
 from attnscore.core import plan
 from attnscore.core.cache import BoundedCache
+from attnscore.kernels.native import call, operands
 from attnscore.kernels.native import kernel as door
-from attnscore.kernels.native import operands
 from native_cases import native
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -54,16 +54,25 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The scores of each call of the module, forwards and backwards, None where there are none."""
     seen: list[Any] = []
 
-    class Watched:
-        prepared = staticmethod(native.prepared)
+    def watched(run: Any, scores: Any) -> Any:
+        def noted(*arguments: Any) -> None:
+            seen.append(scores)
+            run(*arguments)
 
+        return noted
+
+    class Watched:
         def forward(self, *arguments: Any) -> None:
-            seen.append(arguments[2][3])
-            native.forward(*arguments)
+            watched(native.forward, arguments[2][3])(*arguments)
 
         def backward(self, *arguments: Any) -> None:
-            seen.append(arguments[2][4])
-            native.backward(*arguments)
+            watched(native.backward, arguments[2][4])(*arguments)
+
+        def plan_forward(self, *arguments: Any) -> Any:
+            return watched(native.plan_forward(*arguments), arguments[2][3])
+
+        def plan_backward(self, *arguments: Any) -> Any:
+            return watched(native.plan_backward(*arguments), arguments[2][4])
 
     monkeypatch.setattr(door, "_native", Watched())
     monkeypatch.setattr(plan, "PLANS", BoundedCache())
@@ -82,6 +91,7 @@ def old_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         return x
 
     monkeypatch.setattr(operands, "aligned", dirty)
+    monkeypatch.setattr(call, "aligned", dirty)
 
 
 def inputs(dtype: str = "f8") -> list[np.ndarray]:
@@ -149,13 +159,13 @@ def test_the_most_that_is_kept(most: int, keeps: bool, handed: list[Any], monkey
         return x
 
     leaves = [torch.tensor(x, requires_grad=True) for x in inputs()]
-    for stats in (False, ("entropy",)):  # prepared, and not
+    for stats in (False, False, ("entropy",)):  # planned, found again, and another plan
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             found = ats.attend(*leaves, score=ats.Additive(torch.randn(DIM).double()), return_stats=stats)
         (found[0] if stats else found).sum().backward()
         assert held.count((QUERIES, KEYS)) == keeps
         held.clear()
-    assert [x is not None for x in handed] == [keeps, keeps]
+    assert [x is not None for x in handed] == [keeps] * 6
 
 
 def test_the_bound_is_a_few_megabytes() -> None:
@@ -175,12 +185,13 @@ def test_what_keeps_nothing(options: dict[str, Any], handed: list[Any]) -> None:
 
 def test_without_a_gradient_nothing_is_kept(handed: list[Any]) -> None:
     arrays, score = [torch.tensor(x) for x in inputs()], ats.Additive(torch.randn(DIM).double())
-    options = {"score": score, "return_stats": True}  # no recipe
-    ats.attend(*arrays, **options)
-    with torch.no_grad():
-        ats.attend(*[x.clone().requires_grad_() for x in arrays], **options)
-    ats.attend(*[x.numpy() for x in arrays], score=ats.Additive(score.w_v.numpy()), return_stats=True)
-    assert handed == [None] * 3
+    for stats in (False, True):
+        options = {"score": score, "return_stats": stats}
+        ats.attend(*arrays, **options)
+        with torch.no_grad():
+            ats.attend(*[x.clone().requires_grad_() for x in arrays], **options)
+        ats.attend(*[x.numpy() for x in arrays], score=ats.Additive(score.w_v.numpy()), return_stats=stats)
+    assert handed == [None] * 6
 
 
 def test_in_torch(handed: list[Any]) -> None:

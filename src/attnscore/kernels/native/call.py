@@ -379,8 +379,8 @@ def prepare(
             return None
         heads = tuple(problem.sink.shape) if problem.sink is not None else ()
         views["sink"] = ops.memory(given["sink"]).reshape(heads)
-    # Of a copy later calls would not see what changes in the caller's array.
-    if any(view.ctypes.data != ops.memory(given[name]).ctypes.data for name, view in views.items()):
+    # Of a copy later calls would not see what changes in the caller's array. An empty array has no memory to share.
+    if any(view.size and view.ctypes.data != ops.memory(given[name]).ctypes.data for name, view in views.items()):
         return None
     inputs: list[HostArray | None] = [None] * len(ORDER)
     for name, view in views.items():
