@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import importlib
+import itertools
 import subprocess
 import sys
 import weakref
@@ -613,3 +615,277 @@ def test_a_script_that_ends_with_a_graph_ends_quietly() -> None:
     """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
     assert (done.stdout, done.stderr) == ("", "")
+
+
+# ---------------------------------------------------------------- every option
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "bias": {"bias": (2, 4, 5, 7)},
+    "bias of heads, dropout, causal": {
+        "bias": (4, 1, 7), "dropout": 0.3, "seed": 5, "mask": ats.Causal("bottom_right"), "value_dim": 3,
+    },
+    "bias over batch and heads, grouped": {"bias": (5, 7), "kv_heads": 2, "return_stats": ("entropy",)},
+    "bias that is transposed": {"bias": (2, 4, 5, 7), "lay_out": "transposed", "score": "dot"},
+    "bias in steps": {"bias": (2, 1, 5, 7), "lay_out": "steps", "return_weights": True},
+    "bias of another dtype": {"bias": (1, 4, 5, 1), "bias_dtype": "float64", "return_stats": ("log_sum_exp",)},
+    "sink, all statistics": {"sink": (4,), "return_stats": True, "valid_lens": [7, 0]},
+    "one sink, weights": {"sink": (), "return_weights": True, "valid_lens": [3, 6], "kv_heads": 1},
+    "one statistic": {"return_stats": ("max_weight",)},
+    "heads behind": {
+        "bias": (4, 5, 7), "sink": (4,), "head_axis": -2, "kv_heads": 2, "return_weights": True, "return_stats": True,
+        "mask": ats.SlidingWindow(2, 1, "top_left"),
+    },
+    "all": {
+        "bias": (2, 4, 5, 7), "sink": (1,), "dropout": 0.3, "seed": 2**65 + 7, "mask": ats.Causal("bottom_right"),
+        "valid_lens": [7, 4], "return_weights": True, "return_stats": ("entropy", "sum_weights", "log_sum_exp"),
+    },
+    "float64": {"bias": (4, 5, 7), "sink": (4,), "return_stats": True, "dropout": 0.2, "seed": -3, "dtype": "float64"},
+    "bfloat16": {"bias": (4, 5, 7), "sink": (4,), "return_stats": True, "kv_heads": 2, "dtype": "bfloat16"},
+    "additive": {"bias": (1, 4, 5, 7), "sink": (4,), "w_v": (8,), "return_stats": True, "dropout": 0.3, "seed": 1},
+    "additive by head": {"sink": (4,), "w_v": (4, 8), "return_weights": True, "head_axis": -2, "kv_heads": 2},
+}  # fmt: skip
+
+
+def _call(name: str, seed: int = 0) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the arrays of a case by name and its other options."""
+    options = dict(CASES[name])
+    heads, dtype = options.pop("kv_heads", 4), getattr(torch, options.pop("dtype", "float32"))
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    width = options.pop("value_dim", 8)
+    arrays = {"query": draw(2, 4, 5, 8), "key": draw(2, heads, 7, 8), "value": draw(2, heads, 7, width)}
+    if options.get("head_axis") == -2:
+        arrays = {name: x.transpose(1, 2).contiguous() for name, x in arrays.items()}
+    sums = torch.float64 if dtype == torch.float64 else torch.float32
+    if "bias" in options:
+        bias_dtype, lay_out = getattr(torch, options.pop("bias_dtype", str(dtype)[6:])), options.pop("lay_out", None)
+        *lead, rows, cols = options.pop("bias")
+        if lay_out == "transposed":
+            arrays["bias"] = draw(*lead, cols, rows, dtype=bias_dtype).mT
+        else:
+            step = 3 if lay_out == "steps" else 1
+            arrays["bias"] = draw(*lead, rows, cols * step, dtype=bias_dtype)[..., ::step]
+    for extra in ("sink", "w_v"):
+        if extra in options:
+            arrays[extra] = draw(*options.pop(extra), dtype=sums)
+    return arrays, options
+
+
+def _attend(arrays: dict[str, Any], options: dict[str, Any]) -> list[Any]:
+    """Return the output, the weights and each statistic that are wanted, in this order."""
+    given = dict(arrays)
+    score = {"score": ats.Additive(given.pop("w_v"))} if "w_v" in given else {}
+    found: list[Any] = []
+    for x in _several(ats.attend(**given, **score, **options)):
+        found += [s for s in x if s is not None] if isinstance(x, ats.AttentionStats) else [x]
+    return found
+
+
+def _close(found: list[Any], wanted: list[Any], **tolerance: float) -> None:
+    for x, y in zip(found, wanted, strict=True):
+        assert (type(x), x.dtype, x.shape) == (type(y), y.dtype, y.shape)
+        loose = {"rtol": 2e-2, "atol": 2e-2} if "bfloat16" in str(x.dtype) else {"rtol": 1e-5, "atol": 2e-5}
+        torch.testing.assert_close(torch.as_tensor(x), torch.as_tensor(y), equal_nan=True, **(tolerance or loose))
+
+
+@pytest.mark.parametrize("framework", ["torch", "numpy"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_hit_gives_what_the_first_call_gave(framework: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = [_call(name, seed) for seed in (0, 1)]
+    if framework == "numpy":
+        if name == "bfloat16":
+            pytest.skip("NumPy has no bfloat16")
+        calls = [({key: x.numpy() for key, x in arrays.items()}, options) for arrays, options in calls]
+    ats.attend(*[calls[0][0]["query"]] * 3)  # loads the framework
+    monkeypatch.setattr(plan, "PLANS", BoundedCache())
+    first = _attend(*calls[0])
+    dense = [_attend(arrays, {**options, "kernel": "dense"}) for arrays, options in calls]
+    _build_nothing(monkeypatch)
+    # Of other numbers, and then of the same again.
+    others, again = _attend(*calls[1]), _attend(*calls[0])
+    _close(first, dense[0])
+    _close(others, dense[1])
+    for x, y in zip(again, first, strict=True):
+        np.testing.assert_array_equal(*(torch.as_tensor(z).float().numpy() for z in (x, y)))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_gradients_of_a_hit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are of every operand, and through the weights and the statistics that have one."""
+
+    def gradients(seed: int, kernel: str = "auto") -> list[torch.Tensor]:
+        arrays, options = _call(name, seed)
+        leaves = {key: x.requires_grad_() if x.is_leaf else x.detach().requires_grad_() for key, x in arrays.items()}
+        outs = [x for x in _attend(leaves, {**options, "kernel": kernel}) if x.requires_grad]
+        torch.manual_seed(1)
+        return list(torch.autograd.grad(outs, list(leaves.values()), [torch.randn_like(x) for x in outs]))
+
+    monkeypatch.setattr(plan, "PLANS", BoundedCache())
+    gradients(1)
+    wanted = gradients(0, "streaming")
+    _build_nothing(monkeypatch)
+    found = gradients(0)
+    loose = {"rtol": 4e-2, "atol": 4e-2} if name == "bfloat16" else {"rtol": 1e-5, "atol": 5e-5}
+    _close(found, wanted, **loose)
+
+
+@pytest.mark.parametrize("alone", ["bias", "sink"])
+@pytest.mark.parametrize("name", ["all", "heads behind"])
+def test_a_gradient_of_the_bias_or_the_sink_alone(alone: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gradient(kernel: str = "auto") -> tuple[torch.Tensor, ...]:
+        arrays, options = _call(name)
+        arrays[alone].requires_grad_()
+        outs = _attend(arrays, {**options, "kernel": kernel})
+        return torch.autograd.grad(sum(x.square().sum() for x in outs if x.requires_grad), arrays[alone])
+
+    wanted = gradient("streaming")
+    gradient()
+    _build_nothing(monkeypatch)
+    torch.testing.assert_close(gradient(), wanted)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"return_stats": True, "dropout": 0.4, "seed": 3},
+        {"return_weights": True, "return_stats": ("entropy",), "valid_lens": [4, 2], "head_axis": -2},
+    ],
+    ids=["dropout", "heads behind"],
+)
+def test_second_derivatives_of_a_hit(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    shapes = [(2, 2, n, 2) for n in (3, 4, 4)]
+    shapes = [(2, n, 2, 2) for _, _, n, _ in shapes] if "head_axis" in options else shapes
+    leaves = [torch.randn(x, dtype=torch.float64, requires_grad=True) for x in (*shapes, (2, 3, 4), (2,))]
+
+    def second(kernel: str = "auto") -> list[torch.Tensor]:
+        arrays = dict(zip(("query", "key", "value", "bias", "sink"), leaves, strict=True))
+        outs = [x for x in _attend(arrays, {**options, "kernel": kernel}) if x.requires_grad]
+        first = torch.autograd.grad(sum(x.square().sum() for x in outs), leaves, create_graph=True)
+        return [*first, *torch.autograd.grad(sum(x.square().sum() for x in first), leaves)]
+
+    wanted = second("streaming")
+    second()
+    torch.testing.assert_close(second(), wanted)
+
+
+def test_dropout_without_a_seed_draws_at_each_hit(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays = _inputs()
+    numpy = [x.numpy() for x in arrays]
+    torch.manual_seed(3)
+    first, second = (ats.attend(*arrays, dropout=0.5) for _ in range(2))
+    for _ in range(2):
+        ats.attend(*numpy, dropout=0.5)
+    _build_nothing(monkeypatch)
+    torch.manual_seed(3)
+    again = [ats.attend(*arrays, dropout=0.5) for _ in range(3)]
+    assert torch.equal(again[0], first)
+    assert torch.equal(again[1], second)
+    assert not any(torch.equal(*pair) for pair in itertools.combinations(again, 2))
+    found = [ats.attend(*numpy, dropout=0.5) for _ in range(2)]
+    assert not np.array_equal(*found)
+    seeded = [ats.attend(*numpy, dropout=0.5, seed=seed) for seed in (1, 2, 1, 1 + 2**63)]
+    assert [np.array_equal(seeded[0], x) for x in seeded] == [True, False, True, True]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"seed": True},
+        {"seed": 1.0},
+        {"seed": "1"},
+        {"dropout": 1.0},
+        {"dropout": True},
+        {"dropout": float("nan")},
+        {"return_stats": 1},
+        {"return_stats": ("entropy", "no such")},
+        {"return_weights": 1},
+        {"bias": torch.zeros(4, 6, dtype=torch.int64)},
+        {"bias": torch.zeros(5, 6)},
+        {"bias": torch.zeros(4, 6).to_sparse()},
+        {"bias": np.zeros((4, 6), "f4")},
+        {"bias": torch.zeros(4, 6, device="meta")},
+        {"sink": torch.zeros(2)},
+        {"sink": True},
+    ],
+    ids=str,
+)
+def test_a_hit_lets_no_bad_option_pass(bad: dict[str, Any]) -> None:
+    arrays = _inputs()
+    good = {"seed": 1, "dropout": 0.5, "bias": torch.zeros(4, 6), "sink": torch.zeros(3), "return_stats": ("entropy",)}
+    for _ in range(2):
+        ats.attend(*arrays, **good)
+        with pytest.raises(ats.AttnscoreError):
+            ats.attend(*arrays, **{**good, **bad})
+
+
+@pytest.mark.parametrize("framework", ["torch", "numpy"])
+def test_numbers_as_bias_and_sink(framework: str) -> None:
+    """They are arrays of the one call."""
+    arrays: list[Any] = _inputs()
+    arrays = [x.numpy() for x in arrays] if framework == "numpy" else arrays
+    for options in ({"bias": 0.5}, {"sink": 1}, {"bias": np.float32(0.5), "sink": -1.0}, {"sink": 2.0}, {"bias": 1.5}):
+        found = [_attend(dict(zip(("query", "key", "value"), arrays, strict=True)), {**options, "return_stats": True})]
+        wanted = ats.attend(*arrays, **options, return_stats=True, kernel="dense")
+        _close(found[0], [wanted[0], *wanted[1]])
+
+
+def test_a_parameter_as_bias_and_sink_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays, bias, sink = _inputs(), *(torch.nn.Parameter(torch.randn(shape)) for shape in ((3, 4, 6), (3,)))
+
+    def gradients(**options: Any) -> tuple[torch.Tensor, ...]:
+        out = ats.attend(*arrays, bias=bias, sink=sink, **options)
+        return torch.autograd.grad(out.square().sum(), (bias, sink))
+
+    wanted = gradients(kernel="streaming")
+    gradients()
+    _build_nothing(monkeypatch)
+    torch.testing.assert_close(gradients(), wanted)
+
+
+SQUARE = torch.arange(32.0).reshape(2, 4, 4) / 8
+OPTIONS_THAT_DIFFER: dict[str, tuple[dict[str, Any], ...]] = {
+    "strides of the bias": ({"bias": SQUARE}, {"bias": SQUARE.mT}),
+    "shape of the bias": ({"bias": SQUARE[:, :1]}, {"bias": SQUARE[:1, :1]}, {"bias": SQUARE}),
+    "dtype of the bias": ({"bias": SQUARE}, {"bias": SQUARE.double()}),
+    "bias": ({}, {"bias": SQUARE[1]}),
+    "sink": ({}, {"sink": torch.ones(2)}, {"sink": torch.ones(())}),
+    "bias or sink": ({"sink": torch.ones(1)}, {"bias": torch.ones(1)}),
+    "dtype of the sink": ({"sink": torch.ones(2)}, {"sink": torch.ones(2).double()}),
+    "mask": ({}, {"mask": ats.Causal("top_left")}, {"valid_lens": [2, 3]}, {"valid_lens": [3, 2]}),
+    "dropout": ({"seed": 1}, {"dropout": 0.5, "seed": 1}, {"dropout": 0.25, "seed": 1}, {"dropout": 0.5, "seed": 2}),
+    "head_axis": ({}, {"head_axis": -2}),
+    "statistics": ({}, {"return_stats": True}, {"return_stats": ("entropy",)}, {"return_stats": ("max_weight",)}),
+    "weights": ({}, {"return_weights": True}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS_THAT_DIFFER)
+def test_calls_that_differ_share_no_plan(name: str) -> None:
+    """All sizes of positions and heads are one, so that a plan of another call would run."""
+    torch.manual_seed(0)
+    size = 2 if name == "head_axis" else 4
+    arrays = {key: torch.randn(2, 2, size, 3) for key in ("query", "key", "value")}
+    for options in 2 * OPTIONS_THAT_DIFFER[name]:
+        _close(_attend(arrays, options), _attend(arrays, {**options, "kernel": "streaming"}))
+
+
+@pytest.mark.parametrize("framework", ["jax", "tensorflow"])
+def test_a_hit_of_an_eager_framework(framework: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip(framework)
+    arrays, options = _call("all")
+    wanted = _attend(arrays, {**options, "kernel": "dense"})
+    module = importlib.import_module("jax.numpy" if framework == "jax" else framework)
+    make = module.asarray if framework == "jax" else module.constant
+    own = {key: make(x.numpy()) for key, x in arrays.items()}
+    ats.attend(*[own["query"]] * 3)  # loads the framework
+    first = [np.asarray(x) for x in _attend(own, options)]
+    _build_nothing(monkeypatch)
+    again = [np.asarray(x) for x in _attend(own, options)]
+    for x, y, z in zip(first, again, wanted, strict=True):
+        np.testing.assert_array_equal(x, y)
+        np.testing.assert_allclose(x, z.numpy(), rtol=1e-5, atol=2e-5)

@@ -271,7 +271,7 @@ void run_plan(const CallPlan& plan, const nb::tuple& addresses, uint64_t seed, i
 
 NB_MODULE(_native, m) {
     m.doc() = "The native CPU kernels; attnscore.kernels.native is the door to them.";
-    // A tensor that lives when Python ends holds its graph, and that a prepared call.
+    // A tensor that lives when Python ends holds its graph, and that a CallPlan.
     nb::set_leak_warnings(false);
     m.def("targets", &targets);
     m.def("current_target", &current_target);

@@ -16,7 +16,7 @@ _INTERVALS = "tests/test_every_mask.py -k test_intervals"
 _PIECE_TABLE = "tests/test_every_mask.py -k 'test_pieces or test_intervals'"
 _BLOCK = "tests/test_every_mask.py -k test_visible_of_a_block"
 _MESSAGES = "tests/test_errors.py -k 'test_bad_input and numpy'"
-_RECALL = "tests/test_recall.py -k 'good_call or lengths or known_mask or cache'"
+_RECALL = "tests/test_plan.py -k 'good_call or lengths or known_mask or cache'"
 
 FAULTS: list[Fault] = [
     Fault(
@@ -328,7 +328,7 @@ FAULTS: list[Fault] = [
         _KNOWN,
         "inside = ops.logical_and(cols >= start, cols < stop)",
         "inside = ops.logical_and(cols >= start, cols <= stop)",
-        "tests/test_recall.py -k known_mask",
+        "tests/test_plan.py -k known_mask",
         "a block of a cached mask attends to one key more",
     ),
     Fault(

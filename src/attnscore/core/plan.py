@@ -53,17 +53,20 @@ def signature(
     kind = type(query)
     if not kind is type(key) is type(value) or (of_score := _score_signature(score)) is None:
         return None
-    ops = backends.of_type(kind)
+    if (ops := backends.of_type(kind)) is None:
+        return None
     arrays = [query, key, value]
     if type(score) is Additive:
         arrays.append(score.w_v)
     if not bias is sink is seed is None:
         if type(seed) not in (int, type(None)):
             return None
-        if any(type(x) not in (kind, type(None)) for x in (bias, sink)):
+        extras = [x for x in (bias, sink) if x is not None]
+        # A parameter is of another type than an activation.
+        if any(backends.of_type(type(x)) is not ops for x in extras):
             return None
-        arrays += [x for x in (bias, sink) if x is not None]
-    if ops is None or not ops.is_plain(*arrays):
+        arrays += extras
+    if not ops.is_plain(*arrays):
         return None
     parts: list[Hashable] = [of_score, bias is None, sink is None, *map(type, options), *options]
     if mask is not None or valid_lens is not None:
