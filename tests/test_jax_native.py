@@ -402,7 +402,7 @@ def _attributes(**changed: Any) -> dict[str, Any]:
     [
         ({}, {"key": (1, 1, 1, 5, 3)}, r"key: expected shape \(1, 1, 1, 5, 4\)"),
         ({}, {"out": (1, 1, 1, 3, 7)}, r"out: expected shape"),
-        ({}, {"top": (1, 1, 1, 2, 1)}, r"top: expected shape"),
+        ({}, {"top": (1, 1, 1, 2, 1)}, r"row_max: expected shape"),
         ({"given": 3}, {}, "value: expected an array, got None"),
         ({"given": 15}, {}, "query_bias: expected a buffer"),
         ({"wanted": 15}, {}, "max_score: expected a buffer"),

@@ -1,5 +1,5 @@
-// One array as a caller hands it over, and the checks that all arrays share. Whatever is wrong ends in
-// std::invalid_argument that names the argument, what was expected and what came.
+// One array as a caller hands it over, and the checks that all arrays share. A failed check throws
+// std::invalid_argument with the argument's name, what was expected and what came.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace attnscore {
 
 using Shape = std::vector<int64_t>;
 
-// Strides in elements. Without data it stands for "not given"; an empty array has a shape all the same.
+// An array or None. Strides are in elements.
 struct Array {
     const char* name = "";
     char* data = nullptr;
@@ -29,17 +29,19 @@ std::string shape_text(const Array& a);
 bool is_empty(const Array& a);
 
 void check_given(const Array& a);
-// The first `loose` axes may be 1 instead: they are broadcast.
+// Check a shape, of which the first `loose` axes may be 1 instead: they are broadcast.
 void check_shape(const Array& a, const Shape& expected, size_t loose = 0);
-// All axes may be 1 instead.
+// Check a shape of which all axes may be 1 instead.
 void check_broadcast(const Array& a, const Shape& expected);
+// Check that the axes from `from` on are in C order.
 void check_contiguous(const Array& a, int from = 0);
-// Exactly this shape, in C order.
+// Check for exactly this shape, in C order.
 void check_exact(const Array& a, const Shape& expected);
 
 Shape concat(Shape front, std::initializer_list<int64_t> back);
 
-// An array whose first axes say which head; steps along them in bytes, 0 where it is broadcast.
+// Finds the part of a head in an array whose first axes are the grid of heads. Steps are in bytes, 0 where the array is
+// broadcast.
 struct StridedCursor {
     char* base = nullptr;
     Shape steps;
@@ -50,16 +52,16 @@ struct StridedCursor {
     char* at(const Shape& index) const;
 };
 
-// The same, of an array whose last two axes are a head's matrix.
+// The same for an array whose last two axes are a matrix.
 struct MatrixCursor : StridedCursor {
     int64_t row_stride = 0, col_stride = 0;
 
     MatrixCursor() = default;
     MatrixCursor(const Array& a, size_t outer);
-    // Of an array whose rows and columns may be broadcast too.
+    // The same for a matrix whose rows and columns may be broadcast too.
     static MatrixCursor broadcast(const Array& a, size_t outer);
 
-    Matrix matrix(const Shape& index) const { return {at(index), row_stride, col_stride}; }
+    Matrix at(const Shape& index) const { return {StridedCursor::at(index), row_stride, col_stride}; }
 };
 
 }  // namespace attnscore

@@ -1,4 +1,4 @@
-// The only C++ that knows Python: arguments in, a Problem to the chosen kernels, errors out.
+// Python bindings: arguments in, a Problem to the selected kernels, errors out. The only file that knows Python.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
@@ -7,6 +7,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
 #include <deque>
 #include <stdexcept>
 #include <string>
@@ -51,25 +52,46 @@ std::string name_of(nb::dlpack::dtype d) {
     return kind + std::to_string(d.bits);
 }
 
-// Holds what it reads until the call returns.
+// Arrays or None, in the order of validate.h.
+using Objects = std::vector<nb::object>;
+
+void check_count(const char* name, const Objects& objects, size_t expected) {
+    if (objects.size() != expected) {
+        throw std::invalid_argument(std::string(name) + ": expected " + std::to_string(expected) + " arrays, got " +
+                                    std::to_string(objects.size()));
+    }
+}
+
+void check_threads(int threads) {
+    if (threads < 1) throw std::invalid_argument("threads: expected 1 or more, got " + std::to_string(threads));
+}
+
+nb::dlpack::dtype dlpack_dtype(const Problem& p, Element element) {
+    if (element == Element::byte) return {kUInt, 8, 1};
+    if (element == Element::index) return {kInt, 64, 1};
+    const Dtype dtype = dtype_of(p, element);
+    // NumPy has no bfloat16, and float16 comes in the same way: as bits.
+    const bool bits = dtype == Dtype::bf16 || dtype == Dtype::f16;
+    return {bits ? kUInt : kFloat, static_cast<uint8_t>(size_of(dtype) * 8), 1};
+}
+
+// Reads arrays of Python, and holds them until the call returns.
 class Arguments {
    public:
-    Array in(const char* name, nb::handle object, Dtype dtype) { return array<ReadOnly>(name, object, code_of(dtype)); }
-    Array out(const char* name, nb::handle object, Dtype dtype) {
-        return array<Writable>(name, object, code_of(dtype));
-    }
-    Array integers(const char* name, nb::handle object) { return array<ReadOnly>(name, object, {kInt, 64, 1}); }
-    Array bytes(const char* name, nb::handle object) { return array<ReadOnly>(name, object, {kUInt, 8, 1}); }
+    explicit Arguments(const Problem& problem) : problem_(problem) {}
 
-   private:
-    // NumPy has no bfloat16, and its float16 comes the same way: as bits.
-    static nb::dlpack::dtype code_of(Dtype dtype) {
-        const bool bits = dtype == Dtype::bf16 || dtype == Dtype::f16;
-        return {bits ? kUInt : kFloat, static_cast<uint8_t>(size_of(dtype) * 8), 1};
+    // Read all arrays of a list. `Kind`: ReadOnly or Writable.
+    template <class Kind, class Arrays, size_t N>
+    void read_all(const char* list, const Objects& objects, const Field<Arrays> (&fields)[N], Arrays& to) {
+        check_count(list, objects, N);
+        for (size_t i = 0; i < N; ++i) {
+            to.*fields[i].array = read<Kind>(fields[i].name, objects[i], fields[i].element);
+        }
     }
 
     template <class Kind>
-    Array array(const char* name, nb::handle object, nb::dlpack::dtype expected) {
+    Array read(const char* name, nb::handle object, Element element) {
+        const nb::dlpack::dtype expected = dlpack_dtype(problem_, element);
         Array a{name};
         if (object.is_none()) return a;
         Kind read;
@@ -96,123 +118,49 @@ class Arguments {
         return a;
     }
 
+   private:
+    const Problem& problem_;
     std::vector<ReadOnly> held_;
 };
 
-// ---- the two directions ----
-
-// Arrays or None, in the order that the stub says.
-using Objects = std::vector<nb::object>;
-
-void check_count(const char* name, const Objects& objects, size_t expected) {
-    if (objects.size() != expected) {
-        throw std::invalid_argument(std::string(name) + ": expected " + std::to_string(expected) + " arrays, got " +
-                                    std::to_string(objects.size()));
-    }
-}
-
-void check_threads(int threads) {
-    if (threads < 1) throw std::invalid_argument("threads: expected 1 or more, got " + std::to_string(threads));
-}
-
-Inputs inputs_of(Arguments& from, const Problem& p, const Objects& x) {
-    check_count("inputs", x, 14);
-    const Dtype sum = sum_dtype(p);
-    return {.query = from.in("query", x[0], p.score_dtype),
-            .key = from.in("key", x[1], p.score_dtype),
-            .value = from.in("value", x[2], p.value_dtype),
-            .query_bias = from.in("query_bias", x[3], sum),
-            .key_bias = from.in("key_bias", x[4], sum),
-            .bias = from.in("bias", x[5], p.bias_dtype),
-            .mask = from.bytes("mask", x[6]),
-            .query_ids = from.integers("query_ids", x[7]),
-            .key_ids = from.integers("key_ids", x[8]),
-            .start = from.integers("start", x[9]),
-            .stop = from.integers("stop", x[10]),
-            .weights = from.in("weights", x[11], sum),
-            .sink = from.in("sink", x[12], sum),
-            .scales = from.in("scales", x[13], sum)};
-}
-
-constexpr const char* kStatisticNames[] = {"max_score",  "mean_score",     "var_score",  "entropy",
-                                           "max_weight", "sum_sq_weights", "sum_weights"};
-
-ForwardArrays forward_arrays(Arguments& from, const Problem& p, const Objects& x) {
-    check_count("rows", x, 6 + kStatistics);
-    const Dtype sum = sum_dtype(p);
-    ForwardArrays arrays{.out = from.out("out", x[0], p.value_dtype),
-                         .row_max = from.out("row_max", x[1], sum),
-                         .log_denom = from.out("log_denom", x[2], sum),
-                         .saved_scores = from.out("scores", x[3], sum),
-                         .statistics = {},
-                         .attention_scores = from.out("attention_scores", x[4], sum),
-                         .attention_weights = from.out("attention_weights", x[5], sum)};
-    for (size_t i = 0; i < kStatistics; ++i) {
-        arrays.statistics[i] = from.out(kStatisticNames[i], x[6 + i], sum);
-    }
-    return arrays;
-}
-
-BackwardArrays backward_arrays(Arguments& from, const Problem& p, const Objects& saved, const Objects& gradients) {
-    check_count("rows", saved, 11);
-    check_count("gradients", gradients, 9);
-    const Dtype sum = sum_dtype(p);
-    return {.out = from.in("out", saved[0], p.value_dtype),
-            .row_max = from.in("row_max", saved[1], sum),
-            .log_denom = from.in("log_denom", saved[2], sum),
-            .entropy = from.in("entropy", saved[3], sum),
-            .saved_scores = from.in("scores", saved[4], sum),
-            .attention_weights = from.in("attention_weights", saved[5], sum),
-            .grad_out = from.in("grad_out", saved[6], p.grad_dtype),
-            .grad_log_sum_exp = from.in("grad_log_sum_exp", saved[7], sum),
-            .grad_entropy = from.in("grad_entropy", saved[8], sum),
-            .grad_attention_scores = from.in("grad_attention_scores", saved[9], sum),
-            .grad_attention_weights = from.in("grad_attention_weights", saved[10], sum),
-            .query = from.out("grad_query", gradients[0], sum),
-            .key = from.out("grad_key", gradients[1], sum),
-            .value = from.out("grad_value", gradients[2], sum),
-            .query_bias = from.out("grad_query_bias", gradients[3], sum),
-            .key_bias = from.out("grad_key_bias", gradients[4], sum),
-            .bias = from.out("grad_bias", gradients[5], sum),
-            .weights = from.out("grad_weights", gradients[6], sum),
-            .sink = from.out("grad_sink", gradients[7], sum),
-            .scales = from.out("grad_scales", gradients[8], sum)};
-}
+// ---- forward and backward ----
 
 void forward(const ScoreSpec& score, const Objects& inputs, const Objects& filled, int threads) {
     check_threads(threads);
     const Kernels& chosen = selected_kernels();
     Problem p = parse_problem(score);
-    Arguments from;
-    const Inputs in = inputs_of(from, p, inputs);
-    const ForwardArrays arrays = forward_arrays(from, p, filled);
+    Arguments from(p);
+    Inputs in;
+    ForwardArrays arrays;
+    from.read_all<ReadOnly>("inputs", inputs, kInputs, in);
+    from.read_all<Writable>("rows", filled, kForwardArrays, arrays);
     check_given(arrays.row_max);
     check_given(arrays.log_denom);
     const std::vector<RowArrays> rows = build_forward(p, in, arrays);
     if (p.heads.empty()) return;
     nb::gil_scoped_release released;
-    const ForwardRowFinish numbers(p, rows);
-    chosen.forward(p, threads);
-    numbers.finish(threads);
+    run_forward(chosen, p, rows, threads);
 }
 
-void backward(const ScoreSpec& score, const Objects& inputs, const Objects& saved, std::string_view grad_dtype,
+void backward(const ScoreSpec& score, const Objects& inputs, const Objects& results, std::string_view grad_dtype,
               const Objects& gradients, int threads) {
     check_threads(threads);
     const Kernels& chosen = selected_kernels();
     Problem p = parse_problem(score);
     p.grad_dtype = parse_dtype(grad_dtype, "grad_dtype");
-    Arguments from;
-    const Inputs in = inputs_of(from, p, inputs);
-    const std::vector<RowArrays> rows = build_backward(p, in, backward_arrays(from, p, saved, gradients));
+    Arguments from(p);
+    Inputs in;
+    BackwardArrays arrays;
+    from.read_all<ReadOnly>("inputs", inputs, kInputs, in);
+    from.read_all<ReadOnly>("rows", results, kForwardResults, arrays);
+    from.read_all<Writable>("gradients", gradients, kGradients, arrays);
+    const std::vector<RowArrays> rows = build_backward(p, in, arrays);
     if (p.heads.empty()) return;
     nb::gil_scoped_release released;
-    const BackwardRowPrepare prepared(p, rows, threads);
-    chosen.backward(p, threads);
-    set_sink_gradients(p, rows);
+    run_backward(chosen, p, rows, threads);
 }
 
-// ---- plans ----
+// ---- call plans ----
 
 // Addresses of arrays: whole numbers, or memory of NumPy's that is held until the call returns.
 class Addresses {
@@ -245,18 +193,25 @@ class Addresses {
 
 CallPlan* plan_forward(const ScoreSpec& score, const Objects& inputs, const Objects& filled) {
     const Problem p = parse_problem(score);
-    Arguments from;
-    const Inputs in = inputs_of(from, p, inputs);
-    return new CallPlan(p, in, forward_arrays(from, p, filled));
+    Arguments from(p);
+    Inputs in;
+    ForwardArrays arrays;
+    from.read_all<ReadOnly>("inputs", inputs, kInputs, in);
+    from.read_all<Writable>("rows", filled, kForwardArrays, arrays);
+    return new CallPlan(p, in, arrays);
 }
 
-CallPlan* plan_backward(const ScoreSpec& score, const Objects& inputs, const Objects& saved,
+CallPlan* plan_backward(const ScoreSpec& score, const Objects& inputs, const Objects& results,
                         std::string_view grad_dtype, const Objects& gradients) {
     Problem p = parse_problem(score);
     p.grad_dtype = parse_dtype(grad_dtype, "grad_dtype");
-    Arguments from;
-    const Inputs in = inputs_of(from, p, inputs);
-    return new CallPlan(p, in, backward_arrays(from, p, saved, gradients));
+    Arguments from(p);
+    Inputs in;
+    BackwardArrays arrays;
+    from.read_all<ReadOnly>("inputs", inputs, kInputs, in);
+    from.read_all<ReadOnly>("rows", results, kForwardResults, arrays);
+    from.read_all<Writable>("gradients", gradients, kGradients, arrays);
+    return new CallPlan(p, in, arrays);
 }
 
 void run_plan(const CallPlan& plan, const nb::tuple& addresses, uint64_t seed, int threads) {
@@ -270,13 +225,13 @@ void run_plan(const CallPlan& plan, const nb::tuple& addresses, uint64_t seed, i
 }  // namespace
 
 NB_MODULE(_native, m) {
-    m.doc() = "The native CPU kernels; attnscore.kernels.native is the door to them.";
-    // A tensor that lives when Python ends holds its graph, and that a CallPlan.
+    m.doc() = "The native CPU kernels; used through attnscore's kernel \"native\".";
+    // A tensor that is alive when Python ends holds its graph, and that a call plan.
     nb::set_leak_warnings(false);
     m.def("targets", &targets);
     m.def("current_target", &current_target);
     m.def("select", &select_kernels);
-    // Without names or None, for nanobind's short way in.
+    // nanobind calls functions faster whose arguments have neither names nor None.
     m.def("forward", &forward);
     m.def("backward", &backward);
     nb::class_<CallPlan>(m, "CallPlan").def("__call__", &run_plan);

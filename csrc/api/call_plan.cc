@@ -56,51 +56,52 @@ void check_address(const char* name, const char* memory, int64_t item) {
 }  // namespace
 
 CallPlan::CallPlan(Problem score, const Inputs& in, const ForwardArrays& a)
-    : is_backward_(false),
-      finishes_rows_(in.sink.given || a.row_max.given || a.log_denom.given),
-      problem_(std::move(score)) {
+    : is_backward_(false), problem_(std::move(score)) {
     const Inputs inputs = with_own_intervals(in);
     rows_ = build_forward(problem_, inputs, a);
     add_inputs(inputs);
-    add(a.out, {heads<&Head::out>});
-    add(a.row_max, {rows<&RowArrays::row_max>});
-    add(a.log_denom, {rows<&RowArrays::log_denom>});
-    add(a.saved_scores, {heads<&Head::saved_scores>});
-    add(a.attention_scores, {heads<&Head::matrix>});
-    add(a.attention_weights, {heads<&Head::matrix>});
-    for (int i = 0; i < kStatistics; ++i) {
-        add(a.statistics[i], {[i](Problem&, Rows& all, ptrdiff_t by) {
-                for (RowArrays& row : all) move(row.statistics[i], by);
-            }});
-        finishes_rows_ = finishes_rows_ || a.statistics[i].given;
+    std::vector<std::vector<Move>> moves{{heads<&Head::out>},           {rows<&RowArrays::row_max>},
+                                         {rows<&RowArrays::log_denom>}, {heads<&Head::saved_scores>},
+                                         {heads<&Head::matrix>},        {heads<&Head::matrix>}};
+    bool has_rows = in.sink.given || a.row_max.given || a.log_denom.given;
+    for (size_t i = 0; i < kStatistics; ++i) {
+        moves.push_back({[i](Problem&, Rows& all, ptrdiff_t by) {
+            for (RowArrays& row : all) move(row.statistics[i], by);
+        }});
+        has_rows = has_rows || (a.*kForwardArrays[kFirstStatistic + i].array).given;
     }
+    add_slots(kForwardArrays, a, std::move(moves));
+    // Without row arrays a forward leaves out what is done once for each row.
+    if (!has_rows) rows_.clear();
 }
 
 CallPlan::CallPlan(Problem score, const Inputs& in, const BackwardArrays& a)
-    : is_backward_(true), finishes_rows_(true), problem_(std::move(score)) {
+    : is_backward_(true), problem_(std::move(score)) {
     const Inputs inputs = with_own_intervals(in);
     rows_ = build_backward(problem_, inputs, a);
     add_inputs(inputs);
-    add(a.out, {rows<&RowArrays::out>});
-    add(a.row_max, {heads<&Head::row_max>, rows<&RowArrays::row_max>});
-    add(a.log_denom, {rows<&RowArrays::log_denom>});
-    add(a.entropy, {heads<&Head::entropy>});
-    add(a.saved_scores, {heads<&Head::saved_scores>});
-    add(a.attention_weights, {rows<&RowArrays::attention_weights>});
-    add(a.grad_out, {heads<&Head::grad_out>});
-    add(a.grad_log_sum_exp, {rows<&RowArrays::grad_log_sum_exp>});
-    add(a.grad_entropy, {heads<&Head::grad_entropy>});
-    add(a.grad_attention_scores, {heads<&Head::grad_matrix>});
-    add(a.grad_attention_weights, {heads<&Head::grad_matrix>});
-    add(a.query, {heads<&Head::grad_query>});
-    add(a.key, {groups<&Group::grad_key>});
-    add(a.value, {groups<&Group::grad_value>});
-    add(a.query_bias, {heads<&Head::grad_query_bias>});
-    add(a.key_bias, {groups<&Group::grad_key_bias>});
-    add(a.bias, {bias_groups});
-    add(a.weights, {groups<&Group::grad_weights>});
-    add(a.sink, {rows<&RowArrays::grad_sink>});
-    add(a.scales, {heads<&Head::grad_scale>});
+    add_slots(kForwardResults, a,
+              {{rows<&RowArrays::out>},
+               {heads<&Head::row_max>, rows<&RowArrays::row_max>},
+               {rows<&RowArrays::log_denom>},
+               {heads<&Head::entropy>},
+               {heads<&Head::saved_scores>},
+               {rows<&RowArrays::attention_weights>},
+               {heads<&Head::grad_out>},
+               {rows<&RowArrays::grad_log_sum_exp>},
+               {heads<&Head::grad_entropy>},
+               {heads<&Head::grad_matrix>},
+               {heads<&Head::grad_matrix>}});
+    add_slots(kGradients, a,
+              {{heads<&Head::grad_query>},
+               {groups<&Group::grad_key>},
+               {groups<&Group::grad_value>},
+               {heads<&Head::grad_query_bias>},
+               {groups<&Group::grad_key_bias>},
+               {bias_groups},
+               {groups<&Group::grad_weights>},
+               {rows<&RowArrays::grad_sink>},
+               {heads<&Head::grad_scale>}});
 }
 
 Inputs CallPlan::with_own_intervals(Inputs in) {
@@ -109,24 +110,33 @@ Inputs CallPlan::with_own_intervals(Inputs in) {
     return in;
 }
 
-void CallPlan::add(const Array& example, std::vector<Move> moves) {
-    if (!example.given) return;
-    slots_.push_back({example.name, is_empty(example) ? 0 : example.item, example.data, std::move(moves)});
+template <class Arrays, size_t N>
+void CallPlan::add_slots(const Field<Arrays> (&fields)[N], const Arrays& examples,
+                         std::vector<std::vector<Move>> moves) {
+    for (size_t i = 0; i < N; ++i) {
+        const Array& x = examples.*fields[i].array;
+        // Without moves: the intervals, which are the plan's own.
+        if (!x.given || moves[i].empty()) continue;
+        slots_.push_back({fields[i].name, is_empty(x) ? 0 : x.item, x.data, std::move(moves[i])});
+    }
 }
 
 void CallPlan::add_inputs(const Inputs& in) {
-    add(in.query, {heads<&Head::query>});
-    add(in.key, {heads<&Head::key>});
-    add(in.value, {heads<&Head::value>});
-    add(in.query_bias, {heads<&Head::query_bias>});
-    add(in.key_bias, {heads<&Head::key_bias>});
-    add(in.bias, {heads<&Head::bias>});
-    add(in.mask, {heads<&Head::mask>});
-    add(in.query_ids, {heads<&Head::query_ids>});
-    add(in.key_ids, {heads<&Head::key_ids>});
-    add(in.weights, {heads<&Head::weights>});
-    add(in.sink, {heads<&Head::sink>, rows<&RowArrays::sink>});
-    add(in.scales, {heads<&Head::scale>});
+    add_slots(kInputs, in,
+              {{heads<&Head::query>},
+               {heads<&Head::key>},
+               {heads<&Head::value>},
+               {heads<&Head::query_bias>},
+               {heads<&Head::key_bias>},
+               {heads<&Head::bias>},
+               {heads<&Head::mask>},
+               {heads<&Head::query_ids>},
+               {heads<&Head::key_ids>},
+               {},
+               {},
+               {heads<&Head::weights>},
+               {heads<&Head::sink>, rows<&RowArrays::sink>},
+               {heads<&Head::scale>}});
 }
 
 void CallPlan::run(const Kernels& kernels, const std::vector<char*>& addresses, uint64_t seed, int threads) const {
@@ -145,16 +155,7 @@ void CallPlan::run(const Kernels& kernels, const std::vector<char*>& addresses, 
         for (const Move& move : slot.moves) move(p, all, addresses[i] - slot.origin);
     }
     if (p.heads.empty()) return;
-    if (is_backward_) {
-        const BackwardRowPrepare prepared(p, all, threads);
-        kernels.backward(p, threads);
-        set_sink_gradients(p, all);
-        return;
-    }
-    // The kernels write the numbers of each row even if they are not finished.
-    const ForwardRowFinish numbers(p, all);
-    kernels.forward(p, threads);
-    if (finishes_rows_) numbers.finish(threads);
+    (is_backward_ ? run_backward : run_forward)(kernels, p, all, threads);
 }
 
 }  // namespace attnscore

@@ -39,10 +39,12 @@ class CallPlan {
     };
 
     Inputs with_own_intervals(Inputs in);
-    void add(const Array& example, std::vector<Move> moves);
+    // `moves`: of each array of `fields`, in their order.
+    template <class Arrays, size_t N>
+    void add_slots(const Field<Arrays> (&fields)[N], const Arrays& examples, std::vector<std::vector<Move>> moves);
     void add_inputs(const Inputs& in);
 
-    bool is_backward_, finishes_rows_;
+    bool is_backward_;
     std::vector<int64_t> start_, stop_;
     std::vector<Slot> slots_;
     Problem problem_;

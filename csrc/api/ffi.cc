@@ -1,6 +1,6 @@
-// The kernels as custom calls of a program that XLA has compiled: over XLA's own buffers, without Python. XLA's thread
-// makes the call, the pool does the work.
-// Built where jaxlib's headers are; the functions at the end are all that is seen outside (frameworks/jax_ffi.py).
+// The kernels as custom calls of programs compiled by XLA: over XLA's own buffers, without Python. XLA's thread makes
+// the call, the pool does the work. Built where jaxlib's headers are; only the functions at the end are exported, for
+// attnscore's JAX backend.
 #include <xla/ffi/api/ffi.h>
 
 #include <atomic>
@@ -24,54 +24,41 @@ namespace {
 
 std::atomic<int> threads{1};
 
-// The places of operands: a call has those whose bits are set in its attribute `given`, in this order.
-// clang-format off
-enum Place {
-    kQuery, kKey, kValue, kQueryBias, kKeyBias, kBias, kMask, kQueryIds, kKeyIds, kStart, kStop, kWeights, kSink, kScales,
-    kSeed,
-    kOut, kRowMax, kLogDenom, kKnownEntropy, kKnownWeights, kGradOut, kGradLogSumExp, kGradEntropy,
-    kGradAttentionScores, kGradAttentionWeights, kOperands
-};
-constexpr const char* kNames[] = {
-    "query", "key", "value", "query_bias", "key_bias", "bias", "mask", "query_ids", "key_ids", "start", "stop",
-    "weights", "sink", "scales", "seed", "out", "row_max", "log_denom", "entropy", "attention_weights", "grad_out",
-    "grad_log_sum_exp", "grad_entropy", "grad_attention_scores", "grad_attention_weights"};
-// And of results, by the attribute `wanted`.
-constexpr const char* kForward[] = {"out", "row_max", "log_denom", "max_score", "mean_score", "var_score", "entropy",
-                                    "max_weight", "sum_sq_weights", "sum_weights", "attention_scores",
-                                    "attention_weights"};
-constexpr const char* kBackward[] = {"grad_query", "grad_key", "grad_value", "grad_query_bias", "grad_key_bias",
-                                     "grad_bias", "grad_weights", "grad_sink", "grad_scales"};
-// clang-format on
+// Operands in the order of the bits of the attribute `given`: kInputs, the dropout seed, kForwardResults without the
+// saved scores. The operands of a call are those whose bits are set.
+constexpr size_t kSeed = std::size(kInputs), kFirstResult = kSeed + 1, kSavedScores = 4;
+constexpr size_t kOperands = kFirstResult + std::size(kForwardResults) - 1;
+static_assert(kForwardResults[kSavedScores].array == &BackwardArrays::saved_scores);
 
-const char* name_of(ffi::DataType type) {
-    switch (type) {
-        case ffi::DataType::F16:
-            return "float16";
-        case ffi::DataType::BF16:
-            return "bfloat16";
-        case ffi::DataType::F32:
-            return "float32";
-        case ffi::DataType::F64:
-            return "float64";
-        case ffi::DataType::PRED:
-            return "bool";
-        case ffi::DataType::U32:
-            return "uint32";
-        case ffi::DataType::S32:
-            return "int32";
-        case ffi::DataType::S64:
-            return "int64";
-        default:
-            return "another dtype";
-    }
+constexpr size_t operand_of_result(size_t i) { return kFirstResult + i - (i > kSavedScores); }
+
+const char* operand_name(size_t operand) {
+    if (operand < kSeed) return kInputs[operand].name;
+    if (operand == kSeed) return "seed";
+    const size_t i = operand - kFirstResult;
+    return kForwardResults[i + (i >= kSavedScores)].name;
 }
 
-// One buffer. In front of its own axes lie those of vmap, of length 1 where it is not mapped.
+// Results of a forward in the order of the bits of the attribute `wanted`, as places in kForwardArrays: the statistics
+// before the matrix, and no saved scores. Those of a backward are kGradients.
+constexpr size_t kForwardOrder[] = {0, 1, 2, 6, 7, 8, 9, 10, 11, 12, 4, 5};
+
+const char* name_of(ffi::DataType type) {
+    using Type = ffi::DataType;
+    constexpr std::pair<Type, const char*> names[] = {
+        {Type::F16, "float16"}, {Type::BF16, "bfloat16"}, {Type::F32, "float32"}, {Type::F64, "float64"},
+        {Type::PRED, "bool"},   {Type::U32, "uint32"},    {Type::S32, "int32"},   {Type::S64, "int64"}};
+    for (const auto& [value, name] : names) {
+        if (value == type) return name;
+    }
+    return "another dtype";
+}
+
+// One buffer of XLA. The axes of vmap are in front of its own, with length 1 where it is not mapped.
 class Operand {
    public:
-    // `transposed`: the buffer is (*lead, rows, 1, head, cols), the layout of Flax and Keras, for (*lead, head, 1,
-    // rows, cols).
+    // `transposed`: the buffer is (*lead, rows, 1, head, cols), the layout of Flax and Keras, and stands for (*lead,
+    // head, 1, rows, cols).
     Operand(const char* name, ffi::AnyBuffer buffer, size_t outer, bool transposed)
         : name_(name), type_(buffer.element_type()), base_(static_cast<char*>(buffer.untyped_data())) {
         item_ = static_cast<int64_t>(ffi::ByteWidth(type_));
@@ -115,7 +102,7 @@ class Operand {
     }
 
    private:
-    // Programs without 64-bit numbers have lengths and ids of 32.
+    // Convert 32-bit integers, which programs without 64-bit numbers have.
     void widen(int64_t size) {
         const auto* narrow = reinterpret_cast<const int32_t*>(base_);
         wide_.assign(narrow, narrow + size);
@@ -131,11 +118,13 @@ class Operand {
     std::vector<int64_t> wide_;
 };
 
+// The buffers and attributes of one call.
 class Call {
    public:
-    template <size_t N>
-    Call(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes, const char* const (&results)[N])
-        : attributes_(attributes), results_(results), in_(kOperands), out_(N) {
+    // `results`: the names of the results that the attribute `wanted` counts.
+    Call(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes,
+         const std::vector<const char*>& results)
+        : attributes_(attributes), in_(kOperands), out_(results.size()) {
         const auto given = attribute<int64_t>("given"), transposed = attribute<int64_t>("turned");
         const auto wanted = attribute<int64_t>("wanted"), axes = attribute<int64_t>("axes");
         const size_t most = rets.size() ? rets.get<ffi::AnyBuffer>(0).value()->dimensions().size() : 0;
@@ -144,11 +133,12 @@ class Call {
         size_t next = 0;
         for (size_t i = 0; i < kOperands; ++i) {
             if (!(given >> i & 1)) continue;
-            if (next == args.size()) throw std::invalid_argument(std::string(kNames[i]) + ": expected a buffer");
-            in_[i].emplace(kNames[i], args.get<ffi::AnyBuffer>(next++).value(), outer, transposed >> i & 1);
+            const char* name = operand_name(i);
+            if (next == args.size()) throw std::invalid_argument(std::string(name) + ": expected a buffer");
+            in_[i].emplace(name, args.get<ffi::AnyBuffer>(next++).value(), outer, transposed >> i & 1);
         }
         next = 0;
-        for (size_t i = 0; i < N; ++i) {
+        for (size_t i = 0; i < results.size(); ++i) {
             if (!(wanted >> i & 1)) continue;
             if (next == rets.size()) throw std::invalid_argument(std::string(results[i]) + ": expected a buffer");
             buffers_.push_back(*rets.get<ffi::AnyBuffer>(next++).value());
@@ -161,68 +151,62 @@ class Call {
         }
     }
 
-    Array in(Place i, const Shape& example, const std::string& dtype) const {
-        return read(in_[i], kNames[i], example, dtype);
-    }
-    Array out(size_t i, const Shape& example, const std::string& dtype) const {
-        return read(out_[i], results_[i], example, dtype);
-    }
-
-    std::string dtype_of(Place i) const { return in_[i] ? in_[i]->dtype() : "float32"; }
-
     void clear_results() const {
         for (const ffi::AnyBuffer& x : buffers_) {
             if (x.size_bytes()) std::memset(x.untyped_data(), 0, x.size_bytes());
         }
     }
 
+    // The number of examples of vmap, and the index of one.
     int64_t examples() const {
         int64_t count = 1;
         for (const int64_t n : examples_) count *= n;
         return count;
     }
-
     Shape example(int64_t number) const {
-        Shape place(examples_.size());
-        for (size_t i = place.size(); i-- > 0; number /= examples_[i]) place[i] = number % examples_[i];
-        return place;
+        Shape index(examples_.size());
+        for (size_t i = index.size(); i-- > 0; number /= examples_[i]) index[i] = number % examples_[i];
+        return index;
     }
 
+    // The problem of an example, without arrays.
     Problem problem(const Shape& example) const {
         Caps caps;
         const auto numbers = attribute<ffi::Span<const double>>("caps");
         for (size_t i = 0; i + 1 < numbers.size(); i += 2) caps.emplace_back(numbers[i], numbers[i + 1]);
         auto seed = static_cast<uint64_t>(attribute<int64_t>("seed"));
         if (in_[kSeed]) {
-            const Array words = in(kSeed, example, "uint32");
+            in_[kSeed]->expect("uint32");
+            const Array words = in_[kSeed]->at(example);
             if (words.ndim != 1 || words.shape[0] != 2) throw_invalid(words, "two words", shape_text(words));
-            const auto* word = reinterpret_cast<const uint32_t*>(words.data);
-            seed = word[0] | static_cast<uint64_t>(word[1]) << 32;
+            seed = as<uint32_t>(words.data)[0] | static_cast<uint64_t>(as<uint32_t>(words.data)[1]) << 32;
         }
-        const std::string score = dtype_of(kQuery), value = dtype_of(kValue), bias = dtype_of(kBias);
+        const std::string score = dtype(&Inputs::query), value = dtype(&Inputs::value), bias = dtype(&Inputs::bias);
         Problem p = parse_problem({attribute<std::string_view>("form"), attribute<std::string_view>("activation"),
                                    attribute<double>("negative_slope"), attribute<double>("scale"), caps, score, value,
                                    bias, attribute<double>("dropout"), seed});
-        if (in_[kGradOut]) p.grad_dtype = parse_dtype(dtype_of(kGradOut), "grad_out");
+        for (size_t i = 0; i < std::size(kForwardResults); ++i) {
+            const auto& x = in_[operand_of_result(i)];
+            if (kForwardResults[i].element == Element::grad && x) p.grad_dtype = parse_dtype(x->dtype(), "grad_out");
+        }
         return p;
     }
 
-    Inputs inputs(const Shape& at, const std::string& sum) const {
-        const std::string score = dtype_of(kQuery), whole = "int64";
-        return {.query = in(kQuery, at, score),
-                .key = in(kKey, at, score),
-                .value = in(kValue, at, dtype_of(kValue)),
-                .query_bias = in(kQueryBias, at, sum),
-                .key_bias = in(kKeyBias, at, sum),
-                .bias = in(kBias, at, dtype_of(kBias)),
-                .mask = in(kMask, at, "bool"),
-                .query_ids = in(kQueryIds, at, whole),
-                .key_ids = in(kKeyIds, at, whole),
-                .start = in(kStart, at, whole),
-                .stop = in(kStop, at, whole),
-                .weights = in(kWeights, at, sum),
-                .sink = in(kSink, at, sum),
-                .scales = in(kScales, at, sum)};
+    Inputs inputs(const Problem& p, const Shape& example) const {
+        Inputs in;
+        for (size_t i = 0; i < std::size(kInputs); ++i) read(in_[i], kInputs[i], p, example, in);
+        return in;
+    }
+    // Read what the forward gave, and the gradients of its results.
+    void forward_results(const Problem& p, const Shape& example, BackwardArrays& to) const {
+        for (size_t i = 0; i < std::size(kForwardResults); ++i) {
+            if (i != kSavedScores) read(in_[operand_of_result(i)], kForwardResults[i], p, example, to);
+        }
+    }
+    // Read result `i` of this call.
+    template <class Arrays>
+    void result(size_t i, const Field<Arrays>& field, const Problem& p, const Shape& example, Arrays& to) const {
+        read(out_[i], field, p, example, to);
     }
 
    private:
@@ -233,11 +217,22 @@ class Call {
         return *found;
     }
 
-    static Array read(const std::optional<Operand>& x, const char* name, const Shape& example,
-                      const std::string& dtype) {
-        if (!x) return {name};
-        x->expect(dtype);
-        return x->at(example);
+    std::string dtype(Array Inputs::* input) const {
+        for (size_t i = 0; i < std::size(kInputs); ++i) {
+            if (kInputs[i].array == input && in_[i]) return in_[i]->dtype();
+        }
+        return "float32";
+    }
+
+    template <class Arrays>
+    static void read(const std::optional<Operand>& x, const Field<Arrays>& field, const Problem& p,
+                     const Shape& example, Arrays& to) {
+        (to.*field.array).name = field.name;
+        if (!x) return;
+        x->expect(field.element == Element::byte    ? "bool"
+                  : field.element == Element::index ? "int64"
+                                                    : std::string(dtype_name(dtype_of(p, field.element))));
+        to.*field.array = x->at(example);
     }
 
     void check_mapped(const Operand& x) const {
@@ -249,112 +244,79 @@ class Call {
     }
 
     ffi::Dictionary attributes_;
-    const char* const* results_;
     std::vector<std::optional<Operand>> in_, out_;
     std::vector<ffi::AnyBuffer> buffers_;
     Shape examples_;
 };
 
-// The heads of `one` behind those of `whole`, which differs from it in its arrays alone.
+// Append the heads of `one` to `whole`, which differs from it in its arrays alone.
 void join(Problem& whole, Problem&& one) {
     const auto first = static_cast<int64_t>(whole.heads.size());
     if (first == 0) {
         whole = std::move(one);
         return;
     }
-    for (Group& group : one.groups) {
-        for (int64_t& head : group.heads) head += first;
-    }
-    for (BiasGroup& group : one.bias_groups) {
-        for (int64_t& head : group.heads) head += first;
-    }
+    const auto append = [&](auto& groups, auto& more) {
+        for (auto& group : more) {
+            for (int64_t& head : group.heads) head += first;
+            groups.push_back(std::move(group));
+        }
+    };
+    append(whole.groups, one.groups);
+    append(whole.bias_groups, one.bias_groups);
     whole.heads.insert(whole.heads.end(), one.heads.begin(), one.heads.end());
-    whole.groups.insert(whole.groups.end(), one.groups.begin(), one.groups.end());
-    whole.bias_groups.insert(whole.bias_groups.end(), one.bias_groups.begin(), one.bias_groups.end());
 }
 
-// The examples of a mapped call are so many more heads of one problem: small ones share the threads. A dropout seed of
-// its own makes one a call of its own.
-template <class Set, class Run>
-ffi::Error for_each_example(const Call& call, const Set& set, const Run& run) {
+// Run the examples of a mapped call as more heads of one problem, so that small ones share the threads. Examples with
+// dropout seeds of their own are runs of their own. `build(problem, example)` adds the arrays of an example.
+template <class Build, class Run>
+ffi::Error run_examples(const Call& call, const Build& build, const Run& run) {
+    const Kernels& kernels = selected_kernels();
+    const int count = threads.load(std::memory_order_relaxed);
     Problem whole;
     std::vector<RowArrays> rows;
     for (int64_t i = 0; i < call.examples(); ++i) {
         const Shape example = call.example(i);
         Problem one = call.problem(example);
-        const std::string sum = sum_dtype(one) == Dtype::f64 ? "float64" : "float32";
-        const std::vector<RowArrays> own = set(one, example, sum);
+        const std::vector<RowArrays> own = build(one, example);
         if (!whole.heads.empty() && one.seed != whole.seed) {
-            run(whole, rows);
+            run(kernels, whole, rows, count);
             whole = {};
             rows.clear();
         }
         join(whole, std::move(one));
         rows.insert(rows.end(), own.begin(), own.end());
     }
-    if (!whole.heads.empty()) run(whole, rows);
+    if (!whole.heads.empty()) run(kernels, whole, rows, count);
     return ffi::Error::Success();
 }
 
 ffi::Error forward(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) try {
-    const Kernels& kernels = selected_kernels();
-    const int count = threads.load(std::memory_order_relaxed);
-    const Call call(args, rets, attributes, kForward);
-    const auto set = [&](Problem& p, const Shape& at, const std::string& sum) {
-        const Inputs in = call.inputs(at, sum);
-        ForwardArrays arrays{.out = call.out(0, at, call.dtype_of(kValue)),
-                             .row_max = call.out(1, at, sum),
-                             .log_denom = call.out(2, at, sum),
-                             .saved_scores = {},
-                             .statistics = {},
-                             .attention_scores = call.out(3 + kStatistics, at, sum),
-                             .attention_weights = call.out(4 + kStatistics, at, sum)};
-        for (size_t i = 0; i < kStatistics; ++i) arrays.statistics[i] = call.out(3 + i, at, sum);
-        return build_forward(p, in, arrays);
+    std::vector<const char*> names;
+    for (const size_t i : kForwardOrder) names.push_back(kForwardArrays[i].name);
+    const Call call(args, rets, attributes, names);
+    const auto build = [&](Problem& p, const Shape& example) {
+        ForwardArrays arrays;
+        for (size_t i = 0; i < names.size(); ++i) call.result(i, kForwardArrays[kForwardOrder[i]], p, example, arrays);
+        return build_forward(p, call.inputs(p, example), arrays);
     };
-    return for_each_example(call, set, [&](Problem& p, const std::vector<RowArrays>& rows) {
-        const ForwardRowFinish numbers(p, rows);
-        kernels.forward(p, count);
-        numbers.finish(count);
-    });
+    return run_examples(call, build, run_forward);
 } catch (const std::exception& error) {
     return ffi::Error::InvalidArgument(error.what());
 }
 
 ffi::Error backward(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) try {
-    const Kernels& kernels = selected_kernels();
-    const int count = threads.load(std::memory_order_relaxed);
-    const Call call(args, rets, attributes, kBackward);
+    std::vector<const char*> names;
+    for (const auto& field : kGradients) names.push_back(field.name);
+    const Call call(args, rets, attributes, names);
     call.clear_results();
-    const auto set = [&](Problem& p, const Shape& at, const std::string& sum) {
-        const Inputs in = call.inputs(at, sum);
-        return build_backward(p, in,
-                              {.out = call.in(kOut, at, call.dtype_of(kValue)),
-                               .row_max = call.in(kRowMax, at, sum),
-                               .log_denom = call.in(kLogDenom, at, sum),
-                               .entropy = call.in(kKnownEntropy, at, sum),
-                               .saved_scores = {},
-                               .attention_weights = call.in(kKnownWeights, at, sum),
-                               .grad_out = call.in(kGradOut, at, call.dtype_of(kGradOut)),
-                               .grad_log_sum_exp = call.in(kGradLogSumExp, at, sum),
-                               .grad_entropy = call.in(kGradEntropy, at, sum),
-                               .grad_attention_scores = call.in(kGradAttentionScores, at, sum),
-                               .grad_attention_weights = call.in(kGradAttentionWeights, at, sum),
-                               .query = call.out(0, at, sum),
-                               .key = call.out(1, at, sum),
-                               .value = call.out(2, at, sum),
-                               .query_bias = call.out(3, at, sum),
-                               .key_bias = call.out(4, at, sum),
-                               .bias = call.out(5, at, sum),
-                               .weights = call.out(6, at, sum),
-                               .sink = call.out(7, at, sum),
-                               .scales = call.out(8, at, sum)});
+    const auto build = [&](Problem& p, const Shape& example) {
+        BackwardArrays arrays;
+        call.forward_results(p, example, arrays);
+        for (size_t i = 0; i < names.size(); ++i) call.result(i, kGradients[i], p, example, arrays);
+        return build_backward(p, call.inputs(p, example), arrays);
     };
-    return for_each_example(call, set, [&](Problem& p, const std::vector<RowArrays>& rows) {
-        const BackwardRowPrepare prepared(p, rows, count);
-        kernels.backward(p, count);
-        set_sink_gradients(p, rows);
-    });
+    return run_examples(call, build, run_backward);
 } catch (const std::exception& error) {
     return ffi::Error::InvalidArgument(error.what());
 }
@@ -375,5 +337,5 @@ ATTNSCORE_EXPORT XLA_FFI_Error* attnscore_xla_backward(XLA_FFI_CallFrame* frame)
     return (*attnscore::backward_handler)(frame);
 }
 
-// How many threads the calls use from now on: nobody can be asked while a program runs.
+// Set the number of threads of all later calls: a running program cannot ask Python for it.
 ATTNSCORE_EXPORT void attnscore_xla_threads(int count) { attnscore::threads.store(count, std::memory_order_relaxed); }

@@ -9,9 +9,11 @@ namespace {
 
 std::atomic<const Kernels*> selected{nullptr};
 
-std::string quoted_names(const std::vector<const Kernels*>& kernels) {
+// "'a', 'b'", from the names of items.
+template <class Items, class Name>
+std::string quoted_names(const Items& items, const Name& name_of) {
     std::string names;
-    for (const Kernels* k : kernels) names += std::string(names.empty() ? "" : ", ") + "'" + k->name + "'";
+    for (const auto& item : items) names += (names.empty() ? "'" : ", '") + std::string(name_of(item)) + "'";
     return names;
 }
 
@@ -20,8 +22,9 @@ const Kernels* find_kernels(std::string_view name, const std::string& argument) 
     for (const Kernels* k : runnable) {
         if (name == k->name) return k;
     }
-    throw std::invalid_argument(argument + ": expected a target that this CPU runs, one of " + quoted_names(runnable) +
-                                ", got '" + std::string(name) + "'");
+    throw std::invalid_argument(argument + ": expected a target that this CPU runs, one of " +
+                                quoted_names(runnable, [](const Kernels* k) { return k->name; }) + ", got '" +
+                                std::string(name) + "'");
 }
 
 template <class T>
@@ -36,18 +39,17 @@ constexpr Choice<Activation> kActivations[] = {{"tanh", Activation::tanh}, {"sig
 
 template <class T, size_t N>
 T parse_choice(const Choice<T> (&choices)[N], std::string_view name, const char* argument) {
-    std::string known;
     for (const auto& [text, value] : choices) {
         if (text == name) return value;
-        known += (known.empty() ? "'" : ", '") + std::string(text) + "'";
     }
-    throw std::invalid_argument(std::string(argument) + ": expected one of " + known + ", got '" + std::string(name) +
-                                "'");
+    throw std::invalid_argument(std::string(argument) + ": expected one of " +
+                                quoted_names(choices, [](const Choice<T>& x) { return x.first; }) + ", got '" +
+                                std::string(name) + "'");
 }
 
 }  // namespace
 
-// At the first use, not at import: a wrong environment variable must not take the whole package away.
+// The variable is read at the first use, not at import, which a wrong value would make fail.
 const Kernels& selected_kernels() {
     const Kernels* found = selected.load(std::memory_order_acquire);
     if (found == nullptr) {
@@ -62,6 +64,13 @@ const Kernels& selected_kernels() {
 void select_kernels(std::string_view name) { selected.store(find_kernels(name, "name"), std::memory_order_release); }
 
 Dtype parse_dtype(std::string_view name, const char* argument) { return parse_choice(kDtypes, name, argument); }
+
+std::string_view dtype_name(Dtype dtype) {
+    for (const auto& [name, value] : kDtypes) {
+        if (value == dtype) return name;
+    }
+    return "";
+}
 
 Problem parse_problem(const ScoreSpec& spec) {
     const auto& [form, activation, negative_slope, scale, caps, score_dtype, value_dtype, bias_dtype, dropout, seed] =

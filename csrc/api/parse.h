@@ -1,4 +1,4 @@
-// What callers say in words, checked: which CPU target runs, and what a score is. No Python here.
+// Names and numbers that callers give, parsed and checked: the CPU target, and the score. No Python here.
 #pragma once
 
 #include <cstdint>
@@ -12,12 +12,13 @@
 
 namespace attnscore {
 
-// The kernels of the target that was selected; before that of the environment variable ATTNSCORE_TARGET, or the best.
+// The kernels of the selected target: by select_kernels, by the environment variable ATTNSCORE_TARGET, or the best.
 const Kernels& selected_kernels();
-// From now on.
+// Select a target for all later calls.
 void select_kernels(std::string_view name);
 
 Dtype parse_dtype(std::string_view name, const char* argument);
+std::string_view dtype_name(Dtype dtype);
 
 using Caps = std::vector<std::pair<double, double>>;
 
@@ -25,7 +26,7 @@ using Caps = std::vector<std::pair<double, double>>;
 using ScoreSpec = std::tuple<std::string_view, std::string_view, double, double, Caps, std::string_view,
                              std::string_view, std::string_view, double, uint64_t>;
 
-// A problem that knows its score, and no arrays yet.
+// A problem with its score, and without arrays.
 Problem parse_problem(const ScoreSpec& score);
 
 }  // namespace attnscore

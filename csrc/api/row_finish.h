@@ -1,8 +1,8 @@
-// What is done once for each row, around the kernels: from the numbers that they leave to what a caller keeps, and from
-// what comes in to what a backward knows of a row. The sink lives here alone: no kernel sees it.
+// A whole call: the kernels, and what is done once for each row around them. After a forward, the kernels' row
+// statistics become what the caller keeps; before a backward, the gradients that come in become what the kernels read.
+// The sink is handled here alone, except in a matrix of weights.
 #pragma once
 
-#include <memory>
 #include <vector>
 
 #include "api/validate.h"
@@ -10,31 +10,11 @@
 
 namespace attnscore {
 
-// Around a forward: a place for the kernels' numbers of each row. After it `finish` makes of them row_max and
-// log_denom = log sum exp(s - row_max), the sink among the s (-inf where a row sees nothing), and the statistics that
-// are wanted; `out` becomes the share of the keys.
-class ForwardRowFinish {
-   public:
-    ForwardRowFinish(Problem& problem, const std::vector<RowArrays>& rows);
-    void finish(int threads) const;
+// Run a forward, and set row_max, log_denom = log sum exp(s - row_max) with the sink among the s (-inf where a row is
+// fully masked), and the statistics that are given. `out` is scaled by the keys' share of the weights.
+void run_forward(const Kernels& kernels, Problem& problem, const std::vector<RowArrays>& rows, int threads);
 
-   private:
-    const Problem& problem_;
-    const std::vector<RowArrays>& rows_;
-    std::unique_ptr<char[]> row_stats_;
-};
-
-// Before a backward: log_denom (+inf where nothing is seen) and delta of each row. Holds them until the backward is
-// done.
-class BackwardRowPrepare {
-   public:
-    BackwardRowPrepare(Problem& problem, const std::vector<RowArrays>& rows, int threads);
-
-   private:
-    std::vector<char> row_stats_;
-};
-
-// After it: the sink is a logit without a value, so its dp is the delta alone.
-void set_sink_gradients(const Problem& problem, const std::vector<RowArrays>& rows);
+// Run a backward, and set the gradients of the sinks.
+void run_backward(const Kernels& kernels, Problem& problem, const std::vector<RowArrays>& rows, int threads);
 
 }  // namespace attnscore

@@ -1,20 +1,17 @@
 #include "api/validate.h"
 
 #include <string>
-#include <utility>
+#include <type_traits>
 #include <vector>
 
 namespace attnscore {
 namespace {
 
-// What both directions share: the axes, and the inputs head by head.
+// The axes of a call.
 struct CallLayout {
-    Shape grid;    // (*lead, head, group)
-    Shape shared;  // the same, 1 where heads along an axis have the same keys and values
-    size_t outer = 0, head_axis = 0, group_axis = 0;
-    MatrixCursor query, key, value, query_bias, key_bias, bias, mask, query_ids, key_ids;
-    StridedCursor start, stop, weights, sink, scales;
-    int64_t holes = 0, hole_stride = 0;  // of the intervals
+    Shape grid;                                       // (*lead, head, group)
+    Shape shared;                                     // the same, 1 where heads along an axis share keys and values
+    size_t outer = 0, head_axis = 0, group_axis = 0;  // the number of axes of the grid, and the last two
 };
 
 void check_intervals(const Problem& p, const CallLayout& s, const Array& start, const Array& stop) {
@@ -78,21 +75,19 @@ void check_scales(const Problem& p, const CallLayout& s, const Array& scales) {
     check_broadcast(scales, {s.grid[s.head_axis], s.grid[s.group_axis]});
 }
 
-// The scores that a forward keeps: those of one matrix after the other.
-StridedCursor saved_scores_cursor(const Problem& p, const CallLayout& s, const Array& scores) {
-    if (!scores.given) return {};
+void check_saved_scores(const Problem& p, const CallLayout& s, const Array& scores) {
+    if (!scores.given) return;
     if (p.form != Form::additive) throw_invalid(scores, "None but with form 'additive'", "an array");
     check_exact(scores, concat(s.grid, {p.query_len, p.key_len}));
-    return StridedCursor(scores, s.outer);
 }
 
-// Which of the two matrices of pairs is given.
+// Which of the two matrices over pairs is given.
 MatrixOutput matrix_of(const Array& scores, const Array& weights) {
     if (scores.given && weights.given) throw_invalid(weights, "None beside " + std::string(scores.name), "an array");
     return scores.given ? MatrixOutput::scores : weights.given ? MatrixOutput::weights : MatrixOutput::none;
 }
 
-// An array over the batch alone: (first of lead or 1, length).
+// A cursor over an array of the first lead axis alone: (first of lead or 1, length).
 StridedCursor per_batch(const CallLayout& s, const Array& a) {
     StridedCursor cursor;
     cursor.steps.assign(s.outer, 0);
@@ -102,8 +97,8 @@ StridedCursor per_batch(const CallLayout& s, const Array& a) {
     return cursor;
 }
 
-// The intervals of the rows, over the batch alone: their holes lie on an axis in front.
-StridedCursor per_batch_ends(const CallLayout& s, Array a) {
+// The same for the bounds of intervals, which may have the holes on an axis in front.
+StridedCursor bounds_per_batch(const CallLayout& s, Array a) {
     if (a.given && a.ndim == 3) {
         a.shape += 1;
         a.strides += 1;
@@ -111,6 +106,7 @@ StridedCursor per_batch_ends(const CallLayout& s, Array a) {
     return per_batch(s, a);
 }
 
+// The same for ids, as one column.
 MatrixCursor column_per_batch(const CallLayout& s, const Array& a) {
     MatrixCursor cursor;
     static_cast<StridedCursor&>(cursor) = per_batch(s, a);
@@ -118,21 +114,68 @@ MatrixCursor column_per_batch(const CallLayout& s, const Array& a) {
     return cursor;
 }
 
-// An array over the query heads alone: (head or 1, group or 1, ...).
+// A cursor over an array of the query heads alone: (head or 1, group or 1, ...), or one for all heads.
 StridedCursor per_head(const CallLayout& s, const Array& a) {
     StridedCursor cursor;
     cursor.steps.assign(s.outer, 0);
     if (!a.given) return cursor;
     cursor.base = a.data;
-    if (a.ndim == 1) return cursor;
-    for (const size_t axis : {s.head_axis, s.group_axis}) {
-        const size_t own = axis - s.head_axis;
-        cursor.steps[axis] = a.shape[own] == 1 ? 0 : a.strides[own] * a.item;
+    for (size_t axis = 0; a.ndim > 1 && axis < 2; ++axis) {
+        cursor.steps[s.head_axis + axis] = a.shape[axis] == 1 ? 0 : a.strides[axis] * a.item;
     }
     return cursor;
 }
 
-// Heads are in one group where all that a group shares is broadcast.
+// Call f(index) for each index of a grid, in C order.
+template <class F>
+void for_each_index(const Shape& grid, const F& f) {
+    for (const int64_t length : grid) {
+        if (length == 0) return;
+    }
+    Shape index(grid.size(), 0);
+    for (;;) {
+        f(index);
+        size_t axis = grid.size();
+        while (axis > 0 && ++index[axis - 1] == grid[axis - 1]) index[--axis] = 0;
+        if (axis == 0) return;
+    }
+}
+
+// Numbers the indices of a grid in C order; along an axis of length 1 all indices count as one.
+struct IndexNumbering {
+    Shape steps;
+    int64_t count = 1;
+
+    explicit IndexNumbering(const Shape& grid) : steps(grid.size()) {
+        for (size_t i = grid.size(); i-- > 0;) {
+            steps[i] = grid[i] == 1 ? 0 : count;
+            count *= grid[i];
+        }
+    }
+
+    size_t of(const Shape& index) const {
+        int64_t number = 0;
+        for (size_t i = 0; i < steps.size(); ++i) number += steps[i] * index[i];
+        return static_cast<size_t>(number);
+    }
+};
+
+// Set a field of all heads, row arrays or groups from an array over the grid, whose indices `shape` numbers.
+template <class Cursor, class Owner, class Value>
+void set_all(const CallLayout& s, const Shape& shape, const Cursor& cursor, std::vector<Owner>& owners,
+             Value Owner::* field) {
+    if (cursor.base == nullptr || owners.empty()) return;
+    const IndexNumbering numbers(shape);
+    for_each_index(s.grid, [&](const Shape& index) {
+        if constexpr (std::is_same_v<Value, const int64_t*>) {
+            owners[numbers.of(index)].*field = as<int64_t>(cursor.at(index));
+        } else {
+            owners[numbers.of(index)].*field = cursor.at(index);
+        }
+    });
+}
+
+// Find the groups: heads are in one where all that a group shares is broadcast.
 void set_shared(CallLayout& s, const Inputs& in) {
     s.shared.assign(s.outer, 1);
     for (const Array* a : {&in.key, &in.value, &in.key_bias}) {
@@ -146,8 +189,9 @@ void set_shared(CallLayout& s, const Inputs& in) {
     }
 }
 
-// `out` has the whole grid and a row for each query.
-CallLayout read_inputs(Problem& p, const Inputs& in, const Array& out) {
+// Check the inputs, and set sizes, heads with their inputs, and groups. `out` has the whole grid and a row for each
+// query.
+CallLayout read_inputs(Problem& p, const Inputs& in, const Array& out, std::vector<RowArrays>& rows) {
     for (const Array* a : {&out, &in.query, &in.key, &in.value}) {
         check_given(*a);
         if (a->ndim < 5) throw_invalid(*a, "at least 5 axes: (*lead, head, group, rows, cols)", shape_text(*a));
@@ -176,99 +220,37 @@ CallLayout read_inputs(Problem& p, const Inputs& in, const Array& out) {
     check_weights(p, s, in.weights);
     check_scales(p, s, in.scales);
 
-    s.query = MatrixCursor(in.query, s.outer);
-    s.key = MatrixCursor(in.key, s.outer);
-    s.value = MatrixCursor(in.value, s.outer);
-    s.query_bias = MatrixCursor::broadcast(in.query_bias, s.outer);
-    s.key_bias = MatrixCursor::broadcast(in.key_bias, s.outer);
-    s.bias = MatrixCursor::broadcast(in.bias, s.outer);
-    s.mask = MatrixCursor::broadcast(in.mask, s.outer);
-    s.query_ids = column_per_batch(s, in.query_ids);
-    s.key_ids = column_per_batch(s, in.key_ids);
-    s.start = per_batch_ends(s, in.start);
-    s.stop = per_batch_ends(s, in.stop);
-    if (in.start.given && in.start.ndim == 3) {
-        s.holes = in.start.shape[0] - 1;
-        s.hole_stride = in.start.shape[1] * in.start.shape[2];
-    }
-    s.weights = per_head(s, in.weights);
-    s.sink = per_head(s, in.sink);
-    s.scales = per_head(s, in.scales);
     set_shared(s, in);
-    return s;
-}
-
-Head head_at(const CallLayout& s, const Shape& index) {
-    Head head;
-    head.query = s.query.matrix(index);
-    head.key = s.key.matrix(index);
-    head.value = s.value.matrix(index);
-    head.query_bias = s.query_bias.matrix(index);
-    head.key_bias = s.key_bias.matrix(index);
-    head.bias = s.bias.matrix(index);
-    head.mask = s.mask.matrix(index);
-    head.query_ids = s.query_ids.matrix(index);
-    head.key_ids = s.key_ids.matrix(index);
-    head.start = reinterpret_cast<const int64_t*>(s.start.at(index));
-    head.stop = reinterpret_cast<const int64_t*>(s.stop.at(index));
-    head.holes = s.holes;
-    head.hole_stride = s.hole_stride;
-    head.weights = s.weights.at(index);
-    head.scale = s.scales.at(index);
-    return head;
-}
-
-// Calls f(index) for each index of the grid, in C order.
-template <class F>
-void for_each_index(const Shape& grid, const F& f) {
-    for (const int64_t length : grid) {
-        if (length == 0) return;
-    }
-    Shape index(grid.size(), 0);
-    for (;;) {
-        f(index);
-        size_t axis = grid.size();
-        while (axis > 0 && ++index[axis - 1] == grid[axis - 1]) index[--axis] = 0;
-        if (axis == 0) return;
-    }
-}
-
-// Numbers the places of a grid in C order, those as one that differ in an axis of length 1 alone.
-struct IndexNumbering {
-    Shape steps;
-    int64_t count = 1;
-
-    explicit IndexNumbering(const Shape& grid) : steps(grid.size()) {
-        for (size_t i = grid.size(); i-- > 0;) {
-            steps[i] = grid[i] == 1 ? 0 : count;
-            count *= grid[i];
-        }
-    }
-
-    size_t of(const Shape& index) const {
-        int64_t number = 0;
-        for (size_t i = 0; i < steps.size(); ++i) number += steps[i] * index[i];
-        return static_cast<size_t>(number);
-    }
-};
-
-// The heads of the whole grid, each in its group; f(head, rows, group, index) sets what a direction adds.
-template <class F>
-std::vector<RowArrays> build_heads(Problem& p, const CallLayout& s, const F& f) {
-    const IndexNumbering groups(s.shared);
+    const IndexNumbering heads(s.grid), groups(s.shared);
+    if (heads.count == 0) return s;
+    p.heads.resize(static_cast<size_t>(heads.count));
     p.groups.resize(static_cast<size_t>(groups.count));
-    std::vector<RowArrays> rows;
+    rows.resize(p.heads.size());
     for_each_index(s.grid, [&](const Shape& index) {
-        Head head = head_at(s, index);
-        Group& group = p.groups[groups.of(index)];
-        head.index = static_cast<int64_t>(p.heads.size());
-        group.heads.push_back(head.index);
-        rows.emplace_back().sink = s.sink.at(index);
-        f(head, rows.back(), group, index);
-        p.heads.push_back(head);
+        const size_t head = heads.of(index);
+        p.heads[head].index = static_cast<int64_t>(head);
+        p.groups[groups.of(index)].heads.push_back(p.heads[head].index);
+        if (in.start.given && in.start.ndim == 3) {
+            p.heads[head].holes = in.start.shape[0] - 1;
+            p.heads[head].hole_stride = in.start.shape[1] * in.start.shape[2];
+        }
     });
-    if (p.heads.empty()) p.groups.clear();
-    return rows;
+    const auto set = [&](const auto& cursor, auto field) { set_all(s, s.grid, cursor, p.heads, field); };
+    set(MatrixCursor(in.query, s.outer), &Head::query);
+    set(MatrixCursor(in.key, s.outer), &Head::key);
+    set(MatrixCursor(in.value, s.outer), &Head::value);
+    set(MatrixCursor::broadcast(in.query_bias, s.outer), &Head::query_bias);
+    set(MatrixCursor::broadcast(in.key_bias, s.outer), &Head::key_bias);
+    set(MatrixCursor::broadcast(in.bias, s.outer), &Head::bias);
+    set(MatrixCursor::broadcast(in.mask, s.outer), &Head::mask);
+    set(column_per_batch(s, in.query_ids), &Head::query_ids);
+    set(column_per_batch(s, in.key_ids), &Head::key_ids);
+    set(bounds_per_batch(s, in.start), &Head::start);
+    set(bounds_per_batch(s, in.stop), &Head::stop);
+    set(per_head(s, in.weights), &Head::weights);
+    set(per_head(s, in.scales), &Head::scale);
+    set_all(s, s.grid, per_head(s, in.sink), rows, &RowArrays::sink);
+    return s;
 }
 
 void check_gradients(const Problem& p, const CallLayout& s, const Inputs& in, const BackwardArrays& a) {
@@ -277,15 +259,15 @@ void check_gradients(const Problem& p, const CallLayout& s, const Inputs& in, co
         if (!of.given) throw_invalid(grad, "None where there is no such input", "an array");
         check_exact(grad, shape);
     };
-    check(a.query, in.query, concat(s.grid, {p.query_len, p.dim}));
-    check(a.query_bias, in.query_bias, concat(s.grid, {p.query_len}));
-    check(a.key, in.key, concat(s.shared, {p.key_len, p.dim}));
-    check(a.value, in.value, concat(s.shared, {p.key_len, p.value_dim}));
-    check(a.key_bias, in.key_bias, concat(s.shared, {p.key_len}));
-    check(a.weights, in.weights, concat(s.shared, {p.dim}));
-    check(a.bias, in.bias, Shape(in.bias.shape, in.bias.shape + in.bias.ndim));
-    check(a.sink, in.sink, s.grid);
-    check(a.scales, in.scales, s.grid);
+    check(a.grad_query, in.query, concat(s.grid, {p.query_len, p.dim}));
+    check(a.grad_query_bias, in.query_bias, concat(s.grid, {p.query_len}));
+    check(a.grad_key, in.key, concat(s.shared, {p.key_len, p.dim}));
+    check(a.grad_value, in.value, concat(s.shared, {p.key_len, p.value_dim}));
+    check(a.grad_key_bias, in.key_bias, concat(s.shared, {p.key_len}));
+    check(a.grad_weights, in.weights, concat(s.shared, {p.dim}));
+    check(a.grad_bias, in.bias, Shape(in.bias.shape, in.bias.shape + in.bias.ndim));
+    check(a.grad_sink, in.sink, s.grid);
+    check(a.grad_scales, in.scales, s.grid);
 }
 
 void set_bias_groups(Problem& p, const CallLayout& s, const Array& grad) {
@@ -297,7 +279,7 @@ void set_bias_groups(Problem& p, const CallLayout& s, const Array& grad) {
     for_each_index(s.grid, [&](const Shape& index) {
         BiasGroup& group = p.bias_groups[groups.of(index)];
         group.heads.push_back(head++);
-        group.grad_bias = cursor.at(index);
+        group.grad_bias = cursor.StridedCursor::at(index);
         group.row_stride = cursor.row_stride;
         group.col_stride = cursor.col_stride;
     });
@@ -307,93 +289,104 @@ void set_bias_groups(Problem& p, const CallLayout& s, const Array& grad) {
 
 Dtype sum_dtype(const Problem& problem) { return problem.value_dtype == Dtype::f64 ? Dtype::f64 : Dtype::f32; }
 
-std::vector<RowArrays> build_forward(Problem& p, const Inputs& in, const ForwardArrays& arrays) {
-    const CallLayout s = read_inputs(p, in, arrays.out);
-    check_exact(arrays.out, concat(s.grid, {p.query_len, p.value_dim}));
+Dtype dtype_of(const Problem& problem, Element element) {
+    switch (element) {
+        case Element::score:
+            return problem.score_dtype;
+        case Element::value:
+            return problem.value_dtype;
+        case Element::grad:
+            return problem.grad_dtype;
+        case Element::bias:
+            return problem.bias_dtype;
+        default:
+            return sum_dtype(problem);
+    }
+}
+
+std::vector<RowArrays> build_forward(Problem& p, const Inputs& in, const ForwardArrays& a) {
+    std::vector<RowArrays> rows;
+    const CallLayout s = read_inputs(p, in, a.out, rows);
+    check_exact(a.out, concat(s.grid, {p.query_len, p.value_dim}));
     const Shape column = concat(s.grid, {p.query_len, 1});
-    for (const Array* a : {&arrays.row_max, &arrays.log_denom}) {
-        if (a->given) check_exact(*a, column);
+    for (size_t i = 0; i < std::size(kForwardArrays); ++i) {
+        const Array& x = a.*kForwardArrays[i].array;
+        if (x.given && (&x == &a.row_max || &x == &a.log_denom || i >= kFirstStatistic)) check_exact(x, column);
     }
-    StridedCursor statistics[kStatistics];
-    for (int i = 0; i < kStatistics; ++i) {
-        if (!arrays.statistics[i].given) continue;
-        check_exact(arrays.statistics[i], column);
-        statistics[i] = StridedCursor(arrays.statistics[i], s.outer);
+    // max_weight is that of the largest score; sum_weights needs no statistics of its own.
+    p.exact_row_max = a.max_score.given || a.max_weight.given;
+    p.full_statistics = a.mean_score.given || a.var_score.given || a.entropy.given || a.sum_sq_weights.given;
+    check_saved_scores(p, s, a.saved_scores);
+    p.matrix = matrix_of(a.attention_scores, a.attention_weights);
+    const Array& matrix = p.matrix == MatrixOutput::scores ? a.attention_scores : a.attention_weights;
+    if (matrix.given) check_exact(matrix, concat(s.grid, {p.query_len, p.key_len}));
+
+    const auto set = [&](const Array& x, auto& owners, auto field) {
+        set_all(s, s.grid, StridedCursor(x, s.outer), owners, field);
+    };
+    set(a.out, p.heads, &Head::out);
+    set(a.saved_scores, p.heads, &Head::saved_scores);
+    set(matrix, p.heads, &Head::matrix);
+    set(a.row_max, rows, &RowArrays::row_max);
+    set(a.log_denom, rows, &RowArrays::log_denom);
+    for (size_t i = 0; i < kStatistics; ++i) {
+        const StridedCursor cursor(a.*kForwardArrays[kFirstStatistic + i].array, s.outer);
+        if (cursor.base == nullptr) continue;
+        if (cursor.base == nullptr) continue;
+        size_t head = 0;
+        for_each_index(s.grid, [&](const Shape& index) { rows[head++].statistics[i] = cursor.at(index); });
     }
-    // The sum of the weights is known of every row.
-    p.exact_row_max = arrays.statistics[kMaxScore].given || arrays.statistics[kMaxWeight].given;
-    for (const Statistic i : {kMeanScore, kVarScore, kEntropy, kSumSqWeights}) {
-        p.full_statistics = p.full_statistics || arrays.statistics[i].given;
-    }
-    const StridedCursor out(arrays.out, s.outer), row_max(arrays.row_max, s.outer),
-        log_denom(arrays.log_denom, s.outer);
-    const StridedCursor scores = saved_scores_cursor(p, s, arrays.saved_scores);
-    p.matrix = matrix_of(arrays.attention_scores, arrays.attention_weights);
-    const Array& wanted = p.matrix == MatrixOutput::scores ? arrays.attention_scores : arrays.attention_weights;
-    if (wanted.given) check_exact(wanted, concat(s.grid, {p.query_len, p.key_len}));
-    const StridedCursor matrix(wanted, s.outer);
-    return build_heads(p, s, [&](Head& head, RowArrays& rows, Group&, const Shape& index) {
-        head.out = out.at(index);
-        head.saved_scores = scores.at(index);
-        head.matrix = matrix.at(index);
-        head.sink = rows.sink;
-        rows.row_max = row_max.at(index);
-        rows.log_denom = log_denom.at(index);
-        for (int i = 0; i < kStatistics; ++i) rows.statistics[i] = statistics[i].at(index);
-    });
+    for (size_t h = 0; h < rows.size(); ++h) p.heads[h].sink = rows[h].sink;
+    return rows;
 }
 
 std::vector<RowArrays> build_backward(Problem& p, const Inputs& in, const BackwardArrays& a) {
-    const CallLayout s = read_inputs(p, in, a.out);
+    std::vector<RowArrays> rows;
+    const CallLayout s = read_inputs(p, in, a.out, rows);
     for (const Array* x : {&a.out, &a.grad_out}) check_shape(*x, concat(s.grid, {p.query_len, p.value_dim}), s.outer);
     if (a.grad_entropy.given && !a.entropy.given) throw_invalid(a.entropy, "an array beside grad_entropy", "None");
     for (const Array* x : {&a.row_max, &a.log_denom, &a.grad_log_sum_exp, &a.entropy, &a.grad_entropy}) {
         if (x->given || x == &a.row_max || x == &a.log_denom) check_exact(*x, concat(s.grid, {p.query_len, 1}));
     }
     check_gradients(p, s, in, a);
-    const size_t outer = s.outer;
-    const MatrixCursor out(a.out, outer), grad_out(a.grad_out, outer);
-    const StridedCursor row_max(a.row_max, outer), log_denom(a.log_denom, outer), entropy(a.entropy, outer);
-    const StridedCursor grad_log_sum_exp(a.grad_log_sum_exp, outer), grad_entropy(a.grad_entropy, outer);
-    const StridedCursor query(a.query, outer), query_bias(a.query_bias, outer), key(a.key, outer),
-        value(a.value, outer);
-    const StridedCursor key_bias(a.key_bias, outer), weights(a.weights, outer), sink(a.sink, outer);
-    const StridedCursor scales(a.scales, outer), scores = saved_scores_cursor(p, s, a.saved_scores);
+    check_saved_scores(p, s, a.saved_scores);
     p.matrix = matrix_of(a.grad_attention_scores, a.grad_attention_weights);
-    const Array& grad_matrix_array =
-        p.matrix == MatrixOutput::scores ? a.grad_attention_scores : a.grad_attention_weights;
+    const Array& grad_matrix = p.matrix == MatrixOutput::scores ? a.grad_attention_scores : a.grad_attention_weights;
     const Shape pairs = concat(s.grid, {p.query_len, p.key_len});
-    if (grad_matrix_array.given) check_broadcast(grad_matrix_array, pairs);
+    if (grad_matrix.given) check_broadcast(grad_matrix, pairs);
     if (p.matrix == MatrixOutput::weights) check_given(a.attention_weights);
     if (a.attention_weights.given) check_exact(a.attention_weights, pairs);
-    const MatrixCursor grad_matrix = MatrixCursor::broadcast(grad_matrix_array, outer);
-    const StridedCursor attention_weights(a.attention_weights, outer);
-    std::vector<RowArrays> found =
-        build_heads(p, s, [&](Head& head, RowArrays& rows, Group& group, const Shape& index) {
-            head.grad_out = grad_out.matrix(index);
-            head.grad_matrix = grad_matrix.matrix(index);
-            rows.attention_weights = attention_weights.at(index);
-            head.saved_scores = scores.at(index);
-            head.row_max = row_max.at(index);
-            if (a.grad_entropy.given) {
-                head.entropy = entropy.at(index);
-                head.grad_entropy = grad_entropy.at(index);
-            }
-            head.grad_query = query.at(index);
-            head.grad_query_bias = query_bias.at(index);
-            head.grad_scale = scales.at(index);
-            group.grad_key = key.at(index);
-            group.grad_value = value.at(index);
-            group.grad_key_bias = key_bias.at(index);
-            group.grad_weights = weights.at(index);
-            rows.out = out.matrix(index);
-            rows.row_max = row_max.at(index);
-            rows.log_denom = log_denom.at(index);
-            rows.grad_log_sum_exp = grad_log_sum_exp.at(index);
-            rows.grad_sink = sink.at(index);
-        });
-    set_bias_groups(p, s, a.bias);
-    return found;
+
+    const auto set = [&](const Array& x, auto& owners, auto field) {
+        set_all(s, s.grid, StridedCursor(x, s.outer), owners, field);
+    };
+    set_all(s, s.grid, MatrixCursor(a.grad_out, s.outer), p.heads, &Head::grad_out);
+    set_all(s, s.grid, MatrixCursor::broadcast(grad_matrix, s.outer), p.heads, &Head::grad_matrix);
+    set(a.saved_scores, p.heads, &Head::saved_scores);
+    set(a.row_max, p.heads, &Head::row_max);
+    if (a.grad_entropy.given) {
+        set(a.entropy, p.heads, &Head::entropy);
+        set(a.grad_entropy, p.heads, &Head::grad_entropy);
+    }
+    set(a.grad_query, p.heads, &Head::grad_query);
+    set(a.grad_query_bias, p.heads, &Head::grad_query_bias);
+    set(a.grad_scales, p.heads, &Head::grad_scale);
+    set_all(s, s.grid, MatrixCursor(a.out, s.outer), rows, &RowArrays::out);
+    set(a.row_max, rows, &RowArrays::row_max);
+    set(a.log_denom, rows, &RowArrays::log_denom);
+    set(a.attention_weights, rows, &RowArrays::attention_weights);
+    set(a.grad_log_sum_exp, rows, &RowArrays::grad_log_sum_exp);
+    set(a.grad_sink, rows, &RowArrays::grad_sink);
+    // Axes along which heads share a group have length 1 in these, and step 0.
+    const auto set_group = [&](const Array& x, auto field) {
+        set_all(s, s.shared, StridedCursor(x, s.outer), p.groups, field);
+    };
+    set_group(a.grad_key, &Group::grad_key);
+    set_group(a.grad_value, &Group::grad_value);
+    set_group(a.grad_key_bias, &Group::grad_key_bias);
+    set_group(a.grad_weights, &Group::grad_weights);
+    set_bias_groups(p, s, a.grad_bias);
+    return rows;
 }
 
 }  // namespace attnscore

@@ -1,6 +1,6 @@
-// Activations of additive scores, term by term.
+// Activations of additive scores, evaluated term by term.
 
-// c + a b, and c - a b, in one rounding where the target can.
+// c + a b and c - a b, rounded once where the target can.
 template <class T>
 inline V<T> fused(V<T> a, V<T> b, V<T> c) {
 #if defined(__AVX512F__)
@@ -19,23 +19,11 @@ inline V<T> fused(V<T> a, V<T> b, V<T> c) {
 }
 template <class T>
 inline V<T> fused_negative(V<T> a, V<T> b, V<T> c) {
-#if defined(__AVX512F__)
-    if constexpr (sizeof(T) == 4)
-        return (V<T>)_mm512_fnmadd_ps((__m512)a, (__m512)b, (__m512)c);
-    else
-        return (V<T>)_mm512_fnmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
-#elif defined(__AVX2__)
-    if constexpr (sizeof(T) == 4)
-        return (V<T>)_mm256_fnmadd_ps((__m256)a, (__m256)b, (__m256)c);
-    else
-        return (V<T>)_mm256_fnmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
-#else
-    return c - a * b;
-#endif
+    return fused<T>(-a, b, c);
 }
 
-// 1 / x for x whose reciprocal is no subnormal number, to 1.5 units in the last place: an estimate of 14 bits and one
-// Newton step. Quicker than a division on Cascade Lake, not on Zen 4 and 5.
+// 1 / x, where that is a normal number, to 1.5 units in the last place: an estimate of 14 bits and one Newton step.
+// Faster than a division on Cascade Lake, not on Zen 4 and 5.
 #if defined(__AVX512F__)
 template <class T>
 constexpr bool kEstimates = sizeof(T) == 4;
@@ -54,7 +42,8 @@ inline V<T> reciprocal(V<T> x) {
     return T(1) / x;
 }
 
-// Activations term by term: value(z); and from g = ds, `dz` = g f'(z) and `value` = g f(z).
+// An activation f: value(z); and for g = ds, `dz` = g f'(z) and `value` = g f(z). `inexpensive`: several rows at a time
+// pay.
 
 template <class T>
 struct TanhTerm {
@@ -67,7 +56,7 @@ struct TanhTerm {
     }
 };
 
-// Among large arguments: off by eps, which is what the sums of their exact values are off by.
+// tanh of large arguments: off by eps, as the sums of their exact values are.
 template <class T>
 struct LargeTanhTerm {
     static constexpr bool inexpensive = false;
@@ -95,7 +84,7 @@ struct SiluTerm {
     static constexpr bool inexpensive = false;
     V<T> value(V<T> z) const { return z / (exp_of<T>(-z) + T(1)); }
     void value_and_gradient(V<T> g, V<T> z, V<T>& dz, V<T>& value) const {
-        // 1 - gate has no digits where the gate is almost 1 and z large: value_and_gradient are taken from exp(-|z|).
+        // 1 - gate loses its digits for large z, where the gate is almost 1: both are computed from exp(-|z|).
         const V<T> e = exp_of<T>(select<T>(z < T(0), z, -z)), most = T(1) / (e + T(1)), rest = e * most;
         const V<T> gate = select<T>(z < T(0), rest, most), y = z * gate;
         value = g * y;
@@ -103,7 +92,7 @@ struct SiluTerm {
     }
 };
 
-// max(z, negative z), which is the rectifier for slopes up to 1; other slopes select by the sign.
+// max(z, negative * z), which is leaky_relu for slopes up to 1; other slopes select by the sign.
 template <class T, bool Flat>
 struct RectifierTerm {
     static constexpr bool inexpensive = true;
@@ -125,8 +114,8 @@ struct ReluTerm {
     }
 };
 
-// gelu(z) = z P(z), with the normal distribution P(-t) = exp(-t^2 / 2) R(t) for t >= 0 and R a polynomial in
-// y = (t - k) / (t + k), times 1 - y: fitted at the Chebyshev points, to 1.2e-8 (float) and 5e-17 (double) relative.
+// gelu(z) = z P(z), with the normal distribution P(-t) = exp(-t^2 / 2) R(t) for t >= 0. R is a polynomial in
+// y = (t - k) / (t + k), times 1 - y, fitted at the Chebyshev points to 1.2e-8 (float) and 5e-17 (double) relative.
 template <class T>
 struct GeluTerm {
     static constexpr bool inexpensive = false;

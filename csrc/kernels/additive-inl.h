@@ -1,36 +1,40 @@
-// Additive scores s_ij = sum_p w_p f(a_ip + b_jp) of a tile of kTileKeys keys, and their gradients: what
-// value_and_gradient are made of, and which way a block takes. The three files after this one compute tables, scores,
-// gradients.
+// Additive scores s_ij = sum_p w_p f(a_ip + b_jp) of query rows a and a key tile b, and their gradients: the operands,
+// and the algorithm for a pair of tiles. The three files after this one compute tables, scores and gradients.
 //
-// - tanh(z) = 1 - 2 r, sigmoid(z) = r, silu(z) = z r with r = 1 / (1 + A B), A = exp(kappa a), B = exp(kappa b): the
-//   exps are taken once per row and key. In scores the weights stand in the denominators, w / x =
-//   1 / (u + A (u B)) with u = 1 / w, and eight terms, four or two share one division where the product of their
-//   denominators cannot store_sums the range of the type: bounded for panels of rows and eight channels of a tile.
-//   Where the exps themselves store_sums it, f is evaluated term by term.
-// - Where |a|, |b| <= 1, tanh(a + b) = (tanh a + tanh b) / (1 + tanh a tanh b): small numbers keep their digits.
-// - Scores have keys in the lanes and broadcast the rows; gradients have channels in the lanes and broadcast ds, so
-//   that no sum runs across lanes.
-// - A row's scores do not depend, but for their rounding, on which rows are computed with it.
-// - Where a weight is not finite, terms are evaluated one by one; a pair with ds == 0 adds nothing. Bf16Dot of a row or
-//   key that is not finite are left out of tiles, and go one by one: tanh(inf) is 1, inf - inf is NaN.
+// - tanh(z) = 1 - 2 r, sigmoid(z) = r, silu(z) = z r with r = 1 / (1 + A B), A = exp(kappa a), B = exp(kappa b):
+// exponentials
+//   are computed once per row and key. In scores the weights are part of the denominators, w / x = 1 / (u + A (u B))
+//   with u = 1 / w, and eight, four or two terms share one division where the product of their denominators stays in
+//   the range of the type, which is bounded by micro-panel and eight channels of a tile. Where the exponentials
+//   themselves leave the range, f is evaluated term by term.
+// - Where |a|, |b| <= 1, tanh(a + b) = (tanh a + tanh b) / (1 + tanh a tanh b), so that small numbers keep their
+// digits.
+// - Scores have keys in the lanes and broadcast the rows; gradients have channels in the lanes and broadcast ds. No sum
+//   then runs across lanes.
+// - The scores of a row depend on the rows computed with it only in their rounding.
+// - Where a weight is not finite, terms are evaluated one by one, and a pair with ds == 0 adds nothing. Pairs with a
+// row or
+//   key that is not finite are computed one by one outside of tiles: tanh(inf) is 1, inf - inf is NaN.
 //
-// Query rows and tile stay the caller's and must outlive the Query and the Keys; columns dim <= p < width of the rows
-// are zeros. `da` and `db` are written up to column `width` (zeros are added there); db has the keys in rows:
-// db[j * ldb + p].
+// Query rows and tile belong to the caller and must outlive Query and Keys. Columns dim <= p < width of the rows are
+// zeros. `da` and `db` are written up to column `width`, where zeros are added; db has the keys in rows: db[j * ldb +
+// p].
 //
-// Measured, one thread, 512 x 512 x 256, float. Zen 5: scores 41 G terms/s in fours by a division (34 in pairs, 25 one
-// by one), gradients 19 (17 with divisions shared by two). A 512-bit division takes the time of 3 to 4 multiplications
-// there, as does an estimate with a Newton step. On Cascade Lake a division takes that of 20; the loop alone reaches 15
-// in fours by a division, 17 by an estimate, 18 in eights by an estimate (16 by a division). On Zen 4 it takes that of
-// 2.2 (an estimate with its step 3), and the loop reaches 20 in fours by a division, 2% less in eights.
+// Measured with one thread, 512 x 512 x 256, float. Zen 5: scores 41 G terms/s with four terms to a division (34 with
+// two, 25 with one), gradients 19 (17 with two terms to a division). A 512-bit division takes the time of 3 to 4
+// multiplications there, as does an estimate with a Newton step. Cascade Lake: a division takes that of 20, and the
+// loop alone reaches 15 with four terms to a division, 17 to an estimate, and 18 with eight to an estimate (16 to a
+// division). Zen 4: a division takes that of 2.2 and an estimate with its step that of 3; the loop reaches 20 with four
+// terms to a division, 2% less with eight.
 
-// How a block of rows meets a tile. Scores have one way for pairs, singles and beyond: see `scores_by_exps`.
+// How the gradients of a query tile and a key tile are computed, from the smallest magnitudes to the largest. Scores do
+// not tell shared_division, single_division and direct apart: see `scores_by_exps`.
 enum class AdditiveAlgorithm {
-    tanh_addition,    // tanh by the tanhs of value_and_gradient operands
-    shared_division,  // by the exps; two terms may share a division
-    single_division,  // by the exps, one term to a division
-    direct,           // f(a + b) as it stands
-    direct_nonfinite  // the same, and terms with ds == 0 are left out
+    tanh_addition,    // tanh by its addition theorem
+    shared_division,  // from exponentials, two terms to a division
+    single_division,  // from exponentials, one term to a division
+    direct,           // f(a + b) term by term
+    direct_nonfinite  // the same, without terms with ds == 0
 };
 
 template <class T>
@@ -41,27 +45,27 @@ class Additive {
     static constexpr int kAcross = 2;
     static constexpr int kChunk = kAcross * L;  // keys whose scores are in registers
 
-    // Rows of a block; null what no way needs.
+    // The operands of a query tile; tables that no algorithm needs are null.
     struct Query {
         const T* rows = nullptr;  // count x width
         const T *exps = nullptr, *tanhs = nullptr;
-        const T *exp_bounds = nullptr, *tanh_bounds = nullptr;  // by strip and channel: the largest of |.|
+        const T *exp_bounds = nullptr, *tanh_bounds = nullptr;  // by micro-panel and channel: the largest magnitude
         int64_t width = 0;
         T largest = 0;
     };
 
-    // A tile of keys. Of the tables only those hold numbers that some row may need.
+    // The operands of a key tile. Only tables that some row may need are filled.
     struct Keys {
         const T* transposed = nullptr;
         const T* weights = nullptr;
         T largest = 0, max_weight = 0, total = 0;      // of |b|, of |w|; sum of w
         bool finite = true, nonfinite_weight = false;  // nonfinite_weight: some weight is not finite
-        bool scores_known = false;                     // the scores are known: no tables for them
+        bool scores_known = false;                     // saved scores are read: no tables for scores
         T* inverse_weights = nullptr;                  // by channel
-        // For scores, chunk by chunk of keys; `weighted`: times the inverse_weights, whose peaks are by channel.
+        // For scores, in chunks of keys; `weighted` ones are times the inverse weights, and are bounded by channel.
         T *tanhs = nullptr, *weighted_tanhs = nullptr, *weighted_exps = nullptr;
         T *tanh_bounds = nullptr, *exp_bounds = nullptr;
-        // For gradients, channels in the lanes.
+        // For gradients, with channels in the lanes.
         T *rows = nullptr, *row_tanhs = nullptr, *row_exps = nullptr;
     };
 
@@ -78,11 +82,11 @@ class Additive {
 
     bool has_ratio_form() const { return ratio_; }
     T kappa() const { return kappa_; }
-    // Whether tanhs serve numbers up to this size, and whether their exps are numbers.
+    // Whether the addition theorem of tanh serves numbers up to this size, and whether their exponentials are in range.
     bool tanh_addition_applies(T size) const { return activation == Activation::tanh && size <= T(1); }
     bool exp_in_range(T size) const { return std::fabs(kappa_) * size <= kMaxExponent; }
 
-    // `rows`: the largest of their numbers. The more that is, the later the way.
+    // The algorithm for query rows whose largest magnitude is `rows`.
     AdditiveAlgorithm algorithm_for(T rows, const Keys& keys) const {
         if (!is_finite_size(rows) || !keys.finite) return AdditiveAlgorithm::direct_nonfinite;
         if (!ratio_) return AdditiveAlgorithm::direct;
@@ -94,12 +98,12 @@ class Additive {
         return AdditiveAlgorithm::direct;
     }
 
-    // Whether scores go by the exps: value_and_gradient operands' are numbers (in silu, whose terms grow, their
-    // products too), and the weights can stand in the denominators.
+    // Whether scores are computed from the exponentials: those of both operands are in range (in silu, whose terms
+    // grow, also their products), and the weights can be part of the denominators.
     bool scores_by_exps(T rows, const Keys& keys) const {
         if (!ratio_ || !is_finite_size(rows) || !keys.finite || !weights_foldable(keys)) return false;
         if (activation == Activation::silu) return exp_in_range(rows + keys.largest);
-        // Where u B overflows nevertheless, its weight is below the rounding of the max_weight.
+        // Where u B overflows nevertheless, its weight is below the rounding of the largest weight.
         const T room = std::log(T(4) / std::numeric_limits<T>::epsilon());
         return exp_in_range(rows) && std::fabs(kappa_) * keys.largest <= kMaxExponent - room;
     }
@@ -120,29 +124,29 @@ class Additive {
             case Activation::leaky_relu:
                 break;
         }
-        // A slope of 0 makes NaN of -inf, which a maximum would pass over.
+        // A slope of 0 makes NaN of -inf, which a maximum would ignore.
         if (negative_ <= T(1) && negative_ != T(0)) return f(RectifierTerm<T, true>{negative_});
         return f(RectifierTerm<T, false>{negative_});
     }
 
-    // The score of one pair from its row and key as they lie.
+    // The score of one pair, read from the caller's memory.
     T pair_score(const Problem& problem, const Head& head, int64_t row, int64_t key) const {
         V<T> sum{};
         with_term(AdditiveAlgorithm::direct_nonfinite, [&](auto term) {
             for_each_channel(problem, head, row, key, [&](int64_t, V<T> z, V<T> w) {
                 sum += w * term.value(z);
                 const T whole = reduce_sum<T>(sum);
-                return whole == whole;  // what comes to NaN stays it
+                return whole == whole;  // a sum that is NaN stays NaN
             });
         });
         return reduce_sum<T>(sum);
     }
 
-    // What the gradient of such a score is to its row, its key and the weights: da[p] +=, db[p] +=, dw[p] +=.
+    // Add the gradients of one pair: da[p] +=, db[p] +=, dw[p] +=.
     void add_pair_gradients(const Problem& problem, const Head& head, int64_t row, int64_t key, T ds, T* da, T* db,
                             T* dw) const {
         if (ds != ds) {
-            // Of a model that has failed all pairs are such.
+            // Fast, because all pairs of a diverged model are such.
             for (T* sums : {da, db, dw})
                 for (int64_t p = 0; p < dim; p++) sums[p] += ds;
             return;
@@ -163,7 +167,7 @@ class Additive {
     }
 
    private:
-    // Calls f(p, a + b, w) for each vector of channels from p on, as long as it says so; zeros behind the last.
+    // Call f(p, a + b, w) for each vector of channels from p on, until it returns false; zeros follow the last channel.
     template <class F>
     void for_each_channel(const Problem& problem, const Head& head, int64_t row, int64_t key, F f) const {
         for (int64_t p = 0; p < dim; p += L) {
@@ -178,7 +182,8 @@ class Additive {
 
     const T negative_, kappa_;
     const bool ratio_;
-    static constexpr T kMaxExponent = sizeof(T) == 4 ? T(86) : T(706);  // exponents that store_sums room for a few sums
+    static constexpr T kMaxExponent =
+        sizeof(T) == 4 ? T(86) : T(706);  // leaves room for a few sums in the range of exponents
 
     static bool is_finite_size(T size) { return size <= std::numeric_limits<T>::max(); }
     bool weights_foldable(const Keys& keys) const {

@@ -1,5 +1,5 @@
-// Gradients of additive scores: da_ip = w_p sum_j ds_ij f'(a_ip + b_jp), db alike over i, dw_p = sum_ij ds_ij
-// f(a_ip + b_jp). Blocks of rows are not inlined, as panels of scores are not.
+// Gradients of additive scores: da_ip = w_p sum_j ds_ij f'(a_ip + b_jp), db likewise over i, and dw_p = sum_ij ds_ij
+// f(a_ip + b_jp). Micro-tiles are not inlined, as in additive_scores-inl.h.
 
 template <class T>
 class AdditiveGradients {
@@ -16,32 +16,32 @@ class AdditiveGradients {
    public:
     explicit AdditiveGradients(const Form& form) : form_(form) {}
 
-    // From ds (as s; exactly 0 where a pair is hidden): da[i * lda + p] +=, db[j * ldb + p] +=, dw[p] +=.
+    // From ds, exactly 0 where a pair is masked: da[i * lda + p] +=, db[j * ldb + p] +=, dw[p] +=.
     void operator()(const T* ds, int64_t lds, const Query& query, int64_t first, int64_t last, const Keys& keys,
                     const T* w, T* da, int64_t lda, T* db, int64_t ldb, T* dw) const {
         const AdditiveAlgorithm way = form_.algorithm_for(query.largest, keys);
-        const Arguments pass{ds, lds, first, last, query.width, w, da, lda, db, ldb, dw};
+        const Arguments args{ds, lds, first, last, query.width, w, da, lda, db, ldb, dw};
         const T* b = keys.rows;
         if (way == AdditiveAlgorithm::direct_nonfinite || way == AdditiveAlgorithm::direct)
             return form_.with_term(way, [&](auto term) {
                 if (way == AdditiveAlgorithm::direct_nonfinite)
-                    direct_gradients<true>(term, pass, query.rows, b);
+                    direct_gradients<true>(term, args, query.rows, b);
                 else
-                    direct_gradients<false>(term, pass, query.rows, b);
+                    direct_gradients<false>(term, args, query.rows, b);
             });
         if (way == AdditiveAlgorithm::tanh_addition) {
             const T* t = keys.row_tanhs;
-            return ratio_gradients<RatioForm::tanh, true>(pass, query.tanhs, query.tanhs, t, t);
+            return ratio_gradients<RatioForm::tanh, true>(args, query.tanhs, query.tanhs, t, t);
         }
         const T *ea = query.exps, *eb = keys.row_exps;
         if (form_.activation == Activation::silu)
             way != AdditiveAlgorithm::single_division
-                ? ratio_gradients<RatioForm::silu, true>(pass, ea, query.rows, eb, b)
-                : ratio_gradients<RatioForm::silu, false>(pass, ea, query.rows, eb, b);
+                ? ratio_gradients<RatioForm::silu, true>(args, ea, query.rows, eb, b)
+                : ratio_gradients<RatioForm::silu, false>(args, ea, query.rows, eb, b);
         else
             way != AdditiveAlgorithm::single_division
-                ? ratio_gradients<RatioForm::reciprocal, true>(pass, ea, nullptr, eb, nullptr)
-                : ratio_gradients<RatioForm::reciprocal, false>(pass, ea, nullptr, eb, nullptr);
+                ? ratio_gradients<RatioForm::reciprocal, true>(args, ea, nullptr, eb, nullptr)
+                : ratio_gradients<RatioForm::reciprocal, false>(args, ea, nullptr, eb, nullptr);
     }
 
    private:
@@ -58,48 +58,48 @@ class AdditiveGradients {
         T* dw;
     };
 
-    // What one vector of channels gathers.
+    // The sums of one vector of channels.
     struct Sums {
         V<T> keys[kTileKeys] = {};
         V<T> weight = {};
     };
 
-    // Calls block(sums, row, channel, whole) for all rows of each vector of channels, and hands on what it gathered.
-    // d f = factor * (what the block calls dz), f = level + slope * (its value).
+    // Call block(sums, row, channel, whole, w, scale) for all rows of each vector of channels, and add its sums to db
+    // and dw: df = factor * (dz of the block), f = level + slope * (value of the block).
     template <class F>
-    void for_each_channel(F block, const Arguments& pass, T factor, T level, T slope, bool weighted) const {
+    void for_each_channel(F block, const Arguments& args, T factor, T level, T slope, bool weighted) const {
         T all = 0;
         if (level != T(0))
-            for (int64_t i = pass.first; i < pass.last; i++) {
+            for (int64_t i = args.first; i < args.last; i++) {
                 V<T> row{};
-                for (int64_t j = 0; j < kTileKeys; j += L) row += load(pass.ds + i * pass.lds + j);
+                for (int64_t j = 0; j < kTileKeys; j += L) row += load(args.ds + i * args.lds + j);
                 all += reduce_sum<T>(row);
             }
         for (int64_t p = 0; p < form_.dim; p += L) {
             Sums sums;
             const int64_t here = std::min<int64_t>(L, form_.dim - p);
             T lanes[L] = {};
-            std::copy(pass.w + p, pass.w + p + here, lanes);
+            std::copy(args.w + p, args.w + p + here, lanes);
             const V<T> weight = load(lanes), scale = weighted ? splat(T(1)) : weight * factor;
-            for (int64_t i = pass.first; i < pass.last;) {
-                const bool whole = i + kGradRows <= pass.last;
+            for (int64_t i = args.first; i < args.last;) {
+                const bool whole = i + kGradRows <= args.last;
                 block(sums, i, p, whole, weight, scale);
                 i += whole ? kGradRows : 1;
             }
             for (int64_t j = 0; j < kTileKeys; j++) {
-                T* to = pass.db + j * pass.ldb + p;
+                T* to = args.db + j * args.ldb + p;
                 store(to, fused<T>(scale, sums.keys[j], load(to)));
             }
             store(lanes, sums.weight);
-            for (int64_t i = 0; i < here; i++) pass.dw[p + i] += level * all + slope * lanes[i];
+            for (int64_t i = 0; i < here; i++) args.dw[p + i] += level * all + slope * lanes[i];
         }
     }
 
-    // f in terms of r = 1 / (1 + A B) and of the sum of two numbers z.
+    // What f is, in terms of r = 1 / (1 + A B) and of a sum of two numbers z.
     enum class RatioForm { reciprocal, tanh, silu };
 
     template <RatioForm rule>
-    static inline void step(V<T> g, V<T> r, V<T> z, V<T> product, V<T>& dz, V<T>& value) {
+    static inline void ratio_gradient(V<T> g, V<T> r, V<T> z, V<T> product, V<T>& dz, V<T>& value) {
         if constexpr (rule == RatioForm::reciprocal) {
             value = g * r;
             dz = fused_negative<T>(value, r, value);
@@ -116,7 +116,7 @@ class AdditiveGradients {
 
     template <bool Pair>
     static inline void reciprocals(V<T> x1, V<T> x2, V<T>& r1, V<T>& r2) {
-        // Where a division is dear, an estimate is cheap, and has no range to keep: 7% faster than sharing on Zen 5.
+        // Where a division is expensive an estimate is not, and needs no range: 7% faster than sharing on Zen 5.
         if constexpr (Pair && !kEstimates<T>) {
             const V<T> inverse = T(1) / (x1 * x2);
             r1 = inverse * x2;
@@ -127,8 +127,19 @@ class AdditiveGradients {
         }
     }
 
+    // Add the sums of R rows of a micro-tile.
+    template <int R>
+    static inline void add_row_sums(const Arguments& args, Sums& sums, int64_t i, int64_t p, V<T> scale,
+                                    const V<T> (&row)[R], const V<T> (&weight)[R]) {
+        for (int r = 0; r < R; r++) {
+            T* to = args.da + (i + r) * args.lda + p;
+            store(to, fused<T>(scale, row[r], load(to)));
+            sums.weight += weight[r];
+        }
+    }
+
     template <RatioForm rule, bool Pair, int R>
-    __attribute__((noinline)) static void ratio_micro_tile(const Arguments& pass, Sums& sums, int64_t i, int64_t p,
+    __attribute__((noinline)) static void ratio_micro_tile(const Arguments& args, Sums& sums, int64_t i, int64_t p,
                                                            V<T> scale, const T* ea, const T* na, const T* eb,
                                                            const T* nb) {
         constexpr bool Sum = rule != RatioForm::reciprocal;
@@ -137,10 +148,10 @@ class AdditiveGradients {
         eb += p * kTileKeys;
         if constexpr (Sum) nb += p * kTileKeys;
         for (int r = 0; r < R; r++) {
-            a[r] = load(ea + (i + r) * pass.width + p);
-            if constexpr (Sum) n[r] = load(na + (i + r) * pass.width + p);
+            a[r] = load(ea + (i + r) * args.width + p);
+            if constexpr (Sum) n[r] = load(na + (i + r) * args.width + p);
         }
-        const T* ds = pass.ds + i * pass.lds;
+        const T* ds = args.ds + i * args.lds;
         for (int64_t j = 0; j < kTileKeys; j += 2) {
             const V<T> b1 = load(eb + j * L), b2 = load(eb + (j + 1) * L);
             V<T> n1{}, n2{};
@@ -153,37 +164,33 @@ class AdditiveGradients {
             for (int r = 0; r < R; r++) {
                 const V<T> ab1 = a[r] * b1, ab2 = a[r] * b2;
                 const V<T> x1 = ab1 + one, x2 = ab2 + one;
-                V<T> r1, r2, through1, through2, value1, value2;
+                V<T> r1, r2, dz1, dz2, value1, value2;
                 reciprocals<Pair>(x1, x2, r1, r2);
-                step<rule>(splat(ds[r * pass.lds + j]), r1, n[r] + n1, ab1, through1, value1);
-                step<rule>(splat(ds[r * pass.lds + j + 1]), r2, n[r] + n2, ab2, through2, value2);
-                row[r] += through1 + through2;
+                ratio_gradient<rule>(splat(ds[r * args.lds + j]), r1, n[r] + n1, ab1, dz1, value1);
+                ratio_gradient<rule>(splat(ds[r * args.lds + j + 1]), r2, n[r] + n2, ab2, dz2, value2);
+                row[r] += dz1 + dz2;
                 weight[r] += value1 + value2;
-                key1 += through1;
-                key2 += through2;
+                key1 += dz1;
+                key2 += dz2;
             }
             sums.keys[j] = key1;
             sums.keys[j + 1] = key2;
         }
-        for (int r = 0; r < R; r++) {
-            T* to = pass.da + (i + r) * pass.lda + p;
-            store(to, fused<T>(scale, row[r], load(to)));
-            sums.weight += weight[r];
-        }
+        add_row_sums<R>(args, sums, i, p, scale, row, weight);
     }
 
     template <RatioForm rule, bool Pair>
-    void ratio_gradients(const Arguments& pass, const T* ea, const T* na, const T* eb, const T* nb) const {
+    void ratio_gradients(const Arguments& args, const T* ea, const T* na, const T* eb, const T* nb) const {
         const bool is_tanh = rule == RatioForm::reciprocal && form_.activation == Activation::tanh;
         auto block = [&](Sums& sums, int64_t i, int64_t p, bool whole, V<T>, V<T> scale) {
-            whole ? ratio_micro_tile<rule, Pair, kGradRows>(pass, sums, i, p, scale, ea, na, eb, nb)
-                  : ratio_micro_tile<rule, Pair, 1>(pass, sums, i, p, scale, ea, na, eb, nb);
+            whole ? ratio_micro_tile<rule, Pair, kGradRows>(args, sums, i, p, scale, ea, na, eb, nb)
+                  : ratio_micro_tile<rule, Pair, 1>(args, sums, i, p, scale, ea, na, eb, nb);
         };
-        for_each_channel(block, pass, is_tanh ? T(4) : T(1), is_tanh ? T(1) : T(0), is_tanh ? T(-2) : T(1), false);
+        for_each_channel(block, args, is_tanh ? T(4) : T(1), is_tanh ? T(1) : T(0), is_tanh ? T(-2) : T(1), false);
     }
 
     template <bool SkipZeros, class Term, int R>
-    __attribute__((noinline)) static void direct_micro_tile(const Term& term, const Arguments& pass, Sums& sums,
+    __attribute__((noinline)) static void direct_micro_tile(const Term& term, const Arguments& args, Sums& sums,
                                                             int64_t i, int64_t p, V<T> w, V<T> scale, const T* a,
                                                             const T* b) {
         V<T> row[R] = {}, weight[R] = {};
@@ -191,9 +198,9 @@ class AdditiveGradients {
             V<T> key = sums.keys[j];
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
-                const V<T> g = splat(pass.ds[(i + r) * pass.lds + j]);
+                const V<T> g = splat(args.ds[(i + r) * args.lds + j]);
                 V<T> dz, value;
-                term.value_and_gradient(g, load(a + (i + r) * pass.width + p) + load(b + p * kTileKeys + j * L), dz,
+                term.value_and_gradient(g, load(a + (i + r) * args.width + p) + load(b + p * kTileKeys + j * L), dz,
                                         value);
                 if constexpr (SkipZeros) {  // 0 * NaN is NaN
                     dz = select<T>(g == T(0), V<T>{}, dz * w);
@@ -205,23 +212,19 @@ class AdditiveGradients {
             }
             sums.keys[j] = key;
         }
-        for (int r = 0; r < R; r++) {
-            T* to = pass.da + (i + r) * pass.lda + p;
-            store(to, fused<T>(scale, row[r], load(to)));
-            sums.weight += weight[r];
-        }
+        add_row_sums<R>(args, sums, i, p, scale, row, weight);
     }
 
     template <bool SkipZeros, class Term>
-    void direct_gradients(const Term& term, const Arguments& pass, const T* a, const T* b) const {
+    void direct_gradients(const Term& term, const Arguments& args, const T* a, const T* b) const {
         constexpr int R = Term::inexpensive && !SkipZeros ? kGradRows : 1;
         auto block = [&](Sums& sums, int64_t i, int64_t p, bool whole, V<T> w, V<T> scale) {
             if (whole)
                 for (int64_t k = i; k < i + kGradRows; k += R)
-                    direct_micro_tile<SkipZeros, Term, R>(term, pass, sums, k, p, w, scale, a, b);
+                    direct_micro_tile<SkipZeros, Term, R>(term, args, sums, k, p, w, scale, a, b);
             else
-                direct_micro_tile<SkipZeros, Term, 1>(term, pass, sums, i, p, w, scale, a, b);
+                direct_micro_tile<SkipZeros, Term, 1>(term, args, sums, i, p, w, scale, a, b);
         };
-        for_each_channel(block, pass, T(1), T(0), T(1), SkipZeros);
+        for_each_channel(block, args, T(1), T(0), T(1), SkipZeros);
     }
 };

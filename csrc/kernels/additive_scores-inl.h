@@ -1,16 +1,16 @@
-// Additive scores of rows against a tile. A strip is R rows against a chunk of keys and some channels. Strips are not
-// inlined: inside one large function the compiler keeps their sums in memory.
+// Additive scores of query rows against a key tile. A micro-tile here is R rows x a chunk of keys, over some channels.
+// Micro-tiles are not inlined: inside one large function the compiler would keep their sums in memory.
 
 template <class T>
 class AdditiveScores {
     static constexpr int L = Vector<T>::lanes;
     static constexpr int kAcross = Additive<T>::kAcross, kChunk = Additive<T>::kChunk;
 #if defined(__AVX512F__)
-    static constexpr int kRowsTogether = 3;  // callers come with panels of 6, some together
+    static constexpr int kRowsTogether = 3;  // divides kMR
 #else
     static constexpr int kRowsTogether = 2;
 #endif
-    static constexpr int64_t kChannels = 256;  // of a pass: 32 KB of a chunk of keys; sums start anew for each
+    static constexpr int64_t kChannels = 256;  // of a pass, 32 KB of a chunk of keys; each pass has its own sums
     using Form = Additive<T>;
     using Query = typename Form::Query;
     using Keys = typename Form::Keys;
@@ -19,13 +19,13 @@ class AdditiveScores {
     AdditiveScores(Arena& arena, const Form& form)
         : form_(form), octets_((form.dim + 7) / 8), group_sizes_(arena.take<char>(kStepPanels * octets_)) {}
 
-    // s[i * lds + j] for the rows of a run of panels, all keys of the tile; the first row is the first of a strip.
+    // Compute s[i * lds + j] for the rows [first, last) and all keys of the tile; `first` begins a micro-panel.
     void operator()(T* s, int64_t lds, const Query& query, int64_t first, int64_t last, const Keys& keys,
                     const T* w) const {
         const bool small = form_.algorithm_for(query.largest, keys) == AdditiveAlgorithm::tanh_addition;
         if (small || form_.scores_by_exps(query.largest, keys)) {
             const bool sum = small || form_.activation == Activation::silu;
-            // Without an estimate there is one way only.
+            // Without an estimate every target divides.
             const auto scores = prefers_division() ? (sum ? &AdditiveScores::fraction_scores<true, true>
                                                           : &AdditiveScores::fraction_scores<false, true>)
                                                    : (sum ? &AdditiveScores::fraction_scores<true, !kEstimates<T>>
@@ -41,7 +41,7 @@ class AdditiveScores {
    private:
     const Form& form_;
     const int64_t octets_;
-    char* group_sizes_;  // by strip and eight channels: how many terms share a division
+    char* group_sizes_;  // by micro-panel and eight channels
     static constexpr int64_t kStep = L > 8 ? L : 8;
 
     struct MicroTile {
@@ -50,30 +50,30 @@ class AdditiveScores {
         int64_t width;  // of the rows
         const T* w;
         int64_t from, to;  // channels
-        T level, slope;    // a finished sum x leaves as level + slope x
+        T level, slope;    // a finished sum x is stored as level + slope x
         bool resumed, finished;
     };
 
     template <int R>
-    static inline void store_sums(const MicroTile& strip, V<T> (&sum)[R][kAcross]) {
+    static inline void store_sums(const MicroTile& tile, V<T> (&sum)[R][kAcross]) {
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
             for (int j = 0; j < kAcross; j++) {
-                T* to = strip.s + r * strip.lds + j * L;
+                T* to = tile.s + r * tile.lds + j * L;
                 V<T> x = sum[r][j];
-                if (strip.resumed) x = x + load(to);
-                store(to, strip.finished ? fused<T>(x, splat(strip.slope), splat(strip.level)) : x);
+                if (tile.resumed) x = x + load(to);
+                store(to, tile.finished ? fused<T>(x, splat(tile.slope), splat(tile.level)) : x);
             }
     }
 
-    // What the denominators and numerators of a row (at one channel) and a chunk of keys are made of.
+    // The operands of denominators and numerators: of a row, at one channel, and of a chunk of keys.
     struct Operands {
         const T *ea, *na, *eb, *nb;
         int64_t step;  // from one channel of nb to the next
     };
 
-    // The sum of num / x of N channels as n / d, with x = u + A (u B) and num = 1 or the sum of two numbers.
+    // The sum of num / x over N channels as n / d, with x = u + A (u B) and num = 1 or the sum of two numbers.
     template <bool Sum, int N>
     static inline void fraction(const Operands& at, int j, const T* u, V<T>& n, V<T>& d) {
         if constexpr (N == 1) {
@@ -93,19 +93,19 @@ class AdditiveScores {
                 operands.step};
     }
 
-    // Adds f(operands at row r and channel p, key) to the sums.
+    // Add f(operands at row r and channel p, key) to the sums.
     template <int R, class F>
-    static inline void add_terms(V<T> (&sum)[R][kAcross], const MicroTile& strip, const Operands& operands, int64_t p,
+    static inline void add_terms(V<T> (&sum)[R][kAcross], const MicroTile& tile, const Operands& operands, int64_t p,
                                  F f) {
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-            for (int j = 0; j < kAcross; j++) sum[r][j] += f(offset(operands, r * strip.width, p), j * L);
+            for (int j = 0; j < kAcross; j++) sum[r][j] += f(offset(operands, r * tile.width, p), j * L);
     }
 
-    // Whether to add_fractions where `reciprocal` could estimate, and only four terms together: a division of 16 floats
-    // takes the time of 2 multiplications on Zen 4 (3 to 4 on Zen 5), the estimate 3; on Intel's CPUs the division
-    // takes 20.
+    // Whether to divide where `reciprocal` could estimate, with at most four terms to a division: a division of 16
+    // floats takes the time of 2 multiplications on Zen 4 (3 to 4 on Zen 5) and the estimate 3; on Intel's CPUs the
+    // division takes 20.
     static bool prefers_division() {
 #if defined(__AVX512F__)
         static const bool found = __builtin_cpu_is("amd");
@@ -115,83 +115,84 @@ class AdditiveScores {
 #endif
     }
 
-    // The terms of channels [p, to), N to a division; gives the first channel that is left.
+    // Add the terms of channels [p, to), N to a division. Returns the first channel that is left.
     template <bool Sum, bool Divides, int N, int R>
-    static inline int64_t add_fractions(V<T> (&sum)[R][kAcross], const MicroTile& strip, const Operands& operands,
+    static inline int64_t add_fractions(V<T> (&sum)[R][kAcross], const MicroTile& tile, const Operands& operands,
                                         int64_t p, int64_t to) {
         for (; p + N <= to; p += N)
-            add_terms<R>(sum, strip, operands, p, [&](const Operands& at, int j) {
+            add_terms<R>(sum, tile, operands, p, [&](const Operands& at, int j) {
                 V<T> n, d;
-                fraction<Sum, N>(at, j, strip.w + p, n, d);
-                // One term's denominator may be infinite.
+                fraction<Sum, N>(at, j, tile.w + p, n, d);
+                // The denominator of a single term may be infinite.
                 return N == 1 || Divides ? n / d : n * reciprocal<T>(d);
             });
         return p;
     }
 
     template <bool Sum, bool Divides, int R>
-    __attribute__((noinline)) static void fraction_micro_tile(const MicroTile& strip, const Operands& operands,
+    __attribute__((noinline)) static void fraction_micro_tile(const MicroTile& tile, const Operands& operands,
                                                               const char* group_sizes) {
         V<T> sum[R][kAcross] = {};
-        for (int64_t p = strip.from; p < strip.to;) {
+        for (int64_t p = tile.from; p < tile.to;) {
             const int share = group_sizes[p / 8];
-            const int64_t to = std::min(p + 8, strip.to);
-            if (share == 8) p = add_fractions<Sum, Divides, 8, R>(sum, strip, operands, p, to);
-            if (share >= 4) p = add_fractions<Sum, Divides, 4, R>(sum, strip, operands, p, to);
-            if (share >= 2) p = add_fractions<Sum, Divides, 2, R>(sum, strip, operands, p, to);
-            p = add_fractions<Sum, Divides, 1, R>(sum, strip, operands, p, to);
+            const int64_t to = std::min(p + 8, tile.to);
+            if (share == 8) p = add_fractions<Sum, Divides, 8, R>(sum, tile, operands, p, to);
+            if (share >= 4) p = add_fractions<Sum, Divides, 4, R>(sum, tile, operands, p, to);
+            if (share >= 2) p = add_fractions<Sum, Divides, 2, R>(sum, tile, operands, p, to);
+            p = add_fractions<Sum, Divides, 1, R>(sum, tile, operands, p, to);
         }
-        store_sums<R>(strip, sum);
+        store_sums<R>(tile, sum);
     }
 
     template <int R, class Term>
-    __attribute__((noinline)) static void direct_micro_tile(const Term& term, const MicroTile& strip, const T* a,
+    __attribute__((noinline)) static void direct_micro_tile(const Term& term, const MicroTile& tile, const T* a,
                                                             const T* b) {
         V<T> sum[R][kAcross] = {};
-        for (int64_t p = strip.from; p < strip.to; p++) {
-            const V<T> weight = splat(strip.w[p]);
+        for (int64_t p = tile.from; p < tile.to; p++) {
+            const V<T> weight = splat(tile.w[p]);
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
                 for (int j = 0; j < kAcross; j++)
-                    sum[r][j] = fused<T>(weight, term.value(a[r * strip.width + p] + load(b + p * kTileKeys + j * L)),
+                    sum[r][j] = fused<T>(weight, term.value(a[r * tile.width + p] + load(b + p * kTileKeys + j * L)),
                                          sum[r][j]);
         }
-        store_sums<R>(strip, sum);
+        store_sums<R>(tile, sum);
     }
 
-    // Calls f(strip, row, chunk's first key) for all panels, as many rows at a time as it says.
+    // Call f(tile, row, first key of the chunk, whole) for all micro-tiles of `together` rows, and single rows at the
+    // end.
     template <class F>
-    void for_each_micro_tile(F f, MicroTile strip, T* s, int64_t first, int64_t last, int64_t together) const {
+    void for_each_micro_tile(F f, MicroTile tile, T* s, int64_t first, int64_t last, int64_t together) const {
         const int64_t passes = std::max<int64_t>(1, (form_.dim + kChannels - 1) / kChannels);
         for (int64_t c = 0; c < kTileKeys; c += kChunk)
             for (int64_t pass = 0; pass < passes; pass++) {
-                strip.from = pass * kChannels;
-                strip.to = std::min(form_.dim, strip.from + kChannels);
-                strip.resumed = pass > 0;
-                strip.finished = pass + 1 == passes;
+                tile.from = pass * kChannels;
+                tile.to = std::min(form_.dim, tile.from + kChannels);
+                tile.resumed = pass > 0;
+                tile.finished = pass + 1 == passes;
                 for (int64_t i = first; i < last;) {
                     const bool whole = i + together <= last;
-                    strip.s = s + i * strip.lds + c;
-                    f(strip, i, c, whole);
+                    tile.s = s + i * tile.lds + c;
+                    f(tile, i, c, whole);
                     i += whole ? together : 1;
                 }
             }
     }
 
-    // How many terms share a division.
+    // Set how many terms share a division, by micro-panel and eight channels.
     void share(const Query& query, const Keys& keys, bool small, int64_t first, int64_t last) const {
-        // Numerators are sums of as many products, times a sum of value_and_gradient operands in silu. Such terms may
-        // be large, and each that joins a fraction rounds all of it once more.
+        // Numerators are sums of as many products, times a sum of both operands in silu: terms there may be large, and
+        // each that joins a fraction rounds all of it once more.
         const T reach = query.largest + keys.largest;
         const bool silu = form_.activation == Activation::silu;
         const T most = std::numeric_limits<T>::max() / 32 / (silu ? std::max(T(1), reach) : T(1));
         const int limit = !silu ? (prefers_division() ? 4 : 8) : reach <= T(16) ? 4 : reach <= T(40) ? 2 : 1;
-        const int64_t strip = first / kMR, panels = (last - first + kMR - 1) / kMR;
-        const T* rows = (small ? query.tanh_bounds : query.exp_bounds) + strip * query.width;
+        const int64_t panel = first / kMR, panels = (last - first + kMR - 1) / kMR;
+        const T* rows = (small ? query.tanh_bounds : query.exp_bounds) + panel * query.width;
         const T* peaks = small ? keys.tanh_bounds : keys.exp_bounds;
         for (int64_t p = 0; p < form_.dim; p += kStep) {
-            // Of the denominators u + A (u B): of each strip, and before them of all.
+            // Bounds of the denominators u + A (u B): of each micro-panel, and before them of all.
             T bounds[1 + kStepPanels][kStep];
             for (int64_t j = 0; j < kStep; j += L) {
                 V<T> all = splat(T(1));
@@ -214,8 +215,8 @@ class AdditiveScores {
         }
     }
 
-    // The most of eight terms, but not above `limit`, that share a division with their product up to `most`. No bound
-    // is below 1, so fewer terms fit wherever more do; and nothing branches on what cannot be foreseen.
+    // The most terms of eight, up to `limit`, whose bounds have products up to `most`. No bound is below 1, so that
+    // fewer terms fit wherever more do. There are no branches, which could not be predicted.
     static char group_size(const T* bounds, T most, int limit) {
         T two[4], four[2];
         for (int i = 0; i < 4; i++) two[i] = bounds[2 * i] * bounds[2 * i + 1];
@@ -243,13 +244,13 @@ class AdditiveScores {
                              false,
                              false};
         share(query, keys, small, first, last);
-        auto one = [&](const MicroTile& strip, int64_t i, int64_t c, bool whole) {
+        auto one = [&](const MicroTile& tile, int64_t i, int64_t c, bool whole) {
             const int64_t at = i * query.width;
             const char* own = group_sizes_ + (i - first) / kMR * octets_;
             const Operands operands{ea + at, na + at, eb + c * form_.dim, nb + (small ? c * form_.dim : c),
                                     small ? kChunk : kTileKeys};
-            whole ? fraction_micro_tile<Sum, Divides, kRowsTogether>(strip, operands, own)
-                  : fraction_micro_tile<Sum, Divides, 1>(strip, operands, own);
+            whole ? fraction_micro_tile<Sum, Divides, kRowsTogether>(tile, operands, own)
+                  : fraction_micro_tile<Sum, Divides, 1>(tile, operands, own);
         };
         for_each_micro_tile(one, plan, s, first, last, kRowsTogether);
     }
@@ -258,11 +259,11 @@ class AdditiveScores {
     void direct_scores(const Term& term, T* s, int64_t lds, const Query& query, int64_t first, int64_t last,
                        const Keys& keys, const T* w) const {
         const MicroTile plan{nullptr, lds, query.width, w, 0, 0, T(0), T(1), false, false};
-        auto one = [&](const MicroTile& strip, int64_t i, int64_t c, bool whole) {
+        auto one = [&](const MicroTile& tile, int64_t i, int64_t c, bool whole) {
             const T *a = query.rows + i * query.width, *b = keys.transposed + c;
             if constexpr (Term::inexpensive)
-                if (whole) return direct_micro_tile<kRowsTogether>(term, strip, a, b);
-            direct_micro_tile<1>(term, strip, a, b);
+                if (whole) return direct_micro_tile<kRowsTogether>(term, tile, a, b);
+            direct_micro_tile<1>(term, tile, a, b);
         };
         for_each_micro_tile(one, plan, s, first, last, Term::inexpensive ? kRowsTogether : 1);
     }

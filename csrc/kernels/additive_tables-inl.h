@@ -1,7 +1,7 @@
-// What additive scores and their gradients read of rows and keys: exps and tanhs, each in the order of its
-// pass. A block's rows have theirs made once, a tile's keys once for all blocks that share it.
+// Tables of additive scores and their gradients: exponentials and tanh of rows and keys, each in the order of its pass.
+// Those of a query tile are made once, those of a key tile once for all query tiles that share it.
 
-// The size of the rows that a tile may meet: of each block the largest number.
+// The magnitudes of the query tiles that a key tile may meet.
 template <class T>
 struct MagnitudeRange {
     T least = 0, most = std::numeric_limits<T>::max();
@@ -38,7 +38,7 @@ class AdditiveTables {
         }
     }
 
-    // Memory for the tables of a tile, those of gradients among them.
+    // Take memory for the tables of a key tile, with those of gradients if wanted.
     void reserve(Arena& arena, Keys& keys, bool gradients) const {
         const int64_t size = kTileKeys * width_;
         const bool ratios = form_.has_ratio_form(), tanhs = form_.tanh_addition_applies(0);
@@ -58,7 +58,7 @@ class AdditiveTables {
         if (tanhs) keys.row_tanhs = arena.take<T>(size);
     }
 
-    // The tile stays the caller's.
+    // Fill the tables of a key tile, which stays the caller's.
     void fill(Keys& keys, const T* transposed, const T* w, const MagnitudeRange<T>& rows) const {
         keys.transposed = transposed;
         keys.largest = largest(transposed, form_.dim * kTileKeys);
@@ -84,8 +84,8 @@ class AdditiveTables {
     }
 
    private:
-    // What depends on the weights alone. By channel the coefficient is u = max_weight / w, and 1 up to the width; what
-    // is next to nothing beside the max_weight counts as kMinWeight of it.
+    // Set what depends on the weights alone. The inverse weight of a channel is u = max_weight / w, and 1 behind the
+    // last; weights far below the largest count as kMinWeight of it.
     void weigh(Keys& keys, const T* w) const {
         keys.weights = w;
         keys.max_weight = 0;
@@ -105,7 +105,7 @@ class AdditiveTables {
                 std::fabs(w[p]) > least ? keys.max_weight / w[p] : std::copysign(1 / kMinWeight, w[p]);
     }
 
-    // Chunk by chunk of keys: what a pass reads fits the first-level cache.
+    // tanh of the keys, in chunks of keys: what a pass reads then fits the first-level cache.
     void fill_tanhs(Keys& keys) const {
         T* to = keys.tanhs;
         for (int64_t c = 0; c < kTileKeys; c += kChunk)
@@ -114,7 +114,7 @@ class AdditiveTables {
                     store(to, tanh_of<T>(load(keys.transposed + p * kTileKeys + c + j)));
     }
 
-    // Tangents, or without them exps, times u, in the same order; and of each channel the largest.
+    // The table `tanhs`, or exponentials where it is null, times u; and the largest magnitude of each channel.
     void fill_weighted(T* to, T* peaks, const Keys& keys, const T* tanhs) const {
         const T* u = keys.inverse_weights;
         std::fill_n(peaks, width_, T(0));
@@ -133,8 +133,8 @@ class AdditiveTables {
         }
     }
 
-    // Keys with channels in the lanes: a block of kTileKeys x L for each vector of channels (whole rows, a power of two
-    // apart, would fall on the same few sets of the cache). Zeros behind the channels.
+    // Transpose keys to channels in the lanes: one kTileKeys x L table for each vector of channels, because whole rows,
+    // a power of two apart, would share a few sets of the cache. Zeros follow the last channel.
     void fill_rows(Keys& keys) const {
         T square[L * L];
         for (int64_t p = 0; p < width_; p += L)
@@ -157,7 +157,7 @@ class AdditiveTables {
         return peaks;
     }
 
-    // Of |x|; NaN comes out. Several at a time: each waits for the one before.
+    // The largest magnitude, or NaN. Several maxima at a time, because each waits for the one before.
     static T largest(const T* x, int64_t count) {
         constexpr int together = 4;
         V<T> most[together] = {};
@@ -172,6 +172,6 @@ class AdditiveTables {
     const Form& form_;
     const int64_t width_;
 
-    // Bf16Pair of its inverse can be multiplied in float, eight in double.
+    // Products of two of its inverses stay in range in float, of eight in double.
     static constexpr T kMinWeight = sizeof(T) == 4 ? T(1e-12) : T(1e-25);
 };

@@ -1,137 +1,179 @@
-// Forward: a task is a queries of query rows against all keys that they see, or a range of them, tile by tile.
+// Forward: FlashAttention on the CPU. A task is a query tile against all keys that it attends to, or against a range of
+// them, one key tile at a time: S = Q K^T, P = online softmax of S, O += P V.
 
-// Below this a tile of keys is not clamp_threads turning: its dot products are taken row by row.
+// So few query rows do not pay for transposing a key tile: their dot products are taken key by key.
 constexpr int64_t kFewRows = 4;
 
+// A query tile and all that its way over the key tiles needs.
 template <class T>
-void forward_tile(Arena& arena, const Problem& problem, const QueryTile<T>& queries, Span keys,
-                  const SharedTiles<KeyTile<T>>& tiles, OnlineSoftmax<T>& softmax) {
-    const Head& shared = *queries.head[0];
-    Scores<T> scores(arena, problem, false);
-    KeyTile<T> own_tile(arena, problem, scores.additive(), false);
-    const KeyTile<T>* tile = nullptr;
-    ValueTile<T> values(arena, problem, queries.masked, queries.panels() >= kStepPanels);
-    Dropout dropout(problem);
-    typename Additive<T>::Query additive_query;
-    if (problem.form == Form::additive)
-        AdditiveTables<T>{scores.additive()}.fill(arena, additive_query, queries.query, queries.count);
-    // Scores, then weights, of two steps_ of panels. Those of one are pooled after the scores of the next and before
-    // its weights: neighbouring steps do not wait for one another, and the processor, which looks hundreds of
-    // instructions ahead, begins the one before the other ends.
+class ForwardTask {
+   public:
+    ForwardTask(Arena& arena, const Problem& problem, const QueryTile<T>& queries, const SharedTiles<KeyTile<T>>& tiles,
+                OnlineSoftmax<T>& softmax)
+        : problem_(problem),
+          queries_(queries),
+          tiles_(tiles),
+          softmax_(softmax),
+          head_(*queries.head[0]),
+          scores_(arena, problem, false),
+          own_tile_(arena, problem, scores_.additive(), false),
+          values_(arena, problem, queries.masked, queries.panels() >= kStepPanels),
+          dropout_(problem),
+          few_rows_(problem.form == Form::inner && queries.count <= kFewRows) {
+        if (problem.form == Form::additive)
+            AdditiveTables<T>{scores_.additive()}.fill(arena, additive_query_, queries.query, queries.count);
+        for (Step& step : steps_) step.s = arena.take<T>(kStepPanels * kMR * kTileKeys);
+        if constexpr (kHasBf16Dot && sizeof(T) == 4)
+            if (Bf16Dot::supports(problem) && queries.count > kFewRows) bf16_.emplace(arena, problem, queries);
+        const int64_t steps = (queries.panels() + kStepPanels - 1) / kStepPanels;
+        // Each step prefetches a share of the next keys and values: they come from the third-level cache, and
+        // transposing the keys would wait for them (2% of a long pass on Zen 4). Prefetching gains nothing in bfloat16,
+        // where they are half as large, nor for additive scores, which take longer than any memory.
+        if (!few_rows_ && !bf16_ && problem.form != Form::additive && steps >= 4)
+            prefetched_rows_ = (kTileKeys + steps - 1) / steps;
+    }
+
+    // Attend to the keys of a range.
+    void run(Span keys) {
+        for (int64_t key = keys.first; key < keys.last; key += kTileKeys) {
+            const int64_t key_count = std::min<int64_t>(kTileKeys, keys.last - key);
+            if (!queries_.is_in_hole(key, key_count)) attend_to_tile(key, key_count, keys.last);
+        }
+        values_.reduce_lanes(softmax_.out, queries_.count);
+    }
+
+   private:
+    // The scores, and then weights, of up to kStepPanels micro-panels against a key tile.
     struct Step {
         T* s;
         int64_t first = 0, size = 0;
         uint64_t bits[kStepPanels * kMR];
-    } steps_[2];
-    for (Step& step : steps_) step.s = arena.take<T>(kStepPanels * kMR * kTileKeys);
-    std::optional<Bf16Dot> bf16;
-    if constexpr (kHasBf16Dot && sizeof(T) == 4)
-        if (Bf16Dot::supports(problem) && queries.count > kFewRows) bf16.emplace(arena, problem, queries);
-    const bool few_rows = problem.form == Form::inner && queries.count <= kFewRows;
-    const T factor = static_cast<T>(dropout.factor);
-    const int64_t together = few_rows ? 1 : kStepPanels;
-    uint64_t keep[kStepPanels * kMR];
-    // Keys and values of the next tile are next_prefetch for while this one is worked on, some with per_step step: they
-    // come from the third-level cache, and the turning of the keys would wait for them (2% of a long pass on Zen 4). In
-    // bfloat16 they are half as large, and additive scores take longer than any memory: there it is no gain.
-    const int64_t steps = (queries.panels() + kStepPanels - 1) / kStepPanels;
-    const bool prefetches = !few_rows && !bf16 && problem.form != Form::additive && steps >= 4;
-    const int64_t per_step = prefetches ? (kTileKeys + steps - 1) / steps : 0;
-    const auto add_pv = [&](const Step& step, int64_t key_count) {
-        T* out = softmax.out + step.first * softmax.width;
-        if (bf16 && !values.narrow()) {
-            if constexpr (sizeof(T) == 4) bf16->pv(out, step.s, step.size, key_count);
-        } else {
-            const View<T> next{tile->rows.row(key_count), tile->rows.stride};
-            values.add_pv(out, step.s, step.size, few_rows ? &next : nullptr);
-        }
-        if (values.nonfinite) values.propagate_nonfinite(out, step.s, step.bits, step.size);
     };
-    for (int64_t key = keys.first; key < keys.last; key += kTileKeys) {
-        const int64_t key_count = std::min<int64_t>(kTileKeys, keys.last - key);
-        if (queries.is_in_hole(key, key_count)) continue;
-        bool filled = false, waiting = false;
-        int at = 0;
-        int64_t next_prefetch = key + kTileKeys;
-        for (int64_t panel = 0, end; panel < queries.panels(); panel = end) {
-            end = panel + 1;
-            if (queries.is_masked(panel, key, key_count)) continue;
-            while (end < queries.panels() && end < panel + together && !queries.is_masked(end, key, key_count)) end++;
-            if (!filled) {
-                tile = tiles.find(problem, shared, key, key_count);
-                if (!tile) {
-                    own_tile.fill(problem, scores.additive(), shared, key, key_count, !few_rows && !bf16,
-                                  {additive_query.largest, additive_query.largest});
-                    tile = &own_tile;
-                }
-                values.fill(shared, key, key_count);
-                if constexpr (sizeof(T) == 4)
-                    if (bf16) bf16->fill(shared, key, key_count, values.clean);
-                if (dropout.on) dropout.set_tile(key);
-                filled = true;
-            }
-            for (const int64_t until = next_prefetch + per_step; next_prefetch < until; next_prefetch++) {
-                prefetch_row(shared.key, problem.score_dtype, next_prefetch, keys.last, problem.dim);
-                prefetch_row(shared.value, problem.value_dtype, next_prefetch, keys.last, problem.value_dim);
-            }
-            Step& own = steps_[at];
-            own.first = panel * kMR, own.size = std::min(end * kMR, queries.count) - own.first;
-            scores(own.s, own.bits, queries, additive_query, {panel, end}, *tile, few_rows ? &values.rows : nullptr,
-                   bf16 ? &*bf16 : nullptr, false);
-            if (problem.matrix != MatrixOutput::none)
-                store_scores(problem, queries, own.first, own.size, own.s, key, key_count);
-            // Nothing but the scores is wanted.
-            if (problem.matrix == MatrixOutput::scores) continue;
-            if (waiting) add_pv(steps_[1 - at], key_count);
-            if (dropout.on)
-                for (int64_t i = 0; i < own.size; i++) keep[i] = dropout.keep_bits(queries.stream[own.first + i]);
-            softmax.update(own.first, own.size, own.s, own.bits, key_count, dropout.on ? keep : nullptr, factor);
-            waiting = true, at = 1 - at;
-        }
-        if (waiting) add_pv(steps_[1 - at], key_count);
-    }
-    values.reduce_lanes(softmax.out, queries.count);
-}
 
+    // Attend to one key tile, in steps. O += P V of a step runs between the scores and the softmax of the next one:
+    // neighbouring instructions then do not wait for one another, and the processor, which looks hundreds of
+    // instructions ahead, overlaps the two.
+    void attend_to_tile(int64_t key, int64_t key_count, int64_t last_key) {
+        const int64_t panels = queries_.panels(), together = few_rows_ ? 1 : kStepPanels;
+        int64_t next_prefetch = key + kTileKeys;
+        bool loaded = false;
+        Step *step = &steps_[0], *waiting = nullptr;
+        for (int64_t panel = 0, end; panel < panels; panel = end) {
+            end = panel + 1;
+            if (queries_.is_masked(panel, key, key_count)) continue;
+            while (end < panels && end < panel + together && !queries_.is_masked(end, key, key_count)) end++;
+            if (!loaded) load_tile(key, key_count);
+            loaded = true;
+            for (const int64_t until = next_prefetch + prefetched_rows_; next_prefetch < until; next_prefetch++) {
+                prefetch_row(head_.key, problem_.score_dtype, next_prefetch, last_key, problem_.dim);
+                prefetch_row(head_.value, problem_.value_dtype, next_prefetch, last_key, problem_.value_dim);
+            }
+            step->first = panel * kMR, step->size = std::min(end * kMR, queries_.count) - step->first;
+            scores_(step->s, step->bits, queries_, additive_query_, {panel, end}, *tile_,
+                    few_rows_ ? &values_.rows : nullptr, bf16_ ? &*bf16_ : nullptr, false);
+            if (problem_.matrix != MatrixOutput::none)
+                store_scores(problem_, queries_, step->first, step->size, step->s, key, key_count);
+            if (problem_.matrix == MatrixOutput::scores) continue;  // nothing else is wanted
+            if (waiting) add_pv(*waiting, key_count);
+            update_softmax(*step, key_count);
+            waiting = step;
+            step = step == &steps_[0] ? &steps_[1] : &steps_[0];
+        }
+        if (waiting) add_pv(*waiting, key_count);
+    }
+
+    // Read the keys and values of a tile, or find the keys among the shared tiles.
+    void load_tile(int64_t key, int64_t key_count) {
+        tile_ = tiles_.find(problem_, head_, key, key_count);
+        if (!tile_) {
+            own_tile_.fill(problem_, scores_.additive(), head_, key, key_count, !few_rows_ && !bf16_,
+                           {additive_query_.largest, additive_query_.largest});
+            tile_ = &own_tile_;
+        }
+        values_.fill(head_, key, key_count);
+        if constexpr (sizeof(T) == 4)
+            if (bf16_) bf16_->fill(head_, key, key_count, values_.clean);
+        if (dropout_.on) dropout_.set_tile(key);
+    }
+
+    // Turn the scores of a step into weights.
+    void update_softmax(Step& step, int64_t key_count) {
+        uint64_t keep[kStepPanels * kMR];
+        if (dropout_.on)
+            for (int64_t i = 0; i < step.size; i++) keep[i] = dropout_.keep_bits(queries_.stream[step.first + i]);
+        softmax_.update(step.first, step.size, step.s, step.bits, key_count, dropout_.on ? keep : nullptr,
+                        static_cast<T>(dropout_.factor));
+    }
+
+    // O += P V for the rows of a step.
+    void add_pv(const Step& step, int64_t key_count) {
+        T* out = softmax_.out + step.first * softmax_.width;
+        if (bf16_ && !values_.narrow()) {
+            if constexpr (sizeof(T) == 4) bf16_->pv(out, step.s, step.size, key_count);
+        } else {
+            const View<T> next{tile_->rows.row(key_count), tile_->rows.stride};
+            values_.add_pv(out, step.s, step.size, few_rows_ ? &next : nullptr);
+        }
+        if (values_.nonfinite) values_.propagate_nonfinite(out, step.s, step.bits, step.size);
+    }
+
+    const Problem& problem_;
+    const QueryTile<T>& queries_;
+    const SharedTiles<KeyTile<T>>& tiles_;
+    OnlineSoftmax<T>& softmax_;
+    const Head& head_;  // whose keys and values all rows share
+    Scores<T> scores_;
+    KeyTile<T> own_tile_;
+    const KeyTile<T>* tile_ = nullptr;
+    ValueTile<T> values_;
+    Dropout dropout_;
+    typename Additive<T>::Query additive_query_;
+    std::optional<Bf16Dot> bf16_;
+    const bool few_rows_;
+    int64_t prefetched_rows_ = 0;  // of keys and of values, in each step
+    Step steps_[2];
+};
+
+// Normalise and store the output of a row, its statistics, and its row of the matrix.
 template <class T>
 void store_row(const Problem& problem, const Head& head, int64_t row, const RowState<T>& state, T* out) {
     if (problem.matrix != MatrixOutput::none) finish_matrix_row(problem, head, row, state);
-    T* row_stats = reinterpret_cast<T*>(head.row_stats) + row * kRowStats;
-    row_stats[0] = state.max;
-    row_stats[1] = state.denom;
+    T* stats = as<T>(head.row_stats) + row * kRowStats;
+    stats[kStatMax] = state.max;
+    stats[kStatDenom] = state.denom;
     if (problem.full_statistics) {
-        row_stats[2] = state.sum_exp_logit;
-        row_stats[3] = state.squares;
-        row_stats[4] = state.count;
-        row_stats[5] = state.base + state.mean;
-        row_stats[6] = state.deviation;
+        stats[kStatSumExpLogit] = state.sum_exp_logit;
+        stats[kStatSumSquares] = state.squares;
+        stats[kStatCount] = state.count;
+        stats[kStatMean] = state.base + state.mean;
+        stats[kStatDeviation] = state.deviation;
     }
     const T scale = state.denom == 0 ? T(1) : state.out_scale / state.denom;
     const int64_t size = attnscore::size_of(problem.value_dtype), width = problem.value_dim;
     char* to = head.out + row * width * size;
     if (row + kPrefetchRows < problem.query_len) prefetch<1>(to + kPrefetchRows * width * size, width * size);
     if (problem.value_dtype == dtype_of<T>()) {
-        for (int64_t j = 0; j < width; j++) reinterpret_cast<T*>(to)[j] = out[j] * scale;
+        for (int64_t j = 0; j < width; j++) as<T>(to)[j] = out[j] * scale;
     } else if constexpr (sizeof(T) == 4) {
         for (int64_t j = 0; j < width; j++) out[j] *= scale;
-        narrow_row(reinterpret_cast<uint16_t*>(to), out, problem.value_dtype, width);
+        narrow_row(as<uint16_t>(to), out, problem.value_dtype, width);
     }
 }
 
-// The rows of a group, cut into blocks, and per_step queries's keys into ranges: fixed by the shape alone, so that no
-// result depends on the number of threads.
+// How a call is cut into tasks: query tiles of a group, each against ranges of its keys. The shape alone decides, so
+// that no result depends on the number of threads.
 struct ForwardTasks {
-    struct Unit {
+    struct Rows {
         const std::vector<int64_t>* heads;
         int64_t first, count;
     };
-    std::vector<Unit> units;
-    std::vector<std::vector<int64_t>> single;  // heads taken alone
+    std::vector<Rows> query_tiles;
+    std::vector<std::vector<int64_t>> single;  // heads whose rows are not joined with those of others
     int64_t ranges = 1;
 
     explicit ForwardTasks(const Problem& problem) {
-        constexpr int64_t kMinTasks = 16;  // tasks to share among threads
-        // Rows of several heads share a tile of keys where nothing of a form is the head's own.
+        constexpr int64_t kMinTasks = 16;  // enough to share among threads
+        // Rows of several heads share key tiles, unless a head has tables of its own.
         const bool join = problem.form != Form::additive;
         int64_t rows = 384;
         while (rows > (join ? 48 : 96) &&
@@ -148,10 +190,11 @@ struct ForwardTasks {
                 cut(single.back(), problem.query_len, rows);
             }
         }
-        const int64_t count = static_cast<int64_t>(units.size());
+        const int64_t count = static_cast<int64_t>(query_tiles.size());
         if (count > 0 && count < kMinTasks && problem.key_len >= 2048)
             ranges = std::min((kMinTasks + count - 1) / count, problem.key_len / 1024);
     }
+    // Range r of the keys of a query tile, in whole key tiles.
     Span range(Span keys, int64_t r) const {
         const int64_t tiles = std::max<int64_t>(0, (keys.last - keys.first + kTileKeys - 1) / kTileKeys);
         return {keys.first + tiles * r / ranges * kTileKeys,
@@ -159,67 +202,69 @@ struct ForwardTasks {
     }
 
    private:
-    // Into blocks of one size, but for the last: a small one of its own would leave a thread idle meanwhile.
+    // Cut rows into query tiles of one size: a small last one would leave the other threads idle.
     void cut(const std::vector<int64_t>& heads, int64_t total, int64_t most) {
         const int64_t count = (total + most - 1) / most;
         const int64_t rows = count > 0 ? padded((total + count - 1) / count, kMR) : most;
         for (int64_t first = 0; first < total; first += rows)
-            units.push_back({&heads, first, std::min(rows, total - first)});
+            query_tiles.push_back({&heads, first, std::min(rows, total - first)});
     }
 };
 
-// What a range of keys leaves for the ranges to be concat.
+// The rows of a query tile after one range of keys.
 template <class T>
 struct RangeResult {
     std::vector<RowState<T>> states;
-    Buffer<T> out;
+    std::vector<T> out;
 };
 
+// Merge the ranges of a query tile, row by row, and store the rows.
 template <class T>
-void merge_ranges(const Problem& problem, const ForwardTasks::Unit& unit, RangeResult<T>* results, int64_t ranges) {
+void merge_ranges(const Problem& problem, const ForwardTasks::Rows& rows, RangeResult<T>* results, int64_t ranges) {
     const int64_t width = row_width<T>(problem);
-    for (int64_t i = 0; i < unit.count; i++) {
+    for (int64_t i = 0; i < rows.count; i++) {
         RowState<T> whole = results[0].states[i];
-        T* out = results[0].out.memory.get() + i * width;
+        T* out = results[0].out.data() + i * width;
         for (int64_t r = 1; r < ranges; r++) {
-            const RowState<T>& result = results[r].states[i];
-            const T maximum = (result.max > whole.max || result.max != result.max) ? result.max : whole.max,
+            const RowState<T>& part = results[r].states[i];
+            const T maximum = (part.max > whole.max || part.max != part.max) ? part.max : whole.max,
                     to = safe_max(maximum);
-            const T f = rescale_factor(whole.max, to), g = rescale_factor(result.max, to);
-            const T* more = results[r].out.memory.get() + i * width;
-            for (int64_t j = 0; j < width; j++) out[j] = f * whole.out_scale * out[j] + g * result.out_scale * more[j];
+            const T f = rescale_factor(whole.max, to), g = rescale_factor(part.max, to);
+            const T* more = results[r].out.data() + i * width;
+            for (int64_t j = 0; j < width; j++) out[j] = f * whole.out_scale * out[j] + g * part.out_scale * more[j];
             whole.sum_exp_logit = f * (whole.sum_exp_logit + (safe_max(whole.max) - to) * whole.denom) +
-                                  g * (result.sum_exp_logit + (safe_max(result.max) - to) * result.denom);
-            whole.squares = f * f * whole.squares + g * g * result.squares;
-            whole.denom = f * whole.denom + g * result.denom;
+                                  g * (part.sum_exp_logit + (safe_max(part.max) - to) * part.denom);
+            whole.squares = f * f * whole.squares + g * g * part.squares;
+            whole.denom = f * whole.denom + g * part.denom;
             whole.max = maximum, whole.out_scale = 1;
-            whole.merge_moments(result.count, result.base, result.mean, result.deviation);
+            whole.merge_moments(part.count, part.base, part.mean, part.deviation);
         }
-        const Head& head = problem.heads[(*unit.heads)[(unit.first + i) / problem.query_len]];
-        store_row(problem, head, (unit.first + i) % problem.query_len, whole, out);
+        const Head& head = problem.heads[(*rows.heads)[(rows.first + i) / problem.query_len]];
+        store_row(problem, head, (rows.first + i) % problem.query_len, whole, out);
     }
 }
 
+// The forward with sums of T.
 template <class T>
 void forward_typed(const Problem& problem, int threads) {
     const ForwardTasks tasks(problem);
-    const int64_t ranges = tasks.ranges;
-    std::vector<RangeResult<T>> results(ranges > 1 ? tasks.units.size() * ranges : 0);
+    const int64_t ranges = tasks.ranges, query_tiles = static_cast<int64_t>(tasks.query_tiles.size());
+    std::vector<RangeResult<T>> results(ranges > 1 ? query_tiles * ranges : 0);
     threads = clamp_threads(problem, threads);
     const Additive<T> form(problem);
     SharedTiles<KeyTile<T>> tiles;
-    if (tiles.is_profitable(problem, static_cast<int64_t>(tasks.units.size() / problem.heads.size())))
+    if (tiles.is_profitable(problem, query_tiles / static_cast<int64_t>(problem.heads.size())))
         tiles = {problem, threads, [&](Arena& arena) { return KeyTile<T>(arena, problem, form, false); },
                  [&](KeyTile<T>& tile, const Head& head, int64_t key, int64_t key_count) {
                      tile.fill(problem, form, head, key, key_count, true);
                  }};
-    for_each_task(static_cast<int64_t>(tasks.units.size()) * ranges, threads, [&](int64_t task) {
-        const ForwardTasks::Unit& unit = tasks.units[task / ranges];
+    for_each_task(query_tiles * ranges, threads, [&](int64_t task) {
+        const ForwardTasks::Rows& rows = tasks.query_tiles[task / ranges];
         Arena& arena = thread_arena();
-        const QueryTile<T> queries(arena, problem, *unit.heads, unit.first, unit.count);
+        const QueryTile<T> queries(arena, problem, *rows.heads, rows.first, rows.count);
         OnlineSoftmax<T> softmax(arena, problem, queries.count);
-        forward_tile(arena, problem, queries, tasks.range(queries.keys(problem.key_len), task % ranges), tiles,
-                     softmax);
+        ForwardTask<T>(arena, problem, queries, tiles, softmax)
+            .run(tasks.range(queries.keys(problem.key_len), task % ranges));
         if (ranges == 1) {
             for (int64_t i = 0; i < queries.count; i++)
                 store_row(problem, *queries.head[i], queries.row[i], softmax.state(i), softmax.out + i * softmax.width);
@@ -227,14 +272,15 @@ void forward_typed(const Problem& problem, int threads) {
         }
         RangeResult<T>& result = results[task];
         for (int64_t i = 0; i < queries.count; i++) result.states.push_back(softmax.state(i));
-        std::copy_n(softmax.out, queries.count * softmax.width, result.out.reserve(queries.count * softmax.width));
+        result.out.assign(softmax.out, softmax.out + queries.count * softmax.width);
     });
     if (ranges > 1)
-        for_each_task(static_cast<int64_t>(tasks.units.size()), threads, [&](int64_t unit) {
-            merge_ranges(problem, tasks.units[unit], results.data() + unit * ranges, ranges);
+        for_each_task(query_tiles, threads, [&](int64_t i) {
+            merge_ranges(problem, tasks.query_tiles[i], results.data() + i * ranges, ranges);
         });
 }
 
+// Fill outputs, statistics and matrices of all heads.
 void forward(const Problem& problem, int threads) {
     if (problem.query_len == 0 || problem.heads.empty()) return;
     if (problem.value_dtype == Dtype::f64)

@@ -1,52 +1,62 @@
-// Products of small matrices: a few rows of accumulators stay in registers, rows of A are broadcast (so A may have any
-// strides), rows of B are contiguous vectors. Each sum runs over k in order, whatever block it falls into.
+// GEMM of small matrices, C (+)= A B. A micro-tile of C (kMR rows x kNR vectors) is summed in registers, from broadcast
+// elements of A, which may have any strides, and contiguous vectors of B. Every sum runs over k in order, so its bits
+// do not depend on the micro-tile that computes it.
 
-// Without a fused multiply-add the rounding of each gemm joins that of the sum, and sums are kept short.
+// Whether the target has fused multiply-adds. Without them each product is rounded too, and sums are kept short.
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
 constexpr bool kHasFma = true;
 #else
 constexpr bool kHasFma = false;
 #endif
 
-// What a term of a row of A and one of a column of B add to their sum.
-enum class Term { product, distance };
-
-template <class T, Term kind>
-inline V<T> add_terms(V<T> sum, T a, V<T> b) {
-    if constexpr (kind == Term::product) {
-        return sum + a * b;
-    } else {
-        const V<T> away = a - b;
-        return sum + away * away;
+// Terms of a GEMM: how an element of A and a vector of B add to a sum, and how many terms are summed in registers
+// before they join C. Rounding errors grow with the length of a sum, and more where each product is rounded or all
+// terms have one sign.
+template <class T>
+struct Product {
+    using Element = T;
+    using Sum = T;
+    static constexpr int64_t kMaxTerms = kHasFma ? std::numeric_limits<int64_t>::max() : 16;
+    static V<T> read(const T* b) { return load(b); }
+    static T broadcast(T a) { return a; }
+    static V<T> add(V<T> sum, T a, V<T> b) { return sum + a * b; }
+    V<T> finish(V<T> sum) const { return sum; }
+};
+template <class T>
+struct SquaredDistance : Product<T> {
+    static constexpr int64_t kMaxTerms = 16;
+    static V<T> add(V<T> sum, T a, V<T> b) {
+        const V<T> difference = a - b;
+        return sum + difference * difference;
     }
-}
+};
 
-// The last terms of a full strip go by pairs of rows, each of which is stored while the next has its terms: where all
-// sums are stored at once the multiply-adds behind them wait (on Zen 4 80 cycles of 1620, so 45).
+// The last terms of a full micro-tile are added two rows at a time, so that a pair of rows is stored while the next one
+// gets its terms. When all sums are stored at once, the multiply-adds behind them wait (on Zen 4, 80 cycles of 1620
+// instead of 45).
 constexpr int64_t kTailTerms = 4;
 template <int R>
 constexpr int kTailRows = R == kMR ? 2 : R;
 
-// sum[R x N vectors] += A[R] B[N vectors], or (A - B)^2
-template <class T, int R, int N, Term kind>
-__attribute__((always_inline)) inline void add_terms(V<T> (*sum)[N], const T* a, int64_t row, const T* b) {
-    V<T> line[N];
+// Add one term: sum[R x N vectors] += A[R] B[N vectors].
+template <int R, int N, class Terms, class T, class E>
+__attribute__((always_inline)) inline void rank1_update(V<T> (*sum)[N], const E* a, int64_t row, const E* b) {
+    decltype(Terms::read(b)) line[N];
 #pragma GCC unroll 8
-    for (int j = 0; j < N; j++) line[j] = load(b + j * Vector<T>::lanes);
+    for (int j = 0; j < N; j++) line[j] = Terms::read(b + j * Vector<T>::lanes);
 #pragma GCC unroll 8
     for (int i = 0; i < R; i++) {
-        const T own = a[i * row];
+        const auto own = Terms::broadcast(a[i * row]);
 #pragma GCC unroll 8
-        for (int j = 0; j < N; j++) sum[i][j] = add_terms<T, kind>(sum[i][j], own, line[j]);
+        for (int j = 0; j < N; j++) sum[i][j] = Terms::add(sum[i][j], own, line[j]);
     }
 }
 
-// C[R x N vectors] (+)= sum over k of A[R x k] B[k x N vectors], or of (A - B)^2. Sums start from 0, and what C holds
-// is added at the end: nothing waits for it.
-template <class T, int R, int N, Term kind>
-inline void micro_kernel(T* c, int64_t ldc, const T* a, int64_t row, int64_t col, const T* b, int64_t ldb, int64_t k,
-                         bool add) {
-    constexpr int L = Vector<T>::lanes;
+// Compute a micro-tile: C[R x N vectors] (+)= sum over k of A[R x k] B[k x N vectors]. Sums start from 0 and C is added
+// at the end, so that no term waits for the load of C.
+template <int R, int N, class Terms, class T = typename Terms::Sum, class E = typename Terms::Element>
+inline void micro_kernel(const Terms& terms, T* c, int64_t ldc, const E* a, int64_t row, int64_t col, const E* b,
+                         int64_t ldb, int64_t k, bool add) {
     V<T> sum[R][N];
 #pragma GCC unroll 8
     for (int i = 0; i < R; i++)
@@ -54,73 +64,65 @@ inline void micro_kernel(T* c, int64_t ldc, const T* a, int64_t row, int64_t col
         for (int j = 0; j < N; j++) sum[i][j] = V<T>{};
     const int64_t together = kTailRows<R> < R ? std::max<int64_t>(k - kTailTerms, 0) : k;
 #pragma GCC unroll 2
-    for (int64_t p = 0; p < together; p++) add_terms<T, R, N, kind>(sum, a + p * col, row, b + p * ldb);
+    for (int64_t p = 0; p < together; p++) rank1_update<R, N, Terms, T>(sum, a + p * col, row, b + p * ldb);
 #pragma GCC unroll 8
     for (int first = 0; first < R; first += kTailRows<R>) {
 #pragma GCC unroll 1
         for (int64_t p = together; p < k; p++)
-            add_terms<T, kTailRows<R>, N, kind>(sum + first, a + first * row + p * col, row, b + p * ldb);
+            rank1_update<kTailRows<R>, N, Terms, T>(sum + first, a + first * row + p * col, row, b + p * ldb);
 #pragma GCC unroll 8
         for (int i = first; i < first + kTailRows<R>; i++) {
             T* to = opaque(c + i * ldc);
 #pragma GCC unroll 8
-            for (int j = 0; j < N; j++) store(to + j * L, add ? load(to + j * L) + sum[i][j] : sum[i][j]);
+            for (int j = 0; j < N; j++) {
+                T* at = to + j * Vector<T>::lanes;
+                store(at, add ? load(at) + sum[i][j] : terms.finish(sum[i][j]));
+            }
         }
     }
 }
 
-template <class T, int N, Term kind>
-void column_panel(T* c, int64_t ldc, const T* a, int64_t row, int64_t col, const T* b, int64_t ldb, int64_t m,
-                  int64_t k, bool add) {
-    int64_t i = 0;
-    for (; i + kMR <= m; i += kMR)
-        micro_kernel<T, kMR, N, kind>(c + i * ldc, ldc, a + i * row, row, col, b, ldb, k, add);
-    c += i * ldc, a += i * row;
-    switch (m - i) {
-        case 5:
-            micro_kernel<T, 5, N, kind>(c, ldc, a, row, col, b, ldb, k, add);
-            break;
-        case 4:
-            micro_kernel<T, 4, N, kind>(c, ldc, a, row, col, b, ldb, k, add);
-            break;
-        case 3:
-            micro_kernel<T, 3, N, kind>(c, ldc, a, row, col, b, ldb, k, add);
-            break;
-        case 2:
-            micro_kernel<T, 2, N, kind>(c, ldc, a, row, col, b, ldb, k, add);
-            break;
-        case 1:
-            micro_kernel<T, 1, N, kind>(c, ldc, a, row, col, b, ldb, k, add);
-            break;
-    }
+// Call f with `rows` (0 to R) as a constant, unless it is 0.
+template <int R, class F>
+inline void with_constant_rows(int64_t rows, const F& f) {
+    if (rows == R)
+        f(std::integral_constant<int, R>{});
+    else if constexpr (R > 1)
+        with_constant_rows<R - 1>(rows, f);
 }
 
-// Terms that are summed in registers before they join the sum so far. The rounding of a sum grows with its length, and
-// more where a gemm is rounded before it is added; squares of distances are all of one sign.
-template <Term kind>
-constexpr int64_t kMaxTerms = kHasFma && kind == Term::product ? std::numeric_limits<int64_t>::max() : 16;
+// Compute N vectors of columns of C, one micro-tile after the other.
+template <int N, class Terms, class T = typename Terms::Sum, class E = typename Terms::Element>
+void column_panel(const Terms& terms, T* c, int64_t ldc, const E* a, int64_t row, int64_t col, const E* b, int64_t ldb,
+                  int64_t m, int64_t k, bool add) {
+    int64_t i = 0;
+    for (; i + kMR <= m; i += kMR) micro_kernel<kMR, N>(terms, c + i * ldc, ldc, a + i * row, row, col, b, ldb, k, add);
+    with_constant_rows<kMR - 1>(m - i, [&](auto rows) {
+        micro_kernel<rows, N>(terms, c + i * ldc, ldc, a + i * row, row, col, b, ldb, k, add);
+    });
+}
 
-// C[m x n] (+)= A[m x k] B[k x n]; `n` is a number of columns that whole vectors cover.
-template <class T, Term kind = Term::product>
-void gemm(T* c, int64_t ldc, const T* a, int64_t row, int64_t col, const T* b, int64_t ldb, int64_t m, int64_t n,
-          int64_t k, bool add) {
+// C[m x n] (+)= A[m x k] B[k x n]. Element (i, p) of A stands at a[i * row + p * col]; `n` covers whole vectors.
+template <class Terms, class T = typename Terms::Sum, class E = typename Terms::Element>
+void gemm(const Terms& terms, T* c, int64_t ldc, const E* a, int64_t row, int64_t col, const E* b, int64_t ldb,
+          int64_t m, int64_t n, int64_t k, bool add) {
     constexpr int L = Vector<T>::lanes;
     int64_t p = 0;
     do {
-        const int64_t terms = std::min(kMaxTerms<kind>, k - p);
+        const int64_t count = std::min(Terms::kMaxTerms, k - p);
         int64_t j = 0;
         for (; j + kNR * L <= n; j += kNR * L)
-            column_panel<T, kNR, kind>(c + j, ldc, a, row, col, b + j, ldb, m, terms, add);
+            column_panel<kNR>(terms, c + j, ldc, a, row, col, b + j, ldb, m, count, add);
         if constexpr (kNR > 2)
             for (; j + 2 * L <= n; j += 2 * L)
-                column_panel<T, 2, kind>(c + j, ldc, a, row, col, b + j, ldb, m, terms, add);
-        for (; j < n; j += L) column_panel<T, 1, kind>(c + j, ldc, a, row, col, b + j, ldb, m, terms, add);
-        p += terms, a += terms * col, b += terms * ldb, add = true;
+                column_panel<2>(terms, c + j, ldc, a, row, col, b + j, ldb, m, count, add);
+        for (; j < n; j += L) column_panel<1>(terms, c + j, ldc, a, row, col, b + j, ldb, m, count, add);
+        p += count, a += count * col, b += count * ldb, add = true;
     } while (p < k);
 }
 
-// C[R x N vectors] += sum over k of A[R x k] (X[R x N vectors] - B[k x N vectors])
-template <class T, int R, int N>
+// Add to a micro-tile: C[R x N vectors] += sum over k of A[R x k] (X[R x N vectors] - B[k x N vectors]).
+template <int R, int N, class T>
 inline void difference_micro_kernel(T* c, int64_t ldc, const T* a, int64_t row, int64_t col, const T* x, int64_t ldx,
                                     const T* b, int64_t ldb, int64_t k) {
     constexpr int L = Vector<T>::lanes;
@@ -145,30 +147,30 @@ inline void difference_micro_kernel(T* c, int64_t ldc, const T* a, int64_t row, 
         for (int j = 0; j < N; j++) store(c + i * ldc + j * L, sum[i][j]);
 }
 
-// C[i] += sum over p of A[i][p] (X[i] - B[p]), row by row: what a distance's gradient is.
+// C[i] += sum over p of A[i][p] (X[i] - B[p]): the gradient of squared distances.
 template <class T>
 void gemm_difference(T* c, int64_t ldc, const T* a, int64_t row, int64_t col, const T* x, int64_t ldx, const T* b,
                      int64_t ldb, int64_t m, int64_t n, int64_t k) {
     constexpr int L = Vector<T>::lanes, R = 4, N = kNR / 2;
+    const auto at = [&](auto rows, auto vectors, int64_t i, int64_t j) {
+        difference_micro_kernel<rows, vectors>(c + i * ldc + j, ldc, a + i * row, row, col, x + i * ldx + j, ldx, b + j,
+                                               ldb, k);
+    };
+    constexpr std::integral_constant<int, 1> one;
     int64_t j = 0;
     for (; j + N * L <= n; j += N * L) {
         int64_t i = 0;
-        for (; i + R <= m; i += R)
-            difference_micro_kernel<T, R, N>(c + i * ldc + j, ldc, a + i * row, row, col, x + i * ldx + j, ldx, b + j,
-                                             ldb, k);
-        for (; i < m; i++)
-            difference_micro_kernel<T, 1, N>(c + i * ldc + j, ldc, a + i * row, row, col, x + i * ldx + j, ldx, b + j,
-                                             ldb, k);
+        for (; i + R <= m; i += R) at(std::integral_constant<int, R>{}, std::integral_constant<int, N>{}, i, j);
+        for (; i < m; i++) at(one, std::integral_constant<int, N>{}, i, j);
     }
     for (; j < n; j += L)
-        for (int64_t i = 0; i < m; i++)
-            difference_micro_kernel<T, 1, 1>(c + i * ldc + j, ldc, a + i * row, row, col, x + i * ldx + j, ldx, b + j,
-                                             ldb, k);
+        for (int64_t i = 0; i < m; i++) at(one, one, i, j);
 }
 
-// The dot gemm of one row with each of 64 rows (those behind `count` give 0), without turning them: for few rows,
-// where reading is all that counts. Rows are read in order, and the values of the tile asked for meanwhile, so that
-// memory does not idle between the two: 29 GB/s, 22 without, of 37 that two such streams reach.
+// Dot products of one row with each of the 64 rows of a tile (0 behind `count`), for few query rows: there reading
+// memory takes all the time, and transposing the keys would not pay. Rows of `next`, the values of the tile, are
+// prefetched meanwhile, so that memory does not idle between the two: 29 GB/s, without it 22, where two such streams
+// reach 37.
 template <class T>
 void dot_rows(T* s, const T* q, const View<T>& keys, int64_t count, int64_t width, const View<T>& next) {
     constexpr int L = Vector<T>::lanes;
@@ -198,14 +200,14 @@ void dot_rows(T* s, const T* q, const View<T>& keys, int64_t count, int64_t widt
     for (; i < kTileKeys; i++) s[i] = 0;
 }
 
-// Adds to one row its weights times the rows of values: whole values at a time, which is 6 to 8% faster than halves,
-// and the keys of the next tile asked for meanwhile (5% more).
+// Add to one row its weights times the rows of values, for few query rows. Whole rows of values at a time are 6 to 8%
+// faster than halves; prefetching `next`, the keys of the next tile, gives 5% more.
 template <class T>
 void add_weighted_rows(T* out, const T* weights, const View<T>& values, int64_t count, int64_t width,
                        const View<T>& next) {
     constexpr int L = Vector<T>::lanes, N = 2 * kNR;
     int64_t j = 0;
-    // Without fused multiply-adds `gemm` knows how long a sum may be.
+    // Without fused multiply-adds long sums are left to `gemm`, which cuts them.
     for (; kHasFma && j + N * L <= width; j += N * L) {
         V<T> sum[N];
 #pragma GCC unroll 8
@@ -221,5 +223,6 @@ void add_weighted_rows(T* out, const T* weights, const View<T>& values, int64_t 
 #pragma GCC unroll 8
         for (int u = 0; u < N; u++) store(out + j + u * L, sum[u]);
     }
-    gemm<T>(out + j, width, weights, kTileKeys, 1, values.data + j, values.stride, 1, width - j, count, true);
+    gemm(Product<T>{}, out + j, width, weights, kTileKeys, 1, values.data + j, values.stride, 1, width - j, count,
+         true);
 }

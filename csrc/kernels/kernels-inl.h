@@ -1,9 +1,9 @@
 // The kernels, written once and compiled for each CPU target in a namespace of its own.
 //
-// Scores of 6 query rows against a tile of 64 keys are computed at a time, as products of broadcast rows with
-// contiguous vectors; 64 bits say which of the keys a row sees. What a pair has_mask reaches nothing through it, NaN
-// and infinity included: scores are selected, and where a tile holds such a number and a row does not see all of it,
-// products touch what is seen and nothing else.
+// FlashAttention on the CPU. The scores of a micro-panel (kMR query rows) against a key tile (64 keys) are products of
+// broadcast query elements and contiguous vectors of keys; 64 bits say which keys a row attends to. Nothing propagates
+// through a masked pair, NaN and infinity included: scores are selected, and where a tile holds such a number and a row
+// does not attend to all of it, products leave the masked pairs out.
 
 #include <algorithm>
 #include <atomic>
@@ -28,9 +28,10 @@ namespace attnscore {
 namespace ATTNSCORE_TARGET {
 namespace {
 
-// Each rests on those above it.
+// In order: each uses those above it.
 // clang-format off
 #include "kernels/simd-inl.h"
+#include "kernels/storage-inl.h"
 #include "kernels/memory-inl.h"
 #include "kernels/gemm-inl.h"
 #include "kernels/masking-inl.h"

@@ -1,7 +1,16 @@
-// Which pairs are seen, and which weights dropout keeps: one bit for each of the 64 keys of a tile.
+// Which pairs are unmasked and which weights dropout keeps: one bit for each of the 64 keys of a tile.
 
+// The keys [first, last); none where last <= first.
 struct Span {
     int64_t first, last;
+
+    bool empty() const { return last <= first; }
+    // The smallest span that holds both; an empty `other` adds nothing.
+    Span covering(Span other) const {
+        return other.empty() ? *this : Span{std::min(first, other.first), std::max(last, other.last)};
+    }
+    // The keys that both hold.
+    Span within(Span other) const { return {std::max(first, other.first), std::min(last, other.last)}; }
 };
 
 constexpr uint64_t kAll = ~uint64_t{0};
@@ -9,24 +18,31 @@ constexpr uint64_t kAll = ~uint64_t{0};
 // The lowest `count` bits.
 inline uint64_t lowest_bits(int64_t count) { return count >= kTileKeys ? kAll : (uint64_t{1} << count) - 1; }
 
+// Call f(j) for each set bit j.
+template <class F>
+inline void for_each_bit(uint64_t bits, const F& f) {
+    for (; bits; bits &= bits - 1) f(__builtin_ctzll(bits));
+}
+
+// The keys between the bounds of a row, holes included.
 inline Span key_interval(const Problem& problem, const Head& head, int64_t row) {
     if (!head.start) return {0, problem.key_len};
     return {std::max<int64_t>(head.start[row], 0), std::min<int64_t>(head.stop[row], problem.key_len)};
 }
 
-// The k-th hole of a row, from 0.
+// The k-th hole in the interval of a row, counted from 0.
 inline Span hole_interval(const Head& head, int64_t row, int64_t k) {
     const int64_t at = (k + 1) * head.hole_stride + row;
     return {head.start[at], head.stop[at]};
 }
 
-// The bits of a tile from `key` on whose keys lie in a span.
+// Bits of the keys [key, key + count) that a span holds.
 inline uint64_t span_bits(const Span& span, int64_t key, int64_t count) {
     return lowest_bits(std::clamp<int64_t>(span.last - key, 0, count)) &
            ~lowest_bits(std::clamp<int64_t>(span.first - key, 0, count));
 }
 
-// Bits of the non-zero bytes among `count`.
+// Bits of the bytes that are not 0.
 inline uint64_t nonzero_bits(const char* bytes, int64_t stride, int64_t count) {
     if (stride == 0) return *bytes ? lowest_bits(count) : 0;
 #if defined(__AVX512BW__)
@@ -40,6 +56,7 @@ inline uint64_t nonzero_bits(const char* bytes, int64_t stride, int64_t count) {
     return bits;
 }
 
+// Bits of the ids that equal the id of a row, if that is not negative.
 inline uint64_t equal_bits(int64_t own, const int64_t* ids, int64_t stride, int64_t count) {
     if (own < 0) return 0;
     uint64_t bits = 0;
@@ -47,34 +64,35 @@ inline uint64_t equal_bits(int64_t own, const int64_t* ids, int64_t stride, int6
     return bits;
 }
 
-// The keys of [key, key + count) that the intervals of a row hold.
+// Bits of the keys [key, key + count) in the interval of a row and in none of its holes.
 inline uint64_t interval_bits(const Problem& problem, const Head& head, int64_t row, int64_t key, int64_t count) {
     uint64_t bits = span_bits(key_interval(problem, head, row), key, count);
     for (int64_t k = 0; k < head.holes; k++) bits &= ~span_bits(hole_interval(head, row, k), key, count);
     return bits;
 }
 
-// The keys of [key, key + count) that a row sees, by everything but a bias of -inf.
+// Bits of the keys [key, key + count) that a row attends to, as far as a bias of -inf does not mask them.
 inline uint64_t unmasked_bits(const Problem& problem, const Head& head, int64_t row, int64_t key, int64_t count) {
     uint64_t bits = interval_bits(problem, head, row, key, count);
     if (bits && head.mask.data)
         bits &= nonzero_bits(head.mask.data + row * head.mask.row_stride + key * head.mask.col_stride,
                              head.mask.col_stride, count);
     if (bits && head.query_ids.data) {
-        const int64_t* ids = reinterpret_cast<const int64_t*>(head.key_ids.data);
-        const int64_t own = reinterpret_cast<const int64_t*>(head.query_ids.data)[row * head.query_ids.row_stride];
-        bits &= equal_bits(own, ids + key * head.key_ids.row_stride, head.key_ids.row_stride, count);
+        const int64_t own = as<int64_t>(head.query_ids.data)[row * head.query_ids.row_stride];
+        const int64_t stride = head.key_ids.row_stride;
+        bits &= equal_bits(own, as<int64_t>(head.key_ids.data) + key * stride, stride, count);
     }
     return bits;
 }
 
-// Whether only looking at a pair tells if it is seen.
+// Whether pairs are masked one by one, beyond the intervals.
 inline bool has_pair_mask(const Head& head) { return head.mask.data || head.query_ids.data || head.bias.data; }
 
+// Whether a head masks any pair.
 inline bool has_mask(const Head& head) { return head.start || has_pair_mask(head); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Dropout, as dropout.py defines it: two rounds of a 32-bit mixer for the row, one for the pair.
+// Dropout, as dropout.py defines it: two rounds of a 32-bit hash for the row, one for the pair.
 
 inline uint32_t hash32(uint32_t x) {
     x = (x ^ (x >> 16)) * 0x7FEB352Du;
@@ -86,21 +104,24 @@ struct Dropout {
     bool on;
     uint64_t threshold;  // keep_bits from here; 2^32 keeps nothing
     double factor;
-    uint32_t key_hash[kTileKeys];  // of the keys of the tile at hand
+    uint32_t key_hash[kTileKeys];  // the keys' part of the hash, for the current tile
 
     explicit Dropout(const Problem& problem)
         : on(problem.dropout > 0),
           threshold(static_cast<uint64_t>(std::nearbyint(problem.dropout * 4294967296.0))),
           factor(1 / (1 - problem.dropout)) {}
 
+    // Prepare for the keys from `key` on.
     void set_tile(int64_t key) {
         for (int64_t j = 0; j < kTileKeys; j++) key_hash[j] = static_cast<uint32_t>(key + j) * 0x9E3779B9u;
     }
+    // The hash of a row of a head.
     static uint32_t stream(const Problem& problem, const Head& head, int64_t row) {
         const uint64_t all = static_cast<uint64_t>(head.index) * problem.query_len + row;
         const uint32_t low = static_cast<uint32_t>(problem.seed), high = static_cast<uint32_t>(problem.seed >> 32);
         return hash32(hash32(static_cast<uint32_t>(all) + low) + static_cast<uint32_t>(all >> 32) + high);
     }
+    // Bits of the keys whose weights a row keeps.
     uint64_t keep_bits(uint32_t stream) const {
         if (threshold > 0xFFFFFFFFu) return 0;
         uint64_t bits = 0;

@@ -1,9 +1,9 @@
-// Reading and writing the caller's memory, and scratch of our own.
+// Scratch memory, and rows of the caller's memory: read, converted, prefetched, transposed.
 
 inline int64_t padded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// Scratch memory that a task takes piece by piece and its thread keeps for the next one: a fresh allocation of a few
-// hundred kilobytes is a system call and a page fault per page.
+// Scratch memory of a task, which its thread keeps for the next task: a fresh allocation of a few hundred kilobytes
+// costs a system call and a page fault per page.
 class Arena {
    public:
     template <class T>
@@ -23,7 +23,7 @@ class Arena {
         used_ += bytes;
         return reinterpret_cast<T*>(found);
     }
-    // Everything taken is given back. Blocks of unusual size are not kept.
+    // Free everything that was taken. Chunks of unusual size go back to the system.
     void reset() {
         std::erase_if(chunks_, [](const Chunk& chunk) { return chunk.size > 4 * kChunkBytes; });
         at_ = used_ = 0;
@@ -42,69 +42,22 @@ class Arena {
     size_t at_ = 0, used_ = 0;
 };
 
+// The scratch of a task.
 inline Arena& thread_arena() {
     thread_local Arena arena;
     arena.reset();
     return arena;
 }
 
-// The same for what all tasks of a call read: the caller's thread has tasks of its own.
+// The scratch of a call, which its tasks read while the caller's thread runs tasks of its own.
 inline Arena& call_arena() {
     thread_local Arena arena;
     arena.reset();
     return arena;
 }
 
-template <class T>
-struct Buffer {
-    std::unique_ptr<T[], void (*)(void*)> memory{nullptr, [](void* p) { std::free(p); }};
-    T* reserve(int64_t count) {
-        const size_t bytes = padded(std::max<int64_t>(count, 1) * sizeof(T), 64);
-        memory.reset(static_cast<T*>(std::aligned_alloc(64, bytes)));
-        if (!memory) throw std::bad_alloc();
-        return memory.get();
-    }
-};
-
 // ---------------------------------------------------------------------------------------------------------------------
-// Numbers of 16 bits
-
-inline float widened(uint16_t bits, Dtype dtype) {
-    uint32_t wide;
-    if (dtype == Dtype::bf16) {
-        wide = static_cast<uint32_t>(bits) << 16;
-    } else {
-        const uint32_t sign = (bits & 0x8000u) << 16, exponent = (bits >> 10) & 31, fraction = bits & 0x3FFu;
-        if (exponent == 31) {
-            wide = sign | 0x7F800000u | (fraction << 13);
-        } else if (exponent) {
-            wide = sign | ((exponent + 112) << 23) | (fraction << 13);
-        } else {
-            const float small = static_cast<float>(fraction) * 5.9604644775390625e-8f;  // 2^-24
-            return sign ? -small : small;
-        }
-    }
-    float x;
-    std::memcpy(&x, &wide, sizeof x);
-    return x;
-}
-
-inline uint16_t narrowed(float x, Dtype dtype) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, sizeof x);
-    if (dtype == Dtype::bf16) {
-        const uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, quiet = (bits >> 16) | 0x40;
-        return static_cast<uint16_t>(x != x ? quiet : rounded);
-    }
-    const uint32_t sign = (bits >> 16) & 0x8000u;
-    const float size = std::fabs(x);
-    if (x != x) return static_cast<uint16_t>(sign | 0x7E00);
-    if (size >= 65520.0f) return static_cast<uint16_t>(sign | 0x7C00);
-    if (size < 6.103515625e-5f)  // subnormal: whole multiples of 2^-24, rounded to even by the machine
-        return static_cast<uint16_t>(sign | static_cast<uint32_t>(std::nearbyint(size * 16777216.0f)));
-    const uint32_t rounded = (bits & 0x7FFFFFFFu) + 0xFFF + ((bits >> 13) & 1);
-    return static_cast<uint16_t>(sign | ((rounded - 0x38000000u) >> 13));
-}
+// 16-bit floats
 
 inline void widen_row(float* to, const uint16_t* from, Dtype dtype, int64_t count) {
     int64_t j = 0;
@@ -133,7 +86,7 @@ inline void narrow_row(uint16_t* to, const float* from, Dtype dtype, int64_t cou
         for (; j + 16 <= count; j += 16)
             _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + j), _mm512_cvtps_ph(_mm512_loadu_ps(from + j), 0));
 #endif
-    if (dtype == Dtype::bf16)  // a loop of its own: it compiles to vectors
+    if (dtype == Dtype::bf16)  // compiles to vectors, with the dtype a constant
         for (; j < count; j++) to[j] = narrowed(from[j], Dtype::bf16);
     for (; j < count; j++) to[j] = narrowed(from[j], dtype);
 }
@@ -148,35 +101,27 @@ constexpr Dtype dtype_of() {
 
 template <class T>
 inline T element(const Matrix& m, Dtype dtype, int64_t i, int64_t j) {
-    const int64_t at = i * m.row_stride + j * m.col_stride;
-    switch (dtype) {
-        case Dtype::f32:
-            return static_cast<T>(reinterpret_cast<const float*>(m.data)[at]);
-        case Dtype::f64:
-            return static_cast<T>(reinterpret_cast<const double*>(m.data)[at]);
-        default:
-            return static_cast<T>(widened(reinterpret_cast<const uint16_t*>(m.data)[at], dtype));
-    }
+    return load_number<T>(m.data, dtype, i * m.row_stride + j * m.col_stride);
 }
 
-// One row, from column `first`, zeros behind the columns up to `width`.
+// Read `cols` columns of row i, from column `first` on, with zeros behind them up to `width`.
 template <class T>
 inline void read_row(T* to, int64_t width, const Matrix& m, Dtype dtype, int64_t i, int64_t first, int64_t cols) {
     const int64_t at = i * m.row_stride + first * m.col_stride;
     if (cols == 0) {
         // An array without columns may have no memory.
     } else if (m.col_stride == 1 && dtype == dtype_of<T>()) {
-        std::memcpy(to, reinterpret_cast<const T*>(m.data) + at, cols * sizeof(T));
+        std::memcpy(to, as<T>(m.data) + at, cols * sizeof(T));
     } else if (sizeof(T) == 4 && m.col_stride == 1 && (dtype == Dtype::bf16 || dtype == Dtype::f16)) {
-        widen_row(reinterpret_cast<float*>(to), reinterpret_cast<const uint16_t*>(m.data) + at, dtype, cols);
+        widen_row(reinterpret_cast<float*>(to), as<uint16_t>(m.data) + at, dtype, cols);
     } else {
         for (int64_t j = 0; j < cols; j++) to[j] = element<T>(m, dtype, i, first + j);
     }
     for (int64_t j = cols; j < width; j++) to[j] = 0;
 }
 
-// Asks the processor for what is soon read, or written: row i of a matrix, if there is one.
-constexpr int64_t kPrefetchRows = 16;  // rows that memory is ahead of a loop over them
+// Prefetch bytes that are soon read or written, or row i of a matrix if there is one.
+constexpr int64_t kPrefetchRows = 16;  // how far a loop over rows prefetches
 template <int to_write = 0>
 inline void prefetch(const char* from, int64_t bytes) {
     for (int64_t j = 0; j < bytes; j += 64) __builtin_prefetch(from + j, to_write, 2);
@@ -186,20 +131,20 @@ inline void prefetch_row(const Matrix& m, Dtype dtype, int64_t i, int64_t rows, 
     if (i < rows && cols > 0 && m.col_stride == 1) prefetch(m.data + i * m.row_stride * size, cols * size);
 }
 
-// Rows [first, first + count), `width` apart.
+// Read the rows [first, first + count), `width` apart.
 template <class T>
 void read_rows(T* to, int64_t width, const Matrix& m, Dtype dtype, int64_t first, int64_t count, int64_t cols) {
     if (cols == 0) return;
     for (int64_t i = 0; i < count; i++) read_row(to + i * width, width, m, dtype, first + i, 0, cols);
 }
 
-// Whether rows can be read where they lie: right dtype, contiguous, and whole vectors of columns.
+// Whether rows can be used in the caller's memory: as T, contiguous, and in whole vectors.
 template <class T>
 inline bool has_native_layout(const Matrix& m, Dtype dtype, int64_t cols) {
     return dtype == dtype_of<T>() && m.col_stride == 1 && cols % Vector<T>::lanes == 0;
 }
 
-// A view of rows as T with whole vectors of columns.
+// Rows of T in whole vectors.
 template <class T>
 struct View {
     const T* data = nullptr;
@@ -207,24 +152,24 @@ struct View {
     const T* row(int64_t i) const { return data + i * stride; }
 };
 
-// Whether no vector of the rows lies in two lines of the cache. NumPy's large arrays begin 16 bytes behind one, and
-// then all do, which takes 2% of a pass.
+// Whether no vector of the rows spans two cache lines. NumPy's large arrays begin 16 bytes behind a line, so that all
+// vectors do, which takes 2% of a pass.
 template <class T>
 inline bool is_aligned(const View<T>& rows) {
     return (reinterpret_cast<uintptr_t>(rows.data) | static_cast<uintptr_t>(rows.stride) * sizeof(T)) % kVectorBytes ==
            0;
 }
 
-// Rows [first, first + count) where they lie, or in `copy`, which has room for count x padded(cols).
+// The rows [first, first + count), in the caller's memory or in `copy`, which has room for count x padded(cols).
 template <class T>
 inline View<T> view_rows(T* copy, const Matrix& m, Dtype dtype, int64_t first, int64_t count, int64_t cols) {
-    if (has_native_layout<T>(m, dtype, cols))
-        return {reinterpret_cast<const T*>(m.data) + first * m.row_stride, m.row_stride};
+    if (has_native_layout<T>(m, dtype, cols)) return {as<T>(m.data) + first * m.row_stride, m.row_stride};
     const int64_t width = padded(cols, Vector<T>::lanes);
     read_rows(copy, width, m, dtype, first, count, cols);
     return {copy, width};
 }
 
+// Whether rows hold neither NaN nor infinity: x * 0 is NaN for these alone.
 template <class T>
 inline bool is_finite(const View<T>& rows, int64_t count, int64_t width) {
     constexpr int L = Vector<T>::lanes;
@@ -235,9 +180,9 @@ inline bool is_finite(const View<T>& rows, int64_t count, int64_t width) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Rows as columns
+// Transposition
 
-// A square of lanes x lanes, transposed in registers: squares within squares, from halves down to single lanes.
+// Transpose a square of lanes x lanes in registers: first halves, then the squares within them, down to single lanes.
 template <class T, int s>
 inline void transpose_step(V<T>* v) {
     constexpr int L = Vector<T>::lanes;
@@ -263,8 +208,8 @@ inline void transpose_square(T* to, int64_t ldt, const T* from, int64_t ldf) {
     for (int i = 0; i < L; i++) store(to + i * ldt, v[i]);
 }
 
-// Rows of a tile as columns: to[j * kTileKeys + i] = from[i][j]; `width` covers whole vectors. Columns behind `count`
-// are 0 up to a whole vector, or in the whole tile.
+// Transpose a tile: to[j * kTileKeys + i] = from[i][j]; `width` covers whole vectors. Columns behind `count` become 0
+// up to a whole vector, or to the end of the tile (`whole`).
 template <class T>
 void transpose_tile(T* to, const View<T>& from, int64_t width, int64_t count, bool whole = false) {
     constexpr int L = Vector<T>::lanes;

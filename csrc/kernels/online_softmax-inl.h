@@ -1,16 +1,20 @@
-// The rows of a task while its tiles go by: the lazy_max of their weights, and sums by lanes. Sums and update_moments
-// of a tile are added where the row stands; a new lazy_max moves all sums of weights.
+// Online softmax: the state of query rows while key tiles go by. Sums are kept by lanes and added up at the end.
+//
+// The weight of a score s is exp(s - lazy_max), computed as 2^((s - lazy_max) log2 e). The lazy maximum of a row is the
+// maximum of the tile that last raised it, and is raised only where the weights of a tile come out large: most tiles
+// then need neither a maximum nor a rescaling.
 
-// A row after some of its keys; `out` is keep beside it.
+// The state of a row after some of its keys; its output stands elsewhere.
 template <class T>
 struct RowState {
-    T max = -std::numeric_limits<T>::infinity();  // or what kRowStats allows in its place
+    T max = -std::numeric_limits<T>::infinity();  // or the lazy maximum; see RowStat
     T denom = 0, sum_exp_logit = 0, squares = 0;
-    T out_scale = 1;  // what `out` is to be multiplied by to be at the lazy_max of `max`
-    // Moments of the scores; the mean less the base: at the lazy_max of the scores the gap between two means would lose
-    // its digits.
+    T out_scale = 1;  // brings the output to weights exp(s - max)
+    // Moments of the scores. The mean is relative to the base: among large scores the difference of two means would
+    // lose its digits.
     T count = 0, base = 0, mean = 0, deviation = 0;
 
+    // Merge the moments of other scores (Chan et al.).
     void merge_moments(T other_count, T other_base, T other_mean, T other_deviation) {
         if (other_count == 0) return;
         if (count == 0) {
@@ -18,7 +22,7 @@ struct RowState {
             return;
         }
         if (const T both = mean + other_mean; !std::isfinite(both)) {
-            // Infinity less infinity would be NaN where one side alone is infinite.
+            // Where one side alone is infinite, its mean is that of both; a difference would make NaN of it.
             count += other_count, mean = both, deviation = std::numeric_limits<T>::quiet_NaN();
             return;
         }
@@ -29,31 +33,29 @@ struct RowState {
     }
 };
 
+// The maximum to subtract from the scores of a row: 0 for a fully masked row, where inf - inf would be NaN.
 template <class T>
 inline T safe_max(T maximum) {
     return maximum == -std::numeric_limits<T>::infinity() ? T(0) : maximum;
 }
 
+// The factor that moves sums of weights from one maximum to another.
 template <class T>
 inline T rescale_factor(T old_max, T to) {
     return old_max == -std::numeric_limits<T>::infinity() ? T(0) : exp_scalar<T>(old_max - to);
 }
 
-// OnlineSoftmax sums of rows, by lanes: they are added up once, at the end.
-//
-// The weight of a score s is exp(s - lazy_max), as 2^((s - lazy_max) log2 e). The lazy_max is the row's maximum when it
-// was last raised, and is raised only where the weights of a tile come out large: a maximum that creeps up moves
-// nothing, and nobody looks for it.
+// The states of the rows of a query tile.
 template <class T>
 struct OnlineSoftmax {
     static constexpr int L = Vector<T>::lanes;
-    static constexpr T kMaxWeightSum = 256;  // that weights of a tile add up to, by lanes
-    // Of a row that has seen nothing yet: hidden scores, which are -inf, stay below it.
+    static constexpr T kMaxWeightSum = 256;  // by lane, of a tile; above it the lazy maximum is raised
+    // The lazy maximum before the first unmasked score: masked scores, which are -inf, stay below it.
     static constexpr T kUnset = std::numeric_limits<T>::lowest();
     T *lazy_max, *denom, *out;
     T *row_max = nullptr, *sum_exp_logit = nullptr, *squares = nullptr;
-    // Moments of the scores: sums of what they lie above a base near their mean, and of its square, over the last full
-    // tiles; and what is merged of all others.
+    // Moments of the scores: by lanes, sums of (s - base) and of its square over the last full tiles, whose number is
+    // `full`; and the merged moments of all other tiles.
     T *shifted = nullptr, *shifted_squares = nullptr, *base = nullptr, *full = nullptr;
     RowState<T>* merged = nullptr;
     int64_t width;
@@ -72,11 +74,11 @@ struct OnlineSoftmax {
         std::fill(merged, merged + count, RowState<T>{});
     }
 
-    // Scores become weights. What dropout takes logit counts in the sums; `keep` (null: all) are the bits of what it
-    // leaves, times `factor`.
+    // Turn the scores of a tile into weights in place, and update the sums of their rows. Dropped weights count in the
+    // sums; `keep` (null: all) are the bits of the weights that dropout keeps, which are multiplied by `factor`.
     void update(int64_t first, int64_t size, T* s, const uint64_t* bits, int64_t key_count, const uint64_t* keep,
                 T factor) {
-        // Short rows are common (a sequence of a few words), and a whole row of exponentials is what they cost.
+        // Exponentials take most of the time of a short row, which is common (a sequence of a few words).
         dispatch_width(key_count, [&](auto vectors) {
             if (!sum_exp_logit && !keep) return update_rows<vectors, false, false>(first, size, s, bits, keep, factor);
             if (!sum_exp_logit) return update_rows<vectors, false, true>(first, size, s, bits, keep, factor);
@@ -85,6 +87,7 @@ struct OnlineSoftmax {
         });
     }
 
+    // The state of a row, relative to its maximum if that is known, otherwise to its lazy maximum.
     RowState<T> state(int64_t i) const {
         RowState<T> found;
         const T sum = reduce_sum<T>(load(denom + i * L));
@@ -93,10 +96,9 @@ struct OnlineSoftmax {
             found.max = reduce_max<T>(load(row_max + i * L));
         else if (lazy_max[i] != kUnset || sum != 0)
             found.max = lazy_max[i];
-        if (sum != sum && found.max != infinity) found.max = sum;  // a visible NaN
+        if (sum != sum && found.max != infinity) found.max = sum;  // an unmasked NaN
         found.denom = sum;
         if (!row_max) return found;
-        // From the lazy_max to the maximum.
         const T rise = found.max == -infinity ? T(0) : found.max - lazy_max[i];
         found.out_scale = exp_scalar<T>(-rise);
         found.denom *= found.out_scale;
@@ -116,6 +118,7 @@ struct OnlineSoftmax {
         return x;
     }
 
+    // Call f with the number of vectors that hold `key_count` keys, as a constant: 1, half a tile or a whole tile.
     template <class F>
     static void dispatch_width(int64_t key_count, const F& f) {
         constexpr int W = kTileVectors<T>;
@@ -127,6 +130,7 @@ struct OnlineSoftmax {
             f(std::integral_constant<int, W>{});
     }
 
+    // Update `size` rows whose keys take W vectors.
     template <int W, bool statistics, bool drops>
     void update_rows(int64_t first, int64_t size, T* s, const uint64_t* bits, const uint64_t* keep, T factor) {
         for (int64_t i = first; i < first + size; i++, s += kTileKeys) {
@@ -153,7 +157,8 @@ struct OnlineSoftmax {
                 V<T> logits = load(sum_exp_logit + i * L), square = load(squares + i * L);
 #pragma GCC unroll 16
                 for (int j = 0; j < W; j++) {
-                    // Where s = -inf the product is 0: below `lowest` e is, and NaN shows in the sum.
+                    // e is 0 below `lowest`, so that clamping keeps 0 * -inf from becoming NaN; NaN propagates by
+                    // denom.
                     logits += e[j] * fast_max<T>(logit[j], splat<T>(Exp<T>::lowest));
                     square += e[j] * e[j];
                 }
@@ -170,8 +175,8 @@ struct OnlineSoftmax {
         }
     }
 
-    // Rare: the lazy_max of a row becomes the maximum of the scores of a tile, with everything summed so far. False
-    // where it is no higher.
+    // Raise the lazy maximum of a row to the maximum of a tile, and rescale all its sums. Returns false where it is not
+    // higher. Rare, and therefore not inlined.
     template <int W>
     __attribute__((noinline)) bool raise_lazy_max(int64_t i, const T* s) {
         V<T> most = load(s);
@@ -179,7 +184,7 @@ struct OnlineSoftmax {
         const T maximum = reduce_max<T>(most), from = lazy_max[i];
         if (!(maximum > from)) return false;
         lazy_max[i] = maximum;
-        // What stood at the lowest number, a mask's in some hands, is nothing beside any other.
+        // Scores equal to the lowest number, which some callers use as a mask, weigh nothing beside any other.
         const T factor = from == kUnset ? T(0) : exp_scalar<T>(from - maximum);
         const T fall = factor == 0 ? T(0) : from - maximum;  // not infinite
         if (sum_exp_logit) {
@@ -191,12 +196,12 @@ struct OnlineSoftmax {
         return true;
     }
 
-    // Moments of a row's scores in a tile.
+    // Update the moments of a row with the scores of a tile.
     template <int W>
     void update_moments(int64_t i, const T* s, uint64_t bits) {
         if (bits == kAll) {
             if (full[i] == 0) {
-                // A visible infinity is for the sums to show.
+                // An unmasked infinity propagates through the sums, not through the base.
                 const T mean = mean_of<W>(s);
                 base[i] = std::isfinite(mean) ? mean : T(0);
             }
@@ -225,6 +230,7 @@ struct OnlineSoftmax {
         }
     }
 
+    // The mean of a full tile, near which the scores of the next tiles are summed.
     template <int W>
     __attribute__((noinline)) static T mean_of(const T* s) {
         V<T> sum{};
@@ -232,18 +238,20 @@ struct OnlineSoftmax {
         return s[0] + reduce_sum<T>(sum) / (W * L);
     }
 
-    // Full tiles that are summed up from one base, the mean of the first of them: sums stay short.
+    // Full tiles that share a base, the mean of the first of them: sums stay short.
     static constexpr T kTilesPerBase = 32;
 
+    // Merge the moments of the last full tiles into a state.
     void merge_full_tiles(RowState<T>& to, int64_t i) const {
         const T count = full[i] * kTileKeys;
         if (count == 0) return;
         const T sum = reduce_sum<T>(load(shifted + i * L)), mean = sum / count;
         const T deviation = reduce_sum<T>(load(shifted_squares + i * L)) - sum * mean;
-        // Less than none is rounding; NaN stays.
+        // Rounding may leave less than 0; NaN stays.
         to.merge_moments(count, base[i], mean, deviation < T(0) ? T(0) : deviation);
     }
 
+    // Merge the last full tiles, and start a new base.
     __attribute__((noinline)) void flush_full_tiles(int64_t i) {
         merge_full_tiles(merged[i], i);
         store(shifted + i * L, V<T>{});

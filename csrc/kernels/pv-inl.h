@@ -1,25 +1,25 @@
-// A tile of values, and what it adds to the rows of a strip by their weights.
+// The product P V of a micro-panel's weights and a tile of values.
 
-// Values of so few numbers are summed by lanes of keys, as the weights are: one multiplication for a vector of weights
-// and a number, where a product of matrices pads each value to a vector and does one for each weight (a tenth to a
-// sixth of a pass over keys of 32 numbers).
+// Values of so few channels keep one sum per lane of keys instead of one vector per channel: a product of matrices
+// would pad each value to a vector (a tenth to a sixth of a pass over keys of 32 channels).
 constexpr int64_t kNarrow = 4;
 
-// Numbers that are kept for the output of a row while its tiles go by.
+// The size of an output row while tiles go by: lanes of narrow values are added up at the end.
 template <class T>
 inline int64_t row_width(const Problem& problem) {
     constexpr int64_t L = Vector<T>::lanes;
     return problem.value_dim <= kNarrow ? problem.value_dim * L : padded(problem.value_dim, L);
 }
 
+// A tile of values and its products with weights.
 template <class T>
 class ValueTile {
    public:
-    View<T> rows;        // as they lie
-    View<T> clean;       // with zeros in the place of NaN and infinity, where some pair may be masked
-    uint64_t nonfinite;  // keys that hold any
+    View<T> rows;        // as the caller has them
+    View<T> clean;       // with zeros for NaN and infinity, where some pair may be masked
+    uint64_t nonfinite;  // bits of the keys whose values hold NaN or infinity
 
-    // `masked`: whether some pair of the task may be masked; `reused`: whether rows are read reused enough for a copy.
+    // `masked`: whether some pair of the task may be masked. `reused`: whether rows are read often enough for a copy.
     ValueTile(Arena& arena, const Problem& problem, bool masked, bool reused)
         : problem_(problem), width_(padded(problem.value_dim, L)), masked_(masked), reused_(reused) {
         copy_ = arena.take<T>(kTileKeys * width_);
@@ -29,6 +29,7 @@ class ValueTile {
 
     bool narrow() const { return problem_.value_dim <= kNarrow; }
 
+    // Read the values of the keys [key, key + key_count).
     void fill(const Head& head, int64_t key, int64_t key_count) {
         count_ = key_count, nonfinite = 0;
         rows = view_rows(copy_, head.value, problem_.value_dtype, key, key_count, problem_.value_dim);
@@ -44,15 +45,15 @@ class ValueTile {
                 transposed_[k * kTileKeys + j] = j < key_count ? clean.row(j)[k] : T(0);
     }
 
-    // Adds the weights of `size` rows times the values. `next`: the next tile of keys, where reading is all that
-    // counts.
+    // O += P V, for `size` rows of weights. `next`: the next key tile, to be prefetched where rows are few.
     void add_pv(T* out, const T* weights, int64_t size, const View<T>* next) const {
         if (!narrow() && next && size == 1) {
             add_weighted_rows(out, weights, clean, count_, width_, *next);
             return;
         }
         if (!narrow()) {
-            gemm<T>(out, width_, weights, kTileKeys, 1, clean.data, clean.stride, size, width_, count_, true);
+            gemm(Product<T>{}, out, width_, weights, kTileKeys, 1, clean.data, clean.stride, size, width_, count_,
+                 true);
             return;
         }
         for (int64_t i = 0; i < size; i++)
@@ -64,27 +65,26 @@ class ValueTile {
             }
     }
 
-    // What was taken out reaches the rows that see it.
+    // Add what `clean` leaves out: unmasked NaN and infinity propagate to the rows that attend to them.
     void propagate_nonfinite(T* out, const T* weights, const uint64_t* bits, int64_t size) const {
         const int64_t width = row_width<T>(problem_);
         for (int64_t i = 0; i < size; i++, out += width)
-            for (uint64_t left = bits[i] & nonfinite; left; left &= left - 1) {
-                const int j = __builtin_ctzll(left);
+            for_each_bit(bits[i] & nonfinite, [&](int j) {
                 const T weight = weights[i * kTileKeys + j];
                 const T* row = rows.row(j);
                 if (narrow()) {
                     for (int64_t k = 0; k < problem_.value_dim; k++)
                         if (!std::isfinite(row[k])) out[k * L] += weight * row[k];
-                    continue;
+                    return;
                 }
                 for (int64_t k = 0; k < width; k += L) {
                     const V<T> x = load(row + k);
                     store(out + k, load(out + k) + select<T>(x - x == T(0), V<T>{}, weight * x));
                 }
-            }
+            });
     }
 
-    // The lanes of `count` rows added up, once all tiles have gone by.
+    // Add up the lanes of narrow outputs, once all tiles have gone by.
     void reduce_lanes(T* out, int64_t count) const {
         if (!narrow()) return;
         const int64_t width = row_width<T>(problem_);
@@ -96,7 +96,7 @@ class ValueTile {
    private:
     static constexpr int64_t L = Vector<T>::lanes;
 
-    // Products with what is left are the same as beside any other numbers.
+    // Copy the rows with zeros for NaN and infinity: finite values keep their bits in products.
     void remove_nonfinite() {
         for (int64_t j = 0; j < count_; j++) {
             nonfinite |= uint64_t(!is_finite(View<T>{rows.row(j), 0}, 1, width_)) << j;

@@ -1,18 +1,17 @@
-// The matrix of scores or weights that a caller wants beside the output. Scores are stored as tiles go by; a row
-// becomes weights when its denom is known, while it is still in the cache.
+// The matrix of scores or weights that a caller gets in addition to the output. Scores are stored tile by tile; a row
+// becomes weights when its denominator is known, while it is still in the cache.
 
-// Copies the scores of `size` rows of a queries against the keys [key, key + key_count).
+// Store the scores of `size` rows of a query tile against the keys [key, key + key_count).
 template <class T>
 void store_scores(const Problem& problem, const QueryTile<T>& queries, int64_t first, int64_t size, const T* s,
                   int64_t key, int64_t key_count) {
     for (int64_t i = 0; i < size; i++) {
-        const int64_t row = queries.row[first + i];
-        T* to = reinterpret_cast<T*>(queries.head[first + i]->matrix) + row * problem.key_len + key;
-        std::copy_n(s + i * kTileKeys, key_count, to);
+        T* row = as<T>(queries.head[first + i]->matrix) + queries.row[first + i] * problem.key_len;
+        std::copy_n(s + i * kTileKeys, key_count, row + key);
     }
 }
 
-// exp(s - reference) * factor is the weight of a score s in its row.
+// The weight of a score s in its row: exp(s - reference) * factor.
 template <class T>
 struct WeightScale {
     T reference, factor;
@@ -20,8 +19,8 @@ struct WeightScale {
     WeightScale(const RowState<T>& state, const char* sink_number) : reference(safe_max(state.max)) {
         T denom = state.denom;
         if (sink_number) {
-            // One more logit, without a value.
-            const T sink = *reinterpret_cast<const T*>(sink_number);
+            // The sink is one more logit, without a value.
+            const T sink = *as<T>(sink_number);
             reference =
                 safe_max(std::isnan(state.max) || std::isnan(sink) ? state.max + sink : std::max(state.max, sink));
             denom = denom * rescale_factor(state.max, reference) + exp_scalar<T>(sink - reference);
@@ -30,7 +29,7 @@ struct WeightScale {
     }
 };
 
-// Finishes a row of the matrix: -inf or 0 where the intervals hide a pair, whose score was never stored, and weights in
+// Finish a row of the matrix: -inf or 0 where the intervals mask a pair, whose score was never stored, and weights in
 // the place of scores where weights are wanted.
 template <class T>
 void finish_matrix_row(const Problem& problem, const Head& head, int64_t row, const RowState<T>& state) {
@@ -38,7 +37,7 @@ void finish_matrix_row(const Problem& problem, const Head& head, int64_t row, co
     constexpr T infinity = std::numeric_limits<T>::infinity();
     const bool weights = problem.matrix == MatrixOutput::weights;
     const WeightScale<T> scale(state, head.sink);
-    T* line = reinterpret_cast<T*>(head.matrix) + row * problem.key_len;
+    T* line = as<T>(head.matrix) + row * problem.key_len;
     for (int64_t key = 0; key < problem.key_len; key += kTileKeys) {
         const int64_t key_count = std::min<int64_t>(kTileKeys, problem.key_len - key);
         const uint64_t bits = interval_bits(problem, head, row, key, key_count);
@@ -48,13 +47,13 @@ void finish_matrix_row(const Problem& problem, const Head& head, int64_t row, co
             std::fill_n(to, key_count, weights ? T(0) : -infinity);
             continue;
         }
-        // The last tile ends inside a vector, and the next row begins there.
+        // The last tile ends inside a vector, where the next row begins: it is finished in a copy.
         T tail[kTileKeys];
         T* x = to;
         if (key_count < kTileKeys) x = std::copy_n(to, key_count, tail) - key_count;
         for (int j = 0; j < (key_count + L - 1) / L; j++) {
             V<T> s = select_bits<T>(bits, j, load(x + j * L), splat(-infinity));
-            // Selected, not multiplied: a visible NaN makes the reference NaN, and masked pairs stay 0.
+            // Selected, not multiplied: an unmasked NaN makes the reference NaN, and masked pairs stay 0.
             if (weights)
                 s = select<T>(s == splat(-infinity), V<T>{},
                               exp2_of<T>((s - scale.reference) * kLog2E<T>) * scale.factor);

@@ -1,16 +1,16 @@
-// Scores of panels of query rows against a tile of keys, for every form, with biases and caps.
+// Scores of micro-panels of query rows against a key tile: every form, with biases, caps and masks.
 
-// What multiplies the products or squared distances of a head.
+// The factor of a head's products or squared distances.
 template <class T>
 inline T scale_of(const Problem& problem, const Head& head) {
-    const T own = head.scale ? *reinterpret_cast<const T*>(head.scale) : T(1);
+    const T own = head.scale ? *as<T>(head.scale) : T(1);
     return static_cast<T>(problem.scale) * own;
 }
 
 template <class T>
 class Scores {
    public:
-    // `backward`: in the backward, which reads the additive scores that the forward has saved, if it has.
+    // `backward`: additive scores that the forward has saved are read, not computed.
     Scores(Arena& arena, const Problem& problem, bool backward)
         : problem_(problem),
           backward_(backward),
@@ -20,28 +20,28 @@ class Scores {
           cap_slopes_(arena.take<T>(kStepPanels * kMR * kTileKeys)),
           squares_(arena.take<T>(problem.form == Form::distance ? kStepPanels * kMR * kTileKeys : 0)) {}
 
-    // Parts point into it.
+    // Members refer to one another.
     Scores(const Scores&) = delete;
     Scores& operator=(const Scores&) = delete;
 
     const Additive<T>& additive() const { return form_; }
 
-    // `next_values` (the values of the tile) where rows are too next_values for the keys to be transposed.
-    // s[i * kTileKeys + j] of panels of the queries, and which bf16 are seen; -inf where hidden. With `saves`, what a
-    // gradient needs stays: the caps' cap_slopes, and squared distances where their scale is the head's.
-    void operator()(T* s, uint64_t* bits, const QueryTile<T>& queries, const typename Additive<T>::Query& prepared,
-                    Span panels, const KeyTile<T>& tile, const View<T>* next_values, const Bf16Dot* bf16,
-                    bool saves) const {
+    // Compute s[i * kTileKeys + j] for the rows of micro-panels, -inf where masked, and the bits of unmasked keys.
+    // `next_values`: where rows are too few to transpose the keys, the values of the tile, to be prefetched.
+    // `saves`: keep what gradients read: slopes of the caps, and squared distances whose scale is the head's own.
+    void operator()(T* s, uint64_t* bits, const QueryTile<T>& queries,
+                    const typename Additive<T>::Query& additive_query, Span panels, const KeyTile<T>& tile,
+                    const View<T>* next_values, const Bf16Dot* bf16, bool saves) const {
         constexpr int L = Vector<T>::lanes;
         const int64_t first = panels.first * kMR, size = std::min(panels.last * kMR, queries.count) - first;
         const T* query = queries.query + first * queries.width;
-        // Whole vectors of keys: what lies behind the tile's own is selected away with what is hidden.
+        // Whole vectors of keys: lanes behind the tile are masked with the pairs that are.
         const int64_t columns = padded(tile.count, L);
         if (problem_.form == Form::additive) {
-            additive_scores(s, queries, prepared, first, size, tile);
+            additive_scores(s, queries, additive_query, first, size, tile);
         } else if (problem_.form == Form::distance) {
-            gemm<T, Term::distance>(s, kTileKeys, query, queries.width, 1, tile.transposed, kTileKeys, size, columns,
-                                    problem_.dim, false);
+            gemm(SquaredDistance<T>{}, s, kTileKeys, query, queries.width, 1, tile.transposed, kTileKeys, size, columns,
+                 problem_.dim, false);
             if (saves && queries.head[first]->scale) std::copy_n(s, size * kTileKeys, squares_);
             for (int64_t i = 0; i < size; i++) {
                 const T scale = -scale_of<T>(problem_, *queries.head[first + i]);
@@ -54,8 +54,8 @@ class Scores {
                 dot_rows(s + i * kTileKeys, query + i * queries.width, tile.rows, tile.count, queries.width,
                          *next_values);
         } else {
-            gemm<T>(s, kTileKeys, query, queries.width, 1, tile.transposed, kTileKeys, size, columns, problem_.dim,
-                    false);
+            gemm(Product<T>{}, s, kTileKeys, query, queries.width, 1, tile.transposed, kTileKeys, size, columns,
+                 problem_.dim, false);
         }
         bool full = true;
         for (int64_t panel = panels.first; panel < panels.last; panel++)
@@ -70,11 +70,9 @@ class Scores {
             const bool all = full || queries.is_unmasked((first + i) / kMR, tile.first, tile.count);
             bits[i] = all ? kAll : unmasked_bits(problem_, head, row, tile.first, tile.count);
             T* line = s + i * kTileKeys;
-            if (const uint64_t nonfinite = queries.nonfinite && queries.nonfinite[first + i] ? kAll : tile.nonfinite)
-                for (uint64_t left = nonfinite & bits[i]; left; left &= left - 1) {
-                    const int j = __builtin_ctzll(left);
-                    line[j] = form_.pair_score(problem_, head, row, tile.first + j);
-                }
+            const uint64_t nonfinite = queries.nonfinite && queries.nonfinite[first + i] ? kAll : tile.nonfinite;
+            for_each_bit(nonfinite & bits[i],
+                         [&](int j) { line[j] = form_.pair_score(problem_, head, row, tile.first + j); });
             if (head.query_bias.data || head.key_bias.data || !problem_.caps.empty())
                 apply_biases_and_caps(line, head, row, tile, saves ? cap_slopes_ + i * kTileKeys : nullptr);
             if (head.bias.data) add_bias(line, bits[i], head, row, tile);
@@ -89,30 +87,28 @@ class Scores {
     const T* squares() const { return squares_; }
 
    private:
-    // Those of rows of one head. Both directions may cut keys into other tiles, and the forward is_in_hole tiles that
-    // no row of a panel sees: what it has not written is hidden here too, and goes as what lies behind the tile's own
-    // keys does. Bf16Dot that are not finite are replaced after this, in both directions.
-    void additive_scores(T* s, const QueryTile<T>& queries, const typename Additive<T>::Query& prepared, int64_t first,
-                         int64_t size, const KeyTile<T>& tile) const {
+    // Compute, save or read additive scores of rows of one head. The two directions may cut keys into different tiles,
+    // and the forward skips tiles that are masked: scores that it has not written are masked here too. Pairs that are
+    // not finite are replaced afterwards, in both directions.
+    void additive_scores(T* s, const QueryTile<T>& queries, const typename Additive<T>::Query& additive_query,
+                         int64_t first, int64_t size, const KeyTile<T>& tile) const {
         const Head& head = *queries.head[first];
-        T* saved = reinterpret_cast<T*>(head.saved_scores);
+        T* saved = as<T>(head.saved_scores);
         if (saved) saved += queries.row[first] * problem_.key_len + tile.first;
         if (saved && backward_) {
             for (int64_t i = 0; i < size; i++) std::copy_n(saved + i * problem_.key_len, tile.count, s + i * kTileKeys);
             return;
         }
-        additive_(s - first * kTileKeys, kTileKeys, prepared, first, first + size, tile.additive,
-                  reinterpret_cast<const T*>(head.weights));
+        additive_(s - first * kTileKeys, kTileKeys, additive_query, first, first + size, tile.additive,
+                  as<T>(head.weights));
         if (!saved) return;
         for (int64_t i = 0; i < size; i++) std::copy_n(s + i * kTileKeys, tile.count, saved + i * problem_.key_len);
     }
 
-    // Biases of rows and keys, then the caps in order: factor * cap * tanh(s / cap).
+    // Add the biases of the row and of the keys, then apply the caps in order: factor * cap * tanh(s / cap).
     void apply_biases_and_caps(T* s, const Head& head, int64_t row, const KeyTile<T>& tile, T* cap_slopes) const {
         constexpr int L = Vector<T>::lanes;
-        const T own = head.query_bias.data
-                          ? reinterpret_cast<const T*>(head.query_bias.data)[row * head.query_bias.row_stride]
-                          : T(0);
+        const T own = head.query_bias.data ? as<T>(head.query_bias.data)[row * head.query_bias.row_stride] : T(0);
         for (int64_t j = 0; j < kTileKeys; j += L) {
             V<T> x = load(s + j);
             if (head.key_bias.data) x += load(tile.bias + j);
@@ -134,15 +130,14 @@ class Scores {
         }
     }
 
+    // Add a row of the bias, and mask the pairs where it is -inf.
     void add_bias(T* s, uint64_t& bits, const Head& head, int64_t row, const KeyTile<T>& tile) const {
         constexpr int L = Vector<T>::lanes;
         const Matrix& m = head.bias;
-        if (m.col_stride == 0) {
-            const T x = element<T>(m, problem_.bias_dtype, row, 0);
-            for (int64_t j = 0; j < kTileKeys; j++) line_[j] = x;
-        } else {
+        if (m.col_stride == 0)
+            std::fill_n(line_, kTileKeys, element<T>(m, problem_.bias_dtype, row, 0));
+        else
             read_row(line_, kTileKeys, m, problem_.bias_dtype, row, tile.first, tile.count);
-        }
         for (int j = 0; j < kTileVectors<T>; j++) {
             const V<T> x = load(line_ + j * L);
             bits &= ~(minus_infinity_bits<T>(x) << (j * L));

@@ -1,19 +1,20 @@
-// Vectors of the widest registers of a target, in the compiler's own vector types, and the functions of them that the
-// kernels rest on. Intrinsics stand only where the compiler's code was measured to be worse.
+// Vectors of the target's widest registers, as vector types of the compiler, and functions of them. Intrinsics are used
+// only where the compiler's code was measured to be worse.
 
 #if defined(__AVX512F__)
 constexpr int kVectorBytes = 64;
-constexpr int kNR = 4;  // vectors of a row that a product keeps in registers: 6 x 4 of 32
+constexpr int kNR = 4;  // 6 x 4 of 32 registers
 #elif defined(__AVX2__)
 constexpr int kVectorBytes = 32;
-constexpr int kNR = 2;  // 6 x 2 of 16
+constexpr int kNR = 2;  // 6 x 2 of 16 registers
 #else
 constexpr int kVectorBytes = 16;
 constexpr int kNR = 2;
 #endif
-constexpr int kMR = 6;             // query rows whose scores are computed together
-constexpr int kStepPanels = 4;     // panels that go through a step together and share its beginning and end
-constexpr int64_t kTileKeys = 64;  // keys of a tile: as many as the bits that say which of them a row sees
+// A micro-tile of a GEMM, whose sums stay in registers: kMR rows x kNR vectors (above).
+constexpr int kMR = 6;
+constexpr int kStepPanels = 4;     // micro-panels (kMR query rows) that a step takes together, to share its overhead
+constexpr int64_t kTileKeys = 64;  // keys of a key tile: one bit of a uint64_t each
 
 template <class T>
 struct Vector {
@@ -27,10 +28,10 @@ using V = typename Vector<T>::type;
 template <class T>
 using M = typename Vector<T>::mask;
 template <class T>
-constexpr int kTileVectors = kTileKeys / Vector<T>::lanes;  // of a row of a tile
+constexpr int kTileVectors = kTileKeys / Vector<T>::lanes;  // of a row of scores
 
-// A pointer of which the compiler knows nothing. Otherwise GCC computes the address of each vector of a block in
-// advance, 24 of them, more than there are registers for.
+// Hide from the compiler where a pointer comes from. Otherwise GCC computes the addresses of all vectors of a
+// micro-tile in advance, 24 of them, more than there are registers for.
 template <class T>
 inline T* opaque(T* p) {
     asm("" : "+r"(p));
@@ -55,13 +56,13 @@ template <class T>
 inline V<T> select(M<T> condition, V<T> a, V<T> b) {
     return condition ? a : b;
 }
+// The larger of two; NaN where either is NaN.
 template <class T>
 inline V<T> nan_max(V<T> a, V<T> b) {
-    // NaN in either operand must come out.
     return select<T>((a > b) | (a != a), a, b);
 }
-// A constant with f(p) in lane p. The compiler does not see that lanes set one by one in a loop are constant: with
-// shuffles by such the kernel of a tiny call took 24 us, not 14.
+// A constant with f(p) in lane p. Lanes set one by one in a loop are no constant to the compiler: shuffles by them made
+// a tiny call take 24 us instead of 14.
 template <class T, class F, size_t... p>
 constexpr M<T> lane_constant(F f, std::index_sequence<p...>) {
     return M<T>{static_cast<typename Vector<T>::integer>(f(static_cast<int>(p)))...};
@@ -71,8 +72,8 @@ constexpr M<T> lane_constant(F f) {
     return lane_constant<T>(f, std::make_index_sequence<Vector<T>::lanes>{});
 }
 
-// Lane p: number f(p) of the lanes of `a` and, behind them, those of `b`. GCC names such a shuffle by a vector, and
-// only since its 12th release by numbers too; clang by numbers alone.
+// Lane p becomes lane f(p) of `a` followed by `b`. clang takes the lanes as numbers, GCC before its 12th release only
+// as a vector.
 template <class T, class F, size_t... p>
 inline V<T> shuffle(V<T> a, V<T> b, F f, std::index_sequence<p...>) {
 #if defined(__clang__)
@@ -87,30 +88,31 @@ inline V<T> shuffle(V<T> a, V<T> b, F f) {
     return shuffle<T>(a, b, f, std::make_index_sequence<Vector<T>::lanes>{});
 }
 
-// Each lane beside the one whose number differs in bit `s`.
+// Swap the lanes whose numbers differ in bit `s`.
 template <class T, int s>
 inline V<T> swap_lanes(V<T> v) {
     return shuffle<T>(v, v, [](int p) { return p ^ s; });
 }
-template <class T, int s = Vector<T>::lanes / 2>
-inline T reduce_sum(V<T> v) {
-    v += swap_lanes<T, s>(v);
+// Combine all lanes by op, halves first.
+template <class T, int s = Vector<T>::lanes / 2, class F>
+inline T reduce(V<T> v, F op) {
+    v = op(v, swap_lanes<T, s>(v));
     if constexpr (s > 1)
-        return reduce_sum<T, s / 2>(v);
+        return reduce<T, s / 2>(v, op);
     else
         return v[0];
 }
-template <class T, int s = Vector<T>::lanes / 2>
+template <class T>
+inline T reduce_sum(V<T> v) {
+    return reduce<T>(v, [](V<T> a, V<T> b) { return a + b; });
+}
+template <class T>
 inline T reduce_nan_max(V<T> v) {
-    v = nan_max<T>(v, swap_lanes<T, s>(v));
-    if constexpr (s > 1)
-        return reduce_nan_max<T, s / 2>(v);
-    else
-        return v[0];
+    return reduce<T>(v, nan_max<T>);
 }
 
-// Lane i: the sum of vector i. Halves of two vectors at a time are concat and added, which takes a third of the steps
-// that a sum of each takes.
+// Lane i becomes the sum of vector i. Adding halves of two vectors at a time takes a third of the steps that a sum of
+// each takes.
 template <class T, int s = Vector<T>::lanes / 2>
 inline V<T> reduce_sums(V<T>* v) {
     constexpr int L = Vector<T>::lanes;
@@ -124,7 +126,7 @@ inline V<T> reduce_sums(V<T>* v) {
         return v[0];
 }
 
-// The greatest of numbers; b where either is NaN. GCC makes a comparison and a selection of `select`.
+// The larger of two; b where either is NaN. One instruction, where GCC makes two of `select`.
 template <class T>
 inline V<T> fast_max(V<T> a, V<T> b) {
 #if defined(__AVX512F__)
@@ -136,13 +138,9 @@ inline V<T> fast_max(V<T> a, V<T> b) {
     return select<T>(a > b, a, b);
 #endif
 }
-template <class T, int s = Vector<T>::lanes / 2>
+template <class T>
 inline T reduce_max(V<T> v) {
-    v = fast_max<T>(v, swap_lanes<T, s>(v));
-    if constexpr (s > 1)
-        return reduce_max<T, s / 2>(v);
-    else
-        return v[0];
+    return reduce<T>(v, fast_max<T>);
 }
 
 // |x|
@@ -172,7 +170,7 @@ inline bool exceeds(V<T> x, T bound) {
 #endif
 }
 
-// Lane i of vector `at` of a row of a tile: a where bit (at * lanes + i) is set, otherwise b.
+// Vector `at` of a row of scores: a in the lanes i where bit (at * lanes + i) is set, otherwise b.
 template <class T>
 inline V<T> select_bits(uint64_t bits, int at, V<T> a, V<T> b) {
     constexpr int L = Vector<T>::lanes;
@@ -242,53 +240,57 @@ struct Exp<double> {
 template <class T>
 constexpr T kLog2E = static_cast<T>(1.44269504088896340736);
 
+// e^y / 2^n for n = round(y log2 e)
 template <class T>
-inline V<T> exp_of(V<T> x) {
+inline V<T> exp_remainder(V<T> y, V<T> n) {
+    const V<T> r = (y - n * Exp<T>::ln2_high) - n * Exp<T>::ln2_low;
+    return (Exp<T>::tail(r) * r) * r + (r + T(1));
+}
+
+// p * 2^n for z = n + magic, in two halves, each of which has the exponent of a normal number.
+template <class T>
+inline V<T> scale_by_power(V<T> p, V<T> z) {
     using E = Exp<T>;
-#if defined(__AVX512F__)
-    // scalef reaches over both ends of the range; lanes below it are zeroed as it runs.
-    if constexpr (sizeof(T) == 4) {
-        const __mmask16 above = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(E::lowest), _CMP_NLT_UQ);
-        // Above the range: 2^200, less would be a product of inf and 0 in r.
-        const V<T> y = (V<T>)_mm512_min_ps(_mm512_set1_ps(140.0f), (__m512)x);
-        const V<T> n =
-            (V<T>)_mm512_roundscale_ps((__m512)(y * kLog2E<T>), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-        const V<T> r = (y - n * E::ln2_high) - n * E::ln2_low;
-        const V<T> p = (E::tail(r) * r) * r + (r + T(1));
-        return (V<T>)_mm512_maskz_scalef_ps(above, (__m512)p, (__m512)n);
-    } else {
-        const __mmask8 above = _mm512_cmp_pd_mask((__m512d)x, _mm512_set1_pd(E::lowest), _CMP_NLT_UQ);
-        const V<T> y = (V<T>)_mm512_min_pd(_mm512_set1_pd(1000.0), (__m512d)x);
-        const V<T> n =
-            (V<T>)_mm512_roundscale_pd((__m512d)(y * kLog2E<T>), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-        const V<T> r = (y - n * E::ln2_high) - n * E::ln2_low;
-        const V<T> p = (E::tail(r) * r) * r + (r + T(1));
-        return (V<T>)_mm512_maskz_scalef_pd(above, (__m512d)p, (__m512d)n);
-    }
-#else
-    const M<T> under = x < E::lowest;
-    V<T> y = select<T>(under, splat<T>(E::lowest), x);
-    y = select<T>(y > E::highest, splat<T>(E::highest), y);
-    V<T> t = y * kLog2E<T> + E::magic;
-    const V<T> n = t - E::magic;
-    const V<T> r = (y - n * E::ln2_high) - n * E::ln2_low;
-    const V<T> p = (E::tail(r) * r) * r + (r + T(1));
-    // 2^n in two halves, each within the exponents of normal numbers.
     M<T> whole, zero;
-    const V<T> start = splat<T>(E::magic);
-    std::memcpy(&whole, &t, sizeof t);
+    const V<T> start = splat(E::magic);
+    std::memcpy(&whole, &z, sizeof z);
     std::memcpy(&zero, &start, sizeof start);
     whole -= zero;
     const M<T> half = whole >> 1, halves[2] = {(half + E::bias) << E::shift, (whole - half + E::bias) << E::shift};
     V<T> power[2];
     std::memcpy(power, halves, sizeof halves);
-    return select<T>(under, V<T>{},
-                     select<T>(x > E::highest, splat(std::numeric_limits<T>::infinity()), (p * power[0]) * power[1]));
+    return (p * power[0]) * power[1];
+}
+
+template <class T>
+inline V<T> exp_of(V<T> x) {
+    using E = Exp<T>;
+#if defined(__AVX512F__)
+    // scalef covers the whole range of results; lanes below it are zeroed. Above it, 2^200 is large enough, and keeps r
+    // from being inf * 0.
+    constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    if constexpr (sizeof(T) == 4) {
+        const __mmask16 above = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(E::lowest), _CMP_NLT_UQ);
+        const V<T> y = (V<T>)_mm512_min_ps(_mm512_set1_ps(140.0f), (__m512)x);
+        const V<T> n = (V<T>)_mm512_roundscale_ps((__m512)(y * kLog2E<T>), nearest);
+        return (V<T>)_mm512_maskz_scalef_ps(above, (__m512)exp_remainder<T>(y, n), (__m512)n);
+    } else {
+        const __mmask8 above = _mm512_cmp_pd_mask((__m512d)x, _mm512_set1_pd(E::lowest), _CMP_NLT_UQ);
+        const V<T> y = (V<T>)_mm512_min_pd(_mm512_set1_pd(1000.0), (__m512d)x);
+        const V<T> n = (V<T>)_mm512_roundscale_pd((__m512d)(y * kLog2E<T>), nearest);
+        return (V<T>)_mm512_maskz_scalef_pd(above, (__m512d)exp_remainder<T>(y, n), (__m512d)n);
+    }
+#else
+    const M<T> under = x < E::lowest;
+    V<T> y = select<T>(under, splat<T>(E::lowest), x);
+    y = select<T>(y > E::highest, splat<T>(E::highest), y);
+    const V<T> z = y * kLog2E<T> + E::magic;
+    const V<T> power = scale_by_power<T>(exp_remainder<T>(y, z - E::magic), z);
+    return select<T>(under, V<T>{}, select<T>(x > E::highest, splat(std::numeric_limits<T>::infinity()), power));
 #endif
 }
 
-// 2^t (weights of a softmax): exact for whole numbers, infinite beyond the range, NaN stays NaN. 2^f with f from 0 to 1
-// is 8e-8 off (float) before rounding.
+// 2^f for 0 <= f <= 1, to 8e-8 (float) before rounding.
 template <class T>
 inline V<T> exp2_fraction(V<T> f) {
     if constexpr (sizeof(T) == 4) {
@@ -303,10 +305,11 @@ inline V<T> exp2_fraction(V<T> f) {
         return ((Exp<T>::tail(r) * r) * r + (r + 1.0)) * root;
     }
 }
+// 2^t, for the weights of a softmax: exact for whole numbers, infinite beyond the range; NaN stays NaN.
 template <class T>
 inline V<T> exp2_of(V<T> t) {
 #if defined(__AVX512F__)
-    // What is left of t by its floor, also that of -inf (0), and 2^floor(t).
+    // reduce gives t - floor(t), 0 for -inf; scalef multiplies by 2^floor(t).
     constexpr int down = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
     if constexpr (sizeof(T) == 4)
         return (V<T>)_mm512_scalef_ps((__m512)exp2_fraction<T>((V<T>)_mm512_reduce_ps((__m512)t, down)), (__m512)t);
@@ -318,16 +321,8 @@ inline V<T> exp2_of(V<T> t) {
     const M<T> under = t < least;
     constexpr T most = E::bias + 1;
     const V<T> y = select<T>(under, splat(least), select<T>(t > most, splat(most), t));
-    const V<T> z = (y - T(0.5)) + E::magic, start = splat(E::magic);
-    M<T> whole, zero;
-    std::memcpy(&whole, &z, sizeof z);
-    std::memcpy(&zero, &start, sizeof start);
-    whole -= zero;
-    // Bf16Pair halves, as in exp_of.
-    const M<T> half = whole >> 1, halves[2] = {(half + E::bias) << E::shift, (whole - half + E::bias) << E::shift};
-    V<T> power[2];
-    std::memcpy(power, halves, sizeof halves);
-    return select<T>(under, V<T>{}, (exp2_fraction<T>(y - (z - E::magic)) * power[0]) * power[1]);
+    const V<T> z = (y - T(0.5)) + E::magic;
+    return select<T>(under, V<T>{}, scale_by_power<T>(exp2_fraction<T>(y - (z - E::magic)), z));
 #endif
 }
 
@@ -342,7 +337,7 @@ inline T exp_scalar(T x) {
 
 template <class T>
 inline V<T> tanh_of(V<T> x) {
-    const V<T> size = select<T>(x < T(0), -x, x);
+    const V<T> size = abs_of<T>(x);
     const V<T> far = T(1) - T(2) / (exp_of<T>(size + size) + T(1));
     const V<T> z = x * x;
     V<T> near;

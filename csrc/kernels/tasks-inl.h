@@ -1,5 +1,6 @@
-// Tasks on several threads, and what the tasks of one call share.
+// Tasks on several threads, and the key tiles that the tasks of a call share.
 
+// Call f(0) .. f(count - 1) on the pool. The first exception leaves on the caller's thread, not on a worker's.
 template <class F>
 void for_each_task(int64_t count, int threads, const F& f) {
     struct Context {
@@ -7,7 +8,6 @@ void for_each_task(int64_t count, int threads, const F& f) {
         std::atomic<bool> failed;
         std::exception_ptr error;
     } context{f, {}, {}};
-    // What a task throws must not leave its thread.
     const auto one = [](int64_t task, void* p) {
         Context& c = *static_cast<Context*>(p);
         try {
@@ -20,15 +20,15 @@ void for_each_task(int64_t count, int threads, const F& f) {
     if (context.error) std::rethrow_exception(context.error);
 }
 
-// Threads beyond what the work pays for only cost their waking: about 2^20 multiply-adds each (some 10 us).
+// The threads that the work of a call pays for: waking one costs about 2^20 multiply-adds (some 10 us).
 inline int clamp_threads(const Problem& problem, int threads) {
     const double work = static_cast<double>(problem.heads.size()) * problem.query_len * problem.key_len *
                         (problem.dim * (problem.form == Form::additive ? 8.0 : 1.0) + problem.value_dim + 8);
     return static_cast<int>(std::min<double>(threads, 1 + work / (1 << 20)));
 }
 
-// The tiles of all keys of each head, made once where several blocks of its rows would each make them again. In short
-// additive scores, whose blocks are cut small, that took a tenth of the time. `Tile` is a KeyTile or has one, `keys`.
+// The key tiles of each head, made once for all query tiles of the head. In short additive calls, whose query tiles are
+// small, making them for each took a tenth of the time. `Tile` is a KeyTile, or holds one as `keys`.
 template <class Tile>
 class SharedTiles {
    public:
@@ -37,34 +37,29 @@ class SharedTiles {
     // `make(arena)` gives an empty tile, `fill(tile, head, key, key_count)` fills it.
     template <class Make, class Fill>
     SharedTiles(const Problem& problem, int threads, const Make& make, const Fill& fill) {
-        struct TileSpec {
-            const Head* head;
-            int64_t key;
-        };
-        std::vector<TileSpec> specs;
+        std::vector<std::pair<const Head*, int64_t>> firsts;
         for (const Head& head : problem.heads) {
-            begins_.push_back(static_cast<int64_t>(specs.size()));
+            begins_.push_back(static_cast<int64_t>(firsts.size()));
             const int64_t last = unmasked_prefix(problem, head);
-            // A tile that the last unmasked_prefix key cuts is each block's own: what is hidden behind it stays out of
-            // it.
+            // A tile that ends inside the intervals is left to each query tile, which reads no masked key behind them.
             for (int64_t key = 0; key + kTileKeys <= last || (key < last && last == problem.key_len); key += kTileKeys)
-                specs.push_back({&head, key});
+                firsts.emplace_back(&head, key);
         }
-        begins_.push_back(static_cast<int64_t>(specs.size()));
+        begins_.push_back(static_cast<int64_t>(firsts.size()));
         Arena& arena = call_arena();
-        tiles_.reserve(specs.size());
-        for (size_t i = 0; i < specs.size(); i++) tiles_.push_back(make(arena));
-        for_each_task(static_cast<int64_t>(specs.size()), threads, [&](int64_t i) {
-            const auto [head, key] = specs[i];
+        tiles_.reserve(firsts.size());
+        for (size_t i = 0; i < firsts.size(); i++) tiles_.push_back(make(arena));
+        for_each_task(static_cast<int64_t>(firsts.size()), threads, [&](int64_t i) {
+            const auto [head, key] = firsts[i];
             fill(tiles_[i], *head, key, std::min(kTileKeys, problem.key_len - key));
         });
     }
 
-    // Whether it pays, and takes little memory: some times the 2 MB that keys and values may have.
-    static bool is_profitable(const Problem& problem, int64_t blocks) {
+    // Whether sharing pays, and takes little memory: a few times the 2 MB that keys and values may have.
+    static bool is_profitable(const Problem& problem, int64_t query_tiles) {
         constexpr int64_t most = int64_t{1} << 19;
         const int64_t keys = static_cast<int64_t>(problem.heads.size()) * problem.key_len;
-        return problem.form == Form::additive && blocks > 1 && keys * (problem.dim + problem.value_dim) <= most;
+        return problem.form == Form::additive && query_tiles > 1 && keys * (problem.dim + problem.value_dim) <= most;
     }
 
     // The tile of the keys [key, key + key_count) of a head, or null.
@@ -75,18 +70,18 @@ class SharedTiles {
     }
 
    private:
-    // How many keys some row sees; 0 where rows do not all begin with the first, so that their tiles are not the same.
+    // The end of the last interval of a head; 0 where the intervals do not all begin at key 0, because query tiles then
+    // cut the keys into different tiles.
     static int64_t unmasked_prefix(const Problem& problem, const Head& head) {
-        int64_t last = 0;
+        Span all{0, 0};
         for (int64_t row = 0; row < problem.query_len; row++) {
             const Span own = key_interval(problem, head, row);
-            if (own.last <= own.first) continue;
-            if (own.first > 0) return 0;
-            last = std::max(last, own.last);
+            if (!own.empty() && own.first > 0) return 0;
+            all = all.covering(own);
         }
-        return last;
+        return all.last;
     }
 
     std::vector<Tile> tiles_;
-    std::vector<int64_t> begins_;  // of each head; one more behind the last
+    std::vector<int64_t> begins_;  // of each head's tiles; one more behind the last
 };

@@ -1,5 +1,4 @@
-// Which of the compiled kernels this CPU can run. Compiled without target flags: it runs on every CPU, before anything
-// is known about it.
+// Selects the targets that this CPU can run. Compiled without target flags, because it runs before the CPU is known.
 #include "runtime/attention.h"
 
 namespace attnscore {
@@ -24,8 +23,8 @@ extern const Kernels kernels;
 std::vector<const Kernels*> runnable_kernels() {
     std::vector<const Kernels*> found;
 #ifdef ATTNSCORE_X86
-    // It asks the operating system too: registers that are not saved on a task switch count as absent. F16C has no
-    // name here in older compilers; every CPU with AVX2 has it.
+    // Also false where the operating system does not save the registers. Older compilers have no name for F16C, which
+    // every CPU with AVX2 has.
     __builtin_cpu_init();
     const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

@@ -1,9 +1,9 @@
-// The thread pool. It must:
-// - give every task to exactly one thread, and return when all are done;
-// - cost little: no lock on the way in or out, and a system call only to wake those who have fallen asleep;
-// - never wait for a worker that has not begun: on a busy machine the caller does the work alone;
-// - live through fork: the child has none of its parent's workers and starts its own;
-// - hold up nobody at exit: workers are detached, what they sleep on is never destroyed.
+// The thread pool. Requirements:
+// - every task runs on exactly one thread, and `parallel` returns when all are done;
+// - low overhead: no lock to join or leave a job, and a system call only to wake sleeping workers;
+// - no waiting for a worker that has not joined: on a busy machine the caller does the work alone;
+// - safe after fork: the child has none of its parent's workers and starts its own;
+// - no delay at exit: workers are detached, and what they sleep on is never destroyed.
 #include <algorithm>
 #include <atomic>
 #include <new>
@@ -25,10 +25,10 @@ namespace attnscore {
 namespace {
 
 constexpr int kMostThreads = 1024;
-// About 20 us: calls that follow one another find the workers awake, and an idle program soon uses no CPU.
+// About 20 us: successive calls find the workers awake, and an idle program soon uses no CPU.
 constexpr int kSpins = 1000;
 
-// The gate to the open job: seats that workers may still take, and how many are inside. Zero: closed and empty.
+// The gate of a job: in the upper half how many more workers may join, in the lower half how many have. Zero: closed.
 constexpr uint32_t kJoinedMask = 0xffff, kSeat = 0x10000;
 
 void pause() {
@@ -47,7 +47,7 @@ struct Job {
 
 class Pool {
    public:
-    // One caller at a time.
+    // Run a job with so many workers; one caller at a time.
     void run(const Job& job, int helpers);
 
    private:
@@ -57,8 +57,8 @@ class Pool {
     void leave();
     void take_tasks();
 
-    Job job_{};        // written by the caller while the gate is closed and nobody is inside
-    int workers_ = 0;  // hired so far; the caller's own
+    Job job_{};        // written by the caller while the gate is closed
+    int workers_ = 0;  // started so far; used by the caller alone
     alignas(64) std::atomic<int64_t> next_{0};
     alignas(64) std::atomic<uint32_t> gate_{0};
     alignas(64) std::atomic<uint32_t> generation_{0};  // grows with each job; workers sleep on it
@@ -100,7 +100,7 @@ void Pool::take_tasks() {
 void Pool::start_workers(int wanted) {
     if (workers_ >= wanted) return;
 #ifdef ATTNSCORE_POSIX
-    // Signals are the business of the threads that the program knows: a worker inherits that all are blocked.
+    // Workers inherit that all signals are blocked, so that signals reach the program's own threads.
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -108,7 +108,7 @@ void Pool::start_workers(int wanted) {
     try {
         for (; workers_ < wanted; ++workers_) std::thread([this] { work(); }).detach();
     } catch (const std::system_error&) {
-        // No more threads to be had: those that there are will do.
+        // The system has no more threads: the job runs on those that started.
     } catch (const std::bad_alloc&) {
     }
 #ifdef ATTNSCORE_POSIX
@@ -117,21 +117,21 @@ void Pool::start_workers(int wanted) {
 }
 
 void Pool::work() {
-    // The job that it was hired for may be open already, so it looks at the gate before it first sleeps.
+    // A new worker tries to join before it first sleeps: its job may be open already.
     for (;;) {
-        const uint32_t seen = generation_.load(std::memory_order_acquire);
+        const uint32_t last = generation_.load(std::memory_order_acquire);
         if (try_join()) {
             take_tasks();
             leave();
             continue;
         }
         int spins = 0;
-        while (generation_.load(std::memory_order_relaxed) == seen && ++spins < kSpins) pause();
-        generation_.wait(seen, std::memory_order_acquire);
+        while (generation_.load(std::memory_order_relaxed) == last && ++spins < kSpins) pause();
+        generation_.wait(last, std::memory_order_acquire);
     }
 }
 
-// Takes a seat if one is left. From then on the job cannot change under the worker, until it leaves.
+// Join the open job, if it takes more workers. The job cannot change until the worker leaves.
 bool Pool::try_join() {
     uint32_t gate = gate_.load(std::memory_order_relaxed);
     while (gate >= kSeat) {
@@ -144,17 +144,17 @@ void Pool::leave() {
     if (gate_.fetch_sub(1, std::memory_order_release) == 1) gate_.notify_one();
 }
 
-std::atomic<bool> busy{false};         // whoever set it owns the pool
+std::atomic<bool> busy{false};         // its setter owns the pool
 std::atomic<Pool*> the_pool{nullptr};  // never deleted: detached workers sleep on it until the process ends
 
-// In the child of a fork. The parent's pool is left where it is: its workers do not exist here.
+// In the child of a fork, abandon the parent's pool, whose workers do not exist here.
 void forget_pool() {
     the_pool.store(nullptr, std::memory_order_relaxed);
     busy.store(false, std::memory_order_relaxed);
 }
 
 #ifdef ATTNSCORE_POSIX
-// At load: a fork may come between any two later lines.
+// Registered at load, because a fork may come at any later time.
 [[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, forget_pool);
 #endif
 

@@ -76,7 +76,7 @@ struct Case : Drawn {
     }
 
     // Where no exact_row_max are wanted a kernel chooses the score that its sums are taken against: log-sum-exp is the
-    // same for all, and a weight lies between 0 and 256 (with a rounding's room).
+    // same for all, and a weight is between 0 and 256 (with a rounding's room).
     void add_log_sum_exp(std::vector<Result>& results, const Head& head) {
         const int64_t size = size_of(sum), rows = problem.query_len;
         char* log_sum_exp = memory.filled(rows, sum, 0, 1);

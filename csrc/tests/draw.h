@@ -129,7 +129,8 @@ struct Drawn {
             }
             p.groups.push_back(group);
         }
-        // Extras are of all heads, so that all rows of a strip are alike in what they need; intervals are of each.
+        // Masks and biases are of all heads, so that all rows of a micro-panel need the same; intervals are of each
+        // head.
         const int64_t hiding = random.below(8);
         for (Head& head : p.heads) draw_intervals(head);
         if (hiding & 1) draw_mask();
@@ -248,7 +249,7 @@ struct Drawn {
         }
     }
 
-    // NaN and infinity, mostly where no row is_unmasked them. What is hidden must reach nothing; what is seen must
+    // Plant NaN and infinity, mostly where everything is masked. Masked ones must not propagate; unmasked ones must
     // show.
     void plant() {
         Problem& p = problem;
@@ -260,17 +261,17 @@ struct Drawn {
             put(to, dtype, infinite && random.coin() ? random.one_of<double>({INFINITY, -INFINITY}) : NAN);
         };
         for (const Group& group : p.groups) {
-            std::vector<bool> key_seen(static_cast<size_t>(p.key_len));
+            std::vector<bool> key_unmasked(static_cast<size_t>(p.key_len));
             for (const int64_t index : group.heads) {
                 const Head& head = p.heads[index];
                 for (int64_t i = 0; i < p.query_len; ++i) {
                     bool some = false;
                     for (int64_t j = 0; j < p.key_len; ++j) {
-                        const bool seen = is_unmasked(p, head, i, j);
-                        some = some || seen;
-                        if (seen) key_seen[j] = true;
+                        const bool unmasked = is_unmasked(p, head, i, j);
+                        some = some || unmasked;
+                        if (unmasked) key_unmasked[j] = true;
                         // Where an array, not the bias itself, has_mask the pair.
-                        if (!seen && head.bias.data && random.one_in(20) &&
+                        if (!unmasked && head.bias.data && random.one_in(20) &&
                             at(head.bias, p.bias_dtype, i, j) > -INFINITY && head.bias.row_stride &&
                             head.bias.col_stride) {
                             put(const_cast<char*>(head.bias.data) +
@@ -286,7 +287,7 @@ struct Drawn {
             }
             const Head& head = p.heads[group.heads[0]];
             for (int64_t j = 0; j < p.key_len; ++j) {
-                if (key_seen[j] && !random.one_in(300)) continue;
+                if (key_unmasked[j] && !random.one_in(300)) continue;
                 if (random.coin()) set(head.key, p.score_dtype, j, p.dim, true);
                 if (random.coin()) set(head.value, p.value_dtype, j, p.value_dim, true);
                 if (head.key_bias.data && random.coin()) set(head.key_bias, sum, j, 1, false);

@@ -1,6 +1,6 @@
 // Memory for the tests: each array has a heap buffer of its own that ends with its last element, so that one element
-// read or written too far is an error under the address sanitizer. What lies between the elements is NaN (floats) or
-// the wrong answer (bytes, ids): whoever reads it shows it.
+// read or written too far is an error under the address sanitizer. Memory between the elements is NaN (floats) or
+// the wrong answer (bytes, ids): reading it shows.
 #pragma once
 
 #include <cmath>

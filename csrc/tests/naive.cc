@@ -1,5 +1,5 @@
-// A target of plain loops in double precision, in the driver alone: what the others are compared with. One pair of a
-// row and a key after the other, by the definitions that attention.h and dropout.py state.
+// The naive target: plain loops in double precision, one (query, key) pair after the other, by the definitions in
+// attention.h and dropout.py. The driver compares the other targets with it.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -8,7 +8,7 @@
 #include "tests/storage.h"
 
 namespace attnscore::naive {
-extern const Kernels kernels;
+extern const Kernels kernels, kernels_nan_slope;
 
 namespace {
 
@@ -140,23 +140,23 @@ void forward_row(const Reader& r, int64_t i) {
     }
     const auto count = static_cast<double>(keys.size());
     const double mean = keys.empty() ? 0 : total_score / count, safe_max = row_max == -INFINITY ? 0 : row_max;
-    double numbers[kRowStats] = {row_max, 0, 0, 0, count, mean, 0};
+    double stats[kRowStats] = {row_max, 0, 0, 0, count, mean, 0};
     for (size_t n = 0; n < keys.size(); ++n) {
         const double s = scores[n], e = std::exp(s - safe_max), pooled = e * kept(p, h, i, keys[n]);
-        numbers[1] += e;
-        numbers[2] += e == 0 ? 0 : e * (s - safe_max);
-        numbers[3] += e * e;
-        numbers[6] += (s - mean) * (s - mean);
+        stats[kStatDenom] += e;
+        stats[kStatSumExpLogit] += e == 0 ? 0 : e * (s - safe_max);
+        stats[kStatSumSquares] += e * e;
+        stats[kStatDeviation] += (s - mean) * (s - mean);
         for (int64_t d = 0; d < p.value_dim; ++d) sums[d] += pooled * r.value.row(keys[n])[d];
     }
     for (int64_t d = 0; d < p.value_dim; ++d) {
-        const double x = numbers[1] == 0 ? sums[d] : sums[d] / numbers[1];
+        const double x = stats[kStatDenom] == 0 ? sums[d] : sums[d] / stats[kStatDenom];
         put(h.out + (i * p.value_dim + d) * size_of(p.value_dtype), p.value_dtype, x);
     }
     if (p.matrix != MatrixOutput::none) {
         const double sink = h.sink == nullptr ? -INFINITY : number(h.sink, r.sum);
         const double highest = std::isnan(safe_max) || sink <= safe_max ? safe_max : sink;
-        const double total = numbers[1] * std::exp(safe_max - highest) + std::exp(sink - highest);
+        const double total = stats[kStatDenom] * std::exp(safe_max - highest) + std::exp(sink - highest);
         const bool weights = p.matrix == MatrixOutput::weights;
         char* to = h.matrix + i * p.key_len * size_of(r.sum);
         for (int64_t j = 0; j < p.key_len; ++j) put(to + j * size_of(r.sum), r.sum, weights ? 0 : -INFINITY);
@@ -167,7 +167,7 @@ void forward_row(const Reader& r, int64_t i) {
     }
     const int written = p.full_statistics ? kRowStats : 2;
     for (int n = 0; n < written; ++n) {
-        put(h.row_stats + (i * kRowStats + n) * size_of(r.sum), r.sum, numbers[n]);
+        put(h.row_stats + (i * kRowStats + n) * size_of(r.sum), r.sum, stats[n]);
     }
 }
 
@@ -193,6 +193,8 @@ struct GroupSums {
     Sums key, value, key_bias, weights;
 };
 
+// `nan_slope`: where relu is flat, a NaN that comes in propagates (0 * NaN), instead of ending there.
+template <bool nan_slope>
 void backward_row(const Reader& r, GroupSums& group, Sums& query, Sums& query_bias, Sums& scale, Sums& bias,
                   const BiasGroup* shared, int64_t i) {
     const Problem& p = r.p;
@@ -208,7 +210,7 @@ void backward_row(const Reader& r, GroupSums& group, Sums& query, Sums& query_bi
         for (int64_t d = 0; d < p.value_dim; ++d) {
             const double dout = at(h.grad_out, p.grad_dtype, i, d);
             dp += dout * r.value.row(j)[d];
-            // A weight that dropout drops is chosen away: its NaN ends there.
+            // A dropped weight is selected away: its NaN ends there.
             group.value.add(j * p.value_dim + d, (keep == 0 ? 0 : weight * keep) * dout);
         }
         dp = (keep == 0 ? 0 : dp * keep) + delta;
@@ -235,8 +237,8 @@ void backward_row(const Reader& r, GroupSums& group, Sums& query, Sums& query_bi
             double dq = ds * k, dk = ds * q;
             if (p.form == Form::distance) dq = -2 * ds * (q - k), dk = -dq;
             if (p.form == Form::additive) {
-                // Where relu is flat the gradient is chosen, not multiplied.
-                const bool flat = p.activation == Activation::relu && q + k <= 0;
+                // Where relu is flat the gradient is selected, not multiplied.
+                const bool flat = p.activation == Activation::relu && q + k <= 0 && !(nan_slope && std::isnan(ds));
                 dq = dk = ds == 0 || flat ? 0 : ds * r.weights[d] * slope_of(p, q + k);
                 group.weights.add(d, ds == 0 ? 0 : ds * activated(p, q + k));
             }
@@ -253,6 +255,7 @@ void forward(const Problem& p, int) {
     }
 }
 
+template <bool nan_slope>
 void backward(const Problem& p, int) {
     const Dtype sum = sum_dtype(p);
     std::vector<Sums> biases;
@@ -275,8 +278,8 @@ void backward(const Problem& p, int) {
             Sums query_bias(reader.h.grad_query_bias, sum, p.query_len), scale(reader.h.grad_scale, sum, 1);
             const int64_t own = shared[head];
             for (int64_t i = 0; i < p.query_len; ++i) {
-                backward_row(reader, sums, query, query_bias, scale, own < 0 ? none : biases[own],
-                             own < 0 ? nullptr : &p.bias_groups[own], i);
+                backward_row<nan_slope>(reader, sums, query, query_bias, scale, own < 0 ? none : biases[own],
+                                        own < 0 ? nullptr : &p.bias_groups[own], i);
             }
         }
     }
@@ -284,6 +287,7 @@ void backward(const Problem& p, int) {
 
 }  // namespace
 
-const Kernels kernels{"naive", forward, backward};
+const Kernels kernels{"naive", forward, backward<false>};
+const Kernels kernels_nan_slope{"naive, NaN * 0 is NaN", forward, backward<true>};
 
 }  // namespace attnscore::naive
