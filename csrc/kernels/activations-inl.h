@@ -19,7 +19,14 @@ inline V<T> fused(V<T> a, V<T> b, V<T> c) {
 }
 template <class T>
 inline V<T> fused_negative(V<T> a, V<T> b, V<T> c) {
-    return fused<T>(-a, b, c);
+#if defined(__AVX512F__)
+    if constexpr (sizeof(T) == 4)
+        return (V<T>)_mm512_fnmadd_ps((__m512)a, (__m512)b, (__m512)c);
+    else
+        return (V<T>)_mm512_fnmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+#else
+    return c - a * b;
+#endif
 }
 
 // 1 / x, where that is a normal number, to 1.5 units in the last place: an estimate of 14 bits and one Newton step.

@@ -99,7 +99,8 @@ class AdditiveGradients {
     enum class RatioForm { reciprocal, tanh, silu };
 
     template <RatioForm rule>
-    static inline void ratio_gradient(V<T> g, V<T> r, V<T> z, V<T> product, V<T>& dz, V<T>& value) {
+    __attribute__((always_inline)) static inline void ratio_gradient(V<T> g, V<T> r, V<T> z, V<T> product, V<T>& dz,
+                                                                     V<T>& value) {
         if constexpr (rule == RatioForm::reciprocal) {
             value = g * r;
             dz = fused_negative<T>(value, r, value);
@@ -115,7 +116,7 @@ class AdditiveGradients {
     }
 
     template <bool Pair>
-    static inline void reciprocals(V<T> x1, V<T> x2, V<T>& r1, V<T>& r2) {
+    __attribute__((always_inline)) static inline void reciprocals(V<T> x1, V<T> x2, V<T>& r1, V<T>& r2) {
         // Where a division is expensive an estimate is not, and needs no range: 7% faster than sharing on Zen 5.
         if constexpr (Pair && !kEstimates<T>) {
             const V<T> inverse = T(1) / (x1 * x2);
@@ -129,8 +130,9 @@ class AdditiveGradients {
 
     // Add the sums of R rows of a micro-tile.
     template <int R>
-    static inline void add_row_sums(const Arguments& args, Sums& sums, int64_t i, int64_t p, V<T> scale,
-                                    const V<T> (&row)[R], const V<T> (&weight)[R]) {
+    __attribute__((always_inline)) static inline void add_row_sums(const Arguments& args, Sums& sums, int64_t i,
+                                                                   int64_t p, V<T> scale, const V<T> (&row)[R],
+                                                                   const V<T> (&weight)[R]) {
         for (int r = 0; r < R; r++) {
             T* to = args.da + (i + r) * args.lda + p;
             store(to, fused<T>(scale, row[r], load(to)));

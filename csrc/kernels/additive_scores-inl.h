@@ -55,7 +55,7 @@ class AdditiveScores {
     };
 
     template <int R>
-    static inline void store_sums(const MicroTile& tile, V<T> (&sum)[R][kAcross]) {
+    __attribute__((always_inline)) static inline void store_sums(const MicroTile& tile, V<T> (&sum)[R][kAcross]) {
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
@@ -75,7 +75,8 @@ class AdditiveScores {
 
     // The sum of num / x over N channels as n / d, with x = u + A (u B) and num = 1 or the sum of two numbers.
     template <bool Sum, int N>
-    static inline void fraction(const Operands& at, int j, const T* u, V<T>& n, V<T>& d) {
+    __attribute__((always_inline)) static inline void fraction(const Operands& at, int j, const T* u, V<T>& n,
+                                                               V<T>& d) {
         if constexpr (N == 1) {
             d = fused<T>(splat(at.ea[0]), load(at.eb + j), splat(u[0]));
             n = Sum ? at.na[0] + load(at.nb + j) : splat(T(1));
@@ -88,15 +89,15 @@ class AdditiveScores {
         }
     }
 
-    static inline Operands offset(const Operands& operands, int64_t row, int64_t p) {
+    __attribute__((always_inline)) static inline Operands offset(const Operands& operands, int64_t row, int64_t p) {
         return {operands.ea + row + p, operands.na + row + p, operands.eb + p * kChunk, operands.nb + p * operands.step,
                 operands.step};
     }
 
     // Add f(operands at row r and channel p, key) to the sums.
     template <int R, class F>
-    static inline void add_terms(V<T> (&sum)[R][kAcross], const MicroTile& tile, const Operands& operands, int64_t p,
-                                 F f) {
+    __attribute__((always_inline)) static inline void add_terms(V<T> (&sum)[R][kAcross], const MicroTile& tile,
+                                                                const Operands& operands, int64_t p, F f) {
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
@@ -117,8 +118,9 @@ class AdditiveScores {
 
     // Add the terms of channels [p, to), N to a division. Returns the first channel that is left.
     template <bool Sum, bool Divides, int N, int R>
-    static inline int64_t add_fractions(V<T> (&sum)[R][kAcross], const MicroTile& tile, const Operands& operands,
-                                        int64_t p, int64_t to) {
+    __attribute__((always_inline)) static inline int64_t add_fractions(V<T> (&sum)[R][kAcross], const MicroTile& tile,
+                                                                       const Operands& operands, int64_t p,
+                                                                       int64_t to) {
         for (; p + N <= to; p += N)
             add_terms<R>(sum, tile, operands, p, [&](const Operands& at, int j) {
                 V<T> n, d;

@@ -130,9 +130,11 @@ struct OnlineSoftmax {
             f(std::integral_constant<int, W>{});
     }
 
-    // Update `size` rows whose keys take W vectors.
+    // Update `size` rows whose keys take W vectors. Not inlined: with several variants in one function GCC keeps
+    // vectors in memory.
     template <int W, bool statistics, bool drops>
-    void update_rows(int64_t first, int64_t size, T* s, const uint64_t* bits, const uint64_t* keep, T factor) {
+    __attribute__((noinline)) void update_rows(int64_t first, int64_t size, T* s, const uint64_t* bits,
+                                               const uint64_t* keep, T factor) {
         for (int64_t i = first; i < first + size; i++, s += kTileKeys) {
             V<T> logit[W], e[W], sum;
             if (lazy_max[i] == kUnset) raise_lazy_max<W>(i, s);
