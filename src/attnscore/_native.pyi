@@ -74,63 +74,30 @@ def backward(
 ) -> None:
     """Add to the gradients that are not None.
 
-    `gradients` are those of query, key, value, query_bias, key_bias, bias, weights, sink and scales. `rows` are results
-    of the forward and their gradients: out, row_max, log_denom, entropy, scores, attention_weights, grad_out,
-    grad_log_sum_exp, grad_entropy, grad_attention_scores, grad_attention_weights. Scores that are None are computed
-    again; attention_weights are given together with their gradient.
+    They are those of query, key, value, query_bias, key_bias, bias, weights, sink and scales. `rows` are what the
+    forward gave and what comes in: out, row_max, log_denom, entropy, scores, attention_weights, grad_out,
+    grad_log_sum_exp, grad_entropy, grad_attention_scores, grad_attention_weights. Without the scores they are computed
+    again; attention_weights are given with their gradient.
     """
 
-_Memory: TypeAlias = _Array | int
-"""An array or its address, with the shape and strides of the example; 0 is none."""
+class CallPlan:
+    """A forward or a backward whose arrays were checked once, for other memory of the same shapes and strides."""
 
-class Plain:
-    """Attention and its gradient, checked for given shapes, strides and intervals."""
+    def __call__(self, addresses: tuple[int | _Array, ...], seed: int, threads: int, /) -> None:
+        """Run on arrays by their addresses, or by arrays of NumPy whose shapes and strides are not checked again.
 
-    def __call__(
-        self,
-        query: _Memory,
-        key: _Memory,
-        value: _Memory,
-        out: _Memory,
-        weights: _Memory,
-        rows: _Memory,
-        scores: _Memory,
-        attention_weights: _Memory,
-        threads: int,
-        /,
-    ) -> None:
-        """Fill `out`, and those given of `rows`, `scores` (additive) and `attention_weights`.
-
-        `rows` holds the row_max of all rows and then their log_denom.
+        `addresses` are of all arrays that were given, without start and stop, in the order of the arguments. An
+        address that is null or misaligned raises ValueError, as does a wrong number of addresses. `seed` replaces that
+        of the score.
         """
 
-    def backward(
-        self,
-        query: _Memory,
-        key: _Memory,
-        value: _Memory,
-        out: _Memory,
-        weights: _Memory,
-        rows: _Memory,
-        scores: _Memory,
-        attention_weights: _Memory,
-        grad_out: _Memory,
-        grad_attention_weights: _Memory,
-        grad_query: _Memory,
-        grad_key: _Memory,
-        grad_value: _Memory,
-        grad_weights: _Memory,
-        threads: int,
-        /,
-    ) -> None:
-        """Add to the gradients, which are in the sum type and in C order.
+def plan_forward(score: _Score, inputs: _Inputs, rows: Sequence[_Optional], /) -> CallPlan:
+    """Check examples of the arrays as `forward` does, but row_max and log_denom may be None.
 
-        `grad_out` has the strides of `out`, and `grad_attention_weights`, where given, those of `attention_weights`.
-        """
-
-def prepared(score: _Score, arrays: Sequence[_Optional], /) -> Plain:
-    """Return a plan from examples of query, key, value and out, with weights, start and stop or None.
-
-    The examples are checked as in `forward`. The plan runs on other arrays of the same shapes and strides, with
-    the same start and stop.
+    Only shapes and strides are read of them, and the numbers of start and stop, which the plan copies.
     """
+
+def plan_backward(
+    score: _Score, inputs: _Inputs, rows: Sequence[_Optional], grad_dtype: str, gradients: Sequence[_Optional], /
+) -> CallPlan:
+    """Check examples of the arrays as `backward` does."""
