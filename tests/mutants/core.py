@@ -5,47 +5,48 @@ from __future__ import annotations
 from mutants.fault import Fault
 
 _SOFTMAX = "src/attnscore/core/online_softmax.py"
+_STATISTICS = "src/attnscore/core/statistics.py"
 _ENGINE = "src/attnscore/core/tiled.py"
 _STREAMING = "tests/test_every_kernel.py -k streaming"
 
 FAULTS = [
     Fault(
         "softmax-entropy-sign",
-        "src/attnscore/core/online_softmax.py",
-        'found["entropy"] = ops.where(empty, 0.0, log - state.sum_exp_logit / total)',
-        'found["entropy"] = ops.where(empty, 0.0, log + state.sum_exp_logit / total)',
+        _STATISTICS,
+        'row.log_total - row.sums["sum_exp_logit"][0] / row.total',
+        'row.log_total + row.sums["sum_exp_logit"][0] / row.total',
         "tests/test_every_kernel.py -k streaming",
         "the entropy of the streaming kernel adds the mean logit in place of subtracting it",
     ),
     Fault(
         "softmax-merge-entropy-at-another-maximum",
-        _SOFTMAX,
-        "factor * (logit_of + (safe_max(ops, state.max) - safe) * state.total)",
-        "factor * logit_of",
+        _STATISTICS,
+        "part.factor * (part.sums[0] + part.step * part.total)",
+        "part.factor * part.sums[0]",
         _STREAMING,
         "merging two parts of a row does not move the sum of the entropy to the new maximum",
     ),
     Fault(
         "softmax-merge-squares-rescaled-once",
-        _SOFTMAX,
-        "factors[0] * factors[0] * first.squares",
-        "factors[0] * first.squares",
+        _STATISTICS,
+        "first.factor * first.factor * first.sums[0]",
+        "first.factor * first.sums[0]",
         _STREAMING,
         "the sum of squared weights is rescaled by the factor of the weights, not by its square",
     ),
     Fault(
         "softmax-merge-variance-between-parts",
-        _SOFTMAX,
-        "first[3] + second[3] + gap * gap * first[0] * share",
-        "first[3] + second[3]",
+        _STATISTICS,
+        "deviations_1 + deviations_2 + gap * gap * count_1 * share",
+        "deviations_1 + deviations_2",
         _STREAMING,
         "the variance of the scores leaves out how far apart the means of two parts are",
     ),
     Fault(
         "softmax-empty-row-log-sum-exp",
         _SOFTMAX,
-        "log_denom = ops.where(empty, NEG_INF, log)",
-        "log_denom = log",
+        "log_denom = ops.where(is_empty, NEG_INF, log_total)",
+        "log_denom = log_total",
         "tests/test_every_kernel.py -k 'check_kernel and streaming'",
         "a row that sees no key has log-sum-exp 0 in place of -inf",
     ),
@@ -59,9 +60,9 @@ FAULTS = [
     ),
     Fault(
         "softmax-sum-of-weights-without-the-sink",
-        _SOFTMAX,
-        '"sum_weights": factor * keys.total / total',
-        '"sum_weights": keys.total / total',
+        _STATISTICS,
+        "row.factor_of_keys * row.total_of_keys / row.total",
+        "row.total_of_keys / row.total",
         _STREAMING,
         "the sum of the weights forgets that the sink has moved the maximum",
     ),
