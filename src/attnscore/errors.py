@@ -1,8 +1,8 @@
-"""Every error that bad input can get.
+"""Exceptions for bad input and missing capabilities.
 
 Each class derives from ``AttnscoreError`` and from the built-in that Python users expect for that kind of
 mistake, so both ``except AttnscoreError`` and ``except ValueError`` work. A message names the argument, what
-was expected, what came, and adds the shapes involved and a hint where these help.
+was expected and what was given, with the shapes involved and a hint where these help.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 class AttnscoreError(Exception):
     """Root of all errors raised for a caller's mistake or a missing capability."""
 
-    # TensorFlow's AutoGraph raises an error anew, with the place in the user's code, in its own class when this is so.
+    # With this, TensorFlow's AutoGraph re-raises an error in its own class, with the location in the user's code.
     __init__ = Exception.__init__
 
 
@@ -42,11 +42,11 @@ class ArgumentError(AttnscoreError, ValueError):
 
 
 class KernelUnavailable(AttnscoreError, RuntimeError):
-    """A kernel asked for by name that cannot run this problem."""
+    """A kernel chosen by name that cannot run this problem."""
 
 
 def with_shapes(text: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """A message that lacks shapes (a score checks lengths alone), with those of the caller's arrays put in."""
+    """Insert the shapes of the caller's arrays into a message without shapes, as a score's checks make it."""
     if "; shapes: " in text:
         return text
     head, hint, tail = text.partition(". Hint: ")
@@ -65,7 +65,7 @@ def message(
     shapes: Mapping[str, tuple[int, ...]] | None = None,
     hint: str | None = None,
 ) -> str:
-    """Compose the text that every error of the library has.
+    """Compose the message of an error.
 
     >>> print(message("dropout", "a number in [0, 1)", 1.5))
     dropout: expected a number in [0, 1), got 1.5

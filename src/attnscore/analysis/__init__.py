@@ -1,1 +1,1 @@
-"""What can be asked of attention besides its output: weights, summaries, cost."""
+"""Analysis of attention besides its output: weights, summaries, cost."""

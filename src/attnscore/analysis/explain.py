@@ -1,4 +1,4 @@
-"""What a call costs, how it would run, and what runs here."""
+"""The cost of a call, the plan of a call, and the frameworks and kernels available."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from attnscore import backends, kernels, scores
-from attnscore.backends.base import Array
+from attnscore.backends.base import Array, itemsize
 from attnscore.core import tiling
 from attnscore.core.arguments import check_choice, check_count, shown
 from attnscore.core.problem import build_problem, check_flag, wanted_statistics
@@ -20,14 +20,14 @@ from attnscore.scores.base import operations_of
 
 
 class Cost(NamedTuple):
-    """What one forward costs.
+    """Cost of one forward.
 
     Attributes
     ----------
     operations : multiplications, additions and function values, masks not counted
     bytes : inputs and outputs, read or written once, in float32
-    matrix_bytes : what a form that keeps every intermediate would hold besides: scores and weights, and for additive
-        scores the (query, key, h) array
+    matrix_bytes : additional bytes of an implementation that keeps every intermediate: scores and weights, and for
+        additive scores the (query, key, h) array
     parameters : numbers that the score learns, one set of them for all heads
     """
 
@@ -51,7 +51,7 @@ def cost(
 ) -> Cost:
     """Count operations, bytes and parameters of attention with `score`, from shapes alone.
 
-    Scores as the score counts them (dot: 2 n m d; additive: 4 n m h and its projections), softmax 4 n m, pooling
+    A score counts its own operations (dot: 2 n m d; additive: 4 n m h and its projections); softmax 4 n m, pooling
     2 n m v.
 
     Parameters
@@ -105,7 +105,7 @@ def cost(
 
 
 def _resolved(score: Any, dim: int, key_dim: int, num_hiddens: int | None) -> Any:
-    """Return the score that is meant; the two that have a name here alone get arrays of these shapes."""
+    """Return the score object; "additive" and "bilinear", names in this function alone, get arrays of these shapes."""
     by_name = isinstance(score, str) and scores.named(score) is None
     if num_hiddens is not None and not (by_name and score == "additive"):
         hint = "a score object has its own sizes, and other scores have no hidden units"
@@ -123,7 +123,7 @@ def _resolved(score: Any, dim: int, key_dim: int, num_hiddens: int | None) -> An
 
 
 def _shaped(*shape: int) -> Array:
-    """Return an array of this shape that takes no memory: only its shape is looked at."""
+    """Return an array of this shape that takes no memory: only its shape is read."""
     try:
         return np.broadcast_to(np.int8(0), shape)
     except (ValueError, OverflowError) as error:
@@ -133,32 +133,32 @@ def _shaped(*shape: int) -> Array:
 
 @dataclass(frozen=True, eq=False)
 class Explanation:
-    """How a call would run. Prints as a table."""
+    """The plan of a call. Prints as a table."""
 
     kernel: str
     reasons: dict[str, tuple[str, ...]]
-    """Against each other kernel."""
+    """Why each other kernel was not chosen."""
     score: str
     form: str
     mask: str
     notes: tuple[str, ...]
     weights: str | None
-    """Of the matrix that is returned too: its shape, its bytes, and whether it takes a pass of its own."""
+    """Shape, bytes and source of the weights, if they are returned."""
     plan: TilePlan
-    """Tiles as the kernel walks them; of a batch, those that any of its rows needs."""
+    """Tiles that the kernel visits; of a batch, those that any of its entries needs."""
     operations: int
     bytes: int
 
     def __str__(self) -> str:
-        kept = 1 - self.plan.fractions["skip"]
+        computed = 1 - self.plan.fractions["skip"]
         rows = [
             ("kernel", self.kernel),
             *((f"not {name}", "; ".join(reasons)) for name, reasons in self.reasons.items()),
             ("score", f"{self.score}, as {self.form}"),
             ("mask", self.mask),
-            *(("", remark) for remark in self.notes),
+            *(("", note) for note in self.notes),
             *((("weights", self.weights),) if self.weights else ()),
-            ("operations", f"{self.operations:,} ({kept:.0%} of the unmasked)"),
+            ("operations", f"{self.operations:,} ({computed:.0%} of the unmasked)"),
             ("bytes", f"{self.bytes:,} in and out"),
             ("tiles", str(self.plan).replace("\n", "\n" + " " * 16)),
         ]
@@ -216,7 +216,7 @@ def explain(
             matrix="weights" if flag else None,
         )  # fmt: skip
         score_shape, layout = problem.score_shape, problem.layout
-        # First: sizes that are not known yet are refused here.
+        # First, because it raises for symbolic sizes.
         whole = cost(
             problem.score,
             query_len=score_shape.query_len,
@@ -229,14 +229,14 @@ def explain(
         )
         chosen, plan = kernels.choose(kernel, problem), tiling.plan(problem)
         notes, plan = chosen.notes(problem, plan), chosen.explain_tiles(problem, plan)
-    itemsize = 2 if problem.dtype in ("float16", "bfloat16") else 8 if problem.dtype == "float64" else 4
+    size = itemsize(problem.dtype)
     moved = sum(math.prod(x.shape) for x in (problem.query, problem.key, problem.value))
     moved += math.prod(score_shape.rows) * layout.value_dim
     weights = None
     if flag:
         pairs = math.prod(score_shape.rows) * score_shape.key_len
         source = "a second pass over the scores" if chosen.matrix_is_second_pass else "the pass that gives the output"
-        weights = f"{score_shape.user_shape}, {pairs * itemsize:,} bytes, from {source}"
+        weights = f"{score_shape.user_shape}, {pairs * size:,} bytes, from {source}"
         moved += pairs
     return Explanation(
         kernel=chosen.name,
@@ -248,12 +248,12 @@ def explain(
         weights=weights,
         plan=plan,
         operations=round(whole.operations * (1 - plan.fractions["skip"])),
-        bytes=moved * itemsize,
+        bytes=moved * size,
     )
 
 
 def available() -> dict[str, dict[str, str | None]]:
-    """Which frameworks and kernels work here: None, or the reason why one does not.
+    """Which frameworks and kernels are available: None, or the reason why one is not.
 
     Returns
     -------

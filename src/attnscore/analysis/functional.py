@@ -1,4 +1,4 @@
-"""The softmax by itself: masked, its Jacobian, its pull-back, and the exact merge of partial results."""
+"""The masked softmax, its Jacobian and VJP, and the exact merge of partial results."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from attnscore.masks import as_mask
 def masked_softmax(
     scores: Array, valid_lens: Any = None, *, mask: Any = None, axis: int = -1, temperature: float = 1.0
 ) -> Array:
-    """Softmax over the visible keys: p_j = exp(s_j / T) / sum_i exp(s_i / T); rows of 0 where nothing is visible.
+    """Softmax over the unmasked keys: p_j = exp(s_j / T) / sum_i exp(s_i / T); 0 for fully masked queries.
 
     Parameters
     ----------
     scores : (..., query, key)
         Two axes: (query, key). Three: (batch, query, key). Four or more: (batch, ..., head, query, key).
     valid_lens : (batch,) or (batch, query) whole numbers; with two axes a number or (query,)
-    mask : a mask object, or a boolean array broadcastable to the scores, True = visible
+    mask : a mask object, or a boolean array broadcastable to the scores, True = unmasked
     axis : int
         The axis of the keys.
     temperature : number above 0
 
     Returns
     -------
-    weights : of the shape and dtype of `scores`; rows sum to 1, or are all 0
+    weights : of the shape and dtype of `scores`; they sum to 1 over the keys, or are all 0
 
     Raises
     ------
@@ -57,21 +57,21 @@ def masked_softmax(
         expected = f"an axis of the {len(shape)} of scores"
         raise ArgumentError(message("axis", expected, shown(axis), shapes={"scores": shape}))
     with ops.numeric_scope():
-        turned = ops.swap_axes(scores, int(axis), -1)
-        flat = ops.reshape(turned, (1, *turned.shape)) if len(shape) == 1 else turned
+        transposed = ops.swap_axes(scores, int(axis), -1)
+        flat = ops.reshape(transposed, (1, *transposed.shape)) if len(shape) == 1 else transposed
         if flat.shape[-1] == 0:
             return scores
-        visible = _visible(ops, _grid(ops.shape(flat)), mask, valid_lens, flat)
+        unmasked = _unmasked(ops, _score_shape(ops.shape(flat)), mask, valid_lens, flat)
         sums = accumulator(ops.dtype(flat))
         check_held("temperature", temperature, sums, 1 / float(temperature), 1 / largest_of(sums))
         wide = ops.astype(flat, sums) / temperature
-        if visible is not None:
-            wide = ops.where(visible, wide, NEG_INF)
-        weights = ops.astype(whole_rows(ops, wide, visible, None), ops.dtype(scores))
-        return ops.swap_axes(ops.reshape(weights, turned.shape), int(axis), -1)
+        if unmasked is not None:
+            wide = ops.where(unmasked, wide, NEG_INF)
+        weights = ops.astype(whole_rows(ops, wide, unmasked, None), ops.dtype(scores))
+        return ops.swap_axes(ops.reshape(weights, transposed.shape), int(axis), -1)
 
 
-def _grid(shape: tuple[int, ...]) -> ScoreShape:
+def _score_shape(shape: tuple[int, ...]) -> ScoreShape:
     has_heads = len(shape) >= 4
     return ScoreShape(
         lead=shape[: -3 if has_heads else -2] or (1,),
@@ -84,8 +84,8 @@ def _grid(shape: tuple[int, ...]) -> ScoreShape:
     )
 
 
-def _visible(ops: Any, score_shape: ScoreShape, mask: Any, valid_lens: Any, like: Array) -> Array | None:
-    """Which entries of scores on the caller's axes are visible; None: all."""
+def _unmasked(ops: Any, score_shape: ScoreShape, mask: Any, valid_lens: Any, like: Array) -> Array | None:
+    """Return the unmasked entries of scores on the caller's axes; None: all."""
     whole = as_mask(mask, valid_lens, score_shape)
     if whole is None:
         return None
@@ -99,7 +99,7 @@ def _visible(ops: Any, score_shape: ScoreShape, mask: Any, valid_lens: Any, like
 
 
 def softmax_jacobian(weights: Array) -> Array:
-    """diag(p) - p p^T for each row of weights: how the weights move with the scores.
+    """diag(p) - p p^T for each query: the derivative of the weights with respect to the scores.
 
     Parameters
     ----------
@@ -158,7 +158,7 @@ def softmax_pullback(weights: Array, grad: Array) -> Array:
 
 
 def _checked_weights(arrays: dict[str, Array]) -> Backend:
-    """The framework of dense floating arrays with one axis or more, on one device."""
+    """Return the backend of dense floating arrays with one axis or more, on one device."""
     ops = backends.of(arrays)
     backends.check_dense(ops, arrays)
     shapes = {name: tuple(x.shape) for name, x in arrays.items()}
@@ -221,6 +221,6 @@ def merge(outs: Sequence[Array], log_sum_exps: Sequence[Array]) -> tuple[Array, 
         joined: Any = 0.0
         for out, lse in zip(outs, log_sum_exps, strict=True):
             share = ops.expand_dims(ops.exp(lse - safe_max(ops, total)), -1)
-            # an empty part may hold anything
+            # The output of a fully masked part may be NaN.
             joined = joined + ops.where(share == 0, 0.0, share * ops.astype(out, ops.dtype(share)))
         return ops.astype(joined, ops.dtype(outs[0])), total

@@ -1,8 +1,7 @@
-"""What the matrix of weights says, without the matrix: its largest entries, a map of bins, the weight of each key.
+"""Summaries of the matrix of weights in linear memory: its largest entries, a map of bins, the mass of each key.
 
-- Exact, normalised over all keys; masks, biases, sinks and grouped heads as in ``attend``.
-- Memory is linear in the lengths.
-- For looking, not for training: nothing here carries a gradient.
+- Exact, normalised over all keys; masks, biases, sinks and grouped-query attention as in ``attend``.
+- For inspection, not for training: results carry no gradient.
 """
 
 from __future__ import annotations
@@ -15,26 +14,26 @@ import numpy as np
 
 from attnscore import backends, kernels
 from attnscore.analysis import topk
-from attnscore.analysis import weights as blocks
+from attnscore.analysis.weights import matrix_of, problem_without_value, sliced
 from attnscore.backends.base import Array, is_unknown
 from attnscore.core import tiled, tiling
 from attnscore.core.arguments import is_whole, shown
-from attnscore.core.problem import NO_VALUE, Problem, build_problem, without_value
+from attnscore.core.problem import Problem
 from attnscore.core.tiled import RowGradients
 from attnscore.errors import ArgumentError, message
 
-# Weights held at a time while their largest are sought: 4 MB in float32, and a few arrays of that size.
-_HELD = 2**20
-# Fewer rows to a call of a kernel, and reading the keys would be most of its time.
-_FEWEST_ROWS = 1024
+# Weights computed at a time: 4 MB in float32, and a few arrays of that size.
+_MAX_WEIGHTS = 2**20
+# With fewer queries in a call of a kernel, reading the keys would be most of its time.
+_MIN_QUERIES = 1024
 
 
 class TopWeights(NamedTuple):
-    """The largest weights of each row, in falling order, and the keys that they belong to."""
+    """The largest weights of each query, in falling order, and their keys."""
 
     weights: Array
     index: Array
-    """Whole numbers; -1 beside a weight of 0, which no key in particular has."""
+    """Whole numbers; -1 for a weight of 0."""
 
 
 def top_weights(
@@ -49,7 +48,7 @@ def top_weights(
     sink: Any = None,
     head_axis: int = -3,
 ) -> TopWeights:
-    """The k largest weights of each row and their keys, a few rows at a time.
+    """The k largest weights of each query and their keys, in linear memory.
 
     Parameters
     ----------
@@ -59,8 +58,8 @@ def top_weights(
 
     Returns
     -------
-    weights : (..., query, k), in falling order; 0 where a row sees fewer keys
-    index : (..., query, k) whole numbers; -1 beside a weight of 0
+    weights : (..., query, k), in falling order; 0 where a query has fewer unmasked keys
+    index : (..., query, k) whole numbers; -1 for a weight of 0
 
     Raises
     ------
@@ -76,34 +75,32 @@ def top_weights(
     """
     ops = backends.of({"query": query})
     with ops.numeric_scope():
-        problem = _rebuilt(query, key, score, mask, valid_lens, bias, sink, head_axis)
+        problem = _detached(problem_without_value(query, key, score, mask, valid_lens, bias, sink, head_axis))
         score_shape = problem.score_shape
         if not is_whole(k) or not 1 <= k <= score_shape.key_len:
             expected = f"a whole number from 1 to the number of keys ({score_shape.key_len})"
             raise ArgumentError(message("k", expected, shown(k)))
-        if topk.pays(problem, int(k)):
-            weights, index = topk.top_of_bins(problem, int(k))
+        if topk.is_profitable(problem, int(k)):
+            weights, index = topk.topk_by_blocks(problem, int(k))
         else:
-            step = max(1, _HELD // (_matrices(problem) * score_shape.key_len))
+            step = max(1, _MAX_WEIGHTS // (_matrices(problem) * score_shape.key_len))
             starts = range(0, max(1, score_shape.query_len), step)
-            parts = [_top_of_rows(problem, slice(first, first + step), int(k)) for first in starts]
+            parts = [_top_of_queries(problem, slice(first, first + step), int(k)) for first in starts]
             weights, index = (ops.concat(list(found), -2) for found in zip(*parts, strict=True))
         weights = ops.astype(weights, problem.dtype)
         from_canonical = problem.layout.scores_from_canonical
         return TopWeights(from_canonical(ops, weights), from_canonical(ops, ops.where(weights > 0, index, -1)))
 
 
-def _top_of_rows(problem: Problem, rows: slice, k: int) -> tuple[Array, Array]:
-    ops = problem.ops
-    seen = _seen_by(problem, rows, k)
-    block = blocks.chosen(problem, rows, None)
-    block = block if seen is None else blocks.chosen(block, None, seen)
-    weights, index = ops.top_k(blocks.matrix_of(block, "weights"), k)
-    return weights, index if seen is None else index + seen.start
+def _top_of_queries(problem: Problem, rows: slice, k: int) -> tuple[Array, Array]:
+    cols = _unmasked_keys(problem, rows, k)
+    block = sliced(sliced(problem, rows, None), None, cols)
+    weights, index = problem.ops.top_k(matrix_of(block, "weights"), k)
+    return weights, index if cols is None else index + cols.start
 
 
-def _seen_by(problem: Problem, rows: slice, k: int) -> slice | None:
-    """The keys, at least k, outside which none of the rows sees one: a window's are few; None: perhaps all."""
+def _unmasked_keys(problem: Problem, rows: slice, k: int) -> slice | None:
+    """Return at least k keys outside which all are masked for these queries; None: all keys."""
     interval_set = problem.visibility[0]
     if interval_set is None or 0 in problem.score_shape.rows:
         return None
@@ -132,7 +129,7 @@ def pooled_weights(
 ) -> Array:
     """The map of weights summed into bins: queries down, keys across.
 
-    Attention whose values say which bin a key is in gives each row's weight by bin; memory is that of
+    Attention over values that are the one-hot bin of each key gives the weight of each query by bin; memory is that of
     (..., query, bins).
 
     Parameters
@@ -140,18 +137,18 @@ def pooled_weights(
     query, key, score, mask, valid_lens, bias, sink, head_axis
         As in `attend`.
     bins : (rows, columns)
-        Position i falls into bin ``i * bins // length``; at most one bin a position.
+        Position i is in bin ``i * bins // length``; there is at most one bin per position.
 
     Returns
     -------
     map : (..., rows, columns)
-        Its sum is the number of queries that see a key (less what a sink takes). A query whose weights are NaN makes
-        the whole of its row of bins NaN, and no other.
+        Its sum is the number of queries that are not fully masked (less the weight of a sink). A query whose weights
+        are NaN makes all bins of its row NaN, and no other.
 
     Raises
     ------
     ArgumentError
-        `bins` are no two positive whole numbers. Otherwise as `attend`.
+        `bins` is not two positive whole numbers. Otherwise as `attend`.
 
     Examples
     --------
@@ -162,7 +159,7 @@ def pooled_weights(
     """
     ops = backends.of({"query": query})
     with ops.numeric_scope():
-        problem = _rebuilt(query, key, score, mask, valid_lens, bias, sink, head_axis)
+        problem = _detached(problem_without_value(query, key, score, mask, valid_lens, bias, sink, head_axis))
         if not isinstance(bins, (tuple, list)) or len(bins) != 2 or not all(is_whole(n) and n >= 1 for n in bins):
             raise ArgumentError(message("bins", "two positive whole numbers (rows, columns)", shown(bins)))
         score_shape = problem.score_shape
@@ -172,23 +169,21 @@ def pooled_weights(
         value = ops.asarray(
             _in_bins(0, score_shape.key_len, score_shape.key_len, across), problem.value, problem.accumulator
         )
-        # Some rows at a time: their weights by bin are as many numbers as the values.
-        step = max(_FEWEST_ROWS, _HELD // (_matrices(problem) * across))
+        # Some queries at a time: each has as many numbers as there are bins of keys.
+        step = max(_MIN_QUERIES, _MAX_WEIGHTS // (_matrices(problem) * across))
         found = None
         for first in range(0, max(1, score_shape.query_len), step):
             last = min(first + step, score_shape.query_len)
-            rows = (
-                problem if last - first == score_shape.query_len else blocks.chosen(problem, slice(first, last), None)
-            )
+            rows = problem if last - first == score_shape.query_len else sliced(problem, slice(first, last), None)
             by_bin = _run(rows, value).out
-            # Only the bins that these rows fall into: all would be a matrix of rows x bins.
+            # Only the bins of these queries: all would be a matrix of queries x bins.
             top, bottom = (i * down // max(1, score_shape.query_len) for i in (first, max(first, last - 1)))
             of_bin = _in_bins(first, last, score_shape.query_len, down).T[top : bottom + 1].copy()
             of_bin = ops.asarray(of_bin, by_bin, ops.dtype(by_bin))
-            # A product of matrices would spread the NaN of a row to the bins of all others: 0 * NaN is NaN.
-            broken = ops.isnan(by_bin)
-            part = ops.matmul(of_bin, ops.where(broken, 0.0, by_bin))
-            part = ops.where(ops.matmul(of_bin, ops.astype(broken, ops.dtype(by_bin))) > 0, float("nan"), part)
+            # matmul would propagate the NaN of one query to the bins of all others: 0 * NaN is NaN.
+            is_nan = ops.isnan(by_bin)
+            part = ops.matmul(of_bin, ops.where(is_nan, 0.0, by_bin))
+            part = ops.where(ops.matmul(of_bin, ops.astype(is_nan, ops.dtype(by_bin))) > 0, float("nan"), part)
             if rows is problem:
                 found = part
                 break
@@ -211,7 +206,7 @@ def key_mass(
 ) -> Array:
     """The weight that each key receives from all queries: sum_i w_ij.
 
-    It is the gradient of sum_i out_i for values of length 1, and computed as that. Its errors are those of `attend`.
+    Computed as the gradient of sum_i out_i with respect to values of dimension 1. Its errors are those of `attend`.
 
     Parameters
     ----------
@@ -230,9 +225,9 @@ def key_mass(
     """
     ops = backends.of({"query": query})
     with ops.numeric_scope():
-        problem = _rebuilt(query, key, score, mask, valid_lens, bias, sink, head_axis)
+        problem = _detached(problem_without_value(query, key, score, mask, valid_lens, bias, sink, head_axis))
         score_shape = problem.score_shape
-        # One value for each head, so that each gets a gradient of its own.
+        # Values for each query head, so that each head has a gradient of its own.
         ones = ops.full((*score_shape.rows[:-1], score_shape.key_len, 1), 1.0, problem.value, problem.accumulator)
         problem = _with_value(problem, ones)
         kernel, plan = kernels.choose("auto", problem), tiling.plan(problem)
@@ -244,15 +239,9 @@ def key_mass(
         ]
 
 
-def _rebuilt(
-    query: Array, key: Array, score: Any, mask: Any, valid_lens: Any, bias: Any, sink: Any, head_axis: int
-) -> Problem:
-    """The problem without values, and off every tape."""
-    ops = backends.of({"query": query})
-    problem, _ = build_problem(
-        query, key, NO_VALUE, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink, head_axis=head_axis
-    )
-    problem = without_value(problem)
+def _detached(problem: Problem) -> Problem:
+    """Return the problem without gradients."""
+    ops = problem.ops
 
     def detached(x: Array | None) -> Array | None:
         return None if x is None else ops.stop_gradient(x)
@@ -273,7 +262,7 @@ def _with_value(problem: Problem, value: Array) -> Problem:
 
 
 def _run(problem: Problem, value: Array) -> tiled.Result:
-    """The result for values (key, value_dim) that all heads share."""
+    """Run the problem with values (key, value_dim) that all heads share."""
     ops = problem.ops
     value = ops.reshape(value, (*(1 for _ in problem.score_shape.rows[:-1]), *value.shape))
     problem = _with_value(problem, value)
@@ -281,7 +270,7 @@ def _run(problem: Problem, value: Array) -> tiled.Result:
 
 
 def _in_bins(first: int, last: int, length: int, count: int) -> np.ndarray[Any, Any]:
-    """(positions first to last, bins): 1 where a position of `length` is in a bin of `count`."""
+    """Return the one-hot bins of positions first to last among `length`: (positions, count)."""
     found = np.zeros((last - first, count), np.float32)
     found[np.arange(last - first), np.arange(first, last) * count // max(1, length)] = 1
     return found

@@ -1,4 +1,4 @@
-"""Weights and scores on demand: exact blocks of the matrix, normalised over all keys, in O(block + n) memory."""
+"""Blocks of the matrix of weights or scores, normalised over all keys, in O(block + n) memory."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ def attention_weights(
     query_index: Any = None,
     key_index: Any = None,
 ) -> Array:
-    """Exact attention weights of chosen rows and columns: softmax over all visible keys, then the block.
+    """Attention weights of some queries and keys, exactly: softmax over all unmasked keys, then the block.
 
     Parameters
     ----------
     query, key, score, mask, valid_lens, bias, sink, head_axis
         As in `attend`.
     query_index, key_index : slice, whole number or whole numbers, optional
-        Which rows and columns; None: all. Both None: the whole matrix, O(n^2) memory.
+        Which queries and keys; None: all. Both None: the whole matrix, O(n^2) memory.
 
     Returns
     -------
-    weights : (..., rows, columns), differentiable
+    weights : (..., queries, keys), differentiable
 
     Raises
     ------
@@ -63,27 +63,17 @@ def attention_weights(
     """
     ops = backends.of({"query": query})
     with ops.numeric_scope():
-        problem, _ = build_problem(
-            query,
-            key,
-            NO_VALUE,
-            score=score,
-            mask=mask,
-            valid_lens=valid_lens,
-            bias=bias,
-            sink=sink,
-            head_axis=head_axis,
-        )
-        rows = chosen(without_value(problem), query_index, None)
+        problem = problem_without_value(query, key, score, mask, valid_lens, bias, sink, head_axis)
+        rows = sliced(problem, query_index, None)
         if key_index is None:
-            return _outward(rows, matrix_of(rows, "weights"))
-        # Normalised over all keys, of which only some are shown.
+            return _from_canonical(rows, matrix_of(rows, "weights"))
+        # Normalised over all keys, then sliced.
         result = AttentionOp(kernels.choose("auto", rows), rows, tiling.plan(rows))()
-        block = chosen(rows, None, key_index)
+        block = sliced(rows, None, key_index)
         scores = matrix_of(block, "scores")
         found = ops.exp(log_weights(ops, scores, result.row_max, result.log_denom))
-        # Exactly 0 where masked, even if a visible NaN makes the rest of the row NaN.
-        return _outward(block, ops.where(scores == NEG_INF, 0.0, found))
+        # Exactly 0 where masked, even if an unmasked NaN makes the other weights of the query NaN.
+        return _from_canonical(block, ops.where(scores == NEG_INF, 0.0, found))
 
 
 def attention_scores(
@@ -99,13 +89,13 @@ def attention_scores(
     query_index: Any = None,
     key_index: Any = None,
 ) -> Array:
-    """Scores before the softmax of chosen rows and columns: cap and bias in them, -inf where masked.
+    """Scores of some queries and keys before the softmax: with cap and bias, -inf where masked.
 
     Parameters and errors are those of `attention_weights`; a sink is checked and changes no score.
 
     Returns
     -------
-    scores : (..., rows, columns), differentiable
+    scores : (..., queries, keys), differentiable
 
     Examples
     --------
@@ -115,76 +105,76 @@ def attention_scores(
            [  2.,   2., -inf]])
     """
     with backends.of({"query": query}).numeric_scope():
-        problem, _ = build_problem(
-            query,
-            key,
-            NO_VALUE,
-            score=score,
-            mask=mask,
-            valid_lens=valid_lens,
-            bias=bias,
-            sink=sink,
-            head_axis=head_axis,
-        )
-        problem = chosen(chosen(without_value(problem), query_index, None), None, key_index)
-        return _outward(problem, matrix_of(problem, "scores"))
+        problem = problem_without_value(query, key, score, mask, valid_lens, bias, sink, head_axis)
+        problem = sliced(sliced(problem, query_index, None), None, key_index)
+        return _from_canonical(problem, matrix_of(problem, "scores"))
+
+
+def problem_without_value(
+    query: Array, key: Array, score: Any, mask: Any, valid_lens: Any, bias: Any, sink: Any, head_axis: int
+) -> Problem:
+    """Check a call about the weights alone: values have value_dim 0."""
+    problem, _ = build_problem(
+        query, key, NO_VALUE, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink, head_axis=head_axis
+    )
+    return without_value(problem)
 
 
 def matrix_of(problem: Problem, kind: PairMatrix) -> Array:
-    """Return the scores or weights of all pairs of a problem without values, on the uniform axes."""
+    """Return the scores or weights of all pairs of a problem without values, on the canonical axes."""
     if kind == "scores":
-        # A sink changes no score.
+        # Scores do not depend on the sink, which no kernel then has to support.
         problem = dataclasses.replace(problem, sink=None)
     problem = dataclasses.replace(problem, matrix=kind)
     return AttentionOp(kernels.choose("auto", problem), problem, tiling.plan(problem))().matrix
 
 
-def _outward(problem: Problem, block: Array) -> Array:
+def _from_canonical(problem: Problem, block: Array) -> Array:
     return problem.layout.scores_from_canonical(problem.ops, problem.ops.astype(block, problem.dtype))
 
 
-def chosen(problem: Problem, query_index: Any, key_index: Any) -> Problem:
-    """The problem of some of its rows or columns; positions keep their numbers for the mask."""
+def sliced(problem: Problem, query_index: Any, key_index: Any) -> Problem:
+    """Slice a problem to some of its queries or keys, whose mask still reads their positions in the whole."""
     if query_index is None and key_index is None:
         return problem
     ops, score_shape = problem.ops, problem.score_shape
     rows = _index("query_index", query_index, score_shape.query_len)
     cols = _index("key_index", key_index, score_shape.key_len)
     like = problem.value
-    at = {
+    index = {
         "query": None if rows is None else ops.asarray(rows, like),
         "key": None if cols is None else ops.asarray(cols, like),
     }
 
-    def cut(x: Array, role: Role) -> Array:
-        index = at.get(role)
-        return x if index is None else ops.take(x, index, -2)
+    def take(x: Array, role: Role) -> Array:
+        at = index.get(role)
+        return x if at is None else ops.take(x, at, -2)
 
     bias = problem.bias
     for axis, name in ((-2, "query"), (-1, "key")):
-        if bias is not None and at[name] is not None and bias.shape[axis] > 1:
-            bias = ops.take(bias, at[name], axis)
-    new_grid = dataclasses.replace(
+        if bias is not None and index[name] is not None and bias.shape[axis] > 1:
+            bias = ops.take(bias, index[name], axis)
+    new_shape = dataclasses.replace(
         score_shape,
         query_len=score_shape.query_len if rows is None else len(rows),
         key_len=score_shape.key_len if cols is None else len(cols),
     )
     return dataclasses.replace(
         problem,
-        layout=dataclasses.replace(problem.layout, score_shape=new_grid),
-        query=cut(problem.query, "query"),
-        key=cut(problem.key, "key"),
-        value=cut(problem.value, "key"),
-        form=problem.form.part(cut),
-        mask=None if problem.mask is None else _Chosen(problem.mask, score_shape, rows, cols),
+        layout=dataclasses.replace(problem.layout, score_shape=new_shape),
+        query=take(problem.query, "query"),
+        key=take(problem.key, "key"),
+        value=take(problem.value, "key"),
+        form=problem.form.part(take),
+        mask=None if problem.mask is None else SlicedMask(problem.mask, score_shape, rows, cols),
         bias=bias,
     )
 
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
-class _Chosen(Mask):
-    """Another mask at chosen rows and columns."""
+class SlicedMask(Mask):
+    """A mask at some queries and keys."""
 
     mask: Mask
     score_shape: ScoreShape
@@ -212,7 +202,7 @@ class _Chosen(Mask):
         self.mask.check(ops, self.score_shape)
 
     def leaves(self) -> list[Array]:
-        # Which rows and columns are meant is known while a program is traced.
+        # The indices are concrete while a program is traced.
         return self.mask.leaves()
 
     def with_leaves(self, leaves: Iterator[Array]) -> Mask:
@@ -220,7 +210,7 @@ class _Chosen(Mask):
 
 
 def _index(name: str, index: Any, length: int) -> HostIndex | None:
-    """Positions in [0, length) that a slice, a number or numbers mean."""
+    """Return the positions in [0, length) of a slice, a number or numbers; None for None."""
     if index is None:
         return None
     expected = "a slice, a whole number or a list of them"
@@ -241,9 +231,9 @@ def _index(name: str, index: Any, length: int) -> HostIndex | None:
 
 
 def row_gradient(problem: Problem, name: str, grad: Array | None) -> Array | None:
-    """Check an incoming gradient on the caller's axes and bring it to the uniform ones.
+    """Check the gradient of an output on the caller's axes, and return it on the canonical axes.
 
-    It is `grad_out`, `grad_weights`, or one number a row.
+    `name` is "grad_out", "grad_weights", or that of an output with one number per query.
     """
     if grad is None:
         return None
@@ -257,10 +247,9 @@ def row_gradient(problem: Problem, name: str, grad: Array | None) -> Array | Non
         wanted = score_shape.user_shape
     else:
         last = layout.value_dim if name == "grad_out" else 1
-        wanted = layout.from_canonical(
-            ops, ops.broadcast_to(ops.zeros((1,), problem.value), (*score_shape.rows, last))
-        ).shape
-        wanted = tuple(wanted if name == "grad_out" else wanted[:-1])
+        like = ops.broadcast_to(ops.zeros((1,), problem.value), (*score_shape.rows, last))
+        wanted = tuple(layout.from_canonical(ops, like).shape)
+        wanted = wanted if name == "grad_out" else wanted[:-1]
     if tuple(grad.shape) != wanted:
         raise ShapeError(message(name, f"the shape {wanted}", tuple(grad.shape)))
     if name == "grad_weights":

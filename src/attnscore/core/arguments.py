@@ -14,17 +14,17 @@ from attnscore.errors import ArgumentError, message
 
 
 def is_number(x: object) -> bool:
-    """A real number of Python or a NumPy scalar; not a flag."""
+    """Whether `x` is a real number of Python or a NumPy scalar, and not a flag."""
     return isinstance(x, Real) and not isinstance(x, bool)
 
 
 def is_whole(x: object) -> bool:
-    """A whole number of Python or a NumPy scalar; not a flag."""
+    """Whether `x` is a whole number of Python or a NumPy scalar, and not a flag."""
     return isinstance(x, Integral) and not isinstance(x, bool)
 
 
 def shown(x: object) -> str:
-    """A value in a message: an array by type and shape, everything else by its repr, cut short."""
+    """Format a value for a message: an array by type and shape, everything else by its repr, cut short."""
     shape = getattr(x, "shape", None)
     if shape is not None and not isinstance(x, type):
         return f"{type(x).__name__} of shape {tuple(shape)}" if tuple(shape) else f"{x!r}"
@@ -35,17 +35,17 @@ def shown(x: object) -> str:
 def check_positive(
     name: str, x: Any, expected: str = "a finite number above 0", *, if_array: str | None = None
 ) -> float:
-    """Return a finite number above 0; `if_array` is the hint where an array is given, as one that is learned."""
+    """Return a finite number above 0; `if_array` is the hint if `x` is an array, such as a learned parameter."""
     if not is_number(x) or not _finite(x) or not x > 0:
         if if_array is not None and not is_number(x) and hasattr(x, "shape") and not isinstance(x, type):
-            # Not its value: while a program is traced there is none, and what stands for it has many lines.
+            # Without its value: a tracer has none, and its repr has many lines.
             raise ArgumentError(message(name, expected, f"an array ({type(x).__name__})", hint=if_array))
         raise ArgumentError(message(name, expected, shown(x)))
     return float(x)
 
 
 def check_number(name: str, x: Any) -> float:
-    """A finite number."""
+    """Return a finite number."""
     if not is_number(x) or not _finite(x):
         raise ArgumentError(message(name, "a number (finite)", shown(x)))
     return float(x)
@@ -53,15 +53,15 @@ def check_number(name: str, x: Any) -> float:
 
 @cache
 def largest_of(dtype: str) -> float:
-    """Return the largest number of a floating dtype, infinity where a Python float holds it no more (long double)."""
+    """Return the largest number of a floating dtype, infinity where a Python float overflows (long double)."""
     return float(np.finfo(dtype).max)
 
 
 def check_held(name: str, x: Any, dtype: str, factor: float, smallest: float | None = None) -> float:
-    """Return `factor`; raise ArgumentError unless `dtype`, in which scores are computed, can hold it.
+    """Return `factor`; raise ArgumentError if it overflows in `dtype`, in which scores are computed.
 
-    It is what scores are multiplied with because of the argument `x`, whose working range begins at `smallest`, or
-    where that is None ends at the largest number of the dtype.
+    Scores are multiplied by it because of the argument `x`, whose valid range begins at `smallest`, or, where that is
+    None, ends at the largest number of the dtype.
     """
     largest = largest_of(dtype)
     if math.isfinite(factor) and abs(factor) <= largest:
@@ -71,14 +71,14 @@ def check_held(name: str, x: Any, dtype: str, factor: float, smallest: float | N
 
 
 def check_count(name: str, x: Any) -> int:
-    """A whole number, 0 or more."""
+    """Return a whole number, 0 or more."""
     if not is_whole(x) or x < 0:
         raise ArgumentError(message(name, "a whole number, 0 or more", shown(x)))
     return int(x)
 
 
 def check_choice(name: str, x: Any, choices: Sequence[str]) -> str:
-    """One of the names in `choices`."""
+    """Return one of the names in `choices`."""
     if not isinstance(x, str) or x not in choices:
         raise ArgumentError(message(name, "one of " + ", ".join(choices), shown(x)))
     return x

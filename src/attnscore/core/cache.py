@@ -1,8 +1,8 @@
-"""What depends on shapes, dtypes and numbers alone is worked out once: for a tiny call that is most of the work.
+"""Bounded cache of what depends on shapes, dtypes and numbers alone: most of the time of a tiny call.
 
-- A key holds everything that the work reads, types included (``True == 1 == 1.0``), so a hit gives what the work would.
-- What raises is not remembered: the checked path stays the only one, and it runs anew.
-- Nothing of a caller's arrays is held, and a memory has room for so many answers and no more.
+- A key holds everything that the computation reads, types included (``True == 1 == 1.0``).
+- A computation that raises is not cached, and raises again at the next call.
+- No array of a caller is held.
 """
 
 from __future__ import annotations
@@ -10,36 +10,36 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
-Answer = TypeVar("Answer")
-# What a thing without a hash raises: an array, a symbolic size; MXNet's arrays the other.
-_NO_HASH = (TypeError, NotImplementedError)
+Result = TypeVar("Result")
+# What hash() raises: TypeError for arrays and symbolic sizes, NotImplementedError for MXNet's arrays.
+_UNHASHABLE = (TypeError, NotImplementedError)
 
 
-class BoundedCache(Generic[Answer]):
-    """The answers to one question, by key; the oldest makes room."""
+class BoundedCache(Generic[Result]):
+    """Results of one computation by key; a full cache drops the oldest."""
 
     def __init__(self, maxsize: int = 512) -> None:
         self._maxsize = maxsize
-        self._entries: dict[Hashable, Answer] = {}
+        self._entries: dict[Hashable, Result] = {}
 
-    def get(self, key: Hashable) -> Answer | None:
-        """The answer for `key`, if there is one."""
+    def get(self, key: Hashable) -> Result | None:
+        """Return the result for `key`, or None."""
         try:
             return self._entries.get(key)
-        except _NO_HASH:
+        except _UNHASHABLE:
             return None
 
-    def get_or_compute(self, key: Hashable, compute: Callable[[], Answer]) -> Answer:
-        """``compute()``, or what it gave for an equal key before. A key of None is never remembered."""
+    def get_or_compute(self, key: Hashable, compute: Callable[[], Result]) -> Result:
+        """Return the cached result for `key`, or ``compute()``, which is cached unless the key is None."""
         try:
             return self._entries[key]
         except KeyError:
             pass
-        except _NO_HASH:
+        except _UNHASHABLE:
             return compute()
-        answer = compute()
+        result = compute()
         if key is not None:
             if len(self._entries) >= self._maxsize:
                 self._entries.pop(next(iter(self._entries)), None)
-            self._entries[key] = answer
-        return answer
+            self._entries[key] = result
+        return result

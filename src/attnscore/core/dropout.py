@@ -1,7 +1,7 @@
-"""Dropout on the weights: counter-based, so that the backward replays it and tiles do not matter.
+"""Dropout on the weights: counter-based, so that the backward replays it for any tile sizes.
 
-Whether a pair is kept depends on (seed, row of the whole call, key) alone: two rounds of a 32-bit mixer for the row,
-one for the pair. No state, the same bits in every framework, tile size and thread count.
+Whether a pair is kept depends on (seed, query of the whole call, key) alone: two rounds of a 32-bit mixer for the
+query, one for the pair. It has no state and the same bits in every framework, tile size and thread count.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Dropout:
 
 
 def check_dropout(probability: Any, seed: Any, draw: Callable[[], Any]) -> Dropout | None:
-    """The dropout of a call, or None when there is none."""
+    """Return the dropout of a call, or None if there is none."""
     if not is_number(probability) or not 0 <= probability < 1:
         raise ArgumentError(message("dropout", "a number in [0, 1)", shown(probability)))
     if seed is not None and not isinstance(seed, SeedHalves) and not is_whole(seed):
@@ -42,7 +42,7 @@ def check_dropout(probability: Any, seed: Any, draw: Callable[[], Any]) -> Dropo
 
 
 def _mix(ops: Backend, x: Array) -> Array:
-    """A bijection of 32-bit numbers with full avalanche (constants: "lowbias32", found by C. Wellons' search)."""
+    """Mix 32-bit numbers: a bijection with full avalanche (constants: "lowbias32", found by C. Wellons' search)."""
     x = ops.low_32_bits((x ^ ops.shift_right(x, 16)) * 0x7FEB352D)
     x = ops.low_32_bits((x ^ ops.shift_right(x, 15)) * ops.uint32(0x846CA68B))
     return x ^ ops.shift_right(x, 16)
@@ -57,14 +57,14 @@ def kept(
     cols: tuple[int, int],
     dtype: str,
 ) -> Array:
-    """1 / (1 - p) where a pair is kept, 0 where it is dropped; (*lead, head, group, rows, cols)."""
+    """Return 1 / (1 - p) for pairs that are kept, 0 for dropped ones: (*lead, head, group, rows, cols)."""
     matrices = 1
     for length in score_shape.rows[:-1]:
         matrices *= length
     matrix = ops.reshape(ops.positions(0, matrices, like), (*score_shape.rows[:-1], 1, 1))
     row = matrix * score_shape.query_len + ops.reshape(ops.positions(*rows, like), (rows[1], 1))
     low, high = (ops.uint32(word) if isinstance(word, int) else word for word in dropout.words)
-    # Every number is wrapped before it meets a constant of 32 bits, which would overflow 32-bit positions (JAX).
+    # Reduced to 32 bits before each product or sum with a 32-bit constant, where JAX's 32-bit positions would overflow.
     stream = _mix(ops, ops.low_32_bits(ops.low_32_bits(row) + low))
     stream = _mix(ops, ops.low_32_bits(stream + ops.low_32_bits(ops.shift_right(row, 32)) + high))
     # The golden ratio spreads neighbouring keys over the 32 bits before mixing.
@@ -72,5 +72,5 @@ def kept(
         ops.low_32_bits(ops.reshape(ops.positions(*cols, like), (1, cols[1]))) * ops.uint32(0x9E3779B9)
     )
     bits = _mix(ops, ops.low_32_bits(stream + key))
-    alive = bits >= ops.uint32(min(round(dropout.probability * 2**32), 2**32 - 1))
-    return ops.astype(alive, dtype) * (1 / (1 - dropout.probability))
+    keep = bits >= ops.uint32(min(round(dropout.probability * 2**32), 2**32 - 1))
+    return ops.astype(keep, dtype) * (1 / (1 - dropout.probability))

@@ -1,7 +1,7 @@
-"""Axes: how the caller's map to the uniform ones, and the matrix of scores that masks and biases are laid over.
+"""The caller's axes, the canonical axes, and the shape of the score matrices, to which masks and biases broadcast.
 
-The caller's axes become ``(*batch, head, group, query | key, dim)``: at least one batch axis, key heads as ``head``,
-and the query heads that share a key head as ``group``. Nothing is copied: these are views, broadcast axes stay 1.
+Canonical axes are ``(*batch, head, group, query | key, dim)``: at least one batch axis, KV heads as ``head``, and the
+query heads that share a KV head as ``group``. The conversion makes views: nothing is copied, broadcast axes stay 1.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ScoreShape:
-    """The score matrices of one call: what masks, biases and row numbers are laid over."""
+    """Shape of the score matrices of one call, on the canonical axes."""
 
     lead: Shape
     """Batch axes of the result; the first is `batch`."""
@@ -34,18 +34,18 @@ class ScoreShape:
 
     @property
     def rows(self) -> Shape:
-        """Shape of one number per row of scores."""
+        """Shape of one number per query."""
         return (*self.lead, self.heads, self.groups, self.query_len)
 
     @property
     def user_shape(self) -> Shape:
-        """The shape (..., query, key) that a caller's mask or bias broadcasts to."""
+        """Shape (..., query, key) on the caller's axes, to which a mask or bias broadcasts."""
         lead = self.lead if self.has_batch else ()
         head = (self.heads * self.groups,) if self.has_heads else ()
         return (*lead, *head, self.query_len, self.key_len)
 
     def to_canonical(self, ops: Backend, x: Array) -> Array:
-        """Put a caller's array, broadcastable to (..., query, key), on the axes of the grid (a view)."""
+        """View a caller's array, broadcastable to (..., query, key), on the canonical axes."""
         shape = ops.shape(x)
         if len(shape) < 2:
             shape = (1,) * (2 - len(shape)) + shape
@@ -59,20 +59,20 @@ class ScoreShape:
         return ops.reshape(x, (*lead, *split, *shape[-2:]))
 
     def _split(self, head: Any) -> tuple[Any, Any]:
-        """The axis of heads of a caller's array as (head, group), each 1 where it is."""
+        """Split the size of a caller's axis of heads into (head, group): (1, 1) where it is broadcast."""
         if is_unknown(head):
-            # It may turn out to be 1 when a graph runs.
+            # It may be 1 when the graph runs.
             return head.at_most(self.heads), head.at_most(self.groups) if self.groups > 1 else 1
         return (1, 1) if head == 1 else (self.heads, self.groups)
 
     def batch_to_canonical(self, ops: Backend, x: Array) -> Array:
-        """Put an array (batch or 1, a, b) on the axes of the grid."""
+        """View an array (batch or 1, a, b) on the canonical axes."""
         return ops.reshape(x, (x.shape[0], *(1,) * (len(self.lead) + 1), *x.shape[1:]))
 
 
 @dataclass(frozen=True)
 class AxisLayout:
-    """How the caller's axes map to the uniform ones, and back."""
+    """Conversion between the caller's axes and the canonical axes."""
 
     axes: int
     head_axis: int
@@ -87,7 +87,7 @@ class AxisLayout:
         return self.axes >= 4 and self.head_axis == -2
 
     def to_canonical(self, ops: Backend, x: Array, *, is_query: bool) -> Array:
-        """The caller's query, key or value on the uniform axes (a view)."""
+        """View the caller's query, key or value on the canonical axes."""
         missing = self.axes - len(x.shape)
         if self.axes < 4:
             lead = (1,) * missing + tuple(x.shape[:-2])
@@ -96,7 +96,7 @@ class AxisLayout:
             x = ops.reshape(x, (1,) * missing + tuple(x.shape))
         if self.head_axis == -2:
             if not is_query or self.score_shape.groups == 1 or x.shape[-2] == 1:
-                # One exchange of axes, which a compiler undoes by another (native_program.py); not through a reshape.
+                # One transpose and no reshape: a compiler cancels it with that of the result (native/xla_call.py).
                 return ops.swap_axes(ops.expand_dims(x, -3), -4, -2)
             x = ops.swap_axes(x, -3, -2)
         if not is_query or self.score_shape.groups == 1 or x.shape[-3] == 1:
@@ -104,13 +104,13 @@ class AxisLayout:
         return ops.reshape(x, (*x.shape[:-3], self.score_shape.heads, self.score_shape.groups, *x.shape[-2:]))
 
     def _join_heads(self, ops: Backend, x: Array) -> Array:
-        """(*lead, head, group, a, b) -> (..., heads, a, b) without the axes that the caller does not have."""
+        """Reshape (*lead, head, group, a, b) to (..., heads, a, b), without axes that the caller does not have."""
         *lead, head, group, rows, columns = x.shape
         heads = (head * group,) if self.score_shape.has_heads else ()
         return ops.reshape(x, (*(lead if self.score_shape.has_batch else ()), *heads, rows, columns))
 
     def from_canonical(self, ops: Backend, x: Array) -> Array:
-        """(*lead, head, group, query, value_dim) in the caller's order of axes."""
+        """View (*lead, head, group, query, value_dim) on the caller's axes."""
         if self.has_heads_behind and self.score_shape.groups == 1:
             x = ops.swap_axes(x, -4, -2)
             return ops.reshape(x, (*x.shape[:-3], *x.shape[-2:]))
@@ -118,22 +118,22 @@ class AxisLayout:
         return ops.swap_axes(x, -3, -2) if self.has_heads_behind else x
 
     def output_to_canonical(self, ops: Backend, x: Array) -> Array:
-        """An output, or the gradient of one, on the uniform axes: the inverse of `from_canonical`."""
+        """View an output, or its gradient, on the canonical axes: the inverse of `from_canonical`."""
         x = ops.swap_axes(x, -3, -2) if self.has_heads_behind else x
         return ops.reshape(x, (*self.score_shape.rows, x.shape[-1]))
 
     def rows_from_canonical(self, ops: Backend, x: Array) -> Array:
-        """One number per row, in the order of axes of the output."""
+        """View one number per query on the axes of the output but the last."""
         return self.from_canonical(ops, ops.expand_dims(x, -1))[..., 0]
 
     def scores_from_canonical(self, ops: Backend, x: Array) -> Array:
-        """(*lead, head, group, query, key) as (..., heads, query, key), in either layout."""
+        """View (*lead, head, group, query, key) as (..., heads, query, key), for either `head_axis`."""
         return self._join_heads(ops, x)
 
     def gradient_from_canonical(self, ops: Backend, x: Array, shape: Shape) -> Array:
-        """Gradient of a caller's query, key or value from the gradient of its uniform view."""
+        """Return the gradient of a caller's query, key or value from that of its canonical view."""
         if self.has_heads_behind and len(shape) >= 2:
-            # (*lead, head * group, length, dim) with the axes of length 1 that `to_canonical` put in front.
+            # (*lead, head * group, length, dim), with the leading axes of size 1 that `to_canonical` added.
             joined = ops.reshape(x, (*x.shape[:-4], x.shape[-4] * x.shape[-3], *x.shape[-2:]))
             x = ops.swap_axes(joined, -3, -2)
         return ops.reshape(x, shape)
@@ -150,12 +150,12 @@ def check_broadcast(name: str, shape: Shape, score_shape: ScoreShape) -> None:
         raise ShapeError(message(name, f"a shape that broadcasts to (..., query, key) = {target}", shape))
 
 
-def entries_of(ops: Backend, x: Array, places: Array, axis: int) -> Array:
-    """The entries of `x` at `places` along an axis, or all of it where that axis is broadcast."""
+def entries_of(ops: Backend, x: Array, index: Array, axis: int) -> Array:
+    """Take the entries of `x` at `index` along an axis, or return `x` where that axis is broadcast."""
     if x.shape[axis] == 1:
         return x
-    places = ops.reshape(places, (-1,))
+    index = ops.reshape(index, (-1,))
     if is_unknown(x.shape[axis]):
-        # Where it turns out to be broadcast, its one entry.
-        places = places % ops.shape(x)[axis]
-    return ops.take(x, places, axis)
+        # Its one entry, if it is broadcast when the graph runs.
+        index = index % ops.shape(x)[axis]
+    return ops.take(x, index, axis)

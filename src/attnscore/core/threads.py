@@ -1,6 +1,6 @@
-"""How many threads the native kernels use. Kept here, so that it works without the native module too.
+"""Number of threads of the native kernels; works without the native module.
 
-The default is read at the first use: OMP_NUM_THREADS, or the CPUs that this process may use.
+The default, read at the first use, is OMP_NUM_THREADS or the number of CPUs that this process may use.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Callable
 from attnscore.core.arguments import check_count
 from attnscore.errors import ArgumentError, message
 
-# As many as the pool takes.
+# The most that the native thread pool takes.
 MOST_THREADS = 1024
 _chosen: list[int] = []
 _followers: list[Callable[[int], object]] = []
 
 
 def set_num_threads(n: int) -> None:
-    """Let the native kernels use `n` threads. Results do not depend on it.
+    """Set the number of threads of the native kernels. Results do not depend on it.
 
     Called from PyTorch they use ``torch.get_num_threads()`` instead.
 
@@ -30,7 +30,7 @@ def set_num_threads(n: int) -> None:
     Raises
     ------
     ArgumentError
-        `n` is no whole number from 1 to 1024.
+        `n` is not a whole number from 1 to 1024.
 
     Examples
     --------
@@ -45,17 +45,17 @@ def set_num_threads(n: int) -> None:
     if not 1 <= n <= MOST_THREADS:
         raise ArgumentError(message("n", f"a number of threads from 1 to {MOST_THREADS}", n))
     _chosen[:] = [int(n)]
-    for tell in _followers:
-        tell(int(n))
+    for set_threads in _followers:
+        set_threads(int(n))
 
 
 def get_num_threads() -> int:
-    """The number of threads that the native kernels use, but from PyTorch.
+    """Return the number of threads of the native kernels, except in calls from PyTorch.
 
     Returns
     -------
     int
-        What `set_num_threads` set; before that OMP_NUM_THREADS, or else the CPUs that this process may use.
+        The number of `set_num_threads`; by default OMP_NUM_THREADS, or the number of CPUs that this process may use.
 
     Examples
     --------
@@ -68,14 +68,14 @@ def get_num_threads() -> int:
     return _chosen[0]
 
 
-def follow(tell: Callable[[int], object]) -> None:
-    """``tell(n)`` the number of threads now and whenever it is set: for code that cannot ask when it runs."""
-    tell(get_num_threads())
-    _followers.append(tell)
+def follow(set_threads: Callable[[int], object]) -> None:
+    """Call ``set_threads(n)`` now and whenever the number is set: for native code that runs without Python."""
+    set_threads(get_num_threads())
+    _followers.append(set_threads)
 
 
 def _default() -> int:
-    # "4,2" means 4 outside and 2 in nested regions; what is no number is ignored, as OpenMP does.
+    # "4,2" means 4 outside and 2 in nested regions; anything but a number is ignored, as in OpenMP.
     text = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     count = int(text) if text.isascii() and text.isdigit() else 0
     if count < 1:

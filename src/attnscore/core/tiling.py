@@ -1,9 +1,9 @@
-"""TilePlan: which blocks of the score matrix are skipped, which need no test, and which are tested.
+"""TilePlan: which tiles of the score matrix are skipped, full (no mask is read) and partial (the mask is read).
 
-- For each tile of queries the keys fall into segments: seen by some rows, by all, by some. Outside them, and between
-  two pieces of what the rows see, nothing is computed. Segments begin and end where the mask says, not on a grid.
-- Pieces that the host can read decide; what only a block can tell (arrays, ids out of order, lengths on a device)
-  leaves the tiles partial.
+- For each query tile, segments of keys: full where all of its queries attend, partial where some do. Keys outside the
+  segments are skipped. Segments begin and end where the intervals of the mask do, not at multiples of the tile.
+- Intervals that the host can read decide; a mask without (arrays, unsorted ids, lengths on a device) leaves tiles
+  partial.
 - A plan is frozen and prints itself as a small map.
 """
 
@@ -30,22 +30,22 @@ from attnscore.masks.intervals import HostArray
 TILE_SCORES = 2**18
 SMALLEST_TILE = 16
 SHORTEST_GAP = 64
-"""Keys between two pieces that are skipped, or within one that are not tested: fewer make no tile of their own."""
+"""Keys of a skipped or full segment between two others: shorter ones are merged with their neighbours."""
 LONGEST_KEY_TILE = 128
-"""Where the number of queries, all of which a tile then has, is unknown."""
+"""If the number of queries is unknown; a tile then has all queries."""
 
 
 class DynamicSegment(NamedTuple):
-    """Segments of a tile of queries that is not known while a loop over all of them is recorded: one, and tested."""
+    """The segment of a query tile whose index is traced: one, and partial."""
 
     start: Array
     stop: Array
     most: int
-    """Tiles of keys that the longest of them touches."""
+    """Key tiles that the longest segment of any query tile touches."""
 
 
 class Segment(NamedTuple):
-    """Keys start <= j < stop, seen by every row of a query tile or (partial) tested one by one."""
+    """Keys start <= j < stop, unmasked for every query of a tile or (partial) masked pair by pair."""
 
     start: int
     stop: int
@@ -54,19 +54,19 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TilePlan:
-    """How one call walks over its scores."""
+    """Tile sizes of one call, and the segments of keys that each query tile visits."""
 
     query_len: int
     key_len: int
     query_tile: int
     key_tile: int
     segments: tuple[tuple[Segment, ...], ...]
-    """For each tile of queries, the segments of keys to visit."""
+    """For each query tile, the segments of keys to visit."""
     interval_set: IntervalSet | None
     rest: Mask | None
 
     def segments_of(self, ops: Backend, tile: Any, like: Array) -> tuple[Segment, ...] | DynamicSegment:
-        """The segments of a tile of queries, whose number may be traced."""
+        """Return the segments of a query tile, whose index may be traced."""
         if isinstance(tile, int):
             return self.segments[tile]
         full = self.segments[: self.query_len // self.query_tile]
@@ -78,13 +78,13 @@ class TilePlan:
         return DynamicSegment(start, stop, most)
 
     def query_tiles(self) -> list[tuple[int, int]]:
-        """(start, count) of each tile of queries."""
+        """Return (start, count) of each query tile."""
         return [(i, min(self.query_tile, self.query_len - i)) for i in range(0, self.query_len, self.query_tile)]
 
     def visible(
         self, ops: Backend, score_shape: ScoreShape, like: Array, rows: tuple[int, int], cols: tuple[int, int]
     ) -> Array:
-        """Whether each (query, key) pair of a partial block is seen; broadcastable on the axes of the grid."""
+        """Return the unmasked pairs of a partial tile, broadcastable on the canonical axes."""
         columns = ops.reshape(ops.positions(*cols, like), (1, cols[1]))
         seen = None
         for piece in (
@@ -104,7 +104,7 @@ class TilePlan:
 
     @property
     def tail(self) -> int:
-        """Queries behind the whole tiles."""
+        """Queries after the last whole tile."""
         return 0 if is_unknown(self.query_len) else self.query_len % self.query_tile
 
     @cached_property
@@ -120,11 +120,11 @@ class TilePlan:
         return {name: pairs / total if total else 0.0 for name, pairs in sums.items()}
 
     def aligned_to_tiles(self) -> TilePlan:
-        """The plan of a kernel that visits whole tiles of keys: each begins at a multiple of their length."""
+        """Return the plan of a kernel whose key tiles begin at multiples of their size."""
         visited = [segment for segments in self.segments for segment in segments]
         if not visited:
             return self
-        # Outside of what any query sees nothing is visited: the first tile and the last are cut there.
+        # The first and the last tile are cut at the first and last key that any query attends to.
         first, last = min(segment.start for segment in visited), max(segment.stop for segment in visited)
         size = self.key_tile
 
@@ -153,7 +153,7 @@ class TilePlan:
         return dataclasses.replace(self, segments=tuple(map(rounded, self.segments)))
 
     def __str__(self) -> str:
-        # Tiles that are all alike need one line.
+        # Equal query tiles need one line.
         height, width = min(16, len(self.segments)) if len(set(self.segments)) > 1 else 1, 48
         lines = []
         for line in range(height):
@@ -165,7 +165,7 @@ class TilePlan:
                 for x, middle in enumerate(middles):
                     if segment.start <= middle < segment.stop:
                         text[x] = mark
-                # A few keys between two middles, such as sinks, are to be seen too.
+                # Show a few keys between two middles too, such as sinks.
                 first, last = (key * width // self.key_len for key in (segment.start, segment.stop - 1))
                 if first == last and text[first] == "·":
                     text[first] = "▒"
@@ -176,7 +176,7 @@ class TilePlan:
 
 
 def plan(problem: Problem, tile: tuple[int, int] | None = None) -> TilePlan:
-    """The plan of a problem; `tile` (queries, keys) overrides the sizes."""
+    """Plan the tiles of a problem; `tile` (queries, keys) overrides their sizes."""
     score_shape = problem.score_shape
     interval_set, rest = problem.visibility
     query_tile, key_tile = tile or tile_sizes(score_shape, problem.form.values_per_pair())
@@ -186,7 +186,7 @@ def plan(problem: Problem, tile: tuple[int, int] | None = None) -> TilePlan:
         nothing = not is_unknown(score_shape.key_len) and score_shape.key_len == 0
         segments: tuple[tuple[Segment, ...], ...] = tuple(() if nothing else (everything,) for _ in starts)
     else:
-        find = _segments if interval_set.single is not None else _segments_of_pieces
+        find = _segments if interval_set.single is not None else _segments_of_intervals
         start, stop = interval_set.ends
         segments = tuple(
             find(start[..., i : i + query_tile], stop[..., i : i + query_tile], rest is not None) for i in starts
@@ -198,7 +198,7 @@ _PLANS: BoundedCache[TilePlan] = BoundedCache(256)
 
 
 def planned(problem: Problem) -> TilePlan:
-    """The plan of a problem, made once for all small ones that differ in their arrays alone."""
+    """Return the plan of a problem, cached for small problems that differ in their arrays alone."""
     mask, queries = problem.mask, problem.score_shape.query_len
     small = isinstance(mask, CachedMask) or (mask is None and not is_unknown(queries) and queries <= MAX_ROWS)
     key = (problem.score_shape, problem.form.values_per_pair(), mask, TILE_SCORES) if small else None
@@ -206,13 +206,13 @@ def planned(problem: Problem) -> TilePlan:
 
 
 def tile_sizes(score_shape: ScoreShape, values_per_pair: int) -> tuple[Any, Any]:
-    """Queries and keys of a tile, such that all its scores over batches and heads stay near TILE_SCORES."""
+    """Return the queries and keys of a tile whose scores, over all batches and heads, number about TILE_SCORES."""
     known = [1 if is_unknown(length) else length for length in score_shape.lead]
     matrices = max(1, math.prod(known) * score_shape.heads * score_shape.groups)
     pairs = max(SMALLEST_TILE**2, TILE_SCORES // (matrices * max(1, values_per_pair)))
     side = 2 ** int(math.log2(pairs) / 2)
     if is_unknown(score_shape.query_len) or is_unknown(score_shape.key_len):
-        # All queries against a few keys at a time: memory is linear, and one loop does for any length.
+        # All queries against a few keys at a time: memory is linear, and one loop serves any sizes.
         whole = score_shape.query_len if is_unknown(score_shape.query_len) else max(1, score_shape.query_len)
         length: Any = score_shape.key_len
         keys = min(side, LONGEST_KEY_TILE)
@@ -223,7 +223,7 @@ def tile_sizes(score_shape: ScoreShape, values_per_pair: int) -> tuple[Any, Any]
 
 
 def _segments(start: HostArray, stop: HostArray, tested: bool) -> tuple[Segment, ...]:
-    """Segments of the keys that the intervals of one query tile see."""
+    """Return the segments of one query tile from one interval per query; `tested`: the rest of a mask is read too."""
     alive = stop > start
     if not alive.any():
         return ()
@@ -242,8 +242,11 @@ def _segments(start: HostArray, stop: HostArray, tested: bool) -> tuple[Segment,
 _GAP, _SOME, _ALL = range(3)
 
 
-def _segments_of_pieces(start: HostArray, stop: HostArray, tested: bool) -> tuple[Segment, ...]:
-    """The same of several pieces a row, (piece, batch or 1, query): by how many rows see the keys between two ends."""
+def _segments_of_intervals(start: HostArray, stop: HostArray, tested: bool) -> tuple[Segment, ...]:
+    """Return the segments from several intervals per query: (interval, batch or 1, query).
+
+    Between two neighbouring ends, the number of queries that attend to the keys decides.
+    """
     alive = stop > start
     if not alive.any():
         return ()
@@ -251,9 +254,9 @@ def _segments_of_pieces(start: HostArray, stop: HostArray, tested: bool) -> tupl
     # Half the time of np.unique (1.6 against 3.3 ms in all, for sinks and a window at 16384 tokens).
     ends = np.sort(np.concatenate([starts, stops]))
     ends = ends[np.append(True, ends[1:] != ends[:-1])]
-    seen = np.searchsorted(starts, ends[:-1], "right") - np.searchsorted(stops, ends[:-1], "right")
+    attending = np.searchsorted(starts, ends[:-1], "right") - np.searchsorted(stops, ends[:-1], "right")
     every = start[0].size + 1 if tested else start[0].size
-    kinds = np.where(seen == 0, _GAP, np.where(seen < every, _SOME, _ALL))
+    kinds = np.where(attending == 0, _GAP, np.where(attending < every, _SOME, _ALL))
     for kind in (_ALL, _GAP):
         kinds, ends = _joined(kinds, ends)
         kinds = np.where((kinds == kind) & (np.diff(ends) < SHORTEST_GAP), _SOME, kinds)
@@ -263,6 +266,6 @@ def _segments_of_pieces(start: HostArray, stop: HostArray, tested: bool) -> tupl
 
 
 def _joined(kinds: HostArray, ends: HostArray) -> tuple[HostArray, HostArray]:
-    """Neighbours of one kind as one."""
+    """Merge neighbours of one kind."""
     begins = np.append(True, kinds[1:] != kinds[:-1])
     return kinds[begins], np.append(ends[:-1][begins], ends[-1])
