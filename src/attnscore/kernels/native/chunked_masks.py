@@ -219,9 +219,8 @@ class _Strips:
             start, stop = self._seen_keys(row, end)
             if stop <= start:
                 continue
-            rows, cols = (row, min(end - row, height)), (start, stop - start)
-            ops, score_shape, like = self.problem.ops, self.problem.score_shape, self.problem.value
-            block = masks.evaluate(ops, score_shape, like, self.mask, rows, cols)
+            context = self.problem.ops, self.problem.score_shape, self.problem.value
+            block = masks.evaluate(*context, self.mask, (row, min(end - row, height)), (start, stop - start))
             into = self.held[..., start:stop] if width > 1 else self.held
             into[..., row - first : end - first, :] = self.problem.ops.memory(block).view(np.uint8)
         return self.held[..., : last - first, :]
