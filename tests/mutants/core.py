@@ -310,8 +310,8 @@ FAULTS = [
     Fault(
         "strips-rows-of-the-mask",
         "src/attnscore/kernels/native/chunked_masks.py",
-        "rows, cols = (row, min(end - row, height)), (start, stop - start)",
-        "rows, cols = (row - first, min(end - row, height)), (start, stop - start)",
+        "(row, min(end - row, height)), (start, stop - start))",
+        "(row - first, min(end - row, height)), (start, stop - start))",
         "tests/test_native_strips.py",
         "every strip of rows is evaluated as if it were the first",
     ),
