@@ -1,7 +1,7 @@
 """The page "Reference" of the site: signature and docstring of every public name (a hook of mkdocs).
 
-The page is made when the site is built and lies in no file, so it cannot be older than the docstrings. What they show
-is tested by ``tests/test_doctests.py``.
+The page is made when the site is built and is not stored, so it is as new as the docstrings. Their examples
+are tested by ``tests/test_doctests.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`attend` in the place of a textbook's attention inside `jax.jit`: the same numbers, without the matrix of scores.
+"""`attend` in place of D2L's attention inside `jax.jit`: the same numbers, without the matrix of scores.
 
 Arrays are (batch, length, heads, dim), as JAX's users have them. Lengths are traced: one program serves all batches.
 """
@@ -36,7 +36,7 @@ results = [step(attention)(arrays, lens) for attention in (textbook, ours)]
 largest = jax.tree.map(lambda x, y: float(abs(x - y).max() / abs(x).max()), *results)
 print("loss and gradients agree:", all(error < 1e-5 for error in jax.tree.leaves(largest)))
 
-# A sequence that is all padding, and NaN in it: 0 times NaN is NaN in the textbook's product. Here it reaches nothing.
+# A sequence that is all padding, and NaN in it: 0 times NaN is NaN in D2L's product. Here it does not propagate.
 bad = [x.at[2].set(jnp.nan) for x in arrays]
 for attention in (textbook, ours):
     loss, _ = step(attention)(bad, jnp.array([200, 77, 0]))

@@ -1,7 +1,7 @@
 """Train a Keras model to write CamelCase names in snake_case, and plot what its attention looks at.
 
-The names are from the sources of Python's standard library. An encoder reads the padded letters, a decoder asks with
-its state, ``AdditiveAttention`` answers. The masks that keep padding out come from the embeddings by themselves.
+The names are from the sources of Python's standard library. An encoder reads the padded letters, the state of a decoder
+is the query of ``AdditiveAttention``. The masks that exclude padding come from the embeddings automatically.
 It runs on any of Keras's backends: ``KERAS_BACKEND=torch python keras_alignment.py``. ``--quick`` trains for seconds.
 """
 

@@ -1,4 +1,4 @@
-"""What a long context looks at, without its matrix: a sink, a window along the diagonal, documents on a few topics.
+"""Attention over a long context, without its matrix: a sink, a window along the diagonal, documents on a few topics.
 
 Makes queries and keys that hold these three, and finds them again. 8192 tokens by default; give another number for more
 (131072 take about a minute on two cores), and a second argument for a picture:
@@ -13,7 +13,7 @@ import attnscore as ats
 
 
 def made_up_head(tokens, documents=24, topics=6, seed=0):
-    """Queries and keys (tokens, 64) that see the first key, their neighbours, and documents on their own topic."""
+    """Queries and keys (tokens, 64) that attend to the first key, their neighbours and documents on their topic."""
     rng = np.random.default_rng(seed)
     angles = np.arange(tokens)[:, None] * np.geomspace(np.pi / 8, np.pi / 4096, 16)
     place = np.concatenate([np.cos(angles), np.sin(angles)], axis=1)  # place . place falls with the distance

@@ -1,4 +1,4 @@
-"""Long sequences: memory grows with the length, not with its square; what a mask hides is not computed.
+"""Long sequences: memory grows with the length, not with its square; fully masked tiles are not computed.
 
 Prints, for forward and backward, the memory that the process added, and what one float32 matrix of scores would take.
 """

@@ -1,4 +1,4 @@
-"""When torch's fused attention keeps the whole matrix: peak memory of one forward on the CPU, beside `attend`.
+"""When torch's fused attention keeps the whole matrix: peak memory of one forward on the CPU, against `attend`.
 
 torch takes its O(n) path for some calls only and says nothing when it takes the other one. Linux only: the peak is
 reset through /proc.

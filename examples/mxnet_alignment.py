@@ -1,4 +1,4 @@
-"""Train additive attention in MXNet to write CamelCase names in snake_case, and plot what it looks at.
+"""Train additive attention in MXNet to write CamelCase names in snake_case, and plot its weights.
 
 An encoder reads ``HttpError``, padded to 16 characters; a decoder writes ``http_error``. Its state is the query:
 attention finds the characters to read next. ``--quick`` trains for a few steps.

@@ -1,6 +1,6 @@
 """Nadaraya-Watson regression is attention pooling with a Gaussian score; the bandwidth is chosen by a mask.
 
-Training points are the keys, their noisy values the values, and the points asked for the queries. Leaving each
+Training points are the keys, their noisy values the values, and the requested points the queries. Leaving each
 point out of its own prediction is a mask, so choosing the bandwidth by cross-validation is one call per candidate.
 """
 
@@ -19,7 +19,7 @@ x = np.sort(5 * rng.random((50, 1)), axis=0)
 y = truth(x) + 0.5 * rng.normal(size=x.shape)
 asked = np.linspace(0, 5, 50)[:, None]
 
-# The pooling is the textbook's formula: sum_j K(x, x_j) y_j / sum_j K(x, x_j).
+# The pooling is D2L's formula: sum_j K(x, x_j) y_j / sum_j K(x, x_j).
 kernel = np.exp(-((asked - x.T) ** 2) / (2 * 0.3**2))
 by_hand = (kernel @ y) / kernel.sum(axis=1, keepdims=True)
 pooled = ats.attend(asked, x, y, score=ats.Gaussian(bandwidth=0.3))

@@ -19,7 +19,7 @@ print("weights of sequence 0, query 0:", weights[0, 0].round(3))
 print("weight on padding:", weights[0, :, 2:].sum() + weights[1, :, 4:].sum())
 print("effective keys of each query:", stats.effective_keys().round(2).tolist())
 
-# Padding may hold anything: it reaches nothing.
+# Padding may hold anything: it does not propagate.
 key[0, 2:], value[0, 2:] = np.nan, np.inf
 again = ats.attend(query, key, value, valid_lens=[2, 4])
 print("NaN and infinity in the padding change nothing:", bool((again == out).all()))
@@ -30,7 +30,7 @@ mask = ats.ValidLens([2, 4]) & ats.Causal(align="top_left")
 print(mask)
 print(mask.materialize(3, 5, batch=2)[1].astype(int))
 
-# NumPy has no autodiff, so attend_vjp hands out the pull-back. A difference quotient agrees with it.
+# NumPy has no autodiff, so attend_vjp returns the VJP as a function. A difference quotient agrees with it.
 out, pullback = ats.attend_vjp(query, key, value, score=score, mask=mask)
 grads = pullback(np.ones_like(out))
 step = 1e-6

@@ -1,7 +1,7 @@
-"""A scoring function of your own: one class with one method, trained in PyTorch.
+"""A custom score: one class with one method, trained in PyTorch.
 
 The score is minus a weighted city-block distance, a(q, k) = -sum_d rate_d |q_d - k_d|. Nothing but `tile` is
-written: the streaming engine runs it, and PyTorch's autodiff gives its gradient tile by tile. Data are made with
+written: the streaming kernel runs it, and PyTorch's autodiff gives its gradient tile by tile. Data are made with
 known rates, and training finds them again.
 """
 

@@ -1,6 +1,6 @@
 """`attend` in the place of torch's scaled_dot_product_attention: the same arguments, outputs and gradients.
 
-Then what changes: hidden NaN stays hidden, and weights and statistics are there when asked for.
+Then the differences: NaN in a masked value does not propagate, and weights and statistics are available on request.
 """
 
 import torch
@@ -10,7 +10,7 @@ import attnscore as ats
 
 
 def sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """The signature of torch's function on top of `attend`; fewer key heads need no flag here."""
+    """The signature of torch's function on top of `attend`; GQA needs no flag here."""
     is_bias = attn_mask is not None and attn_mask.is_floating_point()
     mask = ats.Causal(align="top_left") if is_causal else None if is_bias else attn_mask
     bias = attn_mask if is_bias else None
@@ -33,16 +33,16 @@ cases = {
     "scale": (full, {"scale": 0.5}),
     "boolean mask": (full, {"attn_mask": torch.rand(96, 128) < 0.7}),
     "additive mask": (full, {"attn_mask": torch.randn(8, 96, 128)}),
-    "2 key heads for 8": (grouped, {"enable_gqa": True}),
+    "2 KV heads for 8": (grouped, {"enable_gqa": True}),
 }
 for name, (arrays, options) in cases.items():
     ours, theirs = gradients(sdpa, arrays, **options), gradients(F.scaled_dot_product_attention, arrays, **options)
     largest = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(ours, theirs, strict=True))
     print(f"{name:<20} agrees in output and gradients: {largest < 1e-5}")
 
-full[2][..., -1, :] = torch.nan  # a value that the causal mask hides from all 96 queries but would poison them
+full[2][..., -1, :] = torch.nan  # masked for all 96 queries by the causal mask; a weight of 0 alone would propagate it
 for function in (F.scaled_dot_product_attention, sdpa):
     bad = function(*full, is_causal=True).isnan().any(-1)[0, 0].sum()
-    print(f"{function.__name__:<30} rows with NaN from a hidden value: {int(bad)} of 96")
+    print(f"{function.__name__:<30} queries with NaN from a masked value: {int(bad)} of 96")
 _, stats = ats.attend(*full, mask=ats.Causal(align="top_left"), return_stats=("entropy",))
 print("effective keys of the first and the last query:", stats.effective_keys()[0, 0, [0, -1]].numpy().round(2))

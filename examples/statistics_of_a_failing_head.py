@@ -11,7 +11,7 @@ torch.set_num_threads(1)  # at these sizes two threads mostly wait for each othe
 torch.manual_seed(0)
 heads, length, dim = 4, 256, 64
 query, key, value, probe = (torch.randn(1, heads, length, dim) for _ in range(4))
-# The first queries see so few keys that they are saturated by nature; look at the second half.
+# The first queries have so few keys that they are saturated by nature; the second half is shown.
 late = slice(length // 2, None)
 
 

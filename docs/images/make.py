@@ -1,7 +1,7 @@
 """Make every picture of the documentation: ``python docs/images/make.py [NAME ...]``; without names, all.
 
 Needs ``pip install '.[demo]'``. The pictures named in FROM_DEMO are taken from ``attnscore demo``, those in FROM_LAB
-from ``attnscore lab`` (about ten minutes), the others are drawn here with the library's own scores. ``report`` is a
+from ``attnscore lab`` (about ten minutes), the others are drawn here with the library's scores. ``report`` is a
 page of ``attnscore inspect`` in headless Chromium: it needs ``pip install playwright`` and the system's Chromium, and
 is left as it is where there is none. All are stored with 256 colours, which keeps each below 150 kB.
 """
@@ -208,7 +208,7 @@ def collapse() -> Figure:
 
 
 def watching() -> Figure:
-    """What `watch` sees of a real model, one of whose heads has been spoilt."""
+    """What `watch` records of a real model, one of whose heads has been changed to fail."""
     import torch
 
     from attnscore.cli.demo import minilm
