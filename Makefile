@@ -5,7 +5,7 @@
 #   ARGS="-k causal"    further arguments of pytest, or of `attnscore demo`
 #   SLOW=1              the tests marked slow as well (always when CI=true)
 #   WORKERS=2           how many processes share the tests; 0: pytest itself runs them, as `ARGS=--pdb` wants it
-#   CASES=300           how many cases `make sanitize` draws
+#   CASES=100           how many cases `make sanitize` draws
 #
 # The tests have two environments: MXNet needs NumPy below 1.24, which no other framework takes any more, and Python 3.11,
 # the last that such a NumPy was built for. One run of pytest in the first runs MXNet's tests in the second.
@@ -18,9 +18,11 @@ DEMO_READY := $(VENV)/.demo-ready
 READY      := $(VENV)/.ready
 SLOW   ?= $(CI)
 ARGS   ?=
-CASES  ?= 300
+CASES  ?= 100
 # Of two cores one process uses little more than one. More workers are more memory: each holds every framework.
 WORKERS ?= 2
+
+PYTEST = $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal
 
 # Exactly this release, and before all else: a range, here or in another package, would pass over a CPU build
 # that the machine has ready and take the newest torch, with several GB of CUDA libraries.
@@ -56,18 +58,21 @@ export TRANSFORMERS_OFFLINE := 1
 export MPLBACKEND := Agg
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test mutants check sanitize docs format clean distclean
+.PHONY: help demo test test-all mutants check sanitize docs format clean distclean
 
 help: ## this list
 	@echo "make TARGET [PYTHON=python3.12] [ARGS=...] [SLOW=1]"
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | \
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | \
 	    while IFS='|' read -r name text; do printf '  %-10s %s\n' "$$name" "$$text"; done
 
 demo: $(DEMO_READY) ## the tour, on a real model and real text; plots and numbers into attnscore-demo/
 	@$(BIN)/attnscore demo $(ARGS)
 
-test: $(READY) $(MXNET_READY) ## the tests; SLOW=1 for all of them
-	@$(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal $(if $(filter 1 true yes,$(SLOW)),-m "") $(ARGS)
+test: $(READY) $(MXNET_READY) ## the tests, minutes; SLOW=1 for the slow ones as well
+	@$(PYTEST) $(if $(filter 1 true yes,$(SLOW)),-m "") $(ARGS)
+
+test-all: $(READY) $(MXNET_READY) ## the slow tests too, and products of tables in place of pairs: hours, before a release
+	@$(PYTEST) -m "" --products $(ARGS)
 
 mutants: $(READY) ## small faults in a copy of the package, each of which a test must find; ARGS="NAME --again"
 	@$(BIN)/python tests/mutants/run.py $(ARGS)
@@ -81,7 +86,7 @@ check: $(READY) ## lint, format, types, project file
 
 sanitize: $(READY) ## the native kernels and their threads under the address, undefined-behaviour and thread sanitizers
 	@$(call sanitized,address$(COMMA)undefined,$(CASES))
-	@$(call sanitized,thread,20)
+	@$(call sanitized,thread,10)
 
 docs: $(READY) ## the documentation as a site, into build/site
 	@$(EDITABLE) '.[docs]' && $(BIN)/mkdocs build --strict

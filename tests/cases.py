@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import attnscore as ats
+import covering
 import oracle
 from oracle import ACTIVATIONS
 from own_scores import OwnAbsolute, OwnPlain, OwnSquare
@@ -33,7 +34,7 @@ class Mode:
     whole: bool = False
     """Runs every row of every table, in the tests of scores, masks, shapes and so on."""
     every: int = 1
-    """Of the rows of `families`, every so many by default; the others are slow tests."""
+    """Of the rows of `families`, every so many; with ``--products`` all."""
     own: str = ""
     """The file of the framework's own tests."""
 
@@ -52,9 +53,9 @@ MODES = (
     Mode("torch", "eager", lambda call: call.torch(), whole=True, own="test_torch_operators.py"),
     Mode("tensorflow", "eager", lambda call: call.tensorflow(), own="test_tensorflow.py"),
     Mode("tensorflow", "graph", lambda call: call.tensorflow(_graph), every=5, own="test_tensorflow.py"),
-    Mode("jax", "eager", lambda call: call.jax(), own="test_jax.py"),
-    Mode("jax", "jit", lambda call: call.jax(jit=True), own="test_jax.py"),
-    Mode("jax", "vmap", lambda call: call.jax(vmap=True), every=3, own="test_jax.py"),
+    Mode("jax", "eager", lambda call: call.jax(), every=4, own="test_jax.py"),
+    Mode("jax", "jit", lambda call: call.jax(jit=True), every=3, own="test_jax.py"),
+    Mode("jax", "vmap", lambda call: call.jax(vmap=True), every=7, own="test_jax.py"),
     Mode("mxnet", "eager", None, own="test_mxnet.py"),  # needs NumPy below 1.24, and so an environment of its own
 )
 FRAMEWORKS = tuple(mode.framework for mode in MODES if mode.whole)
@@ -453,24 +454,6 @@ SOME_MASKS = tuple(
 )
 
 
-def shared_out(scores: Sequence[Score], masks: Sequence[str]) -> list[Any]:
-    """The full product (score, mask, framework): each pair on one framework in turn, on the others as a slow test.
-
-    One of each family of scores, and a few masks, are on every framework by default.
-    """
-    everywhere = {score.name for score in SOME_SCORES}, {mask.name for mask in SOME_MASKS}
-    found = []
-    for i, score in enumerate(scores):
-        for j, mask_name in enumerate(masks):
-            for f, framework in enumerate(FRAMEWORKS):
-                turn = (i + j) % len(FRAMEWORKS) == f
-                by_default = turn or score.name in everywhere[0] or mask_name in everywhere[1]
-                marks = () if by_default else (pytest.mark.slow,)
-                name = f"{score.name}-{mask_name}-{framework}"
-                found.append(pytest.param(score.name, mask_name, framework, id=name, marks=marks))
-    return found
-
-
 def families() -> list[tuple[str, str, str]]:
     """(score, mask, dtype): one of each family of scores and of masks, every dtype, a score without a gradient."""
     return [
@@ -484,15 +467,11 @@ def families() -> list[tuple[str, str, str]]:
 def in_every_mode() -> list[Any]:
     """(mode, score, mask, dtype): the families in every mode that runs in this environment."""
     return [
-        pytest.param(
-            mode,
-            *row,
-            id="-".join((mode.framework, mode.name, *row)),
-            marks=() if i % mode.every == 0 else pytest.mark.slow,
-        )
-        for mode in MODES
+        pytest.param(mode, *row, id="-".join((mode.framework, mode.name, *row)))
+        for offset, mode in enumerate(MODES)
         if mode.run is not None
         for i, row in enumerate(dict.fromkeys(families()))
+        if covering.products or (i + offset) % mode.every == 0
     ]
 
 

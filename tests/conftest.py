@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
+import sys
 from collections.abc import Iterator
 
 # torch's threads wait asleep. Awake they hold a core that another worker or process has use for: on a busy machine
 # eight training runs of six steps took 98 seconds in place of 5.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# A program of XLA is compiled twice as fast without most optimisations, and compiling is most of what tests of JAX and
+# TensorFlow take. The products (`make test-all`) run what users run.
+if "--products" not in sys.argv:
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
 
 # triton, which PyTorch's CUDA builds bring, before TensorFlow: loaded after it, it ends in a segmentation
 # fault over two LLVMs (tensorflow/tensorflow#124205).
@@ -20,6 +27,7 @@ import numpy as np
 import pytest
 import torch
 
+import covering
 from attnscore import kernels, scores
 from attnscore.core import tiling
 from attnscore.kernels.native import chunked_masks
@@ -27,6 +35,21 @@ from attnscore.scores import gaussian
 
 # In an environment of their own, which tests/test_mxnet.py starts.
 collect_ignore = ["in_mxnet"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--products", action="store_true", help="whole products of tables in place of pairs of their rows")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before the tests are collected: their rows are made when they are imported."""
+    covering.products = config.getoption("--products")
+
+
+def pytest_collection_finish() -> None:
+    """The frameworks are here to stay: a collection that looks at all of their objects takes half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

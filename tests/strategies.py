@@ -18,12 +18,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 import attnscore as ats
+import covering
 from attnscore.core import tiling
 
 HostArray = np.ndarray
 NAN, INF = float("nan"), float("inf")
 
-law = settings(deadline=None, max_examples=30, derandomize=bool(os.environ.get("CI")))
+law = settings(deadline=None, max_examples=100 if covering.products else 20, derandomize=bool(os.environ.get("CI")))
 
 
 def same(found: Any, expected: Any, tolerance: float = 1e-11) -> None:

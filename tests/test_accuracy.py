@@ -15,12 +15,14 @@ import pytest
 import attnscore as ats
 import oracle
 from cases import FRAMEWORKS, SCORE, Score
+from covering import pairs
 from oracle import ACTIVATIONS
 from runs import Call, array, make_call, tensor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 frameworks = pytest.mark.parametrize("framework", FRAMEWORKS)
-both_precisions = pytest.mark.parametrize("dtype", ["float32", "float64"])
+PRECISIONS = ("float32", "float64")
+both_precisions = pytest.mark.parametrize("dtype", PRECISIONS)
 
 
 def call_of(score: Score, query: Any, key: Any, value: Any, dtype: str, **arrays: Any) -> Call:
@@ -64,16 +66,17 @@ GAUSSIANS: dict[str, tuple[Any, Any, float]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(params=["direct", "inner"])
+FORMS = ("direct", "inner")
+
+
+@pytest.fixture(params=FORMS)
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """These inputs are small, and take the direct sum; as large ones, the inner product where it is accurate."""
     if request.param == "inner":
         monkeypatch.setattr("attnscore.scores.gaussian.INNER_TERMS", 0)
 
 
-@frameworks
-@both_precisions
-@pytest.mark.parametrize("name", GAUSSIANS)
+@pairs(("form",), name=tuple(GAUSSIANS), dtype=PRECISIONS, framework=FRAMEWORKS, form=FORMS)
 def test_gaussian_regression(name: str, dtype: str, framework: str, form: None) -> None:
     x, keys, bandwidth = GAUSSIANS[name]
     values = np.stack([np.sin(keys), np.ones_like(keys), keys - keys.mean()], -1)
@@ -101,9 +104,7 @@ def test_gaussian_weights(name: str, framework: str, form: None) -> None:
     assert error <= max(4 * plain_error, 64 * np.finfo(np.float32).eps)
 
 
-@frameworks
-@pytest.mark.parametrize("dim", [1, 2, 8, 64])
-@pytest.mark.parametrize("spread", [0.1, 1.0, 3.0, 5.0, 8.0])
+@pairs(("form",), spread=(0.1, 1.0, 3.0, 5.0, 8.0), dim=(1, 2, 8, 64), framework=FRAMEWORKS, form=FORMS)
 def test_gaussian_at_any_spread(spread: float, dim: int, framework: str, form: None) -> None:
     """Norms from far below the limit of the inner form to far beyond."""
     rng = np.random.default_rng(3)
@@ -124,10 +125,7 @@ MAGNITUDES: dict[str, Any] = {
 }
 
 
-@frameworks
-@both_precisions
-@pytest.mark.parametrize("magnitude", MAGNITUDES)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pairs(activation=tuple(ACTIVATIONS), magnitude=tuple(MAGNITUDES), dtype=PRECISIONS, framework=FRAMEWORKS)
 def test_additive_arguments_of_any_magnitude(activation: str, magnitude: str, dtype: str, framework: str) -> None:
     rng = np.random.default_rng(1)
     query, key = (MAGNITUDES[magnitude](rng, n) for n in (9, 14))
@@ -136,10 +134,7 @@ def test_additive_arguments_of_any_magnitude(activation: str, magnitude: str, dt
     call.check(call.run(framework))
 
 
-@frameworks
-@both_precisions
-@pytest.mark.parametrize("level", [43.85, 300.0, 1e4])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pairs(activation=tuple(ACTIVATIONS), level=(43.85, 300.0, 1e4), dtype=PRECISIONS, framework=FRAMEWORKS)
 def test_additive_arguments_that_cancel(activation: str, level: float, dtype: str, framework: str) -> None:
     """a = 300, b = -299.5: each far out of the range of an exponential, their sum where the activation bends."""
     rng = np.random.default_rng(1)
@@ -166,10 +161,12 @@ def test_additive_weights_far_apart_where_arguments_cancel(
         call.check(call.run(framework))
 
 
-@frameworks
-@pytest.mark.parametrize("heaviest", [1.0, 1e-16, 1e-29, 1e-35, 0.0])
-@pytest.mark.parametrize("size", [0.5, 3.0])
-@pytest.mark.parametrize("activation", ["tanh", "sigmoid", "silu"])
+@pairs(
+    activation=("tanh", "sigmoid", "silu"),
+    size=(0.5, 3.0),
+    heaviest=(1.0, 1e-16, 1e-29, 1e-35, 0.0),
+    framework=FRAMEWORKS,
+)
 def test_additive_weights_next_to_nothing(activation: str, size: float, heaviest: float, framework: str) -> None:
     """Also beside weights of 0, of which the inverse is none."""
     rng = np.random.default_rng(3)
@@ -215,10 +212,12 @@ def test_scores_at_a_level(level: float, sink: bool, dtype: str, framework: str,
     call.check(call.run(framework))
 
 
-@frameworks
-@both_precisions
-@pytest.mark.parametrize("score", ["dot", "scaled_dot", "bilinear", "cosine-number", "sum", "soft_cap-dot"])
-@pytest.mark.parametrize("factor", [1e-3, 1.0, 10.0, 100.0])
+@pairs(
+    score=("dot", "scaled_dot", "bilinear", "cosine-number", "sum", "soft_cap-dot"),
+    factor=(1e-3, 1.0, 10.0, 100.0),
+    dtype=PRECISIONS,
+    framework=FRAMEWORKS,
+)
 def test_products_of_any_size(factor: float, score: str, dtype: str, framework: str, small_tiles: None) -> None:
     """From uniform weights to saturated ones."""
     call = make_call(score, "Causal-offset", dtype, "sink")
@@ -256,6 +255,16 @@ def test_half_precision_is_summed_in_float32(dtype: str, framework: str) -> None
     assert abs(float(array(out)[0, 0]) - float(array(value).mean(dtype=np.float64))) <= 2 * eps
     assert float(array(stats.log_sum_exp)[0]) == pytest.approx(np.log(10_000), rel=1e-6)
     assert float(array(stats.max_weight)[0]) == pytest.approx(1e-4, rel=1e-5)
+
+
+@frameworks
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_sum_score_of_half_precision_is_summed_in_float32(dtype: str, framework: str) -> None:
+    """3001, which is no number of 16 bits."""
+    kind = make_call("dot", dtype=dtype).query.dtype
+    arrays = [np.ones((1, 3001), kind), np.zeros((1, 3001), kind), np.ones((1, 1), kind)]
+    _, stats = ats.attend(*map(tensor, arrays) if framework == "torch" else arrays, score="sum", return_stats=True)
+    assert float(array(stats.log_sum_exp)[0]) == 3001
 
 
 def test_half_precision_scores_beyond_its_range() -> None:

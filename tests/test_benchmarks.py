@@ -403,7 +403,10 @@ def arrays_of(length: int) -> int:
     return 4 * (8 * length * 8 + 2 * 8)
 
 
-@pytest.mark.parametrize("name", sorted(CALLERS_MEMORY))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=pytest.mark.slow if "tensorflow" in x else ()) for x in sorted(CALLERS_MEMORY)],
+)
 def test_memory_of_callers_of_other_frameworks(toys: None, name: str) -> None:
     found = runner.run([cases.named(name)], [1], quick=True)
     assert not found["errors"] and not results.check(json.loads(json.dumps(found)))

@@ -10,12 +10,12 @@ import torch
 
 import attnscore as ats
 from cases import FRAMEWORKS, MASKS, SCORES, SOME_SCORES
+from covering import pairs
 from runs import EPS, WIDE, Call, array, make_call, tensor
 
 pytestmark = pytest.mark.usefixtures("small_tiles", "one_thread")
 frameworks = pytest.mark.parametrize("framework", FRAMEWORKS)
-scores = pytest.mark.parametrize("score", [score.name for score in SCORES])
-some_scores = pytest.mark.parametrize("score", [score.name for score in SOME_SCORES])
+SCORE_NAMES = tuple(score.name for score in SCORES)
 
 INDICES: dict[str, tuple[Any, Any]] = {
     "rows": (slice(1, 4), None),
@@ -53,10 +53,12 @@ def check_weights(call: Call, found: Any, wanted: np.ndarray) -> None:
     assert np.abs(array(found) - wanted).max(initial=0) <= max(2 * plain, 8 * EPS[call.dtype])
 
 
-@frameworks
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("extras", ["", "hiding-bias"], ids=["plain", "bias-and-sink"])
-@scores
+@pairs(
+    score=SCORE_NAMES,
+    extras={"plain": "", "bias-and-sink": "hiding-bias"},
+    dtype=("bfloat16", "float32", "float64"),
+    framework=FRAMEWORKS,
+)
 def test_all_weights(score: str, extras: str, dtype: str, framework: str) -> None:
     """`attention_weights` and ``return_weights``, which also returns the same output as without."""
     call = make_call(score, "nested", dtype, extras)
@@ -68,10 +70,12 @@ def test_all_weights(score: str, extras: str, dtype: str, framework: str) -> Non
     np.testing.assert_array_equal(array(out), array(ats.attend(*arrays, value, **keywords)))
 
 
-@frameworks
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-@pytest.mark.parametrize("extras", ["", "hiding-bias"], ids=["plain", "bias"])
-@scores
+@pairs(
+    score=SCORE_NAMES,
+    extras={"plain": "", "bias": "hiding-bias"},
+    dtype=("float16", "float32", "float64"),
+    framework=FRAMEWORKS,
+)
 def test_all_scores(score: str, extras: str, dtype: str, framework: str) -> None:
     """Cap and bias in them, -inf where hidden; the error relative to what `numerics` says for each family."""
     call = make_call(score, "nested", dtype, extras)
@@ -87,12 +91,12 @@ def test_all_scores(score: str, extras: str, dtype: str, framework: str) -> None
     assert error <= max(2 * plain_error, 8 * EPS[dtype] * call.scale["max_score"])
 
 
-@frameworks
-@pytest.mark.parametrize("index", INDICES)
-@pytest.mark.parametrize(
-    "mask", ["none", "Causal-offset-batch", "Documents-scattered", "nested", "array-4d", "Dense-rows"]
+@pairs(
+    score=("scaled_dot-rows", "scaled_dot-keys", "additive-tanh-heads", "gaussian", "own-tile"),
+    mask=("none", "Causal-offset-batch", "Documents-scattered", "nested", "array-4d", "Dense-rows"),
+    index=tuple(INDICES),
+    framework=FRAMEWORKS,
 )
-@pytest.mark.parametrize("score", ["scaled_dot-rows", "scaled_dot-keys", "additive-tanh-heads", "gaussian", "own-tile"])
 def test_blocks(score: str, mask: str, index: str, framework: str) -> None:
     """Rows and columns are those of the whole, normalised over all keys."""
     call = make_call(score, mask, "float64", "hiding-bias")
@@ -126,9 +130,11 @@ def test_weights_have_heads_first_in_either_layout(head_axis: int, framework: st
     check_weights(call, ats.attention_weights(*arrays, **call.arguments, head_axis=head_axis), call.weights)
 
 
-@pytest.mark.parametrize("what", ["attention_weights", "attention_scores", "return_weights"])
-@pytest.mark.parametrize("mask", ["none", "nested", "KeyPadding-nothing"])
-@some_scores
+@pairs(
+    score=[score.name for score in SOME_SCORES],
+    mask=("none", "nested", "KeyPadding-nothing"),
+    what=("attention_weights", "attention_scores", "return_weights"),
+)
 def test_gradients_of_weights_and_scores(score: str, mask: str, what: str) -> None:
     """They are differentiable in PyTorch; gradients equal autograd's through the whole matrix."""
     call = make_call(score, mask, "float64", "hiding-bias" if what != "attention_scores" else "bias")

@@ -21,6 +21,7 @@ from attnscore.core.problem import build_problem
 from attnscore.masks import Mask
 from bad_input import Maker
 from cases import FRAMEWORKS, MASK, MASKS, MaskCase, Sizes
+from covering import pairs
 from runs import make_call, tensor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -134,8 +135,7 @@ def test_plan(case: MaskCase, tile: tuple[int, int]) -> None:
         assert sum(shares.values()) == pytest.approx(1)
 
 
-@frameworks
-@masks
+@pairs(case=MASKS, framework=FRAMEWORKS)
 def test_hidden_weights_are_exactly_zero(case: MaskCase, framework: str, small_tiles: None) -> None:
     call = make_call("scaled_dot", case.name)
     arrays = [tensor(x) if framework == "torch" else x for x in (call.query, call.key, call.value)]
@@ -250,9 +250,11 @@ MASKS_OF_NUMPY: dict[str, Callable[[Callable[[Any], Any]], Mask]] = {
 }
 
 
-@pytest.mark.parametrize("kernel", ["auto", "streaming", "dense"])
-@pytest.mark.parametrize("framework", ["numpy", "torch", "tensorflow", "jax"])
-@pytest.mark.parametrize("name", MASKS_OF_NUMPY)
+@pairs(
+    name=tuple(MASKS_OF_NUMPY),
+    framework=("numpy", "torch", "tensorflow", "jax"),
+    kernel=("auto", "streaming", "dense"),
+)
 def test_layouts_of_numpy_arrays(name: str, framework: str, kernel: str) -> None:
     """A mask of NumPy arrays means the same beside data of any framework, however they lie in memory."""
     x = Maker(framework).floats(1, 5, 4)

@@ -1,10 +1,6 @@
-"""Every score against the oracle, forward and backward: under every mask, in every dtype, with bias and sink.
+"""Every score by what its author promises, which a user's own is held to; the products of scores with other tables.
 
-- score x mask is the full product, in float32, the frameworks taking turns; with the slow tests it is score x mask x
-  framework. What else is in the call (bias, sink, gradients into log-sum-exp and entropy) rotates over it, so that
-  every pair of them meets.
-- score x dtype x framework is the full product, under a handful of masks that differ in kind.
-- score x extras x framework is the full product, in float64, where the tolerance shows a wrong formula in full.
+That each is right under every mask, in every dtype and kernel and with everything else is in ``test_every_kernel``.
 """
 
 from __future__ import annotations
@@ -16,8 +12,9 @@ import pytest
 import torch
 
 import attnscore as ats
+import covering
 from attnscore.testing import check_score
-from cases import DTYPES, FRAMEWORKS, MASKS, SCORE, SCORES, SOME_MASKS, Sizes, shared_out
+from cases import DTYPES, FRAMEWORKS, MASK, SCORE, SCORES, SOME_MASKS, Sizes
 from own_scores import OwnSquare
 from runs import EXTRAS, make_call
 
@@ -25,34 +22,35 @@ pytestmark = pytest.mark.usefixtures("small_tiles", "one_thread")
 
 frameworks = pytest.mark.parametrize("framework", FRAMEWORKS)
 scores = pytest.mark.parametrize("score", [score.name for score in SCORES])
-_ROTATION = {
-    (score.name, mask.name): tuple(EXTRAS)[(i + j) % len(EXTRAS)]
-    for i, score in enumerate(SCORES)
-    for j, mask in enumerate(MASKS)
-}
 
+# By pairs of all tables: test_every_kernel.py. These are products of three.
+if covering.products:
 
-@pytest.mark.parametrize(("score", "mask", "framework"), shared_out(SCORES, [mask.name for mask in MASKS]))
-def test_under_every_mask(score: str, mask: str, framework: str) -> None:
-    call = make_call(score, mask, "float32", _ROTATION[score, mask])
-    call.check(call.run(framework))
+    @frameworks
+    @pytest.mark.parametrize("mask", list(MASK))
+    @scores
+    def test_under_every_mask(score: str, mask: str, framework: str) -> None:
+        call = make_call(score, mask, "float32", in_turn(score, mask))
+        call.check(call.run(framework))
 
+    @frameworks
+    @pytest.mark.parametrize("mask", [mask.name for mask in SOME_MASKS])
+    @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != "float32"])
+    @scores
+    def test_in_every_dtype(score: str, dtype: str, mask: str, framework: str) -> None:
+        call = make_call(score, mask, dtype, in_turn(score, mask))
+        call.check(call.run(framework))
 
-@frameworks
-@pytest.mark.parametrize("mask", [mask.name for mask in SOME_MASKS])
-@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != "float32"])
-@scores
-def test_in_every_dtype(score: str, dtype: str, mask: str, framework: str) -> None:
-    call = make_call(score, mask, dtype, _ROTATION[score, mask])
-    call.check(call.run(framework))
+    @frameworks
+    @pytest.mark.parametrize("extras", [name or "nothing-else" for name in EXTRAS])
+    @scores
+    def test_with_bias_and_sink(score: str, extras: str, framework: str) -> None:
+        call = make_call(score, "Causal-offset-batch", "float64", extras.replace("nothing-else", ""))
+        call.check(call.run(framework))
 
-
-@frameworks
-@pytest.mark.parametrize("extras", [name or "nothing-else" for name in EXTRAS])
-@scores
-def test_with_bias_and_sink(score: str, extras: str, framework: str) -> None:
-    call = make_call(score, "Causal-offset-batch", "float64", extras.replace("nothing-else", ""))
-    call.check(call.run(framework))
+    def in_turn(score: str, mask: str) -> str:
+        """What else is in the call of a score under a mask."""
+        return tuple(EXTRAS)[(list(SCORE).index(score) + list(MASK).index(mask)) % len(EXTRAS)]
 
 
 @frameworks

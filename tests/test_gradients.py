@@ -15,13 +15,13 @@ import pytest
 import torch
 
 import attnscore as ats
+import covering
 from cases import FRAMEWORKS, MASKS, SCORES, SCORES_WITH_ARRAYS, SOME_MASKS, SOME_SCORES, Sizes
+from covering import pairs
 from runs import STATISTICS, Call, array, make_call, tensor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 scores = pytest.mark.parametrize("score", [score.name for score in SCORES])
-some_scores = pytest.mark.parametrize("score", [score.name for score in SOME_SCORES])
-some_masks = pytest.mark.parametrize("mask", [mask.name for mask in SOME_MASKS])
 frameworks = pytest.mark.parametrize("framework", FRAMEWORKS)
 smooth_scores = pytest.mark.parametrize("score", [score.name for score in SCORES if score.smooth])
 SMALL = Sizes(batch=1, heads=4, key_heads=2, queries=3, keys=4, value_dim=2)
@@ -77,11 +77,13 @@ def _total(call: Call, leaves: dict[str, np.ndarray]) -> np.longdouble:
 # -------------------------------------------- gradients into single results
 
 
-@frameworks
-@pytest.mark.parametrize("seeded", ["out", "log_sum_exp", "entropy"])
-@pytest.mark.parametrize("extras", ["", "hiding-bias"], ids=["plain", "bias-and-sink"])
-@some_masks
-@some_scores
+@pairs(
+    score=[score.name for score in SOME_SCORES],
+    mask=[mask.name for mask in SOME_MASKS],
+    extras={"plain": "", "bias-and-sink": "hiding-bias"},
+    seeded=("out", "log_sum_exp", "entropy"),
+    framework=FRAMEWORKS,
+)
 def test_gradient_into_one_result(
     score: str, mask: str, extras: str, seeded: str, framework: str, small_tiles: None
 ) -> None:
@@ -141,8 +143,9 @@ def _double(call: Call) -> tuple[Any, tuple[torch.Tensor, ...]]:
 
 @smooth_scores
 def test_gradcheck(score: str, small_tiles: None) -> None:
+    """In a random direction, by default: entry by entry takes ten times as long."""
     function, inputs = _double(make_call(score, "none", "float64", "bias-sink", SMALL))
-    torch.autograd.gradcheck(function, inputs)
+    torch.autograd.gradcheck(function, inputs, fast_mode=not covering.products)
 
 
 @smooth_scores
@@ -169,9 +172,11 @@ def test_second_order_against_the_oracle(score: str, small_tiles: None) -> None:
     _check_penalty(make_call(score, "nested", "float64", "sink"))
 
 
-@pytest.mark.parametrize("extras", ["", "hiding-bias"], ids=["plain", "bias-and-sink"])
-@pytest.mark.parametrize("mask", [mask.name for mask in MASKS])
-@pytest.mark.parametrize("score", ["scaled_dot-heads", "additive-tanh-bias"])
+@pairs(
+    score=("scaled_dot-heads", "additive-tanh-bias"),
+    mask=[mask.name for mask in MASKS],
+    extras={"plain": "", "bias-and-sink": "hiding-bias"},
+)
 def test_second_order_under_every_mask(score: str, mask: str, extras: str, small_tiles: None) -> None:
     _check_penalty(make_call(score, mask, "float64", extras))
 

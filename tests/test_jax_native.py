@@ -19,6 +19,7 @@ from attnscore.core.problem import build_problem
 from attnscore.kernels.native import chunked_masks
 from attnscore.masks.dynamic_intervals import traced_visibility
 from cases import DTYPES, in_turn, needs_native
+from covering import some
 from runs import EXTRAS, make_call
 
 pytestmark = needs_native
@@ -186,13 +187,14 @@ def test_traced_numbers_between_pieces(mask: str, callback_too: bool) -> None:
         return square(*arrays, mask=HOLED[mask](numbers), **options)
 
     traced = jax.jit(jax.value_and_grad(loss))
+    dense = jax.jit(jax.value_and_grad(lambda a, n: loss(a, n, kernel="dense")))
     if not callback_too:
         assert "@attnscore_forward" in program(loss, arrays, jnp.asarray([2, 7]))
     for numbers in ([2, 7], [0, 11], [-5, 40], [6, 3]):
         # Ends of ranges that are known are checked.
         n = jnp.asarray(numbers)
         n = n if "window" in mask or mask in ("sinks", "neither") else n.clip(0, 11)
-        wanted = jax.value_and_grad(lambda a, n: loss(a, n, kernel="dense"))(arrays, n)
+        wanted = dense(arrays, n)
         close(traced(arrays, n), wanted, 1e-10)
         several = jnp.stack([n, n[::-1]])
         close(jax.vmap(lambda n: loss(arrays, n))(several)[0], wanted[0], 1e-10)
@@ -213,7 +215,7 @@ EVALUATED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("mask", EVALUATED)
+@some("mask", ["beside documents and padding", "a function of traced ids", "alike for all rows"], list(EVALUATED))
 def test_masks_that_have_to_be_evaluated(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Strip by strip in the program, with gradients, also in the layout of Flax and under vmap."""
     monkeypatch.setattr(chunked_masks, "HELD", 1)
@@ -229,7 +231,7 @@ def test_masks_that_have_to_be_evaluated(mask: str, monkeypatch: pytest.MonkeyPa
 
     arrays = query, key, value, bias
     assert "@attnscore_forward" in program(loss, arrays, ids)
-    wanted = jax.value_and_grad(loss)(arrays, ids, kernel="streaming")
+    wanted = jax.jit(jax.value_and_grad(lambda a, n: loss(a, n, kernel="dense")))(arrays, ids)
     close(jax.jit(jax.value_and_grad(loss))(arrays, ids), wanted, 1e-10)
     close(jax.value_and_grad(loss)(arrays, ids, kernel="native"), wanted, 1e-10)
     turned = (*(x.swapaxes(1, 2) for x in arrays[:3]), bias)
@@ -314,7 +316,8 @@ def test_second_derivatives_of_each_example() -> None:
     def loss(query: Any, kernel: str = "auto") -> Any:
         return (ats.attend(query, key, value, kernel=kernel) ** 3).sum()
 
-    wanted = jnp.stack([jax.hessian(lambda x: loss(x, "dense"))(x) for x in query])
+    dense = jax.jit(jax.hessian(lambda x: loss(x, "dense")))
+    wanted = jnp.stack([dense(x) for x in query])
     close(jax.jit(jax.vmap(jax.jacrev(jax.grad(loss))))(query), wanted)
     close(
         jax.jvp(jax.vmap(loss), (query,), (query,)),
@@ -344,8 +347,11 @@ def test_the_layout_of_flax_is_read_where_it_lies(key_heads: int) -> None:
 )
 def test_odd_sizes(queries: int, keys: int, batch: int) -> None:
     arrays = normal(batch, 2, queries, 3), normal(batch, 1, keys, 3), normal(batch, 1, keys, 2)
-    both = jax.value_and_grad(lambda a, kernel: square(*a, kernel=kernel, valid_lens=[keys // 2] * batch))
-    close(jax.jit(both, static_argnums=1)(arrays, "native"), both(arrays, "dense"))
+    options: dict[str, Any] = {"valid_lens": [keys // 2] * batch}
+    found, grads = jax.jit(jax.value_and_grad(lambda a: square(*a, kernel="native", **options)))(arrays)
+    out, pullback = ats.attend_vjp(*map(np.asarray, arrays), kernel="streaming", **options)
+    close(found, jnp.asarray((out**2).sum()))
+    close(grads, tuple(map(jnp.asarray, pullback(2 * out)[:3])))
 
 
 def test_scan_and_checkpoint() -> None:
@@ -426,13 +432,10 @@ def test_what_does_not_fit_is_refused(changed: Any, shapes: Any, words: str) -> 
 # ------------------------------------------------------- the tables
 
 
-@pytest.mark.parametrize(
-    ("score", "mask", "dtype", "extras"),
-    [
-        pytest.param(*row, id="-".join(row), marks=[] if i % 8 == 0 else [pytest.mark.slow])
-        for i, row in enumerate(in_turn(DTYPES, tuple(EXTRAS)))
-    ],
-)
+TURNS = in_turn(DTYPES, tuple(EXTRAS))
+
+
+@some("score,mask,dtype,extras", TURNS[::15], TURNS)
 def test_the_tables_in_programs(score: str, mask: str, dtype: str, extras: str) -> None:
     call = make_call(score, mask, dtype, extras)
     call.check(call.jax(jit=True))

@@ -13,14 +13,25 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-BACKENDS = ("tensorflow", "jax", "torch")
 # What NumPy says when Keras reads its variables.
 _KERAS_OWN = "ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"
 CHECKS = ("check_numbers.py", "check_models.py", "check_errors.py")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_every_backend(backend: str, pytestconfig: pytest.Config) -> None:
+# All on one backend; on the others their numbers, and models of PyTorch. The rest is slow.
+DEFAULT = {"tensorflow": CHECKS, "jax": ("check_numbers.py",), "torch": ("check_models.py",)}
+ROWS = [
+    *(pytest.param(backend, checks, id=backend) for backend, checks in DEFAULT.items()),
+    *(
+        pytest.param(backend, tuple(x for x in CHECKS if x not in checks), id=f"{backend}-rest", marks=pytest.mark.slow)
+        for backend, checks in DEFAULT.items()
+        if checks != CHECKS
+    ),
+]
+
+
+@pytest.mark.parametrize(("backend", "checks"), ROWS)
+def test_every_backend(backend: str, checks: tuple[str, ...], pytestconfig: pytest.Config) -> None:
     """With the slow checks where this run has the slow tests: one process, of which importing alone takes seconds."""
     environment = {
         **os.environ,
@@ -34,7 +45,7 @@ def test_every_backend(backend: str, pytestconfig: pytest.Config) -> None:
     options = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--confcutdir", str(folder), "-W", _KERAS_OWN)
     marks = ("-m", pytestconfig.option.markexpr)
     done = subprocess.run(
-        [sys.executable, *options, *marks, *(str(folder / name) for name in CHECKS)],
+        [sys.executable, *options, *marks, *(str(folder / name) for name in checks)],
         capture_output=True,
         text=True,
         cwd=ROOT,

@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 import attnscore as ats
-from cases import FRAMEWORKS, SCORE, needs_native
+from cases import AUTOMATIC, FRAMEWORKS, SCORE, needs_native
+from covering import some
 
 MB = 2**20
 
@@ -75,8 +76,6 @@ finite = all(bool((abs(x) < 1e6).all()) for x in (out, *grads))
 print(json.dumps({"peak": peak, "inputs": 3 * size, "outputs": size, "finite": finite}))
 """
 
-kernels = pytest.mark.parametrize("kernel", [pytest.param("native", marks=needs_native), "streaming"])
-
 
 def measure(
     framework: str, kind: str, tokens: int, heads: int, dim: int, mask: str = "none", kernel: str = "auto"
@@ -128,8 +127,11 @@ def test_131072_tokens(kind: str, framework: str) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-@kernels
+@some(
+    "kernel,framework",
+    [(AUTOMATIC, "torch"), ("streaming", "numpy")],
+    [(kernel, framework) for kernel in dict.fromkeys((AUTOMATIC, "streaming")) for framework in FRAMEWORKS],
+)
 def test_2048_tokens_in_a_process_of_its_own(kernel: str, framework: str) -> None:
     """One float32 matrix of 16 heads would take 256 MB, and a plain backward several of them."""
     found = measure(framework, "dot", 2048, 16, 16, "causal", kernel)
@@ -138,13 +140,19 @@ def test_2048_tokens_in_a_process_of_its_own(kernel: str, framework: str) -> Non
     assert over < 100 * MB, f"{over / MB:.0f} MB over inputs and outputs"
 
 
-@pytest.mark.parametrize("mask", ["none", "scattered"])
-@pytest.mark.parametrize("score", ["scaled_dot", "additive-tanh", "gaussian-one", "cosine", "own-tile_gradient"])
+GROWING = ("scaled_dot", "additive-tanh", "gaussian-one", "cosine", "own-tile_gradient")
+
+
+@some(
+    "score,mask",
+    [(score, ("none", "scattered")[i % 2]) for i, score in enumerate(GROWING)],
+    [(score, mask) for score in GROWING for mask in ("none", "scattered")],
+)
 def test_peak_grows_with_the_length_and_not_its_square(score: str, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes that NumPy allocates, forward and backward with statistics, at 200 and 800 tokens."""
-    monkeypatch.setattr("attnscore.core.tiling.TILE_SCORES", 2**11)
+    """Bytes that NumPy allocates, forward and backward with statistics, at 100 and 400 tokens."""
+    monkeypatch.setattr("attnscore.core.tiling.TILE_SCORES", 2**9)
     row = SCORE[score]
-    peaks = [_numpy_peak(row, mask, tokens, "streaming") for tokens in (200, 800)]
+    peaks = [_numpy_peak(row, mask, tokens, "streaming") for tokens in (100, 400)]
     # Four times the length: four times the memory, where a matrix would take sixteen times.
     assert peaks[1] < 5 * peaks[0]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 
 import attnscore as ats
 from cases import SCORE
+from covering import pairs, some
 from native_cases import BITS, native
 from oracle import ACTIVATIONS
 from runs import make_call
@@ -22,7 +24,9 @@ from test_accuracy import MAGNITUDES, call_of
 from test_native_oracle import TARGETS, problems, slack_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-both_precisions = pytest.mark.parametrize("dtype", ["float32", "float64"])
+PRECISIONS = ("float32", "float64")
+ACTIVATIONS_BY_NAME = tuple(ACTIVATIONS)
+both_precisions = pytest.mark.parametrize("dtype", PRECISIONS)
 
 
 @pytest.fixture(params=TARGETS, autouse=True)
@@ -45,9 +49,7 @@ def additive(activation: str, query: np.ndarray, key: np.ndarray, dtype: str) ->
     return call_of(row, query, key, rng.standard_normal((len(key), 3)), dtype, w_v=rng.standard_normal(width))
 
 
-@both_precisions
-@pytest.mark.parametrize("level", [21.5, 43.85, 300.0, 1e4])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pairs(("target",), activation=ACTIVATIONS_BY_NAME, level=(21.5, 43.85, 300.0, 1e4), dtype=PRECISIONS, target=TARGETS)
 def test_additive_arguments_that_cancel(activation: str, level: float, dtype: str, target: str) -> None:
     """a = 300, b = -299.5; some columns at that level, some not, and rows and keys enough for whole tiles."""
     rng = np.random.default_rng(2)
@@ -57,9 +59,7 @@ def test_additive_arguments_that_cancel(activation: str, level: float, dtype: st
     hold(additive(activation, query, key, dtype), target)
 
 
-@both_precisions
-@pytest.mark.parametrize("magnitude", MAGNITUDES)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pairs(("target",), activation=ACTIVATIONS_BY_NAME, magnitude=list(MAGNITUDES), dtype=PRECISIONS, target=TARGETS)
 def test_additive_arguments_of_any_magnitude(activation: str, magnitude: str, dtype: str, target: str) -> None:
     rng = np.random.default_rng(1)
     query, key = (MAGNITUDES[magnitude](rng, n) for n in (9, 66))
@@ -68,9 +68,7 @@ def test_additive_arguments_of_any_magnitude(activation: str, magnitude: str, dt
     hold(additive(activation, query, key, dtype), target, by_score=unbounded)
 
 
-@both_precisions
-@pytest.mark.parametrize("first", [0, 4])
-@pytest.mark.parametrize("activation", ["tanh", "sigmoid", "silu"])
+@pairs(("target",), activation=("tanh", "sigmoid", "silu"), first=(0, 4), dtype=PRECISIONS, target=TARGETS)
 def test_additive_channels_of_unlike_size(activation: str, first: int, dtype: str, target: str) -> None:
     """Of eight channels four have exponentials whose product overflows, the others do not: no division for all four."""
     rng = np.random.default_rng(11)
@@ -82,15 +80,25 @@ def test_additive_channels_of_unlike_size(activation: str, first: int, dtype: st
     hold(additive(activation, query, key, dtype), target, by_score=activation == "silu")
 
 
-@both_precisions
-@pytest.mark.parametrize("large", [0.9, 5.0, 50.0, 1e4])
-@pytest.mark.parametrize("activation", ["tanh", "sigmoid", "silu"])
-def test_additive_blocks_of_unlike_rows_share_tiles(activation: str, large: float, dtype: str, target: str) -> None:
-    """Blocks of rows that take the tables of one tile by different ways; the forward has four, the backward two."""
+@lru_cache(maxsize=1)
+def unlike_blocks(activation: str, large: float, dtype: str) -> Any:
+    """The same call for every target: its reference takes longer than all of them."""
     rng = np.random.default_rng(3)
     query, key = rng.uniform(-0.9, 0.9, (300, 9)), rng.uniform(-0.9, 0.9, (261, 9))
     query[200:], key[64:128] = large * query[200:], large * key[64:128]
-    hold(additive(activation, query, key, dtype), target, by_score=activation == "silu")
+    return additive(activation, query, key, dtype)
+
+
+@some(
+    "activation,large,dtype",
+    [("tanh", 0.9, "float32"), ("sigmoid", 5.0, "float64"), ("silu", 50.0, "float32"), ("tanh", 1e4, "float64"),
+     ("silu", 0.9, "float64"), ("sigmoid", 1e4, "float32")],
+    [(name, large, dtype) for name in ("tanh", "sigmoid", "silu") for large in (0.9, 5.0, 50.0, 1e4)
+     for dtype in PRECISIONS],
+)  # fmt: skip
+def test_additive_blocks_of_unlike_rows_share_tiles(activation: str, large: float, dtype: str, target: str) -> None:
+    """Blocks of rows that take the tables of one tile by different ways; the forward has four, the backward two."""
+    hold(unlike_blocks(activation, large, dtype), target, by_score=activation == "silu")
 
 
 def test_what_follows_the_last_key_stays_out_of_shared_tiles() -> None:
@@ -109,18 +117,20 @@ def test_what_follows_the_last_key_stays_out_of_shared_tiles() -> None:
             np.testing.assert_array_equal(x, y)
 
 
-@both_precisions
-@pytest.mark.parametrize("factor", [1e-3, 10.0, 100.0, 1e4])
-@pytest.mark.parametrize("score", ["dot", "bilinear", "cosine-number", "soft_cap-dot", "gaussian-direct"])
+@pairs(
+    ("target",),
+    score=("dot", "bilinear", "cosine-number", "soft_cap-dot", "gaussian-direct"),
+    factor=(1e-3, 10.0, 100.0, 1e4),
+    dtype=PRECISIONS,
+    target=TARGETS,
+)
 def test_saturated(score: str, factor: float, dtype: str, target: str) -> None:
     call = make_call(score, "Causal-offset", dtype, "sink")
     query = (call.query * (1 if score == "gaussian-direct" else factor)).astype(dtype)
     hold(dataclasses.replace(call, query=query, sink=np.asarray(factor, dtype)), target)
 
 
-@both_precisions
-@pytest.mark.parametrize("level", [1e3, 1e4, -1e4])
-@pytest.mark.parametrize("keys", [13, 64, 131, 2100])
+@pairs(("target",), keys=(13, 64, 131, 2100), level=(1e3, 1e4, -1e4), dtype=PRECISIONS, target=TARGETS)
 def test_statistics_far_from_0(keys: int, level: float, dtype: str, target: str) -> None:
     """Scores that floats hold exactly: nothing but their level may lose digits with it, across tiles and ranges too."""
     rng = np.random.default_rng(4)
@@ -128,9 +138,7 @@ def test_statistics_far_from_0(keys: int, level: float, dtype: str, target: str)
     hold(call_of(SCORE["dot"], np.ones((3, 1)), key, rng.standard_normal((keys, 3)), dtype), target)
 
 
-@both_precisions
-@pytest.mark.parametrize("rise", [0.5, 3.0, 5.5, 5.6, 30.0, 120.0, 1e4])
-@pytest.mark.parametrize("keys", [130, 704])
+@pairs(("target",), keys=(130, 704), rise=(0.5, 3.0, 5.5, 5.6, 30.0, 120.0, 1e4), dtype=PRECISIONS, target=TARGETS)
 def test_scores_that_rise_from_tile_to_tile(keys: int, rise: float, dtype: str, target: str) -> None:
     """A row's sums are taken against a score that later keys exceed, by little or by more than exp holds."""
     rng = np.random.default_rng(6)
@@ -169,9 +177,7 @@ def test_each_statistic_alone_is_the_one_among_all(dtype: str) -> None:
     np.testing.assert_allclose(stats.max_weight, 1 / weights.sum(-1), rtol=1e-5)
 
 
-@both_precisions
-@pytest.mark.parametrize("fraction", [1.0, 0.75])
-@pytest.mark.parametrize("padded", [64, 100, 1])
+@pairs(("target",), padded=(64, 100, 1), fraction=(1.0, 0.75), dtype=PRECISIONS, target=TARGETS)
 def test_the_lowest_number_as_a_mask(padded: int, fraction: float, dtype: str, target: str) -> None:
     """What many write in place of -inf: padding on the left, whose tile comes before all others."""
     rng = np.random.default_rng(8)
@@ -200,9 +206,8 @@ def test_the_lowest_number_alone(dtype: str) -> None:
     np.testing.assert_allclose(out, np.broadcast_to(value.mean(0), out.shape), atol=16 * np.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize("last", [126, 127, 128, 129])
-@pytest.mark.parametrize("first", [63, 64, 65])
-def test_a_hole_that_ends_about_the_edge_of_a_tile(first: int, last: int) -> None:
+@pairs(("target",), first=(63, 64, 65), last=(126, 127, 128, 129), target=TARGETS)
+def test_a_hole_that_ends_about_the_edge_of_a_tile(first: int, last: int, target: str) -> None:
     rng = np.random.default_rng(9)
     query, key, value = (rng.standard_normal((n, 4)) for n in (7, 200, 200))
     mask = ats.KeyRange(0, first) | ats.KeyRange(last, 200)
@@ -269,10 +274,8 @@ def test_infinite_scores_that_are_seen(dtype: str, queries: int) -> None:
     assert np.isnan(out[1:]).all()
 
 
-@pytest.mark.parametrize("keys", [63, 64, 200])
-@pytest.mark.parametrize("at", [0, 40, -1])
-@pytest.mark.parametrize("kernel", ["native", "streaming"])
-def test_moments_of_an_infinite_score_that_is_seen(kernel: str, at: int, keys: int) -> None:
+@pairs(("target",), kernel=("native", "streaming"), at=(0, 40, -1), keys=(63, 64, 200), target=TARGETS)
+def test_moments_of_an_infinite_score_that_is_seen(kernel: str, at: int, keys: int, target: str) -> None:
     key = np.linspace(-1, 1, keys, dtype="f4")[:, None]
     key[at] = -np.inf
     _, stats = ats.attend(np.ones((7, 1), "f4"), key, np.ones_like(key), score="dot", kernel=kernel, return_stats=True)
@@ -321,10 +324,16 @@ def test_numbers_of_16_bits(dtype: str, queries: int) -> None:
     assert (np.abs(found - exact) <= 0.501 * step).all()
 
 
-@pytest.mark.parametrize("where", ["query", "key"])
-@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf], ids=["nan", "inf", "minus-inf"])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_no_mask_and_one_that_hides_nothing_agree_on_infinity(activation: str, poison: float, where: str) -> None:
+@pairs(
+    ("target",),
+    activation=ACTIVATIONS_BY_NAME,
+    poison={"nan": np.nan, "inf": np.inf, "minus-inf": -np.inf},
+    where=("query", "key"),
+    target=TARGETS,
+)
+def test_no_mask_and_one_that_hides_nothing_agree_on_infinity(
+    activation: str, poison: float, where: str, target: str
+) -> None:
     """An additive score of infinity is what the formula makes of it, among rows enough for whole tiles."""
     rng = np.random.default_rng(0)
     arrays = {name: rng.standard_normal((2, 3, 70, 5)) for name in ("query", "key", "value")}
@@ -338,10 +347,16 @@ def test_no_mask_and_one_that_hides_nothing_agree_on_infinity(activation: str, p
         np.testing.assert_allclose(found, wanted, atol=1e-13)
 
 
-@pytest.mark.parametrize("where", ["query", "key", "value", "seed"])
-@pytest.mark.parametrize("mask", [None, ats.ValidLens([40, 66]), ats.Causal()], ids=["none", "valid_lens", "causal"])
-@pytest.mark.parametrize("channels", [5, 64])
-def test_a_visible_nan_spoils_the_gradients_that_the_formula_spoils(where: str, mask: Any, channels: int) -> None:
+@pairs(
+    ("target",),
+    where=("query", "key", "value", "seed"),
+    mask={"none": None, "valid_lens": ats.ValidLens([40, 66]), "causal": ats.Causal()},
+    channels=(5, 64),
+    target=TARGETS,
+)
+def test_a_visible_nan_spoils_the_gradients_that_the_formula_spoils(
+    where: str, mask: Any, channels: int, target: str
+) -> None:
     rng = np.random.default_rng(1)
     arrays = {name: rng.standard_normal((2, 70, channels)) for name in ("query", "key", "value", "seed")}
     arrays[where][1, 33, channels - 2] = np.nan

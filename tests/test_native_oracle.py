@@ -152,7 +152,7 @@ def hold(drawn: tuple[Call, str, str], saves_scores: bool) -> None:
     assert not found, f"{where}, {call.arguments}:\n" + "\n".join(found)
 
 
-@settings(law, max_examples=150)
+@settings(law, max_examples=60)
 @given(problems_drawn(), st.booleans())
 def test_against_the_oracle(drawn: tuple[Call, str, str], saves_scores: bool) -> None:
     hold(drawn, saves_scores)
@@ -168,7 +168,7 @@ def test_against_the_oracle_at_length(drawn: tuple[Call, str, str], saves_scores
 # ---- trees of masks, and every kernel's answer to them ----
 
 
-@settings(law, max_examples=100)
+@settings(law, max_examples=50)
 @given(calls(), st.sampled_from(TARGETS), st.sampled_from((0.0, 0.3)))
 def test_like_the_dense_and_the_streaming_kernel(drawn: Drawn, target: str, dropout: float) -> None:
     """Any mask, of which what native does not take falls to streaming; dropout with the same bits; empty axes."""

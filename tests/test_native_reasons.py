@@ -16,6 +16,7 @@ import torch
 import attnscore as ats
 import native_cases  # noqa: F401 - without the module there is nothing to test here
 from cases import MASKS, SCORES, Sizes
+from covering import pairs
 from runs import EXTRAS, build_call, tensor
 
 SIZES = Sizes(queries=9, keys=9)
@@ -55,9 +56,7 @@ def reasons_of(plan: Any) -> list[str]:
     return list(plan.reasons.get("native", ()))
 
 
-@pytest.mark.parametrize("framework", ["numpy", "torch"])
-@pytest.mark.parametrize("extras", EXTRAS)
-@pytest.mark.parametrize("score", SCORES, ids=lambda score: score.name)
+@pairs(score=SCORES, extras=tuple(EXTRAS), framework=("numpy", "torch"))
 def test_every_score(score: Any, extras: str, framework: str) -> None:
     plan = plan_of(build_call(score, MASKS[0], "float32", extras), framework)
     left = SCORES_LEFT.get(score.name)

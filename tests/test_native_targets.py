@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from covering import pairs
 from native_cases import Case, native
 
 
@@ -27,10 +28,12 @@ def test_targets_end_with_the_one_that_runs_everywhere() -> None:
     assert native.current_target() in names
 
 
-@pytest.mark.parametrize("target", native.targets())
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-@pytest.mark.parametrize("form", ["inner", "additive"])
-@pytest.mark.parametrize("lengths", [(5, 7), (1, 1), (67, 131)], ids=str)
+@pairs(
+    lengths={str(x): x for x in ((5, 7), (1, 1), (67, 131))},
+    form=("inner", "additive"),
+    dtype=("float32", "float64", "bfloat16"),
+    target=native.targets(),
+)
 def test_every_target_can_be_selected(target: str, dtype: str, form: str, lengths: tuple[int, int]) -> None:
     native.select(target)
     assert native.current_target() == target

@@ -17,7 +17,8 @@ import torch
 
 import attnscore as ats
 import oracle
-from cases import FRAMEWORKS, MASKS, SCORES, SOME_SCORES, shared_out
+from cases import FRAMEWORKS, MASKS, SCORES, SOME_SCORES
+from covering import pairs, some
 from oracle import ACTIVATIONS
 from runs import STATISTICS, Call, array, make_call
 from tape import Var
@@ -26,7 +27,9 @@ pytestmark = pytest.mark.usefixtures("small_tiles", "one_thread")
 frameworks = pytest.mark.parametrize("framework", FRAMEWORKS)
 scores = pytest.mark.parametrize("score", [score.name for score in SCORES])
 some_scores = pytest.mark.parametrize("score", [score.name for score in SOME_SCORES])
-poisons = pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf], ids=["nan", "inf", "minus-inf"])
+POISONS = {"nan": np.nan, "inf": np.inf, "minus-inf": -np.inf}
+SCORE_NAMES, SOME_NAMES = tuple(score.name for score in SCORES), tuple(score.name for score in SOME_SCORES)
+poisons = pytest.mark.parametrize("poison", POISONS.values(), ids=POISONS)
 
 # Masks that leave something hidden from everybody: keys that no query of a group sees, queries that see nothing.
 HIDING = (
@@ -80,24 +83,30 @@ def check_untouched(
 # ----------------------------------------------------------- hidden from all
 
 
-@pytest.mark.parametrize(("score", "mask", "framework"), shared_out(SCORES, HIDING))
+@pairs(score=SOME_NAMES, mask=HIDING, framework=FRAMEWORKS)
 def test_what_nobody_sees(score: str, mask: str, framework: str) -> None:
     """Padding keys and their values, queries that see nothing, and the gradient that comes into empty rows."""
     call = make_call(score, mask, "float32", "bias-sink" if mask == "valid_lens-empty" else "")
     _check_what_nobody_sees(call, np.nan, framework)
 
 
-@frameworks
-@pytest.mark.parametrize("poison", [np.inf, -np.inf], ids=["inf", "minus-inf"])
-@pytest.mark.parametrize("mask", ["ValidLens-query_lens", "array-4d"])
-@scores
-def test_infinity_that_nobody_sees(score: str, mask: str, poison: float, framework: str) -> None:
+@pairs(score=SCORE_NAMES, mask=("ValidLens-query_lens", "array-4d"), poison=POISONS, framework=FRAMEWORKS)
+def test_nothing_that_nobody_sees(score: str, mask: str, poison: float, framework: str) -> None:
     _check_what_nobody_sees(make_call(score, mask, "float32"), poison, framework)
 
 
-@pytest.mark.parametrize("framework", [*FRAMEWORKS, "jax", "tensorflow"])
-@pytest.mark.parametrize("extras", ["weights", "hiding-bias-weights"])
-@pytest.mark.parametrize("score", [score.name for score in SCORES if score.magnitude == "additive"])
+THROUGH_WEIGHTS = ("weights", "hiding-bias-weights")
+ADDITIVE_SCORES = tuple(score.name for score in SCORES if score.magnitude == "additive")
+
+
+@some(
+    "score,extras,framework",
+    # Those of JAX and TensorFlow take seconds each.
+    [(score, THROUGH_WEIGHTS[i // 2 % 2], FRAMEWORKS[i % 2]) for i, score in enumerate(ADDITIVE_SCORES)]
+    + [(score, THROUGH_WEIGHTS[i % 2], "tensorflow") for i, score in enumerate(ADDITIVE_SCORES[::6])]
+    + [("additive-silu-heads", "weights", "jax"), ("additive-tanh-bias", "hiding-bias-weights", "jax")],
+    [(s, e, f) for s in ADDITIVE_SCORES for e in THROUGH_WEIGHTS for f in (*FRAMEWORKS, "jax", "tensorflow")],
+)
 def test_masked_infinity_and_gradients_through_weights(score: str, extras: str, framework: str) -> None:
     """A gradient that comes in through the returned weights meets no masked query, key or gradient."""
     call = make_call(score, "array-4d", "float32", extras)
@@ -111,9 +120,11 @@ def test_masked_infinity_and_gradients_through_weights(score: str, extras: str, 
         check_untouched(call, dirty.run(framework), clean, where)
 
 
-@pytest.mark.parametrize("through", ["out", "weights", "attention_weights", "attention_scores"])
-@pytest.mark.parametrize("kernel", ["auto", "streaming", "dense"])
-@pytest.mark.parametrize("activation", list(ACTIVATIONS))
+@pairs(
+    activation=tuple(ACTIVATIONS),
+    kernel=("auto", "streaming", "dense"),
+    through=("out", "weights", "attention_weights", "attention_scores"),
+)
 def test_masked_infinity_and_second_derivatives(activation: str, kernel: str, through: str) -> None:
     """Gradients of gradients by every parameter are those of the call without the masked query and key."""
     rng = np.random.default_rng(0)
@@ -154,10 +165,12 @@ def _check_what_nobody_sees(call: Call, poison: float, framework: str) -> None:
     check_untouched(call, dirty.run(framework), call.run(framework), where)
 
 
-@frameworks
-@pytest.mark.parametrize("array_name", ["query", "key", "value", "seed_out"])
-@pytest.mark.parametrize("extras", ["", "sink", "hiding-bias"], ids=["plain", "sink", "bias-and-sink"])
-@some_scores
+@pairs(
+    score=SOME_NAMES,
+    extras={"plain": "", "sink": "sink", "bias-and-sink": "hiding-bias"},
+    array_name=("query", "key", "value", "seed_out"),
+    framework=FRAMEWORKS,
+)
 def test_one_array_at_a_time(score: str, extras: str, array_name: str, framework: str) -> None:
     """One entry of one vector, so that nothing is covered up by what stands beside it."""
     call = make_call(score, "ValidLens-query_lens", "float64", extras)
@@ -168,10 +181,7 @@ def test_one_array_at_a_time(score: str, extras: str, array_name: str, framework
         check_untouched(call, dirty.run(framework), call.run(framework), {array_name: index})
 
 
-@frameworks
-@poisons
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-@some_scores
+@pairs(score=SOME_NAMES, dtype=("float16", "bfloat16", "float64"), poison=POISONS, framework=FRAMEWORKS)
 def test_in_every_dtype(score: str, dtype: str, poison: float, framework: str) -> None:
     call = make_call(score, "ValidLens-query_lens", dtype)
     where = {"key": hidden_keys(call), "value": hidden_keys(call), "query": hidden_rows(call)}
@@ -184,9 +194,7 @@ def test_in_every_dtype(score: str, dtype: str, poison: float, framework: str) -
         )
 
 
-@frameworks
-@pytest.mark.parametrize("kernel", ["auto", "streaming", "dense"])
-@some_scores
+@pairs(score=SOME_NAMES, kernel=("auto", "streaming", "dense"), framework=FRAMEWORKS)
 def test_in_every_kernel(score: str, kernel: str, framework: str) -> None:
     call = make_call(score, "ValidLens-query_lens", "float32")
     where = {"key": hidden_keys(call), "value": hidden_keys(call), "query": hidden_rows(call)}
@@ -204,9 +212,11 @@ def test_huge_numbers_in_hidden_places(score: str, framework: str) -> None:
     check_untouched(call, dirty.run(framework), call.run(framework), where)
 
 
-@frameworks
-@pytest.mark.parametrize("kernel", ["auto", "streaming"])
-@pytest.mark.parametrize("score", ["scaled_dot-keys", "bilinear-heads", "cosine-heads", "gaussian-heads"])
+@pairs(
+    score=("scaled_dot-keys", "bilinear-heads", "cosine-heads", "gaussian-heads"),
+    kernel=("auto", "streaming"),
+    framework=FRAMEWORKS,
+)
 def test_huge_numbers_in_hidden_places_beside_wider_arrays(score: str, kernel: str, framework: str) -> None:
     """What is finite in the float64 of a score's arrays may overflow in the float32 of the sums."""
     call = make_call(score, "ValidLens-query_lens", "float32").with_extras_in("float64")
@@ -218,12 +228,12 @@ def test_huge_numbers_in_hidden_places_beside_wider_arrays(score: str, kernel: s
 # ---------------------------------------------------------------- the bias
 
 
-@frameworks
-@pytest.mark.parametrize("poison", [np.nan, np.inf], ids=["nan", "inf"])
-@pytest.mark.parametrize(
-    "mask", ["ValidLens-query_lens", "Documents-scattered", "array-4d", "Causal-bottom_right-tall"]
+@pairs(
+    score=SOME_NAMES,
+    mask=("ValidLens-query_lens", "Documents-scattered", "array-4d", "Causal-bottom_right-tall"),
+    poison={"nan": np.nan, "inf": np.inf},
+    framework=FRAMEWORKS,
 )
-@some_scores
 def test_bias_at_masked_places(score: str, mask: str, poison: float, framework: str) -> None:
     call = make_call(score, mask, "float64", "bias")
     where = {"bias": ~call.visible}
@@ -249,9 +259,7 @@ def test_a_bias_of_minus_infinity_hides_like_a_mask(score: str, framework: str) 
 # ------------------------------------------------------ hidden from some rows
 
 
-@frameworks
-@pytest.mark.parametrize("name", ["key", "value"])
-@scores
+@pairs(score=SCORE_NAMES, name=("key", "value"), framework=FRAMEWORKS)
 def test_the_future_under_a_causal_mask(score: str, name: str, framework: str) -> None:
     """NaN at a position reaches the rows from there on and no row before it, in results and in query gradients.
 
@@ -260,10 +268,7 @@ def test_the_future_under_a_causal_mask(score: str, name: str, framework: str) -
     _check_the_future(score, (name,), 4, np.nan, framework)
 
 
-@frameworks
-@poisons
-@pytest.mark.parametrize("position", [0, 3, 4, 8])
-@some_scores
+@pairs(score=SOME_NAMES, position=(0, 3, 4, 8), poison=POISONS, framework=FRAMEWORKS)
 def test_infinity_in_the_future(score: str, position: int, poison: float, framework: str) -> None:
     _check_the_future(score, ("key", "value"), position, poison, framework)
 
@@ -310,9 +315,7 @@ def test_pair_by_pair(mask: str, framework: str) -> None:
 # ------------------------------------------------------------ visible pairs
 
 
-@frameworks
-@poisons
-@pytest.mark.parametrize("mask", ["none", "valid_lens", "Causal", "Documents-scattered"])
+@pairs(mask=("none", "valid_lens", "Causal", "Documents-scattered"), poison=POISONS, framework=FRAMEWORKS)
 def test_a_visible_value_reaches_the_output(mask: str, poison: float, framework: str) -> None:
     call = make_call("scaled_dot", mask)
     out = array(poisoned(call, poison, value=(0, 0, 1, 2)).run(framework)["out"])
@@ -322,10 +325,7 @@ def test_a_visible_value_reaches_the_output(mask: str, poison: float, framework:
     np.testing.assert_allclose(out, wanted, atol=1e-5)
 
 
-@frameworks
-@pytest.mark.parametrize("name", ["query", "key"])
-@pytest.mark.parametrize("mask", ["valid_lens"])
-@scores
+@pairs(score=SCORE_NAMES, mask=("valid_lens",), name=("query", "key"), framework=FRAMEWORKS)
 def test_a_visible_nan_in_query_or_key_reaches_the_output(score: str, mask: str, name: str, framework: str) -> None:
     call = make_call(score, mask)
     out = array(poisoned(call, np.nan, **{name: (0, 0, 1, 2)}).run(framework)["out"])
@@ -361,6 +361,7 @@ INFINITE: dict[str, dict[str, dict[tuple[int, ...], float]]] = {
     "opposite": {"query": {(0, 1, 4, 2): np.inf}, "key": {ONE: -np.inf}},
 }
 """What is planted where."""
+CASES = tuple(case for case in INFINITE if case != "opposite")
 
 
 def infinite(call: Call, case: str) -> Call:
@@ -382,10 +383,7 @@ def by_the_formula(call: Call) -> np.ndarray:
     return found
 
 
-@frameworks
-@pytest.mark.parametrize("case", [case for case in INFINITE if case != "opposite"])
-@pytest.mark.parametrize("mask", ["none", "Causal"])
-@pytest.mark.parametrize("score", ADDITIVE)
+@pairs(score=ADDITIVE, mask=("none", "Causal"), case=CASES, framework=FRAMEWORKS)
 def test_infinity_in_an_additive_score(score: str, mask: str, case: str, framework: str) -> None:
     """It is a number where the formula makes one of it, tanh(inf) = 1, and NaN where that is NaN; in every kernel."""
     call = infinite(make_call(score, mask, "float64"), case)
@@ -395,18 +393,19 @@ def test_infinity_in_an_additive_score(score: str, mask: str, case: str, framewo
         np.testing.assert_allclose(found, wanted, atol=1e-13, err_msg=kernel)
 
 
-@frameworks
-@pytest.mark.parametrize("mask", ["none", "Causal", "valid_lens"])
-@pytest.mark.parametrize(
-    ("activation", "case"),
-    [
-        *((name, case) for name in ("tanh", "sigmoid") for case in INFINITE if case != "opposite"),
-        ("relu", "key-minus"),
-        ("relu", "query-minus"),
-    ],
+@pairs(
+    where={
+        f"{name}-{case}": (name, case)
+        for name in ("tanh", "sigmoid", "relu")
+        for case in CASES
+        if name != "relu" or "minus" in case
+    },
+    mask=("none", "Causal", "valid_lens"),
+    framework=FRAMEWORKS,
 )
-def test_gradients_where_infinity_makes_a_number(activation: str, case: str, mask: str, framework: str) -> None:
+def test_gradients_where_infinity_makes_a_number(where: tuple[str, str], mask: str, framework: str) -> None:
     """The slope there is 0, and all else is as accurate as beside any other number."""
+    activation, case = where
     call = infinite(make_call(f"additive-{activation}-projected", mask, "float64", "bias-sink"), case)
     for kernel in KERNELS:
         call.check(call.run(framework, kernel=kernel))
@@ -425,10 +424,12 @@ def test_infinity_less_infinity_is_nan_in_the_row_that_sees_it(framework: str) -
 # --------------------------------------------------------------- empty rows
 
 
-@frameworks
-@pytest.mark.parametrize("extras", ["", "hiding-bias"], ids=["plain", "bias-and-sink"])
-@pytest.mark.parametrize("mask", [mask for mask in HIDING if mask != "valid_lens-empty"])
-@some_scores
+@pairs(
+    score=SOME_NAMES,
+    mask=[mask for mask in HIDING if mask != "valid_lens-empty"],
+    extras={"plain": "", "bias-and-sink": "hiding-bias"},
+    framework=FRAMEWORKS,
+)
 def test_rows_with_nothing_visible_are_exact_zeros(score: str, mask: str, extras: str, framework: str) -> None:
     """Output, weights and gradients of empty rows and of keys that nobody sees, and the documented statistics."""
     call = make_call(score, mask, "float32", extras)

@@ -117,8 +117,9 @@ def test_the_size_of_the_tiles_does_not_matter(call: Drawn, scores: int, with_si
     grad_rows = call.normal(*call.query.shape[:-1])
 
     def everything() -> list[HostArray]:
-        out, weights, stats = call.attend(return_weights=True, return_stats=True, **more)
-        return [out, weights, *stats, *call.gradients(grad_out, grad_rows, 2 * grad_rows, **more).values()]
+        out, weights, stats = call.attend(return_weights=True, return_stats=True, kernel="streaming", **more)
+        grads = call.gradients(grad_out, grad_rows, 2 * grad_rows, kernel="streaming", **more)
+        return [out, weights, *stats, *grads.values()]
 
     whole = everything()
     with tiles_of(scores):

@@ -33,10 +33,10 @@ def _attend_torch(leaves: dict[str, torch.Tensor], rest: dict[str, Any], **more:
 
 
 @law
-@given(calls(), st.sampled_from((0.0, 0.3)), st.integers(1, 60))
-def test_torch_says_what_numpy_says(call: Drawn, dropout: float, scores: int) -> None:
+@given(calls(), st.sampled_from((0.0, 0.3)), st.integers(1, 60), st.sampled_from(("auto", "streaming")))
+def test_torch_says_what_numpy_says(call: Drawn, dropout: float, scores: int, kernel: str) -> None:
     leaves, rest = on_torch(call)
-    more: dict[str, Any] = {"dropout": dropout, "seed": 3}
+    more: dict[str, Any] = {"dropout": dropout, "seed": 3, "kernel": kernel}
     expected = call.attend(return_weights=True, return_stats=True, **more)
     grad_out, grad_rows = call.normal(*expected[0].shape), call.normal(*call.query.shape[:-1])
     with tiles_of(scores):

@@ -35,8 +35,11 @@ from shown import WordsAndNumbers
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted({ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")})
 EXAMPLES = sorted(ROOT.glob("examples/*.py"))
-# They show memory at work, on sequences long enough for it.
-LONG_EXAMPLES = ("long_sequence.py", "memory_beside_sdpa.py")
+# They show memory at work, on sequences long enough for it, or train a model in a framework that compiles it first.
+LONG_EXAMPLES = (
+    *("long_sequence.py", "memory_beside_sdpa.py", "flax_alignment.py", "jax_jit.py", "keras_alignment.py"),
+    *("mxnet_alignment.py", "tensorflow_alignment.py", "torch_training.py"),
+)
 # What TensorFlow writes about the machine (no GPU, no fast instructions for a dtype) unless told not to.
 TENSORFLOW_LOG = re.compile(r"WARNING: All log messages before absl|[IWE]\d{4} .*\.cc:\d+\] ")
 

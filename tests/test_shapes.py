@@ -12,6 +12,7 @@ import torch
 
 import attnscore as ats
 from cases import FRAMEWORKS, SCORE, MaskCase, Sizes, mask
+from covering import pairs
 from runs import Call, Layout, array, build_call, tensor
 
 pytestmark = pytest.mark.usefixtures("small_tiles", "one_thread")
@@ -104,18 +105,13 @@ def layout_call(
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
 
 
-@frameworks
-@any_size
-@pytest.mark.parametrize("score", ["scaled_dot", "gaussian", "cosine"])
-@layouts
+@pairs(layout=tuple(LAYOUTS), score=("scaled_dot", "gaussian", "cosine"), case=ANY_SIZE, framework=FRAMEWORKS)
 def test_layouts(layout: str, score: str, case: MaskCase, framework: str) -> None:
     call = layout_call(layout, score, case)
     call.check(call.run(framework))
 
 
-@frameworks
-@pytest.mark.parametrize("bias", ["full", "keys"])
-@layouts
+@pairs(layout=tuple(LAYOUTS), bias=("full", "keys"), framework=FRAMEWORKS)
 def test_layouts_with_bias_and_sink(layout: str, bias: str, framework: str) -> None:
     layout_has_batch = LAYOUTS[layout][0].axes > 2
     call = layout_call(layout, "dot", ANY_SIZE[2 if layout_has_batch else 0], bias=bias, sink="heads")
@@ -124,9 +120,11 @@ def test_layouts_with_bias_and_sink(layout: str, bias: str, framework: str) -> N
     call.check(call.run(framework))
 
 
-@frameworks
-@pytest.mark.parametrize("score", ["scaled_dot-heads", "bilinear-heads", "gaussian-heads", "cosine-heads"])
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name[:3] in ("bhn", "bnh", "abh", "abn")])
+@pairs(
+    layout=[name for name in LAYOUTS if name[:3] in ("bhn", "bnh", "abh", "abn")],
+    score=("scaled_dot-heads", "bilinear-heads", "gaussian-heads", "cosine-heads"),
+    framework=FRAMEWORKS,
+)
 def test_layouts_with_parameters_per_head(layout: str, score: str, framework: str) -> None:
     row = SCORE[score]
     if row.dims != (5, 5):
@@ -170,7 +168,7 @@ def test_tiles_that_do_not_divide(tile: int, framework: str, monkeypatch: pytest
     monkeypatch.setattr("attnscore.core.tiling.SMALLEST_TILE", tile)
     for case in ANY_SIZE:
         call = build_call(SCORE["scaled_dot"], case, "float64", "bias-sink", Sizes(queries=11, keys=13))
-        call.check(call.run(framework))
+        call.check(call.run(framework, kernel="streaming"))
 
 
 @frameworks
@@ -285,9 +283,11 @@ STRIDES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
-@frameworks
-@pytest.mark.parametrize("score", ["scaled_dot-heads", "additive-tanh-heads", "gaussian", "bilinear-heads"])
-@pytest.mark.parametrize("strides", STRIDES)
+@pairs(
+    strides=tuple(STRIDES),
+    score=("scaled_dot-heads", "additive-tanh-heads", "gaussian", "bilinear-heads"),
+    framework=FRAMEWORKS,
+)
 def test_strides(strides: str, score: str, framework: str) -> None:
     """Any memory order of every array, the incoming gradient's included, gives the same numbers."""
     view = STRIDES[strides]

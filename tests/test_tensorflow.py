@@ -1,8 +1,8 @@
 """TensorFlow: the tables in eager calls and in graphs, and what its users expect beside them.
 
-Rows follow the rule of ``cases.in_turn``; of the streaming engine every fifth, and of graphs one dtype a score: the
-rest are slow tests. Graphs are made with and without XLA, with lengths that they do not know, and exported; gradients
-come from one tape and from two.
+Rows follow the rule of ``cases.in_turn``; a graph takes seconds to make, so there each form of score and each dtype
+stands once, and the rest with `--products`. Graphs are made with and without XLA, with lengths that they do not know,
+and exported; gradients come from one tape and from two.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ import pytest
 import tensorflow as tf
 
 import attnscore as ats
+import covering
 from attnscore.testing import check_framework, check_score
 from bad_input import CASES, Case
 from bad_input.table import Maker
 from cases import DTYPES, SCORES_WITH_ARRAYS, SOME_MASKS, SOME_SCORES, in_turn
+from covering import pairs, some
 from own_scores import OwnAbsolute, OwnPlain
 from runs import EXTRAS, array, make_call
 
@@ -49,20 +51,17 @@ def test_eager(score: str, mask: str, dtype: str, extras: str) -> None:
     call.check(call.tensorflow())
 
 
-@pytest.mark.parametrize(
-    ("score", "mask", "dtype", "extras"),
-    [
-        pytest.param(*row, id="-".join(row), marks=[] if i % 5 == 0 else [pytest.mark.slow])
-        for i, row in enumerate(TURNS)
-    ],
-)
+@some("score,mask,dtype,extras", TURNS[::5], TURNS)
 def test_eager_streaming(score: str, mask: str, dtype: str, extras: str) -> None:
     call = make_call(score, mask, dtype, extras)
     call.check(call.tensorflow(kernel="streaming"))
 
 
-@pytest.mark.parametrize("mask", [mask.name for mask in SOME_MASKS])
-@pytest.mark.parametrize("score", ["scaled_dot-heads", "additive-tanh-bias"])
+@some(
+    "score,mask",
+    [("scaled_dot-heads", "nested"), ("additive-tanh-bias", "valid_lens-2d"), ("scaled_dot-heads", "none")],
+    [(score, mask.name) for score in ("scaled_dot-heads", "additive-tanh-bias") for mask in SOME_MASKS],
+)
 def test_graphs_of_rolled_loops(score: str, mask: str) -> None:
     call = make_call(score, mask, "float64", "hiding-bias")
     call.check(call.tensorflow(graph))
@@ -71,37 +70,45 @@ def test_graphs_of_rolled_loops(score: str, mask: str) -> None:
 # The others in tiles of their usual size: a graph of many small tiles takes seconds to make.
 
 
-GRAPHS = [
-    pytest.param(score.name, dtype, marks=[] if (i + j) % 4 == 0 else [pytest.mark.slow])
-    for i, score in enumerate(SOME_SCORES)
-    for j, dtype in enumerate(DTYPES)
-]
-
-
-@pytest.mark.parametrize(("score", "dtype"), GRAPHS)
+@some(
+    "score,dtype",
+    [
+        ("scaled_dot-heads", "float64"),
+        ("additive-gelu-heads", "bfloat16"),
+        ("gaussian-heads", "float32"),
+        ("own-tile_gradient", "float16"),
+    ],
+    [(score.name, dtype) for score in SOME_SCORES for dtype in DTYPES],
+)
 def test_graphs(score: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     call = make_call(score, "nested", dtype, "bias-sink")
     call.check(call.tensorflow(graph))
 
 
-@pytest.mark.parametrize("mask", ["none", pytest.param("valid_lens-2d", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("score", ["scaled_dot", "additive-gelu-heads", "own-tile"])
+@some(
+    "score,mask",
+    [("additive-gelu-heads", "none")],
+    [(s, mask) for s in ("scaled_dot", "additive-gelu-heads", "own-tile") for mask in ("none", "valid_lens-2d")],
+)
 def test_xla(score: str, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     call = make_call(score, mask, "float32", "bias-sink")
     call.check(call.tensorflow(xla))
 
 
+@pytest.mark.slow
 def test_xla_with_rolled_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attnscore.core.tiling.SMALLEST_TILE", 6)
     call = make_call("scaled_dot", "Causal-bottom_right", "float64", "hiding-bias")
     call.check(call.tensorflow(xla))
 
 
-@pytest.mark.parametrize("kernel", ["auto", "streaming", "dense"])
-@pytest.mark.parametrize("dtypes", [("float32", "float64"), ("float64", "float32")], ids="-".join)
-@pytest.mark.parametrize("score", SCORES_WITH_ARRAYS)
+@pairs(
+    score=SCORES_WITH_ARRAYS,
+    dtypes={"-".join(x): x for x in (("float32", "float64"), ("float64", "float32"))},
+    kernel=("auto", "streaming", "dense"),
+)
 def test_arrays_of_another_dtype(
     score: str, dtypes: tuple[str, str], kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,8 +118,11 @@ def test_arrays_of_another_dtype(
     call.check(call.tensorflow(kernel=kernel))
 
 
-@pytest.mark.parametrize("compiled", [graph, xla])
-@pytest.mark.parametrize("score", ["scaled_dot-heads", "gaussian-heads", "own-tile"])
+@some(
+    "score,compiled",
+    [("scaled_dot-heads", graph), ("own-tile", graph), ("gaussian-heads", xla)],
+    [(score, compiled) for score in ("scaled_dot-heads", "gaussian-heads", "own-tile") for compiled in (graph, xla)],
+)
 def test_arrays_of_another_dtype_in_graphs(score: str, compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     call = make_call(score, "none", "float32", "bias-sink").with_extras_in("float64")
@@ -159,16 +169,17 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-SLOW = pytest.mark.slow
-ROWS = [
-    pytest.param(unknown, arguments, jit, marks=[SLOW] if jit and (arguments, unknown) != ("causal", "both") else [])
-    for unknown in UNKNOWN
-    for arguments in ARGUMENTS
-    for jit in (False, True)
-]
-
-
-@pytest.mark.parametrize(("unknown", "arguments", "jit"), ROWS)
+@some(
+    "unknown,arguments,jit",
+    [
+        ("both", "plain", False),
+        ("both", "causal", False),
+        ("lengths", "cosine", False),
+        ("batch", "gaussian, dropout", False),
+        ("lengths", "plain", True),
+    ],
+    [(unknown, arguments, jit) for unknown in UNKNOWN for arguments in ARGUMENTS for jit in (False, True)],
+)
 def test_unknown_lengths(unknown: str, arguments: str, jit: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One graph for inputs of several sizes, lengths as a tensor."""
     monkeypatch.undo()
@@ -226,8 +237,11 @@ FITTING: dict[str, tuple[Any, list[Any], list[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("how", ["native", "streaming", "xla"])
-@pytest.mark.parametrize("name", FITTING)
+@some(
+    "name,how",
+    [(name, "native" if i % 2 else "streaming") for i, name in enumerate(FITTING)] + [("key_padding", "xla")],
+    [(name, how) for name in FITTING for how in ("native", "streaming", "xla")],
+)
 def test_a_mask_that_turns_out_not_to_fit(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the mask's shape is known when the graph is made; of the arrays' in one graph, but not in another."""
     monkeypatch.undo()
@@ -256,8 +270,11 @@ def test_a_mask_that_turns_out_not_to_fit(name: str, how: str, monkeypatch: pyte
             assert how != "native" or f"MaskError: {eager.value}" in found.value.message
 
 
-@pytest.mark.parametrize("how", ["native", "streaming", "xla"])
-@pytest.mark.parametrize("knows", ["nothing", "lengths"])
+@some(
+    "knows,how",
+    [("nothing", "native"), ("nothing", "streaming"), ("lengths", "native")],
+    [(knows, how) for knows in ("nothing", "lengths") for how in ("native", "streaming", "xla")],
+)
 def test_a_bias_of_unknown_shape(knows: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any axis of it may turn out to be broadcast, that of heads too; its gradient then has that shape."""
     monkeypatch.undo()
@@ -471,7 +488,13 @@ class InGraph(Maker):
         return tf.constant(host.astype(dtype or ("float32" if host.dtype.kind == "f" else host.dtype.name)))
 
 
-@pytest.mark.parametrize("case", [pytest.param(x, id=f"{x.error.__name__}-{x.name}") for x in SAME])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(x, id=f"{x.error.__name__}-{x.name}")
+        for x in SAME[:: 1 if covering.products else 5]  # all of them while tracing: test_errors.py
+    ],
+)
 def test_errors_have_the_words_of_numpy_while_a_graph_is_made(case: Case) -> None:
     with pytest.raises(ats.AttnscoreError) as wanted:
         case.call(Maker("numpy"))

@@ -1,6 +1,6 @@
 """Native kernels inside TensorFlow's graphs: that they run there, where they must not, and what leaves the process.
 
-Graphs against plain calls, which ``test_every_framework.py`` holds to the oracle; the whole table of this file is slow.
+Graphs against plain calls, which ``test_every_framework.py`` holds to the oracle; `--products` runs the whole table.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import tensorflow as tf
 import attnscore as ats
 from attnscore.kernels.native import kernel
 from cases import DTYPES, in_turn, needs_native
+from covering import some
 from runs import EXTRAS, make_call
 
-SLOW = pytest.mark.slow
 TURNS = in_turn(DTYPES, tuple(EXTRAS))
 RNG = np.random.default_rng(0)
 
@@ -73,10 +73,7 @@ def close(found: Any, wanted: Any, tolerance: float = 1e-11) -> None:
 # ------------------------------------------------------------------ that they run
 
 
-@pytest.mark.parametrize(
-    ("score", "mask", "dtype", "extras"),
-    [pytest.param(*row, id="-".join(row), marks=[] if i % 16 == 3 else [SLOW]) for i, row in enumerate(TURNS)],
-)
+@some("score,mask,dtype,extras", TURNS[3::40], TURNS)
 def test_the_table_in_graphs(score: str, mask: str, dtype: str, extras: str) -> None:
     call = make_call(score, mask, dtype, extras)
     call.check(call.tensorflow(tf.function))
@@ -333,6 +330,7 @@ print(json.dumps({name: [float(abs(a - known[b]).numpy().max()) for a, b in zip(
 """
 
 
+@pytest.mark.slow
 def test_an_exported_model_runs_and_trains_without_attnscore(exported: tuple[Path, Any]) -> None:
     """In another process: plain, and compiled by XLA, the gradient of its variable too."""
     done = subprocess.run([sys.executable, "-c", CHILD, str(exported[0])], capture_output=True, text=True, check=False)
@@ -423,6 +421,7 @@ for mask in (ats.ValidLens([2, 7]), ats.ValidLens([0, 7]), ats.Causal() & ats.Va
 """
 
 
+@pytest.mark.slow
 def test_tensorflow_lite_runs_masked_calls() -> None:
     """In a process of its own, which its interpreter ends where it lacks a form. NaN lies in the padding."""
     done = subprocess.run([sys.executable, "-c", LITE], capture_output=True, text=True, check=False)

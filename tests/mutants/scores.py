@@ -13,8 +13,8 @@ _CONTRACT = "src/attnscore/scores/base.py"
 
 
 def _extras(scores: str) -> str:
-    """The table of scores, with bias and sink, in float64."""
-    return f"tests/test_every_score.py -k 'test_with_bias_and_sink and {scores}'"
+    """The pairs of scores and all else."""
+    return f"tests/test_every_kernel.py -k 'against_the_oracle and {scores}'"
 
 
 def _second_order(scores: str) -> str:
@@ -308,7 +308,7 @@ FAULTS: list[Fault] = [
         "src/attnscore/scores/sum.py",
         "        query, key = widen(ops, query, key)\n",
         "",
-        "tests/test_every_score.py -k 'in_every_dtype and sum'",
+        "tests/test_accuracy.py -k sum_score",
         "the sums of 16-bit vectors are rounded to 16 bits",
     ),
 ]
