@@ -141,7 +141,7 @@ class Explanation:
     score: str
     form: str
     mask: str
-    notes: tuple[str, ...]
+    remarks: tuple[str, ...]
     weights: str | None
     """Shape, bytes and source of the weights, if they are returned."""
     plan: TilePlan
@@ -156,7 +156,7 @@ class Explanation:
             *((f"not {name}", "; ".join(reasons)) for name, reasons in self.reasons.items()),
             ("score", f"{self.score}, as {self.form}"),
             ("mask", self.mask),
-            *(("", note) for note in self.notes),
+            *(("", note) for note in self.remarks),
             *((("weights", self.weights),) if self.weights else ()),
             ("operations", f"{self.operations:,} ({computed:.0%} of the unmasked)"),
             ("bytes", f"{self.bytes:,} in and out"),
@@ -244,7 +244,7 @@ def explain(
         score=type(problem.score).__name__,
         form=type(problem.form).__name__,
         mask="none" if problem.mask is None else repr(problem.mask),
-        notes=notes,
+        remarks=notes,
         weights=weights,
         plan=plan,
         operations=round(whole.operations * (1 - plan.fractions["skip"])),
