@@ -145,7 +145,7 @@ def hold(drawn: tuple[Call, str, str], saves_scores: bool) -> None:
     laid = {name: LAYOUTS[layout](getattr(call, name)) for name in names}
     # Nothing that is drawn may fall to another kernel.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("attnscore.kernels.native.kernel.KEPT_PAIRS", kept_pairs)
+        patch.setattr("attnscore.kernels.native.kernel.MAX_SAVED_SCORES", kept_pairs)
         got = dataclasses.replace(call, **laid).numpy(kernel="native")
     found = problems(call, got, slack_of(target), by_score=True)
     where = f"{target}, {layout}, {call.score.name}, {call.dtype}, {call.query.shape}, {call.key.shape}"

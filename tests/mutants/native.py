@@ -546,7 +546,7 @@ FAULTS = [
         "csrc/api/call_plan.cc",
         "address % static_cast<uintptr_t>(item) == 0",
         "true",
-        "tests/test_native_border.py -k places",
+        "tests/test_native_border.py -k address",
         "a misaligned address is taken",
     ),
     Fault(
