@@ -30,7 +30,7 @@ class Mode:
     framework: str
     name: str
     run: Callable[[Any], dict[str, Any]] | None
-    """What a ``runs.Call`` gives in this mode; None where another environment runs it."""
+    """What a ``harness.Call`` gives in this mode; None where another environment runs it."""
     whole: bool = False
     """Runs every row of every table, in the tests of scores, masks, shapes and so on."""
     every: int = 1
@@ -53,8 +53,8 @@ MODES = (
     Mode("torch", "eager", lambda call: call.torch(), whole=True, own="test_torch_operators.py"),
     Mode("tensorflow", "eager", lambda call: call.tensorflow(), own="test_tensorflow.py"),
     Mode("tensorflow", "graph", lambda call: call.tensorflow(_graph), every=5, own="test_tensorflow.py"),
-    Mode("jax", "eager", lambda call: call.jax(), every=4, own="test_jax.py"),
-    Mode("jax", "jit", lambda call: call.jax(jit=True), every=3, own="test_jax.py"),
+    Mode("jax", "eager", lambda call: call.jax(), every=5, own="test_jax.py"),
+    Mode("jax", "jit", lambda call: call.jax(jit=True), every=4, own="test_jax.py"),
     Mode("jax", "vmap", lambda call: call.jax(vmap=True), every=7, own="test_jax.py"),
     Mode("mxnet", "eager", None, own="test_mxnet.py"),  # needs NumPy below 1.24, and so an environment of its own
 )

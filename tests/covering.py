@@ -91,7 +91,7 @@ def pairs(indirect: Sequence[str] = (), **factors: Iterable[Any] | Mapping[str, 
     )
 
 
-def some(names: str, rows: Iterable[Any], product: Iterable[Any]) -> pytest.MarkDecorator:
+def some(names: str, rows: Iterable[Any], product: Iterable[Any], indirect: Sequence[str] = ()) -> pytest.MarkDecorator:
     """Parametrize a test by rows chosen by hand, or with ``--products`` by all of a table.
 
     For rows that take seconds each, where even a covering array is long.
@@ -101,4 +101,5 @@ def some(names: str, rows: Iterable[Any], product: Iterable[Any]) -> pytest.Mark
     table = whole if products else chosen
     several = "," in names
     cells = [[getattr(x, "__name__", str(x)) for x in (row if several else [row])] for row in table]
-    return pytest.mark.parametrize(names, table, ids=["-".join(filter(None, row)) for row in cells])
+    ids = ["-".join(filter(None, row)) for row in cells]
+    return pytest.mark.parametrize(names, table, ids=ids, indirect=indirect)

@@ -1,7 +1,7 @@
 """The oracle: attention by the textbook, dense and loop-free, from the formulas alone. Nothing of attnscore is used.
 
-The formulas are written once, in the methods that torch tensors and ``tape.Var`` share. In torch, in the inputs' own
-dtype, they are the plain version that errors are compared with; on Var, one precision higher, they are the reference.
+The formulas are written once, in the methods that torch tensors and ``autodiff.Var`` share. In torch, in the inputs'
+own dtype, they are the plain version that errors are compared with; on Var, one precision higher, the reference.
 Inputs lie as (..., head, query | key, dim); keys have been given to every query head by ``spread``.
 """
 

@@ -16,8 +16,8 @@ import attnscore as ats
 import oracle
 from cases import FRAMEWORKS, SCORE, Score
 from covering import pairs
+from harness import Call, array, make_call, tensor
 from oracle import ACTIVATIONS
-from runs import Call, array, make_call, tensor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 frameworks = pytest.mark.parametrize("framework", FRAMEWORKS)

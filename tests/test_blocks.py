@@ -11,7 +11,7 @@ import torch
 import attnscore as ats
 from cases import FRAMEWORKS, MASKS, SCORES, SOME_SCORES
 from covering import pairs
-from runs import EPS, WIDE, Call, array, make_call, tensor
+from harness import EPS, WIDE, Call, array, make_call, tensor
 
 pytestmark = pytest.mark.usefixtures("small_tiles", "one_thread")
 frameworks = pytest.mark.parametrize("framework", FRAMEWORKS)

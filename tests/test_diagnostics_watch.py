@@ -29,7 +29,7 @@ from attnscore.errors import ArgumentError
 from attnscore.integrations.transformers import register
 from attnscore.layers.torch import AdditiveAttention, MultiHeadAttention
 from cases import MASKS, SCORES, SOME_SCORES
-from runs import make_call
+from harness import make_call
 
 WEIGHT = 0.6  # saturated from here, so that random rows are on both sides
 

@@ -1,4 +1,4 @@
-"""Every example in a docstring of the package runs and says what it shows (``shown.py`` says what "says" means)."""
+"""Every example in a docstring of the package runs and prints what it shows, compared by ``printed_output.py``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import attnscore
-from shown import WordsAndNumbers
+from printed_output import WordsAndNumbers
 
 
 def modules() -> list[str]:

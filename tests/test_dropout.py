@@ -11,7 +11,7 @@ import torch
 
 import attnscore as ats
 from cases import FRAMEWORKS, SOME_MASKS, SOME_SCORES
-from runs import Call, array, make_call, tensor
+from harness import Call, array, make_call, tensor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 frameworks = pytest.mark.parametrize("framework", FRAMEWORKS)

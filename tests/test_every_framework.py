@@ -18,7 +18,7 @@ import torch
 import attnscore as ats
 from attnscore.testing import check_framework
 from cases import DTYPES, FRAMEWORKS, MODES, SCORES, SOME_SCORES, Mode, in_every_mode
-from runs import Call, accumulator, array, dtype_of, make_call, tensor
+from harness import Call, accumulator, array, dtype_of, make_call, tensor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 # torch's own, raised inside torch where it loads the rules of forward mode.
@@ -196,7 +196,7 @@ def test_torch_calls_share_nothing(score: str, small_tiles: None) -> None:
 
 
 def test_torch_keeps_no_matrix_for_the_backward() -> None:
-    """What autograd holds between forward and backward is linear in the lengths (short calls: test_native_kept)."""
+    """What autograd holds between forward and backward is linear in the lengths (short: test_native_saved_scores)."""
     held: list[int] = []
 
     def pack(x: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ from cases import (
     SOME_SCORES,
 )
 from covering import covering_array, pairs
-from runs import EXTRAS, Call, array, make_call, tensor
+from harness import EXTRAS, Call, array, make_call, tensor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 frameworks = pytest.mark.parametrize("framework", FRAMEWORKS)

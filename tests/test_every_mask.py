@@ -22,7 +22,7 @@ from attnscore.masks import Mask
 from bad_input import Maker
 from cases import FRAMEWORKS, MASK, MASKS, MaskCase, Sizes
 from covering import pairs
-from runs import make_call, tensor
+from harness import make_call, tensor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 frameworks = pytest.mark.parametrize("framework", FRAMEWORKS)

@@ -15,8 +15,8 @@ import attnscore as ats
 import covering
 from attnscore.testing import check_score
 from cases import DTYPES, FRAMEWORKS, MASK, SCORE, SCORES, SOME_MASKS, Sizes
+from harness import EXTRAS, make_call
 from own_scores import OwnSquare
-from runs import EXTRAS, make_call
 
 pytestmark = pytest.mark.usefixtures("small_tiles", "one_thread")
 

@@ -21,7 +21,7 @@ from attnscore.core.problem import build_problem
 from attnscore.kernels.base import Kernel
 from attnscore.scores.forms import DistanceForm, InnerForm
 from cases import AUTOMATIC, FRAMEWORKS
-from runs import tensor
+from harness import tensor
 
 frameworks = pytest.mark.parametrize("framework", FRAMEWORKS)
 SIZES = {"query_len": 7, "key_len": 11, "dim": 5}

@@ -18,7 +18,7 @@ import attnscore as ats
 import covering
 from cases import FRAMEWORKS, MASKS, SCORES, SCORES_WITH_ARRAYS, SOME_MASKS, SOME_SCORES, Sizes
 from covering import pairs
-from runs import STATISTICS, Call, array, make_call, tensor
+from harness import STATISTICS, Call, array, make_call, tensor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 scores = pytest.mark.parametrize("score", [score.name for score in SCORES])

@@ -20,7 +20,7 @@ from attnscore.kernels.native import chunked_masks
 from attnscore.masks.dynamic_intervals import traced_visibility
 from cases import DTYPES, in_turn, needs_native
 from covering import some
-from runs import EXTRAS, make_call
+from harness import EXTRAS, make_call
 
 pytestmark = needs_native
 RNG = np.random.default_rng(5)
@@ -178,7 +178,12 @@ HOLED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("mask", HOLED)
+@some(
+    "mask,callback_too",
+    [*((mask, False) for mask in HOLED), ("sinks", True), ("known and traced", True)],
+    [(mask, callback) for mask in HOLED for callback in (False, True)],
+    indirect=("callback_too",),
+)
 def test_traced_numbers_between_pieces(mask: str, callback_too: bool) -> None:
     """In the program, and where it comes back to Python; also under vmap; with gradients."""
     arrays = inputs()
@@ -215,7 +220,7 @@ EVALUATED: dict[str, Any] = {
 }
 
 
-@some("mask", ["beside documents and padding", "a function of traced ids", "alike for all rows"], list(EVALUATED))
+@some("mask", ["beside documents and padding", "alike for all rows"], list(EVALUATED))
 def test_masks_that_have_to_be_evaluated(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Strip by strip in the program, with gradients, also in the layout of Flax and under vmap."""
     monkeypatch.setattr(chunked_masks, "HELD", 1)

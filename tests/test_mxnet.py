@@ -20,8 +20,8 @@ import pytest
 
 import attnscore as ats
 from cases import SCORES, SCORES_WITH_ARRAYS, SOME_MASKS, SOME_SCORES, Sizes, in_turn
+from harness import EXTRAS, Call, make_call
 from in_mxnet.exchange import receive, send
-from runs import EXTRAS, Call, make_call
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent

@@ -17,9 +17,9 @@ import pytest
 import attnscore as ats
 from cases import SCORE
 from covering import pairs, some
+from harness import make_call
 from native_cases import BITS, native
 from oracle import ACTIVATIONS
-from runs import make_call
 from test_accuracy import MAGNITUDES, call_of
 from test_native_oracle import TARGETS, problems, slack_of
 

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 import attnscore as ats
 from attnscore.kernels.native.kernel import MAX_SAVED_SCORES
 from cases import MASK, SCORE, SCORES, Sizes
+from harness import EPS, EXTRAS, STATISTICS, Call, array, build_call, dtype_of
 from native_cases import native
-from runs import EPS, EXTRAS, STATISTICS, Call, array, build_call, dtype_of
 from strategies import Drawn, calls, law, same
 
 pytestmark = pytest.mark.usefixtures("one_thread", "restored")

@@ -17,7 +17,7 @@ import attnscore as ats
 import native_cases  # noqa: F401 - without the module there is nothing to test here
 from cases import MASKS, SCORES, Sizes
 from covering import pairs
-from runs import EXTRAS, build_call, tensor
+from harness import EXTRAS, build_call, tensor
 
 SIZES = Sizes(queries=9, keys=9)
 CAUSAL = ats.Causal()

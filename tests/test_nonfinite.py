@@ -17,11 +17,11 @@ import torch
 
 import attnscore as ats
 import oracle
+from autodiff import Var
 from cases import FRAMEWORKS, MASKS, SCORES, SOME_SCORES
 from covering import pairs, some
+from harness import STATISTICS, Call, array, make_call
 from oracle import ACTIVATIONS
-from runs import STATISTICS, Call, array, make_call
-from tape import Var
 
 pytestmark = pytest.mark.usefixtures("small_tiles", "one_thread")
 frameworks = pytest.mark.parametrize("framework", FRAMEWORKS)

@@ -30,7 +30,7 @@ import torch
 
 from attnscore import kernels, scores
 from cases import AUTOMATIC
-from shown import WordsAndNumbers
+from printed_output import WordsAndNumbers
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted({ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")})

@@ -13,7 +13,7 @@ import torch
 import attnscore as ats
 from cases import FRAMEWORKS, SCORE, MaskCase, Sizes, mask
 from covering import pairs
-from runs import Call, Layout, array, build_call, tensor
+from harness import Call, Layout, array, build_call, tensor
 
 pytestmark = pytest.mark.usefixtures("small_tiles", "one_thread")
 frameworks = pytest.mark.parametrize("framework", FRAMEWORKS)

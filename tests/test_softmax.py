@@ -11,7 +11,7 @@ import torch
 import attnscore as ats
 from cases import DTYPES, FRAMEWORKS, MASKS, MaskCase, Sizes
 from covering import pairs
-from runs import EPS, NUMPY_DTYPE, array, dtype_of, tensor
+from harness import EPS, NUMPY_DTYPE, array, dtype_of, tensor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 frameworks = pytest.mark.parametrize("framework", FRAMEWORKS)

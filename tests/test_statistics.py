@@ -12,7 +12,7 @@ import torch
 import attnscore as ats
 from attnscore import ArgumentError
 from cases import FRAMEWORKS
-from runs import STATISTICS, array, make_call, tensor
+from harness import STATISTICS, array, make_call, tensor
 
 pytestmark = pytest.mark.usefixtures("small_tiles", "one_thread")
 frameworks = pytest.mark.parametrize("framework", FRAMEWORKS)

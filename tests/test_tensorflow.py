@@ -25,8 +25,8 @@ from bad_input import CASES, Case
 from bad_input.table import Maker
 from cases import DTYPES, SCORES_WITH_ARRAYS, SOME_MASKS, SOME_SCORES, in_turn
 from covering import pairs, some
+from harness import EXTRAS, array, make_call
 from own_scores import OwnAbsolute, OwnPlain
-from runs import EXTRAS, array, make_call
 
 pytestmark = pytest.mark.usefixtures("small_tiles", "one_thread")
 TURNS = in_turn(DTYPES, tuple(EXTRAS))

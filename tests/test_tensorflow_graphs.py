@@ -21,7 +21,7 @@ import attnscore as ats
 from attnscore.kernels.native import kernel
 from cases import DTYPES, in_turn, needs_native
 from covering import some
-from runs import EXTRAS, make_call
+from harness import EXTRAS, make_call
 
 TURNS = in_turn(DTYPES, tuple(EXTRAS))
 RNG = np.random.default_rng(0)

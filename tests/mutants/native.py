@@ -258,7 +258,7 @@ FAULTS = [
         "csrc/kernels/score_matrix-inl.h",
         "denom * rescale_factor(state.max, reference) + exp_scalar<T>(sink - reference)",
         "denom + exp_scalar<T>(sink - reference)",
-        "tests/test_blocks.py tests/test_native_kept.py tests/test_native_door.py",
+        "tests/test_blocks.py tests/test_native_saved_scores.py tests/test_native_zero_copy.py",
         "the matrix of weights is not rescaled to the level that the sink sets",
     ),
     Fault(
@@ -322,7 +322,7 @@ FAULTS = [
         "csrc/kernels/scores-inl.h",
         "queries.row[first] * problem_.key_len + tile.first",
         "queries.row[first] * problem_.key_len",
-        "tests/test_native_kept.py",
+        "tests/test_native_saved_scores.py",
         "additive scores of every tile are kept where those of the first belong",
     ),
     Fault(
@@ -530,7 +530,7 @@ FAULTS = [
         "csrc/api/validate.cc",
         "check_shape(key_ids, {s.grid[0], p.key_len}, 1)",
         "static_cast<void>(0)",
-        "tests/test_native_border.py",
+        "tests/test_native_validation.py",
         "the shape of the key ids is not checked",
     ),
     Fault(
@@ -538,7 +538,7 @@ FAULTS = [
         "csrc/api/validate.cc",
         "last[i] > p.key_len",
         "last[i] > p.key_len + 1",
-        "tests/test_native_border.py",
+        "tests/test_native_validation.py",
         "an interval may end one key behind the last",
     ),
     Fault(
@@ -546,7 +546,7 @@ FAULTS = [
         "csrc/api/call_plan.cc",
         "address % static_cast<uintptr_t>(item) == 0",
         "true",
-        "tests/test_native_border.py -k address",
+        "tests/test_native_validation.py -k address",
         "a misaligned address is taken",
     ),
     Fault(

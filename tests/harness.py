@@ -20,8 +20,8 @@ import torch
 import attnscore as ats
 import oracle
 from attnscore.core.statistics import AttentionStats
+from autodiff import Var, gradients
 from cases import MASK, SCORE, MaskCase, Score, Sizes
-from tape import Var, gradients
 
 Results = dict[str, np.ndarray]
 STATISTICS = AttentionStats._fields
