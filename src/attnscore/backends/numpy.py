@@ -54,7 +54,7 @@ class NumpyBackend(Backend):
         return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
 
     def has_cpu_buffer(self, x: Array) -> bool:
-        # Fields of records may lie at any address.
+        # Fields of structured arrays may be misaligned.
         return bool(x.dtype.isnative and x.flags.aligned)
 
     def is_plain(self, *arrays: Array) -> bool:

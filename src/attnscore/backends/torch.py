@@ -241,12 +241,12 @@ class TorchBackend(Backend):
         with torch.enable_grad():
             value = function(*leaves)
 
-        def pullback(grad: Array) -> tuple[Array, ...]:
+        def vjp(grad: Array) -> tuple[Array, ...]:
             if not value.requires_grad:
                 return tuple(torch.zeros_like(x) for x in inputs)
             return _zeros_for_none(torch.autograd.grad(value, leaves, grad, allow_unused=True), inputs)
 
-        return value.detach(), pullback
+        return value.detach(), vjp
 
     def stop_gradient(self, x: Array) -> Array:
         return x.detach()

@@ -86,21 +86,21 @@ class TilePlan:
     ) -> Array:
         """Return the unmasked pairs of a partial tile, broadcastable on the canonical axes."""
         columns = ops.reshape(ops.positions(*cols, like), (1, cols[1]))
-        seen = None
-        for piece in (
+        unmasked = None
+        for interval in (
             () if self.interval_set is None else zip(self.interval_set.start, self.interval_set.stop, strict=True)
         ):
             if isinstance(rows[0], int):
-                here = [ops.asarray(end[:, rows[0] : rows[0] + rows[1], None], like) for end in piece]
+                here = [ops.asarray(end[:, rows[0] : rows[0] + rows[1], None], like) for end in interval]
             else:
-                here = [ops.slice_axis(ops.asarray(end[..., None], like), 1, *rows) for end in piece]
+                here = [ops.slice_axis(ops.asarray(end[..., None], like), 1, *rows) for end in interval]
             start, stop = (score_shape.batch_to_canonical(ops, end) for end in here)
             inside = ops.logical_and(columns >= start, columns < stop)
-            seen = inside if seen is None else ops.logical_or(seen, inside)
+            unmasked = inside if unmasked is None else ops.logical_or(unmasked, inside)
         if self.rest is not None:
             rest = self.rest.visible(ops, score_shape, ops.reshape(ops.positions(*rows, like), (rows[1], 1)), columns)
-            seen = rest if seen is None else ops.logical_and(seen, rest)
-        return seen
+            unmasked = rest if unmasked is None else ops.logical_and(unmasked, rest)
+        return unmasked
 
     @property
     def tail(self) -> int:

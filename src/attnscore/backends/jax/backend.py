@@ -230,8 +230,8 @@ class JaxBackend(Backend):
     def vjp(
         self, function: Callable[..., Array], inputs: Sequence[Array]
     ) -> tuple[Array, Callable[[Array], tuple[Array, ...]]]:
-        value, pullback = jax.vjp(function, *inputs)
-        return value, pullback
+        value, vjp = jax.vjp(function, *inputs)
+        return value, vjp
 
     def stop_gradient(self, x: Array) -> Array:
         return lax.stop_gradient(x)

@@ -44,14 +44,14 @@ def vjp(function: Callable[..., Array], inputs: Sequence[Array]) -> tuple[Array,
     """Return ``function(*inputs)`` and its VJP function, by MXNet's autograd."""
     if autograd.is_recording():
         # autograd records already.
-        return function(*inputs), _no_pullback
+        return function(*inputs), _no_vjp
     leaves = [x.detach() for x in inputs]
     for x in leaves:
         x.attach_grad()
     with autograd.record(train_mode=autograd.is_training()):
         value = function(*leaves)
 
-    def pullback(grad: Array) -> tuple[Array, ...]:
+    def vjp(grad: Array) -> tuple[Array, ...]:
         try:
             value.backward(grad)
         except mx.MXNetError as error:
@@ -60,10 +60,10 @@ def vjp(function: Callable[..., Array], inputs: Sequence[Array]) -> tuple[Array,
                 raise
         return tuple(x.grad for x in leaves)
 
-    return value.detach(), pullback
+    return value.detach(), vjp
 
 
-def _no_pullback(_: Array) -> tuple[Array, ...]:
+def _no_vjp(_: Array) -> tuple[Array, ...]:
     raise NotImplementedError("attnscore: MXNet has no derivative of a derivative")
 
 

@@ -69,7 +69,7 @@ def vjp(function: Callable[..., Array], inputs: Sequence[Array]) -> tuple[Array,
         tape.watch(inputs)
         value = function(*inputs)
 
-    def pullback(grad: Array) -> tuple[Array, ...]:
+    def vjp(grad: Array) -> tuple[Array, ...]:
         return tuple(tape.gradient(value, inputs, grad, unconnected_gradients=tf.UnconnectedGradients.ZERO))
 
-    return value, pullback
+    return value, vjp
