@@ -1,4 +1,4 @@
-"""attend: scores, masked softmax and pooling in one call. The map of the library in code."""
+"""attend: scores, masked softmax and pooling in one call. The outline of the library in code."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ def attend(
     return_weights: bool = False,
     return_stats: bool | tuple[str, ...] = False,
 ) -> Any:
-    """Attention pooling: out_i = sum_j softmax_j(score(q_i, k_j)) v_j over the keys that i may see.
+    """Attention pooling: out_i = sum_j softmax_j(score(q_i, k_j)) v_j over the keys that i may attend to.
 
-    A row that sees no key is zero. What is hidden reaches nothing, NaN included. Memory is linear in the lengths.
+    A query with all keys masked gives zero. Masked values, NaN included, do not propagate. Memory is linear in the
+    lengths.
 
     Parameters
     ----------
@@ -45,14 +46,14 @@ def attend(
         Two axes or more, any strides. Three: (batch, query, dim). Four or more: heads on `head_axis`.
     key : (..., key, dim_k)
         ``dim_k == dim`` except for scores that allow otherwise. May have fewer heads than `query`: query head h uses
-        key head ``h // (heads / key_heads)``. Other leading axes broadcast.
+        KV head ``h // (heads / kv_heads)``. Other leading axes broadcast.
     value : (..., key, value_dim)
     score : a score object, or a registered name (``dot scaled_dot gaussian cosine sum`` ...)
     mask : a mask object, or a boolean array broadcastable to (..., query, key), True = may attend
     valid_lens : (batch,) or (batch, query) whole numbers
-        Keys j < valid_lens are visible; combined with `mask` by AND. With two axes a number or (query,).
+        Keys j < valid_lens are unmasked; combined with `mask` by AND. With two axes a number or (query,).
     bias : broadcastable to (..., query, key)
-        Added to the scores after temperature and cap; -inf hides a key. Gets a gradient.
+        Added to the scores after temperature and cap; -inf masks a key. Gets a gradient.
     sink : number or (heads,)
         A further logit in the softmax, without a value. Gets a gradient.
     dropout : number in [0, 1)
@@ -103,7 +104,7 @@ def attend(
             matrix="weights" if check_flag("return_weights", return_weights) else None,
         )  # fmt: skip
         plan = plans.build(signature, problem, kernel, query, key, value, bias, sink)
-        # The seed that was drawn, where there was none.
+        # The drawn seed, where the caller gave none.
         drawn: Any = seed if problem.dropout is None else problem.dropout.seed
         return plan.run(query, key, value, score, bias, sink, drawn)
 
@@ -137,7 +138,7 @@ def attend_vjp(
     return_weights: bool = False,
     return_stats: bool | tuple[str, ...] = False,
 ) -> tuple[Any, Callable[..., Gradients]]:
-    """`attend` for NumPy with its explicit pull-back: NumPy has no autodiff.
+    """`attend` for NumPy with an explicit VJP function: NumPy has no autodiff.
 
     Parameters
     ----------
@@ -175,15 +176,15 @@ def attend_vjp(
             dropout=dropout, seed=seed, head_axis=head_axis, statistics=statistics,
             matrix="weights" if flag else None, pullback=True,
         )  # fmt: skip
-        run = AttentionOp(kernels.choose(kernel, problem), problem, tiling.plan(problem)).with_backward()
-        if not run.kernel.has_vjp:
+        op = AttentionOp(kernels.choose(kernel, problem), problem, tiling.plan(problem)).with_backward()
+        if not op.kernel.has_vjp:
             reason = "its gradient is autodiff through it, which NumPy has not"
             hint = "kernel='streaming' has one"
             raise KernelUnavailable(
                 message("kernel", "one with a gradient of its own", f"{kernel!r}: {reason}", hint=hint)
             )
-        operands = run.operands()
-        outputs = run.forward(tuple(operands.values()))
+        operands = op.operands()
+        outputs = op.forward(tuple(operands.values()))
     given = {"query": query, "key": key, "value": value, "bias": bias, "sink": sink}
 
     def pullback(
@@ -200,19 +201,19 @@ def attend_vjp(
             rows |= {"grad_entropy": grad_entropy} if "entropy" in statistics else {}
             rows |= {"grad_weights": grad_weights} if flag else {}
             incoming = [blocks.row_gradient(problem, name, grad) for name, grad in rows.items()]
-            found = run.backward(tuple(operands.values()), outputs[: run.saved_outputs], incoming)
+            found = op.backward(tuple(operands.values()), outputs[: op.saved_outputs], incoming)
             grads = dict(zip(operands, found, strict=True))
             return gradients(problem, cast(Pullback, score_pullback)(grads), grads, given)
 
-    return plans.present(problem, run.result(outputs)), pullback
+    return plans.present(problem, op.result(outputs)), pullback
 
 
 def gradients(problem: Problem, by_score: ScoreGradients, grads: dict[str, Array], given: dict[str, Any]) -> Gradients:
-    """Gradients on the uniform axes as those of the caller's arrays, in their shapes and dtypes."""
+    """Return the gradients of the caller's arrays, in their shapes and dtypes, from those on the canonical axes."""
     ops, layout = problem.ops, problem.layout
 
-    def from_canonical(grad: Array, uniform: Array, name: str) -> Array:
-        grad = layout.gradient_from_canonical(ops, sum_to(ops, grad, uniform.shape), given[name].shape)
+    def from_canonical(grad: Array, canonical: Array, name: str) -> Array:
+        grad = layout.gradient_from_canonical(ops, sum_to(ops, grad, canonical.shape), given[name].shape)
         return ops.astype(grad, ops.dtype(given[name]))
 
     def like(name: str) -> Array | None:

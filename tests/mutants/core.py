@@ -13,8 +13,8 @@ FAULTS = [
     Fault(
         "softmax-entropy-sign",
         _STATISTICS,
-        'row.log_total - row.sums["sum_exp_logit"][0] / row.total',
-        'row.log_total + row.sums["sum_exp_logit"][0] / row.total',
+        'row.log_sum - row.sums["sum_exp_logit"][0] / row.total',
+        'row.log_sum + row.sums["sum_exp_logit"][0] / row.total',
         "tests/test_every_kernel.py -k streaming",
         "the entropy of the streaming kernel adds the mean logit in place of subtracting it",
     ),
@@ -45,8 +45,8 @@ FAULTS = [
     Fault(
         "softmax-empty-row-log-sum-exp",
         _SOFTMAX,
-        "log_denom = ops.where(is_empty, NEG_INF, log_total)",
-        "log_denom = log_total",
+        "log_denom = ops.where(is_empty, NEG_INF, log_sum)",
+        "log_denom = log_sum",
         "tests/test_every_kernel.py -k 'check_kernel and streaming'",
         "a row that sees no key has log-sum-exp 0 in place of -inf",
     ),

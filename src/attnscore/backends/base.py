@@ -157,7 +157,7 @@ class Backend(ABC):
     wants_aligned = True
     """Whether `from_memory` copies what does not begin at a multiple of 64 bytes."""
     has_plain_tape = False
-    """Whether arrays that autograd records are plain too (core/plain_calls.py)."""
+    """Whether arrays that autograd records are plain too (core/plan.py)."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.xp, name)

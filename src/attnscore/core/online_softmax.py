@@ -109,10 +109,10 @@ def finish(
     state = keys if sink is None else merge(ops, keys, _sink_state(keys, sink))
     row_max, is_empty = safe_max(ops, state.max), state.total == 0
     total = ops.where(is_empty, 1.0, state.total)
-    log_total = ops.log(total)
-    log_denom = ops.where(is_empty, NEG_INF, log_total)
+    log_sum = ops.log(total)
+    log_denom = ops.where(is_empty, NEG_INF, log_sum)
     factor = ops.where(keys.total == 0, 0.0, ops.exp(safe_max(ops, keys.max) - row_max))
-    row = Row(is_empty, total, log_total, state.sums, keys.max, keys.total, factor, keys.sums)
+    row = Row(is_empty, total, log_sum, state.sums, keys.max, keys.total, factor, keys.sums)
     found = {name: calculate(ops, row) for name in wanted if (calculate := TABLE[name].finish) is not None}
     return state.out / total, row_max, log_denom, found
 

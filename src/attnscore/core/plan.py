@@ -1,11 +1,11 @@
-"""Execution plans: how a call runs, found by its signature, so that a call that comes again skips all checks.
+"""Execution plans, cached by the signature of a call, so that a repeated call skips all checks.
 
-- A signature holds everything that building a plan reads, types included (``True == 1 == 1.0``): a hit runs as a miss
-  would.
-- What fails its checks has no plan: every mistake meets the same checks each time.
-- A registered name that stands for a class is part of the signature by that class; one that stands for a function may
-  give another score at each call, so such a call has no signature. Masks are part of it by their numbers.
-- A plan in the cache holds no array of a caller. What cannot be cached is planned for the one call.
+- A signature holds everything that building a plan reads, types included (``True == 1 == 1.0``), so a cached plan gives
+  the same results as a new one.
+- A call that fails its checks has no plan, so each repetition runs and fails the same checks.
+- A score named by a string enters the signature as its class. A name registered for a function may give another score
+  at each call, so such a call has no signature. Masks enter by their index values.
+- A cached plan holds no array of a caller. A call without a signature gets a plan for itself alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from attnscore.scores import Additive, ScaledDot
 
 
 class ExecutionPlan(Protocol):
-    """How the calls of one signature run."""
+    """Execution plan of the calls of one signature."""
 
     def run(self, query: Array, key: Array, value: Array, score: Any, bias: Any, sink: Any, seed: Any) -> Any:
         """Return what `attend` returns."""
@@ -49,7 +49,7 @@ def signature(
     sink: Any,
     seed: Any,
 ) -> Hashable | None:
-    """Return the key of a call's plan, or None where a plan cannot be known by one; `options`: the other arguments."""
+    """Return the cache key of a call's plan, or None where it cannot be cached; `options` are the other arguments."""
     kind = type(query)
     if not kind is type(key) is type(value) or (of_score := _score_signature(score)) is None:
         return None
@@ -81,7 +81,7 @@ def signature(
 
 
 def _score_signature(score: Any) -> Hashable | None:
-    """Return the class that a name stands for, or a score by its class and numbers; None for any other."""
+    """Return the class registered under a name, or the class and parameters of a score; None for any other."""
     if type(score) is str:
         found = scores.named(score)
         return found if isinstance(found, type) else None
@@ -98,7 +98,7 @@ def _score_signature(score: Any) -> Hashable | None:
 def build(
     key: Hashable | None, problem: Problem, kernel: str, query: Array, keys: Array, value: Array, bias: Any, sink: Any
 ) -> ExecutionPlan:
-    """Return the plan of a problem, and keep it under `key` where its kernel can run other arrays by it."""
+    """Return the plan of a problem, cached under `key` where its kernel can reuse it for other arrays."""
     tiles, chosen = tiling.planned(problem), kernels.choose(kernel, problem)
     if key is not None:
         given = {"query": query, "key": keys, "value": value, "bias": bias, "sink": sink}
@@ -110,7 +110,7 @@ def build(
 
 @dataclass(frozen=True, eq=False)
 class SingleCall:
-    """The plan of one call, with its arrays."""
+    """Plan of a single call, with its arrays."""
 
     problem: Problem
     op: AttentionOp
@@ -121,7 +121,7 @@ class SingleCall:
 
 
 def present(problem: Problem, result: Result) -> Any:
-    """Return a result on the caller's axes: the output, and the weights and statistics that are wanted."""
+    """Return a result on the caller's axes: the output, and the wanted weights and statistics."""
     ops, layout = problem.ops, problem.layout
     found: list[Any] = [layout.from_canonical(ops, result.out)]
     if problem.matrix is not None:

@@ -1,6 +1,6 @@
-"""The problem: arrays checked once, everything frozen.
+"""The problem: one attention call, checked and frozen.
 
-This is the only place that checks shapes, dtypes and devices; all rooms behind it trust what they get.
+Only this module checks shapes, dtypes and devices; the modules that take a problem rely on its checks.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from attnscore.scores.forms import Form
 PairMatrix = Literal["scores", "weights"]
 """Scores as they enter the softmax, -inf where masked; or weights, before dropout."""
 
-# The uniform axes and a tile's own are a few more than the caller's, and NumPy broadcasts 32 (64 from version 2).
+# The canonical axes and those of a tile are a few more than the caller's, and NumPy broadcasts 32 (64 from version 2).
 MAX_AXES = 16
 _LAYOUT_HINT = "head_axis=-2 takes the layout (batch, length, head, dim)"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One attention call, checked. Arrays are on the uniform axes; `form` holds the lowered query and key."""
+    """One attention call, checked. Arrays are on the canonical axes; `form` holds the lowered query and key."""
 
     ops: Backend
     layout: AxisLayout
@@ -60,7 +60,7 @@ class Problem:
 
     @cached_property
     def visibility(self) -> tuple[IntervalSet | None, Mask | None]:
-        """The mask as a few intervals of keys per row, and what of it only blocks can tell."""
+        """The mask as a few intervals of keys per query, and the part of it that is no such intervals."""
         if self.mask is None:
             return None, None
         if is_unknown(self.score_shape.query_len) or is_unknown(self.score_shape.key_len):
@@ -73,12 +73,12 @@ class Problem:
 
     @property
     def accumulator(self) -> str:
-        """The dtype of sums: that of the value, at least float32."""
+        """Dtype of sums: that of the value, at least float32."""
         return accumulator(self.dtype)
 
 
 def check_arrays(ops: Backend, arrays: dict[str, Array], head_axis: Any) -> AxisLayout:
-    """Check query, key and value (where there is one) against each other; say how their axes map to the uniform ones.
+    """Check query, key and value (where there is one) against each other; return how their axes map to canonical ones.
 
     Raises
     ------
@@ -135,7 +135,7 @@ def check_arrays(ops: Backend, arrays: dict[str, Array], head_axis: Any) -> Axis
 
 
 def _heads(padded: dict[str, Shape], shapes: dict[str, Shape]) -> tuple[int, int]:
-    """Key heads, and query heads that share each."""
+    """Return the number of KV heads, and of query heads that share each."""
     query, key, value = (padded[name][-3] for name in ("query", "key", "value"))
     if key != value and 1 not in (key, value):
         raise ShapeError(message("value", f"as many heads as key ({key}) or 1", value, shapes=shapes))
@@ -158,7 +158,7 @@ def _heads(padded: dict[str, Shape], shapes: dict[str, Shape]) -> tuple[int, int
 
 
 def check_extra(ops: Backend, name: str, x: Any, like: Array) -> Array:
-    """A bias or sink: a number or a float array on the device of `like`."""
+    """Check a bias or sink, and return it as a floating array on the device of `like`."""
     if isinstance(x, (bool, complex)):
         raise DtypeError(message(name, "a number or a floating array", f"{type(x).__name__} {x!r}"))
     if is_number(x) and not hasattr(x, "dtype"):
@@ -178,14 +178,14 @@ def check_extra(ops: Backend, name: str, x: Any, like: Array) -> Array:
 
 
 def check_bias(ops: Backend, bias: Any, layout: AxisLayout, like: Array) -> Array:
-    """The bias on the axes of the grid."""
+    """Check the bias, and return it on the axes of the scores."""
     bias = check_extra(ops, "bias", bias, like)
     check_broadcast("bias", tuple(bias.shape), layout.score_shape)
     return layout.score_shape.to_canonical(ops, bias)
 
 
 def check_sink(ops: Backend, sink: Any, layout: AxisLayout, like: Array) -> Array:
-    """The sink as (head, group), or (1, 1) when it is one number."""
+    """Check the sink, and return it as (head, group), or (1, 1) when it is one number."""
     sink = check_extra(ops, "sink", sink, like)
     heads = layout.score_shape.heads * layout.score_shape.groups
     if tuple(sink.shape) not in ((), (1,), (heads,)):
@@ -194,7 +194,7 @@ def check_sink(ops: Backend, sink: Any, layout: AxisLayout, like: Array) -> Arra
     return ops.reshape(sink, (1, 1) if one else (layout.score_shape.heads, layout.score_shape.groups))
 
 
-# Asked of by functions of the weights alone: None would hide a forgotten value.
+# Passed by functions of the weights alone: None would hide a forgotten value.
 NO_VALUE = object()
 _LAYOUTS: BoundedCache[AxisLayout] = BoundedCache()
 
@@ -216,9 +216,9 @@ def build_problem(
     matrix: PairMatrix | None = None,
     pullback: bool = False,
 ) -> tuple[Problem, Pullback | None]:
-    """Check everything, lower the score, and put all on the uniform axes.
+    """Check all arguments, lower the score, and bring all arrays to the canonical axes.
 
-    `value` NO_VALUE: the question is about the weights alone. With `pullback`, the score's own pull-back comes along,
+    `value` is NO_VALUE where only the weights matter. With `pullback`, the VJP function of the score is returned too,
     for a framework without autodiff.
     """
     arrays = {"query": query, "key": key} | ({} if value is NO_VALUE else {"value": value})
@@ -228,28 +228,28 @@ def build_problem(
     score = scores.resolve(score)
     ops.register_pytree(type(score))
     arrays = dict(zip(arrays, ops.autocast(*arrays.values()), strict=True))
-    layout = _LAYOUTS.get_or_compute(_facts(arrays, head_axis), lambda: check_arrays(ops, arrays, head_axis))
+    layout = _LAYOUTS.get_or_compute(_layout_signature(arrays, head_axis), lambda: check_arrays(ops, arrays, head_axis))
     query, key = arrays["query"], arrays["key"]
     value = arrays["value"] if "value" in arrays else key[..., :0]
     scores.check_score_arrays(ops, score, query)
     checked_mask = _mask(ops, mask, valid_lens, layout, query)
-    uniform_query = layout.to_canonical(ops, query, is_query=True)
-    uniform_key = layout.to_canonical(ops, key, is_query=False)
+    canonical_query = layout.to_canonical(ops, query, is_query=True)
+    canonical_key = layout.to_canonical(ops, key, is_query=False)
     try:
         scores.check(score, layout.dim, layout.key_dim)
         if pullback:
-            form, score_pullback = scores.lower_pullback(ops, score, uniform_query, uniform_key)
+            form, score_pullback = scores.lower_pullback(ops, score, canonical_query, canonical_key)
         else:
-            form, score_pullback = scores.lower(ops, score, uniform_query, uniform_key), None
+            form, score_pullback = scores.lower(ops, score, canonical_query, canonical_key), None
     except ShapeError as error:
-        # A score knows lengths and uniform axes; the message speaks of the caller's arrays.
+        # A score knows only dimensions and canonical axes; the message shows the shapes of the caller's arrays.
         raise ShapeError(with_shapes(str(error), {name: tuple(x.shape) for name, x in arrays.items()})) from None
     problem = Problem(
         ops=ops,
         layout=layout,
         score=score,
-        query=uniform_query,
-        key=uniform_key,
+        query=canonical_query,
+        key=canonical_key,
         value=layout.to_canonical(ops, value, is_query=False),
         form=form,
         mask=checked_mask,
@@ -263,7 +263,7 @@ def build_problem(
 
 
 def wanted_statistics(return_stats: Any) -> tuple[str, ...]:
-    """Names of the statistics that ``return_stats`` asks for."""
+    """Return the names of the statistics that ``return_stats`` selects."""
     if return_stats is None or isinstance(return_stats, (bool, np.bool_)):
         return STATISTICS if return_stats else ()
     expected = "a flag or names among " + ", ".join(STATISTICS)
@@ -277,20 +277,20 @@ def wanted_statistics(return_stats: Any) -> tuple[str, ...]:
 
 
 def check_flag(name: str, x: Any) -> bool:
-    """A flag."""
+    """Check a flag, and return it as a bool."""
     if not isinstance(x, (bool, np.bool_)):
         raise ArgumentError(message(name, "True or False", shown(x)))
     return bool(x)
 
 
-def _facts(arrays: dict[str, Array], head_axis: Any) -> Hashable:
-    """What the layout depends on."""
-    facts = [backends.array_signature(x) for x in arrays.values()]
-    return None if None in facts else (type(head_axis), head_axis, *facts)
+def _layout_signature(arrays: dict[str, Array], head_axis: Any) -> Hashable:
+    """Return the key of a cached layout, or None where an array has no signature."""
+    signatures = [backends.array_signature(x) for x in arrays.values()]
+    return None if None in signatures else (type(head_axis), head_axis, *signatures)
 
 
 def _mask(ops: Backend, mask: Any, valid_lens: Any, layout: AxisLayout, query: Array) -> Mask | None:
-    """The mask and the lengths as one mask, checked."""
+    """Return `mask` and `valid_lens` as one checked mask."""
     whole = as_mask(mask, valid_lens, layout.score_shape)
 
     def check(whole: Mask) -> None:
@@ -302,6 +302,6 @@ def _mask(ops: Backend, mask: Any, valid_lens: Any, layout: AxisLayout, query: A
 
 
 def without_value(problem: Problem) -> Problem:
-    """The same problem with values of length 0: for the log-sum-exp and statistics alone."""
+    """Return the problem with values of dimension 0: for the log-sum-exp and statistics alone."""
     layout = dataclasses.replace(problem.layout, value_dim=0)
     return dataclasses.replace(problem, layout=layout, value=problem.value[..., :0], dropout=None)

@@ -45,7 +45,7 @@ class Row(NamedTuple):
     is_empty: Array
     total: Array
     """Denominator of the weights in units of exp(row_max), or 1 for an empty query."""
-    log_total: Array
+    log_sum: Array
     sums: Mapping[str, Sums]
     max_of_keys: Array
     total_of_keys: Array
@@ -136,7 +136,7 @@ def _var_score(ops: Backend, row: Row) -> Array:
 
 def _entropy(ops: Backend, row: Row) -> Array:
     # H = log l - sum e (s - m) / l: lse - sum(e s) / l would lose digits at large scores.
-    return ops.where(row.is_empty, 0.0, row.log_total - row.sums["sum_exp_logit"][0] / row.total)
+    return ops.where(row.is_empty, 0.0, row.log_sum - row.sums["sum_exp_logit"][0] / row.total)
 
 
 ACCUMULATORS = {

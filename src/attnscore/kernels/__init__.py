@@ -1,4 +1,4 @@
-"""Ways to run a problem. One file is one kernel; a new one adds its file and one line in ``_TABLE``."""
+"""Table of kernels, and the choice among them. A new kernel adds its file and one entry in ``_TABLE``."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from attnscore.kernels.tiled import Streaming
 
 __all__ = ["Kernel", "AttentionOp", "choose", "names", "table"]
 
-# In the order in which "auto" takes them. The dense kernel is never taken by itself: its memory is quadratic.
+# In the order of preference of "auto", which never takes the dense kernel: its memory is quadratic.
 _TABLE: dict[str, Kernel] = {kernel.name: kernel for kernel in (Native(), Streaming(), Dense())}
 _NOT_AUTOMATIC = {"dense": "quadratic memory: taken only when asked for by name"}
 
 
 def table() -> dict[str, Kernel]:
-    """All kernels by name, in the order of preference."""
+    """Return all kernels by name, in the order of preference."""
     return dict(_TABLE)
 
 
 def names() -> tuple[str, ...]:
-    """What ``kernel=`` takes."""
+    """Return the values that ``kernel=`` takes."""
     return ("auto", *_TABLE)
 
 
 def choose(name: str, problem: Problem) -> Kernel:
-    """The kernel to run `problem` with.
+    """Return the kernel that runs `problem`.
 
     Raises
     ------
     ArgumentError
         There is no kernel of that name.
     KernelUnavailable
-        It was asked for by name and cannot run this problem.
+        It was chosen by name and cannot run this problem.
     """
     check_choice("kernel", name, names())
     if name == "auto":
@@ -51,7 +51,7 @@ def choose(name: str, problem: Problem) -> Kernel:
 
 
 def reasons(problem: Problem, chosen: Kernel) -> dict[str, tuple[str, ...]]:
-    """For every kernel but the chosen one, why it was not taken."""
+    """Return, for every kernel but the chosen one, why it was not chosen."""
     found, order = {}, list(_TABLE)
     for name, kernel in _TABLE.items():
         if kernel is not chosen:
@@ -61,6 +61,6 @@ def reasons(problem: Problem, chosen: Kernel) -> dict[str, tuple[str, ...]]:
                 else "comes first in the order of preference"
             )
             later = (f"{chosen.name} {why}",)
-            own = (_NOT_AUTOMATIC[name],) if name in _NOT_AUTOMATIC else ()
-            found[name] = (*kernel.reasons_against(problem), *own) or later
+            not_automatic = (_NOT_AUTOMATIC[name],) if name in _NOT_AUTOMATIC else ()
+            found[name] = (*kernel.reasons_against(problem), *not_automatic) or later
     return found

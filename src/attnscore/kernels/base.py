@@ -1,7 +1,7 @@
-"""What a kernel is: one way to run a problem.
+"""Interface of the kernels, and the attention operation that a framework's gradient hook holds.
 
-``reasons_against`` says why it cannot run a problem; empty means it can. A kernel asked for by name runs or
-raises; ``auto`` takes the first that can, in order of speed.
+- ``reasons_against`` lists why a kernel cannot run a problem; an empty list means that it can.
+- A kernel chosen by name runs or raises; ``auto`` takes the first that can run, in order of speed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from attnscore.core.tiled import Result, RowGradients, operands
 from attnscore.core.tiling import TilePlan
 
 DIFFERENTIABLE = ("log_sum_exp", "entropy")
-"""Statistics through which a gradient flows, streamed; the others are detached."""
+"""Statistics through which a gradient flows; the others are detached."""
 
 
 class Kernel(ABC):
@@ -29,11 +29,11 @@ class Kernel(ABC):
     name: str
     summary: str
     has_vjp: bool
-    """Whether ``backward`` is the gradient; otherwise it is the framework's autodiff through ``forward``."""
+    """Whether ``backward`` computes the gradient; otherwise the framework's autodiff differentiates ``forward``."""
     matrix_is_second_pass: bool = False
-    """Whether ``forward`` computes the scores again for `Problem.matrix` where there is an output too."""
+    """Whether ``forward`` computes the scores a second time for `Problem.matrix`, after those for the output."""
     saves_scores: bool = False
-    """Whether ``forward`` gives the scores too, for ``backward``."""
+    """Whether ``forward`` also returns the scores, for ``backward``."""
 
     def prepare(self, problem: Problem, tiles: TilePlan, arrays: Mapping[str, Array]) -> Any:
         """Return a plan (`core.plan.ExecutionPlan`) for all calls like this one, or None where each is planned anew.
@@ -44,27 +44,27 @@ class Kernel(ABC):
 
     @property
     def differentiable(self) -> Kernel:
-        """The kernel whose gradient the framework can differentiate further: itself, unless it leaves the framework."""
+        """Kernel whose gradient the framework can differentiate again: itself, unless it leaves the framework."""
         return self
 
     def with_backward(self, problem: Problem, plan: TilePlan) -> Kernel:
-        """The kernel for a forward whose backward is to come: itself, or one that keeps the scores."""
+        """Return the kernel for a forward that a backward follows: itself, or one that saves the scores."""
         return self
 
     def explain_tiles(self, problem: Problem, plan: TilePlan) -> TilePlan:
-        """The plan as this kernel walks it, for `explain`: its own tiles, where `plan` is the streaming engine's.
+        """Return the plan with the tiles of this kernel, for `explain`; `plan` has those of the streaming kernel.
 
         All sizes are known.
         """
         return plan
 
     def notes(self, problem: Problem, plan: TilePlan) -> tuple[str, ...]:
-        """What else a reader of `explain` should know of how `problem` is run."""
+        """Return further lines of `explain` about how this kernel runs `problem`."""
         return ()
 
     @abstractmethod
     def reasons_against(self, problem: Problem) -> tuple[str, ...]:
-        """Why this kernel cannot run `problem`; empty when it can."""
+        """Return why this kernel cannot run `problem`; empty when it can."""
 
     @abstractmethod
     def forward(self, problem: Problem, plan: TilePlan) -> Result: ...
@@ -73,19 +73,19 @@ class Kernel(ABC):
     def backward(
         self, problem: Problem, plan: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]
     ) -> dict[str, Array]:
-        """Gradients of the operands in `wanted`, at least, by name."""
+        """Return the gradients by name, of the operands in `wanted` at least."""
 
     def missing(self) -> str | None:
-        """Why this kernel can run nothing here; None when it can run."""
+        """Return why this kernel cannot run on this machine; None when it can."""
         return None
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionOp:
-    """A kernel on a problem as a function of arrays alone: what a framework's gradient hook can hold.
+    """Kernel applied to a problem, as a function of arrays alone, for a framework's gradient hook.
 
-    Outputs are (out, log_total, entropy and matrix if wanted, top, scores if kept, then the other statistics). The
-    first ``differentiable_outputs`` carry gradients; all before the other statistics are kept for the backward.
+    Outputs are (out, log_denom, entropy and matrix if wanted, row_max, scores if saved, then the other statistics).
+    The first ``differentiable_outputs`` carry gradients; the first ``saved_outputs`` are saved for the backward.
     """
 
     kernel: Kernel
@@ -94,12 +94,12 @@ class AttentionOp:
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        """The statistics among the outputs behind those that are kept, in their order."""
+        """Statistics among the outputs after the saved ones, in their order."""
         return tuple(name for name in self.problem.statistics if name not in DIFFERENTIABLE)
 
     @property
     def _differentiable(self) -> tuple[str, ...]:
-        """The outputs that carry gradients, by their names in `RowGradients`."""
+        """Names in `RowGradients` of the outputs that carry gradients."""
         entropy = ("entropy",) if "entropy" in self.problem.statistics else ()
         return ("out", "log_sum_exp", *entropy, *(() if self.problem.matrix is None else ("matrix",)))
 
@@ -112,12 +112,12 @@ class AttentionOp:
         return self.differentiable_outputs + 1 + self.kernel.saves_scores
 
     def with_backward(self) -> AttentionOp:
-        """The run whose backward will be asked for, which may keep the scores too."""
+        """Return the op for a call whose backward follows, which may save the scores."""
         kernel = self.kernel.with_backward(self.problem, self.plan)
         return self if kernel is self.kernel else dataclasses.replace(self, kernel=kernel)
 
     def without_scores(self, outputs: tuple[Array, ...]) -> tuple[Array, ...]:
-        """The outputs of the run that `with_backward` was asked of."""
+        """Return the outputs without the saved scores: those of the op before `with_backward`."""
         count = self.saved_outputs
         return (*outputs[: count - 1], *outputs[count:]) if self.kernel.saves_scores else outputs
 
@@ -125,7 +125,7 @@ class AttentionOp:
         return () if self.problem.mask is None else tuple(self.problem.mask.arrays().values())
 
     def variables(self) -> tuple[tuple[Array, ...], Callable[[Sequence[Array]], AttentionOp]]:
-        """The arrays of the mask and of a traced seed, and the same run over others in their place."""
+        """Return the arrays of the mask and of a traced seed, and the op as a function of such arrays."""
         mask, rest, dropout = self.problem.mask, self.plan.rest, self.problem.dropout
         seed = () if dropout is None or not isinstance(dropout.seed, SeedHalves) else tuple(dropout.seed)
         found = [*(() if mask is None else mask.leaves()), *(() if rest is None else rest.leaves()), *seed]
@@ -143,21 +143,21 @@ class AttentionOp:
         return tuple(found), given
 
     def streaming(self) -> AttentionOp:
-        """The same in the framework's own operations: what a derivative of the gradient is taken of."""
+        """Return the op in the framework's operations, for a derivative of the gradient."""
         return dataclasses.replace(self, kernel=self.kernel.differentiable)
 
     def operands(self) -> dict[str, Array]:
-        """The arrays that the run is a function of, by name."""
+        """Return the arrays that the op is a function of, by name."""
         return operands(self.problem)
 
     def _with(self, arrays: Sequence[Array]) -> Problem:
         operands = self.operands()
         if all(map(operator.is_, arrays, operands.values())):
-            # Most often they are, and a new problem costs 15 us.
+            # The common case; a new problem would cost 15 us.
             return self.problem
         named = dict(zip(operands, arrays, strict=True))
-        own = {name: named.pop(name) for name in ("value", "bias", "sink") if name in named}
-        return dataclasses.replace(self.problem, form=self.problem.form.with_arrays(named), **own)
+        fields = {name: named.pop(name) for name in ("value", "bias", "sink") if name in named}
+        return dataclasses.replace(self.problem, form=self.problem.form.with_arrays(named), **fields)
 
     def forward(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
         result = self.kernel.forward(self._with(arrays), self.plan)
@@ -168,7 +168,7 @@ class AttentionOp:
         return (result.out, result.log_denom, *entropy, *matrix, result.row_max, *scores, *others)
 
     def result(self, outputs: Sequence[Array]) -> Result:
-        """The outputs by name."""
+        """Return the outputs by name."""
         count = self.differentiable_outputs
         statistics = dict(zip(self.statistics, outputs[self.saved_outputs :], strict=False))
         named = dict(zip(self._differentiable, outputs, strict=False))
@@ -187,10 +187,10 @@ class AttentionOp:
         grads: Sequence[Array | None],
         wanted: Sequence[bool] | None = None,
     ) -> tuple[Array | None, ...]:
-        """Gradients of `arrays`, in their dtypes, from `grads` on the differentiable outputs.
+        """Return the gradients of `arrays`, in their dtypes, from `grads` of the differentiable outputs.
 
-        `outputs` are those that are kept. `wanted` says of each array whether its gradient is (None: all are); the
-        others are None.
+        `outputs` are the saved ones. `wanted` selects the arrays whose gradients are returned (None: all); the others
+        are None.
         """
         ops, names = self.problem.ops, tuple(self.operands())
         chosen = frozenset(names if wanted is None else itertools.compress(names, wanted))
@@ -206,5 +206,5 @@ class AttentionOp:
     def __call__(self) -> Result:
         """Run, with the gradient attached where the framework has one."""
         ops, arrays = self.problem.ops, tuple(self.operands().values())
-        own = self.kernel.has_vjp
-        return self.result(ops.differentiable(self, arrays) if own else self.forward(arrays))
+        has_vjp = self.kernel.has_vjp
+        return self.result(ops.differentiable(self, arrays) if has_vjp else self.forward(arrays))

@@ -1,8 +1,9 @@
-"""The dense kernel: the slow obvious version, and the oracle that all others are held to.
+"""The dense kernel: the reference implementation, against which all other kernels are tested.
 
-- Scores by the definition (``score.tile``), the whole matrix at once: O(n^2) memory, so only when asked for by name.
-- The gradient is the framework's own autodiff through these lines; NumPy has none.
-- Shares no formula with the streaming engine but the masks.
+- Computes the scores by their definition (``score.tile``), the whole matrix at once: O(n^2) memory, so it runs only
+  when chosen by name.
+- Its gradient is the framework's autodiff through this file; NumPy has none.
+- Shares no formula with tiled attention except the masks.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from attnscore.scores.forms import checked_tile
 
 @final
 class Dense(Kernel):
-    """The whole matrix of scores at once."""
+    """Attention by the whole matrix of scores."""
 
     name = "dense"
     summary = "the whole n x n matrix, by the definition: the oracle"
@@ -34,7 +35,7 @@ class Dense(Kernel):
         return ()
 
     def explain_tiles(self, problem: Problem, plan: TilePlan) -> TilePlan:
-        """One tile: nothing is skipped."""
+        """Return a single tile: nothing is skipped."""
         if 0 in (plan.query_len, plan.key_len):
             return plan
         whole = (Segment(0, plan.key_len, problem.mask is not None),)
@@ -49,7 +50,7 @@ class Dense(Kernel):
         if problem.sink is not None:
             sink = ops.reshape(ops.astype(problem.sink, dtype), (*problem.sink.shape, 1, 1))
             logits = ops.concat((logits, ops.broadcast_to(sink, (*score_shape.rows, 1))), -1)
-        # softmax; a row of -inf alone has no weights
+        # softmax; a row in which every logit is -inf has no weights
         if 0 in logits.shape:
             row_max = ops.full((*score_shape.rows, 1), NEG_INF, value)
         else:
@@ -60,7 +61,7 @@ class Dense(Kernel):
         total = ops.sum(exponentials, axis=-1, keepdims=True)
         every_weight = exponentials / ops.where(alive, total, 1.0)
         log_denom = ops.where(alive, ops.log(ops.where(alive, total, 1.0)), NEG_INF)
-        # exactly 0 where hidden, also in a row that a visible NaN has poisoned
+        # exactly 0 where masked, also in a row with an unmasked NaN
         weights = ops.where(visible, every_weight[..., : score_shape.key_len], 0.0)
         pooling = weights
         if problem.dropout is not None:
@@ -82,7 +83,7 @@ class Dense(Kernel):
 
 
 def _scores(problem: Problem) -> tuple[Array, Array]:
-    """Every score with its bias, and whether its pair is visible."""
+    """Return all scores, with the bias, and whether each pair is unmasked."""
     ops, score_shape, dtype = problem.ops, problem.score_shape, problem.accumulator
     query, key = (ops.astype(x, dtype) for x in (problem.query, problem.key))
     shape = (*score_shape.rows, score_shape.key_len)
@@ -96,11 +97,11 @@ def _scores(problem: Problem) -> tuple[Array, Array]:
         visible = ops.logical_and(visible, bias != NEG_INF)
     bad = None
     if not ops.known_finite(query, key):
-        # 0 * NaN in the gradient would carry what is hidden: compute without such rows, then mark their pairs.
+        # 0 * NaN in the gradient would propagate masked values: compute without such rows, then mark their pairs.
         rows, cols = (nonfinite_rows(ops, x, problem.form.keeps_infinity) for x in (query, key))
         bad = ops.logical_or(rows, ops.matrix_transpose(cols))
-        query = ops.where(ops.logical_or(rows, _unseen(ops, visible, query)), 0.0, query)
-        key = ops.where(ops.logical_or(cols, _unseen(ops, ops.matrix_transpose(visible), key)), 0.0, key)
+        query = ops.where(ops.logical_or(rows, _fully_masked(ops, visible, query)), 0.0, query)
+        key = ops.where(ops.logical_or(cols, _fully_masked(ops, ops.matrix_transpose(visible), key)), 0.0, key)
     score = with_dtype(ops, problem.score, dtype)
     scores = ops.broadcast_to(ops.astype(checked_tile(ops, score, query, key), dtype), shape)
     if bad is not None:
@@ -110,19 +111,19 @@ def _scores(problem: Problem) -> tuple[Array, Array]:
     return scores, visible
 
 
-def _unseen(ops: Backend, visible: Array, x: Array) -> Array:
-    """(..., length, 1): the rows of `x`, on the second last axis of `visible`, that are in no visible pair."""
+def _fully_masked(ops: Backend, visible: Array, x: Array) -> Array:
+    """Return which rows of `x` (second last axis of `visible`) are masked in every pair: (..., length, 1)."""
     pairs = ops.sum(ops.astype(visible, ops.dtype(x)), axis=-1, keepdims=True)
     return sum_to(ops, pairs, (*x.shape[:-1], 1)) == 0
 
 
 def _pool(ops: Backend, weights: Array, visible: Array, value: Array) -> Array:
-    """sum_j weights_ij value_j over the visible j."""
+    """Return sum_j weights_ij value_j over the unmasked j."""
     if ops.known_finite(value):
         return ops.matmul(weights, value)
     out = ops.matmul(weights, ops.where(ops.isfinite(value), value, 0.0))
     bad = ops.where(ops.isfinite(value), 0.0, value)
-    # one key at a time: the value itself where it is seen
+    # one key at a time, so that a non-finite value reaches only the queries that attend to it
     for j in range(value.shape[-2]):
         out = out + ops.where(visible[..., j : j + 1], bad[..., j : j + 1, :], 0.0)
     return out
@@ -136,7 +137,7 @@ def _statistics(
     every_weight: Array,
     weights: Array,
 ) -> dict[str, Array]:
-    """All statistics from the whole matrix; `every_weight` has the sink's beside the keys'."""
+    """Return the wanted statistics; `every_weight` has the weight of the sink after those of the keys."""
     count = ops.sum(ops.astype(visible, problem.accumulator), axis=-1, keepdims=True)
     some = ops.maximum(count, 1.0)
     mean = ops.sum(ops.where(visible, scores, 0.0), axis=-1, keepdims=True) / some

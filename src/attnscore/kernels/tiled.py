@@ -1,4 +1,4 @@
-"""The streaming kernel: any score, mask and framework, O(n) memory, explicit gradients."""
+"""The streaming kernel: tiled attention for any score, mask and framework, O(n) memory, explicit gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attnscore.kernels.base import Kernel
 
 @final
 class Streaming(Kernel):
-    """Loops over tiles in the framework's own operations."""
+    """Tiled attention in the framework's operations."""
 
     name = "streaming"
     summary = "tiles in the framework's own operations, O(n) memory"

@@ -1,9 +1,9 @@
-"""Native calls of one signature: checked once, then run on addresses, with their gradient.
+"""Execution plans of the native kernel: calls of one signature are checked once, then run on addresses.
 
-- Arrays stay on the caller's axes: the module reaches their canonical axes by strides, so no view is made.
-- No array of a caller is held: what the module checks once are examples of shapes and strides.
-- Gradients of gradients, gradients under a transform and saved tensors that a hook has laid out otherwise go through an
-  `AttentionOp` on a problem built anew.
+- Arrays stay on the caller's axes: the module addresses the canonical axes by strides, so no view is made.
+- A plan holds no array of a caller: the module checks examples that have only shapes and strides.
+- Gradients of gradients, gradients under a transform, and saved tensors whose strides a hook has changed go through an
+  `AttentionOp` on a newly built problem.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from attnscore.core.threads import get_num_threads
 from attnscore.core.tiled import operands as operands_of
 from attnscore.core.tiling import TilePlan
 from attnscore.kernels.base import DIFFERENTIABLE, AttentionOp, Kernel
-from attnscore.kernels.native.operands import ORDER, STORED, aligned, told
+from attnscore.kernels.native.operands import ORDER, STORED, aligned, score_spec
 from attnscore.kernels.native.results import GRADIENTS, STATISTICS, gradient_shapes
 from attnscore.masks import Mask
 from attnscore.masks.cached import CachedMask
@@ -33,28 +33,28 @@ from attnscore.scores import Additive
 from attnscore.scores.forms import AdditiveForm, InnerForm
 
 CallPlan: TypeAlias = Callable[[tuple[int | HostArray, ...], int, int], None]
-"""Of the module: addresses of the arrays in their order, a seed, a number of threads."""
+"""Function of the module: takes the addresses of the arrays in order, a seed, and a number of threads."""
 
-# The operands that a call may have, by their places among the module's inputs, in its order.
+# The operands that a call may have, in order, with their indices among the inputs of the module.
 _INPUTS = {"query": 0, "key": 1, "value": 2, "bias": 5, "w_v": 11, "sink": 12}
 
 
 class Operand(NamedTuple):
-    """An array that the call is a function of."""
+    """Array that the call is a function of."""
 
     name: str
     signature: Hashable
     canonical: tuple[int, ...]
-    """Its shape on the canonical axes."""
+    """Shape on the canonical axes."""
     gradient: tuple[int, ...]
-    """The shape in which the module adds up its gradient."""
+    """Shape in which the module accumulates the gradient."""
     transposed: bool
-    """Whether the caller has its heads behind its positions."""
+    """Whether the caller's axis of heads follows that of positions."""
 
 
 @dataclass(frozen=True, eq=False)
 class NativeCall:
-    """How the calls of one signature run: an execution plan."""
+    """Execution plan of the calls of one signature."""
 
     module: Any
     kernel: Kernel
@@ -66,14 +66,14 @@ class NativeCall:
     returns_weights: bool
     dropout: float
     score: Any
-    """None where it is the caller's, whose arrays are not held."""
+    """The score; None where it has arrays, as a plan holds no array of a caller."""
     mask: Mask | None
     operands: tuple[Operand, ...]
     spec: tuple[Any, ...]
     inputs: tuple[HostArray | None, ...]
-    """Examples of the module's inputs."""
+    """Examples of the inputs of the module."""
     saves_scores: bool
-    """Whether a forward hands its scores to the backward."""
+    """Whether a forward saves its scores for the backward."""
     _plans: dict[Hashable, CallPlan] = field(default_factory=dict)
 
     def run(self, query: Array, key: Array, value: Array, score: Any, bias: Array, sink: Array, seed: Any) -> Any:
@@ -94,7 +94,7 @@ class NativeCall:
         return self._present(op.forward(arrays))
 
     def forward(self, arrays: Sequence[Array], seed: int, *, saves: bool) -> tuple[Array, ...]:
-        """Return the outputs of a `NativeOp`; `saves`: those for its backward too."""
+        """Return the outputs of a `NativeOp`; with `saves`, also those that its backward needs."""
         ops, rows, like = self.ops, self.layout.score_shape.rows, arrays[2]
         stored = STORED.get(self.dtype, self.dtype)
         make = aligned if ops.wants_aligned else _unaligned
@@ -139,13 +139,13 @@ class NativeCall:
         return saves and self.saves_scores
 
     def _on_caller_axes(self, x: HostArray, dtype: str, like: Array) -> Array:
-        """Return rows (*rows, n), in C order, as an array of the framework on the caller's axes."""
+        """Return an array (*rows, n), in C order, as an array of the framework on the caller's axes."""
         shape = self.layout.score_shape.user_shape
         found = self.ops.from_memory(x.reshape((*shape[:-1], x.shape[-1])), dtype, like)
         return self.ops.swap_axes(found, -3, -2) if self.layout.has_heads_behind else found
 
     def _present(self, outputs: Sequence[Array]) -> Any:
-        """Return the output, and the weights and statistics that are wanted."""
+        """Return the output, and the wanted weights and statistics."""
         ops, left = self.ops, iter(outputs)
         found = [next(left)]
         differentiable = {name: next(left) for name in DIFFERENTIABLE if name in self.statistics}
@@ -160,7 +160,7 @@ class NativeCall:
         return found[0] if len(found) == 1 else tuple(found)
 
     def fits(self, arrays: Sequence[Array], saved: Sequence[Array]) -> bool:
-        """Whether the arrays and what a forward saved of them are still as `backward` takes them."""
+        """Return whether the arrays and the saved outputs still have the layout and dtypes that `backward` takes."""
         if any(_signature(self.ops, x) != operand.signature for x, operand in zip(arrays, self.operands, strict=True)):
             return False
         return [self.ops.dtype(x) for x in saved] == [self.dtype, *[self.accumulator] * (len(saved) - 1)]
@@ -187,13 +187,13 @@ class NativeCall:
             self._rows_in_order(entropy, 1),
             None, self._in_order(weights, (*rows, -1)),
         ]  # fmt: skip
-        # The module writes the gradients of query, key, value and w_v in any case.
+        # The module always writes the gradients of query, key, value and w_v.
         names = [
             operand.name
             for operand, is_wanted in zip(self.operands, wanted, strict=True)
             if is_wanted or operand.name not in ("bias", "sink")
         ]
-        # A framework's own zeros wake its threads, which go on spinning beside ours.
+        # Zeros made by a framework would wake its threads, which then compete with ours.
         filled = {
             operand.name: np.zeros(operand.gradient, self.accumulator)
             for operand in self.operands
@@ -213,7 +213,7 @@ class NativeCall:
             yield None if grad is None else self.operand_gradient(grad, operand, x)
 
     def operand_gradient(self, grad: Array, operand: Operand, x: Array) -> Array:
-        """Return a gradient on the canonical axes as that of `x`, in its shape and dtype."""
+        """Return the gradient of `x`, in its shape and dtype, from `grad` on the canonical axes."""
         ops, shape = self.ops, tuple(x.shape)
         if operand.transposed or tuple(grad.shape) != shape:
             if tuple(grad.shape) != operand.canonical:
@@ -223,7 +223,7 @@ class NativeCall:
         return ops.astype(grad, ops.dtype(x))
 
     def _rows_in_order(self, x: Array | None, width: int) -> HostArray | None:
-        """Return rows on the caller's axes as the module reads them: (*rows, width), in C order."""
+        """Return rows on the caller's axes in the layout of the module: (*rows, width), in C order."""
         if x is None:
             return None
         host = self.ops.memory(x)
@@ -239,10 +239,10 @@ class NativeCall:
 
 @dataclass(frozen=True, eq=False)
 class NativeOp:
-    """One call, as a framework's gradient hook holds it (`backends.base.DifferentiableOp`).
+    """One call, for a framework's gradient hook (`backends.base.DifferentiableOp`).
 
-    Outputs are out; log_denom, entropy and weights if wanted; rows, row_max and log_denom together, if they are saved
-    or the log-sum-exp is wanted; scores if saved; then the other statistics.
+    Outputs are out; log_denom, entropy and weights if wanted; rows (row_max and log_denom in one array) if saved or if
+    the log-sum-exp is wanted; scores if saved; then the other statistics.
     """
 
     call: NativeCall
@@ -252,7 +252,7 @@ class NativeOp:
 
     @property
     def _names(self) -> tuple[str, ...]:
-        """Return the outputs through which a gradient flows."""
+        """Names of the outputs through which a gradient flows."""
         statistics = (name for name in DIFFERENTIABLE if name in self.call.statistics)
         return ("out", *statistics, *(("weights",) if self.call.returns_weights else ()))
 
@@ -279,7 +279,7 @@ class NativeOp:
         return (*outputs[:count], *rows, *outputs[self.saved_outputs :])
 
     def streaming(self) -> NativeOp:
-        # For frameworks that differentiate a backward by tracing it: they do not record planned calls.
+        # Only frameworks that differentiate a backward by tracing call this, and they do not record planned calls.
         raise NotImplementedError("attnscore: the streaming form of a planned call")
 
     def forward(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
@@ -335,13 +335,13 @@ class NativeOp:
             op = op.streaming()
         with ops.numeric_scope():
             if is_recorded:
-                # What was saved carries no gradient here.
-                kept = op.forward(tuple(named.values()))[: op.saved_outputs]
+                # The saved outputs carry no gradient here.
+                known = op.forward(tuple(named.values()))[: op.saved_outputs]
             else:
                 row_max, log_denom = (ops.reshape(saved["rows"][i], (*rows, 1)) for i in range(2))
                 others = [canonical(saved[name], name) for name in ("entropy", "weights") if name in saved]
-                kept = (canonical(saved["out"], "out"), log_denom, *others, row_max)
-            found = dict(zip(named, op.backward(tuple(named.values()), kept, incoming), strict=True))
+                known = (canonical(saved["out"], "out"), log_denom, *others, row_max)
+            found = dict(zip(named, op.backward(tuple(named.values()), known, incoming), strict=True))
         for x, operand, is_wanted in zip(arrays, call.operands, wanted, strict=True):
             yield call.operand_gradient(found[operand.name], operand, x) if is_wanted else None
 
@@ -349,7 +349,7 @@ class NativeOp:
 def prepare(
     module: Any, kernel: Kernel, problem: Problem, tiles: TilePlan, arrays: Mapping[str, Array], *, saves_scores: bool
 ) -> NativeCall | None:
-    """Return how calls like this one run, or None where the module needs more than the caller's own arrays.
+    """Return the plan of calls like this one, or None where the module needs other arrays than the caller's.
 
     `arrays` are query, key, value, bias and sink as the caller has them, where there are any.
     """
@@ -360,7 +360,7 @@ def prepare(
         return None
     if 0 in problem.score_shape.rows or problem.matrix == "scores":
         return None  # the strides of an empty tensor would be NumPy's
-    spec, lowered = told(problem, {})
+    spec, lowered = score_spec(problem, {})
     if "query_bias" in lowered or "key_bias" in lowered or ("weights" in lowered) != (type(problem.score) is Additive):
         return None
     host, given = backends.load("numpy"), dict(arrays)
@@ -379,7 +379,7 @@ def prepare(
             return None
         heads = tuple(problem.sink.shape) if problem.sink is not None else ()
         views["sink"] = ops.memory(given["sink"]).reshape(heads)
-    # Of a copy later calls would not see what changes in the caller's array. An empty array has no memory to share.
+    # A copy would not show later calls the changes of the caller's array. An empty array has no memory to share.
     if any(view.size and view.ctypes.data != ops.memory(given[name]).ctypes.data for name, view in views.items()):
         return None
     inputs: list[HostArray | None] = [None] * len(ORDER)
@@ -416,5 +416,5 @@ def _unaligned(make: Callable[..., HostArray], shape: Sequence[int], dtype: str)
 
 
 def _example(x: HostArray) -> HostArray:
-    """Return an array of the shape and strides of `x` without its memory; nothing of it is read."""
+    """Return an array with the shape and strides of `x` but not its memory; its entries are never read."""
     return np.lib.stride_tricks.as_strided(np.empty(1, x.dtype), x.shape, x.strides)

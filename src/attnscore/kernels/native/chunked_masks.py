@@ -1,11 +1,11 @@
-"""Masks that have to be evaluated, for the native module: a strip of rows after the other.
+"""Evaluated masks for the native module: one call for each chunk of queries.
 
-- A strip is a call of the module on some rows, with an array of booleans for them: memory is that of the booleans of
-  one strip, linear in the lengths.
-- All strips fill the same arrays: rows are put in their place, gradients of keys are added to where they are. What
-  comes out is what one call would give; strips depend on shapes alone, and so no result on the number of threads.
-- Dropout counts rows through all matrices of a call. With several strips each matrix is a call of its own, whose seed
-  is moved on to where its rows begin.
+- Each call of the module takes a chunk of queries and an array of booleans for them. Only the booleans of one chunk are
+  in memory at a time, linear in the lengths.
+- All chunks fill the same arrays: each writes its rows and adds to the gradients of the keys. The result is that of a
+  single call. Chunks depend on shapes alone, so results do not depend on the number of threads.
+- Dropout numbers the rows through all matrices of a call. With several chunks there is one call for each matrix, whose
+  seed is offset by the number of its first row.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from attnscore.kernels.native.results import GRADIENTS
 from attnscore.masks import And, Mask
 from attnscore.masks import lowering as masks
 
-# Booleans of a strip: 8 MB, but no fewer rows than these, as the module reads all keys for each block of 48 to 192.
+# Booleans of a chunk: 8 MB, but at least `FEWEST` rows, as the module reads all keys for each query tile of 48 to 192.
 HELD = 2**23
 FEWEST = 96
-# Pairs that are evaluated together: what a mask computes on its way may take 8 bytes each, its answer takes 1.
+# Pairs evaluated together: intermediate values of a mask may take 8 bytes a pair, its result takes 1.
 PAIRS = 2**20
-# Rows that are: the keys of a window move on with them.
+# Rows evaluated together at most, as the keys of a sliding window change with them.
 MOST = 256
 
 Arrays = Sequence[HostArray | None]
 
 
 class _Kind(NamedTuple):
-    """What the axes of an array are, and which of them is that of the rows."""
+    """Which leading axes an array has, and which axis is that of the rows."""
 
-    axes: Literal["grid", "batch", "heads"]
+    axes: Literal["matrix", "batch", "heads"]
     rows: int | None = None
 
 
-_OF_ROWS, _OF_KEYS, _OF_HEADS = _Kind("grid", -2), _Kind("grid"), _Kind("heads")
+_OF_ROWS, _OF_KEYS, _OF_HEADS = _Kind("matrix", -2), _Kind("matrix"), _Kind("heads")
 _INPUTS: Final = {
     **dict.fromkeys(inputs.ORDER, _OF_KEYS),
     **dict.fromkeys(("query", "query_bias", "bias", "mask"), _OF_ROWS),
@@ -55,21 +55,21 @@ _INPUTS: Final = {
 _GRADIENTS: Final = {
     **dict.fromkeys(GRADIENTS, _OF_KEYS),
     **dict.fromkeys(("query", "bias"), _OF_ROWS),
-    "query_bias": _Kind("grid", -1),
+    "query_bias": _Kind("matrix", -1),
 }
 _MASK: Final = inputs.ORDER.index("mask")
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Some rows of all matrices, or of one, whose place in the grid this is."""
+    """Rows first to last of all matrices, or of the one with index `place` along the leading axes."""
 
     first: int
     last: int
     place: tuple[int, ...] | None = None
 
     def of(self, x: HostArray | None, kind: _Kind) -> HostArray | None:
-        """The part of an array, as a view."""
+        """Return this part of an array, as a view."""
         if x is None:
             return None
         index = [slice(None)] * x.ndim
@@ -83,24 +83,29 @@ class _Part:
 
 
 def _axes(place: tuple[int, ...], count: int, kind: _Kind) -> list[tuple[int, int]]:
-    """The axes of an array with `count` of them along which a matrix has a place, each with that."""
-    if kind.axes == "grid":
+    """Return the leading axes of an array of `count` axes, each with the index of the matrix along it."""
+    if kind.axes == "matrix":
         return list(enumerate(place))
     if kind.axes == "batch":
         return [(-2, place[0])]
-    # One vector of weights for all heads has no axis of them.
+    # One vector of weights for all heads has no axis of heads.
     return list(enumerate(place[-2:])) if count > 1 else []
 
 
 def forward(
-    call: Callable[..., None], problem: Problem, plan: TilePlan, words: tuple[Any, Any], filled: Arrays, threads: int
+    call: Callable[..., None],
+    problem: Problem,
+    plan: TilePlan,
+    marshalled: tuple[Any, Any],
+    filled: Arrays,
+    threads: int,
 ) -> None:
-    """``call(*words, filled, threads)``: the module's forward."""
-    for part, score, arrays in _parts(problem, plan, *words):
-        own = [part.of(x, _OF_ROWS) for x in filled]
-        given = [x if x is None or x.flags.c_contiguous else np.empty(x.shape, x.dtype) for x in own]
+    """Run ``call(*marshalled, filled, threads)``, the module's forward, by chunks."""
+    for part, score, arrays in _parts(problem, plan, *marshalled):
+        views = [part.of(x, _OF_ROWS) for x in filled]
+        given = [x if x is None or x.flags.c_contiguous else np.empty(x.shape, x.dtype) for x in views]
         call(score, arrays, given, threads)
-        for x, found in zip(own, given, strict=True):
+        for x, found in zip(views, given, strict=True):
             if x is not None and found is not x:
                 x[...] = found
 
@@ -109,82 +114,82 @@ def backward(
     call: Callable[..., None],
     problem: Problem,
     plan: TilePlan,
-    words: tuple[Any, Any],
+    marshalled: tuple[Any, Any],
     known: Arrays,
     grad_dtype: str,
     buffers: dict[str, HostArray],
     threads: int,
 ) -> None:
-    """``call(*words, known, grad_dtype, buffers, threads)``: the module's backward."""
-    for part, score, arrays in _parts(problem, plan, *words):
+    """Run ``call(*marshalled, known, grad_dtype, buffers, threads)``, the module's backward, by chunks."""
+    for part, score, arrays in _parts(problem, plan, *marshalled):
         rows = [part.of(x, _OF_ROWS) for x in known]
-        own = {name: part.of(x, _GRADIENTS[name]) for name, x in buffers.items()}
-        # The sink's is set and not added to.
+        views = {name: part.of(x, _GRADIENTS[name]) for name, x in buffers.items()}
+        # The module overwrites the gradient of the sink and adds to the others.
         given = {
             name: x if x is None or (x.flags.c_contiguous and name != "sink") else np.zeros(x.shape, x.dtype)
-            for name, x in own.items()
+            for name, x in views.items()
         }
         call(score, arrays, _in_order(rows), grad_dtype, [given.get(name) for name in GRADIENTS], threads)
-        for name, x in own.items():
+        for name, x in views.items():
             added = given[name]
             if x is not None and added is not None and added is not x:
                 np.add(x, added, out=x)
 
 
-# Of what the backward reads: out and the gradients of out, scores and weights may have any strides.
+# Indices among the known arrays of out and the gradients of out, scores and weights, which may have any strides.
 _ANY_STRIDES = (0, 6, 9, 10)
 
 
 def _in_order(known: Arrays) -> list[HostArray | None]:
-    """What the backward reads of some rows, in C order where the module wants it so."""
+    """Return the known arrays of some rows, in C order where the module requires it."""
     return [x if x is None or i in _ANY_STRIDES else np.ascontiguousarray(x) for i, x in enumerate(known)]
 
 
 def _parts(problem: Problem, plan: TilePlan, score: Any, arrays: Arrays) -> Iterator[tuple[_Part, Any, Arrays]]:
-    """The calls that one call falls into, each with its words."""
+    """Yield the parts of a call, each with the score and arrays of its call of the module."""
     score_shape = problem.score_shape
     _, parts = masks.partition(plan.rest)
     if not parts or 0 in (*score_shape.rows, score_shape.key_len):
         yield _Part(0, score_shape.query_len), score, arrays
         return
-    strips = _Strips.of(problem, plan, reduce(And, parts))
-    places = [None] if strips.only or problem.dropout is None else list(np.ndindex(*score_shape.rows[:-1]))
-    for first in range(0, score_shape.query_len, strips.count):
-        last = min(first + strips.count, score_shape.query_len)
+    chunks = _Chunks.of(problem, plan, reduce(And, parts))
+    places = [None] if chunks.is_single or problem.dropout is None else list(np.ndindex(*score_shape.rows[:-1]))
+    for first in range(0, score_shape.query_len, chunks.count):
+        last = min(first + chunks.count, score_shape.query_len)
         whole = list(arrays)
-        whole[_MASK] = strips.evaluated(first, last)
+        whole[_MASK] = chunks.evaluated(first, last)
         for number, place in enumerate(places):
             part = _Part(first, last, place)
-            own = [part.of(x, kind) for x, kind in zip(whole, _INPUTS.values(), strict=True)]
-            # The mask's rows are those of the strip already.
-            own[_MASK] = _Part(0, last - first, place).of(whole[_MASK], _OF_ROWS)
+            views = [part.of(x, kind) for x, kind in zip(whole, _INPUTS.values(), strict=True)]
+            # The rows of the mask are those of the chunk already.
+            views[_MASK] = _Part(0, last - first, place).of(whole[_MASK], _OF_ROWS)
             for name in ("start", "stop"):
                 at = inputs.ORDER.index(name)
-                own[at] = None if own[at] is None else np.ascontiguousarray(own[at])
-            yield part, score if place is None else _moved(score, number * score_shape.query_len + first), own
+                views[at] = None if views[at] is None else np.ascontiguousarray(views[at])
+            yield part, score if place is None else _moved(score, number * score_shape.query_len + first), views
 
 
 def _moved(score: Any, rows: int) -> Any:
-    """The score with a seed that says of row i what the own one says of row i + `rows`.
+    """Return the score with a seed whose row i drops what row i + `rows` drops by the given seed.
 
-    The hash adds the low words of row and seed, wrapped, and later the high ones (csrc/visibility-inl.h). No call has
-    2^32 rows, so none of its rows carries.
+    The hash adds the low 32 bits of row and seed, wrapped, and later the high ones (csrc/kernels/masking-inl.h). No
+    call has 2^32 rows, so no addition of a row carries.
     """
     *rest, seed = score
     low, high = (seed + rows) & 0xFFFFFFFF, ((seed >> 32) + (rows >> 32)) & 0xFFFFFFFF
     return (*rest, low | high << 32)
 
 
-def rows_of_strip(problem: Problem, shape: tuple[int, ...]) -> int:
-    """How many rows are evaluated together of a mask of this shape; all, where they are alike or few."""
+def chunk_size(problem: Problem, shape: tuple[int, ...]) -> int:
+    """Return how many queries of a mask of this shape make a chunk: all, where its rows are equal or few."""
     *lead, height, width = shape
     count = max(FEWEST, HELD // max(1, math.prod(lead) * width) // FEWEST * FEWEST)
     return problem.score_shape.query_len if height == 1 else min(count, problem.score_shape.query_len)
 
 
 @dataclass(frozen=True, eq=False)
-class _Strips:
-    """How a mask is evaluated: so many rows at a time, into one array of bytes."""
+class _Chunks:
+    """Evaluation of a mask, `count` queries at a time, into one array of bytes."""
 
     problem: Problem
     plan: TilePlan
@@ -193,30 +198,30 @@ class _Strips:
     held: HostArray
 
     @staticmethod
-    def of(problem: Problem, plan: TilePlan, mask: Mask) -> _Strips:
+    def of(problem: Problem, plan: TilePlan, mask: Mask) -> _Chunks:
         score_shape = problem.score_shape
         shape = masks.evaluated_shape(problem.ops, score_shape, problem.value, mask)
         *lead, height, width = (1,) * (len(score_shape.rows) + 1 - len(shape)) + tuple(shape)
-        count = rows_of_strip(problem, shape)
+        count = chunk_size(problem, shape)
         held = np.empty((*lead, min(height, count), width), np.uint8)
-        return _Strips(problem, plan, mask, count, held)
+        return _Chunks(problem, plan, mask, count, held)
 
     @property
-    def only(self) -> bool:
-        """Whether there is one."""
+    def is_single(self) -> bool:
+        """Whether there is only one chunk."""
         return self.count == self.problem.score_shape.query_len
 
     def evaluated(self, first: int, last: int) -> HostArray:
-        """Who sees whom of some rows; what their pieces hide is left as it is."""
+        """Return the mask of the rows first to last; pairs outside their intervals keep any earlier value."""
         *lead, height, width = self.held.shape
-        start, stop = self._seen_keys(first, last)
+        start, stop = self._key_range(first, last)
         step = min(MOST, max(1, PAIRS // max(1, math.prod(lead) * (stop - start))))
         if height == 1:
-            # All rows are alike, and one tells of them.
+            # All rows are equal, and one is evaluated.
             step = last - first
         for row in range(first, last, step):
             end = min(row + step, last)
-            start, stop = self._seen_keys(row, end)
+            start, stop = self._key_range(row, end)
             if stop <= start:
                 continue
             context = self.problem.ops, self.problem.score_shape, self.problem.value
@@ -225,8 +230,8 @@ class _Strips:
             into[..., row - first : end - first, :] = self.problem.ops.memory(block).view(np.uint8)
         return self.held[..., : last - first, :]
 
-    def _seen_keys(self, first: int, last: int) -> tuple[int, int]:
-        """Keys outside which none of some rows sees one."""
+    def _key_range(self, first: int, last: int) -> tuple[int, int]:
+        """Return the range of keys outside which the rows first to last are masked."""
         interval_set = self.plan.interval_set
         if interval_set is None:
             return 0, self.problem.score_shape.key_len

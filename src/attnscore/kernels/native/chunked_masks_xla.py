@@ -1,7 +1,7 @@
-"""Masks that have to be evaluated, in a program that is being traced: a loop over strips of rows.
+"""Evaluated masks in a traced program: a loop over chunks of queries.
 
-The same as ``native_strips`` does when the call runs: each strip is a custom call on some rows, with an array of
-booleans that the program computes for them. Memory is that of one strip.
+The staged counterpart of ``chunked_masks``: each chunk is a custom call on some queries, with an array of booleans that
+the program computes for them. Only the booleans of one chunk are in memory at a time.
 """
 
 from __future__ import annotations
@@ -14,48 +14,48 @@ from typing import Any
 from attnscore.backends.base import Array
 from attnscore.core.problem import Problem
 from attnscore.core.tiled import Result, RowGradients, operands
-from attnscore.kernels.native.chunked_masks import rows_of_strip
+from attnscore.kernels.native.chunked_masks import chunk_size
 from attnscore.kernels.native.results import STATISTICS
 from attnscore.masks import And, Mask
 from attnscore.masks import lowering as masks
 from attnscore.scores.forms import Role
 
-Sight = dict[str, Array]
-"""The mask by the module's names: start, stop, mask, query_ids, key_ids."""
+MaskArrays = dict[str, Array]
+"""Arrays of the mask by the module's names: start, stop, mask, query_ids, key_ids."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Loop:
-    """A problem cut into strips of rows; where a strip starts may be traced."""
+    """A problem in chunks of queries; the start of a chunk may be traced."""
 
     problem: Problem
-    sight: Sight
-    """Of what is told as it is."""
+    mask_arrays: MaskArrays
+    """Arrays of the parts of the mask that the module reads without evaluation."""
     mask: Mask
-    """What has to be evaluated."""
+    """Part of the mask that has to be evaluated."""
 
     @staticmethod
-    def of(problem: Problem, sight: Sight, parts: list[Mask]) -> Loop:
-        return Loop(problem, sight, reduce(And, parts))
+    def of(problem: Problem, mask_arrays: MaskArrays, parts: list[Mask]) -> Loop:
+        return Loop(problem, mask_arrays, reduce(And, parts))
 
     def over(self, visit: Callable[[dict[str, Array], Any, int], dict[str, Array]], carry: dict[str, Array]) -> Any:
-        """``carry = visit(carry, start, size)`` for each strip."""
+        """Fold ``carry = visit(carry, start, size)`` over the chunks."""
         ops, length = self.problem.ops, self.problem.score_shape.query_len
         score_shape, value = self.problem.score_shape, self.problem.value
-        count = rows_of_strip(self.problem, masks.evaluated_shape(ops, score_shape, value, self.mask))
+        count = chunk_size(self.problem, masks.evaluated_shape(ops, score_shape, value, self.mask))
         full, tail = divmod(length, max(1, count))
         carry = ops.loop(full, lambda i, found: visit(found, i * count, count), carry)
         return visit(carry, full * count, tail) if tail else carry
 
-    def part(self, start: Any, size: int) -> tuple[Problem, Sight]:
-        """The problem of a strip, and its mask."""
+    def part(self, start: Any, size: int) -> tuple[Problem, MaskArrays]:
+        """Return the problem of a chunk, and the arrays of its mask."""
         problem, ops = self.problem, self.problem.ops
 
         def cut(x: Array, role: Role) -> Array:
             return self.rows(x, start, size) if role == "query" else x
 
         score_shape = dataclasses.replace(problem.score_shape, query_len=size)
-        # Not `query`, which the form has: outside a gradient hook it may be another tape's.
+        # `query` stays: the lowered form has it, and outside a gradient hook it may belong to another tape.
         part = dataclasses.replace(
             problem,
             layout=dataclasses.replace(problem.layout, score_shape=score_shape),
@@ -63,18 +63,20 @@ class Loop:
             bias=None if problem.bias is None else self.rows(problem.bias, start, size),
             mask=None,
         )
-        sight = {name: x if name == "key_ids" else ops.slice_axis(x, -1, start, size) for name, x in self.sight.items()}
-        seen = masks.evaluate(ops, problem.score_shape, problem.value, self.mask, (start, size))
-        missing = len(score_shape.rows) + 1 - len(seen.shape)
-        return part, sight | {"mask": ops.reshape(seen, (*(1,) * missing, *seen.shape))}
+        mask_arrays = {
+            name: x if name == "key_ids" else ops.slice_axis(x, -1, start, size) for name, x in self.mask_arrays.items()
+        }
+        evaluated = masks.evaluate(ops, problem.score_shape, problem.value, self.mask, (start, size))
+        missing = len(score_shape.rows) + 1 - len(evaluated.shape)
+        return part, mask_arrays | {"mask": ops.reshape(evaluated, (*(1,) * missing, *evaluated.shape))}
 
     def rows(self, x: Array, start: Any, size: int) -> Array:
-        """The rows of a strip; those of what is broadcast over rows are its one."""
+        """Return the rows of a chunk; an array that is broadcast over rows stays as it is."""
         return x if x.shape[-2] == 1 else self.problem.ops.slice_axis(x, -2, start, size)
 
 
-def forward(loop: Loop, call: Callable[[Problem, Sight], Result]) -> Result:
-    """`call` on each strip."""
+def forward(loop: Loop, call: Callable[[Problem, MaskArrays], Result]) -> Result:
+    """Run `call` on each chunk."""
     problem, ops = loop.problem, loop.problem.ops
     rows = (*problem.score_shape.rows, 1)
     wanted = ("row_max", "log_denom", *(name for name in STATISTICS if name in problem.statistics))
@@ -99,9 +101,9 @@ def backward(
     result: Result,
     grads: RowGradients,
     wanted: frozenset[str],
-    call: Callable[[Problem, Sight, Result, RowGradients], dict[str, Array]],
+    call: Callable[[Problem, MaskArrays, Result, RowGradients], dict[str, Array]],
 ) -> dict[str, Array]:
-    """`call` on each strip, its gradients added up."""
+    """Run `call` on each chunk, and sum the gradients."""
     problem, ops = loop.problem, loop.problem.ops
     arrays = {name: x for name, x in operands(problem).items() if name in wanted}
     roles = {name: problem.form.role(name) for name in problem.form.arrays()}

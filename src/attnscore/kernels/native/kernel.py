@@ -1,13 +1,13 @@
-"""The native kernel: C++ on the CPU, over the caller's memory. The door to ``csrc``.
+"""The native kernel: C++ on the CPU, over the caller's memory. The entry point to ``csrc``.
 
-- Every form but one that a user wrote in Python, with any mask: a few intervals a row, one boolean array, ids
-  (``native_masks``), or evaluated strip by strip (``native_strips``); forward and backward, for any strides and
-  broadcast axes, without copies of what lies ready.
-- What it does not take it says; ``auto`` then goes on to the streaming kernel. A gradient of a gradient is the
-  streaming form's.
+- Runs all scores except those computed in Python, with any mask: a few intervals per query, a boolean array or ids
+  (``masks.lowering``), or evaluated in chunks of queries (``chunked_masks``). Forward and backward take any strides and
+  broadcast axes, without copies.
+- Lists why it cannot run a problem; ``auto`` then takes the streaming kernel, which also computes gradients of
+  gradients.
 - Results do not depend on the number of threads.
-- Additive scores cost more than all else of a backward but their own gradient: those of a short call, a few megabytes
-  at most, are handed to it. All else that is kept is linear in the lengths.
+- Additive scores are the most expensive part of a backward after their gradient, so a short call saves them for it: a
+  few megabytes at most. All other saved arrays are linear in the lengths.
 """
 
 from __future__ import annotations
@@ -28,11 +28,8 @@ from attnscore.core.threads import get_num_threads
 from attnscore.core.tiled import Result, RowGradients
 from attnscore.core.tiling import TilePlan
 from attnscore.kernels.base import Kernel
-from attnscore.kernels.native import call
-from attnscore.kernels.native import chunked_masks as strips
+from attnscore.kernels.native import call, chunked_masks, xla_call, xla_callback
 from attnscore.kernels.native import operands as inputs
-from attnscore.kernels.native import xla_call as program
-from attnscore.kernels.native import xla_callback as deferring
 from attnscore.kernels.native.results import GRADIENTS, STATISTICS, as_operand, gradient_shapes
 from attnscore.kernels.tiled import Streaming
 from attnscore.masks import And
@@ -42,7 +39,7 @@ from attnscore.scores.forms import AdditiveForm
 try:
     if os.environ.get("ATTNSCORE_NO_NATIVE") == "1":
         raise ImportError("turned off by ATTNSCORE_NO_NATIVE=1")
-    # The arrow goes to the module, not to the package above.
+    # This form imports the module, not the package above it.
     import attnscore._native as _native  # noqa: PLR0402
 except ModuleNotFoundError:
     _MISSING: str | None = (
@@ -54,16 +51,16 @@ else:
     _MISSING = None
 
 
-# Queries of a strip and keys of a tile, as csrc/simd-inl.h has them.
+# Queries of a micro-tile (kMR) and keys of a key tile, as in csrc/kernels.
 TILE = (6, 64)
-# Pairs of query and key, over all heads, whose additive scores are kept: 4 MB in float32, 8 in float64.
+# Pairs of query and key, over all heads, up to which additive scores are saved: 4 MB in float32, 8 in float64.
 MAX_SAVED_SCORES = 2**20
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class Native(Kernel):
-    """C++ tiles for the CPU at hand."""
+    """C++ tiles, with SIMD code for this CPU."""
 
     name = "native"
     summary = "C++ on the CPU, O(n) memory"
@@ -81,35 +78,35 @@ class Native(Kernel):
         return tuple(inputs.reasons(problem)) if _MISSING is None else (_MISSING,)
 
     def with_backward(self, problem: Problem, plan: TilePlan) -> Kernel:
-        return Native(saves_scores=True) if _keeps_scores(problem, plan) else self
+        return Native(saves_scores=True) if _saves_scores(problem, plan) else self
 
     def explain_tiles(self, problem: Problem, plan: TilePlan) -> TilePlan:
-        """Strips and tiles as if those of all blocks of rows began together: a tile more or less at the edges."""
+        """Return the tiles of one query tile over all queries: `csrc` may have a tile more or less at the edges."""
         return tiling.plan(problem, TILE).aligned_to_tiles()
 
     def notes(self, problem: Problem, plan: TilePlan) -> tuple[str, ...]:
-        if problem.ops.needs_host_callback(*deferring.arrays_of(problem)):
+        if problem.ops.needs_host_callback(*xla_callback.arrays_of(problem)):
             return ()
         _, parts = masks.partition(plan.rest)
         if not parts:
             return ()
         mask = reduce(And, parts)
-        rows = strips.rows_of_strip(
+        rows = chunked_masks.chunk_size(
             problem, masks.evaluated_shape(problem.ops, problem.score_shape, problem.value, mask)
         )
         return (f"{mask!r} is evaluated, {rows} queries at a time",)
 
     def prepare(self, problem: Problem, tiles: TilePlan, arrays: Mapping[str, Array]) -> call.NativeCall | None:
-        return call.prepare(_native, self, problem, tiles, arrays, saves_scores=_keeps_scores(problem, tiles))
+        return call.prepare(_native, self, problem, tiles, arrays, saves_scores=_saves_scores(problem, tiles))
 
     def forward(self, problem: Problem, plan: TilePlan) -> Result:
         ops, sums, like = problem.ops, problem.accumulator, problem.value
-        if ops.needs_host_callback(*deferring.arrays_of(problem)):
-            return program.forward(problem) if ops.custom_calls() else deferring.forward(self, problem)
+        if ops.needs_host_callback(*xla_callback.arrays_of(problem)):
+            return xla_call.forward(problem) if ops.custom_calls() else xla_callback.forward(self, problem)
         if ops.needs_grad(*tiled.operands(problem).values()):
             return tiled.forward(problem, plan)
         fill = _fill(problem, plan, self.saves_scores)
-        out, *numbers = fill(*inputs.words(problem, plan), ops.threads(get_num_threads()))
+        out, *numbers = fill(*inputs.marshal(problem, plan), ops.threads(get_num_threads()))
         row_max, log_denom, scores, raw, weights, *statistics = (
             None if x is None else ops.from_memory(x, sums, like) for x in numbers
         )
@@ -123,10 +120,10 @@ class Native(Kernel):
         ops, sums = problem.ops, problem.accumulator
         operands = tiled.operands(problem)
         incoming = [x for x in (grads.out, grads.log_sum_exp, grads.entropy, grads.matrix) if x is not None]
-        if ops.needs_host_callback(*deferring.arrays_of(problem), *incoming):
+        if ops.needs_host_callback(*xla_callback.arrays_of(problem), *incoming):
             if ops.custom_calls():
-                return program.backward(problem, result, grads, wanted)
-            return deferring.backward(self, problem, result, grads, wanted)
+                return xla_call.backward(problem, result, grads, wanted)
+            return xla_callback.backward(self, problem, result, grads, wanted)
         if ops.needs_grad(*operands.values(), *incoming) or not all(
             map(ops.has_cpu_buffer, (*operands.values(), *incoming))
         ):
@@ -146,11 +143,11 @@ class Native(Kernel):
             *(ops.memory(result.out), row_max, log_denom, entropy, scores, weights),
             *(grad_out, grad_log_sum_exp, grad_entropy, *pairs),
         )
-        words, threads = inputs.words(problem, plan), ops.threads(get_num_threads())
+        marshalled, threads = inputs.marshal(problem, plan), ops.threads(get_num_threads())
         if masks.partition(plan.rest)[1]:
-            strips.backward(_native.backward, problem, plan, words, known, grad_dtype, buffers, threads)
+            chunked_masks.backward(_native.backward, problem, plan, marshalled, known, grad_dtype, buffers, threads)
         else:
-            _native.backward(*words, known, grad_dtype, [buffers.get(name) for name in GRADIENTS], threads)
+            _native.backward(*marshalled, known, grad_dtype, [buffers.get(name) for name in GRADIENTS], threads)
         return {
             name: as_operand(problem, ops.from_memory(x, sums, problem.value), name, operands[name])
             for name, x in buffers.items()
@@ -158,23 +155,23 @@ class Native(Kernel):
         }
 
 
-def _keeps_scores(problem: Problem, plan: TilePlan) -> bool:
-    """Whether a forward hands its scores to the backward."""
+def _saves_scores(problem: Problem, plan: TilePlan) -> bool:
+    """Return whether a forward saves its scores for the backward."""
     score_shape = problem.score_shape
     if (
         not isinstance(problem.form, AdditiveForm)
         or math.prod(score_shape.rows) * score_shape.key_len > MAX_SAVED_SCORES
     ):
         return False
-    # Rows of a mask that is evaluated go in strips, which would each copy their part.
+    # An evaluated mask runs in chunks of queries, each of which would copy its part of the scores.
     return not masks.partition(plan.rest)[1]
 
 
 def _fill(problem: Problem, plan: TilePlan, saves_scores: bool) -> Callable[[Any, Any, int], list[Any]]:
-    """A call of the module on `inputs.words` and a number of threads: what it fills.
+    """Return a function of `operands.marshal` and a number of threads that runs the module's forward.
 
-    That is the output, top, log total, the scores for a backward, the matrix of scores or of weights and the
-    statistics, None where they are not wanted.
+    It returns the output, row_max, log_denom, the scores for a backward, the matrices of scores and of weights, and the
+    statistics; None where they are not wanted.
     """
     rows, sums = (*problem.score_shape.rows, 1), problem.accumulator
     shape, stored = (*rows[:-1], problem.layout.value_dim), inputs.STORED.get(problem.dtype, problem.dtype)
@@ -188,7 +185,7 @@ def _fill(problem: Problem, plan: TilePlan, saves_scores: bool) -> Callable[[Any
         found += [inputs.aligned(np.empty, whole, sums) if x else None for x in pairs]
         found += [np.empty(rows, sums) if x else None for x in wanted]
         if evaluated:
-            strips.forward(_native.forward, problem, plan, (score, arrays), found, threads)
+            chunked_masks.forward(_native.forward, problem, plan, (score, arrays), found, threads)
         else:
             _native.forward(score, arrays, found, threads)
         return found
@@ -206,7 +203,7 @@ def _grad_out(problem: Problem, grad: Array | None) -> tuple[HostArray, str]:
 
 
 def _row(problem: Problem, x: Array | None) -> HostArray | None:
-    """Numbers of rows as the native module reads them: (*rows, 1 or key_len), in the dtype of sums, in C order."""
+    """Return an array (*rows, 1 or key_len) as the module reads it: in the dtype of sums, in C order."""
     if x is None:
         return None
     ops = problem.ops

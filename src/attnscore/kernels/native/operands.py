@@ -1,6 +1,6 @@
-"""A problem in the words of the native module: what it does not take, and what it does as memory.
+"""Argument marshalling for the native module: the problems that it cannot run, and the operands of those it can.
 
-Nothing is copied that lies ready: broadcast axes stay 1, strides are the caller's.
+Arrays are passed without a copy where their dtype allows: broadcast axes stay 1, strides are the caller's.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from attnscore.backends.base import Array, HostArray
+from attnscore.backends import base
+from attnscore.backends.base import HALF_PRECISION, Array, HostArray
 from attnscore.core import tiled
 from attnscore.core.problem import Problem
 from attnscore.core.tiling import TilePlan
@@ -19,22 +20,22 @@ from attnscore.kernels.native.xla_callback import arrays_of
 from attnscore.masks import lowering as masks
 from attnscore.scores.forms import AdditiveForm, DistanceForm, InnerForm
 
-DTYPES = frozenset(("float16", "bfloat16", "float32", "float64"))
-# NumPy's dtype of a half-precision array's bits.
-STORED = {"float16": "uint16", "bfloat16": "uint16"}
+DTYPES = frozenset(base.DTYPES)
+# NumPy's dtype of the bits of a half-precision array.
+STORED = {name: base.DTYPES[name].storage for name in HALF_PRECISION}
 
 _FORMS: dict[type, str] = {InnerForm: "inner", AdditiveForm: "additive", DistanceForm: "distance"}
 
-# TensorFlow and JAX take over memory that begins at a multiple of this many bytes, and copy other.
+# TensorFlow and JAX share memory that begins at a multiple of this many bytes, and copy any other.
 ALIGNED = 64
-# Below this a copy costs less than slicing.
+# Bytes below which a copy costs less than slicing.
 _LARGE = 2**14
 
 
 def aligned(make: Callable[..., HostArray], shape: Sequence[int], dtype: str) -> HostArray:
-    """``make(shape, dtype)``, of ``numpy.empty`` or ``numpy.zeros``, at an address that any framework takes over.
+    """Return ``make(shape, dtype)`` at an address that any framework can share.
 
-    NumPy's own large arrays begin 16 bytes into a page.
+    `make` is ``numpy.empty`` or ``numpy.zeros``, whose large arrays begin 16 bytes into a page.
     """
     size = math.prod(shape) * np.dtype(dtype).itemsize
     if size < _LARGE:
@@ -45,14 +46,14 @@ def aligned(make: Callable[..., HostArray], shape: Sequence[int], dtype: str) ->
 
 
 def reasons(problem: Problem) -> list[str]:
-    """What the native kernels do not take."""
+    """Return why the native module cannot run `problem`."""
     ops, form = problem.ops, problem.form
     if type(form) not in _FORMS:
         return [f"the score is computed in Python ({type(form).__name__})"]
     found = []
     arrays = {**form.arrays(), "value": problem.value}
     dtypes = {ops.dtype(x) for x in arrays.values()}
-    # Sums are in the dtype of the value: a score's own arrays may be wider, but nothing narrower than a float64 value.
+    # Sums are in the dtype of the value: arrays of the score may be wider, but none narrower than a float64 value.
     if not dtypes <= DTYPES or (len(dtypes) > 1 and problem.dtype == "float64"):
         found.append(f"dtypes {', '.join(sorted(dtypes))}")
     for name in ("bias", "sink"):
@@ -61,7 +62,7 @@ def reasons(problem: Problem) -> list[str]:
             if ops.dtype(x) not in DTYPES:
                 found.append(f"{name} of dtype {ops.dtype(x)}")
     if not all(map(ops.has_cpu_buffer, arrays.values())):
-        # Nothing below can be looked at either.
+        # The checks below would read the arrays.
         return [*found, "arrays whose memory the CPU cannot read (on a device, traced, with tangents, byte-swapped)"]
     rest = None if problem.mask is None else problem.visibility[1]
     if rest is None:
@@ -73,9 +74,9 @@ def reasons(problem: Problem) -> list[str]:
 
 
 def _is_staged(problem: Problem) -> bool:
-    """Return whether the numbers of the call are known only when a staged program runs."""
+    """Return whether the values of the operands are known only when a staged program runs."""
     ops, operands = problem.ops, tiled.operands(problem).values()
-    # A tape around traced arrays has ended by the time that a kernel runs.
+    # A gradient tape around traced arrays has ended when a kernel runs.
     return ops.needs_host_callback(*map(ops.stop_gradient, operands), *arrays_of(problem)[len(operands) :])
 
 
@@ -83,15 +84,15 @@ ORDER = (
     *("query", "key", "value", "query_bias", "key_bias", "bias", "mask", "query_ids", "key_ids", "start", "stop"),
     *("weights", "sink", "scales"),
 )
-"""The arrays that the native module reads, in the order that its stub says."""
+"""Arrays that the native module reads, in the order of its stub."""
 
 
-def words(problem: Problem, plan: TilePlan) -> tuple[tuple[Any, ...], tuple[HostArray | None, ...]]:
-    """What the native module is told of the score, and the memory of the arrays in `ORDER`."""
+def marshal(problem: Problem, plan: TilePlan) -> tuple[tuple[Any, ...], tuple[HostArray | None, ...]]:
+    """Return the arguments of the native module: the score's parameters, and the memory of the arrays in `ORDER`."""
     ops, score_shape, value = problem.ops, problem.score_shape, problem.value
     parts, evaluated = masks.partition(plan.rest)
     of_mask = masks.arrays(ops, score_shape, value, parts, with_evaluated=bool(evaluated)) if parts else {}
-    score, arrays = told(problem, of_mask)
+    score, arrays = score_spec(problem, of_mask)
     found = {name: problem.ops.memory(x) for name, x in arrays.items()}
     if "mask" in found:
         found["mask"] = found["mask"].view(np.uint8)
@@ -105,15 +106,15 @@ def words(problem: Problem, plan: TilePlan) -> tuple[tuple[Any, ...], tuple[Host
     return score, tuple(map(found.get, ORDER))
 
 
-def told(problem: Problem, others: dict[str, Array]) -> tuple[tuple[Any, ...], dict[str, Array]]:
-    """What the native module is told of the score, and the arrays by name, with `others`, as those of the mask."""
+def score_spec(problem: Problem, others: dict[str, Array]) -> tuple[tuple[Any, ...], dict[str, Array]]:
+    """Return the score's parameters in the module's order, and the arrays by name, `others` (the mask's) among them."""
     ops, bias, dropout, value_dtype = problem.ops, problem.bias, problem.dropout, problem.dtype
     sums = problem.accumulator
     form: Any = problem.form
     kind, query, key, caps = _FORMS[type(form)], form.query, form.key, form.caps
     score_dtype = ops.dtype(query)
     if score_dtype != ops.dtype(key):
-        # A score's own arrays have made one of them wider.
+        # Arrays of the score have widened one of them.
         query, key, score_dtype = ops.astype(query, sums), ops.astype(key, sums), sums
 
     def in_sums(x: Array | None) -> Array | None:

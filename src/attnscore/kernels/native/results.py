@@ -1,4 +1,4 @@
-"""What the native module gives, beside its arrays: the shapes of gradients, and what becomes of them."""
+"""Results of the native module: the order of its statistics, and the shapes of its gradients."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from attnscore.core import online_softmax, tiled
 from attnscore.core.problem import Problem
 from attnscore.scores.forms import AdditiveForm
 
-# What the forward fills where it is wanted, in its order: the log-sum-exp is top + log total, and needs nothing more.
+# Statistics that the forward fills where wanted, in its order; the log-sum-exp is row_max + log_denom.
 STATISTICS = tuple(name for name in online_softmax.STATISTICS if name != "log_sum_exp")
-# The gradients that the kernels write, in their order; the first of them whether wanted or not.
+# The gradients that the module writes, in its order; those of `_ALWAYS` also where they are not wanted.
 GRADIENTS = ("query", "key", "value", "query_bias", "key_bias", "bias", "w_v", "sink", "scale")
 _ALWAYS = frozenset(("query", "key", "value", "w_v"))
 
 
 def gradient_shapes(problem: Problem, wanted: frozenset[str]) -> dict[str, tuple[int, ...]]:
-    """Shapes of the arrays that the gradients are added to, in the order of `GRADIENTS`."""
+    """Return the shapes of the arrays in which gradients are accumulated, in the order of `GRADIENTS`."""
     score_shape, form = problem.score_shape, problem.form
     arrays = tiled.operands(problem)
     shared = _shared(problem)
@@ -38,7 +38,7 @@ def gradient_shapes(problem: Problem, wanted: frozenset[str]) -> dict[str, tuple
 
 
 def _shared(problem: Problem) -> tuple[int, ...]:
-    """Axes of heads, 1 where all heads along them have the same keys and values, whose gradients are then one."""
+    """Return the leading axes, 1 where keys and values are broadcast along one, so that they have one gradient."""
     form, whole = problem.form, problem.score_shape.rows[:-1]
     shapes = [x.shape[:-2] for name, x in form.arrays().items() if form.role(name) == "key"]
     shapes.append(problem.value.shape[:-2])
@@ -48,7 +48,7 @@ def _shared(problem: Problem) -> tuple[int, ...]:
 
 
 def as_operand(problem: Problem, grad: Array, name: str, operand: Array) -> Array:
-    """A gradient in the shape of its operand: summed over the axes along which that was broadcast."""
+    """Return a gradient in the shape of its operand: summed over the axes along which the operand was broadcast."""
     ops, shape = problem.ops, tuple(operand.shape)
     if name in ("query_bias", "key_bias"):
         grad = ops.expand_dims(grad, -1)

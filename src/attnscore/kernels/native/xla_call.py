@@ -1,8 +1,8 @@
-"""The native kernel as a part of a program that is being traced: a custom call, which the compiled program makes alone.
+"""The native kernel as a custom call of a traced program, which runs without Python.
 
-- Intervals whose numbers are traced are computed in the program, as arrays: the call then skips tiles by them, as it
-  does by those that the host knows. Other masks are evaluated in the program (``native_loops``).
-- Nothing is copied for it: a layout (batch, length, head, dim) is handed over as it lies.
+- Intervals with traced ends are computed in the program, as arrays: the call skips tiles by them, as by intervals that
+  are known on the host. Other masks are evaluated in the program (``chunked_masks_xla``).
+- No operand is copied: the layout (batch, length, head, dim) is passed as it is.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from attnscore.core.problem import Problem
 from attnscore.core.tiled import Result, RowGradients, operands
 from attnscore.kernels.native import chunked_masks_xla as loops
 from attnscore.kernels.native import operands as inputs
-from attnscore.kernels.native.chunked_masks_xla import Loop, Sight
+from attnscore.kernels.native.chunked_masks_xla import Loop, MaskArrays
 from attnscore.kernels.native.results import GRADIENTS, STATISTICS, as_operand, gradient_shapes
 from attnscore.masks import Mask
 from attnscore.masks import lowering as masks
 from attnscore.masks.dynamic_intervals import traced_visibility
 
-# The places of operands and results are bits of the attributes `given`, `turned` and `wanted` (csrc/ffi.cc).
+# Operands and results are bits of the attributes `given`, `turned` and `wanted`, in this order (csrc/api/ffi.cc).
 _OPERANDS = (
     *(*inputs.ORDER, "seed", "out", "row_max", "log_denom", "entropy", "attention_weights"),
     *("grad_out", "grad_log_sum_exp", "grad_entropy", "grad_attention_scores", "grad_attention_weights"),
@@ -30,48 +30,48 @@ _SCORE = ("form", "activation", "negative_slope", "scale", "caps")
 
 
 def forward(problem: Problem) -> Result:
-    """The forward as a custom call, or one for each strip of rows."""
-    sight, parts = _sight(problem)
-    return loops.forward(Loop.of(problem, sight, parts), _forward) if parts else _forward(problem, sight)
+    """Run the forward as a custom call, or as one for each chunk of queries."""
+    mask_arrays, parts = _mask_arrays(problem)
+    return loops.forward(Loop.of(problem, mask_arrays, parts), _forward) if parts else _forward(problem, mask_arrays)
 
 
-def _forward(problem: Problem, sight: Sight) -> Result:
+def _forward(problem: Problem, mask_arrays: MaskArrays) -> Result:
     sums, rows = problem.accumulator, (*problem.score_shape.rows, 1)
     wanted = [name for name in STATISTICS if name in problem.statistics]
     shapes = {"out": ((*rows[:-1], problem.layout.value_dim), problem.dtype)}
     shapes |= dict.fromkeys(("row_max", "log_denom", *wanted), (rows, sums))
     if problem.matrix is not None:
         shapes[f"attention_{problem.matrix}"] = ((*rows[:-1], problem.score_shape.key_len), sums)
-    found = _call("forward", problem, sight, shapes, _FORWARD)
+    found = _call("forward", problem, mask_arrays, shapes, _FORWARD)
     matrix = found.pop(f"attention_{problem.matrix}", None)
     return Result(found.pop("out"), found.pop("row_max"), found.pop("log_denom"), found, matrix)
 
 
 def backward(problem: Problem, result: Result, grads: RowGradients, wanted: frozenset[str]) -> dict[str, Array]:
-    """The backward as a custom call, or one for each strip of rows."""
-    sight, parts = _sight(problem)
+    """Run the backward as a custom call, or as one for each chunk of queries."""
+    mask_arrays, parts = _mask_arrays(problem)
     if not parts:
-        return _backward(problem, sight, result, grads, wanted)
+        return _backward(problem, mask_arrays, result, grads, wanted)
 
-    def strip(problem: Problem, sight: Sight, result: Result, grads: RowGradients) -> dict[str, Array]:
-        return _backward(problem, sight, result, grads, wanted)
+    def run_chunk(problem: Problem, mask_arrays: MaskArrays, result: Result, grads: RowGradients) -> dict[str, Array]:
+        return _backward(problem, mask_arrays, result, grads, wanted)
 
-    return loops.backward(Loop.of(problem, sight, parts), result, grads, wanted, strip)
+    return loops.backward(Loop.of(problem, mask_arrays, parts), result, grads, wanted, run_chunk)
 
 
-def _sight(problem: Problem) -> tuple[Sight, list[Mask]]:
-    """The mask by the module's names, and what of it has to be evaluated."""
+def _mask_arrays(problem: Problem) -> tuple[MaskArrays, list[Mask]]:
+    """Return the arrays of the mask by the module's names, and the parts of it that have to be evaluated."""
     ops, score_shape, value = problem.ops, problem.score_shape, problem.value
     ends, rest = traced_visibility(ops, score_shape, value, problem.mask)
-    told, parts = masks.partition_staged(ops, score_shape, value, rest)
-    sight = masks.arrays(ops, score_shape, value, told, with_evaluated=bool(parts)) if told else {}
+    direct, parts = masks.partition_staged(ops, score_shape, value, rest)
+    mask_arrays = masks.arrays(ops, score_shape, value, direct, with_evaluated=bool(parts)) if direct else {}
     if ends is not None:
-        sight["start"], sight["stop"] = ends
-    return sight, parts
+        mask_arrays["start"], mask_arrays["stop"] = ends
+    return mask_arrays, parts
 
 
 def _backward(
-    problem: Problem, sight: Sight, result: Result, grads: RowGradients, wanted: frozenset[str]
+    problem: Problem, mask_arrays: MaskArrays, result: Result, grads: RowGradients, wanted: frozenset[str]
 ) -> dict[str, Array]:
     ops, sums, value_dim = problem.ops, problem.accumulator, problem.layout.value_dim
     known = {"row_max": result.row_max, "log_denom": result.log_denom, "grad_log_sum_exp": grads.log_sum_exp}
@@ -88,7 +88,7 @@ def _backward(
         grad = ops.zeros(nothing, result.out, sums)
     known |= {"out": result.out, "grad_out": grad if ops.dtype(grad) in inputs.DTYPES else ops.astype(grad, sums)}
     shapes = {name: (shape, sums) for name, shape in gradient_shapes(problem, wanted).items()}
-    found, arrays = _call("backward", problem, sight | known, shapes, GRADIENTS), operands(problem)
+    found, arrays = _call("backward", problem, mask_arrays | known, shapes, GRADIENTS), operands(problem)
     return {name: as_operand(problem, x, name, arrays[name]) for name, x in found.items() if name in wanted}
 
 
@@ -101,13 +101,13 @@ def _call(
 ) -> dict[str, Array]:
     ops, dropout = problem.ops, problem.dropout
     seed = None if dropout is None or not isinstance(dropout.seed, SeedHalves) else dropout.seed
-    (*score, _, _, _, probability, number), arrays = inputs.told(problem, known)
+    (*score, _, _, _, probability, number), arrays = inputs.score_spec(problem, known)
     if seed is not None:
-        arrays["seed"] = ops.concat([ops.reshape(word, (1,)) for word in seed], 0)
+        arrays["seed"] = ops.concat([ops.reshape(half, (1,)) for half in seed], 0)
     names = [name for name in _OPERANDS if name in arrays]
-    turned = _turned(problem)
-    for name in turned.intersection(names):
-        # Back to the caller's order of axes: the compiler finds that nothing has to be moved.
+    transposed = _transposed(problem)
+    for name in transposed.intersection(names):
+        # Back to the caller's order of axes: the compiler cancels both transpositions.
         arrays[name] = ops.swap_axes(arrays[name], -4, -2)
     attributes: dict[str, Any] = dict(zip(_SCORE, score, strict=True))
     attributes |= {
@@ -118,7 +118,7 @@ def _call(
         "seed": number if seed is None else 0,
         "axes": len(problem.score_shape.rows) + 1,
         "given": _bits(_OPERANDS, names),
-        "turned": _bits(_OPERANDS, turned.intersection(names)),
+        "turned": _bits(_OPERANDS, transposed.intersection(names)),
         "wanted": _bits(places, results),
     }
     ordered = [name for name in places if name in results]
@@ -127,8 +127,8 @@ def _call(
     return dict(zip(ordered, found, strict=True))
 
 
-def _turned(problem: Problem) -> frozenset[str]:
-    """Names of arrays that the caller has as (*lead, length, head, dim), and that `to_canonical` has transposed."""
+def _transposed(problem: Problem) -> frozenset[str]:
+    """Return the names of arrays of the layout (*lead, length, head, dim), which `to_canonical` has transposed."""
     layout = problem.layout
     if layout.axes < 4 or layout.head_axis != -2:
         return frozenset()

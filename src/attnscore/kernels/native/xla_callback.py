@@ -1,8 +1,8 @@
-"""The native kernel on arrays whose numbers come later: a call that is traced now and run by the framework then.
+"""The native kernel in a staged program: a host callback, which the framework calls when the program runs.
 
-The problem is rebuilt over NumPy's views of the framework's own buffers when the call runs: masks are read and tiles
-planned there, so that traced lengths skip tiles too, and lengths that a graph does not know are known. The streaming
-form goes along, for programs that run where nobody can be called.
+The callback rebuilds the problem over NumPy views of the framework's buffers: masks are read and tiles are planned at
+run time, so traced lengths skip tiles too, and lengths that the graph does not know are known. The streaming kernel is
+staged as the alternative, for programs on machines without host callbacks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from attnscore.masks.base import check_shapes
 
 
 def arrays_of(problem: Problem) -> list[Array]:
-    """Everything that a run reads: the operands, the arrays of the mask, a traced seed."""
+    """Return all arrays that a call reads: the operands, the arrays of the mask, a traced seed."""
     found = [*operands(problem).values()]
     if problem.mask is not None:
         found += problem.mask.leaves()
@@ -34,7 +34,7 @@ def arrays_of(problem: Problem) -> list[Array]:
 
 
 def _passed(problem: Problem) -> list[Array]:
-    """What a run reads and nobody has seen: the numbers of a mask that are known now go along as they are."""
+    """Return the arrays passed to the callback: those of `arrays_of` except mask arrays that are known already."""
     found = [*operands(problem).values()]
     if problem.mask is not None:
         found += [x for x in problem.mask.leaves() if backends.host(x) is None]
@@ -44,11 +44,11 @@ def _passed(problem: Problem) -> list[Array]:
 
 
 def _rebuilt(problem: Problem, ops: Backend) -> Callable[[Sequence[Array]], Problem]:
-    """The same problem over other arrays in the place of `_passed`, in the words `ops`."""
+    """Return a function that builds the problem from arrays in the order of `_passed`, for the backend `ops`."""
     names, dropout = tuple(operands(problem)), problem.dropout
     seeded = dropout is not None and isinstance(dropout.seed, SeedHalves)
     unknown = any(map(is_unknown, (*problem.score_shape.rows, problem.score_shape.key_len)))
-    # None of the arrays stays in what waits for the call: a framework may keep that for good.
+    # The function holds none of the arrays: a framework may never release it.
     form, mask = problem.form.with_arrays(dict.fromkeys(problem.form.arrays())), problem.mask
     known = [backends.host(x) for x in mask.leaves()] if mask is not None else []
     if mask is not None:
@@ -58,24 +58,24 @@ def _rebuilt(problem: Problem, ops: Backend) -> Callable[[Sequence[Array]], Prob
     empty = dataclasses.replace(problem, ops=ops, form=form, layout=layout, **absent)  # type: ignore[arg-type]
     dropout = dataclasses.replace(dropout, seed=0) if dropout is not None and seeded else dropout
 
-    def posed(arrays: Sequence[Array]) -> Problem:
+    def rebuild(arrays: Sequence[Array]) -> Problem:
         named, left = dict(zip(names, arrays, strict=False)), iter(arrays[len(names) :])
-        own: dict[str, Any] = {name: named.pop(name) for name in ("value", "bias", "sink") if name in named}
-        own["form"] = here = form.with_arrays(named)
+        fields: dict[str, Any] = {name: named.pop(name) for name in ("value", "bias", "sink") if name in named}
+        fields["form"] = here = form.with_arrays(named)
         if mask is not None:
-            own["mask"] = mask.with_leaves(iter([next(left) if x is None else x for x in known]))
-        own["dropout"] = dropout
+            fields["mask"] = mask.with_leaves(iter([next(left) if x is None else x for x in known]))
+        fields["dropout"] = dropout
         if dropout is not None and seeded:
             low, high = left
             seed = int(low) | int(high) << 32 if isinstance(low, (np.ndarray, np.generic)) else SeedHalves(low, high)
-            own["dropout"] = dataclasses.replace(dropout, seed=seed)
+            fields["dropout"] = dataclasses.replace(dropout, seed=seed)
         if unknown:
-            query, key, value = (ops.shape(x) for x in (*(here.arrays()[n] for n in ("query", "key")), own["value"]))
+            query, key, value = (ops.shape(x) for x in (*(here.arrays()[n] for n in ("query", "key")), fields["value"]))
             lead = broadcast(query[:-4], key[:-4], value[:-4])
-            own["layout"] = _measured(layout, lead, query[-2], key[-2])
-        return dataclasses.replace(empty, **own)
+            fields["layout"] = _measured(layout, lead, query[-2], key[-2])
+        return dataclasses.replace(empty, **fields)
 
-    return posed
+    return rebuild
 
 
 def _measured(layout: AxisLayout, lead: tuple[Any, ...], query_len: Any, key_len: Any) -> AxisLayout:
@@ -88,7 +88,7 @@ def _on_host(problem: Problem) -> Callable[[Sequence[HostArray]], Problem]:
 
 
 def _checked_on_host(problem: Problem) -> Callable[[Sequence[HostArray]], Problem]:
-    """The same, where shapes of the mask that nobody knew are checked against lengths that nobody knew."""
+    """Return `_on_host`, with a check of mask shapes against lengths where the graph did not know them."""
     hosted = _on_host(problem)
     if problem.mask is None or all(part.is_known for part in problem.mask.shapes(problem.score_shape)):
         return hosted
@@ -103,7 +103,7 @@ def _checked_on_host(problem: Problem) -> Callable[[Sequence[HostArray]], Proble
 
 
 def forward(kernel: Kernel, problem: Problem) -> Result:
-    """`kernel.forward` when the call runs."""
+    """Stage `kernel.forward` as a host callback."""
     sums, rows = problem.accumulator, (*problem.score_shape.rows, 1)
     names = tuple(name for name in problem.statistics if name != "log_sum_exp")
     hosted, again = _checked_on_host(problem), _rebuilt(problem, problem.ops)
@@ -131,7 +131,7 @@ def forward(kernel: Kernel, problem: Problem) -> Result:
 def backward(
     kernel: Kernel, problem: Problem, result: Result, grads: RowGradients, wanted: frozenset[str]
 ) -> dict[str, Array]:
-    """`kernel.backward` when the call runs."""
+    """Stage `kernel.backward` as a host callback."""
     hosted, again = _on_host(problem), _rebuilt(problem, problem.ops)
     entropy = result.statistics.get("entropy")
     weights = result.matrix if problem.matrix == "weights" and grads.matrix is not None else None
@@ -141,9 +141,9 @@ def backward(
     names = [name for name in operands(problem) if name in wanted]
 
     def gradients(kernel: Kernel, now: Problem, rows: Sequence[Array]) -> tuple[Array, ...]:
-        own = iter(rows)
-        out, row_max, log_denom = next(own), next(own), next(own)
-        *incoming, entropy, matrix = (next(own) if is_here else None for is_here in given)
+        left = iter(rows)
+        out, row_max, log_denom = next(left), next(left), next(left)
+        *incoming, entropy, matrix = (next(left) if is_here else None for is_here in given)
         known = Result(out, row_max, log_denom, {} if entropy is None else {"entropy": entropy}, matrix)
         found = kernel.backward(now, tiling.plan(now), known, RowGradients(*incoming), frozenset(names))
         return tuple(found[name] for name in names)
