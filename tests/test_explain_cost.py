@@ -202,7 +202,7 @@ def test_explain_runs_nothing(framework: str, monkeypatch: pytest.MonkeyPatch) -
         raise AssertionError("explain() ran a kernel")
 
     for kernel in kernels.table().values():
-        for way in ("forward", "plain"):
+        for way in ("forward", "prepare"):
             monkeypatch.setattr(type(kernel), way, forward)
     x = inputs()[0] if framework == "numpy" else torch.ones(64, 4)
     with pytest.raises(AssertionError, match="ran a kernel"):

@@ -157,7 +157,7 @@ def test_intervals_in_the_program_are_those_of_the_mask(mask: str, narrow: None)
     traced = jax.jit(ends)
     for numbers in ([2, 7], [0, 11], [-5, 40], [2**30, -(2**30)]):
         known = MASKS[mask](np.asarray(numbers, np.int32))
-        interval_set = ats.masking.split(known, 9, 11, 2)[0]
+        interval_set = ats.masks.split(known, 9, 11, 2)[0]
         wanted = None if interval_set is None else interval_set.single
         assert wanted is not None
         start, stop, first, last = (np.broadcast_to(x, (2, 9)) for x in (*traced(jnp.asarray(numbers)), *wanted))
@@ -424,7 +424,8 @@ def _attributes(**changed: Any) -> dict[str, Any]:
     ],
 )
 def test_what_does_not_fit_is_refused(changed: Any, shapes: Any, words: str) -> None:
-    """Nobody but this library makes the calls, and still they are checked: a program may come from a file."""
+    """Programs may come from a file, so every call is checked."""
+    assert ffi.registered()
     sizes = {"query": (1, 1, 1, 3, 4), "key": (1, 1, 1, 5, 4), "value": (1, 1, 1, 5, 2), "out": (1, 1, 1, 3, 2)}
     sizes |= shapes
     arrays = [jnp.zeros(sizes[name], "float32") for name in ("query", "key", "value")]

@@ -512,7 +512,7 @@ def test_kinds_that_attention_cannot_take(make: Any) -> None:
 
 
 def test_the_memory_of_an_eager_tensor_is_read_where_it_lies() -> None:
-    ops = ats.frameworks.load("tensorflow")  # type: ignore[attr-defined]
+    ops = ats.backends.load("tensorflow")  # type: ignore[attr-defined]
     x = tf.ones((64, 64))
     assert np.shares_memory(ops.memory(x), ops.memory(x))
     assert ops.memory(tf.cast(x, tf.bfloat16)).dtype == np.uint16
@@ -522,7 +522,7 @@ def test_the_memory_of_an_eager_tensor_is_read_where_it_lies() -> None:
 @pytest.mark.parametrize("offset", range(17))
 def test_what_native_code_wrote_is_taken_at_any_address(offset: int) -> None:
     """TensorFlow ends the process where a tensor is not aligned as it wants."""
-    ops = ats.frameworks.load("tensorflow")  # type: ignore[attr-defined]
+    ops = ats.backends.load("tensorflow")  # type: ignore[attr-defined]
     x = np.arange(300, dtype=np.float32)[offset : offset + 256].reshape(16, 16)
     found = ops.from_memory(x, "float32", tf.zeros(1))
     assert float(tf.reduce_sum(found)) == x.sum()

@@ -42,7 +42,7 @@ def test_an_own_score_with_tile_alone(score: Any) -> None:
     check_score(score, like=np.zeros(1, dtype="float64"))
 
 
-@pytest.mark.parametrize("module", ["frameworks.mxnet", "frameworks.mxnet_tape", "layers.mxnet"])
+@pytest.mark.parametrize("module", ["backends.mxnet", "backends.mxnet.gradients", "layers.mxnet"])
 def test_every_module_imports_by_itself(module: str) -> None:
     code = f"import attnscore.{module}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
