@@ -121,15 +121,25 @@ struct Row {
     }
 };
 
+// Multiply row i by a number.
+template <class T>
+void scale_row(char* data, Dtype dtype, int64_t i, int64_t cols, T factor) {
+    if (dtype == (sizeof(T) == 8 ? Dtype::f64 : Dtype::f32)) {
+        // The common case, as a loop that compilers vectorise.
+        T* row = as<T>(data) + i * cols;
+        for (int64_t j = 0; j < cols; ++j) row[j] *= factor;
+        return;
+    }
+    for (int64_t j = i * cols; j < (i + 1) * cols; ++j) {
+        store_number<T>(data, dtype, j, load_number<T>(data, dtype, j) * factor);
+    }
+}
+
 // Set what the caller keeps of a row.
 template <class T>
 void finish_row(const Problem& p, const Head& head, const RowArrays& rows, int64_t i) {
     const Row<T> row(as<T>(head.row_stats) + i * kRowStats, p.full_statistics, as<T>(rows.sink));
-    if (rows.sink != nullptr) {
-        for (int64_t j = i * p.value_dim; j < (i + 1) * p.value_dim; ++j) {
-            store_number<T>(head.out, p.value_dtype, j, load_number<T>(head.out, p.value_dtype, j) * row.share());
-        }
-    }
+    if (rows.sink != nullptr) scale_row<T>(head.out, p.value_dtype, i, p.value_dim, row.share());
     if (rows.row_max != nullptr) as<T>(rows.row_max)[i] = row.row_max;
     if (rows.log_denom != nullptr) as<T>(rows.log_denom)[i] = row.log_denom;
     for (int which = 0; which < kStatistics; ++which) {

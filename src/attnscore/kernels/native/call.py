@@ -9,8 +9,11 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -37,6 +40,22 @@ CallPlan: TypeAlias = Callable[[tuple[int | HostArray, ...], int, int], None]
 
 # The operands that a call may have, in order, with their indices among the inputs of the module.
 _INPUTS = {"query": 0, "key": 1, "value": 2, "bias": 5, "w_v": 11, "sink": 12}
+
+
+# What the module fills in a forward, in its order; of a planned call it never returns the scores ("attention_scores").
+_FILLED = ("out", "row_max", "log_denom", "scores", "attention_scores", "weights", *STATISTICS)
+# Those with a number for each pair of query and key.
+_PAIRS = ("scores", "weights")
+
+
+class Forward(NamedTuple):
+    """Plan of a forward."""
+
+    plan: CallPlan
+    filled: tuple[tuple[str, tuple[int, ...], Any], ...]
+    """Name, shape and dtype of each array that the module fills: in C order, heads in front of queries."""
+    outputs: tuple[tuple[str, str, int | None], ...]
+    """Name and dtype of each output, and the axis that changes places with the next on the caller's axes."""
 
 
 class Operand(NamedTuple):
@@ -74,7 +93,8 @@ class NativeCall:
     """Examples of the inputs of the module."""
     saves_scores: bool
     """Whether a forward saves its scores for the backward."""
-    _plans: dict[Hashable, CallPlan] = field(default_factory=dict)
+    _forwards: dict[bool, Forward] = field(default_factory=dict)
+    _backwards: dict[Hashable, CallPlan] = field(default_factory=dict)
 
     def run(self, query: Array, key: Array, value: Array, score: Any, bias: Array, sink: Array, seed: Any) -> Any:
         """Return what `attend` returns."""
@@ -86,78 +106,88 @@ class NativeCall:
             arrays.append(score.w_v)
         if sink is not None:
             arrays.append(sink)
-        if self.dropout:
-            seed = (ops.draw_seed(query) if seed is None else int(seed)) % 2**63
-        op = NativeOp(self, score, seed if self.dropout else 0)
+        seed = (ops.draw_seed(query) if seed is None else int(seed)) % 2**63 if self.dropout else 0
         if ops.has_plain_tape and ops.needs_grad(*arrays):
-            return self._present(ops.differentiable(op, arrays))
-        return self._present(op.forward(arrays))
+            return self._present(ops.differentiable(NativeOp(self, score, seed), arrays))
+        return self._present(self.forward(arrays, seed, saves=False))
+
+    @cached_property
+    def differentiable(self) -> tuple[str, ...]:
+        """Names of the outputs through which a gradient flows."""
+        statistics = (name for name in DIFFERENTIABLE if name in self.statistics)
+        return ("out", *statistics, *(("weights",) if self.returns_weights else ()))
+
+    @cached_property
+    def saved(self) -> tuple[str, ...]:
+        """Names of the outputs that a backward needs beside the differentiable ones."""
+        return ("row_max", "log_denom", *(("scores",) if self.saves_scores else ()))
+
+    @cached_property
+    def returned(self) -> tuple[str, ...]:
+        """Names of the outputs of a forward for which nothing is saved."""
+        return (*self.differentiable, *(name for name in self.statistics if name not in DIFFERENTIABLE))
 
     def forward(self, arrays: Sequence[Array], seed: int, *, saves: bool) -> tuple[Array, ...]:
         """Return the outputs of a `NativeOp`; with `saves`, also those that its backward needs."""
-        ops, rows, like = self.ops, self.layout.score_shape.rows, arrays[2]
-        stored = STORED.get(self.dtype, self.dtype)
+        ops, like = self.ops, arrays[2]
+        forward = self._forwards.get(saves)
+        if forward is None:
+            forward = self._forwards[saves] = self._build_forward(saves)
         make = aligned if ops.wants_aligned else _unaligned
-        out = make(np.empty, (*rows, self.layout.value_dim), stored)
-        # row_max and log_denom
-        ends = np.empty((2, *rows, 1), self.accumulator)
-        has_ends = saves or bool(self.statistics)
-        scores = np.empty((*rows, self.layout.score_shape.key_len), self.accumulator) if self._saves(saves) else None
-        weights = None
-        if self.returns_weights:
-            weights = aligned(np.empty, (*rows, self.layout.score_shape.key_len), self.accumulator)
-        statistics = {name: np.empty((*rows, 1), self.accumulator) for name in STATISTICS if name in self.statistics}
-        filled = [
-            out,
-            *(ends if has_ends else (None, None)),
-            scores,
-            None,
-            weights,
-            *(statistics.get(name) for name in STATISTICS),
-        ]
-        plan = self._plans.get(saves)
-        if plan is None:
-            examples = [None if x is None else _example(x) for x in filled]
-            plan = self._plans[saves] = self.module.plan_forward(self.spec, self.inputs, examples)
-        plan((*map(ops.buffer, arrays), *(x for x in filled if x is not None)), seed, ops.threads(get_num_threads()))
-        found = [self._on_caller_axes(out, self.dtype, like)]
+        filled = {name: make(np.empty, shape, dtype) for name, shape, dtype in forward.filled}
+        forward.plan((*map(ops.buffer, arrays), *filled.values()), seed, ops.threads(get_num_threads()))
         if "log_sum_exp" in self.statistics:
-            found.append(self._on_caller_axes(ends[1], self.accumulator, like)[..., 0])
-        if "entropy" in self.statistics:
-            found.append(self._on_caller_axes(statistics["entropy"], self.accumulator, like)[..., 0])
-        if weights is not None:
-            found.append(ops.from_memory(weights.reshape(self.layout.score_shape.user_shape), self.accumulator, like))
-        if saves or "log_sum_exp" in self.statistics:
-            found.append(ops.from_memory(ends, self.accumulator, like))
-        if scores is not None:
-            found.append(ops.from_memory(scores, self.accumulator, like))
-        others = (name for name in self.statistics if name not in DIFFERENTIABLE)
-        found += [self._on_caller_axes(statistics[name], self.accumulator, like)[..., 0] for name in others]
+            filled["log_sum_exp"] = _sum(filled["row_max"], filled["log_denom"])
+        found = []
+        for name, dtype, axis in forward.outputs:
+            x = ops.from_memory(filled[name], dtype, like)
+            found.append(x if axis is None else ops.swap_axes(x, axis, axis + 1))
         return tuple(found)
 
-    def _saves(self, saves: bool) -> bool:
-        return saves and self.saves_scores
+    def _build_forward(self, saves: bool) -> Forward:
+        names = ["out"]
+        if saves or self.statistics:
+            names += ["row_max", "log_denom"]
+        if saves and self.saves_scores:
+            names.append("scores")
+        if self.returns_weights:
+            names.append("weights")
+        names += [name for name in STATISTICS if name in self.statistics]
+        plan = self.module.plan_forward(
+            self.spec, self.inputs, [self._example(name) if name in names else None for name in _FILLED]
+        )
+        rows = self.layout.score_shape.user_shape[:-1]
+        columns = {"out": (self.layout.value_dim,), **dict.fromkeys(_PAIRS, (self.layout.score_shape.key_len,))}
+        filled = tuple(
+            (name, (*rows, *columns.get(name, ())), self._example(name).dtype) for name in _FILLED if name in names
+        )
+        # Of out and the statistics; what is saved, and the weights, stay as they were filled.
+        axes = {"out": -3, **dict.fromkeys(self.statistics, -2)} if self.layout.has_heads_behind else {}
+        returned = self.returned[len(self.differentiable) :]
+        outputs = (*self.differentiable, *(self.saved if saves else ()), *returned)
+        dtypes = {"out": self.dtype}
+        return Forward(
+            plan, filled, tuple((name, dtypes.get(name, self.accumulator), axes.get(name)) for name in outputs)
+        )
 
-    def _on_caller_axes(self, x: HostArray, dtype: str, like: Array) -> Array:
-        """Return an array (*rows, n), in C order, as an array of the framework on the caller's axes."""
-        shape = self.layout.score_shape.user_shape
-        found = self.ops.from_memory(x.reshape((*shape[:-1], x.shape[-1])), dtype, like)
-        return self.ops.swap_axes(found, -3, -2) if self.layout.has_heads_behind else found
+    def _example(self, name: str) -> HostArray:
+        """Return an example of an array that the module fills, or reads in a backward."""
+        shape = self.layout.score_shape
+        if name == "out":
+            return _in_c_order((*shape.rows, self.layout.value_dim), STORED.get(self.dtype, self.dtype))
+        return _in_c_order((*shape.rows, shape.key_len if name in _PAIRS else 1), self.accumulator)
 
     def _present(self, outputs: Sequence[Array]) -> Any:
         """Return the output, and the wanted weights and statistics."""
-        ops, left = self.ops, iter(outputs)
-        found = [next(left)]
-        differentiable = {name: next(left) for name in DIFFERENTIABLE if name in self.statistics}
+        if len(outputs) == 1:
+            return outputs[0]
+        named = dict(zip(self.returned, outputs, strict=True))
+        found = [named["out"]]
         if self.returns_weights:
-            found.append(ops.astype(next(left), self.dtype))
+            found.append(self.ops.astype(named["weights"], self.dtype))
         if self.statistics:
-            if "log_sum_exp" in self.statistics:
-                row_max = self.layout.rows_from_canonical(ops, next(left)[0][..., 0])
-                differentiable["log_sum_exp"] = row_max + differentiable["log_sum_exp"]
-            others = {name: next(left) for name in self.statistics if name not in DIFFERENTIABLE}
-            found.append(AttentionStats(**differentiable, **others))
-        return found[0] if len(found) == 1 else tuple(found)
+            found.append(AttentionStats(**{name: named[name] for name in self.statistics}))
+        return tuple(found)
 
     def fits(self, arrays: Sequence[Array], saved: Sequence[Array]) -> bool:
         """Return whether the arrays and the saved outputs still have the layout and dtypes that `backward` takes."""
@@ -170,23 +200,24 @@ class NativeCall:
         wanted: Sequence[bool],
     ) -> Iterator[Array | None]:  # fmt: skip
         """Yield the gradient of each array, None where it is not wanted; `saved` and `grads` are by name."""
-        ops, rows = self.ops, self.layout.score_shape.rows
-        grad_out = grads["out"]
+        ops = self.ops
+        grad_out, grad_weights = grads["out"], grads.get("weights")
         if grad_out is None:
             grad_out = ops.zeros(saved["out"].shape, saved["out"])
-        ends = np.ascontiguousarray(ops.memory(saved["rows"])).reshape((2, *rows, 1))
-        entropy = grads.get("entropy")
-        weights = grads.get("weights")
-        known = [
-            self._rows_in_order(saved["out"], self.layout.value_dim), *ends,
-            None if entropy is None else self._rows_in_order(saved["entropy"], 1),
-            self._in_order(saved.get("scores"), (*rows, -1)),
-            None if weights is None else self._in_order(saved["weights"], (*rows, -1)),
-            self._rows_in_order(grad_out, self.layout.value_dim),
-            self._rows_in_order(grads.get("log_sum_exp"), 1),
-            self._rows_in_order(entropy, 1),
-            None, self._in_order(weights, (*rows, -1)),
-        ]  # fmt: skip
+        grad_entropy = grads.get("entropy")
+        known = {
+            "out": self._in_order(saved["out"], -3),
+            "row_max": self._in_order(saved["row_max"]),
+            "log_denom": self._in_order(saved["log_denom"]),
+            "entropy": None if grad_entropy is None else self._in_order(saved["entropy"], -2),
+            "scores": self._in_order(saved.get("scores")),
+            "weights": None if grad_weights is None else self._in_order(saved["weights"]),
+            "grad_out": self._in_order(grad_out, -3),
+            "grad_log_sum_exp": self._in_order(grads.get("log_sum_exp"), -2),
+            "grad_entropy": self._in_order(grad_entropy, -2),
+            "grad_scores": None,
+            "grad_weights": self._in_order(grad_weights),
+        }
         # The module always writes the gradients of query, key, value and w_v.
         names = [
             operand.name
@@ -200,14 +231,16 @@ class NativeCall:
             if operand.name in names
         }
         gradients = [filled.get(name) for name in GRADIENTS]
-        key = ("backward", tuple(names), *(x is None for x in known))
-        plan = self._plans.get(key)
+        given = {name: x for name, x in known.items() if x is not None}
+        key = (tuple(names), tuple(given))
+        plan = self._backwards.get(key)
         if plan is None:
-            examples = [[None if x is None else _example(x) for x in group] for group in (known, gradients)]
-            plan = self.module.plan_backward(self.spec, self.inputs, examples[0], self.dtype, examples[1])
-            self._plans[key] = plan
-        given = (x for x in (*known, *gradients) if x is not None)
-        plan((*map(ops.buffer, arrays), *given), seed, ops.threads(get_num_threads()))
+            read = [self._example(name.removeprefix("grad_")) if name in given else None for name in known]
+            written = [None if x is None else _example(x) for x in gradients]
+            plan = self.module.plan_backward(self.spec, self.inputs, read, self.dtype, written)
+            self._backwards[key] = plan
+        results = (*given.values(), *(x for x in gradients if x is not None))
+        plan((*map(ops.buffer, arrays), *results), seed, ops.threads(get_num_threads()))
         for x, operand, is_wanted in zip(arrays, self.operands, wanted, strict=True):
             grad = ops.from_memory(filled[operand.name], self.accumulator, arrays[2]) if is_wanted else None
             yield None if grad is None else self.operand_gradient(grad, operand, x)
@@ -222,47 +255,34 @@ class NativeCall:
             grad = self.layout.gradient_from_canonical(ops, grad, shape) if is_transposed else ops.reshape(grad, shape)
         return ops.astype(grad, ops.dtype(x))
 
-    def _rows_in_order(self, x: Array | None, width: int) -> HostArray | None:
-        """Return rows on the caller's axes in the layout of the module: (*rows, width), in C order."""
+    def _in_order(self, x: Array | None, axis: int | None = None) -> HostArray | None:
+        """Return the memory of `x` in C order, with the heads, which the caller may have on `axis` + 1, on `axis`."""
         if x is None:
             return None
         host = self.ops.memory(x)
-        shape = self.layout.score_shape.rows
-        if self.layout.has_heads_behind:
-            axis = -3 if host.ndim == self.layout.axes else -2
+        if axis is not None and self.layout.has_heads_behind:
             host = host.swapaxes(axis, axis + 1)
-        return np.ascontiguousarray(host).reshape((*shape, width))
-
-    def _in_order(self, x: Array | None, shape: tuple[int, ...]) -> HostArray | None:
-        return None if x is None else np.ascontiguousarray(self.ops.memory(x)).reshape(shape)
+        return np.ascontiguousarray(host)
 
 
 @dataclass(frozen=True, eq=False)
 class NativeOp:
-    """One call, for a framework's gradient hook (`backends.base.DifferentiableOp`).
+    """One recorded call, for a framework's gradient hook (`backends.base.DifferentiableOp`).
 
-    Outputs are out; log_denom, entropy and weights if wanted; rows (row_max and log_denom in one array) if saved or if
-    the log-sum-exp is wanted; scores if saved; then the other statistics.
+    Outputs are those of `NativeCall.differentiable`, those of `NativeCall.saved`, then the other statistics.
     """
 
     call: NativeCall
     score: Any
     seed: int
-    saves: bool = False
-
-    @property
-    def _names(self) -> tuple[str, ...]:
-        """Names of the outputs through which a gradient flows."""
-        statistics = (name for name in DIFFERENTIABLE if name in self.call.statistics)
-        return ("out", *statistics, *(("weights",) if self.call.returns_weights else ()))
 
     @property
     def differentiable_outputs(self) -> int:
-        return len(self._names)
+        return len(self.call.differentiable)
 
     @property
     def saved_outputs(self) -> int:
-        return self.differentiable_outputs + 1 + self.call.saves_scores
+        return len(self.call.differentiable) + len(self.call.saved)
 
     def constants(self) -> tuple[Array, ...]:
         return ()
@@ -271,19 +291,17 @@ class NativeOp:
         return (), lambda arrays: self
 
     def with_backward(self) -> NativeOp:
-        return dataclasses.replace(self, saves=True)
+        return self
 
     def without_scores(self, outputs: tuple[Array, ...]) -> tuple[Array, ...]:
-        count = self.differentiable_outputs
-        rows = outputs[count : count + ("log_sum_exp" in self.call.statistics)]
-        return (*outputs[:count], *rows, *outputs[self.saved_outputs :])
+        return (*outputs[: self.differentiable_outputs], *outputs[self.saved_outputs :])
 
     def streaming(self) -> NativeOp:
         # Only frameworks that differentiate a backward by tracing call this, and they do not record planned calls.
         raise NotImplementedError("attnscore: the streaming form of a planned call")
 
     def forward(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
-        return self.call.forward(arrays, self.seed, saves=self.saves)
+        return self.call.forward(arrays, self.seed, saves=True)
 
     def backward(
         self,
@@ -297,9 +315,8 @@ class NativeOp:
         if not incoming:
             return (None,) * len(arrays)
         wanted = wanted if wanted is not None else [True] * len(arrays)
-        names = (*self._names, "rows", *(("scores",) if call.saves_scores else ()))
-        saved = dict(zip(names, outputs, strict=True))
-        named = dict(zip(self._names, grads, strict=True))
+        saved = dict(zip((*call.differentiable, *call.saved), outputs, strict=True))
+        named = dict(zip(call.differentiable, grads, strict=True))
         is_buffer = all(map(ops.has_cpu_buffer, (*arrays, *outputs, *incoming)))
         if ops.needs_grad(*arrays, *incoming) or not is_buffer or not call.fits(arrays, outputs):
             return tuple(self._rebuilt(arrays, saved, named, wanted))
@@ -338,7 +355,7 @@ class NativeOp:
                 # The saved outputs carry no gradient here.
                 known = op.forward(tuple(named.values()))[: op.saved_outputs]
             else:
-                row_max, log_denom = (ops.reshape(saved["rows"][i], (*rows, 1)) for i in range(2))
+                row_max, log_denom = (ops.reshape(saved[name], (*rows, 1)) for name in ("row_max", "log_denom"))
                 others = [canonical(saved[name], name) for name in ("entropy", "weights") if name in saved]
                 known = (canonical(saved["out"], "out"), log_denom, *others, row_max)
             found = dict(zip(named, op.backward(tuple(named.values()), known, incoming), strict=True))
@@ -415,6 +432,20 @@ def _unaligned(make: Callable[..., HostArray], shape: Sequence[int], dtype: str)
     return make(shape, dtype)
 
 
+def _sum(x: HostArray, y: HostArray) -> HostArray:
+    with np.errstate(invalid="ignore"):  # inf - inf, where a score is infinite
+        return np.asarray(x + y)
+
+
 def _example(x: HostArray) -> HostArray:
     """Return an array with the shape and strides of `x` but not its memory; its entries are never read."""
     return np.lib.stride_tricks.as_strided(np.empty(1, x.dtype), x.shape, x.strides)
+
+
+def _in_c_order(shape: Sequence[int], dtype: str) -> HostArray:
+    """Return an example of an array in C order."""
+    example = np.empty(1, dtype)
+    lengths = [max(n, 1) for n in reversed(shape[1:])]
+    return np.lib.stride_tricks.as_strided(
+        example, shape, tuple(accumulate(lengths, operator.mul, initial=example.itemsize))[::-1]
+    )
