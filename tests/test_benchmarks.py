@@ -367,6 +367,7 @@ def test_summary_and_exponent() -> None:
 # --------------------------------------------------- runner, in processes
 
 
+@pytest.mark.slow
 def test_the_runner_in_processes_of_its_own(toys: None) -> None:
     heard: list[str] = []
     chosen = [cases.named("tiny"), cases.named("growth-additive")]
@@ -381,6 +382,7 @@ def test_the_runner_in_processes_of_its_own(toys: None) -> None:
     assert grown["parameters"] == 8
 
 
+@pytest.mark.slow
 def test_the_limits_of_the_machine(toys: None) -> None:
     """Rates of the libraries, and what part of them a case takes."""
     found = runner.run([cases.named("limits"), cases.named("tiny")], [1], quick=True)
@@ -405,7 +407,7 @@ def arrays_of(length: int) -> int:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(x, marks=pytest.mark.slow if "tensorflow" in x else ()) for x in sorted(CALLERS_MEMORY)],
+    [pytest.param(x, marks=() if "numpy" in x else pytest.mark.slow) for x in sorted(CALLERS_MEMORY)],
 )
 def test_memory_of_callers_of_other_frameworks(toys: None, name: str) -> None:
     found = runner.run([cases.named(name)], [1], quick=True)
@@ -417,6 +419,7 @@ def test_memory_of_callers_of_other_frameworks(toys: None, name: str) -> None:
     assert row["target"] == cases.MEMORY_TARGET
 
 
+@pytest.mark.slow
 def test_a_failed_process_is_an_error_and_no_row(toys: None) -> None:
     broken = dataclasses.replace(cases.named("tiny"), sizes={"batch": 1})
     found = runner.run([broken, cases.named("tiny")], [1], quick=True)
@@ -627,6 +630,7 @@ def test_the_command_on_a_toy(toys: None, capsys: pytest.CaptureFixture[str], tm
     assert str(tmp_path) not in (tmp_path / "out" / "results.json").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_command_measures_a_case_again(toys: None, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     arguments = ["bench", "--quick", "--threads", "1", "--out", str(tmp_path)]
     assert main([*arguments, "--again"]) == 2 and "again: expected --only" in capsys.readouterr().err

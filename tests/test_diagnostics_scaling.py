@@ -417,6 +417,7 @@ def test_the_quick_lab_shows_the_law_and_the_gap(tmp_path, capsys) -> None:
     assert len(list((tmp_path / "lab" / "runs").iterdir())) == 4
 
 
+@pytest.mark.slow
 def test_the_command_with_a_small_plan(tmp_path, capsys, monkeypatch) -> None:
     made = [one._replace(run=lambda _, name=one.name: quick(name)) for one in scaling.EXPERIMENTS]
     for one in made:

@@ -1063,6 +1063,7 @@ print((memory("VmHWM") - before) / 2**20)
 """
 
 
+@pytest.mark.slow
 def test_memory_is_linear() -> None:
     """20000 x 20000 numbers would be 1600 MB."""
     done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True, timeout=300)

@@ -148,21 +148,6 @@ def test_rooms_above_the_core_import_what_they_use_when_they_use_it(module: str,
     assert not found & (set(HEAVY) - allowed)
 
 
-def test_every_module_imports_by_itself() -> None:
-    """No module needs another one to have been imported first."""
-    # The door of `python -m attnscore` runs when it is imported; MXNet is not here (`in_mxnet/test_use.py` has these).
-    names = sorted(name for name in all_modules() - {"attnscore.__main__"} if "mxnet" not in name)
-    code = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)"
-    _python("-c", code, *names)
-    for first in (
-        "attnscore.masks.builtin",
-        "attnscore.scores.dot",
-        "attnscore.kernels.dense",
-        "attnscore.core.problem",
-    ):
-        _python("-c", code, first)
-
-
 _IMPORTS = """
 import time
 start = time.process_time()

@@ -129,7 +129,7 @@ def test_131072_tokens(kind: str, framework: str) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @some(
     "kernel,framework",
-    [(AUTOMATIC, "torch"), ("streaming", "numpy")],
+    [(AUTOMATIC, "torch")],
     [(kernel, framework) for kernel in dict.fromkeys((AUTOMATIC, "streaming")) for framework in FRAMEWORKS],
 )
 def test_2048_tokens_in_a_process_of_its_own(kernel: str, framework: str) -> None:

@@ -354,6 +354,7 @@ def _functions(here: Any) -> list[str]:
     return [name for name in found if here._get_function(name) is not None]
 
 
+@pytest.mark.slow
 def test_an_exported_model_runs_without_attnscore(tmp_path: Path) -> None:
     class Model(tf.Module):
         @tf.function(input_signature=[tf.TensorSpec([None, None, 4], tf.float32), tf.TensorSpec([None], tf.int32)])

@@ -35,15 +35,15 @@ from attnscore.layers.keras import (
 )
 from layer_cases import KEYS, LAYERS, MASKS, QUERIES, Case
 
-# One of each layer.
+# One of each layer; on JAX, where each takes seconds to compile, that with the most parameters.
 QUICK = ("scaled dot", "additive", "bilinear", "gaussian, learned", "heads, additive, 3 hidden")
 POLICIES = ("mixed_float16", "mixed_bfloat16", "float16")
 EVERY = tuple(case.name for case in LAYERS)
-most_layers = pytest.mark.parametrize("case", quick(QUICK, among=LAYERS))
+most_layers = pytest.mark.parametrize("case", quick(QUICK, among=LAYERS, on_jax=QUICK[-1:]))
 ADDITIVE = next(case for case in LAYERS if case.name == "heads, additive")
 
 
-@pytest.mark.parametrize("case", quick(EVERY, among=LAYERS, on_jax=QUICK))
+@pytest.mark.parametrize("case", quick(EVERY, among=LAYERS, on_jax=QUICK[-2:]))
 def test_layer_is_its_torch_counterpart(case: Case) -> None:
     theirs, ours = counterparts(case)
     inputs, (given, _) = case.inputs(), MASKS["composed, and lens"]
@@ -98,6 +98,7 @@ def test_what_is_hidden_reaches_nothing(case: Case) -> None:
     assert not bad_inputs[0][0, 1].any()
 
 
+@slow_on_jax
 def test_lengths_of_zero() -> None:
     for queries, keys, batch in ((0, 5, 2), (3, 0, 2), (3, 5, 0)):
         _, ours = counterparts(ADDITIVE)
@@ -177,6 +178,7 @@ class TestAttentionWeights:
             close(layer.attention_weights, weights)
             close(weights[..., 0, :], np.broadcast_to([1.0, 0, 0], weights[..., 0, :].shape))
 
+    @slow_on_jax
     def test_say_why_there_are_none(self) -> None:
         layer = AdditiveAttention(4)
         with pytest.raises(ats.AttnscoreError, match="none since it was made"):
@@ -250,6 +252,7 @@ class TestKerasOwnLayers:
         seen = np.ones((2, 3), bool) if "mask" not in given else given["mask"][0]
         close(SHOWN(weights)[seen], SHOWN(scores)[seen])
 
+    @slow_on_jax
     def test_attention(self) -> None:
         for given in (
             {},
@@ -301,6 +304,7 @@ def test_whole_numbers_are_a_mask_as_in_keras() -> None:
     assert np.array_equal(SHOWN(layer.attention_weights) > 0, per_head.repeat(2, 0))
 
 
+@slow_on_jax
 def test_examples_in_docstrings() -> None:
     found = doctest.testmod(layers)
     assert found.attempted > 15
