@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import sys
 import warnings
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -165,14 +165,6 @@ register_pytree._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def is_array(x: object) -> bool:
     """Whether `x` is an array of a framework in the registry (or cupy)."""
     return _name_of(type(x)) is not None
-
-
-def array_signature(x: Any) -> Hashable:
-    """Return all that checks of kind, shape, dtype and device read: arrays of one signature pass or fail alike."""
-    if getattr(x, "is_nested", False) or not (isinstance(shape := x.shape, tuple) or shape.is_fully_defined()):
-        # No shape (no check passes), or symbolic sizes, which belong to one graph.
-        return None
-    return type(x), shape, x.dtype, getattr(x, "device", None), getattr(x, "layout", None)
 
 
 # The replacement of `attend` while a framework's compiler traces it, and the module that registers it at import. That

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -218,9 +218,11 @@ class Backend(ABC):
     def memory(self, x: Array) -> np.ndarray[Any, Any]:
         """Return the memory of an array with a CPU buffer as NumPy, without a copy; 16-bit floats as uint16."""
 
-    def strides(self, x: Array) -> tuple[int, ...]:
-        """Return the strides of an array with a CPU buffer, in any unit; () unless it is floating."""
-        return self.memory(x).strides if self.is_floating(x) else ()
+    def signature(self, x: Array) -> Hashable | None:
+        """Return the `array_signature` and strides of an array that `is_plain`; None where it has symbolic sizes."""
+        if (found := array_signature(x)) is None or not self.is_floating(x):
+            return found
+        return found, self.memory(x).strides
 
     def buffer(self, x: Array) -> int | HostArray:
         """Return the address of an array's CPU buffer, or the buffer."""
@@ -454,6 +456,14 @@ class Backend(ABC):
     @abstractmethod
     def autocast(self, *arrays: Array) -> tuple[Array, ...]:
         """Return the arrays in the dtype of the active mixed-precision scope, unchanged outside one."""
+
+
+def array_signature(x: Any) -> Hashable:
+    """Return all that checks of kind, shape, dtype and device read: arrays of one signature pass or fail alike."""
+    if getattr(x, "is_nested", False) or not (isinstance(shape := x.shape, tuple) or shape.is_fully_defined()):
+        # No shape (no check passes), or symbolic sizes, which belong to one graph.
+        return None
+    return type(x), shape, x.dtype, getattr(x, "device", None), getattr(x, "layout", None)
 
 
 def importable(x: HostArray) -> HostArray:

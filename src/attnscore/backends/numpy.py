@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -64,9 +64,8 @@ class NumpyBackend(Backend):
         array = np.asarray(x)
         return array.view(np.uint16) if array.dtype.itemsize == 2 else array
 
-    def strides(self, x: Array) -> tuple[int, ...]:
-        found: tuple[int, ...] = x.strides
-        return found
+    def signature(self, x: Array) -> Hashable:
+        return x.shape, x.dtype, x.strides
 
     def from_memory(self, x: np.ndarray[Any, Any], dtype: str, like: Array) -> Array:
         return x.view(like.dtype) if x.dtype == np.uint16 else x

@@ -74,9 +74,9 @@ def signature(
             return None
         parts.append(of_mask)
     for x in arrays:
-        if (own := backends.array_signature(x)) is None:
+        if (own := ops.signature(x)) is None:
             return None
-        parts += (own, ops.strides(x))
+        parts.append(own)
     return tuple(parts)
 
 

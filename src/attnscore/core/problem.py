@@ -15,7 +15,16 @@ from typing import Any, Literal
 import numpy as np
 
 from attnscore import backends, scores
-from attnscore.backends.base import FLOATING, Array, Backend, accumulator, broadcast, is_unknown, may_equal
+from attnscore.backends.base import (
+    FLOATING,
+    Array,
+    Backend,
+    accumulator,
+    array_signature,
+    broadcast,
+    is_unknown,
+    may_equal,
+)
 from attnscore.core.arguments import check_held, check_number, is_number, is_whole, shown
 from attnscore.core.cache import BoundedCache
 from attnscore.core.dropout import Dropout, check_dropout
@@ -285,7 +294,7 @@ def check_flag(name: str, x: Any) -> bool:
 
 def _layout_signature(arrays: dict[str, Array], head_axis: Any) -> Hashable:
     """Return the key of a cached layout, or None where an array has no signature."""
-    signatures = [backends.array_signature(x) for x in arrays.values()]
+    signatures = [array_signature(x) for x in arrays.values()]
     return None if None in signatures else (type(head_axis), head_axis, *signatures)
 
 

@@ -191,7 +191,7 @@ class NativeCall:
 
     def fits(self, arrays: Sequence[Array], saved: Sequence[Array]) -> bool:
         """Return whether the arrays and the saved outputs still have the layout and dtypes that `backward` takes."""
-        if any(_signature(self.ops, x) != operand.signature for x, operand in zip(arrays, self.operands, strict=True)):
+        if any(self.ops.signature(x) != operand.signature for x, operand in zip(arrays, self.operands, strict=True)):
             return False
         return [self.ops.dtype(x) for x in saved] == [self.dtype, *[self.accumulator] * (len(saved) - 1)]
 
@@ -408,7 +408,7 @@ def prepare(
     operands = tuple(
         Operand(
             name,
-            _signature(ops, given[name]),
+            ops.signature(given[name]),
             tuple(named[name].shape),
             shapes[name],
             layout.has_heads_behind and name in ("query", "key", "value"),
@@ -422,10 +422,6 @@ def prepare(
         None if type(problem.score) is Additive else problem.score, problem.mask, operands, (*spec[:-1], 0),
         tuple(inputs), saves_scores,
     )  # fmt: skip
-
-
-def _signature(ops: Backend, x: Array) -> Hashable:
-    return tuple(x.shape), ops.dtype(x), ops.strides(x)
 
 
 def _unaligned(make: Callable[..., HostArray], shape: Sequence[int], dtype: str) -> HostArray:
