@@ -67,6 +67,8 @@ class Operand(NamedTuple):
     """Shape on the canonical axes."""
     gradient: tuple[int, ...]
     """Shape in which the module accumulates the gradient."""
+    filled: tuple[int, ...]
+    """Shape of the same memory as it is allocated: the caller's, where that has the same order."""
     transposed: bool
     """Whether the caller's axis of heads follows that of positions."""
 
@@ -226,7 +228,7 @@ class NativeCall:
         ]
         # Zeros made by a framework would wake its threads, which then compete with ours.
         filled = {
-            operand.name: np.zeros(operand.gradient, self.accumulator)
+            operand.name: np.zeros(operand.filled, self.accumulator)
             for operand in self.operands
             if operand.name in names
         }
@@ -236,7 +238,12 @@ class NativeCall:
         plan = self._backwards.get(key)
         if plan is None:
             read = [self._example(name.removeprefix("grad_")) if name in given else None for name in known]
-            written = [None if x is None else _example(x) for x in gradients]
+            examples = {
+                operand.name: _in_c_order(operand.gradient, self.accumulator)
+                for operand in self.operands
+                if operand.name in names
+            }
+            written = [examples.get(name) for name in GRADIENTS]
             plan = self.module.plan_backward(self.spec, self.inputs, read, self.dtype, written)
             self._backwards[key] = plan
         results = (*given.values(), *(x for x in gradients if x is not None))
@@ -265,8 +272,7 @@ class NativeCall:
         return np.ascontiguousarray(host)
 
 
-@dataclass(frozen=True, eq=False)
-class NativeOp:
+class NativeOp(NamedTuple):
     """One recorded call, for a framework's gradient hook (`backends.base.DifferentiableOp`).
 
     Outputs are those of `NativeCall.differentiable`, those of `NativeCall.saved`, then the other statistics.
@@ -405,21 +411,16 @@ def prepare(
     if tiles.interval_set is not None:
         inputs[ORDER.index("start")], inputs[ORDER.index("stop")] = tiles.interval_set.with_holes
     shapes, named = gradient_shapes(problem, frozenset(("bias", "sink"))), operands_of(problem)
-    operands = tuple(
-        Operand(
-            name,
-            ops.signature(given[name]),
-            tuple(named[name].shape),
-            shapes[name],
-            layout.has_heads_behind and name in ("query", "key", "value"),
-        )
-        for name in _INPUTS
-        if name in views
-    )
+    operands = []
+    for name in (name for name in _INPUTS if name in views):
+        x, canonical, gradient = given[name], tuple(named[name].shape), shapes[name]
+        is_transposed = layout.has_heads_behind and name in ("query", "key", "value")
+        filled = tuple(x.shape) if gradient == canonical and not is_transposed else gradient
+        operands.append(Operand(name, ops.signature(x), canonical, gradient, filled, is_transposed))
     return NativeCall(
         module, kernel, ops, layout, problem.dtype, problem.accumulator, problem.statistics,
         problem.matrix == "weights", 0.0 if problem.dropout is None else problem.dropout.probability,
-        None if type(problem.score) is Additive else problem.score, problem.mask, operands, (*spec[:-1], 0),
+        None if type(problem.score) is Additive else problem.score, problem.mask, tuple(operands), (*spec[:-1], 0),
         tuple(inputs), saves_scores,
     )  # fmt: skip
 
