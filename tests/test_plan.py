@@ -863,6 +863,57 @@ def test_a_parameter_as_bias_and_sink_is_planned(monkeypatch: pytest.MonkeyPatch
     torch.testing.assert_close(gradients(), wanted)
 
 
+def _boolean_masks() -> dict[str, Callable[[int], Any]]:
+    """Boolean arrays of one shape by their seed; broadcast, transposed, of PyTorch and of NumPy."""
+
+    def drawn(seed: int, *shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < 0.6
+
+    return {
+        "(query, key)": lambda seed: drawn(seed, 4, 6),
+        "(batch, query, key)": lambda seed: drawn(seed, 2, 4, 6)[:, None],
+        "(head, query, key)": lambda seed: drawn(seed, 3, 4, 6),
+        "(key,)": lambda seed: drawn(seed, 6),
+        "transposed": lambda seed: drawn(seed, 2, 3, 6, 4).mT,
+        "expanded": lambda seed: drawn(seed, 4, 1).expand(4, 6),
+        "numpy": lambda seed: drawn(seed, 4, 6).numpy(),
+    }
+
+
+@pytest.mark.parametrize("score", ["scaled_dot", "additive"])
+@pytest.mark.parametrize("kind", _boolean_masks())
+def test_a_boolean_array_is_read_at_each_hit(kind: str, score: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the forward and by the backward, beside all other operands."""
+    torch.manual_seed(0)
+    drawn = _boolean_masks()[kind]
+    leaves = [*_inputs(), torch.randn(4, 6), torch.randn(3), torch.randn(5)]
+    for x in leaves:
+        x.requires_grad_()
+    query, key, value, bias, sink, w_v = leaves
+
+    def both(seed: int, **options: Any) -> list[torch.Tensor]:
+        own = ats.Additive(w_v) if score == "additive" else score
+        out, weights = ats.attend(
+            query, key, value, score=own, mask=drawn(seed), bias=bias, sink=sink, return_weights=True, **options
+        )
+        used = leaves if score == "additive" else leaves[:5]
+        return [out, weights, *torch.autograd.grad(out.square().sum() + weights.square().sum(), used)]
+
+    wanted = both(1, kernel="streaming")
+    both(0)
+    _build_nothing(monkeypatch)
+    _close(both(1), wanted)
+
+
+def test_a_boolean_array_that_changes_before_the_gradient_is_an_error() -> None:
+    arrays, mask = [x.requires_grad_() for x in _inputs()], torch.ones(4, 6, dtype=torch.bool)
+    for _ in range(2):
+        out = ats.attend(*arrays, mask=mask)
+        mask[0, 0] = False
+        with pytest.raises(RuntimeError, match="mask of attend"):
+            out.sum().backward()
+
+
 SQUARE = torch.arange(32.0).reshape(2, 4, 4) / 8
 OPTIONS_THAT_DIFFER: dict[str, tuple[dict[str, Any], ...]] = {
     "strides of the bias": ({"bias": SQUARE}, {"bias": SQUARE.mT}),
@@ -873,6 +924,10 @@ OPTIONS_THAT_DIFFER: dict[str, tuple[dict[str, Any], ...]] = {
     "bias or sink": ({"sink": torch.ones(1)}, {"bias": torch.ones(1)}),
     "dtype of the sink": ({"sink": torch.ones(2)}, {"sink": torch.ones(2).double()}),
     "mask": ({}, {"mask": ats.Causal("top_left")}, {"valid_lens": [2, 3]}, {"valid_lens": [3, 2]}),
+    "strides of the mask": ({"mask": SQUARE[0] < 1}, {"mask": (SQUARE[0] < 1).mT}),
+    "strides of a mask of NumPy": ({"mask": (SQUARE[0] < 1).numpy()}, {"mask": (SQUARE[0] < 1).numpy().T}),
+    "shape of the mask": ({"mask": SQUARE < 3}, {"mask": (SQUARE < 3)[:1, :1]}, {"mask": (SQUARE < 3)[:, None]}),
+    "mask or bias": ({"mask": SQUARE < 3}, {"bias": SQUARE}, {"mask": SQUARE < 3, "valid_lens": [3, 2]}),
     "dropout": ({"seed": 1}, {"dropout": 0.5, "seed": 1}, {"dropout": 0.25, "seed": 1}, {"dropout": 0.5, "seed": 2}),
     "head_axis": ({}, {"head_axis": -2}),
     "statistics": ({}, {"return_stats": True}, {"return_stats": ("entropy",)}, {"return_stats": ("max_weight",)}),

@@ -220,6 +220,22 @@ FAULTS = [
         "a plan is reused for another mask",
     ),
     Fault(
+        "plan-without-strides-of-a-numpy-mask",
+        "src/attnscore/core/plan.py",
+        "return (np.ndarray, mask.shape, mask.strides) if",
+        "return (np.ndarray, mask.shape) if",
+        "tests/test_plan.py -k share_no_plan",
+        "a plan is reused for a mask of the same shape that lies otherwise in memory",
+    ),
+    Fault(
+        "plan-mask-may-change-before-the-gradient",
+        "src/attnscore/kernels/native/call.py",
+        "return () if self.mask is None else (self.mask,)",
+        "return ()",
+        "tests/test_plan.py -k changes_before",
+        "the gradient of a planned call reads a mask that has changed since",
+    ),
+    Fault(
         "plan-without-the-options",
         "src/attnscore/core/plan.py",
         "parts: list[Hashable] = [of_score, bias is None, sink is None, *map(type, options), *options]",

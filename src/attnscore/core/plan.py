@@ -5,6 +5,7 @@
 - A call that fails its checks has no plan, so each repetition runs and fails the same checks.
 - A score named by a string enters the signature as its class. A name registered for a function may give another score
   at each call, so such a call has no signature. Masks enter by their index values.
+- A boolean array that is the mask enters by its shape, as the other arrays do.
 - A cached plan holds no array of a caller. A call without a signature gets a plan for itself alone.
 """
 
@@ -14,14 +15,17 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from attnscore import backends, kernels, scores
-from attnscore.backends.base import Array
+from attnscore.backends.base import Array, Backend
 from attnscore.core import tiling
 from attnscore.core.cache import BoundedCache
 from attnscore.core.problem import Problem
 from attnscore.core.statistics import AttentionStats
 from attnscore.core.tiled import Result
 from attnscore.kernels import AttentionOp
+from attnscore.masks import Dense
 from attnscore.masks.cached import numbers_of
 from attnscore.scores import Additive, ScaledDot
 
@@ -29,7 +33,9 @@ from attnscore.scores import Additive, ScaledDot
 class ExecutionPlan(Protocol):
     """Execution plan of the calls of one signature."""
 
-    def run(self, query: Array, key: Array, value: Array, score: Any, bias: Any, sink: Any, seed: Any) -> Any:
+    def run(
+        self, query: Array, key: Array, value: Array, score: Any, mask: Any, bias: Any, sink: Any, seed: Any
+    ) -> Any:
         """Return what `attend` returns."""
 
 
@@ -70,7 +76,8 @@ def signature(
         return None
     parts: list[Hashable] = [of_score, bias is None, sink is None, *map(type, options), *options]
     if mask is not None or valid_lens is not None:
-        if (of_mask := numbers_of(mask, valid_lens)) is None:
+        of_mask = _array_mask_signature(ops, mask) if valid_lens is None else None
+        if of_mask is None and (of_mask := numbers_of(mask, valid_lens)) is None:
             return None
         parts.append(of_mask)
     for x in arrays:
@@ -78,6 +85,15 @@ def signature(
             return None
         parts.append(own)
     return tuple(parts)
+
+
+def _array_mask_signature(ops: Backend, mask: Any) -> Hashable | None:
+    """Return the signature of a boolean array, which a plan reads anew at each call; None for any other mask."""
+    if type(mask) is np.ndarray:
+        return (np.ndarray, mask.shape, mask.strides) if mask.dtype == bool else None
+    if backends.of_type(type(mask)) is not ops or not ops.is_plain(mask) or ops.dtype(mask) != "bool":
+        return None
+    return ops.signature(mask)
 
 
 def _score_signature(score: Any) -> Hashable | None:
@@ -96,12 +112,21 @@ def _score_signature(score: Any) -> Hashable | None:
 
 
 def build(
-    key: Hashable | None, problem: Problem, kernel: str, query: Array, keys: Array, value: Array, bias: Any, sink: Any
+    key: Hashable | None,
+    problem: Problem,
+    kernel: str,
+    query: Array,
+    keys: Array,
+    value: Array,
+    mask: Any,
+    bias: Any,
+    sink: Any,
 ) -> ExecutionPlan:
     """Return the plan of a problem, cached under `key` where its kernel can reuse it for other arrays."""
     tiles, chosen = tiling.planned(problem), kernels.choose(kernel, problem)
     if key is not None:
-        given = {"query": query, "key": keys, "value": value, "bias": bias, "sink": sink}
+        array = mask if isinstance(problem.mask, Dense) else None
+        given = {"query": query, "key": keys, "value": value, "bias": bias, "mask": array, "sink": sink}
         arrays = {name: x for name, x in given.items() if x is not None}
         if (plan := chosen.prepare(problem, tiles, arrays)) is not None:
             return PLANS.get_or_compute(key, lambda: plan)

@@ -38,8 +38,8 @@ from attnscore.scores.forms import AdditiveForm, InnerForm
 CallPlan: TypeAlias = Callable[[tuple[int | HostArray, ...], int, int], None]
 """Function of the module: takes the addresses of the arrays in order, a seed, and a number of threads."""
 
-# The operands that a call may have, in order, with their indices among the inputs of the module.
-_INPUTS = {"query": 0, "key": 1, "value": 2, "bias": 5, "w_v": 11, "sink": 12}
+# The operands that a call may have, in the order of the module's inputs.
+_OPERANDS = ("query", "key", "value", "bias", "w_v", "sink")
 
 
 # What the module fills in a forward, in its order; of a planned call it never returns the scores ("attention_scores").
@@ -89,6 +89,9 @@ class NativeCall:
     score: Any
     """The score; None where it has arrays, as a plan holds no array of a caller."""
     mask: Mask | None
+    """The mask by its intervals."""
+    reads_mask: bool
+    """Whether the mask is an array of the call."""
     operands: tuple[Operand, ...]
     spec: tuple[Any, ...]
     inputs: tuple[HostArray | None, ...]
@@ -98,7 +101,9 @@ class NativeCall:
     _forwards: dict[bool, Forward] = field(default_factory=dict)
     _backwards: dict[Hashable, CallPlan] = field(default_factory=dict)
 
-    def run(self, query: Array, key: Array, value: Array, score: Any, bias: Array, sink: Array, seed: Any) -> Any:
+    def run(
+        self, query: Array, key: Array, value: Array, score: Any, mask: Any, bias: Any, sink: Any, seed: Any
+    ) -> Any:
         """Return what `attend` returns."""
         ops = self.ops
         arrays = [query, key, value]
@@ -109,9 +114,11 @@ class NativeCall:
         if sink is not None:
             arrays.append(sink)
         seed = (ops.draw_seed(query) if seed is None else int(seed)) % 2**63 if self.dropout else 0
+        if not self.reads_mask:
+            mask = None
         if ops.has_plain_tape and ops.needs_grad(*arrays):
-            return self._present(ops.differentiable(NativeOp(self, score, seed), arrays))
-        return self._present(self.forward(arrays, seed, saves=False))
+            return self._present(ops.differentiable(NativeOp(self, score, mask, seed), arrays))
+        return self._present(self.forward(arrays, mask, seed, saves=False))
 
     @cached_property
     def differentiable(self) -> tuple[str, ...]:
@@ -129,7 +136,7 @@ class NativeCall:
         """Names of the outputs of a forward for which nothing is saved."""
         return (*self.differentiable, *(name for name in self.statistics if name not in DIFFERENTIABLE))
 
-    def forward(self, arrays: Sequence[Array], seed: int, *, saves: bool) -> tuple[Array, ...]:
+    def forward(self, arrays: Sequence[Array], mask: Any, seed: int, *, saves: bool) -> tuple[Array, ...]:
         """Return the outputs of a `NativeOp`; with `saves`, also those that its backward needs."""
         ops, like = self.ops, arrays[2]
         forward = self._forwards.get(saves)
@@ -137,7 +144,7 @@ class NativeCall:
             forward = self._forwards[saves] = self._build_forward(saves)
         make = aligned if ops.wants_aligned else _unaligned
         filled = {name: make(np.empty, shape, dtype) for name, shape, dtype in forward.filled}
-        forward.plan((*map(ops.buffer, arrays), *filled.values()), seed, ops.threads(get_num_threads()))
+        forward.plan((*self._buffers(arrays, mask), *filled.values()), seed, ops.threads(get_num_threads()))
         if "log_sum_exp" in self.statistics:
             filled["log_sum_exp"] = _sum(filled["row_max"], filled["log_denom"])
         found = []
@@ -145,6 +152,14 @@ class NativeCall:
             x = ops.from_memory(filled[name], dtype, like)
             found.append(x if axis is None else ops.swap_axes(x, axis, axis + 1))
         return tuple(found)
+
+    def _buffers(self, arrays: Sequence[Array], mask: Any) -> list[int | HostArray]:
+        """Return the memory of the inputs, in the module's order."""
+        found = [*map(self.ops.buffer, arrays)]
+        if mask is not None:
+            # Before w_v and sink.
+            found.insert(4 if self.operands[3:] and self.operands[3].name == "bias" else 3, _memory(self.ops, mask))
+        return found
 
     def _build_forward(self, saves: bool) -> Forward:
         names = ["out"]
@@ -198,8 +213,8 @@ class NativeCall:
         return [self.ops.dtype(x) for x in saved] == [self.dtype, *[self.accumulator] * (len(saved) - 1)]
 
     def backward(
-        self, arrays: Sequence[Array], saved: Mapping[str, Array], grads: Mapping[str, Array | None], seed: int,
-        wanted: Sequence[bool],
+        self, arrays: Sequence[Array], mask: Any, saved: Mapping[str, Array], grads: Mapping[str, Array | None],
+        seed: int, wanted: Sequence[bool],
     ) -> Iterator[Array | None]:  # fmt: skip
         """Yield the gradient of each array, None where it is not wanted; `saved` and `grads` are by name."""
         ops = self.ops
@@ -247,7 +262,7 @@ class NativeCall:
             plan = self.module.plan_backward(self.spec, self.inputs, read, self.dtype, written)
             self._backwards[key] = plan
         results = (*given.values(), *(x for x in gradients if x is not None))
-        plan((*map(ops.buffer, arrays), *results), seed, ops.threads(get_num_threads()))
+        plan((*self._buffers(arrays, mask), *results), seed, ops.threads(get_num_threads()))
         for x, operand, is_wanted in zip(arrays, self.operands, wanted, strict=True):
             grad = ops.from_memory(filled[operand.name], self.accumulator, arrays[2]) if is_wanted else None
             yield None if grad is None else self.operand_gradient(grad, operand, x)
@@ -280,6 +295,8 @@ class NativeOp(NamedTuple):
 
     call: NativeCall
     score: Any
+    mask: Any
+    """The mask of the call where it is an array."""
     seed: int
 
     @property
@@ -291,7 +308,7 @@ class NativeOp(NamedTuple):
         return len(self.call.differentiable) + len(self.call.saved)
 
     def constants(self) -> tuple[Array, ...]:
-        return ()
+        return () if self.mask is None else (self.mask,)
 
     def variables(self) -> tuple[tuple[Array, ...], Callable[[Sequence[Array]], NativeOp]]:
         return (), lambda arrays: self
@@ -307,7 +324,7 @@ class NativeOp(NamedTuple):
         raise NotImplementedError("attnscore: the streaming form of a planned call")
 
     def forward(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
-        return self.call.forward(arrays, self.seed, saves=True)
+        return self.call.forward(arrays, self.mask, self.seed, saves=True)
 
     def backward(
         self,
@@ -326,7 +343,7 @@ class NativeOp(NamedTuple):
         is_buffer = all(map(ops.has_cpu_buffer, (*arrays, *outputs, *incoming)))
         if ops.needs_grad(*arrays, *incoming) or not is_buffer or not call.fits(arrays, outputs):
             return tuple(self._rebuilt(arrays, saved, named, wanted))
-        return tuple(call.backward(arrays, saved, named, self.seed, wanted))
+        return tuple(call.backward(arrays, self.mask, saved, named, self.seed, wanted))
 
     def _rebuilt(
         self, arrays: Sequence[Array], saved: dict[str, Array], grads: dict[str, Array | None], wanted: Sequence[bool]
@@ -336,8 +353,8 @@ class NativeOp(NamedTuple):
         given = {operand.name: x for operand, x in zip(call.operands, arrays, strict=True)}
         score = dataclasses.replace(self.score, w_v=given.pop("w_v")) if "w_v" in given else call.score
         problem, _ = build_problem(
-            **given, score=score, mask=call.mask, dropout=call.dropout, seed=self.seed,
-            head_axis=call.layout.head_axis, statistics=call.statistics,
+            **given, score=score, mask=call.mask if self.mask is None else self.mask, dropout=call.dropout,
+            seed=self.seed, head_axis=call.layout.head_axis, statistics=call.statistics,
             matrix="weights" if call.returns_weights else None,
         )  # fmt: skip
         op = AttentionOp(call.kernel, problem, tiling.plan(problem))
@@ -374,12 +391,14 @@ def prepare(
 ) -> NativeCall | None:
     """Return the plan of calls like this one, or None where the module needs other arrays than the caller's.
 
-    `arrays` are query, key, value, bias and sink as the caller has them, where there are any.
+    `arrays` are query, key, value, bias, sink and a mask that is an array, as the caller has them, where there are any.
     """
     form, ops, layout = problem.form, problem.ops, problem.layout
     if not (isinstance(form, (InnerForm, AdditiveForm)) and form.query is problem.query and form.key is problem.key):
         return None
-    if tiles.rest is not None or not (problem.mask is None or isinstance(problem.mask, CachedMask)):
+    if tiles.rest is not None if "mask" not in arrays else tiles.interval_set is not None:
+        return None
+    if not (problem.mask is None or "mask" in arrays or isinstance(problem.mask, CachedMask)):
         return None
     if 0 in problem.score_shape.rows or problem.matrix == "scores":
         return None  # the strides of an empty tensor would be NumPy's
@@ -391,8 +410,9 @@ def prepare(
         name: layout.to_canonical(host, ops.memory(given[name]), is_query=name == "query")
         for name in ("query", "key", "value")
     }
-    if "bias" in given:
-        views["bias"] = problem.score_shape.to_canonical(host, ops.memory(given["bias"]))
+    for name in ("bias", "mask"):
+        if name in given:
+            views[name] = problem.score_shape.to_canonical(host, _memory(ops, given[name]))
     if "weights" in lowered:
         given["w_v"], views["w_v"] = problem.score.w_v, ops.memory(lowered["weights"])
         if views["w_v"].strides[-1] != views["w_v"].itemsize:
@@ -403,16 +423,18 @@ def prepare(
         heads = tuple(problem.sink.shape) if problem.sink is not None else ()
         views["sink"] = ops.memory(given["sink"]).reshape(heads)
     # A copy would not show later calls the changes of the caller's array. An empty array has no memory to share.
-    if any(view.size and view.ctypes.data != ops.memory(given[name]).ctypes.data for name, view in views.items()):
+    if any(view.size and view.ctypes.data != _memory(ops, given[name]).ctypes.data for name, view in views.items()):
         return None
     inputs: list[HostArray | None] = [None] * len(ORDER)
     for name, view in views.items():
-        inputs[_INPUTS[name]] = _example(view)
+        inputs[ORDER.index("weights" if name == "w_v" else name)] = _example(
+            view.view(np.uint8) if name == "mask" else view
+        )
     if tiles.interval_set is not None:
         inputs[ORDER.index("start")], inputs[ORDER.index("stop")] = tiles.interval_set.with_holes
     shapes, named = gradient_shapes(problem, frozenset(("bias", "sink"))), operands_of(problem)
     operands = []
-    for name in (name for name in _INPUTS if name in views):
+    for name in (name for name in _OPERANDS if name in views):
         x, canonical, gradient = given[name], tuple(named[name].shape), shapes[name]
         is_transposed = layout.has_heads_behind and name in ("query", "key", "value")
         filled = tuple(x.shape) if gradient == canonical and not is_transposed else gradient
@@ -420,9 +442,15 @@ def prepare(
     return NativeCall(
         module, kernel, ops, layout, problem.dtype, problem.accumulator, problem.statistics,
         problem.matrix == "weights", 0.0 if problem.dropout is None else problem.dropout.probability,
-        None if type(problem.score) is Additive else problem.score, problem.mask, tuple(operands), (*spec[:-1], 0),
+        None if type(problem.score) is Additive else problem.score,
+        None if "mask" in given else problem.mask, "mask" in given, tuple(operands), (*spec[:-1], 0),
         tuple(inputs), saves_scores,
     )  # fmt: skip
+
+
+def _memory(ops: Backend, x: Any) -> HostArray:
+    """Return the memory of an array of the framework, or of a mask of NumPy."""
+    return x if type(x) is np.ndarray and x.dtype == bool else ops.memory(x)
 
 
 def _unaligned(make: Callable[..., HostArray], shape: Sequence[int], dtype: str) -> HostArray:
