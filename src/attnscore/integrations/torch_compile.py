@@ -331,7 +331,7 @@ def _has_operator(arguments: dict[str, Any]) -> bool:
 
 # Older releases of torch take no reason.
 _WHY = {
-    "reason": "attnscore: no operator for a user's own score or mask, for return_weights=True and inside torch.func"
+    "reason": "attnscore: no operator for a custom score or mask, for return_weights=True and inside torch.func"
 }
 
 

@@ -4,7 +4,7 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const at = (id) => document.getElementById(id);
   const count = data.tokens.length;
-  const MOST = 160; // labels and cells of more tokens than these cannot be told apart
+  const MOST = 160; // labels and cells of more tokens than these cannot be distinguished
   const LINKS = 10;
   const shown = { layer: 0, head: 0, setting: "model", statistic: "entropy", rows: [0, count], cols: [0, count] };
 

@@ -77,7 +77,7 @@ def sums_of(call: Call | Scores, real: Tensor | None, saturated_weight: float) -
 
 
 def _in_blocks(call: Call | Scores, real: Tensor | None) -> Iterator[tuple[Call, Tensor | None]]:
-    """Yield a call as it is, and scores as biases of calls whose own scores are 0, a few queries at a time.
+    """Yield a call as it is, and scores as biases of calls with scores of 0, a few queries at a time.
 
     With each come the queries (batch, 1, query) that count: in self-attention, those not at padding. None: all.
     """
