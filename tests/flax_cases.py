@@ -23,6 +23,21 @@ some_layers = pytest.mark.parametrize(
 )
 
 
+# Where an additive layer asks nothing that its heads do not ask.
+two_layers = pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name, marks=() if case.name in QUICK[::2] else pytest.mark.slow) for case in LAYERS],
+)
+# Layers that differ from one that stays by a number alone: the same parameters, or one head in place of four.
+ALIKE = ("dot", "gaussian", "heads, additive", "one head")
+
+
+@nnx.jit(static_argnames="valid_lens")
+def called(layer: Any, *arrays: Any, valid_lens: Any = None) -> Any:
+    """The output alone, by one program in place of dozens."""
+    return layer(*arrays, valid_lens)
+
+
 def make(case: Case, *, lazy: bool = False, seed: int = 0, **more: Any) -> Any:
     """The Flax layer of a row, in float64 unless told otherwise."""
     sizes = {"query_size": case.query_size, "key_size": case.key_size, "value_size": VALUE_SIZE}

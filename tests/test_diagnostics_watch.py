@@ -487,7 +487,9 @@ def architectures() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2", "mistral", "t5", "bart", "vit"])
+@pytest.mark.parametrize(
+    "name", ["bert", "mistral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "t5", "bart", "vit"))]
+)
 def test_architectures(name: str) -> None:
     """By both of their implementations, in training too; numbers against the weights that the model itself gives."""
     torch.manual_seed(0)

@@ -439,9 +439,7 @@ write(Path(sys.argv[3]))
 """
 
 
-@pytest.mark.parametrize(
-    "place", ["attend .npz", "look --plot .png", "a page of findings", "results of the benchmark"], indirect=True
-)
+@pytest.mark.parametrize("place", ["attend .npz", "a page of findings", "results of the benchmark"], indirect=True)
 def test_a_killed_process_leaves_the_old_file(
     place: tuple[Path, Callable[[Path], None]], request: pytest.FixtureRequest
 ) -> None:

@@ -55,6 +55,8 @@ pairs = pytest.mark.parametrize(
         for mask in MASKS
     ],
 )
+# The native kernel and the stream: gradients through a program that is compiled already do not depend on the score.
+AROUND = ("scaled_dot", "own, tile alone")
 _STREAMING = pytest.param("streaming", marks=pytest.mark.slow)
 kernels = pytest.mark.parametrize("kernel", ["auto", _STREAMING])
 
@@ -71,6 +73,10 @@ def close(got: Any, wanted: Any, tolerance: float = 1e-11) -> None:
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         assert one.dtype == other.dtype
         np.testing.assert_allclose(np.asarray(one, "f8"), np.asarray(other, "f8"), atol=tolerance, rtol=tolerance)
+
+
+def in_numpy(tree: Any) -> Any:
+    return jax.tree.map(np.asarray, tree)
 
 
 def loss_of(score: str, mask: str, **options: Any) -> Any:
@@ -96,8 +102,10 @@ def narrow() -> Iterator[None]:
 
 @pairs
 def test_jit_gives_what_a_plain_call_gives(score: str, mask: str, small_tiles: None) -> None:
+    """The plain call is NumPy's, whose numbers are JAX's (test_every_framework.py) and need no programs."""
     arrays, made = inputs(), SCORES[score]()
-    wanted = ats.attend(*arrays, score=made, **MASKS[mask], return_weights=True, return_stats=True)
+    plain, of_numpy = in_numpy(arrays), in_numpy(made)
+    wanted = ats.attend(*plain, score=of_numpy, **MASKS[mask], return_weights=True, return_stats=True)
     got = jax.jit(lambda a, s: ats.attend(*a, score=s, **MASKS[mask], return_weights=True, return_stats=True))
     close(got(arrays, made), wanted)
 
@@ -105,12 +113,19 @@ def test_jit_gives_what_a_plain_call_gives(score: str, mask: str, small_tiles: N
 @kernels
 @pytest.mark.parametrize("mask", ["causal", pytest.param("none", marks=pytest.mark.slow)])
 @scores
-def test_grad_inside_and_around_jit(score: str, mask: str, kernel: str, small_tiles: None) -> None:
+def test_grad_inside_jit(score: str, mask: str, kernel: str, small_tiles: None) -> None:
     arrays, made = inputs(queries=8, keys=12), SCORES[score]()
-    wanted = jax.value_and_grad(loss_of(score, mask), (0, 1))(arrays, made)
+    wanted = jax.jit(jax.value_and_grad(loss_of(score, mask, kernel="dense"), (0, 1)))(arrays, made)
     loss = loss_of(score, mask, kernel=kernel)
     close(jax.jit(jax.value_and_grad(loss, (0, 1)))(arrays, made), wanted)
-    close(jax.value_and_grad(jax.jit(loss), (0, 1))(arrays, made), wanted)
+
+
+@kernels
+@pytest.mark.parametrize("score", [s if s in AROUND else pytest.param(s, marks=pytest.mark.slow) for s in SCORES])
+def test_grad_around_jit(score: str, kernel: str, small_tiles: None) -> None:
+    arrays, made = inputs(queries=8, keys=12), SCORES[score]()
+    wanted = jax.jit(jax.value_and_grad(loss_of(score, "causal", kernel="dense"), (0, 1)))(arrays, made)
+    close(jax.value_and_grad(jax.jit(loss_of(score, "causal", kernel=kernel)), (0, 1))(arrays, made), wanted)
 
 
 @masks
@@ -122,12 +137,12 @@ def test_gradients_are_those_of_numpy(mask: str, dtype: str) -> None:
     close(grads, tuple(pullback(np.ones_like(out))[:3]), 1e-5 if dtype == "float32" else 1e-12)
 
 
-THREE = ("auto", "streaming", "dense")
+THREE, GELU = ("auto", "streaming", "dense"), "additive-gelu-heads"
 
 
 @some(
     "score,kernel",
-    [(score, THREE[i % 3]) for i, score in enumerate(SCORES_WITH_ARRAYS[::3])],
+    [("scaled_dot-heads", "auto")],
     [(score, kernel) for score in SCORES_WITH_ARRAYS for kernel in THREE],
 )
 def test_arrays_of_another_dtype(score: str, kernel: str) -> None:
@@ -137,8 +152,8 @@ def test_arrays_of_another_dtype(score: str, kernel: str) -> None:
 
 @some(
     "score,kernel",
-    [("scaled_dot-heads", "auto"), ("gaussian-heads", "streaming"), ("own-tile", "auto")],
-    [(s, kernel) for s in ("scaled_dot-heads", "gaussian-heads", "own-tile") for kernel in ("auto", "streaming")],
+    [("scaled_dot-heads", "auto"), ("gaussian-heads", "streaming"), ("own-tile", "auto"), (GELU, "dense")],
+    [(score, kernel) for score in ("scaled_dot-heads", "gaussian-heads", "own-tile", GELU) for kernel in THREE],
 )
 def test_arrays_of_another_dtype_in_jit(score: str, kernel: str) -> None:
     call = make_call(score, "none", "float32", "bias-sink").with_extras_in("float64")
@@ -149,9 +164,8 @@ def test_arrays_of_another_dtype_in_jit(score: str, kernel: str) -> None:
 def test_check_grads(score: str) -> None:
     arrays, made = inputs(), SCORES[score]()
     loss = loss_of(score, "window")
-    check_grads(
-        lambda *a: loss(tuple(map(jnp.asarray, a)), made), arrays, order=1, modes=("rev",), atol=1e-4, rtol=1e-4
-    )
+    call = jax.jit(lambda *a: loss(a, made))
+    check_grads(call, arrays, order=1, modes=("rev",), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -183,16 +197,16 @@ def test_a_hessian_through_jit(kernel: str, small_tiles: None) -> None:
     close(jax.jit(jax.jacfwd(jax.grad(loss)))(query), wanted)
 
 
+@pytest.mark.parametrize("wrap", [jax.jit, pytest.param(lambda f: f, marks=pytest.mark.slow)], ids=["jit", "plain"])
 @pytest.mark.parametrize("mask", ["none", pytest.param("no interval", marks=pytest.mark.slow)])
-def test_forward_mode_is_the_gradient_in_a_direction(mask: str, small_tiles: None) -> None:
+def test_forward_mode_is_the_gradient_in_a_direction(mask: str, wrap: Any, small_tiles: None) -> None:
     arrays = inputs()
     along = tuple(jnp.asarray(RNG.standard_normal(x.shape)) for x in arrays)
     loss = loss_of("scaled_dot", mask)
-    grads = jax.grad(loss)(arrays, ats.ScaledDot())
+    grads = jax.jit(jax.grad(loss))(arrays, ats.ScaledDot())
     wanted = sum((grad * direction).sum() for grad, direction in zip(grads, along, strict=True))
-    for wrap in (lambda f: f, jax.jit):
-        found = wrap(lambda a, d: jax.jvp(lambda x: loss(x, ats.ScaledDot()), (a,), (d,))[1])(arrays, along)
-        close(found, wanted, 1e-9)
+    found = wrap(lambda a, d: jax.jvp(lambda x: loss(x, ats.ScaledDot()), (a,), (d,))[1])(arrays, along)
+    close(found, wanted, 1e-9)
 
 
 def test_forward_mode_around_jit_says_that_it_is_not() -> None:
@@ -223,9 +237,10 @@ def test_gradients_per_example() -> None:
     def whole(query: Any, key: Any, value: Any) -> Any:
         return (ats.attend(query, key, value, mask=ats.Causal("bottom_right")) ** 2).sum()
 
-    wanted = jax.grad(whole, (0, 1, 2))(*arrays)
-    for each in (jax.grad(loss, (0, 1, 2)), jax.jit(jax.grad(loss, (0, 1, 2)))):
-        close(jax.vmap(each)(*arrays), wanted)
+    wanted = jax.jit(jax.grad(whole, (0, 1, 2)))(*arrays)
+    each = jax.grad(loss, (0, 1, 2))
+    for call in (jax.jit(jax.vmap(each)), jax.vmap(jax.jit(each))):
+        close(call(*arrays), wanted)
 
 
 def test_lengths_of_each_example_under_vmap() -> None:
@@ -269,13 +284,14 @@ def test_traced_lengths_are_clamped(kernel: str, small_tiles: None) -> None:
 def test_every_kind_of_traced_mask(mask: Any, kernel: str, small_tiles: None) -> None:
     arrays, numbers = inputs(), jnp.asarray([2, 4])
 
-    def loss(arrays: Any, mask: Any) -> Any:
+    def loss(arrays: Any, mask: Any, kernel: str = kernel) -> Any:
         return (ats.attend(*arrays, mask=mask, kernel=kernel) ** 2).sum()
 
-    wanted = jax.value_and_grad(lambda a: (ats.attend(*a, mask=mask(numbers), kernel="dense") ** 2).sum())(arrays)
+    known = mask(numbers)
+    wanted = jax.jit(jax.value_and_grad(lambda a: loss(a, known, "dense")))(arrays)
     close(jax.jit(jax.value_and_grad(lambda a, n: loss(a, mask(n))))(arrays, numbers), wanted)
     # The mask itself as an argument: a pytree.
-    close(jax.jit(jax.value_and_grad(loss))(arrays, mask(numbers)), wanted)
+    close(jax.jit(jax.value_and_grad(loss))(arrays, known), wanted)
 
 
 def test_wrong_input_raises_while_tracing() -> None:
@@ -344,7 +360,7 @@ def test_dtypes_under_jit(dtype: str, kernel: str) -> None:
     grads = jax.jit(jax.grad(lambda a: ats.attend(*a, kernel=kernel).astype("float32").sum()))(arrays)
     assert {x.dtype.name for x in grads} == {dtype}
     wide = tuple(x.astype("float64") for x in arrays)
-    wanted = jax.grad(lambda a: ats.attend(*a, kernel="dense").sum())(wide)
+    wanted = jax.jit(jax.grad(lambda a: ats.attend(*a, kernel="dense").sum()))(wide)
     tolerance = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 1e-5, "float64": 1e-12}[dtype]
     close(tuple(x.astype("float64") for x in grads), wanted, tolerance * 4)
 

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -67,24 +68,24 @@ def test_shard_map(key_batch: int, mask: str, kernel: str, small_tiles: None) ->
     """Gradients of what all devices share are sums over them."""
     arrays, spread = inputs(key_batch), BATCH if key_batch > 1 else ALL
 
-    def call(query: Any, key: Any, value: Any, lens: Any) -> Any:
+    def call(query: Any, key: Any, value: Any, lens: Any, kernel: str = kernel) -> Any:
         return ats.attend(query, key, value, kernel=kernel, **MASKS[mask](lens))
 
     def parallel(*arrays: Any) -> Any:
         specs = BATCH, spread, spread, BATCH
         return jax.shard_map(call, mesh=mesh_of(AxisType.Auto), in_specs=specs, out_specs=BATCH)(*arrays)
 
-    close(gradients(parallel, arrays), gradients(call, arrays))
+    close(gradients(parallel, arrays), gradients(partial(call, kernel="dense"), arrays))
 
 
 @pairs
 def test_a_mesh_whose_axes_are_part_of_the_types(mask: str, kernel: str, small_tiles: None) -> None:
     arrays = inputs()
 
-    def call(query: Any, key: Any, value: Any, lens: Any) -> Any:
+    def call(query: Any, key: Any, value: Any, lens: Any, kernel: str = kernel) -> Any:
         return ats.attend(query, key, value, kernel=kernel, **MASKS[mask](lens))
 
-    wanted = gradients(call, arrays)
+    wanted = gradients(partial(call, kernel="dense"), arrays)
     with jax.set_mesh(mesh_of(AxisType.Explicit)):
         spread = tuple(jax.device_put(x, BATCH) for x in arrays)
         close(gradients(call, spread), wanted)

@@ -193,6 +193,7 @@ def test_traced_numbers_between_pieces(mask: str, callback_too: bool) -> None:
 
     traced = jax.jit(jax.value_and_grad(loss))
     dense = jax.jit(jax.value_and_grad(lambda a, n: loss(a, n, kernel="dense")))
+    mapped = jax.jit(jax.vmap(lambda n: loss(arrays, n)))
     if not callback_too:
         assert "@attnscore_forward" in program(loss, arrays, jnp.asarray([2, 7]))
     for numbers in ([2, 7], [0, 11], [-5, 40], [6, 3]):
@@ -201,8 +202,7 @@ def test_traced_numbers_between_pieces(mask: str, callback_too: bool) -> None:
         n = n if "window" in mask or mask in ("sinks", "neither") else n.clip(0, 11)
         wanted = dense(arrays, n)
         close(traced(arrays, n), wanted, 1e-10)
-        several = jnp.stack([n, n[::-1]])
-        close(jax.vmap(lambda n: loss(arrays, n))(several)[0], wanted[0], 1e-10)
+        close(mapped(jnp.stack([n, n[::-1]]))[0], wanted[0], 1e-10)
 
 
 EVALUATED: dict[str, Any] = {
@@ -220,29 +220,38 @@ EVALUATED: dict[str, Any] = {
 }
 
 
-@some("mask", ["beside documents and padding", "alike for all rows"], list(EVALUATED))
-def test_masks_that_have_to_be_evaluated(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Strip by strip in the program, with gradients, also in the layout of Flax and under vmap."""
+def evaluated(mask: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, Any, Any]:
+    """A loss, its arrays and ids, and what the dense kernel gives; the mask is evaluated strip by strip."""
     monkeypatch.setattr(chunked_masks, "HELD", 1)
     monkeypatch.setattr(chunked_masks, "FEWEST", 4)
-    query, key, value = inputs()
-    bias, ids = normal(4, 9, 11), (RNG.integers(-1, 3, (2, 9)), RNG.integers(-1, 3, (2, 11)))
-    ids = tuple(map(jnp.asarray, ids))
+    arrays = *inputs(), normal(4, 9, 11)
+    ids = jnp.asarray(RNG.integers(-1, 3, (2, 9))), jnp.asarray(RNG.integers(-1, 3, (2, 11)))
 
     def loss(arrays: Any, ids: Any, **options: Any) -> Any:
         query, key, value, bias = arrays
         out, stats = ats.attend(query, key, value, mask=EVALUATED[mask](*ids), bias=bias, return_stats=True, **options)
         return (out**2).sum() + (stats.entropy**2).sum() + (stats.log_sum_exp * (stats.sum_weights > 0)).sum()
 
-    arrays = query, key, value, bias
-    assert "@attnscore_forward" in program(loss, arrays, ids)
     wanted = jax.jit(jax.value_and_grad(lambda a, n: loss(a, n, kernel="dense")))(arrays, ids)
-    close(jax.jit(jax.value_and_grad(loss))(arrays, ids), wanted, 1e-10)
+    return loss, arrays, ids, wanted
+
+
+@some("mask", ["alike for all rows"], list(EVALUATED))
+def test_masks_that_a_plain_call_evaluates(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loss, arrays, ids, wanted = evaluated(mask, monkeypatch)
     close(jax.value_and_grad(loss)(arrays, ids, kernel="native"), wanted, 1e-10)
-    turned = (*(x.swapaxes(1, 2) for x in arrays[:3]), bias)
+
+
+@some("mask", ["beside documents and padding", "alike for all rows"], list(EVALUATED))
+def test_masks_that_have_to_be_evaluated(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strip by strip in the program, with gradients, also in the layout of Flax and under vmap."""
+    loss, arrays, ids, wanted = evaluated(mask, monkeypatch)
+    assert "@attnscore_forward" in program(loss, arrays, ids)
+    close(jax.jit(jax.value_and_grad(loss))(arrays, ids), wanted, 1e-10)
+    turned = (*(x.swapaxes(1, 2) for x in arrays[:3]), arrays[3])
     close(jax.jit(lambda *a: loss(*a, head_axis=-2))(turned, ids), wanted[0], 1e-10)
     several = tuple(jnp.stack([x, x[::-1]]) for x in ids)
-    close(jax.vmap(jax.grad(loss), (None, 0))(arrays, several)[0][0], wanted[1][0], 1e-10)
+    close(jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(arrays, several)[0][0], wanted[1][0], 1e-10)
 
 
 def test_dropout_under_a_mask_that_has_to_be_evaluated_is_left_to_the_stream() -> None:
@@ -253,8 +262,9 @@ def test_dropout_under_a_mask_that_has_to_be_evaluated_is_left_to_the_stream() -
         return ats.attend(*arrays, mask=EVALUATED["or documents"](*ids), dropout=0.3, seed=5, **options)
 
     assert "@attnscore_forward" not in program(call, ids)
+    wanted = jax.jit(lambda ids: call(ids, kernel="dense"))(ids)
     for found in (call(ids, kernel="native"), jax.jit(call)(ids)):
-        close(found, call(ids, kernel="dense"))
+        close(found, wanted)
 
 
 def test_a_mask_that_is_no_interval_goes_beside_the_intervals() -> None:
@@ -263,7 +273,7 @@ def test_a_mask_that_is_no_interval_goes_beside_the_intervals() -> None:
     def call(seen: Any, lens: Any, **options: Any) -> Any:
         return ats.attend(*arrays, mask=ats.Dense(seen) & ats.Causal("bottom_right"), valid_lens=lens, **options)
 
-    close(jax.jit(call)(seen, lens), call(seen, lens, kernel="dense"))
+    close(jax.jit(call)(seen, lens), jax.jit(lambda *a: call(*a, kernel="dense"))(seen, lens))
     assert "@attnscore_forward" in program(call, seen, lens)
 
 
@@ -274,8 +284,9 @@ def test_documents_with_narrow_ids(narrow: None) -> None:
     def call(ids: Any, **options: Any) -> Any:
         return ats.attend(*arrays, mask=ats.Documents(*ids), **options)
 
+    wanted = jax.jit(lambda ids: call(ids, kernel="dense"))(ids)
     for found in (call(ids, kernel="native"), jax.jit(call)(ids)):
-        close(found, call(ids, kernel="dense"), 1e-5)
+        close(found, wanted, 1e-5)
 
 
 # ------------------------------------------------------- vmap
@@ -291,10 +302,18 @@ def test_examples_are_one_call(axes: tuple[Any, ...]) -> None:
         every = [[x[i] if axis == 0 else x for x, axis in zip(arrays, axes, strict=True)] for i in range(3)]
         return jnp.stack([ats.attend(*each, mask=ats.Causal("bottom_right"), kernel="dense") for each in every])
 
-    wanted, pullback = jax.vjp(one_by_one, *arrays)
-    seed = normal(*wanted.shape)
-    close(mapped(*arrays), wanted)
-    close(jax.jit(lambda *a: jax.vjp(mapped, *a)[1](seed))(*arrays), pullback(seed))
+    seed = normal(3, 2, 4, 9, 3)
+
+    def both(function: Any) -> Any:
+        def whole(*arrays: Any) -> Any:
+            out, pullback = jax.vjp(function, *arrays)
+            return out, pullback(seed)
+
+        return jax.jit(whole)(*arrays)
+
+    wanted = both(one_by_one)
+    close(mapped(*arrays), wanted[0])
+    close(both(mapped), wanted)
     text = program(mapped, *arrays)
     assert text.count("@attnscore_forward") == 1 and "while" not in text
 
@@ -310,9 +329,9 @@ def test_each_example_has_its_lengths_and_its_seed() -> None:
     def loss(query: Any, key: Any, value: Any, seed: Any, lens: Any) -> Any:
         return square(query, key, value, dropout=0.4, seed=seed, valid_lens=lens)
 
-    both = jax.value_and_grad(loss, (0, 1, 2))
+    both = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
     wanted = [both(*(x[i] for x in (*arrays, seeds, lens))) for i in range(3)]
-    close(jax.vmap(both)(*arrays, seeds, lens), jax.tree.map(lambda *x: jnp.stack(x), *wanted))
+    close(jax.jit(jax.vmap(both))(*arrays, seeds, lens), jax.tree.map(lambda *x: jnp.stack(x), *wanted))
 
 
 def test_second_derivatives_of_each_example() -> None:
@@ -324,10 +343,11 @@ def test_second_derivatives_of_each_example() -> None:
     dense = jax.jit(jax.hessian(lambda x: loss(x, "dense")))
     wanted = jnp.stack([dense(x) for x in query])
     close(jax.jit(jax.vmap(jax.jacrev(jax.grad(loss))))(query), wanted)
-    close(
-        jax.jvp(jax.vmap(loss), (query,), (query,)),
-        jax.jvp(jax.vmap(lambda x: loss(x, "dense")), (query,), (query,)),
-    )
+
+    def along(kernel: str) -> Any:
+        return jax.jit(lambda x: jax.jvp(jax.vmap(lambda x: loss(x, kernel)), (x,), (x,)))(query)
+
+    close(along("auto"), along("dense"))
 
 
 # ------------------------------------------------------- layouts, sizes, transformations
@@ -337,7 +357,7 @@ def test_second_derivatives_of_each_example() -> None:
 def test_the_layout_of_flax_is_read_where_it_lies(key_heads: int) -> None:
     arrays = normal(2, 9, 4, 5), normal(2, 11, key_heads, 5), normal(2, 11, key_heads, 3)
     turned = tuple(x.swapaxes(1, 2) for x in arrays)
-    wanted = jax.value_and_grad(square, (0, 1, 2))(*turned)
+    wanted = jax.jit(jax.value_and_grad(square, (0, 1, 2)))(*turned)
     both = jax.jit(jax.value_and_grad(lambda *a: square(*a, head_axis=-2), (0, 1, 2)))
     value, grads = both(*arrays)
     close((value, tuple(x.swapaxes(1, 2) for x in grads)), wanted)
@@ -370,7 +390,7 @@ def test_scan_and_checkpoint() -> None:
 
         return jax.lax.scan(step, 0.0, queries)
 
-    wanted = jax.value_and_grad(lambda q: sum(square(x, key, value) for x in q))(queries)
+    wanted = jax.jit(jax.value_and_grad(lambda q: sum(square(x, key, value) for x in q)))(queries)
     (value_, _), grad = jax.jit(jax.value_and_grad(loss, has_aux=True))(queries)
     close((value_, grad), wanted)
 

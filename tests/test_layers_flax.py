@@ -22,12 +22,26 @@ from attnscore.layers.flax import (
     MultiHeadAttention,
 )
 from constructor_cases import check_constructors, check_older_call, every_older_call
-from flax_cases import QUICK, both, by_torch_names, inputs, make, mask_of, some_layers, to_jax, to_torch
+from flax_cases import (
+    ALIKE,
+    QUICK,
+    both,
+    by_torch_names,
+    called,
+    inputs,
+    make,
+    mask_of,
+    some_layers,
+    to_jax,
+    to_torch,
+    two_layers,
+)
 from layer_cases import KEYS, LAYERS, MASKS, QUERIES, VALUE_SIZE, Case, close, every_layer
 
 pytestmark = pytest.mark.usefixtures("torch_seed", "one_thread")
 
 THOROUGH = "composed, and lens"
+NARROW = (torch.float32, QUICK[0]), (torch.bfloat16, QUICK[0]), (torch.bfloat16, QUICK[2])
 layers_and_masks = pytest.mark.parametrize(
     ("case", "mask"),
     [
@@ -35,7 +49,7 @@ layers_and_masks = pytest.mark.parametrize(
             case,
             mask,
             id=f"{case.name}-{mask}",
-            marks=() if case.name in QUICK or mask == THOROUGH else pytest.mark.slow,
+            marks=() if case.name in QUICK or (mask == THOROUGH and case.name not in ALIKE) else pytest.mark.slow,
         )
         for case in LAYERS
         for mask in MASKS
@@ -52,9 +66,15 @@ def test_layer_is_its_definition(case: Case, mask: str) -> None:
     assert layer.attention_weights.shape == case.weights_shape
 
 
-@some_layers
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str
+    ("dtype", "case"),
+    [
+        pytest.param(
+            dtype, case, id=f"{dtype}-{case.name}", marks=() if (dtype, case.name) in NARROW else pytest.mark.slow
+        )
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        for case in LAYERS
+    ],
 )
 def test_layer_is_as_accurate_as_the_plain_one_in_its_dtype(case: Case, dtype: torch.dtype) -> None:
     theirs, layer = both(case, dtype)
@@ -71,7 +91,7 @@ def test_layer_is_as_accurate_as_the_plain_one_in_its_dtype(case: Case, dtype: t
         assert (to_torch(got) - wanted).abs().max() <= torch.maximum(2 * (other - wanted).abs().max(), floor)
 
 
-@some_layers
+@two_layers
 @pytest.mark.parametrize("mask", [pytest.param("none", marks=pytest.mark.slow), THOROUGH])
 def test_gradients(case: Case, mask: str) -> None:
     """Those of the plain definition by PyTorch, of parameters and inputs."""
@@ -82,13 +102,13 @@ def test_gradients(case: Case, mask: str) -> None:
     def loss(layer: Any, arrays: Any) -> jax.Array:
         return jnp.square(layer(*arrays, **mask_of(mask))).sum()
 
-    own, of_inputs = nnx.grad(loss, argnums=(0, 1))(layer, inputs(case))
+    own, of_inputs = nnx.jit(nnx.grad(loss, argnums=(0, 1)))(layer, inputs(case))
     close([to_torch(x) for x in of_inputs], [x.grad for x in tensors])
     close(by_torch_names(own), {name: x.grad for name, x in theirs.named_parameters()})
 
 
-@some_layers
-@pytest.mark.parametrize("jit", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "jit"])
+@two_layers
+@pytest.mark.parametrize("jit", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "jit"])
 def test_what_is_hidden_reaches_nothing(case: Case, jit: bool) -> None:
     """NaN and infinity in padding, and in a query that sees nothing: same output, same gradients, finite."""
     layer = make(case)
@@ -119,7 +139,7 @@ def test_what_is_hidden_reaches_nothing(case: Case, jit: bool) -> None:
     assert not layer.attention_weights[..., 1, :][0].any()
 
 
-@some_layers
+@two_layers
 @pytest.mark.parametrize("queries, keys, batch", [(0, 5, 2), (3, 0, 2), (3, 5, 0)])
 def test_empty_axes(case: Case, queries: int, keys: int, batch: int) -> None:
     q, k, v = inputs(case)
@@ -129,11 +149,12 @@ def test_empty_axes(case: Case, queries: int, keys: int, batch: int) -> None:
     assert jnp.isfinite(out).all()
 
 
-@every_layer
+@some_layers
 def test_one_memory_for_a_batch_of_queries(case: Case) -> None:
     layer, (q, k, v) = make(case), inputs(case)
     twice = (jnp.tile(x[:1], (2, 1, 1)) for x in (k, v))
-    close(to_torch(layer(q, k[:1], v[:1], [3])), to_torch(layer(q, *twice, [3, 3])))
+    wanted = called(layer, q, *twice, valid_lens=(3, 3))
+    close(to_torch(called(layer, q, k[:1], v[:1], valid_lens=(3,))), to_torch(wanted))
 
 
 def test_numbers_of_the_textbook() -> None:
@@ -153,7 +174,8 @@ def test_numbers_of_the_textbook() -> None:
         close(to_torch(out), wanted, torch.float32)
         close(to_torch(layer.attention_weights), uniform, torch.float32)
     x, y = jnp.ones((2, 4, 100)), jnp.ones((2, 6, 100))
-    assert MultiHeadAttention(100, 5, 0.5, rngs=rngs)(x, y, y, jnp.array([3, 2])).shape == (2, 4, 100)
+    layer = MultiHeadAttention(100, 5, 0.5, rngs=rngs, query_size=100, key_size=100, value_size=100)
+    assert called(layer, x, y, y, valid_lens=(3, 2)).shape == (2, 4, 100)
 
 
 # ------------------------------------------------------------------ jit, vmap
@@ -182,19 +204,19 @@ def test_compiled(case: Case) -> None:
     close(to_torch(layer(*arrays, [2, 5])), to_torch(wanted))
 
 
-@some_layers
+@two_layers
 def test_vmap_and_an_ensemble(case: Case) -> None:
     layer, (q, k, v) = make(case), inputs(case)
-    found = jax.vmap(layer, in_axes=(0, None, None))(jnp.stack([q, q[::-1]]), k, v)
-    close(to_torch(found[0]), to_torch(layer(q, k, v)))
-    close(to_torch(found[1]), to_torch(layer(q[::-1], k, v)))
+    found = jax.jit(jax.vmap(layer, in_axes=(0, None, None)))(jnp.stack([q, q[::-1]]), k, v)
+    close(to_torch(found[0]), to_torch(called(layer, q, k, v)))
+    close(to_torch(found[1]), to_torch(called(layer, q[::-1], k, v)))
     if not nnx.state(layer):
         return
-    many = nnx.vmap(lambda seed: make(case, seed=seed))(jax.random.split(jax.random.key(0), 3))
-    outs = nnx.vmap(lambda layer, q: layer(q, k, v), in_axes=(0, None))(many, q)
+    many = nnx.jit(nnx.vmap(lambda seed: make(case, seed=seed)))(jax.random.split(jax.random.key(0), 3))
+    outs = nnx.jit(nnx.vmap(lambda layer, q: layer(q, k, v), in_axes=(0, None)))(many, q)
     graph, state = nnx.split(many)
     one = nnx.merge(graph, jax.tree.map(lambda x: x[1], state))
-    close(to_torch(outs[1]), to_torch(one(q, k, v)))
+    close(to_torch(outs[1]), to_torch(called(one, q, k, v)))
 
 
 # ------------------------------------------------------------------ modes, dtypes, sizes
@@ -269,7 +291,7 @@ class _Model(nnx.Module):
         return self.after(self.layer(self.before(q), *others))
 
 
-@some_layers
+@two_layers
 def test_a_dtype_of_the_computation(case: Case) -> None:
     """Parameters and inputs in float32, computed in bfloat16, as accurately as torch's autocast is held to."""
     theirs, layer = both(case, torch.float32, dtype=jnp.bfloat16)
@@ -284,7 +306,8 @@ def test_a_dtype_of_the_computation(case: Case) -> None:
     floor = 8 * eps * exact.abs().max()
     assert (to_torch(out) - exact).abs().max() <= torch.maximum(2 * (plain - exact).abs().max(), floor)
     assert (to_torch(weights) - exact_weights).abs().max() < 8 * eps
-    grads = nnx.grad(lambda layer: layer(*inputs(case, torch.float32)).astype(jnp.float32).sum())(layer)
+    arrays = inputs(case, torch.float32)
+    grads = nnx.jit(nnx.grad(lambda layer: layer(*arrays).astype(jnp.float32).sum()))(layer)
     assert all(x.dtype == jnp.float32 and jnp.isfinite(x).all() for x in jax.tree.leaves(grads))
 
 
@@ -344,12 +367,13 @@ def test_starting_values_give_scores_of_moderate_variance(width: int) -> None:
     rngs = nnx.Rngs(width)
     q, k = rngs.normal((1, 1, 200, width)), rngs.normal((1, 1, 200, width))
     score = ats.Bilinear(BilinearAttention(query_size=width, key_size=width, rngs=rngs).W[...])
-    assert 0.1 < ats.attention_scores(q, k, score=score).var() < 1
+    var = jax.jit(lambda score: ats.attention_scores(q, k, score=score).var(-1).mean())
+    assert 0.1 < jax.jit(lambda score: ats.attention_scores(q, k, score=score).var())(score) < 1
     for name in ("cosine", "gaussian", "bilinear", "additive"):
         layer = MultiHeadAttention(width, 1, score=name, rngs=rngs)
         score = layer._layer.make_score({part.name: getattr(layer, part.name)[...] for part in layer._layer.parameters})
         # What is constant in a row changes no weight.
-        assert 0.05 < ats.attention_scores(q, k, score=score).var(-1).mean() < 2
+        assert 0.05 < var(score) < 2
 
 
 def test_what_replaces_a_projection_has_its_say() -> None:

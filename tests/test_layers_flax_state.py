@@ -25,8 +25,8 @@ from attnscore.layers.flax import (
     GaussianAttention,
     MultiHeadAttention,
 )
-from flax_cases import inputs, make, some_layers, to_jax, to_torch
-from layer_cases import Case, TextbookAdditive, TextbookMultiHead, close, every_layer
+from flax_cases import ALIKE, called, inputs, make, to_jax, to_torch, two_layers
+from layer_cases import LAYERS, Case, TextbookAdditive, TextbookMultiHead, close
 
 pytestmark = pytest.mark.usefixtures("torch_seed", "one_thread")
 
@@ -35,7 +35,7 @@ RNGS = nnx.Rngs(0)
 
 
 class TestAttentionWeights:
-    @some_layers
+    @two_layers
     def test_are_those_of_the_call_after_an_optimiser_step(self, case: Case) -> None:
         layer, lens = make(case), np.array([2, 5])
         layer(*inputs(case), lens)
@@ -111,7 +111,9 @@ class TestAttentionWeights:
         assert jnp.array_equal(other(X, X, X), layer(X, X, X)), "the stream of dropout is copied as well"
 
 
-@every_layer
+@pytest.mark.parametrize(
+    "case", [pytest.param(x, id=x.name, marks=pytest.mark.slow if x.name in ALIKE else ()) for x in LAYERS]
+)
 def test_state_is_saved_and_restored(case: Case, tmp_path: Path) -> None:
     """As plain arrays by name, in a file that needs no pickle."""
     layer, other, arrays = make(case), make(case, seed=1), inputs(case)
@@ -122,12 +124,13 @@ def test_state_is_saved_and_restored(case: Case, tmp_path: Path) -> None:
         for path, x in nnx.to_flat_state(state):
             x.set_value(jnp.asarray(found["/".join(map(str, path))]))
     nnx.update(other, state)
-    assert jnp.array_equal(other(*arrays), layer(*arrays))
+    wanted = called(layer, *arrays)
+    assert jnp.array_equal(called(other, *arrays), wanted)
     pure = nnx.to_pure_dict(nnx.state(layer))
     assert set(pure) <= {"W_q", "W_k", "W_v", "W_o", "w_v", "W", "log_bandwidth", "log_scale"}
     graph, params, rest = nnx.split(layer, nnx.Param, ...)
     assert not jax.tree.leaves(rest)
-    assert jnp.array_equal(nnx.merge(graph, params, rest)(*arrays), layer(*arrays))
+    assert jnp.array_equal(called(nnx.merge(graph, params, rest), *arrays), wanted)
 
 
 class TestLoadTorch:

@@ -17,8 +17,22 @@ ROOT = Path(__file__).parents[1]
 _KERAS_OWN = "ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"
 CHECKS = ("check_numbers.py", "check_models.py", "check_errors.py")
 
+# Keras imports these where they are installed, some when a seed is set, for four seconds of each process; no check
+# needs them. A module that is None cannot be imported.
+NEEDLESS = {"tensorflow": ("sklearn", "matplotlib")}
+NEEDLESS |= dict.fromkeys(("jax", "torch"), ("sklearn", "matplotlib", "tensorflow"))
+# Collecting garbage among all that the frameworks import, and taking it apart at the end, takes seconds more.
+_START = """
+import gc, os, sys
+gc.disable()
+sys.modules.update(dict.fromkeys({needless}))
+import pytest
+code = int(pytest.main(sys.argv[1:]))
+sys.stdout.flush(), sys.stderr.flush()
+os._exit(code)
+"""
 
-# All on one backend; on the others their numbers, and models of PyTorch. The rest is slow.
+# All on one backend; on the others a few of their numbers, and models of PyTorch. The rest is slow.
 DEFAULT = {"tensorflow": CHECKS, "jax": ("check_numbers.py",), "torch": ("check_models.py",)}
 ROWS = [
     *(pytest.param(backend, checks, id=backend) for backend, checks in DEFAULT.items()),
@@ -42,8 +56,10 @@ def test_every_backend(backend: str, checks: tuple[str, ...], pytestconfig: pyte
         "OMP_NUM_THREADS": "1",
     }
     folder = ROOT / "tests" / "keras_checks"
-    options = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--confcutdir", str(folder), "-W", _KERAS_OWN)
-    marks = ("-m", pytestconfig.option.markexpr)
+    # Hypothesis, which no check uses, is imported by its plugin.
+    plugins = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest")
+    options = ("-c", _START.format(needless=NEEDLESS[backend]), "-q", *plugins, "--confcutdir", str(folder))
+    marks = ("-W", _KERAS_OWN, "-m", pytestconfig.option.markexpr)
     done = subprocess.run(
         [sys.executable, *options, *marks, *(str(folder / name) for name in checks)],
         capture_output=True,

@@ -132,6 +132,7 @@ def test_131072_tokens(kind: str, framework: str) -> None:
     [(AUTOMATIC, "torch")],
     [(kernel, framework) for kernel in dict.fromkeys((AUTOMATIC, "streaming")) for framework in FRAMEWORKS],
 )
+@pytest.mark.slow
 def test_2048_tokens_in_a_process_of_its_own(kernel: str, framework: str) -> None:
     """One float32 matrix of 16 heads would take 256 MB, and a plain backward several of them."""
     found = measure(framework, "dot", 2048, 16, 16, "causal", kernel)

@@ -87,7 +87,8 @@ def _by_tensorflow(layer: Any, inputs: Any, grad: Any, given: Any) -> Any:
 def _by_jax(layer: Any, inputs: Any, grad: Any, given: Any) -> Any:
     import jax
 
-    layer(*inputs, **given)
+    if not layer.built:
+        layer(*inputs, **given)
     fixed = [variable.value for variable in layer.non_trainable_variables]
 
     def loss(leaves: Any, variables: Any) -> Any:
@@ -96,7 +97,7 @@ def _by_jax(layer: Any, inputs: Any, grad: Any, given: Any) -> Any:
 
     variables = [variable.value for variable in layer.trainable_variables]
     leaves = [jax.numpy.asarray(x) for x in inputs]
-    found, out = jax.grad(loss, (0, 1), has_aux=True)(leaves, variables)
+    found, out = jax.jit(jax.grad(loss, (0, 1), has_aux=True))(leaves, variables)
     return _split(out, [*found[0], *found[1]])
 
 
