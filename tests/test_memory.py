@@ -153,7 +153,8 @@ def test_peak_grows_with_the_length_and_not_its_square(score: str, mask: str, mo
     """Bytes that NumPy allocates, forward and backward with statistics, at 100 and 400 tokens."""
     monkeypatch.setattr("attnscore.core.tiling.TILE_SCORES", 2**9)
     row = SCORE[score]
-    peaks = [_numpy_peak(row, mask, tokens, "streaming") for tokens in (100, 400)]
+    # The lesser of two: what is allocated once in a process, or by another thread of it, is not of the call.
+    peaks = [min(_numpy_peak(row, mask, tokens, "streaming") for _ in range(2)) for tokens in (100, 400)]
     # Four times the length: four times the memory, where a matrix would take sixteen times.
     assert peaks[1] < 5 * peaks[0]
 
