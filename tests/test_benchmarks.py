@@ -30,6 +30,7 @@ from attnscore.bench.timing import Effort, alternate, exponent, summary
 from attnscore.cli import main
 from attnscore.errors import ArgumentError
 from attnscore.io import FileError
+from few_modules import few_modules
 
 ROOT = Path(__file__).parents[1]
 SHORT = Effort(least=3, most=3, seconds=0.0)
@@ -111,6 +112,12 @@ def threads_as_before() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     machine.set_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def searched() -> Iterator[None]:
+    with few_modules():
+        yield
 
 
 @pytest.fixture

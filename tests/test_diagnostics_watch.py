@@ -29,6 +29,7 @@ from attnscore.errors import ArgumentError
 from attnscore.integrations.transformers import register
 from attnscore.layers.torch import AdditiveAttention, MultiHeadAttention
 from cases import MASKS, SCORES, SOME_SCORES
+from few_modules import few_modules
 from harness import make_call
 
 WEIGHT = 0.6  # saturated from here, so that random rows are on both sides
@@ -40,6 +41,12 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def searched():
+    with few_modules():
+        yield
 
 
 def expected_sums(
@@ -569,7 +576,9 @@ def bindings() -> list[Any]:
     ]  # fmt: skip
 
 
-def test_every_name_is_put_back_also_after_an_error_and_for_several() -> None:
+def test_every_name_is_put_back_also_after_an_error_and_for_several(monkeypatch) -> None:
+    """Of all modules that are loaded."""
+    monkeypatch.setattr(torch_patches, "sys", sys)
     before, model = bindings(), OwnAttention()
     first, second = watch(model), watch(nn.Sequential(model))
     first.start()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import attnscore
+from attnscore.diagnostics.lab.variance import logit_variance
 from printed_output import WordsAndNumbers
 
 
@@ -36,6 +37,10 @@ def test_examples_of_a_module(name: str, monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setenv("MPLBACKEND", "Agg")
     monkeypatch.chdir(str(tmp_path))
     module = importlib.import_module(name)
+    if name == "attnscore.diagnostics.scaling":
+        # Its example takes the first result of the quick lab, seconds of draws; test_diagnostics_scaling.py has it.
+        few = module.EXPERIMENTS[0]._replace(run=lambda quick: logit_variance([1, 2], pairs=8, repeats=2))
+        monkeypatch.setattr(module, "EXPERIMENTS", (few, *module.EXPERIMENTS[1:]))
     runner = doctest.DocTestRunner(
         checker=WordsAndNumbers(), optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
     )

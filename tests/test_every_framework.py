@@ -64,7 +64,25 @@ def test_every_framework_is_in_the_table() -> None:
     assert all((Path(__file__).parent / mode.own).is_file() for mode in MODES if mode.own)
 
 
-@pytest.mark.parametrize(("mode", "score", "mask", "dtype"), in_every_mode())
+# A second each to compile, and like other rows of their mode; test_jax.py and test_tensorflow_graphs.py have more.
+COMPILED_LIKE_OTHERS = {
+    "jax-eager-own-tile_gradient-Causal-bottom_right-tall-float64",
+    "jax-vmap-scaled_dot-heads-Causal-bottom_right-tall-float64",
+    "tensorflow-graph-cosine-heads-zero-vectors-Causal-bottom_right-tall-float64",
+    "tensorflow-graph-additive-tanh-bias-none-float64",
+}
+
+
+def rows_of_modes() -> list[Any]:
+    rows = in_every_mode()
+    assert {row.id for row in rows} >= COMPILED_LIKE_OTHERS
+    return [
+        pytest.param(*row.values, id=row.id, marks=pytest.mark.slow if row.id in COMPILED_LIKE_OTHERS else ())
+        for row in rows
+    ]
+
+
+@pytest.mark.parametrize(("mode", "score", "mask", "dtype"), rows_of_modes())
 def test_every_mode_against_the_oracle(mode: Mode, score: str, mask: str, dtype: str) -> None:
     """Output, statistics and gradients: one of each family of scores and of masks, and every dtype."""
     call = make_call(score, mask, dtype, "hiding-bias")

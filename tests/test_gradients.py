@@ -24,6 +24,15 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 scores = pytest.mark.parametrize("score", [score.name for score in SCORES])
 frameworks = pytest.mark.parametrize("framework", FRAMEWORKS)
 smooth_scores = pytest.mark.parametrize("score", [score.name for score in SCORES if score.smooth])
+# One of each family; a difference takes a tenth of a second, and the exact comparisons below have every score.
+by_differences = pytest.mark.parametrize(
+    "score",
+    [
+        pytest.param(score.name, marks=() if score in SOME_SCORES else pytest.mark.slow)
+        for score in SCORES
+        if score.smooth
+    ],
+)
 SMALL = Sizes(batch=1, heads=4, key_heads=2, queries=3, keys=4, value_dim=2)
 
 
@@ -41,7 +50,7 @@ def test_the_oracle_agrees_with_autograd(score: str, mask: str) -> None:
         np.testing.assert_allclose(found, wanted, atol=1e-12 * scale, err_msg=name)
 
 
-@smooth_scores
+@by_differences
 def test_the_oracle_agrees_with_finite_differences(score: str) -> None:
     """Each gradient of the oracle along a random direction against a central difference in long double."""
     call = make_call(score, "nested", "float64", "hiding-bias")
@@ -141,14 +150,14 @@ def _double(call: Call) -> tuple[Any, tuple[torch.Tensor, ...]]:
     return function, tuple(tensor(x, requires_grad=True) for x in call.leaves.values())
 
 
-@smooth_scores
+@by_differences
 def test_gradcheck(score: str, small_tiles: None) -> None:
     """In a random direction, by default: entry by entry takes ten times as long."""
     function, inputs = _double(make_call(score, "none", "float64", "bias-sink", SMALL))
     torch.autograd.gradcheck(function, inputs, fast_mode=not covering.products)
 
 
-@smooth_scores
+@by_differences
 def test_gradgradcheck(score: str, small_tiles: None) -> None:
     """Double backward: what gradient penalties and meta-learning take."""
     function, inputs = _double(make_call(score, "none", "float64", "bias-sink", SMALL))

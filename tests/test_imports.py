@@ -9,7 +9,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,28 +29,61 @@ FRAMEWORKS = ("torch", "tensorflow", "keras", "jax", "jaxlib", "flax", "mxnet", 
 HEAVY = (*FRAMEWORKS, "matplotlib", "safetensors", "typer", "rich", "click", "scipy", "pandas", "ml_dtypes")
 
 
-def modules_after(*statements: str) -> list[str]:
-    """Modules that a fresh interpreter has after NumPy and these statements, and had not after NumPy alone."""
-    code = "\n".join(
-        (
-            "import sys, json, numpy, numpy.random",
-            "before = set(sys.modules)",
-            *statements,
-            "print(json.dumps(sorted(set(sys.modules) - before)))",
-        )
-    )
-    found: list[str] = json.loads(_python("-c", code).stdout.splitlines()[-1])
-    return found
+# Runs each code that comes in on a line in a fork of an interpreter that has imported NumPy and nothing else.
+FORKS = """
+import io, json, os, sys, traceback, contextlib, time
+import numpy, numpy.random
+
+# Compiled once, by the first code that imports it, whatever the caller's environment says of compiled files.
+sys.pycache_prefix = sys.argv[1]
+for line in sys.stdin:
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            before, out = set(sys.modules), io.StringIO()
+            with contextlib.redirect_stdout(out):
+                exec(json.loads(line), {"numpy": numpy, "sys": sys, "time": time})
+            found = {"modules": sorted(set(sys.modules) - before), "out": out.getvalue()}
+        except BaseException:
+            found = {"error": traceback.format_exc()}
+        with open(write, "w") as file:
+            json.dump(found, file)
+        os._exit(0)
+    os.close(write)
+    with open(read) as file:
+        print(file.read(), flush=True)
+    os.waitpid(child, 0)
+"""
 
 
-def _python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(scope="module")
+def after_numpy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., dict[str, Any]]]:
+    """Run code after NumPy's import, in a process of its own; give what it printed and the modules that it brought."""
     # Other packages' start-up files (.pth) may import anything; what they brought was there before NumPy.
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE.parent), **variables}
-    done = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, env=environment, check=False, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    return done
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE.parent), "PYTHONDONTWRITEBYTECODE": ""}
+    arguments = [sys.executable, "-c", FORKS, str(tmp_path_factory.mktemp("compiled"))]
+    with subprocess.Popen(
+        arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdin and process.stdout
+        answers, questions = process.stdout, process.stdin
+
+        def run(*statements: str) -> dict[str, Any]:
+            questions.write(json.dumps("\n".join(statements)) + "\n")
+            questions.flush()
+            found: dict[str, Any] = json.loads(answers.readline())
+            assert "error" not in found, found["error"]
+            return found
+
+        yield run
+        questions.close()
+
+
+@pytest.fixture
+def modules_after(after_numpy: Callable[..., dict[str, Any]]) -> Callable[..., list[str]]:
+    """Give the modules that a fresh interpreter has after NumPy and some statements, and had not after NumPy alone."""
+    return lambda *statements: after_numpy(*statements)["modules"]
 
 
 def roots(modules: list[str]) -> set[str]:
@@ -76,17 +111,17 @@ def core_modules() -> set[str]:
     }
 
 
-def test_import_brings_numpy_and_the_standard_library_alone() -> None:
+def test_import_brings_numpy_and_the_standard_library_alone(modules_after: Callable[..., list[str]]) -> None:
     assert roots(modules_after("import attnscore")) <= {"attnscore", "numpy", *sys.stdlib_module_names}
 
 
-def test_import_brings_exactly_the_core() -> None:
+def test_import_brings_exactly_the_core(modules_after: Callable[..., list[str]]) -> None:
     # NumPy's own words are loaded with the first call (and with the first look at a mask).
     assert own(modules_after("import attnscore")) | {"attnscore.backends.numpy"} == core_modules()
     assert own(modules_after("import attnscore")) & {f"attnscore.{room}" for room in LATER} == set()
 
 
-def test_a_framework_that_cannot_be_imported_is_not_missed() -> None:
+def test_a_framework_that_cannot_be_imported_is_not_missed(modules_after: Callable[..., list[str]]) -> None:
     """With every framework and extra forbidden, the core imports and works."""
     blocked = f"sys.modules.update(dict.fromkeys({HEAVY!r}))"
     found = modules_after(
@@ -112,13 +147,13 @@ NUMPY_ONLY = (
 )
 
 
-def test_working_with_numpy_imports_no_framework() -> None:
+def test_working_with_numpy_imports_no_framework(modules_after: Callable[..., list[str]]) -> None:
     found = modules_after(*NUMPY_ONLY)
     assert roots(found) <= {"attnscore", "numpy", *sys.stdlib_module_names}
     assert not own(found) - core_modules()
 
 
-def test_an_error_about_a_framework_does_not_import_it() -> None:
+def test_an_error_about_a_framework_does_not_import_it(modules_after: Callable[..., list[str]]) -> None:
     found = modules_after(
         "import attnscore as ats",
         "for wrong in (None, [1.0], 'text', numpy.ones((2, 2), int)):",
@@ -143,33 +178,23 @@ def test_an_error_about_a_framework_does_not_import_it() -> None:
         ("attnscore.cli.app", {"typer", "click", "rich", "shellingham", "markdown_it", "mdurl", "pygments"}),
     ],
 )
-def test_rooms_above_the_core_import_what_they_use_when_they_use_it(module: str, allowed: set[str]) -> None:
+def test_rooms_above_the_core_import_what_they_use_when_they_use_it(
+    module: str, allowed: set[str], modules_after: Callable[..., list[str]]
+) -> None:
     found = roots(modules_after(f"import {module}"))
     assert not found & (set(HEAVY) - allowed)
 
 
-_IMPORTS = """
-import time
-start = time.process_time()
-import numpy
-between = time.process_time()
-import attnscore
-print(between - start, time.process_time() - between)
-"""
+IMPORT = "start = time.process_time(); import attnscore; print(time.process_time() - start)"
 
 
-IMPORT = "import time, numpy; start = time.process_time(); import attnscore; print(time.process_time() - start)"
-
-
-def test_import_is_quick(tmp_path: Path) -> None:
+def test_import_is_quick(after_numpy: Callable[..., dict[str, Any]]) -> None:
     """Promised: under 0.15 s on top of NumPy's own import. Asserted: four times that, for the least of seven runs.
 
     Seconds of the processor, which other processes hardly change. The bound is generous: it catches an import of
     something heavy (PyTorch takes seconds), not a few milliseconds. 0.05 s was measured beside 0.11 s of NumPy on 2
     cores, Python 3.11.
     """
-    # Compiled once, by the first run, whatever the caller's environment says of compiled files.
-    compiled = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
-    own_time = min(float(_python("-c", IMPORT, **compiled).stdout) for _ in range(7))
+    own_time = min(float(after_numpy(IMPORT)["out"]) for _ in range(7))
     print(f"attnscore on top of NumPy: {own_time:.3f} s (promised: under 0.15 s)")
     assert own_time < 4 * 0.15

@@ -104,7 +104,7 @@ ADDITIVE_SCORES = tuple(score.name for score in SCORES if score.magnitude == "ad
     # Those of JAX and TensorFlow take seconds each.
     [(score, THROUGH_WEIGHTS[i // 2 % 2], FRAMEWORKS[i % 2]) for i, score in enumerate(ADDITIVE_SCORES)]
     + [(score, THROUGH_WEIGHTS[i % 2], "tensorflow") for i, score in enumerate(ADDITIVE_SCORES[::6])]
-    + [("additive-silu-heads", "weights", "jax"), ("additive-tanh-bias", "hiding-bias-weights", "jax")],
+    + [("additive-tanh-bias", "hiding-bias-weights", "jax")],
     [(s, e, f) for s in ADDITIVE_SCORES for e in THROUGH_WEIGHTS for f in (*FRAMEWORKS, "jax", "tensorflow")],
 )
 def test_masked_infinity_and_gradients_through_weights(score: str, extras: str, framework: str) -> None:

@@ -137,7 +137,7 @@ def test_tokens_are_on_both_axes():
     png(figure)
 
 
-@pytest.mark.parametrize("length", [3, 30, 120, 400])
+@pytest.mark.parametrize("length", [3, 30, pytest.param(120, marks=pytest.mark.slow), 400])
 def test_labels_do_not_overlap(length):
     tokens = [f"token{place}" for place in range(length)]
     figure = show_attention(RNG.random((length, length)), tokens)
@@ -285,7 +285,7 @@ def test_pooled_maps_of_uneven_bins_and_of_several_heads():
     assert not overlapping(figure)
 
 
-@pytest.mark.parametrize("lengths", [(0, 0), (0, 5), (5, 0), (1, 1), (2, 4000)])
+@pytest.mark.parametrize("lengths", [pytest.param((0, 0), marks=pytest.mark.slow), (0, 5), (5, 0), (1, 1), (2, 4000)])
 def test_long_pictures_of_odd_sizes(lengths):
     query, key = np.zeros((lengths[0], 2)), np.zeros((lengths[1], 2))
     pooled = ats.pooled_weights(query, key, (5, 5))

@@ -12,6 +12,7 @@ import contextlib
 import doctest
 import importlib
 import io
+import json
 import os
 import re
 import runpy
@@ -19,6 +20,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,8 +98,12 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModuleTyp
     monkeypatch.setattr(kernels, "_TABLE", dict(kernels._TABLE))
     monkeypatch.setenv("MPLBACKEND", "Agg")
     monkeypatch.chdir(tmp_path)
+    # On their small tensors a second thread mostly waits.
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
     with torch.random.fork_rng():
         yield module
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("path", with_language("python"), ids=label)
@@ -130,10 +136,46 @@ def elsewhere() -> Iterator[Any]:
                 yield pytest.param(path, block, shown, id=f"{label(path)}:{block.line}")
 
 
+ELSEWHERE = list(elsewhere())
+
+# Each block has names of its own; MXNet is imported once.
+RUN_ELSEWHERE = """
+import contextlib, io, json, sys, traceback
+
+answers = []
+for text in json.load(sys.stdin):
+    out, failed = io.StringIO(), ""
+    with contextlib.redirect_stdout(out):
+        try:
+            exec(text, {"__name__": "__main__"})
+        except BaseException:
+            failed = traceback.format_exc()
+    answers.append((out.getvalue(), failed))
+json.dump(answers, sys.stdout)
+"""
+
+
+@pytest.fixture(scope="module")
+def ran_elsewhere() -> dict[tuple[Path, int], tuple[str, str]]:
+    """What each block prints in MXNet's environment, and its traceback where it fails, by its file and line."""
+    if not MXNET.exists():
+        pytest.fail(f"no MXNet: {MXNET} is missing; `make test` sets it up", pytrace=False)
+    found = [row.values[:2] for row in ELSEWHERE]
+    texts = json.dumps([block.text for _, block in found])
+    done = subprocess.run(
+        [MXNET, "-c", RUN_ELSEWHERE], input=texts, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return {(path, block.line): tuple(x) for (path, block), x in zip(found, json.loads(done.stdout), strict=True)}
+
+
 @pytest.mark.skipif(not CAN_HAVE_MXNET, reason="MXNet needs NumPy below 1.24, which is not built for this Python")
-@pytest.mark.parametrize(("path", "block", "shown"), list(elsewhere()))
-def test_blocks_for_mxnet_run_and_print_what_is_shown(path: Path, block: Block, shown: Block | None) -> None:
-    printed = run_elsewhere(block, path)
+@pytest.mark.parametrize(("path", "block", "shown"), ELSEWHERE)
+def test_blocks_for_mxnet_run_and_print_what_is_shown(
+    path: Path, block: Block, shown: Block | None, ran_elsewhere: dict[tuple[Path, int], tuple[str, str]]
+) -> None:
+    printed, failed = ran_elsewhere[path, block.line]
+    assert not failed, f"{label(path)}:{block.line}\n{failed}"
     if shown is not None:
         check_printed(shown, path, printed)
 
@@ -145,15 +187,6 @@ def run(block: Block, path: Path, module: ModuleType) -> str:
     with contextlib.redirect_stdout(out):
         exec(code, vars(module))
     return out.getvalue()
-
-
-def run_elsewhere(block: Block, path: Path) -> str:
-    """What a block prints in MXNet's environment."""
-    if not MXNET.exists():
-        pytest.fail(f"no MXNet: {MXNET} is missing; `make test` sets it up", pytrace=False)
-    done = subprocess.run([MXNET, "-c", block.text], capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, f"{label(path)}:{block.line}\n{done.stderr}"
-    return done.stdout
 
 
 def test_the_readme_shows_code_and_what_it_prints() -> None:
@@ -373,13 +406,22 @@ def test_the_reference_of_the_site_has_every_public_name() -> None:
 # ------------------------------------------------------------------ examples
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, id=path.name, marks=pytest.mark.slow if path.name in LONG_EXAMPLES else ())
-        for path in EXAMPLES
-    ],
-)
+@pytest.mark.parametrize("path", [path for path in EXAMPLES if path.name not in LONG_EXAMPLES], ids=label)
+def test_examples_run_here(
+    path: Path, fresh: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As the program that this process runs, which has imported the frameworks already; alone in the next test."""
+    monkeypatch.setattr(sys, "argv", [str(path)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        runpy.run_path(str(path), run_name="__main__")
+    printed = capfd.readouterr()
+    assert not printed.err
+    assert printed.out.strip(), "an example shows something"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", EXAMPLES, ids=label)
 def test_examples_run(path: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "MPLBACKEND": "Agg", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT / "src")}
     environment["TF_CPP_MIN_LOG_LEVEL"] = "3"  # XLA complains of slow compilation where the machine is busy

@@ -4,7 +4,7 @@
 // So few query rows do not pay for transposing a key tile: their dot products are taken key by key.
 constexpr int64_t kFewRows = 4;
 
-// A query tile and all that its way over the key tiles needs.
+// One task: attends a query tile to a range of keys, one key tile after the other.
 template <class T>
 class ForwardTask {
    public:

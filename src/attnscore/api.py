@@ -51,7 +51,7 @@ def attend(
     score : a score object, or a registered name (``dot scaled_dot gaussian cosine sum`` ...)
     mask : a mask object, or a boolean array broadcastable to (..., query, key), True = may attend
     valid_lens : (batch,) or (batch, query) whole numbers
-        Keys j < valid_lens are unmasked; combined with `mask` by AND. With two axes a number or (query,).
+        Keys j < valid_lens are unmasked; combined with `mask` by AND. For a query of two axes: a number, or (query,).
     bias : broadcastable to (..., query, key)
         Added to the scores after temperature and cap; -inf masks a key. Gets a gradient.
     sink : number or (heads,)

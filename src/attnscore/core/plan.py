@@ -5,7 +5,7 @@
 - A call that fails its checks has no plan, so each repetition runs and fails the same checks.
 - A score named by a string enters the signature as its class. A name registered for a function may give another score
   at each call, so such a call has no signature. Masks enter by their index values.
-- A boolean array that is the mask enters by its shape, as the other arrays do.
+- A boolean array that is the mask enters by its shape and strides; each call reads its values.
 - A cached plan holds no array of a caller. A call without a signature gets a plan for itself alone.
 """
 

@@ -218,7 +218,7 @@ class _RowContext:
     row_max: Array
     log_denom: Array
     delta: Array
-    """dlse - dout . out - dweights . weights: the term that all keys of a query share (FlashAttention's D)."""
+    """dlse - dout . out - dweights . weights, so that ds = p (dp + delta). It is dlse - D, with FlashAttention's D."""
     grad_entropy: Array | None
     entropy: Array | None
     grad_matrix: Array | None
@@ -496,7 +496,7 @@ def _in_accumulator_dtype(problem: Problem) -> Problem:
 
 
 def _with_asserted_shapes(problem: Problem) -> Problem:
-    """Return the problem, which fails where a graph learns when it runs that mask or bias do not fit the scores."""
+    """Return the problem with run-time assertions on the shapes of mask and bias that a graph does not know yet."""
     specs = [] if problem.mask is None else [*problem.mask.shapes(problem.score_shape)]
     if problem.bias is not None:
         allowed = [tuple((1, n) for n in (*problem.score_shape.rows, problem.score_shape.key_len))]

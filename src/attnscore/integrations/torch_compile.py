@@ -330,9 +330,7 @@ def _has_operator(arguments: dict[str, Any]) -> bool:
 
 
 # Older releases of torch take no reason.
-_WHY = {
-    "reason": "attnscore: no operator for a custom score or mask, for return_weights=True and inside torch.func"
-}
+_WHY = {"reason": "attnscore: no operator for a custom score or mask, for return_weights=True and inside torch.func"}
 
 
 @torch.compiler.disable(**(_WHY if "reason" in inspect.signature(torch.compiler.disable).parameters else {}))  # type: ignore[untyped-decorator, no-untyped-call]  # torch's own

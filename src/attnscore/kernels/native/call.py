@@ -42,7 +42,8 @@ CallPlan: TypeAlias = Callable[[tuple[int | HostArray, ...], int, int], None]
 _OPERANDS = ("query", "key", "value", "bias", "w_v", "sink")
 
 
-# What the module fills in a forward, in its order; of a planned call it never returns the scores ("attention_scores").
+# Arrays that the module's forward fills, in its order. "scores" are before bias and cap, saved for the backward;
+# "attention_scores" are those that a caller asks for: `prepare` refuses such calls, so they are never filled here.
 _FILLED = ("out", "row_max", "log_denom", "scores", "attention_scores", "weights", *STATISTICS)
 # Those with a number for each pair of query and key.
 _PAIRS = ("scores", "weights")
@@ -55,7 +56,7 @@ class Forward(NamedTuple):
     filled: tuple[tuple[str, tuple[int, ...], Any], ...]
     """Name, shape and dtype of each array that the module fills: in C order, heads in front of queries."""
     outputs: tuple[tuple[str, str, int | None], ...]
-    """Name and dtype of each output, and the axis that changes places with the next on the caller's axes."""
+    """Name and dtype of each output, and the axis to swap with the next one to get the caller's axes; None: no swap."""
 
 
 class Operand(NamedTuple):
@@ -68,7 +69,7 @@ class Operand(NamedTuple):
     gradient: tuple[int, ...]
     """Shape in which the module accumulates the gradient."""
     filled: tuple[int, ...]
-    """Shape of the same memory as it is allocated: the caller's, where that has the same order."""
+    """Shape in which that buffer is allocated: the caller's, where it has the same elements in the same order."""
     transposed: bool
     """Whether the caller's axis of heads follows that of positions."""
 
@@ -89,9 +90,9 @@ class NativeCall:
     score: Any
     """The score; None where it has arrays, as a plan holds no array of a caller."""
     mask: Mask | None
-    """The mask by its intervals."""
+    """The mask where it is known as intervals, which the plan holds; None for no mask, or one read from an array."""
     reads_mask: bool
-    """Whether the mask is an array of the call."""
+    """Whether each call passes its mask as a boolean array."""
     operands: tuple[Operand, ...]
     spec: tuple[Any, ...]
     inputs: tuple[HostArray | None, ...]
@@ -422,7 +423,8 @@ def prepare(
             return None
         heads = tuple(problem.sink.shape) if problem.sink is not None else ()
         views["sink"] = ops.memory(given["sink"]).reshape(heads)
-    # A copy would not show later calls the changes of the caller's array. An empty array has no memory to share.
+    # A call passes the address of the caller's array, to be read with the strides of its view here, so no view may be a
+    # copy. An empty array has no address to compare.
     if any(view.size and view.ctypes.data != _memory(ops, given[name]).ctypes.data for name, view in views.items()):
         return None
     inputs: list[HostArray | None] = [None] * len(ORDER)

@@ -38,7 +38,10 @@ def gradient_shapes(problem: Problem, wanted: frozenset[str]) -> dict[str, tuple
 
 
 def _shared(problem: Problem) -> tuple[int, ...]:
-    """Return the leading axes, 1 where keys and values are broadcast along one, so that they have one gradient."""
+    """Return the leading axes (*lead, head, group) of the gradients of key, value and w_v.
+
+    An axis is 1 where all of these arrays have size 1: the module then sums their gradients over it.
+    """
     form, whole = problem.form, problem.score_shape.rows[:-1]
     shapes = [x.shape[:-2] for name, x in form.arrays().items() if form.role(name) == "key"]
     shapes.append(problem.value.shape[:-2])
