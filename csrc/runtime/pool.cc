@@ -1,5 +1,6 @@
 // The thread pool. Requirements:
 // - every task runs on exactly one thread, and `parallel` returns when all are done;
+// - tasks compute with subnormal numbers, rounding to nearest, whatever mode the caller's thread is in;
 // - low overhead: no lock to join or leave a job, and a system call only to wake sleeping workers;
 // - no waiting for a worker that has not joined: on a busy machine the caller does the work alone;
 // - safe after fork: the child has none of its parent's workers and starts its own;
@@ -38,6 +39,41 @@ void pause() {
     asm volatile("yield");
 #endif
 }
+
+// The IEEE 754 mode of this thread, until the end of the scope. XLA's and TensorFlow's threads flush subnormal numbers
+// to zero, and a new thread inherits its creator's mode; score / cap is subnormal under a large cap.
+class IeeeMode {
+   public:
+    IeeeMode() : before_(get()) {
+        if (before_ != kDefault) set(kDefault);
+    }
+    ~IeeeMode() {
+        if (before_ != kDefault) set(before_);
+    }
+    IeeeMode(const IeeeMode&) = delete;
+    IeeeMode& operator=(const IeeeMode&) = delete;
+
+   private:
+#if defined(__x86_64__) || defined(__i386__)
+    // All exceptions masked; the low six bits only record which have occurred.
+    static constexpr uint64_t kDefault = 0x1f80;
+    static uint64_t get() { return _mm_getcsr() & ~0x3fu; }
+    static void set(uint64_t mode) { _mm_setcsr(static_cast<uint32_t>(mode)); }
+#elif defined(__aarch64__) && defined(__GNUC__)
+    static constexpr uint64_t kDefault = 0;
+    static uint64_t get() {
+        uint64_t mode;
+        asm volatile("mrs %0, fpcr" : "=r"(mode));
+        return mode;
+    }
+    static void set(uint64_t mode) { asm volatile("msr fpcr, %0" : : "r"(mode)); }
+#else
+    static constexpr uint64_t kDefault = 0;
+    static uint64_t get() { return kDefault; }
+    static void set(uint64_t) {}
+#endif
+    const uint64_t before_;
+};
 
 struct Job {
     int64_t count;
@@ -117,6 +153,7 @@ void Pool::start_workers(int wanted) {
 }
 
 void Pool::work() {
+    const IeeeMode mode;
     // A new worker tries to join before it first sleeps: its job may be open already.
     for (;;) {
         const uint32_t last = generation_.load(std::memory_order_acquire);
@@ -169,6 +206,7 @@ Pool* owned_pool() {
 }  // namespace
 
 void parallel(int64_t count, void (*f)(int64_t task, void* context), void* context, int threads) {
+    const IeeeMode mode;
     threads = static_cast<int>(std::min<int64_t>({count, threads, kMostThreads}));
     if (threads > 1 && !busy.exchange(true, std::memory_order_acquire)) {
         Pool* pool = owned_pool();
