@@ -91,8 +91,8 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr(tiling, "TILE_SCORES", 1)
     monkeypatch.setattr(tiling, "SMALLEST_TILE", 4)
-    monkeypatch.setattr(chunked_masks, "HELD", 1)
-    monkeypatch.setattr(chunked_masks, "FEWEST", 3)
+    monkeypatch.setattr(chunked_masks, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(chunked_masks, "MIN_CHUNK_ROWS", 3)
     monkeypatch.setattr(gaussian, "INNER_TERMS", 0)
 
 

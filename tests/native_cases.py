@@ -17,7 +17,7 @@ import attnscore as ats
 BITS = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 TOLERANCE = {"float32": 2e-6, "float64": 1e-13, "bfloat16": 1e-2, "float16": 2e-3}
 INPUTS = ("query", "key", "value", "query_bias", "key_bias", "bias", "mask", "query_ids", "key_ids", "start", "stop")
-INPUTS += ("weights", "sink", "scales")
+INPUTS += ("w_v", "sink", "scales")
 OPTIONS = {
     "form": "inner",
     "activation": "tanh",
@@ -33,7 +33,7 @@ OPTIONS = {
 STATISTICS = ("max_score", "mean_score", "var_score", "entropy", "max_weight", "sum_sq_weights", "sum_weights")
 ROWS = ("out", "row_max", "log_denom", "entropy", "scores", "attention_weights", "grad_out", "grad_log_sum_exp")
 ROWS += ("grad_entropy", "grad_attention_scores", "grad_attention_weights")
-GRADIENTS = ("grad_query", "grad_key", "grad_value", "grad_query_bias", "grad_key_bias", "grad_bias", "grad_weights")
+GRADIENTS = ("grad_query", "grad_key", "grad_value", "grad_query_bias", "grad_key_bias", "grad_bias", "grad_w_v")
 GRADIENTS += ("grad_sink", "grad_scales")
 
 
@@ -97,7 +97,7 @@ class Case:
         self.value = draw(value, *self.key_grid, key_len, value_dim)
         self.grad_out = draw(value, *self.grid, query_len, value_dim)
         self.grad_log_sum_exp = rng.standard_normal((*self.grid, query_len, 1)).astype(self.sum)
-        self.weights = draw(self.sum.name, dim) if self.options["form"] == "additive" else None
+        self.w_v = draw(self.sum.name, dim) if self.options["form"] == "additive" else None
         self.start = self.stop = None
         self.query_bias = self.key_bias = self.bias = self.mask = self.query_ids = self.key_ids = self.sink = None
         self.scales = None
@@ -128,12 +128,12 @@ class Case:
     def exact_scores(self) -> tuple[np.ndarray, np.ndarray]:
         """Scores, and the activation's derivative times its weights (additive)."""
         q, k = self.exact("query"), self.exact("key")
-        if self.weights is None:
+        if self.w_v is None:
             return q @ k.swapaxes(-1, -2) * self.options["scale"], np.zeros(0)
         self.hidden = q[..., :, None, :] + k[..., None, :, :]
         y, slope = activated(self.options["activation"], self.hidden, self.options["negative_slope"])
         self.activations = y
-        return y @ self.weights.astype(float), slope * self.weights
+        return y @ self.w_v.astype(float), slope * self.w_v
 
     def _words(self, change: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         score = tuple(change.pop(name, option) for name, option in self.options.items())
@@ -159,7 +159,7 @@ class Case:
         self.grad_query = np.zeros((*self.grid, query_len, dim), self.sum)
         self.grad_key = np.zeros((*self.key_grid, key_len, dim), self.sum)
         self.grad_value = np.zeros((*self.key_grid, key_len, value_dim), self.sum)
-        self.grad_weights = None if self.weights is None else np.zeros((*self.key_grid, dim), self.sum)
+        self.grad_w_v = None if self.w_v is None else np.zeros((*self.key_grid, dim), self.sum)
         self.grad_query_bias = self.grad_key_bias = self.grad_bias = self.grad_sink = self.grad_scales = None
         score, inputs = self._words(change)
         grad_dtype = change.pop("grad_dtype", self.options["value_dtype"])
@@ -188,7 +188,7 @@ class Case:
         shift = self.grad_log_sum_exp.astype(float) - (grad_out * self.exact("out")).sum(-1, keepdims=True)
         ds = p * (grad_out @ self.exact("value").swapaxes(-1, -2) + shift)
         close(self.grad_value, self.summed(p.swapaxes(-1, -2) @ grad_out), tolerance)
-        if self.weights is None:
+        if self.w_v is None:
             ds = ds * self.options["scale"]
             close(self.grad_query, ds @ self.exact("key"), tolerance)
             close(self.grad_key, self.summed(ds.swapaxes(-1, -2) @ self.exact("query")), tolerance)
@@ -196,7 +196,7 @@ class Case:
             du = ds[..., None] * slopes
             close(self.grad_query, du.sum(-2), tolerance)
             close(self.grad_key, self.summed(du.sum(-3)), tolerance)
-            close(self.grad_weights, self.summed((ds[..., None] * self.activations).sum((-2, -3)), axis=-2), tolerance)
+            close(self.grad_w_v, self.summed((ds[..., None] * self.activations).sum((-2, -3)), axis=-2), tolerance)
 
     def check_statistics(self, scores: np.ndarray, seen: np.ndarray, p: np.ndarray, tolerance: float) -> None:
         count = np.maximum(seen.sum(-1, keepdims=True), 1)

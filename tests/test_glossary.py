@@ -23,7 +23,7 @@ WORDS = {
     "recipes": "execution plans",
     "plain_calls": "core.plan",
     "PlainCall": "ExecutionPlan",
-    "native_inputs": "kernels.native.operands",
+    "native_inputs": "kernels.native.marshalling",
     "native_masks": "masks.lowering",
     "native_program": "kernels.native.xla_call",
     "native_deferred": "kernels.native.xla_callback",

@@ -222,8 +222,8 @@ EVALUATED: dict[str, Any] = {
 
 def evaluated(mask: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, Any, Any]:
     """A loss, its arrays and ids, and what the dense kernel gives; the mask is evaluated strip by strip."""
-    monkeypatch.setattr(chunked_masks, "HELD", 1)
-    monkeypatch.setattr(chunked_masks, "FEWEST", 4)
+    monkeypatch.setattr(chunked_masks, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(chunked_masks, "MIN_CHUNK_ROWS", 4)
     arrays = *inputs(), normal(4, 9, 11)
     ids = jnp.asarray(RNG.integers(-1, 3, (2, 9))), jnp.asarray(RNG.integers(-1, 3, (2, 11)))
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import attnscore as ats
 from attnscore.core import plan
 from attnscore.core.cache import BoundedCache
-from attnscore.kernels.native import call, operands
+from attnscore.kernels.native import call, marshalling
 from attnscore.kernels.native import kernel as door
 from native_cases import native
 
@@ -82,7 +82,7 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.fixture
 def old_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that is not cleared holds NaN."""
-    aligned = operands.aligned
+    aligned = marshalling.aligned
 
     def dirty(make: Any, shape: Any, dtype: str) -> np.ndarray:
         x = aligned(make, shape, dtype)
@@ -90,7 +90,7 @@ def old_memory(monkeypatch: pytest.MonkeyPatch) -> None:
             x.fill(np.nan)
         return x
 
-    monkeypatch.setattr(operands, "aligned", dirty)
+    monkeypatch.setattr(marshalling, "aligned", dirty)
     monkeypatch.setattr(call, "aligned", dirty)
 
 

@@ -184,15 +184,15 @@ def test_intervals_and_weights_of_their_own() -> None:
     case.start, case.stop = (np.repeat(x, 2, axis=0) for x in rows)
     weights = np.random.default_rng(2).standard_normal((2, 3, 4)).astype("f4")
     for place in np.ndindex(2, 3):
-        case.weights = weights[place]
+        case.w_v = weights[place]
         case.run()
         case.run_backward()
-        whole = [x[:, place[0], place[1]].copy() for x in (case.out, case.grad_query, case.grad_key, case.grad_weights)]
+        whole = [x[:, place[0], place[1]].copy() for x in (case.out, case.grad_query, case.grad_key, case.grad_w_v)]
         case.start, case.stop = rows
-        case.weights = np.ascontiguousarray(weights[::-1])[::-1]
+        case.w_v = np.ascontiguousarray(weights[::-1])[::-1]
         case.run()
         case.run_backward()
-        own = [x[:, place[0], place[1]] for x in (case.out, case.grad_query, case.grad_key, case.grad_weights)]
+        own = [x[:, place[0], place[1]] for x in (case.out, case.grad_query, case.grad_key, case.grad_w_v)]
         assert same(tuple(whole), tuple(own))
 
 

@@ -11,7 +11,7 @@ from native_cases import Case, native
 
 F4 = np.float32
 HOLE = np.stack([np.full((2, 5), 7), np.full((2, 5), 8)])
-ADDITIVE = {"form": "additive", "weights": np.zeros(4, F4)}
+ADDITIVE = {"form": "additive", "w_v": np.zeros(4, F4)}
 # Kept scores, in both directions.
 WRONG_SCORES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"scores": np.zeros((2, 2, 3, 5, 7), F4)}, ValueError, "scores: expected None but with form 'additive', got an"),
@@ -96,13 +96,13 @@ WRONG_FORWARD: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         "start: .*C-contiguous",
     ),
-    ({"weights": np.zeros(4, F4)}, ValueError, "weights: expected None but with form 'additive'"),
-    ({"form": "additive"}, ValueError, "weights: expected an array, got None"),
-    ({"form": "additive", "weights": np.zeros(4)}, TypeError, "weights: expected dtype float32"),
-    ({"form": "additive", "weights": np.zeros(5, F4)}, ValueError, r"weights: expected shape \(4,\), got \(5,\)"),
-    ({"form": "additive", "weights": np.zeros(8, F4)[::2]}, ValueError, "weights: expected a C-contiguous"),
-    ({"form": "additive", "weights": np.zeros((3, 3, 4), F4)}, ValueError, r"weights: expected shape \(2, 3, 4\)"),
-    ({"form": "additive", "weights": np.zeros((1, 4), F4)}, ValueError, r"weights: expected shape \(2, 3, 4\)"),
+    ({"w_v": np.zeros(4, F4)}, ValueError, "w_v: expected None but with form 'additive'"),
+    ({"form": "additive"}, ValueError, "w_v: expected an array, got None"),
+    ({"form": "additive", "w_v": np.zeros(4)}, TypeError, "w_v: expected dtype float32"),
+    ({"form": "additive", "w_v": np.zeros(5, F4)}, ValueError, r"w_v: expected shape \(4,\), got \(5,\)"),
+    ({"form": "additive", "w_v": np.zeros(8, F4)[::2]}, ValueError, "w_v: expected a C-contiguous"),
+    ({"form": "additive", "w_v": np.zeros((3, 3, 4), F4)}, ValueError, r"w_v: expected shape \(2, 3, 4\)"),
+    ({"form": "additive", "w_v": np.zeros((1, 4), F4)}, ValueError, r"w_v: expected shape \(2, 3, 4\)"),
     ({"form": "cubic"}, ValueError, "form: expected one of 'inner', 'additive', 'distance', got 'cubic'"),
     ({"activation": "swish"}, ValueError, "activation: expected one of .*, got 'swish'"),
     ({"score_dtype": "int8"}, ValueError, "score_dtype: expected one of .*, got 'int8'"),
@@ -214,7 +214,7 @@ WRONG_BACKWARD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"grad_key": np.zeros((2, 2, 3, 7, 4), F4)}, ValueError, r"grad_key: expected shape \(2, 2, 1, 7, 4\)"),
     ({"grad_value": np.zeros((2, 2, 3, 7, 6), F4)}, ValueError, "grad_value: expected shape"),
     ({"grad_key": np.zeros(3, F4)}, ValueError, "grad_key: expected shape"),
-    ({"grad_weights": np.zeros((2, 2, 1, 4), F4)}, ValueError, "grad_weights: expected None where there is no such"),
+    ({"grad_w_v": np.zeros((2, 2, 1, 4), F4)}, ValueError, "grad_w_v: expected None where there is no such"),
     ({"grad_bias": np.zeros((1, 1, 1, 5, 7), F4)}, ValueError, "grad_bias: expected None where there is no such"),
     ({"grad_key_bias": np.zeros((2, 2, 1, 7), F4)}, ValueError, "grad_key_bias: expected None where there is no such"),
     ({"grad_sink": np.zeros((2, 2, 3), F4)}, ValueError, "grad_sink: expected None where there is no such"),
@@ -247,10 +247,10 @@ def test_wrong_backward_calls(change: dict[str, Any], error: type[Exception], me
 def test_wrong_gradients_of_weights() -> None:
     case = Case(form="additive")
     case.run()
-    with pytest.raises(ValueError, match="grad_weights: expected shape"):
-        case.run_backward(grad_weights=np.zeros((2, 2, 3, 4), F4))
+    with pytest.raises(ValueError, match="grad_w_v: expected shape"):
+        case.run_backward(grad_w_v=np.zeros((2, 2, 3, 4), F4))
     with pytest.raises(ValueError, match=r"grad_key: expected shape \(2, 2, 3, 7, 4\)"):
-        case.run_backward(weights=np.zeros((2, 3, 4), F4))
+        case.run_backward(w_v=np.zeros((2, 3, 4), F4))
 
 
 @pytest.mark.parametrize("count", [0, 12, 15])
@@ -290,7 +290,7 @@ def test_missing_and_unknown_arguments() -> None:
 # Arrays of a plan without intervals, in the module's order.
 PLAN_INPUTS = (
     *("query", "key", "value", "query_bias", "key_bias", "bias", "mask", "query_ids", "key_ids", "start", "stop"),
-    *("weights", "sink", "scales"),
+    *("w_v", "sink", "scales"),
 )
 PLAN_ROWS = ("out", "row_max", "log_denom", "scores", "attention_scores", "attention_weights")
 PLAN_SAVED = (
@@ -298,7 +298,7 @@ PLAN_SAVED = (
     *("grad_entropy", "grad_attention_scores", "grad_attention_weights"),
 )
 PLAN_GRADIENTS = tuple(
-    f"grad_{x}" for x in ("query", "key", "value", "query_bias", "key_bias", "bias", "weights", "sink", "scales")
+    f"grad_{x}" for x in ("query", "key", "value", "query_bias", "key_bias", "bias", "w_v", "sink", "scales")
 )
 WRONG_EXAMPLES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"query": None}, ValueError, "query: expected an array, got None"),
@@ -306,7 +306,7 @@ WRONG_EXAMPLES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"value": np.zeros((2, 2, 1, 8, 6), F4)}, ValueError, "value: expected shape"),
     ({"start": np.zeros((2, 5), np.int64)}, ValueError, "stop: expected start and stop together, got None"),
     ({"start": np.zeros((2, 10), np.int64)[:, ::2]}, ValueError, "start: expected a C-contiguous array"),
-    ({"weights": np.zeros(4, F4)}, ValueError, "weights: expected None but with form 'additive'"),
+    ({"w_v": np.zeros(4, F4)}, ValueError, "w_v: expected None but with form 'additive'"),
     ({"bias": np.zeros((1, 2, 1, 5, 8), F4)}, ValueError, "bias: expected shape"),
     ({"sink": np.zeros((3, 3), F4)}, ValueError, "sink: expected shape"),
 ]
@@ -374,15 +374,15 @@ def test_wrong_calls_of_a_plan() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["query", "row_max", "log_denom", "grad_out", "grad_query", "grad_key", "grad_value", "grad_weights"]
+    "name", ["query", "row_max", "log_denom", "grad_out", "grad_query", "grad_key", "grad_value", "grad_w_v"]
 )
 @pytest.mark.parametrize("address", [0, 7])
 def test_wrong_addresses_of_a_gradient(name: str, address: int) -> None:
-    arrays = _plan_arrays() | {"weights": np.ones(4, F4)}
+    arrays = _plan_arrays() | {"w_v": np.ones(4, F4)}
     arrays |= {x: np.zeros((2, 2, 3, 5, 1), F4) for x in ("row_max", "log_denom")}
     Planned(arrays, "additive")(arrays)
     arrays |= {f"grad_{x}": np.zeros_like(arrays[x]) for x in ("out", "query", "key", "value")}
-    arrays["grad_weights"] = np.zeros((2, 2, 1, 4), F4)
+    arrays["grad_w_v"] = np.zeros((2, 2, 1, 4), F4)
     plan = Planned(arrays, "additive", backward=True)
     plan(arrays)
     with pytest.raises(ValueError, match=f"{name}: expected an address at a multiple of 4 bytes, got {address}"):
@@ -406,12 +406,12 @@ def test_intervals_of_a_plan_are_a_copy() -> None:
 
 
 def test_weights_of_a_plan_are_required() -> None:
-    arrays = _plan_arrays() | {"weights": np.ones(4, F4)}
-    with pytest.raises(ValueError, match=r"weights: expected shape \(4,\), got \(3,\)"):
-        Planned(arrays | {"weights": np.ones(3, F4)}, "additive")
+    arrays = _plan_arrays() | {"w_v": np.ones(4, F4)}
+    with pytest.raises(ValueError, match=r"w_v: expected shape \(4,\), got \(3,\)"):
+        Planned(arrays | {"w_v": np.ones(3, F4)}, "additive")
     plan = Planned(arrays, "additive")
-    with pytest.raises(ValueError, match="weights: expected an address at a multiple of 4 bytes, got 0"):
-        plan(arrays | {"weights": 0})
+    with pytest.raises(ValueError, match="w_v: expected an address at a multiple of 4 bytes, got 0"):
+        plan(arrays | {"w_v": 0})
     plan(arrays)
     hidden = np.tanh(arrays["query"][..., :, None, :] + arrays["key"][..., None, :, :]).sum(-1)
     wanted = np.exp(hidden) @ arrays["value"] / np.exp(hidden).sum(-1, keepdims=True)

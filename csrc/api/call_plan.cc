@@ -99,7 +99,7 @@ CallPlan::CallPlan(Problem score, const Inputs& in, const BackwardArrays& a)
                {heads<&Head::grad_query_bias>},
                {groups<&Group::grad_key_bias>},
                {bias_groups},
-               {groups<&Group::grad_weights>},
+               {groups<&Group::grad_w_v>},
                {rows<&RowArrays::grad_sink>},
                {heads<&Head::grad_scale>}});
 }
@@ -134,7 +134,7 @@ void CallPlan::add_inputs(const Inputs& in) {
                {heads<&Head::key_ids>},
                {},
                {},
-               {heads<&Head::weights>},
+               {heads<&Head::w_v>},
                {heads<&Head::sink>, rows<&RowArrays::sink>},
                {heads<&Head::scale>}});
 }

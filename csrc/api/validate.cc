@@ -55,18 +55,18 @@ void check_ids(const Problem& p, const CallLayout& s, const Array& query_ids, co
     check_shape(key_ids, {s.grid[0], p.key_len}, 1);
 }
 
-void check_weights(const Problem& p, const CallLayout& s, const Array& weights) {
+void check_w_v(const Problem& p, const CallLayout& s, const Array& w_v) {
     if (p.form != Form::additive) {
-        if (weights.given) throw_invalid(weights, "None but with form 'additive'", "an array");
+        if (w_v.given) throw_invalid(w_v, "None but with form 'additive'", "an array");
         return;
     }
-    check_given(weights);
-    if (weights.ndim == 1) {
-        check_shape(weights, {p.dim});
+    check_given(w_v);
+    if (w_v.ndim == 1) {
+        check_shape(w_v, {p.dim});
     } else {
-        check_shape(weights, {s.grid[s.head_axis], s.grid[s.group_axis], p.dim}, 2);
+        check_shape(w_v, {s.grid[s.head_axis], s.grid[s.group_axis], p.dim}, 2);
     }
-    check_contiguous(weights, weights.ndim - 1);
+    check_contiguous(w_v, w_v.ndim - 1);
 }
 
 void check_scales(const Problem& p, const CallLayout& s, const Array& scales) {
@@ -183,9 +183,9 @@ void set_shared(CallLayout& s, const Inputs& in) {
             if (a->shape[i] != 1) s.shared[i] = s.grid[i];
         }
     }
-    if (!in.weights.given || in.weights.ndim == 1) return;
+    if (!in.w_v.given || in.w_v.ndim == 1) return;
     for (const size_t axis : {s.head_axis, s.group_axis}) {
-        if (in.weights.shape[axis - s.head_axis] != 1) s.shared[axis] = s.grid[axis];
+        if (in.w_v.shape[axis - s.head_axis] != 1) s.shared[axis] = s.grid[axis];
     }
 }
 
@@ -217,7 +217,7 @@ CallLayout read_inputs(Problem& p, const Inputs& in, const Array& out, std::vect
     if (in.sink.given) check_broadcast(in.sink, {s.grid[s.head_axis], s.grid[s.group_axis]});
     check_ids(p, s, in.query_ids, in.key_ids);
     check_intervals(p, s, in.start, in.stop);
-    check_weights(p, s, in.weights);
+    check_w_v(p, s, in.w_v);
     check_scales(p, s, in.scales);
 
     set_shared(s, in);
@@ -247,7 +247,7 @@ CallLayout read_inputs(Problem& p, const Inputs& in, const Array& out, std::vect
     set(column_per_batch(s, in.key_ids), &Head::key_ids);
     set(bounds_per_batch(s, in.start), &Head::start);
     set(bounds_per_batch(s, in.stop), &Head::stop);
-    set(per_head(s, in.weights), &Head::weights);
+    set(per_head(s, in.w_v), &Head::w_v);
     set(per_head(s, in.scales), &Head::scale);
     set_all(s, s.grid, per_head(s, in.sink), rows, &RowArrays::sink);
     return s;
@@ -264,7 +264,7 @@ void check_gradients(const Problem& p, const CallLayout& s, const Inputs& in, co
     check(a.grad_key, in.key, concat(s.shared, {p.key_len, p.dim}));
     check(a.grad_value, in.value, concat(s.shared, {p.key_len, p.value_dim}));
     check(a.grad_key_bias, in.key_bias, concat(s.shared, {p.key_len}));
-    check(a.grad_weights, in.weights, concat(s.shared, {p.dim}));
+    check(a.grad_w_v, in.w_v, concat(s.shared, {p.dim}));
     check(a.grad_bias, in.bias, Shape(in.bias.shape, in.bias.shape + in.bias.ndim));
     check(a.grad_sink, in.sink, s.grid);
     check(a.grad_scales, in.scales, s.grid);
@@ -384,7 +384,7 @@ std::vector<RowArrays> build_backward(Problem& p, const Inputs& in, const Backwa
     set_group(a.grad_key, &Group::grad_key);
     set_group(a.grad_value, &Group::grad_value);
     set_group(a.grad_key_bias, &Group::grad_key_bias);
-    set_group(a.grad_weights, &Group::grad_weights);
+    set_group(a.grad_w_v, &Group::grad_w_v);
     set_bias_groups(p, s, a.grad_bias);
     return rows;
 }

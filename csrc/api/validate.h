@@ -11,7 +11,7 @@
 namespace attnscore {
 
 struct Inputs {
-    Array query, key, value, query_bias, key_bias, bias, mask, query_ids, key_ids, start, stop, weights, sink, scales;
+    Array query, key, value, query_bias, key_bias, bias, mask, query_ids, key_ids, start, stop, w_v, sink, scales;
 };
 
 // What a forward fills; only `out` must be given. Statistics of rows have the shape (..., query, 1).
@@ -28,7 +28,7 @@ struct BackwardArrays {
     // Gradients of its results; one of the last two at most.
     Array grad_out, grad_log_sum_exp, grad_entropy, grad_attention_scores, grad_attention_weights;
     // The gradients to add to, where they are wanted.
-    Array grad_query, grad_key, grad_value, grad_query_bias, grad_key_bias, grad_bias, grad_weights, grad_sink;
+    Array grad_query, grad_key, grad_value, grad_query_bias, grad_key_bias, grad_bias, grad_w_v, grad_sink;
     Array grad_scales;
 };
 
@@ -50,7 +50,7 @@ inline constexpr Field<Inputs> kInputs[] = {
     {"key_bias", &Inputs::key_bias, Element::sum}, {"bias", &Inputs::bias, Element::bias},
     {"mask", &Inputs::mask, Element::byte},        {"query_ids", &Inputs::query_ids, Element::index},
     {"key_ids", &Inputs::key_ids, Element::index}, {"start", &Inputs::start, Element::index},
-    {"stop", &Inputs::stop, Element::index},       {"weights", &Inputs::weights, Element::sum},
+    {"stop", &Inputs::stop, Element::index},       {"w_v", &Inputs::w_v, Element::sum},
     {"sink", &Inputs::sink, Element::sum},         {"scales", &Inputs::scales, Element::sum}};
 inline constexpr Field<ForwardArrays> kForwardArrays[] = {
     {"out", &ForwardArrays::out, Element::value},
@@ -85,7 +85,7 @@ inline constexpr Field<BackwardArrays> kGradients[] = {
     {"grad_query_bias", &BackwardArrays::grad_query_bias, Element::sum},
     {"grad_key_bias", &BackwardArrays::grad_key_bias, Element::sum},
     {"grad_bias", &BackwardArrays::grad_bias, Element::sum},
-    {"grad_weights", &BackwardArrays::grad_weights, Element::sum},
+    {"grad_w_v", &BackwardArrays::grad_w_v, Element::sum},
     {"grad_sink", &BackwardArrays::grad_sink, Element::sum},
     {"grad_scales", &BackwardArrays::grad_scales, Element::sum}};
 

@@ -3,7 +3,7 @@
 //
 // - tanh(z) = 1 - 2 r, sigmoid(z) = r, silu(z) = z r with r = 1 / (1 + A B), A = exp(kappa a), B = exp(kappa b):
 // exponentials
-//   are computed once per row and key. In scores the weights are part of the denominators, w / x = 1 / (u + A (u B))
+//   are computed once per row and key. In scores w_v is part of the denominators, w / x = 1 / (u + A (u B))
 //   with u = 1 / w, and eight, four or two terms share one division where the product of their denominators stays in
 //   the range of the type, which is bounded by micro-panel and eight channels of a tile. Where the exponentials
 //   themselves leave the range, f is evaluated term by term.
@@ -57,12 +57,12 @@ class Additive {
     // The operands of a key tile. Only tables that some row may need are filled.
     struct Keys {
         const T* transposed = nullptr;
-        const T* weights = nullptr;
+        const T* w_v = nullptr;
         T largest = 0, max_weight = 0, total = 0;      // of |b|, of |w|; sum of w
         bool finite = true, nonfinite_weight = false;  // nonfinite_weight: some weight is not finite
         bool scores_known = false;                     // saved scores are read: no tables for scores
-        T* inverse_weights = nullptr;                  // by channel
-        // For scores, in chunks of keys; `weighted` ones are times the inverse weights, and are bounded by channel.
+        T* inverse_w_v = nullptr;                      // by channel
+        // For scores, in chunks of keys; `weighted` ones are times the inverse of w_v, and are bounded by channel.
         T *tanhs = nullptr, *weighted_tanhs = nullptr, *weighted_exps = nullptr;
         T *tanh_bounds = nullptr, *exp_bounds = nullptr;
         // For gradients, with channels in the lanes.
@@ -90,7 +90,7 @@ class Additive {
     AdditiveAlgorithm algorithm_for(T rows, const Keys& keys) const {
         if (!is_finite_size(rows) || !keys.finite) return AdditiveAlgorithm::direct_nonfinite;
         if (!ratio_) return AdditiveAlgorithm::direct;
-        if (tanh_addition_applies(rows) && tanh_addition_applies(keys.largest) && weights_foldable(keys))
+        if (tanh_addition_applies(rows) && tanh_addition_applies(keys.largest) && w_v_foldable(keys))
             return AdditiveAlgorithm::tanh_addition;
         const T span = std::fabs(kappa_) * (rows + keys.largest);
         if (2 * span <= kMaxExponent) return AdditiveAlgorithm::shared_division;
@@ -99,9 +99,9 @@ class Additive {
     }
 
     // Whether scores are computed from the exponentials: those of both operands are in range (in silu, whose terms
-    // grow, also their products), and the weights can be part of the denominators.
+    // grow, also their products), and w_v can be part of the denominators.
     bool scores_by_exps(T rows, const Keys& keys) const {
-        if (!ratio_ || !is_finite_size(rows) || !keys.finite || !weights_foldable(keys)) return false;
+        if (!ratio_ || !is_finite_size(rows) || !keys.finite || !w_v_foldable(keys)) return false;
         if (activation == Activation::silu) return exp_in_range(rows + keys.largest);
         // Where u B overflows nevertheless, its weight is below the rounding of the largest weight.
         const T room = std::log(T(4) / std::numeric_limits<T>::epsilon());
@@ -175,7 +175,7 @@ class Additive {
             const int64_t here = std::min<int64_t>(L, dim - p);
             read_row(a, L, head.query, problem.score_dtype, row, p, here);
             read_row(b, L, head.key, problem.score_dtype, key, p, here);
-            std::copy_n(reinterpret_cast<const T*>(head.weights) + p, here, w);
+            std::copy_n(reinterpret_cast<const T*>(head.w_v) + p, here, w);
             if (!f(p, load(a) + load(b), load(w))) return;
         }
     }
@@ -186,7 +186,7 @@ class Additive {
         sizeof(T) == 4 ? T(86) : T(706);  // leaves room for a few sums in the range of exponents
 
     static bool is_finite_size(T size) { return size <= std::numeric_limits<T>::max(); }
-    bool weights_foldable(const Keys& keys) const {
+    bool w_v_foldable(const Keys& keys) const {
         return keys.max_weight == 0 || (keys.max_weight > T(1e-30) && keys.max_weight < T(1e30));
     }
 };

@@ -202,7 +202,7 @@ class AdditiveScores {
                     V<T> bound = splat(T(1));
                     if (p + j < form_.dim)
                         bound = fused<T>(load(rows + k * query.width + p + j), load(peaks + p + j),
-                                         abs_of<T>(load(keys.inverse_weights + p + j)));
+                                         abs_of<T>(load(keys.inverse_w_v + p + j)));
                     all = fast_max<T>(all, bound);
                     store(bounds[1 + k] + j, bound);
                 }
@@ -238,7 +238,7 @@ class AdditiveScores {
         const MicroTile plan{nullptr,
                              lds,
                              query.width,
-                             keys.inverse_weights,
+                             keys.inverse_w_v,
                              0,
                              0,
                              is_tanh ? keys.total : T(0),

@@ -43,7 +43,7 @@ class AdditiveTables {
         const int64_t size = kTileKeys * width_;
         const bool ratios = form_.has_ratio_form(), tanhs = form_.tanh_addition_applies(0);
         if (ratios) {
-            keys.inverse_weights = arena.take<T>(width_);
+            keys.inverse_w_v = arena.take<T>(width_);
             keys.weighted_exps = arena.take<T>(size);
             keys.exp_bounds = arena.take<T>(width_);
         }
@@ -62,7 +62,7 @@ class AdditiveTables {
     void fill(Keys& keys, const T* transposed, const T* w, const MagnitudeRange<T>& rows) const {
         keys.transposed = transposed;
         keys.largest = largest(transposed, form_.dim * kTileKeys);
-        if (w != keys.weights) weigh(keys, w);
+        if (w != keys.w_v) weigh(keys, w);
         keys.finite = keys.largest <= std::numeric_limits<T>::max() && !keys.nonfinite_weight;
         const AdditiveAlgorithm first = form_.algorithm_for(rows.least, keys),
                                 last = form_.algorithm_for(rows.most, keys);
@@ -84,10 +84,10 @@ class AdditiveTables {
     }
 
    private:
-    // Set what depends on the weights alone. The inverse weight of a channel is u = max_weight / w, and 1 behind the
-    // last; weights far below the largest count as kMinWeight of it.
+    // Set what depends on w_v alone. The inverse weight of a channel is u = max_weight / w, and 1 behind the
+    // last; entries of w_v far below the largest count as kMinWeight of it.
     void weigh(Keys& keys, const T* w) const {
-        keys.weights = w;
+        keys.w_v = w;
         keys.max_weight = 0;
         keys.nonfinite_weight = false;
         double total = 0;
@@ -97,11 +97,11 @@ class AdditiveTables {
             total += w[p];
         }
         keys.total = static_cast<T>(total);
-        if (!keys.inverse_weights) return;
-        std::fill_n(keys.inverse_weights, width_, T(1));
+        if (!keys.inverse_w_v) return;
+        std::fill_n(keys.inverse_w_v, width_, T(1));
         const T least = keys.max_weight * kMinWeight;
         for (int64_t p = 0; p < form_.dim; p++)
-            keys.inverse_weights[p] =
+            keys.inverse_w_v[p] =
                 std::fabs(w[p]) > least ? keys.max_weight / w[p] : std::copysign(1 / kMinWeight, w[p]);
     }
 
@@ -116,7 +116,7 @@ class AdditiveTables {
 
     // The table `tanhs`, or exponentials where it is null, times u; and the largest magnitude of each channel.
     void fill_weighted(T* to, T* peaks, const Keys& keys, const T* tanhs) const {
-        const T* u = keys.inverse_weights;
+        const T* u = keys.inverse_w_v;
         std::fill_n(peaks, width_, T(0));
         for (int64_t p = 0; p < form_.dim; p++) {
             V<T> most{};

@@ -96,7 +96,7 @@ void additive_gradients(const Problem& problem, const Additive<T>& form, Backwar
                 if (ds != T(0)) alone.push_back({i, j, std::exchange(ds, T(0))});
             });
     AdditiveGradients<T>{form}(queries.ds, kTileKeys, queries.additive_query, first, last, tile.keys.additive,
-                               as<T>(head.weights), dq - first * width, width, dk, width, dw);
+                               as<T>(head.w_v), dq - first * width, width, dk, width, dw);
     for (const NonfinitePair& pair : alone) {
         queries.ds[pair.row * kTileKeys + pair.key] = pair.ds;
         form.add_pair_gradients(problem, head, queries.rows.row[pair.row], tile.keys.first + pair.key, pair.ds,
@@ -301,7 +301,7 @@ void backward_typed(const Problem& problem, int threads) {
         const Group& group = problem.groups[task / ranges];
         const T* found = sums.data() + task * common;
         if (problem.form == Form::additive)
-            for (int64_t p = 0; p < problem.dim; p++) as<T>(group.grad_weights)[p] += found[p];
+            for (int64_t p = 0; p < problem.dim; p++) as<T>(group.grad_w_v)[p] += found[p];
         else
             for (const int64_t head : group.heads) *as<T>(problem.heads[head].grad_scale) += *found++;
     }

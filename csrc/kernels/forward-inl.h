@@ -57,7 +57,7 @@ class ForwardTask {
         const int64_t panels = queries_.panels(), together = few_rows_ ? 1 : kStepPanels;
         int64_t next_prefetch = key + kTileKeys;
         bool loaded = false;
-        Step *step = &steps_[0], *waiting = nullptr;
+        Step *step = &steps_[0], *previous = nullptr;
         for (int64_t panel = 0, end; panel < panels; panel = end) {
             end = panel + 1;
             if (queries_.is_masked(panel, key, key_count)) continue;
@@ -74,12 +74,12 @@ class ForwardTask {
             if (problem_.matrix != MatrixOutput::none)
                 store_scores(problem_, queries_, step->first, step->size, step->s, key, key_count);
             if (problem_.matrix == MatrixOutput::scores) continue;  // nothing else is wanted
-            if (waiting) add_pv(*waiting, key_count);
+            if (previous) add_pv(*previous, key_count);
             update_softmax(*step, key_count);
-            waiting = step;
+            previous = step;
             step = step == &steps_[0] ? &steps_[1] : &steps_[0];
         }
-        if (waiting) add_pv(*waiting, key_count);
+        if (previous) add_pv(*previous, key_count);
     }
 
     // Read the keys and values of a tile, or find the keys among the shared tiles.
@@ -150,25 +150,25 @@ void store_row(const Problem& problem, const Head& head, int64_t row, const RowS
     }
     const T scale = state.denom == 0 ? T(1) : state.out_scale / state.denom;
     const int64_t size = attnscore::size_of(problem.value_dtype), width = problem.value_dim;
-    char* to = head.out + row * width * size;
-    if (row + kPrefetchRows < problem.query_len) prefetch<1>(to + kPrefetchRows * width * size, width * size);
+    char* stored = head.out + row * width * size;
+    if (row + kPrefetchRows < problem.query_len) prefetch<1>(stored + kPrefetchRows * width * size, width * size);
     if (problem.value_dtype == dtype_of<T>()) {
-        for (int64_t j = 0; j < width; j++) as<T>(to)[j] = out[j] * scale;
+        for (int64_t j = 0; j < width; j++) as<T>(stored)[j] = out[j] * scale;
     } else if constexpr (sizeof(T) == 4) {
         for (int64_t j = 0; j < width; j++) out[j] *= scale;
-        narrow_row(as<uint16_t>(to), out, problem.value_dtype, width);
+        narrow_row(as<uint16_t>(stored), out, problem.value_dtype, width);
     }
 }
 
 // How a call is cut into tasks: query tiles of a group, each against ranges of its keys. The shape alone decides, so
 // that no result depends on the number of threads.
 struct ForwardTasks {
-    struct Rows {
+    struct QueryRows {
         const std::vector<int64_t>* heads;
         int64_t first, count;
     };
-    std::vector<Rows> query_tiles;
-    std::vector<std::vector<int64_t>> single;  // heads whose rows are not joined with those of others
+    std::vector<QueryRows> query_tiles;
+    std::vector<std::vector<int64_t>> single_heads;  // heads whose rows are not joined with those of others
     int64_t ranges = 1;
 
     explicit ForwardTasks(const Problem& problem) {
@@ -179,15 +179,15 @@ struct ForwardTasks {
         while (rows > (join ? 48 : 96) &&
                static_cast<int64_t>(problem.heads.size()) * ((problem.query_len + rows - 1) / rows) < kMinTasks)
             rows /= 2;
-        if (!join) single.reserve(problem.heads.size());
+        if (!join) single_heads.reserve(problem.heads.size());
         for (const Group& group : problem.groups) {
             if (join) {
                 cut(group.heads, static_cast<int64_t>(group.heads.size()) * problem.query_len, rows);
                 continue;
             }
             for (const int64_t head : group.heads) {
-                single.push_back({head});
-                cut(single.back(), problem.query_len, rows);
+                single_heads.push_back({head});
+                cut(single_heads.back(), problem.query_len, rows);
             }
         }
         const int64_t count = static_cast<int64_t>(query_tiles.size());
@@ -220,7 +220,8 @@ struct RangeResult {
 
 // Merge the ranges of a query tile, row by row, and store the rows.
 template <class T>
-void merge_ranges(const Problem& problem, const ForwardTasks::Rows& rows, RangeResult<T>* results, int64_t ranges) {
+void merge_ranges(const Problem& problem, const ForwardTasks::QueryRows& rows, RangeResult<T>* results,
+                  int64_t ranges) {
     const int64_t width = row_width<T>(problem);
     for (int64_t i = 0; i < rows.count; i++) {
         RowState<T> whole = results[0].states[i];
@@ -228,14 +229,15 @@ void merge_ranges(const Problem& problem, const ForwardTasks::Rows& rows, RangeR
         for (int64_t r = 1; r < ranges; r++) {
             const RowState<T>& part = results[r].states[i];
             const T maximum = (part.max > whole.max || part.max != part.max) ? part.max : whole.max,
-                    to = safe_max(maximum);
-            const T f = rescale_factor(whole.max, to), g = rescale_factor(part.max, to);
-            const T* more = results[r].out.data() + i * width;
-            for (int64_t j = 0; j < width; j++) out[j] = f * whole.out_scale * out[j] + g * part.out_scale * more[j];
-            whole.sum_exp_logit = f * (whole.sum_exp_logit + (safe_max(whole.max) - to) * whole.denom) +
-                                  g * (part.sum_exp_logit + (safe_max(part.max) - to) * part.denom);
-            whole.squares = f * f * whole.squares + g * g * part.squares;
-            whole.denom = f * whole.denom + g * part.denom;
+                    new_max = safe_max(maximum);
+            const T whole_factor = rescale_factor(whole.max, new_max), part_factor = rescale_factor(part.max, new_max);
+            const T* part_out = results[r].out.data() + i * width;
+            for (int64_t j = 0; j < width; j++)
+                out[j] = whole_factor * whole.out_scale * out[j] + part_factor * part.out_scale * part_out[j];
+            whole.sum_exp_logit = whole_factor * (whole.sum_exp_logit + (safe_max(whole.max) - new_max) * whole.denom) +
+                                  part_factor * (part.sum_exp_logit + (safe_max(part.max) - new_max) * part.denom);
+            whole.squares = whole_factor * whole_factor * whole.squares + part_factor * part_factor * part.squares;
+            whole.denom = whole_factor * whole.denom + part_factor * part.denom;
             whole.max = maximum, whole.out_scale = 1;
             whole.merge_moments(part.count, part.base, part.mean, part.deviation);
         }
@@ -259,7 +261,7 @@ void forward_typed(const Problem& problem, int threads) {
                      tile.fill(problem, form, head, key, key_count, true);
                  }};
     for_each_task(query_tiles * ranges, threads, [&](int64_t task) {
-        const ForwardTasks::Rows& rows = tasks.query_tiles[task / ranges];
+        const ForwardTasks::QueryRows& rows = tasks.query_tiles[task / ranges];
         Arena& arena = thread_arena();
         const QueryTile<T> queries(arena, problem, *rows.heads, rows.first, rows.count);
         OnlineSoftmax<T> softmax(arena, problem, queries.count);

@@ -100,7 +100,7 @@ class Scores {
             return;
         }
         additive_(s - first * kTileKeys, kTileKeys, additive_query, first, first + size, tile.additive,
-                  as<T>(head.weights));
+                  as<T>(head.w_v));
         if (!saved) return;
         for (int64_t i = 0; i < size; i++) std::copy_n(s + i * kTileKeys, tile.count, saved + i * problem_.key_len);
     }

@@ -155,12 +155,12 @@ struct KeyTile {
         if (problem.form != Form::additive) return;
         const AdditiveTables<T> tables{form};
         additive.scores_known = additive.rows && head.saved_scores;
-        tables.fill(additive, transposed, as<T>(head.weights), sizes);
+        tables.fill(additive, transposed, as<T>(head.w_v), sizes);
         if (additive.largest <= std::numeric_limits<T>::max()) return;
         read_rows(copy, width, head.key, problem.score_dtype, key, key_count, problem.dim);
         rows = {copy, width};
         for (int64_t j = 0; j < key_count; j++) nonfinite |= uint64_t(zero_if_nonfinite(copy + j * width, width)) << j;
         transpose_tile(transposed, rows, width, key_count, true);
-        tables.fill(additive, transposed, as<T>(head.weights), sizes);
+        tables.fill(additive, transposed, as<T>(head.w_v), sizes);
     }
 };

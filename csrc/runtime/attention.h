@@ -68,11 +68,11 @@ struct Head {
     // Holes in these intervals: row i does not attend to start[k * hole_stride + i] <= j < stop[k * hole_stride + i],
     // for k from 1 to `holes`, in any order.
     int64_t holes = 0, hole_stride = 0;
-    const char* weights = nullptr;  // additive: dim contiguous numbers of the sum type
-    const char* scale = nullptr;    // distance: a number of the sum type, times the problem's scale; null: 1
-    int64_t index = 0;              // among the matrices of the call: dropout counts rows through all of them
-    char* out = nullptr;            // query_len x value_dim contiguous, in the dtype of value
-    char* row_stats = nullptr;      // query_len x kRowStats, in the sum type
+    const char* w_v = nullptr;    // additive: dim contiguous numbers of the sum type
+    const char* scale = nullptr;  // distance: a number of the sum type, times the problem's scale; null: 1
+    int64_t index = 0;            // among the matrices of the call: dropout counts rows through all of them
+    char* out = nullptr;          // query_len x value_dim contiguous, in the dtype of value
+    char* row_stats = nullptr;    // query_len x kRowStats, in the sum type
     // Additive: the scores before biases and caps, query_len x key_len contiguous, in the sum type, except in key tiles
     // that the intervals mask for a whole micro-panel. The forward writes them and the backward reads them. Null: the
     // backward computes them again.
@@ -99,7 +99,7 @@ struct Group {
     char* grad_key = nullptr;       // key_len x dim contiguous, sum type, zeroed by the caller
     char* grad_value = nullptr;     // key_len x value_dim
     char* grad_key_bias = nullptr;  // key_len
-    char* grad_weights = nullptr;   // additive: dim
+    char* grad_w_v = nullptr;       // additive: dim
 };
 
 // The heads that share one bias matrix, and its gradient; strides are 0 along a broadcast axis. Backward only.

@@ -65,7 +65,7 @@ struct Case : Drawn {
             group.grad_key = add("grad_key", p.key_len * p.dim);
             group.grad_value = add("grad_value", p.key_len * p.value_dim);
             if (p.heads[group.heads[0]].key_bias.data) group.grad_key_bias = add("grad_key_bias", p.key_len);
-            if (p.form == Form::additive) group.grad_weights = add("grad_weights", p.dim);
+            if (p.form == Form::additive) group.grad_w_v = add("grad_w_v", p.dim);
         }
         for (BiasGroup& group : problem.bias_groups) {
             const int64_t rows = group.row_stride ? p.query_len : std::min<int64_t>(p.query_len, 1);

@@ -21,7 +21,7 @@ struct Drawn {
         draw_score();
         draw_sizes();
         draw_heads();
-        if (problem.form == Form::additive && later.one_in(4)) draw_odd_weights();
+        if (problem.form == Form::additive && later.one_in(4)) draw_odd_w_v();
         if (!problem.heads.empty() && random.one_in(3)) plant();
         problem.exact_row_max = problem.full_statistics || later.coin();
         draw_matrix();
@@ -113,7 +113,7 @@ struct Drawn {
             if (p.form == Form::additive) {
                 char* numbers = memory.filled(p.dim, sum, 0, random.below(3));
                 for (int64_t i = 0; i < p.dim; ++i) put(numbers + i * size_of(sum), sum, random.normal());
-                head.weights = numbers;
+                head.w_v = numbers;
             }
             if (with_key_bias) head.key_bias = column(m);
             for (int64_t h = 0; h < sharing; ++h) {
@@ -139,10 +139,10 @@ struct Drawn {
     }
 
     // Weights of 0, and some that dwarf the others: what a division is shared by has to stay in range.
-    void draw_odd_weights() {
+    void draw_odd_w_v() {
         const double large = later.one_of({1.0, 1.0, 30.0});
         for (const Group& group : problem.groups) {
-            char* numbers = const_cast<char*>(problem.heads[group.heads[0]].weights);
+            char* numbers = const_cast<char*>(problem.heads[group.heads[0]].w_v);
             for (int64_t i = 0; i < problem.dim; ++i) {
                 const int64_t kind = later.below(6);
                 char* to = numbers + i * size_of(sum);

@@ -63,7 +63,7 @@ bool agree(const Case& c, const char* target, const std::vector<Result>& found, 
                             : found[i].dtype == Dtype::bf16 ? 8e-3
                                                             : 1e-3;
         // A sum over all pairs of a group, which cancel: its rounding is that of terms many times as large.
-        const double terms = std::strcmp(found[i].name, "grad_weights") == 0 ? 4 : 1;
+        const double terms = std::strcmp(found[i].name, "grad_w_v") == 0 ? 4 : 1;
         const double allowed = (4 * step + 8 * scores) * terms, got = difference(found[i], expected[i], other[i]);
         if (!(got <= allowed)) {
             std::fprintf(stderr, "%s: %s (number %zu) differs by %g, allowed %g\n", target, found[i].name, i, got,

@@ -85,7 +85,7 @@ struct Reader {
     const Head& h;
     Dtype sum;
     Table query, key, value;
-    std::vector<double> weights;
+    std::vector<double> w_v;
 
     Reader(const Problem& problem, const Head& head)
         : p(problem),
@@ -94,8 +94,8 @@ struct Reader {
           query(h.query, p.score_dtype, p.query_len, p.dim),
           key(h.key, p.score_dtype, p.key_len, p.dim),
           value(h.value, p.value_dtype, p.key_len, p.value_dim) {
-        for (int64_t d = 0; h.weights != nullptr && d < p.dim; ++d) {
-            weights.push_back(number(h.weights + d * size_of(sum), sum));
+        for (int64_t d = 0; h.w_v != nullptr && d < p.dim; ++d) {
+            w_v.push_back(number(h.w_v + d * size_of(sum), sum));
         }
     }
 
@@ -110,7 +110,7 @@ struct Reader {
         for (int64_t d = 0; d < p.dim; ++d) {
             if (p.form == Form::inner) s += q[d] * k[d];
             if (p.form == Form::distance) s -= (q[d] - k[d]) * (q[d] - k[d]);
-            if (p.form == Form::additive) s += weights[d] * activated(p, q[d] + k[d]);
+            if (p.form == Form::additive) s += w_v[d] * activated(p, q[d] + k[d]);
         }
         if (p.form != Form::additive) s *= scale();
         if (h.query_bias.data != nullptr) s += at(h.query_bias, sum, i, 0);
@@ -190,7 +190,7 @@ struct Sums {
 };
 
 struct GroupSums {
-    Sums key, value, key_bias, weights;
+    Sums key, value, key_bias, w_v;
 };
 
 // `nan_slope`: where relu is flat, a NaN that comes in propagates (0 * NaN), instead of ending there.
@@ -239,8 +239,8 @@ void backward_row(const Reader& r, GroupSums& group, Sums& query, Sums& query_bi
             if (p.form == Form::additive) {
                 // Where relu is flat the gradient is selected, not multiplied.
                 const bool flat = p.activation == Activation::relu && q + k <= 0 && !(nan_slope && std::isnan(ds));
-                dq = dk = ds == 0 || flat ? 0 : ds * r.weights[d] * slope_of(p, q + k);
-                group.weights.add(d, ds == 0 ? 0 : ds * activated(p, q + k));
+                dq = dk = ds == 0 || flat ? 0 : ds * r.w_v[d] * slope_of(p, q + k);
+                group.w_v.add(d, ds == 0 ? 0 : ds * activated(p, q + k));
             }
             query.add(i * p.dim + d, dq);
             group.key.add(j * p.dim + d, dk);
@@ -271,7 +271,7 @@ void backward(const Problem& p, int) {
         GroupSums sums{{g.grad_key, sum, p.key_len * p.dim},
                        {g.grad_value, sum, p.key_len * p.value_dim},
                        {g.grad_key_bias, sum, p.key_len},
-                       {g.grad_weights, sum, p.dim}};
+                       {g.grad_w_v, sum, p.dim}};
         for (const int64_t head : g.heads) {
             const Reader reader(p, p.heads[head]);
             Sums query(reader.h.grad_query, sum, p.query_len * p.dim), none(nullptr, sum, 0);

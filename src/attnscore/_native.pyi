@@ -9,7 +9,7 @@ Axes are the same everywhere; an axis of length 1 is broadcast where the table s
     query_ids, key_ids      (first of lead or 1, length), int64         any strides; both or neither
     start, stop             (first of lead or 1, query_len), int64      C-contiguous; both or neither
                             (1 + holes, first of lead or 1, query_len)  the first is the interval, the others its holes
-    weights                 (dim,) or (head or 1, group or 1, dim)      rows contiguous; additive only
+    w_v                     (dim,) or (head or 1, group or 1, dim)      rows contiguous; additive only
     sink, scales            (head or 1, group or 1)                     any strides; scales: distance only
     out                     (*lead, head, group, query_len, value_dim)  C-contiguous; backward: any strides
     statistics of rows      (*lead, head, group, query_len, 1)          C-contiguous
@@ -18,13 +18,13 @@ Axes are the same everywhere; an axis of length 1 is broadcast where the table s
     grad_attention_scores, grad_attention_weights   as the scores           broadcast, any strides
     grad_out                (*lead, head, group, query_len, value_dim)  any strides
     grad_query, grad_query_bias                 as the query; without the 1 in the end
-    grad_key, grad_value, grad_key_bias, grad_weights (..., dim)        as the keys, but 1 in the axes of heads along
-                                                which key, value, key_bias and weights are all broadcast
+    grad_key, grad_value, grad_key_bias, grad_w_v (..., dim)            as the keys, but 1 in the axes of heads along
+                                                which key, value, key_bias and w_v are all broadcast
     grad_bias               the shape of the bias itself
     grad_sink, grad_scales  (*lead, head, group)
 
 with one or more lead axes. bfloat16 and float16 arrays are passed as uint16, their bits. Statistics of rows, all
-scores and attention weights, gradients, weights, biases of rows and keys, and the sink are in the sum type: float64 for
+scores and attention weights, gradients, w_v, biases of rows and keys, and the sink are in the sum type: float64 for
 float64 values, float32 otherwise. Gradients are C-contiguous and are added to (zero them first), except grad_sink,
 which is set.
 
@@ -42,7 +42,7 @@ _Score: TypeAlias = tuple[Any, ...]
 """Form ("inner", "additive", "distance"), activation, negative slope, scale, caps, dtypes of query and key, of value
 and of bias, dropout, seed."""
 _Inputs: TypeAlias = Sequence[_Optional]
-"""query, key, value, query_bias, key_bias, bias, mask, query_ids, key_ids, start, stop, weights, sink, scales."""
+"""query, key, value, query_bias, key_bias, bias, mask, query_ids, key_ids, start, stop, w_v, sink, scales."""
 
 def targets() -> list[str]:
     """Return the targets that this CPU runs, best first: of "avx512bf16", "avx512", "avx2" and "portable"."""
@@ -74,7 +74,7 @@ def backward(
 ) -> None:
     """Add to the gradients that are not None.
 
-    They are those of query, key, value, query_bias, key_bias, bias, weights, sink and scales. `rows` are what the
+    They are those of query, key, value, query_bias, key_bias, bias, w_v, sink and scales. `rows` are what the
     forward gave and what comes in: out, row_max, log_denom, entropy, scores, attention_weights, grad_out,
     grad_log_sum_exp, grad_entropy, grad_attention_scores, grad_attention_weights. Without the scores they are computed
     again; attention_weights are given with their gradient.

@@ -253,9 +253,9 @@ FAULTS = [
     ),
     Fault(
         "plan-saves-row-max-for-log-denom",
-        "src/attnscore/kernels/native/call.py",
-        '_FILLED = ("out", "row_max", "log_denom", "scores"',
-        '_FILLED = ("out", "log_denom", "row_max", "scores"',
+        "src/attnscore/kernels/native/results.py",
+        'FILLED = ("out", "row_max", "log_denom", "saved_scores"',
+        'FILLED = ("out", "log_denom", "row_max", "saved_scores"',
         "tests/test_plan.py -k far_from_zero",
         "log_denom and row_max are swapped in what a forward saves",
     ),
@@ -350,8 +350,8 @@ FAULTS = [
     Fault(
         "native-entropy-for-the-backward",
         "src/attnscore/kernels/native/kernel.py",
-        'rows[3], rows[5] = result.statistics["entropy"], grads.entropy',
-        "rows[3], rows[5] = grads.entropy, grads.entropy",
+        'rows["entropy"], rows["grad_entropy"] = result.statistics["entropy"], grads.entropy',
+        'rows["entropy"], rows["grad_entropy"] = grads.entropy, grads.entropy',
         "tests/test_gradients.py -k into_one_result",
         "the native backward is handed the gradient of the entropy for the entropy",
     ),

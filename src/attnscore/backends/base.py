@@ -119,8 +119,8 @@ class DifferentiableOp(Protocol):
     def with_backward(self) -> DifferentiableOp:
         """Return the op for a call whose backward follows, which may save scores; not for traced arrays."""
 
-    def without_scores(self, outputs: tuple[Array, ...], /) -> tuple[Array, ...]:
-        """Drop from the outputs the scores that `with_backward` added."""
+    def without_saved(self, outputs: tuple[Array, ...], /) -> tuple[Array, ...]:
+        """Drop from the outputs those that only a backward reads."""
 
     def forward(self, arrays: Sequence[Array], /) -> tuple[Array, ...]: ...
 

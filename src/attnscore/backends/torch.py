@@ -225,7 +225,7 @@ class TorchBackend(Backend):
         run = run.with_backward()
         hook = _TransformedFunction if torch._C._are_functorch_transforms_active() else _AttentionFunction
         outputs: tuple[Array, ...] = hook.apply(run, *operands)  # type: ignore[no-untyped-call]  # torch's own
-        return run.without_scores(outputs)
+        return run.without_saved(outputs)
 
     def vjp(
         self, function: Callable[..., Array], inputs: Sequence[Array]

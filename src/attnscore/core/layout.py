@@ -82,7 +82,7 @@ class AxisLayout:
     value_dim: int
 
     @property
-    def has_heads_behind(self) -> bool:
+    def is_length_before_heads(self) -> bool:
         """Whether the caller's axes are (batch, length, head, dim)."""
         return self.axes >= 4 and self.head_axis == -2
 
@@ -111,15 +111,15 @@ class AxisLayout:
 
     def from_canonical(self, ops: Backend, x: Array) -> Array:
         """View (*lead, head, group, query, value_dim) on the caller's axes."""
-        if self.has_heads_behind and self.score_shape.groups == 1:
+        if self.is_length_before_heads and self.score_shape.groups == 1:
             x = ops.swap_axes(x, -4, -2)
             return ops.reshape(x, (*x.shape[:-3], *x.shape[-2:]))
         x = self._join_heads(ops, x)
-        return ops.swap_axes(x, -3, -2) if self.has_heads_behind else x
+        return ops.swap_axes(x, -3, -2) if self.is_length_before_heads else x
 
     def output_to_canonical(self, ops: Backend, x: Array) -> Array:
         """View an output, or its gradient, on the canonical axes: the inverse of `from_canonical`."""
-        x = ops.swap_axes(x, -3, -2) if self.has_heads_behind else x
+        x = ops.swap_axes(x, -3, -2) if self.is_length_before_heads else x
         return ops.reshape(x, (*self.score_shape.rows, x.shape[-1]))
 
     def rows_from_canonical(self, ops: Backend, x: Array) -> Array:
@@ -132,7 +132,7 @@ class AxisLayout:
 
     def gradient_from_canonical(self, ops: Backend, x: Array, shape: Shape) -> Array:
         """Return the gradient of a caller's query, key or value from that of its canonical view."""
-        if self.has_heads_behind and len(shape) >= 2:
+        if self.is_length_before_heads and len(shape) >= 2:
             # (*lead, head * group, length, dim), with the leading axes of size 1 that `to_canonical` added.
             joined = ops.reshape(x, (*x.shape[:-4], x.shape[-4] * x.shape[-3], *x.shape[-2:]))
             x = ops.swap_axes(joined, -3, -2)

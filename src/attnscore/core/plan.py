@@ -57,14 +57,14 @@ def signature(
 ) -> Hashable | None:
     """Return the cache key of a call's plan, or None where it cannot be cached; `options` are the other arguments."""
     kind = type(query)
-    if not kind is type(key) is type(value) or (of_score := _score_signature(score)) is None:
+    if type(key) is not kind or type(value) is not kind or (of_score := _score_signature(score)) is None:
         return None
     if (ops := backends.of_type(kind)) is None:
         return None
     arrays = [query, key, value]
     if type(score) is Additive:
         arrays.append(score.w_v)
-    if not bias is sink is seed is None:
+    if bias is not None or sink is not None or seed is not None:
         if type(seed) not in (int, type(None)):
             return None
         extras = [x for x in (bias, sink) if x is not None]
@@ -112,24 +112,24 @@ def _score_signature(score: Any) -> Hashable | None:
 
 
 def build(
-    key: Hashable | None,
+    cache_key: Hashable | None,
     problem: Problem,
     kernel: str,
     query: Array,
-    keys: Array,
+    key: Array,
     value: Array,
     mask: Any,
     bias: Any,
     sink: Any,
 ) -> ExecutionPlan:
-    """Return the plan of a problem, cached under `key` where its kernel can reuse it for other arrays."""
+    """Return the plan of a problem, cached under `cache_key` where its kernel can reuse it for other arrays."""
     tiles, chosen = tiling.planned(problem), kernels.choose(kernel, problem)
-    if key is not None:
+    if cache_key is not None:
         array = mask if isinstance(problem.mask, Dense) else None
-        given = {"query": query, "key": keys, "value": value, "bias": bias, "mask": array, "sink": sink}
+        given = {"query": query, "key": key, "value": value, "bias": bias, "mask": array, "sink": sink}
         arrays = {name: x for name, x in given.items() if x is not None}
         if (plan := chosen.prepare(problem, tiles, arrays)) is not None:
-            return PLANS.get_or_compute(key, lambda: plan)
+            return PLANS.get_or_compute(cache_key, lambda: plan)
     return SingleCall(problem, AttentionOp(chosen, problem, tiles))
 
 

@@ -28,7 +28,7 @@ from attnscore.masks.shape_spec import ShapeSpec
 from attnscore.scores.base import nonfinite_rows
 from attnscore.scores.forms import FormPullback, Role, times
 
-# Where the matrix of all pairs is returned, how many numbers a score may hold for its pairs at a time: 4 MB in float32.
+# Elements of the scores that are computed at a time where the matrix of all pairs is returned: 4 MB in float32.
 MATRIX_VALUES = 2**20
 
 Span = tuple[int, int]
@@ -445,12 +445,12 @@ def _map_query_tiles(
     return write(whole, query_tile_result(full, (full * tile, tail)), full * tile) if tail else whole
 
 
-# Inputs: their dtype, non-finite rows, shapes that a graph learns when it runs
+# Inputs: their dtype, non-finite rows, shapes that a graph knows only when it runs
 
 
 @dataclass(frozen=True, eq=False)
 class _Inputs:
-    """A problem whose non-finite queries and keys are isolated: looked for once, and only where something is masked."""
+    """A problem without its non-finite queries and keys, and where they were. Made once a call, if pairs are masked."""
 
     problem: Problem
     """The problem, with zeros for queries and keys that hold a NaN, or an infinity that the form does not keep."""
@@ -462,7 +462,7 @@ class _Inputs:
 
 
 def _isolate_nonfinite(problem: Problem) -> _Inputs:
-    """Replace non-finite queries and keys by zeros, and say where they were: their unmasked scores become NaN."""
+    """Replace non-finite queries and keys by zeros, and return where they were: their unmasked scores become NaN."""
     ops, problem = problem.ops, _in_accumulator_dtype(problem)
     if problem.mask is None and problem.bias is None:
         return _Inputs(problem, None, None, True)

@@ -116,8 +116,8 @@ class AttentionOp:
         kernel = self.kernel.with_backward(self.problem, self.plan)
         return self if kernel is self.kernel else dataclasses.replace(self, kernel=kernel)
 
-    def without_scores(self, outputs: tuple[Array, ...]) -> tuple[Array, ...]:
-        """Return the outputs without the saved scores: those of the op before `with_backward`."""
+    def without_saved(self, outputs: tuple[Array, ...]) -> tuple[Array, ...]:
+        """Return the outputs of the op before `with_backward`: without the scores that it saves."""
         count = self.saved_outputs
         return (*outputs[: count - 1], *outputs[count:]) if self.kernel.saves_scores else outputs
 

@@ -75,7 +75,10 @@ def partition(rest: Mask | None) -> tuple[Parts, Parts]:
 
 
 def partition_staged(ops: Backend, score_shape: ScoreShape, like: Array, rest: Mask | None) -> tuple[Parts, Parts]:
-    """Return the same two lists in a staged program, where parts no larger than a given array are evaluated at once."""
+    """Return the same two lists for a staged program.
+
+    Parts whose AND is no larger than an array that the caller gave are operands: it is computed at once.
+    """
     direct, others = partition(rest)
     documents = [part for part in direct if isinstance(part, Documents)]
     if len(documents) > 1 and any(host_ints(x) is None for part in documents for x in part.ids):

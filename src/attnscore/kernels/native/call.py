@@ -20,16 +20,15 @@ import numpy as np
 
 from attnscore import backends
 from attnscore.backends.base import Array, Backend, HostArray, sum_to
-from attnscore.core import tiling
+from attnscore.core import tiled, tiling
 from attnscore.core.layout import AxisLayout
 from attnscore.core.problem import Problem, build_problem
 from attnscore.core.statistics import AttentionStats
 from attnscore.core.threads import get_num_threads
-from attnscore.core.tiled import operands as operands_of
 from attnscore.core.tiling import TilePlan
 from attnscore.kernels.base import DIFFERENTIABLE, AttentionOp, Kernel
-from attnscore.kernels.native.operands import ORDER, STORED, aligned, score_spec
-from attnscore.kernels.native.results import GRADIENTS, STATISTICS, gradient_shapes
+from attnscore.kernels.native.marshalling import ORDER, STORED, aligned, score_spec
+from attnscore.kernels.native.results import BACKWARD_INPUTS, FILLED, GRADIENTS, STATISTICS, gradient_shapes
 from attnscore.masks import Mask
 from attnscore.masks.cached import CachedMask
 from attnscore.scores import Additive
@@ -41,12 +40,8 @@ CallPlan: TypeAlias = Callable[[tuple[int | HostArray, ...], int, int], None]
 # The operands that a call may have, in the order of the module's inputs.
 _OPERANDS = ("query", "key", "value", "bias", "w_v", "sink")
 
-
-# Arrays that the module's forward fills, in its order. "scores" are before bias and cap, saved for the backward;
-# "attention_scores" are those that a caller asks for: `prepare` refuses such calls, so they are never filled here.
-_FILLED = ("out", "row_max", "log_denom", "scores", "attention_scores", "weights", *STATISTICS)
-# Those with a number for each pair of query and key.
-_PAIRS = ("scores", "weights")
+# Arrays with a number for each pair of query and key. There are no `attention_scores`: `prepare` refuses such calls.
+_PAIRS = ("saved_scores", "attention_weights")
 
 
 class Forward(NamedTuple):
@@ -125,12 +120,12 @@ class NativeCall:
     def differentiable(self) -> tuple[str, ...]:
         """Names of the outputs through which a gradient flows."""
         statistics = (name for name in DIFFERENTIABLE if name in self.statistics)
-        return ("out", *statistics, *(("weights",) if self.returns_weights else ()))
+        return ("out", *statistics, *(("attention_weights",) if self.returns_weights else ()))
 
     @cached_property
     def saved(self) -> tuple[str, ...]:
         """Names of the outputs that a backward needs beside the differentiable ones."""
-        return ("row_max", "log_denom", *(("scores",) if self.saves_scores else ()))
+        return ("row_max", "log_denom", *(("saved_scores",) if self.saves_scores else ()))
 
     @cached_property
     def returned(self) -> tuple[str, ...]:
@@ -167,20 +162,20 @@ class NativeCall:
         if saves or self.statistics:
             names += ["row_max", "log_denom"]
         if saves and self.saves_scores:
-            names.append("scores")
+            names.append("saved_scores")
         if self.returns_weights:
-            names.append("weights")
+            names.append("attention_weights")
         names += [name for name in STATISTICS if name in self.statistics]
         plan = self.module.plan_forward(
-            self.spec, self.inputs, [self._example(name) if name in names else None for name in _FILLED]
+            self.spec, self.inputs, [self._example(name) if name in names else None for name in FILLED]
         )
         rows = self.layout.score_shape.user_shape[:-1]
         columns = {"out": (self.layout.value_dim,), **dict.fromkeys(_PAIRS, (self.layout.score_shape.key_len,))}
         filled = tuple(
-            (name, (*rows, *columns.get(name, ())), self._example(name).dtype) for name in _FILLED if name in names
+            (name, (*rows, *columns.get(name, ())), self._example(name).dtype) for name in FILLED if name in names
         )
         # Of out and the statistics; what is saved, and the weights, stay as they were filled.
-        axes = {"out": -3, **dict.fromkeys(self.statistics, -2)} if self.layout.has_heads_behind else {}
+        axes = {"out": -3, **dict.fromkeys(self.statistics, -2)} if self.layout.is_length_before_heads else {}
         returned = self.returned[len(self.differentiable) :]
         outputs = (*self.differentiable, *(self.saved if saves else ()), *returned)
         dtypes = {"out": self.dtype}
@@ -202,7 +197,7 @@ class NativeCall:
         named = dict(zip(self.returned, outputs, strict=True))
         found = [named["out"]]
         if self.returns_weights:
-            found.append(self.ops.astype(named["weights"], self.dtype))
+            found.append(self.ops.astype(named["attention_weights"], self.dtype))
         if self.statistics:
             found.append(AttentionStats(**{name: named[name] for name in self.statistics}))
         return tuple(found)
@@ -219,7 +214,7 @@ class NativeCall:
     ) -> Iterator[Array | None]:  # fmt: skip
         """Yield the gradient of each array, None where it is not wanted; `saved` and `grads` are by name."""
         ops = self.ops
-        grad_out, grad_weights = grads["out"], grads.get("weights")
+        grad_out, grad_weights = grads["out"], grads.get("attention_weights")
         if grad_out is None:
             grad_out = ops.zeros(saved["out"].shape, saved["out"])
         grad_entropy = grads.get("entropy")
@@ -228,13 +223,12 @@ class NativeCall:
             "row_max": self._in_order(saved["row_max"]),
             "log_denom": self._in_order(saved["log_denom"]),
             "entropy": None if grad_entropy is None else self._in_order(saved["entropy"], -2),
-            "scores": self._in_order(saved.get("scores")),
-            "weights": None if grad_weights is None else self._in_order(saved["weights"]),
+            "saved_scores": self._in_order(saved.get("saved_scores")),
+            "attention_weights": None if grad_weights is None else self._in_order(saved["attention_weights"]),
             "grad_out": self._in_order(grad_out, -3),
             "grad_log_sum_exp": self._in_order(grads.get("log_sum_exp"), -2),
             "grad_entropy": self._in_order(grad_entropy, -2),
-            "grad_scores": None,
-            "grad_weights": self._in_order(grad_weights),
+            "grad_attention_weights": self._in_order(grad_weights),
         }
         # The module always writes the gradients of query, key, value and w_v.
         names = [
@@ -249,11 +243,11 @@ class NativeCall:
             if operand.name in names
         }
         gradients = [filled.get(name) for name in GRADIENTS]
-        given = {name: x for name, x in known.items() if x is not None}
+        given = {name: x for name in BACKWARD_INPUTS if (x := known.get(name)) is not None}
         key = (tuple(names), tuple(given))
         plan = self._backwards.get(key)
         if plan is None:
-            read = [self._example(name.removeprefix("grad_")) if name in given else None for name in known]
+            read = [self._example(name.removeprefix("grad_")) if name in given else None for name in BACKWARD_INPUTS]
             examples = {
                 operand.name: _in_c_order(operand.gradient, self.accumulator)
                 for operand in self.operands
@@ -283,7 +277,7 @@ class NativeCall:
         if x is None:
             return None
         host = self.ops.memory(x)
-        if axis is not None and self.layout.has_heads_behind:
+        if axis is not None and self.layout.is_length_before_heads:
             host = host.swapaxes(axis, axis + 1)
         return np.ascontiguousarray(host)
 
@@ -317,7 +311,7 @@ class NativeOp(NamedTuple):
     def with_backward(self) -> NativeOp:
         return self
 
-    def without_scores(self, outputs: tuple[Array, ...]) -> tuple[Array, ...]:
+    def without_saved(self, outputs: tuple[Array, ...]) -> tuple[Array, ...]:
         return (*outputs[: self.differentiable_outputs], *outputs[self.saved_outputs :])
 
     def streaming(self) -> NativeOp:
@@ -363,14 +357,14 @@ class NativeOp(NamedTuple):
         pairs = (*rows, problem.score_shape.key_len)
 
         def canonical(x: Array | None, name: str) -> Array | None:
-            if x is None or name == "weights":
+            if x is None or name == "attention_weights":
                 return None if x is None else ops.reshape(x, pairs)
             return problem.layout.output_to_canonical(ops, x if name == "out" else ops.expand_dims(x, -1))
 
         incoming = [canonical(grads.get(name), name) for name in ("out", *DIFFERENTIABLE)]
         incoming = incoming if "entropy" in call.statistics else incoming[:2]
         if call.returns_weights:
-            incoming.append(canonical(grads["weights"], "weights"))
+            incoming.append(canonical(grads["attention_weights"], "attention_weights"))
         is_recorded = ops.needs_grad(*arrays)
         if is_recorded or not all(ops.has_cpu_buffer(x) for x in (*named.values(), *incoming) if x is not None):
             op = op.streaming()
@@ -380,7 +374,7 @@ class NativeOp(NamedTuple):
                 known = op.forward(tuple(named.values()))[: op.saved_outputs]
             else:
                 row_max, log_denom = (ops.reshape(saved[name], (*rows, 1)) for name in ("row_max", "log_denom"))
-                others = [canonical(saved[name], name) for name in ("entropy", "weights") if name in saved]
+                others = [canonical(saved[name], name) for name in ("entropy", "attention_weights") if name in saved]
                 known = (canonical(saved["out"], "out"), log_denom, *others, row_max)
             found = dict(zip(named, op.backward(tuple(named.values()), known, incoming), strict=True))
         for x, operand, is_wanted in zip(arrays, call.operands, wanted, strict=True):
@@ -397,14 +391,16 @@ def prepare(
     form, ops, layout = problem.form, problem.ops, problem.layout
     if not (isinstance(form, (InnerForm, AdditiveForm)) and form.query is problem.query and form.key is problem.key):
         return None
-    if tiles.rest is not None if "mask" not in arrays else tiles.interval_set is not None:
+    # One array, or intervals; not both.
+    if (tiles.interval_set if "mask" in arrays else tiles.rest) is not None:
         return None
     if not (problem.mask is None or "mask" in arrays or isinstance(problem.mask, CachedMask)):
         return None
     if 0 in problem.score_shape.rows or problem.matrix == "scores":
         return None  # the strides of an empty tensor would be NumPy's
     spec, lowered = score_spec(problem, {})
-    if "query_bias" in lowered or "key_bias" in lowered or ("weights" in lowered) != (type(problem.score) is Additive):
+    # Biases of a bilinear score are computed from the operands; w_v is passed where it is the caller's.
+    if "query_bias" in lowered or "key_bias" in lowered or ("w_v" in lowered) != (type(problem.score) is Additive):
         return None
     host, given = backends.load("numpy"), dict(arrays)
     views = {
@@ -414,8 +410,8 @@ def prepare(
     for name in ("bias", "mask"):
         if name in given:
             views[name] = problem.score_shape.to_canonical(host, _memory(ops, given[name]))
-    if "weights" in lowered:
-        given["w_v"], views["w_v"] = problem.score.w_v, ops.memory(lowered["weights"])
+    if "w_v" in lowered:
+        given["w_v"], views["w_v"] = problem.score.w_v, ops.memory(lowered["w_v"])
         if views["w_v"].strides[-1] != views["w_v"].itemsize:
             return None
     if "sink" in given:
@@ -429,16 +425,14 @@ def prepare(
         return None
     inputs: list[HostArray | None] = [None] * len(ORDER)
     for name, view in views.items():
-        inputs[ORDER.index("weights" if name == "w_v" else name)] = _example(
-            view.view(np.uint8) if name == "mask" else view
-        )
+        inputs[ORDER.index(name)] = _example(view.view(np.uint8) if name == "mask" else view)
     if tiles.interval_set is not None:
         inputs[ORDER.index("start")], inputs[ORDER.index("stop")] = tiles.interval_set.with_holes
-    shapes, named = gradient_shapes(problem, frozenset(("bias", "sink"))), operands_of(problem)
+    shapes, named = gradient_shapes(problem, frozenset(("bias", "sink"))), tiled.operands(problem)
     operands = []
     for name in (name for name in _OPERANDS if name in views):
         x, canonical, gradient = given[name], tuple(named[name].shape), shapes[name]
-        is_transposed = layout.has_heads_behind and name in ("query", "key", "value")
+        is_transposed = layout.is_length_before_heads and name in ("query", "key", "value")
         filled = tuple(x.shape) if gradient == canonical and not is_transposed else gradient
         operands.append(Operand(name, ops.signature(x), canonical, gradient, filled, is_transposed))
     return NativeCall(

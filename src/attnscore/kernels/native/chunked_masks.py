@@ -21,43 +21,45 @@ import numpy as np
 from attnscore.backends.base import HostArray
 from attnscore.core.problem import Problem
 from attnscore.core.tiling import TilePlan
-from attnscore.kernels.native import operands as inputs
-from attnscore.kernels.native.results import GRADIENTS
-from attnscore.masks import And, Mask
-from attnscore.masks import lowering as masks
+from attnscore.kernels.native import marshalling
+from attnscore.kernels.native.results import BACKWARD_INPUTS, GRADIENTS
+from attnscore.masks import And, Mask, lowering
 
-# Booleans of a chunk: 8 MB, but at least `FEWEST` rows, as the module reads all keys for each query tile of 48 to 192.
-HELD = 2**23
-FEWEST = 96
+# Booleans of a chunk: 8 MB, but at least `MIN_CHUNK_ROWS` rows, as the module reads all keys for each query tile of 48
+# to 192 rows.
+CHUNK_BYTES = 2**23
+MIN_CHUNK_ROWS = 96
 # Pairs evaluated together: intermediate values of a mask may take 8 bytes a pair, its result takes 1.
-PAIRS = 2**20
+BLOCK_PAIRS = 2**20
 # Rows evaluated together at most, as the keys of a sliding window change with them.
-MOST = 256
+MAX_BLOCK_ROWS = 256
 
 Arrays = Sequence[HostArray | None]
 
 
-class _Kind(NamedTuple):
-    """Which leading axes an array has, and which axis is that of the rows."""
+class _AxisRoles(NamedTuple):
+    """Meaning of the axes of an array."""
 
-    axes: Literal["matrix", "batch", "heads"]
-    rows: int | None = None
+    lead: Literal["matrix", "batch", "heads"]
+    """Leading axes: (*lead, head, group), (batch,) or (head, group)."""
+    row: int | None = None
+    """Axis of the queries; None where there is none."""
 
 
-_OF_ROWS, _OF_KEYS, _OF_HEADS = _Kind("matrix", -2), _Kind("matrix"), _Kind("heads")
+_BY_QUERY, _BY_KEY, _BY_HEAD = _AxisRoles("matrix", -2), _AxisRoles("matrix"), _AxisRoles("heads")
 _INPUTS: Final = {
-    **dict.fromkeys(inputs.ORDER, _OF_KEYS),
-    **dict.fromkeys(("query", "query_bias", "bias", "mask"), _OF_ROWS),
-    **dict.fromkeys(("query_ids", "start", "stop"), _Kind("batch", -1)),
-    "key_ids": _Kind("batch"),
-    **dict.fromkeys(("weights", "sink", "scales"), _OF_HEADS),
+    **dict.fromkeys(marshalling.ORDER, _BY_KEY),
+    **dict.fromkeys(("query", "query_bias", "bias", "mask"), _BY_QUERY),
+    **dict.fromkeys(("query_ids", "start", "stop"), _AxisRoles("batch", -1)),
+    "key_ids": _AxisRoles("batch"),
+    **dict.fromkeys(("w_v", "sink", "scales"), _BY_HEAD),
 }
 _GRADIENTS: Final = {
-    **dict.fromkeys(GRADIENTS, _OF_KEYS),
-    **dict.fromkeys(("query", "bias"), _OF_ROWS),
-    "query_bias": _Kind("matrix", -1),
+    **dict.fromkeys(GRADIENTS, _BY_KEY),
+    **dict.fromkeys(("query", "bias"), _BY_QUERY),
+    "query_bias": _AxisRoles("matrix", -1),
 }
-_MASK: Final = inputs.ORDER.index("mask")
+_MASK: Final = marshalling.ORDER.index("mask")
 
 
 @dataclass(frozen=True)
@@ -68,25 +70,25 @@ class _Part:
     last: int
     place: tuple[int, ...] | None = None
 
-    def of(self, x: HostArray | None, kind: _Kind) -> HostArray | None:
+    def of(self, x: HostArray | None, roles: _AxisRoles) -> HostArray | None:
         """Return this part of an array, as a view."""
         if x is None:
             return None
         index = [slice(None)] * x.ndim
-        if kind.rows is not None and x.shape[kind.rows] > 1:
-            index[kind.rows] = slice(self.first, self.last)
+        if roles.row is not None and x.shape[roles.row] > 1:
+            index[roles.row] = slice(self.first, self.last)
         if self.place is not None:
-            for axis, place in _axes(self.place, x.ndim, kind):
+            for axis, place in _axes(self.place, x.ndim, roles):
                 if x.shape[axis] > 1:
                     index[axis] = slice(place, place + 1)
         return x[tuple(index)]
 
 
-def _axes(place: tuple[int, ...], count: int, kind: _Kind) -> list[tuple[int, int]]:
+def _axes(place: tuple[int, ...], count: int, roles: _AxisRoles) -> list[tuple[int, int]]:
     """Return the leading axes of an array of `count` axes, each with the index of the matrix along it."""
-    if kind.axes == "matrix":
+    if roles.lead == "matrix":
         return list(enumerate(place))
-    if kind.axes == "batch":
+    if roles.lead == "batch":
         return [(-2, place[0])]
     # One vector of weights for all heads has no axis of heads.
     return list(enumerate(place[-2:])) if count > 1 else []
@@ -102,7 +104,7 @@ def forward(
 ) -> None:
     """Run ``call(*marshalled, filled, threads)``, the module's forward, by chunks."""
     for part, score, arrays in _parts(problem, plan, *marshalled):
-        views = [part.of(x, _OF_ROWS) for x in filled]
+        views = [part.of(x, _BY_QUERY) for x in filled]
         given = [x if x is None or x.flags.c_contiguous else np.empty(x.shape, x.dtype) for x in views]
         call(score, arrays, given, threads)
         for x, found in zip(views, given, strict=True):
@@ -122,7 +124,7 @@ def backward(
 ) -> None:
     """Run ``call(*marshalled, known, grad_dtype, buffers, threads)``, the module's backward, by chunks."""
     for part, score, arrays in _parts(problem, plan, *marshalled):
-        rows = [part.of(x, _OF_ROWS) for x in known]
+        rows = [part.of(x, _BY_QUERY) for x in known]
         views = {name: part.of(x, _GRADIENTS[name]) for name, x in buffers.items()}
         # The module overwrites the gradient of the sink and adds to the others.
         given = {
@@ -136,19 +138,22 @@ def backward(
                 np.add(x, added, out=x)
 
 
-# Indices among the known arrays of out and the gradients of out, scores and weights, which may have any strides.
-_ANY_STRIDES = (0, 6, 9, 10)
+# Inputs of the backward that may have any strides.
+_ANY_STRIDES = frozenset(("out", "grad_out", "grad_attention_scores", "grad_attention_weights"))
 
 
 def _in_order(known: Arrays) -> list[HostArray | None]:
     """Return the known arrays of some rows, in C order where the module requires it."""
-    return [x if x is None or i in _ANY_STRIDES else np.ascontiguousarray(x) for i, x in enumerate(known)]
+    return [
+        x if x is None or name in _ANY_STRIDES else np.ascontiguousarray(x)
+        for name, x in zip(BACKWARD_INPUTS, known, strict=True)
+    ]
 
 
 def _parts(problem: Problem, plan: TilePlan, score: Any, arrays: Arrays) -> Iterator[tuple[_Part, Any, Arrays]]:
     """Yield the parts of a call, each with the score and arrays of its call of the module."""
     score_shape = problem.score_shape
-    _, parts = masks.partition(plan.rest)
+    _, parts = lowering.partition(plan.rest)
     if not parts or 0 in (*score_shape.rows, score_shape.key_len):
         yield _Part(0, score_shape.query_len), score, arrays
         return
@@ -160,11 +165,11 @@ def _parts(problem: Problem, plan: TilePlan, score: Any, arrays: Arrays) -> Iter
         whole[_MASK] = chunks.evaluated(first, last)
         for number, place in enumerate(places):
             part = _Part(first, last, place)
-            views = [part.of(x, kind) for x, kind in zip(whole, _INPUTS.values(), strict=True)]
+            views = [part.of(x, roles) for x, roles in zip(whole, _INPUTS.values(), strict=True)]
             # The rows of the mask are those of the chunk already.
-            views[_MASK] = _Part(0, last - first, place).of(whole[_MASK], _OF_ROWS)
+            views[_MASK] = _Part(0, last - first, place).of(whole[_MASK], _BY_QUERY)
             for name in ("start", "stop"):
-                at = inputs.ORDER.index(name)
+                at = marshalling.ORDER.index(name)
                 views[at] = None if views[at] is None else np.ascontiguousarray(views[at])
             yield part, score if place is None else _moved(score, number * score_shape.query_len + first), views
 
@@ -183,7 +188,7 @@ def _moved(score: Any, rows: int) -> Any:
 def chunk_size(problem: Problem, shape: tuple[int, ...]) -> int:
     """Return how many queries of a mask of this shape make a chunk: all, where its rows are equal or few."""
     *lead, height, width = shape
-    count = max(FEWEST, HELD // max(1, math.prod(lead) * width) // FEWEST * FEWEST)
+    count = max(MIN_CHUNK_ROWS, CHUNK_BYTES // max(1, math.prod(lead) * width) // MIN_CHUNK_ROWS * MIN_CHUNK_ROWS)
     return problem.score_shape.query_len if height == 1 else min(count, problem.score_shape.query_len)
 
 
@@ -200,7 +205,7 @@ class _Chunks:
     @staticmethod
     def of(problem: Problem, plan: TilePlan, mask: Mask) -> _Chunks:
         score_shape = problem.score_shape
-        shape = masks.evaluated_shape(problem.ops, score_shape, problem.value, mask)
+        shape = lowering.evaluated_shape(problem.ops, score_shape, problem.value, mask)
         *lead, height, width = (1,) * (len(score_shape.rows) + 1 - len(shape)) + tuple(shape)
         count = chunk_size(problem, shape)
         held = np.empty((*lead, min(height, count), width), np.uint8)
@@ -215,7 +220,7 @@ class _Chunks:
         """Return the mask of the rows first to last; pairs outside their intervals keep any earlier value."""
         *lead, height, width = self.held.shape
         start, stop = self._key_range(first, last)
-        step = min(MOST, max(1, PAIRS // max(1, math.prod(lead) * (stop - start))))
+        step = min(MAX_BLOCK_ROWS, max(1, BLOCK_PAIRS // max(1, math.prod(lead) * (stop - start))))
         if height == 1:
             # All rows are equal, and one is evaluated.
             step = last - first
@@ -225,7 +230,7 @@ class _Chunks:
             if stop <= start:
                 continue
             context = self.problem.ops, self.problem.score_shape, self.problem.value
-            block = masks.evaluate(*context, self.mask, (row, min(end - row, height)), (start, stop - start))
+            block = lowering.evaluate(*context, self.mask, (row, min(end - row, height)), (start, stop - start))
             into = self.held[..., start:stop] if width > 1 else self.held
             into[..., row - first : end - first, :] = self.problem.ops.memory(block).view(np.uint8)
         return self.held[..., : last - first, :]

@@ -16,8 +16,7 @@ from attnscore.core.problem import Problem
 from attnscore.core.tiled import Result, RowGradients, operands
 from attnscore.kernels.native.chunked_masks import chunk_size
 from attnscore.kernels.native.results import STATISTICS
-from attnscore.masks import And, Mask
-from attnscore.masks import lowering as masks
+from attnscore.masks import And, Mask, lowering
 from attnscore.scores.forms import Role
 
 MaskArrays = dict[str, Array]
@@ -42,7 +41,7 @@ class Loop:
         """Fold ``carry = visit(carry, start, size)`` over the chunks."""
         ops, length = self.problem.ops, self.problem.score_shape.query_len
         score_shape, value = self.problem.score_shape, self.problem.value
-        count = chunk_size(self.problem, masks.evaluated_shape(ops, score_shape, value, self.mask))
+        count = chunk_size(self.problem, lowering.evaluated_shape(ops, score_shape, value, self.mask))
         full, tail = divmod(length, max(1, count))
         carry = ops.loop(full, lambda i, found: visit(found, i * count, count), carry)
         return visit(carry, full * count, tail) if tail else carry
@@ -66,7 +65,7 @@ class Loop:
         mask_arrays = {
             name: x if name == "key_ids" else ops.slice_axis(x, -1, start, size) for name, x in self.mask_arrays.items()
         }
-        evaluated = masks.evaluate(ops, problem.score_shape, problem.value, self.mask, (start, size))
+        evaluated = lowering.evaluate(ops, problem.score_shape, problem.value, self.mask, (start, size))
         missing = len(score_shape.rows) + 1 - len(evaluated.shape)
         return part, mask_arrays | {"mask": ops.reshape(evaluated, (*(1,) * missing, *evaluated.shape))}
 

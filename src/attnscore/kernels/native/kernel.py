@@ -28,12 +28,10 @@ from attnscore.core.threads import get_num_threads
 from attnscore.core.tiled import Result, RowGradients
 from attnscore.core.tiling import TilePlan
 from attnscore.kernels.base import Kernel
-from attnscore.kernels.native import call, chunked_masks, xla_call, xla_callback
-from attnscore.kernels.native import operands as inputs
-from attnscore.kernels.native.results import GRADIENTS, STATISTICS, as_operand, gradient_shapes
+from attnscore.kernels.native import call, chunked_masks, marshalling, xla_call, xla_callback
+from attnscore.kernels.native.results import BACKWARD_INPUTS, GRADIENTS, STATISTICS, as_operand, gradient_shapes
 from attnscore.kernels.tiled import Streaming
-from attnscore.masks import And
-from attnscore.masks import lowering as masks
+from attnscore.masks import And, lowering
 from attnscore.scores.forms import AdditiveForm
 
 try:
@@ -75,24 +73,24 @@ class Native(Kernel):
         return _MISSING
 
     def reasons_against(self, problem: Problem) -> tuple[str, ...]:
-        return tuple(inputs.reasons(problem)) if _MISSING is None else (_MISSING,)
+        return tuple(marshalling.reasons(problem)) if _MISSING is None else (_MISSING,)
 
     def with_backward(self, problem: Problem, plan: TilePlan) -> Kernel:
         return Native(saves_scores=True) if _saves_scores(problem, plan) else self
 
     def explain_tiles(self, problem: Problem, plan: TilePlan) -> TilePlan:
-        """Return the tiles of one query tile over all queries: `csrc` may have a tile more or less at the edges."""
+        """Return tiles of the sizes that ``csrc`` has; it may visit one more or less at the edges of a query tile."""
         return tiling.plan(problem, TILE).aligned_to_tiles()
 
     def notes(self, problem: Problem, plan: TilePlan) -> tuple[str, ...]:
         if problem.ops.needs_host_callback(*xla_callback.arrays_of(problem)):
             return ()
-        _, parts = masks.partition(plan.rest)
+        _, parts = lowering.partition(plan.rest)
         if not parts:
             return ()
         mask = reduce(And, parts)
         rows = chunked_masks.chunk_size(
-            problem, masks.evaluated_shape(problem.ops, problem.score_shape, problem.value, mask)
+            problem, lowering.evaluated_shape(problem.ops, problem.score_shape, problem.value, mask)
         )
         return (f"{mask!r} is evaluated, {rows} queries at a time",)
 
@@ -106,7 +104,7 @@ class Native(Kernel):
         if ops.needs_grad(*tiled.operands(problem).values()):
             return tiled.forward(problem, plan)
         fill = _fill(problem, plan, self.saves_scores)
-        out, *numbers = fill(*inputs.marshal(problem, plan), ops.threads(get_num_threads()))
+        out, *numbers = fill(*marshalling.marshal(problem, plan), ops.threads(get_num_threads()))
         row_max, log_denom, scores, raw, weights, *statistics = (
             None if x is None else ops.from_memory(x, sums, like) for x in numbers
         )
@@ -129,25 +127,24 @@ class Native(Kernel):
         ):
             return tiled.backward(problem, plan, result, grads)
         grad_out, grad_dtype = _grad_out(problem, grads.out)
-        rows = [result.row_max, result.log_denom, result.scores]
-        rows += [None, grads.log_sum_exp, None]
+        rows = {"row_max": result.row_max, "log_denom": result.log_denom, "saved_scores": result.scores}
+        rows["grad_log_sum_exp"] = grads.log_sum_exp
         if grads.entropy is not None:
-            rows[3], rows[5] = result.statistics["entropy"], grads.entropy
-        row_max, log_denom, scores, entropy, grad_log_sum_exp, grad_entropy = (_row(problem, x) for x in rows)
+            rows["entropy"], rows["grad_entropy"] = result.statistics["entropy"], grads.entropy
+        if grads.matrix is not None and problem.matrix == "weights":
+            rows["attention_weights"] = result.matrix
+        known = {name: _row(problem, x) for name, x in rows.items()}
+        known |= {"out": ops.memory(result.out), "grad_out": grad_out}
+        if grads.matrix is not None:
+            known[f"grad_attention_{problem.matrix}"] = ops.memory(ops.astype(grads.matrix, sums))
+        read = [known.get(name) for name in BACKWARD_INPUTS]
         shapes = gradient_shapes(problem, wanted)
-        buffers = {name: inputs.aligned(np.zeros, shape, sums) for name, shape in shapes.items()}
-        grad_matrix = None if grads.matrix is None else ops.memory(ops.astype(grads.matrix, sums))
-        pairs = (grad_matrix, None) if problem.matrix == "scores" else (None, grad_matrix)
-        weights = None if pairs[1] is None else _row(problem, result.matrix)
-        known = (
-            *(ops.memory(result.out), row_max, log_denom, entropy, scores, weights),
-            *(grad_out, grad_log_sum_exp, grad_entropy, *pairs),
-        )
-        marshalled, threads = inputs.marshal(problem, plan), ops.threads(get_num_threads())
-        if masks.partition(plan.rest)[1]:
-            chunked_masks.backward(_native.backward, problem, plan, marshalled, known, grad_dtype, buffers, threads)
+        buffers = {name: marshalling.aligned(np.zeros, shape, sums) for name, shape in shapes.items()}
+        marshalled, threads = marshalling.marshal(problem, plan), ops.threads(get_num_threads())
+        if lowering.partition(plan.rest)[1]:
+            chunked_masks.backward(_native.backward, problem, plan, marshalled, read, grad_dtype, buffers, threads)
         else:
-            _native.backward(*marshalled, known, grad_dtype, [buffers.get(name) for name in GRADIENTS], threads)
+            _native.backward(*marshalled, read, grad_dtype, [buffers.get(name) for name in GRADIENTS], threads)
         return {
             name: as_operand(problem, ops.from_memory(x, sums, problem.value), name, operands[name])
             for name, x in buffers.items()
@@ -164,7 +161,7 @@ def _saves_scores(problem: Problem, plan: TilePlan) -> bool:
     ):
         return False
     # An evaluated mask runs in chunks of queries, each of which would copy its part of the scores.
-    return not masks.partition(plan.rest)[1]
+    return not lowering.partition(plan.rest)[1]
 
 
 def _fill(problem: Problem, plan: TilePlan, saves_scores: bool) -> Callable[[Any, Any, int], list[Any]]:
@@ -174,15 +171,15 @@ def _fill(problem: Problem, plan: TilePlan, saves_scores: bool) -> Callable[[Any
     statistics; None where they are not wanted.
     """
     rows, sums = (*problem.score_shape.rows, 1), problem.accumulator
-    shape, stored = (*rows[:-1], problem.layout.value_dim), inputs.STORED.get(problem.dtype, problem.dtype)
+    shape, stored = (*rows[:-1], problem.layout.value_dim), marshalling.STORED.get(problem.dtype, problem.dtype)
     wanted = [name in problem.statistics for name in STATISTICS]
-    _, evaluated = masks.partition(plan.rest)
+    _, evaluated = lowering.partition(plan.rest)
 
     def filled(score: Any, arrays: Any, threads: int) -> list[Any]:
-        found = [inputs.aligned(np.empty, shape, stored), *np.empty((2, *rows), sums)]
+        found = [marshalling.aligned(np.empty, shape, stored), *np.empty((2, *rows), sums)]
         pairs = (saves_scores, problem.matrix == "scores", problem.matrix == "weights")
         whole = (*rows[:-1], problem.score_shape.key_len)
-        found += [inputs.aligned(np.empty, whole, sums) if x else None for x in pairs]
+        found += [marshalling.aligned(np.empty, whole, sums) if x else None for x in pairs]
         found += [np.empty(rows, sums) if x else None for x in wanted]
         if evaluated:
             chunked_masks.forward(_native.forward, problem, plan, (score, arrays), found, threads)
@@ -197,7 +194,7 @@ def _grad_out(problem: Problem, grad: Array | None) -> tuple[HostArray, str]:
     ops, shape = problem.ops, (*problem.score_shape.rows, problem.layout.value_dim)
     if grad is None:
         return np.broadcast_to(np.zeros((), problem.accumulator), shape), problem.accumulator
-    if ops.dtype(grad) not in inputs.DTYPES:
+    if ops.dtype(grad) not in marshalling.DTYPES:
         grad = ops.astype(grad, problem.accumulator)
     return ops.memory(grad), ops.dtype(grad)
 

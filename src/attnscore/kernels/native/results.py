@@ -1,4 +1,4 @@
-"""Results of the native module: the order of its statistics, and the shapes of its gradients."""
+"""Results of the native module: the names and order of what it fills and reads, and the shapes of its gradients."""
 
 from __future__ import annotations
 
@@ -9,6 +9,14 @@ from attnscore.scores.forms import AdditiveForm
 
 # Statistics that the forward fills where wanted, in its order; the log-sum-exp is row_max + log_denom.
 STATISTICS = tuple(name for name in online_softmax.STATISTICS if name != "log_sum_exp")
+# Arrays that the forward fills, in its order. `saved_scores` are before bias and cap, for the backward alone;
+# `attention_scores` and `attention_weights` are those that a caller asks for.
+FILLED = ("out", "row_max", "log_denom", "saved_scores", "attention_scores", "attention_weights", *STATISTICS)
+# Arrays that the backward reads beside the operands, in its order.
+BACKWARD_INPUTS = (
+    *("out", "row_max", "log_denom", "entropy", "saved_scores", "attention_weights"),
+    *("grad_out", "grad_log_sum_exp", "grad_entropy", "grad_attention_scores", "grad_attention_weights"),
+)
 # The gradients that the module writes, in its order; those of `_ALWAYS` also where they are not wanted.
 GRADIENTS = ("query", "key", "value", "query_bias", "key_bias", "bias", "w_v", "sink", "scale")
 _ALWAYS = frozenset(("query", "key", "value", "w_v"))

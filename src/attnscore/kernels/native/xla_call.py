@@ -12,19 +12,14 @@ from typing import Any
 from attnscore.backends.base import Array, SeedHalves
 from attnscore.core.problem import Problem
 from attnscore.core.tiled import Result, RowGradients, operands
-from attnscore.kernels.native import chunked_masks_xla as loops
-from attnscore.kernels.native import operands as inputs
+from attnscore.kernels.native import chunked_masks_xla, marshalling
 from attnscore.kernels.native.chunked_masks_xla import Loop, MaskArrays
-from attnscore.kernels.native.results import GRADIENTS, STATISTICS, as_operand, gradient_shapes
-from attnscore.masks import Mask
-from attnscore.masks import lowering as masks
+from attnscore.kernels.native.results import BACKWARD_INPUTS, GRADIENTS, STATISTICS, as_operand, gradient_shapes
+from attnscore.masks import Mask, lowering
 from attnscore.masks.dynamic_intervals import traced_visibility
 
 # Operands and results are bits of the attributes `given`, `turned` and `wanted`, in this order (csrc/api/ffi.cc).
-_OPERANDS = (
-    *(*inputs.ORDER, "seed", "out", "row_max", "log_denom", "entropy", "attention_weights"),
-    *("grad_out", "grad_log_sum_exp", "grad_entropy", "grad_attention_scores", "grad_attention_weights"),
-)
+_OPERANDS = (*marshalling.ORDER, "seed", *(name for name in BACKWARD_INPUTS if name != "saved_scores"))
 _FORWARD = ("out", "row_max", "log_denom", *STATISTICS, "attention_scores", "attention_weights")
 _SCORE = ("form", "activation", "negative_slope", "scale", "caps")
 
@@ -32,7 +27,11 @@ _SCORE = ("form", "activation", "negative_slope", "scale", "caps")
 def forward(problem: Problem) -> Result:
     """Run the forward as a custom call, or as one for each chunk of queries."""
     mask_arrays, parts = _mask_arrays(problem)
-    return loops.forward(Loop.of(problem, mask_arrays, parts), _forward) if parts else _forward(problem, mask_arrays)
+    return (
+        chunked_masks_xla.forward(Loop.of(problem, mask_arrays, parts), _forward)
+        if parts
+        else _forward(problem, mask_arrays)
+    )
 
 
 def _forward(problem: Problem, mask_arrays: MaskArrays) -> Result:
@@ -56,15 +55,15 @@ def backward(problem: Problem, result: Result, grads: RowGradients, wanted: froz
     def run_chunk(problem: Problem, mask_arrays: MaskArrays, result: Result, grads: RowGradients) -> dict[str, Array]:
         return _backward(problem, mask_arrays, result, grads, wanted)
 
-    return loops.backward(Loop.of(problem, mask_arrays, parts), result, grads, wanted, run_chunk)
+    return chunked_masks_xla.backward(Loop.of(problem, mask_arrays, parts), result, grads, wanted, run_chunk)
 
 
 def _mask_arrays(problem: Problem) -> tuple[MaskArrays, list[Mask]]:
     """Return the arrays of the mask by the module's names, and the parts of it that have to be evaluated."""
     ops, score_shape, value = problem.ops, problem.score_shape, problem.value
     ends, rest = traced_visibility(ops, score_shape, value, problem.mask)
-    direct, parts = masks.partition_staged(ops, score_shape, value, rest)
-    mask_arrays = masks.arrays(ops, score_shape, value, direct, with_evaluated=bool(parts)) if direct else {}
+    direct, parts = lowering.partition_staged(ops, score_shape, value, rest)
+    mask_arrays = lowering.arrays(ops, score_shape, value, direct, with_evaluated=bool(parts)) if direct else {}
     if ends is not None:
         mask_arrays["start"], mask_arrays["stop"] = ends
     return mask_arrays, parts
@@ -86,7 +85,7 @@ def _backward(
     if grad is None:
         nothing = (*(1 for _ in problem.score_shape.rows[:-1]), problem.score_shape.query_len, value_dim)
         grad = ops.zeros(nothing, result.out, sums)
-    known |= {"out": result.out, "grad_out": grad if ops.dtype(grad) in inputs.DTYPES else ops.astype(grad, sums)}
+    known |= {"out": result.out, "grad_out": grad if ops.dtype(grad) in marshalling.DTYPES else ops.astype(grad, sums)}
     shapes = {name: (shape, sums) for name, shape in gradient_shapes(problem, wanted).items()}
     found, arrays = _call("backward", problem, mask_arrays | known, shapes, GRADIENTS), operands(problem)
     return {name: as_operand(problem, x, name, arrays[name]) for name, x in found.items() if name in wanted}
@@ -101,7 +100,7 @@ def _call(
 ) -> dict[str, Array]:
     ops, dropout = problem.ops, problem.dropout
     seed = None if dropout is None or not isinstance(dropout.seed, SeedHalves) else dropout.seed
-    (*score, _, _, _, probability, number), arrays = inputs.score_spec(problem, known)
+    (*score, _, _, _, probability, known_seed), arrays = marshalling.score_spec(problem, known)
     if seed is not None:
         arrays["seed"] = ops.concat([ops.reshape(half, (1,)) for half in seed], 0)
     names = [name for name in _OPERANDS if name in arrays]
@@ -115,7 +114,7 @@ def _call(
         "scale": float(attributes["scale"]),
         "negative_slope": float(attributes["negative_slope"]),
         "dropout": float(probability),
-        "seed": number if seed is None else 0,
+        "seed": known_seed if seed is None else 0,
         "axes": len(problem.score_shape.rows) + 1,
         "given": _bits(_OPERANDS, names),
         "turned": _bits(_OPERANDS, transposed.intersection(names)),

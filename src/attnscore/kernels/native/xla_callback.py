@@ -61,7 +61,7 @@ def _rebuilt(problem: Problem, ops: Backend) -> Callable[[Sequence[Array]], Prob
     def rebuild(arrays: Sequence[Array]) -> Problem:
         named, left = dict(zip(names, arrays, strict=False)), iter(arrays[len(names) :])
         fields: dict[str, Any] = {name: named.pop(name) for name in ("value", "bias", "sink") if name in named}
-        fields["form"] = here = form.with_arrays(named)
+        fields["form"] = new_form = form.with_arrays(named)
         if mask is not None:
             fields["mask"] = mask.with_leaves(iter([next(left) if x is None else x for x in known]))
         fields["dropout"] = dropout
@@ -70,7 +70,9 @@ def _rebuilt(problem: Problem, ops: Backend) -> Callable[[Sequence[Array]], Prob
             seed = int(low) | int(high) << 32 if isinstance(low, (np.ndarray, np.generic)) else SeedHalves(low, high)
             fields["dropout"] = dataclasses.replace(dropout, seed=seed)
         if unknown:
-            query, key, value = (ops.shape(x) for x in (*(here.arrays()[n] for n in ("query", "key")), fields["value"]))
+            query, key, value = (
+                ops.shape(x) for x in (*(new_form.arrays()[n] for n in ("query", "key")), fields["value"])
+            )
             lead = broadcast(query[:-4], key[:-4], value[:-4])
             fields["layout"] = _measured(layout, lead, query[-2], key[-2])
         return dataclasses.replace(empty, **fields)
@@ -89,15 +91,15 @@ def _on_host(problem: Problem) -> Callable[[Sequence[HostArray]], Problem]:
 
 def _checked_on_host(problem: Problem) -> Callable[[Sequence[HostArray]], Problem]:
     """Return `_on_host`, with a check of mask shapes against lengths where the graph did not know them."""
-    hosted = _on_host(problem)
+    on_host = _on_host(problem)
     if problem.mask is None or all(part.is_known for part in problem.mask.shapes(problem.score_shape)):
-        return hosted
+        return on_host
 
     def checked(arrays: Sequence[HostArray]) -> Problem:
-        now = hosted(arrays)
-        if now.mask is not None:
-            check_shapes(now.mask, now.score_shape)
-        return now
+        rebuilt = on_host(arrays)
+        if rebuilt.mask is not None:
+            check_shapes(rebuilt.mask, rebuilt.score_shape)
+        return rebuilt
 
     return checked
 
@@ -106,24 +108,24 @@ def forward(kernel: Kernel, problem: Problem) -> Result:
     """Stage `kernel.forward` as a host callback."""
     sums, rows = problem.accumulator, (*problem.score_shape.rows, 1)
     names = tuple(name for name in problem.statistics if name != "log_sum_exp")
-    hosted, again = _checked_on_host(problem), _rebuilt(problem, problem.ops)
+    on_host, in_program = _checked_on_host(problem), _rebuilt(problem, problem.ops)
 
-    def outputs(kernel: Kernel, now: Problem) -> tuple[Array, ...]:
-        found = kernel.forward(now, tiling.plan(now))
-        matrix = () if now.matrix is None else (found.matrix,)
+    def outputs(kernel: Kernel, rebuilt: Problem) -> tuple[Array, ...]:
+        found = kernel.forward(rebuilt, tiling.plan(rebuilt))
+        matrix = () if rebuilt.matrix is None else (found.matrix,)
         return found.out, found.row_max, found.log_denom, *(found.statistics[name] for name in names), *matrix
 
     def run(*arrays: HostArray) -> tuple[HostArray, ...]:
-        return outputs(kernel, hosted(arrays))
+        return outputs(kernel, on_host(arrays))
 
     results = [((*rows[:-1], problem.layout.value_dim), problem.dtype), *(((rows, sums),) * (2 + len(names)))]
     if problem.matrix is not None:
         results.append(((*rows[:-1], problem.score_shape.key_len), sums))
 
-    def otherwise(*arrays: Array) -> tuple[Array, ...]:
-        return outputs(kernel.differentiable, again(arrays))
+    def alternative(*arrays: Array) -> tuple[Array, ...]:
+        return outputs(kernel.differentiable, in_program(arrays))
 
-    out, row_max, log_denom, *numbers = problem.ops.host_callback(run, results, _passed(problem), otherwise)
+    out, row_max, log_denom, *numbers = problem.ops.host_callback(run, results, _passed(problem), alternative)
     matrix = None if problem.matrix is None else numbers.pop()
     return Result(out, row_max, log_denom, dict(zip(names, numbers, strict=True)), matrix)
 
@@ -132,7 +134,7 @@ def backward(
     kernel: Kernel, problem: Problem, result: Result, grads: RowGradients, wanted: frozenset[str]
 ) -> dict[str, Array]:
     """Stage `kernel.backward` as a host callback."""
-    hosted, again = _on_host(problem), _rebuilt(problem, problem.ops)
+    on_host, in_program = _on_host(problem), _rebuilt(problem, problem.ops)
     entropy = result.statistics.get("entropy")
     weights = result.matrix if problem.matrix == "weights" and grads.matrix is not None else None
     optional = [grads.out, grads.log_sum_exp, grads.entropy, grads.matrix, entropy, weights]
@@ -140,21 +142,21 @@ def backward(
     given, count = [x is not None for x in optional], len(rows)
     names = [name for name in operands(problem) if name in wanted]
 
-    def gradients(kernel: Kernel, now: Problem, rows: Sequence[Array]) -> tuple[Array, ...]:
+    def gradients(kernel: Kernel, rebuilt: Problem, rows: Sequence[Array]) -> tuple[Array, ...]:
         left = iter(rows)
         out, row_max, log_denom = next(left), next(left), next(left)
         *incoming, entropy, matrix = (next(left) if is_here else None for is_here in given)
         known = Result(out, row_max, log_denom, {} if entropy is None else {"entropy": entropy}, matrix)
-        found = kernel.backward(now, tiling.plan(now), known, RowGradients(*incoming), frozenset(names))
+        found = kernel.backward(rebuilt, tiling.plan(rebuilt), known, RowGradients(*incoming), frozenset(names))
         return tuple(found[name] for name in names)
 
     def run(*arrays: HostArray) -> tuple[HostArray, ...]:
-        return gradients(kernel, hosted(arrays[count:]), arrays[:count])
+        return gradients(kernel, on_host(arrays[count:]), arrays[:count])
 
     shapes = [(tuple(x.shape), problem.accumulator) for name, x in operands(problem).items() if name in wanted]
 
-    def otherwise(*arrays: Array) -> tuple[Array, ...]:
-        return gradients(kernel.differentiable, again(arrays[count:]), arrays[:count])
+    def alternative(*arrays: Array) -> tuple[Array, ...]:
+        return gradients(kernel.differentiable, in_program(arrays[count:]), arrays[:count])
 
-    found = problem.ops.host_callback(run, shapes, [*rows, *_passed(problem)], otherwise)
+    found = problem.ops.host_callback(run, shapes, [*rows, *_passed(problem)], alternative)
     return dict(zip(names, found, strict=True))

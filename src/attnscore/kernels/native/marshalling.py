@@ -17,7 +17,7 @@ from attnscore.core import tiled
 from attnscore.core.problem import Problem
 from attnscore.core.tiling import TilePlan
 from attnscore.kernels.native.xla_callback import arrays_of
-from attnscore.masks import lowering as masks
+from attnscore.masks import lowering
 from attnscore.scores.forms import AdditiveForm, DistanceForm, InnerForm
 
 DTYPES = frozenset(base.DTYPES)
@@ -27,9 +27,9 @@ STORED = {name: base.DTYPES[name].storage for name in HALF_PRECISION}
 _FORMS: dict[type, str] = {InnerForm: "inner", AdditiveForm: "additive", DistanceForm: "distance"}
 
 # TensorFlow and JAX share memory that begins at a multiple of this many bytes, and copy any other.
-ALIGNED = 64
-# Bytes below which a copy costs less than slicing.
-_LARGE = 2**14
+ALIGNMENT = 64
+# Bytes from which arrays are aligned: for a smaller one, a copy costs less than slicing.
+_MIN_ALIGNED_BYTES = 2**14
 
 
 def aligned(make: Callable[..., HostArray], shape: Sequence[int], dtype: str) -> HostArray:
@@ -38,10 +38,10 @@ def aligned(make: Callable[..., HostArray], shape: Sequence[int], dtype: str) ->
     `make` is ``numpy.empty`` or ``numpy.zeros``, whose large arrays begin 16 bytes into a page.
     """
     size = math.prod(shape) * np.dtype(dtype).itemsize
-    if size < _LARGE:
+    if size < _MIN_ALIGNED_BYTES:
         return make(shape, dtype)
-    whole = make(size + ALIGNED, np.uint8)
-    start = -whole.ctypes.data % ALIGNED
+    whole = make(size + ALIGNMENT, np.uint8)
+    start = -whole.ctypes.data % ALIGNMENT
     return whole[start : start + size].view(dtype).reshape(shape)
 
 
@@ -67,10 +67,10 @@ def reasons(problem: Problem) -> list[str]:
     rest = None if problem.mask is None else problem.visibility[1]
     if rest is None:
         return found
-    if not isinstance(rest, masks.DIRECT) and _is_staged(problem):
+    if not isinstance(rest, lowering.DIRECT) and _is_staged(problem):
         known, has_dropout = problem.visibility[0], problem.dropout is not None
-        found += masks.staged_reasons(ops, problem.score_shape, problem.value, rest, known, has_dropout=has_dropout)
-    return found + masks.unreadable_reasons(ops, problem.value, rest)
+        found += lowering.staged_reasons(ops, problem.score_shape, problem.value, rest, known, has_dropout=has_dropout)
+    return found + lowering.unreadable_reasons(ops, problem.value, rest)
 
 
 def _is_staged(problem: Problem) -> bool:
@@ -82,7 +82,7 @@ def _is_staged(problem: Problem) -> bool:
 
 ORDER = (
     *("query", "key", "value", "query_bias", "key_bias", "bias", "mask", "query_ids", "key_ids", "start", "stop"),
-    *("weights", "sink", "scales"),
+    *("w_v", "sink", "scales"),
 )
 """Arrays that the native module reads, in the order of its stub."""
 
@@ -90,8 +90,8 @@ ORDER = (
 def marshal(problem: Problem, plan: TilePlan) -> tuple[tuple[Any, ...], tuple[HostArray | None, ...]]:
     """Return the arguments of the native module: the score's parameters, and the memory of the arrays in `ORDER`."""
     ops, score_shape, value = problem.ops, problem.score_shape, problem.value
-    parts, evaluated = masks.partition(plan.rest)
-    of_mask = masks.arrays(ops, score_shape, value, parts, with_evaluated=bool(evaluated)) if parts else {}
+    parts, evaluated = lowering.partition(plan.rest)
+    of_mask = lowering.arrays(ops, score_shape, value, parts, with_evaluated=bool(evaluated)) if parts else {}
     score, arrays = score_spec(problem, of_mask)
     found = {name: problem.ops.memory(x) for name, x in arrays.items()}
     if "mask" in found:
@@ -99,8 +99,8 @@ def marshal(problem: Problem, plan: TilePlan) -> tuple[tuple[Any, ...], tuple[Ho
     for name in ("query_ids", "key_ids"):
         if name in found:
             found[name] = found[name].astype(np.int64, copy=False)
-    if (weights := found.get("weights")) is not None and weights.strides[-1] != weights.itemsize:
-        found["weights"] = np.ascontiguousarray(weights)
+    if (w_v := found.get("w_v")) is not None and w_v.strides[-1] != w_v.itemsize:
+        found["w_v"] = np.ascontiguousarray(w_v)
     if plan.interval_set is not None:
         found["start"], found["stop"] = plan.interval_set.with_holes
     return score, tuple(map(found.get, ORDER))
@@ -120,9 +120,9 @@ def score_spec(problem: Problem, others: dict[str, Array]) -> tuple[tuple[Any, .
     def in_sums(x: Array | None) -> Array | None:
         return None if x is None else ops.astype(x, sums)
 
-    activation, slope, scale, weights, query_bias, key_bias, scales = "tanh", 0.0, 1.0, None, None, None, None
+    activation, slope, scale, w_v, query_bias, key_bias, scales = "tanh", 0.0, 1.0, None, None, None, None
     if kind == "additive":
-        activation, slope, weights = form.activation.name, form.activation.negative_slope, in_sums(form.w_v)
+        activation, slope, w_v = form.activation.name, form.activation.negative_slope, in_sums(form.w_v)
     elif hasattr(form.scale, "shape"):
         scales = in_sums(ops.reshape(form.scale, form.scale.shape[:2]))
     else:
@@ -136,7 +136,7 @@ def score_spec(problem: Problem, others: dict[str, Array]) -> tuple[tuple[Any, .
     )
     arrays = {
         **{"query": query, "key": key, "value": problem.value, "query_bias": query_bias, "key_bias": key_bias},
-        **{"bias": bias, "weights": weights, "sink": in_sums(problem.sink), "scales": scales},
+        **{"bias": bias, "w_v": w_v, "sink": in_sums(problem.sink), "scales": scales},
         **others,
     }
     return score, {name: x for name, x in arrays.items() if x is not None}
