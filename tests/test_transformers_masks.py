@@ -34,7 +34,8 @@ def scalar_pattern(batch: Any, head: Any, query: Any, key: Any) -> Any:
 
 
 def within(pattern: Any) -> Any:
-    return own.packed_sequence_compatibility_function(pattern, POSITIONS, SEQUENCES)
+    remapped = own.remap_positions_for_packed_sequence(pattern, POSITIONS)
+    return own.and_masks(remapped, own.packed_sequence_mask_function(SEQUENCES))
 
 
 CAUSAL, WINDOW = own.causal_mask_function, own.sliding_window_causal_mask_function(3)
