@@ -321,7 +321,7 @@ def _shrinking(b: Any, h: Any, i: Any, j: Any, lens: Any) -> Any:
 
 
 def _dense(s: Sizes, *axes: int) -> np.ndarray:
-    """An arbitrary array with a row that sees nothing and a key that nobody sees."""
+    """An arbitrary array with a fully masked row and a key that no query attends to."""
     found = np.random.default_rng(7).random(axes) < 0.6
     found[..., min(2, axes[-2] - 1), :] = axes[-2] == 1
     found[..., min(5, axes[-1] - 1)] = False

@@ -53,7 +53,7 @@ every_older_call = pytest.mark.parametrize("name", OLDER)
 
 
 def check_older_call(name: str, layers: Any, **more: Any) -> None:
-    """Check that a call of an older edition is told which keywords to use."""
+    """Check that the error of a call of an older edition names the keywords to use."""
     call, words = OLDER[name]
     with pytest.raises(ats.ArgumentError, match=re.escape(words)) as found:
         call(layers, **more)

@@ -39,7 +39,7 @@ def called(layer: Any, *arrays: Any, valid_lens: Any = None) -> Any:
 
 
 def make(case: Case, *, lazy: bool = False, seed: int = 0, **more: Any) -> Any:
-    """The Flax layer of a row, in float64 unless told otherwise."""
+    """The Flax layer of a row, in float64 by default."""
     sizes = {"query_size": case.query_size, "key_size": case.key_size, "value_size": VALUE_SIZE}
     given = {} if lazy else {name: sizes[name] for name in case.sized}
     dtype = {} if case.kind.__name__ == "DotProductAttention" else {"param_dtype": jnp.float64}

@@ -1,4 +1,4 @@
-"""The table of PyTorch layers, their plain definitions, and the textbook's own modules, written out.
+"""The table of PyTorch layers, their plain definitions, and D2L's own modules, written out.
 
 A new layer, or a new score of `MultiHeadAttention`, adds a row: every generic test of ``test_layers.py`` runs over it.
 """
@@ -184,7 +184,7 @@ MASKS: dict[str, tuple[dict[str, Any], Tensor | None]] = {
 }
 
 
-# The textbook's modules (Dive into Deep Learning, chapter 11), with lazily sized projections and its names.
+# D2L's modules (Dive into Deep Learning, chapter 11), with lazily sized projections and its names.
 def textbook_softmax(scores: Tensor, lens: Tensor | None) -> Tensor:
     if lens is None:
         return torch.softmax(scores, -1)

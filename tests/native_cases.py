@@ -218,7 +218,7 @@ class Case:
             assert name == "max_score" or not x[~some].any(), name
 
     def summed(self, x: np.ndarray, axis: int = -3) -> np.ndarray:
-        """Over the query heads that share a key head."""
+        """Over the query heads that share a KV head."""
         return x.sum(axis, keepdims=True) if self.key_grid[-1] == 1 else x
 
     def results(self) -> tuple[np.ndarray, ...]:

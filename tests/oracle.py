@@ -109,7 +109,7 @@ def square_dot(q, k, gain):
 
 
 def spread(x, heads):
-    """Keys or values (..., key head, key, dim) for every query head: head h takes h // (heads / key heads)."""
+    """Keys or values (..., KV head, key, dim) for every query head: head h takes h // (heads / KV heads)."""
     own = x.shape[-3]
     return x if own == heads else x[..., [h * own // heads for h in range(heads)], :, :]
 

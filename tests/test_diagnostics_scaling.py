@@ -329,10 +329,10 @@ def test_finished_runs_are_read_and_others_made(trained, monkeypatch) -> None:
     changed = json.loads(files[2].read_text())
     changed["settings"]["batch"] = 99
     files[2].write_text(json.dumps(changed))
-    told = []
-    again = training_runs(SMALL, folder, tell=lambda settings, step: told.append((settings, step)))
+    received = []
+    again = training_runs(SMALL, folder, tell=lambda settings, step: received.append((settings, step)))
     assert [run.held_back_loss for run in again.runs] == [run.held_back_loss for run in found.runs]
-    made = {settings for settings, step in told if step < settings.steps}
+    made = {settings for settings, step in received if step < settings.steps}
     assert {f"{settings.name}.json" for settings in made} == {path.name for path in files[:3]}
     assert sorted(folder.iterdir()) == files
     monkeypatch.setattr(text, "_MODULES", text._MODULES[1:])  # another text: no run counts

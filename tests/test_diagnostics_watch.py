@@ -608,12 +608,12 @@ def test_start_goes_on_with_the_same_numbers() -> None:
 
 
 def test_steps_are_sampled_and_told() -> None:
-    model, told = OwnAttention(), []
-    with watch(model, every=3, on_step=lambda step, rows: told.append((step, rows)), history=2) as seen:
+    model, received = OwnAttention(), []
+    with watch(model, every=3, on_step=lambda step, rows: received.append((step, rows)), history=2) as seen:
         for _ in range(8):
             model(torch.randn(1, 3, 32))
-    assert (seen.steps, seen.sampled) == (8, 3) and [step for step, _ in told] == [0, 3, 6]
-    assert seen.rows()[0]["rows"] == 9 and told[0][1][0]["rows"] == 3
+    assert (seen.steps, seen.sampled) == (8, 3) and [step for step, _ in received] == [0, 3, 6]
+    assert seen.rows()[0]["rows"] == 9 and received[0][1][0]["rows"] == 3
     assert seen.history("(model)", "entropy")[0] == [3, 6]  # the last two
 
 
@@ -650,11 +650,11 @@ def test_a_callback_may_raise_stop_and_ask() -> None:
             with pytest.raises(ZeroDivisionError):
                 model(x)
     assert seen.sampled == other.sampled == 2 and other.rows()[0]["rows"] == 6
-    told = watch(model, on_step=lambda step, rows: (told.stop(), told.verdicts(), told.rows()))
-    with told:
+    received = watch(model, on_step=lambda step, rows: (received.stop(), received.verdicts(), received.rows()))
+    with received:
         model(x)
         model(x)
-    assert told.steps == 1 and not torch_patches._UNDO
+    assert received.steps == 1 and not torch_patches._UNDO
 
 
 def test_threads_have_steps_of_their_own() -> None:
@@ -712,11 +712,11 @@ def test_checkpointing_counts_a_call_once() -> None:
 
 
 def test_subclasses_and_modes_see_the_functions_that_they_know() -> None:
-    known, told = {functional.scaled_dot_product_attention: "sdpa", functional.softmax: "softmax"}, []
+    known, received = {functional.scaled_dot_product_attention: "sdpa", functional.softmax: "softmax"}, []
 
     class Mode(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
-            told.append((known.get(func), func is functional.scaled_dot_product_attention))
+            received.append((known.get(func), func is functional.scaled_dot_product_attention))
             return func(*args, **(kwargs or {}))
 
     class Both(nn.Module):
@@ -727,7 +727,7 @@ def test_subclasses_and_modes_see_the_functions_that_they_know() -> None:
     before = model(x)
     with watch(model) as seen, Mode():
         assert torch.equal(model(x), before)
-    assert ("sdpa", True) in told and ("softmax", False) in told and len(seen.rows()) == 2
+    assert ("sdpa", True) in received and ("softmax", False) in received and len(seen.rows()) == 2
 
 
 def test_tracing_by_torch_fx_finds_the_functions_themselves() -> None:
@@ -971,23 +971,23 @@ def test_every_number_of_the_docs_is_in_every_output(some) -> None:
 
 def test_the_last_step_and_a_new_beginning() -> None:
     torch.manual_seed(0)
-    model, x, told = OwnAttention(), 4 * torch.randn(2, 8, 32), []
+    model, x, received = OwnAttention(), 4 * torch.randn(2, 8, 32), []
     assert watch(model).last() == []
-    with watch(model, thresholds=Thresholds(tau=2.0), on_step=lambda step, rows: told.append(rows)) as seen:
+    with watch(model, thresholds=Thresholds(tau=2.0), on_step=lambda step, rows: received.append(rows)) as seen:
         with torch.no_grad():
             model(x)
             model.qkv.weight[:64] *= 0.1  # all queries and keys
             model(x)
         # By their words: NaN is unlike itself.
-        assert repr(seen.last()) == repr(told[-1]) != repr(seen.rows()) and len(told[-1]) == 8
+        assert repr(seen.last()) == repr(received[-1]) != repr(seen.rows()) and len(received[-1]) == 8
         assert all(a["max_logit"] > b["max_logit"] for a, b in zip(seen.rows(), seen.last(), strict=True))
-        assert [row["max_logit"] for row in seen.rows()] == [row["max_logit"] for row in told[0]]
+        assert [row["max_logit"] for row in seen.rows()] == [row["max_logit"] for row in received[0]]
         assert {row["clip"] for row in seen.last()} == {1.0} and all(row["clip"] < 1 for row in seen.rows()[:4])
         assert [json.loads(line)["step"] for line in seen.json_lines(since=1)] == [1] * 8
         seen.clear()
         assert seen.rows() == seen.last() == [*seen.json_lines()] == []
         model(x)
-    assert seen.steps == 3 and seen.sampled == 1 and repr(seen.rows()) == repr(seen.last()) == repr(told[-1])
+    assert seen.steps == 3 and seen.sampled == 1 and repr(seen.rows()) == repr(seen.last()) == repr(received[-1])
 
 
 def test_tables_and_texts(some) -> None:

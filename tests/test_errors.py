@@ -117,7 +117,7 @@ def test_every_framework_says_the_same(case: Case) -> None:
     assert said == dict.fromkeys(said, said["numpy"])
 
 
-# What is wrong about them are numbers, which nobody sees while a graph or a program is made.
+# What is wrong about them are numbers, which cannot be read while a graph or a program is made.
 UNSEEN = ("half a key in an array", "a bandwidth of 0 among others")
 PICTURES = ("a heat map of one axis", "a heat map of five axes", "more titles than maps")
 
@@ -284,12 +284,12 @@ import json, warnings
 warnings.simplefilter("ignore")
 from bad_input import CASES, Maker
 assert False, "python -O compiles this away"
-told = []
+received = []
 for case in CASES:
     try: case.call(Maker(case.only or "numpy"))
-    except Exception as error: told.append((type(error).__name__, str(error)))
-    else: told.append(("nothing", ""))
-print(json.dumps(told))
+    except Exception as error: received.append((type(error).__name__, str(error)))
+    else: received.append(("nothing", ""))
+print(json.dumps(received))
 """
 
 
@@ -303,7 +303,7 @@ def test_no_error_rests_on_an_assert() -> None:
 
 @pytest.mark.slow
 def test_every_error_comes_without_asserts_too() -> None:
-    """With asserts compiled away (python -O) every mistake is told just the same."""
+    """With asserts compiled away (python -O) every mistake raises the same error."""
     done = subprocess.run(
         [sys.executable, "-O", "-c", TELL],
         capture_output=True,
@@ -398,7 +398,7 @@ ON_META: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", ON_META)
 def test_shapes_can_be_inferred_on_the_meta_device(name: str) -> None:
-    """Where nobody can look at a value, nobody may need to: no bare error about .item()."""
+    """Where no value can be read, none is needed: no bare error about .item()."""
     found = ON_META[name](torch.ones(2, 3, 4, device="meta"))
     assert found.shape == (2, 3, 4) and found.device.type == "meta"
 

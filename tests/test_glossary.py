@@ -72,6 +72,7 @@ CLEAN = (
     "docs",
     "examples",
     "src",
+    "tests",
 )
 # Words that still stand in a clean folder, to be removed.
 LEFT: dict[str, tuple[str, ...]] = {}

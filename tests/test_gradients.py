@@ -103,7 +103,7 @@ def test_gradient_into_one_result(
         call.check(_torch_alone(call, seeded))
         return
     if seeded != "out":
-        # NumPy's pull-back always takes a gradient of the output.
+        # NumPy's VJP always takes a gradient of the output.
         call = dataclasses.replace(call, seeds={"out": np.zeros((*call.visible.shape[:-1], 3)), seeded: seed})
     call.check(call.numpy())
 
@@ -220,7 +220,7 @@ def _check_penalty(call: Call, tolerance: float = 1e-9) -> None:
 
 @pytest.mark.parametrize("shape", [(), (4,)], ids=str)
 def test_a_temperature_over_a_learned_bandwidth(shape: tuple[int, ...]) -> None:
-    """NumPy's pull-back of a wrapped score against autograd's."""
+    """NumPy's VJP of a wrapped score against autograd's."""
     rng = np.random.default_rng(0)
     x, bandwidth = rng.standard_normal((2, 4, 5, 3)), rng.uniform(0.5, 2, shape)
     seed, learned = rng.standard_normal((2, 4, 5, 3)), tensor(bandwidth, requires_grad=True)

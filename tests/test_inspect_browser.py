@@ -1,4 +1,4 @@
-"""The report in a real browser: headless Chromium chooses a head, reads a cell, and asks nobody for anything."""
+"""The report in a real browser: headless Chromium chooses a head, reads a cell, and makes no request."""
 
 from __future__ import annotations
 

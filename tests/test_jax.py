@@ -22,7 +22,7 @@ from covering import some
 from harness import make_call
 from own_scores import OwnAbsolute, OwnSquare
 
-# Own classes that do not inherit from `Score` are pytrees from the first call that takes them, or once they are told.
+# Own classes that do not inherit from `Score` are pytrees once registered, or from the first call that takes them.
 backends.register_pytree(OwnAbsolute)
 backends.register_pytree(OwnSquare)
 
@@ -62,7 +62,7 @@ kernels = pytest.mark.parametrize("kernel", ["auto", _STREAMING])
 
 
 def inputs(dtype: str = "float64", queries: int = 9, keys: int = 11) -> tuple[Any, Any, Any]:
-    """Two batches, four heads on two key heads."""
+    """Two batches, four heads on two KV heads."""
     rng = np.random.default_rng(0)
     shapes = (2, 4, queries, 4), (2, 2, keys, 4), (2, 2, keys, 3)
     return tuple(jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)  # type: ignore[return-value]

@@ -32,7 +32,7 @@ def normal(*shape: int) -> Any:
 
 
 def inputs(*examples: int) -> tuple[Any, Any, Any]:
-    """Two batches, four heads on two key heads."""
+    """Two batches, four heads on two KV heads."""
     return normal(*examples, 2, 4, 9, 5), normal(*examples, 2, 2, 11, 5), normal(*examples, 2, 2, 11, 3)
 
 
@@ -78,7 +78,7 @@ def narrow() -> Iterator[None]:
 
 
 def test_the_library_here_has_the_calls() -> None:
-    """Without them all works, dearer: the library is to be built where jaxlib is."""
+    """Without them all works, but slower: the library is to be built where jaxlib is."""
     assert ffi.registered()
 
 
@@ -403,10 +403,10 @@ def test_a_program_can_be_exported() -> None:
 
 
 def test_the_number_of_threads_changes_nothing_and_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    arrays, told = inputs(), []
+    arrays, received = inputs(), []
     before, call = ats.get_num_threads(), jax.jit(ats.attend)
     monkeypatch.setattr(threads, "_followers", [*threads._followers])
-    threads.follow(told.append)
+    threads.follow(received.append)
     try:
         found = []
         for count in (1, 2):
@@ -415,7 +415,7 @@ def test_the_number_of_threads_changes_nothing_and_is_followed(monkeypatch: pyte
     finally:
         ats.set_num_threads(before)
     np.testing.assert_array_equal(*found)
-    assert told[:3] == [before, 1, 2]
+    assert received[:3] == [before, 1, 2]
 
 
 # ------------------------------------------------------- the border

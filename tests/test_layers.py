@@ -76,9 +76,9 @@ def test_what_is_hidden_reaches_nothing(case: Case) -> None:
     layer = case.make().double()
     lens = torch.tensor([[2, 0, 3], [4, 4, 0]])
 
-    def run(poisoned: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    def run(with_nonfinite: bool) -> tuple[Tensor, dict[str, Tensor]]:
         inputs = case.inputs()
-        if poisoned:
+        if with_nonfinite:
             inputs[0][0, 1, 0], inputs[0][1, 2] = torch.nan, torch.inf
             inputs[1][0, 3:], inputs[1][1, 4:, 0] = torch.nan, torch.inf
             inputs[2][0, 3:, 0], inputs[2][1, 4:] = torch.inf, torch.nan
@@ -88,8 +88,8 @@ def test_what_is_hidden_reaches_nothing(case: Case) -> None:
         found = {name: x.grad for name, x in layer.named_parameters()}
         return out, found | {str(i): x.grad for i, x in enumerate(inputs)}
 
-    out, grads = run(poisoned=True)
-    clean_out, clean_grads = run(poisoned=False)
+    out, grads = run(with_nonfinite=True)
+    clean_out, clean_grads = run(with_nonfinite=False)
     close(out, clean_out)
     close(grads, clean_grads)
     empty = out[0, 1] - (

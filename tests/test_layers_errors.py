@@ -29,7 +29,7 @@ WRONG: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
     ),
     ("heads", lambda: MultiHeadAttention(8, 3), ats.ShapeError, r"num_hiddens: .*multiple of num_heads \(3\), got 8"),
     (
-        "key heads",
+        "KV heads",
         lambda: MultiHeadAttention(8, 4, num_key_value_heads=3),
         ats.ShapeError,
         r"num_key_value_heads: expected a number that divides num_heads \(4\), got 3",

@@ -123,11 +123,11 @@ def test_what_is_hidden_reaches_nothing(case: Case, jit: bool) -> None:
 
     run = nnx.jit(run) if jit else run
     clean = case.inputs()
-    poisoned = [x.clone() for x in clean]
-    poisoned[0][0, 1, 0], poisoned[0][1, 2] = torch.nan, torch.inf
-    poisoned[1][0, 3:], poisoned[1][1, 4:, 0] = torch.nan, torch.inf
-    poisoned[2][0, 3:, 0], poisoned[2][1, 4:] = torch.inf, torch.nan
-    (own, grads), out = run(layer, to_jax(poisoned))
+    with_nonfinite = [x.clone() for x in clean]
+    with_nonfinite[0][0, 1, 0], with_nonfinite[0][1, 2] = torch.nan, torch.inf
+    with_nonfinite[1][0, 3:], with_nonfinite[1][1, 4:, 0] = torch.nan, torch.inf
+    with_nonfinite[2][0, 3:, 0], with_nonfinite[2][1, 4:] = torch.inf, torch.nan
+    (own, grads), out = run(layer, to_jax(with_nonfinite))
     (clean_own, clean_grads), clean_out = run(layer, to_jax(clean))
     close(to_torch(out), to_torch(clean_out))
     close([to_torch(x) for x in grads], [to_torch(x) for x in clean_grads])
@@ -135,7 +135,7 @@ def test_what_is_hidden_reaches_nothing(case: Case, jit: bool) -> None:
     bias = getattr(getattr(layer, "W_o", None), "bias", None)
     assert not (out[0, 1] - (0 if bias is None else bias[...])).any()
     assert not grads[0][0, 1].any()
-    layer(*to_jax(poisoned), lens)
+    layer(*to_jax(with_nonfinite), lens)
     assert not layer.attention_weights[..., 1, :][0].any()
 
 

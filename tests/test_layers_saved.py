@@ -1,4 +1,4 @@
-"""PyTorch layers: the textbook's checkpoints, sizes inferred later, copies, and ``nn.MultiheadAttention``."""
+"""PyTorch layers: D2L's checkpoints, sizes inferred later, copies, and ``nn.MultiheadAttention``."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ def test_the_function_is_asked_once_for_all_layers() -> None:
     given, mask = arrays(), ats.MaskFunction(counted)
     first = ats.attend(*given, mask=mask)
     asked = pairs
-    assert 81 <= asked <= 90, "every pair, and a row to see whether heads are told apart"
+    assert 81 <= asked <= 90, "every pair, and a row to see whether heads differ"
     for _ in range(3):
         np.testing.assert_array_equal(ats.attend(*given, mask=mask), first)
         ats.attend_vjp(*given, mask=mask & ats.ValidLens([5, 9]))[1](np.ones((2, 2, 9, 3), np.float32))

@@ -227,17 +227,17 @@ def test_a_row_with_no_visible_key_on_numpy() -> None:
         assert np.all(grad[0] == 0) and np.all(np.isfinite(grad))
 
 
-@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
-def test_what_is_hidden_reaches_nothing_and_what_is_visible_does(make: Make, poison: float) -> None:
+@pytest.mark.parametrize("nonfinite", [math.nan, math.inf, -math.inf])
+def test_what_is_hidden_reaches_nothing_and_what_is_visible_does(make: Make, nonfinite: float) -> None:
     """A weight of 0 does not ensure it: 0 * NaN is NaN."""
     x, value = normal(6, 3), normal(6, 2, seed=1)
     plain = host(ats.attend(make(x), make(x), make(value), mask=ats.Causal()))
-    value[5] = poison
+    value[5] = nonfinite
     found = host(ats.attend(make(x), make(x), make(value), mask=ats.Causal()))
     assert np.array_equal(found[:5], plain[:5])
     assert not np.any(np.isfinite(found[5]))
     key = x.copy()
-    key[5] = poison
+    key[5] = nonfinite
     found = host(ats.attend(make(x), make(key), make(value), mask=ats.Causal()))
     np.testing.assert_allclose(found[:5], plain[:5], rtol=1e-13)
     assert np.all(np.isnan(found[5]))

@@ -143,5 +143,5 @@ def test_an_mxnet_that_cannot_be_imported_is_told(monkeypatch: pytest.MonkeyPatc
 
 def test_without_mxnet_its_reason_is_told() -> None:
     code = "import attnscore as ats; print(ats.available()['frameworks']['mxnet'])"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert "mxnet is not installed (pip install mxnet==1.9.1 'numpy<1.24')" in told
+    received = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "mxnet is not installed (pip install mxnet==1.9.1 'numpy<1.24')" in received

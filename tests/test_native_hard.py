@@ -327,21 +327,21 @@ def test_numbers_of_16_bits(dtype: str, queries: int) -> None:
 @pairs(
     ("target",),
     activation=ACTIVATIONS_BY_NAME,
-    poison={"nan": np.nan, "inf": np.inf, "minus-inf": -np.inf},
+    nonfinite={"nan": np.nan, "inf": np.inf, "minus-inf": -np.inf},
     where=("query", "key"),
     target=TARGETS,
 )
 def test_no_mask_and_one_that_hides_nothing_agree_on_infinity(
-    activation: str, poison: float, where: str, target: str
+    activation: str, nonfinite: float, where: str, target: str
 ) -> None:
     """An additive score of infinity is what the formula makes of it, among rows enough for whole tiles."""
     rng = np.random.default_rng(0)
     arrays = {name: rng.standard_normal((2, 3, 70, 5)) for name in ("query", "key", "value")}
-    arrays[where][1, 2, 66, 3] = poison
+    arrays[where][1, 2, 66, 3] = nonfinite
     score, everything = ats.Additive(rng.standard_normal(5), activation=activation), np.ones((70, 70), bool)
     wanted = ats.attend(**arrays, score=score, kernel="dense")
-    assert np.isnan(wanted).any() or np.isinf(poison)
-    assert np.isfinite(wanted).all() or np.isnan(poison) or activation not in ("tanh", "sigmoid")
+    assert np.isnan(wanted).any() or np.isinf(nonfinite)
+    assert np.isfinite(wanted).all() or np.isnan(nonfinite) or activation not in ("tanh", "sigmoid")
     for mask in (None, ats.Dense(everything), ats.ValidLens([70, 70])):
         found = ats.attend(**arrays, score=score, mask=mask, kernel="native")
         np.testing.assert_allclose(found, wanted, atol=1e-13)

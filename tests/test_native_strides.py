@@ -197,7 +197,7 @@ def test_intervals_and_weights_of_their_own() -> None:
 
 
 def test_statistics_on_request() -> None:
-    """Each alone is what it is among all, and what nobody asked for is not written."""
+    """Each alone is what it is among all, and no other array is written."""
     case = Case(intervals=True)
     case.check()
     whole = dict(case.statistics)

@@ -1,6 +1,6 @@
 """Masks that the native kernels have evaluated, a strip of rows at a time: what comes out is what one call gives.
 
-Strips are made of a few rows here; the whole in one strip and the streaming engine are the references.
+Strips are made of a few rows here; the whole in one strip and the streaming kernel are the references.
 """
 
 from __future__ import annotations

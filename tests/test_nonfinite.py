@@ -27,9 +27,9 @@ pytestmark = pytest.mark.usefixtures("small_tiles", "one_thread")
 frameworks = pytest.mark.parametrize("framework", FRAMEWORKS)
 scores = pytest.mark.parametrize("score", [score.name for score in SCORES])
 some_scores = pytest.mark.parametrize("score", [score.name for score in SOME_SCORES])
-POISONS = {"nan": np.nan, "inf": np.inf, "minus-inf": -np.inf}
+NONFINITE = {"nan": np.nan, "inf": np.inf, "minus-inf": -np.inf}
 SCORE_NAMES, SOME_NAMES = tuple(score.name for score in SCORES), tuple(score.name for score in SOME_SCORES)
-poisons = pytest.mark.parametrize("poison", POISONS.values(), ids=POISONS)
+each_nonfinite = pytest.mark.parametrize("nonfinite", NONFINITE.values(), ids=NONFINITE)
 
 # Masks that leave something hidden from everybody: keys that no query of a group sees, queries that see nothing.
 HIDING = (
@@ -45,7 +45,7 @@ def hidden_rows(call: Call) -> np.ndarray:
 
 
 def hidden_keys(call: Call) -> np.ndarray:
-    """(batch, key head, key): keys that no query of any head of the group sees."""
+    """(batch, KV head, key): keys that no query of any head of the group sees."""
     groups = call.key.shape[-3]
     by_group = seen(call).reshape(call.visible.shape[0], groups, -1, *call.visible.shape[-2:])
     return ~by_group.any((2, 3))
@@ -55,12 +55,12 @@ def seen(call: Call) -> np.ndarray:
     return call.visible if call.bias is None else call.visible & (call.bias != -np.inf)
 
 
-def poisoned(call: Call, poison: float, **where: np.ndarray) -> Call:
-    """The call with `poison` in the given entries of the named arrays; ``seed_out`` names the incoming gradient."""
+def with_nonfinite(call: Call, nonfinite: float, **where: np.ndarray) -> Call:
+    """The call with `nonfinite` in the given entries of the named arrays; ``seed_out`` names the incoming gradient."""
     changes: dict[str, Any] = {}
     for name, index in where.items():
         x = (call.seeds["out"] if name == "seed_out" else getattr(call, name)).copy()
-        x[index] = poison
+        x[index] = nonfinite
         if name == "seed_out":
             changes["seeds"] = {**call.seeds, "out": x}
         else:
@@ -84,15 +84,15 @@ def check_untouched(
 
 
 @pairs(score=SOME_NAMES, mask=HIDING, framework=FRAMEWORKS)
-def test_what_nobody_sees(score: str, mask: str, framework: str) -> None:
+def test_masked_entries_are_not_read(score: str, mask: str, framework: str) -> None:
     """Padding keys and their values, queries that see nothing, and the gradient that comes into empty rows."""
     call = make_call(score, mask, "float32", "bias-sink" if mask == "valid_lens-empty" else "")
-    _check_what_nobody_sees(call, np.nan, framework)
+    _check_masked_entries(call, np.nan, framework)
 
 
-@pairs(score=SCORE_NAMES, mask=("ValidLens-query_lens", "array-4d"), poison=POISONS, framework=FRAMEWORKS)
-def test_nothing_that_nobody_sees(score: str, mask: str, poison: float, framework: str) -> None:
-    _check_what_nobody_sees(make_call(score, mask, "float32"), poison, framework)
+@pairs(score=SCORE_NAMES, mask=("ValidLens-query_lens", "array-4d"), nonfinite=NONFINITE, framework=FRAMEWORKS)
+def test_masked_entries_reach_nothing(score: str, mask: str, nonfinite: float, framework: str) -> None:
+    _check_masked_entries(make_call(score, mask, "float32"), nonfinite, framework)
 
 
 THROUGH_WEIGHTS = ("weights", "hiding-bias-weights")
@@ -113,9 +113,9 @@ def test_masked_infinity_and_gradients_through_weights(score: str, extras: str, 
     where = {"key": hidden_keys(call), "query": hidden_rows(call)}
     assert any(index.any() for index in where.values())
     clean = call.run(framework)
-    for poison in (np.inf, -np.inf, np.nan):
-        dirty = poisoned(call, poison, **where)
-        into_weights = np.where(seen(call), call.seeds["weights"], np.float32(poison))
+    for nonfinite in (np.inf, -np.inf, np.nan):
+        dirty = with_nonfinite(call, nonfinite, **where)
+        into_weights = np.where(seen(call), call.seeds["weights"], np.float32(nonfinite))
         dirty = dataclasses.replace(dirty, seeds=call.seeds | {"weights": into_weights})
         check_untouched(call, dirty.run(framework), clean, where)
 
@@ -133,10 +133,10 @@ def test_masked_infinity_and_second_derivatives(activation: str, kernel: str, th
     visible = torch.ones(4, 4, dtype=torch.bool)
     visible[2], visible[:, 1] = False, False
 
-    def both_derivatives(poison: float | None) -> list[torch.Tensor]:
+    def both_derivatives(nonfinite: float | None) -> list[torch.Tensor]:
         q, k = query.clone(), key.clone()
-        if poison is not None:
-            q[0, 2, 1], k[0, 1, 0] = poison, -poison
+        if nonfinite is not None:
+            q[0, 2, 1], k[0, 1, 0] = nonfinite, -nonfinite
         leaves = [x.detach().requires_grad_() for x in (q, k, w_v, w_q[0], w_k[0], bias)]
         q, k, *own = leaves
         score = ats.Additive(*own, activation=activation)
@@ -152,16 +152,16 @@ def test_masked_infinity_and_second_derivatives(activation: str, kernel: str, th
         return [*first, *torch.autograd.grad(sum((x**2).sum() for x in first), leaves)]
 
     wanted = both_derivatives(None)
-    for poison in (np.inf, -np.inf, np.nan):
-        for x, want in zip(both_derivatives(poison), wanted, strict=True):
+    for nonfinite in (np.inf, -np.inf, np.nan):
+        for x, want in zip(both_derivatives(nonfinite), wanted, strict=True):
             torch.testing.assert_close(x, want)
 
 
-def _check_what_nobody_sees(call: Call, poison: float, framework: str) -> None:
+def _check_masked_entries(call: Call, nonfinite: float, framework: str) -> None:
     where = {"key": hidden_keys(call), "value": hidden_keys(call), "query": hidden_rows(call)}
     where["seed_out"] = where["query"]
     assert any(index.any() for index in where.values())
-    dirty = poisoned(call, poison, **where)
+    dirty = with_nonfinite(call, nonfinite, **where)
     check_untouched(call, dirty.run(framework), call.run(framework), where)
 
 
@@ -176,16 +176,16 @@ def test_one_array_at_a_time(score: str, extras: str, array_name: str, framework
     call = make_call(score, "ValidLens-query_lens", "float64", extras)
     hidden = hidden_keys(call) if array_name in ("key", "value") else hidden_rows(call)
     index = (*np.argwhere(hidden)[0], 1)
-    for poison in (np.nan, np.inf, -np.inf):
-        dirty = poisoned(call, poison, **{array_name: index})
+    for nonfinite in (np.nan, np.inf, -np.inf):
+        dirty = with_nonfinite(call, nonfinite, **{array_name: index})
         check_untouched(call, dirty.run(framework), call.run(framework), {array_name: index})
 
 
-@pairs(score=SOME_NAMES, dtype=("float16", "bfloat16", "float64"), poison=POISONS, framework=FRAMEWORKS)
-def test_in_every_dtype(score: str, dtype: str, poison: float, framework: str) -> None:
+@pairs(score=SOME_NAMES, dtype=("float16", "bfloat16", "float64"), nonfinite=NONFINITE, framework=FRAMEWORKS)
+def test_in_every_dtype(score: str, dtype: str, nonfinite: float, framework: str) -> None:
     call = make_call(score, "ValidLens-query_lens", dtype)
     where = {"key": hidden_keys(call), "value": hidden_keys(call), "query": hidden_rows(call)}
-    dirty = poisoned(call, poison, **where, seed_out=hidden_rows(call)).run(framework)
+    dirty = with_nonfinite(call, nonfinite, **where, seed_out=hidden_rows(call)).run(framework)
     clean = call.run(framework)
     for name, x in clean.items():
         allowed = 16 * float(2.0**-7 if dtype == "bfloat16" else np.finfo(call.query.dtype).eps)
@@ -198,7 +198,7 @@ def test_in_every_dtype(score: str, dtype: str, poison: float, framework: str) -
 def test_in_every_kernel(score: str, kernel: str, framework: str) -> None:
     call = make_call(score, "ValidLens-query_lens", "float32")
     where = {"key": hidden_keys(call), "value": hidden_keys(call), "query": hidden_rows(call)}
-    dirty = poisoned(call, np.nan, **where)
+    dirty = with_nonfinite(call, np.nan, **where)
     check_untouched(call, dirty.run(framework, kernel=kernel), call.run(framework, kernel=kernel), where)
 
 
@@ -208,7 +208,7 @@ def test_huge_numbers_in_hidden_places(score: str, framework: str) -> None:
     """Finite entries whose scores overflow are no better than infinity; a user's score answers for its own."""
     call = make_call(score, "ValidLens-query_lens", "float32")
     where = {"key": hidden_keys(call), "value": hidden_keys(call), "query": hidden_rows(call)}
-    dirty = poisoned(call, 3e38, **where, seed_out=hidden_rows(call))
+    dirty = with_nonfinite(call, 3e38, **where, seed_out=hidden_rows(call))
     check_untouched(call, dirty.run(framework), call.run(framework), where)
 
 
@@ -221,7 +221,7 @@ def test_huge_numbers_in_hidden_places_beside_wider_arrays(score: str, kernel: s
     """What is finite in the float64 of a score's arrays may overflow in the float32 of the sums."""
     call = make_call(score, "ValidLens-query_lens", "float32").with_extras_in("float64")
     where = {"key": hidden_keys(call), "value": hidden_keys(call), "query": hidden_rows(call)}
-    dirty = poisoned(call, 3e38, **where)
+    dirty = with_nonfinite(call, 3e38, **where)
     check_untouched(call, dirty.run(framework, kernel=kernel), call.run(framework, kernel=kernel), where)
 
 
@@ -231,13 +231,13 @@ def test_huge_numbers_in_hidden_places_beside_wider_arrays(score: str, kernel: s
 @pairs(
     score=SOME_NAMES,
     mask=("ValidLens-query_lens", "Documents-scattered", "array-4d", "Causal-bottom_right-tall"),
-    poison={"nan": np.nan, "inf": np.inf},
+    nonfinite={"nan": np.nan, "inf": np.inf},
     framework=FRAMEWORKS,
 )
-def test_bias_at_masked_places(score: str, mask: str, poison: float, framework: str) -> None:
+def test_bias_at_masked_places(score: str, mask: str, nonfinite: float, framework: str) -> None:
     call = make_call(score, mask, "float64", "bias")
     where = {"bias": ~call.visible}
-    check_untouched(call, poisoned(call, poison, **where).run(framework), call.run(framework), where)
+    check_untouched(call, with_nonfinite(call, nonfinite, **where).run(framework), call.run(framework), where)
 
 
 @frameworks
@@ -251,7 +251,7 @@ def test_a_bias_of_minus_infinity_hides_like_a_mask(score: str, framework: str) 
     call = dataclasses.replace(call, bias=bias)
     where = {"key": hidden_keys(call), "value": hidden_keys(call), "query": hidden_rows(call)}
     assert where["key"].any() and where["query"].any()
-    dirty = poisoned(call, np.nan, **where)
+    dirty = with_nonfinite(call, np.nan, **where)
     check_untouched(call, dirty.run(framework), call.run(framework), where)
     call.check(call.run(framework))
 
@@ -268,16 +268,16 @@ def test_the_future_under_a_causal_mask(score: str, name: str, framework: str) -
     _check_the_future(score, (name,), 4, np.nan, framework)
 
 
-@pairs(score=SOME_NAMES, position=(0, 3, 4, 8), poison=POISONS, framework=FRAMEWORKS)
-def test_infinity_in_the_future(score: str, position: int, poison: float, framework: str) -> None:
-    _check_the_future(score, ("key", "value"), position, poison, framework)
+@pairs(score=SOME_NAMES, position=(0, 3, 4, 8), nonfinite=NONFINITE, framework=FRAMEWORKS)
+def test_infinity_in_the_future(score: str, position: int, nonfinite: float, framework: str) -> None:
+    _check_the_future(score, ("key", "value"), position, nonfinite, framework)
 
 
-def _check_the_future(score: str, names: tuple[str, ...], position: int, poison: float, framework: str) -> None:
+def _check_the_future(score: str, names: tuple[str, ...], position: int, nonfinite: float, framework: str) -> None:
     call = make_call(score, "Causal", "float32")
     clean = call.run(framework)
     where = dict.fromkeys(names, (..., slice(position, position + 1), slice(None)))
-    dirty = poisoned(call, poison, **where).run(framework)
+    dirty = with_nonfinite(call, nonfinite, **where).run(framework)
     for result, x in clean.items():
         if result in ("out", *STATISTICS, "grad.query"):
             before = (slice(None), slice(None), slice(0, position))
@@ -293,7 +293,7 @@ def test_the_first_key_under_a_sliding_window(score: str, framework: str) -> Non
     """Rows whose window has left the planted key behind are clean, whatever the tile."""
     call = make_call(score, "SlidingWindow-self", "float32")
     where = {"value": (..., slice(0, 1), slice(None)), "key": (..., slice(0, 1), slice(None))}
-    clean, dirty = call.run(framework), poisoned(call, np.nan, **where).run(framework)
+    clean, dirty = call.run(framework), with_nonfinite(call, np.nan, **where).run(framework)
     np.testing.assert_array_equal(array(dirty["out"])[:, :, 1:], array(clean["out"])[:, :, 1:])
     if "grad.query" in clean:
         for name in ("grad.query", "grad.key", "grad.value"):
@@ -307,7 +307,7 @@ def test_pair_by_pair(mask: str, framework: str) -> None:
     call = make_call("scaled_dot", mask)
     groups = call.visible.shape[1] // call.value.shape[1]
     for key in range(call.value.shape[-2]):
-        dirty = poisoned(call, np.nan, value=(..., key, slice(None))).run(framework)
+        dirty = with_nonfinite(call, np.nan, value=(..., key, slice(None))).run(framework)
         np.testing.assert_array_equal(np.isnan(array(dirty["out"])).all(-1), call.visible[..., key], err_msg=f"{key}")
         assert groups == 2
 
@@ -315,20 +315,20 @@ def test_pair_by_pair(mask: str, framework: str) -> None:
 # ------------------------------------------------------------ visible pairs
 
 
-@pairs(mask=("none", "valid_lens", "Causal", "Documents-scattered"), poison=POISONS, framework=FRAMEWORKS)
-def test_a_visible_value_reaches_the_output(mask: str, poison: float, framework: str) -> None:
+@pairs(mask=("none", "valid_lens", "Causal", "Documents-scattered"), nonfinite=NONFINITE, framework=FRAMEWORKS)
+def test_a_visible_value_reaches_the_output(mask: str, nonfinite: float, framework: str) -> None:
     call = make_call("scaled_dot", mask)
-    out = array(poisoned(call, poison, value=(0, 0, 1, 2)).run(framework)["out"])
+    out = array(with_nonfinite(call, nonfinite, value=(0, 0, 1, 2)).run(framework)["out"])
     reached = np.zeros(out.shape, bool)
     reached[0, :2, :, 2] = call.visible[0, :2, :, 1]
-    wanted = np.where(reached, poison, call.reference["out"])
+    wanted = np.where(reached, nonfinite, call.reference["out"])
     np.testing.assert_allclose(out, wanted, atol=1e-5)
 
 
 @pairs(score=SCORE_NAMES, mask=("valid_lens",), name=("query", "key"), framework=FRAMEWORKS)
 def test_a_visible_nan_in_query_or_key_reaches_the_output(score: str, mask: str, name: str, framework: str) -> None:
     call = make_call(score, mask)
-    out = array(poisoned(call, np.nan, **{name: (0, 0, 1, 2)}).run(framework)["out"])
+    out = array(with_nonfinite(call, np.nan, **{name: (0, 0, 1, 2)}).run(framework)["out"])
     reached = np.zeros(out.shape[:-1], bool)
     if name == "query":
         reached[0, 0, 1] = True
@@ -341,7 +341,7 @@ def test_a_visible_nan_in_query_or_key_reaches_the_output(score: str, mask: str,
 @frameworks
 def test_a_visible_nan_in_the_bias_reaches_its_row(framework: str) -> None:
     call = make_call("scaled_dot", "valid_lens", "float32", "bias")
-    out = array(poisoned(call, np.nan, bias=(0, 1, 2, 3)).run(framework)["out"])
+    out = array(with_nonfinite(call, np.nan, bias=(0, 1, 2, 3)).run(framework)["out"])
     reached = np.zeros(out.shape[:-1], bool)
     reached[0, 1, 2] = True
     np.testing.assert_array_equal(np.isnan(out).all(-1), reached)
@@ -367,7 +367,7 @@ CASES = tuple(case for case in INFINITE if case != "opposite")
 def infinite(call: Call, case: str) -> Call:
     for name, entries in INFINITE[case].items():
         for place, x in entries.items():
-            call = poisoned(call, x, **{name: place})
+            call = with_nonfinite(call, x, **{name: place})
     return call
 
 
@@ -431,7 +431,7 @@ def test_infinity_less_infinity_is_nan_in_the_row_that_sees_it(framework: str) -
     framework=FRAMEWORKS,
 )
 def test_rows_with_nothing_visible_are_exact_zeros(score: str, mask: str, extras: str, framework: str) -> None:
-    """Output, weights and gradients of empty rows and of keys that nobody sees, and the documented statistics."""
+    """Output, weights and gradients of empty rows and of keys without a query, and the documented statistics."""
     call = make_call(score, mask, "float32", extras)
     found = {name: array(x) for name, x in call.run(framework).items()}
     empty, unseen = hidden_rows(call), hidden_keys(call)

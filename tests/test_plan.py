@@ -217,7 +217,7 @@ def _views() -> dict[str, list[torch.Tensor]]:
         "strided": wide,
         "one": [packed[0]] * 3,
         "broadcast": [torch.randn(6, 8).expand(2, 4, 6, 8), *packed[1:]],
-        "fewer key heads": [packed[0], *(x[:, ::2] for x in wide[1:])],
+        "fewer KV heads": [packed[0], *(x[:, ::2] for x in wide[1:])],
         "bfloat16": [x.bfloat16() for x in wide],
         "float64": [x.double() for x in packed],
         "no keys": [x[:, :, :n] for x, n in zip(wide, (6, 0, 0), strict=True)],

@@ -290,21 +290,21 @@ def test_the_place_of_the_head_axis_does_not_matter(call: Drawn) -> None:
 @law
 @given(calls(min_query=1, min_key=1), st.data())
 def test_nan_in_hidden_pairs_changes_nothing(call: Drawn, data: st.DataObject) -> None:
-    j = data.draw(st.integers(0, call.key_len - 1), label="poisoned key")
-    i = data.draw(st.integers(0, call.query_len - 1), label="poisoned query")
-    poison = data.draw(st.sampled_from((NAN, INF, -INF)), label="poison")
+    j = data.draw(st.integers(0, call.key_len - 1), label="with_nonfinite key")
+    i = data.draw(st.integers(0, call.query_len - 1), label="with_nonfinite query")
+    nonfinite = data.draw(st.sampled_from((NAN, INF, -INF)), label="nonfinite")
     # Key j is hidden from all, query i sees nothing: whatever they hold, and whatever comes back to row i.
     hidden = np.zeros((call.query_len, call.key_len), bool)
     hidden[i] = hidden[:, j] = True
     clean = call.with_(mask=ats.Dense(call.visible & ~hidden))
     query, key, value = call.query.copy(), call.key.copy(), call.value.copy()
     bias = call.normal(call.query_len, call.key_len)
-    query[..., i, :] = key[..., j, :] = value[..., j, :] = poison
+    query[..., i, :] = key[..., j, :] = value[..., j, :] = nonfinite
     dirty = clean.with_(query=query, key=key, value=value)
-    dirty_bias = np.where(hidden, poison, bias)
+    dirty_bias = np.where(hidden, nonfinite, bias)
     grad_out = call.normal(*clean.attend().shape)
     dirty_grad = grad_out.copy()
-    dirty_grad[..., i, :] = poison
+    dirty_grad[..., i, :] = nonfinite
 
     out, weights, stats = clean.attend(bias=bias, return_weights=True, return_stats=True)
     found, found_weights, found_stats = dirty.attend(bias=dirty_bias, return_weights=True, return_stats=True)
@@ -322,10 +322,10 @@ def test_nan_in_hidden_pairs_changes_nothing(call: Drawn, data: st.DataObject) -
 @given(calls(min_query=1, min_key=1), st.data())
 def test_nan_reaches_the_rows_that_see_it_and_no_others(call: Drawn, data: st.DataObject) -> None:
     assume(call.value.shape[-1] > 0)
-    j = data.draw(st.integers(0, call.key_len - 1), label="poisoned key")
+    j = data.draw(st.integers(0, call.key_len - 1), label="with_nonfinite key")
     value = call.value.copy()
     value[..., j, :] = NAN
-    out, poisoned = call.attend(), call.with_(value=value).attend()
+    out, with_nonfinite = call.attend(), call.with_(value=value).attend()
     sees = call.visible[..., j]
-    assert np.all(np.isnan(poisoned[sees]))
-    same(poisoned[~sees], out[~sees])
+    assert np.all(np.isnan(with_nonfinite[sees]))
+    same(with_nonfinite[~sees], out[~sees])

@@ -1,4 +1,4 @@
-"""Laws of the masks: De Morgan and its kin, intervals, what is printed, what a tile is told."""
+"""Laws of the masks: De Morgan and its kin, intervals, what is printed, what a tile gets."""
 
 from __future__ import annotations
 

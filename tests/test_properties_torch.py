@@ -56,11 +56,11 @@ def test_torch_says_what_numpy_says(call: Drawn, dropout: float, scores: int, ke
 @law
 @given(calls(min_query=1, min_key=1), st.data())
 def test_nan_in_hidden_pairs_reaches_no_gradient_on_torch(call: Drawn, data: st.DataObject) -> None:
-    j = data.draw(st.integers(0, call.key_len - 1), label="poisoned key")
+    j = data.draw(st.integers(0, call.key_len - 1), label="with_nonfinite key")
     hidden = np.arange(call.key_len) == j
     masked = call.with_(mask=ats.Dense(call.visible & ~hidden))
     key, value = call.key.copy(), call.value.copy()
-    key[..., j, :] = value[..., j, :] = data.draw(st.sampled_from((NAN, INF)), label="poison")
+    key[..., j, :] = value[..., j, :] = data.draw(st.sampled_from((NAN, INF)), label="nonfinite")
     grad_out = torch.tensor(call.normal(*masked.attend().shape))
     found = []
     for each in (masked, masked.with_(key=key, value=value)):

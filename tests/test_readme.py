@@ -42,7 +42,7 @@ LONG_EXAMPLES = (
     *("long_sequence.py", "memory_beside_sdpa.py", "flax_alignment.py", "jax_jit.py", "keras_alignment.py"),
     *("mxnet_alignment.py", "tensorflow_alignment.py", "torch_training.py"),
 )
-# What TensorFlow writes about the machine (no GPU, no fast instructions for a dtype) unless told not to.
+# What TensorFlow writes about the machine (no GPU, no fast instructions for a dtype) unless silenced.
 TENSORFLOW_LOG = re.compile(r"WARNING: All log messages before absl|[IWE]\d{4} .*\.cc:\d+\] ")
 
 # MXNet's own environment, which `make test` sets up (see test_mxnet.py).

@@ -1,4 +1,4 @@
-"""The softmax by itself: masked, along any axis, its Jacobian and pull-back, in both frameworks and every dtype."""
+"""The softmax by itself: masked, along any axis, its Jacobian and VJP, in both frameworks and every dtype."""
 
 from __future__ import annotations
 

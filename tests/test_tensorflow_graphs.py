@@ -269,7 +269,7 @@ def test_second_derivatives_in_graphs(where: str, arrays: Any) -> None:
     close(ways[where](arrays[0]), second(arrays[0], lambda query: loss(query, "dense")), 1e-10)
 
 
-# --------------------------------------------------- where nobody can be called
+# -------------------------------------------------- graphs without host callbacks
 
 
 @needs_native

@@ -1,4 +1,4 @@
-"""What lies around attend(): pull-backs, merge, Jacobians, costs, the registry, statistics, maps, threads."""
+"""What lies around attend(): VJPs, merge, Jacobians, costs, the registry, statistics, maps, threads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bad_input.table import Maker, case
 
 
 def _pull(x: Maker, *grads: Any, stats: Any = False, **named: Any) -> Any:
-    """The pull-back of attend_vjp() of query (2, 3, 4), key (2, 5, 4), value (2, 5, 6), called."""
+    """The VJP of attend_vjp() of query (2, 3, 4), key (2, 5, 4), value (2, 5, 6), called."""
     return ats.attend_vjp(**x.three(), return_stats=stats)[1](*grads, **named)
 
 
@@ -47,7 +47,7 @@ def _five() -> Any:
 
 _PULLBACK = (
     case(
-        "a pull-back where there is autodiff",
+        "a VJP where there is autodiff",
         FrameworkError,
         "query|a NumPy array|torch|Hint: attend() is differentiable",
         lambda x: ats.attend_vjp(**x.three()),
@@ -94,7 +94,7 @@ _PULLBACK = (
         only="numpy",
     ),
     case(
-        "own score without a gradient",
+        "custom score without a gradient",
         FrameworkError,
         "score|no autodiff|Hint|tile_gradient|PyTorch",
         lambda x: ats.attend_vjp(**x.three(score=_Own()))[1](x.floats(2, 3, 6)),
@@ -167,26 +167,26 @@ _JACOBIAN = (
         lambda x: ats.softmax_jacobian(x.ints(3)),
     ),
     case(
-        "pull-back of another shape",
+        "VJP of another shape",
         ShapeError,
         "grad|the shape of weights|got (2, 4)|weights (2, 3)",
         lambda x: ats.softmax_pullback(x.floats(2, 3), x.floats(2, 4)),
     ),
     case(
-        "pull-back across frameworks",
+        "VJP across frameworks",
         FrameworkError,
         "weights: |grad: |arrays of one framework",
         lambda x: ats.softmax_pullback(x.floats(3), x.other(3)),
         same=False,
     ),
     case(
-        "pull-back of whole numbers",
+        "VJP of whole numbers",
         DtypeError,
         "weights|a floating dtype|int64",
         lambda x: ats.softmax_pullback(x.ints(3), x.ints(3)),
     ),
     case(
-        "pull-back of numbers",
+        "VJP of numbers",
         ShapeError,
         "weights|1 axis or more|weights ()",
         lambda x: ats.softmax_pullback(x.array(1.0), x.array(1.0)),

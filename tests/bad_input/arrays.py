@@ -44,7 +44,7 @@ _SHAPES = (
         lambda x: x.heads(6, 4),
     ),
     case(
-        "fewer query heads than key heads",
+        "fewer query heads than KV heads",
         ShapeError,
         "key|divides the 2 of query|got 4|query (2, 2, 3, 4)",
         lambda x: x.heads(2, 4),
@@ -316,7 +316,7 @@ _BIAS = (
         lambda x: x.attend(bias=x.floats(7, 2, 3, 5)),
     ),
     case(
-        "bias per key head",
+        "bias per KV head",
         ShapeError,
         "bias|(..., query, key) = (2, 4, 3, 5)|got (2, 2, 3, 5)",
         lambda x: x.heads(4, 2, bias=x.floats(2, 2, 3, 5)),
@@ -354,7 +354,7 @@ _SINK = (
         "sink|a number or shape (4,)|one per query head|got (5,)",
         lambda x: x.heads(4, 2, sink=x.floats(5)),
     ),
-    case("sink per key head", ShapeError, "sink|(4,)|got (2,)", lambda x: x.heads(4, 2, sink=x.floats(2))),
+    case("sink per KV head", ShapeError, "sink|(4,)|got (2,)", lambda x: x.heads(4, 2, sink=x.floats(2))),
     case("sink of two axes", ShapeError, "sink|(4,)|got (1, 4)", lambda x: x.heads(4, 2, sink=x.floats(1, 4))),
     case("whole-number sinks", DtypeError, "sink|a floating dtype|int64", lambda x: x.heads(4, 2, sink=x.ints(4))),
     case("boolean sinks", DtypeError, "sink|a floating dtype|bool", lambda x: x.heads(4, 2, sink=x.bools(4))),

@@ -77,7 +77,7 @@ CASES = (
         only="torch",
     ),
     case(
-        "pull-back across devices",
+        "VJP across devices",
         DeviceError,
         "grad|cpu|meta",
         lambda x: ats.softmax_pullback(x.floats(3), _away(3)),

@@ -194,7 +194,7 @@ _ARRAYS = (
         lambda x: x.attend(mask=x.bools(7, 2, 3, 5)),
     ),
     case(
-        "a mask per key head",
+        "a mask per KV head",
         MaskError,
         "mask|(..., query, key) = (2, 4, 3, 5)|got (2, 2, 3, 5)",
         lambda x: x.heads(4, 2, mask=x.bools(2, 2, 3, 5)),
@@ -391,7 +391,7 @@ _COMPOSITION = (
 
 @dataclass(frozen=True, eq=False, repr=False)
 class _Custom(ats.Mask):
-    """A user's mask that answers what it is told to, which breaks the contract."""
+    """A user's mask that returns what it was made with, which breaks the contract."""
 
     seen: Callable[[Any, Any], Any] = lambda rows, cols: cols <= rows
     ends: Callable[[int, int, int], Any] = lambda query_len, key_len, batch: None

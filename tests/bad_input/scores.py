@@ -1,4 +1,4 @@
-"""Scores: names, classes, parameters of wrong shape, dtype, range or framework, a user's own score."""
+"""Scores: names, classes, parameters of wrong shape, dtype, range or framework, a custom score."""
 
 from __future__ import annotations
 
@@ -484,19 +484,19 @@ _ELSEWHERE: dict[str, Callable[[Maker], Any]] = {
 
 _OWN = (
     case(
-        "own score, turned",
+        "custom score, turned",
         ShapeError,
         f"tile of _Turned|{_TILE}(2, 1, 1, 3, 5)|got (2, 1, 1, 5, 3)",
         lambda x: x.attend(score=_Turned()),
     ),
     case(
-        "own score, one number a query",
+        "custom score, one number a query",
         ShapeError,
         f"tile of _Summed|{_TILE}(2, 1, 1, 3, 5)|got (2, 1, 1, 3, 1)",
         lambda x: x.attend(score=_Summed()),
     ),
     case(
-        "own score, nothing",
+        "custom score, nothing",
         FrameworkError,
         "tile of _Nothing|an array of scores|NoneType",
         lambda x: x.attend(score=_Nothing()),

@@ -39,7 +39,7 @@ ROWS = [
 
 
 class CannotHoldError(Exception):
-    """MXNet has no such dtype: nobody can come with such an array."""
+    """MXNet has no such dtype: no caller has such an array."""
 
 
 class Maker(bad_input.Maker):

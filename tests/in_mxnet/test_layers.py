@@ -163,9 +163,9 @@ def test_nan_in_the_padding_reaches_no_parameter(name: str) -> None:
     layer = made(name)
     queries, keys, values = inputs()
     found = []
-    for poison in (0.0, onp.nan):
-        keys[1, 3:] = values[1, 3:] = poison
-        keys[2] = values[2] = poison
+    for nonfinite in (0.0, onp.nan):
+        keys[1, 3:] = values[1, 3:] = nonfinite
+        keys[2] = values[2] = nonfinite
         with autograd.record():
             loss = (layer(queries, keys, values, np.array([7, 3, 0])) ** 2).sum()
         loss.backward()

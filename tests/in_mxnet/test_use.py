@@ -54,7 +54,7 @@ def test_it_is_available() -> None:
     assert ats.available()["kernels"]["native"] is None
 
 
-# ------------------------------------------------------------ the textbook's numbers
+# ------------------------------------------------------------ numbers of the textbook
 
 
 def test_uniform_weights_over_valid_keys() -> None:

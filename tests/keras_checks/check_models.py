@@ -279,7 +279,7 @@ class TestFiles:
         assert float(done.stdout.split()[-1]) < 1e-6
 
     def test_weights_by_name(self, tmp_path: Path) -> None:
-        """The textbook's layer has Dense layers under the same names: its weights load."""
+        """D2L's layer has Dense layers under the same names: its weights load."""
 
         class Textbook(keras.layers.Layer):
             def __init__(self) -> None:

@@ -161,7 +161,7 @@ FAULTS = [
         "return ops.swap_axes("
         "ops.reshape(x, (*x.shape[:-3], self.score_shape.groups, self.score_shape.heads, *x.shape[-2:])), -4, -3)",
         "tests/test_shapes.py -k layouts",
-        "query head h attends to key head h % heads in place of h // groups",
+        "query head h attends to KV head h % heads in place of h // groups",
     ),
     Fault(
         "dropout-high-word-of-the-seed",
@@ -281,7 +281,7 @@ FAULTS = [
         "if kv == 0 or query % kv:",
         "if kv == 0:",
         "tests/test_errors.py",
-        "a number of query heads that is no multiple of the key heads is let through",
+        "a number of query heads that is no multiple of the KV heads is let through",
     ),
     Fault(
         "problem-shape-of-the-bias",

@@ -281,7 +281,7 @@ FAULTS: list[Fault] = [
         "shapes[0][-2], shapes[2][-1]))",
         "shapes[0][-2], shapes[0][-1]))",
         "tests/test_torch_operators.py -k 'layout or layers'",
-        "the compiler is told that the output has the dimension of the queries, not of the values",
+        "the compiler assumes that the output has the dimension of the queries, not of the values",
     ),
     Fault(
         "compile-gradients-nobody-wants",

@@ -506,7 +506,7 @@ FAULTS = [
         "csrc/kernels/pv-inl.h",
         "masked_ && !is_finite(rows, key_count, width_)",
         "false",
-        "tests/test_nonfinite.py -k 'numpy and nobody'",
+        "tests/test_nonfinite.py -k 'numpy and masked_entries'",
         "masked NaN in the values is multiplied with a weight of 0",
     ),
     Fault(
@@ -522,7 +522,7 @@ FAULTS = [
         "csrc/kernels/score_gradients-inl.h",
         "unmasked != kAll && !(queries.finite && tile.finite)",
         "unmasked != kAll && !queries.finite",
-        "tests/test_nonfinite.py -k 'numpy and nobody'",
+        "tests/test_nonfinite.py -k 'numpy and masked_entries'",
         "masked NaN in keys and values reaches the gradients",
     ),
     Fault(
