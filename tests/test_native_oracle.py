@@ -205,3 +205,33 @@ def test_few_rows_and_many_keys(queries: int, score: str, target: str) -> None:
     )
     found = problems(call, call.numpy(kernel="native"), slack_of(target))
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("score", ["scaled_dot", "additive", "additive-relu"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dim", [16, 20])
+def test_gradients_of_few_rows(score: str, dtype: str, dim: int) -> None:
+    """Key by key, for 1 to 5 queries and keys of one tile and of several, in place where rows are whole vectors."""
+    rng = np.random.default_rng(0)
+    w_v = rng.normal(size=dim).astype(dtype)
+    kinds = {
+        "scaled_dot": "scaled_dot",
+        "additive": ats.Additive(w_v),
+        "additive-relu": ats.Additive(w_v, activation="relu"),
+    }
+    for queries, keys in ((1, 1), (1, 10), (1, 63), (1, 64), (1, 150), (2, 70), (3, 5), (4, 130), (5, 10), (9, 9)):
+        q, k, v = (rng.normal(size=(2, 3, n, dim)).astype(dtype) for n in (queries, keys, keys))
+        lens = np.array([keys, max(1, keys - 3)])
+        grad = rng.normal(size=q.shape).astype(dtype)
+        options = {"score": kinds[score], "valid_lens": lens, "bias": rng.normal(size=(queries, keys)).astype(dtype)}
+        found, wanted = (
+            ats.attend_vjp(q, k, v, kernel=kernel, **options)[1](grad) for kernel in ("native", "streaming")
+        )
+        found, wanted = ({**x._asdict(), **x.score} for x in (found, wanted))
+        for name in wanted.keys() - {"sink", "score"}:
+            np.testing.assert_allclose(
+                found[name],
+                wanted[name],
+                atol=5e-5 if dtype == "float32" else 1e-12,
+                err_msg=f"{name}, {queries}, {keys}",
+            )

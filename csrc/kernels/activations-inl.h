@@ -49,6 +49,33 @@ inline V<T> reciprocal(V<T> x) {
     return T(1) / x;
 }
 
+// tanh, to about 2 units in the last place at all sizes: a polynomial in x^2 (coefficients of the Cephes library) up to
+// 0.625, where 1 - 2 / (1 + e^2x) would lose digits, and that beyond.
+template <class T>
+inline V<T> tanh_of(V<T> x) {
+    const V<T> size = abs_of<T>(x), z = x * x;
+    V<T> near, far;
+    if constexpr (sizeof(T) == 4) {
+        V<T> p = -5.70498872745e-3f * z + 2.06390887954e-2f;
+        p = p * z - 5.37397155531e-2f;
+        p = p * z + 1.33314422036e-1f;
+        p = p * z - 3.33332819422e-1f;
+        near = p * z * x + x;
+        // 1 from 9.1 on, in the range of an estimated reciprocal; NaN stays NaN.
+        const V<T> bounded = select<T>(size > T(10), splat(T(10)), size);
+        far = fused_negative<T>(splat(T(2)), reciprocal<T>(exp2_of<T>(bounded * (2 * kLog2E<T>)) + T(1)), splat(T(1)));
+    } else {
+        V<T> p = -9.64399179425052238628e-1 * z - 9.92877231001918586564e1;
+        p = p * z - 1.61468768441708447952e3;
+        V<T> q = z + 1.12811678491632931402e2;
+        q = q * z + 2.23548839060100448583e3;
+        q = q * z + 4.84406305325125486048e3;
+        near = x * (z * (p / q)) + x;
+        far = T(1) - T(2) / (exp_of<T>(size + size) + T(1));
+    }
+    return select<T>(size < T(0.625), near, select<T>(x < T(0), -far, far));
+}
+
 // An activation f: value(z); and for g = ds, `dz` = g f'(z) and `value` = g f(z). `inexpensive`: several rows at a time
 // pay.
 

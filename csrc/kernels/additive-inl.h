@@ -71,10 +71,13 @@ class Additive {
 
     const Activation activation;
     const int64_t dim;
+    // Whether tiles have so few pairs that f is evaluated for each: see additive_pairs-inl.h.
+    const bool by_pairs;
 
     explicit Additive(const Problem& problem)
         : activation(problem.activation),
           dim(problem.dim),
+          by_pairs(problem.form == Form::additive && is_small(problem.query_len, problem.key_len)),
           negative_(static_cast<T>(problem.negative_slope)),
           kappa_(activation == Activation::tanh ? T(2) : T(-1)),
           ratio_(activation == Activation::tanh || activation == Activation::sigmoid ||
@@ -178,6 +181,12 @@ class Additive {
             std::copy_n(reinterpret_cast<const T*>(head.w_v) + p, here, w);
             if (!f(p, load(a) + load(b), load(w))) return;
         }
+    }
+
+    // In units of a term from tables, of which a tile has 64 keys: making the tables takes some 8 for each key, a pair
+    // without them 5.
+    static bool is_small(int64_t rows, int64_t keys) {
+        return 5 * rows * std::min(keys, kTileKeys) < (8 + rows) * kTileKeys;
     }
 
     const T negative_, kappa_;

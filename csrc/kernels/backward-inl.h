@@ -19,13 +19,13 @@ inline T row_sum(const T* x) {
 }
 
 // The product of a tile's A (rows x keys) and B over the unmasked pairs alone: c[j] += a[i][j] * b[i] (by_keys), or
-// c[i] += a[i][j] * b[j].
+// c[i] += factor * a[i][j] * b[j].
 template <class T>
 void unmasked_product(T* c, int64_t ldc, const T* a, const uint64_t* bits, int64_t rows, const View<T>& b,
-                      int64_t width, bool by_keys) {
+                      int64_t width, bool by_keys, T factor = 1) {
     for (int64_t i = 0; i < rows; i++)
         for_each_bit(bits[i], [&](int j) {
-            const T x = a[i * kTileKeys + j];
+            const T x = factor * a[i * kTileKeys + j];
             T* to = c + (by_keys ? j : i) * ldc;
             const T* from = b.row(by_keys ? i : j);
             for (int64_t k = 0; k < width; k += Vector<T>::lanes) store(to + k, load(to + k) + x * load(from + k));
@@ -47,29 +47,42 @@ void unmasked_differences(T* dq, T* dk, int64_t width, const T* a, const uint64_
         });
 }
 
-// Gradients of a key tile, until they are added to the caller's.
+// Gradients of a key tile, until they are added to the caller's; with few query rows, the caller's own where their rows
+// are whole vectors.
 template <class T>
 struct KeyTileGradients {
     T *dk, *dv, *bias;
     int64_t width, value_width;
+    bool in_place;
 
     KeyTileGradients(Arena& arena, const Problem& problem)
         : width(padded(problem.dim, Vector<T>::lanes)), value_width(padded(problem.value_dim, Vector<T>::lanes)) {
-        dk = arena.take<T>(kTileKeys * width);
-        dv = arena.take<T>(kTileKeys * value_width);
+        in_place = problem.query_len <= kFewRows && problem.form != Form::distance && width == problem.dim &&
+                   value_width == problem.value_dim &&
+                   (problem.form != Form::additive || Additive<T>(problem).by_pairs);
+        dk = in_place ? nullptr : arena.take<T>(kTileKeys * width);
+        dv = in_place ? nullptr : arena.take<T>(kTileKeys * value_width);
         bias = arena.take<T>(kTileKeys);
     }
-    void clear() {
-        std::fill_n(dk, kTileKeys * width, T(0));
-        std::fill_n(dv, kTileKeys * value_width, T(0));
+    // Begin with the keys from `key` on.
+    void start(const Group& group, int64_t key) {
         std::fill_n(bias, kTileKeys, T(0));
+        if (in_place) {
+            dk = as<T>(group.grad_key) + key * width;
+            dv = as<T>(group.grad_value) + key * value_width;
+        } else {
+            std::fill_n(dk, kTileKeys * width, T(0));
+            std::fill_n(dv, kTileKeys * value_width, T(0));
+        }
     }
     // Add to the gradients of the keys [key, key + key_count) of a group.
     void add_to(const Problem& problem, const Head& head, const Group& group, int64_t key, int64_t key_count) const {
-        add_rows(as<T>(group.grad_key) + key * problem.dim, problem.dim, dk, width, key_count,
-                 problem.form == Form::distance ? T(-2) * scale_of<T>(problem, head) : T(1));
-        add_rows(as<T>(group.grad_value) + key * problem.value_dim, problem.value_dim, dv, value_width, key_count,
-                 T(1));
+        if (!in_place) {
+            add_rows(as<T>(group.grad_key) + key * problem.dim, problem.dim, dk, width, key_count,
+                     problem.form == Form::distance ? T(-2) * scale_of<T>(problem, head) : T(1));
+            add_rows(as<T>(group.grad_value) + key * problem.value_dim, problem.value_dim, dv, value_width, key_count,
+                     T(1));
+        }
         if (group.grad_key_bias)
             for (int64_t j = 0; j < key_count; j++) as<T>(group.grad_key_bias)[key + j] += bias[j];
     }
@@ -95,8 +108,13 @@ void additive_gradients(const Problem& problem, const Additive<T>& form, Backwar
                 T& ds = queries.ds[i * kTileKeys + j];
                 if (ds != T(0)) alone.push_back({i, j, std::exchange(ds, T(0))});
             });
-    AdditiveGradients<T>{form}(queries.ds, kTileKeys, queries.additive_query, first, last, tile.keys.additive,
-                               as<T>(head.w_v), dq - first * width, width, dk, width, dw);
+    if (form.by_pairs)
+        AdditivePairs<T>(form, as<T>(head.w_v))
+            .gradients(queries.ds + first * kTileKeys, queries.rows.query + first * width, width, last - first,
+                       tile.keys.rows, tile.keys.count, dq, width, dk, width, dw);
+    else
+        AdditiveGradients<T>{form}(queries.ds, kTileKeys, queries.additive_query, first, last, tile.keys.additive,
+                                   as<T>(head.w_v), dq - first * width, width, dk, width, dw);
     for (const NonfinitePair& pair : alone) {
         queries.ds[pair.row * kTileKeys + pair.key] = pair.ds;
         form.add_pair_gradients(problem, head, queries.rows.row[pair.row], tile.keys.first + pair.key, pair.ds,
@@ -148,7 +166,7 @@ void accumulate_gradients(const Problem& problem, BackwardQueryTile<T>& queries,
         const View<T> rows{query, width};
         if (skip_masked) {
             unmasked_product(sums.dk, width, ds, bits, count, rows, width, true);
-            unmasked_product(dq, width, ds, bits, count, tile.key_rows, width, false);
+            unmasked_product(dq, width, ds, bits, count, tile.key_rows, width, false, tile.key_factor);
         } else {
             gemm(Product<T>{}, sums.dk, width, ds, 1, kTileKeys, query, width, key_count, width, count, true);
             gemm(Product<T>{}, dq, width, ds, kTileKeys, 1, tile.key_rows.data, tile.key_rows.stride, count, width,
@@ -218,7 +236,7 @@ void backward_range(const Problem& problem, const Group& group, Span keys, Span 
             KeyTileGradients<T> sums(arena, problem);
             T* dq = arena.take<T>(task.queries.rows.count * sums.width);
             task.for_each_tile(keys, tiles, [&](const BackwardKeyTile<T>& tile) {
-                sums.clear();
+                sums.start(group, tile.keys.first);
                 accumulate_gradients(problem, task.queries, tile, task.gradients, sums, dq, dw);
                 sums.add_to(problem, task.head, group, tile.keys.first, tile.keys.count);
             });

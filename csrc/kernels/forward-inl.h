@@ -20,7 +20,7 @@ class ForwardTask {
           values_(arena, problem, queries.masked, queries.panels() >= kStepPanels),
           dropout_(problem),
           few_rows_(problem.form == Form::inner && queries.count <= kFewRows) {
-        if (problem.form == Form::additive)
+        if (problem.form == Form::additive && !scores_.additive().by_pairs)
             AdditiveTables<T>{scores_.additive()}.fill(arena, additive_query_, queries.query, queries.count);
         for (Step& step : steps_) step.s = arena.take<T>(kStepPanels * kMR * kTileKeys);
         if constexpr (kHasBf16Dot && sizeof(T) == 4)

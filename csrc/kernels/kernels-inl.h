@@ -40,6 +40,7 @@ namespace {
 #include "kernels/additive_tables-inl.h"
 #include "kernels/additive_scores-inl.h"
 #include "kernels/additive_gradients-inl.h"
+#include "kernels/additive_pairs-inl.h"
 #include "kernels/tiles-inl.h"
 #include "kernels/bf16_dot-inl.h"
 #include "kernels/scores-inl.h"

@@ -22,7 +22,8 @@ struct BackwardQueryTile {
         ds = arena.take<T>(padded(count, kMR) * kTileKeys);
         if (rows.masked)
             finite = is_finite(grad_out, count, width) && is_finite(View<T>{rows.query, rows.width}, count, rows.width);
-        if (problem.form == Form::additive) AdditiveTables<T>{form}.fill(arena, additive_query, rows.query, count);
+        if (problem.form == Form::additive && !form.by_pairs)
+            AdditiveTables<T>{form}.fill(arena, additive_query, rows.query, count);
     }
 };
 
@@ -30,15 +31,19 @@ struct BackwardQueryTile {
 template <class T>
 struct BackwardKeyTile {
     KeyTile<T> keys;
-    View<T> key_rows;  // times the scale where the form is an inner product
+    View<T> key_rows;  // times `key_factor`: scaled where the form is an inner product
+    View<T> values;
+    T key_factor = 1;
     T *key_copy, *value_copy, *value_transposed;
     int64_t width, value_width;
-    bool finite = true;  // keys and values
+    const bool few_rows;  // too few query rows to transpose or scale a tile for: products go key by key
+    bool finite = true;   // keys and values
 
     BackwardKeyTile(Arena& arena, const Problem& problem, const Additive<T>& form)
         : keys(arena, problem, form, true),
           width(padded(problem.dim, Vector<T>::lanes)),
-          value_width(padded(problem.value_dim, Vector<T>::lanes)) {
+          value_width(padded(problem.value_dim, Vector<T>::lanes)),
+          few_rows(problem.form != Form::distance && problem.query_len <= kFewRows) {
         key_copy = arena.take<T>(kTileKeys * width);
         value_copy = arena.take<T>(kTileKeys * value_width);
         value_transposed = arena.take<T>(kTileKeys * value_width);
@@ -47,18 +52,21 @@ struct BackwardKeyTile {
     // Read a tile. `masked`: whether some pair may be masked. `sizes`: see KeyTile::fill.
     void fill(const Problem& problem, const Additive<T>& form, const Head& head, int64_t key, int64_t key_count,
               bool masked, const MagnitudeRange<T>& sizes) {
-        keys.fill(problem, form, head, key, key_count, true, sizes);
+        keys.fill(problem, form, head, key, key_count, !few_rows || problem.form == Form::additive, sizes);
         key_rows = keys.rows;
-        if (problem.form == Form::inner && problem.scale != 1) {
-            const T scale = static_cast<T>(problem.scale);
+        const T scale = problem.form == Form::inner ? static_cast<T>(problem.scale) : T(1);
+        if (few_rows) {
+            key_factor = scale;
+        } else if (scale != T(1)) {
             for (int64_t i = 0; i < key_count; i++)
                 for (int64_t j = 0; j < width; j += Vector<T>::lanes)
                     store(key_copy + i * width + j, load(keys.rows.row(i) + j) * scale);
             key_rows = {key_copy, width};
         }
-        const View<T> value = view_rows(value_copy, head.value, problem.value_dtype, key, key_count, problem.value_dim);
-        transpose_tile(value_transposed, value, value_width, key_count);
-        finite = !masked || (is_finite(value, key_count, value_width) && is_finite(keys.rows, key_count, width));
+        values = view_rows(value_copy, head.value, problem.value_dtype, key, key_count, problem.value_dim);
+        if (!few_rows) transpose_tile(value_transposed, values, value_width, key_count);
+        finite = few_rows || !masked ||
+                 (is_finite(values, key_count, value_width) && is_finite(keys.rows, key_count, width));
     }
 };
 
@@ -108,10 +116,18 @@ struct ScoreGradients {
         T *p = queries.p + first * kTileKeys, *ds = queries.ds + first * kTileKeys;
         const int64_t key = tile.keys.first, key_count = tile.keys.count;
         uint64_t* bits = queries.bits + first;
-        scores(p, bits, queries.rows, queries.additive_query, own, tile.keys, nullptr, nullptr, !for_bias);
+        scores(p, bits, queries.rows, queries.additive_query, own, tile.keys, tile.few_rows ? &tile.values : nullptr,
+               nullptr, !for_bias);
         // O = (P * keep) V, so dP = dO V^T
-        gemm(Product<T>{}, ds, kTileKeys, queries.grad_out.row(first), queries.grad_out.stride, 1,
-             tile.value_transposed, kTileKeys, size, padded(key_count, L), problem.value_dim, false);
+        if (tile.few_rows) {
+            for (int64_t i = 0; i < size; i++)
+                dot_rows(ds + i * kTileKeys, queries.grad_out.row(first + i), tile.values, key_count, tile.value_width,
+                         tile.values);
+            skip_masked = true;
+        } else {
+            gemm(Product<T>{}, ds, kTileKeys, queries.grad_out.row(first), queries.grad_out.stride, 1,
+                 tile.value_transposed, kTileKeys, size, padded(key_count, L), problem.value_dim, false);
+        }
         for (int64_t i = 0; i < size; i++) {
             const Head& head = *queries.rows.head[first + i];
             const int64_t row = queries.rows.row[first + i];

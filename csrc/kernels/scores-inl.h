@@ -38,7 +38,7 @@ class Scores {
         // Whole vectors of keys: lanes behind the tile are masked with the pairs that are.
         const int64_t columns = padded(tile.count, L);
         if (problem_.form == Form::additive) {
-            additive_scores(s, queries, additive_query, first, size, tile);
+            additive_scores(s, bits, queries, additive_query, first, size, tile);
         } else if (problem_.form == Form::distance) {
             gemm(SquaredDistance<T>{}, s, kTileKeys, query, queries.width, 1, tile.transposed, kTileKeys, size, columns,
                  problem_.dim, false);
@@ -90,8 +90,9 @@ class Scores {
     // Compute, save or read additive scores of rows of one head. The two directions may cut keys into different tiles,
     // and the forward skips tiles that are masked: scores that it has not written are masked here too. Pairs that are
     // not finite are replaced afterwards, in both directions.
-    void additive_scores(T* s, const QueryTile<T>& queries, const typename Additive<T>::Query& additive_query,
-                         int64_t first, int64_t size, const KeyTile<T>& tile) const {
+    void additive_scores(T* s, uint64_t* bits, const QueryTile<T>& queries,
+                         const typename Additive<T>::Query& additive_query, int64_t first, int64_t size,
+                         const KeyTile<T>& tile) const {
         const Head& head = *queries.head[first];
         T* saved = as<T>(head.saved_scores);
         if (saved) saved += queries.row[first] * problem_.key_len + tile.first;
@@ -99,8 +100,15 @@ class Scores {
             for (int64_t i = 0; i < size; i++) std::copy_n(saved + i * problem_.key_len, tile.count, s + i * kTileKeys);
             return;
         }
-        additive_(s - first * kTileKeys, kTileKeys, additive_query, first, first + size, tile.additive,
-                  as<T>(head.w_v));
+        if (form_.by_pairs) {
+            for (int64_t i = 0; i < size; i++)
+                bits[i] = unmasked_bits(problem_, head, queries.row[first + i], tile.first, tile.count);
+            AdditivePairs<T>(form_, as<T>(head.w_v))
+                .scores(s, queries.query + first * queries.width, queries.width, size, tile.rows, bits);
+        } else {
+            additive_(s - first * kTileKeys, kTileKeys, additive_query, first, first + size, tile.additive,
+                      as<T>(head.w_v));
+        }
         if (!saved) return;
         for (int64_t i = 0; i < size; i++) std::copy_n(s + i * kTileKeys, tile.count, saved + i * problem_.key_len);
     }

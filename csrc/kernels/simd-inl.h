@@ -330,30 +330,3 @@ template <class T>
 inline T exp_scalar(T x) {
     return exp_of<T>(splat(x))[0];
 }
-
-// ---------------------------------------------------------------------------------------------------------------------
-// tanh, to about 2 units in the last place at all sizes: a polynomial in x^2 (coefficients of the Cephes library) up to
-// 0.625, where 1 - 2 / (1 + e^2x) would lose digits, and that beyond.
-
-template <class T>
-inline V<T> tanh_of(V<T> x) {
-    const V<T> size = abs_of<T>(x);
-    const V<T> far = T(1) - T(2) / (exp_of<T>(size + size) + T(1));
-    const V<T> z = x * x;
-    V<T> near;
-    if constexpr (sizeof(T) == 4) {
-        V<T> p = -5.70498872745e-3f * z + 2.06390887954e-2f;
-        p = p * z - 5.37397155531e-2f;
-        p = p * z + 1.33314422036e-1f;
-        p = p * z - 3.33332819422e-1f;
-        near = p * z * x + x;
-    } else {
-        V<T> p = -9.64399179425052238628e-1 * z - 9.92877231001918586564e1;
-        p = p * z - 1.61468768441708447952e3;
-        V<T> q = z + 1.12811678491632931402e2;
-        q = q * z + 2.23548839060100448583e3;
-        q = q * z + 4.84406305325125486048e3;
-        near = x * (z * (p / q)) + x;
-    }
-    return select<T>(size < T(0.625), near, select<T>(x < T(0), -far, far));
-}

@@ -139,7 +139,8 @@ struct KeyTile {
         transposed = arena.take<T>(kTileKeys * width);
         copy = arena.take<T>(kTileKeys * width);
         bias = arena.take<T>(kTileKeys);
-        if (problem.form == Form::additive) AdditiveTables<T>{form}.reserve(arena, additive, gradients);
+        if (problem.form == Form::additive && !form.by_pairs)
+            AdditiveTables<T>{form}.reserve(arena, additive, gradients);
     }
 
     // Read the keys [key, key + key_count). `sizes`: the magnitudes of the query rows that the tile will meet.
@@ -148,11 +149,12 @@ struct KeyTile {
         const int64_t width = padded(problem.dim, Vector<T>::lanes);
         first = key, count = key_count, nonfinite = 0;
         rows = view_rows(copy, head.key, problem.score_dtype, key, key_count, problem.dim);
-        if (transpose) transpose_tile(transposed, rows, width, key_count, problem.form == Form::additive);
+        if (transpose && !form.by_pairs)
+            transpose_tile(transposed, rows, width, key_count, problem.form == Form::additive);
         if (head.key_bias.data)
             for (int64_t j = 0; j < kTileKeys; j++)
                 bias[j] = j < key_count ? as<T>(head.key_bias.data)[(key + j) * head.key_bias.row_stride] : T(0);
-        if (problem.form != Form::additive) return;
+        if (problem.form != Form::additive || form.by_pairs) return;
         const AdditiveTables<T> tables{form};
         additive.scores_known = additive.rows && head.saved_scores;
         tables.fill(additive, transposed, as<T>(head.w_v), sizes);
