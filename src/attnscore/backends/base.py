@@ -228,6 +228,10 @@ class Backend(ABC):
         """Return the address of an array's CPU buffer, or the buffer."""
         return self.memory(x)
 
+    def buffer_in_c_order(self, x: Array) -> int | HostArray:
+        """Return `buffer`, of a copy in C order where `x` is not."""
+        return np.ascontiguousarray(self.memory(x))
+
     @abstractmethod
     def from_memory(self, x: np.ndarray[Any, Any], dtype: str, like: Array) -> Array:
         """Return an array of `dtype` over the memory of `x`, where 16-bit floats are uint16; `like` is on the CPU.
@@ -439,6 +443,10 @@ class Backend(ABC):
     @abstractmethod
     def differentiable(self, run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Array, ...]:
         """Compute ``run.forward(operands)`` with ``run.backward`` as its gradient."""
+
+    def record(self, run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Array, ...]:
+        """Return `differentiable` of plain operands, some of which need a gradient."""
+        return self.differentiable(run, operands)
 
     @abstractmethod
     def vjp(

@@ -120,6 +120,9 @@ class TorchBackend(Backend):
         address: int = x.data_ptr()
         return address
 
+    def buffer_in_c_order(self, x: Array) -> int | HostArray:
+        return self.buffer(x) if x.is_contiguous() else np.ascontiguousarray(self.memory(x))
+
     def from_memory(self, x: np.ndarray[Any, Any], dtype: str, like: Array) -> Array:
         found = torch.from_numpy(x)
         return found.view(_DTYPES[dtype]) if x.itemsize == 2 else found
@@ -222,6 +225,9 @@ class TorchBackend(Backend):
         read = [x for x in run.constants() if isinstance(x, torch.Tensor)]
         if any(_is_traced(x) or _is_dual(x) for x in (*operands, *read)):
             return run.forward(operands)
+        return self.record(run, operands)
+
+    def record(self, run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Array, ...]:
         run = run.with_backward()
         hook = _TransformedFunction if torch._C._are_functorch_transforms_active() else _AttentionFunction
         outputs: tuple[Array, ...] = hook.apply(run, *operands)  # type: ignore[no-untyped-call]  # torch's own

@@ -54,6 +54,18 @@ class Forward(NamedTuple):
     """Name and dtype of each output, and the axis to swap with the next one to get the caller's axes; None: no swap."""
 
 
+class Backward(NamedTuple):
+    """Plan of a backward."""
+
+    plan: CallPlan
+    reads: tuple[tuple[str, int | None], ...]
+    """Name of each array that it reads beside the operands, and the axis to swap with the next one, as in `Forward`."""
+    filled: tuple[tuple[int, ...], ...]
+    """Shape of each gradient that the module fills."""
+    places: tuple[int | None, ...]
+    """Which of these each operand's gradient is; None where it is not wanted."""
+
+
 class Operand(NamedTuple):
     """Array that the call is a function of."""
 
@@ -67,6 +79,8 @@ class Operand(NamedTuple):
     """Shape in which that buffer is allocated: the caller's, where it has the same elements in the same order."""
     transposed: bool
     """Whether the caller's axis of heads follows that of positions."""
+    is_filled_as_it_is: bool
+    """Whether the module fills the gradient in the shape and dtype of the operand."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +109,7 @@ class NativeCall:
     saves_scores: bool
     """Whether a forward saves its scores for the backward."""
     _forwards: dict[bool, Forward] = field(default_factory=dict)
-    _backwards: dict[Hashable, CallPlan] = field(default_factory=dict)
+    _backwards: dict[Hashable, Backward] = field(default_factory=dict)
 
     def run(
         self, query: Array, key: Array, value: Array, score: Any, mask: Any, bias: Any, sink: Any, seed: Any
@@ -113,7 +127,7 @@ class NativeCall:
         if not self.reads_mask:
             mask = None
         if ops.has_plain_tape and ops.needs_grad(*arrays):
-            return self._present(ops.differentiable(NativeOp(self, score, mask, seed), arrays))
+            return self._present(ops.record(NativeOp(self, score, mask, seed), arrays))
         return self._present(self.forward(arrays, mask, seed, saves=False))
 
     @cached_property
@@ -214,53 +228,56 @@ class NativeCall:
     ) -> Iterator[Array | None]:  # fmt: skip
         """Yield the gradient of each array, None where it is not wanted; `saved` and `grads` are by name."""
         ops = self.ops
-        grad_out, grad_weights = grads["out"], grads.get("attention_weights")
-        if grad_out is None:
-            grad_out = ops.zeros(saved["out"].shape, saved["out"])
-        grad_entropy = grads.get("entropy")
-        known = {
-            "out": self._in_order(saved["out"], -3),
-            "row_max": self._in_order(saved["row_max"]),
-            "log_denom": self._in_order(saved["log_denom"]),
-            "entropy": None if grad_entropy is None else self._in_order(saved["entropy"], -2),
-            "saved_scores": self._in_order(saved.get("saved_scores")),
-            "attention_weights": None if grad_weights is None else self._in_order(saved["attention_weights"]),
-            "grad_out": self._in_order(grad_out, -3),
-            "grad_log_sum_exp": self._in_order(grads.get("log_sum_exp"), -2),
-            "grad_entropy": self._in_order(grad_entropy, -2),
-            "grad_attention_weights": self._in_order(grad_weights),
-        }
-        # The module always writes the gradients of query, key, value and w_v.
-        names = [
-            operand.name
-            for operand, is_wanted in zip(self.operands, wanted, strict=True)
-            if is_wanted or operand.name not in ("bias", "sink")
+        key = (*wanted, *(grad is None for grad in grads.values()))
+        backward = self._backwards.get(key)
+        if backward is None:
+            backward = self._backwards[key] = self._build_backward(grads, wanted)
+        known = {**saved, **{f"grad_{name}": grad for name, grad in grads.items()}}
+        if known["grad_out"] is None:  # which the module always reads
+            known["grad_out"] = ops.zeros(saved["out"].shape, saved["out"])
+        read = [
+            ops.buffer_in_c_order(known[name]) if axis is None else _with_heads_first(ops, known[name], axis)
+            for name, axis in backward.reads
         ]
         # Zeros made by a framework would wake its threads, which then compete with ours.
-        filled = {
-            operand.name: np.zeros(operand.filled, self.accumulator)
-            for operand in self.operands
-            if operand.name in names
+        filled = [np.zeros(shape, self.accumulator) for shape in backward.filled]
+        backward.plan((*self._buffers(arrays, mask), *read, *filled), seed, ops.threads(get_num_threads()))
+        for x, operand, place in zip(arrays, self.operands, backward.places, strict=True):
+            if place is None:
+                yield None
+                continue
+            grad = ops.from_memory(filled[place], self.accumulator, arrays[2])
+            yield grad if operand.is_filled_as_it_is else self.operand_gradient(grad, operand, x)
+
+    def _build_backward(self, grads: Mapping[str, Array | None], wanted: Sequence[bool]) -> Backward:
+        incoming = {name for name, grad in grads.items() if grad is not None}
+        reads = {"out", "grad_out", *self.saved, *(f"grad_{name}" for name in incoming)}
+        # The entropy and the weights are read with their gradients alone.
+        reads |= incoming & {"entropy", "attention_weights"}
+        axes = {"out": -3, "entropy": -2, "log_sum_exp": -2} if self.layout.is_length_before_heads else {}
+        # The module always writes the gradients of query, key, value and w_v.
+        operands = {
+            operand.name: operand
+            for operand, is_wanted in zip(self.operands, wanted, strict=True)
+            if is_wanted or operand.name not in ("bias", "sink")
         }
-        gradients = [filled.get(name) for name in GRADIENTS]
-        given = {name: x for name in BACKWARD_INPUTS if (x := known.get(name)) is not None}
-        key = (tuple(names), tuple(given))
-        plan = self._backwards.get(key)
-        if plan is None:
-            read = [self._example(name.removeprefix("grad_")) if name in given else None for name in BACKWARD_INPUTS]
-            examples = {
-                operand.name: _in_c_order(operand.gradient, self.accumulator)
-                for operand in self.operands
-                if operand.name in names
-            }
-            written = [examples.get(name) for name in GRADIENTS]
-            plan = self.module.plan_backward(self.spec, self.inputs, read, self.dtype, written)
-            self._backwards[key] = plan
-        results = (*given.values(), *(x for x in gradients if x is not None))
-        plan((*self._buffers(arrays, mask), *results), seed, ops.threads(get_num_threads()))
-        for x, operand, is_wanted in zip(arrays, self.operands, wanted, strict=True):
-            grad = ops.from_memory(filled[operand.name], self.accumulator, arrays[2]) if is_wanted else None
-            yield None if grad is None else self.operand_gradient(grad, operand, x)
+        plan = self.module.plan_backward(
+            self.spec,
+            self.inputs,
+            [self._example(name.removeprefix("grad_")) if name in reads else None for name in BACKWARD_INPUTS],
+            self.dtype,
+            [_in_c_order(operands[x].gradient, self.accumulator) if x in operands else None for x in GRADIENTS],
+        )
+        names = [name for name in GRADIENTS if name in operands]
+        return Backward(
+            plan,
+            tuple((name, axes.get(name.removeprefix("grad_"))) for name in BACKWARD_INPUTS if name in reads),
+            tuple(operands[name].filled for name in names),
+            tuple(
+                names.index(operand.name) if is_wanted else None
+                for operand, is_wanted in zip(self.operands, wanted, strict=True)
+            ),
+        )
 
     def operand_gradient(self, grad: Array, operand: Operand, x: Array) -> Array:
         """Return the gradient of `x`, in its shape and dtype, from `grad` on the canonical axes."""
@@ -271,15 +288,6 @@ class NativeCall:
             is_transposed = operand.transposed
             grad = self.layout.gradient_from_canonical(ops, grad, shape) if is_transposed else ops.reshape(grad, shape)
         return ops.astype(grad, ops.dtype(x))
-
-    def _in_order(self, x: Array | None, axis: int | None = None) -> HostArray | None:
-        """Return the memory of `x` in C order, with the heads, which the caller may have on `axis` + 1, on `axis`."""
-        if x is None:
-            return None
-        host = self.ops.memory(x)
-        if axis is not None and self.layout.is_length_before_heads:
-            host = host.swapaxes(axis, axis + 1)
-        return np.ascontiguousarray(host)
 
 
 class NativeOp(NamedTuple):
@@ -335,8 +343,11 @@ class NativeOp(NamedTuple):
         wanted = wanted if wanted is not None else [True] * len(arrays)
         saved = dict(zip((*call.differentiable, *call.saved), outputs, strict=True))
         named = dict(zip(call.differentiable, grads, strict=True))
-        is_buffer = all(map(ops.has_cpu_buffer, (*arrays, *outputs, *incoming)))
-        if ops.needs_grad(*arrays, *incoming) or not is_buffer or not call.fits(arrays, outputs):
+        # `is_plain` is faster; a mode of the framework, such as autocast, may be active that a backward does not mind.
+        is_buffer = ops.is_plain(*arrays, *outputs, *incoming) or all(
+            map(ops.has_cpu_buffer, (*arrays, *outputs, *incoming))
+        )
+        if not is_buffer or ops.needs_grad(*arrays, *incoming) or not call.fits(arrays, outputs):
             return tuple(self._rebuilt(arrays, saved, named, wanted))
         return tuple(call.backward(arrays, self.mask, saved, named, self.seed, wanted))
 
@@ -434,7 +445,8 @@ def prepare(
         x, canonical, gradient = given[name], tuple(named[name].shape), shapes[name]
         is_transposed = layout.is_length_before_heads and name in ("query", "key", "value")
         filled = tuple(x.shape) if gradient == canonical and not is_transposed else gradient
-        operands.append(Operand(name, ops.signature(x), canonical, gradient, filled, is_transposed))
+        as_it_is = filled == tuple(x.shape) and ops.dtype(x) == problem.accumulator
+        operands.append(Operand(name, ops.signature(x), canonical, gradient, filled, is_transposed, as_it_is))
     return NativeCall(
         module, kernel, ops, layout, problem.dtype, problem.accumulator, problem.statistics,
         problem.matrix == "weights", 0.0 if problem.dropout is None else problem.dropout.probability,
@@ -447,6 +459,11 @@ def prepare(
 def _memory(ops: Backend, x: Any) -> HostArray:
     """Return the memory of an array of the framework, or of a mask of NumPy."""
     return x if type(x) is np.ndarray and x.dtype == bool else ops.memory(x)
+
+
+def _with_heads_first(ops: Backend, x: Array, axis: int) -> HostArray:
+    """Return the memory of `x` in C order, with the heads, which the caller has on `axis` + 1, on `axis`."""
+    return np.ascontiguousarray(ops.memory(x).swapaxes(axis, axis + 1))
 
 
 def _unaligned(make: Callable[..., HostArray], shape: Sequence[int], dtype: str) -> HostArray:
