@@ -65,14 +65,15 @@ struct KeyTileGradients {
         bias = arena.take<T>(kTileKeys);
     }
     // Begin with the keys from `key` on.
-    void start(const Group& group, int64_t key) {
+    void start(const Problem& problem, const Group& group, int64_t key, int64_t key_count) {
         std::fill_n(bias, kTileKeys, T(0));
         if (in_place) {
             dk = as<T>(group.grad_key) + key * width;
             dv = as<T>(group.grad_value) + key * value_width;
         } else {
-            std::fill_n(dk, kTileKeys * width, T(0));
-            std::fill_n(dv, kTileKeys * value_width, T(0));
+            // Tables of additive keys are of whole tiles.
+            std::fill_n(dk, (problem.form == Form::additive ? kTileKeys : key_count) * width, T(0));
+            std::fill_n(dv, key_count * value_width, T(0));
         }
     }
     // Add to the gradients of the keys [key, key + key_count) of a group.
@@ -236,7 +237,7 @@ void backward_range(const Problem& problem, const Group& group, Span keys, Span 
             KeyTileGradients<T> sums(arena, problem);
             T* dq = arena.take<T>(task.queries.rows.count * sums.width);
             task.for_each_tile(keys, tiles, [&](const BackwardKeyTile<T>& tile) {
-                sums.start(group, tile.keys.first);
+                sums.start(problem, group, tile.keys.first, tile.keys.count);
                 accumulate_gradients(problem, task.queries, tile, task.gradients, sums, dq, dw);
                 sums.add_to(problem, task.head, group, tile.keys.first, tile.keys.count);
             });

@@ -79,7 +79,7 @@ struct OnlineSoftmax {
     void update(int64_t first, int64_t size, T* s, const uint64_t* bits, int64_t key_count, const uint64_t* keep,
                 T factor) {
         // Exponentials take most of the time of a short row, which is common (a sequence of a few words).
-        dispatch_width(key_count, [&](auto vectors) {
+        dispatch_width<T>(key_count, [&](auto vectors) {
             if (!sum_exp_logit && !keep) return update_rows<vectors, false, false>(first, size, s, bits, keep, factor);
             if (!sum_exp_logit) return update_rows<vectors, false, true>(first, size, s, bits, keep, factor);
             if (!keep) return update_rows<vectors, true, false>(first, size, s, bits, keep, factor);
@@ -116,18 +116,6 @@ struct OnlineSoftmax {
         T* x = arena.take<T>(count);
         std::fill_n(x, count, with);
         return x;
-    }
-
-    // Call f with the number of vectors that hold `key_count` keys, as a constant: 1, half a tile or a whole tile.
-    template <class F>
-    static void dispatch_width(int64_t key_count, const F& f) {
-        constexpr int W = kTileVectors<T>;
-        if (key_count <= L)
-            f(std::integral_constant<int, 1>{});
-        else if (key_count <= kTileKeys / 2)
-            f(std::integral_constant<int, W / 2>{});
-        else
-            f(std::integral_constant<int, W>{});
     }
 
     // Update `size` rows whose keys take W vectors. Not inlined: with several variants in one function GCC keeps

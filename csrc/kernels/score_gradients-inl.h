@@ -128,6 +128,19 @@ struct ScoreGradients {
             gemm(Product<T>{}, ds, kTileKeys, queries.grad_out.row(first), queries.grad_out.stride, 1,
                  tile.value_transposed, kTileKeys, size, padded(key_count, L), problem.value_dim, false);
         }
+        dispatch_width<T>(key_count, [&](auto vectors) { softmax_gradients<vectors>(queries, tile, first, size); });
+        if (!problem.caps.empty() && !for_bias) apply_cap_slopes(ds, size);
+        if (!for_bias && queries.rows.head[first]->grad_scale) add_scale_gradient(ds, size);
+    }
+
+    // Turn scores and dP of rows, whose keys take W vectors, into P and dS, with zeros behind them.
+    template <int W>
+    __attribute__((noinline)) void softmax_gradients(BackwardQueryTile<T>& queries, const BackwardKeyTile<T>& tile,
+                                                     int64_t first, int64_t size) {
+        constexpr int L = Vector<T>::lanes;
+        T *p = queries.p + first * kTileKeys, *ds = queries.ds + first * kTileKeys;
+        const int64_t key = tile.keys.first, key_count = tile.keys.count;
+        const uint64_t* bits = queries.bits + first;
         for (int64_t i = 0; i < size; i++) {
             const Head& head = *queries.rows.head[first + i];
             const int64_t row = queries.rows.row[first + i];
@@ -137,6 +150,10 @@ struct ScoreGradients {
             const uint64_t keep = dropout.on ? dropout.keep_bits(queries.rows.stream[first + i]) : kAll;
             skip_masked = skip_masked || (unmasked != kAll && !(queries.finite && tile.finite));
             T *weights = p + i * kTileKeys, *grads = ds + i * kTileKeys;
+            for (int j = W; j < kTileVectors<T>; j++) {
+                store(weights + j * L, V<T>{});
+                store(grads + j * L, V<T>{});
+            }
             const bool with_entropy = head.grad_entropy != nullptr;
             const T grad_entropy = with_entropy ? as<T>(head.grad_entropy)[row] : T(0);
             const T entropy = with_entropy ? as<T>(head.entropy)[row] : T(0);
@@ -144,7 +161,7 @@ struct ScoreGradients {
             if (problem.matrix != MatrixOutput::none) grad_matrix = grad_matrix_row(head, row, key, key_count);
             if (problem.matrix == MatrixOutput::scores) {
                 // A call for the scores has neither weights nor an output.
-                for (int j = 0; j < kTileVectors<T>; j++) {
+                for (int j = 0; j < W; j++) {
                     store(weights + j * L, V<T>{});
                     store(grads + j * L,
                           select_bits<T>(unmasked & lowest_bits(key_count), j, load(grad_matrix + j * L), V<T>{}));
@@ -152,7 +169,7 @@ struct ScoreGradients {
                 continue;
             }
 #pragma GCC unroll 8
-            for (int j = 0; j < kTileVectors<T>; j++) {
+            for (int j = 0; j < W; j++) {
                 // p = exp(s - row_max - log_denom)
                 const V<T> logit = load(weights + j * L) - row_max;
                 const V<T> weight = weight_of(logit, log_denom);
@@ -177,8 +194,6 @@ struct ScoreGradients {
                 store(grads + j * L, grad);
             }
         }
-        if (!problem.caps.empty() && !for_bias) apply_cap_slopes(ds, size);
-        if (!for_bias && queries.rows.head[first]->grad_scale) add_scale_gradient(ds, size);
     }
 
     // A row of the matrix's gradient for the keys of a tile, with zeros behind them.

@@ -202,6 +202,18 @@ inline uint64_t minus_infinity_bits(V<T> x) {
 #endif
 }
 
+// Call f with the number of vectors that hold `key_count` keys, as a constant: 1, half a tile or a whole tile.
+template <class T, class F>
+inline void dispatch_width(int64_t key_count, const F& f) {
+    constexpr int W = kTileVectors<T>;
+    if (key_count <= Vector<T>::lanes)
+        f(std::integral_constant<int, 1>{});
+    else if (key_count <= kTileKeys / 2)
+        f(std::integral_constant<int, W / 2>{});
+    else
+        f(std::integral_constant<int, W>{});
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // exp: 2^n e^r with |r| <= ln 2 / 2. Subnormal results are right to their last bit but one; NaN stays NaN.
 
