@@ -11,6 +11,7 @@ import numpy as np
 
 from attnscore import backends, kernels
 from attnscore.backends.base import FLOATING, Array, Backend
+from attnscore.core import plan as plans
 from attnscore.core import tiling
 from attnscore.core.arguments import is_number, is_whole, shown
 from attnscore.core.layout import ScoreShape
@@ -62,6 +63,9 @@ def attention_weights(
     array([[0.25, 0.25]])
     """
     ops = backends.of({"query": query})
+    is_whole_matrix = query_index is None and key_index is None
+    if is_whole_matrix and type(key) is type(query) and len(key.shape) >= 2 and ops.is_plain(query, key):
+        return _planned_weights(query, key, score, mask, valid_lens, bias, sink, head_axis)
     with ops.numeric_scope():
         problem = problem_without_value(query, key, score, mask, valid_lens, bias, sink, head_axis)
         rows = sliced(problem, query_index, None)
@@ -74,6 +78,21 @@ def attention_weights(
         found = ops.exp(log_weights(ops, scores, result.row_max, result.log_denom))
         # Exactly 0 where masked, even if an unmasked NaN makes the other weights of the query NaN.
         return _from_canonical(block, ops.where(scores == NEG_INF, 0.0, found))
+
+
+def _planned_weights(
+    query: Array, key: Array, score: Any, mask: Any, valid_lens: Any, bias: Any, sink: Any, head_axis: int
+) -> Array:
+    """Return all weights by the execution plan of a call of `attend` on values of value_dim 0."""
+    value = key[..., :0]
+    options = (head_axis, "auto", 0.0, True, False)
+    signature = plans.signature(query, key, value, score, options, mask, valid_lens, bias, sink, None)
+    if (plan := plans.PLANS.get(signature)) is None:
+        with backends.of({"query": query}).numeric_scope():
+            problem = problem_without_value(query, key, score, mask, valid_lens, bias, sink, head_axis)
+            problem = dataclasses.replace(problem, matrix="weights")
+            plan = plans.build(signature, problem, "auto", query, key, value, mask, bias, sink)
+    return plan.run(query, key, value, score, mask, bias, sink, None)[1]
 
 
 def attention_scores(

@@ -261,8 +261,9 @@ class Call:
 
 def _tensors(x: Any) -> list[Tensor]:
     """Return the tensors in a mask, or a tensor itself."""
-    arrays = x.arrays().values() if isinstance(x, Mask) else [x]
-    return [x for x in arrays if isinstance(x, Tensor)]
+    if isinstance(x, Tensor):
+        return [x]
+    return [array for array in x.arrays().values() if isinstance(array, Tensor)] if isinstance(x, Mask) else []
 
 
 def is_traced(*arguments: Any) -> bool:
