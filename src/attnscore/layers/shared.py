@@ -147,7 +147,8 @@ def check_inputs(
     for name, x in inputs.items():
         if not isinstance(x, kind):
             raise FrameworkError(message(name, wanted, type(x).__name__, hint=hint))
-        backends.check_dense(ops, {name: x})
+    backends.check_dense(ops, inputs)
+    for name, x in inputs.items():
         if not ops.is_floating(x):
             raise DtypeError(message(name, FLOATING, ops.dtype(x)))
     check_axes({name: ops.shape(x) for name, x in inputs.items()})

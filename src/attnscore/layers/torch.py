@@ -239,8 +239,8 @@ class Call:
         """Keep inputs by reference, with their version; copy what an optimiser or a decoding loop writes to."""
         query, key, arguments = query.detach(), key.detach(), dict(arguments)
         score, lens = arguments["score"], arguments["valid_lens"]
-        arrays = {name: x.detach().clone() for name, x in arrays_of(score).items()}
-        arguments["score"] = dataclasses.replace(score, **arrays)
+        if arrays := {name: x.detach().clone() for name, x in arrays_of(score).items()}:
+            arguments["score"] = dataclasses.replace(score, **arrays)
         if lens is not None:
             arguments["valid_lens"] = lens.detach().clone() if isinstance(lens, Tensor) else np.array(lens)
         held = (query, key, *_tensors(arguments["mask"]))
