@@ -914,6 +914,30 @@ def test_a_boolean_array_that_changes_before_the_gradient_is_an_error() -> None:
             out.sum().backward()
 
 
+@pytest.mark.parametrize("per_query", [False, True])
+def test_valid_lens_are_read_at_each_call(per_query: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays = [x.requires_grad_() for x in _inputs()]
+    shape = (2, 4) if per_query else (2,)
+    several = [torch.arange(start, start + 8)[: 8 if per_query else 2].reshape(shape) % 7 for start in (0, 1, 2)]
+    references = [ats.attend(*arrays, valid_lens=lens.clone(), kernel="streaming") for lens in several]
+    for lens, wanted in zip(several, references, strict=True):
+        out = ats.attend(*arrays, valid_lens=lens)
+        held = lens.clone()
+        lens.zero_()  # what the caller does later changes no gradient
+        torch.testing.assert_close(out, wanted)
+        found, expected = (torch.autograd.grad(x.square().sum(), arrays, retain_graph=True) for x in (out, wanted))
+        torch.testing.assert_close(found, expected)
+        with torch.no_grad():
+            weights = ats.attention_weights(*arrays[:2], valid_lens=held)
+        assert bool(((weights.sum(-1) > 0) == (held > 0).reshape(2, 1, -1)).all())
+        if wanted is references[0]:
+            _build_nothing(monkeypatch)
+    monkeypatch.undo()
+    for wrong in (-1, 7):
+        with pytest.raises(ats.MaskError, match=f"valid_lens: expected numbers from 0 to 6, got {wrong}"):
+            ats.attend(*arrays, valid_lens=torch.full(shape, wrong))
+
+
 SQUARE = torch.arange(32.0).reshape(2, 4, 4) / 8
 OPTIONS_THAT_DIFFER: dict[str, tuple[dict[str, Any], ...]] = {
     "strides of the bias": ({"bias": SQUARE}, {"bias": SQUARE.mT}),

@@ -10,22 +10,12 @@ namespace attnscore {
 
 namespace {
 
-// Copy whole numbers in C order, and let the array be the copy.
-std::vector<int64_t> copied(Array& a) {
-    std::vector<int64_t> own;
-    if (!a.given) return own;
-    check_contiguous(a);
-    int64_t count = 1;
-    for (int i = 0; i < a.ndim; ++i) count *= a.shape[i];
-    const auto* first = reinterpret_cast<const int64_t*>(a.data);
-    own.assign(first, first + count);
-    a.data = reinterpret_cast<char*>(own.data());
-    return own;
-}
-
 template <class Byte>
 void move(Byte*& pointer, ptrdiff_t by) {
     if (pointer != nullptr) pointer += by;
+}
+void move(const int64_t*& pointer, ptrdiff_t by) {
+    if (pointer != nullptr) pointer = as<int64_t>(reinterpret_cast<const char*>(pointer) + by);
 }
 void move(Matrix& matrix, ptrdiff_t by) { move(matrix.data, by); }
 
@@ -57,9 +47,8 @@ void check_address(const char* name, const char* memory, int64_t item) {
 
 CallPlan::CallPlan(Problem score, const Inputs& in, const ForwardArrays& a)
     : is_backward_(false), problem_(std::move(score)) {
-    const Inputs inputs = with_own_intervals(in);
-    rows_ = build_forward(problem_, inputs, a);
-    add_inputs(inputs);
+    rows_ = build_forward(problem_, in, a);
+    add_inputs(in);
     std::vector<std::vector<Move>> moves{{heads<&Head::out>},           {rows<&RowArrays::row_max>},
                                          {rows<&RowArrays::log_denom>}, {heads<&Head::saved_scores>},
                                          {heads<&Head::matrix>},        {heads<&Head::matrix>}};
@@ -77,9 +66,8 @@ CallPlan::CallPlan(Problem score, const Inputs& in, const ForwardArrays& a)
 
 CallPlan::CallPlan(Problem score, const Inputs& in, const BackwardArrays& a)
     : is_backward_(true), problem_(std::move(score)) {
-    const Inputs inputs = with_own_intervals(in);
-    rows_ = build_backward(problem_, inputs, a);
-    add_inputs(inputs);
+    rows_ = build_backward(problem_, in, a);
+    add_inputs(in);
     add_slots(kForwardResults, a,
               {{rows<&RowArrays::out>},
                {heads<&Head::row_max>, rows<&RowArrays::row_max>},
@@ -104,19 +92,12 @@ CallPlan::CallPlan(Problem score, const Inputs& in, const BackwardArrays& a)
                {heads<&Head::grad_scale>}});
 }
 
-Inputs CallPlan::with_own_intervals(Inputs in) {
-    start_ = copied(in.start);
-    stop_ = copied(in.stop);
-    return in;
-}
-
 template <class Arrays, size_t N>
 void CallPlan::add_slots(const Field<Arrays> (&fields)[N], const Arrays& examples,
                          std::vector<std::vector<Move>> moves) {
     for (size_t i = 0; i < N; ++i) {
         const Array& x = examples.*fields[i].array;
-        // Without moves: the intervals, which are the plan's own.
-        if (!x.given || moves[i].empty()) continue;
+        if (!x.given) continue;
         slots_.push_back({fields[i].name, is_empty(x) ? 0 : x.item, x.data, std::move(moves[i])});
     }
 }
@@ -132,8 +113,8 @@ void CallPlan::add_inputs(const Inputs& in) {
                {heads<&Head::mask>},
                {heads<&Head::query_ids>},
                {heads<&Head::key_ids>},
-               {},
-               {},
+               {heads<&Head::start>},
+               {heads<&Head::stop>},
                {heads<&Head::w_v>},
                {heads<&Head::sink>, rows<&RowArrays::sink>},
                {heads<&Head::scale>}});

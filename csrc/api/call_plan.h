@@ -15,15 +15,12 @@ namespace attnscore {
 
 class CallPlan {
    public:
-    // `score` holds form, numbers and dtypes. The arrays are examples: none is read or kept, except the intervals,
-    // which are copied and belong to the plan.
+    // `score` holds form, numbers and dtypes. The arrays are examples: none is kept, and of none but the intervals are
+    // numbers read.
     CallPlan(Problem score, const Inputs& in, const ForwardArrays& arrays);
     CallPlan(Problem score, const Inputs& in, const BackwardArrays& arrays);
-    // Heads point into the intervals.
-    CallPlan(const CallPlan&) = delete;
-    CallPlan& operator=(const CallPlan&) = delete;
 
-    // `addresses`: of the arrays that were given, without the intervals, in the order of their structs.
+    // `addresses`: of the arrays that were given, in the order of their structs.
     void run(const Kernels& kernels, const std::vector<char*>& addresses, uint64_t seed, int threads) const;
 
    private:
@@ -38,14 +35,12 @@ class CallPlan {
         std::vector<Move> moves;
     };
 
-    Inputs with_own_intervals(Inputs in);
     // `moves`: of each array of `fields`, in their order.
     template <class Arrays, size_t N>
     void add_slots(const Field<Arrays> (&fields)[N], const Arrays& examples, std::vector<std::vector<Move>> moves);
     void add_inputs(const Inputs& in);
 
     bool is_backward_;
-    std::vector<int64_t> start_, stop_;
     std::vector<Slot> slots_;
     Problem problem_;
     Rows rows_;

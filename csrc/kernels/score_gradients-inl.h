@@ -114,7 +114,7 @@ struct ScoreGradients {
     void step(BackwardQueryTile<T>& queries, const BackwardKeyTile<T>& tile, Span own, int64_t first, int64_t size) {
         constexpr int L = Vector<T>::lanes;
         T *p = queries.p + first * kTileKeys, *ds = queries.ds + first * kTileKeys;
-        const int64_t key = tile.keys.first, key_count = tile.keys.count;
+        const int64_t key_count = tile.keys.count;
         uint64_t* bits = queries.bits + first;
         scores(p, bits, queries.rows, queries.additive_query, own, tile.keys, tile.few_rows ? &tile.values : nullptr,
                nullptr, !for_bias);

@@ -96,17 +96,17 @@ def attend(
     options = (head_axis, kernel, dropout, return_weights, return_stats)
     signature = plans.signature(query, key, value, score, options, mask, valid_lens, bias, sink, seed)
     if (plan := plans.PLANS.get(signature)) is not None:
-        return plan.run(query, key, value, score, mask, bias, sink, seed)
+        return plan.run(query, key, value, score, mask, bias, sink, seed, valid_lens)
     with backends.of({"query": query}).numeric_scope():
         problem, _ = build_problem(
             query, key, value, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink, dropout=dropout,
             seed=seed, head_axis=head_axis, statistics=wanted_statistics(return_stats),
             matrix="weights" if check_flag("return_weights", return_weights) else None,
         )  # fmt: skip
-        plan = plans.build(signature, problem, kernel, query, key, value, mask, bias, sink)
+        plan = plans.build(signature, problem, kernel, query, key, value, mask, bias, sink, valid_lens)
         # The drawn seed, where the caller gave none.
         drawn: Any = seed if problem.dropout is None else problem.dropout.seed
-        return plan.run(query, key, value, score, mask, bias, sink, drawn)
+        return plan.run(query, key, value, score, mask, bias, sink, drawn, valid_lens)
 
 
 class Gradients(NamedTuple):

@@ -228,9 +228,17 @@ FAULTS = [
         "a plan is reused for a mask of the same shape that lies otherwise in memory",
     ),
     Fault(
+        "plan-lens-out-of-range",
+        "src/attnscore/kernels/native/call.py",
+        "lens.view(np.uint64).max() > score_shape.key_len",
+        "lens.max() > score_shape.key_len",
+        "tests/test_plan.py -k valid_lens_are_read",
+        "a planned call takes negative lengths",
+    ),
+    Fault(
         "plan-mask-may-change-before-the-gradient",
         "src/attnscore/kernels/native/call.py",
-        "return () if self.mask is None else (self.mask,)",
+        "return (self.mask,) if self.call.reads_mask else ()",
         "return ()",
         "tests/test_plan.py -k changes_before",
         "the gradient of a planned call reads a mask that has changed since",

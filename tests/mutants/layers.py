@@ -86,8 +86,8 @@ FAULTS: list[Fault] = [
     Fault(
         "torch-weights-follow-the-optimizer",
         "src/attnscore/layers/torch.py",
-        "arrays = {name: x.detach().clone() for name, x in arrays_of(score).items()}",
-        "arrays = {name: x.detach() for name, x in arrays_of(score).items()}",
+        "arrays := {name: x.detach().clone() for name, x in arrays_of(score).items()}",
+        "arrays := {name: x.detach() for name, x in arrays_of(score).items()}",
         "tests/test_layers_weights.py",
         "attention_weights read after an optimizer step are those of the new parameters",
     ),

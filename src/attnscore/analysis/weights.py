@@ -91,8 +91,8 @@ def _planned_weights(
         with backends.of({"query": query}).numeric_scope():
             problem = problem_without_value(query, key, score, mask, valid_lens, bias, sink, head_axis)
             problem = dataclasses.replace(problem, matrix="weights")
-            plan = plans.build(signature, problem, "auto", query, key, value, mask, bias, sink)
-    return plan.run(query, key, value, score, mask, bias, sink, None)[1]
+            plan = plans.build(signature, problem, "auto", query, key, value, mask, bias, sink, valid_lens)
+    return plan.run(query, key, value, score, mask, bias, sink, None, valid_lens)[1]
 
 
 def attention_scores(

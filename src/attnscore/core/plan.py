@@ -34,13 +34,15 @@ class ExecutionPlan(Protocol):
     """Execution plan of the calls of one signature."""
 
     def run(
-        self, query: Array, key: Array, value: Array, score: Any, mask: Any, bias: Any, sink: Any, seed: Any
-    ) -> Any:
+        self, query: Array, key: Array, value: Array, score: Any, mask: Any, bias: Any, sink: Any, seed: Any,
+        valid_lens: Any,
+    ) -> Any:  # fmt: skip
         """Return what `attend` returns."""
 
 
 PLANS: BoundedCache[ExecutionPlan] = BoundedCache(256)
 _NUMBERS = (int, float)
+_LENS_DTYPES = ("int32", "int64")
 
 
 def signature(
@@ -76,7 +78,11 @@ def signature(
         return None
     parts: list[Hashable] = [of_score, bias is None, sink is None, *map(type, options), *options]
     if mask is not None or valid_lens is not None:
-        of_mask = _array_mask_signature(ops, mask) if valid_lens is None else None
+        of_mask = None
+        if valid_lens is None:
+            of_mask = _array_mask_signature(ops, mask)
+        elif mask is None and len(query.shape) > 2:
+            of_mask = _lens_signature(ops, valid_lens)
         if of_mask is None and (of_mask := numbers_of(mask, valid_lens)) is None:
             return None
         parts.append(of_mask)
@@ -94,6 +100,17 @@ def _array_mask_signature(ops: Backend, mask: Any) -> Hashable | None:
     if backends.of_type(type(mask)) is not ops or not ops.is_plain(mask) or ops.dtype(mask) != "bool":
         return None
     return ops.signature(mask)
+
+
+def _lens_signature(ops: Backend, lens: Any) -> Hashable | None:
+    """Return the signature of valid lengths that a plan reads anew at each call; None for any others."""
+    if type(lens) is not np.ndarray and (
+        backends.of_type(type(lens)) is not ops or not ops.is_plain(lens) or ops.dtype(lens) not in _LENS_DTYPES
+    ):
+        return None
+    if type(lens) is np.ndarray and lens.dtype.name not in _LENS_DTYPES:
+        return None
+    return ("valid_lens", tuple(lens.shape)) if len(lens.shape) in (1, 2) else None
 
 
 def _score_signature(score: Any) -> Hashable | None:
@@ -121,12 +138,23 @@ def build(
     mask: Any,
     bias: Any,
     sink: Any,
+    valid_lens: Any,
 ) -> ExecutionPlan:
     """Return the plan of a problem, cached under `cache_key` where its kernel can reuse it for other arrays."""
     tiles, chosen = tiling.planned(problem), kernels.choose(kernel, problem)
     if cache_key is not None:
         array = mask if isinstance(problem.mask, Dense) else None
-        given = {"query": query, "key": key, "value": value, "bias": bias, "mask": array, "sink": sink}
+        ops, is_all = problem.ops, mask is None and len(query.shape) > 2
+        lens = valid_lens if is_all and _lens_signature(ops, valid_lens) is not None else None
+        given = {
+            "query": query,
+            "key": key,
+            "value": value,
+            "bias": bias,
+            "mask": array,
+            "valid_lens": lens,
+            "sink": sink,
+        }
         arrays = {name: x for name, x in given.items() if x is not None}
         if (plan := chosen.prepare(problem, tiles, arrays)) is not None:
             return PLANS.get_or_compute(cache_key, lambda: plan)

@@ -29,8 +29,9 @@ from attnscore.core.tiling import TilePlan
 from attnscore.kernels.base import DIFFERENTIABLE, AttentionOp, Kernel
 from attnscore.kernels.native.marshalling import ORDER, STORED, aligned, score_spec
 from attnscore.kernels.native.results import BACKWARD_INPUTS, FILLED, GRADIENTS, STATISTICS, gradient_shapes
-from attnscore.masks import Mask
+from attnscore.masks import Mask, ValidLens
 from attnscore.masks.cached import CachedMask
+from attnscore.masks.index_values import lens_per_query
 from attnscore.scores import Additive
 from attnscore.scores.forms import AdditiveForm, InnerForm
 
@@ -102,6 +103,8 @@ class NativeCall:
     """The mask where it is known as intervals, which the plan holds; None for no mask, or one read from an array."""
     reads_mask: bool
     """Whether each call passes its mask as a boolean array."""
+    reads_lens: bool
+    """Whether each call passes valid lengths, of which the bounds (start, stop) of its intervals are made."""
     operands: tuple[Operand, ...]
     spec: tuple[Any, ...]
     inputs: tuple[HostArray | None, ...]
@@ -112,8 +115,9 @@ class NativeCall:
     _backwards: dict[Hashable, Backward] = field(default_factory=dict)
 
     def run(
-        self, query: Array, key: Array, value: Array, score: Any, mask: Any, bias: Any, sink: Any, seed: Any
-    ) -> Any:
+        self, query: Array, key: Array, value: Array, score: Any, mask: Any, bias: Any, sink: Any, seed: Any,
+        valid_lens: Any,
+    ) -> Any:  # fmt: skip
         """Return what `attend` returns."""
         ops = self.ops
         arrays = [query, key, value]
@@ -124,7 +128,9 @@ class NativeCall:
         if sink is not None:
             arrays.append(sink)
         seed = (ops.draw_seed(query) if seed is None else int(seed)) % 2**63 if self.dropout else 0
-        if not self.reads_mask:
+        if self.reads_lens:
+            mask = self._bounds(valid_lens)
+        elif not self.reads_mask:
             mask = None
         if ops.has_plain_tape and ops.needs_grad(*arrays):
             return self._present(ops.record(NativeOp(self, score, mask, seed), arrays))
@@ -166,10 +172,28 @@ class NativeCall:
     def _buffers(self, arrays: Sequence[Array], mask: Any) -> list[int | HostArray]:
         """Return the memory of the inputs, in the module's order."""
         found = [*map(self.ops.buffer, arrays)]
-        if mask is not None:
-            # Before w_v and sink.
-            found.insert(4 if self.operands[3:] and self.operands[3].name == "bias" else 3, _memory(self.ops, mask))
+        before_mask = 4 if self.operands[3:] and self.operands[3].name == "bias" else 3
+        bounds = mask if self.reads_lens else self.bounds
+        if self.reads_mask:
+            found.insert(before_mask, _memory(self.ops, mask))
+        elif bounds is not None:
+            found[before_mask:before_mask] = bounds
         return found
+
+    @cached_property
+    def bounds(self) -> tuple[HostArray, HostArray] | None:
+        """The bounds (start, stop) of the intervals that the plan holds."""
+        start, stop = (self.inputs[ORDER.index(name)] for name in ("start", "stop"))
+        return None if start is None or stop is None else (start, stop)
+
+    def _bounds(self, valid_lens: Any) -> tuple[HostArray, HostArray]:
+        """Return the bounds of the intervals of valid lengths; MaskError where a length is out of range."""
+        score_shape = self.layout.score_shape
+        lens = np.asarray(backends.host(valid_lens)).astype(np.int64)
+        if lens.size and lens.view(np.uint64).max() > score_shape.key_len:
+            ValidLens(valid_lens).check(self.ops, score_shape)
+        stop = np.ascontiguousarray(lens_per_query(lens, score_shape.query_len, score_shape.batch))
+        return np.zeros_like(stop), stop
 
     def _build_forward(self, saves: bool) -> Forward:
         names = ["out"]
@@ -299,7 +323,7 @@ class NativeOp(NamedTuple):
     call: NativeCall
     score: Any
     mask: Any
-    """The mask of the call where it is an array."""
+    """The mask of the call where it is an array, or the bounds of its intervals where they are of valid lengths."""
     seed: int
 
     @property
@@ -311,7 +335,7 @@ class NativeOp(NamedTuple):
         return len(self.call.differentiable) + len(self.call.saved)
 
     def constants(self) -> tuple[Array, ...]:
-        return () if self.mask is None else (self.mask,)
+        return (self.mask,) if self.call.reads_mask else ()
 
     def variables(self) -> tuple[tuple[Array, ...], Callable[[Sequence[Array]], NativeOp]]:
         return (), lambda arrays: self
@@ -351,6 +375,12 @@ class NativeOp(NamedTuple):
             return tuple(self._rebuilt(arrays, saved, named, wanted))
         return tuple(call.backward(arrays, self.mask, saved, named, self.seed, wanted))
 
+    def _mask(self) -> Any:
+        if self.call.reads_lens:
+            start, stop = self.mask
+            return CachedMask(start, stop, "ValidLens(...)")
+        return self.mask if self.call.reads_mask else self.call.mask
+
     def _rebuilt(
         self, arrays: Sequence[Array], saved: dict[str, Array], grads: dict[str, Array | None], wanted: Sequence[bool]
     ) -> Iterator[Array | None]:
@@ -359,7 +389,7 @@ class NativeOp(NamedTuple):
         given = {operand.name: x for operand, x in zip(call.operands, arrays, strict=True)}
         score = dataclasses.replace(self.score, w_v=given.pop("w_v")) if "w_v" in given else call.score
         problem, _ = build_problem(
-            **given, score=score, mask=call.mask if self.mask is None else self.mask, dropout=call.dropout,
+            **given, score=score, mask=self._mask(), dropout=call.dropout,
             seed=self.seed, head_axis=call.layout.head_axis, statistics=call.statistics,
             matrix="weights" if call.returns_weights else None,
         )  # fmt: skip
@@ -397,7 +427,8 @@ def prepare(
 ) -> NativeCall | None:
     """Return the plan of calls like this one, or None where the module needs other arrays than the caller's.
 
-    `arrays` are query, key, value, bias, sink and a mask that is an array, as the caller has them, where there are any.
+    `arrays` are those of the caller, where there are any: query, key, value, bias, sink, a mask that is an array, and
+    valid lengths beside which there is no other mask.
     """
     form, ops, layout = problem.form, problem.ops, problem.layout
     if not (isinstance(form, (InnerForm, AdditiveForm)) and form.query is problem.query and form.key is problem.key):
@@ -405,7 +436,9 @@ def prepare(
     # One array, or intervals; not both.
     if (tiles.interval_set if "mask" in arrays else tiles.rest) is not None:
         return None
-    if not (problem.mask is None or "mask" in arrays or isinstance(problem.mask, CachedMask)):
+    given = dict(arrays)
+    lens = given.pop("valid_lens", None)
+    if not (problem.mask is None or "mask" in given or lens is not None or isinstance(problem.mask, CachedMask)):
         return None
     if 0 in problem.score_shape.rows or problem.matrix == "scores":
         return None  # the strides of an empty tensor would be NumPy's
@@ -413,7 +446,7 @@ def prepare(
     # Biases of a bilinear score are computed from the operands; w_v is passed where it is the caller's.
     if "query_bias" in lowered or "key_bias" in lowered or ("w_v" in lowered) != (type(problem.score) is Additive):
         return None
-    host, given = backends.load("numpy"), dict(arrays)
+    host = backends.load("numpy")
     views = {
         name: layout.to_canonical(host, ops.memory(given[name]), is_query=name == "query")
         for name in ("query", "key", "value")
@@ -437,7 +470,12 @@ def prepare(
     inputs: list[HostArray | None] = [None] * len(ORDER)
     for name, view in views.items():
         inputs[ORDER.index(name)] = _example(view.view(np.uint8) if name == "mask" else view)
-    if tiles.interval_set is not None:
+    if lens is not None:
+        per_query = lens_per_query(
+            np.asarray(backends.host(lens)), problem.score_shape.query_len, problem.score_shape.batch
+        )
+        inputs[ORDER.index("start")], inputs[ORDER.index("stop")] = np.zeros((2, *per_query.shape), np.int64)
+    elif tiles.interval_set is not None:
         inputs[ORDER.index("start")], inputs[ORDER.index("stop")] = tiles.interval_set.with_holes
     shapes, named = gradient_shapes(problem, frozenset(("bias", "sink"))), tiled.operands(problem)
     operands = []
@@ -451,7 +489,8 @@ def prepare(
         module, kernel, ops, layout, problem.dtype, problem.accumulator, problem.statistics,
         problem.matrix == "weights", 0.0 if problem.dropout is None else problem.dropout.probability,
         None if type(problem.score) is Additive else problem.score,
-        None if "mask" in given else problem.mask, "mask" in given, tuple(operands), (*spec[:-1], 0),
+        None if "mask" in given or lens is not None else problem.mask, "mask" in given, lens is not None,
+        tuple(operands), (*spec[:-1], 0),
         tuple(inputs), saves_scores,
     )  # fmt: skip
 
