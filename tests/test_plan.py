@@ -21,6 +21,7 @@ from attnscore import api, scores
 from attnscore.core import plan, tiling
 from attnscore.core.cache import BoundedCache
 from attnscore.masks import Mask, cached
+from attnscore.scores.forms import InnerForm
 
 # Plans of the native kernel alone are cached; without it every call is checked.
 NATIVE = ats.available()["kernels"]["native"] is None
@@ -292,7 +293,7 @@ def test_a_plain_additive_call_is_prepared_once(
     torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(wanted), **tolerance)
 
 
-def test_an_additive_score_that_projects_is_not_prepared() -> None:
+def test_additive_scores_that_differ_have_plans_of_their_own() -> None:
     query, key, value = _inputs()
     w_v = torch.ones(5, requires_grad=True)
     for _ in range(2):
@@ -312,6 +313,66 @@ def test_an_additive_score_that_projects_is_not_prepared() -> None:
         ats.attend(query, key, value, score=ats.Additive([1.0] * 5))
 
 
+_LOWERED: dict[str, Callable[..., Any]] = {
+    "gaussian": lambda x: ats.Gaussian(1.5),
+    "cosine": lambda x: ats.Cosine(2.0),
+    "cosine by name": lambda x: "cosine",
+    "bilinear": lambda x: ats.Bilinear(x[0]),
+    "additive": lambda x: ats.Additive(x[0][0], x[0], x[1], x[1][0], activation="leaky_relu", negative_slope=0.3),
+}
+
+
+@pytest.mark.parametrize("framework", ["torch", "numpy"])
+@pytest.mark.parametrize("name", _LOWERED)
+def test_a_score_that_is_lowered_is_prepared_once(framework: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other arrays and parameters go to the kernel at once, also those with a NaN at a masked key."""
+    inputs, parameters = _inputs(), [torch.randn(5, 5) for _ in range(2)]
+    inputs[1][1, ..., 4, :], inputs[2][1, ..., 4, :] = float("nan"), float("nan")
+    options: dict[str, Any] = {"valid_lens": [3, 2], "return_stats": ("entropy",)}
+    wanted = [
+        (x.numpy() for x in (out, stats.entropy))
+        for out, stats in [
+            ats.attend(*inputs, score=_LOWERED[name](x), **options, kernel="dense")
+            for x in (parameters, [-x for x in parameters])
+        ]
+    ]
+    if framework == "numpy":
+        inputs, parameters = [x.numpy() for x in inputs], [x.numpy() for x in parameters]
+    found = []
+    for x in (parameters, [-x for x in parameters]):
+        ats.attend(*inputs, score=_LOWERED[name](parameters), **options)
+        ats.attend(*inputs, score=_LOWERED[name](parameters), **options)
+        with monkeypatch.context() as patch:
+            _build_nothing(patch)
+            out, stats = ats.attend(*inputs, score=_LOWERED[name](x), **options)
+        found.append((np.asarray(out), np.asarray(stats.entropy)))
+    for one, other in zip(found, wanted, strict=True):
+        for x, y in zip(one, other, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", _LOWERED)
+def test_gradients_of_a_score_that_is_lowered(name: str) -> None:
+    """The second call, by plans, has the gradients of the first one, and they have gradients."""
+    torch.manual_seed(0)
+    inputs = [x.double().requires_grad_() for x in _inputs()]
+    parameters = [torch.randn(5, 5, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    leaves = [*inputs, *parameters]
+
+    def gradients(kernel: str) -> list[Any]:
+        out = ats.attend(*inputs, score=_LOWERED[name](parameters), valid_lens=[3, 2], kernel=kernel)
+        grads = torch.autograd.grad((out**2).sum(), leaves, create_graph=True, allow_unused=True)
+        norm = sum((x**2).sum() for x in grads if x is not None)
+        return [out, *grads, *torch.autograd.grad(norm, leaves, allow_unused=True)]
+
+    wanted = gradients("dense")
+    for _ in range(2):
+        for x, y in zip(gradients("auto"), wanted, strict=True):
+            assert (x is None) == (y is None)
+            if x is not None:
+                torch.testing.assert_close(x, y)
+
+
 def test_a_named_score_with_weights_of_its_own_is_not_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     class Own(scores.Additive):
         def __init__(self) -> None:
@@ -322,6 +383,18 @@ def test_a_named_score_with_weights_of_its_own_is_not_prepared(monkeypatch: pyte
     wanted = ats.attend(*arrays, score=ats.Additive(torch.ones(5)), kernel="dense")
     for _ in range(3):
         torch.testing.assert_close(ats.attend(*arrays, score="own"), wanted)
+
+
+def test_a_named_score_with_biases_of_its_own_is_not_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(ats.ScaledDot):
+        def lower(self, ops: Any, query: Any, key: Any) -> Any:
+            return InnerForm(query, key, key_bias=key[..., :1] * 2)
+
+    monkeypatch.setitem(scores._TABLE, "own", Own)
+    query, key, value = _inputs()
+    wanted = ats.attend(query, key, value, score="dot", bias=2 * key[..., 0].unsqueeze(-2))
+    for _ in range(3):
+        torch.testing.assert_close(ats.attend(query, key, value, score="own"), wanted)
 
 
 def test_a_gaussian_as_an_inner_product_is_not_prepared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,19 @@ class Counted:
         self.calls[1] += 1
         return self._module.backward(*arguments)
 
+    def plan_forward(self, *arguments: Any) -> Any:
+        return self._counting(0, self._module.plan_forward(*arguments))
+
+    def plan_backward(self, *arguments: Any) -> Any:
+        return self._counting(1, self._module.plan_backward(*arguments))
+
+    def _counting(self, direction: int, plan: Any) -> Any:
+        def run(arrays: Any, seed: int, threads: int) -> None:
+            self.calls[direction] += 1
+            plan(arrays, seed, threads)
+
+        return run
+
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -140,6 +153,27 @@ def test_lengths_that_the_graph_learns_when_it_runs(arrays: Any, calls: list[int
 
 
 @needs_native
+@pytest.mark.parametrize("score", ["dot", "gaussian", "additive"])
+def test_valid_lens_that_a_graph_reads_at_each_run(score: str, arrays: Any, calls: list[int]) -> None:
+    """Lengths are clipped, as a graph cannot raise; those known when it is made are no argument of the call."""
+    own: Any = ats.Additive(tf.constant(RNG.standard_normal(5))) if score == "additive" else score
+    signature = [tf.TensorSpec([None, x.shape[1], None, x.shape[3]], x.dtype) for x in arrays]
+    given = tf.function(
+        lambda q, k, v, lens: with_gradients(q, k, v, valid_lens=lens, score=own, sink=0.5),
+        input_signature=[*signature, tf.TensorSpec([None], tf.int32)],
+    )
+    known = tf.function(lambda *x: with_gradients(*x, valid_lens=[6, 0], score=own), input_signature=signature)
+    for keys in (11, 6):
+        parts = [arrays[0], *(x[:, :, :keys] for x in arrays[1:])]
+        for lens in ([5, 0], [keys + 100, -3], [keys, 1]):
+            clipped = np.clip(lens, 0, keys)
+            wanted = with_gradients(*parts, valid_lens=clipped, score=own, sink=0.5, kernel="streaming")
+            close(given(*parts, tf.constant(lens, tf.int32)), wanted)
+        close(known(*parts), with_gradients(*parts, valid_lens=[6, 0], score=own, kernel="streaming"))
+    assert calls == [8, 8]
+
+
+@needs_native
 def test_buffers_go_in_and_out_as_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     """What native code fills is aligned as TensorFlow wants, which then takes it over; it reads TensorFlow's own."""
     seen: list[tuple[int, bool]] = []
@@ -149,11 +183,22 @@ def test_buffers_go_in_and_out_as_they_lie(monkeypatch: pytest.MonkeyPatch) -> N
             seen.append((found[0].ctypes.data % 64, arrays[0].flags.owndata))
             return super().forward(score, arrays, found, *rest)
 
+        def plan_forward(self, score: Any, inputs: Any, filled: Any) -> Any:
+            plan = super().plan_forward(score, inputs, filled)
+
+            def run(arrays: Any, seed: int, threads: int) -> None:
+                query, _, _, out, *_ = arrays
+                seen.append((out.ctypes.data % 64, query.flags.owndata))
+                plan(arrays, seed, threads)
+
+            return run
+
     monkeypatch.setattr(kernel, "_native", Watching(kernel._native))
     x = tf.ones((1, 1, 512, 64))
     tf.function(lambda x: ats.attend(x, x, x))(x)
-    ats.attend(x, x, x, score="gaussian")  # runs by no plan, whose arrays the module does not see
-    assert seen == [(0, False), (0, False)]
+    ats.attend(x, x, x)
+    ats.attend(x, x, x, score=ats.SoftCap("dot", 30.0))  # runs by no plan
+    assert seen == 3 * [(0, False)]
 
 
 # ------------------------------------------------------------- inside other things

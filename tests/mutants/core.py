@@ -198,10 +198,10 @@ FAULTS = [
     Fault(
         "plan-without-the-scale",
         "src/attnscore/core/plan.py",
-        "return (ScaledDot, type(scale), scale) if",
-        "return (ScaledDot, type(scale)) if",
+        "return ((kind, type(number), number), ()) if",
+        "return ((kind, type(number)), ()) if",
         "tests/test_plan.py",
-        "a plan is reused for another scale of the dot product",
+        "a plan is reused for another scale of the dot product, or another bandwidth",
     ),
     Fault(
         "plan-without-strides-of-the-bias",
@@ -234,6 +234,22 @@ FAULTS = [
         "lens.max() > score_shape.key_len",
         "tests/test_plan.py -k valid_lens_are_read",
         "a planned call takes negative lengths",
+    ),
+    Fault(
+        "plan-lowered-for-other-parameters",
+        "src/attnscore/core/plan.py",
+        "score = scores.resolve(score)\n        with",
+        "self.__dict__.setdefault('score', scores.resolve(score)); score = self.__dict__['score']\n        with",
+        "tests/test_plan.py -k is_lowered",
+        "a planned call keeps the parameters of the first call for a score that is lowered",
+    ),
+    Fault(
+        "staged-plan-without-the-shape",
+        "src/attnscore/kernels/native/xla_callback.py",
+        "key = tuple((x.shape, x.strides) for x in arrays)",
+        "key = len(arrays)",
+        "tests/test_tensorflow_graphs.py -k valid_lens_that",
+        "a staged call of another length runs the plan of the first",
     ),
     Fault(
         "plan-mask-may-change-before-the-gradient",
@@ -350,10 +366,10 @@ FAULTS = [
     Fault(
         "plan-without-norms",
         "src/attnscore/kernels/native/call.py",
-        'if "query_bias" in lowered or "key_bias" in lowered or (',
+        "if not lowered.keys() <= set(_OPERANDS) or (",
         "if (",
-        "tests/test_plan.py -k inner_product",
-        "a planned call of the Gaussian as an inner product leaves out the norms",
+        "tests/test_plan.py -k biases_of_its_own",
+        "a planned call leaves out the biases that the score computes, such as the norms of a Gaussian",
     ),
     Fault(
         "native-entropy-for-the-backward",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, final
@@ -65,7 +66,10 @@ def attention_weights(
     ops = backends.of({"query": query})
     is_whole_matrix = query_index is None and key_index is None
     if is_whole_matrix and type(key) is type(query) and len(key.shape) >= 2 and ops.is_plain(query, key):
-        return _planned_weights(query, key, score, mask, valid_lens, bias, sink, head_axis)
+        return _planned(
+            query, key, key[..., :0], score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink,
+            head_axis=head_axis,
+        )[1]  # fmt: skip
     with ops.numeric_scope():
         problem = problem_without_value(query, key, score, mask, valid_lens, bias, sink, head_axis)
         rows = sliced(problem, query_index, None)
@@ -80,19 +84,21 @@ def attention_weights(
         return _from_canonical(block, ops.where(scores == NEG_INF, 0.0, found))
 
 
-def _planned_weights(
-    query: Array, key: Array, score: Any, mask: Any, valid_lens: Any, bias: Any, sink: Any, head_axis: int
-) -> Array:
-    """Return all weights by the execution plan of a call of `attend` on values of value_dim 0."""
-    value = key[..., :0]
+def _planned(
+    query: Array, key: Array, value: Array, *, score: Any, mask: Any, valid_lens: Any, bias: Any, sink: Any,
+    head_axis: int, seed: None = None,
+) -> Any:  # fmt: skip
+    """Return the output and all weights by the execution plan of a call of `attend`, for values of value_dim 0."""
     options = (head_axis, "auto", 0.0, True, False)
-    signature = plans.signature(query, key, value, score, options, mask, valid_lens, bias, sink, None)
-    if (plan := plans.PLANS.get(signature)) is None:
-        with backends.of({"query": query}).numeric_scope():
-            problem = problem_without_value(query, key, score, mask, valid_lens, bias, sink, head_axis)
-            problem = dataclasses.replace(problem, matrix="weights")
-            plan = plans.build(signature, problem, "auto", query, key, value, mask, bias, sink, valid_lens)
-    return plan.run(query, key, value, score, mask, bias, sink, None, valid_lens)[1]
+    signature = plans.signature(query, key, value, score, options, mask, valid_lens, bias, sink, seed)
+    if (plan := plans.PLANS.get(signature)) is not None:
+        return plan.run(query, key, value, score, mask, bias, sink, seed, valid_lens)
+    with backends.of({"query": query}).numeric_scope():
+        problem = problem_without_value(query, key, score, mask, valid_lens, bias, sink, head_axis)
+        problem = dataclasses.replace(problem, matrix="weights")
+        again = functools.partial(_planned, head_axis=head_axis)
+        plan = plans.build(signature, problem, "auto", query, key, value, mask, bias, sink, valid_lens, again)
+        return plan.run(query, key, value, score, mask, bias, sink, seed, valid_lens)
 
 
 def attention_scores(

@@ -9,6 +9,7 @@ import math
 import secrets
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,9 @@ from attnscore.backends.base import Array, Backend, DifferentiableOp
 from attnscore.errors import FrameworkError
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])
+
+# NumPy composes the name of a dtype anew at each call: 1 us, and a call asks for a dozen.
+_name_of = cache(lambda dtype: str(dtype.name))
 
 
 class NumpyBackend(Backend):
@@ -28,11 +32,11 @@ class NumpyBackend(Backend):
     wants_aligned = False
 
     def dtype(self, x: Array) -> str:
-        return str(x.dtype.name)
+        return _name_of(x.dtype)
 
     def is_floating(self, x: Array) -> bool:
         # ml_dtypes registers bfloat16 with kind "V".
-        return bool(x.dtype.kind == "f" or x.dtype.name == "bfloat16")
+        return bool(x.dtype.kind == "f" or _name_of(x.dtype) == "bfloat16")
 
     def unsupported(self, x: Array) -> tuple[str, str] | None:
         if isinstance(x, np.matrix):
@@ -43,7 +47,7 @@ class NumpyBackend(Backend):
         return "cpu"
 
     def astype(self, x: Array, dtype: str) -> Array:
-        return x if x.dtype.name == dtype else x.astype(dtype)
+        return x if _name_of(x.dtype) == dtype else x.astype(dtype)
 
     def asarray(self, x: Any, like: Array, dtype: str | None = None) -> Array:
         array = np.asarray(detached(x))
@@ -51,7 +55,7 @@ class NumpyBackend(Backend):
 
     def host(self, x: Any) -> np.ndarray[Any, Any] | None:
         array = np.asarray(detached(x))
-        return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
+        return array.astype(np.float32) if _name_of(array.dtype) == "bfloat16" else array
 
     def has_cpu_buffer(self, x: Array) -> bool:
         # Fields of structured arrays may be misaligned.

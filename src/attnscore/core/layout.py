@@ -86,6 +86,15 @@ class AxisLayout:
         """Whether the caller's axes are (batch, length, head, dim)."""
         return self.axes >= 4 and self.head_axis == -2
 
+    @property
+    def rows(self) -> Shape:
+        """Shape of one number per query on the caller's axes, heads in front of queries."""
+        return self.score_shape.user_shape[:-1]
+
+    def pairs_to_canonical(self, ops: Backend, x: Array) -> Array:
+        """View a caller's bias or mask on the canonical axes."""
+        return self.score_shape.to_canonical(ops, x)
+
     def to_canonical(self, ops: Backend, x: Array, *, is_query: bool) -> Array:
         """View the caller's query, key or value on the canonical axes."""
         missing = self.axes - len(x.shape)
@@ -137,6 +146,25 @@ class AxisLayout:
             joined = ops.reshape(x, (*x.shape[:-4], x.shape[-4] * x.shape[-3], *x.shape[-2:]))
             x = ops.swap_axes(joined, -3, -2)
         return ops.reshape(x, shape)
+
+
+@dataclass(frozen=True)
+class CanonicalLayout(AxisLayout):
+    """Layout of arrays that are on the canonical axes already, as in a staged program."""
+
+    @classmethod
+    def of(cls, layout: AxisLayout) -> CanonicalLayout:
+        return cls(0, -3, layout.score_shape, layout.dim, layout.key_dim, layout.value_dim)
+
+    @property
+    def rows(self) -> Shape:
+        return self.score_shape.rows
+
+    def pairs_to_canonical(self, ops: Backend, x: Array) -> Array:
+        return x
+
+    def to_canonical(self, ops: Backend, x: Array, *, is_query: bool) -> Array:
+        return x
 
 
 def check_broadcast(name: str, shape: Shape, score_shape: ScoreShape) -> None:

@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,7 +27,8 @@ from attnscore.core.tiled import Result
 from attnscore.kernels import AttentionOp
 from attnscore.masks import Dense
 from attnscore.masks.cached import numbers_of
-from attnscore.scores import Additive, ScaledDot
+from attnscore.scores import Additive, Bilinear, Cosine, Gaussian, ScaledDot
+from attnscore.scores.forms import AdditiveForm
 
 
 class ExecutionPlan(Protocol):
@@ -59,13 +60,12 @@ def signature(
 ) -> Hashable | None:
     """Return the cache key of a call's plan, or None where it cannot be cached; `options` are the other arguments."""
     kind = type(query)
-    if type(key) is not kind or type(value) is not kind or (of_score := _score_signature(score)) is None:
+    if type(key) is not kind or type(value) is not kind or (found := _score_signature(score)) is None:
         return None
     if (ops := backends.of_type(kind)) is None:
         return None
-    arrays = [query, key, value]
-    if type(score) is Additive:
-        arrays.append(score.w_v)
+    of_score, parameters = found
+    arrays = [query, key, value, *parameters]
     if bias is not None or sink is not None or seed is not None:
         if type(seed) not in (int, type(None)):
             return None
@@ -113,18 +113,31 @@ def _lens_signature(ops: Backend, lens: Any) -> Hashable | None:
     return ("valid_lens", tuple(lens.shape)) if len(lens.shape) in (1, 2) else None
 
 
-def _score_signature(score: Any) -> Hashable | None:
-    """Return the class registered under a name, or the class and parameters of a score; None for any other."""
-    if type(score) is str:
+def _score_signature(score: Any) -> tuple[Hashable, tuple[Array, ...]] | None:
+    """Return what planning reads of a score, and its arrays; None where a call with it is planned anew.
+
+    A name stands for its class. A parameter per head cannot be applied on the caller's axes, so such scores have none.
+    """
+    kind: Any = type(score)
+    if kind is str:
         found = scores.named(score)
-        return found if isinstance(found, type) else None
-    if type(score) is ScaledDot:
-        scale = score.scale
-        return (ScaledDot, type(scale), scale) if scale is None or type(scale) in _NUMBERS else None
-    if type(score) is Additive and score.W_q is score.W_k is score.bias is None:
-        slope = score.negative_slope
-        if type(score.activation) is str and type(slope) in _NUMBERS:
-            return (Additive, score.activation, type(slope), slope)
+        return (found, ()) if isinstance(found, type) else None
+    if kind is ScaledDot or kind is Cosine or kind is Gaussian:
+        number = score.bandwidth if kind is Gaussian else score.scale
+        return ((kind, type(number), number), ()) if number is None or type(number) in _NUMBERS else None
+    if kind is Bilinear:
+        return (Bilinear, (score.W,)) if len(getattr(score.W, "shape", ())) == 2 else None
+    if kind is Additive:
+        slope, arrays = score.negative_slope, (score.W_q, score.W_k, score.bias)
+        if type(score.activation) is not str or type(slope) not in _NUMBERS:
+            return None
+        signature = (Additive, score.activation, type(slope), slope, *(x is None for x in arrays))
+        given = tuple(x for x in arrays if x is not None)
+        if given and (
+            len(getattr(score.w_v, "shape", ())) != 1 or any(len(getattr(x, "shape", ())) > 2 for x in given)
+        ):
+            return None
+        return signature, (score.w_v, *given)
     return None
 
 
@@ -139,8 +152,12 @@ def build(
     bias: Any,
     sink: Any,
     valid_lens: Any,
+    attend: Callable[..., Any],
 ) -> ExecutionPlan:
-    """Return the plan of a problem, cached under `cache_key` where its kernel can reuse it for other arrays."""
+    """Return the plan of a problem, cached under `cache_key` where its kernel can reuse it for other arrays.
+
+    `attend` is the function that was called, with its options: for a score that is lowered to another one.
+    """
     tiles, chosen = tiling.planned(problem), kernels.choose(kernel, problem)
     if cache_key is not None:
         array = mask if isinstance(problem.mask, Dense) else None
@@ -151,6 +168,7 @@ def build(
             "key": key,
             "value": value,
             "bias": bias,
+            "w_v": problem.score.w_v if type(problem.score) is Additive else None,
             "mask": array,
             "valid_lens": lens,
             "sink": sink,
@@ -158,7 +176,49 @@ def build(
         arrays = {name: x for name, x in given.items() if x is not None}
         if (plan := chosen.prepare(problem, tiles, arrays)) is not None:
             return PLANS.get_or_compute(cache_key, lambda: plan)
+        if chosen.has_vjp and _is_lowered(problem):
+            PLANS.get_or_compute(cache_key, lambda: LoweredCall(ops, attend))
     return SingleCall(problem, AttentionOp(chosen, problem, tiles))
+
+
+def _is_lowered(problem: Problem) -> bool:
+    """Return whether lowering the score computes other rows of query or key, and nothing else."""
+    form = problem.form
+    if type(problem.score) not in (Additive, Bilinear, Cosine) or problem.ops.dtype(form.query) != problem.dtype:
+        return False
+    return form.query is not problem.query or form.key is not problem.key
+
+
+@dataclass(frozen=True, eq=False)
+class LoweredCall:
+    """Plan of calls whose score is lowered, in the framework, to another score of other rows, with its own plan."""
+
+    ops: Backend
+    attend: Callable[..., Any]
+
+    def run(
+        self, query: Array, key: Array, value: Array, score: Any, mask: Any, bias: Any, sink: Any, seed: Any,
+        valid_lens: Any,
+    ) -> Any:  # fmt: skip
+        """Return what `attend` returns."""
+        score = scores.resolve(score)
+        with self.ops.numeric_scope():
+            form = score.lower(self.ops, query, key)
+        if isinstance(form, AdditiveForm):
+            lowered: Any = Additive(form.w_v, activation=score.activation, negative_slope=score.negative_slope)
+        else:
+            lowered = ScaledDot(form.scale)
+        return self.attend(
+            form.query,
+            form.key,
+            value,
+            score=lowered,
+            mask=mask,
+            bias=bias,
+            sink=sink,
+            seed=seed,
+            valid_lens=valid_lens,
+        )
 
 
 @dataclass(frozen=True, eq=False)

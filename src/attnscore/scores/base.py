@@ -64,6 +64,10 @@ class Score(ABC):
     def check(self, dim: int, key_dim: int) -> None:
         """Raise ShapeError or ArgumentError when the score cannot take queries and keys of these dimensions."""
 
+    def reads_values(self, ops: Backend, query: Array, key: Array) -> bool:
+        """Return whether the values of query and key decide to which form `lower` lowers the score."""
+        return False
+
     @abstractmethod
     def operations(self, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
         """Count multiplications, additions and function evaluations for all scores of one head."""
@@ -192,7 +196,7 @@ def generic_form(ops: Backend, score: Any, query: Array, key: Array) -> TileForm
         for name, x in arrays_of(score).items()
         if dataclasses.is_dataclass(score) and backends.is_array(getattr(score, name, None))
     }
-    return TileForm(score, query, key, parameters)
+    return TileForm(query, key, score, parameters)
 
 
 def lower(ops: Backend, score: Any, query: Array, key: Array) -> Form:

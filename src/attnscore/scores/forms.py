@@ -37,6 +37,8 @@ FormPullback = Callable[[Array], dict[str, Array]]
 class Form(ABC):
     """Interface of all forms. Arrays whose role is query or key have the positions on axis -2."""
 
+    query: Array
+    key: Array
     caps: tuple[tuple[float, float], ...] = field(default=(), kw_only=True)
     roles: ClassVar[Mapping[str, Role]] = {}
     keeps_infinity: ClassVar[bool] = False
@@ -111,8 +113,6 @@ class Form(ABC):
 class InnerForm(Form):
     """s = scale q . k + key_bias + query_bias; biases as columns (..., length, 1)."""
 
-    query: Array
-    key: Array
     scale: float = 1.0
     key_bias: Array | None = None
     query_bias: Array | None = None
@@ -153,8 +153,6 @@ class InnerForm(Form):
 class AdditiveForm(Form):
     """s = sum_h w_v[h] activation(query[h] + key[h]); w_v is (h,) or (head, group, h)."""
 
-    query: Array
-    key: Array
     w_v: Array
     activation: Activation
     roles: ClassVar[Mapping[str, Role]] = {"query": "query", "key": "key", "w_v": "shared"}
@@ -191,8 +189,6 @@ class AdditiveForm(Form):
 class DistanceForm(Form):
     """s = -scale |query - key|^2; scale is a number or (head, group, 1, 1)."""
 
-    query: Array
-    key: Array
     scale: Array | float
     roles: ClassVar[Mapping[str, Role]] = {"query": "query", "key": "key", "scale": "shared"}
 
@@ -228,8 +224,6 @@ class TileForm(Form):
     """A score given by ``tile`` alone; its VJP is its ``tile_gradient`` or the framework's autodiff."""
 
     score: Any
-    query: Array
-    key: Array
     parameters: Mapping[str, Array]
     roles: ClassVar[Mapping[str, Role]] = {"query": "query", "key": "key"}
 

@@ -103,6 +103,9 @@ class Gaussian(Score):
         if len(getattr(self.bandwidth, "shape", ())) > 1:
             raise ShapeError(message("bandwidth", "a number, () or (heads,)", tuple(self.bandwidth.shape)))
 
+    def reads_values(self, ops: Backend, query: Array, key: Array) -> bool:
+        return not backends.is_array(self.bandwidth) and _is_inner_faster(ops, query, key)
+
     def operations(self, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
         return 3 * query_len * key_len * dim
 

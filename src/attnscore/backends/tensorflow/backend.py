@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -303,12 +304,20 @@ class TensorFlowBackend(Backend):
 class _CallbackBackend(NumpyBackend):
     """NumPy's operations inside a host callback of a graph, with TensorFlow's number of threads."""
 
+    wants_aligned = True
+
     def threads(self, own: int) -> int:
         return _threads(own)
 
 
 def _threads(own: int) -> int:
-    return tf.config.threading.get_intra_op_parallelism_threads() or own
+    return _intra_op_threads() or own
+
+
+@functools.cache
+def _intra_op_threads() -> int:
+    # Fixed once there is a tensor, and TensorFlow takes 25 us to tell it.
+    return int(tf.config.threading.get_intra_op_parallelism_threads())
 
 
 def _is_eager_on_cpu(x: Any) -> bool:

@@ -33,7 +33,7 @@ from attnscore.masks import Mask, ValidLens
 from attnscore.masks.cached import CachedMask
 from attnscore.masks.index_values import lens_per_query
 from attnscore.scores import Additive
-from attnscore.scores.forms import AdditiveForm, InnerForm
+from attnscore.scores.forms import TileForm
 
 CallPlan: TypeAlias = Callable[[tuple[int | HostArray, ...], int, int], None]
 """Function of the module: takes the addresses of the arrays in order, a seed, and a number of threads."""
@@ -187,12 +187,17 @@ class NativeCall:
         return None if start is None or stop is None else (start, stop)
 
     def _bounds(self, valid_lens: Any) -> tuple[HostArray, HostArray]:
-        """Return the bounds of the intervals of valid lengths; MaskError where a length is out of range."""
+        """Return `bounds_of` valid lengths; MaskError where one is out of range."""
         score_shape = self.layout.score_shape
         lens = np.asarray(backends.host(valid_lens)).astype(np.int64)
         if lens.size and lens.view(np.uint64).max() > score_shape.key_len:
             ValidLens(valid_lens).check(self.ops, score_shape)
-        stop = np.ascontiguousarray(lens_per_query(lens, score_shape.query_len, score_shape.batch))
+        return self.bounds_of(lens)
+
+    def bounds_of(self, lens: HostArray) -> tuple[HostArray, HostArray]:
+        """Return the bounds of the intervals of valid lengths, which the module clips."""
+        score_shape = self.layout.score_shape
+        stop = np.ascontiguousarray(lens_per_query(lens, score_shape.query_len, score_shape.batch), np.int64)
         return np.zeros_like(stop), stop
 
     def _build_forward(self, saves: bool) -> Forward:
@@ -207,7 +212,7 @@ class NativeCall:
         plan = self.module.plan_forward(
             self.spec, self.inputs, [self._example(name) if name in names else None for name in FILLED]
         )
-        rows = self.layout.score_shape.user_shape[:-1]
+        rows = self.layout.rows
         columns = {"out": (self.layout.value_dim,), **dict.fromkeys(_PAIRS, (self.layout.score_shape.key_len,))}
         filled = tuple(
             (name, (*rows, *columns.get(name, ())), self._example(name).dtype) for name in FILLED if name in names
@@ -427,11 +432,13 @@ def prepare(
 ) -> NativeCall | None:
     """Return the plan of calls like this one, or None where the module needs other arrays than the caller's.
 
-    `arrays` are those of the caller, where there are any: query, key, value, bias, sink, a mask that is an array, and
-    valid lengths beside which there is no other mask.
+    `arrays` are those of the caller, where there are any: query, key, value, bias, sink, w_v of an additive score, an
+    array that is the mask, and valid lengths beside which there is no other mask.
     """
     form, ops, layout = problem.form, problem.ops, problem.layout
-    if not (isinstance(form, (InnerForm, AdditiveForm)) and form.query is problem.query and form.key is problem.key):
+    if isinstance(form, TileForm) or not (form.query is problem.query and form.key is problem.key):
+        return None
+    if hasattr(problem.score, "reads_values") and problem.score.reads_values(ops, form.query, form.key):
         return None
     # One array, or intervals; not both.
     if (tiles.interval_set if "mask" in arrays else tiles.rest) is not None:
@@ -443,8 +450,8 @@ def prepare(
     if 0 in problem.score_shape.rows or problem.matrix == "scores":
         return None  # the strides of an empty tensor would be NumPy's
     spec, lowered = score_spec(problem, {})
-    # Biases of a bilinear score are computed from the operands; w_v is passed where it is the caller's.
-    if "query_bias" in lowered or "key_bias" in lowered or ("w_v" in lowered) != (type(problem.score) is Additive):
+    # A plan holds no array that the score computes from its own or from the operands.
+    if not lowered.keys() <= set(_OPERANDS) or ("w_v" in lowered) != ("w_v" in given):
         return None
     host = backends.load("numpy")
     views = {
@@ -453,9 +460,9 @@ def prepare(
     }
     for name in ("bias", "mask"):
         if name in given:
-            views[name] = problem.score_shape.to_canonical(host, _memory(ops, given[name]))
+            views[name] = layout.pairs_to_canonical(host, _memory(ops, given[name]))
     if "w_v" in lowered:
-        given["w_v"], views["w_v"] = problem.score.w_v, ops.memory(lowered["w_v"])
+        views["w_v"] = ops.memory(lowered["w_v"])
         if views["w_v"].strides[-1] != views["w_v"].itemsize:
             return None
     if "sink" in given:

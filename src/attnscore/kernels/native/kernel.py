@@ -83,7 +83,7 @@ class Native(Kernel):
         return tiling.plan(problem, TILE).aligned_to_tiles()
 
     def notes(self, problem: Problem, plan: TilePlan) -> tuple[str, ...]:
-        if problem.ops.needs_host_callback(*xla_callback.arrays_of(problem)):
+        if problem.ops.needs_host_callback(*marshalling.arrays_of(problem)):
             return ()
         _, parts = lowering.partition(plan.rest)
         if not parts:
@@ -99,7 +99,7 @@ class Native(Kernel):
 
     def forward(self, problem: Problem, plan: TilePlan) -> Result:
         ops, sums, like = problem.ops, problem.accumulator, problem.value
-        if ops.needs_host_callback(*xla_callback.arrays_of(problem)):
+        if ops.needs_host_callback(*marshalling.arrays_of(problem)):
             return xla_call.forward(problem) if ops.custom_calls() else xla_callback.forward(self, problem)
         if ops.needs_grad(*tiled.operands(problem).values()):
             return tiled.forward(problem, plan)
@@ -118,7 +118,7 @@ class Native(Kernel):
         ops, sums = problem.ops, problem.accumulator
         operands = tiled.operands(problem)
         incoming = [x for x in (grads.out, grads.log_sum_exp, grads.entropy, grads.matrix) if x is not None]
-        if ops.needs_host_callback(*xla_callback.arrays_of(problem), *incoming):
+        if ops.needs_host_callback(*marshalling.arrays_of(problem), *incoming):
             if ops.custom_calls():
                 return xla_call.backward(problem, result, grads, wanted)
             return xla_callback.backward(self, problem, result, grads, wanted)

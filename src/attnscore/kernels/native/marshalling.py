@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 
 from attnscore.backends import base
-from attnscore.backends.base import HALF_PRECISION, Array, HostArray
+from attnscore.backends.base import HALF_PRECISION, Array, HostArray, SeedHalves
 from attnscore.core import tiled
 from attnscore.core.problem import Problem
 from attnscore.core.tiling import TilePlan
-from attnscore.kernels.native.xla_callback import arrays_of
 from attnscore.masks import lowering
 from attnscore.scores.forms import AdditiveForm, DistanceForm, InnerForm
 
@@ -43,6 +42,16 @@ def aligned(make: Callable[..., HostArray], shape: Sequence[int], dtype: str) ->
     whole = make(size + ALIGNMENT, np.uint8)
     start = -whole.ctypes.data % ALIGNMENT
     return whole[start : start + size].view(dtype).reshape(shape)
+
+
+def arrays_of(problem: Problem) -> list[Array]:
+    """Return all arrays that a call reads: the operands, the arrays of the mask, a traced seed."""
+    found = [*tiled.operands(problem).values()]
+    if problem.mask is not None:
+        found += problem.mask.leaves()
+    if problem.dropout is not None and isinstance(problem.dropout.seed, SeedHalves):
+        found += problem.dropout.seed
+    return found
 
 
 def reasons(problem: Problem) -> list[str]:

@@ -8,33 +8,28 @@ staged as the alternative, for programs on machines without host callbacks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from attnscore import backends
 from attnscore.backends.base import Array, Backend, HostArray, SeedHalves, broadcast, is_unknown
 from attnscore.core import tiling
-from attnscore.core.layout import AxisLayout
+from attnscore.core.cache import BoundedCache
+from attnscore.core.layout import AxisLayout, CanonicalLayout
 from attnscore.core.problem import Problem
 from attnscore.core.tiled import Result, RowGradients, operands
 from attnscore.kernels.base import Kernel
+from attnscore.kernels.native.call import NativeCall
+from attnscore.masks import ValidLens
 from attnscore.masks.base import check_shapes
-
-
-def arrays_of(problem: Problem) -> list[Array]:
-    """Return all arrays that a call reads: the operands, the arrays of the mask, a traced seed."""
-    found = [*operands(problem).values()]
-    if problem.mask is not None:
-        found += problem.mask.leaves()
-    if problem.dropout is not None and isinstance(problem.dropout.seed, SeedHalves):
-        found += problem.dropout.seed
-    return found
+from attnscore.masks.cached import cached_mask
 
 
 def _passed(problem: Problem) -> list[Array]:
-    """Return the arrays passed to the callback: those of `arrays_of` except mask arrays that are known already."""
+    """Return the arrays passed to the callback: the operands, unknown arrays of the mask, a traced seed."""
     found = [*operands(problem).values()]
     if problem.mask is not None:
         found += [x for x in problem.mask.leaves() if backends.host(x) is None]
@@ -104,11 +99,95 @@ def _checked_on_host(problem: Problem) -> Callable[[Sequence[HostArray]], Proble
     return checked
 
 
+@dataclass(frozen=True, eq=False)
+class _Plans:
+    """Execution plans of a staged call, by the shapes of the arrays that its callback gets."""
+
+    kernel: Kernel
+    rebuild: Callable[[Sequence[HostArray]], Problem]
+    names: tuple[str, ...]
+    """Names of the operands, in the order in which the callback gets them; arrays of the mask follow, then a seed."""
+    has_lens: bool
+    """Whether the only array of the mask is that of its valid lengths."""
+    seed: int | None
+    """The seed of the dropout; None where the callback gets it as two arrays."""
+    _known: BoundedCache[NativeCall | None] = field(default_factory=lambda: BoundedCache(16))
+
+    @classmethod
+    def of(cls, kernel: Kernel, problem: Problem, rebuild: Callable[[Sequence[HostArray]], Problem]) -> _Plans | None:
+        """Return the plans of a staged call; None where it has none, so that each run is planned anew."""
+        mask, seed = problem.mask, 0 if problem.dropout is None else problem.dropout.seed
+        has_array = mask is not None and any(backends.host(x) is None for x in mask.leaves())
+        has_lens = has_array and isinstance(mask, ValidLens) and mask.query_lens is None
+        # Gradients are returned in the dtype of sums.
+        if (has_array and not has_lens) or problem.dtype != problem.accumulator:
+            return None
+        return cls(kernel, rebuild, tuple(operands(problem)), has_lens, None if isinstance(seed, SeedHalves) else seed)
+
+    def find(self, arrays: Sequence[HostArray]) -> BoundCall | None:
+        """Return the plan for these arrays, or None where the module needs others."""
+        key = tuple((x.shape, x.strides) for x in arrays)
+        call = self._known.get_or_compute(key, lambda: self._build(arrays))
+        if call is None:
+            return None
+        named, left = dict(zip(self.names, arrays, strict=False)), iter(arrays[len(self.names) :])
+        bounds = call.bounds_of(next(left)) if self.has_lens else None
+        seed = self.seed
+        if seed is None:
+            low, high = left
+            seed = int(low) | int(high) << 32
+        return BoundCall(call, [named[operand.name] for operand in call.operands], bounds, seed % 2**63)
+
+    def _build(self, arrays: Sequence[HostArray]) -> NativeCall | None:
+        problem = self.rebuild(arrays)
+        mask, given = problem.mask, dict(zip(self.names, arrays, strict=False))
+        if self.has_lens:
+            given["valid_lens"] = arrays[len(self.names)]
+        elif mask is not None:
+            mask = cached_mask(mask, problem.score_shape, lambda _: None)
+        planned = dataclasses.replace(
+            problem,
+            layout=CanonicalLayout.of(problem.layout),
+            query=problem.form.query,
+            key=problem.form.key,
+            mask=mask,
+            statistics=tuple(name for name in problem.statistics if name != "log_sum_exp"),
+        )
+        call = self.kernel.prepare(planned, tiling.plan(planned), given)
+        return None if call is None else dataclasses.replace(call, saves_scores=False)
+
+
+class BoundCall(NamedTuple):
+    """Execution plan of a staged call, and the arrays of one run."""
+
+    call: NativeCall
+    operands: list[HostArray]
+    bounds: tuple[HostArray, HostArray] | None
+    seed: int
+
+    def forward(self) -> dict[str, HostArray]:
+        """Return the outputs by name."""
+        call, count = self.call, len(self.call.differentiable)
+        names = (*call.differentiable, *call.saved, *call.returned[count:])
+        return dict(zip(names, call.forward(self.operands, self.bounds, self.seed, saves=True), strict=True))
+
+    def backward(
+        self, saved: Mapping[str, HostArray], grads: Mapping[str, HostArray | None], wanted: Collection[str]
+    ) -> dict[str, HostArray]:
+        """Return the gradients by name."""
+        names = [operand.name for operand in self.call.operands]
+        found = self.call.backward(
+            self.operands, self.bounds, saved, grads, self.seed, [name in wanted for name in names]
+        )
+        return {name: grad for name, grad in zip(names, found, strict=True) if grad is not None}
+
+
 def forward(kernel: Kernel, problem: Problem) -> Result:
     """Stage `kernel.forward` as a host callback."""
     sums, rows = problem.accumulator, (*problem.score_shape.rows, 1)
     names = tuple(name for name in problem.statistics if name != "log_sum_exp")
     on_host, in_program = _checked_on_host(problem), _rebuilt(problem, problem.ops)
+    plans = _Plans.of(kernel, problem, on_host)
 
     def outputs(kernel: Kernel, rebuilt: Problem) -> tuple[Array, ...]:
         found = kernel.forward(rebuilt, tiling.plan(rebuilt))
@@ -116,7 +195,11 @@ def forward(kernel: Kernel, problem: Problem) -> Result:
         return found.out, found.row_max, found.log_denom, *(found.statistics[name] for name in names), *matrix
 
     def run(*arrays: HostArray) -> tuple[HostArray, ...]:
-        return outputs(kernel, on_host(arrays))
+        if plans is None or (planned := plans.find(arrays)) is None:
+            return outputs(kernel, on_host(arrays))
+        found = planned.forward()
+        numbers = (found[name][..., None] for name in ("row_max", "log_denom", *names))
+        return found["out"], *numbers, *([found["attention_weights"]] if "attention_weights" in found else [])
 
     results = [((*rows[:-1], problem.layout.value_dim), problem.dtype), *(((rows, sums),) * (2 + len(names)))]
     if problem.matrix is not None:
@@ -150,8 +233,21 @@ def backward(
         found = kernel.backward(rebuilt, tiling.plan(rebuilt), known, RowGradients(*incoming), frozenset(names))
         return tuple(found[name] for name in names)
 
+    plans = _Plans.of(kernel, problem, on_host)
+
     def run(*arrays: HostArray) -> tuple[HostArray, ...]:
-        return gradients(kernel, on_host(arrays[count:]), arrays[:count])
+        if plans is None or (planned := plans.find(arrays[count:])) is None:
+            return gradients(kernel, on_host(arrays[count:]), arrays[:count])
+        left = iter(arrays)
+        saved: dict[str, Any] = {name: next(left) for name in ("out", "row_max", "log_denom")}
+        of_optional = ("grad_out", "grad_log_sum_exp", "grad_entropy", "grad_matrix", "entropy", "attention_weights")
+        known = {name: next(left) if is_here else None for name, is_here in zip(of_optional, given, strict=True)}
+        grads = {"out": known["grad_out"], "log_sum_exp": known["grad_log_sum_exp"]}
+        for name, grad in (("entropy", known["grad_entropy"]), ("attention_weights", known["grad_matrix"])):
+            if grad is not None:
+                saved[name], grads[name] = known[name], grad
+        found = planned.backward(saved, grads, names)
+        return tuple(found[name] for name in names)
 
     shapes = [(tuple(x.shape), problem.accumulator) for name, x in operands(problem).items() if name in wanted]
 
