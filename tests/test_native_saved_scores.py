@@ -62,6 +62,8 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return noted
 
     class Watched:
+        use_openmp = native.use_openmp
+
         def forward(self, *arguments: Any) -> None:
             watched(native.forward, arguments[2][3])(*arguments)
 

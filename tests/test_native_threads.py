@@ -178,10 +178,63 @@ signal.pause()
     assert (done.stdout, done.stderr) == ("rang\n", "")
 
 
-@pytest.mark.parametrize("wrong", [0, -1])
-def test_fewer_than_one_thread(wrong: int) -> None:
-    with pytest.raises(ValueError, match=f"threads: expected 1 or more, got {wrong}"):
-        Case().run(wrong)
+def test_no_thread() -> None:
+    with pytest.raises(ValueError, match="threads: expected 1 or more, or a negative number, got 0"):
+        Case().run(0)
+
+
+def _of_torch() -> list[torch.Tensor]:
+    x = torch.randn(4, 8, 70, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    out = ats.attend(x, x, x, mask=ats.Causal())
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), x)]
+
+
+@pytest.mark.parametrize("count", [2, 3, 7])
+def test_threads_of_torch(count: int) -> None:
+    """The bits are those of one thread, between torch's own operations and in several Python threads at once."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        expected = _of_torch()
+        torch.set_num_threads(count)
+        found: list[list[torch.Tensor]] = []
+
+        def work() -> None:
+            torch.set_num_threads(count)
+            for _ in range(5):
+                torch.ones(1 << 20).sum()
+                found.append(_of_torch())
+
+        work()
+        others = [threading.Thread(target=work) for _ in range(3)]
+        for thread in others:
+            thread.start()
+        for thread in others:
+            thread.join()
+        assert len(found) == 20
+        assert all(torch.equal(x, y) for one in found for x, y in zip(one, expected, strict=True))
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_fork
+@fork_warns
+def test_threads_of_torch_after_a_fork() -> None:
+    """The parent's OpenMP workers do not exist in the child, which starts a pool."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        x = torch.randn(4, 8, 70, 16)
+        expected = (ats.attend(x, x, x, mask=ats.Causal()).numpy(),)
+        pid = os.fork()
+        if pid == 0:
+            # PyTorch's own parallel operations would wait for ever here.
+            threading.Timer(30, os._exit, (5,)).start()
+            os._exit(0 if same((ats.attend(x, x, x, mask=ats.Causal()).numpy(),), expected) else 3)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert same((ats.attend(x, x, x, mask=ats.Causal()).numpy(),), expected)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_called_from_torch_it_takes_the_threads_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,6 +248,8 @@ def test_called_from_torch_it_takes_the_threads_of_torch(monkeypatch: pytest.Mon
         return run
 
     class Watched:
+        use_openmp = native.use_openmp
+
         def plan_forward(self, *arguments: Any) -> Any:
             return watched(native.plan_forward(*arguments))
 
@@ -216,4 +271,4 @@ def test_called_from_torch_it_takes_the_threads_of_torch(monkeypatch: pytest.Mon
     finally:
         torch.set_num_threads(before[0])
         ats.set_num_threads(before[1])
-    assert used == [3, 5, 3, 3] * 2
+    assert [abs(count) for count in used] == [3, 5, 3, 3] * 2

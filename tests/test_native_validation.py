@@ -371,7 +371,7 @@ def test_wrong_addresses(change: dict[str, Any], error: type[Exception], message
 def test_wrong_calls_of_a_plan() -> None:
     arrays = _plan_arrays()
     plan = Planned(arrays)
-    with pytest.raises(ValueError, match="threads: expected 1 or more, got 0"):
+    with pytest.raises(ValueError, match="threads: expected 1 or more, or a negative number, got 0"):
         plan(arrays, threads=0)
     with pytest.raises(ValueError, match="addresses: expected 4, got 3"):
         plan.plan((0, 0, 0), 0, 1)

@@ -17,6 +17,8 @@ from own_scores import OwnPlain
 class Watched:
     """The native module, with the arguments of its calls kept."""
 
+    use_openmp = native.use_openmp
+
     def __init__(self) -> None:
         self.inputs: dict[str, np.ndarray | None] = {}
         self.gradients: dict[str, np.ndarray | None] = {}

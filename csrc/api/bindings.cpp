@@ -62,8 +62,10 @@ void check_count(const char* name, const Objects& objects, size_t expected) {
     }
 }
 
-void check_threads(int threads) {
-    if (threads < 1) throw std::invalid_argument("threads: expected 1 or more, got " + std::to_string(threads));
+// A negative number stands for threads of OpenMP.
+Threads threads_of(int count) {
+    if (count == 0) throw std::invalid_argument("threads: expected 1 or more, or a negative number, got 0");
+    return {std::abs(count), count < 0};
 }
 
 nb::dlpack::dtype dlpack_dtype(const Problem& p, Element element) {
@@ -126,7 +128,7 @@ class Arguments {
 // ---- forward and backward ----
 
 void forward(const ScoreSpec& score, const Objects& inputs, const Objects& filled, int threads) {
-    check_threads(threads);
+    const Threads most = threads_of(threads);
     const Kernels& chosen = selected_kernels();
     Problem p = parse_problem(score);
     Arguments from(p);
@@ -139,12 +141,12 @@ void forward(const ScoreSpec& score, const Objects& inputs, const Objects& fille
     const std::vector<RowArrays> rows = build_forward(p, in, arrays);
     if (p.heads.empty()) return;
     nb::gil_scoped_release released;
-    run_forward(chosen, p, rows, threads);
+    run_forward(chosen, p, rows, most);
 }
 
 void backward(const ScoreSpec& score, const Objects& inputs, const Objects& results, std::string_view grad_dtype,
               const Objects& gradients, int threads) {
-    check_threads(threads);
+    const Threads most = threads_of(threads);
     const Kernels& chosen = selected_kernels();
     Problem p = parse_problem(score);
     p.grad_dtype = parse_dtype(grad_dtype, "grad_dtype");
@@ -157,7 +159,7 @@ void backward(const ScoreSpec& score, const Objects& inputs, const Objects& resu
     const std::vector<RowArrays> rows = build_backward(p, in, arrays);
     if (p.heads.empty()) return;
     nb::gil_scoped_release released;
-    run_backward(chosen, p, rows, threads);
+    run_backward(chosen, p, rows, most);
 }
 
 // ---- call plans ----
@@ -215,11 +217,11 @@ CallPlan* plan_backward(const ScoreSpec& score, const Objects& inputs, const Obj
 }
 
 void run_plan(const CallPlan& plan, const nb::tuple& addresses, uint64_t seed, int threads) {
-    check_threads(threads);
+    const Threads most = threads_of(threads);
     const Kernels& chosen = selected_kernels();
     const Addresses held(addresses);
     const nb::gil_scoped_release released;
-    plan.run(chosen, held.values, seed, threads);
+    plan.run(chosen, held.values, seed, most);
 }
 
 }  // namespace
@@ -231,6 +233,7 @@ NB_MODULE(_native, m) {
     m.def("targets", &targets);
     m.def("current_target", &current_target);
     m.def("select", &select_kernels);
+    m.def("use_openmp", [](uintptr_t gomp_parallel) { use_openmp(reinterpret_cast<void*>(gomp_parallel)); });
     // nanobind calls functions faster whose arguments have neither names nor None.
     m.def("forward", &forward);
     m.def("backward", &backward);

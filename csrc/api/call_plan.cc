@@ -120,7 +120,7 @@ void CallPlan::add_inputs(const Inputs& in) {
                {heads<&Head::scale>}});
 }
 
-void CallPlan::run(const Kernels& kernels, const std::vector<char*>& addresses, uint64_t seed, int threads) const {
+void CallPlan::run(const Kernels& kernels, const std::vector<char*>& addresses, uint64_t seed, Threads threads) const {
     if (addresses.size() != slots_.size()) {
         throw std::invalid_argument("addresses: expected " + std::to_string(slots_.size()) + ", got " +
                                     std::to_string(addresses.size()));

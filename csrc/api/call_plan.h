@@ -21,7 +21,7 @@ class CallPlan {
     CallPlan(Problem score, const Inputs& in, const BackwardArrays& arrays);
 
     // `addresses`: of the arrays that were given, in the order of their structs.
-    void run(const Kernels& kernels, const std::vector<char*>& addresses, uint64_t seed, int threads) const;
+    void run(const Kernels& kernels, const std::vector<char*>& addresses, uint64_t seed, Threads threads) const;
 
    private:
     using Rows = std::vector<RowArrays>;

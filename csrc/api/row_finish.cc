@@ -186,7 +186,7 @@ void set_sink_gradient(const Problem& p, const Head& head, const RowArrays& rows
 
 // Call f(head, first row, last row) for blocks of rows, on the pool.
 template <class F>
-void for_each_row_block(const Problem& p, int threads, F f) {
+void for_each_row_block(const Problem& p, Threads threads, F f) {
     struct Context {
         const Problem& p;
         F& f;
@@ -204,7 +204,7 @@ void for_each_row_block(const Problem& p, int threads, F f) {
 }
 
 template <class T>
-void run_forward_typed(const Kernels& kernels, Problem& p, const std::vector<RowArrays>& rows, int threads) {
+void run_forward_typed(const Kernels& kernels, Problem& p, const std::vector<RowArrays>& rows, Threads threads) {
     const auto head = static_cast<size_t>(p.query_len * kRowStats) * sizeof(T);
     // Not zeroed, which would cost a pass over it: every number is written before it is read.
     const auto stats = std::make_unique_for_overwrite<char[]>(head * p.heads.size());
@@ -217,7 +217,7 @@ void run_forward_typed(const Kernels& kernels, Problem& p, const std::vector<Row
 }
 
 template <class T>
-void run_backward_typed(const Kernels& kernels, Problem& p, const std::vector<RowArrays>& rows, int threads) {
+void run_backward_typed(const Kernels& kernels, Problem& p, const std::vector<RowArrays>& rows, Threads threads) {
     const auto column = static_cast<size_t>(p.query_len) * sizeof(T);
     std::vector<char> log_denoms(column * p.heads.size()), deltas(column * p.heads.size());
     for (size_t h = 0; h < p.heads.size(); ++h) {
@@ -239,12 +239,12 @@ void run_backward_typed(const Kernels& kernels, Problem& p, const std::vector<Ro
 
 }  // namespace
 
-void run_forward(const Kernels& kernels, Problem& p, const std::vector<RowArrays>& rows, int threads) {
+void run_forward(const Kernels& kernels, Problem& p, const std::vector<RowArrays>& rows, Threads threads) {
     const bool wide = sum_dtype(p) == Dtype::f64;
     (wide ? run_forward_typed<double> : run_forward_typed<float>)(kernels, p, rows, threads);
 }
 
-void run_backward(const Kernels& kernels, Problem& p, const std::vector<RowArrays>& rows, int threads) {
+void run_backward(const Kernels& kernels, Problem& p, const std::vector<RowArrays>& rows, Threads threads) {
     const bool wide = sum_dtype(p) == Dtype::f64;
     (wide ? run_backward_typed<double> : run_backward_typed<float>)(kernels, p, rows, threads);
 }

@@ -283,7 +283,7 @@ void backward_bias(const Problem& problem, const BiasGroup& group, Span rows,
 
 // The backward with sums of T.
 template <class T>
-void backward_typed(const Problem& problem, int threads) {
+void backward_typed(const Problem& problem, Threads threads) {
     constexpr int64_t kMinTasks = 16;  // enough to share among threads
     const int64_t groups = static_cast<int64_t>(problem.groups.size());
     if (groups == 0) return;
@@ -336,7 +336,7 @@ void backward_typed(const Problem& problem, int threads) {
 }
 
 // Add to the gradients of all heads and groups.
-void backward(const Problem& problem, int threads) {
+void backward(const Problem& problem, Threads threads) {
     if (problem.query_len == 0 || problem.key_len == 0) return;
     if (problem.value_dtype == Dtype::f64)
         backward_typed<double>(problem, threads);

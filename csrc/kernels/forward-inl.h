@@ -248,7 +248,7 @@ void merge_ranges(const Problem& problem, const ForwardTasks::QueryRows& rows, R
 
 // The forward with sums of T.
 template <class T>
-void forward_typed(const Problem& problem, int threads) {
+void forward_typed(const Problem& problem, Threads threads) {
     const ForwardTasks tasks(problem);
     const int64_t ranges = tasks.ranges, query_tiles = static_cast<int64_t>(tasks.query_tiles.size());
     std::vector<RangeResult<T>> results(ranges > 1 ? query_tiles * ranges : 0);
@@ -283,7 +283,7 @@ void forward_typed(const Problem& problem, int threads) {
 }
 
 // Fill outputs, statistics and matrices of all heads.
-void forward(const Problem& problem, int threads) {
+void forward(const Problem& problem, Threads threads) {
     if (problem.query_len == 0 || problem.heads.empty()) return;
     if (problem.value_dtype == Dtype::f64)
         forward_typed<double>(problem, threads);

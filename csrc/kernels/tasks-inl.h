@@ -2,7 +2,7 @@
 
 // Call f(0) .. f(count - 1) on the pool. The first exception leaves on the caller's thread, not on a worker's.
 template <class F>
-void for_each_task(int64_t count, int threads, const F& f) {
+void for_each_task(int64_t count, Threads threads, const F& f) {
     struct Context {
         const F& f;
         std::atomic<bool> failed;
@@ -21,10 +21,10 @@ void for_each_task(int64_t count, int threads, const F& f) {
 }
 
 // The threads that the work of a call pays for: waking one costs about 2^20 multiply-adds (some 10 us).
-inline int clamp_threads(const Problem& problem, int threads) {
+inline Threads clamp_threads(const Problem& problem, Threads threads) {
     const double work = static_cast<double>(problem.heads.size()) * problem.query_len * problem.key_len *
                         (problem.dim * (problem.form == Form::additive ? 8.0 : 1.0) + problem.value_dim + 8);
-    return static_cast<int>(std::min<double>(threads, 1 + work / (1 << 20)));
+    return threads.at_most(1 + work / (1 << 20));
 }
 
 // The key tiles of each head, made once for all query tiles of the head. In short additive calls, whose query tiles are
@@ -36,7 +36,7 @@ class SharedTiles {
 
     // `make(arena)` gives an empty tile, `fill(tile, head, key, key_count)` fills it.
     template <class Make, class Fill>
-    SharedTiles(const Problem& problem, int threads, const Make& make, const Fill& fill) {
+    SharedTiles(const Problem& problem, Threads threads, const Make& make, const Fill& fill) {
         std::vector<std::pair<const Head*, int64_t>> firsts;
         for (const Head& head : problem.heads) {
             begins_.push_back(static_cast<int64_t>(firsts.size()));

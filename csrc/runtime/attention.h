@@ -2,6 +2,7 @@
 // pool. No Python here, and no result is allocated.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -130,18 +131,31 @@ struct Problem {
     std::vector<BiasGroup> bias_groups;
 };
 
+// The threads of a call: those of the pool, or with `openmp` those of the runtime of `use_openmp`.
+struct Threads {
+    Threads(int most = 1, bool of_openmp = false) : count(most), openmp(of_openmp) {}
+    Threads at_most(double most) const { return {static_cast<int>(std::min<double>(count, most)), openmp}; }
+
+    int count;
+    bool openmp;
+};
+
+// Set the OpenMP runtime whose threads calls may share with the caller's framework, by its function `GOMP_parallel`.
+// Workers of OpenMP spin for milliseconds after each parallel region, and take the cores from any other pool.
+void use_openmp(void* gomp_parallel);
+
 // The kernels of one CPU target. Results do not depend on the number of threads.
 struct Kernels {
     const char* name;
-    void (*forward)(const Problem&, int threads);
-    void (*backward)(const Problem&, int threads);
+    void (*forward)(const Problem&, Threads threads);
+    void (*backward)(const Problem&, Threads threads);
 };
 
 // The targets that this CPU can run, best first ("avx512bf16", "avx512", "avx2", "portable").
 std::vector<const Kernels*> runnable_kernels();
 
-// Run f(0, context) .. f(count - 1, context) on at most `threads` threads of the pool, the caller among them. Safe from
-// several threads at once (a second caller runs its tasks itself) and after fork (the child starts its own pool).
-void parallel(int64_t count, void (*f)(int64_t task, void* context), void* context, int threads);
+// Run f(0, context) .. f(count - 1, context) on at most so many threads, the caller among them. Safe from several
+// threads at once (a second caller of the pool runs its tasks itself) and after fork (the child starts its own pool).
+void parallel(int64_t count, void (*f)(int64_t task, void* context), void* context, Threads threads);
 
 }  // namespace attnscore

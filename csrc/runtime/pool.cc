@@ -5,6 +5,7 @@
 // - no waiting for a worker that has not joined: on a busy machine the caller does the work alone;
 // - safe after fork: the child has none of its parent's workers and starts its own;
 // - no delay at exit: workers are detached, and what they sleep on is never destroyed.
+// Calls from a framework that runs on OpenMP take its threads instead, except after a fork.
 #include <algorithm>
 #include <atomic>
 #include <new>
@@ -184,10 +185,18 @@ void Pool::leave() {
 std::atomic<bool> busy{false};         // its setter owns the pool
 std::atomic<Pool*> the_pool{nullptr};  // never deleted: detached workers sleep on it until the process ends
 
-// In the child of a fork, abandon the parent's pool, whose workers do not exist here.
+// `GOMP_parallel(f, context, threads, flags)` calls f(context) on each thread of a team; 0 threads are those that the
+// framework has chosen. Another number than the last time would end or start threads.
+using GompParallel = void (*)(void (*f)(void*), void* context, unsigned threads, unsigned flags);
+std::atomic<GompParallel> gomp_parallel{nullptr};
+std::atomic<bool> forked{false};
+
+// In the child of a fork, abandon the parent's pool, whose workers do not exist here. Those of OpenMP do not either,
+// and its runtime would wait for them.
 void forget_pool() {
     the_pool.store(nullptr, std::memory_order_relaxed);
     busy.store(false, std::memory_order_relaxed);
+    forked.store(true, std::memory_order_relaxed);
 }
 
 #ifdef ATTNSCORE_POSIX
@@ -203,11 +212,37 @@ Pool* owned_pool() {
     return pool;
 }
 
+// A job of a team of OpenMP, which may have more threads than the job takes.
+struct TeamJob {
+    const Job job;
+    std::atomic<int> seats;
+    alignas(64) std::atomic<int64_t> next{0};
+
+    static void take_tasks(void* context) {
+        auto& self = *static_cast<TeamJob*>(context);
+        if (self.seats.fetch_sub(1, std::memory_order_relaxed) <= 0) return;
+        const IeeeMode mode;
+        for (;;) {
+            const int64_t task = self.next.fetch_add(1, std::memory_order_relaxed);
+            if (task >= self.job.count) return;
+            self.job.f(task, self.job.context);
+        }
+    }
+};
+
 }  // namespace
 
-void parallel(int64_t count, void (*f)(int64_t task, void* context), void* context, int threads) {
+void use_openmp(void* address) { gomp_parallel.store(reinterpret_cast<GompParallel>(address)); }
+
+void parallel(int64_t count, void (*f)(int64_t task, void* context), void* context, Threads most) {
     const IeeeMode mode;
-    threads = static_cast<int>(std::min<int64_t>({count, threads, kMostThreads}));
+    const int threads = static_cast<int>(std::min<int64_t>({count, most.count, kMostThreads}));
+    const GompParallel team = gomp_parallel.load(std::memory_order_relaxed);
+    if (threads > 1 && most.openmp && team != nullptr && !forked.load(std::memory_order_relaxed)) {
+        TeamJob job{{count, f, context}, threads};
+        team(TeamJob::take_tasks, &job, 0, 0);
+        return;
+    }
     if (threads > 1 && !busy.exchange(true, std::memory_order_acquire)) {
         Pool* pool = owned_pool();
         if (pool != nullptr) pool->run({count, f, context}, threads - 1);

@@ -248,7 +248,7 @@ void backward_row(const Reader& r, GroupSums& group, Sums& query, Sums& query_bi
     }
 }
 
-void forward(const Problem& p, int) {
+void forward(const Problem& p, Threads) {
     for (const Head& head : p.heads) {
         const Reader reader(p, head);
         for (int64_t i = 0; i < p.query_len; ++i) forward_row(reader, i);
@@ -256,7 +256,7 @@ void forward(const Problem& p, int) {
 }
 
 template <bool nan_slope>
-void backward(const Problem& p, int) {
+void backward(const Problem& p, Threads) {
     const Dtype sum = sum_dtype(p);
     std::vector<Sums> biases;
     std::vector<int64_t> shared(p.heads.size(), -1);

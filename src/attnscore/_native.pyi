@@ -53,6 +53,9 @@ def current_target() -> str:
 def select(name: str, /) -> None:
     """Use this target in all later calls."""
 
+def use_openmp(gomp_parallel: int, /) -> None:
+    """Set the OpenMP runtime by the address of `GOMP_parallel`. Calls with a negative `threads` take its threads."""
+
 def forward(score: _Score, inputs: _Inputs, rows: Sequence[_Optional], threads: int, /) -> None:
     """Run attention and fill `rows`.
 

@@ -290,6 +290,10 @@ class Backend(ABC):
     def threads(self, own: int) -> int:
         """Return how many threads native code may use: the framework's setting, or `own` where it has none."""
 
+    def gomp_parallel(self) -> int | None:
+        """Return the address of `GOMP_parallel` of the OpenMP runtime that runs the framework's operations, if any."""
+        return None
+
     @abstractmethod
     def number(self, x: Array) -> float | None:
         """Return the value of an array with one entry; None if it is traced."""

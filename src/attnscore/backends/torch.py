@@ -8,9 +8,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
+import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -133,6 +136,17 @@ class TorchBackend(Backend):
 
     def threads(self, own: int) -> int:
         return torch.get_num_threads()
+
+    def gomp_parallel(self) -> int | None:
+        if "ATen parallel backend: OpenMP" not in torch.__config__.parallel_info():
+            return None
+        library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+        try:
+            # The symbol is searched in the library and in those that it has loaded.
+            found = ctypes.CDLL(str(library), mode=os.RTLD_NOW | os.RTLD_NOLOAD).GOMP_parallel
+        except (OSError, AttributeError):
+            return None
+        return ctypes.cast(found, ctypes.c_void_p).value
 
     def number(self, x: Array) -> float | None:
         return None if _is_traced(x) else float(x.detach())

@@ -12,7 +12,7 @@ import dataclasses
 import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
@@ -160,7 +160,7 @@ class NativeCall:
             forward = self._forwards[saves] = self._build_forward(saves)
         make = aligned if ops.wants_aligned else _unaligned
         filled = {name: make(np.empty, shape, dtype) for name, shape, dtype in forward.filled}
-        forward.plan((*self._buffers(arrays, mask), *filled.values()), seed, ops.threads(get_num_threads()))
+        forward.plan((*self._buffers(arrays, mask), *filled.values()), seed, threads_of(self.module, ops))
         if "log_sum_exp" in self.statistics:
             filled["log_sum_exp"] = _sum(filled["row_max"], filled["log_denom"])
         found = []
@@ -270,7 +270,7 @@ class NativeCall:
         ]
         # Zeros made by a framework would wake its threads, which then compete with ours.
         filled = [np.zeros(shape, self.accumulator) for shape in backward.filled]
-        backward.plan((*self._buffers(arrays, mask), *read, *filled), seed, ops.threads(get_num_threads()))
+        backward.plan((*self._buffers(arrays, mask), *read, *filled), seed, threads_of(self.module, ops))
         for x, operand, place in zip(arrays, self.operands, backward.places, strict=True):
             if place is None:
                 yield None
@@ -500,6 +500,20 @@ def prepare(
         tuple(operands), (*spec[:-1], 0),
         tuple(inputs), saves_scores,
     )  # fmt: skip
+
+
+def threads_of(module: Any, ops: Backend) -> int:
+    """Return the number of threads of a call from a framework, negative where they are those of its OpenMP runtime."""
+    count = ops.threads(get_num_threads())
+    return -count if _shares_openmp(module, ops) else count
+
+
+@cache
+def _shares_openmp(module: Any, ops: Backend) -> bool:
+    address = ops.gomp_parallel()
+    if address is not None:
+        module.use_openmp(address)
+    return address is not None
 
 
 def _memory(ops: Backend, x: Any) -> HostArray:

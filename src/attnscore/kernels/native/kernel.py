@@ -24,7 +24,6 @@ import numpy as np
 from attnscore.backends.base import Array, HostArray
 from attnscore.core import tiled, tiling
 from attnscore.core.problem import Problem
-from attnscore.core.threads import get_num_threads
 from attnscore.core.tiled import Result, RowGradients
 from attnscore.core.tiling import TilePlan
 from attnscore.kernels.base import Kernel
@@ -104,7 +103,7 @@ class Native(Kernel):
         if ops.needs_grad(*tiled.operands(problem).values()):
             return tiled.forward(problem, plan)
         fill = _fill(problem, plan, self.saves_scores)
-        out, *numbers = fill(*marshalling.marshal(problem, plan), ops.threads(get_num_threads()))
+        out, *numbers = fill(*marshalling.marshal(problem, plan), call.threads_of(_native, ops))
         row_max, log_denom, scores, raw, weights, *statistics = (
             None if x is None else ops.from_memory(x, sums, like) for x in numbers
         )
@@ -140,7 +139,7 @@ class Native(Kernel):
         read = [known.get(name) for name in BACKWARD_INPUTS]
         shapes = gradient_shapes(problem, wanted)
         buffers = {name: marshalling.aligned(np.zeros, shape, sums) for name, shape in shapes.items()}
-        marshalled, threads = marshalling.marshal(problem, plan), ops.threads(get_num_threads())
+        marshalled, threads = marshalling.marshal(problem, plan), call.threads_of(_native, ops)
         if lowering.partition(plan.rest)[1]:
             chunked_masks.backward(_native.backward, problem, plan, marshalled, read, grad_dtype, buffers, threads)
         else:
