@@ -18,11 +18,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._C import _dispatch_keys as dispatch_keys
 from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
+from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
 from attnscore.backends.base import DTYPES, Array, Backend, DifferentiableOp, HostArray, SeedHalves, importable
 
@@ -35,6 +37,17 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu")
 _NO_SCOPE = contextlib.nullcontext()
 _AUTOCAST: ContextVar[dict[str, torch.dtype]] = ContextVar("autocast", default={})  # noqa: B039  # never mutated
+
+
+def _plain_keys() -> frozenset[int]:
+    """Return the dispatch keys of plain CPU tensors, with and without autograd."""
+    with disable_current_modes(), torch.inference_mode():
+        inference = torch.empty(0, device="cpu")
+        with torch.inference_mode(False):
+            return frozenset(dispatch_keys(x).raw_repr() for x in (torch.empty(0, device="cpu"), inference))
+
+
+_PLAIN_KEYS = _plain_keys()
 
 
 class TorchBackend(Backend):
@@ -99,12 +112,8 @@ class TorchBackend(Backend):
         if watched or torch._C._is_any_autocast_enabled():
             return False
         for x in arrays:
-            # `has_cpu_buffer` of types that cannot be fake, inlined: a tiny call pays for every function call.
-            if type(x) not in _PLAIN or not x.is_cpu or x.is_neg() or x.is_conj():
-                return False
-            if is_functorch_wrapped_tensor(x) or is_legacy_batchedtensor(x):
-                return False
-            if x.layout is not torch.strided or x.is_nested:  # these have no strides
+            # Other keys: on a device, negated or conjugated, wrapped by a transform, fake, sparse, nested.
+            if type(x) not in _PLAIN or dispatch_keys(x).raw_repr() not in _PLAIN_KEYS:
                 return False
             # Inside a transform, tensors that require a gradient are wrapped when their memory is taken.
             if (has_tangents and _is_dual(x)) or (is_transformed and x.requires_grad):

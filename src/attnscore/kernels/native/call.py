@@ -189,16 +189,24 @@ class NativeCall:
     def _bounds(self, valid_lens: Any) -> tuple[HostArray, HostArray]:
         """Return `bounds_of` valid lengths; MaskError where one is out of range."""
         score_shape = self.layout.score_shape
-        lens = np.asarray(backends.host(valid_lens)).astype(np.int64)
-        if lens.size and lens.view(np.uint64).max() > score_shape.key_len:
+        bounds = self.bounds_of(valid_lens if type(valid_lens) is np.ndarray else self.ops.memory(valid_lens))
+        _, stop = bounds
+        if stop.size and stop.view(np.uint64).max() > score_shape.key_len:
             ValidLens(valid_lens).check(self.ops, score_shape)
-        return self.bounds_of(lens)
+        return bounds
 
     def bounds_of(self, lens: HostArray) -> tuple[HostArray, HostArray]:
         """Return the bounds of the intervals of valid lengths, which the module clips."""
-        score_shape = self.layout.score_shape
-        stop = np.ascontiguousarray(lens_per_query(lens, score_shape.query_len, score_shape.batch), np.int64)
-        return np.zeros_like(stop), stop
+        stop = np.empty(self._zeros.shape, np.int64)
+        # As `index_values.lens_per_query`, a tenth of a tiny call faster.
+        stop[...] = lens if lens.ndim == 2 or self.layout.score_shape.batch == 1 else lens[:, None]
+        return self._zeros, stop
+
+    @cached_property
+    def _zeros(self) -> HostArray:
+        """The start of all intervals of valid lengths."""
+        example = self.inputs[ORDER.index("start")]
+        return np.zeros(() if example is None else example.shape, np.int64)
 
     def _build_forward(self, saves: bool) -> Forward:
         names = ["out"]
