@@ -313,6 +313,25 @@ def test_additive_scores_that_differ_have_plans_of_their_own() -> None:
         ats.attend(query, key, value, score=ats.Additive([1.0] * 5))
 
 
+@pytest.mark.parametrize("score", ["dot", "gaussian", "additive"])
+def test_gradients_of_a_prepared_call_in_several_steps(score: str) -> None:
+    """Long sequences are cut into ranges of keys and of queries, whose gradients add up."""
+    torch.manual_seed(0)
+    arrays = [torch.randn(1, 2, 300, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    own: Any = ats.Additive(torch.randn(4, dtype=torch.float64, requires_grad=True)) if score == "additive" else score
+    leaves = [*arrays, *([own.w_v] if score == "additive" else [])]
+    bias = torch.randn(2, 1, 300, dtype=torch.float64, requires_grad=True)
+
+    def gradients(kernel: str) -> tuple[torch.Tensor, ...]:
+        out = ats.attend(*arrays, score=own, bias=bias, mask=ats.Causal(), kernel=kernel)
+        return torch.autograd.grad(out.square().sum(), [*leaves, bias])
+
+    wanted = gradients("streaming")
+    for _ in range(3):
+        for x, y in zip(gradients("auto"), wanted, strict=True):
+            torch.testing.assert_close(x, y)
+
+
 _LOWERED: dict[str, Callable[..., Any]] = {
     "gaussian": lambda x: ats.Gaussian(1.5),
     "cosine": lambda x: ats.Cosine(2.0),

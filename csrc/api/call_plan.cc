@@ -1,5 +1,6 @@
 #include "api/call_plan.h"
 
+#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -43,6 +44,11 @@ void check_address(const char* name, const char* memory, int64_t item) {
                                 " bytes, got " + std::to_string(address));
 }
 
+struct Release {
+    std::atomic<bool>& flag;
+    ~Release() { flag.store(false, std::memory_order_release); }
+};
+
 }  // namespace
 
 CallPlan::CallPlan(Problem score, const Inputs& in, const ForwardArrays& a)
@@ -80,6 +86,8 @@ CallPlan::CallPlan(Problem score, const Inputs& in, const BackwardArrays& a)
                {heads<&Head::grad_entropy>},
                {heads<&Head::grad_matrix>},
                {heads<&Head::grad_matrix>}});
+    problem_.clears_gradients = true;
+    const size_t first_gradient = slots_.size();
     add_slots(kGradients, a,
               {{heads<&Head::grad_query>},
                {groups<&Group::grad_key>},
@@ -90,6 +98,17 @@ CallPlan::CallPlan(Problem score, const Inputs& in, const BackwardArrays& a)
                {groups<&Group::grad_w_v>},
                {rows<&RowArrays::grad_sink>},
                {heads<&Head::grad_scale>}});
+    size_t slot = first_gradient;
+    for (const auto& field : kGradients) {
+        const Array& x = a.*field.array;
+        if (!x.given) continue;
+        // The kernels clear the gradients of query, key and value, unless there are no keys to visit.
+        const bool is_cleared = field.array == &BackwardArrays::grad_query ||
+                                field.array == &BackwardArrays::grad_key || field.array == &BackwardArrays::grad_value;
+        int64_t bytes = x.item;
+        for (int i = 0; i < x.ndim; ++i) bytes *= x.shape[i];
+        slots_[slot++].cleared = is_cleared && problem_.key_len > 0 ? 0 : bytes;
+    }
 }
 
 template <class Arrays, size_t N>
@@ -125,18 +144,37 @@ void CallPlan::run(const Kernels& kernels, const std::vector<char*>& addresses, 
         throw std::invalid_argument("addresses: expected " + std::to_string(slots_.size()) + ", got " +
                                     std::to_string(addresses.size()));
     }
-    // Copies: several threads may be in here at once.
-    Problem p = problem_;
-    Rows all = rows_;
-    p.seed = seed;
-    for (size_t i = 0; i < slots_.size(); ++i) {
-        const Slot& slot = slots_[i];
-        if (slot.item == 0) continue;
-        check_address(slot.name, addresses[i], slot.item);
-        for (const Move& move : slot.moves) move(p, all, addresses[i] - slot.origin);
+    if (is_busy_.exchange(true, std::memory_order_acquire)) {
+        Working own = make_working();
+        run_on(own, kernels, addresses, seed, threads);
+        return;
     }
-    if (p.heads.empty()) return;
-    (is_backward_ ? run_backward : run_forward)(kernels, p, all, threads);
+    const Release release{is_busy_};
+    if (!working_) working_ = make_working();
+    run_on(*working_, kernels, addresses, seed, threads);
+}
+
+CallPlan::Working CallPlan::make_working() const {
+    Working working{problem_, rows_, {}};
+    for (const Slot& slot : slots_) working.addresses.push_back(slot.origin);
+    return working;
+}
+
+void CallPlan::run_on(Working& working, const Kernels& kernels, const std::vector<char*>& addresses, uint64_t seed,
+                      Threads threads) const {
+    for (size_t i = 0; i < slots_.size(); ++i)
+        if (slots_[i].item != 0) check_address(slots_[i].name, addresses[i], slots_[i].item);
+    for (size_t i = 0; i < slots_.size(); ++i) {
+        const char*& current = working.addresses[i];
+        if (slots_[i].item == 0 || current == addresses[i]) continue;
+        for (const Move& move : slots_[i].moves) move(working.problem, working.rows, addresses[i] - current);
+        current = addresses[i];
+    }
+    for (size_t i = 0; i < slots_.size(); ++i)
+        if (slots_[i].cleared > 0) std::memset(addresses[i], 0, static_cast<size_t>(slots_[i].cleared));
+    working.problem.seed = seed;
+    if (working.problem.heads.empty()) return;
+    (is_backward_ ? run_backward : run_forward)(kernels, working.problem, working.rows, threads);
 }
 
 }  // namespace attnscore

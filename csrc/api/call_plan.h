@@ -2,9 +2,11 @@
 // these checks than on its products.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <vector>
 
 #include "api/array.h"
@@ -33,6 +35,7 @@ class CallPlan {
         int64_t item;        // bytes of an element; 0 of an empty array, of which nothing is reached
         const char* origin;  // of the example
         std::vector<Move> moves;
+        int64_t cleared = 0;  // bytes to clear before a run
     };
 
     // `moves`: of each array of `fields`, in their order.
@@ -40,10 +43,23 @@ class CallPlan {
     void add_slots(const Field<Arrays> (&fields)[N], const Arrays& examples, std::vector<std::vector<Move>> moves);
     void add_inputs(const Inputs& in);
 
+    // The problem of a run, with pointers into the arrays at these addresses.
+    struct Working {
+        Problem problem;
+        Rows rows;
+        std::vector<const char*> addresses;
+    };
+    Working make_working() const;
+    void run_on(Working& working, const Kernels& kernels, const std::vector<char*>& addresses, uint64_t seed,
+                Threads threads) const;
+
     bool is_backward_;
     std::vector<Slot> slots_;
     Problem problem_;
     Rows rows_;
+    // Kept between runs, which then change the pointers alone; a second run at once makes its own.
+    mutable std::optional<Working> working_;
+    mutable std::atomic<bool> is_busy_{false};
 };
 
 }  // namespace attnscore

@@ -245,6 +245,18 @@ void backward_range(const Problem& problem, const Group& group, Span keys, Span 
         }
 }
 
+// Clear the gradients of a range of keys of a group, and of a range of its query rows: just before they are added to,
+// where a pass over all of them would read and write memory once more.
+template <class T>
+void clear_gradients(const Problem& problem, const Group& group, Span keys, Span rows) {
+    const auto clear = [](char* data, Span span, int64_t width) {
+        std::fill_n(as<T>(data) + span.first * width, (span.last - span.first) * width, T(0));
+    };
+    clear(group.grad_key, keys, problem.dim);
+    clear(group.grad_value, keys, problem.value_dim);
+    for (const int64_t head : group.heads) clear(problem.heads[head].grad_query, rows, problem.dim);
+}
+
 // Add the gradient of a bias that heads share, for a range of its rows against all keys. Along a broadcast axis it is a
 // sum over all rows or all keys, whose terms cancel: summed in float, 10^5 of them left 3 digits.
 template <class T>
@@ -313,8 +325,11 @@ void backward_typed(const Problem& problem, Threads threads) {
         for_each_task(groups * ranges, threads, [&](int64_t task) {
             const int64_t r = task % ranges;
             T* dw = sums.data() + task * common;
-            backward_range<T>(problem, problem.groups[task / ranges], cut(problem.key_len, r, kTileKeys),
-                              cut(problem.query_len, (r + step) % ranges, kMR), tiles, dw);
+            const Group& group = problem.groups[task / ranges];
+            const Span keys = cut(problem.key_len, r, kTileKeys),
+                       rows = cut(problem.query_len, (r + step) % ranges, kMR);
+            if (problem.clears_gradients && step == 0) clear_gradients<T>(problem, group, keys, rows);
+            backward_range<T>(problem, group, keys, rows, tiles, dw);
         });
     for (int64_t task = 0; common && task < groups * ranges; task++) {
         const Group& group = problem.groups[task / ranges];

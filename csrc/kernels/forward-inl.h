@@ -181,7 +181,7 @@ struct ForwardTasks {
             rows /= 2;
         if (!join) single_heads.reserve(problem.heads.size());
         for (const Group& group : problem.groups) {
-            if (join) {
+            if (join || group.heads.size() == 1) {
                 cut(group.heads, static_cast<int64_t>(group.heads.size()) * problem.query_len, rows);
                 continue;
             }
@@ -263,7 +263,7 @@ void forward_typed(const Problem& problem, Threads threads) {
     for_each_task(query_tiles * ranges, threads, [&](int64_t task) {
         const ForwardTasks::QueryRows& rows = tasks.query_tiles[task / ranges];
         Arena& arena = thread_arena();
-        const QueryTile<T> queries(arena, problem, *rows.heads, rows.first, rows.count);
+        const QueryTile<T> queries(arena, problem, rows.heads->data(), rows.first, rows.count);
         OnlineSoftmax<T> softmax(arena, problem, queries.count);
         ForwardTask<T>(arena, problem, queries, tiles, softmax)
             .run(tasks.range(queries.keys(problem.key_len), task % ranges));

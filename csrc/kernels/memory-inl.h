@@ -9,27 +9,37 @@ class Arena {
     template <class T>
     T* take(int64_t count) {
         const size_t bytes = padded(std::max<int64_t>(count, 1) * sizeof(T), 64);
-        while (at_ < chunks_.size() && used_ + bytes > chunks_[at_].size) {
-            at_++;
-            used_ = 0;
-        }
-        if (at_ == chunks_.size()) {
-            const size_t size = std::max<size_t>(bytes, kChunkBytes);
-            std::unique_ptr<char, Free> memory(static_cast<char*>(std::aligned_alloc(64, size)));
-            if (!memory) throw std::bad_alloc();
-            chunks_.push_back({std::move(memory), size});
-        }
-        char* found = chunks_[at_].memory.get() + used_;
-        used_ += bytes;
+        if (bytes > static_cast<size_t>(end_ - next_)) next_chunk(bytes);
+        char* found = next_;
+        next_ += bytes;
         return reinterpret_cast<T*>(found);
     }
     // Free everything that was taken. Chunks of unusual size go back to the system.
     void reset() {
         std::erase_if(chunks_, [](const Chunk& chunk) { return chunk.size > 4 * kChunkBytes; });
-        at_ = used_ = 0;
+        at_ = 0;
+        enter_chunk();
     }
 
    private:
+    // Go on in a chunk with room for so many bytes.
+    __attribute__((noinline)) void next_chunk(size_t bytes) {
+        do at_++;
+        while (at_ < chunks_.size() && bytes > chunks_[at_].size);
+        if (at_ >= chunks_.size()) {
+            const size_t size = std::max<size_t>(bytes, kChunkBytes);
+            std::unique_ptr<char, Free> memory(static_cast<char*>(std::aligned_alloc(64, size)));
+            if (!memory) throw std::bad_alloc();
+            chunks_.push_back({std::move(memory), size});
+            at_ = chunks_.size() - 1;
+        }
+        enter_chunk();
+    }
+    void enter_chunk() {
+        next_ = chunks_.empty() ? nullptr : chunks_[at_].memory.get();
+        end_ = chunks_.empty() ? nullptr : next_ + chunks_[at_].size;
+    }
+
     static constexpr size_t kChunkBytes = 1 << 20;
     struct Free {
         void operator()(char* p) const { std::free(p); }
@@ -39,7 +49,8 @@ class Arena {
         size_t size;
     };
     std::vector<Chunk> chunks_;
-    size_t at_ = 0, used_ = 0;
+    size_t at_ = 0;
+    char *next_ = nullptr, *end_ = nullptr;
 };
 
 // The scratch of a task.

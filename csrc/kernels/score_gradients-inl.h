@@ -13,7 +13,7 @@ struct BackwardQueryTile {
 
     BackwardQueryTile(Arena& arena, const Problem& problem, const Additive<T>& form, int64_t head, int64_t first,
                       int64_t count)
-        : rows(arena, problem, {head}, first, count) {
+        : rows(arena, problem, &head, first, count) {
         const int64_t width = padded(problem.value_dim, Vector<T>::lanes);
         T* copy = arena.take<T>(count * width);
         grad_out = view_rows(copy, problem.heads[head].grad_out, problem.grad_dtype, first, count, problem.value_dim);

@@ -32,8 +32,7 @@ struct QueryTile {
 
     int64_t panels() const { return (count + kMR - 1) / kMR; }
 
-    QueryTile(Arena& arena, const Problem& problem, const std::vector<int64_t>& heads, int64_t first, int64_t rows)
-        : count(rows) {
+    QueryTile(Arena& arena, const Problem& problem, const int64_t* heads, int64_t first, int64_t rows) : count(rows) {
         width = padded(problem.dim, Vector<T>::lanes);
         head = arena.take<const Head*>(count);
         row = arena.take<int64_t>(count);

@@ -89,7 +89,7 @@ struct Head {
     const char* delta = nullptr;         // by row: dlse - dout . out - (weights . grad_matrix)
     const char* entropy = nullptr;       // by row; null where the entropy has no gradient
     const char* grad_entropy = nullptr;  // by row: dp -= grad_entropy * (log p + entropy)
-    char* grad_query = nullptr;          // query_len x dim contiguous, sum type, zeroed by the caller
+    char* grad_query = nullptr;          // query_len x dim contiguous, sum type; see clears_gradients
     char* grad_query_bias = nullptr;     // query_len
     char* grad_scale = nullptr;          // one number of the sum type
 };
@@ -97,7 +97,7 @@ struct Head {
 // The query heads that share one KV head. Gradients are those that they share, and are used by the backward alone.
 struct Group {
     std::vector<int64_t> heads;
-    char* grad_key = nullptr;       // key_len x dim contiguous, sum type, zeroed by the caller
+    char* grad_key = nullptr;       // key_len x dim contiguous, sum type; see Problem::clears_gradients
     char* grad_value = nullptr;     // key_len x value_dim
     char* grad_key_bias = nullptr;  // key_len
     char* grad_w_v = nullptr;       // additive: dim
@@ -126,6 +126,9 @@ struct Problem {
     MatrixOutput matrix = MatrixOutput::none;
     double dropout = 0.0;  // probability that a weight is dropped; dropout.py defines which
     uint64_t seed = 0;
+    // Whether the backward clears the gradients of queries, keys and values before it adds to them. All others are
+    // cleared by the caller.
+    bool clears_gradients = false;
     std::vector<Head> heads;
     std::vector<Group> groups;  // every head is in one
     std::vector<BiasGroup> bias_groups;

@@ -103,4 +103,4 @@ def plan_forward(score: _Score, inputs: _Inputs, rows: Sequence[_Optional], /) -
 def plan_backward(
     score: _Score, inputs: _Inputs, rows: Sequence[_Optional], grad_dtype: str, gradients: Sequence[_Optional], /
 ) -> CallPlan:
-    """Check examples of the arrays as `backward` does."""
+    """Check examples of the arrays as `backward` does. A run sets the gradients where `backward` adds to them."""

@@ -230,8 +230,8 @@ FAULTS = [
     Fault(
         "plan-lens-out-of-range",
         "src/attnscore/kernels/native/call.py",
-        "lens.view(np.uint64).max() > score_shape.key_len",
-        "lens.max() > score_shape.key_len",
+        "stop.view(np.uint64).max() > score_shape.key_len",
+        "stop.max() > score_shape.key_len",
         "tests/test_plan.py -k valid_lens_are_read",
         "a planned call takes negative lengths",
     ),

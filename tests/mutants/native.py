@@ -550,6 +550,14 @@ FAULTS = [
         "a misaligned address is taken",
     ),
     Fault(
+        "native-gradients-cleared-at-each-step",
+        "csrc/kernels/backward-inl.h",
+        "problem.clears_gradients && step == 0",
+        "problem.clears_gradients",
+        "tests/test_plan.py -k several_steps",
+        "a planned backward clears gradients that other ranges of keys or queries have added to",
+    ),
+    Fault(
         "native-plan-of-one-head",
         "csrc/api/call_plan.cc",
         "move(head.*Field, by)",
@@ -560,8 +568,8 @@ FAULTS = [
     Fault(
         "native-plan-without-the-seed",
         "csrc/api/call_plan.cc",
-        "p.seed = seed",
-        "p.seed = problem_.seed",
+        "working.problem.seed = seed",
+        "working.problem.seed = problem_.seed",
         "tests/test_plan.py -k dropout",
         "a planned call drops what the seed of its example drops",
     ),

@@ -276,8 +276,7 @@ class NativeCall:
             ops.buffer_in_c_order(known[name]) if axis is None else _with_heads_first(ops, known[name], axis)
             for name, axis in backward.reads
         ]
-        # Zeros made by a framework would wake its threads, which then compete with ours.
-        filled = [np.zeros(shape, self.accumulator) for shape in backward.filled]
+        filled = [np.empty(shape, self.accumulator) for shape in backward.filled]
         backward.plan((*self._buffers(arrays, mask), *read, *filled), seed, threads_of(self.module, ops))
         for x, operand, place in zip(arrays, self.operands, backward.places, strict=True):
             if place is None:
