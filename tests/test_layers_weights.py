@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import attnscore as ats
-from attnscore.layers.torch import DotProductAttention, MultiHeadAttention
+from attnscore.layers.torch import Call, DotProductAttention, MultiHeadAttention, Weights
 from layer_cases import BATCH, Case, close, every_layer
 
 pytestmark = pytest.mark.usefixtures("torch_seed")
@@ -50,6 +50,39 @@ class TestAttentionWeights:
             assert gone() is None
         finally:
             gc.enable()
+
+    @every_layer
+    def test_read_before_are_computed_in_the_pass(self, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+        """They are those that reading would compute, without a graph, as long as each call's are read and are few."""
+        layer, lens = case.make(dropout=0.5).train(), torch.tensor([2, 5])
+        inputs = [x.requires_grad_() for x in case.inputs(torch.float32)]
+        layer(*inputs, lens)
+        wanted = layer.attention_weights
+        assert isinstance(layer._last, Call)
+        torch.manual_seed(1)
+        out = layer(*inputs, lens)
+        assert isinstance(layer._last, Weights)
+        torch.testing.assert_close(layer.attention_weights, wanted)
+        assert not layer.attention_weights.requires_grad
+        out.sum().backward()
+        grads = [x.grad.clone() for x in inputs if x.grad is not None]
+        for x in inputs:
+            x.grad = None
+        layer(*inputs, lens)
+        torch.manual_seed(1)
+        again = layer(*inputs, lens)  # those of the last call were not read
+        assert isinstance(layer._last, Call)
+        torch.testing.assert_close(again, out)
+        again.sum().backward()
+        for x, grad in zip(inputs, grads, strict=True):
+            torch.testing.assert_close(x.grad, grad)
+        _ = layer.attention_weights
+        monkeypatch.setattr("attnscore.layers.torch.MAX_WEIGHTS", wanted.numel() - 1)
+        layer(*inputs, lens)
+        assert isinstance(layer._last, Call)
+        layer.keep_last = False
+        layer(*inputs, lens)
+        assert layer._last is None
 
     def test_before_a_call_and_when_nothing_is_kept(self) -> None:
         layer = DotProductAttention(keep_last=False)

@@ -6,7 +6,8 @@
   also ``W_v.weight``, ``W_o.weight``), so its checkpoints load. Sizes not given are inferred at the first call.
 - Masked inputs propagate into no gradient, those of the projections included, even if they are NaN or infinity.
 - ``attention_weights`` are computed when read: a call is kept as detached inputs of its softmax, without a graph and in
-  O(n) memory. Nothing is kept under tracing, by pickle or by deepcopy.
+  O(n) memory. Where those of the last call were read, and are few, a call computes them in its own pass. Nothing is
+  kept under tracing, by pickle or by deepcopy.
 
 All are called as ``layer(queries, keys, values, valid_lens=None, mask=None)`` on (batch, length, features).
 """
@@ -15,8 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self, final
 
@@ -29,6 +31,7 @@ from torch.nn.parameter import UninitializedParameter
 from attnscore import backends
 from attnscore.analysis.weights import attention_weights
 from attnscore.api import attend
+from attnscore.core.cache import BoundedCache
 from attnscore.errors import ArgumentError, DeviceError, DtypeError, message
 from attnscore.layers import description, shared
 from attnscore.layers.description import BaseAttention, Layer, Linear, Parameter, option
@@ -46,6 +49,8 @@ __all__ = [
 ]
 
 _OPS = backends.load("torch")
+# Pairs of query and key, over all heads, up to which a call computes weights that will probably be read: 4 MB.
+MAX_WEIGHTS = 2**20
 _documented = Documentation(
     "from torch import ones",
     options="""
@@ -152,7 +157,7 @@ class Attention(BaseAttention[Tensor], nn.Module):
         self.dropout = shared.check_probability(dropout)
         self.keep_last = keep_last
         self._layer = layer
-        self._last: Call | str | None = None
+        self._last: Call | Weights | str | None = None
         for linear in layer.linears:
             self.add_module(linear.name, _linear(linear, device, dtype))
         for parameter in layer.parameters:
@@ -178,15 +183,31 @@ class Attention(BaseAttention[Tensor], nn.Module):
         self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Any = None, mask: Any = None
     ) -> Tensor:
         inputs = {"queries": queries, "keys": keys, "values": values}
-        shared.check_inputs(_OPS, inputs, Tensor, wanted="a torch.Tensor", hint="torch.as_tensor(x) makes one")
+        if torch.compiler.is_compiling():
+            _check_inputs(inputs)
+        else:
+            _CHECKED.get_or_compute(_signature(queries, keys, values), lambda: _check_inputs(inputs))
         operands, arguments = self._operands(inputs, [x.shape for x in inputs.values()], valid_lens, mask)
         if torch.is_autocast_enabled(queries.device.type):
             # `attend` would cast as well, but the inputs kept must be those of the softmax.
             with _OPS.numeric_scope():
                 operands = _OPS.autocast(*operands)
-        out: Tensor = attend(*operands, dropout=self.dropout if self.training else 0.0, **arguments)
-        self._last = self._kept(*operands[:2], arguments)
+        dropout = self.dropout if self.training else 0.0
+        if self._expects_reading(*operands[:2], arguments):
+            out, weights = attend(*operands, dropout=dropout, return_weights=True, **arguments)
+            self._last = Weights(weights.detach())
+        else:
+            out = attend(*operands, dropout=dropout, **arguments)
+            self._last = self._kept(*operands[:2], arguments)
         return self._output(out)
+
+    def _expects_reading(self, query: Tensor, key: Tensor, arguments: dict[str, Any]) -> bool:
+        """Whether to compute the weights in the pass: they are few, and those of the last call were read."""
+        last = None if torch.compiler.is_compiling() else self._last
+        if not self.keep_last or not isinstance(last, (Call, Weights)) or not last.is_read:
+            return False
+        pairs = max(query.shape[0], key.shape[0]) * math.prod(query.shape[1:-1]) * key.shape[1]
+        return pairs <= MAX_WEIGHTS and not is_traced(query, key, *_others(arguments))
 
     def _project(self, linear: Linear, x: Tensor) -> Tensor:
         module = getattr(self, linear.name)
@@ -206,8 +227,7 @@ class Attention(BaseAttention[Tensor], nn.Module):
         """Return what `attention_weights` is computed from, or why that is not kept."""
         if not self.keep_last:
             return None
-        others = (*arrays_of(arguments["score"]).values(), arguments["mask"], arguments["valid_lens"])
-        if is_traced(query, key, *others):
+        if is_traced(query, key, *_others(arguments)):
             return "torch.compile, torch.func and tracing, which keep nothing"
         return Call.of(query, key, arguments)
 
@@ -225,7 +245,19 @@ class Attention(BaseAttention[Tensor], nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
+class Weights:
+    """The weights of one softmax."""
+
+    values: Tensor
+    is_read: bool = False
+
+    def weights(self) -> Tensor:
+        self.is_read = True
+        return self.values
+
+
+@dataclass(eq=False)
 class Call:
     """The detached inputs of one softmax."""
 
@@ -233,6 +265,7 @@ class Call:
     key: Tensor
     arguments: dict[str, Any]
     versions: tuple[tuple[Tensor, int], ...]
+    is_read: bool = False
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor, arguments: dict[str, Any]) -> Call:
@@ -256,7 +289,25 @@ class Call:
             )
         with torch.no_grad(), torch.autocast(self.query.device.type, enabled=False):
             found: Tensor = attention_weights(self.query, self.key, **self.arguments)
+        self.is_read = True
         return found
+
+
+def _others(arguments: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the arrays and masks of a call beside its query, key and value."""
+    return (*arrays_of(arguments["score"]).values(), arguments["mask"], arguments["valid_lens"])
+
+
+_CHECKED: BoundedCache[None] = BoundedCache(256)
+
+
+def _signature(*inputs: Any) -> Hashable:
+    """Return what checking inputs reads of them; None where one is no plain tensor, so that each call is checked."""
+    return tuple((x.shape, x.dtype) for x in inputs) if _OPS.is_plain(*inputs) else None
+
+
+def _check_inputs(inputs: dict[str, Any]) -> None:
+    shared.check_inputs(_OPS, inputs, Tensor, wanted="a torch.Tensor", hint="torch.as_tensor(x) makes one")
 
 
 def _tensors(x: Any) -> list[Tensor]:
