@@ -238,8 +238,8 @@ FAULTS = [
     Fault(
         "plan-lowered-for-other-parameters",
         "src/attnscore/core/plan.py",
-        "score = scores.resolve(score)\n        with",
-        "self.__dict__.setdefault('score', scores.resolve(score)); score = self.__dict__['score']\n        with",
+        "score = scores.resolve(score) if type(score) is str else score\n        with",
+        "score = self.__dict__.setdefault('score', scores.resolve(score))\n        with",
         "tests/test_plan.py -k is_lowered",
         "a planned call keeps the parameters of the first call for a score that is lowered",
     ),

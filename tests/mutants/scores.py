@@ -298,8 +298,8 @@ FAULTS: list[Fault] = [
     Fault(
         "widen-to-the-narrower",
         _CONTRACT,
-        "target = max((accumulator(ops.dtype(x)) for x in arrays), key=_WIDTHS.__getitem__)",
-        "target = min((accumulator(ops.dtype(x)) for x in arrays), key=_WIDTHS.__getitem__)",
+        "target = max(map(accumulator, dtypes), key=_WIDTHS.__getitem__)",
+        "target = min(map(accumulator, dtypes), key=_WIDTHS.__getitem__)",
         "tests/test_every_kernel.py -k 'another_dtype and streaming'",
         "arrays of two dtypes are computed on in the narrower",
     ),

@@ -201,7 +201,7 @@ class LoweredCall:
         valid_lens: Any,
     ) -> Any:  # fmt: skip
         """Return what `attend` returns."""
-        score = scores.resolve(score)
+        score = scores.resolve(score) if type(score) is str else score
         with self.ops.numeric_scope():
             form = score.lower(self.ops, query, key)
         if isinstance(form, AdditiveForm):

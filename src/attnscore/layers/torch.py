@@ -312,6 +312,8 @@ def _check_inputs(inputs: dict[str, Any]) -> None:
 
 def _tensors(x: Any) -> list[Tensor]:
     """Return the tensors in a mask, or a tensor itself."""
+    if x is None:
+        return []
     if isinstance(x, Tensor):
         return [x]
     return [array for array in x.arrays().values() if isinstance(array, Tensor)] if isinstance(x, Mask) else []
@@ -319,15 +321,15 @@ def _tensors(x: Any) -> list[Tensor]:
 
 def is_traced(*arguments: Any) -> bool:
     """Whether the tensors in these stand for values of a later run, or for many values at once."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._get_tracing_state() is not None
-        or any(
-            torch._C._functorch.is_functorch_wrapped_tensor(x) or isinstance(x, torch._subclasses.FakeTensor)
-            for argument in arguments
-            for x in _tensors(argument)
-        )
-    )
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return True
+    for argument in arguments:
+        for x in _tensors(argument):
+            if type(x) is not Tensor and isinstance(x, torch._subclasses.FakeTensor):
+                return True
+            if torch._C._functorch.is_functorch_wrapped_tensor(x):
+                return True
+    return False
 
 
 # ------------------------------------------------------------------ the layers

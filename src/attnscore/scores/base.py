@@ -225,8 +225,9 @@ def check(score: Any, dim: int, key_dim: int) -> None:
 
 def widen(ops: Backend, *arrays: Array) -> tuple[Array, ...]:
     """Return the arrays in one dtype that can hold sums: the widest of theirs, at least float32."""
-    target = max((accumulator(ops.dtype(x)) for x in arrays), key=_WIDTHS.__getitem__)
-    return tuple(ops.astype(x, target) for x in arrays)
+    dtypes = {ops.dtype(x) for x in arrays}
+    target = max(map(accumulator, dtypes), key=_WIDTHS.__getitem__)
+    return arrays if dtypes == {target} else tuple(ops.astype(x, target) for x in arrays)
 
 
 _WIDTHS = {"float32": 0, "float64": 1, "longdouble": 2, "float128": 2}
