@@ -245,11 +245,12 @@ class NativeCall:
         """Return the output, and the wanted weights and statistics."""
         if len(outputs) == 1:
             return outputs[0]
-        named = dict(zip(self.returned, outputs, strict=True))
-        found = [named["out"]]
+        found: list[Any] = [outputs[0]]
         if self.returns_weights:
-            found.append(self.ops.astype(named["attention_weights"], self.dtype))
+            weights = outputs[len(self.differentiable) - 1]
+            found.append(weights if self.dtype == self.accumulator else self.ops.astype(weights, self.dtype))
         if self.statistics:
+            named = dict(zip(self.returned, outputs, strict=True))
             found.append(AttentionStats(**{name: named[name] for name in self.statistics}))
         return tuple(found)
 
