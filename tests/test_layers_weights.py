@@ -64,6 +64,8 @@ class TestAttentionWeights:
         assert isinstance(layer._last, Weights)
         torch.testing.assert_close(layer.attention_weights, wanted)
         assert not layer.attention_weights.requires_grad
+        layer.attention_weights.zero_()  # the gradient, and who reads next, do not see it
+        torch.testing.assert_close(layer.attention_weights, wanted)
         out.sum().backward()
         grads = [x.grad.clone() for x in inputs if x.grad is not None]
         for x in inputs:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 import attnscore as ats
+from attnscore import backends
 from attnscore.core.cache import BoundedCache
 from native_cases import Case, native, same
 
@@ -189,54 +191,56 @@ def _of_torch() -> list[torch.Tensor]:
     return [out.detach(), *torch.autograd.grad(out.square().sum(), x)]
 
 
+@pytest.fixture
+def threads_as_before() -> Iterator[None]:
+    before = torch.get_num_threads(), ats.get_num_threads()
+    yield
+    torch.set_num_threads(before[0])
+    ats.set_num_threads(before[1])
+
+
+@pytest.mark.usefixtures("threads_as_before")
 @pytest.mark.parametrize("count", [2, 3, 7])
 def test_threads_of_torch(count: int) -> None:
     """The bits are those of one thread, between torch's own operations and in several Python threads at once."""
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        expected = _of_torch()
+    torch.set_num_threads(1)
+    expected = _of_torch()
+    found: list[list[torch.Tensor]] = []
+
+    def work() -> None:
         torch.set_num_threads(count)
-        found: list[list[torch.Tensor]] = []
+        for _ in range(5):
+            torch.ones(1 << 20).sum()
+            found.append(_of_torch())
 
-        def work() -> None:
-            torch.set_num_threads(count)
-            for _ in range(5):
-                torch.ones(1 << 20).sum()
-                found.append(_of_torch())
-
-        work()
-        others = [threading.Thread(target=work) for _ in range(3)]
-        for thread in others:
-            thread.start()
-        for thread in others:
-            thread.join()
-        assert len(found) == 20
-        assert all(torch.equal(x, y) for one in found for x, y in zip(one, expected, strict=True))
-    finally:
-        torch.set_num_threads(before)
+    work()
+    others = [threading.Thread(target=work) for _ in range(3)]
+    for thread in others:
+        thread.start()
+    for thread in others:
+        thread.join()
+    assert len(found) == 20
+    assert all(torch.equal(x, y) for one in found for x, y in zip(one, expected, strict=True))
 
 
 @needs_fork
 @fork_warns
+@pytest.mark.usefixtures("threads_as_before")
 def test_threads_of_torch_after_a_fork() -> None:
     """The parent's OpenMP workers do not exist in the child, which starts a pool."""
-    before = torch.get_num_threads()
     torch.set_num_threads(2)
-    try:
-        x = torch.randn(4, 8, 70, 16)
-        expected = (ats.attend(x, x, x, mask=ats.Causal()).numpy(),)
-        pid = os.fork()
-        if pid == 0:
-            # PyTorch's own parallel operations would wait for ever here.
-            threading.Timer(30, os._exit, (5,)).start()
-            os._exit(0 if same((ats.attend(x, x, x, mask=ats.Causal()).numpy(),), expected) else 3)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        assert same((ats.attend(x, x, x, mask=ats.Causal()).numpy(),), expected)
-    finally:
-        torch.set_num_threads(before)
+    x = torch.randn(4, 8, 70, 16)
+    expected = (ats.attend(x, x, x, mask=ats.Causal()).numpy(),)
+    pid = os.fork()
+    if pid == 0:
+        # PyTorch's own parallel operations would wait for ever here.
+        threading.Timer(30, os._exit, (5,)).start()
+        os._exit(0 if same((ats.attend(x, x, x, mask=ats.Causal()).numpy(),), expected) else 3)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert same((ats.attend(x, x, x, mask=ats.Causal()).numpy(),), expected)
 
 
+@pytest.mark.usefixtures("threads_as_before")
 def test_called_from_torch_it_takes_the_threads_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     used = []
 
@@ -258,17 +262,13 @@ def test_called_from_torch_it_takes_the_threads_of_torch(monkeypatch: pytest.Mon
 
     monkeypatch.setattr("attnscore.kernels.native.kernel._native", Watched())
     monkeypatch.setattr("attnscore.core.plan.PLANS", BoundedCache(8))
-    before = torch.get_num_threads(), ats.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        ats.set_num_threads(5)
-        x = torch.ones(2, 3, 4)
-        for _ in range(2):
-            ats.attend(x, x, x)
-            ats.attend(*[x.numpy()] * 3)
-            out = ats.attend(*[x.clone().requires_grad_()] * 3)
-            out.sum().backward()
-    finally:
-        torch.set_num_threads(before[0])
-        ats.set_num_threads(before[1])
-    assert [abs(count) for count in used] == [3, 5, 3, 3] * 2
+    torch.set_num_threads(3)
+    ats.set_num_threads(5)
+    x = torch.ones(2, 3, 4)
+    for _ in range(2):
+        ats.attend(x, x, x)
+        ats.attend(*[x.numpy()] * 3)
+        out = ats.attend(*[x.clone().requires_grad_()] * 3)
+        out.sum().backward()
+    of_torch = 3 if backends.load("torch").gomp_parallel() is None else -3
+    assert used == [of_torch, 5, of_torch, of_torch] * 2

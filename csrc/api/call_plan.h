@@ -17,8 +17,8 @@ namespace attnscore {
 
 class CallPlan {
    public:
-    // `score` holds form, numbers and dtypes. The arrays are examples: none is kept, and of none but the intervals are
-    // numbers read.
+    // `score` holds form, numbers and dtypes. The arrays are examples: none is kept, and only the numbers of intervals
+    // are read, to check them.
     CallPlan(Problem score, const Inputs& in, const ForwardArrays& arrays);
     CallPlan(Problem score, const Inputs& in, const BackwardArrays& arrays);
 

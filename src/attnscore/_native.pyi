@@ -89,15 +89,14 @@ class CallPlan:
     def __call__(self, addresses: tuple[int | _Array, ...], seed: int, threads: int, /) -> None:
         """Run on arrays by their addresses, or by arrays of NumPy whose shapes and strides are not checked again.
 
-        `addresses` are of all arrays that were given, in the order of the arguments. An
-        address that is null or misaligned raises ValueError, as does a wrong number of addresses. `seed` replaces that
-        of the score.
+        `addresses` are of all arrays that were given, in the order of the arguments. An address that is null or
+        misaligned raises ValueError, as does a wrong number of addresses. `seed` replaces that of the score.
         """
 
 def plan_forward(score: _Score, inputs: _Inputs, rows: Sequence[_Optional], /) -> CallPlan:
     """Check examples of the arrays as `forward` does, but row_max and log_denom may be None.
 
-    Only shapes and strides are read of them, and the numbers of start and stop, which a call need not repeat.
+    Only shapes and strides are read of them, and the numbers of start and stop, to check them; a run may have others.
     """
 
 def plan_backward(

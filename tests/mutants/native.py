@@ -550,6 +550,14 @@ FAULTS = [
         "a misaligned address is taken",
     ),
     Fault(
+        "native-openmp-after-a-fork",
+        "csrc/runtime/pool.cc",
+        "!forked.load(std::memory_order_relaxed)",
+        "true",
+        "tests/test_native_threads.py -k threads_of_torch_after_a_fork",
+        "the child of a fork waits for the parent's OpenMP workers",
+    ),
+    Fault(
         "native-gradients-cleared-at-each-step",
         "csrc/kernels/backward-inl.h",
         "problem.clears_gradients && step == 0",

@@ -19,8 +19,11 @@ from attnscore.errors import FrameworkError
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 
-# NumPy composes the name of a dtype anew at each call: 1 us, and a call asks for a dozen.
-_name_of = cache(lambda dtype: str(dtype.name))
+
+@cache
+def _name_of(dtype: np.dtype[Any]) -> str:
+    # NumPy composes the name anew each time: 1 us, and a call asks for a dozen.
+    return str(dtype.name)
 
 
 class NumpyBackend(Backend):

@@ -5,7 +5,8 @@
 - A call that fails its checks has no plan, so each repetition runs and fails the same checks.
 - A score named by a string enters the signature as its class. A name registered for a function may give another score
   at each call, so such a call has no signature. Masks enter by their index values.
-- A boolean array that is the mask enters by its shape and strides; each call reads its values.
+- Arrays that a score projects are lowered at each call; the lowered score has a plan of its own (`LoweredCall`).
+- A boolean array that is the mask, and valid lengths, enter by shape and strides; each call reads their values.
 - A cached plan holds no array of a caller. A call without a signature gets a plan for itself alone.
 """
 
@@ -78,11 +79,8 @@ def signature(
         return None
     parts: list[Hashable] = [of_score, bias is None, sink is None, *map(type, options), *options]
     if mask is not None or valid_lens is not None:
-        of_mask = None
-        if valid_lens is None:
-            of_mask = _array_mask_signature(ops, mask)
-        elif mask is None and len(query.shape) > 2:
-            of_mask = _lens_signature(ops, valid_lens)
+        of_array = _array_mask_signature(ops, mask) if valid_lens is None else None
+        of_mask = of_array or _lens_signature(ops, query, mask, valid_lens)
         if of_mask is None and (of_mask := numbers_of(mask, valid_lens)) is None:
             return None
         parts.append(of_mask)
@@ -102,21 +100,27 @@ def _array_mask_signature(ops: Backend, mask: Any) -> Hashable | None:
     return ops.signature(mask)
 
 
-def _lens_signature(ops: Backend, lens: Any) -> Hashable | None:
-    """Return the signature of valid lengths that a plan reads anew at each call; None for any others."""
-    if type(lens) is not np.ndarray and (
-        backends.of_type(type(lens)) is not ops or not ops.is_plain(lens) or ops.dtype(lens) not in _LENS_DTYPES
-    ):
+def _lens_signature(ops: Backend, query: Array, mask: Any, lens: Any) -> Hashable | None:
+    """Return the signature of valid lengths that a plan reads anew at each call; None for any others.
+
+    Lengths beside another mask, and those of two-axis inputs, are part of the mask by their numbers.
+    """
+    if mask is not None or len(query.shape) < 3:
         return None
-    if type(lens) is np.ndarray and lens.dtype.name not in _LENS_DTYPES:
+    if type(lens) is np.ndarray:
+        dtype = lens.dtype.name
+    elif backends.of_type(type(lens)) is ops and ops.is_plain(lens):
+        dtype = ops.dtype(lens)
+    else:
         return None
-    return ("valid_lens", tuple(lens.shape)) if len(lens.shape) in (1, 2) else None
+    return ("valid_lens", tuple(lens.shape)) if dtype in _LENS_DTYPES and len(lens.shape) in (1, 2) else None
 
 
 def _score_signature(score: Any) -> tuple[Hashable, tuple[Array, ...]] | None:
-    """Return what planning reads of a score, and its arrays; None where a call with it is planned anew.
+    """Return what planning reads of a score, and its arrays; None where each call with it is planned anew.
 
-    A name stands for its class. A parameter per head cannot be applied on the caller's axes, so such scores have none.
+    A name enters as the class that it stands for. Parameters per head have no signature: a score is lowered on the
+    caller's axes, where heads have no fixed place.
     """
     kind: Any = type(score)
     if kind is str:
@@ -161,8 +165,8 @@ def build(
     tiles, chosen = tiling.planned(problem), kernels.choose(kernel, problem)
     if cache_key is not None:
         array = mask if isinstance(problem.mask, Dense) else None
-        ops, is_all = problem.ops, mask is None and len(query.shape) > 2
-        lens = valid_lens if is_all and _lens_signature(ops, valid_lens) is not None else None
+        ops = problem.ops
+        lens = valid_lens if _lens_signature(ops, query, mask, valid_lens) is not None else None
         given = {
             "query": query,
             "key": key,
@@ -209,16 +213,9 @@ class LoweredCall:
         else:
             lowered = ScaledDot(form.scale)
         return self.attend(
-            form.query,
-            form.key,
-            value,
-            score=lowered,
-            mask=mask,
-            bias=bias,
-            sink=sink,
-            seed=seed,
+            form.query, form.key, value, score=lowered, mask=mask, bias=bias, sink=sink, seed=seed,
             valid_lens=valid_lens,
-        )
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)

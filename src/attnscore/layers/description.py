@@ -348,10 +348,10 @@ class BaseAttention(Generic[A]):
 
     @property
     def attention_weights(self) -> A:
-        """The weights of the last call, before dropout, detached, computed now: (batch, query, key).
+        """The weights of the last call, before dropout, detached: (batch, query, key).
 
-        Multi-head: (batch, head, query, key). O(n^2) memory while they are held; the call itself kept its queries and
-        keys alone.
+        Multi-head: (batch, head, query, key). They are computed now, O(n^2) memory while they are held, and the call
+        kept its queries and keys alone. PyTorch's layers compute few of them in the call where the last ones were read.
 
         Raises
         ------

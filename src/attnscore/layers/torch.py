@@ -254,7 +254,8 @@ class Weights:
 
     def weights(self) -> Tensor:
         self.is_read = True
-        return self.values
+        # A copy: autograd holds the memory of the values, and a caller may write to what it reads.
+        return self.values.clone()
 
 
 @dataclass(eq=False)

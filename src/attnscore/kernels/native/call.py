@@ -129,7 +129,7 @@ class NativeCall:
             arrays.append(sink)
         seed = (ops.draw_seed(query) if seed is None else int(seed)) % 2**63 if self.dropout else 0
         if self.reads_lens:
-            mask = self._bounds(valid_lens)
+            mask = self._checked_bounds(valid_lens)
         elif not self.reads_mask:
             mask = None
         if ops.has_plain_tape and ops.needs_grad(*arrays):
@@ -173,7 +173,7 @@ class NativeCall:
         """Return the memory of the inputs, in the module's order."""
         found = [*map(self.ops.buffer, arrays)]
         before_mask = 4 if self.operands[3:] and self.operands[3].name == "bias" else 3
-        bounds = mask if self.reads_lens else self.bounds
+        bounds = mask if self.reads_lens else self._known_bounds
         if self.reads_mask:
             found.insert(before_mask, _memory(self.ops, mask))
         elif bounds is not None:
@@ -181,12 +181,12 @@ class NativeCall:
         return found
 
     @cached_property
-    def bounds(self) -> tuple[HostArray, HostArray] | None:
+    def _known_bounds(self) -> tuple[HostArray, HostArray] | None:
         """The bounds (start, stop) of the intervals that the plan holds."""
         start, stop = (self.inputs[ORDER.index(name)] for name in ("start", "stop"))
         return None if start is None or stop is None else (start, stop)
 
-    def _bounds(self, valid_lens: Any) -> tuple[HostArray, HostArray]:
+    def _checked_bounds(self, valid_lens: Any) -> tuple[HostArray, HostArray]:
         """Return `bounds_of` valid lengths; MaskError where one is out of range."""
         score_shape = self.layout.score_shape
         bounds = self.bounds_of(valid_lens if type(valid_lens) is np.ndarray else self.ops.memory(valid_lens))

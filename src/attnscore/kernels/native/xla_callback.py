@@ -8,7 +8,7 @@ staged as the alternative, for programs on machines without host callbacks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -165,20 +165,25 @@ class BoundCall(NamedTuple):
     bounds: tuple[HostArray, HostArray] | None
     seed: int
 
-    def forward(self) -> dict[str, HostArray]:
-        """Return the outputs by name."""
+    def forward(self) -> Result:
         call, count = self.call, len(self.call.differentiable)
         names = (*call.differentiable, *call.saved, *call.returned[count:])
-        return dict(zip(names, call.forward(self.operands, self.bounds, self.seed, saves=True), strict=True))
+        found = dict(zip(names, call.forward(self.operands, self.bounds, self.seed, saves=True), strict=True))
+        out, matrix = found.pop("out"), found.pop("attention_weights", None)
+        numbers = {name: x[..., None] for name, x in found.items()}
+        return Result(out, numbers.pop("row_max"), numbers.pop("log_denom"), numbers, matrix)
 
-    def backward(
-        self, saved: Mapping[str, HostArray], grads: Mapping[str, HostArray | None], wanted: Collection[str]
-    ) -> dict[str, HostArray]:
+    def backward(self, result: Result, grads: RowGradients, wanted: Collection[str]) -> dict[str, HostArray]:
         """Return the gradients by name."""
+        saved = {"out": result.out, "row_max": result.row_max, "log_denom": result.log_denom}
+        incoming = {"out": grads.out, "log_sum_exp": grads.log_sum_exp}
+        if grads.entropy is not None:
+            saved["entropy"], incoming["entropy"] = result.statistics["entropy"], grads.entropy
+        if grads.matrix is not None:
+            saved["attention_weights"], incoming["attention_weights"] = result.matrix, grads.matrix
         names = [operand.name for operand in self.call.operands]
-        found = self.call.backward(
-            self.operands, self.bounds, saved, grads, self.seed, [name in wanted for name in names]
-        )
+        chosen = [name in wanted for name in names]
+        found = self.call.backward(self.operands, self.bounds, saved, incoming, self.seed, chosen)
         return {name: grad for name, grad in zip(names, found, strict=True) if grad is not None}
 
 
@@ -189,24 +194,23 @@ def forward(kernel: Kernel, problem: Problem) -> Result:
     on_host, in_program = _checked_on_host(problem), _rebuilt(problem, problem.ops)
     plans = _Plans.of(kernel, problem, on_host)
 
-    def outputs(kernel: Kernel, rebuilt: Problem) -> tuple[Array, ...]:
-        found = kernel.forward(rebuilt, tiling.plan(rebuilt))
-        matrix = () if rebuilt.matrix is None else (found.matrix,)
+    def outputs(found: Result) -> tuple[Array, ...]:
+        matrix = () if found.matrix is None else (found.matrix,)
         return found.out, found.row_max, found.log_denom, *(found.statistics[name] for name in names), *matrix
 
     def run(*arrays: HostArray) -> tuple[HostArray, ...]:
-        if plans is None or (planned := plans.find(arrays)) is None:
-            return outputs(kernel, on_host(arrays))
-        found = planned.forward()
-        numbers = (found[name][..., None] for name in ("row_max", "log_denom", *names))
-        return found["out"], *numbers, *([found["attention_weights"]] if "attention_weights" in found else [])
+        if plans is not None and (planned := plans.find(arrays)) is not None:
+            return outputs(planned.forward())
+        rebuilt = on_host(arrays)
+        return outputs(kernel.forward(rebuilt, tiling.plan(rebuilt)))
 
     results = [((*rows[:-1], problem.layout.value_dim), problem.dtype), *(((rows, sums),) * (2 + len(names)))]
     if problem.matrix is not None:
         results.append(((*rows[:-1], problem.score_shape.key_len), sums))
 
     def alternative(*arrays: Array) -> tuple[Array, ...]:
-        return outputs(kernel.differentiable, in_program(arrays))
+        rebuilt = in_program(arrays)
+        return outputs(kernel.differentiable.forward(rebuilt, tiling.plan(rebuilt)))
 
     out, row_max, log_denom, *numbers = problem.ops.host_callback(run, results, _passed(problem), alternative)
     matrix = None if problem.matrix is None else numbers.pop()
@@ -225,28 +229,24 @@ def backward(
     given, count = [x is not None for x in optional], len(rows)
     names = [name for name in operands(problem) if name in wanted]
 
-    def gradients(kernel: Kernel, rebuilt: Problem, rows: Sequence[Array]) -> tuple[Array, ...]:
+    plans = _Plans.of(kernel, problem, on_host)
+
+    def read(rows: Sequence[Array]) -> tuple[Result, RowGradients]:
         left = iter(rows)
         out, row_max, log_denom = next(left), next(left), next(left)
         *incoming, entropy, matrix = (next(left) if is_here else None for is_here in given)
         known = Result(out, row_max, log_denom, {} if entropy is None else {"entropy": entropy}, matrix)
-        found = kernel.backward(rebuilt, tiling.plan(rebuilt), known, RowGradients(*incoming), frozenset(names))
+        return known, RowGradients(*incoming)
+
+    def gradients(kernel: Kernel, rebuilt: Problem, rows: Sequence[Array]) -> tuple[Array, ...]:
+        found = kernel.backward(rebuilt, tiling.plan(rebuilt), *read(rows), frozenset(names))
         return tuple(found[name] for name in names)
 
-    plans = _Plans.of(kernel, problem, on_host)
-
     def run(*arrays: HostArray) -> tuple[HostArray, ...]:
-        if plans is None or (planned := plans.find(arrays[count:])) is None:
-            return gradients(kernel, on_host(arrays[count:]), arrays[:count])
-        left = iter(arrays)
-        saved: dict[str, Any] = {name: next(left) for name in ("out", "row_max", "log_denom")}
-        of_optional = ("grad_out", "grad_log_sum_exp", "grad_entropy", "grad_matrix", "entropy", "attention_weights")
-        known = {name: next(left) if is_here else None for name, is_here in zip(of_optional, given, strict=True)}
-        grads = {"out": known["grad_out"], "log_sum_exp": known["grad_log_sum_exp"]}
-        for name, grad in (("entropy", known["grad_entropy"]), ("attention_weights", known["grad_matrix"])):
-            if grad is not None:
-                saved[name], grads[name] = known[name], grad
-        found = planned.backward(saved, grads, names)
+        rows, others = arrays[:count], arrays[count:]
+        if plans is None or (planned := plans.find(others)) is None:
+            return gradients(kernel, on_host(others), rows)
+        found = planned.backward(*read(rows), names)
         return tuple(found[name] for name in names)
 
     shapes = [(tuple(x.shape), problem.accumulator) for name, x in operands(problem).items() if name in wanted]
