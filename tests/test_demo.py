@@ -13,8 +13,9 @@ import pytest
 
 import attnscore
 from attnscore.cli import main
-from attnscore.cli.demo import heads, minilm
+from attnscore.cli.demo import minilm
 from attnscore.cli.demo.command import MOST_SENTENCES, read_sentences
+from attnscore.diagnostics.inspection import pretrained
 from attnscore.integrations.transformers import register
 from attnscore.io import FileError
 
@@ -92,7 +93,7 @@ def test_embeddings_equal_those_of_the_models_own_attention(summary):
 def test_statistics_of_every_head(summary):
     model = summary["model"]
     numbers = {name: np.array(values) for name, values in model["per_layer_and_head"].items()}
-    assert set(numbers) == set(heads.STATISTICS) <= set(model["definitions"])
+    assert set(numbers) == set(minilm.STATISTICS) <= set(model["definitions"])
     assert {values.shape for values in numbers.values()} == {(6, 12)}
     longest = max(sentence["tokens"] for sentence in model["sentences"])
     assert (numbers["entropy"] >= 0).all() and (numbers["entropy"] <= np.log(longest)).all()
@@ -105,7 +106,7 @@ def test_statistics_of_every_head(summary):
 def test_a_second_best_head_is_said_to_be_one():
     entropy = np.array([[0.1, 0.9, 0.5, 0.4]])
     before, after = np.array([[0.9, 0.0, 0.3, 0.1]]), np.array([[0.0, 0.1, 0.2, 0.7]])
-    chosen = heads.choose_heads(entropy, {"the token before": before, "the token after": after})
+    chosen = minilm.choose_heads(entropy, {"the token before": before, "the token after": after})
     assert chosen == {
         "lowest entropy": (0, 0),
         "highest entropy": (0, 1),
@@ -136,21 +137,21 @@ def test_summary_tells_versions_and_no_place_of_the_machine(demo, summary):
 
 def test_statistics_leave_out_padding():
     """A batch of a sentence and of its double with other padding gives the numbers of the sentence alone."""
-    tokenizer, model = minilm.load()
+    tokenizer, model = pretrained.load(pretrained.MINILM)
 
     def measure(sentences):
         calls = []
         batch = minilm.tokenize(tokenizer, sentences)
-        minilm.embed(model, batch, register("attnscore", observer=calls.append))
-        return heads.head_statistics(calls, batch.real), calls, batch
+        minilm.embed(model, batch.inputs, register("attnscore", observer=calls.append))
+        return minilm.head_statistics(calls, batch.real), calls, batch
 
     alone, _, _ = measure(SENTENCES[:1])
     together, calls, batch = measure(SENTENCES)
     real = batch.real.clone()
     real[1] = False  # count the first, padded sentence only
-    only = heads.head_statistics(calls, real)
+    only = minilm.head_statistics(calls, real)
     assert batch.real[0].sum() < batch.real.shape[1], "the first sentence is padded"
-    for name in heads.STATISTICS:
+    for name in minilm.STATISTICS:
         np.testing.assert_allclose(only[name], alone[name], rtol=2e-4, atol=1e-4)
         assert np.abs(together[name] - alone[name]).max() > 1e-3
     weights = calls[0].weights(0)

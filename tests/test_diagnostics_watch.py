@@ -21,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention as bound_elsewhere
 import attnscore as ats
 from attnscore import diagnostics
 from attnscore.cli.demo import minilm
+from attnscore.diagnostics.inspection import pretrained
 from attnscore.diagnostics.watching import records, torch_calls, torch_patches
 from attnscore.diagnostics.watching.health import Thresholds, clip_factor, trend, verdicts_of
 from attnscore.diagnostics.watching.torch_calls import Call, Scores, sums_of
@@ -366,7 +367,7 @@ def test_layers_of_this_library() -> None:
 
 @pytest.fixture(scope="module")
 def sentences():
-    tokenizer, model = minilm.load()
+    tokenizer, model = pretrained.load(pretrained.MINILM)
     text = ["A good soup needs patience.", "The goalkeeper dived to her left and saved the penalty in the last minute."]
     return model, minilm.tokenize(tokenizer, text)
 

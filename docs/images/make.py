@@ -214,8 +214,9 @@ def watching() -> Figure:
     from attnscore.cli.demo import minilm
     from attnscore.cli.demo.command import read_sentences
     from attnscore.diagnostics import watch
+    from attnscore.diagnostics.inspection import pretrained
 
-    tokenizer, model = minilm.load()
+    tokenizer, model = pretrained.load(pretrained.MINILM)
     batch = minilm.tokenize(tokenizer, read_sentences(None)[0])
     with torch.no_grad(), watch(model) as seen:
         model.encoder.layer[3].attention.self.query.weight[7 * 32 : 8 * 32] *= 30

@@ -7,13 +7,14 @@
 - The statistics per layer and head come from the same pass as the embeddings, and are means over real query
   tokens: queries that are padding do not count, keys that are padding are masked.
 - Heat maps show chosen heads on one sentence, without padding, with the tokens on both axes.
+- Arrays of statistics and of patterns are (layer, head).
 """
 
 from __future__ import annotations
 
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnscore.cli.console import table
-from attnscore.cli.demo.heads import choose_heads, head_patterns, head_statistics
 from attnscore.cli.report import Report
 from attnscore.diagnostics.inspection import pretrained
 from attnscore.integrations.transformers import AttentionCall, register
@@ -69,59 +69,63 @@ class Batch:
         return self.inputs["attention_mask"].bool()
 
 
-@dataclass(frozen=True)
-class Study:
-    """Statistics, patterns and calls of all heads, and the heads that are drawn."""
-
-    batch: Batch
-    calls: list[AttentionCall]
-    numbers: dict[str, Array]
-    patterns: dict[str, Array]
-    chosen: dict[str, tuple[int, int]]
-    embeddings: torch.Tensor
-
-
 def run(report: Report, sentences: Sequence[str]) -> None:
     """Embed the sentences three times, compare, measure every head, into ``summary["model"]``."""
     with report.step("loading the model (all-MiniLM-L6-v2)"):
-        tokenizer, model = load()
+        tokenizer, model = pretrained.load(pretrained.MINILM, extra="demo")
         batch = tokenize(tokenizer, sentences)
     calls: list[AttentionCall] = []
     with report.step("sentence embeddings, by eager, sdpa and attnscore"):
-        found = {name: embed(model, batch, name) for name in ("eager", "sdpa")}
-        found["attnscore"] = embed(model, batch, register("attnscore", observer=calls.append))
-        seen = list(calls)  # the comparison below runs the model once more
-        comparison = _compare(report, model, batch, found)
+        found = {name: embed(model, batch.inputs, name) for name in ("eager", "sdpa")}
+        found["attnscore"] = embed(model, batch.inputs, register("attnscore", observer=calls.append))
+        seen = list(calls)  # the last pass is not measured
+        place = min(range(len(batch.tokens)), key=lambda place: len(batch.tokens[place]))
+        alone = {name: x[place : place + 1, : len(batch.tokens[place])] for name, x in batch.inputs.items()}
+        of_alone = _difference(embed(model, alone, "attnscore")[0][0], found["attnscore"][0][place])
     if batch.cut:
         report.show(f"{batch.cut} of the sentences are longer than {MOST_TOKENS} tokens: the rest is left out.")
-    _show_comparison(report, comparison)
+    comparison = _compare(report, found, of_alone)
     with report.step("statistics of every head"):
         numbers, patterns = head_statistics(seen, batch.real), head_patterns(seen, batch.real)
-        chosen = choose_heads(numbers["entropy"], patterns)
-        study = Study(batch, seen, numbers, patterns, chosen, found["attnscore"][0])
-    _show_statistics(report, study)
+        # About 16 tokens: long enough to show a pattern, short enough to read.
+        drawn = min(range(len(batch.tokens)), key=lambda place: abs(len(batch.tokens[place]) - 16))
+        chosen = [
+            {
+                "chosen_for": wish,
+                "layer": layer,
+                "head": head,
+                **{name: values[layer, head] for name, values in numbers.items()},
+                "weight": {name: values[layer, head] for name, values in patterns.items()},
+                "sentence": batch.sentences[drawn],
+            }
+            for wish, (layer, head) in choose_heads(numbers["entropy"], patterns).items()
+        ]
+    _show_statistics(report, numbers, chosen)
+    embeddings = found["attnscore"][0]
+    similarity = np.asarray((embeddings @ embeddings.T).double())
     with report.step("heat maps"):
-        _draw_all_heads(report, study)
-        _draw_chosen_heads(report, study)
-        _draw_similarity(report, study)
-    report.summary["model"] = _facts(model.config, batch) | {
+        title = "all-MiniLM-L6-v2, mean over the real query tokens of all sentences"
+        panels = np.stack(list(numbers.values()))
+        report.picture("08-layers-and-heads", show_head_grid(panels, list(STATISTICS.values()), suptitle=title))
+        _draw_chosen_heads(report, batch, drawn, seen, chosen)
+        _draw_similarity(report, batch.sentences, similarity)
+    config = model.config
+    report.summary["model"] = {
+        "name": "all-MiniLM-L6-v2",
+        "layers": config.num_hidden_layers,
+        "heads": config.num_attention_heads,
+        "head_dim": config.hidden_size // config.num_attention_heads,
+        "batch_shape": list(batch.real.shape),
+        "sentences_cut": batch.cut,
+        "sentences": [
+            {"text": text, "tokens": len(tokens)} for text, tokens in zip(batch.sentences, batch.tokens, strict=True)
+        ],
         "comparison": comparison,
         "definitions": DEFINITIONS,
         "per_layer_and_head": numbers,
-        "chosen_heads": _chosen(study),
-        "similarity": _similarity(study),
+        "chosen_heads": chosen,
+        "similarity": similarity,
     }
-
-
-def load() -> tuple[Any, Any]:
-    """Return tokenizer and model from the files of the installed package.
-
-    Raises
-    ------
-    FrameworkError
-        PyTorch, transformers or the model package is not installed.
-    """
-    return pretrained.load(pretrained.MINILM, extra="demo")
 
 
 def tokenize(tokenizer: Any, sentences: Sequence[str]) -> Batch:
@@ -136,133 +140,144 @@ def tokenize(tokenizer: Any, sentences: Sequence[str]) -> Batch:
     return Batch(list(sentences), dict(inputs), tokens, sum(length > MOST_TOKENS for length in lengths))
 
 
-def embed(model: Any, batch: Batch, implementation: str) -> tuple[torch.Tensor, float]:
+def embed(model: Any, inputs: Mapping[str, torch.Tensor], implementation: str) -> tuple[torch.Tensor, float]:
     """Return embeddings (sentence, dim) by one implementation of attention, and the seconds it took."""
     import torch
 
     model.set_attn_implementation(implementation)
     with torch.no_grad():
         start = time.perf_counter()
-        hidden = model(**batch.inputs).last_hidden_state
+        hidden = model(**inputs).last_hidden_state
         seconds = time.perf_counter() - start
-        real = batch.real.unsqueeze(-1)
+        real = inputs["attention_mask"].bool().unsqueeze(-1)
         mean = (hidden * real).sum(1) / real.sum(1)
         return torch.nn.functional.normalize(mean, dim=-1), seconds
 
 
-def _compare(report: Report, model: Any, batch: Batch, found: dict[str, Any]) -> dict[str, Any]:
-    ours = found["attnscore"][0]
+def head_statistics(calls: Sequence[AttentionCall], real: Any) -> dict[str, Array]:
+    """Return means of the statistics of the same pass, each (layer, head); `real` is (batch, token)."""
 
-    def difference(one: torch.Tensor, other: torch.Tensor) -> float:
-        return float((one - other).abs().max())
+    def mean(x: Any) -> Array:
+        return np.asarray(x.double().transpose(1, 2)[real].mean(0))
 
-    shortest = min(range(len(batch.tokens)), key=lambda place: len(batch.tokens[place]))
-    alone, _ = embed(model, _alone(batch, shortest), "attnscore")
+    return {
+        "logit_variance": np.stack([mean(call.stats.var_score) for call in calls]),
+        "entropy": np.stack([mean(call.stats.entropy) for call in calls]),
+        "largest_weight": np.stack([mean(call.stats.max_weight) for call in calls]),
+        # The mean of exp(H), not exp of the mean: a head that is sharp on half the queries is no broad head.
+        "effective_keys": np.stack([mean(call.stats.effective_keys()) for call in calls]),
+    }
+
+
+def head_patterns(calls: Sequence[AttentionCall], real: Any) -> dict[str, Array]:
+    """Return the weight on the token itself, the one before, the one after, [CLS] and [SEP], each (layer, head)."""
+    host = np.asarray(real)
+    length = host.shape[1]
+    places = _places(host)
+    found: dict[str, list[Array]] = {name: [] for name in places}
+    for call in calls:
+        weights = np.asarray(call.weights().double())
+        for name, keys in places.items():
+            has = host & (keys >= 0) & (keys < length)
+            rows = np.take_along_axis(weights, np.clip(keys, 0, length - 1)[:, None, :, None], axis=-1)[..., 0]
+            found[name].append(rows.transpose(0, 2, 1)[has].mean(0))
+    return {name: np.stack(rows) for name, rows in found.items()}
+
+
+def _places(real: NDArray[np.bool_]) -> dict[str, NDArray[np.int64]]:
+    token = np.broadcast_to(np.arange(real.shape[1]), real.shape)
+    last = np.broadcast_to(real.sum(1, keepdims=True) - 1, real.shape)
+    # [CLS] counts as [CLS] only: many heads put their weight there when no other key matches.
+    return {
+        "itself": np.where(token > 0, token, -1),
+        "the token before": np.where(token > 1, token - 1, -1),
+        "the token after": np.where(token < last, token + 1, -1),
+        "[CLS]": np.zeros_like(token),
+        "[SEP]": last,
+    }
+
+
+def choose_heads(entropy: Array, patterns: Mapping[str, Array]) -> dict[str, tuple[int, int]]:
+    """Choose six different heads: the sharpest, the broadest, and those with most weight on a place.
+
+    Where a head that was chosen before has more weight on a place, the title ends in "of the others".
+    """
+    wishes: dict[str, Array] = {"lowest entropy": -entropy, "highest entropy": entropy}
+    wishes |= {f"most weight on {name}": patterns[name] for name in patterns if name != "[SEP]"}
+    chosen: dict[str, tuple[int, int]] = {}
+    for wish, values in wishes.items():
+        order = np.dstack(np.unravel_index(np.argsort(-values, axis=None), values.shape))[0].tolist()
+        heads = [(layer, head) for layer, head in order if (layer, head) not in chosen.values()]
+        if heads:
+            chosen[wish if heads[0] == tuple(order[0]) else f"{wish}, of the others"] = heads[0]
+    return chosen
+
+
+def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).abs().max())
+
+
+def _compare(report: Report, found: dict[str, tuple[torch.Tensor, float]], of_alone: float) -> dict[str, Any]:
+    """Check and show the differences between the embeddings; `of_alone` is that of a sentence without padding."""
+    eager, sdpa, ours = (found[name][0] for name in ("eager", "sdpa", "attnscore"))
     compared = {
-        "to_eager": difference(found["eager"][0], ours),
-        "to_sdpa": difference(found["sdpa"][0], ours),
-        "padded_to_alone": difference(alone[0], ours[shortest]),
+        "to_eager": _difference(eager, ours),
+        "to_sdpa": _difference(sdpa, ours),
+        "padded_to_alone": of_alone,
     }
     claims = ("equal those of eager", "equal those of sdpa", "of the shortest sentence do not feel padding")
     for claim, value in zip(claims, compared.values(), strict=True):
         report.check(f"embeddings {claim}", value, ALLOWED)
+    eager_to_sdpa = _difference(eager, sdpa)
+    rows = [
+        ("attnscore", "the model's eager attention", compared["to_eager"]),
+        ("attnscore", "the model's sdpa attention", compared["to_sdpa"]),
+        ("eager", "sdpa", eager_to_sdpa),
+        ("attnscore, padded batch", "attnscore, shortest sentence alone", of_alone),
+    ]
+    cells = [(by, against, f"{difference:.2e}") for by, against, difference in rows]
+    caption = f"largest absolute difference of any coordinate; allowed {ALLOWED:g}"
+    columns = ("embeddings by", "against", "difference")
+    report.show(table("Sentence embeddings: attention replaced", columns, cells, left=2, caption=caption))
     return {
         "largest_difference": compared,
-        "eager_to_sdpa": difference(found["eager"][0], found["sdpa"][0]),
+        "eager_to_sdpa": eager_to_sdpa,
         "allowed": ALLOWED,
         "seconds_of_one_pass": {one: seconds for one, (_, seconds) in found.items()},
     }
 
 
-def _show_comparison(report: Report, comparison: dict[str, Any]) -> None:
-    differences = comparison["largest_difference"]
-    rows = [
-        ("attnscore", "the model's eager attention", f"{differences['to_eager']:.2e}"),
-        ("attnscore", "the model's sdpa attention", f"{differences['to_sdpa']:.2e}"),
-        ("eager", "sdpa", f"{comparison['eager_to_sdpa']:.2e}"),
-        (
-            "attnscore, padded batch",
-            "attnscore, shortest sentence alone",
-            f"{differences['padded_to_alone']:.2e}",
-        ),
-    ]
-    caption = f"largest absolute difference of any coordinate; allowed {ALLOWED:g}"
-    columns = ("embeddings by", "against", "difference")
-    report.show(table("Sentence embeddings: attention replaced", columns, rows, left=2, caption=caption))
-
-
-def _alone(batch: Batch, place: int) -> Batch:
-    length = len(batch.tokens[place])
-    inputs = {name: tensor[place : place + 1, :length] for name, tensor in batch.inputs.items()}
-    return Batch([batch.sentences[place]], inputs, [batch.tokens[place]])
-
-
-def _facts(config: Any, batch: Batch) -> dict[str, Any]:
-    return {
-        "name": "all-MiniLM-L6-v2",
-        "layers": config.num_hidden_layers,
-        "heads": config.num_attention_heads,
-        "head_dim": config.hidden_size // config.num_attention_heads,
-        "batch_shape": list(batch.real.shape),
-        "sentences_cut": batch.cut,
-        "sentences": [
-            {"text": text, "tokens": len(tokens)} for text, tokens in zip(batch.sentences, batch.tokens, strict=True)
-        ],
-    }
-
-
-def _show_statistics(report: Report, study: Study) -> None:
-    for name, values in study.numbers.items():
+def _show_statistics(report: Report, numbers: dict[str, Array], chosen: list[dict[str, Any]]) -> None:
+    for name, values in numbers.items():
         columns = ("layer", *(f"head {head}" if head == 0 else str(head) for head in range(values.shape[1])))
         rows = [(layer, *(short_number(value, 3) for value in row)) for layer, row in enumerate(values)]
         report.show(table(f"{STATISTICS[name]}, mean over real query tokens", columns, rows))
-    places = [name.removeprefix("the token ") for name in study.patterns]
+    places = [name.removeprefix("the token ") for name in chosen[0]["weight"]]
     cells = [
         (one["chosen_for"], one["layer"], one["head"], *(f"{share:.2f}" for share in one["weight"].values()))
-        for one in _chosen(study)
+        for one in chosen
     ]
     title = "Chosen heads: share of weight on the token itself, before, after, [CLS], [SEP]"
     report.show(table(title, ("chosen for", "layer", "head", *places), cells))
 
 
-def _chosen(study: Study) -> list[dict[str, Any]]:
-    sentence = study.batch.sentences[_readable(study.batch)]
-    return [
-        {
-            "chosen_for": wish,
-            "layer": layer,
-            "head": head,
-            **{name: values[layer, head] for name, values in study.numbers.items()},
-            "weight": {name: values[layer, head] for name, values in study.patterns.items()},
-            "sentence": sentence,
-        }
-        for wish, (layer, head) in study.chosen.items()
-    ]
-
-
-def _draw_all_heads(report: Report, study: Study) -> None:
-    title = "all-MiniLM-L6-v2, mean over the real query tokens of all sentences"
-    panels = np.stack(list(study.numbers.values()))
-    report.picture("08-layers-and-heads", show_head_grid(panels, list(STATISTICS.values()), suptitle=title))
-
-
-def _draw_chosen_heads(report: Report, study: Study) -> None:
-    place = _readable(study.batch)
-    tokens = study.batch.tokens[place]
+def _draw_chosen_heads(
+    report: Report, batch: Batch, place: int, calls: list[AttentionCall], chosen: list[dict[str, Any]]
+) -> None:
+    tokens = batch.tokens[place]
     maps = [
-        np.asarray(study.calls[layer].weights(place)[head, : len(tokens), : len(tokens)].double())
-        for layer, head in study.chosen.values()
+        np.asarray(calls[one["layer"]].weights(place)[one["head"], : len(tokens), : len(tokens)].double())
+        for one in chosen
     ]
-    titles = [f"layer {layer}, head {head}\n{wish}" for wish, (layer, head) in study.chosen.items()]
-    sentence = textwrap.shorten(study.batch.sentences[place], 220, placeholder=" …").replace("$", r"\$")
+    titles = [f"layer {one['layer']}, head {one['head']}\n{one['chosen_for']}" for one in chosen]
+    sentence = textwrap.shorten(batch.sentences[place], 220, placeholder=" …").replace("$", r"\$")
     figure = show_attention(maps, tokens, titles=titles, suptitle=textwrap.fill(f"“{sentence}”", 110))
     report.picture("09-chosen-heads", figure)
 
 
-def _draw_similarity(report: Report, study: Study) -> None:
-    sentences = study.batch.sentences
+def _draw_similarity(report: Report, sentences: list[str], similarity: Array) -> None:
     figure = show_attention(
-        _similarity(study),
+        similarity,
         [f"{_shortened(text)}  {number}" for number, text in enumerate(sentences, 1)],
         [str(number) for number in range(1, len(sentences) + 1)],
         suptitle="Cosine similarity of the sentence embeddings",
@@ -272,15 +287,6 @@ def _draw_similarity(report: Report, study: Study) -> None:
         numbers=len(sentences) <= 24,
     )
     report.picture("10-similarity", figure)
-
-
-def _similarity(study: Study) -> Array:
-    return np.asarray((study.embeddings @ study.embeddings.T).double())
-
-
-def _readable(batch: Batch) -> int:
-    """Return the sentence with about 16 tokens: long enough to show a pattern, short enough to read."""
-    return min(range(len(batch.tokens)), key=lambda place: abs(len(batch.tokens[place]) - 16))
 
 
 def _shortened(text: str, most: int = 44) -> str:

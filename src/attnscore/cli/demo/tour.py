@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,20 +15,20 @@ from numpy.typing import NDArray
 
 import attnscore as ats
 from attnscore.cli.console import table
-from attnscore.cli.demo import pictures
 from attnscore.cli.report import Report
+from attnscore.diagnostics.lab.panels import draw_numbered_maps
+from attnscore.diagnostics.lab.sharpening import LOGITS, WEIGHTS, draw_weights
 from attnscore.plotting import show_attention, show_heatmaps
+from attnscore.plotting.drawing import LABEL_POINTS, draw_map, label, labelled_panels, legend, new_figure
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from matplotlib.figure import Figure
 
 Array = NDArray[Any]
 
 STEPS = 6
-# Inputs of the section on temperature, and its results to the digits given.
-LOGITS = (0.2, 0.4, 0.1, 0.8)
-_SOFTMAX = {1: (0.202, 0.247, 0.183, 0.368), 8: (0.008, 0.039, 0.004, 0.950)}
 _ROUNDED = 0.5e-3 * 1.0001
+_BLUES = ("#c6dbef", "#9ecae1", "#6baed6", "#3182bd", "#08519c", "#08306b")
 
 
 def run(report: Report) -> None:
@@ -159,7 +160,7 @@ def masks(report: Report, rng: np.random.Generator) -> dict[str, Any]:
         "Causal('bottom_right'), 4 queries": (ats.Causal(align="bottom_right"), 4, 8),
     }
     unmasked = {title: mask.materialize(*lengths)[0] for title, (mask, *lengths) in gallery.items()}
-    report.picture("04-masks", pictures.mask_gallery(unmasked))
+    report.picture("04-masks", _mask_gallery(unmasked))
     tokens = rng.normal(size=(1, 8, 4))
     used = {
         "no mask": None,
@@ -184,9 +185,9 @@ def temperature(report: Report, rng: np.random.Generator) -> dict[str, Any]:
     """Show the softmax of y and of 8y, their Jacobians, and the temperatures between."""
     del rng
     logits = np.array(LOGITS)
-    soft = {factor: ats.masked_softmax(factor * logits) for factor in _SOFTMAX}
+    soft = {int(factor): ats.masked_softmax(factor * logits) for factor in WEIGHTS}
     jacobians = {factor: ats.softmax_jacobian(weights) for factor, weights in soft.items()}
-    for factor, expected in _SOFTMAX.items():
+    for factor, expected in zip(soft, WEIGHTS.values(), strict=True):
         difference = float(np.abs(soft[factor] - expected).max())
         report.check(f"softmax({factor}y) to three digits", difference, _ROUNDED)
         by_temperature = ats.masked_softmax(logits, temperature=1 / factor)
@@ -201,7 +202,7 @@ def temperature(report: Report, rng: np.random.Generator) -> dict[str, Any]:
     steps = (4.0, 2.0, 1.0, 0.5, 0.25, 0.125)
     weights = np.stack([ats.masked_softmax(logits, temperature=step) for step in steps])
     drawn = {"Jacobian at T = 1": jacobians[1], "Jacobian at T = 1/8": jacobians[8]}
-    report.picture("06-temperature", pictures.sharpening(LOGITS, steps, weights, drawn))
+    report.picture("06-temperature", _draw_sharpening(steps, weights, drawn))
     return {
         "y": logits,
         "softmax": {f"{factor}y": weights for factor, weights in soft.items()},
@@ -214,7 +215,7 @@ def cost(report: Report, rng: np.random.Generator) -> dict[str, Any]:
     """Show operations, bytes and parameters of one head, from shapes alone."""
     del rng
     dim, hidden, lengths = 64, 64, (512, 1024, 2048, 4096, 8192, 16384)
-    made: dict[str, Any] = {
+    made = {
         "dot": "dot",
         "scaled dot": "scaled_dot",
         "cosine": "cosine",
@@ -222,17 +223,26 @@ def cost(report: Report, rng: np.random.Generator) -> dict[str, Any]:
         "bilinear": "bilinear",
         "additive": "additive",
     }
-    sizes = {"additive": {"num_hiddens": hidden}}
-    found = {
-        name: {
-            length: ats.cost(score, query_len=length, key_len=length, dim=dim, **sizes.get(name, {}))
-            for length in lengths
-        }
-        for name, score in made.items()
-    }
-    setting = f"one head, {{}} queries and keys, d = {dim}, h = {hidden}, float32; attend keeps no such matrix"
-    report.show(_cost_table(found, 4096, setting))
-    report.picture("07-cost", pictures.growth(lengths, {name: found[name] for name in ("scaled dot", "additive")}))
+
+    def cost_of(score: str, length: int) -> ats.Cost:
+        own = {"num_hiddens": hidden} if score == "additive" else {}
+        return ats.cost(score, query_len=length, key_len=length, dim=dim, **own)
+
+    found = {name: {length: cost_of(score, length) for length in lengths} for name, score in made.items()}
+    rows = [
+        (
+            name,
+            f"{costs[4096].parameters:,}",
+            f"{costs[4096].operations / 1e9:.2f}",
+            f"{costs[4096].bytes / 1e6:.1f}",
+            f"{costs[4096].matrix_bytes / 1e6:,.0f}",
+        )
+        for name, costs in found.items()
+    ]
+    columns = ("score", "parameters", "operations / 10⁹", "in and out / MB", "kept by a naive form / MB")
+    caption = f"one head, 4096 queries and keys, d = {dim}, h = {hidden}, float32; attend keeps no such matrix"
+    report.show(table("What one call costs", columns, rows, caption=caption))
+    report.picture("07-cost", _draw_growth(lengths, {name: found[name] for name in ("scaled dot", "additive")}))
     return {
         "setting": {
             "heads": 1,
@@ -252,20 +262,63 @@ def cost(report: Report, rng: np.random.Generator) -> dict[str, Any]:
     }
 
 
-def _cost_table(found: dict[str, dict[int, ats.Cost]], length: int, setting: str) -> Table:
-    costs = {name: by_length[length] for name, by_length in found.items()}
-    rows = [
-        (
-            name,
-            f"{one.parameters:,}",
-            f"{one.operations / 1e9:.2f}",
-            f"{one.bytes / 1e6:.1f}",
-            f"{one.matrix_bytes / 1e6:,.0f}",
-        )
-        for name, one in costs.items()
-    ]
-    columns = ("score", "parameters", "operations / 10⁹", "in and out / MB", "kept by a naive form / MB")
-    return table("What one call costs", columns, rows, caption=setting.format(length))
+def _mask_gallery(masks: Mapping[str, Array], cols: int = 4) -> Figure:
+    """Draw boolean matrices (query, key) as squares: filled where the query may attend."""
+    title = "Masks: a filled square means that the query may attend to the key"
+    figure = new_figure((2.5 * cols, 2.55 * -(-len(masks) // cols) + 0.3), title=title)
+    axes = labelled_panels(figure, len(masks), cols, list(masks), "Keys", "Queries", title_points=9)
+    for axis, unmasked in zip(axes, masks.values(), strict=True):
+        draw_map(axis, unmasked.astype(float), cmap="Blues", limits=(0.0, 1.35))
+        axis.set_xticks(np.arange(unmasked.shape[1] + 1) - 0.5, minor=True)
+        axis.set_yticks(np.arange(unmasked.shape[0] + 1) - 0.5, minor=True)
+        axis.grid(which="minor", color="white", linewidth=1.2)
+        axis.tick_params(which="minor", length=0)
+        axis.set_anchor("N")
+    return figure
+
+
+def _draw_sharpening(temperatures: Sequence[float], weights: Array, jacobians: Mapping[str, Array]) -> Figure:
+    """Draw the weights at several temperatures as bars, and softmax Jacobians beside them."""
+    figure = new_figure((10.5, 3.4))
+    bars, *maps = figure.subplots(1, 1 + len(jacobians), width_ratios=[1.7] + [1.0] * len(jacobians))
+    draw_weights(bars, LOGITS, weights, [f"T = {step:g}" for step in temperatures], _BLUES, width=0.8)
+    label(bars, "A lower temperature sharpens the softmax", "logit", "weight")
+    legend(bars, loc="upper left", ncols=2)
+    bars.spines[["top", "right"]].set_visible(False)
+    largest = max(float(np.abs(jacobian).max()) for jacobian in jacobians.values())
+    draw_numbered_maps(
+        figure,
+        maps,
+        list(jacobians.values()),
+        list(jacobians),
+        ("of logit", "of weight", "derivative"),
+        limits=(-largest, largest),
+        cmap="RdBu_r",
+        text=lambda value: f"{round(value, 3) + 0.0:.3f}",
+    )
+    return figure
+
+
+def _draw_growth(lengths: Sequence[int], costs: Mapping[str, Mapping[int, ats.Cost]]) -> Figure:
+    """Draw operations and bytes against the length, both axes logarithmic."""
+    figure = new_figure((9.6, 3.5))
+    left, right = figure.subplots(1, 2)
+    for (name, by_length), colour in zip(costs.items(), ("#2171b5", "#cb181d"), strict=True):
+        line = [by_length[length] for length in lengths]
+        left.plot(lengths, [one.operations for one in line], "o-", color=colour, label=name)
+        right.plot(lengths, [one.matrix_bytes for one in line], "o--", color=colour, label=f"{name}, naive")
+    first = next(iter(costs.values()))
+    both = [first[length].bytes for length in lengths]
+    right.plot(lengths, both, "o-", color="#238b45", label="inputs and outputs")
+    for axis, title in ((left, "Operations of one head"), (right, "Bytes that have to be held")):
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xticks(lengths, [f"{length:,}" for length in lengths], fontsize=LABEL_POINTS)
+        label(axis, title, "queries and keys")
+        axis.grid(which="major", color="#e5e5e5", linewidth=0.7)
+        axis.spines[["top", "right"]].set_visible(False)
+        legend(axis)
+    return figure
 
 
 def _health(weights: Array) -> tuple[str, ...]:

@@ -7,9 +7,9 @@ Requirements:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from attnscore.diagnostics.lab.panels import draw_numbered_maps
 from attnscore.plotting.drawing import legend, new_figure, style_lines
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 LOGITS = (0.2, 0.4, 0.1, 0.8)
@@ -113,13 +114,9 @@ class Sharpening(Result):
 
         figure = new_figure((11, 3.3))
         bars, *maps = figure.subplots(1, 3, width_ratios=[1.7, 1, 1])
-        count = len(self.factors)
-        width = 0.84 / count
-        blues = colormaps["Blues"](np.linspace(0.15, 1, count))
-        for place, (factor, row) in enumerate(zip(self.factors, self.weights, strict=True)):
-            at = np.arange(len(self.logits)) + (place - (count - 1) / 2) * width
-            bars.bar(at, row, width * 0.92, color=blues[place], label="y" if factor == 1 else f"{factor:g} y")
-        bars.set_xticks(range(len(self.logits)), [f"{logit:g}" for logit in self.logits])
+        names = ["y" if factor == 1 else f"{factor:g} y" for factor in self.factors]
+        blues = colormaps["Blues"](np.linspace(0.15, 1, len(names)))
+        draw_weights(bars, self.logits, self.weights, names, blues, width=0.84)
         style_lines(bars, "softmax of multiples of y", "logit in y", "weight")
         bars.grid(axis="x", visible=False)
         legend(bars, loc="upper left", ncols=2)
@@ -139,6 +136,17 @@ class Sharpening(Result):
             text=lambda value: f"{round(value, 4) + 0.0:.4f}",
         )
         return figure
+
+
+def draw_weights(
+    axis: Axes, logits: Sequence[float], weights: Array, names: Sequence[str], colours: Iterable[Any], *, width: float
+) -> None:
+    """Draw each row of weights as bars beside those of the other rows; `width` is that of all bars of a logit."""
+    each = width / len(names)
+    for place, (row, name, colour) in enumerate(zip(weights, names, colours, strict=True)):
+        at = np.arange(len(logits)) + (place - (len(names) - 1) / 2) * each
+        axis.bar(at, row, each * 0.92, color=colour, label=name)
+    axis.set_xticks(range(len(logits)), [f"{logit:g}" for logit in logits])
 
 
 def sharpening(logits: Sequence[float] = LOGITS, factors: Sequence[float] = FACTORS) -> Sharpening:
