@@ -389,7 +389,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "cli-window-swapped",
-        "src/attnscore/cli/inputs.py",
+        "src/attnscore/cli/options.py",
         "ats.SlidingWindow(left=left, right=right,",
         "ats.SlidingWindow(left=right, right=left,",
         "tests/test_cli.py -k masks_from_options",
@@ -397,9 +397,9 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "cli-align-swapped",
-        "src/attnscore/cli/inputs.py",
-        '"top_left": "top_left", "bottom_right": "bottom_right"}',
-        '"top_left": "bottom_right", "bottom_right": "top_left"}',
+        "src/attnscore/cli/options.py",
+        "return cast(_Align, self.causal)",
+        'return "bottom_right" if self.causal == "top_left" else "top_left"',
         "tests/test_cli.py -k 'masks_from_options or causal'",
         "--causal top_left aligns at the last key and bottom_right at the first",
     ),

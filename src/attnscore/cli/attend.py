@@ -11,26 +11,19 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import typer
 from rich.text import Text
 
 import attnscore as ats
 from attnscore.cli.console import console, error_console, table
-from attnscore.cli.options import CallOptions, takes_call
+from attnscore.cli.options import CallOptions, option, takes_call
 from attnscore.errors import ArgumentError
 from attnscore.io import Array, check_destination, check_holds, write_arrays
 
-
-def _flag(name: str, text: str) -> Any:
-    return typer.Option(name, help=text, rich_help_panel="Result")
-
-
-def _option(text: str, metavar: str) -> Any:
-    return typer.Option(help=text, metavar=metavar, rich_help_panel="Result")
-
-
-Kernel = _option("What computes; attnscore info lists them.", "NAME")
-Out = _option("Where to write: .npz, .safetensors, or .npy (out alone).", "FILE")
+Kernel = option("Result", "What computes; attnscore info lists them.", "NAME")
+Out = option("Result", "Where to write: .npz, .safetensors, or .npy (out alone).", "FILE")
+Weights = option("Result", "Write the weights too.", None, "--weights")
+Stats = option("Result", "Write the statistics of every row too.", None, "--stats")
+Explain = option("Result", "Print the plan; without --out compute nothing.", None, "--explain")
 
 
 @takes_call()
@@ -38,9 +31,9 @@ def attend(
     given: CallOptions,
     kernel: Annotated[str, Kernel] = "auto",
     out: Annotated[Path | None, Out] = None,
-    weights: Annotated[bool, _flag("--weights", "Write the weights too.")] = False,
-    stats: Annotated[bool, _flag("--stats", "Write the statistics of every row too.")] = False,
-    explain: Annotated[bool, _flag("--explain", "Print the plan; without --out compute nothing.")] = False,
+    weights: Annotated[bool, Weights] = False,
+    stats: Annotated[bool, Stats] = False,
+    explain: Annotated[bool, Explain] = False,
 ) -> None:
     """Attention over arrays in files: out, and on request the weights and the statistics of every row.
 
@@ -50,8 +43,14 @@ def attend(
 
     Example: attnscore attend in.npz --out out.npz --score gaussian --param bandwidth=0.5 --causal --stats
     """
-    check_result(out, weights=weights, stats=stats, explain=explain)
-    if out is not None:
+    # Before anything is computed: a destination that can hold the result.
+    if out is None:
+        if not explain:
+            raise ArgumentError("--out: expected a file for the result, or --explain for the plan alone")
+    else:
+        check_destination(out)
+        if out.suffix.lower() == ".npy" and (weights or stats):
+            raise ArgumentError("--out: a .npy file holds one array; with --weights or --stats use .npz")
         given.keep_inputs("--out", out)
     call = {"kernel": kernel, **given.read(("query", "key", "value"))}
     if explain:
@@ -61,17 +60,6 @@ def attend(
         with error_console().status("attending"):
             result = ats.attend(**call, return_weights=weights, return_stats=stats)
         save(out, result, weights=weights, stats=stats)
-
-
-def check_result(out: Path | None, *, weights: bool, stats: bool, explain: bool) -> None:
-    """Refuse, before anything is computed, a destination that cannot hold the result."""
-    if out is None:
-        if not explain:
-            raise ArgumentError("--out: expected a file for the result, or --explain for the plan alone")
-        return
-    check_destination(out)
-    if out.suffix.lower() == ".npy" and (weights or stats):
-        raise ArgumentError("--out: a .npy file holds one array; with --weights or --stats use .npz")
 
 
 def save(out: Path, result: Any, *, weights: bool, stats: bool) -> None:

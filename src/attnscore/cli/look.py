@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import typer
@@ -15,7 +15,7 @@ from rich.text import Text
 
 import attnscore as ats
 from attnscore.cli.console import console, error_console, table
-from attnscore.cli.options import CallOptions, takes_call
+from attnscore.cli.options import CallOptions, option, takes_call
 from attnscore.errors import ArgumentError, message
 from attnscore.io import Array, FileError, check_destination, check_holds, replacing, write_arrays
 from attnscore.plotting.drawing import short_number
@@ -25,17 +25,13 @@ _NAMED = 8
 _MOST_ROWS = 16
 
 
-def _option(text: str, metavar: str, **more: Any) -> Any:
-    return typer.Option(help=text, metavar=metavar, rich_help_panel="Result", **more)
-
-
 Inputs = typer.Argument(help="A .npz or .safetensors file with query, key and what else there is.")
-Plot = _option("Draw map, exact block, key mass and links: .png, .svg or .pdf.", "FILE")
-Out = _option("Write pooled_weights, key_mass, top_weights and top_index: .npz or .safetensors.", "FILE")
-Bins = _option("Bins of the pooled map.", "ROWSxCOLUMNS")
-Top = _option("How many of the largest weights of each query.", "K", min=1)
-Place = _option("Which batch and head --plot draws; needed where there are several.", "N,N,...")
-Zoom = _option("The middle of the exact block; without it the strongest link.", "QUERY,KEY")
+Plot = option("Result", "Draw map, exact block, key mass and links: .png, .svg or .pdf.", "FILE")
+Out = option("Result", "Write pooled_weights, key_mass, top_weights and top_index: .npz or .safetensors.", "FILE")
+Bins = option("Result", "Bins of the pooled map.", "ROWSxCOLUMNS")
+Top = option("Result", "How many of the largest weights of each query.", "K", min=1)
+Place = option("Result", "Which batch and head --plot draws; needed where there are several.", "N,N,...")
+Zoom = option("Result", "The middle of the exact block; without it the strongest link.", "QUERY,KEY")
 
 
 @takes_call(inputs=Annotated[Path | None, Inputs], value=None)

@@ -1,22 +1,44 @@
-"""Options of the commands that run one attention call on files: `CallOptions`, and `takes_call` to add them."""
+"""Files and options of the commands that run one attention call: `CallOptions`, and `takes_call` to add them.
+
+- Each array comes from one place; one that is unknown, given twice, or unused by the chosen score is refused.
+- Messages name the file or the option, so that one line is enough to correct the command.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import wraps
+from functools import reduce, wraps
+from operator import and_
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, cast, get_args, get_type_hints
 
+import numpy as np
 import typer
 from typer.core import TyperCommand
 
-from attnscore.cli.inputs import CALL_ARRAYS, collect, converted, make_mask, make_score
-from attnscore.errors import ArgumentError
-from attnscore.io import SUFFIXES
+import attnscore as ats
+from attnscore import scores
+from attnscore.errors import ArgumentError, DtypeError, message
+from attnscore.io import SUFFIXES, Array, FileError, bfloat16, read_arrays
 
-_ALIGNMENTS = ("top_left", "bottom_right")
+_Score = Literal["dot", "scaled_dot", "gaussian", "cosine", "sum", "additive", "bilinear"]
+_Dtype = Literal["float16", "bfloat16", "float32", "float64"]
+_Align = Literal["top_left", "bottom_right"]
+_CALL_ARRAYS = ("query", "key", "value", "valid_lens", "bias", "sink")
+# Parameters of each score: their names in files, and the fields of the class. `bias` names the term that attend adds to
+# the scores, so the additive score's own bias goes by another name.
+_PARAMETERS = {
+    score: {
+        {"bias": "score_bias"}.get(field.name, field.name): field
+        for field in fields(scores.BUILTIN[score])  # type: ignore[arg-type]  # every built-in score is a dataclass
+        if field.name != "activation"
+    }
+    for score in get_args(_Score)
+}
+_ALL_PARAMETERS = {name for own in _PARAMETERS.values() for name in own}
 
 
 class AttendCommand(TyperCommand):
@@ -26,18 +48,16 @@ class AttendCommand(TyperCommand):
         """Give a bare ``--causal`` its value."""
         whole = list(args)
         for place, word in enumerate(whole):
-            if word == "--causal" and (whole[place + 1 : place + 2] or [""])[0] not in _ALIGNMENTS:
+            if word == "--causal" and (whole[place + 1 : place + 2] or [""])[0] not in get_args(_Align):
                 whole[place] = "--causal=equal"
         return super().parse_args(ctx, whole)
 
 
-def _option(panel: str, text: str, metavar: str | None = None) -> Any:
-    return typer.Option(help=text, metavar=metavar, rich_help_panel=panel)
+def option(panel: str, text: str, metavar: str | None = None, *names: str, **more: Any) -> Any:
+    """Describe an option, listed in a panel of the command's help."""
+    return typer.Option(*names, help=text, metavar=metavar, rich_help_panel=panel, **more)
 
 
-_Score = Literal["dot", "scaled_dot", "gaussian", "cosine", "sum", "additive", "bilinear"]
-_Dtype = Literal["float16", "bfloat16", "float32", "float64"]
-_Align = Literal["top_left", "bottom_right"]
 _INPUTS = "A .npz or .safetensors file with query, key, value and what else there is."
 _HEAD_AXIS = "-3: (batch, head, query, dim); -2: (batch, query, head, dim)."
 _PARAM = "A parameter of the score: w_v, W_q, W_k, W, scale, bandwidth, score_bias. Repeatable."
@@ -55,27 +75,23 @@ class CallOptions:
     """Files and options of a call, as the command line gives them; `read` turns them into arguments of `attend`."""
 
     inputs: Annotated[Path | None, typer.Argument(help=_INPUTS)] = None
-    query: Annotated[Path | None, _option("Inputs", "query (..., query, dim), a .npy file", "FILE")] = None
-    key: Annotated[Path | None, _option("Inputs", "key (..., key, dim)", "FILE")] = None
-    value: Annotated[Path | None, _option("Inputs", "value (..., key, value_dim)", "FILE")] = None
-    head_axis: Annotated[int, _option("Inputs", _HEAD_AXIS, "N")] = -3
-    dtype: Annotated[_Dtype | None, _option("Inputs", "Convert query, key and value first.")] = None
-    score: Annotated[_Score, _option("Score", "The scoring function.")] = "scaled_dot"
-    param: Annotated[list[str] | None, _option("Score", _PARAM, "NAME=FILE|NUMBER")] = None
-    activation: Annotated[str | None, _option("Score", _ACTIVATION, "NAME")] = None
-    temperature: Annotated[float | None, _option("Score", "Divides the scores (after the cap).", "T")] = None
-    softcap: Annotated[float | None, _option("Score", "Scores become CAP * tanh(score / CAP).", "CAP")] = None
-    bias: Annotated[Path | None, _option("Score", _BIAS, "FILE")] = None
-    sink: Annotated[Path | None, _option("Score", "One more logit, without a value.", "FILE")] = None
-    valid_lens: Annotated[str | None, _option("Mask", _LENS, "FILE|N,N,...")] = None
-    mask: Annotated[Path | None, _option("Mask", _MASK, "FILE")] = None
-    causal: Annotated[str | None, _option("Mask", _CAUSAL, "[top_left|bottom_right]")] = None
-    window: Annotated[str | None, _option("Mask", _WINDOW, "LEFT[,RIGHT]")] = None
-    align: Annotated[_Align | None, _option("Mask", _ALIGN)] = None
-
-    def files(self) -> dict[str, Path | None]:
-        """Return the files that hold one array each, by the name of the array."""
-        return {name: getattr(self, name) for name in ("query", "key", "value", "mask", "bias", "sink")}
+    query: Annotated[Path | None, option("Inputs", "query (..., query, dim), a .npy file", "FILE")] = None
+    key: Annotated[Path | None, option("Inputs", "key (..., key, dim)", "FILE")] = None
+    value: Annotated[Path | None, option("Inputs", "value (..., key, value_dim)", "FILE")] = None
+    head_axis: Annotated[int, option("Inputs", _HEAD_AXIS, "N")] = -3
+    dtype: Annotated[_Dtype | None, option("Inputs", "Convert query, key and value first.")] = None
+    score: Annotated[_Score, option("Score", "The scoring function.")] = "scaled_dot"
+    param: Annotated[list[str] | None, option("Score", _PARAM, "NAME=FILE|NUMBER")] = None
+    activation: Annotated[str | None, option("Score", _ACTIVATION, "NAME")] = None
+    temperature: Annotated[float | None, option("Score", "Divides the scores (after the cap).", "T")] = None
+    softcap: Annotated[float | None, option("Score", "Scores become CAP * tanh(score / CAP).", "CAP")] = None
+    bias: Annotated[Path | None, option("Score", _BIAS, "FILE")] = None
+    sink: Annotated[Path | None, option("Score", "One more logit, without a value.", "FILE")] = None
+    valid_lens: Annotated[str | None, option("Mask", _LENS, "FILE|N,N,...")] = None
+    mask: Annotated[Path | None, option("Mask", _MASK, "FILE")] = None
+    causal: Annotated[str | None, option("Mask", _CAUSAL, "[top_left|bottom_right]")] = None
+    window: Annotated[str | None, option("Mask", _WINDOW, "LEFT[,RIGHT]")] = None
+    align: Annotated[_Align | None, option("Mask", _ALIGN)] = None
 
     def read(self, needed: tuple[str, ...]) -> dict[str, Any]:
         """Read the arguments of a call; of query, key and value those in `needed`.
@@ -87,28 +103,161 @@ class CallOptions:
         ArgumentError
             A name that is unknown, given twice, or missing; an option that does not fit.
         """
-        arrays = collect(self.inputs, self.files(), self.valid_lens, self.param or [], needed)
+        arrays = self._arrays(needed)
         unused = {"query", "key", "value"} - set(needed)
-        call = {name: arrays[name] for name in CALL_ARRAYS if name in arrays and name not in unused}
+        call = {name: arrays[name] for name in _CALL_ARRAYS if name in arrays and name not in unused}
         if self.dtype is not None:
-            call |= {name: converted(call[name], name, self.dtype) for name in needed}
-        call["score"] = make_score(self.score, arrays, self.activation, self.softcap, self.temperature)
-        call["mask"] = make_mask(arrays.get("mask"), self.causal, self.window, self.align)
+            call |= {name: _converted(call[name], name, self.dtype) for name in needed}
+        call["score"] = self._make_score(arrays)
+        call["mask"] = self._make_mask(arrays.get("mask"))
         return call | {"head_axis": self.head_axis}
 
-    def keep_inputs(self, option: str, place: Path) -> None:
+    def keep_inputs(self, name: str, place: Path) -> None:
         """Refuse, before anything is computed, a destination that is one of the files that are read.
 
         Raises
         ------
         ArgumentError
-            `place` is the input file, or that of an option.
+            `place`, given as the option `name`, is the input file, or that of an option.
         """
         texts = [self.valid_lens or "", *(text.partition("=")[2] for text in self.param or [])]
         named = (Path(text) for text in texts if Path(text).suffix.lower() in SUFFIXES)
-        for path in (self.inputs, *self.files().values(), *named):
+        for path in (self.inputs, *self._files().values(), *named):
             if path is not None and place.exists() and path.exists() and place.samefile(path):
-                raise ArgumentError(f"{option}: {place} is an input file; it would be overwritten")
+                raise ArgumentError(f"{name}: {place} is an input file; it would be overwritten")
+
+    def _files(self) -> dict[str, Path | None]:
+        """Return the files that hold one array each, by the name of the array."""
+        return {name: getattr(self, name) for name in ("query", "key", "value", "mask", "bias", "sink")}
+
+    def _arrays(self, needed: tuple[str, ...]) -> dict[str, Any]:
+        """Read all arrays that were given, by name."""
+        arrays: dict[str, Any] = dict(read_arrays(self.inputs)) if self.inputs is not None else {}
+        if self.inputs is not None and self.inputs.suffix.lower() == ".npy":
+            raise ArgumentError(
+                f"{self.inputs}: a .npy file holds one array; give it with --query, --key, --value, ..."
+            )
+        known = {"mask", *_CALL_ARRAYS, *_ALL_PARAMETERS}
+        for name in arrays:
+            if name not in known:
+                raise ArgumentError(f"{self.inputs}: unknown array {name!r}; known are {', '.join(sorted(known))}")
+
+        def put(name: str, array: Any, source: str) -> None:
+            if name in arrays:
+                raise ArgumentError(f"{source}: {name} is given twice")
+            arrays[name] = array
+
+        for name, path in self._files().items():
+            if path is not None:
+                put(name, _single(path), f"--{name}")
+        for text in self.param or []:
+            put(*_param(text), "--param")
+        missing = [name for name in needed if name not in arrays]
+        if missing:
+            there = f"{self.inputs} holds {', '.join(arrays) or 'nothing'}" if self.inputs else "no input file given"
+            raise ArgumentError(f"no {' and no '.join(missing)}: {there}")
+        if self.valid_lens is not None:
+            put("valid_lens", _lengths(self.valid_lens, arrays["query"]), "--valid-lens")
+        return arrays
+
+    def _make_score(self, arrays: dict[str, Any]) -> Any:
+        """Build the score object from its parameters among `arrays`."""
+        for name, number in (("--softcap", self.softcap), ("--temperature", self.temperature)):
+            if number is not None and not number > 0:
+                raise ArgumentError(message(name, "a number above 0", f"{number:g}"))
+        takes = _PARAMETERS[self.score]
+        for other in _ALL_PARAMETERS - set(takes):
+            if other in arrays:
+                names = ", ".join(takes) or "none"
+                raise ArgumentError(f"{other}: the score {self.score!r} has no such parameter; it takes {names}")
+        required = [name for name, field in takes.items() if field.default is dataclasses.MISSING]
+        if missing := [name for name in required if name not in arrays]:
+            raise ArgumentError(f"the score {self.score!r} needs {', '.join(missing)}, in the input file or by --param")
+        values = {field.name: arrays[name] for name, field in takes.items() if name in arrays}
+        values = {name: float(x) if isinstance(x, np.ndarray) and x.ndim == 0 else x for name, x in values.items()}
+        if self.activation is not None:
+            if self.score != "additive":
+                raise ArgumentError(f"--activation: the score {self.score!r} has none; the additive one has")
+            values["activation"] = self.activation
+        score: Any = scores.BUILTIN[self.score](**values)
+        if self.softcap is not None:
+            score = ats.SoftCap(score, self.softcap)
+        return score if self.temperature is None else ats.Temperature(score, self.temperature)
+
+    def _make_mask(self, array: Array | None) -> Any:
+        """Combine a boolean array, a causal mask and a window by AND; None without any."""
+        parts: list[Any] = [] if array is None else [array]
+        if self.causal is not None:
+            parts.append(ats.Causal(align=self._side()))
+        if self.window is not None:
+            left, right = _window(self.window)
+            parts.append(ats.SlidingWindow(left=left, right=right, align=self.align or self._side()))
+        elif self.align is not None:
+            raise ArgumentError("--align: belongs to --window; the alignment of --causal is written behind it")
+        if len(parts) < 2:
+            return parts[0] if parts else None
+        return reduce(and_, [ats.Dense(part) if isinstance(part, np.ndarray) else part for part in parts])
+
+    def _side(self) -> _Align | None:
+        if self.causal in (None, "equal"):
+            return None
+        if self.causal not in get_args(_Align):
+            raise ArgumentError(message("--causal", "nothing, top_left or bottom_right", repr(self.causal)))
+        return cast(_Align, self.causal)
+
+
+def _single(path: Path) -> Array:
+    arrays = read_arrays(path)
+    if len(arrays) != 1:
+        raise FileError(f"{path}: expected a single array, got {', '.join(arrays) or 'none'}")
+    return next(iter(arrays.values()))
+
+
+def _param(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals or name not in _ALL_PARAMETERS:
+        expected = f"NAME=FILE or NAME=NUMBER, NAME one of {sorted(_ALL_PARAMETERS)}"
+        raise ArgumentError(message("--param", expected, repr(text)))
+    try:
+        return name, float(value)
+    except ValueError:
+        return name, _single(Path(value))
+
+
+def _lengths(text: str, query: Array) -> Array:
+    try:
+        numbers = np.array([int(part) for part in text.split(",")])
+    except ValueError:
+        if Path(text).suffix.lower() not in SUFFIXES:
+            expected = f"whole numbers with ',' between them, or a file ({', '.join(SUFFIXES)})"
+            raise ArgumentError(message("--valid-lens", expected, repr(text))) from None
+        return _single(Path(text))
+    # Two axes are one sequence without a batch: a single length is then a number.
+    return numbers[0] if query.ndim == 2 and len(numbers) == 1 else numbers
+
+
+def _converted(array: Array, name: str, dtype: str) -> Array:
+    """Return an array in another dtype."""
+    target = bfloat16() if dtype == "bfloat16" else np.dtype(dtype)
+    if array.dtype.kind == "b":
+        raise DtypeError(message(name, "numbers", "boolean"))
+    with np.errstate(over="ignore"):
+        found = array.astype(target)
+    if not np.isfinite(found[np.isfinite(array)]).all():
+        largest = np.abs(array[np.isfinite(array)]).max()
+        raise ArgumentError(message("--dtype", f"one that holds the numbers of {name} (up to {largest:.3g})", dtype))
+    return found
+
+
+def _window(text: str) -> tuple[int | None, int | None]:
+    left, _, right = text.partition(",")
+    try:
+        sides = (int(left) if left.strip() else None), (int(right) if right.strip() else None)
+    except ValueError:
+        sides = -1, -1
+    if any(side is not None and side < 0 for side in sides):
+        raise ArgumentError(message("--window", "LEFT or LEFT,RIGHT in whole numbers from 0 on", repr(text)))
+    return sides
 
 
 def takes_call(**instead: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
