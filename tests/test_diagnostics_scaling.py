@@ -14,7 +14,7 @@ import pytest
 import attnscore as ats
 from attnscore.cli import main
 from attnscore.diagnostics import page, scaling
-from attnscore.diagnostics.lab import runs, text
+from attnscore.diagnostics.lab import runs, training
 from attnscore.diagnostics.lab.experiment import Check, Estimate, estimate, exponent
 from attnscore.diagnostics.lab.runs import Settings
 from attnscore.diagnostics.lab.sharpening import JACOBIANS, LOGITS, WEIGHTS
@@ -273,7 +273,7 @@ def test_what_is_seen_in_a_run(trained) -> None:
     found, _ = trained
     for run in found.runs:
         assert [look.step for look in run.looks] == list(range(6))
-        assert run.looks[0].loss == pytest.approx(np.log(text.SYMBOLS), abs=1.0)
+        assert run.looks[0].loss == pytest.approx(np.log(training.SYMBOLS), abs=1.0)
         assert all(0 <= look.entropy <= 1 and 0 <= look.saturated <= 1 for look in run.looks)
         assert np.isfinite(run.held_back_loss)
     steps, values = found.curves("dot", 4, "entropy")
@@ -335,8 +335,8 @@ def test_finished_runs_are_read_and_others_made(trained, monkeypatch) -> None:
     made = {settings for settings, step in received if step < settings.steps}
     assert {f"{settings.name}.json" for settings in made} == {path.name for path in files[:3]}
     assert sorted(folder.iterdir()) == files
-    monkeypatch.setattr(text, "_MODULES", text._MODULES[1:])  # another text: no run counts
-    assert runs.read(next(SMALL.settings()), text.digest(text.standard_library()), folder) is None
+    monkeypatch.setattr(training, "_MODULES", training._MODULES[1:])  # another text: no run counts
+    assert runs.read(next(SMALL.settings()), training.digest(training.standard_library()), folder) is None
 
 
 def test_an_interrupted_run_leaves_no_file(tmp_path) -> None:
@@ -356,11 +356,11 @@ def test_a_gap_that_is_missing_is_seen(trained) -> None:
 
 
 def test_text_is_real_and_encoded_whole() -> None:
-    found = text.standard_library()
+    found = training.standard_library()
     assert len(found) > 100_000 and "def " in found and "import " in found
-    numbers = text.encode(found[:500] + "é")
-    assert numbers.min() >= 0 and numbers.max() == text.SYMBOLS - 1
-    assert "".join(text.ALPHABET[n] for n in text.encode("a b\n~")) == "a b\n~"
+    numbers = training.encode(found[:500] + "é")
+    assert numbers.min() >= 0 and numbers.max() == training.SYMBOLS - 1
+    assert "".join(training.ALPHABET[n] for n in training.encode("a b\n~")) == "a b\n~"
 
 
 # ---------------------------------------------------------------- as a page

@@ -15,8 +15,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import attnscore as ats
-from attnscore.diagnostics.lab.experiment import NAMES, SCORES, Array, Check, Result, Row, check_sizes
-from attnscore.diagnostics.lab.panels import COLOURS, DIMENSION, SPREAD, powers_of_two
+from attnscore.diagnostics.lab.experiment import (
+    COLOURS,
+    DIMENSION,
+    NAMES,
+    SCORES,
+    SPREAD,
+    Array,
+    Check,
+    Result,
+    Row,
+    check_sizes,
+    powers_of_two,
+)
 from attnscore.plotting.drawing import legend, new_figure, style_lines
 
 if TYPE_CHECKING:
@@ -66,16 +77,12 @@ class GradientFlow(Result):
         ]
 
     def summary(self) -> list[Row]:
+        names = ("d", "Jacobian norm", "gradient norm", "Jacobian trace")
         return [
-            {
-                "score": NAMES[point.score],
-                "d": point.dim,
-                "Jacobian norm": point.jacobian_norm[1],
-                "gradient norm": point.gradient_norm[1],
-                "Jacobian trace": point.jacobian_trace,
-                "saturated queries": point.saturated,
-            }
-            for point in self.points
+            {"score": NAMES[row["score"]]}
+            | {name: row[name] for name in names}
+            | {"saturated queries": row["saturated rows"]}
+            for row in self.to_rows()
         ]
 
     def sentence(self) -> str:

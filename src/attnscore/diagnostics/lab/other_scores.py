@@ -11,13 +11,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 import attnscore as ats
-from attnscore.diagnostics.lab.experiment import Array, Check, Estimate, Result, Row, check_sizes, exponent
-from attnscore.diagnostics.lab.panels import DIMENSION, powers_of_two
+from attnscore.diagnostics.lab.experiment import (
+    DIMENSION,
+    Array,
+    Check,
+    Estimate,
+    Result,
+    Row,
+    check_sizes,
+    exponent,
+    powers_of_two,
+)
 from attnscore.plotting.drawing import legend, new_figure, style_lines, two_decimals
 
 if TYPE_CHECKING:
@@ -32,8 +42,8 @@ class Kind(NamedTuple):
 
     make: Callable[[int, np.random.Generator], Any]
     grows: float
-    bound: Callable[[Any], float]
     why: str
+    bound: Callable[[Any], float] = lambda score: math.inf
 
 
 def _additive(dim: int, rng: np.random.Generator) -> ats.Additive:
@@ -45,28 +55,17 @@ def _bilinear(dim: int, rng: np.random.Generator) -> ats.Bilinear:
     return ats.Bilinear(rng.standard_normal((dim, dim)) / dim**0.5)
 
 
-def _unbounded(score: Any) -> float:
-    del score
-    return math.inf
-
-
-def _scale(score: ats.Cosine) -> float:
-    return float(score.scale)
-
-
-def _sum_of_weights(score: ats.Additive) -> float:
-    return float(np.abs(score.w_v).sum())
-
-
 KINDS: dict[str, Kind] = {
-    "dot": Kind(lambda d, rng: ats.Dot(), 1, _unbounded, "a sum of d products"),
-    "scaled dot": Kind(lambda d, rng: ats.ScaledDot(), 0, _unbounded, "the same over √d"),
-    "bilinear": Kind(_bilinear, 1, _unbounded, "a dot product with Wᵀq"),
-    "Gaussian, σ = 1": Kind(lambda d, rng: ats.Gaussian(), 1, _unbounded, "|q - k|² is a sum of d squares"),
-    "Gaussian, σ² = √d": Kind(lambda d, rng: ats.Gaussian(d**0.25), 0, _unbounded, "the same over √d"),
-    "cosine": Kind(lambda d, rng: ats.Cosine(), -1, _scale, "a cosine; in high dimensions nearly 0"),
-    "cosine, scale √d": Kind(lambda d, rng: ats.Cosine(d**0.5), 0, _scale, "nearly the scaled dot product"),
-    "additive": Kind(_additive, 0, _sum_of_weights, "|tanh| is at most 1, so at most Σ|w_v|"),
+    "dot": Kind(lambda d, rng: ats.Dot(), 1, "a sum of d products"),
+    "scaled dot": Kind(lambda d, rng: ats.ScaledDot(), 0, "the same over √d"),
+    "bilinear": Kind(_bilinear, 1, "a dot product with Wᵀq"),
+    "Gaussian, σ = 1": Kind(lambda d, rng: ats.Gaussian(), 1, "|q - k|² is a sum of d squares"),
+    "Gaussian, σ² = √d": Kind(lambda d, rng: ats.Gaussian(d**0.25), 0, "the same over √d"),
+    "cosine": Kind(lambda d, rng: ats.Cosine(), -1, "a cosine; in high dimensions nearly 0", attrgetter("scale")),
+    "cosine, scale √d": Kind(
+        lambda d, rng: ats.Cosine(d**0.5), 0, "nearly the scaled dot product", lambda score: score.scale
+    ),
+    "additive": Kind(_additive, 0, "|tanh| is at most 1, so at most Σ|w_v|", lambda score: np.abs(score.w_v).sum()),
 }
 
 

@@ -3,13 +3,16 @@
 Requirements:
 - runs that were finished before an interruption are read, not made again;
 - a pair of runs differs in the score alone, so gaps are taken pair by pair;
-- PyTorch is imported when a run is made, not when its numbers are read.
+- PyTorch is imported when a run is made, not when its numbers are read;
+- the text is one that every machine with Python has: the sources of its standard library, as characters.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
+import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,10 +23,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnscore.core.arguments import shown
-from attnscore.diagnostics.lab import runs, text
+from attnscore.diagnostics.lab import runs
 from attnscore.diagnostics.lab.experiment import (
+    COLOURS,
     NAMES,
     SCORES,
+    SPREAD,
     Array,
     Check,
     Estimate,
@@ -32,7 +37,6 @@ from attnscore.diagnostics.lab.experiment import (
     check_sizes,
     estimate,
 )
-from attnscore.diagnostics.lab.panels import COLOURS, SPREAD
 from attnscore.diagnostics.lab.runs import Settings, TrainingRun
 from attnscore.errors import ArgumentError, FrameworkError, message
 from attnscore.plotting.drawing import legend, new_figure, style_lines
@@ -44,6 +48,11 @@ if TYPE_CHECKING:
 # Called with the settings of a run and the number of its finished steps.
 Progress = Callable[[Settings, int], Any]
 
+# Printable ASCII and the line end; every other character becomes one more symbol.
+ALPHABET = "\n" + "".join(map(chr, range(32, 127)))
+SYMBOLS = len(ALPHABET) + 1
+# Modules that have long been part of Python; one that is missing is left out.
+_MODULES = ("argparse", "ast", "configparser", "difflib", "inspect", "optparse", "pathlib", "statistics", "textwrap")
 # The least gap at the largest d that the checks accept, in nats per character.
 _LEAST_GAP = 0.05
 # Statistics of a `Look` with the name and the scale of their axis, a row of panels each.
@@ -53,6 +62,37 @@ _CURVES = (
     ("entropy", "entropy / log(attended keys)", "linear"),
     ("saturated", "saturated queries", "linear"),
 )
+
+
+def standard_library(most: int = 400_000) -> str:
+    """Return the first `most` characters of some modules of this Python's standard library.
+
+    Raises
+    ------
+    ArgumentError
+        A Python without sources.
+    """
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    files = [path for name in _MODULES if (path := folder / f"{name}.py").is_file()]
+    text = "\n".join(path.read_text("utf-8") for path in files)[:most]
+    if len(text) < 10_000:
+        raise ArgumentError(message("text", "the sources of Python's standard library", f"{len(text)} characters"))
+    return text
+
+
+def encode(text: str) -> NDArray[np.int64]:
+    r"""Encode characters as numbers below SYMBOLS.
+
+    >>> encode("\na~é").tolist()
+    [0, 66, 95, 96]
+    """
+    number = {character: place for place, character in enumerate(ALPHABET)}
+    return np.array([number.get(character, len(ALPHABET)) for character in text], dtype=np.int64)
+
+
+def digest(text: str) -> str:
+    """Return a digest of a text, which tells runs on different texts apart."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -252,13 +292,13 @@ def training_runs(
     >>> [run.settings.score for run in found.runs]
     ['dot', 'scaled_dot']
     """
-    characters = text.standard_library()
-    numbers, digest = text.encode(characters), text.digest(characters)
+    text = standard_library()
+    numbers, name = encode(text), digest(text)
     made = []
     for settings in plan.settings():
-        run = None if folder is None or fresh else runs.read(settings, digest, folder)
+        run = None if folder is None or fresh else runs.read(settings, name, folder)
         if run is None:
-            run = _make(settings, numbers, digest, tell)
+            run = _make(settings, numbers, name, tell)
             if folder is not None:
                 runs.write(run, folder)
         elif tell is not None:
@@ -267,7 +307,7 @@ def training_runs(
     return TrainingRuns(tuple(made))
 
 
-def _make(settings: Settings, numbers: NDArray[np.int64], digest: str, tell: Progress | None) -> TrainingRun:
+def _make(settings: Settings, numbers: NDArray[np.int64], text: str, tell: Progress | None) -> TrainingRun:
     try:
         from attnscore.diagnostics.lab import torch_language_model
     except ImportError as error:
@@ -275,5 +315,5 @@ def _make(settings: Settings, numbers: NDArray[np.int64], digest: str, tell: Pro
         raise FrameworkError(message("training_runs", "PyTorch", f"no {error.name}", hint=hint)) from error
     start = time.perf_counter()
     report = (lambda step: None) if tell is None else functools.partial(tell, settings)
-    looks, loss = torch_language_model.train(settings, numbers, text.SYMBOLS, report)
-    return TrainingRun(settings, digest, tuple(looks), loss, round(time.perf_counter() - start, 2))
+    looks, loss = torch_language_model.train(settings, numbers, SYMBOLS, report)
+    return TrainingRun(settings, text, tuple(looks), loss, round(time.perf_counter() - start, 2))

@@ -16,6 +16,9 @@ import numpy as np
 
 import attnscore as ats
 from attnscore.diagnostics.lab.experiment import (
+    COLOURS,
+    DIMENSION,
+    LAW,
     NAMES,
     SCORES,
     Array,
@@ -26,8 +29,8 @@ from attnscore.diagnostics.lab.experiment import (
     check_sizes,
     estimate,
     exponent,
+    powers_of_two,
 )
-from attnscore.diagnostics.lab.panels import COLOURS, DIMENSION, LAW, powers_of_two
 from attnscore.plotting.drawing import legend, new_figure, style_lines, two_decimals
 
 if TYPE_CHECKING:
@@ -102,7 +105,6 @@ class LogitVariance(Result):
 
     points: tuple[VariancePoint, ...]
     kinds: tuple[Coordinates, ...]
-    pairs: int
 
     def of(self, kind: str, score: str) -> list[VariancePoint]:
         """Return the points of one kind and score, in the order of the dimensions."""
@@ -236,4 +238,4 @@ def logit_variance(
                 VariancePoint(kind.name, score, dim, estimate(found), kind.law(dim) / (dim if score != "dot" else 1))
                 for score, found in samples.items()
             ]
-    return LogitVariance(tuple(points), tuple(kinds), pairs * repeats)
+    return LogitVariance(tuple(points), tuple(kinds))
