@@ -150,7 +150,7 @@ class Case:
             setattr(self, f"attention_{self.matrix}", np.full((*rows, self.key.shape[-2]), 77, self.sum))
         filled = {"out": self.out, "row_max": self.row_max, "log_denom": self.log_denom, "scores": self.scores}
         filled |= {"attention_scores": self.attention_scores, "attention_weights": self.attention_weights}
-        filled |= self.statistics
+        filled |= self.statistics | {"log_sum_exp": None}
         native.forward(score, inputs, [change.pop(name, x) for name, x in filled.items()], threads)
         assert not change
 

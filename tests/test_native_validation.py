@@ -259,8 +259,8 @@ def test_wrong_numbers_of_arrays(count: int) -> None:
     score = tuple(case.options.values())
     row = np.zeros(1, F4)
     with pytest.raises(ValueError, match=f"inputs: expected 14 arrays, got {count}"):
-        native.forward(score, (None,) * count, [row] * 13, 1)
-    with pytest.raises(ValueError, match=f"rows: expected 13 arrays, got {count}"):
+        native.forward(score, (None,) * count, [row] * 14, 1)
+    with pytest.raises(ValueError, match=f"rows: expected 14 arrays, got {count}"):
         native.forward(score, (None,) * 14, [row] * count, 1)
     inputs = (case.query, case.key, case.value, *(None,) * 11)
     with pytest.raises(ValueError, match=f"rows: expected 11 arrays, got {count}"):
@@ -327,7 +327,7 @@ class Planned:
             self.plan = native.plan_backward(score, inputs, saved, "float32", grads)
         else:
             self.names = (*PLAN_INPUTS, *PLAN_ROWS)
-            self.plan = native.plan_forward(score, inputs, [*(arrays.get(name) for name in PLAN_ROWS), *[None] * 7])
+            self.plan = native.plan_forward(score, inputs, [*(arrays.get(name) for name in PLAN_ROWS), *[None] * 8])
         self.names = tuple(x for x in self.names if arrays.get(x) is not None)
 
     def __call__(self, arrays: dict[str, Any], threads: int = 1) -> None:

@@ -1,4 +1,5 @@
-// Python bindings: arguments in, a Problem to the selected kernels, errors out. The only file that knows Python.
+// Python bindings: arguments in, a Problem to the selected kernels, errors out. Only this file and python_arrays.cc
+// know Python.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
@@ -7,6 +8,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <array>
 #include <deque>
 #include <stdexcept>
@@ -18,6 +20,7 @@
 
 #include "api/call_plan.h"
 #include "api/parse.h"
+#include "api/python_arrays.h"
 #include "api/row_finish.h"
 #include "api/validate.h"
 #include "runtime/attention.h"
@@ -164,15 +167,18 @@ void backward(const ScoreSpec& score, const Objects& inputs, const Objects& resu
 
 // ---- call plans ----
 
-// Addresses of arrays: whole numbers, or memory of NumPy's that is held until the call returns.
+// Addresses of arrays: whole numbers, tensors, or memory of NumPy's that is held until the call returns.
 class Addresses {
    public:
     explicit Addresses(const nb::tuple& objects) {
         values.reserve(objects.size());
         for (const nb::handle object : objects) {
+            char* data;
             if (PyLong_Check(object.ptr())) {
                 values.push_back(static_cast<char*>(PyLong_AsVoidPtr(object.ptr())));
                 if (PyErr_Occurred() != nullptr) throw nb::python_error();
+            } else if (get_tensor_data(object.ptr(), data)) {
+                values.push_back(data);
             } else {
                 Py_buffer& view = views_.emplace_back().buffer;
                 if (PyObject_GetBuffer(object.ptr(), &view, PyBUF_STRIDED_RO) != 0) throw nb::python_error();
@@ -192,6 +198,80 @@ class Addresses {
     };
     std::deque<View> views_;
 };
+
+// ---- layouts ----
+
+nb::object signature(nb::handle arrays) {
+    std::string found;
+    found.reserve(256);
+    for (const nb::handle each : nb::borrow<nb::sequence>(arrays)) {
+        const ArrayView view(each.ptr());
+        if (!view) return nb::none();
+        view.append_signature(found);
+    }
+    return nb::bytes(found.data(), found.size());
+}
+
+template <class T>
+bool copy_lengths(const ArrayView& lens, const ArrayView& to, int64_t most) {
+    auto* out = reinterpret_cast<int64_t*>(to.data());
+    const int64_t batch = to.shape()[0], queries = to.shape()[1];
+    bool fits = true;
+    for (int64_t b = 0; b < batch; ++b) {
+        for (int64_t i = 0; i < queries; ++i) {
+            const int64_t n = lens.at<T>(b, lens.ndim() > 1 ? i : 0);
+            fits = fits && n >= 0 && n <= most;
+            *out++ = n;
+        }
+    }
+    return fits;
+}
+
+bool copy_valid_lens(nb::handle lens, nb::handle to, int64_t most) {
+    const ArrayView from(lens.ptr()), out(to.ptr());
+    if (!from || from.ndim() < 1 || from.ndim() > 2 || (from.format() != 'i' && from.format() != 'q')) {
+        throw nb::type_error("lens: expected an int32 or int64 array of one or two axes");
+    }
+    if (!out || out.ndim() != 2 || out.format() != 'q' || !out.is_c_contiguous() ||
+        !from.broadcasts_to(out.shape()[0], from.ndim() > 1 ? out.shape()[1] : 1)) {
+        throw std::invalid_argument("to: expected an int64 array (batch, query) in C order, to which lens broadcast");
+    }
+    return from.format() == 'q' ? copy_lengths<int64_t>(from, out, most) : copy_lengths<int32_t>(from, out, most);
+}
+
+template <class Bits>
+bool all_finite(const char* data, int64_t count, Bits exponent) {
+    const auto* numbers = reinterpret_cast<const Bits*>(data);
+    constexpr int64_t kBlock = 1024;  // compilers vectorise a loop without an exit
+    for (int64_t first = 0; first < count; first += kBlock) {
+        const int64_t end = std::min(first + kBlock, count);
+        Bits found = 0;
+        for (int64_t i = first; i < end; ++i) found |= static_cast<Bits>((numbers[i] & exponent) == exponent);
+        if (found != 0) return false;
+    }
+    return true;
+}
+
+// By bits, as the exponents of NaN and infinity are all ones.
+nb::object is_all_finite(nb::handle array) {
+    const ArrayView view(array.ptr());
+    if (!view || !view.is_c_contiguous()) return nb::none();
+    const char* data = view.data();
+    const int64_t count = view.size();
+    const char format = view.format();
+    if (format != 'f' && format != 'd' && format != 'e' && format != 'E') return nb::none();
+    bool found;
+    {
+        const nb::gil_scoped_release released;
+        found = format == 'f'   ? all_finite<uint32_t>(data, count, 0x7f800000)
+                : format == 'd' ? all_finite<uint64_t>(data, count, 0x7ff0000000000000)
+                : format == 'e' ? all_finite<uint16_t>(data, count, 0x7c00)
+                                : all_finite<uint16_t>(data, count, 0x7f80);
+    }
+    return nb::bool_(found);
+}
+
+// ---- plans ----
 
 CallPlan* plan_forward(const ScoreSpec& score, const Objects& inputs, const Objects& filled) {
     const Problem p = parse_problem(score);
@@ -234,9 +314,15 @@ NB_MODULE(_native, m) {
     m.def("current_target", &current_target);
     m.def("select", &select_kernels);
     m.def("use_openmp", [](uintptr_t gomp_parallel) { use_openmp(reinterpret_cast<void*>(gomp_parallel)); });
+    use_numpy(nb::module_::import_("numpy").attr("ndarray").ptr());
+    m.def("use_tensors",
+          [](nb::tuple types, nb::handle exchange_api) { return use_tensors(types.ptr(), exchange_api.ptr()); });
     // nanobind calls functions faster whose arguments have neither names nor None.
     m.def("forward", &forward);
     m.def("backward", &backward);
+    m.def("signature", &signature);
+    m.def("copy_valid_lens", &copy_valid_lens);
+    m.def("is_all_finite", &is_all_finite);
     nb::class_<CallPlan>(m, "CallPlan").def("__call__", &run_plan);
     m.def("plan_forward", &plan_forward, nb::rv_policy::take_ownership);
     m.def("plan_backward", &plan_backward, nb::rv_policy::take_ownership);

@@ -101,6 +101,8 @@ struct Row {
                 return factor * factor * squares / (safe * safe);
             case kSumWeights:
                 return share();
+            case kLogSumExp:
+                return row_max + log_denom;
             case kStatistics:
                 break;
         }

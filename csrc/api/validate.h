@@ -19,7 +19,7 @@ struct ForwardArrays {
     Array out, row_max, log_denom;
     Array saved_scores;                         // additive only
     Array attention_scores, attention_weights;  // one of them at most
-    Array max_score, mean_score, var_score, entropy, max_weight, sum_sq_weights, sum_weights;
+    Array max_score, mean_score, var_score, entropy, max_weight, sum_sq_weights, sum_weights, log_sum_exp;
 };
 
 struct BackwardArrays {
@@ -65,7 +65,8 @@ inline constexpr Field<ForwardArrays> kForwardArrays[] = {
     {"entropy", &ForwardArrays::entropy, Element::sum},
     {"max_weight", &ForwardArrays::max_weight, Element::sum},
     {"sum_sq_weights", &ForwardArrays::sum_sq_weights, Element::sum},
-    {"sum_weights", &ForwardArrays::sum_weights, Element::sum}};
+    {"sum_weights", &ForwardArrays::sum_weights, Element::sum},
+    {"log_sum_exp", &ForwardArrays::log_sum_exp, Element::sum}};
 inline constexpr Field<BackwardArrays> kForwardResults[] = {
     {"out", &BackwardArrays::out, Element::value},
     {"row_max", &BackwardArrays::row_max, Element::sum},
@@ -89,8 +90,18 @@ inline constexpr Field<BackwardArrays> kGradients[] = {
     {"grad_sink", &BackwardArrays::grad_sink, Element::sum},
     {"grad_scales", &BackwardArrays::grad_scales, Element::sum}};
 
-// Statistics of a row beyond the log-sum-exp; kForwardArrays ends with them, in this order.
-enum Statistic { kMaxScore, kMeanScore, kVarScore, kEntropy, kMaxWeight, kSumSqWeights, kSumWeights, kStatistics };
+// Statistics of a row; kForwardArrays ends with them, in this order.
+enum Statistic {
+    kMaxScore,
+    kMeanScore,
+    kVarScore,
+    kEntropy,
+    kMaxWeight,
+    kSumSqWeights,
+    kSumWeights,
+    kLogSumExp,
+    kStatistics
+};
 constexpr size_t kFirstStatistic = std::size(kForwardArrays) - kStatistics;
 
 // The arrays of a head's rows that the kernels do not know: the sink, and what a forward's row statistics become.

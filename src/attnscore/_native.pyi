@@ -60,8 +60,8 @@ def forward(score: _Score, inputs: _Inputs, rows: Sequence[_Optional], threads: 
     """Run attention and fill `rows`.
 
     `rows` are out, row_max, log_denom = log sum exp(s - row_max) with the sink among the s, and those not None of
-    scores, attention_scores, attention_weights, max_score, mean_score, var_score, entropy, max_weight, sum_sq_weights
-    and sum_weights. `scores` are saved for `backward`: before biases and caps, and unset where the intervals mask a
+    scores, attention_scores, attention_weights, max_score, mean_score, var_score, entropy, max_weight, sum_sq_weights,
+    sum_weights and log_sum_exp. `scores` are saved for `backward`: before biases and caps, and unset where the intervals mask a
     pair. `attention_scores` are as they enter the softmax, -inf where masked; where they are wanted, every other
     result is as for fully masked rows. `attention_weights` are before dropout; at most one of the two is given.
     """
@@ -83,11 +83,26 @@ def backward(
     again; attention_weights are given with their gradient.
     """
 
+def use_tensors(types: tuple[type, ...], exchange_api: Any, /) -> bool:
+    """Read the tensors of these types by the capsule that is their ``__dlpack_c_exchange_api__``, where it is known."""
+
+def signature(arrays: Sequence[Any], /) -> bytes | None:
+    """Return kinds, dtypes, shapes and strides of arrays of NumPy and tensors; None where one cannot be read.
+
+    Read are arrays of exactly these types, with aligned memory of the CPU, of a dtype that the machine has.
+    """
+
+def copy_valid_lens(lens: Any, to: NDArray[Any], most: int, /) -> bool:
+    """Copy int32 or int64 lengths (batch,) or (batch, query) to `to`, (batch, query); whether all are in 0..most."""
+
+def is_all_finite(array: Any, /) -> bool | None:
+    """Return whether every entry is finite; None for arrays that are not read here, or not in C order."""
+
 class CallPlan:
     """A forward or a backward whose arrays were checked once, for other memory of the same shapes and strides."""
 
     def __call__(self, addresses: tuple[int | _Array, ...], seed: int, threads: int, /) -> None:
-        """Run on arrays by their addresses, or by arrays of NumPy whose shapes and strides are not checked again.
+        """Run on arrays by their addresses, or by arrays or tensors whose shapes and strides are not checked again.
 
         `addresses` are of all arrays that were given, in the order of the arguments. An address that is null or
         misaligned raises ValueError, as does a wrong number of addresses. `seed` replaces that of the score.

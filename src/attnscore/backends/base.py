@@ -19,6 +19,7 @@ import numpy as np
 Array: TypeAlias = Any
 """An array of whichever framework the caller uses."""
 HostArray: TypeAlias = np.ndarray[Any, Any]
+Signature: TypeAlias = bytes | tuple[Hashable, ...]
 
 _NO_SCOPE = nullcontext()
 
@@ -218,18 +219,23 @@ class Backend(ABC):
     def memory(self, x: Array) -> np.ndarray[Any, Any]:
         """Return the memory of an array with a CPU buffer as NumPy, without a copy; 16-bit floats as uint16."""
 
-    def signature(self, x: Array) -> Hashable | None:
-        """Return the `array_signature` and strides of an array that `is_plain`; None where it has symbolic sizes."""
-        if (found := array_signature(x)) is None or not self.is_floating(x):
-            return found
-        return found, self.memory(x).strides
+    def signature(self, arrays: Sequence[Array]) -> Signature | None:
+        """Return kinds, dtypes, shapes and strides of arrays; None unless all are plain (`is_plain`).
 
-    def buffer(self, x: Array) -> int | HostArray:
-        """Return the address of an array's CPU buffer, or the buffer."""
-        return self.memory(x)
+        The signature of some arrays is the beginning of that of these arrays and more.
+        """
+        if not self.is_plain(*arrays):
+            return None
+        kinds = [array_signature(x) for x in arrays]
+        # One without a kind has symbolic sizes.
+        return None if None in kinds else tuple(zip(kinds, (self.memory(x).strides for x in arrays), strict=True))
 
-    def buffer_in_c_order(self, x: Array) -> int | HostArray:
-        """Return `buffer`, of a copy in C order where `x` is not."""
+    def buffers(self, arrays: Sequence[Array]) -> Sequence[Array]:
+        """Return for each plain array what a call plan of the native module reads: it, or its memory."""
+        return [self.memory(x) for x in arrays]
+
+    def buffer_in_c_order(self, x: Array) -> Array:
+        """Return one of `buffers`, of a copy in C order where `x` is not."""
         return np.ascontiguousarray(self.memory(x))
 
     @abstractmethod

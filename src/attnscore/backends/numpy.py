@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
 import numpy as np
 
-from attnscore.backends.base import Array, Backend, DifferentiableOp
+from attnscore.backends import native
+from attnscore.backends.base import Array, Backend, DifferentiableOp, Signature
 from attnscore.errors import FrameworkError
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])
@@ -71,8 +72,12 @@ class NumpyBackend(Backend):
         array = np.asarray(x)
         return array.view(np.uint16) if array.dtype.itemsize == 2 else array
 
-    def signature(self, x: Array) -> Hashable:
-        return x.shape, x.dtype, x.strides
+    def signature(self, arrays: Sequence[Array]) -> Signature | None:
+        found: Signature | None = native.module.signature(arrays) if native.module is not None else None
+        # The module reads no bfloat16 of ml_dtypes.
+        if found is None and self.is_plain(*arrays):
+            found = tuple((x.shape, x.dtype, x.strides) for x in arrays)
+        return found
 
     def from_memory(self, x: np.ndarray[Any, Any], dtype: str, like: Array) -> Array:
         return x.view(like.dtype) if x.dtype == np.uint16 else x
@@ -147,7 +152,7 @@ class NumpyBackend(Backend):
         return np.errstate(all="ignore")
 
     def known_finite(self, *arrays: Array) -> bool:
-        return all(bool(np.isfinite(x).all()) for x in arrays)
+        return all(map(_is_finite, arrays))
 
     def differentiable(self, run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Array, ...]:
         return run.forward(operands)
@@ -171,6 +176,11 @@ class NumpyBackend(Backend):
 
     def autocast(self, *arrays: Array) -> tuple[Array, ...]:
         return arrays
+
+
+def _is_finite(x: Array) -> bool:
+    found: bool | None = native.module.is_all_finite(x) if native.module is not None else None
+    return bool(np.isfinite(x).all()) if found is None else found
 
 
 def detached(x: Any) -> Any:

@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import math
 import os
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
-from attnscore.backends.base import DTYPES, Array, Backend, DifferentiableOp, HostArray, SeedHalves, importable
+from attnscore.backends import native
+from attnscore.backends.base import DTYPES, Array, Backend, DifferentiableOp, SeedHalves, Signature, importable
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items() if str(dtype) == f"torch.{name}"}
@@ -36,6 +37,8 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # Device types that attention runs on, and their autocast dtypes outside `numeric_scope`.
 _DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu")
 _NO_SCOPE = contextlib.nullcontext()
+# Entries that one thread reads faster than PyTorch starts an operation.
+_MOST_ON_ONE_THREAD = 2**16
 _AUTOCAST: ContextVar[dict[str, torch.dtype]] = ContextVar("autocast", default={})  # noqa: B039  # never mutated
 
 
@@ -48,6 +51,23 @@ def _plain_keys() -> frozenset[int]:
 
 
 _PLAIN_KEYS = _plain_keys()
+
+
+def _shares_layouts() -> bool:
+    """Let the native module read tensors, where PyTorch (2.10 and later) has the functions for it."""
+    api = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    return native.module is not None and api is not None and bool(native.module.use_tensors(_PLAIN, api))
+
+
+_SHARES_LAYOUTS = _shares_layouts()
+_is_transformed = torch._C._are_functorch_transforms_active
+_count_function_modes, _count_dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
+_is_autocast = torch._C._is_any_autocast_enabled
+
+
+def _is_watched() -> bool:
+    """Whether a mode of PyTorch takes part in each operation: overriding, autocast, torch.compile."""
+    return bool(_count_function_modes() or _count_dispatch_modes() or _is_autocast() or is_compiling())
 
 
 class TorchBackend(Backend):
@@ -107,10 +127,9 @@ class TorchBackend(Backend):
         return x.is_cpu and not (_is_traced(x) or _is_dual(x) or x.is_neg() or x.is_conj())
 
     def is_plain(self, *arrays: Array) -> bool:
-        has_tangents, is_transformed = forward_ad._current_level >= 0, torch._C._are_functorch_transforms_active()
-        watched = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
-        if watched or torch._C._is_any_autocast_enabled():
+        if _is_watched():
             return False
+        has_tangents, is_transformed = forward_ad._current_level >= 0, _is_transformed()
         for x in arrays:
             # Other keys: on a device, negated or conjugated, wrapped by a transform, fake, sparse, nested.
             if type(x) not in _PLAIN or dispatch_keys(x).raw_repr() not in _PLAIN_KEYS:
@@ -118,30 +137,37 @@ class TorchBackend(Backend):
             # Inside a transform, tensors that require a gradient are wrapped when their memory is taken.
             if (has_tangents and _is_dual(x)) or (is_transformed and x.requires_grad):
                 return False
-        return not is_compiling()
+        return True
 
     def memory(self, x: Array) -> np.ndarray[Any, Any]:
         x = x.detach() if x.requires_grad else x
         found: np.ndarray[Any, Any] = (x.view(torch.uint16) if x.itemsize == 2 else x).numpy()
         return found
 
-    def signature(self, x: Array) -> Hashable:
-        # The kind and the device are those that `is_plain` lets through; parameters pass the same checks as tensors.
-        return x.shape, x.dtype, x.stride()
+    def signature(self, arrays: Sequence[Array]) -> Signature | None:
+        # Parameters pass the same checks as tensors.
+        if _SHARES_LAYOUTS and forward_ad._current_level < 0 and not _is_transformed():
+            found: Signature | None = None if _is_watched() else native.module.signature(arrays)
+            return found
+        return tuple((x.shape, x.dtype, x.stride()) for x in arrays) if self.is_plain(*arrays) else None
 
-    def buffer(self, x: Array) -> int | HostArray:
-        address: int = x.data_ptr()
-        return address
+    def buffers(self, arrays: Sequence[Array]) -> Sequence[Array]:
+        return arrays if _SHARES_LAYOUTS else super().buffers(arrays)
 
-    def buffer_in_c_order(self, x: Array) -> int | HostArray:
-        return self.buffer(x) if x.is_contiguous() else np.ascontiguousarray(self.memory(x))
+    def buffer_in_c_order(self, x: Array) -> Array:
+        return x if _SHARES_LAYOUTS and x.is_contiguous() else super().buffer_in_c_order(x)
 
     def from_memory(self, x: np.ndarray[Any, Any], dtype: str, like: Array) -> Array:
         found = torch.from_numpy(x)
         return found.view(_DTYPES[dtype]) if x.itemsize == 2 else found
 
     def needs_grad(self, *arrays: Array) -> bool:
-        return torch.is_grad_enabled() and any(x.requires_grad for x in arrays)
+        if torch.is_grad_enabled():
+            # A loop: a generator takes half a microsecond.
+            for x in arrays:
+                if x.requires_grad:
+                    return True
+        return False
 
     def threads(self, own: int) -> int:
         return torch.get_num_threads()
@@ -243,7 +269,7 @@ class TorchBackend(Backend):
     def known_finite(self, *arrays: Array) -> bool:
         # A loop: generators take a microsecond each.
         for x in arrays:  # noqa: SIM110
-            if _is_traced(x) or not _is_finite(x):
+            if not _is_finite(x):
                 return False
         return True
 
@@ -257,9 +283,10 @@ class TorchBackend(Backend):
 
     def record(self, run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Array, ...]:
         run = run.with_backward()
-        hook = _TransformedFunction if torch._C._are_functorch_transforms_active() else _AttentionFunction
-        outputs: tuple[Array, ...] = hook.apply(run, *operands)  # type: ignore[no-untyped-call]  # torch's own
-        return run.without_saved(outputs)
+        if not _is_transformed():
+            found: tuple[Array, ...] = _AttentionFunction.apply(run, *operands)  # type: ignore[no-untyped-call]  # torch's own
+            return found
+        return run.without_saved(_TransformedFunction.apply(run, *operands))  # type: ignore[no-untyped-call]  # torch's own
 
     def vjp(
         self, function: Callable[..., Array], inputs: Sequence[Array]
@@ -308,21 +335,27 @@ class _AttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, run: DifferentiableOp, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        output = run.forward(operands)
-        _AttentionFunction.save(ctx, run, operands, output)
-        return output
+        outputs = run.forward(operands)
+        returned = run.without_saved(outputs)
+        _AttentionFunction.save(ctx, run, operands, outputs, returned)
+        return returned
 
     @staticmethod
     def save(
-        ctx: Any, run: DifferentiableOp, operands: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, ...]
+        ctx: Any,
+        run: DifferentiableOp,
+        operands: tuple[torch.Tensor, ...],
+        outputs: tuple[torch.Tensor, ...],
+        returned: tuple[torch.Tensor, ...],
     ) -> None:
         ctx.run, ctx.count = run, len(operands)
         # save_for_backward does not cover masks, which the backward reads again: their versions are compared here.
-        masks = (x for x in run.constants() if isinstance(x, torch.Tensor) and not x.is_inference())
-        ctx.versions = tuple((x, x._version) for x in masks)
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*output[run.differentiable_outputs :])
-        ctx.save_for_backward(*operands, *output[: run.saved_outputs])
+        masks = [x for x in run.constants() if isinstance(x, torch.Tensor) and not x.is_inference()]
+        ctx.versions = [(x, x._version) for x in masks]
+        if len(returned) > 1:
+            ctx.set_materialize_grads(False)
+            ctx.mark_non_differentiable(*returned[run.differentiable_outputs :])
+        ctx.save_for_backward(*operands, *outputs[: run.saved_outputs])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -357,7 +390,7 @@ class _TransformedFunction(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         run, *operands = inputs
-        _AttentionFunction.save(ctx, run, tuple(operands), output)
+        _AttentionFunction.save(ctx, run, tuple(operands), output, output)
 
     @staticmethod
     def vmap(
@@ -388,6 +421,15 @@ def outside_trace() -> Iterator[None]:
 
 
 def _is_finite(x: torch.Tensor) -> bool:
+    """Whether all entries are known and finite."""
+    if is_compiling():
+        return False
+    if _SHARES_LAYOUTS and x.numel() <= _MOST_ON_ONE_THREAD:
+        found: bool | None = native.module.is_all_finite(x)
+        if found is not None:  # traced tensors have no memory that the module reads
+            return found
+    if _is_traced(x):
+        return False
     # A sum is finite only where all terms are, and takes a twentieth of the time of isfinite; large terms may overflow.
     x = x.detach() if x.requires_grad else x
     total = x.sum(dtype=torch.float32) if x.itemsize == 2 else x.sum()

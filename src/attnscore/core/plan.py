@@ -45,6 +45,8 @@ class ExecutionPlan(Protocol):
 PLANS: BoundedCache[ExecutionPlan] = BoundedCache(256)
 _NUMBERS = (int, float)
 _LENS_DTYPES = ("int32", "int64")
+# Of NumPy's masks and lengths, in the byte order of the machine.
+_DTYPES_READ = {np.dtype(name): name for name in ("bool", *_LENS_DTYPES)}
 
 
 def signature(
@@ -67,6 +69,7 @@ def signature(
         return None
     of_score, parameters = found
     arrays = [query, key, value, *parameters]
+    parts: list[Hashable] = [of_score, bias is None, sink is None, *map(type, options), *options]
     if bias is not None or sink is not None or seed is not None:
         if type(seed) not in (int, type(None)):
             return None
@@ -75,45 +78,40 @@ def signature(
         if any(backends.of_type(type(x)) is not ops for x in extras):
             return None
         arrays += extras
-    if not ops.is_plain(*arrays):
-        return None
-    parts: list[Hashable] = [of_score, bias is None, sink is None, *map(type, options), *options]
     if mask is not None or valid_lens is not None:
-        of_array = _array_mask_signature(ops, mask) if valid_lens is None else None
-        of_mask = of_array or _lens_signature(ops, query, mask, valid_lens)
-        if of_mask is None and (of_mask := numbers_of(mask, valid_lens)) is None:
-            return None
-        parts.append(of_mask)
-    for x in arrays:
-        if (own := ops.signature(x)) is None:
-            return None
-        parts.append(own)
+        read = _read_at_each_call(ops, query, mask, valid_lens)
+        if read is None:
+            of_mask = numbers_of(mask, valid_lens)
+            if of_mask is None:
+                return None
+            parts.append(of_mask)
+        elif type(read) is np.ndarray:
+            parts += ("mask" if valid_lens is None else "valid_lens", read.shape, read.strides)
+        else:
+            parts.append("mask" if valid_lens is None else "valid_lens")
+            arrays.append(read)
+    if (of_arrays := ops.signature(arrays)) is None:
+        return None
+    parts.append(of_arrays)
     return tuple(parts)
 
 
-def _array_mask_signature(ops: Backend, mask: Any) -> Hashable | None:
-    """Return the signature of a boolean array, which a plan reads anew at each call; None for any other mask."""
-    if type(mask) is np.ndarray:
-        return (np.ndarray, mask.shape, mask.strides) if mask.dtype == bool else None
-    if backends.of_type(type(mask)) is not ops or not ops.is_plain(mask) or ops.dtype(mask) != "bool":
-        return None
-    return ops.signature(mask)
-
-
-def _lens_signature(ops: Backend, query: Array, mask: Any, lens: Any) -> Hashable | None:
-    """Return the signature of valid lengths that a plan reads anew at each call; None for any others.
+def _read_at_each_call(ops: Backend, query: Array, mask: Any, lens: Any) -> Array | None:
+    """Return the boolean mask or the valid lengths whose values each call of a plan reads; None for any others.
 
     Lengths beside another mask, and those of two-axis inputs, are part of the mask by their numbers.
     """
-    if mask is not None or len(query.shape) < 3:
-        return None
-    if type(lens) is np.ndarray:
-        dtype = lens.dtype.name
-    elif backends.of_type(type(lens)) is ops and ops.is_plain(lens):
-        dtype = ops.dtype(lens)
+    x = mask if lens is None else lens
+    if type(x) is np.ndarray:
+        dtype = _DTYPES_READ.get(x.dtype) if x.flags.aligned else None
+    elif backends.of_type(type(x)) is ops:
+        dtype = ops.dtype(x)
     else:
         return None
-    return ("valid_lens", tuple(lens.shape)) if dtype in _LENS_DTYPES and len(lens.shape) in (1, 2) else None
+    if lens is None:
+        return x if dtype == "bool" else None
+    is_read = mask is None and len(query.shape) > 2 and len(x.shape) in (1, 2)
+    return x if is_read and dtype in _LENS_DTYPES else None
 
 
 def _score_signature(score: Any) -> tuple[Hashable, tuple[Array, ...]] | None:
@@ -166,7 +164,7 @@ def build(
     if cache_key is not None:
         array = mask if isinstance(problem.mask, Dense) else None
         ops = problem.ops
-        lens = valid_lens if _lens_signature(ops, query, mask, valid_lens) is not None else None
+        lens = None if valid_lens is None else _read_at_each_call(ops, query, mask, valid_lens)
         given = {
             "query": query,
             "key": key,

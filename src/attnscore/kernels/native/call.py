@@ -1,6 +1,7 @@
 """Execution plans of the native kernel: calls of one signature are checked once, then run on addresses.
 
 - Arrays stay on the caller's axes: the module addresses the canonical axes by strides, so no view is made.
+- The module reads tensors of PyTorch and arrays of NumPy itself: each step in Python costs a tiny call 2 to 5%.
 - A plan holds no array of a caller: the module checks examples that have only shapes and strides.
 - Gradients of gradients, gradients under a transform, and saved tensors whose strides a hook has changed go through an
   `AttentionOp` on a newly built problem.
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from attnscore import backends
-from attnscore.backends.base import Array, Backend, HostArray, sum_to
+from attnscore.backends.base import Array, Backend, HostArray, Signature, sum_to
 from attnscore.core import tiled, tiling
 from attnscore.core.layout import AxisLayout
 from attnscore.core.problem import Problem, build_problem
@@ -28,15 +29,15 @@ from attnscore.core.threads import get_num_threads
 from attnscore.core.tiling import TilePlan
 from attnscore.kernels.base import DIFFERENTIABLE, AttentionOp, Kernel
 from attnscore.kernels.native.marshalling import ORDER, STORED, aligned, score_spec
-from attnscore.kernels.native.results import BACKWARD_INPUTS, FILLED, GRADIENTS, STATISTICS, gradient_shapes
+from attnscore.kernels.native.results import BACKWARD_INPUTS, FILLED, GRADIENTS, gradient_shapes
 from attnscore.masks import Mask, ValidLens
 from attnscore.masks.cached import CachedMask
 from attnscore.masks.index_values import lens_per_query
 from attnscore.scores import Additive
 from attnscore.scores.forms import TileForm
 
-CallPlan: TypeAlias = Callable[[tuple[int | HostArray, ...], int, int], None]
-"""Function of the module: takes the addresses of the arrays in order, a seed, and a number of threads."""
+CallPlan: TypeAlias = Callable[[tuple[Array, ...], int, int], None]
+"""Function of the module: takes the arrays in order, a seed, and a number of threads."""
 
 # The operands that a call may have, in the order of the module's inputs.
 _OPERANDS = ("query", "key", "value", "bias", "w_v", "sink")
@@ -49,10 +50,11 @@ class Forward(NamedTuple):
     """Plan of a forward."""
 
     plan: CallPlan
-    filled: tuple[tuple[str, tuple[int, ...], Any], ...]
-    """Name, shape and dtype of each array that the module fills: in C order, heads in front of queries."""
-    outputs: tuple[tuple[str, str, int | None], ...]
-    """Name and dtype of each output, and the axis to swap with the next one to get the caller's axes; None: no swap."""
+    filled: tuple[tuple[tuple[int, ...], Any], ...]
+    """Shape and dtype of each array that the module fills: in C order, heads in front of queries."""
+    outputs: tuple[tuple[int, str, int | None], ...]
+    """Place among these and dtype of each output, and the axis to swap with the next one to get the caller's axes, if
+    any."""
 
 
 class Backward(NamedTuple):
@@ -71,7 +73,6 @@ class Operand(NamedTuple):
     """Array that the call is a function of."""
 
     name: str
-    signature: Hashable
     canonical: tuple[int, ...]
     """Shape on the canonical axes."""
     gradient: tuple[int, ...]
@@ -113,6 +114,7 @@ class NativeCall:
     """Whether a forward saves its scores for the backward."""
     _forwards: dict[bool, Forward] = field(default_factory=dict)
     _backwards: dict[Hashable, Backward] = field(default_factory=dict)
+    _layouts: list[Signature | None] = field(default_factory=list)
 
     def run(
         self, query: Array, key: Array, value: Array, score: Any, mask: Any, bias: Any, sink: Any, seed: Any,
@@ -120,13 +122,13 @@ class NativeCall:
     ) -> Any:  # fmt: skip
         """Return what `attend` returns."""
         ops = self.ops
-        arrays = [query, key, value]
+        arrays: tuple[Array, ...] = (query, key, value)
         if bias is not None:
-            arrays.append(bias)
+            arrays += (bias,)
         if type(score) is Additive:
-            arrays.append(score.w_v)
+            arrays += (score.w_v,)
         if sink is not None:
-            arrays.append(sink)
+            arrays += (sink,)
         seed = (ops.draw_seed(query) if seed is None else int(seed)) % 2**63 if self.dropout else 0
         if self.reads_lens:
             mask = self._checked_bounds(valid_lens)
@@ -148,6 +150,11 @@ class NativeCall:
         return ("row_max", "log_denom", *(("saved_scores",) if self.saves_scores else ()))
 
     @cached_property
+    def known(self) -> tuple[str, ...]:
+        """Names of what a `NativeOp` knows in its backward: the saved outputs, and the gradients of the others."""
+        return (*self.differentiable, *self.saved, *(f"grad_{name}" for name in self.differentiable))
+
+    @cached_property
     def returned(self) -> tuple[str, ...]:
         """Names of the outputs of a forward for which nothing is saved."""
         return (*self.differentiable, *(name for name in self.statistics if name not in DIFFERENTIABLE))
@@ -158,27 +165,27 @@ class NativeCall:
         forward = self._forwards.get(saves)
         if forward is None:
             forward = self._forwards[saves] = self._build_forward(saves)
-        make = aligned if ops.wants_aligned else _unaligned
-        filled = {name: make(np.empty, shape, dtype) for name, shape, dtype in forward.filled}
-        forward.plan((*self._buffers(arrays, mask), *filled.values()), seed, threads_of(self.module, ops))
-        if "log_sum_exp" in self.statistics:
-            filled["log_sum_exp"] = _sum(filled["row_max"], filled["log_denom"])
+        if ops.wants_aligned:
+            filled = [aligned(np.empty, shape, dtype) for shape, dtype in forward.filled]
+        else:
+            filled = [np.empty(shape, dtype) for shape, dtype in forward.filled]
+        forward.plan((*self._buffers(arrays, mask), *filled), seed, threads_of(self.module, ops))
         found = []
-        for name, dtype, axis in forward.outputs:
-            x = ops.from_memory(filled[name], dtype, like)
+        for place, dtype, axis in forward.outputs:
+            x = ops.from_memory(filled[place], dtype, like)
             found.append(x if axis is None else ops.swap_axes(x, axis, axis + 1))
         return tuple(found)
 
-    def _buffers(self, arrays: Sequence[Array], mask: Any) -> list[int | HostArray]:
+    def _buffers(self, arrays: Sequence[Array], mask: Any) -> Sequence[Array]:
         """Return the memory of the inputs, in the module's order."""
-        found = [*map(self.ops.buffer, arrays)]
-        before_mask = 4 if self.operands[3:] and self.operands[3].name == "bias" else 3
-        bounds = mask if self.reads_lens else self._known_bounds
+        found = self.ops.buffers(arrays)
+        of_mask = mask if self.reads_lens else self._known_bounds
         if self.reads_mask:
-            found.insert(before_mask, _memory(self.ops, mask))
-        elif bounds is not None:
-            found[before_mask:before_mask] = bounds
-        return found
+            of_mask = (_memory(self.ops, mask),)
+        if of_mask is None:
+            return found
+        before_mask = 4 if self.operands[3:] and self.operands[3].name == "bias" else 3
+        return (*found[:before_mask], *of_mask, *found[before_mask:])
 
     @cached_property
     def _known_bounds(self) -> tuple[HostArray, HostArray] | None:
@@ -188,18 +195,16 @@ class NativeCall:
 
     def _checked_bounds(self, valid_lens: Any) -> tuple[HostArray, HostArray]:
         """Return `bounds_of` valid lengths; MaskError where one is out of range."""
-        score_shape = self.layout.score_shape
-        bounds = self.bounds_of(valid_lens if type(valid_lens) is np.ndarray else self.ops.memory(valid_lens))
-        _, stop = bounds
-        if stop.size and stop.view(np.uint64).max() > score_shape.key_len:
-            ValidLens(valid_lens).check(self.ops, score_shape)
-        return bounds
+        (lens,) = (valid_lens,) if type(valid_lens) is np.ndarray else self.ops.buffers((valid_lens,))
+        stop = np.empty(self._zeros.shape, np.int64)
+        if not self.module.copy_valid_lens(lens, stop, self.layout.score_shape.key_len):
+            ValidLens(valid_lens).check(self.ops, self.layout.score_shape)
+        return self._zeros, stop
 
     def bounds_of(self, lens: HostArray) -> tuple[HostArray, HostArray]:
         """Return the bounds of the intervals of valid lengths, which the module clips."""
         stop = np.empty(self._zeros.shape, np.int64)
-        # As `index_values.lens_per_query`, a tenth of a tiny call faster.
-        stop[...] = lens if lens.ndim == 2 or self.layout.score_shape.batch == 1 else lens[:, None]
+        self.module.copy_valid_lens(np.ascontiguousarray(lens, np.int64), stop, self.layout.score_shape.key_len)
         return self._zeros, stop
 
     @cached_property
@@ -210,28 +215,29 @@ class NativeCall:
 
     def _build_forward(self, saves: bool) -> Forward:
         names = ["out"]
-        if saves or self.statistics:
+        if saves:
             names += ["row_max", "log_denom"]
         if saves and self.saves_scores:
             names.append("saved_scores")
         if self.returns_weights:
             names.append("attention_weights")
-        names += [name for name in STATISTICS if name in self.statistics]
+        names += self.statistics
         plan = self.module.plan_forward(
             self.spec, self.inputs, [self._example(name) if name in names else None for name in FILLED]
         )
         rows = self.layout.rows
         columns = {"out": (self.layout.value_dim,), **dict.fromkeys(_PAIRS, (self.layout.score_shape.key_len,))}
-        filled = tuple(
-            (name, (*rows, *columns.get(name, ())), self._example(name).dtype) for name in FILLED if name in names
-        )
+        places = [name for name in FILLED if name in names]
+        filled = tuple(((*rows, *columns.get(name, ())), self._example(name).dtype) for name in places)
         # Of out and the statistics; what is saved, and the weights, stay as they were filled.
         axes = {"out": -3, **dict.fromkeys(self.statistics, -2)} if self.layout.is_length_before_heads else {}
         returned = self.returned[len(self.differentiable) :]
         outputs = (*self.differentiable, *(self.saved if saves else ()), *returned)
         dtypes = {"out": self.dtype}
         return Forward(
-            plan, filled, tuple((name, dtypes.get(name, self.accumulator), axes.get(name)) for name in outputs)
+            plan,
+            filled,
+            tuple((places.index(name), dtypes.get(name, self.accumulator), axes.get(name)) for name in outputs),
         )
 
     def _example(self, name: str) -> HostArray:
@@ -254,25 +260,32 @@ class NativeCall:
             found.append(AttentionStats(**{name: named[name] for name in self.statistics}))
         return tuple(found)
 
-    def fits(self, arrays: Sequence[Array], saved: Sequence[Array]) -> bool:
-        """Return whether the arrays and the saved outputs still have the layout and dtypes that `backward` takes."""
-        if any(self.ops.signature(x) != operand.signature for x, operand in zip(arrays, self.operands, strict=True)):
-            return False
-        return [self.ops.dtype(x) for x in saved] == [self.dtype, *[self.accumulator] * (len(saved) - 1)]
+    def keep_layouts(self, arrays: Sequence[Array], outputs: Sequence[Array]) -> None:
+        """Remember the layouts of the arrays of a forward, which are those of all its runs."""
+        if not self._layouts:
+            self._layouts.append(self.ops.signature([*arrays, *outputs]))
+
+    def are_plain(self, saved: Sequence[Array], incoming: Sequence[Array]) -> bool:
+        """Return whether the arrays of a forward, saved since, still have its layouts, and all of these are plain."""
+        expected, found = self._layouts[0], self.ops.signature([*saved, *incoming])
+        return expected is not None and found is not None and found[: len(expected)] == expected
 
     def backward(
-        self, arrays: Sequence[Array], mask: Any, saved: Mapping[str, Array], grads: Mapping[str, Array | None],
-        seed: int, wanted: Sequence[bool],
-    ) -> Iterator[Array | None]:  # fmt: skip
-        """Yield the gradient of each array, None where it is not wanted; `saved` and `grads` are by name."""
+        self, arrays: Sequence[Array], mask: Any, known: dict[str, Array | None], seed: int, wanted: Sequence[bool]
+    ) -> Iterator[Array | None]:
+        """Yield the gradient of each array, None where it is not wanted.
+
+        `known` are by name the saved outputs and, named grad_..., their gradients; None where there is none.
+        """
         ops = self.ops
-        key = (*wanted, *(grad is None for grad in grads.values()))
+        key = (*wanted, *[name for name, x in known.items() if x is None])
         backward = self._backwards.get(key)
         if backward is None:
-            backward = self._backwards[key] = self._build_backward(grads, wanted)
-        known = {**saved, **{f"grad_{name}": grad for name, grad in grads.items()}}
+            incoming = {name.removeprefix("grad_") for name, x in known.items() if x is not None and "grad_" in name}
+            backward = self._backwards[key] = self._build_backward(incoming, wanted)
         if known["grad_out"] is None:  # which the module always reads
-            known["grad_out"] = ops.zeros(saved["out"].shape, saved["out"])
+            out: Any = known["out"]
+            known["grad_out"] = ops.zeros(out.shape, out)
         read = [
             ops.buffer_in_c_order(known[name]) if axis is None else _with_heads_first(ops, known[name], axis)
             for name, axis in backward.reads
@@ -286,8 +299,7 @@ class NativeCall:
             grad = ops.from_memory(filled[place], self.accumulator, arrays[2])
             yield grad if operand.is_filled_as_it_is else self.operand_gradient(grad, operand, x)
 
-    def _build_backward(self, grads: Mapping[str, Array | None], wanted: Sequence[bool]) -> Backward:
-        incoming = {name for name, grad in grads.items() if grad is not None}
+    def _build_backward(self, incoming: set[str], wanted: Sequence[bool]) -> Backward:
         reads = {"out", "grad_out", *self.saved, *(f"grad_{name}" for name in incoming)}
         # The entropy and the weights are read with their gradients alone.
         reads |= incoming & {"entropy", "attention_weights"}
@@ -364,7 +376,9 @@ class NativeOp(NamedTuple):
         raise NotImplementedError("attnscore: the streaming form of a planned call")
 
     def forward(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
-        return self.call.forward(arrays, self.mask, self.seed, saves=True)
+        outputs = self.call.forward(arrays, self.mask, self.seed, saves=True)
+        self.call.keep_layouts(arrays, outputs[: self.saved_outputs])
+        return outputs
 
     def backward(
         self,
@@ -378,15 +392,12 @@ class NativeOp(NamedTuple):
         if not incoming:
             return (None,) * len(arrays)
         wanted = wanted if wanted is not None else [True] * len(arrays)
-        saved = dict(zip((*call.differentiable, *call.saved), outputs, strict=True))
-        named = dict(zip(call.differentiable, grads, strict=True))
-        # `is_plain` is faster; a mode of the framework, such as autocast, may be active that a backward does not mind.
-        is_buffer = ops.is_plain(*arrays, *outputs, *incoming) or all(
-            map(ops.has_cpu_buffer, (*arrays, *outputs, *incoming))
-        )
-        if not is_buffer or ops.needs_grad(*arrays, *incoming) or not call.fits(arrays, outputs):
+        if ops.needs_grad(*arrays, *incoming) or not call.are_plain([*arrays, *outputs], incoming):
+            saved = dict(zip((*call.differentiable, *call.saved), outputs, strict=True))
+            named = dict(zip(call.differentiable, grads, strict=True))
             return tuple(self._rebuilt(arrays, saved, named, wanted))
-        return tuple(call.backward(arrays, self.mask, saved, named, self.seed, wanted))
+        known = dict(zip(call.known, (*outputs, *grads), strict=True))
+        return tuple(call.backward(arrays, self.mask, known, self.seed, wanted))
 
     def _mask(self) -> Any:
         if self.call.reads_lens:
@@ -499,7 +510,7 @@ def prepare(
         is_transposed = layout.is_length_before_heads and name in ("query", "key", "value")
         filled = tuple(x.shape) if gradient == canonical and not is_transposed else gradient
         as_it_is = filled == tuple(x.shape) and ops.dtype(x) == problem.accumulator
-        operands.append(Operand(name, ops.signature(x), canonical, gradient, filled, is_transposed, as_it_is))
+        operands.append(Operand(name, canonical, gradient, filled, is_transposed, as_it_is))
     return NativeCall(
         module, kernel, ops, layout, problem.dtype, problem.accumulator, problem.statistics,
         problem.matrix == "weights", 0.0 if problem.dropout is None else problem.dropout.probability,
@@ -532,15 +543,6 @@ def _memory(ops: Backend, x: Any) -> HostArray:
 def _with_heads_first(ops: Backend, x: Array, axis: int) -> HostArray:
     """Return the memory of `x` in C order, with the heads, which the caller has on `axis` + 1, on `axis`."""
     return np.ascontiguousarray(ops.memory(x).swapaxes(axis, axis + 1))
-
-
-def _unaligned(make: Callable[..., HostArray], shape: Sequence[int], dtype: str) -> HostArray:
-    return make(shape, dtype)
-
-
-def _sum(x: HostArray, y: HostArray) -> HostArray:
-    with np.errstate(invalid="ignore"):  # inf - inf, where a score is infinite
-        return np.asarray(x + y)
 
 
 def _example(x: HostArray) -> HostArray:

@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import reduce
@@ -22,6 +21,8 @@ from typing import Any, final
 import numpy as np
 
 from attnscore.backends.base import Array, HostArray
+from attnscore.backends.native import missing as _MISSING
+from attnscore.backends.native import module as _native
 from attnscore.core import tiled, tiling
 from attnscore.core.problem import Problem
 from attnscore.core.tiled import Result, RowGradients
@@ -32,21 +33,6 @@ from attnscore.kernels.native.results import BACKWARD_INPUTS, GRADIENTS, STATIST
 from attnscore.kernels.tiled import Streaming
 from attnscore.masks import And, lowering
 from attnscore.scores.forms import AdditiveForm
-
-try:
-    if os.environ.get("ATTNSCORE_NO_NATIVE") == "1":
-        raise ImportError("turned off by ATTNSCORE_NO_NATIVE=1")
-    # This form imports the module, not the package above it.
-    import attnscore._native as _native  # noqa: PLR0402
-except ModuleNotFoundError:
-    _MISSING: str | None = (
-        "the native module is not built here: reinstall attnscore where there are a C++ compiler and Python's headers"
-    )
-except ImportError as error:
-    _MISSING = str(error)
-else:
-    _MISSING = None
-
 
 # Queries of a micro-tile (kMR) and keys of a key tile, as in csrc/kernels.
 TILE = (6, 64)
@@ -103,7 +89,7 @@ class Native(Kernel):
         if ops.needs_grad(*tiled.operands(problem).values()):
             return tiled.forward(problem, plan)
         fill = _fill(problem, plan, self.saves_scores)
-        out, *numbers = fill(*marshalling.marshal(problem, plan), call.threads_of(_native, ops))
+        out, *numbers, _ = fill(*marshalling.marshal(problem, plan), call.threads_of(_native, ops))
         row_max, log_denom, scores, raw, weights, *statistics = (
             None if x is None else ops.from_memory(x, sums, like) for x in numbers
         )
@@ -180,6 +166,7 @@ def _fill(problem: Problem, plan: TilePlan, saves_scores: bool) -> Callable[[Any
         whole = (*rows[:-1], problem.score_shape.key_len)
         found += [marshalling.aligned(np.empty, whole, sums) if x else None for x in pairs]
         found += [np.empty(rows, sums) if x else None for x in wanted]
+        found.append(None)  # log_sum_exp
         if evaluated:
             chunked_masks.forward(_native.forward, problem, plan, (score, arrays), found, threads)
         else:

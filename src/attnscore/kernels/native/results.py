@@ -7,11 +7,15 @@ from attnscore.core import online_softmax, tiled
 from attnscore.core.problem import Problem
 from attnscore.scores.forms import AdditiveForm
 
-# Statistics that the forward fills where wanted, in its order; the log-sum-exp is row_max + log_denom.
+# Statistics that the forward fills where wanted, in its order. The log-sum-exp is row_max + log_denom outside of plans:
+# autodiff passes through that sum.
 STATISTICS = tuple(name for name in online_softmax.STATISTICS if name != "log_sum_exp")
 # Arrays that the forward fills, in its order. `saved_scores` are before bias and cap, for the backward alone;
 # `attention_scores` and `attention_weights` are those that a caller asks for.
-FILLED = ("out", "row_max", "log_denom", "saved_scores", "attention_scores", "attention_weights", *STATISTICS)
+FILLED = (
+    *("out", "row_max", "log_denom", "saved_scores", "attention_scores", "attention_weights"),
+    *(*STATISTICS, "log_sum_exp"),
+)
 # Arrays that the backward reads beside the operands, in its order.
 BACKWARD_INPUTS = (
     *("out", "row_max", "log_denom", "entropy", "saved_scores", "attention_weights"),

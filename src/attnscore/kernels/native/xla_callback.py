@@ -175,15 +175,15 @@ class BoundCall(NamedTuple):
 
     def backward(self, result: Result, grads: RowGradients, wanted: Collection[str]) -> dict[str, HostArray]:
         """Return the gradients by name."""
-        saved = {"out": result.out, "row_max": result.row_max, "log_denom": result.log_denom}
-        incoming = {"out": grads.out, "log_sum_exp": grads.log_sum_exp}
-        if grads.entropy is not None:
-            saved["entropy"], incoming["entropy"] = result.statistics["entropy"], grads.entropy
-        if grads.matrix is not None:
-            saved["attention_weights"], incoming["attention_weights"] = result.matrix, grads.matrix
+        known = {
+            **{"out": result.out, "row_max": result.row_max, "log_denom": result.log_denom},
+            **{"entropy": result.statistics.get("entropy"), "attention_weights": result.matrix},
+            **{"grad_out": grads.out, "grad_log_sum_exp": grads.log_sum_exp, "grad_entropy": grads.entropy},
+            "grad_attention_weights": grads.matrix,
+        }
         names = [operand.name for operand in self.call.operands]
         chosen = [name in wanted for name in names]
-        found = self.call.backward(self.operands, self.bounds, saved, incoming, self.seed, chosen)
+        found = self.call.backward(self.operands, self.bounds, known, self.seed, chosen)
         return {name: grad for name, grad in zip(names, found, strict=True) if grad is not None}
 
 
