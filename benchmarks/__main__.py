@@ -2,7 +2,7 @@
 
 ``results.json`` is of the last run, ``results-NAME.json`` of another machine; each has its page. ``python benchmarks
 --page`` makes the pages from the results in this folder. All other options are those of `attnscore bench` except
-``--out``; without any, the long cases are run too.
+``--out``; without any, the long cases are run too. A page of small shapes has a chart in ``docs/images``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from attnscore.bench import reports, results
+from attnscore.bench import charts, reports, results
 from attnscore.cli import main
 from attnscore.io import replacing
 
@@ -24,12 +24,25 @@ def pages() -> dict[Path, Path]:
     return {path: DOCS / f"performance{path.stem.removeprefix('results')}.md" for path in found}
 
 
+def rendered(path: Path, page: Path) -> str:
+    """Return a page with the tables of its results, and the chart of the small shapes where they were measured."""
+    return reports.page_with(page.read_text("utf-8"), results.read(path), f"images/{chart_of(page).name}")
+
+
+def chart_of(page: Path) -> Path:
+    """Return the file of a page's chart."""
+    return page.parent / "images" / f"{page.stem}-small-shapes.png"
+
+
 def write_pages() -> None:
-    """Put the tables of the results into their pages."""
+    """Put the tables of the results into their pages, and draw their charts."""
     for path, page in pages().items():
-        text = reports.page_with(page.read_text("utf-8"), results.read(path))
+        text = rendered(path, page)
         with replacing(page) as file:
             file.write(text.encode())
+        if charts.has_shapes(document := results.read(path)):
+            with replacing(chart_of(page)) as file:
+                charts.small_shapes(document).savefig(file, format="png", dpi=100)
 
 
 def run(arguments: list[str]) -> int:

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 
-from attnscore.bench import cases, inputs, machine, measure, reports, results, runner, timing
+from attnscore.bench import cases, charts, inputs, machine, measure, reports, results, runner, timing
 from attnscore.bench.baselines import BASELINES, Baseline
 from attnscore.bench.cases import CASES, Case, Target
 from attnscore.bench.inputs import Side, draw
@@ -83,6 +83,25 @@ AT_MOST = {
     *WATCHED,
 }
 GROWTH = {"growth-dot", "growth-additive"}
+# Cases of many shapes: baselines, the least ratio of each shape, their geometric mean, the modes.
+EVERY_MODE = ("forward", "weights", "backward")
+SHAPES: list[tuple[str, tuple[str, ...], float, float, tuple[str, ...]]] = [
+    ("small-self-attention", ("sdpa",), 1, 1.3, ("forward", "backward")),
+    ("small-numpy", ("formula",), 1, 2, ("forward", "weights")),
+    ("small-torch", ("formula",), 1, 2, EVERY_MODE),
+    ("small-jax-eager", ("formula",), 1, 2, EVERY_MODE),
+    ("small-jax", ("formula",), 0.8, 0.8, EVERY_MODE),
+    ("small-tensorflow", ("formula",), 1, 2, EVERY_MODE),
+    ("small-tensorflow-graph", ("formula",), 0.8, 0.8, EVERY_MODE),
+    ("small-layers-torch", ("formula",), 1, 2, EVERY_MODE),
+    ("small-layers-keras", ("formula", "keras-layer"), 1, 2, EVERY_MODE),
+    ("small-layers-keras-graph", ("formula", "keras-layer"), 0.8, 0.8, ("forward", "backward")),
+    ("small-layers-flax", ("formula",), 1, 2, EVERY_MODE),
+    ("small-layers-flax-jit", ("formula",), 0.8, 0.8, ("forward", "backward")),
+]
+SMALL = {row[0] for row in SHAPES}
+# Those that compile something for every shape: two or three seconds each.
+COMPILED = {name for name in SMALL if name.endswith(("-graph", "-jit", "jax-eager", "-flax"))}
 UNPROMISED = {"dropout-backward", "gaussian", "gaussian-backward", "weights"}
 MEMORY = {"memory-dot", "memory-additive"}
 
@@ -92,6 +111,10 @@ def toy(case: Case) -> Case:
     sizes = dict(case.sizes)
     if case.kind == "limits":
         return dataclasses.replace(case, sizes={"side": 32, "numbers": 1000})
+    if case.kind == "shapes":
+        heads = sizes["shapes"][0][1]
+        scores = dict.fromkeys(shape[0] for shape in sizes["shapes"])
+        return dataclasses.replace(case, sizes={"shapes": [(score, heads and 2, 3, 5, 8, 2) for score in scores]})
     sizes |= {"queries": min(sizes["queries"], 37), "keys": 37 if sizes["queries"] > 1 else 53, "dim": 8}
     sizes |= {"heads": min(sizes["heads"], 2)}
     if "visible" in sizes:
@@ -163,7 +186,7 @@ def test_names_and_baselines_are_known() -> None:
     names = [case.name for case in CASES]
     assert len(set(names)) == len(names)
     timed = {promise[0] for promise in (*PROMISES, *CALLERS)}
-    assert timed | GROWTH | MEMORY | CALLERS_MEMORY | UNPROMISED | {"limits"} == set(names)
+    assert timed | GROWTH | MEMORY | CALLERS_MEMORY | SMALL | UNPROMISED | {"limits"} == set(names)
     used = {baseline for case in CASES for baseline in case.baselines}
     assert used == set(BASELINES)
     assert all((target is not None and target.at_most) == (case.name in AT_MOST)
@@ -178,7 +201,29 @@ def test_the_long_cases_are_asked_for() -> None:
         cases.chosen(["dott"], full=False)
 
 
-@pytest.mark.parametrize("name", [name for name in TOYS if name not in MEMORY | {"limits"}])
+@pytest.mark.parametrize(("name", "baselines", "least", "mean", "modes"), SHAPES)
+def test_every_case_of_many_shapes(
+    name: str, baselines: tuple[str, ...], least: float, mean: float, modes: tuple[str, ...]
+) -> None:
+    case = cases.named(name)
+    assert (tuple(case.baselines), case.modes) == (baselines, modes)
+    assert all(target == Target(mean, floor=least) for target in case.baselines.values())
+    points = case.points()
+    assert len({each.shape() for each, _ in points}) == 40 and len(points) == 40 * len(modes)
+    shapes = {(each.score, *(each.sizes[axis] for axis in ("batch", "queries", "keys", "dim"))) for each, _ in points}
+    if name == "small-self-attention":
+        assert all(32 <= queries == keys <= 512 and 32 <= dim <= 128 for _, _, queries, keys, dim in shapes)
+        assert {each.sizes["heads"] for each, _ in points} <= set(range(4, 17)) and not case.mask
+        return
+    assert case.mask == "lens" and not any(each.sizes["heads"] for each, _ in points)
+    for score in ("scaled_dot", "additive", "bilinear", "gaussian"):
+        # D2L's example, its translation model, and queries as many as keys.
+        assert {(score, 2, 1, 10, 8), (score, 64, 1, 10, 256), (score, 64, 10, 10, 64)} <= shapes
+        assert sum(shape[0] == score for shape in shapes) == 10
+    assert all(batch <= 256 and queries <= 10 and keys <= 64 and dim <= 1024 for _, batch, queries, keys, dim in shapes)
+
+
+@pytest.mark.parametrize("name", [name for name in TOYS if name not in MEMORY | SMALL | {"limits"}])
 def test_pairs_are_those_of_the_mask(name: str) -> None:
     case = TOYS[name]
     allowed = draw(case).allowed()
@@ -210,6 +255,25 @@ def test_every_case_on_a_toy(name: str) -> None:
             assert row["rounds"] == 3
             assert isinstance(row["reached"], bool) == (row["target"] is not None)
     # As it comes back from the file.
+    assert not results.check(json.loads(json.dumps(document(rows))))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in COMPILED else ()) for name in sorted(SMALL)]
+)
+def test_every_case_of_many_shapes_on_a_toy(name: str) -> None:
+    case = TOYS[name]
+    rows = measure.time_shapes(case, 1, dataclasses.replace(SHORT, least=1, most=1))
+    assert [row["baseline"] for row in rows] == list(case.baselines)
+    for row in rows:
+        # Keras has no bilinear and no Gaussian attention.
+        lacks = ("bilinear", "gaussian") if row["baseline"] == "keras-layer" else ("none",)
+        every = {(each.shape(), mode) for each, mode in case.points() if not each.score.startswith(lacks)}
+        assert {(point["shape"], point["mode"]) for point in row["points"]} == every
+        assert all(text.startswith(lacks) for text in row["left_out"])
+        assert row["below"] == sum(point["ratio"] < row["floor"] for point in row["points"])
+        assert row["worst"] == min(row["points"], key=lambda point: point["ratio"])
+        assert row["reached"] is (row["geometric_mean"] >= row["target"] and not row["below"])
     assert not results.check(json.loads(json.dumps(document(rows))))
 
 
@@ -485,8 +549,67 @@ def document(rows: list[Any], **more: Any) -> dict[str, Any]:
     return {**whole, "machine": machine.facts(), "rows": copy.deepcopy(rows), **more}
 
 
+SHAPES_ROW: dict[str, Any] = {
+    "kind": "shapes", "case": "small-torch", "what": "small shapes, PyTorch", "threads": 1, "baseline": "formula",
+    "status": "measured", "reason": None, "target": 2.0, "floor": 1.0, "left_out": [], "points": [
+        {"shape": "additive (2,1,10) h 8", "mode": mode, "ours": 1e-5, "theirs": ratio * 1e-5, "ratio": ratio,
+         "q1": ratio, "q3": ratio} for mode, ratio in (("forward", 4.0), ("weights", 2.0), ("backward", 0.5))
+    ],
+    "geometric_mean": 1.587, "below": 1, "reached": False,
+}  # fmt: skip
+SHAPES_ROW["worst"] = SHAPES_ROW["points"][2]
+
+
 def test_a_good_document_passes() -> None:
-    assert not results.check(document([GOOD_ROW]))
+    assert not results.check(document([GOOD_ROW, SHAPES_ROW]))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"points": [{**SHAPES_ROW["points"][0], "ratio": None}]}, "ratio is missing"),
+        ({"points": [{**SHAPES_ROW["points"][0], "q1": 9.0}]}, "out of order"),
+        ({"geometric_mean": None}, "geometric_mean is missing"),
+    ],
+)
+def test_a_bad_row_of_shapes_is_seen(change: dict[str, Any], said: str) -> None:
+    assert said in results.check(document([{**SHAPES_ROW, **change}]))[0]
+
+
+def test_a_row_of_shapes_is_its_mean_its_worst_and_how_many_are_below() -> None:
+    points = SHAPES_ROW["points"]
+    row = measure.summed_up(Target(1.5, floor=0.4), points, ["gaussian (1,1,1) d 8, forward: no gaussian"])
+    assert row["geometric_mean"] == pytest.approx(4 ** (1 / 3)) and row["worst"] is points[2]
+    assert (row["below"], row["reached"], row["status"]) == (0, True, "measured")
+    assert measure.summed_up(Target(1.5, floor=1), points, [])["reached"] is False  # one shape is below
+    assert measure.summed_up(Target(1.6, floor=0.4), points, [])["reached"] is False  # the mean is below
+    none = measure.summed_up(Target(1.5, floor=0.4), [], ["additive (1,1,1) h 8, forward: not installed"])
+    assert (none["status"], none["reason"]) == ("not run", "additive (1,1,1) h 8, forward: not installed")
+    assert not results.check(document([{**SHAPES_ROW, **none}]))
+
+
+def test_the_report_of_many_shapes() -> None:
+    found = document([SHAPES_ROW])
+    text = reports.section(found, "chart.png")
+    assert (
+        "| small shapes, PyTorch | fastest formula in the caller's framework | 1 | 1 | 3 | 1.59 | 0.50 "
+        "| additive (2,1,10) h 8, backward | 1 of 3 | 1 | 2 | **no** |\n\n![Ratios of all small shapes" in text
+    )
+    assert "chart.png" not in reports.section(document([]), "chart.png")
+    assert reports.faster_baselines(found) == [
+        "small shapes, PyTorch, 1 thread: fastest formula in the caller's framework, in 1 of 3 measurements, "
+        "up to 2.00 times faster"
+    ]
+    assert reports.missed(found) == ["small-torch against fastest formula in the caller's framework, 1 thread"]
+
+
+def test_the_chart_has_a_panel_for_each_number_of_threads_and_a_dot_for_each_shape() -> None:
+    found = document([SHAPES_ROW, {**SHAPES_ROW, "threads": 2}, {**SHAPES_ROW, "status": "not run", "points": []}])
+    panels = charts.small_shapes(found).axes
+    assert [axis.get_yscale() for axis in panels] == ["log", "log"]
+    dots = [line for line in panels[1].lines if line.get_marker() == "o"]
+    assert [line.get_ydata()[0] for line in dots] == [4.0, 2.0, 0.5]
+    assert charts.has_shapes(found) and not charts.has_shapes(document([GOOD_ROW]))
 
 
 @pytest.mark.parametrize(
@@ -598,23 +721,28 @@ def test_the_results_of_the_project_have_the_form(path: Path) -> None:
 @pytest.mark.parametrize("path", KEPT, ids=lambda path: path.stem)
 def test_the_pages_show_the_results_of_the_project(path: Path) -> None:
     """`python benchmarks --page` makes them so."""
-    page = runpy.run_path(str(ENTRY), run_name="entry")["pages"]()[path]
-    text = page.read_text(encoding="utf-8")
-    assert reports.page_with(text, results.read(path)) == text
+    entry = runpy.run_path(str(ENTRY), run_name="entry")
+    page = entry["pages"]()[path]
+    assert entry["rendered"](path, page) == page.read_text(encoding="utf-8")
+    assert entry["chart_of"](page).exists() == charts.has_shapes(results.read(path))
 
 
 def test_the_entry_makes_the_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entry = runpy.run_path(str(ENTRY), run_name="entry")
-    for name in ("", "-old"):
+    (tmp_path / "images").mkdir()
+    for name, rows in (("", [GOOD_ROW, SHAPES_ROW]), ("-old", [GOOD_ROW])):
         page = tmp_path / f"performance{name}.md"
         page.write_text(f"before\n{reports.BEGIN}\nold\n{reports.END}\nafter\n", encoding="utf-8")
-        results.write(document([GOOD_ROW]), tmp_path / f"results{name}.json")
+        results.write(document(rows), tmp_path / f"results{name}.json")
     for folder in ("HERE", "DOCS"):
         monkeypatch.setitem(entry["run"].__globals__, folder, tmp_path)
     assert entry["run"](["--page"]) == 0
     for name in ("", "-old"):
         text = (tmp_path / f"performance{name}.md").read_text(encoding="utf-8")
         assert text.startswith("before\n") and text.endswith("\nafter\n") and "### Speed" in text and "old" not in text
+        assert ("](images/performance-small-shapes.png)" in text) == (not name)
+    (chart,) = (tmp_path / "images").iterdir()
+    assert chart.name == "performance-small-shapes.png" and chart.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_entry_writes_into_its_own_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

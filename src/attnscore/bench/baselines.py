@@ -8,15 +8,18 @@
 from __future__ import annotations
 
 import importlib
-import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from attnscore.bench import layers
+from attnscore.bench.formulas import Scores, formulas, ops
 from attnscore.bench.inputs import Inputs, Side, caller, ours
+
+_CHOICE = 0.003  # seconds, for which a short call is tried
 
 
 class Unavailable(Exception):
@@ -56,8 +59,8 @@ def _fastest(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
 
     def best(call: Callable[[], Any]) -> float:
         call()
-        times = []
-        for _ in range(3):
+        times: list[float] = []
+        while len(times) < 3 or (sum(times) < _CHOICE and len(times) < 100):
             start = time.perf_counter()
             call()
             times.append(time.perf_counter() - start)
@@ -81,30 +84,37 @@ def sdpa(inputs: Inputs) -> Side:
         options = [{"attn_mask": mask} for mask in masks]
 
     def form(options: dict[str, Any]) -> Callable[..., Any]:
-        return lambda *arrays: attention(*arrays, **options)
+        return lambda query, key, value, parameter=None: attention(query, key, value, **options)
 
-    forms = [caller(inputs, form(each) if each else attention) for each in options]
+    forms = [caller(inputs, form(each) if each or inputs.case.has_parameter else attention) for each in options]
     return Side("sdpa", _fastest(forms), same=inputs.case.score == "scaled_dot")
 
 
 def _forms(inputs: Inputs) -> list[Callable[..., Any]]:
-    """The definition in PyTorch as functions of (query, key, value)."""
-    parameter, scale = inputs.parameter, 1 / math.sqrt(inputs.case.sizes["dim"])
+    """The formulas in the caller's framework as functions of (query, key, value[, parameter])."""
+    case = inputs.case
+    its = ops(case.framework)
+    positions = its.arange(case.sizes["keys"])
 
-    def dot(query: Any, key: Any, value: Any) -> Any:
-        return ((query @ key.transpose(-1, -2)) * scale).softmax(-1) @ value
+    def form(scores: Scores) -> Callable[..., Any]:
+        def pooled(query: Any, key: Any, value: Any, parameter: Any = inputs.parameter, *, lens: Any = None) -> Any:
+            weights = its.weights(scores(query, key, parameter), lens, positions)
+            out = weights @ value
+            return (out, weights) if case.weights else out
 
-    def product(query: Any, key: Any, value: Any) -> Any:
-        return ((query.unsqueeze(-2) + key.unsqueeze(-3)).tanh() @ parameter).softmax(-1) @ value
+        return pooled
 
-    def total(query: Any, key: Any, value: Any) -> Any:  # a sum that a compiler can fuse
-        return ((query.unsqueeze(-2) + key.unsqueeze(-3)).tanh() * parameter).sum(-1).softmax(-1) @ value
+    return [form(scores) for scores in formulas(case.score, case.sizes["dim"], its)]
 
-    def gaussian(query: Any, key: Any, value: Any) -> Any:
-        norms = query.square().sum(-1, keepdim=True) + key.square().sum(-1).unsqueeze(-2)
-        return ((2 * query @ key.transpose(-1, -2) - norms) / (2 * parameter**2)).softmax(-1) @ value
 
-    return {"scaled_dot": [dot], "additive": [product, total], "gaussian": [gaussian]}[inputs.case.score]
+def formula(inputs: Inputs) -> Side:
+    """The fastest formula in the caller's framework; for a layer in a layer with the same projections."""
+    if inputs.case.layer:
+        sides = [layers.side(inputs, "formula", layer) for layer in layers.of_formulas(inputs)]
+    else:
+        sides = [Side("formula", caller(inputs, form)) for form in _forms(inputs)]
+    fastest = _fastest([side.run for side in sides])
+    return next(side for side in sides if side.run is fastest)
 
 
 def naive(inputs: Inputs) -> Side:
@@ -121,30 +131,11 @@ def compiled(inputs: Inputs) -> Side:
 
 def xla(inputs: Inputs) -> Side:
     """The definition through ``jax.jit``: XLA on the CPU."""
-    jax = _needs("jax")
-    jnp, scale = jax.numpy, 1 / math.sqrt(inputs.case.sizes["dim"])
-    *arrays, parameter = (jnp.asarray(_numpy(x)) for x in (*inputs.arrays, inputs.parameter))
-
-    def pooled(scores: Any, value: Any) -> Any:
-        return jax.nn.softmax(scores, axis=-1) @ value
-
-    def activations(query: Any, key: Any) -> Any:
-        return jnp.tanh(query[..., :, None, :] + key[..., None, :, :])
-
-    forms = {
-        # dot_product_attention of JAX on a CPU is this form.
-        "scaled_dot": [lambda q, k, v: pooled(q @ jnp.swapaxes(k, -1, -2) * scale, v)],
-        "additive": [
-            lambda q, k, v: pooled(activations(q, k) @ parameter, v),
-            lambda q, k, v: pooled((activations(q, k) * parameter).sum(-1), v),
-        ],
-    }[inputs.case.score]
-
-    def jitted(form: Callable[..., Any]) -> Callable[[], Any]:
-        program = jax.jit(form)
-        return lambda: program(*arrays).block_until_ready()
-
-    return Side("xla", _fastest([jitted(form) for form in forms]))
+    jnp = _needs("jax").numpy
+    case = replace(inputs.case, framework="jax", graph=True)
+    names = ("query", "key", "value", "parameter")
+    converted = {name: jnp.asarray(_numpy(getattr(inputs, name))) for name in names}
+    return formula(replace(inputs, case=case, **converted))
 
 
 def keops(inputs: Inputs) -> Side:
@@ -189,21 +180,6 @@ def onnxruntime(inputs: Inputs) -> Side:
     return Side("onnxruntime", lambda: session.run(None, feed), outputs)
 
 
-def numpy(inputs: Inputs) -> Side:
-    """The definition in NumPy: two products and a stable softmax, in place where it can be."""
-    query, key, value = inputs.arrays
-    scale = np.float32(1 / math.sqrt(query.shape[-1]))
-
-    def run() -> Any:
-        scores = (query @ key.swapaxes(-1, -2)) * scale
-        scores -= scores.max(-1, keepdims=True)
-        np.exp(scores, out=scores)
-        scores /= scores.sum(-1, keepdims=True)
-        return scores @ value
-
-    return Side("numpy", run)
-
-
 def jax(inputs: Inputs) -> Side:
     """``jax.nn.dot_product_attention`` inside ``jax.jit``, in its own layout (batch, query, head, dim)."""
     attention = _needs("jax").nn.dot_product_attention
@@ -211,25 +187,25 @@ def jax(inputs: Inputs) -> Side:
     return Side("jax", caller(inputs, attention, arrays), lambda out: (out.swapaxes(1, 2),))
 
 
-def tensorflow(inputs: Inputs) -> Side:
-    """The definition in TensorFlow's operations, as its tutorials write it; eager, or inside ``tf.function``."""
-    tf, scale = _needs("tensorflow"), 1 / math.sqrt(inputs.case.sizes["dim"])
-
-    def attention(query: Any, key: Any, value: Any) -> Any:
-        weights = tf.nn.softmax(tf.matmul(query, key, transpose_b=True) * scale)
-        return tf.matmul(weights, value)
-
-    return Side("tensorflow", caller(inputs, attention))
+def _keras() -> Any:
+    library = _needs("keras")
+    if library.config.backend() != "tensorflow":
+        raise Unavailable(f"Keras runs on {library.config.backend()} here")
+    return library
 
 
 def keras(inputs: Inputs) -> Side:
     """``keras.ops.dot_product_attention`` on TensorFlow, in its own layout (batch, query, head, dim)."""
-    library, tf = _needs("keras"), _needs("tensorflow")
-    if library.config.backend() != "tensorflow":
-        raise Unavailable(f"Keras runs on {library.config.backend()} here")
+    library, tf = _keras(), _needs("tensorflow")
     arrays = [tf.transpose(x, (0, 2, 1, 3)) for x in inputs.arrays]
     run = caller(inputs, library.ops.dot_product_attention, arrays)
     return Side("keras", run, lambda out: (tf.transpose(out, (0, 2, 1, 3)),))
+
+
+def keras_layer(inputs: Inputs) -> Side:
+    """``keras.layers.Attention`` and ``AdditiveAttention``, with projections before the latter."""
+    _keras()
+    return layers.side(inputs, "keras-layer", layers.keras_own(inputs))
 
 
 def without(inputs: Inputs) -> Side:
@@ -270,10 +246,12 @@ BASELINES = {
         onnxruntime,
         lacks=("backward", "valid_lens", "window", "additive", "gaussian"),
     ),
-    "numpy": Baseline("naive NumPy", numpy, lacks=_FORWARD),
+    "numpy": Baseline("naive NumPy", formula, lacks=_FORWARD),
     "jax": Baseline("jax.nn.dot_product_attention", jax, lacks=_FORWARD),
-    "tensorflow": Baseline("naive TensorFlow", tensorflow, lacks=_FORWARD),
+    "tensorflow": Baseline("naive TensorFlow", formula, lacks=_FORWARD),
     "keras": Baseline("keras.ops.dot_product_attention", keras, lacks=_FORWARD),
+    "keras-layer": Baseline("keras.layers.Attention, AdditiveAttention", keras_layer, lacks=("bilinear", "gaussian")),
+    "formula": Baseline("fastest formula in the caller's framework", formula),
     "without": Baseline("the same call without it", without, is_alternative=False),
     "reading": Baseline("reading keys and values once", reading, is_alternative=False),
 }

@@ -4,17 +4,21 @@
 - A promise of the library is one case: a new promise is a new row here and nowhere else.
 - The rates that libraries reach on the machine are a case too ("limits"): a yardstick for the rates of the others.
 - A ratio is the baseline's time over ours; with "at most" it is ours over the baseline's.
+- Small calls differ from shape to shape, so a case of kind "shapes" measures many shapes in one process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from attnscore.errors import ArgumentError, message
 
 MB = 10**6
+
+Score = Literal["scaled_dot", "additive", "bilinear", "gaussian"]
+Mode = Literal["forward", "weights", "backward"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,8 @@ class Target:
     """`ratio` on one thread, where it differs."""
     at_most: bool = False
     """The ratio is our time over the baseline's, and the target an upper bound."""
+    floor: float | None = None
+    """Of a case of many shapes, whose `ratio` is their geometric mean: the least ratio of each."""
 
     def on(self, threads: int) -> float:
         """Return the ratio to reach on that many threads."""
@@ -41,19 +47,26 @@ class Case:
     what: str
     sizes: Mapping[str, Any]
     baselines: Mapping[str, Target | None]
-    score: Literal["scaled_dot", "additive", "gaussian"] = "scaled_dot"
+    score: Score = "scaled_dot"
     dtype: str = "float32"
-    mask: Literal["", "causal", "valid_lens", "window"] = ""
+    mask: Literal["", "causal", "valid_lens", "window", "lens"] = ""
+    """"lens": valid lengths, one for each element of the batch, in an array that is an operand of the call."""
     framework: Literal["torch", "numpy", "jax", "tensorflow"] = "torch"
     graph: bool = False
-    """In TensorFlow inside ``tf.function``; a caller of JAX is inside ``jax.jit`` in any case."""
+    """The caller is a compiled program: inside ``jax.jit`` or ``tf.function``."""
     backward: bool = False
     """With gradients, the parameter of the score's among them: a Gaussian bandwidth is learned then, else a number."""
+    weights: bool = False
+    """The weights are part of the result; a layer's are read after the call."""
+    layer: bool = False
+    """Our side is a layer with its projections: ``torch.nn``, Keras for TensorFlow, Flax NNX for JAX."""
+    modes: tuple[Mode, ...] = ()
+    """Of kind "shapes": what each of ``sizes["shapes"]`` is measured for."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Keywords of `attend` on our side alone, whose overhead the case measures."""
     watched: Literal["", "function", "layer"] = ""
     """Our side is PyTorch's own attention, or its layer with projections, in a model that `watch` looks at."""
-    kind: Literal["limits", "time", "growth", "memory"] = "time"
+    kind: Literal["limits", "time", "shapes", "growth", "memory"] = "time"
     full: bool = False
     """Takes many minutes: only with --full."""
 
@@ -62,11 +75,31 @@ class Case:
         """Whether the score has a parameter."""
         return self.score != "scaled_dot"
 
+    def points(self) -> list[tuple[Case, Mode]]:
+        """Return the cases that a case of many shapes consists of, each with its mode."""
+        modes: dict[Mode, dict[str, Any]] = {
+            "forward": {},
+            "weights": {"weights": True},
+            "backward": {"backward": True},
+        }
+        return [
+            (replace(self, score=score, sizes=_sizes(*sizes), kind="time", **modes[mode]), mode)
+            for score, *sizes in self.sizes["shapes"]
+            for mode in self.modes
+        ]
+
+    def shape(self) -> str:
+        """Return score and sizes in a few characters, as in ``additive (64,1,10) h 256``."""
+        axes = ("batch", "heads", "queries", "keys") if self.sizes["heads"] else ("batch", "queries", "keys")
+        letter = "h" if self.score == "additive" else "d"
+        return f"{self.score} ({','.join(str(self.sizes[axis]) for axis in axes)}) {letter} {self.sizes['dim']}"
+
     def pairs(self) -> int:
-        """Return how many (query, key) pairs the mask leaves, over all heads."""
+        """Return how many (query, key) pairs the mask leaves, over all heads; valid lengths of arrays leave fewer."""
         queries, keys, visible = self.sizes["queries"], self.sizes["keys"], self.sizes.get("visible", 0)
         by_mask = {
             "": queries * keys,
+            "lens": queries * keys,
             "causal": queries * (queries + 1) // 2,
             "valid_lens": queries * min(visible, keys),
             # The first queries attend to fewer keys than the window is wide.
@@ -108,6 +141,57 @@ _CALLERS_LONG = _sizes(1, 32768, 32768, 64)
 _SHORT_HEADS = _sizes(12, 128, 128, 32, batch=8)
 _TINY = _sizes(8, 16, 16, 64, batch=2)
 _GAUSSIAN = _sizes(8, 1024, 1024, 64)
+
+# (score, heads, queries, keys, dim, batch): a toy example of D2L, its translation model, and what lies around them.
+# At most 4 M activations a call, so that the additive formula takes milliseconds.
+_SMALL = [
+    (score, 0, queries, keys, dim, batch)
+    for score, shapes in {
+        "additive": [
+            (2, 1, 10, 8), (64, 1, 10, 256), (64, 10, 10, 64), (1, 2, 1, 16), (1, 1, 64, 1024),
+            (256, 1, 16, 64), (32, 8, 8, 128), (16, 4, 32, 512), (128, 1, 64, 128), (8, 8, 64, 256),
+        ],
+        "scaled_dot": [
+            (2, 1, 10, 8), (64, 1, 10, 256), (64, 10, 10, 64), (1, 1, 1, 16), (1, 8, 64, 1024),
+            (256, 8, 64, 64), (256, 1, 32, 128), (16, 2, 5, 32), (8, 4, 48, 512), (128, 3, 20, 256),
+        ],
+        "bilinear": [
+            (2, 1, 10, 8), (64, 1, 10, 256), (64, 10, 10, 64), (4, 1, 2, 16), (1, 8, 16, 1024),
+            (1, 1, 64, 512), (256, 2, 24, 128), (32, 4, 64, 64), (16, 8, 40, 256), (128, 1, 12, 32),
+        ],
+        "gaussian": [
+            (2, 1, 10, 8), (64, 1, 10, 256), (64, 10, 10, 64), (8, 1, 3, 256), (1, 8, 64, 1024),
+            (1, 1, 50, 16), (256, 1, 64, 16), (32, 8, 32, 128), (16, 4, 12, 512), (128, 2, 33, 64),
+        ],
+    }.items()
+    for batch, queries, keys, dim in shapes
+]  # fmt: skip
+# Lengths of common models among them (50 and 197: image patches, 77: captions), up to 3 GFLOP forward.
+_SELF_ATTENTION = [
+    ("scaled_dot", heads, tokens, tokens, dim, batch)
+    for tokens in (32, 50, 77, 128, 197, 256, 384, 512)
+    for batch, heads, dim in ((1, 12, 64), (1, 16, 128), (2, 8, 64), (8, 4, 32), (16, 16, 64), (64, 12, 64))
+    if 4 * batch * heads * tokens**2 * dim <= 3e9
+]
+_EAGER = Target(2, floor=1)
+_COMPILED = Target(0.8, floor=0.8)
+
+
+def _small(
+    name: str,
+    what: str,
+    framework: Any,
+    target: Target,
+    modes: tuple[Mode, ...] = ("forward", "weights", "backward"),
+    baselines: Sequence[str] = ("formula",),
+    **more: Any,
+) -> Case:
+    """Return a case of the small shapes, with valid lengths."""
+    return Case(
+        f"small-{name}", f"small shapes, {what}", {"shapes": _SMALL}, dict.fromkeys(baselines, target),
+        mask="lens", framework=framework, modes=modes, kind="shapes", **more,
+    )  # fmt: skip
+
 
 CASES: tuple[Case, ...] = (
     Case(
@@ -151,7 +235,10 @@ CASES: tuple[Case, ...] = (
         {"sdpa": Target(2, 1, at_most=True), "keops": None}, score="additive",
     ),
     Case("numpy", "NumPy caller, scaled dot (1,8,2048,64)", _USUAL, {"numpy": Target(2)}, framework="numpy"),
-    Case("jax", "JAX caller, jit, scaled dot (1,8,2048,64)", _USUAL, {"jax": Target(3), "xla": None}, framework="jax"),
+    Case(
+        "jax", "JAX caller, jit, scaled dot (1,8,2048,64)", _USUAL,
+        {"jax": Target(3), "xla": None}, framework="jax", graph=True,
+    ),
     Case(
         "tensorflow", "TensorFlow caller, eager, scaled dot (1,8,2048,64)", _USUAL,
         {"tensorflow": Target(1.3), "keras": Target(1.3)}, framework="tensorflow",
@@ -167,6 +254,30 @@ CASES: tuple[Case, ...] = (
     Case(
         "tiny-backward", "tiny call (2,8,16,64) from PyTorch, forward + backward", _TINY,
         {"sdpa": Target(2, 1, at_most=True)}, backward=True,
+    ),
+    Case(
+        "small-self-attention", "self-attention of 32 to 512 tokens, PyTorch", {"shapes": _SELF_ATTENTION},
+        {"sdpa": Target(1.3, floor=1)}, modes=("forward", "backward"), kind="shapes",
+    ),
+    _small("numpy", "NumPy", "numpy", _EAGER, ("forward", "weights")),
+    _small("torch", "PyTorch", "torch", _EAGER),
+    _small("jax-eager", "JAX, eager", "jax", _EAGER),
+    _small("jax", "JAX, jit", "jax", _COMPILED, graph=True),
+    _small("tensorflow", "TensorFlow, eager", "tensorflow", _EAGER),
+    _small("tensorflow-graph", "TensorFlow, tf.function", "tensorflow", _COMPILED, graph=True),
+    _small("layers-torch", "layers of PyTorch", "torch", _EAGER, layer=True),
+    _small(
+        "layers-keras", "layers of Keras on TensorFlow, eager", "tensorflow", _EAGER,
+        baselines=("formula", "keras-layer"), layer=True,
+    ),
+    _small(
+        "layers-keras-graph", "layers of Keras on TensorFlow, tf.function", "tensorflow", _COMPILED,
+        ("forward", "backward"), ("formula", "keras-layer"), layer=True, graph=True,
+    ),
+    _small("layers-flax", "layers of Flax NNX, eager", "jax", _EAGER, layer=True),
+    _small(
+        "layers-flax-jit", "layers of Flax NNX, jit", "jax", _COMPILED, ("forward", "backward"),
+        layer=True, graph=True,
     ),
     Case(
         "gaussian", "Gaussian (1,8,1024,64), fixed bandwidth, forward", _GAUSSIAN, {"naive": None, "sdpa": None},
@@ -238,7 +349,7 @@ CASES: tuple[Case, ...] = (
     ),
     Case(
         "memory-jax", "JAX, jit, scaled dot, 32768 tokens, 1 head, d 64, causal, forward + backward", _CALLERS_LONG, {},
-        framework="jax", mask="causal", backward=True, kind="memory",
+        framework="jax", graph=True, mask="causal", backward=True, kind="memory",
     ),
     Case(
         "memory-tensorflow", "TensorFlow, eager, scaled dot, 32768 tokens, 1 head, d 64, causal, forward + backward",

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -45,8 +46,13 @@ class Inputs:
     key: Any
     value: Any
     parameter: Any
-    """w_v of the additive score, the bandwidth of the Gaussian one; a scaled dot product has none."""
+    """w_v of the additive score, W of the bilinear, the bandwidth of the Gaussian one; a scaled dot product has none.
+
+    Of a layer the state by PyTorch's names, as NumPy arrays.
+    """
     grad: Any
+    lens: Any = None
+    """Valid lengths, (batch,)."""
 
     @property
     def arrays(self) -> tuple[Any, Any, Any]:
@@ -55,13 +61,19 @@ class Inputs:
 
     @property
     def leaves(self) -> tuple[Any, ...]:
-        """All that gets a gradient."""
-        return (*self.arrays, self.parameter) if self.case.has_parameter else self.arrays
+        """All that gets a gradient; a fixed bandwidth is none, and parameters of a layer lie in the layer."""
+        is_leaf = self.case.has_parameter and not self.case.layer and not isinstance(self.parameter, float)
+        return (*self.arrays, self.parameter) if is_leaf else self.arrays
 
-    def arguments(self) -> dict[str, Any]:
-        """Keywords of `attend` that say what the case computes."""
-        score = {"scaled_dot": ats.ScaledDot, "additive": ats.Additive, "gaussian": ats.Gaussian}[self.case.score]
-        return {"score": score(self.parameter) if self.case.has_parameter else "scaled_dot"}
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """Operands that get no gradient, by name."""
+        return {} if self.lens is None else {"lens": self.lens}
+
+    def score(self, parameter: Any) -> Any:
+        """Return the score with that parameter."""
+        makers = {"additive": ats.Additive, "bilinear": ats.Bilinear, "gaussian": ats.Gaussian}
+        return makers[self.case.score](parameter) if self.case.has_parameter else "scaled_dot"
 
     def mask(self) -> Any:
         """Return the mask as a caller writes it, or None."""
@@ -76,7 +88,7 @@ class Inputs:
         return None
 
     def allowed(self) -> Any:
-        """Return the mask as (query, key) booleans, written independently of ours; None without a mask."""
+        """Return the mask as ([batch,] query, key) booleans, written independently of ours; None without a mask."""
         sizes = self.case.sizes
         i, j, width = np.arange(sizes["queries"])[:, None], np.arange(sizes["keys"]), sizes.get("visible", 0)
         match self.case.mask:
@@ -86,6 +98,9 @@ class Inputs:
                 return np.broadcast_to(j < width, (sizes["queries"], sizes["keys"]))
             case "window":
                 return (j <= i) & (j > i - width)
+            case "lens":
+                each = (j < np.asarray(self.lens)[:, None])[:, None]
+                return np.broadcast_to(each, (sizes["batch"], sizes["queries"], sizes["keys"]))
         return None
 
 
@@ -102,18 +117,30 @@ def draw(case: Case, length: int | None = None) -> Inputs:
     arrays: dict[str, Any] = {"query": normal(sizes["queries"])}
     arrays |= {name: normal(sizes["keys"]) for name in ("key", "value")}
     # Parameters give scores a variance of about 1, as trained ones and scaled dot products have.
-    arrays["parameter"] = rng.standard_normal(sizes["dim"], dtype=np.float32) / np.float32(math.sqrt(sizes["dim"]))
+    dim, scale = sizes["dim"], np.float32(math.sqrt(sizes["dim"]))
+    arrays["parameter"] = rng.standard_normal(dim, dtype=np.float32) / scale
     arrays["grad"] = normal(sizes["queries"])
     if case.score == "gaussian":
-        bandwidth = (2 * sizes["dim"]) ** 0.25
+        bandwidth = (2 * dim) ** 0.25
         # A number is fixed, an array is learned.
-        arrays["parameter"] = np.asarray(bandwidth, np.float32) if case.backward else bandwidth
+        arrays["parameter"] = np.asarray(bandwidth, np.float32) if case.backward and not case.layer else bandwidth
+    elif case.score == "bilinear":
+        arrays["parameter"] = rng.standard_normal((dim, dim), dtype=np.float32) / np.float32(dim)
+    if case.mask == "lens":
+        arrays["lens"] = rng.integers(1, sizes["keys"] + 1, sizes["batch"], dtype=np.int32)
+    if case.layer:
+        state = {"bilinear": {"W.weight": arrays["parameter"]}}
+        if case.score == "additive":
+            projections = (rng.standard_normal((dim, dim), dtype=np.float32) / scale for _ in "qk")
+            names = ("W_q.weight", "W_k.weight", "w_v.weight")
+            state["additive"] = dict(zip(names, (*projections, arrays["parameter"][None]), strict=True))
+        arrays["parameter"] = state.get(case.score, arrays["parameter"])
     return Inputs(case, **{name: _native(case, name, x) for name, x in arrays.items()})
 
 
 def _native(case: Case, name: str, x: Any) -> Any:
     """An array as one of the case's framework."""
-    if isinstance(x, float) or case.framework == "numpy":
+    if isinstance(x, float | dict) or case.framework == "numpy":
         return x
     if case.framework == "jax":
         import jax.numpy as jnp
@@ -125,59 +152,71 @@ def _native(case: Case, name: str, x: Any) -> Any:
         return tf.constant(x)
     import torch
 
+    if name == "lens":
+        return torch.from_numpy(x)
     made = torch.from_numpy(x).to(getattr(torch, case.dtype))
     is_leaf = name != "grad" and (name != "parameter" or case.has_parameter)
     return made.requires_grad_(case.backward and is_leaf)
 
 
-def caller(inputs: Inputs, forward: Callable[..., Any], arrays: Sequence[Any] = ()) -> Callable[[], Any]:
-    """Return a call of ``forward(query, key, value)`` as users of the case's framework write it.
+def caller(
+    inputs: Inputs, forward: Callable[..., Any], arrays: Sequence[Any] = (), trained: Sequence[Any] = ()
+) -> Callable[[], Any]:
+    """Return a call of ``forward(query, key, value[, parameter], **fixed)`` as users of the case's framework write it.
 
-    Inside ``jax.jit``, eagerly, or inside ``tf.function``; where the case has gradients, with those of the
-    framework's autodiff, in the same program. The call ends when its result is there. `arrays` replaces query, key and
-    value.
+    Eagerly or in a compiled program; where the case has gradients, with those of the framework's autodiff, in the same
+    program. The call ends when its result is there. `arrays` replaces the leaves, and `trained` are parameters of a
+    layer, which get gradients besides.
     """
-    case, arrays = inputs.case, arrays or inputs.arrays
+    case, arrays, fixed = inputs.case, arrays or inputs.leaves, inputs.fixed
     if case.framework == "jax":
-        return _in_jax(case, forward, (*arrays, inputs.grad) if case.backward else arrays)
+        return _in_jax(inputs, forward, arrays)
     if case.framework == "tensorflow":
-        return _in_tensorflow(case, forward, (*arrays, inputs.grad) if case.backward else arrays)
+        return _in_tensorflow(inputs, forward, arrays, trained)
     if not case.backward:
-        return lambda: forward(*arrays)
+        return lambda: forward(*arrays, **fixed)
     import torch
 
+    leaves = (*inputs.leaves, *trained)
+
     def run() -> tuple[Any, ...]:
-        out = forward(*arrays)
-        return (out, *torch.autograd.grad(out, inputs.leaves, inputs.grad))
+        out = forward(*arrays, **fixed)
+        return (out, *torch.autograd.grad(out, leaves, inputs.grad))
 
     return run
 
 
-def _in_jax(case: Case, forward: Callable[..., Any], given: Sequence[Any]) -> Callable[[], Any]:
+def _in_jax(inputs: Inputs, forward: Callable[..., Any], leaves: Sequence[Any]) -> Callable[[], Any]:
     import jax
 
-    def with_gradients(*given: Any) -> tuple[Any, ...]:
-        out, vjp = jax.vjp(forward, *given[:-1])
-        return (out, *vjp(given[-1]))
+    def with_gradients(*leaves: Any, grad: Any, **fixed: Any) -> tuple[Any, ...]:
+        out, vjp = jax.vjp(functools.partial(forward, **fixed), *leaves)
+        return (out, *vjp(grad))
 
-    jitted = jax.jit(with_gradients if case.backward else forward)
-    return lambda: jax.block_until_ready(jitted(*given))  # type: ignore[no-untyped-call]  # JAX's own
+    program, fixed = (forward, inputs.fixed)
+    if inputs.case.backward:
+        program, fixed = with_gradients, {**fixed, "grad": inputs.grad}
+    run = jax.jit(program) if inputs.case.graph else program
+    return lambda: jax.block_until_ready(run(*leaves, **fixed))  # type: ignore[no-untyped-call]  # JAX's own
 
 
-def _in_tensorflow(case: Case, forward: Callable[..., Any], given: Sequence[Any]) -> Callable[[], Any]:
+def _in_tensorflow(
+    inputs: Inputs, forward: Callable[..., Any], leaves: Sequence[Any], trained: Sequence[Any]
+) -> Callable[[], Any]:
     import tensorflow as tf
 
-    def with_gradients(*given: Any) -> tuple[Any, ...]:
-        leaves = list(given[:-1])
+    def with_gradients(*leaves: Any, grad: Any, **fixed: Any) -> tuple[Any, ...]:
         with tf.GradientTape() as tape:
             tape.watch(leaves)
-            out = forward(*leaves)
-        return (out, *tape.gradient(out, leaves, output_gradients=given[-1]))
+            out = forward(*leaves, **fixed)
+        return (out, *tape.gradient(out, [*leaves, *trained], output_gradients=grad))
 
-    whole = with_gradients if case.backward else forward
-    run = tf.function(whole) if case.graph else whole
+    program, fixed = (forward, inputs.fixed)
+    if inputs.case.backward:
+        program, fixed = with_gradients, {**fixed, "grad": inputs.grad}
+    run = tf.function(program) if inputs.case.graph else program
     # Eager operations on the CPU have ended when they return.
-    return lambda: run(*given)
+    return lambda: run(*leaves, **fixed)
 
 
 def ours(inputs: Inputs, *, plain: bool = False, **more: Any) -> Side:
@@ -185,31 +224,35 @@ def ours(inputs: Inputs, *, plain: bool = False, **more: Any) -> Side:
     case = inputs.case
     if case.watched:
         return _watched(inputs, is_watched=not plain)
-    options = inputs.arguments() | more
+    score, options = inputs.score(inputs.parameter), more
     if not plain:
         options = {**case.options, "mask": inputs.mask(), **options}
+    if case.weights:
+        options = {**options, "return_weights": True}
     if case.framework == "numpy" and case.backward:
 
         def with_gradients() -> tuple[Any, ...]:
-            out, vjp = ats.attend_vjp(*inputs.arrays, **options)
+            out, vjp = ats.attend_vjp(*inputs.arrays, score=score, **options)
             gradients = vjp(inputs.grad)
             return (out, *gradients[:3], *gradients.score.values())
 
         return Side("attnscore", with_gradients)
 
-    def forward(*arrays: Any) -> Any:
-        found = ats.attend(*arrays, **options)
-        return found[0] if isinstance(found, tuple) else found
+    def forward(query: Any, key: Any, value: Any, parameter: Any = None, *, lens: Any = None) -> Any:
+        # In a compiled program and under autodiff of JAX the parameter is another array than outside.
+        its = score if parameter is None or parameter is inputs.parameter else inputs.score(parameter)
+        found = ats.attend(query, key, value, score=its, valid_lens=lens, **options)
+        return found if case.weights or not isinstance(found, tuple) else found[0]
 
     return Side("attnscore", caller(inputs, forward))
 
 
 def kernel_of(inputs: Inputs) -> str:
     """Return the name of the kernel that `attend` takes in a case."""
-    options = {**inputs.case.options, "mask": inputs.mask(), **inputs.arguments()}
+    options = {**inputs.case.options, "mask": inputs.mask(), "score": inputs.score(inputs.parameter)}
     found: list[str] = []
 
-    def explain(query: Any, key: Any, value: Any) -> Any:
+    def explain(query: Any, key: Any, value: Any, parameter: Any = None) -> Any:
         found.append(str(ats.explain(query, key, value, **options).kernel))
         return value
 

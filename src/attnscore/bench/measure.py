@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from attnscore.bench import machine
+from attnscore.bench import layers, machine
 from attnscore.bench.baselines import BASELINES, Unavailable, naive
-from attnscore.bench.cases import Case, named
+from attnscore.bench.cases import Case, Target, named
 from attnscore.bench.inputs import Inputs, Side, draw, kernel_of, ours
 from attnscore.bench.reference import Reference, WrongResult, reference
 from attnscore.bench.timing import Effort, alternate, summary
@@ -59,6 +59,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     try:
         if case.kind == "limits":
             return {"rows": [measure_limits(case, threads, effort)]}
+        if case.kind == "shapes":
+            return {"rows": time_shapes(case, threads, effort)}
         if request["side"] is None:
             return {"rows": time_case(case, threads, effort)}
         return {"point": measure_point(case, request["side"], request["length"], threads, effort)}
@@ -103,6 +105,47 @@ def _against(baseline: str, inputs: Inputs, mine: Side, exact: Reference, thread
     if wanted is not None:
         row["reached"] = ratio["median"] <= wanted if row["at_most"] else ratio["median"] >= wanted
     return {**row, "rounds": len(times[0]), "ours": summary(times[0]), "theirs": summary(times[1]), "ratio": ratio}
+
+
+def time_shapes(case: Case, threads: int, effort: Effort) -> list[Row]:
+    """Time every shape of a case in every mode; one row for each baseline, with a point for each shape and mode."""
+    points: dict[str, list[Row]] = {baseline: [] for baseline in case.baselines}
+    left_out: dict[str, list[str]] = {baseline: [] for baseline in case.baselines}
+    for each, mode in case.points():
+        shape, inputs = each.shape(), draw(each)
+        exact = reference(inputs)
+        mine = layers.ours(inputs) if each.layer else ours(inputs)
+        exact.check(f"{case.name}, {shape}, {mode}, attnscore", mine.outputs(mine.run()))
+        for baseline in case.baselines:
+            row = _against(baseline, inputs, mine, exact, threads, effort)
+            if row["status"] != "measured":
+                left_out[baseline].append(f"{shape}, {mode}: {row['reason']}")
+                continue
+            points[baseline].append({
+                "shape": shape, "mode": mode, "ours": row["ours"]["median"], "theirs": row["theirs"]["median"],
+                "ratio": row["ratio"]["median"], "q1": row["ratio"]["q1"], "q3": row["ratio"]["q3"],
+            })  # fmt: skip
+    about = {"kind": "shapes", "case": case.name, "what": case.what, "threads": threads}
+    return [
+        {**about, "baseline": baseline, **summed_up(case.baselines[baseline], points[baseline], left_out[baseline])}
+        for baseline in case.baselines
+    ]
+
+
+def summed_up(target: Target | None, points: list[Row], left_out: list[str]) -> Row:
+    """Return the fields of a row of many shapes; reached: by their geometric mean and by every shape."""
+    row: Row = {
+        "status": "measured" if points else "not run", "reason": None if points else left_out[0],
+        "target": target and target.ratio, "floor": target and target.floor, "points": points, "left_out": left_out,
+    }  # fmt: skip
+    if points:
+        ratios = [point["ratio"] for point in points]
+        floor = row["floor"] or 0
+        row["geometric_mean"] = mean = float(np.exp(np.log(ratios).mean()))
+        row["worst"] = min(points, key=lambda point: point["ratio"])
+        row["below"] = sum(ratio < floor for ratio in ratios)
+        row["reached"] = None if target is None else mean >= target.ratio and not row["below"]
+    return row
 
 
 def measure_limits(case: Case, threads: int, effort: Effort) -> Row:

@@ -4,7 +4,7 @@
   only the library knows, it is the dense kernel in float64).
 - error <= max(2 x the error of the same formulas in the dtype of the case, 8 eps x scale), where the scale of an output
   is max |value| and that of a gradient the same sum with the absolute values of its terms.
-- It works on blocks of queries: a large case is checked on some of its queries, those at both ends among them.
+- It works on blocks of matrices and queries: a large case is checked on some queries, those at both ends among them.
 """
 
 from __future__ import annotations
@@ -94,94 +94,137 @@ def _tensors(inputs: Inputs, dtype: Any) -> dict[str, Any]:
     import torch
 
     def tensor(x: Any) -> Any:
+        if isinstance(x, dict):
+            return {name: tensor(each) for name, each in x.items()}
         # A copy: JAX and TensorFlow show their memory read-only, which torch warns about.
         found = (x if hasattr(x, "detach") else torch.from_numpy(np.array(x))).detach().to(dtype)
-        return found if found.ndim < 2 else found.reshape(-1, *found.shape[-2:])
+        return found
 
-    return {name: tensor(getattr(inputs, name)) for name in ("query", "key", "value", "parameter", "grad")}
+    arrays = {name: tensor(getattr(inputs, name)) for name in ("query", "key", "value", "grad")}
+    arrays = {name: x.reshape(-1, *x.shape[-2:]) for name, x in arrays.items()}
+    return {**arrays, "parameter": tensor(inputs.parameter)}
 
 
 def _names(inputs: Inputs) -> list[str]:
     """Inputs that get a gradient, in the order of the results."""
-    return ["query", "key", "value", *(["parameter"] if inputs.case.has_parameter else [])]
+    return ["query", "key", "value", *(["parameter"] if inputs.case.has_parameter and not inputs.case.layer else [])]
+
+
+def _width(inputs: Inputs) -> int:
+    """Numbers that a query takes in the largest array."""
+    return int(inputs.case.sizes["keys"] * (inputs.case.sizes["dim"] if inputs.case.has_parameter else 1))
 
 
 def _blocks(inputs: Inputs, rows: Any) -> list[Any]:
-    case = inputs.case
-    width = case.sizes["keys"] * (case.sizes["dim"] if case.has_parameter else 1)
-    return list(np.array_split(rows, max(1, math.ceil(len(rows) * width / _BLOCK))))
+    return list(np.array_split(rows, max(1, math.ceil(len(rows) * _width(inputs) / _BLOCK))))
 
 
-def _weights(inputs: Inputs, rows: Any, query: Any, key: Any, parameter: Any) -> Any:
-    """The weights of some queries by the definition."""
+def _matrices(inputs: Inputs, rows: Any) -> Iterator[slice]:
+    """Ranges of the batch and its heads that are computed at once."""
+    count = inputs.case.sizes["batch"] * max(1, inputs.case.sizes["heads"])
+    step = max(1, _BLOCK // (len(rows) * _width(inputs)))
+    return (slice(start, start + step) for start in range(0, count, step))
+
+
+def _projected(inputs: Inputs, query: Any, key: Any, parameter: Any) -> tuple[Any, Any, Any]:
+    """Queries, keys and parameter as the score gets them: those of a layer after its projections."""
+    if inputs.case.layer and inputs.case.score == "additive":
+        return query @ parameter["W_q.weight"].mT, key @ parameter["W_k.weight"].mT, parameter["w_v.weight"].squeeze(0)
+    return query, key, parameter["W.weight"] if inputs.case.layer and inputs.case.score == "bilinear" else parameter
+
+
+def _weights(inputs: Inputs, where: tuple[slice, Any], query: Any, key: Any, parameter: Any) -> Any:
+    """The weights of some queries of some matrices by the definition."""
     import torch
 
+    query, key, parameter = _projected(inputs, query, key, parameter)
     if inputs.case.score == "additive":
         scores = (query.unsqueeze(-2) + key.unsqueeze(-3)).tanh() @ parameter
     elif inputs.case.score == "gaussian":
         scores = -(query.unsqueeze(-2) - key.unsqueeze(-3)).square().sum(-1) / (2 * parameter**2)
+    elif inputs.case.score == "bilinear":
+        scores = query @ parameter @ key.mT
     else:
-        scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
+        scores = query @ key.mT / math.sqrt(query.shape[-1])
     allowed = inputs.allowed()
     if allowed is not None:
-        scores = scores.masked_fill(~torch.from_numpy(allowed[rows]), -math.inf)
+        # With a batch there are no heads.
+        its = allowed[where] if allowed.ndim == 3 else allowed[where[1]]
+        scores = scores.masked_fill(~torch.from_numpy(its), -math.inf)
     return scores.softmax(-1)
 
 
 def _definition(inputs: Inputs, rows: Any, dtype: Any) -> tuple[Any, ...]:
-    """Output and gradients by the definition in one dtype, matrix by matrix and block by block."""
+    """Output, with weights or gradients where the case has them, by the definition in one dtype, block by block."""
     import torch
 
-    x = _tensors(inputs, dtype)
-    names = _names(inputs) if inputs.case.backward else []
+    x, case = _tensors(inputs, dtype), inputs.case
+    names = _names(inputs) if case.backward else []
     out = torch.zeros(len(x["query"]), len(rows), x["value"].shape[-1], dtype=dtype)
+    weights = torch.zeros(*out.shape[:2], case.sizes["keys"] if case.weights else 0, dtype=dtype)
     grads = {name: torch.zeros_like(x[name]) for name in names}
-    for matrix in range(len(out)):
+    for matrices in _matrices(inputs, rows):
         done = 0
         for block in _blocks(inputs, rows):
-            where: dict[str, Any] = {"query": (matrix, block), "key": matrix, "value": matrix, "parameter": ...}
-            leaves = {name: x[name][at].clone().requires_grad_(name in names) for name, at in where.items()}
-            block_out = _weights(inputs, block, leaves["query"], leaves["key"], leaves["parameter"]) @ leaves["value"]
-            out[matrix, done : done + len(block)] = block_out.detach()
-            done += len(block)
+            at: dict[str, Any] = {"query": (matrices, block), "key": matrices, "value": matrices, "parameter": ...}
+            leaves = {n: x[n] if isinstance(x[n], dict) else x[n][place].clone() for n, place in at.items()}
+            for name in names:
+                leaves[name].requires_grad_()
+            p = _weights(inputs, (matrices, block), leaves["query"], leaves["key"], leaves["parameter"])
+            block_out, end = p @ leaves["value"], done + len(block)
+            out[matrices, done:end] = block_out.detach()
+            if case.weights:
+                weights[matrices, done:end] = p.detach()
+            done = end
             if names:
-                found = torch.autograd.grad(block_out, [leaves[n] for n in names], x["grad"][matrix, block])
+                found = torch.autograd.grad(block_out, [leaves[n] for n in names], x["grad"][matrices, block])
                 for name, grad in zip(names, found, strict=True):
-                    grads[name][where[name]] += grad
-    return (out, *grads.values())
+                    grads[name][at[name]] += grad
+    return (out, *([weights] if case.weights else ()), *grads.values())
 
 
 def _scales(inputs: Inputs, rows: Any) -> Iterator[float]:
-    """max |value|; for gradients their formulas with the absolute value of every term."""
+    """max |value|, 1 for weights; for gradients their formulas with the absolute value of every term."""
     import torch
 
     x, case = _tensors(inputs, torch.float64), inputs.case
     yield float(x["value"].abs().max())
+    if case.weights:
+        yield 1.0
     if not case.backward:
         return
-    parameter = x["parameter"].abs()
     largest = dict.fromkeys(_names(inputs), 0.0)
-    for matrix in range(len(x["query"])):
-        query, key, value, grad = (x[name][matrix] for name in ("query", "key", "value", "grad"))
+    for matrices in _matrices(inputs, rows):
+        raw_query, raw_key, value, grad = (x[name][matrices] for name in ("query", "key", "value", "grad"))
+        query, key, parameter = _projected(inputs, raw_query, raw_key, x["parameter"])
+        parameter = parameter.abs() if case.has_parameter else parameter
         totals: dict[str, Any] = {"query": [], "key": 0, "value": 0, "parameter": 0}
         for block in _blocks(inputs, rows):
-            p = _weights(inputs, block, query[block], key, x["parameter"])
-            incoming = grad[block].abs() @ value.abs().T
+            p = _weights(inputs, (matrices, block), raw_query[:, block], raw_key, x["parameter"])
+            its, incoming = query[:, block], grad[:, block].abs() @ value.abs().mT
             ds = p * (incoming + (p * incoming).sum(-1, keepdim=True))
-            totals["value"] += p.T @ grad[block].abs()
+            by_query, by_key = ds.sum(-1, keepdim=True), ds.sum(-2).unsqueeze(-1)
+            totals["value"] += p.mT @ grad[:, block].abs()
             if case.score == "additive":
-                totals["query"].append(ds.sum(-1, keepdim=True) * parameter)
-                totals["key"] += ds.sum(0)[:, None] * parameter
+                totals["query"].append(by_query * parameter)
+                totals["key"] += by_key * parameter
                 totals["parameter"] += ds.sum()
+            elif case.score == "bilinear":
+                totals["query"].append(ds @ (key.abs() @ parameter.mT))
+                totals["key"] += ds.mT @ (its.abs() @ parameter)
+                totals["parameter"] += (its.abs().mT @ ds @ key.abs()).sum(0)
             else:
                 scale = 1 / math.sqrt(query.shape[-1]) if case.score == "scaled_dot" else 1 / parameter**2
                 totals["query"].append(ds @ key.abs() * scale)
-                totals["key"] += ds.T @ query[block].abs() * scale
+                totals["key"] += ds.mT @ its.abs() * scale
             if case.score == "gaussian":  # of a difference both terms
-                totals["query"][-1] += ds.sum(-1, keepdim=True) * query[block].abs() * scale
-                totals["key"] += ds.sum(0)[:, None] * key.abs() * scale
-                totals["parameter"] += (ds * torch.cdist(query[block], key).square()).sum() / parameter**3
-        totals["query"] = torch.cat(totals["query"])
+                totals["query"][-1] += by_query * its.abs() * scale
+                totals["key"] += by_key * key.abs() * scale
+                totals["parameter"] += (ds * torch.cdist(its, key).square()).sum() / parameter**3
+        totals["query"] = torch.cat(totals["query"], 1)
+        if case.layer and case.score == "additive":
+            for name in ("query", "key"):
+                totals[name] = totals[name] @ x["parameter"][f"W_{name[0]}.weight"].abs()
         for name in largest:
             most = float(torch.as_tensor(totals[name]).max())
             # The gradient of the parameter is a sum over all matrices, the others belong to one.

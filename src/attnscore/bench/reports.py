@@ -18,7 +18,12 @@ Cells = Sequence[str]
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 
+_CHARTED = "Many small shapes"
 _SPEED = ("case", "against", "threads", "ours", "theirs", "ratio", "spread", "target", "stretch target", "reached")
+_SHAPES = (
+    *("case", "against", "threads", "shapes", "modes", "geometric mean", "worst", "shape of the worst"),
+    *("below", "target, least", "target, mean", "reached"),
+)
 _GROWTH = ("case", "side", "parameters", "lengths", "time grows as", "peak memory grows as", "seconds", "peak, MB")
 _LIMITS = ("threads", "float32 products, GFLOP/s", "bfloat16 products, GFLOP/s", "reading, GB/s")
 _RATES = (
@@ -31,6 +36,7 @@ _MEMORY = ("case", "tokens", "peak, MB", "inputs + outputs + gradients, MB", "ov
 def tables(document: Row, *, short: bool = False) -> Iterator[tuple[str, Cells, list[Cells]]]:
     """Yield (title, columns, rows) of every table; `short`: names in place of sentences, for a screen."""
     yield "Speed", _SPEED, list(_speed(document, short))
+    yield _CHARTED, _SHAPES, list(_shapes(document, short))
     yield "Limits of the machine", _LIMITS, list(_limits(document))
     if not short:
         yield "Rates reached", _RATES, list(_rates(document))
@@ -40,7 +46,7 @@ def tables(document: Row, *, short: bool = False) -> Iterator[tuple[str, Cells, 
 
 def _speed(document: Row, short: bool) -> Iterator[Cells]:
     """Comparisons; a ratio whose targets are marked ≤ is our time over the baseline's, all others are the reverse."""
-    for row in _of_kind(document, "time"):
+    for row in rows_of_kind(document, "time"):
         words = (row["case"], row["baseline"]) if short else (row["what"], _title(row["baseline"]))
         head = (*words, str(row["threads"]))
         targets = (_target(row, row["target"]), _target(row, row["stretch_target"]))
@@ -48,10 +54,30 @@ def _speed(document: Row, short: bool) -> Iterator[Cells]:
             yield (*head, "", "", "not run", row["reason"], *targets, "")
             continue
         ratio = row["ratio"]
-        reached = {True: "yes", False: "**no**", None: ""}[row["reached"]]
         spread = f"{ratio['q1']:.2f} to {ratio['q3']:.2f}"
         times = seconds(row["ours"]["median"]), seconds(row["theirs"]["median"])
-        yield (*head, *times, f"{ratio['median']:.2f}", spread, *targets, reached)
+        yield (*head, *times, f"{ratio['median']:.2f}", spread, *targets, _reached(row))
+
+
+def _shapes(document: Row, short: bool) -> Iterator[Cells]:
+    """Cases of many shapes: their geometric mean, the worst of them, and how many are below the least ratio wanted."""
+    for row in rows_of_kind(document, "shapes"):
+        head = (row["case"], row["baseline"]) if short else (row["what"], _title(row["baseline"]))
+        targets = tuple("" if row[name] is None else f"{row[name]:g}" for name in ("floor", "target"))
+        if row["status"] != "measured":
+            yield (*head, str(row["threads"]), "", "", "not run", "", row["reason"], "", *targets, "")
+            continue
+        shapes, modes = ({point[name] for point in row["points"]} for name in ("shape", "mode"))
+        worst = row["worst"]
+        yield (
+            *head, str(row["threads"]), str(len(shapes)), str(len(modes)), f"{row['geometric_mean']:.2f}",
+            f"{worst['ratio']:.2f}", f"{worst['shape']}, {worst['mode']}", f"{row['below']} of {len(row['points'])}",
+            *targets, _reached(row),
+        )  # fmt: skip
+
+
+def _reached(row: Row) -> str:
+    return {True: "yes", False: "**no**", None: ""}[row["reached"]]
 
 
 def _target(row: Row, target: float | None) -> str:
@@ -60,7 +86,7 @@ def _target(row: Row, target: float | None) -> str:
 
 def _limits(document: Row) -> Iterator[Cells]:
     """Rates that libraries reach on this machine."""
-    for row in _of_kind(document, "limits"):
+    for row in rows_of_kind(document, "limits"):
         rates = (row["products"]["float32"], row["products"]["bfloat16"], row["reading"])
         yield (str(row["threads"]), *(f"{rate / 1e9:.3g}" for rate in rates))
 
@@ -68,9 +94,9 @@ def _limits(document: Row) -> Iterator[Cells]:
 def _rates(document: Row) -> Iterator[Cells]:
     """Rates of our side, and their share of those that libraries reach."""
     seen = set()
-    limits = {row["threads"]: row for row in _of_kind(document, "limits")}
+    limits = {row["threads"]: row for row in rows_of_kind(document, "limits")}
     dtypes = {case.name: case.dtype for case in CASES}
-    for row in _of_kind(document, "time"):
+    for row in rows_of_kind(document, "time"):
         if row["status"] != "measured" or (row["case"], row["threads"]) in seen:
             continue
         seen.add((row["case"], row["threads"]))
@@ -89,7 +115,7 @@ def _rates(document: Row) -> Iterator[Cells]:
 
 def _growth(document: Row, short: bool) -> Iterator[Cells]:
     """Growth of time and memory with the number of tokens."""
-    for row in _of_kind(document, "growth"):
+    for row in rows_of_kind(document, "growth"):
         points, head = (
             row["points"],
             (row["case"] if short else row["what"], _title(row["side"]), str(row["parameters"])),
@@ -107,7 +133,7 @@ def _growth(document: Row, short: bool) -> Iterator[Cells]:
 
 def _memory(document: Row, short: bool) -> Iterator[Cells]:
     """Peak memory of the long cases."""
-    for row in _of_kind(document, "memory"):
+    for row in rows_of_kind(document, "memory"):
         head = row["case"] if short else row["what"]
         if row["status"] != "measured":
             yield (head, "", "not run", row["reason"], "", "", "")
@@ -118,7 +144,7 @@ def _memory(document: Row, short: bool) -> Iterator[Cells]:
         yield (head, str(point["length"]), *sizes, target, seconds(point["seconds"]["median"]))
 
 
-def _of_kind(document: Row, kind: str) -> list[Row]:
+def rows_of_kind(document: Row, kind: str) -> list[Row]:
     """Rows of a kind in the order of the cases, whatever the order in which they were measured."""
     order = {case.name: place for place, case in enumerate(CASES)}
     rows = [row for row in document["rows"] if row["kind"] == kind]
@@ -148,12 +174,19 @@ def seconds(s: float) -> str:
 def faster_baselines(document: Row) -> list[str]:
     """Say where a baseline takes less time than we do, one sentence each."""
     found = []
-    for row in _of_kind(document, "time"):
+    for row in rows_of_kind(document, "time"):
         if row["status"] != "measured" or not BASELINES[row["baseline"]].is_alternative:
             continue
         times = row["ratio"]["median"] if row["at_most"] else 1 / row["ratio"]["median"]
         if times > 1:
             found.append(f"{row['what']}, {_threads(row)}: {_title(row['baseline'])}, {times:.2f} times faster")
+    for row in rows_of_kind(document, "shapes"):
+        slower = sum(point["ratio"] < 1 for point in row["points"])
+        if slower:
+            found.append(
+                f"{row['what']}, {_threads(row)}: {_title(row['baseline'])}, in {slower} of {len(row['points'])} "
+                f"measurements, up to {1 / row['worst']['ratio']:.2f} times faster"
+            )
     return found
 
 
@@ -167,8 +200,8 @@ def missed(document: Row) -> list[str]:
     return found
 
 
-def section(document: Row) -> str:
-    """Return everything of a page that a run decides, in Markdown."""
+def section(document: Row, chart: str | None = None) -> str:
+    """Return everything of a page that a run decides, in Markdown; `chart` is the picture of the small shapes."""
     machine = document["machine"]
     parts = [
         f"Measured {document['date']} on: {machine['cpu']} ({machine['architecture']}), {machine['cores']} cores, "
@@ -180,6 +213,8 @@ def section(document: Row) -> str:
         parts.append("A quick run: three rounds and more, so the spreads say more than the medians.")
     for title, columns, rows in tables(document):
         parts += [f"### {title}", _markdown(columns, rows) if rows else "Not measured in this run."]
+        if title == _CHARTED and rows and chart:
+            parts.append(f"![Ratios of all small shapes, one column for each case]({chart})")
     for title, found, none in (
         ("Where a baseline is faster", faster_baselines(document), "Nowhere in this run."),
         ("Rows that miss their target", missed(document), "None in this run."),
@@ -194,10 +229,10 @@ def _markdown(columns: Cells, rows: Iterable[Cells]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
-def page_with(text: str, document: Row) -> str:
+def page_with(text: str, document: Row, chart: str | None = None) -> str:
     """Return a page with its section of results made anew."""
     head, begin, rest = text.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not begin or not end:
         raise FileError(f"the page has no section between {BEGIN} and {END}")
-    return f"{head}{BEGIN}\n\n{section(document)}\n\n{END}{tail}"
+    return f"{head}{BEGIN}\n\n{section(document, chart)}\n\n{END}{tail}"

@@ -25,11 +25,17 @@ _TIMED = {
     "rounds": int,
 }
 _POINTS = {"side": str, "points": list, "parameters": int}
+# A shape in one mode: the times are medians, the ratio has its quartiles.
+_POINT = {"shape": str, "mode": str, **dict.fromkeys(("ours", "theirs", "ratio", "q1", "q3"), _NUMBER)}
 _EXPONENT = (*_NUMBER, type(None))
 # By kind: fields of every row, and of one that was measured.
 _KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "limits": ({"threads": int, "products": dict, "reading": _NUMBER}, {}),
     "time": (_TIMED, {"ours": dict, "theirs": dict, "ratio": dict}),
+    "shapes": (
+        {"threads": int, "baseline": str, "points": list, "left_out": list},
+        {"geometric_mean": _NUMBER, "worst": dict, "below": int},
+    ),
     "growth": (_POINTS, {"threads": int, "time_exponent": _EXPONENT, "memory_exponent": _EXPONENT}),
     "memory": (_POINTS, {"threads": int, "target": _NUMBER, "reached": bool}),
 }
@@ -60,7 +66,12 @@ def _check_row(row: Any, where: str) -> list[str]:
         return found + ([] if row.get("reason") else [f"{where}: not run, without a reason"])
     found += _faults(row, measured, where)
     summaries = [row.get(name) for name in ("ours", "theirs", "ratio")] if row["kind"] == "time" else []
-    summaries += [point.get("seconds") for point in row.get("points") or ()]
+    points = row.get("points") or ()
+    if row["kind"] == "shapes":
+        found += [fault for point in points for fault in _faults(point, _POINT, where)]
+        summaries = [] if found else [{**point, "median": point["ratio"]} for point in points]
+    else:
+        summaries += [point.get("seconds") for point in points]
     for each in summaries:
         if not each or not 0 < each["q1"] <= each["median"] <= each["q3"]:
             found.append(f"{where}: median and quartiles out of order")

@@ -21,11 +21,12 @@ from attnscore.bench import machine
 from attnscore.bench.cases import GROWTH_TARGET, MEMORY_TARGET, Case
 from attnscore.bench.measure import Row, can_measure_memory
 from attnscore.bench.results import SCHEMA
-from attnscore.bench.timing import QUICK, Effort, exponent
+from attnscore.bench.timing import QUICK, QUICK_SHAPE, SHAPE, Effort, exponent
 
 # Bytes of the naive matrices; beyond, their growth is known well enough.
 _MOST_NAIVE = 6 * 10**9
 _QUICK_LENGTHS = 2
+_QUICK_SHAPES = 4  # every fourth
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def run(
     cases: Sequence[Case], threads: Sequence[int], *, quick: bool = False, tell: Tell = lambda text, at, of: None
 ) -> dict[str, Any]:
     """Measure the cases; `tell` is called with what is being measured, its number, and of how many."""
-    effort = QUICK if quick else Effort()
+    effort, shape_effort = (QUICK, QUICK_SHAPE) if quick else (Effort(), SHAPE)
     requests = [request for case in cases for request in _requests(case, threads, quick)]
     rows: list[Row] = []
     points: dict[str, list[Row]] = {}
@@ -62,7 +63,7 @@ def run(
     for place, request in enumerate(requests, 1):
         tell(str(request), place, len(requests))
         try:
-            answer = ask(request, effort)
+            answer = ask(request, shape_effort if request.case.kind == "shapes" else effort)
         except Failed as error:
             errors.append({"case": str(request), "error": str(error)})
             continue
@@ -84,7 +85,9 @@ def run(
 
 
 def _requests(case: Case, threads: Sequence[int], quick: bool) -> Iterator[Request]:
-    if case.kind in ("limits", "time"):
+    if case.kind == "shapes" and quick:
+        case = dataclasses.replace(case, sizes={"shapes": case.sizes["shapes"][::_QUICK_SHAPES]})
+    if case.kind in ("limits", "time", "shapes"):
         yield from (Request(case, number) for number in threads)
         return
     lengths = case.sizes.get("lengths", [case.sizes["queries"]])

@@ -37,6 +37,9 @@ class Effort:
 
 
 QUICK = Effort(least=3, most=21, seconds=0.5)
+# Of each shape of a case of many, which are some hundred pairs of sides.
+SHAPE = Effort(least=7, most=21, seconds=0.15)
+QUICK_SHAPE = Effort(least=3, most=3, seconds=0.0)
 
 
 def alternate(ours: Callable[[], Any], theirs: Callable[[], Any], effort: Effort) -> tuple[list[float], list[float]]:

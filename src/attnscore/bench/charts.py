@@ -1,0 +1,68 @@
+"""Chart of a run: the ratio of every small shape, one column for each case and baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from attnscore.bench.reports import rows_of_kind
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_COLOURS = {"forward": "#2166ac", "weights": "#e08214", "backward": "#b2182b"}
+_LABELS = {"forward": "forward", "weights": "forward, weights returned or read", "backward": "forward + backward"}
+_OFFSET = 0.22  # of a column, between modes
+_TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
+
+
+def has_shapes(document: Mapping[str, Any]) -> bool:
+    """Whether there is something to draw."""
+    return bool(_measured(document))
+
+
+def _measured(document: Mapping[str, Any]) -> list[Any]:
+    return [row for row in rows_of_kind(document, "shapes") if row["status"] == "measured"]
+
+
+def small_shapes(document: Mapping[str, Any]) -> Figure:
+    """Draw the ratios on a logarithmic axis, one panel for each number of threads; bars are geometric means."""
+    from matplotlib.figure import Figure
+
+    rows = _measured(document)
+    threads = sorted({row["threads"] for row in rows})
+    columns = list(dict.fromkeys((row["case"], row["baseline"]) for row in rows))
+    figure = Figure(figsize=(1.5 + 0.85 * len(columns), 1.6 + 3.2 * len(threads)), layout="constrained")
+    panels = figure.subplots(len(threads), 1, sharex=True, squeeze=False)[:, 0]
+    for axis, number in zip(panels, threads, strict=True):
+        for row in rows:
+            if row["threads"] == number:
+                _draw_column(axis, columns.index((row["case"], row["baseline"])), row)
+        axis.axhline(1, color="#262626", linewidth=0.8)
+        axis.set(yscale="log", ylabel=f"baseline's time / ours, {number} thread{'s' * (number > 1)}")
+        low, high = axis.get_ylim()
+        axis.set_yticks([tick for tick in _TICKS if low <= tick <= high], minor=False)
+        axis.minorticks_off()
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.grid(axis="y", color="#e6e6e6", linewidth=0.6)
+        axis.set_axisbelow(True)
+        axis.spines[["top", "right"]].set_visible(False)
+    # The case alone where it has one baseline.
+    once = {case for case, _ in columns if sum(case == other for other, _ in columns) == 1}
+    names = [case if case in once else f"{case}\n{baseline}" for case, baseline in columns]
+    panels[-1].set_xticks(range(len(columns)), names, rotation=35, ha="right")
+    marks = [
+        panels[0].plot([], [], "o", color=colour, markersize=4, label=_LABELS[mode])[0]
+        for mode, colour in _COLOURS.items()
+    ]
+    figure.legend(handles=marks, loc="outside upper left", ncols=len(marks), frameon=False)
+    return figure
+
+
+def _draw_column(axis: Any, at: int, row: Mapping[str, Any]) -> None:
+    modes = [mode for mode in _COLOURS if any(point["mode"] == mode for point in row["points"])]
+    for place, mode in enumerate(modes):
+        ratios = [point["ratio"] for point in row["points"] if point["mode"] == mode]
+        x = at + _OFFSET * (place - (len(modes) - 1) / 2)
+        axis.plot([x] * len(ratios), ratios, "o", color=_COLOURS[mode], markersize=3, alpha=0.6, markeredgewidth=0)
+    axis.hlines(row["geometric_mean"], at - 0.38, at + 0.38, color="#262626", linewidth=1.6)
