@@ -55,15 +55,16 @@ def _bilinear(dim: int, rng: np.random.Generator) -> ats.Bilinear:
     return ats.Bilinear(rng.standard_normal((dim, dim)) / dim**0.5)
 
 
+_SCALE = attrgetter("scale")
 KINDS: dict[str, Kind] = {
     "dot": Kind(lambda d, rng: ats.Dot(), 1, "a sum of d products"),
     "scaled dot": Kind(lambda d, rng: ats.ScaledDot(), 0, "the same over √d"),
     "bilinear": Kind(_bilinear, 1, "a dot product with Wᵀq"),
     "Gaussian, σ = 1": Kind(lambda d, rng: ats.Gaussian(), 1, "|q - k|² is a sum of d squares"),
     "Gaussian, σ² = √d": Kind(lambda d, rng: ats.Gaussian(d**0.25), 0, "the same over √d"),
-    "cosine": Kind(lambda d, rng: ats.Cosine(), -1, "a cosine; in high dimensions nearly 0", attrgetter("scale")),
+    "cosine": Kind(lambda d, rng: ats.Cosine(), -1, "a cosine; in high dimensions nearly 0", _SCALE),
     "cosine, scale √d": Kind(
-        lambda d, rng: ats.Cosine(d**0.5), 0, "nearly the scaled dot product", lambda score: score.scale
+        lambda d, rng: ats.Cosine(d**0.5), 0, "nearly the scaled dot product", attrgetter("scale")
     ),
     "additive": Kind(_additive, 0, "|tanh| is at most 1, so at most Σ|w_v|", lambda score: np.abs(score.w_v).sum()),
 }
@@ -209,8 +210,9 @@ def _point(name: str, kind: Kind, query: Array, key: Array, rng: np.random.Gener
         score = kind.make(query.shape[-1], rng)
         _, stats = ats.attend(one_query, one_key, one_key, score=score, return_stats=("var_score", "max_weight"))
         logits = float(np.abs(ats.attention_scores(one_query, one_key, score=score)).max())
-        if logits / kind.bound(score) >= largest / bound:
-            largest, bound = logits, kind.bound(score)
+        limit = float(kind.bound(score))
+        if logits / limit >= largest / bound:
+            largest, bound = logits, limit
         largest = max(largest, logits) if math.isinf(bound) else largest
         variances.append(float(stats.var_score.mean()))
         heaviest.append(float(stats.max_weight.mean()))

@@ -1,0 +1,439 @@
+"""Checks of a new score, kernel or framework; attnscore's own tests call them too.
+
+Each draws small random arrays of odd sizes and raises an AssertionError that says what failed and by how much.
+References are the dense kernel (the definition, whole matrix) and central differences in float64: no formula that is
+under test. A framework is imported only when an array of it was given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from attnscore import backends, kernels
+from attnscore.analysis.weights import attention_scores
+from attnscore.api import attend, attend_vjp
+from attnscore.backends.base import Array, Backend
+from attnscore.core import tiling
+from attnscore.core.online_softmax import STATISTICS
+from attnscore.core.problem import Problem, build_problem
+from attnscore.core.tiled import RowGradients
+from attnscore.errors import ArgumentError, message
+from attnscore.kernels import AttentionOp, Kernel
+from attnscore.masks import Causal, Dense, Mask, ValidLens
+from attnscore.scores import Additive, Gaussian, arrays_of, resolve
+
+__all__ = ["check_framework", "check_kernel", "check_score"]
+
+_HostArray = np.ndarray[Any, Any]
+_STEP = 1e-5
+"""Step of a central difference in float64: rounding (1e-16 / step) and curvature (step^2) both stay near 1e-10."""
+
+
+# ---------------------------------------------------------------- scores
+
+
+def check_score(
+    score: Any,
+    *,
+    dim: int = 5,
+    key_dim: int | None = None,
+    heads: int = 2,
+    like: Array | None = None,
+    seed: int = 0,
+) -> None:
+    """Check a scoring function: shapes, blocks, values, gradients, and masked keys.
+
+    1. The scores are floating, of shape (*batch, kv head, group, query, key), and chosen rows and columns of them are
+       the same numbers.
+    2. Computed tile by tile, the attention is that of the whole matrix of ``score.tile``.
+    3. The gradients of query, key and of each array of the score are those of finite differences. A score without
+       ``lower_pullback`` or ``tile_gradient`` has none in NumPy: pass ``like=`` a torch tensor to check it there.
+    4. NaN in a masked key propagates neither to the result nor to the gradients.
+    5. No input is changed.
+
+    Parameters
+    ----------
+    score : a score object or a registered name
+        Its arrays in float64.
+    dim, key_dim : int
+        Sizes of the query and key vectors that it takes; `key_dim` None: as `dim`.
+    heads : int
+        Query heads, for a score with one set of parameters per head.
+    like : array, optional
+        An array of the framework to check in, on the device to check on; None: that of the score's arrays, or NumPy.
+    seed : int
+        Of the random arrays.
+
+    Raises
+    ------
+    AssertionError
+        Which check failed, where, and by how much.
+    ShapeError, DtypeError, FrameworkError
+        `tile` gives no scores: those of a call, with the same message.
+
+    Examples
+    --------
+    >>> import attnscore as ats
+    >>> from attnscore.testing import check_score
+    >>> class Laplace:
+    ...     def tile(self, ops, query, key):
+    ...         return -ops.sum(ops.abs(ops.expand_dims(query, -2) - ops.expand_dims(key, -3)), axis=-1)
+    >>> check_score(Laplace())
+    >>> check_score(ats.SoftCap(ats.Gaussian(0.5), cap=3.0))
+    """
+    score = resolve(score)
+    own = arrays_of(score)
+    home = like if like is not None else next(iter(own.values()), np.zeros(1))
+    ops = backends.of({"like": home})
+    rng = np.random.default_rng(seed)
+    shapes = {"query": (2, heads, 5, dim), "key": (2, heads, 7, key_dim or dim), "value": (2, heads, 7, 3)}
+    inputs = {name: _native(ops, rng.standard_normal(shape), home) for name, shape in shapes.items()}
+    before = {name: _native(ops, _values_of(ops, x), x) for name, x in inputs.items()}
+
+    def call(**arrays: Array) -> Array:
+        return attend(arrays["query"], arrays["key"], arrays["value"], score=_with_arrays(score, arrays))
+
+    whole = attention_scores(inputs["query"], inputs["key"], score=score)
+    for name, x in inputs.items():
+        _same(ops, f"{name} was changed by the call", x, before[name])
+    _check_blocks(ops, score, inputs, whole)
+    with ops.numeric_scope():
+        problem, _ = build_problem(inputs["query"], inputs["key"], inputs["value"], score=score, statistics=STATISTICS)
+        _against_dense(problem, kernels.table()["streaming"])
+    leaves = {**inputs, **own}
+    if ops.has_autodiff or _has_gradient(score):
+        found = _gradients(ops, score, leaves, None)
+        _check_differences(ops, "score", call, leaves, found, rng)
+        _check_masked(ops, score, leaves)
+    for name, x in inputs.items():
+        _same(ops, f"{name} was changed by the gradient", x, before[name])
+
+
+def _check_blocks(ops: Backend, score: Any, inputs: Mapping[str, Array], whole: Array) -> None:
+    query, key = inputs["query"], inputs["key"]
+    expected = (*query.shape[:-1], key.shape[-2])
+    if tuple(whole.shape) != expected:
+        raise AssertionError(f"tile: expected scores of shape {expected}, got {tuple(whole.shape)}")
+    rows, cols = [3, 0], [6, 2, 1]
+    block = attention_scores(query, key, score=score, query_index=rows, key_index=cols)
+    wanted = _values_of(ops, whole)[..., rows, :][..., cols]
+    _close("tile: a block of rows and columns differs from the same part of the whole", _values_of(ops, block), wanted)
+
+
+def _has_gradient(score: Any) -> bool:
+    """Return whether a score, or the one that it wraps, has a gradient of its own."""
+    if hasattr(score, "tile_gradient"):
+        return True
+    inner = getattr(score, "score", None)
+    return hasattr(score, "lower_pullback") and (inner is None or _has_gradient(resolve(inner)))
+
+
+def _check_masked(ops: Backend, score: Any, leaves: Mapping[str, Array]) -> None:
+    """Check that NaN in masked keys and values changes no result and no gradient, and gets gradient 0."""
+    lens = ValidLens([4, 0])
+    with_nan = dict(leaves)
+    for name in ("key", "value"):
+        x = np.array(_values_of(ops, leaves[name]))
+        x[0, :, 4:] = x[1] = np.nan
+        with_nan[name] = _native(ops, x, leaves[name])
+    clean, dirty = (_gradients(ops, score, each, lens) for each in (leaves, with_nan))
+    for name, grad in clean.items():
+        _close(f"NaN in a masked key propagates to the gradient of {name}", dirty[name], grad)
+
+
+# ---------------------------------------------------------------- kernels
+
+
+def check_kernel(kernel: str | Kernel, *, like: Array | None = None, seed: int = 0) -> None:
+    """Check a kernel on odd sizes, masks, bias, sink, dropout and fully masked queries.
+
+    Problems that `kernel` cannot run (``reasons_against``) are skipped. On the others output, weights and all
+    statistics are compared with the dense kernel in float64, two runs with each other, and gradients with finite
+    differences.
+
+    Parameters
+    ----------
+    kernel : a kernel object, or a name among ``attnscore.available()["kernels"]``
+    like : array, optional
+        An array of the framework, on the device, to check with; None: NumPy.
+    seed : int
+
+    Raises
+    ------
+    AssertionError
+    ArgumentError
+        There is no kernel of that name.
+
+    Examples
+    --------
+    >>> from attnscore.testing import check_kernel
+    >>> check_kernel("streaming")
+    """
+    if isinstance(kernel, str):
+        if kernel not in kernels.table():
+            raise ArgumentError(message("kernel", "one of " + ", ".join(kernels.table()), repr(kernel)))
+        kernel = kernels.table()[kernel]
+    home = np.zeros(1) if like is None else like
+    ops = backends.of({"like": home})
+    rng = np.random.default_rng(seed)
+    for label, shapes, arguments in _problems(ops, home, rng):
+        inputs = {name: _native(ops, rng.standard_normal(shape), home) for name, shape in shapes.items()}
+        with ops.numeric_scope():
+            problem, _ = build_problem(*inputs.values(), statistics=STATISTICS, matrix="weights", **arguments)
+            if kernel.reasons_against(problem):
+                continue
+            try:
+                _against_dense(problem, kernel)
+                if ops.has_autodiff or kernel.has_vjp:
+                    _check_run(ops, dataclasses.replace(problem, statistics=("entropy",)), kernel, rng)
+            except AssertionError as error:
+                raise AssertionError(f"{label}: {error}") from None
+
+
+def _problems(
+    ops: Backend, home: Array, rng: np.random.Generator
+) -> Iterator[tuple[str, dict[str, tuple[int, ...]], dict[str, Any]]]:
+    """(label, shapes, arguments): sizes of one, prime, grouped heads, broadcast batch; every kind of extra."""
+
+    def numbers(*shape: int) -> Array:
+        return _native(ops, rng.standard_normal(shape), home)
+
+    def sizes(query: int, key: int, heads: int = 1, key_heads: int = 1, dim: int = 4) -> dict[str, tuple[int, ...]]:
+        lead = (2, key_heads, key)
+        return {"query": (2, heads, query, dim), "key": (*lead, dim), "value": (*lead, 3)}
+
+    masking = np.where(rng.random((2, 1, 5, 7)) < 0.3, -np.inf, 0.5)
+    yield "one query, one key", sizes(1, 1), {}
+    yield "grouped heads", sizes(5, 7, 4, 2), {"score": "dot"}
+    yield "causal, fully masked queries", sizes(7, 5, 2, 2), {"mask": Causal("bottom_right")}
+    yield "lengths, sink", sizes(5, 7, 4, 2), {"valid_lens": [0, 4], "sink": numbers(4)}
+    yield "array mask", sizes(5, 7), {"mask": Dense(rng.random((2, 1, 5, 7)) < 0.5), "score": Gaussian(0.8)}
+    yield "bias that masks", sizes(5, 7, 2, 1), {"bias": _native(ops, masking, home), "score": "cosine"}
+    yield "additive", sizes(5, 7, 2, 2), {"score": Additive(numbers(3), numbers(3, 4), numbers(3, 4))}
+    yield "dropout", sizes(5, 7, 2, 2), {"dropout": 0.4, "seed": 3}
+
+
+def _check_run(ops: Backend, problem: Problem, kernel: Kernel, rng: np.random.Generator) -> None:
+    """Compare gradients of out, log-sum-exp, entropy and weights with finite differences of the kernel."""
+    run = AttentionOp(kernel, problem, tiling.plan(problem, (2, 3)))
+    operands = run.operands()
+
+    def total(**arrays: Array) -> Array:
+        result = run.result(run.forward(tuple(arrays.values())))
+        rows = (result.out, result.log_sum_exp, result.statistics["entropy"], result.matrix)
+        return ops.concat([ops.reshape(ops.where(ops.isfinite(x), x, 0.0), (-1,)) for x in rows], 0)
+
+    if kernel.has_vjp:
+        result = kernel.forward(problem, run.plan)
+        rows: tuple[Any, ...] = (result.out, result.log_sum_exp, result.statistics["entropy"], result.matrix)
+        ends = np.cumsum([0, *(int(np.prod(x.shape)) for x in rows)])
+        weights = _fixed_weights((int(ends[-1]),))
+        seeds = (_native(ops, weights[ends[i] : ends[i + 1]].reshape(tuple(x.shape)), x) for i, x in enumerate(rows))
+        found = kernel.backward(problem, run.plan, result, RowGradients(*seeds), frozenset(operands))
+    else:
+        out, pullback = ops.vjp(lambda *arrays: total(**dict(zip(operands, arrays, strict=True))), [*operands.values()])
+        grads = pullback(_native(ops, _fixed_weights(tuple(out.shape)), out))
+        found = dict(zip(operands, grads, strict=True))
+    finite = {name: x for name, x in operands.items() if ops.known_finite(x)}
+    values = {name: _values_of(ops, found[name]) for name in finite}
+    _check_differences(ops, kernel.name, lambda **arrays: total(**{**operands, **arrays}), finite, values, rng)
+
+
+# ---------------------------------------------------------------- frameworks
+
+
+def check_framework(like: Array, *, seed: int = 0) -> None:
+    """Check a framework: its operations against NumPy's, then calls and gradients against those of the NumPy framework.
+
+    Parameters
+    ----------
+    like : array
+        Any array of the framework, on the device to check on.
+    seed : int
+
+    Raises
+    ------
+    AssertionError
+    FrameworkError
+        `like` is no array, or of a framework that is not served.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from attnscore.testing import check_framework
+    >>> check_framework(np.zeros(1))
+    """
+    ops, plain = backends.of({"like": like}), backends.load("numpy")
+    rng = np.random.default_rng(seed)
+    with ops.numeric_scope(), plain.numeric_scope():
+        for name, call in _OPERATIONS.items():
+            arrays = [rng.standard_normal((2, 3, 4)) for _ in range(2)]
+            arrays[0][0, 0, :3] = 0.0, np.nan, -np.inf
+            got = call(ops, *(_native(ops, x, like) for x in arrays))
+            _close(f"{ops.name}: {name}", _values_of(ops, got), np.asarray(call(plain, *arrays)))
+    score = Additive(rng.standard_normal(3), rng.standard_normal((3, 4)), rng.standard_normal((3, 4)))
+    shapes = {"query": (2, 4, 5, 4), "key": (2, 2, 7, 4), "value": (2, 2, 7, 3)}
+    inputs = {name: rng.standard_normal(shape) for name, shape in shapes.items()} | arrays_of(score)
+    own = {name: _native(ops, x, like) for name, x in inputs.items()}
+    for label, mask in (("no mask", None), ("lengths", ValidLens([0, 5])), ("causal", Causal("bottom_right"))):
+        wanted = _gradients(plain, score, inputs, mask)
+        for name, grad in _gradients(ops, score, own, mask).items():
+            _close(f"{ops.name}: {label}: gradient of {name}", grad, wanted[name])
+    for name in kernels.table():
+        check_kernel(name, like=like, seed=seed)
+
+
+# Operations of the contract that make an array, as functions of two arrays (2, 3, 4), the first with 0, NaN and -inf.
+_OPERATIONS: dict[str, Callable[[Backend, Array, Array], Array]] = {
+    "zeros": lambda ops, x, y: ops.zeros((2, 0, 3), x),
+    "full": lambda ops, x, y: ops.full((2, 3), 0.5, x),
+    "positions": lambda ops, x, y: ops.positions(3, 4, x),
+    "astype": lambda ops, x, y: ops.astype(y, "float32"),
+    "slice_axis": lambda ops, x, y: ops.slice_axis(y, -2, 1, 2),
+    "add_at": lambda ops, x, y: ops.add_at(ops.zeros((2, 3, 4), y), -1, 2, ops.slice_axis(y, -1, 0, 2)),
+    "concat": lambda ops, x, y: ops.concat((y, y), -2),
+    "reshape": lambda ops, x, y: ops.reshape(y, (6, -1)),
+    "broadcast_to": lambda ops, x, y: ops.broadcast_to(y, (5, 2, 3, 4)),
+    "swap_axes": lambda ops, x, y: ops.swap_axes(y, -3, -1),
+    "expand_dims": lambda ops, x, y: ops.expand_dims(y, -2),
+    "take": lambda ops, x, y: ops.take(y, ops.positions(1, 2, y), -1),
+    "matmul": lambda ops, x, y: ops.matmul(y, ops.matrix_transpose(y)),
+    "exp": lambda ops, x, y: ops.exp(x),
+    "log": lambda ops, x, y: ops.log(y * y),
+    "tanh": lambda ops, x, y: ops.tanh(x),
+    "sigmoid": lambda ops, x, y: ops.sigmoid(800 * y),
+    "erf": lambda ops, x, y: ops.erf(y),
+    "sqrt": lambda ops, x, y: ops.sqrt(y * y),
+    "abs": lambda ops, x, y: ops.abs(x),
+    "maximum": lambda ops, x, y: ops.maximum(x, y),
+    "where": lambda ops, x, y: ops.where(y > 0, y, -1.0),
+    "equal": lambda ops, x, y: ops.equal(ops.abs(y), ops.slice_axis(y, -1, 0, 1)),
+    "logical_and": lambda ops, x, y: ops.logical_and(y > 0, ops.slice_axis(y, -1, 0, 1) < 0.5),
+    "logical_or": lambda ops, x, y: ops.logical_or(y > 0, ops.slice_axis(y, -2, 1, 1) < 0.5),
+    "isfinite": lambda ops, x, y: ops.isfinite(x),
+    "isnan": lambda ops, x, y: ops.isnan(x),
+    "sum": lambda ops, x, y: ops.sum(y, axis=(0, -1), keepdims=True),
+    "max": lambda ops, x, y: ops.max(y, axis=-2),
+    "any": lambda ops, x, y: ops.any(y > 1, axis=-1, keepdims=True),
+    "low_32_bits": lambda ops, x, y: ops.low_32_bits(
+        (ops.positions(0, 9, y) * 0x7FEB352D) ^ ops.shift_right(ops.positions(0, 9, y), 1)
+    ),
+    "loop": lambda ops, x, y: ops.loop(3, lambda i, carry: carry * 2 + i, y),
+    "map_tiles": lambda ops, x, y: ops.concat([part[0] for part in ops.map_tiles(3, lambda i: (y * i,))], 0),
+    "stop_gradient": lambda ops, x, y: ops.stop_gradient(y),
+}
+
+
+# ---------------------------------------------------------------- what the checks share
+
+
+def _against_dense(problem: Problem, kernel: Kernel) -> None:
+    """Compare `kernel` in small tiles with the whole matrix (output, weights, statistics), and two of its runs."""
+    ops = problem.ops
+    plan = tiling.plan(problem, (2, 3))
+    wanted = kernels.table()["dense"].forward(problem, plan)
+    got, again = (kernel.forward(problem, plan) for _ in range(2))
+    _close(f"{kernel.name}: out", _values_of(ops, got.out), _values_of(ops, wanted.out))
+    _same(ops, f"{kernel.name}: out differs from run to run", got.out, again.out)
+    if problem.matrix is not None:
+        if got.matrix is None:
+            raise AssertionError(f"{kernel.name}: expected Result.matrix, which the problem asks for, got None")
+        _close(f"{kernel.name}: {problem.matrix}", _values_of(ops, got.matrix), _values_of(ops, wanted.matrix))
+    for name in problem.statistics:
+        one, other = (r.log_sum_exp if name == "log_sum_exp" else r.statistics[name] for r in (got, wanted))
+        _close(f"{kernel.name}: {name}", _values_of(ops, one), _values_of(ops, other))
+
+
+def _gradients(ops: Backend, score: Any, leaves: Mapping[str, Array], mask: Mask | None) -> dict[str, _HostArray]:
+    """Return the gradient of sum(out * cos(position)) for every leaf."""
+
+    def call(*arrays: Array) -> Array:
+        named = dict(zip(leaves, arrays, strict=True))
+        return attend(named["query"], named["key"], named["value"], score=_with_arrays(score, named), mask=mask)
+
+    if ops.has_autodiff:
+        out, pullback = ops.vjp(call, tuple(leaves.values()))
+        found = pullback(_native(ops, _fixed_weights(tuple(out.shape)), out))
+        return {name: _values_of(ops, grad) for name, grad in zip(leaves, found, strict=True)}
+    out, numpy_pullback = attend_vjp(leaves["query"], leaves["key"], leaves["value"], score=score, mask=mask)
+    grads = numpy_pullback(_fixed_weights(out.shape))
+    return {"query": grads.query, "key": grads.key, "value": grads.value, **grads.score}
+
+
+def _check_differences(
+    ops: Backend,
+    label: str,
+    call: Callable[..., Array],
+    leaves: Mapping[str, Array],
+    found: Mapping[str, _HostArray],
+    rng: np.random.Generator,
+) -> None:
+    """Compare each gradient with a central difference in a random direction."""
+    for name, x in leaves.items():
+        if tuple(found[name].shape) != tuple(x.shape):
+            raise AssertionError(
+                f"{label}: gradient of {name}: expected shape {tuple(x.shape)}, got {found[name].shape}"
+            )
+        here, direction = _values_of(ops, x).astype(np.float64), rng.standard_normal(tuple(x.shape))
+        ends = []
+        for step in (_STEP, -_STEP):
+            out = _values_of(ops, call(**{**leaves, name: _native(ops, here + step * direction, x)}))
+            ends.append(float(np.sum(_fixed_weights(out.shape) * out)))
+        wanted = (ends[0] - ends[1]) / (2 * _STEP)
+        got = float(np.sum(found[name] * direction))
+        _close(f"{label}: gradient of {name}, along a random direction", got, wanted, tolerance=1e-6)
+
+
+def _fixed_weights(shape: tuple[int, ...]) -> _HostArray:
+    """Return fixed weights that turn an output into one number: all different, none zero."""
+    return np.cos(np.arange(int(np.prod(shape)), dtype=np.float64)).reshape(shape)
+
+
+def _with_arrays(score: Any, arrays: Mapping[str, Array]) -> Any:
+    """Return `score` with those of its arrays (of a wrapped score too) that `arrays` names."""
+    if not dataclasses.is_dataclass(score) or isinstance(score, type):
+        return score
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(score):
+        value = getattr(score, field.name)
+        if backends.is_array(value):
+            changes[field.name] = arrays.get(field.name, value)
+        elif hasattr(value, "tile"):
+            changes[field.name] = _with_arrays(value, arrays)
+    return dataclasses.replace(score, **changes) if changes else score
+
+
+def _native(ops: Backend, x: _HostArray, like: Array) -> Array:
+    """Return a copy of `x` as an array of the framework, on the device of `like`."""
+    return ops.asarray(np.array(x), like)
+
+
+def _values_of(ops: Backend, x: Array) -> _HostArray:
+    """Return the values of an array, on the host."""
+    x = ops.stop_gradient(x)
+    values = ops.host(x)
+    return np.asarray(x.cpu() if hasattr(x, "cpu") else x) if values is None else values
+
+
+def _close(what: str, got: Any, wanted: Any, tolerance: float = 1e-9) -> None:
+    """Raise AssertionError unless equal to `tolerance` of the largest entry; NaN and infinities must agree."""
+    got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
+    if got.shape != wanted.shape:
+        raise AssertionError(f"{what}: expected shape {wanted.shape}, got {got.shape}")
+    finite = np.isfinite(wanted)
+    scale = max(1.0, float(np.abs(wanted[finite]).max(initial=0)))
+    if not np.array_equal(got[~finite], wanted[~finite], equal_nan=True) or not np.isfinite(got[finite]).all():
+        raise AssertionError(f"{what}: NaN or infinity where there should be none, or none where there should be")
+    error = float(np.abs(got[finite] - wanted[finite]).max(initial=0))
+    if error > tolerance * scale:
+        raise AssertionError(f"{what}: off by {error:.3g}, where {tolerance * scale:.3g} is allowed")
+
+
+def _same(ops: Backend, what: str, got: Array, wanted: Array) -> None:
+    """Raise AssertionError unless both hold the same bits."""
+    if not np.array_equal(_values_of(ops, got), _values_of(ops, wanted), equal_nan=True):
+        raise AssertionError(what)
