@@ -592,8 +592,8 @@ def test_the_report_of_many_shapes() -> None:
     found = document([SHAPES_ROW])
     text = reports.section(found, "chart.png")
     assert (
-        "| small shapes, PyTorch | fastest formula in the caller's framework | 1 | 1 | 3 | 1.59 | 0.50 "
-        "| additive (2,1,10) h 8, backward | 1 of 3 | 1 | 2 | **no** |\n\n![Ratios of all small shapes" in text
+        "| small shapes, PyTorch | fastest formula in the caller's framework | 1 | 1 | 3 | 1.59 "
+        "| 0.50: additive (2,1,10) h 8, backward | 1 of 3 | 2 | 1 | **no** |\n\n![Ratios of all small shapes" in text
     )
     assert "chart.png" not in reports.section(document([]), "chart.png")
     assert reports.faster_baselines(found) == [

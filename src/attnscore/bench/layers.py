@@ -27,37 +27,43 @@ _MODULES = {"torch": "torch", "tensorflow": "keras", "jax": "flax"}
 def ours(inputs: Inputs) -> Side:
     """Return our layer of a case."""
     case, dim = inputs.case, inputs.case.sizes["dim"]
-    arguments: dict[str, tuple[Any, ...]] = {"additive": (dim,), "gaussian": (inputs.parameter,)}
-    options: dict[str, Any] = {}
-    if case.score in ("additive", "bilinear") and case.framework != "tensorflow":
-        options = {"query_size": dim, "key_size": dim}
-    if case.framework == "jax" and options:
-        options["rngs"] = importlib.import_module("flax.nnx").Rngs(0)
     make = getattr(importlib.import_module(f"attnscore.layers.{_MODULES[case.framework]}"), _NAMES[case.score])
-    layer = make(*arguments.get(case.score, ()), **options)
-    if isinstance(inputs.parameter, dict):
-        if case.framework == "torch":
-            layer.load_state_dict(_tensors(inputs.parameter))
-        else:
-            if case.framework == "tensorflow":
-                layer(*inputs.arrays)  # makes the parameters
-            layer.load_torch(inputs.parameter)
+    # Keras takes the sizes from the first call.
+    options: dict[str, Any] = {} if case.framework == "tensorflow" else {"query_size": dim, "key_size": dim}
+    if case.framework == "jax":
+        options["rngs"] = importlib.import_module("flax.nnx").Rngs(0)
+    match case.score:
+        case "additive":
+            layer = make(dim, **options)
+        case "bilinear":
+            layer = make(**options)
+        case "gaussian":
+            return side(inputs, "attnscore", make(inputs.parameter))
+        case _:
+            return side(inputs, "attnscore", make())
+    if case.framework == "torch":
+        layer.load_state_dict(_tensors(inputs.parameter))
+    else:
+        layer(*inputs.arrays)
+        layer.load_torch(inputs.parameter)
     return side(inputs, "attnscore", layer)
 
 
 def of_formulas(inputs: Inputs) -> list[Any]:
     """Return a layer of the case's framework for every formula of its score."""
     case = inputs.case
-    make = {"torch": torch_layer, "tensorflow": _keras_layer, "jax": _flax_layer}[case.framework]
+    make = {"torch": _torch_layer, "tensorflow": _keras_layer, "jax": _flax_layer}[case.framework]
     return [make(inputs, scores) for scores in formulas(case.score, case.sizes["dim"], ops(case.framework))]
 
 
 def side(inputs: Inputs, name: str, layer: Any) -> Side:
     """Return the side that calls a layer; with gradients those of its parameters too, which are not compared."""
     case = inputs.case
+    nnx = importlib.import_module("flax.nnx") if case.framework == "jax" else None
+    graph, parameters = nnx.split(layer) if nnx else (None, None)
 
     def forward(query: Any, key: Any, value: Any, state: Any = None, *, lens: Any) -> Any:
-        its = layer if state is None else merge(state)
+        its = nnx.merge(graph, state) if nnx and state is not None else layer
         found = its(query, key, value, lens)
         return (found, its.attention_weights) if case.weights and not isinstance(found, tuple) else found
 
@@ -65,14 +71,8 @@ def side(inputs: Inputs, name: str, layer: Any) -> Side:
         return tuple(found[:4]) if isinstance(found, tuple) else (found,)
 
     if case.framework == "jax":
-        nnx = importlib.import_module("flax.nnx")
-        graph, state = nnx.split(layer)
-
-        def merge(state: Any) -> Any:
-            return nnx.merge(graph, state)
-
         # Parameters are operands of a program and of autodiff; an eager call has them in its layer.
-        arrays = (*inputs.arrays, state) if case.graph or case.backward else inputs.arrays
+        arrays = (*inputs.arrays, parameters) if case.graph or case.backward else inputs.arrays
         return Side(name, caller(inputs, forward, arrays), outputs)
     if case.framework == "torch":
         trained = list(layer.requires_grad_(case.backward).parameters())
@@ -87,13 +87,13 @@ def _tensors(state: dict[str, Any]) -> dict[str, Any]:
     return {name: torch.from_numpy(x) for name, x in state.items()}
 
 
-def torch_layer(inputs: Inputs, scores: Scores) -> Any:
+def _torch_layer(inputs: Inputs, scores: Scores) -> Any:
     """Return D2L's class for a score: masked softmax, dropout (of nothing here), the weights kept."""
     import torch
     from torch import nn
 
     dim, its, is_additive = inputs.case.sizes["dim"], ops("torch"), inputs.case.score == "additive"
-    positions = its.arange(inputs.case.sizes["keys"])
+    positions, state = its.arange(inputs.case.sizes["keys"]), inputs.parameter
 
     class Formula(nn.Module):
         def __init__(self) -> None:
@@ -102,21 +102,21 @@ def torch_layer(inputs: Inputs, scores: Scores) -> Any:
                 self.W_q, self.W_k = (nn.Linear(dim, dim, bias=False) for _ in "qk")
                 self.w_v = nn.Linear(dim, 1, bias=False)
             elif inputs.case.score == "bilinear":
-                self.W = nn.ParameterDict({"weight": torch.empty(dim, dim)})
+                self.W = nn.Parameter(torch.from_numpy(state["W.weight"]))
             self.dropout = nn.Dropout(0.0)
 
         def forward(self, queries: Any, keys: Any, values: Any, valid_lens: Any) -> Any:
-            parameter = inputs.parameter
+            parameter = state
             if is_additive:
                 queries, keys, parameter = self.W_q(queries), self.W_k(keys), self.w_v.weight[0]
             elif inputs.case.score == "bilinear":
-                parameter = self.W["weight"]
+                parameter = self.W
             self.attention_weights = its.weights(scores(queries, keys, parameter), valid_lens, positions)
             return torch.bmm(self.dropout(self.attention_weights), values)
 
     layer = Formula()
-    if isinstance(inputs.parameter, dict):
-        layer.load_state_dict(_tensors(inputs.parameter))
+    if is_additive:
+        layer.load_state_dict(_tensors(state))
     return layer
 
 

@@ -3,7 +3,8 @@
 - The reference is written from the formulas, in PyTorch, and uses nothing of this library (with dropout, whose mask
   only the library knows, it is the dense kernel in float64).
 - error <= max(2 x the error of the same formulas in the dtype of the case, 8 eps x scale), where the scale of an output
-  is max |value| and that of a gradient the same sum with the absolute values of its terms.
+  is max |value| and that of a gradient the same sum with the absolute values of its terms. Both grow with Gaussian
+  scores beyond 8: eps |score| is a relative error of a weight.
 - It works on blocks of matrices and queries: a large case is checked on some queries, those at both ends among them.
 """
 
@@ -74,7 +75,8 @@ def reference(inputs: Inputs) -> Reference:
         tuple(_float64(x) for x in (_dense(inputs, to) if dropout else _definition(inputs, rows, to)))
         for to in (torch.float64, dtype)
     )
-    scale = tuple(x / (1 - dropout) for x in _scales(inputs, rows))
+    factor = _score_rounding(inputs) / (1 - dropout)
+    scale = tuple(factor * x for x in _scales(inputs, rows))
     return Reference(exact, plain, scale, float(torch.finfo(dtype).eps), rows)
 
 
@@ -181,6 +183,14 @@ def _definition(inputs: Inputs, rows: Any, dtype: Any) -> tuple[Any, ...]:
                 for name, grad in zip(names, found, strict=True):
                     grads[name][at[name]] += grad
     return (out, *([weights] if case.weights else ()), *grads.values())
+
+
+def _score_rounding(inputs: Inputs) -> float:
+    """Return the factor by which the rounding of large Gaussian scores adds to errors: they grow with sqrt(dim)."""
+    if inputs.case.score != "gaussian":
+        return 1.0
+    norms = (float(np.square(_float64(x)).sum(-1).max()) for x in (inputs.query, inputs.key))
+    return max(1.0, sum(norms) / (2 * float(_float64(inputs.parameter)) ** 2) / 8)
 
 
 def _scales(inputs: Inputs, rows: Any) -> Iterator[float]:

@@ -21,8 +21,8 @@ BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 _CHARTED = "Many small shapes"
 _SPEED = ("case", "against", "threads", "ours", "theirs", "ratio", "spread", "target", "stretch target", "reached")
 _SHAPES = (
-    *("case", "against", "threads", "shapes", "modes", "geometric mean", "worst", "shape of the worst"),
-    *("below", "target, least", "target, mean", "reached"),
+    *("case", "against", "threads", "shapes", "modes", "mean", "worst", "below", "target, mean", "target, worst"),
+    "reached",
 )
 _GROWTH = ("case", "side", "parameters", "lengths", "time grows as", "peak memory grows as", "seconds", "peak, MB")
 _LIMITS = ("threads", "float32 products, GFLOP/s", "bfloat16 products, GFLOP/s", "reading, GB/s")
@@ -60,18 +60,18 @@ def _speed(document: Row, short: bool) -> Iterator[Cells]:
 
 
 def _shapes(document: Row, short: bool) -> Iterator[Cells]:
-    """Cases of many shapes: their geometric mean, the worst of them, and how many are below the least ratio wanted."""
+    """Cases of many shapes: their geometric mean, the worst of them, and how many miss the target of the worst."""
     for row in rows_of_kind(document, "shapes"):
         head = (row["case"], row["baseline"]) if short else (row["what"], _title(row["baseline"]))
-        targets = tuple("" if row[name] is None else f"{row[name]:g}" for name in ("floor", "target"))
+        targets = tuple("" if row[name] is None else f"{row[name]:g}" for name in ("target", "floor"))
         if row["status"] != "measured":
-            yield (*head, str(row["threads"]), "", "", "not run", "", row["reason"], "", *targets, "")
+            yield (*head, str(row["threads"]), "", "", "not run", row["reason"], "", *targets, "")
             continue
         shapes, modes = ({point[name] for point in row["points"]} for name in ("shape", "mode"))
         worst = row["worst"]
         yield (
             *head, str(row["threads"]), str(len(shapes)), str(len(modes)), f"{row['geometric_mean']:.2f}",
-            f"{worst['ratio']:.2f}", f"{worst['shape']}, {worst['mode']}", f"{row['below']} of {len(row['points'])}",
+            f"{worst['ratio']:.2f}: {worst['shape']}, {worst['mode']}", f"{row['below']} of {len(row['points'])}",
             *targets, _reached(row),
         )  # fmt: skip
 
