@@ -460,7 +460,7 @@ def test_bad_input_of_long_pictures_is_named(call, error, words):
 
 def test_without_matplotlib_nothing_long_is_computed(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.setattr("attnscore.plotting.overview.key_mass", lambda *_, **__: pytest.fail("computed"))
+    monkeypatch.setattr("attnscore.plotting.long_contexts.key_mass", lambda *_, **__: pytest.fail("computed"))
     with pytest.raises(FrameworkError, match=r"pip install 'attnscore\[plot\]'"):
         show_long_attention(Q, K)
 

@@ -124,11 +124,6 @@ def _png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def panel_axes(figure: Figure, rows: int, cols: int, *, share: bool = False) -> list[Axes]:
-    """Return rows x cols panels of a figure, row by row."""
-    return list(figure.subplots(rows, cols, sharex=share, sharey=share, squeeze=False).flat)
-
-
 def labelled_panels(
     figure: Figure,
     count: int,
@@ -141,7 +136,8 @@ def labelled_panels(
     share: bool = False,
 ) -> list[Axes]:
     """Return `count` panels in rows of `cols`, axes labelled at the lower and the left edge of the grid alone."""
-    axes = panel_axes(figure, max(1, -(-count // cols)), cols, share=share)
+    rows = max(1, -(-count // cols))
+    axes = list(figure.subplots(rows, cols, sharex=share, sharey=share, squeeze=False).flat)
     for axis in axes[count:]:
         axis.set_axis_off()
     for place, axis in enumerate(axes[:count]):
