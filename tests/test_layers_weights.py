@@ -19,6 +19,39 @@ from layer_cases import BATCH, Case, close, every_layer
 pytestmark = pytest.mark.usefixtures("torch_seed")
 
 
+@pytest.fixture(autouse=True)
+def kept(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Calls keep their inputs, however few the weights; not in the test of few."""
+    if request.node.originalname != "test_few_are_computed_in_the_pass":
+        monkeypatch.setattr("attnscore.layers.torch.FEW_WEIGHTS", 0)
+
+
+@every_layer
+def test_few_are_computed_in_the_pass(case: Case) -> None:
+    layer, lens = case.make(dropout=0.5).train(), torch.tensor([2, 5])
+    inputs = [x.requires_grad_() for x in case.inputs(torch.float32)]
+    out, grads = {}, {}
+    for keeps in (False, True):
+        layer.keep_last = keeps
+        torch.manual_seed(1)
+        out[keeps] = layer(*inputs, lens)
+        grads[keeps] = torch.autograd.grad(out[keeps].sum(), inputs, allow_unused=True)
+    assert isinstance(layer._last, Weights)
+    torch.testing.assert_close(out[True], out[False])
+    torch.testing.assert_close(grads[True], grads[False])
+    found = layer.attention_weights
+    assert not found.requires_grad
+    layer.dropout = 0.0
+    torch.testing.assert_close(found.sum(-1), torch.ones(found.shape[:-1]))
+    if len(found.shape) == 3:  # one head: the values are those of the caller
+        torch.testing.assert_close(found @ inputs[2], layer(*inputs, lens))
+    with torch.no_grad():
+        lens.fill_(1)
+        inputs[0].zero_()
+    torch.testing.assert_close(layer(*inputs).shape, out[True].shape)
+    torch.testing.assert_close(found.sum(-1), torch.ones(found.shape[:-1]))
+
+
 class TestAttentionWeights:
     @every_layer
     def test_are_those_of_the_call_after_an_optimiser_step(self, case: Case) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from attnscore import backends
@@ -94,23 +94,26 @@ class Layer:
     """0: a layer without heads."""
     printed: tuple[tuple[str, Any], ...] = ()
     """The options that ``repr`` shows; None is left out."""
+    score_parts: tuple[Linear | Parameter, ...] = field(init=False, repr=False, compare=False)
+    """What holds the arrays of the score."""
+    _options: dict[str, Any] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        parts = (*[linear for linear in self.linears if linear.input == HIDDEN], *self.parameters)
+        object.__setattr__(self, "score_parts", parts)
+        object.__setattr__(self, "_options", dict(self.options))
 
     def option(self, name: str) -> Any:
-        return dict(self.options)[name]
+        return self._options[name]
 
     @property
     def parts(self) -> tuple[Linear | Parameter, ...]:
         """Projections and parameters, in the order in which they are made."""
         return (*self.linears, *self.parameters)
 
-    @property
-    def score_parts(self) -> tuple[Linear | Parameter, ...]:
-        """What holds the arrays of the score."""
-        return (*[linear for linear in self.linears if linear.input == HIDDEN], *self.parameters)
-
-    def make_score(self, arrays: Mapping[str, Array]) -> Any:
+    def make_score(self, arrays: dict[str, Array]) -> Any:
         """Return the score object over its arrays, by name."""
-        return _SCORES[self.score]({**dict(self.options), **arrays})
+        return _SCORES[self.score](self._options | arrays)
 
     def out_features(self, value_features: int | None) -> int | None:
         """Return the number of features of the output."""

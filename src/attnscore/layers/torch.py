@@ -6,8 +6,8 @@
   also ``W_v.weight``, ``W_o.weight``), so its checkpoints load. Sizes not given are inferred at the first call.
 - Masked inputs propagate into no gradient, those of the projections included, even if they are NaN or infinity.
 - ``attention_weights`` are computed when read: a call is kept as detached inputs of its softmax, without a graph and in
-  O(n) memory. Where those of the last call were read, and are few, a call computes them in its own pass. Nothing is
-  kept under tracing, by pickle or by deepcopy.
+  O(n) memory. A call computes them in its own pass where they are so few that keeping the inputs takes longer, or where
+  those of the last call were read. Nothing is kept under tracing, by pickle or by deepcopy.
 
 All are called as ``layer(queries, keys, values, valid_lens=None, mask=None)`` on (batch, length, features).
 """
@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import warnings
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self, final
 
@@ -49,8 +48,10 @@ __all__ = [
 ]
 
 _OPS = backends.load("torch")
-# Pairs of query and key, over all heads, up to which a call computes weights that will probably be read: 4 MB.
+# Pairs of query and key, over all heads, up to which a call computes weights that will probably be read (4 MB), and up
+# to which it computes them in any case: keeping the inputs takes 9 us (Xeon with AVX-512, 2026-11-25).
 MAX_WEIGHTS = 2**20
+FEW_WEIGHTS = 2**12
 _documented = Documentation(
     "from torch import ones",
     options="""
@@ -183,53 +184,74 @@ class Attention(BaseAttention[Tensor], nn.Module):
         self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Any = None, mask: Any = None
     ) -> Tensor:
         inputs = {"queries": queries, "keys": keys, "values": values}
-        if torch.compiler.is_compiling():
-            _check_inputs(inputs)
-        else:
-            _CHECKED.get_or_compute(_signature(queries, keys, values), lambda: _check_inputs(inputs))
-        operands, arguments = self._operands(inputs, [x.shape for x in inputs.values()], valid_lens, mask)
-        if torch.is_autocast_enabled(queries.device.type):
+        is_plain = not torch.compiler.is_compiling() and self._are_checked(inputs)
+        if not is_plain:
+            self._check(inputs)
+        shapes = [x.shape for x in inputs.values()] if self._layer.heads else []
+        operands, arguments = self._operands(inputs, shapes, valid_lens, mask)
+        if not is_plain and torch.is_autocast_enabled(queries.device.type):
             # `attend` would cast as well, but the inputs kept must be those of the softmax.
             with _OPS.numeric_scope():
                 operands = _OPS.autocast(*operands)
+        query, key, value = operands
         dropout = self.dropout if self.training else 0.0
-        if self._expects_reading(*operands[:2], arguments):
-            out, weights = attend(*operands, dropout=dropout, return_weights=True, **arguments)
-            self._last = Weights(weights.detach())
+        is_staged = not is_plain and is_traced(query, key, *_others(arguments))
+        kept: Call | Weights | str | None = None
+        if self.keep_last and not is_staged and self._computes_weights(query, key):
+            out, weights = attend(query, key, value, dropout=dropout, return_weights=True, **arguments)
+            kept = Weights(weights.detach())
         else:
-            out = attend(*operands, dropout=dropout, **arguments)
-            self._last = self._kept(*operands[:2], arguments)
+            out = attend(query, key, value, dropout=dropout, **arguments)
+            if self.keep_last:
+                kept = _STAGED if is_staged else Call.of(query, key, arguments)
+        # Not by torch, which looks through all modules and parameters before it sets an attribute.
+        object.__setattr__(self, "_last", kept)
         return self._output(out)
 
-    def _expects_reading(self, query: Tensor, key: Tensor, arguments: dict[str, Any]) -> bool:
-        """Whether to compute the weights in the pass: they are few, and those of the last call were read."""
-        last = None if torch.compiler.is_compiling() else self._last
-        if not self.keep_last or not isinstance(last, (Call, Weights)) or not last.is_read:
+    def _computes_weights(self, query: Tensor, key: Tensor) -> bool:
+        """Whether to compute the weights in the pass: they are few, or those of the last call were read."""
+        pairs = max(query.shape[0], key.shape[0]) * query.shape[1] * key.shape[1] * (self._layer.heads or 1)
+        if pairs <= FEW_WEIGHTS:
+            return True
+        last = self._last
+        return pairs <= MAX_WEIGHTS and isinstance(last, (Call, Weights)) and last.is_read
+
+    def _are_checked(self, inputs: dict[str, Any]) -> bool:
+        """Whether inputs and weights are plain, and others of their layouts have passed `_check` for such a layer."""
+        arrays = [*inputs.values()]
+        for linear in self._layer.linears:
+            if linear.input in inputs and (weight := self._weight(linear)) is not None:
+                arrays.append(weight)
+        if torch._C._get_tracing_state() is not None or torch._C._are_functorch_transforms_active():
             return False
-        pairs = max(query.shape[0], key.shape[0]) * math.prod(query.shape[1:-1]) * key.shape[1]
-        return pairs <= MAX_WEIGHTS and not is_traced(query, key, *_others(arguments))
+        if (signature := _OPS.signature(arrays)) is None:
+            return False
+        return _CHECKED.get_or_compute((type(self), signature), lambda: self._check(inputs))
+
+    def _check(self, inputs: dict[str, Any]) -> bool:
+        """Raise unless the inputs fit each other and the weights that are applied to them; return True."""
+        shared.check_inputs(_OPS, inputs, Tensor, wanted="a torch.Tensor", hint="torch.as_tensor(x) makes one")
+        for linear in self._layer.linears:
+            if linear.input in inputs and (weight := self._weight(linear)) is not None:
+                _check_operand(linear.input, inputs[linear.input], weight, linear.name, axis=1)
+        return True
+
+    def _weight(self, linear: Linear) -> Tensor | None:
+        """Return the weight of a projection; None where it has none yet, or where another module took its place."""
+        # Not the attribute: a parametrisation (spectral norm) would compute it, and count a step, once more.
+        weight = getattr(self, linear.name)._parameters.get("weight")
+        return weight if isinstance(weight, Tensor) and not isinstance(weight, UninitializedParameter) else None
 
     def _project(self, linear: Linear, x: Tensor) -> Tensor:
         module = getattr(self, linear.name)
-        # Not the attribute: a parametrisation (spectral norm) would compute it, and count a step, once more.
-        weight = module._parameters.get("weight")
-        if isinstance(weight, Tensor) and not isinstance(weight, UninitializedParameter):
-            _check_operand(linear.input, x, weight, linear.name, axis=1)
         return with_nonfinite_rows_isolated(_OPS, x, module)  # type: ignore[no-any-return]  # arrays of the core are Any
 
     def _read(self, part: Linear | Parameter, inputs: Mapping[str, Tensor]) -> Tensor:
         found: Any = getattr(self, part.name)
         if isinstance(part, Linear):
-            return found.weight[0]  # type: ignore[no-any-return]
+            # A view: an index takes twice as long, and its gradient five times.
+            return found.weight.reshape(-1)  # type: ignore[no-any-return]
         return found(*[inputs[name] for name in part.inputs]) if part.inputs else found  # type: ignore[no-any-return]
-
-    def _kept(self, query: Tensor, key: Tensor, arguments: dict[str, Any]) -> Call | str | None:
-        """Return what `attention_weights` is computed from, or why that is not kept."""
-        if not self.keep_last:
-            return None
-        if is_traced(query, key, *_others(arguments)):
-            return "torch.compile, torch.func and tracing, which keep nothing"
-        return Call.of(query, key, arguments)
 
     def __dir__(self) -> list[str]:
         """List attributes without ``attention_weights``: torch.jit reads all of them, which would compute it."""
@@ -299,16 +321,9 @@ def _others(arguments: dict[str, Any]) -> tuple[Any, ...]:
     return (*arrays_of(arguments["score"]).values(), arguments["mask"], arguments["valid_lens"])
 
 
-_CHECKED: BoundedCache[None] = BoundedCache(256)
-
-
-def _signature(*inputs: Any) -> Hashable:
-    """Return what checking inputs reads of them; None where one is no plain tensor, so that each call is checked."""
-    return tuple((x.shape, x.dtype) for x in inputs) if _OPS.is_plain(*inputs) else None
-
-
-def _check_inputs(inputs: dict[str, Any]) -> None:
-    shared.check_inputs(_OPS, inputs, Tensor, wanted="a torch.Tensor", hint="torch.as_tensor(x) makes one")
+_CHECKED: BoundedCache[bool] = BoundedCache(256)
+# Why nothing is kept of a call.
+_STAGED = "torch.compile, torch.func and tracing, which keep nothing"
 
 
 def _tensors(x: Any) -> list[Tensor]:
