@@ -249,19 +249,8 @@ def _with_strides_of(x: Tensor, grad: Tensor) -> Tensor:
 
 
 @_attend_backward.register_fake
-def _gradient_shapes(
-    grad_out: Tensor | None,
-    grad_rows: Tensor | None,
-    out: Tensor,
-    rows: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    arrays: Sequence[Tensor],
-    integers: Sequence[int],
-    expression: str,
-    wanted: Sequence[bool],
-) -> list[Tensor]:
+def _gradient_shapes(*arguments: Any) -> list[Tensor]:
+    *_, query, key, value, arrays, _, _, wanted = arguments
     return [torch.empty_like(x) for x, want in zip((query, key, value, *arrays), wanted, strict=True) if want]
 
 

@@ -185,17 +185,24 @@ def _of_arrays(pattern: Pattern, place: _Place, use_vmap: bool) -> Pattern:
 def _parts(pattern: Pattern, place: _Place) -> tuple[list[Mask], bool]:
     """Return masks that contain `pattern`, and whether their conjunction equals it."""
     kind, given = _kind(pattern)
-    if kind == "and":
-        return _parts_of_all(given["mask_functions"], place)
-    table: dict[str, Callable[[], list[Mask] | None]] = {
-        "causal": lambda: [ats.Causal(offset=place.offset)],
-        "full": lambda: [],
-        "window": lambda: _window(given["sliding_window"], place, two_sided=False),
-        "two-sided": lambda: _window(given["sliding_window"], place, two_sided=True),
-        "chunks": lambda: _chunks(given["chunk_size"], given["left_padding"], place),
-        "packed": lambda: _packed(given["packed_sequence_mask"], place),
-    }
-    made = table[kind]() if kind in table else None
+    made: list[Mask] | None = None
+    match kind:
+        case "and":
+            return _parts_of_all(given["mask_functions"], place)
+        case "causal":
+            made = [ats.Causal(offset=place.offset)]
+        case "full":
+            made = []
+        case "window" | "two-sided":
+            width = given["sliding_window"]
+            if isinstance(width, int) and width >= 1:
+                both = ats.SlidingWindow(width, width, offset=place.offset)
+                made = [both if kind == "two-sided" else ats.SlidingWindow(left=width - 1, offset=place.offset)]
+        case "chunks":
+            made = _chunks(given["chunk_size"], given["left_padding"], place)
+        case "packed":
+            ids = given["packed_sequence_mask"]
+            made = [ats.Documents(ids)] if place.at_start and ids.shape == (place.batch, place.queries) else None
     return ([], False) if made is None else (made, True)
 
 
@@ -216,14 +223,6 @@ def _parts_of_all(patterns: tuple[Pattern, ...], place: _Place) -> tuple[list[Ma
     return found, complete
 
 
-def _window(width: Any, place: _Place, *, two_sided: bool) -> list[Mask] | None:
-    if not isinstance(width, int) or width < 1:
-        return None
-    if two_sided:
-        return [ats.SlidingWindow(width, width, offset=place.offset)]
-    return [ats.SlidingWindow(left=width - 1, offset=place.offset)]
-
-
 def _chunks(size: int, left_padding: Tensor, place: _Place) -> list[Mask] | None:
     if left_padding.shape != (place.batch,):
         return None
@@ -235,10 +234,6 @@ def _chunks(size: int, left_padding: Tensor, place: _Place) -> list[Mask] | None
         return found + (first + size - 1) // size
 
     return [ats.Documents(ids(place.queries, place.q_offset), ids(place.keys, place.kv_offset))]
-
-
-def _packed(ids: Tensor, place: _Place) -> list[Mask] | None:
-    return [ats.Documents(ids)] if place.at_start and ids.shape == (place.batch, place.queries) else None
 
 
 def _counts_within(positions: Tensor, ids: Tensor, place: _Place) -> bool:
