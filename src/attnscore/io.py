@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 import math
@@ -44,12 +45,7 @@ class FileError(AttnscoreError, ValueError):
 def read_arrays(path: Path) -> dict[str, Array]:
     """Read every array of a file; the single one of a .npy file is named after the file.
 
-    Raises
-    ------
-    FileError
-        No such file, another kind of file, damaged contents, pickled objects, or something else than numbers.
-    FrameworkError
-        A package that this kind of file needs is not installed.
+    A missing package that this kind of file needs is a `FrameworkError`; all else that can be wrong is a `FileError`.
     """
     suffix = _known_suffix(path)
     with file_errors(path, f"{suffix} file"):
@@ -60,25 +56,13 @@ def read_arrays(path: Path) -> dict[str, Array]:
 
 
 def read_text(path: Path) -> str:
-    """Read a text file.
-
-    Raises
-    ------
-    FileError
-        A file that is missing, or not UTF-8 text.
-    """
+    """Read a text file; one that is missing or not UTF-8 is a `FileError`."""
     with file_errors(path, "text file"):
         return path.read_text("utf-8-sig")
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON document.
-
-    Raises
-    ------
-    FileError
-        A file that is missing, or not JSON.
-    """
+    """Read a JSON document; one that is missing or not JSON is a `FileError`."""
     with file_errors(path, "JSON file"):
         return json.loads(path.read_text("utf-8"))
 
@@ -133,12 +117,8 @@ def check_holds(path: Path, arrays: Mapping[str, Array]) -> None:
 def write_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
     """Write arrays by name; a .npy file takes exactly one.
 
-    Raises
-    ------
-    FileError
-        A path that cannot be written, or arrays that this kind of file cannot hold.
-    FrameworkError
-        A package that this kind of file needs is not installed.
+    A package that is needed and missing is a `FrameworkError`; a path that cannot be written, or an array that
+    this kind of file cannot hold, a `FileError`.
     """
     check_destination(path)
     suffix = path.suffix.lower()
@@ -184,10 +164,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 def write_json(path: Path, content: Any, *, digits: int, indent: int) -> None:
     """Write a document of arrays, numbers and text as JSON, floats to so many digits.
 
-    Raises
-    ------
-    ValueError
-        A number that JSON does not know, before the file is opened.
+    A number that JSON does not know is a ValueError before the file is opened.
     """
     text = json.dumps(plain(content, digits), indent=indent, ensure_ascii=False, allow_nan=False)
     with replacing(path) as file:
@@ -313,13 +290,12 @@ def _check_npy_header(path: Path, name: str, file: IO[bytes], held: int) -> None
 
 
 def _read_safetensors(path: Path) -> dict[str, Array]:
-    safetensors = _safetensors()
     content = path.read_bytes()
-    names = safetensors.deserialize(content)
+    tensors = _safetensors().deserialize(content)
     (length,) = struct.unpack("<Q", content[:8])
     # The package takes the last of two tensors of one name.
     json.loads(content[8 : 8 + length], object_pairs_hook=lambda pairs: _once(path, pairs))
-    return {name: _from_bytes(path, name, tensor) for name, tensor in names}
+    return {name: _from_bytes(path, name, tensor) for name, tensor in tensors}
 
 
 def _once(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -377,29 +353,22 @@ def _safetensors_bytes(path: Path, arrays: Mapping[str, Array]) -> bytes:
 
 
 def _safetensors() -> Any:
-    try:
-        import safetensors
-    except ImportError as error:
-        hint = "pip install 'attnscore[cli]'"
-        raise FrameworkError(message(".safetensors", "the package safetensors", "none here", hint=hint)) from error
-    return safetensors
+    return require("safetensors", ".safetensors", "pip install 'attnscore[cli]'")
 
 
 def bfloat16() -> np.dtype[Any]:
-    """Return NumPy's bfloat16, of the package ml_dtypes.
-
-    Raises
-    ------
-    FrameworkError
-        ml_dtypes is not installed.
-    """
-    try:
-        import ml_dtypes
-    except ImportError as error:
-        hint = "pip install ml_dtypes, or convert the file to float32"
-        raise FrameworkError(message("bfloat16", "the package ml_dtypes", "none here", hint=hint)) from error
-    dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    """Return NumPy's bfloat16, of the package ml_dtypes; a `FrameworkError` where that is not installed."""
+    package = require("ml_dtypes", "bfloat16", "pip install ml_dtypes, or convert the file to float32")
+    dtype: np.dtype[Any] = np.dtype(package.bfloat16)
     return dtype
+
+
+def require(package: str, what: str, hint: str) -> Any:
+    """Import a package that `what` needs; a `FrameworkError` with the hint where it is not installed."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise FrameworkError(message(what, f"the package {package}", "none here", hint=hint)) from error
 
 
 def _checked(path: Path, name: str, array: Array) -> Array:

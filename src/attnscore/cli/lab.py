@@ -60,7 +60,7 @@ def lab(
     write_page(out / PAGE, scaling.TITLE, facts, sections)
     report.finish()
     what = f"{len(report.checks)} checks hold; {PAGE}, {len(report.pictures)} pictures and results.json"
-    report.show(Text(f"{what} in {out}"))
+    report.console.print(Text(f"{what} in {out}"))
 
 
 def _tell(report: Any, name: str, found: Any) -> Section:
@@ -71,9 +71,11 @@ def _tell(report: Any, name: str, found: Any) -> Section:
     (sentence,), rows = part.sentences, part.rows
     if rows:
         words = sum(isinstance(value, str) for value in list(rows[0].values())[:2])
-        report.show(table("", tuple(rows[0]), [[cell(value) for value in row.values()] for row in rows], left=words))
-    report.show(Text(sentence, style="bold"))
-    report.show("")
+        report.console.print(
+            table("", tuple(rows[0]), [[cell(value) for value in row.values()] for row in rows], left=words)
+        )
+    report.console.print(Text(sentence, style="bold"))
+    report.console.print("")
     for check in found.checks():
         report.check(check.claim, check.difference, check.allowed)
     # The pictures are numbered in the order of the experiments.

@@ -96,12 +96,8 @@ class CallOptions:
     def read(self, needed: tuple[str, ...]) -> dict[str, Any]:
         """Read the arguments of a call; of query, key and value those in `needed`.
 
-        Raises
-        ------
-        FileError
-            A file that cannot be read.
-        ArgumentError
-            A name that is unknown, given twice, or missing; an option that does not fit.
+        A file that cannot be read is a `FileError`; a name that is unknown, given twice, or missing, and an option that
+        does not fit, an `ArgumentError`.
         """
         arrays = self._arrays(needed)
         unused = {"query", "key", "value"} - set(needed)
@@ -113,13 +109,7 @@ class CallOptions:
         return call | {"head_axis": self.head_axis}
 
     def keep_inputs(self, name: str, place: Path) -> None:
-        """Refuse, before anything is computed, a destination that is one of the files that are read.
-
-        Raises
-        ------
-        ArgumentError
-            `place`, given as the option `name`, is the input file, or that of an option.
-        """
+        """Refuse, before anything is computed, a destination, given as option `name`, that is one of the files read."""
         texts = [self.valid_lens or "", *(text.partition("=")[2] for text in self.param or [])]
         named = (Path(text) for text in texts if Path(text).suffix.lower() in SUFFIXES)
         for path in (self.inputs, *self._files().values(), *named):
@@ -263,10 +253,7 @@ def _window(text: str) -> tuple[int | None, int | None]:
 def takes_call(**instead: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command, whose first parameter is a `CallOptions`, all its fields as options of its own.
 
-    Parameters
-    ----------
-    **instead
-        Another annotation of a field for this command; None leaves the field out.
+    `instead` holds other annotations of fields for this command; None leaves a field out.
     """
     hints = {**get_type_hints(CallOptions, include_extras=True), **instead}
     names = [field.name for field in fields(CallOptions) if hints[field.name] is not None]

@@ -21,7 +21,7 @@ from attnscore.io import FileError, plain, replacing, write_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from rich.console import Console, RenderableType
+    from rich.console import Console
 
 
 class DemoFailure(AttnscoreError, RuntimeError):
@@ -63,10 +63,6 @@ class Report:
         if self.console.is_terminal:
             done = title.replace("[", r"\[")
             self.console.print(f"[green]✓[/] {done} [dim]{self.seconds[title]:.1f} s[/]")
-
-    def show(self, what: RenderableType) -> None:
-        """Print a table or a line."""
-        self.console.print(what)
 
     def picture(self, name: str, figure: Figure) -> None:
         """Write a figure as ``name.png``."""

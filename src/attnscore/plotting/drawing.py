@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnscore.errors import FrameworkError, ShapeError, message
+from attnscore.io import require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,12 +59,7 @@ _LONGEST_NAME = 16
 def to_matrix(array: Any) -> Matrix:
     """Copy an array of any framework, or nested lists of them, to float64 on the host.
 
-    Raises
-    ------
-    ShapeError
-        Ragged nested lists.
-    FrameworkError
-        Something that holds no numbers.
+    Ragged lists are a `ShapeError`, something that holds no numbers a `FrameworkError`.
     """
     if isinstance(array, (list, tuple)):
         parts = [to_matrix(part) for part in array]
@@ -103,12 +99,10 @@ def check_count(argument: str, names: Sequence[str] | None, count: int, shape: t
 
 def new_figure(figsize: tuple[float, float], *, title: str | None = None) -> Figure:
     """Return an empty figure that belongs to no window and that a notebook can show."""
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.layout_engine import ConstrainedLayoutEngine
-    except ImportError as error:
-        hint = "pip install 'attnscore[plot]'"
-        raise FrameworkError(message("plotting", "matplotlib", "no such package here", hint=hint)) from error
+    require("matplotlib", "plotting", "pip install 'attnscore[plot]'")
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
     # compress: without it square maps in a wide figure push titles and labels over the edge.
     figure = Figure(figsize=figsize, layout=ConstrainedLayoutEngine(h_pad=0.07, w_pad=0.07, compress=True))
     # Notebooks find a PNG through this name; without it they need pyplot to have been imported first.

@@ -39,23 +39,20 @@ def demo(
 
     report = Report(out, console(), tour.STEPS + minilm.STEPS)
     if dropped:
-        report.show(f"The text has more than {MOST_SENTENCES} sentences; the last {dropped} are left out.")
+        report.console.print(f"The text has more than {MOST_SENTENCES} sentences; the last {dropped} are left out.")
     report.summary["versions"] = versions()
     report.summary["sentences_left_out"] = dropped
     tour.run(report)
     minilm.run(report, sentences)
     report.finish()
     done = f"{len(report.checks)} checks hold; {len(report.pictures)} pictures and summary.json in {out}"
-    report.show(Text(done))  # a path is no markup
+    report.console.print(Text(done))  # a path is no markup
 
 
 def read_sentences(path: Path | None) -> tuple[list[str], int]:
     """Return the sentences of a file (or the demo's own), and how many were more than the demo takes.
 
-    Raises
-    ------
-    FileError
-        A file that is missing, not UTF-8 text, or empty.
+    A file that is missing, not UTF-8 text, or empty is a `FileError`.
     """
     if path is None:
         content = resources.files("attnscore.cli.demo").joinpath("sentences.txt").read_text("utf-8")

@@ -83,7 +83,9 @@ def run(report: Report, sentences: Sequence[str]) -> None:
         alone = {name: x[place : place + 1, : len(batch.tokens[place])] for name, x in batch.inputs.items()}
         of_alone = _difference(embed(model, alone, "attnscore")[0][0], found["attnscore"][0][place])
     if batch.cut:
-        report.show(f"{batch.cut} of the sentences are longer than {MOST_TOKENS} tokens: the rest is left out.")
+        report.console.print(
+            f"{batch.cut} of the sentences are longer than {MOST_TOKENS} tokens: the rest is left out."
+        )
     comparison = _compare(report, found, of_alone)
     with report.step("statistics of every head"):
         numbers, patterns = head_statistics(seen, batch.real), head_patterns(seen, batch.real)
@@ -238,7 +240,7 @@ def _compare(report: Report, found: dict[str, tuple[torch.Tensor, float]], of_al
     cells = [(by, against, f"{difference:.2e}") for by, against, difference in rows]
     caption = f"largest absolute difference of any coordinate; allowed {ALLOWED:g}"
     columns = ("embeddings by", "against", "difference")
-    report.show(table("Sentence embeddings: attention replaced", columns, cells, left=2, caption=caption))
+    report.console.print(table("Sentence embeddings: attention replaced", columns, cells, left=2, caption=caption))
     return {
         "largest_difference": compared,
         "eager_to_sdpa": eager_to_sdpa,
@@ -251,14 +253,14 @@ def _show_statistics(report: Report, numbers: dict[str, Array], chosen: list[dic
     for name, values in numbers.items():
         columns = ("layer", *(f"head {head}" if head == 0 else str(head) for head in range(values.shape[1])))
         rows = [(layer, *(short_number(value, 3) for value in row)) for layer, row in enumerate(values)]
-        report.show(table(f"{STATISTICS[name]}, mean over real query tokens", columns, rows))
+        report.console.print(table(f"{STATISTICS[name]}, mean over real query tokens", columns, rows))
     places = [name.removeprefix("the token ") for name in chosen[0]["weight"]]
     cells = [
         (one["chosen_for"], one["layer"], one["head"], *(f"{share:.2f}" for share in one["weight"].values()))
         for one in chosen
     ]
     title = "Chosen heads: share of weight on the token itself, before, after, [CLS], [SEP]"
-    report.show(table(title, ("chosen for", "layer", "head", *places), cells))
+    report.console.print(table(title, ("chosen for", "layer", "head", *places), cells))
 
 
 def _draw_chosen_heads(

@@ -64,7 +64,7 @@ def masked_softmax(report: Report, rng: np.random.Generator) -> dict[str, Any]:
         for batch, query in np.ndindex(2, 2)
     ]
     columns = ("weights of 4 keys", f"valid_lens {per_row}", f"valid_lens {per_query}")
-    report.show(table("Masked softmax", columns, rows))
+    report.console.print(table("Masked softmax", columns, rows))
     titles = [f"valid_lens {lens}\nsequence {batch}" for lens in (f"{per_row}", f"{per_query}") for batch in range(2)]
     maps = np.concatenate([one, two])[None]
     report.picture("01-masked-softmax", show_heatmaps(maps, "Keys", "Queries", titles=titles))
@@ -97,7 +97,7 @@ def textbook(report: Report, rng: np.random.Generator) -> dict[str, Any]:
         for name, one in found.items()
     ]
     caption = "keys all alike, so the weights are 1/2 over 2 and 1/6 over 6 valid keys"
-    report.show(table("Attention with valid_lens (2, 6)", columns, rows, caption=caption))
+    report.console.print(table("Attention with valid_lens (2, 6)", columns, rows, caption=caption))
     labels = ["2 valid", "6 valid"], [str(key) for key in range(10)]
     figure = show_attention(maps, *labels, titles=list(calls), ylabel="Sequences", max_cols=2, numbers=True)
     report.picture("02-dot-and-additive", figure)
@@ -127,7 +127,7 @@ def scores(report: Report, rng: np.random.Generator) -> dict[str, Any]:
     spread = float(np.abs(maps[-1] - maps[-1][:1]).max())
     report.check("sum score: every query gets the same weights", spread, 1e-12)
     columns = ("score", "variance of the scores", "entropy", "largest weight", "effective keys")
-    report.show(
+    report.console.print(
         table(
             "One set of queries and keys, seven scores (mean over 8 queries)",
             columns,
@@ -176,7 +176,7 @@ def masks(report: Report, rng: np.random.Generator) -> dict[str, Any]:
         rows.append((title, int(visible.sum()), float(weights[~visible].sum())))
     report.check("masked keys weigh exactly 0", max(row[2] for row in rows), 0.0)
     columns = ("mask", "unmasked pairs of 64", "weight on masked pairs")
-    report.show(table("Self-attention over 8 tokens", columns, rows))
+    report.console.print(table("Self-attention over 8 tokens", columns, rows))
     report.picture("05-masked-attention", show_heatmaps(np.array(maps)[None], "Keys", "Queries", titles=list(used)))
     return {"visible_pairs": {title: int(matrix.sum()) for title, matrix in unmasked.items()}}
 
@@ -198,7 +198,9 @@ def temperature(report: Report, rng: np.random.Generator) -> dict[str, Any]:
     ]
     columns = ("y = [0.2, 0.4, 0.1, 0.8]", "weights", "entropy", "effective keys", "trace of the Jacobian")
     caption = "eight times the logits is 64 times their variance; the gradient through the softmax shrinks"
-    report.show(table("The softmax sharpens with the variance of its logits", columns, rows, left=2, caption=caption))
+    report.console.print(
+        table("The softmax sharpens with the variance of its logits", columns, rows, left=2, caption=caption)
+    )
     steps = (4.0, 2.0, 1.0, 0.5, 0.25, 0.125)
     weights = np.stack([ats.masked_softmax(logits, temperature=step) for step in steps])
     drawn = {"Jacobian at T = 1": jacobians[1], "Jacobian at T = 1/8": jacobians[8]}
@@ -241,7 +243,7 @@ def cost(report: Report, rng: np.random.Generator) -> dict[str, Any]:
     ]
     columns = ("score", "parameters", "operations / 10⁹", "in and out / MB", "kept by a naive form / MB")
     caption = f"one head, 4096 queries and keys, d = {dim}, h = {hidden}, float32; attend keeps no such matrix"
-    report.show(table("What one call costs", columns, rows, caption=caption))
+    report.console.print(table("What one call costs", columns, rows, caption=caption))
     report.picture("07-cost", _draw_growth(lengths, {name: found[name] for name in ("scaled dot", "additive")}))
     return {
         "setting": {

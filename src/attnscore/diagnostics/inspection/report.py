@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 
 import attnscore as ats
 from attnscore.diagnostics.inspection.head_metrics import SETTINGS, STATISTICS
-from attnscore.errors import FrameworkError, message
-from attnscore.io import replacing
+from attnscore.io import replacing, require
 
 if TYPE_CHECKING:
     from attnscore.diagnostics.inspection.inspection import Inspection, Layer
@@ -44,11 +43,9 @@ def write(inspection: Inspection, path: Path, megabytes: float) -> Path:
 
 
 def _page(inspection: Inspection, megabytes: float) -> str:
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        hint = "pip install 'attnscore[inspect]'"
-        raise FrameworkError(message("report", "the package plotly", "none here", hint=hint)) from error
+    require("plotly", "report", "pip install 'attnscore[inspect]'")
+    from plotly.offline import get_plotlyjs
+
     folder = resources.files("attnscore.diagnostics.inspection")
     page, style, script = (folder.joinpath(f"report.{kind}").read_text("utf-8") for kind in ("html", "css", "js"))
     # "</" would end the script that contains the data.

@@ -67,10 +67,7 @@ _CURVES = (
 def standard_library(most: int = 400_000) -> str:
     """Return the first `most` characters of some modules of this Python's standard library.
 
-    Raises
-    ------
-    ArgumentError
-        A Python without sources.
+    A Python without sources is an `ArgumentError`.
     """
     folder = Path(sysconfig.get_paths()["stdlib"])
     files = [path for name in _MODULES if (path := folder / f"{name}.py").is_file()]

@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnscore.diagnostics.watching.health import Thresholds, Verdict, clip_factor, verdicts_of
-from attnscore.errors import ArgumentError, FrameworkError, message
+from attnscore.errors import ArgumentError, message
+from attnscore.io import require
 from attnscore.plotting.drawing import (
     colour_bar,
     draw_head_map,
@@ -61,7 +62,7 @@ _MAPS = {
     "saturated_rows": "Share of saturated queries",
     "first_key": "Weight on the first key",
 }
-_SERIES = {"max_logit": "Largest logit", "entropy": "Entropy (nats)"}
+_SERIES = ("max_logit", "entropy")
 # Columns of tables.
 _COLUMNS = ("max_logit", "logit_variance", "entropy", "effective_keys", "saturated_rows", "first_key", "clip")
 _FAILED, _OTHERS = "#b2182b", "#cfd8dc"
@@ -196,13 +197,11 @@ class Records:
 
     def table(self) -> Table:
         """Return a rich table: a line for each head, with its verdicts."""
-        try:
-            from rich import box
-            from rich.table import Table
-            from rich.text import Text
-        except ImportError as error:
-            hint = "pip install 'attnscore[cli]'"
-            raise FrameworkError(message("table", "rich", "no such package here", hint=hint)) from error
+        require("rich", "table", "pip install 'attnscore[cli]'")
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
         found = Table(title=Text(self._title(), "bold"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
         for name in ("layer", "head", *_COLUMNS, "verdicts"):
             is_text = name in ("layer", "verdicts")
@@ -256,7 +255,7 @@ class Records:
         if not self.layers:
             raise ArgumentError(message("plot", "a sampled step", f"{self.steps} steps, {self.sampled} sampled"))
         names, heads = list(self.layers), max(layer.heads for layer in self.layers.values())
-        series = _SERIES if self.sampled > 1 else {}
+        series = _SERIES if self.sampled > 1 else ()
         tall = max(1.6, 0.3 * len(names) + 0.9)
         width = 2.6 + max(3.0, 0.36 * heads + 0.8)
         figure = new_figure((2 * width, 2 * tall + (2.7 if series else 0.2)))
@@ -272,9 +271,9 @@ class Records:
                 write_numbers(axis, image, values, short_number)
             label(axis, title, "head", title_points=10)
             colour_bar(figure, image, [axis])
-        for axis, (name, title) in zip(axes[len(_MAPS) :], series.items(), strict=True):
+        for axis, name in zip(axes[len(_MAPS) :], series, strict=True):
             self._draw_series(axis, name)
-            style_lines(axis, f"{title} of each head, by step", "step")
+            style_lines(axis, f"{_MAPS[name]} of each head, by step", "step")
         return figure
 
     def _draw_series(self, axis: Axes, name: str) -> None:

@@ -169,9 +169,12 @@ def _recording() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _scope(heads: int | None, reason: str) -> Iterator[None]:
-    """Report `reason` unless attention is found inside, through a wrapped function or a softmax."""
-    scope = _Scope(heads)
+def _scope(heads: int | None, reason: str, *, recorded: bool = False) -> Iterator[None]:
+    """Report `reason` unless attention is found inside, through a wrapped function or a softmax.
+
+    Of a call that has been `recorded` before, the softmax inside is ignored.
+    """
+    scope = _Scope(heads, recorded)
     _THREAD.scopes.append(scope)
     try:
         yield
@@ -254,7 +257,8 @@ def _softmax(original: Any, *arguments: Any, **options: Any) -> Any:
         if not scopes:
             _report(lambda: _BY_HAND)
             # F.softmax calls a tensor's own softmax, which must not be counted again.
-            return _call_recorded(_call_original, home, original, arguments, options)
+            with _scope(None, "", recorded=True):
+                return _call_original(home, original, arguments, options)
         heads = scopes[-1].heads
         if heads is not None and scores.ndim == 3:  # (batch * head, query, key)
             scores = scores.reshape(-1, heads, *scores.shape[1:])
@@ -303,21 +307,13 @@ def _get_interface(original: Any) -> Any:
                 mask = more[1] if len(more) > 1 else options.get("attention_mask")
                 extra = {"sink": sinks.detach(), "score": ats.ScaledDot(options.get("scaling"))}
                 _report(lambda: Call(query, key, extra | (bias_of(mask) if isinstance(mask, Tensor) else {})))
-                return _call_recorded(function, module, query, key, *more, **options)
-            with _scope(
-                query.shape[1], f"attention implementation {implementation!r}: no function that could be recorded"
-            ):
+                scope = _scope(None, "", recorded=True)
+            else:
+                reason = f"attention implementation {implementation!r}: no function that could be recorded"
+                scope = _scope(query.shape[1], reason)
+            with scope:
                 return function(module, query, key, *more, **options)
 
         return attention
 
     return chosen
-
-
-def _call_recorded(function: Any, *arguments: Any, **options: Any) -> Any:
-    """Call a function whose attention has been recorded, and ignore the softmax inside."""
-    _THREAD.scopes.append(_Scope(recorded=True))
-    try:
-        return function(*arguments, **options)
-    finally:
-        _THREAD.scopes.pop()
