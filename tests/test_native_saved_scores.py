@@ -164,7 +164,9 @@ def test_the_most_that_is_kept(most: int, keeps: bool, handed: list[Any], monkey
     for stats in (False, False, ("entropy",)):  # planned, found again, and another plan
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             found = ats.attend(*leaves, score=ats.Additive(torch.randn(DIM).double()), return_stats=stats)
-        (found[0] if stats else found).sum().backward()
+        out = found[0] if stats else found
+        held += [x.shape[-2:] for x in out.grad_fn.run.saved]
+        out.sum().backward()
         assert held.count((QUERIES, KEYS)) == keeps
         held.clear()
     assert [x is not None for x in handed] == [keeps] * 6

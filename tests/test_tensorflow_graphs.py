@@ -34,6 +34,9 @@ class Counted:
         self._module = module
         self.calls = [0, 0]
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
     def forward(self, *arguments: Any) -> Any:
         self.calls[0] += 1
         return self._module.forward(*arguments)

@@ -42,6 +42,8 @@ CallPlan: TypeAlias = Callable[[tuple[Array, ...], int, int], None]
 # The operands that a call may have, in the order of the module's inputs.
 _OPERANDS = ("query", "key", "value", "bias", "w_v", "sink")
 
+_FEW_ROWS = 128
+
 # Arrays with a number for each pair of query and key. There are no `attention_scores`: `prepare` refuses such calls.
 _PAIRS = ("saved_scores", "attention_weights")
 
@@ -55,14 +57,17 @@ class Forward(NamedTuple):
     outputs: tuple[tuple[int, str, int | None], ...]
     """Place among these and dtype of each output, and the axis to swap with the next one to get the caller's axes, if
     any."""
+    saved: tuple[int, ...]
+    """Places among these of what is saved for a backward."""
 
 
 class Backward(NamedTuple):
     """Plan of a backward."""
 
     plan: CallPlan
-    reads: tuple[tuple[str, int | None], ...]
-    """Name of each array that it reads beside the operands, and the axis to swap with the next one, as in `Forward`."""
+    reads: tuple[tuple[int, int | None, bool], ...]
+    """Each array that it reads beside the operands: its place in `NativeCall.known`, the axis to swap with the next
+    one, as in `Forward`, and whether its memory is NumPy's, in C order."""
     filled: tuple[tuple[int, ...], ...]
     """Shape of each gradient that the module fills."""
     places: tuple[int | None, ...]
@@ -83,6 +88,8 @@ class Operand(NamedTuple):
     """Whether the caller's axis of heads follows that of positions."""
     is_filled_as_it_is: bool
     """Whether the module fills the gradient in the shape and dtype of the operand."""
+    is_summed: bool
+    """Whether the operand is a vector whose gradient is the sum of the rows that the module fills."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +143,7 @@ class NativeCall:
             mask = None
         if ops.has_plain_tape and ops.needs_grad(*arrays):
             return self._present(ops.record(NativeOp(self, score, mask, seed), arrays))
-        return self._present(self.forward(arrays, mask, seed, saves=False))
+        return self._present(self.forward(arrays, mask, seed, saves=False)[0])
 
     @cached_property
     def differentiable(self) -> tuple[str, ...]:
@@ -146,21 +153,27 @@ class NativeCall:
 
     @cached_property
     def saved(self) -> tuple[str, ...]:
-        """Names of the outputs that a backward needs beside the differentiable ones."""
+        """Names of the arrays that a backward needs beside the differentiable outputs; no caller gets them."""
         return ("row_max", "log_denom", *(("saved_scores",) if self.saves_scores else ()))
 
     @cached_property
     def known(self) -> tuple[str, ...]:
-        """Names of what a `NativeOp` knows in its backward: the saved outputs, and the gradients of the others."""
-        return (*self.differentiable, *self.saved, *(f"grad_{name}" for name in self.differentiable))
+        """Names of what is known in a backward: differentiable outputs, saved arrays, gradients of those outputs.
+
+        Last that of the log-sum-exp which a program computes from row_max and log_denom; it may be left out.
+        """
+        computed = () if "log_sum_exp" in self.differentiable else ("log_sum_exp",)
+        return (*self.differentiable, *self.saved, *(f"grad_{name}" for name in (*self.differentiable, *computed)))
 
     @cached_property
     def returned(self) -> tuple[str, ...]:
-        """Names of the outputs of a forward for which nothing is saved."""
+        """Names of the outputs of a forward."""
         return (*self.differentiable, *(name for name in self.statistics if name not in DIFFERENTIABLE))
 
-    def forward(self, arrays: Sequence[Array], mask: Any, seed: int, *, saves: bool) -> tuple[Array, ...]:
-        """Return the outputs of a `NativeOp`; with `saves`, also those that its backward needs."""
+    def forward(
+        self, arrays: Sequence[Array], mask: Any, seed: int, *, saves: bool
+    ) -> tuple[tuple[Array, ...], list[HostArray]]:
+        """Return the outputs `returned` and, with `saves`, the arrays `saved`."""
         ops, like = self.ops, arrays[2]
         forward = self._forwards.get(saves)
         if forward is None:
@@ -174,7 +187,7 @@ class NativeCall:
         for place, dtype, axis in forward.outputs:
             x = ops.from_memory(filled[place], dtype, like)
             found.append(x if axis is None else ops.swap_axes(x, axis, axis + 1))
-        return tuple(found)
+        return tuple(found), [filled[place] for place in forward.saved]
 
     def _buffers(self, arrays: Sequence[Array], mask: Any) -> Sequence[Array]:
         """Return the memory of the inputs, in the module's order."""
@@ -231,14 +244,9 @@ class NativeCall:
         filled = tuple(((*rows, *columns.get(name, ())), self._example(name).dtype) for name in places)
         # Of out and the statistics; what is saved, and the weights, stay as they were filled.
         axes = {"out": -3, **dict.fromkeys(self.statistics, -2)} if self.layout.is_length_before_heads else {}
-        returned = self.returned[len(self.differentiable) :]
-        outputs = (*self.differentiable, *(self.saved if saves else ()), *returned)
         dtypes = {"out": self.dtype}
-        return Forward(
-            plan,
-            filled,
-            tuple((places.index(name), dtypes.get(name, self.accumulator), axes.get(name)) for name in outputs),
-        )
+        outputs = ((places.index(x), dtypes.get(x, self.accumulator), axes.get(x)) for x in self.returned)
+        return Forward(plan, filled, tuple(outputs), tuple(places.index(x) for x in self.saved if saves))
 
     def _example(self, name: str) -> HostArray:
         """Return an example of an array that the module fills, or reads in a backward."""
@@ -266,38 +274,43 @@ class NativeCall:
             self._layouts.append(self.ops.signature([*arrays, *outputs]))
 
     def are_plain(self, saved: Sequence[Array], incoming: Sequence[Array]) -> bool:
-        """Return whether the arrays of a forward, saved since, still have its layouts, and all of these are plain."""
+        """Return whether the arrays of a forward, kept since, still have its layouts, and all of these are plain."""
         expected, found = self._layouts[0], self.ops.signature([*saved, *incoming])
         return expected is not None and found is not None and found[: len(expected)] == expected
 
     def backward(
-        self, arrays: Sequence[Array], mask: Any, known: dict[str, Array | None], seed: int, wanted: Sequence[bool]
-    ) -> Iterator[Array | None]:
-        """Yield the gradient of each array, None where it is not wanted.
-
-        `known` are by name the saved outputs and, named grad_..., their gradients; None where there is none.
-        """
+        self, arrays: Sequence[Array], mask: Any, known: Sequence[Array | None], seed: int, wanted: Sequence[bool]
+    ) -> list[Array | None]:
+        """Return the gradient of each array, None where it is not wanted; `known` are named by the property."""
         ops = self.ops
-        key = (*wanted, *[name for name, x in known.items() if x is None])
+        key = (*wanted, *[x is None for x in known])
         backward = self._backwards.get(key)
         if backward is None:
-            incoming = {name.removeprefix("grad_") for name, x in known.items() if x is not None and "grad_" in name}
+            given = [name for name, x in zip(self.known, known, strict=False) if x is not None]
+            incoming = {name.removeprefix("grad_") for name in given if name.startswith("grad_")}
             backward = self._backwards[key] = self._build_backward(incoming, wanted)
-        if known["grad_out"] is None:  # which the module always reads
-            out: Any = known["out"]
-            known["grad_out"] = ops.zeros(out.shape, out)
-        read = [
-            ops.buffer_in_c_order(known[name]) if axis is None else _with_heads_first(ops, known[name], axis)
-            for name, axis in backward.reads
-        ]
+        read: list[Array] = []
+        for place, axis, is_saved in backward.reads:
+            x = known[place]
+            if x is None:  # the gradient of the output, which the module always reads
+                out: Any = known[0]
+                x = ops.zeros(out.shape, out)
+            if axis is not None:
+                x = _with_heads_first(ops, x, axis)
+            read.append(x if is_saved else ops.buffer_in_c_order(x))
         filled = [np.empty(shape, self.accumulator) for shape in backward.filled]
         backward.plan((*self._buffers(arrays, mask), *read, *filled), seed, threads_of(self.module, ops))
-        for x, operand, place in zip(arrays, self.operands, backward.places, strict=True):
-            if place is None:
-                yield None
+        found: list[Array | None] = []
+        for x, operand, at in zip(arrays, self.operands, backward.places, strict=True):
+            if at is None:
+                found.append(None)
                 continue
-            grad = ops.from_memory(filled[place], self.accumulator, arrays[2])
-            yield grad if operand.is_filled_as_it_is else self.operand_gradient(grad, operand, x)
+            rows = filled[at]
+            if operand.is_summed:
+                rows = _sum_of_rows(rows.reshape(-1, rows.shape[-1]))
+            grad = ops.from_memory(rows, self.accumulator, arrays[2])
+            found.append(grad if operand.is_filled_as_it_is else self.operand_gradient(grad, operand, x))
+        return found
 
     def _build_backward(self, incoming: set[str], wanted: Sequence[bool]) -> Backward:
         reads = {"out", "grad_out", *self.saved, *(f"grad_{name}" for name in incoming)}
@@ -318,9 +331,14 @@ class NativeCall:
             [_in_c_order(operands[x].gradient, self.accumulator) if x in operands else None for x in GRADIENTS],
         )
         names = [name for name in GRADIENTS if name in operands]
+        axis_of = {name: axes.get(name.removeprefix("grad_")) for name in BACKWARD_INPUTS}
         return Backward(
             plan,
-            tuple((name, axes.get(name.removeprefix("grad_"))) for name in BACKWARD_INPUTS if name in reads),
+            tuple(
+                (self.known.index(x), axis_of[x], axis_of[x] is not None or x in self.saved)
+                for x in BACKWARD_INPUTS
+                if x in reads
+            ),
             tuple(operands[name].filled for name in names),
             tuple(
                 names.index(operand.name) if is_wanted else None
@@ -339,10 +357,12 @@ class NativeCall:
         return ops.astype(grad, ops.dtype(x))
 
 
-class NativeOp(NamedTuple):
+@dataclass(eq=False, slots=True)
+class NativeOp:
     """One recorded call, for a framework's gradient hook (`backends.base.DifferentiableOp`).
 
-    Outputs are those of `NativeCall.differentiable`, those of `NativeCall.saved`, then the other statistics.
+    Outputs are those of `NativeCall.returned`. The op itself holds the arrays of `NativeCall.saved`: as tensors, which
+    autograd would save, they cost a tiny call 4 us.
     """
 
     call: NativeCall
@@ -350,6 +370,7 @@ class NativeOp(NamedTuple):
     mask: Any
     """The mask of the call where it is an array, or the bounds of its intervals where they are of valid lengths."""
     seed: int
+    saved: Sequence[HostArray] = ()
 
     @property
     def differentiable_outputs(self) -> int:
@@ -357,7 +378,7 @@ class NativeOp(NamedTuple):
 
     @property
     def saved_outputs(self) -> int:
-        return len(self.call.differentiable) + len(self.call.saved)
+        return len(self.call.differentiable)
 
     def constants(self) -> tuple[Array, ...]:
         return (self.mask,) if self.call.reads_mask else ()
@@ -369,14 +390,14 @@ class NativeOp(NamedTuple):
         return self
 
     def without_saved(self, outputs: tuple[Array, ...]) -> tuple[Array, ...]:
-        return (*outputs[: self.differentiable_outputs], *outputs[self.saved_outputs :])
+        return outputs
 
     def streaming(self) -> NativeOp:
         # Only frameworks that differentiate a backward by tracing call this, and they do not record planned calls.
         raise NotImplementedError("attnscore: the streaming form of a planned call")
 
     def forward(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
-        outputs = self.call.forward(arrays, self.mask, self.seed, saves=True)
+        outputs, self.saved = self.call.forward(arrays, self.mask, self.seed, saves=True)
         self.call.keep_layouts(arrays, outputs[: self.saved_outputs])
         return outputs
 
@@ -393,11 +414,10 @@ class NativeOp(NamedTuple):
             return (None,) * len(arrays)
         wanted = wanted if wanted is not None else [True] * len(arrays)
         if ops.needs_grad(*arrays, *incoming) or not call.are_plain([*arrays, *outputs], incoming):
-            saved = dict(zip((*call.differentiable, *call.saved), outputs, strict=True))
+            known = dict(zip(call.differentiable, outputs, strict=True))
             named = dict(zip(call.differentiable, grads, strict=True))
-            return tuple(self._rebuilt(arrays, saved, named, wanted))
-        known = dict(zip(call.known, (*outputs, *grads), strict=True))
-        return tuple(call.backward(arrays, self.mask, known, self.seed, wanted))
+            return tuple(self._rebuilt(arrays, known, named, wanted))
+        return tuple(call.backward(arrays, self.mask, (*outputs, *self.saved, *grads), self.seed, wanted))
 
     def _mask(self) -> Any:
         if self.call.reads_lens:
@@ -406,9 +426,9 @@ class NativeOp(NamedTuple):
         return self.mask if self.call.reads_mask else self.call.mask
 
     def _rebuilt(
-        self, arrays: Sequence[Array], saved: dict[str, Array], grads: dict[str, Array | None], wanted: Sequence[bool]
+        self, arrays: Sequence[Array], outputs: dict[str, Array], grads: dict[str, Array | None], wanted: Sequence[bool]
     ) -> Iterator[Array | None]:
-        """Yield the gradients by an `AttentionOp`."""
+        """Yield the gradients by an `AttentionOp`; `outputs` are the differentiable ones."""
         call, ops = self.call, self.call.ops
         given = {operand.name: x for operand, x in zip(call.operands, arrays, strict=True)}
         score = dataclasses.replace(self.score, w_v=given.pop("w_v")) if "w_v" in given else call.score
@@ -438,9 +458,9 @@ class NativeOp(NamedTuple):
                 # The saved outputs carry no gradient here.
                 known = op.forward(tuple(named.values()))[: op.saved_outputs]
             else:
-                row_max, log_denom = (ops.reshape(saved[name], (*rows, 1)) for name in ("row_max", "log_denom"))
-                others = [canonical(saved[name], name) for name in ("entropy", "attention_weights") if name in saved]
-                known = (canonical(saved["out"], "out"), log_denom, *others, row_max)
+                row_max, log_denom = (ops.asarray(x.reshape((*rows, 1)), arrays[0]) for x in self.saved[:2])
+                others = [canonical(outputs[x], x) for x in ("entropy", "attention_weights") if x in outputs]
+                known = (canonical(outputs["out"], "out"), log_denom, *others, row_max)
             found = dict(zip(named, op.backward(tuple(named.values()), known, incoming), strict=True))
         for x, operand, is_wanted in zip(arrays, call.operands, wanted, strict=True):
             yield call.operand_gradient(found[operand.name], operand, x) if is_wanted else None
@@ -509,8 +529,9 @@ def prepare(
         x, canonical, gradient = given[name], tuple(named[name].shape), shapes[name]
         is_transposed = layout.is_length_before_heads and name in ("query", "key", "value")
         filled = tuple(x.shape) if gradient == canonical and not is_transposed else gradient
-        as_it_is = filled == tuple(x.shape) and ops.dtype(x) == problem.accumulator
-        operands.append(Operand(name, canonical, gradient, filled, is_transposed, as_it_is))
+        is_summed = name == "w_v" and len(x.shape) == 1
+        as_it_is = (is_summed or filled == tuple(x.shape)) and ops.dtype(x) == problem.accumulator
+        operands.append(Operand(name, canonical, gradient, filled, is_transposed, as_it_is, is_summed))
     return NativeCall(
         module, kernel, ops, layout, problem.dtype, problem.accumulator, problem.statistics,
         problem.matrix == "weights", 0.0 if problem.dropout is None else problem.dropout.probability,
@@ -543,6 +564,13 @@ def _memory(ops: Backend, x: Any) -> HostArray:
 def _with_heads_first(ops: Backend, x: Array, axis: int) -> HostArray:
     """Return the memory of `x` in C order, with the heads, which the caller has on `axis` + 1, on `axis`."""
     return np.ascontiguousarray(ops.memory(x).swapaxes(axis, axis + 1))
+
+
+def _sum_of_rows(x: HostArray) -> HostArray:
+    """Return the sum of all rows, of many in float64: NumPy adds them one by one."""
+    if len(x) == 1:
+        return np.asarray(x[0])
+    return np.asarray(x.sum(0) if len(x) <= _FEW_ROWS else x.sum(0, dtype=np.float64).astype(x.dtype))
 
 
 def _example(x: HostArray) -> HostArray:

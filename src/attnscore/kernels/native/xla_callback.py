@@ -166,9 +166,9 @@ class BoundCall(NamedTuple):
     seed: int
 
     def forward(self) -> Result:
-        call, count = self.call, len(self.call.differentiable)
-        names = (*call.differentiable, *call.saved, *call.returned[count:])
-        found = dict(zip(names, call.forward(self.operands, self.bounds, self.seed, saves=True), strict=True))
+        call = self.call
+        outputs, saved = call.forward(self.operands, self.bounds, self.seed, saves=True)
+        found = dict(zip((*call.returned, *call.saved), (*outputs, *saved), strict=True))
         out, matrix = found.pop("out"), found.pop("attention_weights", None)
         numbers = {name: x[..., None] for name, x in found.items()}
         return Result(out, numbers.pop("row_max"), numbers.pop("log_denom"), numbers, matrix)
@@ -176,14 +176,16 @@ class BoundCall(NamedTuple):
     def backward(self, result: Result, grads: RowGradients, wanted: Collection[str]) -> dict[str, HostArray]:
         """Return the gradients by name."""
         known = {
-            **{"out": result.out, "row_max": result.row_max, "log_denom": result.log_denom},
+            "out": result.out,
+            **{"row_max": np.ascontiguousarray(result.row_max), "log_denom": np.ascontiguousarray(result.log_denom)},
             **{"entropy": result.statistics.get("entropy"), "attention_weights": result.matrix},
             **{"grad_out": grads.out, "grad_log_sum_exp": grads.log_sum_exp, "grad_entropy": grads.entropy},
             "grad_attention_weights": grads.matrix,
         }
         names = [operand.name for operand in self.call.operands]
         chosen = [name in wanted for name in names]
-        found = self.call.backward(self.operands, self.bounds, known, self.seed, chosen)
+        given = [known[name] for name in self.call.known]
+        found = self.call.backward(self.operands, self.bounds, given, self.seed, chosen)
         return {name: grad for name, grad in zip(names, found, strict=True) if grad is not None}
 
 
