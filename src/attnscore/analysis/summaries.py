@@ -171,7 +171,7 @@ def pooled_weights(
         )
         # Some queries at a time: each has as many numbers as there are bins of keys.
         step = max(_MIN_QUERIES, _MAX_WEIGHTS // (_matrices(problem) * across))
-        found = None
+        found = ops.zeros((*score_shape.rows[:-1], down, across), problem.value, problem.accumulator)
         for first in range(0, max(1, score_shape.query_len), step):
             last = min(first + step, score_shape.query_len)
             rows = problem if last - first == score_shape.query_len else sliced(problem, slice(first, last), None)
@@ -184,11 +184,6 @@ def pooled_weights(
             is_nan = ops.isnan(by_bin)
             part = ops.matmul(of_bin, ops.where(is_nan, 0.0, by_bin))
             part = ops.where(ops.matmul(of_bin, ops.astype(is_nan, ops.dtype(by_bin))) > 0, float("nan"), part)
-            if rows is problem:
-                found = part
-                break
-            if found is None:
-                found = ops.zeros((*score_shape.rows[:-1], down, across), problem.value, problem.accumulator)
             found = ops.add_at(found, -2, top, part)
         return problem.layout.scores_from_canonical(ops, ops.astype(found, problem.dtype))
 

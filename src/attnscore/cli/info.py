@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping
 
 import attnscore as ats
 from attnscore.bench.machine import version
@@ -38,14 +37,8 @@ def info() -> None:
         markup=False,
     )
     working = ats.available()
-    for title, part in (
-        ("Frameworks", working["frameworks"]),
-        ("Kernels, fastest first", working["kernels"]),
-    ):
-        out.print(table(title, ("name", "works", "why not"), _rows(part), left=3))
+    for title, part in (("Frameworks", "frameworks"), ("Kernels, fastest first", "kernels")):
+        lines = [(name, "yes" if reason is None else "no", reason or "") for name, reason in working[part].items()]
+        out.print(table(title, ("name", "works", "why not"), lines, left=3))
     rows = [(package, version(package) or "not installed", use) for package, use in _OPTIONAL.items()]
     out.print(table("Optional packages", ("package", "version", "what for"), rows, left=3))
-
-
-def _rows(part: Mapping[str, str | None]) -> list[tuple[str, str, str]]:
-    return [(name, "yes" if reason is None else "no", reason or "") for name, reason in part.items()]

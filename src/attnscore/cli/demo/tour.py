@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 import attnscore as ats
 from attnscore.cli.console import table
 from attnscore.cli.report import Report
-from attnscore.diagnostics.lab.experiment import draw_numbered_maps
+from attnscore.diagnostics.lab.panels import draw_numbered_maps
 from attnscore.diagnostics.lab.sharpening import LOGITS, WEIGHTS, draw_weights
 from attnscore.plotting import show_attention, show_heatmaps
 from attnscore.plotting.drawing import LABEL_POINTS, draw_map, label, labelled_panels, legend, new_figure

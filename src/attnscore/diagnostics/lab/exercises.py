@@ -16,17 +16,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import attnscore as ats
-from attnscore.diagnostics.lab.experiment import (
-    LAW,
-    SCALED,
-    SPREAD,
-    WITHOUT,
-    Array,
-    Check,
-    Result,
-    Row,
-    two_weight_maps,
-)
+from attnscore.diagnostics.lab.experiment import Array, Check, Result, Row
+from attnscore.diagnostics.lab.panels import LAW, SCALED, SPREAD, WITHOUT, two_weight_maps
 from attnscore.errors import ShapeError
 from attnscore.plotting.drawing import legend, new_figure, style_lines
 

@@ -15,19 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import attnscore as ats
-from attnscore.diagnostics.lab.experiment import (
-    COLOURS,
-    DIMENSION,
-    NAMES,
-    SCORES,
-    SPREAD,
-    Array,
-    Check,
-    Result,
-    Row,
-    check_sizes,
-    powers_of_two,
-)
+from attnscore.diagnostics.lab.experiment import NAMES, SCORES, Array, Check, Result, Row, check_sizes
+from attnscore.diagnostics.lab.panels import COLOURS, DIMENSION, SPREAD, powers_of_two
 from attnscore.plotting.drawing import legend, new_figure, style_lines
 
 if TYPE_CHECKING:

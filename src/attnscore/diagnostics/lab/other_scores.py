@@ -17,17 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 import attnscore as ats
-from attnscore.diagnostics.lab.experiment import (
-    DIMENSION,
-    Array,
-    Check,
-    Estimate,
-    Result,
-    Row,
-    check_sizes,
-    exponent,
-    powers_of_two,
-)
+from attnscore.diagnostics.lab.experiment import Array, Check, Estimate, Result, Row, check_sizes, exponent
+from attnscore.diagnostics.lab.panels import DIMENSION, powers_of_two
 from attnscore.plotting.drawing import legend, new_figure, style_lines, two_decimals
 
 if TYPE_CHECKING:

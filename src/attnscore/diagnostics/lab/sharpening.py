@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import attnscore as ats
-from attnscore.diagnostics.lab.experiment import Array, Check, Result, Row, draw_numbered_maps
+from attnscore.diagnostics.lab.experiment import Array, Check, Result, Row
+from attnscore.diagnostics.lab.panels import draw_numbered_maps
 from attnscore.plotting.drawing import legend, new_figure, style_lines
 
 if TYPE_CHECKING:

@@ -25,10 +25,8 @@ from numpy.typing import NDArray
 from attnscore.core.arguments import shown
 from attnscore.diagnostics.lab import runs
 from attnscore.diagnostics.lab.experiment import (
-    COLOURS,
     NAMES,
     SCORES,
-    SPREAD,
     Array,
     Check,
     Estimate,
@@ -37,6 +35,7 @@ from attnscore.diagnostics.lab.experiment import (
     check_sizes,
     estimate,
 )
+from attnscore.diagnostics.lab.panels import COLOURS, SPREAD
 from attnscore.diagnostics.lab.runs import Settings, TrainingRun
 from attnscore.errors import ArgumentError, FrameworkError, message
 from attnscore.plotting.drawing import legend, new_figure, style_lines

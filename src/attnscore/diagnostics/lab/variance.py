@@ -16,9 +16,6 @@ import numpy as np
 
 import attnscore as ats
 from attnscore.diagnostics.lab.experiment import (
-    COLOURS,
-    DIMENSION,
-    LAW,
     NAMES,
     SCORES,
     Array,
@@ -29,8 +26,8 @@ from attnscore.diagnostics.lab.experiment import (
     check_sizes,
     estimate,
     exponent,
-    powers_of_two,
 )
+from attnscore.diagnostics.lab.panels import COLOURS, DIMENSION, LAW, powers_of_two
 from attnscore.plotting.drawing import legend, new_figure, style_lines, two_decimals
 
 if TYPE_CHECKING:
