@@ -101,7 +101,6 @@ def _curve(run: Any) -> dict[str, Any]:
 def _training(screen: Console, plan: Any) -> Iterator[Callable[[Any, int], None]]:
     """A bar for all runs on a terminal, a line for each run elsewhere."""
     every = list(plan.settings())
-    places = {settings: place for place, settings in enumerate(every)}
 
     def name(settings: Any) -> str:
         return f"{settings.score}, d = {settings.head_dim}, seed {settings.seed}"
@@ -110,7 +109,7 @@ def _training(screen: Console, plan: Any) -> Iterator[Callable[[Any, int], None]
 
         def line(settings: Any, step: int) -> None:
             if step == settings.steps:
-                screen.print(Text(f"  [{places[settings] + 1}/{len(every)}] {name(settings)}"))
+                screen.print(Text(f"  [{every.index(settings) + 1}/{len(every)}] {name(settings)}"))
 
         yield line
         return
@@ -119,7 +118,7 @@ def _training(screen: Console, plan: Any) -> Iterator[Callable[[Any, int], None]
         task = progress.add_task("training", total=sum(settings.steps for settings in every))
 
         def bar(settings: Any, step: int) -> None:
-            before = sum(one.steps for one in every[: places[settings]])
+            before = sum(one.steps for one in every[: every.index(settings)])
             progress.update(task, completed=before + step, description=name(settings))
 
         yield bar

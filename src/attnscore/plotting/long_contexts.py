@@ -375,29 +375,24 @@ def show_long_attention(
     below = grid[1].subgridspec(1, 3, width_ratios=(10, 3, 7))
     places = (above[0], above[1], below[0], below[1], below[2])
     whole, near, line, bars, points = (figure.add_subplot(part) for part in places)
-    _draw_maps(figure, (whole, near), (pooled, exact), (lengths, spans), cmap)
+    image = drawing.draw_bins(whole, pooled, lengths, drawing.decade_limits(pooled), cmap)
+    colour_bar(figure, image, [whole], _WEIGHT_OF_A_BIN)
+    sizes, in_bins = (" × ".join(f"{n:,}" for n in numbers) for numbers in (lengths, pooled.shape))
+    label(whole, f"{sizes} weights in {in_bins} bins", "keys", "queries")
+    _draw_block(figure, near, exact, whole, spans, cmap)
     drawing.draw_key_mass((line, bars), mass, _NAMED, tokens)
     label(line, "", "keys", "weight received")
     label(bars, "heaviest keys")
-    image = drawing.draw_points(points, *found, rows, lengths, cmap)
+    dots = drawing.draw_points(points, *found, rows, lengths, cmap)
     label(points, f"{found[0].shape[1]} strongest keys of {len(rows)} queries", "keys", "queries")
-    colour_bar(figure, image, [points], "weight")
+    colour_bar(figure, dots, [points], "weight")
     return figure
 
 
-def _draw_maps(
-    figure: Figure,
-    axes: tuple[Axes, Axes],
-    matrices: tuple[Matrix, Matrix],
-    where: tuple[tuple[int, int], tuple[tuple[int, int], ...]],
-    cmap: str,
+def _draw_block(
+    figure: Figure, near: Axes, exact: Matrix, whole: Axes, spans: Sequence[tuple[int, int]], cmap: str
 ) -> None:
-    """Draw the pooled map, the exact block, and a ring around the block's place on the map."""
-    (whole, near), (pooled, exact), (lengths, spans) = axes, matrices, where
-    image = drawing.draw_bins(whole, pooled, lengths, drawing.decade_limits(pooled), cmap)
-    colour_bar(figure, image, [whole], _WEIGHT_OF_A_BIN)
-    sizes, bins = (" × ".join(f"{n:,}" for n in numbers) for numbers in (lengths, pooled.shape))
-    label(whole, f"{sizes} weights in {bins} bins", "keys", "queries")
+    """Draw the exact block of these rows and columns, and a ring around its place on the map of the whole."""
     rows, cols = spans
     # The block itself may be less than a pixel: a ring of fixed size shows where it is.
     middle = sum(cols) / 2, sum(rows) / 2

@@ -37,7 +37,8 @@ from attnscore.diagnostics.lab.experiment import (
 )
 from attnscore.diagnostics.lab.panels import COLOURS, SPREAD
 from attnscore.diagnostics.lab.runs import Settings, TrainingRun
-from attnscore.errors import ArgumentError, FrameworkError, message
+from attnscore.errors import ArgumentError, message
+from attnscore.io import require
 from attnscore.plotting.drawing import legend, new_figure, style_lines
 
 if TYPE_CHECKING:
@@ -304,11 +305,9 @@ def training_runs(
 
 
 def _make(settings: Settings, numbers: NDArray[np.int64], text: str, tell: Progress | None) -> TrainingRun:
-    try:
-        from attnscore.diagnostics.lab import torch_language_model
-    except ImportError as error:
-        hint = "pip install 'attnscore[torch]'"
-        raise FrameworkError(message("training_runs", "PyTorch", f"no {error.name}", hint=hint)) from error
+    require("torch", "training_runs", "pip install 'attnscore[torch]'")
+    from attnscore.diagnostics.lab import torch_language_model
+
     start = time.perf_counter()
     report = (lambda step: None) if tell is None else functools.partial(tell, settings)
     looks, loss = torch_language_model.train(settings, numbers, SYMBOLS, report)
