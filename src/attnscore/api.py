@@ -108,7 +108,7 @@ def attend(
             attend, head_axis=head_axis, kernel=kernel, dropout=dropout, return_weights=return_weights,
             return_stats=return_stats,
         )  # fmt: skip
-        plan = plans.build(signature, problem, kernel, query, key, value, mask, bias, sink, valid_lens, again)
+        plan = plans.build(signature, problem, kernel, query, key, value, mask, bias, sink, valid_lens, again, options)
         # The drawn seed, where the caller gave none.
         drawn: Any = seed if problem.dropout is None else problem.dropout.seed
         return plan.run(query, key, value, score, mask, bias, sink, drawn, valid_lens)

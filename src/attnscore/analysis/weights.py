@@ -97,7 +97,7 @@ def _planned(
         problem = problem_without_value(query, key, score, mask, valid_lens, bias, sink, head_axis)
         problem = dataclasses.replace(problem, matrix="weights")
         again = functools.partial(_planned, head_axis=head_axis)
-        plan = plans.build(signature, problem, "auto", query, key, value, mask, bias, sink, valid_lens, again)
+        plan = plans.build(signature, problem, "auto", query, key, value, mask, bias, sink, valid_lens, again, options)
         return plan.run(query, key, value, score, mask, bias, sink, seed, valid_lens)
 
 

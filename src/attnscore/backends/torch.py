@@ -251,8 +251,9 @@ class TorchBackend(Backend):
 
     def numeric_scope(self) -> contextlib.AbstractContextManager[Any]:
         # `autocast` casts the inputs; inside, autocast is off, or it would round the products of every tile too.
-        active = [kind for kind in _DEVICE_TYPES if torch.is_autocast_enabled(kind)]
-        return self._without_autocast(active) if active else _NO_SCOPE
+        if not _is_autocast():
+            return _NO_SCOPE
+        return self._without_autocast([kind for kind in _DEVICE_TYPES if torch.is_autocast_enabled(kind)])
 
     @contextlib.contextmanager
     def _without_autocast(self, kinds: list[str]) -> Iterator[None]:

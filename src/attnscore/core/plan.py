@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -126,6 +126,8 @@ def _score_signature(score: Any) -> tuple[Hashable, tuple[Array, ...]] | None:
         return (found, ()) if isinstance(found, type) else None
     if kind is ScaledDot or kind is Cosine or kind is Gaussian:
         number = score.bandwidth if kind is Gaussian else score.scale
+        if kind is Gaussian and getattr(number, "shape", None) == ():
+            return (Gaussian,), (number,)
         return ((kind, type(number), number), ()) if number is None or type(number) in _NUMBERS else None
     if kind is Bilinear:
         return (Bilinear, (score.W,)) if len(getattr(score.W, "shape", ())) == 2 else None
@@ -155,10 +157,11 @@ def build(
     sink: Any,
     valid_lens: Any,
     attend: Callable[..., Any],
+    options: tuple[Hashable, ...],
 ) -> ExecutionPlan:
     """Return the plan of a problem, cached under `cache_key` where its kernel can reuse it for other arrays.
 
-    `attend` is the function that was called, with its options: for a score that is lowered to another one.
+    `attend` is the function that was called, with its `options`: for a score that is lowered to another one.
     """
     tiles, chosen = tiling.planned(problem), kernels.choose(kernel, problem)
     if cache_key is not None:
@@ -171,6 +174,7 @@ def build(
             "value": value,
             "bias": bias,
             "w_v": problem.score.w_v if type(problem.score) is Additive else None,
+            "bandwidth": _learned_bandwidth(problem.score),
             "mask": array,
             "valid_lens": lens,
             "sink": sink,
@@ -179,8 +183,13 @@ def build(
         if (plan := chosen.prepare(problem, tiles, arrays)) is not None:
             return PLANS.get_or_compute(cache_key, lambda: plan)
         if chosen.has_vjp and _is_lowered(problem):
-            PLANS.get_or_compute(cache_key, lambda: LoweredCall(ops, attend))
+            PLANS.get_or_compute(cache_key, lambda: LoweredCall(ops, attend, options))
     return SingleCall(problem, AttentionOp(chosen, problem, tiles))
+
+
+def _learned_bandwidth(score: Any) -> Array | None:
+    """Return the bandwidth of a Gaussian where it is an array; None for a number, and for other scores."""
+    return score.bandwidth if type(score) is Gaussian and backends.is_array(score.bandwidth) else None
 
 
 def _is_lowered(problem: Problem) -> bool:
@@ -197,6 +206,9 @@ class LoweredCall:
 
     ops: Backend
     attend: Callable[..., Any]
+    options: tuple[Hashable, ...]
+    _plans: BoundedCache[ExecutionPlan] = field(default_factory=lambda: BoundedCache(4))
+    """Plans of the lowered calls by what differs between them: the layouts of the lowered arrays."""
 
     def run(
         self, query: Array, key: Array, value: Array, score: Any, mask: Any, bias: Any, sink: Any, seed: Any,
@@ -210,10 +222,17 @@ class LoweredCall:
             lowered: Any = Additive(form.w_v, activation=score.activation, negative_slope=score.negative_slope)
         else:
             lowered = ScaledDot(form.scale)
-        return self.attend(
-            form.query, form.key, value, score=lowered, mask=mask, bias=bias, sink=sink, seed=seed,
-            valid_lens=valid_lens,
-        )  # fmt: skip
+        layouts = self.ops.signature((form.query, form.key))
+        if layouts is None or (plan := self._plans.get(layouts)) is None:
+            result = self.attend(
+                form.query, form.key, value, score=lowered, mask=mask, bias=bias, sink=sink, seed=seed,
+                valid_lens=valid_lens,
+            )  # fmt: skip
+            found = signature(form.query, form.key, value, lowered, self.options, mask, valid_lens, bias, sink, seed)
+            if layouts is not None and (plan := PLANS.get(found)) is not None:
+                self._plans.get_or_compute(layouts, lambda: plan)
+            return result
+        return plan.run(form.query, form.key, value, lowered, mask, bias, sink, seed, valid_lens)
 
 
 @dataclass(frozen=True, eq=False)

@@ -87,9 +87,8 @@ class Gaussian(Score):
                 return ScoreGradients(query_grad, key_grad, {})
             arrays = {}
             if backends.is_array(self.bandwidth):
-                # _scale: 1 / (2 bandwidth^2)
                 bandwidth = self._canonical(ops, query, key)
-                grad = sum_to(ops, grads["scale"], bandwidth.shape) * -(bandwidth**-3)
+                grad = bandwidth_gradient(bandwidth, sum_to(ops, grads["scale"], bandwidth.shape))
                 arrays["bandwidth"] = ops.reshape(grad, self.bandwidth.shape)
             return ScoreGradients(grads["query"], grads["key"], arrays)
 
@@ -117,8 +116,18 @@ class Gaussian(Score):
     def _scale(self, ops: Backend, query: Array, key: Array) -> Any:
         """Return 1 / (2 bandwidth^2): a float, or an array where the bandwidth is one."""
         if not backends.is_array(self.bandwidth):
-            return 0.5 / (float(self.bandwidth) * float(self.bandwidth))
-        return 0.5 / (widen(ops, self._canonical(ops, query, key), key)[0]) ** 2
+            return scale_of(float(self.bandwidth))
+        return scale_of(widen(ops, self._canonical(ops, query, key), key)[0])
+
+
+def scale_of(bandwidth: Any) -> Any:
+    """Return the factor of the negative squared distance, 1 / (2 bandwidth^2)."""
+    return 0.5 / (bandwidth * bandwidth)
+
+
+def bandwidth_gradient(bandwidth: Any, grad_scale: Any) -> Any:
+    """Return the gradient of the bandwidth from that of `scale_of` it."""
+    return grad_scale * -(bandwidth**-3)
 
 
 def _is_inner_faster(ops: Backend, query: Array, key: Array) -> bool:

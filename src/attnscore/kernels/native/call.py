@@ -35,12 +35,14 @@ from attnscore.masks.cached import CachedMask
 from attnscore.masks.index_values import lens_per_query
 from attnscore.scores import Additive
 from attnscore.scores.forms import TileForm
+from attnscore.scores.gaussian import bandwidth_gradient, scale_of
 
 CallPlan: TypeAlias = Callable[[tuple[Array, ...], int, int], None]
 """Function of the module: takes the arrays in order, a seed, and a number of threads."""
 
-# The operands that a call may have, in the order of the module's inputs.
-_OPERANDS = ("query", "key", "value", "bias", "w_v", "sink")
+# The operands that a call may have, in the order of the module's inputs. That of the scale is the bandwidth of a
+# Gaussian, of which the scale is computed here.
+_OPERANDS = ("query", "key", "value", "bias", "w_v", "sink", "scale")
 
 _FEW_ROWS = 128
 
@@ -119,6 +121,8 @@ class NativeCall:
     """Examples of the inputs of the module."""
     saves_scores: bool
     """Whether a forward saves its scores for the backward."""
+    has_bandwidth: bool
+    """Whether the last operand is the bandwidth of a Gaussian."""
     _forwards: dict[bool, Forward] = field(default_factory=dict)
     _backwards: dict[Hashable, Backward] = field(default_factory=dict)
     _layouts: list[Signature | None] = field(default_factory=list)
@@ -136,6 +140,10 @@ class NativeCall:
             arrays += (score.w_v,)
         if sink is not None:
             arrays += (sink,)
+        if self.has_bandwidth:
+            arrays += (score.bandwidth,)
+            if not ops.number(score.bandwidth) > 0:  # type: ignore[operator]  # it is not traced
+                score.check(query.shape[-1], key.shape[-1])
         seed = (ops.draw_seed(query) if seed is None else int(seed)) % 2**63 if self.dropout else 0
         if self.reads_lens:
             mask = self._checked_bounds(valid_lens)
@@ -192,6 +200,9 @@ class NativeCall:
     def _buffers(self, arrays: Sequence[Array], mask: Any) -> Sequence[Array]:
         """Return the memory of the inputs, in the module's order."""
         found = self.ops.buffers(arrays)
+        if self.has_bandwidth:
+            scale = scale_of(self.ops.number(arrays[-1]))
+            found = (*found[:-1], np.full((1, 1), scale, self.accumulator))
         of_mask = mask if self.reads_lens else self._known_bounds
         if self.reads_mask:
             of_mask = (_memory(self.ops, mask),)
@@ -306,6 +317,11 @@ class NativeCall:
                 found.append(None)
                 continue
             rows = filled[at]
+            if operand.name == "scale":
+                grad_scale = rows.sum(dtype=np.float64)
+                grad = np.asarray(bandwidth_gradient(ops.number(x), grad_scale), self.accumulator)
+                found.append(ops.astype(ops.from_memory(grad, self.accumulator, arrays[2]), ops.dtype(x)))
+                continue
             if operand.is_summed:
                 rows = _sum_of_rows(rows.reshape(-1, rows.shape[-1]))
             grad = ops.from_memory(rows, self.accumulator, arrays[2])
@@ -321,7 +337,7 @@ class NativeCall:
         operands = {
             operand.name: operand
             for operand, is_wanted in zip(self.operands, wanted, strict=True)
-            if is_wanted or operand.name not in ("bias", "sink")
+            if is_wanted or operand.name not in ("bias", "sink", "scale")
         }
         plan = self.module.plan_backward(
             self.spec,
@@ -431,7 +447,11 @@ class NativeOp:
         """Yield the gradients by an `AttentionOp`; `outputs` are the differentiable ones."""
         call, ops = self.call, self.call.ops
         given = {operand.name: x for operand, x in zip(call.operands, arrays, strict=True)}
-        score = dataclasses.replace(self.score, w_v=given.pop("w_v")) if "w_v" in given else call.score
+        score = call.score
+        if "w_v" in given:
+            score = dataclasses.replace(self.score, w_v=given.pop("w_v"))
+        elif call.has_bandwidth:
+            score = dataclasses.replace(self.score, bandwidth=given.pop("scale"))
         problem, _ = build_problem(
             **given, score=score, mask=self._mask(), dropout=call.dropout,
             seed=self.seed, head_axis=call.layout.head_axis, statistics=call.statistics,
@@ -462,6 +482,8 @@ class NativeOp:
                 others = [canonical(outputs[x], x) for x in ("entropy", "attention_weights") if x in outputs]
                 known = (canonical(outputs["out"], "out"), log_denom, *others, row_max)
             found = dict(zip(named, op.backward(tuple(named.values()), known, incoming), strict=True))
+            if call.has_bandwidth:
+                found["scale"] = bandwidth_gradient(arrays[-1], sum_to(ops, found["scale"], (1, 1)))
         for x, operand, is_wanted in zip(arrays, call.operands, wanted, strict=True):
             yield call.operand_gradient(found[operand.name], operand, x) if is_wanted else None
 
@@ -471,8 +493,8 @@ def prepare(
 ) -> NativeCall | None:
     """Return the plan of calls like this one, or None where the module needs other arrays than the caller's.
 
-    `arrays` are those of the caller, where there are any: query, key, value, bias, sink, w_v of an additive score, an
-    array that is the mask, and valid lengths beside which there is no other mask.
+    `arrays` are those of the caller, where there are any: query, key, value, bias, sink, w_v of an additive score, the
+    bandwidth of a Gaussian, an array that is the mask, and valid lengths beside which there is no other mask.
     """
     form, ops, layout = problem.form, problem.ops, problem.layout
     if isinstance(form, TileForm) or not (form.query is problem.query and form.key is problem.key):
@@ -489,8 +511,11 @@ def prepare(
     if 0 in problem.score_shape.rows or problem.matrix == "scores":
         return None  # the strides of an empty tensor would be NumPy's
     spec, lowered = score_spec(problem, {})
-    # A plan holds no array that the score computes from its own or from the operands.
-    if not lowered.keys() <= set(_OPERANDS) or ("w_v" in lowered) != ("w_v" in given):
+    # A plan holds no array that the score computes from its own or from the operands, but the scale of a bandwidth.
+    if not lowered.keys() <= {*_OPERANDS, "scales"} or ("w_v" in lowered) != ("w_v" in given):
+        return None
+    bandwidth = given.pop("bandwidth", None)
+    if ("scales" in lowered) != (bandwidth is not None):
         return None
     host = backends.load("numpy")
     views = {
@@ -514,6 +539,9 @@ def prepare(
     if any(view.size and view.ctypes.data != _memory(ops, given[name]).ctypes.data for name, view in views.items()):
         return None
     inputs: list[HostArray | None] = [None] * len(ORDER)
+    if bandwidth is not None:
+        given["scale"] = bandwidth
+        inputs[ORDER.index("scales")] = np.zeros((1, 1), problem.accumulator)
     for name, view in views.items():
         inputs[ORDER.index(name)] = _example(view.view(np.uint8) if name == "mask" else view)
     if lens is not None:
@@ -523,9 +551,9 @@ def prepare(
         inputs[ORDER.index("start")], inputs[ORDER.index("stop")] = np.zeros((2, *per_query.shape), np.int64)
     elif tiles.interval_set is not None:
         inputs[ORDER.index("start")], inputs[ORDER.index("stop")] = tiles.interval_set.with_holes
-    shapes, named = gradient_shapes(problem, frozenset(("bias", "sink"))), tiled.operands(problem)
+    shapes, named = gradient_shapes(problem, frozenset(("bias", "sink", "scale"))), tiled.operands(problem)
     operands = []
-    for name in (name for name in _OPERANDS if name in views):
+    for name in (name for name in _OPERANDS if name in views or name in given):
         x, canonical, gradient = given[name], tuple(named[name].shape), shapes[name]
         is_transposed = layout.is_length_before_heads and name in ("query", "key", "value")
         filled = tuple(x.shape) if gradient == canonical and not is_transposed else gradient
@@ -535,10 +563,10 @@ def prepare(
     return NativeCall(
         module, kernel, ops, layout, problem.dtype, problem.accumulator, problem.statistics,
         problem.matrix == "weights", 0.0 if problem.dropout is None else problem.dropout.probability,
-        None if type(problem.score) is Additive else problem.score,
+        None if "w_v" in given or bandwidth is not None else problem.score,
         None if "mask" in given or lens is not None else problem.mask, "mask" in given, lens is not None,
         tuple(operands), (*spec[:-1], 0),
-        tuple(inputs), saves_scores,
+        tuple(inputs), saves_scores, bandwidth is not None,
     )  # fmt: skip
 
 
