@@ -363,11 +363,12 @@ def bfloat16() -> np.dtype[Any]:
     return dtype
 
 
-def require(package: str, what: str, hint: str) -> Any:
-    """Import a package that `what` needs; a `FrameworkError` with the hint where it is not installed."""
+def require(module: str, what: str, hint: str) -> Any:
+    """Import a module that `what` needs; a `FrameworkError` with the hint where its package is not installed."""
     try:
-        return importlib.import_module(package)
+        return importlib.import_module(module)
     except ImportError as error:
+        package = module.partition(".")[0]
         raise FrameworkError(message(what, f"the package {package}", "none here", hint=hint)) from error
 
 

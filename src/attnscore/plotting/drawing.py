@@ -99,7 +99,7 @@ def check_count(argument: str, names: Sequence[str] | None, count: int, shape: t
 
 def new_figure(figsize: tuple[float, float], *, title: str | None = None) -> Figure:
     """Return an empty figure that belongs to no window and that a notebook can show."""
-    require("matplotlib", "plotting", "pip install 'attnscore[plot]'")
+    require("matplotlib.figure", "plotting", "pip install 'attnscore[plot]'")
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 

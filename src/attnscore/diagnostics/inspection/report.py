@@ -43,9 +43,7 @@ def write(inspection: Inspection, path: Path, megabytes: float) -> Path:
 
 
 def _page(inspection: Inspection, megabytes: float) -> str:
-    require("plotly", "report", "pip install 'attnscore[inspect]'")
-    from plotly.offline import get_plotlyjs
-
+    offline = require("plotly.offline", "report", "pip install 'attnscore[inspect]'")
     folder = resources.files("attnscore.diagnostics.inspection")
     page, style, script = (folder.joinpath(f"report.{kind}").read_text("utf-8") for kind in ("html", "css", "js"))
     # "</" would end the script that contains the data.
@@ -56,7 +54,7 @@ def _page(inspection: Inspection, megabytes: float) -> str:
         "text": html.escape(" ".join(inspection.tokens)),
         "version": html.escape(ats.__version__),
         "style": style,
-        "plotly": get_plotlyjs(),
+        "plotly": offline.get_plotlyjs(),
         "data": data,
         "script": script,
     }
