@@ -266,6 +266,12 @@ class NativeCall:
             return _in_c_order((*shape.rows, self.layout.value_dim), STORED.get(self.dtype, self.dtype))
         return _in_c_order((*shape.rows, shape.key_len if name in _PAIRS else 1), self.accumulator)
 
+    @cached_property
+    def _statistics_at(self) -> tuple[int | None, ...]:
+        """The place of each field of `AttentionStats` among the outputs; None for one that is not wanted."""
+        fields = AttentionStats._fields
+        return tuple(self.returned.index(name) if name in self.statistics else None for name in fields)
+
     def _present(self, outputs: Sequence[Array]) -> Any:
         """Return the output, and the wanted weights and statistics."""
         if len(outputs) == 1:
@@ -275,8 +281,7 @@ class NativeCall:
             weights = outputs[len(self.differentiable) - 1]
             found.append(weights if self.dtype == self.accumulator else self.ops.astype(weights, self.dtype))
         if self.statistics:
-            named = dict(zip(self.returned, outputs, strict=True))
-            found.append(AttentionStats(**{name: named[name] for name in self.statistics}))
+            found.append(AttentionStats(*[None if at is None else outputs[at] for at in self._statistics_at]))
         return tuple(found)
 
     def keep_layouts(self, arrays: Sequence[Array], outputs: Sequence[Array]) -> None:
