@@ -18,6 +18,8 @@ import torch
 from flax import nnx
 
 import attnscore as ats
+from attnscore.layers import flax
+from attnscore.layers.description import FEW_WEIGHTS
 from attnscore.layers.flax import (
     AdditiveAttention,
     BilinearAttention,
@@ -34,7 +36,57 @@ X = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, 6)), jnp.float32
 RNGS = nnx.Rngs(0)
 
 
+@pytest.fixture(params=[0, FEW_WEIGHTS], ids=["inputs", "weights"])
+def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many weights a call keeps: none, but its inputs, or those of every call here."""
+    monkeypatch.setattr("attnscore.layers.description.FEW_WEIGHTS", request.param)
+    return int(request.param)
+
+
+@two_layers
+def test_few_weights_are_computed_in_the_pass(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, lens, given = make(case, dropout=0.5, rngs=nnx.Rngs(0)), jnp.array([2, 5]), inputs(case)
+    found = {}
+    for few in (FEW_WEIGHTS, 0):
+        monkeypatch.setattr("attnscore.layers.description.FEW_WEIGHTS", few)
+        out = layer(*given, lens, rngs=jax.random.key(1))
+        assert (type(flax._LAST[layer]) is flax._Weights) == bool(few)
+        found[few] = (out, layer.attention_weights)
+    for got, wanted in zip(*found.values(), strict=True):
+        close(to_torch(got), to_torch(wanted), torch.float32)
+    monkeypatch.setattr("attnscore.layers.description.FEW_WEIGHTS", found[0][1].size - 1)
+    layer(*given, lens, rngs=jax.random.key(1))
+    assert type(flax._LAST[layer]) is flax._Call
+
+
+def test_weights_kept_of_a_call_with_traced_values_or_seed() -> None:
+    layer = DotProductAttention(0.5, rngs=nnx.Rngs(0))
+    layer(X, X, X)
+    wanted = layer.attention_weights
+    for call in (
+        lambda: jax.grad(lambda values: layer(X, X, values, deterministic=True).sum())(X),
+        lambda: jax.jit(lambda key: layer(X, X, X, rngs=key))(jax.random.key(0)),
+    ):
+        call()
+        close(to_torch(layer.attention_weights), to_torch(wanted), torch.float32)
+
+
+def test_weights_of_values_with_a_larger_batch() -> None:
+    layer, values = DotProductAttention(), jnp.concatenate([X, X])[:3]
+    layer(X[:1], X[:1], values)
+    assert layer.attention_weights.shape == (1, 3, 3)
+
+
+def test_donated_weights_are_noticed() -> None:
+    layer = DotProductAttention()
+    layer(X, X, X)
+    jax.jit(lambda x: x + 1, donate_argnums=0)(layer.attention_weights)
+    with pytest.raises(ats.ArgumentError, match="weights as they were read before, got donated ones"):
+        _ = layer.attention_weights
+
+
 class TestAttentionWeights:
+    @pytest.mark.usefixtures("few")
     @two_layers
     def test_are_those_of_the_call_after_an_optimiser_step(self, case: Case) -> None:
         layer, lens = make(case), np.array([2, 5])
@@ -55,6 +107,7 @@ class TestAttentionWeights:
         layer(X, X, X)
         assert layer.attention_weights.shape == (2, 3, 3)
 
+    @pytest.mark.usefixtures("few")
     def test_are_not_kept_inside_transformations(self) -> None:
         layer = GaussianAttention(learn_bandwidth=True)
         for call in (
@@ -78,13 +131,15 @@ class TestAttentionWeights:
             with pytest.raises(ats.AttnscoreError, match=r"a call outside jit, grad and vmap, .*one inside"):
                 _ = layer.attention_weights
 
-    def test_donated_inputs_are_noticed(self) -> None:
+    def test_donated_inputs_are_noticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("attnscore.layers.description.FEW_WEIGHTS", 0)
         layer, x = DotProductAttention(), X + 1
         layer(x, x, x)
         jax.jit(lambda x: x + 1, donate_argnums=0)(x)
         with pytest.raises(ats.ArgumentError, match="inputs as they were in the call, got donated ones"):
             _ = layer.attention_weights
 
+    @pytest.mark.usefixtures("few")
     def test_keep_neither_the_layer_nor_values_alive(self) -> None:
         layer, values = DotProductAttention(), X + 1
         layer(X, X, values)

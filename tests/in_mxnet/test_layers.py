@@ -14,6 +14,7 @@ from mxnet import autograd, gluon, np
 
 import attnscore as ats
 from attnscore.layers import mxnet as layers
+from attnscore.layers.description import FEW_WEIGHTS
 from attnscore.layers.mxnet import (
     AdditiveAttention,
     BilinearAttention,
@@ -278,7 +279,11 @@ def test_other_dtypes(name: str, dtype: str) -> None:
 
 @every_layer
 @pytest.mark.parametrize("of_lens", [np, onp], ids=["mxnet", "numpy"])
-def test_weights_are_those_of_the_call_whatever_happens_after(name: str, of_lens: Any) -> None:
+@pytest.mark.parametrize("few", [0, FEW_WEIGHTS])
+def test_weights_are_those_of_the_call_whatever_happens_after(
+    name: str, of_lens: Any, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("attnscore.layers.description.FEW_WEIGHTS", few)
     layer, (queries, keys, values) = made(name), inputs()
     lens = of_lens.array([2, 7, 4])
     layer(queries, keys, values, lens)
@@ -290,6 +295,20 @@ def test_weights_are_those_of_the_call_whatever_happens_after(name: str, of_lens
     for parameter in parameters(layer).values():
         parameter.set_data(parameter.data() * 0)
     assert (layer.attention_weights.asnumpy() == before).all()
+    layer.attention_weights[:] = 0
+    assert (layer.attention_weights.asnumpy() == before).all()
+
+
+@every_layer
+def test_few_weights_are_computed_in_the_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, given, found = made(name), inputs(), {}
+    for few in (FEW_WEIGHTS, 0):
+        monkeypatch.setattr("attnscore.layers.description.FEW_WEIGHTS", few)
+        with autograd.record():
+            layer(*given, np.array([2, 7, 4]))
+        assert type(layer._last).__name__ == ("_Weights" if few else "_Call")
+        found[few] = layer.attention_weights.asnumpy()
+    assert onp.allclose(*found.values(), atol=1e-6)
 
 
 def test_weights_before_a_call_or_of_a_layer_that_keeps_none() -> None:

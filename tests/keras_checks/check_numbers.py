@@ -26,6 +26,7 @@ from together import (
 
 import attnscore as ats
 from attnscore.layers import keras as layers
+from attnscore.layers.description import FEW_WEIGHTS
 from attnscore.layers.keras import (
     AdditiveAttention,
     BilinearAttention,
@@ -173,6 +174,41 @@ def test_dropout_acts_in_training_alone_and_follows_its_seed() -> None:
 class TestAttentionWeights:
     x = np.random.default_rng(0).normal(size=(2, 3, 6)).astype("float32")
 
+    @pytest.mark.parametrize("case", quick(QUICK, among=LAYERS, on_jax=QUICK[-1:]))
+    def test_few_are_computed_in_the_pass(self, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+        _, layer = counterparts(case, dropout=0.5, seed=1)
+        inputs, lens, found = arrays(*case.inputs()), np.array([2, 4]), {}
+        for few in (FEW_WEIGHTS, 0):
+            monkeypatch.setattr("attnscore.layers.description.FEW_WEIGHTS", few)
+            layer(*inputs, lens, training=True)
+            assert type(layer.__dict__["_last"]).__name__.endswith("Weights" if few else "Call")
+            found[few] = layer.attention_weights
+        close(found[FEW_WEIGHTS], found[0])
+        monkeypatch.setattr("attnscore.layers.description.FEW_WEIGHTS", SHOWN(found[0]).size - 1)
+        layer(*inputs, lens)
+        assert type(layer.__dict__["_last"]).__name__.endswith("Call")
+
+    @pytest.mark.parametrize("few", [0, FEW_WEIGHTS])
+    def test_are_read_without_a_gradient(self, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("attnscore.layers.description.FEW_WEIGHTS", few)
+        layer = DotProductAttention()
+        if BACKEND == "torch":
+            x = torch.tensor(self.x, requires_grad=True)
+            layer(x, x, x)
+            assert not layer.attention_weights.requires_grad
+            wanted = SHOWN(layer.attention_weights).copy()
+            layer.attention_weights.zero_()
+            assert np.array_equal(SHOWN(layer.attention_weights), wanted)
+        elif BACKEND == "tensorflow":
+            import tensorflow as tf
+
+            x = tf.constant(self.x)
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                layer(x, x, x)
+                weights = layer.attention_weights
+            assert tape.gradient(weights, x) is None
+
     @slow_on_jax
     def test_are_the_scores_returned(self) -> None:
         for layer in (AdditiveAttention(4), MultiHeadAttention(8, 2)):
@@ -207,7 +243,9 @@ class TestAttentionWeights:
         model(self.x)
         assert tuple(layer.attention_weights.shape) == (2, 3, 3)
 
-    def test_do_not_follow_an_optimiser_step(self) -> None:
+    @pytest.mark.parametrize("few", [0, FEW_WEIGHTS])
+    def test_do_not_follow_an_optimiser_step(self, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("attnscore.layers.description.FEW_WEIGHTS", few)
         layer = BilinearAttention()
         layer(self.x, self.x, self.x)
         before = SHOWN(layer.attention_weights)

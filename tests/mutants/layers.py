@@ -180,6 +180,22 @@ FAULTS: list[Fault] = [
         "dropout of a Keras layer acts without training=True too",
     ),
     Fault(
+        "keras-weights-with-their-gradient",
+        "src/attnscore/layers/keras.py",
+        "else OPS.stop_gradient(self.values)",
+        "else self.values",
+        _KERAS + "check_numbers.py -k without_a_gradient",
+        "weights computed in the pass of a Keras layer are differentiated where they are read",
+    ),
+    Fault(
+        "layers-few-weights-of-one-head",
+        "src/attnscore/layers/description.py",
+        "key.shape[1] * (self._layer.heads or 1)",
+        "key.shape[1]",
+        "tests/test_layers_flax_state.py -k few_weights",
+        "the number of weights that a call computes in its pass is counted for one head",
+    ),
+    Fault(
         "keras-configuration-loses-groups",
         "src/attnscore/layers/description.py",
         '("num_key_value_heads", kv_heads),',

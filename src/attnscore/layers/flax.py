@@ -8,7 +8,8 @@
 - Masked inputs propagate into no gradient, those of the projections included, even if they are NaN or infinity.
 - Dropout draws from the ``dropout`` stream, in training only: ``model.train()``, ``model.eval()``, ``deterministic``.
 - ``attention_weights`` are computed when read, of the last concrete call, which is kept as the inputs of its softmax in
-  O(n) memory; ``jit``, ``grad``, ``vmap``, copies and pickle keep nothing.
+  O(n) memory; a call of few weights computes and keeps these. ``jit``, ``grad``, ``vmap``, copies and pickle keep
+  nothing.
 
 All are called as ``layer(queries, keys, values, valid_lens=None, mask=None)`` on (batch, length, features).
 """
@@ -19,7 +20,7 @@ import dataclasses
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias, final
+from typing import Any, NoReturn, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +66,7 @@ rngs : nnx.Rngs
 )
 
 # Not attributes: those are part of the graph, which ``nnx.jit`` compiles anew for when they change, and keeps alive.
-_LAST: weakref.WeakKeyDictionary[nnx.Module, _Call | str] = weakref.WeakKeyDictionary()
+_LAST: weakref.WeakKeyDictionary[nnx.Module, _Call | _Weights | str] = weakref.WeakKeyDictionary()
 
 # The trace state of JAX where no transformation runs.
 _OUTSIDE = get_opaque_trace_state(convention="nnx")  # type: ignore[no-untyped-call]  # untyped in JAX
@@ -165,10 +166,17 @@ rngs : nnx.Rngs, nnx.RngStream or a key, optional
         training = not (self.deterministic if deterministic is None else deterministic)
         dropout = self.dropout if training else 0.0
         seed = self._draw(rngs) if dropout else None
-        out: jax.Array = attend(query, key, value, dropout=dropout, seed=seed, **arguments)
         _LAST.pop(self, None)
+        kept: _Call | _Weights | str | None = None
+        out: jax.Array
+        if self.keep_last and self._has_few_weights(query, key, value) and not _is_traced(query, key, value, arguments):
+            out, weights = attend(query, key, value, dropout=dropout, seed=seed, return_weights=True, **arguments)
+            # They are traced where the seed is.
+            kept = None if isinstance(weights, jax.core.Tracer) else _Weights(weights)
+        else:
+            out = attend(query, key, value, dropout=dropout, seed=seed, **arguments)
         if self.keep_last:
-            _LAST[self] = _Call.of(query, key, arguments)
+            _LAST[self] = _Call.of(query, key, arguments) if kept is None else kept
         return self._output(out)
 
     def _last_call(self) -> Any:
@@ -237,6 +245,26 @@ def _assign(parameter: Any, array: shared.HostArray) -> None:
     parameter[...] = jnp.asarray(array, parameter.dtype)
 
 
+def _is_traced(query: jax.Array, key: jax.Array, value: jax.Array | None, arguments: Mapping[str, Any]) -> bool:
+    """Whether any array of a call is traced."""
+    lens, mask = arguments["valid_lens"], arguments["mask"]
+    masked = mask.arrays().values() if isinstance(mask, Mask) else (mask,)
+    arrays = (query, key, value, lens, *masked, *arrays_of(arguments["score"]).values())
+    return any(isinstance(x, jax.core.Tracer) for x in arrays)
+
+
+@dataclass(frozen=True, eq=False)
+class _Weights:
+    """The weights of one softmax. JAX arrays cannot be written to."""
+
+    values: jax.Array
+
+    def weights(self) -> jax.Array:
+        if self.values.is_deleted():
+            _raise_donated("the weights as they were read before")
+        return self.values
+
+
 @dataclass(frozen=True, eq=False)
 class _Call:
     """The inputs of one softmax. JAX arrays cannot be written to; lengths that can are copied."""
@@ -248,23 +276,23 @@ class _Call:
     @classmethod
     def of(cls, query: jax.Array, key: jax.Array, arguments: dict[str, Any]) -> _Call | str:
         """Return the call, or why there is nothing to keep of it."""
-        lens, mask = arguments["valid_lens"], arguments["mask"]
-        masked = mask.arrays().values() if isinstance(mask, Mask) else (mask,)
-        arrays = (query, key, *arrays_of(arguments["score"]).values(), *masked, lens)
-        if any(isinstance(x, jax.core.Tracer) for x in arrays):
+        if _is_traced(query, key, None, arguments):
             return "jit, grad and vmap, which keep nothing"
+        lens = arguments["valid_lens"]
         copied = np.array(lens) if lens is not None and not isinstance(lens, jax.Array) else lens
         return cls(query, key, {**arguments, "valid_lens": copied})
 
     def weights(self) -> jax.Array:
         held = (self.query, self.key, *arrays_of(self.arguments["score"]).values())
         if any(isinstance(x, jax.Array) and x.is_deleted() for x in held):
-            hint = "read the weights before a function takes its arguments over (donate_argnums)"
-            raise ArgumentError(
-                message("attention_weights", "inputs as they were in the call", "donated ones", hint=hint)
-            )
+            _raise_donated("inputs as they were in the call")
         found: jax.Array = attention_weights(self.query, self.key, **self.arguments)
         return found
+
+
+def _raise_donated(expected: str) -> NoReturn:
+    hint = "read the weights before a function takes its arguments over (donate_argnums)"
+    raise ArgumentError(message("attention_weights", expected, "donated ones", hint=hint))
 
 
 def _checked(inputs: dict[str, Any]) -> dict[str, jax.Array]:

@@ -8,13 +8,13 @@
 - Projections are ``keras.layers.Dense``, so that regularizers, LoRA and quantisation work on them, under the names of
   Dive into Deep Learning (``W_q``, ``W_k``, ``w_v``; multi-head also ``W_v``, ``W_o``), so that its weights load.
 - Masked inputs propagate into no gradient, those of the projections included, even if they are NaN or infinity.
-- ``attention_weights`` are computed when read: a call is kept as detached inputs of its softmax in O(n) memory. Nothing
-  is kept in graphs and jit.
+- ``attention_weights`` are computed when read: a call is kept as detached inputs of its softmax in O(n) memory; a call
+  of few weights computes and keeps these. Nothing is kept in graphs and jit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast, final
 
@@ -229,16 +229,19 @@ use_causal_mask : bool
         mask = combined(as_attention_mask(attention_mask, shape), **padding, causal=use_causal_mask)
         operands, arguments = self._operands(inputs, shapes, valid_lens, mask)
         dropping = bool(training) and self.seed_generator is not None
+        keeps_weights = self.keep_last and not _is_staged(operands, arguments) and self._has_few_weights(*operands)
         found = attend(
             *operands,
             dropout=self.dropout if dropping else 0.0,
             seed=self._draw_seed() if dropping else None,
-            return_weights=bool(return_attention_scores),
+            return_weights=keeps_weights or bool(return_attention_scores),
             **arguments,
         )
+        out, weights = found if isinstance(found, tuple) else (found, None)
         if self.keep_last:
-            self.__dict__["_last"] = _kept(*operands[:2], arguments)
-        return (self._output(found[0]), found[1]) if return_attention_scores else self._output(found)
+            self.__dict__["_last"] = _kept(*operands[:2], arguments, weights if keeps_weights else None)
+        out = self._output(out)
+        return (out, weights) if return_attention_scores else out
 
     def _project(self, linear: Linear, x: Array) -> Array:
         dense = getattr(self, linear.name)
@@ -322,12 +325,26 @@ class _Call:
         return OPS.stop_gradient(attention_weights(self.query, self.key, **self.arguments))
 
 
-def _kept(query: Array, key: Array, arguments: dict[str, Any]) -> Any:
-    """Return what `attention_weights` is computed from, or why that is not kept."""
-    mask = arguments["mask"]
-    masked = () if mask is None else mask.arrays().values()
-    others = [x for x in (arguments["valid_lens"], *masked) if backends.is_array(x)]
-    if _is_traced(query, key, *arrays_of(arguments["score"]).values(), *others):
+@dataclass(frozen=True, eq=False)
+class _Weights:
+    """The weights of one softmax, in a framework without PyTorch's graph."""
+
+    values: Array
+
+    def weights(self) -> Array:
+        # NumPy's may be written to.
+        return self.values.copy() if BACKEND == "numpy" else OPS.stop_gradient(self.values)
+
+
+def _kept(query: Array, key: Array, arguments: dict[str, Any], weights: Array | None) -> Any:
+    """Return `weights`, or what `attention_weights` computes them from, or why that is not kept."""
+    if weights is not None and not _is_traced(weights):  # they are traced where the seed is
+        if BACKEND == "torch":
+            from attnscore.layers import torch
+
+            return torch.Weights(weights.detach())
+        return _Weights(weights)
+    if _is_staged((query, key), arguments):
         return "compiled functions (fit, evaluate, predict, tf.function, jit), which keep nothing"
     if BACKEND == "torch":
         # Tensors there can be written to, and carry a graph.
@@ -335,6 +352,14 @@ def _kept(query: Array, key: Array, arguments: dict[str, Any]) -> Any:
 
         return torch.Call.of(query, key, arguments)
     return _Call(query, key, arguments)
+
+
+def _is_staged(operands: Sequence[Array], arguments: Mapping[str, Any]) -> bool:
+    """Whether any array of a call stands for values of a later run."""
+    mask = arguments["mask"]
+    masked = () if mask is None else mask.arrays().values()
+    others = [x for x in (arguments["valid_lens"], *masked) if backends.is_array(x)]
+    return _is_traced(*operands, *arrays_of(arguments["score"]).values(), *others)
 
 
 def _is_traced(*arrays: Array) -> bool:

@@ -8,7 +8,7 @@
 - Dropout is active under ``autograd.record()`` (or ``train_mode``), as in Gluon.
 - Masked inputs propagate into no gradient, those of the projections included, even if they are NaN or infinity.
 - ``attention_weights`` are computed when read: a call is kept as detached inputs of its softmax, without a graph and in
-  O(n) memory.
+  O(n) memory; a call of few weights computes and keeps these.
 
 All are called as ``layer(queries, keys, values, valid_lens=None, mask=None)`` on (batch, length, features), after
 ``mxnet.npx.set_np()`` and ``layer.initialize()``.
@@ -121,7 +121,7 @@ class Attention(BaseAttention[Array], gluon.Block):  # type: ignore[misc]
         self._layer = layer
         self.dropout = shared.check_probability(dropout)
         self.keep_last = keep_last
-        self._last: _Call | None = None
+        self._last: _Call | _Weights | None = None
         with self.name_scope():
             for linear in layer.linears:
                 units, size = linear.units, linear.in_features
@@ -145,8 +145,12 @@ class Attention(BaseAttention[Array], gluon.Block):  # type: ignore[misc]
         inputs = {"queries": queries, "keys": keys, "values": values}
         shared.check_inputs(_OPS, inputs, mx.np.ndarray, wanted="an mx.np.ndarray", hint="mx.np.array(x) makes one")
         operands, arguments = self._operands(inputs, [x.shape for x in inputs.values()], valid_lens, mask)
-        out = attend(*operands, dropout=self.dropout if autograd.is_training() else 0.0, **arguments)
-        self._last = None
+        dropout, self._last = self.dropout if autograd.is_training() else 0.0, None
+        if self.keep_last and self._has_few_weights(*operands):
+            out, weights = attend(*operands, dropout=dropout, return_weights=True, **arguments)
+            self._last = _Weights(weights.detach())
+            return self._output(out)
+        out = attend(*operands, dropout=dropout, **arguments)
         if self.keep_last:
             with autograd.pause():
                 # MXNet counts no versions of an array, so what the caller could write to is copied.
@@ -178,6 +182,18 @@ class Attention(BaseAttention[Array], gluon.Block):  # type: ignore[misc]
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but the last call: a copy carries no activations."""
         return {**self.__dict__, "_last": None}
+
+
+@dataclass(frozen=True, eq=False)
+class _Weights:
+    """The detached weights of one softmax."""
+
+    values: Array
+
+    def weights(self) -> Array:
+        with autograd.pause():
+            # A copy: a caller may write to what it reads.
+            return self.values.copy()
 
 
 @dataclass(frozen=True, eq=False)
