@@ -303,6 +303,7 @@ def test_weights_are_those_of_the_call_whatever_happens_after(
 def test_few_weights_are_computed_in_the_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, given, found = made(name), inputs(), {}
     for few in (FEW_WEIGHTS, 0):
+        layer(*given)  # whose weights are not read
         monkeypatch.setattr("attnscore.layers.description.FEW_WEIGHTS", few)
         with autograd.record():
             layer(*given, np.array([2, 7, 4]))

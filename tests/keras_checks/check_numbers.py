@@ -179,12 +179,17 @@ class TestAttentionWeights:
         _, layer = counterparts(case, dropout=0.5, seed=1)
         inputs, lens, found = arrays(*case.inputs()), np.array([2, 4]), {}
         for few in (FEW_WEIGHTS, 0):
+            layer(*inputs, lens)  # whose weights are not read
             monkeypatch.setattr("attnscore.layers.description.FEW_WEIGHTS", few)
             layer(*inputs, lens, training=True)
             assert type(layer.__dict__["_last"]).__name__.endswith("Weights" if few else "Call")
             found[few] = layer.attention_weights
         close(found[FEW_WEIGHTS], found[0])
-        monkeypatch.setattr("attnscore.layers.description.FEW_WEIGHTS", SHOWN(found[0]).size - 1)
+        # Few or not: those of the last call were read.
+        layer(*inputs, lens)
+        close(layer.attention_weights, found[0])
+        assert type(layer.__dict__["_last"]).__name__.endswith("Weights")
+        monkeypatch.setattr("attnscore.layers.description.MAX_WEIGHTS", SHOWN(found[0]).size - 1)
         layer(*inputs, lens)
         assert type(layer.__dict__["_last"]).__name__.endswith("Call")
 

@@ -30,8 +30,10 @@ INPUTS = ("queries", "keys", "values")
 # What the two projections that take no input of the call are applied to.
 HIDDEN, POOLED = "hidden units", "pooled heads"
 # Pairs of query and key, over all heads, up to which a call computes its weights in its own pass: 10 to 50 us, where
-# reading them from kept inputs takes 500 to 700 us in Keras and Flax (Xeon with AVX-512, 2026-11-25).
+# reading them from kept inputs takes 500 to 700 us in Keras and Flax (Xeon with AVX-512, 2026-11-25). Up to
+# MAX_WEIGHTS (4 MB) a call does so where the weights of the last call were read.
 FEW_WEIGHTS = 2**12
+MAX_WEIGHTS = 2**20
 
 
 # ------------------------------------------------------------------ what a layer consists of
@@ -298,6 +300,18 @@ def _exp(x: Array) -> Array:
 # ------------------------------------------------------------------ the call
 
 
+@dataclass(eq=False)
+class LastCall:
+    """What a layer keeps of its last call: the weights, or the inputs of the softmax."""
+
+    is_read: bool = field(default=False, init=False)
+    """Whether its weights were read."""
+
+    @abstractmethod
+    def weights(self) -> Any:
+        """Return the weights, detached, for a caller that may write to them."""
+
+
 class BaseAttention(Generic[A]):
     """The mathematics of a call, over the primitives of a framework, and the weights of the last call."""
 
@@ -345,12 +359,13 @@ class BaseAttention(Generic[A]):
             arguments |= {"mask": shared.over_heads(mask, shape), "head_axis": -2}
         return (found["queries"], found["keys"], found["values"]), arguments
 
-    def _has_few_weights(self, query: Array, key: Array, value: Array) -> bool:
-        """Whether the weights of a call are so few that it computes them in its pass, to be kept."""
+    def _computes_in_pass(self, query: Array, key: Array, value: Array) -> bool:
+        """Whether a call computes its weights in its pass: they are few, or those of the last call were read."""
         batch = max(query.shape[0], key.shape[0])
         # A larger batch of the values would be that of these weights, and not of those of the inputs.
         pairs: int = batch * query.shape[1] * key.shape[1] * (self._layer.heads or 1)
-        return pairs <= FEW_WEIGHTS and bool(value.shape[0] <= batch)
+        most = MAX_WEIGHTS if getattr(self._last_call(), "is_read", False) else FEW_WEIGHTS
+        return pairs <= most and bool(value.shape[0] <= batch)
 
     def _output(self, out: A) -> A:
         """Join the heads of what was pooled, and project."""
@@ -364,8 +379,8 @@ class BaseAttention(Generic[A]):
         """The weights of the last call, before dropout, detached: (batch, query, key).
 
         Multi-head: (batch, head, query, key). They are computed now, O(n^2) memory while they are held, and the call
-        kept its queries and keys alone. Up to 4096 of them are computed and kept by the call, which takes less time;
-        PyTorch's layers do so for more of them where those of the last call were read.
+        kept its queries and keys alone. The call itself computes and keeps up to 4096, which takes less time, and up to
+        a million where those of the call before were read.
 
         Raises
         ------
@@ -373,7 +388,9 @@ class BaseAttention(Generic[A]):
             There was no call, the last one was compiled, traced or transformed (``torch.compile``, ``fit``, ``jit``,
             ``vmap``), ``keep_last`` is off, or the inputs were changed in place or donated since.
         """
-        weights: A = shared.last_call(self._last_call(), self.keep_last, where=self._where).weights()
+        last = shared.last_call(self._last_call(), self.keep_last, where=self._where)
+        weights: A = last.weights()
+        last.is_read = True
         return weights
 
     def _last_call(self) -> Any:

@@ -8,8 +8,8 @@
 - Masked inputs propagate into no gradient, those of the projections included, even if they are NaN or infinity.
 - Dropout draws from the ``dropout`` stream, in training only: ``model.train()``, ``model.eval()``, ``deterministic``.
 - ``attention_weights`` are computed when read, of the last concrete call, which is kept as the inputs of its softmax in
-  O(n) memory; a call of few weights computes and keeps these. ``jit``, ``grad``, ``vmap``, copies and pickle keep
-  nothing.
+  O(n) memory. A call computes and keeps them itself where they are few, or where those of the call before were read.
+  ``jit``, ``grad``, ``vmap``, copies and pickle keep nothing.
 
 All are called as ``layer(queries, keys, values, valid_lens=None, mask=None)`` on (batch, length, features).
 """
@@ -33,7 +33,7 @@ from attnscore.analysis.weights import attention_weights
 from attnscore.api import attend
 from attnscore.errors import ArgumentError, message
 from attnscore.layers import description, shared
-from attnscore.layers.description import BaseAttention, Layer, Linear, LoadsTorch, Parameter, option
+from attnscore.layers.description import BaseAttention, LastCall, Layer, Linear, LoadsTorch, Parameter, option
 from attnscore.layers.documentation import Documentation, documented_call
 from attnscore.masks import Mask
 from attnscore.scores import arrays_of
@@ -166,10 +166,12 @@ rngs : nnx.Rngs, nnx.RngStream or a key, optional
         training = not (self.deterministic if deterministic is None else deterministic)
         dropout = self.dropout if training else 0.0
         seed = self._draw(rngs) if dropout else None
+        is_staged = _is_traced(query, key, value, arguments)
+        keeps_weights = self.keep_last and not is_staged and self._computes_in_pass(query, key, value)
         _LAST.pop(self, None)
         kept: _Call | _Weights | str | None = None
         out: jax.Array
-        if self.keep_last and self._has_few_weights(query, key, value) and not _is_traced(query, key, value, arguments):
+        if keeps_weights:
             out, weights = attend(query, key, value, dropout=dropout, seed=seed, return_weights=True, **arguments)
             # They are traced where the seed is.
             kept = None if isinstance(weights, jax.core.Tracer) else _Weights(weights)
@@ -253,8 +255,8 @@ def _is_traced(query: jax.Array, key: jax.Array, value: jax.Array | None, argume
     return any(isinstance(x, jax.core.Tracer) for x in arrays)
 
 
-@dataclass(frozen=True, eq=False)
-class _Weights:
+@dataclass(eq=False)
+class _Weights(LastCall):
     """The weights of one softmax. JAX arrays cannot be written to."""
 
     values: jax.Array
@@ -265,8 +267,8 @@ class _Weights:
         return self.values
 
 
-@dataclass(frozen=True, eq=False)
-class _Call:
+@dataclass(eq=False)
+class _Call(LastCall):
     """The inputs of one softmax. JAX arrays cannot be written to; lengths that can are copied."""
 
     query: jax.Array

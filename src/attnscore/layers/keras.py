@@ -8,8 +8,9 @@
 - Projections are ``keras.layers.Dense``, so that regularizers, LoRA and quantisation work on them, under the names of
   Dive into Deep Learning (``W_q``, ``W_k``, ``w_v``; multi-head also ``W_v``, ``W_o``), so that its weights load.
 - Masked inputs propagate into no gradient, those of the projections included, even if they are NaN or infinity.
-- ``attention_weights`` are computed when read: a call is kept as detached inputs of its softmax in O(n) memory; a call
-  of few weights computes and keeps these. Nothing is kept in graphs and jit.
+- ``attention_weights`` are computed when read: a call is kept as detached inputs of its softmax in O(n) memory. It
+  computes and keeps them itself where they are few, or where those of the call before were read. Nothing is kept in
+  graphs and jit.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from attnscore.api import attend
 from attnscore.backends.base import HALF_PRECISION, Array, SeedHalves
 from attnscore.errors import ShapeError, message
 from attnscore.layers import description, shared
-from attnscore.layers.description import INPUTS, BaseAttention, Layer, Linear, LoadsTorch, Parameter, option
+from attnscore.layers.description import INPUTS, BaseAttention, LastCall, Layer, Linear, LoadsTorch, Parameter, option
 from attnscore.layers.documentation import Documentation, documented_call
 from attnscore.layers.keras_inputs import (
     BACKEND,
@@ -229,7 +230,7 @@ use_causal_mask : bool
         mask = combined(as_attention_mask(attention_mask, shape), **padding, causal=use_causal_mask)
         operands, arguments = self._operands(inputs, shapes, valid_lens, mask)
         dropping = bool(training) and self.seed_generator is not None
-        keeps_weights = self.keep_last and not _is_staged(operands, arguments) and self._has_few_weights(*operands)
+        keeps_weights = self.keep_last and not _is_staged(operands, arguments) and self._computes_in_pass(*operands)
         found = attend(
             *operands,
             dropout=self.dropout if dropping else 0.0,
@@ -313,8 +314,8 @@ def _kind(setting: str) -> Any:
     return _KINDS[setting.rpartition("_")[2]]
 
 
-@dataclass(frozen=True, eq=False)
-class _Call:
+@dataclass(eq=False)
+class _Call(LastCall):
     """The inputs of one softmax, in a framework whose arrays are never written to."""
 
     query: Array
@@ -325,8 +326,8 @@ class _Call:
         return OPS.stop_gradient(attention_weights(self.query, self.key, **self.arguments))
 
 
-@dataclass(frozen=True, eq=False)
-class _Weights:
+@dataclass(eq=False)
+class _Weights(LastCall):
     """The weights of one softmax, in a framework without PyTorch's graph."""
 
     values: Array

@@ -8,7 +8,7 @@
 - Dropout is active under ``autograd.record()`` (or ``train_mode``), as in Gluon.
 - Masked inputs propagate into no gradient, those of the projections included, even if they are NaN or infinity.
 - ``attention_weights`` are computed when read: a call is kept as detached inputs of its softmax, without a graph and in
-  O(n) memory; a call of few weights computes and keeps these.
+  O(n) memory. It computes and keeps them itself where they are few, or where those of the call before were read.
 
 All are called as ``layer(queries, keys, values, valid_lens=None, mask=None)`` on (batch, length, features), after
 ``mxnet.npx.set_np()`` and ``layer.initialize()``.
@@ -32,7 +32,7 @@ from attnscore.api import attend
 from attnscore.backends.base import Array
 from attnscore.errors import DeviceError, DtypeError, FrameworkError, message
 from attnscore.layers import description, shared
-from attnscore.layers.description import BaseAttention, Layer, Linear, Parameter, option
+from attnscore.layers.description import BaseAttention, LastCall, Layer, Linear, Parameter, option
 from attnscore.layers.documentation import Documentation, documented_call
 from attnscore.scores import arrays_of
 from attnscore.scores.base import with_nonfinite_rows_isolated
@@ -145,8 +145,10 @@ class Attention(BaseAttention[Array], gluon.Block):  # type: ignore[misc]
         inputs = {"queries": queries, "keys": keys, "values": values}
         shared.check_inputs(_OPS, inputs, mx.np.ndarray, wanted="an mx.np.ndarray", hint="mx.np.array(x) makes one")
         operands, arguments = self._operands(inputs, [x.shape for x in inputs.values()], valid_lens, mask)
-        dropout, self._last = self.dropout if autograd.is_training() else 0.0, None
-        if self.keep_last and self._has_few_weights(*operands):
+        dropout = self.dropout if autograd.is_training() else 0.0
+        keeps_weights = self.keep_last and self._computes_in_pass(*operands)
+        self._last = None
+        if keeps_weights:
             out, weights = attend(*operands, dropout=dropout, return_weights=True, **arguments)
             self._last = _Weights(weights.detach())
             return self._output(out)
@@ -184,8 +186,8 @@ class Attention(BaseAttention[Array], gluon.Block):  # type: ignore[misc]
         return {**self.__dict__, "_last": None}
 
 
-@dataclass(frozen=True, eq=False)
-class _Weights:
+@dataclass(eq=False)
+class _Weights(LastCall):
     """The detached weights of one softmax."""
 
     values: Array
@@ -196,8 +198,8 @@ class _Weights:
             return self.values.copy()
 
 
-@dataclass(frozen=True, eq=False)
-class _Call:
+@dataclass(eq=False)
+class _Call(LastCall):
     """The detached inputs of one softmax."""
 
     query: Array
