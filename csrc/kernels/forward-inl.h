@@ -22,7 +22,7 @@ class ForwardTask {
           few_rows_(problem.form == Form::inner && queries.count <= kFewRows) {
         if (problem.form == Form::additive && !scores_.additive().by_pairs)
             AdditiveTables<T>{scores_.additive()}.fill(arena, additive_query_, queries.query, queries.count);
-        for (Step& step : steps_) step.s = arena.take<T>(kStepPanels * kMR * kTileKeys);
+        for (T** x : {&step_scores_, &step_weights_}) *x = arena.take<T>(kStepPanels * kMR * kTileKeys);
         if constexpr (kHasBf16Dot && sizeof(T) == 4)
             if (Bf16Dot::supports(problem) && queries.count > kFewRows) bf16_.emplace(arena, problem, queries);
         const int64_t steps = (queries.panels() + kStepPanels - 1) / kStepPanels;
@@ -43,9 +43,8 @@ class ForwardTask {
     }
 
    private:
-    // The scores, and then weights, of up to kStepPanels micro-panels against a key tile.
+    // Up to kStepPanels micro-panels against a key tile.
     struct Step {
-        T* s;
         int64_t first = 0, size = 0;
         uint64_t bits[kStepPanels * kMR];
     };
@@ -69,10 +68,10 @@ class ForwardTask {
                 prefetch_row(head_.value, problem_.value_dtype, next_prefetch, last_key, problem_.value_dim);
             }
             step->first = panel * kMR, step->size = std::min(end * kMR, queries_.count) - step->first;
-            scores_(step->s, step->bits, queries_, additive_query_, {panel, end}, *tile_,
+            scores_(step_scores_, step->bits, queries_, additive_query_, {panel, end}, *tile_,
                     few_rows_ ? &values_.rows : nullptr, bf16_ ? &*bf16_ : nullptr, false);
             if (problem_.matrix != MatrixOutput::none)
-                store_scores(problem_, queries_, step->first, step->size, step->s, key, key_count);
+                store_scores(problem_, queries_, step->first, step->size, step_scores_, key, key_count);
             if (problem_.matrix == MatrixOutput::scores) continue;  // nothing else is wanted
             if (previous) add_pv(*previous, key_count);
             update_softmax(*step, key_count);
@@ -96,25 +95,26 @@ class ForwardTask {
         if (dropout_.on) dropout_.set_tile(key);
     }
 
-    // Turn the scores of a step into weights.
+    // Compute the weights of a step from its scores. They are stored as they are computed: as many as a row has do not
+    // stay in 16 registers.
     void update_softmax(Step& step, int64_t key_count) {
         uint64_t keep[kStepPanels * kMR];
         if (dropout_.on)
             for (int64_t i = 0; i < step.size; i++) keep[i] = dropout_.keep_bits(queries_.stream[step.first + i]);
-        softmax_.update(step.first, step.size, step.s, step.bits, key_count, dropout_.on ? keep : nullptr,
-                        static_cast<T>(dropout_.factor));
+        softmax_.update(step.first, step.size, step_weights_, step_scores_, step.bits, key_count,
+                        dropout_.on ? keep : nullptr, static_cast<T>(dropout_.factor));
     }
 
     // O += P V for the rows of a step.
     void add_pv(const Step& step, int64_t key_count) {
         T* out = softmax_.out + step.first * softmax_.width;
         if (bf16_ && !values_.narrow()) {
-            if constexpr (sizeof(T) == 4) bf16_->pv(out, step.s, step.size, key_count);
+            if constexpr (sizeof(T) == 4) bf16_->pv(out, step_weights_, step.size, key_count);
         } else {
             const View<T> next{tile_->rows.row(key_count), tile_->rows.stride};
-            values_.add_pv(out, step.s, step.size, few_rows_ ? &next : nullptr);
+            values_.add_pv(out, step_weights_, step.size, few_rows_ ? &next : nullptr);
         }
-        if (values_.nonfinite) values_.propagate_nonfinite(out, step.s, step.bits, step.size);
+        if (values_.nonfinite) values_.propagate_nonfinite(out, step_weights_, step.bits, step.size);
     }
 
     const Problem& problem_;
@@ -132,6 +132,7 @@ class ForwardTask {
     const bool few_rows_;
     int64_t prefetched_rows_ = 0;  // of keys and of values, in each step
     Step steps_[2];
+    T *step_scores_, *step_weights_;  // of one step: the weights of the last are used before those of the next are made
 };
 
 // Normalise and store the output of a row, its statistics, and its row of the matrix.

@@ -36,7 +36,7 @@ struct SquaredDistance : Product<T> {
 // instead of 45).
 constexpr int64_t kTailTerms = 4;
 template <int R>
-constexpr int kTailRows = R == kMR ? 2 : R;
+constexpr int kTailRows = R == kMR && kNR > 2 ? 2 : R;
 
 // Add one term: sum[R x N vectors] += A[R] B[N vectors].
 template <int R, int N, class Terms, class T, class E>
@@ -63,7 +63,7 @@ inline void micro_kernel(const Terms& terms, T* c, int64_t ldc, const E* a, int6
 #pragma GCC unroll 8
         for (int j = 0; j < N; j++) sum[i][j] = V<T>{};
     const int64_t together = kTailRows<R> < R ? std::max<int64_t>(k - kTailTerms, 0) : k;
-#pragma GCC unroll 2
+#pragma GCC unroll 8
     for (int64_t p = 0; p < together; p++) rank1_update<R, N, Terms, T>(sum, a + p * col, row, b + p * ldb);
 #pragma GCC unroll 8
     for (int first = 0; first < R; first += kTailRows<R>) {

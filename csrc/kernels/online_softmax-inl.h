@@ -74,16 +74,21 @@ struct OnlineSoftmax {
         std::fill(merged, merged + count, RowState<T>{});
     }
 
-    // Turn the scores of a tile into weights in place, and update the sums of their rows. Dropped weights count in the
+    // Compute the weights of the scores of a tile, and update the sums of their rows. Dropped weights count in the
     // sums; `keep` (null: all) are the bits of the weights that dropout keeps, which are multiplied by `factor`.
-    void update(int64_t first, int64_t size, T* s, const uint64_t* bits, int64_t key_count, const uint64_t* keep,
-                T factor) {
+    void update(int64_t first, int64_t size, T* weights, const T* s, const uint64_t* bits, int64_t key_count,
+                const uint64_t* keep, T factor) {
         // Exponentials take most of the time of a short row, which is common (a sequence of a few words).
         dispatch_width<T>(key_count, [&](auto vectors) {
-            if (!sum_exp_logit && !keep) return update_rows<vectors, false, false>(first, size, s, bits, keep, factor);
-            if (!sum_exp_logit) return update_rows<vectors, false, true>(first, size, s, bits, keep, factor);
-            if (!keep) return update_rows<vectors, true, false>(first, size, s, bits, keep, factor);
-            update_rows<vectors, true, true>(first, size, s, bits, keep, factor);
+            const auto rows = [&](auto statistics, auto drops) {
+                update_rows<vectors, statistics, drops>(first, size, weights, s, bits, keep, factor);
+            };
+            constexpr std::true_type yes;
+            constexpr std::false_type no;
+            if (!sum_exp_logit && !keep) return rows(no, no);
+            if (!sum_exp_logit) return rows(no, yes);
+            if (!keep) return rows(yes, no);
+            rows(yes, yes);
         });
     }
 
@@ -121,18 +126,28 @@ struct OnlineSoftmax {
     // Update `size` rows whose keys take W vectors. Not inlined: with several variants in one function GCC keeps
     // vectors in memory.
     template <int W, bool statistics, bool drops>
-    __attribute__((noinline)) void update_rows(int64_t first, int64_t size, T* s, const uint64_t* bits,
-                                               const uint64_t* keep, T factor) {
-        for (int64_t i = first; i < first + size; i++, s += kTileKeys) {
-            V<T> logit[W], e[W], sum;
+    __attribute__((noinline)) void update_rows(int64_t first, int64_t size, T* weights, const T* s,
+                                               const uint64_t* bits, const uint64_t* keep, T factor) {
+        for (int64_t i = first; i < first + size; i++, s += kTileKeys, weights += kTileKeys) {
+            V<T> sum, logits, square;
             if (lazy_max[i] == kUnset) raise_lazy_max<W>(i, s);
             do {
                 const V<T> own = splat(lazy_max[i]);
+                sum = logits = square = V<T>{};
 #pragma GCC unroll 16
                 for (int j = 0; j < W; j++) {
-                    logit[j] = load(s + j * L) - own;
-                    e[j] = exp2_of<T>(logit[j] * kLog2E<T>);
-                    sum = j == 0 ? e[j] : sum + e[j];
+                    const V<T> logit = load(s + j * L) - own, e = exp2_of<T>(logit * kLog2E<T>);
+                    sum += e;
+                    if constexpr (statistics) {
+                        // e is 0 below `lowest`, so that clamping keeps 0 * -inf from becoming NaN; NaN propagates by
+                        // denom.
+                        logits += e * fast_max<T>(logit, splat<T>(Exp<T>::lowest));
+                        square += e * e;
+                    }
+                    if constexpr (drops)
+                        store(weights + j * L, select_bits<T>(keep[i - first], j, e * factor, V<T>{}));
+                    else
+                        store(weights + j * L, e);
                 }
             } while (exceeds<T>(sum, kMaxWeightSum) && raise_lazy_max<W>(i, s));
             store(denom + i * L, load(denom + i * L) + sum);
@@ -144,23 +159,8 @@ struct OnlineSoftmax {
             }
             if constexpr (statistics) {
                 update_moments<W>(i, s, bits[i - first]);
-                V<T> logits = load(sum_exp_logit + i * L), square = load(squares + i * L);
-#pragma GCC unroll 16
-                for (int j = 0; j < W; j++) {
-                    // e is 0 below `lowest`, so that clamping keeps 0 * -inf from becoming NaN; NaN propagates by
-                    // denom.
-                    logits += e[j] * fast_max<T>(logit[j], splat<T>(Exp<T>::lowest));
-                    square += e[j] * e[j];
-                }
-                store(sum_exp_logit + i * L, logits);
-                store(squares + i * L, square);
-            }
-#pragma GCC unroll 16
-            for (int j = 0; j < W; j++) {
-                if constexpr (drops)
-                    store(s + j * L, select_bits<T>(keep[i - first], j, e[j] * factor, V<T>{}));
-                else
-                    store(s + j * L, e[j]);
+                store(sum_exp_logit + i * L, load(sum_exp_logit + i * L) + logits);
+                store(squares + i * L, load(squares + i * L) + square);
             }
         }
     }

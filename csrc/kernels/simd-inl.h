@@ -13,7 +13,8 @@ constexpr int kNR = 2;
 #endif
 // A micro-tile of a GEMM, whose sums stay in registers: kMR rows x kNR vectors (above).
 constexpr int kMR = 6;
-constexpr int kStepPanels = 4;     // micro-panels (kMR query rows) that a step takes together, to share its overhead
+constexpr int kStepPanels =
+    kNR == 2 ? 8 : 4;              // micro-panels (kMR query rows) that a step takes together, to share its overhead
 constexpr int64_t kTileKeys = 64;  // keys of a key tile: one bit of a uint64_t each
 
 template <class T>
@@ -134,9 +135,22 @@ inline V<T> fast_max(V<T> a, V<T> b) {
         return (V<T>)_mm512_max_ps((__m512)a, (__m512)b);
     else
         return (V<T>)_mm512_max_pd((__m512d)a, (__m512d)b);
+#elif defined(__AVX2__)
+    if constexpr (sizeof(T) == 4)
+        return (V<T>)_mm256_max_ps((__m256)a, (__m256)b);
+    else
+        return (V<T>)_mm256_max_pd((__m256d)a, (__m256d)b);
 #else
     return select<T>(a > b, a, b);
 #endif
+}
+// The smaller of two; b where either is NaN.
+template <class T>
+inline V<T> fast_min(V<T> a, V<T> b) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    if constexpr (sizeof(T) == 4) return (V<T>)_mm256_min_ps((__m256)a, (__m256)b);
+#endif
+    return select<T>(a < b, a, b);
 }
 template <class T>
 inline T reduce_max(V<T> v) {
@@ -317,7 +331,18 @@ inline V<T> exp2_fraction(V<T> f) {
         return ((Exp<T>::tail(r) * r) * r + (r + 1.0)) * root;
     }
 }
-// 2^t, for the weights of a softmax: exact for whole numbers, infinite beyond the range; NaN stays NaN.
+// 2^(f - kExtraBits) for -1/2 <= f <= 1/2, to 9e-8 before rounding.
+constexpr int kExtraBits = 24;  // more powers of 2 below the normal numbers than there are
+inline V<float> exp2_rest(V<float> f) {
+    constexpr float unit = 1.0f / (1 << kExtraBits);
+    V<float> q = (unit * 1.3254669324859357e-3f) * f + unit * 9.671995720786577e-3f;
+    q = q * f + unit * 5.550779016480541e-2f;
+    q = q * f + unit * 2.4022231998275398e-1f;
+    q = q * f + unit * 6.931469305944987e-1f;
+    return q * f + unit;
+}
+// 2^t, for the weights of a softmax: exact for whole numbers; NaN stays NaN. Infinite beyond the range, which in float
+// without scalef ends at 2^103: the power then takes 2 instructions in place of 8, and they compete with multiply-adds.
 template <class T>
 inline V<T> exp2_of(V<T> t) {
 #if defined(__AVX512F__)
@@ -329,12 +354,25 @@ inline V<T> exp2_of(V<T> t) {
         return (V<T>)_mm512_scalef_pd((__m512d)exp2_fraction<T>((V<T>)_mm512_reduce_pd((__m512d)t, down)), (__m512d)t);
 #else
     using E = Exp<T>;
-    constexpr T least = -(E::bias + E::shift + 1);
-    const M<T> under = t < least;
-    constexpr T most = E::bias + 1;
-    const V<T> y = select<T>(under, splat(least), select<T>(t > most, splat(most), t));
-    const V<T> z = (y - T(0.5)) + E::magic;
-    return select<T>(under, V<T>{}, scale_by_power<T>(exp2_fraction<T>(y - (z - E::magic)), z));
+    if constexpr (sizeof(T) == 4) {
+        // The low bits of z are the exponent of 2^(round(t) + kExtraBits): 0 makes it 0, and 255 infinite.
+        constexpr int bias = E::bias + kExtraBits;
+        constexpr float magic = E::magic + bias;
+        const V<T> y = fast_min<T>(splat(T(255 - bias)), fast_max<T>(splat(T(-bias)), t)), z = y + magic;
+        M<T> bits;
+        std::memcpy(&bits, &z, sizeof z);
+        bits <<= E::shift;
+        V<T> power;
+        std::memcpy(&power, &bits, sizeof bits);
+        return exp2_rest(y - (z - magic)) * power;
+    } else {
+        constexpr T least = -(E::bias + E::shift + 1);
+        const M<T> under = t < least;
+        constexpr T most = E::bias + 1;
+        const V<T> y = select<T>(under, splat(least), select<T>(t > most, splat(most), t));
+        const V<T> z = (y - T(0.5)) + E::magic;
+        return select<T>(under, V<T>{}, scale_by_power<T>(exp2_fraction<T>(y - (z - E::magic)), z));
+    }
 #endif
 }
 
