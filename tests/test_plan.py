@@ -392,6 +392,59 @@ def test_gradients_of_a_score_that_is_lowered(name: str) -> None:
                 torch.testing.assert_close(x, y)
 
 
+@pytest.mark.parametrize("framework", ["torch", "numpy"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_learned_bandwidth_is_read_at_each_call(framework: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One plan for all bandwidths; one that is no longer above 0 is an error, as it is in a first call."""
+    inputs = [x.numpy().astype("f4") for x in _inputs()]
+    bandwidths = [np.asarray(x, dtype) for x in (0.5, 2.0)]
+    if framework == "torch":
+        inputs, bandwidths = ([torch.from_numpy(x) for x in each] for each in (inputs, bandwidths))
+    wanted = [ats.attend(*inputs, score=ats.Gaussian(float(x)), kernel="dense") for x in bandwidths]
+    ats.attend(*inputs, score=ats.Gaussian(bandwidths[0]))
+    with monkeypatch.context() as patch:
+        if NATIVE:
+            _build_nothing(patch)
+        for x, expected in zip(bandwidths, wanted, strict=True):
+            np.testing.assert_allclose(ats.attend(*inputs, score=ats.Gaussian(x)), expected, rtol=1e-5, atol=1e-5)
+        for bad in (-1.0, 0.0, float("nan")):
+            bandwidths[0][...] = bad
+            with pytest.raises(ats.ArgumentError, match="bandwidth"):
+                ats.attend(*inputs, score=ats.Gaussian(bandwidths[0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_of_a_learned_bandwidth(dtype: torch.dtype) -> None:
+    """Of a planned call too, and they have gradients; the bandwidth may be of another dtype than the queries."""
+    inputs = [x.double().requires_grad_() for x in _inputs()]
+    bandwidth = torch.tensor(1.5, dtype=dtype, requires_grad=True)
+    leaves = [*inputs, bandwidth]
+
+    def gradients(kernel: str) -> list[Any]:
+        out = ats.attend(*inputs, score=ats.Gaussian(bandwidth), valid_lens=[3, 2], kernel=kernel)
+        grads = torch.autograd.grad((out**2).sum(), leaves, create_graph=True)
+        return [out, *grads, *torch.autograd.grad(sum((x**2).sum() for x in grads), leaves)]
+
+    wanted = gradients("dense")
+    for _ in range(2):
+        torch.testing.assert_close(gradients("auto"), wanted)
+    once = torch.autograd.grad(
+        (ats.attend(*inputs, score=ats.Gaussian(bandwidth), valid_lens=[3, 2]) ** 2).sum(), leaves
+    )
+    torch.testing.assert_close(list(once), wanted[1:5])
+
+
+def test_memory_that_stands_for_its_negative_is_read_so() -> None:
+    """`imag` of a conjugate shares its memory with the other sign, which no stride tells."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, n, 3, dtype=torch.complex64) for n in (4, 5, 5)]
+    plain, negative = [x.imag for x in inputs], [x.conj().imag for x in inputs]
+    assert all(x.is_neg() for x in negative)
+    ats.attend(*plain)
+    for x in (plain, negative):
+        torch.testing.assert_close(ats.attend(*x), ats.attend(*[y.clone() for y in x], kernel="dense"))
+
+
 def test_a_named_score_with_weights_of_its_own_is_not_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     class Own(scores.Additive):
         def __init__(self) -> None:

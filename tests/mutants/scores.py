@@ -126,8 +126,8 @@ FAULTS: list[Fault] = [
     Fault(
         "gaussian-bandwidth-power",
         _GAUSSIAN,
-        "bandwidth.shape) * -(bandwidth**-3)",
-        "bandwidth.shape) * -(bandwidth**-2)",
+        "return grad_scale * -(bandwidth**-3)",
+        "return grad_scale * -(bandwidth**-2)",
         _extras("gaussian-heads and numpy"),
         "the gradient of the bandwidth has its square where its cube belongs",
     ),
