@@ -7,6 +7,7 @@ and exported; gradients come from one tape and from two.
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import tensorflow as tf
 
 import attnscore as ats
 import covering
+from attnscore.kernels.native.call import NativeCall
 from attnscore.testing import check_framework, check_score
 from bad_input import CASES, Case
 from bad_input.table import Maker
@@ -447,6 +449,115 @@ def test_a_tape_that_stays_gives_the_gradient_twice() -> None:
         out = ats.attend(query, key, value)
     first, second = (tape.gradient(out, query) for _ in range(2))
     np.testing.assert_array_equal(first, second)
+
+
+# The result and gradients of `attend` under several tapes and accumulators, as TensorFlow's users combine them.
+
+
+def _of_a_part(f: Any, query: Any, key: Any, value: Any) -> Any:
+    """One operand alone, and the gradient of a gather, which are slices."""
+    with tf.GradientTape() as tape:
+        tape.watch(key)
+        found = tf.gather(f(query, key, value), [1, 0, 1])
+    return found, tape.gradient(found, key)
+
+
+def _of_a_later_tape(f: Any, query: Any, key: Any, value: Any) -> Any:
+    """Two tapes that watch different operands, one of them around the other; the first is read last."""
+    with tf.GradientTape() as outer, tf.GradientTape() as inner:
+        outer.watch(query)
+        inner.watch(value)
+        out = f(query, key, value)
+    return inner.gradient(out, value), outer.gradient(out, query)
+
+
+def _of_an_incoming_gradient(f: Any, query: Any, key: Any, value: Any) -> Any:
+    """The outer tape watches what comes in alone, in which the gradient is linear."""
+    incoming = tf.ones((*query.shape[:-1], value.shape[-1]), query.dtype)
+    with tf.GradientTape() as outer:
+        outer.watch(incoming)
+        with tf.GradientTape() as inner:
+            inner.watch((query, key))
+            out = f(query, key, value)
+        grads = inner.gradient(out, (query, key), output_gradients=incoming)
+    return outer.gradient(grads, incoming)
+
+
+def _of_one_tape_inside(f: Any, query: Any, key: Any, value: Any) -> Any:
+    """A persistent tape that computes gradients while it records."""
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch((query, value))
+        first = tape.gradient(f(query, key, value), (query, value))
+        total = sum(tf.reduce_sum(x**2) for x in first)
+    return (*first, *tape.gradient(total, (query, value)))
+
+
+def _forward_over_reverse(f: Any, query: Any, key: Any, value: Any) -> Any:
+    with tf.autodiff.ForwardAccumulator(query, tf.ones_like(query)) as tangents, tf.GradientTape() as tape:
+        tape.watch(query)
+        out = f(query, key, value)
+        grad = tape.gradient(out, query)
+    return tangents.jvp(out), tangents.jvp(grad)
+
+
+def _forward_over_a_recorded_call(f: Any, query: Any, key: Any, value: Any) -> Any:
+    """The accumulator begins after the call, and follows the gradient that comes in."""
+    with tf.GradientTape() as tape:
+        tape.watch(query)
+        out = f(query, key, value)
+    incoming = tf.ones_like(out)
+    with tf.autodiff.ForwardAccumulator(incoming, incoming) as tangents:
+        grad = tape.gradient(out, query, output_gradients=incoming)
+    return grad, tangents.jvp(grad)
+
+
+def _jacobian(f: Any, query: Any, key: Any, value: Any) -> Any:
+    with tf.GradientTape() as tape:
+        tape.watch(key)
+        out = f(query, key, value)
+    return tape.jacobian(out, key)
+
+
+def _read_in_a_graph(f: Any, query: Any, key: Any, value: Any) -> Any:
+    with tf.GradientTape() as tape:
+        tape.watch(query)
+        out = f(query, key, value)
+    return tf.function(lambda incoming: tape.gradient(out, query, output_gradients=incoming))(tf.ones_like(out))
+
+
+def _statistics_alone(f: Any, query: Any, key: Any, value: Any) -> Any:
+    with tf.GradientTape() as tape:
+        tape.watch((query, key))
+        _, weights, stats = f(query, key, value, return_weights=True, return_stats=("entropy", "max_weight"))
+        loss = tf.reduce_sum(weights[..., 0]) + tf.reduce_sum(stats.entropy)
+    return tape.gradient(loss, (query, key))
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [
+        _of_a_part, _of_a_later_tape, _of_an_incoming_gradient, _of_one_tape_inside, _forward_over_reverse,
+        _forward_over_a_recorded_call, _jacobian, _read_in_a_graph, _statistics_alone,
+    ],
+)  # fmt: skip
+def test_planned_calls_are_recorded(ways: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As calls of the tiled kernel, which TensorFlow differentiates by itself, and planned at the second call."""
+    monkeypatch.undo()
+    arrays, lens = inputs(), tf.constant([4, 2])
+    runs: list[Any] = []
+    run = NativeCall.run
+    monkeypatch.setattr(NativeCall, "run", lambda self, *given: runs.append(self) or run(self, *given))
+
+    def found(kernel: str) -> list[Any]:
+        score = ats.ScaledDot(0.7)
+        call = functools.partial(ats.attend, score=score, valid_lens=lens, kernel=kernel)
+        return [x for x in tf.nest.flatten(ways(call, *arrays)) if isinstance(x, tf.Tensor)]
+
+    first, again, wanted = found("auto"), found("auto"), found("streaming")
+    assert len(runs) >= (0 if ways is _forward_over_reverse else 1)
+    for one, other, want in zip(first, again, wanted, strict=True):
+        np.testing.assert_allclose(one, want, atol=1e-12)
+        np.testing.assert_allclose(other, want, atol=1e-12)
 
 
 # ------------------------------------------------------------ dropout, errors, memory
