@@ -812,3 +812,13 @@ def test_wrong_arguments(arguments: list[str], said: str, capsys: pytest.Capture
     assert main(["bench", *arguments]) == 2
     printed = capsys.readouterr().err
     assert said in printed and printed.count("\n") == 1
+
+
+def test_both_sides_are_limited_to_an_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By variables that the measuring processes inherit; the facts of the machine say so."""
+    for name in machine._ISAS["avx2"]:
+        monkeypatch.setenv(name, "")
+    assert "isa" not in machine.facts()
+    machine.limit_isa("avx2")
+    assert machine.facts()["isa"] == "avx2"
+    assert machine.environment(1)["ATTNSCORE_TARGET"] == "avx2"

@@ -17,13 +17,32 @@ _FLAGS = (
     *("sse4_2", "avx", "f16c", "fma", "avx2", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16"),
     *("amx_bf16", "neon", "asimd", "sve", "sve2", "bf16"),
 )
+# Variables by which both sides leave out wider instructions. MKL on AMD takes AVX2 by itself.
+_ISAS = {
+    "avx2": {
+        "ATTNSCORE_TARGET": "avx2",
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+        "OPENBLAS_CORETYPE": "Haswell",
+        "XLA_FLAGS": "--xla_cpu_max_isa=AVX2",
+    }
+}
+ISAS = tuple(_ISAS)
 _POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
+def limit_isa(name: str) -> None:
+    """Limit all measuring processes that follow to an instruction set of `ISAS`."""
+    os.environ.update(_ISAS[name])
+
+
 def facts() -> dict[str, Any]:
-    """Return CPU, system and versions, which times depend on."""
+    """Return CPU, system and versions, which times depend on, and the instruction set where it is limited."""
     info = _cpu_info()
+    limited = [name for name, variables in _ISAS.items() if variables.items() <= os.environ.items()]
     return {
+        **({"isa": limited[0]} if limited else {}),
         "cpu": info.get("model name") or platform.processor() or platform.machine(),
         "architecture": platform.machine(),
         "cores": len(cpus()),

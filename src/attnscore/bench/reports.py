@@ -206,7 +206,8 @@ def section(document: Row, chart: str | None = None) -> str:
     parts = [
         f"Measured {document['date']} on: {machine['cpu']} ({machine['architecture']}), {machine['cores']} cores, "
         f"{machine.get('memory_gb')} GB, {machine['system']}, Python {machine['python']}. "
-        f"Flags: {' '.join(machine['flags']) or 'none known'}. Kernels: {', '.join(machine['kernels'])}.",
+        f"Flags: {' '.join(machine['flags']) or 'none known'}. Kernels: {', '.join(machine['kernels'])}."
+        + (f" All sides limited to {machine['isa']}." if "isa" in machine else ""),
         "Versions: " + ", ".join(f"{n} {v or 'not installed'}" for n, v in machine["packages"].items()) + ".",
     ]
     if document["quick"]:

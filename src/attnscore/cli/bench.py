@@ -13,7 +13,7 @@ from attnscore.bench import machine, reports, results
 from attnscore.bench.cases import CASES, chosen
 from attnscore.bench.runner import run
 from attnscore.cli.console import console, error_console, table
-from attnscore.core.arguments import shown
+from attnscore.core.arguments import check_choice, shown
 from attnscore.errors import ArgumentError, AttnscoreError, FrameworkError, message
 from attnscore.io import FileError
 
@@ -36,6 +36,10 @@ def bench(
     threads: Annotated[
         str | None, typer.Option(metavar="N,N", help="Numbers of threads, each a run of its own (default: 1,2).")
     ] = None,
+    isa: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Limit both sides to these instructions: " + ", ".join(machine.ISAS) + "."),
+    ] = None,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where results.json goes.")] = Path("attnscore-bench"),
 ) -> None:
     """Time and memory against PyTorch, NumPy, JAX, TensorFlow, KeOps and onnxruntime on this machine.
@@ -46,6 +50,9 @@ def bench(
     cases, numbers = chosen(only or (), full), thread_numbers(threads)
     if again and not only:
         raise ArgumentError(message("again", "--only, which says what is measured again", "no case"))
+    if isa is not None:
+        check_choice("isa", isa, machine.ISAS)
+        machine.limit_isa(isa)
     if machine.version("torch") is None:
         raise FrameworkError("bench: the references need PyTorch: pip install 'attnscore[torch]'")
     try:
