@@ -35,6 +35,7 @@ from attnscore.layers.keras_inputs import (
     as_attention_mask,
     check_inputs,
     check_padding,
+    checked_shapes,
     combined,
     masks_in_list,
     unpacked,
@@ -221,8 +222,7 @@ use_causal_mask : bool
         values_mask: Any = None,
     ) -> Any:
         inputs = dict(zip(INPUTS, unpacked(queries, keys, values), strict=True))
-        check_inputs(inputs)
-        shapes = [OPS.shape(x) for x in inputs.values()]
+        shapes = checked_shapes(inputs)
         batch, *lengths = shape = shared.scores_shape(*shapes)
         padding = {"queries_mask": queries_mask, "keys_mask": keys_mask, "values_mask": values_mask}
         for name, x in padding.items():
@@ -247,13 +247,19 @@ use_causal_mask : bool
     def _project(self, linear: Linear, x: Array) -> Array:
         dense = getattr(self, linear.name)
         shared.check_features(linear.input, x.shape[-1], dense.input_spec.axes[-1], linear.name)
-        # On torch Keras multiplies float64 in float32, and the dtype of the result shows it.
-        return with_nonfinite_rows_isolated(OPS, x, lambda finite: keras.ops.cast(dense(finite), finite.dtype))
+
+        def projected(finite: Array) -> Array:
+            found = dense(finite)
+            # On torch Keras multiplies float64 in float32, and the dtype of the result shows it.
+            return found if found.dtype == finite.dtype else keras.ops.cast(found, finite.dtype)
+
+        return with_nonfinite_rows_isolated(OPS, x, projected)
 
     def _read(self, part: Linear | Parameter, inputs: Mapping[str, Array]) -> Array:
         held = getattr(self, part.name)
         if isinstance(part, Linear):
-            return _kernel(held)[:, 0]
+            # An index takes TensorFlow ten times as long.
+            return keras.ops.reshape(_kernel(held), (-1,))
         for name, size in zip(part.inputs, held.shape, strict=False):
             shared.check_features(name, inputs[name].shape[-1], size, part.name)
         return _value(held)
