@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -22,7 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from attnscore.backends.base import DTYPES, Array, Backend, DifferentiableOp, SeedHalves, importable
+from attnscore.backends import native
+from attnscore.backends.base import DTYPES, Array, Backend, DifferentiableOp, SeedHalves, Signature, importable
 from attnscore.backends.jax import ffi, gradients
 from attnscore.backends.jax.pytrees import register
 from attnscore.backends.jax.sharding import axes_of, differing
@@ -54,10 +56,10 @@ class JaxBackend(Backend):
             register(kind)
 
     def dtype(self, x: Array) -> str:
-        return str(x.dtype.name)
+        return _name_of(x.dtype)
 
     def is_floating(self, x: Array) -> bool:
-        return x.dtype.name in DTYPES
+        return _name_of(x.dtype) in DTYPES
 
     def unsupported(self, x: Array) -> tuple[str, str] | None:
         if isinstance(x, jax.Array):
@@ -99,11 +101,20 @@ class JaxBackend(Backend):
         return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and _on_cpu(x)
 
     def is_plain(self, *arrays: Array) -> bool:
-        return not any(isinstance(x, jax.core.Tracer) for x in arrays) and all(map(self.has_cpu_buffer, arrays))
+        return None not in map(_cpu_of, arrays)
+
+    def signature(self, arrays: Sequence[Array]) -> Signature | None:
+        found = []
+        for x in arrays:
+            if (device := _cpu_of(x)) is None:
+                return None
+            view = np.asarray(x)
+            found.append((view.shape, view.dtype, view.strides, device))
+        return tuple(found)
 
     def memory(self, x: Array) -> np.ndarray[Any, Any]:
         found = np.asarray(x)
-        return found.view(np.uint16) if found.dtype.itemsize == 2 else found
+        return found.view(np.uint16) if found.itemsize == 2 else found
 
     def from_memory(self, x: np.ndarray[Any, Any], dtype: str, like: Array) -> Array:
         found = jnp.asarray(x.view(_canonical_dtype(dtype)) if x.itemsize == 2 else x)
@@ -219,10 +230,7 @@ class JaxBackend(Backend):
         return [body(i) for i in range(count)]
 
     def known_finite(self, *arrays: Array) -> bool:
-        found = [concrete(x) for x in arrays]
-        return all(x is not None for x in found) and all(
-            bool((np if _on_cpu(x) else jnp).isfinite(x).all()) for x in found
-        )
+        return all(map(_is_finite, map(concrete, arrays)))
 
     def differentiable(self, run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Array, ...]:
         return gradients.differentiable(run, operands)
@@ -263,6 +271,35 @@ class JaxBackend(Backend):
 
     def autocast(self, *arrays: Array) -> tuple[Array, ...]:
         return arrays
+
+
+@functools.cache
+def _name_of(dtype: Any) -> str:
+    # NumPy takes 4 us to tell it.
+    return str(dtype.name)
+
+
+def _cpu_of(x: Any) -> Any:
+    """Return the device of a concrete array on one CPU, None for any other array."""
+    # The dtype of a random key is none of NumPy's.
+    if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer) or not isinstance(x.dtype, np.dtype):
+        return None
+    devices = x.devices()
+    if len(devices) != 1:
+        return None
+    (device,) = devices
+    return device if device.platform == "cpu" else None
+
+
+def _is_finite(x: Any) -> bool:
+    """Whether every entry is finite; False for None."""
+    if x is None:
+        return False
+    if not _on_cpu(x):
+        return bool(jnp.isfinite(x).all())
+    view = np.asarray(x)
+    found = None if native.module is None else native.module.is_all_finite(view)
+    return bool(np.isfinite(view).all() if found is None else found)  # None: the module does not read it
 
 
 def _canonical_dtype(dtype: str) -> Any:
