@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias, final
 
@@ -31,6 +31,7 @@ from jax.extend.core import get_opaque_trace_state
 from attnscore import backends
 from attnscore.analysis.weights import attention_weights
 from attnscore.api import attend
+from attnscore.core.cache import BoundedCache
 from attnscore.errors import ArgumentError, message
 from attnscore.layers import description, shared
 from attnscore.layers.description import BaseAttention, LastCall, Layer, Linear, LoadsTorch, Parameter, option
@@ -161,8 +162,7 @@ rngs : nnx.Rngs, nnx.RngStream or a key, optional
     ) -> jax.Array:
         inputs = _checked({"queries": queries, "keys": keys, "values": values})
         operands, arguments = self._operands(inputs, [x.shape for x in inputs.values()], valid_lens, mask)
-        dtype = self.dtype or jnp.result_type(*operands)
-        query, key, value = (x.astype(dtype) for x in operands)
+        query, key, value = _promoted(operands, self.dtype)
         training = not (self.deterministic if deterministic is None else deterministic)
         dropout = self.dropout if training else 0.0
         seed = self._draw(rngs) if dropout else None
@@ -204,7 +204,7 @@ rngs : nnx.Rngs, nnx.RngStream or a key, optional
 
     def _read(self, part: Linear | Parameter, inputs: Mapping[str, jax.Array]) -> jax.Array:
         if isinstance(part, Linear):
-            return getattr(self, part.name).kernel[:, 0]  # type: ignore[no-any-return]
+            return getattr(self, part.name).kernel[...].reshape(-1)  # type: ignore[no-any-return]
         found: jax.Array = self._sized(part, inputs)[...]
         for name, size in zip(part.inputs, found.shape, strict=False):
             shared.check_features(name, inputs[name].shape[-1], size, part.name)
@@ -307,8 +307,24 @@ def _checked(inputs: dict[str, Any]) -> dict[str, jax.Array]:
             inputs[name] = x.get_value()
         elif isinstance(x, np.ndarray):
             inputs[name] = jnp.asarray(x)
-    shared.check_inputs(_OPS, inputs, jax.Array, wanted="a jax.Array", hint="jnp.asarray(x) makes one")
+
+    def check() -> bool:
+        shared.check_inputs(_OPS, inputs, jax.Array, wanted="a jax.Array", hint="jnp.asarray(x) makes one")
+        return True
+
+    # Concrete inputs of one layout are checked once.
+    _CHECKED.get_or_compute(_OPS.signature([*inputs.values()]), check)
     return inputs
+
+
+_CHECKED: BoundedCache[bool] = BoundedCache(256)
+
+
+def _promoted(operands: Sequence[jax.Array], dtype: Any) -> list[jax.Array]:
+    """Return the operands in `dtype`, or in the one that JAX promotes theirs to; a cast to the same takes 5 us."""
+    given = {x.dtype for x in operands}
+    dtype = jnp.dtype(dtype) if dtype else given.pop() if len(given) == 1 else jnp.result_type(*operands)
+    return [x if x.dtype == dtype and not x.weak_type else x.astype(dtype) for x in operands]
 
 
 # ------------------------------------------------------------------ the layers
