@@ -64,6 +64,18 @@ class Scores {
             std::fill_n(bits, size, kAll);
             return;
         }
+        if (!queries.masked && queries.no_epilogue && !queries.nonfinite && !tile.nonfinite) {
+            // All keys of a last tile: those behind them alone are masked.
+            const uint64_t keys = lowest_bits(tile.count);
+            std::fill_n(bits, size, keys);
+            for (int64_t j = tile.count / L; j < kTileVectors<T>; j++)
+                for (int64_t i = 0; i < size; i++) {
+                    T* at = s + i * kTileKeys + j * L;
+                    store(at, select_bits<T>(keys, static_cast<int>(j), load(at),
+                                             splat(-std::numeric_limits<T>::infinity())));
+                }
+            return;
+        }
         for (int64_t i = 0; i < size; i++) {
             const Head& head = *queries.head[first + i];
             const int64_t row = queries.row[first + i];

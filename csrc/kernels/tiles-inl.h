@@ -40,19 +40,23 @@ struct QueryTile {
         stream = arena.take<uint32_t>(problem.dropout > 0 ? count : 0);
         const T scale = problem.form == Form::inner ? static_cast<T>(problem.scale) : T(1);
         int64_t at = first / problem.query_len, next = first % problem.query_len;
-        for (int64_t i = 0; i < count; i++, next++) {
-            if (next == problem.query_len) at++, next = 0;
-            head[i] = &problem.heads[heads[at]];
-            row[i] = next;
-            prefetch_row(head[i]->query, problem.score_dtype, next + kPrefetchRows, problem.query_len, problem.dim);
-            T* own = query + i * width;
-            read_row(own, width, head[i]->query, problem.score_dtype, next, 0, problem.dim);
-            for (int64_t j = 0; j < width; j += Vector<T>::lanes) store(own + j, load(own + j) * scale);
-            masked = masked || has_mask(*head[i]);
-            holes = std::max(holes, head[i]->holes);
-            pair_masked = pair_masked || has_pair_mask(*head[i]);
-            no_epilogue = no_epilogue && !head[i]->query_bias.data && !head[i]->key_bias.data && problem.caps.empty();
-            if (problem.dropout > 0) stream[i] = Dropout::stream(problem, *head[i], row[i]);
+        for (int64_t i = 0; i < count; at++, next = 0) {
+            const Head& own = problem.heads[heads[at]];
+            masked = masked || has_mask(own);
+            holes = std::max(holes, own.holes);
+            pair_masked = pair_masked || has_pair_mask(own);
+            no_epilogue = no_epilogue && !own.query_bias.data && !own.key_bias.data && problem.caps.empty();
+            const bool native = problem.dim > 0 && has_native_layout<T>(own.query, problem.score_dtype, problem.dim);
+            for (; i < count && next < problem.query_len; i++, next++) {
+                head[i] = &own;
+                row[i] = next;
+                prefetch_row(own.query, problem.score_dtype, next + kPrefetchRows, problem.query_len, problem.dim);
+                T* to = query + i * width;
+                if (!native) read_row(to, width, own.query, problem.score_dtype, next, 0, problem.dim);
+                const T* from = native ? as<T>(own.query.data) + next * own.query.row_stride : to;
+                for (int64_t j = 0; j < width; j += Vector<T>::lanes) store(to + j, load(from + j) * scale);
+                if (problem.dropout > 0) stream[i] = Dropout::stream(problem, own, next);
+            }
         }
         if (problem.form == Form::additive && !is_finite(View<T>{query, width}, count, width)) {
             nonfinite = arena.take<bool>(count);
@@ -94,8 +98,12 @@ struct QueryTile {
     void find_intervals(Arena& arena, const Problem& problem) {
         any_row = arena.take<Span>(panels());
         all_rows = arena.take<Span>(panels());
-        std::fill_n(any_row, panels(), Span{problem.key_len, 0});
         std::fill_n(all_rows, panels(), Span{0, problem.key_len});
+        if (!masked) {
+            std::copy_n(all_rows, panels(), any_row);
+            return;
+        }
+        std::fill_n(any_row, panels(), Span{problem.key_len, 0});
         for (int64_t i = 0; i < count; i++) {
             const Span own = key_interval(problem, *head[i], row[i]);
             any_row[i / kMR] = any_row[i / kMR].covering(own);
