@@ -226,18 +226,21 @@ def check(score: Any, dim: int, key_dim: int) -> None:
 def widen(ops: Backend, *arrays: Array) -> tuple[Array, ...]:
     """Return the arrays in one dtype that can hold sums: the widest of theirs, at least float32."""
     dtypes = {ops.dtype(x) for x in arrays}
+    if dtypes in _WIDE:
+        return arrays
     target = max(map(accumulator, dtypes), key=_WIDTHS.__getitem__)
     return arrays if dtypes == {target} else tuple(ops.astype(x, target) for x in arrays)
 
 
 _WIDTHS = {"float32": 0, "float64": 1, "longdouble": 2, "float128": 2}
+_WIDE = ({"float32"}, {"float64"})
 
 
 def per_head(ops: Backend, name: str, x: Array, query: Array, key: Array, axes: int) -> Array:
     """Return a parameter (heads, ...) as (head, group, ...); one with `axes` axes, shared by all heads, as it is."""
-    lead, own = tuple(x.shape[: len(x.shape) - axes]), tuple(x.shape[len(x.shape) - axes :])
-    if not lead:
+    if len(x.shape) == axes:
         return x
+    lead, own = tuple(x.shape[: len(x.shape) - axes]), tuple(x.shape[len(x.shape) - axes :])
     heads, groups = max(int(query.shape[-4]), int(key.shape[-4])), int(query.shape[-3])
     splits = {(1,): (1, 1), (heads,): (heads, 1), (heads * groups,): (heads, groups)}
     if len(own) < axes or lead not in splits:
