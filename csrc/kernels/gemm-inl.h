@@ -18,7 +18,14 @@ struct Product {
     using Sum = T;
     static constexpr int64_t kMaxTerms = kHasFma ? std::numeric_limits<int64_t>::max() : 16;
     static V<T> read(const T* b) { return load(b); }
-    static T broadcast(T a) { return a; }
+    static T broadcast(T a) {
+#if defined(__aarch64__)
+        // Multiplied from one lane, where a plain load puts it. clang and, in places, GCC would fill all lanes, by a
+        // load that takes one of the pipes of the multiply-adds.
+        asm("" : "+w"(a));
+#endif
+        return a;
+    }
     static V<T> add(V<T> sum, T a, V<T> b) { return sum + a * b; }
     V<T> finish(V<T> sum) const { return sum; }
 };

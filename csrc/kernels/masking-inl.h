@@ -42,6 +42,16 @@ inline uint64_t span_bits(const Span& span, int64_t key, int64_t count) {
            ~lowest_bits(std::clamp<int64_t>(span.first - key, 0, count));
 }
 
+#if defined(__aarch64__)
+// Bits of 64 bytes, each of which is 0 or all ones.
+inline uint64_t bits_of_bytes(const uint8x16_t* bytes) {
+    const uint8x16_t bit = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+    const uint8x16_t low = vpaddq_u8(vandq_u8(bytes[0], bit), vandq_u8(bytes[1], bit)),
+                     high = vpaddq_u8(vandq_u8(bytes[2], bit), vandq_u8(bytes[3], bit)), all = vpaddq_u8(low, high);
+    return vgetq_lane_u64(vreinterpretq_u64_u8(vpaddq_u8(all, all)), 0);
+}
+#endif
+
 // Bits of the bytes that are not 0.
 inline uint64_t nonzero_bits(const char* bytes, int64_t stride, int64_t count) {
     if (stride == 0) return *bytes ? lowest_bits(count) : 0;
@@ -49,6 +59,15 @@ inline uint64_t nonzero_bits(const char* bytes, int64_t stride, int64_t count) {
     if (stride == 1) {
         const __m512i all = _mm512_maskz_loadu_epi8(lowest_bits(count), bytes);
         return _mm512_test_epi8_mask(all, all);
+    }
+#elif defined(__aarch64__)
+    if (stride == 1 && count == kTileKeys) {
+        uint8x16_t all[4];
+        for (int j = 0; j < 4; j++) {
+            const uint8x16_t x = vld1q_u8(reinterpret_cast<const uint8_t*>(bytes) + 16 * j);
+            all[j] = vtstq_u8(x, x);
+        }
+        return bits_of_bytes(all);
     }
 #endif
     uint64_t bits = 0;
@@ -136,6 +155,19 @@ struct Dropout {
             x = _mm512_xor_si512(x, _mm512_srli_epi32(x, 16));
             bits |= static_cast<uint64_t>(_mm512_cmpge_epu32_mask(x, least)) << (16 * j);
         }
+#elif defined(__aarch64__)
+        const uint32x4_t least = vdupq_n_u32(static_cast<uint32_t>(threshold)), own = vdupq_n_u32(stream);
+        const auto kept = [&](int j) {  // four keys
+            uint32x4_t x = vaddq_u32(own, vld1q_u32(key_hash + j));
+            x = vmulq_n_u32(veorq_u32(x, vshrq_n_u32(x, 16)), 0x7FEB352Du);
+            x = vmulq_n_u32(veorq_u32(x, vshrq_n_u32(x, 15)), 0x846CA68Bu);
+            return vmovn_u32(vcgeq_u32(veorq_u32(x, vshrq_n_u32(x, 16)), least));
+        };
+        uint8x16_t all[4];
+        for (int j = 0; j < 4; j++)
+            all[j] = vcombine_u8(vmovn_u16(vcombine_u16(kept(16 * j), kept(16 * j + 4))),
+                                 vmovn_u16(vcombine_u16(kept(16 * j + 8), kept(16 * j + 12))));
+        bits = bits_of_bytes(all);
 #else
         for (int j = 0; j < kTileKeys; j++) bits |= uint64_t(hash32(stream + key_hash[j]) >= threshold) << j;
 #endif

@@ -86,6 +86,12 @@ inline void widen_row(float* to, const uint16_t* from, Dtype dtype, int64_t coun
                                      ? _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16))
                                      : _mm256_cvtph_ps(bits));
     }
+#elif defined(__aarch64__)
+    for (; j + 4 <= count; j += 4) {
+        const uint16x4_t bits = vld1_u16(from + j);
+        vst1q_f32(to + j, dtype == Dtype::bf16 ? vreinterpretq_f32_u32(vshll_n_u16(bits, 16))
+                                               : vcvt_f32_f16(vreinterpret_f16_u16(bits)));
+    }
 #endif
     for (; j < count; j++) to[j] = widened(from[j], dtype);
 }
@@ -96,6 +102,9 @@ inline void narrow_row(uint16_t* to, const float* from, Dtype dtype, int64_t cou
     if (dtype == Dtype::f16)
         for (; j + 16 <= count; j += 16)
             _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + j), _mm512_cvtps_ph(_mm512_loadu_ps(from + j), 0));
+#elif defined(__aarch64__)
+    if (dtype == Dtype::f16)
+        for (; j + 4 <= count; j += 4) vst1_u16(to + j, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(from + j))));
 #endif
     if (dtype == Dtype::bf16)  // compiles to vectors, with the dtype a constant
         for (; j < count; j++) to[j] = narrowed(from[j], Dtype::bf16);

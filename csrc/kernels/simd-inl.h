@@ -7,6 +7,9 @@ constexpr int kNR = 4;  // 6 x 4 of 32 registers
 #elif defined(__AVX2__)
 constexpr int kVectorBytes = 32;
 constexpr int kNR = 2;  // 6 x 2 of 16 registers
+#elif defined(__aarch64__)
+constexpr int kVectorBytes = 16;
+constexpr int kNR = 4;  // 6 x 4 of 32 registers
 #else
 constexpr int kVectorBytes = 16;
 constexpr int kNR = 2;
@@ -176,6 +179,9 @@ inline bool exceeds(V<T> x, T bound) {
         return _mm256_movemask_ps(_mm256_cmp_ps((__m256)x, _mm256_set1_ps(bound), _CMP_NLE_UQ)) != 0;
     else
         return _mm256_movemask_pd(_mm256_cmp_pd((__m256d)x, _mm256_set1_pd(bound), _CMP_NLE_UQ)) != 0;
+#elif defined(__aarch64__)
+    const M<T> within = x <= bound;
+    return vminvq_u32((uint32x4_t)within) == 0;
 #else
     const M<T> within = x <= bound;
     typename Vector<T>::integer all = -1;
@@ -209,6 +215,13 @@ inline uint64_t minus_infinity_bits(V<T> x) {
         return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-INFINITY), _CMP_EQ_OQ);
     else
         return _mm512_cmp_pd_mask((__m512d)x, _mm512_set1_pd(-INFINITY), _CMP_EQ_OQ);
+#elif defined(__aarch64__)
+    constexpr M<T> lane = lane_constant<T>([](int p) { return 1 << p; });
+    const M<T> found = (x == -std::numeric_limits<T>::infinity()) & lane;
+    if constexpr (sizeof(T) == 4)
+        return vaddvq_u32((uint32x4_t)found);
+    else
+        return vaddvq_u64((uint64x2_t)found);
 #else
     uint64_t bits = 0;
     for (int i = 0; i < Vector<T>::lanes; i++) bits |= uint64_t(x[i] == -std::numeric_limits<T>::infinity()) << i;
@@ -358,7 +371,13 @@ inline V<T> exp2_of(V<T> t) {
         // The low bits of z are the exponent of 2^(round(t) + kExtraBits): 0 makes it 0, and 255 infinite.
         constexpr int bias = E::bias + kExtraBits;
         constexpr float magic = E::magic + bias;
-        const V<T> y = fast_min<T>(splat(T(255 - bias)), fast_max<T>(splat(T(-bias)), t)), z = y + magic;
+#if defined(__aarch64__)
+        // One instruction each; NaN stays NaN.
+        const V<T> y = (V<T>)vminq_f32(vdupq_n_f32(255 - bias), vmaxq_f32(vdupq_n_f32(-bias), (float32x4_t)t));
+#else
+        const V<T> y = fast_min<T>(splat(T(255 - bias)), fast_max<T>(splat(T(-bias)), t));
+#endif
+        const V<T> z = y + magic;
         M<T> bits;
         std::memcpy(&bits, &z, sizeof z);
         bits <<= E::shift;

@@ -154,7 +154,8 @@ struct Kernels {
     void (*backward)(const Problem&, Threads threads);
 };
 
-// The targets that this CPU can run, best first ("avx512bf16", "avx512", "avx2", "portable").
+// The targets that this CPU can run, best first ("avx512bf16", "avx512", "avx2", "portable"; on Arm "neon_bf16",
+// "neon").
 std::vector<const Kernels*> runnable_kernels();
 
 // Run f(0, context) .. f(count - 1, context) on at most so many threads, the caller among them. Safe from several
