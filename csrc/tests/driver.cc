@@ -124,12 +124,27 @@ bool pool_holds(int rounds) {
 }
 
 #if defined(__x86_64__)
+constexpr uint64_t kFlushToZero = 0x8040;  // subnormal operands as well
+uint64_t control_register() { return _mm_getcsr(); }
+void set_control_register(uint64_t mode) { _mm_setcsr(static_cast<unsigned>(mode)); }
+#define ATTNSCORE_CONTROL_REGISTER 1
+#elif defined(__aarch64__)
+constexpr uint64_t kFlushToZero = 1 << 24;
+uint64_t control_register() {
+    uint64_t mode;
+    asm volatile("mrs %0, fpcr" : "=r"(mode));
+    return mode;
+}
+void set_control_register(uint64_t mode) { asm volatile("msr fpcr, %0" : : "r"(mode)); }
+#define ATTNSCORE_CONTROL_REGISTER 1
+#endif
+
+#ifdef ATTNSCORE_CONTROL_REGISTER
 // A caller that flushes subnormal numbers to zero, as XLA's threads do: its tasks do not, and it still does afterwards.
 bool tasks_keep_subnormals() {
     bool good = true;
     std::thread caller([&good] {
-        constexpr unsigned kFlushToZero = 0x8040;
-        _mm_setcsr(_mm_getcsr() | kFlushToZero);
+        set_control_register(control_register() | kFlushToZero);
         // More threads than pool_holds asks for, so that this caller starts some.
         for (const int threads : {1, 9}) {
             std::vector<float> halves(1000, std::numeric_limits<float>::min());
@@ -140,7 +155,7 @@ bool tasks_keep_subnormals() {
             parallel(static_cast<int64_t>(halves.size()), task, &halves, threads);
             // By their bits: a comparison here takes a subnormal number for zero.
             for (const float half : halves) good = good && std::memcmp(&half, "\0\0\x40\0", 4) == 0;
-            good = good && (_mm_getcsr() & kFlushToZero) == kFlushToZero;
+            good = good && (control_register() & kFlushToZero) == kFlushToZero;
         }
     });
     caller.join();
