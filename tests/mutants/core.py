@@ -435,4 +435,12 @@ FAULTS = [
         "tests/test_plan.py -k on_a_tape",
         "a planned gradient is not summed over the axes that were broadcast",
     ),
+    Fault(
+        "tensorflow-recorded-gradients-of-one-tape",
+        "src/attnscore/backends/tensorflow/gradients.py",
+        "wanted = [bool(tape.should_record_backprop([x])) for x in operands]",
+        "wanted = [i == 0 for i in range(len(operands))]",
+        "tests/test_tensorflow.py -k planned_calls",
+        "a planned call of TensorFlow's gives a gradient to the query alone",
+    ),
 ]

@@ -182,8 +182,8 @@ FAULTS: list[Fault] = [
     Fault(
         "keras-weights-with-their-gradient",
         "src/attnscore/layers/keras.py",
-        "else OPS.stop_gradient(self.values)",
-        "else self.values",
+        "_Weights(OPS.stop_gradient(weights) if OPS.needs_grad(weights) else weights)",
+        "_Weights(weights)",
         _KERAS + "check_numbers.py -k without_a_gradient",
         "weights computed in the pass of a Keras layer are differentiated where they are read",
     ),

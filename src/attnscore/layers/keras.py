@@ -334,13 +334,13 @@ class _Call(LastCall):
 
 @dataclass(eq=False)
 class _Weights(LastCall):
-    """The weights of one softmax, in a framework without PyTorch's graph."""
+    """The weights of one softmax, without a gradient."""
 
     values: Array
 
     def weights(self) -> Array:
         # NumPy's may be written to.
-        return self.values.copy() if BACKEND == "numpy" else OPS.stop_gradient(self.values)
+        return self.values.copy() if BACKEND == "numpy" else self.values
 
 
 def _kept(query: Array, key: Array, arguments: dict[str, Any], weights: Array | None) -> Any:
@@ -350,7 +350,8 @@ def _kept(query: Array, key: Array, arguments: dict[str, Any], weights: Array | 
             from attnscore.layers import torch
 
             return torch.Weights(weights.detach())
-        return _Weights(weights)
+        # Detached now: a tape that has ended still knows the tensors of the call.
+        return _Weights(OPS.stop_gradient(weights) if OPS.needs_grad(weights) else weights)
     if _is_staged((query, key), arguments):
         return "compiled functions (fit, evaluate, predict, tf.function, jit), which keep nothing"
     if BACKEND == "torch":
