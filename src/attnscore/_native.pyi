@@ -61,9 +61,9 @@ def forward(score: _Score, inputs: _Inputs, rows: Sequence[_Optional], threads: 
 
     `rows` are out, row_max, log_denom = log sum exp(s - row_max) with the sink among the s, and those not None of
     scores, attention_scores, attention_weights, max_score, mean_score, var_score, entropy, max_weight, sum_sq_weights,
-    sum_weights and log_sum_exp. `scores` are saved for `backward`: before biases and caps, and unset where intervals mask
-    a pair. `attention_scores` are as they enter the softmax, -inf where masked; where they are wanted, every other
-    result is as for fully masked rows. `attention_weights` are before dropout; at most one of the two is given.
+    sum_weights and log_sum_exp. `scores` are saved for `backward`: before biases and caps, and unset where an interval
+    masks a pair. `attention_scores` are as they enter the softmax, -inf where masked; where they are wanted, every
+    other result is as for fully masked rows. `attention_weights` are before dropout; at most one of the two is given.
     """
 
 def backward(
