@@ -5,7 +5,7 @@
 #   ARGS="-k causal"    further arguments of pytest, or of `attnscore demo`
 #   SLOW=1              the tests marked slow as well (always when CI=true)
 #   WORKERS=2           how many processes share the tests; 0: pytest itself runs them, as `ARGS=--pdb` wants it
-#   CASES=100           how many cases `make sanitize` draws
+#   CASES=100           how many cases `make sanitize` and `make arm` draw
 #
 # The tests have two environments: MXNet needs NumPy below 1.24, which no other framework takes any more, and Python 3.11,
 # the last that such a NumPy was built for. One run of pytest in the first runs MXNet's tests in the second.
@@ -62,7 +62,7 @@ export TRANSFORMERS_OFFLINE := 1
 export MPLBACKEND := Agg
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all mutants check sanitize docs format clean distclean
+.PHONY: help demo test test-all mutants check sanitize arm docs format clean distclean
 
 help: ## this list
 	@echo "make TARGET [PYTHON=python3.12] [ARGS=...] [SLOW=1]"
@@ -91,6 +91,15 @@ check: $(READY) ## lint, format, types, project file
 sanitize: $(READY) ## the native kernels and their threads under the address, undefined-behaviour and thread sanitizers
 	@$(call sanitized,address$(COMMA)undefined,$(CASES))
 	@$(call sanitized,thread,10)
+
+arm: $(READY) ## the native kernels for Arm: cross-compiled, run in an emulator
+	@$(call has_arm_tools)
+	@$(BIN)/cmake -S . -B build/arm -G Ninja --log-level=WARNING -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
+	    -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=$(ARM_CXX) \
+	    -DCMAKE_EXE_LINKER_FLAGS=-static -DATTNSCORE_MODULE=OFF -DATTNSCORE_DRIVER=ON
+	@$(BIN)/cmake --build build/arm -- --quiet
+	@$(ARM_RUN) build/arm/driver $(CASES)
+	@echo "a CPU without BF16:" && $(ARM_RUN) -cpu neoverse-n1 build/arm/driver 10
 
 docs: $(READY) ## the documentation as a site, into build/site
 	@$(EDITABLE) '.[docs]' && $(BIN)/mkdocs build --strict
@@ -148,6 +157,19 @@ sanitized = $(BIN)/cmake -S . -B build/sanitize-$(firstword $(subst $(COMMA), ,$
     -DATTNSCORE_SANITIZE=$(1) && \
     $(BIN)/cmake --build build/sanitize-$(firstword $(subst $(COMMA), ,$(1))) -- --quiet && \
     echo "$(1):" && build/sanitize-$(firstword $(subst $(COMMA), ,$(1)))/driver $(2)
+
+# Linked statically, so that the emulator needs no libraries of the other architecture. QEMU takes 3 to 12 s for 10 cases.
+ARM_CXX := aarch64-linux-gnu-g++
+ARM_RUN  = $(firstword $(shell command -v qemu-aarch64-static || command -v qemu-aarch64 || true))
+define has_arm_tools
+missing=; \
+command -v $(ARM_CXX) >/dev/null || missing="$$missing g++-aarch64-linux-gnu"; \
+test -n "$(ARM_RUN)" || missing="$$missing qemu-user-static"; \
+if [ -n "$$missing" ]; then \
+    echo "make arm needs a cross compiler and an emulator; on Debian: apt-get install$$missing" >&2; \
+    exit 1; \
+fi
+endef
 
 # --clear: what an interrupted run left behind is no base to build on.
 define make_venv

@@ -45,7 +45,10 @@ _Inputs: TypeAlias = Sequence[_Optional]
 """query, key, value, query_bias, key_bias, bias, mask, query_ids, key_ids, start, stop, w_v, sink, scales."""
 
 def targets() -> list[str]:
-    """Return the targets that this CPU runs, best first: of "avx512bf16", "avx512", "avx2" and "portable"."""
+    """Return the targets that this CPU runs, best first.
+
+    On x86-64 of "avx512bf16", "avx512", "avx2" and "portable", on 64-bit Arm of "neon_bf16" and "neon".
+    """
 
 def current_target() -> str:
     """Return the target in use: the first, unless ATTNSCORE_TARGET in the environment or `select` names another."""
