@@ -84,15 +84,14 @@ def formulas(score: Score, dim: int, o: Ops) -> list[Scores]:
         c = a - b
         return o.total(c * c) / (-2 * bandwidth**2)
 
-    def distance(q: Any, k: Any, bandwidth: Any) -> Any:
-        assert o.distances is not None
-        return o.distances(q, k) ** 2 / (-2 * bandwidth**2)
-
+    gaussian = [expanded, difference]
+    if (distances := o.distances) is not None:
+        gaussian.append(lambda q, k, bandwidth: distances(q, k) ** 2 / (-2 * bandwidth**2))
     found: dict[Score, list[Scores]] = {
         "scaled_dot": [scaled_scores, scaled_query],
         "additive": [product, total],
         "bilinear": [bilinear],
-        "gaussian": [expanded, difference, *([distance] if o.distances else [])],
+        "gaussian": gaussian,
     }
     return found[score]
 
