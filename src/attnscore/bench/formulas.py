@@ -84,7 +84,7 @@ def formulas(score: Score, dim: int, o: Ops) -> list[Scores]:
         c = a - b
         return o.total(c * c) / (-2 * bandwidth**2)
 
-    gaussian = [expanded, difference]
+    gaussian: list[Scores] = [expanded, difference]
     if (distances := o.distances) is not None:
         gaussian.append(lambda q, k, bandwidth: distances(q, k) ** 2 / (-2 * bandwidth**2))
     found: dict[Score, list[Scores]] = {
