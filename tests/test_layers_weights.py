@@ -52,6 +52,14 @@ def test_few_are_computed_in_the_pass(case: Case) -> None:
     torch.testing.assert_close(found.sum(-1), torch.ones(found.shape[:-1]))
 
 
+@pytest.mark.parametrize("few", [0, 2**12])
+def test_a_batch_of_values_alone_is_not_one_of_weights(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attnscore.layers.torch.FEW_WEIGHTS", few)
+    layer, x = DotProductAttention(), torch.randn(1, 3, 2)
+    layer(x, x, torch.randn(4, 3, 2))
+    assert layer.attention_weights.shape == (1, 3, 3)
+
+
 class TestAttentionWeights:
     @every_layer
     def test_are_those_of_the_call_after_an_optimiser_step(self, case: Case) -> None:

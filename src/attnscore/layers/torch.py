@@ -197,7 +197,7 @@ class Attention(BaseAttention[Tensor], nn.Module):
         dropout = self.dropout if self.training else 0.0
         is_staged = not is_plain and is_traced(query, key, *_others(arguments))
         kept: Call | Weights | str | None = None
-        if self.keep_last and not is_staged and self._computes_weights(query, key):
+        if self.keep_last and not is_staged and self._computes_weights(query, key, value):
             out, weights = attend(query, key, value, dropout=dropout, return_weights=True, **arguments)
             kept = Weights(weights.detach())
         else:
@@ -208,8 +208,10 @@ class Attention(BaseAttention[Tensor], nn.Module):
         object.__setattr__(self, "_last", kept)
         return self._output(out)
 
-    def _computes_weights(self, query: Tensor, key: Tensor) -> bool:
+    def _computes_weights(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
         """Whether to compute the weights in the pass: they are few, or those of the last call were read."""
+        if value.shape[0] > max(query.shape[0], key.shape[0]):
+            return False  # they would have the batch of the values
         pairs = max(query.shape[0], key.shape[0]) * query.shape[1] * key.shape[1] * (self._layer.heads or 1)
         if pairs <= FEW_WEIGHTS:
             return True
