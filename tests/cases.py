@@ -311,6 +311,19 @@ def _mixed(length: int, s: Sizes) -> np.ndarray:
     return np.array([[(5 * j + b) % 3 if j % 7 != 6 else -2 for j in range(length)] for b in range(s.batch)])
 
 
+# Cumulative lengths of queries and of keys: sequences of 3 and 5, none and 2, 2 and none, 1 and 4.
+_CU = ([0, 3, 3, 5, 6], [0, 5, 7, 7, 11])
+
+
+def _packed(i: int, j: int, left: int = 99, right: int = 99, bottom_right: bool = False) -> bool:
+    """Whether query i sees key j of the sequences `_CU`."""
+    for first, last, start, stop in zip(_CU[0], _CU[0][1:], _CU[1], _CU[1][1:], strict=False):
+        if first <= i < last and start <= j < stop:
+            own = i - first + (stop - start) - (last - first) if bottom_right else i - first
+            return own - left <= j - start <= own + right
+    return False
+
+
 # One comparison each: MXNet's arrays know no // and no & of booleans.
 def _near(b: Any, h: Any, i: Any, j: Any) -> Any:
     return abs(i + 2 - j) <= 3
@@ -386,6 +399,23 @@ MASKS = (
          lambda s, b, h, i, j: _mixed(9, s)[0, i] == _mixed(9, s)[0, j] >= 0, lengths=(9, 9), intervals=False),
     mask("Documents-strangers", lambda s: ats.Documents(np.full((1, s.queries), 3), _blocks(s.keys, s)),
          lambda s, b, h, i, j: False),
+    mask("Packed", lambda s: ats.Packed([0, 4, 4, 7]), lambda s, b, h, i, j: i // 4 == j // 4 and max(i, j) < 7,
+         lengths=(9, 9)),
+    mask("Packed-one", lambda s: ats.Packed([0, s.queries], [0, s.keys]), lambda s, b, h, i, j: True),
+    mask("Packed-none", lambda s: ats.Packed([0], [0]), lambda s, b, h, i, j: False),
+    mask("Packed-two", lambda s: ats.Packed(*_CU), lambda s, b, h, i, j: _packed(i, j)),
+    mask("Packed-top_left", lambda s: ats.Packed(*_CU).causal("top_left"),
+         lambda s, b, h, i, j: _packed(i, j, right=0)),
+    mask("Packed-bottom_right", lambda s: ats.Packed(*_CU).causal("bottom_right"),
+         lambda s, b, h, i, j: _packed(i, j, right=0, bottom_right=True)),
+    mask("Packed-window", lambda s: ats.Packed(*_CU).window(1, 2, "bottom_right"),
+         lambda s, b, h, i, j: _packed(i, j, 1, 2, bottom_right=True)),
+    mask("Packed-left", lambda s: ats.Packed(*_CU).window(left=1, align="top_left"),
+         lambda s, b, h, i, j: _packed(i, j, left=1)),
+    mask("Packed-and-Causal", lambda s: ats.Packed(np.array([0, 4, 4, 7])) & ats.Causal(),
+         lambda s, b, h, i, j: i // 4 == j // 4 and j <= i < 7, lengths=(9, 9)),
+    mask("Packed-or", lambda s: ats.Packed(*_CU).causal("bottom_right") | ats.KeyRange(11, 12),
+         lambda s, b, h, i, j: _packed(i, j, right=0, bottom_right=True) or j == 11, intervals=False),
     mask("array-2d", lambda s: _dense(s, s.queries, s.keys),
          lambda s, b, h, i, j: _dense(s, s.queries, s.keys)[i, j], intervals=False),
     mask("array-3d", lambda s: _dense(s, s.heads, s.queries, s.keys),

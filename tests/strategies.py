@@ -206,8 +206,18 @@ def leaves(query_len: int, key_len: int, batch: int, axes: int = 3) -> st.Search
         st.builds(ats.PrefixLM, _one_or_each(lens, batch)),
         st.builds(ats.Documents, _arrays(ids, int, query_len), _arrays(ids, int, key_len)),
         st.builds(ats.Documents, _arrays(ids, int, batch, query_len), _arrays(ids, int, batch, key_len)),
+        st.integers(1, 4).flatmap(
+            lambda count: st.builds(
+                ats.Packed, _cumulative(count, query_len), _cumulative(count, key_len), widths, widths, aligns
+            )
+        ),
         st.builds(ats.Dense, dense.map(lambda rows: np.array(rows, bool))),
     )
+
+
+def _cumulative(count: int, most: int) -> st.SearchStrategy[list[int]]:
+    """Cumulative lengths of `count` sequences, some of them empty, within `most` positions."""
+    return st.lists(st.integers(0, most), min_size=count, max_size=count).map(lambda ends: [0, *sorted(ends)])
 
 
 def _one_or_each(number: st.SearchStrategy[int], batch: int) -> st.SearchStrategy[Any]:

@@ -185,12 +185,13 @@ KINDS: dict[str, Any] = {
         ("Causal-offset-batch", lambda kind: ats.Causal(offset=kind([2, 4]))),
         ("SlidingWindow", lambda kind: ats.SlidingWindow(1, 1, offset=kind([3, 1]))),
         ("PrefixLM", lambda kind: ats.PrefixLM(kind([3, 6]))),
+        ("Packed", lambda kind: ats.Packed(kind([0, 3, 3, 6]), kind([0, 5, 7, 11])).causal("bottom_right")),
         (
             "Documents",
             lambda kind: ats.Documents(kind([0, 0, 1, 1, 2, 2, 3]), kind([0, 1, 1, 1, 2, 2, 3, 4, 5, 6, 6, 6])),
         ),
     ],
-    ids=["ValidLens", "ValidLens-2d", "KeyRange", "Causal", "SlidingWindow", "PrefixLM", "Documents"],
+    ids=["ValidLens", "ValidLens-2d", "KeyRange", "Causal", "SlidingWindow", "PrefixLM", "Packed", "Documents"],
 )
 def test_kinds_of_numbers(name: str, build: Any, kind: str, framework: str) -> None:
     """Lengths, offsets and ids as lists, NumPy or torch arrays of any whole or whole-valued kind mean the same."""
@@ -240,6 +241,7 @@ MASKS_OF_NUMPY: dict[str, Callable[[Callable[[Any], Any]], Mask]] = {
     "Causal": lambda laid: ats.Causal(offset=laid([1])) | SCATTERED,
     "SlidingWindow": lambda laid: ats.SlidingWindow(1, 0, offset=laid([1])),
     "PrefixLM": lambda laid: ats.PrefixLM(laid([2])) | SCATTERED,
+    "Packed": lambda laid: ats.Packed(laid([0, 5]), laid([0, 4])) | SCATTERED,
     "Documents": lambda laid: ats.Documents(laid([[0, 1, 0, 1, 0]])),
     "Documents-or": lambda laid: ats.Documents(laid([[0, 1, 0, 1, 0]])) | SCATTERED,
     "KeyPadding": lambda laid: ats.KeyPadding(laid([[True, False, True, True, False]])),
@@ -318,7 +320,7 @@ def test_masks_of_no_or_one_position(lengths: tuple[int, int]) -> None:
     for mask in (
         ats.Causal("top_left"), ats.Causal("bottom_right"), ats.SlidingWindow(1, 1, "top_left"), ats.ValidLens(m),
         ats.KeyRange(0, m), ats.KeyPadding(np.ones((1, m), bool)), ats.PrefixLM(0), ats.Dense(np.ones((n, m), bool)),
-        ats.Documents(np.zeros((1, n), int), np.zeros((1, m), int)), ~ats.ValidLens(m) | ats.Causal("top_left"),
+        ats.Documents(np.zeros((1, n), int), np.zeros((1, m), int)), ats.Packed([0, n], [0, m]), ~ats.ValidLens(m) | ats.Causal("top_left"),
     ):  # fmt: skip
         full = mask.materialize(n, m)
         assert full.shape == (1, n, m)
@@ -343,5 +345,5 @@ def test_masks_of_no_sequence(kernel: str) -> None:
 def test_every_mask_of_the_package_is_in_the_table() -> None:
     rows = {type(mask).__name__ for case in MASKS if (mask := mask_object(case)) is not None}
     assert {"ValidLens", "KeyRange", "KeyPadding", "Causal", "SlidingWindow", "PrefixLM", "Documents", "Dense"} <= rows
-    assert "MaskFunction" in rows
+    assert {"Packed", "MaskFunction"} <= rows
     assert MASK["nested"].lengths == (7, 12)

@@ -275,6 +275,7 @@ def test_traced_lengths_are_clamped(kernel: str, small_tiles: None) -> None:
         lambda n: ats.SlidingWindow(2, 3, offset=n),
         lambda n: ats.PrefixLM(n) & ats.Causal("bottom_right"),
         lambda n: ats.KeyRange(n, 9) & ats.ValidLens(7),
+        lambda n: ats.Packed(jnp.cumsum(jnp.append(0, n)), [0, 5, 11]).causal("bottom_right"),
         lambda n: ats.KeyPadding(jnp.arange(11)[None] > n[:, None]),
         lambda n: ats.Documents(jnp.arange(9)[None] // n[:, None], jnp.arange(11)[None] // n[:, None]),
         lambda n: ats.Dense(jnp.arange(9)[:, None] + n[:, None, None, None] > jnp.arange(11)),

@@ -128,6 +128,10 @@ def test_both_ways_give_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 # ------------------------------------------------------- traced lengths
 
 
+def _cumulative(n: Any, most: int) -> Any:
+    return jnp.sort(jnp.append(0, jnp.clip(n, 0, most)))
+
+
 MASKS: dict[str, Any] = {
     "lengths": ats.ValidLens,
     "lengths per query": lambda n: ats.ValidLens(n[:, None] - jnp.arange(9)),
@@ -140,6 +144,9 @@ MASKS: dict[str, Any] = {
     "an open window": lambda n: ats.SlidingWindow(None, 2, offset=n),
     "a wide window": lambda n: ats.SlidingWindow(2**60, None, offset=n),
     "a prefix": ats.PrefixLM,
+    "packed": lambda n: ats.Packed(_cumulative(n, 9), _cumulative(n, 11)),
+    "packed, causal": lambda n: ats.Packed(_cumulative(n, 9), [0, 5, 11]).causal("bottom_right"),
+    "packed, a window": lambda n: ats.Packed([0, 2, 9], _cumulative(n, 11)).window(2, 2**60, "top_left"),
     "several": lambda n: ats.PrefixLM(n) & ats.Causal("bottom_right") & ats.KeyRange(1, n + 2) & ats.ValidLens([11, 4]),
 }
 

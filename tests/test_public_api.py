@@ -66,6 +66,7 @@ MASKS = {
     "SlidingWindow": "(left=None, right=None, align=None, offset=None)",
     "PrefixLM": "(prefix_lens)",
     "Documents": "(query_ids, key_ids=None)",
+    "Packed": "(cu_query, cu_key=None, left=None, right=None, align=None)",
     "Dense": "(array)",
     "MaskFunction": "(function, captured=(), heads=0)",
 }
@@ -189,6 +190,7 @@ def test_scores_and_masks_are_frozen_dataclasses_compared_by_identity(name: str)
         "KeyPadding": {"array": np.ones((1, 2), bool)},
         "PrefixLM": {"prefix_lens": 1},
         "Documents": {"query_ids": [0, 0]},
+        "Packed": {"cu_query": [0, 2]},
         "Dense": {"array": np.ones((2, 2), bool)},
         "MaskFunction": {"function": looks_back},
     }.get(name, {})

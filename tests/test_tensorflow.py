@@ -205,6 +205,7 @@ def test_masks_of_unknown_lengths() -> None:
     query, key, value = inputs()
     seen, ids = RNG.random((2, 11)) < 0.6, np.sort(RNG.integers(-1, 3, (2, 9)))
     masks = {
+        "Packed": (lambda x: ats.Packed(x, [0, 3, 3, 11]).causal("bottom_right"), np.array([0, 4, 6, 9])),
         "KeyPadding": (ats.KeyPadding, seen),
         "Dense": (ats.Dense, RNG.random((2, 4, 9, 11)) < 0.5),
         "array": (lambda x: x, RNG.random((2, 1, 1, 11)) < 0.5),
@@ -235,6 +236,7 @@ FITTING: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "key_ids": (lambda x: ats.Documents(tf.zeros((3, 6), tf.int64), x), [(3, 6), (1, 6)], [(3, 5), (3, 7), (2, 6)]),
     "valid_lens": (ats.ValidLens, [(3, 6), (3, 1), (1, 6)], [(3, 5), (3, 7)]),
     "offset": (lambda x: ats.Causal(offset=x[:, 0]), [(3, 1), (1, 1)], [(2, 1)]),
+    "cu_key": (lambda x: ats.Packed([0, 4, 6], tf.cumsum(x[:, 0], exclusive=True)), [(3, 1)], [(2, 1), (4, 1)]),
     "start": (lambda x: ~ats.KeyRange(x[:, 0], 6) & ats.Causal("top_left"), [(3, 1)], [(2, 1)]),
 }
 

@@ -342,6 +342,10 @@ class Backend(ABC):
     def take(self, x: Array, indices: Array, axis: int) -> Array:
         return self.xp.take(x, indices, axis=axis)
 
+    def searchsorted(self, ordered: Array, values: Array) -> Array:
+        """Return how many entries of a vector in rising order are at most each of `values` (a vector), as int64."""
+        return self.astype(self.xp.searchsorted(ordered, values, side="right"), "int64")
+
     # Arithmetic
     def matmul(self, a: Array, b: Array) -> Array:
         return self.xp.matmul(a, b)

@@ -1,4 +1,4 @@
-"""Built-in masks: valid lengths, ranges, padding, causal, windows, prefixes, packed documents, arrays.
+"""Built-in masks: valid lengths, ranges, padding, causal, windows, prefixes, documents, packed sequences, arrays.
 
 Lengths that the host can read are checked; those on a device or traced are clamped to [0, key_len].
 """
@@ -13,16 +13,19 @@ import numpy as np
 
 from attnscore import backends
 from attnscore.backends.base import Array, Backend
-from attnscore.core.arguments import is_whole, shown
 from attnscore.core.layout import ScoreShape, entries_of
-from attnscore.errors import MaskError, message
 from attnscore.masks.base import And, IntervalSetMask, Mask, Not, Or, check_shapes
 from attnscore.masks.index_values import (
+    UNBOUNDED,
     Align,
+    check_align,
     check_alignment,
     check_boolean,
+    check_cumulative,
     check_index_values,
+    check_same_lengths,
     check_whole,
+    check_widths,
     clip_intervals,
     column,
     document_intervals,
@@ -35,7 +38,7 @@ from attnscore.masks.index_values import (
     per_query,
 )
 from attnscore.masks.intervals import MOST, Intervals, IntervalSet, runs_of
-from attnscore.masks.shape_spec import ShapeSpec, index_values_spec, pairs_spec, shape_of
+from attnscore.masks.shape_spec import ShapeSpec, index_values_spec, pairs_spec, shape_of, sizes_of
 
 
 @final
@@ -252,10 +255,7 @@ class SlidingWindow(Mask):
         return clip_intervals(start, stop, query_len, key_len)
 
     def check(self, ops: Backend, score_shape: ScoreShape) -> None:
-        for name in ("left", "right"):
-            width = getattr(self, name)
-            if width is not None and (not is_whole(width) or not 0 <= width < 2**62):
-                raise MaskError(message(name, "a whole number of keys, 0 or more, or None", shown(width)))
+        check_widths(self.left, self.right)
         check_alignment(score_shape, self)
 
     def shapes(self, score_shape: ScoreShape) -> list[ShapeSpec]:
@@ -358,6 +358,117 @@ class Documents(Mask):
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
+class Packed(Mask):
+    """Packed sequences: query i of sequence s attends the keys of sequence s, in its window where there is one.
+
+    Cumulative lengths say where sequences begin and end, as in FlashAttention's calls of variable length: sequence s
+    holds the queries ``cu_query[s] <= i < cu_query[s + 1]`` and the keys ``cu_key[s] <= j < cu_key[s + 1]``. Queries
+    behind the last sequence attend nothing. `left`, `right` and `align` are as in `SlidingWindow`, but within each
+    sequence; the methods `causal` and `window` set them.
+
+    ::
+
+        sequences of 1 and 2 queries, 3 and 3 keys
+
+        Packed(...)    .causal("top_left")    .causal("bottom_right")    .window(0, 0, "bottom_right")
+        1 1 1 0 0 0    1 0 0 0 0 0            1 1 1 0 0 0                0 0 1 0 0 0
+        0 0 0 1 1 1    0 0 0 1 0 0            0 0 0 1 1 0                0 0 0 0 1 0
+        0 0 0 1 1 1    0 0 0 1 1 0            0 0 0 1 1 1                0 0 0 0 0 1
+
+    Parameters
+    ----------
+    cu_query : (sequences + 1,) whole numbers
+        Cumulative lengths, from 0. Where they are traced or on a device, nothing waits for their values, and they are
+        not checked.
+    cu_key : (sequences + 1,) whole numbers, optional
+        None: as `cu_query`.
+    left, right : whole number, optional
+        Keys before and after a query's own position; None is unbounded.
+    align : "top_left" or "bottom_right", optional
+        Required beside a window where a sequence has more keys than queries or fewer, and where the host cannot tell.
+
+    Examples
+    --------
+    >>> Packed([0, 1, 3]).materialize(4, 3)[0].astype(int)
+    array([[1, 0, 0],
+           [0, 1, 1],
+           [0, 1, 1],
+           [0, 0, 0]])
+    >>> Packed([0, 1, 3], [0, 3, 6]).causal("bottom_right").materialize(3, 6)[0].astype(int)
+    array([[1, 1, 1, 0, 0, 0],
+           [0, 0, 0, 1, 1, 0],
+           [0, 0, 0, 1, 1, 1]])
+    """
+
+    cu_query: Any
+    cu_key: Any = None
+    left: int | None = None
+    right: int | None = None
+    align: Align | None = None
+
+    def causal(self, align: Align | None = None) -> Packed:
+        """Return the mask of the same sequences, each of them causal."""
+        return self.window(right=0, align=align)
+
+    def window(self, left: int | None = None, right: int | None = None, align: Align | None = None) -> Packed:
+        """Return the mask of the same sequences with this window, in place of any other."""
+        return Packed(self.cu_query, self.cu_key, left, right, align)
+
+    @property
+    def cumulative(self) -> tuple[Any, Any]:
+        """The cumulative lengths of queries and of keys."""
+        return self.cu_query, self.cu_query if self.cu_key is None else self.cu_key
+
+    def ends(self, ops: Backend, rows: Array) -> tuple[Array, Array]:
+        """Return start and stop of the keys of each query, in the shape of the indices `rows`."""
+        cu_query, cu_key = (ops.astype(ops.asarray(cu, rows), "int64") for cu in self.cumulative)
+        query = ops.reshape(rows, (-1,))
+        # As many sequences end at the query or before. Behind the last one, the sequence begins and ends at its end.
+        sequence = ops.searchsorted(cu_query[1:], query)
+        (query_start, start), (query_stop, stop) = (
+            [ops.take(end, sequence, 0) for end in ends]
+            for ends in ((cu_query, cu_key), [ops.concat([cu[1:], cu[-1:]], 0) for cu in (cu_query, cu_key)])
+        )
+        centre = query + (stop - query_stop if self.align == "bottom_right" else start - query_start)
+        if self.left is not None:
+            start = ops.maximum(start, centre - min(self.left, UNBOUNDED))
+        if self.right is not None:
+            stop = -ops.maximum(-stop, -(centre + min(self.right, UNBOUNDED) + 1))
+        return ops.reshape(start, rows.shape), ops.reshape(stop, rows.shape)
+
+    def visible(self, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
+        start, stop = self.ends(ops, rows)
+        return ops.logical_and(cols >= start, cols < stop)
+
+    def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
+        if any(host_ints(cu) is None for cu in self.cumulative):
+            return None
+        start, stop = self.ends(backends.load("numpy"), np.arange(query_len)[None])
+        return clip_intervals(start, stop, query_len, key_len)
+
+    def check(self, ops: Backend, score_shape: ScoreShape) -> None:
+        check_widths(self.left, self.right)
+        check_align(self.align)
+        check_shapes(self, score_shape)
+        cu_query = check_cumulative("cu_query", self.cu_query, score_shape.query_len)
+        if self.cu_key is None:
+            check_cumulative("cu_query", self.cu_query, score_shape.key_len)
+            return
+        cu_key = check_cumulative("cu_key", self.cu_key, score_shape.key_len)
+        if self.align is None and (self.left, self.right) != (None, None):
+            check_same_lengths(cu_query, cu_key)
+
+    def shapes(self, score_shape: ScoreShape) -> list[ShapeSpec]:
+        shape = sizes_of(self.cu_query)
+        count = shape[0] if len(shape) == 1 else 1
+        found = [ShapeSpec("cu_query", self.cu_query, "shape (sequences + 1,)", [(count,)] if count != 0 else [])]
+        if self.cu_key is not None:
+            found.append(ShapeSpec("cu_key", self.cu_key, f"shape (sequences + 1,) = ({count},)", [(count,)]))
+        return found
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
 class Dense(Mask):
     """Query i attends key j where `array[..., i, j]` is True; broadcastable to (..., query, key).
 
@@ -392,6 +503,6 @@ class Dense(Mask):
 
 BUILTIN: tuple[type[Mask], ...] = (
     *(And, Or, Not),
-    *(ValidLens, KeyRange, KeyPadding, Causal, SlidingWindow, PrefixLM, Documents, Dense),
+    *(ValidLens, KeyRange, KeyPadding, Causal, SlidingWindow, PrefixLM, Documents, Packed, Dense),
 )
 """All masks whose fields define them fully (a `MaskFunction` holds code); other tables derive from this one."""

@@ -17,15 +17,15 @@ import numpy as np
 from attnscore.backends.base import Array, Backend
 from attnscore.core.layout import ScoreShape
 from attnscore.masks.base import And, Mask, Not, Or, all_of, parts_of
-from attnscore.masks.builtin import Causal, KeyRange, PrefixLM, SlidingWindow, ValidLens
+from attnscore.masks.builtin import Causal, KeyRange, Packed, PrefixLM, SlidingWindow, ValidLens
+from attnscore.masks.index_values import UNBOUNDED
 from attnscore.masks.intervals import MOST, IntervalSet
 
 # Masks that are one interval a query whatever their index values are.
-_INTERVALS = (Causal, KeyRange, PrefixLM, SlidingWindow, ValidLens)
+_INTERVALS = (Causal, KeyRange, Packed, PrefixLM, SlidingWindow, ValidLens)
 
-# Index values are clamped to the first, and widths from the second on count as unbounded: the sum of both stays within
-# 32 bits, and no sequence is as long as their difference.
-_FAR, _WIDE = 2**30, 2**29
+# Index values are clamped to this: the sum with any width that counts stays within 32 bits.
+_FAR = 2**30
 
 Ends = tuple[Array, Array]
 
@@ -162,13 +162,15 @@ class _Tracer:
             return zero, stop
         if isinstance(mask, KeyRange):
             return values(mask.start), values(mask.stop)
+        if isinstance(mask, Packed):
+            return mask.ends(ops, rows)
         if isinstance(mask, PrefixLM):
             return zero, ops.maximum(values(mask.prefix_lens), rows + 1)
         if isinstance(mask, Causal):
             return zero, rows + values(mask.offset) + 1
         if isinstance(mask, SlidingWindow):
             centre = rows + values(mask.offset)
-            left, right = (None if width is None or width >= _WIDE else width for width in (mask.left, mask.right))
+            left, right = (None if width is None or width >= UNBOUNDED else width for width in (mask.left, mask.right))
             start = zero if left is None else centre - left
             return start, zero + self.score_shape.key_len if right is None else centre + right + 1
         return None

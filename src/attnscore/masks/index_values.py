@@ -8,13 +8,22 @@ import numpy as np
 
 from attnscore import backends
 from attnscore.backends.base import Array, Backend, is_unknown
-from attnscore.core.arguments import shown
+from attnscore.core.arguments import is_whole, shown
 from attnscore.core.layout import ScoreShape, entries_of
 from attnscore.errors import MaskError, message
 from attnscore.masks.intervals import HostArray, Intervals
 from attnscore.masks.shape_spec import index_values_spec
 
 Align = Literal["top_left", "bottom_right"]
+
+UNBOUNDED = 2**29
+"""Widths from here on count as unbounded: added to a position, they stay within 32 bits, and no sequence is as long."""
+
+
+_ALIGN_HINT = (
+    "align='top_left' lets query 0 see key 0; align='bottom_right' lets the last query see the last key (decoding with "
+    "a cache)"
+)
 
 
 class Aligned(Protocol):
@@ -108,8 +117,7 @@ def offset_of(ops: Backend, score_shape: ScoreShape, mask: Aligned, like: Array)
 def check_alignment(score_shape: ScoreShape, mask: Aligned) -> None:
     """Raise MaskError unless a mask with different lengths has an alignment or an offset, and not both."""
     name = type(mask).__name__
-    if mask.align is not None and not (isinstance(mask.align, str) and mask.align in ("top_left", "bottom_right")):
-        raise MaskError(message("align", "'top_left', 'bottom_right' or None", shown(mask.align)))
+    check_align(mask.align)
     if mask.offset is not None:
         if mask.align is not None:
             raise MaskError(message(name, "align or offset", "both"))
@@ -117,11 +125,50 @@ def check_alignment(score_shape: ScoreShape, mask: Aligned) -> None:
     elif mask.align is None and score_shape.query_len != score_shape.key_len:
         expected = "an alignment, as there are not as many queries as keys"
         got = f"{score_shape.query_len} queries and {score_shape.key_len} keys"
-        hint = (
-            "align='top_left' lets query 0 see key 0; align='bottom_right' lets the last query see the last key "
-            "(decoding with a cache)"
-        )
-        raise MaskError(message(f"{name}()", expected, got, hint=hint))
+        raise MaskError(message(f"{name}()", expected, got, hint=_ALIGN_HINT))
+
+
+def check_align(align: Any) -> None:
+    """Raise MaskError unless `align` is one of the alignments, or None."""
+    if align is not None and not (isinstance(align, str) and align in ("top_left", "bottom_right")):
+        raise MaskError(message("align", "'top_left', 'bottom_right' or None", shown(align)))
+
+
+def check_widths(left: Any, right: Any) -> None:
+    """Raise MaskError unless the widths of a window are whole numbers, or None."""
+    for name, width in (("left", left), ("right", right)):
+        if width is not None and (not is_whole(width) or not 0 <= width < 2**62):
+            raise MaskError(message(name, "a whole number of keys, 0 or more, or None", shown(width)))
+
+
+def check_cumulative(name: str, cu: Any, highest: Any) -> HostArray | None:
+    """Return cumulative lengths, (sequences + 1,), or None where the host cannot read them.
+
+    Raise MaskError unless they are whole numbers from 0 to `highest` at most, none below the one before.
+    """
+    values = check_whole(name, cu)
+    if values is None:
+        return None
+    if values[0] != 0 or (values[1:] < values[:-1]).any():
+        expected = "cumulative lengths: from 0, none below the one before"
+        hint = "of lengths, numpy.cumsum([0, *lengths])"
+        raise MaskError(message(name, expected, f"{values[:8].tolist()}", hint=hint))
+    if not is_unknown(highest) and values[-1] > highest:
+        raise MaskError(message(name, f"cumulative lengths up to {highest}", values[-1]))
+    return values
+
+
+def check_same_lengths(cu_query: HostArray | None, cu_key: HostArray | None) -> None:
+    """Raise MaskError unless each sequence is known to have as many queries as keys."""
+    if cu_query is None or cu_key is None:
+        got = "lengths of queries and of keys that the host cannot compare"
+    else:
+        differ = np.flatnonzero(np.diff(cu_query) != np.diff(cu_key))
+        if not differ.size:
+            return
+        queries, keys = (int(np.diff(cu)[differ[0]]) for cu in (cu_query, cu_key))
+        got = f"{queries} queries and {keys} keys in sequence {differ[0]}"
+    raise MaskError(message("align", "an alignment of the queries and keys of each sequence", got, hint=_ALIGN_HINT))
 
 
 def check_whole(name: str, x: Any) -> HostArray | None:

@@ -20,6 +20,11 @@ def shape_of(x: Any) -> tuple[int, ...]:
     return () if values is None else values.shape
 
 
+def sizes_of(x: Any) -> tuple[Any, ...]:
+    """Return the same with `Unknown` where a graph learns a size when it runs."""
+    return backends.of({"x": x}).shape(x) if backends.is_array(x) else shape_of(x)
+
+
 @dataclass(frozen=True, eq=False)
 class ShapeSpec:
     """An array, list or number of a mask, and the shapes that fit."""
