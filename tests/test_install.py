@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,7 @@ def test_without_a_compiler_the_kernels_are_left_out_and_their_need_is_named(tmp
     done = configure(tmp_path / "build", str(bare_path))
     assert done.returncode == 0, done.stderr
     assert f"installing without the native kernels: {MISSING}" in said(done)
+    assert (tmp_path / "build" / "_native_missing.py").read_text() == f'REASON = r"""{MISSING}."""\n'
 
 
 def test_kernels_that_are_required_and_cannot_be_built_are_an_error(tmp_path: Path, bare_path: Path) -> None:
@@ -94,3 +96,49 @@ def test_a_compiler_that_is_installed_later_is_found(tmp_path: Path, bare_path: 
     done = configure(tmp_path / "build", folders)
     assert done.returncode == 0, done.stderr
     assert "C++ compiler" not in said(done)
+
+
+# ------------------------------------------------------------------ what an installation without kernels says
+
+WHY = """
+import sys
+sys.meta_path[:] = [x for x in sys.meta_path if "ScikitBuild" not in type(x).__name__]
+sys.path.insert(0, sys.argv[1])
+import numpy as np
+import attnscore as ats
+assert ats.__file__.startswith(sys.argv[1]), ats.__file__
+reason = ats.available()["kernels"]["native"]
+assert f"not native      {reason}" in str(ats.explain(*[np.ones((2, 2))] * 3)).splitlines()
+print(reason)
+"""
+
+
+@pytest.fixture
+def installed(wheel: zipfile.ZipFile, tmp_path: Path) -> Path:
+    """A folder with the package as a wheel without kernels has it."""
+    wheel.extractall(tmp_path / "site")
+    return tmp_path / "site"
+
+
+def reason_in(folder: Path) -> str:
+    """What `available` and `explain` say of the native kernels in that folder's package."""
+    done = subprocess.run(
+        [sys.executable, "-c", WHY, str(folder)], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_an_installation_says_what_its_build_lacked(installed: Path) -> None:
+    (installed / "attnscore" / "_native_missing.py").write_text(f'REASON = r"""{MISSING}."""\n')
+    assert reason_in(installed) == f"no native module: built without it, because {MISSING}"
+
+
+def test_an_installation_whose_compilation_failed_says_so(installed: Path) -> None:
+    expected = "no native module: built without it, because its compilation failed, or CMake did not run"
+    assert reason_in(installed) == f"{expected}; `pip install -v` shows which"
+
+
+def test_a_module_that_does_not_load_is_not_called_missing(installed: Path) -> None:
+    (installed / "attnscore" / f"_native{EXTENSION_SUFFIXES[0]}").write_bytes(b"no library")
+    assert reason_in(installed).startswith("no native module: it is there and does not load: ")

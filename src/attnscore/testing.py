@@ -1,4 +1,6 @@
-"""Checks of a new score, kernel or framework; attnscore's own tests call them too.
+"""Checks of a new score, kernel or framework, and of an installation; attnscore's own tests call them too.
+
+``python -m attnscore.testing`` checks every score, mask and kernel that this machine has (`main`).
 
 Each draws small random arrays of odd sizes and raises an AssertionError that says what failed and by how much.
 References are the dense kernel (the definition, whole matrix) and central differences in float64: no formula that is
@@ -8,12 +10,17 @@ under test. A framework is imported only when an array of it was given.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import functools
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from attnscore import backends, kernels
+from attnscore import __version__, backends, kernels
+from attnscore.analysis.explain import available
 from attnscore.analysis.weights import attention_scores
 from attnscore.api import attend, attend_vjp
 from attnscore.backends.base import Array, Backend
@@ -23,10 +30,22 @@ from attnscore.core.problem import Problem, build_problem
 from attnscore.core.tiled import RowGradients
 from attnscore.errors import ArgumentError, message
 from attnscore.kernels import AttentionOp, Kernel
-from attnscore.masks import Causal, Dense, Mask, ValidLens
-from attnscore.scores import Additive, Gaussian, arrays_of, resolve
+from attnscore.masks import (
+    Causal,
+    Dense,
+    Documents,
+    KeyPadding,
+    KeyRange,
+    Mask,
+    MaskFunction,
+    PrefixLM,
+    SlidingWindow,
+    ValidLens,
+)
+from attnscore.scores import Additive, Bilinear, Gaussian, SoftCap, Temperature, arrays_of, registered, resolve
+from attnscore.scores.activations import NAMES as ACTIVATIONS
 
-__all__ = ["check_framework", "check_kernel", "check_score"]
+__all__ = ["check_framework", "check_kernel", "check_score", "main"]
 
 _HostArray = np.ndarray[Any, Any]
 _STEP = 1e-5
@@ -328,6 +347,136 @@ _OPERATIONS: dict[str, Callable[[Backend, Array, Array], Array]] = {
 }
 
 
+# ---------------------------------------------------------------- an installation
+
+
+def main() -> int:
+    """Check this installation, and print what is found; ``python -m attnscore.testing`` runs it.
+
+    It needs NumPy alone, and some seconds. Every kernel that can run here is checked with every score under every mask:
+
+    1. In float64 output, weights and statistics against the dense kernel, gradients against finite differences.
+    2. In float32 and float16 the output against the dense kernel in float64: at most twice the error of the dense
+       kernel in the same dtype, and 4 roundings. Gradients against those in float64.
+    3. Whatever `check_score` and `check_kernel` check.
+
+    Returns
+    -------
+    int
+        The exit status: 0, or 1 where a check failed.
+
+    Examples
+    --------
+    >>> from attnscore.testing import main
+    >>> main()  # doctest: +SKIP
+    """
+    print(
+        f"attnscore {__version__}, Python {platform.python_version()}, NumPy {np.__version__}, "
+        f"{platform.system()} {platform.machine()}"
+    )
+    for kind, found in available().items():
+        for name, reason in found.items():
+            print(f"{kind[:-1] + ' ' + name:<48} {reason or 'available'}")
+    checks, failed, start = _checks(), 0, time.perf_counter()
+    for label, check in checks.items():
+        verdict = "ok"
+        try:
+            check()
+        except Exception as error:  # whatever it is, the others are checked too
+            failed, verdict = failed + 1, f"FAILED: {type(error).__name__}: {error}"
+        print(f"{label:<48} {verdict}", flush=True)
+    if (missing := kernels.table()["native"].missing()) is not None:
+        print(f"Not checked: the native kernels ({missing}). Without them results are the same, and calls slower.")
+    print(f"{len(checks)} checks, {failed} failed, {time.perf_counter() - start:.0f} s")
+    return 1 if failed else 0
+
+
+def _checks() -> dict[str, Callable[[], None]]:
+    """Return the checks by label: of each kernel, of each score, and of the two together under every mask."""
+    here = {name: kernel for name, kernel in kernels.table().items() if kernel.missing() is None}
+    found = _every_score()
+    checks: dict[str, Callable[[], None]] = {}
+    for name, kernel in here.items():
+        checks[f"kernel {name}"] = functools.partial(check_kernel, kernel)
+    for label, score in found.items():
+        checks[f"score {label}"] = functools.partial(check_score, score, dim=4)
+        for name, kernel in here.items():
+            if name != "dense":
+                checks[f"score {label}, {name}, every mask"] = functools.partial(_check_masks, kernel, score)
+    return checks
+
+
+def _every_score() -> dict[str, Any]:
+    """Return one score of each kind, and of each activation, for vectors of 4."""
+    rng = np.random.default_rng(0)
+    found = {name: resolve(name) for name in registered()}
+    arrays = [rng.standard_normal(shape) for shape in ((3,), (3, 4), (3, 4))]
+    found |= {f"additive {name}": Additive(*arrays, activation=name) for name in ACTIVATIONS}
+    found["bilinear"] = Bilinear(rng.standard_normal((4, 4)))
+    return found | {"softcap": SoftCap("scaled_dot", 2.0), "temperature": Temperature("scaled_dot", 2.0)}
+
+
+def _every_mask() -> dict[str, Mask | None]:
+    """Return one mask of each kind, and combined ones, for 2 batches, 2 heads, 5 queries and 7 keys."""
+    rng = np.random.default_rng(1)
+    masks = (
+        ValidLens([0, 5]),
+        KeyRange([1, 0], [4, 2]),
+        KeyPadding(rng.random((2, 7)) < 0.6),
+        Causal("bottom_right"),
+        SlidingWindow(1, 1, align="top_left"),
+        PrefixLM(2),
+        Documents([0, 0, 1, 1, 2], [0, 1, 1, 1, 2, 2, 3]),
+        Dense(rng.random((2, 1, 5, 7)) < 0.5),
+        MaskFunction(lambda batch, head, query, key: (query + key + head) % 3 > 0),
+        Causal("bottom_right") & ValidLens([2, 7]),
+        Causal("bottom_right") | Documents([0, 0, 1, 1, 2], [0, 1, 1, 1, 2, 2, 3]),
+        ~SlidingWindow(1, 1, align="bottom_right"),
+    )
+    return {"no mask": None} | {repr(mask): mask for mask in masks}
+
+
+def _check_masks(kernel: Kernel, score: Any) -> None:
+    """Check a kernel with a score under every mask, in every dtype that NumPy has."""
+    rng = np.random.default_rng(2)
+    shapes = ((2, 2, 5, 4), (2, 1, 7, 4), (2, 1, 7, 3))
+    exact = [rng.standard_normal(shape) for shape in shapes]
+    with backends.load("numpy").numeric_scope():
+        for label, mask in _every_mask().items():
+            try:
+                problem, _ = build_problem(*exact, score=score, mask=mask, statistics=STATISTICS, matrix="weights")
+                _against_dense(problem, kernel)
+                if kernel.has_vjp:
+                    _check_run(problem.ops, dataclasses.replace(problem, statistics=("entropy",)), kernel, rng)
+                for dtype in ("float32", "float16"):
+                    _check_rounding(kernel, score, mask, [x.astype(dtype) for x in exact])
+            except AssertionError as error:
+                raise AssertionError(f"{label}: {error}") from None
+
+
+def _check_rounding(kernel: Kernel, score: Any, mask: Mask | None, inputs: Sequence[_HostArray]) -> None:
+    """Compare a kernel's output and gradients in the dtype of `inputs` with those in float64 of the same numbers."""
+    dtype = inputs[0].dtype
+    leaves = dict(zip(("query", "key", "value"), inputs, strict=True))
+    leaves |= {name: np.asarray(x).astype(dtype) for name, x in arrays_of(score).items()}
+    exact = {name: x.astype(np.float64) for name, x in leaves.items()}
+    outs, gradients = {}, {}
+    for which, arrays, run in (("got", leaves, kernel.name), ("dense", leaves, "dense"), ("exact", exact, "dense")):
+        call = {"score": _with_arrays(score, arrays), "mask": mask}
+        vectors = arrays["query"], arrays["key"], arrays["value"]
+        outs[which] = np.asarray(attend(*vectors, kernel=run, **call), np.float64)
+        if which != "dense":
+            _, pullback = attend_vjp(*vectors, kernel=kernel.name, **call)
+            grads = pullback(_fixed_weights(outs[which].shape).astype(dtype))
+            gradients[which] = {"query": grads.query, "key": grads.key, "value": grads.value, **grads.score}
+    rounding = float(np.finfo(dtype).eps)
+    own = np.abs(outs["dense"] - outs["exact"]).max(initial=0)
+    allowed = 4 * rounding + 2 * float(own) / max(1.0, float(np.abs(outs["exact"]).max(initial=0)))
+    _close(f"{kernel.name}: {dtype}: out", outs["got"], outs["exact"], allowed)
+    for name, wanted in gradients["exact"].items():
+        _close(f"{kernel.name}: {dtype}: gradient of {name}", gradients["got"][name], wanted, 64 * rounding)
+
+
 # ---------------------------------------------------------------- what the checks share
 
 
@@ -437,3 +586,7 @@ def _same(ops: Backend, what: str, got: Array, wanted: Array) -> None:
     """Raise AssertionError unless both hold the same bits."""
     if not np.array_equal(_values_of(ops, got), _values_of(ops, wanted), equal_nan=True):
         raise AssertionError(what)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -9,15 +9,24 @@ import importlib
 import os
 from typing import Any
 
+
+def _why_absent() -> str:
+    """Return why there is no module: what CMake lacked, which it writes into the package, if it got so far."""
+    try:
+        reason = importlib.import_module("attnscore._native_missing").REASON.rstrip(".")
+    except ModuleNotFoundError:
+        reason = "its compilation failed, or CMake did not run; `pip install -v` shows which"
+    return f"no native module: built without it, because {reason}"
+
+
 module: Any = None
 missing: str | None = None
-try:
-    if os.environ.get("ATTNSCORE_NO_NATIVE") == "1":
-        raise ImportError("turned off by ATTNSCORE_NO_NATIVE=1")
-    module = importlib.import_module("attnscore._native")
-except ModuleNotFoundError:
-    missing = (
-        "the native module is not built here: reinstall attnscore where there are a C++ compiler and Python's headers"
-    )
-except ImportError as error:
-    missing = str(error)
+if os.environ.get("ATTNSCORE_NO_NATIVE") == "1":
+    missing = "turned off by ATTNSCORE_NO_NATIVE=1"
+else:
+    try:
+        module = importlib.import_module("attnscore._native")
+    except ModuleNotFoundError:
+        missing = _why_absent()
+    except ImportError as error:
+        missing = f"no native module: it is there and does not load: {error}"

@@ -1,0 +1,153 @@
+"""``python -m attnscore.testing``: what it covers, what it says, and that it finds a wrong kernel.
+
+Each faulty kernel below is right but for one thing; the self-check has to fail with each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import attnscore as ats
+from attnscore import kernels, masks, scores, testing
+from attnscore.backends import native
+from attnscore.core.tiled import Result
+from attnscore.kernels.tiled import Streaming
+
+Change = Callable[[Any, Result], Result]
+
+
+class Faulty(Streaming):
+    """The streaming kernel, with one thing wrong in its results or its gradients."""
+
+    name = "faulty"
+
+    def __init__(self, change: Change | None = None, gradient: str | None = None) -> None:
+        self.change, self.gradient = change, gradient
+
+    def forward(self, problem: Any, plan: Any) -> Result:
+        result = super().forward(problem, plan)
+        return result if self.change is None else self.change(problem, result)
+
+    def backward(self, problem: Any, plan: Any, *others: Any) -> dict[str, Any]:
+        found = super().backward(problem, plan, *others)
+        return {name: x * (1.01 if name == self.gradient else 1) for name, x in found.items()}
+
+
+def scaled_output(problem: Any, result: Result) -> Result:
+    return dataclasses.replace(result, out=result.out * (1 + 1e-6))
+
+
+def wrong_entropy(problem: Any, result: Result) -> Result:
+    if "entropy" not in result.statistics:
+        return result
+    return dataclasses.replace(result, statistics={**result.statistics, "entropy": result.statistics["entropy"] + 0.01})
+
+
+def wrong_under_key_padding(problem: Any, result: Result) -> Result:
+    wrong = isinstance(problem.mask, ats.KeyPadding)
+    return dataclasses.replace(result, out=result.out + 0.01) if wrong else result
+
+
+def wrong_in_float32(problem: Any, result: Result) -> Result:
+    wrong = problem.dtype == "float32"
+    return dataclasses.replace(result, out=result.out * np.float32(1.0001)) if wrong else result
+
+
+def wrong_for_bilinear(problem: Any, result: Result) -> Result:
+    wrong = isinstance(problem.score, ats.Bilinear)
+    return dataclasses.replace(result, out=-result.out) if wrong else result
+
+
+FAULTS = {
+    "output": Faulty(scaled_output),
+    "entropy": Faulty(wrong_entropy),
+    "one mask": Faulty(wrong_under_key_padding),
+    "one dtype": Faulty(wrong_in_float32),
+    "one score": Faulty(wrong_for_bilinear),
+    "gradient of query": Faulty(gradient="query"),
+    "gradient of value": Faulty(gradient="value"),
+    "gradient of w_v": Faulty(gradient="w_v"),
+}
+
+
+def run_with(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The self-check of a machine that has `kernel` and the dense one, with a few of the scores."""
+    monkeypatch.setattr(kernels, "_TABLE", {**kernels.table(), kernel.name: kernel})
+    every = testing._every_score()
+    chosen = {name: every[name] for name in ("scaled_dot", "additive tanh", "bilinear")}
+    monkeypatch.setattr(testing, "_every_score", lambda: chosen)
+    for name in ("native", "streaming"):
+        monkeypatch.setattr(type(kernels.table()[name]), "missing", lambda self: None if self is kernel else "not now")
+    return testing.main()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_faulty_kernel_fails(fault: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_with(FAULTS[fault], monkeypatch) == 1
+    said = capsys.readouterr().out
+    failed = [line for line in said.splitlines() if " FAILED: " in line]
+    assert failed and all("faulty" in line for line in failed)
+    assert f"{len(failed)} failed" in said.splitlines()[-1]
+
+
+def test_the_same_kernel_without_a_fault_passes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_with(Faulty(), monkeypatch) == 0
+    assert "kernel faulty" in capsys.readouterr().out
+
+
+def test_a_kernel_that_raises_is_reported_and_the_others_are_checked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def raises(problem: Any, result: Result) -> Result:
+        raise ZeroDivisionError("of the kernel")
+
+    assert run_with(Faulty(raises), monkeypatch) == 1
+    said = capsys.readouterr().out
+    assert "FAILED: ZeroDivisionError: of the kernel" in said
+    assert said.splitlines()[-1].startswith("8 checks, 4 failed")
+
+
+def test_every_score_activation_and_mask_is_checked() -> None:
+    assert {type(score) for score in testing._every_score().values()} == set(scores.BUILTIN.values())
+    BUILTIN = {kind for kind in masks.BUILTIN if kind.__name__ != "Packed"}
+    assert {type(mask) for mask in testing._every_mask().values()} >= {*BUILTIN, masks.And, masks.Or, masks.Not}
+    labels = testing._checks()
+    for kernel in ("native", "streaming"):
+        if kernels.table()[kernel].missing() is None:
+            assert f"kernel {kernel}" in labels
+            assert {f"score {name}, {kernel}, every mask" for name in testing._every_score()} <= labels.keys()
+
+
+def test_a_missing_native_module_is_said_with_its_reason_and_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reason = "no native module: built without it, because there was no compiler"
+    monkeypatch.setattr("attnscore.kernels.native.kernel._MISSING", reason)
+    monkeypatch.setattr(testing, "_checks", dict)
+    assert testing.main() == 0
+    said = capsys.readouterr().out
+    assert f"kernel native{'':<35} {reason}\n" in said
+    assert f"Not checked: the native kernels ({reason})." in said
+
+
+@pytest.mark.slow
+def test_this_installation_passes_and_imports_numpy_alone() -> None:
+    code = (
+        "import runpy, sys\n"
+        "try: runpy.run_module('attnscore.testing', run_name='__main__')\n"
+        "except SystemExit as stop: status = stop.code\n"
+        "print(sorted({'torch', 'jax', 'tensorflow', 'rich', 'typer'} & set(sys.modules)), status)"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("[] 0\n"), done.stdout
+    assert " 0 failed, " in done.stdout.splitlines()[-2]
+    assert ("Not checked" in done.stdout) == (native.missing is not None)
