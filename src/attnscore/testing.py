@@ -410,8 +410,8 @@ def _every_score() -> dict[str, Any]:
     """Return one score of each kind, and of each activation, for vectors of 4."""
     rng = np.random.default_rng(0)
     found = {name: resolve(name) for name in registered()}
-    arrays = [rng.standard_normal(shape) for shape in ((3,), (3, 4), (3, 4))]
-    found |= {f"additive {name}": Additive(*arrays, activation=name) for name in ACTIVATIONS}
+    w_v, w_q, w_k = (rng.standard_normal(shape) for shape in ((3,), (3, 4), (3, 4)))
+    found |= {f"additive {name}": Additive(w_v, w_q, w_k, activation=name) for name in ACTIVATIONS}
     found["bilinear"] = Bilinear(rng.standard_normal((4, 4)))
     return found | {"softcap": SoftCap("scaled_dot", 2.0), "temperature": Temperature("scaled_dot", 2.0)}
 
