@@ -313,6 +313,33 @@ def test_a_folder_that_is_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert words in err and err.count("\n") == 1 and not out.exists()
 
 
+class Touch:
+    """A pickle that makes a file where it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("how", ["a pickle", "a pickle of numbers", "a file of Python"])
+def test_nothing_of_a_folder_is_run(tmp_path: Path, how: str) -> None:
+    folder, ran = saved(tmp_path / "small"), tmp_path / "ran"
+    if how == "a file of Python":
+        config = json.loads((folder / "config.json").read_text())
+        config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModel": "own.Own"}}
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "own.py").write_text(f"open({str(ran)!r}, 'w').close()\nclass Own: pass\n")
+    else:
+        (folder / "model.safetensors").unlink()
+        weights: Any = made("gpt2").state_dict() if "numbers" in how else Touch(ran)
+        torch.save(weights, folder / "pytorch_model.bin")
+    with pytest.raises(ArgumentError, match="expected a folder with a Hugging Face model and tokenizer, got"):
+        inspect_model(folder, TEXT)
+    assert not ran.exists()
+
+
 def test_a_model_of_pictures_is_refused() -> None:
     settings = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     model = transformers.ViTModel(transformers.ViTConfig(**settings, image_size=8, patch_size=4))

@@ -33,9 +33,11 @@ def load(model: str | Path, *, extra: str = "inspect") -> tuple[Any, Any]:
 
     with quiet():
         try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            # Nothing that could run code: neither Python files of the folder, nor weights as pickles.
+            local = {"local_files_only": True, "trust_remote_code": False}
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **local)
             loaded, about = transformers.AutoModel.from_pretrained(
-                folder, local_files_only=True, output_loading_info=True
+                folder, **local, use_safetensors=True, output_loading_info=True
             )
         except Exception as error:
             # Damaged and foreign files fail in many packages, each with errors of its own.
