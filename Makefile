@@ -62,7 +62,7 @@ export TRANSFORMERS_OFFLINE := 1
 export MPLBACKEND := Agg
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all mutants check sanitize arm docs format clean distclean
+.PHONY: help demo test test-all mutants check sanitize arm docs wheel format clean distclean
 
 help: ## this list
 	@echo "make TARGET [PYTHON=python3.12] [ARGS=...] [SLOW=1]"
@@ -103,6 +103,14 @@ arm: $(READY) ## the native kernels for Arm: cross-compiled, run in an emulator
 
 docs: $(READY) ## the documentation as a site, into build/site
 	@$(EDITABLE) '.[docs]' && $(BIN)/mkdocs build --strict
+
+wheel: $(READY) ## an sdist and from it a wheel for machines of this kind, into dist/, tried where there is no compiler
+	@$(EDITABLE) '.[release]'
+	@rm -rf dist build/wheel
+	@$(BIN)/python -m build --no-isolation --sdist --outdir dist
+	@ATTNSCORE_REQUIRE_NATIVE=1 $(PIP) wheel --no-deps --no-build-isolation --wheel-dir build/wheel dist/*.tar.gz
+	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl
+	@$(BIN)/python tests/try_wheel.py dist
 
 format: $(READY) ## format the code and mend what the linter can mend
 	@$(BIN)/ruff check --fix --exit-zero
