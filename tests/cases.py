@@ -202,6 +202,7 @@ SCORES = (
     Score("cosine-by-name", lambda: "cosine", oracle.cosine, magnitude="cosine"),
     Score("cosine-number", lambda: ats.Cosine(3.0), lambda q, k: oracle.cosine(q, k, 3.0), magnitude="cosine"),
     Score("cosine-heads", ats.Cosine, oracle.cosine, {"scale": ("H",)}, magnitude="cosine"),
+    Score("cosine-unit_keys", lambda: ats.Cosine(unit_keys=True), lambda q, k: oracle.scaled_dot(oracle.unit(q), k, 1)),
     Score("cosine-zero-vectors", ats.Cosine, oracle.cosine, magnitude="cosine", prepare=_zero_vectors,
           smooth=False),
     Score("cosine-heads-zero-vectors", ats.Cosine, oracle.cosine, {"scale": ("H",)},

@@ -8,6 +8,7 @@ from attnscore.analysis.functional import masked_softmax, merge, softmax_jacobia
 from attnscore.analysis.summaries import TopWeights, key_mass, pooled_weights, top_weights
 from attnscore.analysis.weights import attention_scores, attention_weights
 from attnscore.api import Gradients, attend, attend_vjp
+from attnscore.core.prepared import PreparedKeys, prepare_keys
 from attnscore.core.statistics import AttentionStats
 from attnscore.core.threads import get_num_threads, set_num_threads
 from attnscore.errors import (
@@ -73,6 +74,7 @@ __all__ = [
     "MaskFunction",
     "Packed",
     "PrefixLM",
+    "PreparedKeys",
     "ScaledDot",
     "ShapeError",
     "SlidingWindow",
@@ -93,6 +95,7 @@ __all__ = [
     "masked_softmax",
     "merge",
     "pooled_weights",
+    "prepare_keys",
     "register_score",
     "set_num_threads",
     "softmax_jacobian",
@@ -102,6 +105,6 @@ __all__ = [
 
 # TensorFlow's AutoGraph rewrites what a tf.function calls; this is how its ``do_not_convert`` says "leave it as it is".
 for _function in (attend, attention_scores, attention_weights, explain, key_mass, masked_softmax, merge, pooled_weights,
-                  softmax_jacobian, softmax_pullback, top_weights):  # fmt: skip
+                  prepare_keys, softmax_jacobian, softmax_pullback, top_weights):  # fmt: skip
     _function.autograph_info__ = {}  # type: ignore[union-attr]
 del _function

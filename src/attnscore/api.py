@@ -11,8 +11,9 @@ from attnscore.analysis import weights as blocks
 from attnscore.backends.base import Array, sum_to
 from attnscore.core import plan as plans
 from attnscore.core import tiling
-from attnscore.core.arguments import shown
-from attnscore.core.problem import Problem, build_problem, check_flag, wanted_statistics
+from attnscore.core.arguments import check_flag, shown
+from attnscore.core.prepared import PreparedKeys
+from attnscore.core.problem import Problem, build_problem, wanted_statistics
 from attnscore.errors import ArgumentError, FrameworkError, KernelUnavailable, message
 from attnscore.kernels import AttentionOp
 from attnscore.scores import ScoreGradients, arrays_of
@@ -89,6 +90,8 @@ def attend(
     <BLANKLINE>
            [[10., 11., 12., 13.]]])
     """
+    if type(key) is PreparedKeys:
+        key, score = key.unpack(score)
     if (compiled := backends.compiled()) is not None:
         return compiled(
             query, key, value, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink, dropout=dropout,
@@ -170,6 +173,8 @@ def attend_vjp(
     >>> pullback(np.ones_like(out)).value[:, 0]
     array([0.25, 0.25, 0.25, 0.25])
     """
+    if type(key) is PreparedKeys:
+        key, score = key.unpack(score)
     ops = backends.of({"query": query})
     if ops.has_autodiff:
         hint = "attend() is differentiable there by itself"

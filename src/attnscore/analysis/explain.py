@@ -11,8 +11,9 @@ import numpy as np
 from attnscore import backends, kernels, scores
 from attnscore.backends.base import Array, itemsize
 from attnscore.core import tiling
-from attnscore.core.arguments import check_choice, check_count, shown
-from attnscore.core.problem import build_problem, check_flag, wanted_statistics
+from attnscore.core.arguments import check_choice, check_count, check_flag, shown
+from attnscore.core.prepared import PreparedKeys
+from attnscore.core.problem import build_problem, wanted_statistics
 from attnscore.core.tiling import TilePlan
 from attnscore.errors import ArgumentError, message
 from attnscore.scores import Additive, Bilinear, arrays_of
@@ -208,6 +209,8 @@ def explain(
     >>> sorted([plan.kernel, *plan.reasons])
     ['dense', 'native', 'streaming']
     """
+    if type(key) is PreparedKeys:
+        key, score = key.unpack(score)
     flag = check_flag("return_weights", return_weights)
     with backends.of({"query": query}).numeric_scope():
         problem, _ = build_problem(

@@ -17,6 +17,7 @@ from attnscore.core import tiling
 from attnscore.core.arguments import is_number, is_whole, shown
 from attnscore.core.layout import ScoreShape
 from attnscore.core.online_softmax import NEG_INF, log_weights
+from attnscore.core.prepared import PreparedKeys
 from attnscore.core.problem import NO_VALUE, PairMatrix, Problem, build_problem, without_value
 from attnscore.errors import ArgumentError, DtypeError, ShapeError, message
 from attnscore.kernels import AttentionOp
@@ -63,6 +64,8 @@ def attention_weights(
     >>> ats.attention_weights(np.zeros((3, 2)), np.ones((4, 2)), query_index=-1, key_index=slice(0, 2))
     array([[0.25, 0.25]])
     """
+    if type(key) is PreparedKeys:
+        key, score = key.unpack(score)
     ops = backends.of({"query": query})
     is_whole_matrix = query_index is None and key_index is None
     if is_whole_matrix and type(key) is type(query) and len(key.shape) >= 2 and ops.is_plain(query, key):
@@ -139,6 +142,8 @@ def problem_without_value(
     query: Array, key: Array, score: Any, mask: Any, valid_lens: Any, bias: Any, sink: Any, head_axis: int
 ) -> Problem:
     """Check a call about the weights alone: values have value_dim 0."""
+    if type(key) is PreparedKeys:
+        key, score = key.unpack(score)
     problem, _ = build_problem(
         query, key, NO_VALUE, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink, head_axis=head_axis
     )

@@ -77,6 +77,13 @@ def check_count(name: str, x: Any) -> int:
     return int(x)
 
 
+def check_flag(name: str, x: Any) -> bool:
+    """Check a flag, and return it as a bool."""
+    if not isinstance(x, (bool, np.bool_)):
+        raise ArgumentError(message(name, "True or False", shown(x)))
+    return bool(x)
+
+
 def check_choice(name: str, x: Any, choices: Sequence[str]) -> str:
     """Return one of the names in `choices`."""
     if not isinstance(x, str) or x not in choices:

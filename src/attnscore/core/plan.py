@@ -28,7 +28,7 @@ from attnscore.core.tiled import Result
 from attnscore.kernels import AttentionOp
 from attnscore.masks import Dense
 from attnscore.masks.cached import numbers_of
-from attnscore.scores import Additive, Bilinear, Cosine, Gaussian, ScaledDot
+from attnscore.scores import Additive, Bilinear, Cosine, Dot, Gaussian, ScaledDot
 from attnscore.scores.forms import AdditiveForm
 
 
@@ -128,7 +128,11 @@ def _score_signature(score: Any) -> tuple[Hashable, tuple[Array, ...]] | None:
         number = score.bandwidth if kind is Gaussian else score.scale
         if kind is Gaussian and getattr(number, "shape", None) == ():
             return (Gaussian,), (number,)
-        return ((kind, type(number), number), ()) if number is None or type(number) in _NUMBERS else None
+        if number is not None and type(number) not in _NUMBERS:
+            return None
+        return (kind, type(number), number, kind is Cosine and score.unit_keys), ()
+    if kind is Dot:
+        return Dot, ()
     if kind is Bilinear:
         return (Bilinear, (score.W,)) if len(getattr(score.W, "shape", ())) == 2 else None
     if kind is Additive:

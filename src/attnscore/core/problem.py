@@ -86,13 +86,8 @@ class Problem:
         return accumulator(self.dtype)
 
 
-def check_arrays(ops: Backend, arrays: dict[str, Array], head_axis: Any) -> AxisLayout:
-    """Check query, key and value (where there is one) against each other; return how their axes map to canonical ones.
-
-    Raises
-    ------
-    ShapeError, DtypeError, DeviceError, FrameworkError, ArgumentError
-    """
+def check_each(ops: Backend, arrays: dict[str, Array]) -> dict[str, Shape]:
+    """Check that each array is dense and floating and has enough axes; return the shapes."""
     backends.check_dense(ops, arrays)
     shapes = {name: ops.shape(x) for name, x in arrays.items()}
     for name, x in arrays.items():
@@ -101,15 +96,31 @@ def check_arrays(ops: Backend, arrays: dict[str, Array], head_axis: Any) -> Axis
         if not 2 <= len(x.shape) <= MAX_AXES:
             expected = f"2 axes or more (at most {MAX_AXES})"
             raise ShapeError(message(name, expected, f"{len(x.shape)}", shapes=shapes))
+    return shapes
+
+
+def check_head_axis(head_axis: Any, shapes: dict[str, Shape]) -> None:
+    """Raise ArgumentError unless `head_axis` is one of the two that there are."""
+    if not is_whole(head_axis) or head_axis not in (-3, -2):
+        expected = "-3, for (batch, head, length, dim), or -2, for (batch, length, head, dim)"
+        raise ArgumentError(message("head_axis", expected, shown(head_axis), shapes=shapes))
+
+
+def check_arrays(ops: Backend, arrays: dict[str, Array], head_axis: Any) -> AxisLayout:
+    """Check query, key and value (where there is one) against each other; return how their axes map to canonical ones.
+
+    Raises
+    ------
+    ShapeError, DtypeError, DeviceError, FrameworkError, ArgumentError
+    """
+    shapes = check_each(ops, arrays)
     dtypes = {name: ops.dtype(x) for name, x in arrays.items()}
     if len(set(dtypes.values())) > 1:
         listed = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
         hint = "cast them to a common dtype first"
         raise DtypeError(message(", ".join(arrays), "one dtype", listed, shapes=shapes, hint=hint))
     backends.check_devices(ops, arrays["query"], arrays)
-    if not is_whole(head_axis) or head_axis not in (-3, -2):
-        expected = "-3, for (batch, head, length, dim), or -2, for (batch, length, head, dim)"
-        raise ArgumentError(message("head_axis", expected, shown(head_axis), shapes=shapes))
+    check_head_axis(head_axis, shapes)
     axes = max(len(shape) for shape in shapes.values())
     padded = {name: (1,) * (axes - len(shape)) + shape for name, shape in shapes.items()}
     if axes >= 4 and head_axis == -2:
@@ -283,13 +294,6 @@ def wanted_statistics(return_stats: Any) -> tuple[str, ...]:
     if unknown:
         raise ArgumentError(message("return_stats", expected, shown(unknown)))
     return tuple(name for name in STATISTICS if name in names)
-
-
-def check_flag(name: str, x: Any) -> bool:
-    """Check a flag, and return it as a bool."""
-    if not isinstance(x, (bool, np.bool_)):
-        raise ArgumentError(message(name, "True or False", shown(x)))
-    return bool(x)
 
 
 def _layout_signature(arrays: dict[str, Array], head_axis: Any) -> Hashable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -15,6 +16,7 @@ from attnscore.scores.base import (
     Score,
     ScoreGradients,
     per_head,
+    per_key_head,
     weight_gradient,
     widen,
     with_nonfinite_rows_isolated,
@@ -96,6 +98,15 @@ class Additive(Score):
 
         return self.lower(ops, query, key), vjp
 
+    def prepare_keys(self, ops: Backend, key: Array) -> tuple[Array, Score]:
+        # There is no query yet: its dimension is the one that W_q takes.
+        shape = getattr(self.w_v if self.W_q is None else self.W_q, "shape", None) or (0,)
+        self.check(shape[-1], key.shape[-1])
+        if self.W_k is None:
+            return key, self
+        projected = _project_keys(ops, key, per_key_head(ops, "W_k", self.W_k, key, 2))
+        return projected, dataclasses.replace(self, W_k=None)
+
     def check(self, dim: int, key_dim: int) -> None:
         activation(self.activation, self.negative_slope)
         check_number("negative_slope", self.negative_slope)
@@ -133,7 +144,7 @@ class Additive(Score):
         """Return query and key projected, the bias added to the query; non-finite rows propagate to no parameter."""
 
         def project_query(x: Array) -> Array:
-            projected = self._project(ops, "W_q", x, query, key)
+            projected = x if self.W_q is None else _project(ops, x, per_head(ops, "W_q", self.W_q, query, key, 2))
             if self.bias is None:
                 return projected
             # Not every framework adds arrays of two dtypes.
@@ -144,17 +155,20 @@ class Additive(Score):
         if self.W_q is not None or self.bias is not None:
             a = with_nonfinite_rows_isolated(ops, query, project_query, keeps_infinity=True)
         if self.W_k is not None:
-            b = with_nonfinite_rows_isolated(
-                ops, key, lambda x: self._project(ops, "W_k", x, query, key), keeps_infinity=True
-            )
+            b = _project_keys(ops, key, per_head(ops, "W_k", self.W_k, query, key, 2))
         return a, b
-
-    def _project(self, ops: Backend, name: str, x: Array, query: Array, key: Array) -> Array:
-        weight = getattr(self, name)
-        if weight is None:
-            return x
-        x, weight = widen(ops, x, per_head(ops, name, weight, query, key, 2))
-        return ops.matmul(x, ops.matrix_transpose(weight))
 
     def _bias(self, ops: Backend, query: Array, key: Array) -> Array:
         return ops.expand_dims(per_head(ops, "bias", self.bias, query, key, 1), -2)
+
+
+
+def _project(ops: Backend, x: Array, weight: Array) -> Array:
+    """Return x @ W^T."""
+    x, weight = widen(ops, x, weight)
+    return ops.matmul(x, ops.matrix_transpose(weight))
+
+
+def _project_keys(ops: Backend, key: Array, weight: Array) -> Array:
+    """Return W_k k; rows that are not finite propagate to no parameter."""
+    return with_nonfinite_rows_isolated(ops, key, lambda x: _project(ops, x, weight), keeps_infinity=True)

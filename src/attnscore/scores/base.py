@@ -64,6 +64,13 @@ class Score(ABC):
     def check(self, dim: int, key_dim: int) -> None:
         """Raise ShapeError or ArgumentError when the score cannot take queries and keys of these dimensions."""
 
+    def prepare_keys(self, ops: Backend, key: Array) -> tuple[Array, Any]:
+        """Return the keys with all that the score computes from them alone, and the score of queries with these keys.
+
+        The default, for a score that computes nothing from the keys: the keys and the score themselves.
+        """
+        return key, self
+
     def reads_values(self, ops: Backend, query: Array, key: Array) -> bool:
         """Return whether the values of query and key decide to which form `lower` lowers the score."""
         return False
@@ -90,6 +97,11 @@ class Wrapper(Score):
     def lower_pullback(self, ops: Backend, query: Array, key: Array) -> tuple[Form, Pullback]:
         form, vjp = lower_pullback(ops, self.score, query, key)
         return self.transform(ops, form, query), vjp
+
+    @final
+    def prepare_keys(self, ops: Backend, key: Array) -> tuple[Array, Any]:
+        key, inner = prepare_keys(ops, self.score, key)
+        return key, dataclasses.replace(self, score=inner)  # type: ignore[type-var]  # every concrete wrapper is one
 
 
 def operations_of(score: Any, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
@@ -217,6 +229,14 @@ def lower_pullback(ops: Backend, score: Any, query: Array, key: Array) -> tuple[
     return form, vjp
 
 
+def prepare_keys(ops: Backend, score: Any, key: Array) -> tuple[Array, Any]:
+    """Return ``score.prepare_keys``; a custom score without that method prepares nothing."""
+    if not hasattr(score, "prepare_keys"):
+        return key, score
+    prepared: tuple[Array, Any] = score.prepare_keys(ops, key)
+    return prepared
+
+
 def check(score: Any, dim: int, key_dim: int) -> None:
     """Call ``score.check`` on the dimensions of query and key; a custom score need not have it."""
     if hasattr(score, "check"):
@@ -240,8 +260,21 @@ def per_head(ops: Backend, name: str, x: Array, query: Array, key: Array, axes: 
     """Return a parameter (heads, ...) as (head, group, ...); one with `axes` axes, shared by all heads, as it is."""
     if len(x.shape) == axes:
         return x
-    lead, own = tuple(x.shape[: len(x.shape) - axes]), tuple(x.shape[len(x.shape) - axes :])
     heads, groups = max(int(query.shape[-4]), int(key.shape[-4])), int(query.shape[-3])
+    return _split_heads(ops, name, x, heads, groups, axes)
+
+
+def per_key_head(ops: Backend, name: str, x: Array, key: Array, axes: int) -> Array:
+    """Return a parameter as `per_head` does, before there is a query: its own axis gives the number of query heads."""
+    if len(x.shape) == axes:
+        return x
+    heads = max(1, int(key.shape[-4]))
+    return _split_heads(ops, name, x, heads, max(1, int(x.shape[0]) // heads), axes)
+
+
+def _split_heads(ops: Backend, name: str, x: Array, heads: int, groups: int, axes: int) -> Array:
+    """Return a parameter (heads * groups, ...) as (heads, groups, ...), where `axes` axes follow that of the heads."""
+    lead, own = tuple(x.shape[: len(x.shape) - axes]), tuple(x.shape[len(x.shape) - axes :])
     splits = {(1,): (1, 1), (heads,): (heads, 1), (heads * groups,): (heads, groups)}
     if len(own) < axes or lead not in splits:
         raise ShapeError(message(name, f"{axes} axes, with ({heads * groups},) heads in front or not", tuple(x.shape)))

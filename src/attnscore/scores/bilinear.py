@@ -12,11 +12,13 @@ from attnscore.scores.base import (
     Score,
     ScoreGradients,
     per_head,
+    per_key_head,
     weight_gradient,
     widen,
     with_nonfinite_rows_isolated,
     zero_nonfinite_rows,
 )
+from attnscore.scores.dot import Dot
 from attnscore.scores.forms import Form, InnerForm
 
 
@@ -59,6 +61,13 @@ class Bilinear(Score):
             return ScoreGradients(ops.matmul(grad, ops.matrix_transpose(weight)), grads["key"], {"W": weight_grad})
 
         return self.lower(ops, query, key), vjp
+
+    def prepare_keys(self, ops: Backend, key: Array) -> tuple[Array, Score]:
+        # q . (W k): the query is used as it is.
+        shape = getattr(self.W, "shape", None) or (0,)
+        self.check(shape[-2:][0], key.shape[-1])
+        x, weight = widen(ops, key, per_key_head(ops, "W", self.W, key, 2))
+        return with_nonfinite_rows_isolated(ops, x, lambda x: ops.matmul(x, ops.matrix_transpose(weight))), Dot()
 
     def check(self, dim: int, key_dim: int) -> None:
         shape = tuple(getattr(self.W, "shape", ()))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, final
 
 from attnscore.backends.base import Array, Backend
+from attnscore.core.arguments import check_flag
 from attnscore.scores.base import Pullback, Score, ScoreGradients, require_same_dim, widen, with_nonfinite_rows_isolated
 from attnscore.scores.forms import Form
 from attnscore.scores.scaled_dot import ScaledDot
@@ -19,6 +21,8 @@ class Cosine(Score):
     Parameters
     ----------
     scale : number, or an array as `ScaledDot` takes it: one learned temperature per head
+    unit_keys : bool
+        The keys are of length 1 already, as `prepare_keys` makes them: the query alone is normalised.
 
     References
     ----------
@@ -33,10 +37,11 @@ class Cosine(Score):
     """
 
     scale: Any = 1.0
+    unit_keys: bool = False
 
     def tile(self, ops: Backend, query: Array, key: Array) -> Array:
         query, key = widen(ops, query, key)
-        return ScaledDot(self.scale).tile(ops, _unit(ops, query), _unit(ops, key))
+        return ScaledDot(self.scale).tile(ops, _unit(ops, query), key if self.unit_keys else _unit(ops, key))
 
     def lower(self, ops: Backend, query: Array, key: Array) -> Form:
         return ScaledDot(self.scale).lower(ops, *self._units(ops, query, key))
@@ -51,20 +56,32 @@ class Cosine(Score):
                 _unit_vjp(ops, x, unit, grad)
                 for x, unit, grad in zip(widen(ops, query, key), units, inner[:2], strict=True)
             )
+            key_grad = inner.key if self.unit_keys else key_grad
             return ScoreGradients(query_grad, key_grad, inner.arrays)
 
         return form, vjp
 
+    def prepare_keys(self, ops: Backend, key: Array) -> tuple[Array, Score]:
+        if check_flag("unit_keys", self.unit_keys):
+            return key, self
+        return _isolated_unit(ops, *widen(ops, key)), dataclasses.replace(self, unit_keys=True)
+
     def check(self, dim: int, key_dim: int) -> None:
+        check_flag("unit_keys", self.unit_keys)
         require_same_dim("cosine", dim, key_dim)
         ScaledDot(self.scale).check(dim, key_dim)
 
     def operations(self, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
-        return 2 * query_len * key_len * dim + 3 * (query_len + key_len) * dim
+        vectors = query_len if self.unit_keys else query_len + key_len
+        return 2 * query_len * key_len * dim + 3 * vectors * dim
 
     def _units(self, ops: Backend, query: Array, key: Array) -> tuple[Array, Array]:
-        query, key = (with_nonfinite_rows_isolated(ops, x, lambda x: _unit(ops, x)) for x in widen(ops, query, key))
-        return query, key
+        query, key = widen(ops, query, key)
+        return _isolated_unit(ops, query), key if self.unit_keys else _isolated_unit(ops, key)
+
+
+def _isolated_unit(ops: Backend, x: Array) -> Array:
+    return with_nonfinite_rows_isolated(ops, x, lambda x: _unit(ops, x))
 
 
 def _rescale(ops: Backend, x: Array) -> tuple[Array, Array, Array]:

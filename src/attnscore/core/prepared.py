@@ -1,0 +1,149 @@
+"""Keys prepared once for many calls: all that a score computes from the keys alone, and the score of what is left."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, final
+
+from attnscore import backends, scores
+from attnscore.backends.base import Array, Backend, may_equal
+from attnscore.core.arguments import shown
+from attnscore.core.layout import AxisLayout, ScoreShape
+from attnscore.core.problem import check_each, check_head_axis
+from attnscore.errors import ArgumentError, ShapeError, message, with_shapes
+from attnscore.scores.base import describe
+from attnscore.scores.base import prepare_keys as prepared_by
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class PreparedKeys:
+    """Keys as a score meets them in every call, from `prepare_keys`.
+
+    ``attend(query, prepared, value)`` is ``attend(query, prepared.key, value, score=prepared.score)``, and so for all
+    functions that take keys. A pytree in JAX.
+
+    Attributes
+    ----------
+    key : (..., key, h)
+        An array like any other: slice it, concatenate it, write it into a buffer, add features to it.
+    score : the score of a query with these keys
+
+    Examples
+    --------
+    Location-sensitive attention: features of each key, such as the convolved weights of the last step, as a further
+    term of an additive score.
+
+    >>> import numpy as np, attnscore as ats
+    >>> score = ats.Additive(np.ones(3), np.ones((3, 4)), np.ones((3, 2)))
+    >>> prepared = ats.prepare_keys(score, np.ones((5, 2)))
+    >>> ats.attend(np.ones((1, 4)), prepared + np.zeros((5, 3)), np.ones((5, 1)))
+    array([[1.]])
+    """
+
+    key: Array
+    score: Any
+
+    def __new__(cls, *_: Any, **__: Any) -> PreparedKeys:
+        backends.register_pytree(cls)
+        return object.__new__(cls)
+
+    def __repr__(self) -> str:
+        return describe(self)
+
+    def __add__(self, features: Array) -> PreparedKeys:
+        """Return these keys with features (..., key, h) added: a further term of an additive score."""
+        return dataclasses.replace(self, key=self.key + features)
+
+    def unpack(self, score: Any) -> tuple[Array, Any]:
+        """Return the key and the score of a call; raise ArgumentError where the call names a score of its own."""
+        # The default cannot be told from the same name given by the caller.
+        if not isinstance(score, str) or score != "scaled_dot":
+            hint = "prepare_keys(score, key) has bound them to theirs; .key holds the array"
+            raise ArgumentError(message("score", "no score with prepared keys", shown(score), hint=hint))
+        return self.key, self.score
+
+
+def prepare_keys(score: Any, key: Array, *, head_axis: int = -3) -> PreparedKeys:
+    """Compute all that a score computes from the keys alone, for many calls with the same keys.
+
+    A recurrent decoder asks the same keys at each step. With an additive score that projects them in each call a step
+    costs O(m dim h) for m keys; with prepared keys O(m h).
+
+    - ``Additive(w_v, W_q, W_k, bias)``: W_k k, and ``Additive(w_v, W_q, None, bias)``
+    - ``Bilinear(W)``: W k, and ``Dot()``
+    - ``Cosine(scale)``: k over its norm, and ``Cosine(scale, unit_keys=True)``
+    - ``Temperature`` and ``SoftCap``: what the score inside makes of the keys, and the same around what it leaves
+    - all other built-in scores: the keys and the score, as nothing is computed from the keys alone
+    - a custom score: what its method ``prepare_keys(ops, key)`` returns, else the keys and the score
+
+    Parameters
+    ----------
+    score : a score object, or a registered name
+    key : (..., key, dim_k)
+        As in `attend`. With parameters per query head the prepared keys have all query heads, and so must the values.
+    head_axis : -3, or -2 for the layout (batch, length, head, dim)
+
+    Returns
+    -------
+    prepared : PreparedKeys
+        In the dtype of `key`. In frameworks with autodiff, gradients flow to `key` and the parameters.
+
+    Raises
+    ------
+    ShapeError, DtypeError, DeviceError, FrameworkError, ArgumentError
+
+    Examples
+    --------
+    >>> import numpy as np, attnscore as ats
+    >>> score = ats.Additive(np.ones(3), np.ones((3, 4)), np.ones((3, 2)))
+    >>> key, value = np.ones((5, 2)), np.ones((5, 1))
+    >>> prepared = ats.prepare_keys(score, key)
+    >>> prepared
+    PreparedKeys(key=<(5, 3) float64>, score=Additive(w_v=<(3,) float64>, W_q=<(3, 4) float64>))
+    >>> query = np.ones((1, 4))
+    >>> bool(np.allclose(ats.attend(query, prepared, value), ats.attend(query, key, value, score=score)))
+    True
+    """
+    if isinstance(key, PreparedKeys):
+        raise ArgumentError(message("key", "an array", shown(key), hint="these keys are prepared already"))
+    ops = backends.of({"key": key})
+    backends.check_not_recorded(ops, "prepare_keys")
+    score = scores.resolve(score)
+    shapes = check_each(ops, {"key": key})
+    check_head_axis(head_axis, shapes)
+    scores.check_score_arrays(ops, score, key)
+    # A compiler that records this records its casts as well.
+    with ops.numeric_scope() if backends.compiled() is None else contextlib.nullcontext():
+        (key,) = ops.autocast(key) if backends.compiled() is None else (key,)
+        layout = _layout(shapes["key"], int(head_axis))
+        canonical = layout.to_canonical(ops, key, is_query=False)
+        try:
+            found, left = prepared_by(ops, score, canonical)
+        except ShapeError as error:
+            raise ShapeError(with_shapes(str(error), shapes)) from None
+        ops.register_pytree(type(left))
+        if found is canonical:
+            return PreparedKeys(key, left)
+        return PreparedKeys(ops.astype(_on_caller_axes(ops, layout, found, score), ops.dtype(key)), left)
+
+
+def _layout(shape: tuple[int, ...], head_axis: int) -> AxisLayout:
+    """Return the layout of keys alone."""
+    axes, dim = len(shape), shape[-1]
+    lead, heads, length = (shape[:-3], shape[-3], shape[-2]) if axes >= 4 else (shape[:-2] or (1,), 1, shape[-2])
+    if axes >= 4 and head_axis == -2:
+        heads, length = length, heads
+    score_shape = ScoreShape(lead, heads, 1, length, length, has_batch=axes >= 3, has_heads=axes >= 4)
+    return AxisLayout(axes, head_axis, score_shape, dim, dim, 0)
+
+
+def _on_caller_axes(ops: Backend, layout: AxisLayout, x: Array, score: Any) -> Array:
+    """View prepared keys, which have all query heads where the parameters have, on the caller's axes."""
+    expected, got = layout.score_shape.key_len, getattr(x, "shape", (None, None))[-2]
+    if not may_equal(got, expected):
+        raise ShapeError(message(f"prepare_keys of {type(score).__name__}", f"{expected} keys, as it was given", got))
+    score_shape = dataclasses.replace(layout.score_shape, heads=x.shape[-4], groups=x.shape[-3])
+    return dataclasses.replace(layout, score_shape=score_shape).from_canonical(ops, x)
