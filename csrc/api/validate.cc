@@ -87,6 +87,25 @@ MatrixOutput matrix_of(const Array& scores, const Array& weights) {
     return scores.given ? MatrixOutput::scores : weights.given ? MatrixOutput::weights : MatrixOutput::none;
 }
 
+// Numbers of a relative bias: one for each key - query.
+int64_t relative_positions(const Problem& p) { return p.query_len + p.key_len - 1; }
+
+// Whether a bias has a number for each key - query instead of each pair. Of a single query the two are the same.
+bool is_relative(const Problem& p, const CallLayout& s, const Array& bias) {
+    return bias.given && p.query_len > 1 && p.key_len > 0 && static_cast<size_t>(bias.ndim) == s.outer + 2 &&
+           bias.shape[s.outer] == 1 && bias.shape[s.outer + 1] == relative_positions(p);
+}
+
+// A cursor over a bias or its gradient, at the pair (0, 0).
+MatrixCursor bias_cursor(const Problem& p, const CallLayout& s, const Array& bias) {
+    MatrixCursor cursor = MatrixCursor::broadcast(bias, s.outer);
+    if (is_relative(p, s, bias)) {
+        cursor.base += (p.query_len - 1) * cursor.col_stride * bias.item;
+        cursor.row_stride = -cursor.col_stride;
+    }
+    return cursor;
+}
+
 // A cursor over an array of the first lead axis alone: (first of lead or 1, length).
 StridedCursor per_batch(const CallLayout& s, const Array& a) {
     StridedCursor cursor;
@@ -211,8 +230,11 @@ CallLayout read_inputs(Problem& p, const Inputs& in, const Array& out, std::vect
     check_shape(in.value, concat(s.grid, {p.key_len, p.value_dim}), s.outer);
     if (in.query_bias.given) check_broadcast(in.query_bias, concat(s.grid, {p.query_len, 1}));
     if (in.key_bias.given) check_broadcast(in.key_bias, concat(s.grid, {p.key_len, 1}));
-    for (const Array* a : {&in.bias, &in.mask}) {
-        if (a->given) check_broadcast(*a, concat(s.grid, {p.query_len, p.key_len}));
+    if (in.mask.given) check_broadcast(in.mask, concat(s.grid, {p.query_len, p.key_len}));
+    if (is_relative(p, s, in.bias)) {
+        check_broadcast(in.bias, concat(s.grid, {1, relative_positions(p)}));
+    } else if (in.bias.given) {
+        check_broadcast(in.bias, concat(s.grid, {p.query_len, p.key_len}));
     }
     if (in.sink.given) check_broadcast(in.sink, {s.grid[s.head_axis], s.grid[s.group_axis]});
     check_ids(p, s, in.query_ids, in.key_ids);
@@ -241,7 +263,7 @@ CallLayout read_inputs(Problem& p, const Inputs& in, const Array& out, std::vect
     set(MatrixCursor(in.value, s.outer), &Head::value);
     set(MatrixCursor::broadcast(in.query_bias, s.outer), &Head::query_bias);
     set(MatrixCursor::broadcast(in.key_bias, s.outer), &Head::key_bias);
-    set(MatrixCursor::broadcast(in.bias, s.outer), &Head::bias);
+    set(bias_cursor(p, s, in.bias), &Head::bias);
     set(MatrixCursor::broadcast(in.mask, s.outer), &Head::mask);
     set(column_per_batch(s, in.query_ids), &Head::query_ids);
     set(column_per_batch(s, in.key_ids), &Head::key_ids);
@@ -273,7 +295,7 @@ void check_gradients(const Problem& p, const CallLayout& s, const Inputs& in, co
 void set_bias_groups(Problem& p, const CallLayout& s, const Array& grad) {
     if (!grad.given || p.heads.empty()) return;
     const IndexNumbering groups(Shape(grad.shape, grad.shape + s.outer));
-    const MatrixCursor cursor = MatrixCursor::broadcast(grad, s.outer);
+    const MatrixCursor cursor = bias_cursor(p, s, grad);
     p.bias_groups.resize(static_cast<size_t>(groups.count));
     int64_t head = 0;
     for_each_index(s.grid, [&](const Shape& index) {

@@ -226,14 +226,70 @@ struct BackwardTask {
 // Rows of a query tile of the backward: keys are transposed once for so many.
 constexpr int64_t kBackwardRows = 384;
 
+// The gradients that all rows and keys add to, over the ranges of keys: each has sums of its own, added up at the end.
+template <class T>
+class SharedSums {
+   public:
+    SharedSums(const Problem& problem, int64_t ranges) : problem_(problem), ranges_(ranges) {
+        width_ = problem.form == Form::additive ? problem.dim : 0;
+        for (const Group& group : problem.groups)
+            if (problem.heads[group.heads[0]].grad_scale)
+                width_ = std::max(width_, static_cast<int64_t>(group.heads.size()));
+        of_groups_.resize(problem.groups.size() * ranges * width_);
+        if (!problem.bias_groups.empty() && problem.bias_groups[0].is_relative())
+            positions_ = problem.query_len + problem.key_len - 1;
+        relative_.resize(problem.heads.size() * ranges * positions_);
+    }
+
+    // Gradients of the weights of a group, or of the scales of its heads.
+    T* of_group(int64_t group, int64_t range) { return of_groups_.data() + (group * ranges_ + range) * width_; }
+    // The gradient of the relative bias of a head; null where there is none.
+    double* relative(int64_t head, int64_t range) {
+        return positions_ ? relative_.data() + (head * ranges_ + range) * positions_ : nullptr;
+    }
+
+    // Add to the caller's.
+    void finish() {
+        for (size_t g = 0; width_ && g < problem_.groups.size(); g++)
+            for (int64_t r = 0; r < ranges_; r++) {
+                const Group& group = problem_.groups[g];
+                const T* found = of_group(static_cast<int64_t>(g), r);
+                if (problem_.form == Form::additive)
+                    for (int64_t p = 0; p < problem_.dim; p++) as<T>(group.grad_w_v)[p] += found[p];
+                else
+                    for (const int64_t head : group.heads) *as<T>(problem_.heads[head].grad_scale) += *found++;
+            }
+        std::vector<double> sums(positions_);
+        for (const BiasGroup& group : problem_.bias_groups) {
+            if (!positions_) return;
+            std::fill(sums.begin(), sums.end(), 0.0);
+            for (const int64_t head : group.heads)
+                for (int64_t r = 0; r < ranges_; r++)
+                    for (int64_t k = 0; k < positions_; k++) sums[k] += relative(head, r)[k];
+            T* to = as<T>(group.grad_bias) - (problem_.query_len - 1);
+            for (int64_t k = 0; k < positions_; k++) to[k] += static_cast<T>(sums[k]);
+        }
+    }
+
+   private:
+    const Problem& problem_;
+    const int64_t ranges_;
+    int64_t width_ = 0, positions_ = 0;
+    std::vector<T> of_groups_;
+    std::vector<double> relative_;
+};
+
 // Add the gradients of a range of keys of a group against a range of its query rows.
 template <class T>
-void backward_range(const Problem& problem, const Group& group, Span keys, Span rows,
-                    const SharedTiles<BackwardKeyTile<T>>& tiles, T* dw) {
+void backward_range(const Problem& problem, int64_t group_index, int64_t range, Span keys, Span rows,
+                    const SharedTiles<BackwardKeyTile<T>>& tiles, SharedSums<T>& shared) {
+    const Group& group = problem.groups[group_index];
+    T* dw = shared.of_group(group_index, range);
     for (size_t h = 0; h < group.heads.size(); h++)
         for (int64_t first = rows.first; first < rows.last; first += kBackwardRows) {
             Arena& arena = thread_arena();
             BackwardTask<T> task(arena, problem, group.heads[h], {first, std::min(first + kBackwardRows, rows.last)});
+            task.gradients.grad_relative = shared.relative(group.heads[h], range);
             KeyTileGradients<T> sums(arena, problem);
             T* dq = arena.take<T>(task.queries.rows.count * sums.width);
             task.for_each_tile(keys, tiles, [&](const BackwardKeyTile<T>& tile) {
@@ -303,13 +359,7 @@ void backward_typed(const Problem& problem, Threads threads) {
                   possible = std::min(problem.query_len, problem.key_len) / 128;
     const int64_t ranges = std::max<int64_t>(1, std::min(wanted, possible));
     threads = clamp_threads(problem, threads);
-    // All rows and keys add to the gradients of a group's weights and of its heads' scales: each range of keys has sums
-    // of its own, added up at the end.
-    int64_t common = problem.form == Form::additive ? problem.dim : 0;
-    for (const Group& group : problem.groups)
-        if (problem.heads[group.heads[0]].grad_scale)
-            common = std::max(common, static_cast<int64_t>(group.heads.size()));
-    std::vector<T> sums(groups * ranges * common);
+    SharedSums<T> shared(problem, ranges);
     const Additive<T> form(problem);
     SharedTiles<BackwardKeyTile<T>> tiles;
     if (tiles.is_profitable(problem, ranges))
@@ -324,24 +374,17 @@ void backward_typed(const Problem& problem, Threads threads) {
     for (int64_t step = 0; step < ranges; step++)
         for_each_task(groups * ranges, threads, [&](int64_t task) {
             const int64_t r = task % ranges;
-            T* dw = sums.data() + task * common;
             const Group& group = problem.groups[task / ranges];
             const Span keys = cut(problem.key_len, r, kTileKeys),
                        rows = cut(problem.query_len, (r + step) % ranges, kMR);
             if (problem.clears_gradients && step == 0) clear_gradients<T>(problem, group, keys, rows);
-            backward_range<T>(problem, group, keys, rows, tiles, dw);
+            backward_range<T>(problem, task / ranges, r, keys, rows, tiles, shared);
         });
-    for (int64_t task = 0; common && task < groups * ranges; task++) {
-        const Group& group = problem.groups[task / ranges];
-        const T* found = sums.data() + task * common;
-        if (problem.form == Form::additive)
-            for (int64_t p = 0; p < problem.dim; p++) as<T>(group.grad_w_v)[p] += found[p];
-        else
-            for (const int64_t head : group.heads) *as<T>(problem.heads[head].grad_scale) += *found++;
-    }
-    // The rows of a bias are cut into tasks, unless they share one gradient.
+    shared.finish();
+    // The rows of a bias of pairs are cut into tasks, unless they share one gradient.
     std::vector<std::pair<const BiasGroup*, Span>> tasks;
     for (const BiasGroup& group : problem.bias_groups) {
+        if (group.is_relative()) continue;
         const int64_t size = group.row_stride ? 96 : problem.query_len;
         for (int64_t first = 0; first < problem.query_len; first += size)
             tasks.push_back({&group, {first, std::min(problem.query_len, first + size)}});

@@ -80,6 +80,8 @@ struct ScoreGradients {
     Span panels;               // holds all that attend to the tile; masked ones between them get zeros
     bool for_bias = false;     // stop at the gradient of the scores after the caps, which is that of the bias
     double grad_scale = 0;     // of the head's own scale, over all tiles so far
+    // The gradient of a relative bias over all tiles so far, from that of the last row and first key on; or null.
+    double* grad_relative = nullptr;
     bool skip_masked = false;  // whether NaN or infinity may stand behind a masked pair: products must leave it out
 
     ScoreGradients(Arena& arena, const Problem& p)
@@ -129,8 +131,22 @@ struct ScoreGradients {
                  tile.value_transposed, kTileKeys, size, padded(key_count, L), problem.value_dim, false);
         }
         dispatch_width<T>(key_count, [&](auto vectors) { softmax_gradients<vectors>(queries, tile, first, size); });
+        if (grad_relative) add_diagonals(queries.rows.row[first], tile.keys.first, key_count, ds, size);
         if (!problem.caps.empty() && !for_bias) apply_cap_slopes(ds, size);
         if (!for_bias && queries.rows.head[first]->grad_scale) add_scale_gradient(ds, size);
+    }
+
+    // Add dS of the rows from `row` on to the gradient of a relative bias: a row begins one place before the last.
+    // The diagonals of so few rows are short; those of all rows are summed in double, as their terms cancel.
+    void add_diagonals(int64_t row, int64_t key, int64_t key_count, const T* ds, int64_t size) {
+        T sums[kStepPanels * kMR + kTileKeys] = {};
+        for (int64_t i = 0; i < size; i++) {
+            T* to = sums + size - 1 - i;
+            for (int64_t j = 0; j < kTileKeys; j += Vector<T>::lanes)
+                store(to + j, load(to + j) + load(ds + i * kTileKeys + j));
+        }
+        double* to = grad_relative + (problem.query_len - row - size) + key;
+        for (int64_t k = 0; k < size - 1 + key_count; k++) to[k] += static_cast<double>(sums[k]);
     }
 
     // Turn scores and dP of rows, whose keys take W vectors, into P and dS, with zeros behind them.

@@ -61,7 +61,9 @@ enum RowStat {
 struct Head {
     Matrix query, key, value;
     Matrix query_bias, key_bias;     // one column, in the sum type: added to the scores before the caps
-    Matrix bias;                     // query_len x key_len, in bias_dtype: added after the caps; -inf masks the pair
+    // query_len x key_len, in bias_dtype: added after the caps; -inf masks the pair. Of a relative bias, which is a
+    // number for each key - query, the row stride is minus the column stride.
+    Matrix bias;
     Matrix mask;                     // query_len x key_len bytes: 0 masks the pair
     Matrix query_ids, key_ids;       // one column of int64 each: pairs of different or negative ids are masked
     const int64_t* start = nullptr;  // row i attends to the keys start[i] <= j < stop[i]; null: to every key
@@ -103,11 +105,14 @@ struct Group {
     char* grad_w_v = nullptr;       // additive: dim
 };
 
-// The heads that share one bias matrix, and its gradient; strides are 0 along a broadcast axis. Backward only.
+// The heads that share one bias matrix, and its gradient; strides are 0 along a broadcast axis, -1 and 1 of a relative
+// bias. Backward only.
 struct BiasGroup {
     std::vector<int64_t> heads;
-    char* grad_bias = nullptr;  // sum type, zeroed by the caller
+    char* grad_bias = nullptr;  // of the pair (0, 0), in the sum type, zeroed by the caller
     int64_t row_stride = 0, col_stride = 0;
+
+    bool is_relative() const { return row_stride < 0; }
 };
 
 struct Problem {

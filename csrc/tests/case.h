@@ -68,6 +68,11 @@ struct Case : Drawn {
             if (p.form == Form::additive) group.grad_w_v = add("grad_w_v", p.dim);
         }
         for (BiasGroup& group : problem.bias_groups) {
+            if (group.is_relative()) {
+                const int64_t before = p.query_len - 1;
+                group.grad_bias = add("grad_bias", before + p.key_len) + before * size_of(sum);
+                continue;
+            }
             const int64_t rows = group.row_stride ? p.query_len : std::min<int64_t>(p.query_len, 1);
             group.grad_bias = add("grad_bias", rows * (group.col_stride ? p.key_len : std::min<int64_t>(p.key_len, 1)));
         }

@@ -10,14 +10,15 @@ namespace attnscore::tests {
 
 struct Drawn {
     // What came later is drawn from numbers of its own, so that a seed stays the case that it was.
-    Random random, later;
+    Random random, later, latest;
     Memory memory;
     Problem problem;
     Dtype sum = Dtype::f32;
     double magnitude = 1, level = 0, weight = 1;
     bool planted = false;
 
-    explicit Drawn(uint64_t seed) : random{std::mt19937_64(seed)}, later{std::mt19937_64(~seed)} {
+    explicit Drawn(uint64_t seed)
+        : random{std::mt19937_64(seed)}, later{std::mt19937_64(~seed)}, latest{std::mt19937_64(seed ^ 0x9E3779B9u)} {
         draw_score();
         draw_sizes();
         draw_heads();
@@ -232,6 +233,7 @@ struct Drawn {
         Problem& p = problem;
         const bool each = random.coin(), gradient = random.coin();
         const int64_t hiding = random.one_of<int64_t>({3, 20, 1000000});
+        const bool relative = p.query_len > 1 && p.key_len > 0 && latest.one_in(3);
         Matrix bias;
         for (size_t h = 0; h < p.heads.size(); ++h) {
             if (each || bias.data == nullptr) {
@@ -242,6 +244,16 @@ struct Drawn {
                 BiasGroup group;
                 group.row_stride = layout.row_stride == 0 ? 0 : layout.col_stride == 0 ? 1 : p.key_len;
                 group.col_stride = layout.col_stride == 0 ? 0 : 1;
+                if (relative) {
+                    const int64_t step = 1 + latest.below(2), count = p.query_len + p.key_len - 1;
+                    bias = numbers_laid(memory, latest, {latest, 1, (count - 1) * step + 1}, p.bias_dtype,
+                                        [&] { return latest.one_in(hiding) ? -INFINITY : 2 * latest.normal(); });
+                    bias.col_stride *= step;
+                    bias.data += (p.query_len - 1) * bias.col_stride * size_of(p.bias_dtype);
+                    bias.row_stride = -bias.col_stride;
+                    group.row_stride = -1;
+                    group.col_stride = 1;
+                }
                 if (gradient) p.bias_groups.push_back(group);
             }
             p.heads[h].bias = bias;
@@ -272,7 +284,7 @@ struct Drawn {
                         if (unmasked) key_unmasked[j] = true;
                         // Where an array, not the bias itself, has_mask the pair.
                         if (!unmasked && head.bias.data && random.one_in(20) &&
-                            at(head.bias, p.bias_dtype, i, j) > -INFINITY && head.bias.row_stride &&
+                            at(head.bias, p.bias_dtype, i, j) > -INFINITY && head.bias.row_stride > 0 &&
                             head.bias.col_stride) {
                             put(const_cast<char*>(head.bias.data) +
                                     (i * head.bias.row_stride + j * head.bias.col_stride) * size_of(p.bias_dtype),

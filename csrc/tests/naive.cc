@@ -176,16 +176,18 @@ struct Sums {
     char* to;
     Dtype dtype;
     std::vector<double> numbers;
+    int64_t first;
 
-    Sums(char* array, Dtype type, int64_t count) : to(array), dtype(type), numbers(array ? count : 0) {}
+    Sums(char* array, Dtype type, int64_t count, int64_t lowest = 0)
+        : to(array), dtype(type), numbers(array ? count : 0), first(lowest) {}
     ~Sums() {
         for (size_t i = 0; i < numbers.size(); ++i) {
-            char* there = to + static_cast<int64_t>(i) * size_of(dtype);
+            char* there = to + (first + static_cast<int64_t>(i)) * size_of(dtype);
             put(there, dtype, number(there, dtype) + numbers[i]);
         }
     }
     void add(int64_t place, double x) {
-        if (to != nullptr) numbers[static_cast<size_t>(place)] += x;
+        if (to != nullptr) numbers[static_cast<size_t>(place - first)] += x;
     }
 };
 
@@ -264,8 +266,9 @@ void backward(const Problem& p, Threads) {
     for (const BiasGroup& group : p.bias_groups) {
         for (const int64_t head : group.heads) shared[head] = static_cast<int64_t>(biases.size());
         const bool empty = p.query_len == 0 || p.key_len == 0;
-        const int64_t last = (p.query_len - 1) * group.row_stride + (p.key_len - 1) * group.col_stride;
-        biases.emplace_back(group.grad_bias, sum, empty ? 0 : last + 1);
+        const int64_t rows = (p.query_len - 1) * group.row_stride, cols = (p.key_len - 1) * group.col_stride;
+        const int64_t first = std::min<int64_t>(0, rows), last = std::max<int64_t>(0, rows) + cols;
+        biases.emplace_back(group.grad_bias, sum, empty ? 0 : last - first + 1, first);
     }
     for (const Group& g : p.groups) {
         GroupSums sums{{g.grad_key, sum, p.key_len * p.dim},

@@ -9,6 +9,7 @@ from attnscore.analysis.summaries import TopWeights, key_mass, pooled_weights, t
 from attnscore.analysis.weights import attention_scores, attention_weights
 from attnscore.api import Gradients, attend, attend_vjp
 from attnscore.core.prepared import PreparedKeys, prepare_keys
+from attnscore.core.relative import relative_buckets, relative_positions
 from attnscore.core.statistics import AttentionStats
 from attnscore.core.threads import get_num_threads, set_num_threads
 from attnscore.errors import (
@@ -97,6 +98,8 @@ __all__ = [
     "pooled_weights",
     "prepare_keys",
     "register_score",
+    "relative_buckets",
+    "relative_positions",
     "set_num_threads",
     "softmax_jacobian",
     "softmax_pullback",

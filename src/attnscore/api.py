@@ -54,8 +54,9 @@ def attend(
     mask : a mask object, or a boolean array broadcastable to (..., query, key), True = may attend
     valid_lens : (batch,) or (batch, query) whole numbers
         Keys j < valid_lens are unmasked; combined with `mask` by AND. For a query of two axes: a number, or (query,).
-    bias : broadcastable to (..., query, key)
-        Added to the scores after temperature and cap; -inf masks a key. Gets a gradient.
+    bias : broadcastable to (..., query, key), or (..., 1, query + key - 1)
+        Added to the scores after temperature and cap; -inf masks a key. Gets a gradient. The second shape has one number
+        for each key - query, see `relative_positions`.
     sink : number or (heads,)
         A further logit in the softmax, without a value. Gets a gradient.
     dropout : number in [0, 1)

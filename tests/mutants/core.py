@@ -443,4 +443,20 @@ FAULTS = [
         "tests/test_tensorflow.py -k planned_calls",
         "a planned call of TensorFlow's gives a gradient to the query alone",
     ),
+    Fault(
+        "relative-bias-tile-one-later",
+        "src/attnscore/core/relative.py",
+        "query_len - rows[0] - count + cols[0], width)",
+        "query_len - rows[0] - count + cols[0] - (cols[0] > 0), width)",
+        "tests/test_relative_bias.py -k 'numpy and streaming'",
+        "tiles after the first read a relative bias one position off",
+    ),
+    Fault(
+        "relative-bias-gradient-without-the-first-row",
+        "src/attnscore/core/tiled.py",
+        "diagonals = (query_len - rows[0] - rows[1] + cols[0], rows[1] + cols[1] - 1)",
+        "diagonals = (query_len - rows[1] + cols[0], rows[1] + cols[1] - 1)",
+        "tests/test_relative_bias.py -k 'numpy and streaming'",
+        "the gradient of a relative bias takes every query tile for the first",
+    ),
 ]

@@ -621,4 +621,20 @@ FAULTS = [
         "tests/test_native_oracle.py -k gradients_of_few_rows",
         "with few query rows, the gradient of a query lacks the scale",
     ),
+    Fault(
+        "native-relative-bias-first-pair",
+        "csrc/api/validate.cc",
+        "(p.query_len - 1) * cursor.col_stride * bias.item",
+        "p.query_len * cursor.col_stride * bias.item",
+        "tests/test_relative_bias.py -k 'numpy and native'",
+        "a relative bias is read one position off",
+    ),
+    Fault(
+        "native-relative-bias-diagonals",
+        "csrc/kernels/score_gradients-inl.h",
+        "(problem.query_len - row - size) + key",
+        "(problem.query_len - row - size) + key * (key > 64 ? 0 : 1)",
+        "tests/test_relative_bias.py -k 'numpy and native'",
+        "the gradient of a relative bias is added one key tile off from the third tile on",
+    ),
 ]

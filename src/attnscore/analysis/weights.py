@@ -181,9 +181,16 @@ def sliced(problem: Problem, query_index: Any, key_index: Any) -> Problem:
         return x if at is None else ops.take(x, at, -2)
 
     bias = problem.bias
-    for axis, name in ((-2, "query"), (-1, "key")):
-        if bias is not None and index[name] is not None and bias.shape[axis] > 1:
-            bias = ops.take(bias, index[name], axis)
+    if bias is not None and problem.has_relative_bias and (rows is not None or cols is not None):
+        # The block is small: its pairs, of which it has one each.
+        at = np.arange(score_shape.key_len) if cols is None else cols
+        at = at - (np.arange(score_shape.query_len) if rows is None else rows)[:, None] + (score_shape.query_len - 1)
+        pairs = ops.take(bias, ops.asarray(at.reshape(-1), like), -1)
+        bias = ops.reshape(pairs, (*bias.shape[:-2], *at.shape))
+    elif bias is not None:
+        for axis, name in ((-2, "query"), (-1, "key")):
+            if index[name] is not None and bias.shape[axis] > 1:
+                bias = ops.take(bias, index[name], axis)
     new_shape = dataclasses.replace(
         score_shape,
         query_len=score_shape.query_len if rows is None else len(rows),

@@ -44,6 +44,13 @@ class ScoreShape:
         head = (self.heads * self.groups,) if self.has_heads else ()
         return (*lead, *head, self.query_len, self.key_len)
 
+    def is_relative(self, shape: Shape) -> bool:
+        """Whether a bias of this shape has a number for each key - query; with one query that is a row of pairs."""
+        lengths = (self.query_len, self.key_len, *shape[-2:])
+        if len(lengths) < 4 or any(map(is_unknown, lengths)) or self.query_len < 2 or self.key_len == 0:
+            return False
+        return tuple(shape[-2:]) == (1, self.query_len + self.key_len - 1)
+
     def to_canonical(self, ops: Backend, x: Array) -> Array:
         """View a caller's array, broadcastable to (..., query, key), on the canonical axes."""
         shape = ops.shape(x)
@@ -169,13 +176,25 @@ class CanonicalLayout(AxisLayout):
 
 def check_broadcast(name: str, shape: Shape, score_shape: ScoreShape) -> None:
     """Raise ShapeError unless `shape` broadcasts to (..., query, key) without enlarging it."""
-    target = score_shape.user_shape
+    _check_broadcast(name, shape, score_shape.user_shape, "(..., query, key)")
+
+
+def check_bias_shape(shape: Shape, score_shape: ScoreShape) -> None:
+    """Raise ShapeError unless `shape` broadcasts to (..., query, key), or is that of a relative bias."""
+    if score_shape.is_relative(shape):
+        target = (*score_shape.user_shape[:-2], *shape[-2:])
+        _check_broadcast("bias", shape, target, "(..., 1, query + key - 1)")
+    else:
+        check_broadcast("bias", shape, score_shape)
+
+
+def _check_broadcast(name: str, shape: Shape, target: Shape, axes: str) -> None:
     try:
         fits = all(map(may_equal, broadcast(shape, target), target)) and len(shape) <= len(target)
     except ValueError:
         fits = False
     if not fits:
-        raise ShapeError(message(name, f"a shape that broadcasts to (..., query, key) = {target}", shape))
+        raise ShapeError(message(name, f"a shape that broadcasts to {axes} = {target}", shape))
 
 
 def entries_of(ops: Backend, x: Array, index: Array, axis: int) -> Array:

@@ -28,7 +28,7 @@ from attnscore.backends.base import (
 from attnscore.core.arguments import check_held, check_number, is_number, is_whole, shown
 from attnscore.core.cache import BoundedCache
 from attnscore.core.dropout import Dropout, check_dropout
-from attnscore.core.layout import AxisLayout, ScoreShape, Shape, check_broadcast
+from attnscore.core.layout import AxisLayout, ScoreShape, Shape, check_bias_shape
 from attnscore.core.online_softmax import STATISTICS
 from attnscore.errors import ArgumentError, DtypeError, FrameworkError, ShapeError, message, with_shapes
 from attnscore.masks import IntervalSet, Mask, as_mask, cached_mask, split
@@ -75,6 +75,11 @@ class Problem:
         if is_unknown(self.score_shape.query_len) or is_unknown(self.score_shape.key_len):
             return None, self.mask
         return split(self.mask, self.score_shape.query_len, self.score_shape.key_len, self.score_shape.batch)
+
+    @property
+    def has_relative_bias(self) -> bool:
+        """Whether the bias has a number for each key - query (`core.relative`) instead of each pair."""
+        return self.bias is not None and self.score_shape.is_relative(tuple(self.bias.shape))
 
     @property
     def dtype(self) -> str:
@@ -200,7 +205,7 @@ def check_extra(ops: Backend, name: str, x: Any, like: Array) -> Array:
 def check_bias(ops: Backend, bias: Any, layout: AxisLayout, like: Array) -> Array:
     """Check the bias, and return it on the axes of the scores."""
     bias = check_extra(ops, "bias", bias, like)
-    check_broadcast("bias", tuple(bias.shape), layout.score_shape)
+    check_bias_shape(tuple(bias.shape), layout.score_shape)
     return layout.score_shape.to_canonical(ops, bias)
 
 

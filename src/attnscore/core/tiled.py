@@ -19,7 +19,7 @@ from typing import Any
 
 from attnscore.backends.base import HALF_PRECISION, Array, Backend, is_unknown, sum_to
 from attnscore.core import dropout as dropouts
-from attnscore.core import online_softmax
+from attnscore.core import online_softmax, relative
 from attnscore.core.layout import entries_of
 from attnscore.core.online_softmax import NEG_INF, RowState
 from attnscore.core.problem import Problem
@@ -92,7 +92,7 @@ def _score_tile(
     unmasked = plan.visible(ops, problem.score_shape, problem.value, rows, cols) if partial else None
     bias: Any = 0.0
     if problem.bias is not None:
-        bias = ops.astype(_slice_bias(ops, _slice_bias(ops, problem.bias, -1, cols), -2, rows), dtype)
+        bias = ops.astype(_bias_tile(problem, problem.bias, rows, cols), dtype)
         allowed = bias != NEG_INF
         unmasked = allowed if unmasked is None else ops.logical_and(unmasked, allowed)
     form = problem.form.part(slice_operand)
@@ -301,7 +301,9 @@ def _tile_gradients(
         grad_scores = ops.where(unmasked, grad_scores, 0.0)
     # Forward: scores = form(query, key) + bias
     found = {**score_vjp(grad_scores), "value": grad_value}
-    return found if problem.bias is None else {**found, "bias": grad_scores}
+    if problem.bias is None:
+        return found
+    return {**found, "bias": relative.sum_diagonals(ops, grad_scores) if problem.has_relative_bias else grad_scores}
 
 
 def backward(problem: Problem, plan: TilePlan, result: Result, grads: RowGradients) -> dict[str, Array]:
@@ -309,13 +311,14 @@ def backward(problem: Problem, plan: TilePlan, result: Result, grads: RowGradien
     ops, dtype = problem.ops, problem.accumulator
     inputs, context = _isolate_nonfinite(problem), _row_context(problem, plan, result, grads)
     shapes = {name: ops.shape(x) for name, x in operands(problem).items() if name != "sink"}
-    if problem.bias is not None:
+    is_relative, query_len = problem.has_relative_bias, problem.score_shape.query_len
+    if problem.bias is not None and not is_relative:
         # An axis of the bias whose size is unknown counts as not broadcast until all tiles are added.
         axes = zip(problem.bias.shape, (*problem.score_shape.rows, problem.score_shape.key_len), strict=True)
         shapes["bias"] = tuple(whole if is_unknown(n) else n for n, whole in axes)
     roles: dict[str, Role] = {name: problem.form.role(name) for name in problem.form.arrays()}
-    by_query = [name for name in shapes if name == "bias" or roles.get(name) == "query"]
-    # The bias has an axis of keys and one of queries.
+    by_query = [name for name in shapes if (name == "bias" and not is_relative) or roles.get(name) == "query"]
+    # A bias of pairs has an axis of keys and one of queries.
     key_axis = {name: -2 for name in shapes if name == "value" or roles.get(name) == "key"} | {"bias": -1}
 
     def visit_query_tile(
@@ -331,8 +334,12 @@ def backward(problem: Problem, plan: TilePlan, result: Result, grads: RowGradien
 
         def visit(carry: dict[str, Array], cols: Span, partial: bool) -> dict[str, Array]:
             found = _tile_gradients(inputs, plan, context, rows, cols, partial)
+            diagonals = (query_len - rows[0] - rows[1] + cols[0], rows[1] + cols[1] - 1)
             return carry | {
-                name: _add(ops, carry[name], grad, key_axis.get(name), cols) for name, grad in found.items()
+                name: _add(
+                    ops, carry[name], grad, key_axis.get(name), diagonals if is_relative and name == "bias" else cols
+                )
+                for name, grad in found.items()
             }
 
         done: dict[str, Array] = _iter_key_tiles(ops, segments, plan, visit, buffers | of_tile)
@@ -345,7 +352,7 @@ def backward(problem: Problem, plan: TilePlan, result: Result, grads: RowGradien
     )
     if tail:
         buffers = visit_query_tile((full * size, tail), plan.segments[full], buffers)
-    if problem.bias is not None:
+    if problem.bias is not None and not is_relative:
         for axis, length in enumerate(ops.shape(problem.bias)):
             if is_unknown(length):
                 buffers["bias"] = ops.sum_to_length(buffers["bias"], axis, length)
@@ -498,7 +505,7 @@ def _in_accumulator_dtype(problem: Problem) -> Problem:
 def _with_asserted_shapes(problem: Problem) -> Problem:
     """Return the problem with run-time assertions on the shapes of mask and bias that a graph does not know yet."""
     specs = [] if problem.mask is None else [*problem.mask.shapes(problem.score_shape)]
-    if problem.bias is not None:
+    if problem.bias is not None and not problem.has_relative_bias:
         allowed = [tuple((1, n) for n in (*problem.score_shape.rows, problem.score_shape.key_len))]
         specs.append(ShapeSpec("bias", problem.bias, "", allowed))
     unchecked = [(spec.name, spec.array, spec.allowed) for spec in specs if not spec.is_known]
@@ -517,6 +524,14 @@ def _with_asserted_shapes(problem: Problem) -> Problem:
 def _slice(ops: Backend, x: Array, axis: int, span: Span) -> Array:
     """Return `span` of `x` along `axis`, or `x` where the axis is broadcast or the span is the whole."""
     return x if x.shape[axis] in (1, span[1]) else ops.slice_axis(x, axis, *span)
+
+
+def _bias_tile(problem: Problem, bias: Array, rows: Span, cols: Span) -> Array:
+    """Return the bias of the pairs of a tile; axes that are broadcast stay 1."""
+    ops = problem.ops
+    if problem.has_relative_bias:
+        return relative.tile(ops, bias, problem.score_shape.query_len, rows, cols)
+    return _slice_bias(ops, _slice_bias(ops, bias, -1, cols), -2, rows)
 
 
 def _slice_bias(ops: Backend, x: Array, axis: int, span: Span) -> Array:

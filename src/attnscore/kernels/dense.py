@@ -94,6 +94,11 @@ def _scores(problem: Problem) -> tuple[Array, Array]:
         visible = ops.logical_and(visible, problem.mask.visible(ops, score_shape, rows, cols))
     if problem.bias is not None:
         bias = ops.astype(problem.bias, dtype)
+        if problem.has_relative_bias:
+            every = ops.reshape(ops.positions(0, score_shape.query_len, query), (-1, 1))
+            every = ops.reshape(ops.positions(0, score_shape.key_len, query), (1, -1)) - every
+            at = ops.reshape(every + (score_shape.query_len - 1), (-1,))
+            bias = ops.reshape(ops.take(bias, at, -1), (*bias.shape[:-2], score_shape.query_len, score_shape.key_len))
         visible = ops.logical_and(visible, bias != NEG_INF)
     bad = None
     if not ops.known_finite(query, key):

@@ -44,19 +44,24 @@ class _AxisRoles(NamedTuple):
     """Leading axes: (*lead, head, group), (batch,) or (head, group)."""
     row: int | None = None
     """Axis of the queries; None where there is none."""
+    is_bias: bool = False
+    """Whether the array may be a relative bias, or its gradient."""
 
 
 _BY_QUERY, _BY_KEY, _BY_HEAD = _AxisRoles("matrix", -2), _AxisRoles("matrix"), _AxisRoles("heads")
+_BIAS = _AxisRoles("matrix", -2, is_bias=True)
 _INPUTS: Final = {
     **dict.fromkeys(marshalling.ORDER, _BY_KEY),
-    **dict.fromkeys(("query", "query_bias", "bias", "mask"), _BY_QUERY),
+    **dict.fromkeys(("query", "query_bias", "mask"), _BY_QUERY),
+    "bias": _BIAS,
     **dict.fromkeys(("query_ids", "start", "stop"), _AxisRoles("batch", -1)),
     "key_ids": _AxisRoles("batch"),
     **dict.fromkeys(("w_v", "sink", "scales"), _BY_HEAD),
 }
 _GRADIENTS: Final = {
     **dict.fromkeys(GRADIENTS, _BY_KEY),
-    **dict.fromkeys(("query", "bias"), _BY_QUERY),
+    "query": _BY_QUERY,
+    "bias": _BIAS,
     "query_bias": _AxisRoles("matrix", -1),
 }
 _MASK: Final = marshalling.ORDER.index("mask")
@@ -69,6 +74,8 @@ class _Part:
     first: int
     last: int
     place: tuple[int, ...] | None = None
+    relative_to: int | None = None
+    """Number of queries of the whole, where the bias is relative."""
 
     def of(self, x: HostArray | None, roles: _AxisRoles) -> HostArray | None:
         """Return this part of an array, as a view."""
@@ -77,6 +84,8 @@ class _Part:
         index = [slice(None)] * x.ndim
         if roles.row is not None and x.shape[roles.row] > 1:
             index[roles.row] = slice(self.first, self.last)
+        if roles.is_bias and self.relative_to is not None:
+            index[-1] = slice(self.relative_to - self.last, x.shape[-1] - self.first)
         if self.place is not None:
             for axis, place in _axes(self.place, x.ndim, roles):
                 if x.shape[axis] > 1:
@@ -164,7 +173,7 @@ def _parts(problem: Problem, plan: TilePlan, score: Any, arrays: Arrays) -> Iter
         whole = list(arrays)
         whole[_MASK] = chunks.evaluated(first, last)
         for number, place in enumerate(places):
-            part = _Part(first, last, place)
+            part = _Part(first, last, place, score_shape.query_len if problem.has_relative_bias else None)
             views = [part.of(x, roles) for x, roles in zip(whole, _INPUTS.values(), strict=True)]
             # The rows of the mask are those of the chunk already.
             views[_MASK] = _Part(0, last - first, place).of(whole[_MASK], _BY_QUERY)

@@ -59,7 +59,7 @@ class Loop:
             problem,
             layout=dataclasses.replace(problem.layout, score_shape=score_shape),
             form=problem.form.part(cut),
-            bias=None if problem.bias is None else self.rows(problem.bias, start, size),
+            bias=None if problem.bias is None else self.bias(problem.bias, start, size),
             mask=None,
         )
         mask_arrays = {
@@ -72,6 +72,18 @@ class Loop:
     def rows(self, x: Array, start: Any, size: int) -> Array:
         """Return the rows of a chunk; an array that is broadcast over rows stays as it is."""
         return x if x.shape[-2] == 1 else self.problem.ops.slice_axis(x, -2, start, size)
+
+    def bias(self, x: Array, start: Any, size: int) -> Array:
+        """Return the bias of a chunk."""
+        if not self.problem.has_relative_bias:
+            return self.rows(x, start, size)
+        at, length = self.diagonals(start, size)
+        return self.problem.ops.slice_axis(x, -1, at, length)
+
+    def diagonals(self, start: Any, size: int) -> tuple[Any, int]:
+        """Return where a relative bias of a chunk begins, and its length."""
+        score_shape = self.problem.score_shape
+        return score_shape.query_len - start - size, size + score_shape.key_len - 1
 
 
 def forward(loop: Loop, call: Callable[[Problem, MaskArrays], Result]) -> Result:
@@ -107,6 +119,7 @@ def backward(
     arrays = {name: x for name, x in operands(problem).items() if name in wanted}
     roles = {name: problem.form.role(name) for name in problem.form.arrays()}
     of_rows = {name for name, x in arrays.items() if (name == "bias" or roles.get(name) == "query") and x.shape[-2] > 1}
+    is_relative = problem.has_relative_bias
     whole = {name: ops.zeros(tuple(x.shape), result.row_max, problem.accumulator) for name, x in arrays.items()}
 
     def visit(carry: dict[str, Array], start: Any, size: int) -> dict[str, Array]:
@@ -117,10 +130,13 @@ def backward(
         known = Result(cut(result.out), cut(result.row_max), cut(result.log_denom), statistics, cut(result.matrix))
         incoming = RowGradients(cut(grads.out), cut(grads.log_sum_exp), cut(grads.entropy), cut(grads.matrix))
         found = call(*loop.part(start, size), known, incoming)
-        return {
-            name: ops.add_at(x, -2, start, found[name]) if name in of_rows else x + found[name]
-            for name, x in carry.items()
-        }
+
+        def added(name: str, x: Array) -> Array:
+            if name == "bias" and is_relative:
+                return ops.add_at(x, -1, loop.diagonals(start, size)[0], found[name])
+            return ops.add_at(x, -2, start, found[name]) if name in of_rows else x + found[name]
+
+        return {name: added(name, x) for name, x in carry.items()}
 
     done: dict[str, Array] = loop.over(visit, whole)
     return done

@@ -1,0 +1,159 @@
+"""Bias by relative position: one number for each key - query, in place of one for each pair.
+
+An array (..., 1, query_len + key_len - 1) stands for ``bias[i, j] = array[j - i + query_len - 1]``: a Toeplitz matrix,
+which no kernel builds. With a single query the two are the same array.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from attnscore.backends.base import Array, Backend
+from attnscore.core.arguments import check_count, is_whole, shown
+from attnscore.errors import ArgumentError, message
+
+Span = tuple[int, int]
+
+
+def relative_positions(query_len: int, key_len: int, *, offset: int | None = None) -> np.ndarray[Any, Any]:
+    """Return key - query for every pair of a query and a key that may occur: ``query_len + key_len - 1`` whole numbers.
+
+    An array with one number for each of them, and an axis of 1 in front, is a bias of `attend` in O(n) memory:
+    ``bias[..., 0, j - i + query_len - 1]`` is added to the score of query i and key j. It gets a gradient.
+
+    Parameters
+    ----------
+    query_len, key_len : whole numbers
+    offset : whole number, optional
+        Query i stands at position i + offset. Required where the lengths differ, as in `Causal`: ``key_len -
+        query_len`` for the last queries of a sequence.
+
+    Returns
+    -------
+    positions : (query_len + key_len - 1,) int64
+        From ``-(query_len - 1) - offset`` to ``key_len - 1 - offset``.
+
+    Raises
+    ------
+    ArgumentError
+
+    Examples
+    --------
+    ALiBi, with slope 0.5: the score falls with the distance.
+
+    >>> import numpy as np, attnscore as ats
+    >>> bias = -0.5 * np.abs(ats.relative_positions(3, 3))[None]
+    >>> ats.attention_scores(np.zeros((3, 2)), np.zeros((3, 2)), bias=bias)
+    array([[ 0. , -0.5, -1. ],
+           [-0.5,  0. , -0.5],
+           [-1. , -0.5,  0. ]])
+
+    A learned table of distances up to 8, shared beyond, (heads, 17):
+
+    >>> table = np.random.default_rng(0).normal(size=(4, 17))
+    >>> bias = table[:, None, np.clip(ats.relative_positions(100, 100), -8, 8) + 8]
+    >>> x = np.ones((1, 4, 100, 16))
+    >>> ats.attend(x, x, x, bias=bias).shape
+    (1, 4, 100, 16)
+
+    References
+    ----------
+    Shaw, Uszkoreit, Vaswani (2018), Self-Attention with Relative Position Representations. Press, Smith, Lewis (2022),
+    Train Short, Test Long (ALiBi).
+    """
+    query_len, key_len = check_count("query_len", query_len), check_count("key_len", key_len)
+    if offset is None:
+        if query_len != key_len:
+            hint = "offset=key_len - query_len for the last queries of a sequence, 0 for the first"
+            got = f"{query_len} queries, {key_len} keys"
+            raise ArgumentError(message("offset", "a whole number where the lengths differ", got, hint=hint))
+        offset = 0
+    if not is_whole(offset):
+        raise ArgumentError(message("offset", "a whole number", shown(offset)))
+    return np.arange(1 - query_len, key_len) - int(offset)
+
+
+def relative_buckets(
+    positions: Any, *, buckets: int = 32, max_distance: int = 128, bidirectional: bool = True
+) -> np.ndarray[Any, Any]:
+    """Return the bucket of T5's relative position bias for each position key - query.
+
+    Half of the buckets are exact distances from 0 on; those above grow with the logarithm of the distance, up to
+    `max_distance`, beyond which all share the last. Bidirectional: half of all for keys behind the query; otherwise
+    they count as distance 0.
+
+    Parameters
+    ----------
+    positions : whole numbers
+        As `relative_positions` returns.
+    buckets, max_distance : whole numbers
+        Of the model's configuration (``relative_attention_num_buckets``, ``relative_attention_max_distance``).
+    bidirectional : bool
+        True in an encoder, False in a causal decoder.
+
+    Returns
+    -------
+    bucket : int64, of the shape of `positions`
+
+    Raises
+    ------
+    ArgumentError
+
+    Examples
+    --------
+    >>> import attnscore as ats
+    >>> ats.relative_buckets([-100, -2, 0, 2, 100])
+    array([15,  2,  0, 18, 31])
+
+    The bias of a table (buckets, heads), as checkpoints hold it, is
+    ``table[relative_buckets(relative_positions(n, n))].T[:, None]``.
+
+    References
+    ----------
+    Raffel and others (2020), Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer.
+    """
+    for name, x in (("buckets", buckets), ("max_distance", max_distance)):
+        check_count(name, x)
+    signed = np.asarray(positions)
+    if signed.dtype.kind not in "iu":
+        raise ArgumentError(message("positions", "whole numbers", shown(positions)))
+    side = buckets // 2 if bidirectional else buckets
+    exact = side // 2
+    if exact < 1 or max_distance <= exact:
+        expected = f"at least {4 if bidirectional else 2} buckets, fewer exact ones ({exact}) than max_distance"
+        raise ArgumentError(message("buckets, max_distance", expected, f"{buckets}, {max_distance}"))
+    distance = np.abs(signed) if bidirectional else np.maximum(-signed, 0)
+    # In float32, as models are trained: at the edge of a bucket another precision may round to its neighbour.
+    ratio = np.log(np.maximum(distance, exact).astype(np.float32) / np.float32(exact))
+    steps = (ratio / np.float32(math.log(max_distance / exact)) * np.float32(side - exact)).astype(np.int64)
+    found = np.where(distance < exact, distance, np.minimum(exact + steps, side - 1)).astype(np.int64)
+    return found + side * (signed > 0).astype(np.int64) if bidirectional else found
+
+
+def tile(ops: Backend, bias: Array, query_len: int, rows: Span, cols: Span) -> Array:
+    """Return the matrix (..., rows, cols) of the pairs of a tile, from the relative bias of all."""
+    count, width = rows[1], rows[1] + cols[1] - 1
+    line = ops.slice_axis(bias, -1, query_len - rows[0] - count + cols[0], width)
+    if count == 1:
+        return line
+    # Row i begins one place before row i - 1: in copies of the line, one after the other, that is every (width - 1)th.
+    lead = tuple(bias.shape[:-2])
+    copies = ops.reshape(ops.broadcast_to(line, (*lead, count, width)), (*lead, 1, count * width))
+    copies = ops.slice_axis(copies, -1, count - 1, count * (width - 1))
+    return ops.reshape(copies, (*lead, count, width - 1))[..., : cols[1]]
+
+
+def sum_diagonals(ops: Backend, grad: Array) -> Array:
+    """Return the sums (..., 1, rows + cols - 1) over the pairs (..., rows, cols) of the same key - query."""
+    *lead, rows, cols = ops.shape(grad)
+    if rows == 1:
+        return grad
+    # The VJP of `tile`, without its slices.
+    width = rows + cols - 1
+    padded = ops.concat([grad, ops.zeros((*lead, rows, rows - 2), grad)], -1) if rows > 2 else grad
+    line = ops.reshape(padded, (*lead, 1, rows * (width - 1)))
+    line = ops.concat([ops.zeros((*lead, 1, rows - 1), grad), line, ops.zeros((*lead, 1, 1), grad)], -1)
+    return ops.sum(ops.reshape(line, (*lead, rows, width)), axis=-2, keepdims=True)
