@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("core.prepared", "core.tiling"),
     ("core.tiled",),
     ("kernels",),
-    ("analysis", "core.plan"),
+    ("analysis", "core.plan", "packing"),
     ("api",),
     ("attnscore",),  # the public names
     ("layers", "testing", "io", "plotting"),

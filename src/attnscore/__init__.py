@@ -35,6 +35,7 @@ from attnscore.masks import (
     SlidingWindow,
     ValidLens,
 )
+from attnscore.packing import pack, pack_padded, unpack, unpack_padded
 from attnscore.scores import (
     Additive,
     Bilinear,
@@ -95,6 +96,8 @@ __all__ = [
     "key_mass",
     "masked_softmax",
     "merge",
+    "pack",
+    "pack_padded",
     "pooled_weights",
     "prepare_keys",
     "register_score",
@@ -104,10 +107,13 @@ __all__ = [
     "softmax_jacobian",
     "softmax_pullback",
     "top_weights",
+    "unpack",
+    "unpack_padded",
 ]
 
 # TensorFlow's AutoGraph rewrites what a tf.function calls; this is how its ``do_not_convert`` says "leave it as it is".
-for _function in (attend, attention_scores, attention_weights, explain, key_mass, masked_softmax, merge, pooled_weights,
-                  prepare_keys, softmax_jacobian, softmax_pullback, top_weights):  # fmt: skip
+for _function in (attend, attention_scores, attention_weights, explain, key_mass, masked_softmax, merge, pack, pack_padded,
+                  pooled_weights, prepare_keys, softmax_jacobian, softmax_pullback, top_weights, unpack,
+                  unpack_padded):  # fmt: skip
     _function.autograph_info__ = {}  # type: ignore[union-attr]
 del _function

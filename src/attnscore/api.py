@@ -16,6 +16,7 @@ from attnscore.core.prepared import PreparedKeys
 from attnscore.core.problem import Problem, build_problem, wanted_statistics
 from attnscore.errors import ArgumentError, FrameworkError, KernelUnavailable, message
 from attnscore.kernels import AttentionOp
+from attnscore.packing import attend_ragged
 from attnscore.scores import ScoreGradients, arrays_of
 from attnscore.scores.base import Pullback
 
@@ -102,7 +103,14 @@ def attend(
     signature = plans.signature(query, key, value, score, options, mask, valid_lens, bias, sink, seed)
     if (plan := plans.PLANS.get(signature)) is not None:
         return plan.run(query, key, value, score, mask, bias, sink, seed, valid_lens)
-    with backends.of({"query": query}).numeric_scope():
+    ops = backends.of({"query": query})
+    if ops.ragged(query) is not None:
+        return attend_ragged(
+            attend, {"query": query, "key": key, "value": value}, mask, head_axis=head_axis, score=score, sink=sink,
+            dropout=dropout, seed=seed, kernel=kernel, return_stats=return_stats,
+            without={"valid_lens": valid_lens, "bias": bias, "return_weights": return_weights},
+        )  # fmt: skip
+    with ops.numeric_scope():
         problem, _ = build_problem(
             query, key, value, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink, dropout=dropout,
             seed=seed, head_axis=head_axis, statistics=wanted_statistics(return_stats),

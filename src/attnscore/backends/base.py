@@ -97,6 +97,17 @@ class SeedHalves(NamedTuple):
     high: Array
 
 
+class Ragged(NamedTuple):
+    """An array of sequences of different lengths: (batch, ...) with one axis whose size differs, as in torch.jagged."""
+
+    values: Array
+    """The sequences one after the other, without the batch axis."""
+    offsets: Array
+    """Cumulative lengths, (batch + 1,)."""
+    axis: int
+    """The axis whose size differs, counted from the last."""
+
+
 class DifferentiableOp(Protocol):
     """A function of arrays alone that has its own VJP."""
 
@@ -174,6 +185,14 @@ class Backend(ABC):
     @abstractmethod
     def unsupported(self, x: Array) -> tuple[str, str] | None:
         """Name the kind of `x` if attention does not take it (sparse, ...) and what converts it; otherwise None."""
+
+    def ragged(self, x: Array) -> Ragged | None:
+        """Return the parts of an array of sequences of different lengths, None of any other."""
+        return None
+
+    def from_ragged(self, parts: Ragged) -> Array:
+        """Return the array of such parts."""
+        raise NotImplementedError(f"{self.name} has no ragged arrays")
 
     @abstractmethod
     def device(self, x: Array) -> str: ...

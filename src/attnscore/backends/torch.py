@@ -27,7 +27,7 @@ from torch.compiler import is_compiling
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
 from attnscore.backends import native
-from attnscore.backends.base import DTYPES, Array, Backend, DifferentiableOp, SeedHalves, Signature, importable
+from attnscore.backends.base import DTYPES, Array, Backend, DifferentiableOp, Ragged, SeedHalves, Signature, importable
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items() if str(dtype) == f"torch.{name}"}
@@ -87,8 +87,20 @@ class TorchBackend(Backend):
 
     def unsupported(self, x: Array) -> tuple[str, str] | None:
         if x.is_nested:
+            if x.layout == torch.jagged and x.lengths() is not None:
+                return "a jagged tensor with holes between its sequences", "x.contiguous().values()"
             return "a nested tensor", "x.to_padded_tensor(0.0), with valid_lens,"
         return None if x.layout == torch.strided else (f"a sparse tensor ({x.layout})", "x.to_dense()")
+
+    def ragged(self, x: Array) -> Ragged | None:
+        if not x.is_nested or x.layout != torch.jagged or x.lengths() is not None:
+            return None
+        sizes = [isinstance(n, int) for n in x.shape]
+        return Ragged(x.values(), x.offsets(), sizes.index(False) - len(sizes))
+
+    def from_ragged(self, parts: Ragged) -> Array:
+        values, offsets, axis = parts
+        return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=values.dim() + 1 + axis)
 
     def device(self, x: Array) -> str:
         return str(x.device)
@@ -229,6 +241,12 @@ class TorchBackend(Backend):
 
     def take(self, x: Array, indices: Array, axis: int) -> Array:
         return x.index_select(axis, indices)
+
+    def searchsorted(self, ordered: Array, values: Array) -> Array:
+        if is_functorch_wrapped_tensor(ordered):
+            # Under `vmap`, torch.searchsorted copies what it is given, and warns of it.
+            return (ordered[:, None] <= values).sum(0)
+        return torch.searchsorted(ordered, values, right=True)
 
     def maximum(self, a: Array, b: Array) -> Array:
         return torch.maximum(a, torch.as_tensor(b, dtype=a.dtype, device=a.device))

@@ -1,0 +1,276 @@
+"""Sequences of different lengths, one after the other in one array: a packed batch, which computes nothing for padding.
+
+- `pack` and `unpack` convert lists, `pack_padded` and `unpack_padded` padded batches. They are array operations of the
+  caller's framework, so gradients flow through them.
+- Cumulative lengths are known on the host, and are NumPy's for every framework: a compiled program can read them too.
+- `attend_ragged` computes the attention of ragged arrays (torch.jagged) as that of packed ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from attnscore import backends
+from attnscore.backends.base import Array, Backend, Ragged, is_unknown
+from attnscore.core.arguments import check_count, shown
+from attnscore.errors import ArgumentError, FrameworkError, MaskError, ShapeError, message
+from attnscore.masks import And, Causal, Mask, Or, Packed, SlidingWindow
+from attnscore.masks.index_values import check_cumulative, check_whole
+from attnscore.masks.intervals import HostArray
+
+
+def pack(sequences: Sequence[Array], axis: int = 0) -> tuple[Array, HostArray]:
+    """Join sequences of any lengths along an axis, for a call with the mask `Packed`.
+
+    Parameters
+    ----------
+    sequences : arrays of one framework, of the same sizes but for `axis`
+        As in (length, head, dim), to call `attend` with ``packed[None]`` and ``head_axis=-2``.
+    axis : int
+
+    Returns
+    -------
+    packed : (total, ...), the lengths' sum on `axis`
+    cu : (sequences + 1,) int64 of NumPy
+        Cumulative lengths: sequence s is ``packed[cu[s] : cu[s + 1]]``.
+
+    Raises
+    ------
+    ArgumentError, FrameworkError, ShapeError
+
+    Examples
+    --------
+    >>> import numpy as np, attnscore as ats
+    >>> packed, cu = ats.pack([np.zeros((2, 8)), np.ones((3, 8))])
+    >>> packed.shape, cu.tolist()
+    ((5, 8), [0, 2, 5])
+    >>> ats.attend(packed, packed, packed, mask=ats.Packed(cu))[:, 0]
+    array([0., 0., 1., 1., 1.])
+    """
+    arrays = {f"sequences[{i}]": x for i, x in enumerate(sequences)}
+    if not arrays:
+        raise ArgumentError(message("sequences", "one array or more", "none"))
+    ops = _dense(arrays)
+    shapes = {name: ops.shape(x) for name, x in arrays.items()}
+    lengths = [_length(name, shape, axis) for name, shape in shapes.items()]
+    first = _without(shapes["sequences[0]"], axis)
+    for name, shape in shapes.items():
+        if _without(shape, axis) != first:
+            raise ShapeError(message(name, f"the sizes {first} beside axis {axis}, as sequences[0]", shape))
+    return ops.concat(list(arrays.values()), axis), np.cumsum([0, *lengths])
+
+
+def unpack(packed: Array, cu: Any, axis: int = 0) -> list[Array]:
+    """Return the sequences of a packed array: the inverse of `pack`.
+
+    Parameters
+    ----------
+    packed : (total, ...), the positions on `axis`
+    cu : (sequences + 1,) whole numbers
+        Cumulative lengths, which the host can read. Positions behind the last one are left out.
+    axis : int
+
+    Returns
+    -------
+    list of arrays, with ``cu[s + 1] - cu[s]`` positions on `axis`
+
+    Raises
+    ------
+    ArgumentError, FrameworkError, MaskError, ShapeError
+
+    Examples
+    --------
+    >>> import numpy as np, attnscore as ats
+    >>> [x.tolist() for x in ats.unpack(np.arange(5), [0, 2, 2, 5])]
+    [[0, 1], [], [2, 3, 4]]
+    """
+    ops = _dense({"packed": packed})
+    ends = _cumulative(cu, _length("packed", ops.shape(packed), axis))
+    pairs = zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)
+    return [ops.slice_axis(packed, axis, start, stop - start) for start, stop in pairs]
+
+
+def pack_padded(padded: Array, lens: Any) -> tuple[Array, HostArray]:
+    """Return the valid positions of a padded batch as a packed array.
+
+    Parameters
+    ----------
+    padded : (batch, length, ...)
+    lens : (batch,) whole numbers
+        The positions of each sequence that count, which the host can read.
+
+    Returns
+    -------
+    packed : (total, ...)
+    cu : (batch + 1,) int64 of NumPy
+
+    Raises
+    ------
+    ArgumentError, FrameworkError, MaskError, ShapeError
+
+    Examples
+    --------
+    >>> import numpy as np, attnscore as ats
+    >>> packed, cu = ats.pack_padded(np.array([[1, 2, 3], [4, 0, 0]]), [3, 1])
+    >>> packed.tolist(), cu.tolist()
+    ([1, 2, 3, 4], [0, 3, 4])
+    """
+    ops = _dense({"padded": padded})
+    shape = ops.shape(padded)
+    batch, length = (_length("padded", shape, axis) for axis in (0, 1))
+    counts = _readable("lens", check_whole("lens", lens))
+    if counts.shape != (batch,):
+        raise ShapeError(message("lens", f"shape ({batch},), one length for each sequence", counts.shape))
+    if counts.size and not 0 <= counts.min() <= counts.max() <= length:
+        raise ArgumentError(message("lens", f"numbers from 0 to {length}", counts.tolist()))
+    index = np.flatnonzero(np.arange(length) < counts[:, None])
+    flat = ops.reshape(padded, (batch * length, *shape[2:]))
+    return ops.take(flat, ops.asarray(index, padded), 0), np.cumsum([0, *counts.astype(int)])
+
+
+def unpack_padded(packed: Array, cu: Any, length: int | None = None) -> Array:
+    """Return a packed array as a padded batch, with zeros behind each sequence: the inverse of `pack_padded`.
+
+    Parameters
+    ----------
+    packed : (total, ...)
+    cu : (batch + 1,) whole numbers
+        Cumulative lengths, which the host can read.
+    length : int, optional
+        Of the padded sequences; None: that of the longest one.
+
+    Returns
+    -------
+    (batch, length, ...)
+
+    Raises
+    ------
+    ArgumentError, FrameworkError, MaskError, ShapeError
+
+    Examples
+    --------
+    >>> import numpy as np, attnscore as ats
+    >>> ats.unpack_padded(np.array([1, 2, 3, 4]), [0, 3, 4]).tolist()
+    [[1, 2, 3], [4, 0, 0]]
+    """
+    ops = _dense({"packed": packed})
+    shape = ops.shape(packed)
+    ends = _cumulative(cu, _length("packed", shape, 0))
+    counts = np.diff(ends)
+    longest = int(counts.max(initial=0))
+    length = longest if length is None else check_count("length", length)
+    if length < longest:
+        raise ArgumentError(message("length", f"at least {longest}, that of the longest sequence", length))
+    positions = np.arange(length)
+    # Padding reads a row of zeros behind all others.
+    index = np.where(positions < counts[:, None], ends[:-1, None] + positions, shape[0])
+    rows = ops.concat([packed, ops.zeros((1, *shape[1:]), packed)], 0)
+    found = ops.take(rows, ops.asarray(index.reshape(-1), packed), 0)
+    return ops.reshape(found, (len(counts), length, *shape[1:]))
+
+
+# ---- ragged arrays
+
+
+def attend_ragged(
+    attend: Callable[..., Any],
+    arrays: dict[str, Array],
+    mask: Any,
+    *,
+    head_axis: int,
+    without: dict[str, Any],
+    **options: Any,
+) -> Any:
+    """Return `attend` of ragged arrays, (batch, length, ...), computed packed; results are ragged as the query is.
+
+    `without` holds the arguments that say nothing for ragged arrays, `options` all others.
+    """
+    ops = backends.of(arrays)
+    parts: dict[str, Ragged] = {}
+    for name, x in arrays.items():
+        part = ops.ragged(x)
+        if part is None:
+            raise FrameworkError(message(name, "a jagged tensor, as query is", "another", hint="torch.nested"))
+        wanted = -3 if head_axis == -2 and len(part.values.shape) > 2 else -2
+        if part.axis != wanted:
+            expected = f"lengths that differ on axis {wanted}, as head_axis is {shown(head_axis)}"
+            raise ShapeError(message(name, expected, f"on axis {part.axis}"))
+        parts[name] = part
+    for name, x in without.items():
+        if x is not None and x is not False:
+            hint = "attend takes it with the values of jagged tensors, and the mask Packed(x.offsets())"
+            raise ArgumentError(message(name, "nothing, as query is a jagged tensor", shown(x), hint=hint))
+    query, key = parts["query"], parts["key"]
+    _check_same(key.offsets, parts["value"].offsets)
+    packed = Packed(query.offsets, None if key.offsets is query.offsets else key.offsets)
+    values = (ops.expand_dims(part.values, 0) for part in parts.values())
+    result = attend(*values, mask=_per_sequence(mask, packed), head_axis=head_axis, **options)
+    if not isinstance(result, tuple):
+        return ops.from_ragged(query._replace(values=result[0]))
+    out, stats = result
+    rows = [None if x is None else ops.from_ragged(Ragged(x[0], query.offsets, query.axis + 1)) for x in stats]
+    return ops.from_ragged(query._replace(values=out[0])), type(stats)(*rows)
+
+
+def _per_sequence(mask: Any, packed: Packed) -> Mask:
+    """Return a mask of each sequence as one of packed sequences."""
+    if mask is None:
+        return packed
+    if isinstance(mask, (And, Or)):
+        return type(mask)(_per_sequence(mask.first, packed), _per_sequence(mask.second, packed))
+    if isinstance(mask, Causal) and mask.offset is None:
+        return packed.causal(mask.align)
+    if isinstance(mask, SlidingWindow) and mask.offset is None:
+        return packed.window(mask.left, mask.right, mask.align)
+    expected = "Causal or SlidingWindow without an offset, joined by & or |, as query is a jagged tensor"
+    hint = "attend takes any mask with the values of jagged tensors: Packed(x.offsets()) & mask"
+    raise MaskError(message("mask", expected, shown(mask), hint=hint))
+
+
+def _check_same(key: Any, value: Any) -> None:
+    """Raise ShapeError unless key and value have the same offsets, as far as the host can tell."""
+    if value is key:
+        return
+    ends = [backends.host(x) for x in (key, value)]
+    if any(x is None for x in ends) or not np.array_equal(*ends):  # type: ignore[arg-type]  # neither is None
+        raise ShapeError(message("value", "the lengths of key", "others, or some that the host cannot compare"))
+
+
+# ---- checks
+
+
+def _dense(arrays: dict[str, Array]) -> Backend:
+    ops = backends.of(arrays)
+    backends.check_dense(ops, arrays)
+    return ops
+
+
+def _length(name: str, shape: Sequence[Any], axis: int) -> int:
+    """Return the size of an axis, known before a graph runs."""
+    if not -len(shape) <= axis < len(shape):
+        raise ShapeError(message(name, f"an axis {axis}", f"shape {tuple(shape)}"))
+    if is_unknown(shape[axis]):
+        raise ShapeError(message(name, "a length that is known when the graph is made", f"shape {tuple(shape)}"))
+    return int(shape[axis])
+
+
+def _without(shape: Sequence[Any], axis: int) -> tuple[Any, ...]:
+    axis %= len(shape)
+    return (*shape[:axis], *shape[axis + 1 :])
+
+
+def _readable(name: str, values: HostArray | None) -> HostArray:
+    if values is None:
+        raise ArgumentError(message(name, "numbers that the host can read", "traced ones, or some on a device"))
+    return values
+
+
+def _cumulative(cu: Any, total: int) -> HostArray:
+    """Return checked cumulative lengths as int64."""
+    values = backends.host(cu)
+    if values is not None and (values.ndim != 1 or not len(values)):
+        raise ShapeError(message("cu", "shape (sequences + 1,)", values.shape))
+    return _readable("cu", check_cumulative("cu", cu, total)).astype(np.int64)
