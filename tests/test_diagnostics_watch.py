@@ -998,14 +998,14 @@ def test_tables_and_texts(some) -> None:
     console.print(some.table())
     printed = console.export_text()
     assert "4 attention calls a step; 6 of 6 steps sampled" in printed and "growing logits" in printed
-    assert "1, head 1: growing logits" in str(some)
+    assert "\n1, head 1: collapsing entropy (" in str(some) and "; growing logits (" in str(some)
 
 
 def test_a_picture(some) -> None:
     figure = some.plot()
     figure.canvas.draw()
     titles = [axis.get_title() for axis in figure.axes]
-    assert {"Largest logit", "Entropy (nats)", "Largest logit of each head, by step"} <= set(titles)
+    assert {"Largest logit", "Entropy", "Largest logit of each head, by step"} <= set(titles)
     with pytest.raises(ArgumentError, match="step"):
         watch(OwnAttention()).plot()
 

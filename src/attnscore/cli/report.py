@@ -70,7 +70,7 @@ class Report:
         with replacing(path) as file, warnings.catch_warnings():
             # Sentences may be in any script; characters that the font lacks are drawn as boxes.
             warnings.filterwarnings("ignore", "Glyph .* missing")
-            figure.savefig(file, format="png", dpi=150, facecolor="white", bbox_inches="tight", pad_inches=0.12)
+            figure.savefig(file, format="png", dpi=150, bbox_inches="tight", pad_inches=0.12)
         self.pictures.append(path.name)
 
     def check(self, claim: str, difference: float, allowed: float) -> None:

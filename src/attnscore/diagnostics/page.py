@@ -125,7 +125,7 @@ def _picture(figure: Figure) -> str:
     with warnings.catch_warnings():
         # Names may be in any script; letters that the font lacks are drawn as boxes, and need no warning.
         warnings.filterwarnings("ignore", "Glyph .* missing")
-        figure.savefig(buffer, format="svg", facecolor="white", bbox_inches="tight", pad_inches=0.1)
+        figure.savefig(buffer, format="svg", bbox_inches="tight", pad_inches=0.1)
     svg = re.sub(r"<metadata>.*?</metadata>", "", buffer.getvalue(), flags=re.DOTALL)
     svg = re.sub(r"<\?xml.*?<svg", "<svg", svg, count=1, flags=re.DOTALL)
     return "data:image/svg+xml," + urllib.parse.quote(" ".join(svg.split()), safe=" =:/,;()!*~")

@@ -5,6 +5,8 @@ Requirements:
 - figures never pass through pyplot: no global registry, no backend choice, no window; a notebook shows them;
 - cells without a finite number are grey and do not stretch the colour scale; in pictures of long contexts, weights of
   exactly 0 are grey too;
+- weights have a sequential scale from 0; signed numbers, as scores, a diverging one with 0 in its middle;
+- text and background have the colours of matplotlib's settings, so that a style for dark pages works;
 - token labels are drawn as they are (a "$" starts no formula), rotated and thinned until they do not touch;
 - axes of long contexts count tokens, whatever the number of bins or points; size and cost of a picture are bounded.
 """
@@ -36,11 +38,15 @@ Limits = tuple[float, float]
 Tokens = Sequence[str] | None
 
 GREY = "#d9d9d9"
-INK = "#262626"
-LINE = "#b2182b"
+_DARK_TEXT = "#262626"
+_EDGE = "#8c8c8c"
+WEIGHT = "weight of key j for query i"
+"""Label of the colour bar of a map of weights."""
+# Seen as well on a white page as on a dark one: at least 4:1 against both.
+RED, BLUE = "#d6404e", "#3a7fc1"
 _BAND = "#f4a582"
-# A label every 0.19 inch is the closest at which 8-point text neither touches nor needs a magnifier.
-INCHES_PER_LABEL = 0.19
+# Lines of 8-point text every 0.16 inch do not touch.
+INCHES_PER_LABEL = 0.16
 LABEL_POINTS = 8
 # Maps that are longer than wide, or wider than long, by more than this fill their panel; square cells would be hairs.
 _MOST_SQUARE = 8
@@ -108,7 +114,7 @@ def new_figure(figsize: tuple[float, float], *, title: str | None = None) -> Fig
     # Notebooks find a PNG through this name; without it they need pyplot to have been imported first.
     figure._repr_png_ = functools.partial(_png, figure)  # type: ignore[attr-defined]  # the protocol is by name
     if title:
-        figure.suptitle(title, fontsize=12, color=INK)
+        figure.suptitle(title, fontsize=12)
     return figure
 
 
@@ -143,41 +149,41 @@ def labelled_panels(
 
 def label(axis: Axes, title: str, xlabel: str = "", ylabel: str = "", *, title_points: int = 11) -> None:
     """Set the title of a panel and the names of its axes."""
-    axis.set_title(title, fontsize=title_points, color=INK)
+    axis.set_title(title, fontsize=title_points)
     axis.set(xlabel=xlabel, ylabel=ylabel)
 
 
 def frame(axis: Axes) -> None:
-    """Draw thin ticks and spines, and labels in ink."""
-    axis.tick_params(which="both", length=2, width=0.6, labelsize=LABEL_POINTS, colors=INK)
+    """Draw thin ticks and spines, and small labels."""
+    axis.tick_params(which="both", length=2, width=0.6, labelsize=LABEL_POINTS)
     for spine in axis.spines.values():
-        spine.set(linewidth=0.6, color="#8c8c8c")
+        spine.set(linewidth=0.6, color=_EDGE)
     for name in (axis.xaxis.label, axis.yaxis.label):
-        name.set(fontsize=10, color=INK)
+        name.set(fontsize=10)
 
 
 def style_lines(axis: Axes, title: str, xlabel: str, ylabel: str = "") -> None:
     """Set title, labels and a light grid of a panel of lines."""
-    axis.set_title(title, fontsize=10, color=INK)
-    axis.set_xlabel(xlabel, fontsize=9, color=INK)
-    axis.set_ylabel(ylabel, fontsize=9, color=INK)
-    axis.grid(which="major", color="#e5e5e5", linewidth=0.7)
+    axis.set_title(title, fontsize=10)
+    axis.set_xlabel(xlabel, fontsize=9)
+    axis.set_ylabel(ylabel, fontsize=9)
+    axis.grid(which="major", color=_EDGE, alpha=0.25, linewidth=0.7)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
-    axis.tick_params(labelsize=LABEL_POINTS, colors=INK)
+    axis.tick_params(labelsize=LABEL_POINTS)
 
 
 def legend(owner: Axes | Figure, **options: Any) -> None:
     """Add a legend without a frame."""
-    owner.legend(fontsize=LABEL_POINTS, frameon=False, labelcolor=INK, **options)
+    owner.legend(fontsize=LABEL_POINTS, frameon=False, **options)
 
 
 def colour_bar(figure: Figure, image: ScalarMappable, axes: list[Axes], label: str = "") -> None:
     """Add one slim colour bar to the right of the given axes."""
     bar = figure.colorbar(image, ax=axes, shrink=0.8, pad=0.02, aspect=24)
     bar.outline.set_linewidth(0.4)
-    bar.ax.tick_params(which="both", length=2, width=0.6, labelsize=LABEL_POINTS, colors=INK)
-    bar.set_label(label, fontsize=9, color=INK)
+    bar.ax.tick_params(which="both", length=2, width=0.6, labelsize=LABEL_POINTS)
+    bar.set_label(label, fontsize=9)
 
 
 def whole_number_ticks(axis: Axes, shape: tuple[int, ...], *, every: bool = False) -> None:
@@ -203,9 +209,9 @@ def size_for_tokens(
 ) -> tuple[float, float]:
     """Return a figure size at which every token of (panel, query, key) maps can be read."""
     per_cell = 0.36 if numbers else INCHES_PER_LABEL if query_tokens or key_tokens else 0.08
-    across = max(1.2, per_cell * shape[2]) + 0.075 * max(map(len, query_tokens or [""])) + 0.3
-    down = max(0.9, per_cell * shape[1]) + 0.075 * max(map(len, key_tokens or [""])) + 0.5
-    return min(_LARGEST_INCHES, cols * across + 0.9), min(_LARGEST_INCHES, rows * down + 0.3)
+    left, below = (0.075 * max(map(len, names or [""])) for names in (query_tokens, key_tokens))
+    across, down = max(1.2, per_cell * shape[2]) + 0.3, max(0.9, per_cell * shape[1]) + 0.5
+    return min(_LARGEST_INCHES, cols * across + left + 0.9), min(_LARGEST_INCHES, rows * down + below + 0.3)
 
 
 # ---------------------------------------------------------------- numbers
@@ -239,19 +245,28 @@ def write_numbers(axis: Axes, image: AxesImage, matrix: Matrix, text: Callable[[
     for (row, col), value in np.ma.ndenumerate(matrix):  # type: ignore[no-untyped-call]  # the stubs lack its types
         red, green, blue, _ = image.to_rgba(np.array([value]))[0]
         dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.55  # perceived brightness
-        axis.text(col, row, text(value), ha="center", va="center", fontsize=7, color="white" if dark else INK)
+        axis.text(col, row, text(value), ha="center", va="center", fontsize=7, color="white" if dark else _DARK_TEXT)
+
+
+def mark_cell(axis: Axes, row: int, col: int) -> None:
+    """Frame a cell of a map, in blue between white, which is seen on every red."""
+    from matplotlib.patches import Rectangle
+    from matplotlib.patheffects import Normal, withStroke
+
+    halo = [withStroke(linewidth=4, foreground="white"), Normal()]
+    cell = Rectangle((col - 0.5, row - 0.5), 1, 1, fill=False, edgecolor=BLUE, linewidth=2, path_effects=halo)
+    axis.add_patch(cell).set_clip_on(False)
 
 
 # ---------------------------------------------------------------- colour scales
 
 
 def limits_of(values: Matrix) -> Limits:
-    """Return the limits of a linear scale: from 0 (or the least number below) to the largest finite number."""
+    """Return the limits of a linear scale: from 0, or for signed numbers as far below it, to the largest."""
     finite = values[np.isfinite(values)]
-    if not finite.size:
-        return 0.0, 1.0
-    low, high = min(0.0, float(finite.min())), float(finite.max())
-    return (low, high) if high > low else (low, low + 1.0)
+    largest = float(np.abs(finite).max(initial=0.0)) or 1.0
+    # Weights that rounding made negative are no signed numbers.
+    return (-largest if finite.min(initial=0.0) < -1e-3 * largest else 0.0), largest
 
 
 def _outlier_limits(values: Matrix) -> Limits | None:
@@ -289,11 +304,12 @@ def _darker_part(cmap: str) -> Any:
 # ---------------------------------------------------------------- maps
 
 
-def _draw_image(axis: Axes, matrix: Any, cmap: str, norm: Normalize, **options: Any) -> AxesImage:
+def _draw_image(axis: Axes, matrix: Any, cmap: str | None, norm: Normalize, **options: Any) -> AxesImage:
     """Draw a masked matrix, rows down and columns across, with masked cells in grey."""
     from matplotlib import colormaps
 
-    colours = colormaps[cmap].with_extremes(bad=GREY)
+    is_signed = norm.vmin is not None and norm.vmin < 0
+    colours = colormaps[cmap or ("RdBu_r" if is_signed else "Reds")].with_extremes(bad=GREY)
     image = axis.imshow(matrix, cmap=colours, norm=norm, interpolation="nearest", **options)
     frame(axis)
     return image
@@ -305,12 +321,15 @@ def draw_map(
     row_labels: Tokens = None,
     col_labels: Tokens = None,
     *,
-    cmap: str = "Reds",
+    cmap: str | None = None,
     limits: Limits,
     logarithmic: bool = False,
     every: bool = False,
 ) -> AxesImage:
-    """Draw one matrix with labels where given; `every` numbers each row and column that has none."""
+    """Draw one matrix with labels where given; `every` numbers each row and column that has none.
+
+    Without a colour map of its own it is red from 0, or blue to red where `limits` begin below 0.
+    """
     rows, cols = (max(1, length) for length in matrix.shape)  # an empty map still has a frame
     edges = (-0.5, cols - 0.5, rows - 0.5, -0.5)
     aspect = "auto" if max(rows, cols) > _MOST_SQUARE * min(rows, cols) else "equal"
@@ -341,7 +360,7 @@ def _label_axis(axis: Axes, which: str, labels: Sequence[str]) -> None:
 
 
 def draw_head_map(
-    axis: Axes, values: Matrix, layers: Tokens = None, *, cmap: str = "Reds", every: bool = True
+    axis: Axes, values: Matrix, layers: Tokens = None, *, cmap: str | None = None, every: bool = True
 ) -> AxesImage:
     """Draw a number per layer and head with a colour scale of its own, logarithmic where one head hides the others."""
     logarithmic = _outlier_limits(values)
@@ -406,8 +425,8 @@ def _draw_mass(axis: Axes, mass: Matrix, marked: Indices, *, logarithmic: bool) 
         mean = np.add.reduceat(mass, starts) / np.diff(edges)
         if columns < length:
             axis.stairs(largest, edges, baseline=mean, fill=True, color=_BAND, linewidth=0)
-        axis.stairs(largest, edges, baseline=None, color=LINE, linewidth=0.8)
-        axis.plot(marked + 0.5, mass[marked], "o", color=LINE, markersize=3.5, clip_on=False)
+        axis.stairs(largest, edges, baseline=None, color=RED, linewidth=0.8)
+        axis.plot(marked + 0.5, mass[marked], "o", color=RED, markersize=3.5, clip_on=False)
     if logarithmic and (mass > 0).any():
         # Masked keys have no logarithm: the axis ends a little below the smallest mass above 0.
         low, high = mass[mass > 0].min(), mass[mass > 0].max()
@@ -423,12 +442,12 @@ def _draw_mass(axis: Axes, mass: Matrix, marked: Indices, *, logarithmic: bool) 
 def _draw_heaviest(axis: Axes, mass: Matrix, marked: Indices, tokens: Tokens) -> None:
     """Draw the marked keys as bars, the heaviest on top, with their number, their token and their mass."""
     places = np.arange(len(marked))
-    axis.barh(places, mass[marked], color=LINE, height=0.7)
+    axis.barh(places, mass[marked], color=RED, height=0.7)
     axis.set_yticks(places, [_key_name(int(key), tokens) for key in marked], parse_math=False)
     axis.set_ylim(max(1, len(marked)) - 0.4, -0.6)
     axis.set_xlim(0, 1.45 * max((float(x) for x in mass[marked]), default=1.0) or 1.0)
     for place, key in enumerate(marked):
-        axis.text(mass[key], place, f" {short_number(float(mass[key]), 3)}", va="center", fontsize=7, color=INK)
+        axis.text(mass[key], place, f" {short_number(float(mass[key]), 3)}", va="center", fontsize=7)
     axis.set_xticks([])
     frame(axis)
     axis.spines[["top", "right", "bottom"]].set_visible(False)
@@ -492,7 +511,7 @@ def draw_lines(
     for side, names, count in zip((axis, right), tokens, reached, strict=True):
         labels = [str(place) for place in range(count)] if names is None else names
         side.set_yticks(range(len(labels)), labels, parse_math=False)
-        side.tick_params(length=2, width=0.6, labelsize=LABEL_POINTS, colors=INK)
+        side.tick_params(length=2, width=0.6, labelsize=LABEL_POINTS)
         side.spines[:].set_visible(False)
     return colours
 

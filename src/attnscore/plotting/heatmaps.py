@@ -6,8 +6,8 @@ Requirements:
   and a machine without a screen needs no setting; a notebook shows the returned figure all the same;
 - matrices may be NumPy arrays, tensors of any framework (also ones that require a gradient or live on
   another device) or nested lists; nothing is changed in place;
-- one colour scale per figure, so that panels can be compared; cells that hold no number (NaN, or -inf of a masked
-  score) are grey;
+- one colour scale per figure, so that panels can be compared, with 0 in the middle of signed numbers; cells that hold
+  no number (NaN, or -inf of a masked score) are grey;
 - labels stay legible: the figure grows with the tokens, tokens are rotated, and long axes are thinned.
 """
 
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnscore.errors import ShapeError, message
 from attnscore.plotting.drawing import (
+    WEIGHT,
     Matrix,
     check_count,
     colour_bar,
@@ -45,7 +46,8 @@ def show_heatmaps(
     ylabel: str,
     titles: Sequence[str] | Sequence[Sequence[str]] | None = None,
     figsize: tuple[float, float] | None = None,
-    cmap: str = "Reds",
+    cmap: str | None = None,
+    label: str = "",
 ) -> Figure:
     """Draw a grid of matrices as heat maps with one shared colour bar.
 
@@ -59,8 +61,10 @@ def show_heatmaps(
         Titles of the columns, or of every single map.
     figsize : (float, float), optional
         Width and height of the whole figure in inches; by default it grows with the number of maps.
-    cmap : str
-        Name of a matplotlib colour map.
+    cmap : str, optional
+        Name of a matplotlib colour map; by default "Reds", and "RdBu_r" with 0 in its middle for signed numbers.
+    label : str
+        Label of the colour bar.
 
     Returns
     -------
@@ -91,7 +95,7 @@ def show_heatmaps(
     for axis, matrix in zip(axes, maps.reshape(rows * cols, *maps.shape[2:]), strict=True):
         image = draw_map(axis, matrix, cmap=cmap, limits=limits)
     if axes:
-        colour_bar(figure, image, axes)
+        colour_bar(figure, image, axes, label)
     return figure
 
 
@@ -105,8 +109,8 @@ def show_attention(
     xlabel: str = "Keys",
     ylabel: str = "Queries",
     figsize: tuple[float, float] | None = None,
-    cmap: str = "Reds",
-    label: str = "weight",
+    cmap: str | None = None,
+    label: str = WEIGHT,
     max_cols: int = 3,
     numbers: bool = False,
 ) -> Figure:
@@ -127,8 +131,8 @@ def show_attention(
         Labels of the key axis, the query axis and the colour bar.
     figsize : (float, float), optional
         Size in inches; by default large enough for every token to be read.
-    cmap : str
-        Name of a matplotlib colour map.
+    cmap : str, optional
+        Name of a matplotlib colour map; by default "Reds", and "RdBu_r" with 0 in its middle for signed numbers.
     max_cols : int
         Panels per row.
     numbers : bool
@@ -163,8 +167,9 @@ def show_attention(
     figure = new_figure(size, title=suptitle)
     axes = labelled_panels(figure, len(panels), cols, titles, xlabel, ylabel)
     limits = limits_of(panels)
-    for axis, panel in zip(axes, panels, strict=True):
+    for place, (axis, panel) in enumerate(zip(axes, panels, strict=True)):
         image = draw_map(axis, panel, query_tokens, key_tokens, cmap=cmap, limits=limits)
+        axis.tick_params(labelleft=place % cols == 0, labelbottom=place + cols >= len(panels))
         if numbers:
             write_numbers(axis, image, panel, two_decimals)
     if axes:
@@ -180,7 +185,7 @@ def show_head_grid(
     xlabel: str = "head",
     ylabel: str = "layer",
     figsize: tuple[float, float] | None = None,
-    cmap: str = "Reds",
+    cmap: str | None = None,
     digits: int = 2,
 ) -> Figure:
     """Draw one number per layer and head as coloured tables, each with its own colour scale.
@@ -199,8 +204,8 @@ def show_head_grid(
         Labels of the head axis and of the layer axis.
     figsize : (float, float), optional
         Size in inches.
-    cmap : str
-        Name of a matplotlib colour map.
+    cmap : str, optional
+        Name of a matplotlib colour map; by default "Reds", and "RdBu_r" with 0 in its middle for signed numbers.
     digits : int
         Significant digits of the numbers in the cells.
 

@@ -24,6 +24,7 @@ from attnscore.core.arguments import is_whole, shown
 from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.plotting import drawing
 from attnscore.plotting.drawing import (
+    WEIGHT,
     Indices,
     Matrix,
     check_count,
@@ -45,7 +46,6 @@ _WEIGHT_OF_A_BIN = "a query's weight on a bin of keys"
 # Queries whose strongest edges are drawn. Their weights on all keys are computed, a few queries at a time.
 _SAMPLED = 256
 _MOST_HELD = 2**21
-_RING = "#2166ac"
 _NAMED = 8
 # Sinks are among the first keys; the exact block shows other keys where it can.
 _FIRST_KEYS = 8
@@ -259,7 +259,7 @@ def show_top_weights(
         axis = figure.subplots()
         image = drawing.draw_points(axis, weights, index, places, lengths, cmap)
         label(axis, title, "keys", "queries")
-    colour_bar(figure, image, [axis], "weight of the edge")
+    colour_bar(figure, image, [axis], WEIGHT)
     return figure
 
 
@@ -385,7 +385,7 @@ def show_long_attention(
     label(bars, "heaviest keys")
     dots = drawing.draw_points(points, *found, rows, lengths, cmap)
     label(points, f"{found[0].shape[1]} strongest keys of {len(rows)} queries", "keys", "queries")
-    colour_bar(figure, dots, [points], "weight")
+    colour_bar(figure, dots, [points], WEIGHT)
     return figure
 
 
@@ -396,14 +396,14 @@ def _draw_block(
     rows, cols = spans
     # The block itself may be less than a pixel: a ring of fixed size shows where it is.
     middle = sum(cols) / 2, sum(rows) / 2
-    whole.plot(*middle, "o", color=_RING, markersize=11, markerfacecolor="none", markeredgewidth=1.6)
+    whole.plot(*middle, "o", color=drawing.BLUE, markersize=11, markerfacecolor="none", markeredgewidth=1.6)
     shape = rows[1] - rows[0], cols[1] - cols[0]
     image = drawing.draw_bins(near, exact, shape, drawing.decade_limits(exact), cmap)
     image.set_extent((cols[0], max(cols[1], cols[0] + 1), max(rows[1], rows[0] + 1), rows[0]))
-    colour_bar(figure, image, [near], "weight")
+    colour_bar(figure, image, [near], WEIGHT)
     title = f"{shape[0]} × {shape[1]} exact weights in the ring"
     label(near, title if exact.size else "", "keys", "queries")
-    near.title.set_color(_RING)
+    near.title.set_color(drawing.BLUE)
 
 
 def _place(place: Any, lead: tuple[int, ...]) -> tuple[int, ...]:

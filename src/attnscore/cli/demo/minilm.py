@@ -36,6 +36,7 @@ Array = NDArray[np.float64]
 STEPS = 4
 ALLOWED = 1e-5
 MOST_TOKENS = 256
+_LEAST_SHARE = 0.05  # of a map's weight, to be named in its caption
 STATISTICS = {
     "logit_variance": "Variance of the logits",
     "entropy": "Entropy (nats)",
@@ -173,17 +174,21 @@ def head_statistics(calls: Sequence[AttentionCall], real: Any) -> dict[str, Arra
 
 def head_patterns(calls: Sequence[AttentionCall], real: Any) -> dict[str, Array]:
     """Return the weight on the token itself, the one before, the one after, [CLS] and [SEP], each (layer, head)."""
-    host = np.asarray(real)
-    length = host.shape[1]
-    places = _places(host)
-    found: dict[str, list[Array]] = {name: [] for name in places}
-    for call in calls:
-        weights = np.asarray(call.weights().double())
-        for name, keys in places.items():
-            has = host & (keys >= 0) & (keys < length)
-            rows = np.take_along_axis(weights, np.clip(keys, 0, length - 1)[:, None, :, None], axis=-1)[..., 0]
-            found[name].append(rows.transpose(0, 2, 1)[has].mean(0))
-    return {name: np.stack(rows) for name, rows in found.items()}
+    layers = [_weight_on_places(np.asarray(call.weights().double()), np.asarray(real)) for call in calls]
+    return {name: np.stack([layer[name] for layer in layers]) for name in layers[0]}
+
+
+def _weight_on_places(weights: Array, real: NDArray[np.bool_], *, of_all: bool = False) -> dict[str, Array]:
+    """Return the mean weight on each place by head, from weights (batch, head, query, key).
+
+    The mean is over the queries that have such a key, or `of_all` queries: the share of the whole weight.
+    """
+    found, length = {}, real.shape[1]
+    for name, keys in _places(real).items():
+        has = real & (keys >= 0) & (keys < length)
+        rows = np.take_along_axis(weights, np.clip(keys, 0, length - 1)[:, None, :, None], axis=-1)[..., 0]
+        found[name] = rows.transpose(0, 2, 1)[has].sum(0) / (real if of_all else has).sum()
+    return found
 
 
 def _places(real: NDArray[np.bool_]) -> dict[str, NDArray[np.int64]]:
@@ -267,13 +272,24 @@ def _draw_chosen_heads(
     report: Report, batch: Batch, place: int, calls: list[AttentionCall], chosen: list[dict[str, Any]]
 ) -> None:
     tokens = batch.tokens[place]
-    maps = [
-        np.asarray(calls[one["layer"]].weights(place)[one["head"], : len(tokens), : len(tokens)].double())
-        for one in chosen
-    ]
-    titles = [f"layer {one['layer']}, head {one['head']}\n{one['chosen_for']}" for one in chosen]
+    maps = np.stack(
+        [
+            np.asarray(calls[one["layer"]].weights(place)[one["head"], : len(tokens), : len(tokens)].double())
+            for one in chosen
+        ]
+    )
+    # The heads were chosen by all sentences; a caption says what this map shows.
+    shares = _weight_on_places(maps[None], np.ones((1, len(tokens)), bool), of_all=True)
+    entropies = -(maps * np.log(np.where(maps > 0, maps, 1.0))).sum(-1).mean(-1)
+    titles = []
+    for panel, (one, entropy) in enumerate(zip(chosen, entropies, strict=True)):
+        largest = sorted(((share[panel], name) for name, share in shares.items()), reverse=True)[:2]
+        named = [f"{share:.0%} {name.removeprefix('the ')}" for share, name in largest if share >= _LEAST_SHARE]
+        titles.append(f"layer {one['layer']}, head {one['head']}: {entropy:.2f} nats\n" + ", ".join(named))
     sentence = textwrap.shorten(batch.sentences[place], 220, placeholder=" …").replace("$", r"\$")
-    figure = show_attention(maps, tokens, titles=titles, suptitle=textwrap.fill(f"“{sentence}”", 110))
+    sentence = textwrap.fill(f"“{sentence}”", 100)
+    meaning = "above each map its mean entropy, and the keys that get most of its weight"
+    figure = show_attention(maps, tokens, titles=titles, suptitle=f"{sentence}\n{meaning}")
     report.picture("09-chosen-heads", figure)
 
 

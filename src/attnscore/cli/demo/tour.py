@@ -16,10 +16,20 @@ from numpy.typing import NDArray
 import attnscore as ats
 from attnscore.cli.console import table
 from attnscore.cli.report import Report
-from attnscore.diagnostics.lab.panels import draw_numbered_maps
-from attnscore.diagnostics.lab.sharpening import LOGITS, WEIGHTS, draw_weights
+from attnscore.diagnostics.lab.panels import weights_and_jacobians
+from attnscore.diagnostics.lab.sharpening import LOGITS, WEIGHTS
 from attnscore.plotting import show_attention, show_heatmaps
-from attnscore.plotting.drawing import LABEL_POINTS, draw_map, label, labelled_panels, legend, new_figure
+from attnscore.plotting.drawing import (
+    BLUE,
+    LABEL_POINTS,
+    RED,
+    WEIGHT,
+    draw_map,
+    label,
+    labelled_panels,
+    legend,
+    new_figure,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,7 +38,6 @@ Array = NDArray[Any]
 
 STEPS = 6
 _ROUNDED = 0.5e-3 * 1.0001
-_BLUES = ("#c6dbef", "#9ecae1", "#6baed6", "#3182bd", "#08519c", "#08306b")
 
 
 def run(report: Report) -> None:
@@ -67,7 +76,7 @@ def masked_softmax(report: Report, rng: np.random.Generator) -> dict[str, Any]:
     report.console.print(table("Masked softmax", columns, rows))
     titles = [f"valid_lens {lens}\nsequence {batch}" for lens in (f"{per_row}", f"{per_query}") for batch in range(2)]
     maps = np.concatenate([one, two])[None]
-    report.picture("01-masked-softmax", show_heatmaps(maps, "Keys", "Queries", titles=titles))
+    report.picture("01-masked-softmax", show_heatmaps(maps, "Keys", "Queries", titles=titles, label=WEIGHT))
     return {"scores": values, "valid_lens": [per_row, per_query], "weights": [one, two]}
 
 
@@ -139,8 +148,8 @@ def scores(report: Report, rng: np.random.Generator) -> dict[str, Any]:
         maps,
         titles=list(made),
         max_cols=4,
-        figsize=(10.2, 5.2),
-        suptitle="Weights of the same queries and keys",
+        figsize=(9.2, 4.8),
+        suptitle="Weights of the same random queries and keys, untrained, under seven scores",
     )
     report.picture("03-scores", figure)
     return {str(row[0]): dict(zip(columns[1:], row[1:], strict=True)) for row in rows}
@@ -177,7 +186,8 @@ def masks(report: Report, rng: np.random.Generator) -> dict[str, Any]:
     report.check("masked keys weigh exactly 0", max(row[2] for row in rows), 0.0)
     columns = ("mask", "unmasked pairs of 64", "weight on masked pairs")
     report.console.print(table("Self-attention over 8 tokens", columns, rows))
-    report.picture("05-masked-attention", show_heatmaps(np.array(maps)[None], "Keys", "Queries", titles=list(used)))
+    figure = show_heatmaps(np.array(maps)[None], "Keys", "Queries", titles=list(used), label=WEIGHT)
+    report.picture("05-masked-attention", figure)
     return {"visible_pairs": {title: int(matrix.sum()) for title, matrix in unmasked.items()}}
 
 
@@ -204,7 +214,9 @@ def temperature(report: Report, rng: np.random.Generator) -> dict[str, Any]:
     steps = (4.0, 2.0, 1.0, 0.5, 0.25, 0.125)
     weights = np.stack([ats.masked_softmax(logits, temperature=step) for step in steps])
     drawn = {"Jacobian at T = 1": jacobians[1], "Jacobian at T = 1/8": jacobians[8]}
-    report.picture("06-temperature", _draw_sharpening(steps, weights, drawn))
+    bars = {f"T = {step:g}": row for step, row in zip(steps, weights, strict=True)}
+    title = "A lower temperature sharpens the softmax"
+    report.picture("06-temperature", weights_and_jacobians(LOGITS, bars, drawn, title, digits=3))
     return {
         "y": logits,
         "softmax": {f"{factor}y": weights for factor, weights in soft.items()},
@@ -267,7 +279,7 @@ def cost(report: Report, rng: np.random.Generator) -> dict[str, Any]:
 def _mask_gallery(masks: Mapping[str, Array], cols: int = 4) -> Figure:
     """Draw boolean matrices (query, key) as squares: filled where the query may attend."""
     title = "Masks: a filled square means that the query may attend to the key"
-    figure = new_figure((2.5 * cols, 2.55 * -(-len(masks) // cols) + 0.3), title=title)
+    figure = new_figure((2.3 * cols, 2.4 * -(-len(masks) // cols) + 0.3), title=title)
     axes = labelled_panels(figure, len(masks), cols, list(masks), "Keys", "Queries", title_points=9)
     for axis, unmasked in zip(axes, masks.values(), strict=True):
         draw_map(axis, unmasked.astype(float), cmap="Blues", limits=(0.0, 1.35))
@@ -279,33 +291,11 @@ def _mask_gallery(masks: Mapping[str, Array], cols: int = 4) -> Figure:
     return figure
 
 
-def _draw_sharpening(temperatures: Sequence[float], weights: Array, jacobians: Mapping[str, Array]) -> Figure:
-    """Draw the weights at several temperatures as bars, and softmax Jacobians beside them."""
-    figure = new_figure((10.5, 3.4))
-    bars, *maps = figure.subplots(1, 1 + len(jacobians), width_ratios=[1.7] + [1.0] * len(jacobians))
-    draw_weights(bars, LOGITS, weights, [f"T = {step:g}" for step in temperatures], _BLUES, width=0.8)
-    label(bars, "A lower temperature sharpens the softmax", "logit", "weight")
-    legend(bars, loc="upper left", ncols=2)
-    bars.spines[["top", "right"]].set_visible(False)
-    largest = max(float(np.abs(jacobian).max()) for jacobian in jacobians.values())
-    draw_numbered_maps(
-        figure,
-        maps,
-        list(jacobians.values()),
-        list(jacobians),
-        ("of logit", "of weight", "derivative"),
-        limits=(-largest, largest),
-        cmap="RdBu_r",
-        text=lambda value: f"{round(value, 3) + 0.0:.3f}",
-    )
-    return figure
-
-
 def _draw_growth(lengths: Sequence[int], costs: Mapping[str, Mapping[int, ats.Cost]]) -> Figure:
     """Draw operations and bytes against the length, both axes logarithmic."""
     figure = new_figure((9.6, 3.5))
     left, right = figure.subplots(1, 2)
-    for (name, by_length), colour in zip(costs.items(), ("#2171b5", "#cb181d"), strict=True):
+    for (name, by_length), colour in zip(costs.items(), (BLUE, RED), strict=True):
         line = [by_length[length] for length in lengths]
         left.plot(lengths, [one.operations for one in line], "o-", color=colour, label=name)
         right.plot(lengths, [one.matrix_bytes for one in line], "o--", color=colour, label=f"{name}, naive")
@@ -317,7 +307,7 @@ def _draw_growth(lengths: Sequence[int], costs: Mapping[str, Mapping[int, ats.Co
         axis.set_yscale("log")
         axis.set_xticks(lengths, [f"{length:,}" for length in lengths], fontsize=LABEL_POINTS)
         label(axis, title, "queries and keys")
-        axis.grid(which="major", color="#e5e5e5", linewidth=0.7)
+        axis.grid(which="major", color="#8c8c8c", alpha=0.25, linewidth=0.7)
         axis.spines[["top", "right"]].set_visible(False)
         legend(axis)
     return figure

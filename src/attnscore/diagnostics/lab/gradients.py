@@ -98,7 +98,7 @@ class GradientFlow(Result):
     def plot(self) -> Figure:
         """Draw Jacobian norm, gradient norm and saturated queries against d, with and without the scale."""
         title = f"Gradient through the softmax over {self.keys} keys: median and quartiles of the queries"
-        figure = new_figure((10.5, 3.2), title=title)
+        figure = new_figure((9.2, 3.0), title=title)
         panels = figure.subplots(1, 3)
         for score, colour in COLOURS.items():
             line = self.of(score)
@@ -110,8 +110,8 @@ class GradientFlow(Result):
                 axis.fill_between(dims, low, high, color=colour, alpha=SPREAD, linewidth=0)
                 axis.set_yscale("log")
             panels[2].plot(dims, [100 * point.saturated for point in line], "o-", **style)
-        titles = ("norm of the softmax Jacobian", "gradient of the scores", "queries with a weight of 0.99 or more")
-        units = ("Frobenius norm, of a query", "norm, of a query", "%")
+        titles = ("Softmax Jacobian", "Gradient of the scores", "Queries with a weight ≥ 0.99")
+        units = ("Frobenius norm, of a query", "norm, of a query", "share of the queries, %")
         for axis, name, unit in zip(panels, titles, units, strict=True):
             powers_of_two(axis, dims)
             style_lines(axis, name, DIMENSION, unit)

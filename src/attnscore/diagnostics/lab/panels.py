@@ -7,17 +7,31 @@ Requirements:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from attnscore.diagnostics.lab.experiment import Array
-from attnscore.plotting.drawing import INK, Limits, colour_bar, draw_map, new_figure, two_decimals, write_numbers
+from attnscore.plotting.drawing import (
+    BLUE,
+    RED,
+    WEIGHT,
+    Limits,
+    colour_bar,
+    draw_map,
+    legend,
+    new_figure,
+    style_lines,
+    two_decimals,
+    write_numbers,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WITHOUT, SCALED, LAW = "#b2182b", "#2166ac", "#8c8c8c"
+WITHOUT, SCALED, LAW = RED, BLUE, "#8c8c8c"
 COLOURS = {"dot": WITHOUT, "scaled_dot": SCALED}
 SPREAD = 0.18
 """Opacity of the area between a measurement's lower and upper end."""
@@ -42,15 +56,14 @@ def draw_numbered_maps(
     labels: tuple[str, str, str],
     *,
     limits: Limits,
-    cmap: str = "Reds",
     text: Callable[[float], str] = two_decimals,
 ) -> None:
     """Draw maps with their numbers and one colour scale; `labels` are those of keys, queries and the colour bar."""
     xlabel, ylabel, unit = labels
     for axis, matrix, title in zip(axes, matrices, titles, strict=True):
-        image = draw_map(axis, matrix, cmap=cmap, limits=limits, every=True)
+        image = draw_map(axis, matrix, limits=limits, every=True)
         write_numbers(axis, image, matrix, text)
-        axis.set_title(title, fontsize=10, color=INK)
+        axis.set_title(title, fontsize=10)
         axis.set(xlabel=xlabel, ylabel=ylabel if axis is axes[0] else "")
     colour_bar(figure, image, list(axes), unit)
 
@@ -61,5 +74,42 @@ def two_weight_maps(
     """Draw two maps of weights side by side with one colour scale."""
     figure = new_figure((8.2, height))
     limits = 0.0, float(max(matrix.max() for matrix in matrices))
-    draw_numbered_maps(figure, figure.subplots(1, 2), matrices, titles, (keys, queries, "weight"), limits=limits)
+    draw_numbered_maps(figure, figure.subplots(1, 2), matrices, titles, (keys, queries, WEIGHT), limits=limits)
+    return figure
+
+
+def weights_and_jacobians(
+    logits: Sequence[float],
+    weights: Mapping[str, Array],
+    jacobians: Mapping[str, Array],
+    title: str,
+    *,
+    digits: int,
+) -> Figure:
+    """Draw each row of weights as bars beside those of the other rows, and Jacobians of the softmax as maps."""
+    from matplotlib import colormaps
+
+    figure = new_figure((9.2, 3.1))
+    bars, *maps = figure.subplots(1, 1 + len(jacobians), width_ratios=[1.5] + [1.0] * len(jacobians))
+    each = 0.84 / len(weights)
+    # Neither the palest nor the darkest blues: they vanish on a white or on a dark page.
+    colours = colormaps["Blues"](np.linspace(0.3, 0.9, len(weights)))
+    for place, ((name, row), colour) in enumerate(zip(weights.items(), colours, strict=True)):
+        at = np.arange(len(logits)) + (place - (len(weights) - 1) / 2) * each
+        bars.bar(at, row, each * 0.92, color=colour, label=name)
+    bars.set_xticks(range(len(logits)), [f"{logit:g}" for logit in logits])
+    bars.set_ylim(0, 1)
+    style_lines(bars, title, "logit in y", "weight")
+    bars.grid(axis="x", visible=False)
+    legend(bars, loc="upper left", ncols=2)
+    largest = max(float(np.abs(jacobian).max()) for jacobian in jacobians.values())
+    draw_numbered_maps(
+        figure,
+        maps,
+        list(jacobians.values()),
+        list(jacobians),
+        ("logit j", "weight i", "derivative of weight i by logit j"),
+        limits=(-largest, largest),
+        text=lambda value: f"{round(value, digits) + 0.0:.{digits}f}",
+    )
     return figure

@@ -7,19 +7,17 @@ Requirements:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 import attnscore as ats
 from attnscore.diagnostics.lab.experiment import Array, Check, Result, Row
-from attnscore.diagnostics.lab.panels import draw_numbered_maps
-from attnscore.plotting.drawing import legend, new_figure, style_lines
+from attnscore.diagnostics.lab.panels import weights_and_jacobians
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 LOGITS = (0.2, 0.4, 0.1, 0.8)
@@ -110,43 +108,15 @@ class Sharpening(Result):
 
     def plot(self) -> Figure:
         """Draw the weights of every multiple as bars; the Jacobians of y and 8 y as maps with their numbers."""
-        from matplotlib import colormaps
-
-        figure = new_figure((11, 3.3))
-        bars, *maps = figure.subplots(1, 3, width_ratios=[1.7, 1, 1])
         names = ["y" if factor == 1 else f"{factor:g} y" for factor in self.factors]
-        blues = colormaps["Blues"](np.linspace(0.15, 1, len(names)))
-        draw_weights(bars, self.logits, self.weights, names, blues, width=0.84)
-        style_lines(bars, "softmax of multiples of y", "logit in y", "weight")
-        bars.grid(axis="x", visible=False)
-        legend(bars, loc="upper left", ncols=2)
-        drawn = [self.factors.index(factor) for factor in (1.0, 8.0)]
-        largest = float(np.abs(self.jacobians[drawn]).max())
-        draw_numbered_maps(
-            figure,
-            maps,
-            list(self.jacobians[drawn]),
-            [
-                f"Jacobian at {name}: norm {norm:.3f}"
-                for name, norm in zip(("y", "8 y"), self.norms[drawn], strict=True)
-            ],
-            ("of logit", "of weight", "derivative"),
-            limits=(-largest, largest),
-            cmap="RdBu_r",
-            text=lambda value: f"{round(value, 4) + 0.0:.4f}",
+        drawn = [(name, self.factors.index(factor)) for name, factor in (("y", 1.0), ("8 y", 8.0))]
+        return weights_and_jacobians(
+            self.logits,
+            dict(zip(names, self.weights, strict=True)),
+            {f"Jacobian at {name}: norm {self.norms[place]:.3f}": self.jacobians[place] for name, place in drawn},
+            "Softmax of multiples of y",
+            digits=4,
         )
-        return figure
-
-
-def draw_weights(
-    axis: Axes, logits: Sequence[float], weights: Array, names: Sequence[str], colours: Iterable[Any], *, width: float
-) -> None:
-    """Draw each row of weights as bars beside those of the other rows; `width` is that of all bars of a logit."""
-    each = width / len(names)
-    for place, (row, name, colour) in enumerate(zip(weights, names, colours, strict=True)):
-        at = np.arange(len(logits)) + (place - (len(names) - 1) / 2) * each
-        axis.bar(at, row, each * 0.92, color=colour, label=name)
-    axis.set_xticks(range(len(logits)), [f"{logit:g}" for logit in logits])
 
 
 def sharpening(logits: Sequence[float] = LOGITS, factors: Sequence[float] = FACTORS) -> Sharpening:

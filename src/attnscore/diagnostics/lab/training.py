@@ -57,10 +57,10 @@ _MODULES = ("argparse", "ast", "configparser", "difflib", "inspect", "optparse",
 _LEAST_GAP = 0.05
 # Statistics of a `Look` with the name and the scale of their axis, a row of panels each.
 _CURVES = (
-    ("loss", "loss (nats per character)", "log"),
-    ("logit_variance", "variance of the logits", "log"),
-    ("entropy", "entropy / log(attended keys)", "linear"),
-    ("saturated", "saturated queries", "linear"),
+    ("loss", "training loss\n(nats per character)", "log"),
+    ("logit_variance", "variance of\nthe logits", "log"),
+    ("entropy", "entropy over its largest,\nlog(attended keys)", "linear"),
+    ("saturated", "share of\nsaturated queries", "linear"),
 )
 
 
@@ -221,14 +221,14 @@ class TrainingRuns(Result):
         seeds = len(self.of("dot", dims[0]))
         spread = f"; {seeds} seeds: thick their mean, thin each" if seeds > 1 else ""
         title = "The same transformer with and without 1/√d" + spread
-        figure = new_figure((3.1 * len(dims) + 0.8, 7.6), title=title)
+        figure = new_figure((2.7 * len(dims) + 0.9, 7.4), title=title)
         grid = figure.subplots(len(_CURVES), len(dims), sharex=True, sharey="row", squeeze=False)
         for (name, unit, scale), line in zip(_CURVES, grid, strict=True):
             for axis, dim in zip(line, dims, strict=True):
                 for score in COLOURS:
                     self._draw_curve(axis, score, dim, name)
                 axis.set_yscale(scale)
-                gap = f"d = {dim}: {self.gap(dim).value:+.3f} without the scale" if name == "loss" else ""
+                gap = f"d = {dim}: held-out loss\n{self.gap(dim).value:+.3f} without 1/√d" if name == "loss" else ""
                 style_lines(axis, gap, "step" if line is grid[-1] else "", unit if axis is line[0] else "")
             if scale == "linear":
                 line[0].set_ylim(0, 1)

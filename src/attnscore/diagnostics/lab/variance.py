@@ -167,11 +167,13 @@ class LogitVariance(Result):
 
     def plot(self) -> Figure:
         """Draw the variance against d for each kind of coordinates, with and without the scale, and each law."""
-        figure = new_figure(
-            (2.9 * len(self.kinds), 3.3), title="Variance of q·k, measured (95 % confidence) and by law (dashed)"
-        )
-        panels = figure.subplots(1, len(self.kinds), sharey=True, squeeze=False)[0]
-        for axis, kind in zip(panels, self.kinds, strict=True):
+        rows = -(-len(self.kinds) // 2)
+        title = "Variance of q·k, measured (95 % confidence) and by law (dashed)"
+        figure = new_figure((9.0, 2.7 * rows + 0.3), title=title)
+        panels = figure.subplots(rows, 2, sharey=True, squeeze=False)
+        for axis in panels.flat[len(self.kinds) :]:
+            axis.set_axis_off()
+        for axis, kind in zip(panels.flat, self.kinds, strict=False):
             for score, colour in COLOURS.items():
                 line = self.of(kind.name, score)
                 dims, bars = [point.dim for point in line], [point.measured.margin for point in line]
@@ -182,7 +184,7 @@ class LogitVariance(Result):
                 axis.plot(dims, [point.law for point in line], "--", color=LAW, linewidth=1, zorder=1)
             axis.set_yscale("log", base=10)
             powers_of_two(axis, dims)
-            style_lines(axis, kind.name, DIMENSION, "variance of the scores" if axis is panels[0] else "")
+            style_lines(axis, kind.name, DIMENSION, "variance of the scores" if axis in panels[:, 0] else "")
             legend(axis, loc="upper left")
         return figure
 

@@ -8,10 +8,11 @@ Requirements:
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,13 +24,17 @@ from attnscore.diagnostics.watching.health import Thresholds, Verdict, clip_fact
 from attnscore.errors import ArgumentError, message
 from attnscore.io import require
 from attnscore.plotting.drawing import (
+    BLUE,
+    RED,
     colour_bar,
-    draw_head_map,
+    draw_map,
     label,
     legend,
+    mark_cell,
     new_figure,
     short_number,
     style_lines,
+    two_decimals,
     write_numbers,
 )
 
@@ -56,18 +61,19 @@ _COUNTS = ("rows", "empty_rows", "nan_rows", "choice_rows")
 _OVER = {"saturated_rows": "choice_rows", "padding": "padding_rows"}
 # The one list of numbers: `rows`, `last`, `on_step`, `json_lines` and `history` all give these, in this order.
 NUMBERS = ("rows", "empty_rows", "nan_rows", *MEANS, "max_logit", "choice_rows", "saturated_rows", "padding", "clip")
+# Title and unit of each map.
 _MAPS = {
-    "max_logit": "Largest logit",
-    "entropy": "Entropy (nats)",
-    "saturated_rows": "Share of saturated queries",
-    "first_key": "Weight on the first key",
+    "max_logit": ("Largest logit", "logit"),
+    "entropy": ("Entropy", "nats"),
+    "saturated_rows": ("Saturated queries", "share of the queries"),
+    "first_key": ("Weight on the first key", "share of the weight"),
 }
 _SERIES = ("max_logit", "entropy")
 # Columns of tables.
 _COLUMNS = ("max_logit", "logit_variance", "entropy", "effective_keys", "saturated_rows", "first_key", "clip")
-_FAILED, _OTHERS = "#b2182b", "#cfd8dc"
+_OTHERS = "#9aa5ab"
 # Colours of failing heads; where there are more heads than colours, all are red and without a name.
-_NAMED = ("#b2182b", "#e08214", "#542788", "#1b7837", "#2166ac", "#01665e")
+_NAMED = (RED, "#e08214", "#8a63c9", "#2e9e5b", BLUE, "#0f9d94")
 # More numbers than these in a map cannot be read; the colours still can.
 _MOST_NUMBERS = 200
 
@@ -170,21 +176,23 @@ class Records:
         return [step for step, _ in steps], np.array([_column(sums, name, tau) for _, sums in steps], dtype=np.float64)
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdicts on every head, failures first."""
+        """Return the verdicts grouped by head: heads with a failure first, and of each its failures first."""
         found: list[Verdict] = []
         for layer in self.layers.values():
             entropies, largest = (self.history(layer.name, name)[1] for name in ("entropy", "max_logit"))
             for head, row in enumerate(layer.rows(layer.total, self.thresholds.tau)):
                 series = [float(x) for x in entropies[:, head]], [float(x) for x in largest[:, head]]
                 found += verdicts_of(layer.name, head, row, *series, self.thresholds)
-        return sorted(found, key=lambda verdict: not verdict.failure)
+        failed = {(verdict.layer, verdict.head) for verdict in found if verdict.failure}
+        place = {name: number for number, name in enumerate(self.layers)}
+        return sorted(
+            found,
+            key=lambda one: ((one.layer, one.head) not in failed, place[one.layer], one.head, not one.failure),
+        )
 
     def failing(self) -> list[tuple[str, int]]:
         """Return layer and head of every head with a failure, in the order of the layers."""
-        failed = {(verdict.layer, verdict.head) for verdict in self.verdicts() if verdict.failure}
-        return [
-            (name, head) for name, layer in self.layers.items() for head in range(layer.heads) if (name, head) in failed
-        ]
+        return list(dict.fromkeys((verdict.layer, verdict.head) for verdict in self.verdicts() if verdict.failure))
 
     def json_lines(self, since: int = 0) -> Iterator[str]:
         """Yield one line for each kept step from `since` on, layer and head: `step` and the names of `rows`.
@@ -228,12 +236,15 @@ class Records:
         return f"{len(self.layers)} attention calls a step; {self.sampled} of {self.steps} steps sampled"
 
     def _lines(self) -> list[str]:
-        """Return the verdicts and the calls that were not seen, a line each."""
+        """Return a line for each head with verdicts, and one for the calls that were not seen of each module."""
+        heads: dict[str, list[str]] = {}
+        for verdict in self.verdicts():
+            heads.setdefault(f"{verdict.layer}, head {verdict.head}", []).append(f"{verdict.what} ({verdict.words})")
         unseen = [f"{name}: {count} calls not seen: {why}" for (name, why), count in self.unseen.items()]
-        return [*map(str, self.verdicts()), *unseen]
+        return [*(f"{head}: {'; '.join(words)}" for head, words in heads.items()), *unseen]
 
     def __str__(self) -> str:
-        """Return the verdicts, a line each, and the calls that were not seen."""
+        """Return the verdicts, a line for each head, and the calls that were not seen."""
         return "\n".join([self._title(), *self._lines()])
 
     def to_html(self, path: str | Path, *, title: str = "What a model's attention did") -> Path:
@@ -251,30 +262,63 @@ class Records:
         return write_page(path, title, self._title(), sections)
 
     def plot(self) -> Figure:
-        """Draw maps of layers by heads; under them the largest logit and the entropy of each head over the steps."""
+        """Draw maps of layers by heads; under them the largest logit and the entropy of each head over the steps.
+
+        A quantity has the same scale in every picture where it has one: shares from 0 to 1, logits over the powers of
+        ten around `tau`. Darker cells are closer to collapse in every map; heads with a failure are framed and named.
+        """
         if not self.layers:
             raise ArgumentError(message("plot", "a sampled step", f"{self.steps} steps, {self.sampled} sampled"))
         names, heads = list(self.layers), max(layer.heads for layer in self.layers.values())
         series = _SERIES if self.sampled > 1 else ()
-        tall = max(1.6, 0.3 * len(names) + 0.9)
-        width = 2.6 + max(3.0, 0.36 * heads + 0.8)
-        figure = new_figure((2 * width, 2 * tall + (2.7 if series else 0.2)))
-        heights = [tall, tall, *([2.7] if series else [])]
+        tall = max(1.5, 0.26 * len(names) + 0.8)
+        heights = [tall, tall, *([2.5] if series else [])]
+        size = 2 * max(3.6, 0.3 * heads + 0.9) + 0.6, sum(heights) + 0.8
+        pattern, short = _short_names(names)
+        figure = new_figure(size, title=self._heading(pattern))
         axes = figure.subplots(len(heights), 2, squeeze=False, height_ratios=heights).ravel()
-        for axis, (name, title) in zip(axes, _MAPS.items(), strict=False):
+        for place, (axis, (name, (title, unit))) in enumerate(zip(axes, _MAPS.items(), strict=False)):
             values = np.ma.masked_array(np.zeros((len(names), heads)), True)  # layers may have fewer heads than others
             for row in self.rows():
                 values[names.index(row["layer"]), row["head"]] = row[name]
-            image = draw_head_map(axis, values.filled(np.nan), names, every=heads <= 24)
+            image = draw_map(axis, values.filled(math.nan), short, every=heads <= 24, **self._scale(name))
             axis.set_aspect("auto")
             if values.size <= _MOST_NUMBERS:
-                write_numbers(axis, image, values, short_number)
-            label(axis, title, "head", title_points=10)
-            colour_bar(figure, image, [axis])
+                write_numbers(axis, image, values, short_number if name == "max_logit" else two_decimals)
+            for layer, head in self.failing():
+                mark_cell(axis, names.index(layer), head)
+            label(axis, title, "head", "layer" if place % 2 == 0 else "", title_points=10)
+            colour_bar(figure, image, [axis], unit)
         for axis, name in zip(axes[len(_MAPS) :], series, strict=True):
+            title, unit = _MAPS[name]
+            style_lines(axis, f"{title} of each head, by step", "step", unit)
             self._draw_series(axis, name)
-            style_lines(axis, f"{_MAPS[name]} of each head, by step", "step")
         return figure
+
+    def _heading(self, pattern: str) -> str:
+        """Return the title of the picture: the heads that fail and, where they are few, why."""
+        words: dict[str, list[str]] = {}
+        for verdict in self.verdicts():
+            if verdict.failure:
+                words.setdefault(f"{verdict.layer}, head {verdict.head}", []).append(verdict.what)
+        total = sum(layer.heads for layer in self.layers.values())
+        lines = [f"Framed: {len(words)} of {total} heads fail" if words else f"None of {total} heads fails"]
+        if len(words) <= len(_NAMED):
+            lines += [f"{head}: {', '.join(found)}" for head, found in words.items()]
+        layers = f"; layer * is {pattern}" if pattern else ""
+        return "\n".join([*lines, f"Darker cells: closer to collapse onto one key{layers}"])
+
+    def _scale(self, name: str) -> dict[str, Any]:
+        """Return limits and colours of a map; darker cells are those of a head that attends to fewer keys."""
+        if name not in _SERIES:
+            return {"limits": (0.0, 1.0)}
+        # Of all steps: entropies that have fallen are dark by what they were.
+        recorded = np.concatenate([self.history(layer, name)[1].ravel() for layer in self.layers])
+        largest = float(recorded[np.isfinite(recorded)].max(initial=1.0))
+        if name == "entropy":
+            return {"limits": (0.0, largest), "cmap": "Reds_r"}
+        tau = self.thresholds.tau
+        return {"limits": (tau / 100, max(tau, largest)), "logarithmic": True}
 
     def _draw_series(self, axis: Axes, name: str) -> None:
         """Draw a number of each head over the steps, failing heads in colour and, where they are few, by name."""
@@ -282,19 +326,47 @@ class Records:
 
         failing = self.failing()
         colours = dict(zip(failing, _NAMED, strict=False)) if len(failing) <= len(_NAMED) else {}
-        other_label = "other heads"
         for layer in self.layers.values():
             steps, values = self.history(layer.name, name)
             for head in range(layer.heads):
                 if (place := (layer.name, head)) in failing:
-                    colour, own_label = colours.get(place, _FAILED), f"{layer.name}, head {head}"
-                    axis.plot(steps, values[:, head], linewidth=1.6, zorder=3, color=colour, label=own_label)
+                    own_label = f"{layer.name}, head {head}" if colours else "failing heads"
+                    style: dict[str, Any] = {"linewidth": 1.6, "color": colours.get(place, RED), "zorder": 3}
                 else:
-                    axis.plot(steps, values[:, head], linewidth=0.7, zorder=1, color=_OTHERS, label=other_label)
-                    other_label = ""
+                    own_label, style = "other heads", {"linewidth": 0.7, "color": _OTHERS, "zorder": 1}
+                axis.plot(steps, values[:, head], label=own_label, **style)
+        if name == "max_logit":
+            axis.set_yscale("log", nonpositive="mask")
+            axis.axhline(self.thresholds.tau, linestyle="--", linewidth=1, color=_OTHERS, label="τ, allowed by QK-clip")
+        else:
+            axis.set_ylim(bottom=0)
         axis.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
-        if colours:
-            legend(axis)
+        lines, labels = axis.get_legend_handles_labels()
+        once = dict(zip(labels, lines, strict=True))
+        legend(axis, handles=list(once.values()), labels=list(once))
+
+
+def _short_names(names: Sequence[str]) -> tuple[str, list[str]]:
+    """Return what dotted names have in common, with a star for the rest (empty: nothing), and the rest of each.
+
+    >>> _short_names(["layers.0.attn", "layers.1.attn"])
+    ('layers.*.attn', ['0', '1'])
+    >>> _short_names(["encoder", "decoder"]), _short_names(["only.one"])
+    (('', ['encoder', 'decoder']), ('', ['only.one']))
+    """
+    parts = [name.split(".") for name in names]
+    before = _common(parts)
+    after = _common([part[before:][::-1] for part in parts])
+    short = [".".join(part[before : len(part) - after]) for part in parts]
+    if before + after == 0 or not all(short):
+        return "", list(names)
+    return ".".join([*parts[0][:before], "*", *parts[0][len(parts[0]) - after :]]), short
+
+
+def _common(lists: Sequence[Sequence[str]]) -> int:
+    """Return how many first items all lists share."""
+    columns = zip(*lists, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
 
 
 def line_of(step: int, row: Row) -> str:
