@@ -158,7 +158,8 @@ class Additive {
             for_each_channel(problem, head, row, key, [&](int64_t p, V<T> z, V<T> w) {
                 V<T> dz, value;
                 term.value_and_gradient(splat(ds), z, dz, value);
-                dz *= w;
+                // The slope at NaN is NaN; the rectifiers' terms select one.
+                dz = select<T>(z == z, dz, z) * w;
                 for (int64_t i = 0; i < std::min<int64_t>(L, dim - p); i++) {
                     da[p + i] += dz[i];
                     db[p + i] += dz[i];

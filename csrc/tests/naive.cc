@@ -53,9 +53,9 @@ double slope_of(const Problem& p, double u) {
         case Activation::sigmoid:
             return y * (1 - y);
         case Activation::relu:
-            return u > 0;
+            return u > 0 ? 1 : u <= 0 ? 0 : u;
         case Activation::leaky_relu:
-            return u > 0 ? 1 : p.negative_slope;
+            return u > 0 ? 1 : u <= 0 ? p.negative_slope : u;
         case Activation::silu:
             return gate + u * gate * (1 - gate);
         case Activation::gelu:
