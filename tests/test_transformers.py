@@ -81,6 +81,69 @@ def test_packed_sequences_do_not_see_each_other():
     assert (logits(model, NAME, **packed)[:, 4:] - alone).abs().max() < 2e-6
 
 
+@pytest.mark.parametrize("by", ["position ids", "lengths", "both"])
+def test_a_flattened_batch_is_the_padded_one(by):
+    """Each token's logits, and the gradients, of what transformers' collator flattens; without one array of n x n."""
+    torch.manual_seed(8)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**COMMON))
+    model.set_attn_implementation(NAME)
+    lengths = [9, 1, 4]
+    sequences = [IDS[0], IDS[1, :1], IDS[1, 2:6]]
+    ids, seen = torch.zeros(3, 9, dtype=torch.long), torch.arange(9) < torch.tensor(lengths)[:, None]
+    ids[seen] = torch.cat(sequences)
+    collate = transformers.DataCollatorWithFlattening(
+        return_position_ids=by != "lengths", return_flash_attn_kwargs=by != "position ids"
+    )
+    flattened = collate([{"input_ids": x.tolist()} for x in sequences], return_tensors="pt")
+    flattened.pop("labels")
+    assert ("cu_seq_lens_q" in flattened, "position_ids" in flattened) == (by != "position ids", by != "lengths")
+
+    def results(**inputs):
+        model.zero_grad()
+        logits = model(**inputs, use_cache=False).logits
+        logits = logits[0] if logits.shape[0] == 1 else logits[seen]
+        (logits**2).mean().backward()
+        return logits.detach(), model.model.layers[0].self_attn.k_proj.weight.grad.clone()
+
+    for found, wanted in zip(results(**flattened), results(input_ids=ids, attention_mask=seen.long()), strict=True):
+        torch.testing.assert_close(found, wanted, atol=2e-6, rtol=1e-4)
+
+
+def test_the_mask_of_a_flattened_batch():
+    q, k = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 7, 8)
+    cu_query, cu_key = torch.tensor([0, 2, 6], dtype=torch.int32), torch.tensor([0, 3, 7], dtype=torch.int32)
+    packed = ats.Packed(cu_query, cu_key)
+    layer, given = torch.nn.Identity(), {"cu_seq_lens_q": cu_query, "cu_seq_lens_k": cu_key, "max_length_q": 4}
+    seen = torch.rand(1, 1, 6, 7) > 0.3
+    cases = (
+        (None, {}, packed.causal("bottom_right")),
+        (None, {"is_causal": False}, packed),
+        (ats.Causal(offset=1), {}, packed & ats.Causal(offset=1)),
+        (seen, {}, packed & ats.Dense(seen)),
+        (seen[:, :, :1], {}, packed & ats.KeyPadding(seen[:, 0, 0])),
+    )
+    for mask, options, meant in cases:
+        out, _ = attention_forward(layer, q, k, k, mask, **given, **options)
+        torch.testing.assert_close(out.transpose(1, 2), ats.attend(q, k, k, mask=meant))
+    added = torch.randn(1, 1, 6, 7)
+    out, _ = attention_forward(layer, q, k, k, added, **given)
+    torch.testing.assert_close(out.transpose(1, 2), ats.attend(q, k, k, mask=packed, bias=added))
+    with pytest.raises(ats.ArgumentError, match=r"cu_seq_lens_q: expected a batch of one row.*got 2 rows"):
+        attention_forward(layer, q.expand(2, -1, -1, -1), k, k, None, **given)
+
+
+def test_position_ids_become_cumulative_lengths():
+    """A few numbers, which plans are cached by; ids that do not rise stay ids."""
+    own = masking_utils
+    sequences = torch.tensor([[0, 0, 0, 1, 1, 2]])
+    pattern = own.and_masks(own.causal_mask_function, own.packed_sequence_mask_function(sequences))
+    assert repr(attention_mask(1, 6, 6, mask_function=pattern).structure) == (
+        "Causal(offset=0) & Packed(cu_query=[0, 3, 5, 6])"
+    )
+    pattern = own.packed_sequence_mask_function(sequences.flip(1))
+    assert repr(attention_mask(1, 6, 6, mask_function=pattern).structure).startswith("Documents(")
+
+
 def bert():
     torch.manual_seed(6)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -124,6 +124,8 @@ def attention_forward(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
     output_attentions: bool | None = False,
     observer: Observer | None = None,
     **others: Any,
@@ -152,6 +154,8 @@ def attention_forward(
         Sinks: a further logit per head without a value.
     position_bias : Tensor, optional
         Added to the scores.
+    cu_seq_lens_q, cu_seq_lens_k : Tensor (sequences + 1,), optional
+        Cumulative lengths of a flattened batch: queries attend to the keys of their own sequence.
     output_attentions : bool, optional
         Return the weights too.
     observer : callable, optional
@@ -166,13 +170,14 @@ def attention_forward(
     Raises
     ------
     ArgumentError
-        An option that is not supported.
+        An option that is not supported, or cumulative lengths of more than one row.
     """
     for option in _UNSUPPORTED:
         if others.get(option) is not None:
             raise ArgumentError(message(option, "None; attnscore does not support it", type(others[option]).__name__))
     score = ats.ScaledDot(scaling)
-    mask, bias = _mask_and_bias(module, query, attention_mask, is_causal, position_bias)
+    packed = None if cu_seq_lens_q is None else _packed(query, cu_seq_lens_q, cu_seq_lens_k)
+    mask, bias = _mask_and_bias(module, query, attention_mask, is_causal, position_bias, packed)
     shared: dict[str, Any] = {
         "score": ats.SoftCap(score, softcap) if softcap is not None else score,
         "mask": mask,
@@ -195,15 +200,32 @@ def attention_forward(
     return out.transpose(1, 2).contiguous(), more[0] if output_attentions else None
 
 
+def _packed(query: Tensor, cu_query: Tensor, cu_key: Tensor | None) -> ats.Packed:
+    """Return the mask of a flattened batch."""
+    if query.shape[0] != 1:
+        expected = "a batch of one row, in which the sequences follow one another"
+        raise ArgumentError(message("cu_seq_lens_q", expected, f"{query.shape[0]} rows"))
+    return ats.Packed(cu_query, None if cu_key is cu_query else cu_key)
+
+
 def _mask_and_bias(
     module: Any,
     query: Tensor,
     mask: Mask | Tensor | None,
     is_causal: bool | None,
     position_bias: Tensor | None,
+    packed: ats.Packed | None,
 ) -> tuple[Mask | Tensor | None, Tensor | None]:
+    if packed is not None and mask is not None:
+        mask, bias = _mask_and_bias(module, query, mask, is_causal, position_bias, None)
+        if mask is None:
+            return packed, bias
+        return packed & (mask if isinstance(mask, Mask) else ats.Dense(mask)), bias
     if mask is None:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+        if packed is not None:
+            # As FlashAttention aligns sequences.
+            return packed.causal("bottom_right") if causal else packed, position_bias
         # One query is a decoding step and attends to all keys; else transformers' functions align at the top left.
         return ats.Causal(align="top_left") if causal and query.shape[-2] > 1 else None, position_bias
     if isinstance(mask, StructuredMask):

@@ -19,6 +19,7 @@ from functools import lru_cache, reduce
 from types import CodeType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -202,7 +203,7 @@ def _parts(pattern: Pattern, place: _Place) -> tuple[list[Mask], bool]:
             made = _chunks(given["chunk_size"], given["left_padding"], place)
         case "packed":
             ids = given["packed_sequence_mask"]
-            made = [ats.Documents(ids)] if place.at_start and ids.shape == (place.batch, place.queries) else None
+            made = [_sequences(ids)] if place.at_start and ids.shape == (place.batch, place.queries) else None
     return ([], False) if made is None else (made, True)
 
 
@@ -221,6 +222,16 @@ def _parts_of_all(patterns: tuple[Pattern, ...], place: _Place) -> tuple[list[Ma
         found += parts
         complete = complete and whole
     return found, complete
+
+
+def _sequences(ids: Tensor) -> Mask:
+    """Return the mask of sequences with these ids: by cumulative lengths, a few numbers, where one row holds all."""
+    if len(ids) != 1 or not ids.is_cpu:
+        return ats.Documents(ids)
+    steps = np.diff(ids[0].numpy())
+    if (steps < 0).any():
+        return ats.Documents(ids)
+    return ats.Packed([0, *(np.flatnonzero(steps) + 1).tolist(), ids.shape[1]])
 
 
 def _chunks(size: int, left_padding: Tensor, place: _Place) -> list[Mask] | None:
