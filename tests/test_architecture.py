@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("core.layout",),
     ("masks", "scores", "core.online_softmax", "core.dropout", "core.statistics"),
     ("core.problem",),
-    ("core.prepared", "core.tiling"),
+    ("core.lowered", "core.prepared", "core.tiling"),
     ("core.tiled",),
     ("kernels",),
     ("analysis", "core.plan", "packing"),

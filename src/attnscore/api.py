@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -116,11 +115,7 @@ def attend(
             seed=seed, head_axis=head_axis, statistics=wanted_statistics(return_stats),
             matrix="weights" if check_flag("return_weights", return_weights) else None,
         )  # fmt: skip
-        again = functools.partial(
-            attend, head_axis=head_axis, kernel=kernel, dropout=dropout, return_weights=return_weights,
-            return_stats=return_stats,
-        )  # fmt: skip
-        plan = plans.build(signature, problem, kernel, query, key, value, mask, bias, sink, valid_lens, again, options)
+        plan = plans.build(signature, problem, kernel, query, key, value, mask, bias, sink, valid_lens)
         # The drawn seed, where the caller gave none.
         drawn: Any = seed if problem.dropout is None else problem.dropout.seed
         return plan.run(query, key, value, score, mask, bias, sink, drawn, valid_lens)

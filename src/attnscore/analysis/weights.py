@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, final
@@ -99,8 +98,7 @@ def _planned(
     with backends.of({"query": query}).numeric_scope():
         problem = problem_without_value(query, key, score, mask, valid_lens, bias, sink, head_axis)
         problem = dataclasses.replace(problem, matrix="weights")
-        again = functools.partial(_planned, head_axis=head_axis)
-        plan = plans.build(signature, problem, "auto", query, key, value, mask, bias, sink, valid_lens, again, options)
+        plan = plans.build(signature, problem, "auto", query, key, value, mask, bias, sink, valid_lens)
         return plan.run(query, key, value, score, mask, bias, sink, seed, valid_lens)
 
 

@@ -365,6 +365,10 @@ class Backend(ABC):
         """Return how many entries of a vector in rising order are at most each of `values` (a vector), as int64."""
         return self.astype(self.xp.searchsorted(ordered, values, side="right"), "int64")
 
+    def in_c_order(self, x: Array) -> Array:
+        """Return `x`, or a copy in C order where the framework has arrays in another one."""
+        return x
+
     # Arithmetic
     def matmul(self, a: Array, b: Array) -> Array:
         return self.xp.matmul(a, b)

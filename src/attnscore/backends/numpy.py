@@ -119,6 +119,15 @@ class NumpyBackend(Backend):
         axis %= x.ndim + 1
         return x.reshape((*x.shape[:axis], 1, *x.shape[axis:]))
 
+    def in_c_order(self, x: Array) -> Array:
+        return np.ascontiguousarray(x)
+
+    def matmul(self, a: Array, b: Array) -> Array:
+        if b.ndim != 2 or not a.size:
+            return np.matmul(a, b)
+        # One product, where np.matmul makes one for each element of the batch.
+        return np.dot(a.reshape(-1, a.shape[-1]), b).reshape(a.shape[:-1] + b.shape[1:])
+
     def sigmoid(self, x: Array) -> Array:
         # exp of negative numbers alone does not overflow.
         e = np.exp(-np.abs(x))

@@ -239,6 +239,9 @@ class TorchBackend(Backend):
     def expand_dims(self, x: Array, axis: int) -> Array:
         return x.unsqueeze(axis)
 
+    def in_c_order(self, x: Array) -> Array:
+        return x.contiguous()
+
     def take(self, x: Array, indices: Array, axis: int) -> Array:
         return x.index_select(axis, indices)
 

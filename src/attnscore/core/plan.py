@@ -5,15 +5,16 @@
 - A call that fails its checks has no plan, so each repetition runs and fails the same checks.
 - A score named by a string enters the signature as its class. A name registered for a function may give another score
   at each call, so such a call has no signature. Masks enter by their index values.
-- Arrays that a score projects are lowered at each call; the lowered score has a plan of its own (`LoweredCall`).
+- Arrays that a score projects are lowered at each call; the lowered score has a plan of its own (`core/lowered.py`).
 - A boolean array that is the mask, and valid lengths, enter by shape and strides; each call reads their values.
 - A cached plan holds no array of a caller. A call without a signature gets a plan for itself alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+import dataclasses
+from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,14 +23,15 @@ from attnscore import backends, kernels, scores
 from attnscore.backends.base import Array, Backend
 from attnscore.core import tiling
 from attnscore.core.cache import BoundedCache
-from attnscore.core.problem import Problem
+from attnscore.core.lowered import LoweredCall, lower
+from attnscore.core.problem import Problem, build_problem
 from attnscore.core.statistics import AttentionStats
 from attnscore.core.tiled import Result
 from attnscore.kernels import AttentionOp
 from attnscore.masks import Dense
 from attnscore.masks.cached import numbers_of
-from attnscore.scores import Additive, Bilinear, Cosine, Dot, Gaussian, ScaledDot
-from attnscore.scores.forms import AdditiveForm
+from attnscore.scores import Additive, Bilinear, Cosine, Dot, Gaussian, ScaledDot, arrays_of
+from attnscore.scores.forms import AdditiveForm, InnerForm
 
 
 class ExecutionPlan(Protocol):
@@ -160,13 +162,8 @@ def build(
     bias: Any,
     sink: Any,
     valid_lens: Any,
-    attend: Callable[..., Any],
-    options: tuple[Hashable, ...],
 ) -> ExecutionPlan:
-    """Return the plan of a problem, cached under `cache_key` where its kernel can reuse it for other arrays.
-
-    `attend` is the function that was called, with its `options`: for a score that is lowered to another one.
-    """
+    """Return the plan of a problem, cached under `cache_key` where its kernel can reuse it for other arrays."""
     tiles, chosen = tiling.planned(problem), kernels.choose(kernel, problem)
     if cache_key is not None:
         array = mask if isinstance(problem.mask, Dense) else None
@@ -184,11 +181,40 @@ def build(
             "sink": sink,
         }
         arrays = {name: x for name, x in given.items() if x is not None}
-        if (plan := chosen.prepare(problem, tiles, arrays)) is not None:
+        plan = chosen.prepare(problem, tiles, arrays)
+        if plan is None and _is_lowered(problem):
+            plan = _build_lowered(problem, kernel, arrays, bias, sink)
+        if plan is not None:
             return PLANS.get_or_compute(cache_key, lambda: plan)
-        if chosen.has_vjp and _is_lowered(problem):
-            PLANS.get_or_compute(cache_key, lambda: LoweredCall(ops, attend, options))
     return SingleCall(problem, AttentionOp(chosen, problem, tiles))
+
+
+def _build_lowered(problem: Problem, kernel: str, arrays: dict[str, Array], bias: Any, sink: Any) -> LoweredCall | None:
+    """Return the plan of a call whose score is lowered, or None where the kernel has none for the lowered call."""
+    ops, score, dropout = problem.ops, problem.score, problem.dropout
+    rows = {name: ops.stop_gradient(arrays[name]) for name in ("query", "key")}
+    form, found = lower(ops, score, **rows)
+    computed = tuple(i for i, x in enumerate(rows.values()) if found[i] is not x)
+    lowered: Any = ScaledDot(form.scale) if isinstance(form, InnerForm) else None
+    if isinstance(form, AdditiveForm):
+        lowered = Additive(form.w_v, activation=score.activation, negative_slope=score.negative_slope)
+    given = {**arrays, "query": found.query, "key": found.key}
+    lowered_problem, _ = build_problem(
+        found.query, found.key, arrays["value"], score=lowered, mask=problem.mask, bias=bias, sink=sink,
+        dropout=0.0 if dropout is None else dropout.probability, seed=0,
+        head_axis=problem.layout.head_axis, statistics=problem.statistics, matrix=problem.matrix,
+    )  # fmt: skip
+    if "w_v" in given:
+        given["w_v"] = lowered.w_v
+        lowered = dataclasses.replace(lowered, w_v=None)
+    call = kernels.choose(kernel, lowered_problem).prepare(lowered_problem, tiling.planned(lowered_problem), given)
+    if call is None:
+        return None
+    parameters = arrays_of(score)
+    is_projection = hasattr(score, "project") and {ops.dtype(x) for x in parameters.values()} == {problem.dtype}
+    return LoweredCall(
+        ops, call, lowered, computed, tuple(parameters), "bias" in arrays, "sink" in arrays, is_projection
+    )
 
 
 def _learned_bandwidth(score: Any) -> Array | None:
@@ -202,41 +228,6 @@ def _is_lowered(problem: Problem) -> bool:
     if type(problem.score) not in (Additive, Bilinear, Cosine) or problem.ops.dtype(form.query) != problem.dtype:
         return False
     return form.query is not problem.query or form.key is not problem.key
-
-
-@dataclass(frozen=True, eq=False)
-class LoweredCall:
-    """Plan of calls whose score is lowered, in the framework, to another score of other rows, with its own plan."""
-
-    ops: Backend
-    attend: Callable[..., Any]
-    options: tuple[Hashable, ...]
-    _plans: BoundedCache[ExecutionPlan] = field(default_factory=lambda: BoundedCache(4))
-    """Plans of the lowered calls by what differs between them: the layouts of the lowered arrays."""
-
-    def run(
-        self, query: Array, key: Array, value: Array, score: Any, mask: Any, bias: Any, sink: Any, seed: Any,
-        valid_lens: Any,
-    ) -> Any:  # fmt: skip
-        """Return what `attend` returns."""
-        score = scores.resolve(score) if type(score) is str else score
-        with self.ops.numeric_scope():
-            form = score.lower(self.ops, query, key)
-        if isinstance(form, AdditiveForm):
-            lowered: Any = Additive(form.w_v, activation=score.activation, negative_slope=score.negative_slope)
-        else:
-            lowered = ScaledDot(form.scale)
-        layouts = self.ops.signature((form.query, form.key))
-        if layouts is None or (plan := self._plans.get(layouts)) is None:
-            result = self.attend(
-                form.query, form.key, value, score=lowered, mask=mask, bias=bias, sink=sink, seed=seed,
-                valid_lens=valid_lens,
-            )  # fmt: skip
-            found = signature(form.query, form.key, value, lowered, self.options, mask, valid_lens, bias, sink, seed)
-            if layouts is not None and (plan := PLANS.get(found)) is not None:
-                self._plans.get_or_compute(layouts, lambda: plan)
-            return result
-        return plan.run(form.query, form.key, value, lowered, mask, bias, sink, seed, valid_lens)
 
 
 @dataclass(frozen=True, eq=False)

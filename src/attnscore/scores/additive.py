@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -15,12 +16,13 @@ from attnscore.scores.base import (
     Pullback,
     Score,
     ScoreGradients,
+    lowered_with_vjp,
     per_head,
     per_key_head,
     weight_gradient,
     widen,
     with_nonfinite_rows_isolated,
-    zero_nonfinite_rows,
+    zero_isolated_rows,
 )
 from attnscore.scores.forms import AdditiveForm, Form
 
@@ -77,26 +79,41 @@ class Additive(Score):
         check_held("negative_slope", self.negative_slope, ops.dtype(a), float(self.negative_slope))
         return AdditiveForm(a, b, w, activation(self.activation, self.negative_slope))
 
+    def project(self, ops: Backend, query: Array, key: Array) -> tuple[Array, Array, Array]:
+        """Return query, key and w_v of `lower` where all are finite and of one dtype, with parameters for all heads."""
+        if self.W_q is not None:
+            query = ops.matmul(query, ops.matrix_transpose(self.W_q))
+        if self.bias is not None:
+            query = query + self.bias
+        return query, key if self.W_k is None else ops.matmul(key, ops.matrix_transpose(self.W_k)), self.w_v
+
     def lower_pullback(self, ops: Backend, query: Array, key: Array) -> tuple[Form, Pullback]:
-        def projection_vjp(name: str, x: Array, grad: Array, arrays: dict[str, Array]) -> Array:
-            # _project: x @ W^T
+        return lowered_with_vjp(ops, self, query, key)
+
+    def lowering_vjp(
+        self, ops: Backend, query: Array, key: Array, form: Form, grads: Mapping[str, Array], wanted: Collection[str]
+    ) -> ScoreGradients:
+        arrays = {"w_v": ops.reshape(grads["w_v"], self.w_v.shape)}
+
+        def projection_vjp(side: str, name: str, x: Array, bias: Array | None) -> Array:
+            # _sides: x @ W^T + bias
+            grad = grads[side]
+            if getattr(self, name) is None and bias is None:
+                return grad
+            x, grad = zero_isolated_rows(ops, *widen(ops, x, grad))
+            if bias is not None and "bias" in wanted:
+                arrays["bias"] = ops.reshape(sum_to(ops, grad, self._bias(ops, query, key).shape), bias.shape)
             if getattr(self, name) is None:
                 return grad
             weight = per_head(ops, name, getattr(self, name), query, key, 2)
-            x, grad, weight = widen(ops, zero_nonfinite_rows(ops, x), grad, weight)
-            transposed = weight_gradient(ops, x, grad, ops.matrix_transpose(weight).shape)
-            arrays[name] = ops.reshape(ops.matrix_transpose(transposed), getattr(self, name).shape)
-            return ops.matmul(grad, weight)
+            x, grad, weight = widen(ops, x, grad, weight)
+            if name in wanted:
+                found = weight_gradient(ops, grad, x, weight.shape)
+                arrays[name] = ops.reshape(found, getattr(self, name).shape)
+            return ops.matmul(grad, weight) if side in wanted else None
 
-        def vjp(grads: Any) -> ScoreGradients:
-            arrays = {"w_v": ops.reshape(grads["w_v"], self.w_v.shape)}
-            if self.bias is not None:
-                bias = sum_to(ops, grads["query"], self._bias(ops, query, key).shape)
-                arrays["bias"] = ops.reshape(bias, self.bias.shape)
-            query_grad = projection_vjp("W_q", query, grads["query"], arrays)
-            return ScoreGradients(query_grad, projection_vjp("W_k", key, grads["key"], arrays), arrays)
-
-        return self.lower(ops, query, key), vjp
+        query_grad = projection_vjp("query", "W_q", query, self.bias)
+        return ScoreGradients(query_grad, projection_vjp("key", "W_k", key, None), arrays)
 
     def prepare_keys(self, ops: Backend, key: Array) -> tuple[Array, Score]:
         # There is no query yet: its dimension is the one that W_q takes.
@@ -160,7 +177,6 @@ class Additive(Score):
 
     def _bias(self, ops: Backend, query: Array, key: Array) -> Array:
         return ops.expand_dims(per_head(ops, "bias", self.bias, query, key, 1), -2)
-
 
 
 def _project(ops: Backend, x: Array, weight: Array) -> Array:

@@ -13,6 +13,7 @@ heads that share one. A parameter may have one set per query head: a leading axi
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, final
@@ -229,6 +230,13 @@ def lower_pullback(ops: Backend, score: Any, query: Array, key: Array) -> tuple[
     return form, vjp
 
 
+def lowered_with_vjp(ops: Backend, score: Any, query: Array, key: Array) -> tuple[Form, Pullback]:
+    """Return the lowered form of a score that has ``lowering_vjp``, and its VJP."""
+    form = score.lower(ops, query, key)
+    wanted = {"query", "key", *arrays_of(score)}
+    return form, lambda grads: score.lowering_vjp(ops, query, key, form, grads, wanted)
+
+
 def prepare_keys(ops: Backend, score: Any, key: Array) -> tuple[Array, Any]:
     """Return ``score.prepare_keys``; a custom score without that method prepares nothing."""
     if not hasattr(score, "prepare_keys"):
@@ -311,6 +319,21 @@ def zero_nonfinite_rows(ops: Backend, x: Array) -> Array:
     return x if ops.known_finite(x) else ops.where(finite_rows(ops, x), x, 0.0)
 
 
+def zero_isolated_rows(ops: Backend, x: Array, grad: Array) -> tuple[Array, Array]:
+    """Return `x` and the gradient of its image with 0 in the rows of `x` that hold a NaN or an infinity.
+
+    The factors of the hand-written VJP of `with_nonfinite_rows_isolated`: such rows get and give no gradient.
+    """
+    if ops.known_finite(x):
+        return x, grad
+    finite = finite_rows(ops, x)
+    return ops.where(finite, x, 0.0), ops.where(finite, grad, 0.0)
+
+
 def weight_gradient(ops: Backend, x: Array, grad: Array, shape: Sequence[int]) -> Array:
     """Return the gradient of W (of this shape) in ``y = x @ W``, from `grad`, that of y."""
+    if len(shape) == 2 < len(x.shape):
+        # One product in place of one for each element of the batch, whose sum follows.
+        count = math.prod(x.shape[:-1])
+        x, grad = ops.reshape(x, (count, shape[0])), ops.reshape(grad, (count, shape[1]))
     return sum_to(ops, ops.matmul(ops.matrix_transpose(x), grad), shape)

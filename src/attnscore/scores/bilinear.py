@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -11,12 +12,13 @@ from attnscore.scores.base import (
     Pullback,
     Score,
     ScoreGradients,
+    lowered_with_vjp,
     per_head,
     per_key_head,
     weight_gradient,
     widen,
     with_nonfinite_rows_isolated,
-    zero_nonfinite_rows,
+    zero_isolated_rows,
 )
 from attnscore.scores.dot import Dot
 from attnscore.scores.forms import Form, InnerForm
@@ -52,15 +54,25 @@ class Bilinear(Score):
         query, key, weight = widen(ops, query, key, per_head(ops, "W", self.W, query, key, 2))
         return InnerForm(with_nonfinite_rows_isolated(ops, query, lambda x: ops.matmul(x, weight)), key)
 
-    def lower_pullback(self, ops: Backend, query: Array, key: Array) -> tuple[Form, Pullback]:
-        def vjp(grads: Any) -> ScoreGradients:
-            # lower: query @ W
-            weight = per_head(ops, "W", self.W, query, key, 2)
-            x, grad, weight = widen(ops, zero_nonfinite_rows(ops, query), grads["query"], weight)
-            weight_grad = ops.reshape(weight_gradient(ops, x, grad, weight.shape), self.W.shape)
-            return ScoreGradients(ops.matmul(grad, ops.matrix_transpose(weight)), grads["key"], {"W": weight_grad})
+    def project(self, ops: Backend, query: Array, key: Array) -> tuple[Array, Array]:
+        """Return query and key of `lower` where all are finite and of one dtype, with W for all heads."""
+        return ops.matmul(query, self.W), key
 
-        return self.lower(ops, query, key), vjp
+    def lower_pullback(self, ops: Backend, query: Array, key: Array) -> tuple[Form, Pullback]:
+        return lowered_with_vjp(ops, self, query, key)
+
+    def lowering_vjp(
+        self, ops: Backend, query: Array, key: Array, form: Form, grads: Mapping[str, Array], wanted: Collection[str]
+    ) -> ScoreGradients:
+        # lower: query @ W
+        weight = per_head(ops, "W", self.W, query, key, 2)
+        x, grad, weight = widen(ops, query, grads["query"], weight)
+        x, grad = zero_isolated_rows(ops, x, grad)
+        arrays = {}
+        if "W" in wanted:
+            arrays["W"] = ops.reshape(weight_gradient(ops, x, grad, weight.shape), self.W.shape)
+        query_grad = ops.matmul(grad, ops.matrix_transpose(weight)) if "query" in wanted else None
+        return ScoreGradients(query_grad, grads["key"], arrays)
 
     def prepare_keys(self, ops: Backend, key: Array) -> tuple[Array, Score]:
         # q . (W k): the query is used as it is.

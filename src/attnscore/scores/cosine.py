@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
+from attnscore import backends
 from attnscore.backends.base import Array, Backend
 from attnscore.core.arguments import check_flag
-from attnscore.scores.base import Pullback, Score, ScoreGradients, require_same_dim, widen, with_nonfinite_rows_isolated
+from attnscore.scores.base import (
+    Pullback,
+    Score,
+    ScoreGradients,
+    lowered_with_vjp,
+    require_same_dim,
+    widen,
+    with_nonfinite_rows_isolated,
+)
 from attnscore.scores.forms import Form
 from attnscore.scores.scaled_dot import ScaledDot
 
@@ -47,19 +57,21 @@ class Cosine(Score):
         return ScaledDot(self.scale).lower(ops, *self._units(ops, query, key))
 
     def lower_pullback(self, ops: Backend, query: Array, key: Array) -> tuple[Form, Pullback]:
-        units = self._units(ops, query, key)
-        form, scaled_vjp = ScaledDot(self.scale).lower_pullback(ops, *units)
+        return lowered_with_vjp(ops, self, query, key)
 
-        def vjp(grads: Any) -> ScoreGradients:
-            inner = scaled_vjp(grads)
-            query_grad, key_grad = (
-                _unit_vjp(ops, x, unit, grad)
-                for x, unit, grad in zip(widen(ops, query, key), units, inner[:2], strict=True)
-            )
-            key_grad = inner.key if self.unit_keys else key_grad
-            return ScoreGradients(query_grad, key_grad, inner.arrays)
-
-        return form, vjp
+    def lowering_vjp(
+        self, ops: Backend, query: Array, key: Array, form: Form, grads: Mapping[str, Array], wanted: Collection[str]
+    ) -> ScoreGradients:
+        units, inner = (form.query, form.key), ScoreGradients(grads["query"], grads["key"], {})
+        if backends.is_array(self.scale):
+            units = self._units(ops, query, key)
+            inner = ScaledDot(self.scale).lower_pullback(ops, *units)[1](grads)
+        sides = zip(("query", "key"), widen(ops, query, key), units, inner[:2], strict=True)
+        query_grad, key_grad = (
+            grad if name == "key" and self.unit_keys else _unit_vjp(ops, x, unit, grad) if name in wanted else None
+            for name, x, unit, grad in sides
+        )
+        return ScoreGradients(query_grad, key_grad, inner.arrays)
 
     def prepare_keys(self, ops: Backend, key: Array) -> tuple[Array, Score]:
         if check_flag("unit_keys", self.unit_keys):

@@ -144,14 +144,20 @@ class NativeCall:
             arrays += (score.bandwidth,)
             if not ops.number(score.bandwidth) > 0:  # type: ignore[operator]  # it is not traced
                 score.check(query.shape[-1], key.shape[-1])
-        seed = (ops.draw_seed(query) if seed is None else int(seed)) % 2**63 if self.dropout else 0
-        if self.reads_lens:
-            mask = self._checked_bounds(valid_lens)
-        elif not self.reads_mask:
-            mask = None
         if ops.has_plain_tape and ops.needs_grad(*arrays):
-            return self._present(ops.record(NativeOp(self, score, mask, seed), arrays))
-        return self._present(self.forward(arrays, mask, seed, saves=False)[0])
+            return self.present(ops.record(self.op(query, score, mask, seed, valid_lens), arrays))
+        return self.present(self.forward(arrays, *self.values(query, mask, seed, valid_lens), saves=False)[0])
+
+    def op(self, query: Array, score: Any, mask: Any, seed: Any, valid_lens: Any) -> NativeOp:
+        """Return the op of one call, for autograd to record."""
+        return NativeOp(self, score, *self.values(query, mask, seed, valid_lens))
+
+    def values(self, query: Array, mask: Any, seed: Any, valid_lens: Any) -> tuple[Any, int]:
+        """Return the array that is the mask, or the bounds of valid lengths, and the seed of one call."""
+        seed = (self.ops.draw_seed(query) if seed is None else int(seed)) % 2**63 if self.dropout else 0
+        if self.reads_lens:
+            return self._checked_bounds(valid_lens), seed
+        return mask if self.reads_mask else None, seed
 
     @cached_property
     def differentiable(self) -> tuple[str, ...]:
@@ -272,7 +278,7 @@ class NativeCall:
         fields = AttentionStats._fields
         return tuple(self.returned.index(name) if name in self.statistics else None for name in fields)
 
-    def _present(self, outputs: Sequence[Array]) -> Any:
+    def present(self, outputs: Sequence[Array]) -> Any:
         """Return the output, and the wanted weights and statistics."""
         if len(outputs) == 1:
             return outputs[0]
