@@ -417,7 +417,7 @@ def build_call(
         score.prepare(query, key)
     bias, sink, seeded = EXTRAS[extras]
     arrays = {name: rng.standard_normal(shape) * 0.8 for name, shape in score.shapes(sizes).items()}
-    for name in ("bandwidth", "rate"):
+    for name in ("bandwidth", "rate", "T", "cap"):
         if name in arrays:
             arrays[name] = 0.7 + np.abs(arrays[name])
     rows = (sizes.batch, sizes.heads, sizes.queries)

@@ -74,6 +74,12 @@ def gaussian(q, k, bandwidth=1.0):
     return -(difference * difference).sum(-1) / (2 * bandwidth * bandwidth)
 
 
+def gaussian_by_dim(q, k, bandwidth):
+    """With a bandwidth for each dimension, (1, d) or (heads, d)."""
+    bandwidth = bandwidth.unsqueeze(-2)
+    return gaussian(q / bandwidth, k / bandwidth)
+
+
 def unit(x):
     square = (x * x).sum(-1, keepdim=True)
     alive = square > 0

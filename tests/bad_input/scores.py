@@ -289,10 +289,16 @@ _NUMBERS = (
         lambda x: x.heads(2, 2, score=ats.Gaussian(x.array([1.0, 2.0, 3.0]))),
     ),
     case(
-        "bandwidths of two axes",
+        "bandwidths of another dimension",
         ShapeError,
-        "bandwidth|(heads,)|got (1, 2)",
+        "bandwidth|(heads,), or (1, dim) or (heads, dim) with dim = |got (1, 2)",
         lambda x: x.heads(2, 2, score=ats.Gaussian(x.array([[1.0, 2.0]]))),
+    ),
+    case(
+        "bandwidths of three axes",
+        ShapeError,
+        "bandwidth|(heads,), or (1, dim) or (heads, dim)|got (1, 1, 2)",
+        lambda x: x.heads(2, 2, score=ats.Gaussian(x.array([[[1.0, 2.0]]]))),
     ),
     case(
         "whole-number bandwidths",
@@ -311,23 +317,41 @@ _NUMBERS = (
         for value in (0, 0.0, -2.0, _NAN, _INF, "two", None, True, [1.0])
     ),
     *(
-        case(
-            f"{name} as an array {shape}",
-            ArgumentError,
-            f"{name}: expected a finite number above 0, got an array (|Hint: {hint}",
-            lambda x, wrapper=wrapper, shape=shape: x.attend(score=wrapper("scaled_dot", x.floats(*shape))),
-            same=False,
-        )
-        for name, wrapper, hint in (
-            ("cap", ats.SoftCap, "a cap is not learned; float(cap) makes a number of it"),
-            (
-                "T",
-                ats.Temperature,
-                "a learned temperature is the score's own: ScaledDot(scale=1 / (T * dim**0.5)), Cosine(scale=1 / T) or "
-                "Gaussian(bandwidth=T**0.5); float(T) makes a number of it",
+        row
+        for name, wrapper in (("cap", ats.SoftCap), ("T", ats.Temperature))
+        for row in (
+            case(
+                f"{name} of two axes",
+                ShapeError,
+                f"{name}|a number, () or (heads,)|got (1, 2)",
+                lambda x, wrapper=wrapper: x.heads(2, 2, score=wrapper("dot", x.array([[1.0, 2.0]]))),
+            ),
+            case(
+                f"one {name} too many",
+                ShapeError,
+                f"{name}|(2,)|got (3,",
+                lambda x, wrapper=wrapper: x.heads(2, 2, score=wrapper("dot", x.array([1.0, 2.0, 3.0]))),
+            ),
+            case(
+                f"a learned {name} of 0",
+                ArgumentError,
+                f"{name}|a number above 0|0.0",
+                lambda x, wrapper=wrapper: x.heads(2, 2, score=wrapper("dot", x.array([1.0, 0.0]))),
+            ),
+            case(
+                f"whole-number {name}",
+                DtypeError,
+                f"{name}|a floating dtype|int64",
+                lambda x, wrapper=wrapper: x.heads(2, 2, score=wrapper("dot", x.array([1, 2], "int64"))),
+            ),
+            case(
+                f"a learned {name} in another",
+                ArgumentError,
+                f"{name}|one learned array of this name|another in",
+                lambda x, wrapper=wrapper: x.attend(score=wrapper(wrapper("dot", x.array(2.0)), x.array(3.0))),
+                same=False,
             ),
         )
-        for shape in ((), (1,), (2, 3, 5))
     ),
     case(
         "cap inside a wrapper",

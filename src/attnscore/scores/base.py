@@ -39,6 +39,10 @@ Pullback = Callable[[Mapping[str, Array]], ScoreGradients]
 """VJP of a lowering: from gradients of the form's arrays, by name, to gradients of query, key and parameters."""
 
 
+TransformPullback = Callable[[Mapping[str, Array]], tuple[Mapping[str, Array], dict[str, Array]]]
+"""VJP of a wrapper: from gradients of its form's arrays to those of the inner form's arrays, and of its own arrays."""
+
+
 class Score(ABC):
     """Interface of the built-in scores. A custom score needs `tile` alone and need not derive from this class."""
 
@@ -90,14 +94,25 @@ class Wrapper(Score):
     def transform(self, ops: Backend, form: Form, query: Array) -> Form:
         """Return the lowered form of the inner score, transformed; `query` gives the dtype."""
 
+    def transform_pullback(self, ops: Backend, form: Form, query: Array) -> tuple[Form, TransformPullback]:
+        """Return ``transform`` and its VJP; the default is for a transformation without arrays."""
+        return self.transform(ops, form, query), lambda grads: (grads, {})
+
     @final
     def lower(self, ops: Backend, query: Array, key: Array) -> Form:
         return self.transform(ops, lower(ops, self.score, query, key), query)
 
     @final
     def lower_pullback(self, ops: Backend, query: Array, key: Array) -> tuple[Form, Pullback]:
-        form, vjp = lower_pullback(ops, self.score, query, key)
-        return self.transform(ops, form, query), vjp
+        inner, inner_vjp = lower_pullback(ops, self.score, query, key)
+        form, own_vjp = self.transform_pullback(ops, inner, query)
+
+        def vjp(grads: Mapping[str, Array]) -> ScoreGradients:
+            grads, arrays = own_vjp(grads)
+            found = inner_vjp(grads)
+            return found._replace(arrays=found.arrays | arrays)
+
+        return form, vjp
 
     @final
     def prepare_keys(self, ops: Backend, key: Array) -> tuple[Array, Any]:
@@ -150,6 +165,22 @@ def require_positive(name: str, x: Any) -> None:
         values = values.astype(np.float32)  # ml_dtypes registers it with kind "V"
     if values is not None and (values.dtype.kind not in "iuf" or not ((values > 0) & np.isfinite(values)).all()):
         raise ArgumentError(message(name, expected, f"{values.reshape(-1)[:8].tolist()}"))
+
+
+def check_learned(name: str, x: Any, inner: Any) -> None:
+    """Raise unless a wrapper's parameter is a number above 0 or an array () or (heads,) of such, the one of its name.
+
+    Gradients of arrays are returned by name, so only one of the wrapped scores may have such an array.
+    """
+    if not backends.is_array(x):
+        check_positive(name, x)
+        return
+    require_positive(name, x)
+    if len(x.shape) > 1:
+        raise ShapeError(message(name, "a number, () or (heads,)", tuple(x.shape)))
+    if name in arrays_of(inner):
+        hint = "their product, or one of the two, can be a number"
+        raise ArgumentError(message(name, "one learned array of this name", f"another in {inner!r}", hint=hint))
 
 
 _FIELD_NAMES: dict[type, tuple[str, ...]] = {}

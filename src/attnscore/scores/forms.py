@@ -4,6 +4,7 @@
 - ``AdditiveForm``: s = sum_h w_h act(a_h + b_h)
 - ``DistanceForm``: s = -scale |q' - k'|^2, summed directly, for Gaussians that cancel as inner products
 - ``TileForm``: any score that has only its definition, ``tile``
+- ``MultipliedForm``: a learned factor of another form's scores, where none of its arrays can hold the factor
 
 ``caps`` apply last, in order: (cap, factor) maps s to factor * cap * tanh(s / cap); an infinite cap only multiplies.
 Every form computes the scores of the queries and keys that it holds; a kernel slices it into tiles with ``part``.
@@ -267,6 +268,43 @@ class TileForm(Form):
             return {"query": query, "key": key, **self._prefixed(dict(zip(names, parameters, strict=True)))}
 
         return tile(*inputs), autodiff_vjp
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class MultipliedForm(Form):
+    """s = factor * scores of another form, whose query and key these are; factor is (1, 1) or (head, group, 1, 1)."""
+
+    form: Form
+    factor: Array
+    name: str
+    """Of the factor among the arrays: the other form may hold a factor too."""
+
+    @property
+    def keeps_infinity(self) -> bool:  # type: ignore[override]  # that of the other form
+        return self.form.keeps_infinity
+
+    def values_per_pair(self) -> int:
+        return self.form.values_per_pair()
+
+    def role(self, name: str) -> Role:
+        return "shared" if name == self.name else self.form.role(name)
+
+    def arrays(self) -> dict[str, Array]:
+        return {**self.form.arrays(), self.name: self.factor}
+
+    def with_arrays(self, arrays: Mapping[str, Array]) -> Form:
+        form = self.form.with_arrays({name: x for name, x in arrays.items() if name != self.name})
+        factor = arrays.get(self.name, self.factor)
+        return dataclasses.replace(self, query=form.query, key=form.key, form=form, factor=factor)
+
+    def raw(self, ops: Backend, visible: Array | None = None) -> tuple[Array, FormPullback]:
+        scores, form_vjp = self.form.scores_and_pullback(ops, visible)
+
+        def vjp(grad: Array) -> dict[str, Array]:
+            return {**form_vjp(times(ops, grad, self.factor)), self.name: times(ops, grad, scores)}
+
+        return scores * self.factor, vjp
 
 
 def soft_capped(ops: Backend, scores: Array, cap: float, factor: float = 1.0) -> tuple[Array, Array]:

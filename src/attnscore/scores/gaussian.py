@@ -16,7 +16,17 @@ from attnscore import backends
 from attnscore.backends.base import Array, Backend, broadcast, is_unknown, sum_to
 from attnscore.core.arguments import check_held, largest_of
 from attnscore.errors import ArgumentError, ShapeError, message
-from attnscore.scores.base import Pullback, Score, ScoreGradients, per_head, require_positive, require_same_dim, widen
+from attnscore.scores.base import (
+    Pullback,
+    Score,
+    ScoreGradients,
+    per_head,
+    require_positive,
+    require_same_dim,
+    widen,
+    with_nonfinite_rows_isolated,
+    zero_nonfinite_rows,
+)
 from attnscore.scores.forms import DistanceForm, Form, InnerForm
 
 # Largest |x|^2 / (2 bandwidth^2) at which the inner product is accurate: its terms are then at most 16 to 64, so a
@@ -38,13 +48,13 @@ _CALLS = 2**16
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Gaussian(Score):
-    """a(q, k) = -|q - k|^2 / (2 bandwidth^2).
+    """a(q, k) = -|q - k|^2 / (2 bandwidth^2), or -sum_c ((q_c - k_c) / bandwidth_c)^2 / 2.
 
     Parameters
     ----------
-    bandwidth : number above 0, or array () or (heads,), which gets a gradient
-        In the units of query and key. The inverse of a number's square has to be a number of the dtype that scores are
-        computed in: 5.42e-20 or more in float32.
+    bandwidth : number above 0, or array () or (heads,), or (1, dim) or (heads, dim), which gets a gradient
+        In the units of query and key; the last two have one for each dimension. The inverse of a number's square has to
+        be a number of the dtype that scores are computed in: 5.42e-20 or more in float32.
 
     References
     ----------
@@ -60,16 +70,18 @@ class Gaussian(Score):
     bandwidth: Any = 1.0
 
     def tile(self, ops: Backend, query: Array, key: Array) -> Array:
+        query, key = self._in_bandwidths(ops, query, key)
         difference = ops.expand_dims(query, -2) - ops.expand_dims(key, -3)
         return -self._scale(ops, query, key) * ops.sum(difference * difference, axis=-1)
 
     def lower(self, ops: Backend, query: Array, key: Array) -> Form:
-        query, key = widen(ops, query, key)
+        query, key = self._in_bandwidths(ops, *widen(ops, query, key))
         scale = self._scale(ops, query, key)
         if not hasattr(scale, "shape"):
-            # The VJP multiplies with twice the scale.
-            dtype = ops.dtype(query)
-            check_held("bandwidth", self.bandwidth, dtype, 2 * scale, 1 / math.sqrt(largest_of(dtype)))
+            if not backends.is_array(self.bandwidth):
+                # The VJP multiplies with twice the scale.
+                dtype = ops.dtype(query)
+                check_held("bandwidth", self.bandwidth, dtype, 2 * scale, 1 / math.sqrt(largest_of(dtype)))
             if _is_inner_faster(ops, query, key) and (inner := _inner_form(ops, query, key, scale)) is not None:
                 return inner
         return DistanceForm(query, key, scale)
@@ -84,9 +96,16 @@ class Gaussian(Score):
                     grads[name] - form.scale * x * grads[f"{name}_bias"]
                     for name, x in (("query", form.query), ("key", form.key))
                 )
-                return ScoreGradients(query_grad, key_grad, {})
+                grads = {"query": query_grad, "key": key_grad}
             arrays = {}
-            if backends.is_array(self.bandwidth):
+            if self._is_per_dim():
+                # _in_bandwidths: x / bandwidth. The score does not depend on the centre that an inner form subtracts.
+                bandwidth = self._canonical(ops, query, key)
+                products = [sum_to(ops, zero_nonfinite_rows(ops, x) * grads[name], bandwidth.shape)
+                            for name, x in (("query", form.query), ("key", form.key))]  # fmt: skip
+                arrays["bandwidth"] = ops.reshape(-(products[0] + products[1]) / bandwidth, self.bandwidth.shape)
+                grads = {name: grads[name] / bandwidth for name in ("query", "key")}
+            elif backends.is_array(self.bandwidth):
                 bandwidth = self._canonical(ops, query, key)
                 grad = bandwidth_gradient(bandwidth, sum_to(ops, grads["scale"], bandwidth.shape))
                 arrays["bandwidth"] = ops.reshape(grad, self.bandwidth.shape)
@@ -99,25 +118,43 @@ class Gaussian(Score):
         require_positive("bandwidth", self.bandwidth)
         if not backends.is_array(self.bandwidth) and self.bandwidth * self.bandwidth == 0:
             raise ArgumentError(message("bandwidth", "a number above 0 whose square is too", self.bandwidth))
-        if len(getattr(self.bandwidth, "shape", ())) > 1:
-            raise ShapeError(message("bandwidth", "a number, () or (heads,)", tuple(self.bandwidth.shape)))
+        shape = tuple(getattr(self.bandwidth, "shape", ()))
+        if len(shape) > 2 or (len(shape) == 2 and shape[1] != dim):
+            expected = f"a number, () or (heads,), or (1, dim) or (heads, dim) with dim = {dim}"
+            raise ShapeError(message("bandwidth", expected, shape))
 
     def reads_values(self, ops: Backend, query: Array, key: Array) -> bool:
-        return not backends.is_array(self.bandwidth) and _is_inner_faster(ops, query, key)
+        has_number = self._is_per_dim() or not backends.is_array(self.bandwidth)
+        return has_number and _is_inner_faster(ops, query, key)
 
     def operations(self, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
         return 3 * query_len * key_len * dim
 
+    def _is_per_dim(self) -> bool:
+        """Return whether there is a bandwidth for each dimension: those divide the vectors, and the scale is 1/2."""
+        return len(getattr(self.bandwidth, "shape", ())) == 2
+
     def _canonical(self, ops: Backend, query: Array, key: Array) -> Array:
-        """Return the bandwidth as (1, 1) or (head, group, 1, 1)."""
-        bandwidth = ops.reshape(self.bandwidth, (*self.bandwidth.shape, 1, 1))
-        return per_head(ops, "bandwidth", bandwidth, query, key, 2)
+        """Return the bandwidth as (1, 1) or (head, group, 1, 1), or with dim last; in a dtype that holds sums."""
+        *heads, dim = self.bandwidth.shape if self._is_per_dim() else (*self.bandwidth.shape, 1)
+        bandwidth = ops.reshape(self.bandwidth, (*heads, 1, dim))
+        return widen(ops, per_head(ops, "bandwidth", bandwidth, query, key, 2), key)[0]
+
+    def _in_bandwidths(self, ops: Backend, query: Array, key: Array) -> tuple[Array, Array]:
+        """Return query and key in units of the bandwidth of each dimension, where there is one for each."""
+        if not self._is_per_dim():
+            return query, key
+        bandwidth = self._canonical(ops, query, key)
+        query, key = (
+            with_nonfinite_rows_isolated(ops, x, lambda x: x / bandwidth) for x in widen(ops, query, key, bandwidth)[:2]
+        )
+        return query, key
 
     def _scale(self, ops: Backend, query: Array, key: Array) -> Any:
         """Return 1 / (2 bandwidth^2): a float, or an array where the bandwidth is one."""
-        if not backends.is_array(self.bandwidth):
-            return scale_of(float(self.bandwidth))
-        return scale_of(widen(ops, self._canonical(ops, query, key), key)[0])
+        if self._is_per_dim() or not backends.is_array(self.bandwidth):
+            return scale_of(1.0 if self._is_per_dim() else float(self.bandwidth))
+        return scale_of(self._canonical(ops, query, key))
 
 
 def scale_of(bandwidth: Any) -> Any:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
+from attnscore import backends
 from attnscore.backends.base import Array, Backend, accumulator
-from attnscore.core.arguments import check_positive, largest_of
-from attnscore.scores.base import Wrapper, check, operations_of
+from attnscore.core.arguments import largest_of
+from attnscore.scores.base import TransformPullback, Wrapper, check, check_learned, operations_of
+from attnscore.scores.factors import learned, multiplied
 from attnscore.scores.forms import Form, checked_tile, soft_capped
 
 
@@ -21,8 +24,8 @@ class SoftCap(Wrapper):
     Parameters
     ----------
     score : a score or a registered name
-    cap : number above 0
-        It gets no gradient: an array raises.
+    cap : number above 0, or array () or (heads,), which gets a gradient
+        The native kernel takes a number; with an array the streaming kernel runs.
 
     References
     ----------
@@ -36,17 +39,35 @@ class SoftCap(Wrapper):
     """
 
     score: Any
-    cap: float
+    cap: Any
 
     def tile(self, ops: Backend, query: Array, key: Array) -> Array:
         scores = checked_tile(ops, self.score, query, key)
+        if backends.is_array(self.cap):
+            cap = learned(ops, "cap", self.cap, query, key, scores)
+            return soft_capped(ops, scores / cap, 1.0)[0] * cap
         return soft_capped(ops, scores, float(self.cap))[0] if self._can_bind(ops, query) else scores
 
     def transform(self, ops: Backend, form: Form, query: Array) -> Form:
-        return form.capped(float(self.cap)) if self._can_bind(ops, query) else form
+        return self.transform_pullback(ops, form, query)[0]
+
+    def transform_pullback(self, ops: Backend, form: Form, query: Array) -> tuple[Form, TransformPullback]:
+        if not backends.is_array(self.cap):
+            capped = form.capped(float(self.cap)) if self._can_bind(ops, query) else form
+            return capped, lambda grads: (grads, {})
+        cap = learned(ops, "cap", self.cap, query, form.key, form.query)
+        divided, divided_vjp = multiplied(ops, form, 1 / cap)
+        whole, whole_vjp = multiplied(ops, divided.capped(1.0), cap)
+
+        def vjp(grads: Mapping[str, Array]) -> tuple[Mapping[str, Array], dict[str, Array]]:
+            grads, outer = whole_vjp(grads)
+            inner, of_inverse = divided_vjp(grads)
+            return inner, {"cap": ops.reshape(outer - of_inverse / (cap * cap), self.cap.shape)}
+
+        return whole, vjp
 
     def check(self, dim: int, key_dim: int) -> None:
-        check_positive("cap", self.cap, if_array="a cap is not learned; float(cap) makes a number of it")
+        check_learned("cap", self.cap, self.score)
         check(self.score, dim, key_dim)
 
     def operations(self, query_len: int, key_len: int, dim: int, key_dim: int) -> int:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
+from attnscore import backends
 from attnscore.backends.base import Array, Backend, accumulator
-from attnscore.core.arguments import check_held, check_positive, largest_of
-from attnscore.scores.base import Wrapper, check, operations_of
+from attnscore.core.arguments import check_held, largest_of
+from attnscore.scores.base import TransformPullback, Wrapper, check, check_learned, operations_of
+from attnscore.scores.factors import learned, multiplied
 from attnscore.scores.forms import Form, checked_tile
-
-_LEARNED = (
-    "a learned temperature is the score's own: ScaledDot(scale=1 / (T * dim**0.5)), Cosine(scale=1 / T) or "
-    "Gaussian(bandwidth=T**0.5); float(T) makes a number of it"
-)
 
 
 @final
@@ -24,10 +22,8 @@ class Temperature(Wrapper):
     Parameters
     ----------
     score : a score or a registered name
-    T : number above 0
-        It gets no gradient: an array raises. A learned temperature is a parameter of the score itself:
-        ``ScaledDot(scale=1 / (T * dim**0.5))``, ``Cosine(scale=1 / T)``, ``Gaussian(bandwidth=T**0.5)``.
-        Its inverse has to be a number of the dtype that scores are computed in: 2.94e-39 or more in float32.
+    T : number above 0, or array () or (heads,), which gets a gradient
+        The inverse of a number has to be one of the dtype that scores are computed in: 2.94e-39 or more in float32.
 
     Examples
     --------
@@ -37,12 +33,28 @@ class Temperature(Wrapper):
     """
 
     score: Any
-    T: float
+    T: Any
 
     def tile(self, ops: Backend, query: Array, key: Array) -> Array:
-        return checked_tile(ops, self.score, query, key) / self.T
+        scores = checked_tile(ops, self.score, query, key)
+        return scores / (learned(ops, "T", self.T, query, key, scores) if backends.is_array(self.T) else self.T)
 
     def transform(self, ops: Backend, form: Form, query: Array) -> Form:
+        return self.transform_pullback(ops, form, query)[0]
+
+    def transform_pullback(self, ops: Backend, form: Form, query: Array) -> tuple[Form, TransformPullback]:
+        if not backends.is_array(self.T):
+            return self._divided(ops, form, query), lambda grads: (grads, {})
+        T = learned(ops, "T", self.T, query, form.key, form.query)
+        divided, factor_vjp = multiplied(ops, form, 1 / T)
+
+        def vjp(grads: Mapping[str, Array]) -> tuple[Mapping[str, Array], dict[str, Array]]:
+            inner, grad = factor_vjp(grads)
+            return inner, {"T": ops.reshape(-grad / (T * T), self.T.shape)}
+
+        return divided, vjp
+
+    def _divided(self, ops: Backend, form: Form, query: Array) -> Form:
         dtype, factor = accumulator(ops.dtype(query)), 1 / float(self.T)
         smallest = 1 / largest_of(dtype)
         scaled = form.scaled(check_held("T", self.T, dtype, factor, smallest))
@@ -53,7 +65,7 @@ class Temperature(Wrapper):
         return scaled
 
     def check(self, dim: int, key_dim: int) -> None:
-        check_positive("T", self.T, if_array=_LEARNED)
+        check_learned("T", self.T, self.score)
         check(self.score, dim, key_dim)
 
     def operations(self, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
