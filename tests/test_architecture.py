@@ -17,7 +17,7 @@ SOURCE = Path(attnscore.__file__).parent
 
 # From the bottom to the top: a module imports from its own row and the rows below. The longest prefix counts.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "_native"),
+    ("errors", "io", "_native"),
     ("backends", "core", "core.arguments", "core.cache", "core.threads"),
     ("core.layout",),
     ("masks", "scores", "core.online_softmax", "core.dropout", "core.statistics"),
@@ -27,8 +27,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("kernels",),
     ("analysis", "core.plan", "packing"),
     ("api",),
+    ("kv_cache",),
     ("attnscore",),  # the public names
-    ("layers", "testing", "io", "plotting"),
+    ("layers", "testing", "plotting"),
     ("integrations", "diagnostics", "bench"),
     ("cli", "__main__"),
 )

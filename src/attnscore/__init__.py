@@ -22,6 +22,7 @@ from attnscore.errors import (
     MaskError,
     ShapeError,
 )
+from attnscore.kv_cache import KeyValueCache
 from attnscore.masks import (
     Causal,
     Dense,
@@ -71,6 +72,7 @@ __all__ = [
     "KernelUnavailable",
     "KeyPadding",
     "KeyRange",
+    "KeyValueCache",
     "Mask",
     "MaskError",
     "MaskFunction",

@@ -313,6 +313,7 @@ _NPY_LENGTHS = {b"\x01\x00": "<H", b"\x02\x00": "<I", b"\x03\x00": "<I"}
 # The most that a byte of deflated data can become (zlib's documentation: 1032:1).
 _MOST_DEFLATED = 1032
 _ENCRYPTED = 1
+_INSTALL = "pip install 'attnscore[cli]'"
 _SAFETENSORS_TYPES = {
     "F64": "float64",
     "F32": "float32",
@@ -340,9 +341,7 @@ def _from_bytes(path: Path, name: str, tensor: Mapping[str, Any]) -> Array:
 
 
 def _safetensors_bytes(path: Path, arrays: Mapping[str, Array]) -> bytes:
-    _safetensors()
-    from safetensors.numpy import save
-
+    save = require("safetensors.numpy", ".safetensors", _INSTALL).save
     # The package writes the memory in its order and would scramble transposed arrays: make them contiguous
     # (ascontiguousarray turns a single number into one axis, so its shape is put back).
     plain = {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in arrays.items()}
@@ -353,7 +352,7 @@ def _safetensors_bytes(path: Path, arrays: Mapping[str, Array]) -> bytes:
 
 
 def _safetensors() -> Any:
-    return require("safetensors", ".safetensors", "pip install 'attnscore[cli]'")
+    return require("safetensors", ".safetensors", _INSTALL)
 
 
 def bfloat16() -> np.dtype[Any]:

@@ -1,0 +1,594 @@
+"""Caches of keys and values: appended in steps of any sizes they give the numbers and gradients of one pass."""
+
+from __future__ import annotations
+
+import itertools
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import attnscore as ats
+from attnscore import api
+from attnscore.core import plan
+from attnscore.io import FileError
+from cases import needs_native
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+BATCH, HEADS, DIM = 3, 2, 4
+FRAMEWORKS = ("numpy", "torch", "jax")
+# (window, sinks)
+WINDOWS = ((None, 0), (1, 0), (1, 2), (3, 0), (3, 2), (6, 1), (40, 3))
+windows = pytest.mark.parametrize(("window", "sinks"), WINDOWS)
+frameworks = pytest.mark.parametrize("framework", FRAMEWORKS)
+# JAX, which compiles each shape of each operation, with and without a window; the others with all windows.
+everywhere = pytest.mark.parametrize(
+    ("framework", "window", "sinks"),
+    [(name, *each) for name in FRAMEWORKS for each in (WINDOWS if name != "jax" else ((None, 0), (3, 2)))],
+)
+# Positions that each sequence appends in each step: single ones in a row, longer steps, none at all.
+STEPS = ((3, 1, 2), (1, 1, 1), (0, 2, 1), (1, 1, 1), (4, 4, 4), (1, 0, 1), (0, 0, 0), (1, 1, 1), (2, 5, 3), (1, 1, 1))
+EVEN = ((5, 5, 5), (1, 1, 1), (1, 1, 1), (4, 4, 4), (2, 2, 2), (1, 1, 1), (1, 1, 1), (1, 1, 1))
+
+
+def _array(framework: str, x: Any) -> Any:
+    if framework == "torch":
+        return torch.as_tensor(x)
+    return jnp.asarray(x) if framework == "jax" else np.asarray(x)
+
+
+def _drawn(framework: str, *shape: int, seed: int = 0) -> Any:
+    return _array(framework, np.random.default_rng(seed).standard_normal(shape))
+
+
+SCORES: dict[str, Callable[[Callable[..., Any]], Any]] = {
+    "none": lambda _: None,
+    "dot": lambda _: "dot",
+    "additive": lambda draw: ats.Additive(draw(5), draw(5, DIM), draw(5, DIM), draw(5)),
+    "additive-heads": lambda draw: ats.Additive(draw(HEADS, 5), draw(HEADS, 5, DIM), draw(HEADS, 5, DIM)),
+    "bilinear": lambda draw: ats.Bilinear(draw(DIM, DIM)),
+    "cosine": lambda _: ats.Cosine(2.0),
+    "gaussian": lambda _: ats.Gaussian(1.5),
+    "capped": lambda draw: ats.SoftCap(ats.Bilinear(draw(DIM, DIM)), 2.0),
+}
+
+
+def _score(name: str, framework: str) -> Any:
+    seeds = itertools.count(10)
+    return SCORES[name](lambda *shape: _drawn(framework, *shape, seed=next(seeds)))
+
+
+def _reference_mask(window: int | None, sinks: int, length: int) -> ats.Mask:
+    if window is None:
+        return ats.Causal()
+    return ats.Causal() & (ats.SlidingWindow(left=window - 1) | ats.KeyRange(0, min(sinks, length)))
+
+
+def _one_pass(q: Any, k: Any, v: Any, window: int | None, sinks: int, score: Any, lens: Any) -> Any:
+    mask = _reference_mask(window, sinks, q.shape[2]) & ats.ValidLens(lens, lens)
+    return ats.attend(q, k, v, mask=mask, score="scaled_dot" if score is None else score)
+
+
+def _steps(steps: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """For each step the positions (batch, n) that it appends, clipped to real ones, and how many count."""
+    at, last = np.zeros(BATCH, int), np.sum(steps, 0).max() - 1
+    for counts in map(np.array, steps):
+        yield np.minimum(at[:, None] + np.arange(counts.max()), last), counts
+        at = at + counts
+
+
+def _picked(x: Any, index: np.ndarray) -> Any:
+    """Rows x[b, :, index[b]] of each sequence."""
+    stack = torch.stack if isinstance(x, torch.Tensor) else jnp.stack if isinstance(x, jax.Array) else np.stack
+    return stack([x[b][:, index[b]] for b in range(BATCH)])
+
+
+def _in_steps(cache: ats.KeyValueCache, q: Any, k: Any, v: Any, steps: Any) -> tuple[ats.KeyValueCache, list[Any]]:
+    """The cache after the steps, and the real rows of the outputs, (head, n, dim) of each step and sequence."""
+    rows = []
+    for index, counts in _steps(steps):
+        cache = cache.append(_picked(k, index), _picked(v, index), lens=counts)
+        out = cache.attend(_picked(q, index))
+        rows += [(b, index[b][:n], out[b][:, :n]) for b, n in enumerate(counts)]
+        for b, n in enumerate(counts):
+            assert not out[b][:, n:].any(), "padding gives zero"
+    return cache, rows
+
+
+@pytest.fixture(autouse=True)
+def _float64_in_jax() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+# ------------------------------------------------------------------ steps are one pass
+
+
+@everywhere
+@pytest.mark.parametrize("steps", [STEPS, EVEN], ids=["ragged", "even"])
+def test_steps_are_one_pass(framework: str, window: int | None, sinks: int, steps: Any) -> None:
+    lens = np.sum(steps, 0)
+    q, k, v = (_drawn(framework, BATCH, HEADS, lens.max(), DIM, seed=i) for i in range(3))
+    whole = np.asarray(_one_pass(q, k, v, window, sinks, None, lens))
+    capacity = None if framework != "jax" else 32 if window is None else sinks + window + np.max(steps) - 1
+    cache = ats.KeyValueCache(window=window, sinks=sinks, capacity=None if capacity is None else int(capacity))
+    cache, rows = _in_steps(cache, q, k, v, steps)
+    for b, index, out in rows:
+        np.testing.assert_allclose(np.asarray(out), whole[b][:, index], rtol=1e-12, atol=1e-12)
+    assert np.asarray(cache.lens).tolist() == lens.tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "window", "sinks"),
+    [(name, *each) for name in SCORES for each in (WINDOWS if name == "none" else ((None, 0), (3, 2)))],
+)
+def test_gradients_are_those_of_one_pass(name: str, window: int | None, sinks: int) -> None:
+    """Of queries, keys, values and the parameters of the score, through every append."""
+    lens, score = np.sum(STEPS, 0), _score(name, "torch")
+    leaves = [_drawn("torch", BATCH, HEADS, lens.max(), DIM, seed=i).requires_grad_() for i in range(3)]
+    inner = score.score if isinstance(score, ats.SoftCap) else score
+    parameters = [x.requires_grad_() for x in getattr(inner, "__dict__", {}).values() if isinstance(x, torch.Tensor)]
+    whole = _one_pass(*leaves, window, sinks, score, lens)
+    weights = _drawn("torch", *whole.shape, seed=5)
+    _, rows = _in_steps(ats.KeyValueCache(window=window, sinks=sinks, score=score), *leaves, STEPS)
+    loss = sum((out * weights[b][:, index]).sum() for b, index, out in rows)
+    expected = sum((whole[b][:, :n] * weights[b][:, :n]).sum() for b, n in enumerate(lens))
+    found = torch.autograd.grad(loss, [*leaves, *parameters])
+    wanted = torch.autograd.grad(expected, [*leaves, *parameters])
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "window", "sinks"),
+    [("none", None, 0), ("additive", 3, 2), ("bilinear", None, 0), ("gaussian", 6, 1), ("cosine", 1, 2)],
+)
+def test_a_scan_in_jax_is_one_pass(name: str, window: int | None, sinks: int) -> None:
+    """A prompt, then steps in a compiled loop whose lengths are traced; the loop's gradient is that of the pass."""
+    length, prompt, score = 11, 4, _score(name, "jax")
+    leaves = [_drawn("jax", BATCH, HEADS, length, DIM, seed=i) for i in range(3)]
+    weights = _drawn("jax", BATCH, HEADS, length, DIM, seed=5)
+
+    def decode(q: Any, k: Any, v: Any) -> Any:
+        capacity = 16 if window is None else sinks + window + prompt - 1
+        cache = ats.KeyValueCache(window=window, sinks=sinks, score=score, capacity=capacity)
+        cache = cache.append(k[:, :, :prompt], v[:, :, :prompt])
+
+        def step(cache: ats.KeyValueCache, inputs: Any) -> Any:
+            q, k, v = (x[:, :, None] for x in inputs)
+            cache = cache.append(k, v)
+            return cache, cache.attend(q)[:, :, 0]
+
+        _, outs = jax.lax.scan(step, cache, [jnp.moveaxis(x[:, :, prompt:], 2, 0) for x in (q, k, v)])
+        return jnp.concatenate([cache.attend(q[:, :, :prompt]), jnp.moveaxis(outs, 0, 2)], 2)
+
+    def one_pass(q: Any, k: Any, v: Any) -> Any:
+        return _one_pass(q, k, v, window, sinks, score, np.full(BATCH, length))
+
+    np.testing.assert_allclose(jax.jit(decode)(*leaves), one_pass(*leaves), rtol=1e-9, atol=1e-9)
+    found, wanted = (
+        jax.jit(jax.grad(lambda *x, f=f: (f(*x) * weights).sum(), (0, 1, 2)))(*leaves) for f in (decode, one_pass)
+    )
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-9)
+
+
+@frameworks
+@pytest.mark.parametrize("head_axis", [-3, -2, None], ids=["heads", "heads-behind", "no-heads"])
+def test_layouts(framework: str, head_axis: int | None) -> None:
+    """Grouped heads in both layouts, and arrays without heads; the value's dimension is its own."""
+    q, k, v = (_drawn(framework, 2, h, 7, d, seed=d) for h, d in ((4, DIM), (2, DIM), (2, 5)))
+    whole = ats.attend(q, k, v, mask=ats.Causal())
+    if head_axis is None:
+        q, k, v, whole = q[:, 0], k[:, 0], v[:, 0], whole[:, 0]
+    turn = (lambda x: x.swapaxes(1, 2)) if head_axis == -2 else (lambda x: x)
+    axis = -3 if head_axis == -2 else -2
+    cache = ats.KeyValueCache(head_axis=head_axis or -3, window=5, sinks=1, capacity=9)
+    whole = ats.attend(q, k, v, mask=_reference_mask(5, 1, 7))
+    for part in (slice(0, 3), slice(3, 4), slice(4, 7)):
+        cache = cache.append(*(turn(x[..., part, :]) for x in (k, v)))
+        out = cache.attend(turn(q[..., part, :]))
+        np.testing.assert_allclose(np.asarray(turn(out)), np.asarray(whole[..., part, :]), rtol=1e-12)
+        assert out.shape[axis] == part.stop - part.start
+    assert cache.keys.shape[axis] == cache.slots == cache.values.shape[axis]
+
+
+@windows
+def test_plain_attend_over_the_buffers(window: int | None, sinks: int) -> None:
+    """The mask and the buffers are those of `attend`; other options pass."""
+    q, k, v = (_drawn("torch", BATCH, HEADS, 9, DIM, seed=i) for i in range(3))
+    cache = ats.KeyValueCache(window=window, sinks=sinks)
+    for part in (slice(0, 4), slice(4, 5), slice(5, 9)):
+        cache.append(k[:, :, part], v[:, :, part])
+        count = part.stop - part.start
+        plain = ats.attend(q[:, :, part], cache.keys, cache.values, mask=cache.mask(count))
+        torch.testing.assert_close(cache.attend(q[:, :, part]), plain)
+        mask = cache.mask(count)
+        visible = mask.materialize(count, cache.slots, BATCH)
+        positions = cache.positions
+        for b, i in itertools.product(range(BATCH), range(count)):
+            at = part.start + i
+            seen = {j for j in range(at + 1) if window is None or j > at - window or j < sinks}
+            assert set(positions[b][visible[b, i]]) == seen
+        starts = mask.interval_set(count, cache.slots, BATCH)
+        inside = (np.arange(cache.slots) >= starts.start[..., None]) & (np.arange(cache.slots) < starts.stop[..., None])
+        np.testing.assert_array_equal(np.broadcast_to(inside.any(0), visible.shape), visible)
+    out, stats = cache.attend(q[:, :, 8:], return_stats=True, sink=0.0, kernel="streaming")
+    assert stats.entropy.shape == (BATCH, HEADS, 1)
+    assert out.shape == (BATCH, HEADS, 1, DIM)
+
+
+@frameworks
+def test_cross_attention_and_masks(framework: str) -> None:
+    """Not causal: every query attends to all positions held. A mask of the caller is over the slots."""
+    q, k, v = (_drawn(framework, BATCH, HEADS, 5, DIM, seed=i) for i in range(3))
+    lens = np.array([5, 2, 0])
+    cache = ats.KeyValueCache(capacity=8).append(k, v, lens=lens)
+    expected = np.asarray(ats.attend(q[:, :, :3], k, v, valid_lens=lens))
+    np.testing.assert_allclose(np.asarray(cache.attend(q[:, :, :3], causal=False)), expected, rtol=1e-12)
+    slots = np.arange(8) % 2 == 0
+    for mask in (_array(framework, slots[None]), ats.KeyPadding(slots[None])):
+        found = cache.attend(q, mask=mask)
+        visible = ats.Causal() & ats.ValidLens(lens, lens) & ats.KeyPadding(slots[None, :5])
+        np.testing.assert_allclose(np.asarray(found), np.asarray(ats.attend(q, k, v, mask=visible)), rtol=1e-12)
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_slots_without_a_position_are_not_read(framework: str) -> None:
+    """NaN in the rest of the buffers changes nothing."""
+    q, k, v = (_drawn(framework, BATCH, HEADS, 3, DIM, seed=i) for i in range(3))
+    cache = ats.KeyValueCache(capacity=64).append(k, v)
+    cache._keys[:, :, 3:] = np.nan
+    cache._values[:, :, 3:] = np.nan
+    np.testing.assert_allclose(np.asarray(cache.attend(q)), np.asarray(ats.attend(q, k, v, mask=ats.Causal())))
+
+
+# ------------------------------------------------------------------ cost
+
+
+@needs_native
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@pytest.mark.parametrize(("window", "count"), [(None, 1), (None, 3), (32, 1), (32, 3)])
+def test_a_thousand_steps(framework: str, window: int | None, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps find their plan, allocate the same, and write into the same buffers: all but when these double."""
+    planned = []
+    build = plan.build
+    monkeypatch.setattr(api.plans, "build", lambda *args: planned.append(args[0]) or build(*args))
+    x = _array(framework, np.ones((2, HEADS, count, DIM), np.float32))
+    cache = ats.KeyValueCache(window=window, sinks=2 if window else 0)
+    buffers, peaks = set(), []
+    with torch.no_grad():
+        tracemalloc.start()
+        for _ in range(1000):
+            tracemalloc.reset_peak()
+            before = tracemalloc.get_traced_memory()[0]
+            cache.append(x, x).attend(x)
+            peaks.append(tracemalloc.get_traced_memory()[1] - before)
+            memory = cache.keys.data_ptr() if framework == "torch" else cache.keys.ctypes.data
+            buffers.add((memory, cache.slots))
+        tracemalloc.stop()
+    doublings = int(np.log2(1000 * count if window is None else window + count)) + 3
+    assert len(buffers) <= doublings
+    assert len(planned) <= doublings
+    assert cache.slots == (34 + count - 1 if window else cache.slots) <= 2000 * count
+    # Python's and NumPy's memory; the buffers of PyTorch are counted above.
+    assert np.median(peaks[-100:]) <= np.median(peaks[100:200]) + 1000
+
+
+@pytest.mark.parametrize("name", ["additive", "cosine", "capped"])
+def test_keys_are_prepared_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the new keys of a step are prepared."""
+    rows = []
+    prepare = ats.kv_cache.prepare_keys
+    monkeypatch.setattr(
+        ats.kv_cache,
+        "prepare_keys",
+        lambda score, key, **given: rows.append(key.shape[2]) or prepare(score, key, **given),
+    )
+    cache = ats.KeyValueCache(score=_score(name, "numpy"))
+    for count in (4, 1, 1, 2):
+        x = np.ones((1, HEADS, count, DIM))
+        cache.append(x, x).attend(x)
+    assert rows == [4, 1, 1, 2]
+
+
+def test_memory_of_a_window_is_bounded() -> None:
+    """A long prompt is given up at the next step."""
+    x = np.ones((1, 1, 500, DIM))
+    cache = ats.KeyValueCache(window=16, sinks=2).append(x, x)
+    assert cache.slots == 500
+    cache.append(x[:, :, :1], x[:, :, :1])
+    assert cache.slots == 18
+    assert cache.nbytes == 2 * 18 * DIM * 8
+    cache.append(x[:, :, :7], x[:, :, :7])
+    assert cache.slots == 24
+
+
+# ------------------------------------------------------------------ beams, drafts, files
+
+
+@everywhere
+def test_beams(framework: str, window: int | None, sinks: int) -> None:
+    """Reordered and selected sequences go on as if each had been decoded alone."""
+    capacity = 20 if window is None else sinks + window + 4
+    k, v = (_drawn(framework, BATCH, HEADS, 9, DIM, seed=i) for i in range(2))
+    q = _drawn(framework, 5, HEADS, 1, DIM, seed=3)
+    new = _drawn(framework, 5, HEADS, 1, DIM, seed=4)
+    cache = ats.KeyValueCache(window=window, sinks=sinks, capacity=capacity)
+    lens = np.array([5, 3, 4])
+    cache = cache.append(k[:, :, :5], v[:, :, :5], lens=lens).append(k[:, :, 5:6], v[:, :, 5:6])
+    for order in ([2, 0, 0], [0, 1, 2], [1, 1, 2, 0, 1], [0]):
+        kept = cache.copy()
+        moved = (kept.reorder if len(order) == BATCH else kept.select)(order)
+        assert np.asarray(moved.lens).tolist() == (lens[order] + 1).tolist()
+        size = len(order)
+        out = moved.append(new[:size], new[:size]).attend(q[:size])
+        for b, source in enumerate(order):
+            alone = ats.KeyValueCache(window=window, sinks=sinks, capacity=capacity)
+            s = slice(source, source + 1)
+            for part in (slice(0, int(lens[source])), slice(5, 6)):
+                alone = alone.append(k[s, :, part], v[s, :, part])
+            expected = alone.append(new[b : b + 1], new[b : b + 1]).attend(q[b : b + 1])
+            np.testing.assert_allclose(np.asarray(out[b : b + 1]), np.asarray(expected), rtol=1e-12)
+    assert np.asarray(cache.lens).tolist() == (lens + 1).tolist(), "the copies were changed, not this one"
+
+
+def test_a_reorder_copies_what_changes() -> None:
+    x = _drawn("torch", 4, HEADS, 3, DIM)
+    cache = ats.KeyValueCache().append(x, x)
+    memory = cache.keys.data_ptr()
+    cache.reorder([0, 1, 2, 3]).reorder([0, 1, 1, 3])
+    assert cache.keys.data_ptr() == memory
+    torch.testing.assert_close(cache.keys, x[[0, 1, 1, 3]])
+
+
+@everywhere
+def test_drafts(framework: str, window: int | None, sinks: int) -> None:
+    """Drafts of which a few are kept in each sequence: as the sequences of what was kept."""
+    k, v, q = (_drawn(framework, 2, HEADS, 40, DIM, seed=i) for i in range(3))
+    capacity = 64 if window is None else sinks + window + 3
+    cache = ats.KeyValueCache(window=window, sinks=sinks, capacity=capacity)
+    kept: list[list[int]] = [[], []]
+    for step, accepted in enumerate(((4, 4), (2, 3), (0, 1), (4, 0), (1, 1), (3, 4), (2, 2))):
+        part = slice(4 * step, 4 * step + 4)
+        before = np.array([len(x) for x in kept])
+        cache = cache.append(k[:, :, part], v[:, :, part])
+        out = np.asarray(cache.attend(q[:, :, part]))
+        for b in range(2):
+            rows = [*kept[b], *range(part.start, part.stop)]
+            mask = _reference_mask(window, sinks, len(rows))
+            alone = (x[b : b + 1][:, :, rows] for x in (q, k, v))
+            expected = np.asarray(ats.attend(*alone, mask=mask))[:, :, -4:]
+            np.testing.assert_allclose(out[b : b + 1], expected, rtol=1e-12)
+            kept[b] += range(part.start, part.start + accepted[b])
+        cache = cache.crop(before + np.array(accepted))
+        assert np.asarray(cache.lens).tolist() == [len(x) for x in kept]
+
+
+def test_what_a_ring_has_overwritten() -> None:
+    x = np.ones((1, 1, 1, DIM))
+    cache = ats.KeyValueCache(window=3, sinks=1)
+    for _ in range(8):
+        cache.append(x, x)
+    assert cache.copy().crop(9).lens.tolist() == [8], "a longer length changes nothing"
+    assert cache.copy().crop(1).append(x, x).attend(x).shape == x.shape, "the sinks are always held"
+    with pytest.raises(ats.ArgumentError, match=r"lens: expected more for sequence 0, got 5\. Hint: the ring has over"):
+        cache.copy().crop(5)
+    cropped = cache.crop(7)
+    with pytest.raises(ats.ShapeError, match=r"query: expected positions whose windows are held, got 1 positions"):
+        cropped.attend(x)
+    assert cropped.append(x, x).attend(x).shape == x.shape
+
+
+@everywhere
+@pytest.mark.parametrize("name", ["none", "additive"])
+def test_files(framework: str, window: int | None, sinks: int, name: str, tmp_path: Path) -> None:
+    """A loaded cache goes on as the one that was saved; the score is the caller's to give again."""
+    score = _score(name, framework)
+    k, v, q = (_drawn(framework, 2, HEADS, 9, DIM, seed=i) for i in range(3))
+    capacity = 20 if window is None else sinks + window + 5
+    cache = ats.KeyValueCache(window=window, sinks=sinks, score=score, capacity=capacity)
+    cache = cache.append(k[:, :, :6], v[:, :, :6], lens=[6, 2]).append(k[:, :, 6:7], v[:, :, 6:7])
+    path = tmp_path / "cache.safetensors"
+    cache.save(path)
+    loaded = ats.KeyValueCache.load(path, like=k, score=score)
+    assert type(loaded.keys) is type(cache.keys)
+    assert loaded.slots == cache.slots
+    np.testing.assert_array_equal(np.asarray(loaded.positions), np.asarray(cache.positions))
+    np.testing.assert_array_equal(np.asarray(loaded.attend(q[:, :, 6:7])), np.asarray(cache.attend(q[:, :, 6:7])))
+    outs = [c.append(k[:, :, 7:], v[:, :, 7:]).attend(q[:, :, 7:]) for c in (cache, loaded)]
+    np.testing.assert_array_equal(np.asarray(outs[0]), np.asarray(outs[1]))
+
+
+def test_files_of_half_precision(tmp_path: Path) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        x = torch.randn(1, 3, DIM, dtype=dtype)
+        ats.KeyValueCache().append(x, x).save(tmp_path / "cache.safetensors")
+        found = ats.KeyValueCache.load(tmp_path / "cache.safetensors", like=x)
+        assert torch.equal(found.keys[:, :3], x)
+
+
+def test_files_of_something_else(tmp_path: Path) -> None:
+    np.savez(tmp_path / "other.npz", keys=np.ones(3))
+    with pytest.raises(FileError, match=r"no cache of keys and values: lacks has_heads, head_axis, key_sizes, lens"):
+        ats.KeyValueCache.load(tmp_path / "other.npz")
+    x = np.ones((2, 3, DIM))
+    ats.KeyValueCache().append(x, x).save(tmp_path / "cache.npz")
+    arrays = dict(np.load(tmp_path / "cache.npz"))
+    for name, wrong in (("lens", np.array([3])), ("values", x[:, None, :2]), ("lens", np.array([-1, 3]))):
+        np.savez(tmp_path / "wrong.npz", **(arrays | {name: wrong}))
+        with pytest.raises(FileError, match="arrays that do not belong together"):
+            ats.KeyValueCache.load(tmp_path / "wrong.npz")
+
+
+# ------------------------------------------------------------------ autograd and JAX
+
+
+def test_an_append_leaves_a_graph_whole() -> None:
+    """A later append does not disturb the gradient of an attention that came before it."""
+    k, v = (_drawn("torch", 1, HEADS, 8, DIM, seed=i) for i in range(2))
+    q = _drawn("torch", 1, HEADS, 4, DIM, seed=2).requires_grad_()
+    cache = ats.KeyValueCache(capacity=8).append(k[:, :, :4], v[:, :, :4])
+    out = cache.attend(q)
+    memory = cache.keys.data_ptr()
+    cache.append(k[:, :, 4:], v[:, :, 4:])
+    assert cache.keys.data_ptr() != memory
+    (found,) = torch.autograd.grad(out.sum(), q)
+    (expected,) = torch.autograd.grad(ats.attend(q, k[:, :, :4], v[:, :, :4], mask=ats.Causal()).sum(), q)
+    torch.testing.assert_close(found, expected)
+    with torch.no_grad():
+        memory = cache.keys.data_ptr()
+        cache.attend(q)
+        cache.append(k[:, :, :0], v[:, :, :0])
+        assert cache.keys.data_ptr() == memory
+
+
+def test_an_append_in_jax_leaves_the_cache() -> None:
+    x = jnp.ones((2, 3, DIM))
+    first = ats.KeyValueCache(capacity=4).append(x, x)
+    second = first.append(x, x)
+    assert first.lens.tolist() == [3, 3]
+    assert second.lens.tolist() == [4, 4], "what does not fit is dropped"
+    assert first.crop(1).lens.tolist() == [1, 1]
+    assert jax.tree.structure(first) == jax.tree.structure(second)
+    none = ats.KeyValueCache(capacity=4).append(x[:, :0], x[:, :0])
+    assert (none.slots, none.lens.tolist()) == (4, [0, 0])
+    shown = []
+    jax.jit(lambda cache: shown.append(repr(cache)) or cache.lens)(first)
+    assert shown == ["KeyValueCache(? of 4 slots, batch 2)"]
+
+
+# ------------------------------------------------------------------ errors
+
+X = np.ones((2, HEADS, 3, DIM))
+
+
+def _cache(**options: Any) -> ats.KeyValueCache:
+    return ats.KeyValueCache(**options).append(X, X)
+
+
+ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "window": (lambda: ats.KeyValueCache(window=0), ats.ArgumentError, "window: expected a whole number above 0"),
+    "sinks": (lambda: ats.KeyValueCache(sinks=2), ats.ArgumentError, "sinks: expected 0 without a window, got 2"),
+    "negative sinks": (lambda: ats.KeyValueCache(sinks=-1, window=2), ats.ArgumentError, "sinks: expected a whole"),
+    "head_axis": (lambda: ats.KeyValueCache(head_axis=1), ats.ArgumentError, "head_axis: expected -3"),
+    "capacity": (lambda: ats.KeyValueCache(capacity=0), ats.ArgumentError, "capacity: expected a whole number above"),
+    "empty": (lambda: ats.KeyValueCache().attend(X), ats.ArgumentError, "attend: expected a cache with an append"),
+    "empty lens": (lambda: ats.KeyValueCache().lens, ats.ArgumentError, "lens: expected a cache with an append"),
+    "list": (lambda: ats.KeyValueCache().append([1.0], X), ats.FrameworkError, "key: expected an array of"),
+    "frameworks": (
+        lambda: _cache().append(torch.ones(2), torch.ones(2)),
+        ats.ShapeError,
+        "key: expected 3 axes (batch, length, dim), or 4 with heads, got 1",
+    ),
+    "another framework": (
+        lambda: _cache().append(torch.as_tensor(X), torch.as_tensor(X)),
+        ats.FrameworkError,
+        "arrays of one framework",
+    ),
+    "integers": (lambda: ats.KeyValueCache().append(X.astype(int), X), ats.DtypeError, "key: expected a floating"),
+    "dtypes": (
+        lambda: ats.KeyValueCache().append(X, X.astype("f4")),
+        ats.DtypeError,
+        "value: expected the dtype of key",
+    ),
+    "dtype later": (
+        lambda: _cache().append(X.astype("f4"), X.astype("f4")),
+        ats.DtypeError,
+        "key: expected the dtype of the cache (float64), got float32",
+    ),
+    "lengths": (lambda: ats.KeyValueCache().append(X, X[:, :, 1:]), ats.ShapeError, "value: expected the shape of key"),
+    "batch": (
+        lambda: _cache().append(X[:1], X[:1]),
+        ats.ShapeError,
+        "key: expected shape (2, 2, n, 4), as before, got (1, 2, 3, 4)",
+    ),
+    "heads": (
+        lambda: _cache(head_axis=-2).append(X[..., :1, :], X[..., :1, :]),
+        ats.ShapeError,
+        "key: expected shape (2, n, 3, 4), as before, got (2, 2, 1, 4)",
+    ),
+    "no heads": (
+        lambda: _cache().append(X[:, 0], X[:, 0]),
+        ats.ShapeError,
+        "key: expected shape (2, 2, n, 4), as before, got (2, 3, 4)",
+    ),
+    "value_dim": (
+        lambda: _cache().append(X, X[..., :2]),
+        ats.ShapeError,
+        "value: expected shape (2, 2, n, 4), as before, got (2, 2, 3, 2)",
+    ),
+    "lens shape": (lambda: _cache().append(X, X, lens=[1]), ats.ShapeError, "lens: expected shape (2,), got (1,)"),
+    "lens large": (
+        lambda: _cache().append(X, X, lens=[4, 0]),
+        ats.ArgumentError,
+        "lens: expected whole numbers from 0 to 3, got 4",
+    ),
+    "lens kind": (lambda: _cache().append(X, X, lens=[0.5, 1]), ats.ArgumentError, "lens: expected whole numbers, got"),
+    "crop": (lambda: _cache().crop(-1), ats.ArgumentError, "lens: expected whole numbers, 0 or more, got -1"),
+    "select": (lambda: _cache().select([2]), ats.ArgumentError, "indices: expected sequences from 0 to 1, got 2"),
+    "select axes": (lambda: _cache().select([[0]]), ats.ShapeError, "indices: expected 1 axis, got 2"),
+    "reorder": (
+        lambda: _cache().reorder([0]),
+        ats.ShapeError,
+        "indices: expected shape (2,), got (1,). Hint: select()",
+    ),
+    "many queries": (
+        lambda: _cache().attend(np.ones((2, HEADS, 4, DIM))),
+        ats.ShapeError,
+        "query: expected at most as many queries as the last append had positions (3), got 4",
+    ),
+    "query axes": (lambda: _cache().attend(X[0]), ats.ShapeError, "query: expected 4 axes, as the keys of the cache"),
+    "valid_lens": (
+        lambda: _cache().attend(X, valid_lens=[1, 1]),
+        ats.ArgumentError,
+        "valid_lens: expected an argument of the cache, not of its attend(), got [1, 1]",
+    ),
+    "score": (lambda: _cache(score="dot").attend(X, score="dot"), ats.ArgumentError, "score: expected an argument of"),
+    "not causal": (
+        lambda: _cache(window=2).attend(X, causal=False),
+        ats.ArgumentError,
+        "causal: expected True with a window, got False",
+    ),
+    "jax capacity": (
+        lambda: ats.KeyValueCache().append(jnp.asarray(X), jnp.asarray(X)),
+        ats.ArgumentError,
+        "capacity: expected a number of positions, got None. Hint: buffers of JAX do not grow",
+    ),
+    "jax ring": (
+        lambda: ats.KeyValueCache(window=4, sinks=1, capacity=6).append(jnp.asarray(X), jnp.asarray(X)),
+        ats.ArgumentError,
+        "capacity: expected at least sinks + window + n - 1 = 7 for n = 3, got 6",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors(name: str) -> None:
+    call, kind, text = ERRORS[name]
+    with pytest.raises(kind) as error:
+        call()
+    assert text in str(error.value)
+
+
+def test_a_failed_append_changes_nothing() -> None:
+    cache = _cache()
+    with pytest.raises(ats.ArgumentError):
+        cache.append(X, X, lens=[4, 0])
+    assert cache.lens.tolist() == [3, 3]
+    np.testing.assert_array_equal(cache.positions, np.tile(np.arange(3), (2, 1)))
+
+
+def test_next_positions_and_repr() -> None:
+    cache = ats.KeyValueCache(window=4, sinks=1)
+    assert repr(cache) == "KeyValueCache(window=4, sinks=1, empty)"
+    cache.append(X, X, lens=[3, 1])
+    assert cache.next_positions(2).tolist() == [[3, 4], [1, 2]]
+    assert repr(cache) == "KeyValueCache(window=4, sinks=1, 3 of 3 slots, batch 2, head 2)"
+    assert cache.positions.tolist() == [[0, 1, 2], [0, -1, -1]]
