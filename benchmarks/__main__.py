@@ -1,59 +1,116 @@
-"""``python benchmarks``: run everything of `attnscore bench` into this folder and make the pages of the documentation.
+"""``python benchmarks NAME``: run everything of `attnscore bench` on a machine and make the pages of the documentation.
 
-``results.json`` is of the last run, ``results-NAME.json`` of another machine; each has its page. ``python benchmarks
---page`` makes the pages from the results in this folder. All other options are those of `attnscore bench` except
-``--out``; without any, the long cases are run too. A page of small shapes has a chart in ``docs/images``.
+The results go to ``results/NAME.json``, where NAME names the kind of CPU, and their page is
+``docs/performance/NAME.md``; `docs/performance.md` compares all machines. Options after NAME are those of `attnscore
+bench` except ``--out``; without any, the long cases are run too. ``python benchmarks --page`` makes the pages from the
+results that are there.
 """
 
 from __future__ import annotations
 
+import shutil
 import sys
+import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from attnscore.bench import charts, reports, results
 from attnscore.cli import main
 from attnscore.io import replacing
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 HERE = Path(__file__).resolve().parent
 DOCS = HERE.parent / "docs"
+NEW_PAGE = "# Results on {name}\n\nMeasured as [performance](../performance.md) says.\n\n{begin}\n{end}\n"
 
 
 def pages() -> dict[Path, Path]:
-    """Return the page of each file of results: performance-NAME.md of results-NAME.json."""
-    found = sorted(HERE.glob("results*.json"))
-    return {path: DOCS / f"performance{path.stem.removeprefix('results')}.md" for path in found}
+    """Return the page of each file of results, the latest results first."""
+    found = sorted((HERE / "results").glob("*.json"), key=lambda path: (results.read(path)["date"], path), reverse=True)
+    return {path: DOCS / "performance" / f"{path.stem}.md" for path in found}
 
 
 def rendered(path: Path, page: Path) -> str:
     """Return a page with the tables of its results, and the chart of the small shapes where they were measured."""
-    return reports.page_with(page.read_text("utf-8"), results.read(path), f"images/{chart_of(page).name}")
+    content = reports.section(results.read(path), f"../images/{chart_of(page).name}")
+    return reports.page_with(page.read_text("utf-8"), content)
+
+
+def rendered_overview() -> str:
+    """Return the page of all machines with its chart and rows."""
+    names = {title_of(page): (path, page) for path, page in pages().items()}
+    documents = {name: results.read(path) for name, (path, _) in names.items()}
+    links = {name: f"performance/{page.name}" for name, (_, page) in names.items()}
+    content = reports.overview(documents, links, f"images/{overview_chart().name}")
+    return reports.page_with((DOCS / "performance.md").read_text("utf-8"), content)
+
+
+def title_of(page: Path) -> str:
+    """Return the name of a machine, from the heading of its page."""
+    return page.read_text("utf-8").partition("\n")[0].removeprefix("# Results on ")
 
 
 def chart_of(page: Path) -> Path:
-    """Return the file of a page's chart."""
-    return page.parent / "images" / f"{page.stem}-small-shapes.png"
+    """Return the file of the chart of a page's small shapes."""
+    return DOCS / "images" / f"performance-{page.stem}-small-shapes.png"
+
+
+def overview_chart() -> Path:
+    """Return the file of the chart of all machines."""
+    return DOCS / "images" / "performance.png"
 
 
 def write_pages() -> None:
     """Put the tables of the results into their pages, and draw their charts."""
     for path, page in pages().items():
-        text = rendered(path, page)
-        with replacing(page) as file:
-            file.write(text.encode())
+        if not page.exists():
+            page.write_text(NEW_PAGE.format(name=path.stem, begin=reports.BEGIN, end=reports.END), "utf-8")
+        write(page, rendered(path, page))
         if charts.has_shapes(document := results.read(path)):
-            with replacing(chart_of(page)) as file:
-                charts.small_shapes(document).savefig(file, format="png", dpi=100)
+            draw(chart_of(page), charts.small_shapes(document))
+    write(DOCS / "performance.md", rendered_overview())
+    draw(overview_chart(), charts.overview({title_of(page): results.read(path) for path, page in pages().items()}))
+
+
+def write(page: Path, text: str) -> None:
+    """Replace a page at once."""
+    with replacing(page) as file:
+        file.write(text.encode())
+
+
+def draw(path: Path, figure: Figure) -> None:
+    """Replace a chart at once."""
+    with replacing(path) as file:
+        figure.savefig(file, format="png", dpi=100)
+
+
+def measure(name: str, options: list[str]) -> int:
+    """Run `attnscore bench` and keep its results under the name; `--again` finds the earlier ones there."""
+    kept = HERE / "results" / f"{name}.json"
+    with tempfile.TemporaryDirectory() as folder:
+        new = Path(folder, "results.json")
+        if kept.exists():
+            shutil.copy(kept, new)
+        status = main(["bench", *(options or ["--full"]), "--out", folder])
+        if status in (0, 1):  # after 1 the document may hold errors, and the page says so
+            results.write(results.read(new), kept)
+    return status
 
 
 def run(arguments: list[str]) -> int:
     """Measure, except with --page alone, and make the pages."""
-    status = 0
     if any(each.startswith("--out") for each in arguments):
         print("--out: results go into this folder and the pages; elsewhere: attnscore bench --out", file=sys.stderr)
         return 2
+    status = 0
     if arguments != ["--page"]:
-        status = main(["bench", *(arguments or ["--full"]), "--out", str(HERE)])
-    if status in (0, 1):  # after 1 the document may hold errors, and the page says so
+        if not arguments or not arguments[0].replace("-", "").isalnum() or arguments[0].startswith("-"):
+            print("expected the name of the machine, as in: python benchmarks zen5 --only dot", file=sys.stderr)
+            return 2
+        status = measure(arguments[0], arguments[1:])
+    if status in (0, 1):
         write_pages()
     return status
 

@@ -1,11 +1,11 @@
-"""Chart of a run: the ratio of every small shape, one column for each case and baseline."""
+"""Charts of runs: the ratio of every small shape of one, and the speed of several machines."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from attnscore.bench.reports import rows_of_kind
+from attnscore.bench.reports import overview_rows, rows_of_kind
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -66,3 +66,33 @@ def _draw_column(axis: Any, at: int, row: Mapping[str, Any]) -> None:
         x = at + _OFFSET * (place - (len(modes) - 1) / 2)
         axis.plot([x] * len(ratios), ratios, "o", color=_COLOURS[mode], markersize=3, alpha=0.6, markeredgewidth=0)
     axis.hlines(row["geometric_mean"], at - 0.38, at + 0.38, color="#262626", linewidth=1.6)
+
+
+_MARKS = ("o", "s", "D", "^", "v", "P")
+_SHADES = ("#b2182b", "#2166ac", "#4d9221", "#762a83", "#e08214", "#262626")
+
+
+def overview(documents: Mapping[str, Mapping[str, Any]]) -> Figure:
+    """Draw the rows of the page of all machines on a logarithmic axis, one mark for each machine."""
+    from matplotlib.figure import Figure
+
+    rows = overview_rows(documents)
+    figure = Figure(figsize=(9, 0.6 + 0.36 * len(rows)), layout="constrained")
+    axis = figure.subplots()
+    for place, (name, mark, colour) in enumerate(zip(documents, _MARKS, _SHADES, strict=False)):
+        found = [(ratio, y) for y, row in enumerate(rows) if (ratio := row[2][place]) is not None]
+        ratios, at = [ratio for ratio, _ in found], [y for _, y in found]
+        axis.plot(ratios, at, mark, color=colour, markersize=6, alpha=0.85, label=name)
+    axis.axvline(1, color="#262626", linewidth=0.9)
+    axis.set(xscale="log", xlabel="times as fast as the baseline, 2 threads")
+    axis.set_yticks(range(len(rows)), [f"{what}  |  {against}" for what, against, _ in rows], fontsize=8)
+    axis.invert_yaxis()
+    low, high = axis.get_xlim()
+    axis.set_xticks([tick for tick in _TICKS if low <= tick <= high], minor=False)
+    axis.minorticks_off()
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.grid(axis="x", color="#e6e6e6", linewidth=0.6)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(loc="lower right", frameon=True, fontsize=8)
+    return figure

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import subprocess
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,18 @@ def facts() -> dict[str, Any]:
         "kernels": [name for name, reason in ats.available()["kernels"].items() if reason is None],
         "packages": {name: version(name) for name in _PACKAGES},
     }
+
+
+def commit() -> str | None:
+    """Return the short commit of the checkout that the package is imported from, or None where it is installed."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"],
+            capture_output=True, text=True, check=True, timeout=10,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
 
 
 def cpus() -> list[int]:

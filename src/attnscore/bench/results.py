@@ -106,6 +106,8 @@ def write(document: Mapping[str, Any], path: Path) -> None:
 def joined(before: Mapping[str, Any], again: Mapping[str, Any]) -> dict[str, Any]:
     """Return a document whose cases are replaced by those of a later run on the same machine and packages.
 
+    Rows that stay keep the date and commit of their own run, where those differ.
+
     Raises
     ------
     FileError
@@ -118,9 +120,13 @@ def joined(before: Mapping[str, Any], again: Mapping[str, Any]) -> dict[str, Any
     def failed(error: Row) -> str:
         return str(error["case"]).partition(",")[0]  # an error names its case and the threads
 
+    def changed(since: Row, again: Row) -> bool:
+        return any(value != again.get(name) for name, value in since.items())
+
     cases = {*(row["case"] for row in again["rows"]), *map(failed, again["errors"])}
     order = [row["case"] for row in (*before["rows"], *again["rows"])]
-    kept = [row for row in before["rows"] if row["case"] not in cases]
+    since = {name: before.get(name) for name in ("date", "commit")}
+    kept = [{**since, **row} if changed(since, again) else row for row in before["rows"] if row["case"] not in cases]
     return {
         **again,
         "rows": sorted([*kept, *again["rows"]], key=lambda row: order.index(row["case"])),

@@ -76,6 +76,7 @@ def run(
     return {
         "schema": SCHEMA,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "commit": machine.commit(),
         "quick": quick,
         "threads": list(threads),
         "machine": machine.facts(),

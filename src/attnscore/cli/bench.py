@@ -93,7 +93,9 @@ def _run(cases: Any, numbers: list[int], quick: bool, screen: Console) -> dict[s
 
 def _show(screen: Console, document: dict[str, Any]) -> None:
     caption = "ratio: their time over ours; where the target is marked ≤: ours over theirs"
-    for title, columns, rows in reports.tables(document, short=True):
+    for title, columns, rows in reports.screen_tables(document):
         if rows:
             cells = [[cell.replace("*", "") for cell in row] for row in rows]
             screen.print(table(title, columns, cells, left=2, caption=caption if title == "Speed" else None))
+    for each in reports.missed(document):
+        screen.print(Text(f"misses its target: {each}"))
