@@ -74,6 +74,7 @@ MASKS = {
     "Dense": "(array)",
     "MaskFunction": "(function, captured=(), heads=0)",
 }
+CLASSES = {"KeyValueCache": "(*, score=None, window=None, sinks=0, head_axis=-3, capacity=None)"}
 TUPLES = {
     "AttentionStats": (
         *("log_sum_exp", "max_score", "mean_score", "var_score"),
@@ -121,7 +122,7 @@ def agrees(found: str, expected: str) -> bool:
 
 
 def test_the_public_names_are_these() -> None:
-    promised = {*FUNCTIONS, *SCORES, *MASKS, *TUPLES, *ERRORS, "Mask"}
+    promised = {*FUNCTIONS, *SCORES, *MASKS, *CLASSES, *TUPLES, *ERRORS, "Mask"}
     assert set(ats.__all__) == promised
     assert len(ats.__all__) == len(promised)
     assert all(hasattr(ats, name) for name in ats.__all__)
@@ -134,7 +135,7 @@ def test_nothing_else_looks_public() -> None:
     assert shown - set(ats.__all__) <= modules
 
 
-@pytest.mark.parametrize(("name", "expected"), [*FUNCTIONS.items(), *SCORES.items(), *MASKS.items()])
+@pytest.mark.parametrize(("name", "expected"), [*FUNCTIONS.items(), *SCORES.items(), *MASKS.items(), *CLASSES.items()])
 def test_signatures(name: str, expected: str) -> None:
     assert signature(getattr(ats, name)) == expected
 
@@ -263,7 +264,9 @@ DOCUMENTED = {f"attnscore.{name}": getattr(ats, name) for name in ats.__all__} |
 }
 CALLABLES = {name: x for name, x in DOCUMENTED.items() if inspect.isfunction(x)}
 WITH_PARAMETERS = CALLABLES | {
-    name: x for name, x in DOCUMENTED.items() if inspect.isclass(x) and name.split(".")[-1] in {*SCORES, *LAYERS}
+    name: x
+    for name, x in DOCUMENTED.items()
+    if inspect.isclass(x) and name.split(".")[-1] in {*SCORES, *CLASSES, *LAYERS}
 }
 
 
