@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import re
 import subprocess
@@ -1008,6 +1009,41 @@ def test_a_picture(some) -> None:
     assert {"Largest logit", "Entropy", "Largest logit of each head, by step"} <= set(titles)
     with pytest.raises(ArgumentError, match="step"):
         watch(OwnAttention()).plot()
+
+
+def test_a_picture_has_one_scale_per_quantity_and_frames_the_failing_heads(some) -> None:
+    from matplotlib.colors import LogNorm
+
+    figure = some.plot()
+    logit, entropy, saturated, first = figure.axes[:4]
+    assert isinstance(logit.images[0].norm, LogNorm)
+    assert saturated.images[0].get_clim() == first.images[0].get_clim() == (0.0, 1.0)
+    assert logit.images[0].get_clim() == (1.0, max(100.0, *(row["max_logit"] for row in some.rows())))
+    assert entropy.images[0].get_clim()[0] == 0.0
+
+    def darkness(axis: Any, value: float) -> float:
+        return float(-axis.images[0].to_rgba(np.array([value]))[0][:3].sum())
+
+    assert darkness(logit, 90.0) > darkness(logit, 2.0) and darkness(saturated, 0.9) > darkness(saturated, 0.1)
+    assert darkness(entropy, 0.1) > darkness(entropy, 1.0), "dark is close to collapse in every map"
+    for axis in (logit, entropy, saturated, first):
+        corners = [patch.get_xy() for patch in axis.patches]
+        names = list(some.layers)
+        assert corners == [(head - 0.5, names.index(layer) - 0.5) for layer, head in some.failing()]
+    assert figure.axes[4].get_yscale() == "log" and figure.axes[5].get_yscale() == "linear"
+    assert f"{len(some.failing())} of 16 heads fail" in figure.get_suptitle()
+    assert all(axis.get_xlabel() for axis in figure.axes[:6])
+
+
+def test_verdicts_are_grouped_by_head(some) -> None:
+    heads = [(verdict.layer, verdict.head) for verdict in some.verdicts()]
+    groups = [place for place, _ in itertools.groupby(heads)]
+    assert len(groups) == len(set(groups)) and set(groups[: len(some.failing())]) == set(some.failing())
+    assert some.failing() == groups[: len(some.failing())] and len(heads) > len(groups)
+    lines = str(some).splitlines()[1:]
+    assert len(lines) == len(groups) and all(
+        f"head {head}: " in line for (_, head), line in zip(groups, lines, strict=True)
+    )
 
 
 def test_a_picture_says_nan_and_leaves_out_heads_that_are_not_there() -> None:

@@ -5,6 +5,8 @@ import itertools
 import subprocess
 import sys
 
+import matplotlib
+import matplotlib.colors
 import numpy as np
 import pytest
 import torch
@@ -120,6 +122,30 @@ def test_masked_scores_are_grey_and_do_not_stretch_the_scale():
     assert image.get_array().mask.tolist() == [[False, True], [True, False]]
     assert image.get_cmap().get_bad()[:3] == pytest.approx([int(GREY[1:3], 16) / 255] * 3)
     png(show_heatmaps(np.full((2, 2), -np.inf), "k", "q"))
+
+
+def test_signed_scores_diverge_from_zero_and_weights_do_not():
+    scores = np.array([[-1.0, 3.0], [-np.inf, 0.0]])
+    for figure in (show_heatmaps(scores, "k", "q", label="score"), show_attention(scores), show_head_grid(scores)):
+        image = figure.axes[0].images[0]
+        assert image.get_clim() == (-3.0, 3.0) and image.get_cmap().name == "RdBu_r"
+        red, green, blue, _ = image.to_rgba(np.array([0.0]))[0]
+        assert min(red, green, blue) > 0.9, "0 is white"
+    assert show_heatmaps(scores, "k", "q", label="score").axes[-1].get_ylabel() == "score"
+    rounded = np.array([[1.0, -1e-9]])  # weights that rounding made negative stay on the scale of weights
+    image = show_attention(rounded).axes[0].images[0]
+    assert image.get_clim() == (0.0, 1.0) and image.get_cmap().name == "Reds"
+    assert show_heatmaps(scores, "k", "q", cmap="Blues").axes[0].images[0].get_cmap().name == "Blues"
+
+
+def test_text_has_the_colours_of_a_style_for_dark_pages():
+    style = {"text.color": "white", "axes.labelcolor": "white", "xtick.color": "white", "figure.facecolor": "black"}
+    with matplotlib.rc_context(style):
+        figure = show_attention(np.eye(3), TOKENS[:3], suptitle="dark")
+    axis = figure.axes[0]
+    texts = [figure._suptitle, axis.xaxis.label, axis.get_xticklabels()[0], figure.axes[-1].yaxis.label]
+    assert {matplotlib.colors.to_hex(text.get_color()) for text in texts} == {"#ffffff"}
+    assert matplotlib.colors.to_hex(figure.get_facecolor()) == "#000000"
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 0, 3), (1, 1, 3, 0), (1, 1, 1, 1), (1, 1, 1, 40), (1, 1, 40, 1)])
