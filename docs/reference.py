@@ -92,14 +92,17 @@ def sections(docstring: str) -> Iterator[str]:
 
 def definitions(text: str) -> str:
     """``name : what`` with an indented text below it, as a list."""
-    items: list[str] = []
+    items: list[tuple[str, list[str]]] = []
     for line in textwrap.dedent(text).strip().splitlines():
         if line[:1].isspace() and items:
-            items[-1] += ("  \n  " if "  \n" not in items[-1] else " ") + prose(line.strip())
+            items[-1][1].append(line.strip())
         elif line.strip():
             name, colon, rest = line.partition(" : ")
-            items.append(f"- `{name}`" + (f": {prose(rest)}" if colon else ""))
-    return "\n".join(items)
+            # Without a name what is returned may be a sentence with literals of its own.
+            head = f"- {prose(name)}" if "``" in name else f"- `{name}`"
+            items.append((head + (f": {prose(rest)}" if colon else ""), []))
+    # A literal may go over the end of a line.
+    return "\n".join(head + (f"  \n  {prose(' '.join(below))}" if below else "") for head, below in items)
 
 
 def prose(text: str) -> str:

@@ -37,6 +37,7 @@ from printed_output import WordsAndNumbers
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted({ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")})
 EXAMPLES = sorted(ROOT.glob("examples/*.py"))
+PERFORMANCE = ROOT / "docs" / "performance.md"
 # They show memory at work, on sequences long enough for it, or train a model in a framework that compiles it first.
 LONG_EXAMPLES = (
     *("long_sequence.py", "memory_beside_sdpa.py", "flax_alignment.py", "jax_jit.py", "keras_alignment.py"),
@@ -191,7 +192,7 @@ def run(block: Block, path: Path, module: ModuleType) -> str:
 
 def test_the_readme_shows_code_and_what_it_prints() -> None:
     found = blocks(ROOT / "README.md")
-    assert sum(block.language == "python" for block in found) >= 3
+    assert sum(block.language == "python" for block in found) >= 2
     assert any(block.language == "text" and block.follows for block in found)
 
 
@@ -324,7 +325,7 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 
 def test_every_page_is_reached_from_the_index() -> None:
-    """By links, from the README or the index, over other pages; decisions and all."""
+    """By links, from the README or the index, over other pages."""
     reached, waiting = set(), [ROOT / "README.md", ROOT / "docs" / "index.md"]
     while waiting:
         path = waiting.pop()
@@ -363,25 +364,27 @@ def rows_of_tables(path: Path) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
 
 
-def times_of(page: str) -> dict[tuple[str, str], float]:
-    """The ratios of a page's table of speed, on 2 threads."""
-    return {
-        (row[0], row[1]): float(row[5])
-        for row in rows_of_tables(ROOT / "docs" / page)
-        if len(row) == 10 and row[2] == "2" and re.fullmatch(r"[\d.]+", row[5])
-    }
-
-
-def test_the_readmes_times_are_those_measured_last() -> None:
-    """Within 15 %: the machines are shared, and a new run may not make the README wrong."""
-    pages = [times_of(f"performance{name}.md") for name in ("-zen5", "", "-cascade-lake")]
+def test_the_readmes_times_are_rows_of_the_page_of_performance() -> None:
+    """Which `python benchmarks --page` makes from the files of results."""
+    page = [[re.sub(r"\[(.*)\]\(.*\)", r"\1", cell) for cell in row] for row in rows_of_tables(PERFORMANCE)]
     rows = rows_of_tables(ROOT / "README.md")
-    first = rows.index(["times as fast, float32, 2 threads", "against", "Zen 5", "Zen 4", "Cascade Lake"]) + 2
-    shown = [row for row in rows[first : first + 6] if len(row) == 5]
-    assert len(shown) == 6
-    for call, against, *times in shown:
-        for found, page in zip(times, pages, strict=True):
-            assert float(found) == pytest.approx(page[call, against], rel=0.15), (call, against)
+    head = next(row for row in rows if row[0] == "times as fast, 2 threads")
+    shown = rows[rows.index(head) :]
+    shown = [head, *(row for row in shown[2:] if len(row) == len(head))]
+    assert len(shown) > 4 and any(float(cell) < 1 for row in shown[1:] for cell in row[2:]), "also where we are slower"
+    assert not [row for row in shown if row not in page]
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_every_page_stands_in_the_navigation() -> None:
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = [path.relative_to(ROOT / "docs").as_posix() for path in ROOT.glob("docs/**/*.md")]
+    assert not [page for page in pages if not re.search(rf" {re.escape(page)}$", text, re.MULTILINE)]
+    named = re.findall(r": (\S+\.md)$", text, re.MULTILINE)
+    assert sorted(named) == sorted([*pages, "reference.md"])  # the last is made from the docstrings
 
 
 def test_every_public_name_stands_in_the_index() -> None:
