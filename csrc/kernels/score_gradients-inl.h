@@ -136,17 +136,24 @@ struct ScoreGradients {
         if (!for_bias && queries.rows.head[first]->grad_scale) add_scale_gradient(ds, size);
     }
 
-    // Add dS of the rows from `row` on to the gradient of a relative bias: a row begins one place before the last.
+    // Add dS of the rows from `row` on to the gradient of a relative bias, where a row begins one place before the last.
+    // Rows whose places differ by whole vectors share sums: a load never waits for a store that overlaps it in part.
     // The diagonals of so few rows are short; those of all rows are summed in double, as their terms cancel.
     void add_diagonals(int64_t row, int64_t key, int64_t key_count, const T* ds, int64_t size) {
-        T sums[kStepPanels * kMR + kTileKeys] = {};
+        constexpr int64_t L = Vector<T>::lanes, width = L + (kStepPanels * kMR + kTileKeys + L) / L * L;
+        T sums[L][width] = {};
         for (int64_t i = 0; i < size; i++) {
-            T* to = sums + size - 1 - i;
-            for (int64_t j = 0; j < kTileKeys; j += Vector<T>::lanes)
-                store(to + j, load(to + j) + load(ds + i * kTileKeys + j));
+            const int64_t place = size - 1 - i;
+            T* to = sums[place % L] + L + place / L * L;
+            for (int64_t j = 0; j < kTileKeys; j += L) store(to + j, load(to + j) + load(ds + i * kTileKeys + j));
         }
         double* to = grad_relative + (problem.query_len - row - size) + key;
-        for (int64_t k = 0; k < size - 1 + key_count; k++) to[k] += static_cast<double>(sums[k]);
+        const int64_t count = size - 1 + key_count;
+        for (int64_t k = 0; k < count; k += L) {
+            V<T> sum{};
+            for (int64_t r = 0; r < L; r++) sum += load(sums[r] + L + k - r);
+            for (int64_t j = 0; j < std::min(L, count - k); j++) to[k + j] += static_cast<double>(sum[j]);
+        }
     }
 
     // Turn scores and dP of rows, whose keys take W vectors, into P and dS, with zeros behind them.

@@ -1,5 +1,8 @@
 // Scores of micro-panels of query rows against a key tile: every form, with biases, caps and masks.
 
+// Caps under which scores may be subnormal.
+constexpr double kLargeCap = 1e20;
+
 // The factor of a head's products or squared distances.
 template <class T>
 inline T scale_of(const Problem& problem, const Head& head) {
@@ -141,7 +144,11 @@ class Scores {
                     slope = slope * factor;
                 } else {
                     const V<T> bounded = tanh_of<T>(x / static_cast<T>(cap.cap));
-                    x = bounded * static_cast<T>(cap.factor * cap.cap);
+                    const V<T> capped = bounded * static_cast<T>(cap.factor * cap.cap);
+                    // x / cap may be subnormal, which is flushed to 0; there tanh(x) is x.
+                    x = cap.cap > kLargeCap
+                            ? select<T>(abs_of<T>(x) < static_cast<T>(1e-9 * cap.cap), x * factor, capped)
+                            : capped;
                     slope = slope * (factor * (T(1) - bounded * bounded));
                 }
             }

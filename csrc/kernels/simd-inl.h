@@ -242,7 +242,7 @@ inline void dispatch_width(int64_t key_count, const F& f) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// exp: 2^n e^r with |r| <= ln 2 / 2. Subnormal results are right to their last bit but one; NaN stays NaN.
+// exp: 2^n e^r with |r| <= ln 2 / 2. NaN stays NaN.
 
 template <class T>
 struct Exp;

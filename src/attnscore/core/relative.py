@@ -129,8 +129,8 @@ def relative_buckets(
     # In float32, as models are trained: at the edge of a bucket another precision may round to its neighbour.
     ratio = np.log(np.maximum(distance, exact).astype(np.float32) / np.float32(exact))
     steps = (ratio / np.float32(math.log(max_distance / exact)) * np.float32(side - exact)).astype(np.int64)
-    found = np.where(distance < exact, distance, np.minimum(exact + steps, side - 1)).astype(np.int64)
-    return found + side * (signed > 0).astype(np.int64) if bidirectional else found
+    found: np.ndarray[Any, Any] = np.where(distance < exact, distance, np.minimum(exact + steps, side - 1))
+    return (found + side * (signed > 0) if bidirectional else found).astype(np.int64, copy=False)
 
 
 def tile(ops: Backend, bias: Array, query_len: int, rows: Span, cols: Span) -> Array:
