@@ -360,8 +360,8 @@ _ARRAYS = (
     case(
         "which diagonal of each sequence",
         MaskError,
-        "align|1 queries and 2 keys in sequence 1|align='top_left'|align='bottom_right'",
-        lambda x: x.attend(mask=ats.Packed([0, 2, 3], [0, 2, 4]).causal()),
+        "align|2 queries and 1 keys in sequence 0|align='top_left'|align='bottom_right'",
+        lambda x: x.attend(mask=ats.Packed([0, 2, 3], [0, 1, 3]).causal()),
     ),
     case(
         "which diagonal of a window in each sequence",

@@ -438,7 +438,7 @@ class Packed(Mask):
 
     def visible(self, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
         start, stop = self.ends(ops, rows)
-        return ops.logical_and(cols >= start, cols < stop)
+        return ops.logical_and(start <= cols, cols < stop)
 
     def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
         if any(host_ints(cu) is None for cu in self.cumulative):
