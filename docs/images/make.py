@@ -1,13 +1,17 @@
 """Make every picture of the documentation: ``python docs/images/make.py [NAME ...]``; without names, all.
 
 Needs ``pip install '.[demo]'``. The pictures named in FROM_DEMO are taken from ``attnscore demo``, those in FROM_LAB
-from ``attnscore lab`` (about ten minutes), the others are drawn here with the library's scores. ``report`` is a
-page of ``attnscore inspect`` in headless Chromium: it needs ``pip install playwright`` and the system's Chromium, and
-is left as it is where there is none. All are stored with 256 colours, which keeps each below 150 kB.
+from ``attnscore lab`` (about ten minutes), the others are drawn with the library's scores, here and in ``diagrams.py``.
+``report`` is a page of ``attnscore inspect`` in headless Chromium: it needs ``pip install playwright`` and the system's
+Chromium, and is left as it is where there is none.
+
+All but ``report`` have a transparent background and the colours of ``matplotlibrc``, which are read as well on a white
+page as on a dark one. All are stored with 256 colours, which keeps each below 150 kB.
 """
 
 from __future__ import annotations
 
+import os
 import runpy
 import shutil
 import subprocess
@@ -19,6 +23,7 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
@@ -26,8 +31,10 @@ from PIL import Image
 import attnscore as ats
 from attnscore import plotting
 from attnscore.io import replacing
+from attnscore.plotting.drawing import BLUE, RED, WEIGHT, style_lines
 
 HERE = Path(__file__).parent
+DIAGRAMS = runpy.run_path(str(HERE / "diagrams.py"))["DRAWN"]
 FROM_DEMO = {
     "heads": "09-chosen-heads.png",
     "masks": "04-masks.png",
@@ -47,14 +54,14 @@ TAKEN = {name: ("demo", file) for name, file in FROM_DEMO.items()} | {
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 LARGEST = 1400  # pixels across
 COLOURS = 256
-INK = "#262626"
-FIRST, SECOND = "#b2182b", "#2166ac"
-QUERIES = {"one query": (1.5, 1.0), "another query": (-1.0, 1.5)}
+COLOURS_OF_TEXT = HERE / "matplotlibrc"
+FIRST, SECOND = RED, BLUE
+QUERIES = {"A": (1.5, 1.0), "B": (-1.0, 1.5)}
+mpl.rc_file(COLOURS_OF_TEXT)
 
 
 def main(names: list[str]) -> None:
     """Make the named pictures, or all."""
-    mpl.rcParams.update({"font.size": 10, "axes.edgecolor": "#8c8c8c", "text.color": INK})
     known = [*TAKEN, *DRAWN, "report"]
     wanted = names or known
     unknown = [name for name in wanted if name not in known]
@@ -63,7 +70,8 @@ def main(names: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for command in sorted({TAKEN[name][0] for name in wanted if name in TAKEN}):
             line = [sys.executable, "-m", "attnscore", command, "--out", f"{folder}/{command}"]
-            subprocess.run(line, check=True, stdout=subprocess.DEVNULL)
+            settings = os.environ | {"MATPLOTLIBRC": str(COLOURS_OF_TEXT)}
+            subprocess.run(line, check=True, stdout=subprocess.DEVNULL, env=settings)
         for name in wanted:
             source = Path(folder, *TAKEN.get(name, (f"{name}.png",)))
             if name == "report" and not names and CHROMIUM is None:
@@ -78,55 +86,73 @@ def main(names: list[str]) -> None:
 
 def store(source: Path, target: Path) -> None:
     """Write a PNG again, at most LARGEST pixels across, with COLOURS colours."""
-    picture = Image.open(source).convert("RGB")
+    picture = Image.open(source).convert("RGBA")
     if picture.width > LARGEST:
         height = round(picture.height * LARGEST / picture.width)
         picture = picture.resize((LARGEST, height), Image.Resampling.LANCZOS)
     with replacing(target) as file:
-        picture.quantize(COLOURS, dither=Image.Dither.NONE).save(file, format="PNG", optimize=True)
+        with_few_colours(picture).save(file, format="PNG", optimize=True)
     print(f"{target.name:<20} {target.stat().st_size / 1000:.0f} kB")
 
 
-def plane(*scores: tuple[str, object], weights: bool = False) -> Figure:
-    """How each key in a plane is scored by two queries; with `weights`, the weights below."""
+def with_few_colours(picture: Image.Image) -> Image.Image:
+    """Reduce an RGBA picture to COLOURS colours: half are its most frequent, exact, the others stand for the rest."""
+    pixels = np.asarray(picture).reshape(-1, 4)
+    colours, which, counts = np.unique(pixels.view(np.uint32)[:, 0], return_inverse=True, return_counts=True)
+    colours = colours.view(np.uint8).reshape(-1, 4)
+    frequent = colours[np.argsort(-counts)[: COLOURS // 2]]
+    coarse = picture.quantize(COLOURS // 2, method=Image.Quantize.FASTOCTREE).palette  # the one method for RGBA
+    palette = np.concatenate([frequent, np.frombuffer(coarse.tobytes(), np.uint8).reshape(-1, 4)])
+    distance = ((colours[:, None].astype(np.int32) - palette) ** 2).sum(-1)
+    nearest = distance.argmin(-1).astype(np.uint8)[which]
+    found = Image.frombytes("P", picture.size, nearest.tobytes())
+    found.putpalette(palette.tobytes(), "RGBA")
+    return found
+
+
+def plane(score: object, *, weights: bool = False) -> Figure:
+    """How each key in a plane is scored by two queries; with `weights`, the weights of all these keys below."""
     side = np.linspace(-3, 3, 61)
     keys = np.stack(np.meshgrid(side, side), axis=-1).reshape(-1, 2)
-    maps = []
-    for title, score in scores:
-        for (name, query), mark in zip(QUERIES.items(), "AB", strict=True):
-            found = ats.attention_scores(np.array([query]), keys, score=score)
-            maps.append((f"{title}{name} ({mark})", found, query, mark))
+    scores = {name: ats.attention_scores(np.array([query]), keys, score=score) for name, query in QUERIES.items()}
+    lines = [("Score for", "score of key k for query q", scores)]
     if weights:
-        maps += [(f"its weights ({mark})", ats.masked_softmax(found), q, mark) for _, found, q, mark in maps]
-    figure = Figure(figsize=(3.3 * len(maps) + 0.6, 3.5), layout="constrained")
-    axes = figure.subplots(1, len(maps), squeeze=False)[0]
-    for i, (axis, (title, found, query, mark)) in enumerate(zip(axes, maps, strict=True)):
-        alike = [values for _, values, _, _ in maps[i // 2 * 2 : i // 2 * 2 + 2]]
-        levels = MaxNLocator(12).tick_values(min(x.min() for x in alike), max(x.max() for x in alike))
-        drawn = axis.contourf(side, side, found.reshape(61, 61), levels=levels, cmap="Reds")
-        axis.annotate(mark, query, ha="center", va="center", bbox={"boxstyle": "circle", "facecolor": "white"})
-        axis.set(title=title, xlabel="$k_0$", aspect="equal")
-        axis.axhline(0, color="white", linewidth=0.5)
-        axis.axvline(0, color="white", linewidth=0.5)
-        if i % 2:
-            figure.colorbar(drawn, ax=axes[i - 1 : i + 1], shrink=0.8)
-    axes[0].set_ylabel("$k_1$")
+        found = {name: ats.masked_softmax(values) for name, values in scores.items()}
+        lines.append(("Weights of", "weight of key k for query q", found))
+    figure = Figure(figsize=(7.6, 3.3 * len(lines)), layout="constrained")
+    for pair, (title, unit, maps) in zip(figure.subplots(len(lines), 2, squeeze=False), lines, strict=True):
+        values = np.stack(list(maps.values()))
+        largest = abs(values).max()
+        # Scores are signed: white is 0, red above, blue below.
+        limits, cmap = ((0, largest), "Reds") if values.min() >= 0 else ((-largest, largest), "RdBu_r")
+        levels = MaxNLocator(12).tick_values(values.min(), values.max())
+        for axis, (name, found) in zip(pair, maps.items(), strict=True):
+            norm = Normalize(*limits)
+            drawn = axis.contourf(side, side, found.reshape(61, 61), levels=levels, cmap=cmap, norm=norm)
+            query = QUERIES[name]
+            mark = {"boxstyle": "circle", "facecolor": "white", "edgecolor": "black"}
+            axis.annotate(name, query, ha="center", va="center", color="black", bbox=mark)
+            axis.set(title=f"{title} query {name} = ({query[0]:g}, {query[1]:g})", xlabel="$k_0$", aspect="equal")
+            axis.axhline(0, color="#8c8c8c", linewidth=0.5)
+            axis.axvline(0, color="#8c8c8c", linewidth=0.5)
+        pair[0].set_ylabel("$k_1$")
+        figure.colorbar(drawn, ax=pair, shrink=0.8, label=unit)
     return figure
 
 
 def additive() -> Figure:
     """An additive score with three hidden units: soft ridges that bend."""
     w_q = np.array([[1.0, 0.0], [0.0, 1.0], [0.7, -0.7]])
-    return plane(("", ats.Additive(w_v=np.array([1.5, -1.0, 1.0]), W_q=w_q, W_k=1.5 * w_q[::-1])))
+    return plane(ats.Additive(w_v=np.array([1.5, -1.0, 1.0]), W_q=w_q, W_k=1.5 * w_q[::-1]))
 
 
 def bilinear() -> Figure:
     """A bilinear score whose W turns the key by a quarter."""
-    return plane(("", ats.Bilinear(np.array([[0.0, 1.0], [-1.0, 0.0]]))))
+    return plane(ats.Bilinear(np.array([[0.0, 1.0], [-1.0, 0.0]])))
 
 
 def scaled_dot() -> Figure:
-    """Variance of the scores, and what the softmax makes of it, against the length of the vectors."""
+    """Variance of the scores, and the trace of the softmax Jacobian, against the dimension of the vectors."""
     rng, dims = np.random.default_rng(0), 2 ** np.arange(0, 11)
     found: dict[str, list[tuple[float, float]]] = {"dot": [], "scaled_dot": []}
     for dim in dims:
@@ -140,15 +166,17 @@ def scaled_dot() -> Figure:
         variance, trace = np.array(rows).T
         left.loglog(dims, variance, "o-", color=colour, label=name, base=2, markersize=4)
         right.semilogx(dims, trace, "o-", color=colour, label=name, base=2, markersize=4)
-    left.set(title="variance of a row's scores", xlabel="d")
-    right.set(title="trace of the softmax Jacobian", xlabel="d", ylim=(0, 1.05))
+    dimension = "dimension d of random queries and keys"
+    style_lines(left, "Variance of a query's scores over 256 keys", dimension, "variance")
+    style_lines(right, "Gradient that the softmax lets through", dimension, "trace of its Jacobian, 1 − Σ p²")
+    right.set_ylim(0, 1.05)
     left.legend(frameon=False)
     return figure
 
 
 def gaussian() -> Figure:
     """The score in a plane is a bowl around the query."""
-    return plane(("", ats.Gaussian(bandwidth=1.0)))
+    return plane(ats.Gaussian(bandwidth=1.0))
 
 
 def nadaraya_watson() -> Figure:
@@ -157,19 +185,21 @@ def nadaraya_watson() -> Figure:
     x = np.sort(5 * rng.random((50, 1)), axis=0)
     y = 2 * np.sin(x) + x**0.8 + 0.5 * rng.normal(size=x.shape)
     asked = np.linspace(0, 5, 100)[:, None]
-    figure = Figure(figsize=(11, 3), layout="constrained")
-    axes = figure.subplots(1, 4, width_ratios=(1, 1, 1, 1.1))
-    for axis, bandwidth in zip(axes, (0.05, 0.2, 1.0), strict=False):
+    figure = Figure(figsize=(8.6, 6), layout="constrained")
+    *axes, last = figure.subplots(2, 2).flat
+    for axis, bandwidth in zip(axes, (0.05, 0.2, 1.0), strict=True):
         out = ats.attend(asked, x, y, score=ats.Gaussian(bandwidth))
-        axis.plot(x, y, "o", color="#bdbdbd", markersize=3)
-        axis.plot(asked, 2 * np.sin(asked) + asked**0.8, "--", color=SECOND, linewidth=1, label="truth")
-        axis.plot(asked, out, color=FIRST, label="pooled")
-        axis.set_title(f"bandwidth {bandwidth}")
+        axis.plot(x, y, "o", color="#9aa5ab", markersize=3, label="training points")
+        axis.plot(asked, 2 * np.sin(asked) + asked**0.8, "--", color=SECOND, linewidth=1.2, label="true function")
+        axis.plot(asked, out, color=FIRST, label="attention pooling")
+        style_lines(axis, f"Bandwidth {bandwidth}", "x", "y")
     axes[0].legend(frameon=False, fontsize=8)
     weights = ats.attention_weights(asked, x, score=ats.Gaussian(0.2))
-    image = axes[3].imshow(weights, cmap="Reds", aspect="auto")
-    axes[3].set(title="weights, bandwidth 0.2", xlabel="training points", ylabel="points asked")
-    figure.colorbar(image, ax=axes[3])
+    image = last.imshow(weights, cmap="Reds", aspect="auto")
+    last.set_title("Weights, bandwidth 0.2", fontsize=10)
+    last.set_xlabel("key j: training point, by x", fontsize=9)
+    last.set_ylabel("query i: point asked for, by x", fontsize=9)
+    figure.colorbar(image, ax=last, label=WEIGHT)
     return figure
 
 
@@ -183,27 +213,30 @@ def softcap() -> Figure:
         capped = ats.attention_scores(scores, np.ones((1, 1)), score=ats.SoftCap("dot", cap))
         left.plot(scores, capped, color=colour, label=f"cap {cap:g}")
         right.plot(scores, 1 - (capped / cap) ** 2, color=colour)
-    left.set(title="score after the cap", xlabel="score before", ylim=(-25, 25))
-    right.set(title="slope: what the gradient is multiplied by", xlabel="score before", ylim=(0, 1.05))
+    style_lines(left, "cap · tanh(score / cap)", "score before the cap", "score after the cap")
+    style_lines(right, "Factor of the gradient", "score before the cap", "derivative of the capped score")
+    left.set_ylim(-25, 25)
+    right.set_ylim(0, 1.05)
     left.legend(frameon=False)
     return figure
 
 
 def collapse() -> Figure:
-    """What the statistics say while the queries of a head grow."""
+    """Means of three statistics over the queries of a head whose queries grow."""
     rng = np.random.default_rng(0)
     query, key = rng.normal(size=(2, 256, 64))
     growths = 2.0 ** np.arange(-3, 9)
     found = [ats.attend(g * query, key, key, return_stats=True)[1] for g in growths]
     panels = {
-        "effective keys (of 256)": [stats.effective_keys().mean() for stats in found],
-        "largest weight": [stats.max_weight.mean() for stats in found],
-        "trace of the softmax Jacobian": [stats.jacobian_trace().mean() for stats in found],
+        ("Effective keys, of 256", "keys"): [stats.effective_keys().mean() for stats in found],
+        ("Largest weight", "weight"): [stats.max_weight.mean() for stats in found],
+        ("Trace of the softmax Jacobian", "trace"): [stats.jacobian_trace().mean() for stats in found],
     }
-    figure = Figure(figsize=(10.5, 2.9), layout="constrained")
-    for axis, (title, values) in zip(figure.subplots(1, 3), panels.items(), strict=True):
+    figure = Figure(figsize=(9, 2.7), layout="constrained")
+    for axis, ((title, unit), values) in zip(figure.subplots(1, 3), panels.items(), strict=True):
         axis.semilogx(growths, values, "o-", color=FIRST, base=2, markersize=4)
-        axis.set(title=title, xlabel="queries times", ylim=(0, None))
+        style_lines(axis, title, "random queries, multiplied by", unit)
+        axis.set_ylim(0, None)
     return figure
 
 
@@ -239,12 +272,13 @@ def repaired() -> Figure:
             for layer in seen.layers.values():
                 steps, values = seen.history(layer.name, name)
                 axis.plot(steps, values, color=colour, linewidth=0.8)
-    axes[0].set(title="Loss", xlabel="step", ylim=(0, None))
+    style_lines(axes[0], "Training loss", "step", "nats per word")
+    style_lines(axes[1], "Largest logit of each head", "step", "logit")
+    style_lines(axes[2], "Effective keys of each head", "step", "keys, of 24")
+    axes[0].set_ylim(0, None)
     axes[0].legend(frameon=False)
-    axes[1].set(title="Largest logit of each head", xlabel="step", yscale="log")
-    axes[2].set(title="Effective keys of each head, of 24", xlabel="step", ylim=(0, 24))
-    for axis in axes:
-        axis.spines[["top", "right"]].set_visible(False)
+    axes[1].set_yscale("log")
+    axes[2].set_ylim(0, 24)
     return figure
 
 
@@ -252,8 +286,8 @@ def long_context() -> Figure:
     """131072 tokens of the example on long contexts, as its picture shows them."""
     example = runpy.run_path(str(HERE.parents[1] / "examples" / "long_context_maps.py"))
     query, key, _ = example["made_up_head"](131_072)
-    # At 140 dots an inch as wide as a picture may be: made smaller, its bins would blur and take twice the bytes.
-    return plotting.show_long_attention(query, key, mask=ats.Causal(), figsize=(10, 7.2))
+    # At 140 dots an inch no wider than a picture may be: made smaller, its bins would blur and take twice the bytes.
+    return plotting.show_long_attention(query, key, mask=ats.Causal(), figsize=(9.4, 7.2))
 
 
 def report(target: Path) -> None:
@@ -286,20 +320,20 @@ def report(target: Path) -> None:
 
 
 DRAWN: dict[str, Callable[[], Figure]] = {
-    "dot": lambda: plane(("", "dot")),
+    "dot": lambda: plane("dot"),
     "scaled-dot": scaled_dot,
     "additive": additive,
     "bilinear": bilinear,
     "gaussian": gaussian,
     "nadaraya-watson": nadaraya_watson,
-    "cosine": lambda: plane(("", "cosine")),
-    "sum": lambda: plane(("", "sum"), weights=True),
+    "cosine": lambda: plane("cosine"),
+    "sum": lambda: plane("sum", weights=True),
     "softcap": softcap,
     "collapse": collapse,
     "watching": watching,
     "long-context": long_context,
     "repaired": repaired,
-}
+} | DIAGRAMS
 
 if __name__ == "__main__":
     main(sys.argv[1:])

@@ -288,7 +288,7 @@ def _draw_chosen_heads(
         titles.append(f"layer {one['layer']}, head {one['head']}: {entropy:.2f} nats\n" + ", ".join(named))
     sentence = textwrap.shorten(batch.sentences[place], 220, placeholder=" …").replace("$", r"\$")
     sentence = textwrap.fill(f"“{sentence}”", 100)
-    meaning = "above each map its mean entropy, and the keys that get most of its weight"
+    meaning = "all-MiniLM-L6-v2: above each map its mean entropy, and the keys that get most of its weight"
     figure = show_attention(maps, tokens, titles=titles, suptitle=f"{sentence}\n{meaning}")
     report.picture("09-chosen-heads", figure)
 

@@ -161,9 +161,13 @@ def _point(score: str, query: Array, key: Array, value: Array, incoming: Array) 
     (_, stats), vjp = ats.attend_vjp(query, key, value, score=score, bias=zero_bias, return_stats=True)
     gradient = np.linalg.norm(np.asarray(vjp(incoming).bias), axis=-1)
     weights = ats.attention_weights(query, key, score=score)
-    squares, cubes = (weights**2).sum(-1), (weights**3).sum(-1)
-    # Squared norm of diag(s) - s s^T; rounding makes it negative where one key has the whole weight.
-    norm = np.sqrt(np.maximum(squares - 2 * cubes + squares**2, 0.0))
+    # Squared norm of diag(s) - s s^T. The largest weight comes last: near 1, its terms are taken from the others, since
+    # 1 - s would lose their digits.
+    *others, largest = np.moveaxis(np.sort(weights), -1, 0)
+    rest = np.stack(others)
+    squares = (rest**2).sum(0)
+    off_diagonal = (rest**2 * ((1 - rest) ** 2 + squares - rest**2 + largest**2)).sum(0)
+    norm = np.sqrt(off_diagonal + largest**2 * (rest.sum(0) ** 2 + squares))
     return FlowPoint(
         score,
         query.shape[1],
