@@ -85,7 +85,7 @@ def overview(documents: Mapping[str, Mapping[str, Any]]) -> Figure:
         axis.plot(ratios, at, mark, color=colour, markersize=6, alpha=0.85, label=name)
     axis.axvline(1, color="#262626", linewidth=0.9)
     axis.set(xscale="log", xlabel="times as fast as the baseline, 2 threads")
-    axis.set_yticks(range(len(rows)), [f"{what}  |  {against}" for what, against, _ in rows], fontsize=8)
+    axis.set_yticks(range(len(rows)), [f"{what}  |  {against}" for what, against, _ in rows], fontsize=9)
     axis.invert_yaxis()
     low, high = axis.get_xlim()
     axis.set_xticks([tick for tick in _TICKS if low <= tick <= high], minor=False)
