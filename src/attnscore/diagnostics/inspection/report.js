@@ -6,6 +6,7 @@
   const count = data.tokens.length;
   const MOST = 160; // labels and cells of more tokens than these cannot be distinguished
   const LINKS = 10;
+  const FALLS = new Set(["entropy", "effective_keys", "jacobian_trace"]); // towards collapse; the other statistics rise
   const shown = { layer: 0, head: 0, setting: "model", statistic: "entropy", rows: [0, count], cols: [0, count] };
 
   const bytes = (text) => Uint8Array.from(atob(text), (c) => c.charCodeAt(0)).buffer;
@@ -118,7 +119,7 @@
     const text = found.z.map((line, r) => line.map((w, k) =>
       `query ${span(found.down, r)}<br>key ${span(found.across, k)}<br>${exact ? "weight" : "mean weight"} ${w.toFixed(4)}`));
     const trace = { type: "heatmap", z: found.z, text, hoverinfo: "text", zmin: 0, xgap: 0.5, ygap: 0.5,
-      colorscale: [[0, c.panel], [1, c.strong]], colorbar: { title: { text: exact ? "weight" : "mean weight" }, thickness: 12 } };
+      colorscale: [[0, c.panel], [1, c.strong]], colorbar: { title: { text: `${exact ? "weight" : "mean weight"} of key j for query i`, side: "right" }, thickness: 12 } };
     const layout = frame({ height: 640, xaxis: { ...axis(found.across, "keys", 60), tickangle: -90 },
       yaxis: { ...axis(found.down, "queries", 45), autorange: "reversed" } });
     return Plotly.react(at("map"), [trace], layout, plain);
@@ -144,7 +145,7 @@
     const edges = Array.from({ length: to - from + 1 }, (_, i) => from + i);
     const trace = { type: "bar", y: mass, marker: { color: c.strong }, hoverinfo: "text",
       hovertext: mass.map((w, i) => `${span(edges, i)}<br>weight received ${w.toFixed(3)}`) };
-    return Plotly.react(at("mass"), [trace], frame({ height: 280, xaxis: { ...axis(edges, "", 60), tickangle: -90 }, yaxis: { gridcolor: c.line } }), plain);
+    return Plotly.react(at("mass"), [trace], frame({ height: 280, xaxis: { ...axis(edges, "key", 60), tickangle: -90 }, yaxis: { gridcolor: c.line, title: { text: "sum of weights" } } }), plain);
   };
 
   const cell = (kind, text) => { const made = document.createElement(kind); made.textContent = text; return made; };
@@ -186,11 +187,12 @@
     // Where a few large numbers would leave half the heads in the palest tenth, equal steps of colour are equal factors.
     const middle = [...all].sort((a, b) => a - b)[all.length >> 1];
     const isWide = low > 0 && middle - low < 0.1 * (high - low), on = isWide ? Math.log : (x) => x;
-    if (isWide) at("meaning").textContent += "; colours on a logarithmic scale";
+    at("meaning").textContent += `. Stronger colours: closer to one key for each query${isWide ? ", on a logarithmic scale" : ""}.`;
+    const strength = (x) => { const up = (on(x) - on(low)) / (on(high) - on(low)); return FALLS.has(shown.statistic) ? 1 - up : up; };
     const most = Math.max(...data.layers.map((one) => one.heads));
     const head = line([cell("td", ""), ...Array.from({ length: most }, (_, h) => heading(`${h}`, "col"))]);
     const lines = values.map((row, layer) => line([heading(`${layer}`, "row"), ...row.map((x, h) => {
-        const box = document.createElement("td"), button = cell("button", short(x)), share = high > low ? (on(x) - on(low)) / (on(high) - on(low)) : 0;
+        const box = document.createElement("td"), button = cell("button", short(x)), share = high > low ? strength(x) : 0;
         button.type = "button";
         button.dataset.layer = layer; button.dataset.head = h;
         button.style.setProperty("--share", (share * 100).toFixed(1));
