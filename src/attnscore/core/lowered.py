@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from attnscore import scores
 from attnscore.backends.base import Array, Backend
 from attnscore.scores.base import widen
-from attnscore.scores.forms import Form, InnerForm
+from attnscore.scores.forms import Form
 
 
 class Rows(NamedTuple):
@@ -61,9 +61,20 @@ class LoweredCall:
     """Whether the score has ``project`` for rows that are finite, and all arrays have one dtype."""
 
     @cached_property
-    def names(self) -> tuple[str, ...]:
-        """Names of the operands that are not of the score."""
-        return ("query", "key", "value", *(["bias"] if self.has_bias else []), *(["sink"] if self.has_sink else []))
+    def operand_count(self) -> int:
+        """Number of operands that are not of the score."""
+        return 3 + self.has_bias + self.has_sink
+
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """Place of each of these among the operands of the lowered call, which has w_v before the sink."""
+        places = [*range(3 + self.has_bias)]
+        return (*places, *([len(self.call.operands) - 1] if self.has_sink else []))
+
+    @cached_property
+    def has_weights(self) -> bool:
+        """Whether w_v is an operand of the lowered call, after the bias."""
+        return hasattr(self.lowered, "w_v")
 
     def run(
         self, query: Array, key: Array, value: Array, score: Any, mask: Any, bias: Any, sink: Any, seed: Any,
@@ -144,7 +155,7 @@ class LoweredOp:
         return (*outputs[:count], *outputs[count + len(self.call.computed) :])
 
     def forward(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
-        call, count = self.call, self.differentiable_outputs
+        call, count = self.call, self.inner.differentiable_outputs
         rows = call.rows(self.score, arrays[0], arrays[1])
         outputs = self.inner.forward(call.operands(rows, arrays))
         return (*outputs[:count], *[rows[i] for i in call.computed], *outputs[count:])
@@ -156,49 +167,53 @@ class LoweredOp:
         grads: Sequence[Array | None],
         wanted: Sequence[bool] | None = None,
     ) -> tuple[Array | None, ...]:
-        call, ops, extras = self.call, self.call.ops, self.call.has_bias + self.call.has_sink
-        wanted = wanted if wanted is not None else [True] * len(arrays)
-        parameters = arrays[3 + extras :]
-        score = self._score_of(parameters)
-        is_wanted = (*wanted[:2], *wanted[3 + extras :])
-        named: dict[str, Array | None]
+        call, ops = self.call, self.call.ops
+        if wanted is None:
+            wanted = [True] * len(arrays)
+        query, key, parameters = arrays[0], arrays[1], arrays[call.operand_count :]
+        score, computed = self._score_of(parameters), outputs[self.inner.differentiable_outputs :]
         with ops.numeric_scope():
             if ops.needs_grad(*arrays, *[x for x in grads if x is not None]):
-                form, rows = lower(ops, score, arrays[0], arrays[1])
+                rows = lower(ops, score, query, key)[1]
             else:
-                rows = self._saved_rows(score, arrays, outputs)
-                form = InnerForm(rows.query, rows.key)
-            found = self.inner.backward(
-                call.operands(rows, arrays), outputs[: self.differentiable_outputs], grads, self._inner_wanted(wanted)
-            )
-            named = dict(zip([operand.name for operand in call.call.operands], found, strict=True))
-            by_score: dict[str, Array] = {}
-            if any(is_wanted) and named["query"] is not None:
-                names = {*compress(("query", "key", *call.parameters), is_wanted)}
-                query_grad, key_grad, by_score = score.lowering_vjp(ops, arrays[0], arrays[1], form, named, names)
-                named |= {"query": query_grad, "key": key_grad}
-            every = [*(named.get(name) for name in call.names), *(by_score.get(name) for name in call.parameters)]
-            return tuple([
-                ops.astype(grad, ops.dtype(x)) if is_wanted and grad is not None else None
-                for x, grad, is_wanted in zip(arrays, every, wanted, strict=True)
-            ])  # fmt: skip
+                rows = self._saved_rows(score, query, key, computed)
+            outputs = outputs[: self.inner.differentiable_outputs]
+            found = self.inner.backward(call.operands(rows, arrays), outputs, grads, self._inner_wanted(wanted))
+            every = [found[i] for i in call.places]
+            if every[0] is not None:
+                names = {*compress(("query", "key"), wanted), *compress(call.parameters, wanted[call.operand_count :])}
+                incoming = {"query": found[0], "key": found[1]}
+                if call.has_weights:
+                    incoming["w_v"] = found[3 + call.has_bias]
+                every[0], every[1], by_score = score.lowering_vjp(ops, query, key, rows, incoming, names)
+                every += [by_score.get(name) for name in call.parameters]
+            else:
+                every += [None] * len(parameters)
+            # In a loop, without `astype`, which takes half a microsecond where there is nothing to do.
+            for i, (x, grad) in enumerate(zip(arrays, every, strict=True)):
+                if not wanted[i] or grad is None:
+                    every[i] = None
+                elif grad.dtype != x.dtype:
+                    every[i] = ops.astype(grad, ops.dtype(x))
+        return tuple(every)
 
     def _score_of(self, parameters: Sequence[Array]) -> Any:
         """Return the score with other arrays than those of the forward.
 
         Hooks on saved tensors give others, and autograd gives those that are not leaves as new objects.
         """
-        named = dict(zip(self.call.parameters, parameters, strict=True))
-        if all(x is getattr(self.score, name) for name, x in named.items()):
-            return self.score
-        return dataclasses.replace(self.score, **named)
+        names = self.call.parameters
+        for name, x in zip(names, parameters, strict=True):
+            if x is not getattr(self.score, name):
+                return dataclasses.replace(self.score, **dict(zip(names, parameters, strict=True)))
+        return self.score
 
-    def _saved_rows(self, score: Any, arrays: Sequence[Array], outputs: Sequence[Array]) -> Rows:
+    def _saved_rows(self, score: Any, query: Array, key: Array, computed: Sequence[Array]) -> Rows:
         """Return the rows of the forward."""
-        rows = [*arrays[:2]]
-        for i, x in zip(self.call.computed, outputs[self.differentiable_outputs :], strict=False):
+        rows = [query, key]
+        for i, x in zip(self.call.computed, computed, strict=False):
             rows[i] = x
-        if not hasattr(self.call.lowered, "w_v"):
+        if not self.call.has_weights:
             return Rows(rows[0], rows[1])
         *_, w_v = widen(self.call.ops, *rows, score.w_v)
         return Rows(rows[0], rows[1], w_v)
@@ -208,6 +223,6 @@ class LoweredOp:
         call = self.call
         after_bias = 3 + call.has_bias
         found = [True, True, *wanted[2:after_bias]]
-        if hasattr(call.lowered, "w_v"):
+        if call.has_weights:
             found.append(True)
-        return [*found, *wanted[after_bias : after_bias + call.has_sink]]
+        return [*found, *wanted[after_bias : call.operand_count]]

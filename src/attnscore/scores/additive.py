@@ -91,7 +91,7 @@ class Additive(Score):
         return lowered_with_vjp(ops, self, query, key)
 
     def lowering_vjp(
-        self, ops: Backend, query: Array, key: Array, form: Form, grads: Mapping[str, Array], wanted: Collection[str]
+        self, ops: Backend, query: Array, key: Array, rows: Any, grads: Mapping[str, Array], wanted: Collection[str]
     ) -> ScoreGradients:
         arrays = {"w_v": ops.reshape(grads["w_v"], self.w_v.shape)}
 
@@ -108,8 +108,7 @@ class Additive(Score):
             weight = per_head(ops, name, getattr(self, name), query, key, 2)
             x, grad, weight = widen(ops, x, grad, weight)
             if name in wanted:
-                found = weight_gradient(ops, grad, x, weight.shape)
-                arrays[name] = ops.reshape(found, getattr(self, name).shape)
+                arrays[name] = weight_gradient(ops, grad, x, weight.shape, getattr(self, name).shape)
             return ops.matmul(grad, weight) if side in wanted else None
 
         query_grad = projection_vjp("query", "W_q", query, self.bias)

@@ -262,7 +262,11 @@ def lower_pullback(ops: Backend, score: Any, query: Array, key: Array) -> tuple[
 
 
 def lowered_with_vjp(ops: Backend, score: Any, query: Array, key: Array) -> tuple[Form, Pullback]:
-    """Return the lowered form of a score that has ``lowering_vjp``, and its VJP."""
+    """Return the lowered form of a score that has ``lowering_vjp``, and its VJP.
+
+    ``lowering_vjp(ops, query, key, rows, grads, wanted)`` returns the gradients of what is named in `wanted`, from
+    those of the arrays of the form; `rows` has query and key of the form.
+    """
     form = score.lower(ops, query, key)
     wanted = {"query", "key", *arrays_of(score)}
     return form, lambda grads: score.lowering_vjp(ops, query, key, form, grads, wanted)
@@ -361,10 +365,11 @@ def zero_isolated_rows(ops: Backend, x: Array, grad: Array) -> tuple[Array, Arra
     return ops.where(finite, x, 0.0), ops.where(finite, grad, 0.0)
 
 
-def weight_gradient(ops: Backend, x: Array, grad: Array, shape: Sequence[int]) -> Array:
-    """Return the gradient of W (of this shape) in ``y = x @ W``, from `grad`, that of y."""
-    if len(shape) == 2 < len(x.shape):
+def weight_gradient(ops: Backend, x: Array, grad: Array, shape: Sequence[int], own: Sequence[int]) -> Array:
+    """Return the gradient of W in ``y = x @ W``, from `grad`, that of y; `own` is its shape with heads on one axis."""
+    if len(shape) == 2:
         # One product in place of one for each element of the batch, whose sum follows.
         count = math.prod(x.shape[:-1])
         x, grad = ops.reshape(x, (count, shape[0])), ops.reshape(grad, (count, shape[1]))
-    return sum_to(ops, ops.matmul(ops.matrix_transpose(x), grad), shape)
+        return ops.matmul(ops.matrix_transpose(x), grad)
+    return ops.reshape(sum_to(ops, ops.matmul(ops.matrix_transpose(x), grad), shape), own)

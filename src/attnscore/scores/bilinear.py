@@ -62,7 +62,7 @@ class Bilinear(Score):
         return lowered_with_vjp(ops, self, query, key)
 
     def lowering_vjp(
-        self, ops: Backend, query: Array, key: Array, form: Form, grads: Mapping[str, Array], wanted: Collection[str]
+        self, ops: Backend, query: Array, key: Array, rows: Any, grads: Mapping[str, Array], wanted: Collection[str]
     ) -> ScoreGradients:
         # lower: query @ W
         weight = per_head(ops, "W", self.W, query, key, 2)
@@ -70,7 +70,7 @@ class Bilinear(Score):
         x, grad = zero_isolated_rows(ops, x, grad)
         arrays = {}
         if "W" in wanted:
-            arrays["W"] = ops.reshape(weight_gradient(ops, x, grad, weight.shape), self.W.shape)
+            arrays["W"] = weight_gradient(ops, x, grad, weight.shape, self.W.shape)
         query_grad = ops.matmul(grad, ops.matrix_transpose(weight)) if "query" in wanted else None
         return ScoreGradients(query_grad, grads["key"], arrays)
 

@@ -60,9 +60,9 @@ class Cosine(Score):
         return lowered_with_vjp(ops, self, query, key)
 
     def lowering_vjp(
-        self, ops: Backend, query: Array, key: Array, form: Form, grads: Mapping[str, Array], wanted: Collection[str]
+        self, ops: Backend, query: Array, key: Array, rows: Any, grads: Mapping[str, Array], wanted: Collection[str]
     ) -> ScoreGradients:
-        units, inner = (form.query, form.key), ScoreGradients(grads["query"], grads["key"], {})
+        units, inner = (rows.query, rows.key), ScoreGradients(grads["query"], grads["key"], {})
         if backends.is_array(self.scale):
             units = self._units(ops, query, key)
             inner = ScaledDot(self.scale).lower_pullback(ops, *units)[1](grads)
