@@ -169,8 +169,7 @@ def differential(page: Any) -> Figure:
 def alibi(page: Any) -> Figure:
     """The weights of equal scores under each slope."""
     equal = np.zeros((1, page.heads, 64, 1), np.float32)
-    bias = page.alibi[:, :, -64:].numpy()
-    weights = ats.attention_weights(equal, equal, bias=bias, mask=ats.Causal())[0]
+    weights = ats.attention_weights(equal, equal, bias=page.alibi(64).numpy(), mask=ats.Causal())[0]
     titles = [f"head {head}: slope 1/{round(1 / slope)}" for head, slope in enumerate(page.slopes.tolist())]
     figure, axes = Figure(figsize=(9.5, 5), layout="constrained"), []
     for axis, title, one in zip(figure.subplots(2, 4, sharex=True, sharey=True).flat, titles, weights, strict=True):
