@@ -103,6 +103,7 @@ SMALL = {row[0] for row in SHAPES}
 # Those that compile something for every shape: two or three seconds each.
 COMPILED = {name for name in SMALL if name.endswith(("-graph", "-jit", "jax-eager", "-flax"))}
 UNPROMISED = {"dropout-backward", "gaussian", "gaussian-backward", "weights"}
+UNPROMISED |= {"packed", "packed-backward"}
 MEMORY = {"memory-dot", "memory-additive"}
 
 

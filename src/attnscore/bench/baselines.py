@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
+import attnscore as ats
 from attnscore.bench import layers
 from attnscore.bench.formulas import Scores, formulas, ops
-from attnscore.bench.inputs import Inputs, Side, caller, ours
+from attnscore.bench.inputs import Inputs, Side, as_tuple, caller, ours
 
 _CHOICE = 0.003  # seconds, for which a short call is tried
 
@@ -88,6 +89,56 @@ def sdpa(inputs: Inputs) -> Side:
 
     forms = [caller(inputs, form(each) if each or inputs.case.has_parameter else attention) for each in options]
     return Side("sdpa", _fastest(forms), same=inputs.case.score == "scaled_dot")
+
+
+def sdpa_padded(inputs: Inputs) -> Side:
+    """The same function of a padded batch with the lengths of its keys."""
+    import torch
+
+    lengths = np.array(inputs.case.packed_lengths())
+    cu = np.cumsum([0, *lengths])
+
+    def padded(x: Any) -> Any:
+        # (1, head, total, dim) to (sequence, head, longest, dim)
+        found = ats.unpack_padded(x.detach()[0].transpose(0, 1), cu).transpose(1, 2).contiguous()
+        return found.requires_grad_(x.requires_grad)
+
+    def packed(x: Any) -> Any:
+        return ats.pack_padded(x.transpose(1, 2), lengths)[0].transpose(0, 1)[None]
+
+    names = ("query", "key", "value", "grad")
+    batch = replace(inputs, **{name: padded(getattr(inputs, name)) for name in names})
+    mask = torch.from_numpy(np.arange(lengths.max()) < lengths[:, None])[:, None, None]
+    attention = torch.nn.functional.scaled_dot_product_attention
+    run = caller(batch, lambda query, key, value: attention(query, key, value, attn_mask=mask))
+    return Side("sdpa-padded", run, outputs=lambda found: tuple(map(packed, as_tuple(found))))
+
+
+def _forms(inputs: Inputs) -> list[Callable[..., Any]]:
+    """The formulas in the caller's framework as functions of (query, key, value[, parameter])."""
+    case = inputs.case
+    its = ops(case.framework)
+    positions = its.arange(case.sizes["keys"])
+
+    def form(scores: Scores) -> Callable[..., Any]:
+        def pooled(query: Any, key: Any, value: Any, parameter: Any = inputs.parameter, *, lens: Any = None) -> Any:
+            weights = its.weights(scores(query, key, parameter), lens, positions)
+            out = weights @ value
+            return (out, weights) if case.weights else out
+
+        return pooled
+
+    return [form(scores) for scores in formulas(case.score, case.sizes["dim"], its)]
+
+
+def formula(inputs: Inputs) -> Side:
+    """The fastest formula in the caller's framework; for a layer in a layer with the same projections."""
+    if inputs.case.layer:
+        sides = [layers.side(inputs, "formula", layer) for layer in layers.of_formulas(inputs)]
+    else:
+        sides = [Side("formula", caller(inputs, form)) for form in _forms(inputs)]
+    fastest = _fastest([side.run for side in sides])
+    return next(side for side in sides if side.run is fastest)
 
 
 def _forms(inputs: Inputs) -> list[Callable[..., Any]]:
@@ -237,6 +288,7 @@ def _numpy(x: Any) -> Any:
 _FORWARD = ("mask", "backward")
 BASELINES = {
     "sdpa": Baseline("torch scaled_dot_product_attention", sdpa),
+    "sdpa-padded": Baseline("the same of a padded batch", sdpa_padded),
     "naive": Baseline("naive PyTorch", naive, lacks=("mask",)),
     "compile": Baseline("naive PyTorch, torch.compile", compiled, lacks=("mask",)),
     "xla": Baseline("naive JAX, jax.jit (XLA)", xla, lacks=(*_FORWARD, "gaussian")),

@@ -49,8 +49,9 @@ class Case:
     baselines: Mapping[str, Target | None]
     score: Score = "scaled_dot"
     dtype: str = "float32"
-    mask: Literal["", "causal", "valid_lens", "window", "lens"] = ""
-    """"lens": valid lengths, one for each element of the batch, in an array that is an operand of the call."""
+    mask: Literal["", "causal", "valid_lens", "window", "packed", "lens"] = ""
+    """"packed": sequences in one row, of lengths that rise evenly to ``sizes["visible"]``. "lens": valid lengths, one
+    for each element of the batch, in an array that is an operand of the call."""
     framework: Literal["torch", "numpy", "jax", "tensorflow"] = "torch"
     graph: bool = False
     """The caller is a compiled program: inside ``jax.jit`` or ``tf.function``."""
@@ -104,8 +105,18 @@ class Case:
             "valid_lens": queries * min(visible, keys),
             # The first queries attend to fewer keys than the window is wide.
             "window": queries * visible - visible * (visible - 1) // 2,
+            "packed": sum(n * n for n in self.packed_lengths()) if self.mask == "packed" else 0,
         }
         return int(self.sizes["batch"] * max(1, self.sizes["heads"]) * by_mask[self.mask])
+
+    def packed_lengths(self) -> list[int]:
+        """Return the lengths of packed sequences: 16 that rise to the longest, again and again; the last is cut."""
+        total, step = self.sizes["queries"], max(1, self.sizes["visible"] // 16)
+        found: list[int] = []
+        while total > 0:
+            found.append(min(total, step * (len(found) % 16 + 1)))
+            total -= found[-1]
+        return found
 
     def work(self) -> dict[str, int]:
         """Return the operations of the matrix products, the activations of the additive score, the bytes of the arrays.
@@ -141,6 +152,7 @@ _CALLERS_LONG = _sizes(1, 32768, 32768, 64)
 _SHORT_HEADS = _sizes(12, 128, 128, 32, batch=8)
 _TINY = _sizes(8, 16, 16, 64, batch=2)
 _GAUSSIAN = _sizes(8, 1024, 1024, 64)
+_PACKED = _sizes(8, 4352, 4352, 64, visible=512)
 
 # (score, heads, queries, keys, dim, batch): a toy example of D2L, its translation model, and what lies around them.
 # At most 4 M activations a call, so that the additive formula takes milliseconds.
@@ -217,6 +229,14 @@ CASES: tuple[Case, ...] = (
     Case(
         "window", "scaled dot (1,8,8192,64), window 256 of 8192, forward", _sizes(8, 8192, 8192, 64, visible=256),
         {"sdpa": Target(25, 40)}, mask="window",
+    ),
+    Case(
+        "packed", "scaled dot (1,8,4352,64), 16 packed sequences up to 512, forward", _PACKED,
+        {"sdpa": None, "sdpa-padded": None}, mask="packed",
+    ),
+    Case(
+        "packed-backward", "scaled dot (1,8,4352,64), 16 packed sequences up to 512, forward + backward", _PACKED,
+        {"sdpa": None, "sdpa-padded": None}, mask="packed", backward=True,
     ),
     Case(
         "decoding", "scaled dot, 1 query, 32768 keys, 32 heads, d 128", _sizes(32, 1, 32768, 128),

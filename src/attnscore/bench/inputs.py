@@ -85,6 +85,8 @@ class Inputs:
                 return ats.ValidLens([width] * self.case.sizes["batch"])
             case "window":
                 return ats.SlidingWindow(left=width - 1, right=0)
+            case "packed":
+                return ats.Packed(np.cumsum([0, *self.case.packed_lengths()]))
         return None
 
     def allowed(self) -> Any:
@@ -98,6 +100,9 @@ class Inputs:
                 return np.broadcast_to(j < width, (sizes["queries"], sizes["keys"]))
             case "window":
                 return (j <= i) & (j > i - width)
+            case "packed":
+                ends = np.cumsum(self.case.packed_lengths())
+                return np.searchsorted(ends, i, "right") == np.searchsorted(ends, j, "right")
             case "lens":
                 each = (j < np.asarray(self.lens)[:, None])[:, None]
                 return np.broadcast_to(each, (sizes["batch"], sizes["queries"], sizes["keys"]))
