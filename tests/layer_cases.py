@@ -51,11 +51,21 @@ def cosine(q: Tensor, k: Tensor, log_scale: Tensor, **_: Any) -> Tensor:
     return log_scale.exp() * (q / q.norm(dim=-1, keepdim=True)) @ (k / k.norm(dim=-1, keepdim=True)).mT
 
 
-def pool(scores: Tensor, visible: Tensor | None, values: Tensor) -> tuple[Tensor, Tensor]:
+def capped(score: Callable[..., Tensor], cap: float) -> Callable[..., Tensor]:
+    return lambda q, k, **given: cap * torch.tanh(score(q, k, **given) / cap)
+
+
+def norm(x: Tensor, scale: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * scale
+
+
+def pool(scores: Tensor, visible: Tensor | None, values: Tensor, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Output and weights by the definition: -inf where hidden, rows of 0 where nothing is visible."""
     if visible is not None:
         scores = scores.masked_fill(~visible, -math.inf)
-    weights = torch.softmax(scores, -1)
+    if sink is not None:
+        scores = torch.cat([scores, sink.expand(*scores.shape[:-1], 1)], -1)
+    weights = torch.softmax(scores, -1)[..., : values.shape[-2]]
     if visible is not None:
         weights = weights.masked_fill(~visible.any(-1, keepdim=True), 0.0)
     return weights @ values, weights
@@ -88,13 +98,17 @@ def heads(score: Callable[..., Tensor]) -> Plain:
         score_width = q.shape[-1] // count
         sharing = count // (v.shape[-1] // width)
         own = dict(layer.named_parameters(recurse=False))
+        sinks, norms = own.pop("sink", [None] * count), [own.pop(name, None) for name in ("q_norm", "k_norm")]
         found = []
         for h in range(count):
             g = h // sharing
             of_q = slice(h * score_width, (h + 1) * score_width)
             of_k, of_v = slice(g * score_width, (g + 1) * score_width), slice(g * width, (g + 1) * width)
-            scores = score(q[..., of_q], k[..., of_k], **{name: x[h] for name, x in own.items()})
-            found.append(pool(scores, visible, v[..., of_v]))
+            of_head = (q[..., of_q], k[..., of_k])
+            if norms[0] is not None:
+                of_head = tuple(norm(x, scale) for x, scale in zip(of_head, norms, strict=True))
+            scores = score(*of_head, **{name: x[h] for name, x in own.items()})
+            found.append(pool(scores, visible, v[..., of_v], sinks[h]))
         return layer.W_o(torch.cat([out for out, _ in found], -1)), torch.stack([w for _, w in found], 1)
 
     return plain
@@ -158,6 +172,9 @@ LAYERS = (
     _multi("heads, bilinear", bilinear, score="bilinear", num_key_value_heads=2),
     _multi("heads, gaussian", gaussian, score="gaussian"),
     _multi("heads, cosine", cosine, score="cosine", num_key_value_heads=1),
+    _multi("heads, capped additive", capped(additive, 0.5), score=ats.SoftCap("additive", 0.5)),
+    _multi("heads, sink", scaled_dot, sink=True),
+    _multi("heads, norms, sink", gaussian, score="gaussian", qk_norm=True, sink=True, num_key_value_heads=2),
     _multi("one head", scaled_dot, num_heads=1, num_hiddens=3),
 )
 

@@ -20,7 +20,7 @@ from attnscore.layers.torch import (
     GaussianAttention,
     MultiHeadAttention,
 )
-from layer_cases import KEYS, LAYERS, MASKS, QUERIES, VALUE_SIZE, Case, close, every_layer, every_mask
+from layer_cases import BATCH, KEYS, LAYERS, MASKS, QUERIES, VALUE_SIZE, Case, close, every_layer, every_mask
 
 pytestmark = pytest.mark.usefixtures("torch_seed")
 
@@ -151,11 +151,64 @@ def test_dropout_acts_in_training_alone(case: Case) -> None:
     seeded = layer(*inputs)
     torch.manual_seed(1)
     assert torch.equal(layer(*inputs), seeded)
-    sums = layer.attention_weights.sum(-1)
-    close(sums, torch.ones_like(sums), torch.float32)
+    close(layer.attention_weights, case.plain(layer, *inputs, None)[1], torch.float32)
     out = layer.eval()(*inputs)
     assert torch.equal(layer(*inputs), out)
     close(out, case.plain(layer, *inputs, None)[0], torch.float32)
+
+
+def rotary(q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Turn neighbouring features by angles that grow with the position; a last odd one stays."""
+
+    def turned(x: Tensor) -> Tensor:
+        half = x.shape[-1] // 2
+        angles = positions[..., None, None] / torch.arange(1, half + 1, dtype=x.dtype)
+        a, b = x[..., :half], x[..., half : 2 * half]
+        turned = (a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos(), x[..., 2 * half :])
+        return torch.cat(turned, -1)
+
+    return turned(q), turned(k)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("case", [case for case in LAYERS if case.head_count], ids=lambda case: case.name)
+def test_steps_with_a_cache_are_one_pass(case: Case, window: int | None) -> None:
+    """Output, weights of a step and gradients, with a rotary embedding, lengths per sequence and a bias."""
+    layer, length = case.make(rotary=rotary, dtype=torch.float64), 9
+    sizes = (case.query_size, case.key_size, VALUE_SIZE)
+    inputs = [torch.randn(BATCH, length, size, dtype=torch.float64) for size in sizes]
+    mask = ats.Causal() if window is None else ats.Causal() & (ats.SlidingWindow(left=window - 1) | ats.KeyRange(0, 1))
+    cache = ats.KeyValueCache(head_axis=-2, window=window, sinks=int(window is not None))
+    whole = layer(*inputs, mask=mask)
+    wanted = layer.attention_weights
+    outs = []
+    for part in (slice(0, 4), slice(4, 5), slice(5, 6), slice(6, 9)):
+        outs.append(layer(*[x[:, part] for x in inputs], cache=cache))
+        positions, found = cache.positions, layer.attention_weights
+        for b in range(BATCH):
+            held = positions[b] >= 0
+            torch.testing.assert_close(found[b][..., held], wanted[b][:, part][..., positions[b][held]])
+            assert not found[b][..., ~held].any()
+    torch.testing.assert_close(torch.cat(outs, 1), whole)
+    parameters = list(layer.parameters())
+    grads = [torch.autograd.grad(x.square().sum(), parameters) for x in (torch.cat(outs, 1), whole)]
+    torch.testing.assert_close(*grads)
+    shorter = ats.KeyValueCache(head_axis=-2)
+    bias = torch.randn(1, 1, length, length, dtype=torch.float64)
+    out = layer(*inputs, valid_lens=[2, 9], cache=shorter, bias=bias)
+    torch.testing.assert_close(out, layer(*inputs, mask=ats.Causal() & ats.ValidLens([2, 9], [2, 9]), bias=bias))
+    assert shorter.lens.tolist() == [2, 9]
+
+
+def test_weights_of_a_step_are_read_before_the_next() -> None:
+    layer, x = MultiHeadAttention(8, 2, query_size=8, key_size=8, value_size=8), torch.randn(2, 600, 8)
+    cache = ats.KeyValueCache(head_axis=-2, capacity=1200)
+    with torch.no_grad():
+        layer(x, x, x, cache=cache)
+        assert layer.attention_weights.shape == (2, 2, 600, 1200)
+        cache.append(torch.zeros(2, 1, 2, 4), torch.zeros(2, 1, 2, 4))
+    with pytest.raises(ats.ArgumentError, match="attention_weights: expected inputs as they were in the call"):
+        _ = layer.attention_weights
 
 
 @every_layer

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 import torch
@@ -317,6 +318,41 @@ def test_dtypes_are_promoted_as_flax_does_it() -> None:
     assert layer(x, x, x).dtype == jnp.float32, "the parameters are float32"
     assert DotProductAttention()(x, x.astype(jnp.float32), x).dtype == jnp.float32
     assert DotProductAttention()(x, x, x).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("name", ["heads, norms, sink", pytest.param("heads, capped additive", marks=pytest.mark.slow)])
+def test_a_scan_with_a_cache_is_one_pass(name: str) -> None:
+    """A compiled loop carries the cache; the rotary embedding takes the positions behind it."""
+
+    def rotary(q: Any, k: Any, positions: Any) -> Any:
+        def turned(x: Any) -> Any:
+            a, b = jnp.split(x, 2, axis=-1)
+            angles = positions[..., None, None] * jnp.ones_like(a) / 3
+            return jnp.concatenate(
+                [a * jnp.cos(angles) - b * jnp.sin(angles), a * jnp.sin(angles) + b * jnp.cos(angles)], -1
+            )
+
+        return turned(q), turned(k)
+
+    layer = make(next(case for case in LAYERS if case.name == name), rotary=rotary)
+    layer.keep_last = False
+    rng = np.random.default_rng(0)
+    inputs = [jnp.asarray(rng.standard_normal((2, 7, size))) for size in (6, 7, VALUE_SIZE)]
+    whole = layer(*inputs, mask=ats.Causal() & (ats.SlidingWindow(left=2) | ats.KeyRange(0, 1)))
+    cache = ats.KeyValueCache(head_axis=-2, window=3, sinks=1, capacity=6)
+    first, cache = layer(*[x[:, :3] for x in inputs], cache=cache)
+
+    @jax.jit
+    def decode(cache: Any, inputs: Any) -> Any:
+        def step(cache: Any, inputs: Any) -> Any:
+            out, cache = layer(*[x[:, None] for x in inputs], cache=cache)
+            return cache, out[:, 0]
+
+        return jax.lax.scan(step, cache, [x.swapaxes(0, 1) for x in inputs])
+
+    cache, rest = decode(cache, [x[:, 3:] for x in inputs])
+    np.testing.assert_allclose(jnp.concatenate([first, rest.swapaxes(0, 1)], 1), whole, rtol=1e-9, atol=1e-9)
+    assert cache.lens.tolist() == [7, 7]
 
 
 @pytest.mark.parametrize("case", [case for case in LAYERS if case.sized], ids=lambda case: case.name)

@@ -166,8 +166,10 @@ class KeyValueCache:
         return 0 if self._keys is None else int(self._keys.nbytes + self._values.nbytes)
 
     def next_positions(self, count: int) -> Array:
-        """Return the positions of the next `count`, (batch, count): for rotary embeddings, before an append."""
-        index = self._filled("next_positions")._index
+        """Return the positions of the next `count`, (batch, count), or (1, count) while the cache is empty."""
+        if self._keys is None:
+            return np.arange(count)[None]
+        index = self._index
         return index.reshape(self._lens, (-1, 1)) + index.positions(0, count, self._lens)
 
     def __repr__(self) -> str:
@@ -362,33 +364,53 @@ class KeyValueCache:
         ------
         ShapeError, ArgumentError, and those of `attend`
         """
-        self._filled("attend")
         for name in ("valid_lens", "head_axis", *(("score",) if self.score is not None else ())):
             if name in options:
                 raise ArgumentError(
                     message(name, "an argument of the cache, not of its attend()", shown(options[name]))
                 )
-        if len(getattr(query, "shape", ())) != len(self.keys.shape):
-            expected = f"{len(self.keys.shape)} axes, as the keys of the cache have"
+        found = self.arguments(query, causal=causal, mask=mask)
+        if self.score is None:
+            found["score"] = options.pop("score", "scaled_dot")
+        found = attend(query, found.pop("key"), found.pop("value"), **found, **options)
+        if self._is_in_place:
+            out = found[0] if isinstance(found, tuple) else found
+            self._is_saved = self._is_saved or bool(getattr(out, "requires_grad", False))
+        return found
+
+    def arguments(self, query: Array, *, causal: bool = True, mask: Any = None) -> dict[str, Any]:
+        """Return what `attend` takes beside the query: for `explain`, `attention_weights` and the like.
+
+        Parameters are those of the method `attend`.
+
+        Examples
+        --------
+        >>> import numpy as np, attnscore as ats
+        >>> x = np.zeros((1, 4, 2))
+        >>> found = ats.KeyValueCache().append(x, x).arguments(x[:, 2:])
+        >>> ats.attend(x[:, 2:], **found, return_weights=True)[1]
+        array([[[0.33333333, 0.33333333, 0.33333333, 0.        ],
+                [0.25      , 0.25      , 0.25      , 0.25      ]]])
+        """
+        keys, values = self._filled("attend").keys, self.values
+        if len(getattr(query, "shape", ())) != len(keys.shape):
+            expected = f"{len(keys.shape)} axes, as the keys of the cache have"
             raise ShapeError(message("query", expected, shown(query)))
         count = query.shape[-3 if self._has_heads and self.head_axis == -2 else -2]
-        score = options.pop("score", "scaled_dot") if self.score is None else self._prepared_score
         lens = self._lens_per_query(count, causal)
         if mask is not None:
             mask = self.mask(count, causal=causal) & (mask if isinstance(mask, Mask) else Dense(mask))
-        elif lens is not None:
-            options["valid_lens"] = lens
-        else:
+            lens = None
+        elif lens is None:
             mask = self.mask(count)
             batch = len(self._lens)
             if self._is_in_place and batch * count * self.slots <= _FEW_PAIRS:
                 array = mask.materialize(count, self.slots, batch)
                 mask = self._ops.asarray(array[:, None] if self._has_heads else array, query)
-        found = attend(query, self.keys, self.values, score=score, mask=mask, head_axis=self.head_axis, **options)
-        if self._is_in_place:
-            out = found[0] if isinstance(found, tuple) else found
-            self._is_saved = self._is_saved or bool(getattr(out, "requires_grad", False))
-        return found
+        if self._is_in_place and backends.of({"query": query}).needs_grad(query):
+            self._is_saved = True
+        found = {"key": keys, "value": values, "mask": mask, "valid_lens": lens, "head_axis": self.head_axis}
+        return found if self.score is None else found | {"score": self._prepared_score}
 
     def mask(self, query_len: int, *, causal: bool = True) -> Mask:
         """Return the mask of the last `query_len` positions over the slots of `keys` and `values`.

@@ -36,11 +36,14 @@ from attnscore.layers.keras import (
     GaussianAttention,
     MultiHeadAttention,
 )
-from layer_cases import KEYS, LAYERS, MASKS, QUERIES, Case
+from layer_cases import KEYS, MASKS, QUERIES, Case
+from layer_cases import LAYERS as EVERY_LAYER
 
 # One of each layer; on JAX, where each takes a second to compile, that with the most parameters.
 QUICK = ("scaled dot", "additive", "bilinear", "gaussian, learned", "heads, additive, 3 hidden")
 POLICIES = ("mixed_float16", "mixed_bfloat16", "float16")
+# Wrapped scores are PyTorch's and Flax's: a configuration holds none.
+LAYERS = tuple(case for case in EVERY_LAYER if isinstance(case.arguments.get("score", ""), str))
 EVERY = tuple(case.name for case in LAYERS)
 most_layers = pytest.mark.parametrize("case", quick(QUICK, among=LAYERS, on_jax=QUICK[-1:]))
 ADDITIVE = next(case for case in LAYERS if case.name == "heads, additive")
@@ -119,6 +122,23 @@ def test_one_memory_for_a_batch_of_queries() -> None:
     shown = np.array([[True, False, True, True, False]])
     close(ours(q, k[:1], v[:1], keys_mask=shown), ours(q, k[:1], v[:1], attention_mask=shown[:, None]))
     assert ours.compute_output_shape((1, 3, 6), (None, 5, 7), (None, 5, 4)) == (None, 3, 8)
+
+
+def test_prepared_keys() -> None:
+    _, ours = counterparts(next(case for case in LAYERS if case.name == "additive"))
+    q, k, v = arrays(*next(case for case in LAYERS if case.name == "additive").inputs())
+    with pytest.raises(ats.ArgumentError, match="prepare_keys: expected a layer with parameters, got one without"):
+        AdditiveAttention(4).prepare_keys(keras.ops.convert_to_tensor(k))
+    wanted = ours(q, k, v, [2, 3])
+    prepared = ours.prepare_keys(keras.ops.convert_to_tensor(k))
+    close(ours(q, prepared, v, [2, 3]), wanted)
+    assert SHOWN(ours.attention_weights).shape == (*q.shape[:2], k.shape[1])
+    features = np.random.default_rng(0).standard_normal(prepared.key.shape).astype(k.dtype)
+    found = ours(q, prepared + features, v)
+    projected = ats.Additive(prepared.score.w_v)
+    close(found, ats.attend(ours.W_q(q), prepared.key + features, keras.ops.convert_to_tensor(v), score=projected))
+    with pytest.raises(ats.FrameworkError, match="AdditiveAttention takes prepared keys"):
+        DotProductAttention()(q, prepared, v)
 
 
 @slow_on_jax

@@ -5,6 +5,7 @@
 - A layer is W_o join(pool(split W_q q, split W_k k, split W_v v)) under its score; a description lists which of these
   projections there are.
 - A score of `MultiHeadAttention` is one line in each of two tables: which parameters it has, and what it makes of them.
+- Behind the projections come the norm of queries and keys, the rotary embedding, and the cache, in this order.
 - Starting values keep the variance of a score near that of a scaled dot product, whatever the dimension.
 """
 
@@ -17,11 +18,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from attnscore import backends
-from attnscore.backends.base import Array
-from attnscore.core.arguments import check_choice, check_positive
-from attnscore.errors import ArgumentError, ShapeError, message
+from attnscore.backends.base import Array, accumulator
+from attnscore.core.arguments import check_choice, check_flag, check_positive, shown
+from attnscore.core.prepared import PreparedKeys, prepare_keys
+from attnscore.errors import ArgumentError, FrameworkError, ShapeError, message
+from attnscore.kv_cache import KeyValueCache
 from attnscore.layers import shared
 from attnscore.scores import Additive, Bilinear, Cosine, Dot, Gaussian, ScaledDot
+from attnscore.scores.base import Wrapper, with_nonfinite_rows_isolated
 
 A = TypeVar("A")
 """The array of a framework."""
@@ -34,6 +38,8 @@ HIDDEN, POOLED = "hidden units", "pooled heads"
 # MAX_WEIGHTS (4 MB) a call does so where the weights of the last call were read.
 FEW_WEIGHTS = 2**12
 MAX_WEIGHTS = 2**20
+# Added to the mean square of queries and keys before its root.
+NORM_EPSILON = 1e-6
 
 
 # ------------------------------------------------------------------ what a layer consists of
@@ -99,13 +105,18 @@ class Layer:
     """0: a layer without heads."""
     printed: tuple[tuple[str, Any], ...] = ()
     """The options that ``repr`` shows; None is left out."""
+    wrappers: tuple[Any, ...] = ()
+    """Scores around that of the layer, the outermost first; what they hold inside is replaced."""
     score_parts: tuple[Linear | Parameter, ...] = field(init=False, repr=False, compare=False)
     """What holds the arrays of the score."""
+    after_keys: tuple[Linear, ...] = field(init=False, repr=False, compare=False)
+    """The projections of a call whose keys are projected already."""
     _options: dict[str, Any] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         parts = (*[linear for linear in self.linears if linear.input == HIDDEN], *self.parameters)
         object.__setattr__(self, "score_parts", parts)
+        object.__setattr__(self, "after_keys", tuple(linear for linear in self.linears if linear.input != "keys"))
         object.__setattr__(self, "_options", dict(self.options))
 
     def option(self, name: str) -> Any:
@@ -118,7 +129,7 @@ class Layer:
 
     def make_score(self, arrays: dict[str, Array]) -> Any:
         """Return the score object over its arrays, by name."""
-        return _SCORES[self.score](self._options | arrays)
+        return _wrapped(self.wrappers, _SCORES[self.score](self._options | arrays))
 
     def out_features(self, value_features: int | None) -> int | None:
         """Return the number of features of the output."""
@@ -209,6 +220,10 @@ def multi_head(
     query_size: int | None,
     key_size: int | None,
     value_size: int | None,
+    *,
+    wrappers: tuple[Any, ...] = (),
+    sink: bool = False,
+    qk_norm: bool = False,
 ) -> Layer:
     """Describe `MultiHeadAttention`: W_o concat_h(pool_h).
 
@@ -237,6 +252,12 @@ def multi_head(
     dim = num_hiddens // num_heads
     # Of the queries and keys of one head; for the additive score its hidden units.
     score_dim = score_hiddens or dim
+    parameters = list(_PARAMETERS[score](num_heads, score_dim) if score in _PARAMETERS else ())
+    if check_flag("sink", sink):
+        parameters.append(Parameter("sink", (num_heads,)))
+    if check_flag("qk_norm", qk_norm):
+        parameters += [Parameter(name, (score_dim,), start=1.0) for name in _NORMS]
+    further = (("sink", sink or None), ("qk_norm", qk_norm or None))
     return Layer(
         score,
         options=(
@@ -247,6 +268,7 @@ def multi_head(
             ("score_hiddens", score_dim if score == "additive" else None),
             ("num_key_value_heads", kv_heads),
             *sizes.items(),
+            *[option for option in further if option[1]],
         ),
         linears=(
             Linear("W_q", "queries", query_size, num_heads * score_dim, bias, num_heads),
@@ -254,18 +276,45 @@ def multi_head(
             Linear("W_v", "values", value_size, kv_heads * dim, bias, kv_heads),
             Linear("W_o", POOLED, num_hiddens, num_hiddens, bias),
         ),
-        parameters=_PARAMETERS[score](num_heads, score_dim) if score in _PARAMETERS else (),
+        parameters=tuple(parameters),
         heads=num_heads,
+        wrappers=wrappers,
         printed=(
             ("num_hiddens", num_hiddens),
             ("num_heads", num_heads),
-            ("score", score),
+            ("score", _wrapped(wrappers, score)),
             ("score_hiddens", score_dim if score_dim != dim else None),
             ("num_key_value_heads", kv_heads if kv_heads != num_heads else None),
+            *further,
         ),
     )
 
 
+def unwrapped(score: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return the name in a wrapped score, ``SoftCap("additive", 5.0)``, and what is around it, the outermost first."""
+    wrappers = []
+    while isinstance(score, Wrapper):
+        wrappers.append(score)
+        score = score.score
+    return score, tuple(wrappers)
+
+
+def check_rotary(rotary: Any) -> Any:
+    """Return a rotary embedding; raise ArgumentError unless it is a function, or None."""
+    if rotary is not None and not callable(rotary):
+        raise ArgumentError(message("rotary", "a function of queries, keys and positions, or None", shown(rotary)))
+    return rotary
+
+
+def _wrapped(wrappers: Sequence[Any], score: Any) -> Any:
+    """Return a score with wrappers around it, the inverse of `unwrapped`."""
+    for wrapper in reversed(wrappers):
+        score = replace(wrapper, score=score)
+    return score
+
+
+# The scales of the norms of queries and keys.
+_NORMS = ("q_norm", "k_norm")
 # The parameters of a score in `MultiHeadAttention`, one set per head on the first axis, from (heads, dim). Bandwidth
 # and scale are learned as logarithms: a step of the optimiser multiplies, and cannot make them negative.
 _PARAMETERS: dict[str, Callable[[int, int], tuple[Parameter, ...]]] = {
@@ -337,27 +386,53 @@ class BaseAttention(Generic[A]):
         found: A = x.reshape((*x.shape[:2], *features))  # type: ignore[attr-defined]  # an array of any framework
         return found
 
+    def _unprepared(self, keys: Any) -> tuple[Any, tuple[Linear, ...]]:
+        """Return the keys of a call, and the projections of its inputs: keys may be projected already."""
+        if type(keys) is not PreparedKeys:
+            return keys, self._layer.linears
+        if not isinstance(self, PreparesKeys):
+            hint = "AdditiveAttention takes prepared keys"
+            raise FrameworkError(message("keys", "an array", "PreparedKeys", hint=hint))
+        shared.check_features("keys", keys.key.shape[-1], self._layer.option("num_hiddens"), "w_v")
+        return keys.key, self._layer.after_keys
+
     def _operands(
-        self, inputs: Mapping[str, A], shapes: Sequence[Sequence[Any]], valid_lens: Any, mask: Any
+        self,
+        inputs: Mapping[str, A],
+        shapes: Sequence[Sequence[Any]],
+        valid_lens: Any,
+        mask: Any,
+        linears: Sequence[Linear],
+        bias: Any = None,
+        cache: KeyValueCache | None = None,
     ) -> tuple[tuple[A, A, A], dict[str, Any]]:
         """Return query, key and value of the softmax, and the other arguments of `attend`.
 
-        `shapes` are those of the inputs, which check an array (batch, query, key) for all heads.
+        `shapes` are those of the inputs, which check an array (batch, query, key) for all heads; `linears` are the
+        projections to apply. With a cache, the one that holds the new positions too is among the arguments.
         """
         layer, found = self._layer, dict(inputs)
-        for linear in layer.linears:
+        for linear in linears:
             if linear.input in inputs:
                 x = self._project(linear, inputs[linear.input])
                 if linear.heads:
                     # Heads are consecutive features: none is moved.
                     x = self._reshape(x, (linear.heads, linear.units // linear.heads))
                 found[linear.input] = x
-        score = layer.make_score({part.name: self._read(part, inputs) for part in layer.score_parts})
-        arguments = {"score": score, "valid_lens": valid_lens, "mask": mask}
-        if layer.heads:
-            shape = shared.scores_shape(*shapes)
-            arguments |= {"mask": shared.over_heads(mask, shape), "head_axis": -2}
-        return (found["queries"], found["keys"], found["values"]), arguments
+        arrays = {part.name: self._read(part, inputs) for part in layer.score_parts}
+        arguments = {"score": layer.make_score(arrays), "valid_lens": valid_lens, "mask": mask}
+        query, key, value = found["queries"], found["keys"], found["values"]
+        if not layer.heads:
+            return (query, key, value), arguments
+        arguments |= {name: x for name, x in (("bias", bias), ("sink", arrays.get("sink"))) if x is not None}
+        if _NORMS[0] in arrays:
+            query, key = (_normalized(x, arrays[name]) for x, name in zip((query, key), _NORMS, strict=True))
+        if (rotary := getattr(self, "rotary", None)) is not None:
+            query, key = _rotated(rotary, query, key, cache)
+        if cache is not None:
+            return _with_cache(cache, query, key, value, arguments)
+        shape = shared.scores_shape(*shapes)
+        return (query, key, value), arguments | {"mask": shared.over_heads(mask, shape), "head_axis": -2}
 
     def _computes_in_pass(self, query: Array, key: Array, value: Array) -> bool:
         """Whether a call computes its weights in its pass: they are few, or those of the last call were read."""
@@ -396,6 +471,87 @@ class BaseAttention(Generic[A]):
     def _last_call(self) -> Any:
         """Return what was kept of the last call: the call, why nothing was, or None."""
         return self.__dict__["_last"]
+
+
+def _normalized(x: Any, scale: Any) -> Any:
+    """Return x / sqrt(mean(x^2) + epsilon) * scale over the features of a head."""
+    ops = backends.of({"parameter": x})
+
+    def norm(x: Array) -> Array:
+        wide = ops.astype(x, accumulator(ops.dtype(x)))
+        square = ops.sum(wide * wide, -1, keepdims=True) / max(1, x.shape[-1])
+        return ops.astype(wide / ops.sqrt(square + NORM_EPSILON) * ops.astype(scale, ops.dtype(wide)), ops.dtype(x))
+
+    return with_nonfinite_rows_isolated(ops, x, norm)
+
+
+def _rotated(rotary: Any, query: Any, key: Any, cache: KeyValueCache | None) -> tuple[Any, Any]:
+    """Return queries and keys (batch, length, head, dim), turned by their positions."""
+    length = key.shape[1]
+    if length != query.shape[1]:
+        raise ShapeError(message("keys", f"as many positions as queries ({query.shape[1]}) for rotary=", length))
+    ops = backends.of({"keys": key})
+    if cache is None:
+        positions = ops.reshape(ops.positions(0, length, key), (1, -1))
+    else:
+        positions = ops.asarray(cache.next_positions(length), key)
+    found = rotary(query, key, positions)
+    if not isinstance(found, tuple) or [x.shape for x in found] != [query.shape, key.shape]:
+        got = [tuple(getattr(x, "shape", ())) for x in found] if isinstance(found, tuple) else shown(found)
+        raise ShapeError(message("rotary", f"queries {tuple(query.shape)} and keys {tuple(key.shape)} back", got))
+    return found
+
+
+def _with_cache(
+    cache: KeyValueCache, query: Any, key: Any, value: Any, arguments: dict[str, Any]
+) -> tuple[tuple[Any, Any, Any], dict[str, Any]]:
+    """Append a call's keys and values to a cache, and return its operands and arguments over all positions."""
+    if not isinstance(cache, KeyValueCache) or cache.score is not None or cache.head_axis != -2:
+        hint = "the score is that of the layer"
+        raise ArgumentError(message("cache", "a KeyValueCache(head_axis=-2) without a score", repr(cache), hint=hint))
+    prepared = prepare_keys(arguments["score"], key, head_axis=-2)
+    # Parameters per query head would give a copy of the keys to each: a score of a few queries is as fast without.
+    if prepared.key.shape == key.shape:
+        key, arguments["score"] = prepared.key, prepared.score
+    cache = cache.append(key, value, lens=arguments["valid_lens"])
+    shape = (query.shape[0], query.shape[1], cache.slots)
+    found = cache.arguments(query, mask=shared.over_heads(arguments["mask"], shape))
+    operands = query, found.pop("key"), found.pop("value")
+    return operands, arguments | found | {"cache": cache}
+
+
+class PreparesKeys(BaseAttention[A]):
+    """A layer of the additive score, whose keys can be projected once for many calls."""
+
+    def prepare_keys(self, keys: A) -> PreparedKeys:
+        """Project keys once for many calls: ``layer(queries, layer.prepare_keys(keys), values)``.
+
+        A step of a recurrent decoder then costs no projection of the keys. Features of each key, such as the convolved
+        weights of the step before (location-sensitive attention), are a further term:
+        ``layer(queries, prepared + features, values)`` with features (batch, key, num_hiddens).
+
+        Parameters
+        ----------
+        keys : (batch, key, features)
+
+        Returns
+        -------
+        prepared : PreparedKeys
+            Its score takes queries that ``W_q`` has projected. Gradients flow to `keys` and ``W_k``.
+
+        Raises
+        ------
+        ShapeError, DtypeError, DeviceError, FrameworkError
+        """
+        layer = self._layer
+        (linear,) = (linear for linear in layer.linears if linear.input == "keys")
+        keys = self._checked_keys(keys, linear)
+        score = layer.make_score({part.name: self._read(part, {"queries": keys}) for part in layer.score_parts})
+        return PreparedKeys(self._project(linear, keys), score)
+
+    @abstractmethod
+    def _checked_keys(self, keys: A, linear: Linear) -> A:
+        """Return keys as an array; raise unless they are (batch, length, features) that their projection takes."""
 
 
 class LoadsTorch:

@@ -108,10 +108,18 @@ bias : bool
 score : {"scaled_dot", "dot", "gaussian", "cosine", "additive", "bilinear"}
     With one set of parameters per head: ``w_v`` (heads, h) of the additive score, which shares W_q and W_k with the
     layer, ``W`` (heads, dim, dim), ``log_bandwidth`` (heads,), and ``log_scale`` (heads,) of the cosine.
+    A soft cap or a temperature may be around it: ``SoftCap("scaled_dot", 50.0)``.
 score_hiddens : int, optional
     h of the additive score; None: num_hiddens / num_heads.
 num_key_value_heads : int, optional
     Fewer heads for keys and values than for queries (grouped-query or multi-query attention).
+sink : bool
+    Learn a logit ``sink`` (heads,) without a value in each head's softmax; it starts at 0.
+qk_norm : bool
+    Divide queries and keys of each head by their root mean square, times a learned ``q_norm`` and ``k_norm`` (dim,).
+rotary : function (queries, keys, positions) of (queries, keys), optional
+    Rotary embedding of projected queries and keys (batch, length, head, dim) at positions (batch or 1, length), those
+    behind a cache included. A module is a submodule of the layer.
 query_size, key_size, value_size : int, optional
     Features of the inputs; None: inferred at the first call.
 keep_last : bool
@@ -121,9 +129,22 @@ keep_last : bool
 _CALL = """
 queries : (batch, query, features)
 keys : (batch, key, features)
+    `AdditiveAttention` also takes what its `prepare_keys` returns.
 values : (batch, key, features)
 valid_lens : (batch,) or (batch, query) whole numbers, optional
 mask : a mask object, or a boolean array broadcastable to (batch, query, key), True = may attend; optional
+"""
+
+CALL_OPTIONS = """
+valid_lens : (batch,) or (batch, query) whole numbers, optional
+    With a cache (batch,): how many of the new positions are real.
+mask : a mask object, or a boolean array broadcastable to (batch, query, key), True = may attend; optional
+    With a cache the keys are its slots, and causal order is kept without a mask.
+bias : broadcastable to (batch, head, query, key), optional
+    Added to the scores.
+cache : KeyValueCache, optional
+    One with ``head_axis=-2`` and no score. Keys and values are appended, and the queries are those of the same
+    positions, which attend to all before. The weights of the call are then over the slots of the cache.
 """
 
 _AFTER_CALL = """

@@ -33,9 +33,19 @@ from attnscore.analysis.weights import attention_weights
 from attnscore.api import attend
 from attnscore.core.cache import BoundedCache
 from attnscore.errors import ArgumentError, message
+from attnscore.kv_cache import KeyValueCache
 from attnscore.layers import description, shared
-from attnscore.layers.description import BaseAttention, LastCall, Layer, Linear, LoadsTorch, Parameter, option
-from attnscore.layers.documentation import Documentation, documented_call
+from attnscore.layers.description import (
+    BaseAttention,
+    LastCall,
+    Layer,
+    Linear,
+    LoadsTorch,
+    Parameter,
+    PreparesKeys,
+    option,
+)
+from attnscore.layers.documentation import CALL_OPTIONS, Documentation, documented_call
 from attnscore.masks import Mask
 from attnscore.scores import arrays_of
 from attnscore.scores.base import with_nonfinite_rows_isolated
@@ -49,6 +59,12 @@ __all__ = [
 ]
 
 _OPS = backends.load("jax")
+_CALL_OPTIONS = """
+deterministic : bool, optional
+    Whether to leave dropout out; None: as ``layer.train()`` and ``layer.eval()`` set it.
+rngs : nnx.Rngs, nnx.RngStream or a key, optional
+    Where dropout draws from; None: the stream of the layer.
+"""
 _documented = Documentation(
     "from flax import nnx; from jax.numpy import ones",
     options="""
@@ -141,14 +157,7 @@ class Attention(BaseAttention[jax.Array], LoadsTorch, nnx.Module):
         # Forked after the parameters, which are then the same whatever the dropout is.
         self.rngs = nnx.data(rngs.dropout.fork() if rngs is not None and self.dropout else None)
 
-    @documented_call(
-        """
-deterministic : bool, optional
-    Whether to leave dropout out; None: as ``layer.train()`` and ``layer.eval()`` set it.
-rngs : nnx.Rngs, nnx.RngStream or a key, optional
-    Where dropout draws from; None: the stream of the layer.
-"""
-    )
+    @documented_call(_CALL_OPTIONS)
     def __call__(
         self,
         queries: Any,
@@ -160,8 +169,26 @@ rngs : nnx.Rngs, nnx.RngStream or a key, optional
         deterministic: bool | None = None,
         rngs: Draws | None = None,
     ) -> jax.Array:
+        return self._pooled(queries, keys, values, valid_lens, mask, deterministic, rngs)[0]
+
+    def _pooled(
+        self,
+        queries: Any,
+        keys: Any,
+        values: Any,
+        valid_lens: Any,
+        mask: Any,
+        deterministic: bool | None,
+        rngs: Draws | None,
+        bias: jax.Array | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> tuple[jax.Array, KeyValueCache | None]:
+        """Return the output of a call and its cache, and keep what `attention_weights` reads."""
+        keys, linears = self._unprepared(keys)
         inputs = _checked({"queries": queries, "keys": keys, "values": values})
-        operands, arguments = self._operands(inputs, [x.shape for x in inputs.values()], valid_lens, mask)
+        shapes = [x.shape for x in inputs.values()]
+        operands, arguments = self._operands(inputs, shapes, valid_lens, mask, linears, bias, cache)
+        cache = arguments.pop("cache", None)
         query, key, value = _promoted(operands, self.dtype)
         training = not (self.deterministic if deterministic is None else deterministic)
         dropout = self.dropout if training else 0.0
@@ -179,7 +206,7 @@ rngs : nnx.Rngs, nnx.RngStream or a key, optional
             out = attend(query, key, value, dropout=dropout, seed=seed, **arguments)
         if self.keep_last:
             _LAST[self] = _Call.of(query, key, arguments) if kept is None else kept
-        return self._output(out)
+        return self._output(out), cache
 
     def _last_call(self) -> Any:
         return _LAST.get(self)
@@ -249,9 +276,9 @@ def _assign(parameter: Any, array: shared.HostArray) -> None:
 
 def _is_traced(query: jax.Array, key: jax.Array, value: jax.Array | None, arguments: Mapping[str, Any]) -> bool:
     """Whether any array of a call is traced."""
-    lens, mask = arguments["valid_lens"], arguments["mask"]
+    mask, others = arguments["mask"], (arguments.get(name) for name in ("valid_lens", "bias", "sink"))
     masked = mask.arrays().values() if isinstance(mask, Mask) else (mask,)
-    arrays = (query, key, value, lens, *masked, *arrays_of(arguments["score"]).values())
+    arrays = (query, key, value, *others, *masked, *arrays_of(arguments["score"]).values())
     return any(isinstance(x, jax.core.Tracer) for x in arrays)
 
 
@@ -352,7 +379,7 @@ class DotProductAttention(Attention):
 
 @final
 @_documented
-class AdditiveAttention(Attention):
+class AdditiveAttention(Attention, PreparesKeys[jax.Array]):
     """Pooling by the additive score w_v . tanh(W_q q + W_k k)."""
 
     @shared.naming_arguments(shared.D2L_ADDITIVE)
@@ -373,6 +400,9 @@ class AdditiveAttention(Attention):
         super().__init__(layer, dropout, deterministic, keep_last, dtype, param_dtype, rngs)
 
     num_hiddens = option("num_hiddens")
+
+    def _checked_keys(self, keys: Any, linear: Linear) -> jax.Array:
+        return _checked({"keys": keys, "values": keys})["keys"]
 
 
 @final
@@ -439,9 +469,12 @@ class MultiHeadAttention(Attention):
         dropout: float = 0.0,
         *,
         bias: bool = False,
-        score: str = "scaled_dot",
+        score: Any = "scaled_dot",
         score_hiddens: int | None = None,
         num_key_value_heads: int | None = None,
+        sink: bool = False,
+        qk_norm: bool = False,
+        rotary: Any = None,
         query_size: int | None = None,
         key_size: int | None = None,
         value_size: int | None = None,
@@ -452,7 +485,37 @@ class MultiHeadAttention(Attention):
         rngs: nnx.Rngs,
     ) -> None:
         sizes = query_size, key_size, value_size
-        layer = description.multi_head(num_hiddens, num_heads, bias, score, score_hiddens, num_key_value_heads, *sizes)
+        name, wrappers = description.unwrapped(score)
+        layer = description.multi_head(
+            num_hiddens, num_heads, bias, name, score_hiddens, num_key_value_heads, *sizes, wrappers=wrappers,
+            sink=sink, qk_norm=qk_norm,
+        )  # fmt: skip
         super().__init__(layer, dropout, deterministic, keep_last, dtype, param_dtype, rngs)
+        self.rotary = description.check_rotary(rotary)
+
+    @documented_call(
+        _CALL_OPTIONS
+        + CALL_OPTIONS
+        + """
+cache : KeyValueCache, optional
+    One with ``head_axis=-2``, no score, and a capacity or a window. The call appends keys and values, and returns the
+    output and the new cache; the queries are those of the same positions, which attend to all before.
+"""
+    )
+    def __call__(  # with a cache the new cache is returned too
+        self,
+        queries: Any,
+        keys: Any,
+        values: Any,
+        valid_lens: Any = None,
+        mask: Any = None,
+        *,
+        bias: jax.Array | None = None,
+        cache: KeyValueCache | None = None,
+        deterministic: bool | None = None,
+        rngs: Draws | None = None,
+    ) -> Any:
+        out, cache = self._pooled(queries, keys, values, valid_lens, mask, deterministic, rngs, bias, cache)
+        return out if cache is None else (out, cache)
 
     num_hiddens, num_heads = option("num_hiddens"), option("num_heads")

@@ -25,9 +25,19 @@ from attnscore import backends
 from attnscore.analysis.weights import attention_weights
 from attnscore.api import attend
 from attnscore.backends.base import HALF_PRECISION, Array, SeedHalves
-from attnscore.errors import ShapeError, message
+from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.layers import description, shared
-from attnscore.layers.description import INPUTS, BaseAttention, LastCall, Layer, Linear, LoadsTorch, Parameter, option
+from attnscore.layers.description import (
+    INPUTS,
+    BaseAttention,
+    LastCall,
+    Layer,
+    Linear,
+    LoadsTorch,
+    Parameter,
+    PreparesKeys,
+    option,
+)
 from attnscore.layers.documentation import Documentation, documented_call
 from attnscore.layers.keras_inputs import (
     BACKEND,
@@ -221,14 +231,16 @@ use_causal_mask : bool
         use_causal_mask: bool = False,
         values_mask: Any = None,
     ) -> Any:
-        inputs = dict(zip(INPUTS, unpacked(queries, keys, values), strict=True))
+        queries, keys, values = unpacked(queries, keys, values)
+        keys, linears = self._unprepared(keys)
+        inputs = dict(zip(INPUTS, (queries, keys, values), strict=True))
         shapes = checked_shapes(inputs)
         batch, *lengths = shape = shared.scores_shape(*shapes)
         padding = {"queries_mask": queries_mask, "keys_mask": keys_mask, "values_mask": values_mask}
         for name, x in padding.items():
             check_padding(name, x, (batch, lengths[name != "queries_mask"]))
         mask = combined(as_attention_mask(attention_mask, shape), **padding, causal=use_causal_mask)
-        operands, arguments = self._operands(inputs, shapes, valid_lens, mask)
+        operands, arguments = self._operands(inputs, shapes, valid_lens, mask, linears)
         dropping = bool(training) and self.seed_generator is not None
         keeps_weights = self.keep_last and not _is_staged(operands, arguments) and self._computes_in_pass(*operands)
         found = attend(
@@ -407,7 +419,7 @@ class DotProductAttention(Attention):
 @final
 @keras.saving.register_keras_serializable(package="attnscore")
 @_documented
-class AdditiveAttention(Attention):
+class AdditiveAttention(Attention, PreparesKeys[Array]):
     """Pooling by the additive score w_v . tanh(W_q q + W_k k)."""
 
     @shared.naming_arguments(shared.D2L_ADDITIVE)
@@ -429,6 +441,15 @@ class AdditiveAttention(Attention):
         super().__init__(layer, dropout, seed, keep_last, settings, **kwargs)
 
     num_hiddens, key_size, query_size = option("num_hiddens"), option("key_size"), option("query_size")
+
+    def _checked_keys(self, keys: Any, linear: Linear) -> Any:
+        if not self.built:
+            hint = "the first call of the layer makes them, and layer.build(queries_shape, keys_shape, values_shape)"
+            raise ArgumentError(message("prepare_keys", "a layer with parameters", "one without", hint=hint))
+        inputs = dict(zip(INPUTS[1:], unpacked(keys, keys, keys)[1:], strict=True))
+        checked_shapes(inputs)
+        shared.check_features("keys", keys.shape[-1], getattr(self, linear.name).kernel.shape[0], linear.name)
+        return keys
 
 
 @final
@@ -497,6 +518,8 @@ class MultiHeadAttention(Attention):
         score: str = "scaled_dot",
         score_hiddens: int | None = None,
         num_key_value_heads: int | None = None,
+        sink: bool = False,
+        qk_norm: bool = False,
         query_size: int | None = None,
         key_size: int | None = None,
         value_size: int | None = None,
@@ -509,7 +532,9 @@ class MultiHeadAttention(Attention):
         **kwargs: Any,
     ) -> None:
         sizes = query_size, key_size, value_size
-        layer = description.multi_head(num_hiddens, num_heads, bias, score, score_hiddens, num_key_value_heads, *sizes)
+        layer = description.multi_head(
+            num_hiddens, num_heads, bias, score, score_hiddens, num_key_value_heads, *sizes, sink=sink, qk_norm=qk_norm
+        )  # fmt: skip
         settings = {
             "kernel_initializer": kernel_initializer,
             "bias_initializer": bias_initializer,

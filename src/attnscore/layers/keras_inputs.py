@@ -17,6 +17,7 @@ from attnscore import backends
 from attnscore.backends.base import FLOATING, may_equal
 from attnscore.core.arguments import shown
 from attnscore.core.cache import BoundedCache
+from attnscore.core.prepared import PreparedKeys
 from attnscore.errors import ArgumentError, DtypeError, FrameworkError, MaskError, message
 from attnscore.layers import shared
 from attnscore.masks import Causal, Dense, KeyPadding, Mask
@@ -52,6 +53,8 @@ def unpacked(queries: Any, keys: Any, values: Any) -> tuple[Any, Any, Any]:
         raise ArgumentError(message("keys", "keys, or a list [query, value, key] as first argument", "None", hint=hint))
     values = keys if values is None else values
     for name, x in {"queries": queries, "keys": keys, "values": values}.items():
+        if name == "keys" and type(x) is PreparedKeys:
+            continue
         if not _is_shape(x) and not (hasattr(x, "shape") and hasattr(x, "dtype")):
             hint = "keras.ops.convert_to_tensor(x) makes one"
             raise FrameworkError(message(name, f"a tensor of Keras's {BACKEND} backend", type(x).__name__, hint=hint))

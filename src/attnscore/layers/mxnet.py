@@ -32,7 +32,7 @@ from attnscore.api import attend
 from attnscore.backends.base import Array
 from attnscore.errors import DeviceError, DtypeError, FrameworkError, message
 from attnscore.layers import description, shared
-from attnscore.layers.description import BaseAttention, LastCall, Layer, Linear, Parameter, option
+from attnscore.layers.description import BaseAttention, LastCall, Layer, Linear, Parameter, PreparesKeys, option
 from attnscore.layers.documentation import Documentation, documented_call
 from attnscore.scores import arrays_of
 from attnscore.scores.base import with_nonfinite_rows_isolated
@@ -98,6 +98,11 @@ def _data(parameter: gluon.Parameter, like: Array) -> Array:
     return parameter.data(like.ctx).as_np_ndarray()
 
 
+def _check(inputs: dict[str, Any]) -> None:
+    """Raise unless the inputs are arrays (batch, length, features) that belong together."""
+    shared.check_inputs(_OPS, inputs, mx.np.ndarray, wanted="an mx.np.ndarray", hint="mx.np.array(x) makes one")
+
+
 def _check_operand(name: str, x: Array, weight: Array, owner: str, *, axis: int) -> None:
     """Raise unless the features of `x` fit axis `axis` of a weight, and dtype and context fit too."""
     shared.check_features(name, x.shape[-1], weight.shape[axis], owner)
@@ -142,9 +147,10 @@ class Attention(BaseAttention[Array], gluon.Block):  # type: ignore[misc]
         if not mx.util.is_np_array():
             expected, hint = "NumPy semantics in Gluon", "mxnet.npx.set_np() once, at the start of a program"
             raise FrameworkError(message("mxnet", expected, "legacy ones", hint=hint))
+        keys, linears = self._unprepared(keys)
         inputs = {"queries": queries, "keys": keys, "values": values}
-        shared.check_inputs(_OPS, inputs, mx.np.ndarray, wanted="an mx.np.ndarray", hint="mx.np.array(x) makes one")
-        operands, arguments = self._operands(inputs, [x.shape for x in inputs.values()], valid_lens, mask)
+        _check(inputs)
+        operands, arguments = self._operands(inputs, [x.shape for x in inputs.values()], valid_lens, mask, linears)
         dropout = self.dropout if autograd.is_training() else 0.0
         keeps_weights = self.keep_last and self._computes_in_pass(*operands)
         self._last = None
@@ -211,6 +217,8 @@ class _Call(LastCall):
         score, lens = arguments["score"], arguments["valid_lens"]
         arrays = {name: x.detach().copy() for name, x in arrays_of(score).items()}
         copied = {"score": dataclasses.replace(score, **arrays)}
+        if "sink" in arguments:
+            copied["sink"] = arguments["sink"].detach().copy()
         if lens is not None:
             copied["valid_lens"] = np.array(backends.host(lens))
         return cls(query, key, arguments | copied)
@@ -236,7 +244,7 @@ class DotProductAttention(Attention):
 
 @final
 @_documented
-class AdditiveAttention(Attention):
+class AdditiveAttention(Attention, PreparesKeys[Array]):
     """Pooling by the additive score w_v . tanh(W_q q + W_k k)."""
 
     @shared.naming_arguments(shared.D2L_ADDITIVE)
@@ -251,6 +259,10 @@ class AdditiveAttention(Attention):
         **block: Any,
     ) -> None:
         super().__init__(description.additive(num_hiddens, key_size, query_size), dropout, keep_last, **block)
+
+    def _checked_keys(self, keys: Array, linear: Linear) -> Array:
+        _check({"keys": keys, "values": keys})
+        return keys
 
 
 @final
@@ -314,6 +326,8 @@ class MultiHeadAttention(Attention):
         score: str = "scaled_dot",
         score_hiddens: int | None = None,
         num_key_value_heads: int | None = None,
+        sink: bool = False,
+        qk_norm: bool = False,
         query_size: int | None = None,
         key_size: int | None = None,
         value_size: int | None = None,
@@ -321,5 +335,7 @@ class MultiHeadAttention(Attention):
         **block: Any,
     ) -> None:
         sizes = query_size, key_size, value_size
-        layer = description.multi_head(num_hiddens, num_heads, bias, score, score_hiddens, num_key_value_heads, *sizes)
+        layer = description.multi_head(
+            num_hiddens, num_heads, bias, score, score_hiddens, num_key_value_heads, *sizes, sink=sink, qk_norm=qk_norm
+        )  # fmt: skip
         super().__init__(layer, dropout, keep_last, **block)

@@ -17,9 +17,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, final
+from typing import Any, Self, TypeAlias, final
 
 import numpy as np
 import torch
@@ -32,12 +32,13 @@ from attnscore.analysis.weights import attention_weights
 from attnscore.api import attend
 from attnscore.core.cache import BoundedCache
 from attnscore.errors import ArgumentError, DeviceError, DtypeError, message
+from attnscore.kv_cache import KeyValueCache
 from attnscore.layers import description, shared
-from attnscore.layers.description import BaseAttention, Layer, Linear, Parameter, option
-from attnscore.layers.documentation import Documentation, documented_call
+from attnscore.layers.description import BaseAttention, LastCall, Layer, Linear, Parameter, PreparesKeys, option
+from attnscore.layers.documentation import CALL_OPTIONS, Documentation, documented_call
 from attnscore.masks import Mask
 from attnscore.scores import arrays_of
-from attnscore.scores.base import with_nonfinite_rows_isolated
+from attnscore.scores.base import with_arrays, with_nonfinite_rows_isolated
 
 __all__ = [
     "AdditiveAttention",
@@ -48,10 +49,6 @@ __all__ = [
 ]
 
 _OPS = backends.load("torch")
-# Pairs of query and key, over all heads, up to which a call computes weights that will probably be read (4 MB), and up
-# to which it computes them in any case: keeping the inputs takes 9 us (Xeon with AVX-512, 2026-11-25).
-MAX_WEIGHTS = 2**20
-FEW_WEIGHTS = 2**12
 _documented = Documentation(
     "from torch import ones",
     options="""
@@ -183,12 +180,27 @@ class Attention(BaseAttention[Tensor], nn.Module):
     def forward(
         self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Any = None, mask: Any = None
     ) -> Tensor:
+        return self._pooled(queries, keys, values, valid_lens, mask)
+
+    def _pooled(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        valid_lens: Any,
+        mask: Any,
+        bias: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """Return the output of a call, and keep what `attention_weights` reads."""
+        keys, linears = self._unprepared(keys)
         inputs = {"queries": queries, "keys": keys, "values": values}
-        is_plain = not torch.compiler.is_compiling() and self._are_checked(inputs)
+        is_plain = not torch.compiler.is_compiling() and self._are_checked(inputs, linears)
         if not is_plain:
-            self._check(inputs)
+            self._check(inputs, linears)
         shapes = [x.shape for x in inputs.values()] if self._layer.heads else []
-        operands, arguments = self._operands(inputs, shapes, valid_lens, mask)
+        operands, arguments = self._operands(inputs, shapes, valid_lens, mask, linears, bias, cache)
+        arguments.pop("cache", None)  # written in place
         if not is_plain and torch.is_autocast_enabled(queries.device.type):
             # `attend` would cast as well, but the inputs kept must be those of the softmax.
             with _OPS.numeric_scope():
@@ -197,7 +209,7 @@ class Attention(BaseAttention[Tensor], nn.Module):
         dropout = self.dropout if self.training else 0.0
         is_staged = not is_plain and is_traced(query, key, *_others(arguments))
         kept: Call | Weights | str | None = None
-        if self.keep_last and not is_staged and self._computes_weights(query, key, value):
+        if self.keep_last and not is_staged and self._computes_in_pass(query, key, value):
             out, weights = attend(query, key, value, dropout=dropout, return_weights=True, **arguments)
             kept = Weights(weights.detach())
         else:
@@ -208,32 +220,23 @@ class Attention(BaseAttention[Tensor], nn.Module):
         object.__setattr__(self, "_last", kept)
         return self._output(out)
 
-    def _computes_weights(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
-        """Whether to compute the weights in the pass: they are few, or those of the last call were read."""
-        if value.shape[0] > max(query.shape[0], key.shape[0]):
-            return False  # they would have the batch of the values
-        pairs = max(query.shape[0], key.shape[0]) * query.shape[1] * key.shape[1] * (self._layer.heads or 1)
-        if pairs <= FEW_WEIGHTS:
-            return True
-        last = self._last
-        return pairs <= MAX_WEIGHTS and isinstance(last, (Call, Weights)) and last.is_read
-
-    def _are_checked(self, inputs: dict[str, Any]) -> bool:
+    def _are_checked(self, inputs: dict[str, Any], linears: tuple[Linear, ...]) -> bool:
         """Whether inputs and weights are plain, and others of their layouts have passed `_check` for such a layer."""
         arrays = [*inputs.values()]
-        for linear in self._layer.linears:
+        for linear in linears:
             if linear.input in inputs and (weight := self._weight(linear)) is not None:
                 arrays.append(weight)
         if torch._C._get_tracing_state() is not None or torch._C._are_functorch_transforms_active():
             return False
         if (signature := _OPS.signature(arrays)) is None:
             return False
-        return _CHECKED.get_or_compute((type(self), signature), lambda: self._check(inputs))
+        key = (type(self), len(linears), signature)
+        return _CHECKED.get_or_compute(key, lambda: self._check(inputs, linears))
 
-    def _check(self, inputs: dict[str, Any]) -> bool:
+    def _check(self, inputs: dict[str, Any], linears: Sequence[Linear]) -> bool:
         """Raise unless the inputs fit each other and the weights that are applied to them; return True."""
         shared.check_inputs(_OPS, inputs, Tensor, wanted="a torch.Tensor", hint="torch.as_tensor(x) makes one")
-        for linear in self._layer.linears:
+        for linear in linears:
             if linear.input in inputs and (weight := self._weight(linear)) is not None:
                 _check_operand(linear.input, inputs[linear.input], weight, linear.name, axis=1)
         return True
@@ -270,35 +273,34 @@ class Attention(BaseAttention[Tensor], nn.Module):
 
 
 @dataclass(eq=False)
-class Weights:
+class Weights(LastCall):
     """The weights of one softmax."""
 
     values: Tensor
-    is_read: bool = False
 
     def weights(self) -> Tensor:
-        self.is_read = True
         # A copy: autograd holds the memory of the values, and a caller may write to what it reads.
         return self.values.clone()
 
 
 @dataclass(eq=False)
-class Call:
+class Call(LastCall):
     """The detached inputs of one softmax."""
 
     query: Tensor
     key: Tensor
     arguments: dict[str, Any]
     versions: tuple[tuple[Tensor, int], ...]
-    is_read: bool = False
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor, arguments: dict[str, Any]) -> Call:
         """Keep inputs by reference, with their version; copy what an optimiser or a decoding loop writes to."""
         query, key, arguments = query.detach(), key.detach(), dict(arguments)
         score, lens = arguments["score"], arguments["valid_lens"]
-        if arrays := {name: x.detach().clone() for name, x in arrays_of(score).items()}:
-            arguments["score"] = dataclasses.replace(score, **arrays)
+        arguments["score"] = with_arrays(score, lambda x: x.detach().clone())
+        for name in ("bias", "sink"):
+            if isinstance(x := arguments.get(name), Tensor):
+                arguments[name] = x.detach().clone()
         if lens is not None:
             arguments["valid_lens"] = lens.detach().clone() if isinstance(lens, Tensor) else np.array(lens)
         held = (query, key, *_tensors(arguments["mask"]))
@@ -314,13 +316,13 @@ class Call:
             )
         with torch.no_grad(), torch.autocast(self.query.device.type, enabled=False):
             found: Tensor = attention_weights(self.query, self.key, **self.arguments)
-        self.is_read = True
         return found
 
 
 def _others(arguments: dict[str, Any]) -> tuple[Any, ...]:
     """Return the arrays and masks of a call beside its query, key and value."""
-    return (*arrays_of(arguments["score"]).values(), arguments["mask"], arguments["valid_lens"])
+    others = (arguments.get(name) for name in ("mask", "valid_lens", "bias", "sink"))
+    return (*arrays_of(arguments["score"]).values(), *others)
 
 
 _CHECKED: BoundedCache[bool] = BoundedCache(256)
@@ -366,7 +368,7 @@ class DotProductAttention(Attention):
 
 @final
 @_documented
-class AdditiveAttention(Attention):
+class AdditiveAttention(Attention, PreparesKeys[Tensor]):
     """Pooling by the additive score w_v . tanh(W_q q + W_k k)."""
 
     W_q: nn.Linear
@@ -388,6 +390,10 @@ class AdditiveAttention(Attention):
         super().__init__(description.additive(num_hiddens, key_size, query_size), dropout, keep_last, device, dtype)
 
     num_hiddens = option("num_hiddens")
+
+    def _checked_keys(self, keys: Tensor, linear: Linear) -> Tensor:
+        self._check({"keys": keys, "values": keys}, [linear])
+        return keys
 
 
 @final
@@ -439,6 +445,10 @@ class GaussianAttention(Attention):
         return float(self.start) if self.log_bandwidth is None else self.log_bandwidth.exp()
 
 
+Rotary: TypeAlias = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Turns queries and keys (batch, length, head, dim) by their positions (batch or 1, length)."""
+
+
 @final
 @_documented
 class MultiHeadAttention(Attention):
@@ -457,9 +467,12 @@ class MultiHeadAttention(Attention):
         dropout: float = 0.0,
         *,
         bias: bool = False,
-        score: str = "scaled_dot",
+        score: Any = "scaled_dot",
         score_hiddens: int | None = None,
         num_key_value_heads: int | None = None,
+        sink: bool = False,
+        qk_norm: bool = False,
+        rotary: Rotary | None = None,
         query_size: int | None = None,
         key_size: int | None = None,
         value_size: int | None = None,
@@ -468,8 +481,27 @@ class MultiHeadAttention(Attention):
         dtype: torch.dtype | None = None,
     ) -> None:
         sizes = query_size, key_size, value_size
-        layer = description.multi_head(num_hiddens, num_heads, bias, score, score_hiddens, num_key_value_heads, *sizes)
+        name, wrappers = description.unwrapped(score)
+        layer = description.multi_head(
+            num_hiddens, num_heads, bias, name, score_hiddens, num_key_value_heads, *sizes, wrappers=wrappers,
+            sink=sink, qk_norm=qk_norm,
+        )  # fmt: skip
         super().__init__(layer, dropout, keep_last, device, dtype)
+        self.rotary = description.check_rotary(rotary)
+
+    @documented_call(CALL_OPTIONS)
+    def forward(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        valid_lens: Any = None,
+        mask: Any = None,
+        *,
+        bias: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        return self._pooled(queries, keys, values, valid_lens, mask, bias, cache)
 
     num_hiddens, num_heads = option("num_hiddens"), option("num_heads")
 

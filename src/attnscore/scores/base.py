@@ -210,17 +210,22 @@ def arrays_of(score: object) -> dict[str, Array]:
     return arrays
 
 
-def with_dtype(ops: Backend, score: Any, dtype: str) -> Any:
-    """Return the score with its array fields, and those of a wrapped score, cast to `dtype`."""
-    cast: dict[str, Any] = {}
+def with_arrays(score: Any, change: Callable[[Array], Array]) -> Any:
+    """Return the score with its array fields, and those of a wrapped score, changed."""
+    found: dict[str, Any] = {}
     for name in _field_names(type(score)):
         value = getattr(score, name)
         if backends.is_array(value):
-            cast[name] = ops.astype(value, dtype) if ops.dtype(value) != dtype else value
+            found[name] = change(value)
         elif hasattr(value, "tile"):
-            cast[name] = with_dtype(ops, value, dtype)
-    changed = {name: value for name, value in cast.items() if value is not getattr(score, name)}
+            found[name] = with_arrays(value, change)
+    changed = {name: value for name, value in found.items() if value is not getattr(score, name)}
     return dataclasses.replace(score, **changed) if changed else score
+
+
+def with_dtype(ops: Backend, score: Any, dtype: str) -> Any:
+    """Return the score with its array fields, and those of a wrapped score, cast to `dtype`."""
+    return with_arrays(score, lambda x: ops.astype(x, dtype) if ops.dtype(x) != dtype else x)
 
 
 def check_score_arrays(ops: Backend, score: object, query: Array) -> None:
