@@ -150,7 +150,7 @@ $(MXNET_READY): $(READY) pyproject.toml
 	$(BIN)/python -c 'from scikit_build_core import build; build.build_editable("build/editable")' >build/editable/log 2>&1 \
 	    || { cat build/editable/log >&2; exit 1; }; \
 	wheel=$$(echo build/editable/*.whl); \
-	$(MXNET_PIP) install "$$wheel[mxnet,plot]" 'pytest>=8.2'; \
+	$(MXNET_PIP) install "$$wheel[mxnet,plot]" 'pytest>=8.2' 'ipykernel>=6.29'; \
 	$(MXNET_PIP) install --no-deps --force-reinstall "$$wheel"; \
 	$(MXNET_BIN)/python -W ignore -c 'import mxnet' || { \
 	    echo "MXNet does not load here. Of the system it needs, on Debian: apt-get install libgomp1 libquadmath0" >&2; \
