@@ -102,7 +102,7 @@ SHAPES: list[tuple[str, tuple[str, ...], float, float, tuple[str, ...]]] = [
 SMALL = {row[0] for row in SHAPES}
 # Those that compile something for every shape: two or three seconds each.
 COMPILED = {name for name in SMALL if name.endswith(("-graph", "-jit", "jax-eager", "-flax"))}
-UNPROMISED = {"dropout-backward", "gaussian", "gaussian-backward", "weights"}
+UNPROMISED = {"additive-layer", "dropout-backward", "gaussian", "gaussian-backward", "weights"}
 UNPROMISED |= {"packed", "packed-backward"}
 MEMORY = {"memory-dot", "memory-additive"}
 
@@ -224,7 +224,8 @@ def test_every_case_of_many_shapes(
     assert all(batch <= 256 and queries <= 10 and keys <= 64 and dim <= 1024 for _, batch, queries, keys, dim in shapes)
 
 
-@pytest.mark.parametrize("name", [name for name in TOYS if name not in MEMORY | SMALL | {"limits"}])
+# Lengths of an array leave fewer pairs than are counted.
+@pytest.mark.parametrize("name", [name for name in TOYS if name not in MEMORY | SMALL | {"limits", "additive-layer"}])
 def test_pairs_are_those_of_the_mask(name: str) -> None:
     case = TOYS[name]
     allowed = draw(case).allowed()

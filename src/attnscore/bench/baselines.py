@@ -141,31 +141,27 @@ def formula(inputs: Inputs) -> Side:
     return next(side for side in sides if side.run is fastest)
 
 
-def _forms(inputs: Inputs) -> list[Callable[..., Any]]:
-    """The formulas in the caller's framework as functions of (query, key, value[, parameter])."""
-    case = inputs.case
-    its = ops(case.framework)
-    positions = its.arange(case.sizes["keys"])
+def sdpa_blocks(inputs: Inputs) -> Side:
+    """The same function on blocks of a window's width: each block of queries attends to two blocks of keys."""
+    import torch
 
-    def form(scores: Scores) -> Callable[..., Any]:
-        def pooled(query: Any, key: Any, value: Any, parameter: Any = inputs.parameter, *, lens: Any = None) -> Any:
-            weights = its.weights(scores(query, key, parameter), lens, positions)
-            out = weights @ value
-            return (out, weights) if case.weights else out
+    attention, pad = torch.nn.functional.scaled_dot_product_attention, torch.nn.functional.pad
+    width, (heads, queries, dim) = inputs.case.sizes["visible"], inputs.query.shape[1:]
+    behind = -queries % width
+    i, j, first = torch.arange(width)[:, None], torch.arange(2 * width), torch.arange(0, queries, width)
+    # Of the two blocks query i attends to the `width` keys that end at i + width; the first block has none before it.
+    mask = ((j > i) & (j <= i + width) & (first[:, None, None] + j >= width))[:, None]
 
-        return pooled
+    def windows(x: Any) -> Any:
+        """(1, head, key, dim) to (block, head, 2 width, dim), as views of the padded array."""
+        return pad(x, (0, 0, width, behind))[0].unfold(1, 2 * width, width).permute(1, 0, 3, 2)
 
-    return [form(scores) for scores in formulas(case.score, case.sizes["dim"], its)]
+    def run(query: Any, key: Any, value: Any) -> Any:
+        blocks = pad(query, (0, 0, 0, behind)).reshape(heads, -1, width, dim).transpose(0, 1)
+        out = attention(blocks, windows(key), windows(value), attn_mask=mask)
+        return out.transpose(0, 1).reshape(1, heads, -1, dim)[:, :, :queries]
 
-
-def formula(inputs: Inputs) -> Side:
-    """The fastest formula in the caller's framework; for a layer in a layer with the same projections."""
-    if inputs.case.layer:
-        sides = [layers.side(inputs, "formula", layer) for layer in layers.of_formulas(inputs)]
-    else:
-        sides = [Side("formula", caller(inputs, form)) for form in _forms(inputs)]
-    fastest = _fastest([side.run for side in sides])
-    return next(side for side in sides if side.run is fastest)
+    return Side("sdpa-blocks", caller(inputs, run))
 
 
 def naive(inputs: Inputs) -> Side:
@@ -289,6 +285,7 @@ _FORWARD = ("mask", "backward")
 BASELINES = {
     "sdpa": Baseline("torch scaled_dot_product_attention", sdpa),
     "sdpa-padded": Baseline("the same of a padded batch", sdpa_padded),
+    "sdpa-blocks": Baseline("torch scaled_dot_product_attention, in blocks", sdpa_blocks),
     "naive": Baseline("naive PyTorch", naive, lacks=("mask",)),
     "compile": Baseline("naive PyTorch, torch.compile", compiled, lacks=("mask",)),
     "xla": Baseline("naive JAX, jax.jit (XLA)", xla, lacks=(*_FORWARD, "gaussian")),

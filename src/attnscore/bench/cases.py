@@ -228,7 +228,7 @@ CASES: tuple[Case, ...] = (
     ),
     Case(
         "window", "scaled dot (1,8,8192,64), window 256 of 8192, forward", _sizes(8, 8192, 8192, 64, visible=256),
-        {"sdpa": Target(25, 40)}, mask="window",
+        {"sdpa": Target(25, 40), "sdpa-blocks": None}, mask="window",
     ),
     Case(
         "packed", "scaled dot (1,8,4352,64), 16 packed sequences up to 512, forward", _PACKED,
@@ -249,6 +249,10 @@ CASES: tuple[Case, ...] = (
     Case(
         "additive-backward", "additive (1,512,512), h 256, forward + backward", _BAHDANAU,
         {"naive": Target(40, 60)}, score="additive", backward=True,
+    ),
+    Case(
+        "additive-layer", "additive layer with projections, (1,512,512), h 256, lengths, forward", _BAHDANAU,
+        {"formula": None}, score="additive", mask="lens", layer=True,
     ),
     Case(
         "additive-long", "additive (1,8,2048,64), h 64, against scaled dot product", _USUAL,

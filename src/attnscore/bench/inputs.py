@@ -254,11 +254,16 @@ def ours(inputs: Inputs, *, plain: bool = False, **more: Any) -> Side:
 
 def kernel_of(inputs: Inputs) -> str:
     """Return the name of the kernel that `attend` takes in a case."""
-    options = {**inputs.case.options, "mask": inputs.mask(), "score": inputs.score(inputs.parameter)}
+    parameter = inputs.parameter
+    if inputs.case.layer:  # an additive one: it attends with projected queries and keys, which have the same shapes
+        import torch
+
+        parameter = torch.from_numpy(parameter["w_v.weight"][0])
+    options = {**inputs.case.options, "mask": inputs.mask(), "score": inputs.score(parameter)}
     found: list[str] = []
 
-    def explain(query: Any, key: Any, value: Any, parameter: Any = None) -> Any:
-        found.append(str(ats.explain(query, key, value, **options).kernel))
+    def explain(query: Any, key: Any, value: Any, parameter: Any = None, lens: Any = None) -> Any:
+        found.append(str(ats.explain(query, key, value, valid_lens=lens, **options).kernel))
         return value
 
     # Inside jit or a graph where the case is: the choice may be another one there.

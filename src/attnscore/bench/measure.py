@@ -72,7 +72,7 @@ def time_case(case: Case, threads: int, effort: Effort) -> list[Row]:
     """Time a case; one row for each baseline."""
     inputs = draw(case)
     exact = reference(inputs)
-    mine = ours(inputs)
+    mine = layers.ours(inputs) if case.layer else ours(inputs)
     error = exact.check(f"{case.name}, attnscore", mine.outputs(mine.run()))
     about: Row = {
         "kind": "time", "case": case.name, "what": case.what, "threads": threads, "kernel": kernel_of(inputs),
