@@ -423,9 +423,10 @@ def _draw_mass(axis: Axes, mass: Matrix, marked: Indices, *, logarithmic: bool) 
         edges = np.append(starts, length)
         largest = np.maximum.reduceat(mass, starts)
         mean = np.add.reduceat(mass, starts) / np.diff(edges)
+        axis.stairs(largest, edges, baseline=None, color=RED, linewidth=0.8, label="largest of a column")
         if columns < length:
-            axis.stairs(largest, edges, baseline=mean, fill=True, color=_BAND, linewidth=0)
-        axis.stairs(largest, edges, baseline=None, color=RED, linewidth=0.8)
+            axis.stairs(largest, edges, baseline=mean, fill=True, color=_BAND, linewidth=0, label="down to its mean")
+            legend(axis, loc="upper right")
         axis.plot(marked + 0.5, mass[marked], "o", color=RED, markersize=3.5, clip_on=False)
     if logarithmic and (mass > 0).any():
         # Masked keys have no logarithm: the axis ends a little below the smallest mass above 0.

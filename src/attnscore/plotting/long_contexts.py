@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 
 # Up to so many tokens on either side edges are lines between words; beyond, points in the plane.
 _MOST_LINED = 64
-_WEIGHT_OF_A_BIN = "a query's weight on a bin of keys"
+_WEIGHT_OF_A_BIN = "weight of a bin of keys for a query"
+_RECEIVED = "weight received,\nsum over queries"
 # Queries whose strongest edges are drawn. Their weights on all keys are computed, a few queries at a time.
 _SAMPLED = 256
 _MOST_HELD = 2**21
@@ -182,7 +183,7 @@ def show_key_mass(
     axes = figure.subplots(count, 2, squeeze=False, width_ratios=(3, 1))
     for place, (pair, masses) in enumerate(zip(axes, panels, strict=False)):
         drawing.draw_key_mass(pair, masses, heaviest, tokens, logarithmic=logarithmic)
-        label(pair[0], titles[place] if titles else "", "keys" if place + 1 == count else "", "weight received")
+        label(pair[0], titles[place] if titles else "", "keys" if place + 1 == count else "", _RECEIVED)
         label(pair[1], "heaviest keys" if place == 0 else "")
     return figure
 
@@ -381,7 +382,7 @@ def show_long_attention(
     label(whole, f"{sizes} weights in {in_bins} bins", "keys", "queries")
     _draw_block(figure, near, exact, whole, spans, cmap)
     drawing.draw_key_mass((line, bars), mass, _NAMED, tokens)
-    label(line, "", "keys", "weight received")
+    label(line, "", "keys", _RECEIVED)
     label(bars, "heaviest keys")
     dots = drawing.draw_points(points, *found, rows, lengths, cmap)
     label(points, f"{found[0].shape[1]} strongest keys of {len(rows)} queries", "keys", "queries")
