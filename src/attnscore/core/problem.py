@@ -156,7 +156,29 @@ def check_arrays(ops: Backend, arrays: dict[str, Array], head_axis: Any) -> Axis
         has_batch=axes >= 3,
         has_heads=axes >= 4,
     )
-    return AxisLayout(axes, int(head_axis), score_shape, padded["query"][-1], padded["key"][-1], value[-1])
+    dims = (padded["query"][-1], padded["key"][-1], value[-1])
+    _check_addressable(score_shape, dims, ", ".join(arrays), shapes)
+    return AxisLayout(axes, int(head_axis), score_shape, *dims)
+
+
+def _check_addressable(
+    score_shape: ScoreShape, dims: tuple[int, int, int], names: str, shapes: dict[str, Shape]
+) -> None:
+    """Raise ShapeError where broadcast axes make an array beyond all addresses; sizes may be symbolic."""
+    sizes = (
+        *score_shape.lead,
+        score_shape.heads,
+        score_shape.groups,
+        score_shape.query_len,
+        score_shape.key_len,
+        *dims,
+    )
+    if not all(type(size) is int for size in sizes):
+        return
+    longest = max(score_shape.query_len, score_shape.key_len) * max(dims)
+    count = math.prod(score_shape.lead) * score_shape.heads * score_shape.groups * longest
+    if count > _MOST_NUMBERS:
+        raise ShapeError(message(names, f"axes whose product is at most {_MOST_NUMBERS}", count, shapes=shapes))
 
 
 def _heads(padded: dict[str, Shape], shapes: dict[str, Shape]) -> tuple[int, int]:
@@ -219,6 +241,8 @@ def check_sink(ops: Backend, sink: Any, layout: AxisLayout, like: Array) -> Arra
     return ops.reshape(sink, (1, 1) if one else (layout.score_shape.heads, layout.score_shape.groups))
 
 
+# Of float64, in the 2^47 bytes that a process has addresses for.
+_MOST_NUMBERS = 2**44
 # Passed by functions of the weights alone: None would hide a forgotten value.
 NO_VALUE = object()
 _LAYOUTS: BoundedCache[AxisLayout] = BoundedCache()
