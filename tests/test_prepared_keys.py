@@ -16,6 +16,7 @@ import attnscore as ats
 from attnscore import api
 from attnscore.core import plan
 from attnscore.core.cache import BoundedCache
+from attnscore.layers.torch import AdditiveAttention, DotProductAttention
 from cases import SCORE, Sizes, needs_native
 from covering import pairs
 from own_scores import OwnAbsolute
@@ -301,6 +302,73 @@ ADDITIVE = ats.Additive(np.ones(3), np.ones((3, 4)), np.ones((3, 5)))
 def test_errors(call: Any, error: type, words: str) -> None:
     with pytest.raises(error, match=words):
         call(ats.prepare_keys(ADDITIVE, KEY))
+
+
+# ----------------------------------------------------------------- layers
+
+
+def _layer_inputs() -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal(shape).astype("f4") for shape in ((2, 3, 20), (2, 7, 5), (2, 7, 4), (2, 7, 8))]
+
+
+def test_the_layer_of_pytorch() -> None:
+    """Its sizes may be inferred by the preparation; gradients flow through it to all parameters."""
+    torch.manual_seed(0)
+    queries, keys, values, features = map(torch.tensor, _layer_inputs())
+    layer = AdditiveAttention(8)
+    prepared = layer.prepare_keys(keys)
+    assert prepared.key.shape == (2, 7, 8)
+    outs = [layer(queries, x, values, valid_lens=[5, 0]) for x in (prepared, keys)]
+    assert layer.attention_weights.shape == (2, 3, 7)
+    torch.testing.assert_close(*outs)
+    torch.testing.assert_close(
+        *(torch.autograd.grad(x.square().sum(), list(layer.parameters()), retain_graph=True) for x in outs)
+    )
+    out = layer(queries, prepared + features, values)
+    own = ats.PreparedKeys(prepared.key + features, prepared.score)
+    torch.testing.assert_close(out, ats.attend(layer.W_q(queries), own, values))
+    torch.testing.assert_close(layer.attention_weights, ats.attention_weights(layer.W_q(queries), own).detach())
+    with torch.no_grad():
+        detached = layer.prepare_keys(keys)
+        compiled = torch.compile(layer, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(queries, detached, values), layer(queries, detached, values))
+    for call, error, words in (
+        (lambda: layer.prepare_keys(keys[..., :3]), ats.ShapeError, "keys: expected vectors of length 5, which W_k"),
+        (lambda: layer.prepare_keys(keys[0]), ats.ShapeError, "keys: expected 3 axes"),
+        (lambda: layer.prepare_keys(keys.double()), ats.DtypeError, "keys: expected torch.float32, the dtype of W_k"),
+        (lambda: layer(queries, prepared, values[:, :5]), ats.ShapeError, "values: expected as many positions"),
+        (
+            lambda: layer(queries, dataclasses.replace(prepared, key=keys), values),
+            ats.ShapeError,
+            "keys: expected vectors of length 8, which w_v takes, got 5",
+        ),
+        (lambda: DotProductAttention()(queries, prepared, values), ats.FrameworkError, "keys: expected an array"),
+    ):
+        for _ in range(2):
+            with pytest.raises(error, match=words):
+                call()
+
+
+def test_the_layer_of_flax() -> None:
+    nnx = pytest.importorskip("flax.nnx")
+    from attnscore.layers import flax as layers
+
+    queries, keys, values, features = map(jnp.asarray, _layer_inputs())
+    layer = layers.AdditiveAttention(8, rngs=nnx.Rngs(0))
+    prepared = layer.prepare_keys(keys)
+    found, wanted = (layer(queries, x, values, valid_lens=[5, 0]) for x in (prepared, keys))
+    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
+    step = nnx.jit(lambda layer, prepared, features: layer(queries, prepared + features, values))
+    own = ats.PreparedKeys(prepared.key + features, prepared.score)
+    wanted = ats.attend(layer.W_q(queries), own, values)
+    np.testing.assert_allclose(step(layer, prepared, features), wanted, rtol=1e-5, atol=1e-6)
+    grads = nnx.grad(lambda layer: (layer(queries, layer.prepare_keys(keys), values) ** 2).sum())(layer)
+    plain = nnx.grad(lambda layer: (layer(queries, keys, values) ** 2).sum())(layer)
+    for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ats.ShapeError, match="keys: expected vectors of length 5, which W_k takes, got 3"):
+        layer.prepare_keys(keys[..., :3])
 
 
 # ----------------------------------------------------------------- frameworks

@@ -127,6 +127,29 @@ def test_additive_attention_is_a_one_layer_network_on_query_and_key() -> None:
     assert onp.allclose(layer.attention_weights.asnumpy(), weights, atol=1e-6)
 
 
+def test_prepared_keys() -> None:
+    layer = made("additive")
+    queries, keys, values = inputs()
+    wanted = layer(queries, keys, values, [2, 7, 5])
+    prepared = layer.prepare_keys(keys)
+    assert onp.allclose(layer(queries, prepared, values, [2, 7, 5]).asnumpy(), wanted.asnumpy(), atol=1e-6)
+    assert layer.attention_weights.shape == (3, 5, 7)
+    features = random(3, 7, 6, seed=3)
+    wanted = ats.attend(layer.W_q(queries), prepared.key + features, values, score=prepared.score)
+    assert onp.allclose(layer(queries, prepared + features, values).asnumpy(), wanted.asnumpy(), atol=1e-6)
+    with autograd.record():
+        loss = (layer(queries, layer.prepare_keys(keys), values) ** 2).sum()
+    loss.backward()
+    found = {name: x.grad().asnumpy().copy() for name, x in parameters(layer).items()}
+    with autograd.record():
+        loss = (layer(queries, keys, values) ** 2).sum()
+    loss.backward()
+    for name, x in parameters(layer).items():
+        assert onp.allclose(found[name], x.grad().asnumpy(), atol=1e-5), name
+    with pytest.raises(ats.ShapeError, match="keys: expected vectors of length 4, which W_k takes, got 3"):
+        layer.prepare_keys(keys[..., :3])
+
+
 @pytest.mark.parametrize("score", SCORES)
 def test_multi_head_is_attend_between_projections(score: str) -> None:
     layer = made(f"heads-{score}")

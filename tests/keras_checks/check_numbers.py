@@ -128,15 +128,14 @@ def test_prepared_keys() -> None:
     _, ours = counterparts(next(case for case in LAYERS if case.name == "additive"))
     q, k, v = arrays(*next(case for case in LAYERS if case.name == "additive").inputs())
     with pytest.raises(ats.ArgumentError, match="prepare_keys: expected a layer with parameters, got one without"):
-        AdditiveAttention(4).prepare_keys(keras.ops.convert_to_tensor(k))
+        AdditiveAttention(4).prepare_keys(k)
     wanted = ours(q, k, v, [2, 3])
     prepared = ours.prepare_keys(keras.ops.convert_to_tensor(k))
     close(ours(q, prepared, v, [2, 3]), wanted)
     assert SHOWN(ours.attention_weights).shape == (*q.shape[:2], k.shape[1])
-    features = np.random.default_rng(0).standard_normal(prepared.key.shape).astype(k.dtype)
-    found = ours(q, prepared + features, v)
-    projected = ats.Additive(prepared.score.w_v)
-    close(found, ats.attend(ours.W_q(q), prepared.key + features, keras.ops.convert_to_tensor(v), score=projected))
+    features = np.random.default_rng(0).standard_normal(prepared.key.shape).astype("float32")
+    value = keras.ops.convert_to_tensor(v.astype("float32"))
+    close(ours(q, prepared + features, v), SHOWN(ats.attend(ours.W_q(q), prepared + features, value)))
     with pytest.raises(ats.FrameworkError, match="AdditiveAttention takes prepared keys"):
         DotProductAttention()(q, prepared, v)
 

@@ -449,7 +449,8 @@ class AdditiveAttention(Attention, PreparesKeys[Array]):
         inputs = dict(zip(INPUTS[1:], unpacked(keys, keys, keys)[1:], strict=True))
         checked_shapes(inputs)
         shared.check_features("keys", keys.shape[-1], getattr(self, linear.name).kernel.shape[0], linear.name)
-        return keys
+        # As Keras casts the inputs of a call.
+        return keras.ops.cast(keys, self.compute_dtype)
 
 
 @final
