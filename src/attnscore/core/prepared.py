@@ -59,7 +59,7 @@ class PreparedKeys:
 
     def unpack(self, score: Any) -> tuple[Array, Any]:
         """Return the key and the score of a call; raise ArgumentError where the call names a score of its own."""
-        # The default cannot be told from the same name given by the caller.
+        # The default cannot be distinguished from the same name given by the caller.
         if not isinstance(score, str) or score != "scaled_dot":
             hint = "prepare_keys(score, key) has bound them to theirs; .key holds the array"
             raise ArgumentError(message("score", "no score with prepared keys", shown(score), hint=hint))
