@@ -1,4 +1,6 @@
-"""Run the tutorials and keep what they print and draw: ``python docs/tutorials/run.py [NAME ...]``; without names, all.
+"""Run tutorials and keep what they print and draw: ``python docs/tutorials/run.py [--out FOLDER] [FILE ...]``.
+
+Without files it runs all tutorials; without a folder the outputs go into the files themselves.
 
 Needs ``pip install nbclient ipykernel``. MXNet's runs with the interpreter that ``ATTNSCORE_MXNET_PYTHON`` names, by
 default that of ``.venv-mxnet``, which needs ipykernel as well.
@@ -6,6 +8,7 @@ default that of ``.venv-mxnet``, which needs ipykernel as well.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -13,8 +16,6 @@ import tempfile
 from pathlib import Path
 
 import nbformat
-from jupyter_client.kernelspec import KernelSpecManager
-from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 
 HERE = Path(__file__).parent
@@ -36,22 +37,32 @@ def execute(path: Path) -> nbformat.NotebookNode:
         spec.parent.mkdir(parents=True)
         command = [str(python), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
         spec.write_text(json.dumps({"argv": command, "display_name": "tutorial", "env": ENVIRONMENT}), encoding="utf-8")
-        kernels = KernelSpecManager(kernel_dirs=[str(spec.parents[1])])
-        kernel = AsyncKernelManager(kernel_name="tutorial", kernel_spec_manager=kernels)
-        client = NotebookClient(notebook, km=kernel, timeout=300, record_timing=False, coalesce_streams=True)
-        client.resources = {"metadata": {"path": folder}}
+        os.environ["JUPYTER_PATH"] = folder  # where kernels are looked for first
+        client = NotebookClient(
+            notebook,
+            kernel_name="tutorial",
+            resources={"metadata": {"path": folder}},
+            timeout=300,
+            startup_timeout=300,
+            record_timing=False,
+            coalesce_streams=True,
+        )
         client.execute()
     notebook.metadata.pop("language_info", None)  # the interpreter's version, which is not the tutorial's business
     return notebook
 
 
-def main(names: list[str]) -> None:
-    """Run the named tutorials, or all, and write them with their outputs."""
-    for path in sorted(HERE.glob("*.ipynb")):
-        if not names or path.stem in names:
-            nbformat.write(execute(path), path)
-            print(f"{path.name:<50} {path.stat().st_size / 1000:.0f} kB")
+def main() -> None:
+    """Run the files named on the command line, or all."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE")
+    parser.add_argument("--out", type=Path, metavar="FOLDER")
+    given = parser.parse_args()
+    for path in given.files or sorted(HERE.glob("*.ipynb")):
+        target = path if given.out is None else given.out / path.name
+        nbformat.write(execute(path), target)
+        print(f"{path.name:<50} {target.stat().st_size / 1000:.0f} kB")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
