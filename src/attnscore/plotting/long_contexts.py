@@ -379,7 +379,7 @@ def show_long_attention(
     image = drawing.draw_bins(whole, pooled, lengths, drawing.decade_limits(pooled), cmap)
     colour_bar(figure, image, [whole], _WEIGHT_OF_A_BIN)
     sizes, in_bins = (" × ".join(f"{n:,}" for n in numbers) for numbers in (lengths, pooled.shape))
-    label(whole, f"{sizes} weights in {in_bins} bins", "keys", "queries")
+    label(whole, f"{sizes} weights in {in_bins} bins", "keys", "queries", title_points=9)
     _draw_block(figure, near, exact, whole, spans, cmap)
     drawing.draw_key_mass((line, bars), mass, _NAMED, tokens)
     label(line, "", "keys", _RECEIVED)
