@@ -104,6 +104,8 @@ SMALL = {row[0] for row in SHAPES}
 COMPILED = {name for name in SMALL if name.endswith(("-graph", "-jit", "jax-eager", "-flax"))}
 UNPROMISED = {"additive-layer", "dropout-backward", "gaussian", "gaussian-backward", "weights"}
 UNPROMISED |= {"packed", "packed-backward"}
+FLEX = {"flex", "flex-causal", "flex-window"}
+COMPILERS = ("compile", "flex", "keops")
 MEMORY = {"memory-dot", "memory-additive"}
 
 
@@ -122,8 +124,8 @@ def toy(case: Case) -> Case:
         sizes["visible"] = {"window": 5, "interval-mask": 37}.get(case.name, 19)
     if "lengths" in sizes:
         sizes["lengths"] = [96, 192]
-    # A compiler takes many seconds, whatever the size; the slow test below has it.
-    wanted = {baseline: target for baseline, target in case.baselines.items() if baseline != "compile"}
+    # A compiler takes many seconds, whatever the size; the slow test below has them.
+    wanted = {baseline: target for baseline, target in case.baselines.items() if baseline not in COMPILERS}
     return dataclasses.replace(case, sizes=sizes, baselines=wanted)
 
 
@@ -187,7 +189,7 @@ def test_names_and_baselines_are_known() -> None:
     names = [case.name for case in CASES]
     assert len(set(names)) == len(names)
     timed = {promise[0] for promise in (*PROMISES, *CALLERS)}
-    assert timed | GROWTH | MEMORY | CALLERS_MEMORY | SMALL | UNPROMISED | {"limits"} == set(names)
+    assert timed | GROWTH | MEMORY | CALLERS_MEMORY | SMALL | UNPROMISED | FLEX | {"limits"} == set(names)
     used = {baseline for case in CASES for baseline in case.baselines}
     assert used == set(BASELINES)
     assert all((target is not None and target.at_most) == (case.name in AT_MOST)
@@ -195,7 +197,7 @@ def test_names_and_baselines_are_known() -> None:
 
 
 def test_the_long_cases_are_asked_for() -> None:
-    assert {case.name for case in cases.chosen((), full=False)} == {case.name for case in CASES} - MEMORY
+    assert {case.name for case in cases.chosen((), full=False)} == {case.name for case in CASES} - MEMORY - FLEX
     assert len(cases.chosen((), full=True)) == len(CASES)
     assert [case.name for case in cases.chosen(["memory-dot", "tiny"], full=False)] == ["tiny", "memory-dot"]
     with pytest.raises(ArgumentError, match=r"only: expected names among dot, .*, got 'dott'"):
@@ -299,9 +301,15 @@ def test_a_watched_side_is_watched_and_then_no_more(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_torch_compile_on_a_toy() -> None:
-    case = dataclasses.replace(TOYS["additive"], baselines={"compile": Target(6)})
+@pytest.mark.parametrize(
+    ("name", "baseline"),
+    [("additive", "compile"), ("additive", "keops"), *((name, "flex") for name in sorted(FLEX))],
+)
+def test_what_is_compiled_on_a_toy(name: str, baseline: str) -> None:
+    case = dataclasses.replace(TOYS[name], baselines={baseline: Target(6)})
     (row,) = measure.time_case(case, 1, SHORT)
+    if baseline == "keops" and row["reason"] == "pykeops is not installed":
+        pytest.skip(row["reason"])
     assert row["status"] == "measured", row["reason"]
 
 

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import time
 from collections.abc import Callable, Sequence
@@ -164,6 +165,24 @@ def sdpa_blocks(inputs: Inputs) -> Side:
     return Side("sdpa-blocks", caller(inputs, run))
 
 
+def flex(inputs: Inputs) -> Side:
+    """FlexAttention, which TorchInductor compiles with a C++ compiler, on the blocks that the mask leaves."""
+    import torch
+
+    library, case = _needs("torch.nn.attention.flex_attention"), inputs.case
+    width = case.sizes.get("visible", 0)
+    masks: dict[str, Callable[..., Any]] = {
+        "causal": lambda b, h, i, j: j <= i,
+        "valid_lens": lambda b, h, i, j: j < width,
+        "window": lambda b, h, i, j: (j <= i) & (j > i - width),
+    }
+    # The mask is known before anything is timed, as for us.
+    lengths = (case.sizes["queries"], case.sizes["keys"])
+    block_mask = library.create_block_mask(masks[case.mask], None, None, *lengths, device="cpu") if case.mask else None
+    compiled_flex = torch.compile(library.flex_attention, dynamic=False)
+    return Side("flex", caller(inputs, functools.partial(compiled_flex, block_mask=block_mask)))
+
+
 def naive(inputs: Inputs) -> Side:
     """The definition in PyTorch."""
     return Side("naive", caller(inputs, _forms(inputs)[0]))
@@ -286,6 +305,7 @@ BASELINES = {
     "sdpa": Baseline("torch scaled_dot_product_attention", sdpa),
     "sdpa-padded": Baseline("the same of a padded batch", sdpa_padded),
     "sdpa-blocks": Baseline("torch scaled_dot_product_attention, in blocks", sdpa_blocks),
+    "flex": Baseline("FlexAttention, compiled", flex, lacks=("backward", "additive", "gaussian")),
     "naive": Baseline("naive PyTorch", naive, lacks=("mask",)),
     "compile": Baseline("naive PyTorch, torch.compile", compiled, lacks=("mask",)),
     "xla": Baseline("naive JAX, jax.jit (XLA)", xla, lacks=(*_FORWARD, "gaussian")),

@@ -231,6 +231,18 @@ CASES: tuple[Case, ...] = (
         {"sdpa": Target(25, 40), "sdpa-blocks": None}, mask="window",
     ),
     Case(
+        "flex", "scaled dot (1,8,2048,64), forward, against FlexAttention", _USUAL,
+        {"flex": None}, full=True,
+    ),
+    Case(
+        "flex-causal", "scaled dot (1,8,2048,64), causal, forward, against FlexAttention", _USUAL,
+        {"flex": None}, mask="causal", full=True,
+    ),
+    Case(
+        "flex-window", "scaled dot (1,8,8192,64), window 256 of 8192, forward, against FlexAttention",
+        _sizes(8, 8192, 8192, 64, visible=256), {"flex": None}, mask="window", full=True,
+    ),
+    Case(
         "packed", "scaled dot (1,8,4352,64), 16 packed sequences up to 512, forward", _PACKED,
         {"sdpa": None, "sdpa-padded": None}, mask="packed",
     ),
