@@ -427,6 +427,60 @@ def test_files_of_something_else(tmp_path: Path) -> None:
             ats.KeyValueCache.load(tmp_path / "wrong.npz")
 
 
+# ------------------------------------------------------------------ anything in any order
+
+
+def _last_rows(q: np.ndarray, past: list[Any], window: int | None, sinks: int) -> np.ndarray:
+    """What the last positions of one sequence give, by the definition; `past` holds its keys and values (head, dim)."""
+    k, v = (np.stack([each[i] for each in past], 1) for i in range(2))
+    mask = _reference_mask(window, sinks, len(past)).materialize(len(past), len(past))[0, -q.shape[1] :]
+    scores = np.where(mask, q @ k.swapaxes(1, 2) / np.sqrt(q.shape[-1]), -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    found: np.ndarray = weights / weights.sum(-1, keepdims=True) @ v
+    return found
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_operations_in_any_order(seed: int, tmp_path: Path) -> None:
+    rng = np.random.default_rng(seed)
+    window = [None, 1, 2, 3, 5, 9][seed % 6]
+    sinks = 0 if window is None else int(rng.integers(0, 4))
+    cache = ats.KeyValueCache(window=window, sinks=sinks, capacity=[None, 1, 7][seed % 3])
+    pasts: list[list[Any]] = [[] for _ in range(rng.integers(1, 4))]
+    for operation in rng.choice(["append", "step", "crop", "select", "reorder", "save"], 14, p=[0.3, 0.3, *[0.1] * 4]):
+        batch = len(pasts)
+        if operation in ("append", "step"):
+            n = 1 if operation == "step" else int(rng.integers(0, 8))
+            counts = np.full(batch, n) if rng.random() < 0.5 else rng.integers(0, n + 1, batch)
+            k, v, q = rng.standard_normal((3, batch, HEADS, n, DIM))
+            out = cache.append(k, v, lens=counts).attend(q)
+            for b, count in enumerate(counts):
+                pasts[b] += [(k[b, :, i], v[b, :, i]) for i in range(count)]
+                assert not out[b, :, count:].any()
+                for rows in {int(count), int(rng.integers(0, count + 1))} - {0}:
+                    queries = q[b, :, :rows]
+                    found = out[b, :, :count] if rows == count else cache.attend(q[:, :, :rows])[b]
+                    np.testing.assert_allclose(found, _last_rows(queries, pasts[b], window, sinks), rtol=1e-9)
+        elif cache._keys is None:
+            continue
+        elif operation == "crop":
+            to = np.maximum(0, cache.lens - rng.integers(0, 5, batch))
+            try:
+                cache.crop(to)
+            except ats.ArgumentError:
+                assert window is not None
+                continue
+            pasts = [past[:n] for past, n in zip(pasts, to, strict=True)]
+        elif operation == "save":
+            cache.save(tmp_path / "cache.npz")
+            cache = ats.KeyValueCache.load(tmp_path / "cache.npz")
+        else:
+            indices = rng.integers(0, batch, batch if operation == "reorder" else rng.integers(1, 5))
+            cache = getattr(cache, operation)(indices)
+            pasts = [list(pasts[i]) for i in indices]
+        assert cache.lens.tolist() == [len(past) for past in pasts]
+
+
 # ------------------------------------------------------------------ autograd and JAX
 
 

@@ -526,7 +526,7 @@ class KeyValueCache:
         fits = keys.ndim == values.ndim == 4 and keys.shape[2] == values.shape[2] <= slots
         if not (fits and len(lens) == len(keys) == len(values) and lens.min(initial=0) >= 0):
             raise io.FileError(f"{path}: no cache of keys and values: arrays that do not belong together")
-        cache = cls(score=score, window=window, sinks=sinks, head_axis=int(arrays["head_axis"]), capacity=slots)
+        cache = cls(score=score, window=window, sinks=sinks, head_axis=int(arrays["head_axis"]), capacity=slots or None)
         like = np.empty(0) if like is None else like
         ops = backends.of({"like": like})
         cache._has_heads = bool(arrays["has_heads"])
