@@ -46,6 +46,7 @@ def attend(
     ----------
     query : (..., query, dim)
         Two axes or more, any strides. Three: (batch, query, dim). Four or more: heads on `head_axis`.
+        Jagged tensors of PyTorch are computed packed, and give jagged results; `mask` is then that of each sequence.
     key : (..., key, dim_k)
         ``dim_k == dim`` except for scores that allow otherwise. May have fewer heads than `query`: query head h uses
         KV head ``h // (heads / kv_heads)``. Other leading axes broadcast.
