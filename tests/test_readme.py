@@ -11,6 +11,7 @@ import ast
 import contextlib
 import doctest
 import importlib
+import importlib.util
 import io
 import json
 import os
@@ -245,6 +246,8 @@ def test_shell_lines_name_what_exists(words: list[str]) -> None:
         names: dict[str, Any] = {}
         exec(setup, names)
         exec(statement, names)
+    elif words[:2] == ["python", "-m"]:
+        assert importlib.util.find_spec(words[2]), words
     elif program in ("bash", "python", "sh"):
         assert any((ROOT / argument).exists() for argument in arguments), words
     else:
