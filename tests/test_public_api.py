@@ -37,6 +37,7 @@ FUNCTIONS = {
     "top_weights": f"(query, key, k, {_MAP}",
     "pooled_weights": f"(query, key, bins=(64, 64), {_MAP}",
     "key_mass": f"(query, key, {_MAP}",
+    "prepare_keys": "(score, key, *, head_axis=-3)",
     "masked_softmax": "(scores, valid_lens=None, *, mask=None, axis=-1, temperature=1.0)",
     "merge": "(outs, log_sum_exps)",
     "pack": "(sequences, axis=0)",
@@ -57,7 +58,7 @@ SCORES = {
     "Additive": "(w_v, W_q=None, W_k=None, bias=None, activation='tanh', negative_slope=0.01)",
     "Bilinear": "(W)",
     "Gaussian": "(bandwidth=1.0)",
-    "Cosine": "(scale=1.0)",
+    "Cosine": "(scale=1.0, unit_keys=False)",
     "Sum": "()",
     "SoftCap": "(score, cap)",
     "Temperature": "(score, T)",
@@ -74,7 +75,10 @@ MASKS = {
     "Dense": "(array)",
     "MaskFunction": "(function, captured=(), heads=0)",
 }
-CLASSES = {"KeyValueCache": "(*, score=None, window=None, sinks=0, head_axis=-3, capacity=None)"}
+CLASSES = {
+    "KeyValueCache": "(*, score=None, window=None, sinks=0, head_axis=-3, capacity=None)",
+    "PreparedKeys": "(key, score)",
+}
 TUPLES = {
     "AttentionStats": (
         *("log_sum_exp", "max_score", "mean_score", "var_score"),
