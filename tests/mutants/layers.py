@@ -77,9 +77,9 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "torch-weights-in-the-pass-of-any-length",
-        "src/attnscore/layers/torch.py",
-        "pairs = max(query.shape[0], key.shape[0]) * query.shape[1] *",
-        "pairs = query.shape[1] *",
+        "src/attnscore/layers/description.py",
+        "pairs: int = batch * query.shape[1] * key.shape[1]",
+        "pairs: int = query.shape[1]",
         "tests/test_layers_weights.py -k read_before",
         "a PyTorch layer whose weights were read once computes any number of them in its next pass",
     ),
@@ -102,8 +102,8 @@ FAULTS: list[Fault] = [
     Fault(
         "torch-weights-follow-the-optimizer",
         "src/attnscore/layers/torch.py",
-        "arrays := {name: x.detach().clone() for name, x in arrays_of(score).items()}",
-        "arrays := {name: x.detach() for name, x in arrays_of(score).items()}",
+        "with_arrays(score, lambda x: x.detach().clone())",
+        "with_arrays(score, lambda x: x.detach())",
         "tests/test_layers_weights.py",
         "attention_weights read after an optimizer step are those of the new parameters",
     ),
