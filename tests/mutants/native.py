@@ -432,8 +432,8 @@ FAULTS = [
     Fault(
         "native-nonfinite-additive-gradient",
         "csrc/kernels/additive-inl.h",
-        "dz *= w",
-        "dz",
+        "select<T>(z == z, dz, z) * w",
+        "select<T>(z == z, dz, z)",
         "tests/test_nonfinite.py -k 'makes_a_number and numpy'",
         "gradients of additive scores lack the weight beside an infinite argument",
     ),
