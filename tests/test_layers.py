@@ -200,6 +200,26 @@ def test_steps_with_a_cache_are_one_pass(case: Case, window: int | None) -> None
     assert shorter.lens.tolist() == [2, 9]
 
 
+def test_a_rotary_embedding_may_be_a_module() -> None:
+    class Rotary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(0.5))
+
+        def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+            return rotary(q, k, positions * self.scale)
+
+    layer, x = MultiHeadAttention(8, 2, rotary=Rotary(), query_size=8, key_size=8, value_size=8), torch.randn(2, 3, 8)
+    assert "rotary.scale" in layer.state_dict()
+    before = layer(x, x, x)
+    before.sum().backward()
+    assert layer.rotary.scale.grad is not None
+    torch.testing.assert_close(copy.deepcopy(layer)(x, x, x), before)
+    layer.reset_parameters()
+    assert layer.rotary.scale == 0.5
+    assert not torch.equal(layer(x, x, x), before)
+
+
 def test_weights_of_a_step_are_read_before_the_next() -> None:
     layer, x = MultiHeadAttention(8, 2, query_size=8, key_size=8, value_size=8), torch.randn(2, 600, 8)
     cache = ats.KeyValueCache(head_axis=-2, capacity=1200)

@@ -170,8 +170,9 @@ class Attention(BaseAttention[Tensor], nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw all parameters anew; those that start constant are set to their start."""
-        for module in self.children():
-            module.reset_parameters()  # type: ignore[operator]  # every child has parameters
+        for part in self._layer.parts:
+            if isinstance(module := getattr(self, part.name), nn.Module):
+                module.reset_parameters()  # type: ignore[operator]  # each has parameters
         for parameter in self._layer.parameters:
             if not parameter.inputs:
                 _start(self.get_parameter(parameter.name), parameter)
