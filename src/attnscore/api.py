@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 from attnscore import backends, kernels
-from attnscore.analysis import weights as blocks
+from attnscore.analysis.weights import row_gradient
 from attnscore.backends.base import Array, sum_to
 from attnscore.core import plan as plans
 from attnscore.core import tiling
@@ -56,8 +56,8 @@ def attend(
     valid_lens : (batch,) or (batch, query) whole numbers
         Keys j < valid_lens are unmasked; combined with `mask` by AND. For a query of two axes: a number, or (query,).
     bias : broadcastable to (..., query, key), or (..., 1, query + key - 1)
-        Added to the scores after temperature and cap; -inf masks a key. Gets a gradient. The second shape has one number
-        for each key - query, see `relative_positions`.
+        Added to the scores after temperature and cap; -inf masks a key. Gets a gradient. The second shape has one
+        number for each key - query, see `relative_positions`.
     sink : number or (heads,)
         A further logit in the softmax, without a value. Gets a gradient.
     dropout : number in [0, 1)
@@ -94,6 +94,7 @@ def attend(
     """
     if type(key) is PreparedKeys:
         key, score = key.unpack(score)
+    # Under torch.compile the replacement calls an operator, which the compiler does not look into.
     if (compiled := backends.compiled()) is not None:
         return compiled(
             query, key, value, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink, dropout=dropout,
@@ -117,7 +118,7 @@ def attend(
             matrix="weights" if check_flag("return_weights", return_weights) else None,
         )  # fmt: skip
         plan = plans.build(signature, problem, kernel, query, key, value, mask, bias, sink, valid_lens)
-        # The drawn seed, where the caller gave none.
+        # `build_problem` has drawn a seed where the caller gave none; a plan that is given None would draw another.
         drawn: Any = seed if problem.dropout is None else problem.dropout.seed
         return plan.run(query, key, value, score, mask, bias, sink, drawn, valid_lens)
 
@@ -212,10 +213,10 @@ def attend_vjp(
         if grad_weights is not None and not flag:
             raise ArgumentError(message("grad_weights", "return_weights=True", "False"))
         with ops.numeric_scope():
-            rows = {"grad_out": grad_out, "grad_log_sum_exp": grad_log_sum_exp}
-            rows |= {"grad_entropy": grad_entropy} if "entropy" in statistics else {}
-            rows |= {"grad_weights": grad_weights} if flag else {}
-            incoming = [blocks.row_gradient(problem, name, grad) for name, grad in rows.items()]
+            of_outputs = {"grad_out": grad_out, "grad_log_sum_exp": grad_log_sum_exp}
+            of_outputs |= {"grad_entropy": grad_entropy} if "entropy" in statistics else {}
+            of_outputs |= {"grad_weights": grad_weights} if flag else {}
+            incoming = [row_gradient(problem, name, grad) for name, grad in of_outputs.items()]
             found = op.backward(tuple(operands.values()), outputs[: op.saved_outputs], incoming)
             grads = dict(zip(operands, found, strict=True))
             return gradients(problem, cast(Pullback, score_pullback)(grads), grads, given)
@@ -224,7 +225,11 @@ def attend_vjp(
 
 
 def gradients(problem: Problem, by_score: ScoreGradients, grads: dict[str, Array], given: dict[str, Any]) -> Gradients:
-    """Return the gradients of the caller's arrays, in their shapes and dtypes, from those on the canonical axes."""
+    """Return the gradients of the caller's arrays, in their shapes and dtypes.
+
+    `grads` are those that a kernel computed, on the canonical axes; `by_score` those that the score's VJP made of them,
+    of query, key and the score's arrays; `given` the caller's arrays by name.
+    """
     ops, layout = problem.ops, problem.layout
 
     def from_canonical(grad: Array, canonical: Array, name: str) -> Array:

@@ -4,9 +4,11 @@
   the same results as a new one.
 - A call that fails its checks has no plan, so each repetition runs and fails the same checks.
 - A score named by a string enters the signature as its class. A name registered for a function may give another score
-  at each call, so such a call has no signature. Masks enter by their index values.
-- Arrays that a score projects are lowered at each call; the lowered score has a plan of its own (`core/lowered.py`).
-- A boolean array that is the mask, and valid lengths, enter by shape and strides; each call reads their values.
+  at each call, so such a call has no signature.
+- Masks enter by the values of their numbers and arrays: offsets, lengths, ids. Only a boolean array that is the whole
+  mask, and valid lengths, enter by shape and strides, and each call reads their values.
+- A score that projects or normalises queries and keys is lowered at each call, to a score of the computed arrays that
+  has a plan of its own (`core/lowered.py`).
 - A cached plan holds no array of a caller. A call without a signature gets a plan for itself alone.
 """
 
@@ -76,7 +78,7 @@ def signature(
         if type(seed) not in (int, type(None)):
             return None
         extras = [x for x in (bias, sink) if x is not None]
-        # A parameter is of another type than an activation.
+        # By backend and not by type, unlike key and value: a learned bias is a torch.nn.Parameter, the query a tensor.
         if any(backends.of_type(type(x)) is not ops for x in extras):
             return None
         arrays += extras
@@ -99,9 +101,9 @@ def signature(
 
 
 def _read_at_each_call(ops: Backend, query: Array, mask: Any, lens: Any) -> Array | None:
-    """Return the boolean mask or the valid lengths whose values each call of a plan reads; None for any others.
+    """Return the boolean mask or the valid lengths whose values each call of a plan reads; None where there is neither.
 
-    Lengths beside another mask, and those of two-axis inputs, are part of the mask by their numbers.
+    Lengths combined with another mask, and those of two-axis inputs, enter the signature by value instead.
     """
     x = mask if lens is None else lens
     if type(x) is np.ndarray:
@@ -119,8 +121,8 @@ def _read_at_each_call(ops: Backend, query: Array, mask: Any, lens: Any) -> Arra
 def _score_signature(score: Any) -> tuple[Hashable, tuple[Array, ...]] | None:
     """Return what planning reads of a score, and its arrays; None where each call with it is planned anew.
 
-    A name enters as the class that it stands for. Parameters per head have no signature: a score is lowered on the
-    caller's axes, where heads have no fixed place.
+    A name enters as the class that it stands for. A score with parameters per head has no signature: a lowered call
+    works on the caller's axes, where the axis of heads depends on `head_axis`.
     """
     kind: Any = type(score)
     if kind is str:
@@ -192,9 +194,9 @@ def build(
 def _build_lowered(problem: Problem, kernel: str, arrays: dict[str, Array], bias: Any, sink: Any) -> LoweredCall | None:
     """Return the plan of a call whose score is lowered, or None where the kernel has none for the lowered call."""
     ops, score, dropout = problem.ops, problem.score, problem.dropout
-    rows = {name: ops.stop_gradient(arrays[name]) for name in ("query", "key")}
-    form, found = lower(ops, score, **rows)
-    computed = tuple(i for i, x in enumerate(rows.values()) if found[i] is not x)
+    sides = {name: ops.stop_gradient(arrays[name]) for name in ("query", "key")}
+    form, found = lower(ops, score, **sides)
+    computed = tuple(i for i, x in enumerate(sides.values()) if found[i] is not x)
     lowered: Any = ScaledDot(form.scale) if isinstance(form, InnerForm) else None
     if isinstance(form, AdditiveForm):
         lowered = Additive(form.w_v, activation=score.activation, negative_slope=score.negative_slope)
@@ -206,15 +208,13 @@ def _build_lowered(problem: Problem, kernel: str, arrays: dict[str, Array], bias
     )  # fmt: skip
     if "w_v" in given:
         given["w_v"] = lowered.w_v
+        # The plan is cached, and holds no array of a caller: each call passes its w_v.
         lowered = dataclasses.replace(lowered, w_v=None)
     call = kernels.choose(kernel, lowered_problem).prepare(lowered_problem, tiling.planned(lowered_problem), given)
     if call is None:
         return None
-    parameters = arrays_of(score)
-    is_projection = hasattr(score, "project") and {ops.dtype(x) for x in parameters.values()} == {problem.dtype}
-    return LoweredCall(
-        ops, call, lowered, computed, tuple(parameters), "bias" in arrays, "sink" in arrays, is_projection
-    )
+    dtypes = {ops.dtype(x) for x in arrays_of(score).values()}
+    return LoweredCall(ops, call, lowered, computed, hasattr(score, "project") and dtypes == {problem.dtype})
 
 
 def _learned_bandwidth(score: Any) -> Array | None:
@@ -223,7 +223,7 @@ def _learned_bandwidth(score: Any) -> Array | None:
 
 
 def _is_lowered(problem: Problem) -> bool:
-    """Return whether lowering the score computes other rows of query or key, and nothing else."""
+    """Return whether lowering replaces query or key by computed arrays (projected, normalised) of the value's dtype."""
     form = problem.form
     if type(problem.score) not in (Additive, Bilinear, Cosine) or problem.ops.dtype(form.query) != problem.dtype:
         return False
@@ -232,7 +232,7 @@ def _is_lowered(problem: Problem) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class SingleCall:
-    """Plan of a single call, with its arrays."""
+    """Plan of one call that no cache keeps: it holds the arrays of the call."""
 
     problem: Problem
     op: AttentionOp
@@ -243,7 +243,7 @@ class SingleCall:
 
 
 def present(problem: Problem, result: Result) -> Any:
-    """Return a result on the caller's axes: the output, and the wanted weights and statistics."""
+    """Return what `attend` returns, on the caller's axes: the output, and the wanted weights and statistics."""
     ops, layout = problem.ops, problem.layout
     found: list[Any] = [layout.from_canonical(ops, result.out)]
     if problem.matrix is not None:

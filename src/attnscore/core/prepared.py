@@ -1,4 +1,4 @@
-"""Keys prepared once for many calls: all that a score computes from the keys alone, and the score of what is left."""
+"""Keys prepared once for many calls: what a score computes from keys alone, with the score that takes its result."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from attnscore.core.layout import AxisLayout, ScoreShape
 from attnscore.core.problem import check_each, check_head_axis
 from attnscore.errors import ArgumentError, ShapeError, message, with_shapes
 from attnscore.scores.base import describe
-from attnscore.scores.base import prepare_keys as prepared_by
+from attnscore.scores.base import prepare_keys as prepare_keys_of
 
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class PreparedKeys:
-    """Keys as a score meets them in every call, from `prepare_keys`.
+    """Keys after all that a score computes from keys alone, and the score that is left; from `prepare_keys`.
 
     ``attend(query, prepared, value)`` is ``attend(query, prepared.key, value, score=prepared.score)``, and so for all
     functions that take keys. A pytree in JAX.
@@ -69,13 +69,13 @@ class PreparedKeys:
 def prepare_keys(score: Any, key: Array, *, head_axis: int = -3) -> PreparedKeys:
     """Compute all that a score computes from the keys alone, for many calls with the same keys.
 
-    A recurrent decoder asks the same keys at each step. With an additive score that projects them in each call a step
-    costs O(m dim h) for m keys; with prepared keys O(m h).
+    A recurrent decoder attends to the same keys at each step. With an additive score that projects them in each call a
+    step costs O(m dim h) for m keys; with prepared keys O(m h).
 
     - ``Additive(w_v, W_q, W_k, bias)``: W_k k, and ``Additive(w_v, W_q, None, bias)``
     - ``Bilinear(W)``: W k, and ``Dot()``
     - ``Cosine(scale)``: k over its norm, and ``Cosine(scale, unit_keys=True)``
-    - ``Temperature`` and ``SoftCap``: what the score inside makes of the keys, and the same around what it leaves
+    - ``Temperature`` and ``SoftCap``: the keys that the wrapped score prepares, and the wrapper around its new score
     - all other built-in scores: the keys and the score, as nothing is computed from the keys alone
     - a custom score: what its method ``prepare_keys(ops, key)`` returns, else the keys and the score
 
@@ -115,19 +115,20 @@ def prepare_keys(score: Any, key: Array, *, head_axis: int = -3) -> PreparedKeys
     shapes = check_each(ops, {"key": key})
     check_head_axis(head_axis, shapes)
     scores.check_score_arrays(ops, score, key)
-    # A compiler that records this records its casts as well.
+    # A compiler records the operations below with autocast's own casts; otherwise autocast is applied once, here.
     with ops.numeric_scope() if backends.compiled() is None else contextlib.nullcontext():
         (key,) = ops.autocast(key) if backends.compiled() is None else (key,)
         layout = _layout(shapes["key"], int(head_axis))
         canonical = layout.to_canonical(ops, key, is_query=False)
         try:
-            found, left = prepared_by(ops, score, canonical)
+            found, remaining_score = prepare_keys_of(ops, score, canonical)
         except ShapeError as error:
             raise ShapeError(with_shapes(str(error), shapes)) from None
-        ops.register_pytree(type(left))
+        ops.register_pytree(type(remaining_score))
         if found is canonical:
-            return PreparedKeys(key, left)
-        return PreparedKeys(ops.astype(_on_caller_axes(ops, layout, found, score), ops.dtype(key)), left)
+            return PreparedKeys(key, remaining_score)
+        prepared = ops.astype(_on_caller_axes(ops, layout, found, score), ops.dtype(key))
+        return PreparedKeys(prepared, remaining_score)
 
 
 def _layout(shape: tuple[int, ...], head_axis: int) -> AxisLayout:

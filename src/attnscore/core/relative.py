@@ -81,9 +81,9 @@ def relative_buckets(
 ) -> np.ndarray[Any, Any]:
     """Return the bucket of T5's relative position bias for each position key - query.
 
-    Half of the buckets are exact distances from 0 on; those above grow with the logarithm of the distance, up to
-    `max_distance`, beyond which all share the last. Bidirectional: half of all for keys behind the query; otherwise
-    they count as distance 0.
+    Distances below half of the buckets have a bucket each; the other buckets widen with the logarithm of the distance,
+    up to `max_distance`, beyond which all share the last. Bidirectional: keys after the query (positions above 0) have
+    the second half of the buckets for themselves; otherwise they count as distance 0.
 
     Parameters
     ----------
@@ -134,12 +134,13 @@ def relative_buckets(
 
 
 def tile(ops: Backend, bias: Array, query_len: int, rows: Span, cols: Span) -> Array:
-    """Return the matrix (..., rows, cols) of the pairs of a tile, from the relative bias of all."""
+    """Return the bias (..., rows, cols) of the pairs of a tile, from the relative bias of the whole call."""
     count, width = rows[1], rows[1] + cols[1] - 1
     line = ops.slice_axis(bias, -1, query_len - rows[0] - count + cols[0], width)
     if count == 1:
         return line
-    # Row i begins one place before row i - 1: in copies of the line, one after the other, that is every (width - 1)th.
+    # Row i of the tile is line[count - 1 - i :][:cols]. In copies of the line, one after the other, row i begins at
+    # count - 1 + i * (width - 1): a reshape with rows of width - 1 aligns them, without a gather.
     lead = tuple(bias.shape[:-2])
     copies = ops.reshape(ops.broadcast_to(line, (*lead, count, width)), (*lead, 1, count * width))
     copies = ops.slice_axis(copies, -1, count - 1, count * (width - 1))
@@ -147,11 +148,11 @@ def tile(ops: Backend, bias: Array, query_len: int, rows: Span, cols: Span) -> A
 
 
 def sum_diagonals(ops: Backend, grad: Array) -> Array:
-    """Return the sums (..., 1, rows + cols - 1) over the pairs (..., rows, cols) of the same key - query."""
+    """Return the sum of each diagonal of (..., rows, cols), the pairs of one key - query: (..., 1, rows + cols - 1)."""
     *lead, rows, cols = ops.shape(grad)
     if rows == 1:
         return grad
-    # The VJP of `tile`, without its slices.
+    # The steps of `tile` in reverse: pad each row to width - 1, reshape to copies of the line, and add these up.
     width = rows + cols - 1
     padded = ops.concat([grad, ops.zeros((*lead, rows, rows - 2), grad)], -1) if rows > 2 else grad
     line = ops.reshape(padded, (*lead, 1, rows * (width - 1)))

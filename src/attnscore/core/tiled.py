@@ -28,7 +28,8 @@ from attnscore.masks.shape_spec import ShapeSpec
 from attnscore.scores.base import nonfinite_rows
 from attnscore.scores.forms import FormPullback, Role, times
 
-# Elements of the scores that are computed at a time where the matrix of all pairs is returned: 4 MB in float32.
+# Numbers computed at a time where a matrix of all pairs is returned, by a score that holds several for each pair: 4 MB
+# in float32.
 MATRIX_VALUES = 2**20
 
 Span = tuple[int, int]
@@ -179,6 +180,7 @@ def forward(problem: Problem, plan: TilePlan) -> Result:
         return online_softmax.update(ops, state, scores, unmasked, pool, wanted)
 
     def query_tile_result(tile: Any, rows: Span) -> tuple[Array, ...]:
+        # In order: out, row_max, log_denom, the matrix if wanted, the statistics.
         def visit(state: RowState, cols: Span, partial: bool) -> RowState:
             scores, unmasked, _ = _score_tile(inputs, plan, rows, cols, partial)
             return update(state, scores, unmasked, rows, cols)
@@ -211,7 +213,7 @@ def forward(problem: Problem, plan: TilePlan) -> Result:
 
 @dataclass(frozen=True, eq=False)
 class _RowContext:
-    """What the backward holds of each query before it visits a tile."""
+    """What the backward knows of every query before it visits the first tile."""
 
     grad_out: Array
     grad_is_finite: bool
@@ -224,6 +226,7 @@ class _RowContext:
     grad_matrix: Array | None
 
     def softmax_vjp(self, ops: Backend, p: Array, log_p: Array, grad_p: Array | float, rows: Span) -> Array:
+        """Return the gradient of the scores of a tile, from `grad_p`, that of its weights `p`."""
         # Forward: p = exp(scores - row_max - log_denom), H = -sum p log p
         grad = p * (grad_p + _slice(ops, self.delta, -2, rows))
         if self.grad_entropy is None:
@@ -233,6 +236,7 @@ class _RowContext:
 
 
 def _row_context(problem: Problem, plan: TilePlan, result: Result, grads: RowGradients) -> _RowContext:
+    """Compute delta of every query."""
     ops, dtype = problem.ops, problem.accumulator
     grad_out = ops.zeros(ops.shape(result.out), result.out) if grads.out is None else grads.out
     pairs = [(result.out, grad_out)]
@@ -313,18 +317,20 @@ def backward(problem: Problem, plan: TilePlan, result: Result, grads: RowGradien
     shapes = {name: ops.shape(x) for name, x in operands(problem).items() if name != "sink"}
     is_relative, query_len = problem.has_relative_bias, problem.score_shape.query_len
     if problem.bias is not None and not is_relative:
-        # An axis of the bias whose size is unknown counts as not broadcast until all tiles are added.
+        # A graph may not know yet whether an axis of the bias is broadcast: its gradient is summed over such an axis
+        # only after all tiles (at the end of this function).
         axes = zip(problem.bias.shape, (*problem.score_shape.rows, problem.score_shape.key_len), strict=True)
         shapes["bias"] = tuple(whole if is_unknown(n) else n for n, whole in axes)
     roles: dict[str, Role] = {name: problem.form.role(name) for name in problem.form.arrays()}
     by_query = [name for name in shapes if (name == "bias" and not is_relative) or roles.get(name) == "query"]
-    # A bias of pairs has an axis of keys and one of queries.
+    # The axis of the keys (of a relative bias: of the diagonals) in each gradient that has one.
     key_axis = {name: -2 for name in shapes if name == "value" or roles.get(name) == "key"} | {"bias": -1}
 
     def visit_query_tile(
         rows: Span, segments: tuple[Segment, ...] | DynamicSegment, buffers: dict[str, Array]
     ) -> dict[str, Array]:
-        # Gradients of what belongs to queries are summed over the key tiles of one query tile, then added to theirs.
+        # Gradients with an axis of queries are summed over the key tiles in a buffer of this query tile, and then added
+        # to the buffer of all queries. The others (key, value) are added to their buffers key tile by key tile.
         of_tile = {
             name: ops.zeros(
                 (*shapes[name][:-2], 1 if shapes[name][-2] == 1 else rows[1], shapes[name][-1]), context.delta, dtype
@@ -334,6 +340,7 @@ def backward(problem: Problem, plan: TilePlan, result: Result, grads: RowGradien
 
         def visit(carry: dict[str, Array], cols: Span, partial: bool) -> dict[str, Array]:
             found = _tile_gradients(inputs, plan, context, rows, cols, partial)
+            # The entries of a relative bias that a tile reads, as in `relative.tile`.
             diagonals = (query_len - rows[0] - rows[1] + cols[0], rows[1] + cols[1] - 1)
             return carry | {
                 name: _add(
@@ -360,7 +367,7 @@ def backward(problem: Problem, plan: TilePlan, result: Result, grads: RowGradien
 
 
 def _sink_gradient(problem: Problem, sink: Array, context: _RowContext) -> Array:
-    """Return the gradient of the sink: that of a score whose value is 0, so that dp = 0."""
+    """Return the gradient of the sink, a score whose value vector is 0: grad_p = dout . value = 0."""
     ops, shape = problem.ops, tuple(sink.shape)
     sink = ops.astype(ops.reshape(sink, (*shape, 1, 1)), problem.accumulator)
     log_p = online_softmax.log_weights(ops, sink, context.row_max, context.log_denom)
@@ -406,9 +413,10 @@ def _iter_key_tiles(
 def _iter_dynamic_key_tiles(
     ops: Backend, segment: DynamicSegment, plan: TilePlan, visit: Callable[[Any, Span, bool], Any], carry: Any
 ) -> Any:
-    """Visit the key tiles of a segment whose ends are traced: as many tiles as the longest segment touches.
+    """Visit the key tiles of a segment whose ends are traced.
 
-    Tiles begin at multiples of their size, and those outside the segment are skipped when the program runs.
+    The loop has a static number of steps, the tiles that the longest segment can touch. Tiles begin at multiples of
+    their size; when the program runs, steps past the end of the segment do nothing.
     """
     tile = plan.key_tile
     whole, tail = divmod(plan.key_len, tile)
@@ -457,7 +465,10 @@ def _map_query_tiles(
 
 @dataclass(frozen=True, eq=False)
 class _Inputs:
-    """A problem without its non-finite queries and keys, and where they were. Made once a call, if pairs are masked."""
+    """A problem with zeros for its non-finite queries and keys, and where these were.
+
+    Otherwise the products of the backward, such as dq = ds k, would multiply the 0 of a masked pair by NaN.
+    """
 
     problem: Problem
     """The problem, with zeros for queries and keys that hold a NaN, or an infinity that the form does not keep."""
@@ -465,11 +476,15 @@ class _Inputs:
     nonfinite_key: Array | None
     value_is_finite: bool
     keeps_infinity: bool = False
-    """Whether query and key may hold infinities; the form then computes masked pairs from zeros."""
+    """Whether `problem` may still hold infinities, because its form gives them finite scores (tanh(inf) = 1). The form
+    is then passed the mask, and computes masked pairs from zeros."""
 
 
 def _isolate_nonfinite(problem: Problem) -> _Inputs:
-    """Replace non-finite queries and keys by zeros, and return where they were: their unmasked scores become NaN."""
+    """Replace non-finite queries and keys by zeros, and note where they were: `_score_tile` sets their scores to NaN.
+
+    Without a mask or bias no pair is masked, and NaN may propagate by itself.
+    """
     ops, problem = problem.ops, _in_accumulator_dtype(problem)
     if problem.mask is None and problem.bias is None:
         return _Inputs(problem, None, None, True)
@@ -535,7 +550,7 @@ def _bias_tile(problem: Problem, bias: Array, rows: Span, cols: Span) -> Array:
 
 
 def _slice_bias(ops: Backend, x: Array, axis: int, span: Span) -> Array:
-    """Slice a bias, of which a graph may learn when it runs whether the axis is broadcast."""
+    """Slice an axis of a bias; where a graph does not know its size yet, by positions, which allow a size of 1."""
     return (
         entries_of(ops, x, ops.positions(*span, x), axis) if is_unknown(x.shape[axis]) else _slice(ops, x, axis, span)
     )
