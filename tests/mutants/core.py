@@ -198,8 +198,8 @@ FAULTS = [
     Fault(
         "plan-without-the-scale",
         "src/attnscore/core/plan.py",
-        "return ((kind, type(number), number), ()) if",
-        "return ((kind, type(number)), ()) if",
+        "return (kind, type(number), number, kind",
+        "return (kind, type(number), kind",
         "tests/test_plan.py",
         "a plan is reused for another scale of the dot product, or another bandwidth",
     ),

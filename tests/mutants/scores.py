@@ -26,7 +26,75 @@ def _streaming(scores: str) -> str:
     return f"tests/test_every_kernel.py -k 'against_the_oracle and streaming and {scores}'"
 
 
+def _prepared(name: str) -> str:
+    return f"tests/test_prepared_keys.py -k '{name}'"
+
+
 FAULTS: list[Fault] = [
+    Fault(
+        "prepared-without-the-projection",
+        "src/attnscore/scores/additive.py",
+        "return projected, dataclasses.replace(self, W_k=None)",
+        "return key, dataclasses.replace(self, W_k=None)",
+        _prepared("test_what_is_prepared"),
+        "the prepared keys of an additive score are not projected",
+    ),
+    Fault(
+        "prepared-without-the-wrapper",
+        _CONTRACT,
+        "return key, dataclasses.replace(self, score=inner)",
+        "return key, inner",
+        _prepared("test_what_is_prepared"),
+        "a cap or temperature is lost around prepared keys",
+    ),
+    Fault(
+        "prepared-without-features",
+        "src/attnscore/core/prepared.py",
+        "return dataclasses.replace(self, key=self.key + features)",
+        "return dataclasses.replace(self, key=self.key)",
+        _prepared("test_added_features"),
+        "the location term of the additive score is dropped",
+    ),
+    Fault(
+        "prepared-keys-of-another-dtype",
+        "src/attnscore/core/prepared.py",
+        "ops.astype(_on_caller_axes(ops, layout, found, score), ops.dtype(key))",
+        "_on_caller_axes(ops, layout, found, score)",
+        _prepared("have_the_dtype"),
+        "prepared keys are in the dtype of sums",
+    ),
+    Fault(
+        "temperature-gradient-of-the-wrong-sign",
+        "src/attnscore/scores/temperature.py",
+        "ops.reshape(-grad / (T * T), self.T.shape)",
+        "ops.reshape(grad / (T * T), self.T.shape)",
+        "tests/test_every_score.py -k 'check_score and temperature-learned-dot'",
+        "the gradient of a learned temperature has the wrong sign in NumPy",
+    ),
+    Fault(
+        "cap-gradient-without-its-inner-part",
+        "src/attnscore/scores/softcap.py",
+        "outer - of_inverse / (cap * cap)",
+        "outer",
+        "tests/test_every_score.py -k 'check_score and soft_cap-learned-dot'",
+        "the gradient of a learned cap leaves out that of scores / cap",
+    ),
+    Fault(
+        "factor-gradient-of-the-scores",
+        _FORMS,
+        "form_vjp(times(ops, grad, self.factor))",
+        "form_vjp(grad)",
+        "tests/test_every_score.py -k 'check_score and soft_cap-learned-dot'",
+        "the gradient of capped scores leaves a learned factor out",
+    ),
+    Fault(
+        "bandwidths-without-the-keys-in-their-gradient",
+        _GAUSSIAN,
+        "ops.reshape(-(products[0] + products[1]) / bandwidth, self.bandwidth.shape)",
+        "ops.reshape(-products[0] / bandwidth, self.bandwidth.shape)",
+        "tests/test_every_score.py -k 'check_score and gaussian-dims'",
+        "the gradient of a bandwidth for each dimension leaves the keys out",
+    ),
     Fault(
         "scaled-dot-without-the-root",
         _SCALED_DOT,
