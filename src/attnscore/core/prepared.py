@@ -25,7 +25,7 @@ class PreparedKeys:
     ``attend(query, prepared, value)`` is ``attend(query, prepared.key, value, score=prepared.score)``, and so for all
     functions that take keys. A pytree in JAX.
 
-    Attributes
+    Parameters
     ----------
     key : (..., key, h)
         An array like any other: slice it, concatenate it, write it into a buffer, add features to it.
@@ -46,9 +46,8 @@ class PreparedKeys:
     key: Array
     score: Any
 
-    def __new__(cls, *_: Any, **__: Any) -> PreparedKeys:
-        backends.register_pytree(cls)
-        return object.__new__(cls)
+    def __post_init__(self) -> None:
+        backends.register_pytree(PreparedKeys)
 
     def __repr__(self) -> str:
         return describe(self)
