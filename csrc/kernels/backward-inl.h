@@ -205,8 +205,9 @@ struct BackwardTask {
     template <class F>
     void for_each_tile(Span keys, const SharedTiles<BackwardKeyTile<T>>& tiles, const F& f) {
         const Span own = keys.within(queries.rows.keys(problem.key_len));
-        for (int64_t key = own.first; key < own.last; key += kTileKeys) {
-            const int64_t key_count = std::min<int64_t>(kTileKeys, own.last - key);
+        for (int64_t key = own.first, end; key < own.last; key = end) {
+            end = queries.rows.tile_end(key, own.last);
+            const int64_t key_count = end - key;
             if (queries.rows.is_in_hole(key, key_count)) continue;
             const BackwardKeyTile<T>* tile = tiles.find(problem, head, key, key_count);
             if (!tile) {

@@ -35,9 +35,9 @@ class ForwardTask {
 
     // Attend to the keys of a range.
     void run(Span keys) {
-        for (int64_t key = keys.first; key < keys.last; key += kTileKeys) {
-            const int64_t key_count = std::min<int64_t>(kTileKeys, keys.last - key);
-            if (!queries_.is_in_hole(key, key_count)) attend_to_tile(key, key_count, keys.last);
+        for (int64_t key = keys.first, end; key < keys.last; key = end) {
+            end = queries_.tile_end(key, keys.last);
+            if (!queries_.is_in_hole(key, end - key)) attend_to_tile(key, end - key, keys.last);
         }
         values_.reduce_lanes(softmax_.out, queries_.count);
     }

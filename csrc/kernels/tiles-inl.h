@@ -18,6 +18,8 @@ struct QueryTile {
     int64_t* row;       // its number in the head
     T* query;
     Span *any_row, *all_rows;  // by micro-panel: keys in the interval of some row, and of every row
+    // Keys at which the rows of a packed sequence begin, behind those of all rows before, in rising order.
+    int64_t *begins = nullptr, begin_count = 0;
     // By micro-panel and hole: keys in that hole of every row, and of some row. One more panel stands for the whole
     // tile.
     int64_t holes = 0;
@@ -72,6 +74,13 @@ struct QueryTile {
         for (int64_t s = 0; s < panels(); s++) all = all.covering(any_row[s]);
         return all;
     }
+    // The end of the key tile that begins at `key`. A packed sequence begins a tile of its own: one that reached into
+    // the next sequence would be computed for the rows of both.
+    int64_t tile_end(int64_t key, int64_t last) const {
+        last = std::min(key + kTileKeys, last);
+        const int64_t* next = std::upper_bound(begins, begins + begin_count, key);
+        return next == begins + begin_count ? last : std::min(last, *next);
+    }
     // Whether the intervals of a micro-panel, or a hole of all of its rows, mask a whole key tile.
     bool is_masked(int64_t s, int64_t key, int64_t key_count) const {
         return any_row[s].first >= key + key_count || any_row[s].last <= key || in_hole(s, key, key_count);
@@ -104,8 +113,14 @@ struct QueryTile {
             return;
         }
         std::fill_n(any_row, panels(), Span{problem.key_len, 0});
+        begins = arena.take<int64_t>(count);
+        Span all{problem.key_len, 0};  // from the last of `begins` on
         for (int64_t i = 0; i < count; i++) {
             const Span own = key_interval(problem, *head[i], row[i]);
+            // Behind less than a key tile it would not pay.
+            if (!own.empty() && own.first >= all.last && own.first - all.first >= kTileKeys)
+                begins[begin_count++] = own.first, all = own;
+            all = all.covering(own);
             any_row[i / kMR] = any_row[i / kMR].covering(own);
             all_rows[i / kMR] = all_rows[i / kMR].within(own);
         }
