@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -16,7 +16,6 @@ from attnscore.scores.base import (
     Pullback,
     Score,
     ScoreGradients,
-    lowered_with_vjp,
     per_head,
     per_key_head,
     weight_gradient,
@@ -88,31 +87,26 @@ class Additive(Score):
         return query, key if self.W_k is None else ops.matmul(key, ops.matrix_transpose(self.W_k)), self.w_v
 
     def lower_pullback(self, ops: Backend, query: Array, key: Array) -> tuple[Form, Pullback]:
-        return lowered_with_vjp(ops, self, query, key)
-
-    def lowering_vjp(
-        self, ops: Backend, query: Array, key: Array, rows: Any, grads: Mapping[str, Array], wanted: Collection[str]
-    ) -> ScoreGradients:
-        arrays = {"w_v": ops.reshape(grads["w_v"], self.w_v.shape)}
-
-        def projection_vjp(side: str, name: str, x: Array, bias: Array | None) -> Array:
+        def projection_vjp(name: str, x: Array, grad: Array, bias: Array | None, arrays: dict[str, Array]) -> Array:
             # _sides: x @ W^T + bias
-            grad = grads[side]
             if getattr(self, name) is None and bias is None:
                 return grad
             x, grad = zero_isolated_rows(ops, *widen(ops, x, grad))
-            if bias is not None and "bias" in wanted:
+            if bias is not None:
                 arrays["bias"] = ops.reshape(sum_to(ops, grad, self._bias(ops, query, key).shape), bias.shape)
             if getattr(self, name) is None:
                 return grad
             weight = per_head(ops, name, getattr(self, name), query, key, 2)
             x, grad, weight = widen(ops, x, grad, weight)
-            if name in wanted:
-                arrays[name] = weight_gradient(ops, grad, x, weight.shape, getattr(self, name).shape)
-            return ops.matmul(grad, weight) if side in wanted else None
+            arrays[name] = weight_gradient(ops, grad, x, weight.shape, getattr(self, name).shape)
+            return ops.matmul(grad, weight)
 
-        query_grad = projection_vjp("query", "W_q", query, self.bias)
-        return ScoreGradients(query_grad, projection_vjp("key", "W_k", key, None), arrays)
+        def vjp(grads: Mapping[str, Array]) -> ScoreGradients:
+            arrays = {"w_v": ops.reshape(grads["w_v"], self.w_v.shape)}
+            query_grad = projection_vjp("W_q", query, grads["query"], self.bias, arrays)
+            return ScoreGradients(query_grad, projection_vjp("W_k", key, grads["key"], None, arrays), arrays)
+
+        return self.lower(ops, query, key), vjp
 
     def prepare_keys(self, ops: Backend, key: Array) -> tuple[Array, Score]:
         # There is no query yet: its dimension is the one that W_q takes.

@@ -266,17 +266,6 @@ def lower_pullback(ops: Backend, score: Any, query: Array, key: Array) -> tuple[
     return form, vjp
 
 
-def lowered_with_vjp(ops: Backend, score: Any, query: Array, key: Array) -> tuple[Form, Pullback]:
-    """Return the lowered form of a score that has ``lowering_vjp``, and its VJP.
-
-    ``lowering_vjp(ops, query, key, rows, grads, wanted)`` returns the gradients of what is named in `wanted`, from
-    those of the arrays of the form; `rows` has query and key of the form.
-    """
-    form = score.lower(ops, query, key)
-    wanted = {"query", "key", *arrays_of(score)}
-    return form, lambda grads: score.lowering_vjp(ops, query, key, form, grads, wanted)
-
-
 def prepare_keys(ops: Backend, score: Any, key: Array) -> tuple[Array, Any]:
     """Return ``score.prepare_keys``; a custom score without that method prepares nothing."""
     if not hasattr(score, "prepare_keys"):

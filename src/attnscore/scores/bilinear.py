@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -12,7 +12,6 @@ from attnscore.scores.base import (
     Pullback,
     Score,
     ScoreGradients,
-    lowered_with_vjp,
     per_head,
     per_key_head,
     weight_gradient,
@@ -59,20 +58,15 @@ class Bilinear(Score):
         return ops.matmul(query, self.W), key
 
     def lower_pullback(self, ops: Backend, query: Array, key: Array) -> tuple[Form, Pullback]:
-        return lowered_with_vjp(ops, self, query, key)
+        def vjp(grads: Mapping[str, Array]) -> ScoreGradients:
+            # lower: query @ W
+            weight = per_head(ops, "W", self.W, query, key, 2)
+            x, grad, weight = widen(ops, query, grads["query"], weight)
+            x, grad = zero_isolated_rows(ops, x, grad)
+            arrays = {"W": weight_gradient(ops, x, grad, weight.shape, self.W.shape)}
+            return ScoreGradients(ops.matmul(grad, ops.matrix_transpose(weight)), grads["key"], arrays)
 
-    def lowering_vjp(
-        self, ops: Backend, query: Array, key: Array, rows: Any, grads: Mapping[str, Array], wanted: Collection[str]
-    ) -> ScoreGradients:
-        # lower: query @ W
-        weight = per_head(ops, "W", self.W, query, key, 2)
-        x, grad, weight = widen(ops, query, grads["query"], weight)
-        x, grad = zero_isolated_rows(ops, x, grad)
-        arrays = {}
-        if "W" in wanted:
-            arrays["W"] = weight_gradient(ops, x, grad, weight.shape, self.W.shape)
-        query_grad = ops.matmul(grad, ops.matrix_transpose(weight)) if "query" in wanted else None
-        return ScoreGradients(query_grad, grads["key"], arrays)
+        return self.lower(ops, query, key), vjp
 
     def prepare_keys(self, ops: Backend, key: Array) -> tuple[Array, Score]:
         # q . (W k): the query is used as it is.

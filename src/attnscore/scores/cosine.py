@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
-from attnscore import backends
 from attnscore.backends.base import Array, Backend
 from attnscore.core.arguments import check_flag
 from attnscore.scores.base import (
     Pullback,
     Score,
     ScoreGradients,
-    lowered_with_vjp,
     require_same_dim,
     widen,
     with_nonfinite_rows_isolated,
@@ -57,21 +55,16 @@ class Cosine(Score):
         return ScaledDot(self.scale).lower(ops, *self._units(ops, query, key))
 
     def lower_pullback(self, ops: Backend, query: Array, key: Array) -> tuple[Form, Pullback]:
-        return lowered_with_vjp(ops, self, query, key)
+        units = self._units(ops, query, key)
+        form, inner_vjp = ScaledDot(self.scale).lower_pullback(ops, *units)
 
-    def lowering_vjp(
-        self, ops: Backend, query: Array, key: Array, rows: Any, grads: Mapping[str, Array], wanted: Collection[str]
-    ) -> ScoreGradients:
-        units, inner = (rows.query, rows.key), ScoreGradients(grads["query"], grads["key"], {})
-        if backends.is_array(self.scale):
-            units = self._units(ops, query, key)
-            inner = ScaledDot(self.scale).lower_pullback(ops, *units)[1](grads)
-        sides = zip(("query", "key"), widen(ops, query, key), units, inner[:2], strict=True)
-        query_grad, key_grad = (
-            grad if name == "key" and self.unit_keys else _unit_vjp(ops, x, unit, grad) if name in wanted else None
-            for name, x, unit, grad in sides
-        )
-        return ScoreGradients(query_grad, key_grad, inner.arrays)
+        def vjp(grads: Mapping[str, Array]) -> ScoreGradients:
+            inner = inner_vjp(grads)
+            x, y = widen(ops, query, key)
+            key_grad = inner.key if self.unit_keys else _unit_vjp(ops, y, units[1], inner.key)
+            return ScoreGradients(_unit_vjp(ops, x, units[0], inner.query), key_grad, inner.arrays)
+
+        return form, vjp
 
     def prepare_keys(self, ops: Backend, key: Array) -> tuple[Array, Score]:
         if check_flag("unit_keys", self.unit_keys):
