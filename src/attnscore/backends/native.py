@@ -1,6 +1,6 @@
 """The native module (``csrc``), where it is built: `module`, or why it is missing.
 
-Backends read layouts of arrays by it, kernels run on it.
+Backends read the layouts of arrays with it, and kernels run on it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Intervals with traced index values, for kernels inside a staged program.
 
-- In a program that calls the kernel itself (JAX) the ends are arrays of the program, one number a query each. The keys
-  of a query are an interval less holes. Such sets are closed under AND; the complement of one interval and the union of
-  two are such sets too.
-- Where the program calls back into Python, intervals are known then. The form of a mask tells whether they stay few
-  whatever the index values are.
+- JAX calls the kernel inside its program (`Backend.custom_calls`): start and stop are arrays of the program, one number
+  a query each. The keys of a query are an interval without some holes. The AND of two such sets is one again, and so
+  are the complement of an interval and the union of two.
+- Other programs call back into Python, where the index values are known. Whether a query then has few intervals must be
+  known earlier, from the form of the mask.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class _Holed:
 def without_interval_parts(
     ops: Backend, score_shape: ScoreShape, like: Array, rest: Mask, known: IntervalSet | None
 ) -> list[Mask]:
-    """Return the parts of `rest` that are not intervals when a staged program runs either.
+    """Return the parts of `rest` that cannot be intervals even while a staged program runs.
 
-    `known` are the intervals that are known now; together with those of `rest` a query may have `MOST`.
+    `known` are the intervals that are known now; a query may have at most `MOST` intervals, these included.
     """
     parts = parts_of(rest)
     if ops.custom_calls():
@@ -73,9 +73,10 @@ def _most_intervals(mask: Mask) -> int | None:
 def traced_visibility(
     ops: Backend, score_shape: ScoreShape, like: Array, mask: Mask | None
 ) -> tuple[Ends | None, Mask | None]:
-    """Return `mask` as ends that may be traced AND a rest, as ``Problem.visibility`` does with known ones.
+    """Split `mask` into intervals, whose ends may be traced, and the mask that is ANDed to them.
 
-    With holes, the ends have them on a first axis, after the interval around all.
+    As ``Problem.visibility`` does with known ends. With holes, start and stop have a first axis: the interval around
+    all keys of a query, then its holes.
     """
     tracer = _Tracer(ops, score_shape, like)
     found: _Holed | None = None
@@ -122,6 +123,7 @@ class _Tracer:
         return None if one is None else _Holed(one)
 
     def intersection(self, first: _Holed, second: _Holed) -> _Holed:
+        """Return the interval that both have in common, with the holes of both."""
         (start, stop), (other_start, other_stop) = first.ends, second.ends
         ends = self.ops.maximum(start, other_start), self._minimum(stop, other_stop)
         return _Holed(ends, first.holes + second.holes)
@@ -129,14 +131,15 @@ class _Tracer:
     def _union(self, first: Ends, second: Ends) -> _Holed:
         """Return the interval around two, with the hole between them."""
         ops = self.ops
-        (start, stop), (other, end) = self._clamped(first), self._clamped(second)
-        # An empty interval takes the place of the other one.
-        start, stop, other, end = (
-            ops.where(start < stop, start, other), ops.where(start < stop, stop, end),
-            ops.where(other < end, other, start), ops.where(other < end, end, stop),
+        (start, stop), (other_start, other_stop) = self._clamped(first), self._clamped(second)
+        # An empty interval is replaced by the other one, so that it does not widen the interval around both.
+        start, stop, other_start, other_stop = (
+            ops.where(start < stop, start, other_start), ops.where(start < stop, stop, other_stop),
+            ops.where(other_start < other_stop, other_start, start),
+            ops.where(other_start < other_stop, other_stop, stop),
         )  # fmt: skip
-        around = self._minimum(start, other), ops.maximum(stop, end)
-        return _Holed(around, ((self._minimum(stop, end), ops.maximum(start, other)),))
+        around = self._minimum(start, other_start), ops.maximum(stop, other_stop)
+        return _Holed(around, ((self._minimum(stop, other_stop), ops.maximum(start, other_start)),))
 
     def stacked(self, found: _Holed) -> Ends:
         """Return start and stop, (batch or 1, query); with holes, stacked: the interval and then its holes."""
@@ -176,6 +179,7 @@ class _Tracer:
         return None
 
     def _all_keys(self) -> Ends:
+        """Return the interval of all keys."""
         zero = self.ops.zeros((1, 1), self.like, "int64")
         return zero, zero + self.score_shape.key_len
 
@@ -204,4 +208,5 @@ class _Tracer:
         return start, ops.maximum(stop, start)
 
     def _minimum(self, first: Array, second: Array) -> Array:
+        """Return the elementwise minimum, by the `maximum` that every backend has."""
         return -self.ops.maximum(-first, -second)

@@ -57,6 +57,7 @@ def staged_reasons(
 
 
 def _is_custom_code(mask: Mask) -> bool:
+    """Return whether a user wrote the mask, with array operations that may be of one framework."""
     return isinstance(mask, MaskFunction) or not type(mask).__module__.startswith("attnscore.")
 
 
@@ -75,9 +76,10 @@ def partition(rest: Mask | None) -> tuple[Parts, Parts]:
 
 
 def partition_staged(ops: Backend, score_shape: ScoreShape, like: Array, rest: Mask | None) -> tuple[Parts, Parts]:
-    """Return the same two lists for a staged program.
+    """Return the two lists of `partition` for a staged program.
 
-    Parts whose AND is no larger than an array that the caller gave are operands: it is computed at once.
+    Here parts to evaluate become operands where their AND takes no more memory than an array that the caller gave: the
+    program then computes it once, not in chunks.
     """
     direct, others = partition(rest)
     documents = [part for part in direct if isinstance(part, Documents)]
@@ -112,7 +114,7 @@ def arrays(
 ) -> dict[str, Array]:
     """Return the operands of direct parts: ``mask`` on the canonical axes, ``query_ids`` and ``key_ids`` (batch, n).
 
-    `with_evaluated` says that another array, of the evaluated parts, takes the place of ``mask``.
+    `with_evaluated`: the caller will fill ``mask`` with the evaluated parts, so padding must not use it.
     """
     found: dict[str, Array] = {}
     if documents := [part for part in direct if isinstance(part, Documents)]:
@@ -127,7 +129,8 @@ def arrays(
         if not others and not with_evaluated:
             masks.append(score_shape.batch_to_canonical(ops, ops.expand_dims(keys, 1)))
             continue
-        # In an array of pairs the padding would add the batch axis; as a negative id it masks the key alone.
+        # ANDed to a mask of pairs, the padding would add its batch axis to all pairs. As a negative document id it
+        # masks its keys in O(n) memory.
         if not found:
             shapes = ((1, score_shape.query_len), (1, score_shape.key_len))
             found = {name: ops.zeros(shape, like, "int64") for name, shape in zip(_IDS, shapes, strict=True)}
@@ -190,7 +193,7 @@ def evaluated_shape(ops: Backend, score_shape: ScoreShape, like: Array, mask: Ma
         return tuple(ops.shape(score_shape.to_canonical(ops, ops.asarray(mask.array, like))))
     if is_unknown(score_shape.query_len) or is_unknown(score_shape.key_len):
         return score_shape.query_len, score_shape.key_len
-    # A block of 2 x 2 shows which axes are broadcast.
+    # Evaluating 2 x 2 pairs shows which axes are broadcast.
     rows, cols = (0, min(score_shape.query_len, 2)), (0, min(score_shape.key_len, 2))
     *lead, height, width = ops.shape(mask.visible(ops, score_shape, *_positions(ops, like, rows, cols)))
     return (*lead, score_shape.query_len if height == 2 else height, score_shape.key_len if width == 2 else width)

@@ -40,13 +40,14 @@ from attnscore.scores.gaussian import bandwidth_gradient, scale_of
 CallPlan: TypeAlias = Callable[[tuple[Array, ...], int, int], None]
 """Function of the module: takes the arrays in order, a seed, and a number of threads."""
 
-# The operands that a call may have, in the order of the module's inputs. That of the scale is the bandwidth of a
-# Gaussian, of which the scale is computed here.
+# The operands that a call may have, in the order of the module's inputs. The operand "scale" is the bandwidth of a
+# Gaussian, from which each call computes the scale that the module reads.
 _OPERANDS = ("query", "key", "value", "bias", "w_v", "sink", "scale")
 
+# Rows up to which `_sum_of_rows` adds in their own dtype.
 _FEW_ROWS = 128
 
-# Arrays with a number for each pair of query and key. There are no `attention_scores`: `prepare` refuses such calls.
+# Arrays with a number for each pair of query and key. `attention_scores` has no plan: `prepare` refuses such calls.
 _PAIRS = ("saved_scores", "attention_weights")
 
 
@@ -57,10 +58,10 @@ class Forward(NamedTuple):
     filled: tuple[tuple[tuple[int, ...], Any], ...]
     """Shape and dtype of each array that the module fills: in C order, heads in front of queries."""
     outputs: tuple[tuple[int, str, int | None], ...]
-    """Place among these and dtype of each output, and the axis to swap with the next one to get the caller's axes, if
-    any."""
+    """Of each output: its index in `filled`, its dtype, and the axis that is swapped with the next one to get the
+    caller's axes (None: it has them already)."""
     saved: tuple[int, ...]
-    """Places among these of what is saved for a backward."""
+    """Indices in `filled` of the arrays that are saved for a backward."""
 
 
 class Backward(NamedTuple):
@@ -68,12 +69,12 @@ class Backward(NamedTuple):
 
     plan: CallPlan
     reads: tuple[tuple[int, int | None, bool], ...]
-    """Each array that it reads beside the operands: its place in `NativeCall.known`, the axis to swap with the next
-    one, as in `Forward`, and whether its memory is NumPy's, in C order."""
+    """Of each array that it reads after the operands: its index in `NativeCall.known`, the axis to swap with the next
+    one, as in `Forward`, and whether it is already an array of NumPy in C order."""
     filled: tuple[tuple[int, ...], ...]
     """Shape of each gradient that the module fills."""
     places: tuple[int | None, ...]
-    """Which of these each operand's gradient is; None where it is not wanted."""
+    """Of each operand: the index of its gradient in `filled`; None where it is not wanted."""
 
 
 class Operand(NamedTuple):
@@ -88,8 +89,8 @@ class Operand(NamedTuple):
     """Shape in which that buffer is allocated: the caller's, where it has the same elements in the same order."""
     transposed: bool
     """Whether the caller's axis of heads follows that of positions."""
-    is_filled_as_it_is: bool
-    """Whether the module fills the gradient in the shape and dtype of the operand."""
+    is_final: bool
+    """Whether the module fills the gradient in the shape and dtype of the operand, so that nothing is left to do."""
     is_summed: bool
     """Whether the operand is a vector whose gradient is the sum of the rows that the module fills."""
 
@@ -110,11 +111,11 @@ class NativeCall:
     score: Any
     """The score; None where it has arrays, as a plan holds no array of a caller."""
     mask: Mask | None
-    """The mask where it is known as intervals, which the plan holds; None for no mask, or one read from an array."""
+    """The mask whose intervals the plan holds; None for no mask, or one that each call passes."""
     reads_mask: bool
     """Whether each call passes its mask as a boolean array."""
     reads_lens: bool
-    """Whether each call passes valid lengths, of which the bounds (start, stop) of its intervals are made."""
+    """Whether each call passes valid lengths, which `values` turns into the bounds (start, stop) of intervals."""
     operands: tuple[Operand, ...]
     spec: tuple[Any, ...]
     inputs: tuple[HostArray | None, ...]
@@ -142,6 +143,7 @@ class NativeCall:
             arrays += (sink,)
         if self.has_bandwidth:
             arrays += (score.bandwidth,)
+            # A plan checks no values, except this one: NaN and what is not positive raise.
             if not ops.number(score.bandwidth) > 0:  # type: ignore[operator]  # it is not traced
                 score.check(query.shape[-1], key.shape[-1])
         if ops.has_plain_tape and ops.needs_grad(*arrays):
@@ -153,7 +155,7 @@ class NativeCall:
         return NativeOp(self, score, *self.values(query, mask, seed, valid_lens))
 
     def values(self, query: Array, mask: Any, seed: Any, valid_lens: Any) -> tuple[Any, int]:
-        """Return the array that is the mask, or the bounds of valid lengths, and the seed of one call."""
+        """Return what a call passes besides operands: its boolean mask or the bounds of its lengths, and a seed."""
         seed = (self.ops.draw_seed(query) if seed is None else int(seed)) % 2**63 if self.dropout else 0
         if self.reads_lens:
             return self._checked_bounds(valid_lens), seed
@@ -167,21 +169,22 @@ class NativeCall:
 
     @cached_property
     def saved(self) -> tuple[str, ...]:
-        """Names of the arrays that a backward needs beside the differentiable outputs; no caller gets them."""
+        """Names of the arrays that a backward reads in addition to the differentiable outputs; no caller gets them."""
         return ("row_max", "log_denom", *(("saved_scores",) if self.saves_scores else ()))
 
     @cached_property
     def known(self) -> tuple[str, ...]:
-        """Names of what is known in a backward: differentiable outputs, saved arrays, gradients of those outputs.
+        """Names of the arrays that `backward` takes: differentiable outputs, saved arrays, gradients of those outputs.
 
-        Last that of the log-sum-exp which a program computes from row_max and log_denom; it may be left out.
+        Where the log-sum-exp is no output, its gradient comes last and may be left out: a staged program computes it as
+        row_max + log_denom outside of the kernel.
         """
         computed = () if "log_sum_exp" in self.differentiable else ("log_sum_exp",)
         return (*self.differentiable, *self.saved, *(f"grad_{name}" for name in (*self.differentiable, *computed)))
 
     @cached_property
     def returned(self) -> tuple[str, ...]:
-        """Names of the outputs of a forward."""
+        """Names of the outputs of a forward, the differentiable ones first."""
         return (*self.differentiable, *(name for name in self.statistics if name not in DIFFERENTIABLE))
 
     def forward(
@@ -204,7 +207,7 @@ class NativeCall:
         return tuple(found), [filled[place] for place in forward.saved]
 
     def _buffers(self, arrays: Sequence[Array], mask: Any) -> Sequence[Array]:
-        """Return the memory of the inputs, in the module's order."""
+        """Return the memory of operands and mask, in the order of the module's inputs (`ORDER`)."""
         found = self.ops.buffers(arrays)
         if self.has_bandwidth:
             scale = scale_of(self.ops.number(arrays[-1]))
@@ -224,7 +227,7 @@ class NativeCall:
         return None if start is None or stop is None else (start, stop)
 
     def _checked_bounds(self, valid_lens: Any) -> tuple[HostArray, HostArray]:
-        """Return `bounds_of` valid lengths; MaskError where one is out of range."""
+        """Return the bounds of the intervals of valid lengths; raise MaskError where one is out of range."""
         (lens,) = (valid_lens,) if type(valid_lens) is np.ndarray else self.ops.buffers((valid_lens,))
         stop = np.empty(self._zeros.shape, np.int64)
         if not self.module.copy_valid_lens(lens, stop, self.layout.score_shape.key_len):
@@ -232,7 +235,7 @@ class NativeCall:
         return self._zeros, stop
 
     def bounds_of(self, lens: HostArray) -> tuple[HostArray, HostArray]:
-        """Return the bounds of the intervals of valid lengths, which the module clips."""
+        """Return the bounds of the intervals of valid lengths, clipped to [0, key_len]."""
         stop = np.empty(self._zeros.shape, np.int64)
         self.module.copy_valid_lens(np.ascontiguousarray(lens, np.int64), stop, self.layout.score_shape.key_len)
         return self._zeros, stop
@@ -244,6 +247,7 @@ class NativeCall:
         return np.zeros(() if example is None else example.shape, np.int64)
 
     def _build_forward(self, saves: bool) -> Forward:
+        """Plan a forward, with the arrays for a backward if `saves`."""
         names = ["out"]
         if saves:
             names += ["row_max", "log_denom"]
@@ -259,7 +263,8 @@ class NativeCall:
         columns = {"out": (self.layout.value_dim,), **dict.fromkeys(_PAIRS, (self.layout.score_shape.key_len,))}
         places = [name for name in FILLED if name in names]
         filled = tuple(((*rows, *columns.get(name, ())), self._example(name).dtype) for name in places)
-        # Of out and the statistics; what is saved, and the weights, stay as they were filled.
+        # Only `out` and the statistics go to the caller's axes: saved arrays stay inside, and weights always have the
+        # heads in front of the queries.
         axes = {"out": -3, **dict.fromkeys(self.statistics, -2)} if self.layout.is_length_before_heads else {}
         dtypes = {"out": self.dtype}
         outputs = ((places.index(x), dtypes.get(x, self.accumulator), axes.get(x)) for x in self.returned)
@@ -274,7 +279,7 @@ class NativeCall:
 
     @cached_property
     def _statistics_at(self) -> tuple[int | None, ...]:
-        """The place of each field of `AttentionStats` among the outputs; None for one that is not wanted."""
+        """The index of each field of `AttentionStats` among the outputs; None for one that is not wanted."""
         fields = AttentionStats._fields
         return tuple(self.returned.index(name) if name in self.statistics else None for name in fields)
 
@@ -291,19 +296,23 @@ class NativeCall:
         return tuple(found)
 
     def keep_layouts(self, arrays: Sequence[Array], outputs: Sequence[Array]) -> None:
-        """Remember the layouts of the arrays of a forward, which are those of all its runs."""
+        """Remember the layouts of the operands and outputs of a forward: all calls of this plan have the same ones."""
         if not self._layouts:
             self._layouts.append(self.ops.signature([*arrays, *outputs]))
 
-    def are_plain(self, saved: Sequence[Array], incoming: Sequence[Array]) -> bool:
-        """Return whether the arrays of a forward, kept since, still have its layouts, and all of these are plain."""
+    def are_as_planned(self, saved: Sequence[Array], incoming: Sequence[Array]) -> bool:
+        """Return whether the module can run a backward on these arrays.
+
+        The saved operands and outputs must have the layouts of the forward, which hooks on saved tensors may change.
+        All arrays must be plain (`Backend.is_plain`).
+        """
         expected, found = self._layouts[0], self.ops.signature([*saved, *incoming])
         return expected is not None and found is not None and found[: len(expected)] == expected
 
     def backward(
         self, arrays: Sequence[Array], mask: Any, known: Sequence[Array | None], seed: int, wanted: Sequence[bool]
     ) -> list[Array | None]:
-        """Return the gradient of each array, None where it is not wanted; `known` are named by the property."""
+        """Return the gradient of each operand, None where not wanted; `known`: the arrays of `NativeCall.known`."""
         ops = self.ops
         key = (*wanted, *[x is None for x in known])
         backward = self._backwards.get(key)
@@ -336,10 +345,11 @@ class NativeCall:
             if operand.is_summed:
                 rows = _sum_of_rows(rows.reshape(-1, rows.shape[-1]))
             grad = ops.from_memory(rows, self.accumulator, arrays[2])
-            found.append(grad if operand.is_filled_as_it_is else self.operand_gradient(grad, operand, x))
+            found.append(grad if operand.is_final else self.operand_gradient(grad, operand, x))
         return found
 
     def _build_backward(self, incoming: set[str], wanted: Sequence[bool]) -> Backward:
+        """Plan a backward from the gradients of the outputs `incoming` to those of the `wanted` operands."""
         reads = {"out", "grad_out", *self.saved, *(f"grad_{name}" for name in incoming)}
         # The entropy and the weights are read with their gradients alone.
         reads |= incoming & {"entropy", "attention_weights"}
@@ -395,7 +405,7 @@ class NativeOp:
     call: NativeCall
     score: Any
     mask: Any
-    """The mask of the call where it is an array, or the bounds of its intervals where they are of valid lengths."""
+    """What `NativeCall.values` returned: the boolean mask of the call, or the bounds of its valid lengths, or None."""
     seed: int
     saved: Sequence[HostArray] = ()
 
@@ -440,13 +450,14 @@ class NativeOp:
         if not incoming:
             return (None,) * len(arrays)
         wanted = wanted if wanted is not None else [True] * len(arrays)
-        if ops.needs_grad(*arrays, *incoming) or not call.are_plain([*arrays, *outputs], incoming):
+        if ops.needs_grad(*arrays, *incoming) or not call.are_as_planned([*arrays, *outputs], incoming):
             known = dict(zip(call.differentiable, outputs, strict=True))
             named = dict(zip(call.differentiable, grads, strict=True))
             return tuple(self._rebuilt(arrays, known, named, wanted))
         return tuple(call.backward(arrays, self.mask, (*outputs, *self.saved, *grads), self.seed, wanted))
 
     def _mask(self) -> Any:
+        """Return the mask of the call as `build_problem` takes it."""
         if self.call.reads_lens:
             start, stop = self.mask
             return CachedMask(start, stop, "ValidLens(...)")
@@ -455,7 +466,10 @@ class NativeOp:
     def _rebuilt(
         self, arrays: Sequence[Array], outputs: dict[str, Array], grads: dict[str, Array | None], wanted: Sequence[bool]
     ) -> Iterator[Array | None]:
-        """Yield the gradients by an `AttentionOp`; `outputs` are the differentiable ones."""
+        """Yield the gradients that an `AttentionOp` computes on a newly built problem: autodiff may differentiate them.
+
+        `outputs` and `grads` are those of the differentiable outputs, by name.
+        """
         call, ops = self.call, self.call.ops
         given = {operand.name: x for operand, x in zip(call.operands, arrays, strict=True)}
         score = call.score
@@ -502,27 +516,29 @@ class NativeOp:
 def prepare(
     module: Any, kernel: Kernel, problem: Problem, tiles: TilePlan, arrays: Mapping[str, Array], *, saves_scores: bool
 ) -> NativeCall | None:
-    """Return the plan of calls like this one, or None where the module needs other arrays than the caller's.
+    """Return the plan of calls like this one, or None where the module cannot read the caller's arrays as they are.
 
     `arrays` are those of the caller, where there are any: query, key, value, bias, sink, w_v of an additive score, the
-    bandwidth of a Gaussian, an array that is the mask, and valid lengths beside which there is no other mask.
+    bandwidth of a Gaussian, a boolean array that is the whole mask, and valid lengths that are the whole mask.
     """
     form, ops, layout = problem.form, problem.ops, problem.layout
     if isinstance(form, TileForm) or not (form.query is problem.query and form.key is problem.key):
         return None
     if hasattr(problem.score, "reads_values") and problem.score.reads_values(ops, form.query, form.key):
         return None
-    # One array, or intervals; not both.
+    # A plan reads one boolean array or holds intervals, but not both.
     if (tiles.interval_set if "mask" in arrays else tiles.rest) is not None:
         return None
     given = dict(arrays)
     lens = given.pop("valid_lens", None)
     if not (problem.mask is None or "mask" in given or lens is not None or isinstance(problem.mask, CachedMask)):
         return None
+    # No plan for the scores alone, nor without rows: the strides of an empty view are NumPy's, not the caller's.
     if 0 in problem.score_shape.rows or problem.matrix == "scores":
-        return None  # the strides of an empty tensor would be NumPy's
+        return None
     spec, lowered = score_spec(problem, {})
-    # A plan holds no array that the score computes from its own or from the operands, but the scale of a bandwidth.
+    # The module must read no array that lowering computed, such as query_bias: the next call would read it too. The
+    # exception is the scale of a bandwidth, which each call computes.
     if not lowered.keys() <= {*_OPERANDS, "scales"} or ("w_v" in lowered) != ("w_v" in given):
         return None
     bandwidth = given.pop("bandwidth", None)
@@ -569,8 +585,8 @@ def prepare(
         is_transposed = layout.is_length_before_heads and name in ("query", "key", "value")
         filled = tuple(x.shape) if gradient == canonical and not is_transposed else gradient
         is_summed = name == "w_v" and len(x.shape) == 1
-        as_it_is = (is_summed or filled == tuple(x.shape)) and ops.dtype(x) == problem.accumulator
-        operands.append(Operand(name, canonical, gradient, filled, is_transposed, as_it_is, is_summed))
+        is_final = (is_summed or filled == tuple(x.shape)) and ops.dtype(x) == problem.accumulator
+        operands.append(Operand(name, canonical, gradient, filled, is_transposed, is_final, is_summed))
     return NativeCall(
         module, kernel, ops, layout, problem.dtype, problem.accumulator, problem.statistics,
         problem.matrix == "weights", 0.0 if problem.dropout is None else problem.dropout.probability,
@@ -582,13 +598,14 @@ def prepare(
 
 
 def threads_of(module: Any, ops: Backend) -> int:
-    """Return the number of threads of a call from a framework, negative where they are those of its OpenMP runtime."""
+    """Return the number of threads of a call, negated where they are those of the framework's OpenMP runtime."""
     count = ops.threads(get_num_threads())
     return -count if _shares_openmp(module, ops) else count
 
 
 @cache
 def _shares_openmp(module: Any, ops: Backend) -> bool:
+    """Return whether the framework runs on OpenMP, whose entry point the module then gets."""
     address = ops.gomp_parallel()
     if address is not None:
         module.use_openmp(address)
@@ -596,17 +613,17 @@ def _shares_openmp(module: Any, ops: Backend) -> bool:
 
 
 def _memory(ops: Backend, x: Any) -> HostArray:
-    """Return the memory of an array of the framework, or of a mask of NumPy."""
+    """Return the memory of an array of the framework, or of a boolean mask, which may be NumPy's in every framework."""
     return x if type(x) is np.ndarray and x.dtype == bool else ops.memory(x)
 
 
 def _with_heads_first(ops: Backend, x: Array, axis: int) -> HostArray:
-    """Return the memory of `x` in C order, with the heads, which the caller has on `axis` + 1, on `axis`."""
+    """Return `x` with its axis of heads moved from `axis` + 1 to `axis`, as an array of NumPy in C order."""
     return np.ascontiguousarray(ops.memory(x).swapaxes(axis, axis + 1))
 
 
 def _sum_of_rows(x: HostArray) -> HostArray:
-    """Return the sum of all rows, of many in float64: NumPy adds them one by one."""
+    """Return the sum of all rows. NumPy adds rows one by one, so many of them are added in float64."""
     if len(x) == 1:
         return np.asarray(x[0])
     return np.asarray(x.sum(0) if len(x) <= _FEW_ROWS else x.sum(0, dtype=np.float64).astype(x.dtype))
@@ -618,7 +635,7 @@ def _example(x: HostArray) -> HostArray:
 
 
 def _in_c_order(shape: Sequence[int], dtype: str) -> HostArray:
-    """Return an example of an array in C order."""
+    """Return an array in C order whose entries are never read, like `_example`."""
     example = np.empty(1, dtype)
     lengths = [max(n, 1) for n in reversed(shape[1:])]
     return np.lib.stride_tricks.as_strided(

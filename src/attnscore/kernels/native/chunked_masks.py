@@ -4,8 +4,8 @@
   in memory at a time, linear in the lengths.
 - All chunks fill the same arrays: each writes its rows and adds to the gradients of the keys. The result is that of a
   single call. Chunks depend on shapes alone, so results do not depend on the number of threads.
-- Dropout numbers the rows through all matrices of a call. With several chunks there is one call for each matrix, whose
-  seed is offset by the number of its first row.
+- Dropout numbers the rows through all matrices of a call (a matrix: one head of one batch entry). With several chunks
+  there is one call for each chunk of each matrix, whose seed is offset by the number of its first row.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CHUNK_BYTES = 2**23
 MIN_CHUNK_ROWS = 96
 # Pairs evaluated together: intermediate values of a mask may take 8 bytes a pair, its result takes 1.
 BLOCK_PAIRS = 2**20
-# Rows evaluated together at most, as the keys of a sliding window change with them.
+# Rows evaluated together at most: under a sliding window, all keys between the first and last window are evaluated.
 MAX_BLOCK_ROWS = 256
 
 Arrays = Sequence[HostArray | None]
@@ -69,13 +69,13 @@ _MASK: Final = marshalling.ORDER.index("mask")
 
 @dataclass(frozen=True)
 class _Part:
-    """Rows first to last of all matrices, or of the one with index `place` along the leading axes."""
+    """Rows [first, last) of all matrices, or of the one with index `place` along the leading axes."""
 
     first: int
     last: int
     place: tuple[int, ...] | None = None
     relative_to: int | None = None
-    """Number of queries of the whole, where the bias is relative."""
+    """Number of queries of the whole call where the bias is relative; None otherwise."""
 
     def of(self, x: HostArray | None, roles: _AxisRoles) -> HostArray | None:
         """Return this part of an array, as a view."""
@@ -87,14 +87,14 @@ class _Part:
         if roles.is_bias and self.relative_to is not None:
             index[-1] = slice(self.relative_to - self.last, x.shape[-1] - self.first)
         if self.place is not None:
-            for axis, place in _axes(self.place, x.ndim, roles):
+            for axis, number in _axes(self.place, x.ndim, roles):
                 if x.shape[axis] > 1:
-                    index[axis] = slice(place, place + 1)
+                    index[axis] = slice(number, number + 1)
         return x[tuple(index)]
 
 
 def _axes(place: tuple[int, ...], count: int, roles: _AxisRoles) -> list[tuple[int, int]]:
-    """Return the leading axes of an array of `count` axes, each with the index of the matrix along it."""
+    """Return (axis, index along it) for each leading axis of an array with `count` axes, for the matrix at `place`."""
     if roles.lead == "matrix":
         return list(enumerate(place))
     if roles.lead == "batch":
@@ -152,7 +152,7 @@ _ANY_STRIDES = frozenset(("out", "grad_out", "grad_attention_scores", "grad_atte
 
 
 def _in_order(known: Arrays) -> list[HostArray | None]:
-    """Return the known arrays of some rows, in C order where the module requires it."""
+    """Return the inputs of the backward in C order, as the module requires it of those not in `_ANY_STRIDES`."""
     return [
         x if x is None or name in _ANY_STRIDES else np.ascontiguousarray(x)
         for name, x in zip(BACKWARD_INPUTS, known, strict=True)
@@ -184,7 +184,7 @@ def _parts(problem: Problem, plan: TilePlan, score: Any, arrays: Arrays) -> Iter
 
 
 def _moved(score: Any, rows: int) -> Any:
-    """Return the score with a seed whose row i drops what row i + `rows` drops by the given seed.
+    """Return the score with another seed, under which row i has the dropout of row i + `rows` under the given one.
 
     The hash adds the low 32 bits of row and seed, wrapped, and later the high ones (csrc/kernels/masking-inl.h). No
     call has 2^32 rows, so no addition of a row carries.
@@ -195,7 +195,7 @@ def _moved(score: Any, rows: int) -> Any:
 
 
 def chunk_size(problem: Problem, shape: tuple[int, ...]) -> int:
-    """Return how many queries of a mask of this shape make a chunk: all, where its rows are equal or few."""
+    """Return how many queries of a mask of this shape make a chunk: all where one row serves all, or where they fit."""
     *lead, height, width = shape
     count = max(MIN_CHUNK_ROWS, CHUNK_BYTES // max(1, math.prod(lead) * width) // MIN_CHUNK_ROWS * MIN_CHUNK_ROWS)
     return problem.score_shape.query_len if height == 1 else min(count, problem.score_shape.query_len)
@@ -203,7 +203,7 @@ def chunk_size(problem: Problem, shape: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _Chunks:
-    """Evaluation of a mask, `count` queries at a time, into one array of bytes."""
+    """Evaluation of a mask, `count` queries at a time, into the array of bytes `held`."""
 
     problem: Problem
     plan: TilePlan
@@ -226,7 +226,7 @@ class _Chunks:
         return self.count == self.problem.score_shape.query_len
 
     def evaluated(self, first: int, last: int) -> HostArray:
-        """Return the mask of the rows first to last; pairs outside their intervals keep any earlier value."""
+        """Return the mask of the rows [first, last); pairs outside the intervals are neither written nor read."""
         *lead, height, width = self.held.shape
         start, stop = self._key_range(first, last)
         step = min(MAX_BLOCK_ROWS, max(1, BLOCK_PAIRS // max(1, math.prod(lead) * (stop - start))))
@@ -245,7 +245,7 @@ class _Chunks:
         return self.held[..., : last - first, :]
 
     def _key_range(self, first: int, last: int) -> tuple[int, int]:
-        """Return the range of keys outside which the rows first to last are masked."""
+        """Return the range of keys outside which the rows [first, last) are masked."""
         interval_set = self.plan.interval_set
         if interval_set is None:
             return 0, self.problem.score_shape.key_len

@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, final
@@ -88,14 +88,13 @@ class Native(Kernel):
             return xla_call.forward(problem) if ops.custom_calls() else xla_callback.forward(self, problem)
         if ops.needs_grad(*tiled.operands(problem).values()):
             return tiled.forward(problem, plan)
-        fill = _fill(problem, plan, self.saves_scores)
-        out, *numbers, _ = fill(*marshalling.marshal(problem, plan), call.threads_of(_native, ops))
-        row_max, log_denom, scores, raw, weights, *statistics = (
-            None if x is None else ops.from_memory(x, sums, like) for x in numbers
+        out, *others, _ = _run_forward(problem, plan, self.saves_scores)
+        row_max, log_denom, saved_scores, scores, weights, *statistics = (
+            None if x is None else ops.from_memory(x, sums, like) for x in others
         )
         found = {name: x for name, x in zip(STATISTICS, statistics, strict=True) if x is not None}
-        matrix = raw if problem.matrix == "scores" else weights
-        return Result(ops.from_memory(out, problem.dtype, like), row_max, log_denom, found, matrix, scores)
+        matrix = scores if problem.matrix == "scores" else weights
+        return Result(ops.from_memory(out, problem.dtype, like), row_max, log_denom, found, matrix, saved_scores)
 
     def backward(
         self, problem: Problem, plan: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]
@@ -149,34 +148,26 @@ def _saves_scores(problem: Problem, plan: TilePlan) -> bool:
     return not lowering.partition(plan.rest)[1]
 
 
-def _fill(problem: Problem, plan: TilePlan, saves_scores: bool) -> Callable[[Any, Any, int], list[Any]]:
-    """Return a function of `operands.marshal` and a number of threads that runs the module's forward.
-
-    It returns the output, row_max, log_denom, the scores for a backward, the matrices of scores and of weights, and the
-    statistics; None where they are not wanted.
-    """
+def _run_forward(problem: Problem, plan: TilePlan, saves_scores: bool) -> list[Any]:
+    """Run the module's forward, and return the arrays that it filled in the order of `FILLED`; None: not wanted."""
+    marshalled, threads = marshalling.marshal(problem, plan), call.threads_of(_native, problem.ops)
     rows, sums = (*problem.score_shape.rows, 1), problem.accumulator
     shape, stored = (*rows[:-1], problem.layout.value_dim), marshalling.STORED.get(problem.dtype, problem.dtype)
-    wanted = [name in problem.statistics for name in STATISTICS]
-    _, evaluated = lowering.partition(plan.rest)
-
-    def filled(score: Any, arrays: Any, threads: int) -> list[Any]:
-        found = [marshalling.aligned(np.empty, shape, stored), *np.empty((2, *rows), sums)]
-        pairs = (saves_scores, problem.matrix == "scores", problem.matrix == "weights")
-        whole = (*rows[:-1], problem.score_shape.key_len)
-        found += [marshalling.aligned(np.empty, whole, sums) if x else None for x in pairs]
-        found += [np.empty(rows, sums) if x else None for x in wanted]
-        found.append(None)  # log_sum_exp
-        if evaluated:
-            chunked_masks.forward(_native.forward, problem, plan, (score, arrays), found, threads)
-        else:
-            _native.forward(score, arrays, found, threads)
-        return found
-
-    return filled
+    whole = (*rows[:-1], problem.score_shape.key_len)
+    found = [marshalling.aligned(np.empty, shape, stored), *np.empty((2, *rows), sums)]
+    of_pairs = (saves_scores, problem.matrix == "scores", problem.matrix == "weights")
+    found += [marshalling.aligned(np.empty, whole, sums) if is_wanted else None for is_wanted in of_pairs]
+    found += [np.empty(rows, sums) if name in problem.statistics else None for name in STATISTICS]
+    found.append(None)  # log_sum_exp, which only execution plans fill
+    if lowering.partition(plan.rest)[1]:
+        chunked_masks.forward(_native.forward, problem, plan, marshalled, found, threads)
+    else:
+        _native.forward(*marshalled, found, threads)
+    return found
 
 
 def _grad_out(problem: Problem, grad: Array | None) -> tuple[HostArray, str]:
+    """Return the memory and dtype of the output's gradient: zeros where there is none."""
     ops, shape = problem.ops, (*problem.score_shape.rows, problem.layout.value_dim)
     if grad is None:
         return np.broadcast_to(np.zeros((), problem.accumulator), shape), problem.accumulator
@@ -186,7 +177,7 @@ def _grad_out(problem: Problem, grad: Array | None) -> tuple[HostArray, str]:
 
 
 def _row(problem: Problem, x: Array | None) -> HostArray | None:
-    """Return an array (*rows, 1 or key_len) as the module reads it: in the dtype of sums, in C order."""
+    """Return an array (*rows, 1 or key_len) as the module reads it: in the accumulator dtype and C order."""
     if x is None:
         return None
     ops = problem.ops

@@ -85,7 +85,7 @@ def reasons(problem: Problem) -> list[str]:
 def _is_staged(problem: Problem) -> bool:
     """Return whether the values of the operands are known only when a staged program runs."""
     ops, operands = problem.ops, tiled.operands(problem).values()
-    # A gradient tape around traced arrays has ended when a kernel runs.
+    # Without gradients: a tape that records these arrays now has ended when the program runs the kernel.
     return ops.needs_host_callback(*map(ops.stop_gradient, operands), *arrays_of(problem)[len(operands) :])
 
 
@@ -116,14 +116,14 @@ def marshal(problem: Problem, plan: TilePlan) -> tuple[tuple[Any, ...], tuple[Ho
 
 
 def score_spec(problem: Problem, others: dict[str, Array]) -> tuple[tuple[Any, ...], dict[str, Array]]:
-    """Return the score's parameters in the module's order, and the arrays by name, `others` (the mask's) among them."""
+    """Return the score's parameters in the module's order, and the operands by name; `others` are those of the mask."""
     ops, bias, dropout, value_dtype = problem.ops, problem.bias, problem.dropout, problem.dtype
     sums = problem.accumulator
     form: Any = problem.form
     kind, query, key, caps = _FORMS[type(form)], form.query, form.key, form.caps
     score_dtype = ops.dtype(query)
     if score_dtype != ops.dtype(key):
-        # Arrays of the score have widened one of them.
+        # A parameter wider than the data, such as W of a bilinear score, has widened one of the two.
         query, key, score_dtype = ops.astype(query, sums), ops.astype(key, sums), sums
 
     def in_sums(x: Array | None) -> Array | None:

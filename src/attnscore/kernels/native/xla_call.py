@@ -18,7 +18,8 @@ from attnscore.kernels.native.results import BACKWARD_INPUTS, GRADIENTS, STATIST
 from attnscore.masks import Mask, lowering
 from attnscore.masks.dynamic_intervals import traced_visibility
 
-# Operands and results are bits of the attributes `given`, `turned` and `wanted`, in this order (csrc/api/ffi.cc).
+# Orders of operands and results. For each name there is a bit in the attributes `given` (operands that are passed),
+# `turned` (operands that are passed transposed) and `wanted` (results), see csrc/api/ffi.cc.
 _OPERANDS = (*marshalling.ORDER, "seed", *(name for name in BACKWARD_INPUTS if name != "saved_scores"))
 _FORWARD = ("out", "row_max", "log_denom", *STATISTICS, "attention_scores", "attention_weights")
 _SCORE = ("form", "activation", "negative_slope", "scale", "caps")
@@ -98,6 +99,11 @@ def _call(
     results: dict[str, tuple[tuple[int, ...], str]],
     places: tuple[str, ...],
 ) -> dict[str, Array]:
+    """Run the custom call "forward" or "backward", and return its results by name.
+
+    `known` are arrays in addition to the operands of the problem; `results` gives shapes and dtypes, in any order, and
+    `places` the order in which the module writes them.
+    """
     ops, dropout = problem.ops, problem.dropout
     seed = None if dropout is None or not isinstance(dropout.seed, SeedHalves) else dropout.seed
     (*score, _, _, _, probability, known_seed), arrays = marshalling.score_spec(problem, known)
@@ -135,4 +141,5 @@ def _transposed(problem: Problem) -> frozenset[str]:
 
 
 def _bits(places: tuple[str, ...], names: Any) -> int:
+    """Return the set of `names` as bits, by their index in `places`."""
     return sum(1 << places.index(name) for name in names)
