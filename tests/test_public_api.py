@@ -48,6 +48,8 @@ FUNCTIONS = {
     "softmax_pullback": "(weights, grad)",
     "cost": "(score, *, query_len, key_len, dim, key_dim=None, value_dim=None, num_hiddens=None, heads=1, batch=1)",
     "register_score": "(name, cls)",
+    "relative_buckets": "(positions, *, buckets=32, max_distance=128, bidirectional=True)",
+    "relative_positions": "(query_len, key_len, *, offset=None)",
     "available": "()",
     "set_num_threads": "(n)",
     "get_num_threads": "()",
@@ -159,8 +161,9 @@ def test_signature_of_heat_maps() -> None:
     from attnscore.plotting import show_heatmaps
 
     found = inspect.signature(show_heatmaps).parameters
-    assert list(found) == ["matrices", "xlabel", "ylabel", "titles", "figsize", "cmap"]
-    assert found["titles"].default is None and found["cmap"].default == "Reds"
+    assert list(found) == ["matrices", "xlabel", "ylabel", "titles", "figsize", "cmap", "label"]
+    # None chooses by the sign of the numbers: Reds where none is negative.
+    assert found["titles"].default is None and found["cmap"].default is None
 
 
 def test_signature_of_the_pullback_and_of_materialize() -> None:

@@ -289,8 +289,9 @@ void backward_range(const Problem& problem, int64_t group_index, int64_t range, 
     for (size_t h = 0; h < group.heads.size(); h++)
         for (int64_t first = rows.first; first < rows.last; first += kBackwardRows) {
             Arena& arena = thread_arena();
-            BackwardTask<T> task(arena, problem, group.heads[h], {first, std::min(first + kBackwardRows, rows.last)});
-            task.gradients.grad_relative = shared.relative(group.heads[h], range);
+            const int64_t head = group.heads[h];
+            BackwardTask<T> task(arena, problem, head, {first, std::min(first + kBackwardRows, rows.last)});
+            task.gradients.grad_relative = shared.relative(head, range);
             KeyTileGradients<T> sums(arena, problem);
             T* dq = arena.take<T>(task.queries.rows.count * sums.width);
             task.for_each_tile(keys, tiles, [&](const BackwardKeyTile<T>& tile) {

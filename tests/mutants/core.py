@@ -237,9 +237,9 @@ FAULTS = [
     ),
     Fault(
         "plan-lowered-for-other-parameters",
-        "src/attnscore/core/plan.py",
-        "score = scores.resolve(score) if type(score) is str else score\n        with",
-        "score = self.__dict__.setdefault('score', scores.resolve(score))\n        with",
+        "src/attnscore/core/lowered.py",
+        "operands = self.operands(self.rows(score, query, key), value, bias, sink)",
+        "operands = self.operands(self.rows(self.__dict__.setdefault('score', score), query, key), value, bias, sink)",
         "tests/test_plan.py -k is_lowered",
         "a planned call keeps the parameters of the first call for a score that is lowered",
     ),
@@ -310,7 +310,7 @@ FAULTS = [
     Fault(
         "problem-shape-of-the-bias",
         "src/attnscore/core/problem.py",
-        '    check_broadcast("bias", tuple(bias.shape), layout.score_shape)\n',
+        "    check_bias_shape(tuple(bias.shape), layout.score_shape)\n",
         "",
         "tests/test_errors.py",
         "a bias that would enlarge the scores is let through",

@@ -40,6 +40,11 @@ def relative_positions(query_len: int, key_len: int, *, offset: int | None = Non
     ------
     ArgumentError
 
+    References
+    ----------
+    Shaw, Uszkoreit, Vaswani (2018), Self-Attention with Relative Position Representations. Press, Smith, Lewis (2022),
+    Train Short, Test Long (ALiBi).
+
     Examples
     --------
     ALiBi, with slope 0.5: the score falls with the distance.
@@ -58,11 +63,6 @@ def relative_positions(query_len: int, key_len: int, *, offset: int | None = Non
     >>> x = np.ones((1, 4, 100, 16))
     >>> ats.attend(x, x, x, bias=bias).shape
     (1, 4, 100, 16)
-
-    References
-    ----------
-    Shaw, Uszkoreit, Vaswani (2018), Self-Attention with Relative Position Representations. Press, Smith, Lewis (2022),
-    Train Short, Test Long (ALiBi).
     """
     query_len, key_len = check_count("query_len", query_len), check_count("key_len", key_len)
     if offset is None:
@@ -102,6 +102,10 @@ def relative_buckets(
     ------
     ArgumentError
 
+    References
+    ----------
+    Raffel and others (2020), Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer.
+
     Examples
     --------
     >>> import attnscore as ats
@@ -110,10 +114,6 @@ def relative_buckets(
 
     The bias of a table (buckets, heads), as checkpoints hold it, is
     ``table[relative_buckets(relative_positions(n, n))].T[:, None]``.
-
-    References
-    ----------
-    Raffel and others (2020), Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer.
     """
     for name, x in (("buckets", buckets), ("max_distance", max_distance)):
         check_count(name, x)

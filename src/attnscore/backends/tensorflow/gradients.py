@@ -74,8 +74,7 @@ def differentiable(run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Ar
 def record(run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Array, ...]:
     """Return `differentiable` of plain operands, without `tf.custom_gradient`, whose wrappers take 100 us and more."""
     wanted = [bool(tape.should_record_backprop([x])) for x in operands]
-    with tape.stop_recording():
-        outputs = run.forward(operands)
+    outputs = run.forward(operands)
     count = run.differentiable_outputs
 
     def vjp(*grads: Array) -> Sequence[Array | None]:
@@ -84,7 +83,7 @@ def record(run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Array, ...
         return run.backward(operands, outputs[: run.saved_outputs], incoming, wanted)
 
     tape.record_operation("attnscore", list(outputs[:count]), list(operands), vjp)
-    return run.without_saved(outputs)
+    return outputs
 
 
 def vjp(function: Callable[..., Array], inputs: Sequence[Array]) -> tuple[Array, Callable[[Array], tuple[Array, ...]]]:
