@@ -11,6 +11,7 @@ namespace attnscore {
 
 namespace {
 
+// Add `by` bytes to a pointer into an array.
 template <class Byte>
 void move(Byte*& pointer, ptrdiff_t by) {
     if (pointer != nullptr) pointer += by;
@@ -20,23 +21,24 @@ void move(const int64_t*& pointer, ptrdiff_t by) {
 }
 void move(Matrix& matrix, ptrdiff_t by) { move(matrix.data, by); }
 
+// Moves (`CallPlan::Move`): the memory of an array has moved, and so does one field of all heads, groups or rows.
 template <auto Field>
-void heads(Problem& p, std::vector<RowArrays>&, ptrdiff_t by) {
+void move_heads(Problem& p, std::vector<RowArrays>&, ptrdiff_t by) {
     for (Head& head : p.heads) move(head.*Field, by);
 }
 template <auto Field>
-void groups(Problem& p, std::vector<RowArrays>&, ptrdiff_t by) {
+void move_groups(Problem& p, std::vector<RowArrays>&, ptrdiff_t by) {
     for (Group& group : p.groups) move(group.*Field, by);
 }
 template <auto Field>
-void rows(Problem&, std::vector<RowArrays>& all, ptrdiff_t by) {
+void move_rows(Problem&, std::vector<RowArrays>& all, ptrdiff_t by) {
     for (RowArrays& row : all) move(row.*Field, by);
 }
-void bias_groups(Problem& p, std::vector<RowArrays>&, ptrdiff_t by) {
+void move_bias_groups(Problem& p, std::vector<RowArrays>&, ptrdiff_t by) {
     for (BiasGroup& group : p.bias_groups) move(group.grad_bias, by);
 }
 
-// A bad address must not end in a bad read.
+// Throw where an address cannot be one of an array: null, or misaligned.
 void check_address(const char* name, const char* memory, int64_t item) {
     const auto address = reinterpret_cast<uintptr_t>(memory);
     if (address != 0 && address % static_cast<uintptr_t>(item) == 0) return;
@@ -55,9 +57,9 @@ CallPlan::CallPlan(Problem score, const Inputs& in, const ForwardArrays& a)
     : is_backward_(false), problem_(std::move(score)) {
     rows_ = build_forward(problem_, in, a);
     add_inputs(in);
-    std::vector<std::vector<Move>> moves{{heads<&Head::out>},           {rows<&RowArrays::row_max>},
-                                         {rows<&RowArrays::log_denom>}, {heads<&Head::saved_scores>},
-                                         {heads<&Head::matrix>},        {heads<&Head::matrix>}};
+    std::vector<std::vector<Move>> moves{{move_heads<&Head::out>},           {move_rows<&RowArrays::row_max>},
+                                         {move_rows<&RowArrays::log_denom>}, {move_heads<&Head::saved_scores>},
+                                         {move_heads<&Head::matrix>},        {move_heads<&Head::matrix>}};
     bool has_rows = in.sink.given || a.row_max.given || a.log_denom.given;
     for (size_t i = 0; i < kStatistics; ++i) {
         moves.push_back({[i](Problem&, Rows& all, ptrdiff_t by) {
@@ -66,7 +68,7 @@ CallPlan::CallPlan(Problem score, const Inputs& in, const ForwardArrays& a)
         has_rows = has_rows || (a.*kForwardArrays[kFirstStatistic + i].array).given;
     }
     add_slots(kForwardArrays, a, std::move(moves));
-    // Without row arrays a forward leaves out what is done once for each row.
+    // Nothing to do for each row after the kernels (see run_forward).
     if (!has_rows) rows_.clear();
 }
 
@@ -75,34 +77,35 @@ CallPlan::CallPlan(Problem score, const Inputs& in, const BackwardArrays& a)
     rows_ = build_backward(problem_, in, a);
     add_inputs(in);
     add_slots(kForwardResults, a,
-              {{rows<&RowArrays::out>},
-               {heads<&Head::row_max>, rows<&RowArrays::row_max>},
-               {rows<&RowArrays::log_denom>},
-               {heads<&Head::entropy>},
-               {heads<&Head::saved_scores>},
-               {rows<&RowArrays::attention_weights>},
-               {heads<&Head::grad_out>},
-               {rows<&RowArrays::grad_log_sum_exp>},
-               {heads<&Head::grad_entropy>},
-               {heads<&Head::grad_matrix>},
-               {heads<&Head::grad_matrix>}});
+              {{move_rows<&RowArrays::out>},
+               {move_heads<&Head::row_max>, move_rows<&RowArrays::row_max>},
+               {move_rows<&RowArrays::log_denom>},
+               {move_heads<&Head::entropy>},
+               {move_heads<&Head::saved_scores>},
+               {move_rows<&RowArrays::attention_weights>},
+               {move_heads<&Head::grad_out>},
+               {move_rows<&RowArrays::grad_log_sum_exp>},
+               {move_heads<&Head::grad_entropy>},
+               {move_heads<&Head::grad_matrix>},
+               {move_heads<&Head::grad_matrix>}});
     problem_.clears_gradients = true;
     const size_t first_gradient = slots_.size();
     add_slots(kGradients, a,
-              {{heads<&Head::grad_query>},
-               {groups<&Group::grad_key>},
-               {groups<&Group::grad_value>},
-               {heads<&Head::grad_query_bias>},
-               {groups<&Group::grad_key_bias>},
-               {bias_groups},
-               {groups<&Group::grad_w_v>},
-               {rows<&RowArrays::grad_sink>},
-               {heads<&Head::grad_scale>}});
+              {{move_heads<&Head::grad_query>},
+               {move_groups<&Group::grad_key>},
+               {move_groups<&Group::grad_value>},
+               {move_heads<&Head::grad_query_bias>},
+               {move_groups<&Group::grad_key_bias>},
+               {move_bias_groups},
+               {move_groups<&Group::grad_w_v>},
+               {move_rows<&RowArrays::grad_sink>},
+               {move_heads<&Head::grad_scale>}});
     size_t slot = first_gradient;
     for (const auto& field : kGradients) {
         const Array& x = a.*field.array;
         if (!x.given) continue;
-        // The kernels clear the gradients of query, key and value, unless there are no keys to visit.
+        // The kernels clear the gradients of query, key and value (Problem::clears_gradients), but return at once where
+        // there are no keys.
         const bool is_cleared = field.array == &BackwardArrays::grad_query ||
                                 field.array == &BackwardArrays::grad_key || field.array == &BackwardArrays::grad_value;
         int64_t bytes = x.item;
@@ -123,20 +126,20 @@ void CallPlan::add_slots(const Field<Arrays> (&fields)[N], const Arrays& example
 
 void CallPlan::add_inputs(const Inputs& in) {
     add_slots(kInputs, in,
-              {{heads<&Head::query>},
-               {heads<&Head::key>},
-               {heads<&Head::value>},
-               {heads<&Head::query_bias>},
-               {heads<&Head::key_bias>},
-               {heads<&Head::bias>},
-               {heads<&Head::mask>},
-               {heads<&Head::query_ids>},
-               {heads<&Head::key_ids>},
-               {heads<&Head::start>},
-               {heads<&Head::stop>},
-               {heads<&Head::w_v>},
-               {heads<&Head::sink>, rows<&RowArrays::sink>},
-               {heads<&Head::scale>}});
+              {{move_heads<&Head::query>},
+               {move_heads<&Head::key>},
+               {move_heads<&Head::value>},
+               {move_heads<&Head::query_bias>},
+               {move_heads<&Head::key_bias>},
+               {move_heads<&Head::bias>},
+               {move_heads<&Head::mask>},
+               {move_heads<&Head::query_ids>},
+               {move_heads<&Head::key_ids>},
+               {move_heads<&Head::start>},
+               {move_heads<&Head::stop>},
+               {move_heads<&Head::w_v>},
+               {move_heads<&Head::sink>, move_rows<&RowArrays::sink>},
+               {move_heads<&Head::scale>}});
 }
 
 void CallPlan::run(const Kernels& kernels, const std::vector<char*>& addresses, uint64_t seed, Threads threads) const {
@@ -144,6 +147,7 @@ void CallPlan::run(const Kernels& kernels, const std::vector<char*>& addresses, 
         throw std::invalid_argument("addresses: expected " + std::to_string(slots_.size()) + ", got " +
                                     std::to_string(addresses.size()));
     }
+    // Another thread is running this plan: use a working copy of its own.
     if (is_busy_.exchange(true, std::memory_order_acquire)) {
         Working own = make_working();
         run_on(own, kernels, addresses, seed, threads);

@@ -1,5 +1,5 @@
-// A call whose arrays were checked once, for other memory of the same shapes and strides. A tiny call spends more on
-// these checks than on its products.
+// A call whose arrays are checked once, and which then runs on other arrays of the same shapes and strides, given by
+// their addresses. The checks take longer than the products of a tiny call.
 #pragma once
 
 #include <atomic>
@@ -17,8 +17,8 @@ namespace attnscore {
 
 class CallPlan {
    public:
-    // `score` holds form, numbers and dtypes. The arrays are examples: none is kept, and only the numbers of intervals
-    // are read, to check them.
+    // `score` holds form, parameters and dtypes. The arrays are examples: none is kept, and no entries are read except
+    // those of start and stop, which are checked.
     CallPlan(Problem score, const Inputs& in, const ForwardArrays& arrays);
     CallPlan(Problem score, const Inputs& in, const BackwardArrays& arrays);
 
@@ -29,11 +29,11 @@ class CallPlan {
     using Rows = std::vector<RowArrays>;
     using Move = std::function<void(Problem&, Rows&, ptrdiff_t)>;
 
-    // An array, and how the pointers into it move when its memory does.
+    // An array of a run, and the pointers of the problem that point into it: each has a Move.
     struct Slot {
         const char* name;
-        int64_t item;        // bytes of an element; 0 of an empty array, of which nothing is reached
-        const char* origin;  // of the example
+        int64_t item;        // bytes of an element; 0 for an empty array, which is not read or written
+        const char* origin;  // address of the example
         std::vector<Move> moves;
         int64_t cleared = 0;  // bytes to clear before a run
     };
@@ -43,7 +43,7 @@ class CallPlan {
     void add_slots(const Field<Arrays> (&fields)[N], const Arrays& examples, std::vector<std::vector<Move>> moves);
     void add_inputs(const Inputs& in);
 
-    // The problem of a run, with pointers into the arrays at these addresses.
+    // A copy of the problem whose pointers point into the arrays at `addresses`.
     struct Working {
         Problem problem;
         Rows rows;
@@ -57,7 +57,8 @@ class CallPlan {
     std::vector<Slot> slots_;
     Problem problem_;
     Rows rows_;
-    // Kept between runs, which then change the pointers alone; a second run at once makes its own.
+    // Kept between runs, so that a run changes only the pointers of arrays that have moved. A run that begins while
+    // another one uses it makes a copy of its own.
     mutable std::optional<Working> working_;
     mutable std::atomic<bool> is_busy_{false};
 };

@@ -43,7 +43,7 @@ bool is_tensor_type(PyTypeObject* type) {
     return false;
 }
 
-// By DLPack's codes: signed, unsigned, floating, bfloat, bool.
+// The letter of a dtype, by DLPack's codes: 0 signed, 1 unsigned, 2 floating, 4 bfloat, 6 bool. 0 for any other.
 char format_of(uint8_t code, uint8_t bits) {
     switch (code) {
         case 0:
@@ -108,7 +108,7 @@ bool ArrayView::read_numpy(PyObject* object) {
         PyErr_Clear();
         return false;
     }
-    // Longer formats are byte-swapped, or of structures.
+    // One letter alone is a number in native byte order; longer formats are byte-swapped numbers or structures.
     if (buffer_.format == nullptr || buffer_.format[0] == 0 || buffer_.format[1] != 0) return false;
     format_ = buffer_.format[0] == 'l' ? 'q' : buffer_.format[0];
     ndim_ = buffer_.ndim;
@@ -129,7 +129,7 @@ bool ArrayView::read_tensor(PyObject* object) {
     }
     format_ = format_of(found.code, found.bits);
     if (found.device_type != kCpu || found.lanes != 1 || format_ == 0) return false;
-    // Memory that stands for its negative: DLPack does not say.
+    // A lazily negated tensor (`is_neg`) holds the negated numbers in memory, and DLPack does not say so.
     PyObject* is_neg = PyObject_CallMethodNoArgs(object, is_neg_name);
     if (is_neg == nullptr) PyErr_Clear();
     Py_XDECREF(is_neg);

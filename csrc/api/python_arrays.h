@@ -12,8 +12,8 @@ namespace attnscore {
 
 // Set the type of NumPy's arrays, once, when the module is imported.
 void use_numpy(PyObject* ndarray);
-// Take the tensors of these types (a tuple) by the capsule that is their `__dlpack_c_exchange_api__`. Return whether
-// its version is one that this code knows.
+// From now on read tensors of exactly these types (a tuple), by the functions in the capsule that is their
+// `__dlpack_c_exchange_api__`. Return false, and read none, where its version is unknown here.
 bool use_tensors(PyObject* types, PyObject* exchange_api);
 
 // Get the address of a tensor's memory; false where `object` is none of those types.
@@ -22,8 +22,8 @@ bool get_tensor_data(PyObject* object, char*& data);
 // Memory, dtype, shape and strides of one array, valid while the array is held and unchanged.
 class ArrayView {
    public:
-    // Read an array; false where it is none of exactly these types, or has no aligned memory of the CPU in a dtype of
-    // the machine. No error of Python is set then.
+    // Read an array. The view is false where the object is neither of exactly NumPy's type nor of one of PyTorch's, or
+    // has no aligned CPU memory in native byte order. No Python error is set then.
     explicit ArrayView(PyObject* object);
     ~ArrayView();
     ArrayView(const ArrayView&) = delete;
@@ -37,16 +37,16 @@ class ArrayView {
     int64_t size() const;
     const int64_t* shape() const { return shape_; }
     bool is_c_contiguous() const;
-    // Whether its first two axes, a missing one and those of size 1 repeated, are of these sizes.
+    // Whether the first two axes broadcast to these sizes; a one-dimensional array has no columns.
     bool broadcasts_to(int64_t rows, int64_t columns) const;
-    // An entry of the first two axes, repeated along those of size 1.
+    // The entry at (row, column) of the array so broadcast.
     template <class T>
     T at(int64_t row, int64_t column) const {
         int64_t offset = shape_[0] == 1 ? 0 : row * strides_[0];
         if (ndim_ > 1 && shape_[1] != 1) offset += column * strides_[1];
         return *reinterpret_cast<const T*>(data_ + offset * stride_unit_);
     }
-    // Add all but the address to `to`.
+    // Append kind, dtype, shape and strides to `to`: all but the address.
     void append_signature(std::string& to) const;
 
    private:
@@ -58,8 +58,8 @@ class ArrayView {
     Kind kind_ = Kind::none;
     char format_ = 0;
     int ndim_ = 0;
-    int64_t item_ = 0;
-    int64_t stride_unit_ = 1;  // bytes that a stride of 1 stands for
+    int64_t item_ = 0;         // bytes of an element
+    int64_t stride_unit_ = 1;  // bytes of a stride of 1: 1 in the buffer protocol, an element in DLPack
     char* data_ = nullptr;
     const int64_t* shape_ = nullptr;
     const int64_t* strides_ = nullptr;

@@ -9,8 +9,8 @@
 namespace attnscore {
 namespace {
 
-constexpr int64_t kTaskRows = 512;  // rows of a task
-constexpr int64_t kMinWork = 1 << 15;
+constexpr int64_t kTaskRows = 512;     // rows of a task
+constexpr int64_t kMinWork = 1 << 15;  // numbers to read up to which one thread does it
 
 #include "kernels/storage-inl.h"
 
@@ -38,8 +38,8 @@ const T* row_of(const Matrix& m, Dtype dtype, int64_t row, int64_t cols, std::ve
     return buffer.data();
 }
 
-// The sum of x y where x is not 0: a fully masked row ignores the gradients that come in. Eight sums, which compilers
-// vectorise.
+// The dot product of x and y over the entries where x is not 0: a fully masked row, whose output and weights are 0,
+// ignores a gradient of NaN. Eight partial sums, so that compilers vectorise the loop.
 template <class T>
 T product(const T* x, const T* y, int64_t count) {
     constexpr int64_t lanes = 8;
@@ -58,13 +58,13 @@ T safe_max(T maximum) {
     return maximum == -std::numeric_limits<T>::infinity() ? T(0) : maximum;
 }
 
-// A row after all its keys: the kernels' statistics, and what the sink makes of them.
+// A row after all its keys: the kernels' statistics, and those with the sink as one more logit.
 template <class T>
 struct Row {
     T max, denom, sum_exp_logit = 0, squares = 0, count = 0, mean = 0, deviations = 0;  // see RowStat
-    T row_max, all_denom, log_denom;                                                    // of keys and sink together
+    T row_max, all_denom, log_denom;                                                    // with the sink, if any
     T factor = 1;             // from sums relative to `max` to those relative to `row_max`
-    T all_sum_exp_logit = 0;  // sum_exp_logit of keys and sink
+    T all_sum_exp_logit = 0;  // sum_exp_logit with the sink
 
     Row(const T* stats, bool full, const T* sink)
         : max(stats[kStatMax]), denom(stats[kStatDenom]), row_max(safe_max(max)), all_denom(denom) {
@@ -150,7 +150,8 @@ void finish_row(const Problem& p, const Head& head, const RowArrays& rows, int64
     }
 }
 
-// Set log_denom and delta of a row, as the kernels read them. `left` and `right` are scratch.
+// Set log_denom (+inf where the row is fully masked, so that its weights are 0) and delta of a row, as the kernels read
+// them. `left` and `right` are scratch.
 template <class T>
 void prepare_row(const Problem& p, const Head& head, const RowArrays& rows, char* log_denoms, char* deltas, int64_t i,
                  std::vector<T>& left, std::vector<T>& right) {

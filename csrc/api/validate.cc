@@ -10,7 +10,7 @@ namespace {
 // The axes of a call.
 struct CallLayout {
     Shape grid;                                       // (*lead, head, group)
-    Shape shared;                                     // the same, 1 where heads along an axis share keys and values
+    Shape shared;                                     // the same, 1 along an axis whose heads are in one group
     size_t outer = 0, head_axis = 0, group_axis = 0;  // the number of axes of the grid, and the last two
 };
 
@@ -87,7 +87,7 @@ MatrixOutput matrix_of(const Array& scores, const Array& weights) {
     return scores.given ? MatrixOutput::scores : weights.given ? MatrixOutput::weights : MatrixOutput::none;
 }
 
-// Numbers of a relative bias: one for each key - query.
+// How many numbers a relative bias has: one for each key - query.
 int64_t relative_positions(const Problem& p) { return p.query_len + p.key_len - 1; }
 
 // Whether a bias has a number for each key - query instead of each pair. Of a single query the two are the same.
@@ -96,7 +96,8 @@ bool is_relative(const Problem& p, const CallLayout& s, const Array& bias) {
            bias.shape[s.outer] == 1 && bias.shape[s.outer + 1] == relative_positions(p);
 }
 
-// A cursor over a bias or its gradient, at the pair (0, 0).
+// A cursor over a bias or its gradient, at the pair (0, 0). A relative bias is a matrix each of whose rows begins one
+// number before the last.
 MatrixCursor bias_cursor(const Problem& p, const CallLayout& s, const Array& bias) {
     MatrixCursor cursor = MatrixCursor::broadcast(bias, s.outer);
     if (is_relative(p, s, bias)) {
@@ -179,7 +180,8 @@ struct IndexNumbering {
     }
 };
 
-// Set a field of all heads, row arrays or groups from an array over the grid, whose indices `shape` numbers.
+// Set a field of all owners (heads, their row arrays, or groups) from an array over the grid: owner n has the indices
+// that `shape`, the grid or that of the groups, numbers n.
 template <class Cursor, class Owner, class Value>
 void set_all(const CallLayout& s, const Shape& shape, const Cursor& cursor, std::vector<Owner>& owners,
              Value Owner::* field) {
@@ -194,7 +196,7 @@ void set_all(const CallLayout& s, const Shape& shape, const Cursor& cursor, std:
     });
 }
 
-// Find the groups: heads are in one where all that a group shares is broadcast.
+// Find the grid of groups: along an axis heads are in one group where key, value, key bias and w_v are all broadcast.
 void set_shared(CallLayout& s, const Inputs& in) {
     s.shared.assign(s.outer, 1);
     for (const Array* a : {&in.key, &in.value, &in.key_bias}) {
@@ -208,8 +210,8 @@ void set_shared(CallLayout& s, const Inputs& in) {
     }
 }
 
-// Check the inputs, and set sizes, heads with their inputs, and groups. `out` has the whole grid and a row for each
-// query.
+// Check the inputs, and set the problem's sizes, heads with their inputs, and groups. No input need have the whole grid
+// or all queries, so their sizes are read from `out`.
 CallLayout read_inputs(Problem& p, const Inputs& in, const Array& out, std::vector<RowArrays>& rows) {
     for (const Array* a : {&out, &in.query, &in.key, &in.value}) {
         check_given(*a);
@@ -335,7 +337,7 @@ std::vector<RowArrays> build_forward(Problem& p, const Inputs& in, const Forward
         const Array& x = a.*kForwardArrays[i].array;
         if (x.given && (&x == &a.row_max || &x == &a.log_denom || i >= kFirstStatistic)) check_exact(x, column);
     }
-    // max_weight is that of the largest score; sum_weights needs no statistics of its own.
+    // Statistics by the row statistics that they need: max_weight is that of the largest score, sum_weights needs none.
     p.exact_row_max = a.max_score.given || a.max_weight.given;
     p.full_statistics = a.mean_score.given || a.var_score.given || a.entropy.given || a.sum_sq_weights.given;
     check_saved_scores(p, s, a.saved_scores);
@@ -353,7 +355,6 @@ std::vector<RowArrays> build_forward(Problem& p, const Inputs& in, const Forward
     set(a.log_denom, rows, &RowArrays::log_denom);
     for (size_t i = 0; i < kStatistics; ++i) {
         const StridedCursor cursor(a.*kForwardArrays[kFirstStatistic + i].array, s.outer);
-        if (cursor.base == nullptr) continue;
         if (cursor.base == nullptr) continue;
         size_t head = 0;
         for_each_index(s.grid, [&](const Shape& index) { rows[head++].statistics[i] = cursor.at(index); });
@@ -399,7 +400,7 @@ std::vector<RowArrays> build_backward(Problem& p, const Inputs& in, const Backwa
     set(a.attention_weights, rows, &RowArrays::attention_weights);
     set(a.grad_log_sum_exp, rows, &RowArrays::grad_log_sum_exp);
     set(a.grad_sink, rows, &RowArrays::grad_sink);
-    // Axes along which heads share a group have length 1 in these, and step 0.
+    // Gradients of groups have size 1 along the axes whose heads they sum over.
     const auto set_group = [&](const Array& x, auto field) {
         set_all(s, s.shared, StridedCursor(x, s.outer), p.groups, field);
     };

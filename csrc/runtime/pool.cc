@@ -27,7 +27,8 @@ namespace attnscore {
 namespace {
 
 constexpr int kMostThreads = 1024;
-// About 20 us: successive calls find the workers awake, and an idle program soon uses no CPU.
+// Iterations of a spin loop before a thread sleeps, about 20 us: successive calls find the workers awake, and an idle
+// program soon uses no CPU.
 constexpr int kSpins = 1000;
 
 // The gate of a job: in the upper half how many more workers may join, in the lower half how many have. Zero: closed.
@@ -187,8 +188,8 @@ void Pool::leave() {
 std::atomic<bool> busy{false};         // its setter owns the pool
 std::atomic<Pool*> the_pool{nullptr};  // never deleted: detached workers sleep on it until the process ends
 
-// `GOMP_parallel(f, context, threads, flags)` calls f(context) on each thread of a team; 0 threads are those that the
-// framework has chosen. Another number than the last time would end or start threads.
+// `GOMP_parallel(f, context, threads, flags)` calls f(context) on each thread of a team. It is called with 0 threads,
+// which means as many as the framework has set: another number than in the last call would end or start threads.
 using GompParallel = void (*)(void (*f)(void*), void* context, unsigned threads, unsigned flags);
 std::atomic<GompParallel> gomp_parallel{nullptr};
 std::atomic<bool> forked{false};
