@@ -47,8 +47,8 @@ void unmasked_differences(T* dq, T* dk, int64_t width, const T* a, const uint64_
         });
 }
 
-// Gradients of a key tile, until they are added to the caller's; with few query rows, the caller's own where their rows
-// are whole vectors.
+// Gradients of the keys and values of a tile, summed over one query tile, and then added to the caller's arrays. With
+// few query rows they are the caller's arrays themselves (`in_place`), where rows of these are whole vectors.
 template <class T>
 struct KeyTileGradients {
     T *dk, *dv, *bias;
@@ -71,7 +71,7 @@ struct KeyTileGradients {
             dk = as<T>(group.grad_key) + key * width;
             dv = as<T>(group.grad_value) + key * value_width;
         } else {
-            // Tables of additive keys are of whole tiles.
+            // The gradients of additive scores are written for whole tiles.
             std::fill_n(dk, (problem.form == Form::additive ? kTileKeys : key_count) * width, T(0));
             std::fill_n(dv, key_count * value_width, T(0));
         }
@@ -186,7 +186,7 @@ void accumulate_gradients(const Problem& problem, BackwardQueryTile<T>& queries,
                 store(sums.bias + j, load(sums.bias + j) + load(ds + i * kTileKeys + j));
 }
 
-// A query tile of one head and its way over the key tiles that it attends to.
+// A query tile of one head, and the iteration over the key tiles that it attends to.
 template <class T>
 struct BackwardTask {
     const Problem& problem;
@@ -227,7 +227,8 @@ struct BackwardTask {
 // Rows of a query tile of the backward: keys are transposed once for so many.
 constexpr int64_t kBackwardRows = 384;
 
-// The gradients that all rows and keys add to, over the ranges of keys: each has sums of its own, added up at the end.
+// The gradients to which every task adds: of w_v, of the heads' scales, of a relative bias. Each range of keys has sums
+// of its own, which `finish` adds up in one order.
 template <class T>
 class SharedSums {
    public:
@@ -383,7 +384,8 @@ void backward_typed(const Problem& problem, Threads threads) {
             backward_range<T>(problem, task / ranges, r, keys, rows, tiles, shared);
         });
     shared.finish();
-    // The rows of a bias of pairs are cut into tasks, unless they share one gradient.
+    // The tasks above have summed a relative bias. For any other bias P and dS are computed once more, by tasks of some
+    // rows against all keys; rows that share one gradient are one task.
     std::vector<std::pair<const BiasGroup*, Span>> tasks;
     for (const BiasGroup& group : problem.bias_groups) {
         if (group.is_relative()) continue;

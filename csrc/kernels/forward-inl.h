@@ -1,7 +1,7 @@
 // Forward: FlashAttention on the CPU. A task is a query tile against all keys that it attends to, or against a range of
 // them, one key tile at a time: S = Q K^T, P = online softmax of S, O += P V.
 
-// So few query rows do not pay for transposing a key tile: their dot products are taken key by key.
+// For up to so many query rows, transposing a key tile costs more than it saves: dot products are taken key by key.
 constexpr int64_t kFewRows = 4;
 
 // One task: attends a query tile to a range of keys, one key tile after the other.
@@ -95,8 +95,7 @@ class ForwardTask {
         if (dropout_.on) dropout_.set_tile(key);
     }
 
-    // Compute the weights of a step from its scores. They are stored as they are computed: as many as a row has do not
-    // stay in 16 registers.
+    // Compute the weights of a step from its scores.
     void update_softmax(Step& step, int64_t key_count) {
         uint64_t keep[kStepPanels * kMR];
         if (dropout_.on)
@@ -111,8 +110,8 @@ class ForwardTask {
         if (bf16_ && !values_.narrow()) {
             if constexpr (sizeof(T) == 4) bf16_->pv(out, step_weights_, step.size, key_count);
         } else {
-            const View<T> next{tile_->rows.row(key_count), tile_->rows.stride};
-            values_.add_pv(out, step_weights_, step.size, few_rows_ ? &next : nullptr);
+            const View<T> next_keys{tile_->rows.row(key_count), tile_->rows.stride};  // to be prefetched
+            values_.add_pv(out, step_weights_, step.size, few_rows_ ? &next_keys : nullptr);
         }
         if (values_.nonfinite) values_.propagate_nonfinite(out, step_weights_, step.bits, step.size);
     }
@@ -174,7 +173,8 @@ struct ForwardTasks {
 
     explicit ForwardTasks(const Problem& problem) {
         constexpr int64_t kMinTasks = 16;  // enough to share among threads
-        // Rows of several heads share key tiles, unless a head has tables of its own.
+        // Heads of a group are joined to share key tiles, except with additive scores, whose tables of a key tile
+        // depend on the w_v of the head.
         const bool join = problem.form != Form::additive;
         int64_t rows = 384;
         while (rows > (join ? 48 : 96) &&
@@ -203,7 +203,7 @@ struct ForwardTasks {
     }
 
    private:
-    // Cut rows into query tiles of one size: a small last one would leave the other threads idle.
+    // Cut rows into query tiles of about one size: behind a small last one the other threads would wait for this one's.
     void cut(const std::vector<int64_t>& heads, int64_t total, int64_t most) {
         const int64_t count = (total + most - 1) / most;
         const int64_t rows = count > 0 ? padded((total + count - 1) / count, kMR) : most;
@@ -212,7 +212,7 @@ struct ForwardTasks {
     }
 };
 
-// The rows of a query tile after one range of keys.
+// State and output, not yet normalised, of the rows of a query tile after one range of keys.
 template <class T>
 struct RangeResult {
     std::vector<RowState<T>> states;

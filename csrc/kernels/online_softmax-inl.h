@@ -4,12 +4,12 @@
 // maximum of the tile that last raised it, and is raised only where the weights of a tile come out large: most tiles
 // then need neither a maximum nor a rescaling.
 
-// The state of a row after some of its keys; its output stands elsewhere.
+// The state of a row after some of its keys. Its output, not yet normalised, is in OnlineSoftmax::out.
 template <class T>
 struct RowState {
     T max = -std::numeric_limits<T>::infinity();  // or the lazy maximum; see RowStat
     T denom = 0, sum_exp_logit = 0, squares = 0;
-    T out_scale = 1;  // brings the output to weights exp(s - max)
+    T out_scale = 1;  // the output times this is sum exp(s - max) v
     // Moments of the scores. The mean is relative to the base: among large scores the difference of two means would
     // lose its digits.
     T count = 0, base = 0, mean = 0, deviation = 0;
@@ -54,8 +54,8 @@ struct OnlineSoftmax {
     static constexpr T kUnset = std::numeric_limits<T>::lowest();
     T *lazy_max, *denom, *out;
     T *row_max = nullptr, *sum_exp_logit = nullptr, *squares = nullptr;
-    // Moments of the scores: by lanes, sums of (s - base) and of its square over the last full tiles, whose number is
-    // `full`; and the merged moments of all other tiles.
+    // Moments of the scores. `shifted` and `shifted_squares`, by lanes: sums of (s - base) and of its square over the
+    // last full tiles, whose number is `full`. `merged`: the moments of all other tiles.
     T *shifted = nullptr, *shifted_squares = nullptr, *base = nullptr, *full = nullptr;
     RowState<T>* merged = nullptr;
     int64_t width;
@@ -74,8 +74,8 @@ struct OnlineSoftmax {
         std::fill(merged, merged + count, RowState<T>{});
     }
 
-    // Compute the weights of the scores of a tile, and update the sums of their rows. Dropped weights count in the
-    // sums; `keep` (null: all) are the bits of the weights that dropout keeps, which are multiplied by `factor`.
+    // Compute the weights of the scores of a tile, and update the sums of their rows, dropped weights included. `keep`
+    // (null: all) are the bits of the weights that dropout keeps, which are multiplied by `factor`.
     void update(int64_t first, int64_t size, T* weights, const T* s, const uint64_t* bits, int64_t key_count,
                 const uint64_t* keep, T factor) {
         // Exponentials take most of the time of a short row, which is common (a sequence of a few words).

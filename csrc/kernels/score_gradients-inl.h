@@ -1,5 +1,5 @@
 // Backward, of one key tile: the weights P, computed again from each row's maximum and denominator, and the gradient dS
-// of the scores. backward-inl.h makes the gradients of the inputs of them.
+// of the scores. From these backward-inl.h computes the gradients of the inputs.
 
 // A query tile of one head with its part of the backward.
 template <class T>
@@ -76,10 +76,10 @@ struct ScoreGradients {
     const Problem& problem;
     Scores<T> scores;
     Dropout dropout;
-    T* line;                   // a row of the matrix's gradient
-    Span panels;               // holds all that attend to the tile; masked ones between them get zeros
-    bool for_bias = false;     // stop at the gradient of the scores after the caps, which is that of the bias
-    double grad_scale = 0;     // of the head's own scale, over all tiles so far
+    T* line;                // a row of the matrix's gradient
+    Span panels;            // holds all that attend to the tile; masked ones between them get zeros
+    bool for_bias = false;  // stop at the gradient of the scores after the caps, which is that of the bias
+    double grad_scale = 0;  // of the head's own scale, over all tiles so far
     // The gradient of a relative bias over all tiles so far, from that of the last row and first key on; or null.
     double* grad_relative = nullptr;
     bool skip_masked = false;  // whether NaN or infinity may stand behind a masked pair: products must leave it out
@@ -112,7 +112,8 @@ struct ScoreGradients {
     }
 
    private:
-    // The same for up to kStepPanels micro-panels: the rows [first, first + size).
+    // Fill bits, P and dS of up to kStepPanels micro-panels, the rows [first, first + size). Until softmax_gradients, P
+    // holds the scores and dS holds dP.
     void step(BackwardQueryTile<T>& queries, const BackwardKeyTile<T>& tile, Span own, int64_t first, int64_t size) {
         constexpr int L = Vector<T>::lanes;
         T *p = queries.p + first * kTileKeys, *ds = queries.ds + first * kTileKeys;
@@ -136,9 +137,10 @@ struct ScoreGradients {
         if (!for_bias && queries.rows.head[first]->grad_scale) add_scale_gradient(ds, size);
     }
 
-    // Add dS of the rows from `row` on to the gradient of a relative bias, where a row begins one place before the last.
-    // Rows whose places differ by whole vectors share sums: a load never waits for a store that overlaps it in part.
-    // The diagonals of so few rows are short; those of all rows are summed in double, as their terms cancel.
+    // Add dS of the rows from `row` on to the gradient of a relative bias: ds[i][j] belongs to entry size - 1 - i + j
+    // of those that these rows read, so row i is added at `place` = size - 1 - i. Only rows whose places differ by
+    // whole vectors share an array of sums: a load then never waits for a store that overlaps it in part. The few
+    // terms of an entry are added in T here; over all tiles they are summed in double, because they cancel.
     void add_diagonals(int64_t row, int64_t key, int64_t key_count, const T* ds, int64_t size) {
         constexpr int64_t L = Vector<T>::lanes, width = L + (kStepPanels * kMR + kTileKeys + L) / L * L;
         T sums[L][width] = {};

@@ -1,6 +1,6 @@
 // Scores of micro-panels of query rows against a key tile: every form, with biases, caps and masks.
 
-// Caps under which scores may be subnormal.
+// Above this cap, score / cap may be subnormal.
 constexpr double kLargeCap = 1e20;
 
 // The factor of a head's products or squared distances.
@@ -29,16 +29,19 @@ class Scores {
 
     const Additive<T>& additive() const { return form_; }
 
-    // Compute s[i * kTileKeys + j] for the rows of micro-panels, -inf where masked, and the bits of unmasked keys.
-    // `next_values`: where rows are too few to transpose the keys, the values of the tile, to be prefetched.
-    // `saves`: keep what gradients read: slopes of the caps, and squared distances whose scale is the head's own.
+    // Compute the scores s[i * kTileKeys + j] of the rows of micro-panels, -inf where masked, and the bits of the
+    // unmasked keys of each row.
+    // `next_values`: not null where the rows are too few to transpose the keys; then the values of the tile, which are
+    // prefetched meanwhile.
+    // `bf16`: not null where products are taken in bfloat16.
+    // `saves`: keep what gradients read: the slopes of the caps, and squared distances whose scale is the head's own.
     void operator()(T* s, uint64_t* bits, const QueryTile<T>& queries,
                     const typename Additive<T>::Query& additive_query, Span panels, const KeyTile<T>& tile,
                     const View<T>* next_values, const Bf16Dot* bf16, bool saves) const {
         constexpr int L = Vector<T>::lanes;
         const int64_t first = panels.first * kMR, size = std::min(panels.last * kMR, queries.count) - first;
         const T* query = queries.query + first * queries.width;
-        // Whole vectors of keys: lanes behind the tile are masked with the pairs that are.
+        // Products are of whole vectors of keys: the lanes after the last key are masked below, like pairs.
         const int64_t columns = padded(tile.count, L);
         if (problem_.form == Form::additive) {
             additive_scores(s, bits, queries, additive_query, first, size, tile);
@@ -60,6 +63,7 @@ class Scores {
             gemm(Product<T>{}, s, kTileKeys, query, queries.width, 1, tile.transposed, kTileKeys, size, columns,
                  problem_.dim, false);
         }
+        // Products alone, and no masked pair.
         bool full = true;
         for (int64_t panel = panels.first; panel < panels.last; panel++)
             full = full && queries.is_unmasked(panel, tile.first, tile.count);
@@ -68,7 +72,7 @@ class Scores {
             return;
         }
         if (!queries.masked && queries.no_epilogue && !queries.nonfinite && !tile.nonfinite) {
-            // All keys of a last tile: those behind them alone are masked.
+            // Products alone, of the last tile: the lanes after its last key are all that is masked.
             const uint64_t keys = lowest_bits(tile.count);
             std::fill_n(bits, size, keys);
             for (int64_t j = tile.count / L; j < kTileVectors<T>; j++)

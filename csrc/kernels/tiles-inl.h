@@ -15,10 +15,11 @@ template <class T>
 struct QueryTile {
     int64_t count = 0, width = 0;
     const Head** head;  // of each row
-    int64_t* row;       // its number in the head
+    int64_t* row;       // of each row: its number in the head
     T* query;
     Span *any_row, *all_rows;  // by micro-panel: keys in the interval of some row, and of every row
-    // Keys at which the rows of a packed sequence begin, behind those of all rows before, in rising order.
+    // First keys of the packed sequences after the first one, in rising order: no row of an earlier sequence attends to
+    // them.
     int64_t *begins = nullptr, begin_count = 0;
     // By micro-panel and hole: keys in that hole of every row, and of some row. One more panel stands for the whole
     // tile.
@@ -117,7 +118,7 @@ struct QueryTile {
         Span all{problem.key_len, 0};  // from the last of `begins` on
         for (int64_t i = 0; i < count; i++) {
             const Span own = key_interval(problem, *head[i], row[i]);
-            // Behind less than a key tile it would not pay.
+            // Sequences shorter than a key tile share one.
             if (!own.empty() && own.first >= all.last && own.first - all.first >= kTileKeys)
                 begins[begin_count++] = own.first, all = own;
             all = all.covering(own);
@@ -155,7 +156,7 @@ struct KeyTile {
     uint64_t nonfinite = 0;  // additive: bits of the keys that held NaN or infinity; see QueryTile
     typename Additive<T>::Keys additive;
 
-    // `gradients`: whether gradients of the tile are computed too.
+    // `gradients`: whether the tile serves the backward too.
     KeyTile(Arena& arena, const Problem& problem, const Additive<T>& form, bool gradients) {
         const int64_t width = padded(problem.dim, Vector<T>::lanes);
         transposed = arena.take<T>(kTileKeys * width);

@@ -60,7 +60,7 @@ enum RowStat {
 // float otherwise.
 struct Head {
     Matrix query, key, value;
-    Matrix query_bias, key_bias;     // one column, in the sum type: added to the scores before the caps
+    Matrix query_bias, key_bias;  // one column, in the sum type: added to the scores before the caps
     // query_len x key_len, in bias_dtype: added after the caps; -inf masks the pair. Of a relative bias, which is a
     // number for each key - query, the row stride is minus the column stride.
     Matrix bias;
