@@ -133,6 +133,23 @@ def test_statistics_weights_and_blocks() -> None:
         np.testing.assert_allclose(a, b, atol=1e-12)
 
 
+@pytest.mark.parametrize("planned", [True, False])
+def test_a_bias_in_other_order(planned: bool) -> None:
+    """A table (positions, heads), transposed, as T5 has it; a function as the mask keeps the call without a plan."""
+    x = inputs(66, 70, (6,))
+    x["bias"] = np.ascontiguousarray(x["bias"][:, 0].T).T[:, None]
+    out, grads = expected(x)
+    leaves = {name: torch.from_numpy(a).requires_grad_() for name, a in x.items()}
+    assert not leaves["bias"].is_contiguous()
+    mask = None if planned else ats.MaskFunction(lambda batch, head, i, j: i >= 0)
+    for _ in range(2):
+        found = ats.attend(**leaves, mask=mask)
+    np.testing.assert_allclose(found.detach(), out, atol=1e-12)
+    found.sum().backward()
+    for name, a in leaves.items():
+        np.testing.assert_allclose(a.grad, getattr(grads, name), atol=1e-11, err_msg=name)
+
+
 @pytest.mark.parametrize("head_axis", [-3, -2])
 @pytest.mark.parametrize("lead", LEADS)
 def test_torch(lead: tuple[int, ...], head_axis: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,6 +124,8 @@ class NativeCall:
     """Whether a forward saves its scores for the backward."""
     has_bandwidth: bool
     """Whether the last operand is the bandwidth of a Gaussian."""
+    copies_bias: bool
+    """Whether the bias is copied to C order: a relative one, which each query reads from another place."""
     _forwards: dict[bool, Forward] = field(default_factory=dict)
     _backwards: dict[Hashable, Backward] = field(default_factory=dict)
     _layouts: list[Signature | None] = field(default_factory=list)
@@ -208,6 +210,8 @@ class NativeCall:
 
     def _buffers(self, arrays: Sequence[Array], mask: Any) -> Sequence[Array]:
         """Return the memory of operands and mask, in the order of the module's inputs (`ORDER`)."""
+        if self.copies_bias:
+            arrays = [*arrays[:3], self.ops.in_c_order(arrays[3]), *arrays[4:]]
         found = self.ops.buffers(arrays)
         if self.has_bandwidth:
             scale = scale_of(self.ops.number(arrays[-1]))
@@ -549,9 +553,13 @@ def prepare(
         name: layout.to_canonical(host, ops.memory(given[name]), is_query=name == "query")
         for name in ("query", "key", "value")
     }
+    read = dict(given)
+    copies_bias = problem.has_relative_bias and not ops.memory(given["bias"]).flags.c_contiguous
+    if copies_bias:
+        read["bias"] = ops.in_c_order(given["bias"])
     for name in ("bias", "mask"):
-        if name in given:
-            views[name] = layout.pairs_to_canonical(host, _memory(ops, given[name]))
+        if name in read:
+            views[name] = layout.pairs_to_canonical(host, _memory(ops, read[name]))
     if "w_v" in lowered:
         views["w_v"] = ops.memory(lowered["w_v"])
         if views["w_v"].strides[-1] != views["w_v"].itemsize:
@@ -563,7 +571,7 @@ def prepare(
         views["sink"] = ops.memory(given["sink"]).reshape(heads)
     # A call passes the address of the caller's array, to be read with the strides of its view here, so no view may be a
     # copy. An empty array has no address to compare.
-    if any(view.size and view.ctypes.data != _memory(ops, given[name]).ctypes.data for name, view in views.items()):
+    if any(view.size and view.ctypes.data != _memory(ops, read[name]).ctypes.data for name, view in views.items()):
         return None
     inputs: list[HostArray | None] = [None] * len(ORDER)
     if bandwidth is not None:
@@ -593,7 +601,7 @@ def prepare(
         None if "w_v" in given or bandwidth is not None else problem.score,
         None if "mask" in given or lens is not None else problem.mask, "mask" in given, lens is not None,
         tuple(operands), (*spec[:-1], 0),
-        tuple(inputs), saves_scores, bandwidth is not None,
+        tuple(inputs), saves_scores, bandwidth is not None, copies_bias,
     )  # fmt: skip
 
 

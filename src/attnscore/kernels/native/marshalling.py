@@ -70,6 +70,8 @@ def reasons(problem: Problem) -> list[str]:
             arrays[name] = x
             if ops.dtype(x) not in DTYPES:
                 found.append(f"{name} of dtype {ops.dtype(x)}")
+    if problem.has_relative_bias and 0 in problem.score_shape.user_shape[-2:]:
+        found.append("a bias by relative position without queries or keys")
     if not all(map(ops.has_cpu_buffer, arrays.values())):
         # The checks below would read the arrays.
         return [*found, "arrays whose memory the CPU cannot read (on a device, traced, with tangents, byte-swapped)"]
@@ -103,6 +105,9 @@ def marshal(problem: Problem, plan: TilePlan) -> tuple[tuple[Any, ...], tuple[Ho
     of_mask = lowering.arrays(ops, score_shape, value, parts, with_evaluated=bool(evaluated)) if parts else {}
     score, arrays = score_spec(problem, of_mask)
     found = {name: problem.ops.memory(x) for name, x in arrays.items()}
+    if problem.has_relative_bias:
+        # Each query reads it from another place, of which a line of whole vectors is the fastest.
+        found["bias"] = np.ascontiguousarray(found["bias"])
     if "mask" in found:
         found["mask"] = found["mask"].view(np.uint8)
     for name in ("query_ids", "key_ids"):
