@@ -34,7 +34,7 @@ class Side:
     run: Callable[[], Any]
     outputs: Callable[[Any], tuple[Any, ...]] = as_tuple
     same: bool = True
-    """It computes the same function as we do, so its result is compared too."""
+    """Whether it computes the same function as ours, so that its result can be checked."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class Inputs:
     key: Any
     value: Any
     parameter: Any
-    """w_v of the additive score, W of the bilinear, the bandwidth of the Gaussian one; a scaled dot product has none.
+    """w_v of the additive score, W of the bilinear, the bandwidth of the Gaussian one; unused by a scaled dot product.
 
-    Of a layer the state by PyTorch's names, as NumPy arrays.
+    For a layer: its state by PyTorch's names, as NumPy arrays.
     """
     grad: Any
     lens: Any = None
@@ -61,7 +61,7 @@ class Inputs:
 
     @property
     def leaves(self) -> tuple[Any, ...]:
-        """All that gets a gradient; a fixed bandwidth is none, and parameters of a layer lie in the layer."""
+        """The arrays that get a gradient, except a layer's parameters, which the layer holds."""
         is_leaf = self.case.has_parameter and not self.case.layer and not isinstance(self.parameter, float)
         return (*self.arrays, self.parameter) if is_leaf else self.arrays
 
@@ -71,7 +71,7 @@ class Inputs:
         return {} if self.lens is None else {"lens": self.lens}
 
     def score(self, parameter: Any) -> Any:
-        """Return the score with that parameter."""
+        """Return the score of the case with `parameter`."""
         makers = {"additive": ats.Additive, "bilinear": ats.Bilinear, "gaussian": ats.Gaussian}
         return makers[self.case.score](parameter) if self.case.has_parameter else "scaled_dot"
 
@@ -144,7 +144,7 @@ def draw(case: Case, length: int | None = None) -> Inputs:
 
 
 def _native(case: Case, name: str, x: Any) -> Any:
-    """An array as one of the case's framework."""
+    """Return an array as one of the case's framework; in PyTorch a leaf where it gets a gradient."""
     if isinstance(x, float | dict) or case.framework == "numpy":
         return x
     if case.framework == "jax":
@@ -167,11 +167,11 @@ def _native(case: Case, name: str, x: Any) -> Any:
 def caller(
     inputs: Inputs, forward: Callable[..., Any], arrays: Sequence[Any] = (), trained: Sequence[Any] = ()
 ) -> Callable[[], Any]:
-    """Return a call of ``forward(query, key, value[, parameter], **fixed)`` as users of the case's framework write it.
+    """Return the function to time: ``forward(query, key, value[, parameter], **fixed)``, as users would call it.
 
-    Eagerly or in a compiled program; where the case has gradients, with those of the framework's autodiff, in the same
-    program. The call ends when its result is there. `arrays` replaces the leaves, and `trained` are parameters of a
-    layer, which get gradients besides.
+    It runs eagerly or as one compiled program, as the case says, and where the case has gradients it computes them by
+    the framework's autodiff. It returns when the result has been computed. `arrays` replaces the leaves as arguments;
+    `trained` are parameters of a layer, which get gradients too.
     """
     case, arrays, fixed = inputs.case, arrays or inputs.leaves, inputs.fixed
     if case.framework == "jax":
@@ -225,7 +225,10 @@ def _in_tensorflow(
 
 
 def ours(inputs: Inputs, *, plain: bool = False, **more: Any) -> Side:
-    """Return our side of a case; `plain`: without the options and the mask whose overhead the case measures."""
+    """Return our side of a case; `plain`: without the options and the mask whose overhead the case measures.
+
+    `more` are further options of `attend`.
+    """
     case = inputs.case
     if case.watched:
         return _watched(inputs, is_watched=not plain)
@@ -244,9 +247,9 @@ def ours(inputs: Inputs, *, plain: bool = False, **more: Any) -> Side:
         return Side("attnscore", with_gradients)
 
     def forward(query: Any, key: Any, value: Any, parameter: Any = None, *, lens: Any = None) -> Any:
-        # In a compiled program and under autodiff of JAX the parameter is another array than outside.
-        its = score if parameter is None or parameter is inputs.parameter else inputs.score(parameter)
-        found = ats.attend(query, key, value, score=its, valid_lens=lens, **options)
+        # A compiled program and JAX's autodiff pass a traced parameter, for which the score is made anew.
+        own = score if parameter is None or parameter is inputs.parameter else inputs.score(parameter)
+        found = ats.attend(query, key, value, score=own, valid_lens=lens, **options)
         return found if case.weights or not isinstance(found, tuple) else found[0]
 
     return Side("attnscore", caller(inputs, forward))
@@ -272,10 +275,10 @@ def kernel_of(inputs: Inputs) -> str:
 
 
 def _watched(inputs: Inputs, *, is_watched: bool) -> Side:
-    """PyTorch's own attention in a model that `watch` looks at in every step, or the same model unwatched.
+    """Return PyTorch's own attention in a model under `watch`, or in the same model unwatched.
 
-    The wrappers of the watch are there while both sides run, as they are on the steps of a training run that are not
-    sampled; what the unwatched side pays for them is a test for each module.
+    `watch` wraps PyTorch's functions while both sides run, as on the steps of a training run that it does not sample:
+    the unwatched side pays for a test in each module.
     """
     import torch
     from torch import nn

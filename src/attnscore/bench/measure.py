@@ -5,7 +5,8 @@
 
 - A side is timed only after its result has been compared with the reference. A wrong result of ours ends the case with
   `WrongResult`; a baseline with a wrong result is left out.
-- Memory is the peak of this process over what it had before the arrays were made, warm libraries included.
+- Memory is the peak of this process minus what it held before the arrays were made, when libraries are already loaded
+  and have run once.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from attnscore.bench.timing import Effort, alternate, summary
 
 Row = dict[str, Any]
 
-# The check is that a baseline computes the same function; its accuracy is its own matter.
+# Factor on the tolerance for baselines: checked is that they compute the same function, not how accurately.
 _SLACK = 1000.0
 _WARM = 64  # tokens of the call that loads what libraries load lazily
 
 
 def main() -> None:
-    """Answer one request: {"rows": ...}, {"point": ...}, or {"wrong": ...} for a result that was refused."""
+    """Answer one request: {"rows": ...}, {"point": ...}, or {"wrong": ...} where a result was wrong."""
     request = json.load(sys.stdin)
     # Before PyTorch or a baseline is imported: they size their pools when they are loaded.
     machine.pin(request["threads"])
@@ -82,6 +83,7 @@ def time_case(case: Case, threads: int, effort: Effort) -> list[Row]:
 
 
 def _against(baseline: str, inputs: Inputs, mine: Side, exact: Reference, threads: int, effort: Effort) -> Row:
+    """Time our side and a baseline by turns, and return the fields of their row; or why the baseline was not run."""
     target = inputs.case.baselines[baseline]
     wanted = None if target is None else target.on(threads)
     row: Row = {
@@ -133,7 +135,10 @@ def time_shapes(case: Case, threads: int, effort: Effort) -> list[Row]:
 
 
 def summed_up(target: Target | None, points: list[Row], left_out: list[str]) -> Row:
-    """Return the fields of a row of many shapes; reached: by their geometric mean and by every shape."""
+    """Return the fields of a row of many shapes.
+
+    The target is reached where the geometric mean of the ratios reaches it and no shape is below the floor.
+    """
     row: Row = {
         "status": "measured" if points else "not run", "reason": None if points else left_out[0],
         "target": target and target.ratio, "floor": target and target.floor, "points": points, "left_out": left_out,
@@ -151,8 +156,8 @@ def summed_up(target: Target | None, points: list[Row], left_out: list[str]) -> 
 def measure_limits(case: Case, threads: int, effort: Effort) -> Row:
     """Measure operations per second of matrix products by dtype, and bytes read per second from memory.
 
-    They are lower bounds of the machine's peaks: a library may use half of the registers' width, and a kernel that
-    uses all of it exceeds the "limit".
+    These "limits" are what libraries reach, not the machine's peaks: a kernel may exceed them, for example where a
+    library uses half of the registers' width.
     """
     import torch
 
@@ -210,6 +215,7 @@ def _with_nbytes(x: Any) -> Any:
 
 
 def _run(case: Case, side: str, length: int) -> tuple[Inputs, tuple[Any, ...], float]:
+    """Run one side once at a length, and return its inputs, its outputs and the seconds."""
     inputs = draw(case, length)
     which = ours(inputs) if side == "attnscore" else naive(inputs)
     start = time.perf_counter()
@@ -224,12 +230,12 @@ def can_measure_memory() -> str | None:
 
 
 def reset_peak() -> None:
-    """Reset VmHWM, so that what importing took is not counted."""
+    """Reset VmHWM, the peak of resident memory, so that the peak of the imports is not counted."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def memory(field: str) -> int:
-    """Return a number of bytes from the status of this process."""
+    """Return a field of the status of this process in bytes: VmRSS (resident memory), or VmHWM (its peak)."""
     with open("/proc/self/status", encoding="ascii") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith(field))
 
