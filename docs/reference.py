@@ -21,6 +21,7 @@ MODULES = (
     "attnscore.plotting",
     "attnscore.diagnostics",
     "attnscore.integrations.transformers",
+    "attnscore.compat.torch",
     "attnscore.testing",
 )
 UNLISTED = {"attnscore.integrations.transformers": ("register", "attention_mask", "AttentionCall")}

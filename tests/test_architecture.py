@@ -30,7 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("kv_cache",),
     ("attnscore",),  # the public names
     ("layers", "testing", "plotting"),
-    ("integrations", "diagnostics", "bench"),
+    ("integrations", "compat", "diagnostics", "bench"),
     ("cli", "__main__"),
 )
 RANK = {module: rank for rank, row in enumerate(LAYERS) for module in row}
@@ -136,7 +136,7 @@ def _owner(module: str) -> str | None:
     """Return the framework that a module is for: backends.torch, layers.torch_multihead, backends.jax.ffi, ..."""
     package, _, file = module.partition(".")
     file = file.partition(".")[0] if package == "backends" else file.rpartition(".")[2]
-    if package in ("backends", "layers", "diagnostics"):
+    if package in ("backends", "layers", "compat", "diagnostics"):
         return next((name for name in FRAMEWORKS if file == name or file.startswith(f"{name}_")), None)
     return None
 

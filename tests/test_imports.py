@@ -21,7 +21,7 @@ SOURCE = Path(attnscore.__file__).parent
 
 # Rooms that `import attnscore` leaves alone; all other modules are the core, and are imported at once.
 LATER = (
-    *("__main__", "bench", "cli", "diagnostics", "integrations", "io"),
+    *("__main__", "bench", "cli", "compat", "diagnostics", "integrations", "io"),
     *("layers", "plotting", "testing"),
 )
 FRAMEWORKS = ("torch", "tensorflow", "keras", "jax", "jaxlib", "flax", "mxnet", "transformers")
@@ -174,6 +174,7 @@ def test_an_error_about_a_framework_does_not_import_it(modules_after: Callable[.
         ("attnscore.io", set()),
         ("attnscore.layers", set()),
         ("attnscore.integrations", set()),
+        ("attnscore.compat", set()),
         ("attnscore.testing", set()),
         ("attnscore.cli.app", {"typer", "click", "rich", "shellingham", "markdown_it", "mdurl", "pygments"}),
     ],

@@ -1,0 +1,473 @@
+"""PyTorch's attention, argument for argument, computed by `attend`.
+
+- Each name takes what its original takes and returns what it returns: shapes, dtypes, order of arguments, polarity of
+  masks, parameters and their names, the classes of errors.
+- A query that attends to no key gets zeros. With ``strict=True`` it gets NaN where the original gives NaN.
+- Masks stay boolean, and so exact: no array of floats is made of them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.bias import CausalBias, CausalVariant
+
+from attnscore.api import attend
+from attnscore.errors import ArgumentError, DeviceError, DtypeError, MaskError, ShapeError, message
+from attnscore.masks import Causal, Dense, KeyPadding, Mask
+from attnscore.scores import ScaledDot
+
+__all__ = ["MultiheadAttention", "multi_head_attention_forward", "scaled_dot_product_attention"]
+
+# The stub of torch.nn.functional leaves out what the original itself is made of.
+_PARTS: Any = F
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention pooling with the signature of ``torch.nn.functional.scaled_dot_product_attention``.
+
+    out_i = sum_j softmax_j(scale q_i . k_j + m_ij) v_j, in memory linear in the lengths.
+
+    Parameters
+    ----------
+    query : Tensor (..., heads, query, dim)
+    key : Tensor (..., heads, key, dim)
+    value : Tensor (..., heads, key, value_dim)
+        The leading axes broadcast.
+    attn_mask : Tensor broadcastable to (..., query, key), optional
+        Boolean, True = may attend, or floats that are added to the scores, or a ``torch.nn.attention.bias.CausalBias``.
+    dropout_p : float
+        Of the weights, in training or not. The weights that are dropped are others than the original drops.
+    is_causal : bool
+        Query i attends to the keys j <= i, whatever the lengths; with `attn_mask`, to those of them that it allows.
+    scale : float, optional
+        None: 1/sqrt(dim).
+    enable_gqa : bool
+        The heads of key and of value may be fewer; each number has to divide that of query.
+
+    Returns
+    -------
+    Tensor (..., heads, query, value_dim)
+
+    Raises
+    ------
+    RuntimeError
+        Shapes, dtypes or devices that do not fit; heads that differ without `enable_gqa`.
+    TypeError
+        Something that is no tensor.
+    ValueError
+        `is_causal` with a ``CausalBias``.
+
+    References
+    ----------
+    ``torch.nn.functional.scaled_dot_product_attention``, PyTorch 2.13.
+
+    Examples
+    --------
+    >>> import torch
+    >>> query, key, value = (torch.randn(2, 4, n, 8) for n in (5, 6, 6))
+    >>> out = scaled_dot_product_attention(query, key, value, is_causal=True)
+    >>> theirs = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    >>> torch.allclose(out, theirs, atol=1e-6)
+    True
+    """
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise TypeError(message(name, "a torch.Tensor", type(x).__name__))
+    if enable_gqa:
+        if query.dim() == 3:
+            # Three axes are (batch, length, dim) to `attend`.
+            query, key, value = (x.unsqueeze(0) for x in (query, key, value))
+            return scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True
+            ).squeeze(0)
+        key, value = _with_same_heads(key, value)
+    mask: Any = Causal(align="top_left") if is_causal else None
+    bias: Tensor | None = None
+    if isinstance(attn_mask, CausalBias):
+        if is_causal:
+            raise ValueError(message("is_causal", "False, as attn_mask is a CausalBias", "True"))
+        mask = Causal(align="top_left" if attn_mask.variant == CausalVariant.UPPER_LEFT else "bottom_right")
+    elif attn_mask is not None and attn_mask.dtype == torch.bool:
+        # With all axes: to `attend`, two could be (batch, key).
+        given = Dense(attn_mask[(None,) * (max(query.dim(), key.dim()) - attn_mask.dim())])
+        mask = given if mask is None else given & mask
+    else:
+        bias = attn_mask
+    if not query.is_nested:
+        _check_broadcast(query, key, value, attn_mask, enable_gqa)
+    out: Tensor = _attend(query, key, value, dropout_p, score=ScaledDot(scale), mask=mask, bias=bias)
+    return out
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0, **options: Any) -> Any:
+    """Call `attend`; what it refuses is an error of the class that torch raises for it."""
+    drops_all = dropout == 1.0
+    try:
+        found = attend(query, key, value, dropout=0.0 if drops_all else dropout, **options)
+    except (ArgumentError, DeviceError, DtypeError, MaskError, ShapeError) as error:
+        raise RuntimeError(str(error)) from error
+    # Zeros with a gradient of zero: `attend` takes less than 1, as the weights kept are divided by 1 - dropout.
+    return found * 0.0 if drops_all else found
+
+
+def _check_broadcast(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool) -> None:
+    """Raise RuntimeError for shapes that mean something to `attend` alone: fewer heads, a bias for each distance."""
+    leads = [x.shape[: -3 if enable_gqa else -2] for x in (query, key, value)]
+    if not leads[0] == leads[1] == leads[2]:
+        torch.broadcast_shapes(*leads)  # type: ignore[no-untyped-call]  # untyped in torch
+    if mask is not None and mask.dim() and mask.shape[-1] not in (1, key.shape[-2]):
+        expected = f"a shape that broadcasts to (..., {query.shape[-2]}, {key.shape[-2]})"
+        raise RuntimeError(message("attn_mask", expected, tuple(mask.shape)))
+
+
+def _with_same_heads(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Repeat the heads of key or of value, whichever are fewer."""
+    heads = key.shape[-3], value.shape[-3]
+    if heads[0] < heads[1]:
+        key = key.repeat_interleave(heads[1] // heads[0], -3)
+    elif heads[1] < heads[0]:
+        value = value.repeat_interleave(heads[0] // heads[1], -3)
+    return key, value
+
+
+def multi_head_attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    embed_dim_to_check: int,
+    num_heads: int,
+    in_proj_weight: Tensor | None,
+    in_proj_bias: Tensor | None,
+    bias_k: Tensor | None,
+    bias_v: Tensor | None,
+    add_zero_attn: bool,
+    dropout_p: float,
+    out_proj_weight: Tensor,
+    out_proj_bias: Tensor | None,
+    training: bool = True,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    use_separate_proj_weight: bool = False,
+    q_proj_weight: Tensor | None = None,
+    k_proj_weight: Tensor | None = None,
+    v_proj_weight: Tensor | None = None,
+    static_k: Tensor | None = None,
+    static_v: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+    *,
+    strict: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Multi-head attention with the signature of ``torch.nn.functional.multi_head_attention_forward``.
+
+    W_o concat_h(pool_h) + b_o, where head h pools W_v v + b_v by the scaled dot product of W_q q + b_q and W_k k + b_k.
+
+    Parameters
+    ----------
+    query : Tensor (query, batch, embed_dim) or (query, embed_dim)
+    key : Tensor (key, batch, kdim) or (key, kdim)
+    value : Tensor (key, batch, vdim) or (key, vdim)
+    embed_dim_to_check, num_heads : int
+    in_proj_weight : Tensor (3 * embed_dim, embed_dim), optional
+        The projections of query, key and value, unless `use_separate_proj_weight`.
+    in_proj_bias : Tensor (3 * embed_dim,), optional
+    bias_k, bias_v : Tensor (1, 1, embed_dim), optional
+        A further key and its value.
+    add_zero_attn : bool
+        A further key of zeros, with a value of zeros.
+    dropout_p : float
+        Of the weights, when `training`.
+    out_proj_weight : Tensor (embed_dim, embed_dim)
+    out_proj_bias : Tensor (embed_dim,), optional
+    key_padding_mask : Tensor (batch, key) or (key,), optional
+        Boolean, True = ignore the key, or floats that are added to the scores.
+    need_weights : bool
+        Return the weights too. With False, memory is linear in the lengths.
+    attn_mask : Tensor (query, key) or (batch * num_heads, query, key), optional
+        Boolean, True = ignore the pair, or floats that are added to the scores.
+    q_proj_weight, k_proj_weight, v_proj_weight : Tensor (embed_dim, features), optional
+    static_k, static_v : Tensor (batch * num_heads, key, embed_dim / num_heads), optional
+        Taken in place of the projected key and value.
+    average_attn_weights : bool
+        The weights are the mean over the heads.
+    is_causal : bool
+        Says that `attn_mask` is the causal one, which is then not read where it is the only mask and no weights are
+        wanted.
+    strict : bool
+        With `need_weights`, a query that attends to no key gets weights and output of NaN, as from the original.
+
+    Returns
+    -------
+    out : Tensor, of the shape of query
+    weights : Tensor (batch, query, key) or (batch, num_heads, query, key), after dropout; None without `need_weights`
+        Without the batch axis where query has none. `bias_k` and `add_zero_attn` add a key each.
+
+    Raises
+    ------
+    AssertionError, RuntimeError
+        As the original, for shapes and dtypes that do not fit.
+
+    References
+    ----------
+    ``torch.nn.functional.multi_head_attention_forward``, PyTorch 2.13.
+
+    Examples
+    --------
+    >>> import torch
+    >>> x, weight = torch.randn(5, 3, 8), torch.randn(24, 8)
+    >>> options = (8, 2, weight, None, None, None, False, 0.0, torch.eye(8), None)
+    >>> out, weights = multi_head_attention_forward(x, x, x, *options)
+    >>> theirs = torch.nn.functional.multi_head_attention_forward(x, x, x, *options)
+    >>> torch.allclose(out, theirs[0], atol=1e-4), torch.allclose(weights, theirs[1], atol=1e-4)
+    (True, True)
+    """
+    # The shapes are checked by the original's own functions, and projected by them: the same errors, the same numbers.
+    is_batched = _PARTS._mha_shape_check(query, key, value, key_padding_mask, attn_mask, num_heads)
+    if not is_batched:
+        query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+    query_len, batch, _ = query.shape
+    _check_sizes(query, key, value, embed_dim_to_check, num_heads, agreeing=2 if use_separate_proj_weight else 3)
+    _check_masks(key_padding_mask, attn_mask)
+    if is_causal and attn_mask is None:
+        raise RuntimeError(message("attn_mask", "the causal mask, as is_causal is only a hint", "None"))
+
+    if use_separate_proj_weight:
+        biases = (None, None, None) if in_proj_bias is None else in_proj_bias.chunk(3)
+        q, k, v = _PARTS._in_projection(query, key, value, q_proj_weight, k_proj_weight, v_proj_weight, *biases)
+    else:
+        q, k, v = _PARTS._in_projection_packed(query, key, value, in_proj_weight, in_proj_bias)
+    further = int(add_zero_attn)
+    if (bias_k is None) != (bias_v is None) or (bias_k is not None and not (static_k is static_v is None)):
+        raise AssertionError(message("bias_k, bias_v", "both or none, and none with static_k or static_v", "others"))
+    if bias_k is not None and bias_v is not None:
+        k, v = (torch.cat([x, bias.expand(1, batch, -1)]) for x, bias in ((k, bias_k), (v, bias_v)))
+        further += 1
+    q = _split_heads(q, num_heads)
+    k = _split_heads(k, num_heads) if static_k is None else torch.unflatten(static_k, 0, (batch, num_heads))
+    v = _split_heads(v, num_heads) if static_v is None else torch.unflatten(static_v, 0, (batch, num_heads))
+    if add_zero_attn:
+        k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
+
+    mask: Mask | None = None
+    bias: Tensor | None = None
+    if is_causal and key_padding_mask is None and not need_weights:
+        mask = Causal(align="top_left")
+    else:
+        mask, bias = _mask_and_bias(key_padding_mask, attn_mask, (batch, num_heads, query_len, key.shape[0]), further)
+    dropout_p = dropout_p if training else 0.0
+    weights = None
+    if need_weights:
+        out, weights = _attend(q, k, v, mask=mask, bias=bias, return_weights=True)
+        if strict and weights.shape[-1]:
+            unseeing = (weights == 0).all(-1, keepdim=True)
+            out, weights = (x.masked_fill(unseeing, torch.nan) for x in (out, weights))
+        if dropout_p:
+            # By torch's own dropout, which the weights returned have passed: the matrix is there anyway.
+            weights = F.dropout(weights, dropout_p)
+            out = weights @ v
+        if average_attn_weights:
+            weights = weights.mean(1)
+        if not is_batched:
+            weights = weights.squeeze(0)
+    else:
+        out = _attend(q, k, v, dropout_p, mask=mask, bias=bias)
+    out = F.linear(out.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias)
+    return out if is_batched else out.squeeze(1), weights
+
+
+def _split_heads(x: Tensor, num_heads: int) -> Tensor:
+    """Return (length, batch, embed_dim) as (batch, head, length, dim)."""
+    return torch.unflatten(x, -1, (num_heads, -1)).permute(1, 2, 0, 3)
+
+
+def _check_sizes(query: Tensor, key: Tensor, value: Tensor, embed_dim: int, num_heads: int, *, agreeing: int) -> None:
+    """Raise AssertionError, as the original, unless the inputs agree; key and value in their first axes."""
+    if query.shape[-1] != embed_dim:
+        raise AssertionError(message("query", f"embedding dimension of {embed_dim}", query.shape[-1]))
+    if embed_dim % num_heads:
+        raise AssertionError(message("num_heads", f"a divisor of the embedding dimension {embed_dim}", num_heads))
+    if key.shape[:agreeing] != value.shape[:agreeing]:
+        raise AssertionError(message("value", f"the shape of key, {tuple(key.shape)}", tuple(value.shape)))
+
+
+def _check_masks(key_padding_mask: Tensor | None, attn_mask: Tensor | None) -> None:
+    """Raise or warn, as the original, about dtypes of masks."""
+    for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
+        if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+            raise AssertionError(message(name, "a boolean or floating tensor", mask.dtype))
+    if key_padding_mask is not None and attn_mask is not None and key_padding_mask.dtype != attn_mask.dtype:
+        warnings.warn(
+            "Support for mismatched key_padding_mask and attn_mask is deprecated. Use same type for both instead.",
+            stacklevel=4,
+        )
+
+
+def _mask_and_bias(
+    key_padding_mask: Tensor | None, attn_mask: Tensor | None, shape: tuple[int, int, int, int], further: int
+) -> tuple[Mask | None, Tensor | None]:
+    """Return what `attend` takes for the two masks of shape (batch, head, query, key), `further` keys after them."""
+    batch, heads, query_len, key_len = shape
+    mask: Mask | None = None
+    bias: Tensor | None = None
+    if attn_mask is not None:
+        expected = (query_len, key_len) if attn_mask.dim() == 2 else (batch * heads, query_len, key_len)
+        if tuple(attn_mask.shape) != expected:
+            raise RuntimeError(message("attn_mask", f"shape {expected}", tuple(attn_mask.shape)))
+        pairs = F.pad(attn_mask, (0, further)) if further else attn_mask
+        pairs = pairs[None, None] if pairs.dim() == 2 else torch.unflatten(pairs, 0, (batch, heads))
+        if pairs.dtype == torch.bool:
+            mask = Dense(~pairs)
+        else:
+            bias = pairs
+    if key_padding_mask is not None:
+        if tuple(key_padding_mask.shape) != (batch, key_len):
+            got = tuple(key_padding_mask.shape)
+            raise AssertionError(message("key_padding_mask", f"shape {(batch, key_len)}", got))
+        keys = F.pad(key_padding_mask, (0, further)) if further else key_padding_mask
+        if keys.dtype == torch.bool:
+            padding = KeyPadding(~keys)
+            mask = padding if mask is None else mask & padding
+        else:
+            bias = keys[:, None, None] if bias is None else bias + keys[:, None, None]
+    return mask, bias
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    """``torch.nn.MultiheadAttention`` with its forward pass by `attend`: a subclass, with the same parameters.
+
+    W_o concat_h(pool_h) + b_o, where head h pools W_v v + b_v by the scaled dot product of W_q q + b_q and W_k k + b_k.
+
+    Parameters
+    ----------
+    embed_dim, num_heads : int
+    dropout : float
+        Of the weights, in training.
+    bias : bool
+        Of the projections.
+    add_bias_kv : bool
+        A learned further key and value.
+    add_zero_attn : bool
+        A further key and value of zeros.
+    kdim, vdim : int, optional
+        Features of key and value; None: `embed_dim`.
+    batch_first : bool
+        (batch, length, features) in place of (length, batch, features).
+    device, dtype : optional
+        Of the parameters.
+    strict : bool
+        A query that attends to no key gives NaN, not zeros, where the original returns weights; see
+        `multi_head_attention_forward`.
+
+    Raises
+    ------
+    ValueError, AssertionError
+        As the original, for sizes that are not positive or do not divide.
+
+    References
+    ----------
+    ``torch.nn.MultiheadAttention``, PyTorch 2.13.
+
+    Examples
+    --------
+    The parameters have the names of the original, so its ``state_dict`` loads, and the other way round:
+
+    >>> import torch
+    >>> ours, theirs = MultiheadAttention(8, 2, batch_first=True), torch.nn.MultiheadAttention(8, 2, batch_first=True)
+    >>> ours.load_state_dict(theirs.state_dict())
+    <All keys matched successfully>
+    >>> x, padding = torch.randn(3, 5, 8), torch.arange(5) >= torch.tensor([[5], [2], [3]])
+    >>> out, weights = ours(x, x, x, key_padding_mask=padding)
+    >>> torch.allclose(out, theirs(x, x, x, key_padding_mask=padding)[0], atol=1e-6), weights.shape
+    (True, torch.Size([3, 5, 5]))
+    """
+
+    # Of the class too: a module of the original becomes one of these when its __class__ is set.
+    strict: bool = False
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        strict: bool = False,
+    ) -> None:
+        super().__init__(
+            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
+        )
+        self.strict = strict
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return output and weights; the output (batch, length, features) with `batch_first`."""
+        if query.is_nested or key.is_nested or value.is_nested:
+            # The original takes them in its fused inference alone, and says why elsewhere.
+            return super().forward(
+                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            )
+        swaps = self.batch_first and query.dim() == 3
+        if swaps:
+            # One view of one tensor: self-attention is projected at once.
+            views = {id(x): x.transpose(0, 1) for x in (query, key, value)}
+            query, key, value = (views[id(x)] for x in (query, key, value))
+        out, weights = multi_head_attention_forward(
+            query,
+            key,
+            value,
+            self.embed_dim,
+            self.num_heads,
+            self.in_proj_weight,
+            self.in_proj_bias,
+            self.bias_k,
+            self.bias_v,
+            self.add_zero_attn,
+            self.dropout,
+            self.out_proj.weight,
+            self.out_proj.bias,
+            training=self.training,
+            key_padding_mask=key_padding_mask,
+            need_weights=need_weights,
+            attn_mask=attn_mask,
+            use_separate_proj_weight=not self._qkv_same_embed_dim,
+            q_proj_weight=self.q_proj_weight,
+            k_proj_weight=self.k_proj_weight,
+            v_proj_weight=self.v_proj_weight,
+            average_attn_weights=average_attn_weights,
+            is_causal=is_causal,
+            strict=self.strict,
+        )
+        return out.transpose(0, 1) if swaps else out, weights
