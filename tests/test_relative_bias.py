@@ -87,6 +87,24 @@ def test_numpy(n: int, m: int, lead: tuple[int, ...], mask: str, kernel: str) ->
             np.testing.assert_allclose(a, b, atol=1e-11, err_msg=name)
 
 
+@pytest.mark.parametrize("kernel", ["auto", "streaming"])
+@pytest.mark.parametrize("mask", [None, ats.Packed([0, 0], [0, 0])])
+@pytest.mark.parametrize(("n", "m"), [(0, 7), (7, 0), (0, 1), (2, 0)])
+def test_no_queries_or_no_keys(n: int, m: int, mask: Any, kernel: str) -> None:
+    bias = np.ones((2, 1, len(ats.relative_positions(n, m, offset=0))))
+    query, key, value = np.ones((1, 2, n, 3)), np.ones((1, 2, m, 3)), np.ones((1, 2, m, 4))
+    out, pullback = ats.attend_vjp(query, key, value, mask=mask, bias=bias, kernel=kernel)
+    grads = pullback(np.ones_like(out))
+    np.testing.assert_array_equal(out, np.zeros((1, 2, n, 4)))
+    np.testing.assert_array_equal(grads.bias, np.zeros_like(bias))
+    tensors = [torch.tensor(x, requires_grad=True) for x in (query, key, value)]
+    learned = torch.tensor(bias, requires_grad=True)
+    ats.attend(*tensors, mask=mask, bias=learned, kernel=kernel).sum().backward()
+    assert learned.grad is not None and learned.grad.shape == bias.shape and not learned.grad.any()
+    found = jax.grad(lambda bias: ats.attend(*map(jnp.asarray, (query, key, value)), mask=mask, bias=bias).sum())(bias)
+    assert found.shape == bias.shape and not found.any()
+
+
 @pytest.mark.parametrize("kernel", ["streaming", "native"])
 @pytest.mark.parametrize("score", ["additive", "gaussian", "capped"])
 def test_scores(score: str, kernel: str) -> None:

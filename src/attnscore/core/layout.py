@@ -47,7 +47,7 @@ class ScoreShape:
     def is_relative(self, shape: Shape) -> bool:
         """Whether a bias of this shape has a number for each key - query; with one query that is a row of pairs."""
         lengths = (self.query_len, self.key_len, *shape[-2:])
-        if len(lengths) < 4 or any(map(is_unknown, lengths)) or self.query_len < 2 or self.key_len == 0:
+        if len(lengths) < 4 or any(map(is_unknown, lengths)) or self.query_len == 1:
             return False
         return tuple(shape[-2:]) == (1, self.query_len + self.key_len - 1)
 

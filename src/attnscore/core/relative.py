@@ -136,6 +136,8 @@ def relative_buckets(
 def tile(ops: Backend, bias: Array, query_len: int, rows: Span, cols: Span) -> Array:
     """Return the bias (..., rows, cols) of the pairs of a tile, from the relative bias of the whole call."""
     count, width = rows[1], rows[1] + cols[1] - 1
+    if count == 0:
+        return ops.zeros((*bias.shape[:-2], 0, cols[1]), bias)
     line = ops.slice_axis(bias, -1, query_len - rows[0] - count + cols[0], width)
     if count == 1:
         return line
