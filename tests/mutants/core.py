@@ -238,8 +238,8 @@ FAULTS = [
     Fault(
         "plan-lowered-for-other-parameters",
         "src/attnscore/core/lowered.py",
-        "operands = self.operands(self.rows(score, query, key), value, bias, sink)",
-        "operands = self.operands(self.rows(self.__dict__.setdefault('score', score), query, key), value, bias, sink)",
+        "operands = self.operands(self.lower(score, query, key), value, bias, sink)",
+        "operands = self.operands(self.lower(self.__dict__.setdefault('score', score), query, key), value, bias, sink)",
         "tests/test_plan.py -k is_lowered",
         "a planned call keeps the parameters of the first call for a score that is lowered",
     ),

@@ -115,7 +115,7 @@ class NativeCall:
     reads_mask: bool
     """Whether each call passes its mask as a boolean array."""
     reads_lens: bool
-    """Whether each call passes valid lengths, which `values` turns into the bounds (start, stop) of intervals."""
+    """Whether each call passes valid lengths, which become the bounds (start, stop) of intervals."""
     operands: tuple[Operand, ...]
     spec: tuple[Any, ...]
     inputs: tuple[HostArray | None, ...]
@@ -150,14 +150,15 @@ class NativeCall:
                 score.check(query.shape[-1], key.shape[-1])
         if ops.has_plain_tape and ops.needs_grad(*arrays):
             return self.present(ops.record(self.op(query, score, mask, seed, valid_lens), arrays))
-        return self.present(self.forward(arrays, *self.values(query, mask, seed, valid_lens), saves=False)[0])
+        mask, seed = self.mask_and_seed(query, mask, seed, valid_lens)
+        return self.present(self.forward(arrays, mask, seed, saves=False)[0])
 
     def op(self, query: Array, score: Any, mask: Any, seed: Any, valid_lens: Any) -> NativeOp:
         """Return the op of one call, for autograd to record."""
-        return NativeOp(self, score, *self.values(query, mask, seed, valid_lens))
+        return NativeOp(self, score, *self.mask_and_seed(query, mask, seed, valid_lens))
 
-    def values(self, query: Array, mask: Any, seed: Any, valid_lens: Any) -> tuple[Any, int]:
-        """Return what a call passes besides operands: its boolean mask or the bounds of its lengths, and a seed."""
+    def mask_and_seed(self, query: Array, mask: Any, seed: Any, valid_lens: Any) -> tuple[Any, int]:
+        """Return the boolean mask of a call, or the bounds of its valid lengths, or None; and its seed."""
         seed = (self.ops.draw_seed(query) if seed is None else int(seed)) % 2**63 if self.dropout else 0
         if self.reads_lens:
             return self._checked_bounds(valid_lens), seed
@@ -409,7 +410,7 @@ class NativeOp:
     call: NativeCall
     score: Any
     mask: Any
-    """What `NativeCall.values` returned: the boolean mask of the call, or the bounds of its valid lengths, or None."""
+    """The boolean mask of the call, or the bounds (start, stop) of its valid lengths, or None."""
     seed: int
     saved: Sequence[HostArray] = ()
 
