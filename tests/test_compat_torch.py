@@ -144,14 +144,6 @@ def test_sdpa_of_empty_and_single_axes(queries: int, keys: int, batch: int) -> N
     close(compat.scaled_dot_product_attention(query, key, value), F.scaled_dot_product_attention(query, key, value))
 
 
-def test_a_causal_mask_is_joined_with_another() -> None:
-    """As torch's fused function joins them; its other path refuses both."""
-    given, mask, lower = arrays((B, H)), keep(L, S), torch.ones(L, S, dtype=torch.bool).tril()
-    for both in (mask, torch.zeros(L, S).masked_fill(~mask, -torch.inf)):
-        found = compat.scaled_dot_product_attention(*given, both, is_causal=True)
-        close(found, F.scaled_dot_product_attention(*given, mask & lower))
-
-
 def test_sdpa_drops_the_share_that_is_asked_for() -> None:
     query, key = torch.zeros(1, 1, 200, DIM), torch.zeros(1, 1, 50, DIM)
     out = compat.scaled_dot_product_attention(query, key, torch.eye(50)[None, None], dropout_p=0.25)
@@ -161,6 +153,19 @@ def test_sdpa_drops_the_share_that_is_asked_for() -> None:
     first = compat.scaled_dot_product_attention(query, key, key, dropout_p=0.5)
     torch.manual_seed(3)
     close(compat.scaled_dot_product_attention(query, key, key, dropout_p=0.5), first)
+
+
+@pytest.mark.parametrize("name", ["plain", "boolean mask", "causal", "grouped heads, fewer of value"])
+def test_strict_drops_the_weights_that_the_original_drops(name: str) -> None:
+    leads, make = SDPA[name]
+    given, options, found = arrays(*leads), make(), []
+    for function, more in (
+        (compat.scaled_dot_product_attention, {"strict": True}),
+        (F.scaled_dot_product_attention, {}),
+    ):
+        torch.manual_seed(3)
+        found.append(function(*given, dropout_p=0.5, **options, **more))
+    close(*found)
 
 
 def test_a_masked_value_of_nan_reaches_no_query() -> None:
@@ -188,6 +193,8 @@ BAD_SDPA: dict[str, Callable[[Tensor, Tensor, Tensor], dict[str, Any]]] = {
     # To `attend`, this is a bias for each distance of key and query.
     "mask of distances": lambda q, k, v: {"query": q, "key": k, "value": v, "attn_mask": torch.zeros(1, L + S - 1)},
     "dropout above 1": lambda q, k, v: {"query": q, "key": k, "value": v, "dropout_p": 2.0},
+    "a mask with a causal one": lambda q, k, v: {
+        "query": q, "key": k, "value": v, "attn_mask": keep(L, S), "is_causal": True},
     "two causal masks": lambda q, k, v: {
         "query": q, "key": k, "value": v, "attn_mask": causal_upper_left(L, S), "is_causal": True},
 }  # fmt: skip
@@ -195,6 +202,7 @@ BAD_SDPA: dict[str, Callable[[Tensor, Tensor, Tensor], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", BAD_SDPA)
 def test_sdpa_raises_what_the_original_raises(name: str) -> None:
+    # With dim = value_dim the original joins a mask with a causal one, although its documentation excludes both.
     arguments = BAD_SDPA[name](*arrays((B, H)))
     with pytest.raises((RuntimeError, TypeError, ValueError)) as theirs:
         F.scaled_dot_product_attention(**arguments)
@@ -239,8 +247,9 @@ def test_the_arguments_are_those_of_the_originals() -> None:
     ours = inspect.signature(compat.scaled_dot_product_attention).parameters
     head = str(F.scaled_dot_product_attention.__doc__).partition("->")[0]
     theirs = [part.strip() for part in head.partition("(")[2].rstrip(") ").split(",")]
-    assert [x.name if x.default is x.empty else f"{x.name}={x.default}" for x in ours.values()] == theirs
-    assert [x.name for x in ours.values() if x.kind is x.KEYWORD_ONLY] == ["scale", "enable_gqa"]
+    written = [x.name if x.default is x.empty else f"{x.name}={x.default}" for x in ours.values()]
+    assert written == [*theirs, "strict=False"]
+    assert [x.name for x in ours.values() if x.kind is x.KEYWORD_ONLY] == ["scale", "enable_gqa", "strict"]
 
 
 # ------------------------------------------------------------------ MultiheadAttention
@@ -404,6 +413,17 @@ def test_dropout_draws_as_the_original_where_weights_are_returned() -> None:
     for a, b in zip(*found, strict=True):
         close(a, b)
     close(ours.eval()(*given)[0], theirs.eval()(*given)[0])
+
+
+def test_strict_dropout_without_weights_draws_as_the_original() -> None:
+    ours, theirs = pair(dropout=0.5, strict=True)
+    given, found = inputs(ours), []
+    for module in (ours, theirs):
+        torch.manual_seed(3)
+        out, weights = module(*given, need_weights=False)
+        assert weights is None
+        found.append(out)
+    close(*found)
 
 
 def test_dropout_without_weights() -> None:

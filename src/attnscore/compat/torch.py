@@ -2,7 +2,8 @@
 
 - Each name takes what its original takes and returns what it returns: shapes, dtypes, order of arguments, polarity of
   masks, parameters and their names, the classes of errors.
-- A query that attends to no key gets zeros. With ``strict=True`` it gets NaN where the original gives NaN.
+- A query that attends to no key gets zeros. With ``strict=True`` it gets NaN where the original gives NaN, and dropout
+  drops the weights that the original drops, from the same state of torch's generator.
 - Masks stay boolean, and so exact: no array of floats is made of them.
 """
 
@@ -37,6 +38,7 @@ def scaled_dot_product_attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
+    strict: bool = False,
 ) -> Tensor:
     """Attention pooling with the signature of ``torch.nn.functional.scaled_dot_product_attention``.
 
@@ -53,11 +55,13 @@ def scaled_dot_product_attention(
     dropout_p : float
         Of the weights, in training or not. The weights that are dropped are others than the original drops.
     is_causal : bool
-        Query i attends to the keys j <= i, whatever the lengths; with `attn_mask`, to those of them that it allows.
+        Query i attends to the keys j <= i, whatever the lengths. Not with `attn_mask`.
     scale : float, optional
         None: 1/sqrt(dim).
     enable_gqa : bool
         The heads of key and of value may be fewer; each number has to divide that of query.
+    strict : bool
+        With dropout, drop the weights that the original drops for the same seed, which takes O(n^2) memory, as there.
 
     Returns
     -------
@@ -66,7 +70,7 @@ def scaled_dot_product_attention(
     Raises
     ------
     RuntimeError
-        Shapes, dtypes or devices that do not fit; heads that differ without `enable_gqa`.
+        Shapes, dtypes or devices that do not fit; heads that differ without `enable_gqa`; `is_causal` with `attn_mask`.
     TypeError
         Something that is no tensor.
     ValueError
@@ -93,36 +97,57 @@ def scaled_dot_product_attention(
             # Three axes are (batch, length, dim) to `attend`.
             query, key, value = (x.unsqueeze(0) for x in (query, key, value))
             return scaled_dot_product_attention(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True, strict=strict
             ).squeeze(0)
-        key, value = _with_same_heads(key, value)
-    mask: Any = Causal(align="top_left") if is_causal else None
+        # `attend` takes fewer heads, the same number of key and of value; the product with weights takes all.
+        heads = query.shape[-3] if strict else max(key.shape[-3], value.shape[-3])
+        key, value = (
+            x if x.shape[-3] == heads else x.repeat_interleave(heads // x.shape[-3], -3) for x in (key, value)
+        )
+    mask: Mask | None = Causal(align="top_left") if is_causal else None
     bias: Tensor | None = None
     if isinstance(attn_mask, CausalBias):
         if is_causal:
             raise ValueError(message("is_causal", "False, as attn_mask is a CausalBias", "True"))
         mask = Causal(align="top_left" if attn_mask.variant == CausalVariant.UPPER_LEFT else "bottom_right")
+    elif attn_mask is not None and is_causal:
+        raise RuntimeError(message("attn_mask", "None with is_causal=True", "a tensor", hint="join the masks by &"))
     elif attn_mask is not None and attn_mask.dtype == torch.bool:
         # With all axes: to `attend`, two could be (batch, key).
-        given = Dense(attn_mask[(None,) * (max(query.dim(), key.dim()) - attn_mask.dim())])
-        mask = given if mask is None else given & mask
+        mask = Dense(attn_mask[(None,) * (max(query.dim(), key.dim()) - attn_mask.dim())])
     else:
         bias = attn_mask
     if not query.is_nested:
         _check_broadcast(query, key, value, attn_mask, enable_gqa)
-    out: Tensor = _attend(query, key, value, dropout_p, score=ScaledDot(scale), mask=mask, bias=bias)
-    return out
+    with_weights = strict and dropout_p > 0
+    return _pooled(query, key, value, dropout_p, with_weights, score=ScaledDot(scale), mask=mask, bias=bias)[0]
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0, **options: Any) -> Any:
-    """Call `attend`; what it refuses is an error of the class that torch raises for it."""
+def _pooled(
+    query: Tensor, key: Tensor, value: Tensor, dropout: float, with_weights: bool, *, nan: bool = False, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Return what `attend` does, and the weights after dropout if wanted; `nan`: for queries that attend to no key.
+
+    Its errors are of the class that torch raises. Where the weights are wanted the matrix is there anyway, and they are
+    dropped by torch's own dropout, as in the original.
+    """
     drops_all = dropout == 1.0
+    inside = 0.0 if drops_all or with_weights else dropout
     try:
-        found = attend(query, key, value, dropout=0.0 if drops_all else dropout, **options)
+        found = attend(query, key, value, dropout=inside, return_weights=with_weights, **options)
     except (ArgumentError, DeviceError, DtypeError, MaskError, ShapeError) as error:
         raise RuntimeError(str(error)) from error
-    # Zeros with a gradient of zero: `attend` takes less than 1, as the weights kept are divided by 1 - dropout.
-    return found * 0.0 if drops_all else found
+    if not with_weights:
+        # Zeros with a gradient of zero: `attend` takes less than 1, as the weights kept are divided by 1 - dropout.
+        return (found * 0.0 if drops_all else found), None
+    out, weights = found
+    if nan and weights.shape[-1]:
+        unseeing = (weights == 0).all(-1, keepdim=True)
+        out, weights = (x.masked_fill(unseeing, torch.nan) for x in (out, weights))
+    if dropout:
+        weights = F.dropout(weights, dropout)
+        out = weights @ value
+    return out, weights
 
 
 def _check_broadcast(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool) -> None:
@@ -133,16 +158,6 @@ def _check_broadcast(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
     if mask is not None and mask.dim() and mask.shape[-1] not in (1, key.shape[-2]):
         expected = f"a shape that broadcasts to (..., {query.shape[-2]}, {key.shape[-2]})"
         raise RuntimeError(message("attn_mask", expected, tuple(mask.shape)))
-
-
-def _with_same_heads(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Repeat the heads of key or of value, whichever are fewer."""
-    heads = key.shape[-3], value.shape[-3]
-    if heads[0] < heads[1]:
-        key = key.repeat_interleave(heads[1] // heads[0], -3)
-    elif heads[1] < heads[0]:
-        value = value.repeat_interleave(heads[0] // heads[1], -3)
-    return key, value
 
 
 def multi_head_attention_forward(
@@ -211,6 +226,7 @@ def multi_head_attention_forward(
         wanted.
     strict : bool
         With `need_weights`, a query that attends to no key gets weights and output of NaN, as from the original.
+        Without, dropout drops the weights that the original drops, which takes O(n^2) memory, as there.
 
     Returns
     -------
@@ -272,24 +288,14 @@ def multi_head_attention_forward(
     else:
         mask, bias = _mask_and_bias(key_padding_mask, attn_mask, (batch, num_heads, query_len, key.shape[0]), further)
     dropout_p = dropout_p if training else 0.0
-    weights = None
-    if need_weights:
-        out, weights = _attend(q, k, v, mask=mask, bias=bias, return_weights=True)
-        if strict and weights.shape[-1]:
-            unseeing = (weights == 0).all(-1, keepdim=True)
-            out, weights = (x.masked_fill(unseeing, torch.nan) for x in (out, weights))
-        if dropout_p:
-            # By torch's own dropout, which the weights returned have passed: the matrix is there anyway.
-            weights = F.dropout(weights, dropout_p)
-            out = weights @ v
-        if average_attn_weights:
-            weights = weights.mean(1)
-        if not is_batched:
-            weights = weights.squeeze(0)
-    else:
-        out = _attend(q, k, v, dropout_p, mask=mask, bias=bias)
+    with_weights = need_weights or (strict and dropout_p > 0)
+    out, weights = _pooled(q, k, v, dropout_p, with_weights, nan=strict and need_weights, mask=mask, bias=bias)
     out = F.linear(out.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias)
-    return out if is_batched else out.squeeze(1), weights
+    out = out if is_batched else out.squeeze(1)
+    if weights is None or not need_weights:
+        return out, None
+    weights = weights.mean(1) if average_attn_weights else weights
+    return out, weights if is_batched else weights.squeeze(0)
 
 
 def _split_heads(x: Tensor, num_heads: int) -> Tensor:
