@@ -483,6 +483,15 @@ def test_a_gaussian_as_an_inner_product_is_not_prepared(monkeypatch: pytest.Monk
         torch.testing.assert_close(ats.attend(*arrays, score="gaussian"), wanted)
 
 
+def test_valid_lens_as_a_mask_are_read_at_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays, lens = _inputs(), [np.array(x) for x in ([3, 5], [3, 0])]
+    wanted = [ats.attend(*arrays, mask=ats.ValidLens(x), kernel="streaming") for x in lens]
+    ats.attend(*arrays, mask=ats.ValidLens(lens[0]))
+    _build_nothing(monkeypatch)
+    for x, expected in zip(lens, wanted, strict=True):
+        torch.testing.assert_close(ats.attend(*arrays, mask=ats.ValidLens(x)), expected)
+
+
 @pytest.mark.parametrize("lens", [[3, 5], np.array([3, 5]), torch.tensor([3, 5])], ids=["list", "numpy", "torch"])
 def test_lengths_are_part_of_what_is_prepared(lens: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     arrays = _inputs()

@@ -15,6 +15,7 @@ from attnscore.core.prepared import PreparedKeys
 from attnscore.core.problem import Problem, build_problem, wanted_statistics
 from attnscore.errors import ArgumentError, FrameworkError, KernelUnavailable, message
 from attnscore.kernels import AttentionOp
+from attnscore.masks import ValidLens
 from attnscore.packing import attend_ragged
 from attnscore.scores import ScoreGradients, arrays_of
 from attnscore.scores.base import Pullback
@@ -94,6 +95,9 @@ def attend(
     """
     if type(key) is PreparedKeys:
         key, score = key.unpack(score)
+    if type(mask) is ValidLens and valid_lens is mask.query_lens is None and mask.lens is not None:
+        # A plan reads valid lengths at each call; it would hold those of a mask.
+        mask, valid_lens = None, mask.lens
     # Under torch.compile the replacement calls an operator, which the compiler does not look into.
     if (compiled := backends.compiled()) is not None:
         return compiled(
