@@ -226,6 +226,19 @@ def test_sdpa_takes_jagged_tensors() -> None:
             close(ours, F.scaled_dot_product_attention(each, each, each, is_causal=is_causal))
 
 
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_sdpa_takes_nested_tensors(layout: torch.layout) -> None:
+    """Of different lengths in the older layout, of different numbers of heads in the newer."""
+    shapes = [(H, n, DIM) if layout == torch.strided else (n, L, DIM) for n in (2, 5)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        x = torch.nested.nested_tensor([torch.randn(shape) for shape in shapes], layout=layout)
+    found = compat.scaled_dot_product_attention(x, x, x, is_causal=True)
+    assert found.layout == layout
+    for ours, each in zip(found.unbind(), x.unbind(), strict=True):
+        close(ours, F.scaled_dot_product_attention(each, each, each, is_causal=True))
+
+
 def test_sdpa_of_many_calls_at_once() -> None:
     arguments = (*arrays((B, H)), keep(B, 1, L, S))
     found = torch.vmap(compat.scaled_dot_product_attention)(*arguments)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
+from attnscore import backends
 from attnscore.api import attend
 from attnscore.errors import ArgumentError, DeviceError, DtypeError, MaskError, ShapeError, message
 from attnscore.masks import Causal, Dense, KeyPadding, Mask
@@ -26,6 +27,7 @@ __all__ = ["MultiheadAttention", "multi_head_attention_forward", "scaled_dot_pro
 
 # The stub of torch.nn.functional leaves out what the original itself is made of.
 _PARTS: Any = F
+_OPS = backends.load("torch")
 
 
 def scaled_dot_product_attention(
@@ -92,6 +94,12 @@ def scaled_dot_product_attention(
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             raise TypeError(message(name, "a torch.Tensor", type(x).__name__))
+    if query.is_nested and (query.layout != torch.jagged or not _differs_in_length(query)):
+        # `attend` takes jagged tensors whose lengths differ; other nested ones are taken sequence by sequence.
+        parts = zip(query.unbind(), key.unbind(), value.unbind(), strict=True)
+        options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa, "strict": strict}
+        outs = [scaled_dot_product_attention(*x, attn_mask, dropout_p, is_causal, **options) for x in parts]
+        return torch.nested.as_nested_tensor(outs, layout=query.layout)
     if enable_gqa:
         if query.dim() == 3:
             # Three axes are (batch, length, dim) to `attend`.
@@ -108,10 +116,10 @@ def scaled_dot_product_attention(
     bias: Tensor | None = None
     if isinstance(attn_mask, CausalBias):
         if is_causal:
-            raise ValueError(message("is_causal", "False, as attn_mask is a CausalBias", "True"))
+            raise ValueError(message("is_causal", "False: CausalBias should not be used with causal=True", "True"))
         mask = Causal(align="top_left" if attn_mask.variant == CausalVariant.UPPER_LEFT else "bottom_right")
     elif attn_mask is not None and is_causal:
-        raise RuntimeError(message("attn_mask", "None with is_causal=True", "a tensor", hint="join the masks by &"))
+        raise RuntimeError(message("attn_mask", "None with is_causal=True", "a tensor"))
     elif attn_mask is not None and attn_mask.dtype == torch.bool:
         # With all axes: to `attend`, two could be (batch, key).
         mask = Dense(attn_mask[(None,) * (max(query.dim(), key.dim()) - attn_mask.dim())])
@@ -121,6 +129,11 @@ def scaled_dot_product_attention(
         _check_broadcast(query, key, value, attn_mask, enable_gqa)
     with_weights = strict and dropout_p > 0
     return _pooled(query, key, value, dropout_p, with_weights, score=ScaledDot(scale), mask=mask, bias=bias)[0]
+
+
+def _differs_in_length(query: Tensor) -> bool:
+    ragged = _OPS.ragged(query)
+    return ragged is not None and ragged.axis == -2
 
 
 def _pooled(
