@@ -110,8 +110,8 @@ class KeyValueCache:
     """Positions of the last append; None after a crop, and in JAX."""
     _oldest: Array = field(default=None, init=False)
     """The first position in the ring that was not overwritten; None in JAX."""
-    _given: Any = field(default=None, init=False)
-    """Kinds, shapes and dtypes of the last append; None in JAX."""
+    _checked: Any = field(default=None, init=False)
+    """Signature (kinds, shapes, dtypes) of the last append, which passed the checks; None in JAX."""
     _prepared_score: Any = field(default=None, init=False)
     _is_saved: bool = field(default=False, init=False)
     """Whether autograd holds the buffers, for the gradient of an attention over them."""
@@ -207,8 +207,8 @@ class KeyValueCache:
         for kind in (KeyValueCache, type(self.score)):
             ops.register_pytree(kind)
         given = array_signature(key), array_signature(value)
-        # As in the last append, which passed: a third of the time of a step.
-        sizes = self._key_sizes if given == self._given else self._check(ops, {"key": key, "value": value})
+        # The checks take a third of the time of a step, and an append like the last one passes them.
+        sizes = self._key_sizes if given == self._checked else self._check(ops, {"key": key, "value": value})
         cache = self if ops.name in _IN_PLACE else copy.copy(self)
         cache._has_heads = len(key.shape) == 4
         if self.score is not None:
@@ -235,17 +235,18 @@ class KeyValueCache:
             expected = f"at least sinks + window + n - 1 = {self.sinks + self.window + count - 1} for n = {count}"
             raise ArgumentError(message("capacity", expected, cache.slots))
         steps = index.reshape(index.positions(0, count, starts), (1, -1))
-        slots = _slots_of_positions(index, index.reshape(starts, (-1, 1)) + steps, self.sinks, cache.slots)
-        if self.window is None:
-            # Past a full buffer, which only JAX has: a slot that does not exist.
-            slots = index.reshape(starts, (-1, 1)) + steps
+        slots = positions = index.reshape(starts, (-1, 1)) + steps
+        # Without a window a position has the slot of its number. In JAX, whose buffers do not grow, that may be past
+        # the buffer, and nothing is written.
+        if self.window is not None:
+            slots = _slots_of_positions(index, positions, self.sinks, cache.slots)
         is_new = index.broadcast_to(steps < index.reshape(added, (-1, 1)), slots.shape)
         places = _places(index, slots, is_new, cache.slots)
         cache._keys = _written(ops, cache._keys, key, places, is_saved=self._is_saved)
         cache._values = _written(ops, cache._values, value, places, is_saved=self._is_saved)
         cache._starts, cache._lens, cache._is_saved = starts, ends, False
         if ops.name in _IN_PLACE:
-            cache._appended, cache._given = count, given
+            cache._appended, cache._checked = count, given
             cache._oldest = np.maximum(cache._oldest, ends - (cache.slots - self.sinks))
         return cache
 
@@ -305,7 +306,7 @@ class KeyValueCache:
             got = chosen.min() if chosen.min() < 0 else chosen.max()
             raise ArgumentError(message("indices", f"sequences from 0 to {batch - 1}", got))
         cache._keys, cache._values = (_taken(self._ops, x, chosen) for x in (self._keys, self._values))
-        cache._given = None
+        cache._checked = None
         per_sequence = ("_lens", "_starts", *(("_oldest",) if self._oldest is not None else ()))
         for name in per_sequence:
             setattr(cache, name, index.take(getattr(self, name), index.asarray(chosen, self._lens), 0))
@@ -379,7 +380,7 @@ class KeyValueCache:
         return found
 
     def arguments(self, query: Array, *, causal: bool = True, mask: Any = None) -> dict[str, Any]:
-        """Return what `attend` takes beside the query: for `explain`, `attention_weights` and the like.
+        """Return the arguments of `attend` except the query: for `explain`, `attention_weights` and the like.
 
         Parameters are those of the method `attend`.
 
@@ -429,7 +430,7 @@ class KeyValueCache:
         return RollingWindow(start, self._lens, int(self.window or 0), self.sinks)
 
     def _lens_per_query(self, count: int, causal: bool) -> Array | None:
-        """Return how many slots, from the first, each query attends to, (batch, n); None where these are others."""
+        """Return how many slots each query attends to, (batch, n); None where these are not the first ones."""
         index = self._index
         ends = index.reshape(self._lens, (-1, 1))
         if not causal:
@@ -439,7 +440,8 @@ class KeyValueCache:
         start = self._first_positions(count)
         if self.window is not None:
             most = self.sinks + self.window
-            # One query, and a ring that holds its window alone; or every position is in every window.
+            # They are where there is one query, and the ring holds its window and no more; or where the windows hold
+            # every position so far.
             is_whole_ring = count == 1 and self.slots <= most
             if not is_whole_ring and (self._oldest is None or int(self._lens.max(initial=0)) > most):
                 return None
@@ -475,7 +477,7 @@ class KeyValueCache:
         ------
         FileError, FrameworkError, AttnscoreError
         """
-        from attnscore import io  # not by all who import the package
+        from attnscore import io  # here, so that importing the package does not import it
 
         self._filled("save")
         lens = host_ints(self._lens)
@@ -540,7 +542,7 @@ class KeyValueCache:
         heads, dim = map(int, arrays["key_sizes"])
         cache._key_sizes = heads, dim
         if score is not None:
-            # The score that is left does not depend on the keys.
+            # The score that `prepare_keys` leaves depends on the shapes of the keys alone.
             some = ops.zeros((1, heads, 1, dim), cache._keys)
             cache._prepared_score = prepare_keys(score, some if cache._has_heads else some[:, 0]).score
         return cache
@@ -557,11 +559,11 @@ class KeyValueCache:
 
     @property
     def _index(self) -> Backend:
-        """The backend of lengths and positions."""
+        """The backend that computes with lengths and positions: NumPy where they are on the host, otherwise JAX."""
         return backends.load("numpy") if self._is_in_place else self._ops
 
     def _filled(self, what: str) -> Self:
-        """Return the cache; raise unless something was appended."""
+        """Return the cache; raise ArgumentError, which names `what` was asked for, before the first append."""
         if self._keys is None:
             hint = "an append of no positions (n = 0) allocates the buffers"
             raise ArgumentError(message(what, "a cache with an append before", "an empty one", hint=hint))
@@ -636,8 +638,9 @@ class KeyValueCache:
             self._resize(ops, most)
 
     def _resize(self, ops: Backend, size: int) -> None:
-        """Move the newest positions to buffers with `size` slots."""
+        """Move the positions that fit to buffers with `size` slots: the sinks and the newest ones."""
         longest = int(self._lens.max(initial=0))
+        # Linear: no ring has wrapped around, so that each position has the slot of its number before and after.
         positions, linear = self.positions, longest <= min(size, self.slots)
         kept = (positions >= 0) & ((positions < self.sinks) | (positions >= self._lens[:, None] - (size - self.sinks)))
         places = _places(self._index, _slots_of_positions(self._index, positions, self.sinks, size), kept, size)
@@ -683,10 +686,11 @@ class RollingWindow(IntervalSetMask):
         is_real = query < column(ends)
         start = np.maximum(self.sinks, query - self.window + 1)
         count = np.where(is_real, np.maximum(0, query + 1 - start), 0)
-        # Of an empty ring no key is asked for.
+        # In a ring without slots, `count` is 0.
         start = self.sinks + (start - self.sinks) % max(1, ring)
         stop = start + count
         zeros = np.zeros_like(start)
+        # The sinks; the window up to the end of the ring; what goes on at the begin of the ring.
         parts = [
             (zeros, np.where(is_real, np.minimum(self.sinks, query + 1), 0)),
             (np.minimum(start, key_len), np.minimum(stop, key_len)),
@@ -708,7 +712,7 @@ class RollingWindow(IntervalSetMask):
 
 
 def _slots_of_positions(index: Backend, positions: Array, sinks: int, size: int) -> Array:
-    """Return the slots of positions: their own for the sinks, behind them a ring."""
+    """Return the slots of positions: the same number for the sinks, a place in the ring after them for others."""
     return index.where(positions < sinks, positions, sinks + (positions - sinks) % max(1, size - sinks))
 
 
@@ -729,7 +733,7 @@ def _with_heads_first(ops: Backend, x: Array, head_axis: int) -> Array:
 
 
 Places = tuple[Any, Any]
-"""Index of slots in a buffer, and of the positions that go there in what is appended."""
+"""Index of slots in a buffer, and index of the appended entries that go there."""
 
 
 def _places(index: Backend, slots: Array, is_new: Array, size: int) -> Places:
@@ -737,8 +741,9 @@ def _places(index: Backend, slots: Array, is_new: Array, size: int) -> Places:
     every = slice(None)
     if index.name != "numpy":
         rows = index.reshape(index.positions(0, len(slots), slots), (-1, 1))
-        # A slot that does not exist is left out.
+        # What is not new gets a slot past the end, to which JAX writes nothing (mode="drop").
         return (rows, every, index.where(is_new, slots, index.zeros((), slots, index.dtype(slots)) + size)), ...
+    # All sequences append to the same slots, one after the other: slices, which copy faster than indices.
     first = slots[:1]
     if is_new.all() and (slots == first).all() and (first[:, 1:] == first[:, :-1] + 1).all():
         start = int(first[0, 0]) if first.size else 0
@@ -748,7 +753,7 @@ def _places(index: Backend, slots: Array, is_new: Array, size: int) -> Places:
 
 
 def _written(ops: Backend, x: Array, block: Array, places: Places, *, is_saved: bool = False) -> Array:
-    """Return the buffer `x` with entries of `block`; autograd may hold what `is_saved`."""
+    """Write entries of `block` to the buffer `x`, or to a copy where autograd holds it (`is_saved`), and return it."""
     target, source = places
     if ops.name not in _IN_PLACE:
         return x.at[target].set(ops.swap_axes(block, 1, 2), mode="drop")
@@ -759,7 +764,7 @@ def _written(ops: Backend, x: Array, block: Array, places: Places, *, is_saved: 
 
 
 def _taken(ops: Backend, x: Array, indices: Array) -> Array:
-    """Return the sequences `indices` of a buffer, in its own memory where their number stays the same."""
+    """Return the sequences `indices` of a buffer; as many as it has are moved within its own memory."""
     if ops.name not in _IN_PLACE:
         return ops.take(x, indices, 0)
     if len(indices) != len(x) or ops.needs_grad(x):

@@ -70,7 +70,7 @@ def unpack(packed: Array, cu: Any, axis: int = 0) -> list[Array]:
     ----------
     packed : (total, ...), the positions on `axis`
     cu : (sequences + 1,) whole numbers
-        Cumulative lengths, which the host can read. Positions behind the last one are left out.
+        Cumulative lengths, which the host can read. Positions from the last one on are left out.
     axis : int
 
     Returns
@@ -132,7 +132,7 @@ def pack_padded(padded: Array, lens: Any) -> tuple[Array, HostArray]:
 
 
 def unpack_padded(packed: Array, cu: Any, length: int | None = None) -> Array:
-    """Return a packed array as a padded batch, with zeros behind each sequence: the inverse of `pack_padded`.
+    """Return a packed array as a padded batch, with zeros after each sequence: the inverse of `pack_padded`.
 
     Parameters
     ----------
@@ -165,7 +165,7 @@ def unpack_padded(packed: Array, cu: Any, length: int | None = None) -> Array:
     if length < longest:
         raise ArgumentError(message("length", f"at least {longest}, that of the longest sequence", length))
     positions = np.arange(length)
-    # Padding reads a row of zeros behind all others.
+    # Padding reads a row of zeros that is appended to the packed ones.
     index = np.where(positions < counts[:, None], ends[:-1, None] + positions, shape[0])
     rows = ops.concat([packed, ops.zeros((1, *shape[1:]), packed)], 0)
     found = ops.take(rows, ops.asarray(index.reshape(-1), packed), 0)
@@ -186,7 +186,8 @@ def attend_ragged(
 ) -> Any:
     """Return `attend` of ragged arrays, (batch, length, ...), computed packed; results are ragged as the query is.
 
-    `without` holds the arguments that say nothing for ragged arrays, `options` all others.
+    `without` holds the arguments of `attend` that ragged arrays do not take, which must be None or False; `options` all
+    others.
     """
     ops = backends.of(arrays)
     parts: dict[str, Ragged] = {}
@@ -216,7 +217,7 @@ def attend_ragged(
 
 
 def _per_sequence(mask: Any, packed: Packed) -> Mask:
-    """Return a mask of each sequence as one of packed sequences."""
+    """Return the mask of a packed batch under which `mask` holds in each of its sequences."""
     if mask is None:
         return packed
     if isinstance(mask, (And, Or)):
@@ -243,6 +244,7 @@ def _check_same(key: Any, value: Any) -> None:
 
 
 def _dense(arrays: dict[str, Array]) -> Backend:
+    """Return the backend of arrays, none of which may be sparse or ragged."""
     ops = backends.of(arrays)
     backends.check_dense(ops, arrays)
     return ops
@@ -258,11 +260,13 @@ def _length(name: str, shape: Sequence[Any], axis: int) -> int:
 
 
 def _without(shape: Sequence[Any], axis: int) -> tuple[Any, ...]:
+    """Return a shape without one of its axes."""
     axis %= len(shape)
     return (*shape[:axis], *shape[axis + 1 :])
 
 
 def _readable(name: str, values: HostArray | None) -> HostArray:
+    """Return the values; raise ArgumentError for None, which stands for values that the host cannot read."""
     if values is None:
         raise ArgumentError(message(name, "numbers that the host can read", "traced ones, or some on a device"))
     return values
