@@ -273,6 +273,7 @@ def multi_head_attention_forward(
         key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
     query_len, batch, _ = query.shape
     _check_sizes(query, key, value, embed_dim_to_check, num_heads, agreeing=2 if use_separate_proj_weight else 3)
+    _check_further_keys(bias_k, bias_v, static_k, static_v)
     _check_masks(key_padding_mask, attn_mask)
     if is_causal and attn_mask is None:
         raise RuntimeError(message("attn_mask", "the causal mask, as is_causal is only a hint", "None"))
@@ -283,8 +284,6 @@ def multi_head_attention_forward(
     else:
         q, k, v = _PARTS._in_projection_packed(query, key, value, in_proj_weight, in_proj_bias)
     further = int(add_zero_attn)
-    if (bias_k is None) != (bias_v is None) or (bias_k is not None and not (static_k is static_v is None)):
-        raise AssertionError(message("bias_k, bias_v", "both or none, and none with static_k or static_v", "others"))
     if bias_k is not None and bias_v is not None:
         k, v = (torch.cat([x, bias.expand(1, batch, -1)]) for x, bias in ((k, bias_k), (v, bias_v)))
         further += 1
@@ -324,6 +323,16 @@ def _check_sizes(query: Tensor, key: Tensor, value: Tensor, embed_dim: int, num_
         raise AssertionError(message("num_heads", f"a divisor of the embedding dimension {embed_dim}", num_heads))
     if key.shape[:agreeing] != value.shape[:agreeing]:
         raise AssertionError(message("value", f"the shape of key, {tuple(key.shape)}", tuple(value.shape)))
+
+
+def _check_further_keys(
+    bias_k: Tensor | None, bias_v: Tensor | None, static_k: Tensor | None, static_v: Tensor | None
+) -> None:
+    """Raise AssertionError, as the original, for a bias of key or of value alone, or beside static ones."""
+    if (bias_k is None) != (bias_v is None):
+        raise AssertionError(message("bias_k, bias_v", "both or neither", "one of them"))
+    if bias_k is not None and (static_k is not None or static_v is not None):
+        raise AssertionError(message("bias_k", "None with static_k or static_v", "a tensor"))
 
 
 def _check_masks(key_padding_mask: Tensor | None, attn_mask: Tensor | None) -> None:
