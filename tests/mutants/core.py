@@ -342,8 +342,8 @@ FAULTS = [
     Fault(
         "strips-dropout-rows",
         "src/attnscore/kernels/native/chunked_masks.py",
-        "_moved(score, number * score_shape.query_len + first)",
-        "_moved(score, number * score_shape.query_len)",
+        "_with_row_offset(score, number * score_shape.query_len + first)",
+        "_with_row_offset(score, number * score_shape.query_len)",
         "tests/test_native_strips.py",
         "every strip of rows drops the weights of the first",
     ),

@@ -31,7 +31,7 @@ Ends = tuple[Array, Array]
 
 
 @dataclass(frozen=True)
-class _Holed:
+class _IntervalWithHoles:
     """Start and stop of each query's interval, (batch or 1, query or 1) each, and those of the holes in it."""
 
     ends: Ends
@@ -79,7 +79,7 @@ def traced_visibility(
     all keys of a query, then its holes.
     """
     tracer = _Tracer(ops, score_shape, like)
-    found: _Holed | None = None
+    found: _IntervalWithHoles | None = None
     rest: list[Mask] = []
     for part in [] if mask is None else parts_of(mask):
         traced = tracer.trace(part)
@@ -98,20 +98,20 @@ class _Tracer:
     score_shape: ScoreShape
     like: Array
 
-    def trace(self, mask: Mask) -> _Holed | None:
+    def trace(self, mask: Mask) -> _IntervalWithHoles | None:
         """Return a mask as intervals with holes; None where it is not of that form."""
         score_shape = self.score_shape
         known = mask.interval_set(score_shape.query_len, score_shape.key_len, score_shape.batch)
         if known is not None:
             if known.single is not None:
-                return _Holed(self._constant(known.single))
+                return _IntervalWithHoles(self._constant(known.single))
             if mask.is_array:
                 return None
             ends, *holes = (self._constant(pair) for pair in zip(*known.with_holes, strict=True))
-            return _Holed(ends, tuple(holes))
+            return _IntervalWithHoles(ends, tuple(holes))
         if isinstance(mask, Not):
             inner = self.trace(mask.mask)
-            return None if inner is None or inner.holes else _Holed(self._all_keys(), (inner.ends,))
+            return None if inner is None or inner.holes else _IntervalWithHoles(self._all_keys(), (inner.ends,))
         if isinstance(mask, (And, Or)):
             first, second = self.trace(mask.first), self.trace(mask.second)
             if first is None or second is None:
@@ -120,15 +120,15 @@ class _Tracer:
                 return self.intersection(first, second)
             return None if first.holes or second.holes else self._union(first.ends, second.ends)
         one = self._ends(mask)
-        return None if one is None else _Holed(one)
+        return None if one is None else _IntervalWithHoles(one)
 
-    def intersection(self, first: _Holed, second: _Holed) -> _Holed:
+    def intersection(self, first: _IntervalWithHoles, second: _IntervalWithHoles) -> _IntervalWithHoles:
         """Return the interval that both have in common, with the holes of both."""
         (start, stop), (other_start, other_stop) = first.ends, second.ends
         ends = self.ops.maximum(start, other_start), self._minimum(stop, other_stop)
-        return _Holed(ends, first.holes + second.holes)
+        return _IntervalWithHoles(ends, first.holes + second.holes)
 
-    def _union(self, first: Ends, second: Ends) -> _Holed:
+    def _union(self, first: Ends, second: Ends) -> _IntervalWithHoles:
         """Return the interval around two, with the hole between them."""
         ops = self.ops
         (start, stop), (other_start, other_stop) = self._clamped(first), self._clamped(second)
@@ -139,9 +139,9 @@ class _Tracer:
             ops.where(other_start < other_stop, other_stop, stop),
         )  # fmt: skip
         around = self._minimum(start, other_start), ops.maximum(stop, other_stop)
-        return _Holed(around, ((self._minimum(stop, other_stop), ops.maximum(start, other_start)),))
+        return _IntervalWithHoles(around, ((self._minimum(stop, other_stop), ops.maximum(start, other_start)),))
 
-    def stacked(self, found: _Holed) -> Ends:
+    def stacked(self, found: _IntervalWithHoles) -> Ends:
         """Return start and stop, (batch or 1, query); with holes, stacked: the interval and then its holes."""
         ops = self.ops
         pairs = [self._clamped(pair) for pair in (found.ends, *found.holes)]

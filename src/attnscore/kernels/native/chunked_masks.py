@@ -180,10 +180,13 @@ def _parts(problem: Problem, plan: TilePlan, score: Any, arrays: Arrays) -> Iter
             for name in ("start", "stop"):
                 at = marshalling.ORDER.index(name)
                 views[at] = None if views[at] is None else np.ascontiguousarray(views[at])
-            yield part, score if place is None else _moved(score, number * score_shape.query_len + first), views
+            part_score = score
+            if place is not None:
+                part_score = _with_row_offset(score, number * score_shape.query_len + first)
+            yield part, part_score, views
 
 
-def _moved(score: Any, rows: int) -> Any:
+def _with_row_offset(score: Any, rows: int) -> Any:
     """Return the score with another seed, under which row i has the dropout of row i + `rows` under the given one.
 
     The hash adds the low 32 bits of row and seed, wrapped, and later the high ones (csrc/kernels/masking-inl.h). No
