@@ -239,6 +239,16 @@ def test_sdpa_takes_nested_tensors(layout: torch.layout) -> None:
         close(ours, F.scaled_dot_product_attention(each, each, each, is_causal=True))
 
 
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_take_no_mask(layout: torch.layout) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        x = torch.nested.nested_tensor([torch.randn(n, H, DIM) for n in (2, 5)], layout=layout).transpose(1, 2)
+    for function in (compat.scaled_dot_product_attention, F.scaled_dot_product_attention):
+        with pytest.raises(ValueError if layout == torch.jagged else RuntimeError):
+            function(x, x, x, torch.ones(5, 5, dtype=torch.bool))
+
+
 def test_sdpa_of_many_calls_at_once() -> None:
     arguments = (*arrays((B, H)), keep(B, 1, L, S))
     found = torch.vmap(compat.scaled_dot_product_attention)(*arguments)

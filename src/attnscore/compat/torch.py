@@ -76,7 +76,7 @@ def scaled_dot_product_attention(
     TypeError
         Something that is no tensor.
     ValueError
-        `is_causal` with a ``CausalBias``.
+        `is_causal` with a ``CausalBias``, `attn_mask` with jagged tensors.
 
     References
     ----------
@@ -94,11 +94,15 @@ def scaled_dot_product_attention(
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             raise TypeError(message(name, "a torch.Tensor", type(x).__name__))
+    if query.is_nested and attn_mask is not None:
+        hint = "nested tensors are not supported when an explicit attn_mask is set"
+        kind = ValueError if query.layout == torch.jagged else RuntimeError
+        raise kind(message("attn_mask", "None, as query is nested", "a tensor", hint=hint))
     if query.is_nested and (query.layout != torch.jagged or not _differs_in_length(query)):
         # `attend` takes jagged tensors whose lengths differ; other nested ones are taken sequence by sequence.
         parts = zip(query.unbind(), key.unbind(), value.unbind(), strict=True)
         options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa, "strict": strict}
-        outs = [scaled_dot_product_attention(*x, attn_mask, dropout_p, is_causal, **options) for x in parts]
+        outs = [scaled_dot_product_attention(*x, None, dropout_p, is_causal, **options) for x in parts]
         return torch.nested.as_nested_tensor(outs, layout=query.layout)
     if enable_gqa:
         if query.dim() == 3:
@@ -119,7 +123,8 @@ def scaled_dot_product_attention(
             raise ValueError(message("is_causal", "False: CausalBias should not be used with causal=True", "True"))
         mask = Causal(align="top_left" if attn_mask.variant == CausalVariant.UPPER_LEFT else "bottom_right")
     elif attn_mask is not None and is_causal:
-        raise RuntimeError(message("attn_mask", "None with is_causal=True", "a tensor"))
+        hint = "Explicit attn_mask should not be set when is_causal=True"
+        raise RuntimeError(message("attn_mask", "None with is_causal=True", "a tensor", hint=hint))
     elif attn_mask is not None and attn_mask.dtype == torch.bool:
         # With all axes: to `attend`, two could be (batch, key).
         mask = Dense(attn_mask[(None,) * (max(query.dim(), key.dim()) - attn_mask.dim())])
@@ -331,8 +336,10 @@ def _check_further_keys(
     """Raise AssertionError, as the original, for a bias of key or of value alone, or beside static ones."""
     if (bias_k is None) != (bias_v is None):
         raise AssertionError(message("bias_k, bias_v", "both or neither", "one of them"))
-    if bias_k is not None and (static_k is not None or static_v is not None):
-        raise AssertionError(message("bias_k", "None with static_k or static_v", "a tensor"))
+    for name, static in (("key", static_k), ("value", static_v)):
+        if bias_k is not None and static is not None:
+            hint = f"bias cannot be added to static {name}."
+            raise AssertionError(message(f"bias_{name[0]}", f"None with static_{name[0]}", "a tensor", hint=hint))
 
 
 def _check_masks(key_padding_mask: Tensor | None, attn_mask: Tensor | None) -> None:
