@@ -211,6 +211,7 @@ def leaves(query_len: int, key_len: int, batch: int, axes: int = 3) -> st.Search
                 ats.Packed, _cumulative(count, query_len), _cumulative(count, key_len), widths, widths, aligns
             )
         ),
+        _lists(flags, query_len, key_len).map(_neighbours),
         st.builds(ats.Dense, dense.map(lambda rows: np.array(rows, bool))),
     )
 
@@ -218,6 +219,12 @@ def leaves(query_len: int, key_len: int, batch: int, axes: int = 3) -> st.Search
 def _cumulative(count: int, most: int) -> st.SearchStrategy[list[int]]:
     """Cumulative lengths of `count` sequences, some of them empty, within `most` positions."""
     return st.lists(st.integers(0, most), min_size=count, max_size=count).map(lambda ends: [0, *sorted(ends)])
+
+
+def _neighbours(rows: list[list[bool]]) -> ats.Neighbours:
+    """The neighbours of each query, the last first."""
+    keys = [[j for j, visible in enumerate(row) if visible][::-1] for row in rows]
+    return ats.Neighbours(np.cumsum([0, *map(len, keys)]), [key for row in keys for key in row])
 
 
 def _one_or_each(number: st.SearchStrategy[int], batch: int) -> st.SearchStrategy[Any]:

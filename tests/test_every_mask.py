@@ -186,12 +186,23 @@ KINDS: dict[str, Any] = {
         ("SlidingWindow", lambda kind: ats.SlidingWindow(1, 1, offset=kind([3, 1]))),
         ("PrefixLM", lambda kind: ats.PrefixLM(kind([3, 6]))),
         ("Packed", lambda kind: ats.Packed(kind([0, 3, 3, 6]), kind([0, 5, 7, 11])).causal("bottom_right")),
+        ("Neighbours", lambda kind: ats.Neighbours(kind([0, 1, 2, 2, 4, 5, 6, 6]), kind([3, 5, 7, 1, 0, 0]))),
         (
             "Documents",
             lambda kind: ats.Documents(kind([0, 0, 1, 1, 2, 2, 3]), kind([0, 1, 1, 1, 2, 2, 3, 4, 5, 6, 6, 6])),
         ),
     ],
-    ids=["ValidLens", "ValidLens-2d", "KeyRange", "Causal", "SlidingWindow", "PrefixLM", "Packed", "Documents"],
+    ids=[
+        "ValidLens",
+        "ValidLens-2d",
+        "KeyRange",
+        "Causal",
+        "SlidingWindow",
+        "PrefixLM",
+        "Packed",
+        "Neighbours",
+        "Documents",
+    ],
 )
 def test_kinds_of_numbers(name: str, build: Any, kind: str, framework: str) -> None:
     """Lengths, offsets and ids as lists, NumPy or torch arrays of any whole or whole-valued kind mean the same."""
@@ -320,7 +331,8 @@ def test_masks_of_no_or_one_position(lengths: tuple[int, int]) -> None:
     for mask in (
         ats.Causal("top_left"), ats.Causal("bottom_right"), ats.SlidingWindow(1, 1, "top_left"), ats.ValidLens(m),
         ats.KeyRange(0, m), ats.KeyPadding(np.ones((1, m), bool)), ats.PrefixLM(0), ats.Dense(np.ones((n, m), bool)),
-        ats.Documents(np.zeros((1, n), int), np.zeros((1, m), int)), ats.Packed([0, n], [0, m]), ~ats.ValidLens(m) | ats.Causal("top_left"),
+        ats.Documents(np.zeros((1, n), int), np.zeros((1, m), int)), ats.Packed([0, n], [0, m]),
+        ats.Neighbours(m * np.arange(n + 1), np.tile(np.arange(m), n)), ~ats.ValidLens(m) | ats.Causal("top_left"),
     ):  # fmt: skip
         full = mask.materialize(n, m)
         assert full.shape == (1, n, m)
@@ -345,5 +357,5 @@ def test_masks_of_no_sequence(kernel: str) -> None:
 def test_every_mask_of_the_package_is_in_the_table() -> None:
     rows = {type(mask).__name__ for case in MASKS if (mask := mask_object(case)) is not None}
     assert {"ValidLens", "KeyRange", "KeyPadding", "Causal", "SlidingWindow", "PrefixLM", "Documents", "Dense"} <= rows
-    assert {"Packed", "MaskFunction"} <= rows
+    assert {"Packed", "Neighbours", "MaskFunction"} <= rows
     assert MASK["nested"].lengths == (7, 12)

@@ -172,6 +172,8 @@ MASKS_THAT_DIFFER: dict[str, tuple[Mask, Mask]] = {
     "Packed.left": (ats.Packed([0, 4], [0, 6], 1, 1, "top_left"), ats.Packed([0, 4], [0, 6], 2, 1, "top_left")),
     "Packed.right": (ats.Packed([0, 4], [0, 6], 1, 1, "top_left"), ats.Packed([0, 4], [0, 6], 1, 2, "top_left")),
     "Packed.align": (ats.Packed([0, 4], [0, 6], 1, 1, "top_left"), ats.Packed([0, 4], [0, 6], 1, 1, "bottom_right")),
+    "Neighbours.indptr": (ats.Neighbours([0, 1, 2, 2, 2], [3, 5]), ats.Neighbours([0, 0, 2, 2, 2], [3, 5])),
+    "Neighbours.indices": (ats.Neighbours([0, 1, 2, 2, 2], [3, 5]), ats.Neighbours([0, 1, 2, 2, 2], [3, 4])),
     "And.first": (ats.KeyRange(1, 4) & ats.ValidLens(3), ats.KeyRange(2, 4) & ats.ValidLens(3)),
     "And.second": (ats.KeyRange(1, 4) & ats.ValidLens(3), ats.KeyRange(1, 4) & ats.ValidLens(2)),
     "Or.first": (ats.KeyRange(1, 4) | ats.ValidLens(2), ats.KeyRange(1, 5) | ats.ValidLens(2)),

@@ -102,7 +102,7 @@ def test_pieces_equal_the_array(drawn: Any) -> None:
         assert not array.size or interval_set.count == max(1, most) <= MOST
         assert not array.size or (mask.intervals(*sizes) is None) == (most > 1)
     else:
-        assert "Dense" in repr(mask) or "Documents" in repr(mask)
+        assert any(name in repr(mask) for name in ("Dense", "Documents", "Neighbours"))
 
 
 def test_more_pieces_than_the_most_are_none() -> None:
@@ -135,9 +135,9 @@ def test_intervals_equal_the_array(drawn: Any) -> None:
 @law
 @given(some(single=True))
 def test_single_masks_are_intervals(drawn: Any) -> None:
-    """All but arrays, and ids or padding that are scattered: those alone may leave the fast form."""
+    """All but arrays and graphs, and ids or padding that are scattered: those alone may leave the fast form."""
     sizes, (mask,) = drawn
-    assume(sizes[0] > 0 and not isinstance(mask, ats.Dense))
+    assume(sizes[0] > 0 and not isinstance(mask, (ats.Dense, ats.Neighbours)))
     array = full(mask, sizes)
     edges = np.diff(np.pad(array, ((0, 0), (0, 0), (1, 1))).astype(int), axis=-1)
     contiguous = bool(((edges == 1).sum(-1) <= 1).all())

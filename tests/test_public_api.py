@@ -74,6 +74,7 @@ MASKS = {
     "PrefixLM": "(prefix_lens)",
     "Documents": "(query_ids, key_ids=None)",
     "Packed": "(cu_query, cu_key=None, left=None, right=None, align=None)",
+    "Neighbours": "(indptr, indices)",
     "Dense": "(array)",
     "MaskFunction": "(function, captured=(), heads=0)",
 }
@@ -203,6 +204,7 @@ def test_scores_and_masks_are_frozen_dataclasses_compared_by_identity(name: str)
         "PrefixLM": {"prefix_lens": 1},
         "Documents": {"query_ids": [0, 0]},
         "Packed": {"cu_query": [0, 2]},
+        "Neighbours": {"indptr": [0, 1, 2], "indices": [1, 0]},
         "Dense": {"array": np.ones((2, 2), bool)},
         "MaskFunction": {"function": looks_back},
     }.get(name, {})

@@ -141,6 +141,7 @@ _FIELDS: dict[type, tuple[Callable[[Maker], dict[str, Any]], tuple[str, ...]]] =
     ats.PrefixLM: (lambda x: {"prefix_lens": 2}, ("prefix_lens",)),
     ats.Documents: (lambda x: {"query_ids": [0, 0, 1, 1]}, ("query_ids", "key_ids")),
     ats.Packed: (lambda x: {"cu_query": [0, 2, 4]}, ("cu_query", "cu_key", "left", "right", "align")),
+    ats.Neighbours: (lambda x: {"indptr": [0, 1, 2, 2, 3], "indices": [3, 0, 1]}, ("indptr", "indices")),
     ats.Dense: (lambda x: {"array": x.bools(4, 4)}, ("array",)),
 }
 

@@ -207,7 +207,7 @@ def explain(
     >>> x = np.ones((1, 8, 4))
     >>> plan = ats.explain(x, x, x, mask=ats.Causal())
     >>> sorted([plan.kernel, *plan.reasons])
-    ['dense', 'native', 'streaming']
+    ['dense', 'gather', 'native', 'streaming']
     """
     if type(key) is PreparedKeys:
         key, score = key.unpack(score)

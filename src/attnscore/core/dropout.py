@@ -6,6 +6,7 @@ query, one for the pair. It has no state and the same bits in every framework, t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,15 @@ class Dropout:
         return self.seed if isinstance(self.seed, SeedHalves) else (self.seed & 0xFFFFFFFF, self.seed >> 32)
 
 
+@dataclass(frozen=True)
+class PairDropout(Dropout):
+    """Dropout of pairs that are no tile of the call's: where each stands in the whole call, broadcast to the scores."""
+
+    row: Array
+    """Of the query, counted over all batches and heads: (*lead, head, group, query, 1)."""
+    key: Array
+
+
 def check_dropout(probability: Any, seed: Any, draw: Callable[[], Any]) -> Dropout | None:
     """Return the dropout of a call, or None if there is none."""
     if not is_number(probability) or not 0 <= probability < 1:
@@ -48,6 +58,13 @@ def _mix(ops: Backend, x: Array) -> Array:
     return x ^ ops.shift_right(x, 16)
 
 
+def rows_of_matrices(ops: Backend, score_shape: ScoreShape, like: Array) -> Array:
+    """Return the first row of each matrix of scores, counted over all of them: (*lead, head, group, 1, 1)."""
+    matrices = math.prod(score_shape.rows[:-1])
+    first = ops.positions(0, matrices, like) * score_shape.query_len
+    return ops.reshape(first, (*score_shape.rows[:-1], 1, 1))
+
+
 def kept(
     ops: Backend,
     dropout: Dropout,
@@ -58,19 +75,17 @@ def kept(
     dtype: str,
 ) -> Array:
     """Return 1 / (1 - p) for pairs that are kept, 0 for dropped ones: (*lead, head, group, rows, cols)."""
-    matrices = 1
-    for length in score_shape.rows[:-1]:
-        matrices *= length
-    matrix = ops.reshape(ops.positions(0, matrices, like), (*score_shape.rows[:-1], 1, 1))
-    row = matrix * score_shape.query_len + ops.reshape(ops.positions(*rows, like), (rows[1], 1))
+    if isinstance(dropout, PairDropout):
+        row, column = dropout.row, ops.slice_axis(dropout.key, -1, *cols)
+    else:
+        row = rows_of_matrices(ops, score_shape, like) + ops.reshape(ops.positions(*rows, like), (rows[1], 1))
+        column = ops.reshape(ops.positions(*cols, like), (1, cols[1]))
     low, high = (ops.uint32(word) if isinstance(word, int) else word for word in dropout.words)
     # Reduced to 32 bits before each product or sum with a 32-bit constant, where JAX's 32-bit positions would overflow.
     stream = _mix(ops, ops.low_32_bits(ops.low_32_bits(row) + low))
     stream = _mix(ops, ops.low_32_bits(stream + ops.low_32_bits(ops.shift_right(row, 32)) + high))
     # The golden ratio spreads neighbouring keys over the 32 bits before mixing.
-    key = ops.low_32_bits(
-        ops.low_32_bits(ops.reshape(ops.positions(*cols, like), (1, cols[1]))) * ops.uint32(0x9E3779B9)
-    )
+    key = ops.low_32_bits(ops.low_32_bits(column) * ops.uint32(0x9E3779B9))
     bits = _mix(ops, ops.low_32_bits(stream + key))
     keep = bits >= ops.uint32(min(round(dropout.probability * 2**32), 2**32 - 1))
     return ops.astype(keep, dtype) * (1 / (1 - dropout.probability))

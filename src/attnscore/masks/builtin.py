@@ -1,18 +1,18 @@
-"""Built-in masks: valid lengths, ranges, padding, causal, windows, prefixes, documents, packed sequences, arrays.
+"""Built-in masks: valid lengths, ranges, padding, causal, windows, prefixes, documents, packed, graphs, arrays.
 
 Lengths that the host can read are checked; those on a device or traced are clamped to [0, key_len].
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
 import numpy as np
 
 from attnscore import backends
-from attnscore.backends.base import Array, Backend
+from attnscore.backends.base import Array, Backend, is_unknown
 from attnscore.core.layout import ScoreShape, entries_of
 from attnscore.masks.base import And, IntervalSetMask, Mask, Not, Or, check_shapes
 from attnscore.masks.index_values import (
@@ -38,6 +38,7 @@ from attnscore.masks.index_values import (
     per_query,
 )
 from attnscore.masks.intervals import MOST, Intervals, IntervalSet, runs_of
+from attnscore.masks.neighbour_table import NeighbourTable
 from attnscore.masks.shape_spec import ShapeSpec, index_values_spec, pairs_spec, shape_of, sizes_of
 
 
@@ -469,6 +470,91 @@ class Packed(Mask):
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
+class Neighbours(Mask):
+    """Query i attends the keys ``indices[indptr[i]:indptr[i + 1]]``: a graph in compressed sparse rows.
+
+    All batch rows and heads share it. In O(edges) time and memory where the host can read it and nothing stands beside
+    it but masks of intervals (``Neighbours(...) & Causal()``): see the kernel ``"gather"``. The arrays may then be
+    NumPy's, or on the CPU, in any call.
+
+    Parameters
+    ----------
+    indptr : (query + 1,) whole numbers
+        Cumulative numbers of neighbours, from 0.
+    indices : (edges,) whole numbers
+        Keys, in any order; each at most once for a query.
+
+    Examples
+    --------
+    >>> Neighbours([0, 2, 2, 3], [3, 0, 1]).materialize(3, 4)[0].astype(int)
+    array([[1, 0, 0, 1],
+           [0, 0, 0, 0],
+           [0, 1, 0, 0]])
+    """
+
+    indptr: Any
+    indices: Any
+
+    def table(self, key_len: int) -> NeighbourTable | None:
+        """Return the neighbours as the host reads them, kept until they change; None where it cannot."""
+        kept: NeighbourTable | None = self.__dict__.get("_table")
+        given = (backends.host(self.indptr), backends.host(self.indices))
+        if kept is None or kept.key_len != key_len or not kept.is_of(*given):
+            kept = NeighbourTable.of(self.indptr, self.indices, key_len)
+            self.__dict__["_table"] = kept
+        return kept
+
+    def visible(self, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
+        key_len, table = score_shape.key_len, None
+        if not is_unknown(key_len):
+            table = self.table(key_len)
+        if table is not None and (ops.dtype(rows) == "int64" or len(table.lens) * key_len < 2**31):
+            codes = ops.asarray(table.codes, rows)
+            wanted = rows * key_len + cols
+            at = ops.searchsorted(codes, ops.reshape(wanted, (-1,))) - 1
+            return ops.equal(ops.reshape(ops.take(codes, at, 0), wanted.shape), wanted)
+        # (query, edge) @ (edge, key): does the edge begin at the query and end at the key?
+        indptr, indices = (ops.astype(ops.asarray(x, rows), "int64") for x in (self.indptr, self.indices))
+        count = ops.shape(indices)[0]
+        edges = ops.reshape(ops.positions(0, count, rows), (1, count))
+        start, stop = (
+            ops.reshape(ops.take(indptr, ops.reshape(rows, (-1,)) + behind, 0), rows.shape) for behind in (0, 1)
+        )
+        begins = ops.logical_and(edges >= start, edges < stop)
+        ends = ops.equal(ops.reshape(indices, (count, 1)), cols)
+        return ops.matmul(ops.astype(begins, "float32"), ops.astype(ends, "float32")) > 0
+
+    def leaves(self) -> list[Array]:
+        # As traced arrays the host could no longer read them.
+        return [] if self._is_known else super().leaves()
+
+    def with_leaves(self, leaves: Iterator[Array]) -> Mask:
+        return self if self._is_known else super().with_leaves(leaves)
+
+    @property
+    def _is_known(self) -> bool:
+        return backends.host(self.indptr) is not None and backends.host(self.indices) is not None
+
+    def check(self, ops: Backend, score_shape: ScoreShape) -> None:
+        check_shapes(self, score_shape)
+        if is_unknown(score_shape.key_len):
+            check_cumulative("indptr", self.indptr, None)
+            check_whole("indices", self.indices)
+        else:
+            self.table(score_shape.key_len)
+
+    def shapes(self, score_shape: ScoreShape) -> list[ShapeSpec]:
+        queries = score_shape.query_len
+        ends = sizes_of(self.indptr)[0] if is_unknown(queries) and sizes_of(self.indptr) else queries + 1
+        count = sizes_of(self.indices)[:1] or (0,)
+        return [
+            ShapeSpec("indptr", self.indptr, f"shape (query + 1,) = ({ends},)", [(ends,)] if ends != 0 else []),
+            ShapeSpec("indices", self.indices, "shape (edges,)", [count]),
+        ]
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
 class Dense(Mask):
     """Query i attends key j where `array[..., i, j]` is True; broadcastable to (..., query, key).
 
@@ -503,6 +589,6 @@ class Dense(Mask):
 
 BUILTIN: tuple[type[Mask], ...] = (
     *(And, Or, Not),
-    *(ValidLens, KeyRange, KeyPadding, Causal, SlidingWindow, PrefixLM, Documents, Packed, Dense),
+    *(ValidLens, KeyRange, KeyPadding, Causal, SlidingWindow, PrefixLM, Documents, Packed, Neighbours, Dense),
 )
 """All masks whose fields define them fully (a `MaskFunction` holds code); other tables derive from this one."""

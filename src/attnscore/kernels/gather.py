@@ -1,0 +1,480 @@
+"""The gather kernel: attention to the neighbours of each query, O(edges) time and memory. Its mask is `Neighbours`.
+
+- The keys and values of the neighbours are gathered, and another kernel runs the gathered blocks: scores, statistics,
+  sinks and the rules of masked and non-finite numbers are those of that kernel.
+- For the native kernel they are gathered in the order of the edges. The neighbours of a query are then an interval of
+  the gathered keys, and the tiles without edges are skipped.
+- For others, queries of similar degree are a batch of single queries, their neighbours padded to the largest degree
+  (degree bucketing).
+- A gradient with an axis of keys is first one row for each edge, then summed over the edges of each key:
+  gathered and summed as well. No framework has to scatter, and the same bits come every time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, reduce
+from typing import Any, NamedTuple, cast, final
+
+import numpy as np
+
+from attnscore.backends.base import Array, Backend, HostArray, is_unknown, sum_to
+from attnscore.core import dropout as dropouts
+from attnscore.core import tiled, tiling
+from attnscore.core.dropout import PairDropout
+from attnscore.core.layout import CanonicalLayout
+from attnscore.core.online_softmax import NEG_INF
+from attnscore.core.problem import Problem
+from attnscore.core.tiled import Result, RowGradients
+from attnscore.core.tiling import TilePlan
+from attnscore.kernels.base import Kernel
+from attnscore.kernels.native.kernel import Native
+from attnscore.kernels.tiled import Streaming
+from attnscore.masks import CachedMask, Dense, Mask, Neighbours, parts_of
+from attnscore.masks.base import all_of
+from attnscore.masks.neighbour_table import NeighbourTable
+from attnscore.scores.forms import Role
+
+# Numbers gathered at a time, keys and values together: 16 MB in float32.
+BLOCK_NUMBERS = 2**22
+# Padding of a block: a share of its edges, and as many entries as take the time of calling a kernel once more.
+PADDED_SHARE = 1 / 8
+PADDED_ENTRIES = 1024
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Gather(Kernel):
+    """Attention to the neighbours of each query, gathered in blocks of similar degree."""
+
+    name = "gather"
+    summary = "gathered neighbours, O(edges) time and memory"
+    has_vjp = True
+    of_blocks: tuple[Kernel, ...] = (Native(), Streaming())
+    """Kernels of the blocks, in the order of preference."""
+
+    @property
+    def differentiable(self) -> Kernel:
+        return Gather((Streaming(),))
+
+    def reasons_against(self, problem: Problem) -> tuple[str, ...]:
+        neighbours, rest = _parted(problem.mask)
+        if neighbours is None:
+            return ("the mask has no Neighbours",)
+        score_shape = problem.score_shape
+        if any(map(is_unknown, (*score_shape.rows, score_shape.key_len))):
+            return ("lengths that a graph learns when it runs",)
+        if 0 in (*score_shape.rows, score_shape.key_len):
+            return ("an axis of length 0",)
+        if neighbours.table(score_shape.key_len) is None:
+            return ("neighbours that the host cannot read",)
+        if (
+            rest is not None
+            and rest.interval_set(score_shape.query_len, score_shape.key_len, score_shape.batch) is None
+        ):
+            return (f"{rest!r} beside the neighbours, whose keys are no intervals",)
+        return ()
+
+    def explain_tiles(self, problem: Problem, plan: TilePlan) -> TilePlan:
+        fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
+        return _GatheredPlan(**fields, call=self._call(problem))
+
+    def forward(self, problem: Problem, plan: TilePlan) -> Result:
+        call = self._call(problem)
+        found = [kernel.forward(part, tiles) for _, part, tiles, kernel in self._parts(call)]
+        of_rows = {name: call.join_rows([one.statistics[name] for one in found]) for name in found[0].statistics}
+        matrix = None
+        if problem.matrix is not None:
+            matrix = call.join_matrix([one.matrix for one in found], 0.0 if problem.matrix == "weights" else NEG_INF)
+        rows = {name: call.join_rows([getattr(one, name) for one in found]) for name in ("out", "row_max", "log_denom")}
+        return Result(**rows, statistics=of_rows, matrix=matrix)
+
+    def backward(
+        self, problem: Problem, plan: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]
+    ) -> dict[str, Array]:
+        call = self._call(problem)
+        rows = {"out": result.out, "row_max": result.row_max, "log_denom": result.log_denom}
+        incoming = {"out": grads.out, "log_sum_exp": grads.log_sum_exp, "entropy": grads.entropy}
+        known = {name: call.rows_of(x) for name, x in rows.items()}
+        given = {name: call.rows_of(x) for name, x in incoming.items() if x is not None}
+        entropy = {name: call.rows_of(x) for name, x in result.statistics.items() if name == "entropy"}
+        matrix, grad_matrix = (None if x is None else call.matrix_of(x) for x in (result.matrix, grads.matrix))
+        found: list[dict[str, Array]] = []
+        for block, part, tiles, kernel in self._parts(call):
+
+            def cut(x: Any, block: _Block = block) -> Any:
+                return None if x is None else x(block)
+
+            saved = Result(
+                **{name: cut(x) for name, x in known.items()},
+                statistics={name: cut(x) for name, x in entropy.items()},
+                matrix=cut(matrix),
+            )
+            of_block = RowGradients(
+                given["out"](block) if "out" in given else None,
+                cut(given.get("log_sum_exp")), cut(given.get("entropy")), cut(grad_matrix),
+            )  # fmt: skip
+            found.append(kernel.backward(part, tiles, saved, of_block, wanted))
+        return call.join_gradients({name: [one[name] for one in found] for name in wanted})
+
+    def _call(self, problem: Problem) -> _Call:
+        native = self.of_blocks[0]
+        return _Call(problem, isinstance(native, Native) and not native.reasons_against(problem))
+
+    def _parts(self, call: _Call) -> Iterator[tuple[_Block, Problem, TilePlan, Kernel]]:
+        """Yield each block with its problem, the plan of that and the kernel that runs it."""
+        for block in call.blocks:
+            part = call.problem_of(block)
+            # The hash of the dropout reads the positions of the whole call, which the native kernel does not know.
+            kernels = [Streaming()] if part.dropout is not None else self.of_blocks
+            yield block, part, tiling.plan(part), next(x for x in kernels if not x.reasons_against(part))
+
+
+def _parted(mask: Mask | None) -> tuple[Neighbours | None, Mask | None]:
+    """Return `mask` as neighbours AND a rest; either may be None."""
+    parts = [] if mask is None else parts_of(mask)
+    found = next((part for part in parts if isinstance(part, Neighbours)), None)
+    return found, all_of([part for part in parts if part is not found])
+
+
+@dataclass(frozen=True, eq=False)
+class _GatheredPlan(TilePlan):
+    """What is gathered, for `explain`."""
+
+    call: _Call
+
+    @cached_property
+    def fractions(self) -> dict[str, float]:
+        pairs = self.query_len * self.key_len
+        entries = sum(block.slots.size for block in self.call.blocks)
+        return {"skip": 1 - entries / pairs, "full": 0.0, "partial": entries / pairs}
+
+    def __str__(self) -> str:
+        blocks, lens = self.call.blocks, self.call.table.lens
+        edges, entries = int(lens.sum()), sum(block.slots.size for block in blocks)
+        return (
+            f"{edges:,} edges, up to {lens.max()} a query, gathered as {entries:,} in blocks of "
+            f"{'neighbouring queries' if self.call.split is _in_order else 'similar degree'} ({len(blocks)})"
+        )
+
+
+class _Block(NamedTuple):
+    """A batch of queries (or, in a sum, of keys), each with an interval of the entries gathered for its batch row."""
+
+    members: HostArray
+    """(batch, query)"""
+    slots: HostArray
+    """The edges that are gathered: (batch, entry); behind the last one of a row, any."""
+    start: HostArray
+    """First entry of each query: (batch, query)."""
+    stop: HostArray
+
+    @property
+    def is_own(self) -> HostArray:
+        """Whether an entry is an edge of a member, not padding: (batch, entry)."""
+        found: HostArray = np.arange(self.slots.shape[1]) < self.stop.max(-1, initial=0, keepdims=True)
+        return found
+
+
+def _in_order(start: HostArray, lens: HostArray, most: int) -> list[_Block]:
+    """Return neighbouring queries in blocks of one batch row, each of at most `most` edges or a single query."""
+    stop, found, first = start + lens, [], 0
+    while first < len(lens):
+        last = max(first + 1, int(np.searchsorted(stop, start[first] + most, "right")))
+        members, edges = np.arange(first, last)[None], np.arange(start[first], stop[last - 1])[None]
+        found.append(_Block(members, edges, start[members] - start[first], stop[members] - start[first]))
+        first = last
+    return found
+
+
+def _by_degree(start: HostArray, lens: HostArray, most: int) -> list[_Block]:
+    """Return queries of similar degree in blocks of one query a batch row, of at most `most` entries or one query."""
+    order = np.argsort(-lens, kind="stable")
+    falling, found, first = lens[order], [], 0
+    used = np.append(0, np.cumsum(falling))
+    while first < len(order):
+        longest = int(falling[first])
+        count = max(1, min(len(order) - first, most // max(1, longest)))
+        edges = used[first + 1 : first + count + 1] - used[first]
+        padded = longest * np.arange(1, count + 1) - edges
+        # The first query has no padding; from the first one with too much on, the block ends.
+        too_much = padded > PADDED_SHARE * edges + PADDED_ENTRIES
+        members = order[first : first + (int(too_much.argmax()) if too_much.any() else count), None]
+        slots = start[members] + np.arange(longest)
+        own = lens[members]
+        found.append(_Block(members, np.where(np.arange(longest) < own, slots, 0), np.zeros_like(own), own))
+        first += len(members)
+    return found
+
+
+def _inverse(blocks: Sequence[_Block]) -> HostArray:
+    """Return the place of each query among the members of all blocks."""
+    return np.argsort(np.concatenate([block.members.reshape(-1) for block in blocks]), kind="stable")
+
+
+class _Sums(NamedTuple):
+    """Sums of the rows with the same id, for each id."""
+
+    blocks: list[_Block]
+    places: HostArray
+    """The rows in the order of their ids."""
+    inverse: HostArray
+
+    @classmethod
+    def of(cls, edges: tuple[HostArray, HostArray], count: int, most: int) -> _Sums:
+        """Plan the sums from the ids of rows, each below `count`, and the places of the rows."""
+        ids, places = edges
+        lens = np.bincount(ids, minlength=count)
+        blocks = _by_degree(np.cumsum(lens) - lens, lens, most)
+        return cls(blocks, places[np.argsort(ids, kind="stable")], _inverse(blocks))
+
+    def run(self, ops: Backend, x: Array) -> Array:
+        """Return the sums (ids, width) of the rows of `x`, the last of which is 0."""
+        sums = []
+        for block in self.blocks:
+            slots = block.slots
+            if not slots.size:
+                sums.append(ops.zeros((len(slots), x.shape[1]), x))
+                continue
+            rows = _take(ops, x, np.where(block.is_own, self.places[slots], x.shape[0] - 1).reshape(-1))
+            sums.append(ops.sum(ops.reshape(rows, (*slots.shape, x.shape[1])), axis=1))
+        return _take(ops, ops.concat(sums, 0), self.inverse)
+
+
+class _Call:
+    """A problem, the blocks of its queries, and the way of arrays into the blocks and back."""
+
+    def __init__(self, problem: Problem, native: bool) -> None:
+        self.problem, self.ops, self.score_shape = problem, problem.ops, problem.score_shape
+        neighbours, rest = _parted(problem.mask)
+        self.table = cast(NeighbourTable, cast(Neighbours, neighbours).table(self.score_shape.key_len))
+        sizes = (self.score_shape.query_len, self.score_shape.key_len, self.score_shape.batch)
+        self.intervals = None if rest is None else rest.interval_set(*sizes)
+        width = problem.form.key.shape[-1] + problem.value.shape[-1]
+        self.most = max(1, BLOCK_NUMBERS // max(1, math.prod(self.score_shape.rows[:-1]) * width))
+        # In order, a matrix or a further mask of all pairs of a block would have the square of its edges.
+        in_order = native and problem.matrix is None and problem.dropout is None and rest is None
+        self.split = _in_order if in_order else _by_degree
+        self.blocks: list[_Block] = self.table.planned(
+            ("blocks", self.split, self.most), lambda: self.split(self.table.start, self.table.lens, self.most)
+        )
+
+    # The problem of a block
+
+    @cached_property
+    def _inputs(self) -> dict[str, Callable[[_Block], Array]]:
+        """The arrays of the call but the sink, and the relative or other bias, as functions of a block."""
+        problem, form = self.problem, self.problem.form
+        into: dict[Role, Callable[[Array], Callable[[_Block], Array]]] = {
+            "query": self.rows_of,
+            "key": self.keys_of,
+            "shared": lambda x: lambda _: x,
+        }
+        found = {name: into[form.role(name)](x) for name, x in form.arrays().items()}
+        # Attention to the keys themselves, as in a graph network, gathers them once.
+        is_key = _is_same(self.ops, form.key, problem.value)
+        found["value"] = found["key"] if is_key else self.keys_of(problem.value)
+        return found if problem.bias is None else {**found, "bias": self.pairs_of(problem.bias)}
+
+    def problem_of(self, block: _Block) -> Problem:
+        """Return the problem of a block: the queries against the gathered keys."""
+        problem, (batch, queries) = self.problem, block.members.shape
+        score_shape = dataclasses.replace(
+            self.score_shape, lead=(batch, *self.score_shape.lead), query_len=queries, key_len=block.slots.shape[1],
+            has_batch=True, has_heads=True,
+        )  # fmt: skip
+        cuts = {id(cut): cut(block) for cut in self._inputs.values()}
+        arrays = {name: cuts[id(cut)] for name, cut in self._inputs.items()}
+        value, bias = arrays.pop("value"), arrays.pop("bias", None)
+        return dataclasses.replace(
+            problem,
+            layout=dataclasses.replace(CanonicalLayout.of(problem.layout), score_shape=score_shape),
+            query=arrays["query"],
+            key=arrays["key"],
+            value=value,
+            form=problem.form.with_arrays(arrays),
+            mask=self._mask(block),
+            bias=bias,
+            dropout=self._dropout(block),
+        )
+
+    def _mask(self, block: _Block) -> Mask | None:
+        """Return what masks the padding, and the keys outside the intervals of the rest of the mask."""
+        if self.intervals is None:
+            is_full = not block.start.any() and (block.stop == block.slots.shape[1]).all()
+            return None if is_full else CachedMask(block.start, block.stop, "the neighbours of each query")
+        keys, unmasked = self._keys(block), np.zeros(1, bool)
+        for ends in zip(self.intervals.start, self.intervals.stop, strict=True):
+            start, stop = (end[:, block.members[:, 0]].T[..., None] for end in ends)
+            unmasked = unmasked | ((keys[:, None] >= start) & (keys[:, None] < stop))
+        unmasked = unmasked & block.is_own[:, None]
+        between = tuple(range(2, 3 + len(self.score_shape.lead)))
+        return Dense(np.expand_dims(unmasked, between))
+
+    def _dropout(self, block: _Block) -> PairDropout | None:
+        ops, like, dropout = self.ops, self.problem.value, self.problem.dropout
+        if dropout is None:
+            return None
+        lead = (len(block.members), *(1,) * len(self.score_shape.rows[:-1]))
+        member = ops.astype(ops.asarray(block.members, like), "int64")
+        row = ops.reshape(member, (*lead, 1, 1)) + dropouts.rows_of_matrices(ops, self.score_shape, like)
+        key = ops.astype(ops.asarray(self._keys(block), like), "int64")
+        return PairDropout(dropout.probability, dropout.seed, row, ops.reshape(key, (*lead, 1, key.shape[1])))
+
+    def _keys(self, block: _Block) -> HostArray:
+        """Return the key of each entry of a block."""
+        return self.table.indices[block.slots] if block.slots.size else block.slots
+
+    # From the canonical axes into a block: (batch, *lead, head, group, query or entry, dim)
+
+    def rows_of(self, x: Array) -> Callable[[_Block], Array]:
+        """Return the entries of the queries of a block, of an array (*lead, head, group, query, dim)."""
+        rows = _rows_first(self.ops, x)
+        return lambda block: self._entries(rows, block.members, tuple(x.shape[:-2]), x.shape[-1])
+
+    def keys_of(self, x: Array) -> Callable[[_Block], Array]:
+        """Return the entries of the neighbours in a block, of an array (*lead, head, group, key, dim)."""
+        rows = _rows_first(self.ops, x)
+        return lambda block: self._entries(rows, self._keys(block), tuple(x.shape[:-2]), x.shape[-1])
+
+    def matrix_of(self, x: Array) -> Callable[[_Block], Array]:
+        """Return `pairs_of` of a matrix of weights or its gradient, with 0 for the padding, which has no weight."""
+        pairs, ones = self.pairs_of(x), (1,) * (len(x.shape) - 1)
+
+        def cut(block: _Block) -> Array:
+            of_block = pairs(block)
+            is_own = self.ops.asarray(block.is_own, of_block)
+            return self.ops.where(self.ops.reshape(is_own, (is_own.shape[0], *ones, is_own.shape[1])), of_block, 0.0)
+
+        return cut
+
+    def pairs_of(self, x: Array) -> Callable[[_Block], Array]:
+        """Return the entries of the pairs of a block, of an array of all pairs or a relative bias."""
+        ops, lead, size = self.ops, tuple(x.shape[:-2]), x.shape[-2] * x.shape[-1]
+        rows = _rows_first(ops, ops.reshape(x, (*lead, size, 1)))
+        return lambda block: ops.in_c_order(
+            ops.matrix_transpose(self._entries(rows, self._pair_ids(x, block), lead, 1))
+        )
+
+    def _entries(self, rows: Array, at: HostArray, lead: tuple[int, ...], width: int) -> Array:
+        """Return the rows at (batch, entry) as (batch, *lead, entry, width)."""
+        x = self.ops.reshape(_take(self.ops, rows, at.reshape(-1)), (*at.shape, math.prod(lead), width))
+        return self.ops.reshape(self.ops.swap_axes(x, 1, 2), (len(at), *lead, at.shape[1], width))
+
+    def _pair_ids(self, x: Array, block: _Block) -> HostArray:
+        """Return where the pairs of a block are in the last two axes of `x`, taken as one; broadcast axes are 1."""
+        keys, rows = self._keys(block), self.table.rows[block.slots] if block.slots.size else block.slots
+        if self.score_shape.is_relative(tuple(x.shape)):
+            return keys - rows + self.score_shape.query_len - 1
+        queries, count = x.shape[-2:]
+        found: HostArray = (rows if queries > 1 else 0 * rows) * count + (keys if count > 1 else 0 * keys)
+        return found
+
+    # From blocks back to the canonical axes
+
+    def join_rows(self, parts: Sequence[Array]) -> Array:
+        """Return an array with an axis of queries from those of the blocks."""
+        rows = self.ops.concat([_flat(self.ops, x) for x in parts], 0)
+        if self.split is not _in_order:
+            inverse = self.table.planned(("inverse", self.most), lambda: _inverse(self.blocks))
+            rows = _take(self.ops, rows, inverse)
+        return _rows_back(self.ops, rows, tuple(parts[0].shape[1:-2]), parts[0].shape[-1])
+
+    def join_keys(self, parts: Sequence[Array]) -> Array:
+        """Return an array with an axis of keys as the sum over the entries of the blocks."""
+        key_len = self.score_shape.key_len
+        plan = ("sums", self.split, self.most)
+        return self._summed(
+            parts, self.table.planned(plan, lambda: _Sums.of(self._of_own(self._keys), key_len, self.most))
+        )
+
+    def join_pairs(self, parts: Sequence[Array], like: Array) -> Array:
+        """Return an array of pairs, of the shape of `like` but for its leading axes, as the sum over the blocks."""
+        size = like.shape[-2] * like.shape[-1]
+        sums = _Sums.of(self._of_own(lambda block: self._pair_ids(like, block)), size, self.most)
+        found = self._summed([self.ops.matrix_transpose(x) for x in parts], sums)
+        return self.ops.reshape(found, (*found.shape[:-2], *like.shape[-2:]))
+
+    def join_matrix(self, parts: Sequence[Array], outside: float) -> Array:
+        """Return the matrix of all pairs from those of the blocks; `outside` of the edges."""
+        ops, shape = self.ops, (self.score_shape.query_len, self.score_shape.key_len)
+        is_edge = np.zeros(shape, bool)
+        is_edge[self.table.rows, self.table.indices] = True
+        # -inf in a block, from its rest of the mask, may be added to the zeros of other edges alone.
+        ids = self._of_own(lambda block: block.members * shape[1] + self._keys(block))
+        found = self._summed([ops.matrix_transpose(x) for x in parts], _Sums.of(ids, math.prod(shape), self.most))
+        matrix = ops.reshape(found, (*found.shape[:-2], *shape))
+        return matrix if outside == 0 else ops.where(ops.asarray(is_edge, matrix), matrix, outside)
+
+    def join_gradients(self, parts: dict[str, list[Array]]) -> dict[str, Array]:
+        """Return the gradients of the operands from those of the blocks."""
+        ops, operands, form = self.ops, tiled.operands(self.problem), self.problem.form
+        found: dict[str, Array] = {}
+        for name, grads in parts.items():
+            role: Role = "key" if name == "value" else form.role(name) if name in form.arrays() else "shared"
+            if name == "bias":
+                found[name] = self.join_pairs(grads, operands[name])
+            elif role == "shared":
+                found[name] = reduce(operator.add, grads)
+            else:
+                whole = self.join_rows(grads) if role == "query" else self.join_keys(grads)
+                found[name] = sum_to(ops, whole, operands[name].shape)
+        return found
+
+    def _of_own(self, ids: Callable[[_Block], HostArray]) -> tuple[HostArray, HostArray]:
+        """Return the ids of all edges, block after block, and their places among the entries of the blocks."""
+        is_own = np.concatenate([block.is_own.reshape(-1) for block in self.blocks])
+        every = np.concatenate([np.broadcast_to(ids(block), block.slots.shape).reshape(-1) for block in self.blocks])
+        return every[is_own], np.flatnonzero(is_own)
+
+    def _summed(self, parts: Sequence[Array], sums: _Sums) -> Array:
+        """Return (*lead, id, dim) from blocks (batch, *lead, entry, dim)."""
+        rows = [_flat(self.ops, x) for x in parts]
+        rows.append(self.ops.zeros((1, rows[0].shape[1]), rows[0]))
+        x = sums.run(self.ops, self.ops.concat(rows, 0))
+        return _rows_back(self.ops, x, tuple(parts[0].shape[1:-2]), parts[0].shape[-1])
+
+
+def _is_same(ops: Backend, x: Array, y: Array) -> bool:
+    """Return whether two arrays are known to be the same memory in the same shape."""
+    if x is y:
+        return True
+    if (
+        tuple(x.shape) != tuple(y.shape)
+        or ops.needs_grad(x, y)
+        or not (ops.has_cpu_buffer(x) and ops.has_cpu_buffer(y))
+    ):
+        return False
+    first, second = ops.memory(x), ops.memory(y)
+    return first.ctypes.data == second.ctypes.data and (first.strides, first.dtype) == (second.strides, second.dtype)
+
+
+def _flat(ops: Backend, x: Array) -> Array:
+    """Return (batch, *lead, entry, dim) as (batch * entry, lead * dim)."""
+    batch, *lead, entries, dim = x.shape
+    rows = ops.swap_axes(ops.reshape(x, (batch, math.prod(lead), entries, dim)), 1, 2)
+    return ops.reshape(rows, (batch * entries, math.prod(lead) * dim))
+
+
+def _rows_first(ops: Backend, x: Array) -> Array:
+    """Return (*lead, length, dim) as (length, lead * dim) in C order: a view of arrays (length, head, dim)."""
+    lead, length, dim = math.prod(x.shape[:-2]), x.shape[-2], x.shape[-1]
+    rows = ops.swap_axes(ops.reshape(x, (lead, length, dim)), 0, 1)
+    return ops.in_c_order(ops.reshape(rows, (length, lead * dim)))
+
+
+def _rows_back(ops: Backend, rows: Array, lead: tuple[int, ...], dim: int) -> Array:
+    """Return (length, lead * dim) as (*lead, length, dim): the inverse of `_rows_first`."""
+    x = ops.swap_axes(ops.reshape(rows, (rows.shape[0], math.prod(lead), dim)), 0, 1)
+    return ops.reshape(x, (*lead, rows.shape[0], dim))
+
+
+def _take(ops: Backend, rows: Array, at: HostArray) -> Array:
+    """Return the rows at these indices; any index means the one row of a broadcast array."""
+    if not at.size:
+        return ops.zeros((0, rows.shape[1]), rows)
+    return ops.take(rows, ops.asarray(at if rows.shape[0] > 1 else 0 * at, rows), 0)

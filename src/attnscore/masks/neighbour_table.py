@@ -1,0 +1,75 @@
+"""Neighbours in compressed sparse rows as the host reads them: checked, and what is derived from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from attnscore.errors import MaskError, message
+from attnscore.masks.index_values import check_cumulative, check_whole
+from attnscore.masks.intervals import HostArray
+
+
+@dataclass(frozen=True, eq=False)
+class NeighbourTable:
+    """Copies of ``indptr`` and ``indices``, for keys below `key_len`, in the rows of which no key is twice."""
+
+    indptr: HostArray
+    indices: HostArray
+    key_len: int
+    given: tuple[HostArray, HostArray]
+    """The two as they were given, in their own dtypes: those of the next call are compared with them."""
+    _plans: dict[Hashable, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, indptr: Any, indices: Any, key_len: int) -> NeighbourTable | None:
+        """Return the table, or None where the host cannot read the arrays; raise MaskError where they are none."""
+        ends, keys = check_cumulative("indptr", indptr, None), check_whole("indices", indices)
+        if ends is None or keys is None:
+            return None
+        if ends[-1] != len(keys):
+            raise MaskError(message("indptr", f"a last entry of {len(keys)}, the number of indices", ends[-1]))
+        if keys.size and not (keys.min() >= 0 and keys.max() < key_len):
+            wrong = keys.min() if keys.min() < 0 else keys.max()
+            raise MaskError(message("indices", f"keys from 0 to {key_len - 1}", wrong))
+        table = cls(ends.astype(np.int64), keys.astype(np.int64), key_len, (np.array(ends), np.array(keys)))
+        twice = np.flatnonzero(table.codes[1:] == table.codes[:-1])
+        if twice.size:
+            row, key = divmod(int(table.codes[twice[0]]), key_len)
+            hint = "numpy.unique(indices) of the row"
+            raise MaskError(message("indices", "each key once in a row", f"key {key} twice for query {row}", hint=hint))
+        return table
+
+    def is_of(self, indptr: HostArray | None, indices: HostArray | None) -> bool:
+        """Return whether the arrays still hold what they did."""
+        return np.array_equal(self.given[0], indptr) and np.array_equal(self.given[1], indices)  # type: ignore[arg-type]  # None equals no array
+
+    @property
+    def start(self) -> HostArray:
+        """First edge of each query."""
+        return self.indptr[:-1]
+
+    @cached_property
+    def lens(self) -> HostArray:
+        """Number of neighbours of each query."""
+        return np.diff(self.indptr)
+
+    @cached_property
+    def rows(self) -> HostArray:
+        """The query of each edge."""
+        return np.repeat(np.arange(len(self.lens)), self.lens)
+
+    @cached_property
+    def codes(self) -> HostArray:
+        """``query * key_len + key`` of all edges in rising order, after -1."""
+        return np.append(-1, np.sort(self.rows * self.key_len + self.indices))
+
+    def planned(self, key: Hashable, compute: Callable[[], Any]) -> Any:
+        """Return what a kernel derives from the table alone, computed at the first call for each `key`."""
+        if key not in self._plans:
+            self._plans[key] = compute()
+        return self._plans[key]
