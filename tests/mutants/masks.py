@@ -18,7 +18,68 @@ _BLOCK = "tests/test_every_mask.py -k test_visible_of_a_block"
 _MESSAGES = "tests/test_errors.py -k 'test_bad_input and numpy'"
 _RECALL = "tests/test_plan.py -k 'good_call or lengths or known_mask or cache'"
 
+_TABLE = "src/attnscore/masks/neighbour_table.py"
+_GATHER = "src/attnscore/kernels/gather.py"
+_GRAPHS = "tests/test_neighbours.py -k 'not geometric'"
+_GRAPH_ERRORS = "tests/test_errors.py -k 'neighbour and numpy'"
+
 FAULTS: list[Fault] = [
+    Fault(
+        "mask-neighbours-edge-before",
+        _MASKS,
+        "at = ops.searchsorted(codes, ops.reshape(wanted, (-1,))) - 1",
+        "at = ops.searchsorted(codes, ops.reshape(wanted, (-1,))) - 2",
+        _PAIRS,
+        "a pair is compared with the edge before its own",
+    ),
+    Fault(
+        "mask-neighbours-traced-row",
+        _MASKS,
+        "begins = ops.logical_and(edges >= start, edges < stop)",
+        "begins = ops.logical_and(edges >= start, edges <= stop)",
+        _GRAPHS,
+        "a traced graph gives each query the first neighbour of the next",
+    ),
+    Fault(
+        "mask-neighbours-twice",
+        _TABLE,
+        "twice = np.flatnonzero(table.codes[1:] == table.codes[:-1])",
+        "twice = np.flatnonzero(table.codes[2:] == table.codes[1:-1])[1:]",
+        _GRAPH_ERRORS,
+        "a key that stands twice in a row passes the check",
+    ),
+    Fault(
+        "mask-neighbours-stale",
+        _TABLE,
+        "return np.array_equal(self.given[0], indptr) and np.array_equal(self.given[1], indices)",
+        "return np.array_equal(self.given[0], indptr) or np.array_equal(self.given[1], indices)",
+        _GRAPHS,
+        "a graph that changed in place is read as it was",
+    ),
+    Fault(
+        "gather-padding-has-weight",
+        _GATHER,
+        "self.ops.reshape(is_own, (is_own.shape[0], *ones, is_own.shape[1])), of_block, 0.0)",
+        "self.ops.reshape(is_own, (is_own.shape[0], *ones, is_own.shape[1])), of_block, of_block)",
+        _GRAPHS,
+        "the padding of a block adds to the gradient of the weights",
+    ),
+    Fault(
+        "gather-sum-without-padding",
+        _GATHER,
+        "np.where(block.is_own, self.places[slots], x.shape[0] - 1)",
+        "self.places[slots]",
+        _GRAPHS,
+        "the padding of a sum adds the gradient of another edge",
+    ),
+    Fault(
+        "gather-row-of-dropout",
+        _GATHER,
+        "row = ops.reshape(member, (*lead, 1, 1)) + dropouts.rows_of_matrices(ops, self.score_shape, like)",
+        "row = ops.reshape(member, (*lead, 1, 1)) + 0 * dropouts.rows_of_matrices(ops, self.score_shape, like)",
+        _GRAPHS,
+        "all heads drop the same edges",
+    ),
     Fault(
         "mask-valid-lens-inclusive",
         _MASKS,
