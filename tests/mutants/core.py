@@ -174,8 +174,8 @@ FAULTS = [
     Fault(
         "dropout-rows-of-another-matrix",
         "src/attnscore/core/dropout.py",
-        "row = matrix * score_shape.query_len + ops.reshape",
-        "row = 0 * matrix + ops.reshape",
+        "row = rows_of_matrices(ops, score_shape, like) + ops.reshape",
+        "row = 0 * rows_of_matrices(ops, score_shape, like) + ops.reshape",
         "tests/test_dropout.py",
         "all heads and batch entries drop the same pairs",
     ),
