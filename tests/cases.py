@@ -458,7 +458,7 @@ MASKS = (
          lambda s, b, h, i, j: i // 4 == j // 4 and j <= i < 7, lengths=(9, 9)),
     mask("Packed-or", lambda s: ats.Packed(*_CU).causal("bottom_right") | ats.KeyRange(11, 12),
          lambda s, b, h, i, j: _packed(i, j, right=0, bottom_right=True) or j == 11, intervals=False),
-    mask("Neighbours", lambda s: _graph(s), lambda s, b, h, i, j: _is_edge(s, i, j), intervals=False),
+    mask("Neighbours", _graph, lambda s, b, h, i, j: _is_edge(s, i, j), intervals=False),
     mask("Neighbours-none", lambda s: ats.Neighbours([0] * (s.queries + 1), []), lambda s, b, h, i, j: False,
          intervals=False),
     mask("Neighbours-and", lambda s: _graph(s) & ats.Causal("bottom_right") & ats.ValidLens([11, 8]),
