@@ -113,7 +113,7 @@ def test_a_kernel_that_raises_is_reported_and_the_others_are_checked(
     assert run_with(Faulty(raises), monkeypatch) == 1
     said = capsys.readouterr().out
     assert "FAILED: ZeroDivisionError: of the kernel" in said
-    assert said.splitlines()[-1].startswith("8 checks, 4 failed")
+    assert said.splitlines()[-1].startswith("12 checks, 4 failed")
 
 
 def test_every_score_activation_and_mask_is_checked() -> None:
