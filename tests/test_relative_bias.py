@@ -292,9 +292,20 @@ def test_buckets_are_those_of_transformers() -> None:
             np.testing.assert_array_equal(found, theirs)
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int64])
+def test_buckets_of_the_limits_of_a_dtype(dtype: Any) -> None:
+    limits = [np.iinfo(dtype).min, 5, np.iinfo(dtype).max]
+    behind = 15 if limits[0] < 0 else 0
+    np.testing.assert_array_equal(ats.relative_buckets(np.array(limits, dtype)), [behind, 21, 31])
+    behind = 31 if limits[0] < 0 else 0
+    np.testing.assert_array_equal(ats.relative_buckets(np.array(limits, dtype), bidirectional=False), [behind, 0, 0])
+
+
 def test_errors() -> None:
     x = inputs(6, 8, ())
     with pytest.raises(ats.ShapeError, match=r"bias: expected a shape that broadcasts to \(..., query, key\)"):
+        ats.attend(**x | {"bias": np.zeros((1, 14))})
+    with pytest.raises(ats.ShapeError, match=r"got \(1, 14\). Hint: \(..., 1, query \+ key - 1\) has one number"):
         ats.attend(**x | {"bias": np.zeros((1, 14))})
     with pytest.raises(ats.ShapeError, match=r"\(..., 1, query \+ key - 1\) = \(2, 6, 1, 13\), got \(5, 1, 13\)"):
         ats.attend(**x | {"bias": np.zeros((5, 1, 13))})

@@ -202,6 +202,19 @@ _ADDITIVE = (
         "w_v|(2,) heads in front|got (3, 8)",
         lambda x: x.heads(2, 2, score=ats.Additive(x.floats(3, 8), x.floats(8, 4), x.floats(8, 4))),
     ),
+    *(
+        case(
+            f"{name} for three of two heads",
+            ShapeError,
+            f"{name}|() or (2,)|got (3,)",
+            lambda x, make=make: x.heads(2, 2, score=make(abs(x.floats(3)) + 1)),
+        )
+        for name, make in (
+            ("T", lambda a: ats.Temperature("dot", a)),
+            ("cap", lambda a: ats.SoftCap("dot", a)),
+            ("bandwidth", ats.Gaussian),
+        )
+    ),
     case("whole-number w_v", DtypeError, "w_v|a floating dtype|int64", lambda x: _additive(x, w_v=x.ints(8))),
     case("boolean W_q", DtypeError, "W_q|a floating dtype|bool", lambda x: _additive(x, W_q=x.bools(8, 4))),
     case(

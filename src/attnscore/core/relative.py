@@ -120,6 +120,8 @@ def relative_buckets(
     signed = np.asarray(positions)
     if signed.dtype.kind not in "iu":
         raise ArgumentError(message("positions", "whole numbers", shown(positions)))
+    # All distances from `max_distance` on share a bucket, and each in this range has its negative, of any dtype.
+    signed = np.clip(signed.astype(np.int64), -max_distance, max_distance)
     side = buckets // 2 if bidirectional else buckets
     exact = side // 2
     if exact < 1 or max_distance <= exact:

@@ -314,7 +314,9 @@ def _split_heads(ops: Backend, name: str, x: Array, heads: int, groups: int, axe
     lead, own = tuple(x.shape[: len(x.shape) - axes]), tuple(x.shape[len(x.shape) - axes :])
     splits = {(1,): (1, 1), (heads,): (heads, 1), (heads * groups,): (heads, groups)}
     if len(own) < axes or lead not in splits:
-        raise ShapeError(message(name, f"{axes} axes, with ({heads * groups},) heads in front or not", tuple(x.shape)))
+        all_heads = f"({heads * groups},)"
+        expected = f"{axes} axes, with {all_heads} heads in front or not" if axes else f"() or {all_heads}"
+        raise ShapeError(message(name, expected, tuple(x.shape)))
     return ops.reshape(x, (*splits[lead], *own))
 
 

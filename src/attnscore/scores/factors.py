@@ -23,7 +23,8 @@ FactorPullback = Callable[[Grads], tuple[Grads, Array]]
 
 def learned(ops: Backend, name: str, x: Array, query: Array, key: Array, like: Array) -> Array:
     """Return a parameter () or (heads,) as (1, 1) or (head, group, 1, 1), in a dtype that holds sums of `like`."""
-    return widen(ops, per_head(ops, name, ops.reshape(x, (*x.shape, 1, 1)), query, key, 2), like)[0]
+    number = per_head(ops, name, x, query, key, 0)
+    return widen(ops, ops.reshape(number, (*number.shape, 1, 1)), like)[0]
 
 
 def multiplied(ops: Backend, form: Form, factor: Array) -> tuple[Form, FactorPullback]:

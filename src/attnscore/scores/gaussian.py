@@ -27,6 +27,7 @@ from attnscore.scores.base import (
     with_nonfinite_rows_isolated,
     zero_nonfinite_rows,
 )
+from attnscore.scores.factors import learned
 from attnscore.scores.forms import DistanceForm, Form, InnerForm
 
 # Largest |x|^2 / (2 bandwidth^2) at which the inner product is accurate: its terms are then at most 16 to 64, so a
@@ -136,8 +137,10 @@ class Gaussian(Score):
 
     def _canonical(self, ops: Backend, query: Array, key: Array) -> Array:
         """Return the bandwidth as (1, 1) or (head, group, 1, 1), or with dim last; in a dtype that holds sums."""
-        *heads, dim = self.bandwidth.shape if self._is_per_dim() else (*self.bandwidth.shape, 1)
-        bandwidth = ops.reshape(self.bandwidth, (*heads, 1, dim))
+        if not self._is_per_dim():
+            return learned(ops, "bandwidth", self.bandwidth, query, key, key)
+        heads, dim = self.bandwidth.shape
+        bandwidth = ops.reshape(self.bandwidth, (heads, 1, dim))
         return widen(ops, per_head(ops, "bandwidth", bandwidth, query, key, 2), key)[0]
 
     def _in_bandwidths(self, ops: Backend, query: Array, key: Array) -> tuple[Array, Array]:
