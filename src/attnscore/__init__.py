@@ -116,8 +116,8 @@ __all__ = [
 ]
 
 # TensorFlow's AutoGraph rewrites what a tf.function calls; this is how its ``do_not_convert`` says "leave it as it is".
-for _function in (attend, attention_scores, attention_weights, explain, key_mass, masked_softmax, merge, pack, pack_padded,
-                  pooled_weights, prepare_keys, softmax_jacobian, softmax_pullback, top_weights, unpack,
+for _function in (attend, attention_scores, attention_weights, explain, key_mass, masked_softmax, merge, pack,
+                  pack_padded, pooled_weights, prepare_keys, softmax_jacobian, softmax_pullback, top_weights, unpack,
                   unpack_padded):  # fmt: skip
     _function.autograph_info__ = {}  # type: ignore[union-attr]
 del _function
