@@ -462,7 +462,8 @@ def test_without_ml_dtypes_bfloat16_says_so(capsys, npz, tmp_path, monkeypatch):
 
 
 def test_without_safetensors_the_extra_is_named(capsys, npz, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "safetensors", None)
+    for module in ("safetensors", "safetensors.numpy"):
+        monkeypatch.setitem(sys.modules, module, None)
     status, _, err = run(capsys, "attend", npz(), "--out", tmp_path / "o.safetensors")
     assert status == 1 and "attnscore[cli]" in err
 

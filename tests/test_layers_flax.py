@@ -231,7 +231,8 @@ def test_dropout_acts_in_training_alone(case: Case) -> None:
     assert not jnp.array_equal(first, second)
     assert jnp.array_equal(again(*arrays), first), "the same seed"
     sums = to_torch(layer.attention_weights.sum(-1))
-    close(sums, torch.ones_like(sums))
+    # A sink takes a share.
+    close(sums, torch.ones_like(sums)) if getattr(layer, "sink", None) is None else close(sums.clamp(0, 1), sums)
     given = [layer(*arrays, rngs=rngs) for rngs in (nnx.Rngs(7), nnx.Rngs(7).dropout, nnx.Rngs(7).dropout())]
     assert jnp.array_equal(given[0], given[1]) and jnp.array_equal(given[0], given[2])
     off = layer(*arrays, deterministic=True)

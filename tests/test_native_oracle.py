@@ -23,13 +23,14 @@ from cases import MASK, SCORE, SCORES, Sizes
 from harness import EPS, EXTRAS, STATISTICS, Call, array, build_call, dtype_of
 from native_cases import native
 from strategies import Drawn, calls, law, same
+from test_native_reasons import SCORES_LEFT
 
 pytestmark = pytest.mark.usefixtures("one_thread", "restored")
 TARGETS = tuple(native.targets())
 HAS_FMA = {name: name != "portable" for name in TARGETS}
 LENGTHS = (1, 2, 3, 4, 5, 7, 13, 63, 64, 65, 127, 191, 192, 193)
 # Names given twice are the same computation; a score in Python is no business of the native kernel.
-SCORE_NAMES = tuple(s.name for s in SCORES if "own" not in s.name and "by-name" not in s.name)
+SCORE_NAMES = tuple(s.name for s in SCORES if s.name not in SCORES_LEFT and "by-name" not in s.name)
 DTYPES = ("float32", "float32", "float64", "bfloat16", "float16")
 
 

@@ -68,7 +68,10 @@ class LoweredCall:
         ops = self.ops
         if self.is_projection and ops.known_finite(*[(query, key)[i] for i in self.computed]):
             with ops.numeric_scope():
-                return LoweredArrays(*score.project(ops, query, key))
+                projected = LoweredArrays(*score.project(ops, query, key))
+            # A sum with the bias alone keeps the strides of the query.
+            in_order = [ops.in_c_order(x) if i in self.computed else x for i, x in enumerate(projected[:2])]
+            return LoweredArrays(*in_order, *projected[2:])
         return lower(ops, score, query, key)[1]
 
     @staticmethod

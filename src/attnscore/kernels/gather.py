@@ -446,6 +446,7 @@ def _is_same(ops: Backend, x: Array, y: Array) -> bool:
     if (
         tuple(x.shape) != tuple(y.shape)
         or ops.needs_grad(x, y)
+        or ops.needs_host_callback(x, y)
         or not (ops.has_cpu_buffer(x) and ops.has_cpu_buffer(y))
     ):
         return False

@@ -100,7 +100,7 @@ class Gaussian(Score):
                 grads = {"query": query_grad, "key": key_grad}
             arrays = {}
             if self._is_per_dim():
-                # _in_bandwidths: x / bandwidth. The score does not depend on the centre that an inner form subtracts.
+                # _in_bandwidths: x * (1 / bandwidth). The score does not depend on the centre that an inner form subtracts.
                 bandwidth = self._canonical(ops, query, key)
                 products = [sum_to(ops, zero_nonfinite_rows(ops, x) * grads[name], bandwidth.shape)
                             for name, x in (("query", form.query), ("key", form.key))]  # fmt: skip
@@ -148,9 +148,10 @@ class Gaussian(Score):
         if not self._is_per_dim():
             return query, key
         bandwidth = self._canonical(ops, query, key)
-        query, key = (
-            with_nonfinite_rows_isolated(ops, x, lambda x: x / bandwidth) for x in widen(ops, query, key, bandwidth)[:2]
-        )
+        query, key, bandwidth = widen(ops, query, key, bandwidth)
+        # Not x / bandwidth: for a huge x of a masked key, that is infinite in the gradient of the bandwidth.
+        factor = 1.0 / bandwidth
+        query, key = (with_nonfinite_rows_isolated(ops, x, lambda x: x * factor) for x in (query, key))
         return query, key
 
     def _scale(self, ops: Backend, query: Array, key: Array) -> Any:
