@@ -325,7 +325,7 @@ def _is_edge(s: Sizes, i: int, j: int) -> bool:
     return any((3 * i + 5 * t) % s.keys == j for t in range(3 * i % 5 + (i == 6)))
 
 
-def _some_neighbours(s: Sizes) -> ats.Neighbours:
+def _neighbours(s: Sizes) -> ats.Neighbours:
     """Neighbours in no order; queries 0 and 5 have none."""
     rows = [[(3 * i + 5 * t) % s.keys for t in range(3 * i % 5 + (i == 6))] for i in range(s.queries)]
     return ats.Neighbours(np.cumsum([0, *map(len, rows)]), np.array([key for row in rows for key in row]))
@@ -458,16 +458,16 @@ MASKS = (
          lambda s, b, h, i, j: i // 4 == j // 4 and j <= i < 7, lengths=(9, 9)),
     mask("Packed-or", lambda s: ats.Packed(*_CU).causal("bottom_right") | ats.KeyRange(11, 12),
          lambda s, b, h, i, j: _packed(i, j, right=0, bottom_right=True) or j == 11, intervals=False),
-    mask("Neighbours", _some_neighbours, lambda s, b, h, i, j: _is_edge(s, i, j), intervals=False),
+    mask("Neighbours", _neighbours, lambda s, b, h, i, j: _is_edge(s, i, j), intervals=False),
     mask("Neighbours-none", lambda s: ats.Neighbours([0] * (s.queries + 1), []), lambda s, b, h, i, j: False,
          intervals=False),
-    mask("Neighbours-and", lambda s: _some_neighbours(s) & ats.Causal("bottom_right") & ats.ValidLens([11, 8]),
+    mask("Neighbours-and", lambda s: _neighbours(s) & ats.Causal("bottom_right") & ats.ValidLens([11, 8]),
          lambda s, b, h, i, j: _is_edge(s, i, j) and j <= i + 5 and j < (11, 8)[b], intervals=False),
-    mask("Neighbours-and-apart", lambda s: (ats.KeyRange(0, 3) | ats.KeyRange([7, 9], [9, 12])) & _some_neighbours(s),
+    mask("Neighbours-and-apart", lambda s: (ats.KeyRange(0, 3) | ats.KeyRange([7, 9], [9, 12])) & _neighbours(s),
          lambda s, b, h, i, j: _is_edge(s, i, j) and (j < 3 or (7, 9)[b] <= j < (9, 12)[b]), intervals=False),
-    mask("Neighbours-or", lambda s: _some_neighbours(s) | ats.Causal("top_left"),
+    mask("Neighbours-or", lambda s: _neighbours(s) | ats.Causal("top_left"),
          lambda s, b, h, i, j: _is_edge(s, i, j) or j <= i, intervals=False),
-    mask("Neighbours-not", lambda s: ~_some_neighbours(s), lambda s, b, h, i, j: not _is_edge(s, i, j), intervals=False),
+    mask("Neighbours-not", lambda s: ~_neighbours(s), lambda s, b, h, i, j: not _is_edge(s, i, j), intervals=False),
     mask("array-2d", lambda s: _dense(s, s.queries, s.keys),
          lambda s, b, h, i, j: _dense(s, s.queries, s.keys)[i, j], intervals=False),
     mask("array-3d", lambda s: _dense(s, s.heads, s.queries, s.keys),

@@ -485,6 +485,18 @@ def test_a_gaussian_as_an_inner_product_is_not_prepared(monkeypatch: pytest.Monk
         torch.testing.assert_close(ats.attend(*arrays, score="gaussian"), wanted)
 
 
+@pytest.mark.parametrize("parts", ["bias", "W_q", "both"])
+def test_a_lowered_query_keeps_no_strides_of_the_caller(parts: str) -> None:
+    """A query plus a bias has the strides of the query; a plan reads rows in C order."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, length, 3, 5, dtype=torch.float64) for length in (4, 6, 6))
+    arrays = {"bias": torch.randn(5).double(), "W_q": torch.randn(5, 5).double()}
+    score = ats.Additive(torch.randn(5).double(), **{name: x for name, x in arrays.items() if parts in (name, "both")})
+    wanted = ats.attend(query, key, value, score=score, head_axis=-2, kernel="dense")
+    for _ in range(2):
+        torch.testing.assert_close(ats.attend(query, key, value, score=score, head_axis=-2), wanted)
+
+
 def test_valid_lens_as_a_mask_are_read_at_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     arrays, lens = _inputs(), [np.array(x) for x in ([3, 5], [3, 0])]
     wanted = [ats.attend(*arrays, mask=ats.ValidLens(x), kernel="streaming") for x in lens]

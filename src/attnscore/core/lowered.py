@@ -70,8 +70,8 @@ class LoweredCall:
             with ops.numeric_scope():
                 projected = LoweredArrays(*score.project(ops, query, key))
             # A sum with the bias alone keeps the strides of the query.
-            in_order = [ops.in_c_order(x) if i in self.computed else x for i, x in enumerate(projected[:2])]
-            return LoweredArrays(*in_order, *projected[2:])
+            rows = [ops.in_c_order(x) if i in self.computed else x for i, x in enumerate(projected[:2])]
+            return LoweredArrays(rows[0], rows[1], projected.w_v)
         return lower(ops, score, query, key)[1]
 
     @staticmethod

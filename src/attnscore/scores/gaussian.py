@@ -100,7 +100,7 @@ class Gaussian(Score):
                 grads = {"query": query_grad, "key": key_grad}
             arrays = {}
             if self._is_per_dim():
-                # _in_bandwidths: x * (1 / bandwidth). The score does not depend on the centre that an inner form subtracts.
+                # _in_bandwidths: x / bandwidth. The score does not depend on the centre that an inner form subtracts.
                 bandwidth = self._canonical(ops, query, key)
                 products = [sum_to(ops, zero_nonfinite_rows(ops, x) * grads[name], bandwidth.shape)
                             for name, x in (("query", form.query), ("key", form.key))]  # fmt: skip
