@@ -133,7 +133,7 @@ def test_prepared_keys() -> None:
     prepared = ours.prepare_keys(keras.ops.convert_to_tensor(k))
     close(ours(q, prepared, v, [2, 3]), wanted)
     assert SHOWN(ours.attention_weights).shape == (*q.shape[:2], k.shape[1])
-    features = np.random.default_rng(0).standard_normal(prepared.key.shape).astype("float32")
+    features = keras.ops.convert_to_tensor(np.random.default_rng(0).standard_normal(prepared.key.shape), "float32")
     value = keras.ops.convert_to_tensor(v.astype("float32"))
     close(ours(q, prepared + features, v), SHOWN(ats.attend(ours.W_q(q), prepared + features, value)))
     with pytest.raises(ats.FrameworkError, match="AdditiveAttention takes prepared keys"):
