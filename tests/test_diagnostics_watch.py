@@ -803,6 +803,77 @@ def test_a_softmax_written_by_hand_is_not_seen() -> None:
     assert [(name, "a softmax of its own" in why) for name, why in seen.unseen] == [("(model)", True)]
 
 
+class ByHandWithHeads(nn.Module):
+    """Two heads; the scores have three axes, (batch * head, query, key), or four."""
+
+    def __init__(self, axes: int) -> None:
+        super().__init__()
+        self.axes, self.dropout = axes, nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = x.unflatten(-1, (2, -1)).transpose(1, 2)
+        if self.axes == 3:
+            heads = heads.flatten(0, 1)
+        weights = functional.softmax(heads @ heads.mT, dim=-1)
+        return self.dropout(weights @ heads).reshape(x.shape)
+
+
+@pytest.mark.parametrize(("axes", "named"), [(4, "*.1"), (4, ["*.1"]), (3, {"layers.1": 2})])
+def test_a_softmax_by_hand_is_recorded_in_modules_that_are_named(axes: int, named: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"layers": nn.Sequential(ByHandWithHeads(4), ByHandWithHeads(axes))})
+    x = torch.randn(3, 5, 8)
+    with watch(model["layers"][1]) as unnamed:
+        model["layers"][1](x)
+    assert [name for name, _ in unnamed.unseen] == ["(model)"] and not unnamed.layers
+    model.forward = model["layers"].forward
+    with watch(model, softmax=named) as seen:
+        out = model(x)
+    assert torch.equal(out, model(x))
+    assert list(seen.layers) == ["layers.1"] and [name for name, _ in seen.unseen] == ["layers.0"]
+    inner = model["layers"][0](x).unflatten(-1, (2, -1)).transpose(1, 2)
+    expected = ats.attend(inner, inner, inner, score="dot", return_stats=("entropy",))[1].entropy.mean((0, 2))
+    assert np.allclose([row["entropy"] for row in seen.rows()], expected, rtol=1e-5)
+    assert [row["rows"] for row in seen.rows()] == [15, 15]
+
+
+def test_a_named_softmax_over_another_axis_is_said() -> None:
+    class OverQueries(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x @ x.mT).softmax(dim=1) @ x
+
+    model = OverQueries()
+    with watch(model, softmax="(model)") as seen:
+        model(torch.randn(1, 3, 4))
+    assert list(seen.unseen) == [("(model)", "a softmax over axis 1 of 3, not over the last")] and not seen.layers
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ("attention", "softmax: expected names of modules of the model, got 'attention'"),
+        (3, "softmax: expected names of modules, or a mapping of names to heads, got 3"),
+        ({"(model)": 0}, r"softmax\['\(model\)'\]: expected a whole number of heads above 0, got 0"),
+    ],
+)
+def test_what_softmax_may_name(named: Any, said: str) -> None:
+    with pytest.raises(ats.ArgumentError, match=said):
+        watch(ByHand(), softmax=named)
+
+
+def test_bloom_by_the_names_of_its_attention() -> None:
+    from transformers import BloomConfig, BloomModel
+
+    torch.manual_seed(0)
+    model = BloomModel(BloomConfig(vocab_size=30, hidden_size=16, n_layer=2, n_head=2, use_cache=False)).eval()
+    words = torch.randint(30, (2, 7))
+    with torch.no_grad(), watch(model, softmax="h.*.self_attention") as seen:
+        weights = model(words, output_attentions=True).attentions
+    assert not seen.unseen and list(seen.layers) == ["h.0.self_attention", "h.1.self_attention"]
+    entropy = [-torch.special.xlogy(x, x).sum(-1).mean((0, 2)) for x in weights]
+    assert np.allclose([row["entropy"] for row in seen.rows()], torch.cat(entropy), rtol=1e-4)
+
+
 SOFTMAXES = {
     "functional": lambda x: functional.softmax(x, dim=-1),
     "torch": lambda x: torch.softmax(x, -1),

@@ -211,6 +211,11 @@ def with_infinity(mask: Tensor) -> Tensor:
     return mask.masked_fill(masked, -torch.inf) if bool(masked.logical_and(mask != -torch.inf).any()) else mask
 
 
+def with_head_axis(scores: Tensor, heads: int | None) -> Tensor:
+    """Return scores (batch * head, query, key) as (batch, head, query, key); others, or without `heads`, as they are."""
+    return scores if heads is None or scores.ndim != 3 else scores.reshape(-1, heads, *scores.shape[1:])
+
+
 def projected(
     query: Tensor, key: Tensor, dim: int, heads: int, weight: Tensor, bias: Tensor, mask: Tensor | None, kind: Any
 ) -> Call:

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,15 @@ from torch.nn import functional
 
 import attnscore as ats
 from attnscore import api
-from attnscore.diagnostics.watching.torch_calls import Call, Scores, bias_of, described, projected, sdpa_call
+from attnscore.diagnostics.watching.torch_calls import (
+    Call,
+    Scores,
+    bias_of,
+    described,
+    projected,
+    sdpa_call,
+    with_head_axis,
+)
 
 if TYPE_CHECKING:
     from attnscore.diagnostics.watching.torch_watch import Watch
@@ -51,7 +59,7 @@ class _ThreadState(threading.local):
 _THREAD = _ThreadState()
 _TORCH_SOFTMAX = torch.softmax
 _DEVICES = ("cpu", "cuda", "xpu")  # not every release knows more
-_BY_HAND = "a softmax of its own, which may be that of an attention"
+_BY_HAND = "a softmax of its own, which may be that of an attention: watch(model, softmax=[name]) records it"
 _LOCK = threading.RLock()
 _WATCHERS: list[Watch] = []
 _UNDO: list[Callable[[], None]] = []
@@ -134,11 +142,11 @@ def _is_bypassed() -> bool:
     return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or _THREAD.is_recording
 
 
-def _report(make_call: Callable[[], Call | Scores | str]) -> None:
+def _report(make_call: Callable[[], Call | Scores | str], watchers: Sequence[Watch] = _WATCHERS) -> None:
     """Make the call once, if a watch is sampling; a text instead of a call is the reason why there is none."""
     for scope in _THREAD.scopes:
         scope.recorded = True
-    sampling = [watcher for watcher in _WATCHERS if watcher.is_sampling()]
+    sampling = [watcher for watcher in watchers if watcher.is_sampling()]
     if not sampling:
         return
     with _recording():
@@ -255,16 +263,29 @@ def _softmax(original: Any, *arguments: Any, **options: Any) -> Any:
     home = functional if isinstance(original, FunctionType) else torch if original is _TORCH_SOFTMAX else Tensor
     if isinstance(scores, Tensor) and scores.ndim >= 3 and not (scopes and scopes[-1].recorded) and not _is_bypassed():
         if not scopes:
-            _report(lambda: _BY_HAND)
+            for watcher in list(_WATCHERS):
+                _report(functools.partial(_by_hand, watcher, scores, _axis(*arguments[1:], **options)), [watcher])
             # F.softmax calls a tensor's own softmax, which must not be counted again.
             with _scope(None, "", recorded=True):
                 return _call_original(home, original, arguments, options)
-        heads = scopes[-1].heads
-        if heads is not None and scores.ndim == 3:  # (batch * head, query, key)
-            scores = scores.reshape(-1, heads, *scores.shape[1:])
-        found = scores
+        found = with_head_axis(scores, scopes[-1].heads)
         _report(lambda: Scores(found))
     return _call_original(home, original, arguments, options)
+
+
+def _axis(dim: int | None = None, *_: Any, **__: Any) -> int | None:
+    """Return the axis of a softmax from its arguments after the first."""
+    return dim
+
+
+def _by_hand(watcher: Watch, scores: Tensor, axis: int | None) -> Scores | str:
+    """Return the scores of a softmax in a module that the caller has named as one that attends; else the reason."""
+    named, heads = watcher.heads_of_softmax()
+    if not named:
+        return _BY_HAND
+    if axis not in (-1, scores.ndim - 1):
+        return f"a softmax over axis {axis} of {scores.ndim}, not over the last"
+    return Scores(with_head_axis(scores, heads))
 
 
 def _encoder_layer(original: Any, *arguments: Any, **options: Any) -> Any:

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from types import TracebackType
 from typing import Any, Self
 
@@ -61,6 +62,7 @@ class Watch(Records):
         thresholds: Thresholds | None,
         on_step: Callable[[int, list[Row]], Any] | None,
         history: int,
+        softmax: str | Iterable[str] | Mapping[str, int | None],
     ) -> None:
         super().__init__(thresholds or Thresholds())
         if not isinstance(model, nn.Module):
@@ -73,6 +75,7 @@ class Watch(Records):
         self._names: dict[int, str] = {}
         self._root = id(model)
         self._root_was_called = False
+        self._softmax = _softmax_patterns(model, softmax)
         self._every, self._history, self._on_step = int(every), int(history), on_step
         self._thread, self._lock = _ThreadState(), threading.Lock()
         self._running = self._has_two = False
@@ -146,6 +149,11 @@ class Watch(Records):
         here = self._thread
         return bool(here.step is not None and here.step.sampled and here.stack)
 
+    def heads_of_softmax(self) -> tuple[bool, int | None]:
+        """Return whether a softmax of the innermost module is that of an attention, and its heads where they are known."""
+        name = self._thread.stack[-1]
+        return next(((True, heads) for x, heads in self._softmax.items() if fnmatchcase(name, x)), (False, None))
+
     def record(self, call: Call | Scores) -> None:
         """Record an attention call."""
         step = self._thread.step
@@ -207,6 +215,24 @@ def _real_tokens(arguments: dict[str, Any]) -> Tensor | None:
     return None
 
 
+def _softmax_patterns(
+    model: nn.Module, softmax: str | Iterable[str] | Mapping[str, int | None]
+) -> dict[str, int | None]:
+    """Return heads by pattern of names; raise ArgumentError unless each pattern is the name of a module."""
+    patterns: Any = [softmax] if isinstance(softmax, str) else softmax
+    if not isinstance(patterns, Iterable) or not all(isinstance(x, str) for x in patterns):
+        raise ArgumentError(message("softmax", "names of modules, or a mapping of names to heads", shown(softmax)))
+    found = dict(patterns) if isinstance(patterns, Mapping) else dict.fromkeys(patterns)
+    names = [name or "(model)" for name, _ in model.named_modules()]
+    for pattern, heads in found.items():
+        if not any(fnmatchcase(name, pattern) for name in names):
+            hint = "`unseen` of a watch without it lists where a softmax was called"
+            raise ArgumentError(message("softmax", "names of modules of the model", repr(pattern), hint=hint))
+        if heads is not None and (not is_whole(heads) or heads < 1):
+            raise ArgumentError(message(f"softmax[{pattern!r}]", "a whole number of heads above 0", shown(heads)))
+    return found
+
+
 def watch(
     model: nn.Module,
     *,
@@ -214,14 +240,15 @@ def watch(
     thresholds: Thresholds | None = None,
     on_step: Callable[[int, list[Row]], Any] | None = None,
     history: int = 1000,
+    softmax: str | Iterable[str] | Mapping[str, int | None] = (),
 ) -> Watch:
     """Watch every attention call of a PyTorch model: a context manager, or ``start()`` and ``stop()``.
 
     The model is not changed: its own functions run, and statistics of their queries and keys are computed in a pass of
     their own, in O(n) memory. Recorded are ``F.scaled_dot_product_attention``, ``F.multi_head_attention_forward``, the
     fused functions of ``nn.TransformerEncoder``, the attention functions of Hugging Face's models, eager included, and
-    `attend` with the layers of this library. Not recorded: compiled or scripted code, a softmax written by hand,
-    functions bound to something else than a module's name.
+    `attend` with the layers of this library, and a softmax written by hand in modules that `softmax` names. Not
+    recorded: compiled or scripted code, functions bound to something else than a module's name.
 
     Parameters
     ----------
@@ -235,6 +262,10 @@ def watch(
         the backward pass, which needs the weights unchanged; a repair follows the optimiser's step, with `last`.
     history : int
         Number of sampled steps that are kept for trends and plots.
+    softmax : names of modules, or a mapping of names to heads
+        Modules whose own softmax over the last axis is that of an attention, as in BLOOM and DeBERTa; ``*`` in a name
+        stands for anything. Scores of four axes are (batch, head, query, key); of three, (batch, query, key), or
+        (batch * head, query, key) where the mapping gives the heads.
 
     Returns
     -------
@@ -245,7 +276,7 @@ def watch(
     Raises
     ------
     ArgumentError
-        `model` is not a module, or a number is not whole.
+        `model` is not a module, a number is not whole, or a name in `softmax` is that of no module.
 
     Examples
     --------
@@ -256,4 +287,4 @@ def watch(
     >>> [(row["layer"], row["head"], row["rows"]) for row in seen.rows()]
     [('(model)', 0, 5), ('(model)', 1, 5)]
     """
-    return Watch(model, every, thresholds, on_step, history)
+    return Watch(model, every, thresholds, on_step, history, softmax)
