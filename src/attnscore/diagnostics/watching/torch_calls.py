@@ -212,7 +212,7 @@ def with_infinity(mask: Tensor) -> Tensor:
 
 
 def with_head_axis(scores: Tensor, heads: int | None) -> Tensor:
-    """Return scores (batch * head, query, key) as (batch, head, query, key); others, or without `heads`, as they are."""
+    """Return scores (batch * head, query, key) as (batch, head, query, key); others, or without heads, as they are."""
     return scores if heads is None or scores.ndim != 3 else scores.reshape(-1, heads, *scores.shape[1:])
 
 

@@ -150,7 +150,7 @@ class Watch(Records):
         return bool(here.step is not None and here.step.sampled and here.stack)
 
     def heads_of_softmax(self) -> tuple[bool, int | None]:
-        """Return whether a softmax of the innermost module is that of an attention, and its heads where they are known."""
+        """Return whether a softmax of the innermost module is that of an attention, and its heads where known."""
         name = self._thread.stack[-1]
         return next(((True, heads) for x, heads in self._softmax.items() if fnmatchcase(name, x)), (False, None))
 
