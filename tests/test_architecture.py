@@ -29,6 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("api",),
     ("kv_cache",),
     ("attnscore",),  # the public names
+    ("parallel",),
     ("layers", "testing", "plotting"),
     ("integrations", "compat", "diagnostics", "bench"),
     ("cli", "__main__"),
@@ -136,7 +137,7 @@ def _owner(module: str) -> str | None:
     """Return the framework that a module is for: backends.torch, layers.torch_multihead, backends.jax.ffi, ..."""
     package, _, file = module.partition(".")
     file = file.partition(".")[0] if package == "backends" else file.rpartition(".")[2]
-    if package in ("backends", "layers", "compat", "diagnostics"):
+    if package in ("backends", "layers", "compat", "diagnostics", "parallel"):
         return next((name for name in FRAMEWORKS if file == name or file.startswith(f"{name}_")), None)
     return None
 

@@ -18,6 +18,7 @@ from attnscore.masks.builtin import (
 from attnscore.masks.cached import CachedMask, cached_mask
 from attnscore.masks.function import MaskFunction
 from attnscore.masks.intervals import Intervals, IntervalSet, intersect
+from attnscore.masks.sharded import Sharded
 
 __all__ = [
     "BUILTIN",
@@ -37,6 +38,7 @@ __all__ = [
     "IntervalSet",
     "Packed",
     "PrefixLM",
+    "Sharded",
     "SlidingWindow",
     "ValidLens",
     "as_mask",

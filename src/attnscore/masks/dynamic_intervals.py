@@ -20,6 +20,7 @@ from attnscore.masks.base import And, Mask, Not, Or, all_of, parts_of
 from attnscore.masks.builtin import Causal, KeyRange, Packed, PrefixLM, SlidingWindow, ValidLens
 from attnscore.masks.index_values import UNBOUNDED
 from attnscore.masks.intervals import MOST, IntervalSet
+from attnscore.masks.sharded import Sharded
 
 # Masks that are one interval a query whatever their index values are.
 _INTERVALS = (Causal, KeyRange, Packed, PrefixLM, SlidingWindow, ValidLens)
@@ -67,6 +68,8 @@ def _most_intervals(mask: Mask) -> int | None:
     if isinstance(mask, (And, Or)):
         first, second = _most_intervals(mask.first), _most_intervals(mask.second)
         return None if first is None or second is None else first + second - isinstance(mask, And)
+    if isinstance(mask, Sharded):
+        return 1 if mask.mask is None else _most_intervals(mask.mask)
     return 1 if isinstance(mask, _INTERVALS) else None
 
 
@@ -119,8 +122,29 @@ class _Tracer:
             if isinstance(mask, And):
                 return self.intersection(first, second)
             return None if first.holes or second.holes else self._union(first.ends, second.ends)
+        if isinstance(mask, Sharded):
+            return self._sharded(mask)
         one = self._ends(mask)
         return None if one is None else _IntervalWithHoles(one)
+
+    def _sharded(self, mask: Sharded) -> _IntervalWithHoles | None:
+        """Return the intervals of a mask of the whole sequence at the rows of the shard, as those of its keys."""
+        ops = self.ops
+        rows, cols = (ops.astype(ops.asarray(x, self.like), "int64") for x in (mask.rows, mask.cols))
+        whole = _Tracer(ops, mask.whole(self.score_shape), self.like)
+        found = _IntervalWithHoles(whole._all_keys()) if mask.mask is None else whole.trace(mask.mask)
+        if found is None:
+            return None
+
+        def local(ends: Ends) -> Ends:
+            start, stop = (end if end.shape[-1] == 1 else ops.take(end, rows, -1) for end in whole._clamped(ends))
+            # As many keys of the shard are before the end.
+            start, stop = (
+                ops.reshape(ops.searchsorted(cols, ops.reshape(end, (-1,)) - 1), end.shape) for end in (start, stop)
+            )
+            return start, ops.where(ops.reshape(rows, (1, -1)) < mask.query_len, stop, 0) if mask.padded else stop
+
+        return _IntervalWithHoles(local(found.ends), tuple(local(hole) for hole in found.holes))
 
     def intersection(self, first: _IntervalWithHoles, second: _IntervalWithHoles) -> _IntervalWithHoles:
         """Return the interval that both have in common, with the holes of both."""

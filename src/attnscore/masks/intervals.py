@@ -73,12 +73,12 @@ class IntervalSet:
             np.concatenate([np.broadcast_to(end, (len(end), *shape)) for end in ends])
             for ends in ((self.start, other.start), (self.stop, other.stop))
         )
-        return _normalized(start, stop, key_len)
+        return normalized(start, stop, key_len)
 
     def complement(self, key_len: int) -> IntervalSet:
         """Return the keys that are not in the set."""
         zero = np.zeros((1, *self.start.shape[1:]), np.int64)
-        return _normalized(np.concatenate([zero, self.stop]), np.concatenate([self.start, zero + key_len]), key_len)
+        return normalized(np.concatenate([zero, self.stop]), np.concatenate([self.start, zero + key_len]), key_len)
 
     def intersection(self, other: IntervalSet, key_len: int) -> IntervalSet:
         """Return the keys in both sets."""
@@ -117,7 +117,7 @@ def runs_of(array: HostArray, most: int) -> IntervalSet | None:
     return IntervalSet(start, stop)
 
 
-def _normalized(start: HostArray, stop: HostArray, key_len: int) -> IntervalSet:
+def normalized(start: HostArray, stop: HostArray, key_len: int) -> IntervalSet:
     """Return any intervals in order, merged where they touch, without those that are empty for all queries."""
     empty = stop <= start
     start, stop = np.where(empty, key_len, start), np.where(empty, key_len, stop)

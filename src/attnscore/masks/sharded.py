@@ -1,0 +1,121 @@
+"""A mask of a whole sequence, for some of its queries and keys.
+
+- Queries and keys are given by their global positions in rising order, so that an interval of keys stays an interval.
+- The positions may be traced: each device of a program takes its own from a table. Then they are padded to one size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+
+from attnscore import backends
+from attnscore.backends.base import Array, Backend, may_equal
+from attnscore.core.layout import ScoreShape
+from attnscore.errors import MaskError, message
+from attnscore.masks.base import IntervalSetMask, Mask
+from attnscore.masks.intervals import HostArray, IntervalSet, normalized
+from attnscore.masks.shape_spec import ShapeSpec
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class Sharded(IntervalSetMask):
+    """Query i attends key j where the query `rows[i]` of `mask` attends its key `cols[j]`; None masks nothing.
+
+    With `padded`, positions from `query_len` and `key_len` on are padding, masked on both sides.
+    """
+
+    mask: Mask | None
+    rows: Any
+    cols: Any
+    query_len: int
+    """Of the whole sequence, as is `key_len`."""
+    key_len: int
+    padded: bool = False
+
+    @property
+    def heads(self) -> int:
+        return 0 if self.mask is None else self.mask.heads
+
+    def whole(self, score_shape: ScoreShape) -> ScoreShape:
+        """Return the shape of the scores of the whole sequence."""
+        return dataclasses.replace(score_shape, query_len=self.query_len, key_len=self.key_len)
+
+    def visible(self, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
+        rows = ops.reshape(ops.take(ops.asarray(self.rows, rows), ops.reshape(rows, (-1,)), 0), (-1, 1))
+        cols = ops.reshape(ops.take(ops.asarray(self.cols, cols), ops.reshape(cols, (-1,)), 0), (1, -1))
+        if self.mask is not None and not self.padded:
+            return self.mask.visible(ops, self.whole(score_shape), rows, cols)
+        inside = ops.logical_and(rows < self.query_len, cols < self.key_len)
+        if self.mask is None:
+            return inside
+        rows, cols = _clamped(ops, rows, self.query_len), _clamped(ops, cols, self.key_len)
+        return ops.logical_and(inside, self.mask.visible(ops, self.whole(score_shape), rows, cols))
+
+    def interval_set(self, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
+        rows, cols = backends.host(self.rows), backends.host(self.cols)
+        if rows is None or cols is None:
+            return None
+        if self.mask is None:
+            zero = np.zeros((1, 1, len(rows)), np.int64)
+            found: IntervalSet | None = IntervalSet(zero, zero + self.key_len)
+        else:
+            found = self.mask.interval_set(self.query_len, self.key_len, batch)
+            found = None if found is None else IntervalSet(_taken(found.start, rows), _taken(found.stop, rows))
+        if found is None:
+            return None
+        start, stop = (np.searchsorted(cols, end) for end in (found.start, found.stop))
+        if self.padded:
+            stop = np.where(rows < self.query_len, stop, start)
+        # Of several intervals some may have lost their keys, or what was between them.
+        return IntervalSet(start, stop) if found.count == 1 else normalized(start, stop, len(cols))
+
+    def check(self, ops: Backend, score_shape: ScoreShape) -> None:
+        for name, positions, length in (
+            ("rows", self.rows, score_shape.query_len), ("cols", self.cols, score_shape.key_len)
+        ):  # fmt: skip
+            if len(positions.shape) != 1 or not may_equal(positions.shape[0], length):
+                raise MaskError(message(name, f"shape ({length},), one position each", tuple(positions.shape)))
+        if self.mask is not None:
+            self.mask.check(ops, self.whole(score_shape))
+
+    def shapes(self, score_shape: ScoreShape) -> list[ShapeSpec]:
+        return [] if self.mask is None else self.mask.shapes(self.whole(score_shape))
+
+    def leaves(self) -> list[Array]:
+        # As traced arrays the host could no longer read the positions.
+        return ([] if self.mask is None else self.mask.leaves()) if self._is_known else super().leaves()
+
+    def with_leaves(self, leaves: Iterator[Array]) -> Mask:
+        if not self._is_known:
+            return super().with_leaves(leaves)
+        return self if self.mask is None else dataclasses.replace(self, mask=self.mask.with_leaves(leaves))
+
+    @property
+    def _is_known(self) -> bool:
+        return backends.host(self.rows) is not None and backends.host(self.cols) is not None
+
+    def __repr__(self) -> str:
+        sizes = " x ".join(str(len(x)) for x in (self.rows, self.cols))
+        return f"{sizes} of {self.query_len} x {self.key_len} in {self.mask!r}"
+
+
+def _clamped(ops: Backend, positions: Array, length: int) -> Array:
+    """Return the positions, those behind the last one as the last one."""
+    return -ops.maximum(-positions, ops.full((), 1 - length, positions))
+
+
+def _taken(end: HostArray, rows: HostArray) -> HostArray:
+    """Return the entries of the queries `rows`: a view where they are consecutive; of padding, the last entry."""
+    size = end.shape[-1]
+    if len(rows) and rows[-1] < size and rows[-1] - rows[0] == len(rows) - 1:
+        return end[..., rows[0] : rows[-1] + 1]
+    if not size:
+        return np.zeros((*end.shape[:-1], len(rows)), end.dtype)
+    taken: HostArray = np.take(end, np.minimum(rows, size - 1), axis=-1)
+    return taken

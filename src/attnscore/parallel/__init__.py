@@ -1,0 +1,10 @@
+"""Attention over a sequence that no machine holds: who holds which rows, and what has to be exchanged.
+
+`attnscore.parallel.torch` and `attnscore.parallel.jax` compute; this package itself imports no framework.
+"""
+
+from attnscore.parallel.mask import shard_mask
+from attnscore.parallel.plan import Exchange, exchange
+from attnscore.parallel.shard import Shard, balanced_shards
+
+__all__ = ["Exchange", "Shard", "balanced_shards", "exchange", "shard_mask"]

@@ -1,0 +1,122 @@
+"""The mask of a local call of attention: some queries and keys of a mask of the whole sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from attnscore import backends
+from attnscore.backends.base import Array
+from attnscore.masks import And, Dense, Documents, KeyPadding, Mask, Neighbours, Not, Or, Sharded, parts_of
+from attnscore.masks.base import all_of, atoms_of
+from attnscore.parallel.shard import Shard
+
+# Masks whose arrays are cut to the positions, so that kernels still read them as they are.
+_CUT = (Dense, Documents, KeyPadding, Neighbours)
+
+
+def shard_mask(
+    mask: Mask | None, rows: Shard | Array, cols: Shard | Array, query_len: int, key_len: int, *, padded: bool = False
+) -> Mask | None:
+    """Return the mask of a call with the queries `rows` and the keys `cols` of a whole sequence.
+
+    Parameters
+    ----------
+    mask : Mask, optional
+        Of the whole sequence, checked against its shape; None masks nothing.
+    rows, cols : Shard, or (positions,) whole numbers in rising order
+        Global positions, which may be traced.
+    query_len, key_len : int
+        Of the whole sequence.
+    padded : bool
+        Whether `rows` and `cols` end with padding: positions of `query_len` and `key_len` or more, which attend
+        nothing and are attended by no query.
+
+    Returns
+    -------
+    Mask, or None where nothing is masked
+
+    Examples
+    --------
+    >>> import attnscore as ats
+    >>> from attnscore.parallel import Shard, shard_mask
+    >>> rows, cols = Shard.head_tail(8, 0, 2), Shard(((0, 1), (5, 8)), 8)
+    >>> shard_mask(ats.Causal(), rows, cols, 8, 8).materialize(4, 4)[0].astype(int)
+    array([[1, 0, 0, 0],
+           [1, 0, 0, 0],
+           [1, 1, 1, 0],
+           [1, 1, 1, 1]])
+    """
+    rows, cols = (x.positions() if isinstance(x, Shard) else x for x in (rows, cols))
+    positions = _Positions(rows, cols, query_len, key_len, padded)
+    parts = [] if mask is None else [positions.mask(part) for part in parts_of(mask)]
+    if padded:
+        parts.append(Sharded(None, positions.rows, positions.cols, query_len, key_len, padded=True))
+    return all_of(parts)
+
+
+@dataclass(frozen=True, eq=False)
+class _Positions:
+    """Queries and keys of the whole sequence by their positions, and masks restricted to them."""
+
+    rows: Any
+    cols: Any
+    query_len: int
+    key_len: int
+    padded: bool
+
+    def mask(self, mask: Mask) -> Mask:
+        """Return the local mask of a global one."""
+        if not any(isinstance(part, _CUT) for part in atoms_of(mask)):
+            return Sharded(mask, self.rows, self.cols, self.query_len, self.key_len, self.padded)
+        if isinstance(mask, (And, Or)):
+            return type(mask)(self.mask(mask.first), self.mask(mask.second))
+        if isinstance(mask, Not):
+            return Not(self.mask(mask.mask))
+        if isinstance(mask, Dense):
+            array = _cut(mask.array, self.cols, -1)
+            return Dense(_cut(array, self.rows, -2) if len(array.shape) > 1 else array)
+        if isinstance(mask, KeyPadding):
+            return KeyPadding(_cut(mask.array, self.cols, -1))
+        if isinstance(mask, Documents):
+            query_ids, key_ids = mask.ids
+            return Documents(_cut(query_ids, self.rows, -1), _cut(key_ids, self.cols, -1))
+        return self._graph(mask) if isinstance(mask, Neighbours) else mask
+
+    def _graph(self, mask: Neighbours) -> Mask:
+        """Return the graph of the local queries, without the edges to other keys."""
+        rows, cols, table = backends.host(self.rows), backends.host(self.cols), mask.table(self.key_len)
+        if rows is None or cols is None or table is None:
+            return Sharded(mask, self.rows, self.cols, self.query_len, self.key_len, self.padded)
+        count, rows = len(rows), rows[rows < self.query_len]
+        lens = table.lens[rows]
+        ends = np.cumsum([0, *lens])
+        # The edges of a row are consecutive, from `start` on.
+        edges = np.arange(ends[-1]) + np.repeat(table.start[rows] - ends[:-1], lens)
+        keys = table.indices[edges]
+        local = np.searchsorted(cols, keys)
+        held = np.append(cols, -1)[local] == keys
+        counts = np.bincount(np.repeat(np.arange(len(rows)), lens)[held], minlength=count)
+        return Neighbours(np.cumsum([0, *counts]), local[held])
+
+
+def _cut(x: Any, positions: Any, axis: int) -> Array:
+    """Return the entries of an array or list at the positions, those of padding clamped; a broadcast axis stays."""
+    if not backends.is_array(x):
+        x = np.asarray(x)
+    size = x.shape[axis]
+    if size == 1:
+        return x
+    known = backends.host(positions)
+    ops = backends.of({"x": x})
+    if known is not None and len(known) and known[-1] < size and known[-1] - known[0] == len(known) - 1:
+        return ops.slice_axis(x, axis % len(x.shape), int(known[0]), len(known))
+    if known is None:
+        ops = backends.of({"positions": positions})
+        x = ops.asarray(x, positions)
+        positions = -ops.maximum(-positions, ops.full((), 1 - size, positions))
+    else:
+        positions = ops.asarray(np.minimum(known, size - 1), x)
+    return ops.take(x, positions, axis)

@@ -1,0 +1,120 @@
+"""What ranks exchange in one call of attention: the keys that each one's queries attend, and where they are.
+
+The plan follows from the mask and from who holds what, so every rank computes the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from attnscore.core.arguments import shown
+from attnscore.errors import ArgumentError, message
+from attnscore.masks import Mask
+from attnscore.parallel.pairs import Pairs
+from attnscore.parallel.shard import Shard
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Who holds which queries and keys, and which keys each rank needs.
+
+    Attributes
+    ----------
+    queries, keys : tuple of Shard, one a rank
+        What the ranks hold.
+    needed : tuple of Shard, one a rank
+        The keys that a rank's queries attend, in any batch row and head.
+    pairs : tuple of int, one a rank
+        Unmasked pairs of a rank's queries, summed over the batch, for one head.
+    """
+
+    queries: tuple[Shard, ...]
+    keys: tuple[Shard, ...]
+    needed: tuple[Shard, ...]
+    pairs: tuple[int, ...]
+
+    @property
+    def ranks(self) -> int:
+        return len(self.queries)
+
+    def transfer(self, source: int, target: int) -> Shard:
+        """Return the keys that `source` holds and `target` needs; of a rank to itself, those that stay."""
+        return self.keys[source] & self.needed[target]
+
+    def sent(self, rank: int) -> int:
+        """Return how many keys a rank sends: a key that two other ranks need counts twice."""
+        return sum(self._counts[rank]) - self._counts[rank][rank]
+
+    def received(self, rank: int) -> int:
+        """Return how many keys of others a rank needs."""
+        return sum(row[rank] for row in self._counts) - self._counts[rank][rank]
+
+    @cached_property
+    def _counts(self) -> list[list[int]]:
+        return [[len(self.transfer(source, target)) for target in range(self.ranks)] for source in range(self.ranks)]
+
+    @property
+    def imbalance(self) -> float:
+        """By how much the most pairs of a rank exceed the mean; 0.0 without pairs."""
+        total = sum(self.pairs)
+        return max(self.pairs) * self.ranks / total - 1 if total else 0.0
+
+
+def exchange(mask: Mask | None, queries: Sequence[Shard], keys: Sequence[Shard], *, batch: int = 1) -> Exchange:
+    """Return the plan of a call under a mask of the whole sequence.
+
+    Parameters
+    ----------
+    mask : Mask, optional
+        In global positions. Arrays that the host cannot read, and custom masks without intervals, count as unmasked.
+    queries, keys : Shard of each rank, in the order of ranks
+        Each position belongs to one rank.
+    batch : int
+
+    Returns
+    -------
+    Exchange
+
+    Raises
+    ------
+    ArgumentError
+        Positions that no rank holds, or two do.
+
+    Examples
+    --------
+    A causal window of 4 keys: each rank needs the last three keys of the one before.
+
+    >>> import attnscore as ats
+    >>> from attnscore.parallel import Shard, exchange
+    >>> shards = [Shard.contiguous(32, rank, 4) for rank in range(4)]
+    >>> plan = exchange(ats.SlidingWindow(left=3, right=0), shards, shards)
+    >>> [shard.ranges for shard in plan.needed]
+    [((0, 8),), ((5, 16),), ((13, 24),), ((21, 32),)]
+    >>> plan.transfer(0, 1).ranges, plan.sent(0), plan.received(0)
+    (((5, 8),), 3, 0)
+    """
+    _check_complete("queries", queries)
+    _check_complete("keys", keys)
+    if len(queries) != len(keys):
+        raise ArgumentError(message("keys", f"one shard for each of {len(queries)} ranks", len(keys)))
+    query_len, key_len = queries[0].length, keys[0].length
+    pairs = Pairs.of(mask, query_len, key_len, batch)
+    return Exchange(
+        queries=tuple(queries),
+        keys=tuple(keys),
+        needed=tuple(Shard(pairs.keys(shard.ranges), key_len) for shard in queries),
+        pairs=tuple(sum(int(pairs.per_query[start:stop].sum()) for start, stop in shard.ranges) for shard in queries),
+    )
+
+
+def _check_complete(name: str, shards: Sequence[Shard]) -> None:
+    """Raise ArgumentError unless each position of the sequence belongs to one shard."""
+    if not shards:
+        raise ArgumentError(message(name, "one shard a rank", "none"))
+    length = shards[0].length
+    ranges = sorted(pair for shard in shards for pair in shard.ranges)
+    ends = [0, *(stop for _, stop in ranges)]
+    if any(shard.length != length for shard in shards) or [*(start for start, _ in ranges), length] != ends:
+        raise ArgumentError(message(name, "shards that hold each position once", shown([*shards])))

@@ -1,0 +1,264 @@
+"""The part of a sequence that one rank holds, and how sequences are divided among ranks.
+
+- A `Shard` is a few ranges of global positions in rising order. The rows of a local array are in the same order, so a
+  mask's interval of keys is an interval of the keys of any shard too.
+- Which rank holds what follows from the mask and the lengths alone: every rank computes the same, and nothing is sent.
+- Sets of keys to fetch or to send are shards as well: `&` and `|` combine them, `locate` finds them in an array.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from attnscore import backends
+from attnscore.backends.base import Array
+from attnscore.core.arguments import check_count, is_whole, shown
+from attnscore.errors import ArgumentError, ShapeError, message
+from attnscore.masks import Mask
+from attnscore.masks.intervals import HostArray
+from attnscore.parallel.pairs import Pairs, Range, union
+
+# From here on the rows of many ranges are taken by their positions: one copy instead of many slices.
+_MANY_RANGES = 32
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The rows of a whole sequence that one rank holds: a few ranges of global positions.
+
+    Parameters
+    ----------
+    ranges : tuple of (start, stop)
+        In rising order; ranges that touch are joined, and empty ones left out.
+    length : int
+        Of the whole sequence.
+
+    Raises
+    ------
+    ArgumentError
+        Ranges that overlap, are out of order or leave the sequence.
+
+    Examples
+    --------
+    >>> from attnscore.parallel import Shard
+    >>> Shard.contiguous(10, rank=1, ranks=4)
+    Shard(ranges=((3, 6),), length=10)
+    >>> Shard.head_tail(10, rank=0, ranks=2).positions()
+    array([0, 1, 2, 8, 9])
+    """
+
+    ranges: tuple[Range, ...]
+    length: int
+
+    def __post_init__(self) -> None:
+        check_count("length", self.length)
+        joined: list[Range] = []
+        last = 0
+        for pair in self.ranges:
+            if len(pair) != 2 or not all(map(is_whole, pair)) or not last <= pair[0] <= pair[1] <= self.length:
+                expected = f"(start, stop) in rising order, from 0 to {self.length}"
+                raise ArgumentError(message("ranges", expected, shown(pair)))
+            start, last = map(int, pair)
+            if joined and joined[-1][1] == start:
+                start = joined.pop()[0]
+            if start < last:
+                joined.append((start, last))
+        object.__setattr__(self, "ranges", tuple(joined))
+
+    # ---- who holds what
+
+    @classmethod
+    def contiguous(cls, length: int, rank: int, ranks: int) -> Shard:
+        """Return the rank's part of `ranks` consecutive ones, whose sizes differ by 1 at most."""
+        _check_rank(length, rank, ranks)
+        return cls(((_edge(length, rank, ranks), _edge(length, rank + 1, ranks)),), length)
+
+    @classmethod
+    def head_tail(cls, length: int, rank: int, ranks: int) -> Shard:
+        """Return the parts `rank` and, counted from the end, `rank` of ``2 * ranks``: balanced under a causal mask."""
+        _check_rank(length, rank, ranks)
+        parts = (rank, 2 * ranks - 1 - rank)
+        return cls(tuple((_edge(length, i, 2 * ranks), _edge(length, i + 1, 2 * ranks)) for i in parts), length)
+
+    @classmethod
+    def balanced(
+        cls,
+        mask: Mask | None,
+        length: int,
+        rank: int,
+        ranks: int,
+        chunk: int = 128,
+        *,
+        key_len: int | None = None,
+        batch: int = 1,
+    ) -> Shard:
+        """Return the rank's part of `balanced_shards`, which computes those of all ranks."""
+        _check_rank(length, rank, ranks)
+        return balanced_shards(mask, length, ranks, chunk, key_len=key_len, batch=batch)[rank]
+
+    @classmethod
+    def whole(cls, length: int) -> Shard:
+        """Return all positions."""
+        return cls(((0, length),), length)
+
+    @classmethod
+    def empty(cls, length: int) -> Shard:
+        """Return no position."""
+        return cls((), length)
+
+    # ---- positions
+
+    @cached_property
+    def size(self) -> int:
+        """Number of positions."""
+        return sum(stop - start for start, stop in self.ranges)
+
+    def __len__(self) -> int:
+        return self.size
+
+    @cached_property
+    def _positions(self) -> HostArray:
+        found = [np.arange(start, stop) for start, stop in self.ranges]
+        return np.concatenate(found) if found else np.zeros(0, np.int64)
+
+    def positions(self, like: Array = None) -> Array:
+        """Return the global positions, (positions,) int64, of NumPy or of the framework and device of `like`.
+
+        Rotary embeddings and the like take them in place of 0, 1, 2, ...
+        """
+        return self._positions.copy() if like is None else backends.of({"like": like}).asarray(self._positions, like)
+
+    def take(self, x: Array, axis: int = -2) -> Array:
+        """Return the rows of a global array that this rank holds; a view where they are one range.
+
+        Parameters
+        ----------
+        x : array of any framework, with `length` positions on `axis`
+        axis : int
+
+        Raises
+        ------
+        FrameworkError, ShapeError
+        """
+        ops = backends.of({"x": x})
+        shape = tuple(x.shape)
+        if not -len(shape) <= axis < len(shape) or shape[axis] != self.length:
+            raise ShapeError(message("x", f"{self.length} positions on axis {axis}", f"shape {shape}"))
+        axis %= len(shape)
+        if len(self.ranges) >= _MANY_RANGES:
+            return ops.take(x, ops.asarray(self._positions, x), axis)
+        parts = [ops.slice_axis(x, axis, start, stop - start) for start, stop in self.ranges or ((0, 0),)]
+        return parts[0] if len(parts) == 1 else ops.concat(parts, axis)
+
+    # ---- sets of positions
+
+    def __and__(self, other: Shard) -> Shard:
+        """Return the positions in both."""
+        _check_same_length(self, other)
+        found, mine, theirs = [], 0, 0
+        while mine < len(self.ranges) and theirs < len(other.ranges):
+            (start, stop), (other_start, other_stop) = self.ranges[mine], other.ranges[theirs]
+            if max(start, other_start) < min(stop, other_stop):
+                found.append((max(start, other_start), min(stop, other_stop)))
+            mine, theirs = (mine + 1, theirs) if stop <= other_stop else (mine, theirs + 1)
+        return Shard(tuple(found), self.length)
+
+    def __or__(self, other: Shard) -> Shard:
+        """Return the positions in either."""
+        _check_same_length(self, other)
+        ends = np.array([*self.ranges, *other.ranges], np.int64).reshape(-1, 2)
+        return Shard(union(ends[:, 0], ends[:, 1]), self.length)
+
+    def locate(self, part: Shard) -> tuple[Range, ...]:
+        """Return where the positions of `part` are in a local array of this shard, as ranges in rising order.
+
+        Raises
+        ------
+        ArgumentError
+            `part` has positions that this shard has not.
+        """
+        if (self & part) != part:
+            raise ArgumentError(message("part", "positions that the shard holds", shown(part)))
+        found, first, mine = [], 0, iter(self.ranges)
+        start, stop = next(mine, (0, 0))
+        for part_start, part_stop in part.ranges:
+            while stop < part_stop:
+                first += stop - start
+                start, stop = next(mine)
+            found.append((first + part_start - start, first + part_stop - start))
+        return tuple(found)
+
+
+def balanced_shards(
+    mask: Mask | None, length: int, ranks: int, chunk: int = 128, *, key_len: int | None = None, batch: int = 1
+) -> tuple[Shard, ...]:
+    """Divide queries among ranks so that each has as many unmasked pairs and as many rows as the others.
+
+    Chunks of queries are dealt out by their number of unmasked pairs, largest first, to the rank with the fewest so
+    far; no rank gets more chunks than its share, so that arrays have about the same size everywhere.
+
+    Parameters
+    ----------
+    mask : Mask, optional
+        Of the whole sequence; None: every query attends every key.
+    length, ranks : int
+    chunk : int
+        Queries that stay together; the last chunk may be shorter.
+    key_len : int, optional
+        None: as `length`.
+    batch : int
+
+    Returns
+    -------
+    tuple of Shard, one a rank
+
+    Examples
+    --------
+    >>> import attnscore as ats
+    >>> from attnscore.parallel import balanced_shards
+    >>> [shard.ranges for shard in balanced_shards(ats.Causal(), 1024, 2)]
+    [((0, 128), (384, 640), (896, 1024)), ((128, 384), (640, 896))]
+    """
+    _check_rank(length, 0, ranks)
+    if check_count("chunk", chunk) < 1:
+        raise ArgumentError(message("chunk", "a whole number of queries, 1 or more", chunk))
+    pairs = Pairs.of(mask, length, length if key_len is None else check_count("key_len", key_len), batch).per_query
+    starts = np.arange(0, length, chunk)
+    loads = np.add.reduceat(pairs, starts) if length else pairs
+    share = -(-len(starts) // ranks)
+    # Ranks by their load so far, then by their rows and their number.
+    heap = [(0, 0, rank) for rank in range(ranks)]
+    owner = np.empty(len(starts), np.int64)
+    for i in np.argsort(-loads, kind="stable").tolist():
+        load, count, rank = heapq.heappop(heap)
+        owner[i] = rank
+        if count + 1 < share:
+            heapq.heappush(heap, (load + int(loads[i]), count + 1, rank))
+    by_rank = np.split(np.argsort(owner, kind="stable"), np.cumsum(np.bincount(owner, minlength=ranks))[:-1])
+    return tuple(
+        Shard(tuple((int(starts[i]), min(int(starts[i]) + chunk, length)) for i in chunks), length)
+        for chunks in by_rank
+    )
+
+
+def _edge(length: int, part: int, parts: int) -> int:
+    """Return where a part begins; the first parts are longer by 1 where they do not divide the length."""
+    return length // parts * part + min(part, length % parts)
+
+
+def _check_rank(length: Any, rank: Any, ranks: Any) -> None:
+    check_count("length", length)
+    if check_count("ranks", ranks) < 1:
+        raise ArgumentError(message("ranks", "1 or more", ranks))
+    if check_count("rank", rank) >= ranks:
+        raise ArgumentError(message("rank", f"a number below ranks = {ranks}", rank))
+
+
+def _check_same_length(first: Shard, second: Shard) -> None:
+    if first.length != second.length:
+        raise ArgumentError(message("shards", "parts of one sequence", f"lengths {first.length} and {second.length}"))
