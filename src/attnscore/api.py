@@ -10,7 +10,7 @@ from attnscore.analysis.weights import row_gradient
 from attnscore.backends.base import Array, sum_to
 from attnscore.core import plan as plans
 from attnscore.core import tiling
-from attnscore.core.arguments import check_flag, shown
+from attnscore.core.arguments import CallArguments, check_flag, shown
 from attnscore.core.prepared import PreparedKeys
 from attnscore.core.problem import Problem, build_problem, wanted_statistics
 from attnscore.errors import ArgumentError, FrameworkError, KernelUnavailable, message
@@ -105,9 +105,10 @@ def attend(
             seed=seed, head_axis=head_axis, kernel=kernel, return_weights=return_weights, return_stats=return_stats,
         )  # fmt: skip
     options = (head_axis, kernel, dropout, return_weights, return_stats)
-    signature = plans.signature(query, key, value, score, options, mask, valid_lens, bias, sink, seed)
+    arguments = tuple.__new__(CallArguments, (query, key, value, score, mask, valid_lens, bias, sink, seed))
+    signature = plans.signature(arguments, options)
     if (plan := plans.PLANS.get(signature)) is not None:
-        return plan.run(query, key, value, score, mask, bias, sink, seed, valid_lens)
+        return plan.run(arguments)
     ops = backends.of({"query": query})
     if ops.ragged(query) is not None:
         return attend_ragged(
@@ -121,10 +122,9 @@ def attend(
             seed=seed, head_axis=head_axis, statistics=wanted_statistics(return_stats),
             matrix="weights" if check_flag("return_weights", return_weights) else None,
         )  # fmt: skip
-        plan = plans.build(signature, problem, kernel, query, key, value, mask, bias, sink, valid_lens)
+        plan = plans.build(signature, problem, kernel, arguments)
         # `build_problem` has drawn a seed where the caller gave none; a plan that is given None would draw another.
-        drawn: Any = seed if problem.dropout is None else problem.dropout.seed
-        return plan.run(query, key, value, score, mask, bias, sink, drawn, valid_lens)
+        return plan.run(arguments if problem.dropout is None else arguments._replace(seed=problem.dropout.seed))
 
 
 class Gradients(NamedTuple):

@@ -238,8 +238,8 @@ FAULTS = [
     Fault(
         "plan-lowered-for-other-parameters",
         "src/attnscore/core/lowered.py",
-        "operands = self.operands(self.lower(score, query, key), value, bias, sink)",
-        "operands = self.operands(self.lower(self.__dict__.setdefault('score', score), query, key), value, bias, sink)",
+        "lowered = self.lower(score, arguments.query, arguments.key)",
+        "lowered = self.lower(self.__dict__.setdefault('score', score), arguments.query, arguments.key)",
         "tests/test_plan.py -k is_lowered",
         "a planned call keeps the parameters of the first call for a score that is lowered",
     ),
@@ -262,7 +262,7 @@ FAULTS = [
     Fault(
         "plan-without-the-options",
         "src/attnscore/core/plan.py",
-        "parts: list[Hashable] = [of_score, bias is None, sink is None, *map(type, options), *options]",
+        "parts: list[Hashable] = [of_score, bias is None, sink is None, *map(type, options), options]",
         "parts: list[Hashable] = [of_score, bias is None, sink is None, *map(type, options)]",
         "tests/test_plan.py -k share_no_plan",
         "a plan is reused for another axis of heads, dropout or choice of statistics",

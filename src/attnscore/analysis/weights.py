@@ -13,7 +13,7 @@ from attnscore import backends, kernels
 from attnscore.backends.base import FLOATING, Array, Backend
 from attnscore.core import plan as plans
 from attnscore.core import tiling
-from attnscore.core.arguments import is_number, is_whole, shown
+from attnscore.core.arguments import CallArguments, is_number, is_whole, shown
 from attnscore.core.layout import ScoreShape
 from attnscore.core.online_softmax import NEG_INF, log_weights
 from attnscore.core.prepared import PreparedKeys
@@ -92,14 +92,14 @@ def _planned(
 ) -> Any:  # fmt: skip
     """Return the output and all weights by the execution plan of a call of `attend`, for values of value_dim 0."""
     options = (head_axis, "auto", 0.0, True, False)
-    signature = plans.signature(query, key, value, score, options, mask, valid_lens, bias, sink, seed)
+    arguments = tuple.__new__(CallArguments, (query, key, value, score, mask, valid_lens, bias, sink, seed))
+    signature = plans.signature(arguments, options)
     if (plan := plans.PLANS.get(signature)) is not None:
-        return plan.run(query, key, value, score, mask, bias, sink, seed, valid_lens)
+        return plan.run(arguments)
     with backends.of({"query": query}).numeric_scope():
         problem = problem_without_value(query, key, score, mask, valid_lens, bias, sink, head_axis)
         problem = dataclasses.replace(problem, matrix="weights")
-        plan = plans.build(signature, problem, "auto", query, key, value, mask, bias, sink, valid_lens)
-        return plan.run(query, key, value, score, mask, bias, sink, seed, valid_lens)
+        return plans.build(signature, problem, "auto", arguments).run(arguments)
 
 
 def attention_scores(

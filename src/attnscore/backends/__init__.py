@@ -62,6 +62,7 @@ def load(name: str) -> Backend:
 
 
 _NAMES: dict[type, str | None] = {}
+_BY_TYPE: dict[type, Backend] = {}
 
 
 def _name_of(kind: type) -> str | None:
@@ -87,8 +88,9 @@ def _find_name(kind: type) -> str | None:
 
 def of_type(kind: type) -> Backend | None:
     """Return the backend of an array type; None if there is none."""
-    name = _name_of(kind) or ""
-    return _LOADED.get(name) or (load(name) if name in _TABLE else None)
+    if (found := _BY_TYPE.get(kind)) is None and (name := _name_of(kind)) in _TABLE:
+        found = _BY_TYPE[kind] = load(name)
+    return found
 
 
 def of(arrays: Mapping[str, Any]) -> Backend:

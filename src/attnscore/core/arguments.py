@@ -1,4 +1,4 @@
-"""Checks of plain values: numbers, whole numbers, flags, names. Each raises ArgumentError naming the argument."""
+"""Arguments of a call, and checks of plain ones: numbers, whole numbers, flags, names. A check names the argument."""
 
 from __future__ import annotations
 
@@ -6,11 +6,29 @@ import math
 from collections.abc import Sequence
 from functools import cache
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from attnscore.errors import ArgumentError, message
+
+
+class CallArguments(NamedTuple):
+    """Arguments of one call that its plan reads; the other ones are options, which the plan is built for.
+
+    ``tuple.__new__`` makes it in 0.14 us, its own constructor in 0.27 and that of a frozen dataclass in 2: a tiny call
+    takes 24 (2026-11-25).
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    score: Any
+    mask: Any
+    valid_lens: Any
+    bias: Any
+    sink: Any
+    seed: Any
 
 
 def is_number(x: object) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from attnscore import scores
 from attnscore.backends.base import Array, Backend
+from attnscore.core.arguments import CallArguments
 from attnscore.scores.forms import Form
 
 
@@ -50,18 +51,16 @@ class LoweredCall:
     is_projection: bool
     """Whether the score's ``project`` lowers finite queries and keys: it isolates no rows and casts nothing."""
 
-    def run(
-        self, query: Array, key: Array, value: Array, score: Any, mask: Any, bias: Any, sink: Any, seed: Any,
-        valid_lens: Any,
-    ) -> Any:  # fmt: skip
+    def run(self, arguments: CallArguments) -> Any:
         """Return what `attend` returns."""
-        ops, call = self.ops, self.call
+        ops, call, score = self.ops, self.call, arguments.score
         if type(score) is str:
             score = scores.resolve(score)
-        operands = self.operands(self.lower(score, query, key), value, bias, sink)
+        lowered = self.lower(score, arguments.query, arguments.key)
+        operands = self.operands(lowered, arguments.value, arguments.bias, arguments.sink)
         if ops.has_plain_tape and ops.needs_grad(*operands):
-            return call.present(ops.record(call.op(query, self.lowered, mask, seed, valid_lens), operands))
-        return call.present(call.forward(operands, *call.mask_and_seed(query, mask, seed, valid_lens), saves=False)[0])
+            return call.present(ops.record(call.op(arguments, self.lowered), operands))
+        return call.present(call.forward(operands, *call.mask_and_seed(arguments), saves=False)[0])
 
     def lower(self, score: Any, query: Array, key: Array) -> LoweredArrays:
         """Return the arrays of the lowered form."""

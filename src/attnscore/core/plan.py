@@ -24,6 +24,7 @@ import numpy as np
 from attnscore import backends, kernels, scores
 from attnscore.backends.base import Array, Backend
 from attnscore.core import tiling
+from attnscore.core.arguments import CallArguments
 from attnscore.core.cache import BoundedCache
 from attnscore.core.lowered import LoweredCall, lower
 from attnscore.core.problem import Problem, build_problem
@@ -39,10 +40,7 @@ from attnscore.scores.forms import AdditiveForm, InnerForm
 class ExecutionPlan(Protocol):
     """Execution plan of the calls of one signature."""
 
-    def run(
-        self, query: Array, key: Array, value: Array, score: Any, mask: Any, bias: Any, sink: Any, seed: Any,
-        valid_lens: Any,
-    ) -> Any:  # fmt: skip
+    def run(self, arguments: CallArguments) -> Any:
         """Return what `attend` returns."""
 
 
@@ -53,19 +51,9 @@ _LENS_DTYPES = ("int32", "int64")
 _DTYPES_READ = {np.dtype(name): name for name in ("bool", *_LENS_DTYPES)}
 
 
-def signature(
-    query: Array,
-    key: Array,
-    value: Array,
-    score: Any,
-    options: tuple[Hashable, ...],
-    mask: Any,
-    valid_lens: Any,
-    bias: Any,
-    sink: Any,
-    seed: Any,
-) -> Hashable | None:
+def signature(arguments: CallArguments, options: tuple[Hashable, ...]) -> Hashable | None:
     """Return the cache key of a call's plan, or None where it cannot be cached; `options` are the other arguments."""
+    query, key, value, score, mask, valid_lens, bias, sink, seed = arguments
     kind = type(query)
     if type(key) is not kind or type(value) is not kind or (found := _score_signature(score)) is None:
         return None
@@ -73,7 +61,7 @@ def signature(
         return None
     of_score, parameters = found
     arrays = [query, key, value, *parameters]
-    parts: list[Hashable] = [of_score, bias is None, sink is None, *map(type, options), *options]
+    parts: list[Hashable] = [of_score, bias is None, sink is None, *map(type, options), options]
     if bias is not None or sink is not None or seed is not None:
         if type(seed) not in (int, type(None)):
             return None
@@ -153,45 +141,38 @@ def _score_signature(score: Any) -> tuple[Hashable, tuple[Array, ...]] | None:
     return None
 
 
-def build(
-    cache_key: Hashable | None,
-    problem: Problem,
-    kernel: str,
-    query: Array,
-    key: Array,
-    value: Array,
-    mask: Any,
-    bias: Any,
-    sink: Any,
-    valid_lens: Any,
-) -> ExecutionPlan:
+def build(cache_key: Hashable | None, problem: Problem, kernel: str, arguments: CallArguments) -> ExecutionPlan:
     """Return the plan of a problem, cached under `cache_key` where its kernel can reuse it for other arrays."""
     tiles, chosen = tiling.planned(problem), kernels.choose(kernel, problem)
     if cache_key is not None:
-        array = mask if isinstance(problem.mask, Dense) else None
-        ops = problem.ops
-        lens = None if valid_lens is None else _read_at_each_call(ops, query, mask, valid_lens)
-        given = {
-            "query": query,
-            "key": key,
-            "value": value,
-            "bias": bias,
-            "w_v": problem.score.w_v if type(problem.score) is Additive else None,
-            "bandwidth": _learned_bandwidth(problem.score),
-            "mask": array,
-            "valid_lens": lens,
-            "sink": sink,
-        }
-        arrays = {name: x for name, x in given.items() if x is not None}
+        arrays = _arrays_of(arguments, problem)
         plan = chosen.prepare(problem, tiles, arrays)
         if plan is None and _is_lowered(problem):
-            plan = _build_lowered(problem, kernel, arrays, bias, sink)
+            plan = _build_lowered(problem, kernel, arrays)
         if plan is not None:
             return PLANS.get_or_compute(cache_key, lambda: plan)
     return SingleCall(problem, AttentionOp(chosen, problem, tiles))
 
 
-def _build_lowered(problem: Problem, kernel: str, arrays: dict[str, Array], bias: Any, sink: Any) -> LoweredCall | None:
+def _arrays_of(arguments: CallArguments, problem: Problem) -> dict[str, Array]:
+    """Return the caller's arrays that each call of a plan passes, by name."""
+    query, key, value, _, mask, valid_lens, bias, sink, _ = arguments
+    score = problem.score
+    found = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "bias": bias,
+        "w_v": score.w_v if type(score) is Additive else None,
+        "bandwidth": score.bandwidth if type(score) is Gaussian and backends.is_array(score.bandwidth) else None,
+        "mask": mask if isinstance(problem.mask, Dense) else None,
+        "valid_lens": None if valid_lens is None else _read_at_each_call(problem.ops, query, mask, valid_lens),
+        "sink": sink,
+    }
+    return {name: x for name, x in found.items() if x is not None}
+
+
+def _build_lowered(problem: Problem, kernel: str, arrays: dict[str, Array]) -> LoweredCall | None:
     """Return the plan of a call whose score is lowered, or None where the kernel has none for the lowered call."""
     ops, score, dropout = problem.ops, problem.score, problem.dropout
     sides = {name: ops.stop_gradient(arrays[name]) for name in ("query", "key")}
@@ -202,7 +183,8 @@ def _build_lowered(problem: Problem, kernel: str, arrays: dict[str, Array], bias
         lowered = Additive(form.w_v, activation=score.activation, negative_slope=score.negative_slope)
     given = {**arrays, "query": found.query, "key": found.key}
     lowered_problem, _ = build_problem(
-        found.query, found.key, arrays["value"], score=lowered, mask=problem.mask, bias=bias, sink=sink,
+        found.query, found.key, arrays["value"], score=lowered, mask=problem.mask,
+        bias=arrays.get("bias"), sink=arrays.get("sink"),
         dropout=0.0 if dropout is None else dropout.probability, seed=0,
         head_axis=problem.layout.head_axis, statistics=problem.statistics, matrix=problem.matrix,
     )  # fmt: skip
@@ -215,11 +197,6 @@ def _build_lowered(problem: Problem, kernel: str, arrays: dict[str, Array], bias
         return None
     dtypes = {ops.dtype(x) for x in arrays_of(score).values()}
     return LoweredCall(ops, call, lowered, computed, hasattr(score, "project") and dtypes == {problem.dtype})
-
-
-def _learned_bandwidth(score: Any) -> Array | None:
-    """Return the bandwidth of a Gaussian where it is an array; None for a number, and for other scores."""
-    return score.bandwidth if type(score) is Gaussian and backends.is_array(score.bandwidth) else None
 
 
 def _is_lowered(problem: Problem) -> bool:
@@ -237,7 +214,7 @@ class SingleCall:
     problem: Problem
     op: AttentionOp
 
-    def run(self, *_: Any) -> Any:
+    def run(self, arguments: CallArguments) -> Any:
         """Return what `attend` returns."""
         return present(self.problem, self.op())
 

@@ -22,6 +22,7 @@ import numpy as np
 from attnscore import backends
 from attnscore.backends.base import Array, Backend, HostArray, Signature, sum_to
 from attnscore.core import tiled, tiling
+from attnscore.core.arguments import CallArguments
 from attnscore.core.layout import AxisLayout
 from attnscore.core.problem import Problem, build_problem
 from attnscore.core.statistics import AttentionStats
@@ -130,12 +131,10 @@ class NativeCall:
     _backwards: dict[Hashable, Backward] = field(default_factory=dict)
     _layouts: list[Signature | None] = field(default_factory=list)
 
-    def run(
-        self, query: Array, key: Array, value: Array, score: Any, mask: Any, bias: Any, sink: Any, seed: Any,
-        valid_lens: Any,
-    ) -> Any:  # fmt: skip
+    def run(self, arguments: CallArguments) -> Any:
         """Return what `attend` returns."""
         ops = self.ops
+        query, key, value, score, _, _, bias, sink, _ = arguments
         arrays: tuple[Array, ...] = (query, key, value)
         if bias is not None:
             arrays += (bias,)
@@ -149,20 +148,23 @@ class NativeCall:
             if not ops.number(score.bandwidth) > 0:  # type: ignore[operator]  # it is not traced
                 score.check(query.shape[-1], key.shape[-1])
         if ops.has_plain_tape and ops.needs_grad(*arrays):
-            return self.present(ops.record(self.op(query, score, mask, seed, valid_lens), arrays))
-        mask, seed = self.mask_and_seed(query, mask, seed, valid_lens)
+            return self.present(ops.record(self.op(arguments, score), arrays))
+        mask, seed = self.mask_and_seed(arguments)
         return self.present(self.forward(arrays, mask, seed, saves=False)[0])
 
-    def op(self, query: Array, score: Any, mask: Any, seed: Any, valid_lens: Any) -> NativeOp:
+    def op(self, arguments: CallArguments, score: Any) -> NativeOp:
         """Return the op of one call, for autograd to record."""
-        return NativeOp(self, score, *self.mask_and_seed(query, mask, seed, valid_lens))
+        return NativeOp(self, score, *self.mask_and_seed(arguments))
 
-    def mask_and_seed(self, query: Array, mask: Any, seed: Any, valid_lens: Any) -> tuple[Any, int]:
+    def mask_and_seed(self, arguments: CallArguments) -> tuple[Any, int]:
         """Return the boolean mask of a call, or the bounds of its valid lengths, or None; and its seed."""
-        seed = (self.ops.draw_seed(query) if seed is None else int(seed)) % 2**63 if self.dropout else 0
+        seed = 0
+        if self.dropout:
+            given = arguments.seed
+            seed = (self.ops.draw_seed(arguments.query) if given is None else int(given)) % 2**63
         if self.reads_lens:
-            return self._checked_bounds(valid_lens), seed
-        return mask if self.reads_mask else None, seed
+            return self._checked_bounds(arguments.valid_lens), seed
+        return arguments.mask if self.reads_mask else None, seed
 
     @cached_property
     def differentiable(self) -> tuple[str, ...]:
@@ -207,7 +209,7 @@ class NativeCall:
         for place, dtype, axis in forward.outputs:
             x = ops.from_memory(filled[place], dtype, like)
             found.append(x if axis is None else ops.swap_axes(x, axis, axis + 1))
-        return tuple(found), [filled[place] for place in forward.saved]
+        return tuple(found), [filled[place] for place in forward.saved] if saves else []
 
     def _buffers(self, arrays: Sequence[Array], mask: Any) -> Sequence[Array]:
         """Return the memory of operands and mask, in the order of the module's inputs (`ORDER`)."""
