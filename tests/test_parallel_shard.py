@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -76,3 +78,45 @@ def test_exchange_and_masks_are_those_of_all_pairs(name: str, division: str, ran
             inside = ((whole.start[..., None] <= cols) & (cols < whole.stop[..., None])).any(0)
             assert (inside == found[:, 0]).all()
     assert sum(plan.pairs) >= pairs.sum((0, 2, 3)).mean()
+
+
+@pytest.mark.parametrize("kernel", ["auto", "streaming"])
+@pytest.mark.parametrize("name", [name for name in MASKS if name != "none"])
+def test_attention_of_a_shard_is_that_of_its_queries(name: str, kernel: str) -> None:
+    mask = MASKS[name]
+    query, key, value = (RNG.standard_normal((BATCH, 2, N, dim)) for dim in (8, 8, 5))
+    whole = ats.attend(query, key, value, mask=mask, kernel="dense")
+    queries = [Shard.head_tail(N, rank, 3) for rank in range(3)]
+    keys = [Shard.contiguous(N, rank, 3) for rank in range(3)]
+    plan = exchange(mask, queries, keys, batch=BATCH)
+    for rows, cols in zip(queries, plan.needed, strict=True):
+        local = shard_mask(mask, rows, cols, N, N)
+        out = ats.attend(rows.take(query), cols.take(key), cols.take(value), mask=local, kernel=kernel)
+        np.testing.assert_allclose(out, rows.take(whole), rtol=1e-12, atol=1e-12)
+
+
+TRACED = [name for name in MASKS if name not in ("none", "function of heads")]
+
+
+@pytest.mark.parametrize("kernel", ["auto", "streaming"])
+@pytest.mark.parametrize("name", TRACED)
+def test_positions_may_be_traced_and_padded(name: str, kernel: str) -> None:
+    """As in a program that runs on every device: each takes its positions, padded to one size, from a table."""
+    mask = MASKS[name]
+    arrays = [RNG.standard_normal((BATCH, 2, N, dim)).astype(np.float32) for dim in (8, 8, 5)]
+    whole = ats.attend(*arrays, mask=mask, kernel="dense")
+    shards = [Shard(((0, 3), (20, N)), N), Shard(((3, 20),), N)]
+    tables = [np.stack([np.append(s.positions(), [N] * (22 - len(s))) for s in shards]) for _ in range(2)]
+
+    @jax.jit
+    def run(rank: jax.Array, *padded: jax.Array) -> jax.Array:
+        rows, cols = (jnp.asarray(table)[rank] for table in tables)
+        cols = jnp.concatenate([jnp.arange(N), jnp.full(2, N)]) + 0 * cols[:1]
+        return ats.attend(*padded, mask=shard_mask(mask, rows, cols, N, N, padded=True), kernel=kernel)
+
+    query, key, value = (np.concatenate([x, np.full_like(x[..., :2, :], np.nan)], -2) for x in arrays)
+    for rank, shard in enumerate(shards):
+        rows = np.append(shard.positions(), [N] * (22 - len(shard)))
+        out = np.asarray(run(rank, query[:, :, rows], key, value))
+        np.testing.assert_allclose(out[:, :, : len(shard)], shard.take(whole), rtol=2e-5, atol=2e-5)
+        assert not out[:, :, len(shard) :].any()

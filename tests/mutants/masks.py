@@ -107,8 +107,8 @@ FAULTS: list[Fault] = [
     Fault(
         "mask-query-lens-interval-inclusive",
         _MASKS,
-        "np.where(np.arange(query_len) < column(query_lens), stop, 0)",
-        "np.where(np.arange(query_len) <= column(query_lens), stop, 0)",
+        "np.where(rows < column(query_lens), stop, 0)",
+        "np.where(rows <= column(query_lens), stop, 0)",
         _INTERVALS,
         "the first padded query has the interval of an unpadded one",
     ),
@@ -163,8 +163,8 @@ FAULTS: list[Fault] = [
     Fault(
         "mask-causal-interval-strict",
         _MASKS,
-        "stop = np.arange(query_len)[None] + column(offset) + 1",
-        "stop = np.arange(query_len)[None] + column(offset)",
+        "stop = rows + column(offset) + 1",
+        "stop = rows + column(offset)",
         _INTERVALS,
         "the intervals of Causal end before the diagonal",
     ),
@@ -251,8 +251,8 @@ FAULTS: list[Fault] = [
     Fault(
         "mask-prefix-lm-interval-strict",
         _MASKS,
-        "np.maximum(column(prefix), np.arange(query_len)[None] + 1)",
-        "np.maximum(column(prefix), np.arange(query_len)[None])",
+        "np.maximum(column(prefix), rows + 1)",
+        "np.maximum(column(prefix), rows)",
         _INTERVALS,
         "the intervals of PrefixLM end before the diagonal",
     ),

@@ -60,6 +60,11 @@ class Mask(ABC):
         intervals = self.intervals(query_len, key_len, batch)
         return None if intervals is None else IntervalSet.of(intervals)
 
+    def interval_set_at(self, rows: HostArray, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
+        """Return the intervals of the queries `rows` alone, (interval, batch or 1, rows), or None."""
+        whole = self.interval_set(query_len, key_len, batch)
+        return None if whole is None else IntervalSet(whole.start[..., rows], whole.stop[..., rows])
+
     @abstractmethod
     def check(self, ops: Backend, score_shape: ScoreShape) -> None:
         """Raise MaskError when the mask does not fit `score_shape`."""
@@ -167,6 +172,23 @@ class IntervalSetMask(Mask):
         return None if intervals is None else intervals.single
 
 
+class RowIntervalMask(Mask):
+    """Interface of masks whose intervals of any queries are computed without those of the others."""
+
+    @abstractmethod
+    def intervals_at(self, rows: HostArray, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
+        """Return one interval for each of the queries `rows`, (batch or 1, rows), or None as `intervals` does."""
+
+    @final
+    def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
+        return self.intervals_at(np.arange(query_len), query_len, key_len, batch)
+
+    @final
+    def interval_set_at(self, rows: HostArray, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
+        intervals = self.intervals_at(rows, query_len, key_len, batch)
+        return None if intervals is None else IntervalSet.of(intervals)
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class _Pair(IntervalSetMask):
     """What `And` and `Or` share."""
@@ -184,7 +206,11 @@ class _Pair(IntervalSetMask):
 
     @final
     def interval_set(self, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
-        first, second = (part.interval_set(query_len, key_len, batch) for part in (self.first, self.second))
+        return self.interval_set_at(np.arange(query_len), query_len, key_len, batch)
+
+    @final
+    def interval_set_at(self, rows: HostArray, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
+        first, second = (part.interval_set_at(rows, query_len, key_len, batch) for part in (self.first, self.second))
         return None if first is None or second is None else self._combine(first, second, key_len).within(MOST)
 
     @final
@@ -242,7 +268,10 @@ class Not(IntervalSetMask):
         return ~self.mask.visible(ops, score_shape, rows, cols)
 
     def interval_set(self, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
-        intervals = self.mask.interval_set(query_len, key_len, batch)
+        return self.interval_set_at(np.arange(query_len), query_len, key_len, batch)
+
+    def interval_set_at(self, rows: HostArray, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
+        intervals = self.mask.interval_set_at(rows, query_len, key_len, batch)
         return None if intervals is None else intervals.complement(key_len).within(MOST)
 
     def check(self, ops: Backend, score_shape: ScoreShape) -> None:

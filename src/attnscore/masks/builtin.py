@@ -14,7 +14,7 @@ import numpy as np
 from attnscore import backends
 from attnscore.backends.base import Array, Backend, is_unknown
 from attnscore.core.layout import ScoreShape, entries_of
-from attnscore.masks.base import And, IntervalSetMask, Mask, Not, Or, check_shapes
+from attnscore.masks.base import And, IntervalSetMask, Mask, Not, Or, RowIntervalMask, check_shapes
 from attnscore.masks.index_values import (
     UNBOUNDED,
     Align,
@@ -37,14 +37,14 @@ from attnscore.masks.index_values import (
     per_batch,
     per_query,
 )
-from attnscore.masks.intervals import MOST, Intervals, IntervalSet, runs_of
+from attnscore.masks.intervals import MOST, HostArray, Intervals, IntervalSet, runs_of
 from attnscore.masks.neighbour_table import NeighbourTable
 from attnscore.masks.shape_spec import ShapeSpec, index_values_spec, pairs_spec, shape_of, sizes_of
 
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
-class ValidLens(Mask):
+class ValidLens(RowIntervalMask):
     """Query i attends the keys j < lens; queries past `query_lens` attend nothing.
 
     Parameters
@@ -70,15 +70,15 @@ class ValidLens(Mask):
             return visible
         return ops.logical_and(visible, rows < per_batch(ops, score_shape, self.query_lens, rows))
 
-    def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
+    def intervals_at(self, rows: HostArray, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
         lens = host_ints(self.lens)
         query_lens = None if self.query_lens is None else host_ints(self.query_lens)
         if lens is None or (query_lens is None and self.query_lens is not None):
             return None
-        stop = lens_per_query(lens, query_len, batch)
+        stop = lens_per_query(lens, query_len, batch)[:, rows]
         if query_lens is not None:
-            stop = np.where(np.arange(query_len) < column(query_lens), stop, 0)
-        return clip_intervals(np.zeros_like(stop), stop, query_len, key_len)
+            stop = np.where(rows < column(query_lens), stop, 0)
+        return clip_intervals(np.zeros_like(stop), stop, len(rows), key_len)
 
     def check(self, ops: Backend, score_shape: ScoreShape) -> None:
         check_index_values("valid_lens", self.lens, score_shape, highest=score_shape.key_len, per_query=True)
@@ -94,7 +94,7 @@ class ValidLens(Mask):
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
-class KeyRange(Mask):
+class KeyRange(RowIntervalMask):
     """Every query attends the keys start <= j < stop, with one range per batch row (left padding).
 
     Examples
@@ -111,12 +111,12 @@ class KeyRange(Mask):
         start, stop = (per_batch(ops, score_shape, end, rows) for end in (self.start, self.stop))
         return ops.logical_and(cols >= start, cols < stop)
 
-    def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
+    def intervals_at(self, rows: HostArray, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
         start, stop = host_ints(self.start), host_ints(self.stop)
         if start is None or stop is None:
             return None
         start, stop = np.broadcast_arrays(column(start), column(stop))
-        return clip_intervals(start, stop, query_len, key_len)
+        return clip_intervals(start, stop, len(rows), key_len)
 
     def check(self, ops: Backend, score_shape: ScoreShape) -> None:
         check_index_values("start", self.start, score_shape, highest=score_shape.key_len)
@@ -175,7 +175,7 @@ class KeyPadding(IntervalSetMask):
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
-class Causal(Mask):
+class Causal(RowIntervalMask):
     """Query i attends the keys j <= i + offset.
 
     ::
@@ -204,12 +204,12 @@ class Causal(Mask):
     def visible(self, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
         return cols <= rows + offset_of(ops, score_shape, self, rows)
 
-    def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
+    def intervals_at(self, rows: HostArray, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
         offset = host_offset(self, query_len, key_len)
         if offset is None:
             return None
-        stop = np.arange(query_len)[None] + column(offset) + 1
-        return clip_intervals(np.zeros_like(stop), stop, query_len, key_len)
+        stop = rows + column(offset) + 1
+        return clip_intervals(np.zeros_like(stop), stop, len(rows), key_len)
 
     def check(self, ops: Backend, score_shape: ScoreShape) -> None:
         check_alignment(score_shape, self)
@@ -220,7 +220,7 @@ class Causal(Mask):
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
-class SlidingWindow(Mask):
+class SlidingWindow(RowIntervalMask):
     """Query i attends the keys i + offset - left <= j <= i + offset + right, both included; None is unbounded.
 
     A model's "window w" is ``left = w - 1``: a query attends itself and w - 1 keys before it.
@@ -246,14 +246,14 @@ class SlidingWindow(Mask):
             visible = ops.logical_and(visible, cols >= centre - self.left)
         return visible if self.right is None else ops.logical_and(visible, cols <= centre + self.right)
 
-    def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
+    def intervals_at(self, rows: HostArray, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
         offset = host_offset(self, query_len, key_len)
         if offset is None:
             return None
-        centre = np.arange(query_len)[None] + column(offset)
+        centre = rows + column(offset)
         start = np.zeros_like(centre) if self.left is None else centre - self.left
         stop = np.full_like(centre, key_len) if self.right is None else centre + self.right + 1
-        return clip_intervals(start, stop, query_len, key_len)
+        return clip_intervals(start, stop, len(rows), key_len)
 
     def check(self, ops: Backend, score_shape: ScoreShape) -> None:
         check_widths(self.left, self.right)
@@ -265,7 +265,7 @@ class SlidingWindow(Mask):
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
-class PrefixLM(Mask):
+class PrefixLM(RowIntervalMask):
     """Query i attends the keys j < prefix_len or j <= i, with one prefix length per batch row.
 
     Examples
@@ -281,12 +281,12 @@ class PrefixLM(Mask):
     def visible(self, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
         return ops.logical_or(cols < per_batch(ops, score_shape, self.prefix_lens, rows), cols <= rows)
 
-    def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
+    def intervals_at(self, rows: HostArray, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
         prefix = host_ints(self.prefix_lens)
         if prefix is None:
             return None
-        stop = np.maximum(column(prefix), np.arange(query_len)[None] + 1)
-        return clip_intervals(np.zeros_like(stop), stop, query_len, key_len)
+        stop = np.maximum(column(prefix), rows + 1)
+        return clip_intervals(np.zeros_like(stop), stop, len(rows), key_len)
 
     def check(self, ops: Backend, score_shape: ScoreShape) -> None:
         check_index_values("prefix_lens", self.prefix_lens, score_shape, highest=score_shape.key_len)
@@ -359,7 +359,7 @@ class Documents(Mask):
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
-class Packed(Mask):
+class Packed(RowIntervalMask):
     """Packed sequences: query i of sequence s attends the keys of sequence s, in its window where there is one.
 
     Cumulative lengths say where sequences begin and end, as in FlashAttention's calls of variable length: sequence s
@@ -441,11 +441,11 @@ class Packed(Mask):
         start, stop = self.ends(ops, rows)
         return ops.logical_and(start <= cols, cols < stop)
 
-    def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
+    def intervals_at(self, rows: HostArray, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
         if any(host_ints(cu) is None for cu in self.cumulative):
             return None
-        start, stop = self.ends(backends.load("numpy"), np.arange(query_len)[None])
-        return clip_intervals(start, stop, query_len, key_len)
+        start, stop = self.ends(backends.load("numpy"), rows[None])
+        return clip_intervals(start, stop, len(rows), key_len)
 
     def check(self, ops: Backend, score_shape: ScoreShape) -> None:
         check_widths(self.left, self.right)
