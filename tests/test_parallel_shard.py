@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import attnscore as ats
-from attnscore.parallel import Shard, exchange, shard_mask
+from attnscore.errors import ArgumentError, ShapeError
+from attnscore.parallel import Shard, balanced_shards, exchange, shard_mask
 
 N, BATCH = 37, 2
 RNG = np.random.default_rng(0)
@@ -78,6 +79,121 @@ def test_exchange_and_masks_are_those_of_all_pairs(name: str, division: str, ran
             inside = ((whole.start[..., None] <= cols) & (cols < whole.stop[..., None])).any(0)
             assert (inside == found[:, 0]).all()
     assert sum(plan.pairs) >= pairs.sum((0, 2, 3)).mean()
+    for target in range(ranks):
+        for source in range(ranks):
+            moved = plan.transfer(source, target)
+            assert (moved == keys[source] & plan.needed[target]) and plan.queries[target] == queries[target]
+            attend = pairs[..., moved.positions()].any((0, 1, 3)) & np.isin(np.arange(N), queries[target].positions())
+            assert attend[plan.attending(target, source).positions()].sum() == attend.sum()
+    assert sum(map(plan.sent, range(ranks))) == sum(map(plan.received, range(ranks)))
+
+
+def test_queries_that_attend_keys_of_another_rank() -> None:
+    shards = [Shard.contiguous(40, rank, 4) for rank in range(4)]
+    plan = exchange(ats.SlidingWindow(left=3, right=0), shards, shards)
+    assert plan.attending(1, 0).ranges == ((10, 13),)
+    assert plan.attending(0, 1) == Shard.empty(40) == plan.attending(3, 0)
+
+
+@pytest.mark.parametrize("division", [Shard.contiguous, Shard.head_tail])
+@pytest.mark.parametrize("length", [0, 1, 2, 7, 16, 101])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_divisions_hold_each_position_once(division, length: int, ranks: int) -> None:
+    shards = [division(length, rank, ranks) for rank in range(ranks)]
+    together = np.concatenate([shard.positions() for shard in shards])
+    assert sorted(together) == [*range(length)]
+    assert max(map(len, shards)) - min(map(len, shards)) <= 2
+    exchange(ats.Causal(), shards, shards)
+
+
+@pytest.mark.parametrize("length", [0, 1, 127, 128, 129, 5000])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_balanced_shards_have_as_many_chunks(length: int, ranks: int) -> None:
+    shards = balanced_shards(ats.KeyRange(0, 0), length, ranks)
+    assert sorted(np.concatenate([shard.positions() for shard in shards])) == [*range(length)]
+    assert max(map(len, shards)) <= 128 * -(-length // (128 * ranks))
+    assert shards == tuple(Shard.balanced(ats.KeyRange(0, 0), length, rank, ranks) for rank in range(ranks))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16])
+def test_pairs_of_balanced_ranks_differ_by_2_percent(ranks: int) -> None:
+    length = 2**17 + 77
+    rng = np.random.default_rng(ranks)
+    lens = rng.lognormal(6, 1.2, 400).astype(int)
+    cu = np.append(0, np.cumsum(lens)[np.cumsum(lens) < length])
+    for mask in (ats.Causal(), ats.SlidingWindow(left=1000, right=0), ats.Packed(cu).causal()):
+        queries = balanced_shards(mask, length, ranks)
+        plan = exchange(mask, queries, [Shard.contiguous(length, rank, ranks) for rank in range(ranks)])
+        assert max(plan.pairs) <= 1.02 * min(plan.pairs)
+    # Parts of the sequence are not balanced under a causal mask; its ends taken together are.
+    parts, ends = (
+        [division(length, rank, ranks) for rank in range(ranks)] for division in (Shard.contiguous, Shard.head_tail)
+    )
+    assert exchange(ats.Causal(), parts, parts).imbalance > 0.4
+    assert exchange(ats.Causal(), ends, ends).imbalance < 0.01
+
+
+def test_keys_of_a_window_do_not_grow_with_the_sequence() -> None:
+    def most(length: int) -> int:
+        shards = [Shard.contiguous(length, rank, 4) for rank in range(4)]
+        plan = exchange(ats.SlidingWindow(left=99, right=0), shards, shards)
+        return max(map(plan.sent, range(4)))
+
+    assert most(1000) == most(100_000) == 99
+
+
+def test_rows_of_a_shard() -> None:
+    shard = Shard(((1, 3), (3, 4), (6, 6), (7, 8)), 10)
+    assert shard.ranges == ((1, 4), (7, 8)) and len(shard) == 4
+    assert shard.positions().tolist() == [1, 2, 3, 7]
+    x = np.arange(30).reshape(3, 10)
+    assert shard.take(x, -1).tolist() == x[:, [1, 2, 3, 7]].tolist()
+    assert shard.take(x.T, 0).tolist() == shard.take(x.T).tolist() == x.T[[1, 2, 3, 7]].tolist()
+    assert np.shares_memory(Shard(((2, 5),), 10).take(x, 1), x)
+    assert Shard.empty(10).take(x, 1).shape == (3, 0)
+    many = Shard(tuple((i, i + 1) for i in range(0, 200, 2)), 200)
+    assert many.take(np.arange(200), 0).tolist() == [*range(0, 200, 2)]
+    assert shard.positions(jnp.zeros(1)).tolist() == [1, 2, 3, 7]
+    assert shard.take(jnp.arange(10), 0).tolist() == [1, 2, 3, 7]
+
+
+def test_sets_of_positions() -> None:
+    shard, other = Shard(((1, 4), (7, 9)), 10), Shard(((0, 2), (3, 8)), 10)
+    assert (shard & other).ranges == ((1, 2), (3, 4), (7, 8))
+    assert (shard | other).ranges == ((0, 9),)
+    assert shard.locate(shard & other) == ((0, 1), (2, 3), (3, 4))
+    assert shard.locate(Shard.empty(10)) == Shard.empty(10).locate(Shard.empty(10)) == ()
+    assert Shard.whole(10) & shard == shard == shard | Shard.empty(10)
+    x = np.arange(10)
+    found = np.concatenate([shard.take(x, 0)[start:stop] for start, stop in shard.locate(shard & other)])
+    assert found.tolist() == (shard & other).positions().tolist()
+
+
+BAD = {
+    "order": (lambda: Shard(((3, 4), (1, 2)), 10), r"ranges: expected \(start, stop\) in rising order, from 0 to 10"),
+    "overlap": (lambda: Shard(((1, 4), (3, 5)), 10), r"got \(3, 5\)"),
+    "outside": (lambda: Shard(((1, 11),), 10), r"got \(1, 11\)"),
+    "length": (lambda: Shard((), -1), "length: expected a whole number"),
+    "rank": (lambda: Shard.contiguous(10, 4, 4), "rank: expected a number below ranks = 4, got 4"),
+    "ranks": (lambda: Shard.head_tail(10, 0, 0), "ranks: expected 1 or more"),
+    "chunk": (lambda: Shard.balanced(None, 10, 0, 1, chunk=0), "chunk: expected a whole number of queries"),
+    "axis": (lambda: Shard.whole(10).take(np.zeros((10, 3)), 1), r"10 positions on axis 1, got shape \(10, 3\)"),
+    "part": (lambda: Shard(((0, 3),), 9).locate(Shard(((2, 4),), 9)), "part: expected positions that the shard holds"),
+    "lengths": (lambda: Shard.whole(3) & Shard.whole(4), "shards: expected parts of one sequence"),
+    "missing": (lambda: exchange(None, [Shard(((0, 3),), 4)], [Shard.whole(4)]), "queries: expected shards that hold"),
+    "twice": (lambda: exchange(None, [Shard.whole(4)] * 2, [Shard.whole(4)] * 2), "queries: expected shards that hold"),
+    "ranks differ": (
+        lambda: exchange(None, [Shard.whole(4)], [Shard.whole(4), Shard.empty(4)]),
+        "keys: expected one shard for each of 1 ranks, got 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_shards_are_refused(name: str) -> None:
+    call, text = BAD[name]
+    with pytest.raises((ArgumentError, ShapeError), match=text):
+        call()
 
 
 @pytest.mark.parametrize("kernel", ["auto", "streaming"])
@@ -98,7 +214,7 @@ def test_attention_of_a_shard_is_that_of_its_queries(name: str, kernel: str) -> 
 TRACED = [name for name in MASKS if name not in ("none", "function of heads")]
 
 
-@pytest.mark.parametrize("kernel", ["auto", "streaming"])
+@pytest.mark.parametrize("kernel", ["auto", pytest.param("streaming", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", TRACED)
 def test_positions_may_be_traced_and_padded(name: str, kernel: str) -> None:
     """As in a program that runs on every device: each takes its positions, padded to one size, from a table."""

@@ -284,15 +284,21 @@ class Not(IntervalSetMask):
         return f"~{_wrap(self.mask, (And, Or))}"
 
 
-def split(mask: Mask, query_len: int, key_len: int, batch: int) -> tuple[IntervalSet | None, Mask | None]:
+def split(
+    mask: Mask, query_len: int, key_len: int, batch: int, rows: HostArray | None = None
+) -> tuple[IntervalSet | None, Mask | None]:
     """Return `mask` as intervals AND a rest that has to be evaluated by block; either may be None.
 
-    The intervals of some parts bound the tiles even when the rest has none.
+    The intervals of some parts bound the tiles even when the rest has none. They are those of the queries `rows`, or
+    of all.
     """
     known: IntervalSet | None = None
     rest: list[Mask] = []
     for part in parts_of(mask):
-        intervals = part.interval_set(query_len, key_len, batch)
+        if rows is None:
+            intervals = part.interval_set(query_len, key_len, batch)
+        else:
+            intervals = part.interval_set_at(rows, query_len, key_len, batch)
         if intervals is not None and intervals.count > 1 and part.is_array:
             intervals = None
         if intervals is not None and known is not None:

@@ -18,7 +18,7 @@ from attnscore.backends.base import Array, Backend, may_equal
 from attnscore.core.layout import ScoreShape
 from attnscore.errors import MaskError, message
 from attnscore.masks.base import IntervalSetMask, Mask
-from attnscore.masks.intervals import HostArray, IntervalSet, normalized
+from attnscore.masks.intervals import IntervalSet, normalized
 from attnscore.masks.shape_spec import ShapeSpec
 
 
@@ -61,12 +61,12 @@ class Sharded(IntervalSetMask):
         rows, cols = backends.host(self.rows), backends.host(self.cols)
         if rows is None or cols is None:
             return None
-        if self.mask is None:
+        if self.mask is None or not self.query_len:
             zero = np.zeros((1, 1, len(rows)), np.int64)
             found: IntervalSet | None = IntervalSet(zero, zero + self.key_len)
         else:
-            found = self.mask.interval_set(self.query_len, self.key_len, batch)
-            found = None if found is None else IntervalSet(_taken(found.start, rows), _taken(found.stop, rows))
+            inside = np.minimum(rows, max(0, self.query_len - 1)) if self.padded else rows
+            found = self.mask.interval_set_at(inside, self.query_len, self.key_len, batch)
         if found is None:
             return None
         start, stop = (np.searchsorted(cols, end) for end in (found.start, found.stop))
@@ -108,14 +108,3 @@ class Sharded(IntervalSetMask):
 def _clamped(ops: Backend, positions: Array, length: int) -> Array:
     """Return the positions, those behind the last one as the last one."""
     return -ops.maximum(-positions, ops.full((), 1 - length, positions))
-
-
-def _taken(end: HostArray, rows: HostArray) -> HostArray:
-    """Return the entries of the queries `rows`: a view where they are consecutive; of padding, the last entry."""
-    size = end.shape[-1]
-    if len(rows) and rows[-1] < size and rows[-1] - rows[0] == len(rows) - 1:
-        return end[..., rows[0] : rows[-1] + 1]
-    if not size:
-        return np.zeros((*end.shape[:-1], len(rows)), end.dtype)
-    taken: HostArray = np.take(end, np.minimum(rows, size - 1), axis=-1)
-    return taken

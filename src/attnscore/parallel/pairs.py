@@ -3,11 +3,12 @@
 - A mask of intervals is counted from them, and a graph from its neighbours, in time linear in the queries or edges.
 - Arrays that the host can read are counted by blocks of queries. Parts that it cannot read (traced, on a device, custom
   masks without intervals) count as unmasked: the keys to fetch are then too many, never too few.
+- Queries are counted in strips, so that memory does not grow with the sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,6 +23,8 @@ from attnscore.masks.neighbour_table import NeighbourTable
 
 Range = tuple[int, int]
 
+# Queries counted together.
+_STRIP = 2**16
 # Pairs of a mask evaluated together.
 _BLOCK = 2**22
 # Neighbours of a graph that are closer than this are fetched as one range, with the keys between them.
@@ -30,95 +33,127 @@ _GAP = 64
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """The unmasked pairs of a mask: those in `known` that the graphs and `rest` have too."""
+    """The unmasked pairs of a mask; of None, all pairs."""
 
-    known: IntervalSet
-    graphs: tuple[NeighbourTable, ...]
-    rest: Mask | None
+    mask: Mask | None
     query_len: int
     key_len: int
-    batch: int
+    batch: int = 1
 
-    @classmethod
-    def of(cls, mask: Mask | None, query_len: int, key_len: int, batch: int = 1) -> Pairs:
-        """Return the pairs of a mask, or of None, which masks nothing."""
-        known, rest = (None, None) if mask is None else split(mask, query_len, key_len, batch)
-        if known is None:
-            known = IntervalSet(np.zeros((1, 1, query_len), np.int64), np.full((1, 1, query_len), key_len))
-        parts = [] if rest is None else parts_of(rest)
-        tables = [part.table(key_len) for part in parts if isinstance(part, Neighbours)]
-        evaluated = [part for part in parts if not isinstance(part, Neighbours) and _is_readable(part)]
-        graphs = tuple(table for table in tables if table is not None)
-        return cls(known, graphs, all_of(evaluated), query_len, key_len, batch)
-
-    @cached_property
     def per_query(self) -> HostArray:
-        """Number of unmasked keys of each query, (query,) int64, summed over the batch, for one head.
+        """Return the number of unmasked keys of each query, (query,) int64, summed over the batch, for one head.
 
         Where heads have masks of their own, it is the mean of theirs, rounded up.
         """
-        if self.graphs:
-            graph = self.graphs[0]
-            inside = self._inside(graph.rows, graph.indices)
-            per_query = np.stack([np.bincount(graph.rows, x, self.query_len) for x in inside])
-        elif self.rest is None:
-            per_query = (self.known.stop - self.known.start).sum(0)
-        else:
-            counts = [block.sum(-1).mean(0, keepdims=True) for _, block in self._blocks()]
-            per_query = np.concatenate([np.zeros((1, 0)), *counts], -1)
-        found: HostArray = np.ceil(per_query.mean(0) * self.batch).astype(np.int64)
+        found = np.zeros(self.query_len, np.int64)
+        for strip in self.strips(((0, self.query_len),)):
+            found[strip.rows] = strip.counts
         return found
 
-    def keys(self, rows: tuple[Range, ...]) -> tuple[Range, ...]:
-        """Return the keys that any of the queries attends in any batch row and head, as ranges in rising order."""
-        start, stop = (
-            np.concatenate([end[..., :0].reshape(-1), *(end[..., first:last].reshape(-1) for first, last in rows)])
-            for end in (self.known.start, self.known.stop)
-        )
+    def strips(self, ranges: Iterable[Range]) -> Iterator[Strip]:
+        """Yield the pairs of the queries in `ranges`, some queries at a time."""
+        gathered: list[HostArray] = []
+        for start, stop in ranges:
+            for first in range(start, stop, _STRIP):
+                gathered.append(np.arange(first, min(first + _STRIP, stop)))
+                if sum(map(len, gathered)) >= _STRIP:
+                    yield self.strip(np.concatenate(gathered))
+                    gathered = []
+        if gathered:
+            yield self.strip(np.concatenate(gathered))
+
+    def strip(self, rows: HostArray) -> Strip:
+        """Return the pairs of some queries."""
+        known, rest = None, None
+        if self.mask is not None:
+            known, rest = split(self.mask, self.query_len, self.key_len, self.batch, rows)
+        if known is None:
+            zero = np.zeros((1, 1, len(rows)), np.int64)
+            known = IntervalSet(zero, zero + self.key_len)
+        parts = [] if rest is None else parts_of(rest)
+        tables = [part.table(self.key_len) for part in parts if isinstance(part, Neighbours)]
+        evaluated = [part for part in parts if not isinstance(part, Neighbours) and _is_readable(part)]
+        return Strip(self, rows, known, tuple(table for table in tables if table is not None), all_of(evaluated))
+
+
+@dataclass(frozen=True, eq=False)
+class Strip:
+    """The unmasked pairs of some queries: those in `known` that the graphs and `rest` have too."""
+
+    pairs: Pairs
+    rows: HostArray
+    known: IntervalSet
+    graphs: tuple[NeighbourTable, ...]
+    rest: Mask | None
+
+    @cached_property
+    def counts(self) -> HostArray:
+        """Number of unmasked keys of each query, (rows,) int64, as in `Pairs.per_query`."""
+        if self.graphs:
+            row, keys = self._edges(self.graphs[0])
+            start, stop = self.known.start[..., row], self.known.stop[..., row]
+            inside = np.any((start <= keys) & (keys < stop), 0)
+            per_batch = np.stack([np.bincount(row, x, len(self.rows)) for x in inside])
+        elif self.rest is None:
+            per_batch = (self.known.stop - self.known.start).sum(0)
+        else:
+            blocks = [block.sum(-1).mean(0, keepdims=True) for _, block in self._blocks()]
+            per_batch = np.concatenate([np.zeros((1, 0)), *blocks], -1)
+        found: HostArray = np.ceil(per_batch.mean(0) * self.pairs.batch).astype(np.int64)
+        return found
+
+    @cached_property
+    def keys(self) -> tuple[Range, ...]:
+        """The keys that any of the queries attends in any batch row and head, as ranges in rising order."""
+        start, stop = self.known.start.reshape(-1), self.known.stop.reshape(-1)
         found = union(start[start < stop], stop[start < stop])
         if not self.graphs and self.rest is None:
             return found
         # By a flag for each key: these masks take far more memory themselves.
-        attended = _flags(found, self.key_len)
-        own = _flags(rows, self.query_len)
+        attended = _flags(found, self.pairs.key_len)
         for graph in self.graphs:
-            attended &= _flags(_ranges_near(graph.indices[own[graph.rows]]), self.key_len)
+            attended &= _flags(_ranges_near(self._edges(graph)[1]), self.pairs.key_len)
         if self.rest is not None:
-            evaluated = np.zeros(self.key_len, bool)
-            for at, block in self._blocks():
-                evaluated |= block[:, own[at]].any((0, 1))
+            evaluated = np.zeros(self.pairs.key_len, bool)
+            for _, block in self._blocks():
+                evaluated |= block.any((0, 1))
             attended &= evaluated
         steps = np.diff(attended.astype(np.int8), prepend=0, append=0)
         return _pairs(np.flatnonzero(steps == 1), np.flatnonzero(steps == -1))
 
-    def _inside(self, rows: HostArray, cols: HostArray) -> HostArray:
-        """Return for each batch row whether pairs are in one of the known intervals: (batch or 1, pairs)."""
-        start, stop = self.known.start[..., rows], self.known.stop[..., rows]
-        inside: HostArray = np.any((start <= cols) & (cols < stop), 0)
-        return inside
+    def attending(self, keys: Iterable[Range]) -> tuple[Range, ...]:
+        """Return the queries that may attend any of `keys`, by their intervals, as ranges in rising order."""
+        found = np.zeros(len(self.rows), bool)
+        for start, stop in keys:
+            overlap = np.minimum(self.known.stop, stop) > np.maximum(self.known.start, start)
+            found |= overlap.any((0, 1))
+        rows = self.rows[found]
+        return union(rows, rows + 1)
+
+    def _edges(self, graph: NeighbourTable) -> tuple[HostArray, HostArray]:
+        """Return the edges of the queries, as indices of `rows` and keys."""
+        lens = graph.lens[self.rows]
+        row = np.repeat(np.arange(len(self.rows)), lens)
+        # The edges of a row are consecutive, from `start` on.
+        first = graph.start[self.rows] - (np.cumsum(lens) - lens)
+        return row, graph.indices[np.arange(len(row)) + first[row]]
 
     def _blocks(self) -> Iterator[tuple[slice, HostArray]]:
         """Yield blocks of queries and their unmasked pairs by `known` and `rest`, (matrices, queries, key)."""
-        ops = backends.load("numpy")
-        cols = np.arange(self.key_len)[None]
-        count = max(1, _BLOCK // max(1, self.key_len * self.batch))
+        ops, pairs = backends.load("numpy"), self.pairs
+        cols = np.arange(pairs.key_len)[None]
+        count = max(1, _BLOCK // max(1, pairs.key_len * pairs.batch))
         heads = 1 if self.rest is None else max(1, self.rest.heads)
-        shape = ScoreShape((self.batch,), heads, 1, self.query_len, self.key_len, has_heads=heads > 1)
-        for first in range(0, self.query_len, count):
-            rows = np.arange(first, min(first + count, self.query_len))
-            start, stop = self.known.start[..., rows, None], self.known.stop[..., rows, None]
+        shape = ScoreShape((pairs.batch,), heads, 1, pairs.query_len, pairs.key_len, has_heads=heads > 1)
+        for first in range(0, len(self.rows), count):
+            at = slice(first, first + count)
+            start, stop = self.known.start[..., at, None], self.known.stop[..., at, None]
             block: HostArray = np.any((start <= cols) & (cols < stop), 0)
             if self.rest is not None:
                 # (batch, head, group, queries, key): the known intervals are those of the batch rows.
-                visible = self.rest.visible(ops, shape, rows[:, None], cols)
+                visible = self.rest.visible(ops, shape, self.rows[at, None], cols)
                 block = np.logical_and(block[:, None, None], visible)
-            yield slice(first, first + len(rows)), block.reshape(-1, *block.shape[-2:])
-
-
-def _is_readable(mask: Mask) -> bool:
-    """Return whether NumPy can evaluate a mask: one of the package, whose arrays the host can read."""
-    readable = all(backends.host(x) is not None for x in mask.arrays().values())
-    return readable and all(isinstance(part, BUILTIN) for part in atoms_of(mask))
+            yield at, block.reshape(-1, *block.shape[-2:])
 
 
 def union(start: HostArray, stop: HostArray) -> tuple[Range, ...]:
@@ -127,6 +162,12 @@ def union(start: HostArray, stop: HostArray) -> tuple[Range, ...]:
     start, stop = start[order], np.maximum.accumulate(stop[order])
     begins = np.flatnonzero(start[1:] > stop[:-1]) + 1
     return _pairs(start[np.append(0, begins)[: len(start)]], stop[np.append(begins - 1, -1)[: len(start)]])
+
+
+def _is_readable(mask: Mask) -> bool:
+    """Return whether NumPy can evaluate a mask: one of the package, whose arrays the host can read."""
+    readable = all(backends.host(x) is not None for x in mask.arrays().values())
+    return readable and all(isinstance(part, BUILTIN) for part in atoms_of(mask))
 
 
 def _ranges_near(keys: HostArray) -> tuple[Range, ...]:

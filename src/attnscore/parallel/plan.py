@@ -6,13 +6,13 @@ The plan follows from the mask and from who holds what, so every rank computes t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from attnscore.core.arguments import shown
 from attnscore.errors import ArgumentError, message
 from attnscore.masks import Mask
-from attnscore.parallel.pairs import Pairs
+from attnscore.parallel.pairs import Pairs, Range
 from attnscore.parallel.shard import Shard
 
 
@@ -34,6 +34,7 @@ class Exchange:
     keys: tuple[Shard, ...]
     needed: tuple[Shard, ...]
     pairs: tuple[int, ...]
+    _of_mask: Pairs = field(repr=False, compare=False)
 
     @property
     def ranks(self) -> int:
@@ -42,6 +43,15 @@ class Exchange:
     def transfer(self, source: int, target: int) -> Shard:
         """Return the keys that `source` holds and `target` needs; of a rank to itself, those that stay."""
         return self.keys[source] & self.needed[target]
+
+    def attending(self, target: int, source: int) -> Shard:
+        """Return the queries of `target` that attend keys of `source`: those to send where gradients are summed there.
+
+        Queries are told by the intervals of the mask, so that there may be a few too many, never too few.
+        """
+        keys = self.transfer(source, target).ranges
+        strips = self._of_mask.strips(self.queries[target].ranges) if keys else ()
+        return Shard.of((pair for strip in strips for pair in strip.attending(keys)), self.queries[target].length)
 
     def sent(self, rank: int) -> int:
         """Return how many keys a rank sends: a key that two other ranks need counts twice."""
@@ -99,14 +109,17 @@ def exchange(mask: Mask | None, queries: Sequence[Shard], keys: Sequence[Shard],
     _check_complete("keys", keys)
     if len(queries) != len(keys):
         raise ArgumentError(message("keys", f"one shard for each of {len(queries)} ranks", len(keys)))
-    query_len, key_len = queries[0].length, keys[0].length
-    pairs = Pairs.of(mask, query_len, key_len, batch)
-    return Exchange(
-        queries=tuple(queries),
-        keys=tuple(keys),
-        needed=tuple(Shard(pairs.keys(shard.ranges), key_len) for shard in queries),
-        pairs=tuple(sum(int(pairs.per_query[start:stop].sum()) for start, stop in shard.ranges) for shard in queries),
-    )
+    pairs = Pairs(mask, queries[0].length, keys[0].length, batch)
+    needed, counts = [], []
+    for shard in queries:
+        ranges: list[Range] = []
+        count = 0
+        for strip in pairs.strips(shard.ranges):
+            ranges += strip.keys
+            count += int(strip.counts.sum())
+        needed.append(Shard.of(ranges, pairs.key_len))
+        counts.append(count)
+    return Exchange(tuple(queries), tuple(keys), tuple(needed), tuple(counts), pairs)
 
 
 def _check_complete(name: str, shards: Sequence[Shard]) -> None:

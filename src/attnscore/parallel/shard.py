@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -111,6 +112,13 @@ class Shard:
         """Return no position."""
         return cls((), length)
 
+    @classmethod
+    def of(cls, ranges: Iterable[Range], length: int) -> Shard:
+        """Return the positions in any of the ranges, which may overlap and come in any order."""
+        ends = np.array([*ranges], np.int64).reshape(-1, 2)
+        ends = ends[ends[:, 0] < ends[:, 1]]
+        return cls(union(ends[:, 0], ends[:, 1]), length)
+
     # ---- positions
 
     @cached_property
@@ -171,8 +179,7 @@ class Shard:
     def __or__(self, other: Shard) -> Shard:
         """Return the positions in either."""
         _check_same_length(self, other)
-        ends = np.array([*self.ranges, *other.ranges], np.int64).reshape(-1, 2)
-        return Shard(union(ends[:, 0], ends[:, 1]), self.length)
+        return Shard.of((*self.ranges, *other.ranges), self.length)
 
     def locate(self, part: Shard) -> tuple[Range, ...]:
         """Return where the positions of `part` are in a local array of this shard, as ranges in rising order.
@@ -227,7 +234,7 @@ def balanced_shards(
     _check_rank(length, 0, ranks)
     if check_count("chunk", chunk) < 1:
         raise ArgumentError(message("chunk", "a whole number of queries, 1 or more", chunk))
-    pairs = Pairs.of(mask, length, length if key_len is None else check_count("key_len", key_len), batch).per_query
+    pairs = Pairs(mask, length, length if key_len is None else check_count("key_len", key_len), batch).per_query()
     starts = np.arange(0, length, chunk)
     loads = np.add.reduceat(pairs, starts) if length else pairs
     share = -(-len(starts) // ranks)
