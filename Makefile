@@ -28,6 +28,9 @@ PYTEST = $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal
 # that the machine has ready and take the newest torch, with several GB of CUDA libraries.
 TORCH := torch==2.13.0
 
+# The GPU kernels are tested in its interpreter and compiled by it, which a CPU build of torch does not bring.
+TRITON := triton==3.8.0
+
 # Kept in the environment, not fetched anew for each build: what is compiled once stays compiled.
 BUILD_TOOLS  := 'scikit-build-core>=1.1' 'nanobind>=2.9' 'cmake>=3.22' ninja
 # With the headers of XLA's custom calls, without which JAX's programs call back into Python. Where they come after the
@@ -138,6 +141,7 @@ $(READY): $(DEMO_READY)
 	@echo "installing into $(VENV) what tests and checks need: the other frameworks (large); a few minutes the first time"
 	@$(INSTALL) $(XLA_HEADERS)
 	@$(EDITABLE) '.[test,check]'
+	@$(INSTALL) --no-deps '$(TRITON)'
 	@touch $@
 
 # The wheel is made by the first environment, from what it has compiled, so the module is not compiled twice. It is an

@@ -227,6 +227,10 @@ class Backend(ABC):
     def has_cpu_buffer(self, x: Array) -> bool:
         """Whether native code on the CPU can read the memory of `x` without a copy."""
 
+    def has_values(self, *arrays: Array) -> bool:
+        """Whether code of a device can read the memory of all of these: they are not traced and have no tangents."""
+        return all(map(self.has_cpu_buffer, arrays))
+
     @abstractmethod
     def is_plain(self, *arrays: Array) -> bool:
         """Whether only the values of these matter: no tracing, autocast or subclass; all with a `has_cpu_buffer`.
@@ -238,6 +242,13 @@ class Backend(ABC):
     def memory(self, x: Array) -> np.ndarray[Any, Any]:
         """Return the memory of an array with a CPU buffer as NumPy, without a copy; 16-bit floats as uint16."""
 
+    def array_signature(self, x: Array) -> Hashable | None:
+        """Return all that checks of kind, shape, dtype and device read: arrays of one signature pass or fail alike.
+
+        None where an array has no shape, or symbolic sizes, which belong to one graph.
+        """
+        return type(x), x.shape, x.dtype, getattr(x, "device", None)
+
     def signature(self, arrays: Sequence[Array]) -> Signature | None:
         """Return kinds, dtypes, shapes and strides of arrays; None unless all are plain (`is_plain`).
 
@@ -245,7 +256,7 @@ class Backend(ABC):
         """
         if not self.is_plain(*arrays):
             return None
-        kinds = [array_signature(x) for x in arrays]
+        kinds = [self.array_signature(x) for x in arrays]
         # One without a kind has symbolic sizes.
         return None if None in kinds else tuple(zip(kinds, (self.memory(x).strides for x in arrays), strict=True))
 
@@ -501,14 +512,6 @@ class Backend(ABC):
     @abstractmethod
     def autocast(self, *arrays: Array) -> tuple[Array, ...]:
         """Return the arrays in the dtype of the active mixed-precision scope, unchanged outside one."""
-
-
-def array_signature(x: Any) -> Hashable:
-    """Return all that checks of kind, shape, dtype and device read: arrays of one signature pass or fail alike."""
-    if getattr(x, "is_nested", False) or not (isinstance(shape := x.shape, tuple) or shape.is_fully_defined()):
-        # No shape (no check passes), or symbolic sizes, which belong to one graph.
-        return None
-    return type(x), shape, x.dtype, getattr(x, "device", None), getattr(x, "layout", None)
 
 
 def importable(x: HostArray) -> HostArray:

@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -138,6 +138,9 @@ class TorchBackend(Backend):
     def has_cpu_buffer(self, x: Array) -> bool:
         return x.is_cpu and not (_is_traced(x) or _is_dual(x) or x.is_neg() or x.is_conj())
 
+    def has_values(self, *arrays: Array) -> bool:
+        return not any(_is_traced(x) or _is_dual(x) or x.is_neg() or x.is_conj() for x in arrays)
+
     def is_plain(self, *arrays: Array) -> bool:
         if _is_watched():
             return False
@@ -155,6 +158,9 @@ class TorchBackend(Backend):
         x = x.detach() if x.requires_grad else x
         found: np.ndarray[Any, Any] = (x.view(torch.uint16) if x.itemsize == 2 else x).numpy()
         return found
+
+    def array_signature(self, x: Array) -> Hashable | None:
+        return None if x.is_nested else (type(x), x.shape, x.dtype, x.device, x.layout)
 
     def signature(self, arrays: Sequence[Array]) -> Signature | None:
         # Parameters pass the same checks as tensors.

@@ -10,11 +10,12 @@ from attnscore.kernels.dense import Dense
 from attnscore.kernels.gather import Gather
 from attnscore.kernels.native.kernel import Native
 from attnscore.kernels.tiled import Streaming
+from attnscore.kernels.triton.kernel import Triton
 
 __all__ = ["Kernel", "AttentionOp", "choose", "names", "table"]
 
 # In the order of preference of "auto", which never takes the dense kernel: its memory is quadratic.
-_TABLE: dict[str, Kernel] = {kernel.name: kernel for kernel in (Gather(), Native(), Streaming(), Dense())}
+_TABLE: dict[str, Kernel] = {kernel.name: kernel for kernel in (Gather(), Native(), Triton(), Streaming(), Dense())}
 _NOT_AUTOMATIC = {"dense": "quadratic memory: taken only when asked for by name"}
 
 

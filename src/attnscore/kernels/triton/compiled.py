@@ -1,0 +1,113 @@
+"""What the compiler makes of the kernels for each architecture: registers, spills, shared memory, matrix instructions.
+
+``python -m attnscore.kernels.triton.compiled`` compiles each entry of the tile table, without a GPU, and prints the
+table of the documentation. The compiler and the disassembler come with Triton.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from attnscore.kernels.triton import launch
+
+SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+"""Bytes that a program may have, by architecture."""
+_POINTERS = {
+    torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64",
+    torch.uint8: "*u8", torch.bool: "*i1",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Code:
+    """Facts of a compiled kernel."""
+
+    registers: int
+    """Of a thread; at most 255."""
+    spills: int
+    """Instructions that store registers to memory or load them back."""
+    shared: int
+    """Bytes of shared memory."""
+    matrix: str
+    """Matrix instruction: HGMMA (sm_90), HMMA, or none."""
+    atomics: int
+
+
+class Recorder(launch.Runner):
+    """Compiles each kernel for an architecture in place of a launch."""
+
+    def __init__(self, architecture: int) -> None:
+        self.target = architecture
+        self.found: dict[str, Code] = {}
+
+    def architecture(self, x: torch.Tensor) -> int:
+        return self.target
+
+    def run(self, kernel: Any, grid: tuple[int, ...], *operands: Any, **constants: Any) -> None:
+        """Compile a kernel as a launch with these operands would."""
+        options = {name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants}
+        signature: dict[str, Any] = {}
+        constexprs: dict[tuple[int, ...], Any] = {}
+        attributes: dict[tuple[int, ...], Any] = {}
+        names = kernel.arg_names
+        values = dict(zip(names, operands, strict=False)) | constants
+        for index, name in enumerate(names):
+            if name in constants:
+                signature[name], constexprs[(index,)] = "constexpr", values[name]
+            else:
+                signature[name] = _type_of(values[name], (index,), constexprs, attributes)
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
+        compiled = triton.compile(source, target=GPUTarget("cuda", self.target, 32), options=options)
+        self.found[kernel.__name__] = _code(compiled)
+
+
+def _type_of(x: Any, path: tuple[int, ...], constexprs: dict[Any, Any], attributes: dict[Any, Any]) -> Any:
+    """Return the type of an operand as Triton writes it, and note what it specialises on."""
+    if isinstance(x, tuple):
+        types = [_type_of(part, (*path, k), constexprs, attributes) for k, part in enumerate(x)]
+        return type(x)(*types) if hasattr(x, "_fields") else tuple(types)
+    if x is None or (isinstance(x, int) and x == 1):
+        constexprs[path] = x
+        return "constexpr"
+    if isinstance(x, torch.Tensor):
+        attributes[path] = [["tt.divisibility", 16]]
+        return _POINTERS[x.dtype]
+    if isinstance(x, int):
+        if x % 16 == 0:
+            attributes[path] = [["tt.divisibility", 16]]
+        return "i32" if -(2**31) <= x < 2**31 else "i64"
+    return "fp32"
+
+
+def _code(compiled: Any) -> Code:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage, assembly = (
+            subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+            for option in ("--dump-resource-usage", "--dump-sass")
+        )
+    registers = re.search(r"REG:(\d+)", usage)
+    names = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?([A-Z0-9_]+)", assembly)
+
+    def count(*wanted: str) -> int:
+        return sum(name in wanted for name in names)
+
+    matrix = next((name for name in ("HGMMA", "HMMA") if count(name)), "none")
+    atomics = sum(name.startswith(("ATOM", "RED")) and not name.startswith("REDUX") for name in names)
+    return Code(int(registers[1]) if registers else 0, count("STL", "LDL"), compiled.metadata.shared, matrix, atomics)
+
+
+_ = Iterator

@@ -1,0 +1,104 @@
+"""The Triton kernel: attention on NVIDIA GPUs for PyTorch tensors. Imports Triton and PyTorch at its first call.
+
+- Runs inner and distance forms under any mask, forward and backward, with every extra of a call; lists why it cannot
+  run a problem, and ``auto`` then takes the streaming kernel.
+- No atomics: the same inputs give the same bits. Nothing waits for the host.
+- ``TRITON_INTERPRET=1`` in the environment runs it on CPU tensors in Triton's interpreter, for tests.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, final
+
+from attnscore.backends.base import Array, SeedHalves
+from attnscore.core import tiled
+from attnscore.core.dropout import PairDropout
+from attnscore.core.problem import Problem
+from attnscore.core.tiled import Result, RowGradients
+from attnscore.core.tiling import TilePlan
+from attnscore.kernels.base import Kernel
+from attnscore.kernels.tiled import Streaming
+from attnscore.scores.forms import DistanceForm, InnerForm
+
+MOST_DIM = 256
+"""Largest dimension of keys or values: registers hold a tile of them."""
+
+
+@cache
+def _missing() -> str | None:
+    if find_spec("triton") is None:
+        return "triton is not installed: pip install triton"
+    return None
+
+
+def is_interpreted() -> bool:
+    """Return whether Triton's interpreter runs the kernels, on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@final
+class Triton(Kernel):
+    """Tiles on a GPU, written in Triton."""
+
+    name = "triton"
+    summary = "Triton on a GPU, O(n) memory"
+    has_vjp = True
+
+    @property
+    def differentiable(self) -> Kernel:
+        return Streaming()
+
+    def missing(self) -> str | None:
+        return _missing()
+
+    def reasons_against(self, problem: Problem) -> tuple[str, ...]:
+        if problem.ops.name != "torch":
+            return (f"arrays of {problem.ops.name}: it takes PyTorch's",)
+        if (why := _missing()) is not None:
+            return (why,)
+        device = "cpu" if is_interpreted() else "cuda"
+        if problem.value.device.type != device:
+            return (f"arrays on {problem.value.device.type}, not on {device}",)
+        return tuple(_reasons(problem))
+
+    def forward(self, problem: Problem, plan: TilePlan) -> Result:
+        if problem.ops.needs_grad(*tiled.operands(problem).values()):
+            return tiled.forward(problem, plan)
+        from attnscore.kernels.triton import launch
+
+        return launch.forward(problem, plan)
+
+    def backward(
+        self, problem: Problem, plan: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]
+    ) -> dict[str, Array]:
+        incoming = [x for x in (grads.out, grads.log_sum_exp, grads.entropy, grads.matrix) if x is not None]
+        ops, operands = problem.ops, tiled.operands(problem)
+        if ops.needs_grad(*operands.values(), *incoming) or not ops.has_values(*operands.values(), *incoming):
+            return tiled.backward(problem, plan, result, grads)
+        from attnscore.kernels.triton import launch
+
+        return launch.backward(problem, plan, result, grads, wanted)
+
+
+def _reasons(problem: Problem) -> list[str]:
+    """Return why the kernel cannot run a problem of PyTorch tensors on a GPU."""
+    form: Any = problem.form
+    found = []
+    if not isinstance(form, (InnerForm, DistanceForm)):
+        found.append(f"the score is computed in Python ({type(form).__name__})")
+    if problem.dtype == "float64":
+        found.append("float64, which GPUs of few float64 units run no faster in tiles of its own")
+    if problem.matrix is not None:
+        found.append("the matrix of all pairs is wanted")
+    dims = max(int(form.query.shape[-1]), problem.layout.value_dim)
+    if dims > MOST_DIM:
+        found.append(f"a dimension of {dims}, above {MOST_DIM}")
+    if not problem.ops.has_values(*tiled.operands(problem).values()):
+        found.append("arrays without values yet (traced, with tangents)")
+    dropout = problem.dropout
+    if isinstance(dropout, PairDropout) or (dropout is not None and isinstance(dropout.seed, SeedHalves)):
+        found.append("dropout whose seed is an array")
+    return found

@@ -1,0 +1,103 @@
+"""What the Triton kernels are given: named tuples of tensors and strides, as Triton takes them, and how they are made.
+
+A broadcast axis has stride 0, so no operand is copied for it. None in a tuple is a constant to Triton's compiler: what
+a call does not have is not in its code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Side(NamedTuple):
+    """Queries or keys of one (batch, head, group): a pointer at them, and strides in elements."""
+
+    data: Any
+    row: Any
+    column: Any
+
+
+class Operand(NamedTuple):
+    """Array on the axes (batch, head, group, row, column): tensor and strides in elements."""
+
+    data: Any
+    batch: Any
+    head: Any
+    group: Any
+    row: Any
+    column: Any
+
+
+class Masking(NamedTuple):
+    """The mask of a call; query i attends key j where all parts that are not None say so."""
+
+    start: Any
+    """First key of each query's interval, int32 (interval, batch or 1, query), in C order."""
+    stop: Any
+    interval: Any
+    """Stride of an interval in `start` and `stop`."""
+    batch: Any
+    """Stride of a batch row in `start` and `stop`; 0 where all share one."""
+    ends: Any
+    """Of each query tile, int32 (interval, batch or 1, tile, 4): see `ranges.ends_of_tiles`."""
+    ends_batch: Any
+    """Batch rows in `ends`."""
+    query_ids: Any
+    """Document of each query and key, int64 (batch or 1, n): a pair attends where they are equal and not negative."""
+    key_ids: Any
+    query_ids_batch: Any
+    key_ids_batch: Any
+    array: Any
+    """`Operand` of booleans."""
+
+
+class Dropout(NamedTuple):
+    """Dropout of the weights: the halves of the seed and the threshold as the bits of int32, and 1 / (1 - p)."""
+
+    low: Any
+    high: Any
+    threshold: Any
+    factor: Any
+
+
+class Rows(NamedTuple):
+    """One float32 a query, (batch, head, group, query) in C order; None: not wanted."""
+
+    row_max: Any
+    log_denom: Any
+    max_score: Any = None
+    mean_score: Any = None
+    var_score: Any = None
+    entropy: Any = None
+    max_weight: Any = None
+    sum_sq_weights: Any = None
+    sum_weights: Any = None
+
+
+class RowGrads(NamedTuple):
+    """What the backward knows of each query: delta = dlse - dout . out, and of the entropy."""
+
+    row_max: Any
+    log_denom: Any
+    delta: Any
+    entropy: Any
+    grad_entropy: Any
+
+
+def operand(x: torch.Tensor | None, lead: Sequence[int], heads: int, groups: int, row: int) -> Operand | None:
+    """Return an array (*lead, head, group, row, column), each axis whole or 1, with its leading axes as one."""
+    if x is None:
+        return None
+    whole = x.expand(*lead, heads, groups, row, x.shape[-1])
+    # Leading axes that no single stride describes are copied.
+    merged = whole.reshape(math.prod(lead), *whole.shape[len(lead) :])
+    return Operand(merged, *(0 if n == 1 else stride for n, stride in zip(merged.shape, merged.stride(), strict=True)))
+
+
+def as_int32(bits: int) -> int:
+    """Return the 32 bits as a signed number: Triton would take a larger one for 64 bits."""
+    return bits - 2**32 if bits >= 2**31 else bits

@@ -1,0 +1,58 @@
+"""Which tiles see each other: computed on the device from the intervals of the queries; nothing waits for the host."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# A position behind all others.
+_FAR = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def ends_of_tiles(masking, ends, n_q, tiles, TESTED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """Reduce an interval of each query to one of key tiles for each query tile: some_lo, all_lo, all_hi, some_hi.
+
+    Some query attends keys of the tiles some_lo <= t < some_hi; every query attends every key of all_lo <= t < all_hi.
+    `TESTED`: the rest of the mask is read in each tile, so none is full.
+    """
+    tile, interval, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i = tile * BM + tl.arange(0, BM)
+    live = i < n_q
+    at = interval * masking.interval + batch.to(tl.int64) * masking.batch
+    start = tl.load(masking.start + at + i, mask=live, other=0)
+    stop = tl.load(masking.stop + at + i, mask=live, other=0)
+    attends = live & (stop > start)
+    count = tl.sum(attends.to(tl.int32), 0)
+    some_lo = tl.where(count > 0, tl.min(tl.where(attends, start, _FAR), 0) // BN, 0)
+    some_hi = (tl.max(tl.where(attends, stop, 0), 0) + BN - 1) // BN
+    all_lo = (tl.max(tl.where(live, start, 0), 0) + BN - 1) // BN
+    all_hi = tl.min(tl.where(live, stop, _FAR), 0) // BN
+    if TESTED:
+        is_full = False
+    else:
+        is_full = (count == tl.sum(live.to(tl.int32), 0)) & (all_hi > all_lo)
+    found = ends + ((interval * tl.num_programs(2) + batch).to(tl.int64) * tiles + tile) * 4
+    tl.store(found, some_lo)
+    tl.store(found + 1, tl.where(is_full, all_lo, some_lo))
+    tl.store(found + 2, tl.where(is_full, all_hi, some_lo))
+    tl.store(found + 3, some_hi)
+
+
+@triton.jit
+def tiles_of_queries(ends, found, intervals, tiles, BLOCK: tl.constexpr):
+    """Invert `ends`: of each key tile, the query tiles first <= t < last among which are all that attend its keys."""
+    key_tile, batch = tl.program_id(0), tl.program_id(1)
+    first, last = tiles, 0
+    for interval in range(0, intervals):
+        of_interval = ends + (interval * tl.num_programs(1) + batch).to(tl.int64) * tiles * 4
+        for begin in range(0, tiles, BLOCK):
+            t = begin + tl.arange(0, BLOCK)
+            some_lo = tl.load(of_interval + t * 4, mask=t < tiles, other=0)
+            some_hi = tl.load(of_interval + t * 4 + 3, mask=t < tiles, other=0)
+            attends = (some_lo <= key_tile) & (key_tile < some_hi)
+            first = tl.minimum(first, tl.min(tl.where(attends, t, tiles), 0))
+            last = tl.maximum(last, tl.max(tl.where(attends, t + 1, 0), 0))
+    at = found + (batch.to(tl.int64) * tl.num_programs(0) + key_tile) * 2
+    tl.store(at, first)
+    tl.store(at + 1, last)

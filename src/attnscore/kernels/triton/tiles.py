@@ -1,0 +1,64 @@
+"""Tile sizes, warps and pipeline stages of each kernel: a table by architecture, bytes of a number and dimension.
+
+Triton's own tuning runs at the first call of each shape; a table keeps every call alike and the results the same bits.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Literal, NamedTuple
+
+KernelName = Literal["forward", "d_query", "d_key"]
+
+
+class Tile(NamedTuple):
+    """Queries and keys of a tile, warps of a program, stages of the pipeline of loads."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+LARGE_SHARED_MEMORY = (80, 90, 100)
+"""Architectures (major, minor as one number) with 163 KB or more a multiprocessor; others have 99 KB."""
+
+INTERPRETED = Tile(16, 32, 4, 1)
+"""For the interpreter: small, so that short inputs have several tiles, and not square."""
+
+
+def padded(dim: int) -> int:
+    """Return the dimension of a tile in registers: a power of 2, at least 16 as matrix units want it."""
+    return max(16, 1 << max(0, dim - 1).bit_length())
+
+
+@cache
+def tile_of(kernel: KernelName, arch: int, itemsize: int, dim: int, by_channel: bool) -> Tile:
+    """Return the tile of a kernel; `dim` is the larger of the padded dimensions, `arch` 0 the interpreter."""
+    if arch == 0:
+        return INTERPRETED if kernel == "forward" else Tile(32, 16, 4, 1) if kernel == "d_query" else Tile(16, 16, 4, 1)
+    if by_channel:
+        return Tile(32, 64, 4, 1) if kernel == "forward" else Tile(32, 32, 4, 1)
+    roomy = arch in LARGE_SHARED_MEMORY
+    if itemsize == 4:
+        return _FLOAT32[kernel, roomy][min(3, max(0, dim.bit_length() - 6))]
+    return _HALF[kernel, roomy][min(3, max(0, dim.bit_length() - 6))]
+
+
+# By kernel and whether shared memory is large; in each row the dimensions to 32, 64, 128 and 256.
+_HALF: dict[tuple[KernelName, bool], tuple[Tile, ...]] = {
+    ("forward", True): (Tile(128, 128, 8, 3), Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 2)),
+    ("forward", False): (Tile(128, 64, 4, 3), Tile(128, 64, 4, 2), Tile(128, 32, 4, 2), Tile(64, 32, 4, 1)),
+    ("d_query", True): (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 32, 8, 1)),
+    ("d_query", False): (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 1)),
+    ("d_key", True): (Tile(64, 128, 8, 3), Tile(64, 128, 8, 2), Tile(64, 128, 8, 1), Tile(32, 64, 8, 1)),
+    ("d_key", False): (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(32, 64, 4, 2), Tile(32, 32, 4, 1)),
+}
+_FLOAT32: dict[tuple[KernelName, bool], tuple[Tile, ...]] = {
+    ("forward", True): (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 8, 2), Tile(32, 32, 8, 1)),
+    ("forward", False): (Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 1), Tile(16, 32, 4, 1)),
+    ("d_query", True): (Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 8, 1)),
+    ("d_query", False): (Tile(64, 32, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(16, 16, 4, 1)),
+    ("d_key", True): (Tile(32, 64, 4, 2), Tile(32, 64, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 8, 1)),
+    ("d_key", False): (Tile(32, 64, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(16, 16, 4, 1)),
+}
