@@ -21,6 +21,7 @@ MODULES = (
     "attnscore.plotting",
     "attnscore.diagnostics",
     "attnscore.integrations.transformers",
+    "attnscore.compat.jax",
     "attnscore.compat.torch",
     "attnscore.testing",
 )
