@@ -3,8 +3,9 @@
 `attnscore.parallel.torch` and `attnscore.parallel.jax` compute; this package itself imports no framework.
 """
 
+from attnscore.parallel.explanation import ParallelExplanation, explain
 from attnscore.parallel.mask import shard_mask
 from attnscore.parallel.plan import Exchange, exchange
 from attnscore.parallel.shard import Shard, balanced_shards
 
-__all__ = ["Exchange", "Shard", "balanced_shards", "exchange", "shard_mask"]
+__all__ = ["Exchange", "ParallelExplanation", "Shard", "balanced_shards", "exchange", "explain", "shard_mask"]

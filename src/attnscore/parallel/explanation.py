@@ -1,0 +1,286 @@
+"""The cost of a call over several ranks: bytes sent, pairs and memory per rank, and the mode with the fewest bytes.
+
+- ``gather``: a rank fetches the keys and values that its queries attend. Backward, the gradients of keys and values
+  return to their owners (``reduce``), or the queries go to the owners of the keys, which sum (``queries``).
+- ``ring``: all keys and values pass by every rank, one rank's share at a time; backward with their gradients.
+- ``heads``: each rank gets all positions of some heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from attnscore.backends.base import DTYPES, accumulator, itemsize
+from attnscore.core.arguments import check_choice, check_count
+from attnscore.errors import ArgumentError, message
+from attnscore.masks import Mask
+from attnscore.parallel.plan import Exchange, exchange
+from attnscore.parallel.shard import Shard
+
+MODES: Final = ("gather", "ring", "heads")
+GRADIENTS: Final = ("none", "reduce", "queries")
+
+
+@dataclass(frozen=True)
+class RowBytes:
+    """Bytes of one position, over all batch rows and heads."""
+
+    query: int
+    out: int
+    key: int
+    """Of key and value together."""
+    key_gradient: int
+    """As `key`, in the dtype of sums."""
+    row: int
+    """Of one number for each query, in the dtype of sums: a statistic."""
+    heads: int
+    kv_heads: int
+
+    @classmethod
+    def of(
+        cls, dim: int, *, key_dim: int | None = None, value_dim: int | None = None, heads: int = 1,
+        kv_heads: int | None = None, batch: int = 1, dtype: str = "float32",
+    ) -> RowBytes:  # fmt: skip
+        """Return the bytes of arrays of these sizes; None takes the size of the argument before."""
+        key_dim = dim if key_dim is None else key_dim
+        value_dim = dim if value_dim is None else value_dim
+        kv_heads = heads if kv_heads is None else kv_heads
+        sizes = {"dim": dim, "key_dim": key_dim, "value_dim": value_dim, "heads": heads, "kv_heads": kv_heads}
+        for name, size in (sizes | {"batch": batch}).items():
+            check_count(name, size)
+        if kv_heads and heads % kv_heads:
+            raise ArgumentError(message("kv_heads", f"a number that divides heads = {heads}", kv_heads))
+        own, sums = itemsize(dtype), itemsize(accumulator(dtype))
+        kv = batch * kv_heads * (key_dim + value_dim)
+        queries = batch * heads
+        return cls(queries * dim * own, queries * value_dim * own, kv * own, kv * sums, queries * sums, heads, kv_heads)
+
+
+# ---- bytes that a rank sends
+
+
+def forward_bytes(plan: Exchange, size: RowBytes, mode: str, rank: int) -> int:
+    """Return the bytes that a rank sends in a forward."""
+    queries, keys = plan.queries[rank], plan.keys[rank]
+    if mode == "gather":
+        return plan.sent(rank) * size.key
+    if mode == "ring":
+        # Everything passes by but the share of the next rank, which ends its way here.
+        return (keys.length - len(plan.keys[(rank + 1) % plan.ranks])) * size.key
+    others = plan.ranks - 1
+    scattered = len(queries) * size.query * others // plan.ranks + len(keys) * size.key * others // plan.ranks
+    return scattered + (queries.length - len(queries)) * size.out // plan.ranks
+
+
+def backward_bytes(plan: Exchange, size: RowBytes, mode: str, gradient: str, rank: int) -> int:
+    """Return the bytes that a rank sends in a backward."""
+    queries, keys = plan.queries[rank], plan.keys[rank]
+    if gradient == "none":
+        return 0
+    if mode == "gather" and gradient == "reduce":
+        return plan.received(rank) * size.key_gradient
+    if mode == "gather":
+        owners = (source for source in range(plan.ranks) if source != rank)
+        rows = sum(len(plan.attending(rank, source)) for source in owners)
+        return rows * (size.query + size.out + 3 * size.row)
+    if mode == "ring":
+        return forward_bytes(plan, size, mode, rank) + keys.length * size.key_gradient
+    grad_out = len(queries) * size.out * (plan.ranks - 1) // plan.ranks
+    grad_query = (queries.length - len(queries)) * size.query // plan.ranks
+    return grad_out + grad_query + (keys.length - len(keys)) * size.key // plan.ranks
+
+
+def peak_memory(plan: Exchange, size: RowBytes, mode: str, gradient: str, rank: int) -> int:
+    """Return the bytes of a rank's arrays and of what its mode adds: buffers of the exchange and gradients."""
+    queries, keys = plan.queries[rank], plan.keys[rank]
+    own = len(queries) * (size.query + size.out) + len(keys) * size.key
+    buffers = own if gradient != "none" else 0
+    gradients = size.key_gradient if gradient != "none" else 0
+    if mode == "gather":
+        fetched = len(plan.needed[rank]) if plan.received(rank) else 0
+        return own + buffers + fetched * (size.key + gradients)
+    if mode == "ring":
+        return own + buffers + 2 * max(map(len, plan.keys)) * (size.key + gradients)
+    by_heads = (queries.length * (size.query + size.out) + keys.length * size.key) // plan.ranks
+    return own + buffers + by_heads * (1 if gradient == "none" else 2)
+
+
+# ---- the choice
+
+
+@dataclass(frozen=True)
+class ParallelExplanation:
+    """The plan of a call over several ranks. Prints as a table.
+
+    Attributes
+    ----------
+    mode, gradient : str
+    reasons : dict
+        Why each other mode was not chosen.
+    mask : str
+    exchange : Exchange
+        Who holds and needs what, and the unmasked pairs of each rank.
+    forward_bytes, backward_bytes, peak_memory : tuple of int, one a rank
+        Bytes sent, and those of the rank's arrays, buffers and gradients.
+    """
+
+    mode: str
+    gradient: str
+    reasons: dict[str, str]
+    mask: str
+    exchange: Exchange
+    forward_bytes: tuple[int, ...]
+    backward_bytes: tuple[int, ...]
+    peak_memory: tuple[int, ...]
+
+    @property
+    def pairs(self) -> tuple[int, ...]:
+        """Unmasked pairs of each rank, summed over the batch, for one head."""
+        pairs = self.exchange.pairs
+        # By heads, every rank has all queries.
+        return (-(-sum(pairs) // len(pairs)),) * len(pairs) if self.mode == "heads" else pairs
+
+    @property
+    def imbalance(self) -> float:
+        """By how much the most pairs of a rank exceed the mean."""
+        return 0.0 if self.mode == "heads" else self.exchange.imbalance
+
+    def __str__(self) -> str:
+        rows = [len(shard) for shard in self.exchange.queries]
+        backward = "" if self.gradient == "none" else f" forward, {max(self.backward_bytes):,} backward"
+        table = [
+            ("mode", self.mode),
+            *((f"not {name}", reason) for name, reason in self.reasons.items()),
+            *((("gradient", self.gradient),) if self.gradient != "none" else ()),
+            ("mask", self.mask),
+            ("ranks", f"{len(rows)}, with {min(rows):,} to {max(rows):,} queries each"),
+            ("pairs", f"{max(self.pairs):,} at most, {self.imbalance:.1%} above the mean"),
+            ("bytes sent", f"{max(self.forward_bytes):,}{backward}, by the rank that sends most"),
+            ("peak memory", f"{max(self.peak_memory):,} bytes, on the rank that needs most"),
+        ]
+        return "\n".join(f"{name:<15} {text}" for name, text in table)
+
+
+def explain(
+    mask: Mask | None,
+    queries: Sequence[Shard],
+    keys: Sequence[Shard] | None = None,
+    *,
+    dim: int,
+    key_dim: int | None = None,
+    value_dim: int | None = None,
+    heads: int = 1,
+    kv_heads: int | None = None,
+    batch: int = 1,
+    dtype: str = "float32",
+    mode: str = "auto",
+    gradient: str = "auto",
+    memory: int | None = None,
+) -> ParallelExplanation:
+    """Plan a call over several ranks from shapes alone: bytes sent, pairs and memory of each rank.
+
+    Parameters
+    ----------
+    mask : Mask, optional
+        Of the whole sequence.
+    queries, keys : Shard of each rank
+        What the ranks hold. `keys` None: as `queries`.
+    dim, key_dim, value_dim, heads, kv_heads, batch : int
+        None: `key_dim` and `value_dim` as `dim`, `kv_heads` as `heads`.
+    dtype : str
+    mode : "auto", "gather", "ring" or "heads"
+        "auto" takes the mode in which the busiest rank sends the fewest bytes, of those that fit into `memory`.
+    gradient : "auto", "reduce", "queries" or "none"
+        How gradients of keys and values are summed; "auto" takes the fewer bytes. "none": there is no backward.
+    memory : int, optional
+        Bytes that a rank has for its arrays and the exchange; None is unbounded.
+
+    Returns
+    -------
+    ParallelExplanation
+
+    Raises
+    ------
+    ArgumentError
+        Shards that do not hold each position once, sizes that do not fit, or a mode that cannot run.
+
+    Examples
+    --------
+    >>> import attnscore as ats
+    >>> from attnscore.parallel import Shard, explain
+    >>> shards = [Shard.contiguous(2**20, rank, 4) for rank in range(4)]
+    >>> print(explain(ats.SlidingWindow(left=4095, right=0), shards, dim=64, heads=8, gradient="none"))
+    mode            gather
+    not ring        192.0 times as many bytes
+    not heads       96.0 times as many bytes
+    mask            SlidingWindow(left=4095, right=0)
+    ranks           4, with 262,144 to 262,144 queries each
+    pairs           1,073,741,824 at most, 0.2% above the mean
+    bytes sent      16,773,120, by the rank that sends most
+    peak memory     3,237,998,592 bytes, on the rank that needs most
+    """
+    check_choice("mode", mode, ("auto", *MODES))
+    check_choice("gradient", gradient, ("auto", *GRADIENTS))
+    check_choice("dtype", dtype, [*DTYPES])
+    size = RowBytes.of(
+        dim, key_dim=key_dim, value_dim=value_dim, heads=heads, kv_heads=kv_heads, batch=batch, dtype=dtype
+    )
+    plan = exchange(mask, queries, queries if keys is None else keys, batch=batch)
+    return choose(plan, size, mode=mode, gradient=gradient, memory=memory, mask="none" if mask is None else repr(mask))
+
+
+def choose(
+    plan: Exchange, size: RowBytes, *, mode: str = "auto", gradient: str = "auto", memory: int | None = None, mask: str
+) -> ParallelExplanation:
+    """Return the explanation of the mode that the caller named, or of the best one, for a plan."""
+    possible = {name: _explained(plan, size, name, gradient, mask) for name in MODES}
+    reasons: dict[str, str] = {}
+    if plan.ranks > 1 and (size.heads % plan.ranks or size.kv_heads % plan.ranks):
+        reasons["heads"] = f"{plan.ranks} ranks do not divide {size.heads} heads and {size.kv_heads} KV heads"
+        del possible["heads"]
+    if mode in reasons:
+        raise ArgumentError(message("mode", "one that these shapes allow", f"{mode!r}: {reasons[mode]}"))
+    if mode in ("ring", "heads") and gradient == "queries":
+        raise ArgumentError(message("gradient", f"'auto', 'reduce' or 'none' with mode={mode!r}", "'queries'"))
+    fitting = [name for name, x in possible.items() if memory is None or max(x.peak_memory) <= memory]
+    if mode != "auto":
+        best = possible[mode]
+    elif fitting:
+        best = min((possible[name] for name in fitting), key=_most_sent)
+    else:
+        best = min(possible.values(), key=lambda x: max(x.peak_memory))
+    for name, other in possible.items():
+        if name == best.mode:
+            continue
+        sent, least = _most_sent(other), _most_sent(best)
+        reasons[name] = f"{sent / least:.1f} times as many bytes" if least else f"{sent:,} bytes, where this sends none"
+        if memory is not None and name not in fitting:
+            reasons[name] = f"{max(other.peak_memory):,} bytes of memory"
+    return replace(best, reasons={name: reasons[name] for name in MODES if name in reasons})
+
+
+def _explained(plan: Exchange, size: RowBytes, mode: str, gradient: str, mask: str) -> ParallelExplanation:
+    """Return the explanation of one mode, with the gradient of the fewest bytes where that is "auto"."""
+    ranks = range(plan.ranks)
+    ways = [gradient] if gradient != "auto" else ["reduce", "queries"]
+    if mode != "gather" and gradient != "none":
+        # The other modes have one way each, in which gradients go to the owners of the keys.
+        ways = ["reduce"]
+    sent = {way: tuple(backward_bytes(plan, size, mode, way, rank) for rank in ranks) for way in ways}
+    way = min(ways, key=lambda way: max(sent[way]))
+    return ParallelExplanation(
+        mode=mode,
+        gradient=way,
+        reasons={},
+        mask=mask,
+        exchange=plan,
+        forward_bytes=tuple(forward_bytes(plan, size, mode, rank) for rank in ranks),
+        backward_bytes=sent[way],
+        peak_memory=tuple(peak_memory(plan, size, mode, way, rank) for rank in ranks),
+    )
+
+
+def _most_sent(x: ParallelExplanation) -> int:
+    return max(map(sum, zip(x.forward_bytes, x.backward_bytes, strict=True)))

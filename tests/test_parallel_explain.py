@@ -1,0 +1,189 @@
+"""The bytes that `explain` counts are those of messages sent one by one, and the mode is the one with the fewest."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import attnscore as ats
+from attnscore.errors import ArgumentError
+from attnscore.parallel import ParallelExplanation, Shard, exchange, explain
+from attnscore.parallel.explanation import MODES
+
+N, RANKS, BATCH, HEADS, KV_HEADS, DIM, VALUE_DIM = 48, 4, 2, 8, 4, 6, 5
+SIZES = {"dim": DIM, "value_dim": VALUE_DIM, "heads": HEADS, "kv_heads": KV_HEADS, "batch": BATCH}
+MASKS = {
+    "none": None,
+    "causal": ats.Causal(),
+    "window": ats.SlidingWindow(left=5, right=0),
+    "packed": ats.Packed([0, 7, 30, 48]).causal(),
+}
+CONTIGUOUS = [Shard.contiguous(N, rank, RANKS) for rank in range(RANKS)]
+UNEVEN = [Shard(((0, 20),), N), Shard(((20, 21), (40, 48)), N), Shard.empty(N), Shard(((21, 40),), N)]
+
+
+class Arrays:
+    """Arrays of every rank, and messages among ranks with their bytes counted."""
+
+    def __init__(self, queries: list[Shard], keys: list[Shard], dtype: str) -> None:
+        self.sent = [0] * RANKS
+        sums = np.result_type(dtype, np.float32)
+        self.query, self.out, self.row = (
+            [np.zeros((BATCH, HEADS, len(shard), dim), kind) for shard in queries]
+            for dim, kind in ((DIM, dtype), (VALUE_DIM, dtype), (1, sums))
+        )
+        self.key, self.grad = (
+            [np.zeros((BATCH, KV_HEADS, len(shard), DIM + VALUE_DIM), kind) for shard in keys] for kind in (dtype, sums)
+        )
+
+    def send(self, source: int, target: int, *arrays: np.ndarray) -> None:
+        if source != target:
+            self.sent[source] += sum(x.nbytes for x in arrays)
+
+
+def pairs_of_ranks() -> list[tuple[int, int]]:
+    return [(source, target) for source in range(RANKS) for target in range(RANKS)]
+
+
+def share(x: np.ndarray) -> np.ndarray:
+    """The heads of one rank."""
+    return x[:, : x.shape[1] // RANKS]
+
+
+def forward(world: Arrays, mask: ats.Mask | None, mode: str, queries: list[Shard], keys: list[Shard]) -> None:
+    if mode == "gather":
+        plan = exchange(mask, queries, keys)
+        for source, target in pairs_of_ranks():
+            needed = keys[source].locate(plan.transfer(source, target))
+            world.send(source, target, *(world.key[source][..., start:stop, :] for start, stop in needed))
+    elif mode == "ring":
+        held = [*world.key]
+        for _ in range(RANKS - 1):
+            for rank in range(RANKS):
+                world.send(rank, (rank + 1) % RANKS, held[rank])
+            held = [held[rank - 1] for rank in range(RANKS)]
+    else:
+        for source, target in pairs_of_ranks():
+            world.send(
+                source, target, world.query[source][:, : HEADS // RANKS], world.key[source][:, : KV_HEADS // RANKS]
+            )
+            world.send(source, target, share(world.out[target]))
+
+
+def backward(
+    world: Arrays, mask: ats.Mask | None, mode: str, gradient: str, queries: list[Shard], keys: list[Shard]
+) -> None:
+    plan = exchange(mask, queries, keys)
+    if mode == "gather":
+        for source, target in pairs_of_ranks():
+            if gradient == "reduce":
+                found = keys[source].locate(plan.transfer(source, target))
+                world.send(target, source, *(world.grad[source][..., start:stop, :] for start, stop in found))
+                continue
+            found = queries[target].locate(plan.attending(target, source))
+            arrays = world.query[target], world.out[target], *[world.row[target]] * 3
+            world.send(target, source, *(x[..., start:stop, :] for x in arrays for start, stop in found))
+    elif mode == "ring":
+        forward(world, mask, "ring", queries, keys)
+        held = [*world.grad]
+        for _ in range(RANKS):
+            for rank in range(RANKS):
+                world.send(rank, (rank + 1) % RANKS, held[rank])
+            held = [held[rank - 1] for rank in range(RANKS)]
+    else:
+        for source, target in pairs_of_ranks():
+            world.send(source, target, share(world.out[source]))
+            world.send(
+                source, target, world.query[target][:, : HEADS // RANKS], world.key[target][:, : KV_HEADS // RANKS]
+            )
+
+
+@pytest.mark.parametrize("shards", [CONTIGUOUS, UNEVEN], ids=["contiguous", "uneven"])
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("gradient", ["reduce", "queries"])
+def test_bytes_are_those_of_the_messages(mode: str, name: str, gradient: str, shards: list[Shard]) -> None:
+    if gradient == "queries" and mode != "gather":
+        with pytest.raises(ArgumentError, match=f"gradient: expected 'auto', 'reduce' or 'none' with mode='{mode}'"):
+            explain(MASKS[name], shards, mode=mode, gradient=gradient, **SIZES)
+        return
+    for dtype in ("float32", "float16", "float64"):
+        found = explain(MASKS[name], shards, CONTIGUOUS, mode=mode, gradient=gradient, dtype=dtype, **SIZES)
+        world = Arrays(shards, CONTIGUOUS, dtype)
+        forward(world, MASKS[name], mode, shards, CONTIGUOUS)
+        assert list(found.forward_bytes) == world.sent
+        world.sent = [0] * RANKS
+        backward(world, MASKS[name], mode, gradient, shards, CONTIGUOUS)
+        assert list(found.backward_bytes) == world.sent
+
+
+def most_sent(found: ParallelExplanation) -> int:
+    return max(map(sum, zip(found.forward_bytes, found.backward_bytes, strict=True)))
+
+
+@pytest.mark.parametrize("gradient", ["none", "auto"])
+@pytest.mark.parametrize("name", MASKS)
+def test_auto_is_the_mode_with_the_fewest_bytes(name: str, gradient: str) -> None:
+    best = explain(MASKS[name], CONTIGUOUS, gradient=gradient, **SIZES)
+    others = {mode: explain(MASKS[name], CONTIGUOUS, mode=mode, gradient=gradient, **SIZES) for mode in MODES}
+    assert most_sent(best) == min(map(most_sent, others.values()))
+    assert set(best.reasons) == {*MODES} - {best.mode}
+    assert others[best.mode] == best
+    ways = [explain(MASKS[name], CONTIGUOUS, mode="gather", gradient=way, **SIZES) for way in ("reduce", "queries")]
+    if gradient == "auto":
+        assert most_sent(others["gather"]) == min(map(most_sent, ways))
+    else:
+        assert not any(best.backward_bytes)
+
+
+def test_memory_bounds_the_choice() -> None:
+    sizes = {"dim": 64, "heads": 3, "gradient": "none"}
+    shards = [Shard.contiguous(4096, rank, 4) for rank in range(4)]
+    whole = explain(None, shards, **sizes)
+    assert whole.mode == "gather" and whole.reasons["heads"] == "4 ranks do not divide 3 heads and 3 KV heads"
+    less = explain(None, shards, memory=max(whole.peak_memory) - 1, **sizes)
+    assert less.mode == "ring" and less.reasons["gather"] == f"{max(whole.peak_memory):,} bytes of memory"
+    # Where none fits, the one that needs least.
+    assert explain(None, shards, memory=1, **sizes).mode == "ring"
+    with pytest.raises(ArgumentError, match="mode: expected one that these shapes allow, got 'heads': 4 ranks do not"):
+        explain(None, shards, mode="heads", **sizes)
+
+
+def test_a_window_sends_as_much_for_any_length() -> None:
+    for gradient in ("reduce", "queries"):
+        sent = [
+            explain(
+                ats.SlidingWindow(left=255, right=0),
+                [Shard.contiguous(length, rank, 4) for rank in range(4)], dim=64, mode="gather", gradient=gradient,
+            )
+            for length in (2**14, 2**17)
+        ]  # fmt: skip
+        assert most_sent(sent[0]) == most_sent(sent[1]) > 0
+
+
+def test_it_prints_as_a_table() -> None:
+    found = explain(ats.Causal(), CONTIGUOUS, **SIZES)
+    assert str(found).splitlines() == [
+        "mode            gather",
+        "not ring        3.3 times as many bytes",
+        "not heads       1.5 times as many bytes",
+        "gradient        reduce",
+        "mask            Causal()",
+        "ranks           4, with 12 to 12 queries each",
+        "pairs           1,020 at most, 73.5% above the mean",
+        "bytes sent      12,672 forward, 12,672 backward, by the rank that sends most",
+        "peak memory     59,136 bytes, on the rank that needs most",
+    ]
+
+
+def test_bad_arguments_are_named() -> None:
+    with pytest.raises(ArgumentError, match="mode: expected one of auto, gather, ring, heads"):
+        explain(None, CONTIGUOUS, dim=4, mode="tree")
+    with pytest.raises(ArgumentError, match="gradient: expected one of auto, none, reduce, queries"):
+        explain(None, CONTIGUOUS, dim=4, gradient="sum")
+    with pytest.raises(ArgumentError, match="kv_heads: expected a number that divides heads = 4, got 3"):
+        explain(None, CONTIGUOUS, dim=4, heads=4, kv_heads=3)
+    with pytest.raises(ArgumentError, match="dim: expected a whole number"):
+        explain(None, CONTIGUOUS, dim=4.5)
+    with pytest.raises(ArgumentError, match="dtype: expected one of"):
+        explain(None, CONTIGUOUS, dim=4, dtype="int8")
