@@ -262,6 +262,29 @@ SCORES = (
           {"cap": ("H",), "T": ("H",)}, magnitude="distance"),
     Score("temperature-learned-own-tile_gradient", lambda T, gain: ats.Temperature(OwnSquare(gain), T),
           lambda q, k, T, gain: oracle.square_dot(q, k, gain) / T, {"T": (), "gain": ()}, magnitude="own"),
+    Score("combination-products", lambda **a: ats.ScaledDot() + 0.5 * ats.Bilinear(a["scores.1.W"]) + ats.Sum(),
+          lambda q, k, **a: (
+              oracle.scaled_dot(q, k) + 0.5 * oracle.bilinear(q, k, a["scores.1.W"]) + oracle.sums(q, k)),
+          {"scores.1.W": ("d", "dk")}),
+    Score("combination-learned-products",
+          lambda **a: ats.Combination(("dot", ats.Cosine(a["scores.1.scale"])), (a["weights.0"], a["weights.1"])),
+          lambda q, k, **a: (
+              oracle.dot(q, k) * oracle.per_head(a["weights.0"], 0)
+              + oracle.cosine(q, k, a["scores.1.scale"]) * a["weights.1"]),
+          {"scores.1.scale": ("H",), "weights.0": ("H",), "weights.1": ()}),
+    Score("combination-additive",
+          lambda **a: 0.5 * ats.Additive(a["scores.0.w_v"]) + ats.Additive(a["scores.1.w_v"], a["scores.1.W_q"]),
+          lambda q, k, **a: (
+              0.5 * oracle.additive(q, k, a["scores.0.w_v"])
+              + oracle.additive(q, k, a["scores.1.w_v"], a["scores.1.W_q"])),
+          {"scores.0.w_v": (3,), "scores.1.w_v": ("H", 3), "scores.1.W_q": (3, "d")}, (3, 3), magnitude="additive"),
+    Score("combination-mixed",
+          lambda **a: ats.SoftCap(
+              ats.Dot() * a["weights.0"] + ats.Gaussian(a["scores.1.bandwidth"]) + ats.SoftCap("scaled_dot", 1.5), 4.0),
+          lambda q, k, **a: oracle.soft_cap(
+              oracle.dot(q, k) * oracle.per_head(a["weights.0"], 0) + oracle.gaussian(q, k, a["scores.1.bandwidth"])
+              + oracle.soft_cap(oracle.scaled_dot(q, k), 1.5), 4.0),
+          {"weights.0": ("H",), "scores.1.bandwidth": ()}, magnitude="distance"),
     Score("own-tile", OwnAbsolute, oracle.distance_1, {"rate": ()}, magnitude="own", derived=True),
     Score("own-tile_gradient", OwnSquare, oracle.square_dot, {"gain": ()}, magnitude="own"),
     Score("own-no-dataclass", OwnPlain, lambda q, k: oracle.dot(q, k * k * k), magnitude="own",

@@ -205,7 +205,8 @@ class Call:
     def _magnitude(self) -> float:
         """sum |q_l k_l| |scale| for products, sum |w_v| for additive scores; for others the scores themselves."""
         if self.score.magnitude == "additive":
-            return float(np.abs(array(self.arrays["w_v"])).sum(-1).max())
+            channels = [array(x) for name, x in self.arrays.items() if name.endswith("w_v")]
+            return sum(float(np.abs(x).sum(-1).max()) for x in channels)
         if self.score.magnitude != "product" or 0 in self.visible.shape:
             return 0.0
         size = {name: Var(np.abs(array(x)).astype(np.float64)) for name, x in self.leaves.items()}
@@ -419,9 +420,9 @@ def build_call(
         score.prepare(query, key)
     bias, sink, seeded = EXTRAS[extras]
     arrays = {name: rng.standard_normal(shape) * 0.8 for name, shape in score.shapes(sizes).items()}
-    for name in ("bandwidth", "rate", "T", "cap"):
-        if name in arrays:
-            arrays[name] = 0.7 + np.abs(arrays[name])
+    for name, x in arrays.items():
+        if name.rpartition(".")[2] in ("bandwidth", "rate", "T", "cap"):
+            arrays[name] = 0.7 + np.abs(x)
     rows = (sizes.batch, sizes.heads, sizes.queries)
     last = {"out": (sizes.value_dim,), "weights": (sizes.keys,)}
     seeds = {n: rng.standard_normal((*rows, *last.get(n, ()))) for n in seeded}

@@ -35,6 +35,7 @@ SCORES: dict[str, Callable[[], Any]] = {
     "bilinear": lambda: ats.Bilinear(np.ones((5, 5))),
     "soft_cap": lambda: ats.SoftCap("dot", 2.0),
     "temperature": lambda: ats.Temperature("dot", 2.0),
+    "combination": lambda: ats.Dot() + 0.5 * ats.Cosine(),
 }
 
 

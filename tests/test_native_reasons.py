@@ -35,6 +35,7 @@ SCORES_LEFT = {
     "temperature-learned-of-soft_cap-bilinear": "the score is computed in Python (MultipliedForm)",
     "soft_cap-learned-of-temperature-learned-of-soft_cap-gaussian": "the score is computed in Python (MultipliedForm)",
     "temperature-learned-own-tile_gradient": "the score is computed in Python (MultipliedForm)",
+    "combination-mixed": "the score is computed in Python (SumForm)",
 }
 
 

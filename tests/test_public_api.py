@@ -64,6 +64,7 @@ SCORES = {
     "Sum": "()",
     "SoftCap": "(score, cap)",
     "Temperature": "(score, T)",
+    "Combination": "(scores, weights)",
 }
 MASKS = {
     "ValidLens": "(lens, query_lens=None)",
@@ -198,6 +199,7 @@ def test_scores_and_masks_are_frozen_dataclasses_compared_by_identity(name: str)
         "Bilinear": {"W": np.eye(2)},
         "SoftCap": {"score": "dot", "cap": 2.0},
         "Temperature": {"score": "dot", "T": 2.0},
+        "Combination": {"scores": ("dot",), "weights": (2.0,)},
         "ValidLens": {"lens": 1},
         "KeyRange": {"start": 0, "stop": 1},
         "KeyPadding": {"array": np.ones((1, 2), bool)},

@@ -41,6 +41,7 @@ from attnscore.packing import pack, pack_padded, unpack, unpack_padded
 from attnscore.scores import (
     Additive,
     Bilinear,
+    Combination,
     Cosine,
     Dot,
     Gaussian,
@@ -60,6 +61,7 @@ __all__ = [
     "AttnscoreError",
     "Bilinear",
     "Causal",
+    "Combination",
     "Cosine",
     "Cost",
     "Dense",

@@ -44,8 +44,19 @@ from attnscore.masks import (
     SlidingWindow,
     ValidLens,
 )
-from attnscore.scores import Additive, Bilinear, Gaussian, SoftCap, Temperature, arrays_of, registered, resolve
+from attnscore.scores import (
+    Additive,
+    Bilinear,
+    Combination,
+    Gaussian,
+    SoftCap,
+    Temperature,
+    arrays_of,
+    registered,
+    resolve,
+)
 from attnscore.scores.activations import NAMES as ACTIVATIONS
+from attnscore.scores.base import with_arrays
 
 __all__ = ["check_framework", "check_kernel", "check_score", "main"]
 
@@ -415,6 +426,7 @@ def _every_score() -> dict[str, Any]:
     w_v, w_q, w_k = (rng.standard_normal(shape) for shape in ((3,), (3, 4), (3, 4)))
     found |= {f"additive {name}": Additive(w_v, w_q, w_k, activation=name) for name in ACTIVATIONS}
     found["bilinear"] = Bilinear(rng.standard_normal((4, 4)))
+    found["combination"] = Combination(("scaled_dot", found["bilinear"]), (0.5, 1.0))
     return found | {"softcap": SoftCap("scaled_dot", 2.0), "temperature": Temperature("scaled_dot", 2.0)}
 
 
@@ -550,16 +562,8 @@ def _fixed_weights(shape: tuple[int, ...]) -> _HostArray:
 
 def _with_arrays(score: Any, arrays: Mapping[str, Array]) -> Any:
     """Return `score` with those of its arrays (of a wrapped score too) that `arrays` names."""
-    if not dataclasses.is_dataclass(score) or isinstance(score, type):
-        return score
-    changes: dict[str, Any] = {}
-    for field in dataclasses.fields(score):
-        value = getattr(score, field.name)
-        if backends.is_array(value):
-            changes[field.name] = arrays.get(field.name, value)
-        elif hasattr(value, "tile"):
-            changes[field.name] = _with_arrays(value, arrays)
-    return dataclasses.replace(score, **changes) if changes else score
+    names = iter(arrays_of(score))
+    return with_arrays(score, lambda x: arrays.get(next(names), x))
 
 
 def _native(ops: Backend, x: _HostArray, like: Array) -> Array:

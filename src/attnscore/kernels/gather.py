@@ -276,8 +276,9 @@ class _Call:
         }
         found = {name: into[form.role(name)](x) for name, x in form.arrays().items()}
         # Attention to the keys themselves, as in a graph network, gathers them once.
-        is_key = _is_same(self.ops, form.key, problem.value)
-        found["value"] = found["key"] if is_key else self.keys_of(problem.value)
+        keys = (name for name, x in form.arrays().items() if form.role(name) == "key")
+        same = next((name for name in keys if _is_same(self.ops, form.arrays()[name], problem.value)), None)
+        found["value"] = self.keys_of(problem.value) if same is None else found[same]
         return found if problem.bias is None else {**found, "bias": self.pairs_of(problem.bias)}
 
     def problem_of(self, block: _Block) -> Problem:
@@ -290,13 +291,14 @@ class _Call:
         cuts = {id(cut): cut(block) for cut in self._inputs.values()}
         arrays = {name: cuts[id(cut)] for name, cut in self._inputs.items()}
         value, bias = arrays.pop("value"), arrays.pop("bias", None)
+        form = problem.form.with_arrays(arrays)
         return dataclasses.replace(
             problem,
             layout=dataclasses.replace(CanonicalLayout.of(problem.layout), score_shape=score_shape),
-            query=arrays["query"],
-            key=arrays["key"],
+            query=form.query,
+            key=form.key,
             value=value,
-            form=problem.form.with_arrays(arrays),
+            form=form,
             mask=self._mask(block),
             bias=bias,
             dropout=self._dropout(block),

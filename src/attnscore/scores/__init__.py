@@ -22,6 +22,7 @@ from attnscore.scores.base import (
     lower_pullback,
 )
 from attnscore.scores.bilinear import Bilinear
+from attnscore.scores.combination import Combination
 from attnscore.scores.cosine import Cosine
 from attnscore.scores.dot import Dot
 from attnscore.scores.gaussian import Gaussian
@@ -34,6 +35,7 @@ __all__ = [
     "BUILTIN",
     "Additive",
     "Bilinear",
+    "Combination",
     "Cosine",
     "Dot",
     "Gaussian",
@@ -65,6 +67,7 @@ BUILTIN: dict[str, type[Score]] = {
     "bilinear": Bilinear,
     "softcap": SoftCap,
     "temperature": Temperature,
+    "combination": Combination,
 }
 """All built-in scores; other tables, such as that of the operators for ``torch.compile``, derive from this one."""
 
@@ -74,6 +77,7 @@ _CALLS = {
     "bilinear": "Bilinear(W)",
     "softcap": 'SoftCap("scaled_dot", cap)',
     "temperature": 'Temperature("scaled_dot", T)',
+    "combination": 'Combination(("dot", "gaussian"), (1.0, 0.5))',
 }
 _TABLE: dict[str, Callable[[], Any]] = {name: kind for name, kind in BUILTIN.items() if name not in _CALLS}
 
@@ -156,4 +160,8 @@ def resolve(score: Any) -> Any:
         inner = resolve(score.score)
         if inner is not score.score:
             return dataclasses.replace(score, score=inner)  # type: ignore[type-var]  # every concrete wrapper is one
+    if isinstance(score, Combination):
+        terms = tuple(map(resolve, score.scores))
+        if any(new is not old for new, old in zip(terms, score.scores, strict=True)):
+            return dataclasses.replace(score, scores=terms)
     return score

@@ -53,6 +53,23 @@ class Score(ABC):
     def __repr__(self) -> str:
         return describe(self)
 
+    def __add__(self, other: Any) -> Score:
+        """Return the sum of this score and another one, as a `Combination`."""
+        kind = _combination()
+        return kind.of(self).plus(kind.of(other)) if _is_score(other) else NotImplemented
+
+    def __radd__(self, other: Any) -> Score:
+        kind = _combination()
+        return kind.of(other).plus(kind.of(self)) if _is_score(other) else NotImplemented
+
+    def __mul__(self, factor: Any) -> Score:
+        """Return the score times a number or a learned array () or (heads,), as a `Combination`."""
+        return NotImplemented if _is_score(factor) else _combination().of(self).times(factor)
+
+    __rmul__ = __mul__
+    # NumPy's arrays would multiply each element with the score.
+    __array_ufunc__ = None
+
     @abstractmethod
     def tile(self, ops: Backend, query: Array, key: Array) -> Array:
         """Return the scores (..., query, key) by the definition."""
@@ -76,13 +93,20 @@ class Score(ABC):
         """
         return key, self
 
-    def reads_values(self, ops: Backend, query: Array, key: Array) -> bool:
-        """Return whether the values of query and key decide to which form `lower` lowers the score."""
-        return False
-
     @abstractmethod
     def operations(self, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
         """Count multiplications, additions and function evaluations for all scores of one head."""
+
+
+def _is_score(x: object) -> bool:
+    return callable(getattr(x, "tile", None)) and not backends.is_array(x)
+
+
+def _combination() -> Any:
+    """Return `Combination`, whose module imports this one."""
+    from attnscore.scores.combination import Combination
+
+    return Combination
 
 
 class Wrapper(Score):
@@ -199,7 +223,10 @@ _field_names._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def arrays_of(score: object) -> dict[str, Array]:
-    """Return the array fields of a score by name, with those of a wrapped score."""
+    """Return the array fields of a score by name, with those of a wrapped score.
+
+    Arrays of the scores in a tuple are named by their place: ``scores.0.bandwidth``.
+    """
     arrays: dict[str, Array] = {}
     for name in _field_names(type(score)):
         value = getattr(score, name)
@@ -207,6 +234,12 @@ def arrays_of(score: object) -> dict[str, Array]:
             arrays[name] = value
         elif hasattr(value, "tile"):
             arrays.update(arrays_of(value))
+        elif isinstance(value, (tuple, list)):
+            for i, part in enumerate(value):
+                if backends.is_array(part):
+                    arrays[f"{name}.{i}"] = part
+                else:
+                    arrays.update({f"{name}.{i}.{inner}": x for inner, x in arrays_of(part).items()})
     return arrays
 
 
@@ -219,8 +252,14 @@ def with_arrays(score: Any, change: Callable[[Array], Array]) -> Any:
             found[name] = change(value)
         elif hasattr(value, "tile"):
             found[name] = with_arrays(value, change)
+        elif isinstance(value, (tuple, list)) and any(map(_holds_arrays, value)):
+            found[name] = tuple(change(x) if backends.is_array(x) else with_arrays(x, change) for x in value)
     changed = {name: value for name, value in found.items() if value is not getattr(score, name)}
     return dataclasses.replace(score, **changed) if changed else score
+
+
+def _holds_arrays(x: Any) -> bool:
+    return backends.is_array(x) or bool(arrays_of(x))
 
 
 def with_dtype(ops: Backend, score: Any, dtype: str) -> Any:

@@ -5,6 +5,7 @@
 - ``DistanceForm``: s = -scale |q' - k'|^2, summed directly, for Gaussians that cancel as inner products
 - ``TileForm``: any score that has only its definition, ``tile``
 - ``MultipliedForm``: a learned factor of another form's scores, where none of its arrays can hold the factor
+- ``SumForm``: the sum of other forms' scores
 
 ``caps`` apply last, in order: (cap, factor) maps s to factor * cap * tanh(s / cap); an infinite cap only multiplies.
 Every form computes the scores of the queries and keys that it holds; a kernel slices it into tiles with ``part``.
@@ -305,6 +306,44 @@ class MultipliedForm(Form):
             return {**form_vjp(times(ops, grad, self.factor)), self.name: times(ops, grad, scores)}
 
         return scores * self.factor, vjp
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class SumForm(Form):
+    """s = sum of the scores of other forms; the names of their arrays begin with their place: ``1.query``."""
+
+    terms: tuple[Form, ...]
+
+    @property
+    def keeps_infinity(self) -> bool:  # type: ignore[override]  # that of the terms
+        return all(form.keeps_infinity for form in self.terms)
+
+    def values_per_pair(self) -> int:
+        return max(form.values_per_pair() for form in self.terms)
+
+    def role(self, name: str) -> Role:
+        place, _, own = name.partition(".")
+        return self.terms[int(place)].role(own)
+
+    def arrays(self) -> dict[str, Array]:
+        return {f"{i}.{name}": x for i, form in enumerate(self.terms) for name, x in form.arrays().items()}
+
+    def with_arrays(self, arrays: Mapping[str, Array]) -> Form:
+        terms = tuple(
+            form.with_arrays({name: arrays[f"{i}.{name}"] for name in form.arrays() if f"{i}.{name}" in arrays})
+            for i, form in enumerate(self.terms)
+        )
+        return dataclasses.replace(self, query=terms[0].query, key=terms[0].key, terms=terms)
+
+    def raw(self, ops: Backend, visible: Array | None = None) -> tuple[Array, FormPullback]:
+        found = [form.scores_and_pullback(ops, visible) for form in self.terms]
+        scores, *others = [scores for scores, _ in found]
+
+        def vjp(grad: Array) -> dict[str, Array]:
+            return {f"{i}.{name}": x for i, (_, term_vjp) in enumerate(found) for name, x in term_vjp(grad).items()}
+
+        return sum(others, scores), vjp
 
 
 def soft_capped(ops: Backend, scores: Array, cap: float, factor: float = 1.0) -> tuple[Array, Array]:

@@ -1,0 +1,238 @@
+"""Linear combination of scores: ``ats.Dot() + 0.5 * ats.Gaussian()``.
+
+Inner products are one product of concatenated queries and keys, additive scores of one activation one additive score of
+concatenated channels; the native kernel runs both. Other combinations are added up tile by tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from attnscore import backends
+from attnscore.backends.base import Array, Backend, broadcast, sum_to
+from attnscore.core.arguments import check_number
+from attnscore.errors import ArgumentError, ShapeError, message
+from attnscore.scores.activations import Activation
+from attnscore.scores.base import (
+    Pullback,
+    Score,
+    ScoreGradients,
+    check,
+    lower,
+    lower_pullback,
+    operations_of,
+    widen,
+)
+from attnscore.scores.factors import learned, multiplied
+from attnscore.scores.forms import AdditiveForm, Form, InnerForm, SumForm, checked_tile
+
+Grads = Mapping[str, Array]
+JoinedPullback = Callable[[Grads], list[Grads]]
+"""VJP of `joined`: from gradients of its form's arrays to those of the arrays of each term's form."""
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class Combination(Score):
+    """a(q, k) = sum_i weights[i] scores[i](q, k), which the operators + and * between scores make.
+
+    Parameters
+    ----------
+    scores : sequence of scores or registered names, of the same queries and keys
+    weights : sequence of numbers, or arrays () or (heads,), which get a gradient
+        One for each score; of any sign. Gradients of arrays are named by their place: ``weights.0``,
+        ``scores.1.bandwidth``.
+
+    Examples
+    --------
+    >>> import numpy as np, attnscore as ats
+    >>> query, key = np.array([[1.0, 2.0]]), np.array([[1.0, 0.0]])
+    >>> ats.attention_scores(query, key, score=ats.Dot() + 0.5 * ats.Gaussian())
+    array([[0.]])
+    """
+
+    scores: Sequence[Any]
+    weights: Sequence[Any]
+
+    def __repr__(self) -> str:
+        def factor(weight: Any) -> str:
+            if backends.is_array(weight):
+                return f"<{tuple(weight.shape)} {weight.dtype}> * "
+            return "" if weight == 1 else f"{weight!r} * "
+
+        terms = (f"{factor(weight)}{score!r}" for score, weight in zip(self.scores, self.weights, strict=True))
+        return f"Combination({' + '.join(terms)})"
+
+    @classmethod
+    def of(cls, x: Any) -> Combination:
+        """Return a score as a combination of one term; a combination as it is."""
+        return x if isinstance(x, cls) else cls((x,), (1.0,))
+
+    def plus(self, other: Combination) -> Combination:
+        """Return the combination of the terms of both."""
+        return Combination((*self.scores, *other.scores), (*self.weights, *other.weights))
+
+    def times(self, factor: Any) -> Combination:
+        """Return the combination with all weights multiplied."""
+        return Combination(
+            self.scores,
+            tuple(factor if type(weight) is float and weight == 1 else weight * factor for weight in self.weights),
+        )
+
+    def tile(self, ops: Backend, query: Array, key: Array) -> Array:
+        total: Any = None
+        for score, weight in zip(self.scores, self.weights, strict=True):
+            term = checked_tile(ops, score, query, key)
+            factor = learned(ops, "weights", weight, query, key, term) if backends.is_array(weight) else weight
+            total = term * factor if total is None else total + term * factor
+        return total
+
+    def lower(self, ops: Backend, query: Array, key: Array) -> Form:
+        return self._joined(ops, [lower(ops, score, query, key) for score in self.scores], query, key)[0]
+
+    def lower_pullback(self, ops: Backend, query: Array, key: Array) -> tuple[Form, Pullback]:
+        lowered = [lower_pullback(ops, score, query, key) for score in self.scores]
+        form, joined_vjp = self._joined(ops, [form for form, _ in lowered], query, key)
+
+        def vjp(grads: Grads) -> ScoreGradients:
+            by_term, of_weights = joined_vjp(grads)
+            found = [term_vjp(given) for (_, term_vjp), given in zip(lowered, by_term, strict=True)]
+            arrays = {f"scores.{i}.{name}": x for i, each in enumerate(found) for name, x in each.arrays.items()}
+            query, *queries = [each.query for each in found]
+            key, *keys = [each.key for each in found]
+            return ScoreGradients(sum(queries, query), sum(keys, key), arrays | of_weights)
+
+        return form, vjp
+
+    def _joined(
+        self, ops: Backend, forms: list[Form], query: Array, key: Array
+    ) -> tuple[Form, Callable[[Grads], tuple[list[Grads], dict[str, Array]]]]:
+        """Return the form of the weighted sum, and its VJP: gradients of each form's arrays, and of the weights."""
+        numbers, factor_vjps = [], {}
+        for i, weight in enumerate(self.weights):
+            if backends.is_array(weight):
+                factor = learned(ops, f"weights[{i}]", weight, query, key, forms[i].query)
+                forms[i], factor_vjps[i] = multiplied(ops, forms[i], factor)
+            numbers.append(1.0 if i in factor_vjps else float(weight))
+        form, joined_vjp = joined(ops, forms, numbers)
+
+        def vjp(grads: Grads) -> tuple[list[Grads], dict[str, Array]]:
+            by_term, of_weights = joined_vjp(grads), {}
+            for i, factor_vjp in factor_vjps.items():
+                by_term[i], grad = factor_vjp(by_term[i])
+                of_weights[f"weights.{i}"] = ops.reshape(grad, self.weights[i].shape)
+            return by_term, of_weights
+
+        return form, vjp
+
+    def check(self, dim: int, key_dim: int) -> None:
+        if not self.scores or len(self.scores) != len(self.weights):
+            got = f"{len(self.scores)} scores, {len(self.weights)} weights"
+            raise ArgumentError(message("weights", "one for each of one score or more", got))
+        for i, (score, weight) in enumerate(zip(self.scores, self.weights, strict=True)):
+            if backends.is_array(weight):
+                if len(weight.shape) > 1:
+                    raise ShapeError(message(f"weights[{i}]", "a number, () or (heads,)", tuple(weight.shape)))
+            else:
+                check_number(f"weights[{i}]", weight)
+            check(score, dim, key_dim)
+
+    def reads_values(self, ops: Backend, query: Array, key: Array) -> bool:
+        return any(hasattr(x, "reads_values") and x.reads_values(ops, query, key) for x in self.scores)
+
+    def operations(self, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
+        terms = sum(operations_of(score, query_len, key_len, dim, key_dim) for score in self.scores)
+        return terms + 2 * len(self.scores) * query_len * key_len
+
+
+def joined(ops: Backend, forms: Sequence[Form], numbers: Sequence[float]) -> tuple[Form, JoinedPullback]:
+    """Return the form of sum_i numbers[i] * scores of forms[i], and its VJP."""
+    first: Any = forms[0]
+    if not any(form.caps for form in forms):
+        if all(isinstance(form, InnerForm) for form in forms):
+            return _joined_products(ops, forms, numbers)
+        if all(isinstance(form, AdditiveForm) and _is_same(form.activation, first.activation) for form in forms):
+            return _joined_additive(ops, forms, numbers)
+
+    def vjp(grads: Grads) -> list[Grads]:
+        found: list[Grads] = []
+        for i, form in enumerate(forms):
+            found.append({name: grads[f"{i}.{name}"] for name in form.arrays()})
+        return found
+
+    terms = tuple(form if number == 1 else form.scaled(number) for form, number in zip(forms, numbers, strict=True))
+    return SumForm(first.query, first.key, terms=terms), vjp
+
+
+def _is_same(activation: Activation, other: Activation) -> bool:
+    return (activation.name, activation.negative_slope) == (other.name, other.negative_slope)
+
+
+def _concatenated(ops: Backend, arrays: Sequence[Array]) -> Array:
+    """Return arrays side by side on their last axis, in one dtype and with the leading axes broadcast."""
+    if len({ops.dtype(x) for x in arrays}) > 1:
+        arrays = widen(ops, *arrays)
+    lead = broadcast(*(tuple(x.shape[:-1]) for x in arrays))
+    return ops.concat(
+        tuple(x if tuple(x.shape[:-1]) == lead else ops.broadcast_to(x, (*lead, x.shape[-1])) for x in arrays), -1
+    )
+
+
+def _separated(ops: Backend, grad: Array, arrays: Sequence[Array]) -> list[Array]:
+    """Return the gradients of arrays from that of `_concatenated`."""
+    found, start = [], 0
+    for x in arrays:
+        stop = start + int(x.shape[-1])
+        found.append(sum_to(ops, grad[..., start:stop], x.shape))
+        start = stop
+    return found
+
+
+def _joined_products(ops: Backend, forms: Sequence[Any], numbers: Sequence[float]) -> tuple[Form, JoinedPullback]:
+    """Return the product of concatenated queries and keys; factors that differ go into the queries."""
+    factors = [number * form.scale for form, number in zip(forms, numbers, strict=True)]
+    scale = factors[0] if len(set(factors)) == 1 else 1.0
+    inner = [1.0 if scale == factor else factor for factor in factors]
+    queries = _concatenated(
+        ops, [x.query if n == 1 else widen(ops, x.query)[0] * n for x, n in zip(forms, inner, strict=True)]
+    )
+    biases: dict[str, Array] = {}
+    for name in ("query_bias", "key_bias"):
+        terms = [getattr(x, name) * n for x, n in zip(forms, numbers, strict=True) if getattr(x, name) is not None]
+        if terms:
+            biases[name] = sum(terms[1:], terms[0])
+
+    def vjp(grads: Grads) -> list[Grads]:
+        of_queries = _separated(ops, grads["query"], [form.query for form in forms])
+        of_keys = _separated(ops, grads["key"], [form.key for form in forms])
+        found: list[Grads] = []
+        for i, form in enumerate(forms):
+            own = {"query": of_queries[i] * inner[i], "key": of_keys[i]}
+            for name in biases:
+                if (x := getattr(form, name)) is not None:
+                    own[name] = sum_to(ops, grads[name] * numbers[i], x.shape)
+            found.append(own)
+        return found
+
+    keys = _concatenated(ops, [form.key for form in forms])
+    return InnerForm(queries, keys, scale=scale, **biases), vjp
+
+
+def _joined_additive(ops: Backend, forms: Sequence[Any], numbers: Sequence[float]) -> tuple[Form, JoinedPullback]:
+    """Return the additive score of concatenated channels: the factors go into w_v."""
+    weights = _concatenated(ops, [form.w_v * number for form, number in zip(forms, numbers, strict=True)])
+    queries, keys = (_concatenated(ops, [getattr(form, name) for form in forms]) for name in ("query", "key"))
+
+    def vjp(grads: Grads) -> list[Grads]:
+        separated = {
+            name: _separated(ops, grads[name], [getattr(form, name) for form in forms])
+            for name in ("query", "key", "w_v")
+        }
+        return [
+            {"query": separated["query"][i], "key": separated["key"][i], "w_v": separated["w_v"][i] * numbers[i]}
+            for i in range(len(forms))
+        ]
+
+    return AdditiveForm(queries, keys, w_v=weights, activation=forms[0].activation), vjp
