@@ -11,15 +11,16 @@ from weakref import WeakKeyDictionary
 import torch
 import triton
 
-from attnscore.backends.base import Array
-from attnscore.core import statistics, tiled
+from attnscore.backends.base import Array, sum_to
+from attnscore.core import online_softmax, statistics, tiled
 from attnscore.core.problem import Problem
 from attnscore.core.tiled import Result, RowGradients
 from attnscore.core.tiling import TilePlan
+from attnscore.kernels.triton import backward as backward_kernels
 from attnscore.kernels.triton import forward as forward_kernels
 from attnscore.kernels.triton import ranges
 from attnscore.kernels.triton.kernel import is_interpreted
-from attnscore.kernels.triton.operands import Dropout, Masking, Operand, Rows, as_int32, operand
+from attnscore.kernels.triton.operands import Dropout, Masking, Operand, RowGrads, Rows, as_int32, operand
 from attnscore.kernels.triton.tiles import Tile, padded, tile_of
 from attnscore.masks import IntervalSet, lowering
 from attnscore.masks.dynamic_intervals import traced_visibility
@@ -285,7 +286,193 @@ def _device(x: torch.Tensor) -> Any:
 
 
 def backward(
-    problem: Problem, plan: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]
-) -> dict[str, Array]:
-    """Run the backward."""
-    return tiled.backward(problem, plan, result, grads)
+    problem: Problem, plan: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str],
+    runner: Runner = RUNNER,
+) -> dict[str, Array]:  # fmt: skip
+    """Run the backward: the gradients of the operands in `wanted` at least, by name."""
+    given = operands_of(problem, plan, runner)
+    with _device(problem.value):
+        return _Backward(problem, given, result, grads, wanted).run()
+
+
+RELATIVE_SHARES = 16
+"""Programs for each matrix of a relative bias, with a line of sums each."""
+
+
+class _Backward:
+    """One backward: its operands, and the kernels that it launches."""
+
+    def __init__(
+        self, problem: Problem, given: Operands, result: Result, grads: RowGradients, wanted: frozenset[str]
+    ) -> None:
+        self.problem, self.given, self.wanted = problem, given, wanted
+        self.operands = tiled.operands(problem)
+        self.found: dict[str, Array] = {}
+        shape = problem.score_shape
+        queries, keys, dim, value_dim, heads, groups = given.sizes
+        self.is_empty = not given.matrices * queries * keys
+        grad_out = result.out.new_zeros(()).expand(result.out.shape) if grads.out is None else grads.out
+        # The products with the value are in its dtype.
+        self.grad_out = self.placed(grad_out, queries)
+        delta = self.new_rows()
+        if not self.is_empty:
+            block = 32
+            given.runner.run(
+                backward_kernels.row_sums, (triton.cdiv(queries, block), given.matrices),
+                self.placed(result.out, queries), self.grad_out, _row_array(grads.log_sum_exp), delta,
+                queries, value_dim, heads, groups, BM=block, DV=padded(value_dim),
+            )  # fmt: skip
+        grad_entropy = _row_array(grads.entropy)
+        entropy = None if grad_entropy is None else _row_array(result.statistics["entropy"])
+        self.rows = RowGrads(_row_array(result.row_max), _row_array(result.log_denom), delta, entropy, grad_entropy)
+        self.rest = {"FORM": given.form, "ACTIVATION": "", "CAPS": given.caps, "INTERVALS": given.intervals}
+        self.padding = {"D": padded(dim), "DV": padded(value_dim), "PRECISION": given.precision}
+        self.lead = shape.lead
+
+    def run(self) -> dict[str, Array]:
+        """Return the gradients by name."""
+        if self.is_empty:
+            return {name: x.new_zeros(x.shape) for name, x in self.operands.items()}
+        self.d_query()
+        self.d_key()
+        if self.given.bias is not None and "bias" in self.wanted and "bias" not in self.found:
+            self.d_bias()
+        if self.problem.sink is not None:
+            self.found["sink"] = self.d_sink(self.problem.sink)
+        return {
+            name: x if x.shape == self.operands[name].shape else sum_to(self.problem.ops, x, self.operands[name].shape)
+            for name, x in self.found.items()
+        }
+
+    def placed(self, x: torch.Tensor, row: int) -> Operand:
+        """Return an array on the canonical axes as an operand."""
+        found = operand(x, self.problem.score_shape.lead, *self.given.sizes[4:], row)
+        if found is None:
+            raise TypeError("an operand that is None")
+        return found
+
+    def new_rows(self) -> torch.Tensor:
+        """Return one float32 for each query."""
+        return self.problem.value.new_empty((*self.problem.score_shape.rows, 1), dtype=torch.float32)
+
+    def gradient(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return the array of a gradient: in the operand's dtype where nothing is summed afterwards."""
+        x = self.operands[name]
+        is_final = tuple(x.shape) == shape and x.dtype in _KERNEL_DTYPES
+        self.found[name] = x.new_empty(shape, dtype=x.dtype if is_final else torch.float32)
+        return self.found[name]
+
+    @property
+    def before(self) -> tuple[Any, ...]:
+        """What all kernels read first."""
+        x = self.given
+        return x.query, x.key, x.value, x.query_bias, x.key_bias, None, x.scales, x.bias
+
+    @property
+    def after(self) -> tuple[Any, ...]:
+        """The numbers that all kernels read."""
+        return *self.given.sizes, self.given.scale, 0.0
+
+    def d_query(self) -> None:
+        """Compute the gradients that have an axis of queries."""
+        given, tile = self.given, self.given.tile("d_query")
+        rows = self.problem.score_shape.rows
+        queries, keys, dim, *_ = given.sizes
+        grad_query = self.gradient("query", (*rows, dim))
+        grad_bias = grad_query_bias = grad_scale = None
+        if "query_bias" in self.operands:
+            grad_query_bias = self.found["query_bias"] = self.new_rows()
+        if "scale" in self.operands:
+            grad_scale = self.new_rows()
+            self.found["scale"] = grad_scale
+        if self.problem.bias is not None and tuple(self.problem.bias.shape) == (*rows, keys):
+            self.found["bias"] = torch.zeros_like(self.problem.bias, memory_format=torch.contiguous_format)
+            grad_bias = self.placed(self.found["bias"], queries)
+        given.runner.run(
+            backward_kernels.d_query, (triton.cdiv(queries, tile.queries), given.matrices),
+            *self.before, given.masking(tile), given.dropout, self.grad_out, self.rows,
+            self.placed(grad_query, queries), grad_query_bias, grad_scale, grad_bias, *self.after,
+            TESTED=given.is_tested, RELATIVE=given.is_relative, **self.rest, **self.constants(tile),
+        )  # fmt: skip
+
+    def constants(self, tile: Tile) -> dict[str, Any]:
+        """Return the constants of a tile."""
+        sizes = {"BM": tile.queries, "BN": tile.keys, "num_warps": tile.warps, "num_stages": tile.stages}
+        return self.padding | sizes
+
+    def d_key(self) -> None:
+        """Compute the gradients that have an axis of keys."""
+        given, tile = self.given, self.given.tile("d_key")
+        _, keys, dim, value_dim, heads, groups = given.sizes
+        of_keys = ("key", "value", "key_bias")
+        shared = all(self.operands[name].shape[-3] == 1 for name in of_keys if name in self.operands)
+        lead = (*self.problem.score_shape.lead, heads, 1 if shared else groups)
+        grad_key = self.gradient("key", (*lead, keys, dim))
+        grad_value = self.gradient("value", (*lead, keys, value_dim))
+        grad_key_bias = None
+        if "key_bias" in self.operands:
+            self.found["key_bias"] = grad_value.new_empty((*lead, keys, 1), dtype=torch.float32)
+            grad_key_bias = self.placed(self.found["key_bias"], keys)
+        masking = given.masking(tile)
+        tiles, count = None, triton.cdiv(keys, tile.keys)
+        if masking.ends is not None:
+            intervals, batch, query_tiles, _ = masking.ends.shape
+            tiles = masking.ends.new_empty((batch, count, 2))
+            given.runner.run(
+                ranges.tiles_of_queries, (count, batch), masking.ends, tiles, intervals, query_tiles, BLOCK=128
+            )
+        given.runner.run(
+            backward_kernels.d_key, (count, given.matrices // groups if shared else given.matrices),
+            *self.before, masking, given.dropout, self.grad_out, self.rows, tiles,
+            self.placed(grad_key, keys), self.placed(grad_value, keys), grad_key_bias, *self.after,
+            RELATIVE=given.is_relative, SHARED=shared, **self.rest, **self.constants(tile),
+        )  # fmt: skip
+
+    def d_bias(self) -> None:
+        """Compute the gradient of a bias that several pairs share."""
+        given, tile = self.given, self.given.tile("d_query")
+        queries, keys, *_ = given.sizes
+        bias = self.problem.bias
+        *lead, kv_heads, group_count, row, column = bias.shape
+        # Leading axes of which some are shared are summed afterwards.
+        batches = 1 if math.prod(lead) == 1 else given.batch
+        matrices = batches * kv_heads * group_count
+        lead = (1,) * len(lead) if batches == 1 else self.problem.score_shape.lead
+        counts = (given.batch, batches, kv_heads, group_count)
+        constants = self.rest | self.constants(tile)
+        read = (*self.before, given.masking(tile), given.dropout, self.grad_out, self.rows)
+        if given.is_relative:
+            shares = max(1, min(RELATIVE_SHARES, triton.cdiv(queries, tile.queries)))
+            found = bias.new_zeros((shares, *lead, kv_heads, group_count, 1, column), dtype=torch.float32)
+            # The diagonals of a tile are summed in a line of queries + keys, which must be a power of 2.
+            constants["BM"] = constants["BN"] = min(tile.queries, tile.keys)
+            kernel, grid = backward_kernels.d_relative_bias, (shares, matrices)
+            given.runner.run(kernel, grid, *read, found, *counts, *self.after, **constants)
+            self.found["bias"] = found.sum(0)
+            return
+        tiles = triton.cdiv(queries, tile.queries), triton.cdiv(keys, tile.keys)
+        of_rows, of_columns = (whole > 1 and n == whole for n, whole in ((row, queries), (column, keys)))
+        shape = (queries if of_rows else tiles[0], keys if of_columns else tiles[1])
+        found = bias.new_empty((*lead, kv_heads, group_count, *shape), dtype=torch.float32)
+        given.runner.run(
+            backward_kernels.d_bias, (*tiles, matrices), *read, found, *counts, *self.after,
+            OF_ROWS=of_rows, OF_COLUMNS=of_columns, **constants,
+        )  # fmt: skip
+        axes = [axis for axis, is_whole in ((-2, of_rows), (-1, of_columns)) if not is_whole]
+        self.found["bias"] = found.sum(axes, keepdim=True) if axes else found
+
+    def d_sink(self, sink: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of the sink: a score whose value is 0, so p (delta - ...) without a product."""
+        rows = self.rows
+        of_row = sink.float().reshape(*sink.shape, 1, 1)
+        log_p = online_softmax.log_weights(self.problem.ops, of_row, rows.row_max, rows.log_denom)
+        p = log_p.exp()
+        grad = p * rows.delta
+        if rows.grad_entropy is not None:
+            grad = grad - p * (torch.where(p == 0, 0.0, log_p) + rows.entropy) * rows.grad_entropy
+        return sum_to(self.problem.ops, grad, (*sink.shape, 1, 1)).reshape(sink.shape)
+
+
+def _row_array(x: torch.Tensor | None) -> Any:
+    """Return one number for each query in float32 and C order."""
+    return None if x is None else x.to(torch.float32).contiguous()

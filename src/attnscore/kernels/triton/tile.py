@@ -98,6 +98,15 @@ def attended(masking, interval, b, h, g, i, j, n_q, n_k):
 
 
 @triton.jit
+def attended_by_any(masking, b, h, g, i, j, n_q, n_k, INTERVALS: tl.constexpr):
+    """Return the unmasked pairs of a tile, of all intervals of each query."""
+    found = attended(masking, 0, b, h, g, i, j, n_q, n_k)
+    for interval in tl.static_range(1, INTERVALS):
+        found = found | attended(masking, interval, b, h, g, i, j, n_q, n_k)
+    return found
+
+
+@triton.jit
 def bias_of(bias, b, h, g, i, j, n_q, n_k, RELATIVE: tl.constexpr):
     """Return the bias of each pair; of pairs beyond the ends -inf."""
     live = (i < n_q) & (j < n_k)
