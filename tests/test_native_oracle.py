@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attnscore as ats
-from attnscore.kernels.native.kernel import MAX_SAVED_SCORES
+from attnscore.kernels.native.call import MAX_SAVED_SCORES
 from cases import MASK, SCORE, SCORES, Sizes
 from harness import EPS, EXTRAS, STATISTICS, Call, array, build_call, dtype_of
 from native_cases import native
@@ -148,7 +148,7 @@ def hold(drawn: tuple[Call, str, str], saves_scores: bool) -> None:
     laid = {name: LAYOUTS[layout](getattr(call, name)) for name in names}
     # Nothing that is drawn may fall to another kernel.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("attnscore.kernels.native.kernel.MAX_SAVED_SCORES", kept_pairs)
+        patch.setattr("attnscore.kernels.native.call.MAX_SAVED_SCORES", kept_pairs)
         got = dataclasses.replace(call, **laid).numpy(kernel="native")
     found = problems(call, got, slack_of(target), by_score=True)
     where = f"{target}, {layout}, {call.score.name}, {call.dtype}, {call.query.shape}, {call.key.shape}"

@@ -16,8 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import attnscore as ats
 from attnscore.core import plan
 from attnscore.core.cache import BoundedCache
-from attnscore.kernels.native import call, marshalling
-from attnscore.kernels.native import kernel as door
+from attnscore.kernels.native import call, kernel, marshalling
 from native_cases import native
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -76,7 +75,8 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         def plan_backward(self, *arguments: Any) -> Any:
             return watched(native.plan_backward(*arguments), arguments[2][4])
 
-    monkeypatch.setattr(door, "_native", Watched())
+    for module in (kernel, call):
+        monkeypatch.setattr(module, "_native", Watched())
     monkeypatch.setattr(plan, "PLANS", BoundedCache())
     return seen
 
@@ -113,7 +113,7 @@ def pulled(arrays: list[np.ndarray], **options: Any) -> dict[str, np.ndarray]:
 
 def both(monkeypatch: pytest.MonkeyPatch, arrays: list[np.ndarray], **options: Any) -> tuple[dict[str, Any], ...]:
     kept = pulled(arrays, **options)
-    monkeypatch.setattr(door, "MAX_SAVED_SCORES", 0)
+    monkeypatch.setattr(call, "MAX_SAVED_SCORES", 0)
     return kept, pulled(arrays, **options)
 
 
@@ -153,7 +153,7 @@ def test_what_is_not_finite(hidden: bool, activation: str, old_memory: None, mon
 @pytest.mark.parametrize(("most", "keeps"), [(PAIRS, True), (PAIRS - 1, False)])
 def test_the_most_that_is_kept(most: int, keeps: bool, handed: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Above the bound nothing that autograd holds is as large as a matrix, nor as anything but the inputs."""
-    monkeypatch.setattr(door, "MAX_SAVED_SCORES", most)
+    monkeypatch.setattr(call, "MAX_SAVED_SCORES", most)
     held: list[tuple[int, ...]] = []
 
     def pack(x: torch.Tensor) -> torch.Tensor:
@@ -173,7 +173,7 @@ def test_the_most_that_is_kept(most: int, keeps: bool, handed: list[Any], monkey
 
 
 def test_the_bound_is_a_few_megabytes() -> None:
-    assert door.MAX_SAVED_SCORES * 8 <= 2**23
+    assert call.MAX_SAVED_SCORES * 8 <= 2**23
 
 
 @pytest.mark.parametrize(

@@ -260,7 +260,8 @@ def test_called_from_torch_it_takes_the_threads_of_torch(monkeypatch: pytest.Mon
         def plan_backward(self, *arguments: Any) -> Any:
             return watched(native.plan_backward(*arguments))
 
-    monkeypatch.setattr("attnscore.kernels.native.kernel._native", Watched())
+    for module in ("kernel", "call"):
+        monkeypatch.setattr(f"attnscore.kernels.native.{module}._native", Watched())
     monkeypatch.setattr("attnscore.core.plan.PLANS", BoundedCache(8))
     torch.set_num_threads(3)
     ats.set_num_threads(5)

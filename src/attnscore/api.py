@@ -109,7 +109,7 @@ def attend(
     signature = plans.signature(arguments, options)
     if (plan := plans.PLANS.get(signature)) is not None:
         return plan.run(arguments)
-    ops = backends.of({"query": query})
+    ops = backends.of_type(type(query)) or backends.of({"query": query})
     if ops.ragged(query) is not None:
         return attend_ragged(
             attend, {"query": query, "key": key, "value": value}, mask, head_axis=head_axis, score=score, sink=sink,

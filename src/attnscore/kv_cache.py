@@ -22,7 +22,7 @@ import numpy as np
 
 from attnscore import backends
 from attnscore.api import attend
-from attnscore.backends.base import FLOATING, Array, Backend, array_signature
+from attnscore.backends.base import FLOATING, Array, Backend
 from attnscore.core.arguments import check_count, is_whole, shown
 from attnscore.core.layout import ScoreShape
 from attnscore.core.prepared import prepare_keys
@@ -206,7 +206,7 @@ class KeyValueCache:
             raise FrameworkError(message("key", "an array of " + " or ".join(_FRAMEWORKS), f"one of {ops.name}"))
         for kind in (KeyValueCache, type(self.score)):
             ops.register_pytree(kind)
-        given = array_signature(key), array_signature(value)
+        given = ops.array_signature(key), ops.array_signature(value)
         # The checks take a third of the time of a step, and an append like the last one passes them.
         sizes = self._key_sizes if given == self._checked else self._check(ops, {"key": key, "value": value})
         cache = self if ops.name in _IN_PLACE else copy.copy(self)

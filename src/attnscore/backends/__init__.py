@@ -147,6 +147,12 @@ def check_dense(ops: Backend, arrays: Mapping[str, Any]) -> None:
             raise FrameworkError(message(name, "a dense array", kind[0], hint=f"{kind[1]} makes one"))
 
 
+def check_compatible(ops: Backend, query: Any, arrays: Mapping[str, Any]) -> None:
+    """Raise FrameworkError or DeviceError unless every array is dense and on the device of `query`."""
+    check_dense(ops, arrays)
+    check_devices(ops, query, arrays)
+
+
 def check_not_recorded(ops: Backend, what: str) -> None:
     """Raise FrameworkError while `torch.jit.trace` records: it would freeze decisions that depend on sizes."""
     if ops.is_recording():

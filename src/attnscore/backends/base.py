@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -55,11 +56,10 @@ def itemsize(dtype: str) -> int:
 
 
 class Unknown(ABC):
-    """A size that a graph learns when it runs. It equals nothing but itself."""
+    """A size that a graph learns when it runs. It equals nothing but itself, and has the arithmetic of integers."""
 
     @abstractmethod
-    def at_most(self, length: int) -> Unknown:
-        """The smaller of the two, and at least 1."""
+    def __sub__(self, other: Any) -> Any: ...
 
     def __repr__(self) -> str:
         return "?"
@@ -68,6 +68,12 @@ class Unknown(ABC):
 def is_unknown(length: Any) -> bool:
     """Whether the size of an axis is not known before a graph runs."""
     return length is None or isinstance(length, Unknown)
+
+
+@functools.singledispatch
+def at_most(length: Any, limit: int) -> Any:
+    """Return the smaller of the two, and at least 1; backends register their unknown sizes."""
+    return max(1, min(length, limit))
 
 
 def may_equal(first: Any, second: Any) -> bool:

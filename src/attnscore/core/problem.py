@@ -20,7 +20,6 @@ from attnscore.backends.base import (
     Array,
     Backend,
     accumulator,
-    array_signature,
     broadcast,
     is_unknown,
     may_equal,
@@ -92,8 +91,8 @@ class Problem:
 
 
 def check_each(ops: Backend, arrays: dict[str, Array]) -> dict[str, Shape]:
-    """Check that each array is dense and floating and has enough axes; return the shapes."""
-    backends.check_dense(ops, arrays)
+    """Check that the arrays are dense and floating, on one device, with enough axes; return the shapes."""
+    backends.check_compatible(ops, next(iter(arrays.values())), arrays)
     shapes = {name: ops.shape(x) for name, x in arrays.items()}
     for name, x in arrays.items():
         if not ops.is_floating(x):
@@ -124,7 +123,6 @@ def check_arrays(ops: Backend, arrays: dict[str, Array], head_axis: Any) -> Axis
         listed = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
         hint = "cast them to a common dtype first"
         raise DtypeError(message(", ".join(arrays), "one dtype", listed, shapes=shapes, hint=hint))
-    backends.check_devices(ops, arrays["query"], arrays)
     check_head_axis(head_axis, shapes)
     axes = max(len(shape) for shape in shapes.values())
     padded = {name: (1,) * (axes - len(shape)) + shape for name, shape in shapes.items()}
@@ -215,8 +213,7 @@ def check_extra(ops: Backend, name: str, x: Any, like: Array) -> Array:
     sums = accumulator(ops.dtype(like))
     if is_number(x) and math.isfinite(x):
         check_held(name, x, sums, float(x))
-    backends.check_dense(ops, {name: x})
-    backends.check_devices(ops, like, {name: x})
+    backends.check_compatible(ops, like, {name: x})
     x = ops.asarray(x, like, None if hasattr(x, "dtype") else sums)
     if not ops.is_floating(x):
         hint = "a boolean array is a mask: pass it as mask=" if ops.dtype(x) == "bool" else None
@@ -277,7 +274,8 @@ def build_problem(
     score = scores.resolve(score)
     ops.register_pytree(type(score))
     arrays = dict(zip(arrays, ops.autocast(*arrays.values()), strict=True))
-    layout = _LAYOUTS.get_or_compute(_layout_signature(arrays, head_axis), lambda: check_arrays(ops, arrays, head_axis))
+    signature = _layout_signature(ops, arrays, head_axis)
+    layout = _LAYOUTS.get_or_compute(signature, lambda: check_arrays(ops, arrays, head_axis))
     query, key = arrays["query"], arrays["key"]
     value = arrays["value"] if "value" in arrays else key[..., :0]
     scores.check_score_arrays(ops, score, query)
@@ -325,9 +323,9 @@ def wanted_statistics(return_stats: Any) -> tuple[str, ...]:
     return tuple(name for name in STATISTICS if name in names)
 
 
-def _layout_signature(arrays: dict[str, Array], head_axis: Any) -> Hashable:
+def _layout_signature(ops: Backend, arrays: dict[str, Array], head_axis: Any) -> Hashable:
     """Return the key of a cached layout, or None where an array has no signature."""
-    signatures = [array_signature(x) for x in arrays.values()]
+    signatures = [ops.array_signature(x) for x in arrays.values()]
     return None if None in signatures else (type(head_axis), head_axis, *signatures)
 
 

@@ -125,6 +125,7 @@ class Gaussian(Score):
             raise ShapeError(message("bandwidth", expected, shape))
 
     def reads_values(self, ops: Backend, query: Array, key: Array) -> bool:
+        """Return whether the values of query and key decide to which form `lower` lowers the score."""
         has_number = self._is_per_dim() or not backends.is_array(self.bandwidth)
         return has_number and _is_inner_faster(ops, query, key)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -66,6 +66,9 @@ class TensorFlowBackend(Backend):
         if x.shape.rank > _MAX_AXES:
             return f"one of {x.shape.rank} axes (TensorFlow takes {_MAX_AXES} here)", "tf.reshape(x, ...)"
         return None
+
+    def array_signature(self, x: Array) -> Hashable | None:
+        return super().array_signature(x) if x.shape.is_fully_defined() else None
 
     def shape(self, x: Array) -> tuple[Any, ...]:
         static = tuple(x.shape)

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ import numpy as np
 
 from attnscore import backends
 from attnscore.backends.base import Array, Backend, HostArray, Signature, sum_to
+from attnscore.backends.native import module as _native
 from attnscore.core import tiled, tiling
 from attnscore.core.arguments import CallArguments
 from attnscore.core.layout import AxisLayout
@@ -31,11 +33,11 @@ from attnscore.core.tiling import TilePlan
 from attnscore.kernels.base import DIFFERENTIABLE, AttentionOp, Kernel
 from attnscore.kernels.native.marshalling import ORDER, STORED, aligned, score_spec
 from attnscore.kernels.native.results import BACKWARD_INPUTS, FILLED, GRADIENTS, gradient_shapes
-from attnscore.masks import Mask, ValidLens
+from attnscore.masks import Mask, ValidLens, lowering
 from attnscore.masks.cached import CachedMask
 from attnscore.masks.index_values import lens_per_query
 from attnscore.scores import Additive
-from attnscore.scores.forms import TileForm
+from attnscore.scores.forms import AdditiveForm, TileForm
 from attnscore.scores.gaussian import bandwidth_gradient, scale_of
 
 CallPlan: TypeAlias = Callable[[tuple[Array, ...], int, int], None]
@@ -44,6 +46,9 @@ CallPlan: TypeAlias = Callable[[tuple[Array, ...], int, int], None]
 # The operands that a call may have, in the order of the module's inputs. The operand "scale" is the bandwidth of a
 # Gaussian, from which each call computes the scale that the module reads.
 _OPERANDS = ("query", "key", "value", "bias", "w_v", "sink", "scale")
+
+# Pairs of query and key, over all heads, up to which additive scores are saved: 4 MB in float32, 8 in float64.
+MAX_SAVED_SCORES = 2**20
 
 # Rows up to which `_sum_of_rows` adds in their own dtype.
 _FEW_ROWS = 128
@@ -520,9 +525,19 @@ class NativeOp:
             yield call.operand_gradient(found[operand.name], operand, x) if is_wanted else None
 
 
-def prepare(
-    module: Any, kernel: Kernel, problem: Problem, tiles: TilePlan, arrays: Mapping[str, Array], *, saves_scores: bool
-) -> NativeCall | None:
+def saves_scores(problem: Problem, plan: TilePlan) -> bool:
+    """Return whether a forward saves its scores for the backward."""
+    score_shape = problem.score_shape
+    if (
+        not isinstance(problem.form, AdditiveForm)
+        or math.prod(score_shape.rows) * score_shape.key_len > MAX_SAVED_SCORES
+    ):
+        return False
+    # An evaluated mask runs in chunks of queries, each of which would copy its part of the scores.
+    return not lowering.partition(plan.rest)[1]
+
+
+def prepare(kernel: Kernel, problem: Problem, tiles: TilePlan, arrays: Mapping[str, Array]) -> NativeCall | None:
     """Return the plan of calls like this one, or None where the module cannot read the caller's arrays as they are.
 
     `arrays` are those of the caller, where there are any: query, key, value, bias, sink, w_v of an additive score, the
@@ -551,9 +566,11 @@ def prepare(
     bandwidth = given.pop("bandwidth", None)
     if ("scales" in lowered) != (bandwidth is not None):
         return None
+    # Examples of the caller's arrays are moved to the canonical axes, which takes no copy. A call passes the address of
+    # its array, to be read with the strides found here.
     host = backends.load("numpy")
     views = {
-        name: layout.to_canonical(host, ops.memory(given[name]), is_query=name == "query")
+        name: layout.to_canonical(host, _example(ops.memory(given[name])), is_query=name == "query")
         for name in ("query", "key", "value")
     }
     read = dict(given)
@@ -562,26 +579,24 @@ def prepare(
         read["bias"] = ops.in_c_order(given["bias"])
     for name in ("bias", "mask"):
         if name in read:
-            views[name] = layout.pairs_to_canonical(host, _memory(ops, read[name]))
+            views[name] = layout.pairs_to_canonical(host, _example(_memory(ops, read[name])))
     if "w_v" in lowered:
-        views["w_v"] = ops.memory(lowered["w_v"])
-        if views["w_v"].strides[-1] != views["w_v"].itemsize:
+        w_v = ops.memory(lowered["w_v"])
+        is_copy = w_v.size > 0 and w_v.ctypes.data != ops.memory(given["w_v"]).ctypes.data
+        if is_copy or w_v.strides[-1] != w_v.itemsize:
             return None
+        views["w_v"] = _example(w_v)
     if "sink" in given:
         if ops.dtype(given["sink"]) != problem.accumulator:
             return None
         heads = tuple(problem.sink.shape) if problem.sink is not None else ()
-        views["sink"] = ops.memory(given["sink"]).reshape(heads)
-    # A call passes the address of the caller's array, to be read with the strides of its view here, so no view may be a
-    # copy. An empty array has no address to compare.
-    if any(view.size and view.ctypes.data != _memory(ops, read[name]).ctypes.data for name, view in views.items()):
-        return None
+        views["sink"] = _example(ops.memory(given["sink"])).reshape(heads)
     inputs: list[HostArray | None] = [None] * len(ORDER)
     if bandwidth is not None:
         given["scale"] = bandwidth
         inputs[ORDER.index("scales")] = np.zeros((1, 1), problem.accumulator)
     for name, view in views.items():
-        inputs[ORDER.index(name)] = _example(view.view(np.uint8) if name == "mask" else view)
+        inputs[ORDER.index(name)] = view.view(np.uint8) if name == "mask" else view
     if lens is not None:
         per_query = lens_per_query(
             np.asarray(backends.host(lens)), problem.score_shape.query_len, problem.score_shape.batch
@@ -599,12 +614,12 @@ def prepare(
         is_final = (is_summed or filled == tuple(x.shape)) and ops.dtype(x) == problem.accumulator
         operands.append(Operand(name, canonical, gradient, filled, is_transposed, is_final, is_summed))
     return NativeCall(
-        module, kernel, ops, layout, problem.dtype, problem.accumulator, problem.statistics,
+        _native, kernel, ops, layout, problem.dtype, problem.accumulator, problem.statistics,
         problem.matrix == "weights", 0.0 if problem.dropout is None else problem.dropout.probability,
         None if "w_v" in given or bandwidth is not None else problem.score,
         None if "mask" in given or lens is not None else problem.mask, "mask" in given, lens is not None,
         tuple(operands), (*spec[:-1], 0),
-        tuple(inputs), saves_scores, bandwidth is not None, copies_bias,
+        tuple(inputs), saves_scores(problem, tiles), bandwidth is not None, copies_bias,
     )  # fmt: skip
 
 

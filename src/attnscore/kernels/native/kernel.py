@@ -12,8 +12,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, final
@@ -32,12 +30,9 @@ from attnscore.kernels.native import call, chunked_masks, marshalling, xla_call,
 from attnscore.kernels.native.results import BACKWARD_INPUTS, GRADIENTS, STATISTICS, as_operand, gradient_shapes
 from attnscore.kernels.tiled import Streaming
 from attnscore.masks import And, lowering
-from attnscore.scores.forms import AdditiveForm
 
 # Queries of a micro-tile (kMR) and keys of a key tile, as in csrc/kernels.
 TILE = (6, 64)
-# Pairs of query and key, over all heads, up to which additive scores are saved: 4 MB in float32, 8 in float64.
-MAX_SAVED_SCORES = 2**20
 
 
 @final
@@ -49,6 +44,7 @@ class Native(Kernel):
     summary = "C++ on the CPU, O(n) memory"
     has_vjp = True
     saves_scores: bool = False
+    prepare = call.prepare
 
     @property
     def differentiable(self) -> Kernel:
@@ -61,7 +57,7 @@ class Native(Kernel):
         return tuple(marshalling.reasons(problem)) if _MISSING is None else (_MISSING,)
 
     def with_backward(self, problem: Problem, plan: TilePlan) -> Kernel:
-        return Native(saves_scores=True) if _saves_scores(problem, plan) else self
+        return Native(saves_scores=True) if call.saves_scores(problem, plan) else self
 
     def explain_tiles(self, problem: Problem, plan: TilePlan) -> TilePlan:
         """Return tiles of the sizes that ``csrc`` has; it may visit one more or less at the edges of a query tile."""
@@ -78,9 +74,6 @@ class Native(Kernel):
             problem, lowering.evaluated_shape(problem.ops, problem.score_shape, problem.value, mask)
         )
         return (f"{mask!r} is evaluated, {rows} queries at a time",)
-
-    def prepare(self, problem: Problem, tiles: TilePlan, arrays: Mapping[str, Array]) -> call.NativeCall | None:
-        return call.prepare(_native, self, problem, tiles, arrays, saves_scores=_saves_scores(problem, tiles))
 
     def forward(self, problem: Problem, plan: TilePlan) -> Result:
         ops, sums, like = problem.ops, problem.accumulator, problem.value
@@ -134,18 +127,6 @@ class Native(Kernel):
             for name, x in buffers.items()
             if name in wanted
         }
-
-
-def _saves_scores(problem: Problem, plan: TilePlan) -> bool:
-    """Return whether a forward saves its scores for the backward."""
-    score_shape = problem.score_shape
-    if (
-        not isinstance(problem.form, AdditiveForm)
-        or math.prod(score_shape.rows) * score_shape.key_len > MAX_SAVED_SCORES
-    ):
-        return False
-    # An evaluated mask runs in chunks of queries, each of which would copy its part of the scores.
-    return not lowering.partition(plan.rest)[1]
 
 
 def _run_forward(problem: Problem, plan: TilePlan, saves_scores: bool) -> list[Any]:

@@ -1,0 +1,77 @@
+"""docs/map.md says which files a query passes through: the list is that of a call."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import attnscore as ats
+from attnscore.core.cache import BoundedCache
+
+SOURCE = Path(ats.__file__).parent
+PAGE = SOURCE.parents[1] / "docs" / "map.md"
+NATIVE = ats.available()["kernels"]["native"] is None
+# The operations of the framework are called as those of NumPy would be.
+OPERATIONS = "backends/torch.py"
+
+
+def entries(call: Callable[[], Any], query: torch.Tensor) -> Counter[str]:
+    """Count, for each file, the calls from other files that pass it the query: itself, in a collection, or a view."""
+    found: Counter[str] = Counter()
+
+    def holds(x: Any, depth: int = 0) -> bool:
+        if isinstance(x, torch.Tensor):
+            return x.data_ptr() == query.data_ptr()
+        if isinstance(x, np.ndarray):
+            return bool(x.ctypes.data == query.data_ptr())
+        parts = x.values() if isinstance(x, dict) else x if isinstance(x, (tuple, list)) else ()
+        return depth < 2 and any(holds(part, depth + 1) for part in parts)
+
+    def arguments(frame: FrameType) -> Iterator[Any]:
+        code = frame.f_code
+        count = code.co_argcount + code.co_kwonlyargcount
+        count += bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
+        return (frame.f_locals.get(name) for name in code.co_varnames[:count])
+
+    def profile(frame: FrameType, event: str, _: Any) -> None:
+        path, caller = Path(frame.f_code.co_filename), frame.f_back
+        if event != "call" or not path.is_relative_to(SOURCE) or caller is None:
+            return
+        sys.setprofile(None)
+        if caller.f_code.co_filename != frame.f_code.co_filename and any(map(holds, arguments(frame))):
+            found[path.relative_to(SOURCE).as_posix()] += 1
+        sys.setprofile(profile)
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return found
+
+
+@pytest.mark.skipif(not NATIVE, reason="the map is that of the native kernel")
+def test_the_map_lists_the_files_of_a_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    ats.attend(*torch.ones(3, 1, 3, 2, 4))
+    monkeypatch.setattr("attnscore.core.plan.PLANS", BoundedCache())
+    monkeypatch.setattr("attnscore.core.problem._LAYOUTS", BoundedCache())
+    query, key, value = torch.randn(3, 2, 3, 5, 8)
+    on_hit, on_miss = (
+        set(re.findall(r"`([^`]+)`", line)) for line in PAGE.read_text().splitlines() if line.startswith("- cache ")
+    )
+    for stated, most in ((on_hit | on_miss, 9), (on_hit, 5)):
+        found = entries(lambda: ats.attend(query, key, value), query)
+        assert set(found) == stated
+        assert len(stated) <= most
+        assert max(count for file, count in found.items() if file != OPERATIONS) <= 2
