@@ -3,9 +3,19 @@
 `attnscore.parallel.torch` and `attnscore.parallel.jax` compute; this package itself imports no framework.
 """
 
+from attnscore.parallel.chunks import attend_chunks
 from attnscore.parallel.explanation import ParallelExplanation, explain
 from attnscore.parallel.mask import shard_mask
 from attnscore.parallel.plan import Exchange, exchange
 from attnscore.parallel.shard import Shard, balanced_shards
 
-__all__ = ["Exchange", "ParallelExplanation", "Shard", "balanced_shards", "exchange", "explain", "shard_mask"]
+__all__ = [
+    "Exchange",
+    "ParallelExplanation",
+    "Shard",
+    "attend_chunks",
+    "balanced_shards",
+    "exchange",
+    "explain",
+    "shard_mask",
+]

@@ -1,0 +1,232 @@
+"""Attention over keys and values that memory does not hold: files read once, in order, some keys at a time.
+
+- A chunk of keys and values is copied into memory while the one before is computed.
+- Results of the chunks are merged exactly, in the dtype of sums.
+- Chunks of which the mask lets no query attend a key are not read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from attnscore import backends
+from attnscore.api import attend
+from attnscore.backends.base import Array, Backend, accumulator
+from attnscore.core.arguments import check_count, shown
+from attnscore.core.layout import AxisLayout, check_bias_shape
+from attnscore.core.problem import check_arrays, wanted_statistics
+from attnscore.core.statistics import AttentionStats
+from attnscore.errors import ArgumentError, FrameworkError, message
+from attnscore.masks import Mask, as_mask
+from attnscore.parallel.mask import shard_mask
+from attnscore.parallel.merging import COUNTED, merge_parts
+from attnscore.parallel.pairs import Pairs, Range
+from attnscore.parallel.shard import Shard
+
+# Bytes of keys and values in a chunk of the default size; two of them are in memory at a time.
+_CHUNK_BYTES = 2**25
+
+
+def attend_chunks(
+    query: Array,
+    key: Any,
+    value: Any,
+    *,
+    chunk: int | None = None,
+    progress: Callable[[int, int], object] | None = None,
+    score: Any = "scaled_dot",
+    mask: Any = None,
+    valid_lens: Any = None,
+    bias: Any = None,
+    sink: Any = None,
+    head_axis: int = -3,
+    kernel: str = "auto",
+    return_stats: bool | tuple[str, ...] = False,
+) -> Any:
+    """`attend` with keys and values that are larger than memory: read once, in order, one chunk of keys at a time.
+
+    Memory is that of the query, of the output and of two chunks.
+
+    Parameters
+    ----------
+    query : (..., query, dim)
+        In memory.
+    key, value : as in `attend`, or files
+        ``numpy.memmap``, ``numpy.load(path, mmap_mode="r")``, or anything with `shape`, `dtype` and slices, such as a
+        dataset of h5py or zarr. Chunks of half precision are converted to float32.
+    chunk : int, optional
+        Keys in a chunk; None takes 32 MB of keys and values.
+    progress : function of (keys done, keys in all), optional
+        Called after each chunk.
+    score, mask, valid_lens, bias, sink, head_axis, kernel, return_stats
+        As in `attend`. The last axis of a bias is sliced by chunks too, so it may be a file.
+
+    Returns
+    -------
+    out : (..., query, value_dim), of the dtype of the query
+    stats : AttentionStats, with `return_stats`
+
+    Raises
+    ------
+    ShapeError, DtypeError, DeviceError, FrameworkError, MaskError, ArgumentError, KernelUnavailable
+        As `attend`. The statistics `mean_score` and `var_score` need a mask of intervals.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from attnscore.parallel import attend_chunks
+    >>> value = np.arange(8.0).reshape(8, 1)
+    >>> attend_chunks(np.ones((1, 2)), np.ones((8, 2)), value, chunk=3, progress=lambda done, n: print(done, "of", n))
+    3 of 8
+    6 of 8
+    8 of 8
+    array([[3.5]])
+    """
+    ops = backends.of({"query": query})
+    files = {"key": key, "value": value}
+    for name, x in files.items():
+        if not all(hasattr(x, attribute) for attribute in ("shape", "dtype", "__getitem__")):
+            expected = "an array or a file of one, with a shape, a dtype and slices"
+            raise FrameworkError(message(name, expected, shown(x)))
+    # By shapes alone: nothing is read.
+    shapes = {name: np.broadcast_to(np.float32(0), tuple(x.shape)) for name, x in {"query": query, **files}.items()}
+    layout = check_arrays(backends.load("numpy"), shapes, head_axis)
+    whole = as_mask(mask, valid_lens, layout.score_shape)
+    if whole is not None:
+        whole.check(ops, layout.score_shape)
+    if bias is not None:
+        check_bias_shape(tuple(bias.shape), layout.score_shape)
+    parts = _Parts(ops, layout, whole, bias, wanted_statistics(return_stats))
+    dtype = ops.dtype(query)
+    query = ops.astype(query, accumulator(dtype))
+    joined: tuple[Array, AttentionStats, Array] | None = None
+    for at, keys, values in _chunks(ops, query, key, value, layout, parts.ranges(chunk, files)):
+        local = parts.mask_of(at)
+        out, stats = attend(
+            query, keys, values, score=score, mask=local, bias=parts.bias_of(at, query), head_axis=head_axis,
+            # The sink is one more key, of the first chunk.
+            sink=sink if joined is None else None, kernel=kernel, return_stats=parts.needed,
+        )  # fmt: skip
+        joined = parts.join(joined, (out, stats, parts.counts_of(local, at, query)))
+        if progress is not None:
+            progress(at[1], layout.score_shape.key_len)
+    out, stats, _ = joined  # type: ignore[misc]  # there is a chunk, be it an empty one
+    out = ops.astype(out, dtype)
+    return (out, parts.wanted_of(stats)) if parts.statistics else out
+
+
+@dataclass(frozen=True, eq=False)
+class _Parts:
+    """One call cut along the keys: the mask, bias and statistics of a chunk, and how results are joined."""
+
+    ops: Backend
+    layout: AxisLayout
+    mask: Mask | None
+    bias: Any
+    statistics: tuple[str, ...]
+
+    def ranges(self, chunk: int | None, files: dict[str, Any]) -> list[Range]:
+        """Return the chunks with a key that any query attends; an empty one where there is none."""
+        shape = self.layout.score_shape
+        if chunk is None:
+            row = sum(math.prod(x.shape) * _size(x) for x in files.values()) // max(1, shape.key_len)
+            chunk = max(1, _CHUNK_BYTES // max(1, row))
+        elif check_count("chunk", chunk) < 1:
+            raise ArgumentError(message("chunk", "a whole number of keys, 1 or more", chunk))
+        pairs = Pairs(self.mask, shape.query_len, shape.key_len, shape.batch)
+        strips = pairs.strips(((0, shape.query_len),))
+        attended = Shard.of((pair for strip in strips for pair in strip.keys), shape.key_len)
+        ends = ((first, min(first + chunk, shape.key_len)) for first in range(0, shape.key_len, chunk))
+        return [at for at in ends if attended & Shard((at,), shape.key_len)] or [(0, 0)]
+
+    def mask_of(self, at: Range) -> Mask | None:
+        """Return the mask of a chunk."""
+        query_len, key_len = self.layout.score_shape.query_len, self.layout.score_shape.key_len
+        return shard_mask(self.mask, Shard.whole(query_len), Shard((at,), key_len), query_len, key_len)
+
+    def bias_of(self, at: Range, like: Array) -> Array | None:
+        """Return the bias of a chunk, in memory."""
+        bias, shape = self.bias, self.layout.score_shape
+        if bias is None or bias.shape[-1] == 1:
+            return bias
+        stop = at[1] + shape.query_len - 1 if shape.is_relative(tuple(bias.shape)) else at[1]
+        return _read(self.ops, bias, -1, (at[0], stop), like)
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """The statistics to compute of each chunk."""
+        needed = {"log_sum_exp", *self.statistics} | ({"mean_score"} if "var_score" in self.statistics else set())
+        return tuple(name for name in AttentionStats._fields if name in needed)
+
+    def counts_of(self, mask: Mask | None, at: Range, like: Array) -> Array | None:
+        """Return the number of unmasked keys of each query in a chunk, in the shape of a statistic."""
+        if not set(COUNTED) & set(self.statistics):
+            return None
+        shape, keys = self.layout.score_shape, at[1] - at[0]
+        found = np.full((1, shape.query_len), keys)
+        if mask is not None:
+            intervals = mask.interval_set(shape.query_len, keys, shape.batch)
+            if intervals is None:
+                expected = f"statistics other than {' and '.join(COUNTED)} with a mask that is no intervals"
+                raise ArgumentError(message("return_stats", expected, ", ".join(self.statistics)))
+            found = (intervals.stop - intervals.start).sum(0)
+        rows = shape.batch_to_canonical(backends.load("numpy"), found[..., None])
+        rows = np.broadcast_to(rows[..., 0], shape.rows).astype(accumulator(self.ops.dtype(like)))
+        return self.layout.rows_from_canonical(self.ops, self.ops.asarray(rows, like))
+
+    def join(self, first: Any, second: tuple[Array, AttentionStats, Array | None]) -> Any:
+        """Return output, statistics and counts over the keys of both; `first` is None before the first chunk."""
+        if first is None:
+            return second
+        outs, stats, counts = zip(first, second, strict=True)
+        is_counted = counts[0] is not None
+        out, merged = merge_parts(outs, stats, counts if is_counted else None)
+        return out, merged, counts[0] + counts[1] if is_counted else None
+
+    def wanted_of(self, stats: AttentionStats) -> AttentionStats:
+        """Return the statistics that the caller named."""
+        return AttentionStats(**{name: getattr(stats, name) for name in self.statistics})
+
+
+def _chunks(
+    ops: Backend, query: Array, key: Any, value: Any, layout: AxisLayout, ranges: list[Range]
+) -> Iterator[tuple[Range, Array, Array]]:
+    """Yield chunks of keys and values in memory, each read while the caller computes the one before."""
+    axis = -3 if layout.is_length_before_heads else -2
+
+    def read(at: Range) -> tuple[Array, Array]:
+        return _read(ops, key, axis, at, query), _read(ops, value, axis, at, query)
+
+    with ThreadPoolExecutor(1) as reader:
+        coming = reader.submit(read, ranges[0])
+        for at, following in zip(ranges, [*ranges[1:], None], strict=True):
+            keys, values = coming.result()
+            if following is not None:
+                coming = reader.submit(read, following)
+            yield at, keys, values
+
+
+def _read(ops: Backend, x: Any, axis: int, at: Range, like: Array) -> Array:
+    """Return a range of an axis, copied from a file into memory; half precision as float32."""
+    index: list[Any] = [slice(None)] * len(x.shape)
+    if len(index) >= -axis:
+        index[axis] = slice(*at)
+    part = x[tuple(index)]
+    if backends.of_type(type(x)) in (None, backends.load("numpy")):
+        part = ops.asarray(np.array(part, dtype=_in_memory(part.dtype)), like)
+    return ops.astype(part, accumulator(ops.dtype(part)))
+
+
+def _in_memory(dtype: Any) -> Any:
+    return np.float32 if dtype == np.float16 else dtype
+
+
+def _size(x: Any) -> int:
+    """Return the bytes that one number of a file takes in memory."""
+    return max(4, int(getattr(x.dtype, "itemsize", 4)))
