@@ -73,6 +73,10 @@ CALLS = (
     Call("dropout", lambda: {"dropout": 0.4, "seed": 7, "mask": ats.KeyRange([0, 1], [4, 7])}),
     Call("statistics", lambda s: {"return_stats": True, "sink": s, "mask": ats.Causal("bottom_right")}, ((HEADS,),)),
     Call("dense kernel", lambda: {"kernel": "dense", "return_stats": ("entropy",)}),
+    Call("weights", lambda: {"return_weights": True, "valid_lens": [0, 6]}),
+    Call("weights, statistics", lambda w: {
+        "return_weights": True, "return_stats": ("entropy", "max_weight"), "score": ats.Additive(w), "dropout": 0.4,
+        "seed": 7}, ((DIM,),)),
 )
 # fmt: on
 
@@ -83,9 +87,10 @@ def inputs(lengths: tuple[int, int] = (QUERIES, KEYS), **kind: Any) -> list[Tens
 
 
 def flat(found: Any) -> list[Tensor]:
-    """Output and statistics in one list."""
-    out, stats = found if isinstance(found, tuple) else (found, ())
-    return [out, *(x for x in stats if x is not None)]
+    """Output, weights and statistics in one list."""
+    if isinstance(found, (tuple, list)):
+        return [x for part in found if part is not None for x in flat(part)]
+    return [found]
 
 
 def gradients(found: Any, leaves: list[Tensor]) -> tuple[Tensor, ...]:
@@ -122,8 +127,9 @@ def test_one_graph_forward_and_backward(call: Call) -> None:
         ([(3, 1, 4, 5, 4), (2, 2, 7, 4), (2, 1, 7, 3)], {"mask": ats.Causal("bottom_right")}),
         ([(2, 1, 5, 4), (2, 2, 7, 4), (2, 2, 7, 3)], {}),
         ([(2, 2, 0, 4), (2, 2, 7, 4), (2, 2, 7, 3)], {}),
+        ([(2, 5, 4, 4), (2, 7, 2, 4), (2, 7, 2, 3)], {"head_axis": -2, "return_weights": True}),
     ],
-    ids=["2 axes", "3 axes", "heads behind, groups", "5 axes", "one query head", "no queries"],
+    ids=["2 axes", "3 axes", "heads behind, groups", "5 axes", "one query head", "no queries", "weights of groups"],
 )
 def test_every_layout(shapes: list[tuple[int, ...]], options: dict[str, Any]) -> None:
     leaves = [torch.randn(shape, requires_grad=True) for shape in shapes]
@@ -213,16 +219,15 @@ def test_gradcheck_of_a_compiled_function() -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_what_has_no_operator_breaks_the_graph_and_says_so() -> None:
     leaves = inputs()
-    for options in ({"score": OwnPlain()}, {"return_weights": True}):
 
-        def function(*arrays: Tensor, options: dict[str, Any] = options) -> Any:
-            return ats.attend(*(x * 2 for x in arrays), **options)
+    def function(*arrays: Tensor) -> Any:
+        return ats.attend(*(x * 2 for x in arrays), score=OwnPlain())
 
-        got, wanted = torch.compile(function, backend="aot_eager")(*leaves), function(*leaves)
-        torch.testing.assert_close(got, wanted)
-        torch.compiler.reset()
-        with pytest.raises(Exception, match="attnscore: no operator for"):
-            torch.compile(function, fullgraph=True, backend="aot_eager")(*leaves)
+    got, wanted = torch.compile(function, backend="aot_eager")(*leaves), function(*leaves)
+    torch.testing.assert_close(got, wanted)
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="attnscore: no operator for"):
+        torch.compile(function, fullgraph=True, backend="aot_eager")(*leaves)
 
 
 # torch's own, at its first forward-mode derivative.
@@ -300,7 +305,7 @@ def test_a_trace_computes_other_inputs_anew(call: Call) -> None:
 
     traced = torch.jit.trace(function, (*inputs(), *trained), check_trace=False)
     leaves = [*inputs(), *trained]
-    agree((traced(*leaves)[0], traced(*leaves)[1:]), (function(*leaves)[0], function(*leaves)[1:]), leaves)
+    agree(traced(*leaves), function(*leaves), leaves)
 
 
 @tracing
@@ -358,30 +363,32 @@ def test_a_trace_does_not_ask_for_the_weights_of_the_last_call() -> None:
 
 @tracing
 def test_what_has_no_operator_is_refused_by_a_trace() -> None:
-    for options in ({"score": OwnPlain()}, {"return_weights": True}):
-        with pytest.raises(ats.FrameworkError, match="attend: expected a call that one operator can stand for, while"):
-            torch.jit.trace(lambda *x, options=options: ats.attend(*x, **options), inputs())
+    with pytest.raises(ats.FrameworkError, match="attend: expected a call that one operator can stand for, while"):
+        torch.jit.trace(lambda *x: ats.attend(*x, score=OwnPlain()), inputs())
     # Arrays of another framework are constants of a trace, as they are for torch.
     ones = np.ones((2, 3))
     traced = torch.jit.trace(lambda x: x + torch.from_numpy(ats.attend(ones, ones, ones)).sum(), (torch.zeros(()),))
     assert traced(torch.ones(())) == 7
 
 
-@pytest.mark.parametrize(("head_axis", "statistics"), [(-3, []), (-2, ["log_sum_exp", "entropy", "max_score"])])
-def test_operators_are_what_torch_asks(head_axis: int, statistics: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("head_axis", "statistics", "matrix"),
+    [(-3, [], None), (-2, ["log_sum_exp", "entropy", "max_score"], None), (-3, [], "weights")],
+)
+def test_operators_are_what_torch_asks(head_axis: int, statistics: list[str], matrix: str | None) -> None:
     importlib.import_module("attnscore.integrations.torch_compile")
     expression = (
         "attend(score=Bilinear(arrays[0]), mask=Causal('bottom_right', None), valid_lens=[integers[0], integers[1]], "
         "bias=arrays[1], sink=float(arrays[3]), dropout=float(arrays[4]), seed=arrays[2], kernel='auto', "
-        f"head_axis=integers[2], statistics={statistics})"
+        f"head_axis=integers[2], statistics={statistics}, matrix={matrix!r})"
     )
     trained = [torch.randn(DIM, DIM, requires_grad=True), torch.randn((), requires_grad=True)]
     arrays = [*trained, torch.tensor(5), torch.tensor(0.5), torch.tensor(0.25)]
     leaves = [x.detach().transpose(-3, head_axis).contiguous().requires_grad_() for x in inputs()]
     arguments = (*leaves, arrays, [2, 6, head_axis], expression)
     torch.library.opcheck(torch.ops.attnscore.attend.default, arguments)
-    out, rows = torch.ops.attnscore.attend(*arguments)
-    plain = [x.detach() for x in (torch.randn_like(out), torch.randn_like(rows), out, rows, *leaves)]
+    outputs = torch.ops.attnscore.attend(*arguments)
+    plain = [x.detach() for x in (*map(torch.randn_like, outputs), *outputs, *leaves)]
     wanted = [True, False, True, True, True, False, False, False]
     arguments = (*plain, [x.detach() for x in arrays], [2, 6, head_axis], expression, wanted)
     torch.library.opcheck(torch.ops.attnscore.attend_backward.default, arguments)

@@ -310,8 +310,8 @@ FAULTS: list[Fault] = [
     Fault(
         "compile-value-dimension",
         "src/attnscore/integrations/torch_compile.py",
-        "shapes[0][-2], shapes[2][-1]))",
-        "shapes[0][-2], shapes[0][-1]))",
+        "(*rows, shapes[2][-1]))",
+        "(*rows, shapes[0][-1]))",
         "tests/test_torch_operators.py -k 'layout or layers'",
         "the compiler assumes that the output has the dimension of the queries, not of the values",
     ),

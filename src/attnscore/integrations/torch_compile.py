@@ -29,6 +29,7 @@ from attnscore.api import Gradients
 from attnscore.backends.base import accumulator
 from attnscore.backends.torch import outside_trace
 from attnscore.core import tiling
+from attnscore.core.arguments import check_flag
 from attnscore.core.problem import Problem, build_problem, wanted_statistics
 from attnscore.core.statistics import AttentionStats
 from attnscore.errors import FrameworkError, message
@@ -137,9 +138,7 @@ class _Call:
         found: Tensor = self.problem.layout.rows_from_canonical(_OPS, x[..., 0])
         return found
 
-    def gradients(
-        self, out: Tensor, rows: Tensor, grad_out: Tensor | None, grad_rows: Tensor | None, given: dict[str, Any]
-    ) -> Gradients:
+    def gradients(self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None], given: dict[str, Any]) -> Gradients:
         """Compute the gradients without autograd, which an operator does not have."""
         run, names = self.run, (*_SAVED, *self.problem.statistics)
 
@@ -147,21 +146,21 @@ class _Call:
             found = None if x is None or name not in names else x[names.index(name)]
             return blocks.row_gradient(self.problem, name, found)
 
-        entropy = (row(rows, "entropy"),) if "entropy" in names else ()
-        kept = (
-            blocks.row_gradient(self.problem, "grad_out", out),
-            row(rows, "log_denom"),
-            *entropy,
-            row(rows, "row_max"),
-        )
-        incoming = (
-            blocks.row_gradient(self.problem, "grad_out", grad_out),
-            *(row(grad_rows, x) for x in DIFFERENTIABLE),
-        )
+        def canonical(parts: Sequence[Tensor | None], name: str) -> list[Any]:
+            out, rows, weights = parts
+            found = [blocks.row_gradient(self.problem, "grad_out", out), row(rows, name)]
+            if "entropy" in names:
+                found.append(row(rows, "entropy"))
+            if self.problem.matrix is not None:
+                found.append(blocks.row_gradient(self.problem, "grad_weights", weights))
+            return found
+
+        kept = (*canonical(outputs, "log_denom"), row(outputs[1], "row_max"))
+        incoming = canonical(grads, "log_sum_exp")
         operands = run.operands()
-        found = run.backward(tuple(operands.values()), kept, incoming[: run.differentiable_outputs])
-        grads = dict(zip(operands, found, strict=True))
-        return api.gradients(self.problem, cast(Pullback, self.pullback)(grads), grads, given)
+        found = run.backward(tuple(operands.values()), kept, incoming)
+        named = dict(zip(operands, found, strict=True))
+        return api.gradients(self.problem, cast(Pullback, self.pullback)(named), named, given)
 
 
 @torch.library.custom_op("attnscore::attend", mutates_args=())
@@ -172,15 +171,21 @@ def _attend(
     arrays: Sequence[Tensor],
     integers: Sequence[int],
     expression: str,
-) -> tuple[Tensor, Tensor]:
-    """Compute the output, and as rows of a second array the values saved for the backward and the statistics."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the output, an array whose rows are the values saved for the backward and the statistics, the weights.
+
+    Weights are in the accumulator dtype; where the caller does not want them there are none, an array (0,).
+    """
     arguments = _read(expression, arrays=arrays, integers=integers)
     with _OPS.numeric_scope():
         call = _Call.of(query, key, value, arguments)
         result = call.run()
         rows = [result.log_denom, result.row_max, *(result.statistics[name] for name in call.problem.statistics)]
         out = call.problem.layout.from_canonical(_OPS, result.out.contiguous())
-        return out, torch.stack([call.row(x) for x in rows])
+        weights = rows[0].new_empty(0)
+        if result.matrix is not None:
+            weights = call.problem.layout.scores_from_canonical(_OPS, result.matrix).contiguous()
+        return out, torch.stack([call.row(x) for x in rows]), weights
 
 
 @_attend.register_fake
@@ -191,8 +196,8 @@ def _shapes(
     arrays: Sequence[Tensor],
     integers: Sequence[int],
     expression: str,
-) -> tuple[Tensor, Tensor]:
-    arguments = _read(expression, ("head_axis", "statistics"), integers=integers)
+) -> tuple[Tensor, Tensor, Tensor]:
+    arguments = _read(expression, ("head_axis", "statistics", "matrix"), integers=integers)
     axes = max(query.dim(), key.dim(), value.dim())
     swapped = axes >= 4 and arguments["head_axis"] == -2
     shapes = [(1,) * (axes - x.dim()) + tuple(x.shape) for x in (query, key, value)]
@@ -202,19 +207,23 @@ def _shapes(
     # Not NumPy's: it would make numbers of symbolic sizes.
     lead = torch.broadcast_shapes(*(x[:-trailing] for x in shapes))  # type: ignore[no-untyped-call]  # torch's own
     heads = [next((shape[-3] for shape in shapes if shape[-3] != 1), 1)] if axes >= 4 else []
-    out = query.new_empty((*lead, *heads, shapes[0][-2], shapes[2][-1]))
+    rows = (*lead, *heads, shapes[0][-2])
+    out = query.new_empty((*rows, shapes[2][-1]))
     out = out.transpose(-3, -2) if swapped else out
     count = len(_SAVED) + len(arguments["statistics"])
     sums = getattr(torch, accumulator(_OPS.dtype(query)))
-    return out, query.new_empty((count, *out.shape[:-1]), dtype=sums)
+    weights = (0,) if arguments.get("matrix") is None else (*rows, shapes[1][-2])
+    return out, query.new_empty((count, *out.shape[:-1]), dtype=sums), query.new_empty(weights, dtype=sums)
 
 
 @torch.library.custom_op("attnscore::attend_backward", mutates_args=())
 def _attend_backward(
     grad_out: Tensor | None,
     grad_rows: Tensor | None,
+    grad_weights: Tensor | None,
     out: Tensor,
     rows: Tensor,
+    weights: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -230,7 +239,7 @@ def _attend_backward(
     given = {"query": query, "key": key, "value": value} | {name: arguments[name] for name in ("bias", "sink")}
     with _OPS.numeric_scope():
         call = _Call.of(query, key, value, arguments, pullback=True)
-        grads = call.gradients(out, rows, grad_out, grad_rows, given)
+        grads = call.gradients((out, rows, weights), (grad_out, grad_rows, grad_weights), given)
     named = [(given["bias"], grads.bias), (given["sink"], grads.sink)]
     named += [(x, grads.score[name]) for name, x in scores.arrays_of(call.problem.score).items()]
     of_arrays = [next((grad for x, grad in named if x is array), None) for array in arrays]
@@ -254,20 +263,21 @@ def _gradient_shapes(*arguments: Any) -> list[Tensor]:
     return [torch.empty_like(x) for x, want in zip((query, key, value, *arrays), wanted, strict=True) if want]
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     query, key, value, arrays, *rest = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output, query, key, value, *arrays)
     ctx.rest = rest
 
 
-def _backward(ctx: Any, grad_out: Tensor | None, grad_rows: Tensor | None) -> tuple[Any, ...]:
-    out, rows, query, key, value, *arrays = ctx.saved_tensors
+def _backward(ctx: Any, *grads_out: Tensor | None) -> tuple[Any, ...]:
+    *outputs, query, key, value = ctx.saved_tensors[:6]
+    arrays = ctx.saved_tensors[6:]
     of_arrays = list(ctx.needs_input_grad[3]) if arrays else []
     wanted = [*ctx.needs_input_grad[:3], *of_arrays]
-    if grad_out is None and grad_rows is None:
+    if all(grad is None for grad in grads_out):
         return (None,) * 6
-    found = iter(_attend_backward(grad_out, grad_rows, out, rows, query, key, value, arrays, *ctx.rest, wanted))
+    found = iter(_attend_backward(*grads_out, *outputs, query, key, value, arrays, *ctx.rest, wanted))
     grads = [next(found) if want else None for want in wanted]
     return *grads[:3], grads[3:], None, None
 
@@ -285,7 +295,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
         arguments["score"] = scores.resolve(score)
     if not (all(isinstance(x, Tensor) for x in (query, key, value)) and _has_operator(arguments)):
         return (_outside if torch.compiler.is_compiling() else _beside_a_trace)(query, key, value, **arguments)
-    del arguments["return_weights"]
+    has_weights = check_flag("return_weights", arguments.pop("return_weights"))
+    arguments["matrix"] = "weights" if has_weights else None
     arguments["statistics"] = statistics = wanted_statistics(arguments.pop("return_stats"))
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
@@ -295,13 +306,16 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
         arguments["seed"] = torch.randint(0, 2**62, (), dtype=torch.int64)
     slots = _Slots()
     written = ", ".join([f"{name}={slots.written(x)}" for name, x in arguments.items()])
-    out, rows = _attend(query, key, value, slots.arrays, slots.integers, f"attend({written})")
-    if not statistics:
-        return out
-    found = {}
-    for i, name in enumerate(statistics, len(_SAVED)):
-        found[name] = rows[i] if name in DIFFERENTIABLE else rows[i].detach()
-    return out, AttentionStats(**found)
+    out, rows, weights = _attend(query, key, value, slots.arrays, slots.integers, f"attend({written})")
+    found: list[Any] = [out]
+    if has_weights:
+        found.append(weights.to(out.dtype))
+    if statistics:
+        named = {}
+        for i, name in enumerate(statistics, len(_SAVED)):
+            named[name] = rows[i] if name in DIFFERENTIABLE else rows[i].detach()
+        found.append(AttentionStats(**named))
+    return found[0] if len(found) == 1 else tuple(found)
 
 
 def _is_registered(score: Any) -> bool:
@@ -315,11 +329,11 @@ def _has_operator(arguments: dict[str, Any]) -> bool:
     # Operators would silently lose the tangents of forward mode, and have no rule for torch.func.
     if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         return False
-    return arguments["return_weights"] is False and all(_can_be_written(x) for x in arguments.values())
+    return all(_can_be_written(x) for x in arguments.values())
 
 
 # Older releases of torch take no reason.
-_WHY = {"reason": "attnscore: no operator for a custom score or mask, for return_weights=True and inside torch.func"}
+_WHY = {"reason": "attnscore: no operator for a custom score or mask and inside torch.func"}
 
 
 @torch.compiler.disable(**(_WHY if "reason" in inspect.signature(torch.compiler.disable).parameters else {}))  # type: ignore[untyped-decorator, no-untyped-call]  # torch's own
@@ -334,7 +348,7 @@ def _beside_a_trace(query: Tensor, key: Tensor, value: Tensor, **arguments: Any)
             message(
                 "attend",
                 "a call that one operator can stand for, while torch.jit.trace records",
-                "a score or mask of your own, return_weights=True, an array of another framework, or torch.func",
+                "a score or mask of your own, an array of another framework, or torch.func",
                 hint="torch.compile breaks its graph there and goes on",
             )
         )
