@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnscore.kernels.triton.forward import propagated
+from attnscore.kernels.triton.forward import with_nonfinite
 from attnscore.kernels.triton.operands import RowGrads, Side
 from attnscore.kernels.triton.tile import (
     LOG2E,
@@ -148,21 +148,21 @@ def d_query(
             j, here = c[None, :], c.to(tl.int64)
             live_j = j < n_k
             if FORM == 0:
-                at = of_key.data + here[None, :] * of_key.row + d[:, None] * of_key.column
-                k = tl.load(at, mask=live_j & (d[:, None] < dim), other=0.0)
+                at_key = of_key.data + here[None, :] * of_key.row + d[:, None] * of_key.column
+                k = tl.load(at_key, mask=live_j & (d[:, None] < dim), other=0.0)
             else:
                 k = 0.0
             if key_bias is not None:
-                at = base(key_bias, b, h, g) + here[None, :] * key_bias.row
-                of_column = tl.load(at, mask=live_j, other=0.0).to(tl.float32)
+                at_bias = base(key_bias, b, h, g) + here[None, :] * key_bias.row
+                of_column = tl.load(at_bias, mask=live_j, other=0.0).to(tl.float32)
             else:
                 of_column = None
             raw = pair_scores(
                 q, k, of_row, of_column, of_query, of_key, w_v, row, j, live, live_j, dim, scale, slope,
                 FORM, ACTIVATION, PRECISION,
             )  # fmt: skip
-            at = of_value + here[None, :] * value.row + dv[:, None] * value.column
-            v = tl.load(at, mask=live_j & (dv[:, None] < value_dim), other=0.0)
+            at_value = of_value + here[None, :] * value.row + dv[:, None] * value.column
+            v = tl.load(at_value, mask=live_j & (dv[:, None] < value_dim), other=0.0)
             dp = tl.dot(do.to(v.dtype), v, input_precision=PRECISION)
             attends = attended(masking, interval, b, h, g, row, j, n_q, n_k)
             _, grad, ds = pair_gradients(
@@ -170,8 +170,8 @@ def d_query(
             )
             if grad_bias is not None:
                 # A pair is in one interval at most, so it is written once.
-                at = base(grad_bias, b, h, g) + at_row * grad_bias.row + j * grad_bias.column
-                tl.store(at, grad.to(grad_bias.data.dtype.element_ty), mask=attends)
+                at_pair = base(grad_bias, b, h, g) + at_row * grad_bias.row + j * grad_bias.column
+                tl.store(at_pair, grad.to(grad_bias.data.dtype.element_ty), mask=attends)
             if grad_query_bias is not None:
                 of_query_bias += tl.sum(ds, 1)
             if grad_scale is not None:
@@ -237,6 +237,7 @@ def d_key(
     else:
         members = 1
     for member in tl.range(0, members):
+        is_bad = 0
         g = first_group + member
         z = (b * heads + h) * groups + g
         of_query = Side(base(query, b, h, g), query.row, query.column)
@@ -248,21 +249,21 @@ def d_key(
             i, at_row = r[None, :], r.to(tl.int64)
             live = i < n_q
             if FORM == 0:
-                at = of_query.data + at_row[None, :] * of_query.row + d[:, None] * of_query.column
-                q = tl.load(at, mask=live & (d[:, None] < dim), other=0.0)
+                at_query = of_query.data + at_row[None, :] * of_query.row + d[:, None] * of_query.column
+                q = tl.load(at_query, mask=live & (d[:, None] < dim), other=0.0)
             else:
                 q = 0.0
             if query_bias is not None:
-                at = base(query_bias, b, h, g) + at_row[None, :] * query_bias.row
-                of_row = tl.load(at, mask=live, other=0.0).to(tl.float32)
+                at_bias = base(query_bias, b, h, g) + at_row[None, :] * query_bias.row
+                of_row = tl.load(at_bias, mask=live, other=0.0).to(tl.float32)
             else:
                 of_row = None
             raw = pair_scores(
                 k, q, of_row, of_column, of_query, of_key, w_v, i, j, live, live_j, dim, scale, slope,
                 FORM, ACTIVATION, PRECISION,
             )  # fmt: skip
-            at = of_grad_out + at_row[:, None] * grad_out.row + dv[None, :] * grad_out.column
-            do = tl.load(at, mask=(r[:, None] < n_q) & (dv[None, :] < value_dim), other=0.0)
+            at_grad = of_grad_out + at_row[:, None] * grad_out.row + dv[None, :] * grad_out.column
+            do = tl.load(at_grad, mask=(r[:, None] < n_q) & (dv[None, :] < value_dim), other=0.0)
             dp = tl.dot(v, tl.trans(do).to(v.dtype), input_precision=PRECISION)
             attends = attended_by_any(masking, b, h, g, i, j, n_q, n_k, INTERVALS)
             dropped, _, ds = pair_gradients(
@@ -272,8 +273,7 @@ def d_key(
             finite = is_finite(do)
             clean = tl.where(finite, do, 0.0)
             of_value = tl.dot(dropped.to(do.dtype), clean, of_value, input_precision=PRECISION)
-            if tl.min(finite.to(tl.int32)) == 0:
-                of_value = propagated(of_value, attends, do)
+            is_bad = tl.maximum(is_bad, 1 - tl.min(finite.to(tl.int32)))
             if grad_key_bias is not None:
                 of_key_bias += tl.sum(ds, 1)
             if FORM == 0:
@@ -281,6 +281,11 @@ def d_key(
                 acc = tl.dot(ds.to(q.dtype), tl.trans(clean_query), acc, input_precision=PRECISION)
             elif FORM == 1:
                 acc = distance_gradient(acc, ds * (-2.0 * scale), of_key, of_query, j, i, live_j, live, dim, D)
+        if is_bad > 0:
+            of_value = with_nonfinite(
+                of_value, masking, bias, of_grad_out, grad_out.row, grad_out.column, b, h, g, j, n_k, n_q, n_q, n_k,
+                value_dim, INTERVALS, RELATIVE, False, BM, DV,
+            )  # fmt: skip
     if FORM == 0:
         acc = acc * scale
     at = base(grad_key, b, h, first_group) + here * grad_key.row + d[None, :] * grad_key.column

@@ -335,8 +335,8 @@ class _Backward:
             return {name: x.new_zeros(x.shape) for name, x in self.operands.items()}
         self.d_query()
         self.d_key()
-        if self.given.bias is not None and "bias" in self.wanted and "bias" not in self.found:
-            self.d_bias()
+        if self.problem.bias is not None and "bias" in self.wanted and "bias" not in self.found:
+            self.d_bias(self.problem.bias)
         if self.problem.sink is not None:
             self.found["sink"] = self.d_sink(self.problem.sink)
         return {
@@ -353,14 +353,16 @@ class _Backward:
 
     def new_rows(self) -> torch.Tensor:
         """Return one float32 for each query."""
-        return self.problem.value.new_empty((*self.problem.score_shape.rows, 1), dtype=torch.float32)
+        shape = (*self.problem.score_shape.rows, 1)
+        return torch.empty(shape, dtype=torch.float32, device=self.problem.value.device)
 
     def gradient(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Return the array of a gradient: in the operand's dtype where nothing is summed afterwards."""
         x = self.operands[name]
         is_final = tuple(x.shape) == shape and x.dtype in _KERNEL_DTYPES
-        self.found[name] = x.new_empty(shape, dtype=x.dtype if is_final else torch.float32)
-        return self.found[name]
+        grad = torch.empty(shape, dtype=x.dtype if is_final else torch.float32, device=x.device)
+        self.found[name] = grad
+        return grad
 
     @property
     def before(self) -> tuple[Any, ...]:
@@ -428,16 +430,15 @@ class _Backward:
             RELATIVE=given.is_relative, SHARED=shared, **self.rest, **self.constants(tile),
         )  # fmt: skip
 
-    def d_bias(self) -> None:
+    def d_bias(self, bias: torch.Tensor) -> None:
         """Compute the gradient of a bias that several pairs share."""
         given, tile = self.given, self.given.tile("d_query")
         queries, keys, *_ = given.sizes
-        bias = self.problem.bias
         *lead, kv_heads, group_count, row, column = bias.shape
         # Leading axes of which some are shared are summed afterwards.
         batches = 1 if math.prod(lead) == 1 else given.batch
         matrices = batches * kv_heads * group_count
-        lead = (1,) * len(lead) if batches == 1 else self.problem.score_shape.lead
+        lead = [1] * len(lead) if batches == 1 else [*self.problem.score_shape.lead]
         counts = (given.batch, batches, kv_heads, group_count)
         constants = self.rest | self.constants(tile)
         read = (*self.before, given.masking(tile), given.dropout, self.grad_out, self.rows)
@@ -470,7 +471,8 @@ class _Backward:
         grad = p * rows.delta
         if rows.grad_entropy is not None:
             grad = grad - p * (torch.where(p == 0, 0.0, log_p) + rows.entropy) * rows.grad_entropy
-        return sum_to(self.problem.ops, grad, (*sink.shape, 1, 1)).reshape(sink.shape)
+        found: torch.Tensor = sum_to(self.problem.ops, grad, (*sink.shape, 1, 1)).reshape(sink.shape)
+        return found
 
 
 def _row_array(x: torch.Tensor | None) -> Any:
