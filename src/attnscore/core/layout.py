@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from attnscore.backends.base import Array, Backend, broadcast, is_unknown, may_equal
+from attnscore.backends.base import Array, Backend, at_most, broadcast, is_unknown, may_equal
 from attnscore.errors import ShapeError, message
 
 Shape = tuple[int, ...]
@@ -69,7 +69,7 @@ class ScoreShape:
         """Split the size of a caller's axis of heads into (head, group): (1, 1) where it is broadcast."""
         if is_unknown(head):
             # It may be 1 when the graph runs.
-            return head.at_most(self.heads), head.at_most(self.groups) if self.groups > 1 else 1
+            return at_most(head, self.heads), at_most(head, self.groups) if self.groups > 1 else 1
         return (1, 1) if head == 1 else (self.heads, self.groups)
 
     def batch_to_canonical(self, ops: Backend, x: Array) -> Array:

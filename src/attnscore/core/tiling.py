@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from attnscore.backends.base import Array, Backend, is_unknown
+from attnscore.backends.base import Array, Backend, at_most, is_unknown
 from attnscore.core.cache import BoundedCache
 from attnscore.core.layout import ScoreShape
 from attnscore.core.problem import Problem
@@ -216,7 +216,7 @@ def tile_sizes(score_shape: ScoreShape, values_per_pair: int) -> tuple[Any, Any]
         whole = score_shape.query_len if is_unknown(score_shape.query_len) else max(1, score_shape.query_len)
         length: Any = score_shape.key_len
         keys = min(side, LONGEST_KEY_TILE)
-        return whole, length.at_most(keys) if is_unknown(length) else max(1, min(length, keys))
+        return whole, at_most(length, keys)
     query_tile = max(1, min(score_shape.query_len, max(side, pairs // max(1, score_shape.key_len))))
     key_tile = max(1, min(score_shape.key_len, max(side, pairs // query_tile)))
     return query_tile, key_tile

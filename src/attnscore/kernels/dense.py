@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from typing import final
 
-from attnscore.backends.base import Array, Backend, sum_to
+from attnscore.backends.base import Array, Backend, is_unknown, sum_to
 from attnscore.core import dropout as dropouts
 from attnscore.core.online_softmax import NEG_INF
 from attnscore.core.problem import Problem
@@ -32,7 +32,8 @@ class Dense(Kernel):
     has_vjp = False
 
     def reasons_against(self, problem: Problem) -> tuple[str, ...]:
-        return ()
+        unknown = is_unknown(problem.value.shape[-2]) and not problem.ops.known_finite(problem.value)
+        return ("a number of keys that is not known yet",) if unknown else ()
 
     def explain_tiles(self, problem: Problem, plan: TilePlan) -> TilePlan:
         """Return a single tile: nothing is skipped."""

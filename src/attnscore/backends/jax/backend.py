@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,10 +24,20 @@ import numpy as np
 from jax import lax
 
 from attnscore.backends import native
-from attnscore.backends.base import DTYPES, Array, Backend, DifferentiableOp, SeedHalves, Signature, importable
+from attnscore.backends.base import (
+    DTYPES,
+    Array,
+    Backend,
+    DifferentiableOp,
+    SeedHalves,
+    Signature,
+    importable,
+    is_unknown,
+)
 from attnscore.backends.jax import ffi, gradients
 from attnscore.backends.jax.pytrees import register
 from attnscore.backends.jax.sharding import axes_of, differing
+from attnscore.backends.jax.symbolic import is_symbolic
 from attnscore.backends.jax.tracers import (
     MAPPED,
     RECORDED,
@@ -63,10 +73,11 @@ class JaxBackend(Backend):
 
     def unsupported(self, x: Array) -> tuple[str, str] | None:
         if isinstance(x, jax.Array):
-            if all(type(n) is int for n in x.shape):
-                return None
-            return f"one of a symbolic shape ({', '.join(map(str, x.shape))})", "a shape of numbers in jax.export"
+            return None
         return f"a {type(x).__name__}", "x.todense()" if hasattr(x, "todense") else "jax.numpy.asarray(x)"
+
+    def array_signature(self, x: Array) -> Hashable | None:
+        return None if is_symbolic(x) else super().array_signature(x)
 
     def device(self, x: Array) -> str:
         # JAX moves uncommitted arrays between devices by itself.
@@ -97,7 +108,7 @@ class JaxBackend(Backend):
         if not set(map(kind_of, tracers)) <= ({REVERSE, MAPPED} if ffi.registered() else {REVERSE}):
             return False
         if kind_of(x) == RECORDED:
-            return jax.default_backend() == "cpu"
+            return jax.default_backend() == "cpu" and not is_symbolic(x)
         return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and _on_cpu(x)
 
     def is_plain(self, *arrays: Array) -> bool:
@@ -192,6 +203,10 @@ class JaxBackend(Backend):
     def erf(self, x: Array) -> Array:
         return lax.erf(x)
 
+    def max(self, x: Array, axis: int, keepdims: bool = False) -> Array:
+        # A symbolic axis may be empty.
+        return jnp.max(x, axis=axis, keepdims=keepdims, initial=-jnp.inf if is_symbolic(x) else None)
+
     def top_k(self, x: Array, k: int) -> tuple[Array, Array]:
         values, index = lax.top_k(x, k)
         return values, index
@@ -216,7 +231,7 @@ class JaxBackend(Backend):
         return lax.cond(condition, lambda c: _in_dtypes_of(carry, function(c)), lambda c: c, carry)
 
     def loop(self, count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
-        if count > 1 and is_tracing():
+        if is_unknown(count) or (count > 1 and is_tracing()):
             _register_pytrees(carry)
             return lax.fori_loop(0, count, lambda i, c: _in_dtypes_of(carry, body(i, c)), carry)
         for i in range(count):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from attnscore.backends.base import Array, Unknown
+from attnscore.backends.base import Array, Unknown, at_most
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -22,9 +22,6 @@ class Length(Unknown):
 
     value: Array
     __hash__ = None  # type: ignore[assignment]  # it belongs to one graph: no cache may have it in a key
-
-    def at_most(self, length: int) -> Length:
-        return Length(tf.clip_by_value(self.value, 1, length))
 
     def __add__(self, other: Any) -> Length:
         return Length(self.value + sizes((other,))[0])
@@ -43,6 +40,11 @@ class Length(Unknown):
         return Length(self.value // other), Length(self.value % other)
 
     __radd__, __rmul__ = __add__, __mul__
+
+
+@at_most.register
+def _(length: Length, limit: int) -> Length:
+    return Length(tf.clip_by_value(length.value, 1, limit))
 
 
 tf.register_tensor_conversion_function(

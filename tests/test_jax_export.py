@@ -1,0 +1,147 @@
+"""StableHLO from JAX: programs of known and of symbolic lengths, loaded again, at lengths not seen when exporting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import attnscore as ats
+
+HEADS, DIM, VALUE_DIM = 4, 8, 6
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+# Shorter than a tile, longer than several, and a single key.
+LENGTHS = ((2, 5, 7), (1, 200, 333), (3, 1, 1))
+FLOAT = jnp.float32
+
+CASES: dict[str, tuple[Any, Callable[[Any, Any, Any], dict[str, Any]]]] = {
+    "dot": (lambda w: "dot", lambda lens, pairs, key: {}),
+    "scaled dot, causal": (lambda w: "scaled_dot", lambda lens, pairs, key: {"mask": ats.Causal("bottom_right")}),
+    "additive, valid lengths": (
+        lambda w: ats.Additive(w[0, 0], W_q=w[0], W_k=w[0]), lambda lens, pairs, key: {"valid_lens": lens}),
+    "bilinear, window": (
+        lambda w: ats.Bilinear(w[0]), lambda lens, pairs, key: {"mask": ats.SlidingWindow(2, 3, align="top_left")}),
+    "Gaussian, array": (
+        lambda w: ats.Gaussian(bandwidth=w[0, 0, 0] ** 2 + 1), lambda lens, pairs, key: {"mask": ats.Dense(pairs > 0)}),
+    "cosine, bias and sink": (lambda w: ats.Cosine(), lambda lens, pairs, key: {"bias": pairs, "sink": 0.5}),
+    "sum, dropout": (lambda w: "sum", lambda lens, pairs, key: {"dropout": 0.3, "seed": key}),
+}  # fmt: skip
+FEW = ("scaled dot, causal",)
+
+
+def given(batch: Any, query: Any, key: Any) -> dict[str, tuple[tuple[Any, ...], Any]]:
+    """Shapes and dtypes of all arrays of a program."""
+    return {
+        "query": ((batch, HEADS, query, DIM), FLOAT),
+        "key": ((batch, 2, key, DIM), FLOAT),
+        "value": ((batch, 2, key, VALUE_DIM), FLOAT),
+        "weights": ((1, DIM, DIM), FLOAT),
+        "lens": ((batch,), jnp.int32),
+        "pairs": ((query, key), FLOAT),
+        "seed": ((2,), jnp.uint32),
+    }
+
+
+def arrays(batch: int, query: int, key: int) -> dict[str, jax.Array]:
+    rng = np.random.default_rng(0)
+    return {
+        name: jnp.asarray(rng.standard_normal(shape) if dtype == FLOAT else rng.integers(0, key + 1, shape), dtype)
+        for name, (shape, dtype) in given(batch, query, key).items()
+    }
+
+
+def program(name: str, kernel: str) -> Callable[[dict[str, Any]], Any]:
+    score, options = CASES[name]
+
+    def call(x: dict[str, Any]) -> Any:
+        found = options(x["lens"], x["pairs"], x["seed"])
+        out, stats = ats.attend(
+            x["query"], x["key"], x["value"], score=score(x["weights"]), kernel=kernel,
+            return_stats=("log_sum_exp", "entropy"), **found,
+        )  # fmt: skip
+        return out, stats.log_sum_exp, stats.entropy
+
+    return call
+
+
+def symbolic(sizes: str = "batch, query, key") -> dict[str, Any]:
+    found = given(*jax.export.symbolic_shape(sizes))
+    return {name: jax.ShapeDtypeStruct(*x) for name, x in found.items()}
+
+
+def loaded(exported: Any) -> Any:
+    return jax.export.deserialize(exported.serialize(vjp_order=1)).call
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in FEW else pytest.mark.slow) for x in CASES])
+def test_symbolic_lengths(name: str) -> None:
+    """Output, statistics and gradients, by a program for all platforms that holds operations of JAX alone."""
+    exported = jax.export.export(jax.jit(program(name, "auto")), platforms=PLATFORMS)(symbolic())
+    assert "@attnscore_" not in exported.mlir_module()
+    call = loaded(exported)
+    for lengths in LENGTHS:
+        found = [
+            jax.vjp(
+                lambda x, q, k, v, f=f: f(x | {"query": q, "key": k, "value": v}),
+                x,
+                *map(x.get, ("query", "key", "value")),
+            )  # type: ignore[misc]
+            for x in (arrays(*lengths),)
+            for f in (call, program(name, "auto"))
+        ]
+        (ours, vjp), (wanted, wanted_vjp) = found
+        close(ours, wanted)
+        grads = jax.tree.map(jnp.ones_like, ours)
+        close(vjp(grads)[1:], wanted_vjp(grads)[1:])
+
+
+def close(found: Any, wanted: Any) -> None:
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_some_lengths_are_symbolic() -> None:
+    sizes = {"batch": "batch, 5, 7", "key": "2, 5, key", "query": "2, query, 7"}
+    for text in sizes.values():
+        exported = jax.export.export(jax.jit(program("scaled dot, causal", "auto")))(symbolic(text))
+        x = arrays(2, 5, 7)
+        close(loaded(exported)(x), program("scaled dot, causal", "auto")(x))
+
+
+@pytest.mark.slow
+def test_half_precision() -> None:
+    def call(x: dict[str, Any]) -> Any:
+        return ats.attend(x["query"], x["key"], x["value"])
+
+    half = {name: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for name, x in symbolic().items()}
+    found = loaded(jax.export.export(jax.jit(call))(half))
+    x = {name: array.astype(jnp.bfloat16) for name, array in arrays(2, 5, 7).items()}
+    np.testing.assert_allclose(found(x).astype(FLOAT), call(x).astype(FLOAT), atol=2e-2)
+
+
+def test_known_lengths() -> None:
+    """With kernel="streaming" for any platform."""
+    x = arrays(2, 5, 7)
+    call = program("scaled dot, causal", "streaming")
+    exported = jax.export.export(jax.jit(call), platforms=PLATFORMS)(x)
+    assert "@attnscore_" not in exported.mlir_module()
+    close(loaded(exported)(x), call(x))
+
+
+def test_what_is_refused_when_it_is_exported() -> None:
+    x = arrays(2, 5, 7)
+    if "native" in ats.available()["kernels"]:
+        with pytest.raises(ValueError, match="attnscore_forward"):
+            jax.export.export(jax.jit(program("dot", "native")))(x)
+        with pytest.raises(ats.KernelUnavailable, match="whose memory the CPU cannot read"):
+            jax.export.export(jax.jit(program("dot", "native")))(symbolic())
+    with pytest.raises(ats.KernelUnavailable, match="a number of keys that is not known yet"):
+        jax.export.export(jax.jit(program("dot", "dense")))(symbolic())
+    query = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, dim"), FLOAT)
+    with pytest.raises(ats.ShapeError, match="a last axis and an axis of heads whose lengths are known"):
+        jax.export.export(jax.jit(ats.attend))(query, query, query)
