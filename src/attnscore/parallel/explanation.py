@@ -12,10 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+import numpy as np
+
 from attnscore.backends.base import DTYPES, accumulator, itemsize
 from attnscore.core.arguments import check_choice, check_count
 from attnscore.errors import ArgumentError, message
 from attnscore.masks import Mask
+from attnscore.masks.intervals import HostArray
 from attnscore.parallel.plan import Exchange, exchange
 from attnscore.parallel.shard import Shard
 
@@ -58,53 +61,79 @@ class RowBytes:
         return cls(queries * dim * own, queries * value_dim * own, kv * own, kv * sums, queries * sums, heads, kv_heads)
 
 
-# ---- bytes that a rank sends
+@dataclass(frozen=True, eq=False)
+class Counts:
+    """Positions of every rank, (ranks,) int64 each."""
+
+    queries: HostArray
+    keys: HostArray
+    needed: HostArray
+    sent: HostArray
+    """Keys, to each rank that needs them."""
+    received: HostArray
+    passed: HostArray
+    """Queries, to each owner of keys that they attend."""
+
+    @classmethod
+    def of(cls, plan: Exchange, *, passed: bool) -> Counts:
+        """Return the counts of a plan; without `passed` those of passed queries, which take longest, are 0."""
+        ranks = range(plan.ranks)
+        queries, keys, needed = (
+            np.array([len(shard) for shard in shards]) for shards in (plan.queries, plan.keys, plan.needed)
+        )
+        sent, received = (np.array([count(rank) for rank in ranks]) for count in (plan.sent, plan.received))
+        rows = [[len(plan.attending(r, s)) if passed and r != s else 0 for s in ranks] for r in ranks]
+        return cls(queries, keys, needed, sent, received, np.array(rows).sum(1))
 
 
-def forward_bytes(plan: Exchange, size: RowBytes, mode: str, rank: int) -> int:
-    """Return the bytes that a rank sends in a forward."""
-    queries, keys = plan.queries[rank], plan.keys[rank]
+# ---- bytes that each rank sends
+
+
+def forward_bytes(counts: Counts, size: RowBytes, mode: str) -> HostArray:
+    """Return the bytes that each rank sends in a forward."""
+    ranks, queries, keys = len(counts.keys), counts.queries, counts.keys
+    found: HostArray
     if mode == "gather":
-        return plan.sent(rank) * size.key
-    if mode == "ring":
+        found = counts.sent * size.key
+    elif mode == "ring":
         # Everything passes by but the share of the next rank, which ends its way here.
-        return (keys.length - len(plan.keys[(rank + 1) % plan.ranks])) * size.key
-    others = plan.ranks - 1
-    scattered = len(queries) * size.query * others // plan.ranks + len(keys) * size.key * others // plan.ranks
-    return scattered + (queries.length - len(queries)) * size.out // plan.ranks
+        found = (keys.sum() - np.roll(keys, -1)) * size.key
+    else:
+        found = queries * size.query * (ranks - 1) // ranks + keys * size.key * (ranks - 1) // ranks
+        found = found + (queries.sum() - queries) * size.out // ranks
+    return found
 
 
-def backward_bytes(plan: Exchange, size: RowBytes, mode: str, gradient: str, rank: int) -> int:
-    """Return the bytes that a rank sends in a backward."""
-    queries, keys = plan.queries[rank], plan.keys[rank]
+def backward_bytes(counts: Counts, size: RowBytes, mode: str, gradient: str) -> HostArray:
+    """Return the bytes that each rank sends in a backward."""
+    ranks, queries, keys = len(counts.keys), counts.queries, counts.keys
+    found: HostArray
     if gradient == "none":
-        return 0
-    if mode == "gather" and gradient == "reduce":
-        return plan.received(rank) * size.key_gradient
-    if mode == "gather":
-        owners = (source for source in range(plan.ranks) if source != rank)
-        rows = sum(len(plan.attending(rank, source)) for source in owners)
-        return rows * (size.query + size.out + 3 * size.row)
-    if mode == "ring":
-        return forward_bytes(plan, size, mode, rank) + keys.length * size.key_gradient
-    grad_out = len(queries) * size.out * (plan.ranks - 1) // plan.ranks
-    grad_query = (queries.length - len(queries)) * size.query // plan.ranks
-    return grad_out + grad_query + (keys.length - len(keys)) * size.key // plan.ranks
+        found = 0 * keys
+    elif mode == "gather" and gradient == "queries":
+        found = counts.passed * (size.query + size.out + 3 * size.row)
+    elif mode == "gather":
+        found = counts.received * size.key_gradient
+    elif mode == "ring":
+        found = forward_bytes(counts, size, mode) + keys.sum() * size.key_gradient
+    else:
+        found = queries * size.out * (ranks - 1) // ranks + (queries.sum() - queries) * size.query // ranks
+        found = found + (keys.sum() - keys) * size.key // ranks
+    return found
 
 
-def peak_memory(plan: Exchange, size: RowBytes, mode: str, gradient: str, rank: int) -> int:
-    """Return the bytes of a rank's arrays and of what its mode adds: buffers of the exchange and gradients."""
-    queries, keys = plan.queries[rank], plan.keys[rank]
-    own = len(queries) * (size.query + size.out) + len(keys) * size.key
-    buffers = own if gradient != "none" else 0
-    gradients = size.key_gradient if gradient != "none" else 0
+def peak_memory(counts: Counts, size: RowBytes, mode: str, gradient: str) -> HostArray:
+    """Return the bytes of each rank's arrays and of what its mode adds: buffers of the exchange and gradients."""
+    queries, keys = counts.queries, counts.keys
+    own = queries * (size.query + size.out) + keys * size.key
+    found: HostArray = own if gradient == "none" else 2 * own
+    row = size.key + (0 if gradient == "none" else size.key_gradient)
     if mode == "gather":
-        fetched = len(plan.needed[rank]) if plan.received(rank) else 0
-        return own + buffers + fetched * (size.key + gradients)
+        return found + np.where(counts.received > 0, counts.needed, 0) * row
     if mode == "ring":
-        return own + buffers + 2 * max(map(len, plan.keys)) * (size.key + gradients)
-    by_heads = (queries.length * (size.query + size.out) + keys.length * size.key) // plan.ranks
-    return own + buffers + by_heads * (1 if gradient == "none" else 2)
+        return found + 2 * keys.max() * row
+    by_heads = (queries.sum() * (size.query + size.out) + keys.sum() * size.key) // len(keys)
+    return found + by_heads * (1 if gradient == "none" else 2)
 
 
 # ---- the choice
@@ -235,7 +264,8 @@ def choose(
     plan: Exchange, size: RowBytes, *, mode: str = "auto", gradient: str = "auto", memory: int | None = None, mask: str
 ) -> ParallelExplanation:
     """Return the explanation of the mode that the caller named, or of the best one, for a plan."""
-    possible = {name: _explained(plan, size, name, gradient, mask) for name in MODES}
+    counts = Counts.of(plan, passed=gradient in ("auto", "queries"))
+    possible = {name: _explained(plan, counts, size, name, gradient, mask) for name in MODES}
     reasons: dict[str, str] = {}
     if plan.ranks > 1 and (size.heads % plan.ranks or size.kv_heads % plan.ranks):
         reasons["heads"] = f"{plan.ranks} ranks do not divide {size.heads} heads and {size.kv_heads} KV heads"
@@ -261,24 +291,25 @@ def choose(
     return replace(best, reasons={name: reasons[name] for name in MODES if name in reasons})
 
 
-def _explained(plan: Exchange, size: RowBytes, mode: str, gradient: str, mask: str) -> ParallelExplanation:
+def _explained(
+    plan: Exchange, counts: Counts, size: RowBytes, mode: str, gradient: str, mask: str
+) -> ParallelExplanation:
     """Return the explanation of one mode, with the gradient of the fewest bytes where that is "auto"."""
-    ranks = range(plan.ranks)
     ways = [gradient] if gradient != "auto" else ["reduce", "queries"]
     if mode != "gather" and gradient != "none":
         # The other modes have one way each, in which gradients go to the owners of the keys.
         ways = ["reduce"]
-    sent = {way: tuple(backward_bytes(plan, size, mode, way, rank) for rank in ranks) for way in ways}
-    way = min(ways, key=lambda way: max(sent[way]))
+    sent = {way: backward_bytes(counts, size, mode, way) for way in ways}
+    way = min(ways, key=lambda way: sent[way].max())
     return ParallelExplanation(
         mode=mode,
         gradient=way,
         reasons={},
         mask=mask,
         exchange=plan,
-        forward_bytes=tuple(forward_bytes(plan, size, mode, rank) for rank in ranks),
-        backward_bytes=sent[way],
-        peak_memory=tuple(peak_memory(plan, size, mode, way, rank) for rank in ranks),
+        forward_bytes=tuple(forward_bytes(counts, size, mode).tolist()),
+        backward_bytes=tuple(sent[way].tolist()),
+        peak_memory=tuple(peak_memory(counts, size, mode, way).tolist()),
     )
 
 

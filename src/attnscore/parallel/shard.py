@@ -236,21 +236,23 @@ def balanced_shards(
         raise ArgumentError(message("chunk", "a whole number of queries, 1 or more", chunk))
     pairs = Pairs(mask, length, length if key_len is None else check_count("key_len", key_len), batch).per_query()
     starts = np.arange(0, length, chunk)
-    loads = np.add.reduceat(pairs, starts) if length else pairs
-    share = -(-len(starts) // ranks)
-    # Ranks by their load so far, then by their rows and their number.
+    owner = deal(np.add.reduceat(pairs, starts) if length else pairs, ranks)
+    ranges = [(start, min(start + chunk, length)) for start in starts.tolist()]
+    return tuple(Shard(tuple(ranges[i] for i in np.flatnonzero(owner == rank)), length) for rank in range(ranks))
+
+
+def deal(loads: HostArray, ranks: int) -> HostArray:
+    """Return the rank that gets each of the loads: the largest first, to the rank with the least so far."""
+    share = -(-len(loads) // ranks)
+    # Ranks by their load so far, then by what they have got and their number.
     heap = [(0, 0, rank) for rank in range(ranks)]
-    owner = np.empty(len(starts), np.int64)
+    owner = np.empty(len(loads), np.int64)
     for i in np.argsort(-loads, kind="stable").tolist():
         load, count, rank = heapq.heappop(heap)
         owner[i] = rank
         if count + 1 < share:
             heapq.heappush(heap, (load + int(loads[i]), count + 1, rank))
-    by_rank = np.split(np.argsort(owner, kind="stable"), np.cumsum(np.bincount(owner, minlength=ranks))[:-1])
-    return tuple(
-        Shard(tuple((int(starts[i]), min(int(starts[i]) + chunk, length)) for i in chunks), length)
-        for chunks in by_rank
-    )
+    return owner
 
 
 def _edge(length: int, part: int, parts: int) -> int:
