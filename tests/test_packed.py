@@ -97,6 +97,55 @@ def test_causal_needs_no_alignment_where_lengths_are_equal() -> None:
         assert intervals is not None and (intervals[1] - intervals[0])[0].tolist() == [1, 2, 3, 1, 2, 3, 4, 5]
 
 
+WINDOWS = {
+    "causal": (lambda packed, align: packed.causal(align), ats.Causal),
+    "window": (lambda packed, align: packed.window(1, 1, align), lambda align: ats.SlidingWindow(1, 1, align)),
+}
+
+
+@pytest.mark.parametrize("align", ["top_left", "bottom_right"])
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize(
+    ("cu_key", "fits"),
+    [
+        ([0, 1, 4], ("top_left", "bottom_right")),
+        ([0, 1, 6], ("top_left",)),
+        ([0, 3, 6], ("bottom_right",)),
+        ([0, 3, 4], ()),
+        ([0, 4, 4], ("top_left",)),
+    ],
+    ids=str,
+)
+def test_a_window_of_the_whole_array_is_that_of_each_sequence_or_an_error(
+    cu_key: list[int], fits: tuple[str, ...], window: str, align: Any
+) -> None:
+    """It passes silently where no sequence has another diagonal than the array."""
+    of_sequences, of_array = WINDOWS[window]
+    packed, keys = ats.Packed([0, 1, 4], cu_key), cu_key[-1]
+    masks = [packed & of_array(align), ats.Dense(np.ones((4, keys), bool)) & of_array(align) & packed]
+    for mask in masks:
+        if align in fits:
+            wanted = of_sequences(packed, align).materialize(4, keys)
+            np.testing.assert_array_equal(mask.materialize(4, keys), wanted)
+        else:
+            expected = (
+                r"mask: expected the window of each sequence: Packed\(\.\.\.\)\.causal.* got Packed.* Hint: .*offset="
+            )
+            with pytest.raises(ats.MaskError, match=expected):
+                mask.materialize(4, keys)
+
+
+def test_an_offset_is_that_of_the_whole_array() -> None:
+    found = ats.Packed([0, 1, 4], [0, 3, 4]) & ats.Causal(offset=0)
+    assert found.materialize(4, 4)[0].astype(int).tolist() == [[1, 0, 0, 0], [0] * 4, [0] * 4, [0, 0, 0, 1]]
+
+
+def test_lengths_that_the_host_cannot_read_need_the_window_of_each_sequence() -> None:
+    x, cu = jnp.ones((4, 8)), jnp.array([0, 1, 4])
+    with pytest.raises(ats.MaskError, match="expected the window of each sequence"):
+        jax.jit(lambda cu: ats.attend(x, x, x, mask=ats.Packed(cu, [0, 1, 4]) & ats.Causal()))(cu)
+
+
 def test_it_prints_itself() -> None:
     mask = ats.Packed([0, 1, 3], np.array([0, 3, 6])).causal("bottom_right")
     assert repr(mask) == "Packed(cu_query=[0, 1, 3], cu_key=[0, 3, 6], right=0, align='bottom_right')"

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -68,6 +69,9 @@ class Mask(ABC):
     @abstractmethod
     def check(self, ops: Backend, score_shape: ScoreShape) -> None:
         """Raise MaskError when the mask does not fit `score_shape`."""
+
+    def check_with(self, other: Mask, score_shape: ScoreShape) -> None:  # noqa: B027  # most masks fit any other
+        """Raise MaskError where ``self & other`` does not mean what it seems to, though both masks are right alone."""
 
     def shapes(self, score_shape: ScoreShape) -> list[ShapeSpec]:
         """Return its arrays with the shapes that fit `score_shape`, checked again when a graph learns its lengths."""
@@ -217,6 +221,10 @@ class _Pair(IntervalSetMask):
     def check(self, ops: Backend, score_shape: ScoreShape) -> None:
         self.first.check(ops, score_shape)
         self.second.check(ops, score_shape)
+        self._check_parts(score_shape)
+
+    def _check_parts(self, score_shape: ScoreShape) -> None:
+        """Raise MaskError where the parts, each of which is right alone, do not mean together what they seem to."""
 
     @final
     def shapes(self, score_shape: ScoreShape) -> list[ShapeSpec]:
@@ -233,6 +241,16 @@ class And(_Pair):
 
     def _combine(self, first: IntervalSet, second: IntervalSet, key_len: int) -> IntervalSet:
         return first.intersection(second, key_len)
+
+    def _check_parts(self, score_shape: ScoreShape) -> None:
+        parts = list(self._parts())
+        for part, other in itertools.permutations(parts, 2):
+            part.check_with(other, score_shape)
+
+    def _parts(self) -> Iterator[Mask]:
+        """Yield the masks that all have to unmask a pair."""
+        for part in (self.first, self.second):
+            yield from part._parts() if isinstance(part, And) else (part,)
 
     def __repr__(self) -> str:
         return f"{_wrap(self.first, Or)} & {_wrap(self.second, Or)}"

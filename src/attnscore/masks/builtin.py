@@ -14,6 +14,7 @@ import numpy as np
 from attnscore import backends
 from attnscore.backends.base import Array, Backend, is_unknown
 from attnscore.core.layout import ScoreShape, entries_of
+from attnscore.errors import MaskError, message
 from attnscore.masks.base import And, IntervalSetMask, Mask, Not, Or, RowIntervalMask, check_shapes
 from attnscore.masks.index_values import (
     UNBOUNDED,
@@ -458,6 +459,22 @@ class Packed(RowIntervalMask):
         cu_key = check_cumulative("cu_key", self.cu_key, score_shape.key_len)
         if self.align is None and (self.left, self.right) != (None, None):
             check_same_lengths(cu_query, cu_key)
+
+    def check_with(self, other: Mask, score_shape: ScoreShape) -> None:
+        if self.cu_key is None or not isinstance(other, (Causal, SlidingWindow)) or other.offset is not None:
+            return
+        cu_query, cu_key = map(host_ints, self.cumulative)
+        offset = host_offset(other, score_shape.query_len, score_shape.key_len)
+        if cu_query is not None and cu_key is not None and offset is not None:
+            # Of each sequence: its first and its last query, in front of the keys at the same place.
+            own = {"top_left": (cu_key - cu_query)[:-1], "bottom_right": (cu_key - cu_query)[1:]}
+            is_empty = (np.diff(cu_query) == 0) | (np.diff(cu_key) == 0)
+            wanted = own.values() if other.align is None else [own[other.align]]
+            if all(((found == offset) | is_empty).all() for found in wanted):
+                return
+        expected = "the window of each sequence: Packed(...).causal(align) or .window(left, right, align)"
+        hint = f"{type(other).__name__}(offset=...) counts positions in the whole arrays"
+        raise MaskError(message("mask", expected, f"{self!r} & {other!r}", hint=hint))
 
     def shapes(self, score_shape: ScoreShape) -> list[ShapeSpec]:
         shape = sizes_of(self.cu_query)
