@@ -153,9 +153,12 @@ def test_memory_grows_with_the_edges_alone() -> None:
     assert most < 250e6, most
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # PyTorch Geometric scripts functions at import
 def test_gatv2_is_that_of_pytorch_geometric() -> None:
     """Forward and every gradient; PyTorch Geometric adds an edge from each node to itself."""
-    nn = pytest.importorskip("torch_geometric.nn")
+    from torch_geometric import nn
+
     torch.manual_seed(0)
     nodes, heads, size = 300, 4, 6
     layer = nn.GATv2Conv(16, size, heads=heads, add_self_loops=False, bias=False)
