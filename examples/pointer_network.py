@@ -16,7 +16,7 @@ torch.set_num_threads(1)  # at these sizes two threads mostly wait for each othe
 
 
 def problems(count):
-    """Return different numbers in any order, how many there are, the places that sort them, and which are no padding."""
+    """Return different numbers in any order, how many there are, the places that sort them, and which are real."""
     numbers = torch.rand(count, 20).argsort(-1)[:, :LONGEST] / 20
     lens = torch.randint(2, LONGEST + 1, (count,))
     real = torch.arange(LONGEST) < lens[:, None]
