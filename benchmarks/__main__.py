@@ -11,6 +11,8 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,9 +71,10 @@ def write_pages() -> None:
             page.write_text(NEW_PAGE.format(name=path.stem, begin=reports.BEGIN, end=reports.END), "utf-8")
         write(page, rendered(path, page))
         if charts.has_shapes(document := results.read(path)):
-            draw(chart_of(page), charts.small_shapes(document))
+            draw(chart_of(page), partial(charts.small_shapes, document))
     write(DOCS / "performance.md", rendered_overview())
-    draw(overview_chart(), charts.overview({title_of(page): results.read(path) for path, page in pages().items()}))
+    documents = {title_of(page): results.read(path) for path, page in pages().items()}
+    draw(overview_chart(), partial(charts.overview, documents))
 
 
 def write(page: Path, text: str) -> None:
@@ -80,10 +83,12 @@ def write(page: Path, text: str) -> None:
         file.write(text.encode())
 
 
-def draw(path: Path, figure: Figure) -> None:
-    """Replace a chart at once."""
-    with replacing(path) as file:
-        figure.savefig(file, format="png", dpi=100)
+def draw(path: Path, chart: Callable[[], Figure]) -> None:
+    """Replace a chart at once, in the colours of the documentation's pictures."""
+    import matplotlib as mpl
+
+    with mpl.rc_context(fname=DOCS / "images" / "matplotlibrc"), replacing(path) as file:
+        chart().savefig(file, format="png", dpi=100)
 
 
 def measure(name: str, options: list[str]) -> int:
