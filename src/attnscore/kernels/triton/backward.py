@@ -323,6 +323,8 @@ def tile_gradient(
         of_column = tl.load(base(key_bias, b, h, g) + here * key_bias.row, mask=live_j, other=0.0).to(tl.float32)
     if scales is not None:
         scale = tl.load(scales + h * groups + g)
+    if FORM == 2:
+        w_v = base(w_v, b, h, g)
     raw = pair_scores(
         q, k, of_row, of_column, of_query, of_key, w_v, i, j, live, live_j, dim, scale, slope,
         FORM, ACTIVATION, PRECISION,

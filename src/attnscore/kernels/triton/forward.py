@@ -114,7 +114,7 @@ def forward(
     if scales is not None:
         scale = tl.load(scales + h * groups + g)
     if FORM == 2:
-        w_v = w_v + (h * groups + g) * dim
+        w_v = base(w_v, b, h, g)
     top = tl.full((BM,), NEG_INF, tl.float32)
     total = tl.zeros((BM,), tl.float32)
     acc = tl.zeros((BM, DV), tl.float32)

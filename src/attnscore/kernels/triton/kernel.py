@@ -1,7 +1,7 @@
 """The Triton kernel: attention on NVIDIA GPUs for PyTorch tensors. Imports Triton and PyTorch at its first call.
 
-- Runs inner and distance forms under any mask, forward and backward, with every extra of a call; lists why it cannot
-  run a problem, and ``auto`` then takes the streaming kernel.
+- Runs inner, distance and additive forms under any mask, forward and backward, with every extra of a call; lists why
+  it cannot run a problem, and ``auto`` then takes the streaming kernel.
 - No atomics: the same inputs give the same bits. Nothing waits for the host.
 - ``TRITON_INTERPRET=1`` in the environment runs it on CPU tensors in Triton's interpreter, for tests.
 """
@@ -21,7 +21,7 @@ from attnscore.core.tiled import Result, RowGradients
 from attnscore.core.tiling import TilePlan
 from attnscore.kernels.base import Kernel
 from attnscore.kernels.tiled import Streaming
-from attnscore.scores.forms import DistanceForm, InnerForm
+from attnscore.scores.forms import AdditiveForm, DistanceForm, InnerForm
 
 MOST_DIM = 256
 """Largest dimension of keys or values: registers hold a tile of them."""
@@ -87,13 +87,14 @@ def _reasons(problem: Problem) -> list[str]:
     """Return why the kernel cannot run a problem of PyTorch tensors on a GPU."""
     form: Any = problem.form
     found = []
-    if not isinstance(form, (InnerForm, DistanceForm)):
+    if not isinstance(form, (InnerForm, DistanceForm, AdditiveForm)):
         found.append(f"the score is computed in Python ({type(form).__name__})")
     if problem.dtype == "float64":
         found.append("float64, which GPUs of few float64 units run no faster in tiles of its own")
     if problem.matrix is not None:
         found.append("the matrix of all pairs is wanted")
-    dims = max(int(form.query.shape[-1]), problem.layout.value_dim)
+    # Channels of an additive score are summed one after the other.
+    dims = max(0 if isinstance(form, AdditiveForm) else int(form.query.shape[-1]), problem.layout.value_dim)
     if dims > MOST_DIM:
         found.append(f"a dimension of {dims}, above {MOST_DIM}")
     if not problem.ops.has_values(*tiled.operands(problem).values()):

@@ -16,15 +16,16 @@ from attnscore.core import online_softmax, statistics, tiled
 from attnscore.core.problem import Problem
 from attnscore.core.tiled import Result, RowGradients
 from attnscore.core.tiling import TilePlan
+from attnscore.kernels.triton import additive_gradients, ranges
 from attnscore.kernels.triton import backward as backward_kernels
 from attnscore.kernels.triton import forward as forward_kernels
-from attnscore.kernels.triton import ranges
+from attnscore.kernels.triton.additive import AdditiveSides, sides_of
 from attnscore.kernels.triton.kernel import is_interpreted
 from attnscore.kernels.triton.operands import Dropout, Masking, Operand, RowGrads, Rows, as_int32, operand
 from attnscore.kernels.triton.tiles import Tile, padded, tile_of
 from attnscore.masks import IntervalSet, lowering
 from attnscore.masks.dynamic_intervals import traced_visibility
-from attnscore.scores.forms import DistanceForm, InnerForm
+from attnscore.scores.forms import AdditiveForm, DistanceForm, InnerForm
 
 INNER, DISTANCE, ADDITIVE = range(3)
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -79,10 +80,24 @@ class Operands:
     matrices: int
     batch: int
     runner: Runner
+    additive: AdditiveSides | None = None
 
     @property
     def precision(self) -> str:
-        return _precision(self.query.data, self.runner.architecture(self.query.data))
+        of_products = self.query.data if self.additive is None else self.value.data
+        return _precision(of_products, self.runner.architecture(of_products))
+
+    @property
+    def w_v(self) -> Operand | None:
+        return None if self.additive is None else self.additive.w_v
+
+    @property
+    def slope(self) -> float:
+        return 0.0 if self.additive is None else self.additive.slope
+
+    @property
+    def activation(self) -> str:
+        return "" if self.additive is None else self.additive.activation
 
     @property
     def intervals(self) -> int:
@@ -94,7 +109,9 @@ class Operands:
         return self.query_ids is not None or self.mask is not None
 
     def tile(self, kernel: Any) -> Tile:
-        dim = max(padded(self.sizes[2]), padded(self.sizes[3]))
+        dim = padded(self.sizes[3])
+        if self.additive is None:
+            dim = max(padded(self.sizes[2]), dim)
         query: torch.Tensor = self.query.data
         itemsize = max(query.itemsize, self.value.data.itemsize)
         return tile_of(kernel, self.runner.architecture(query), itemsize, dim, self.form != INNER)
@@ -128,7 +145,7 @@ def _precision(x: torch.Tensor, architecture: int) -> str:
     return "tf32" if is_allowed or x.dtype != torch.float32 else "tf32x3"
 
 
-def operands_of(problem: Problem, plan: TilePlan, runner: Runner) -> Operands:
+def operands_of(problem: Problem, plan: TilePlan, runner: Runner, *, has_backward: bool = False) -> Operands:
     """Return the operands of a problem, on its device, without copies where the strides allow."""
     shape, form = problem.score_shape, problem.form
     sums = torch.float32
@@ -170,6 +187,11 @@ def operands_of(problem: Problem, plan: TilePlan, runner: Runner) -> Operands:
     value_operand = placed(narrowed(problem.value), shape.key_len)
     if query_operand is None or key_operand is None or value_operand is None:
         raise TypeError("a form without query and key")
+    additive = None
+    if isinstance(form, AdditiveForm):
+        kind = ADDITIVE
+        additive = sides_of(form, query_operand, key_operand, heads, groups, runner, with_powers=has_backward)
+        query_operand, key_operand = additive.query_table.channels, additive.key_table.channels
     return Operands(
         form=kind,
         query=query_operand,
@@ -193,6 +215,7 @@ def operands_of(problem: Problem, plan: TilePlan, runner: Runner) -> Operands:
         matrices=math.prod(lead) * heads * groups,
         batch=math.prod(lead),
         runner=runner,
+        additive=additive,
     )
 
 
@@ -257,7 +280,11 @@ def _on_device(known: IntervalSet, device: torch.device) -> tuple[torch.Tensor, 
 
 def forward(problem: Problem, plan: TilePlan, runner: Runner = RUNNER) -> Result:
     """Run the forward."""
-    given = operands_of(problem, plan, runner)
+    with _device(problem.value):
+        return _forward(problem, operands_of(problem, plan, runner))
+
+
+def _forward(problem: Problem, given: Operands) -> Result:
     shape = problem.score_shape
     queries, keys, dim, value_dim, heads, groups = given.sizes
     out = problem.value.new_empty((*shape.rows, value_dim))
@@ -265,17 +292,16 @@ def forward(problem: Problem, plan: TilePlan, runner: Runner = RUNNER) -> Result
     rows = {name: out.new_empty((*shape.rows, 1), dtype=torch.float32) for name in Rows._fields if name in needed}
     if given.matrices * queries:
         tile = given.tile("forward")
-        with _device(out):
-            runner.run(
-                forward_kernels.forward, (triton.cdiv(queries, tile.queries), given.matrices),
-                given.query, given.key, given.value, given.query_bias, given.key_bias, None, given.scales, given.bias,
-                given.masking(tile), given.sink, given.dropout,
-                operand(out, shape.lead, heads, groups, queries), Rows(*map(rows.get, Rows._fields)),
-                queries, keys, dim, value_dim, heads, groups, given.scale, 0.0,
-                FORM=given.form, ACTIVATION="", CAPS=given.caps, INTERVALS=given.intervals, TESTED=given.is_tested,
-                RELATIVE=given.is_relative, BM=tile.queries, BN=tile.keys, D=padded(dim), DV=padded(value_dim),
-                PRECISION=given.precision, num_warps=tile.warps, num_stages=tile.stages,
-            )  # fmt: skip
+        given.runner.run(
+            forward_kernels.forward, (triton.cdiv(queries, tile.queries), given.matrices),
+            given.query, given.key, given.value, given.query_bias, given.key_bias, given.w_v, given.scales, given.bias,
+            given.masking(tile), given.sink, given.dropout,
+            operand(out, shape.lead, heads, groups, queries), Rows(*map(rows.get, Rows._fields)),
+            queries, keys, dim, value_dim, heads, groups, given.scale, given.slope,
+            FORM=given.form, ACTIVATION=given.activation, CAPS=given.caps, INTERVALS=given.intervals,
+            TESTED=given.is_tested, RELATIVE=given.is_relative, BM=tile.queries, BN=tile.keys, D=padded(dim),
+            DV=padded(value_dim), PRECISION=given.precision, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
     found = {name: rows[name] for name in _STATISTICS if name in rows}
     return Result(out, rows["row_max"], rows["log_denom"], found)
 
@@ -290,8 +316,8 @@ def backward(
     runner: Runner = RUNNER,
 ) -> dict[str, Array]:  # fmt: skip
     """Run the backward: the gradients of the operands in `wanted` at least, by name."""
-    given = operands_of(problem, plan, runner)
     with _device(problem.value):
+        given = operands_of(problem, plan, runner, has_backward=True)
         return _Backward(problem, given, result, grads, wanted).run()
 
 
@@ -325,7 +351,12 @@ class _Backward:
         grad_entropy = _row_array(grads.entropy)
         entropy = None if grad_entropy is None else _row_array(result.statistics["entropy"])
         self.rows = RowGrads(_row_array(result.row_max), _row_array(result.log_denom), delta, entropy, grad_entropy)
-        self.rest = {"FORM": given.form, "ACTIVATION": "", "CAPS": given.caps, "INTERVALS": given.intervals}
+        self.rest = {
+            "FORM": given.form,
+            "ACTIVATION": given.activation,
+            "CAPS": given.caps,
+            "INTERVALS": given.intervals,
+        }
         self.padding = {"D": padded(dim), "DV": padded(value_dim), "PRECISION": given.precision}
         self.lead = shape.lead
 
@@ -333,8 +364,11 @@ class _Backward:
         """Return the gradients by name."""
         if self.is_empty:
             return {name: x.new_zeros(x.shape) for name, x in self.operands.items()}
-        self.d_query()
-        self.d_key()
+        if self.given.additive is None:
+            self.d_query()
+            self.d_key()
+        else:
+            self.d_additive()
         if self.problem.bias is not None and "bias" in self.wanted and "bias" not in self.found:
             self.d_bias(self.problem.bias)
         if self.problem.sink is not None:
@@ -368,34 +402,46 @@ class _Backward:
     def before(self) -> tuple[Any, ...]:
         """What all kernels read first."""
         x = self.given
-        return x.query, x.key, x.value, x.query_bias, x.key_bias, None, x.scales, x.bias
+        return x.query, x.key, x.value, x.query_bias, x.key_bias, x.w_v, x.scales, x.bias
 
     @property
     def after(self) -> tuple[Any, ...]:
         """The numbers that all kernels read."""
-        return *self.given.sizes, self.given.scale, 0.0
+        return *self.given.sizes, self.given.scale, self.given.slope
 
     def d_query(self) -> None:
         """Compute the gradients that have an axis of queries."""
         given, tile = self.given, self.given.tile("d_query")
         rows = self.problem.score_shape.rows
-        queries, keys, dim, *_ = given.sizes
+        queries, _, dim, *_ = given.sizes
         grad_query = self.gradient("query", (*rows, dim))
-        grad_bias = grad_query_bias = grad_scale = None
+        grad_bias, grad_query_bias, grad_scale = self.bias_gradient(), None, None
         if "query_bias" in self.operands:
             grad_query_bias = self.found["query_bias"] = self.new_rows()
         if "scale" in self.operands:
             grad_scale = self.new_rows()
             self.found["scale"] = grad_scale
-        if self.problem.bias is not None and tuple(self.problem.bias.shape) == (*rows, keys):
-            self.found["bias"] = torch.zeros_like(self.problem.bias, memory_format=torch.contiguous_format)
-            grad_bias = self.placed(self.found["bias"], queries)
         given.runner.run(
             backward_kernels.d_query, (triton.cdiv(queries, tile.queries), given.matrices),
             *self.before, given.masking(tile), given.dropout, self.grad_out, self.rows,
             self.placed(grad_query, queries), grad_query_bias, grad_scale, grad_bias, *self.after,
             TESTED=given.is_tested, RELATIVE=given.is_relative, **self.rest, **self.constants(tile),
         )  # fmt: skip
+
+    def d_additive(self) -> None:
+        """Compute the gradients of an additive score, of its values, and of a bias that has a number for each pair."""
+        grad_bias = self.bias_gradient()
+        self.found |= additive_gradients.gradients(
+            self.given, self.grad_out, self.rows, grad_bias, self.given.runner, self.wanted
+        )
+
+    def bias_gradient(self) -> Operand | None:
+        """Return the array of the gradient of a bias that has a number for each pair; None where there is none."""
+        bias, rows = self.problem.bias, self.problem.score_shape.rows
+        if bias is None or tuple(bias.shape) != (*rows, self.given.sizes[1]):
+            return None
+        self.found["bias"] = torch.zeros_like(bias, memory_format=torch.contiguous_format)
+        return self.placed(self.found["bias"], rows[-1])
 
     def constants(self, tile: Tile) -> dict[str, Any]:
         """Return the constants of a tile."""

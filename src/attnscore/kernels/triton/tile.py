@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attnscore.kernels.triton.additive import additive_scores
+
 LOG2E = tl.constexpr(1.4426950408889634)
 NEG_INF = tl.constexpr(float("-inf"))
 
@@ -180,4 +182,6 @@ def pair_scores(
             s += key_bias
     elif FORM == 1:
         s = squared_distance(query, key, i, j, live_i, live_j, dim) * -scale
+    else:
+        s = additive_scores(query, key, w_v, i, j, dim, slope, ACTIVATION)
     return s

@@ -5,10 +5,9 @@ Triton's own tuning runs at the first call of each shape; a table keeps every ca
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Literal, NamedTuple
 
-KernelName = Literal["forward", "d_query", "d_key"]
+KernelName = Literal["forward", "d_query", "d_key", "store_gradients"]
 
 
 class Tile(NamedTuple):
@@ -23,8 +22,13 @@ class Tile(NamedTuple):
 LARGE_SHARED_MEMORY = (80, 90, 100)
 """Architectures (major, minor as one number) with 163 KB or more a multiprocessor; others have 99 KB."""
 
-INTERPRETED = Tile(16, 32, 4, 1)
-"""For the interpreter: small, so that short inputs have several tiles, and not square."""
+INTERPRETED: dict[KernelName, Tile] = {
+    "forward": Tile(16, 32, 4, 1),
+    "d_query": Tile(32, 16, 4, 1),
+    "d_key": Tile(16, 16, 4, 1),
+    "store_gradients": Tile(32, 16, 4, 1),
+}
+"""For the interpreter: small, so that short inputs have several tiles."""
 
 
 def padded(dim: int) -> int:
@@ -32,11 +36,12 @@ def padded(dim: int) -> int:
     return max(16, 1 << max(0, dim - 1).bit_length())
 
 
-@cache
 def tile_of(kernel: KernelName, arch: int, itemsize: int, dim: int, by_channel: bool) -> Tile:
     """Return the tile of a kernel; `dim` is the larger of the padded dimensions, `arch` 0 the interpreter."""
     if arch == 0:
-        return INTERPRETED if kernel == "forward" else Tile(32, 16, 4, 1) if kernel == "d_query" else Tile(16, 16, 4, 1)
+        return INTERPRETED[kernel]
+    if kernel == "store_gradients":
+        return Tile(32, 128, 4, 1)
     if by_channel:
         return Tile(32, 64, 4, 1) if kernel == "forward" else Tile(32, 32, 4, 1)
     roomy = arch in LARGE_SHARED_MEMORY

@@ -1,0 +1,382 @@
+"""Gradients of additive scores in Triton.
+
+- A chunk of queries at a time: ``store_gradients`` computes the gradients of its scores, and its weights, into memory
+  that does not grow with the number of queries; the other kernels sum them over keys or queries.
+- A program holds a tile (positions, channels) of sums and visits the positions of the other side in order, one or two
+  at a time. No sum crosses threads, and no two programs add to the same place; chunks are added in their order.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from attnscore.kernels.triton.additive import (
+    ONE_TERM,
+    TWO_TERMS,
+    activation_and_slope,
+    additive_scores,
+    padded,
+    reciprocal,
+)
+from attnscore.kernels.triton.backward import pair_gradients, row_values
+from attnscore.kernels.triton.forward import with_nonfinite
+from attnscore.kernels.triton.operands import Operand, RowGrads, Side
+from attnscore.kernels.triton.tile import attended, base, is_finite
+from attnscore.kernels.triton.tiles import padded as padded_dim
+
+if TYPE_CHECKING:
+    from attnscore.kernels.triton.launch import Operands, Runner
+
+CHUNK_PAIRS = 2**23
+"""Pairs of a chunk: their gradients and weights take 64 MB."""
+TILE = (32, 64)
+"""Positions and channels of the sums of a program: 32 numbers for each of 128 threads."""
+INTERPRETED_TILE = (16, 16)
+
+
+@triton.jit
+def side_of(x, b, h, g):
+    """Return the `Side` of an `Operand` at (batch, head, group)."""
+    return Side(base(x, b, h, g), x.row, x.column)
+
+
+class Chunk(NamedTuple):
+    """Some matrices and query tiles of a call, and memory for what `store_gradients` computes of their pairs.
+
+    Each query has `pitch` numbers: one key tile after the other, those of the query tile's first interval first.
+    """
+
+    ds: Any
+    """Gradients of the scores, float32 (matrix, query, pitch); 0 where masked."""
+    weights: Any
+    """Weights after dropout."""
+    pitch: Any
+    first_matrix: Any
+    """Counted over batch and KV heads; each has all its groups."""
+    first_tile: Any
+    tile_count: Any
+    """Query tiles in the chunk."""
+    tiles: Any
+    """Query tiles of the call."""
+
+
+@triton.jit
+def visited(masking, interval, b, tile, tiles, key_tiles):
+    """Return the first and last key tile that an interval of a query tile visits, and how many those before visit."""
+    before = 0
+    if masking.start is None:
+        first, last = 0, key_tiles
+    else:
+        of_batch = tl.minimum(b, masking.ends_batch - 1)
+        at = masking.ends + (of_batch.to(tl.int64) * tiles + tile) * 4
+        for _ in tl.range(0, interval):
+            before += tl.load(at + 3) - tl.load(at)
+            at += masking.ends_batch * tiles * 4
+        first, last = tl.load(at), tl.load(at + 3)
+    return first, last, before
+
+
+@triton.jit
+def store_gradients(
+    query, key, value, w_v, bias, masking, dropout, grad_out, rows, chunk, grad_bias,
+    n_q, n_k, hidden, value_dim, heads, groups, slope,
+    ACTIVATION: tl.constexpr, CAPS: tl.constexpr, INTERVALS: tl.constexpr, RELATIVE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradients of the scores of a query tile of the chunk, its weights, and the gradient of its bias."""
+    local, of_chunk = tl.program_id(0), tl.program_id(1)
+    tile, z = chunk.first_tile + local, chunk.first_matrix * groups + of_chunk
+    b, h, g = z // (heads * groups), z // groups % heads, z % groups
+    i, dv = tile * BM + tl.arange(0, BM), tl.arange(0, DV)
+    row, live = i[:, None], i[:, None] < n_q
+    at_row = row.to(tl.int64)
+    of_query, of_key, of_value = side_of(query, b, h, g), side_of(key, b, h, g), side_of(value, b, h, g)
+    at = base(grad_out, b, h, g) + at_row * grad_out.row + dv[None, :] * grad_out.column
+    do = tl.load(at, mask=live & (dv[None, :] < value_dim), other=0.0)
+    of_rows = row_values(rows, z, row, n_q)
+    stored = (of_chunk.to(tl.int64) * chunk.tile_count + local) * BM + tl.arange(0, BM)
+    for interval in tl.range(0, INTERVALS):
+        first, last, before = visited(masking, interval, b, tile, chunk.tiles, tl.cdiv(n_k, BN))
+        for at_tile in tl.range(first, last):
+            c = at_tile * BN + tl.arange(0, BN)
+            j, live_j = c[None, :], c[None, :] < n_k
+            raw = additive_scores(of_query, of_key, base(w_v, b, h, g), row, j, hidden, slope, ACTIVATION)
+            at = of_value.data + c.to(tl.int64)[None, :] * of_value.row + dv[:, None] * of_value.column
+            v = tl.load(at, mask=live_j & (dv[:, None] < value_dim), other=0.0)
+            dp = tl.dot(do.to(v.dtype), v, input_precision=PRECISION)
+            attends = attended(masking, interval, b, h, g, row, j, n_q, n_k)
+            weights, grad, ds = pair_gradients(
+                raw, dp, attends, of_rows, bias, dropout, b, h, g, z, row, j, n_q, n_k, CAPS, RELATIVE, 2
+            )
+            if grad_bias is not None:
+                # A pair is in one interval at most, so it is written once.
+                at = base(grad_bias, b, h, g) + at_row * grad_bias.row + j * grad_bias.column
+                tl.store(at, grad.to(grad_bias.data.dtype.element_ty), mask=attends)
+            at = stored[:, None] * chunk.pitch + ((before + at_tile - first) * BN + tl.arange(0, BN))[None, :]
+            tl.store(chunk.ds + at, ds)
+            tl.store(chunk.weights + at, weights)
+
+
+@triton.jit
+def _sums(
+    acc, acc_value, acc_ds, a, other, c, channels, ds, step, start, stop, slope,
+    ACTIVATION: tl.constexpr, TERMS: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
+):  # fmt: skip
+    """Add ds act', ds act and ds of the positions start <= k < stop of the other side to the sums of a tile.
+
+    `ds` points at those of position `start`, which follow each other by `step`. With 1 or 2 terms to a division, `a`
+    and `other` are exponentials; with 0 they are the sides themselves.
+    """
+    inside = (c < channels)[None, :]
+    first = tl.zeros_like(c).to(tl.int64) + start
+    b = other.data + (first * other.row + c.to(tl.int64) * other.column)[None, :]
+    for _ in tl.range(start, stop, 2 if TERMS == 2 else 1):
+        g = tl.load(ds)
+        if TERMS == 0:
+            y, f = activation_and_slope(a + tl.load(b, mask=inside, other=0.0).to(tl.float32), slope, ACTIVATION)
+            weight = g[:, None]
+            # A masked pair has ds = 0, whose product with a NaN would be NaN.
+            acc += tl.where(weight == 0.0, 0.0, weight * f)
+            if HAS_WEIGHTS:
+                acc_value += tl.where(weight == 0.0, 0.0, weight * y)
+        elif TERMS == 1:
+            r = reciprocal(a * tl.load(b, mask=inside, other=0.0) + 1.0)
+            e = g[:, None] * r
+            acc += e - e * r
+            if HAS_WEIGHTS:
+                acc_value += e
+        else:
+            # There is room for one position more than an odd length, with ds = 0.
+            d = a * tl.load(b, mask=inside, other=0.0) + 1.0
+            d_2 = a * tl.load(b + other.row, mask=inside, other=0.0) + 1.0
+            inverse = reciprocal(d * d_2)
+            r, r_2 = inverse * d_2, inverse * d
+            g_2 = tl.load(ds + step)
+            e, e_2 = g[:, None] * r, g_2[:, None] * r_2
+            acc += e - e * r
+            acc += e_2 - e_2 * r_2
+            if HAS_WEIGHTS:
+                acc_value += e + e_2
+                acc_ds += g_2
+        if HAS_WEIGHTS:
+            acc_ds += g
+        ds += step * (2 if TERMS == 2 else 1)
+        b += other.row * (2 if TERMS == 2 else 1)
+    return acc, acc_value, acc_ds
+
+
+@triton.jit
+def _side_sums(
+    own, other, channels, position, c, chunk, ds, masking, b, own_tile, own_len, other_len, slope,
+    ACTIVATION: tl.constexpr, TERMS: tl.constexpr, IS_QUERY: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
+    INTERVALS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Return the sums of `_sums` over all positions of the other side that were visited with the own ones."""
+    at_own = own.data + position.to(tl.int64)[:, None] * own.row + c.to(tl.int64)[None, :] * own.column
+    a = tl.load(at_own, mask=(position < own_len)[:, None] & (c < channels)[None, :], other=0.0).to(tl.float32)
+    acc, acc_value = tl.zeros((BLOCK, CHANNELS), tl.float32), tl.zeros((BLOCK, CHANNELS), tl.float32)
+    acc_ds = tl.zeros((BLOCK,), tl.float32)
+    key_tiles = tl.cdiv(other_len if IS_QUERY else own_len, BN)
+    for part in tl.range(0, INTERVALS if IS_QUERY else INTERVALS * chunk.tile_count):
+        # The query tile of the own queries, or one query tile of the chunk after the other.
+        tile = chunk.first_tile + (own_tile if IS_QUERY else part // INTERVALS)
+        first, last, before = visited(masking, part % INTERVALS, b, tile, chunk.tiles, key_tiles)
+        if IS_QUERY:
+            start, stop, step = first * BN, tl.minimum(last * BN, other_len), 1
+            query, column = position, before * BN
+        else:
+            start, step = tile * BM, chunk.pitch
+            is_visited = (first <= own_tile) & (own_tile < last)
+            stop = tl.where(is_visited, tl.minimum(start + BM, other_len), start)
+            query, column = start, (before + own_tile - first) * BN + (position - own_tile * BN)
+        at = ds + (query - chunk.first_tile * BM).to(tl.int64) * chunk.pitch + column
+        acc, acc_value, acc_ds = _sums(
+            acc, acc_value, acc_ds, a, other, c, channels, at, step, start, stop, slope, ACTIVATION, TERMS, HAS_WEIGHTS
+        )
+    return acc, acc_value, acc_ds
+
+
+@triton.jit
+def side_gradient(
+    own, other, own_powers, other_powers, own_sizes, other_size, w_v, chunk, gradient, weights, masking,
+    own_len, other_len, hidden, heads, groups, group, slope,
+    ACTIVATION: tl.constexpr, IS_QUERY: tl.constexpr, INTERVALS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradient of a tile (positions, channels) of one side from those of a chunk of the scores.
+
+    Of queries: a program writes its gradient, and its part of that of w_v. Of keys: it adds to what earlier launches
+    left, for the query heads `group` of their KV heads.
+    """
+    block, z = tl.program_id(0), tl.program_id(2)
+    HAS_WEIGHTS: tl.constexpr = weights is not None
+    if IS_QUERY:
+        kv, g, of_scores = chunk.first_matrix + z // groups, z % groups, z
+        own_tile, matrix = block * BLOCK // BM, kv * groups + g
+        block += chunk.first_tile * (BM // BLOCK)
+    else:
+        kv, g, of_scores = chunk.first_matrix + z, group, z * groups + group
+        own_tile, matrix = block * BLOCK // BN, kv
+    b, h = kv // heads, kv % heads
+    position = block * BLOCK + tl.arange(0, BLOCK)
+    c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    live = position < own_len
+    ds = chunk.ds + of_scores.to(tl.int64) * chunk.tile_count * BM * chunk.pitch
+    a, other_a = side_of(own, b, h, g), side_of(other, b, h, g)
+    if ACTIVATION == "tanh" or ACTIVATION == "sigmoid":
+        reach: tl.constexpr = 1.0 if ACTIVATION == "tanh" else 2.0
+        size = tl.max(tl.load(base(own_sizes, b, h, g) + position, mask=live, other=0.0), 0)
+        size_of_other = tl.load(base(other_size, b, h, g))
+        power, other_power, width = side_of(own_powers, b, h, g), side_of(other_powers, b, h, g), padded(hidden)
+        if size + size_of_other <= reach * TWO_TERMS:
+            acc, acc_value, acc_ds = _side_sums(
+                power, other_power, width, position, c, chunk, ds, masking, b, own_tile, own_len, other_len, slope,
+                ACTIVATION, 2, IS_QUERY, HAS_WEIGHTS, INTERVALS, BM, BN, BLOCK, CHANNELS,
+            )  # fmt: skip
+        elif tl.maximum(size, size_of_other) <= reach * ONE_TERM:
+            acc, acc_value, acc_ds = _side_sums(
+                power, other_power, width, position, c, chunk, ds, masking, b, own_tile, own_len, other_len, slope,
+                ACTIVATION, 1, IS_QUERY, HAS_WEIGHTS, INTERVALS, BM, BN, BLOCK, CHANNELS,
+            )  # fmt: skip
+        else:
+            acc, acc_value, acc_ds = _side_sums(
+                a, other_a, hidden, position, c, chunk, ds, masking, b, own_tile, own_len, other_len, slope,
+                ACTIVATION, 0, IS_QUERY, HAS_WEIGHTS, INTERVALS, BM, BN, BLOCK, CHANNELS,
+            )  # fmt: skip
+    else:
+        acc, acc_value, acc_ds = _side_sums(
+            a, other_a, hidden, position, c, chunk, ds, masking, b, own_tile, own_len, other_len, slope,
+            ACTIVATION, 0, IS_QUERY, HAS_WEIGHTS, INTERVALS, BM, BN, BLOCK, CHANNELS,
+        )  # fmt: skip
+    is_written = live[:, None] & (c < hidden)[None, :]
+    w = tl.load(base(w_v, b, h, g) + c, mask=c < hidden, other=0.0)[None, :]
+    # tanh' = 4 r (1 - r), and tanh = 1 - 2 r.
+    found = acc * (4.0 * w if ACTIVATION == "tanh" else w)
+    to = gradient + (matrix.to(tl.int64) * own_len + position[:, None]) * hidden + c[None, :]
+    if not IS_QUERY:
+        found += tl.load(to, mask=is_written, other=0.0)
+    tl.store(to, found, mask=is_written)
+    if HAS_WEIGHTS:
+        total = tl.sum(acc_value, 0)
+        if ACTIVATION == "tanh":
+            total = tl.sum(acc_ds, 0) - 2.0 * total
+        blocks = tl.cdiv(own_len, BLOCK)
+        tl.store(
+            weights + (matrix.to(tl.int64) * blocks + block) * hidden + c, total, mask=(c < hidden) & (block < blocks)
+        )
+
+
+@triton.jit
+def value_gradient(
+    grad_out, chunk, gradient, bias, masking, n_q, n_k, value_dim, heads, groups,
+    RELATIVE: tl.constexpr, INTERVALS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr,
+    DV: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add to the gradient of a tile of values what the queries of the chunk contribute, over all heads of a group."""
+    block, of_chunk = tl.program_id(0), tl.program_id(1)
+    kv = chunk.first_matrix + of_chunk
+    b, h = kv // heads, kv % heads
+    j, dv, local = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, DV), tl.arange(0, BM)
+    key_tile = block * BLOCK // BN
+    to = gradient + (kv.to(tl.int64) * n_k + j[:, None]) * value_dim + dv[None, :]
+    is_written = (j < n_k)[:, None] & (dv < value_dim)[None, :]
+    acc = tl.load(to, mask=is_written, other=0.0)
+    is_bad = 0
+    for part in tl.range(0, groups * chunk.tile_count * INTERVALS):
+        of_tile, interval = part // INTERVALS, part % INTERVALS
+        g, tile = of_tile // chunk.tile_count, chunk.first_tile + of_tile % chunk.tile_count
+        first, last, before = visited(masking, interval, b, tile, chunk.tiles, tl.cdiv(n_k, BN))
+        if (first <= key_tile) & (key_tile < last):
+            stored = ((of_chunk * groups + g).to(tl.int64) * chunk.tile_count + of_tile % chunk.tile_count) * BM + local
+            column = (before + key_tile - first) * BN + (j - key_tile * BN)
+            p = tl.load(chunk.weights + stored[None, :] * chunk.pitch + column[:, None])
+            i = (tile * BM + local)[:, None]
+            at = base(grad_out, b, h, g) + i.to(tl.int64) * grad_out.row + dv[None, :] * grad_out.column
+            do = tl.load(at, mask=(i < n_q) & (dv < value_dim)[None, :], other=0.0)
+            finite = is_finite(do)
+            acc = tl.dot(p.to(do.dtype), tl.where(finite, do, 0.0), acc, input_precision=PRECISION)
+            is_bad = tl.maximum(is_bad, 1 - tl.min(finite.to(tl.int32)))
+    if is_bad > 0:
+        for g in tl.range(0, groups):
+            acc = with_nonfinite(
+                acc, masking, bias, base(grad_out, b, h, g), grad_out.row, grad_out.column, b, h, g, j[:, None],
+                n_k, n_q, n_q, n_k, value_dim, INTERVALS, RELATIVE, False, BM, DV,
+            )  # fmt: skip
+    tl.store(to, acc, mask=is_written)
+
+
+def gradients(
+    given: Operands,
+    grad_out: Operand,
+    rows: RowGrads,
+    grad_bias: Operand | None,
+    runner: Runner,
+    wanted: frozenset[str],
+) -> dict[str, torch.Tensor]:
+    """Return the gradients of query', key', w_v and value that are wanted, in float32, of every (batch, head).
+
+    Those of queries are (batch, head, group, query, h), of keys (batch, head, 1, key, h or value_dim), of w_v
+    (head, group, h). `grad_bias` is filled where it has a number for each pair.
+    """
+    n_q, n_k, hidden, value_dim, heads, groups = given.sizes
+    sides: Any = given.additive
+    intervals, tile, device = given.intervals, given.tile("store_gradients"), grad_out.data.device
+    block, channels = TILE if runner.architecture(grad_out.data) else INTERPRETED_TILE
+    masking, kv_heads = given.masking(tile), given.batch * heads
+    tiles, pitch = triton.cdiv(n_q, tile.queries), (triton.cdiv(n_k, tile.keys) + intervals - 1) * tile.keys
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.float32, device=device)
+
+    found = {
+        "query": zeros(given.batch, heads, groups, n_q, hidden),
+        "key": zeros(given.batch, heads, 1, n_k, hidden),
+        "value": zeros(given.batch, heads, 1, n_k, value_dim),
+    }
+    of_weights = zeros(given.batch, heads, groups, triton.cdiv(n_q, block), hidden)
+    pairs_of_tile = groups * tile.queries * pitch
+    most_kv = max(1, min(kv_heads, CHUNK_PAIRS // (tiles * pairs_of_tile)))
+    most_tiles = tiles if most_kv > 1 else max(1, min(tiles, CHUNK_PAIRS // pairs_of_tile))
+    ds, weights = torch.empty((2, most_kv * most_tiles * pairs_of_tile), dtype=torch.float32, device=device)
+    shape: dict[str, Any] = {"INTERVALS": intervals, "BM": tile.queries, "BN": tile.keys}
+    scores = {"ACTIVATION": sides.activation, "CAPS": given.caps, "RELATIVE": given.is_relative}
+    values = {"DV": padded_dim(value_dim), "PRECISION": given.precision}
+    sums = {"BLOCK": block, **shape, "num_warps": 4}
+    columns = triton.cdiv(hidden, channels)
+    query, key = sides.query_table, sides.key_table
+    for kv, first in itertools.product(range(0, kv_heads, most_kv), range(0, tiles, most_tiles)):
+        kvs, count = min(most_kv, kv_heads - kv), min(most_tiles, tiles - first)
+        chunk = Chunk(ds, weights, pitch, kv, first, count, tiles)
+        runner.run(
+            store_gradients, (count, kvs * groups),
+            query.channels, key.channels, given.value, sides.w_v, given.bias, masking, given.dropout, grad_out, rows,
+            chunk, grad_bias, n_q, n_k, hidden, value_dim, heads, groups, sides.slope,
+            **scores, **shape, **values, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+        if wanted & {"query", "w_v"}:
+            runner.run(
+                side_gradient, (count * tile.queries // block, columns, kvs * groups),
+                sides.query, sides.key, query.powers, key.powers, query.sizes, key.largest, sides.w_v, chunk,
+                found["query"], of_weights, masking, n_q, n_k, hidden, heads, groups, 0, sides.slope,
+                ACTIVATION=sides.activation, IS_QUERY=True, CHANNELS=channels, **sums,
+            )  # fmt: skip
+        for group in range(groups if "key" in wanted else 0):
+            runner.run(
+                side_gradient, (triton.cdiv(n_k, block), columns, kvs),
+                sides.key, sides.query, key.powers, query.powers, key.sizes, query.largest, sides.w_v, chunk,
+                found["key"], None, masking, n_k, n_q, hidden, heads, groups, group, sides.slope,
+                ACTIVATION=sides.activation, IS_QUERY=False, CHANNELS=channels, **sums,
+            )  # fmt: skip
+        if "value" in wanted and value_dim:
+            runner.run(
+                value_gradient, (triton.cdiv(n_k, block), kvs),
+                grad_out, chunk, found["value"], given.bias, masking, n_q, n_k, value_dim, heads, groups,
+                RELATIVE=given.is_relative, **values, **sums,
+            )  # fmt: skip
+    found["w_v"] = of_weights.sum((0, 3))
+    return {name: x for name, x in found.items() if name in wanted}
