@@ -202,6 +202,37 @@ LEARNED: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            lambda: ats.Combination((), ()),
+            "weights: expected one for each of one score or more, got 0 scores, 0 weights",
+        ),
+        (lambda: ats.Combination(("dot",), (1, 2)), "weights: expected .*, got 1 scores, 2 weights"),
+        (lambda: ats.Combination("dot", (1,)), "scores: expected a tuple, one entry for each score, got 'dot'"),
+        (lambda: ats.Combination(("dot",), 2.0), "weights: expected a tuple, one entry for each score, got 2.0"),
+        (lambda: ats.Dot() * float("nan"), r"weights\[0\]: expected a number \(finite\), got nan"),
+        (
+            lambda: ats.Dot() + ats.Cosine() * np.ones((1, 2)),
+            r"weights\[1\]: expected a number, \(\) or \(heads,\), got",
+        ),
+        (lambda: ats.Dot() * np.ones(3), r"weights\[0\]: expected \(\) or \(2,\), got \(3,\)"),
+    ],
+)
+def test_combinations_of_scores(make: Callable[[], Any], said: str) -> None:
+    x = np.ones((1, 2, 3, 4))
+    with pytest.raises(ats.AttnscoreError, match=said):
+        ats.attend(x, x, x, score=make())
+
+
+def test_scores_are_added_to_scores_and_multiplied_by_numbers() -> None:
+    for wrong in (lambda: ats.Dot() + 3, lambda: 3 + ats.Dot(), lambda: ats.Dot() * ats.Dot()):
+        with pytest.raises(TypeError, match="unsupported operand"):
+            wrong()
+    assert repr(2 * (ats.Dot() + ats.Sum() * 3) + ats.Cosine()) == "Combination(2 * Dot() + 6 * Sum() + Cosine())"
+
+
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("name", LEARNED)
 def test_a_learned_temperature_is_a_parameter_of_the_score(name: str, framework: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any, final
 
 from attnscore import backends
 from attnscore.backends.base import Array, Backend, broadcast, sum_to
-from attnscore.core.arguments import check_number
+from attnscore.core.arguments import check_number, shown
 from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.scores.activations import Activation
 from attnscore.scores.base import (
@@ -55,6 +55,14 @@ class Combination(Score):
 
     scores: Sequence[Any]
     weights: Sequence[Any]
+
+    def __post_init__(self) -> None:
+        for name in ("scores", "weights"):
+            if not isinstance(found := getattr(self, name), (tuple, list)):
+                raise ArgumentError(message(name, "a tuple, one entry for each score", shown(found)))
+        if not self.scores or len(self.scores) != len(self.weights):
+            got = f"{len(self.scores)} scores, {len(self.weights)} weights"
+            raise ArgumentError(message("weights", "one for each of one score or more", got))
 
     def __repr__(self) -> str:
         def factor(weight: Any) -> str:
@@ -128,9 +136,6 @@ class Combination(Score):
         return form, vjp
 
     def check(self, dim: int, key_dim: int) -> None:
-        if not self.scores or len(self.scores) != len(self.weights):
-            got = f"{len(self.scores)} scores, {len(self.weights)} weights"
-            raise ArgumentError(message("weights", "one for each of one score or more", got))
         for i, (score, weight) in enumerate(zip(self.scores, self.weights, strict=True)):
             if backends.is_array(weight):
                 if len(weight.shape) > 1:
