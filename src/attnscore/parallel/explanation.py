@@ -108,7 +108,7 @@ def backward_bytes(counts: Counts, size: RowBytes, mode: str, gradient: str) -> 
     """Return the bytes that each rank sends in a backward."""
     ranks, queries, keys = len(counts.keys), counts.queries, counts.keys
     found: HostArray
-    if gradient == "none":
+    if gradient == "none" or ranks == 1:
         found = 0 * keys
     elif mode == "gather" and gradient == "queries":
         found = counts.passed * (size.query + size.out + 3 * size.row)
@@ -129,11 +129,13 @@ def peak_memory(counts: Counts, size: RowBytes, mode: str, gradient: str) -> Hos
     found: HostArray = own if gradient == "none" else 2 * own
     row = size.key + (0 if gradient == "none" else size.key_gradient)
     if mode == "gather":
-        return found + np.where(counts.received > 0, counts.needed, 0) * row
-    if mode == "ring":
-        return found + 2 * keys.max() * row
-    by_heads = (queries.sum() * (size.query + size.out) + keys.sum() * size.key) // len(keys)
-    return found + by_heads * (1 if gradient == "none" else 2)
+        found = found + np.where(counts.received > 0, counts.needed, 0) * row
+    elif mode == "ring":
+        found = found + 2 * keys.max() * row
+    else:
+        by_heads = (queries.sum() * (size.query + size.out) + keys.sum() * size.key) // len(keys)
+        found = found + by_heads * (1 if gradient == "none" else 2)
+    return found
 
 
 # ---- the choice

@@ -1,0 +1,408 @@
+"""A model of the time, the bytes and the memory of attention over many ranks, for lengths that no test can run.
+
+- The mask is sampled: the sequence is cut into cells, and the intervals of one query stand for those of its cell. Keys
+  to fetch are those of the first and the last query of a cell.
+- Bytes and memory follow the formulas of `explain`. A message takes ``latency + bytes / bandwidth``; a rank sends and
+  receives at once, and what it sends takes as long as what it receives at least.
+- Pairs take the operations of the score and of the pooling; a backward 2.5 times as many.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+import numpy as np
+
+from attnscore.backends.base import DTYPES
+from attnscore.core.arguments import check_choice, check_count, check_flag, check_positive
+from attnscore.errors import ArgumentError, message
+from attnscore.masks import Mask
+from attnscore.masks.intervals import HostArray, IntervalSet
+from attnscore.parallel.explanation import MODES, Counts, RowBytes, backward_bytes, forward_bytes, peak_memory
+from attnscore.parallel.shard import Shard, deal
+
+DIVISIONS: Final = ("contiguous", "head_tail", "balanced")
+# Products of a backward against those of a forward: five against two.
+_BACKWARD = 2.5
+# Cells of the sequence: at least as many for each rank, and in all.
+_CELLS_PER_RANK, _CELLS = 64, 2**14
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The rates of one rank.
+
+    Parameters
+    ----------
+    flops : float
+        Operations a second in attention.
+    bandwidth : float
+        Bytes a second that a rank sends, and receives at the same time.
+    latency : float
+        Seconds of a message, apart from its bytes.
+    overlap : bool
+        Whether messages travel while the rank computes.
+    """
+
+    flops: float
+    bandwidth: float
+    latency: float = 0.0
+    overlap: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("flops", "bandwidth"):
+            check_positive(name, getattr(self, name))
+        if self.latency != 0:
+            check_positive("latency", self.latency, "a finite number, 0 or more")
+        check_flag("overlap", self.overlap)
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """The predicted cost of one call. Prints as a table.
+
+    Attributes
+    ----------
+    mode : str
+    ranks, length : int
+    seconds : float
+        Until the last rank is done.
+    compute : (ranks,) float
+        Seconds that each rank computes.
+    bytes_sent, peak_memory : (ranks,) int
+    """
+
+    mode: str
+    ranks: int
+    length: int
+    seconds: float
+    compute: HostArray
+    bytes_sent: HostArray
+    peak_memory: HostArray
+
+    @property
+    def efficiency(self) -> float:
+        """The time of ranks that only compute, all alike, as a part of `seconds`; 0.0 where that is 0."""
+        return float(self.compute.mean()) / self.seconds if self.seconds else 0.0
+
+    @property
+    def imbalance(self) -> float:
+        """By how much the rank that computes most exceeds the mean."""
+        mean = float(self.compute.mean())
+        return max(0.0, float(self.compute.max()) / mean - 1) if mean else 0.0
+
+    def __str__(self) -> str:
+        table = [
+            ("mode", f"{self.mode}, {self.ranks:,} ranks, {self.length:,} positions"),
+            ("seconds", f"{self.seconds:.4g}, of which computing {self.compute.max():.4g}"),
+            ("efficiency", f"{self.efficiency:.0%}, imbalance {self.imbalance:.1%}"),
+            ("bytes sent", f"{self.bytes_sent.max():,}, by the rank that sends most"),
+            ("peak memory", f"{self.peak_memory.max():,} bytes, on the rank that needs most"),
+        ]
+        return "\n".join(f"{name:<15} {text}" for name, text in table)
+
+
+def simulate(
+    mask: Mask | None,
+    length: int,
+    ranks: int,
+    machine: Machine,
+    *,
+    dim: int,
+    key_dim: int | None = None,
+    value_dim: int | None = None,
+    heads: int = 1,
+    kv_heads: int | None = None,
+    batch: int = 1,
+    dtype: str = "float32",
+    mode: str = "gather",
+    gradient: bool = False,
+    queries: str | None = None,
+    keys: str | None = None,
+    operations_per_pair: float | None = None,
+) -> Simulation:
+    """Predict time, bytes and memory of self-attention of one sequence over many ranks.
+
+    Parameters
+    ----------
+    mask : Mask, optional
+        Of the whole sequence, with intervals for each query: causal, windows, `Packed` and what is made of them.
+    length, ranks : int
+    machine : Machine
+    dim, key_dim, value_dim, heads, kv_heads, batch, dtype
+        As in `explain`.
+    mode : "gather", "ring" or "heads"
+    gradient : bool
+        Whether a backward follows the forward; in the mode "gather" by "reduce".
+    queries, keys : "contiguous", "head_tail" or "balanced", optional
+        Who holds what. None: balanced queries and contiguous keys for "gather", "head_tail" for "ring", and
+        "contiguous" for "heads". Keys are not "balanced".
+    operations_per_pair : number, optional
+        Of one head; None takes ``2 * (dim + value_dim) + 4``, those of a dot product, the softmax and the pooling.
+
+    Returns
+    -------
+    Simulation
+
+    Raises
+    ------
+    ArgumentError
+        A mask without intervals, heads that the ranks do not divide, or numbers out of range.
+
+    Examples
+    --------
+    >>> import attnscore as ats
+    >>> from attnscore.parallel import Machine, simulate
+    >>> gpu = Machine(flops=4e14, bandwidth=5e10, latency=2e-5)
+    >>> found = simulate(ats.Causal(), 2**24, 128, gpu, dim=128, heads=32, kv_heads=8, dtype="bfloat16")
+    >>> print(found)
+    mode            gather, 128 ranks, 16,777,216 positions
+    seconds         46.75, of which computing 45.39
+    efficiency      97%, imbalance 0.0%
+    bytes sent      68,182,605,824, by the rank that sends most
+    peak memory     71,403,831,296 bytes, on the rank that needs most
+    """
+    check_choice("mode", mode, MODES)
+    check_choice("dtype", dtype, [*DTYPES])
+    for name, x in (("length", length), ("ranks", ranks)):
+        if check_count(name, x) < 1:
+            raise ArgumentError(message(name, "1 or more", x))
+    size = RowBytes.of(
+        dim, key_dim=key_dim, value_dim=value_dim, heads=heads, kv_heads=kv_heads, batch=batch, dtype=dtype
+    )
+    if mode == "heads" and (size.heads % ranks or size.kv_heads % ranks):
+        expected = f"a number that divides {size.heads} heads and {size.kv_heads} KV heads with mode='heads'"
+        raise ArgumentError(message("ranks", expected, ranks))
+    by_default = {"gather": ("balanced", "contiguous"), "ring": ("head_tail",) * 2, "heads": ("contiguous",) * 2}[mode]
+    queries, keys = (
+        default if given is None else given for given, default in zip((queries, keys), by_default, strict=True)
+    )
+    check_choice("queries", queries, DIVISIONS)
+    check_choice("keys", keys, DIVISIONS[:2])
+    if operations_per_pair is None:
+        operations_per_pair = 2 * (dim + (dim if value_dim is None else value_dim)) + 4
+    grid = _Grid(mask, length, ranks, batch, queries, keys)
+    per_pair = check_positive("operations_per_pair", operations_per_pair) * heads / machine.flops
+    compute = grid.loads * per_pair
+    if mode == "heads":
+        compute = np.full(ranks, compute.mean())
+    schedule = _Schedule(machine, grid, size, compute, per_pair)
+    seconds = getattr(schedule, mode)(gradient)
+    way = "reduce" if gradient else "none"
+    return Simulation(
+        mode=mode,
+        ranks=ranks,
+        length=length,
+        seconds=float(seconds),
+        compute=compute * (1 + _BACKWARD if gradient else 1),
+        bytes_sent=forward_bytes(grid.counts, size, mode) + backward_bytes(grid.counts, size, mode, way),
+        peak_memory=peak_memory(grid.counts, size, mode, way),
+    )
+
+
+# ---- the mask, sampled
+
+
+@dataclass(frozen=True, eq=False)
+class _Grid:
+    """A sequence cut into cells, which ranks own; positions and pairs are counted by cells."""
+
+    mask: Mask | None
+    length: int
+    ranks: int
+    batch: int
+    queries: str
+    keys: str
+
+    @cached_property
+    def edges(self) -> HostArray:
+        """Where cells begin and end, (cells + 1,)."""
+        cells = min(self.length, max(_CELLS_PER_RANK * self.ranks, _CELLS))
+        return np.arange(cells + 1) * self.length // cells
+
+    @property
+    def sizes(self) -> HostArray:
+        """Positions of each cell."""
+        return np.diff(self.edges)
+
+    def intervals(self, rows: HostArray) -> IntervalSet:
+        """Return the intervals of some queries."""
+        if self.mask is None:
+            zero = np.zeros((1, 1, len(rows)), np.int64)
+            return IntervalSet(zero, zero + self.length)
+        found = self.mask.interval_set_at(rows, self.length, self.length, self.batch)
+        if found is None:
+            raise ArgumentError(message("mask", "one with intervals for each query", repr(self.mask)))
+        return found
+
+    @cached_property
+    def middle(self) -> IntervalSet:
+        """The intervals of the query in the middle of each cell."""
+        return self.intervals((self.edges[:-1] + self.edges[1:]) // 2)
+
+    @cached_property
+    def pairs(self) -> HostArray:
+        """Unmasked pairs of the queries of each cell, over the batch."""
+        lens = (self.middle.stop - self.middle.start).sum(0)
+        found: HostArray = lens.mean(0) * self.batch * self.sizes
+        return found
+
+    @cached_property
+    def query_owner(self) -> HostArray:
+        """The rank that holds the queries of each cell."""
+        return (
+            deal(self.pairs.astype(np.int64), self.ranks) if self.queries == "balanced" else self._owner(self.queries)
+        )
+
+    @cached_property
+    def key_owner(self) -> HostArray:
+        """The rank that holds the keys of each cell."""
+        return self._owner(self.keys)
+
+    def _owner(self, division: str) -> HostArray:
+        make = Shard.contiguous if division == "contiguous" else Shard.head_tail
+        owner = np.empty(len(self.sizes), np.int64)
+        for rank in range(self.ranks):
+            for start, stop in make(len(owner), rank, self.ranks).ranges:
+                owner[start:stop] = rank
+        return owner
+
+    @cached_property
+    def loads(self) -> HostArray:
+        """Unmasked pairs of each rank."""
+        return np.bincount(self.query_owner, self.pairs, self.ranks)
+
+    @cached_property
+    def transfers(self) -> HostArray:
+        """Keys that a rank holds and another needs, (source, target)."""
+        ends = [self.intervals(rows) for rows in (self.edges[:-1], self.edges[1:] - 1)]
+        cells = len(self.sizes)
+        found = np.zeros((self.ranks, self.ranks), np.int64)
+        # The first cell with a key of the interval, and that behind the last one; of all cells of a rank together.
+        spans = [(np.searchsorted(self.edges, x.start, "right") - 1, np.searchsorted(self.edges, x.stop)) for x in ends]
+        if all(x.count == 1 for x in ends):
+            # From the first query of a cell to its last, the ends of one interval pass over what is between.
+            (start, stop), (other_start, other_stop) = spans
+            nonempty = [x.stop > x.start for x in ends]
+            start = np.minimum(np.where(nonempty[0], start, cells), np.where(nonempty[1], other_start, cells))
+            stop = np.maximum(np.where(nonempty[0], stop, 0), np.where(nonempty[1], other_stop, 0))
+            spans = [(start, stop)]
+        for target in range(self.ranks):
+            own = self.query_owner == target
+            steps = np.zeros(cells + 1, np.int64)
+            for start, stop in spans:
+                first, last = start[..., own].reshape(-1), stop[..., own].reshape(-1)
+                first, last = first[first < last], last[first < last]
+                np.add.at(steps, first, 1)
+                np.add.at(steps, last, -1)
+            needed = np.cumsum(steps)[:-1] > 0
+            found[:, target] = np.bincount(self.key_owner[needed], self.sizes[needed], self.ranks)
+        return found
+
+    @cached_property
+    def counts(self) -> Counts:
+        """Positions of every rank."""
+        queries, keys = (
+            np.bincount(owner, self.sizes, self.ranks).astype(np.int64) for owner in (self.query_owner, self.key_owner)
+        )
+        own = np.diagonal(self.transfers)
+        return Counts(
+            queries=queries,
+            keys=keys,
+            needed=self.transfers.sum(0),
+            sent=self.transfers.sum(1) - own,
+            received=self.transfers.sum(0) - own,
+            passed=0 * queries,
+        )
+
+    @cached_property
+    def _runs(self) -> tuple[HostArray, HostArray]:
+        """Runs of cells with one owner of the keys: the owner, and where in the sequence they begin, and the end."""
+        begins = np.flatnonzero(np.diff(self.key_owner, prepend=-1))
+        return self.key_owner[begins], np.append(self.edges[begins], self.length)
+
+    def pairs_of(self, target: int, source: int | None = None) -> HostArray:
+        """Return the unmasked pairs of a rank's queries with the keys of each rank, or of one, (ranks,)."""
+        own = self.query_owner == target
+        owner, bounds = self._runs
+        runs = np.arange(len(owner)) if source is None else np.flatnonzero(owner == source)
+        found = np.zeros(len(runs))
+        for start, stop in zip(self.middle.start[..., own], self.middle.stop[..., own], strict=True):
+            overlap = np.minimum(stop[..., None], bounds[runs + 1]) - np.maximum(start[..., None], bounds[runs])
+            found += (np.maximum(overlap, 0).mean(0) * self.sizes[own, None]).sum(0)
+        return np.bincount(owner[runs], found * self.batch, self.ranks)
+
+
+# ---- time
+
+
+@dataclass(frozen=True, eq=False)
+class _Schedule:
+    """When the last rank is done, by mode."""
+
+    machine: Machine
+    grid: _Grid
+    size: RowBytes
+    compute: HostArray
+    """Seconds of each rank in a forward."""
+    per_pair: float
+
+    def messages(self, count: HostArray | int, sent: HostArray, received: HostArray) -> HostArray:
+        """Return the seconds of messages that are under way at the same time."""
+        found: HostArray = count * self.machine.latency + np.maximum(sent, received) / self.machine.bandwidth
+        return found
+
+    def gather(self, gradient: bool) -> float:
+        """Fetch the keys, computing with those at hand; return the gradients of others' keys at the end."""
+        counts, moved = self.grid.counts, self.grid.transfers > 0
+        np.fill_diagonal(moved, False)
+        peers = np.maximum(moved.sum(0), moved.sum(1))
+        fetch = self.messages(peers, counts.sent * self.size.key, counts.received * self.size.key)
+        if self.machine.overlap:
+            own = sum(self.grid.pairs_of(rank, rank) for rank in range(self.grid.ranks)) * self.per_pair
+            seconds = np.maximum(fetch, own) + self.compute - own
+        else:
+            seconds = fetch + self.compute
+        if gradient:
+            row = self.size.key_gradient
+            seconds = (
+                seconds + _BACKWARD * self.compute + self.messages(peers, counts.received * row, counts.sent * row)
+            )
+        return float(seconds.max())
+
+    def ring(self, gradient: bool) -> float:
+        """Compute with a block of keys while the next one comes; gradients travel with their block."""
+        pairs = np.stack([self.grid.pairs_of(rank) for rank in range(self.grid.ranks)]) * self.per_pair
+        seconds = self._round(pairs, self.size.key, self.grid.ranks - 1)
+        if gradient:
+            seconds += self._round(_BACKWARD * pairs, self.size.key + self.size.key_gradient, self.grid.ranks)
+        return seconds
+
+    def _round(self, pairs: HostArray, row: int, sends: int) -> float:
+        """Return the seconds of one way round the ring, from those of each rank's queries with each rank's keys."""
+        ranks = self.grid.ranks
+        order = np.arange(ranks)
+        arrived, done, before = np.zeros(ranks), pairs[order, order], np.zeros(ranks)
+        for step in range(1, ranks):
+            block = (order - step) % ranks
+            link = self.messages(1, self.grid.counts.keys[block] * row, np.zeros(1))
+            # The rank before has the block, and there is a free buffer: that of two steps ago.
+            ready = np.maximum(np.roll(arrived, 1), before if self.machine.overlap else done)
+            arrived = ready + link
+            before, done = done, np.maximum(arrived, done) + pairs[order, block]
+        last = self.messages(1, self.grid.counts.keys * row, np.zeros(1)) if sends == ranks > 1 else np.zeros(1)
+        return float((done + last).max())
+
+    def heads(self, gradient: bool) -> float:
+        """Exchange positions for heads, compute, and exchange back."""
+        counts, size, ranks = self.grid.counts, self.size, self.grid.ranks
+        share = (ranks - 1) / ranks
+        into = (counts.queries * size.query + counts.keys * size.key) * share
+        back = counts.queries * size.out * share
+        seconds = self.messages(ranks - 1, into, into) + self.compute + self.messages(ranks - 1, back, back)
+        if gradient:
+            seconds = seconds + self.messages(ranks - 1, back, back) + _BACKWARD * self.compute
+            seconds = seconds + self.messages(ranks - 1, into, into)
+        return float(seconds.max())
