@@ -35,7 +35,7 @@ class PairDropout(Dropout):
     """Dropout of pairs that are no tile of the call's: where each stands in the whole call, broadcast to the scores."""
 
     row: Array
-    """Of the query, counted over all batches and heads: (*lead, head, group, query, 1)."""
+    """Of the query, counted over all batches and heads: (*lead, head, group, query or 1, 1)."""
     key: Array
 
 
@@ -77,6 +77,7 @@ def kept(
     """Return 1 / (1 - p) for pairs that are kept, 0 for dropped ones: (*lead, head, group, rows, cols)."""
     if isinstance(dropout, PairDropout):
         row, column = dropout.row, ops.slice_axis(dropout.key, -1, *cols)
+        row = row if row.shape[-2] in (1, rows[1]) else ops.slice_axis(row, -2, *rows)
     else:
         row = rows_of_matrices(ops, score_shape, like) + ops.reshape(ops.positions(*rows, like), (rows[1], 1))
         column = ops.reshape(ops.positions(*cols, like), (1, cols[1]))

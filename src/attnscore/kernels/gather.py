@@ -70,6 +70,8 @@ class Gather(Kernel):
             return ("lengths that a graph learns when it runs",)
         if 0 in (*score_shape.rows, score_shape.key_len):
             return ("an axis of length 0",)
+        if isinstance(problem.dropout, PairDropout):
+            return ("dropout of pairs that are part of another call",)
         if neighbours.table(score_shape.key_len) is None:
             return ("neighbours that the host cannot read",)
         if (

@@ -53,6 +53,11 @@ class Exchange:
         strips = self._of_mask.strips(self.queries[target].ranges) if keys else ()
         return Shard.of((pair for strip in strips for pair in strip.attending(keys)), self.queries[target].length)
 
+    def keys_of(self, queries: Shard) -> Shard:
+        """Return the keys that any of these queries attends."""
+        strips = self._of_mask.strips(queries.ranges)
+        return Shard.of((pair for strip in strips for pair in strip.keys), self.keys[0].length)
+
     def sent(self, rank: int) -> int:
         """Return how many keys a rank sends: a key that two other ranks need counts twice."""
         return sum(self._counts[rank]) - self._counts[rank][rank]

@@ -14,6 +14,7 @@ import numpy as np
 from attnscore.backends import base
 from attnscore.backends.base import HALF_PRECISION, Array, HostArray, SeedHalves
 from attnscore.core import tiled
+from attnscore.core.dropout import PairDropout
 from attnscore.core.problem import Problem
 from attnscore.core.tiling import TilePlan
 from attnscore.masks import lowering
@@ -65,6 +66,8 @@ def reasons(problem: Problem) -> list[str]:
     # Sums are in the dtype of the value: arrays of the score may be wider, but none narrower than a float64 value.
     if not dtypes <= DTYPES or (len(dtypes) > 1 and problem.dtype == "float64"):
         found.append(f"dtypes {', '.join(sorted(dtypes))}")
+    if isinstance(problem.dropout, PairDropout):
+        found.append("dropout of pairs that are part of another call")
     for name in ("bias", "sink"):
         if (x := getattr(problem, name)) is not None:
             arrays[name] = x

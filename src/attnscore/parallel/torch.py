@@ -1,0 +1,519 @@
+"""Attention over a sequence whose rows are shared out among the processes of a `torch.distributed` group.
+
+Requirements met:
+
+- Each rank computes the queries that it holds; the results are those of one device.
+- Masks, valid lengths and dropout are those of the whole sequence; a bias has the rank's queries and all keys.
+- Scores, kernels, statistics and gradients are those of `attnscore.attend`; what cannot be shared out is refused.
+- Nothing here moves bytes: `torch.distributed` does, over gloo, NCCL or any other backend.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from attnscore import backends, kernels, scores
+from attnscore.analysis.functional import merge
+from attnscore.backends.base import itemsize
+from attnscore.core import plan as plans
+from attnscore.core import tiled
+from attnscore.core.arguments import check_choice, check_flag, shown
+from attnscore.core.layout import ScoreShape, check_bias_shape
+from attnscore.core.prepared import PreparedKeys
+from attnscore.core.problem import Problem, build_problem, check_extra, wanted_statistics
+from attnscore.core.statistics import AttentionStats
+from attnscore.core.tiled import Result, RowGradients
+from attnscore.errors import ArgumentError, AttnscoreError, ShapeError, message
+from attnscore.masks import Mask, as_mask
+from attnscore.parallel.explanation import MODES, ParallelExplanation, RowBytes, choose
+from attnscore.parallel.plan import exchange
+from attnscore.parallel.shard import Shard
+from attnscore.parallel.torch_modes import Gather, Saved, ShardedCall
+from attnscore.parallel.torch_ranks import Ranks, SumOverRanks, Transfers
+from attnscore.scores.base import with_arrays
+
+__all__ = ["attend", "explain", "gather_rows", "merge_over"]
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    group: Any,
+    queries: Sequence[Shard] | None = None,
+    keys: Sequence[Shard] | None = None,
+    mode: str = "auto",
+    gradient: str = "auto",
+    memory: int | None = None,
+    check: bool = True,
+    sum_parameters: bool = True,
+    score: Any = "scaled_dot",
+    mask: Any = None,
+    valid_lens: Any = None,
+    bias: Any = None,
+    sink: Any = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    head_axis: int = -3,
+    kernel: str = "auto",
+    return_stats: bool | tuple[str, ...] = False,
+) -> Any:
+    """Attention pooling over a sequence of which each rank of a group holds some rows: the call of all ranks together.
+
+    The result, its gradients, statistics and dropout are those of `attnscore.attend` on one device.
+
+    Parameters
+    ----------
+    query, key, value : (..., own rows, dim)
+        The rows that this rank holds, as in `attnscore.attend`; tensors, or DTensors sharded on the axis of positions.
+    group : ProcessGroup, DeviceMesh of one axis (``mesh["context"]``), or None for the default group
+    queries, keys : Shard of each rank, in the order of ranks
+        Which rows of the whole sequence the ranks hold. None: consecutive parts in the order of ranks, of any lengths;
+        `keys` None where `queries` is given: the same shards.
+    mode : "auto", "gather", "ring" or "heads"
+        How keys and queries meet, see `attnscore.parallel.explain`.
+    gradient : "auto", "reduce" or "queries"
+        "reduce" returns gradients of keys and values to their owners, summed in the dtype of sums. "queries" sends the
+        queries to the owners of the keys: the gradients then have the same bits on any number of ranks, and the scores
+        are computed a second time. "auto" is "reduce".
+    memory : int, optional
+        Bytes that a rank has for its arrays and for the exchange; "auto" then takes a mode that fits.
+    check : bool
+        Compare the arguments of all ranks first, in one small message, and raise on all of them where they differ.
+    sum_parameters : bool
+        Whether the gradients of arrays that all ranks have (parameters of the score, sink, a bias without an axis of
+        queries) are summed over the ranks. False leaves that to DistributedDataParallel and the like.
+    mask, valid_lens
+        Of the whole sequence, the same on all ranks.
+    bias : broadcastable to (..., own queries, all keys), or (..., 1, all queries + all keys - 1)
+    score, sink, dropout, seed, head_axis, kernel, return_stats
+        As in `attnscore.attend`, the same on all ranks.
+
+    Returns
+    -------
+    out : (..., own queries, value_dim)
+    stats : AttentionStats of the rank's queries, with `return_stats`
+
+    Raises
+    ------
+    ShapeError, DtypeError, DeviceError, FrameworkError, MaskError, ArgumentError, KernelUnavailable
+    RuntimeError
+        torch's own, where another rank has died or is later than the timeout of the group.
+
+    Examples
+    --------
+    In each process of ``torchrun --nproc-per-node 4``::
+
+        import attnscore as ats
+        from attnscore.parallel import Shard
+        from attnscore.parallel.torch import attend
+
+        shards = [Shard.head_tail(length, rank, 4) for rank in range(4)]
+        x = shards[rank].take(whole)
+        out = attend(x, x, x, group=None, queries=shards, mask=ats.Causal())
+    """
+    options: dict[str, Any] = {
+        **{"queries": queries, "keys": keys, "mode": mode, "gradient": gradient, "memory": memory},
+        **{"check": check, "sum_parameters": sum_parameters},
+        **{"score": score, "mask": mask, "valid_lens": valid_lens, "bias": bias, "sink": sink, "dropout": dropout},
+        **{"seed": seed, "head_axis": head_axis, "kernel": kernel, "return_stats": return_stats},
+    }
+    ops = backends.load("torch")
+    wrap = _like_dtensor(query, group)
+    query, key, value = map(_local, (query, key, value))
+    with ops.numeric_scope():
+        call, _ = _planned(query, key, value, group=group, **options)
+        problem = call.problem
+        operands = tiled.operands(problem)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in operands.values()):
+            outputs = _Attention.apply(call, *operands.values())  # type: ignore[no-untyped-call]  # torch's own
+            names = ("out", "log_denom", "row_max", *(x for x in problem.statistics if x != "log_sum_exp"))
+            result = _result(dict(zip(names, outputs, strict=True)))
+        else:
+            with torch.no_grad():
+                result, _ = call.forward(operands)
+        if "log_sum_exp" in problem.statistics:
+            result.statistics["log_sum_exp"] = result.log_sum_exp
+        return wrap(plans.present(problem, result))
+
+
+def explain(
+    query: Tensor, key: Tensor, value: Tensor, *, group: Any, check: bool = True, **options: Any
+) -> ParallelExplanation:
+    """Return the plan of `attend` with the same arguments: mode, bytes sent, pairs and memory of each rank.
+
+    All ranks have to call it.
+    """
+    query, key, value = map(_local, (query, key, value))
+    with backends.load("torch").numeric_scope():
+        return _planned(query, key, value, group=group, check=check, **options)[1]
+
+
+def gather_rows(x: Tensor, shards: Sequence[Shard], group: Any, axis: int = -2) -> Tensor:
+    """Return the whole of an array of which each rank holds some rows: the inverse of `Shard.take`.
+
+    The gradient of a rank's rows is the sum of those that all ranks have for them.
+
+    Parameters
+    ----------
+    x : the rank's rows, on `axis`
+    shards : Shard of each rank
+    group : as in `attend`
+    axis : int
+
+    Raises
+    ------
+    ShapeError, ArgumentError
+    """
+    ranks = Ranks.of(group)
+    shards = _shards("shards", shards, (), None)
+    if len(shards) != ranks.count:
+        raise ArgumentError(message("shards", f"one for each of {ranks.count} ranks", len(shards)))
+    held = shards[ranks.rank]
+    if not -x.dim() <= axis < x.dim() or x.shape[axis] != len(held):
+        raise ShapeError(message("x", f"{len(held)} positions on axis {axis}", f"shape {tuple(x.shape)}"))
+    rows = x.movedim(axis, 0)
+    to_all = tuple(Shard.empty(held.length) if rank == ranks.rank else held for rank in range(ranks.count))
+    transfers = Transfers(held, Shard.whole(held.length), to_all, shards)
+    found = _Fetched.apply(rows.reshape(len(held), math.prod(rows.shape[1:])), ranks, transfers)  # type: ignore[no-untyped-call]  # torch's own
+    whole: Tensor = found.reshape(held.length, *rows.shape[1:]).movedim(0, axis)
+    return whole
+
+
+def merge_over(out: Tensor, log_sum_exp: Tensor, group: Any) -> tuple[Tensor, Tensor]:
+    """Join the results of all ranks, each for the same queries over keys of its own: decoding with a sharded cache.
+
+    Parameters
+    ----------
+    out : (..., query, value_dim)
+    log_sum_exp : (..., query)
+        As `attnscore.attend` returns them, with ``return_stats=("log_sum_exp",)``; those of a rank without keys are 0
+        and -inf. A sink belongs to one rank.
+    group : as in `attend`
+
+    Returns
+    -------
+    out, log_sum_exp : the same on all ranks
+    """
+    ranks = Ranks.of(group)
+    shards = [Shard.contiguous(ranks.count, rank, ranks.count) for rank in range(ranks.count)]
+    outs, logs = (gather_rows(x[None], shards, group, axis=0) for x in (out, log_sum_exp))
+    return merge([*outs], [*logs])
+
+
+class _Fetched(torch.autograd.Function):
+    """Rows of all ranks; their gradients return to the owners."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, transfers: Transfers) -> Tensor:
+        ctx.ranks, ctx.transfers = ranks, transfers
+        return ranks.fetch({"x": x}, transfers)()["x"]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.ranks.give_back({"x": grad}, ctx.transfers)()["x"], None, None
+
+
+# ---- planning
+
+
+def _planned(
+    query: Tensor,
+    key: Any,
+    value: Tensor,
+    *,
+    group: Any,
+    queries: Sequence[Shard] | None = None,
+    keys: Sequence[Shard] | None = None,
+    mode: str = "auto",
+    gradient: str = "auto",
+    memory: int | None = None,
+    check: bool = True,
+    sum_parameters: bool = True,
+    mask: Any = None,
+    valid_lens: Any = None,
+    bias: Any = None,
+    **options: Any,
+) -> tuple[ShardedCall, ParallelExplanation]:
+    """Return the call of this rank, and the explanation of the call of all."""
+    ops, ranks = backends.load("torch"), Ranks.of(group)
+    kernel = options.get("kernel", "auto")
+    own: Problem | AttnscoreError
+    try:
+        check_choice("mode", mode, ("auto", *MODES))
+        check_choice("gradient", gradient, ("auto", "reduce", "queries"))
+        own = _own_problem(
+            ranks, query, key, value, bias, sum_parameters=check_flag("sum_parameters", sum_parameters), **options
+        )
+    except AttnscoreError as error:
+        # Raised once the others, which wait for this rank's part of the check, know of it.
+        own = error
+    described = None
+    if check_flag("check", check):
+        shared = {"queries": queries, "keys": keys, "mode": mode, "gradient": gradient, "memory": memory}
+        described = _described(own, {**shared, "mask": mask, "valid_lens": valid_lens, **options}, bias)
+    is_known = queries is not None and bias is None and not options.get("dropout")
+    facts = _agreed(ranks, own, query.device, described, None if not is_known else queries)
+    problem = cast(Problem, own)
+    queries = _shards("queries", queries, facts.query_lens, None)
+    keys = _shards("keys", keys, facts.key_lens, queries)
+    whole = dataclasses.replace(problem.score_shape, query_len=queries[0].length, key_len=keys[0].length)
+    checked = as_mask(mask, valid_lens, whole)
+    if checked is not None:
+        backends.check_dense(ops, checked.arrays())
+        checked.check(ops, whole)
+        backends.check_devices(ops, query, checked.arrays(), host_passes=True)
+    problem = dataclasses.replace(problem, mask=checked)
+    if problem.dropout is not None:
+        problem = dataclasses.replace(problem, dropout=dataclasses.replace(problem.dropout, seed=facts.seeds[0]))
+    if problem.bias is not None:
+        is_shared = _check_bias(problem.bias, problem, whole, queries, keys, facts)
+        found = SumOverRanks.of(problem.bias, ranks.group) if is_shared and sum_parameters else problem.bias
+        problem = dataclasses.replace(problem, bias=whole.to_canonical(ops, found))
+    plan = exchange(checked, queries, keys, batch=whole.batch)
+    explanation = choose(
+        plan, _row_bytes(problem), mode=mode if mode != "auto" else "gather",
+        gradient="reduce" if gradient == "auto" else gradient, memory=memory,
+        mask="none" if checked is None else repr(checked),
+    )  # fmt: skip
+    return Gather(ranks, plan, problem, kernel, explanation.gradient), explanation
+
+
+def _own_problem(
+    ranks: Ranks, query: Tensor, key: Any, value: Tensor, bias: Any, *, sum_parameters: bool, score: Any = "scaled_dot",
+    sink: Any = None, kernel: str = "auto", return_stats: Any = False, **options: Any,
+) -> Problem:  # fmt: skip
+    """Return the problem of the rank's own rows, without a mask, and with the bias as it was given."""
+    ops = backends.load("torch")
+    check_choice("kernel", kernel, kernels.names())
+    if type(key) is PreparedKeys:
+        key, score = key.unpack(score)
+    score = scores.resolve(score)
+    if sum_parameters:
+        score = with_arrays(score, lambda x: SumOverRanks.of(x, ranks.group))
+        sink = SumOverRanks.of(sink, ranks.group) if isinstance(sink, Tensor) else sink
+    statistics = wanted_statistics(return_stats)
+    problem, _ = build_problem(query, key, value, score=score, sink=sink, statistics=statistics, **options)
+    return problem if bias is None else dataclasses.replace(problem, bias=check_extra(ops, "bias", bias, query))
+
+
+# ---- what the ranks have to agree on
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What each rank has, in the order of ranks."""
+
+    query_lens: tuple[int, ...]
+    key_lens: tuple[int, ...]
+    bias_queries: tuple[int, ...]
+    """Size of the axis of queries of the bias."""
+    seeds: tuple[int, ...]
+
+
+def _agreed(
+    ranks: Ranks, own: Problem | AttnscoreError, device: torch.device, described: dict[str, str] | None, known: Any
+) -> _Facts:
+    """Exchange what the ranks have to know of each other, and raise on all of them where their arguments differ.
+
+    Without `described` nothing is compared, and nothing sent where the shards are `known` and tell all.
+    """
+    numbers = [0] * 4
+    if isinstance(own, Problem):
+        bias = 0 if own.bias is None else (1, 1, *own.bias.shape)[-2]
+        seed = 0 if own.dropout is None else int(own.dropout.seed)  # type: ignore[arg-type]  # no traced one
+        numbers = [own.score_shape.query_len, own.score_shape.key_len, bias, seed]
+    if described is None and isinstance(own, AttnscoreError):
+        raise own
+    if described is None and known is not None:
+        return _Facts((), (), (), ())
+    digest = hashlib.blake2b(repr(described).encode(), digest_size=7).digest()
+    *found, digests = zip(*ranks.agree([*numbers, int.from_bytes(digest, "little")], device), strict=True)
+    if described is not None and len(set(digests)) > 1:
+        every = ranks.objects(described)
+        if isinstance(own, AttnscoreError):
+            raise own
+        name = next(name for name in [*described, "error"] if len({each.get(name) for each in every}) > 1)
+        got = "; ".join(f"{each.get(name)} on rank {rank}" for rank, each in enumerate(every))
+        raise ArgumentError(message(name, "the same on all ranks", got))
+    if isinstance(own, AttnscoreError):
+        raise own
+    return _Facts(*found)
+
+
+def _described(own: Problem | AttnscoreError, arguments: dict[str, Any], bias: Any) -> dict[str, str]:
+    """Return the arguments that have to be the same on all ranks, by name, as text."""
+    if not isinstance(own, Problem):
+        return {"error": str(own)}
+    shape, layout = own.score_shape, own.layout
+    found = {
+        "query, key, value": f"batch {shape.lead}, heads {shape.heads} x {shape.groups}, dims {layout.dim}, "
+        f"{layout.key_dim}, {layout.value_dim}, {own.dtype} on {own.value.device.type}",
+        "bias": "none" if bias is None else f"{own.ops.dtype(bias)} of {bias.dim()} axes",
+    }
+    found |= {name: _text(x) for name, x in arguments.items()}
+    wanted = [name for name, x in tiled.operands(own).items() if x.requires_grad and torch.is_grad_enabled()]
+    return {**found, "requires_grad": ", ".join(wanted)}
+
+
+def _text(x: Any) -> str:
+    """Return a description of an argument that is the same in all processes."""
+    if isinstance(x, Mask):
+        values = [_text(array) for array in x.arrays().values()]
+        return f"{_text(repr(x))} {' '.join(values)}".rstrip()
+    if backends.is_array(x):
+        host = None if getattr(x, "requires_grad", False) else backends.host(x)
+        content = (
+            "" if host is None else hashlib.blake2b(np.ascontiguousarray(host).tobytes(), digest_size=8).hexdigest()
+        )
+        return f"{type(x).__name__} {tuple(x.shape)} {x.dtype} {content}".rstrip()
+    if isinstance(x, (list, tuple)) and all(isinstance(part, Shard) for part in x) and x:
+        return hashlib.blake2b(repr(x).encode(), digest_size=8).hexdigest()
+    # Addresses of functions differ from process to process.
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(x))
+
+
+def _shards(
+    name: str, given: Sequence[Shard] | None, lens: Sequence[int], otherwise: Sequence[Shard] | None
+) -> tuple[Shard, ...]:
+    """Return the shards of all ranks: those given, or consecutive parts of these lengths."""
+    if given is None and otherwise is not None and [*map(len, otherwise)] == [*lens]:
+        given = otherwise
+    if given is None:
+        ends = [0, *accumulate(lens)]
+        return tuple(Shard(((start, stop),), ends[-1]) for start, stop in pairwise(ends))
+    if not all(isinstance(shard, Shard) for shard in given) or (lens and [*map(len, given)] != [*lens]):
+        got = shown([*given]) if not all(isinstance(shard, Shard) for shard in given) else [*map(len, given)]
+        raise ArgumentError(message(name, f"a Shard of each rank, with {[*lens]} positions", got))
+    return tuple(given)
+
+
+def _check_bias(
+    bias: Tensor, problem: Problem, whole: ScoreShape, queries: Sequence[Shard], keys: Sequence[Shard], facts: _Facts
+) -> bool:
+    """Raise where the bias does not fit; return whether all ranks have the same one."""
+    if whole.is_relative(tuple(bias.shape)):
+        check_bias_shape(tuple(bias.shape), whole)
+        if any(len(shard.ranges) > 1 for shard in queries):
+            expected = "one range of queries a rank, with a bias by relative position"
+            raise ArgumentError(message("queries", expected, shown([*queries])))
+        return True
+    check_bias_shape(tuple(bias.shape), dataclasses.replace(whole, query_len=problem.score_shape.query_len))
+    # One query on each rank: a bias of one row is that of the rank's query.
+    is_shared = set(facts.bias_queries) == {1} and not (set(map(len, queries)) == {1} and len(queries) > 1)
+    if not is_shared and facts.bias_queries != tuple(map(len, queries)):
+        expected = f"an axis of queries of {[*map(len, queries)]} on the ranks, or of 1 on all"
+        raise ShapeError(message("bias", expected, [*facts.bias_queries]))
+    return is_shared
+
+
+def _row_bytes(problem: Problem) -> RowBytes:
+    """Return the bytes of one position of the arrays that are moved."""
+    form, ops = problem.form, problem.ops
+    sums = itemsize(problem.accumulator)
+
+    def size(x: Tensor, width: int | None = None) -> int:
+        return math.prod(x.shape[:-2]) * x.shape[-1] * (width or itemsize(ops.dtype(x)))
+
+    by_role = {role: [x for name, x in form.arrays().items() if form.role(name) == role] for role in ("query", "key")}
+    key = [*by_role["key"], problem.value]
+    rows = math.prod(problem.score_shape.rows[:-1])
+    return RowBytes(
+        query=sum(map(size, by_role["query"])),
+        out=rows * problem.layout.value_dim * itemsize(problem.dtype),
+        key=sum(map(size, key)),
+        key_gradient=sum(size(x, sums) for x in key),
+        row=rows * sums,
+        heads=problem.score_shape.heads * problem.score_shape.groups,
+        kv_heads=problem.score_shape.heads,
+    )
+
+
+# ---- the gradient
+
+
+class _Attention(torch.autograd.Function):
+    """A call of all ranks: saves the operands, the keys that were fetched, the output and two numbers a query."""
+
+    @staticmethod
+    def forward(ctx: Any, call: ShardedCall, *operands: Tensor) -> tuple[Tensor, ...]:
+        result, saved = call.forward(dict(zip(tiled.operands(call.problem), operands, strict=True)))
+        ctx.call, ctx.parts, ctx.fetched = call, saved.parts, tuple(saved.fetched)
+        outputs = _outputs(result)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(x for name, x in outputs.items() if name not in _DIFFERENTIABLE))
+        kept = [x for name, x in outputs.items() if name in (*_DIFFERENTIABLE, "row_max")]
+        ctx.names = tuple(outputs)
+        ctx.save_for_backward(*operands, *saved.fetched.values(), *kept)
+        return tuple(outputs.values())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        call, problem = ctx.call, ctx.call.problem
+        given = dict(zip(ctx.names, grads, strict=True))
+        names = tuple(tiled.operands(problem))
+        tensors = iter(ctx.saved_tensors)
+        operands = {name: next(tensors) for name in names}
+        fetched = {name: next(tensors) for name in ctx.fetched}
+        known = {name: next(tensors) for name in ctx.names if name in (*_DIFFERENTIABLE, "row_max")}
+        result = Result(known.pop("out"), known.pop("row_max"), known.pop("log_denom"), known)
+        incoming = RowGradients(given["out"], given["log_denom"], given.get("entropy"))
+        wanted = frozenset(itertools.compress(names, ctx.needs_input_grad[1:]))
+        with problem.ops.numeric_scope():
+            found = call.backward(operands, Saved(ctx.parts, fetched), result, incoming, wanted)
+        return None, *(found[name].to(x.dtype) if name in wanted else None for name, x in operands.items())
+
+
+_DIFFERENTIABLE = ("out", "log_denom", "entropy")
+
+
+def _outputs(result: Result) -> dict[str, Tensor]:
+    """Return the arrays of a result by name."""
+    return {"out": result.out, "log_denom": result.log_denom, "row_max": result.row_max, **result.statistics}
+
+
+def _result(outputs: dict[str, Tensor]) -> Result:
+    """Return the result of these arrays: the inverse of `_outputs`."""
+    return Result(outputs.pop("out"), outputs.pop("row_max"), outputs.pop("log_denom"), outputs)
+
+
+# ---- DTensors
+
+
+def _local(x: Any) -> Any:
+    """Return the rank's own part of a DTensor; any other argument as it is."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _like_dtensor(query: Any, group: Any) -> Callable[[Any], Any]:
+    """Return what makes DTensors of the rank's results, where the query is one."""
+    if not isinstance(query, DTensor):
+        return lambda found: found
+    mesh, placements = query.device_mesh, query.placements
+
+    def wrap(x: Any) -> Any:
+        if isinstance(x, tuple):
+            parts = [None if part is None else wrap(part) for part in x]
+            return AttentionStats(*parts) if isinstance(x, AttentionStats) else tuple(parts)
+        shape = torch.Size((*query.shape[: x.dim() - 1], x.shape[-1])) if x.dim() == query.dim() else query.shape[:-1]
+        stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+        return DTensor.from_local(x, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+    return wrap
