@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnscore.backends.base import Array, SeedHalves
+from attnscore.core.dropout import PairDropout
 from attnscore.core.problem import Problem
 from attnscore.core.tiled import Result, RowGradients, operands
 from attnscore.core.tiling import TilePlan
@@ -125,10 +126,12 @@ class AttentionOp:
         return () if self.problem.mask is None else tuple(self.problem.mask.arrays().values())
 
     def variables(self) -> tuple[tuple[Array, ...], Callable[[Sequence[Array]], AttentionOp]]:
-        """Return the arrays of the mask and of a traced seed, and the op as a function of such arrays."""
+        """Return the arrays of the mask, of a traced seed and of dropout by pairs, and the op as a function of such."""
         mask, rest, dropout = self.problem.mask, self.plan.rest, self.problem.dropout
         seed = () if dropout is None or not isinstance(dropout.seed, SeedHalves) else tuple(dropout.seed)
-        found = [*(() if mask is None else mask.leaves()), *(() if rest is None else rest.leaves()), *seed]
+        of_pairs = dropout if isinstance(dropout, PairDropout) else None
+        pairs = () if of_pairs is None else (of_pairs.row, of_pairs.key)
+        found = [*(() if mask is None else mask.leaves()), *(() if rest is None else rest.leaves()), *pairs, *seed]
 
         def given(arrays: Sequence[Array]) -> AttentionOp:
             if all(map(operator.is_, arrays, found)):
@@ -136,8 +139,10 @@ class AttentionOp:
             left = iter(arrays)
             changes: dict[str, Any] = {"mask": None if mask is None else mask.with_leaves(left)}
             plan = self.plan if rest is None else dataclasses.replace(self.plan, rest=rest.with_leaves(left))
+            if of_pairs is not None:
+                changes["dropout"] = dataclasses.replace(of_pairs, row=next(left), key=next(left))
             if dropout is not None and seed:
-                changes["dropout"] = dataclasses.replace(dropout, seed=SeedHalves(*left))
+                changes["dropout"] = dataclasses.replace(changes.get("dropout", dropout), seed=SeedHalves(*left))
             return dataclasses.replace(self, problem=dataclasses.replace(self.problem, **changes), plan=plan)
 
         return tuple(found), given

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, final
 
 import numpy as np
@@ -96,8 +97,9 @@ class Sharded(IntervalSetMask):
             return super().with_leaves(leaves)
         return self if self.mask is None else dataclasses.replace(self, mask=self.mask.with_leaves(leaves))
 
-    @property
+    @cached_property
     def _is_known(self) -> bool:
+        # Once, in `leaves`: where the gradient of a traced call replaces the arrays, those here can no longer be read.
         return backends.host(self.rows) is not None and backends.host(self.cols) is not None
 
     def __repr__(self) -> str:
