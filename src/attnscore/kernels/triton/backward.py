@@ -26,6 +26,9 @@ from attnscore.kernels.triton.tile import (
     kept,
     matrix_of,
     pair_scores,
+    segments,
+    steps_of,
+    tile_of_step,
 )
 
 
@@ -66,14 +69,14 @@ def row_values(rows, z, i, n_q):
 
 @triton.jit
 def pair_gradients(raw, dp, attends, rows, bias, dropout, b, h, g, z, i, j, n_q, n_k, CAPS: tl.constexpr,
-                   RELATIVE: tl.constexpr, FORM: tl.constexpr):  # fmt: skip
+                   RELATIVE: tl.constexpr, FORM: tl.constexpr, FULL: tl.constexpr = False):  # fmt: skip
     """Return of each pair: its weight after dropout, and the gradients of its score after and before the caps.
 
     `raw` are the scores before the caps, `dp` the products of value and gradient of the output, `attends` the pairs
-    that the mask leaves; `rows` are those of `row_values`.
+    that the mask leaves; `rows` are those of `row_values`. `FULL`: the mask leaves all pairs.
     """
     s = capped(raw, CAPS)
-    if FORM != 2:
+    if FORM != 2 and not FULL:
         s = tl.where(s == NEG_INF, float("nan"), s)
     if bias is not None:
         of_pair = bias_of(bias, b, h, g, i, j, n_q, n_k, RELATIVE)
@@ -81,7 +84,9 @@ def pair_gradients(raw, dp, attends, rows, bias, dropout, b, h, g, z, i, j, n_q,
         s += of_pair
     # Forward: p = exp(s - row_max - log_denom)
     log_p = (s - rows.row_max) - rows.log_denom
-    p = tl.where(attends, tl.exp2(log_p * LOG2E), 0.0)
+    p = tl.exp2(log_p * LOG2E)
+    if not FULL or bias is not None:
+        p = tl.where(attends, p, 0.0)
     dropped = p
     if dropout is not None:
         keep = kept(dropout, z, i, j, n_q)
@@ -91,7 +96,8 @@ def pair_gradients(raw, dp, attends, rows, bias, dropout, b, h, g, z, i, j, n_q,
     if rows.grad_entropy is not None:
         # Forward: H = -sum p log p
         grad -= p * (tl.where(p == 0, 0.0, log_p) + rows.entropy) * rows.grad_entropy
-    grad = tl.where(attends, grad, 0.0)
+    if not FULL or bias is not None:
+        grad = tl.where(attends, grad, 0.0)
     if len(CAPS) > 0:
         # Where the gradient is 0, so is that before the caps, whatever the score is.
         raw_grad = tl.where(grad == 0, 0.0, grad * capped_slope(raw, CAPS))
@@ -137,51 +143,57 @@ def d_query(
     of_query_bias = tl.zeros((BM,), tl.float32)
     of_scale = tl.zeros((BM,), tl.float32)
     for interval in tl.range(0, INTERVALS):
-        if masking.start is None:
-            some_lo, some_hi = 0, tl.cdiv(n_k, BN)
-        else:
-            line = interval * masking.ends_batch + tl.minimum(b, masking.ends_batch - 1)
-            ends = masking.ends + (line.to(tl.int64) * tl.cdiv(n_q, BM) + tile) * 4
-            some_lo, some_hi = tl.load(ends), tl.load(ends + 3)
-        for at_tile in tl.range(some_lo, some_hi):
-            c = at_tile * BN + tl.arange(0, BN)
-            j, here = c[None, :], c.to(tl.int64)
-            live_j = j < n_k
-            if FORM == 0:
-                at_key = of_key.data + here[None, :] * of_key.row + d[:, None] * of_key.column
-                k = tl.load(at_key, mask=live_j & (d[:, None] < dim), other=0.0)
-            else:
-                k = 0.0
-            if key_bias is not None:
-                at_bias = base(key_bias, b, h, g) + here[None, :] * key_bias.row
-                of_column = tl.load(at_bias, mask=live_j, other=0.0).to(tl.float32)
-            else:
-                of_column = None
-            raw = pair_scores(
-                q, k, of_row, of_column, of_query, of_key, w_v, row, j, live, live_j, dim, scale, slope,
-                FORM, ACTIVATION, PRECISION,
-            )  # fmt: skip
-            at_value = of_value + here[None, :] * value.row + dv[:, None] * value.column
-            v = tl.load(at_value, mask=live_j & (dv[:, None] < value_dim), other=0.0)
-            dp = tl.dot(do.to(v.dtype), v, input_precision=PRECISION)
-            attends = attended(masking, interval, b, h, g, row, j, n_q, n_k)
-            _, grad, ds = pair_gradients(
-                raw, dp, attends, of_rows, bias, dropout, b, h, g, z, row, j, n_q, n_k, CAPS, RELATIVE, FORM
-            )
-            if grad_bias is not None:
-                # A pair is in one interval at most, so it is written once.
-                at_pair = base(grad_bias, b, h, g) + at_row * grad_bias.row + j * grad_bias.column
-                tl.store(at_pair, grad.to(grad_bias.data.dtype.element_ty), mask=attends)
-            if grad_query_bias is not None:
-                of_query_bias += tl.sum(ds, 1)
-            if grad_scale is not None:
-                of_scale += tl.sum(tl.where(ds == 0, 0.0, ds * raw), 1)
-            if FORM == 0:
-                # The gradient of a pair that attends a NaN is NaN itself; others must not multiply it.
-                clean = tl.where(is_finite(k), k, 0.0)
-                acc = tl.dot(ds.to(k.dtype), tl.trans(clean), acc, input_precision=PRECISION)
-            elif FORM == 1:
-                acc = distance_gradient(acc, ds, of_query, of_key, row, j, live, live_j, dim, D)
+        line = 0
+        if masking.ends is not None:
+            of_batch = tl.minimum(b, masking.ends_batch - 1)
+            line = (interval * masking.ends_batch + of_batch) * tl.cdiv(n_q, BM) + tile
+        some_lo, all_lo, all_hi, some_hi = segments(masking.ends, line, n_k, BN, TESTED)
+        for part in tl.static_range(2):
+            for step in tl.range(0, steps_of(some_lo, all_lo, all_hi, some_hi, part == 0)):
+                at_tile = tile_of_step(step, some_lo, all_lo, all_hi, part == 0)
+                c = at_tile * BN + tl.arange(0, BN)
+                j, here = c[None, :], c.to(tl.int64)
+                live_j = j < n_k
+                if FORM == 0:
+                    at_key = of_key.data + here[None, :] * of_key.row + d[:, None] * of_key.column
+                    k = tl.load(at_key, mask=live_j & (d[:, None] < dim), other=0.0)
+                else:
+                    k = 0.0
+                if key_bias is not None:
+                    at_bias = base(key_bias, b, h, g) + here[None, :] * key_bias.row
+                    of_column = tl.load(at_bias, mask=live_j, other=0.0).to(tl.float32)
+                else:
+                    of_column = None
+                raw = pair_scores(
+                    q, k, of_row, of_column, of_query, of_key, w_v, row, j, live, live_j, dim, scale, slope,
+                    FORM, ACTIVATION, PRECISION,
+                )  # fmt: skip
+                at_value = of_value + here[None, :] * value.row + dv[:, None] * value.column
+                v = tl.load(at_value, mask=live_j & (dv[:, None] < value_dim), other=0.0)
+                dp = tl.dot(do.to(v.dtype), v, input_precision=PRECISION)
+                if part == 0:
+                    attends = live & live_j
+                else:
+                    attends = attended(masking, interval, b, h, g, row, j, n_q, n_k)
+                _, grad, ds = pair_gradients(
+                    raw, dp, attends, of_rows, bias, dropout, b, h, g, z, row, j, n_q, n_k, CAPS, RELATIVE, FORM,
+                    part == 0,
+                )  # fmt: skip
+                if grad_bias is not None:
+                    # A pair is in one interval at most, so it is written once.
+                    at_pair = base(grad_bias, b, h, g) + at_row * grad_bias.row + j * grad_bias.column
+                    tl.store(at_pair, grad.to(grad_bias.data.dtype.element_ty), mask=attends)
+                if grad_query_bias is not None:
+                    of_query_bias += tl.sum(ds, 1)
+                if grad_scale is not None:
+                    of_scale += tl.sum(tl.where(ds == 0, 0.0, ds * raw), 1)
+                if FORM == 0:
+                    if part == 1 or bias is not None:
+                        # The gradient of a pair that attends a NaN is NaN itself; others must not multiply it.
+                        k = tl.where(is_finite(k), k, 0.0)
+                    acc = tl.dot(ds.to(k.dtype), tl.trans(k), acc, input_precision=PRECISION)
+                elif FORM == 1:
+                    acc = distance_gradient(acc, ds, of_query, of_key, row, j, live, live_j, dim, D)
     if FORM == 0:
         acc = acc * scale
     elif FORM == 1:
@@ -202,7 +214,7 @@ def d_key(
     grad_key, grad_value, grad_key_bias,
     n_q, n_k, dim, value_dim, heads, groups, scale, slope,
     FORM: tl.constexpr, ACTIVATION: tl.constexpr, CAPS: tl.constexpr, INTERVALS: tl.constexpr,
-    RELATIVE: tl.constexpr, SHARED: tl.constexpr,
+    TESTED: tl.constexpr, RELATIVE: tl.constexpr, SHARED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of a tile of keys and values; `SHARED`: over all query heads of their KV head."""
@@ -227,11 +239,10 @@ def d_key(
     acc = tl.zeros((BN, D), tl.float32)
     of_value = tl.zeros((BN, DV), tl.float32)
     of_key_bias = tl.zeros((BN,), tl.float32)
-    if masking.start is None:
-        first, last = 0, tl.cdiv(n_q, BM)
-    else:
-        at = tiles + (tl.minimum(b, masking.ends_batch - 1).to(tl.int64) * tl.num_programs(0) + tile) * 2
-        first, last = tl.load(at), tl.load(at + 1)
+    line = 0
+    if tiles is not None:
+        line = tl.minimum(b, masking.ends_batch - 1) * tl.num_programs(0) + tile
+    some_lo, all_lo, all_hi, some_hi = segments(tiles, line, n_q, BM, TESTED)
     if SHARED:
         members = groups
     else:
@@ -244,43 +255,50 @@ def d_key(
         of_grad_out = base(grad_out, b, h, g)
         if scales is not None:
             scale = tl.load(scales + h * groups + g)
-        for at_tile in tl.range(first, last):
-            r = at_tile * BM + tl.arange(0, BM)
-            i, at_row = r[None, :], r.to(tl.int64)
-            live = i < n_q
-            if FORM == 0:
-                at_query = of_query.data + at_row[None, :] * of_query.row + d[:, None] * of_query.column
-                q = tl.load(at_query, mask=live & (d[:, None] < dim), other=0.0)
-            else:
-                q = 0.0
-            if query_bias is not None:
-                at_bias = base(query_bias, b, h, g) + at_row[None, :] * query_bias.row
-                of_row = tl.load(at_bias, mask=live, other=0.0).to(tl.float32)
-            else:
-                of_row = None
-            raw = pair_scores(
-                k, q, of_row, of_column, of_query, of_key, w_v, i, j, live, live_j, dim, scale, slope,
-                FORM, ACTIVATION, PRECISION,
-            )  # fmt: skip
-            at_grad = of_grad_out + at_row[:, None] * grad_out.row + dv[None, :] * grad_out.column
-            do = tl.load(at_grad, mask=(r[:, None] < n_q) & (dv[None, :] < value_dim), other=0.0)
-            dp = tl.dot(v, tl.trans(do).to(v.dtype), input_precision=PRECISION)
-            attends = attended_by_any(masking, b, h, g, i, j, n_q, n_k, INTERVALS)
-            dropped, _, ds = pair_gradients(
-                raw, dp, attends, row_values(rows, z, i, n_q), bias, dropout, b, h, g, z, i, j, n_q, n_k,
-                CAPS, RELATIVE, FORM,
-            )  # fmt: skip
-            finite = is_finite(do)
-            clean = tl.where(finite, do, 0.0)
-            of_value = tl.dot(dropped.to(do.dtype), clean, of_value, input_precision=PRECISION)
-            is_bad = tl.maximum(is_bad, 1 - tl.min(finite.to(tl.int32)))
-            if grad_key_bias is not None:
-                of_key_bias += tl.sum(ds, 1)
-            if FORM == 0:
-                clean_query = tl.where(is_finite(q), q, 0.0)
-                acc = tl.dot(ds.to(q.dtype), tl.trans(clean_query), acc, input_precision=PRECISION)
-            elif FORM == 1:
-                acc = distance_gradient(acc, ds * (-2.0 * scale), of_key, of_query, j, i, live_j, live, dim, D)
+        for part in tl.static_range(2):
+            for step in tl.range(0, steps_of(some_lo, all_lo, all_hi, some_hi, part == 0)):
+                at_tile = tile_of_step(step, some_lo, all_lo, all_hi, part == 0)
+                r = at_tile * BM + tl.arange(0, BM)
+                i, at_row = r[None, :], r.to(tl.int64)
+                live = i < n_q
+                if FORM == 0:
+                    at_query = of_query.data + at_row[None, :] * of_query.row + d[:, None] * of_query.column
+                    q = tl.load(at_query, mask=live & (d[:, None] < dim), other=0.0)
+                else:
+                    q = 0.0
+                if query_bias is not None:
+                    at_bias = base(query_bias, b, h, g) + at_row[None, :] * query_bias.row
+                    of_row = tl.load(at_bias, mask=live, other=0.0).to(tl.float32)
+                else:
+                    of_row = None
+                raw = pair_scores(
+                    k, q, of_row, of_column, of_query, of_key, w_v, i, j, live, live_j, dim, scale, slope,
+                    FORM, ACTIVATION, PRECISION,
+                )  # fmt: skip
+                at_grad = of_grad_out + at_row[:, None] * grad_out.row + dv[None, :] * grad_out.column
+                do = tl.load(at_grad, mask=(r[:, None] < n_q) & (dv[None, :] < value_dim), other=0.0)
+                dp = tl.dot(v, tl.trans(do).to(v.dtype), input_precision=PRECISION)
+                if part == 0:
+                    attends = live & live_j
+                else:
+                    attends = attended_by_any(masking, b, h, g, i, j, n_q, n_k, INTERVALS)
+                dropped, _, ds = pair_gradients(
+                    raw, dp, attends, row_values(rows, z, i, n_q), bias, dropout, b, h, g, z, i, j, n_q, n_k,
+                    CAPS, RELATIVE, FORM, part == 0,
+                )  # fmt: skip
+                if part == 1 or bias is not None:
+                    finite = is_finite(do)
+                    is_bad = tl.maximum(is_bad, 1 - tl.min(finite.to(tl.int32)))
+                    do = tl.where(finite, do, 0.0)
+                of_value = tl.dot(dropped.to(do.dtype), do, of_value, input_precision=PRECISION)
+                if grad_key_bias is not None:
+                    of_key_bias += tl.sum(ds, 1)
+                if FORM == 0:
+                    if part == 1 or bias is not None:
+                        q = tl.where(is_finite(q), q, 0.0)
+                    acc = tl.dot(ds.to(q.dtype), tl.trans(q), acc, input_precision=PRECISION)
+                elif FORM == 1:
+                    acc = distance_gradient(acc, ds * (-2.0 * scale), of_key, of_query, j, i, live_j, live, dim, D)
         if is_bad > 0:
             of_value = with_nonfinite(
                 of_value, masking, bias, of_grad_out, grad_out.row, grad_out.column, b, h, g, j, n_k, n_q, n_q, n_k,

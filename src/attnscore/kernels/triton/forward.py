@@ -19,6 +19,9 @@ from attnscore.kernels.triton.tile import (
     kept,
     matrix_of,
     pair_scores,
+    segments,
+    steps_of,
+    tile_of_step,
 )
 
 
@@ -122,28 +125,15 @@ def forward(
     count, origin, mean, deviations = total, total, total, total
     is_bad = 0
     for interval in tl.range(0, INTERVALS):
-        if masking.start is None:
-            some_lo, all_lo, all_hi, some_hi = 0, 0, n_k // BN, tl.cdiv(n_k, BN)
-            if TESTED:
-                all_hi = 0
-        else:
+        line = 0
+        if masking.ends is not None:
             # One line of ends for each batch row, or for all.
-            line = interval * masking.ends_batch + tl.minimum(b, masking.ends_batch - 1)
-            ends = masking.ends + (line.to(tl.int64) * tl.cdiv(n_q, BM) + tile) * 4
-            some_lo, all_lo = tl.load(ends), tl.load(ends + 1)
-            all_hi, some_hi = tl.load(ends + 2), tl.load(ends + 3)
-        left = all_lo - some_lo
+            of_batch = tl.minimum(b, masking.ends_batch - 1)
+            line = (interval * masking.ends_batch + of_batch) * tl.cdiv(n_q, BM) + tile
+        some_lo, all_lo, all_hi, some_hi = segments(masking.ends, line, n_k, BN, TESTED)
         for part in tl.static_range(2):
-            if part == 0:
-                steps = all_hi - all_lo
-            else:
-                # The tiles on either side of the full ones.
-                steps = left + some_hi - all_hi
-            for step in tl.range(0, steps):
-                if part == 0:
-                    at_tile = all_lo + step
-                else:
-                    at_tile = tl.where(step < left, some_lo + step, all_hi + step - left)
+            for step in tl.range(0, steps_of(some_lo, all_lo, all_hi, some_hi, part == 0)):
+                at_tile = tile_of_step(step, some_lo, all_lo, all_hi, part == 0)
                 c = at_tile * BN + tl.arange(0, BN)
                 j = c[None, :]
                 live_j = j < n_k

@@ -465,7 +465,7 @@ class _Backward:
         tiles, count = None, triton.cdiv(keys, tile.keys)
         if masking.ends is not None:
             intervals, batch, query_tiles, _ = masking.ends.shape
-            tiles = masking.ends.new_empty((batch, count, 2))
+            tiles = masking.ends.new_empty((batch, count, 4))
             given.runner.run(
                 ranges.tiles_of_queries, (count, batch), masking.ends, tiles, intervals, query_tiles, BLOCK=128
             )
@@ -473,7 +473,7 @@ class _Backward:
             backward_kernels.d_key, (count, given.matrices // groups if shared else given.matrices),
             *self.before, masking, given.dropout, self.grad_out, self.rows, tiles,
             self.placed(grad_key, keys), self.placed(grad_value, keys), grad_key_bias, *self.after,
-            RELATIVE=given.is_relative, SHARED=shared, **self.rest, **self.constants(tile),
+            TESTED=given.is_tested, RELATIVE=given.is_relative, SHARED=shared, **self.rest, **self.constants(tile),
         )  # fmt: skip
 
     def d_bias(self, bias: torch.Tensor) -> None:

@@ -41,18 +41,30 @@ def ends_of_tiles(masking, ends, n_q, tiles, TESTED: tl.constexpr, BM: tl.conste
 
 @triton.jit
 def tiles_of_queries(ends, found, intervals, tiles, BLOCK: tl.constexpr):
-    """Invert `ends`: of each key tile, the query tiles first <= t < last among which are all that attend its keys."""
+    """Invert `ends` to the query tiles of each key tile, (batch or 1, key tile, 4), in the order of `ends`.
+
+    Where the query tiles that attend a whole key tile have others among them, none counts as full.
+    """
     key_tile, batch = tl.program_id(0), tl.program_id(1)
-    first, last = tiles, 0
+    some_lo, some_hi, all_lo, all_hi, count = tiles, 0, tiles, 0, 0
     for interval in range(0, intervals):
         of_interval = ends + (interval * tl.num_programs(1) + batch).to(tl.int64) * tiles * 4
         for begin in range(0, tiles, BLOCK):
             t = begin + tl.arange(0, BLOCK)
-            some_lo = tl.load(of_interval + t * 4, mask=t < tiles, other=0)
-            some_hi = tl.load(of_interval + t * 4 + 3, mask=t < tiles, other=0)
-            attends = (some_lo <= key_tile) & (key_tile < some_hi)
-            first = tl.minimum(first, tl.min(tl.where(attends, t, tiles), 0))
-            last = tl.maximum(last, tl.max(tl.where(attends, t + 1, 0), 0))
-    at = found + (batch.to(tl.int64) * tl.num_programs(0) + key_tile) * 2
-    tl.store(at, first)
-    tl.store(at + 1, last)
+            live, at = t < tiles, of_interval + t * 4
+            attends = (tl.load(at, mask=live, other=0) <= key_tile) & (key_tile < tl.load(at + 3, mask=live, other=0))
+            some_lo = tl.minimum(some_lo, tl.min(tl.where(attends, t, tiles), 0))
+            some_hi = tl.maximum(some_hi, tl.max(tl.where(attends, t + 1, 0), 0))
+            is_full = (tl.load(at + 1, mask=live, other=0) <= key_tile) & (
+                key_tile < tl.load(at + 2, mask=live, other=0)
+            )
+            all_lo = tl.minimum(all_lo, tl.min(tl.where(is_full, t, tiles), 0))
+            all_hi = tl.maximum(all_hi, tl.max(tl.where(is_full, t + 1, 0), 0))
+            count += tl.sum(is_full.to(tl.int32), 0)
+    some_lo = tl.minimum(some_lo, some_hi)
+    is_whole = (count > 0) & (count == all_hi - all_lo)
+    to = found + (batch.to(tl.int64) * tl.num_programs(0) + key_tile) * 4
+    tl.store(to, some_lo)
+    tl.store(to + 1, tl.where(is_whole, all_lo, some_lo))
+    tl.store(to + 2, tl.where(is_whole, all_hi, some_lo))
+    tl.store(to + 3, some_hi)

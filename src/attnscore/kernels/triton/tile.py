@@ -80,6 +80,40 @@ def capped_slope(s, CAPS: tl.constexpr):
 
 
 @triton.jit
+def segments(ends, line, length, BLOCK: tl.constexpr, TESTED: tl.constexpr):
+    """Return the tiles that a tile visits: some_lo, all_lo, all_hi, some_hi (`ranges`), all where there are no ends."""
+    if ends is None:
+        some_lo, some_hi = 0, tl.cdiv(length, BLOCK)
+        if TESTED:
+            all_lo, all_hi = 0, 0
+        else:
+            all_lo, all_hi = 0, length // BLOCK
+    else:
+        at = ends + line.to(tl.int64) * 4
+        some_lo, all_lo, all_hi, some_hi = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+    return some_lo, all_lo, all_hi, some_hi
+
+
+@triton.jit
+def steps_of(some_lo, all_lo, all_hi, some_hi, FULL: tl.constexpr):
+    """Return how many tiles are full, or are not: those on either side of the full ones."""
+    if FULL:
+        return all_hi - all_lo
+    else:
+        return all_lo - some_lo + some_hi - all_hi
+
+
+@triton.jit
+def tile_of_step(step, some_lo, all_lo, all_hi, FULL: tl.constexpr):
+    """Return the tile of a step."""
+    if FULL:
+        return all_lo + step
+    else:
+        left = all_lo - some_lo
+        return tl.where(step < left, some_lo + step, all_hi + step - left)
+
+
+@triton.jit
 def attended(masking, interval, b, h, g, i, j, n_q, n_k):
     """Return the unmasked pairs of a tile, of one of the intervals of each query."""
     live = (i < n_q) & (j < n_k)
