@@ -9,7 +9,7 @@ import pytest
 
 import attnscore as ats
 from attnscore.errors import ArgumentError, ShapeError
-from attnscore.parallel import Shard, balanced_shards, exchange, shard_mask
+from attnscore.parallel import Shard, balanced_shards, consecutive_shards, exchange, shard_mask
 
 N, BATCH = 37, 2
 RNG = np.random.default_rng(0)
@@ -113,6 +113,29 @@ def test_balanced_shards_have_as_many_chunks(length: int, ranks: int) -> None:
     assert sorted(np.concatenate([shard.positions() for shard in shards])) == [*range(length)]
     assert max(map(len, shards)) <= 128 * -(-length // (128 * ranks))
     assert shards == tuple(Shard.balanced(ats.KeyRange(0, 0), length, rank, ranks) for rank in range(ranks))
+
+
+@pytest.mark.parametrize("length", [0, 1, 127, 128, 129, 5000])
+@pytest.mark.parametrize("ranks", [1, 3, 50])
+@pytest.mark.parametrize("name", ["none", "causal", "nothing"])
+def test_consecutive_shards(name: str, ranks: int, length: int) -> None:
+    mask = {"none": None, "causal": ats.Causal(), "nothing": ats.KeyRange(0, 0)}[name]
+    shards = consecutive_shards(mask, length, ranks)
+    assert np.concatenate([shard.positions() for shard in shards]).tolist() == [*range(length)]
+    # No part is off by more than a chunk at either end.
+    plan = exchange(mask, shards, shards)
+    assert max(plan.pairs) <= sum(plan.pairs) / ranks + 128 * length
+
+
+def test_consecutive_shards_of_packed_sequences_fetch_few_keys() -> None:
+    length, ranks = 2**16, 8
+    cu = np.append(np.arange(0, length, 3000), length)
+    mask = ats.Packed(cu).causal()
+    contiguous = [Shard.contiguous(length, rank, ranks) for rank in range(ranks)]
+    shards = consecutive_shards(mask, length, ranks)
+    plan, other = exchange(mask, shards, shards), exchange(mask, balanced_shards(mask, length, ranks), contiguous)
+    assert plan.imbalance < 0.05
+    assert max(map(plan.received, range(ranks))) <= 3000 < 10 * 3000 < max(map(other.received, range(ranks)))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16])

@@ -7,7 +7,7 @@ import pytest
 
 import attnscore as ats
 from attnscore.errors import ArgumentError
-from attnscore.parallel import Machine, Shard, balanced_shards, exchange, explain, simulate
+from attnscore.parallel import Machine, Shard, balanced_shards, consecutive_shards, exchange, explain, simulate
 
 N = 1024
 FAST = Machine(flops=1e9, bandwidth=1e30)
@@ -41,6 +41,16 @@ def test_bytes_and_pairs_are_exact_where_a_cell_is_one_position(name: str, mode:
     if mode != "ring":
         np.testing.assert_allclose(found.seconds, found.compute.max())
     assert found.seconds >= found.compute.max() * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_consecutive_parts(name: str) -> None:
+    shards = consecutive_shards(MASKS[name], N, 4, chunk=1)
+    for mode in ("gather", "ring"):
+        found = simulate(MASKS[name], N, 4, FAST, dim=16, mode=mode, queries="consecutive", keys="consecutive")
+        expected = explain(MASKS[name], shards, dim=16, mode=mode, gradient="none")
+        np.testing.assert_array_equal(found.bytes_sent, expected.forward_bytes)
+        np.testing.assert_array_equal(found.peak_memory, expected.peak_memory)
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -127,7 +137,7 @@ BAD = {
         "ranks: expected a number that divides 4 heads and 4 KV heads",
     ),
     "ranks": ({"ranks": 0}, "ranks: expected 1 or more, got 0"),
-    "keys": ({"keys": "balanced"}, "keys: expected one of contiguous, head_tail"),
+    "keys": ({"keys": "balanced"}, "keys: expected one of contiguous, head_tail, consecutive"),
     "mask": ({"mask": ats.Dense(np.ones((N, N), bool))}, "mask: expected one with intervals for each query"),
     "operations": ({"operations_per_pair": -1.0}, "operations_per_pair: expected a finite number above 0"),
 }

@@ -7,7 +7,7 @@ from attnscore.parallel.chunks import attend_chunks
 from attnscore.parallel.explanation import ParallelExplanation, explain
 from attnscore.parallel.mask import shard_mask
 from attnscore.parallel.plan import Exchange, exchange
-from attnscore.parallel.shard import Shard, balanced_shards
+from attnscore.parallel.shard import Shard, balanced_shards, consecutive_shards
 from attnscore.parallel.simulation import Machine, Simulation, simulate
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "Simulation",
     "attend_chunks",
     "balanced_shards",
+    "consecutive_shards",
     "exchange",
     "explain",
     "shard_mask",

@@ -12,6 +12,7 @@ import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -231,14 +232,48 @@ def balanced_shards(
     >>> [shard.ranges for shard in balanced_shards(ats.Causal(), 1024, 2)]
     [((0, 128), (384, 640), (896, 1024)), ((128, 384), (640, 896))]
     """
-    _check_rank(length, 0, ranks)
-    if check_count("chunk", chunk) < 1:
-        raise ArgumentError(message("chunk", "a whole number of queries, 1 or more", chunk))
-    pairs = Pairs(mask, length, length if key_len is None else check_count("key_len", key_len), batch).per_query()
-    starts = np.arange(0, length, chunk)
-    owner = deal(np.add.reduceat(pairs, starts) if length else pairs, ranks)
+    starts, loads = _chunks(mask, length, ranks, chunk, key_len, batch)
+    owner = deal(loads, ranks)
     ranges = [(start, min(start + chunk, length)) for start in starts.tolist()]
     return tuple(Shard(tuple(ranges[i] for i in np.flatnonzero(owner == rank)), length) for rank in range(ranks))
+
+
+def consecutive_shards(
+    mask: Mask | None, length: int, ranks: int, chunk: int = 128, *, key_len: int | None = None, batch: int = 1
+) -> tuple[Shard, ...]:
+    """Divide queries among ranks into consecutive parts, of any lengths, with about as many unmasked pairs each.
+
+    For packed sequences and windows: with keys divided alike, a rank has almost all keys that its queries attend.
+
+    Parameters
+    ----------
+    mask, length, ranks, chunk, key_len, batch
+        As in `balanced_shards`.
+
+    Returns
+    -------
+    tuple of Shard, one a rank
+
+    Examples
+    --------
+    >>> import attnscore as ats
+    >>> from attnscore.parallel import consecutive_shards
+    >>> [shard.ranges for shard in consecutive_shards(ats.Packed([0, 512, 2048]).causal(), 2048, 2)]
+    [((0, 1536),), ((1536, 2048),)]
+    """
+    starts, loads = _chunks(mask, length, ranks, chunk, key_len, batch)
+    edges = [*np.append(starts, length)[cut(loads, ranks)].tolist()]
+    return tuple(Shard((pair,), length) for pair in pairwise(edges))
+
+
+def cut(loads: HostArray, ranks: int) -> HostArray:
+    """Return where consecutive loads are cut into parts of about the same sum, (ranks + 1,)."""
+    sums = np.append(0, np.cumsum(loads if loads.any() else np.ones_like(loads)))
+    wanted = sums[-1] * np.arange(1, ranks) / ranks
+    after = np.clip(np.searchsorted(sums, wanted), 1, None)
+    # The edge before, where it is nearer.
+    edges = np.minimum(after - (wanted - sums[after - 1] < sums[np.minimum(after, len(loads))] - wanted), len(loads))
+    return np.concatenate([[0], edges, [len(loads)]]).astype(np.int64)
 
 
 def deal(loads: HostArray, ranks: int) -> HostArray:
@@ -253,6 +288,18 @@ def deal(loads: HostArray, ranks: int) -> HostArray:
         if count + 1 < share:
             heapq.heappush(heap, (load + int(loads[i]), count + 1, rank))
     return owner
+
+
+def _chunks(
+    mask: Mask | None, length: int, ranks: int, chunk: int, key_len: int | None, batch: int
+) -> tuple[HostArray, HostArray]:
+    """Return where chunks of queries begin, and their unmasked pairs."""
+    _check_rank(length, 0, ranks)
+    if check_count("chunk", chunk) < 1:
+        raise ArgumentError(message("chunk", "a whole number of queries, 1 or more", chunk))
+    pairs = Pairs(mask, length, length if key_len is None else check_count("key_len", key_len), batch).per_query()
+    starts = np.arange(0, length, chunk)
+    return starts, np.add.reduceat(pairs, starts) if length else pairs
 
 
 def _edge(length: int, part: int, parts: int) -> int:

@@ -21,9 +21,9 @@ from attnscore.errors import ArgumentError, message
 from attnscore.masks import Mask
 from attnscore.masks.intervals import HostArray, IntervalSet
 from attnscore.parallel.explanation import MODES, Counts, RowBytes, backward_bytes, forward_bytes, peak_memory
-from attnscore.parallel.shard import Shard, deal
+from attnscore.parallel.shard import Shard, cut, deal
 
-DIVISIONS: Final = ("contiguous", "head_tail", "balanced")
+DIVISIONS: Final = ("contiguous", "head_tail", "consecutive", "balanced")
 # Products of a backward against those of a forward: five against two.
 _BACKWARD = 2.5
 # Cells of the sequence: at least as many for each rank, and in all.
@@ -136,9 +136,10 @@ def simulate(
     mode : "gather", "ring" or "heads"
     gradient : bool
         Whether a backward follows the forward; in the mode "gather" by "reduce".
-    queries, keys : "contiguous", "head_tail" or "balanced", optional
-        Who holds what. None: balanced queries and contiguous keys for "gather", "head_tail" for "ring", and
-        "contiguous" for "heads". Keys are not "balanced".
+    queries, keys : "contiguous", "head_tail", "consecutive" or "balanced", optional
+        Who holds what: as `Shard.contiguous`, `Shard.head_tail`, `consecutive_shards` and `balanced_shards` divide.
+        None: balanced queries and contiguous keys for "gather", "head_tail" for "ring", and "contiguous" for "heads".
+        Keys are not "balanced".
     operations_per_pair : number, optional
         Of one head; None takes ``2 * (dim + value_dim) + 4``, those of a dot product, the softmax and the pooling.
 
@@ -180,7 +181,7 @@ def simulate(
         default if given is None else given for given, default in zip((queries, keys), by_default, strict=True)
     )
     check_choice("queries", queries, DIVISIONS)
-    check_choice("keys", keys, DIVISIONS[:2])
+    check_choice("keys", keys, DIVISIONS[:3])
     if operations_per_pair is None:
         operations_per_pair = 2 * (dim + (dim if value_dim is None else value_dim)) + 4
     grid = _Grid(mask, length, ranks, batch, queries, keys)
@@ -262,8 +263,10 @@ class _Grid:
         return self._owner(self.keys)
 
     def _owner(self, division: str) -> HostArray:
-        make = Shard.contiguous if division == "contiguous" else Shard.head_tail
         owner = np.empty(len(self.sizes), np.int64)
+        if division == "consecutive":
+            return np.repeat(np.arange(self.ranks), np.diff(cut(self.pairs, self.ranks)))
+        make = Shard.contiguous if division == "contiguous" else Shard.head_tail
         for rank in range(self.ranks):
             for start, stop in make(len(owner), rank, self.ranks).ranges:
                 owner[start:stop] = rank
