@@ -247,8 +247,8 @@ def d_key(
         members = groups
     else:
         members = 1
+    is_bad = 0
     for member in tl.range(0, members):
-        is_bad = 0
         g = first_group + member
         z = (b * heads + h) * groups + g
         of_query = Side(base(query, b, h, g), query.row, query.column)
@@ -299,15 +299,17 @@ def d_key(
                     acc = tl.dot(ds.to(q.dtype), tl.trans(q), acc, input_precision=PRECISION)
                 elif FORM == 1:
                     acc = distance_gradient(acc, ds * (-2.0 * scale), of_key, of_query, j, i, live_j, live, dim, D)
-        if is_bad > 0:
-            of_value = with_nonfinite(
-                of_value, masking, bias, of_grad_out, grad_out.row, grad_out.column, b, h, g, j, n_k, n_q, n_q, n_k,
-                value_dim, INTERVALS, RELATIVE, False, BM, DV,
-            )  # fmt: skip
     if FORM == 0:
         acc = acc * scale
     at = base(grad_key, b, h, first_group) + here * grad_key.row + d[None, :] * grad_key.column
     tl.store(at, acc.to(grad_key.data.dtype.element_ty), mask=live_j & (d[None, :] < dim))
+    if is_bad > 0:
+        for member in tl.range(0, members):
+            g = first_group + member
+            of_value = with_nonfinite(
+                of_value, masking, bias, base(grad_out, b, h, g), grad_out.row, grad_out.column, b, h, g, j,
+                n_k, n_q, n_q, n_k, value_dim, INTERVALS, RELATIVE, False, BM, DV,
+            )  # fmt: skip
     at = base(grad_value, b, h, first_group) + here * grad_value.row + dv[None, :] * grad_value.column
     tl.store(at, of_value.to(grad_value.data.dtype.element_ty), mask=live_j & (dv[None, :] < value_dim))
     if grad_key_bias is not None:
