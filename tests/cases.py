@@ -60,7 +60,7 @@ MODES = (
 )
 FRAMEWORKS = tuple(mode.framework for mode in MODES if mode.whole)
 """Those that run every row of every table."""
-KERNELS = ("gather", "native", "streaming", "dense")
+KERNELS = ("gather", "native", "fused", "triton", "streaming", "dense")
 AUTOMATIC = "streaming" if os.environ.get("ATTNSCORE_NO_NATIVE") == "1" else "native"
 """The kernel that runs when nothing is said against it: native, unless the environment says that it is not meant."""
 needs_native = pytest.mark.skipif(AUTOMATIC != "native", reason="turned off by ATTNSCORE_NO_NATIVE=1")

@@ -207,7 +207,7 @@ def explain(
     >>> x = np.ones((1, 8, 4))
     >>> plan = ats.explain(x, x, x, mask=ats.Causal())
     >>> sorted([plan.kernel, *plan.reasons])
-    ['dense', 'gather', 'native', 'streaming']
+    ['dense', 'fused', 'gather', 'native', 'streaming', 'triton']
     """
     if type(key) is PreparedKeys:
         key, score = key.unpack(score)

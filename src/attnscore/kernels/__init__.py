@@ -7,6 +7,7 @@ from attnscore.core.problem import Problem
 from attnscore.errors import KernelUnavailable, message
 from attnscore.kernels.base import AttentionOp, Kernel
 from attnscore.kernels.dense import Dense
+from attnscore.kernels.fused import Fused
 from attnscore.kernels.gather import Gather
 from attnscore.kernels.native.kernel import Native
 from attnscore.kernels.tiled import Streaming
@@ -15,7 +16,9 @@ from attnscore.kernels.triton.kernel import Triton
 __all__ = ["Kernel", "AttentionOp", "choose", "names", "table"]
 
 # In the order of preference of "auto", which never takes the dense kernel: its memory is quadratic.
-_TABLE: dict[str, Kernel] = {kernel.name: kernel for kernel in (Gather(), Native(), Triton(), Streaming(), Dense())}
+_TABLE: dict[str, Kernel] = {
+    kernel.name: kernel for kernel in (Gather(), Native(), Fused(), Triton(), Streaming(), Dense())
+}
 _NOT_AUTOMATIC = {"dense": "quadratic memory: taken only when asked for by name"}
 
 

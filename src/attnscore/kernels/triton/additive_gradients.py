@@ -204,14 +204,14 @@ def _side_sums(
 @triton.jit
 def side_gradient(
     own, other, own_powers, other_powers, own_sizes, other_size, w_v, chunk, gradient, weights, masking,
-    own_len, other_len, hidden, heads, groups, group, slope,
+    own_len, other_len, hidden, heads, groups, group, own_groups, slope,
     ACTIVATION: tl.constexpr, IS_QUERY: tl.constexpr, INTERVALS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of a tile (positions, channels) of one side from those of a chunk of the scores.
 
     Of queries: a program writes its gradient, and its part of that of w_v. Of keys: it adds to what earlier launches
-    left, for the query heads `group` of their KV heads.
+    left, for the query heads `group` of their KV heads; `own_groups` is 1 where these share their keys.
     """
     block, z = tl.program_id(0), tl.program_id(2)
     HAS_WEIGHTS: tl.constexpr = weights is not None
@@ -221,7 +221,7 @@ def side_gradient(
         block += chunk.first_tile * (BM // BLOCK)
     else:
         kv, g, of_scores = chunk.first_matrix + z, group, z * groups + group
-        own_tile, matrix = block * BLOCK // BN, kv
+        own_tile, matrix = block * BLOCK // BN, kv * own_groups + tl.minimum(group, own_groups - 1)
     b, h = kv // heads, kv % heads
     position = block * BLOCK + tl.arange(0, BLOCK)
     c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
@@ -320,8 +320,9 @@ def gradients(
 ) -> dict[str, torch.Tensor]:
     """Return the gradients of query', key', w_v and value that are wanted, in float32, of every (batch, head).
 
-    Those of queries are (batch, head, group, query, h), of keys (batch, head, 1, key, h or value_dim), of w_v
-    (head, group, h). `grad_bias` is filled where it has a number for each pair.
+    Those of queries are (batch, head, group, query, h), of keys (batch, head, group or 1, key, h), of values
+    (batch, head, 1, key, value_dim), of w_v (head, group, h). `grad_bias` is filled, where it has a number for each
+    pair.
     """
     n_q, n_k, hidden, value_dim, heads, groups = given.sizes
     sides: Any = given.additive
@@ -330,12 +331,15 @@ def gradients(
     masking, kv_heads = given.masking(tile), given.batch * heads
     tiles, pitch = triton.cdiv(n_q, tile.queries), (triton.cdiv(n_k, tile.keys) + intervals - 1) * tile.keys
 
+    # A key that is projected for each query head is not shared by the heads of a group.
+    key_groups = 1 if sides.key.group == 0 else groups
+
     def zeros(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.float32, device=device)
 
     found = {
         "query": zeros(given.batch, heads, groups, n_q, hidden),
-        "key": zeros(given.batch, heads, 1, n_k, hidden),
+        "key": zeros(given.batch, heads, key_groups, n_k, hidden),
         "value": zeros(given.batch, heads, 1, n_k, value_dim),
     }
     of_weights = zeros(given.batch, heads, groups, triton.cdiv(n_q, block), hidden)
@@ -362,14 +366,14 @@ def gradients(
             runner.run(
                 side_gradient, (count * tile.queries // block, columns, kvs * groups),
                 sides.query, sides.key, query.powers, key.powers, query.sizes, key.largest, sides.w_v, chunk,
-                found["query"], of_weights, masking, n_q, n_k, hidden, heads, groups, 0, sides.slope,
+                found["query"], of_weights, masking, n_q, n_k, hidden, heads, groups, 0, groups, sides.slope,
                 ACTIVATION=sides.activation, IS_QUERY=True, CHANNELS=channels, **sums,
             )  # fmt: skip
         for group in range(groups if "key" in wanted else 0):
             runner.run(
                 side_gradient, (triton.cdiv(n_k, block), columns, kvs),
                 sides.key, sides.query, key.powers, query.powers, key.sizes, query.largest, sides.w_v, chunk,
-                found["key"], None, masking, n_k, n_q, hidden, heads, groups, group, sides.slope,
+                found["key"], None, masking, n_k, n_q, hidden, heads, groups, group, key_groups, sides.slope,
                 ACTIVATION=sides.activation, IS_QUERY=False, CHANNELS=channels, **sums,
             )  # fmt: skip
         if "value" in wanted and value_dim:

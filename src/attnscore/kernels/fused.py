@@ -1,0 +1,203 @@
+"""The fused kernel: PyTorch's own ``scaled_dot_product_attention``, for calls that mean the same.
+
+- 16-bit products of CUDA tensors, unmasked or causal, with nothing else asked for. Whatever else a call has, another
+  kernel runs it.
+- Never through an ``attn_mask``, and never where PyTorch would fall back on its quadratic implementation.
+- Its gradient is PyTorch's: deterministic under ``torch.use_deterministic_algorithms`` alone. A gradient of the
+  gradient is that of the streaming kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+
+from attnscore.backends.base import HALF_PRECISION, Array
+from attnscore.core import tiled
+from attnscore.core.problem import Problem
+from attnscore.core.tiled import Result, RowGradients
+from attnscore.core.tiling import TilePlan
+from attnscore.kernels.base import Kernel
+from attnscore.kernels.tiled import Streaming
+from attnscore.scores.forms import InnerForm
+
+DEVICES = ("cuda",)
+"""Types of devices on which PyTorch's function is taken."""
+
+Sides = tuple[Array, Array, Array]
+"""Query, key and value, each (batch, head, length, dim)."""
+
+
+@dataclass
+class Tape:
+    """The operands and the output of a forward that PyTorch recorded, until its backward."""
+
+    recorded: tuple[dict[str, Array], Array] | None = None
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Fused(Kernel):
+    """PyTorch's fused attention."""
+
+    tape: Tape | None = None
+    """Of a call whose backward follows."""
+
+    name = "fused"
+    summary = "PyTorch's scaled_dot_product_attention, for plain 16-bit products on a GPU"
+    has_vjp = True
+
+    @property
+    def differentiable(self) -> Kernel:
+        return Streaming()
+
+    def with_backward(self, problem: Problem, plan: TilePlan) -> Kernel:
+        return Fused(Tape())
+
+    def reasons_against(self, problem: Problem) -> tuple[str, ...]:
+        if problem.ops.name != "torch":
+            return (f"arrays of {problem.ops.name}: it takes PyTorch's",)
+        if problem.value.device.type not in DEVICES:
+            return (f"arrays on {problem.value.device.type}, not on {' or '.join(DEVICES)}",)
+        found = _differences(problem)
+        if not found and not _has_implementation(problem):
+            found.append("PyTorch has no fused implementation for these arrays on this device")
+        return tuple(found)
+
+    def notes(self, problem: Problem, plan: TilePlan) -> tuple[str, ...]:
+        if not _is_causal(problem):
+            return ()
+        return (
+            "a NaN or infinity behind the causal mask reaches earlier queries of its tile, as PyTorch computes them",
+        )
+
+    def forward(self, problem: Problem, plan: TilePlan) -> Result:
+        operands = tiled.operands(problem)
+        if self.tape is None:
+            out = _attention(problem, operands)
+        else:
+            out = self._record(self.tape, problem, operands)
+        # The function returns neither: no statistic is wanted, and the backward does not need them.
+        nothing = out[..., :1].detach() * 0.0
+        return Result(out, nothing, nothing.clone(), {})
+
+    def backward(
+        self, problem: Problem, plan: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]
+    ) -> dict[str, Array]:
+        import torch
+
+        ops, operands = problem.ops, tiled.operands(problem)
+        if ops.needs_grad(*operands.values(), *([] if grads.out is None else [grads.out])):
+            return tiled.backward(problem, plan, tiled.forward(problem, plan), grads)
+        if grads.out is None:
+            return {name: torch.zeros_like(x) for name, x in operands.items()}
+        tape = self.tape or Tape()
+        if tape.recorded is None:
+            # A second backward of one forward.
+            self._record(tape, problem, operands)
+        leaves, out = tape.recorded or ({}, result.out)
+        tape.recorded = None
+        names = [name for name in leaves if name in wanted]
+        return dict(zip(names, torch.autograd.grad(out, [leaves[name] for name in names], grads.out), strict=True))
+
+    @staticmethod
+    def _record(tape: Tape, problem: Problem, operands: dict[str, Array]) -> Array:
+        """Return the output, and keep it with PyTorch's record of how it was computed."""
+        import torch
+
+        with torch.enable_grad():
+            leaves = {name: x.detach().requires_grad_() for name, x in operands.items()}
+            out = _attention(problem, leaves)
+        tape.recorded = leaves, out
+        return out.detach()
+
+
+def _differences(problem: Problem) -> list[str]:
+    """Return what a call has that PyTorch's function does not."""
+    form: Any = problem.form
+    found = []
+    if not isinstance(form, InnerForm):
+        found.append(f"a score that is no scaled product ({type(form).__name__})")
+    elif form.caps or form.key_bias is not None or form.query_bias is not None:
+        found.append("a score with a cap, or a bias of keys or queries")
+    dtypes = {problem.dtype, problem.ops.dtype(form.query), problem.ops.dtype(form.key)}
+    if len(dtypes) > 1 or problem.dtype not in HALF_PRECISION:
+        found.append(f"dtype {', '.join(sorted(dtypes))}, not float16 or bfloat16 of all arrays")
+    given = {"bias": problem.bias, "sink": problem.sink, "dropout": problem.dropout, "weights": problem.matrix}
+    found += [name for name, x in given.items() if x is not None]
+    if problem.statistics:
+        found.append(f"statistics: {', '.join(problem.statistics)}")
+    if problem.mask is not None and not _is_unmasked(problem) and not _is_causal(problem):
+        found.append(f"the mask {problem.mask!r}")
+    if 0 in (*problem.score_shape.rows, problem.score_shape.key_len, problem.layout.value_dim, form.query.shape[-1]):
+        found.append("an axis of length 0")
+    if not problem.ops.has_values(*tiled.operands(problem).values()):
+        found.append("arrays without values yet (traced, with tangents)")
+    return found
+
+
+def _has_stops(problem: Problem, stops: Any) -> bool:
+    """Return whether each query attends the keys from 0 to its entry of `stops`."""
+    known, rest = problem.visibility
+    if known is None or rest is not None or len(known.start) != 1:
+        return False
+    return not np.any(known.start) and bool(np.all(known.stop == stops))
+
+
+def _is_unmasked(problem: Problem) -> bool:
+    return problem.mask is None or _has_stops(problem, problem.score_shape.key_len)
+
+
+def _is_causal(problem: Problem) -> bool:
+    """Return whether query i attends the keys j <= i."""
+    shape = problem.score_shape
+    return not _is_unmasked(problem) and _has_stops(
+        problem, np.minimum(np.arange(1, shape.query_len + 1), shape.key_len)
+    )
+
+
+def _sides(problem: Problem, operands: dict[str, Array]) -> Sides:
+    """Return query, key and value as PyTorch's function takes them: views, but where leading axes are broadcast."""
+    shape = problem.score_shape
+    # Keys that each query head has for itself leave no group to share the values.
+    groups = shape.groups if _is_grouped(operands) else 1
+    counts = {"query": shape.groups, "key": shape.groups // groups, "value": shape.groups // groups}
+
+    def merged(name: str, count: int) -> Array:
+        x = operands[name].expand(*shape.lead, shape.heads, count, *operands[name].shape[-2:])
+        return x.reshape(-1, shape.heads * count, *x.shape[-2:])
+
+    query, key, value = (merged(name, count) for name, count in counts.items())
+    return query, key, value
+
+
+def _is_grouped(operands: dict[str, Array]) -> bool:
+    """Return whether the query heads of a group share keys and values."""
+    return all(operands[name].shape[-3] == 1 for name in ("key", "value"))
+
+
+def _attention(problem: Problem, operands: dict[str, Array]) -> Array:
+    """Return the output on the canonical axes."""
+    import torch
+
+    query, key, value = _sides(problem, operands)
+    form: Any = problem.form
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=_is_causal(problem), scale=form.scale, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return out.reshape(*problem.score_shape.rows, out.shape[-1])
+
+
+def _has_implementation(problem: Problem) -> bool:
+    """Return whether PyTorch computes the call in one kernel."""
+    from torch.backends import cuda
+
+    query, key, value = _sides(problem, tiled.operands(problem))
+    if not query.is_cuda:
+        # Not asked, where a test has named another device.
+        return True
+    given = cuda.SDPAParams(query, key, value, None, 0.0, _is_causal(problem), query.shape[1] != key.shape[1])
+    tests = (cuda.can_use_flash_attention, cuda.can_use_cudnn_attention, cuda.can_use_efficient_attention)
+    return any(test(given, False) for test in tests)
