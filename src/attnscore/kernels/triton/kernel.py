@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from functools import cache
 from importlib.util import find_spec
@@ -27,16 +28,23 @@ MOST_DIM = 256
 """Largest dimension of keys or values: registers hold a tile of them."""
 
 
-@cache
-def _missing() -> str | None:
-    if find_spec("triton") is None:
-        return "triton is not installed: pip install triton"
-    return None
-
-
 def is_interpreted() -> bool:
     """Return whether Triton's interpreter runs the kernels, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@cache
+def _missing() -> str | None:
+    for name in ("torch", "triton"):
+        if find_spec(name) is None:
+            return f"{name} is not installed"
+    if not is_interpreted():
+        try:
+            # Without importing PyTorch, which takes a second.
+            ctypes.CDLL("libcuda.so.1")
+        except OSError:
+            return "no NVIDIA driver on this machine"
+    return None
 
 
 @final
@@ -57,11 +65,11 @@ class Triton(Kernel):
     def reasons_against(self, problem: Problem) -> tuple[str, ...]:
         if problem.ops.name != "torch":
             return (f"arrays of {problem.ops.name}: it takes PyTorch's",)
-        if (why := _missing()) is not None:
-            return (why,)
         device = "cpu" if is_interpreted() else "cuda"
         if problem.value.device.type != device:
             return (f"arrays on {problem.value.device.type}, not on {device}",)
+        if (why := _missing()) is not None:
+            return (why,)
         return tuple(_reasons(problem))
 
     def forward(self, problem: Problem, plan: TilePlan) -> Result:

@@ -1,0 +1,118 @@
+"""The Triton kernel against the oracle: scores, masks, dtypes and what else is in a call, by pairs, with gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import attnscore as ats
+from cases import MASK, Sizes
+from covering import pairs
+from device_calls import DEVICE, equal, run
+from harness import EXTRAS, make_call
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+DTYPES = ("float32", "float16", "bfloat16")
+SCORES = ("scaled_dot", "scaled_dot-heads", "scaled_dot-batch-heads", "bilinear-heads", "cosine-heads-zero-vectors",
+          "gaussian", "gaussian-direct", "gaussian-heads", "soft_cap-dot", "temperature-of-soft_cap-bilinear",
+          "gaussian-dims")  # fmt: skip
+MASKS = ("none", "valid_lens-empty", "ValidLens-2d-query_lens", "KeyRange", "KeyPadding-left", "KeyPadding-scattered",
+         "KeyPadding-nothing", "Causal", "Causal-bottom_right-tall", "Causal-offset-batch", "SlidingWindow-both",
+         "PrefixLM", "Documents-two", "Documents-scattered", "Documents-shared", "Packed-window", "Packed-or",
+         "Neighbours-or", "array-2d", "array-4d", "array-key", "Dense-rows", "nested")  # fmt: skip
+SOME_EXTRAS = tuple(name for name in EXTRAS if "weights" not in name)
+FEW = [
+    ("scaled_dot", "none", "float32", "sink"),
+    ("bilinear-heads", "SlidingWindow-both", "bfloat16", "hiding-bias"),
+    ("gaussian-heads", "array-4d", "float32", "bias-sink"),
+    ("temperature-of-soft_cap-bilinear", "KeyPadding-scattered", "float16", "bias"),
+]
+"""Rows of the default tier."""
+
+
+@pytest.mark.parametrize(("score", "mask", "dtype", "extras"), FEW)
+def test_a_few_against_the_oracle(score: str, mask: str, dtype: str, extras: str) -> None:
+    call = make_call(score, mask, dtype, extras)
+    call.check(run(call, kernel="triton", among_nan=True))
+
+
+@pytest.mark.slow
+@pairs(score=SCORES, mask=MASKS, dtype=DTYPES, extras={name or "nothing-else": name for name in SOME_EXTRAS})
+def test_against_the_oracle(score: str, mask: str, dtype: str, extras: str) -> None:
+    queries, keys = MASK[mask].lengths
+    call = make_call(score, mask, dtype, extras, Sizes(heads=2, key_heads=1, queries=queries, keys=keys), seed=2)
+    call.check(run(call, kernel="triton", among_nan=True))
+
+
+@pytest.mark.slow
+@pairs(score=("scaled_dot", "gaussian-heads"), mask=("none", "nested"), extras=("hiding-bias", "row-bias", "key-bias"))
+def test_the_same_bits_in_any_order(score: str, mask: str, extras: str, request: pytest.FixtureRequest) -> None:
+    """No two programs write to the same place, or the later one of them would be another one here."""
+    call = make_call(score, mask, "float32", extras)
+    first = run(call, kernel="triton")
+    equal(first, run(call, kernel="triton"))
+    request.getfixturevalue("reversed_grid")
+    equal(first, run(call, kernel="triton"))
+
+
+def relative_call(dtype: torch.dtype = torch.float64) -> dict[str, Any]:
+    rng = np.random.default_rng(3)
+    shapes = {"query": (2, 4, 9, 5), "key": (2, 2, 13, 5), "value": (2, 2, 13, 3), "bias": (4, 1, 21)}
+    return {name: torch.tensor(rng.standard_normal(shape), dtype=dtype) for name, shape in shapes.items()}
+
+
+def gradients(arrays: dict[str, torch.Tensor], kernel: str, dtype: torch.dtype, **options: Any) -> list[torch.Tensor]:
+    """Return output and gradients in float64, of a call in another dtype."""
+    leaves = {name: x.to(DEVICE, dtype).requires_grad_() for name, x in arrays.items()}
+    out = ats.attend(**leaves, kernel=kernel, **options)
+    seed = torch.linspace(-1, 1, out.numel(), dtype=dtype, device=DEVICE).reshape(out.shape)
+    return [x.double().cpu() for x in (out, *torch.autograd.grad(out, list(leaves.values()), seed))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(4, 1, 21), (1, 1, 21), (2, 1, 1, 21)])
+def test_relative_bias(shape: tuple[int, ...]) -> None:
+    arrays = relative_call()
+    arrays["bias"] = torch.tensor(np.random.default_rng(4).standard_normal(shape))
+    found = gradients(arrays, "triton", torch.float32, mask=ats.Causal("bottom_right"))
+    for x, want in zip(
+        found, gradients(arrays, "streaming", torch.float64, mask=ats.Causal("bottom_right")), strict=True
+    ):
+        torch.testing.assert_close(x, want, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 2**40 + 17, 2**63 - 1])
+def test_dropout_drops_the_same_weights_as_on_the_cpu(seed: int) -> None:
+    arrays = relative_call()
+    found = gradients(arrays, "triton", torch.float32, dropout=0.4, seed=seed)
+    for x, want in zip(found, gradients(arrays, "streaming", torch.float64, dropout=0.4, seed=seed), strict=True):
+        torch.testing.assert_close(x, want, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 13), (17, 1), (5, 33), (16, 16), (31, 7)])
+@pytest.mark.parametrize("dims", [(1, 1), (17, 33)])
+def test_odd_sizes(sizes: tuple[int, int], dims: tuple[int, int]) -> None:
+    rng = np.random.default_rng(5)
+    shapes = {"query": (3, sizes[0], dims[0]), "key": (3, sizes[1], dims[0]), "value": (3, sizes[1], dims[1])}
+    arrays = {name: torch.tensor(rng.standard_normal(shape)) for name, shape in shapes.items()}
+    found = gradients(arrays, "triton", torch.float32)
+    for x, want in zip(found, gradients(arrays, "streaming", torch.float64), strict=True):
+        torch.testing.assert_close(x, want, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("shape", [(2, 0, 3), (0, 3, 3)])
+def test_empty_axes(shape: tuple[int, int, int]) -> None:
+    """No keys give 0; no queries give nothing."""
+    key = torch.ones(shape, device=DEVICE, requires_grad=True)
+    query = torch.ones(shape[0], 4, 3, device=DEVICE, requires_grad=True)
+    out = ats.attend(query, key, key, kernel="triton")
+    assert out.shape == (shape[0], 4, 3)
+    assert not out.any()
+    for grad in torch.autograd.grad(out.sum(), [query, key]):
+        assert not grad.any()

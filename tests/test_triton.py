@@ -1,0 +1,42 @@
+"""The Triton kernel in its interpreter, in a process of its own: the variable has to be set before it is imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import attnscore as ats
+
+HERE = Path(__file__).resolve().parent
+FILES = sorted(path.name for path in (HERE / "gpu").glob("test_*.py"))
+
+
+def interpreted(*arguments: str) -> None:
+    """Run tests of tests/gpu in the interpreter."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=HERE / "gpu", env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
+
+
+def test_a_few_in_the_interpreter() -> None:
+    interpreted()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", FILES)
+def test_all_in_the_interpreter(file: str) -> None:
+    interpreted(file, "-m", "slow")
+
+
+def test_it_says_why_not() -> None:
+    x = torch.ones(2, 3)
+    with pytest.raises(ats.KernelUnavailable, match="arrays on cpu, not on cuda"):
+        ats.attend(x, x, x, kernel="triton")
+    with pytest.raises(ats.KernelUnavailable, match="arrays of numpy: it takes PyTorch's"):
+        ats.attend(x.numpy(), x.numpy(), x.numpy(), kernel="triton")
