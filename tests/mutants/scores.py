@@ -10,6 +10,7 @@ _COSINE = "src/attnscore/scores/cosine.py"
 _FORMS = "src/attnscore/scores/forms.py"
 _ACTIVATIONS = "src/attnscore/scores/activations.py"
 _CONTRACT = "src/attnscore/scores/base.py"
+_COMBINATION = "src/attnscore/scores/combination.py"
 
 
 def _extras(scores: str) -> str:
@@ -378,5 +379,45 @@ FAULTS: list[Fault] = [
         "",
         "tests/test_accuracy.py -k sum_score",
         "the sums of 16-bit vectors are rounded to 16 bits",
+    ),
+    Fault(
+        "combination-factor-left-out-of-the-query-gradient",
+        _COMBINATION,
+        '"query": of_queries[i] * inner[i]',
+        '"query": of_queries[i]',
+        _extras("combination"),
+        "the gradient of a query in a weighted sum of products lacks the weight",
+    ),
+    Fault(
+        "combination-bias-without-its-weight",
+        _COMBINATION,
+        "own[name] = sum_to(ops, grads[name] * numbers[i], x.shape)",
+        "own[name] = sum_to(ops, grads[name], x.shape)",
+        "tests/test_combination.py",
+        "the gradient of a query or key bias in a weighted sum lacks the weight",
+    ),
+    Fault(
+        "combination-gradients-cut-at-the-wrong-place",
+        _COMBINATION,
+        "        start = stop\n",
+        "        start = stop - 1\n",
+        _extras("combination"),
+        "gradients of concatenated arrays are cut one channel early",
+    ),
+    Fault(
+        "combination-w_v-without-its-weight",
+        _COMBINATION,
+        '"w_v": separated["w_v"][i] * numbers[i]',
+        '"w_v": separated["w_v"][i]',
+        _extras("combination"),
+        "the gradient of w_v in a weighted sum lacks the weight",
+    ),
+    Fault(
+        "combination-joins-different-activations",
+        _COMBINATION,
+        "return (activation.name, activation.negative_slope) == (other.name, other.negative_slope)",
+        "return True",
+        "tests/test_combination.py",
+        "additive scores of different activations are joined into one",
     ),
 ]

@@ -55,16 +55,14 @@ class Score(ABC):
 
     def __add__(self, other: Any) -> Score:
         """Return the sum of this score and another one, as a `Combination`."""
-        kind = _combination()
-        return kind.of(self).plus(kind.of(other)) if _is_score(other) else NotImplemented
+        return _combination().added(self, other) if _is_score(other) else NotImplemented
 
     def __radd__(self, other: Any) -> Score:
-        kind = _combination()
-        return kind.of(other).plus(kind.of(self)) if _is_score(other) else NotImplemented
+        return _combination().added(other, self) if _is_score(other) else NotImplemented
 
     def __mul__(self, factor: Any) -> Score:
         """Return the score times a number or a learned array () or (heads,), as a `Combination`."""
-        return NotImplemented if _is_score(factor) else _combination().of(self).times(factor)
+        return NotImplemented if _is_score(factor) else _combination().multiple(self, factor)
 
     __rmul__ = __mul__
     # NumPy's arrays would multiply each element with the score.
@@ -103,10 +101,10 @@ def _is_score(x: object) -> bool:
 
 
 def _combination() -> Any:
-    """Return `Combination`, whose module imports this one."""
-    from attnscore.scores.combination import Combination
+    """Return the module of `Combination`, which imports this one."""
+    from attnscore.scores import combination
 
-    return Combination
+    return combination
 
 
 class Wrapper(Score):

@@ -26,7 +26,8 @@ from attnscore.scores.base import (
     widen,
 )
 from attnscore.scores.factors import learned, multiplied
-from attnscore.scores.forms import AdditiveForm, Form, InnerForm, SumForm, checked_tile
+from attnscore.scores.forms import AdditiveForm, DistanceForm, Form, InnerForm, SumForm, checked_tile
+from attnscore.scores.gaussian import as_product
 
 Grads = Mapping[str, Array]
 JoinedPullback = Callable[[Grads], list[Grads]]
@@ -72,22 +73,6 @@ class Combination(Score):
 
         terms = (f"{factor(weight)}{score!r}" for score, weight in zip(self.scores, self.weights, strict=True))
         return f"Combination({' + '.join(terms)})"
-
-    @classmethod
-    def of(cls, x: Any) -> Combination:
-        """Return a score as a combination of one term; a combination as it is."""
-        return x if isinstance(x, cls) else cls((x,), (1.0,))
-
-    def plus(self, other: Combination) -> Combination:
-        """Return the combination of the terms of both."""
-        return Combination((*self.scores, *other.scores), (*self.weights, *other.weights))
-
-    def times(self, factor: Any) -> Combination:
-        """Return the combination with all weights multiplied."""
-        return Combination(
-            self.scores,
-            tuple(factor if type(weight) is float and weight == 1 else weight * factor for weight in self.weights),
-        )
 
     def tile(self, ops: Backend, query: Array, key: Array) -> Array:
         total: Any = None
@@ -152,12 +137,29 @@ class Combination(Score):
         return terms + 2 * len(self.scores) * query_len * key_len
 
 
+def added(*scores: Any) -> Combination:
+    """Return the sum of scores, with the terms of those that are combinations."""
+    terms = [score if isinstance(score, Combination) else Combination((score,), (1.0,)) for score in scores]
+    return Combination(
+        tuple(score for each in terms for score in each.scores),
+        tuple(weight for each in terms for weight in each.weights),
+    )
+
+
+def multiple(score: Any, factor: Any) -> Combination:
+    """Return a score times a number or an array."""
+    terms = added(score)
+    # A weight of 1 gives way to the factor itself: NumPy's product of an array () and a number is no array.
+    weights = (factor if type(weight) is float and weight == 1 else weight * factor for weight in terms.weights)
+    return Combination(terms.scores, tuple(weights))
+
+
 def joined(ops: Backend, forms: Sequence[Form], numbers: Sequence[float]) -> tuple[Form, JoinedPullback]:
     """Return the form of sum_i numbers[i] * scores of forms[i], and its VJP."""
     first: Any = forms[0]
     if not any(form.caps for form in forms):
-        if all(isinstance(form, InnerForm) for form in forms):
-            return _joined_products(ops, forms, numbers)
+        if (products := _products(ops, forms)) is not None:
+            return _joined_products(ops, products, numbers)
         if all(isinstance(form, AdditiveForm) and _is_same(form.activation, first.activation) for form in forms):
             return _joined_additive(ops, forms, numbers)
 
@@ -169,6 +171,19 @@ def joined(ops: Backend, forms: Sequence[Form], numbers: Sequence[float]) -> tup
 
     terms = tuple(form if number == 1 else form.scaled(number) for form, number in zip(forms, numbers, strict=True))
     return SumForm(first.query, first.key, terms=terms), vjp
+
+
+def _products(ops: Backend, forms: Sequence[Form]) -> list[tuple[InnerForm, Callable[[Grads], Grads]]] | None:
+    """Return the terms as inner products, each with its VJP; None where one is none."""
+    found: list[tuple[InnerForm, Callable[[Grads], Grads]]] = []
+    for form in forms:
+        if isinstance(form, InnerForm):
+            found.append((form, lambda grads: grads))
+        elif isinstance(form, DistanceForm) and (product := as_product(ops, form)) is not None:
+            found.append(product)
+        else:
+            return None
+    return found
 
 
 def _is_same(activation: Activation, other: Activation) -> bool:
@@ -195,8 +210,11 @@ def _separated(ops: Backend, grad: Array, arrays: Sequence[Array]) -> list[Array
     return found
 
 
-def _joined_products(ops: Backend, forms: Sequence[Any], numbers: Sequence[float]) -> tuple[Form, JoinedPullback]:
+def _joined_products(
+    ops: Backend, products: Sequence[tuple[Any, Callable[[Grads], Grads]]], numbers: Sequence[float]
+) -> tuple[Form, JoinedPullback]:
     """Return the product of concatenated queries and keys; factors that differ go into the queries."""
+    forms = [form for form, _ in products]
     factors = [number * form.scale for form, number in zip(forms, numbers, strict=True)]
     scale = factors[0] if len(set(factors)) == 1 else 1.0
     inner = [1.0 if scale == factor else factor for factor in factors]
@@ -218,7 +236,7 @@ def _joined_products(ops: Backend, forms: Sequence[Any], numbers: Sequence[float
             for name in biases:
                 if (x := getattr(form, name)) is not None:
                     own[name] = sum_to(ops, grads[name] * numbers[i], x.shape)
-            found.append(own)
+            found.append(products[i][1](own))
         return found
 
     keys = _concatenated(ops, [form.key for form in forms])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -92,12 +93,7 @@ class Gaussian(Score):
 
         def vjp(grads: Any) -> ScoreGradients:
             if isinstance(form, InnerForm):
-                # _inner_form: bias = -form.scale / 2 * sum(x * x)
-                query_grad, key_grad = (
-                    grads[name] - form.scale * x * grads[f"{name}_bias"]
-                    for name, x in (("query", form.query), ("key", form.key))
-                )
-                grads = {"query": query_grad, "key": key_grad}
+                grads = _through_norms(form, grads)
             arrays = {}
             if self._is_per_dim():
                 # _in_bandwidths: x / bandwidth. The score does not depend on the centre that an inner form subtracts.
@@ -185,6 +181,21 @@ def _is_inner_faster(ops: Backend, query: Array, key: Array) -> bool:
         return bool(terms > INNER_TERMS * (elements + _CALLS))
     # In the framework's own operations the direct sum makes several passes over an array of its terms.
     return bool(terms > elements)
+
+
+def as_product(ops: Backend, form: DistanceForm) -> tuple[InnerForm, Callable[[Any], dict[str, Array]]] | None:
+    """Return a distance as an inner product with squared norms, and its VJP; None where that would cancel."""
+    product = None if backends.is_array(form.scale) else _inner_form(ops, form.query, form.key, form.scale)
+    return None if product is None else (product, lambda grads: _through_norms(product, grads))
+
+
+def _through_norms(form: InnerForm, grads: Any) -> dict[str, Array]:
+    """Return the gradients of query and key from those of the arrays of `_inner_form`."""
+    # bias = -form.scale / 2 * sum(x * x)
+    return {
+        name: grads[name] - form.scale * x * grads[f"{name}_bias"]
+        for name, x in (("query", form.query), ("key", form.key))
+    }
 
 
 def _inner_form(ops: Backend, query: Array, key: Array, scale: float) -> InnerForm | None:
