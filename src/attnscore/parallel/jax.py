@@ -21,7 +21,7 @@ import numpy as np
 from jax import Array
 
 from attnscore import backends, kernels
-from attnscore.backends.base import HALF_PRECISION, HostArray, accumulator, itemsize
+from attnscore.backends.base import HALF_PRECISION, HostArray, SeedHalves, accumulator, itemsize
 from attnscore.backends.jax.sharding import axes_of, differing
 from attnscore.core import dropout as dropouts
 from attnscore.core import plan as plans
@@ -31,18 +31,20 @@ from attnscore.core.dropout import PairDropout
 from attnscore.core.layout import ScoreShape, check_bias_shape
 from attnscore.core.prepared import PreparedKeys
 from attnscore.core.problem import Problem, build_problem, check_extra, wanted_statistics
+from attnscore.core.statistics import AttentionStats
 from attnscore.core.tiled import Result
 from attnscore.errors import ArgumentError, KernelUnavailable, ShapeError, message
 from attnscore.kernels import AttentionOp
 from attnscore.masks import Mask, as_mask
-from attnscore.parallel.explanation import ParallelExplanation, RowBytes, choose
+from attnscore.parallel.explanation import MODES, ParallelExplanation, RowBytes, choose
 from attnscore.parallel.mask import shard_mask
+from attnscore.parallel.merging import COUNTED, merge_parts
 from attnscore.parallel.plan import Exchange, exchange
 from attnscore.parallel.shard import Shard
+from attnscore.scores.forms import InnerForm
 
 __all__ = ["attend", "explain", "gather_rows", "join_rows", "merge_over", "split_rows"]
 
-MODES = ("gather", "heads")
 lax: Any = jax.lax
 """JAX's stubs leave the collectives untyped."""
 Arrays = Mapping[str, Array]
@@ -82,9 +84,10 @@ def attend(
     queries, keys : Shard of each device, in the order of the axis
         Which rows of the whole sequence the devices hold. None: consecutive parts of one length; `keys` None where
         `queries` is given: the same shards.
-    mode : "auto", "gather" or "heads"
-        "gather" fetches the keys that the device's queries attend; "heads" gives each device all rows of some heads.
-        "auto" sends the fewest bytes, see `attnscore.parallel.explain`.
+    mode : "auto", "gather", "ring" or "heads"
+        "gather" fetches the keys that the device's queries attend, at once; in a "ring" the keys of one device after
+        the other pass by; "heads" gives each device all rows of some heads. "auto" sends the fewest bytes, see
+        `attnscore.parallel.explain`.
     memory : int, optional
         Bytes that a device has for its arrays and the exchange; "auto" then takes a mode that fits.
     mask, valid_lens
@@ -344,14 +347,13 @@ def _planned(
     if mode == "heads" and reason:
         raise ArgumentError(message("mode", "one that this call allows", f"'heads': {reason}"))
     explanation = choose(
-        plan, _row_bytes(problem), mode="gather" if reason else mode, gradient="reduce", memory=memory,
+        plan, _row_bytes(problem), mode=mode, gradient="reduce", memory=memory,
         mask="none" if checked is None else repr(checked),
     )  # fmt: skip
-    if mode == "auto" and explanation.mode not in MODES:
-        explanation = choose(
-            plan, _row_bytes(problem), mode="gather", gradient="reduce", mask=explanation.mask
-        )  # fmt: skip
-    kind = _Heads if explanation.mode == "heads" else _Gather
+    if explanation.mode == "heads" and reason:
+        explanation = choose(plan, _row_bytes(problem), mode="gather", gradient="reduce", mask=explanation.mask)
+        explanation = dataclasses.replace(explanation, reasons={**explanation.reasons, "heads": reason})
+    kind = {"gather": _Gather, "ring": _Ring, "heads": _Heads}[explanation.mode]
     return kind(axis_name, held_queries, held_keys, plan, whole, problem, kernel), explanation
 
 
@@ -422,14 +424,16 @@ class _Call:
         raise NotImplementedError
 
     def compute(
-        self, shape: ScoreShape, arrays: Arrays, mask: Mask | None, bias: Array | None, dropout: Any, sink: Any
-    ) -> Result:
-        """Run attention over the arrays of a part, lowered already."""
+        self, shape: ScoreShape, arrays: Arrays, mask: Mask | None, bias: Array | None, dropout: Any, sink: Any,
+        statistics: tuple[str, ...] | None = None,
+    ) -> Result:  # fmt: skip
+        """Run attention over the arrays of a part, lowered already; `statistics` None: those of the call."""
         problem = self.problem
         form = problem.form.with_arrays({name: arrays[name] for name in problem.form.arrays()})
         problem = dataclasses.replace(
             problem, layout=dataclasses.replace(problem.layout, score_shape=shape), query=form.query, key=form.key,
             value=arrays["value"], form=form, mask=mask, bias=bias, dropout=dropout, sink=sink,
+            statistics=problem.statistics if statistics is None else statistics,
         )  # fmt: skip
         kernel = kernels.choose(self.kernel, problem)
         if not kernel.has_vjp:
@@ -448,6 +452,18 @@ class _Call:
         first = first if heads is None else heads(first)
         return PairDropout(dropout.probability, dropout.seed, first + jnp.reshape(rows, (-1, 1)), cols[None])
 
+    def bias_of(self, bias: Array, rows: Array, cols: Array, *, consecutive: bool) -> Array:
+        """Return the bias of the device's queries and the keys `cols`, which may be consecutive."""
+        if not self.whole.is_relative(tuple(bias.shape)):
+            return bias if bias.shape[-1] == 1 else jnp.take(bias, cols, -1, mode="clip")
+        if consecutive and self.queries.is_consecutive and rows.shape[0] and cols.shape[0]:
+            # One number for each key - query, from that of the last query and the first key on.
+            count = rows.shape[0] + cols.shape[0] - 1
+            begin = cols[0] - rows[0] - rows.shape[0] + self.whole.query_len
+            return jnp.take(bias, begin + jnp.arange(count), -1, mode="clip")
+        index = cols - rows[:, None] + self.whole.query_len - 1
+        return jnp.take(bias[..., 0, :], index, -1, mode="clip")
+
 
 class _Gather(_Call):
     """Keys come to the devices whose queries attend them, and stay in the order of the sequence."""
@@ -460,21 +476,11 @@ class _Gather(_Call):
         padded = not self.queries.is_full or not fetch.is_full
         mask = shard_mask(self.problem.mask, rows, cols, self.whole.query_len, self.whole.key_len, padded=padded)
         dropout = self.pairs_dropout(rows, jnp.asarray(cols))
-        bias = None if self.problem.bias is None else self._bias(self.problem.bias, rows, jnp.asarray(cols), fetch)
+        bias = self.problem.bias
+        if bias is not None and not (fetch.is_whole and bias.shape[-1] == self.whole.key_len):
+            bias = self.bias_of(bias, rows, jnp.asarray(cols), consecutive=fetch.is_consecutive)
         given = {**self.operands("query", "shared"), **arrays}
         return self.compute(shape, given, mask, bias, dropout, self.problem.sink)
-
-    def _bias(self, bias: Array, rows: Array, cols: Array, fetch: _Fetch) -> Array:
-        """Return the bias of the device's queries and the keys `cols`."""
-        if not self.whole.is_relative(tuple(bias.shape)):
-            return bias if bias.shape[-1] == 1 or fetch.is_whole else jnp.take(bias, cols, -1, mode="clip")
-        if self.queries.is_consecutive and fetch.is_consecutive and rows.shape[0] and cols.shape[0]:
-            # One number for each key - query, from that of the last query and the first key on.
-            count = rows.shape[0] + cols.shape[0] - 1
-            begin = cols[0] - rows[0] - rows.shape[0] + self.whole.query_len
-            return jnp.take(bias, begin + jnp.arange(count), -1, mode="clip")
-        index = cols - rows[:, None] + self.whole.query_len - 1
-        return jnp.take(bias[..., 0, :], index, -1, mode="clip")
 
 
 @dataclass(frozen=True, eq=False)
@@ -626,3 +632,157 @@ class _Heads(_Call):
         if self.whole.is_relative(tuple(bias.shape)) or (bias.shape[-2] == 1 and self.queries.rows > 1):
             return bias if bias.shape[-4] == 1 else self._own_heads(bias)
         return self._rows(bias, self.queries)
+
+
+class _Ring(_Call):
+    """The keys of one device after the other pass by, and the results over them are merged.
+
+    Memory is that of two devices' keys, in the backward too: it sends the keys around again, with their gradients, and
+    computes each part anew from the log-sum-exp of the whole.
+    """
+
+    def run(self) -> Result:
+        dropout, mask = self.problem.dropout, self.problem.mask
+        seed = () if dropout is None or not isinstance(dropout.seed, SeedHalves) else tuple(dropout.seed)
+        read = [*(() if mask is None else mask.leaves()), *seed]
+        extras = {name: x for name, x in (("bias", self.problem.bias), ("sink", self.problem.sink)) if x is not None}
+        given = {**self.operands("query", "key", "shared"), **extras}
+        axes = axes_of((*given.values(), self.device))
+        # Arrays that all devices have are cast, so that JAX sums their gradients over the devices.
+        given = {name: differing(x, axes) for name, x in given.items()}
+        constants = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in read]
+
+        @jax.custom_vjp
+        def ring(given: Arrays, constants: Sequence[Array]) -> dict[str, Array]:
+            return self._reading(constants)._forward(given)
+
+        def forward(given: Arrays, constants: Sequence[Array]) -> Any:
+            found = self._reading(constants)._forward(given)
+            return found, (given, constants, {name: found[name] for name in ("out", *self._differentiable)})
+
+        def backward(saved: Any, grads: Arrays) -> Any:
+            given, constants, found = saved
+            return self._reading(constants)._backward(given, found, grads), None
+
+        ring.defvjp(forward, backward)
+        found = ring(given, constants)
+        out, total = found.pop("out").astype(self.problem.value.dtype), found["log_sum_exp"]
+        return Result(out, total, jnp.zeros_like(total), found)
+
+    def _reading(self, constants: Sequence[Array]) -> _Ring:
+        """Return the call over these arrays of the mask, and this seed."""
+        left, problem = iter(constants), self.problem
+        mask = None if problem.mask is None else problem.mask.with_leaves(left)
+        dropout = problem.dropout
+        if dropout is not None and isinstance(dropout.seed, SeedHalves):
+            dropout = dataclasses.replace(dropout, seed=SeedHalves(*left))
+        return dataclasses.replace(self, problem=dataclasses.replace(problem, mask=mask, dropout=dropout))
+
+    @property
+    def _differentiable(self) -> tuple[str, ...]:
+        """Statistics with a gradient: the log-sum-exp is always needed."""
+        return ("log_sum_exp", *(("entropy",) if "entropy" in self.problem.statistics else ()))
+
+    @property
+    def _sums(self) -> Any:
+        return jnp.dtype(accumulator(self.problem.dtype))
+
+    def _is_attended(self, step: int) -> bool:
+        """Whether any device's queries attend the keys that it has at a step."""
+        ranks = self.plan.ranks
+        return step == 0 or any(len(self.plan.transfer((rank - step) % ranks, rank)) for rank in range(ranks))
+
+    def _next(self, arrays: Arrays) -> dict[str, Array]:
+        """Return the arrays of the device before."""
+        ranks = self.plan.ranks
+        pairs = [(rank, (rank + 1) % ranks) for rank in range(ranks)]
+        return {name: lax.ppermute(x, self.axis_name, pairs) for name, x in arrays.items()}
+
+    def _part(self, step: int, given: Arrays, statistics: tuple[str, ...]) -> dict[str, Array]:
+        """Return output and statistics over the keys that the device has at a step; the sink belongs to the first."""
+        rows = self.queries.of_device(self.device)
+        cols = self.keys.of_device((self.device - step) % self.plan.ranks)
+        shape = dataclasses.replace(self.whole, query_len=self.queries.rows, key_len=self.keys.rows)
+        padded = not (self.queries.is_full and self.keys.is_full)
+        mask = shard_mask(self.problem.mask, rows, cols, self.whole.query_len, self.whole.key_len, padded=padded)
+        bias = given.get("bias")
+        if bias is not None:
+            bias = self.bias_of(bias, rows, cols, consecutive=self.keys.is_consecutive)
+        # The parts are merged in the dtype of sums.
+        arrays = {**given, "value": given["value"].astype(self._sums)}
+        sink, dropout = given.get("sink") if step == 0 else None, self.pairs_dropout(rows, cols)
+        found = self.compute(shape, arrays, mask, bias, dropout, sink, statistics)
+        result = {"out": found.out, **{name: found.statistics[name] for name in statistics}}
+        if not any(name in statistics for name in COUNTED):
+            return result
+        return {**result, "count": self._count(shape, arrays, mask, bias)}
+
+    def _count(self, shape: ScoreShape, arrays: Arrays, mask: Mask | None, bias: Array | None) -> Array:
+        """Return how many keys of a part each query attends: the sum of exp(0)."""
+        hides = None if bias is None else jnp.where(jnp.isneginf(bias), bias, 0)
+        query, key = (jnp.zeros_like(arrays[name][..., :1]) for name in ("query", "key"))
+        form = InnerForm(query, key)
+        given = {"query": query, "key": key, "value": arrays["value"][..., :1]}
+        layout = dataclasses.replace(self.problem.layout, value_dim=1)
+        call = dataclasses.replace(self, problem=dataclasses.replace(self.problem, form=form, layout=layout))
+        found = call.compute(shape, given, mask, hides, None, None, ("log_sum_exp",))
+        return jnp.round(jnp.exp(lax.stop_gradient(found.statistics["log_sum_exp"])))
+
+    def _forward(self, given: Arrays) -> dict[str, Array]:
+        statistics = ("log_sum_exp", *(name for name in self.problem.statistics if name != "log_sum_exp"))
+        if "var_score" in statistics and "mean_score" not in statistics:
+            statistics = (*statistics, "mean_score")
+        keys = {name: given[name] for name in self.operands("key")}
+        found = self._part(0, given, statistics)
+        for step in range(1, self.plan.ranks):
+            keys = self._next(keys)
+            if self._is_attended(step):
+                found = _merged(found, self._part(step, {**given, **keys}, statistics))
+        return {
+            name: x for name, x in found.items() if name in ("out", *self._differentiable, *self.problem.statistics)
+        }
+
+    def _backward(self, given: Arrays, found: Arrays, grads: Arrays) -> dict[str, Array]:
+        keys = {name: given[name] for name in self.operands("key")}
+        totals = {name: jnp.zeros_like(x, self._sums) for name, x in given.items()}
+        of_keys = {name: totals.pop(name) for name in keys}
+        for step in range(self.plan.ranks):
+            if step:
+                keys = self._next(keys)
+            if self._is_attended(step):
+                part, vjp = jax.vjp(lambda x, step=step: self._part(step, x, self._differentiable), {**given, **keys})
+                (grad,) = vjp(_gradients_of_part(part, found, grads))
+                totals = {name: x + grad[name].astype(x.dtype) for name, x in totals.items()}
+                of_keys = {name: x + grad[name].astype(x.dtype) for name, x in of_keys.items()}
+            # After the last step the gradients are back where the keys came from.
+            of_keys = self._next(of_keys)
+        return {name: ({**totals, **of_keys})[name].astype(x.dtype) for name, x in given.items()}
+
+
+def _merged(first: Arrays, second: Arrays) -> dict[str, Array]:
+    """Return output, statistics and counts over the keys of two parts, (..., query, n) each."""
+    names = [name for name in first if name not in ("out", "count")]
+    stats = [AttentionStats(**{name: part[name][..., 0] for name in names}) for part in (first, second)]
+    counts = (first["count"][..., 0], second["count"][..., 0]) if "count" in first else None
+    out, merged = merge_parts((first["out"], second["out"]), (stats[0], stats[1]), counts)
+    found = {"out": out, **{name: getattr(merged, name)[..., None] for name in names}}
+    return found if counts is None else {**found, "count": first["count"] + second["count"]}
+
+
+def _gradients_of_part(part: Arrays, found: Arrays, grads: Arrays) -> dict[str, Array]:
+    """Return the gradients of the output and statistics of a part, from those of all keys.
+
+    With w = exp(lse_part - lse): out = sum w out_part, and the entropy H = sum w (H_part - log w). lse_part moves all w,
+    which leaves the differences from out and H.
+    """
+    total = found["log_sum_exp"]
+    log = part["log_sum_exp"] - jnp.where(jnp.isneginf(total), 0, total)
+    w = jnp.exp(log)
+    grad_out = grads["out"].astype(w.dtype)
+    of_total = (grad_out * (part["out"] - found["out"])).sum(-1, keepdims=True) + grads["log_sum_exp"]
+    result = {"out": (w * grad_out).astype(part["out"].dtype)}
+    if "entropy" in part:
+        # w log w is 0 where w is.
+        of_total = of_total + grads["entropy"] * (part["entropy"] - jnp.where(w == 0, 0, log) - found["entropy"])
+        result["entropy"] = w * grads["entropy"]
+    return {**result, "log_sum_exp": w * of_total}
