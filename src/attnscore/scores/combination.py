@@ -129,9 +129,6 @@ class Combination(Score):
                 check_number(f"weights[{i}]", weight)
             check(score, dim, key_dim)
 
-    def reads_values(self, ops: Backend, query: Array, key: Array) -> bool:
-        return any(hasattr(x, "reads_values") and x.reads_values(ops, query, key) for x in self.scores)
-
     def operations(self, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
         terms = sum(operations_of(score, query_len, key_len, dim, key_dim) for score in self.scores)
         return terms + 2 * len(self.scores) * query_len * key_len
