@@ -21,6 +21,7 @@ from attnscore.core.tiled import Result, RowGradients
 from attnscore.core.tiling import TilePlan
 from attnscore.kernels.base import Kernel
 from attnscore.kernels.tiled import Streaming
+from attnscore.kernels.triton.kernel import missing_package
 from attnscore.scores.forms import InnerForm
 
 DEVICES = ("cuda",)
@@ -52,6 +53,9 @@ class Fused(Kernel):
     @property
     def differentiable(self) -> Kernel:
         return Streaming()
+
+    def missing(self) -> str | None:
+        return missing_package("torch")
 
     def with_backward(self, problem: Problem, plan: TilePlan) -> Kernel:
         return Fused(Tape())

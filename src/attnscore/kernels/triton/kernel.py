@@ -34,8 +34,9 @@ def is_interpreted() -> bool:
 
 
 @cache
-def _missing() -> str | None:
-    for name in ("torch", "triton"):
+def missing_package(*packages: str) -> str | None:
+    """Return what is missing of the packages and the driver of an NVIDIA GPU; None where all is there."""
+    for name in packages:
         if find_spec(name) is None:
             return f"{name} is not installed"
     if not is_interpreted():
@@ -60,7 +61,7 @@ class Triton(Kernel):
         return Streaming()
 
     def missing(self) -> str | None:
-        return _missing()
+        return missing_package("torch", "triton")
 
     def reasons_against(self, problem: Problem) -> tuple[str, ...]:
         if problem.ops.name != "torch":
@@ -68,7 +69,7 @@ class Triton(Kernel):
         device = "cpu" if is_interpreted() else "cuda"
         if problem.value.device.type != device:
             return (f"arrays on {problem.value.device.type}, not on {device}",)
-        if (why := _missing()) is not None:
+        if (why := self.missing()) is not None:
             return (why,)
         return tuple(_reasons(problem))
 
