@@ -1,0 +1,363 @@
+"""Attention over 1 to 8 devices of one process: the numbers of one device, and rows sent as explained.
+
+`test_parallel_jax.py` runs this file in a process of its own, which has 8 devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import attnscore as ats
+import covering
+from attnscore.parallel import Shard
+from attnscore.parallel.jax import attend, explain, gather_rows, join_rows, merge_over, split_rows
+from cases import MASK, MASKS, SCORE, SCORES, SOME_SCORES, Sizes
+from covering import pairs
+from harness import Call, make_call
+from parallel_torch_calls import shards_of
+
+DEVICES = (1, 2, 3, 4, 8)
+MODES = ("gather", "ring", "heads")
+ROWS = jax.P(None, None, "context")
+PLACEMENTS = {
+    "whole": ("contiguous", "contiguous"),
+    "tails": ("head_tail", "head_tail"),
+    "balanced": ("balanced", "contiguous"),
+    "uneven": ("uneven", "uneven"),
+}
+EXTRAS = ("", "bias", "bias-sink", "sink", "hiding-bias", "key-bias", "row-bias")
+# With an axis of positions in a parameter, which is none of the sequence's here.
+POSITIONS = ("rows", "keys", "heads-rows", "batch-heads")
+SHARED_SCORES = [score.name for score in SCORES if score.name.removeprefix("scaled_dot-") not in POSITIONS]
+SOME_MASKS = (
+    *("none", "Causal", "SlidingWindow-both", "valid_lens-2d", "array-4d", "Neighbours-and", "MaskFunction-heads"),
+)
+HEADS_MASK = ats.Dense(np.ones((1, 4, 24, 24), bool))
+
+
+def mesh_of(devices: int) -> Any:
+    kind = (jax.sharding.AxisType.Auto,)
+    return jax.make_mesh((devices,), ("context",), axis_types=kind, devices=jax.devices()[:devices])
+
+
+def over(devices: int, function: Callable[..., Any], *arrays: Any, out: Any = ROWS, rows: Any = ROWS) -> Any:
+    """A function of arrays that are divided by rows."""
+    return jax.shard_map(function, mesh=mesh_of(devices), in_specs=(rows,) * len(arrays), out_specs=out)(*arrays)
+
+
+def results(call: Call, score: str, mask: str, devices: int, placement: tuple[str, str], options: Any) -> Any:
+    """Outputs and gradients of a call of the tables, inside one program over the devices."""
+    sizes = Sizes(queries=call.visible.shape[-2], keys=call.visible.shape[-1])
+    arguments = MASK[mask].arguments(sizes)
+    queries = shards_of(placement[0], sizes.queries, devices, arguments.get("mask"), sizes.keys)
+    keys = shards_of(placement[1], sizes.keys, devices)
+    held = {"query": queries, "key": keys, "value": keys}
+    if call.bias is not None and call.bias.shape[-2] > 1:
+        held["bias"] = queries
+    leaves = {name: jnp.asarray(x) for name, x in call.leaves.items()}
+    seeds = [jnp.asarray(seed) for seed in call.seeds_outward().values()]
+
+    def local(leaves: Any) -> Any:
+        own = {name.removeprefix("score."): x for name, x in leaves.items() if name.startswith("score.")}
+        extras = {name: leaves[name] for name in ("bias", "sink") if name in leaves}
+        masks = {name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in arguments.items()}
+        arrays = (leaves[name] for name in ("query", "key", "value"))
+        out, stats = attend(
+            *arrays, axis_name="context", queries=queries, keys=keys, score=SCORE[score].make(**own),
+            return_stats=True, **masks, **extras, **options,
+        )  # fmt: skip
+        return {"out": out, **stats._asdict()}
+
+    def outputs_of(leaves: Any) -> Any:
+        placed = {name: split_rows(x, held[name]) if name in held else x for name, x in leaves.items()}
+        # Rows are on the second last axis of arrays that have them, whatever their number of axes.
+        specs = {
+            name: jax.P(*(None,) * (x.ndim - 2), "context") if name in held else jax.P() for name, x in placed.items()
+        }
+        found = jax.shard_map(local, mesh=mesh_of(devices), in_specs=(specs,), out_specs=ROWS)(placed)
+        found = {name: join_rows(x, queries, -2 if name == "out" else -1) for name, x in found.items()}
+        return [found[name] for name in call.seeds], found
+
+    @jax.jit
+    def both(leaves: Any) -> Any:
+        _, vjp, outputs = jax.vjp(outputs_of, leaves, has_aux=True)
+        return outputs, vjp(seeds)[0]
+
+    outputs, grads = both(leaves)
+    return {name: np.asarray(x) for name, x in outputs.items()} | {
+        f"grad.{name}": np.asarray(grad) for name, grad in grads.items()
+    }
+
+
+def check(score: str, mask: str, extras: str, dtype: str, devices: int, placement: Any, mode: str) -> None:
+    call = make_call(score, mask, dtype, extras)
+    try:
+        found = results(call, score, mask, devices, placement, {"mode": mode})
+    except ats.ArgumentError as error:
+        # Heads that the devices do not divide, or with masks and parameters of their own.
+        assert mode == "heads" and "mode: expected one that" in str(error)
+        found = results(call, score, mask, devices, placement, {"mode": "gather"})
+    call.check(found)
+
+
+@pytest.mark.parametrize(
+    ("score", "mask", "extras", "dtype", "devices", "placement", "mode"),
+    [
+        ("additive-tanh-bias", "SlidingWindow-both", "bias", "float64", 4, "tails", "gather"),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in [
+                ("scaled_dot", "Causal", "", "float32", 8, "whole", "auto"),
+                ("gaussian-heads", "valid_lens", "bias-sink", "float64", 3, "uneven", "ring"),
+                ("temperature-learned-dot", "none", "row-bias", "bfloat16", 2, "balanced", "heads"),
+                ("cosine-heads-zero-vectors", "Documents", "sink", "bfloat16", 4, "tails", "ring"),
+            ]
+        ),
+    ],
+)
+def test_some_calls(score: str, mask: str, extras: str, dtype: str, devices: int, placement: str, mode: str) -> None:
+    check(score, mask, extras, dtype, devices, PLACEMENTS[placement], mode)
+
+
+def thinned(every: int, **factors: Any) -> Any:
+    """Some rows of a covering array, as each is a program to be compiled; with ``--products`` the product."""
+    mark = pairs(**factors)
+    step = 1 if covering.products else every
+    return pytest.mark.parametrize(mark.args[0], mark.args[1][::step], ids=mark.kwargs["ids"][::step])
+
+
+@pytest.mark.slow
+@thinned(20, score=SHARED_SCORES, devices=DEVICES, placement=PLACEMENTS, extras=EXTRAS, mask=SOME_MASKS,
+         dtype=("float64", "float32"), mode=MODES)  # fmt: skip
+def test_every_score(score: str, mask: str, extras: str, devices: int, placement: Any, dtype: str, mode: str) -> None:
+    check(score, mask, extras, dtype, devices, placement, mode)
+
+
+@pytest.mark.slow
+@thinned(33, mask=[mask.name for mask in MASKS], score=[score.name for score in SOME_SCORES], devices=DEVICES,
+         placement=PLACEMENTS, extras=EXTRAS, dtype=("float64", "float32"), mode=MODES)  # fmt: skip
+def test_every_mask(mask: str, score: str, devices: int, placement: Any, extras: str, dtype: str, mode: str) -> None:
+    check(score, mask, extras, dtype, devices, placement, mode)
+
+
+# ------------------------------------------------------------------ dropout, lengths, bytes
+
+
+def arrays(length: int = 24, heads: int = 4, kv_heads: int = 4) -> tuple[jax.Array, ...]:
+    rng = np.random.default_rng(0)
+    shapes = (2, heads, length, 6), (2, kv_heads, length, 6), (2, kv_heads, length, 3)
+    return tuple(jnp.asarray(rng.standard_normal(shape)) for shape in shapes)
+
+
+def compare(devices: int, given: tuple[jax.Array, ...], shards: Any, **options: Any) -> None:
+    """Output and gradients are those of one device; `options` with "mode" go to the devices."""
+    mode = options.pop("mode", "auto")
+
+    def divided(*given: Any) -> Any:
+        def local(*own: Any) -> Any:
+            return attend(*own, axis_name="context", queries=shards, mode=mode, **options)
+
+        placed = given if shards is None else tuple(split_rows(x, shards) for x in given)
+        found = over(devices, local, *placed)
+        return found if shards is None else join_rows(found, shards)
+
+    def with_gradients(function: Any) -> Any:
+        return jax.jit(jax.value_and_grad(lambda *x: (function(*x) ** 2).sum(), (0, 1, 2)))(*given)
+
+    found, wanted = with_gradients(divided), with_gradients(lambda *x: ats.attend(*x, **options))
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=() if mode == "gather" else pytest.mark.slow) for mode in MODES]
+)
+def test_dropout_has_the_bits_of_one_device(mode: str) -> None:
+    shards = [Shard.head_tail(26, rank, 4) for rank in range(4)]
+    compare(4, arrays(26), shards, mode=mode, mask=ats.Causal(), dropout=0.4, seed=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_traced_lengths_and_seeds(mode: str) -> None:
+    shards = [Shard.contiguous(26, rank, 4) for rank in range(4)]
+    given = tuple(split_rows(x, shards) for x in arrays(26))
+    lens, seed = jnp.asarray([26, 9]), jax.random.key(5)
+
+    def local(query: Any, key: Any, value: Any, lens: Any, seed: Any) -> Any:
+        options = {"valid_lens": lens, "mask": ats.Causal(), "dropout": 0.4, "seed": seed}
+        return attend(query, key, value, axis_name="context", queries=shards, mode=mode, **options)
+
+    specs = (ROWS, ROWS, ROWS, jax.P(), jax.P())
+
+    def loss(*given: Any) -> Any:
+        found = jax.shard_map(local, mesh=mesh_of(4), in_specs=specs, out_specs=ROWS)(*given, lens, seed)
+        return (join_rows(found, shards) ** 2).sum()
+
+    def whole(*given: Any) -> Any:
+        options = {"valid_lens": lens, "mask": ats.Causal(), "dropout": 0.4, "seed": seed}
+        return (ats.attend(*(join_rows(x, shards) for x in given), **options) ** 2).sum()
+
+    found, wanted = (jax.jit(jax.value_and_grad(x, (0, 1, 2)))(*given) for x in (loss, whole))
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_devices_with_nothing_to_do(mode: str) -> None:
+    shards = [Shard.contiguous(5, rank, 8) for rank in range(8)]
+    compare(8, arrays(5, 8, 8), shards, mode=mode, mask=ats.Causal())
+
+
+@pytest.mark.slow
+def test_a_mesh_of_two_axes() -> None:
+    """Batch entries on one axis, rows on the other."""
+    given = arrays(24)
+    kind = (jax.sharding.AxisType.Auto,) * 2
+    mesh, rows = jax.make_mesh((2, 4), ("batch", "context"), axis_types=kind), jax.P("batch", None, "context")
+
+    def local(*own: Any) -> Any:
+        return attend(*own, axis_name="context", mask=ats.SlidingWindow(5, 0))
+
+    found = jax.shard_map(local, mesh=mesh, in_specs=rows, out_specs=rows)(*given)
+    np.testing.assert_allclose(found, ats.attend(*given, mask=ats.SlidingWindow(5, 0)), atol=1e-12)
+
+
+@pytest.mark.slow
+def test_rows_over_two_axes() -> None:
+    given = arrays(24)
+    kind = (jax.sharding.AxisType.Auto,) * 2
+    mesh, rows = jax.make_mesh((2, 4), ("x", "y"), axis_types=kind), jax.P(None, None, ("x", "y"))
+
+    def local(*own: Any) -> Any:
+        return attend(*own, axis_name=("x", "y"), mask=ats.Causal())
+
+    found = jax.shard_map(local, mesh=mesh, in_specs=rows, out_specs=rows)(*given)
+    np.testing.assert_allclose(found, ats.attend(*given, mask=ats.Causal()), atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("mask", "mode"),
+    [
+        (ats.SlidingWindow(5, 0), "gather"),
+        pytest.param(ats.Causal(), "gather", marks=pytest.mark.slow),
+        pytest.param(None, "ring", marks=pytest.mark.slow),
+    ],
+)
+def test_bytes_are_those_explained(mask: Any, mode: str) -> None:
+    """Counted at the collectives of the program: each sender of a `ppermute` sends the operand."""
+    told: list[Any] = []
+
+    def local(*own: Any) -> Any:
+        told.append(explain(*own, axis_name="context", mask=mask, mode=mode))
+        return attend(*own, axis_name="context", mask=mask, mode=mode)
+
+    program = jax.make_jaxpr(lambda *x: over(4, local, *x))(*arrays(32))
+    assert collective_bytes(program.jaxpr, 4) == list(told[0].forward_bytes)
+
+
+def test_a_window_sends_as_much_for_any_length() -> None:
+    def bytes_of(length: int) -> list[int]:
+        def local(*own: Any) -> Any:
+            return attend(*own, axis_name="context", mask=ats.SlidingWindow(5, 0))
+
+        return collective_bytes(jax.make_jaxpr(lambda *x: over(4, local, *x))(*arrays(length)).jaxpr, 4)
+
+    assert bytes_of(32) == bytes_of(320) == [5 * 2 * 4 * 9 * 8] * 3 + [0]
+
+
+def collective_bytes(jaxpr: Any, devices: int) -> list[int]:
+    """Bytes that each device sends in all collectives of a program; they have to be `ppermute`."""
+    sent = [0] * devices
+    for equation in jaxpr.eqns:
+        assert "all_" not in equation.primitive.name
+        if equation.primitive.name == "ppermute":
+            size = sum(x.aval.size * x.aval.dtype.itemsize for x in equation.invars)
+            for source, _ in equation.params["perm"]:
+                sent[source] += size
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                sent = [a + b for a, b in zip(sent, collective_bytes(inner, devices), strict=True)]
+    return sent
+
+
+@pytest.mark.slow
+def test_programs_call_the_native_kernel() -> None:
+    if "native" not in ats.available()["kernels"]:
+        pytest.skip("the native kernel is not built")
+    given = arrays(32)
+
+    def loss(*given: Any) -> Any:
+        def local(*own: Any) -> Any:
+            return attend(*own, axis_name="context", mask=ats.Causal())
+
+        return over(4, local, *given).sum()
+
+    text = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*given).as_text()
+    assert "attnscore_forward" in text
+    assert "attnscore_backward" in text
+
+
+# ------------------------------------------------------------------ rows, decoding, errors
+
+
+def test_rows_are_gathered_and_split() -> None:
+    shards = [Shard.head_tail(13, rank, 4) for rank in range(4)]
+    x = arrays(13)[0]
+    placed = split_rows(x, shards)
+    np.testing.assert_array_equal(join_rows(placed, shards), x)
+    found = over(4, lambda own: gather_rows(own, axis_name="context", shards=shards), placed, out=jax.P("context"))
+    np.testing.assert_array_equal(found, jnp.concatenate([x] * 4))
+
+
+def test_decoding_merges_the_keys_of_all_devices() -> None:
+    _, key, value = arrays(24)
+    query = arrays(3)[0]
+
+    def local(key: Any, value: Any) -> Any:
+        valid = jnp.clip(17 - 6 * jax.lax.axis_index("context"), 0, 6)
+        out, stats = ats.attend(query, key, value, valid_lens=jnp.full(2, valid), return_stats=("log_sum_exp",))
+        return merge_over(out, stats.log_sum_exp, axis_name="context")
+
+    out, total = over(4, local, key, value, out=jax.P())
+    wanted, stats = ats.attend(query, key, value, valid_lens=jnp.asarray([17, 17]), return_stats=("log_sum_exp",))
+    np.testing.assert_allclose(out, wanted, atol=1e-12)
+    np.testing.assert_allclose(total, stats.log_sum_exp, atol=1e-12)
+    nothing = over(4, lambda x: merge_over(x, x[..., 0] - jnp.inf, axis_name="context"), value, out=jax.P())
+    assert not np.asarray(nothing[0]).any()
+    assert np.isneginf(nothing[1]).all()
+
+
+SHARDS = [Shard.contiguous(24, rank, 4) for rank in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"mode": "fast"}, ats.ArgumentError, "mode: expected"),
+        ({"queries": SHARDS[:3]}, ats.ArgumentError, "queries: expected one shard for each of 4 devices, got 3"),
+        ({"queries": [Shard.whole(24)] * 4}, ats.ShapeError, "queries: expected at most 6 positions a device"),
+        ({"queries": [SHARDS[0]] * 4}, ats.ArgumentError, "queries: expected shards that hold each position once"),
+        ({"mask": ats.Dense(jnp.ones((6, 24), bool))}, ats.MaskError, "mask: expected"),
+        ({"bias": jnp.ones((7, 24))}, ats.ShapeError, "bias: expected a shape that broadcasts"),
+        ({"kernel": "dense"}, ats.KernelUnavailable, "kernel: expected one that takes lowered keys, got 'dense'"),
+        ({"mode": "heads", "heads": 2}, ats.ArgumentError, "mode: .*4 ranks do not divide 2 heads"),
+        (
+            {"mode": "heads", "score": ats.ScaledDot(jnp.ones(4)), "mask": HEADS_MASK},
+            ats.ArgumentError,
+            "a mask of its own",
+        ),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    heads = options.pop("heads", 4)
+    with pytest.raises(error, match=words):
+        over(4, lambda *own: attend(*own, axis_name="context", **options), *arrays(24, heads, heads))
