@@ -105,10 +105,30 @@ LAYERS = {
         "(num_hiddens, num_heads, dropout=0.0, *, bias=False, score='scaled_dot', score_hiddens=None, ...)"
     ),
 }
+_SIZES = "dim, key_dim=None, value_dim=None, heads=1, kv_heads=None, batch=1, dtype='float32'"
+PARALLEL = {
+    "attend_chunks": (
+        "(query, key, value, *, chunk=None, progress=None, score='scaled_dot', mask=None, valid_lens=None, bias=None, "
+        "sink=None, head_axis=-3, kernel='auto', return_stats=False)"
+    ),
+    "balanced_shards": "(mask, length, ranks, chunk=128, *, key_len=None, batch=1)",
+    "consecutive_shards": "(mask, length, ranks, chunk=128, *, key_len=None, batch=1)",
+    "exchange": "(mask, queries, keys, *, batch=1)",
+    "explain": f"(mask, queries, keys=None, *, {_SIZES}, mode='auto', gradient='auto', memory=None)",
+    "shard_mask": "(mask, rows, cols, query_len, key_len, *, padded=False)",
+    "simulate": (
+        f"(mask, length, ranks, machine, *, {_SIZES}, mode='gather', gradient=False, queries=None, keys=None, "
+        "operations_per_pair=None)"
+    ),
+    "Shard": "(ranges, length)",
+    "Machine": "(flops, bandwidth, latency=0.0, overlap=True)",
+}
+RESULTS_OF_PARALLEL = ("Exchange", "ParallelExplanation", "Simulation")
 ELSEWHERE = {
     "attnscore.layers.torch": tuple(LAYERS),
     "attnscore.layers.flax": tuple(LAYERS),
     "attnscore.layers.keras": tuple(LAYERS),
+    "attnscore.parallel": (*PARALLEL, *RESULTS_OF_PARALLEL),
     "attnscore.plotting": ("show_heatmaps",),
     "attnscore.testing": ("check_score", "check_kernel", "check_framework"),
 }
@@ -157,6 +177,14 @@ def test_signatures_of_layers(name: str, expected: str) -> None:
     call = inspect.signature(layer.forward)
     assert list(call.parameters)[:6] == ["self", "queries", "keys", "values", "valid_lens", "mask"]
     assert call.parameters["valid_lens"].default is None and call.parameters["mask"].default is None
+
+
+@pytest.mark.parametrize(("name", "expected"), PARALLEL.items())
+def test_signatures_of_parallel(name: str, expected: str) -> None:
+    from attnscore import parallel
+
+    assert signature(getattr(parallel, name)) == expected
+    assert sorted(parallel.__all__) == sorted([*PARALLEL, *RESULTS_OF_PARALLEL])
 
 
 def test_signature_of_heat_maps() -> None:
@@ -277,7 +305,7 @@ CALLABLES = {name: x for name, x in DOCUMENTED.items() if inspect.isfunction(x)}
 WITH_PARAMETERS = CALLABLES | {
     name: x
     for name, x in DOCUMENTED.items()
-    if inspect.isclass(x) and name.split(".")[-1] in {*SCORES, *CLASSES, *LAYERS}
+    if inspect.isclass(x) and name.split(".")[-1] in {*SCORES, *CLASSES, *LAYERS, *PARALLEL}
 }
 
 

@@ -1,7 +1,8 @@
 """Make every picture of the documentation: ``python docs/images/make.py [NAME ...]``; without names, all.
 
 Needs ``pip install '.[demo]'``. The pictures named in FROM_DEMO are taken from ``attnscore demo``, those in FROM_LAB
-from ``attnscore lab`` (about ten minutes), the others are drawn with the library's scores, here and in ``diagrams.py``.
+from ``attnscore lab`` (about ten minutes), the others are drawn with the library's scores, here, in ``diagrams.py`` and
+in ``parallel.py``.
 ``report`` is a page of ``attnscore inspect`` in headless Chromium: it needs ``pip install playwright`` and the system's
 Chromium, and is left as it is where there is none.
 
@@ -35,6 +36,7 @@ from attnscore.plotting.drawing import BLUE, RED, WEIGHT, style_lines
 
 HERE = Path(__file__).parent
 DIAGRAMS = runpy.run_path(str(HERE / "diagrams.py"))["DRAWN"]
+PARALLEL = runpy.run_path(str(HERE / "parallel.py"))["DRAWN"]
 FROM_DEMO = {
     "heads": "09-chosen-heads.png",
     "masks": "04-masks.png",
@@ -333,7 +335,7 @@ DRAWN: dict[str, Callable[[], Figure]] = {
     "watching": watching,
     "long-context": long_context,
     "repaired": repaired,
-} | DIAGRAMS
+} | DIAGRAMS | PARALLEL
 
 if __name__ == "__main__":
     main(sys.argv[1:])

@@ -38,6 +38,11 @@ def shard_mask(
     -------
     Mask, or None where nothing is masked
 
+    Raises
+    ------
+    MaskError
+        A graph that is none, once its neighbours are read.
+
     Examples
     --------
     >>> import attnscore as ats

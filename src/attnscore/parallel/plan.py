@@ -38,6 +38,7 @@ class Exchange:
 
     @property
     def ranks(self) -> int:
+        """Number of ranks."""
         return len(self.queries)
 
     def transfer(self, source: int, target: int) -> Shard:
@@ -47,7 +48,7 @@ class Exchange:
     def attending(self, target: int, source: int) -> Shard:
         """Return the queries of `target` that attend keys of `source`: those to send where gradients are summed there.
 
-        Queries are told by the intervals of the mask, so that there may be a few too many, never too few.
+        They are found by the intervals of the mask: there may be a few too many, never too few.
         """
         keys = self.transfer(source, target).ranges
         strips = self._of_mask.strips(self.queries[target].ranges) if keys else ()

@@ -225,6 +225,10 @@ def balanced_shards(
     -------
     tuple of Shard, one a rank
 
+    Raises
+    ------
+    ArgumentError
+
     Examples
     --------
     >>> import attnscore as ats
@@ -253,6 +257,10 @@ def consecutive_shards(
     Returns
     -------
     tuple of Shard, one a rank
+
+    Raises
+    ------
+    ArgumentError
 
     Examples
     --------
