@@ -28,11 +28,6 @@ SCORES = ("additive-tanh-heads", "additive-sigmoid-bias", "additive-relu", "addi
           "additive-silu-some-heads", "additive-gelu", "soft_cap-of-temperature-additive")  # fmt: skip
 MASKS = ("valid_lens-empty", "KeyPadding-scattered", "Causal-bottom_right-tall", "Packed-or", "array-4d", "nested")
 SOME_EXTRAS = tuple(name for name in EXTRAS if "weights" not in name)
-FEW = [
-    ("additive-tanh", "SlidingWindow-both", "float32", "bias-sink"),
-    ("additive-silu-some-heads", "array-4d", "float16", "hiding-bias"),
-]
-"""Rows of the default tier."""
 
 
 @pytest.fixture(autouse=True)
@@ -41,9 +36,8 @@ def _small_tiles(_tiles_of_few_positions: None, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(additive_gradients, "INTERPRETED_TILE", (4, 4))
 
 
-@pytest.mark.parametrize(("score", "mask", "dtype", "extras"), FEW)
-def test_a_few_against_the_oracle(score: str, mask: str, dtype: str, extras: str) -> None:
-    call = make_call(score, mask, dtype, extras)
+def test_one_against_the_oracle() -> None:
+    call = make_call("additive-tanh", "Causal-offset-batch", "float32", "hiding-bias", Sizes(heads=2, key_heads=1))
     call.check(run(call, kernel="triton", among_nan=True))
 
 
@@ -83,7 +77,7 @@ def _results(
 ) -> list[torch.Tensor]:
     """Return log-sum-exp, output and the gradients of all arrays, in float64."""
     device = DEVICE if kernel == "triton" else "cpu"
-    leaves = {name: x.to(device, dtype).requires_grad_() for name, x in arrays.items()}
+    leaves = {name: x.detach().clone().to(device, dtype).requires_grad_() for name, x in arrays.items()}
     score = ats.Additive(leaves["w_v"], activation=activation, negative_slope=0.2)
     sides = (leaves[name] for name in ("query", "key", "value"))
     out, stats = ats.attend(*sides, score=score, kernel=kernel, return_stats="log_sum_exp", **options)
@@ -123,7 +117,8 @@ def test_any_number_of_channels(channels: int) -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("name", ["query", "key", "value"])
 def test_masked_pairs_propagate_nothing(name: str, value: float, activation: str) -> None:
-    """A number behind the mask changes no bit of the rest, in either direction; an infinity has its activation."""
+    """Neither forward nor backward: a NaN changes no bit of the rest, an infinity the algorithm and so the rounding."""
+    tolerance = 0.0 if math.isnan(value) else 3e-6
     arrays = _arrays(1.0, 5)
     mask = ats.ValidLens(torch.tensor([6]))
     clean = _results(arrays, activation, "triton", torch.float32, mask=mask)
@@ -132,11 +127,11 @@ def test_masked_pairs_propagate_nothing(name: str, value: float, activation: str
     found = _results(arrays, activation, "triton", torch.float32, mask=mask)
     if name != "query":
         for x, want in zip(found, clean, strict=True):
-            np.testing.assert_array_equal(x.numpy(), want.numpy())
+            torch.testing.assert_close(x, want, rtol=tolerance, atol=tolerance)
         return
     others = [i for i in range(7) if i != position]
     for k in (0, 1, 2):
-        np.testing.assert_array_equal(found[k][:, others].numpy(), clean[k][:, others].numpy())
+        torch.testing.assert_close(found[k][:, others], clean[k][:, others], rtol=tolerance, atol=tolerance)
     if math.isinf(value) and activation != "relu":
         wanted = _results(arrays, activation, "streaming", torch.float64, mask=mask)
         for x, want in zip(found, wanted, strict=True):
