@@ -18,6 +18,9 @@ from typing import Any
 MODULES = (
     "attnscore",
     "attnscore.layers.torch",
+    "attnscore.parallel",
+    "attnscore.parallel.torch",
+    "attnscore.parallel.jax",
     "attnscore.plotting",
     "attnscore.diagnostics",
     "attnscore.integrations.transformers",
