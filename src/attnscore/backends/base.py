@@ -41,6 +41,8 @@ DTYPES = {
     "float64": Dtype("float64", "float64"),
 }
 HALF_PRECISION = tuple(name for name, dtype in DTYPES.items() if dtype.storage == "uint16")
+ACCELERATORS = ("cuda", "gpu", "tpu", "rocm", "xpu", "mps")
+"""Beginnings of the devices' names."""
 FLOATING = f"a floating dtype ({', '.join(DTYPES)})"
 """How messages name the dtypes that are taken."""
 
@@ -202,6 +204,10 @@ class Backend(ABC):
 
     @abstractmethod
     def device(self, x: Array) -> str: ...
+
+    def is_accelerated(self, x: Array) -> bool:
+        """Whether the array is on an accelerator, or will be when a program runs: a GPU, a TPU."""
+        return self.device(x).lower().startswith(ACCELERATORS)
 
     def is_recording(self) -> bool:
         """Whether operations are recorded (`torch.jit.trace`), to be run again for arrays of any size."""

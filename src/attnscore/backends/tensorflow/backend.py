@@ -87,6 +87,10 @@ class TensorFlowBackend(Backend):
         kind, _, number = x.device.rpartition("device:")[2].lower().partition(":")
         return kind if kind == "cpu" else f"{kind}:{number}"
 
+    def is_accelerated(self, x: Array) -> bool:
+        device = self.device(x)
+        return bool(tf.config.list_logical_devices("GPU")) if device == "graph" else super().is_accelerated(x)
+
     def astype(self, x: Array, dtype: str) -> Array:
         return tf.cast(x, dtype)
 
