@@ -28,6 +28,9 @@ from attnscore.masks.intervals import HostArray
 # Scores held at a time, over all batches and heads. 2^18 float32 are 1 MB: the few arrays of a tile then stay in the
 # last-level cache, and a tile is still long against the cost of a call from Python (about 50 us a tile).
 TILE_SCORES = 2**18
+# On an accelerator, where each operation costs about 10 us to start whatever its size: 32 MB, which takes about as long
+# to read and write (computed from 3 TB/s, not measured).
+ACCELERATOR_TILE_SCORES = 2**23
 SMALLEST_TILE = 16
 SHORTEST_GAP = 64
 """Keys of a skipped or full segment between two others: shorter ones are merged with their neighbours."""
@@ -179,7 +182,7 @@ def plan(problem: Problem, tile: tuple[int, int] | None = None) -> TilePlan:
     """Plan the tiles of a problem; `tile` (queries, keys) overrides their sizes."""
     score_shape = problem.score_shape
     interval_set, rest = problem.visibility
-    query_tile, key_tile = tile or tile_sizes(score_shape, problem.form.values_per_pair())
+    query_tile, key_tile = tile or tile_sizes(score_shape, problem.form.values_per_pair(), _scores_of_tile(problem))
     starts = (0,) if is_unknown(score_shape.query_len) else range(0, score_shape.query_len, query_tile)
     if interval_set is None:
         everything = Segment(0, score_shape.key_len, rest is not None)
@@ -201,15 +204,20 @@ def planned(problem: Problem) -> TilePlan:
     """Return the plan of a problem, cached for small problems that differ in their arrays alone."""
     mask, queries = problem.mask, problem.score_shape.query_len
     small = isinstance(mask, CachedMask) or (mask is None and not is_unknown(queries) and queries <= MAX_ROWS)
-    key = (problem.score_shape, problem.form.values_per_pair(), mask, TILE_SCORES) if small else None
+    key = (problem.score_shape, problem.form.values_per_pair(), mask, _scores_of_tile(problem)) if small else None
     return _PLANS.get_or_compute(key, lambda: plan(problem))
 
 
-def tile_sizes(score_shape: ScoreShape, values_per_pair: int) -> tuple[Any, Any]:
-    """Return the queries and keys of a tile whose scores, over all batches and heads, number about TILE_SCORES."""
+def _scores_of_tile(problem: Problem) -> int:
+    """Return how many scores a tile has where its size is free."""
+    return ACCELERATOR_TILE_SCORES if problem.ops.is_accelerated(problem.value) else TILE_SCORES
+
+
+def tile_sizes(score_shape: ScoreShape, values_per_pair: int, scores: int) -> tuple[Any, Any]:
+    """Return the queries and keys of a tile whose scores, over all batches and heads, number about `scores`."""
     known = [1 if is_unknown(length) else length for length in score_shape.lead]
     matrices = max(1, math.prod(known) * score_shape.heads * score_shape.groups)
-    pairs = max(SMALLEST_TILE**2, TILE_SCORES // (matrices * max(1, values_per_pair)))
+    pairs = max(SMALLEST_TILE**2, scores // (matrices * max(1, values_per_pair)))
     side = 2 ** int(math.log2(pairs) / 2)
     if is_unknown(score_shape.query_len) or is_unknown(score_shape.key_len):
         # All queries against a few keys at a time: memory is linear, and one loop serves any sizes.

@@ -85,6 +85,10 @@ class JaxBackend(Backend):
             return ""
         return ", ".join(sorted(map(str, x.devices())))
 
+    def is_accelerated(self, x: Array) -> bool:
+        # A traced or uncommitted array will be on the default device, unless the caller says otherwise.
+        return super().is_accelerated(x) if self.device(x) else jax.default_backend() != "cpu"
+
     def astype(self, x: Array, dtype: str) -> Array:
         return x if x.dtype.name == dtype else lax.convert_element_type(x, _canonical_dtype(dtype))
 
