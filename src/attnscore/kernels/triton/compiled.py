@@ -1,25 +1,31 @@
 """What the compiler makes of the kernels for each architecture: registers, spills, shared memory, matrix instructions.
 
-``python -m attnscore.kernels.triton.compiled`` compiles each entry of the tile table, without a GPU, and prints the
-table of the documentation. The compiler and the disassembler come with Triton.
+``python -m attnscore.kernels.triton.compiled FILE`` compiles each entry of the tile table, without a GPU, and writes
+the page of the documentation. The compiler and the disassembler come with Triton.
 """
 
 from __future__ import annotations
 
 import re
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from attnscore.core import tiled, tiling
+from attnscore.core.problem import build_problem
+from attnscore.core.tiled import RowGradients
 from attnscore.kernels.triton import launch
+from attnscore.kernels.triton.tiles import tile_of
+from attnscore.masks import Causal
 
 SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 """Bytes that a program may have, by architecture."""
@@ -47,8 +53,10 @@ class Code:
 class Recorder(launch.Runner):
     """Compiles each kernel for an architecture in place of a launch."""
 
-    def __init__(self, architecture: int) -> None:
+    def __init__(self, architecture: int, wanted: Collection[str] | None = None) -> None:
         self.target = architecture
+        self.wanted = wanted
+        """Names of the kernels to compile; None: all."""
         self.found: dict[str, Code] = {}
 
     def architecture(self, x: torch.Tensor) -> int:
@@ -56,6 +64,8 @@ class Recorder(launch.Runner):
 
     def run(self, kernel: Any, grid: tuple[int, ...], *operands: Any, **constants: Any) -> None:
         """Compile a kernel as a launch with these operands would."""
+        if self.wanted is not None and kernel.__name__ not in self.wanted:
+            return
         options = {name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants}
         signature: dict[str, Any] = {}
         constexprs: dict[tuple[int, ...], Any] = {}
@@ -110,4 +120,69 @@ def _code(compiled: Any) -> Code:
     return Code(int(registers[1]) if registers else 0, count("STL", "LDL"), compiled.metadata.shared, matrix, atomics)
 
 
-_ = Iterator
+ENTRIES: tuple[tuple[int, str, int, str], ...] = tuple(
+    (architecture, dtype, dim, score)
+    for architecture in SHARED_MEMORY
+    for dtype, dim, score in (
+        *((dtype, dim, "scaled_dot") for dtype in ("bfloat16", "float32") for dim in (32, 64, 128, 256)),
+        ("float32", 64, "gaussian"),
+    )
+)
+"""(architecture, dtype, dimension, score) of every entry of the tile table."""
+KERNELS = ("forward", "d_query", "d_key")
+
+
+def compile_call(
+    architecture: int, dtype: str, dim: int, wanted: Collection[str] | None = KERNELS, **options: Any
+) -> dict[str, Code]:
+    """Compile the kernels of a causal call with heads of its own and all their gradients; return their facts by name.
+
+    `options` are arguments of `attend`.
+    """
+    length, kind = 64, getattr(torch, dtype)
+    query, key = (torch.zeros(1, heads, length, dim, dtype=kind) for heads in (2, 1))
+    options = {"mask": Causal(), **options}
+    problem, _ = build_problem(query, key, key, **options)
+    plan, runner = tiling.plan(problem), Recorder(architecture, wanted)
+    result = launch.forward(problem, plan, runner)
+    grads = RowGradients(result.out, entropy=result.statistics.get("entropy"))
+    launch.backward(problem, plan, result, grads, frozenset(tiled.operands(problem)), runner)
+    return runner.found
+
+
+def page() -> str:
+    """Return the page of the documentation: a table of every entry."""
+    lines = [
+        "# Compiled GPU kernels",
+        "",
+        f"What Triton {triton.__version__} and its assembler make of each entry of the tile table of the Triton kernels:",
+        "a causal call with grouped heads. Compiled without a GPU; none of these numbers is a time.",
+        "",
+        "- **tile**: queries x keys, warps of a program, stages of its pipeline",
+        "- **registers** of a thread, at most 255; **spills**: instructions that move registers to memory and back",
+        "- **shared**: KB of shared memory of a program, of 163 (sm_80), 99 (sm_89) and 227 (sm_90)",
+        "- **matrix**: the instruction that multiplies tiles. No kernel has an atomic operation.",
+        "",
+        "Made by `python -m attnscore.kernels.triton.compiled docs/performance/gpu-code.md`.",
+    ]
+    for architecture in SHARED_MEMORY:
+        lines += [
+            "",
+            f"## sm_{architecture}",
+            "",
+            "| score | dtype | dim | kernel | tile | registers | spills | shared | matrix |",
+        ]
+        lines.append("|---|---|---|---|---|---|---|---|---|")
+        for arch, dtype, dim, score in ENTRIES:
+            if arch != architecture:
+                continue
+            for name, code in compile_call(arch, dtype, dim, score=score).items():
+                tile = tile_of(cast(Any, name), arch, 2 if dtype == "bfloat16" else 4, dim, score == "gaussian")
+                facts = f"{code.registers} | {code.spills} | {code.shared / 1024:.0f} | {code.matrix}"
+                sizes = f"{tile.queries} x {tile.keys}, {tile.warps}, {tile.stages}"
+                lines.append(f"| {score} | {dtype} | {dim} | {name} | {sizes} | {facts} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(page(), encoding="utf-8")
