@@ -98,22 +98,25 @@ def backward(
             )
 
 
-@pytest.mark.parametrize("shards", [CONTIGUOUS, UNEVEN], ids=["contiguous", "uneven"])
+@pytest.mark.parametrize("keys", [CONTIGUOUS, UNEVEN], ids=["keys", "uneven keys"])
+@pytest.mark.parametrize("shards", [CONTIGUOUS, UNEVEN], ids=["queries", "uneven queries"])
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("gradient", ["reduce", "queries"])
-def test_bytes_are_those_of_the_messages(mode: str, name: str, gradient: str, shards: list[Shard]) -> None:
+def test_bytes_are_those_of_the_messages(
+    mode: str, name: str, gradient: str, shards: list[Shard], keys: list[Shard]
+) -> None:
     if gradient == "queries" and mode != "gather":
         with pytest.raises(ArgumentError, match=f"gradient: expected 'auto', 'reduce' or 'none' with mode='{mode}'"):
             explain(MASKS[name], shards, mode=mode, gradient=gradient, **SIZES)
         return
     for dtype in ("float32", "float16", "float64"):
-        found = explain(MASKS[name], shards, CONTIGUOUS, mode=mode, gradient=gradient, dtype=dtype, **SIZES)
-        world = Arrays(shards, CONTIGUOUS, dtype)
-        forward(world, MASKS[name], mode, shards, CONTIGUOUS)
+        found = explain(MASKS[name], shards, keys, mode=mode, gradient=gradient, dtype=dtype, **SIZES)
+        world = Arrays(shards, keys, dtype)
+        forward(world, MASKS[name], mode, shards, keys)
         assert list(found.forward_bytes) == world.sent
         world.sent = [0] * RANKS
-        backward(world, MASKS[name], mode, gradient, shards, CONTIGUOUS)
+        backward(world, MASKS[name], mode, gradient, shards, keys)
         assert list(found.backward_bytes) == world.sent
 
 

@@ -237,9 +237,15 @@ def test_attention_of_a_shard_is_that_of_its_queries(name: str, kernel: str) -> 
 TRACED = [name for name in MASKS if name not in ("none", "function of heads")]
 
 
-@pytest.mark.parametrize("kernel", ["auto", pytest.param("streaming", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", TRACED)
-def test_positions_may_be_traced_and_padded(name: str, kernel: str) -> None:
+QUICK = ("causal", "sinks and a window", "lengths per query", "array", "graph")
+CALLS = [("auto", name) for name in TRACED] + [("streaming", name) for name in TRACED]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "name"),
+    [pytest.param(*x, marks=() if x[0] == "auto" and x[1] in QUICK else pytest.mark.slow) for x in CALLS],
+)
+def test_positions_may_be_traced_and_padded(kernel: str, name: str) -> None:
     """As in a program that runs on every device: each takes its positions, padded to one size, from a table."""
     mask = MASKS[name]
     arrays = [RNG.standard_normal((BATCH, 2, N, dim)).astype(np.float32) for dim in (8, 8, 5)]
