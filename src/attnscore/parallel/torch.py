@@ -42,7 +42,7 @@ from attnscore.masks import Mask, as_mask
 from attnscore.parallel.explanation import MODES, ParallelExplanation, RowBytes, choose
 from attnscore.parallel.plan import exchange
 from attnscore.parallel.shard import Shard
-from attnscore.parallel.torch_modes import Gather, Saved, ShardedCall
+from attnscore.parallel.torch_modes import WAYS, Saved, ShardedCall
 from attnscore.parallel.torch_ranks import Ranks, SumOverRanks, Transfers
 from attnscore.scores.base import with_arrays
 
@@ -282,17 +282,22 @@ def _planned(
     problem = dataclasses.replace(problem, mask=checked)
     if problem.dropout is not None:
         problem = dataclasses.replace(problem, dropout=dataclasses.replace(problem.dropout, seed=facts.seeds[0]))
+    is_shared = True
     if problem.bias is not None:
         is_shared = _check_bias(problem.bias, problem, whole, queries, keys, facts)
         found = SumOverRanks.of(problem.bias, ranks.group) if is_shared and sum_parameters else problem.bias
         problem = dataclasses.replace(problem, bias=whole.to_canonical(ops, found))
     plan = exchange(checked, queries, keys, batch=whole.batch)
-    explanation = choose(
-        plan, _row_bytes(problem), mode=mode if mode != "auto" else "gather",
-        gradient="reduce" if gradient == "auto" else gradient, memory=memory,
-        mask="none" if checked is None else repr(checked),
-    )  # fmt: skip
-    return Gather(ranks, plan, problem, kernel, explanation.gradient), explanation
+    refused = {name: why for name, way in WAYS.items() if (why := way.reasons_against(problem, whole))}
+    if mode in refused:
+        raise ArgumentError(message("mode", "one that can run this call", f"{mode!r}: {'; '.join(refused[mode])}"))
+    # "auto" is the way with the fewest bytes of those that need no second computation of the scores.
+    size, text = _row_bytes(problem), "none" if checked is None else repr(checked)
+    gradient = "reduce" if gradient == "auto" else gradient
+    explanation = choose(plan, size, mode=mode, gradient=gradient, memory=memory, mask=text)
+    if explanation.mode in refused:
+        explanation = choose(plan, size, mode="gather", gradient=gradient, memory=memory, mask=text)
+    return WAYS[explanation.mode](ranks, plan, problem, kernel, explanation.gradient, not is_shared), explanation
 
 
 def _own_problem(

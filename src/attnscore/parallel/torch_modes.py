@@ -9,33 +9,39 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, final
+from typing import Final, NamedTuple, cast, final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from attnscore import kernels
 from attnscore.backends.base import accumulator
 from attnscore.core import dropout as dropouts
-from attnscore.core import tiled, tiling
+from attnscore.core import online_softmax, tiled, tiling
 from attnscore.core.dropout import PairDropout
 from attnscore.core.layout import ScoreShape
+from attnscore.core.online_softmax import RowState
 from attnscore.core.problem import Problem
 from attnscore.core.tiled import Result, RowGradients
 from attnscore.core.tiling import TilePlan
 from attnscore.errors import KernelUnavailable, message
 from attnscore.kernels import Kernel
-from attnscore.masks import Mask
+from attnscore.masks import Dense, Mask, split
+from attnscore.masks.base import atoms_of
 from attnscore.parallel.mask import shard_mask
 from attnscore.parallel.pairs import Range
 from attnscore.parallel.plan import Exchange
 from attnscore.parallel.shard import Shard
-from attnscore.parallel.torch_ranks import Arrays, Ranks, Transfers, copy_rows, cut
+from attnscore.parallel.torch_ranks import Arrays, Ranks, Transfers, copy_rows, cut, positions_first, positions_last
+from attnscore.scores.forms import PARAMETER
 
+_MOMENTS = ("mean_score", "var_score")
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
@@ -66,6 +72,8 @@ class ShardedCall(ABC):
     """Of the rank's own arrays, but for the mask, which is that of the whole sequence, and the keys of the bias."""
     kernel: str
     gradient: str
+    bias_has_queries: bool = False
+    """Whether each rank has the bias of its own queries, not one for all."""
 
     @cached_property
     def whole(self) -> ScoreShape:
@@ -86,6 +94,11 @@ class ShardedCall(ABC):
     def has_relative_bias(self) -> bool:
         """Whether the bias has a number for each key - query."""
         return self.problem.bias is not None and self.whole.is_relative(tuple(self.problem.bias.shape))
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """Statistics of the parts."""
+        return self.problem.statistics
 
     @property
     def sums(self) -> torch.dtype:
@@ -115,11 +128,14 @@ class ShardedCall(ABC):
         """Return a part, and its problem over `arrays`, operands of the rank's queries and of the keys `cols`."""
         mask = shard_mask(self.problem.mask, rows, cols, self.queries.length, self.keys.length)
         problem = self._problem(rows, cols, mask, arrays)
+        return Part(rows, cols, mask, tiling.plan(problem), self.chosen(problem)), problem
+
+    def chosen(self, problem: Problem) -> Kernel:
+        """Return the kernel that runs a problem."""
         kernel = kernels.choose(self.kernel, problem)
         if not kernel.has_vjp:
             raise KernelUnavailable(message("kernel", "one that takes lowered keys", self.kernel))
-        tiles = tiling.plan(problem)
-        return Part(rows, cols, mask, tiles, kernel), problem
+        return kernel
 
     def problem_of(self, part: Part, arrays: Arrays) -> Problem:
         """Return the problem of a part over `arrays`, as in `part`."""
@@ -138,7 +154,7 @@ class ShardedCall(ABC):
             dropout = PairDropout(dropout.probability, dropout.seed, row, cols.positions(like)[None])
         return dataclasses.replace(
             problem,
-            layout=dataclasses.replace(problem.layout, score_shape=shape),
+            layout=dataclasses.replace(problem.layout, score_shape=shape), statistics=self.statistics,
             query=form.query, key=form.key, value=given["value"], form=form, mask=mask,
             bias=None if problem.bias is None else self._bias(given["bias"], rows, cols), sink=given.get("sink"),
             dropout=dropout,
@@ -167,8 +183,13 @@ class ShardedCall(ABC):
             ((start, stop),), ((first, last),) = rows.ranges or ((0, 1),), cols.ranges or ((0, 0),)
             begin = first - stop + self.whole.query_len
             return [(-1, ((begin, begin + last - first + stop - start - 1),))]
-        of_queries = [(-2, self.queries.locate(rows))] if bias.shape[-2] > 1 else []
+        of_queries = [(-2, self.queries.locate(rows))] if self.bias_has_queries else []
         return of_queries + ([(-1, cols.ranges)] if bias.shape[-1] > 1 else [])
+
+    @staticmethod
+    def reasons_against(problem: Problem, whole: ScoreShape) -> tuple[str, ...]:
+        """Return why a call cannot run in this way; the problem has the mask and the bias of the whole sequence."""
+        return ()
 
     def run(self, rows: Shard, cols: Shard, arrays: Arrays) -> tuple[Part, Result]:
         """Return a part, and the result of its forward."""
@@ -314,3 +335,245 @@ def without(shard: Shard, part: Shard) -> Shard:
     """Return the positions of a shard that are not in `part`."""
     ends = [0, *(end for pair in part.ranges for end in pair), part.length]
     return shard & Shard(tuple(zip(ends[::2], ends[1::2], strict=True)), shard.length)
+
+
+@final
+class Ring(ShardedCall):
+    """Pass the keys of all ranks around: a rank holds its own keys and those of one other, with the next in flight.
+
+    Results of one rank's keys after another's are merged by their log-sum-exp. Backward, gradients of keys travel with
+    them, and end at their owner.
+    """
+
+    @staticmethod
+    def reasons_against(problem: Problem, whole: ScoreShape) -> tuple[str, ...]:
+        found = []
+        if problem.bias is not None and whole.is_relative(tuple(problem.bias.shape)):
+            found.append("a bias by relative position")
+        if moments := [name for name in _MOMENTS if name in problem.statistics]:
+            first = np.zeros(0, np.int64)
+            mask = problem.mask
+            rest = None if mask is None else split(mask, whole.query_len, whole.key_len, whole.batch, first)[1]
+            if rest is not None or problem.bias is not None:
+                found.append(f"{' and '.join(moments)} under a bias, or a mask that is no intervals of keys")
+        return tuple(found)
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        # The variance of both parts takes the means of each.
+        wanted = self.problem.statistics
+        return (*wanted, *(x for x in _MOMENTS if x not in wanted)) if {*wanted} & {*_MOMENTS} else wanted
+
+    def forward(self, operands: Arrays) -> tuple[Result, Saved]:
+        state, parts = None, []
+        for owner, block, wait in self._blocks(operands):
+            if owner == self.ranks.rank or self._attends(owner):
+                part, result = self.run(self.queries, self.plan.keys[owner], self._arrays(operands, block))
+                new = self._state(part, result)
+                state = new if state is None else online_softmax.merge(self.problem.ops, state, new)
+                parts.append(part)
+            wait()
+        ops, sink = self.problem.ops, operands.get("sink")
+        sink = None if sink is None else sink.reshape(*sink.shape, 1, 1).to(self.sums)
+        found = online_softmax.finish(ops, cast(RowState, state), sink, self.problem.statistics)
+        out, row_max, log_denom, statistics = found
+        return Result(out.to(operands["value"].dtype), row_max, log_denom, statistics), Saved(tuple(parts), {})
+
+    def backward(
+        self, operands: Arrays, saved: Saved, result: Result, grads: RowGradients, wanted: frozenset[str]
+    ) -> dict[str, Tensor]:
+        of_keys = [name for name in self.names["key"] if name in wanted]
+        parts = {part.cols: part for part in saved.parts}
+        found: dict[str, Tensor] = {}
+        arriving: list[Tensor] = []
+        arrived = _nothing
+        for owner, block, wait in self._blocks(operands):
+            part = parts.get(self.plan.keys[owner]) if owner == self.ranks.rank or self._attends(owner) else None
+            own = {}
+            if part is not None:
+                arrays = self._arrays(operands, block)
+                if owner == self.ranks.rank and "sink" in operands:
+                    # The sink is one more key, of which the queries have one gradient.
+                    arrays["sink"] = operands["sink"]
+                own = self.gradients_of(part, arrays, result, grads, wanted)
+                others = self.sum_of_parts([(part, own)], operands, wanted & arrays.keys())
+                for name, x in others.items():
+                    found[name] = found[name] + x if name in found else x
+            wait()
+            arrived()
+            sums = [
+                positions_first(own[name]).contiguous() if name in own
+                else positions_first(block[name]).new_zeros(positions_first(block[name]).shape, dtype=self.sums)
+                for name in of_keys
+            ]  # fmt: skip
+            for x, before in zip(sums, arriving, strict=False):
+                x.add_(before)
+            arriving, arrived = self._pass_on(sums, len(self.plan.keys[(owner - 1) % self.ranks.count]))
+        arrived()
+        return found | {name: positions_last(x) for name, x in zip(of_keys, arriving, strict=True)}
+
+    def _blocks(self, operands: Arrays) -> Iterator[tuple[int, dict[str, Tensor], Callable[[], None]]]:
+        """Yield the keys of one rank after another, from this one's on, with the function that waits for the next."""
+        own = [positions_first(operands[name]).contiguous() for name in self.names["key"]]
+        for step in range(self.ranks.count):
+            owner = (self.ranks.rank - step) % self.ranks.count
+            block = {name: positions_last(x) for name, x in zip(self.names["key"], own, strict=True)}
+            if step == self.ranks.count - 1:
+                yield owner, block, _nothing
+                return
+            following, wait = self._pass_on(own, len(self.plan.keys[(owner - 1) % self.ranks.count]))
+            yield owner, block, wait
+            own = following
+
+    def _pass_on(self, arrays: Sequence[Tensor], count: int) -> tuple[list[Tensor], Callable[[], None]]:
+        """Send arrays (position, ...) to the next rank; return `count` positions of those that arrive."""
+        if self.ranks.count == 1:
+            return [*arrays], _nothing
+        before, after = self.ranks.others[-1], self.ranks.others[0]
+        arriving = [x.new_empty((count, *x.shape[1:])) for x in arrays]
+        sends = [(after, x) for x in arrays if x.numel()]
+        return arriving, self.ranks.post(sends, [(before, x) for x in arriving if x.numel()])
+
+    def _attends(self, owner: int) -> bool:
+        """Return whether the rank's queries attend keys of `owner`."""
+        return len(self.plan.transfer(owner, self.ranks.rank)) > 0
+
+    def _arrays(self, operands: Arrays, block: Arrays) -> dict[str, Tensor]:
+        """Return the operands of a part, without the sink; the output has the dtype of the values, that of sums."""
+        found = {name: x for name, x in operands.items() if name != "sink"} | {**block}
+        return {**found, "value": found["value"].to(self.sums)}
+
+    def _state(self, part: Part, result: Result) -> RowState:
+        """Return the state of the online softmax after the keys of a part, from its result."""
+        ops, statistics = self.problem.ops, result.statistics
+        total = torch.exp(result.log_denom)
+        is_empty = result.log_denom == -math.inf
+        sums: dict[str, tuple[Tensor, ...]] = {}
+        for name, accumulated in (("entropy", "sum_exp_logit"), ("sum_sq_weights", "squares")):
+            if name in statistics and name == "entropy":
+                # Forward: entropy = log_denom - sum_exp_logit / total
+                sums[accumulated] = (torch.where(is_empty, 0.0, (result.log_denom - statistics[name]) * total),)
+            elif name in statistics:
+                sums[accumulated] = (statistics[name] * total * total,)
+        if "mean_score" in statistics:
+            count = self._counts(part, total)
+            zero = torch.zeros_like(count)
+            sums["moments"] = (count, statistics["mean_score"], zero, statistics["var_score"] * count)
+        maximum = ops.where(is_empty, -math.inf, result.row_max)
+        return RowState(maximum, total, result.out * total, sums)
+
+    def _counts(self, part: Part, like: Tensor) -> Tensor:
+        """Return the number of unmasked keys of each query, which are intervals."""
+        ops, intervals = self.problem.ops, part.tiles.interval_set
+        if intervals is None:
+            return torch.full_like(like, len(part.cols))
+        counts = np.maximum(intervals.stop - intervals.start, 0).sum(0)[..., None]
+        found: Tensor = self.whole.batch_to_canonical(ops, ops.asarray(counts, like))
+        return found.to(like.dtype).expand(like.shape)
+
+
+def _nothing() -> None:
+    """Wait for no message."""
+
+
+@final
+class Heads(ShardedCall):
+    """Exchange rows for heads (Ulysses): each rank computes all queries of some KV heads, and returns the rows."""
+
+    @staticmethod
+    def reasons_against(problem: Problem, whole: ScoreShape) -> tuple[str, ...]:
+        form, found = problem.form, []
+        if any(name.rpartition(".")[0].endswith(PARAMETER[:-1]) and x.numel() > 1 for name, x in form.arrays().items()):
+            found.append("a custom score with parameters, which may be those of each head")
+        if problem.mask is not None and any(_has_heads(part, whole) for part in atoms_of(problem.mask)):
+            found.append("a mask of its own for each head")
+        return tuple(found)
+
+    def forward(self, operands: Arrays) -> tuple[Result, Saved]:
+        ranks, plan = self.ranks, self.plan
+        waits = [
+            ranks.rows_to_heads({name: operands[name] for name in self.names["key"]}, plan.keys),
+            ranks.rows_to_heads({name: operands[name] for name in self._by_query()}, plan.queries),
+        ]
+        arrays = {name: x for wait in waits for name, x in wait().items()}
+        problem = self._of_heads({**operands, **arrays})
+        kernel = self.chosen(problem)
+        tiles = tiling.plan(problem)
+        own = kernel.forward(problem, tiles)
+        kept = {"out": own.out, "row_max": own.row_max, "log_denom": own.log_denom, **own.statistics}
+        sent = kept if self.problem.statistics else {"out": own.out}
+        found = ranks.heads_to_rows(sent, plan.queries, dict.fromkeys(sent, self.whole.heads))()
+        # Without statistics only the output has a use here: the others stay where the backward computes.
+        none = own.out.new_zeros((*self.problem.score_shape.rows, 1), dtype=self.sums)
+        out, row_max, log_denom = found.pop("out"), found.pop("row_max", none), found.pop("log_denom", none.clone())
+        part = Part(Shard.whole(self.queries.length), Shard.whole(self.keys.length), self.problem.mask, tiles, kernel)
+        kept = {f"result.{name}": x for name, x in kept.items() if name in ("out", "row_max", "log_denom", "entropy")}
+        return Result(out, row_max, log_denom, found), Saved((part,), {**arrays, **kept})
+
+    def backward(
+        self, operands: Arrays, saved: Saved, result: Result, grads: RowGradients, wanted: frozenset[str]
+    ) -> dict[str, Tensor]:
+        ranks, plan, part = self.ranks, self.plan, saved.parts[0]
+        kept = {name.removeprefix("result."): x for name, x in saved.fetched.items() if name.startswith("result.")}
+        arrays = {name: x for name, x in saved.fetched.items() if not name.startswith("result.")}
+        # The same arrays from all ranks, also where the loss of one does not depend on them.
+        given = {"out": grads.out if grads.out is not None else torch.zeros_like(result.out)}
+        for name, x in (("log_sum_exp", grads.log_sum_exp), ("entropy", grads.entropy)):
+            if name in self.problem.statistics:
+                given[name] = x if x is not None else torch.zeros_like(result.log_denom)
+        incoming = RowGradients(**ranks.rows_to_heads(given, plan.queries)())
+        problem = self._of_heads({**operands, **arrays})
+        own = Result(kept.pop("out"), kept.pop("row_max"), kept.pop("log_denom"), kept)
+        of_heads = part.kernel.backward(problem, part.tiles, own, incoming, wanted)
+        waits, found = [], {}
+        for names, shards in ((self.names["key"], plan.keys), (self._by_query(), plan.queries)):
+            moved = {name: of_heads[name] for name in names if name in wanted}
+            heads = {name: operands[name].shape[-4] for name in moved}
+            moved = {name: x.to(operands[name].dtype) if heads[name] > 1 else x for name, x in moved.items()}
+            waits.append(ranks.heads_to_rows(moved, shards, heads))
+        for name in wanted - {*self.names["key"], *self._by_query()}:
+            found[name] = torch.zeros(operands[name].shape, dtype=self.sums, device=operands[name].device)
+            self._heads_of(name, found[name]).add_(of_heads[name])
+        return found | {name: x for wait in waits for name, x in wait().items()}
+
+    def _by_query(self) -> tuple[str, ...]:
+        """Return the names of the operands with an axis of queries."""
+        return (*self.names["query"], *(("bias",) if self.bias_has_queries else ()))
+
+    def _of_heads(self, arrays: Arrays) -> Problem:
+        """Return the problem of all queries of the rank's heads."""
+        problem = self.problem
+        shape = dataclasses.replace(self.whole, heads=self.whole.heads // self.ranks.count)
+        moved = {*self.names["key"], *self._by_query()}
+        given = {name: x if name in moved else self._heads_of(name, x) for name, x in arrays.items()}
+        form, dropout = problem.form.with_arrays({name: given[name] for name in problem.form.arrays()}), problem.dropout
+        if dropout is not None and self.ranks.count > 1:
+            rows = dropouts.rows_of_matrices(problem.ops, self.whole, given["value"])
+            row = rows.chunk(self.ranks.count, -4)[self.ranks.rank] + self._positions(self.queries, given["value"])
+            key = self._positions(self.keys, given["value"])[:, 0][None]
+            dropout = PairDropout(dropout.probability, dropout.seed, row, key)
+        return dataclasses.replace(
+            problem, layout=dataclasses.replace(problem.layout, score_shape=shape), query=form.query, key=form.key,
+            value=given["value"], form=form, bias=given.get("bias"), sink=given.get("sink"), dropout=dropout,
+        )  # fmt: skip
+
+    def _heads_of(self, name: str, x: Tensor) -> Tensor:
+        """Return a view of the rank's heads of an array that was not moved: sink, bias, parameters of the form."""
+        axis = x.dim() - 4 if name == "bias" else 0
+        has_heads = x.dim() >= (2 if name == "sink" else 3) and x.shape[axis] == self.whole.heads > 1
+        return x.chunk(self.ranks.count, axis)[self.ranks.rank] if has_heads else x
+
+    @staticmethod
+    def _positions(shard: Shard, like: Tensor) -> Tensor:
+        return torch.arange(shard.length, device=like.device)[:, None]
+
+
+def _has_heads(mask: Mask, whole: ScoreShape) -> bool:
+    """Return whether heads have masks of their own."""
+    if isinstance(mask, Dense):
+        shape = mask.array.shape
+        return whole.has_heads and len(shape) > 2 and shape[-3] > 1
+    return mask.heads > 1
+
+
+WAYS: Final[dict[str, type[ShardedCall]]] = {"gather": Gather, "ring": Ring, "heads": Heads}

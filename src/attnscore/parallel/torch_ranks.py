@@ -21,6 +21,8 @@ from attnscore.parallel.shard import Shard
 
 Arrays = Mapping[str, Tensor]
 """Arrays (..., position, dim) by name."""
+# The name of recent releases.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 Wait = Callable[[], dict[str, Tensor]]
 
 
@@ -132,11 +134,79 @@ class Ranks:
 
         return finish
 
+    def rows_to_heads(self, arrays: Arrays, shards: Sequence[Shard]) -> Wait:
+        """Start to exchange the rank's rows of all heads, (..., head, group, own row, dim), for all rows of its heads.
+
+        An array whose axis of heads is 1 goes to all ranks.
+        """
+        whole = Shard.whole(shards[0].length)
+        found: dict[str, Tensor] = {}
+        sends: list[tuple[int, Tensor]] = []
+        receives: list[tuple[int, Tensor]] = []
+        later: list[tuple[Tensor, Sequence[Range], Tensor]] = []
+        for name, x in arrays.items():
+            parts = [positions_first(part) for part in self._by_head(x)]
+            rows = x.new_empty((whole.length, *parts[self.rank].shape[1:]))
+            found[name] = positions_last(rows)
+            copy_rows(rows, whole.locate(shards[self.rank]), parts[self.rank], ((0, len(shards[self.rank])),))
+            for peer in self.others:
+                if len(shards[self.rank]):
+                    sends.append((peer, parts[peer].contiguous()))
+                if len(shards[peer]):
+                    at = whole.locate(shards[peer])
+                    buffer = rows[slice(*at[0])] if len(at) == 1 else x.new_empty((len(shards[peer]), *rows.shape[1:]))
+                    receives.append((peer, buffer))
+                    later += [(rows, at, buffer)] if len(at) > 1 else []
+        wait = self.post(sends, receives)
+
+        def finish() -> dict[str, Tensor]:
+            wait()
+            for rows, at, buffer in later:
+                copy_rows(rows, at, buffer, ((0, len(buffer)),))
+            return found
+
+        return finish
+
+    def heads_to_rows(self, arrays: Arrays, shards: Sequence[Shard], heads: Mapping[str, int]) -> Wait:
+        """Start the inverse of `rows_to_heads`; arrays that have 1 of `heads` are summed over the ranks."""
+        whole = Shard.whole(shards[0].length)
+        found: dict[str, list[Tensor]] = {}
+        sends: list[tuple[int, Tensor]] = []
+        receives: list[tuple[int, Tensor]] = []
+        for name, x in arrays.items():
+            rows = positions_first(x)
+            found[name] = [rows] * self.count
+            for rank, shard in enumerate(shards):
+                part = _pack(rows, whole.locate(shard))
+                if rank == self.rank:
+                    found[name][rank] = part
+                    continue
+                if len(shard):
+                    sends.append((rank, part))
+                found[name][rank] = rows.new_empty((len(shards[self.rank]), *rows.shape[1:]))
+                if len(shards[self.rank]):
+                    receives.append((rank, found[name][rank]))
+        wait = self.post(sends, receives)
+
+        def finish() -> dict[str, Tensor]:
+            wait()
+            by_rank = {name: [positions_last(x) for x in parts] for name, parts in found.items()}
+            return {
+                name: torch.cat(parts, -4) if heads[name] > 1 else torch.stack(parts).sum(0)
+                for name, parts in by_rank.items()
+            }
+
+        return finish
+
+    def _by_head(self, x: Tensor) -> Sequence[Tensor]:
+        """Return each rank's heads of an array (..., head or 1, group, row, dim)."""
+        return x.chunk(self.count, -4) if x.shape[-4] > 1 else (x,) * self.count
+
     def agree(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
         """Return the numbers of all ranks, in the order of ranks."""
         own = torch.tensor(numbers, dtype=torch.int64, device=device)
         found = own.new_empty(self.count * len(numbers))
-        dist.all_gather_into_tensor(found, own, group=self.group)
+        _all_gather(found, own, group=self.group)
         return found.view(self.count, len(numbers)).tolist()
 
     def objects(self, x: Any) -> list[Any]:
@@ -162,7 +232,8 @@ class SumOverRanks(torch.autograd.Function):
     @classmethod
     def of(cls, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Return an array of all ranks with a gradient that is summed over them."""
-        return cls.apply(x, group) if x.requires_grad and torch.is_grad_enabled() else x  # type: ignore[no-untyped-call]  # torch's own
+        is_summed = x.requires_grad and torch.is_grad_enabled()
+        return cls.apply(x, group) if is_summed else x  # type: ignore[no-untyped-call]  # torch's own
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -170,7 +241,7 @@ class SumOverRanks(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         grad = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(grad, group=ctx.group)
         return grad, None

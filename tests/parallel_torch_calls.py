@@ -1,0 +1,110 @@
+"""What each rank runs in the tests of `attnscore.parallel.torch`. Arrays come and go as NumPy's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import attnscore as ats
+from attnscore.masks import Mask
+from attnscore.parallel import Shard, balanced_shards
+from attnscore.parallel.torch import attend, explain
+from cases import MASK, SCORE, Sizes
+
+STATISTICS = ats.AttentionStats._fields
+
+
+def tensor(x: np.ndarray, **options: Any) -> torch.Tensor:
+    """A tensor with the same dtype and values; torch cannot read ml_dtypes."""
+    if x.dtype == ml_dtypes.bfloat16:
+        return torch.tensor(x.astype(np.float32), dtype=torch.bfloat16, **options)
+    return torch.tensor(x, **options)
+
+
+def array(x: torch.Tensor) -> np.ndarray:
+    x = x.detach()
+    return x.float().numpy().astype(ml_dtypes.bfloat16) if x.dtype == torch.bfloat16 else x.numpy()
+
+
+def shards_of(kind: str, length: int, ranks: int, mask: Any = None, key_len: int | None = None) -> list[Shard]:
+    """The shards of all ranks. "uneven": rank 0 has nothing, the last one most."""
+    if kind == "balanced":
+        mask = mask if isinstance(mask, Mask) else None
+        return list(balanced_shards(mask, length, ranks, 2, key_len=key_len, batch=2))
+    if kind == "uneven" and ranks > 1:
+        ends = [0, 0, *(min(length, 2 * rank) for rank in range(1, ranks - 1)), length]
+        return [Shard(((ends[rank], ends[rank + 1]),), length) for rank in range(ranks)]
+    make: Callable[..., Shard] = Shard.head_tail if kind == "head_tail" else Shard.contiguous
+    return [make(length, rank, ranks) for rank in range(ranks)]
+
+
+def run(
+    score: str, mask: str, sizes: Sizes, leaves: dict[str, np.ndarray], seeds: dict[str, np.ndarray],
+    placement: tuple[str, str], options: dict[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    """The rank's part of outputs and gradients of a call of the tables, with the positions that it holds."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    arguments = MASK[mask].arguments(sizes)
+    arguments = {name: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in arguments.items()}
+    queries = shards_of(placement[0], sizes.queries, ranks, arguments.get("mask"), sizes.keys)
+    keys = shards_of(placement[1], sizes.keys, ranks)
+    rows, cols = queries[rank], keys[rank]
+    own = {}
+    for name, x in leaves.items():
+        if name == "query" or (name == "bias" and x.shape[-2] > 1):
+            part = rows.take(tensor(x))
+        else:
+            part = cols.take(tensor(x)) if name in ("key", "value") else tensor(x)
+        own[name] = part.clone().requires_grad_()
+    named = {name.removeprefix("score."): x for name, x in own.items() if name.startswith("score.")}
+    extras = {name: own[name] for name in ("bias", "sink") if name in own}
+    arrays = [own[name] for name in ("query", "key", "value")]
+    out, stats = attend(
+        *arrays, group=None, queries=queries, keys=keys, score=SCORE[score].make(**named),
+        **{"return_stats": True, **arguments, **extras, **options},
+    )  # fmt: skip
+    outputs = {"out": out, **{name: x for name, x in stats._asdict().items() if x is not None}}
+    incoming = [rows.take(tensor(x), -2 if name == "out" else -1) for name, x in seeds.items()]
+    grads = torch.autograd.grad([outputs[name] for name in seeds], list(own.values()), incoming)
+    found = outputs | {f"grad.{name}": grad for name, grad in zip(own, grads, strict=True)}
+    return {name: array(x) for name, x in found.items()} | {"rows": rows.positions(), "cols": cols.positions()}
+
+
+@contextmanager
+def counted_bytes() -> Any:
+    """Count the bytes that this rank sends in messages between two ranks."""
+    sent = [0]
+    original = dist.batch_isend_irecv
+
+    def counting(messages: list[Any]) -> Any:
+        sent[0] += sum(x.tensor.numel() * x.tensor.itemsize for x in messages if x.op is dist.isend)
+        return original(messages)
+
+    dist.batch_isend_irecv = counting
+    try:
+        yield sent
+    finally:
+        dist.batch_isend_irecv = original
+
+
+def bytes_sent(mask: Any, length: int, placement: str, options: dict[str, Any]) -> tuple[Any, ...]:
+    """(counted forward, counted backward, told forward, told backward) of this rank."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    shards = shards_of(placement, length, ranks, mask)
+    rng = torch.Generator().manual_seed(rank)
+    arrays = [
+        torch.randn(2, heads, len(shards[rank]), dim, generator=rng).requires_grad_()
+        for heads, dim in ((4, 6), (4, 6), (4, 3))
+    ]
+    told = explain(*arrays, group=None, queries=shards, mask=mask, **options)
+    with counted_bytes() as forward:
+        out = attend(*arrays, group=None, queries=shards, mask=mask, **options)
+    with counted_bytes() as backward:
+        out.sum().backward()
+    return forward[0], backward[0], told.forward_bytes[rank], told.backward_bytes[rank]

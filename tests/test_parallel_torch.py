@@ -1,0 +1,171 @@
+"""Attention over several processes: the numbers of one device, and bytes as explained.
+
+Each call is run by 1 to 4 processes over gloo, put together from their parts, and compared with the reference as a call
+on one device is (`harness.Call.check`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+import attnscore as ats
+from cases import MASKS, SCORES, Sizes
+from covering import pairs
+from harness import STATISTICS, Call, array, make_call
+from process_group import RankError, group_of
+
+RANKS = (1, 2, 3, 4)
+PLACEMENTS = (
+    ("contiguous", "contiguous"),
+    ("head_tail", "head_tail"),
+    ("balanced", "contiguous"),
+    ("uneven", "uneven"),
+)
+WAYS = {name: {"mode": name} for name in ("gather", "ring", "heads")}
+"""Ways in which keys and queries meet."""
+MASKS_OF_HEADS = ("array-3d", "array-4d", "Dense-rows", "MaskFunction-heads", "and-array")
+MOMENTS = ("mean_score", "var_score")
+"""Statistics that need the number of unmasked keys, which a merge of parts does not know under every mask."""
+EXTRAS = ("", "bias", "bias-sink", "sink", "hiding-bias", "key-bias", "row-bias")
+# With an axis of positions in a parameter, see `test_parameters_with_positions_are_refused`.
+POSITIONS = ("rows", "keys", "heads-rows", "batch-heads")
+SHARED_SCORES = [score.name for score in SCORES if score.name.removeprefix("scaled_dot-") not in POSITIONS]
+
+
+def whole(call: Call, parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Outputs and gradients of the whole sequence from the parts of the ranks."""
+    found = {}
+    for name in parts[0]:
+        if name in ("rows", "cols"):
+            continue
+        leaf = call.leaves.get(name.removeprefix("grad."))
+        by_query = name in ("out", "grad.query", *STATISTICS) or (name == "grad.bias" and leaf.shape[-2] > 1)
+        if not by_query and name not in ("grad.key", "grad.value"):
+            # The ranks have the same parameters, and their gradients are the same bits.
+            assert all(np.array_equal(part[name], parts[0][name], equal_nan=True) for part in parts), name
+            found[name] = parts[0][name]
+            continue
+        axis = -1 if name in STATISTICS else -2
+        order = np.argsort(np.concatenate([part["rows" if by_query else "cols"] for part in parts]))
+        found[name] = np.concatenate([part[name] for part in parts], axis).take(order, axis)
+    return found
+
+
+def run(
+    ranks: int, score: str, mask: str, extras: str = "", dtype: str = "float64", placement: Any = PLACEMENTS[0],
+    call: Call | None = None, **options: Any,
+) -> tuple[Call, dict[str, np.ndarray], list[np.ndarray]]:  # fmt: skip
+    call = call or make_call(score, mask, dtype, extras)
+    sizes = Sizes(queries=call.visible.shape[-2], keys=call.visible.shape[-1])
+    parts = group_of(ranks).run(
+        "parallel_torch_calls.run", score, mask, sizes, call.leaves, call.seeds, placement, options
+    )
+    return call, whole(call, parts), [part["rows"] for part in parts]
+
+
+def check(*arguments: Any, **options: Any) -> None:
+    ranks, _, mask, *_ = arguments
+    if options.get("mode") == "heads":
+        arguments = (min(ranks, 2), *arguments[1:])  # of which there are 2 KV heads
+        if mask in MASKS_OF_HEADS:
+            with pytest.raises(RankError, match="a mask of its own for each head"):
+                run(*arguments, **options)
+            return
+    if options.get("mode") == "ring" or options.get("gradient") == "queries":
+        options["return_stats"] = tuple(name for name in STATISTICS if name not in MOMENTS)
+    call, found, rows = run(*arguments, **options)
+    found |= {name: call.reference[name].astype(found["entropy"].dtype) for name in STATISTICS if name not in found}
+    try:
+        call.check(found)
+    except AssertionError:
+        # Kernels add the dims of few queries in another order: as accurate as the same queries apart on one device.
+        assert_no_worse(call, found, apart(call, rows))
+
+
+def apart(call: Call, rows: list[np.ndarray]) -> dict[str, np.ndarray]:
+    """Gradients by one process, the queries of one rank after those of another."""
+    totals: dict[str, np.ndarray] = {}
+    for own in filter(len, rows):
+        cut = {name: x.take(own, -1 if name in STATISTICS else -2) for name, x in call.seeds.items()}
+        bias = call.bias
+        bias = bias.take(own, -2) if bias is not None and bias.shape[-2] > 1 else bias
+        visible = call.visible.take(own, -2)
+        part = dataclasses.replace(
+            call, query=call.query.take(own, -2), bias=bias, seeds=cut, visible=visible, arguments={"mask": visible}
+        )
+        for name, x in part.torch().items():
+            if not name.startswith("grad."):
+                continue
+            size = call.leaves[name.removeprefix("grad.")].shape
+            at = (..., own, slice(None)) if array(x).shape != size or name == "grad.query" else ...
+            totals.setdefault(name, np.zeros(size, np.float64))[at] += array(x)
+    return totals
+
+
+def assert_no_worse(call: Call, found: dict[str, np.ndarray], allowed: dict[str, np.ndarray]) -> None:
+    for name, x in found.items():
+        want = call.reference[name]
+        with np.errstate(invalid="ignore"):
+            errors = [np.where(y == want, 0, np.abs(y - want)).max() for y in (array(x), allowed.get(name, array(x)))]
+        assert errors[0] <= max(2 * errors[1], 8 * np.finfo(x.dtype).eps * call.scale[name]), (name, errors)
+
+
+@pytest.mark.parametrize(
+    ("score", "mask", "extras", "dtype", "placement"),
+    [
+        ("scaled_dot", "Causal", "", "float32", PLACEMENTS[1]),
+        ("additive-tanh-bias", "SlidingWindow-both", "bias", "float64", PLACEMENTS[0]),
+        ("gaussian-heads", "valid_lens", "bias-sink", "float64", PLACEMENTS[3]),
+        ("own-tile_gradient", "array-4d", "sink", "float32", PLACEMENTS[2]),
+        ("bilinear-heads", "Neighbours", "hiding-bias", "float64", PLACEMENTS[2]),
+        ("temperature-learned-dot", "none", "row-bias", "bfloat16", PLACEMENTS[0]),
+    ],
+)
+def test_two_processes(score: str, mask: str, extras: str, dtype: str, placement: Any) -> None:
+    check(2, score, mask, extras, dtype, placement)
+
+
+def test_bytes_are_those_explained() -> None:
+    assert_bytes(2, ats.Causal(), 37, "contiguous", {})
+
+
+def assert_bytes(ranks: int, mask: Any, length: int, placement: str, options: dict[str, Any]) -> None:
+    for forward, backward, *told in group_of(ranks).run(
+        "parallel_torch_calls.bytes_sent", mask, length, placement, options
+    ):
+        assert [forward, backward] == told
+
+
+PLACED = dict(zip(("whole", "tails", "balanced", "uneven"), PLACEMENTS, strict=True))
+SOME_MASKS = (
+    "none",
+    "Causal",
+    "SlidingWindow-both",
+    "valid_lens-2d",
+    "array-4d",
+    "Neighbours-and",
+    "MaskFunction-heads",
+)
+OTHER_SCORES = ("scaled_dot-heads", "additive-gelu-heads", "gaussian-direct", "own-tile_gradient", "combination-mixed")
+DTYPES = ("float64", "float32")
+
+
+@pytest.mark.slow
+@pairs(score=SHARED_SCORES, extras=EXTRAS, mask=SOME_MASKS, ways=WAYS, ranks=RANKS, placement=PLACED, dtype=DTYPES)
+def test_every_score(
+    score: str, extras: str, mask: str, ways: Any, ranks: int, placement: Any, dtype: str
+) -> None:  # fmt: skip
+    check(ranks, score, mask, extras, dtype, placement, **ways)
+
+
+@pytest.mark.slow
+@pairs(mask=[mask.name for mask in MASKS], score=OTHER_SCORES, ways=WAYS, ranks=RANKS, placement=PLACED, extras=EXTRAS,
+       dtype=DTYPES)  # fmt: skip
+def test_every_mask(
+    mask: str, score: str, ways: Any, ranks: int, placement: Any, extras: str, dtype: str
+) -> None:  # fmt: skip
+    check(ranks, score, mask, extras, dtype, placement, **ways)
