@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from device_calls import DEVICE, equal, run
 
 import attnscore as ats
 from cases import MASK, Sizes
 from covering import pairs
-from device_calls import DEVICE, equal, run
 from harness import EXTRAS, make_call
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -116,3 +116,56 @@ def test_empty_axes(shape: tuple[int, int, int]) -> None:
     assert not out.any()
     for grad in torch.autograd.grad(out.sum(), [query, key]):
         assert not grad.any()
+
+
+NAN, INF = float("nan"), float("inf")
+PLANTED = {
+    "value": [("value", 3, NAN), ("value", 8, INF), ("value", 5, -INF)],
+    "values-of-one-query": [("value", 3, INF), ("value", 4, -INF)],
+    "key": [("key", 3, NAN), ("key", 12, INF)],
+    "query": [("query", 2, NAN), ("query", 6, -INF)],
+    "masked": [("key", 12, NAN), ("value", 12, NAN)],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # NumPy's, of which the interpreter is made
+@pairs(
+    planted=tuple(PLANTED),
+    mask={"lens": ats.ValidLens([11, 0]), "window": ats.SlidingWindow(3, 2, offset=2), "array": "array", "none": None},
+    score=("scaled_dot", "gaussian"),
+    bias=(False, True),
+)
+def test_nan_and_infinity_reach_what_attends_them_alone(planted: str, mask: Any, score: str, bias: bool) -> None:
+    """As in the streaming kernel, forward and backward."""
+    arrays = relative_call()
+    for name, position, x in PLANTED[planted]:
+        arrays[name][..., position, 1] = x
+    if mask == "array":
+        mask = torch.tensor(np.random.default_rng(6).random((2, 1, 9, 13)) < 0.5, device=DEVICE)
+    if bias:
+        arrays["bias"] = torch.where(torch.rand(4, 9, 13, dtype=torch.float64) < 0.3, -INF, 0.5)
+    else:
+        del arrays["bias"]
+    found = gradients(arrays, "triton", torch.float32, mask=mask, score=score)
+    wanted = gradients(arrays, "streaming", torch.float64, mask=mask, score=score)
+    for name, x, want in zip(("out", *arrays), found, wanted, strict=True):
+        if mask is None and not bias and name != "out":
+            continue  # without a masked pair NaN and infinity take any way
+        torch.testing.assert_close(
+            x, want, rtol=2e-5, atol=2e-6, equal_nan=True, msg=lambda text, name=name: name + text
+        )
+
+
+@pytest.mark.slow
+def test_lengths_on_the_device_need_no_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The intervals of the queries are computed there."""
+    from attnscore.backends.torch import TorchBackend
+
+    arrays, lens = relative_call(), torch.tensor([13, 4], device=DEVICE)
+    del arrays["bias"]
+    wanted = gradients(arrays, "streaming", torch.float64, mask=ats.ValidLens([13, 4]) & ats.Causal("bottom_right"))
+    monkeypatch.setattr(TorchBackend, "host", lambda ops, x: None if isinstance(x, torch.Tensor) else np.asarray(x))
+    mask = ats.ValidLens(lens) & ats.Causal("bottom_right")
+    for x, want in zip(gradients(arrays, "triton", torch.float32, mask=mask), wanted, strict=True):
+        torch.testing.assert_close(x, want, rtol=2e-5, atol=2e-6)

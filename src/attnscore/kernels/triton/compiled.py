@@ -155,7 +155,7 @@ def page() -> str:
     lines = [
         "# Compiled GPU kernels",
         "",
-        f"What Triton {triton.__version__} and its assembler make of each entry of the tile table of the Triton kernels:",
+        f"What Triton {triton.__version__} and its assembler make of each entry of the tile table of the kernels:",
         "a causal call with grouped heads. Compiled without a GPU; none of these numbers is a time.",
         "",
         "- **tile**: queries x keys, warps of a program, stages of its pipeline",
