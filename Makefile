@@ -65,7 +65,7 @@ export TRANSFORMERS_OFFLINE := 1
 export MPLBACKEND := Agg
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all mutants check sanitize arm docs wheel format clean distclean
+.PHONY: help demo test test-all test-gpu test-gpu-interpreted mutants check sanitize arm docs wheel format clean distclean
 
 help: ## this list
 	@echo "make TARGET [PYTHON=python3.12] [ARGS=...] [SLOW=1]"
@@ -80,6 +80,13 @@ test: $(READY) $(MXNET_READY) ## the tests, minutes; SLOW=1 for the slow ones as
 
 test-all: $(READY) $(MXNET_READY) ## the slow tests too, and products of tables in place of pairs: hours, before a release
 	@$(PYTEST) -m "" --products $(ARGS)
+
+test-gpu: $(READY) ## the GPU kernels, on a GPU; with a torch built for CUDA in the environment
+	@$(BIN)/pytest -m "" tests/gpu $(ARGS)
+
+test-gpu-interpreted: $(READY) ## the GPU kernels without a GPU: on the CPU, and compiled for three architectures; ten minutes
+	@TRITON_INTERPRET=1 $(PYTEST) -m "" tests/gpu $(ARGS)
+	@$(PYTEST) -m "" tests/test_triton_compiled.py
 
 mutants: $(READY) ## small faults in a copy of the package, each of which a test must find; ARGS="NAME --again"
 	@$(BIN)/python tests/mutants/run.py $(ARGS)

@@ -40,6 +40,9 @@ from attnscore.scores import gaussian
 
 # In an environment of their own, which tests/test_mxnet.py starts.
 collect_ignore = ["in_mxnet"]
+if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
+    # tests/test_triton.py runs them in Triton's interpreter, in a process of its own.
+    collect_ignore.append("gpu")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

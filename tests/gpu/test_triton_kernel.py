@@ -17,13 +17,12 @@ from harness import EXTRAS, make_call
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 DTYPES = ("float32", "float16", "bfloat16")
-SCORES = ("scaled_dot", "scaled_dot-heads", "scaled_dot-batch-heads", "bilinear-heads", "cosine-heads-zero-vectors",
-          "gaussian", "gaussian-direct", "gaussian-heads", "soft_cap-dot", "temperature-of-soft_cap-bilinear",
-          "gaussian-dims")  # fmt: skip
-MASKS = ("none", "valid_lens-empty", "ValidLens-2d-query_lens", "KeyRange", "KeyPadding-left", "KeyPadding-scattered",
-         "KeyPadding-nothing", "Causal", "Causal-bottom_right-tall", "Causal-offset-batch", "SlidingWindow-both",
-         "PrefixLM", "Documents-two", "Documents-scattered", "Documents-shared", "Packed-window", "Packed-or",
-         "Neighbours-or", "array-2d", "array-4d", "array-key", "Dense-rows", "nested")  # fmt: skip
+SCORES = ("scaled_dot", "scaled_dot-batch-heads", "bilinear-heads", "cosine-heads-zero-vectors", "gaussian-direct",
+          "gaussian-heads", "temperature-of-soft_cap-bilinear", "gaussian-dims")  # fmt: skip
+MASKS = ("none", "valid_lens-empty", "ValidLens-2d-query_lens", "KeyPadding-left", "KeyPadding-scattered",
+         "Causal-bottom_right-tall", "Causal-offset-batch", "SlidingWindow-both", "PrefixLM", "Documents-two",
+         "Documents-scattered", "Packed-window", "Packed-or", "array-2d", "array-4d", "array-key", "Dense-rows",
+         "nested")  # fmt: skip
 SOME_EXTRAS = tuple(name for name in EXTRAS if "weights" not in name)
 FEW = [
     ("scaled_dot", "none", "float32", "sink"),
