@@ -48,7 +48,8 @@ def mesh_of(devices: int) -> Any:
 
 def over(devices: int, function: Callable[..., Any], *arrays: Any, out: Any = ROWS, rows: Any = ROWS) -> Any:
     """A function of arrays that are divided by rows."""
-    return jax.shard_map(function, mesh=mesh_of(devices), in_specs=(rows,) * len(arrays), out_specs=out)(*arrays)
+    divided = jax.shard_map(function, mesh=mesh_of(devices), in_specs=(rows,) * len(arrays), out_specs=out)
+    return jax.jit(divided)(*arrays)
 
 
 def results(call: Call, score: str, mask: str, devices: int, placement: tuple[str, str], options: Any) -> Any:
@@ -175,9 +176,8 @@ def compare(devices: int, given: tuple[jax.Array, ...], shards: Any, **options: 
         np.testing.assert_allclose(one, other, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize(
-    "mode", [pytest.param(mode, marks=() if mode == "gather" else pytest.mark.slow) for mode in MODES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
 def test_dropout_has_the_bits_of_one_device(mode: str) -> None:
     shards = [Shard.head_tail(26, rank, 4) for rank in range(4)]
     compare(4, arrays(26), shards, mode=mode, mask=ats.Causal(), dropout=0.4, seed=3)
@@ -243,6 +243,27 @@ def test_rows_over_two_axes() -> None:
     np.testing.assert_allclose(found, ats.attend(*given, mask=ats.Causal()), atol=1e-12)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto], ids=["explicit", "auto"])
+def test_arrays_that_are_on_the_devices(kind: Any) -> None:
+    """On a mesh whose axes are part of the types too, where indices of divided rows are refused."""
+    x, shards = arrays(26)[0], [Shard.head_tail(26, rank, 4) for rank in range(4)]
+    mesh = jax.make_mesh((4,), ("context",), axis_types=(kind,), devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+
+        @jax.jit
+        @jax.shard_map(mesh=mesh, in_specs=ROWS, out_specs=ROWS)
+        def call(x: Any) -> Any:
+            return attend(x, x, x, axis_name="context", queries=shards, mask=ats.Causal())
+
+        own = jax.device_put(split_rows(x, shards), jax.NamedSharding(mesh, ROWS))
+        found = join_rows(call(own), shards)
+        grad = join_rows(jax.grad(lambda own: (call(own) ** 2).sum())(own), shards)
+    np.testing.assert_allclose(found, ats.attend(x, x, x, mask=ats.Causal()), atol=1e-12)
+    wanted = jax.grad(lambda x: (ats.attend(x, x, x, mask=ats.Causal()) ** 2).sum())(x)
+    np.testing.assert_allclose(grad, wanted, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("mask", "mode"),
     [
@@ -282,8 +303,8 @@ def collective_bytes(jaxpr: Any, devices: int) -> list[int]:
             size = sum(x.aval.size * x.aval.dtype.itemsize for x in equation.invars)
             for source, _ in equation.params["perm"]:
                 sent[source] += size
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-            inner = getattr(inner, "jaxpr", inner)
+        for parameter in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(parameter, "jaxpr", parameter)
             if hasattr(inner, "eqns"):
                 sent = [a + b for a, b in zip(sent, collective_bytes(inner, devices), strict=True)]
     return sent
@@ -314,7 +335,7 @@ def test_rows_are_gathered_and_split() -> None:
     x = arrays(13)[0]
     placed = split_rows(x, shards)
     np.testing.assert_array_equal(join_rows(placed, shards), x)
-    found = over(4, lambda own: gather_rows(own, axis_name="context", shards=shards), placed, out=jax.P("context"))
+    found = over(4, lambda own: gather_rows(own, shards, "context"), placed, out=jax.P("context"))
     np.testing.assert_array_equal(found, jnp.concatenate([x] * 4))
 
 
@@ -325,13 +346,13 @@ def test_decoding_merges_the_keys_of_all_devices() -> None:
     def local(key: Any, value: Any) -> Any:
         valid = jnp.clip(17 - 6 * jax.lax.axis_index("context"), 0, 6)
         out, stats = ats.attend(query, key, value, valid_lens=jnp.full(2, valid), return_stats=("log_sum_exp",))
-        return merge_over(out, stats.log_sum_exp, axis_name="context")
+        return merge_over(out, stats.log_sum_exp, "context")
 
     out, total = over(4, local, key, value, out=jax.P())
     wanted, stats = ats.attend(query, key, value, valid_lens=jnp.asarray([17, 17]), return_stats=("log_sum_exp",))
     np.testing.assert_allclose(out, wanted, atol=1e-12)
     np.testing.assert_allclose(total, stats.log_sum_exp, atol=1e-12)
-    nothing = over(4, lambda x: merge_over(x, x[..., 0] - jnp.inf, axis_name="context"), value, out=jax.P())
+    nothing = over(4, lambda x: merge_over(x, x[..., 0] - jnp.inf, "context"), value, out=jax.P())
     assert not np.asarray(nothing[0]).any()
     assert np.isneginf(nothing[1]).all()
 
@@ -349,12 +370,8 @@ SHARDS = [Shard.contiguous(24, rank, 4) for rank in range(4)]
         ({"mask": ats.Dense(jnp.ones((6, 24), bool))}, ats.MaskError, "mask: expected"),
         ({"bias": jnp.ones((7, 24))}, ats.ShapeError, "bias: expected a shape that broadcasts"),
         ({"kernel": "dense"}, ats.KernelUnavailable, "kernel: expected one that takes lowered keys, got 'dense'"),
-        ({"mode": "heads", "heads": 2}, ats.ArgumentError, "mode: .*4 ranks do not divide 2 heads"),
-        (
-            {"mode": "heads", "score": ats.ScaledDot(jnp.ones(4)), "mask": HEADS_MASK},
-            ats.ArgumentError,
-            "a mask of its own",
-        ),
+        ({"mode": "heads", "heads": 2}, ats.ArgumentError, "mode: .*4 devices do not divide 2 KV heads"),
+        ({"mode": "heads", "mask": HEADS_MASK}, ats.ArgumentError, "each head has a mask of its own"),
     ],
 )
 def test_what_is_refused(options: dict[str, Any], error: type[Exception], words: str) -> None:

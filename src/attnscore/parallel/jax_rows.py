@@ -1,0 +1,151 @@
+"""Rows of a whole sequence in arrays of one size for each device of a mesh axis, padded at their end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from attnscore.backends.base import HostArray
+from attnscore.errors import ArgumentError, ShapeError, message
+from attnscore.parallel.shard import Shard
+
+# Untyped in JAX.
+_sharding: Any = jax.sharding
+_typeof: Any = jax.typeof
+
+
+def split_rows(x: Array, shards: Sequence[Shard], axis: int = -2) -> Array:
+    """Return the rows of a whole array in the order of the devices that hold them, padded with zeros to one size.
+
+    ``shard_map`` over the axis gives each device the rows of its shard. The inverse is `join_rows`.
+
+    Parameters
+    ----------
+    x : array with all rows on `axis`
+    shards : Shard of each device
+    axis : int
+
+    Raises
+    ------
+    ShapeError
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from attnscore.parallel import Shard
+    >>> shards = [Shard.head_tail(6, rank, 2) for rank in range(2)]
+    >>> split_rows(jnp.arange(6), shards, axis=0)
+    Array([0, 1, 5, 2, 3, 4], dtype=int32)
+    """
+    held = Held(tuple(shards))
+    _check_rows("x", x, held.length, axis)
+    table = held.positions.reshape(-1)
+    found = jnp.take(_on_each_device(x, axis), jnp.asarray(np.minimum(table, max(0, held.length - 1))), axis)
+    inside = jnp.asarray(table < held.length).reshape(-1, *(1,) * (x.ndim - 1 - axis % x.ndim))
+    return found if held.is_full else jnp.where(inside, found, jnp.zeros((), x.dtype))
+
+
+def join_rows(x: Array, shards: Sequence[Shard], axis: int = -2) -> Array:
+    """Return the rows of all devices, as `split_rows` orders them, in the order of the sequence, without padding.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from attnscore.parallel import Shard
+    >>> shards = [Shard.contiguous(5, rank, 2) for rank in range(2)]
+    >>> join_rows(split_rows(jnp.arange(5), shards, axis=0), shards, axis=0)
+    Array([0, 1, 2, 3, 4], dtype=int32)
+    """
+    held = Held(tuple(shards))
+    _check_rows("x", x, len(shards) * held.rows, axis)
+    return x if held.is_in_order else jnp.take(_on_each_device(x, axis), jnp.asarray(held.order), axis)
+
+
+@dataclass(frozen=True)
+class Held:
+    """The rows of all devices, in arrays of one size."""
+
+    shards: tuple[Shard, ...]
+
+    @property
+    def length(self) -> int:
+        """Of the whole sequence."""
+        return self.shards[0].length
+
+    @cached_property
+    def rows(self) -> int:
+        """Of each device's array."""
+        return max(map(len, self.shards))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no device has padding."""
+        return all(len(shard) == self.rows for shard in self.shards)
+
+    @cached_property
+    def positions(self) -> HostArray:
+        """Global positions, (devices, rows): those of padding are behind the sequence."""
+        padding = self.length + np.arange(self.rows)
+        return np.stack([np.append(x.positions(), padding[: self.rows - len(x)]) for x in self.shards])
+
+    @cached_property
+    def order(self) -> HostArray:
+        """Where each row of the sequence is in the arrays of all devices, one behind the other."""
+        return np.argsort(self.positions, axis=None, kind="stable")[: self.length]
+
+    @property
+    def is_in_order(self) -> bool:
+        return self.is_full and all(len(x.ranges) < 2 for x in self.shards) and bool((np.diff(self.order) == 1).all())
+
+    @property
+    def is_consecutive(self) -> bool:
+        """Whether the rows of each device are one range."""
+        return all(len(shard.ranges) < 2 for shard in self.shards)
+
+    def of_device(self, device: Array) -> Array:
+        """Return the positions of a device's rows, (rows,), traced."""
+        return entry(self.positions, device)
+
+
+def entry(table: HostArray, device: Array) -> Array:
+    """Return the device's entry of a table; computed where that takes less memory than the table."""
+    counted = table - table[:, :1] == np.arange(table.shape[-1]) if table.ndim == 2 and table.shape[-1] else np.array(0)
+    if counted.all():
+        return jnp.take(jnp.asarray(table[:, 0]), device) + jnp.arange(table.shape[-1])
+    return jnp.take(jnp.asarray(table), device, 0)
+
+
+def held_by_devices(name: str, shards: Sequence[Shard] | None, rows: int, axis_name: Any) -> Held:
+    """Return the rows of all devices, checked against the rows of this one."""
+    count = jax.lax.axis_size(axis_name)
+    if shards is None:
+        return Held(tuple(Shard.contiguous(rows * count, rank, count) for rank in range(count)))
+    if len(shards) != count:
+        raise ArgumentError(message(name, f"one shard for each of {count} devices", len(shards)))
+    held = Held(tuple(shards))
+    if held.rows != rows:
+        raise ShapeError(message(name, f"at most {rows} positions a device, as its array has rows", held.rows))
+    return held
+
+
+def _on_each_device(x: Array, axis: int) -> Array:
+    """Return an array whose type divides `axis` among devices with all of that axis on each, as `take` demands."""
+    sharding: Any = _typeof(x).sharding
+    spec = (*sharding.spec, *(None,) * (x.ndim - len(sharding.spec)))
+    if not sharding.mesh.explicit_axes or spec[axis] is None:
+        return x
+    whole = (None if i == axis % x.ndim else names for i, names in enumerate(spec))
+    found: Array = _sharding.reshard(x, jax.sharding.NamedSharding(sharding.mesh, _sharding.PartitionSpec(*whole)))
+    return found
+
+
+def _check_rows(name: str, x: Array, rows: int, axis: int) -> None:
+    if not -x.ndim <= axis < x.ndim or x.shape[axis] != rows:
+        raise ShapeError(message(name, f"{rows} positions on axis {axis}", f"shape {tuple(x.shape)}"))
