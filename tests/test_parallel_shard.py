@@ -10,6 +10,7 @@ import pytest
 import attnscore as ats
 from attnscore.errors import ArgumentError, ShapeError
 from attnscore.parallel import Shard, balanced_shards, consecutive_shards, exchange, shard_mask
+from attnscore.parallel.shard import cut
 
 N, BATCH = 37, 2
 RNG = np.random.default_rng(0)
@@ -88,6 +89,17 @@ def test_exchange_and_masks_are_those_of_all_pairs(name: str, division: str, ran
     assert sum(map(plan.sent, range(ranks))) == sum(map(plan.received, range(ranks)))
 
 
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_of_some_keys(name: str) -> None:
+    """As of a step of a ring, where a rank has keys that its queries do not attend, and lacks some that they do."""
+    rows, cols = Shard.head_tail(N, 1, 3), Shard(((2, 9), (20, 31)), N)
+    local = shard_mask(MASKS[name], rows, cols, N, N)
+    if local is not None:
+        found = local.materialize(len(rows), len(cols), BATCH)
+        expected = all_pairs(MASKS[name])[:, :, rows.positions()][..., cols.positions()]
+        assert (found if found.ndim == 4 else found[:, None]).tolist() == expected.tolist()
+
+
 def test_queries_that_attend_keys_of_another_rank() -> None:
     shards = [Shard.contiguous(40, rank, 4) for rank in range(4)]
     plan = exchange(ats.SlidingWindow(left=3, right=0), shards, shards)
@@ -113,6 +125,22 @@ def test_balanced_shards_have_as_many_chunks(length: int, ranks: int) -> None:
     assert sorted(np.concatenate([shard.positions() for shard in shards])) == [*range(length)]
     assert max(map(len, shards)) <= 128 * -(-length // (128 * ranks))
     assert shards == tuple(Shard.balanced(ats.KeyRange(0, 0), length, rank, ranks) for rank in range(ranks))
+
+
+def test_ranks_have_as_many_rows_where_few_have_pairs() -> None:
+    mask = ats.ValidLens(1280, query_lens=100)
+    assert [len(shard) for shard in balanced_shards(mask, 1280, 2)] == [640, 640]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 7])
+def test_cuts_are_where_the_sums_are_nearest(ranks: int) -> None:
+    loads = RNG.integers(0, 100, 40)
+    sums = np.append(0, np.cumsum(loads))
+    edges = cut(loads, ranks)
+    assert edges[0] == 0 and edges[-1] == 40
+    for part, edge in enumerate(edges[1:-1], 1):
+        distance = abs(sums - sums[-1] * part / ranks)
+        assert distance[edge] == distance.min()
 
 
 @pytest.mark.parametrize("length", [0, 1, 127, 128, 129, 5000])
