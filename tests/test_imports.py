@@ -22,7 +22,7 @@ SOURCE = Path(attnscore.__file__).parent
 # Rooms that `import attnscore` leaves alone; all other modules are the core, and are imported at once.
 LATER = (
     *("__main__", "bench", "cli", "compat", "diagnostics", "integrations", "io"),
-    *("layers", "plotting", "testing"),
+    *("layers", "parallel", "plotting", "testing"),
 )
 FRAMEWORKS = ("torch", "tensorflow", "keras", "jax", "jaxlib", "flax", "mxnet", "transformers")
 # What the core never needs: a dependency of an extra, or a costly module of the standard library.
@@ -119,6 +119,16 @@ def test_import_brings_exactly_the_core(modules_after: Callable[..., list[str]])
     # NumPy's own words are loaded with the first call (and with the first look at a mask).
     assert own(modules_after("import attnscore")) | {"attnscore.backends.numpy"} == core_modules()
     assert own(modules_after("import attnscore")) & {f"attnscore.{room}" for room in LATER} == set()
+
+
+def test_shards_and_plans_need_no_framework(modules_after: Callable[..., list[str]]) -> None:
+    found = modules_after(
+        "import numpy as np, attnscore as ats",
+        "from attnscore.parallel import Shard, attend_chunks, explain",
+        "explain(ats.Causal(), [Shard.contiguous(8, rank, 2) for rank in range(2)], dim=4)",
+        "attend_chunks(np.ones((1, 2)), np.ones((8, 2)), np.ones((8, 2)))",
+    )
+    assert roots(found).isdisjoint(HEAVY)
 
 
 def test_a_framework_that_cannot_be_imported_is_not_missed(modules_after: Callable[..., list[str]]) -> None:
