@@ -431,7 +431,7 @@ def test_the_number_of_threads_changes_nothing_and_is_followed(monkeypatch: pyte
 def _attributes(**changed: Any) -> dict[str, Any]:
     return {
         "form": "inner", "activation": "tanh", "negative_slope": 0.0, "scale": 1.0, "caps": (), "dropout": 0.0,
-        "seed": 0, "axes": 5, "given": 7, "turned": 0, "wanted": 7,
+        "seed": 0, "axes": 5, "given": 7, "transposed": 0, "wanted": 7,
     } | changed  # fmt: skip
 
 

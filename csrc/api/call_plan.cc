@@ -11,33 +11,6 @@ namespace attnscore {
 
 namespace {
 
-// Add `by` bytes to a pointer into an array.
-template <class Byte>
-void move(Byte*& pointer, ptrdiff_t by) {
-    if (pointer != nullptr) pointer += by;
-}
-void move(const int64_t*& pointer, ptrdiff_t by) {
-    if (pointer != nullptr) pointer = as<int64_t>(reinterpret_cast<const char*>(pointer) + by);
-}
-void move(Matrix& matrix, ptrdiff_t by) { move(matrix.data, by); }
-
-// Moves (`CallPlan::Move`): the memory of an array has moved, and so does one field of all heads, groups or rows.
-template <auto Field>
-void move_heads(Problem& p, std::vector<RowArrays>&, ptrdiff_t by) {
-    for (Head& head : p.heads) move(head.*Field, by);
-}
-template <auto Field>
-void move_groups(Problem& p, std::vector<RowArrays>&, ptrdiff_t by) {
-    for (Group& group : p.groups) move(group.*Field, by);
-}
-template <auto Field>
-void move_rows(Problem&, std::vector<RowArrays>& all, ptrdiff_t by) {
-    for (RowArrays& row : all) move(row.*Field, by);
-}
-void move_bias_groups(Problem& p, std::vector<RowArrays>&, ptrdiff_t by) {
-    for (BiasGroup& group : p.bias_groups) move(group.grad_bias, by);
-}
-
 // Throw where an address cannot be one of an array: null, or misaligned.
 void check_address(const char* name, const char* memory, int64_t item) {
     const auto address = reinterpret_cast<uintptr_t>(memory);
@@ -56,18 +29,12 @@ struct Release {
 CallPlan::CallPlan(Problem score, const Inputs& in, const ForwardArrays& a)
     : is_backward_(false), problem_(std::move(score)) {
     rows_ = build_forward(problem_, in, a);
-    add_inputs(in);
-    std::vector<std::vector<Move>> moves{{move_heads<&Head::out>},           {move_rows<&RowArrays::row_max>},
-                                         {move_rows<&RowArrays::log_denom>}, {move_heads<&Head::saved_scores>},
-                                         {move_heads<&Head::matrix>},        {move_heads<&Head::matrix>}};
+    add_slots(kInputs, in);
+    add_slots(kForwardArrays, a);
     bool has_rows = in.sink.given || a.row_max.given || a.log_denom.given;
-    for (size_t i = 0; i < kStatistics; ++i) {
-        moves.push_back({[i](Problem&, Rows& all, ptrdiff_t by) {
-            for (RowArrays& row : all) move(row.statistics[i], by);
-        }});
-        has_rows = has_rows || (a.*kForwardArrays[kFirstStatistic + i].array).given;
+    for (size_t i = kFirstStatistic; i < std::size(kForwardArrays); ++i) {
+        has_rows = has_rows || (a.*kForwardArrays[i].array).given;
     }
-    add_slots(kForwardArrays, a, std::move(moves));
     // Nothing to do for each row after the kernels (see run_forward).
     if (!has_rows) rows_.clear();
 }
@@ -75,32 +42,11 @@ CallPlan::CallPlan(Problem score, const Inputs& in, const ForwardArrays& a)
 CallPlan::CallPlan(Problem score, const Inputs& in, const BackwardArrays& a)
     : is_backward_(true), problem_(std::move(score)) {
     rows_ = build_backward(problem_, in, a);
-    add_inputs(in);
-    add_slots(kForwardResults, a,
-              {{move_rows<&RowArrays::out>},
-               {move_heads<&Head::row_max>, move_rows<&RowArrays::row_max>},
-               {move_rows<&RowArrays::log_denom>},
-               {move_heads<&Head::entropy>},
-               {move_heads<&Head::saved_scores>},
-               {move_rows<&RowArrays::attention_weights>},
-               {move_heads<&Head::grad_out>},
-               {move_rows<&RowArrays::grad_log_sum_exp>},
-               {move_heads<&Head::grad_entropy>},
-               {move_heads<&Head::grad_matrix>},
-               {move_heads<&Head::grad_matrix>}});
+    add_slots(kInputs, in);
+    add_slots(kForwardResults, a);
     problem_.clears_gradients = true;
-    const size_t first_gradient = slots_.size();
-    add_slots(kGradients, a,
-              {{move_heads<&Head::grad_query>},
-               {move_groups<&Group::grad_key>},
-               {move_groups<&Group::grad_value>},
-               {move_heads<&Head::grad_query_bias>},
-               {move_groups<&Group::grad_key_bias>},
-               {move_bias_groups},
-               {move_groups<&Group::grad_w_v>},
-               {move_rows<&RowArrays::grad_sink>},
-               {move_heads<&Head::grad_scale>}});
-    size_t slot = first_gradient;
+    size_t slot = slots_.size();
+    add_slots(kGradients, a);
     for (const auto& field : kGradients) {
         const Array& x = a.*field.array;
         if (!x.given) continue;
@@ -115,31 +61,11 @@ CallPlan::CallPlan(Problem score, const Inputs& in, const BackwardArrays& a)
 }
 
 template <class Arrays, size_t N>
-void CallPlan::add_slots(const Field<Arrays> (&fields)[N], const Arrays& examples,
-                         std::vector<std::vector<Move>> moves) {
-    for (size_t i = 0; i < N; ++i) {
-        const Array& x = examples.*fields[i].array;
-        if (!x.given) continue;
-        slots_.push_back({fields[i].name, is_empty(x) ? 0 : x.item, x.data, std::move(moves[i])});
+void CallPlan::add_slots(const Field<Arrays> (&fields)[N], const Arrays& examples) {
+    for (const auto& field : fields) {
+        const Array& x = examples.*field.array;
+        if (x.given) slots_.push_back({field.name, is_empty(x) ? 0 : x.item, x.data, field.pointers});
     }
-}
-
-void CallPlan::add_inputs(const Inputs& in) {
-    add_slots(kInputs, in,
-              {{move_heads<&Head::query>},
-               {move_heads<&Head::key>},
-               {move_heads<&Head::value>},
-               {move_heads<&Head::query_bias>},
-               {move_heads<&Head::key_bias>},
-               {move_heads<&Head::bias>},
-               {move_heads<&Head::mask>},
-               {move_heads<&Head::query_ids>},
-               {move_heads<&Head::key_ids>},
-               {move_heads<&Head::start>},
-               {move_heads<&Head::stop>},
-               {move_heads<&Head::w_v>},
-               {move_heads<&Head::sink>, move_rows<&RowArrays::sink>},
-               {move_heads<&Head::scale>}});
 }
 
 void CallPlan::run(const Kernels& kernels, const std::vector<char*>& addresses, uint64_t seed, Threads threads) const {
@@ -171,7 +97,9 @@ void CallPlan::run_on(Working& working, const Kernels& kernels, const std::vecto
     for (size_t i = 0; i < slots_.size(); ++i) {
         const char*& current = working.addresses[i];
         if (slots_[i].item == 0 || current == addresses[i]) continue;
-        for (const Move& move : slots_[i].moves) move(working.problem, working.rows, addresses[i] - current);
+        for (const Pointer& pointer : slots_[i].pointers) {
+            if (pointer.move != nullptr) pointer.move(working.problem, working.rows, addresses[i] - current);
+        }
         current = addresses[i];
     }
     for (size_t i = 0; i < slots_.size(); ++i)

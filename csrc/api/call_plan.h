@@ -5,8 +5,8 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "api/array.h"
@@ -27,21 +27,18 @@ class CallPlan {
 
    private:
     using Rows = std::vector<RowArrays>;
-    using Move = std::function<void(Problem&, Rows&, ptrdiff_t)>;
 
-    // An array of a run, and the pointers of the problem that point into it: each has a Move.
+    // An array of a run.
     struct Slot {
         const char* name;
-        int64_t item;        // bytes of an element; 0 for an empty array, which is not read or written
-        const char* origin;  // address of the example
-        std::vector<Move> moves;
-        int64_t cleared = 0;  // bytes to clear before a run
+        int64_t item;                       // bytes of an element; 0 for an empty array, which is not read or written
+        const char* origin;                 // address of the example
+        std::span<const Pointer> pointers;  // those of the problem that point into it
+        int64_t cleared = 0;                // bytes to clear before a run
     };
 
-    // `moves`: of each array of `fields`, in their order.
     template <class Arrays, size_t N>
-    void add_slots(const Field<Arrays> (&fields)[N], const Arrays& examples, std::vector<std::vector<Move>> moves);
-    void add_inputs(const Inputs& in);
+    void add_slots(const Field<Arrays> (&fields)[N], const Arrays& examples);
 
     // A copy of the problem whose pointers point into the arrays at `addresses`.
     struct Working {

@@ -125,7 +125,7 @@ class Call {
     Call(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes,
          const std::vector<const char*>& results)
         : attributes_(attributes), in_(kOperands), out_(results.size()) {
-        const auto given = attribute<int64_t>("given"), transposed = attribute<int64_t>("turned");
+        const auto given = attribute<int64_t>("given"), transposed = attribute<int64_t>("transposed");
         const auto wanted = attribute<int64_t>("wanted"), axes = attribute<int64_t>("axes");
         const size_t most = rets.size() ? rets.get<ffi::AnyBuffer>(0).value()->dimensions().size() : 0;
         if (most < static_cast<size_t>(axes)) throw std::invalid_argument("axes: expected those of the first result");

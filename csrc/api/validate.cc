@@ -1,7 +1,7 @@
 #include "api/validate.h"
 
+#include <iterator>
 #include <string>
-#include <type_traits>
 #include <vector>
 
 namespace attnscore {
@@ -46,39 +46,9 @@ void check_intervals(const Problem& p, const CallLayout& s, const Array& start, 
     }
 }
 
-void check_ids(const Problem& p, const CallLayout& s, const Array& query_ids, const Array& key_ids) {
-    if (query_ids.given != key_ids.given) {
-        throw_invalid(query_ids.given ? key_ids : query_ids, "query_ids and key_ids together", "None");
-    }
-    if (!query_ids.given) return;
-    check_shape(query_ids, {s.grid[0], p.query_len}, 1);
-    check_shape(key_ids, {s.grid[0], p.key_len}, 1);
-}
-
-void check_w_v(const Problem& p, const CallLayout& s, const Array& w_v) {
-    if (p.form != Form::additive) {
-        if (w_v.given) throw_invalid(w_v, "None but with form 'additive'", "an array");
-        return;
-    }
-    check_given(w_v);
-    if (w_v.ndim == 1) {
-        check_shape(w_v, {p.dim});
-    } else {
-        check_shape(w_v, {s.grid[s.head_axis], s.grid[s.group_axis], p.dim}, 2);
-    }
-    check_contiguous(w_v, w_v.ndim - 1);
-}
-
-void check_scales(const Problem& p, const CallLayout& s, const Array& scales) {
-    if (!scales.given) return;
-    if (p.form != Form::distance) throw_invalid(scales, "None but with form 'distance'", "an array");
-    check_broadcast(scales, {s.grid[s.head_axis], s.grid[s.group_axis]});
-}
-
-void check_saved_scores(const Problem& p, const CallLayout& s, const Array& scores) {
-    if (!scores.given) return;
-    if (p.form != Form::additive) throw_invalid(scores, "None but with form 'additive'", "an array");
-    check_exact(scores, concat(s.grid, {p.query_len, p.key_len}));
+// Raise unless an array that one form of scores has is given with that form alone.
+void check_form(const Array& a, bool has_form, const char* form) {
+    if (a.given && !has_form) throw_invalid(a, std::string("None but with form '") + form + "'", "an array");
 }
 
 // Which of the two matrices over pairs is given.
@@ -107,43 +77,85 @@ MatrixCursor bias_cursor(const Problem& p, const CallLayout& s, const Array& bia
     return cursor;
 }
 
-// A cursor over an array of the first lead axis alone: (first of lead or 1, length).
-StridedCursor per_batch(const CallLayout& s, const Array& a) {
-    StridedCursor cursor;
+// A cursor over an array of the first axis of the call alone: (batch or 1, length).
+MatrixCursor per_batch(const CallLayout& s, const Array& a) {
+    MatrixCursor cursor;
     cursor.steps.assign(s.outer, 0);
-    if (!a.given) return cursor;
     cursor.base = a.data;
     cursor.steps[0] = a.shape[0] == 1 ? 0 : a.strides[0] * a.item;
-    return cursor;
-}
-
-// The same for the bounds of intervals, which may have the holes on an axis in front.
-StridedCursor bounds_per_batch(const CallLayout& s, Array a) {
-    if (a.given && a.ndim == 3) {
-        a.shape += 1;
-        a.strides += 1;
-    }
-    return per_batch(s, a);
-}
-
-// The same for ids, as one column.
-MatrixCursor column_per_batch(const CallLayout& s, const Array& a) {
-    MatrixCursor cursor;
-    static_cast<StridedCursor&>(cursor) = per_batch(s, a);
-    if (a.given) cursor.row_stride = a.strides[1];
+    cursor.row_stride = a.strides[1];
     return cursor;
 }
 
 // A cursor over an array of the query heads alone: (head or 1, group or 1, ...), or one for all heads.
-StridedCursor per_head(const CallLayout& s, const Array& a) {
-    StridedCursor cursor;
+MatrixCursor per_head(const CallLayout& s, const Array& a) {
+    MatrixCursor cursor;
     cursor.steps.assign(s.outer, 0);
-    if (!a.given) return cursor;
     cursor.base = a.data;
     for (size_t axis = 0; a.ndim > 1 && axis < 2; ++axis) {
         cursor.steps[s.head_axis + axis] = a.shape[axis] == 1 ? 0 : a.strides[axis] * a.item;
     }
     return cursor;
+}
+
+// A cursor over an array that is given.
+MatrixCursor cursor_of(const Problem& p, const CallLayout& s, Array a, Kind kind) {
+    switch (kind) {
+        case Kind::strided:
+            return MatrixCursor(a, s.outer);
+        case Kind::broadcast:
+            return MatrixCursor::broadcast(a, s.outer);
+        case Kind::bias:
+            return bias_cursor(p, s, a);
+        case Kind::heads:
+            return per_head(s, a);
+        case Kind::bounds:
+            if (a.ndim == 3) ++a.shape, ++a.strides;
+            return per_batch(s, a);
+        case Kind::batch:
+            return per_batch(s, a);
+        default: {
+            MatrixCursor cursor;
+            static_cast<StridedCursor&>(cursor) = StridedCursor(a, s.outer);
+            return cursor;
+        }
+    }
+}
+
+// Check an array where it is given. Bounds and gradients of biases have checks of their own.
+void check(const Problem& p, const CallLayout& s, const Array& a, const Axes& axes) {
+    if (!a.given || axes.kind == Kind::bounds || axes.kind == Kind::bias_gradient) return;
+    Shape shape = axes.kind == Kind::groups  ? s.shared
+                  : axes.kind == Kind::heads ? Shape{s.grid[s.head_axis], s.grid[s.group_axis]}
+                  : axes.kind == Kind::batch ? Shape{s.grid[0]}
+                                             : s.grid;
+    const int64_t lengths[] = {0, 1, p.query_len, p.key_len, p.dim, p.value_dim};
+    for (const Size size : {axes.rows, axes.cols}) {
+        if (size != Size::none) shape.push_back(lengths[static_cast<size_t>(size)]);
+    }
+    switch (axes.kind) {
+        case Kind::strided:
+            return check_shape(a, shape, s.outer);
+        case Kind::bias:
+            if (is_relative(p, s, a)) shape = concat(s.grid, {1, relative_positions(p)});
+            return check_broadcast(a, shape);
+        case Kind::broadcast:
+            return check_broadcast(a, shape);
+        case Kind::heads:
+            if (axes.rows == Size::none) return check_broadcast(a, shape);
+            // One vector for all heads, or one for each.
+            check_shape(a, a.ndim == 1 ? Shape{shape.back()} : shape, a.ndim == 1 ? 0 : 2);
+            return check_contiguous(a, a.ndim - 1);
+        case Kind::batch:
+            return check_shape(a, shape, 1);
+        default:
+            return check_exact(a, shape);
+    }
+}
+
+template <class Arrays, size_t N>
+void check_all(const Problem& p, const CallLayout& s, const Field<Arrays> (&fields)[N], const Arrays& arrays) {
+    for (const auto& field : fields) check(p, s, arrays.*field.array, field.axes);
 }
 
 // Call f(index) for each index of a grid, in C order.
@@ -180,20 +192,23 @@ struct IndexNumbering {
     }
 };
 
-// Set a field of all owners (heads, their row arrays, or groups) from an array over the grid: owner n has the indices
-// that `shape`, the grid or that of the groups, numbers n.
-template <class Cursor, class Owner, class Value>
-void set_all(const CallLayout& s, const Shape& shape, const Cursor& cursor, std::vector<Owner>& owners,
-             Value Owner::* field) {
-    if (cursor.base == nullptr || owners.empty()) return;
-    const IndexNumbering numbers(shape);
-    for_each_index(s.grid, [&](const Shape& index) {
-        if constexpr (std::is_same_v<Value, const int64_t*>) {
-            owners[numbers.of(index)].*field = as<int64_t>(cursor.at(index));
-        } else {
-            owners[numbers.of(index)].*field = cursor.at(index);
-        }
-    });
+// Set all pointers into the arrays that are given, except those of the gradient of a bias.
+template <class Arrays, size_t N>
+void set_pointers(Problem& p, const CallLayout& s, const Field<Arrays> (&fields)[N], const Arrays& arrays,
+                  std::vector<RowArrays>& rows) {
+    if (p.heads.empty()) return;
+    const IndexNumbering heads(s.grid), groups(s.shared);
+    for (const auto& field : fields) {
+        const Array& a = arrays.*field.array;
+        if (!a.given || a.data == nullptr || field.axes.kind == Kind::bias_gradient) continue;
+        const MatrixCursor cursor = cursor_of(p, s, a, field.axes.kind);
+        const IndexNumbering& numbers = field.axes.kind == Kind::groups ? groups : heads;
+        for_each_index(s.grid, [&](const Shape& index) {
+            for (const Pointer& pointer : field.pointers) {
+                if (pointer.set != nullptr) pointer.set(p, rows, numbers.of(index), cursor, index);
+            }
+        });
+    }
 }
 
 // Find the grid of groups: along an axis heads are in one group where key, value, key bias and w_v are all broadcast.
@@ -227,22 +242,14 @@ CallLayout read_inputs(Problem& p, const Inputs& in, const Array& out, std::vect
     p.key_len = in.key.shape[s.outer];
     p.value_dim = in.value.shape[s.outer + 1];
     p.dim = in.query.shape[s.outer + 1];
-    check_shape(in.query, concat(s.grid, {p.query_len, p.dim}), s.outer);
-    check_shape(in.key, concat(s.grid, {p.key_len, p.dim}), s.outer);
-    check_shape(in.value, concat(s.grid, {p.key_len, p.value_dim}), s.outer);
-    if (in.query_bias.given) check_broadcast(in.query_bias, concat(s.grid, {p.query_len, 1}));
-    if (in.key_bias.given) check_broadcast(in.key_bias, concat(s.grid, {p.key_len, 1}));
-    if (in.mask.given) check_broadcast(in.mask, concat(s.grid, {p.query_len, p.key_len}));
-    if (is_relative(p, s, in.bias)) {
-        check_broadcast(in.bias, concat(s.grid, {1, relative_positions(p)}));
-    } else if (in.bias.given) {
-        check_broadcast(in.bias, concat(s.grid, {p.query_len, p.key_len}));
+    if (in.query_ids.given != in.key_ids.given) {
+        throw_invalid(in.query_ids.given ? in.key_ids : in.query_ids, "query_ids and key_ids together", "None");
     }
-    if (in.sink.given) check_broadcast(in.sink, {s.grid[s.head_axis], s.grid[s.group_axis]});
-    check_ids(p, s, in.query_ids, in.key_ids);
+    check_form(in.w_v, p.form == Form::additive, "additive");
+    if (p.form == Form::additive) check_given(in.w_v);
+    check_form(in.scales, p.form == Form::distance, "distance");
+    check_all(p, s, kInputs, in);
     check_intervals(p, s, in.start, in.stop);
-    check_w_v(p, s, in.w_v);
-    check_scales(p, s, in.scales);
 
     set_shared(s, in);
     const IndexNumbering heads(s.grid), groups(s.shared);
@@ -259,39 +266,21 @@ CallLayout read_inputs(Problem& p, const Inputs& in, const Array& out, std::vect
             p.heads[head].hole_stride = in.start.shape[1] * in.start.shape[2];
         }
     });
-    const auto set = [&](const auto& cursor, auto field) { set_all(s, s.grid, cursor, p.heads, field); };
-    set(MatrixCursor(in.query, s.outer), &Head::query);
-    set(MatrixCursor(in.key, s.outer), &Head::key);
-    set(MatrixCursor(in.value, s.outer), &Head::value);
-    set(MatrixCursor::broadcast(in.query_bias, s.outer), &Head::query_bias);
-    set(MatrixCursor::broadcast(in.key_bias, s.outer), &Head::key_bias);
-    set(bias_cursor(p, s, in.bias), &Head::bias);
-    set(MatrixCursor::broadcast(in.mask, s.outer), &Head::mask);
-    set(column_per_batch(s, in.query_ids), &Head::query_ids);
-    set(column_per_batch(s, in.key_ids), &Head::key_ids);
-    set(bounds_per_batch(s, in.start), &Head::start);
-    set(bounds_per_batch(s, in.stop), &Head::stop);
-    set(per_head(s, in.w_v), &Head::w_v);
-    set(per_head(s, in.scales), &Head::scale);
-    set_all(s, s.grid, per_head(s, in.sink), rows, &RowArrays::sink);
+    set_pointers(p, s, kInputs, in, rows);
     return s;
 }
 
 void check_gradients(const Problem& p, const CallLayout& s, const Inputs& in, const BackwardArrays& a) {
-    const auto check = [](const Array& grad, const Array& of, const Shape& shape) {
-        if (!grad.given) return;
-        if (!of.given) throw_invalid(grad, "None where there is no such input", "an array");
-        check_exact(grad, shape);
-    };
-    check(a.grad_query, in.query, concat(s.grid, {p.query_len, p.dim}));
-    check(a.grad_query_bias, in.query_bias, concat(s.grid, {p.query_len}));
-    check(a.grad_key, in.key, concat(s.shared, {p.key_len, p.dim}));
-    check(a.grad_value, in.value, concat(s.shared, {p.key_len, p.value_dim}));
-    check(a.grad_key_bias, in.key_bias, concat(s.shared, {p.key_len}));
-    check(a.grad_w_v, in.w_v, concat(s.shared, {p.dim}));
-    check(a.grad_bias, in.bias, Shape(in.bias.shape, in.bias.shape + in.bias.ndim));
-    check(a.grad_sink, in.sink, s.grid);
-    check(a.grad_scales, in.scales, s.grid);
+    for (const auto& field : kGradients) {
+        const Array& grad = a.*field.array;
+        const auto* input = std::begin(kInputs);
+        while (std::string("grad_") + input->name != field.name) ++input;
+        if (grad.given && !(in.*input->array).given) {
+            throw_invalid(grad, "None where there is no such input", "an array");
+        }
+        check(p, s, grad, field.axes);
+    }
+    if (a.grad_bias.given) check_exact(a.grad_bias, Shape(in.bias.shape, in.bias.shape + in.bias.ndim));
 }
 
 void set_bias_groups(Problem& p, const CallLayout& s, const Array& grad) {
@@ -331,83 +320,28 @@ Dtype dtype_of(const Problem& problem, Element element) {
 std::vector<RowArrays> build_forward(Problem& p, const Inputs& in, const ForwardArrays& a) {
     std::vector<RowArrays> rows;
     const CallLayout s = read_inputs(p, in, a.out, rows);
-    check_exact(a.out, concat(s.grid, {p.query_len, p.value_dim}));
-    const Shape column = concat(s.grid, {p.query_len, 1});
-    for (size_t i = 0; i < std::size(kForwardArrays); ++i) {
-        const Array& x = a.*kForwardArrays[i].array;
-        if (x.given && (&x == &a.row_max || &x == &a.log_denom || i >= kFirstStatistic)) check_exact(x, column);
-    }
+    check_form(a.saved_scores, p.form == Form::additive, "additive");
+    p.matrix = matrix_of(a.attention_scores, a.attention_weights);
+    check_all(p, s, kForwardArrays, a);
     // Statistics by the row statistics that they need: max_weight is that of the largest score, sum_weights needs none.
     p.exact_row_max = a.max_score.given || a.max_weight.given;
     p.full_statistics = a.mean_score.given || a.var_score.given || a.entropy.given || a.sum_sq_weights.given;
-    check_saved_scores(p, s, a.saved_scores);
-    p.matrix = matrix_of(a.attention_scores, a.attention_weights);
-    const Array& matrix = p.matrix == MatrixOutput::scores ? a.attention_scores : a.attention_weights;
-    if (matrix.given) check_exact(matrix, concat(s.grid, {p.query_len, p.key_len}));
-
-    const auto set = [&](const Array& x, auto& owners, auto field) {
-        set_all(s, s.grid, StridedCursor(x, s.outer), owners, field);
-    };
-    set(a.out, p.heads, &Head::out);
-    set(a.saved_scores, p.heads, &Head::saved_scores);
-    set(matrix, p.heads, &Head::matrix);
-    set(a.row_max, rows, &RowArrays::row_max);
-    set(a.log_denom, rows, &RowArrays::log_denom);
-    for (size_t i = 0; i < kStatistics; ++i) {
-        const StridedCursor cursor(a.*kForwardArrays[kFirstStatistic + i].array, s.outer);
-        if (cursor.base == nullptr) continue;
-        size_t head = 0;
-        for_each_index(s.grid, [&](const Shape& index) { rows[head++].statistics[i] = cursor.at(index); });
-    }
-    for (size_t h = 0; h < rows.size(); ++h) p.heads[h].sink = rows[h].sink;
+    set_pointers(p, s, kForwardArrays, a, rows);
     return rows;
 }
 
 std::vector<RowArrays> build_backward(Problem& p, const Inputs& in, const BackwardArrays& a) {
     std::vector<RowArrays> rows;
     const CallLayout s = read_inputs(p, in, a.out, rows);
-    for (const Array* x : {&a.out, &a.grad_out}) check_shape(*x, concat(s.grid, {p.query_len, p.value_dim}), s.outer);
+    for (const Array* x : {&a.grad_out, &a.row_max, &a.log_denom}) check_given(*x);
     if (a.grad_entropy.given && !a.entropy.given) throw_invalid(a.entropy, "an array beside grad_entropy", "None");
-    for (const Array* x : {&a.row_max, &a.log_denom, &a.grad_log_sum_exp, &a.entropy, &a.grad_entropy}) {
-        if (x->given || x == &a.row_max || x == &a.log_denom) check_exact(*x, concat(s.grid, {p.query_len, 1}));
-    }
-    check_gradients(p, s, in, a);
-    check_saved_scores(p, s, a.saved_scores);
+    check_form(a.saved_scores, p.form == Form::additive, "additive");
     p.matrix = matrix_of(a.grad_attention_scores, a.grad_attention_weights);
-    const Array& grad_matrix = p.matrix == MatrixOutput::scores ? a.grad_attention_scores : a.grad_attention_weights;
-    const Shape pairs = concat(s.grid, {p.query_len, p.key_len});
-    if (grad_matrix.given) check_broadcast(grad_matrix, pairs);
     if (p.matrix == MatrixOutput::weights) check_given(a.attention_weights);
-    if (a.attention_weights.given) check_exact(a.attention_weights, pairs);
-
-    const auto set = [&](const Array& x, auto& owners, auto field) {
-        set_all(s, s.grid, StridedCursor(x, s.outer), owners, field);
-    };
-    set_all(s, s.grid, MatrixCursor(a.grad_out, s.outer), p.heads, &Head::grad_out);
-    set_all(s, s.grid, MatrixCursor::broadcast(grad_matrix, s.outer), p.heads, &Head::grad_matrix);
-    set(a.saved_scores, p.heads, &Head::saved_scores);
-    set(a.row_max, p.heads, &Head::row_max);
-    if (a.grad_entropy.given) {
-        set(a.entropy, p.heads, &Head::entropy);
-        set(a.grad_entropy, p.heads, &Head::grad_entropy);
-    }
-    set(a.grad_query, p.heads, &Head::grad_query);
-    set(a.grad_query_bias, p.heads, &Head::grad_query_bias);
-    set(a.grad_scales, p.heads, &Head::grad_scale);
-    set_all(s, s.grid, MatrixCursor(a.out, s.outer), rows, &RowArrays::out);
-    set(a.row_max, rows, &RowArrays::row_max);
-    set(a.log_denom, rows, &RowArrays::log_denom);
-    set(a.attention_weights, rows, &RowArrays::attention_weights);
-    set(a.grad_log_sum_exp, rows, &RowArrays::grad_log_sum_exp);
-    set(a.grad_sink, rows, &RowArrays::grad_sink);
-    // Gradients of groups have size 1 along the axes whose heads they sum over.
-    const auto set_group = [&](const Array& x, auto field) {
-        set_all(s, s.shared, StridedCursor(x, s.outer), p.groups, field);
-    };
-    set_group(a.grad_key, &Group::grad_key);
-    set_group(a.grad_value, &Group::grad_value);
-    set_group(a.grad_key_bias, &Group::grad_key_bias);
-    set_group(a.grad_w_v, &Group::grad_w_v);
+    check_all(p, s, kForwardResults, a);
+    check_gradients(p, s, in, a);
+    set_pointers(p, s, kForwardResults, a, rows);
+    set_pointers(p, s, kGradients, a, rows);
     set_bias_groups(p, s, a.grad_bias);
     return rows;
 }

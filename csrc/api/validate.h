@@ -32,64 +32,6 @@ struct BackwardArrays {
     Array grad_scales;
 };
 
-// What the elements of an array are; the problem knows their dtypes.
-enum class Element { score, value, grad, bias, sum, byte, index };
-
-// One array of a call: its name in messages, and its place in the struct.
-template <class Arrays>
-struct Field {
-    const char* name;
-    Array Arrays::* array;
-    Element element;
-};
-
-// The arrays of a call, in the order in which Python hands them over. XLA's order follows from it (ffi.cc).
-inline constexpr Field<Inputs> kInputs[] = {
-    {"query", &Inputs::query, Element::score},     {"key", &Inputs::key, Element::score},
-    {"value", &Inputs::value, Element::value},     {"query_bias", &Inputs::query_bias, Element::sum},
-    {"key_bias", &Inputs::key_bias, Element::sum}, {"bias", &Inputs::bias, Element::bias},
-    {"mask", &Inputs::mask, Element::byte},        {"query_ids", &Inputs::query_ids, Element::index},
-    {"key_ids", &Inputs::key_ids, Element::index}, {"start", &Inputs::start, Element::index},
-    {"stop", &Inputs::stop, Element::index},       {"w_v", &Inputs::w_v, Element::sum},
-    {"sink", &Inputs::sink, Element::sum},         {"scales", &Inputs::scales, Element::sum}};
-inline constexpr Field<ForwardArrays> kForwardArrays[] = {
-    {"out", &ForwardArrays::out, Element::value},
-    {"row_max", &ForwardArrays::row_max, Element::sum},
-    {"log_denom", &ForwardArrays::log_denom, Element::sum},
-    {"scores", &ForwardArrays::saved_scores, Element::sum},
-    {"attention_scores", &ForwardArrays::attention_scores, Element::sum},
-    {"attention_weights", &ForwardArrays::attention_weights, Element::sum},
-    {"max_score", &ForwardArrays::max_score, Element::sum},
-    {"mean_score", &ForwardArrays::mean_score, Element::sum},
-    {"var_score", &ForwardArrays::var_score, Element::sum},
-    {"entropy", &ForwardArrays::entropy, Element::sum},
-    {"max_weight", &ForwardArrays::max_weight, Element::sum},
-    {"sum_sq_weights", &ForwardArrays::sum_sq_weights, Element::sum},
-    {"sum_weights", &ForwardArrays::sum_weights, Element::sum},
-    {"log_sum_exp", &ForwardArrays::log_sum_exp, Element::sum}};
-inline constexpr Field<BackwardArrays> kForwardResults[] = {
-    {"out", &BackwardArrays::out, Element::value},
-    {"row_max", &BackwardArrays::row_max, Element::sum},
-    {"log_denom", &BackwardArrays::log_denom, Element::sum},
-    {"entropy", &BackwardArrays::entropy, Element::sum},
-    {"scores", &BackwardArrays::saved_scores, Element::sum},
-    {"attention_weights", &BackwardArrays::attention_weights, Element::sum},
-    {"grad_out", &BackwardArrays::grad_out, Element::grad},
-    {"grad_log_sum_exp", &BackwardArrays::grad_log_sum_exp, Element::sum},
-    {"grad_entropy", &BackwardArrays::grad_entropy, Element::sum},
-    {"grad_attention_scores", &BackwardArrays::grad_attention_scores, Element::sum},
-    {"grad_attention_weights", &BackwardArrays::grad_attention_weights, Element::sum}};
-inline constexpr Field<BackwardArrays> kGradients[] = {
-    {"grad_query", &BackwardArrays::grad_query, Element::sum},
-    {"grad_key", &BackwardArrays::grad_key, Element::sum},
-    {"grad_value", &BackwardArrays::grad_value, Element::sum},
-    {"grad_query_bias", &BackwardArrays::grad_query_bias, Element::sum},
-    {"grad_key_bias", &BackwardArrays::grad_key_bias, Element::sum},
-    {"grad_bias", &BackwardArrays::grad_bias, Element::sum},
-    {"grad_w_v", &BackwardArrays::grad_w_v, Element::sum},
-    {"grad_sink", &BackwardArrays::grad_sink, Element::sum},
-    {"grad_scales", &BackwardArrays::grad_scales, Element::sum}};
-
 // Statistics of a row; kForwardArrays ends with them, in this order.
 enum Statistic {
     kMaxScore,
@@ -102,7 +44,6 @@ enum Statistic {
     kLogSumExp,
     kStatistics
 };
-constexpr size_t kFirstStatistic = std::size(kForwardArrays) - kStatistics;
 
 // The arrays of a head's rows that the kernels do not know: the sink, and what a forward's row statistics become.
 struct RowArrays {
@@ -117,6 +58,194 @@ struct RowArrays {
     const char* grad_log_sum_exp = nullptr;
     char* grad_sink = nullptr;
 };
+
+// What the elements of an array are; the problem knows their dtypes.
+enum class Element { score, value, grad, bias, sum, byte, index };
+
+// How the axes of an array belong to those of the call, (*lead, head, group). The first four have a matrix, a column or
+// a number for each head.
+enum class Kind {
+    strided,        // any strides, and 1 along an axis of the call that is broadcast
+    broadcast,      // the same, and rows and columns may be 1 too
+    exact,          // C order
+    groups,         // C order, and 1 along an axis of the call whose heads are in one group
+    bias,           // broadcast, or relative
+    bias_gradient,  // C order, in the shape of the bias
+    heads,          // (head, group) in front, or nothing
+    batch,          // (batch,) in front
+    bounds          // the same, behind an axis of holes where there are any
+};
+
+// The length of one of the axes behind those of the call; none: no such axis.
+enum class Size { none, one, query_len, key_len, dim, value_dim };
+
+struct Axes {
+    Kind kind;
+    Size rows = Size::none, cols = Size::none;
+};
+
+// A field of all heads, groups or rows of a call that points into an array.
+struct Pointer {
+    // Set the field of one owner to the part of the array at an index of the grid.
+    void (*set)(Problem&, std::vector<RowArrays>&, size_t owner, const MatrixCursor&, const Shape& index) = nullptr;
+    // Move the field of all owners by some bytes: the memory of the array has moved.
+    void (*move)(Problem&, std::vector<RowArrays>&, ptrdiff_t by) = nullptr;
+};
+
+// One array of a call: its name in messages, its place in the struct, its elements, its axes, and what points into it.
+template <class Arrays>
+struct Field {
+    const char* name;
+    Array Arrays::* array;
+    Element element;
+    Axes axes;
+    Pointer pointers[2];
+};
+
+inline void set_part(Matrix& to, const MatrixCursor& cursor, const Shape& index) { to = cursor.at(index); }
+inline void set_part(const int64_t*& to, const MatrixCursor& cursor, const Shape& index) {
+    to = as<int64_t>(cursor.StridedCursor::at(index));
+}
+template <class Byte>
+void set_part(Byte*& to, const MatrixCursor& cursor, const Shape& index) {
+    to = cursor.StridedCursor::at(index);
+}
+
+template <class Byte>
+void move_part(Byte*& pointer, ptrdiff_t by) {
+    if (pointer != nullptr) pointer += by;
+}
+inline void move_part(const int64_t*& pointer, ptrdiff_t by) {
+    if (pointer != nullptr) pointer = as<int64_t>(reinterpret_cast<const char*>(pointer) + by);
+}
+inline void move_part(Matrix& matrix, ptrdiff_t by) { move_part(matrix.data, by); }
+
+template <class Value>
+std::vector<Head>& owners(Value Head::*, Problem& p, std::vector<RowArrays>&) {
+    return p.heads;
+}
+template <class Value>
+std::vector<Group>& owners(Value Group::*, Problem& p, std::vector<RowArrays>&) {
+    return p.groups;
+}
+template <class Value>
+std::vector<BiasGroup>& owners(Value BiasGroup::*, Problem& p, std::vector<RowArrays>&) {
+    return p.bias_groups;
+}
+template <class Value>
+std::vector<RowArrays>& owners(Value RowArrays::*, Problem&, std::vector<RowArrays>& rows) {
+    return rows;
+}
+
+template <auto field>
+constexpr Pointer to{[](Problem& p, std::vector<RowArrays>& rows, size_t owner, const MatrixCursor& cursor,
+                        const Shape& index) { set_part(owners(field, p, rows)[owner].*field, cursor, index); },
+                     [](Problem& p, std::vector<RowArrays>& rows, ptrdiff_t by) {
+                         auto& all = owners(field, p, rows);
+                         for (auto& owner : all) move_part(owner.*field, by);
+                     }};
+
+template <Statistic statistic>
+constexpr Pointer to_statistic{[](Problem&, std::vector<RowArrays>& rows, size_t owner, const MatrixCursor& cursor,
+                                  const Shape& index) { set_part(rows[owner].statistics[statistic], cursor, index); },
+                               [](Problem&, std::vector<RowArrays>& rows, ptrdiff_t by) {
+                                   for (RowArrays& row : rows) move_part(row.statistics[statistic], by);
+                               }};
+
+constexpr Axes kRow{Kind::exact, Size::query_len, Size::one};
+constexpr Axes kAllPairs{Kind::exact, Size::query_len, Size::key_len};
+constexpr Axes kPairs{Kind::broadcast, Size::query_len, Size::key_len};
+constexpr Axes kOut{Kind::exact, Size::query_len, Size::value_dim};
+constexpr Axes kStridedOut{Kind::strided, Size::query_len, Size::value_dim};
+
+// The arrays of a call, in the order in which Python hands them over. XLA's order follows from it (ffi.cc).
+inline constexpr Field<Inputs> kInputs[] = {
+    {"query", &Inputs::query, Element::score, {Kind::strided, Size::query_len, Size::dim}, {to<&Head::query>}},
+    {"key", &Inputs::key, Element::score, {Kind::strided, Size::key_len, Size::dim}, {to<&Head::key>}},
+    {"value", &Inputs::value, Element::value, {Kind::strided, Size::key_len, Size::value_dim}, {to<&Head::value>}},
+    {"query_bias",
+     &Inputs::query_bias,
+     Element::sum,
+     {Kind::broadcast, Size::query_len, Size::one},
+     {to<&Head::query_bias>}},
+    {"key_bias", &Inputs::key_bias, Element::sum, {Kind::broadcast, Size::key_len, Size::one}, {to<&Head::key_bias>}},
+    {"bias", &Inputs::bias, Element::bias, {Kind::bias, Size::query_len, Size::key_len}, {to<&Head::bias>}},
+    {"mask", &Inputs::mask, Element::byte, kPairs, {to<&Head::mask>}},
+    {"query_ids", &Inputs::query_ids, Element::index, {Kind::batch, Size::query_len}, {to<&Head::query_ids>}},
+    {"key_ids", &Inputs::key_ids, Element::index, {Kind::batch, Size::key_len}, {to<&Head::key_ids>}},
+    {"start", &Inputs::start, Element::index, {Kind::bounds, Size::query_len}, {to<&Head::start>}},
+    {"stop", &Inputs::stop, Element::index, {Kind::bounds, Size::query_len}, {to<&Head::stop>}},
+    {"w_v", &Inputs::w_v, Element::sum, {Kind::heads, Size::dim}, {to<&Head::w_v>}},
+    {"sink", &Inputs::sink, Element::sum, {Kind::heads}, {to<&Head::sink>, to<&RowArrays::sink>}},
+    {"scales", &Inputs::scales, Element::sum, {Kind::heads}, {to<&Head::scale>}}};
+inline constexpr Field<ForwardArrays> kForwardArrays[] = {
+    {"out", &ForwardArrays::out, Element::value, kOut, {to<&Head::out>}},
+    {"row_max", &ForwardArrays::row_max, Element::sum, kRow, {to<&RowArrays::row_max>}},
+    {"log_denom", &ForwardArrays::log_denom, Element::sum, kRow, {to<&RowArrays::log_denom>}},
+    {"scores", &ForwardArrays::saved_scores, Element::sum, kAllPairs, {to<&Head::saved_scores>}},
+    {"attention_scores", &ForwardArrays::attention_scores, Element::sum, kAllPairs, {to<&Head::matrix>}},
+    {"attention_weights", &ForwardArrays::attention_weights, Element::sum, kAllPairs, {to<&Head::matrix>}},
+    {"max_score", &ForwardArrays::max_score, Element::sum, kRow, {to_statistic<kMaxScore>}},
+    {"mean_score", &ForwardArrays::mean_score, Element::sum, kRow, {to_statistic<kMeanScore>}},
+    {"var_score", &ForwardArrays::var_score, Element::sum, kRow, {to_statistic<kVarScore>}},
+    {"entropy", &ForwardArrays::entropy, Element::sum, kRow, {to_statistic<kEntropy>}},
+    {"max_weight", &ForwardArrays::max_weight, Element::sum, kRow, {to_statistic<kMaxWeight>}},
+    {"sum_sq_weights", &ForwardArrays::sum_sq_weights, Element::sum, kRow, {to_statistic<kSumSqWeights>}},
+    {"sum_weights", &ForwardArrays::sum_weights, Element::sum, kRow, {to_statistic<kSumWeights>}},
+    {"log_sum_exp", &ForwardArrays::log_sum_exp, Element::sum, kRow, {to_statistic<kLogSumExp>}}};
+inline constexpr Field<BackwardArrays> kForwardResults[] = {
+    {"out", &BackwardArrays::out, Element::value, kStridedOut, {to<&RowArrays::out>}},
+    {"row_max", &BackwardArrays::row_max, Element::sum, kRow, {to<&Head::row_max>, to<&RowArrays::row_max>}},
+    {"log_denom", &BackwardArrays::log_denom, Element::sum, kRow, {to<&RowArrays::log_denom>}},
+    {"entropy", &BackwardArrays::entropy, Element::sum, kRow, {to<&Head::entropy>}},
+    {"scores", &BackwardArrays::saved_scores, Element::sum, kAllPairs, {to<&Head::saved_scores>}},
+    {"attention_weights",
+     &BackwardArrays::attention_weights,
+     Element::sum,
+     kAllPairs,
+     {to<&RowArrays::attention_weights>}},
+    {"grad_out", &BackwardArrays::grad_out, Element::grad, kStridedOut, {to<&Head::grad_out>}},
+    {"grad_log_sum_exp", &BackwardArrays::grad_log_sum_exp, Element::sum, kRow, {to<&RowArrays::grad_log_sum_exp>}},
+    {"grad_entropy", &BackwardArrays::grad_entropy, Element::sum, kRow, {to<&Head::grad_entropy>}},
+    {"grad_attention_scores", &BackwardArrays::grad_attention_scores, Element::sum, kPairs, {to<&Head::grad_matrix>}},
+    {"grad_attention_weights",
+     &BackwardArrays::grad_attention_weights,
+     Element::sum,
+     kPairs,
+     {to<&Head::grad_matrix>}}};
+// Their names are those of the inputs with "grad_" in front.
+inline constexpr Field<BackwardArrays> kGradients[] = {
+    {"grad_query",
+     &BackwardArrays::grad_query,
+     Element::sum,
+     {Kind::exact, Size::query_len, Size::dim},
+     {to<&Head::grad_query>}},
+    {"grad_key",
+     &BackwardArrays::grad_key,
+     Element::sum,
+     {Kind::groups, Size::key_len, Size::dim},
+     {to<&Group::grad_key>}},
+    {"grad_value",
+     &BackwardArrays::grad_value,
+     Element::sum,
+     {Kind::groups, Size::key_len, Size::value_dim},
+     {to<&Group::grad_value>}},
+    {"grad_query_bias",
+     &BackwardArrays::grad_query_bias,
+     Element::sum,
+     {Kind::exact, Size::query_len},
+     {to<&Head::grad_query_bias>}},
+    {"grad_key_bias",
+     &BackwardArrays::grad_key_bias,
+     Element::sum,
+     {Kind::groups, Size::key_len},
+     {to<&Group::grad_key_bias>}},
+    {"grad_bias", &BackwardArrays::grad_bias, Element::sum, {Kind::bias_gradient}, {to<&BiasGroup::grad_bias>}},
+    {"grad_w_v", &BackwardArrays::grad_w_v, Element::sum, {Kind::groups, Size::dim}, {to<&Group::grad_w_v>}},
+    {"grad_sink", &BackwardArrays::grad_sink, Element::sum, {Kind::exact}, {to<&RowArrays::grad_sink>}},
+    {"grad_scales", &BackwardArrays::grad_scales, Element::sum, {Kind::exact}, {to<&Head::grad_scale>}}};
+
+constexpr size_t kFirstStatistic = std::size(kForwardArrays) - kStatistics;
 
 // Check the arrays of a call, and fill in sizes, heads and groups of a problem that knows its score and dtypes. Return
 // the row arrays of each head.

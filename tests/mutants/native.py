@@ -528,7 +528,7 @@ FAULTS = [
     Fault(
         "native-unchecked-key-ids",
         "csrc/api/validate.cc",
-        "check_shape(key_ids, {s.grid[0], p.key_len}, 1)",
+        "check_shape(a, shape, 1)",
         "static_cast<void>(0)",
         "tests/test_native_validation.py",
         "the shape of the key ids is not checked",
@@ -567,9 +567,9 @@ FAULTS = [
     ),
     Fault(
         "native-plan-of-one-head",
-        "csrc/api/call_plan.cc",
-        "move(head.*Field, by)",
-        "&head == &p.heads.front() ? move(head.*Field, by) : void(head.*Field = p.heads.front().*Field)",
+        "csrc/api/validate.h",
+        "move_part(owner.*field, by)",
+        "&owner == &all.front() ? move_part(owner.*field, by) : void(owner.*field = all.front().*field)",
         "tests/test_plan.py -k plain_call",
         "every head of a planned call reads the first head's arrays",
     ),

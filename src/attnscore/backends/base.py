@@ -176,8 +176,8 @@ class Backend(ABC):
     """The framework's module of array functions (or `Modules`)."""
     wants_aligned = True
     """Whether `from_memory` copies what does not begin at a multiple of 64 bytes."""
-    has_plain_tape = False
-    """Whether arrays that autograd records are plain too (core/plan.py)."""
+    has_planned_gradients = False
+    """Whether autograd records the calls of execution plans (`record`), so that arrays with a gradient are plain too."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.xp, name)
@@ -247,7 +247,7 @@ class Backend(ABC):
     def is_plain(self, *arrays: Array) -> bool:
         """Whether only the values of these matter: no tracing, autocast or subclass; all with a `has_cpu_buffer`.
 
-        No gradient is recorded either, except where `has_plain_tape`.
+        No gradient is recorded either, except where `has_planned_gradients`.
         """
 
     @abstractmethod

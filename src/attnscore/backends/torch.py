@@ -77,7 +77,7 @@ class TorchBackend(Backend):
     has_autodiff = True
     xp = torch
     wants_aligned = False
-    has_plain_tape = True
+    has_planned_gradients = True
 
     def dtype(self, x: Array) -> str:
         return _NAMES[x.dtype]

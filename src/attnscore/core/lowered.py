@@ -58,7 +58,7 @@ class LoweredCall:
             score = scores.resolve(score)
         lowered = self.lower(score, arguments.query, arguments.key)
         operands = self.operands(lowered, arguments.value, arguments.bias, arguments.sink)
-        if ops.has_plain_tape and ops.needs_grad(*operands):
+        if ops.has_planned_gradients and ops.needs_grad(*operands):
             return call.present(ops.record(call.op(arguments, self.lowered), operands))
         return call.present(call.forward(operands, *call.mask_and_seed(arguments), saves=False)[0])
 

@@ -47,7 +47,7 @@ class TensorFlowBackend(Backend):
 
     name = "tensorflow"
     has_autodiff = True
-    has_plain_tape = True
+    has_planned_gradients = True
     xp = Modules(tf.math, tf, tf.experimental.numpy)
 
     def dtype(self, x: Array) -> str:

@@ -152,7 +152,7 @@ class NativeCall:
             # A plan checks no values, except this one: NaN and what is not positive raise.
             if not ops.number(score.bandwidth) > 0:  # type: ignore[operator]  # it is not traced
                 score.check(query.shape[-1], key.shape[-1])
-        if ops.has_plain_tape and ops.needs_grad(*arrays):
+        if ops.has_planned_gradients and ops.needs_grad(*arrays):
             return self.present(ops.record(self.op(arguments, score), arrays))
         mask, seed = self.mask_and_seed(arguments)
         return self.present(self.forward(arrays, mask, seed, saves=False)[0])

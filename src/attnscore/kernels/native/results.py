@@ -16,7 +16,7 @@ FILLED = (
     *("out", "row_max", "log_denom", "saved_scores", "attention_scores", "attention_weights"),
     *(*STATISTICS, "log_sum_exp"),
 )
-# Arrays that the backward reads beside the operands, in its order.
+# Arrays that the backward reads in addition to the operands, in its order.
 BACKWARD_INPUTS = (
     *("out", "row_max", "log_denom", "entropy", "saved_scores", "attention_weights"),
     *("grad_out", "grad_log_sum_exp", "grad_entropy", "grad_attention_scores", "grad_attention_weights"),

@@ -19,7 +19,7 @@ from attnscore.masks import Mask, lowering
 from attnscore.masks.dynamic_intervals import traced_visibility
 
 # Orders of operands and results. For each name there is a bit in the attributes `given` (operands that are passed),
-# `turned` (operands that are passed transposed) and `wanted` (results), see csrc/api/ffi.cc.
+# `transposed` (operands that are passed so) and `wanted` (results), see csrc/api/ffi.cc.
 _OPERANDS = (*marshalling.ORDER, "seed", *(name for name in BACKWARD_INPUTS if name != "saved_scores"))
 _FORWARD = ("out", "row_max", "log_denom", *STATISTICS, "attention_scores", "attention_weights")
 _SCORE = ("form", "activation", "negative_slope", "scale", "caps")
@@ -123,7 +123,7 @@ def _call(
         "seed": known_seed if seed is None else 0,
         "axes": len(problem.score_shape.rows) + 1,
         "given": _bits(_OPERANDS, names),
-        "turned": _bits(_OPERANDS, transposed.intersection(names)),
+        "transposed": _bits(_OPERANDS, transposed.intersection(names)),
         "wanted": _bits(places, results),
     }
     ordered = [name for name in places if name in results]
