@@ -134,14 +134,14 @@ def thinned(every: int, **factors: Any) -> Any:
 
 
 @pytest.mark.slow
-@thinned(20, score=SHARED_SCORES, devices=DEVICES, placement=PLACEMENTS, extras=EXTRAS, mask=SOME_MASKS,
+@thinned(40, score=SHARED_SCORES, devices=DEVICES, placement=PLACEMENTS, extras=EXTRAS, mask=SOME_MASKS,
          dtype=("float64", "float32"), mode=MODES)  # fmt: skip
 def test_every_score(score: str, mask: str, extras: str, devices: int, placement: Any, dtype: str, mode: str) -> None:
     check(score, mask, extras, dtype, devices, placement, mode)
 
 
 @pytest.mark.slow
-@thinned(33, mask=[mask.name for mask in MASKS], score=[score.name for score in SOME_SCORES], devices=DEVICES,
+@thinned(66, mask=[mask.name for mask in MASKS], score=[score.name for score in SOME_SCORES], devices=DEVICES,
          placement=PLACEMENTS, extras=EXTRAS, dtype=("float64", "float32"), mode=MODES)  # fmt: skip
 def test_every_mask(mask: str, score: str, devices: int, placement: Any, extras: str, dtype: str, mode: str) -> None:
     check(score, mask, extras, dtype, devices, placement, mode)
@@ -274,14 +274,14 @@ def test_arrays_that_are_on_the_devices(kind: Any) -> None:
 )
 def test_bytes_are_those_explained(mask: Any, mode: str) -> None:
     """Counted at the collectives of the program: each sender of a `ppermute` sends the operand."""
-    told: list[Any] = []
+    explained: list[Any] = []
 
     def local(*own: Any) -> Any:
-        told.append(explain(*own, axis_name="context", mask=mask, mode=mode))
+        explained.append(explain(*own, axis_name="context", mask=mask, mode=mode))
         return attend(*own, axis_name="context", mask=mask, mode=mode)
 
     program = jax.make_jaxpr(lambda *x: over(4, local, *x))(*arrays(32))
-    assert collective_bytes(program.jaxpr, 4) == list(told[0].forward_bytes)
+    assert collective_bytes(program.jaxpr, 4) == list(explained[0].forward_bytes)
 
 
 def test_a_window_sends_as_much_for_any_length() -> None:

@@ -103,7 +103,8 @@ def attend(
     ... def call(x):
     ...     return attend(x, x, x, axis_name="context", mask=ats.Causal())
     >>> x = jax.random.normal(jax.random.key(0), (1, 2, 64, 8))
-    >>> bool(jnp.allclose(call(x), ats.attend(x, x, x, mask=ats.Causal()), atol=1e-5))
+    >>> out = call(jax.device_put(x, jax.NamedSharding(mesh, rows)))
+    >>> bool(jnp.allclose(out, ats.attend(x, x, x, mask=ats.Causal()), atol=1e-5))
     True
     """
     call, _ = _planned(

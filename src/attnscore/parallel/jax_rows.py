@@ -41,8 +41,8 @@ def split_rows(x: Array, shards: Sequence[Shard], axis: int = -2) -> Array:
     >>> import jax.numpy as jnp
     >>> from attnscore.parallel import Shard
     >>> shards = [Shard.head_tail(6, rank, 2) for rank in range(2)]
-    >>> split_rows(jnp.arange(6), shards, axis=0)
-    Array([0, 1, 5, 2, 3, 4], dtype=int32)
+    >>> split_rows(jnp.arange(6), shards, axis=0).tolist()
+    [0, 1, 5, 2, 3, 4]
     """
     held = Held(tuple(shards))
     _check_rows("x", x, held.length, axis)
@@ -60,8 +60,8 @@ def join_rows(x: Array, shards: Sequence[Shard], axis: int = -2) -> Array:
     >>> import jax.numpy as jnp
     >>> from attnscore.parallel import Shard
     >>> shards = [Shard.contiguous(5, rank, 2) for rank in range(2)]
-    >>> join_rows(split_rows(jnp.arange(5), shards, axis=0), shards, axis=0)
-    Array([0, 1, 2, 3, 4], dtype=int32)
+    >>> join_rows(split_rows(jnp.arange(5), shards, axis=0), shards, axis=0).tolist()
+    [0, 1, 2, 3, 4]
     """
     held = Held(tuple(shards))
     _check_rows("x", x, len(shards) * held.rows, axis)
