@@ -19,8 +19,8 @@ class Tile(NamedTuple):
     stages: int
 
 
-LARGE_SHARED_MEMORY = (80, 90, 100)
-"""Architectures (major, minor as one number) with 163 KB or more a multiprocessor; others have 99 KB."""
+HOPPER = 90
+"""Architecture from which programs have 227 KB of shared memory, and warp groups multiply; before: 99 to 163 KB."""
 
 INTERPRETED: dict[KernelName, Tile] = {
     "forward": Tile(16, 32, 4, 1),
@@ -44,26 +44,25 @@ def tile_of(kernel: KernelName, arch: int, itemsize: int, dim: int, by_channel: 
         return Tile(32, 128, 4, 1)
     if by_channel:
         return Tile(32, 64, 4, 1) if kernel == "forward" else Tile(32, 32, 4, 1)
-    roomy = arch in LARGE_SHARED_MEMORY
-    if itemsize == 4:
-        return _FLOAT32[kernel, roomy][min(3, max(0, dim.bit_length() - 6))]
-    return _HALF[kernel, roomy][min(3, max(0, dim.bit_length() - 6))]
+    table = _HALF if itemsize == 2 else _FLOAT32
+    return table[kernel, arch >= HOPPER][min(3, max(0, dim.bit_length() - 6))]
 
 
-# By kernel and whether shared memory is large; in each row the dimensions to 32, 64, 128 and 256.
+# By kernel and whether it is for Hopper; in each row the dimensions to 32, 64, 128 and 256. Each is the largest of
+# some half a dozen that were compiled without a spill, or the one with the fewest (docs/performance/gpu-code.md).
 _HALF: dict[tuple[KernelName, bool], tuple[Tile, ...]] = {
-    ("forward", True): (Tile(128, 128, 8, 3), Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 2)),
-    ("forward", False): (Tile(128, 64, 4, 3), Tile(128, 64, 4, 2), Tile(128, 32, 4, 2), Tile(64, 32, 4, 1)),
-    ("d_query", True): (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 32, 8, 1)),
-    ("d_query", False): (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 1)),
-    ("d_key", True): (Tile(64, 128, 8, 3), Tile(64, 128, 8, 2), Tile(64, 128, 8, 1), Tile(32, 64, 8, 1)),
-    ("d_key", False): (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(32, 64, 4, 2), Tile(32, 32, 4, 1)),
+    ("forward", True): (Tile(128, 128, 8, 3), Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(64, 64, 8, 2)),
+    ("forward", False): (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(128, 64, 8, 3), Tile(32, 32, 8, 2)),
+    ("d_query", True): (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 32, 8, 2)),
+    ("d_query", False): (Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(64, 64, 8, 2), Tile(32, 32, 8, 2)),
+    ("d_key", True): (Tile(64, 128, 8, 2), Tile(32, 128, 8, 2), Tile(32, 128, 8, 2), Tile(32, 32, 8, 2)),
+    ("d_key", False): (Tile(32, 64, 8, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2), Tile(32, 32, 8, 1)),
 }
 _FLOAT32: dict[tuple[KernelName, bool], tuple[Tile, ...]] = {
-    ("forward", True): (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 8, 2), Tile(32, 32, 8, 1)),
-    ("forward", False): (Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 1), Tile(16, 32, 4, 1)),
-    ("d_query", True): (Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 8, 1)),
-    ("d_query", False): (Tile(64, 32, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(16, 16, 4, 1)),
-    ("d_key", True): (Tile(32, 64, 4, 2), Tile(32, 64, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 8, 1)),
-    ("d_key", False): (Tile(32, 64, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(16, 16, 4, 1)),
+    ("forward", True): (Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(16, 32, 8, 1)),
+    ("forward", False): (Tile(64, 32, 8, 3), Tile(64, 32, 8, 3), Tile(32, 32, 4, 2), Tile(16, 32, 8, 1)),
+    ("d_query", True): (Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 8, 2), Tile(16, 16, 8, 1)),
+    ("d_query", False): (Tile(32, 32, 4, 3), Tile(32, 32, 4, 3), Tile(16, 32, 4, 2), Tile(16, 16, 8, 1)),
+    ("d_key", True): (Tile(32, 32, 8, 2), Tile(32, 32, 8, 2), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+    ("d_key", False): (Tile(32, 32, 8, 3), Tile(32, 32, 8, 3), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
 }
