@@ -17,14 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast, final
+from typing import Any, final
 
 import keras
 
 from attnscore import backends
 from attnscore.analysis.weights import attention_weights
 from attnscore.api import attend
-from attnscore.backends.base import HALF_PRECISION, Array, SeedHalves
+from attnscore.backends.base import HALF_PRECISION, Array
 from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.layers import description, shared
 from attnscore.layers.description import (
@@ -47,8 +47,10 @@ from attnscore.layers.keras_inputs import (
     check_padding,
     checked_shapes,
     combined,
+    drawn_seed,
     masks_in_list,
     unpacked,
+    value_of,
     whole,
 )
 from attnscore.scores import arrays_of
@@ -64,8 +66,6 @@ __all__ = [
 
 Shape = tuple[int | None, ...]
 
-# dtype of the halves of a dropout seed in a graph: 32 bits where arithmetic wraps around, 64 where it is masked.
-_SEED_DTYPE = {"jax": "uint32"}.get(BACKEND, "int64")
 _KINDS = {"initializer": keras.initializers, "regularizer": keras.regularizers}
 _documented = Documentation(
     "from numpy import ones",
@@ -99,17 +99,10 @@ def _dense(linear: Linear, owner: keras.layers.Layer, settings: Mapping[str, Any
     )
 
 
-def _value(variable: Any) -> Array:
-    """Return the tensor of a variable now: the backend's, in whatever scope Keras reads it."""
-    found = keras.ops.convert_to_tensor(variable)
-    # A variable of TensorFlow comes through as it is where nothing is cast.
-    return cast(Any, OPS).convert_to_tensor(found) if BACKEND == "tensorflow" else found
-
-
 def _kernel(dense: Any) -> Array:
     """Return the matrix of a projection; that of a quantised one is its output for unit vectors."""
     if dense.quantization_mode is None:
-        return _value(dense.kernel)
+        return value_of(dense.kernel)
     return dense(keras.ops.eye(dense.input_spec.axes[-1], dtype=dense.compute_dtype))
 
 
@@ -246,7 +239,7 @@ use_causal_mask : bool
         found = attend(
             *operands,
             dropout=self.dropout if dropping else 0.0,
-            seed=self._draw_seed() if dropping else None,
+            seed=drawn_seed(self.seed_generator) if dropping else None,
             return_weights=keeps_weights or bool(return_attention_scores),
             **arguments,
         )
@@ -274,22 +267,10 @@ use_causal_mask : bool
             return keras.ops.reshape(_kernel(held), (-1,))
         for name, size in zip(part.inputs, held.shape, strict=False):
             shared.check_features(name, inputs[name].shape[-1], size, part.name)
-        return _value(held)
+        return value_of(held)
 
     def _reshape(self, x: Array, features: tuple[int, ...]) -> Array:
         return keras.ops.reshape(x, (*keras.ops.shape(x)[:2], *features))
-
-    def _draw_seed(self) -> Any:
-        """Return a seed from the layer's generator: a number, or in a graph its two halves."""
-        if backends.compiled() is not None:
-            # torch's compiler takes no state from a generator of Keras.
-            return None
-        halves = keras.random.randint((2,), 0, 2**31 - 1, dtype="int32", seed=self.seed_generator)
-        found = backends.host(halves)
-        if found is not None:
-            return int(found[0]) | int(found[1]) << 32
-        low, high = (OPS.astype(halves[i], _SEED_DTYPE) for i in range(2))
-        return SeedHalves(low, high)
 
     def compute_output_shape(self, queries_shape: Any, keys_shape: Any = None, values_shape: Any = None) -> Shape:
         """Return (batch, query, features); a list as first argument is [query, value, key], as in a call."""
@@ -499,7 +480,7 @@ class GaussianAttention(Attention):
     @property
     def bandwidth(self) -> Any:
         """The bandwidth as it is now: a number, or a tensor where it is learned."""
-        return self.start if self.log_bandwidth is None else OPS.exp(_value(self.log_bandwidth))
+        return self.start if self.log_bandwidth is None else OPS.exp(value_of(self.log_bandwidth))
 
 
 @final

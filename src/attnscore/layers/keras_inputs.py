@@ -1,4 +1,4 @@
-"""Arguments of a call of a Keras layer: a list or three tensors, masks under several names, unknown lengths.
+"""Arguments of a call of a Keras layer: a list or three tensors, masks under several names, unknown lengths, seeds.
 
 - A list is [query, value] or [query, value, key], of tensors or of shapes, as Keras's attention layers take it.
 - Whole numbers pass as masks, as with Keras's layers; an array with two axes is (query, key).
@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import keras
 
 from attnscore import backends
-from attnscore.backends.base import FLOATING, may_equal
+from attnscore.backends.base import FLOATING, Array, SeedHalves, may_equal
 from attnscore.core.arguments import shown
 from attnscore.core.cache import BoundedCache
 from attnscore.core.prepared import PreparedKeys
@@ -28,6 +28,8 @@ BACKEND: str = keras.backend.backend()
 if BACKEND not in _BACKENDS:
     raise FrameworkError(message("KERAS_BACKEND", "one of " + ", ".join(_BACKENDS), shown(BACKEND)))
 OPS = backends.load(BACKEND)
+# dtype of the halves of a dropout seed in a graph: 32 bits where arithmetic wraps around, 64 where it is masked.
+_SEED_DTYPE = {"jax": "uint32"}.get(BACKEND, "int64")
 
 
 def unpacked(queries: Any, keys: Any, values: Any) -> tuple[Any, Any, Any]:
@@ -143,6 +145,26 @@ def combined(mask: Mask | None, *, queries_mask: Any, keys_mask: Any, values_mas
     if causal:
         parts.append(Causal("top_left"))
     return functools.reduce(lambda a, b: a & b, parts) if parts else None
+
+
+def value_of(variable: Any) -> Array:
+    """Return the tensor of a variable now: the backend's, in whatever scope Keras reads it."""
+    found = keras.ops.convert_to_tensor(variable)
+    # A variable of TensorFlow comes through as it is where nothing is cast.
+    return cast(Any, OPS).convert_to_tensor(found) if BACKEND == "tensorflow" else found
+
+
+def drawn_seed(generator: Any) -> Any:
+    """Return a seed from a layer's generator: a number, or in a graph its two halves."""
+    if backends.compiled() is not None:
+        # torch's compiler takes no state from a generator of Keras.
+        return None
+    halves = keras.random.randint((2,), 0, 2**31 - 1, dtype="int32", seed=generator)
+    found = backends.host(halves)
+    if found is not None:
+        return int(found[0]) | int(found[1]) << 32
+    low, high = (OPS.astype(halves[i], _SEED_DTYPE) for i in range(2))
+    return SeedHalves(low, high)
 
 
 def _boolean(x: Any) -> Any:

@@ -1,0 +1,567 @@
+"""Keras's attention layers, argument for argument, computed by `attend` on whichever backend Keras runs.
+
+- Each layer is a subclass of its original with its forward pass replaced: the same constructor, checks, symbolic
+  shapes, configuration, weights under the same names. ``layer.__class__ = MultiHeadAttention`` turns an original into
+  one of these.
+- A query that attends to no key gets zeros. With ``strict=True`` it gets the original's numbers, and dropout drops the
+  weights that the original drops, from the same state of the layer's generator.
+- Masks stay objects where they can: a causal mask or a window is no array.
+- A subclass that replaces a method of the original's computation (``_compute_attention``, ``_calculate_scores`` ...) is
+  computed with that method, on arrays, as there.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from attnscore.api import attend
+from attnscore.backends.base import Array
+from attnscore.errors import message
+from attnscore.layers.keras_inputs import drawn_seed, value_of
+from attnscore.masks import Causal, Dense, KeyPadding, Mask, SlidingWindow
+from attnscore.masks.base import all_of
+from attnscore.scores import Additive, Dot, ScaledDot
+
+__all__ = ["AdditiveAttention", "Attention", "GroupQueryAttention", "MultiHeadAttention"]
+
+ops = keras.ops
+
+_registered = keras.saving.register_keras_serializable(package="attnscore.compat")
+
+
+class _DropIn:
+    """The argument `strict`, behind those of the original."""
+
+    # Of the class too: a layer of the original becomes one of these when its __class__ is set.
+    strict: bool = False
+
+    def __init__(self, *args: Any, strict: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.strict = strict
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the configuration of the original, and `strict` where it is on."""
+        config: dict[str, Any] = super().get_config()  # type: ignore[misc]  # of Keras's layer, the next class
+        return {**config, "strict": True} if self.strict else config
+
+
+def _with_signature_of(original: Any) -> Callable[[type], type]:
+    """Give a class the constructor's signature of its original, and `strict` by name alone."""
+
+    def decorate(kind: type) -> type:
+        found = inspect.signature(original.__init__)
+        strict = inspect.Parameter("strict", inspect.Parameter.KEYWORD_ONLY, default=False, annotation="bool")
+        *named, others = found.parameters.values()
+
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            super(kind, self).__init__(*args, **kwargs)  # type: ignore[arg-type]  # typed as a variable
+
+        __init__.__signature__ = found.replace(parameters=[*named, strict, others])  # type: ignore[attr-defined]
+        kind.__init__ = __init__  # type: ignore[misc]
+        return kind
+
+    return decorate
+
+
+def _is_overridden(layer: Any, *names: str) -> bool:
+    """Whether a subclass of a layer of this module replaces one of these methods."""
+    kind = type(layer)
+    own = next(each for each in kind.__mro__ if each.__module__ == __name__)
+    return any(getattr(kind, name) is not getattr(own, name) for name in names)
+
+
+def _pooled(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    rate: float,
+    generator: Any,
+    with_weights: bool,
+    filled: Callable[[Array], Array] | None,
+    strict: bool,
+    **options: Any,
+) -> tuple[Array, Array | None, Array | None]:
+    """Return what `attend` does, and where they are wanted the weights before and after dropout, of probability `rate`.
+
+    `filled` gives weights to the queries that attend to no key. Where the weights are there, Keras's dropout drops them
+    from the state of `generator`, as in the original.
+    """
+    # `attend` takes less than 1, as the weights kept are divided by 1 - dropout.
+    if not (with_weights or filled or (rate and (strict or rate >= 1))):
+        seed = drawn_seed(generator) if rate else None
+        return attend(query, key, value, dropout=rate, seed=seed, **options), None, None
+    out, weights = attend(query, key, value, return_weights=True, **options)
+    weights = filled(weights) if filled else weights
+    dropped = keras.random.dropout(weights, rate, seed=generator) if rate else weights
+    if dropped is not weights or filled:
+        swaps = options.get("head_axis") == -2
+        out = ops.matmul(dropped, ops.swapaxes(value, 1, 2) if swaps else value)
+        out = ops.swapaxes(out, 1, 2) if swaps else out
+    return out, weights, dropped
+
+
+def _where_empty(weights: Array, others: Any) -> Array:
+    """Return weights, and `others` for queries without any."""
+    return ops.where(ops.any(weights > 0, axis=-1, keepdims=True), weights, others)
+
+
+def _boolean(mask: Any) -> Array:
+    return ops.cast(mask, "bool")
+
+
+def _with_axes(mask: Array, count: int, axis: int) -> Array:
+    """Return a mask with axes of 1 put in at `axis`, until it has `count`."""
+    for _ in range(count - len(mask.shape)):
+        mask = ops.expand_dims(mask, axis)
+    return mask
+
+
+# ------------------------------------------------------------------ Attention, AdditiveAttention
+
+
+class _OneHead(_DropIn):
+    """Forward pass of the two layers that take a list [query, value] or [query, value, key]."""
+
+    def _scored(self, query: Array, key: Array) -> tuple[Array, Array, Any]:
+        """Return query, key and score of the call."""
+        raise NotImplementedError
+
+    def call(
+        self: Any,
+        inputs: Any,
+        mask: Any = None,
+        training: bool = False,
+        return_attention_scores: bool = False,
+        use_causal_mask: bool = False,
+    ) -> Any:
+        """Return the output, and with `return_attention_scores` the weights after dropout."""
+        if _is_overridden(self, "_calculate_scores", "_calculate_score_mask", "_apply_scores"):
+            return super().call(  # type: ignore[misc]  # of Keras's layer, the next class
+                inputs, mask, training, return_attention_scores, use_causal_mask
+            )
+        self._validate_inputs(inputs=inputs, mask=mask)
+        query, value, *rest = map(ops.convert_to_tensor, inputs)
+        key = rest[0] if rest else value
+        if len(query.shape) > 3 and query.shape[-3] not in (1, key.shape[-3]) and key.shape[-3] != 1:
+            # `attend` takes fewer heads of keys.
+            raise ValueError(message("value", f"{query.shape[-3]} on axis -3, as query has", key.shape[-3]))
+        query_mask, value_mask = mask[:2] if mask else (None, None)
+        found = _mask_of_scores(value_mask, use_causal_mask, max(len(query.shape), len(key.shape)))
+        q, k, score = self._scored(query, key)
+
+        def original(weights: Array) -> Array:
+            # Their scores, less a number that leaves nothing of their differences in float32.
+            scores = self._calculate_scores(query=query, key=key)
+            hidden = ops.softmax(scores - (65504.0 if weights.dtype == "float16" else 1.0e9), axis=-1)
+            return _where_empty(weights, ops.cast(hidden, weights.dtype))
+
+        out, _, weights = _pooled(
+            q, k, value, score=score, mask=found, strict=self.strict,
+            rate=self.dropout if training else 0.0,
+            generator=getattr(self, "seed_generator", None),
+            with_weights=return_attention_scores,
+            filled=original if self.strict and value_mask is not None else None,
+        )  # fmt: skip
+        if query_mask is not None:
+            out = ops.where(ops.expand_dims(_boolean(query_mask), -1), out, 0)
+        return (out, weights) if return_attention_scores else out
+
+
+def _mask_of_scores(value_mask: Any, causal: bool, axes: int) -> Mask | None:
+    """Return the mask of one (batch, key) and of the order of positions; `axes` are those of the scores."""
+    parts: list[Mask] = []
+    if value_mask is not None:
+        value_mask = _boolean(value_mask)
+        if axes == 3 and len(value_mask.shape) == 2:
+            parts.append(KeyPadding(value_mask))
+        else:
+            by_key = causal or len(value_mask.shape) == 2
+            # With all axes: to `attend`, two could be (batch, key).
+            parts.append(Dense(_with_axes(ops.expand_dims(value_mask, -2) if by_key else value_mask, axes, 0)))
+    if causal:
+        parts.append(Causal("top_left"))
+    return all_of(parts)
+
+
+@_registered
+@_with_signature_of(keras.layers.Attention)
+class Attention(_OneHead, keras.layers.Attention):  # type: ignore[misc]  # Keras has no types
+    """``keras.layers.Attention``, a subclass of it, with its forward pass by `attend`.
+
+    softmax(scale q . k) v, or softmax(w sum tanh(scale (q + k))) v with ``score_mode="concat"``.
+
+    Parameters
+    ----------
+    use_scale : bool
+        Learn `scale`, a number; without, 1.
+    score_mode : "dot" or "concat"
+    dropout : float
+        Of the weights, in training.
+    seed : int, optional
+        Of the dropout.
+    strict : bool
+        A query that attends to no key gets the original's numbers, and dropout drops what it drops there: O(n^2)
+        memory, as there.
+    kwargs
+        Those of ``keras.layers.Layer``.
+
+    Raises
+    ------
+    ValueError
+        A `score_mode` that is none; a call without a list of two or three tensors, or with a mask that is none of two.
+
+    References
+    ----------
+    ``keras.layers.Attention``, Keras 3.15.
+
+    Examples
+    --------
+    >>> import keras, numpy as np
+    >>> query, value = np.random.default_rng(0).standard_normal((2, 3, 5, 8)).astype("float32")
+    >>> out = Attention()([query, value], use_causal_mask=True)
+    >>> theirs = keras.layers.Attention()([query, value], use_causal_mask=True)
+    >>> bool(keras.ops.max(keras.ops.abs(out - theirs)) < 1e-5)
+    True
+    """
+
+    def _scored(self, query: Array, key: Array) -> tuple[Array, Array, Any]:
+        scale = None if self.scale is None else value_of(self.scale)
+        if self.score_mode == "dot":
+            return query, key, Dot() if scale is None else ScaledDot(scale)
+        query, key, w = _with_hidden_units(query, key, value_of(self.concat_score_weight))
+        return (query, key, Additive(w)) if scale is None else (query * scale, key * scale, Additive(w))
+
+
+@_registered
+@_with_signature_of(keras.layers.AdditiveAttention)
+class AdditiveAttention(_OneHead, keras.layers.AdditiveAttention):  # type: ignore[misc]  # Keras has no types
+    """``keras.layers.AdditiveAttention``, a subclass of it, with its forward pass by `attend`.
+
+    softmax(sum scale tanh(q + k)) v, the sum over the dimension.
+
+    Parameters
+    ----------
+    use_scale : bool
+        Learn `scale`, of the dimension of the queries; without, 1.
+    dropout : float
+        Of the weights, in training.
+    strict : bool
+        As in `Attention`.
+    kwargs
+        `seed`, and those of ``keras.layers.Layer``.
+
+    Raises
+    ------
+    ValueError
+        As `Attention`.
+
+    References
+    ----------
+    ``keras.layers.AdditiveAttention``, Keras 3.15.
+
+    Examples
+    --------
+    >>> import keras, numpy as np
+    >>> query, value = np.random.default_rng(0).standard_normal((2, 3, 5, 8)).astype("float32")
+    >>> ours, theirs = AdditiveAttention(), keras.layers.AdditiveAttention()
+    >>> out = theirs([query, value])
+    >>> ours.build([(3, 5, 8), (3, 5, 8)])
+    >>> ours.set_weights(theirs.get_weights())
+    >>> bool(keras.ops.max(keras.ops.abs(ours([query, value]) - out)) < 1e-5)
+    True
+    """
+
+    def _scored(self, query: Array, key: Array) -> tuple[Array, Array, Any]:
+        scale = ops.ones((), query.dtype) if self.scale is None else value_of(self.scale)
+        query, key, scale = _with_hidden_units(query, key, scale)
+        return query, key, Additive(scale)
+
+
+def _with_hidden_units(query: Array, key: Array, weight: Array) -> tuple[Array, Array, Array]:
+    """Return queries, keys and their weight with as many hidden units as the larger: those of one are repeated."""
+    size = max(query.shape[-1], key.shape[-1])
+    query, key = (ops.repeat(x, size, -1) if x.shape[-1] == 1 < size else x for x in (query, key))
+    return query, key, ops.broadcast_to(weight, (size,))
+
+
+# ------------------------------------------------------------------ MultiHeadAttention, GroupQueryAttention
+
+# Methods of the originals that a subclass may replace.
+_METHODS = (
+    "_compute_attention", "_compute_attention_mask", "_masked_softmax",
+    "_compute_causal_mask", "_compute_sliding_window_mask",
+)  # fmt: skip
+
+
+class _ManyHeads(_DropIn):
+    """Masks and pooling of the two layers with heads."""
+
+    def _compute_attention_mask(
+        self: Any,
+        query: Array,
+        value: Array,
+        query_mask: Any = None,
+        value_mask: Any = None,
+        key_mask: Any = None,
+        attention_mask: Any = None,
+        use_causal_mask: bool = False,
+    ) -> Any:
+        """Return all masks of a call as a mask object; as an array where a subclass or further axes need one."""
+        padding = {"query_mask": query_mask, "value_mask": value_mask, "key_mask": key_mask}
+        if len(query.shape) != 3 or _is_overridden(self, *_METHODS):
+            given = {**padding, "attention_mask": attention_mask, "use_causal_mask": use_causal_mask}
+            return super()._compute_attention_mask(query, value, **given)  # type: ignore[misc]  # of Keras's layer
+        parts: list[Mask] = [] if attention_mask is None else [_over_heads(attention_mask)]
+        # In self-attention Keras passes one mask under two names.
+        by_key = {id(x): x for x in (value_mask, key_mask) if x is not None}
+        parts += [KeyPadding(_boolean(x)) for x in by_key.values()]
+        if query_mask is not None:
+            parts.append(Dense(_boolean(query_mask)[:, None, :, None]))
+        if use_causal_mask:
+            parts.append(Causal("top_left"))
+        if (window := getattr(self, "_sliding_window", None) or getattr(self, "sliding_window", None)) is not None:
+            parts.append(SlidingWindow(window - 1, window - 1, "top_left"))
+        return all_of(parts)
+
+    def _pool_heads(
+        self: Any,
+        query: Array,
+        key: Array,
+        value: Array,
+        mask: Mask | None,
+        training: bool | None,
+        with_weights: bool,
+        **options: Any,
+    ) -> tuple[Array, Array | None]:
+        """Return output and weights before dropout; `options` are those of `attend`."""
+        rate = float(self._dropout_layer.rate)
+        # Only the fused computation of the original spreads weights over masked keys, and a causal mask hides not all.
+        spreads = self.strict and not (with_weights or rate) and options.get("head_axis") == -2
+        fills = spreads and mask is not None and type(mask) is not Causal
+        out, weights, _ = _pooled(
+            query, key, value, mask=mask, strict=self.strict,
+            rate=rate if training else 0.0,
+            generator=getattr(self._dropout_layer, "seed_generator", None),
+            with_weights=with_weights,
+            filled=(lambda weights: _where_empty(weights, 1.0 / ops.shape(weights)[-1])) if fills else None,
+            **options,
+        )  # fmt: skip
+        return out, weights
+
+
+def _over_heads(mask: Any) -> Mask:
+    """Return (query, key), (batch, query, key) or (batch, head, query, key) as a mask object."""
+    return Dense(_with_axes(_boolean(mask), 4, -3))
+
+
+def _as_mask(mask: Any, use_causal_mask: bool) -> Mask | None:
+    """Return an array or a mask object, and the causal mask with it."""
+    parts = [] if mask is None else [mask if isinstance(mask, Mask) else _over_heads(mask)]
+    return all_of([*parts, Causal("top_left")] if use_causal_mask else parts)
+
+
+def _check_flash(flash_attention: Any, with_weights: bool) -> None:
+    """Raise ValueError, as the original, for weights with flash attention."""
+    if flash_attention and with_weights:
+        hint = (
+            "Returning attention scores is not supported when flash attention is enabled. Please disable flash "
+            "attention to access attention scores."
+        )
+        raise ValueError(message("return_attention_scores", "False with flash_attention=True", "True", hint=hint))
+
+
+@_registered
+@_with_signature_of(keras.layers.MultiHeadAttention)
+class MultiHeadAttention(_ManyHeads, keras.layers.MultiHeadAttention):  # type: ignore[misc]  # Keras has no types
+    """``keras.layers.MultiHeadAttention``, a subclass of it, with its forward pass by `attend`.
+
+    W_o concat_h(pool_h) + b_o, where head h pools W_v v + b_v by the scaled dot product of W_q q + b_q and W_k k + b_k.
+
+    Parameters
+    ----------
+    num_heads, key_dim : int
+    value_dim : int, optional
+        None: `key_dim`.
+    dropout : float
+        Of the weights, in training.
+    use_bias : bool
+        Of the projections.
+    output_shape : int or tuple, optional
+        Of the output's last axes; None: the features of query.
+    attention_axes : int or tuple, optional
+        The axes that are attended over; None: all between batch and features.
+    sliding_window : int, optional
+        A query attends to the keys less than this far from it.
+    flash_attention : bool, optional
+        Forbids weights and dropout, as there; memory is linear without it too.
+    kernel_initializer, bias_initializer, kernel_regularizer, bias_regularizer, activity_regularizer
+    kernel_constraint, bias_constraint
+        Of the projections.
+    use_gate : bool
+        Multiply what is pooled by the sigmoid of a projection of query.
+    seed : int, optional
+        Of the dropout.
+    strict : bool
+        A query that attends to no key gets the mean of all values where the original gives it, and dropout drops what
+        it drops there: O(n^2) memory, as there.
+    kwargs
+        Those of ``keras.layers.Layer``.
+
+    Raises
+    ------
+    ValueError
+        As the original.
+
+    References
+    ----------
+    ``keras.layers.MultiHeadAttention``, Keras 3.15.
+
+    Examples
+    --------
+    >>> import keras, numpy as np
+    >>> x = np.random.default_rng(0).standard_normal((3, 5, 8)).astype("float32")
+    >>> ours, theirs = MultiHeadAttention(2, 4), keras.layers.MultiHeadAttention(2, 4)
+    >>> out = theirs(x, x, use_causal_mask=True)
+    >>> ours.build((3, 5, 8), (3, 5, 8))
+    >>> ours.set_weights(theirs.get_weights())
+    >>> bool(keras.ops.max(keras.ops.abs(ours(x, x, use_causal_mask=True) - out)) < 1e-5)
+    True
+    """
+
+    def _compute_attention(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        attention_mask: Any = None,
+        training: bool | None = None,
+        return_attention_scores: bool = False,
+        use_causal_mask: bool = False,
+    ) -> tuple[Array, Array | None]:
+        if _is_overridden(self, "_masked_softmax", "_compute_causal_mask"):
+            return super()._compute_attention(  # type: ignore[no-any-return]  # Keras has no types
+                query, key, value, attention_mask, training, return_attention_scores, use_causal_mask
+            )
+        _check_flash(self._flash_attention, return_attention_scores)
+        query, key, value = map(ops.convert_to_tensor, (query, key, value))
+        options: dict[str, Any] = {"score": ScaledDot(self._inverse_sqrt_key_dim)}
+        axes = tuple(self._attention_axes)
+        if len(query.shape) == 4 and axes == (1,):
+            mask = _as_mask(attention_mask, use_causal_mask)
+            arguments = query, key, value, mask, training, return_attention_scores
+            return self._pool_heads(*arguments, head_axis=-2, **options)
+
+        # Further axes: those attended over become one, behind the others.
+        rank, count = len(query.shape), len(axes)
+        order = (*(i for i in range(rank - 1) if i not in axes), *axes, rank - 1)
+        moved = [ops.transpose(x, order) for x in (query, key, value)]
+        lead, (query_lens, key_lens) = rank - 1 - count, (ops.shape(x)[rank - 1 - count : -1] for x in moved[:2])
+        flat = [ops.reshape(x, (*ops.shape(x)[:lead], -1, x.shape[-1])) for x in moved]
+        if use_causal_mask:
+            causal = self._compute_causal_mask(query, value)
+            attention_mask = causal if attention_mask is None else _boolean(attention_mask) & causal
+        mask = None
+        if attention_mask is not None:
+            array = _with_axes(_boolean(attention_mask), lead + 2 * count, -2 * count - 1)
+            shape = ops.shape(array)[:lead]
+            array = ops.broadcast_to(array, (*shape, *query_lens, *key_lens))
+            mask = Dense(ops.reshape(array, (*shape, *map(math.prod, (query_lens, key_lens)))))
+        out, weights = self._pool_heads(flat[0], flat[1], flat[2], mask, training, return_attention_scores, **options)
+        out = ops.reshape(out, (*ops.shape(moved[0])[:-1], value.shape[-1]))
+        if weights is not None:
+            weights = ops.reshape(weights, (*ops.shape(weights)[:lead], *query_lens, *key_lens))
+        return ops.transpose(out, [order.index(i) for i in range(rank)]), weights
+
+
+@_registered
+@_with_signature_of(keras.layers.GroupQueryAttention)
+class GroupedQueryAttention(_ManyHeads, keras.layers.GroupQueryAttention):  # type: ignore[misc]  # Keras has no types
+    """``keras.layers.GroupQueryAttention``, a subclass of it, with its forward pass by `attend`.
+
+    As `MultiHeadAttention`, with fewer heads of keys and values, which are not repeated.
+
+    Parameters
+    ----------
+    head_dim, num_query_heads, num_key_value_heads : int
+    dropout, use_bias, sliding_window, flash_attention, use_gate, seed, strict, kwargs
+        As in `MultiHeadAttention`.
+    kernel_initializer, bias_initializer, kernel_regularizer, bias_regularizer, activity_regularizer
+    kernel_constraint, bias_constraint
+        Of the projections.
+
+    Raises
+    ------
+    ValueError
+        As the original.
+
+    References
+    ----------
+    ``keras.layers.GroupQueryAttention``, Keras 3.15.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> x = np.ones((3, 5, 8), "float32")
+    >>> tuple(GroupQueryAttention(4, 4, 2)(x, x, use_causal_mask=True).shape)
+    (3, 5, 8)
+    """
+
+    def call(
+        self,
+        query: Array,
+        value: Array,
+        key: Array | None = None,
+        query_mask: Any = None,
+        value_mask: Any = None,
+        key_mask: Any = None,
+        attention_mask: Any = None,
+        return_attention_scores: bool = False,
+        training: bool | None = None,
+        use_causal_mask: bool = False,
+    ) -> Any:
+        """Return the output, and with `return_attention_scores` the weights before dropout."""
+        padding = {"query_mask": query_mask, "value_mask": value_mask, "key_mask": key_mask}
+        masks = {**padding, "attention_mask": attention_mask, "use_causal_mask": use_causal_mask}
+        if _is_overridden(self, *_METHODS):
+            options = {"return_attention_scores": return_attention_scores, "training": training}
+            return super().call(query, value, key, **masks, **options)
+        self._return_attention_scores = return_attention_scores
+        mask = self._compute_attention_mask(query, value, **masks)
+        key = value if key is None else key
+        # Without the original's copy of keys and values for each head of the queries.
+        heads = self._query_dense(query), self._key_dense(key), self._value_dense(value)
+        out, weights = self._compute_attention(*heads, mask, training)
+        if self.use_gate:
+            out = ops.multiply(out, self._gate_dense(query))
+        out = self._output_dense(out)
+        return (out, weights) if return_attention_scores else out
+
+    def _compute_attention(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        attention_mask: Any = None,
+        training: bool | None = None,
+        use_causal_mask: bool = False,
+    ) -> tuple[Array, Array | None]:
+        with_weights = self._return_attention_scores
+        if _is_overridden(self, "_masked_softmax", "_compute_causal_mask"):
+            return super()._compute_attention(  # type: ignore[no-any-return]  # Keras has no types
+                query, key, value, attention_mask, training, use_causal_mask
+            )
+        _check_flash(self._flash_attention, with_weights)
+        query, key, value = map(ops.convert_to_tensor, (query, key, value))
+        mask = _as_mask(attention_mask, use_causal_mask)
+        options: dict[str, Any] = {"score": ScaledDot(self._inverse_sqrt_head_dim), "head_axis": -2}
+        return self._pool_heads(query, key, value, mask, training, with_weights, **options)
+
+
+# The class has the name of the original's, by which Keras names layers and stores their weights.
+GroupQueryAttention = GroupedQueryAttention
