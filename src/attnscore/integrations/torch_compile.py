@@ -33,6 +33,7 @@ from attnscore.core.arguments import check_flag
 from attnscore.core.problem import Problem, build_problem, wanted_statistics
 from attnscore.core.statistics import AttentionStats
 from attnscore.errors import FrameworkError, message
+from attnscore.integrations import torch_export
 from attnscore.kernels import AttentionOp
 from attnscore.kernels.base import DIFFERENTIABLE
 from attnscore.scores.base import Pullback
@@ -63,6 +64,9 @@ class _Slots:
         if isinstance(x, (int, torch.SymInt)):
             self.integers.append(x)
             return f"integers[{len(self.integers) - 1}]"
+        if isinstance(x, float) and torch.compiler.is_exporting():
+            # A constant, which `decomposed` can read.
+            return f"float({str(x)!r})"
         if isinstance(x, (float, torch.SymFloat)):
             # As a tensor: a float among the arguments of an operator is a constant of the graph. The sum, and not a
             # tensor filled with it, is what torch keeps free.
@@ -285,6 +289,25 @@ def _backward(ctx: Any, *grads_out: Tensor | None) -> tuple[Any, ...]:
 _attend.register_autograd(_backward, setup_context=_keep)
 
 
+def decomposed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    arrays: Sequence[Tensor],
+    integers: Sequence[int],
+    expression: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what the operator returns, in torch's own operators; what only its backward reads is NaN."""
+    problem, result = torch_export.run(query, key, value, **_read(expression, arrays=arrays, integers=integers))
+    layout = problem.layout
+    out = layout.from_canonical(_OPS, result.out)
+    unknown = query.new_full((), float("nan"), dtype=getattr(torch, problem.accumulator)).expand(out.shape[:-1])
+    statistics = [layout.rows_from_canonical(_OPS, result.statistics[name][..., 0]) for name in problem.statistics]
+    has_matrix = result.matrix is not None
+    weights = layout.scores_from_canonical(_OPS, result.matrix) if has_matrix else unknown.new_empty(0)
+    return out, torch.stack([unknown] * len(_SAVED) + statistics), weights
+
+
 # ---------------------------------------------------------------- entry point
 
 
@@ -293,7 +316,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
     score = arguments["score"]
     if isinstance(score, (str, scores.Wrapper)) and _is_registered(score):
         arguments["score"] = scores.resolve(score)
-    if not (all(isinstance(x, Tensor) for x in (query, key, value)) and _has_operator(arguments)):
+    is_possible = all(isinstance(x, Tensor) for x in (query, key, value)) and _has_operator(arguments)
+    if torch_export.is_active() and (torch.onnx.is_in_onnx_export() or not is_possible):
+        return torch_export.attend(query, key, value, **arguments)
+    if not is_possible:
         return (_outside if torch.compiler.is_compiling() else _beside_a_trace)(query, key, value, **arguments)
     has_weights = check_flag("return_weights", arguments.pop("return_weights"))
     arguments["matrix"] = "weights" if has_weights else None

@@ -1,0 +1,174 @@
+"""`attend` in exported PyTorch programs, written in torch's own operators: for ``torch.onnx.export`` and AOTInductor.
+
+- The scaled dot product is ``scaled_dot_product_attention``, which is ONNX's operator Attention from opset 23 on. All
+  else is the definition (`kernels.dense`): O(n^2) memory.
+- Shapes and masks are checked when the program is made; lengths may stay symbolic.
+- Queries, keys and values are taken to be finite: a NaN in a masked one propagates, as 0 * NaN does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnscore import backends, scores
+from attnscore.backends.base import SeedHalves, Unknown
+from attnscore.backends.torch import TorchBackend
+from attnscore.core import plan as plans
+from attnscore.core.arguments import check_flag, shown
+from attnscore.core.online_softmax import NEG_INF
+from attnscore.core.problem import Problem, build_problem, wanted_statistics
+from attnscore.core.tiled import Result
+from attnscore.errors import FrameworkError, message
+from attnscore.kernels import AttentionOp
+from attnscore.kernels.dense import Dense
+from attnscore.masks import Causal
+from attnscore.scores.forms import InnerForm
+
+# A symbolic size belongs to one program: no cache may hold it, and comparing it with a number would fix it.
+Unknown.register(torch.SymInt)
+
+
+class _Primitive(TorchBackend):
+    """PyTorch's operations in a program, which looks at no values."""
+
+    def known_finite(self, *arrays: Tensor) -> bool:
+        return True
+
+
+_OPS = _Primitive()
+
+
+def is_active() -> bool:
+    """Return whether Python runs to make a program, with symbolic tensors (``torch.export`` unless ``strict=True``)."""
+    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
+    """Run `attnscore.attend` while a program is made, in torch's operators.
+
+    Raises
+    ------
+    FrameworkError
+        Dropout in a program for ONNX, or an array of another framework.
+    """
+    if not all(isinstance(x, Tensor) for x in (query, key, value)):
+        kinds = ", ".join(type(x).__name__ for x in (query, key, value))
+        raise FrameworkError(message("query, key, value", "tensors, while a program is exported", kinds))
+    flag = check_flag("return_weights", arguments.pop("return_weights"))
+    arguments["statistics"] = wanted_statistics(arguments.pop("return_stats"))
+    with backends.load("torch").numeric_scope():
+        return plans.present(*run(query, key, value, matrix="weights" if flag else None, **arguments))
+
+
+def run(query: Tensor, key: Tensor, value: Tensor, *, kernel: str, **arguments: Any) -> tuple[Problem, Result]:
+    """Return the problem of a call and its result; `arguments` are those of `build_problem`."""
+    if arguments["dropout"] != 0:
+        if torch.onnx.is_in_onnx_export():
+            expected = "0.0 in a program for ONNX, which has no operator that drops the same weights"
+            hint = "layer.eval() turns it off"
+            raise FrameworkError(message("dropout", expected, shown(arguments["dropout"]), hint=hint))
+        seed = arguments["seed"]
+        seed = torch.randint(0, 2**62, (), dtype=torch.int64) if seed is None else seed
+        if isinstance(seed, Tensor):
+            arguments["seed"] = SeedHalves(_OPS.low_32_bits(seed), _OPS.shift_right(seed, 32))
+    problem, _ = build_problem(query, key, value, **arguments)
+    problem = dataclasses.replace(problem, ops=_OPS)
+    out = _scaled_dot_product(problem)
+    if out is not None:
+        return problem, Result(out, None, None, {})
+    # The dense kernel reads no plan.
+    plan: Any = None
+    return problem, AttentionOp(Dense(), problem, plan)()
+
+
+def _scaled_dot_product(problem: Problem) -> Tensor | None:
+    """Return the output where ``scaled_dot_product_attention`` of the lowered query and key is it; otherwise None."""
+    shape, dtype = problem.score_shape, problem.value.dtype
+    more = (problem.sink, problem.dropout, problem.matrix)
+    # ONNX Runtime has no Attention of float64.
+    if problem.statistics or problem.has_relative_bias or problem.dtype == "float64" or more != (None, None, None):
+        return None
+    form = scores.lower(_OPS, problem.score, problem.query, problem.key)
+    if not isinstance(form, InnerForm) or form.caps or form.key_bias is not None or form.query_bias is not None:
+        return None
+
+    def joined(x: Tensor, heads: tuple[int, int], *last: int) -> Tensor:
+        """Return an array on the canonical axes as (batch, head, *last)."""
+        full = (*shape.lead, *heads, *last)
+        x = x if x.shape == full else x.expand(full)
+        return x.reshape(math.prod(shape.lead), math.prod(heads), *last)
+
+    heads = (shape.heads, shape.groups)
+    query = joined(form.query.to(dtype), heads, shape.query_len, form.query.shape[-1])
+    key, value = (joined(x.to(dtype), (shape.heads, 1), shape.key_len, x.shape[-1]) for x in (form.key, problem.value))
+    is_causal = _is_causal(problem)
+    mask = None if is_causal else _mask(problem)
+    out: Tensor = F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        None if mask is None else joined(mask, heads, shape.query_len, shape.key_len),
+        is_causal=is_causal,
+        scale=form.scale,
+        enable_gqa=shape.groups > 1,
+    )
+    out = out.reshape(*shape.rows, out.shape[-1])
+    if mask is None:
+        return out
+    # Fully masked queries: torch and ONNX give NaN, zeros or a mean of all values.
+    attended = mask if mask.dtype == torch.bool else mask != NEG_INF
+    return torch.where(attended.any(-1, keepdim=True), out, 0.0)
+
+
+def _is_causal(problem: Problem) -> bool:
+    """Return whether the causal mask is all: query i attends the keys j <= i, of which there is always one."""
+    mask, shape = problem.mask, problem.score_shape
+    if type(mask) is not Causal or mask.offset is not None or problem.bias is not None:
+        return False
+    return mask.align != "bottom_right" or shape.query_len is shape.key_len
+
+
+def _mask(problem: Problem) -> Tensor | None:
+    """Return mask and bias as one array on the canonical axes: boolean, or scores to add."""
+    shape, bias, mask = problem.score_shape, problem.bias, None
+    if problem.mask is not None:
+        rows, cols = (_OPS.positions(0, n, problem.value) for n in (shape.query_len, shape.key_len))
+        mask = problem.mask.visible(_OPS, shape, rows[:, None], cols[None, :])
+    if bias is None or mask is None:
+        return mask if bias is None else bias.to(problem.value.dtype)
+    return torch.where(mask, bias.to(problem.value.dtype), NEG_INF)
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """Return the table that writes the operator of `attend` in torch's own operators.
+
+    A program of ``torch.export`` holds one operator for each call of `attend`, which runs our kernels and needs Python.
+    AOTInductor takes a program without it.
+
+    Returns
+    -------
+    dict
+        For ``ExportedProgram.run_decompositions``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from attnscore.integrations.torch_export import decompositions
+    >>> from attnscore.layers.torch import DotProductAttention
+    >>> x = torch.randn(2, 5, 4)
+    >>> program = torch.export.export(DotProductAttention().eval(), (x, x, x))
+    >>> "attnscore.attend" in str(program.graph)
+    True
+    >>> "attnscore.attend" in str(program.run_decompositions(decompositions()).graph)
+    False
+    """
+    from attnscore.integrations import torch_compile
+
+    return {torch.ops.attnscore.attend.default: torch_compile.decomposed}

@@ -1,0 +1,319 @@
+"""Exported programs of `attend` and of the layers: the numbers of eager mode, at sizes that were not seen before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, nn
+
+import attnscore as ats
+from attnscore.compat import torch as compat
+from attnscore.integrations.torch_export import decompositions
+from attnscore.layers.torch import AdditiveAttention, DotProductAttention
+from cases import MASKS, SCORES, Score, Sizes
+from layer_cases import LAYERS
+
+OPSETS = (18, 23)
+"""Without the operator Attention, and with it."""
+BATCH, QUERIES, KEYS = torch.export.Dim("batch"), torch.export.Dim("queries"), torch.export.Dim("keys")
+# torch's own, at each export.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*(dynamic_axes|dynamic_shapes|LeafSpec|input_names|axis name).*:UserWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def seeded(one_thread: None) -> None:
+    torch.manual_seed(0)
+
+
+def flat(found: Any) -> list[Tensor]:
+    """The tensors of nested tuples."""
+    if isinstance(found, (tuple, list)):
+        return [x for part in found if part is not None for x in flat(part)]
+    return [found]
+
+
+def to_onnx(module: nn.Module, arguments: Sequence[Tensor], dynamic: Any, opset: int) -> torch.onnx.ONNXProgram:
+    return torch.onnx.export(
+        module.eval(), tuple(arguments), dynamo=True, dynamic_shapes=dynamic, opset_version=opset, verbose=False
+    )
+
+
+def operators(program: torch.onnx.ONNXProgram) -> list[str]:
+    return [node.op_type for node in program.model_proto.graph.node]
+
+
+def run(program: torch.onnx.ONNXProgram, arguments: Sequence[Tensor]) -> list[Tensor]:
+    session = onnxruntime.InferenceSession(program.model_proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    names = [x.name for x in session.get_inputs()]
+    return list(map(torch.from_numpy, session.run(None, dict(zip(names, (x.numpy() for x in arguments), strict=True)))))
+
+
+def agree(got: Any, wanted: Any, names: Sequence[str] = ()) -> None:
+    """To float32 accuracy: that of the two computations together."""
+    got, wanted = flat(got), flat(wanted)
+    assert len(got) == len(wanted)
+    for i, (one, other) in enumerate(zip(got, wanted, strict=True)):
+        name = names[i] if names else i
+        torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+# ---------------------------------------------------------------- scores and masks
+
+
+class Scores(nn.Module):
+    """`attend` with each of some scores."""
+
+    def __init__(self, scores: Sequence[Score], sizes: Sizes) -> None:
+        super().__init__()
+        self.scores, self.arrays = scores, nn.ParameterList()
+        for score in scores:
+            shapes = score.shapes(sizes).values()
+            self.arrays.append(nn.ParameterList([nn.Parameter(torch.rand(shape) + 0.5) for shape in shapes]))
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        found = []
+        for score, arrays in zip(self.scores, self.arrays, strict=True):
+            made = score.make(**dict(zip(score.arrays, arrays, strict=True)))
+            found.append(ats.attend(query[..., : score.dims[0]], key[..., : score.dims[1]], value, score=made))
+        return found
+
+
+class Masks(nn.Module):
+    """`attend` with each mask of the table, at the lengths of its row."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        found = []
+        for case in MASKS:
+            queries, keys = case.lengths
+            sizes = Sizes(queries=queries, keys=keys)
+            of_case = query[:, :, :queries], key[:, :, :keys], value[:, :, :keys]
+            found.append(ats.attend(*of_case, **case.arguments(sizes)))
+        return found
+
+
+def inputs(batch: int, queries: int, keys: int, dim: int = 6) -> list[Tensor]:
+    """Of query, key and value: 4 heads, 2 KV heads."""
+    shapes = (batch, 4, queries, dim), (batch, 2, keys, dim), (batch, 2, keys, 3)
+    return [torch.randn(shape) for shape in shapes]
+
+
+OF_ALL = ({0: BATCH, 2: QUERIES}, {0: BATCH, 2: KEYS}, {0: BATCH, 2: KEYS})
+UNSEEN = ((3, 9, 12), (2, 8, 3), (1, 1, 11), (4, 2, 1))
+"""Batch, queries and keys."""
+ANY_LENGTH = [score for score in SCORES if not {"n", "m", "B"} & {x for axes in score.arrays.values() for x in axes}]
+THESE_LENGTHS = [score for score in SCORES if score not in ANY_LENGTH]
+SOME = [score for score in ANY_LENGTH if score.name in ("scaled_dot-heads", "additive-tanh-bias", "own-tile")]
+
+
+@pytest.mark.parametrize("opset", OPSETS)
+def test_some_scores(opset: int) -> None:
+    module = Scores(SOME, Sizes())
+    program = to_onnx(module, inputs(2, 5, 7), OF_ALL, opset)
+    assert operators(program).count("Attention") == (opset >= 23)
+    for sizes in UNSEEN:
+        other = inputs(*sizes)
+        agree(run(program, other), module(*other), [score.name for score in SOME])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("opset", OPSETS)
+def test_every_score(opset: int) -> None:
+    module = Scores(ANY_LENGTH, Sizes())
+    program = to_onnx(module, inputs(2, 5, 7), OF_ALL, opset)
+    for sizes in UNSEEN:
+        other = inputs(*sizes)
+        agree(run(program, other), module(*other), [score.name for score in ANY_LENGTH])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("opset", OPSETS)
+def test_scores_with_an_array_for_each_position(opset: int) -> None:
+    module = Scores(THESE_LENGTHS, Sizes(queries=5, keys=7))
+    program, other = to_onnx(module, inputs(2, 5, 7), None, opset), inputs(2, 5, 7)
+    agree(run(program, other), module(*other), [score.name for score in THESE_LENGTHS])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("opset", OPSETS)
+def test_every_mask(opset: int) -> None:
+    module = Masks()
+    program, other = to_onnx(module, inputs(2, 11, 12), None, opset), inputs(2, 11, 12)
+    agree(run(program, other), module(*other), [case.name for case in MASKS])
+
+
+class Arguments(nn.Module):
+    """`attend` with what is given as tensors: a mask, lengths, a bias, offsets; with weights and statistics."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, lens: Tensor, bias: Tensor, offset: Tensor
+    ) -> list[Any]:
+        causal = ats.Causal("bottom_right")
+        return [
+            ats.attend(query, key, value, mask=mask),
+            ats.attend(query, key, value, valid_lens=lens),
+            ats.attend(query, key, value, bias=bias, mask=causal),
+            ats.attend(query, key, value, mask=ats.Causal(offset=offset) | ats.Dense(mask), bias=bias, sink=0.5),
+            ats.attend(query, key, value, mask=ats.SlidingWindow(1, 0, "top_left") & ~ats.ValidLens(lens)),
+            ats.attend(query, key, value, valid_lens=lens, return_weights=True, return_stats=True),
+            ats.attend(query.double(), key.double(), value.double(), mask=causal).float(),
+            ats.attend(*(x.transpose(1, 2) for x in (query, key, value)), head_axis=-2, mask=ats.Causal("top_left")),
+            ats.attend(query[:, 0], key[:, 0], value[:, 0], mask=ats.PrefixLM(2)),
+            ats.attend(query[0, 0], key[0, 0], value[0, 0], score="cosine"),
+            ats.attend(query[None], key[None], value[None], score=ats.SoftCap("scaled_dot", 2.0), mask=causal),
+        ]
+
+
+def given(batch: int, queries: int, keys: int) -> list[Tensor]:
+    lens = torch.arange(batch) * 2 % (keys + 1)
+    masked = torch.rand(batch, 1, queries, keys) < 0.5
+    masked[:, :, 0] = False
+    return [*inputs(batch, queries, keys), masked, lens, torch.randn(4, queries, keys), torch.arange(batch) - 1]
+
+
+OF_GIVEN = (*OF_ALL, {0: BATCH, 2: QUERIES, 3: KEYS}, {0: BATCH}, {1: QUERIES, 2: KEYS}, {0: BATCH})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("opset", OPSETS)
+def test_every_argument(opset: int) -> None:
+    module = Arguments()
+    program = to_onnx(module, given(2, 5, 7), OF_GIVEN, opset)
+    for sizes in UNSEEN:
+        other = given(*sizes)
+        agree(run(program, other), module(*other))
+
+
+# ---------------------------------------------------------------- layers
+
+
+class Layers(nn.Module):
+    """Every layer of the table, with lengths and a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([case.make() for case in LAYERS])
+
+    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, lens: Tensor) -> list[Tensor]:
+        found = []
+        for case, layer in zip(LAYERS, self.layers, strict=True):
+            of_case = queries[..., : case.query_size], keys[..., : case.key_size], values
+            found += [layer(*of_case, lens), layer(*of_case, mask=ats.Causal("top_left"))]
+        return found
+
+
+def features(batch: int, queries: int, keys: int) -> list[Tensor]:
+    shapes = (batch, queries, 20), (batch, keys, 7), (batch, keys, 4)
+    return [*(torch.randn(shape) for shape in shapes), torch.arange(batch) * 2 % (keys + 1)]
+
+
+OF_FEATURES = ({0: BATCH, 1: QUERIES}, {0: BATCH, 1: KEYS}, {0: BATCH, 1: KEYS}, {0: BATCH})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("opset", OPSETS)
+def test_every_layer(opset: int) -> None:
+    module = Layers()
+    program = to_onnx(module, features(2, 5, 7), OF_FEATURES, opset)
+    for sizes in UNSEEN:
+        other = features(*sizes)
+        agree(run(program, other), module(*other), [f"{case.name}{of}" for case in LAYERS for of in ("", ", causal")])
+
+
+class DropIns(nn.Module):
+    """The drop-ins for torch's own attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = compat.MultiheadAttention(8, 2, batch_first=True)
+        self.further = compat.MultiheadAttention(8, 2, batch_first=True, add_bias_kv=True, add_zero_attn=True)
+
+    def forward(self, query: Tensor, key: Tensor, ignored: Tensor) -> list[Any]:
+        split = [x.unflatten(-1, (2, 4)).transpose(1, 2) for x in (query, key, key)]
+        return [
+            self.heads(query, key, key, key_padding_mask=ignored),
+            self.heads(query, key, key, key_padding_mask=ignored, need_weights=False)[0],
+            self.further(query, key, key, average_attn_weights=False),
+            compat.scaled_dot_product_attention(*split, is_causal=True),
+            compat.scaled_dot_product_attention(*split, attn_mask=~ignored[:, None, None], scale=0.3),
+        ]
+
+
+def words(batch: int, queries: int, keys: int) -> list[Tensor]:
+    ignored = torch.arange(keys) >= torch.arange(1, batch + 1)[:, None]
+    return [torch.randn(batch, queries, 8), torch.randn(batch, keys, 8), ignored]
+
+
+OF_WORDS = ({0: BATCH, 1: QUERIES}, {0: BATCH, 1: KEYS}, {0: BATCH, 1: KEYS})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("opset", OPSETS)
+def test_drop_ins(opset: int) -> None:
+    module = DropIns()
+    program = to_onnx(module, words(2, 5, 7), OF_WORDS, opset)
+    for sizes in UNSEEN:
+        other = words(*sizes)
+        agree(run(program, other), module(*other))
+
+
+# ---------------------------------------------------------------- what cannot be exported
+
+
+def test_dropout_is_refused() -> None:
+    class Dropping(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return ats.attend(x, x, x, dropout=0.5)
+
+    x = torch.randn(2, 5, 4)
+    with pytest.raises(Exception, match=r"dropout: expected 0\.0 in a program for ONNX.*got 0\.5"):
+        to_onnx(Dropping(), [x], None, 18)
+    # In eval mode a layer drops nothing.
+    assert "Dropout" not in operators(to_onnx(DotProductAttention(dropout=0.5), [x, x, x], None, 18))
+
+
+# ---------------------------------------------------------------- torch.export and AOTInductor
+
+# A program of torch.export fixes sizes of 1 (its own rule).
+LARGER = [sizes for sizes in UNSEEN if 1 not in sizes]
+PROGRAMS = {
+    "scores": (lambda: Scores(ANY_LENGTH, Sizes()), inputs, OF_ALL),
+    "arguments": (Arguments, given, OF_GIVEN),
+    "layers": (Layers, features, OF_FEATURES),
+    "drop-ins": (DropIns, words, OF_WORDS),
+}
+
+
+def primitive(module: nn.Module, arguments: Sequence[Tensor], dynamic: Any) -> torch.export.ExportedProgram:
+    program = torch.export.export(module.eval(), tuple(arguments), dynamic_shapes=dynamic)
+    program = program.run_decompositions(decompositions())
+    assert "attnscore" not in str(program.graph)
+    return program
+
+
+def test_a_layer_in_primitive_operators() -> None:
+    layer = AdditiveAttention(8, query_size=20, key_size=7)
+    program = primitive(layer, features(2, 5, 7), OF_FEATURES).module()
+    for sizes in LARGER:
+        other = features(*sizes)
+        agree(program(*other), layer(*other))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_aot_inductor(name: str, tmp_path: Path) -> None:
+    make, arguments, dynamic = PROGRAMS[name]
+    module = make()
+    program = primitive(module, arguments(2, 5, 7), dynamic)
+    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "program.pt2"))
+    compiled = torch._inductor.aoti_load_package(package)
+    for sizes in LARGER:
+        other = arguments(*sizes)
+        agree(compiled(*other), module(*other))
