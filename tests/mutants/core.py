@@ -390,8 +390,8 @@ FAULTS = [
     Fault(
         "plan-without-norms",
         "src/attnscore/kernels/native/call.py",
-        'if not lowered.keys() <= {*_OPERANDS, "scales"} or (',
-        "if (",
+        "lowered.keys() != {kind.input for kind in found}",
+        "not lowered.keys() >= {kind.input for kind in found}",
         "tests/test_plan.py -k biases_of_its_own",
         "a planned call leaves out the biases that the score computes, such as the norms of a Gaussian",
     ),

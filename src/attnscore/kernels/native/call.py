@@ -43,10 +43,6 @@ from attnscore.scores.gaussian import bandwidth_gradient, scale_of
 CallPlan: TypeAlias = Callable[[tuple[Array, ...], int, int], None]
 """Function of the module: takes the arrays in order, a seed, and a number of threads."""
 
-# The operands that a call may have, in the order of the module's inputs. The operand "scale" is the bandwidth of a
-# Gaussian, from which each call computes the scale that the module reads.
-_OPERANDS = ("query", "key", "value", "bias", "w_v", "sink", "scale")
-
 # Pairs of query and key, over all heads, up to which additive scores are saved: 4 MB in float32, 8 in float64.
 MAX_SAVED_SCORES = 2**20
 
@@ -55,6 +51,32 @@ _FEW_ROWS = 128
 
 # Arrays with a number for each pair of query and key. `attention_scores` has no plan: `prepare` refuses such calls.
 _PAIRS = ("saved_scores", "attention_weights")
+
+
+class OperandKind(NamedTuple):
+    """An operand that a call may have: what checks, pointers and gradients follow from."""
+
+    name: str
+    input: str
+    """Its name among the inputs of the module (`ORDER`)."""
+    has_positions: bool = False
+    """Whether it has axes of positions and heads, which the caller may have in either order."""
+    is_always_filled: bool = False
+    """Whether the module writes its gradient also where it is not wanted."""
+    field: str | None = None
+    """The field of the score that holds it."""
+
+
+# In the order of the module's inputs. Each call computes the scale that the module reads from a Gaussian's bandwidth.
+_OPERANDS = (
+    OperandKind("query", "query", has_positions=True, is_always_filled=True),
+    OperandKind("key", "key", has_positions=True, is_always_filled=True),
+    OperandKind("value", "value", has_positions=True, is_always_filled=True),
+    OperandKind("bias", "bias"),
+    OperandKind("w_v", "w_v", is_always_filled=True, field="w_v"),
+    OperandKind("sink", "sink"),
+    OperandKind("scale", "scales", field="bandwidth"),
+)
 
 
 class Forward(NamedTuple):
@@ -86,7 +108,7 @@ class Backward(NamedTuple):
 class Operand(NamedTuple):
     """Array that the call is a function of."""
 
-    name: str
+    kind: OperandKind
     canonical: tuple[int, ...]
     """Shape on the canonical axes."""
     gradient: tuple[int, ...]
@@ -99,6 +121,10 @@ class Operand(NamedTuple):
     """Whether the module fills the gradient in the shape and dtype of the operand, so that nothing is left to do."""
     is_summed: bool
     """Whether the operand is a vector whose gradient is the sum of the rows that the module fills."""
+
+    @property
+    def name(self) -> str:
+        return self.kind.name
 
 
 @dataclass(frozen=True, eq=False)
@@ -366,11 +392,10 @@ class NativeCall:
         # The entropy and the weights are read with their gradients alone.
         reads |= incoming & {"entropy", "attention_weights"}
         axes = {"out": -3, "entropy": -2, "log_sum_exp": -2} if self.layout.is_length_before_heads else {}
-        # The module always writes the gradients of query, key, value and w_v.
         operands = {
             operand.name: operand
             for operand, is_wanted in zip(self.operands, wanted, strict=True)
-            if is_wanted or operand.name not in ("bias", "sink", "scale")
+            if is_wanted or operand.kind.is_always_filled
         }
         plan = self.module.plan_backward(
             self.spec,
@@ -484,11 +509,8 @@ class NativeOp:
         """
         call, ops = self.call, self.call.ops
         given = {operand.name: x for operand, x in zip(call.operands, arrays, strict=True)}
-        score = call.score
-        if "w_v" in given:
-            score = dataclasses.replace(self.score, w_v=given.pop("w_v"))
-        elif call.has_bandwidth:
-            score = dataclasses.replace(self.score, bandwidth=given.pop("scale"))
+        of_score = {x.kind.field: given.pop(x.name) for x in call.operands if x.kind.field is not None}
+        score = dataclasses.replace(self.score, **of_score) if of_score else call.score
         problem, _ = build_problem(
             **given, score=score, mask=self._mask(), dropout=call.dropout,
             seed=self.seed, head_axis=call.layout.head_axis, statistics=call.statistics,
@@ -551,76 +573,82 @@ def prepare(kernel: Kernel, problem: Problem, tiles: TilePlan, arrays: Mapping[s
     # A plan reads one boolean array or holds intervals, but not both.
     if (tiles.interval_set if "mask" in arrays else tiles.rest) is not None:
         return None
-    given = dict(arrays)
-    lens = given.pop("valid_lens", None)
-    if not (problem.mask is None or "mask" in given or lens is not None or isinstance(problem.mask, CachedMask)):
+    reads_mask, reads_lens = "mask" in arrays, "valid_lens" in arrays
+    if not (problem.mask is None or reads_mask or reads_lens or isinstance(problem.mask, CachedMask)):
         return None
     # No plan for the scores alone, nor without rows: the strides of an empty view are NumPy's, not the caller's.
     if 0 in problem.score_shape.rows or problem.matrix == "scores":
         return None
     spec, lowered = score_spec(problem, {})
-    # The module must read no array that lowering computed, such as query_bias: the next call would read it too. The
-    # exception is the scale of a bandwidth, which each call computes.
-    if not lowered.keys() <= {*_OPERANDS, "scales"} or ("w_v" in lowered) != ("w_v" in given):
+    found = {kind: arrays[kind.field or kind.name] for kind in _OPERANDS if (kind.field or kind.name) in arrays}
+    # The module must read no array that lowering computed, such as query_bias: the next call would read it too.
+    if lowered.keys() != {kind.input for kind in found}:
         return None
-    bandwidth = given.pop("bandwidth", None)
-    if ("scales" in lowered) != (bandwidth is not None):
+    inputs = _inputs(problem, tiles, arrays, lowered)
+    if inputs is None:
         return None
-    # Examples of the caller's arrays are moved to the canonical axes, which takes no copy. A call passes the address of
-    # its array, to be read with the strides found here.
-    host = backends.load("numpy")
-    views = {
-        name: layout.to_canonical(host, _example(ops.memory(given[name])), is_query=name == "query")
-        for name in ("query", "key", "value")
-    }
-    read = dict(given)
-    copies_bias = problem.has_relative_bias and not ops.memory(given["bias"]).flags.c_contiguous
-    if copies_bias:
-        read["bias"] = ops.in_c_order(given["bias"])
-    for name in ("bias", "mask"):
-        if name in read:
-            views[name] = layout.pairs_to_canonical(host, _example(_memory(ops, read[name])))
-    if "w_v" in lowered:
-        w_v = ops.memory(lowered["w_v"])
-        is_copy = w_v.size > 0 and w_v.ctypes.data != ops.memory(given["w_v"]).ctypes.data
-        if is_copy or w_v.strides[-1] != w_v.itemsize:
-            return None
-        views["w_v"] = _example(w_v)
-    if "sink" in given:
-        if ops.dtype(given["sink"]) != problem.accumulator:
-            return None
-        heads = tuple(problem.sink.shape) if problem.sink is not None else ()
-        views["sink"] = _example(ops.memory(given["sink"])).reshape(heads)
-    inputs: list[HostArray | None] = [None] * len(ORDER)
-    if bandwidth is not None:
-        given["scale"] = bandwidth
-        inputs[ORDER.index("scales")] = np.zeros((1, 1), problem.accumulator)
-    for name, view in views.items():
-        inputs[ORDER.index(name)] = view.view(np.uint8) if name == "mask" else view
-    if lens is not None:
-        per_query = lens_per_query(
-            np.asarray(backends.host(lens)), problem.score_shape.query_len, problem.score_shape.batch
-        )
-        inputs[ORDER.index("start")], inputs[ORDER.index("stop")] = np.zeros((2, *per_query.shape), np.int64)
-    elif tiles.interval_set is not None:
-        inputs[ORDER.index("start")], inputs[ORDER.index("stop")] = tiles.interval_set.with_holes
-    shapes, named = gradient_shapes(problem, frozenset(("bias", "sink", "scale"))), tiled.operands(problem)
-    operands = []
-    for name in (name for name in _OPERANDS if name in views or name in given):
-        x, canonical, gradient = given[name], tuple(named[name].shape), shapes[name]
-        is_transposed = layout.is_length_before_heads and name in ("query", "key", "value")
-        filled = tuple(x.shape) if gradient == canonical and not is_transposed else gradient
-        is_summed = name == "w_v" and len(x.shape) == 1
-        is_final = (is_summed or filled == tuple(x.shape)) and ops.dtype(x) == problem.accumulator
-        operands.append(Operand(name, canonical, gradient, filled, is_transposed, is_final, is_summed))
+    copies_bias = problem.has_relative_bias and not ops.memory(arrays["bias"]).flags.c_contiguous
     return NativeCall(
         _native, kernel, ops, layout, problem.dtype, problem.accumulator, problem.statistics,
         problem.matrix == "weights", 0.0 if problem.dropout is None else problem.dropout.probability,
-        None if "w_v" in given or bandwidth is not None else problem.score,
-        None if "mask" in given or lens is not None else problem.mask, "mask" in given, lens is not None,
-        tuple(operands), (*spec[:-1], 0),
-        tuple(inputs), saves_scores(problem, tiles), bandwidth is not None, copies_bias,
+        None if any(kind.field for kind in found) else problem.score,
+        None if reads_mask or reads_lens else problem.mask, reads_mask, reads_lens,
+        tuple(_operands(problem, found)), (*spec[:-1], 0),
+        inputs, saves_scores(problem, tiles), "bandwidth" in arrays, copies_bias,
     )  # fmt: skip
+
+
+def _inputs(
+    problem: Problem, tiles: TilePlan, arrays: Mapping[str, Array], lowered: Mapping[str, Array]
+) -> tuple[HostArray | None, ...] | None:
+    """Return examples of the inputs of the module, or None where it cannot read one of the arrays as it is.
+
+    A call passes the addresses of the caller's arrays, to be read with the strides found here. `lowered` are the
+    operands of the problem by the names of the module.
+    """
+    ops, layout, host = problem.ops, problem.layout, backends.load("numpy")
+    # Examples of the caller's arrays are moved to the canonical axes, which takes no copy.
+    found: dict[str, HostArray] = {
+        kind.input: layout.to_canonical(host, _example(ops.memory(arrays[kind.name])), is_query=kind.name == "query")
+        for kind in _OPERANDS
+        if kind.has_positions
+    }
+    if "bias" in arrays:
+        bias = ops.in_c_order(arrays["bias"]) if problem.has_relative_bias else arrays["bias"]
+        found["bias"] = layout.pairs_to_canonical(host, _example(ops.memory(bias)))
+    if "mask" in arrays:
+        found["mask"] = layout.pairs_to_canonical(host, _example(_memory(ops, arrays["mask"]))).view(np.uint8)
+    if "w_v" in arrays:
+        w_v = ops.memory(lowered["w_v"])
+        is_copy = w_v.size > 0 and w_v.ctypes.data != ops.memory(arrays["w_v"]).ctypes.data
+        if is_copy or w_v.strides[-1] != w_v.itemsize:
+            return None
+        found["w_v"] = _example(w_v)
+    if "sink" in arrays:
+        if ops.dtype(arrays["sink"]) != problem.accumulator:
+            return None
+        found["sink"] = _example(ops.memory(arrays["sink"])).reshape(tuple(lowered["sink"].shape))
+    if "bandwidth" in arrays:
+        found["scales"] = np.zeros((1, 1), problem.accumulator)
+    if "valid_lens" in arrays:
+        lens, shape = np.asarray(backends.host(arrays["valid_lens"])), problem.score_shape
+        found["start"], found["stop"] = np.zeros((2, *lens_per_query(lens, shape.query_len, shape.batch).shape), int)
+    elif tiles.interval_set is not None:
+        found["start"], found["stop"] = tiles.interval_set.with_holes
+    return tuple(map(found.get, ORDER))
+
+
+def _operands(problem: Problem, arrays: Mapping[OperandKind, Array]) -> Iterator[Operand]:
+    """Yield the operands of a plan; `arrays` are the caller's."""
+    ops, is_length_before_heads = problem.ops, problem.layout.is_length_before_heads
+    shapes, canonical = gradient_shapes(problem, frozenset(kind.name for kind in arrays)), tiled.operands(problem)
+    for kind, x in arrays.items():
+        shape, own, gradient = tuple(canonical[kind.name].shape), tuple(x.shape), shapes[kind.name]
+        is_transposed = is_length_before_heads and kind.has_positions
+        filled = own if gradient == shape and not is_transposed else gradient
+        is_summed = kind.name == "w_v" and len(own) == 1
+        is_final = (is_summed or filled == own) and ops.dtype(x) == problem.accumulator
+        yield Operand(kind, shape, gradient, filled, is_transposed, is_final, is_summed)
 
 
 def threads_of(module: Any, ops: Backend) -> int:
