@@ -1,17 +1,17 @@
 """Measured times of `attnscore.parallel.torch` and those that `simulate` predicts: ``python benchmarks/parallel.py``.
 
-Processes on this machine, over gloo, with one thread each; two masks and two modes, a forward and a backward. The
-model's rates are measured first: operations a second of one process alone, of as many processes as will run (they share
-cores and memory), and the bytes a second that two processes send each other at once.
+Processes on this machine, over gloo, with one thread each; a forward and a backward, the least of several rounds. The
+model's rates are measured too: the operations a second of as many processes as run, each with its share of the heads
+and no messages (they share cores and memory), and the bytes a second that two processes send each other at once.
 """
 
 from __future__ import annotations
 
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +22,9 @@ import attnscore as ats
 from attnscore.parallel import Machine, Shard, simulate
 from attnscore.parallel.torch import attend
 
-LENGTH, HEADS, DIM, ROUNDS = 8192, 4, 64, 5
-MASKS = {"causal": ats.Causal(), "window of 1024": ats.SlidingWindow(left=1023, right=0)}
+LENGTH, HEADS, DIM, ROUNDS = 4096, 4, 64, 15
+MASKS = {"causal": ats.Causal(), "window of 512": ats.SlidingWindow(left=511, right=0)}
+MODES = ("gather", "ring", "heads")
 OPERATIONS = 2 * (DIM + DIM) + 4
 
 
@@ -33,19 +34,20 @@ def main() -> None:
     print(f"link: {bandwidth / 1e9:.2f} GB/s, {1e6 * latency:.0f} us a message; {os.cpu_count()} CPUs")
     print(f"{'mask':<16}{'mode':<8}{'ranks':>5}{'measured s':>12}{'predicted s':>13}{'ratio':>7}")
     for name, mask in MASKS.items():
-        for mode in ("gather", "ring"):
-            for ranks in (1, 2, 4):
-                alone = max(spawn(ranks, compute, name))
-                pairs = simulate(mask, LENGTH, 1, Machine(1.0, 1.0), dim=DIM, operations_per_pair=1.0).seconds
-                flops = pairs / ranks * HEADS * OPERATIONS * 3.5 / alone
-                machine = Machine(flops, bandwidth, latency, overlap=ranks < (os.cpu_count() or 1))
-                found = simulate(
+        pairs = simulate(mask, LENGTH, 1, Machine(1.0, 1.0), dim=DIM, operations_per_pair=1.0).seconds
+        for ranks in (1, 2, 4):
+            found = spawn(ranks, measure, name)
+            seconds = {what: max(rank[what] for rank in found) for what in found[0]}
+            flops = pairs / ranks * HEADS * OPERATIONS * 3.5 / seconds["compute"]
+            # Over gloo the processes themselves copy the bytes, so messages do not overlap with the computation.
+            for mode in MODES:
+                machine = Machine(flops, bandwidth, latency, overlap=False, overhead=seconds[f"tiny {mode}"])
+                predicted = simulate(
                     mask, LENGTH, ranks, machine, dim=DIM, heads=HEADS, mode=mode, gradient=True,
                     queries="head_tail", keys="head_tail",
-                )  # fmt: skip
-                measured = max(spawn(ranks, sharded, name, mode))
-                row = f"{name:<16}{mode:<8}{ranks:>5}{measured:>12.3f}{found.seconds:>13.3f}"
-                print(f"{row}{found.seconds / measured:>7.2f}", flush=True)
+                ).seconds  # fmt: skip
+                row = f"{name:<16}{mode:<8}{ranks:>5}{seconds[mode]:>12.3f}{predicted:>13.3f}"
+                print(f"{row}{predicted / seconds[mode]:>7.2f}", flush=True)
 
 
 def spawn(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -66,15 +68,16 @@ def _run(
     dist.destroy_process_group()
 
 
-def timed(function: Callable[[], object]) -> float:
-    """Return the median seconds of a call that all processes begin together."""
-    seconds = []
+def timed(functions: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Return the least seconds of each call, which all processes begin together, in turn."""
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(ROUNDS + 1):
-        dist.barrier()
-        start = time.perf_counter()
-        function()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[1:])
+        for name, function in functions.items():
+            dist.barrier()
+            start = time.perf_counter()
+            function()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: min(x[1:]) for name, x in seconds.items()}
 
 
 def link(rank: int, ranks: int) -> tuple[float, float]:
@@ -88,37 +91,29 @@ def link(rank: int, ranks: int) -> tuple[float, float]:
             for work in dist.batch_isend_irecv(moves):
                 work.wait()
 
-        found[size] = timed(exchange)
+        found[size] = timed({"link": exchange})["link"]
     return found[1], 4 * 2**22 / max(found[2**22] - found[1], 1e-9)
 
 
-def inputs(rank: int, ranks: int) -> tuple[list[Shard], torch.Tensor]:
-    """Return who holds what, and the rows of this rank."""
-    shards = [Shard.head_tail(LENGTH, r, ranks) for r in range(ranks)]
-    generator = torch.Generator().manual_seed(rank)
-    return shards, torch.randn(1, HEADS, len(shards[rank]), DIM, generator=generator, requires_grad=True)
+def measure(rank: int, ranks: int, name: str) -> dict[str, float]:
+    """Return the seconds of a rank's share of the pairs alone, without messages, and of the call in each mode.
 
+    A call of eight queries a rank takes the overhead of every call, its messages included.
+    """
+    mask, shards = MASKS[name], [Shard.head_tail(LENGTH, r, ranks) for r in range(ranks)]
+    whole = torch.randn(1, HEADS // ranks, LENGTH, DIM, requires_grad=True)
+    x = torch.randn(1, HEADS, len(shards[rank]), DIM, requires_grad=True)
+    few = torch.randn(1, HEADS, 8, DIM, requires_grad=True)
 
-def compute(rank: int, ranks: int, name: str) -> float:
-    """Return the seconds of as many pairs as a rank has, without messages: every process runs a part of the heads."""
-    shape = (1, 1, LENGTH, DIM)
-    x = torch.randn(shape, requires_grad=True)
+    def sharded(mode: str) -> None:
+        attend(x, x, x, group=None, queries=shards, mask=mask, mode=mode, gradient="reduce").sum().backward()
 
-    def call() -> None:
-        for _ in range(HEADS // ranks):
-            ats.attend(x, x, x, mask=MASKS[name]).sum().backward()
+    def tiny(mode: str) -> None:
+        attend(few, few, few, group=None, mask=mask, mode=mode, gradient="reduce").sum().backward()
 
-    return timed(call)
-
-
-def sharded(rank: int, ranks: int, name: str, mode: str) -> float:
-    """Return the seconds of the sharded call."""
-    shards, x = inputs(rank, ranks)
-
-    def call() -> None:
-        attend(x, x, x, group=None, queries=shards, mask=MASKS[name], mode=mode).sum().backward()
-
-    return timed(call)
+    calls: dict[str, Callable[[], object]] = {mode: partial(sharded, mode) for mode in MODES}
+    calls |= {f"tiny {mode}": partial(tiny, mode) for mode in MODES}
+    return timed({"compute": lambda: ats.attend(whole, whole, whole, mask=mask).sum().backward()} | calls)
 
 
 if __name__ == "__main__":

@@ -76,6 +76,13 @@ def test_one_rank_only_computes() -> None:
         assert found.efficiency == pytest.approx(1) and not found.bytes_sent.any()
 
 
+def test_overhead_is_added_to_every_call() -> None:
+    for mode in ("gather", "ring", "heads"):
+        options = {"dim": 4, "heads": 4, "mode": mode}
+        plain, slow = (simulate(None, N, 4, Machine(1e9, 1e9, overhead=x), **options).seconds for x in (0.0, 2.0))
+        assert slow == pytest.approx(plain + 2.0)
+
+
 def test_links_take_latency_and_bytes() -> None:
     """Four ranks without a mask, each of which fetches three quarters of the keys."""
     sizes = {"dim": 32, "queries": "contiguous"}
@@ -151,6 +158,6 @@ def test_bad_arguments_are_named(name: str) -> None:
         options = {"mask": ats.Dense(rng.random((N, N)) < 0.5)}
     with pytest.raises(ArgumentError, match=text):
         simulate(**({"mask": None, "length": N, "ranks": 2, "machine": FAST, "dim": 8} | options))
-    for numbers in ((0.0, 1.0), (1.0, -1.0), (1.0, 1.0, -1.0), (1.0, 1.0, 0.0, 2)):
+    for numbers in ((0.0, 1.0), (1.0, -1.0), (1.0, 1.0, -1.0), (1.0, 1.0, 0.0, 2), (1.0, 1.0, 0.0, True, -1.0)):
         with pytest.raises(ArgumentError):
             Machine(*numbers)

@@ -121,7 +121,7 @@ PARALLEL = {
         "operations_per_pair=None)"
     ),
     "Shard": "(ranges, length)",
-    "Machine": "(flops, bandwidth, latency=0.0, overlap=True)",
+    "Machine": "(flops, bandwidth, latency=0.0, overlap=True, overhead=0.0)",
 }
 RESULTS_OF_PARALLEL = ("Exchange", "ParallelExplanation", "Simulation")
 ELSEWHERE = {

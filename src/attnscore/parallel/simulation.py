@@ -44,18 +44,22 @@ class Machine:
         Seconds of a message, apart from its bytes.
     overlap : bool
         Whether messages travel while the rank computes.
+    overhead : float
+        Seconds of a call apart from its pairs and messages: planning, checks, launches.
     """
 
     flops: float
     bandwidth: float
     latency: float = 0.0
     overlap: bool = True
+    overhead: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("flops", "bandwidth"):
             check_positive(name, getattr(self, name))
-        if self.latency != 0:
-            check_positive("latency", self.latency, "a finite number, 0 or more")
+        for name in ("latency", "overhead"):
+            if getattr(self, name) != 0:
+                check_positive(name, getattr(self, name), "a finite number, 0 or more")
         check_flag("overlap", self.overlap)
 
 
@@ -190,7 +194,7 @@ def simulate(
     if mode == "heads":
         compute = np.full(ranks, compute.mean())
     schedule = _Schedule(machine, grid, size, compute, per_pair)
-    seconds = getattr(schedule, mode)(gradient)
+    seconds = machine.overhead + getattr(schedule, mode)(gradient)
     way = "reduce" if gradient else "none"
     return Simulation(
         mode=mode,
