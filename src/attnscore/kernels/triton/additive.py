@@ -112,9 +112,8 @@ def _fraction(query, key, w_v, query_column, key_column):
 
 
 @triton.jit
-def _ratio_scores(query, key, w_v, query_column, key_column, hidden, FOUR: tl.constexpr):
-    """Return sum_c w_c / (1 + A_c B_c), with two or four channels to a division."""
-    total = tl.zeros_like(tl.load(query) + tl.load(key))
+def _ratio_scores(total, query, key, w_v, query_column, key_column, hidden, FOUR: tl.constexpr):
+    """Return total + sum_c w_c / (1 + A_c B_c), with two or four channels to a division."""
     for _ in tl.range(0, hidden, 4 if FOUR else 2):
         n, d = _fraction(query, key, w_v, query_column, key_column)
         if FOUR:
@@ -127,9 +126,8 @@ def _ratio_scores(query, key, w_v, query_column, key_column, hidden, FOUR: tl.co
 
 
 @triton.jit
-def _direct_scores(query, key, w_v, query_column, key_column, hidden, slope, ACTIVATION: tl.constexpr):
-    """Return sum_c w_c activation(a_c + b_c)."""
-    total = tl.zeros_like(tl.load(query) + tl.load(key))
+def _direct_scores(total, query, key, w_v, query_column, key_column, hidden, slope, ACTIVATION: tl.constexpr):
+    """Return total + sum_c w_c activation(a_c + b_c)."""
     for _ in tl.range(0, hidden):
         total += tl.load(w_v) * activation(tl.load(query) + tl.load(key), slope, ACTIVATION)
         query, key, w_v = query + query_column, key + key_column, w_v + 1
@@ -148,21 +146,23 @@ def additive_scores(query, key, w_v, i, j, hidden, slope, ACTIVATION: tl.constex
 
     Entries past the last position are read too: a table has room for a tile of them.
     """
-    width = padded(hidden).to(tl.int64)
+    # A constant where there is one channel.
+    width = tl.zeros((), tl.int64) + padded(hidden)
     a, b = query.data + i * query.row, key.data + j * key.row
+    total = tl.zeros_like(tl.load(a) + tl.load(b))
+    direct = hidden
     if ACTIVATION == "tanh" or ACTIVATION == "sigmoid":
         reach: tl.constexpr = 1.0 if ACTIVATION == "tanh" else 2.0
         sizes = tl.load(a + 2 * width * query.column) + tl.load(b + 2 * width * key.column)
         bound = tl.max(tl.max(sizes, 1), 0)
         exp_a, exp_b = a + width * query.column, b + width * key.column
-        if bound <= reach * FOUR_TERMS:
-            total = _ratio_scores(exp_a, exp_b, w_v, query.column, key.column, width, True)
-        elif bound <= reach * TWO_TERMS:
-            total = _ratio_scores(exp_a, exp_b, w_v, query.column, key.column, width, False)
-        else:
-            total = _direct_scores(a, b, w_v, query.column, key.column, hidden, slope, ACTIVATION)
-    else:
-        total = _direct_scores(a, b, w_v, query.column, key.column, hidden, slope, ACTIVATION)
+        # One of three loops runs. Around branches the compiler would keep the scores in several layouts, and spill.
+        four = tl.where(bound <= reach * FOUR_TERMS, width, 0)
+        two = tl.where(bound <= reach * TWO_TERMS, width, 0) - four
+        direct = tl.where(bound <= reach * TWO_TERMS, 0, hidden)
+        total = _ratio_scores(total, exp_a, exp_b, w_v, query.column, key.column, four, True)
+        total = _ratio_scores(total, exp_a, exp_b, w_v, query.column, key.column, two, False)
+    total = _direct_scores(total, a, b, w_v, query.column, key.column, direct, slope, ACTIVATION)
     if ACTIVATION == "tanh":
         # The sum of w_v follows its last entry.
         return tl.load(w_v + width) - 2.0 * total

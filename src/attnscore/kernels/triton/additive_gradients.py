@@ -106,8 +106,8 @@ def store_gradients(
             c = at_tile * BN + tl.arange(0, BN)
             j, live_j = c[None, :], c[None, :] < n_k
             raw = additive_scores(of_query, of_key, base(w_v, b, h, g), row, j, hidden, slope, ACTIVATION)
-            at = of_value.data + c.to(tl.int64)[None, :] * of_value.row + dv[:, None] * of_value.column
-            v = tl.load(at, mask=live_j & (dv[:, None] < value_dim), other=0.0)
+            at_value = of_value.data + c.to(tl.int64)[None, :] * of_value.row + dv[:, None] * of_value.column
+            v = tl.load(at_value, mask=live_j & (dv[:, None] < value_dim), other=0.0)
             dp = tl.dot(do.to(v.dtype), v, input_precision=PRECISION)
             attends = attended(masking, interval, b, h, g, row, j, n_q, n_k)
             weights, grad, ds = pair_gradients(
@@ -115,11 +115,11 @@ def store_gradients(
             )
             if grad_bias is not None:
                 # A pair is in one interval at most, so it is written once.
-                at = base(grad_bias, b, h, g) + at_row * grad_bias.row + j * grad_bias.column
-                tl.store(at, grad.to(grad_bias.data.dtype.element_ty), mask=attends)
-            at = stored[:, None] * chunk.pitch + ((before + at_tile - first) * BN + tl.arange(0, BN))[None, :]
-            tl.store(chunk.ds + at, ds)
-            tl.store(chunk.weights + at, weights)
+                at_pair = base(grad_bias, b, h, g) + at_row * grad_bias.row + j * grad_bias.column
+                tl.store(at_pair, grad.to(grad_bias.data.dtype.element_ty), mask=attends)
+            at_chunk = stored[:, None] * chunk.pitch + ((before + at_tile - first) * BN + tl.arange(0, BN))[None, :]
+            tl.store(chunk.ds + at_chunk, ds)
+            tl.store(chunk.weights + at_chunk, weights)
 
 
 @triton.jit

@@ -113,7 +113,8 @@ class Operands:
         if self.additive is None:
             dim = max(padded(self.sizes[2]), dim)
         query: torch.Tensor = self.query.data
-        itemsize = max(query.itemsize, self.value.data.itemsize)
+        # Tables of additive scores are float32 always, and no operand of a product.
+        itemsize = max(0 if self.additive else query.itemsize, self.value.data.itemsize)
         return tile_of(kernel, self.runner.architecture(query), itemsize, dim, self.form != INNER)
 
     def masking(self, tile: Tile) -> Masking:

@@ -40,10 +40,12 @@ def tile_of(kernel: KernelName, arch: int, itemsize: int, dim: int, by_channel: 
     """Return the tile of a kernel; `dim` is the larger of the padded dimensions, `arch` 0 the interpreter."""
     if arch == 0:
         return INTERPRETED[kernel]
+    # Products of float32 take twice the registers; more warps have more of them.
+    warps = 8 if itemsize == 4 and dim >= 64 else 4
     if kernel == "store_gradients":
-        return Tile(32, 128, 4, 1)
+        return Tile(32, 128, warps, 1)
     if by_channel:
-        return Tile(32, 64, 4, 1) if kernel == "forward" else Tile(32, 32, 4, 1)
+        return Tile(32, 64, warps, 1) if kernel == "forward" else Tile(32, 32, 4, 1)
     table = _HALF if itemsize == 2 else _FLOAT32
     return table[kernel, arch >= HOPPER][min(3, max(0, dim.bit_length() - 6))]
 
