@@ -94,7 +94,7 @@ def counted_bytes() -> Any:
 
 
 def bytes_sent(mask: Any, length: int, placement: str, options: dict[str, Any]) -> tuple[Any, ...]:
-    """(counted forward, counted backward, told forward, told backward) of this rank."""
+    """(counted forward, counted backward, planned forward, planned backward) of this rank."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     shards = shards_of(placement, length, ranks, mask)
     rng = torch.Generator().manual_seed(rank)
@@ -102,9 +102,9 @@ def bytes_sent(mask: Any, length: int, placement: str, options: dict[str, Any]) 
         torch.randn(2, heads, len(shards[rank]), dim, generator=rng).requires_grad_()
         for heads, dim in ((4, 6), (4, 6), (4, 3))
     ]
-    told = explain(*arrays, group=None, queries=shards, mask=mask, **options)
+    planned = explain(*arrays, group=None, queries=shards, mask=mask, **options)
     with counted_bytes() as forward:
         out = attend(*arrays, group=None, queries=shards, mask=mask, **options)
     with counted_bytes() as backward:
         out.sum().backward()
-    return forward[0], backward[0], told.forward_bytes[rank], told.backward_bytes[rank]
+    return forward[0], backward[0], planned.forward_bytes[rank], planned.backward_bytes[rank]

@@ -134,10 +134,10 @@ def test_bytes_are_those_explained() -> None:
 
 
 def assert_bytes(ranks: int, mask: Any, length: int, placement: str, options: dict[str, Any]) -> None:
-    for forward, backward, *told in group_of(ranks).run(
+    for forward, backward, *planned in group_of(ranks).run(
         "parallel_torch_calls.bytes_sent", mask, length, placement, options
     ):
-        assert [forward, backward] == told
+        assert [forward, backward] == planned
 
 
 PLACED = dict(zip(("whole", "tails", "balanced", "uneven"), PLACEMENTS, strict=True))

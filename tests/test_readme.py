@@ -43,7 +43,7 @@ PERFORMANCE = ROOT / "docs" / "performance.md"
 LONG_EXAMPLES = (
     *("long_sequence.py", "memory_beside_sdpa.py", "flax_alignment.py", "jax_jit.py", "keras_alignment.py"),
     *("mxnet_alignment.py", "tensorflow_alignment.py", "torch_training.py", "pointer_network.py"),
-    *("gatv2.py", "kernel_regression.py"),
+    *("gatv2.py", "kernel_regression.py", "sequence_over_processes.py"),
 )
 # What TensorFlow writes about the machine (no GPU, no fast instructions for a dtype) unless silenced.
 TENSORFLOW_LOG = re.compile(r"WARNING: All log messages before absl|[IWE]\d{4} .*\.cc:\d+\] ")

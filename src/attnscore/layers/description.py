@@ -405,9 +405,11 @@ class BaseAttention(Generic[A]):
         linears: Sequence[Linear],
         bias: Any = None,
         cache: KeyValueCache | None = None,
+        positions: Any = None,
     ) -> tuple[tuple[A, A, A], dict[str, Any]]:
         """Return query, key and value of the softmax, and the other arguments of `attend`.
 
+        `positions` are those of the inputs, for a rotary embedding; None: 0, 1, 2, ... or those behind the cache.
         `shapes` are those of the inputs, which check an array (batch, query, key) for all heads; `linears` are the
         projections to apply. With a cache, the one that holds the new positions too is among the arguments.
         """
@@ -428,7 +430,7 @@ class BaseAttention(Generic[A]):
         if _NORMS[0] in arrays:
             query, key = (_normalized(x, arrays[name]) for x, name in zip((query, key), _NORMS, strict=True))
         if (rotary := getattr(self, "rotary", None)) is not None:
-            query, key = _rotated(rotary, query, key, cache)
+            query, key = _rotated(rotary, query, key, cache, positions)
         if cache is not None:
             return _with_cache(cache, query, key, value, arguments)
         shape = shared.scores_shape(*shapes)
@@ -485,16 +487,16 @@ def _normalized(x: Any, scale: Any) -> Any:
     return with_nonfinite_rows_isolated(ops, x, norm)
 
 
-def _rotated(rotary: Any, query: Any, key: Any, cache: KeyValueCache | None) -> tuple[Any, Any]:
+def _rotated(rotary: Any, query: Any, key: Any, cache: KeyValueCache | None, positions: Any = None) -> tuple[Any, Any]:
     """Return queries and keys (batch, length, head, dim), turned by their positions."""
     length = key.shape[1]
     if length != query.shape[1]:
         raise ShapeError(message("keys", f"as many positions as queries ({query.shape[1]}) for rotary=", length))
     ops = backends.of({"keys": key})
-    if cache is None:
-        positions = ops.reshape(ops.positions(0, length, key), (1, -1))
-    else:
+    if cache is not None:
         positions = ops.asarray(cache.next_positions(length), key)
+    elif positions is None:
+        positions = ops.reshape(ops.positions(0, length, key), (1, -1))
     found = rotary(query, key, positions)
     if not isinstance(found, tuple) or [x.shape for x in found] != [query.shape, key.shape]:
         got = [tuple(getattr(x, "shape", ())) for x in found] if isinstance(found, tuple) else shown(found)

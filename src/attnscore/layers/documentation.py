@@ -120,6 +120,10 @@ qk_norm : bool
 rotary : function (queries, keys, positions) of (queries, keys), optional
     Rotary embedding of projected queries and keys (batch, length, head, dim) at positions (batch or 1, length), those
     behind a cache included. A module is a submodule of the layer.
+context_group : ProcessGroup or DeviceMesh of one axis, optional
+    Ranks that hold parts of the sequence: the layer is called with the rank's positions, and with the mask and valid
+    lengths of the whole, see `attnscore.parallel.torch.attend`. Gradients of the parameters are the rank's share, for
+    DistributedDataParallel or FSDP over these ranks too to add up. No weights are kept.
 query_size, key_size, value_size : int, optional
     Features of the inputs; None: inferred at the first call.
 keep_last : bool
@@ -145,6 +149,8 @@ bias : broadcastable to (batch, head, query, key), optional
 cache : KeyValueCache, optional
     One with ``head_axis=-2`` and no score. Keys and values are appended, and the queries are those of the same
     positions, which attend to all before. The weights of the call are then over the slots of the cache.
+shards : Shard of each rank, optional
+    With ``context_group=``: the positions that the ranks hold, of queries and keys alike. None: consecutive parts.
 """
 
 _AFTER_CALL = """

@@ -15,6 +15,7 @@ All are called as ``layer(queries, keys, values, valid_lens=None, mask=None)`` o
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from torch.nn.parameter import UninitializedParameter
 from attnscore import backends
 from attnscore.analysis.weights import attention_weights
 from attnscore.api import attend
+from attnscore.core.arguments import shown
 from attnscore.core.cache import BoundedCache
 from attnscore.errors import ArgumentError, DeviceError, DtypeError, message
 from attnscore.kv_cache import KeyValueCache
@@ -37,6 +39,7 @@ from attnscore.layers import description, shared
 from attnscore.layers.description import BaseAttention, LastCall, Layer, Linear, Parameter, PreparesKeys, option
 from attnscore.layers.documentation import CALL_OPTIONS, Documentation, documented_call
 from attnscore.masks import Mask
+from attnscore.parallel.shard import Shard
 from attnscore.scores import arrays_of
 from attnscore.scores.base import with_arrays, with_nonfinite_rows_isolated
 
@@ -192,6 +195,7 @@ class Attention(BaseAttention[Tensor], nn.Module):
         mask: Any,
         bias: Tensor | None = None,
         cache: KeyValueCache | None = None,
+        context: Context | None = None,
     ) -> Tensor:
         """Return the output of a call, and keep what `attention_weights` reads."""
         keys, linears = self._unprepared(keys)
@@ -200,7 +204,9 @@ class Attention(BaseAttention[Tensor], nn.Module):
         if not is_plain:
             self._check(inputs, linears)
         shapes = [x.shape for x in inputs.values()] if self._layer.heads else []
-        operands, arguments = self._operands(inputs, shapes, valid_lens, mask, linears, bias, cache)
+        positions = None if context is None else context.positions(queries)
+        own_mask = mask if context is None else None  # that of the whole sequence does not fit these shapes
+        operands, arguments = self._operands(inputs, shapes, valid_lens, own_mask, linears, bias, cache, positions)
         arguments.pop("cache", None)  # written in place
         if not is_plain and torch.is_autocast_enabled(queries.device.type):
             # `attend` would cast as well, but the inputs kept must be those of the softmax.
@@ -210,7 +216,10 @@ class Attention(BaseAttention[Tensor], nn.Module):
         dropout = self.dropout if self.training else 0.0
         is_staged = not is_plain and is_traced(query, key, *_others(arguments))
         kept: Call | Weights | str | None = None
-        if self.keep_last and not is_staged and self._computes_in_pass(query, key, value):
+        if context is not None:
+            out = context.attend(query, key, value, dropout=dropout, **{**arguments, "mask": mask})
+            kept = _SHARDED
+        elif self.keep_last and not is_staged and self._computes_in_pass(query, key, value):
             out, weights = attend(query, key, value, dropout=dropout, return_weights=True, **arguments)
             kept = Weights(weights.detach())
         else:
@@ -273,6 +282,36 @@ class Attention(BaseAttention[Tensor], nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
 
 
+@dataclass(frozen=True, eq=False)
+class Context:
+    """The ranks that hold parts of the sequence of a call, and which ones; None: consecutive parts."""
+
+    group: Any
+    shards: Sequence[Shard] | None
+
+    def positions(self, like: Tensor) -> Tensor | None:
+        """Return the positions of the rank's part, (1, positions)."""
+        if self.shards is None:
+            return None
+        own: Tensor = self.shards[torch.distributed.get_rank(_process_group(self.group))].positions(like)
+        return own[None]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """Return the output of all ranks together, whose parameters' gradients are left apart."""
+        # Imported here: most layers are used without, and it takes torch's tensors over meshes along.
+        from attnscore.parallel.torch import attend as attend_over_ranks
+
+        found: Tensor = attend_over_ranks(
+            query, key, value, group=self.group, queries=self.shards, sum_parameters=False, **options
+        )
+        return found
+
+
+def _process_group(group: Any) -> Any:
+    """Return the process group of a mesh of one axis; a process group as it is."""
+    return group.get_group() if hasattr(group, "get_group") else group
+
+
 @dataclass(eq=False)
 class Weights(LastCall):
     """The weights of one softmax."""
@@ -328,6 +367,7 @@ def _others(arguments: dict[str, Any]) -> tuple[Any, ...]:
 
 _CHECKED: BoundedCache[bool] = BoundedCache(256)
 # Why nothing is kept of a call.
+_SHARDED = "a context group, whose ranks have some of the keys each"
 _STAGED = "torch.compile, torch.func and tracing, which keep nothing"
 
 
@@ -474,6 +514,7 @@ class MultiHeadAttention(Attention):
         sink: bool = False,
         qk_norm: bool = False,
         rotary: Rotary | None = None,
+        context_group: Any = None,
         query_size: int | None = None,
         key_size: int | None = None,
         value_size: int | None = None,
@@ -489,6 +530,7 @@ class MultiHeadAttention(Attention):
         )  # fmt: skip
         super().__init__(layer, dropout, keep_last, device, dtype)
         self.rotary = description.check_rotary(rotary)
+        self.context_group = context_group
 
     @documented_call(CALL_OPTIONS)
     def forward(
@@ -501,8 +543,25 @@ class MultiHeadAttention(Attention):
         *,
         bias: Tensor | None = None,
         cache: KeyValueCache | None = None,
+        shards: Sequence[Shard] | None = None,
     ) -> Tensor:
-        return self._pooled(queries, keys, values, valid_lens, mask, bias, cache)
+        if self.context_group is None:
+            if shards is not None:
+                raise ArgumentError(message("shards", "none without a context_group", shown(shards)))
+            return self._pooled(queries, keys, values, valid_lens, mask, bias, cache)
+        if cache is not None:
+            raise ArgumentError(message("cache", "none with a context_group", "a cache", hint="merge_over() decodes"))
+        if self.rotary is not None and shards is None:
+            raise ArgumentError(message("shards", "those of all ranks, for the positions of rotary=", None))
+        return self._pooled(queries, keys, values, valid_lens, mask, bias, context=Context(self.context_group, shards))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copy all but the group of processes, which the copy shares."""
+        memo[id(self.context_group)] = self.context_group
+        copied: Self = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[no-untyped-call]  # torch's own
+        return copied
 
     num_hiddens, num_heads = option("num_hiddens"), option("num_heads")
 
