@@ -236,9 +236,9 @@ class NativeCall:
         else:
             filled = [np.empty(shape, dtype) for shape, dtype in forward.filled]
         forward.plan((*self._buffers(arrays, mask), *filled), seed, threads_of(self.module, ops))
-        found = []
+        found, from_memory = [], ops.from_memory
         for place, dtype, axis in forward.outputs:
-            x = ops.from_memory(filled[place], dtype, like)
+            x = from_memory(filled[place], dtype, like)
             found.append(x if axis is None else ops.swap_axes(x, axis, axis + 1))
         return tuple(found), [filled[place] for place in forward.saved] if saves else []
 
@@ -316,10 +316,10 @@ class NativeCall:
         return _in_c_order((*shape.rows, shape.key_len if name in _PAIRS else 1), self.accumulator)
 
     @cached_property
-    def _statistics_at(self) -> tuple[int | None, ...]:
-        """The index of each field of `AttentionStats` among the outputs; None for one that is not wanted."""
+    def _statistics_of(self) -> Callable[[tuple[Array | None, ...]], tuple[Array | None, ...]]:
+        """Function that takes the fields of `AttentionStats` from the outputs and a None behind them."""
         fields = AttentionStats._fields
-        return tuple(self.returned.index(name) if name in self.statistics else None for name in fields)
+        return operator.itemgetter(*(self.returned.index(x) if x in self.statistics else -1 for x in fields))
 
     def present(self, outputs: Sequence[Array]) -> Any:
         """Return the output, and the wanted weights and statistics."""
@@ -330,7 +330,8 @@ class NativeCall:
             weights = outputs[len(self.differentiable) - 1]
             found.append(weights if self.dtype == self.accumulator else self.ops.astype(weights, self.dtype))
         if self.statistics:
-            found.append(AttentionStats(*[None if at is None else outputs[at] for at in self._statistics_at]))
+            # As `CallArguments`, without the constructor: 0.4 us of a tiny call's 35.
+            found.append(tuple.__new__(AttentionStats, self._statistics_of((*outputs, None))))
         return tuple(found)
 
     def keep_layouts(self, arrays: Sequence[Array], outputs: Sequence[Array]) -> None:
