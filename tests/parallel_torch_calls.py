@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +15,7 @@ import torch.distributed as dist
 import attnscore as ats
 from attnscore.masks import Mask
 from attnscore.parallel import Shard, balanced_shards
-from attnscore.parallel.torch import attend, explain
+from attnscore.parallel.torch import attend, explain, gather_rows, merge_over
 from cases import MASK, SCORE, Sizes
 
 STATISTICS = ats.AttentionStats._fields
@@ -108,3 +109,50 @@ def bytes_sent(mask: Any, length: int, placement: str, options: dict[str, Any]) 
     with counted_bytes() as backward:
         out.sum().backward()
     return forward[0], backward[0], planned.forward_bytes[rank], planned.backward_bytes[rank]
+
+
+def gradients(mask: Any, length: int, placement: str, options: dict[str, Any]) -> list[np.ndarray]:
+    """Positions of the rank, and its rows of the output and of the gradients of query, key and value in float32."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    shards = shards_of(placement, length, ranks, mask)
+    rng = torch.Generator().manual_seed(0)
+    arrays = [torch.randn(1, 2, length, 32, generator=rng) for _ in range(4)]
+    *own, grad = [shards[rank].take(x).clone() for x in arrays]
+    own = [x.requires_grad_() for x in own]
+    out = attend(*own, group=None, queries=shards, mask=mask, **options)
+    grads = torch.autograd.grad(out, own, grad)
+    return [shards[rank].positions(), *map(array, (out, *grads))]
+
+
+def differing(options: dict[str, Any]) -> None:
+    """A call whose ranks disagree."""
+    rank = dist.get_rank()
+    x = torch.ones(1, 4, options.get("dim", 4) if rank else 4)
+    attend(x, x, x, group=None, mask=ats.SlidingWindow(left=1) if "mask" in options and rank else ats.Causal())
+
+
+def dying() -> None:
+    """A call that rank 1 does not live to make."""
+    if dist.get_rank() == 1:
+        os._exit(1)
+    x = torch.ones(1, 4, 4)
+    attend(x, x, x, group=None)
+
+
+def gathered_and_merged() -> bool:
+    """Whether `gather_rows` undoes `take`, and parts of the keys merge to the whole, both with gradients."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rng = torch.Generator().manual_seed(0)
+    x, key, value = (torch.randn(2, n, 4, generator=rng, dtype=torch.float64) for n in (7, 11, 11))
+    shards = shards_of("head_tail", 7, ranks)
+    own = shards[rank].take(x).clone().requires_grad_()
+    whole = gather_rows(own, shards, None)
+    (grad,) = torch.autograd.grad((whole * x).sum(), own)
+    cols = Shard.contiguous(11, rank, ranks)
+    out, stats = ats.attend(x, cols.take(key), cols.take(value), return_stats=("log_sum_exp",))
+    merged, _ = merge_over(out, stats.log_sum_exp, None)
+    return (
+        torch.equal(whole, x)
+        and torch.allclose(grad, ranks * shards[rank].take(x))
+        and torch.allclose(merged, ats.attend(x, key, value), rtol=1e-12, atol=1e-12)
+    )

@@ -16,7 +16,7 @@ import attnscore as ats
 from cases import MASKS, SCORES, Sizes
 from covering import pairs
 from harness import STATISTICS, Call, array, make_call
-from process_group import RankError, group_of
+from process_group import ProcessGroup, RankError, group_of
 
 RANKS = (1, 2, 3, 4)
 PLACEMENTS = (
@@ -25,7 +25,7 @@ PLACEMENTS = (
     ("balanced", "contiguous"),
     ("uneven", "uneven"),
 )
-WAYS = {name: {"mode": name} for name in ("gather", "ring", "heads")}
+WAYS = {name: {"mode": name} for name in ("gather", "ring", "heads")} | {"queries": {"gradient": "queries"}}
 """Ways in which keys and queries meet."""
 MASKS_OF_HEADS = ("array-3d", "array-4d", "Dense-rows", "MaskFunction-heads", "and-array")
 MOMENTS = ("mean_score", "var_score")
@@ -75,6 +75,10 @@ def check(*arguments: Any, **options: Any) -> None:
             with pytest.raises(RankError, match="a mask of its own for each head"):
                 run(*arguments, **options)
             return
+    if options.get("gradient") == "queries" and arguments[3] in ("bias", "hiding-bias", "row-bias"):
+        with pytest.raises(RankError, match="'reduce' with a bias of queries"):
+            run(*arguments, **options)
+        return
     if options.get("mode") == "ring" or options.get("gradient") == "queries":
         options["return_stats"] = tuple(name for name in STATISTICS if name not in MOMENTS)
     call, found, rows = run(*arguments, **options)
@@ -138,6 +142,43 @@ def assert_bytes(ranks: int, mask: Any, length: int, placement: str, options: di
         "parallel_torch_calls.bytes_sent", mask, length, placement, options
     ):
         assert [forward, backward] == planned
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", [ats.Causal(), ats.SlidingWindow(left=200, right=0)], ids=["causal", "window"])
+def test_passed_queries_give_the_same_bits_on_any_number_of_processes(mask: ats.Mask) -> None:
+    every = []
+    for ranks, placement in ((1, "contiguous"), (2, "contiguous"), (3, "head_tail"), (4, "contiguous")):
+        parts = group_of(ranks).run("parallel_torch_calls.gradients", mask, 1700, placement, {"gradient": "queries"})
+        order = np.argsort(np.concatenate([part[0] for part in parts]))
+        every.append([np.concatenate(x, -2).take(order, -2) for x in [*zip(*parts, strict=True)][1:]])
+    assert all(np.array_equal(x, y) for found in every for x, y in zip(found, every[0], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [({"mask": "other"}, "mask: expected the same on all ranks"), ({"dim": 3}, "query, key, value: expected the same")],
+)
+def test_arguments_that_differ_between_ranks_are_named(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(RankError) as caught:
+        group_of(2).run("parallel_torch_calls.differing", options)
+    assert set(caught.value.kinds.values()) == {"ArgumentError"}
+    assert all(text in message for message in caught.value.messages.values())
+
+
+@pytest.mark.slow
+def test_a_rank_that_has_died_ends_the_others_with_an_error_of_torch() -> None:
+    group = ProcessGroup(2, timeout=5)
+    with pytest.raises(RankError) as caught:
+        group.run("parallel_torch_calls.dying")
+    assert caught.value.kinds[1] == "EOFError"
+    assert caught.value.kinds[0] in ("RuntimeError", "DistNetworkError", "DistBackendError")
+    group.stop()
+
+
+@pytest.mark.slow
+def test_rows_are_gathered_and_parts_merged() -> None:
+    assert all(group_of(3).run("parallel_torch_calls.gathered_and_merged"))
 
 
 PLACED = dict(zip(("whole", "tails", "balanced", "uneven"), PLACEMENTS, strict=True))

@@ -50,9 +50,12 @@ class Exchange:
 
         They are found by the intervals of the mask: there may be a few too many, never too few.
         """
-        keys = self.transfer(source, target).ranges
-        strips = self._of_mask.strips(self.queries[target].ranges) if keys else ()
-        return Shard.of((pair for strip in strips for pair in strip.attending(keys)), self.queries[target].length)
+        return self.attending_keys(self.queries[target], self.transfer(source, target))
+
+    def attending_keys(self, queries: Shard, keys: Shard) -> Shard:
+        """Return those of some queries that attend any of `keys`, as `attending` does."""
+        strips = self._of_mask.strips(queries.ranges) if len(keys) else ()
+        return Shard.of((pair for strip in strips for pair in strip.attending(keys.ranges)), queries.length)
 
     def keys_of(self, queries: Shard) -> Shard:
         """Return the keys that any of these queries attends."""

@@ -42,7 +42,7 @@ from attnscore.masks import Mask, as_mask
 from attnscore.parallel.explanation import MODES, ParallelExplanation, RowBytes, choose
 from attnscore.parallel.plan import exchange
 from attnscore.parallel.shard import Shard
-from attnscore.parallel.torch_modes import WAYS, Saved, ShardedCall
+from attnscore.parallel.torch_modes import WAYS, PassQueries, Saved, ShardedCall
 from attnscore.parallel.torch_ranks import Ranks, SumOverRanks, Transfers
 from attnscore.scores.base import with_arrays
 
@@ -297,6 +297,12 @@ def _planned(
     explanation = choose(plan, size, mode=mode, gradient=gradient, memory=memory, mask=text)
     if explanation.mode in refused:
         explanation = choose(plan, size, mode="gather", gradient=gradient, memory=memory, mask=text)
+    if gradient == "queries":
+        if problem.bias is not None and (not is_shared or whole.is_relative(tuple(problem.bias.shape))):
+            raise ArgumentError(message("gradient", "'reduce' with a bias of queries", "'queries'"))
+        if why := PassQueries.reasons_against(problem, whole):
+            raise ArgumentError(message("gradient", "'reduce' for this call", f"'queries': {'; '.join(why)}"))
+        return PassQueries(ranks, plan, problem, kernel, gradient), explanation
     return WAYS[explanation.mode](ranks, plan, problem, kernel, explanation.gradient, not is_shared), explanation
 
 

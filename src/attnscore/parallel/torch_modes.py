@@ -32,13 +32,22 @@ from attnscore.core.tiled import Result, RowGradients
 from attnscore.core.tiling import TilePlan
 from attnscore.errors import KernelUnavailable, message
 from attnscore.kernels import Kernel
-from attnscore.masks import Dense, Mask, split
+from attnscore.masks import Dense, IntervalSet, Mask, split
 from attnscore.masks.base import atoms_of
 from attnscore.parallel.mask import shard_mask
 from attnscore.parallel.pairs import Range
 from attnscore.parallel.plan import Exchange
 from attnscore.parallel.shard import Shard
-from attnscore.parallel.torch_ranks import Arrays, Ranks, Transfers, copy_rows, cut, positions_first, positions_last
+from attnscore.parallel.torch_ranks import (
+    Arrays,
+    Ranks,
+    Transfers,
+    add_rows,
+    copy_rows,
+    cut,
+    positions_first,
+    positions_last,
+)
 from attnscore.scores.forms import PARAMETER
 
 _MOMENTS = ("mean_score", "var_score")
@@ -126,9 +135,13 @@ class ShardedCall(ABC):
 
     def part(self, rows: Shard, cols: Shard, arrays: Arrays) -> tuple[Part, Problem]:
         """Return a part, and its problem over `arrays`, operands of the rank's queries and of the keys `cols`."""
-        mask = shard_mask(self.problem.mask, rows, cols, self.queries.length, self.keys.length)
+        mask = self.mask_of(rows, cols)
         problem = self._problem(rows, cols, mask, arrays)
         return Part(rows, cols, mask, tiling.plan(problem), self.chosen(problem)), problem
+
+    def mask_of(self, rows: Shard, cols: Shard) -> Mask | None:
+        """Return the mask of a part."""
+        return shard_mask(self.problem.mask, rows, cols, self.queries.length, self.keys.length)
 
     def chosen(self, problem: Problem) -> Kernel:
         """Return the kernel that runs a problem."""
@@ -208,6 +221,34 @@ class ShardedCall(ABC):
         found = part.kernel.backward(problem, part.tiles, own, incoming, names)
         return {name: found[name] for name in names}
 
+    def state_of(self, part: Part, result: Result) -> RowState:
+        """Return the state of the online softmax after the keys of a part, from its result."""
+        ops, statistics = self.problem.ops, result.statistics
+        total = torch.exp(result.log_denom)
+        is_empty = result.log_denom == -math.inf
+        sums: dict[str, tuple[Tensor, ...]] = {}
+        for name, accumulated in (("entropy", "sum_exp_logit"), ("sum_sq_weights", "squares")):
+            if name in statistics and name == "entropy":
+                # Forward: entropy = log_denom - sum_exp_logit / total
+                sums[accumulated] = (torch.where(is_empty, 0.0, (result.log_denom - statistics[name]) * total),)
+            elif name in statistics:
+                sums[accumulated] = (statistics[name] * total * total,)
+        if "mean_score" in statistics:
+            count = self._counts(part, total)
+            zero = torch.zeros_like(count)
+            sums["moments"] = (count, statistics["mean_score"], zero, statistics["var_score"] * count)
+        maximum = ops.where(is_empty, -math.inf, result.row_max)
+        return RowState(maximum, total, result.out * total, sums)
+
+    def _counts(self, part: Part, like: Tensor) -> Tensor:
+        """Return the number of unmasked keys of each query, which are intervals."""
+        ops, intervals = self.problem.ops, part.tiles.interval_set
+        if intervals is None:
+            return torch.full_like(like, len(part.cols))
+        counts = np.maximum(intervals.stop - intervals.start, 0).sum(0)[..., None]
+        found: Tensor = self.whole.batch_to_canonical(ops, ops.asarray(counts, like))
+        return found.to(like.dtype).expand(like.shape)
+
     def sum_of_parts(
         self, parts: Sequence[tuple[Part, Mapping[str, Tensor]]], operands: Arrays, wanted: frozenset[str]
     ) -> dict[str, Tensor]:
@@ -253,7 +294,6 @@ def incoming_of(grads: RowGradients) -> tuple[Tensor | None, Tensor | None, Tens
     return grads.out, grads.log_sum_exp, grads.entropy
 
 
-@final
 class Gather(ShardedCall):
     """Fetch the keys that the rank's queries attend and that other ranks hold.
 
@@ -369,7 +409,7 @@ class Ring(ShardedCall):
         for owner, block, wait in self._blocks(operands):
             if owner == self.ranks.rank or self._attends(owner):
                 part, result = self.run(self.queries, self.plan.keys[owner], self._arrays(operands, block))
-                new = self._state(part, result)
+                new = self.state_of(part, result)
                 state = new if state is None else online_softmax.merge(self.problem.ops, state, new)
                 parts.append(part)
             wait()
@@ -442,34 +482,6 @@ class Ring(ShardedCall):
         """Return the operands of a part, without the sink; the output has the dtype of the values, that of sums."""
         found = {name: x for name, x in operands.items() if name != "sink"} | {**block}
         return {**found, "value": found["value"].to(self.sums)}
-
-    def _state(self, part: Part, result: Result) -> RowState:
-        """Return the state of the online softmax after the keys of a part, from its result."""
-        ops, statistics = self.problem.ops, result.statistics
-        total = torch.exp(result.log_denom)
-        is_empty = result.log_denom == -math.inf
-        sums: dict[str, tuple[Tensor, ...]] = {}
-        for name, accumulated in (("entropy", "sum_exp_logit"), ("sum_sq_weights", "squares")):
-            if name in statistics and name == "entropy":
-                # Forward: entropy = log_denom - sum_exp_logit / total
-                sums[accumulated] = (torch.where(is_empty, 0.0, (result.log_denom - statistics[name]) * total),)
-            elif name in statistics:
-                sums[accumulated] = (statistics[name] * total * total,)
-        if "mean_score" in statistics:
-            count = self._counts(part, total)
-            zero = torch.zeros_like(count)
-            sums["moments"] = (count, statistics["mean_score"], zero, statistics["var_score"] * count)
-        maximum = ops.where(is_empty, -math.inf, result.row_max)
-        return RowState(maximum, total, result.out * total, sums)
-
-    def _counts(self, part: Part, like: Tensor) -> Tensor:
-        """Return the number of unmasked keys of each query, which are intervals."""
-        ops, intervals = self.problem.ops, part.tiles.interval_set
-        if intervals is None:
-            return torch.full_like(like, len(part.cols))
-        counts = np.maximum(intervals.stop - intervals.start, 0).sum(0)[..., None]
-        found: Tensor = self.whole.batch_to_canonical(ops, ops.asarray(counts, like))
-        return found.to(like.dtype).expand(like.shape)
 
 
 def _nothing() -> None:
@@ -574,6 +586,180 @@ def _has_heads(mask: Mask, whole: ScoreShape) -> bool:
         shape = mask.array.shape
         return whole.has_heads and len(shape) > 2 and shape[-3] > 1
     return mask.heads > 1
+
+
+@final
+class PassQueries(ShardedCall):
+    """Fetch keys as `Gather` does; backward, send the queries to the owners of the keys, which sum by themselves.
+
+    All sums are over blocks of keys and queries that begin at multiples of their size in the whole sequence, in rising
+    order, whoever holds them: results and gradients have the same bits on any number of ranks.
+    """
+
+    @staticmethod
+    def reasons_against(problem: Problem, whole: ScoreShape) -> tuple[str, ...]:
+        return Ring.reasons_against(problem, whole)
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        wanted = self.problem.statistics
+        return (*wanted, *(x for x in _MOMENTS if x not in wanted)) if {*wanted} & {*_MOMENTS} else wanted
+
+    def mask_of(self, rows: Shard, cols: Shard) -> Mask | None:
+        mask, whole = super().mask_of(rows, cols), self.whole
+        known = None if mask is None else split(mask, len(rows), len(cols), whole.batch)[0]
+        if mask is None or known is None or not len(rows) or _begin_at_first(known):
+            return mask
+        # The kernel would begin its tiles at the first key that these queries attend, and with others elsewhere.
+        pairs = mask.materialize(len(rows), len(cols), whole.batch)
+        return Dense(pairs[:, None] if pairs.ndim == 3 and whole.has_heads else pairs)
+
+    @cached_property
+    def transfers(self) -> Transfers:
+        """What this rank fetches, and what the others fetch from it: whole blocks of keys."""
+        needed = [aligned(shard, _FORWARD_KEYS) for shard in self.plan.needed]
+        return _transfers(self.plan.keys, needed, self.ranks.rank)
+
+    def forward(self, operands: Arrays) -> tuple[Result, Saved]:
+        fetched = self.ranks.fetch({name: operands[name] for name in self.names["key"]}, self.transfers)()
+        ops, statistics, rows = self.problem.ops, self.problem.statistics, self.problem.score_shape.rows
+        value_dim = self.problem.layout.value_dim
+        state = online_softmax.start(
+            ops, rows, value_dim, operands["value"], accumulator(self.problem.dtype), self.statistics
+        )
+        for block, attending, arrays in self._blocks(operands, fetched, _FORWARD_KEYS):
+            new = self.state_of(*self.run(attending, block, arrays))
+            at = self.queries.locate(attending)
+            merged = online_softmax.merge(ops, _rows_of(state, at), new)
+            for to, x in zip(_arrays_of(state), _arrays_of(merged), strict=True):
+                copy_rows(positions_first(to), at, positions_first(x), ((0, len(attending)),))
+        sink = operands.get("sink")
+        sink = None if sink is None else sink.reshape(*sink.shape, 1, 1).to(self.sums)
+        out, row_max, log_denom, found = online_softmax.finish(ops, state, sink, statistics)
+        return Result(out.to(operands["value"].dtype), row_max, log_denom, found), Saved((), fetched)
+
+    def backward(
+        self, operands: Arrays, saved: Saved, result: Result, grads: RowGradients, wanted: frozenset[str]
+    ) -> dict[str, Tensor]:
+        grad_out = grads.out if grads.out is not None else torch.zeros_like(result.out)
+        delta = -(result.out.to(self.sums) * grad_out.to(self.sums)).sum(-1, keepdim=True)
+        delta = delta if grads.log_sum_exp is None else delta + grads.log_sum_exp
+        sent = {name: operands[name] for name in self.names["query"]}
+        sent |= {"grad_out": grad_out, "row_max": result.row_max, "log_denom": result.log_denom, "delta": delta}
+        if "entropy" in self.problem.statistics:
+            given = grads.entropy if grads.entropy is not None else torch.zeros_like(delta)
+            sent |= {"entropy": result.statistics["entropy"], "grad_entropy": given}
+        passed = [self._attending_any(rank) for rank in range(self.ranks.count)]
+        wait = self.ranks.fetch(sent, _transfers(self.plan.queries, passed, self.ranks.rank))
+        # While the queries are on their way: the gradients of the rank's own.
+        of_keys = {*self.names["key"]}
+        shapes = {name: operands[name].shape for name in wanted - of_keys}
+        found = {name: delta.new_zeros(shape) for name, shape in shapes.items()}
+        rest = wanted - of_keys - {"sink"}
+        for block, attending, arrays in self._blocks(operands, saved.fetched, _BACKWARD_KEYS) if rest else ():
+            part, _ = self.part(attending, block, arrays)
+            own = self.gradients_of(part, arrays, result, grads, frozenset(rest))
+            for name in rest:
+                if name in self.names["query"]:
+                    add_rows(positions_first(found[name]), self.queries.locate(attending), positions_first(own[name]))
+                elif name == "bias":
+                    self._add_bias(found[name], attending, block, own[name])
+                else:
+                    found[name] += own[name]
+        if "sink" in wanted:
+            part, _ = self.part(self.queries, Shard.empty(self.keys.length), self._no_keys(operands))
+            found |= self.gradients_of(part, self._no_keys(operands), result, grads, frozenset({"sink"}))
+        return found | self._of_own_keys(operands, wait(), passed[self.ranks.rank], wanted & of_keys)
+
+    def _of_own_keys(self, operands: Arrays, arrived: Arrays, rows: Shard, wanted: frozenset[str]) -> dict[str, Tensor]:
+        """Return the gradients of the rank's keys, from all queries that attend them."""
+        owner = dataclasses.replace(
+            self,
+            plan=dataclasses.replace(
+                self.plan,
+                queries=tuple(rows if rank == self.ranks.rank else Shard.empty(rows.length)
+                              for rank in range(self.ranks.count)),
+            ),
+        )  # fmt: skip
+        entropy = {"entropy": arrived["entropy"]} if "entropy" in arrived else {}
+        # Of the output only delta is known: dout . 0 - delta.
+        nothing = torch.zeros_like(arrived["grad_out"])
+        result = Result(nothing, arrived["row_max"], arrived["log_denom"], entropy)
+        grads = RowGradients(arrived["grad_out"], arrived["delta"], arrived.get("grad_entropy"))
+        queries = {name: arrived[name] for name in self.names["query"]}
+        others = {name: x for name, x in operands.items() if name not in (*queries, *self.names["key"], "sink")}
+        keys = {name: operands[name] for name in self.names["key"]}
+        found = {name: operands[name].new_zeros(operands[name].shape, dtype=self.sums) for name in wanted}
+        for block in blocks_of(self.keys, _BACKWARD_KEYS):
+            attending = aligned(self.plan.attending_keys(rows, block), _BACKWARD_QUERIES) & rows
+            if not len(attending) or not wanted:
+                continue
+            at = self.keys.locate(block)
+            arrays = {**others, **queries, **{name: cut(x, at) for name, x in keys.items()}}
+            part, _ = owner.part(attending, block, arrays)
+            own = owner.gradients_of(part, arrays, result, grads, wanted)
+            for name in wanted:
+                rows_of = positions_first(found[name])
+                copy_rows(rows_of, at, positions_first(own[name]), ((0, len(block)),))
+        return found
+
+    def _attending_any(self, owner: int) -> Shard:
+        """Return the queries that attend keys of a rank, in whole blocks."""
+        found = Shard.empty(self.queries.length)
+        for target in range(self.ranks.count):
+            found |= self.plan.attending(target, owner)
+        return aligned(found, _BACKWARD_QUERIES)
+
+    def _blocks(self, operands: Arrays, fetched: Arrays, size: int) -> Iterator[tuple[Shard, Shard, dict[str, Tensor]]]:
+        """Yield blocks of the keys fetched, the rank's queries that attend them, and the operands but the sink."""
+        others = {name: x for name, x in operands.items() if name not in (*self.names["key"], "sink")}
+        for block in blocks_of(self.transfers.wanted, size):
+            attending = self.plan.attending_keys(self.queries, block)
+            if len(attending):
+                at = self.transfers.wanted.locate(block)
+                arrays = {**others, **{name: cut(x, at) for name, x in fetched.items()}}
+                yield block, attending, {**arrays, "value": arrays["value"].to(self.sums)}
+
+    def _no_keys(self, operands: Arrays) -> dict[str, Tensor]:
+        return {name: x[..., :0, :] if name in self.names["key"] else x for name, x in operands.items()}
+
+
+def _begin_at_first(intervals: IntervalSet) -> bool:
+    """Return whether all queries that attend any key attend the first one."""
+    return not intervals.start[intervals.start < intervals.stop].any()
+
+
+# Blocks in which the native kernel sums in one order, whatever the number of queries and keys of the call.
+_FORWARD_KEYS, _BACKWARD_KEYS, _BACKWARD_QUERIES = 1024, 128, 384
+
+
+def _transfers(held: Sequence[Shard], wanted: Sequence[Shard], rank: int) -> Transfers:
+    return Transfers(
+        held[rank], wanted[rank],
+        tuple(held[rank] & other for other in wanted), tuple(other & wanted[rank] for other in held),
+    )  # fmt: skip
+
+
+def aligned(shard: Shard, size: int) -> Shard:
+    """Return the blocks of `size` positions that have any of the shard's."""
+    ends = ((start // size * size, min(shard.length, -(-stop // size) * size)) for start, stop in shard.ranges)
+    return Shard.of(ends, shard.length)
+
+
+def blocks_of(shard: Shard, size: int) -> Iterator[Shard]:
+    """Yield the positions of a shard in each block of `size` positions."""
+    firsts = {first for start, stop in shard.ranges for first in range(start // size, -(-stop // size))}
+    for first in sorted(firsts):
+        yield shard & Shard(((first * size, min(shard.length, (first + 1) * size)),), shard.length)
+
+
+def _arrays_of(state: RowState) -> list[Tensor]:
+    return [state.max, state.total, state.out, *(x for arrays in state.sums.values() for x in arrays)]
+
+
+def _rows_of(state: RowState, at: Sequence[Range]) -> RowState:
+    sums = {name: tuple(cut(x, at) for x in arrays) for name, arrays in state.sums.items()}
+    return RowState(cut(state.max, at), cut(state.total, at), cut(state.out, at), sums)
 
 
 WAYS: Final[dict[str, type[ShardedCall]]] = {"gather": Gather, "ring": Ring, "heads": Heads}
