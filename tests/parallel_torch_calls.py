@@ -11,8 +11,14 @@ import ml_dtypes
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard as Sharded
+from torch.distributed.tensor import distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 import attnscore as ats
+from attnscore.layers.torch import MultiHeadAttention
 from attnscore.masks import Mask
 from attnscore.parallel import Shard, balanced_shards
 from attnscore.parallel.torch import attend, explain, gather_rows, merge_over
@@ -156,3 +162,43 @@ def gathered_and_merged() -> bool:
         and torch.allclose(grad, ranks * shards[rank].take(x))
         and torch.allclose(merged, ats.attend(x, key, value), rtol=1e-12, atol=1e-12)
     )
+
+
+class Whole(torch.nn.Module):
+    """A model of one layer."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, mask: Any) -> torch.Tensor:
+        return self.layer(x, y, z, mask=mask)
+
+
+def meshes() -> bool:
+    """Whether DTensors and layers over a mesh of (data, context) give the numbers of one process."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
+    x = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    own = distribute_tensor(x, mesh, [Sharded(0), Sharded(1)])
+    found = attend(own, own, own, group=mesh["context"], mask=ats.Causal()).full_tensor()
+    is_same = torch.allclose(found, ats.attend(x, x, x, mask=ats.Causal()), rtol=1e-12, atol=1e-12)
+    sizes = dict.fromkeys(("query_size", "key_size", "value_size"), 16)
+    for kind in ("ddp", "fsdp"):
+        layers = []
+        for group in (None, mesh["context"]):
+            torch.manual_seed(0)
+            options = {"score": "gaussian", "sink": True, "keep_last": False, "dtype": torch.float64}
+            layers.append(MultiHeadAttention(16, 2, context_group=group, **options, **sizes))
+        alone, layer = layers
+        alone(x, x, x, mask=ats.Causal()).square().mean().backward()
+        if kind == "ddp":
+            whole: Any = DistributedDataParallel(layer)
+        else:
+            whole = fully_shard(Whole(layer), mesh=mesh._flatten("all"))
+        part = x[rank // 2, None, rank % 2 * 4 : rank % 2 * 4 + 4]
+        whole(part, part, part, mask=ats.Causal()).square().mean().backward()
+        for theirs, ours in zip(alone.parameters(), layer.parameters(), strict=True):
+            grad = ours.grad.full_tensor() if hasattr(ours.grad, "full_tensor") else ours.grad
+            is_same = is_same and torch.allclose(grad, theirs.grad, rtol=1e-10, atol=1e-12)
+    return bool(is_same)

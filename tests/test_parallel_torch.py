@@ -7,6 +7,10 @@ on one device is (`harness.Call.check`).
 from __future__ import annotations
 
 import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -174,6 +178,39 @@ def test_a_rank_that_has_died_ends_the_others_with_an_error_of_torch() -> None:
     assert caught.value.kinds[1] == "EOFError"
     assert caught.value.kinds[0] in ("RuntimeError", "DistNetworkError", "DistBackendError")
     group.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("score", [f"scaled_dot-{name}" for name in POSITIONS])
+def test_parameters_with_positions_are_refused(score: str) -> None:
+    with pytest.raises(RankError, match="score: expected no scale of each position"):
+        run(2, score, "none")
+
+
+@pytest.mark.slow
+@pairs(ranks=(2, 3, 4), mask={"none": None, "causal": ats.Causal(), "window": ats.SlidingWindow(left=3, right=0)},
+       placement=("contiguous", "head_tail", "uneven"), mode=("gather", "ring", "heads"))  # fmt: skip
+def test_bytes_of_every_way(ranks: int, mask: Any, placement: str, mode: str) -> None:
+    length = 48 if mode == "heads" else 37
+    assert_bytes(2 if mode == "heads" and ranks == 3 else ranks, mask, length, placement, {"mode": mode})
+
+
+@pytest.mark.slow
+def test_dtensors_and_layers_over_a_mesh() -> None:
+    """DTensors give DTensors; a layer over 2 x 2 processes, by DDP and by FSDP2, has the gradients of one process."""
+    assert all(group_of(4).run("parallel_torch_calls.meshes"))
+
+
+@pytest.mark.slow
+def test_the_example_of_training_gives_the_losses_of_one_process() -> None:
+    path = str(Path(__file__).parents[1] / "examples" / "sequence_over_processes.py")
+    many = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", path]
+    found = [
+        re.findall(r"loss ([\d.]+)", subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        for command in ([sys.executable, path], many)
+    ]
+    assert len(found[0]) == 3
+    assert np.allclose(*(np.array(losses, float) for losses in found), atol=2e-3)
 
 
 @pytest.mark.slow

@@ -44,7 +44,7 @@ from attnscore.parallel.plan import exchange
 from attnscore.parallel.shard import Shard
 from attnscore.parallel.torch_modes import WAYS, PassQueries, Saved, ShardedCall
 from attnscore.parallel.torch_ranks import Ranks, SumOverRanks, Transfers
-from attnscore.scores.base import with_arrays
+from attnscore.scores.base import arrays_of, with_arrays
 
 __all__ = ["attend", "explain", "gather_rows", "merge_over"]
 
@@ -316,9 +316,17 @@ def _own_problem(
     if type(key) is PreparedKeys:
         key, score = key.unpack(score)
     score = scores.resolve(score)
-    if sum_parameters:
-        score = with_arrays(score, lambda x: SumOverRanks.of(x, ranks.group))
-        sink = SumOverRanks.of(sink, ranks.group) if isinstance(sink, Tensor) else sink
+    for name, x in arrays_of(score).items():
+        if name.rpartition(".")[2] == "scale" and len(x.shape) > 1:
+            hint = "multiply the queries or keys with it"
+            raise ArgumentError(message("score", "no scale of each position", f"{name} {tuple(x.shape)}", hint=hint))
+
+    def own(x: Tensor) -> Tensor:
+        # A copy: FSDP frees the memory of parameters, which it cannot where NumPy has seen it.
+        return SumOverRanks.of(x.clone(), ranks.group) if sum_parameters else x.clone()
+
+    score = with_arrays(score, own)
+    sink = own(sink) if isinstance(sink, Tensor) else sink
     statistics = wanted_statistics(return_stats)
     problem, _ = build_problem(query, key, value, score=score, sink=sink, statistics=statistics, **options)
     return problem if bias is None else dataclasses.replace(problem, bias=check_extra(ops, "bias", bias, query))

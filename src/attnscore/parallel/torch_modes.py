@@ -607,12 +607,14 @@ class PassQueries(ShardedCall):
 
     def mask_of(self, rows: Shard, cols: Shard) -> Mask | None:
         mask, whole = super().mask_of(rows, cols), self.whole
-        known = None if mask is None else split(mask, len(rows), len(cols), whole.batch)[0]
-        if mask is None or known is None or not len(rows) or _begin_at_first(known):
+        known, rest = (None, None) if mask is None else split(mask, len(rows), len(cols), whole.batch)
+        if known is None or _begin_at_first(known):
             return mask
         # The kernel would begin its tiles at the first key that these queries attend, and with others elsewhere.
-        pairs = mask.materialize(len(rows), len(cols), whole.batch)
-        return Dense(pairs[:, None] if pairs.ndim == 3 and whole.has_heads else pairs)
+        at = np.arange(len(cols))
+        pairs = ((known.start[..., None] <= at) & (at < known.stop[..., None])).any(0)
+        dense = Dense(pairs[:, None] if whole.has_heads else pairs)
+        return dense if rest is None else dense & rest
 
     @cached_property
     def transfers(self) -> Transfers:
