@@ -317,7 +317,7 @@ def _own_problem(
         key, score = key.unpack(score)
     score = scores.resolve(score)
     for name, x in arrays_of(score).items():
-        if name.rpartition(".")[2] == "scale" and len(x.shape) > 1:
+        if name.rpartition(".")[2] == "scale" and len(x.shape) > 1 and max(x.shape[-2:]) > 1:
             hint = "multiply the queries or keys with it"
             raise ArgumentError(message("score", "no scale of each position", f"{name} {tuple(x.shape)}", hint=hint))
 

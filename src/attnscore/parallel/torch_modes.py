@@ -612,7 +612,7 @@ class PassQueries(ShardedCall):
             return mask
         # The kernel would begin its tiles at the first key that these queries attend, and with others elsewhere.
         at = np.arange(len(cols))
-        pairs = ((known.start[..., None] <= at) & (at < known.stop[..., None])).any(0)
+        pairs = np.logical_and(known.start[..., None] <= at, at < known.stop[..., None]).max(axis=0)
         dense = Dense(pairs[:, None] if whole.has_heads else pairs)
         return dense if rest is None else dense & rest
 
