@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from attnscore.bench import machine, reports, results
+from attnscore.bench import gpu, machine, reports, results
 from attnscore.bench.cases import CASES, chosen
 from attnscore.bench.runner import run
 from attnscore.cli.console import console, error_console, table
@@ -40,6 +41,9 @@ def bench(
         str | None,
         typer.Option(metavar="NAME", help="Limit both sides to these instructions: " + ", ".join(machine.ISAS) + "."),
     ] = None,
+    device: Annotated[
+        str, typer.Option(metavar="NAME", help="cpu, or cuda: cases of their own, on a GPU, against PyTorch's.")
+    ] = "cpu",
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where results.json goes.")] = Path("attnscore-bench"),
 ) -> None:
     """Time and memory against PyTorch, NumPy, JAX, TensorFlow, KeOps and onnxruntime on this machine.
@@ -47,6 +51,12 @@ def bench(
     Every result is checked before it is timed; both sides alternate in one process. Prints tables, writes
     results.json. Leave the machine alone meanwhile.
     """
+    check_choice("device", device, ("cpu", "cuda"))
+    if device == "cuda":
+        of_cpus = {"full": full, "only": only, "again": again, "threads": threads, "isa": isa}
+        if given := [f"--{name}" for name, value in of_cpus.items() if value]:
+            raise ArgumentError(message("device", f"cpu, which has {', '.join(given)}", "cuda"))
+        return _on_gpu(quick, out)
     cases, numbers = chosen(only or (), full), thread_numbers(threads)
     if again and not only:
         raise ArgumentError(message("again", "--only, which says what is measured again", "no case"))
@@ -70,6 +80,26 @@ def bench(
     if document["errors"]:
         first = document["errors"][0]
         raise BenchmarkFailure(f"{len(document['errors'])} failed, first {first['case']}: {first['error']}")
+
+
+def _on_gpu(quick: bool, out: Path) -> None:
+    """Measure on a GPU and write ``gpu.json``."""
+    gpu.check_device("cuda")
+    screen = console()
+    document = gpu.run(quick, lambda text: error_console().print(Text(text)))
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "gpu.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    rows = [
+        [
+            row["case"],
+            row["baseline"],
+            "both" if row["backward"] else "forward",
+            row.get("error") or f"{row['ratio']:.2f}",
+        ]
+        for row in document["rows"]
+    ]
+    screen.print(table("Their time over ours", ["case", "baseline", "pass", "ratio"], rows, left=3))
+    screen.print(Text(f"gpu.json in {out}"), soft_wrap=True)
 
 
 def thread_numbers(text: str | None) -> list[int]:
