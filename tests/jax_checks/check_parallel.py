@@ -118,6 +118,7 @@ def check(score: str, mask: str, extras: str, dtype: str, devices: int, placemen
                 ("gaussian-heads", "valid_lens", "bias-sink", "float64", 3, "uneven", "ring"),
                 ("temperature-learned-dot", "none", "row-bias", "bfloat16", 2, "balanced", "heads"),
                 ("cosine-heads-zero-vectors", "Documents", "sink", "bfloat16", 4, "tails", "ring"),
+                ("combination-mixed", "SlidingWindow-both", "", "float64", 2, "tails", "ring"),
             ]
         ),
     ],
@@ -339,6 +340,7 @@ def test_rows_are_gathered_and_split() -> None:
     np.testing.assert_array_equal(found, jnp.concatenate([x] * 4))
 
 
+@pytest.mark.slow
 def test_decoding_merges_the_keys_of_all_devices() -> None:
     _, key, value = arrays(24)
     query = arrays(3)[0]

@@ -366,7 +366,9 @@ class Ring(Call):
     def _count(self, shape: ScoreShape, arrays: Arrays, mask: Mask | None, bias: Array | None) -> Array:
         """Return how many keys of a part each query attends: the sum of exp(0)."""
         hides = None if bias is None else jnp.where(jnp.isneginf(bias), bias, 0)
-        query, key = (jnp.zeros_like(arrays[name][..., :1]) for name in ("query", "key"))
+        # Some scores have no single array of queries or keys.
+        query = jnp.zeros((*shape.rows, 1), self._sums)
+        key = jnp.zeros((*shape.lead, shape.heads, 1, shape.key_len, 1), self._sums)
         form = InnerForm(query, key)
         given = {"query": query, "key": key, "value": arrays["value"][..., :1]}
         layout = dataclasses.replace(self.problem.layout, value_dim=1)
