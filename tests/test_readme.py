@@ -110,6 +110,8 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModuleTyp
 
 
 @pytest.mark.parametrize("path", with_language("python"), ids=label)
+# What the ONNX exporter of torch says of itself.
+@pytest.mark.filterwarnings("ignore:.*(LeafSpec|axis name)")
 def test_python_blocks_run_and_print_what_is_shown(path: Path, fresh: ModuleType) -> None:
     printed: str | None = None
     for block in blocks(path):
