@@ -133,15 +133,17 @@ KERNELS = ("forward", "d_query", "d_key")
 
 
 def compile_call(
-    architecture: int, dtype: str, dim: int, wanted: Collection[str] | None = KERNELS, **options: Any
-) -> dict[str, Code]:
-    """Compile the kernels of a causal call with heads of its own and all their gradients; return their facts by name.
+    architecture: int, dtype: str, dim: int, wanted: Collection[str] | None = KERNELS,
+    shape: tuple[int, int, int, int] = (1, 2, 64, 64), **options: Any,
+) -> dict[str, Code]:  # fmt: skip
+    """Compile the kernels of a causal call of one KV head and all their gradients; return their facts by name.
 
-    `options` are arguments of `attend`.
+    `shape` has batch, query heads, queries and keys; `options` are arguments of `attend`.
     """
-    length, kind = 64, getattr(torch, dtype)
-    query, key = (torch.zeros(1, heads, length, dim, dtype=kind) for heads in (2, 1))
-    options = {"mask": Causal(), **options}
+    batch, heads, queries, keys = shape
+    query = torch.zeros(batch, heads, queries, dim, dtype=getattr(torch, dtype))
+    key = query.new_zeros(batch, 1, keys, dim)
+    options = {"mask": Causal("bottom_right"), **options}
     problem, _ = build_problem(query, key, key, **options)
     plan, runner = tiling.plan(problem), Recorder(architecture, wanted)
     result = launch.forward(problem, plan, runner)

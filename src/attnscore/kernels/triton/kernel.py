@@ -99,7 +99,7 @@ def _reasons(problem: Problem) -> list[str]:
     if not isinstance(form, (InnerForm, DistanceForm, AdditiveForm)):
         found.append(f"the score is computed in Python ({type(form).__name__})")
     if problem.dtype == "float64":
-        found.append("float64, which GPUs of few float64 units run no faster in tiles of its own")
+        found.append("float64, of which GPUs have few units")
     if problem.matrix is not None:
         found.append("the matrix of all pairs is wanted")
     # Channels of an additive score are summed one after the other.

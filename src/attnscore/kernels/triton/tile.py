@@ -162,15 +162,21 @@ def _mixed(x):
 
 
 @triton.jit
+def _bits(x):
+    """Return an int32 as uint32, also where it is 1 and so a constant."""
+    return (tl.zeros((), tl.int32) + x).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
 def kept(dropout, z, i, j, n_q):
     """Return whether dropout keeps each pair of matrix z: the bits of `core.dropout.kept`."""
     row = z.to(tl.int64) * n_q + i
     low = (row & 0xFFFFFFFF).to(tl.uint32)
     high = (row >> 32).to(tl.uint32)
-    stream = _mixed(low + dropout.low.to(tl.uint32, bitcast=True))
-    stream = _mixed(stream + high + dropout.high.to(tl.uint32, bitcast=True))
+    stream = _mixed(low + _bits(dropout.low))
+    stream = _mixed(stream + high + _bits(dropout.high))
     bits = _mixed(stream + j.to(tl.uint32) * 0x9E3779B9)
-    return bits >= dropout.threshold.to(tl.uint32, bitcast=True)
+    return bits >= _bits(dropout.threshold)
 
 
 @triton.jit

@@ -45,7 +45,7 @@ def tile_of(kernel: KernelName, arch: int, itemsize: int, dim: int, by_channel: 
     if kernel == "store_gradients":
         return Tile(32, 128, warps, 1)
     if by_channel:
-        return Tile(32, 64, warps, 1) if kernel == "forward" else Tile(32, 32, 4, 1)
+        return Tile(32, 64, warps, 1) if kernel == "forward" else Tile(32, 32, warps, 1)
     table = _HALF if itemsize == 2 else _FLOAT32
     return table[kernel, arch >= HOPPER][min(3, max(0, dim.bit_length() - 6))]
 
@@ -65,6 +65,6 @@ _FLOAT32: dict[tuple[KernelName, bool], tuple[Tile, ...]] = {
     ("forward", False): (Tile(64, 32, 8, 3), Tile(64, 32, 8, 3), Tile(32, 32, 4, 2), Tile(16, 32, 8, 1)),
     ("d_query", True): (Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 8, 2), Tile(16, 16, 8, 1)),
     ("d_query", False): (Tile(32, 32, 4, 3), Tile(32, 32, 4, 3), Tile(16, 32, 4, 2), Tile(16, 16, 8, 1)),
-    ("d_key", True): (Tile(32, 32, 8, 2), Tile(32, 32, 8, 2), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+    ("d_key", True): (Tile(32, 64, 8, 2), Tile(32, 32, 8, 2), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
     ("d_key", False): (Tile(32, 32, 8, 3), Tile(32, 32, 8, 3), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
 }

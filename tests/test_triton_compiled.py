@@ -1,0 +1,91 @@
+"""The Triton kernels compiled for each architecture, without a GPU: what fits and spills, and that none is atomic."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import attnscore as ats
+from attnscore.kernels.triton import compiled
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "performance" / "gpu-code.md"
+# Entries up to dimension 128 whose gradient of the keys spills: none smaller was without, but for half the speed of a
+# product.
+SPILLING = {(90, "bfloat16", 128, "d_key"): 128}
+
+
+@cache
+def page() -> dict[tuple[int, str, str, int, str], tuple[int, int, int, str]]:
+    """(architecture, score, dtype, dimension, kernel) and what the page says: registers, spills, KB, instruction."""
+    found, architecture = {}, 0
+    for line in PAGE.read_text().splitlines():
+        if line.startswith("## sm_"):
+            architecture = int(line.removeprefix("## sm_"))
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 9 and cells[2].isdigit():
+            score, dtype, dim, kernel, _, registers, spills, shared, matrix = cells
+            found[architecture, score, dtype, int(dim), kernel] = int(registers), int(spills), int(shared), matrix
+    return found
+
+
+def check(found: dict[str, compiled.Code], architecture: int) -> None:
+    for name, code in found.items():
+        assert code.shared <= compiled.SHARED_MEMORY[architecture], name
+        assert code.atomics == 0, name
+
+
+def test_the_forward_of_16_bit_numbers_on_hopper() -> None:
+    found = compiled.compile_call(90, "bfloat16", 64, ["forward"])
+    check(found, 90)
+    assert found["forward"].spills == 0
+    assert found["forward"].matrix == "HGMMA"
+
+
+def test_the_page_lists_every_entry() -> None:
+    entries = [(arch, score, dtype, dim) for arch, dtype, dim, score in compiled.ENTRIES]
+    assert set(page()) == {(*entry, kernel) for entry in entries for kernel in compiled.KERNELS}
+
+
+def test_what_the_page_says_of_spills() -> None:
+    for (architecture, _, dtype, dim, kernel), (registers, spills, shared, matrix) in page().items():
+        assert registers <= 255
+        assert shared * 1024 <= compiled.SHARED_MEMORY[architecture]
+        if dtype == "bfloat16" and dim <= 128:
+            assert spills <= SPILLING.get((architecture, dtype, dim, kernel), 0), (architecture, dim, kernel)
+            assert matrix == ("HGMMA" if architecture == 90 else "HMMA")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("architecture", "dtype", "dim", "score"), compiled.ENTRIES)
+def test_the_page_is_true(architecture: int, dtype: str, dim: int, score: str) -> None:
+    found = compiled.compile_call(architecture, dtype, dim, score=score)
+    assert set(found) == set(compiled.KERNELS)
+    check(found, architecture)
+    for name, code in found.items():
+        facts = code.registers, code.spills, round(code.shared / 1024), code.matrix
+        assert facts == page()[architecture, score, dtype, dim, name], name
+
+
+EXTRAS: dict[str, dict[str, Any]] = {
+    "statistics": {"statistics": ("log_sum_exp", "mean_score", "entropy", "max_weight", "sum_sq_weights")},
+    "shared-bias": {"bias": torch.zeros(1, 64), "sink": torch.zeros(2)},
+    "relative-bias": {"bias": torch.zeros(2, 1, 127), "score": ats.SoftCap("scaled_dot", 3.0)},
+    "full-bias": {"bias": torch.zeros(1, 2, 64, 64), "dropout": 0.1, "seed": 1},
+    "array-mask": {"mask": torch.ones(64, 64, dtype=torch.bool)},
+    "documents": {"mask": ats.Documents(torch.arange(64) % 3)},
+    "several-intervals": {"mask": ats.SlidingWindow(8, 0) | ats.KeyRange(0, 4)},
+    "learned-bandwidth": {"score": ats.Gaussian(torch.ones(2))},
+    "one-query": {"shape": (2, 1, 1, 64), "mask": ats.ValidLens([3, 9])},
+    "one-key": {"shape": (3, 2, 64, 1), "mask": None},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("extras", EXTRAS)
+def test_all_that_a_call_may_have(extras: str, architecture: int) -> None:
+    check(compiled.compile_call(architecture, "float32", 64, None, **EXTRAS[extras]), architecture)
