@@ -37,7 +37,8 @@ def scores(wide: Any) -> Iterator[tuple[str, Any]]:
     yield "soft cap", ats.SoftCap("scaled_dot", 2.0)
     yield "bilinear", ats.Bilinear(wide(rng.standard_normal((DIM, DIM)) / DIM))
     w_v = wide(rng.standard_normal(HIDDEN) / HIDDEN**0.5)
-    yield from ((f"additive {name}", ats.Additive(w_v, projections[0], projections[1], activation=name)) for name in SMOOTH)
+    for name in SMOOTH:
+        yield f"additive {name}", ats.Additive(w_v, projections[0], projections[1], activation=name)
 
 
 def results(kernel: str, score: Any, mask: Any, inputs: Mapping[str, Any], gradients: bool) -> dict[str, Any]:

@@ -321,21 +321,25 @@ def report(target: Path) -> None:
         browser.close()
 
 
-DRAWN: dict[str, Callable[[], Figure]] = {
-    "dot": lambda: plane("dot"),
-    "scaled-dot": scaled_dot,
-    "additive": additive,
-    "bilinear": bilinear,
-    "gaussian": gaussian,
-    "nadaraya-watson": nadaraya_watson,
-    "cosine": lambda: plane("cosine"),
-    "sum": lambda: plane("sum", weights=True),
-    "softcap": softcap,
-    "collapse": collapse,
-    "watching": watching,
-    "long-context": long_context,
-    "repaired": repaired,
-} | DIAGRAMS | PARALLEL
+DRAWN: dict[str, Callable[[], Figure]] = (
+    {
+        "dot": lambda: plane("dot"),
+        "scaled-dot": scaled_dot,
+        "additive": additive,
+        "bilinear": bilinear,
+        "gaussian": gaussian,
+        "nadaraya-watson": nadaraya_watson,
+        "cosine": lambda: plane("cosine"),
+        "sum": lambda: plane("sum", weights=True),
+        "softcap": softcap,
+        "collapse": collapse,
+        "watching": watching,
+        "long-context": long_context,
+        "repaired": repaired,
+    }
+    | DIAGRAMS
+    | PARALLEL
+)
 
 if __name__ == "__main__":
     main(sys.argv[1:])

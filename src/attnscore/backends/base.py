@@ -177,7 +177,7 @@ class Backend(ABC):
     wants_aligned = True
     """Whether `from_memory` copies what does not begin at a multiple of 64 bytes."""
     has_planned_gradients = False
-    """Whether autograd records the calls of execution plans (`record`), so that arrays with a gradient are plain too."""
+    """Whether autograd records calls of execution plans (`record`), so that arrays with a gradient are plain too."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.xp, name)
