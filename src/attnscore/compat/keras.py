@@ -100,9 +100,11 @@ def _pooled(
     weights = filled(weights) if filled else weights
     dropped = keras.random.dropout(weights, rate, seed=generator) if rate else weights
     if dropped is not weights or filled:
-        swaps = options.get("head_axis") == -2
-        out = ops.matmul(dropped, ops.swapaxes(value, 1, 2) if swaps else value)
-        out = ops.swapaxes(out, 1, 2) if swaps else out
+        if options.get("head_axis") == -2:
+            value = ops.repeat(value, dropped.shape[1] // value.shape[2], 2)
+            out = ops.swapaxes(ops.matmul(dropped, ops.swapaxes(value, 1, 2)), 1, 2)
+        else:
+            out = ops.matmul(dropped, value)
     return out, weights, dropped
 
 
