@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).resolve().parent
 DOCS = HERE.parent / "docs"
+COLOURS = DOCS / "images" / "matplotlibrc"
 NEW_PAGE = "# Results on {name}\n\nMeasured as [performance](../performance.md) says.\n\n{begin}\n{end}\n"
 
 
@@ -87,7 +88,7 @@ def draw(path: Path, chart: Callable[[], Figure]) -> None:
     """Replace a chart at once, in the colours of the documentation's pictures."""
     import matplotlib as mpl
 
-    with mpl.rc_context(fname=DOCS / "images" / "matplotlibrc"), replacing(path) as file:
+    with mpl.rc_context(fname=COLOURS), replacing(path) as file:
         chart().savefig(file, format="png", dpi=100)
 
 

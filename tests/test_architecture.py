@@ -136,6 +136,8 @@ def test_no_module_imports_itself_by_a_detour() -> None:
 def _owner(module: str) -> str | None:
     """Return the framework that a module is for: backends.torch, layers.torch_multihead, backends.jax.ffi, ..."""
     package, _, file = module.partition(".")
+    if module == "kernels.fused" or module.startswith("kernels.triton."):
+        return "torch"
     file = file.partition(".")[0] if package == "backends" else file.rpartition(".")[2]
     if package in ("backends", "layers", "compat", "diagnostics", "parallel"):
         return next((name for name in FRAMEWORKS if file == name or file.startswith(f"{name}_")), None)

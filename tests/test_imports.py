@@ -108,6 +108,7 @@ def core_modules() -> set[str]:
         for name in all_modules()
         if name.split(".")[1:2] == [] or name.split(".")[1] not in LATER
         if not (name.startswith("attnscore.backends.") and name.split(".")[2].partition("_")[0] in FRAMEWORKS)
+        if not (name.startswith("attnscore.kernels.triton.") and name != "attnscore.kernels.triton.kernel")
     }
 
 

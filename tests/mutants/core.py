@@ -294,8 +294,8 @@ FAULTS = [
     Fault(
         "plan-remembered-without-its-mask",
         "src/attnscore/core/tiling.py",
-        "key = (problem.score_shape, problem.form.values_per_pair(), mask, TILE_SCORES) if small else None",
-        "key = (problem.score_shape, problem.form.values_per_pair(), TILE_SCORES) if small else None",
+        "values_per_pair(), mask, _scores_of_tile(problem))",
+        "values_per_pair(), _scores_of_tile(problem))",
         _STREAMING,
         "a plan is reused for another mask on the same shapes",
     ),

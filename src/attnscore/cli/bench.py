@@ -16,7 +16,7 @@ from attnscore.bench.runner import run
 from attnscore.cli.console import console, error_console, table
 from attnscore.core.arguments import check_choice, shown
 from attnscore.errors import ArgumentError, AttnscoreError, FrameworkError, message
-from attnscore.io import FileError
+from attnscore.io import FileError, replacing
 
 
 class BenchmarkFailure(AttnscoreError, RuntimeError):
@@ -88,7 +88,8 @@ def _on_gpu(quick: bool, out: Path) -> None:
     screen = console()
     document = gpu.run(quick, lambda text: error_console().print(Text(text)))
     out.mkdir(parents=True, exist_ok=True)
-    (out / "gpu.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    with replacing(out / "gpu.json") as file:
+        file.write((json.dumps(document, indent=1) + "\n").encode())
     rows = [
         [
             row["case"],

@@ -23,6 +23,7 @@ from triton.compiler import ASTSource
 from attnscore.core import tiled, tiling
 from attnscore.core.problem import build_problem
 from attnscore.core.tiled import RowGradients
+from attnscore.io import replacing
 from attnscore.kernels.triton import launch
 from attnscore.kernels.triton.tiles import tile_of
 from attnscore.masks import Causal
@@ -187,4 +188,5 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(page(), encoding="utf-8")
+    with replacing(Path(sys.argv[1])) as file:
+        file.write(page().encode())

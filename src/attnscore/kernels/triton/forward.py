@@ -233,9 +233,9 @@ def forward(
     at_out = base(out, b, h, g) + row.to(tl.int64) * out.row + dv[None, :] * out.column
     tl.store(at_out, (acc / divisor[:, None]).to(out.data.dtype.element_ty), mask=live & (dv[None, :] < value_dim))
     at_row, in_range = z.to(tl.int64) * n_q + i, i < n_q
-    log_total = tl.log(divisor)
+    log_denom = tl.log(divisor)
     tl.store(rows.row_max + at_row, safe, mask=in_range)
-    tl.store(rows.log_denom + at_row, tl.where(is_empty, NEG_INF, log_total), mask=in_range)
+    tl.store(rows.log_denom + at_row, tl.where(is_empty, NEG_INF, log_denom), mask=in_range)
     if rows.max_score is not None:
         tl.store(rows.max_score + at_row, tl.where(is_nan(keys_total), float("nan"), keys_max), mask=in_range)
     if rows.mean_score is not None:
@@ -243,7 +243,7 @@ def forward(
     if rows.var_score is not None:
         tl.store(rows.var_score + at_row, deviations / tl.maximum(count, 1.0), mask=in_range)
     if rows.entropy is not None:
-        tl.store(rows.entropy + at_row, tl.where(is_empty, 0.0, log_total - sum_exp_logit / divisor), mask=in_range)
+        tl.store(rows.entropy + at_row, tl.where(is_empty, 0.0, log_denom - sum_exp_logit / divisor), mask=in_range)
     of_keys = tl.where(keys_total == 0, 0.0, tl.exp2(safe_keys * LOG2E - safe * LOG2E))
     if rows.max_weight is not None:
         tl.store(rows.max_weight + at_row, of_keys / divisor, mask=in_range)
