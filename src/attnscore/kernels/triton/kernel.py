@@ -24,6 +24,8 @@ from attnscore.kernels.base import Kernel
 from attnscore.kernels.tiled import Streaming
 from attnscore.scores.forms import AdditiveForm, DistanceForm, InnerForm
 
+OLDEST = 80
+"""First architecture (compute capability times 10) with bfloat16 and asynchronous copies."""
 MOST_DIM = 256
 """Largest dimension of keys or values: registers hold a tile of them."""
 
@@ -108,6 +110,11 @@ def _reasons(problem: Problem) -> list[str]:
         found.append(f"a dimension of {dims}, above {MOST_DIM}")
     if not problem.ops.has_values(*tiled.operands(problem).values()):
         found.append("arrays without values yet (traced, with tangents)")
+    elif problem.value.is_cuda:
+        from attnscore.kernels.triton import launch
+
+        if (architecture := launch.RUNNER.architecture(problem.value)) < OLDEST:
+            found.append(f"a GPU of compute capability {architecture / 10}, below {OLDEST / 10}")
     dropout = problem.dropout
     if isinstance(dropout, PairDropout) or (dropout is not None and isinstance(dropout.seed, SeedHalves)):
         found.append("dropout whose seed is an array")
