@@ -178,11 +178,33 @@ def test_files_go_both_ways(tmp_path: Path) -> None:
     theirs.save_weights(tmp_path / "theirs.weights.h5")
     ours.load_weights(tmp_path / "theirs.weights.h5")
     seen = (ids != 0)[..., None]
-    close(ours(ids) * seen, theirs(ids) * seen)
+    close(SHOWN(ours(ids)) * seen, SHOWN(theirs(ids)) * seen)
     ours.save_weights(tmp_path / "ours.weights.h5")
     model(keras.layers.MultiHeadAttention(2, 3)).load_weights(tmp_path / "ours.weights.h5")
     ours.save(tmp_path / "ours.keras")
     close(keras.models.load_model(tmp_path / "ours.keras")(ids), ours(ids), 0)
+
+
+@pytest.mark.parametrize("case", ["dot, scale, lists of masks", "additive", "heads", "grouped"])
+def test_training_moves_the_weights_as_the_original_does(case: str) -> None:
+    """In graphs and jit, with lengths that Keras does not know."""
+    name, arguments, _ = CASES[case]
+    lists = name in ("Attention", "AdditiveAttention")
+    call = (lambda layer: layer([X, V])) if lists else (lambda layer: layer(X, V))
+    moved = []
+    for layer in pair(name, arguments, call):
+        query, value = keras.Input((None, DIM)), keras.Input((None, DIM))
+        options = {"use_causal_mask": True}
+        out = layer([query, value], **options) if lists else layer(query, value, **options)
+        model = keras.Model([query, value], out)
+        model.compile(keras.optimizers.SGD(0.3), "mse")
+        before = [SHOWN(x).copy() for x in layer.weights]
+        for _ in range(2):
+            model.train_on_batch([X, V], np.ones(X.shape, "float32"))
+        moved.append([SHOWN(x) - y for x, y in zip(layer.weights, before, strict=True)])
+    assert max(abs(x).max() for x in moved[0]) > 1e-3
+    for one, other in zip(*moved, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
 
 
 def test_the_class_of_an_original_is_set() -> None:
