@@ -23,6 +23,9 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from attnscore.backends.base import Array
 
+# Modules that trace a graph to take it out of this process, where no callback is of use.
+_EXPORTERS = ("keras.src.export.", "tensorflow.lite.")
+
 
 def calls_back(*arrays: Array) -> bool:
     """Whether any of these is symbolic, in a graph that can call this process when it runs."""
@@ -33,15 +36,18 @@ def calls_back(*arrays: Array) -> bool:
 
 
 def rewritten() -> bool:
-    """Whether TensorFlow rewrites the graph that is traced now, which it cannot do to a callback.
+    """Whether the graph that is traced now is rewritten or exported, which cannot be done to a callback.
 
-    It rewrites the loop body of ``tf.vectorized_map`` or of a jacobian to batched operations. It differentiates the
-    operations of a function called under two tapes or a ForwardAccumulator, and a custom gradient then counts as 0.
-    TensorFlow 2.21 marks neither on the graph: only Python's stack shows it.
+    ``model.export`` and TensorFlow Lite's converter take it out of this process. TensorFlow rewrites the loop body of
+    ``tf.vectorized_map`` or of a jacobian to batched operations. It differentiates the operations of a function called
+    under two tapes or a ForwardAccumulator, and a custom gradient then counts as 0. TensorFlow 2.21 marks none of these
+    on the graph: only Python's stack shows it.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         name = frame.f_code.co_name
+        if frame.f_globals.get("__name__", "").startswith(_EXPORTERS):
+            return True
         if name == "_pfor_impl":
             return True
         if name == "_build_functions_for_outputs":
