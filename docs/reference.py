@@ -25,6 +25,7 @@ MODULES = (
     "attnscore.diagnostics",
     "attnscore.integrations.transformers",
     "attnscore.compat.jax",
+    "attnscore.compat.keras",
     "attnscore.compat.torch",
     "attnscore.testing",
 )

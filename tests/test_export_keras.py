@@ -1,0 +1,123 @@
+"""Keras layers exported to SavedModel and TensorFlow Lite: numbers at lengths that were not seen, and reasons.
+
+One process exports all models; a second one, in which the package cannot be imported, runs them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXPORT = """
+import json, sys, warnings
+import keras, numpy as np, tensorflow as tf
+from tensorflow.core.protobuf import saved_model_pb2
+from attnscore.compat import keras as compat
+from attnscore.layers import keras as layers
+
+warnings.simplefilter("ignore")
+folder, callbacks, reasons = sys.argv[1], {}, {}
+
+def heads(score="scaled_dot", **more):
+    return layers.MultiHeadAttention(8, 2, score=score, **more), lambda layer, q, v: layer(q, v, v)
+
+LAYERS = {
+    "dot": (layers.DotProductAttention(), lambda layer, q, v: layer(q, v, v)),
+    "additive": (layers.AdditiveAttention(6), lambda layer, q, v: layer(q, v, v)),
+    "bilinear": (layers.BilinearAttention(), lambda layer, q, v: layer(q, v, v)),
+    "gaussian": (layers.GaussianAttention(1.5, learn_bandwidth=True), lambda layer, q, v: layer(q, v, v)),
+    "heads": heads(), "heads, bilinear": heads("bilinear"), "heads, gaussian": heads("gaussian"),
+    "heads, cosine": heads("cosine"), "heads, additive": heads("additive"),
+    "heads, sink, norms, grouped": heads(sink=True, qk_norm=True, num_key_value_heads=1),
+    "Attention": (compat.Attention(), lambda layer, q, v: layer([q, v])),
+    "AdditiveAttention": (compat.AdditiveAttention(), lambda layer, q, v: layer([q, v], use_causal_mask=True)),
+    "MultiHeadAttention": (compat.MultiHeadAttention(2, 4), lambda layer, q, v: layer(q, v, use_causal_mask=True)),
+    "GroupQueryAttention": (compat.GroupQueryAttention(4, 4, 2), lambda layer, q, v: layer(q, v)),
+}
+rng = np.random.default_rng(0)
+given = {f"{side}{n}": rng.standard_normal((3, n, 8)).astype("float32") for n in (4, 9, 600) for side in "qv"}
+PAIRS = ((4, 9), (9, 4), (600, 600))
+known = dict(given)
+for name, (layer, call) in LAYERS.items():
+    inputs = [keras.Input((None, 8), name="q"), keras.Input((None, 8), name="v")]
+    model = keras.Model(inputs, call(layer, *inputs))
+    for x in layer.trainable_weights:
+        x.assign(rng.standard_normal(x.shape) * 0.4)
+    for n, m in PAIRS:
+        known[f"{name} {n} {m}"] = model([given[f"q{n}"], given[f"v{m}"]]).numpy()
+    model.export(f"{folder}/{name}", verbose=False)
+    found = saved_model_pb2.SavedModel.FromString(open(f"{folder}/{name}/saved_model.pb", "rb").read())
+    functions = [f.node_def for graph in found.meta_graphs for f in graph.graph_def.library.function]
+    callbacks[name] = sorted({node.op for nodes in functions for node in nodes if "PyFunc" in node.op})
+    if not isinstance(layer, (layers.AdditiveAttention, compat.AdditiveAttention, compat.MultiHeadAttention)):
+        try:
+            lite = tf.lite.TFLiteConverter.from_keras_model(model).convert()
+        except Exception as error:
+            reasons[name] = str(error)
+        else:
+            open(f"{folder}/{name}.tflite", "wb").write(lite)
+np.savez(folder + "/known.npz", **known)
+print(json.dumps({"names": list(LAYERS), "pairs": PAIRS, "callbacks": callbacks, "reasons": reasons}))
+"""
+
+RUN = """
+import json, os, sys, warnings
+import numpy as np, tensorflow as tf
+
+warnings.simplefilter("ignore")  # the interpreter's own: it moves to another package
+sys.modules["attnscore"] = None
+folder, said = sys.argv[1], json.loads(sys.argv[2])
+known, errors = np.load(folder + "/known.npz"), {}
+resolver = tf.lite.experimental.OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES
+
+def lite(model, q, v):
+    places = sorted(model.get_input_details(), key=lambda x: x["name"])
+    for place, x in zip(places, (q, v)):
+        model.resize_tensor_input(place["index"], x.shape)
+    model.allocate_tensors()
+    for place, x in zip(places, (q, v)):
+        model.set_tensor(place["index"], x)
+    model.invoke()
+    return model.get_tensor(model.get_output_details()[0]["index"])
+
+for name in said["names"]:
+    served = tf.saved_model.load(f"{folder}/{name}")
+    path = f"{folder}/{name}.tflite"
+    model = tf.lite.Interpreter(path, experimental_op_resolver_type=resolver) if os.path.exists(path) else None
+    for n, m in said["pairs"]:
+        q, v, wanted = known[f"q{n}"], known[f"v{m}"], known[f"{name} {n} {m}"]
+        errors[f"{name} {n} {m}"] = float(abs(served.serve([q, v]) - wanted).numpy().max())
+        if model is not None:
+            errors[f"{name} {n} {m} lite"] = float(abs(lite(model, q, v) - wanted).max())
+print(json.dumps(errors))
+"""
+
+
+def run(*command: str) -> Any:
+    environment = {**os.environ, "KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    line = [sys.executable, "-c", *command]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=900, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_exported_layers_run_without_the_package(tmp_path: Path) -> None:
+    """Every layer; in TensorFlow Lite those without a mask or an additive score, which end its interpreter.
+
+    With several heads its converter refuses that score, and says which operation it lacks.
+    """
+    said = run(EXPORT, str(tmp_path))
+    assert not any(said["callbacks"].values()), said["callbacks"]
+    assert list(said["reasons"]) == ["heads, additive"]
+    assert "BatchMatMulV2" in said["reasons"]["heads, additive"]
+    errors = run(RUN, str(tmp_path), json.dumps(said))
+    count = len(said["names"])
+    assert len(errors) == 3 * (count + count - 4)
+    assert max(errors.values()) < 1e-5, {name: x for name, x in errors.items() if x >= 1e-5}
