@@ -174,6 +174,8 @@ class Backend(ABC):
     has_autodiff: bool
     xp: Any
     """The framework's module of array functions (or `Modules`)."""
+    settles_sizes = False
+    """Whether comparing an unknown size with a number settles, for the whole program, if they are equal."""
     wants_aligned = True
     """Whether `from_memory` copies what does not begin at a multiple of 64 bytes."""
     has_planned_gradients = False

@@ -252,8 +252,8 @@ class TorchBackend(Backend):
         return x.index_select(axis, indices)
 
     def searchsorted(self, ordered: Array, values: Array) -> Array:
-        if is_functorch_wrapped_tensor(ordered):
-            # Under `vmap`, torch.searchsorted copies what it is given, and warns of it.
+        if is_functorch_wrapped_tensor(ordered) or torch.onnx.is_in_onnx_export():
+            # Under `vmap`, torch.searchsorted copies what it is given, and warns of it. ONNX has no such operator.
             return (ordered[:, None] <= values).sum(0)
         return torch.searchsorted(ordered, values, right=True)
 
@@ -454,9 +454,9 @@ def outside_trace() -> Iterator[None]:
 
 
 def _is_finite(x: torch.Tensor) -> bool:
-    """Whether all entries are known and finite."""
+    """Whether all entries are known and finite; a program for ONNX takes all to be."""
     if is_compiling():
-        return False
+        return torch.onnx.is_in_onnx_export()
     if _SHARES_LAYOUTS and x.numel() <= _MOST_ON_ONE_THREAD:
         found: bool | None = native.module.is_all_finite(x)
         if found is not None:  # traced tensors have no memory that the module reads

@@ -198,7 +198,7 @@ def entries_of(ops: Backend, x: Array, index: Array, axis: int) -> Array:
     if x.shape[axis] == 1:
         return x
     index = ops.reshape(index, (-1,))
-    if is_unknown(x.shape[axis]):
+    if is_unknown(x.shape[axis]) and not ops.settles_sizes:
         # Its one entry, if it is broadcast when the graph runs.
         index = index % ops.shape(x)[axis]
     return ops.take(x, index, axis)

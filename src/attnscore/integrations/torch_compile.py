@@ -319,6 +319,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
     is_possible = all(isinstance(x, Tensor) for x in (query, key, value)) and _has_operator(arguments)
     if torch_export.is_active() and (torch.onnx.is_in_onnx_export() or not is_possible):
         return torch_export.attend(query, key, value, **arguments)
+    if torch.onnx.is_in_onnx_export():
+        # A second attempt of the exporter, after it failed in the first.
+        raise FrameworkError(message("attend", "no strict export, which would hold our operator", "one for ONNX"))
     if not is_possible:
         return (_outside if torch.compiler.is_compiling() else _beside_a_trace)(query, key, value, **arguments)
     has_weights = check_flag("return_weights", arguments.pop("return_weights"))

@@ -11,32 +11,50 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+import torch.utils._pytree as pytree
 from torch import Tensor
 
 from attnscore import backends, scores
-from attnscore.backends.base import SeedHalves, Unknown
+from attnscore.backends.base import SeedHalves, Unknown, accumulator
 from attnscore.backends.torch import TorchBackend
 from attnscore.core import plan as plans
-from attnscore.core.arguments import check_flag, shown
+from attnscore.core.arguments import check_flag, is_number, shown
 from attnscore.core.online_softmax import NEG_INF
 from attnscore.core.problem import Problem, build_problem, wanted_statistics
+from attnscore.core.statistics import AttentionStats
 from attnscore.core.tiled import Result
 from attnscore.errors import FrameworkError, message
 from attnscore.kernels import AttentionOp
 from attnscore.kernels.dense import Dense
-from attnscore.masks import Causal
+from attnscore.masks import Causal, as_mask
 from attnscore.scores.forms import InnerForm
 
 # A symbolic size belongs to one program: no cache may hold it, and comparing it with a number would fix it.
 Unknown.register(torch.SymInt)
+# So that a saved program can return them.
+pytree._register_namedtuple(AttentionStats, serialized_type_name="attnscore.AttentionStats")
 
 
 class _Primitive(TorchBackend):
     """PyTorch's operations in a program, which looks at no values."""
+
+    settles_sizes = True
+
+    def asarray(self, x: Any, like: Tensor, dtype: str | None = None) -> Tensor:
+        if isinstance(x, (int, torch.SymInt)):
+            # No constant of the program: `decompositions` cannot add one.
+            x = torch.full((), cast(int, x), dtype=torch.int64)
+        elif isinstance(x, (list, tuple)):
+            x = torch.stack([self.asarray(part, like) for part in x])
+        found: Tensor = super().asarray(x, like, dtype)
+        return found
+
+    def maximum(self, a: Tensor, b: Tensor | float) -> Tensor:
+        return torch.maximum(a, b if isinstance(b, Tensor) else a.new_full((), b))
 
     def known_finite(self, *arrays: Tensor) -> bool:
         return True
@@ -78,8 +96,14 @@ def run(query: Tensor, key: Tensor, value: Tensor, *, kernel: str, **arguments: 
         seed = torch.randint(0, 2**62, (), dtype=torch.int64) if seed is None else seed
         if isinstance(seed, Tensor):
             arguments["seed"] = SeedHalves(_OPS.low_32_bits(seed), _OPS.shift_right(seed, 32))
+    sums = getattr(torch, accumulator(_OPS.dtype(query)))
+    for name in ("bias", "sink"):
+        if is_number(x := arguments[name]) and not isinstance(x, Tensor):
+            arguments[name] = query.new_full((), x, dtype=sums)
     problem, _ = build_problem(query, key, value, **arguments)
-    problem = dataclasses.replace(problem, ops=_OPS)
+    # The mask as it was given: a cached one would be an array of the program.
+    mask = as_mask(arguments["mask"], arguments["valid_lens"], problem.score_shape)
+    problem = dataclasses.replace(problem, ops=_OPS, mask=mask)
     out = _scaled_dot_product(problem)
     if out is not None:
         return problem, Result(out, None, None, {})
@@ -106,8 +130,10 @@ def _scaled_dot_product(problem: Problem) -> Tensor | None:
         return x.reshape(math.prod(shape.lead), math.prod(heads), *last)
 
     heads = (shape.heads, shape.groups)
+    # A score with parameters per query head may have lowered the keys to one for each query head.
+    of_key = (shape.heads, form.key.shape[-3])
     query = joined(form.query.to(dtype), heads, shape.query_len, form.query.shape[-1])
-    key, value = (joined(x.to(dtype), (shape.heads, 1), shape.key_len, x.shape[-1]) for x in (form.key, problem.value))
+    key, value = (joined(x.to(dtype), of_key, shape.key_len, x.shape[-1]) for x in (form.key, problem.value))
     is_causal = _is_causal(problem)
     mask = None if is_causal else _mask(problem)
     out: Tensor = F.scaled_dot_product_attention(
@@ -117,7 +143,7 @@ def _scaled_dot_product(problem: Problem) -> Tensor | None:
         None if mask is None else joined(mask, heads, shape.query_len, shape.key_len),
         is_causal=is_causal,
         scale=form.scale,
-        enable_gqa=shape.groups > 1,
+        enable_gqa=of_key != heads,
     )
     out = out.reshape(*shape.rows, out.shape[-1])
     if mask is None:
