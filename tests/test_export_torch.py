@@ -119,7 +119,7 @@ THESE_LENGTHS = [score for score in SCORES if score not in ANY_LENGTH]
 SOME = [score for score in ANY_LENGTH if score.name in ("scaled_dot-heads", "additive-tanh-bias", "own-tile")]
 
 
-@pytest.mark.parametrize("opset", OPSETS)
+@pytest.mark.parametrize("opset", [pytest.param(OPSETS[0], marks=pytest.mark.slow), OPSETS[1]])
 def test_some_scores(opset: int) -> None:
     module = Scores(SOME, Sizes())
     program = to_onnx(module, inputs(2, 5, 7), OF_ALL, opset)
