@@ -59,16 +59,7 @@ def all_pairs() -> list[Any]:
     rows = [
         [table[i] for table, i in zip(tables, row, strict=True)] for row in sorted(covering_array(*map(len, tables)))
     ]
-    names = {"-".join(filter(None, row)): row for row in rows}
-    return [pytest.param(*row, id=name, marks=KNOWN_FAULTS.get(name, ())) for name, row in names.items()]
-
-
-# Open: this native value gradient has 10.8 roundings of its largest number, 8 are allowed; other CPUs may have fewer.
-KNOWN_FAULTS = {
-    "temperature-bilinear-not-and-float32-key-bias-native-torch": pytest.mark.xfail(
-        reason="error 6.85e-06, allowed 5.07e-06", strict=False
-    )
-}
+    return [pytest.param(*row, id="-".join(filter(None, row))) for row in rows]
 
 
 @pytest.mark.parametrize(("score", "mask", "dtype", "extras", "kernel", "framework"), all_pairs())

@@ -138,6 +138,18 @@ def test_statistics_far_from_0(keys: int, level: float, dtype: str, target: str)
     hold(call_of(SCORE["dot"], np.ones((3, 1)), key, rng.standard_normal((keys, 3)), dtype), target)
 
 
+@pairs(("target",), queries=(1, 3, 4, 5), groups=(1, 2, 3), dim=(8, 20), dtype=PRECISIONS, target=TARGETS)
+def test_forward_and_backward_round_scores_alike(queries: int, groups: int, dim: int, dtype: str, target: str) -> None:
+    """Weights of scores of some 100 add up to 1 in the backward: a score in another order is off by their roundings."""
+    rng = np.random.default_rng(7)
+    query, grad = (rng.standard_normal((8, groups, queries, dim)).astype(dtype) for _ in range(2))
+    key = 10 * rng.standard_normal((8, 1, 30, dim)).astype(dtype)
+    _, pullback = ats.attend_vjp(query, key, key, score="dot", kernel="native")
+    weight = pullback(np.ones_like(grad)).value[..., 0].sum(-1)
+    eps = np.finfo(dtype).eps
+    np.testing.assert_allclose(weight, groups * queries, rtol=slack_of(target) * 4 * eps)
+
+
 @pairs(("target",), keys=(130, 704), rise=(0.5, 3.0, 5.5, 5.6, 30.0, 120.0, 1e4), dtype=PRECISIONS, target=TARGETS)
 def test_scores_that_rise_from_tile_to_tile(keys: int, rise: float, dtype: str, target: str) -> None:
     """A row's sums are taken against a score that later keys exceed, by little or by more than exp holds."""

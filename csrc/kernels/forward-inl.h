@@ -4,6 +4,14 @@
 // For up to so many query rows, transposing a key tile costs more than it saves: dot products are taken key by key.
 constexpr int64_t kFewRows = 4;
 
+// Whether so few query rows meet each key tile. The heads of a group share it, those of additive scores do not. The
+// backward asks the same question: scores that it rounds in another order are off by as much as their largest
+// roundings, and so are the weights that it makes of them with the forward's maximum and denominator.
+inline bool has_few_rows(const Problem& problem) {
+    const size_t joined = problem.form == Form::additive ? 1 : problem.groups[0].heads.size();
+    return problem.form != Form::distance && static_cast<int64_t>(joined) * problem.query_len <= kFewRows;
+}
+
 // One task: attends a query tile to a range of keys, one key tile after the other.
 template <class T>
 class ForwardTask {
@@ -19,12 +27,12 @@ class ForwardTask {
           own_tile_(arena, problem, scores_.additive(), false),
           values_(arena, problem, queries.masked, queries.panels() >= kStepPanels),
           dropout_(problem),
-          few_rows_(problem.form == Form::inner && queries.count <= kFewRows) {
+          few_rows_(problem.form == Form::inner && has_few_rows(problem)) {
         if (problem.form == Form::additive && !scores_.additive().by_pairs)
             AdditiveTables<T>{scores_.additive()}.fill(arena, additive_query_, queries.query, queries.count);
         for (T** x : {&step_scores_, &step_weights_}) *x = arena.take<T>(kStepPanels * kMR * kTileKeys);
         if constexpr (kHasBf16Dot && sizeof(T) == 4)
-            if (Bf16Dot::supports(problem) && queries.count > kFewRows) bf16_.emplace(arena, problem, queries);
+            if (Bf16Dot::supports(problem) && !few_rows_) bf16_.emplace(arena, problem, queries);
         const int64_t steps = (queries.panels() + kStepPanels - 1) / kStepPanels;
         // Each step prefetches a share of the next keys and values: they come from the third-level cache, and
         // transposing the keys would wait for them (2% of a long pass on Zen 4). Prefetching gains nothing in bfloat16,

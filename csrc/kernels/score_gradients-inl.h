@@ -43,7 +43,7 @@ struct BackwardKeyTile {
         : keys(arena, problem, form, true),
           width(padded(problem.dim, Vector<T>::lanes)),
           value_width(padded(problem.value_dim, Vector<T>::lanes)),
-          few_rows(problem.form != Form::distance && problem.query_len <= kFewRows) {
+          few_rows(has_few_rows(problem)) {
         key_copy = arena.take<T>(kTileKeys * width);
         value_copy = arena.take<T>(kTileKeys * value_width);
         value_transposed = arena.take<T>(kTileKeys * value_width);
