@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 import attnscore as ats
 import covering
 from attnscore.core import tiling
+from attnscore.masks import parts_of
 
 HostArray = np.ndarray
 NAN, INF = float("nan"), float("inf")
@@ -175,11 +176,18 @@ def masks(query_len: int, key_len: int, batch: int, axes: int = 3) -> st.SearchS
         leaves(query_len, key_len, batch, axes),
         lambda inner: st.one_of(
             inner.map(lambda mask: ~mask),
-            st.tuples(inner, inner).map(lambda pair: pair[0] & pair[1]),
+            st.tuples(inner, inner).map(lambda pair: pair[0] & pair[1]).filter(_fits),
             st.tuples(inner, inner).map(lambda pair: pair[0] | pair[1]),
         ),
         max_leaves=4,
     )
+
+
+def _fits(mask: ats.Mask) -> bool:
+    """Whether no window of the whole array stands beside packed sequences, an error where those have another."""
+    parts = parts_of(mask)
+    windows = [part for part in parts if isinstance(part, (ats.Causal, ats.SlidingWindow)) and part.offset is None]
+    return not windows or not any(isinstance(part, ats.Packed) for part in parts)
 
 
 def leaves(query_len: int, key_len: int, batch: int, axes: int = 3) -> st.SearchStrategy[ats.Mask]:
