@@ -245,6 +245,10 @@ class Backend(ABC):
         """Whether code of a device can read the memory of all of these: they are not traced and have no tangents."""
         return all(map(self.has_cpu_buffer, arrays))
 
+    def check_can_mask(self, query_len: Any, key_len: Any) -> None:
+        """Raise FrameworkError where the program that is made now cannot mask scores of these lengths."""
+        return
+
     @abstractmethod
     def is_plain(self, *arrays: Array) -> bool:
         """Whether only the values of these matter: no tracing, autocast or subclass; all with a `has_cpu_buffer`.

@@ -332,13 +332,16 @@ def _layout_signature(ops: Backend, arrays: dict[str, Array], head_axis: Any) ->
 def _mask(ops: Backend, mask: Any, valid_lens: Any, layout: AxisLayout, query: Array) -> Mask | None:
     """Return `mask` and `valid_lens` as one checked mask."""
     whole = as_mask(mask, valid_lens, layout.score_shape)
+    if whole is None:
+        return None
+    ops.check_can_mask(layout.score_shape.query_len, layout.score_shape.key_len)
 
     def check(whole: Mask) -> None:
         backends.check_dense(ops, whole.arrays())
         whole.check(ops, layout.score_shape)
         backends.check_devices(ops, query, whole.arrays(), host_passes=True)
 
-    return None if whole is None else cached_mask(whole, layout.score_shape, check)
+    return cached_mask(whole, layout.score_shape, check)
 
 
 def without_value(problem: Problem) -> Problem:

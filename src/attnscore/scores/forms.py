@@ -171,7 +171,8 @@ class AdditiveForm(Form):
         activated = self.activation.value(ops, hidden)
         # (h,) or (head, group, 1, h)
         weight = ops.expand_dims(self.w_v, -2) if len(self.w_v.shape) > 1 else self.w_v
-        scores = ops.matmul(activated, ops.expand_dims(weight, -1))[..., 0]
+        # Not [..., 0]: TensorFlow Lite takes no slice of six axes.
+        scores = ops.reshape(ops.matmul(activated, ops.expand_dims(weight, -1)), ops.shape(activated)[:-1])
 
         def vjp(grad: Array) -> dict[str, Array]:
             grad = ops.expand_dims(grad, -1)

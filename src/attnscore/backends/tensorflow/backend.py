@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -29,11 +30,13 @@ from attnscore.backends.base import (
     Signature,
     Unknown,
     importable,
+    is_unknown,
 )
 from attnscore.backends.numpy import NumpyBackend
 from attnscore.backends.tensorflow import dynamic_shapes, gradients, graphs
 from attnscore.backends.tensorflow.dynamic_shapes import Length, sizes
 from attnscore.backends.tensorflow.nested import leaves_of, rebuilt
+from attnscore.errors import FrameworkError, message
 
 _NO_SCOPE = contextlib.nullcontext()
 # Bytes. Eigen loads aligned vectors: TensorFlow 2.21 aborts the process at a misaligned tensor.
@@ -112,6 +115,16 @@ class TensorFlowBackend(Backend):
         if found is None:
             return None
         return found.astype(np.float32) if found.dtype.name == "bfloat16" else np.asarray(found)
+
+    def check_can_mask(self, query_len: Any, key_len: Any) -> None:
+        if (is_unknown(query_len) or is_unknown(key_len)) and graphs.is_for_lite():
+            # Its interpreter would end the process that runs the model.
+            expected = "known lengths of queries and keys beside a mask, in a program for TensorFlow Lite"
+            hint = "keras.Input((100, dim)) has them; model.export takes any length"
+            refusal = FrameworkError(message("mask", expected, f"query {query_len}, key {key_len}", hint=hint))
+            # The converter of Keras models catches what is raised, and then fails with a TypeError that says nothing.
+            warnings.warn(str(refusal), stacklevel=2)
+            raise refusal
 
     def has_cpu_buffer(self, x: Array) -> bool:
         return _is_eager_on_cpu(x) or graphs.calls_back(x)

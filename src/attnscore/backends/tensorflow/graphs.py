@@ -24,7 +24,8 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 from attnscore.backends.base import Array
 
 # Modules that trace a graph to take it out of this process, where no callback is of use.
-_EXPORTERS = ("keras.src.export.", "tensorflow.lite.")
+_LITE = "tensorflow.lite."
+_EXPORTERS = ("keras.src.export.", _LITE)
 
 
 def calls_back(*arrays: Array) -> bool:
@@ -54,6 +55,16 @@ def rewritten() -> bool:
             owner = frame.f_locals.get("self")
             forward_mode = getattr(owner, "_forwardprop_input_indices", None)
             return bool(forward_mode) or type(owner).__name__ == "_HigherOrderTapeGradientFunctions"
+        frame = frame.f_back
+    return False
+
+
+def is_for_lite() -> bool:
+    """Whether TensorFlow Lite's converter traces the graph."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(_LITE):
+            return True
         frame = frame.f_back
     return False
 
