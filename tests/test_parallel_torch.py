@@ -195,8 +195,8 @@ SOME_MASKS = (
     "Neighbours-and",
     "MaskFunction-heads",
 )
-# Not gaussian-direct, whose scores reach 40: on one row, over 2 ranks in float64, an output is off by 9.8 roundings of the
-# largest value, where 8 are allowed. A rounding of such a score alone may move a weight by 20.
+# Not gaussian-direct, whose scores reach 40: on one row, over 2 ranks in float64, an output is off by 9.8 roundings of
+# the largest value, where 8 are allowed. A rounding of such a score alone may move a weight by 20.
 OTHER_SCORES = (
     "scaled_dot-heads",
     "additive-gelu-heads",
