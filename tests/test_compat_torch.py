@@ -298,8 +298,11 @@ def inputs(module: nn.MultiheadAttention, batched: bool = True, dtype: torch.dty
     return [torch.stack([x, torch.randn_like(x)], axis) for x in found] if batched else found
 
 
-def compare(ours: Any, theirs: Any, given: list[Tensor], atol: float = 2e-5, **options: Any) -> None:
-    """Output, weights, gradients of the inputs, of the parameters and of float masks."""
+def compare(ours: Any, theirs: Any, given: list[Tensor], tolerance: float = 2e-5, **options: Any) -> None:
+    """Output, weights, gradients of the inputs, of the parameters and of float masks.
+
+    The tolerance is that of numbers of size 1; gradients reach 100, and sums are rounded at the size of their largest.
+    """
     results = []
     for module in (ours, theirs):
         leaves = [x.clone().requires_grad_() for x in given]
@@ -319,7 +322,7 @@ def compare(ours: Any, theirs: Any, given: list[Tensor], atol: float = 2e-5, **o
     for found, wanted in zip(*results, strict=True):
         assert (found is None) == (wanted is None)
         if found is not None:
-            close(found, wanted, atol)
+            close(found, wanted, tolerance * max(1.0, float(wanted.detach().abs().max())))
 
 
 CONSTRUCTORS: dict[str, dict[str, Any]] = {
