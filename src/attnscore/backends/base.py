@@ -249,6 +249,10 @@ class Backend(ABC):
         """Raise FrameworkError where the program that is made now cannot mask scores of these lengths."""
         return
 
+    def needs_one_tile(self) -> bool:
+        """Whether the program that is made now cannot loop over tiles of known lengths."""
+        return False
+
     @abstractmethod
     def is_plain(self, *arrays: Array) -> bool:
         """Whether only the values of these matter: no tracing, autocast or subclass; all with a `has_cpu_buffer`.

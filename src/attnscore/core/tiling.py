@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, NamedTuple
@@ -210,6 +211,8 @@ def planned(problem: Problem) -> TilePlan:
 
 def _scores_of_tile(problem: Problem) -> int:
     """Return how many scores a tile has where its size is free."""
+    if problem.ops.needs_one_tile():
+        return sys.maxsize
     return ACCELERATOR_TILE_SCORES if problem.ops.is_accelerated(problem.value) else TILE_SCORES
 
 

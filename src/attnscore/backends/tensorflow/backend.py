@@ -126,6 +126,10 @@ class TensorFlowBackend(Backend):
             warnings.warn(str(refusal), stacklevel=2)
             raise refusal
 
+    def needs_one_tile(self) -> bool:
+        # The interpreter of TensorFlow Lite has no slices of more than five axes, with which a loop reads its tiles.
+        return not tf.executing_eagerly() and graphs.is_for_lite()
+
     def has_cpu_buffer(self, x: Array) -> bool:
         return _is_eager_on_cpu(x) or graphs.calls_back(x)
 
