@@ -192,7 +192,17 @@ BAD_SDPA: dict[str, Callable[[Tensor, Tensor, Tensor], dict[str, Any]]] = {
     "mask with more axes": lambda q, k, v: {"query": q[0], "key": k[0], "value": v[0], "attn_mask": keep(B, H, L, S)},
     # To `attend`, this is a bias for each distance of key and query.
     "mask of distances": lambda q, k, v: {"query": q, "key": k, "value": v, "attn_mask": torch.zeros(1, L + S - 1)},
+    "mask of float64": lambda q, k, v: {"query": q, "key": k, "value": v, "attn_mask": torch.zeros(L, S).double()},
+    "mask of NumPy": lambda q, k, v: {"query": q, "key": k, "value": v, "attn_mask": keep(L, S).numpy()},
+    "sparse": lambda q, k, v: {"query": q.to_sparse(), "key": k, "value": v},
+    "one nested": lambda q, k, v: {
+        "query": torch.nested.nested_tensor([*q], layout=torch.jagged), "key": k, "value": v},
+    "one head of the query": lambda q, k, v: {"query": q[:, :1], "key": k, "value": v, "enable_gqa": True},
+    "no heads": lambda q, k, v: {"query": q[0, 0], "key": k[0, 0], "value": v[0, 0], "enable_gqa": True},
     "dropout above 1": lambda q, k, v: {"query": q, "key": k, "value": v, "dropout_p": 2.0},
+    "dropout None": lambda q, k, v: {"query": q, "key": k, "value": v, "dropout_p": None},
+    "scale of text": lambda q, k, v: {"query": q, "key": k, "value": v, "scale": "0.5"},
+    "causal None": lambda q, k, v: {"query": q, "key": k, "value": v, "is_causal": None},
     "a mask with a causal one": lambda q, k, v: {
         "query": q, "key": k, "value": v, "attn_mask": keep(L, S), "is_causal": True},
     "two causal masks": lambda q, k, v: {
@@ -200,14 +210,23 @@ BAD_SDPA: dict[str, Callable[[Tensor, Tensor, Tensor], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("name", BAD_SDPA)
-def test_sdpa_raises_what_the_original_raises(name: str) -> None:
+def test_sdpa_raises_what_the_original_raises(name: str, strict: bool) -> None:
     # With dim = value_dim the original joins a mask with a causal one, although its documentation excludes both.
     arguments = BAD_SDPA[name](*arrays((B, H)))
-    with pytest.raises((RuntimeError, TypeError, ValueError)) as theirs:
+    with pytest.raises((RuntimeError, TypeError, ValueError, IndexError)) as theirs:
         F.scaled_dot_product_attention(**arguments)
     with pytest.raises(type(theirs.value)):
-        compat.scaled_dot_product_attention(**arguments)
+        compat.scaled_dot_product_attention(**arguments, strict=strict)
+
+
+def test_autocast_gives_a_mask_the_dtype_of_the_query() -> None:
+    arguments = (*arrays((B, H)), torch.randn(L, S, dtype=torch.bfloat16))
+    with torch.autocast("cpu", torch.bfloat16):
+        found, wanted = (f(*arguments) for f in (compat.scaled_dot_product_attention, F.scaled_dot_product_attention))
+    assert found.dtype == wanted.dtype
+    close(found.float(), wanted.float(), 3e-2)
 
 
 def test_values_of_another_length_are_refused() -> None:
@@ -600,11 +619,15 @@ BAD_CALLS: dict[str, Callable[[list[Tensor]], tuple[list[Any], dict[str, Any]]]]
     "padding of another shape": lambda x: (x, {"key_padding_mask": ones(B, L)}),
     "pairs of another shape": lambda x: (x, {"attn_mask": ones(L, L)}),
     "pairs of too many heads": lambda x: (x, {"attn_mask": ones(B, L, S)}),
+    "pairs of float64": lambda x: (x, {"attn_mask": ones(L, S, dtype=torch.float64)}),
+    "padding of float64, no weights": lambda x: (
+        x, {"key_padding_mask": ones(B, S, dtype=torch.float64), "need_weights": False}),
+    "batch of one": lambda x: ([x[0][:, :1], x[1], x[2]], {}),
     "pairs of four axes": lambda x: (x, {"attn_mask": ones(B, H, L, S)}),
     "a causal hint alone": lambda x: (x, {"is_causal": True}),
     "no batch, pairs of too many heads": lambda x: ([y[:, 0] for y in x], {"attn_mask": ones(B * H, L, S)}),
     "dtype": lambda x: ([y.double() for y in x], {}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BAD_CALLS)
@@ -615,6 +638,15 @@ def test_the_module_raises_what_the_original_raises(name: str) -> None:
         theirs(*given, **options)
     with pytest.raises(type(wanted.value)):
         ours(*given, **options)
+
+
+def test_need_weights_may_be_a_number() -> None:
+    ours, theirs = pair()
+    given = inputs(ours)
+    for need_weights in (0, 1):
+        found, wanted = (module(*given, need_weights=need_weights) for module in (ours, theirs))
+        close(found[0], wanted[0])
+        assert (found[1] is None) == (wanted[1] is None) == (not need_weights)
 
 
 @pytest.mark.parametrize(("embed_dim", "num_heads"), [(0, 1), (4, 0), (5, 2)])

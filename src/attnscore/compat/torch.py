@@ -9,9 +9,12 @@
 
 from __future__ import annotations
 
+import numbers
 import warnings
+from functools import reduce
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,15 +22,18 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from attnscore import backends
 from attnscore.api import attend
-from attnscore.errors import ArgumentError, DeviceError, DtypeError, MaskError, ShapeError, message
+from attnscore.errors import AttnscoreError, message
 from attnscore.masks import Causal, Dense, KeyPadding, Mask
 from attnscore.scores import ScaledDot
 
 __all__ = ["MultiheadAttention", "multi_head_attention_forward", "scaled_dot_product_attention"]
 
-# The stub of torch.nn.functional leaves out what the original itself is made of.
-_PARTS: Any = F
+# Typed as Any, because torch's stubs lack the private functions of which the original itself is made.
+_PRIVATE: Any = F
 _OPS = backends.load("torch")
+# What torch takes for a float and for a bool.
+_NUMBER = (numbers.Real, Tensor, torch.SymInt, torch.SymFloat)
+_BOOL = (bool, np.bool_, torch.SymBool)
 
 
 def scaled_dot_product_attention(
@@ -91,26 +97,29 @@ def scaled_dot_product_attention(
     >>> torch.allclose(out, theirs, atol=1e-6)
     True
     """
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(x, Tensor):
-            raise TypeError(message(name, "a torch.Tensor", type(x).__name__))
-    if query.is_nested and attn_mask is not None:
-        hint = "nested tensors are not supported when an explicit attn_mask is set"
-        kind = ValueError if query.layout == torch.jagged else RuntimeError
-        raise kind(message("attn_mask", "None, as query is nested", "a tensor", hint=hint))
-    if query.is_nested and (query.layout != torch.jagged or not _differs_in_length(query)):
-        # `attend` takes jagged tensors whose lengths differ; other nested ones are taken sequence by sequence.
-        parts = zip(query.unbind(), key.unbind(), value.unbind(), strict=True)
-        options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa, "strict": strict}
-        outs = [scaled_dot_product_attention(*x, None, dropout_p, is_causal, **options) for x in parts]
-        return torch.nested.as_nested_tensor(outs, layout=query.layout)
-    if enable_gqa:
+    for name, x, kind in (
+        ("query", query, Tensor), ("key", key, Tensor), ("value", value, Tensor),
+        ("attn_mask", attn_mask, (Tensor, type(None))), ("dropout_p", dropout_p, _NUMBER),
+        ("is_causal", is_causal, _BOOL), ("scale", scale, (*_NUMBER, type(None))), ("enable_gqa", enable_gqa, _BOOL),
+    ):  # fmt: skip
+        if not isinstance(x, kind):
+            raise TypeError(message(name, "the type that torch takes", type(x).__name__))
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa, "strict": strict}
+    if query.is_nested or key.is_nested or value.is_nested:
+        _check_nested(query, key, value, attn_mask)
+        if not _differs_in_length(query):
+            # `attend` takes jagged tensors whose lengths differ; other nested ones are taken sequence by sequence.
+            sequences = zip(query.unbind(), key.unbind(), value.unbind(), strict=True)
+            outs = [scaled_dot_product_attention(*x, None, dropout_p, is_causal, **options) for x in sequences]
+            return torch.nested.as_nested_tensor(outs, layout=query.layout)
+    elif enable_gqa:
+        _check_heads(query, key, value)
         if query.dim() == 3:
             # Three axes are (batch, length, dim) to `attend`.
             query, key, value = (x.unsqueeze(0) for x in (query, key, value))
-            return scaled_dot_product_attention(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True, strict=strict
-            ).squeeze(0)
+            return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options).squeeze(
+                0
+            )
         # `attend` takes fewer heads, the same number of key and of value; the product with weights takes all.
         heads = query.shape[-3] if strict else max(key.shape[-3], value.shape[-3])
         key, value = (
@@ -128,12 +137,13 @@ def scaled_dot_product_attention(
     elif attn_mask is not None and attn_mask.dtype == torch.bool:
         # With all axes: to `attend`, two could be (batch, key).
         mask = Dense(attn_mask[(None,) * (max(query.dim(), key.dim()) - attn_mask.dim())])
-    else:
+    elif attn_mask is not None:
+        _check_mask_dtype("attn_mask", attn_mask.dtype, query, torch.float32)
         bias = attn_mask
     if not query.is_nested:
         _check_broadcast(query, key, value, attn_mask, enable_gqa)
     with_weights = strict and dropout_p > 0
-    return _pooled(query, key, value, dropout_p, with_weights, score=ScaledDot(scale), mask=mask, bias=bias)[0]
+    return _attend(query, key, value, dropout_p, with_weights, score=ScaledDot(scale), mask=mask, bias=bias)[0]
 
 
 def _differs_in_length(query: Tensor) -> bool:
@@ -141,31 +151,67 @@ def _differs_in_length(query: Tensor) -> bool:
     return ragged is not None and ragged.axis == -2
 
 
-def _pooled(
+def _attend(
     query: Tensor, key: Tensor, value: Tensor, dropout: float, with_weights: bool, *, nan: bool = False, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Return what `attend` does, and the weights after dropout if wanted; `nan`: for queries that attend to no key.
+    """Return the output of `attend`, and `with_weights` the weights after dropout.
 
-    Its errors are of the class that torch raises. Where the weights are wanted the matrix is there anyway, and they are
-    dropped by torch's own dropout, as in the original.
+    Errors get the class that torch raises. With the weights the whole matrix is in memory, so torch's own dropout drops
+    them, as in the original, and a query that attends to no key can get NaN (`nan`).
     """
     drops_all = dropout == 1.0
-    inside = 0.0 if drops_all or with_weights else dropout
     try:
-        found = attend(query, key, value, dropout=inside, return_weights=with_weights, **options)
-    except (ArgumentError, DeviceError, DtypeError, MaskError, ShapeError) as error:
+        found = attend(
+            query, key, value, dropout=0.0 if drops_all or with_weights else dropout, return_weights=with_weights,
+            **options,
+        )  # fmt: skip
+    except AttnscoreError as error:
         raise RuntimeError(str(error)) from error
     if not with_weights:
         # Zeros with a gradient of zero: `attend` takes less than 1, as the weights kept are divided by 1 - dropout.
         return (found * 0.0 if drops_all else found), None
     out, weights = found
     if nan and weights.shape[-1]:
-        unseeing = (weights == 0).all(-1, keepdim=True)
-        out, weights = (x.masked_fill(unseeing, torch.nan) for x in (out, weights))
+        is_empty = (weights == 0).all(-1, keepdim=True)
+        out, weights = (x.masked_fill(is_empty, torch.nan) for x in (out, weights))
     if dropout:
-        weights = F.dropout(weights, dropout)
+        try:
+            weights = F.dropout(weights, dropout)
+        except ValueError as error:
+            raise RuntimeError(str(error)) from error
         out = weights @ value
     return out, weights
+
+
+def _check_nested(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
+    """Raise, as the original, for nested tensors beside others, or with a mask."""
+    is_jagged = any(x.is_nested and x.layout == torch.jagged for x in (query, key, value))
+    kind = ValueError if is_jagged else RuntimeError
+    if not query.is_nested == key.is_nested == value.is_nested:
+        expected = "nested tensors, or none of them"
+        raise kind(message("query, key, value", expected, f"{query.is_nested}, {key.is_nested}, {value.is_nested}"))
+    if mask is not None:
+        hint = "nested tensors are not supported when an explicit attn_mask is set"
+        raise kind(message("attn_mask", "None, as query is nested", "a tensor", hint=hint))
+
+
+def _check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raise, as the original, unless the heads of key and of value divide those of query."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dim() < 3:
+            raise IndexError(message(name, "an axis of heads, -3, with enable_gqa=True", tuple(x.shape)))
+        heads, whole = x.shape[-3], query.shape[-3]
+        if heads != whole and (heads == 0 or whole % heads):
+            raise RuntimeError(message(name, f"a number of heads that divides the {whole} of query", heads))
+
+
+def _check_mask_dtype(name: str, dtype: torch.dtype, query: Tensor, *others: torch.dtype) -> None:
+    """Raise RuntimeError, as the original, unless an added mask has the dtype of the query or one of `others`."""
+    # Autocast gives both one dtype, but for float64.
+    is_cast = torch.is_autocast_enabled(query.device.type) and dtype.is_floating_point and dtype != torch.float64
+    if dtype not in (query.dtype, *others) and not is_cast:
+        expected = " or ".join(dict.fromkeys(map(str, (torch.bool, *others, query.dtype))))
+        raise RuntimeError(message(name, f"dtype {expected}", dtype))
 
 
 def _check_broadcast(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool) -> None:
@@ -272,26 +318,26 @@ def multi_head_attention_forward(
     (True, True)
     """
     # The shapes are checked by the original's own functions, and projected by them: the same errors, the same numbers.
-    is_batched = _PARTS._mha_shape_check(query, key, value, key_padding_mask, attn_mask, num_heads)
+    is_batched = _PRIVATE._mha_shape_check(query, key, value, key_padding_mask, attn_mask, num_heads)
     if not is_batched:
         query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
     query_len, batch, _ = query.shape
     _check_sizes(query, key, value, embed_dim_to_check, num_heads, agreeing=2 if use_separate_proj_weight else 3)
-    _check_further_keys(bias_k, bias_v, static_k, static_v)
-    _check_masks(key_padding_mask, attn_mask)
+    _check_bias_kv(bias_k, bias_v, static_k, static_v)
+    _warn_about_masks(key_padding_mask, attn_mask)
     if is_causal and attn_mask is None:
         raise RuntimeError(message("attn_mask", "the causal mask, as is_causal is only a hint", "None"))
 
     if use_separate_proj_weight:
         biases = (None, None, None) if in_proj_bias is None else in_proj_bias.chunk(3)
-        q, k, v = _PARTS._in_projection(query, key, value, q_proj_weight, k_proj_weight, v_proj_weight, *biases)
+        q, k, v = _PRIVATE._in_projection(query, key, value, q_proj_weight, k_proj_weight, v_proj_weight, *biases)
     else:
-        q, k, v = _PARTS._in_projection_packed(query, key, value, in_proj_weight, in_proj_bias)
-    further = int(add_zero_attn)
+        q, k, v = _PRIVATE._in_projection_packed(query, key, value, in_proj_weight, in_proj_bias)
+    extra_keys = int(add_zero_attn)
     if bias_k is not None and bias_v is not None:
         k, v = (torch.cat([x, bias.expand(1, batch, -1)]) for x, bias in ((k, bias_k), (v, bias_v)))
-        further += 1
+        extra_keys += 1
     q = _split_heads(q, num_heads)
     k = _split_heads(k, num_heads) if static_k is None else torch.unflatten(static_k, 0, (batch, num_heads))
     v = _split_heads(v, num_heads) if static_v is None else torch.unflatten(static_v, 0, (batch, num_heads))
@@ -303,10 +349,16 @@ def multi_head_attention_forward(
     if is_causal and key_padding_mask is None and not need_weights:
         mask = Causal(align="top_left")
     else:
-        mask, bias = _mask_and_bias(key_padding_mask, attn_mask, (batch, num_heads, query_len, key.shape[0]), further)
+        shape = (batch, num_heads, query_len, key.shape[0])
+        mask, bias = _mask_and_bias(key_padding_mask, attn_mask, shape, extra_keys)
+        dtypes = [q.dtype if x.dtype == torch.bool else x.dtype for x in (key_padding_mask, attn_mask) if x is not None]
+        if dtypes:
+            both = reduce(torch.promote_types, dtypes)
+            _check_mask_dtype("key_padding_mask, attn_mask", both, q, *(() if need_weights else (torch.float32,)))
     dropout_p = dropout_p if training else 0.0
-    with_weights = need_weights or (strict and dropout_p > 0)
-    out, weights = _pooled(q, k, v, dropout_p, with_weights, nan=strict and need_weights, mask=mask, bias=bias)
+    with_weights = bool(need_weights or (strict and dropout_p > 0))
+    nan = bool(strict and need_weights)
+    out, weights = _attend(q, k, v, dropout_p, with_weights, nan=nan, mask=mask, bias=bias)
     out = F.linear(out.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias)
     out = out if is_batched else out.squeeze(1)
     if weights is None or not need_weights:
@@ -321,19 +373,21 @@ def _split_heads(x: Tensor, num_heads: int) -> Tensor:
 
 
 def _check_sizes(query: Tensor, key: Tensor, value: Tensor, embed_dim: int, num_heads: int, *, agreeing: int) -> None:
-    """Raise AssertionError, as the original, unless the inputs agree; key and value in their first axes."""
+    """Raise, as the original, unless the sizes agree; those of key and value on so many first axes."""
     if query.shape[-1] != embed_dim:
         raise AssertionError(message("query", f"embedding dimension of {embed_dim}", query.shape[-1]))
     if embed_dim % num_heads:
         raise AssertionError(message("num_heads", f"a divisor of the embedding dimension {embed_dim}", num_heads))
     if key.shape[:agreeing] != value.shape[:agreeing]:
         raise AssertionError(message("value", f"the shape of key, {tuple(key.shape)}", tuple(value.shape)))
+    if key.shape[1] != query.shape[1]:
+        raise RuntimeError(message("key", f"the batch of query, {query.shape[1]}", key.shape[1]))
 
 
-def _check_further_keys(
+def _check_bias_kv(
     bias_k: Tensor | None, bias_v: Tensor | None, static_k: Tensor | None, static_v: Tensor | None
 ) -> None:
-    """Raise AssertionError, as the original, for a bias of key or of value alone, or beside static ones."""
+    """Raise AssertionError, as the original, for one of bias_k and bias_v alone, or with a static key or value."""
     if (bias_k is None) != (bias_v is None):
         raise AssertionError(message("bias_k, bias_v", "both or neither", "one of them"))
     for name, static in (("key", static_k), ("value", static_v)):
@@ -342,8 +396,8 @@ def _check_further_keys(
             raise AssertionError(message(f"bias_{name[0]}", f"None with static_{name[0]}", "a tensor", hint=hint))
 
 
-def _check_masks(key_padding_mask: Tensor | None, attn_mask: Tensor | None) -> None:
-    """Raise or warn, as the original, about dtypes of masks."""
+def _warn_about_masks(key_padding_mask: Tensor | None, attn_mask: Tensor | None) -> None:
+    """Warn, as the original, of masks of two dtypes, and raise AssertionError for integers."""
     for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
         if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
             raise AssertionError(message(name, "a boolean or floating tensor", mask.dtype))
@@ -355,9 +409,12 @@ def _check_masks(key_padding_mask: Tensor | None, attn_mask: Tensor | None) -> N
 
 
 def _mask_and_bias(
-    key_padding_mask: Tensor | None, attn_mask: Tensor | None, shape: tuple[int, int, int, int], further: int
+    key_padding_mask: Tensor | None, attn_mask: Tensor | None, shape: tuple[int, int, int, int], extra_keys: int
 ) -> tuple[Mask | None, Tensor | None]:
-    """Return what `attend` takes for the two masks of shape (batch, head, query, key), `further` keys after them."""
+    """Return the mask and the bias of `attend` for both masks, which all queries extend by `extra_keys` unmasked keys.
+
+    `shape` is (batch, head, query, key) without these.
+    """
     batch, heads, query_len, key_len = shape
     mask: Mask | None = None
     bias: Tensor | None = None
@@ -365,7 +422,7 @@ def _mask_and_bias(
         expected = (query_len, key_len) if attn_mask.dim() == 2 else (batch * heads, query_len, key_len)
         if tuple(attn_mask.shape) != expected:
             raise RuntimeError(message("attn_mask", f"shape {expected}", tuple(attn_mask.shape)))
-        pairs = F.pad(attn_mask, (0, further)) if further else attn_mask
+        pairs = F.pad(attn_mask, (0, extra_keys)) if extra_keys else attn_mask
         pairs = pairs[None, None] if pairs.dim() == 2 else torch.unflatten(pairs, 0, (batch, heads))
         if pairs.dtype == torch.bool:
             mask = Dense(~pairs)
@@ -375,7 +432,7 @@ def _mask_and_bias(
         if tuple(key_padding_mask.shape) != (batch, key_len):
             got = tuple(key_padding_mask.shape)
             raise AssertionError(message("key_padding_mask", f"shape {(batch, key_len)}", got))
-        keys = F.pad(key_padding_mask, (0, further)) if further else key_padding_mask
+        keys = F.pad(key_padding_mask, (0, extra_keys)) if extra_keys else key_padding_mask
         if keys.dtype == torch.bool:
             padding = KeyPadding(~keys)
             mask = padding if mask is None else mask & padding
