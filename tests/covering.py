@@ -2,12 +2,16 @@
 
 Most faults show with one value of one factor, nearly all others with one value each of two factors; a product of six
 tables runs each of those thousands of times. ``pytest --products`` runs the products (`make test-all`).
+
+- `pairs`: each pair of values of two factors.
+- `each`: each value of each factor, where other tests have their pairs or a row takes long; its pairs are slow tests.
+- `some`: rows chosen by hand, and slow ones beside them.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -80,26 +84,64 @@ def pairs(indirect: Sequence[str] = (), **factors: Iterable[Any] | Mapping[str, 
     in that order.
     """
     tables = [named(values) for values in factors.values()]
-    sizes = [len(table) for table in tables]
-    indices = itertools.product(*map(range, sizes)) if products else sorted(covering_array(*sizes))
-    rows = [[list(table.items())[i] for table, i in zip(tables, row, strict=True)] for row in indices]
-    return pytest.mark.parametrize(
-        ",".join(factors),
-        [[value for _, value in row] if len(row) > 1 else row[0][1] for row in rows],
-        ids=["-".join(filter(None, (name for name, _ in row))) for row in rows],
-        indirect=indirect,
-    )
+    rows = sorted(covering_array(*map(len, tables)))
+    return _parametrized(tables, factors, rows, set(), indirect)
 
 
-def some(names: str, rows: Iterable[Any], product: Iterable[Any], indirect: Sequence[str] = ()) -> pytest.MarkDecorator:
-    """Parametrize a test by rows chosen by hand, or with ``--products`` by all of a table.
+def each(indirect: Sequence[str] = (), **factors: Iterable[Any] | Mapping[str, Any]) -> pytest.MarkDecorator:
+    """Parametrize a test by those rows of `pairs` that have each value of each factor; the others are slow."""
+    tables = [named(values) for values in factors.values()]
+    rows = sorted(covering_array(*map(len, tables)))
+    return _parametrized(tables, factors, rows, set(rows).difference(_one_of_each(rows)), indirect)
+
+
+def _one_of_each(rows: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Rows that have every value of every factor: row after row the one with the most values that are missing."""
+    missing = {(factor, value) for row in rows for factor, value in enumerate(row)}
+    found = []
+    while missing:
+        found.append(max(rows, key=lambda row: len(missing.intersection(enumerate(row)))))
+        missing -= set(enumerate(found[-1]))
+    return found
+
+
+def _parametrized(
+    tables: list[dict[str, Any]],
+    factors: Iterable[str],
+    rows: Iterable[tuple[int, ...]],
+    slow: Container[tuple[int, ...]],
+    indirect: Sequence[str],
+) -> pytest.MarkDecorator:
+    """Parametrize by rows of indices, or with ``--products`` by all."""
+    if products:
+        rows = itertools.product(*(range(len(table)) for table in tables))
+    params = []
+    for row in rows:
+        cells = [list(table.items())[i] for table, i in zip(tables, row, strict=True)]
+        marks = [pytest.mark.slow] if row in slow else []
+        label = "-".join(filter(None, (name for name, _ in cells)))
+        params.append(pytest.param(*(value for _, value in cells), id=label, marks=marks))
+    return pytest.mark.parametrize(",".join(factors), params, indirect=indirect)
+
+
+def some(
+    names: str,
+    rows: Iterable[Any],
+    product: Iterable[Any],
+    indirect: Sequence[str] = (),
+    *,
+    slow: Iterable[Any] = (),
+) -> pytest.MarkDecorator:
+    """Parametrize a test by rows chosen by hand and `slow` ones, or with ``--products`` by all of a table.
 
     For rows that take seconds each, where even a covering array is long.
     """
-    chosen, whole = list(rows), list(product)
-    assert all(row in whole for row in chosen), "a row that is not one of the product"
-    table = whole if products else chosen
+    chosen, beside, whole = list(rows), list(slow), list(product)
+    assert all(row in whole for row in chosen + beside), "a row that is not one of the product"
     several = "," in names
-    cells = [[getattr(x, "__name__", str(x)) for x in (row if several else [row])] for row in table]
-    ids = ["-".join(filter(None, row)) for row in cells]
-    return pytest.mark.parametrize(names, table, ids=ids, indirect=indirect)
+    params = []
+    for row in whole if products else chosen + beside:
+        cells = row if several else [row]
+        label = "-".join(filter(None, (getattr(x, "__name__", str(x)) for x in cells)))
+        params.append(pytest.param(*cells, id=label, marks=[pytest.mark.slow] if row in beside else []))
+    return pytest.mark.parametrize(names, params, indirect=indirect)

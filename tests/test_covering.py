@@ -26,13 +26,36 @@ def test_few_rows() -> None:
     assert len(covering.covering_array(3, 3, 3, 3)) <= 12
 
 
-def test_the_option_gives_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    def rows() -> tuple[Any, Any]:
-        mark = covering.pairs(a="xyz", b={"one": 1, "two": 2}, c=(True, False)).mark
-        return mark.args[1], mark.kwargs["ids"]
+def made(mark: pytest.MarkDecorator) -> tuple[list[Any], list[Any], list[bool]]:
+    """The values, names and slowness of the rows."""
+    rows = mark.mark.args[1]
+    return [row.values for row in rows], [row.id for row in rows], [bool(row.marks) for row in rows]
 
-    values, names = rows()
-    assert len(values) == 6 and names[0].startswith("x-one-")
+
+FACTORS = {"a": "xyz", "b": {"one": 1, "two": 2}, "c": (True, False)}
+
+
+def test_the_option_gives_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    values, names, slow = made(covering.pairs(**FACTORS))
+    assert len(values) == 6 and names[0].startswith("x-one-") and not any(slow)
     monkeypatch.setattr(covering, "products", True)
-    values, names = rows()
-    assert len(values) == 12 and names[-1] == "z-two-False" and values[-1] == ["z", 2, False]
+    values, names, slow = made(covering.pairs(**FACTORS))
+    assert len(values) == 12 and names[-1] == "z-two-False" and values[-1] == ("z", 2, False) and not any(slow)
+
+
+def test_each_value_stands_in_a_row_that_is_not_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    values, names, slow = made(covering.each(**FACTORS))
+    assert names == made(covering.pairs(**FACTORS))[1] and sum(slow) == 3
+    quick = [row for row, is_slow in zip(values, slow, strict=True) if not is_slow]
+    assert [set(column) for column in zip(*quick, strict=True)] == [set("xyz"), {1, 2}, {True, False}]
+    monkeypatch.setattr(covering, "products", True)
+    assert len(made(covering.each(**FACTORS))[0]) == 12
+
+
+def test_some_rows_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rows() -> Any:
+        return made(covering.some("a", [3, 1], range(4), slow=[2]))
+
+    assert rows() == ([(3,), (1,), (2,)], ["3", "1", "2"], [False, False, True])
+    monkeypatch.setattr(covering, "products", True)
+    assert rows() == ([(0,), (1,), (2,), (3,)], ["0", "1", "2", "3"], [False, False, True, False])

@@ -43,8 +43,10 @@ PERFORMANCE = ROOT / "docs" / "performance.md"
 LONG_EXAMPLES = (
     *("long_sequence.py", "memory_beside_sdpa.py", "flax_alignment.py", "jax_jit.py", "keras_alignment.py"),
     *("mxnet_alignment.py", "tensorflow_alignment.py", "torch_training.py", "pointer_network.py"),
-    *("gatv2.py", "kernel_regression.py", "sequence_over_processes.py"),
+    *("gatv2.py", "kernel_regression.py", "sequence_over_processes.py", "tacotron_attention.py", "seq2seq_additive.py"),
 )
+# Pages that train a model, show a million points or export a layer by four frameworks: slow tests.
+LONG_PAGES = ("docs/export.md", *(f"docs/recipes/{name}.md" for name in ("gatv2", "kernel-regression", "seq2seq")))
 # What TensorFlow writes about the machine (no GPU, no fast instructions for a dtype) unless silenced.
 TENSORFLOW_LOG = re.compile(r"WARNING: All log messages before absl|[IWE]\d{4} .*\.cc:\d+\] ")
 
@@ -109,7 +111,13 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModuleTyp
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("path", with_language("python"), ids=label)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=label(path), marks=[pytest.mark.slow] if label(path) in LONG_PAGES else [])
+        for path in with_language("python")
+    ],
+)
 # What the ONNX exporter of torch says of itself.
 @pytest.mark.filterwarnings("ignore:.*(LeafSpec|axis name)")
 def test_python_blocks_run_and_print_what_is_shown(path: Path, fresh: ModuleType) -> None:

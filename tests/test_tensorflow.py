@@ -63,8 +63,9 @@ def test_eager_streaming(score: str, mask: str, dtype: str, extras: str) -> None
 
 @some(
     "score,mask",
-    [("scaled_dot-heads", "nested"), ("additive-tanh-bias", "valid_lens-2d"), ("scaled_dot-heads", "none")],
+    [("scaled_dot-heads", "nested")],
     [(score, mask.name) for score in ("scaled_dot-heads", "additive-tanh-bias") for mask in SOME_MASKS],
+    slow=[("additive-tanh-bias", "valid_lens-2d"), ("scaled_dot-heads", "none")],
 )
 def test_graphs_of_rolled_loops(score: str, mask: str) -> None:
     call = make_call(score, mask, "float64", "hiding-bias")
@@ -124,8 +125,9 @@ def test_arrays_of_another_dtype(
 
 @some(
     "score,compiled",
-    [("scaled_dot-heads", graph), ("own-tile", graph), ("gaussian-heads", xla)],
+    [("scaled_dot-heads", graph), ("gaussian-heads", xla)],
     [(score, compiled) for score in ("scaled_dot-heads", "gaussian-heads", "own-tile") for compiled in (graph, xla)],
+    slow=[("own-tile", graph)],
 )
 def test_arrays_of_another_dtype_in_graphs(score: str, compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
@@ -175,14 +177,9 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 
 @some(
     "unknown,arguments,jit",
-    [
-        ("both", "plain", False),
-        ("both", "causal", False),
-        ("lengths", "cosine", False),
-        ("batch", "gaussian, dropout", False),
-        ("lengths", "plain", True),
-    ],
+    [("both", "causal", False), ("batch", "gaussian, dropout", False)],
     [(unknown, arguments, jit) for unknown in UNKNOWN for arguments in ARGUMENTS for jit in (False, True)],
+    slow=[("both", "plain", False), ("lengths", "cosine", False), ("lengths", "plain", True)],
 )
 def test_unknown_lengths(unknown: str, arguments: str, jit: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One graph for inputs of several sizes, lengths as a tensor."""
@@ -203,31 +200,29 @@ def test_unknown_lengths(unknown: str, arguments: str, jit: bool, monkeypatch: p
     assert compiled.experimental_get_tracing_count() == 1
 
 
-def test_masks_of_unknown_lengths() -> None:
+MASKS_OF_A_TENSOR: dict[str, tuple[Callable[[Any], Any], np.ndarray]] = {
+    "Packed": (lambda x: ats.Packed(x, [0, 3, 3, 11]).causal("bottom_right"), np.array([0, 4, 6, 9])),
+    "KeyPadding": (ats.KeyPadding, RNG.random((2, 11)) < 0.6),
+    "Dense": (ats.Dense, RNG.random((2, 4, 9, 11)) < 0.5),
+    "array": (lambda x: x, RNG.random((2, 1, 1, 11)) < 0.5),
+    "Causal": (lambda x: ats.Causal(offset=x), np.array([2, -3])),
+    "Documents": (ats.Documents, np.sort(RNG.integers(-1, 3, (2, 9)))),
+}
+
+
+@some("name", ["Packed", "Dense"], MASKS_OF_A_TENSOR, slow=["KeyPadding", "array", "Causal", "Documents"])
+def test_masks_of_unknown_lengths(name: str) -> None:
     query, key, value = inputs()
-    seen, ids = RNG.random((2, 11)) < 0.6, np.sort(RNG.integers(-1, 3, (2, 9)))
-    masks = {
-        "Packed": (lambda x: ats.Packed(x, [0, 3, 3, 11]).causal("bottom_right"), np.array([0, 4, 6, 9])),
-        "KeyPadding": (ats.KeyPadding, seen),
-        "Dense": (ats.Dense, RNG.random((2, 4, 9, 11)) < 0.5),
-        "array": (lambda x: x, RNG.random((2, 1, 1, 11)) < 0.5),
-        "Causal": (lambda x: ats.Causal(offset=x), np.array([2, -3])),
-    }
+    if name == "Documents":
+        key = value = query  # as many keys as queries
+    make, x = MASKS_OF_A_TENSOR[name]
     specs = [tf.TensorSpec([None, x.shape[1], None, x.shape[3]], x.dtype) for x in (query, key, value)]
-    for name, (make, x) in masks.items():
-        compiled = tf.function(
-            lambda q, k, v, x, make=make: ats.attend(q, k, v, mask=make(x)),
-            input_signature=[*specs, tf.TensorSpec([None, *x.shape[1:-1], *[None] * (x.ndim > 1)], x.dtype)],
-        )
-        wanted = ats.attend(query, key, value, mask=make(x))
-        np.testing.assert_allclose(compiled(query, key, value, x), wanted, atol=1e-12, err_msg=name)
     compiled = tf.function(
-        lambda q, x: ats.attend(q, q, q, mask=ats.Documents(x)),
-        input_signature=[specs[0], tf.TensorSpec([None, None], tf.int64)],
+        lambda q, k, v, x: ats.attend(q, k, v, mask=make(x)),
+        input_signature=[*specs, tf.TensorSpec([None, *x.shape[1:-1], *[None] * (x.ndim > 1)], x.dtype)],
     )
-    np.testing.assert_allclose(
-        compiled(query, ids), ats.attend(query, query, query, mask=ats.Documents(ids)), atol=1e-12
-    )
+    wanted = ats.attend(query, key, value, mask=make(x))
+    np.testing.assert_allclose(compiled(query, key, value, x), wanted, atol=1e-12)
 
 
 # For 6 queries and keys in 3 batches of 4 heads: shapes that fit, and shapes that do not.
@@ -245,8 +240,12 @@ FITTING: dict[str, tuple[Any, list[Any], list[Any]]] = {
 
 @some(
     "name,how",
-    [(name, "native" if i % 2 else "streaming") for i, name in enumerate(FITTING)] + [("key_padding", "xla")],
+    [("mask", "native"), ("offset", "native"), ("key_padding", "streaming"), ("valid_lens", "streaming")],
     [(name, how) for name in FITTING for how in ("native", "streaming", "xla")],
+    slow=[
+        *(("key_ids", "native"), ("start", "native"), ("query_ids", "streaming"), ("cu_key", "streaming")),
+        ("key_padding", "xla"),
+    ],
 )
 def test_a_mask_that_turns_out_not_to_fit(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the mask's shape is known when the graph is made; of the arrays' in one graph, but not in another."""
@@ -278,8 +277,9 @@ def test_a_mask_that_turns_out_not_to_fit(name: str, how: str, monkeypatch: pyte
 
 @some(
     "knows,how",
-    [("nothing", "native"), ("nothing", "streaming"), ("lengths", "native")],
+    [("nothing", "native")],
     [(knows, how) for knows in ("nothing", "lengths") for how in ("native", "streaming", "xla")],
+    slow=[("nothing", "streaming"), ("lengths", "native")],
 )
 def test_a_bias_of_unknown_shape(knows: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any axis of it may turn out to be broadcast, that of heads too; its gradient then has that shape."""
@@ -540,8 +540,10 @@ def _statistics_alone(f: Any, query: Any, key: Any, value: Any) -> Any:
 @pytest.mark.parametrize(
     "ways",
     [
-        _of_a_part, _of_a_later_tape, _of_an_incoming_gradient, _of_one_tape_inside, _forward_over_reverse,
-        _forward_over_a_recorded_call, _jacobian, _read_in_a_graph, _statistics_alone,
+        _of_a_part, _of_a_later_tape, _of_an_incoming_gradient, _of_one_tape_inside,
+        pytest.param(_forward_over_reverse, marks=pytest.mark.slow),
+        _forward_over_a_recorded_call, pytest.param(_jacobian, marks=pytest.mark.slow), _read_in_a_graph,
+        _statistics_alone,
     ],
 )  # fmt: skip
 def test_planned_calls_are_recorded(ways: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -645,31 +647,39 @@ def test_what_native_code_wrote_is_taken_at_any_address(offset: int) -> None:
     assert float(tf.reduce_sum(tf.matmul(found, found))) == (x @ x).sum()
 
 
-def test_functions_around_attend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    query, key, value = inputs()
-    host = [x.numpy() for x in (query, key, value)]
-    mask = ats.Causal("bottom_right")
-    for call in (
-        lambda q, k, v: ats.attention_weights(q, k, mask=mask, query_index=[3, 0], key_index=slice(1, 6)),
-        lambda q, k, v: ats.attention_scores(q, k, mask=mask, query_index=-1),
-        lambda q, k, v: ats.masked_softmax(ats.attention_scores(q, k), [4, 0], temperature=2.0),
-        lambda q, k, v: ats.softmax_jacobian(ats.attention_weights(q, k)),
-        lambda q, k, v: ats.softmax_pullback(ats.attention_weights(q, k), ats.attention_scores(q, k)),
-        lambda q, k, v: ats.top_weights(q, k, 3, mask=mask).weights,
-        lambda q, k, v: ats.top_weights(q, k, 3, mask=mask).index,
-        lambda q, k, v: ats.pooled_weights(q, k, (3, 4), mask=mask),
-        lambda q, k, v: ats.key_mass(q, k, mask=mask),
-        _merged,
-        lambda q, k, v: ats.attend(q, k, v, return_weights=True)[1],
-    ):
-        wanted = call(*host)
-        for how in (lambda f: f, graph):
-            np.testing.assert_allclose(how(call)(query, key, value), wanted, atol=1e-12)
-
-
 def _merged(query: Any, key: Any, value: Any) -> Any:
     parts = [
         ats.attend(query, key[:, :, a:b], value[:, :, a:b], return_stats=("log_sum_exp",)) for a, b in ((0, 4), (4, 11))
     ]
     return ats.merge([out for out, _ in parts], [stats.log_sum_exp for _, stats in parts])[0]
+
+
+AROUND: dict[str, Callable[..., Any]] = {
+    "weights": lambda q, k, v: ats.attention_weights(
+        q, k, mask=ats.Causal("bottom_right"), query_index=[3, 0], key_index=slice(1, 6)
+    ),
+    "scores": lambda q, k, v: ats.attention_scores(q, k, mask=ats.Causal("bottom_right"), query_index=-1),
+    "softmax": lambda q, k, v: ats.masked_softmax(ats.attention_scores(q, k), [4, 0], temperature=2.0),
+    "jacobian": lambda q, k, v: ats.softmax_jacobian(ats.attention_weights(q, k)),
+    "pullback": lambda q, k, v: ats.softmax_pullback(ats.attention_weights(q, k), ats.attention_scores(q, k)),
+    "largest": lambda q, k, v: ats.top_weights(q, k, 3, mask=ats.Causal("bottom_right")).weights,
+    "index of the largest": lambda q, k, v: ats.top_weights(q, k, 3, mask=ats.Causal("bottom_right")).index,
+    "pooled": lambda q, k, v: ats.pooled_weights(q, k, (3, 4), mask=ats.Causal("bottom_right")),
+    "key_mass": lambda q, k, v: ats.key_mass(q, k, mask=ats.Causal("bottom_right")),
+    "merged": _merged,
+    "with weights": lambda q, k, v: ats.attend(q, k, v, return_weights=True)[1],
+}
+IN_GRAPHS = ("weights", "softmax", "merged")
+
+
+@some(
+    "name,how",
+    [(name, "eager") for name in AROUND] + [(name, "graph") for name in IN_GRAPHS],
+    [(name, how) for name in AROUND for how in ("eager", "graph")],
+    slow=[(name, "graph") for name in AROUND if name not in IN_GRAPHS],
+)
+def test_functions_around_attend(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    arrays, call = inputs(), AROUND[name]
+    found = (graph(call) if how == "graph" else call)(*arrays)
+    np.testing.assert_allclose(found, call(*(x.numpy() for x in arrays)), atol=1e-12)

@@ -90,7 +90,7 @@ def close(found: Any, wanted: Any, tolerance: float = 1e-11) -> None:
 # ------------------------------------------------------------------ that they run
 
 
-@some("score,mask,dtype,extras", TURNS[3::40], TURNS)
+@some("score,mask,dtype,extras", TURNS[3::80], TURNS, slow=TURNS[43::80])
 def test_the_table_in_graphs(score: str, mask: str, dtype: str, extras: str) -> None:
     call = make_call(score, mask, dtype, extras)
     call.check(call.tensorflow(tf.function))
@@ -157,7 +157,7 @@ def test_lengths_that_the_graph_learns_when_it_runs(arrays: Any, calls: list[int
 
 
 @needs_native
-@pytest.mark.parametrize("score", ["dot", "gaussian", "additive"])
+@some("score", ["dot"], ["dot", "gaussian", "additive"], slow=["gaussian", "additive"])
 def test_valid_lens_that_a_graph_reads_at_each_run(score: str, arrays: Any, calls: list[int]) -> None:
     """Lengths are clipped, as a graph cannot raise; those known when it is made are no argument of the call."""
     own: Any = ats.Additive(tf.constant(RNG.standard_normal(5))) if score == "additive" else score
@@ -292,7 +292,7 @@ def test_forward_mode(where: str, arrays: Any) -> None:
     close(found, (ends[0] - ends[1]) / (2 * step), 1e-8)
 
 
-@pytest.mark.parametrize("where", ["inside", "tf.gradients", "around"])
+@some("where", ["inside", "tf.gradients"], ["inside", "tf.gradients", "around"], slow=["around"])
 def test_second_derivatives_in_graphs(where: str, arrays: Any) -> None:
     _, key, value = arrays
 
