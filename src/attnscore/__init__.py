@@ -8,6 +8,7 @@ from attnscore.analysis.functional import masked_softmax, merge, softmax_jacobia
 from attnscore.analysis.summaries import TopWeights, key_mass, pooled_weights, top_weights
 from attnscore.analysis.weights import attention_scores, attention_weights
 from attnscore.api import Gradients, attend, attend_vjp
+from attnscore.core.normalizers import Entmax
 from attnscore.core.prepared import PreparedKeys, prepare_keys
 from attnscore.core.relative import relative_buckets, relative_positions
 from attnscore.core.statistics import AttentionStats
@@ -69,6 +70,7 @@ __all__ = [
     "Documents",
     "Dot",
     "DtypeError",
+    "Entmax",
     "FrameworkError",
     "Gaussian",
     "Gradients",

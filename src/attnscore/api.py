@@ -34,6 +34,7 @@ def attend(
     dropout: float = 0.0,
     seed: int | None = None,
     head_axis: int = -3,
+    normalizer: Any = "softmax",
     kernel: str = "auto",
     return_weights: bool = False,
     return_stats: bool | tuple[str, ...] = False,
@@ -66,6 +67,9 @@ def attend(
     seed : whole number, optional
         Replays a dropout mask; None draws one from the framework's generator.
     head_axis : -3, or -2 for the layout (batch, length, head, dim)
+    normalizer : "softmax", "sigmoid", "sparsemax", "entmax15" or an `Entmax`
+        How scores become weights: see `Entmax`. The sigmoid takes each score by itself, so that the weights of a query
+        do not sum to 1.
     kernel : "auto", or a name among ``attnscore.available()["kernels"]``, which then runs or raises
     return_weights : bool
         Also the weights (..., query, key), before dropout: O(n^2) memory. See `attention_weights` for a part of them.
@@ -102,9 +106,10 @@ def attend(
     if (compiled := backends.compiled()) is not None:
         return compiled(
             query, key, value, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink, dropout=dropout,
-            seed=seed, head_axis=head_axis, kernel=kernel, return_weights=return_weights, return_stats=return_stats,
+            seed=seed, head_axis=head_axis, normalizer=normalizer, kernel=kernel, return_weights=return_weights,
+            return_stats=return_stats,
         )  # fmt: skip
-    options = (head_axis, kernel, dropout, return_weights, return_stats)
+    options = (head_axis, normalizer, kernel, dropout, return_weights, return_stats)
     arguments = tuple.__new__(CallArguments, (query, key, value, score, mask, valid_lens, bias, sink, seed))
     signature = plans.signature(arguments, options)
     if (plan := plans.PLANS.get(signature)) is not None:
@@ -113,13 +118,14 @@ def attend(
     if ops.ragged(query) is not None:
         return attend_ragged(
             attend, {"query": query, "key": key, "value": value}, mask, head_axis=head_axis, score=score, sink=sink,
-            dropout=dropout, seed=seed, kernel=kernel, return_stats=return_stats,
+            dropout=dropout, seed=seed, normalizer=normalizer, kernel=kernel, return_stats=return_stats,
             without={"valid_lens": valid_lens, "bias": bias, "return_weights": return_weights},
         )  # fmt: skip
     with ops.numeric_scope():
         problem, _ = build_problem(
             query, key, value, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink, dropout=dropout,
-            seed=seed, head_axis=head_axis, statistics=wanted_statistics(return_stats),
+            seed=seed, head_axis=head_axis, normalizer=normalizer,
+            statistics=wanted_statistics(return_stats, normalizer),
             matrix="weights" if check_flag("return_weights", return_weights) else None,
         )  # fmt: skip
         plan = plans.build(signature, problem, kernel, arguments)
@@ -152,6 +158,7 @@ def attend_vjp(
     dropout: float = 0.0,
     seed: int | None = None,
     head_axis: int = -3,
+    normalizer: Any = "softmax",
     kernel: str = "auto",
     return_weights: bool = False,
     return_stats: bool | tuple[str, ...] = False,
@@ -160,7 +167,7 @@ def attend_vjp(
 
     Parameters
     ----------
-    query, key, value, score, mask, valid_lens, bias, sink, dropout, seed, head_axis, kernel
+    query, key, value, score, mask, valid_lens, bias, sink, dropout, seed, head_axis, normalizer, kernel
         As in `attend`, as are `return_weights` and `return_stats`.
 
     Returns
@@ -189,11 +196,11 @@ def attend_vjp(
     if ops.has_autodiff:
         hint = "attend() is differentiable there by itself"
         raise FrameworkError(message("query", "a NumPy array", f"one of {ops.name}", hint=hint))
-    statistics, flag = wanted_statistics(return_stats), check_flag("return_weights", return_weights)
+    statistics, flag = wanted_statistics(return_stats, normalizer), check_flag("return_weights", return_weights)
     with ops.numeric_scope():
         problem, score_pullback = build_problem(
             query, key, value, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink,
-            dropout=dropout, seed=seed, head_axis=head_axis, statistics=statistics,
+            dropout=dropout, seed=seed, head_axis=head_axis, normalizer=normalizer, statistics=statistics,
             matrix="weights" if flag else None, pullback=True,
         )  # fmt: skip
         op = AttentionOp(kernels.choose(kernel, problem), problem, tiling.plan(problem)).with_backward()

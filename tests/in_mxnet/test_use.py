@@ -358,3 +358,21 @@ def test_second_derivatives_are_refused_by_mxnet() -> None:
         y = (ats.attend(x, x, x) ** 2).sum()
         with pytest.raises(mx.MXNetError):
             autograd.grad(y, [x], create_graph=True)[0].sum().backward()
+
+
+# ------------------------------------------------------------ normalizers
+
+
+@pytest.mark.parametrize("normalizer", ["sigmoid", "sparsemax", "entmax15", ats.Entmax(1.2)])
+def test_other_normalizers_and_their_gradients(normalizer: Any) -> None:
+    arrays = three("float64")
+    plain = [x.asnumpy() for x in arrays]
+    call = {"normalizer": normalizer, "valid_lens": onp.array([7, 3])}
+    wanted, pullback = ats.attend_vjp(*plain, **call)
+    leaves = grown(*arrays)
+    with autograd.record():
+        out = ats.attend(*leaves, **call)
+    out.backward()
+    onp.testing.assert_allclose(out.asnumpy(), wanted, rtol=1e-10, atol=1e-12)
+    for x, grad in zip(leaves, pullback(onp.ones_like(wanted))[:3], strict=True):
+        onp.testing.assert_allclose(x.grad.asnumpy(), grad, rtol=1e-9, atol=1e-11)

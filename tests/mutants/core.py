@@ -6,10 +6,59 @@ from mutants.fault import Fault
 
 _SOFTMAX = "src/attnscore/core/online_softmax.py"
 _STATISTICS = "src/attnscore/core/statistics.py"
+_NORMALIZERS = "src/attnscore/core/normalizers.py"
 _ENGINE = "src/attnscore/core/tiled.py"
 _STREAMING = "tests/test_every_kernel.py -k streaming"
 
 FAULTS = [
+    Fault(
+        "normalizer-sigmoid-slope",
+        _NORMALIZERS,
+        "return ops.sigmoid(scores) * ops.sigmoid(-scores)",
+        "return ops.sigmoid(scores)",
+        "tests/test_normalizers.py -k 'test_gradients and sigmoid'",
+        "the derivative of the sigmoid lacks a factor",
+    ),
+    Fault(
+        "normalizer-entmax-exponent",
+        _NORMALIZERS,
+        "threshold), 1 / (self.alpha - 1) - 1)",
+        "threshold), 1 / (self.alpha - 1))",
+        "tests/test_normalizers.py -k 'test_gradients and entmax15'",
+        "the slope of an entmax has the exponent of the weight",
+    ),
+    Fault(
+        "normalizer-one-step-of-newton",
+        _NORMALIZERS,
+        "for _ in range(2):",
+        "for _ in range(1):",
+        "tests/test_normalizers.py -k second_derivatives",
+        "second derivatives of the threshold are those of one step",
+    ),
+    Fault(
+        "normalizer-masked-pairs-in-the-threshold",
+        _ENGINE,
+        "products = ops.where(unmasked, products, 0.0)",
+        "pass",
+        "tests/test_normalizers.py -k masked_numbers",
+        "the NaN of a masked value reaches the gradient through the threshold",
+    ),
+    Fault(
+        "normalizer-no-gradient-of-the-threshold",
+        _ENGINE,
+        "products = products - normalizer.threshold_slope * _slice(",
+        "products = products - 0.0 * _slice(",
+        "tests/test_normalizers.py -k any_order",
+        "the second derivative lacks the part through the saved threshold",
+    ),
+    Fault(
+        "normalizer-lost-by-the-signature",
+        "src/attnscore/api.py",
+        "options = (head_axis, normalizer, kernel,",
+        "options = (head_axis, kernel,",
+        "tests/test_normalizers.py -k cached_plan",
+        "a cached plan of the softmax runs a call with another normalizer",
+    ),
     Fault(
         "softmax-entropy-sign",
         _STATISTICS,
@@ -69,8 +118,8 @@ FAULTS = [
     Fault(
         "engine-gradient-of-log-sum-exp",
         _ENGINE,
-        "delta=delta if grads.log_sum_exp is None else delta + grads.log_sum_exp,",
-        "delta=delta,",
+        "return delta if grads.log_sum_exp is None else delta + grads.log_sum_exp",
+        "return delta",
         _STREAMING,
         "the streaming backward ignores the gradient into the log-sum-exp",
     ),
@@ -109,8 +158,8 @@ FAULTS = [
     Fault(
         "engine-sink-gradient-sign",
         _ENGINE,
-        "grad = context.softmax_vjp(ops, ops.exp(log_p), log_p, 0.0,",
-        "grad = -context.softmax_vjp(ops, ops.exp(log_p), log_p, 0.0,",
+        "grad = context.normalizer_vjp(ops, ops.exp(log_p), log_p, 0.0,",
+        "grad = -context.normalizer_vjp(ops, ops.exp(log_p), log_p, 0.0,",
         _STREAMING,
         "the gradient of the sink has the wrong sign",
     ),
@@ -125,8 +174,8 @@ FAULTS = [
     Fault(
         "engine-dropout-in-the-backward",
         _ENGINE,
-        "grad_p, dropped_p = grad_p * keep, p * keep",
-        "grad_p, dropped_p = grad_p, p * keep",
+        "grad_p = grad_p * keep",
+        "pass",
         "tests/test_dropout.py",
         "the backward replays dropout for the values and not for the weights",
     ),

@@ -179,6 +179,7 @@ def explain(
     dropout: float = 0.0,
     seed: int | None = None,
     head_axis: int = -3,
+    normalizer: Any = "softmax",
     kernel: str = "auto",
     return_weights: bool = False,
     return_stats: bool | tuple[str, ...] = False,
@@ -215,8 +216,8 @@ def explain(
     with backends.of({"query": query}).numeric_scope():
         problem, _ = build_problem(
             query, key, value, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink,
-            dropout=dropout, seed=seed, head_axis=head_axis, statistics=wanted_statistics(return_stats),
-            matrix="weights" if flag else None,
+            dropout=dropout, seed=seed, head_axis=head_axis, normalizer=normalizer,
+            statistics=wanted_statistics(return_stats, normalizer), matrix="weights" if flag else None,
         )  # fmt: skip
         score_shape, layout = problem.score_shape, problem.layout
         # First, because it raises for symbolic sizes.

@@ -25,6 +25,7 @@ from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+from torch.utils._pytree import tree_map
 
 from attnscore.backends import native
 from attnscore.backends.base import DTYPES, Array, Backend, DifferentiableOp, Ragged, SeedHalves, Signature, importable
@@ -293,6 +294,12 @@ class TorchBackend(Backend):
                 yield
         finally:
             _AUTOCAST.reset(token)
+
+    def cond(self, condition: Any, function: Callable[[Any], Any], carry: Any) -> Any:
+        if not (isinstance(condition, torch.Tensor) and _is_traced(condition)):
+            return function(carry) if condition else carry
+        # Under `torch.func.vmap` some of the batch take the function and some do not: both are computed.
+        return tree_map(lambda new, old: torch.where(condition, new, old), function(carry), carry)
 
     def known_finite(self, *arrays: Array) -> bool:
         # A loop: generators take a microsecond each.

@@ -186,7 +186,9 @@ def _build_lowered(problem: Problem, kernel: str, arrays: dict[str, Array]) -> L
         found.query, found.key, arrays["value"], score=lowered, mask=problem.mask,
         bias=arrays.get("bias"), sink=arrays.get("sink"),
         dropout=0.0 if dropout is None else dropout.probability, seed=0,
-        head_axis=problem.layout.head_axis, statistics=problem.statistics, matrix=problem.matrix,
+        head_axis=problem.layout.head_axis,
+        normalizer="softmax" if problem.normalizer is None else problem.normalizer,
+        statistics=problem.statistics, matrix=problem.matrix,
     )  # fmt: skip
     if "w_v" in given:
         given["w_v"] = lowered.w_v

@@ -24,10 +24,12 @@ from attnscore.backends.base import (
     is_unknown,
     may_equal,
 )
+from attnscore.core import normalizers
 from attnscore.core.arguments import check_held, check_number, is_number, is_whole, shown
 from attnscore.core.cache import BoundedCache
 from attnscore.core.dropout import Dropout, check_dropout
 from attnscore.core.layout import AxisLayout, ScoreShape, Shape, check_bias_shape
+from attnscore.core.normalizers import Normalizer
 from attnscore.core.online_softmax import STATISTICS
 from attnscore.errors import ArgumentError, DtypeError, FrameworkError, ShapeError, message, with_shapes
 from attnscore.masks import IntervalSet, Mask, as_mask, cached_mask, split
@@ -58,6 +60,8 @@ class Problem:
     bias: Array | None = None
     sink: Array | None = None
     dropout: Dropout | None = None
+    normalizer: Normalizer | None = None
+    """None: the softmax."""
     statistics: tuple[str, ...] = ()
     matrix: PairMatrix | None = None
     """Matrix of all (query, key) pairs that the caller gets in addition to the output: O(n^2) memory."""
@@ -258,6 +262,7 @@ def build_problem(
     dropout: float = 0.0,
     seed: int | None = None,
     head_axis: int = -3,
+    normalizer: Any = "softmax",
     statistics: tuple[str, ...] = (),
     matrix: PairMatrix | None = None,
     pullback: bool = False,
@@ -271,7 +276,9 @@ def build_problem(
     extras = {name: x for name, x in (("bias", bias), ("sink", sink)) if backends.is_array(x)}
     ops = backends.of(arrays | extras)
     backends.check_not_recorded(ops, "this function")
-    score = scores.resolve(score)
+    score, checked_normalizer = scores.resolve(score), normalizers.resolve(normalizer)
+    if sink is not None and checked_normalizer is not None:
+        raise ArgumentError(message("sink", "None, as the normalizer is not the softmax", shown(sink)))
     ops.register_pytree(type(score))
     arrays = dict(zip(arrays, ops.autocast(*arrays.values()), strict=True))
     signature = _layout_signature(ops, arrays, head_axis)
@@ -303,24 +310,26 @@ def build_problem(
         bias=None if bias is None else check_bias(ops, bias, layout, query),
         sink=None if sink is None else check_sink(ops, sink, layout, query),
         dropout=check_dropout(dropout, ops.as_seed(seed), lambda: ops.draw_seed(query)),
+        normalizer=checked_normalizer,
         statistics=statistics,
         matrix=matrix,
     )
     return problem, score_pullback
 
 
-def wanted_statistics(return_stats: Any) -> tuple[str, ...]:
-    """Return the names of the statistics that ``return_stats`` selects."""
+def wanted_statistics(return_stats: Any, normalizer: Any = "softmax") -> tuple[str, ...]:
+    """Return the names of the statistics that ``return_stats`` selects; True: all that the normalizer has."""
+    known = STATISTICS if normalizers.resolve(normalizer) is None else normalizers.STATISTICS
     if return_stats is None or isinstance(return_stats, (bool, np.bool_)):
-        return STATISTICS if return_stats else ()
-    expected = "a flag or names among " + ", ".join(STATISTICS)
+        return known if return_stats else ()
+    expected = "a flag or names among " + ", ".join(known)
     names = (return_stats,) if isinstance(return_stats, str) else return_stats
     if not isinstance(names, (tuple, list, set, frozenset)):
         raise ArgumentError(message("return_stats", expected, shown(return_stats)))
-    unknown = [name for name in names if not isinstance(name, str) or name not in STATISTICS]
+    unknown = [name for name in names if not isinstance(name, str) or name not in known]
     if unknown:
         raise ArgumentError(message("return_stats", expected, shown(unknown)))
-    return tuple(name for name in STATISTICS if name in names)
+    return tuple(name for name in known if name in names)
 
 
 def _layout_signature(ops: Backend, arrays: dict[str, Array], head_axis: Any) -> Hashable:

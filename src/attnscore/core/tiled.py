@@ -15,12 +15,13 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from attnscore.backends.base import HALF_PRECISION, Array, Backend, is_unknown, sum_to
 from attnscore.core import dropout as dropouts
 from attnscore.core import online_softmax, relative
 from attnscore.core.layout import entries_of
+from attnscore.core.normalizers import Normalizer
 from attnscore.core.online_softmax import NEG_INF, RowState
 from attnscore.core.problem import Problem
 from attnscore.core.tiling import DynamicSegment, Segment, TilePlan
@@ -44,7 +45,7 @@ class Result:
     row_max: Array
     """Subtracted from the scores of a query before exp; carries no gradient."""
     log_denom: Array
-    """log sum exp(scores - row_max): -inf for a fully masked query."""
+    """log sum exp(scores - row_max): -inf for a fully masked query. Of another normalizer, its threshold."""
     statistics: dict[str, Array]
     matrix: Array | None = None
     """`Problem.matrix`, in the accumulator dtype."""
@@ -181,6 +182,9 @@ def forward(problem: Problem, plan: TilePlan) -> Result:
 
     def query_tile_result(tile: Any, rows: Span) -> tuple[Array, ...]:
         # In order: out, row_max, log_denom, the matrix if wanted, the statistics.
+        if problem.normalizer is not None:
+            return _normalized_query_tile(inputs, problem.normalizer, plan, tile, rows)
+
         def visit(state: RowState, cols: Span, partial: bool) -> RowState:
             scores, unmasked, _ = _score_tile(inputs, plan, rows, cols, partial)
             return update(state, scores, unmasked, rows, cols)
@@ -208,6 +212,64 @@ def forward(problem: Problem, plan: TilePlan) -> Result:
     return Result(out, row_max, log_denom, dict(zip(names, rest, strict=True)), matrix)
 
 
+def _normalized_query_tile(
+    inputs: _Inputs, normalizer: Normalizer, plan: TilePlan, tile: Any, rows: Span
+) -> tuple[Array, ...]:
+    """Return the results of a query tile as `forward` does, with another normalizer than the softmax.
+
+    Three times over the key tiles: the largest score and the moments of the scores, the threshold (in passes of its
+    own), the weighted sum.
+    """
+    problem, ops, dtype = inputs.problem, inputs.problem.ops, inputs.problem.accumulator
+    shape, wanted = (*problem.score_shape.rows[:-1], rows[1]), problem.statistics
+
+    def fold(body: Callable[[Any, Array, Array | None, Span], Any], carry: Any) -> Any:
+        def visit(carry: Any, cols: Span, partial: bool) -> Any:
+            scores, unmasked, _ = _score_tile(inputs, plan, rows, cols, partial)
+            return body(carry, scores, unmasked, cols)
+
+        segments = plan.segments_of(ops, tile, problem.value) if plan.segments else ()
+        return _iter_key_tiles(ops, segments, plan, visit, carry)
+
+    of_scores = tuple(name for name in ("max_score", "mean_score", "var_score") if name in wanted)
+    state = online_softmax.start(ops, shape, 0, problem.value, dtype, of_scores)
+    if normalizer.threshold_slope != 0 or of_scores or "max_weight" in wanted:
+        state = fold(
+            lambda state, scores, unmasked, _: online_softmax.update(
+                ops, state, scores, unmasked, lambda weights: weights[..., :0], of_scores
+            ),
+            state,
+        )
+    _, row_max, _, statistics = online_softmax.finish(ops, state, None, of_scores)
+    threshold = normalizer.threshold(
+        ops, row_max, lambda body, carry: fold(lambda carry, scores, *_: body(carry, scores), carry)
+    )
+
+    def weights_of(scores: Array, unmasked: Array | None) -> Array:
+        weights = normalizer.weights(ops, scores, row_max, threshold)
+        return weights if unmasked is None else ops.where(unmasked, weights, 0.0)
+
+    def pool(
+        sums: tuple[Array, Array, Array], scores: Array, unmasked: Array | None, cols: Span
+    ) -> tuple[Array, Array, Array]:
+        weights, value = weights_of(scores, unmasked), ops.astype(_slice(ops, problem.value, -2, cols), dtype)
+        kept = weights
+        if problem.dropout is not None:
+            kept = weights * dropouts.kept(ops, problem.dropout, problem.score_shape, value, rows, cols, dtype)
+        return (
+            sums[0] + _weighted_sum(ops, kept, unmasked, value, inputs.value_is_finite),
+            sums[1] + ops.sum(weights, axis=-1, keepdims=True),
+            sums[2] + ops.sum(weights * weights, axis=-1, keepdims=True),
+        )
+
+    zero = 0.0 * state.total
+    out = ops.zeros((*shape, problem.layout.value_dim), problem.value, dtype)
+    out, total, squares = fold(pool, (out, zero, zero))
+    matrix = () if problem.matrix is None else (weights_of(*_all_scores(inputs, plan, rows)),)
+    statistics |= {"max_weight": weights_of(state.max, None), "sum_sq_weights": squares, "sum_weights": total}
+    return ops.astype(out, problem.dtype), row_max, threshold, *matrix, *(statistics[name] for name in wanted)
+
+
 # Backward
 
 
@@ -215,31 +277,47 @@ def forward(problem: Problem, plan: TilePlan) -> Result:
 class _RowContext:
     """What the backward knows of every query before it visits the first tile."""
 
-    grad_out: Array
+    grads: RowGradients
+    """With a gradient of the output."""
     grad_is_finite: bool
     row_max: Array
     log_denom: Array
+    entropy: Array | None
     delta: Array
     """dlse - dout . out - dweights . weights, so that ds = p (dp + delta). It is dlse - D, with FlashAttention's D."""
-    grad_entropy: Array | None
-    entropy: Array | None
-    grad_matrix: Array | None
 
-    def softmax_vjp(self, ops: Backend, p: Array, log_p: Array, grad_p: Array | float, rows: Span) -> Array:
-        """Return the gradient of the scores of a tile, from `grad_p`, that of its weights `p`."""
+    def normalizer_vjp(self, ops: Backend, p: Array, log_p: Array, grad_p: Array | float, rows: Span) -> Array:
+        """Return the gradient of the scores of a tile, from `grad_p`, that of its weights `p`.
+
+        For another normalizer than the softmax, `p` are the slopes of the weights, and `log_p` is not read.
+        """
         # Forward: p = exp(scores - row_max - log_denom), H = -sum p log p
         grad = p * (grad_p + _slice(ops, self.delta, -2, rows))
-        if self.grad_entropy is None:
+        if self.grads.entropy is None:
             return grad
         minus_grad_of_entropy = p * (ops.where(p == 0, 0.0, log_p) + _slice(ops, self.entropy, -2, rows))
-        return grad - minus_grad_of_entropy * _slice(ops, self.grad_entropy, -2, rows)
+        return grad - minus_grad_of_entropy * _slice(ops, self.grads.entropy, -2, rows)
 
 
-def _row_context(problem: Problem, plan: TilePlan, result: Result, grads: RowGradients) -> _RowContext:
-    """Compute delta of every query."""
-    ops, dtype = problem.ops, problem.accumulator
-    grad_out = ops.zeros(ops.shape(result.out), result.out) if grads.out is None else grads.out
-    pairs = [(result.out, grad_out)]
+def _row_context(inputs: _Inputs, plan: TilePlan, result: Result, grads: RowGradients) -> _RowContext:
+    problem, ops = inputs.problem, inputs.problem.ops
+    if grads.out is None:
+        grads = dataclasses.replace(grads, out=ops.zeros(ops.shape(result.out), result.out))
+    delta_of = _delta_of_softmax if problem.normalizer is None else _delta_of_threshold
+    return _RowContext(
+        grads=grads,
+        grad_is_finite=(problem.mask is None and problem.bias is None) or ops.known_finite(grads.out),
+        row_max=result.row_max,
+        log_denom=result.log_denom,
+        entropy=result.statistics.get("entropy"),
+        delta=delta_of(inputs, plan, result, grads),
+    )
+
+
+def _delta_of_softmax(inputs: _Inputs, plan: TilePlan, result: Result, grads: RowGradients) -> Array:
+    """Return delta of every query."""
+    problem, ops, dtype = inputs.problem, inputs.problem.ops, inputs.problem.accumulator
+    pairs = [(result.out, grads.out)]
     if problem.matrix == "weights" and grads.matrix is not None:
         pairs.append((result.matrix, grads.matrix))
 
@@ -254,16 +332,79 @@ def _row_context(problem: Problem, plan: TilePlan, result: Result, grads: RowGra
 
     # By query tiles: the products of all queries at once would be the largest arrays of the backward.
     (delta,) = _map_query_tiles(ops, plan, minus_dot_products, [x for pair in pairs for x in pair])
-    return _RowContext(
-        grad_out=grad_out,
-        grad_is_finite=(problem.mask is None and problem.bias is None) or ops.known_finite(grad_out),
-        row_max=result.row_max,
-        log_denom=result.log_denom,
-        delta=delta if grads.log_sum_exp is None else delta + grads.log_sum_exp,
-        grad_entropy=grads.entropy,
-        entropy=result.statistics.get("entropy"),
-        grad_matrix=grads.matrix,
+    return delta if grads.log_sum_exp is None else delta + grads.log_sum_exp
+
+
+def _delta_of_threshold(inputs: _Inputs, plan: TilePlan, result: Result, grads: RowGradients) -> Array:
+    """Return delta of every query for another normalizer than the softmax: the gradient through the threshold.
+
+    The threshold keeps the sum of the weights, so ds = w (dp - sum w dp / sum w) with the slopes w, which for the
+    softmax are the weights. The sums take a pass of their own.
+    """
+    problem, ops = inputs.problem, inputs.problem.ops
+    normalizer = cast(Normalizer, problem.normalizer)
+    if normalizer.threshold_slope == 0:
+        return 0.0 * result.row_max
+
+    def of_query_tile(tile: Any, rows: Span) -> tuple[Array]:
+        def visit(sums: tuple[Array, Array], cols: Span, partial: bool) -> tuple[Array, Array]:
+            scores, unmasked, _ = _score_tile(inputs, plan, rows, cols, partial)
+            slopes = _by_normalizer(normalizer.slopes, ops, result, scores, unmasked, rows)
+            products = slopes * _weight_gradients(problem, grads, rows, cols)[0]
+            if unmasked is not None:
+                products = ops.where(unmasked, products, 0.0)
+            return (
+                sums[0] + ops.sum(products, axis=-1, keepdims=True),
+                sums[1] + ops.sum(slopes, axis=-1, keepdims=True),
+            )
+
+        zero = 0.0 * _slice(ops, result.row_max, -2, rows)
+        segments = plan.segments_of(ops, tile, problem.value) if plan.segments else ()
+        products, slopes = _iter_key_tiles(ops, segments, plan, visit, (zero, zero))
+        if grads.log_sum_exp is not None:
+            products = products - normalizer.threshold_slope * _slice(ops, grads.log_sum_exp, -2, rows)
+        return (-products / ops.where(slopes == 0, 1.0, slopes),)
+
+    (delta,) = _map_query_tiles(
+        ops, plan, of_query_tile, [result.row_max, result.log_denom, grads.out, *operands(problem).values()]
     )
+    return delta
+
+
+def _by_normalizer(
+    function: Callable[..., Array],
+    ops: Backend,
+    of_rows: Result | _RowContext,
+    scores: Array,
+    unmasked: Array | None,
+    rows: Span,
+) -> Array:
+    """Return the weights or slopes of a tile, by a function of a normalizer; 0 where masked."""
+    found = function(ops, scores, *(_slice(ops, x, -2, rows) for x in (of_rows.row_max, of_rows.log_denom)))
+    return found if unmasked is None else ops.where(unmasked, found, 0.0)
+
+
+def _weight_gradients(
+    problem: Problem, grads: RowGradients, rows: Span, cols: Span
+) -> tuple[Array, Array, Array | None]:
+    """Return the gradients of the weights and of the outputs of a tile, and the factors of dropout, if any."""
+    ops, dtype = problem.ops, problem.accumulator
+    # Forward: out = (p * keep) @ value
+    value = ops.astype(_slice(ops, problem.value, -2, cols), dtype)
+    grad_out = ops.astype(_slice(ops, grads.out, -2, rows), dtype)
+    grad_p, keep = ops.matmul(grad_out, ops.matrix_transpose(value)), None
+    if problem.dropout is not None:
+        keep = dropouts.kept(ops, problem.dropout, problem.score_shape, value, rows, cols, dtype)
+        grad_p = grad_p * keep
+    if grads.matrix is not None:
+        grad_p = grad_p + _matrix_gradient(problem, grads.matrix, rows, cols)
+    return grad_p, grad_out, keep
+
+
+def _matrix_gradient(problem: Problem, grad: Array, rows: Span, cols: Span) -> Array:
+    """Return the part of the gradient of `Problem.matrix` that is a tile's."""
+    ops = problem.ops
+    return ops.astype(_slice(ops, _slice(ops, grad, -2, rows), -1, cols), problem.accumulator)
 
 
 def _tile_gradients(
@@ -272,34 +413,33 @@ def _tile_gradients(
     """Return one tile's gradient of every operand but the sink, not yet summed over broadcast axes."""
     problem, ops, dtype = inputs.problem, inputs.problem.ops, inputs.problem.accumulator
     scores, unmasked, score_vjp = _score_tile(inputs, plan, rows, cols, partial)
-    grad_matrix = None
-    if context.grad_matrix is not None:
-        grad_matrix = ops.astype(_slice(ops, _slice(ops, context.grad_matrix, -2, rows), -1, cols), dtype)
     if problem.matrix == "scores":
         # The caller has the scores alone: there are no weights, and the output has value_dim 0.
-        grad_scores = 0.0 * scores if grad_matrix is None else grad_matrix
+        grad = context.grads.matrix
+        grad_scores = 0.0 * scores if grad is None else _matrix_gradient(problem, grad, rows, cols)
         grad_value = ops.astype(0.0 * _slice(ops, problem.value, -2, cols), dtype)
     else:
-        # Forward: p = exp(scores - row_max - log_denom)
-        log_p = online_softmax.log_weights(
-            ops, scores, *(_slice(ops, x, -2, rows) for x in (context.row_max, context.log_denom))
-        )
-        p = ops.exp(log_p)
-        if unmasked is not None:
-            # Where row_max is NaN, from an unmasked key, masked keys have exp(-inf - NaN).
-            p = ops.where(unmasked, p, 0.0)
-        # Forward: out = (p * keep) @ value
-        value = ops.astype(_slice(ops, problem.value, -2, cols), dtype)
-        grad_out = ops.astype(_slice(ops, context.grad_out, -2, rows), dtype)
-        grad_p, dropped_p = ops.matmul(grad_out, ops.matrix_transpose(value)), p
-        if problem.dropout is not None:
-            keep = dropouts.kept(ops, problem.dropout, problem.score_shape, value, rows, cols, dtype)
-            grad_p, dropped_p = grad_p * keep, p * keep
-        if grad_matrix is not None:
-            grad_p = grad_p + grad_matrix
+        if problem.normalizer is None:
+            # Forward: p = exp(scores - row_max - log_denom)
+            log_p = online_softmax.log_weights(
+                ops, scores, *(_slice(ops, x, -2, rows) for x in (context.row_max, context.log_denom))
+            )
+            p = ops.exp(log_p)
+            if unmasked is not None:
+                # Where row_max is NaN, from an unmasked key, masked keys have exp(-inf - NaN).
+                p = ops.where(unmasked, p, 0.0)
+            slopes = p
+        else:
+            p, slopes = (
+                _by_normalizer(function, ops, context, scores, unmasked, rows)
+                for function in (problem.normalizer.weights, problem.normalizer.slopes)
+            )
+            log_p = None
+        grad_p, grad_out, keep = _weight_gradients(problem, context.grads, rows, cols)
+        dropped_p = p if keep is None else p * keep
         attended_by = None if unmasked is None else ops.matrix_transpose(unmasked)
         grad_value = _weighted_sum(ops, ops.matrix_transpose(dropped_p), attended_by, grad_out, context.grad_is_finite)
-        grad_scores = context.softmax_vjp(ops, p, log_p, grad_p, rows)
+        grad_scores = context.normalizer_vjp(ops, slopes, log_p, grad_p, rows)
     if unmasked is not None:
         # Forward: scores = where(unmasked, scores, -inf)
         grad_scores = ops.where(unmasked, grad_scores, 0.0)
@@ -313,7 +453,8 @@ def _tile_gradients(
 def backward(problem: Problem, plan: TilePlan, result: Result, grads: RowGradients) -> dict[str, Array]:
     """Compute the gradients of the form's arrays, of ``value``, and of ``bias`` and ``sink`` where there are any."""
     ops, dtype = problem.ops, problem.accumulator
-    inputs, context = _isolate_nonfinite(problem), _row_context(problem, plan, result, grads)
+    inputs = _isolate_nonfinite(problem)
+    context = _row_context(inputs, plan, result, grads)
     shapes = {name: ops.shape(x) for name, x in operands(problem).items() if name != "sink"}
     is_relative, query_len = problem.has_relative_bias, problem.score_shape.query_len
     if problem.bias is not None and not is_relative:
@@ -371,7 +512,7 @@ def _sink_gradient(problem: Problem, sink: Array, context: _RowContext) -> Array
     ops, shape = problem.ops, tuple(sink.shape)
     sink = ops.astype(ops.reshape(sink, (*shape, 1, 1)), problem.accumulator)
     log_p = online_softmax.log_weights(ops, sink, context.row_max, context.log_denom)
-    grad = context.softmax_vjp(ops, ops.exp(log_p), log_p, 0.0, (0, problem.score_shape.query_len))
+    grad = context.normalizer_vjp(ops, ops.exp(log_p), log_p, 0.0, (0, problem.score_shape.query_len))
     return ops.reshape(sum_to(ops, grad, sink.shape), shape)
 
 

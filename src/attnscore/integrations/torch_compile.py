@@ -30,6 +30,7 @@ from attnscore.backends.base import accumulator
 from attnscore.backends.torch import outside_trace
 from attnscore.core import tiling
 from attnscore.core.arguments import check_flag
+from attnscore.core.normalizers import Entmax
 from attnscore.core.problem import Problem, build_problem, wanted_statistics
 from attnscore.core.statistics import AttentionStats
 from attnscore.errors import FrameworkError, message
@@ -39,7 +40,7 @@ from attnscore.kernels.base import DIFFERENTIABLE
 from attnscore.scores.base import Pullback
 
 _OPS = backends.load("torch")
-_BUILTIN: tuple[type[Any], ...] = (*scores.BUILTIN.values(), *masks.BUILTIN)
+_BUILTIN: tuple[type[Any], ...] = (*scores.BUILTIN.values(), *masks.BUILTIN, Entmax)
 _CLASSES: dict[str, Any] = {kind.__name__: kind for kind in _BUILTIN}
 _FIELDS = {name: tuple(field.name for field in dataclasses.fields(kind)) for name, kind in _CLASSES.items()}
 _FUNCTIONS = _CLASSES | {"float": float, "int": int}
@@ -326,7 +327,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
         return (_outside if torch.compiler.is_compiling() else _beside_a_trace)(query, key, value, **arguments)
     has_weights = check_flag("return_weights", arguments.pop("return_weights"))
     arguments["matrix"] = "weights" if has_weights else None
-    arguments["statistics"] = statistics = wanted_statistics(arguments.pop("return_stats"))
+    arguments["statistics"] = statistics = wanted_statistics(arguments.pop("return_stats"), arguments["normalizer"])
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = [x if x.dtype == torch.float64 else x.to(dtype) for x in (query, key, value)]

@@ -80,7 +80,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
         kinds = ", ".join(type(x).__name__ for x in (query, key, value))
         raise FrameworkError(message("query, key, value", "tensors, while a program is exported", kinds))
     flag = check_flag("return_weights", arguments.pop("return_weights"))
-    arguments["statistics"] = wanted_statistics(arguments.pop("return_stats"))
+    arguments["statistics"] = wanted_statistics(arguments.pop("return_stats"), arguments["normalizer"])
     with backends.load("torch").numeric_scope():
         return plans.present(*run(query, key, value, matrix="weights" if flag else None, **arguments))
 
@@ -115,9 +115,14 @@ def run(query: Tensor, key: Tensor, value: Tensor, *, kernel: str, **arguments: 
 def _scaled_dot_product(problem: Problem) -> Tensor | None:
     """Return the output where ``scaled_dot_product_attention`` of the lowered query and key is it; otherwise None."""
     shape, dtype = problem.score_shape, problem.value.dtype
-    more = (problem.sink, problem.dropout, problem.matrix)
+    more = (problem.sink, problem.dropout, problem.matrix, problem.normalizer)
     # ONNX Runtime has no Attention of float64.
-    if problem.statistics or problem.has_relative_bias or problem.dtype == "float64" or more != (None, None, None):
+    if (
+        problem.statistics
+        or problem.has_relative_bias
+        or problem.dtype == "float64"
+        or any(x is not None for x in more)
+    ):
         return None
     form = scores.lower(_OPS, problem.score, problem.query, problem.key)
     if not isinstance(form, InnerForm) or form.caps or form.key_bias is not None or form.query_bias is not None:

@@ -13,6 +13,7 @@ from typing import final
 
 from attnscore.backends.base import Array, Backend, is_unknown, sum_to
 from attnscore.core import dropout as dropouts
+from attnscore.core.normalizers import Entmax
 from attnscore.core.online_softmax import NEG_INF
 from attnscore.core.problem import Problem
 from attnscore.core.tiled import Result, RowGradients
@@ -47,21 +48,8 @@ class Dense(Kernel):
         value = ops.astype(problem.value, dtype)
         scores, visible = _scores(problem)
         masked_scores = ops.where(visible, scores, NEG_INF)
-        logits = masked_scores
-        if problem.sink is not None:
-            sink = ops.reshape(ops.astype(problem.sink, dtype), (*problem.sink.shape, 1, 1))
-            logits = ops.concat((logits, ops.broadcast_to(sink, (*score_shape.rows, 1))), -1)
-        # softmax; a row in which every logit is -inf has no weights
-        if 0 in logits.shape:
-            row_max = ops.full((*score_shape.rows, 1), NEG_INF, value)
-        else:
-            row_max = ops.max(logits, axis=-1, keepdims=True)
-        alive = row_max != NEG_INF
-        row_max = ops.where(alive, ops.stop_gradient(row_max), 0.0)
-        exponentials = ops.exp(logits - row_max)
-        total = ops.sum(exponentials, axis=-1, keepdims=True)
-        every_weight = exponentials / ops.where(alive, total, 1.0)
-        log_denom = ops.where(alive, ops.log(ops.where(alive, total, 1.0)), NEG_INF)
+        weights_of = _softmax if problem.normalizer is None else _by_normalizer
+        every_weight, row_max, log_denom = weights_of(problem, masked_scores)
         # exactly 0 where masked, also in a row with an unmasked NaN
         weights = ops.where(visible, every_weight[..., : score_shape.key_len], 0.0)
         pooling = weights
@@ -81,6 +69,62 @@ class Dense(Kernel):
             "kernel: the dense kernel has no gradient of its own, and NumPy has no autodiff. "
             "Hint: attend_vjp(..., kernel='streaming')"
         )
+
+
+def _softmax(problem: Problem, scores: Array) -> tuple[Array, Array, Array]:
+    """Return the weights, that of the sink after those of the keys, the largest logit and the log of the denominator.
+
+    A row in which every logit is -inf has no weights.
+    """
+    ops, score_shape, logits = problem.ops, problem.score_shape, scores
+    if problem.sink is not None:
+        sink = ops.reshape(ops.astype(problem.sink, problem.accumulator), (*problem.sink.shape, 1, 1))
+        logits = ops.concat((logits, ops.broadcast_to(sink, (*score_shape.rows, 1))), -1)
+    if 0 in logits.shape:
+        row_max = ops.full((*score_shape.rows, 1), NEG_INF, scores)
+    else:
+        row_max = ops.max(logits, axis=-1, keepdims=True)
+    alive = row_max != NEG_INF
+    row_max = ops.where(alive, ops.stop_gradient(row_max), 0.0)
+    exponentials = ops.exp(logits - row_max)
+    total = ops.sum(exponentials, axis=-1, keepdims=True)
+    log_denom = ops.where(alive, ops.log(ops.where(alive, total, 1.0)), NEG_INF)
+    return exponentials / ops.where(alive, total, 1.0), row_max, log_denom
+
+
+def _by_normalizer(problem: Problem, scores: Array) -> tuple[Array, Array, Array]:
+    """Return the weights by another normalizer than the softmax, the largest score and the threshold.
+
+    The threshold of an entmax is found by halving an interval, not by Newton's method as in tiled attention.
+    """
+    ops, normalizer = problem.ops, problem.normalizer
+    zero = ops.zeros((*problem.score_shape.rows, 1), scores)
+    if not isinstance(normalizer, Entmax) or problem.score_shape.key_len == 0:
+        return ops.sigmoid(scores), zero, zero
+    power = 1 / (normalizer.alpha - 1)
+    row_max = ops.max(scores, axis=-1, keepdims=True)
+    alive = row_max != NEG_INF
+    row_max = ops.where(alive, ops.stop_gradient(row_max), 0.0)
+    logits = (normalizer.alpha - 1) * (scores - row_max)
+
+    def positive(logits: Array, threshold: Array, exponent: float) -> Array:
+        x = logits - threshold
+        is_positive = x > 0
+        return ops.where(is_positive, ops.where(is_positive, x, 1.0) ** exponent, ops.where(ops.isnan(x), x, 0.0))
+
+    fixed = ops.stop_gradient(logits)
+
+    def halve(_: int, interval: tuple[Array, Array]) -> tuple[Array, Array]:
+        middle = (interval[0] + interval[1]) / 2
+        is_low = ops.sum(positive(fixed, middle, power), axis=-1, keepdims=True) >= 1
+        return ops.where(is_low, middle, interval[0]), ops.where(is_low, interval[1], middle)
+
+    low, _ = ops.loop(60, halve, (zero - 1.0, zero))
+    # One step of Newton's method, whose derivative is that of the threshold; a fully masked query has none.
+    total = ops.sum(positive(logits, low, power), axis=-1, keepdims=True)
+    slope = power * ops.sum(positive(fixed, low, power - 1), axis=-1, keepdims=True)
+    threshold = low + ops.where(alive, (total - 1.0) / ops.where(slope == 0, 1.0, slope), 0.0)
+    return positive(logits, threshold, power), row_max, threshold
 
 
 def _scores(problem: Problem) -> tuple[Array, Array]:

@@ -16,6 +16,7 @@ import numpy as np
 
 from attnscore.backends.base import HALF_PRECISION, Array
 from attnscore.core import tiled
+from attnscore.core.normalizers import ONLY_SOFTMAX
 from attnscore.core.problem import Problem
 from attnscore.core.tiled import Result, RowGradients
 from attnscore.core.tiling import TilePlan
@@ -131,6 +132,8 @@ def _differences(problem: Problem) -> list[str]:
         found.append(f"dtype {', '.join(sorted(dtypes))}, not float16 or bfloat16 of all arrays")
     given = {"bias": problem.bias, "sink": problem.sink, "dropout": problem.dropout, "weights": problem.matrix}
     found += [name for name, x in given.items() if x is not None]
+    if problem.normalizer is not None:
+        found.append(ONLY_SOFTMAX)
     if problem.statistics:
         found.append(f"statistics: {', '.join(problem.statistics)}")
     if problem.mask is not None and not _is_unmasked(problem) and not _is_causal(problem):

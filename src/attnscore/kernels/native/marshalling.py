@@ -15,6 +15,7 @@ from attnscore.backends import base
 from attnscore.backends.base import HALF_PRECISION, Array, HostArray, SeedHalves
 from attnscore.core import tiled
 from attnscore.core.dropout import PairDropout
+from attnscore.core.normalizers import ONLY_SOFTMAX
 from attnscore.core.problem import Problem
 from attnscore.core.tiling import TilePlan
 from attnscore.masks import lowering
@@ -60,7 +61,7 @@ def reasons(problem: Problem) -> list[str]:
     ops, form = problem.ops, problem.form
     if type(form) not in _FORMS:
         return [f"the score is computed in Python ({type(form).__name__})"]
-    found = []
+    found = [] if problem.normalizer is None else [ONLY_SOFTMAX]
     arrays = {**form.arrays(), "value": problem.value}
     dtypes = {ops.dtype(x) for x in arrays.values()}
     # Sums are in the dtype of the value: arrays of the score may be wider, but none narrower than a float64 value.

@@ -17,6 +17,7 @@ from typing import Any, final
 from attnscore.backends.base import Array, SeedHalves
 from attnscore.core import tiled
 from attnscore.core.dropout import PairDropout
+from attnscore.core.normalizers import ONLY_SOFTMAX
 from attnscore.core.problem import Problem
 from attnscore.core.tiled import Result, RowGradients
 from attnscore.core.tiling import TilePlan
@@ -97,7 +98,7 @@ class Triton(Kernel):
 def _reasons(problem: Problem) -> list[str]:
     """Return why the kernel cannot run a problem of PyTorch tensors on a GPU."""
     form: Any = problem.form
-    found = []
+    found = [] if problem.normalizer is None else [ONLY_SOFTMAX]
     if not isinstance(form, (InnerForm, DistanceForm, AdditiveForm)):
         found.append(f"the score is computed in Python ({type(form).__name__})")
     if problem.dtype == "float64":
