@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import os
 import sys
+import time
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from importlib.metadata import version
+from pathlib import Path
 
 # torch's threads wait asleep. Awake they hold a core that another worker or process has use for: on a busy machine
 # eight training runs of six steps took 98 seconds in place of 5.
@@ -22,27 +26,26 @@ if "--products" not in sys.argv:
         _flags.append("--xla_cpu_use_fusion_emitters=false")
     os.environ.setdefault("XLA_FLAGS", " ".join(_flags))
 
-# triton, which PyTorch's CUDA builds bring, before TensorFlow: loaded after it, it ends in a segmentation
-# fault over two LLVMs (tensorflow/tensorflow#124205).
-with contextlib.suppress(ImportError):
-    import triton  # noqa: F401
-
-import jax
 import numpy as np
 import pytest
-import torch
 
 import covering
-from attnscore import kernels, scores
-from attnscore.core import tiling
-from attnscore.kernels.native import chunked_masks
-from attnscore.scores import gaussian
+
+HANGS_AFTER = 600
+"""Seconds after which a test says where it is."""
+_STDERR, _SET_AT = pytest.StashKey[int](), pytest.StashKey[float]()
 
 # In an environment of their own, which tests/test_mxnet.py starts.
 collect_ignore = ["in_mxnet"]
-if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
-    # tests/test_triton.py runs them in Triton's interpreter, in a process of its own.
-    collect_ignore.append("gpu")
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """tests/test_triton.py runs tests/gpu in Triton's interpreter, in a process of its own, where there is no GPU."""
+    if collection_path.name != "gpu" or os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    import torch
+
+    return None if torch.cuda.is_available() else True
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -52,6 +55,38 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Before the tests are collected: their rows are made when they are imported."""
     covering.products = config.getoption("--products")
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", 0):
+        _import_frameworks()
+    # Here it is the process's own: while tests run, pytest has another in its place.
+    config.stash[_STDERR] = os.dup(2)
+
+
+def _import_frameworks() -> None:
+    """Not in the process that hands the tests to workers, which would wait for it."""
+    # triton, which PyTorch's CUDA builds bring, before TensorFlow: loaded after it, it ends in a segmentation
+    # fault over two LLVMs (tensorflow/tensorflow#124205).
+    with contextlib.suppress(ImportError):
+        import triton  # noqa: F401
+    import jax
+
+    # The tables have float64 rows, which JAX would make float32; tests/test_jax.py has the narrow width too.
+    jax.config.update("jax_enable_x64", True)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """`slow_rows("name", ...)` marks rows of a parametrised test as slow, by patterns of their names."""
+    name = item.callspec.id if hasattr(item, "callspec") else ""
+    if any(fnmatchcase(name, pattern) for mark in item.iter_markers("slow_rows") for pattern in mark.args):
+        item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Say where a test hangs, set anew every few seconds: pytest's own way takes half a millisecond of each test."""
+    stash, now = item.config.stash, time.monotonic()
+    if now - stash.get(_SET_AT, -HANGS_AFTER) > HANGS_AFTER / 60:
+        stash[_SET_AT] = now
+        faulthandler.dump_traceback_later(HANGS_AFTER, file=stash[_STDERR])
 
 
 def pytest_collection_finish() -> None:
@@ -63,6 +98,8 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def _tables_as_found() -> Iterator[None]:
     """What an example or a test registers is gone with it: other tests list the names in messages."""
+    from attnscore import kernels, scores
+
     before = [(table, dict(table)) for table in (scores._TABLE, kernels._TABLE)]
     yield
     for table, rows in before:
@@ -73,12 +110,10 @@ def _tables_as_found() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="module")
 def _programs_of_one_file() -> Iterator[None]:
     """What JAX compiled goes with the file that it was for: a program takes 3 MB, and there are thousands."""
+    import jax
+
     yield
     jax.clear_caches()
-
-
-# The tables have float64 rows, which JAX would make float32; tests/test_jax.py has the narrow width too.
-jax.config.update("jax_enable_x64", True)
 
 
 @pytest.fixture
@@ -92,6 +127,10 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Masks that the native kernels have evaluated come in strips of 3 rows, and a Gaussian has the form of large inputs.
     """
+    from attnscore.core import tiling
+    from attnscore.kernels.native import chunked_masks
+    from attnscore.scores import gaussian
+
     monkeypatch.setattr(tiling, "TILE_SCORES", 1)
     monkeypatch.setattr(tiling, "SMALLEST_TILE", 4)
     monkeypatch.setattr(chunked_masks, "CHUNK_BYTES", 1)
@@ -102,12 +141,16 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def torch_seed() -> None:
     """torch's own generator, set."""
+    import torch
+
     torch.manual_seed(0)
 
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """On tensors of a few hundred numbers a second thread only spins: it doubled the time of these tests."""
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
