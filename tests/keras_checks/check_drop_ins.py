@@ -39,6 +39,11 @@ CASES: dict[str, tuple[str, dict[str, Any], Callable[[Any], Any]]] = {
         lambda layer: layer([X, V], mask=[None, KEPT], use_causal_mask=True),
     ),
     "concat": ("Attention", {"score_mode": "concat"}, lambda layer: layer([X, V, V * 2])),
+    "dot, one column of a mask": (
+        "Attention",
+        {"dropout": -1.0},
+        lambda layer: layer([X, V], mask=[None, np.ones((BATCH, 1), bool)], use_causal_mask=True, training=True),
+    ),
     "four axes": ("Attention", {}, lambda layer: layer([GRID, GRID_V], return_attention_scores=True)),
     "additive": ("AdditiveAttention", {}, lambda layer: layer([X, V], mask=[None, KEPT], return_attention_scores=True)),
     "additive, no scale": ("AdditiveAttention", {"use_scale": False}, lambda layer: layer([X, V])),
@@ -65,6 +70,12 @@ CASES: dict[str, tuple[str, dict[str, Any], Callable[[Any], Any]]] = {
         {"num_heads": 2, "key_dim": 3},
         lambda layer: layer(X, V, attention_mask=PAIRS[0]),
     ),
+    "heads, one axis of the mask": (
+        "MultiHeadAttention",
+        {"num_heads": 2, "key_dim": 3},
+        lambda layer: layer(X, V, attention_mask=KEPT[0], use_causal_mask=True),
+    ),
+    "heads, no keys": ("MultiHeadAttention", {"num_heads": 2, "key_dim": 3}, lambda layer: layer(X, V[:, :0])),
     "heads, one of two axes": (
         "MultiHeadAttention",
         {"num_heads": 2, "key_dim": 3, "attention_axes": 2},
@@ -144,6 +155,12 @@ def test_a_query_that_attends_to_no_key(case: str) -> None:
     assert abs(SHOWN(call(theirs))[0]).max() > 0.01
     close(call(ours)[1], call(theirs)[1])
     ours.strict = True
+    close(call(ours), call(theirs))
+
+
+def test_no_key_at_all() -> None:
+    call = lambda layer: layer(X, V[:, :0], attention_mask=np.ones((QUERIES, 0), bool))  # noqa: E731
+    theirs, ours = pair("MultiHeadAttention", {"num_heads": 2, "key_dim": 3}, call, strict=True)
     close(call(ours), call(theirs))
 
 

@@ -83,23 +83,23 @@ def _pooled(
     rate: float,
     generator: Any,
     with_weights: bool,
-    filled: Callable[[Array], Array] | None,
+    fill_empty: Callable[[Array], Array] | None,
     strict: bool,
     **options: Any,
 ) -> tuple[Array, Array | None, Array | None]:
-    """Return what `attend` does, and where they are wanted the weights before and after dropout, of probability `rate`.
+    """Return the output of `attend`, and the weights before and after dropout if computed; `options` are `attend`'s.
 
-    `filled` gives weights to the queries that attend to no key. Where the weights are there, Keras's dropout drops them
-    from the state of `generator`, as in the original.
+    The weights are computed where they are wanted, where `strict` needs them, and for a `rate` of 1, as `attend`
+    divides by 1 - dropout. `fill_empty` then gives weights to queries that attend to no key, and Keras's dropout drops
+    weights from the state of `generator`, as in the original.
     """
-    # `attend` takes less than 1, as the weights kept are divided by 1 - dropout.
-    if not (with_weights or filled or (rate and (strict or rate >= 1))):
+    if not (with_weights or fill_empty or (rate and (strict or rate >= 1))):
         seed = drawn_seed(generator) if rate else None
         return attend(query, key, value, dropout=rate, seed=seed, **options), None, None
     out, weights = attend(query, key, value, return_weights=True, **options)
-    weights = filled(weights) if filled else weights
+    weights = fill_empty(weights) if fill_empty else weights
     dropped = keras.random.dropout(weights, rate, seed=generator) if rate else weights
-    if dropped is not weights or filled:
+    if dropped is not weights or fill_empty:
         if options.get("head_axis") == -2:
             value = ops.repeat(value, dropped.shape[1] // value.shape[2], 2)
             out = ops.swapaxes(ops.matmul(dropped, ops.swapaxes(value, 1, 2)), 1, 2)
@@ -108,8 +108,8 @@ def _pooled(
     return out, weights, dropped
 
 
-def _where_empty(weights: Array, others: Any) -> Array:
-    """Return weights, and `others` for queries without any."""
+def _where_empty(weights: Array, others: Array) -> Array:
+    """Return weights, and `others` for queries that attend to no key."""
     return ops.where(ops.any(weights > 0, axis=-1, keepdims=True), weights, others)
 
 
@@ -157,18 +157,18 @@ class _OneHead(_DropIn):
         found = _mask_of_scores(value_mask, use_causal_mask, max(len(query.shape), len(key.shape)))
         q, k, score = self._scored(query, key)
 
-        def original(weights: Array) -> Array:
-            # Their scores, less a number that leaves nothing of their differences in float32.
+        def fill_empty(weights: Array) -> Array:
+            # The original subtracts this number from masked scores; in float32 nothing of their differences is left.
             scores = self._calculate_scores(query=query, key=key)
-            hidden = ops.softmax(scores - (65504.0 if weights.dtype == "float16" else 1.0e9), axis=-1)
-            return _where_empty(weights, ops.cast(hidden, weights.dtype))
+            masked = ops.softmax(scores - (65504.0 if weights.dtype == "float16" else 1.0e9), axis=-1)
+            return _where_empty(weights, ops.cast(masked, weights.dtype))
 
         out, _, weights = _pooled(
             q, k, value, score=score, mask=found, strict=self.strict,
-            rate=self.dropout if training else 0.0,
+            rate=self.dropout if training and self.dropout > 0 else 0.0,
             generator=getattr(self, "seed_generator", None),
             with_weights=return_attention_scores,
-            filled=original if self.strict and value_mask is not None else None,
+            fill_empty=fill_empty if self.strict and value_mask is not None else None,
         )  # fmt: skip
         if query_mask is not None:
             out = ops.where(ops.expand_dims(_boolean(query_mask), -1), out, 0)
@@ -180,7 +180,7 @@ def _mask_of_scores(value_mask: Any, causal: bool, axes: int) -> Mask | None:
     parts: list[Mask] = []
     if value_mask is not None:
         value_mask = _boolean(value_mask)
-        if axes == 3 and len(value_mask.shape) == 2:
+        if axes == 3 and len(value_mask.shape) == 2 and value_mask.shape[-1] != 1:
             parts.append(KeyPadding(value_mask))
         else:
             by_key = causal or len(value_mask.shape) == 2
@@ -343,23 +343,24 @@ class _ManyHeads(_DropIn):
     ) -> tuple[Array, Array | None]:
         """Return output and weights before dropout; `options` are those of `attend`."""
         rate = float(self._dropout_layer.rate)
-        # Only the fused computation of the original spreads weights over masked keys, and a causal mask hides not all.
-        spreads = self.strict and not (with_weights or rate) and options.get("head_axis") == -2
-        fills = spreads and mask is not None and type(mask) is not Causal
+        # The original has even weights for a fully masked query where its fused computation runs, and nowhere else.
+        is_fused = not (with_weights or rate) and options.get("head_axis") == -2
+        # A causal mask leaves each query a key.
+        fills = self.strict and is_fused and mask is not None and type(mask) is not Causal
         out, weights, _ = _pooled(
             query, key, value, mask=mask, strict=self.strict,
             rate=rate if training else 0.0,
             generator=getattr(self._dropout_layer, "seed_generator", None),
             with_weights=with_weights,
-            filled=(lambda weights: _where_empty(weights, 1.0 / ops.shape(weights)[-1])) if fills else None,
+            fill_empty=(lambda x: _where_empty(x, ops.softmax(ops.zeros_like(x), axis=-1))) if fills else None,
             **options,
         )  # fmt: skip
         return out, weights
 
 
 def _over_heads(mask: Any) -> Mask:
-    """Return (query, key), (batch, query, key) or (batch, head, query, key) as a mask object."""
-    return Dense(_with_axes(_boolean(mask), 4, -3))
+    """Return (key,), (query, key), (batch, query, key) or (batch, head, query, key) as a mask object."""
+    return Dense(_with_axes(_with_axes(_boolean(mask), 2, 0), 4, -3))
 
 
 def _as_mask(mask: Any, use_causal_mask: bool) -> Mask | None:
