@@ -34,7 +34,7 @@ class Mode:
     whole: bool = False
     """Runs every row of every table, in the tests of scores, masks, shapes and so on."""
     every: int = 1
-    """Of the rows of `families`, every so many; with ``--products`` all."""
+    """Of the rows of `families`, every so many, of which each second one is slow; with ``--products`` all."""
     own: str = ""
     """The file of the framework's own tests."""
 
@@ -572,12 +572,15 @@ def families() -> list[tuple[str, str, str]]:
 def in_every_mode() -> list[Any]:
     """(mode, score, mask, dtype): the families in every mode that runs in this environment."""
     return [
-        pytest.param(mode, *row, id="-".join((mode.framework, mode.name, *row)))
+        pytest.param(
+            mode, *row, id="-".join((mode.framework, mode.name, *row)),
+            marks=[pytest.mark.slow] if mode.every > 1 and (i + offset) // mode.every % 2 == 0 else [],
+        )
         for offset, mode in enumerate(MODES)
         if mode.run is not None
         for i, row in enumerate(dict.fromkeys(families()))
         if covering.products or (i + offset) % mode.every == 0
-    ]
+    ]  # fmt: skip
 
 
 def in_turn(dtypes: Sequence[str], extras: Sequence[str]) -> list[tuple[str, str, str, str]]:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -53,6 +54,14 @@ def cosine(q: Tensor, k: Tensor, log_scale: Tensor, **_: Any) -> Tensor:
 
 def capped(score: Callable[..., Tensor], cap: float) -> Callable[..., Tensor]:
     return lambda q, k, **given: cap * torch.tanh(score(q, k, **given) / cap)
+
+
+def summed(q: Tensor, k: Tensor, score_T: Tensor, **_: Any) -> Tensor:
+    return (dot(q, k) + 0.5 * gaussian(q, k, torch.tensor(1.5).log())) / score_T
+
+
+def capped_sum(q: Tensor, k: Tensor, w_v: Tensor, log_bandwidth: Tensor, score_weights_1: Tensor, **_: Any) -> Tensor:
+    return 2 * torch.tanh((additive(q, k, w_v) + score_weights_1 * gaussian(q, k, log_bandwidth)) / 2)
 
 
 def norm(x: Tensor, scale: Tensor) -> Tensor:
@@ -173,6 +182,13 @@ LAYERS = (
     _multi("heads, gaussian", gaussian, score="gaussian"),
     _multi("heads, cosine", cosine, score="cosine", num_key_value_heads=1),
     _multi("heads, capped additive", capped(additive, 0.5), score=ats.SoftCap("additive", 0.5)),
+    _multi("heads, sum", summed, score=ats.Temperature(ats.Dot() + 0.5 * ats.Gaussian(1.5), np.linspace(1, 2, 4))),
+    _multi(
+        "heads, capped sum",
+        capped_sum,
+        score=ats.SoftCap(ats.Combination(("additive", "gaussian"), (1.0, np.full(4, 0.5))), 2.0),
+        score_hiddens=3,
+    ),
     _multi("heads, sink", scaled_dot, sink=True),
     _multi("heads, norms, sink", gaussian, score="gaussian", qk_norm=True, sink=True, num_key_value_heads=2),
     _multi("one head", scaled_dot, num_heads=1, num_hiddens=3),

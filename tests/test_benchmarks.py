@@ -265,6 +265,7 @@ def test_every_case_on_a_toy(name: str) -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in COMPILED else ()) for name in sorted(SMALL)]
 )
+@pytest.mark.slow_rows("small-jax", "small-layers-keras")
 def test_every_case_of_many_shapes_on_a_toy(name: str) -> None:
     case = TOYS[name]
     rows = measure.time_shapes(case, 1, dataclasses.replace(SHORT, least=1, most=1))

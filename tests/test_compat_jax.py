@@ -76,6 +76,7 @@ names = pytest.mark.parametrize(
 
 
 @names
+@pytest.mark.slow_rows("grouped heads")
 def test_output_residual_and_gradients_are_those_of_the_original(name: str) -> None:
     kv_heads, options = OPTIONS[name]
     given = list(arrays(kv_heads))
@@ -99,6 +100,7 @@ def test_output_residual_and_gradients_are_those_of_the_original(name: str) -> N
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.slow_rows("float64")
 def test_dtypes(dtype: str) -> None:
     options: Any = {"bias": normal(N, T, S), "is_causal": True, "return_residual": True}
     with jax.enable_x64(dtype == "float64"):
@@ -106,6 +108,7 @@ def test_dtypes(dtype: str) -> None:
         close(compat.dot_product_attention(*given, **options), THEIRS(*given, **options), TOLERANCE[dtype])
 
 
+@pytest.mark.slow
 def test_axes_that_are_left_out() -> None:
     query, key, value = arrays()
     for q, k, v in (
@@ -126,6 +129,7 @@ def test_arrays_of_numpy_and_lists() -> None:
 
 @pytest.mark.parametrize("empty", ["batch", "queries", "keys", "heads", "dim"])
 @pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # the original, for dim 0
+@pytest.mark.slow_rows("queries", "heads")
 def test_empty_axes(empty: str) -> None:
     query, key, value = arrays()
     cut = {

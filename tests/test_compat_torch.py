@@ -706,6 +706,7 @@ def test_static_keys_with_a_bias_of_key_and_value_are_refused() -> None:
 
 
 @pytest.mark.parametrize("masks", ["no mask", "both", "float pairs"])
+@pytest.mark.slow_rows("no mask", "float pairs")
 def test_a_module_compiles_as_one_graph(masks: str) -> None:
     torch.compiler.reset()
     ours, theirs = pair(batch_first=True)
@@ -724,6 +725,7 @@ def test_a_module_that_returns_weights_compiles() -> None:
 @pytest.mark.parametrize(
     "name", ["boolean mask", "float mask", "causal", "causal at the bottom right", "grouped heads"]
 )
+@pytest.mark.slow_rows("boolean mask", "causal at the bottom right")
 def test_the_function_compiles_as_one_graph(name: str) -> None:
     torch.compiler.reset()
     leads, options = SDPA[name]

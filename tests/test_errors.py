@@ -52,6 +52,10 @@ def named(rows: list[tuple[Case, str]]) -> list[Any]:
     return [pytest.param(*row, id=f"{row[1]}-{row[0].error.__name__}-{row[0].name}") for row in rows]
 
 
+def slow(rows: list[Any]) -> list[Any]:
+    return [pytest.param(*row.values, id=row.id, marks=pytest.mark.slow) for row in rows]
+
+
 rows = pytest.mark.parametrize(("case", "framework"), named(ROWS))
 
 
@@ -126,7 +130,11 @@ TRACED = [row for row in EVERYWHERE if row[0].same and not row[0].only and row[1
 
 
 # In turn: two rows of a mistake follow each other.
-@pytest.mark.parametrize(("case", "framework"), named(TRACED if covering.products else TRACED[::4] + TRACED[3::4]))
+@pytest.mark.parametrize(
+    ("case", "framework"),
+    named(TRACED if covering.products else TRACED[::8] + TRACED[7::8])
+    + ([] if covering.products else slow(named(TRACED[3::8] + TRACED[4::8]))),
+)
 def test_the_same_is_said_while_tracing(case: Case, framework: str) -> None:
     said = Traced(framework).error_of(case)
     if case.name in UNSEEN:

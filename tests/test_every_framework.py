@@ -77,7 +77,7 @@ def rows_of_modes() -> list[Any]:
     rows = in_every_mode()
     assert {row.id for row in rows} >= COMPILED_LIKE_OTHERS
     return [
-        pytest.param(*row.values, id=row.id, marks=pytest.mark.slow if row.id in COMPILED_LIKE_OTHERS else ())
+        pytest.param(*row.values, id=row.id, marks=[pytest.mark.slow] if row.id in COMPILED_LIKE_OTHERS else row.marks)
         for row in rows
     ]
 

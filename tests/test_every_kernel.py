@@ -28,7 +28,7 @@ from cases import (
     SOME_MASKS,
     SOME_SCORES,
 )
-from covering import covering_array, pairs
+from covering import covering_array, each, pairs
 from harness import EXTRAS, Call, array, make_call, tensor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -128,7 +128,7 @@ def test_the_same_bits_from_run_to_run(score: str, kernel: str, framework: str, 
         np.testing.assert_array_equal(array(x), array(second[name]), err_msg=name)
 
 
-@pairs(score=SOME_SCORES, mask=SOME_MASKS, extras={name or "nothing-else": name for name in EXTRAS})
+@each(score=SOME_SCORES, mask=SOME_MASKS, extras={name or "nothing-else": name for name in EXTRAS})
 def test_tile_size_does_not_matter(score: Any, mask: Any, extras: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One tile, and tiles down to a single score."""
     call = make_call(score.name, mask.name, "float64", extras)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -102,11 +103,18 @@ def is_excepted(word: str, name: str) -> bool:
     )
 
 
+@cache
+def prose(path: Path) -> str:
+    """What a file says; of a page without its blocks of code, whose lines are empty."""
+    text = path.read_text(encoding="utf-8")
+    return FENCE.sub(lambda block: "\n" * block[0].count("\n"), text) if path.suffix == ".md" else text
+
+
 def lines_with(word: str, path: Path) -> Iterator[int]:
     """Line numbers; words match whole, two words over a line break too."""
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".md":
-        text = FENCE.sub(lambda block: "\n" * block[0].count("\n"), text)
+    text = prose(path)
+    if not all(part in text for part in word.split()):
+        return  # as nearly always
     pattern = rf"(?<![\w-]){re.escape(word)}(?![\w-])".replace(r"\ ", r"\s+")
     for match in re.finditer(pattern, text):
         yield text.count("\n", 0, match.start()) + 1

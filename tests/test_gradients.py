@@ -17,7 +17,7 @@ import torch
 import attnscore as ats
 import covering
 from cases import FRAMEWORKS, MASKS, SCORES, SCORES_WITH_ARRAYS, SOME_MASKS, SOME_SCORES, Sizes
-from covering import pairs
+from covering import each, pairs
 from harness import STATISTICS, Call, array, make_call, tensor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -181,7 +181,7 @@ def test_second_order_against_the_oracle(score: str, small_tiles: None) -> None:
     _check_penalty(make_call(score, "nested", "float64", "sink"))
 
 
-@pairs(
+@each(
     score=("scaled_dot-heads", "additive-tanh-bias"),
     mask=[mask.name for mask in MASKS],
     extras={"plain": "", "bias-and-sink": "hiding-bias"},

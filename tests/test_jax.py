@@ -101,6 +101,7 @@ def narrow() -> Iterator[None]:
 
 
 @pairs
+@pytest.mark.slow_rows("own, *-causal")
 def test_jit_gives_what_a_plain_call_gives(score: str, mask: str, small_tiles: None) -> None:
     """The plain call is NumPy's, whose numbers are JAX's (test_every_framework.py) and need no programs."""
     arrays, made = inputs(), SCORES[score]()
@@ -113,6 +114,7 @@ def test_jit_gives_what_a_plain_call_gives(score: str, mask: str, small_tiles: N
 @kernels
 @pytest.mark.parametrize("mask", ["causal", pytest.param("none", marks=pytest.mark.slow)])
 @scores
+@pytest.mark.slow_rows("gaussian-causal-auto", "own, *")
 def test_grad_inside_jit(score: str, mask: str, kernel: str, small_tiles: None) -> None:
     arrays, made = inputs(queries=8, keys=12), SCORES[score]()
     wanted = jax.jit(jax.value_and_grad(loss_of(score, mask, kernel="dense"), (0, 1)))(arrays, made)
@@ -161,6 +163,7 @@ def test_arrays_of_another_dtype_in_jit(score: str, kernel: str) -> None:
 
 
 @scores
+@pytest.mark.slow_rows("own, with a gradient")
 def test_check_grads(score: str) -> None:
     arrays, made = inputs(), SCORES[score]()
     loss = loss_of(score, "window")
@@ -282,6 +285,7 @@ def test_traced_lengths_are_clamped(kernel: str, small_tiles: None) -> None:
         lambda n: ats.Causal(offset=n) | ats.ValidLens(n),
     ],
 )  # fmt: skip
+@pytest.mark.slow_rows("<lambda>[136]-*")
 def test_every_kind_of_traced_mask(mask: Any, kernel: str, small_tiles: None) -> None:
     arrays, numbers = inputs(), jnp.asarray([2, 4])
 

@@ -64,6 +64,7 @@ def close(got: Any, wanted: Any) -> None:
 
 @pairs
 @pytest.mark.parametrize("key_batch", [4, 1], ids=["keys of each", "keys for all"])
+@pytest.mark.slow_rows("keys for all-streaming-causal")
 def test_shard_map(key_batch: int, mask: str, kernel: str, small_tiles: None) -> None:
     """Gradients of what all devices share are sums over them."""
     arrays, spread = inputs(key_batch), BATCH if key_batch > 1 else ALL
@@ -79,6 +80,7 @@ def test_shard_map(key_batch: int, mask: str, kernel: str, small_tiles: None) ->
 
 
 @pairs
+@pytest.mark.slow_rows("streaming-causal")
 def test_a_mesh_whose_axes_are_part_of_the_types(mask: str, kernel: str, small_tiles: None) -> None:
     arrays = inputs()
 

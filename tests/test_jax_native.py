@@ -191,6 +191,7 @@ HOLED: dict[str, Any] = {
     [(mask, callback) for mask in HOLED for callback in (False, True)],
     indirect=("callback_too",),
 )
+@pytest.mark.slow_rows("two ranges-False", "one inside-False", "neither-False", "sinks-False")
 def test_traced_numbers_between_pieces(mask: str, callback_too: bool) -> None:
     """In the program, and where it comes back to Python; also under vmap; with gradients."""
     arrays = inputs()
@@ -250,6 +251,7 @@ def test_masks_that_a_plain_call_evaluates(mask: str, monkeypatch: pytest.Monkey
 
 
 @some("mask", ["beside documents and padding", "alike for all rows"], list(EVALUATED))
+@pytest.mark.slow_rows("alike for all rows")
 def test_masks_that_have_to_be_evaluated(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Strip by strip in the program, with gradients, also in the layout of Flax and under vmap."""
     loss, arrays, ids, wanted = evaluated(mask, monkeypatch)
@@ -300,6 +302,7 @@ def test_documents_with_narrow_ids(narrow: None) -> None:
 
 
 @pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, 0), (None, 0, None)])
+@pytest.mark.slow_rows("axes0", "axes2")
 def test_examples_are_one_call(axes: tuple[Any, ...]) -> None:
     stacked = inputs(3)
     arrays = [x if axis == 0 else x[0] for x, axis in zip(stacked, axes, strict=True)]
@@ -468,7 +471,7 @@ def test_what_does_not_fit_is_refused(changed: Any, shapes: Any, words: str) -> 
 TURNS = in_turn(DTYPES, tuple(EXTRAS))
 
 
-@some("score,mask,dtype,extras", TURNS[::15], TURNS)
+@some("score,mask,dtype,extras", TURNS[::30], TURNS, slow=TURNS[15::30])
 def test_the_tables_in_programs(score: str, mask: str, dtype: str, extras: str) -> None:
     call = make_call(score, mask, dtype, extras)
     call.check(call.jax(jit=True))

@@ -117,6 +117,7 @@ def _float64_in_jax() -> Iterator[None]:
 
 @everywhere
 @pytest.mark.parametrize("steps", [STEPS, EVEN], ids=["ragged", "even"])
+@pytest.mark.slow_rows("ragged-jax-*")
 def test_steps_are_one_pass(framework: str, window: int | None, sinks: int, steps: Any) -> None:
     lens = np.sum(steps, 0)
     q, k, v = (_drawn(framework, BATCH, HEADS, lens.max(), DIM, seed=i) for i in range(3))
@@ -153,6 +154,7 @@ def test_gradients_are_those_of_one_pass(name: str, window: int | None, sinks: i
     ("name", "window", "sinks"),
     [("none", None, 0), ("additive", 3, 2), ("bilinear", None, 0), ("gaussian", 6, 1), ("cosine", 1, 2)],
 )
+@pytest.mark.slow_rows("cosine-*", "gaussian-*", "bilinear-*")
 def test_a_scan_in_jax_is_one_pass(name: str, window: int | None, sinks: int) -> None:
     """A prompt, then steps in a compiled loop whose lengths are traced; the loop's gradient is that of the pass."""
     length, prompt, score = 11, 4, _score(name, "jax")
@@ -185,6 +187,7 @@ def test_a_scan_in_jax_is_one_pass(name: str, window: int | None, sinks: int) ->
 
 @frameworks
 @pytest.mark.parametrize("head_axis", [-3, -2, None], ids=["heads", "heads-behind", "no-heads"])
+@pytest.mark.slow_rows("heads-jax")
 def test_layouts(framework: str, head_axis: int | None) -> None:
     """Grouped heads in both layouts, and arrays without heads; the value's dimension is its own."""
     q, k, v = (_drawn(framework, 2, h, 7, d, seed=d) for h, d in ((4, DIM), (2, DIM), (2, 5)))
@@ -259,6 +262,7 @@ def test_slots_without_a_position_are_not_read(framework: str) -> None:
 @needs_native
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 @pytest.mark.parametrize(("window", "count"), [(None, 1), (None, 3), (32, 1), (32, 3)])
+@pytest.mark.slow_rows("32-1-*", "None-3-*", "32-3-numpy", "None-1-torch")
 def test_a_thousand_steps(framework: str, window: int | None, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps find their plan, allocate the same, and write into the same buffers: all but when these double."""
     planned = []
@@ -318,6 +322,7 @@ def test_memory_of_a_window_is_bounded() -> None:
 
 
 @everywhere
+@pytest.mark.slow_rows("jax-*")
 def test_beams(framework: str, window: int | None, sinks: int) -> None:
     """Reordered and selected sequences go on as if each had been decoded alone."""
     capacity = 20 if window is None else sinks + window + 4
@@ -353,6 +358,7 @@ def test_a_reorder_copies_what_changes() -> None:
 
 
 @everywhere
+@pytest.mark.slow_rows("jax-*")
 def test_drafts(framework: str, window: int | None, sinks: int) -> None:
     """Drafts of which a few are kept in each sequence: as the sequences of what was kept."""
     k, v, q = (_drawn(framework, 2, HEADS, 40, DIM, seed=i) for i in range(3))
@@ -392,6 +398,7 @@ def test_what_a_ring_has_overwritten() -> None:
 
 @everywhere
 @pytest.mark.parametrize("name", ["none", "additive"])
+@pytest.mark.slow_rows("none-jax-*")
 def test_files(framework: str, window: int | None, sinks: int, name: str, tmp_path: Path) -> None:
     """A loaded cache goes on as the one that was saved; the score is the caller's to give again."""
     score = _score(name, framework)

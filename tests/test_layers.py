@@ -254,6 +254,7 @@ def test_training_reduces_a_loss(case: Case) -> None:
     "case",
     [pytest.param(case, marks=() if case.name in QUICK else pytest.mark.slow, id=case.name) for case in LAYERS],
 )
+@pytest.mark.slow_rows("heads, additive")
 def test_compiled(case: Case) -> None:
     layer, inputs = case.make(), case.inputs(torch.float32)
     wanted = layer(*inputs, [2, 5])

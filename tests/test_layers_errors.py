@@ -42,9 +42,21 @@ WRONG: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
     ),
     (
         "wrapped",
-        lambda: MultiHeadAttention(8, 2, score=ats.SoftCap(ats.Dot(), 2.0)),
+        lambda: MultiHeadAttention(8, 2, score=ats.SoftCap("sum", 2.0)),
         ats.ArgumentError,
-        r"score: expected one of dot, .*, got Dot\(\)",
+        "score: expected one of dot, .*, got 'sum'",
+    ),
+    (
+        "a class",
+        lambda: MultiHeadAttention(8, 2, score=ats.Dot),
+        ats.ArgumentError,
+        "score: expected one of dot, .*, got ",
+    ),
+    (
+        "twice",
+        lambda: MultiHeadAttention(8, 2, score=ats.Combination(("gaussian", "gaussian"), (1.0, 1.0))),
+        ats.ArgumentError,
+        "score: expected each name once, got 'gaussian' 2 times",
     ),
     ("sink", lambda: MultiHeadAttention(8, 2, sink=1), ats.ArgumentError, "sink: expected True or False, got 1"),
     ("norm", lambda: MultiHeadAttention(8, 2, qk_norm="rms"), ats.ArgumentError, "qk_norm: expected True or False"),

@@ -59,6 +59,16 @@ layers_and_masks = pytest.mark.parametrize(
 
 
 @layers_and_masks
+@pytest.mark.slow_rows(
+    "heads, cosine-*",
+    "heads, scaled dot-*",
+    "heads, additive, 3 hidden-none",
+    "heads, gaussian-*",
+    "heads, dot, bias-*",
+    "scaled dot-none",
+    "additive-none",
+    "*array (query, key)",
+)
 def test_layer_is_its_definition(case: Case, mask: str) -> None:
     theirs, layer = both(case)
     out, weights = case.plain(theirs, *case.inputs(), MASKS[mask][1])
@@ -224,6 +234,7 @@ def test_vmap_and_an_ensemble(case: Case) -> None:
 
 
 @every_layer
+@pytest.mark.slow_rows("one head", "*gaussian", "heads, cosine", "heads, sink", "heads, capped additive")
 def test_dropout_acts_in_training_alone(case: Case) -> None:
     arrays = inputs(case)
     layer, again = make(case, dropout=0.5), make(case, dropout=0.5)
@@ -260,6 +271,7 @@ def test_dropout_draws_anew_inside_jit() -> None:
 
 
 @some_layers
+@pytest.mark.slow_rows("scaled dot", "additive")
 def test_training_reduces_a_loss(case: Case) -> None:
     """Find the value whose key is the query's: a few steps suffice to halve the loss."""
     q, k, v = inputs(case, torch.float32)
@@ -322,6 +334,7 @@ def test_dtypes_are_promoted_as_flax_does_it() -> None:
 
 
 @pytest.mark.parametrize("name", ["heads, norms, sink", pytest.param("heads, capped additive", marks=pytest.mark.slow)])
+@pytest.mark.slow_rows("heads, norms, sink")
 def test_a_scan_with_a_cache_is_one_pass(name: str) -> None:
     """A compiled loop carries the cache; the rotary embedding takes the positions behind it."""
 
@@ -377,6 +390,7 @@ def test_sizes_come_with_the_first_call(case: Case) -> None:
     ids=["nnx.jit", "jax.jit", "nnx.grad", "jax.vmap"],
 )
 @pytest.mark.parametrize("kind", [BilinearAttention, lambda rngs: MultiHeadAttention(8, 2, rngs=rngs)])
+@pytest.mark.slow_rows("BilinearAttention-*", "<lambda>-nnx.grad")
 def test_no_sizes_from_a_transformed_call(kind: Callable[..., Any], call: Callable[..., Any]) -> None:
     """A parameter that is made inside grad has no gradient; one made inside jit is a tracer."""
     layer, x = kind(rngs=nnx.Rngs(0)), jnp.ones((1, 3, 4))

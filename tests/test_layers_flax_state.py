@@ -45,6 +45,7 @@ def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 @two_layers
+@pytest.mark.slow_rows("scaled dot")
 def test_few_weights_are_computed_in_the_pass(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, lens, given = make(case, dropout=0.5, rngs=nnx.Rngs(0)), jnp.array([2, 5]), inputs(case)
     found = {}
@@ -193,6 +194,7 @@ class TestAttentionWeights:
 @pytest.mark.parametrize(
     "case", [pytest.param(x, id=x.name, marks=pytest.mark.slow if x.name in ALIKE else ()) for x in LAYERS]
 )
+@pytest.mark.slow_rows("additive", "heads, scaled dot", "heads, gaussian", "heads, cosine", "heads, dot, bias")
 def test_state_is_saved_and_restored(case: Case, tmp_path: Path) -> None:
     """As plain arrays by name, in a file that needs no pickle."""
     layer, other, arrays = make(case), make(case, seed=1), inputs(case)

@@ -78,7 +78,6 @@ class TestAttentionWeights:
     @every_layer
     def test_keep_no_graph_and_no_cycle(self, case: Case) -> None:
         layer, (q, k, v) = case.make(), (x.requires_grad_() for x in case.inputs(torch.float32))
-        gc.collect()
         gc.disable()
         try:
             # The graph holds the values (a tensor lives on in Python while C++ holds it), the layer does not.

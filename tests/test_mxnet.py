@@ -20,6 +20,7 @@ import pytest
 
 import attnscore as ats
 from cases import SCORES, SCORES_WITH_ARRAYS, SOME_MASKS, SOME_SCORES, Sizes, in_turn
+from covering import each
 from harness import EXTRAS, Call, make_call
 from in_mxnet.exchange import receive, send
 
@@ -79,7 +80,7 @@ def test_rows(mxnet: Run, score: str, mask: str, dtype: str, extras: str) -> Non
 @pytest.mark.parametrize(
     ("score", "mask", "dtype", "extras"),
     [
-        pytest.param(*row, id="-".join(row), marks=[] if i % 5 == 0 else [pytest.mark.slow])
+        pytest.param(*row, id="-".join(row), marks=[] if i % 10 == 0 else [pytest.mark.slow])
         for i, row in enumerate(TURNS)
     ],
 )
@@ -88,10 +89,12 @@ def test_rows_streaming(mxnet: Run, score: str, mask: str, dtype: str, extras: s
     call.check(mxnet(call, mask, small_tiles=True, kernel="streaming"))
 
 
-@pytest.mark.parametrize("kernel", ["auto", "streaming", "dense"])
-@pytest.mark.parametrize("dtypes", [("float32", "float64"), ("float64", "float32")], ids="-".join)
-# MXNet's own derivative of erf is that of float32, and the dense kernel's gradient is MXNet's.
-@pytest.mark.parametrize("score", [name for name in SCORES_WITH_ARRAYS if "gelu" not in name])
+@each(
+    # MXNet's own derivative of erf is that of float32, and the dense kernel's gradient is MXNet's.
+    score=[name for name in SCORES_WITH_ARRAYS if "gelu" not in name],
+    dtypes={"-".join(x): x for x in (("float32", "float64"), ("float64", "float32"))},
+    kernel=("auto", "streaming", "dense"),
+)
 def test_arrays_of_another_dtype(mxnet: Run, score: str, dtypes: tuple[str, str], kernel: str) -> None:
     call = make_call(score, "nested", dtypes[0], "bias-sink").with_extras_in(dtypes[1])
     call.check(mxnet(call, "nested", kernel=kernel))
@@ -106,8 +109,10 @@ def test_every_family_of_scores_and_masks(mxnet: Run, score: str, mask: str, dty
     call.check(mxnet(call, mask))
 
 
-@pytest.mark.parametrize("score", [score.name for score in SCORES if not score.derived][::4])
-@pytest.mark.parametrize("sizes", [(1, 1), (1, 13), (13, 1), (67, 129)], ids=str)
+@each(
+    score=[score.name for score in SCORES if not score.derived][::4],
+    sizes={str(x): x for x in ((1, 1), (1, 13), (13, 1), (67, 129))},
+)
 def test_odd_sizes(mxnet: Run, score: str, sizes: tuple[int, int]) -> None:
     call = make_call(score, "none", "float32", "", Sizes(queries=sizes[0], keys=sizes[1]))
     call.check(mxnet(call, "none"))

@@ -15,8 +15,8 @@ import torch
 
 import attnscore as ats
 import native_cases  # noqa: F401 - without the module there is nothing to test here
-from cases import MASKS, SCORES, Sizes
-from covering import pairs
+from cases import DTYPES, MASKS, SCORES, Sizes
+from covering import each
 from harness import EXTRAS, build_call, tensor
 
 SIZES = Sizes(queries=9, keys=9)
@@ -62,15 +62,14 @@ def reasons_of(plan: Any) -> list[str]:
     return list(plan.reasons.get("native", ()))
 
 
-@pairs(score=SCORES, extras=tuple(EXTRAS), framework=("numpy", "torch"))
+@each(score=SCORES, extras=tuple(EXTRAS), framework=("numpy", "torch"))
 def test_every_score(score: Any, extras: str, framework: str) -> None:
     plan = plan_of(build_call(score, MASKS[0], "float32", extras), framework)
     left = SCORES_LEFT.get(score.name)
     assert (plan.kernel, reasons_of(plan)) == (("streaming", [left]) if left else ("native", []))
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.name)
+@each(mask=MASKS, dtype=DTYPES)
 def test_every_mask(mask: Any, dtype: str) -> None:
     """Graphs are gathered first, and then computed by it."""
     plan = plan_of(build_call(SCORES[0], mask, dtype))

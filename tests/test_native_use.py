@@ -116,6 +116,7 @@ print((resident() - before) / 2**20)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.slow
 def test_memory_is_given_back() -> None:
     """2000 calls of all sizes, forward, backward and refused: no growth beyond what an allocator's whims are."""
     done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, timeout=300, check=False)

@@ -107,6 +107,7 @@ ADDITIVE_SCORES = tuple(score.name for score in SCORES if score.magnitude == "ad
     + [("additive-tanh-bias", "hiding-bias-weights", "jax")],
     [(s, e, f) for s in ADDITIVE_SCORES for e in THROUGH_WEIGHTS for f in (*FRAMEWORKS, "jax", "tensorflow")],
 )
+@pytest.mark.slow_rows("*-jax")
 def test_masked_infinity_and_gradients_through_weights(score: str, extras: str, framework: str) -> None:
     """A gradient that comes in through the returned weights meets no masked query, key or gradient."""
     call = make_call(score, "array-4d", "float32", extras)

@@ -164,6 +164,7 @@ def test_tokens_are_on_both_axes():
 
 
 @pytest.mark.parametrize("length", [3, 30, pytest.param(120, marks=pytest.mark.slow), 400])
+@pytest.mark.slow_rows("400")
 def test_labels_do_not_overlap(length):
     tokens = [f"token{place}" for place in range(length)]
     figure = show_attention(RNG.random((length, length)), tokens)
@@ -312,6 +313,7 @@ def test_pooled_maps_of_uneven_bins_and_of_several_heads():
 
 
 @pytest.mark.parametrize("lengths", [pytest.param((0, 0), marks=pytest.mark.slow), (0, 5), (5, 0), (1, 1), (2, 4000)])
+@pytest.mark.slow_rows("lengths2", "lengths3")
 def test_long_pictures_of_odd_sizes(lengths):
     query, key = np.zeros((lengths[0], 2)), np.zeros((lengths[1], 2))
     pooled = ats.pooled_weights(query, key, (5, 5))
@@ -405,6 +407,7 @@ def test_points_are_bounded_at_any_length():
 
 
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
+@pytest.mark.slow_rows("numpy")
 def test_a_long_call_at_a_glance(framework):
     query, key = (Q, K) if framework == "numpy" else map(torch.from_numpy, (Q, K))
     tokens = [f"token{i}" for i in range(300)]

@@ -376,6 +376,7 @@ def test_the_layer_of_flax() -> None:
 
 
 @pytest.mark.parametrize("name", SOME[::4])
+@pytest.mark.slow_rows("additive-tanh-bias")
 def test_jax(name: str) -> None:
     """A pytree that jit and grad take and return, with gradients of its keys and of the parameters that are left."""
     numbers = {key: x.astype("f4") for key, x in _leaves(name).items()}
@@ -420,6 +421,7 @@ def test_tensorflow(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SOME[::4])
+@pytest.mark.slow_rows("additive-tanh-bias")
 def test_torch_compile(name: str) -> None:
     """In one graph: preparation and call, or keys that were prepared outside."""
     leaves = {key: torch.tensor(x, dtype=torch.float32) for key, x in _leaves(name).items()}

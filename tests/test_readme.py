@@ -46,7 +46,11 @@ LONG_EXAMPLES = (
     *("gatv2.py", "kernel_regression.py", "sequence_over_processes.py", "tacotron_attention.py", "seq2seq_additive.py"),
 )
 # Pages that train a model, show a million points or export a layer by four frameworks: slow tests.
-LONG_PAGES = ("docs/export.md", *(f"docs/recipes/{name}.md" for name in ("gatv2", "kernel-regression", "seq2seq")))
+LONG_PAGES = (
+    "docs/export.md",
+    "docs/watching.md",
+    *(f"docs/recipes/{name}.md" for name in ("gatv2", "kernel-regression", "seq2seq")),
+)
 # What TensorFlow writes about the machine (no GPU, no fast instructions for a dtype) unless silenced.
 TENSORFLOW_LOG = re.compile(r"WARNING: All log messages before absl|[IWE]\d{4} .*\.cc:\d+\] ")
 

@@ -152,9 +152,7 @@ def test_queries_and_keys_of_different_lengths(score: str, key_dim: int, framewo
 LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 13)
 
 
-@frameworks
-@pytest.mark.parametrize("keys", LENGTHS)
-@pytest.mark.parametrize("queries", LENGTHS)
+@pairs(queries=LENGTHS, keys=LENGTHS, framework=FRAMEWORKS)
 def test_lengths(queries: int, keys: int, framework: str) -> None:
     for i, case in enumerate(ANY_SIZE):
         score = ("scaled_dot", "additive-tanh-projected", "gaussian-direct", "own-tile_gradient")[(queries + i) % 4]
@@ -164,6 +162,7 @@ def test_lengths(queries: int, keys: int, framework: str) -> None:
 
 @frameworks
 @pytest.mark.parametrize("tile", [1, 2, 3, 5, 6, 16])
+@pytest.mark.slow_rows("1-torch", "2-torch", "3-numpy", "6-*")
 def test_tiles_that_do_not_divide(tile: int, framework: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attnscore.core.tiling.SMALLEST_TILE", tile)
     for case in ANY_SIZE:

@@ -10,7 +10,7 @@ import torch
 
 import attnscore as ats
 from cases import DTYPES, FRAMEWORKS, MASKS, MaskCase, Sizes
-from covering import pairs
+from covering import each
 from harness import EPS, NUMPY_DTYPE, array, dtype_of, tensor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -29,7 +29,7 @@ def native(x: np.ndarray, framework: str, **options: Any) -> Any:
     return tensor(x, **options) if framework == "torch" else x
 
 
-@pairs(case=MASKS, dtype=DTYPES, framework=FRAMEWORKS)
+@each(case=MASKS, dtype=DTYPES, framework=FRAMEWORKS)
 def test_under_every_mask(case: MaskCase, dtype: str, framework: str) -> None:
     sizes = Sizes(queries=case.lengths[0], keys=case.lengths[1])
     shape = (sizes.batch, sizes.heads, sizes.queries, sizes.keys)

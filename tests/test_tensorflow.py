@@ -55,7 +55,7 @@ def test_eager(score: str, mask: str, dtype: str, extras: str) -> None:
     call.check(call.tensorflow())
 
 
-@some("score,mask,dtype,extras", TURNS[::5], TURNS)
+@some("score,mask,dtype,extras", TURNS[::10], TURNS, slow=TURNS[5::10])
 def test_eager_streaming(score: str, mask: str, dtype: str, extras: str) -> None:
     call = make_call(score, mask, dtype, extras)
     call.check(call.tensorflow(kernel="streaming"))
@@ -387,6 +387,7 @@ def test_an_exported_model_runs_without_attnscore(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("score", [score.name for score in SOME_SCORES if score.smooth])
+@pytest.mark.slow_rows("own-*", "additive-gelu-heads", "soft_cap-*", "temperature-*")
 def test_second_derivatives(score: str) -> None:
     """A tape around a tape, against central differences of the gradient."""
     call = make_call(score, "valid_lens-empty", "float64", "sink")

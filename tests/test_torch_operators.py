@@ -107,6 +107,9 @@ def agree(got: Any, wanted: Any, leaves: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+@pytest.mark.slow_rows(
+    "additive, lengths", "dense kernel", "weights, statistics", "weights", "gaussian, window", "scale per head"
+)
 def test_one_graph_forward_and_backward(call: Call) -> None:
     trained = [torch.randn(shape, requires_grad=True) for shape in call.shapes]
     leaves = [*inputs(), *trained]
@@ -131,6 +134,7 @@ def test_one_graph_forward_and_backward(call: Call) -> None:
     ],
     ids=["2 axes", "3 axes", "heads behind, groups", "5 axes", "one query head", "no queries", "weights of groups"],
 )
+@pytest.mark.slow_rows("3 axes", "5 axes", "one query head")
 def test_every_layout(shapes: list[tuple[int, ...]], options: dict[str, Any]) -> None:
     leaves = [torch.randn(shape, requires_grad=True) for shape in shapes]
 
@@ -169,6 +173,7 @@ MODULES = {
 
 
 @pytest.mark.parametrize("name", MODULES)
+@pytest.mark.slow_rows("dot", "additive", "gaussian", "heads, additive")
 def test_layers_are_one_graph(name: str) -> None:
     layer: nn.Module = MODULES[name]()
     arrays = [torch.randn(BATCH, length, DIM, requires_grad=True) for length in (QUERIES, KEYS, KEYS)]
@@ -217,6 +222,7 @@ def test_gradcheck_of_a_compiled_function() -> None:
 
 # torch's own, where it leaves a graph in the middle.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.slow
 def test_what_has_no_operator_breaks_the_graph_and_says_so() -> None:
     leaves = inputs()
 
@@ -375,6 +381,7 @@ def test_what_has_no_operator_is_refused_by_a_trace() -> None:
     ("head_axis", "statistics", "matrix"),
     [(-3, [], None), (-2, ["log_sum_exp", "entropy", "max_score"], None), (-3, [], "weights")],
 )
+@pytest.mark.slow_rows("-3-statistics0-None", "-3-statistics2-weights")
 def test_operators_are_what_torch_asks(head_axis: int, statistics: list[str], matrix: str | None) -> None:
     importlib.import_module("attnscore.integrations.torch_compile")
     expression = (

@@ -42,7 +42,14 @@ def test_an_own_score_with_tile_alone(score: Any) -> None:
     check_score(score, like=np.zeros(1, dtype="float64"))
 
 
-@pytest.mark.parametrize("module", ["backends.mxnet", "backends.mxnet.gradients", "layers.mxnet"])
+# The last imports the others.
+@pytest.mark.parametrize(
+    "module",
+    [
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("backends.mxnet", "backends.mxnet.gradients")),
+        "layers.mxnet",
+    ],
+)
 def test_every_module_imports_by_itself(module: str) -> None:
     code = f"import attnscore.{module}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -345,6 +352,7 @@ out.backward()
 """
 
 
+@pytest.mark.slow
 def test_a_process_ends_while_a_gradient_is_under_way() -> None:
     for _ in range(3):
         done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, check=True, timeout=60)

@@ -147,6 +147,7 @@ class TestSymbolicCalls:
         got = model.predict([X, np.array([2, 3]), mask], verbose=0)
         close(got, layer(X, X, X, [2, 3], attention_mask=mask))
 
+    @pytest.mark.slow
     def test_a_mask_of_another_length(self) -> None:
         """For the second size TensorFlow makes a graph that knows no lengths, and learns them when it runs."""
         q, k, shown = keras.Input((None, 6)), keras.Input((None, 6)), keras.Input((None,), dtype="bool")
@@ -302,6 +303,7 @@ class TestFiles:
 
     if BACKEND == "tensorflow":
 
+        @pytest.mark.slow
         def test_an_exported_model(self, tmp_path: Path) -> None:
             import tensorflow as tf
 
