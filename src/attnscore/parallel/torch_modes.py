@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, NamedTuple, cast, final
@@ -32,8 +32,8 @@ from attnscore.core.tiled import Result, RowGradients
 from attnscore.core.tiling import TilePlan
 from attnscore.errors import KernelUnavailable, message
 from attnscore.kernels import Kernel
-from attnscore.masks import Dense, IntervalSet, Mask, split
-from attnscore.masks.base import atoms_of
+from attnscore.masks import Dense, IntervalSet, Mask, ValidLens, split
+from attnscore.masks.base import all_of, atoms_of
 from attnscore.parallel.mask import shard_mask
 from attnscore.parallel.pairs import Range
 from attnscore.parallel.plan import Exchange
@@ -249,33 +249,21 @@ class ShardedCall(ABC):
         found: Tensor = self.whole.batch_to_canonical(ops, ops.asarray(counts, like))
         return found.to(like.dtype).expand(like.shape)
 
-    def sum_of_parts(
-        self, parts: Sequence[tuple[Part, Mapping[str, Tensor]]], operands: Arrays, wanted: frozenset[str]
-    ) -> dict[str, Tensor]:
-        """Return the gradients of the operands but the keys, from those of parts whose queries are disjoint."""
-        found: dict[str, Tensor] = {}
-        for name in wanted - {*self.names["key"]}:
-            x = operands[name]
-            if name in self.names["query"]:
-                found[name] = self.join([(part.rows, grads[name]) for part, grads in parts])
-                continue
-            found[name] = torch.zeros(x.shape, dtype=self.sums, device=x.device)
-            for part, grads in parts:
-                if name == "bias":
-                    self._add_bias(found[name], part.rows, part.cols, grads[name])
-                else:
-                    found[name] += grads[name]
-        return found
+    def add_gradients(self, found: dict[str, Tensor], part: Part, of_part: Arrays) -> None:
+        """Add the gradients of a part's operands, but not of its keys, to those of the rank's operands."""
+        for name in of_part.keys() - {*self.names["key"]}:
+            if name == "bias":
+                self._add_bias(found[name], part.rows, part.cols, of_part[name])
+            elif name not in found:
+                found[name] = of_part[name]
+            elif name in self.names["query"]:
+                add_rows(positions_first(found[name]), self.queries.locate(part.rows), positions_first(of_part[name]))
+            else:
+                found[name] = found[name] + of_part[name]
 
-    def join(self, parts: Sequence[tuple[Shard, Tensor]]) -> Tensor:
-        """Return an array of all queries of the rank, from those of parts whose queries are disjoint."""
-        if len(parts) == 1:
-            return parts[0][1]
-        x = parts[0][1]
-        found = x.new_empty((*x.shape[:-2], len(self.queries), x.shape[-1]))
-        for rows, part in parts:
-            copy_rows(found.movedim(-2, 0), self.queries.locate(rows), part.movedim(-2, 0), ((0, len(rows)),))
-        return found
+    def zeros_like(self, operands: Arrays, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return zeros with the shapes of these operands, in the dtype of sums."""
+        return {name: torch.zeros_like(operands[name], dtype=self.sums) for name in names}
 
 
 def map_rows(change: Callable[..., Tensor], *results: Result) -> Result:
@@ -297,8 +285,11 @@ def incoming_of(grads: RowGradients) -> tuple[Tensor | None, Tensor | None, Tens
 class Gather(ShardedCall):
     """Fetch the keys that the rank's queries attend and that other ranks hold.
 
-    Queries that attend keys of this rank alone are computed while the others are on their way. Backward, gradients of
-    keys return to their owners while those queries are computed again.
+    Queries that attend keys of this rank alone (inner ones) are computed while the keys of the others (outer ones) are
+    on their way. Backward, gradients of keys return to their owners while the inner ones are computed again.
+
+    The inner part has all queries of the rank, and its mask hides the outer ones, so that its arrays have room for the
+    results of both.
     """
 
     @cached_property
@@ -329,45 +320,60 @@ class Gather(ShardedCall):
             tuple(plan.transfer(peer, rank) for peer in range(plan.ranks)),
         )
 
+    @cached_property
+    def has_inner_part(self) -> bool:
+        """Whether there are inner queries, or none at all."""
+        return len(self.inner) > 0 or not len(self.outer)
+
+    def mask_of(self, rows: Shard, cols: Shard) -> Mask | None:
+        mask = super().mask_of(rows, cols)
+        if not len(self.inner) or not len(self.outer) or rows == self.outer:
+            return mask
+        key_counts = np.full((self.whole.batch, len(rows)), len(cols))
+        for start, stop in rows.locate(self.outer):
+            key_counts[:, start:stop] = 0
+        return all_of([*([] if mask is None else [mask]), ValidLens(key_counts)])
+
     def forward(self, operands: Arrays) -> tuple[Result, Saved]:
         wait = self.ranks.fetch({name: operands[name] for name in self.names["key"]}, self.transfers)
-        found = []
-        if len(self.inner) or not len(self.outer):
-            found.append(self.run(self.inner, self.keys, operands))
+        found = [self.run(self.queries, self.keys, operands)] if self.has_inner_part else []
         fetched = wait()
         if len(self.outer):
             found.append(self.run(self.outer, self.transfers.wanted, {**operands, **fetched}))
+        parts, (result, *of_outer) = zip(*found, strict=True)
+        if of_outer:
+            result = map_rows(self._with_outer, result, *of_outer)
+        return result, Saved(parts, fetched if len(self.outer) else {})
 
-        results = [result for _, result in found]
-        rows = [part.rows for part, _ in found]
-        whole = map_rows(lambda *x: self.join([*zip(rows, x, strict=True)]), *results)
-        return whole, Saved(tuple(part for part, _ in found), fetched if len(self.outer) else {})
+    def _with_outer(self, x: Tensor, outer: Tensor) -> Tensor:
+        """Return the results of all queries, with those of the outer ones written into them."""
+        copy_rows(positions_first(x), self.queries.locate(self.outer), positions_first(outer))
+        return x
 
     def backward(
         self, operands: Arrays, saved: Saved, result: Result, grads: RowGradients, wanted: frozenset[str]
     ) -> dict[str, Tensor]:
-        of_keys = wanted & {*self.names["key"]}
-        outer = saved.parts[-1] if saved.fetched else None
-        parts = []
+        of_keys = sorted(wanted & {*self.names["key"]})
+        found = self.zeros_like(operands, wanted & {"bias"})
+        outer, of_outer = None, dict[str, Tensor]()
+        if saved.fetched:
+            outer = saved.parts[-1]
+            # The sink's gradient is a sum over all queries, which the inner part has.
+            names = wanted - {"sink"} if self.has_inner_part else wanted
+            of_outer = self.gradients_of(outer, {**operands, **saved.fetched}, result, grads, names)
+        returning = {
+            name: of_outer.pop(name) if outer else operands[name][..., :0, :].to(self.sums) for name in of_keys
+        }
+        add_returned = self.ranks.give_back(returning, self.transfers)
+        if self.has_inner_part:
+            of_inner = self.gradients_of(saved.parts[0], operands, result, grads, wanted)
+            self.add_gradients(found, saved.parts[0], of_inner)
+            found |= {name: of_inner[name] for name in of_keys}
+        else:
+            found |= self.zeros_like(operands, of_keys)
         if outer is not None:
-            parts.append((outer, self.gradients_of(outer, {**operands, **saved.fetched}, result, grads, wanted)))
-        returning = {}
-        for name in of_keys:
-            x, shape = (
-                operands[name],
-                (*operands[name].shape[:-2], len(self.transfers.wanted), operands[name].shape[-1]),
-            )
-            returning[name] = parts[0][1][name] if parts else x.new_zeros(shape, dtype=self.sums)
-        wait = self.ranks.give_back(dict(sorted(returning.items())), self.transfers)
-        for part in saved.parts:
-            if part is not outer:
-                parts.append((part, self.gradients_of(part, operands, result, grads, wanted)))
-        found = self.sum_of_parts(parts, operands, wanted)
-        found |= wait()
-        for part, own in parts:
-            if part is not outer:
-                for name in of_keys:
-                    found[name] += own[name]
+            self.add_gradients(found, outer, of_outer)
+        add_returned(found)
         return found
 
 
@@ -424,7 +430,7 @@ class Ring(ShardedCall):
     ) -> dict[str, Tensor]:
         of_keys = [name for name in self.names["key"] if name in wanted]
         parts = {part.cols: part for part in saved.parts}
-        found: dict[str, Tensor] = {}
+        found = self.zeros_like(operands, wanted & {"bias"})
         arriving: list[Tensor] = []
         arrived = _nothing
         for owner, block, wait in self._blocks(operands):
@@ -436,9 +442,7 @@ class Ring(ShardedCall):
                     # The sink is one more key, of which the queries have one gradient.
                     arrays["sink"] = operands["sink"]
                 own = self.gradients_of(part, arrays, result, grads, wanted)
-                others = self.sum_of_parts([(part, own)], operands, wanted & arrays.keys())
-                for name, x in others.items():
-                    found[name] = found[name] + x if name in found else x
+                self.add_gradients(found, part, own)
             wait()
             arrived()
             sums = [
@@ -634,7 +638,7 @@ class PassQueries(ShardedCall):
             at = self.queries.locate(attending)
             merged = online_softmax.merge(ops, _rows_of(state, at), new)
             for to, x in zip(_arrays_of(state), _arrays_of(merged), strict=True):
-                copy_rows(positions_first(to), at, positions_first(x), ((0, len(attending)),))
+                copy_rows(positions_first(to), at, positions_first(x))
         sink = operands.get("sink")
         sink = None if sink is None else sink.reshape(*sink.shape, 1, 1).to(self.sums)
         out, row_max, log_denom, found = online_softmax.finish(ops, state, sink, statistics)
@@ -660,14 +664,7 @@ class PassQueries(ShardedCall):
         rest = wanted - of_keys - {"sink"}
         for block, attending, arrays in self._blocks(operands, saved.fetched, _BACKWARD_KEYS) if rest else ():
             part, _ = self.part(attending, block, arrays)
-            own = self.gradients_of(part, arrays, result, grads, frozenset(rest))
-            for name in rest:
-                if name in self.names["query"]:
-                    add_rows(positions_first(found[name]), self.queries.locate(attending), positions_first(own[name]))
-                elif name == "bias":
-                    self._add_bias(found[name], attending, block, own[name])
-                else:
-                    found[name] += own[name]
+            self.add_gradients(found, part, self.gradients_of(part, arrays, result, grads, frozenset(rest)))
         if "sink" in wanted:
             part, _ = self.part(self.queries, Shard.empty(self.keys.length), self._no_keys(operands))
             found |= self.gradients_of(part, self._no_keys(operands), result, grads, frozenset({"sink"}))
@@ -702,7 +699,7 @@ class PassQueries(ShardedCall):
             own = owner.gradients_of(part, arrays, result, grads, wanted)
             for name in wanted:
                 rows_of = positions_first(found[name])
-                copy_rows(rows_of, at, positions_first(own[name]), ((0, len(block)),))
+                copy_rows(rows_of, at, positions_first(own[name]))
         return found
 
     def _attending_any(self, owner: int) -> Shard:

@@ -8,8 +8,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -24,6 +25,8 @@ Arrays = Mapping[str, Tensor]
 # The name of recent releases.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 Wait = Callable[[], dict[str, Tensor]]
+# From here on ranges are sent as one message, by a copy.
+_MANY_RANGES = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,46 +96,58 @@ class Ranks:
         def finish() -> dict[str, Tensor]:
             wait()
             for whole, at, buffer in later:
-                copy_rows(whole, at, buffer, ((0, len(buffer)),))
+                copy_rows(whole, at, buffer)
             return found
 
         return finish
 
-    def give_back(self, gradients: Arrays, plan: Transfers) -> Wait:
+    def give_back(self, gradients: Arrays, plan: Transfers) -> Callable[[Arrays], None]:
         """Start to return gradients of the rows that `fetch` fetched to their owners.
 
-        The function returns their sums, of the rows that this rank holds, over all ranks that had fetched them.
+        The function takes arrays of the rows that this rank holds, and adds to them what all ranks return for them. It
+        sends to one rank and receives from one at a time, in the same order on all: the memory is that of one rank's.
         """
-        sends: list[tuple[int, Tensor]] = []
-        receives: list[tuple[int, Tensor]] = []
-        arriving: dict[str, list[tuple[Sequence[Range], Tensor]]] = {}
-        for name, x in gradients.items():
-            rows = positions_first(x)
-            arriving[name] = []
-            for peer in self.others:
-                if len(part := plan.to_receive[peer]):
-                    sends.append((peer, _pack(rows, plan.wanted.locate(part))))
-                if len(part := plan.to_send[peer]):
-                    buffer = rows.new_empty((len(part), *rows.shape[1:]))
-                    receives.append((peer, buffer))
-                    arriving[name].append((plan.held.locate(part), buffer))
-        wait = self.post(sends, receives)
-        own = plan.held & plan.wanted
+        steps = self._exchanges(gradients, plan)
+        posted = [*islice(steps, 1)]
 
-        def finish() -> dict[str, Tensor]:
-            found = {}
+        def finish(sums: Arrays) -> None:
+            own = plan.held & plan.wanted
+            at, source = plan.held.locate(own), plan.wanted.locate(own)
             for name, x in gradients.items():
-                rows = positions_first(x)
-                whole = rows.new_zeros((len(plan.held), *rows.shape[1:]))
-                copy_rows(whole, plan.held.locate(own), rows, plan.wanted.locate(own))
-                found[name] = positions_last(whole)
-            wait()
-            for name, parts in arriving.items():
-                for at, buffer in parts:
-                    add_rows(positions_first(found[name]), at, buffer)
-            return found
+                add_rows(positions_first(sums[name]), at, positions_first(x), source)
+            while posted:
+                at, arriving, wait = posted.pop()
+                wait()
+                for name, rows in arriving.items():
+                    add_rows(positions_first(sums[name]), at, rows)
+                # Before those of the next rank need memory.
+                del arriving, rows, wait
+                posted.extend(islice(steps, 1))
 
         return finish
+
+    def _exchanges(
+        self, gradients: Arrays, plan: Transfers
+    ) -> Iterator[tuple[Sequence[Range], dict[str, Tensor], Callable[[], None]]]:
+        """Post the messages of `give_back` to and from one rank after another.
+
+        Yields where the rows that arrive belong in the arrays of this rank, the rows, and the function that waits.
+        """
+        for to, source in zip(self.others, reversed(self.others), strict=True):
+            sent, received = plan.to_receive[to], plan.to_send[source]
+            if not gradients or not (len(sent) or len(received)):
+                continue
+            sends: list[tuple[int, Tensor]] = []
+            receives: list[tuple[int, Tensor]] = []
+            arriving: dict[str, Tensor] = {}
+            for name, x in gradients.items():
+                rows = positions_first(x)
+                sends += [(to, message) for message in _messages(rows, plan.wanted.locate(sent))]
+                arriving[name] = rows.new_empty((len(received), *rows.shape[1:]))
+                receives += [(source, message) for message in _messages(arriving[name], received.locate(received))]
+            wait = self.post(sends, receives)
+            del sends, receives
+            yield plan.held.locate(received), arriving, wait
 
     def rows_to_heads(self, arrays: Arrays, shards: Sequence[Shard]) -> Wait:
         """Start to exchange the rank's rows of all heads, (..., head, group, own row, dim), for all rows of its heads.
@@ -148,7 +163,7 @@ class Ranks:
             parts = [positions_first(part) for part in self._by_head(x)]
             rows = x.new_empty((whole.length, *parts[self.rank].shape[1:]))
             found[name] = positions_last(rows)
-            copy_rows(rows, whole.locate(shards[self.rank]), parts[self.rank], ((0, len(shards[self.rank])),))
+            copy_rows(rows, whole.locate(shards[self.rank]), parts[self.rank])
             for peer in self.others:
                 if len(shards[self.rank]):
                     sends.append((peer, parts[peer].contiguous()))
@@ -162,7 +177,7 @@ class Ranks:
         def finish() -> dict[str, Tensor]:
             wait()
             for rows, at, buffer in later:
-                copy_rows(rows, at, buffer, ((0, len(buffer)),))
+                copy_rows(rows, at, buffer)
             return found
 
         return finish
@@ -272,24 +287,39 @@ def joined(ranges: Sequence[Range]) -> list[Range]:
     return found
 
 
-def copy_rows(to: Tensor, to_ranges: Sequence[Range], rows: Tensor, ranges: Sequence[Range]) -> None:
-    """Copy rows in `ranges` of the first axis to those in `to_ranges`, in order; as many of both."""
-    to_ranges, ranges = joined(to_ranges), joined(ranges)
-    if len(to_ranges) == len(ranges) == 1:
-        to[slice(*to_ranges[0])].copy_(rows[slice(*ranges[0])])
-        return
-    first, source = 0, cut(rows, ranges, 0)
-    for start, stop in to_ranges:
-        to[start:stop].copy_(source[first : first + stop - start])
-        first += stop - start
+def copy_rows(to: Tensor, to_ranges: Sequence[Range], rows: Tensor, ranges: Sequence[Range] | None = None) -> None:
+    """Copy rows in `ranges` of the first axis, or all of them, to those in `to_ranges`, in order; as many of both."""
+    for place, source in _paired(to_ranges, ((0, len(rows)),) if ranges is None else ranges):
+        to[place].copy_(rows[source])
 
 
-def add_rows(to: Tensor, ranges: Sequence[Range], rows: Tensor) -> None:
-    """Add rows to those in `ranges` of the first axis, in order."""
-    first = 0
-    for start, stop in ranges:
-        to[start:stop].add_(rows[first : first + stop - start])
-        first += stop - start
+def add_rows(to: Tensor, to_ranges: Sequence[Range], rows: Tensor, ranges: Sequence[Range] | None = None) -> None:
+    """Add rows to others, as `copy_rows` copies them."""
+    for place, source in _paired(to_ranges, ((0, len(rows)),) if ranges is None else ranges):
+        to[place].add_(rows[source])
+
+
+def _paired(first: Sequence[Range], second: Sequence[Range]) -> Iterator[tuple[slice, slice]]:
+    """Yield the largest slices of the same sizes that make up two lists of ranges with as many rows."""
+    first, second = joined(first)[::-1], joined(second)[::-1]
+    while first and second:
+        (start, stop), (other, other_stop) = first.pop(), second.pop()
+        size = min(stop - start, other_stop - other)
+        yield slice(start, start + size), slice(other, other + size)
+        if start + size < stop:
+            first.append((start + size, stop))
+        if other + size < other_stop:
+            second.append((other + size, other_stop))
+
+
+def _messages(rows: Tensor, ranges: Sequence[Range]) -> list[Tensor]:
+    """Return what is sent of the rows in `ranges`: each range where they are few, which takes no copy, else all packed.
+
+    Both sides of a message have as many ranges, of the same lengths.
+    """
+    if len(ranges) > _MANY_RANGES:
+        return [_pack(rows, ranges)]
+    return [rows[start:stop].contiguous() for start, stop in ranges]
 
 
 def _pack(rows: Tensor, ranges: Sequence[Range]) -> Tensor:
