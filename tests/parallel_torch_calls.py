@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -20,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import attnscore as ats
 from attnscore.layers.torch import MultiHeadAttention
 from attnscore.masks import Mask
-from attnscore.parallel import Shard, balanced_shards
+from attnscore.parallel import Shard, balanced_shards, exchange
 from attnscore.parallel.torch import attend, explain, gather_rows, merge_over
 from cases import MASK, SCORE, Sizes
 
@@ -130,6 +132,29 @@ def gradients(mask: Any, length: int, placement: str, options: dict[str, Any]) -
     return [shards[rank].positions(), *map(array, (out, *grads))]
 
 
+def peak_memory(mask: Mask, length: int, placement: str, backward: bool) -> tuple[int, int]:
+    """Bytes above those before the call that this rank took at its peak, and those of its rows and what it fetches."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    shards = shards_of(placement, length, ranks, mask)
+    before = memory("VmRSS")
+    # VmHWM, the peak of resident memory, begins anew.
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    own = [torch.randn(1, 1, len(shards[rank]), 64).requires_grad_(backward) for _ in range(3)]
+    out = attend(*own, group=None, queries=shards, mask=mask)
+    if backward:
+        out.backward(torch.ones_like(out))
+        assert all(x.grad is not None for x in own)
+    received = exchange(mask, shards, shards).received(rank)
+    arrays = (4 * len(shards[rank]) + 2 * received) * 64 * 4
+    return memory("VmHWM") - before, arrays * (2 if backward else 1)
+
+
+def memory(field: str) -> int:
+    """A field of the status of this process, in bytes."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(field)).split()[1])
+
+
 def differing(options: dict[str, Any]) -> None:
     """A call whose ranks disagree."""
     rank = dist.get_rank()
@@ -143,6 +168,18 @@ def dying() -> None:
         os._exit(1)
     x = torch.ones(1, 4, 4)
     attend(x, x, x, group=None)
+
+
+def late(where: str, mode: str) -> None:
+    """A call whose forward or backward rank 1 begins only after the timeout of 2 seconds has passed."""
+    x = torch.ones(1, 2, 4, 4, requires_grad=True)
+    for step in ("forward", "backward"):
+        if step == where and dist.get_rank() == 1:
+            time.sleep(5)
+        if step == "forward":
+            out = attend(x, x, x, group=None, mode=mode, check=False)
+        else:
+            out.sum().backward()
 
 
 def gathered_and_merged() -> bool:
@@ -184,21 +221,43 @@ def meshes() -> bool:
     found = attend(own, own, own, group=mesh["context"], mask=ats.Causal()).full_tensor()
     is_same = torch.allclose(found, ats.attend(x, x, x, mask=ats.Causal()), rtol=1e-12, atol=1e-12)
     sizes = dict.fromkeys(("query_size", "key_size", "value_size"), 16)
-    for kind in ("ddp", "fsdp"):
+    for kind in ("ddp", "fsdp", "fsdp of a layer alone"):
         layers = []
         for group in (None, mesh["context"]):
             torch.manual_seed(0)
             options = {"score": "gaussian", "sink": True, "keep_last": False, "dtype": torch.float64}
             layers.append(MultiHeadAttention(16, 2, context_group=group, **options, **sizes))
         alone, layer = layers
-        alone(x, x, x, mask=ats.Causal()).square().mean().backward()
+        wanted = alone(x, x, x, mask=ats.Causal())
+        wanted.square().mean().backward()
         if kind == "ddp":
             whole: Any = DistributedDataParallel(layer)
         else:
-            whole = fully_shard(Whole(layer), mesh=mesh._flatten("all"))
+            whole = fully_shard(Whole(layer) if kind == "fsdp" else layer, mesh=mesh._flatten("all"))
         part = x[rank // 2, None, rank % 2 * 4 : rank % 2 * 4 + 4]
-        whole(part, part, part, mask=ats.Causal()).square().mean().backward()
+        found = whole(part, part, part, mask=ats.Causal())
+        is_same = is_same and torch.allclose(found, wanted[rank // 2, None, rank % 2 * 4 : rank % 2 * 4 + 4])
+        found.square().mean().backward()
         for theirs, ours in zip(alone.parameters(), layer.parameters(), strict=True):
             grad = ours.grad.full_tensor() if hasattr(ours.grad, "full_tensor") else ours.grad
             is_same = is_same and torch.allclose(grad, theirs.grad, rtol=1e-10, atol=1e-12)
     return bool(is_same)
+
+
+def sharded_layer() -> bool:
+    """Whether a layer alone, its parameters sharded by FSDP2, gives the output and gradients of a plain one."""
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 5, 8, generator=rng, dtype=torch.float64)
+    sizes = dict.fromkeys(("query_size", "key_size", "value_size"), 8)
+    plain, layer = (MultiHeadAttention(8, 2, score="gaussian", dtype=torch.float64, **sizes) for _ in range(2))
+    for i, own in enumerate(plain.parameters()):
+        torch.nn.init.normal_(own, mean=i % 2, std=0.1, generator=rng)
+    layer.load_state_dict(plain.state_dict())
+    fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    outs = [each(x, x, x, mask=ats.Causal()) for each in (plain, layer)]
+    for out in outs:
+        out.square().sum().backward()
+    grads = [
+        (one.grad, other.grad.full_tensor()) for one, other in zip(plain.parameters(), layer.parameters(), strict=True)
+    ]
+    return all(torch.allclose(one, other, rtol=1e-12, atol=1e-12) for one, other in (outs, *grads))

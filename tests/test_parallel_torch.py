@@ -22,6 +22,8 @@ from harness import STATISTICS, Call, array, make_call
 from process_group import ProcessGroup, RankError, group_of
 
 RANKS = (1, 2, 3, 4)
+OF_TORCH = ("RuntimeError", "DistNetworkError", "DistBackendError")
+"""Errors of torch where another rank has died or is late."""
 PLACEMENTS = (
     ("contiguous", "contiguous"),
     ("head_tail", "head_tail"),
@@ -116,6 +118,23 @@ def assert_bytes(ranks: int, mask: Any, length: int, placement: str, options: di
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(
+    ("mask", "length", "placement"),
+    [(ats.SlidingWindow(left=4095, right=0), 2**20, "contiguous"), (ats.Causal(), 2**17, "head_tail")],
+    ids=["window", "causal"],
+)
+def test_memory_is_that_of_the_ranks_rows_and_of_those_fetched(
+    mask: ats.Mask, length: int, placement: str, backward: bool
+) -> None:
+    # What processes of an earlier test have freed and kept would hide a part.
+    group = ProcessGroup(4)
+    found = group.run("parallel_torch_calls.peak_memory", mask, length, placement, backward)
+    group.stop()
+    assert all(peak <= arrays + 10**8 for peak, arrays in found), found
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", [ats.Causal(), ats.SlidingWindow(left=200, right=0)], ids=["causal", "window"])
 def test_passed_queries_give_the_same_bits_on_any_number_of_processes(mask: ats.Mask) -> None:
     every = []
@@ -143,7 +162,18 @@ def test_a_rank_that_has_died_ends_the_others_with_an_error_of_torch() -> None:
     with pytest.raises(RankError) as caught:
         group.run("parallel_torch_calls.dying")
     assert caught.value.kinds[1] == "EOFError"
-    assert caught.value.kinds[0] in ("RuntimeError", "DistNetworkError", "DistBackendError")
+    assert caught.value.kinds[0] in OF_TORCH
+    group.stop()
+
+
+@pytest.mark.slow
+@pairs(where=("forward", "backward"), mode=("gather", "ring", "heads"))
+def test_a_rank_that_is_late_ends_all_with_the_timeout_of_torch(where: str, mode: str) -> None:
+    group = ProcessGroup(2, timeout=2)
+    with pytest.raises(RankError) as caught:
+        group.run("parallel_torch_calls.late", where, mode)
+    assert {*caught.value.kinds} == {0, 1} and {*caught.value.kinds.values()} <= {*OF_TORCH}
+    assert "Timed out" in caught.value.messages[0]
     group.stop()
 
 
@@ -166,6 +196,10 @@ def test_bytes_of_every_way(ranks: int, mask: Any, placement: str, mode: str) ->
 def test_dtensors_and_layers_over_a_mesh() -> None:
     """DTensors give DTensors; a layer over 2 x 2 processes, by DDP and by FSDP2, has the gradients of one process."""
     assert all(group_of(4).run("parallel_torch_calls.meshes"))
+
+
+def test_a_layer_alone_is_sharded_by_fsdp() -> None:
+    assert all(group_of(2).run("parallel_torch_calls.sharded_layer"))
 
 
 @pytest.mark.slow

@@ -148,7 +148,9 @@ def _check_operand(name: str, x: Tensor, weight: Tensor, owner: str, *, axis: in
 # ------------------------------------------------------------------ the call
 
 
-class Attention(BaseAttention[Tensor], nn.Module):
+# nn.Module comes first: FSDP2 sets the __class__ of a layer to a subclass, which Python allows where the instances of
+# both have their __dict__ from a direct child of `object`.
+class Attention(nn.Module, BaseAttention[Tensor]):
     """Base of the layers: their parameters, dropout in training, and the inputs of the last softmax."""
 
     def __init__(
