@@ -50,6 +50,7 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--products", action="store_true", help="whole products of tables in place of pairs of their rows")
+    parser.addoption("--every", type=int, default=1, help="of the rows of each test of tests/gpu every so many")
 
 
 def pytest_configure(config: pytest.Config) -> None:

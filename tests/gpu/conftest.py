@@ -7,6 +7,7 @@ becomes a bfloat16. Both are mended here.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,6 +47,18 @@ def _mend_bfloat16() -> None:
 
 if INTERPRETED:
     _mend_bfloat16()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With `--every N`, the first row of each test and every N-th after it: the rest of a table goes round with it."""
+    rows: Counter[str] = Counter()
+    kept, left = [], []
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        (left if rows[name] % config.getoption("--every") else kept).append(item)
+        rows[name] += 1
+    items[:] = kept
+    config.hook.pytest_deselected(items=left)
 
 
 @pytest.fixture(autouse=True)

@@ -208,10 +208,10 @@ def test_files_go_both_ways(tmp_path: Path) -> None:
     close(keras.models.load_model(tmp_path / "ours.keras")(ids), ours(ids), 0)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [*(pytest.param(x, marks=pytest.mark.slow) for x in ("dot, scale, lists of masks", "additive", "heads")), "grouped"],
-)
+TRAINED = ("dot, scale, lists of masks", "additive", "heads")
+
+
+@pytest.mark.parametrize("case", [*(pytest.param(x, marks=pytest.mark.slow) for x in TRAINED), "grouped"])
 def test_training_moves_the_weights_as_the_original_does(case: str) -> None:
     """In graphs and jit, with lengths that Keras does not know."""
     name, arguments, _ = CASES[case]
