@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # What NumPy says when Keras reads its variables.
 _KERAS_OWN = "ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"
-CHECKS = ("check_numbers.py", "check_models.py", "check_errors.py", "check_drop_ins.py")
+CHECKS = ("check_numbers.py", "check_models.py", "check_errors.py", "check_drop_ins.py", "check_multi_head.py")
 
 # Keras imports these where they are installed, some when a seed is set, for four seconds of each process; no check
 # needs them. A module that is None cannot be imported.

@@ -395,3 +395,57 @@ def test_calls_of_older_editions(name: str) -> None:
 
 def test_constructors() -> None:
     check_constructors(layers)
+
+
+# ------------------------------------------------------------- scores of parts, bias, rotary embedding
+
+
+def rotary(q: Any, k: Any, positions: Any) -> tuple[Any, Any]:
+    """Turn both halves of the features by angles that grow with the position."""
+    angle = positions.astype("float32").reshape((-1, positions.shape[1], 1, 1)) / 10
+
+    def turned(x: Any) -> Any:
+        a, b = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+        return np.concatenate([a * np.cos(angle) - b * np.sin(angle), a * np.sin(angle) + b * np.cos(angle)], -1)
+
+    return turned(q), turned(k)
+
+
+TEMPLATES = {
+    "sum": lambda: ats.Temperature(ats.Dot() + 0.5 * ats.Gaussian(1.5), onp.linspace(1, 2, 4)),
+    "capped": lambda: ats.SoftCap(ats.Combination(("cosine", "gaussian"), (1.0, onp.full(4, 0.5))), 2.0),
+}
+
+
+@pytest.mark.parametrize("shape", [(3, 4, 5, 5), (4, 1, 9)], ids=["pairs", "relative"])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_heads_with_a_score_of_parts_a_bias_and_a_rotary_embedding(name: str, shape: Any, tmp_path: Path) -> None:
+    """They are `attend` between the projections; files hold every parameter; the bias gets its gradient."""
+    layer = MultiHeadAttention(8, 4, score=TEMPLATES[name](), rotary=rotary)
+    layer.initialize(mx.init.Normal(0.4))
+    x, bias = random(3, 5, 4), random(*shape, seed=4)
+    bias.attach_grad()
+    with autograd.record():
+        out = layer(x, x, x, valid_lens=[2, 5, 0], bias=bias)
+        loss = (out**2).sum()
+    loss.backward()
+    w = {name: x.data() for name, x in parameters(layer).items()}
+    q, k, v = (np.dot(x, w[f"W_{n}.weight"].T).reshape(3, 5, 4, 2) for n in "qkv")
+    q, k = rotary(q, k, np.arange(5).reshape(1, 5))
+    given = {name: x.asnumpy() for name, x in w.items() if "." not in name}
+    own = layer._layer.make_score(given)
+    arrays = [x.asnumpy() for x in (q, k, v)]
+    pooled, back = ats.attend_vjp(*arrays, score=own, valid_lens=[2, 5, 0], bias=bias.asnumpy(), head_axis=-2)
+    wanted = pooled.reshape(3, 5, 8) @ w["W_o.weight"].asnumpy().T
+    assert onp.allclose(out.asnumpy(), wanted, atol=1e-5)
+    through = (2 * wanted @ w["W_o.weight"].asnumpy()).reshape(pooled.shape)
+    assert onp.allclose(bias.grad.asnumpy(), back(through).bias, atol=1e-5)
+    own_gradients = {name: x.grad() for name, x in parameters(layer).items() if name.startswith("score_")}
+    assert all(onp.isfinite(x.asnumpy()).all() and x.asnumpy().any() for x in own_gradients.values()) and own_gradients
+    before = layer.attention_weights.asnumpy()
+    bias[:] = 0
+    assert (layer.attention_weights.asnumpy() == before).all()
+    again = MultiHeadAttention(8, 4, score=TEMPLATES[name](), rotary=rotary)
+    layer.save_parameters(str(tmp_path / "layer.params"))
+    again.load_parameters(str(tmp_path / "layer.params"))
+    assert (again(x, x, x).asnumpy() == layer(x, x, x).asnumpy()).all()

@@ -18,14 +18,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from attnscore import backends
-from attnscore.backends.base import Array, accumulator
-from attnscore.core.arguments import check_choice, check_flag, check_positive, shown
+from attnscore.backends.base import Array, accumulator, may_equal
+from attnscore.core.arguments import check_flag, check_positive, shown
 from attnscore.core.prepared import PreparedKeys, prepare_keys
 from attnscore.errors import ArgumentError, FrameworkError, ShapeError, message
 from attnscore.kv_cache import KeyValueCache
-from attnscore.layers import shared
+from attnscore.layers import score_template, shared
 from attnscore.scores import Additive, Bilinear, Cosine, Dot, Gaussian, ScaledDot
-from attnscore.scores.base import Wrapper, with_nonfinite_rows_isolated
+from attnscore.scores.base import with_nonfinite_rows_isolated
 
 A = TypeVar("A")
 """The array of a framework."""
@@ -70,7 +70,8 @@ class Parameter:
 
     name: str
     shape: tuple[int | None, ...]
-    start: float = 0.0
+    start: Any = 0.0
+    """A number, or nested tuples of numbers in this shape."""
     fan_in_axes: int = 0
     """How many trailing axes a score sums over: their product is the fan-in. 0: the parameter starts constant."""
     inputs: tuple[str, ...] = ()
@@ -96,7 +97,8 @@ class Parameter:
 class Layer:
     """One layer: its score, options and parameters. Plain data, compared by value."""
 
-    score: str
+    score: Any
+    """A name, or a template of `score_template`."""
     options: tuple[tuple[str, Any], ...] = ()
     """The arguments that a configuration repeats, checked, with None resolved where the sizes follow from others."""
     linears: tuple[Linear, ...] = ()
@@ -105,8 +107,6 @@ class Layer:
     """0: a layer without heads."""
     printed: tuple[tuple[str, Any], ...] = ()
     """The options that ``repr`` shows; None is left out."""
-    wrappers: tuple[Any, ...] = ()
-    """Scores around that of the layer, the outermost first; what they hold inside is replaced."""
     score_parts: tuple[Linear | Parameter, ...] = field(init=False, repr=False, compare=False)
     """What holds the arrays of the score."""
     after_keys: tuple[Linear, ...] = field(init=False, repr=False, compare=False)
@@ -129,7 +129,8 @@ class Layer:
 
     def make_score(self, arrays: dict[str, Array]) -> Any:
         """Return the score object over its arrays, by name."""
-        return _wrapped(self.wrappers, _SCORES[self.score](self._options | arrays))
+        given = self._options | arrays
+        return score_template.filled(self.score, arrays, lambda name: _SCORES[name](given))
 
     def out_features(self, value_features: int | None) -> int | None:
         """Return the number of features of the output."""
@@ -214,14 +215,13 @@ def multi_head(
     num_hiddens: int,
     num_heads: int,
     bias: bool,
-    score: str,
+    score: Any,
     score_hiddens: int | None,
     num_key_value_heads: int | None,
     query_size: int | None,
     key_size: int | None,
     value_size: int | None,
     *,
-    wrappers: tuple[Any, ...] = (),
     sink: bool = False,
     qk_norm: bool = False,
 ) -> Layer:
@@ -240,8 +240,8 @@ def multi_head(
     optional = {"num_key_value_heads": num_key_value_heads, "score_hiddens": score_hiddens, **sizes}
     for name, size in optional.items():
         shared.check_size(name, size, optional=True)
-    check_choice("score", score, tuple(_SCORES))
-    if score_hiddens is not None and score != "additive":
+    names = score_template.names_in(score, tuple(_SCORES))
+    if score_hiddens is not None and "additive" not in names:
         hint = "only the additive score has hidden units"
         raise ArgumentError(message("score_hiddens", f"None for score={score!r}", score_hiddens, hint=hint))
     kv_heads = num_heads if num_key_value_heads is None else num_key_value_heads
@@ -252,7 +252,8 @@ def multi_head(
     dim = num_hiddens // num_heads
     # Of the queries and keys of one head; for the additive score its hidden units.
     score_dim = score_hiddens or dim
-    parameters = list(_PARAMETERS[score](num_heads, score_dim) if score in _PARAMETERS else ())
+    parameters = [x for name in names if name in _PARAMETERS for x in _PARAMETERS[name](num_heads, score_dim)]
+    parameters += [Parameter(name, x.shape, _nested(x)) for name, x in score_template.arrays_in(score).items()]
     if check_flag("sink", sink):
         parameters.append(Parameter("sink", (num_heads,)))
     if check_flag("qk_norm", qk_norm):
@@ -265,7 +266,7 @@ def multi_head(
             ("num_heads", num_heads),
             ("bias", bias),
             ("score", score),
-            ("score_hiddens", score_dim if score == "additive" else None),
+            ("score_hiddens", score_dim if "additive" in names else None),
             ("num_key_value_heads", kv_heads),
             *sizes.items(),
             *[option for option in further if option[1]],
@@ -278,25 +279,15 @@ def multi_head(
         ),
         parameters=tuple(parameters),
         heads=num_heads,
-        wrappers=wrappers,
         printed=(
             ("num_hiddens", num_hiddens),
             ("num_heads", num_heads),
-            ("score", _wrapped(wrappers, score)),
+            ("score", score),
             ("score_hiddens", score_dim if score_dim != dim else None),
             ("num_key_value_heads", kv_heads if kv_heads != num_heads else None),
             *further,
         ),
     )
-
-
-def unwrapped(score: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return the name in a wrapped score, ``SoftCap("additive", 5.0)``, and what is around it, the outermost first."""
-    wrappers = []
-    while isinstance(score, Wrapper):
-        wrappers.append(score)
-        score = score.score
-    return score, tuple(wrappers)
 
 
 def check_rotary(rotary: Any) -> Any:
@@ -306,11 +297,9 @@ def check_rotary(rotary: Any) -> Any:
     return rotary
 
 
-def _wrapped(wrappers: Sequence[Any], score: Any) -> Any:
-    """Return a score with wrappers around it, the inverse of `unwrapped`."""
-    for wrapper in reversed(wrappers):
-        score = replace(wrapper, score=score)
-    return score
+def _nested(x: Any) -> Any:
+    """Return the numbers of an array as nested tuples, which compare by value."""
+    return tuple(map(_nested, x)) if x.ndim else float(x)
 
 
 # The scales of the norms of queries and keys.
@@ -489,19 +478,28 @@ def _normalized(x: Any, scale: Any) -> Any:
 
 def _rotated(rotary: Any, query: Any, key: Any, cache: KeyValueCache | None, positions: Any = None) -> tuple[Any, Any]:
     """Return queries and keys (batch, length, head, dim), turned by their positions."""
-    length = key.shape[1]
-    if length != query.shape[1]:
-        raise ShapeError(message("keys", f"as many positions as queries ({query.shape[1]}) for rotary=", length))
     ops = backends.of({"keys": key})
+    shapes = query_shape, key_shape = ops.shape(query), ops.shape(key)
+    length = key_shape[1]
+    if not may_equal(length, query_shape[1]):
+        raise ShapeError(message("keys", f"as many positions as queries ({query_shape[1]}) for rotary=", length))
     if cache is not None:
         positions = ops.asarray(cache.next_positions(length), key)
     elif positions is None:
         positions = ops.reshape(ops.positions(0, length, key), (1, -1))
     found = rotary(query, key, positions)
-    if not isinstance(found, tuple) or [x.shape for x in found] != [query.shape, key.shape]:
-        got = [tuple(getattr(x, "shape", ())) for x in found] if isinstance(found, tuple) else shown(found)
-        raise ShapeError(message("rotary", f"queries {tuple(query.shape)} and keys {tuple(key.shape)} back", got))
-    return found
+    got = [tuple(getattr(x, "shape", ())) for x in found] if isinstance(found, tuple) else shown(found)
+    fits = isinstance(found, tuple) and len(found) == 2 and all(map(_may_have, found, shapes))
+    if not fits:
+        raise ShapeError(message("rotary", f"queries {tuple(query_shape)} and keys {tuple(key_shape)} back", got))
+    turned: tuple[Any, Any] = found
+    return turned
+
+
+def _may_have(x: Any, shape: Sequence[Any]) -> bool:
+    """Whether an array may have a shape some of whose sizes are unknown."""
+    got = tuple(getattr(x, "shape", ()))
+    return len(got) == len(shape) and all(map(may_equal, got, shape))
 
 
 def _with_cache(

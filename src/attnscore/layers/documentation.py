@@ -105,10 +105,11 @@ scaled : bool
     False leaves the division by sqrt(dim) out.
 bias : bool
     Whether the four projections have one.
-score : {"scaled_dot", "dot", "gaussian", "cosine", "additive", "bilinear"}
-    With one set of parameters per head: ``w_v`` (heads, h) of the additive score, which shares W_q and W_k with the
-    layer, ``W`` (heads, dim, dim), ``log_bandwidth`` (heads,), and ``log_scale`` (heads,) of the cosine.
-    A soft cap or a temperature may be around it: ``SoftCap("scaled_dot", 50.0)``.
+score : {"scaled_dot", "dot", "gaussian", "cosine", "additive", "bilinear"}, or a score object
+    A name has one set of parameters per head: ``w_v`` (heads, h) of the additive score, which shares W_q and W_k with
+    the layer, ``W`` (heads, dim, dim), ``log_bandwidth`` (heads,), and ``log_scale`` (heads,) of the cosine.
+    An object may have names inside, ``SoftCap("additive", 50.0)``, or none, ``Dot() + 0.5 * Gaussian()``. Its arrays,
+    of NumPy or the framework, become parameters ``score_T``, ``score_weights_1`` that start at these numbers.
 score_hiddens : int, optional
     h of the additive score; None: num_hiddens / num_heads.
 num_key_value_heads : int, optional
@@ -139,13 +140,16 @@ valid_lens : (batch,) or (batch, query) whole numbers, optional
 mask : a mask object, or a boolean array broadcastable to (batch, query, key), True = may attend; optional
 """
 
-CALL_OPTIONS = """
+BIAS = """
+bias : broadcastable to (batch, head, query, key), or (head, 1, query + key - 1), optional
+    Added to the scores; the second has one number for each key - query. Gets a gradient.
+"""
+
+CALL_OPTIONS = f"""{BIAS}
 valid_lens : (batch,) or (batch, query) whole numbers, optional
     With a cache (batch,): how many of the new positions are real.
 mask : a mask object, or a boolean array broadcastable to (batch, query, key), True = may attend; optional
     With a cache the keys are its slots, and causal order is kept without a mask.
-bias : broadcastable to (batch, head, query, key), optional
-    Added to the scores.
 cache : KeyValueCache, optional
     One with ``head_axis=-2`` and no score. Keys and values are appended, and the queries are those of the same
     positions, which attend to all before. The weights of the call are then over the slots of the cache.

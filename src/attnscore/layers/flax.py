@@ -124,7 +124,7 @@ def _made(part: Linear | Parameter, options: Mapping[str, Any], rngs: Any) -> An
         return nnx.Linear(part.in_features, part.units, use_bias=part.bias, rngs=rngs, **options)
     dtype, bound = options["param_dtype"], part.bound
     if not bound:
-        return nnx.Param(jnp.full(part.sizes, part.start, dtype))
+        return nnx.Param(jnp.full(part.sizes, jnp.asarray(part.start, dtype), dtype))
     return nnx.Param(jax.random.uniform(rngs.params(), part.sizes, dtype, -bound, bound))
 
 
@@ -485,10 +485,8 @@ class MultiHeadAttention(Attention):
         rngs: nnx.Rngs,
     ) -> None:
         sizes = query_size, key_size, value_size
-        name, wrappers = description.unwrapped(score)
         layer = description.multi_head(
-            num_hiddens, num_heads, bias, name, score_hiddens, num_key_value_heads, *sizes, wrappers=wrappers,
-            sink=sink, qk_norm=qk_norm,
+            num_hiddens, num_heads, bias, score, score_hiddens, num_key_value_heads, *sizes, sink=sink, qk_norm=qk_norm
         )  # fmt: skip
         super().__init__(layer, dropout, deterministic, keep_last, dtype, param_dtype, rngs)
         self.rotary = description.check_rotary(rotary)

@@ -26,7 +26,7 @@ from attnscore.analysis.weights import attention_weights
 from attnscore.api import attend
 from attnscore.backends.base import HALF_PRECISION, Array
 from attnscore.errors import ArgumentError, ShapeError, message
-from attnscore.layers import description, shared
+from attnscore.layers import description, score_template, shared
 from attnscore.layers.description import (
     INPUTS,
     BaseAttention,
@@ -38,7 +38,7 @@ from attnscore.layers.description import (
     PreparesKeys,
     option,
 )
-from attnscore.layers.documentation import Documentation, documented_call
+from attnscore.layers.documentation import BIAS, Documentation, documented_call
 from attnscore.layers.keras_inputs import (
     BACKEND,
     OPS,
@@ -81,6 +81,21 @@ kwargs
 """,
 )
 
+_CALL = """
+queries : (batch, query, features), or a list [query, value] or [query, value, key] in place of all three
+    ``keras.layers.MultiHeadAttention`` takes (query, value, key), which here is the list.
+values : (batch, key, features), optional
+    None: those of `keys`.
+attention_mask : a mask object, or an array that broadcasts to (batch, query, key), optional
+    True (or a whole number other than 0) where a query may attend. Two axes are (query, key).
+queries_mask, keys_mask, values_mask : (batch, length), True at positions that are not padding, optional
+    Keras fills them with the masks that arrive with the inputs. A masked query attends to nothing.
+training : bool, optional
+return_attention_scores : bool
+    Return the weights too, (batch, query, key), multi-head (batch, head, query, key), before dropout: O(n^2) memory.
+use_causal_mask : bool
+    Position i attends to the keys j <= i, counted from the first of each.
+"""
 
 # ------------------------------------------------------------------ parameters
 
@@ -193,23 +208,7 @@ class Attention(BaseAttention[Array], LoadsTorch, keras.layers.Layer):  # type: 
             valid_lens = whole(valid_lens)
         return super().__call__(queries, keys, values, valid_lens, *args, **kwargs)
 
-    @documented_call(
-        """
-queries : (batch, query, features), or a list [query, value] or [query, value, key] in place of all three
-    ``keras.layers.MultiHeadAttention`` takes (query, value, key), which here is the list.
-values : (batch, key, features), optional
-    None: those of `keys`.
-attention_mask : a mask object, or an array that broadcasts to (batch, query, key), optional
-    True (or a whole number other than 0) where a query may attend. Two axes are (query, key).
-queries_mask, keys_mask, values_mask : (batch, length), True at positions that are not padding, optional
-    Keras fills them with the masks that arrive with the inputs. A masked query attends to nothing.
-training : bool, optional
-return_attention_scores : bool
-    Return the weights too, (batch, query, key), multi-head (batch, head, query, key), before dropout: O(n^2) memory.
-use_causal_mask : bool
-    Position i attends to the keys j <= i, counted from the first of each.
-"""
-    )
+    @documented_call(_CALL)
     def call(
         self,
         queries: Any,
@@ -224,6 +223,25 @@ use_causal_mask : bool
         use_causal_mask: bool = False,
         values_mask: Any = None,
     ) -> Any:
+        masks = attention_mask, queries_mask, keys_mask, values_mask, use_causal_mask
+        return self._pooled(queries, keys, values, valid_lens, masks, training, return_attention_scores)
+
+    def _pooled(
+        self,
+        queries: Any,
+        keys: Any,
+        values: Any,
+        valid_lens: Any,
+        masks: tuple[Any, Any, Any, Any, bool],
+        training: bool | None,
+        return_attention_scores: bool,
+        bias: Any = None,
+    ) -> Any:
+        """Return the output of a call, and keep what `attention_weights` reads.
+
+        `masks` are ``attention_mask``, ``queries_mask``, ``keys_mask``, ``values_mask`` and ``use_causal_mask``.
+        """
+        attention_mask, queries_mask, keys_mask, values_mask, use_causal_mask = masks
         queries, keys, values = unpacked(queries, keys, values)
         keys, linears = self._unprepared(keys)
         inputs = dict(zip(INPUTS, (queries, keys, values), strict=True))
@@ -233,7 +251,8 @@ use_causal_mask : bool
         for name, x in padding.items():
             check_padding(name, x, (batch, lengths[name != "queries_mask"]))
         mask = combined(as_attention_mask(attention_mask, shape), **padding, causal=use_causal_mask)
-        operands, arguments = self._operands(inputs, shapes, valid_lens, mask, linears)
+        bias = None if bias is None else value_of(bias)
+        operands, arguments = self._operands(inputs, shapes, valid_lens, mask, linears, bias)
         dropping = bool(training) and self.seed_generator is not None
         keeps_weights = self.keep_last and not _is_staged(operands, arguments) and self._computes_in_pass(*operands)
         found = attend(
@@ -359,7 +378,8 @@ def _is_staged(operands: Sequence[Array], arguments: Mapping[str, Any]) -> bool:
     """Whether any array of a call stands for values of a later run."""
     mask = arguments["mask"]
     masked = () if mask is None else mask.arrays().values()
-    others = [x for x in (arguments["valid_lens"], *masked) if backends.is_array(x)]
+    given = (arguments.get(name) for name in ("valid_lens", "bias", "sink"))
+    others = [x for x in (*given, *masked) if backends.is_array(x)]
     return _is_traced(*operands, *arrays_of(arguments["score"]).values(), *others)
 
 
@@ -497,11 +517,12 @@ class MultiHeadAttention(Attention):
         dropout: float = 0.0,
         *,
         bias: bool = False,
-        score: str = "scaled_dot",
+        score: Any = "scaled_dot",
         score_hiddens: int | None = None,
         num_key_value_heads: int | None = None,
         sink: bool = False,
         qk_norm: bool = False,
+        rotary: Any = None,
         query_size: int | None = None,
         key_size: int | None = None,
         value_size: int | None = None,
@@ -524,5 +545,38 @@ class MultiHeadAttention(Attention):
             "bias_regularizer": bias_regularizer,
         }
         super().__init__(layer, dropout, seed, keep_last, settings, **kwargs)
+        self.rotary = description.check_rotary(rotary)
+
+    @documented_call(_CALL + BIAS)
+    def call(
+        self,
+        queries: Any,
+        keys: Any = None,
+        values: Any = None,
+        valid_lens: Any = None,
+        attention_mask: Any = None,
+        queries_mask: Any = None,
+        keys_mask: Any = None,
+        training: bool | None = None,
+        return_attention_scores: bool = False,
+        use_causal_mask: bool = False,
+        values_mask: Any = None,
+        bias: Any = None,
+    ) -> Any:
+        masks = attention_mask, queries_mask, keys_mask, values_mask, use_causal_mask
+        return self._pooled(queries, keys, values, valid_lens, masks, training, return_attention_scores, bias)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return what `from_config` makes the same layer from: a score as its parts, a rotary embedding by its name."""
+        config = super().get_config()
+        rotary = {} if self.rotary is None else {"rotary": keras.saving.serialize_keras_object(self.rotary)}
+        return {**config, "score": score_template.to_config(config["score"]), **rotary}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        """Return the layer of a configuration."""
+        rotary = config.get("rotary")
+        made = {} if rotary is None else {"rotary": keras.saving.deserialize_keras_object(rotary)}
+        return cls(**{**config, "score": score_template.from_config(config.get("score", "scaled_dot")), **made})
 
     num_hiddens, num_heads, bias = option("num_hiddens"), option("num_heads"), option("bias")

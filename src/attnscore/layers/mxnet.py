@@ -16,7 +16,6 @@ All are called as ``layer(queries, keys, values, valid_lens=None, mask=None)`` o
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
@@ -33,9 +32,8 @@ from attnscore.backends.base import Array
 from attnscore.errors import DeviceError, DtypeError, FrameworkError, message
 from attnscore.layers import description, shared
 from attnscore.layers.description import BaseAttention, LastCall, Layer, Linear, Parameter, PreparesKeys, option
-from attnscore.layers.documentation import Documentation, documented_call
-from attnscore.scores import arrays_of
-from attnscore.scores.base import with_nonfinite_rows_isolated
+from attnscore.layers.documentation import BIAS, Documentation, documented_call
+from attnscore.scores.base import with_arrays, with_nonfinite_rows_isolated
 
 __all__ = [
     "AdditiveAttention",
@@ -90,7 +88,12 @@ class _Start(mx.init.Initializer):  # type: ignore[misc]
 
     def _init_weight(self, _: Any, array: Any) -> None:
         bound = self._parameter.sized(array.shape).bound
-        array[:] = mx.np.random.uniform(-bound, bound, size=array.shape) if bound else self._parameter.start
+        array[:] = mx.np.random.uniform(-bound, bound, size=array.shape) if bound else _starting(self._parameter)
+
+
+def _starting(parameter: Parameter) -> Any:
+    """Return the constant that a parameter starts at, a number or a NumPy array."""
+    return np.asarray(parameter.start) if isinstance(parameter.start, tuple) else parameter.start
 
 
 def _data(parameter: gluon.Parameter, like: Array) -> Array:
@@ -144,13 +147,20 @@ class Attention(BaseAttention[Array], gluon.Block):  # type: ignore[misc]
 
     @documented_call()
     def forward(self, queries: Array, keys: Array, values: Array, valid_lens: Any = None, mask: Any = None) -> Array:
+        return self._pooled(queries, keys, values, valid_lens, mask)
+
+    def _pooled(
+        self, queries: Array, keys: Array, values: Array, valid_lens: Any, mask: Any, bias: Array | None = None
+    ) -> Array:
+        """Return the output of a call, and keep what `attention_weights` reads."""
         if not mx.util.is_np_array():
             expected, hint = "NumPy semantics in Gluon", "mxnet.npx.set_np() once, at the start of a program"
             raise FrameworkError(message("mxnet", expected, "legacy ones", hint=hint))
         keys, linears = self._unprepared(keys)
         inputs = {"queries": queries, "keys": keys, "values": values}
         _check(inputs)
-        operands, arguments = self._operands(inputs, [x.shape for x in inputs.values()], valid_lens, mask, linears)
+        shapes = [x.shape for x in inputs.values()]
+        operands, arguments = self._operands(inputs, shapes, valid_lens, mask, linears, bias)
         dropout = self.dropout if autograd.is_training() else 0.0
         keeps_weights = self.keep_last and self._computes_in_pass(*operands)
         self._last = None
@@ -214,11 +224,9 @@ class _Call(LastCall):
 
     @classmethod
     def of(cls, query: Array, key: Array, arguments: dict[str, Any]) -> _Call:
-        score, lens = arguments["score"], arguments["valid_lens"]
-        arrays = {name: x.detach().copy() for name, x in arrays_of(score).items()}
-        copied = {"score": dataclasses.replace(score, **arrays)}
-        if "sink" in arguments:
-            copied["sink"] = arguments["sink"].detach().copy()
+        lens = arguments["valid_lens"]
+        copied = {"score": with_arrays(arguments["score"], lambda x: x.detach().copy())}
+        copied |= {name: arguments[name].detach().copy() for name in ("bias", "sink") if name in arguments}
         if lens is not None:
             copied["valid_lens"] = np.array(backends.host(lens))
         return cls(query, key, arguments | copied)
@@ -323,11 +331,12 @@ class MultiHeadAttention(Attention):
         dropout: float = 0.0,
         *,
         bias: bool = False,
-        score: str = "scaled_dot",
+        score: Any = "scaled_dot",
         score_hiddens: int | None = None,
         num_key_value_heads: int | None = None,
         sink: bool = False,
         qk_norm: bool = False,
+        rotary: Any = None,
         query_size: int | None = None,
         key_size: int | None = None,
         value_size: int | None = None,
@@ -339,3 +348,29 @@ class MultiHeadAttention(Attention):
             num_hiddens, num_heads, bias, score, score_hiddens, num_key_value_heads, *sizes, sink=sink, qk_norm=qk_norm
         )  # fmt: skip
         super().__init__(layer, dropout, keep_last, **block)
+        self.rotary = description.check_rotary(rotary)
+
+    def __call__(
+        self,
+        queries: Array,
+        keys: Array,
+        values: Array,
+        valid_lens: Any = None,
+        mask: Any = None,
+        *,
+        bias: Array | None = None,
+    ) -> Array:
+        """Call `forward` with Gluon's hooks; ``gluon.Block`` takes no keywords."""
+        return gluon.Block.__call__(self, queries, keys, values, valid_lens, mask, bias)
+
+    @documented_call(BIAS)
+    def forward(
+        self,
+        queries: Array,
+        keys: Array,
+        values: Array,
+        valid_lens: Any = None,
+        mask: Any = None,
+        bias: Array | None = None,
+    ) -> Array:
+        return self._pooled(queries, keys, values, valid_lens, mask, bias)

@@ -76,7 +76,8 @@ def _start(x: Tensor, parameter: Parameter) -> None:
     if parameter.bound:
         nn.init.uniform_(x, -parameter.bound, parameter.bound)
     else:
-        nn.init.constant_(x, parameter.start)
+        with torch.no_grad():
+            x.copy_(torch.tensor(parameter.start, dtype=torch.float64))
 
 
 class Matrix(nn.Module):
@@ -525,10 +526,8 @@ class MultiHeadAttention(Attention):
         dtype: torch.dtype | None = None,
     ) -> None:
         sizes = query_size, key_size, value_size
-        name, wrappers = description.unwrapped(score)
         layer = description.multi_head(
-            num_hiddens, num_heads, bias, name, score_hiddens, num_key_value_heads, *sizes, wrappers=wrappers,
-            sink=sink, qk_norm=qk_norm,
+            num_hiddens, num_heads, bias, score, score_hiddens, num_key_value_heads, *sizes, sink=sink, qk_norm=qk_norm
         )  # fmt: skip
         super().__init__(layer, dropout, keep_last, device, dtype)
         self.rotary = description.check_rotary(rotary)

@@ -223,7 +223,10 @@ def _inner_form(ops: Backend, query: Array, key: Array, scale: float) -> InnerFo
 def _norms(ops: Backend, query: Array, key: Array) -> tuple[list[Array], float]:
     """Return the squared norms of all queries and keys, and the largest of them: NaN where the host cannot read it."""
     norms = [ops.sum(x * x, axis=-1, keepdims=True) for x in (query, key)]
-    largest = [ops.number(ops.max(ops.reshape(ops.stop_gradient(x), (-1,)), axis=0)) for x in norms]
+    largest = [
+        0.0 if 0 in ops.shape(x) else ops.number(ops.max(ops.reshape(ops.stop_gradient(x), (-1,)), axis=0))
+        for x in norms
+    ]
     values = [math.nan if x is None else x for x in largest]
     # NaN compares false with every limit, which selects the direct form.
     return norms, math.nan if any(map(math.isnan, values)) else max(values)

@@ -1,0 +1,147 @@
+"""Keras's `MultiHeadAttention` with scores of several parts, a bias and a rotary embedding, in graphs and files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import torch
+from together import BACKEND, SHOWN, arrays, close, counterparts, gradients, named_gradients, quick, slow_on_jax
+
+import attnscore as ats
+from attnscore.layers.keras import MultiHeadAttention
+from layer_cases import BATCH, KEYS, LAYERS, QUERIES, Case
+
+TEMPLATES = tuple(case for case in LAYERS if case.head_count and not isinstance(case.arguments.get("score", ""), str))
+LENGTH = 5
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(2, LENGTH, 6)).astype("float32")
+# On PyTorch Keras gives a whole step of the training to torch.compile, which takes no call of a Keras layer.
+JIT = (False,) if BACKEND == "torch" else (False, pytest.param(True, marks=pytest.mark.slow))
+SCORES = {case.name: case.arguments["score"] for case in TEMPLATES}
+
+
+@keras.saving.register_keras_serializable(package="attnscore_tests")
+def rotary(q: Any, k: Any, positions: Any) -> tuple[Any, Any]:
+    """Turn both halves of the features by angles that grow with the position."""
+    return _turned(q, positions), _turned(k, positions)
+
+
+def _turned(x: Any, positions: Any) -> Any:
+    a, b = keras.ops.split(x, 2, axis=-1)
+    angle = keras.ops.cast(positions, x.dtype)[..., None, None] / 10
+    cos, sin = keras.ops.cos(angle), keras.ops.sin(angle)
+    return keras.ops.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+
+
+def _torch_rotary(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        a, b = x.chunk(2, dim=-1)
+        angle = positions.to(x.dtype)[..., None, None] / 10
+        return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1)
+
+    return turned(q), turned(k)
+
+
+@pytest.mark.parametrize("shape", [(BATCH, 4, QUERIES, KEYS), (4, 1, QUERIES + KEYS - 1)], ids=["pairs", "relative"])
+@pytest.mark.parametrize("case", quick(("heads, capped sum",), among=TEMPLATES, on_jax=("heads, capped sum",)))
+def test_numbers_and_gradients_are_pytorchs(case: Case, shape: tuple[int, ...]) -> None:
+    """Those of every parameter, with a bias."""
+    theirs, ours = counterparts(case)
+    bias = np.random.default_rng(1).normal(size=shape)
+    leaves = [x.requires_grad_() for x in case.inputs()]
+    wanted_out = theirs(*leaves, bias=torch.tensor(bias))
+    grad = torch.randn(wanted_out.shape, generator=torch.Generator().manual_seed(1))
+    wanted = torch.autograd.grad((wanted_out * grad).sum(), [*leaves, *theirs.parameters()])
+    single = tuple(x.astype("float32") for x in arrays(*leaves))
+    out, into_inputs, into_variables = gradients(ours, single, grad.numpy(), bias=bias.astype("float32"))
+    close(out, wanted_out.detach())
+    for got, want in zip(into_inputs, wanted[:3], strict=True):
+        close(got, want, times=64)
+    named = named_gradients(ours, into_variables)
+    assert len(named) == len(ours.trainable_variables)
+    for (name, _), want in zip(theirs.named_parameters(), wanted[3:], strict=True):
+        close(named[name], want, times=64)
+    ours(*single, bias=bias.astype("float32"))
+    theirs(*leaves, bias=torch.tensor(bias))
+    close(ours.attention_weights, theirs.attention_weights)
+
+
+def test_a_rotary_embedding_is_pytorchs() -> None:
+    case = next(case for case in LAYERS if case.name == "heads, scaled dot")
+    theirs, ours = counterparts(case, rotary=rotary)
+    theirs.rotary = _torch_rotary
+    q, k, v = (x[:, :QUERIES] for x in case.inputs())
+    close(ours(*arrays(q, k, v)), theirs(q, k, v).detach())
+
+
+def _layer(score: Any = "scaled_dot", **more: Any) -> MultiHeadAttention:
+    return MultiHeadAttention(8, 4, score=score, rotary=rotary, sink=True, qk_norm=True, **more)
+
+
+@slow_on_jax
+@pytest.mark.parametrize("jit", JIT)
+def test_in_compiled_models_of_unknown_lengths(jit: bool) -> None:
+    """A functional model with the bias as an input, predicted in a graph, and fitted."""
+    layer = _layer(SCORES["heads, capped sum"])
+    x, bias = keras.Input((None, 6)), keras.Input((4, None, None))
+    model = keras.Model([x, bias], layer(x, x, x, bias=bias))
+    given = [X, RNG.normal(size=(2, 4, LENGTH, LENGTH)).astype("float32")]
+    wanted = SHOWN(layer(X, X, X, bias=given[1]))
+    model.compile("sgd", "mse", jit_compile=jit)
+    close(model.predict(given, verbose=0), wanted)
+    assert not np.allclose(wanted, SHOWN(layer(X, X, X)))
+    before = [SHOWN(w).copy() for w in layer.trainable_weights]
+    model.fit(given, np.zeros((2, LENGTH, 8)), verbose=0)
+    for old, new in zip(before, layer.trainable_weights, strict=True):
+        assert np.isfinite(SHOWN(new)).all() and (old != SHOWN(new)).any(), new.path
+
+
+@pytest.mark.slow
+def test_a_bias_that_is_learned() -> None:
+    """A table of the caller, by key - query, moves in training."""
+
+    class Model(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = _layer()
+            self.table = self.add_weight(shape=(4, 1, 2 * LENGTH - 1), initializer="zeros", name="table")
+
+        def call(self, x: Any) -> Any:
+            return self.attention(x, x, x, bias=self.table)
+
+    model = Model()
+    model.compile("sgd", "mse")
+    model.fit(X, np.zeros((2, LENGTH, 8)), verbose=0)
+    table = SHOWN(model.table)
+    assert table.any() and np.isfinite(table).all()
+    close(model(X), model.attention(X, X, X, bias=table))
+
+
+@slow_on_jax
+@pytest.mark.parametrize("name", SCORES)
+def test_files_hold_the_score_and_the_embedding(name: str, tmp_path: Path) -> None:
+    layer = _layer(SCORES[name])
+    x = keras.Input((None, 6))
+    model = keras.Model(x, layer(x, x, x))
+    for weight in layer.trainable_weights:
+        weight.assign(weight + 0.1)
+    model.save(tmp_path / "model.keras")
+    again = keras.models.load_model(tmp_path / "model.keras")
+    assert [w.path for w in again.weights] == [w.path for w in model.weights]
+    close(again(X), model(X), times=1)
+    assert type(again.layers[-1]._layer.score) is type(SCORES[name])
+
+
+def test_a_custom_score_has_no_configuration() -> None:
+    class Custom:
+        def tile(self, ops: Any, query: Any, key: Any) -> Any:
+            return ops.matmul(query, ops.swap_axes(key, -1, -2))
+
+    layer = MultiHeadAttention(8, 4, score=Custom())
+    close(layer(X, X, X), SHOWN(layer(X, X, X)))
+    with pytest.raises(ats.ArgumentError, match="score: expected a score of attnscore, which a configuration can name"):
+        layer.get_config()
