@@ -182,6 +182,27 @@ def late(where: str, mode: str) -> None:
             out.sum().backward()
 
 
+def few_queries() -> bool:
+    """Whether ``gradient="auto"`` passes few queries to many keys, with the gradients of one device."""
+    rank, rng = dist.get_rank(), torch.Generator().manual_seed(0)
+    arrays = [torch.randn(1, 3, n, 8, generator=rng, dtype=torch.float64).requires_grad_() for n in (7, 2100, 2100)]
+    rows, cols = (shards_of("contiguous", n, 2) for n in (7, 2100))
+    own = [shards[rank].take(x.detach()).requires_grad_() for x, shards in zip(arrays, (rows, cols, cols), strict=True)]
+    options: dict[str, Any] = {"group": None, "queries": rows, "keys": cols}
+    with torch.no_grad():
+        plain = explain(*own, **options)
+    found = explain(*own, **options)
+    with counted_bytes() as sent:
+        attend(*own, **options).square().sum().backward()
+    ats.attend(*arrays).square().sum().backward()
+    wanted = [shards[rank].take(x.grad) for x, shards in zip(arrays, (rows, cols, cols), strict=True)]
+    return (
+        (plain.gradient, found.mode, found.gradient) == ("none", "gather", "queries")
+        and sent[0] == found.forward_bytes[rank] + found.backward_bytes[rank]
+        and all(torch.allclose(x.grad, y, rtol=1e-10, atol=1e-12) for x, y in zip(own, wanted, strict=True))
+    )
+
+
 def gathered_and_merged() -> bool:
     """Whether `gather_rows` undoes `take`, and parts of the keys merge to the whole, both with gradients."""
     rank, ranks = dist.get_rank(), dist.get_world_size()

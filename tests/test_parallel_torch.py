@@ -81,7 +81,7 @@ def check(*arguments: Any, **options: Any) -> None:
                 run(*arguments, **options)
             return
     if options.get("gradient") == "queries" and arguments[3] in ("bias", "hiding-bias", "row-bias"):
-        with pytest.raises(RankError, match="'reduce' with a bias of queries"):
+        with pytest.raises(RankError, match=r"'reduce' for this call, got 'queries': .*a bias"):
             run(*arguments, **options)
         return
     if options.get("mode") == "ring" or options.get("gradient") == "queries":
@@ -108,6 +108,11 @@ def test_two_processes(score: str, mask: str, extras: str, dtype: str, placement
 
 def test_bytes_are_those_explained() -> None:
     assert_bytes(2, ats.Causal(), 37, "contiguous", {})
+    assert_bytes(2, ats.Causal(), 2100, "contiguous", {"gradient": "queries"})
+
+
+def test_few_queries_are_passed_by_themselves() -> None:
+    assert all(group_of(2).run("parallel_torch_calls.few_queries"))
 
 
 def assert_bytes(ranks: int, mask: Any, length: int, placement: str, options: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ class RowBytes:
     key_gradient: int
     """As `key`, in the dtype of sums."""
     row: int
-    """Of one number for each query, in the dtype of sums: a statistic."""
+    """Of the numbers that are passed with a query, in the dtype of sums: row_max, log_denom and delta."""
     heads: int
     kv_heads: int
 
@@ -58,7 +58,8 @@ class RowBytes:
         own, sums = itemsize(dtype), itemsize(accumulator(dtype))
         kv = batch * kv_heads * (key_dim + value_dim)
         queries = batch * heads
-        return cls(queries * dim * own, queries * value_dim * own, kv * own, kv * sums, queries * sums, heads, kv_heads)
+        row = 3 * queries * sums
+        return cls(queries * dim * own, queries * value_dim * own, kv * own, kv * sums, row, heads, kv_heads)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,8 +72,13 @@ class Counts:
     sent: HostArray
     """Keys, to each rank that needs them."""
     received: HostArray
+    blocks: HostArray
+    """As `needed`, where queries are passed: in whole blocks, as are all counts from here on."""
+    sent_blocks: HostArray
     passed: HostArray
     """Queries, to each owner of keys that they attend."""
+    gathered: HostArray
+    """Queries that attend keys of the rank, its own too."""
 
     @classmethod
     def of(cls, plan: Exchange, *, passed: bool) -> Counts:
@@ -82,19 +88,32 @@ class Counts:
             np.array([len(shard) for shard in shards]) for shards in (plan.queries, plan.keys, plan.needed)
         )
         sent, received = (np.array([count(rank) for rank in ranks]) for count in (plan.sent, plan.received))
-        rows = [[len(plan.attending(r, s)) if passed and r != s else 0 for s in ranks] for r in ranks]
-        return cls(queries, keys, needed, sent, received, np.array(rows).sum(1))
+        none = np.zeros_like(keys)
+        if not passed:
+            return cls(queries, keys, needed, sent, received, none, none, none, none)
+        return cls(
+            queries, keys, needed, sent, received,
+            blocks=np.array([len(shard) for shard in plan.needed_blocks]),
+            sent_blocks=_sent(plan.keys, plan.needed_blocks),
+            passed=_sent(plan.queries, plan.passed),
+            gathered=np.array([len(shard) for shard in plan.passed]),
+        )  # fmt: skip
+
+
+def _sent(held: Sequence[Shard], wanted: Sequence[Shard]) -> HostArray:
+    """Return how many positions each rank sends to others that want them."""
+    return np.array([sum(len(own & other) for other in wanted) - len(own & wanted[i]) for i, own in enumerate(held)])
 
 
 # ---- bytes that each rank sends
 
 
-def forward_bytes(counts: Counts, size: RowBytes, mode: str) -> HostArray:
+def forward_bytes(counts: Counts, size: RowBytes, mode: str, gradient: str = "reduce") -> HostArray:
     """Return the bytes that each rank sends in a forward."""
     ranks, queries, keys = len(counts.keys), counts.queries, counts.keys
     found: HostArray
     if mode == "gather":
-        found = counts.sent * size.key
+        found = (counts.sent_blocks if gradient == "queries" else counts.sent) * size.key
     elif mode == "ring":
         # Everything passes by but the share of the next rank, which ends its way here.
         found = (keys.sum() - np.roll(keys, -1)) * size.key
@@ -111,7 +130,7 @@ def backward_bytes(counts: Counts, size: RowBytes, mode: str, gradient: str) -> 
     if gradient == "none" or ranks == 1:
         found = 0 * keys
     elif mode == "gather" and gradient == "queries":
-        found = counts.passed * (size.query + size.out + 3 * size.row)
+        found = counts.passed * (size.query + size.out + size.row)
     elif mode == "gather":
         found = counts.received * size.key_gradient
     elif mode == "ring":
@@ -128,7 +147,9 @@ def peak_memory(counts: Counts, size: RowBytes, mode: str, gradient: str) -> Hos
     own = queries * (size.query + size.out) + keys * size.key
     found: HostArray = own if gradient == "none" else 2 * own
     row = size.key + (0 if gradient == "none" else size.key_gradient)
-    if mode == "gather":
+    if mode == "gather" and gradient == "queries":
+        found = found + counts.blocks * size.key + counts.gathered * (size.query + size.out + size.row)
+    elif mode == "gather":
         found = found + np.where(counts.received > 0, counts.needed, 0) * row
     elif mode == "ring":
         found = found + 2 * keys.max() * row
@@ -224,7 +245,9 @@ def explain(
     mode : "auto", "gather", "ring" or "heads"
         "auto" takes the mode in which the busiest rank sends the fewest bytes, of those that fit into `memory`.
     gradient : "auto", "reduce", "queries" or "none"
-        How gradients of keys and values are summed; "auto" takes the fewer bytes. "none": there is no backward.
+        How gradients of keys and values are summed. "auto" passes the queries where that sends fewer than half of the
+        bytes in the backward, as it computes the scores again; or where only that fits into `memory`. "none": there
+        is no backward.
     memory : int, optional
         Bytes that a rank has for its arrays and the exchange; None is unbounded.
 
@@ -267,7 +290,7 @@ def choose(
 ) -> ParallelExplanation:
     """Return the explanation of the mode that the caller named, or of the best one, for a plan."""
     counts = Counts.of(plan, passed=gradient in ("auto", "queries"))
-    possible = {name: _explained(plan, counts, size, name, gradient, mask) for name in MODES}
+    possible = {name: _explained(plan, counts, size, name, gradient, memory, mask) for name in MODES}
     reasons: dict[str, str] = {}
     if plan.ranks > 1 and (size.heads % plan.ranks or size.kv_heads % plan.ranks):
         reasons["heads"] = f"{plan.ranks} ranks do not divide {size.heads} heads and {size.kv_heads} KV heads"
@@ -294,25 +317,24 @@ def choose(
 
 
 def _explained(
-    plan: Exchange, counts: Counts, size: RowBytes, mode: str, gradient: str, mask: str
+    plan: Exchange, counts: Counts, size: RowBytes, mode: str, gradient: str, memory: int | None, mask: str
 ) -> ParallelExplanation:
-    """Return the explanation of one mode, with the gradient of the fewest bytes where that is "auto"."""
-    ways = [gradient] if gradient != "auto" else ["reduce", "queries"]
+    """Return the explanation of one mode, with the better gradient where that is "auto"."""
+
+    def explained(way: str) -> ParallelExplanation:
+        numbers = (f(counts, size, mode, way).tolist() for f in (forward_bytes, backward_bytes, peak_memory))
+        return ParallelExplanation(mode, way, {}, mask, plan, *map(tuple, numbers))
+
     if mode != "gather" and gradient != "none":
         # The other modes have one way each, in which gradients go to the owners of the keys.
-        ways = ["reduce"]
-    sent = {way: backward_bytes(counts, size, mode, way) for way in ways}
-    way = min(ways, key=lambda way: sent[way].max())
-    return ParallelExplanation(
-        mode=mode,
-        gradient=way,
-        reasons={},
-        mask=mask,
-        exchange=plan,
-        forward_bytes=tuple(forward_bytes(counts, size, mode).tolist()),
-        backward_bytes=tuple(sent[way].tolist()),
-        peak_memory=tuple(peak_memory(counts, size, mode, way).tolist()),
-    )
+        return explained("reduce")
+    if gradient != "auto":
+        return explained(gradient)
+    reduce, queries = explained("reduce"), explained("queries")
+    # Passed queries compute the scores a second time, and in small blocks: fewer bytes alone are no gain.
+    is_less = 2 * max(queries.backward_bytes) < max(reduce.backward_bytes) and _most_sent(queries) < _most_sent(reduce)
+    fits = [memory is None or max(x.peak_memory) <= memory for x in (reduce, queries)]
+    return queries if fits == [False, True] or (is_less and fits[1]) else reduce
 
 
 def _most_sent(x: ParallelExplanation) -> int:

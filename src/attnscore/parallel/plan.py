@@ -15,6 +15,10 @@ from attnscore.masks import Mask
 from attnscore.parallel.pairs import Pairs, Range
 from attnscore.parallel.shard import Shard
 
+# Blocks in which the native kernel sums in one order, whatever the number of queries and keys of the call. Where
+# queries are passed, the ranks exchange whole blocks of keys in the forward and of queries in the backward.
+FORWARD_KEYS, BACKWARD_KEYS, BACKWARD_QUERIES = 1024, 128, 384
+
 
 @dataclass(frozen=True)
 class Exchange:
@@ -61,6 +65,20 @@ class Exchange:
         """Return the keys that any of these queries attends."""
         strips = self._of_mask.strips(queries.ranges)
         return Shard.of((pair for strip in strips for pair in strip.keys), self.keys[0].length)
+
+    @cached_property
+    def needed_blocks(self) -> tuple[Shard, ...]:
+        """The keys that each rank fetches where queries are passed: those needed, in whole blocks."""
+        return tuple(in_blocks(shard, FORWARD_KEYS) for shard in self.needed)
+
+    @cached_property
+    def passed(self) -> tuple[Shard, ...]:
+        """The queries that are passed to each rank: all that attend keys of it, in whole blocks."""
+        ranks, found = range(self.ranks), []
+        for owner in ranks:
+            attending = (pair for rank in ranks for pair in self.attending(rank, owner).ranges)
+            found.append(in_blocks(Shard.of(attending, self.queries[0].length), BACKWARD_QUERIES))
+        return tuple(found)
 
     def sent(self, rank: int) -> int:
         """Return how many keys a rank sends: a key that two other ranks need counts twice."""
@@ -129,6 +147,12 @@ def exchange(mask: Mask | None, queries: Sequence[Shard], keys: Sequence[Shard],
         needed.append(Shard.of(ranges, pairs.key_len))
         counts.append(count)
     return Exchange(tuple(queries), tuple(keys), tuple(needed), tuple(counts), pairs)
+
+
+def in_blocks(shard: Shard, size: int) -> Shard:
+    """Return the blocks of `size` positions that have any of the shard's."""
+    ends = ((start // size * size, min(shard.length, -(-stop // size) * size)) for start, stop in shard.ranges)
+    return Shard.of(ends, shard.length)
 
 
 def _check_complete(name: str, shards: Sequence[Shard]) -> None:

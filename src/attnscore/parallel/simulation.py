@@ -314,14 +314,14 @@ class _Grid:
         queries, keys = (
             np.bincount(owner, self.sizes, self.ranks).astype(np.int64) for owner in (self.query_owner, self.key_owner)
         )
-        own = np.diagonal(self.transfers)
+        own, none = np.diagonal(self.transfers), 0 * queries
         return Counts(
             queries=queries,
             keys=keys,
             needed=self.transfers.sum(0),
             sent=self.transfers.sum(1) - own,
             received=self.transfers.sum(0) - own,
-            passed=0 * queries,
+            **dict.fromkeys(("blocks", "sent_blocks", "passed", "gathered"), none),
         )
 
     @cached_property

@@ -40,7 +40,7 @@ from attnscore.core.tiled import Result, RowGradients
 from attnscore.errors import ArgumentError, AttnscoreError, ShapeError, message
 from attnscore.masks import Mask, as_mask
 from attnscore.parallel.explanation import MODES, ParallelExplanation, RowBytes, choose
-from attnscore.parallel.plan import exchange
+from attnscore.parallel.plan import Exchange, exchange
 from attnscore.parallel.shard import Shard
 from attnscore.parallel.torch_modes import WAYS, PassQueries, Saved, ShardedCall
 from attnscore.parallel.torch_ranks import Ranks, SumOverRanks, Transfers
@@ -90,7 +90,8 @@ def attend(
     gradient : "auto", "reduce" or "queries"
         "reduce" returns gradients of keys and values to their owners, summed in the dtype of sums. "queries" sends the
         queries to the owners of the keys: the gradients then have the same bits on any number of ranks, and the scores
-        are computed a second time. "auto" is "reduce".
+        are computed a second time. "auto" passes the queries where that sends fewer than half of the bytes in the
+        backward, or where only that fits into `memory`.
     memory : int, optional
         Bytes that a rank has for its arrays and for the exchange; "auto" then takes a mode that fits.
     check : bool
@@ -140,7 +141,7 @@ def attend(
         call, _ = _planned(query, key, value, group=group, **options)
         problem = call.problem
         operands = tiled.operands(problem)
-        if torch.is_grad_enabled() and any(x.requires_grad for x in operands.values()):
+        if _is_differentiated(problem):
             outputs = _Attention.apply(call, *operands.values())  # type: ignore[no-untyped-call]  # torch's own
             names = ("out", "log_denom", "row_max", *(x for x in problem.statistics if x != "log_sum_exp"))
             result = _result(dict(zip(names, outputs, strict=True)))
@@ -290,22 +291,40 @@ def _planned(
         found = SumOverRanks.of(problem.bias, ranks.group) if is_shared and sum_parameters else problem.bias
         problem = dataclasses.replace(problem, bias=whole.to_canonical(ops, found))
     plan = exchange(checked, queries, keys, batch=whole.batch)
+    text = "none" if checked is None else repr(checked)
+    explanation = _chosen(problem, whole, plan, is_shared, mode=mode, gradient=gradient, memory=memory, mask=text)
+    if explanation.gradient == "queries":
+        return PassQueries(ranks, plan, problem, kernel), explanation
+    return WAYS[explanation.mode](ranks, plan, problem, kernel, not is_shared), explanation
+
+
+def _chosen(
+    problem: Problem, whole: ScoreShape, plan: Exchange, is_shared: bool, *, mode: str, gradient: str,
+    memory: int | None, mask: str,
+) -> ParallelExplanation:  # fmt: skip
+    """Return the explanation of the best way that can run a call; raise where the one named cannot."""
     refused = {name: why for name, way in WAYS.items() if (why := way.reasons_against(problem, whole))}
     if mode in refused:
         raise ArgumentError(message("mode", "one that can run this call", f"{mode!r}: {'; '.join(refused[mode])}"))
-    # "auto" is the way with the fewest bytes of those that need no second computation of the scores.
-    size, text = _row_bytes(problem), "none" if checked is None else repr(checked)
-    gradient = "reduce" if gradient == "auto" else gradient
-    explanation = choose(plan, size, mode=mode, gradient=gradient, memory=memory, mask=text)
-    if explanation.mode in refused:
-        explanation = choose(plan, size, mode="gather", gradient=gradient, memory=memory, mask=text)
-    if gradient == "queries":
-        if problem.bias is not None and (not is_shared or whole.is_relative(tuple(problem.bias.shape))):
-            raise ArgumentError(message("gradient", "'reduce' with a bias of queries", "'queries'"))
-        if why := PassQueries.reasons_against(problem, whole):
-            raise ArgumentError(message("gradient", "'reduce' for this call", f"'queries': {'; '.join(why)}"))
-        return PassQueries(ranks, plan, problem, kernel, gradient), explanation
-    return WAYS[explanation.mode](ranks, plan, problem, kernel, explanation.gradient, not is_shared), explanation
+    against = [*PassQueries.reasons_against(problem, whole)]
+    if problem.bias is not None and not is_shared:
+        against.append("a bias of queries")
+    if gradient == "queries" and against:
+        raise ArgumentError(message("gradient", "'reduce' for this call", f"'queries': {'; '.join(against)}"))
+    if gradient == "auto" and not _is_differentiated(problem):
+        gradient = "none"
+    elif gradient == "auto" and against:
+        gradient = "reduce"
+    size = _row_bytes(problem)
+    found = choose(plan, size, mode=mode, gradient=gradient, memory=memory, mask=mask)
+    if found.mode in refused:
+        found = choose(plan, size, mode="gather", gradient=gradient, memory=memory, mask=mask)
+    return found
+
+
+def _is_differentiated(problem: Problem) -> bool:
+    """Return whether a backward may follow."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tiled.operands(problem).values())
 
 
 def _own_problem(
@@ -460,7 +479,7 @@ def _row_bytes(problem: Problem) -> RowBytes:
         out=rows * problem.layout.value_dim * itemsize(problem.dtype),
         key=sum(map(size, key)),
         key_gradient=sum(size(x, sums) for x in key),
-        row=rows * sums,
+        row=(5 if "entropy" in problem.statistics else 3) * rows * sums,
         heads=problem.score_shape.heads * problem.score_shape.groups,
         kv_heads=problem.score_shape.heads,
     )

@@ -36,7 +36,7 @@ from attnscore.masks import Dense, IntervalSet, Mask, ValidLens, split
 from attnscore.masks.base import all_of, atoms_of
 from attnscore.parallel.mask import shard_mask
 from attnscore.parallel.pairs import Range
-from attnscore.parallel.plan import Exchange
+from attnscore.parallel.plan import BACKWARD_KEYS, BACKWARD_QUERIES, FORWARD_KEYS, Exchange, in_blocks
 from attnscore.parallel.shard import Shard
 from attnscore.parallel.torch_ranks import (
     Arrays,
@@ -80,7 +80,6 @@ class ShardedCall(ABC):
     problem: Problem
     """Of the rank's own arrays, but for the mask, which is that of the whole sequence, and the keys of the bias."""
     kernel: str
-    gradient: str
     bias_has_queries: bool = False
     """Whether each rank has the bias of its own queries, not one for all."""
 
@@ -623,8 +622,7 @@ class PassQueries(ShardedCall):
     @cached_property
     def transfers(self) -> Transfers:
         """What this rank fetches, and what the others fetch from it: whole blocks of keys."""
-        needed = [aligned(shard, _FORWARD_KEYS) for shard in self.plan.needed]
-        return _transfers(self.plan.keys, needed, self.ranks.rank)
+        return _transfers(self.plan.keys, self.plan.needed_blocks, self.ranks.rank)
 
     def forward(self, operands: Arrays) -> tuple[Result, Saved]:
         fetched = self.ranks.fetch({name: operands[name] for name in self.names["key"]}, self.transfers)()
@@ -633,7 +631,7 @@ class PassQueries(ShardedCall):
         state = online_softmax.start(
             ops, rows, value_dim, operands["value"], accumulator(self.problem.dtype), self.statistics
         )
-        for block, attending, arrays in self._blocks(operands, fetched, _FORWARD_KEYS):
+        for block, attending, arrays in self._blocks(operands, fetched, FORWARD_KEYS):
             new = self.state_of(*self.run(attending, block, arrays))
             at = self.queries.locate(attending)
             merged = online_softmax.merge(ops, _rows_of(state, at), new)
@@ -655,14 +653,14 @@ class PassQueries(ShardedCall):
         if "entropy" in self.problem.statistics:
             given = grads.entropy if grads.entropy is not None else torch.zeros_like(delta)
             sent |= {"entropy": result.statistics["entropy"], "grad_entropy": given}
-        passed = [self._attending_any(rank) for rank in range(self.ranks.count)]
+        passed = self.plan.passed
         wait = self.ranks.fetch(sent, _transfers(self.plan.queries, passed, self.ranks.rank))
         # While the queries are on their way: the gradients of the rank's own.
         of_keys = {*self.names["key"]}
         shapes = {name: operands[name].shape for name in wanted - of_keys}
         found = {name: delta.new_zeros(shape) for name, shape in shapes.items()}
         rest = wanted - of_keys - {"sink"}
-        for block, attending, arrays in self._blocks(operands, saved.fetched, _BACKWARD_KEYS) if rest else ():
+        for block, attending, arrays in self._blocks(operands, saved.fetched, BACKWARD_KEYS) if rest else ():
             part, _ = self.part(attending, block, arrays)
             self.add_gradients(found, part, self.gradients_of(part, arrays, result, grads, frozenset(rest)))
         if "sink" in wanted:
@@ -689,8 +687,8 @@ class PassQueries(ShardedCall):
         others = {name: x for name, x in operands.items() if name not in (*queries, *self.names["key"], "sink")}
         keys = {name: operands[name] for name in self.names["key"]}
         found = {name: operands[name].new_zeros(operands[name].shape, dtype=self.sums) for name in wanted}
-        for block in blocks_of(self.keys, _BACKWARD_KEYS):
-            attending = aligned(self.plan.attending_keys(rows, block), _BACKWARD_QUERIES) & rows
+        for block in blocks_of(self.keys, BACKWARD_KEYS):
+            attending = in_blocks(self.plan.attending_keys(rows, block), BACKWARD_QUERIES) & rows
             if not len(attending) or not wanted:
                 continue
             at = self.keys.locate(block)
@@ -701,13 +699,6 @@ class PassQueries(ShardedCall):
                 rows_of = positions_first(found[name])
                 copy_rows(rows_of, at, positions_first(own[name]))
         return found
-
-    def _attending_any(self, owner: int) -> Shard:
-        """Return the queries that attend keys of a rank, in whole blocks."""
-        found = Shard.empty(self.queries.length)
-        for target in range(self.ranks.count):
-            found |= self.plan.attending(target, owner)
-        return aligned(found, _BACKWARD_QUERIES)
 
     def _blocks(self, operands: Arrays, fetched: Arrays, size: int) -> Iterator[tuple[Shard, Shard, dict[str, Tensor]]]:
         """Yield blocks of the keys fetched, the rank's queries that attend them, and the operands but the sink."""
@@ -728,21 +719,11 @@ def _begin_at_first(intervals: IntervalSet) -> bool:
     return not intervals.start[intervals.start < intervals.stop].any()
 
 
-# Blocks in which the native kernel sums in one order, whatever the number of queries and keys of the call.
-_FORWARD_KEYS, _BACKWARD_KEYS, _BACKWARD_QUERIES = 1024, 128, 384
-
-
 def _transfers(held: Sequence[Shard], wanted: Sequence[Shard], rank: int) -> Transfers:
     return Transfers(
         held[rank], wanted[rank],
         tuple(held[rank] & other for other in wanted), tuple(other & wanted[rank] for other in held),
     )  # fmt: skip
-
-
-def aligned(shard: Shard, size: int) -> Shard:
-    """Return the blocks of `size` positions that have any of the shard's."""
-    ends = ((start // size * size, min(shard.length, -(-stop // size) * size)) for start, stop in shard.ranges)
-    return Shard.of(ends, shard.length)
 
 
 def blocks_of(shard: Shard, size: int) -> Iterator[Shard]:

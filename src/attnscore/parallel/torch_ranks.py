@@ -112,9 +112,9 @@ class Ranks:
 
         def finish(sums: Arrays) -> None:
             own = plan.held & plan.wanted
-            at, source = plan.held.locate(own), plan.wanted.locate(own)
             for name, x in gradients.items():
-                add_rows(positions_first(sums[name]), at, positions_first(x), source)
+                kept = plan.wanted.locate(own)
+                add_rows(positions_first(sums[name]), plan.held.locate(own), positions_first(x), kept)
             while posted:
                 at, arriving, wait = posted.pop()
                 wait()
