@@ -1,7 +1,7 @@
 """The fused kernel: PyTorch's own ``scaled_dot_product_attention``, for calls that mean the same.
 
-- 16-bit products of CUDA tensors, unmasked or causal, with nothing else asked for. Whatever else a call has, another
-  kernel runs it.
+- 16-bit products of CUDA tensors, unmasked, with nothing else asked for. Whatever else a call has, another kernel runs
+  it: a causal call too, because PyTorch's kernels multiply a masked value by a weight of 0, which keeps its NaN.
 - Never through an ``attn_mask``, and never where PyTorch would fall back on its quadratic implementation.
 - Its gradient is PyTorch's: deterministic under ``torch.use_deterministic_algorithms`` alone. A gradient of the
   gradient is that of the streaming kernel.
@@ -71,13 +71,6 @@ class Fused(Kernel):
             found.append("PyTorch has no fused implementation for these arrays on this device")
         return tuple(found)
 
-    def notes(self, problem: Problem, plan: TilePlan) -> tuple[str, ...]:
-        if not _is_causal(problem):
-            return ()
-        return (
-            "a NaN or infinity behind the causal mask reaches earlier queries of its tile, as PyTorch computes them",
-        )
-
     def forward(self, problem: Problem, plan: TilePlan) -> Result:
         operands = tiled.operands(problem)
         if self.tape is None:
@@ -136,8 +129,8 @@ def _differences(problem: Problem) -> list[str]:
         found.append(ONLY_SOFTMAX)
     if problem.statistics:
         found.append(f"statistics: {', '.join(problem.statistics)}")
-    if problem.mask is not None and not _is_unmasked(problem) and not _is_causal(problem):
-        found.append(f"the mask {problem.mask!r}")
+    if not _is_unmasked(problem):
+        found.append(f"the mask {problem.mask!r}: a NaN or infinity behind it would reach the output")
     if 0 in (*problem.score_shape.rows, problem.score_shape.key_len, problem.layout.value_dim, form.query.shape[-1]):
         found.append("an axis of length 0")
     if not problem.ops.has_values(*tiled.operands(problem).values()):
@@ -145,24 +138,14 @@ def _differences(problem: Problem) -> list[str]:
     return found
 
 
-def _has_stops(problem: Problem, stops: Any) -> bool:
-    """Return whether each query attends the keys from 0 to its entry of `stops`."""
+def _is_unmasked(problem: Problem) -> bool:
+    """Return whether each query attends to all keys."""
+    if problem.mask is None:
+        return True
     known, rest = problem.visibility
     if known is None or rest is not None or len(known.start) != 1:
         return False
-    return not np.any(known.start) and bool(np.all(known.stop == stops))
-
-
-def _is_unmasked(problem: Problem) -> bool:
-    return problem.mask is None or _has_stops(problem, problem.score_shape.key_len)
-
-
-def _is_causal(problem: Problem) -> bool:
-    """Return whether query i attends the keys j <= i."""
-    shape = problem.score_shape
-    return not _is_unmasked(problem) and _has_stops(
-        problem, np.minimum(np.arange(1, shape.query_len + 1), shape.key_len)
-    )
+    return not np.any(known.start) and bool(np.all(known.stop == problem.score_shape.key_len))
 
 
 def _sides(problem: Problem, operands: dict[str, Array]) -> Sides:
@@ -192,7 +175,7 @@ def _attention(problem: Problem, operands: dict[str, Array]) -> Array:
     query, key, value = _sides(problem, operands)
     form: Any = problem.form
     out = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, is_causal=_is_causal(problem), scale=form.scale, enable_gqa=query.shape[1] != key.shape[1]
+        query, key, value, scale=form.scale, enable_gqa=query.shape[1] != key.shape[1]
     )
     return out.reshape(*problem.score_shape.rows, out.shape[-1])
 
@@ -205,6 +188,6 @@ def _has_implementation(problem: Problem) -> bool:
     if not query.is_cuda:
         # Not asked, where a test has named another device.
         return True
-    given = cuda.SDPAParams(query, key, value, None, 0.0, _is_causal(problem), query.shape[1] != key.shape[1])
+    given = cuda.SDPAParams(query, key, value, None, 0.0, False, query.shape[1] != key.shape[1])
     tests = (cuda.can_use_flash_attention, cuda.can_use_cudnn_attention, cuda.can_use_efficient_attention)
     return any(test(given, False) for test in tests)
