@@ -256,6 +256,78 @@ def test_slots_without_a_position_are_not_read(framework: str) -> None:
     np.testing.assert_allclose(np.asarray(cache.attend(q)), np.asarray(ats.attend(q, k, v, mask=ats.Causal())))
 
 
+# ------------------------------------------------------------------ torch.compile
+
+
+@pytest.fixture
+def compiled_graphs() -> Iterator[Callable[[], int]]:
+    """Return how many graphs the compiler made in this test."""
+    from torch._dynamo import reset, utils
+
+    reset()
+    utils.counters.clear()
+    yield lambda: int(utils.counters["stats"]["unique_graphs"])
+    reset()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["none", "additive"])
+def test_steps_around_a_cache_are_one_graph(name: str, compiled_graphs: Callable[[], int]) -> None:
+    score = _score(name, "torch")
+    cache = ats.KeyValueCache(capacity=16, score=score)
+
+    @torch.compile(fullgraph=True)
+    def pool(query: Any, key: Any, value: Any, lens: Any, score: Any) -> Any:
+        return ats.attend(query, key, value, valid_lens=lens, score=score)
+
+    q, k, v = (_drawn("torch", BATCH, HEADS, 6, DIM, seed=i) for i in range(3))
+    whole = ats.attend(q, k, v, mask=ats.Causal(), score="scaled_dot" if score is None else score)
+    with torch.no_grad():
+        for i in range(6):
+            step = slice(i, i + 1)
+            found = cache.append(k[:, :, step], v[:, :, step]).arguments(q[:, :, step])
+            lens = torch.as_tensor(found["valid_lens"])
+            out = pool(q[:, :, step], found["key"], found["value"], lens, found.get("score", "scaled_dot"))
+            torch.testing.assert_close(out, whole[:, :, step])
+    assert compiled_graphs() <= 2
+
+
+@pytest.mark.slow
+def test_a_compiled_call_breaks_its_graph_at_the_cache(compiled_graphs: Callable[[], int]) -> None:
+    """The numbers stay; where no break is allowed the error says why there is one."""
+    q, k, v = (_drawn("torch", BATCH, HEADS, 6, DIM, seed=i) for i in range(3))
+    whole = ats.attend(q, k, v, mask=ats.Causal())
+
+    def step(cache: ats.KeyValueCache, q: Any, k: Any, v: Any) -> Any:
+        return cache.append(k, v).attend(2 * q / 2) + 0
+
+    cache, compiled = ats.KeyValueCache(), torch.compile(step)
+    with torch.no_grad():
+        for i in range(6):
+            at = slice(i, i + 1)
+            torch.testing.assert_close(compiled(cache, *(x[:, :, at] for x in (q, k, v))), whole[:, :, at])
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="a KeyValueCache decides by lengths on the host"):
+        torch.compile(lambda *given: step(*given), fullgraph=True)(cache, q, k, v)
+
+
+@pytest.mark.slow
+def test_a_compiled_layer_with_a_cache(compiled_graphs: Callable[[], int]) -> None:
+    """It gives the numbers of the eager one, and is not compiled anew at each step."""
+    from attnscore.layers.torch import MultiHeadAttention
+
+    layer = MultiHeadAttention(8, 2, rotary=lambda q, k, _: (q, k), query_size=8, key_size=8, value_size=8).double()
+    compiled, x = torch.compile(layer), _drawn("torch", 2, 9, 8)
+    caches = [ats.KeyValueCache(head_axis=-2, capacity=16) for _ in range(2)]
+    graphs = []
+    with torch.no_grad():
+        for i in range(9):
+            step = x[:, i : i + 1]
+            found, wanted = (f(step, step, step, cache=c) for f, c in zip((compiled, layer), caches, strict=True))
+            torch.testing.assert_close(found, wanted)
+            graphs.append(compiled_graphs())
+    assert graphs[-1] == graphs[2]
+
+
 # ------------------------------------------------------------------ cost
 
 

@@ -13,10 +13,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import functools
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, final
+from typing import Any, Self, TypeVar, cast, final
 
 import numpy as np
 
@@ -39,6 +41,36 @@ _FRAMEWORKS = (*_IN_PLACE, "jax")
 _FEW_PAIRS = 2**18
 # The arrays of a file; "window" and "oldest" may be among them.
 _SAVED = ("keys", "values", "lens", "slots", "has_heads", "key_sizes", "head_axis", "sinks")
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+# Methods of a cache outside of torch.compile, by name; filled at the first compilation that meets one.
+_OUTSIDE: dict[str, Callable[..., Any]] = {}
+
+
+def _outside_graphs(method: Method) -> Method:
+    """Make torch.compile break its graph at a method, which decides by lengths on the host and grows buffers."""
+
+    @functools.wraps(method)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        torch = sys.modules.get("torch")
+        # Once there, for every call: after a break Dynamo meets the method again in a frame of its own.
+        if method.__name__ in _OUTSIDE or (torch is not None and torch.compiler.is_compiling()):
+            return _OUTSIDE[_name_outside(method.__name__)](*args, **kwargs)
+        return method(*args, **kwargs)
+
+    return cast(Method, called)
+
+
+def _name_outside(name: str) -> str:
+    if name not in _OUTSIDE:
+        reason = "a KeyValueCache decides by lengths on the host; compile what is around, with cache.arguments(query)"
+        _OUTSIDE[name] = sys.modules["torch"].compiler.disable(getattr(KeyValueCache, name).__wrapped__, reason=reason)
+    return name
+
+
+# Constant to Dynamo, which cannot trace `torch.compiler.disable`.
+_name_outside._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @final
@@ -165,6 +197,7 @@ class KeyValueCache:
         """Bytes of both buffers."""
         return 0 if self._keys is None else int(self._keys.nbytes + self._values.nbytes)
 
+    @_outside_graphs
     def next_positions(self, count: int) -> Array:
         """Return the positions of the next `count`, (batch, count), or (1, count) while the cache is empty."""
         if self._keys is None:
@@ -186,6 +219,7 @@ class KeyValueCache:
 
     # ------------------------------------------------------------------ what changes it
 
+    @_outside_graphs
     def append(self, key: Array, value: Array, *, lens: Any = None) -> Self:
         """Append positions to every sequence, and return the cache.
 
@@ -250,6 +284,7 @@ class KeyValueCache:
             cache._oldest = np.maximum(cache._oldest, ends - (cache.slots - self.sinks))
         return cache
 
+    @_outside_graphs
     def crop(self, lens: Any) -> Self:
         """Forget the positions from `lens` on, as after rejected drafts, and return the cache.
 
@@ -281,6 +316,7 @@ class KeyValueCache:
         cache._lens, cache._starts, cache._appended = ends, index.zeros(ends.shape, ends, "int64"), None
         return cache
 
+    @_outside_graphs
     def select(self, indices: Any) -> Self:
         """Keep the sequences `indices`, in this order, and return the cache; an index may repeat.
 
@@ -331,6 +367,7 @@ class KeyValueCache:
             raise ShapeError(message("indices", f"shape ({batch},)", np.shape(indices), hint=hint))
         return self.select(indices)
 
+    @_outside_graphs
     def copy(self) -> Self:
         """Return a cache of the same contents, which changes on its own."""
         cache = copy.copy(self)
@@ -341,6 +378,7 @@ class KeyValueCache:
 
     # ------------------------------------------------------------------ attention
 
+    @_outside_graphs
     def attend(self, query: Array, *, causal: bool = True, mask: Any = None, **options: Any) -> Any:
         """Return ``attend(query, ...)`` over the positions held, in causal order.
 
@@ -379,6 +417,7 @@ class KeyValueCache:
             self._is_saved = self._is_saved or bool(getattr(out, "requires_grad", False))
         return found
 
+    @_outside_graphs
     def arguments(self, query: Array, *, causal: bool = True, mask: Any = None) -> dict[str, Any]:
         """Return the arguments of `attend` except the query: for `explain`, `attention_weights` and the like.
 
