@@ -36,14 +36,11 @@ from attnscore.layers.keras import (
     GaussianAttention,
     MultiHeadAttention,
 )
-from layer_cases import KEYS, MASKS, QUERIES, Case
-from layer_cases import LAYERS as EVERY_LAYER
+from layer_cases import KEYS, LAYERS, MASKS, QUERIES, Case
 
 # One of each layer; on JAX, where each takes a second to compile, that with the most parameters.
 QUICK = ("scaled dot", "additive", "bilinear", "gaussian, learned", "heads, additive, 3 hidden")
 POLICIES = ("mixed_float16", "mixed_bfloat16", "float16")
-# Wrapped scores are PyTorch's and Flax's: a configuration holds none.
-LAYERS = tuple(case for case in EVERY_LAYER if isinstance(case.arguments.get("score", ""), str))
 EVERY = tuple(case.name for case in LAYERS)
 most_layers = pytest.mark.parametrize("case", quick(QUICK, among=LAYERS, on_jax=QUICK[-1:]))
 ADDITIVE = next(case for case in LAYERS if case.name == "heads, additive")
