@@ -173,6 +173,8 @@ def test_few_queries_are_passed_to_many_keys() -> None:
     assert found.gradient == "queries"
     assert found.backward_bytes == (128 * 3 * 4 * (64 + 64 + 3),) * 4
     assert explain(None, keys, dim=64, mode="gather").gradient == "reduce"  # as many bytes
+    # As few bytes as 0.52 of the others are not worth the second computation.
+    assert explain(None, keys, dim=64, mode="gather", dtype="bfloat16").gradient == "reduce"
     # The gradients of gathered keys take more memory than the queries.
     half = explain(None, queries, keys, dim=64, mode="gather", gradient="reduce")
     assert max(found.peak_memory) < max(half.peak_memory)

@@ -20,6 +20,14 @@ _SIMULATE = "tests/test_parallel_simulation.py"
 
 FAULTS: list[Fault] = [
     Fault(
+        "queries-passed-for-no-gain",
+        _COST,
+        "is_less = 2 * max(queries.backward_bytes) < max(reduce.backward_bytes)",
+        "is_less = max(queries.backward_bytes) < 2 * max(reduce.backward_bytes)",
+        _EXPLAIN,
+        "queries are passed where that saves less than computing the scores again costs",
+    ),
+    Fault(
         "shard-located-without-offset",
         _SHARD,
         "first += stop - start",

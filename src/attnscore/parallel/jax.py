@@ -236,7 +236,7 @@ def _row_bytes(problem: Problem) -> RowBytes:
         out=queries * problem.layout.value_dim * size,
         key=of(["key"]),
         key_gradient=of(["key"]) * sums // size,
-        row=queries * sums,
+        row=3 * queries * sums,
         heads=shape.heads * shape.groups,
         kv_heads=shape.heads,
     )

@@ -189,8 +189,7 @@ def gather_rows(x: Tensor, shards: Sequence[Shard], group: Any, axis: int = -2) 
     if not -x.dim() <= axis < x.dim() or x.shape[axis] != len(held):
         raise ShapeError(message("x", f"{len(held)} positions on axis {axis}", f"shape {tuple(x.shape)}"))
     rows = x.movedim(axis, 0)
-    to_all = tuple(Shard.empty(held.length) if rank == ranks.rank else held for rank in range(ranks.count))
-    transfers = Transfers(held, Shard.whole(held.length), to_all, shards)
+    transfers = Transfers.of(shards, [Shard.whole(held.length)] * ranks.count, ranks.rank)
     found = _Fetched.apply(rows.reshape(len(held), math.prod(rows.shape[1:])), ranks, transfers)  # type: ignore[no-untyped-call]  # torch's own
     whole: Tensor = found.reshape(held.length, *rows.shape[1:]).movedim(0, axis)
     return whole

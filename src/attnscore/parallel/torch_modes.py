@@ -312,12 +312,7 @@ class Gather(ShardedCall):
         wanted = plan.keys_of(self.outer)
         if self.has_relative_bias and wanted.ranges:
             wanted = Shard(((wanted.ranges[0][0], wanted.ranges[-1][1]),), wanted.length)
-        return Transfers(
-            self.keys,
-            wanted,
-            tuple(plan.transfer(rank, peer) for peer in range(plan.ranks)),
-            tuple(plan.transfer(peer, rank) for peer in range(plan.ranks)),
-        )
+        return dataclasses.replace(Transfers.of(plan.keys, plan.needed, rank), wanted=wanted)
 
     @cached_property
     def has_inner_part(self) -> bool:
@@ -540,14 +535,14 @@ class Heads(ShardedCall):
         problem = self._of_heads({**operands, **arrays})
         own = Result(kept.pop("out"), kept.pop("row_max"), kept.pop("log_denom"), kept)
         of_heads = part.kernel.backward(problem, part.tiles, own, incoming, wanted)
-        waits, found = [], {}
+        shared = wanted - {*self.names["key"], *self._by_query()}
+        waits, found = [], self.zeros_like(operands, shared)
         for names, shards in ((self.names["key"], plan.keys), (self._by_query(), plan.queries)):
             moved = {name: of_heads[name] for name in names if name in wanted}
             heads = {name: operands[name].shape[-4] for name in moved}
             moved = {name: x.to(operands[name].dtype) if heads[name] > 1 else x for name, x in moved.items()}
             waits.append(ranks.heads_to_rows(moved, shards, heads))
-        for name in wanted - {*self.names["key"], *self._by_query()}:
-            found[name] = torch.zeros(operands[name].shape, dtype=self.sums, device=operands[name].device)
+        for name in shared:
             self._heads_of(name, found[name]).add_(of_heads[name])
         return found | {name: x for wait in waits for name, x in wait().items()}
 
@@ -622,7 +617,7 @@ class PassQueries(ShardedCall):
     @cached_property
     def transfers(self) -> Transfers:
         """What this rank fetches, and what the others fetch from it: whole blocks of keys."""
-        return _transfers(self.plan.keys, self.plan.needed_blocks, self.ranks.rank)
+        return Transfers.of(self.plan.keys, self.plan.needed_blocks, self.ranks.rank)
 
     def forward(self, operands: Arrays) -> tuple[Result, Saved]:
         fetched = self.ranks.fetch({name: operands[name] for name in self.names["key"]}, self.transfers)()
@@ -654,11 +649,10 @@ class PassQueries(ShardedCall):
             given = grads.entropy if grads.entropy is not None else torch.zeros_like(delta)
             sent |= {"entropy": result.statistics["entropy"], "grad_entropy": given}
         passed = self.plan.passed
-        wait = self.ranks.fetch(sent, _transfers(self.plan.queries, passed, self.ranks.rank))
+        wait = self.ranks.fetch(sent, Transfers.of(self.plan.queries, passed, self.ranks.rank))
         # While the queries are on their way: the gradients of the rank's own.
         of_keys = {*self.names["key"]}
-        shapes = {name: operands[name].shape for name in wanted - of_keys}
-        found = {name: delta.new_zeros(shape) for name, shape in shapes.items()}
+        found = self.zeros_like(operands, wanted - of_keys)
         rest = wanted - of_keys - {"sink"}
         for block, attending, arrays in self._blocks(operands, saved.fetched, BACKWARD_KEYS) if rest else ():
             part, _ = self.part(attending, block, arrays)
@@ -686,7 +680,7 @@ class PassQueries(ShardedCall):
         queries = {name: arrived[name] for name in self.names["query"]}
         others = {name: x for name, x in operands.items() if name not in (*queries, *self.names["key"], "sink")}
         keys = {name: operands[name] for name in self.names["key"]}
-        found = {name: operands[name].new_zeros(operands[name].shape, dtype=self.sums) for name in wanted}
+        found = self.zeros_like(operands, wanted)
         for block in blocks_of(self.keys, BACKWARD_KEYS):
             attending = in_blocks(self.plan.attending_keys(rows, block), BACKWARD_QUERIES) & rows
             if not len(attending) or not wanted:
@@ -717,13 +711,6 @@ class PassQueries(ShardedCall):
 def _begin_at_first(intervals: IntervalSet) -> bool:
     """Return whether all queries that attend any key attend the first one."""
     return not intervals.start[intervals.start < intervals.stop].any()
-
-
-def _transfers(held: Sequence[Shard], wanted: Sequence[Shard], rank: int) -> Transfers:
-    return Transfers(
-        held[rank], wanted[rank],
-        tuple(held[rank] & other for other in wanted), tuple(other & wanted[rank] for other in held),
-    )  # fmt: skip
 
 
 def blocks_of(shard: Shard, size: int) -> Iterator[Shard]:

@@ -240,6 +240,12 @@ class Transfers:
     to_send: tuple[Shard, ...]
     to_receive: tuple[Shard, ...]
 
+    @classmethod
+    def of(cls, held: Sequence[Shard], wanted: Sequence[Shard], rank: int) -> Transfers:
+        """Return the transfers of a rank, where each rank holds and wants these rows."""
+        own, own_wanted = held[rank], wanted[rank]
+        return cls(own, own_wanted, tuple(own & other for other in wanted), tuple(other & own_wanted for other in held))
+
 
 class SumOverRanks(torch.autograd.Function):
     """The identity, for an array that all ranks have: its gradient is the sum of theirs."""
