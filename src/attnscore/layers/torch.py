@@ -75,9 +75,11 @@ def _start(x: Tensor, parameter: Parameter) -> None:
     """Give a parameter its starting values."""
     if parameter.bound:
         nn.init.uniform_(x, -parameter.bound, parameter.bound)
-    else:
+    elif isinstance(parameter.start, tuple):
         with torch.no_grad():
             x.copy_(torch.tensor(parameter.start, dtype=torch.float64))
+    else:  # filled, which a parameter sharded over ranks takes too
+        nn.init.constant_(x, parameter.start)
 
 
 class Matrix(nn.Module):
