@@ -8,11 +8,18 @@ import jax
 import jax.numpy as jnp
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import attnscore as ats
+from attnscore import backends
+from attnscore.analysis import summaries
 from attnscore.backends import base
 from attnscore.backends.jax.backend import JaxBackend
 from attnscore.core import tiling
+from attnscore.kernels.native.kernel import Native
+from attnscore.scores import gaussian
+from attnscore.scores.forms import DistanceForm, InnerForm
 
 LENGTH = 3000
 
@@ -40,6 +47,49 @@ def test_names_of_accelerators(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(NumpyBackend, "device", lambda self, x: name)
     assert NumpyBackend().is_accelerated(None)
+
+
+def test_a_gaussian_takes_products_where_reading_its_norms_is_worth_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is waited for, so short calls take the direct form."""
+    x = torch.ones(300, 8)
+    ops, score = backends.of({"query": x}), ats.Gaussian()
+    monkeypatch.setattr(type(ops), "has_cpu_buffer", lambda self, x: False)
+    assert isinstance(score.lower(ops, x, x), InnerForm)
+    monkeypatch.setattr(base, "ACCELERATORS", ("cuda", "cpu"))
+    assert isinstance(score.lower(ops, x, x), DistanceForm)
+    monkeypatch.setattr(gaussian, "ACCELERATOR_TERMS", 300 * 300 * 8 - 1)
+    assert isinstance(score.lower(ops, x, x), InnerForm)
+
+
+class LargestArray(TorchDispatchMode):
+    """Keeps the largest number of entries that an operation returns in memory of its own."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for x in tree_leaves(found):
+            if isinstance(x, torch.Tensor) and 0 not in x.stride():
+                self.largest = max(self.largest, x.numel())
+        return found
+
+
+@pytest.mark.parametrize("query", ["top_weights", "pooled_weights", "key_mass", "attention_weights"])
+def test_block_queries_make_no_matrix_of_all_pairs(query: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By operations of the framework, as they run on a device that the native kernel does not read."""
+    monkeypatch.setattr(base, "ACCELERATORS", ("cuda", "cpu"))
+    monkeypatch.setattr(tiling, "ACCELERATOR_TILE_SCORES", 2**14)
+    monkeypatch.setattr(summaries, "_MAX_WEIGHTS", 2**14)
+    monkeypatch.setattr(Native, "reasons_against", lambda self, problem: ("no array of the CPU",))
+    length = 900
+    x = torch.linspace(-1, 1, length * 2).reshape(length, 2)
+    options: dict[str, Any] = {
+        "top_weights": {"k": 3}, "pooled_weights": {"bins": (5, 4)}, "key_mass": {},
+        "attention_weights": {"query_index": slice(7, 20)},
+    }  # fmt: skip
+    with LargestArray() as found:
+        getattr(ats, query)(x, x, mask=ats.Causal(), **options[query])
+    assert 0 < found.largest <= 2 * 2**14 < length * length / 20
 
 
 def test_jax_goes_by_the_default_device_where_the_array_has_none(monkeypatch: pytest.MonkeyPatch) -> None:

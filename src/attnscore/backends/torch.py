@@ -28,7 +28,17 @@ from torch.utils._python_dispatch import _disable_current_modes as disable_curre
 from torch.utils._pytree import tree_map
 
 from attnscore.backends import native
-from attnscore.backends.base import DTYPES, Array, Backend, DifferentiableOp, Ragged, SeedHalves, Signature, importable
+from attnscore.backends.base import (
+    ACCELERATORS,
+    DTYPES,
+    Array,
+    Backend,
+    DifferentiableOp,
+    Ragged,
+    SeedHalves,
+    Signature,
+    importable,
+)
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items() if str(dtype) == f"torch.{name}"}
@@ -203,7 +213,10 @@ class TorchBackend(Backend):
         return ctypes.cast(found, ctypes.c_void_p).value
 
     def number(self, x: Array) -> float | None:
-        return None if _is_traced(x) else float(x.detach())
+        # While a CUDA graph is captured, nothing can be read.
+        if _is_traced(x) or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return None
+        return float(x.detach())
 
     def zeros(self, shape: Sequence[int], like: Array, dtype: str | None = None) -> Array:
         return like.new_zeros(tuple(shape), dtype=like.dtype if dtype is None else _DTYPES[dtype])
@@ -468,7 +481,8 @@ def _is_finite(x: torch.Tensor) -> bool:
         found: bool | None = native.module.is_all_finite(x)
         if found is not None:  # traced tensors have no memory that the module reads
             return found
-    if _is_traced(x):
+    # On a GPU the answer would wait for all work before it, and end the capture of a CUDA graph.
+    if x.device.type in ACCELERATORS or _is_traced(x):
         return False
     # A sum is finite only where all terms are, and takes a twentieth of the time of isfinite; large terms may overflow.
     x = x.detach() if x.requires_grad else x

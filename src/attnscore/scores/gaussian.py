@@ -45,6 +45,8 @@ INNER_LIMIT = 16.0
 INNER_TERMS = 64
 # Overhead of the check's dozen operations, in elements: about 50 us, or 2 cycles for each of these.
 _CALLS = 2**16
+ACCELERATOR_TERMS = 2**28
+"""Terms of the direct sum from which an accelerator takes the inner product: 16 us at an H200's limit (computed)."""
 
 
 @final
@@ -179,6 +181,9 @@ def _is_inner_faster(ops: Backend, query: Array, key: Array) -> bool:
     # The native module is loaded with the kernels, unless it is missing or turned off.
     if "attnscore._native" in sys.modules and ops.has_cpu_buffer(query) and ops.has_cpu_buffer(key):
         return bool(terms > INNER_TERMS * (elements + _CALLS))
+    if ops.is_accelerated(query):
+        # Reading the largest norm waits for all work on the device.
+        return bool(terms > ACCELERATOR_TERMS)
     # In the framework's own operations the direct sum makes several passes over an array of its terms.
     return bool(terms > elements)
 
