@@ -25,7 +25,7 @@ from attnscore.masks import parts_of
 HostArray = np.ndarray
 NAN, INF = float("nan"), float("inf")
 
-law = settings(deadline=None, max_examples=100 if covering.products else 20, derandomize=bool(os.environ.get("CI")))
+law = settings(deadline=None, max_examples=100 if covering.products else 12, derandomize=bool(os.environ.get("CI")))
 
 
 def same(found: Any, expected: Any, tolerance: float = 1e-11) -> None:

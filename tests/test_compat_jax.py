@@ -100,7 +100,7 @@ def test_output_residual_and_gradients_are_those_of_the_original(name: str) -> N
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.slow_rows("float64")
+@pytest.mark.slow_rows("float64", "bfloat16")
 def test_dtypes(dtype: str) -> None:
     options: Any = {"bias": normal(N, T, S), "is_causal": True, "return_residual": True}
     with jax.enable_x64(dtype == "float64"):

@@ -20,7 +20,7 @@ import pytest
 
 import attnscore as ats
 from cases import SCORES, SCORES_WITH_ARRAYS, SOME_MASKS, SOME_SCORES, Sizes, in_turn
-from covering import each
+from covering import each, some
 from harness import EXTRAS, Call, make_call
 from in_mxnet.exchange import receive, send
 
@@ -71,7 +71,7 @@ def mxnet() -> Iterator[Run]:
         stdin.close()
 
 
-@pytest.mark.parametrize(("score", "mask", "dtype", "extras"), TURNS, ids=["-".join(row) for row in TURNS])
+@some("score,mask,dtype,extras", TURNS[::2], TURNS, slow=TURNS[1::2])
 def test_rows(mxnet: Run, score: str, mask: str, dtype: str, extras: str) -> None:
     call = make_call(score, mask, dtype, extras)
     call.check(mxnet(call, mask))

@@ -223,6 +223,7 @@ def test_gradients(name: str, mask: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", NORMALIZERS)
+@pytest.mark.slow_rows("entmax15", "sparsemax")
 def test_derivatives_of_any_order_in_torch(name: str) -> None:
     draw = np.random.default_rng(1)
     leaves = [torch.from_numpy(draw.normal(size=(n, 3))).requires_grad_() for n in (3, 4, 4)]
@@ -298,6 +299,7 @@ BY_DEFAULT = {("jax.jit", "entmax15"), ("tf.function", "sparsemax"), *(("tensorf
         for name in NORMALIZERS
     ],
 )
+@pytest.mark.slow_rows("tf.function-*")
 def test_frameworks_agree(run: str, name: str) -> None:
     arrays = inputs("float32")
     call = {"normalizer": NORMALIZERS[name], "mask": ats.ValidLens([5, 0]) & ats.Causal(align="bottom_right")}
@@ -369,6 +371,7 @@ def test_empty_axes_and_16_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NORMALIZERS)
+@pytest.mark.slow_rows("sigmoid", "entmax*")
 def test_torch_compile(name: str) -> None:
     arrays = [torch.from_numpy(x).requires_grad_() for x in inputs("float32")]
 

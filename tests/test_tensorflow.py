@@ -32,7 +32,7 @@ from own_scores import OwnAbsolute, OwnPlain
 
 pytestmark = pytest.mark.usefixtures("small_tiles", "one_thread")
 TURNS = in_turn(DTYPES, tuple(EXTRAS))
-rows = pytest.mark.parametrize(("score", "mask", "dtype", "extras"), TURNS, ids=["-".join(row) for row in TURNS])
+rows = some("score,mask,dtype,extras", TURNS[::2], TURNS, slow=TURNS[1::2])
 RNG = np.random.default_rng(0)
 
 
@@ -240,11 +240,11 @@ FITTING: dict[str, tuple[Any, list[Any], list[Any]]] = {
 
 @some(
     "name,how",
-    [("mask", "native"), ("offset", "native"), ("key_padding", "streaming"), ("valid_lens", "streaming")],
+    [("mask", "native"), ("key_padding", "streaming")],
     [(name, how) for name in FITTING for how in ("native", "streaming", "xla")],
     slow=[
         *(("key_ids", "native"), ("start", "native"), ("query_ids", "streaming"), ("cu_key", "streaming")),
-        ("key_padding", "xla"),
+        *(("offset", "native"), ("valid_lens", "streaming"), ("key_padding", "xla")),
     ],
 )
 def test_a_mask_that_turns_out_not_to_fit(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,6 +112,7 @@ def test_the_table_in_graphs(score: str, mask: str, dtype: str, extras: str) -> 
     ],
     ids=["plain", "lengths", "causal", "dropout", "evaluated"],
 )
+@pytest.mark.slow_rows("lengths", "causal")
 def test_a_graph_calls_native_code(arguments: Any, arrays: Any, calls: list[int]) -> None:
     compiled = tf.function(lambda *x: with_gradients(*x, **arguments))
     found = compiled(*arrays)
@@ -231,6 +232,7 @@ INSIDE: list[Callable[..., Any]] = [mapped, vectorized, branched, recomputed]
 
 
 @pytest.mark.parametrize("inside", INSIDE, ids=lambda x: x.__name__)
+@pytest.mark.slow_rows("vectorized", "recomputed")
 def test_gradients_through_loops_and_branches(inside: Any, arrays: Any) -> None:
     @tf.function
     def call(*arrays: Any) -> Any:
@@ -267,6 +269,7 @@ def test_jacobians(how: Any, arrays: Any) -> None:
 
 
 @pytest.mark.parametrize("where", ["eager", "inside", "around"])
+@pytest.mark.slow_rows("around")
 def test_forward_mode(where: str, arrays: Any) -> None:
     along = [tf.constant(RNG.standard_normal(x.shape)) for x in arrays]
 

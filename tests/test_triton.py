@@ -25,7 +25,7 @@ def interpreted(*arguments: str) -> None:
 
 
 def test_a_few_in_the_interpreter() -> None:
-    interpreted()
+    interpreted("--every", "2")
 
 
 @pytest.mark.slow

@@ -131,7 +131,7 @@ def thinned(every: int, **factors: Any) -> Any:
     """Some rows of a covering array, as each is a program to be compiled; with ``--products`` the product."""
     mark = pairs(**factors)
     step = 1 if covering.products else every
-    return pytest.mark.parametrize(mark.args[0], mark.args[1][::step], ids=mark.kwargs["ids"][::step])
+    return pytest.mark.parametrize(mark.args[0], mark.args[1][::step])
 
 
 @pytest.mark.slow
