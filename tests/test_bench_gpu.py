@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+import attnscore as ats
 from attnscore import ArgumentError, FrameworkError
-from attnscore.bench import gpu
+from attnscore.bench import gpu, gpu_limits
 from attnscore.cli.app import app
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
@@ -45,3 +47,25 @@ def test_both_sides_of_a_small_case_agree(name: str) -> None:
         sides = (x["query"], x["key"], x["value"])
         wanted = torch.nn.functional.scaled_dot_product_attention(*sides, is_causal=True).float()
         torch.testing.assert_close(out, wanted, rtol=0.05, atol=0.02)
+
+
+def test_limits_by_hand() -> None:
+    """Each unit limits a case; the page has the table."""
+    plain = gpu.Case("plain", (2, 3, 100, 64), "bfloat16")
+    assert gpu_limits.unmasked_pairs(plain) == 2 * 3 * 100 * 100
+    assert gpu_limits.unmasked_pairs(dataclasses.replace(plain, mask=ats.Causal())) == 6 * 5050
+    assert gpu_limits.unmasked_pairs(dataclasses.replace(plain, mask=ats.SlidingWindow(9, 0))) == 6 * (55 + 90 * 10)
+    found = gpu_limits.times(plain, 0)
+    assert found["matrix units"] == pytest.approx(60000 * 4 * 64 / 989e12)
+    assert found["special functions"] == pytest.approx(60000 / (16 * 132 * 1.98e9))
+    assert found["memory"] == pytest.approx(4 * 6 * 100 * 64 * 2 / 4.8e12)
+    additive = gpu_limits.times(dataclasses.replace(plain, score="additive"), 0)
+    assert additive["float32"] == pytest.approx(60000 * (3 + 3.5 * 64) / (128 * 132 * 1.98e9))
+    # Products of float32 are three of TF32, which has half the rate of bfloat16.
+    slow = gpu_limits.times(dataclasses.replace(plain, dtype="float32"), 1)["matrix units"]
+    assert slow == pytest.approx(6 * gpu_limits.times(plain, 1)["matrix units"])
+
+
+def test_the_page_has_the_limits() -> None:
+    page = Path(__file__).resolve().parent.parent / "docs" / "gpu.md"
+    assert gpu_limits.table() in page.read_text()
