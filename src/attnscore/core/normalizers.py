@@ -144,20 +144,18 @@ class Entmax(Normalizer):
             # (|x| - 1) / -(d|x| / dtau); a fully masked query has total = slope = 0.
             return (total - _power(ops, total, 2 - self.alpha)) / ops.where(slope == 0, 1.0, slope)
 
-        def advance(_: Any, state: tuple[Array, Array]) -> tuple[Array, Array]:
-            advanced: tuple[Array, Array] = ops.cond(_any_above(ops, state[1], tolerance), move, state)
-            return advanced
-
         def move(state: tuple[Array, Array]) -> tuple[Array, Array]:
             found = ops.stop_gradient(step(state[0]))
             return state[0] + found, found
+
+        def is_moving(state: tuple[Array, Array]) -> Any:
+            return _any_above(ops, state[1], tolerance)
 
         zero = 0.0 * ops.stop_gradient(row_max)
         # Two steps follow, and each squares the distance.
         tolerance = 2.0 ** (-29 if ops.dtype(row_max) == "float64" else -15)
         # At a threshold of -1 the weight of the largest score is 1 by itself.
-        found, _ = ops.loop(_MOST_PASSES, advance, (zero - 1.0, zero + 1.0))
-        found = ops.stop_gradient(found)
+        found = ops.stop_gradient(_repeat(ops, move, is_moving, (zero - 1.0, zero + 1.0))[0])
         # These are recorded where a framework differentiates the forward. Newton's method doubles the number of correct
         # derivatives too: the first step has the gradient of the threshold, the second also its second derivatives.
         for _ in range(2):
@@ -190,6 +188,18 @@ def _power(ops: Backend, x: Array, exponent: float) -> Array:
     base = ops.where(is_zero, 1.0, x)
     found = base * base if exponent == 2 else base**exponent if exponent != 0 else 0.0 * base + 1.0
     return ops.where(is_zero, 0.0, found)
+
+
+def _repeat(ops: Backend, body: Callable[[Any], Any], condition: Callable[[Any], Any], carry: Any) -> Any:
+    """Return ``carry = body(carry)`` repeated while ``condition(carry)``, `_MOST_PASSES` times at most."""
+    if not isinstance(condition(carry), bool):
+        # Traced: a loop of a fixed length, whose last steps do nothing.
+        return ops.loop(_MOST_PASSES, lambda _, carry: ops.cond(condition(carry), body, carry), carry)
+    for _ in range(_MOST_PASSES):
+        if not condition(carry):
+            break
+        carry = body(carry)
+    return carry
 
 
 def _any_above(ops: Backend, x: Array, limit: float) -> Any:
