@@ -21,7 +21,7 @@ import attnscore as ats
 
 _ATTEND = (
     "score='scaled_dot', mask=None, valid_lens=None, bias=None, sink=None, dropout=0.0, seed=None, head_axis=-3, "
-    "kernel='auto'"
+    "normalizer='softmax', kernel='auto'"
 )
 _BLOCK = (
     "(query, key, *, score='scaled_dot', mask=None, valid_lens=None, bias=None, sink=None, head_axis=-3, "
@@ -80,6 +80,7 @@ MASKS = {
     "MaskFunction": "(function, captured=(), heads=0)",
 }
 CLASSES = {
+    "Entmax": "(alpha=1.5)",
     "KeyValueCache": "(*, score=None, window=None, sinks=0, head_axis=-3, capacity=None)",
     "PreparedKeys": "(key, score)",
 }

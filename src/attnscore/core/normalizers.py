@@ -110,6 +110,7 @@ class Entmax(Normalizer):
 
     @property
     def threshold_slope(self) -> float:  # type: ignore[override]
+        """alpha - 1, by which scores are multiplied before the threshold is subtracted."""
         return self.alpha - 1
 
     def _base(self, ops: Backend, scores: Array, row_max: Array, threshold: Array) -> Array:
