@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attnscore as ats
+from attnscore import backends
 from attnscore.core import normalizers, tiling
 
 NORMALIZERS: dict[str, Any] = {
@@ -82,12 +83,6 @@ def inputs(dtype: str = "float64", heads: int = 3, kv_heads: int = 3, seed: int 
     draw = np.random.default_rng(seed)
     shapes = (heads, QUERIES, DIM), (kv_heads, KEYS, DIM), (kv_heads, KEYS, 5)
     return [draw.normal(size=(2, *shape)).astype(dtype) for shape in shapes]
-
-
-@pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of 3 queries and 4 keys: the sums cross tiles, and the last ones are smaller."""
-    monkeypatch.setattr(tiling, "planned", lambda problem: tiling.plan(problem, (3, 4)))
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -381,6 +376,23 @@ def test_torch_compile(name: str) -> None:
     found = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(*arrays), arrays)
     for x, y in zip(found, torch.autograd.grad(loss(*arrays), arrays), strict=True):
         torch.testing.assert_close(x, y)
+
+
+def test_the_search_ends_without_a_host_that_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As while a CUDA graph is captured: no number is read, and all steps are taken."""
+    arrays = [torch.from_numpy(x) for x in inputs()]
+    wanted = [ats.attend(*arrays, normalizer=x) for x in NORMALIZERS.values()]
+    monkeypatch.setattr(backends.load("torch"), "number", lambda x: None)
+    for normalizer, out in zip(NORMALIZERS.values(), wanted, strict=True):
+        torch.testing.assert_close(ats.attend(*arrays, normalizer=normalizer), out)
+
+
+def test_explain_says_that_scores_are_computed_often() -> None:
+    arrays = inputs()
+    notes = {name: str(ats.explain(*arrays, normalizer=x)) for name, x in NORMALIZERS.items()}
+    assert [name for name, text in notes.items() if "about 10 times" in text] == [
+        x for x in NORMALIZERS if x != "sigmoid"
+    ]
 
 
 def test_graphs() -> None:

@@ -13,12 +13,10 @@
 from __future__ import annotations
 
 import copy
-import functools
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, TypeVar, cast, final
+from typing import Any, Self, final
 
 import numpy as np
 
@@ -42,35 +40,9 @@ _FEW_PAIRS = 2**18
 # The arrays of a file; "window" and "oldest" may be among them.
 _SAVED = ("keys", "values", "lens", "slots", "has_heads", "key_sizes", "head_axis", "sinks")
 
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-# Methods of a cache outside of torch.compile, by name; filled at the first compilation that meets one.
-_OUTSIDE: dict[str, Callable[..., Any]] = {}
-
-
-def _outside_graphs(method: Method) -> Method:
-    """Make torch.compile break its graph at a method, which decides by lengths on the host and grows buffers."""
-
-    @functools.wraps(method)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        torch = sys.modules.get("torch")
-        # Once there, for every call: after a break Dynamo meets the method again in a frame of its own.
-        if method.__name__ in _OUTSIDE or (torch is not None and torch.compiler.is_compiling()):
-            return _OUTSIDE[_name_outside(method.__name__)](*args, **kwargs)
-        return method(*args, **kwargs)
-
-    return cast(Method, called)
-
-
-def _name_outside(name: str) -> str:
-    if name not in _OUTSIDE:
-        reason = "a KeyValueCache decides by lengths on the host; compile what is around, with cache.arguments(query)"
-        _OUTSIDE[name] = sys.modules["torch"].compiler.disable(getattr(KeyValueCache, name).__wrapped__, reason=reason)
-    return name
-
-
-# Constant to Dynamo, which cannot trace `torch.compiler.disable`.
-_name_outside._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_outside_graphs = backends.outside_graphs(
+    "a KeyValueCache decides by lengths on the host; compile what is around, with cache.arguments(query)"
+)
 
 
 @final

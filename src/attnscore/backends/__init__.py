@@ -6,12 +6,13 @@ A new framework adds its module and one line in ``_TABLE``.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -179,6 +180,11 @@ def is_array(x: object) -> bool:
 # module calls `attend` itself, so it is above all others in the import order, and is named here by its path alone.
 COMPILED: dict[str, Callable[..., Any]] = {}
 _COMPILED_BY = {"torch": "attnscore.integrations.torch_compile"}
+Method = TypeVar("Method", bound=Callable[..., Any])
+# Methods outside of graphs, by name: as they are, with the reason, and, from the first compilation that meets one, as
+# the compiler leaves them out.
+_METHODS: dict[str, tuple[Callable[..., Any], str]] = {}
+_OUTSIDE: dict[str, Callable[..., Any]] = {}
 
 
 def compiled() -> Callable[..., Any] | None:
@@ -196,6 +202,37 @@ def _imported(name: str) -> str:
 
 # Constant to Dynamo, which cannot trace an import.
 _imported._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def outside_graphs(reason: str) -> Callable[[Method], Method]:
+    """Return a decorator of methods at which torch.compile breaks its graph; its message gives the reason."""
+
+    def decorate(method: Method) -> Method:
+        name = method.__qualname__
+        _METHODS[name] = method, reason
+
+        @functools.wraps(method)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            torch = sys.modules.get("torch")
+            # Once outside, for every call: after a break Dynamo meets the method again in a frame of its own.
+            if name in _OUTSIDE or (torch is not None and torch.compiler.is_compiling()):
+                return _OUTSIDE[_made_outside(name)](*args, **kwargs)
+            return method(*args, **kwargs)
+
+        return cast(Method, called)
+
+    return decorate
+
+
+def _made_outside(name: str) -> str:
+    if name not in _OUTSIDE:
+        method, reason = _METHODS[name]
+        _OUTSIDE[name] = sys.modules["torch"].compiler.disable(method, reason=reason)
+    return name
+
+
+# Constant to Dynamo, which cannot trace `torch.compiler.disable`.
+_made_outside._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def availability() -> dict[str, str | None]:

@@ -309,9 +309,11 @@ class TorchBackend(Backend):
             _AUTOCAST.reset(token)
 
     def cond(self, condition: Any, function: Callable[[Any], Any], carry: Any) -> Any:
-        if not (isinstance(condition, torch.Tensor) and _is_traced(condition)):
-            return function(carry) if condition else carry
-        # Under `torch.func.vmap` some of the batch take the function and some do not: both are computed.
+        known = self.number(condition) if isinstance(condition, torch.Tensor) else condition
+        if known is not None:
+            return function(carry) if known else carry
+        # Under `torch.func.vmap` some of the batch take the function and some do not, and while a CUDA graph is
+        # captured the host cannot know: both are computed.
         return tree_map(lambda new, old: torch.where(condition, new, old), function(carry), carry)
 
     def known_finite(self, *arrays: Array) -> bool:

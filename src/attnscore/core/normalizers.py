@@ -53,7 +53,9 @@ class Normalizer(ABC):
 
 @final
 @dataclass(frozen=True)
-class _Sigmoid(Normalizer):
+class Sigmoid(Normalizer):
+    """Weights that do not compete: p_j = 1 / (1 + exp(-s_j))."""
+
     threshold_slope = 0.0
 
     def threshold(self, ops: Backend, row_max: Array, fold: Fold) -> Array:
@@ -166,7 +168,7 @@ class Entmax(Normalizer):
 
 _NAMED: dict[str, Normalizer | None] = {
     "softmax": None,
-    "sigmoid": _Sigmoid(),
+    "sigmoid": Sigmoid(),
     "sparsemax": Entmax(2),
     "entmax15": Entmax(1.5),
 }
@@ -194,7 +196,7 @@ def _power(ops: Backend, x: Array, exponent: float) -> Array:
 def _repeat(ops: Backend, body: Callable[[Any], Any], condition: Callable[[Any], Any], carry: Any) -> Any:
     """Return ``carry = body(carry)`` repeated while ``condition(carry)``, `_MOST_PASSES` times at most."""
     if not isinstance(condition(carry), bool):
-        # Traced: a loop of a fixed length, whose last steps do nothing.
+        # Not read on the host: a loop of a fixed length, whose last steps do nothing.
         return ops.loop(_MOST_PASSES, lambda _, carry: ops.cond(condition(carry), body, carry), carry)
     for _ in range(_MOST_PASSES):
         if not condition(carry):
@@ -204,7 +206,7 @@ def _repeat(ops: Backend, body: Callable[[Any], Any], condition: Callable[[Any],
 
 
 def _any_above(ops: Backend, x: Array, limit: float) -> Any:
-    """Return whether a number of `x` is larger than `limit` in size: a bool, or an array where `x` is traced."""
+    """Return whether a number of `x` is larger than `limit` in size: a bool, or an array that the host cannot read."""
     axes = tuple(range(len(x.shape)))
     above = ops.sum(ops.astype(ops.abs(x) > limit, ops.dtype(x)), axis=axes)
     known = ops.number(above)

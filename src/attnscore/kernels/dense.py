@@ -9,11 +9,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import final
+from typing import cast, final
 
 from attnscore.backends.base import Array, Backend, is_unknown, sum_to
 from attnscore.core import dropout as dropouts
-from attnscore.core.normalizers import Entmax
+from attnscore.core.normalizers import Entmax, Sigmoid
 from attnscore.core.online_softmax import NEG_INF
 from attnscore.core.problem import Problem
 from attnscore.core.tiled import Result, RowGradients
@@ -99,13 +99,16 @@ def _by_normalizer(problem: Problem, scores: Array) -> tuple[Array, Array, Array
     """
     ops, normalizer = problem.ops, problem.normalizer
     zero = ops.zeros((*problem.score_shape.rows, 1), scores)
-    if not isinstance(normalizer, Entmax) or problem.score_shape.key_len == 0:
+    if isinstance(normalizer, Sigmoid):
         return ops.sigmoid(scores), zero, zero
-    power = 1 / (normalizer.alpha - 1)
+    if problem.score_shape.key_len == 0:
+        return scores, zero, zero
+    alpha = cast(Entmax, normalizer).alpha
+    power = 1 / (alpha - 1)
     row_max = ops.max(scores, axis=-1, keepdims=True)
     alive = row_max != NEG_INF
     row_max = ops.where(alive, ops.stop_gradient(row_max), 0.0)
-    logits = (normalizer.alpha - 1) * (scores - row_max)
+    logits = (alpha - 1) * (scores - row_max)
 
     def positive(logits: Array, threshold: Array, exponent: float) -> Array:
         x = logits - threshold

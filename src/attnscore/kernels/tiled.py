@@ -24,6 +24,11 @@ class Streaming(Kernel):
     def reasons_against(self, problem: Problem) -> tuple[str, ...]:
         return ()
 
+    def notes(self, problem: Problem, plan: TilePlan) -> tuple[str, ...]:
+        if problem.normalizer is None or problem.normalizer.threshold_slope == 0:
+            return ()
+        return ("the scores are computed about 10 times, to find the threshold of each query",)
+
     def forward(self, problem: Problem, plan: TilePlan) -> Result:
         return tiled.forward(problem, plan)
 

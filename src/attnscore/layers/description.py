@@ -492,8 +492,8 @@ def _rotated(rotary: Any, query: Any, key: Any, cache: KeyValueCache | None, pos
     fits = isinstance(found, tuple) and len(found) == 2 and all(map(_may_have, found, shapes))
     if not fits:
         raise ShapeError(message("rotary", f"queries {tuple(query_shape)} and keys {tuple(key_shape)} back", got))
-    turned: tuple[Any, Any] = found
-    return turned
+    rotated: tuple[Any, Any] = found
+    return rotated
 
 
 def _may_have(x: Any, shape: Sequence[Any]) -> bool:
