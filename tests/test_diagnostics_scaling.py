@@ -199,7 +199,13 @@ def test_every_result_has_rows_a_sentence_checks_and_a_picture(experiment) -> No
     assert found.sentence().endswith(".") and found.checks() and experiment.question.endswith("?")
     figure = found.plot()
     figure.canvas.draw()
-    assert figure.axes
+    assert lowest_panels_have_labels(figure)
+
+
+def lowest_panels_have_labels(figure):
+    places = [(axis, axis.get_subplotspec()) for axis in figure.axes]
+    lowest = [axis for axis, place in places if place is not None and place.is_last_row()]
+    return bool(lowest) and all(axis.get_xlabel() for axis in lowest)
 
 
 def test_a_check_of_something_that_is_no_number_does_not_hold() -> None:
@@ -280,7 +286,9 @@ def test_what_is_seen_in_a_run(trained) -> None:
     assert values.shape == (2, len(steps))
     losses = [[run.held_back_loss for run in found.of(score, 4)] for score in ("dot", "scaled_dot")]
     assert found.gap(4).value == pytest.approx(np.mean(losses[0]) - np.mean(losses[1]))
-    found.plot().canvas.draw()
+    figure = found.plot()
+    figure.canvas.draw()
+    assert lowest_panels_have_labels(figure)
 
 
 def test_statistics_are_those_of_the_definition() -> None:

@@ -237,20 +237,21 @@ def qk_clip(page: Any) -> Figure:
 
 
 def failing_head(page: Any) -> Figure:
-    """Three numbers of each head as layers by heads, the failing ones framed."""
+    """Three numbers of each head as layers by heads, the failing ones framed; dark is what fails, as in `watch`."""
     shown = {
-        "max_logit": "largest logit",
-        "effective_keys": "effective keys, of 48",
-        "nan_rows": "queries with NaN weights",
+        "max_logit": ("largest logit", "logit", "Reds", None),
+        "effective_keys": ("effective keys, of 48", "keys", "Reds_r", 48),
+        "nan_rows": ("queries with NaN weights", "queries", "Reds", None),
     }
     figure, axes = panels(3, 10, 2.9)
-    for axis, (name, title) in zip(axes, shown.items(), strict=True):
+    for axis, (name, (title, unit, colours, top)) in zip(axes, shown.items(), strict=True):
         numbers = np.array([row[name] for row in page.seen.rows()]).reshape(3, 4)
         numbers = np.where(np.isfinite(numbers), numbers, np.nan)
         axis.set_facecolor("#d9d9d9")
-        image = axis.imshow(numbers, cmap="Reds", vmin=0, vmax=48 if name == "effective_keys" else None)
+        image = axis.imshow(numbers, cmap=colours, vmin=0, vmax=top)
         for (layer, head), number in np.ndenumerate(numbers):
-            bright = np.isnan(number) or number < 0.55 * np.nanmax(numbers)
+            part = number / np.nanmax(numbers)
+            bright = np.isnan(number) or (1 - part if colours == "Reds_r" else part) < 0.55
             text = "NaN" if np.isnan(number) else f"{number:.0f}"
             axis.annotate(text, (head, layer), ha="center", va="center", color="#262626" if bright else "white")
         for layer, head in ((0, 0), (1, 1), (2, 2)):
@@ -258,7 +259,7 @@ def failing_head(page: Any) -> Figure:
         axis.set_xticks(range(4))
         axis.set_yticks(range(3))
         axis.set(title=title, xlabel="head")
-        figure.colorbar(image, ax=axis, shrink=0.8)
+        figure.colorbar(image, ax=axis, shrink=0.8, label=unit)
     axes[0].set_ylabel("layer")
     return figure
 

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 _COLOURS = {"forward": "#2166ac", "weights": "#e08214", "backward": "#b2182b"}
 _LABELS = {"forward": "forward", "weights": "forward, weights returned or read", "backward": "forward + backward"}
+# Greys that stand out as well from a white page as from a dark one.
+_LINE, _GRID = "#8c8c8c", {"color": "#8c8c8c", "alpha": 0.25, "linewidth": 0.6}
 _OFFSET = 0.22  # of a column, between modes
 _TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 
@@ -38,13 +40,13 @@ def small_shapes(document: Mapping[str, Any]) -> Figure:
         for row in rows:
             if row["threads"] == number:
                 _draw_column(axis, columns.index((row["case"], row["baseline"])), row)
-        axis.axhline(1, color="#262626", linewidth=0.8)
+        axis.axhline(1, color=_LINE, linewidth=1.2)
         axis.set(yscale="log", ylabel=f"baseline's time / ours, {number} thread{'s' * (number > 1)}")
         low, high = axis.get_ylim()
         axis.set_yticks([tick for tick in _TICKS if low <= tick <= high], minor=False)
         axis.minorticks_off()
         axis.yaxis.set_major_formatter("{x:g}")
-        axis.grid(axis="y", color="#e6e6e6", linewidth=0.6)
+        axis.grid(axis="y", **_GRID)
         axis.set_axisbelow(True)
         axis.spines[["top", "right"]].set_visible(False)
     # The case alone where it has one baseline.
@@ -65,11 +67,11 @@ def _draw_column(axis: Any, at: int, row: Mapping[str, Any]) -> None:
         ratios = [point["ratio"] for point in row["points"] if point["mode"] == mode]
         x = at + _OFFSET * (place - (len(modes) - 1) / 2)
         axis.plot([x] * len(ratios), ratios, "o", color=_COLOURS[mode], markersize=3, alpha=0.6, markeredgewidth=0)
-    axis.hlines(row["geometric_mean"], at - 0.38, at + 0.38, color="#262626", linewidth=1.6)
+    axis.hlines(row["geometric_mean"], at - 0.38, at + 0.38, color=_LINE, linewidth=1.6)
 
 
 _MARKS = ("o", "s", "D", "^", "v", "P")
-_SHADES = ("#b2182b", "#2166ac", "#4d9221", "#762a83", "#e08214", "#262626")
+_SHADES = ("#b2182b", "#2166ac", "#4d9221", "#762a83", "#e08214", _LINE)
 
 
 def overview(documents: Mapping[str, Mapping[str, Any]]) -> Figure:
@@ -83,7 +85,7 @@ def overview(documents: Mapping[str, Mapping[str, Any]]) -> Figure:
         found = [(ratio, y) for y, row in enumerate(rows) if (ratio := row[2][place]) is not None]
         ratios, at = [ratio for ratio, _ in found], [y for _, y in found]
         axis.plot(ratios, at, mark, color=colour, markersize=6, alpha=0.85, label=name)
-    axis.axvline(1, color="#262626", linewidth=0.9)
+    axis.axvline(1, color=_LINE, linewidth=1.2)
     axis.set(xscale="log", xlabel="times as fast as the baseline, 2 threads")
     axis.set_yticks(range(len(rows)), [f"{what}  |  {against}" for what, against, _ in rows], fontsize=9)
     axis.invert_yaxis()
@@ -91,8 +93,8 @@ def overview(documents: Mapping[str, Mapping[str, Any]]) -> Figure:
     axis.set_xticks([tick for tick in _TICKS if low <= tick <= high], minor=False)
     axis.minorticks_off()
     axis.xaxis.set_major_formatter("{x:g}")
-    axis.grid(axis="x", color="#e6e6e6", linewidth=0.6)
+    axis.grid(axis="x", **_GRID)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(loc="lower right", frameon=True, fontsize=8)
+    axis.legend(loc="lower right", frameon=False, fontsize=8)
     return figure

@@ -222,7 +222,7 @@ class TrainingRuns(Result):
         spread = f"; {seeds} seeds: thick their mean, thin each" if seeds > 1 else ""
         title = "The same transformer with and without 1/√d" + spread
         figure = new_figure((2.7 * len(dims) + 0.9, 7.4), title=title)
-        grid = figure.subplots(len(_CURVES), len(dims), sharex=True, sharey="row", squeeze=False)
+        grid = figure.subplots(len(_CURVES), len(dims), sharex=True, sharey="row", squeeze=False).tolist()
         for (name, unit, scale), line in zip(_CURVES, grid, strict=True):
             for axis, dim in zip(line, dims, strict=True):
                 for score in COLOURS:
