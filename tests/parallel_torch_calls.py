@@ -182,6 +182,22 @@ def late(where: str, mode: str) -> None:
             out.sum().backward()
 
 
+def drawn_seeds() -> bool:
+    """Whether all ranks drop by the seed that rank 0 draws, in the backward too."""
+    rank = dist.get_rank()
+    x = torch.randn(1, 2, 9, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
+    shards = shards_of("head_tail", 9, 2)
+    own = shards[rank].take(x.detach()).requires_grad_()
+    torch.manual_seed(rank)
+    found = attend(own, own, own, group=None, queries=shards, mask=ats.Causal(), dropout=0.4)
+    found.square().sum().backward()
+    torch.manual_seed(0)
+    wanted = ats.attend(x, x, x, mask=ats.Causal(), dropout=0.4)
+    wanted.square().sum().backward()
+    pairs = (found, shards[rank].take(wanted)), (own.grad, shards[rank].take(x.grad))
+    return all(torch.allclose(one, other, rtol=1e-12, atol=1e-12) for one, other in pairs)
+
+
 def few_queries() -> bool:
     """Whether ``gradient="auto"`` passes few queries to many keys, with the gradients of one device."""
     rank, rng = dist.get_rank(), torch.Generator().manual_seed(0)

@@ -16,6 +16,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import attnscore
+
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch.distributed.tensor", "attnscore.parallel.torch", "parallel_torch_calls"])
 
@@ -38,7 +40,9 @@ class ProcessGroup:
         self.processes = []
         for rank in range(count):
             own, other = _CONTEXT.Pipe()
-            process = _CONTEXT.Process(target=_serve, args=(other, rank, count, store, timeout), daemon=True)
+            process = _CONTEXT.Process(
+                target=_serve, args=(other, rank, count, store, timeout, attnscore.__file__), daemon=True
+            )
             process.start()
             other.close()
             self._ends.append(own)
@@ -83,10 +87,12 @@ def group_of(count: int) -> ProcessGroup:
     return ProcessGroup(count)
 
 
-def _serve(end: Connection, rank: int, count: int, store: str, timeout: float) -> None:
+def _serve(end: Connection, rank: int, count: int, store: str, timeout: float, package: str) -> None:
     import torch
     import torch.distributed as dist
 
+    # Another copy than that of the tests would hide what is wrong with theirs.
+    assert attnscore.__file__ == package, attnscore.__file__
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=timedelta(seconds=timeout)

@@ -17,10 +17,11 @@ ROOT = Path(__file__).parents[1]
 
 def test_eight_devices(pytestconfig: pytest.Config) -> None:
     """With the slow checks where this run has the slow tests, and products where it has those."""
+    paths = filter(None, (os.environ.get("PYTHONPATH"), str(ROOT / "src"), str(ROOT / "tests")))
     environment = {
         **os.environ,
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT / "tests"))),
+        "PYTHONPATH": os.pathsep.join(paths),
     }
     options = ["-q", "-p", "no:cacheprovider", "-m", pytestconfig.option.markexpr]
     options += ["--products"] if pytestconfig.getoption("--products") else []

@@ -92,18 +92,22 @@ def check(*arguments: Any, **options: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("score", "mask", "extras", "dtype", "placement"),
+    ("score", "mask", "extras", "dtype", "placement", "way"),
     [
-        ("scaled_dot", "Causal", "", "float32", PLACEMENTS[1]),
-        ("additive-tanh-bias", "SlidingWindow-both", "bias", "float64", PLACEMENTS[0]),
-        ("gaussian-heads", "valid_lens", "bias-sink", "float64", PLACEMENTS[3]),
-        ("own-tile_gradient", "array-4d", "sink", "float32", PLACEMENTS[2]),
-        ("bilinear-heads", "Neighbours", "hiding-bias", "float64", PLACEMENTS[2]),
-        ("temperature-learned-dot", "none", "row-bias", "bfloat16", PLACEMENTS[0]),
+        ("scaled_dot", "Causal", "", "float32", PLACEMENTS[1], "gather"),
+        ("additive-tanh-bias", "SlidingWindow-both", "bias", "float64", PLACEMENTS[0], "gather"),
+        ("gaussian-heads", "valid_lens", "bias-sink", "float64", PLACEMENTS[3], "gather"),
+        ("own-tile_gradient", "array-4d", "sink", "float32", PLACEMENTS[2], "gather"),
+        ("bilinear-heads", "Neighbours", "hiding-bias", "float64", PLACEMENTS[2], "gather"),
+        ("temperature-learned-dot", "none", "row-bias", "bfloat16", PLACEMENTS[0], "gather"),
+        ("scaled_dot", "SlidingWindow-both", "sink", "float64", PLACEMENTS[1], "gather"),
+        ("additive-tanh-bias", "Causal", "bias-sink", "float64", PLACEMENTS[1], "ring"),
+        ("gaussian-heads", "valid_lens-2d", "bias-sink", "float64", PLACEMENTS[1], "heads"),
+        ("scaled_dot", "SlidingWindow-both", "sink", "float64", PLACEMENTS[1], "queries"),
     ],
 )
-def test_two_processes(score: str, mask: str, extras: str, dtype: str, placement: Any) -> None:
-    check(2, score, mask, extras, dtype, placement)
+def test_two_processes(score: str, mask: str, extras: str, dtype: str, placement: Any, way: str) -> None:
+    check(2, score, mask, extras, dtype, placement, **WAYS[way])
 
 
 def test_bytes_are_those_explained() -> None:
@@ -263,11 +267,24 @@ def test_every_mask(
     check(ranks, score, mask, extras, dtype, placement, **ways)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_dropout_of_two_processes(way: str) -> None:
+    check_dropout("scaled_dot", "Causal", 2, PLACEMENTS[1], WAYS[way])
+
+
+def test_a_seed_that_a_rank_draws_is_that_of_all() -> None:
+    assert all(group_of(2).run("parallel_torch_calls.drawn_seeds"))
+
+
 @pytest.mark.slow
 @pairs(score=("scaled_dot", "additive-tanh-bias"), mask=("none", "Causal", "valid_lens-2d"), ways=WAYS, ranks=RANKS,
        placement=PLACED)  # fmt: skip
 def test_dropout_drops_what_one_device_drops(score: str, mask: str, ways: Any, ranks: int, placement: Any) -> None:
     ranks = min(ranks, 2) if ways.get("mode") == "heads" else ranks  # of which there are 2 KV heads
+    check_dropout(score, mask, ranks, placement, ways)
+
+
+def check_dropout(score: str, mask: str, ranks: int, placement: Any, ways: dict[str, str]) -> None:
     dropout = {"dropout": 0.4, "seed": 11}
     call, found = run(ranks, score, mask, "", "float64", placement, return_stats=("entropy",), **dropout, **ways)
     wanted = call.torch(**dropout)

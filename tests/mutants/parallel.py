@@ -13,6 +13,12 @@ _COST = "src/attnscore/parallel/explanation.py"
 _MERGING = "src/attnscore/parallel/merging.py"
 _CHUNKS = "src/attnscore/parallel/chunks.py"
 _MODEL = "src/attnscore/parallel/simulation.py"
+_CALLS = "src/attnscore/parallel/torch.py"
+_MODES = "src/attnscore/parallel/torch_modes.py"
+_RANKS = "src/attnscore/parallel/torch_ranks.py"
+_OF_JAX = "src/attnscore/parallel/jax_modes.py"
+_PROCESSES = "tests/test_parallel_torch.py"
+_DEVICES = "tests/test_parallel_jax.py"
 _SHARDS = "tests/test_parallel_shard.py"
 _EXPLAIN = "tests/test_parallel_explain.py"
 _READ = "tests/test_parallel_chunks.py"
@@ -130,5 +136,141 @@ FAULTS: list[Fault] = [
         "found: HostArray = count * self.machine.latency + (sent + received) / self.machine.bandwidth",
         _SIMULATE,
         "what a rank receives waits for what it sends",
+    ),
+    Fault(
+        "ranks-send-other-rows",
+        _RANKS,
+        "packed[part] = packed[part] if part in packed else _pack(rows, plan.held.locate(part))",
+        "packed[part] = packed[part] if part in packed else _pack(rows, [(0, len(part))])",
+        _PROCESSES,
+        "a rank sends its first rows, not those that are wanted",
+    ),
+    Fault(
+        "ranks-own-rows-in-other-places",
+        _RANKS,
+        "copy_rows(positions_first(found[name]), plan.wanted.locate(own), positions_first(x), plan.held.locate(own))",
+        "copy_rows(positions_first(found[name]), [(0, len(own))], positions_first(x), plan.held.locate(own))",
+        _PROCESSES,
+        "the rank's own keys are put in front of those fetched, out of order",
+    ),
+    Fault(
+        "ranks-parameters-not-reduced",
+        _RANKS,
+        "dist.all_reduce(grad, group=ctx.group)",
+        "dist.barrier(group=ctx.group)",
+        _PROCESSES,
+        "gradients of parameters are the rank's share alone",
+    ),
+    Fault(
+        "ranks-returned-gradients-overwrite",
+        _RANKS,
+        "add_rows(positions_first(sums[name]), at, rows)",
+        "copy_rows(positions_first(sums[name]), at, rows)",
+        _PROCESSES,
+        "the gradients that another rank returns replace the rank's own",
+    ),
+    Fault(
+        "ranks-heads-not-in-order",
+        _RANKS,
+        "part = _pack(rows, whole.locate(shard))",
+        "part = _pack(rows, [(0, len(shard))])",
+        _PROCESSES,
+        "rows computed by heads return as if head and tail were one range",
+    ),
+    Fault(
+        "modes-outer-results-in-front",
+        _MODES,
+        "copy_rows(positions_first(x), self.queries.locate(self.outer), positions_first(outer))",
+        "copy_rows(positions_first(x), [(0, len(self.outer))], positions_first(outer))",
+        _PROCESSES,
+        "results of queries that attend keys of others are those of the first queries",
+    ),
+    Fault(
+        "modes-sink-twice",
+        _MODES,
+        'names = wanted - {"sink"} if self.has_inner_part else wanted',
+        "names = wanted",
+        _PROCESSES,
+        "the gradient of the sink counts the queries of both parts",
+    ),
+    Fault(
+        "modes-merge-by-the-negative-maximum",
+        _MODES,
+        "maximum = ops.where(is_empty, -math.inf, result.row_max)",
+        "maximum = ops.where(is_empty, -math.inf, -result.row_max)",
+        _PROCESSES,
+        "parts are merged by exp(-row_max)",
+    ),
+    Fault(
+        "modes-statistics-not-rescaled",
+        _MODES,
+        "sums[accumulated] = (statistics[name] * total * total,)",
+        "sums[accumulated] = (statistics[name] * total,)",
+        _PROCESSES,
+        "sums of squared weights are merged as if they were sums of weights",
+    ),
+    Fault(
+        "modes-ring-one-step-ahead",
+        _MODES,
+        "owner = (self.ranks.rank - step) % self.ranks.count",
+        "owner = (self.ranks.rank - step - 1) % self.ranks.count",
+        _PROCESSES,
+        "the keys that pass by count as those of the rank before",
+    ),
+    Fault(
+        "modes-ring-forgets-gradients",
+        _MODES,
+        "x.add_(before)",
+        "x.copy_(before)",
+        _PROCESSES,
+        "gradients of keys that arrive replace those of this rank's queries",
+    ),
+    Fault(
+        "modes-dropout-by-local-positions",
+        _MODES,
+        "row = dropouts.rows_of_matrices(problem.ops, self.whole, like) + rows.positions(like)[:, None]",
+        "row = dropouts.rows_of_matrices(problem.ops, self.whole, like) + torch.arange(len(rows))[:, None]",
+        _PROCESSES,
+        "which weights are dropped depends on the number of ranks",
+    ),
+    Fault(
+        "modes-dropout-of-other-heads",
+        _MODES,
+        'row = rows.chunk(self.ranks.count, -4)[self.ranks.rank] + self._positions(self.queries, given["value"])',
+        'row = rows.chunk(self.ranks.count, -4)[0] + self._positions(self.queries, given["value"])',
+        _PROCESSES,
+        "all ranks drop what the first one's heads drop",
+    ),
+    Fault(
+        "modes-lengths-of-the-part",
+        _MODES,
+        "return shard_mask(self.problem.mask, rows, cols, self.queries.length, self.keys.length)",
+        "return shard_mask(self.problem.mask, rows, cols, len(rows), len(cols))",
+        _PROCESSES,
+        "a mask speaks of a part's queries and keys, not of the whole sequence's",
+    ),
+    Fault(
+        "modes-passed-delta-of-other-sign",
+        _MODES,
+        "delta = -(result.out.to(self.sums) * grad_out.to(self.sums)).sum(-1, keepdim=True)",
+        "delta = (result.out.to(self.sums) * grad_out.to(self.sums)).sum(-1, keepdim=True)",
+        _PROCESSES,
+        "owners of keys add what the softmax subtracts",
+    ),
+    Fault(
+        "ranks-seeds-of-their-own",
+        _CALLS,
+        "seed=facts.seeds[0]",
+        "seed=facts.seeds[ranks.rank]",
+        _PROCESSES,
+        "each rank drops by the seed that it has drawn",
+    ),
+    Fault(
+        "devices-fetched-rows-not-behind-own",
+        _OF_JAX,
+        "first = self.keys.rows\n",
+        "first = 0\n",
+        _DEVICES,
+        "rows of other devices are looked for among the device's own",
     ),
 ]

@@ -28,13 +28,16 @@ from mutants.fault import ROOT, Fault
 
 RESULTS = Path(__file__).with_name("results.json")
 BUILD = ROOT / "build" / "mutants"
-# Without the finder of the editable installation, which would come before the copy.
-PYTEST = """
+# Every Python process that a test starts (ranks, devices of JAX, examples) runs this when it starts: without the finder
+# of the editable installation, which would come before the copy of the package on PYTHONPATH.
+SITE = """
 import sys
 sys.meta_path[:] = [x for x in sys.meta_path if "ScikitBuild" not in type(x).__name__]
-sys.path.insert(0, sys.argv.pop(1))
+"""
+PYTEST = """
+import sys
 import attnscore, pytest
-assert attnscore.__file__.startswith(sys.path[0]), attnscore.__file__
+assert attnscore.__file__.startswith(sys.argv.pop(1)), attnscore.__file__
 sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *sys.argv[1:]]))
 """
 SWITCH = """#pragma once
@@ -110,7 +113,9 @@ def killed_by(fault: Fault, module: Path | None) -> str | None:
         shutil.copytree(ROOT / "src", src, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
         if module is not None:
             shutil.copy(module, src / "attnscore" / module.name)
-        environment = dict(os.environ)
+        (src / "sitecustomize.py").write_text(SITE)
+        paths = filter(None, (str(src), os.environ.get("PYTHONPATH")))
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         if fault.is_native:
             environment["ATTNSCORE_FAULT"] = str(numbers()[fault.name])
         else:
