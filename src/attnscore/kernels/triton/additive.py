@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from attnscore.kernels.triton.operands import Operand
+from attnscore.kernels.triton.tiles import TABLE_SLACK
 from attnscore.scores.forms import AdditiveForm
 
 # On the host, by NumPy, where there is no inline assembly.
@@ -30,8 +31,6 @@ FOUR_TERMS = tl.constexpr(10.0)
 TWO_TERMS = tl.constexpr(20.0)
 # Largest |a| and |b| at which exp(2 a), exp(-2 a) and so on are normal numbers.
 ONE_TERM = tl.constexpr(43.0)
-_SLACK = 128
-"""Positions of a table after the last: a tile is read without a mask."""
 _BLOCK = 32
 
 
@@ -243,7 +242,7 @@ def table_of(x: Operand, activation: str, runner: Any, *, with_powers: bool = Fa
     """Return the table of queries or keys; `runner` launches the kernel that fills it."""
     *matrices, length, hidden = x.data.shape
     sizes = [1 if stride == 0 else n for n, stride in zip(matrices, x[1:4], strict=True)]
-    width, pitch, rows = width_of(hidden), -(-length // _BLOCK) * _BLOCK + _SLACK, length + 1
+    width, pitch, rows = width_of(hidden), -(-length // _BLOCK) * _BLOCK + TABLE_SLACK, length + 1
     channels = x.data.new_empty((*sizes, 2 * width + 1, pitch), dtype=torch.float32)
     powers = None
     if with_powers and activation in ("tanh", "sigmoid"):

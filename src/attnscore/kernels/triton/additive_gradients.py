@@ -27,6 +27,7 @@ from attnscore.kernels.triton.backward import pair_gradients, row_values
 from attnscore.kernels.triton.forward import with_nonfinite
 from attnscore.kernels.triton.operands import Operand, RowGrads, Side
 from attnscore.kernels.triton.tile import attended, base, is_finite
+from attnscore.kernels.triton.tiles import SUMS
 from attnscore.kernels.triton.tiles import padded as padded_dim
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 CHUNK_PAIRS = 2**23
 """Pairs of a chunk: their gradients and weights take 64 MB."""
-TILE = (32, 64)
+TILE = (SUMS, 64)
 """Positions and channels of the sums of a program: 32 numbers for each of 128 threads."""
 INTERPRETED_TILE = (16, 16)
 

@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -25,11 +25,17 @@ from attnscore.core.problem import build_problem
 from attnscore.core.tiled import RowGradients
 from attnscore.io import replacing
 from attnscore.kernels.triton import launch
-from attnscore.kernels.triton.tiles import tile_of
+from attnscore.kernels.triton.tiles import Tile, tile_of
 from attnscore.masks import Causal
 
-SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
-"""Bytes that a program may have, by architecture."""
+ARCHITECTURES = (80, 89, 90)
+"""Those of the page."""
+SHARED_MEMORY = {
+    architecture: 1024 * kilobytes
+    for architectures, kilobytes in (((80, 87), 163), ((86, 89, 120, 121), 99), ((90, 100, 103, 110), 227))
+    for architecture in architectures
+}
+"""Bytes that a program may have, by architecture (CUDA's programming guide, compute capabilities)."""
 _POINTERS = {
     torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64",
     torch.uint8: "*u8", torch.bool: "*i1",
@@ -54,14 +60,21 @@ class Code:
 class Recorder(launch.Runner):
     """Compiles each kernel for an architecture in place of a launch."""
 
-    def __init__(self, architecture: int, wanted: Collection[str] | None = None) -> None:
+    def __init__(
+        self, architecture: int, wanted: Collection[str] | None = None, tiles: Mapping[str, Tile] | None = None
+    ) -> None:
         self.target = architecture
+        self.tiles = tiles or {}
+        """By kernel, in place of those of the table."""
         self.wanted = wanted
         """Names of the kernels to compile; None: all."""
         self.found: dict[str, Code] = {}
 
     def architecture(self, x: torch.Tensor) -> int:
         return self.target
+
+    def tile(self, kernel: Any, architecture: int, form: str, dtype: str, dim: int) -> Tile:
+        return self.tiles.get(kernel) or super().tile(kernel, architecture, form, dtype, dim)
 
     def run(self, kernel: Any, grid: tuple[int, ...], *operands: Any, **constants: Any) -> None:
         """Compile a kernel as a launch with these operands would."""
@@ -123,7 +136,7 @@ def _code(compiled: Any) -> Code:
 
 ENTRIES: tuple[tuple[int, str, int, str], ...] = tuple(
     (architecture, dtype, dim, score)
-    for architecture in SHARED_MEMORY
+    for architecture in ARCHITECTURES
     for dtype, dim, score in (
         *((dtype, dim, "scaled_dot") for dtype in ("bfloat16", "float32") for dim in (32, 64, 128, 256)),
         ("float32", 64, "gaussian"),
@@ -135,18 +148,19 @@ KERNELS = ("forward", "d_query", "d_key")
 
 def compile_call(
     architecture: int, dtype: str, dim: int, wanted: Collection[str] | None = KERNELS,
-    shape: tuple[int, int, int, int] = (1, 2, 64, 64), **options: Any,
+    shape: tuple[int, int, int, int] = (1, 2, 64, 64), tiles: Mapping[str, Tile] | None = None, **options: Any,
 ) -> dict[str, Code]:  # fmt: skip
     """Compile the kernels of a causal call of one KV head and all their gradients; return their facts by name.
 
-    `shape` has batch, query heads, queries and keys; `options` are arguments of `attend`.
+    `shape` has batch, query heads, queries and keys; `tiles` are in place of those of the table; `options` are
+    arguments of `attend`.
     """
     batch, heads, queries, keys = shape
     query = torch.zeros(batch, heads, queries, dim, dtype=getattr(torch, dtype))
     key = query.new_zeros(batch, 1, keys, dim)
     options = {"mask": Causal("bottom_right"), **options}
     problem, _ = build_problem(query, key, key, **options)
-    plan, runner = tiling.plan(problem), Recorder(architecture, wanted)
+    plan, runner = tiling.plan(problem), Recorder(architecture, wanted, tiles)
     result = launch.forward(problem, plan, runner)
     grads = RowGradients(result.out, entropy=result.statistics.get("entropy"))
     launch.backward(problem, plan, result, grads, frozenset(tiled.operands(problem)), runner)
@@ -168,7 +182,7 @@ def page() -> str:
         "",
         "Made by `python -m attnscore.kernels.triton.compiled docs/performance/gpu-code.md`.",
     ]
-    for architecture in SHARED_MEMORY:
+    for architecture in ARCHITECTURES:
         lines += [
             "",
             f"## sm_{architecture}",
@@ -180,7 +194,7 @@ def page() -> str:
             if arch != architecture:
                 continue
             for name, code in compile_call(arch, dtype, dim, score=score).items():
-                tile = tile_of(cast(Any, name), arch, 2 if dtype == "bfloat16" else 4, dim, score == "gaussian")
+                tile = tile_of(cast(Any, name), arch, "distance" if score == "gaussian" else "inner", dtype, dim)
                 facts = f"{code.registers} | {code.spills} | {code.shared / 1024:.0f} | {code.matrix}"
                 sizes = f"{tile.queries} x {tile.keys}, {tile.warps}, {tile.stages}"
                 lines.append(f"| {score} | {dtype} | {dim} | {name} | {sizes} | {facts} |")

@@ -22,22 +22,26 @@ from attnscore.kernels.triton import forward as forward_kernels
 from attnscore.kernels.triton.additive import AdditiveSides, sides_of
 from attnscore.kernels.triton.kernel import is_interpreted
 from attnscore.kernels.triton.operands import Dropout, Masking, Operand, RowGrads, Rows, as_int32, operand
-from attnscore.kernels.triton.tiles import Tile, padded, tile_of
+from attnscore.kernels.triton.tiles import FORMS, KernelName, Tile, padded, tile_of
 from attnscore.masks import IntervalSet, lowering
 from attnscore.masks.dynamic_intervals import traced_visibility
 from attnscore.scores.forms import AdditiveForm, DistanceForm, InnerForm
 
-INNER, DISTANCE, ADDITIVE = range(3)
+INNER, DISTANCE, ADDITIVE = range(len(FORMS))
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _STATISTICS = tuple(name for name in statistics.TABLE if name != "log_sum_exp")
 
 
 class Runner:
-    """Launches kernels on the device of the tensors; `compiled` has one that records them."""
+    """Launches kernels on the device of the tensors; `compiled` has one that compiles them for another."""
 
     def architecture(self, x: torch.Tensor) -> int:
         """Return the architecture of the device as 10 * major + minor, 0 in the interpreter."""
         return 0 if is_interpreted() else _architecture(x.device)
+
+    def tile(self, kernel: KernelName, architecture: int, form: str, dtype: str, dim: int) -> Tile:
+        """Return the tile of a kernel, by the table."""
+        return tile_of(kernel, architecture, form, dtype, dim)
 
     def run(self, kernel: Any, grid: tuple[int, ...], *operands: Any, **constants: Any) -> None:
         """Launch a kernel on a grid of programs."""
@@ -108,14 +112,16 @@ class Operands:
         """Whether each tile reads a mask besides the intervals."""
         return self.query_ids is not None or self.mask is not None
 
-    def tile(self, kernel: Any) -> Tile:
-        dim = padded(self.sizes[3])
+    def tile(self, kernel: KernelName) -> Tile:
+        """Return the tile of a kernel for these operands."""
+        query, value = self.query.data, self.value.data
+        dim, dtype = padded(self.sizes[3]), value.dtype
+        # Tables of additive scores are float32 always, and no operand of a product.
         if self.additive is None:
             dim = max(padded(self.sizes[2]), dim)
-        query: torch.Tensor = self.query.data
-        # Tables of additive scores are float32 always, and no operand of a product.
-        itemsize = max(0 if self.additive else query.itemsize, self.value.data.itemsize)
-        return tile_of(kernel, self.runner.architecture(query), itemsize, dim, self.form != INNER)
+            dtype = query.dtype if query.itemsize > value.itemsize else dtype
+        name = str(dtype).removeprefix("torch.")
+        return self.runner.tile(kernel, self.runner.architecture(query), FORMS[self.form], name, dim)
 
     def masking(self, tile: Tile) -> Masking:
         """Return the mask with the ends of the tiles, which a kernel computes."""

@@ -1,13 +1,35 @@
-"""Tile sizes, warps and pipeline stages of each kernel: a table by architecture, bytes of a number and dimension.
+"""Tile sizes, warps and pipeline stages of the kernels: a table by architecture, kernel, form, dtype and dimension.
 
-Triton's own tuning runs at the first call of each shape; a table keeps every call alike and the results the same bits.
+- ``tiles.json`` is the table. A file of the same layout that ``ATTNSCORE_GPU_TILES`` names comes first, on exactly the
+  architectures that it names; ``python -m attnscore.bench.gpu_tune`` makes one.
+- Triton's own tuning would run at the first call of each shape; a table gives every call the same bits.
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+import json
+import os
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+from attnscore.errors import message
+from attnscore.io import FileError, read_json
 
 KernelName = Literal["forward", "d_query", "d_key", "store_gradients"]
+
+SHIPPED = Path(__file__).with_name("tiles.json")
+VARIABLE = "ATTNSCORE_GPU_TILES"
+"""Environment variable with the path of a table of the user's own, read at the first call."""
+FORMS = ("inner", "distance", "additive")
+DTYPES = ("float16", "bfloat16", "float32")
+DIMS = (32, 64, 128, 256)
+"""Dimensions of the table: powers of 2, and 32 is for smaller ones too."""
+SUMS = 32
+"""Positions of a program that sums the gradients of an additive score: they divide the tiles of ``store_gradients``."""
+TABLE_SLACK = 128
+"""Positions of a table of an additive score after the last, read without a mask: no tile of it is larger."""
 
 
 class Tile(NamedTuple):
@@ -19,8 +41,22 @@ class Tile(NamedTuple):
     stages: int
 
 
-HOPPER = 90
-"""Architecture from which programs have 227 KB of shared memory, and warp groups multiply; before: 99 to 163 KB."""
+class Entry(NamedTuple):
+    """What a tile is for. The dimension is the larger of keys and values; of additive scores, that of the values."""
+
+    architecture: int
+    """Compute capability times 10."""
+    kernel: str
+    form: str
+    dtype: str
+    """Of the operands of products."""
+    dim: int
+
+    def __str__(self) -> str:
+        return " / ".join((f"sm_{self.architecture}", *map(str, self[1:])))
+
+
+Table = dict[Entry, Tile]
 
 INTERPRETED: dict[KernelName, Tile] = {
     "forward": Tile(16, 32, 4, 1),
@@ -36,35 +72,132 @@ def padded(dim: int) -> int:
     return max(16, 1 << max(0, dim - 1).bit_length())
 
 
-def tile_of(kernel: KernelName, arch: int, itemsize: int, dim: int, by_channel: bool) -> Tile:
-    """Return the tile of a kernel; `dim` is the larger of the padded dimensions, `arch` 0 the interpreter."""
-    if arch == 0:
+def kernels_of(form: str) -> tuple[KernelName, ...]:
+    """Return the kernels that a form takes tiles for; ``d_query`` of an additive score is its gradient of a bias."""
+    return ("forward", "d_query", "store_gradients" if form == "additive" else "d_key")
+
+
+def tile_of(kernel: KernelName, architecture: int, form: str, dtype: str, dim: int) -> Tile:
+    """Return the tile of a kernel; `dim` is the larger of the padded dimensions, architecture 0 the interpreter."""
+    if architecture == 0:
         return INTERPRETED[kernel]
-    # Products of float32 take twice the registers; more warps have more of them.
-    warps = 8 if itemsize == 4 and dim >= 64 else 4
-    if kernel == "store_gradients":
-        return Tile(32, 128, warps, 1)
-    if by_channel:
-        return Tile(32, 64, warps, 1) if kernel == "forward" else Tile(32, 32, warps, 1)
-    table = _HALF if itemsize == 2 else _FLOAT32
-    return table[kernel, arch >= HOPPER][min(3, max(0, dim.bit_length() - 6))]
+    return _tile_of(Entry(architecture, kernel, form, dtype, max(DIMS[0], dim)))
 
 
-# By kernel and whether it is for Hopper; in each row the dimensions to 32, 64, 128 and 256. Each is the largest of
-# some half a dozen that were compiled without a spill, or the one with the fewest (docs/performance/gpu-code.md).
-_HALF: dict[tuple[KernelName, bool], tuple[Tile, ...]] = {
-    ("forward", True): (Tile(128, 128, 8, 3), Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(64, 64, 8, 2)),
-    ("forward", False): (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(128, 64, 8, 3), Tile(32, 32, 8, 2)),
-    ("d_query", True): (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 32, 8, 2)),
-    ("d_query", False): (Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(64, 64, 8, 2), Tile(32, 32, 8, 2)),
-    ("d_key", True): (Tile(64, 128, 8, 2), Tile(32, 128, 8, 2), Tile(32, 128, 8, 2), Tile(32, 32, 8, 2)),
-    ("d_key", False): (Tile(32, 64, 8, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2), Tile(32, 32, 8, 1)),
-}
-_FLOAT32: dict[tuple[KernelName, bool], tuple[Tile, ...]] = {
-    ("forward", True): (Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(16, 32, 8, 1)),
-    ("forward", False): (Tile(64, 32, 8, 3), Tile(64, 32, 8, 3), Tile(32, 32, 4, 2), Tile(16, 32, 8, 1)),
-    ("d_query", True): (Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 8, 2), Tile(16, 16, 8, 1)),
-    ("d_query", False): (Tile(32, 32, 4, 3), Tile(32, 32, 4, 3), Tile(16, 32, 4, 2), Tile(16, 16, 8, 1)),
-    ("d_key", True): (Tile(32, 64, 8, 2), Tile(32, 32, 8, 2), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
-    ("d_key", False): (Tile(32, 32, 8, 3), Tile(32, 32, 8, 3), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
-}
+@cache
+def _tile_of(entry: Entry) -> Tile:
+    """Return the tile in the user's own table, or else the shipped one of the latest architecture up to this one."""
+    path = os.environ.get(VARIABLE)
+    if path and (own := read(Path(path)).get(entry)):
+        return own
+    shipped = read(SHIPPED)
+    known = max(x.architecture for x in shipped if x.architecture <= entry.architecture)
+    return shipped[entry._replace(architecture=known)]
+
+
+@cache
+def read(path: Path) -> Table:
+    """Return the table in a file; a malformed entry is a `FileError` that names it."""
+    content = read_json(path)
+    try:
+        return parse(content)
+    except ValueError as error:
+        raise FileError(f"{path}: {error}") from error
+
+
+def parse(content: Any) -> Table:
+    """Return the table of a JSON document; ValueError names the first entry that is malformed.
+
+    The document has an object for each architecture, in it one for each kernel, form and dtype, and there a list of
+    queries, keys, warps and stages for each dimension. An architecture may be the name of another one: it has the same
+    entries. ``origin`` says in words where the numbers come from.
+    """
+    if not isinstance(content, Mapping):
+        raise ValueError(message("table", "an object", type(content).__name__))
+    table: Table = {}
+    aliases = {}
+    for name, of_architecture in content.items():
+        if name == "origin":
+            continue
+        digits = name.removeprefix("sm_")
+        if digits == name or not digits.isdigit():
+            raise ValueError(message(name, "origin, or an architecture such as sm_90", "another name"))
+        if isinstance(of_architecture, str):
+            aliases[name] = of_architecture
+            continue
+        for (kernel, form, dtype, dim), numbers in _leaves(of_architecture, name, depth=4):
+            entry = Entry(int(digits), kernel, form, dtype, int(dim) if dim.isdigit() else 0)
+            _check_entry(entry, f"{name} / {kernel} / {form} / {dtype} / {dim}")
+            table[entry] = _checked_tile(entry, numbers)
+    for name, of in aliases.items():
+        same = {entry: tile for entry, tile in table.items() if f"sm_{entry.architecture}" == of}
+        if not same:
+            raise ValueError(message(name, "an object, or the name of an architecture that has one", repr(of)))
+        table |= {entry._replace(architecture=int(name[3:])): tile for entry, tile in same.items()}
+    return table
+
+
+def _leaves(x: Any, name: str, depth: int) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the keys to each value of so many objects inside each other, and the value."""
+    if depth == 0:
+        yield (), x
+        return
+    if not isinstance(x, Mapping):
+        raise ValueError(message(name, "an object", repr(x)))
+    for key, part in x.items():
+        for keys, value in _leaves(part, f"{name} / {key}", depth - 1):
+            yield (key, *keys), value
+
+
+def _check_entry(entry: Entry, name: str) -> None:
+    """Raise ValueError for a kernel, form, dtype or dimension that there is not."""
+    known = {"form": FORMS, "kernel": get_args(KernelName), "dtype": DTYPES, "dim": DIMS}
+    for part, values in known.items():
+        if getattr(entry, part) not in values:
+            raise ValueError(message(name, f"as {part} one of {', '.join(map(str, values))}", "another one"))
+    if entry.kernel not in kernels_of(entry.form):
+        raise ValueError(message(name, f"for this form one of {', '.join(kernels_of(entry.form))}", entry.kernel))
+
+
+def _checked_tile(entry: Entry, numbers: Any) -> Tile:
+    """Return four numbers as a tile that the kernels can have."""
+    if not isinstance(numbers, list) or len(numbers) != 4 or not all(type(x) is int for x in numbers):
+        raise ValueError(message(str(entry), "four whole numbers: queries, keys, warps, stages", repr(numbers)))
+    tile = Tile(*numbers)
+    low = SUMS if entry.kernel == "store_gradients" else 16
+    high = TABLE_SLACK if entry.form == "additive" else 256
+    if not all(low <= n <= high and n & (n - 1) == 0 for n in tile[:2]):
+        raise ValueError(message(str(entry), f"as queries and keys powers of 2 from {low} to {high}", repr(numbers)))
+    if tile.warps not in (1, 2, 4, 8, 16, 32) or not 1 <= tile.stages <= 8:
+        raise ValueError(message(str(entry), "1, 2, 4, 8, 16 or 32 warps and 1 to 8 stages", repr(numbers)))
+    return tile
+
+
+def text_of(table: Table, origin: str, aliases: Mapping[int, int] | None = None) -> str:
+    """Return the JSON document of a table, a line for each row of dimensions."""
+    aliases = aliases or {}
+    rows: dict[str, Any] = {}
+    for entry, tile in sorted(table.items(), key=_order):
+        if entry.architecture not in aliases:
+            row = rows
+            for key in (f"sm_{entry.architecture}", entry.kernel, entry.form):
+                row = row.setdefault(key, {})
+            row.setdefault(entry.dtype, {})[str(entry.dim)] = [*tile]
+
+    def written(x: Any, indent: str) -> str:
+        if any(isinstance(part, list) for part in x.values()):
+            return json.dumps(x)
+        inner = indent + "  "
+        parts = (f"{inner}{json.dumps(key)}: {written(part, inner)}" for key, part in x.items())
+        return "{\n" + ",\n".join(parts) + f"\n{indent}}}"
+
+    document = [f'  "origin": {json.dumps(origin)}']
+    document += [f'  "{name}": {written(part, "  ")}' for name, part in rows.items()]
+    document += [f'  "sm_{name}": "sm_{of}"' for name, of in aliases.items()]
+    return "{\n" + ",\n".join(document) + "\n}\n"
+
+
+def _order(item: tuple[Entry, Tile]) -> tuple[int, ...]:
+    entry, _ = item
+    kernel = get_args(KernelName).index(entry.kernel)
+    return entry.architecture, kernel, FORMS.index(entry.form), DTYPES.index(entry.dtype), entry.dim
