@@ -49,7 +49,7 @@ LONG_EXAMPLES = (
 LONG_PAGES = (
     "docs/export.md",
     "docs/watching.md",
-    *(f"docs/recipes/{name}.md" for name in ("gatv2", "kernel-regression", "seq2seq")),
+    *(f"docs/recipes/{name}.md" for name in ("export", "gatv2", "kernel-regression", "location-sensitive", "seq2seq")),
 )
 # What TensorFlow writes about the machine (no GPU, no fast instructions for a dtype) unless silenced.
 TENSORFLOW_LOG = re.compile(r"WARNING: All log messages before absl|[IWE]\d{4} .*\.cc:\d+\] ")

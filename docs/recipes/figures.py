@@ -130,6 +130,21 @@ def pointer_network(page: Any) -> Figure:
     return figure
 
 
+def location_sensitive(page: Any) -> Figure:
+    """The alignment of one list of symbols without and with the location, and where it should be."""
+    figure, axes = panels(2, 9.5, 4.2)
+    for axis, (located, (right, alignment, place)) in zip(axes, page.found.items(), strict=True):
+        image = axis.imshow(alignment[0].T, cmap="Reds", vmin=0, vmax=1, aspect="auto")
+        axis.plot(place[0], "o", color=BLUE, fillstyle="none", markersize=7)
+        title = "with the location" if located else "content alone"
+        axis.set(title=f"{title}: {right:.0%} of held-out frames right", xlabel="frame (query)")
+        axis.set_yticks(range(page.LENGTH), [chr(ord("a") + int(symbol)) for symbol in page.symbols[0]])
+        axis.spines[:].set_visible(False)
+    axes[0].set_ylabel("symbol (key)")
+    figure.colorbar(image, ax=axes, label=WEIGHT, shrink=0.8)
+    return figure
+
+
 def gatv2(page: Any) -> Figure:
     """The graph, nodes by predicted group, edges as thick as their weights."""
     import networkx
@@ -282,6 +297,7 @@ DRAWN: dict[str, tuple[str, Callable[[Any], Figure]]] = {
     "entropy": ("entropy.md", entropy),
     "qk-clip": ("qk-clip.md", qk_clip),
     "failing-head": ("failing-head.md", failing_head),
+    "location-sensitive": ("location-sensitive.md", location_sensitive),
 }
 
 if __name__ == "__main__":
