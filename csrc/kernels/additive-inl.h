@@ -112,10 +112,10 @@ class Additive {
     }
 
     template <class F>
-    void with_term(AdditiveAlgorithm way, F f) const {
+    void with_term(F f) const {
         switch (activation) {
             case Activation::tanh:
-                return way == AdditiveAlgorithm::direct ? f(LargeTanhTerm<T>{}) : f(TanhTerm<T>{});
+                return f(TanhTerm<T>{});
             case Activation::sigmoid:
                 return f(SigmoidTerm<T>{});
             case Activation::relu:
@@ -135,7 +135,7 @@ class Additive {
     // The score of one pair, read from the caller's memory.
     T pair_score(const Problem& problem, const Head& head, int64_t row, int64_t key) const {
         V<T> sum{};
-        with_term(AdditiveAlgorithm::direct_nonfinite, [&](auto term) {
+        with_term([&](auto term) {
             for_each_channel(problem, head, row, key, [&](int64_t, V<T> z, V<T> w) {
                 sum += w * term.value(z);
                 const T whole = reduce_sum<T>(sum);
@@ -154,7 +154,7 @@ class Additive {
                 for (int64_t p = 0; p < dim; p++) sums[p] += ds;
             return;
         }
-        with_term(AdditiveAlgorithm::direct_nonfinite, [&](auto term) {
+        with_term([&](auto term) {
             for_each_channel(problem, head, row, key, [&](int64_t p, V<T> z, V<T> w) {
                 V<T> dz, value;
                 term.value_and_gradient(splat(ds), z, dz, value);

@@ -23,7 +23,7 @@ class AdditiveGradients {
         const Arguments args{ds, lds, first, last, query.width, w, da, lda, db, ldb, dw};
         const T* b = keys.rows;
         if (way == AdditiveAlgorithm::direct_nonfinite || way == AdditiveAlgorithm::direct)
-            return form_.with_term(way, [&](auto term) {
+            return form_.with_term([&](auto term) {
                 if (way == AdditiveAlgorithm::direct_nonfinite)
                     direct_gradients<true>(term, args, query.rows, b);
                 else

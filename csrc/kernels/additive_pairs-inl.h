@@ -15,7 +15,7 @@ class AdditivePairs {
 
     // Compute s[i * kTileKeys + j] for `count` rows, `width` apart, and the keys j of `bits[i]`.
     void scores(T* s, const T* rows, int64_t width, int64_t count, const View<T>& keys, const uint64_t* bits) const {
-        form_.with_term(AdditiveAlgorithm::single_division, [&](auto term) {
+        form_.with_term([&](auto term) {
             for (int64_t i = 0; i < count; i++) {
                 int key[kTogether], found = 0;
                 T* to = s + i * kTileKeys;
@@ -33,7 +33,7 @@ class AdditivePairs {
     // vectors, dw has dim numbers.
     void gradients(const T* ds, const T* rows, int64_t width, int64_t count, const View<T>& keys, int64_t key_count,
                    T* da, int64_t lda, T* db, int64_t ldb, T* dw) const {
-        form_.with_term(AdditiveAlgorithm::single_division, [&](auto term) {
+        form_.with_term([&](auto term) {
             for (int64_t i = 0; i < count; i++) {
                 int key[kTileKeys], found = 0;
                 for (int j = 0; j < key_count; j++)

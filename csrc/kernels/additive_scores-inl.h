@@ -32,10 +32,7 @@ class AdditiveScores {
                                                           : &AdditiveScores::fraction_scores<false, !kEstimates<T>>);
             return (this->*scores)(s, lds, query, first, last, keys, small);
         }
-        const AdditiveAlgorithm way = form_.algorithm_for(query.largest, keys) == AdditiveAlgorithm::direct_nonfinite
-                                          ? AdditiveAlgorithm::direct_nonfinite
-                                          : AdditiveAlgorithm::direct;
-        form_.with_term(way, [&](auto term) { direct_scores(term, s, lds, query, first, last, keys, w); });
+        form_.with_term([&](auto term) { direct_scores(term, s, lds, query, first, last, keys, w); });
     }
 
    private:
