@@ -46,15 +46,17 @@ CASES = (
 )
 
 
-def check_device(kind: str) -> None:
-    """Raise FrameworkError unless PyTorch has a GPU."""
+def check_device(kind: str, command: str = "", hint: str = "") -> None:
+    """Raise FrameworkError unless PyTorch has a GPU, which a command (by default the benchmark) needs."""
+    command = command or f"bench --device {kind}"
     try:
         import torch
     except ImportError as error:
-        raise FrameworkError("bench --device cuda needs PyTorch: pip install 'attnscore[torch]'") from error
+        raise FrameworkError(f"{command} needs PyTorch: pip install 'attnscore[torch]'") from error
     if not torch.cuda.is_available():
         build = "a CPU build" if torch.version.cuda is None else f"CUDA {torch.version.cuda}, no GPU found"
-        raise FrameworkError(f"bench --device {kind} needs a GPU that PyTorch {torch.__version__} sees: {build}")
+        text = f"{command} needs a GPU that PyTorch {torch.__version__} sees: {build}"
+        raise FrameworkError(f"{text}. Hint: {hint}" if hint else text)
 
 
 def facts() -> dict[str, str]:

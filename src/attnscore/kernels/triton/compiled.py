@@ -36,6 +36,7 @@ SHARED_MEMORY = {
     for architecture in architectures
 }
 """Bytes that a program may have, by architecture (CUDA's programming guide, compute capabilities)."""
+LARGEST_SHARED_MEMORY = max(SHARED_MEMORY.values())
 _POINTERS = {
     torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64",
     torch.uint8: "*u8", torch.bool: "*i1",

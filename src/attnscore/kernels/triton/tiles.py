@@ -128,7 +128,7 @@ def parse(content: Any) -> Table:
         for (kernel, form, dtype, dim), numbers in _leaves(of_architecture, name, depth=4):
             entry = Entry(int(digits), kernel, form, dtype, int(dim) if dim.isdigit() else 0)
             _check_entry(entry, f"{name} / {kernel} / {form} / {dtype} / {dim}")
-            table[entry] = _checked_tile(entry, numbers)
+            table[entry] = checked_tile(entry, numbers)
     for name, of in aliases.items():
         same = {entry: tile for entry, tile in table.items() if f"sm_{entry.architecture}" == of}
         if not same:
@@ -159,7 +159,7 @@ def _check_entry(entry: Entry, name: str) -> None:
         raise ValueError(message(name, f"for this form one of {', '.join(kernels_of(entry.form))}", entry.kernel))
 
 
-def _checked_tile(entry: Entry, numbers: Any) -> Tile:
+def checked_tile(entry: Entry, numbers: Any) -> Tile:
     """Return four numbers as a tile that the kernels can have."""
     if not isinstance(numbers, list) or len(numbers) != 4 or not all(type(x) is int for x in numbers):
         raise ValueError(message(str(entry), "four whole numbers: queries, keys, warps, stages", repr(numbers)))
