@@ -133,6 +133,46 @@ def test_known_lengths() -> None:
     close(loaded(exported)(x), call(x))
 
 
+def with_gradients(name: str) -> Callable[[dict[str, Any]], Any]:
+    """The program, and the gradient of the sum of its outputs."""
+    call = program(name, "auto")
+
+    def total(parts: dict[str, Any], x: dict[str, Any]) -> Any:
+        found = call(x | parts)
+        return sum(jnp.where(jnp.isfinite(y), y, 0.0).sum() for y in jax.tree.leaves(found)), found
+
+    floating = [name for name, (_, dtype) in given(1, 1, 1).items() if dtype == FLOAT]
+    return lambda x: jax.grad(total, has_aux=True)({name: x[name] for name in floating}, x)
+
+
+MANY = ("additive, valid lengths", "cosine, bias and sink", "sum, dropout")
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_lowered_for_another_platform(platform: str) -> None:
+    """What a CPU runs natively is lowered in operations of JAX alone, also under vmap, with its gradient."""
+    x = arrays(2, 5, 7)
+    stacked = {name: jnp.stack([y, y]) for name, y in x.items()}
+    call = with_gradients("additive, valid lengths")
+    for traced in (
+        jax.jit(program("sum, dropout", "auto")).trace(x),
+        jax.jit(call).trace(x),
+        jax.jit(jax.vmap(call)).trace(stacked),
+    ):
+        assert "@attnscore_" not in traced.lower(lowering_platforms=(platform,)).as_text()
+        if "native" in ats.available()["kernels"]:
+            assert "@attnscore_" in traced.lower().as_text()
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in MANY else pytest.mark.slow) for x in CASES])
+def test_known_lengths_for_several_platforms(name: str) -> None:
+    """One exported program for all platforms, which gives on a CPU what the native kernel gives."""
+    x, call = arrays(2, 5, 7), with_gradients(name)
+    exported = jax.export.export(jax.jit(call), platforms=PLATFORMS)(x)
+    assert "@attnscore_" not in exported.mlir_module()
+    close(jax.export.deserialize(exported.serialize()).call(x), jax.jit(call)(x))
+
+
 def test_what_is_refused_when_it_is_exported() -> None:
     x = arrays(2, 5, 7)
     if "native" in ats.available()["kernels"]:

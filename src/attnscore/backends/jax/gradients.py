@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from attnscore.backends.base import Array, DifferentiableOp, importable
+from attnscore.backends.jax import platforms
 from attnscore.backends.jax.sharding import axes_of, differing, is_placed, sharding_of_rows
 from attnscore.backends.jax.tracers import FORWARD, RECORDED, kind_of, layers_of_all
 from attnscore.backends.numpy import detached
@@ -37,29 +38,33 @@ def differentiable(run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Ar
         # custom_vjp has no forward mode; JAX differentiates the operations of a kernel that is not native.
         return run.forward(operands)
 
-    @jax.custom_vjp
-    def call(arrays: Sequence[Array], constants: Sequence[Array]) -> tuple[Array, ...]:
-        return given(constants).forward(arrays)
+    def run_forward(constants: Sequence[Array], arrays: Sequence[Array]) -> Any:
+        return _staged(
+            lambda constants, *arguments: given(constants).forward(*arguments),
+            lambda constants, *arguments: given(constants).streaming().forward(*arguments),
+            *(constants, arrays),
+        )
 
     def forward(arrays: Sequence[Array], constants: Sequence[Array]) -> tuple[Any, Any]:
-        now = given(constants)
-        outputs = _differentiable(now.forward, now.streaming().forward, arrays)
+        outputs = run_forward(constants, arrays)
         return outputs, (arrays, constants, outputs[: run.saved_outputs])
 
     def backward(kept: Any, grads: Sequence[Array]) -> tuple[Any, None]:
         arrays, constants, outputs = kept
-        incoming = tuple(grads[: run.differentiable_outputs])
-        now = given(constants)
-        return tuple(_differentiable(now.backward, now.streaming().backward, arrays, outputs, incoming)), None
+        found = _staged(
+            lambda constants, *arguments: given(constants).backward(*arguments),
+            lambda constants, *arguments: given(constants).streaming().backward(*arguments),
+            *(constants, arrays, outputs, tuple(grads[: run.differentiable_outputs])),
+        )
+        return tuple(found), None
 
+    call = jax.custom_vjp(lambda arrays, constants: run_forward(constants, arrays))
     call.defvjp(forward, backward)
     return call(tuple(operands), tuple(constants))
 
 
-def _differentiable(function: Callable[..., Any], streaming: Callable[..., Any], *arguments: Any) -> Any:
-    """Call ``function(*arguments)``, whose derivative is that of `streaming`: a custom call or callback has none."""
+def _staged(function: Callable[..., Any], streaming: Callable[..., Any], *arguments: Any) -> Any:
+    """Call ``function(*arguments)``; in a program `streaming` has its derivatives, and its place on other platforms."""
     if not any(kind_of(x) == RECORDED for x in layers_of_all(jax.tree.leaves(arguments))):
         return function(*arguments)
-    found = jax.custom_jvp(function)
-    found.defjvp(lambda primals, tangents: jax.jvp(streaming, primals, tangents))
-    return found(*arguments)
+    return platforms.call(function, streaming, *arguments)
