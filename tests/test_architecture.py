@@ -19,7 +19,7 @@ SOURCE = Path(attnscore.__file__).parent
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "io", "_native"),
     ("backends", "core", "core.arguments", "core.cache", "core.threads"),
-    ("core.layout",),
+    ("core.layout", "core.relative"),
     ("masks", "scores", "core.online_softmax", "core.dropout", "core.statistics"),
     ("core.problem",),
     ("core.lowered", "core.prepared", "core.tiling"),

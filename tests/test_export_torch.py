@@ -15,7 +15,7 @@ import attnscore as ats
 import covering
 from attnscore.compat import torch as compat
 from attnscore.integrations.torch_export import decompositions
-from attnscore.layers.torch import AdditiveAttention, DotProductAttention
+from attnscore.layers.torch import AdditiveAttention, DotProductAttention, MultiHeadAttention
 from cases import MASKS, SCORES, Score, Sizes
 from layer_cases import LAYERS
 
@@ -196,6 +196,56 @@ def test_every_argument() -> None:
         agree(run(program, other), module(*other))
 
 
+class Positions(nn.Module):
+    """A learned bias for each distance: a clipped table with every score of one form, T5's buckets in a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.distances, self.buckets = nn.Parameter(torch.randn(4, 9)), nn.Parameter(torch.randn(32, 2))
+        self.layer = MultiHeadAttention(6, 2, query_size=6, key_size=6, value_size=3)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        queries, keys = query.shape[2], key.shape[2]
+        positions: Any = ats.relative_positions(queries, keys, offset=keys - queries)
+        bias = self.distances[:, None, positions.clip(-4, 4) + 4]
+        buckets = ats.relative_buckets(positions, bidirectional=False)
+        return [
+            ats.attend(query, key, value, bias=bias),
+            ats.attend(query, key, value, bias=bias, score=ats.SoftCap("dot", 2.0), mask=ats.Causal("bottom_right")),
+            self.layer(query[:, 0], key[:, 0], value[:, 0], bias=self.buckets[buckets].T[:, None]),
+        ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("opset", OPSETS)
+def test_a_bias_by_relative_position(opset: int) -> None:
+    module = Positions()
+    program = to_onnx(module, inputs(2, 5, 7), OF_ALL, opset)
+    assert operators(program).count("Attention") == 2 * (opset >= 23)
+    for sizes in (*UNSEEN, (2, 140, 200)):
+        other = inputs(*sizes)
+        agree(run(program, other), module(*other))
+
+
+def test_a_bias_by_relative_position_in_primitive_operators() -> None:
+    module = Positions()
+    program = primitive(module, inputs(2, 5, 7), OF_ALL).module()
+    for sizes in (*UNSEEN[:2], (2, 140, 200)):
+        other = inputs(*sizes)
+        agree(program(*other), module(*other))
+
+
+@pytest.mark.slow
+def test_a_bias_of_another_length_stays_one_for_each_key() -> None:
+    class Keys(nn.Module):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+            return ats.attend(query, key, value, bias=bias)
+
+    program = primitive(Keys(), [*inputs(2, 5, 7), torch.randn(1, 7)], (*OF_ALL, {1: KEYS})).module()
+    other = [*inputs(3, 9, 12), torch.randn(1, 12)]
+    agree(program(*other), Keys()(*other))
+
+
 # ---------------------------------------------------------------- layers
 
 
@@ -291,6 +341,7 @@ LARGER = [sizes for sizes in UNSEEN if 1 not in sizes]
 PROGRAMS = {
     "scores": (lambda: Scores(part(ANY_LENGTH), Sizes()), inputs, OF_ALL),
     "arguments": (Arguments, given, OF_GIVEN),
+    "positions": (Positions, inputs, OF_ALL),
     "layers": (Layers, features, OF_FEATURES),
     "drop-ins": (DropIns, words, OF_WORDS),
 }

@@ -105,6 +105,28 @@ def close(found: Any, wanted: Any) -> None:
 
 
 @pytest.mark.slow
+def test_a_bias_by_relative_position() -> None:
+    """Of a table with a gradient; its length is symbolic too."""
+
+    def call(x: dict[str, Any]) -> Any:
+        queries, keys = x["pairs"].shape
+        buckets = ats.relative_buckets(ats.relative_positions(queries, keys, offset=keys - queries), buckets=8)
+        bias = x["weights"][0, :, :HEADS][buckets].T[:, None]
+        return ats.attend(x["query"], x["key"], x["value"], bias=bias, mask=ats.Causal("bottom_right"))
+
+    exported = loaded(jax.export.export(jax.jit(call), platforms=PLATFORMS)(symbolic()))
+    for lengths in LENGTHS:
+        x = arrays(*lengths)
+        ours, wanted = (
+            jax.value_and_grad(lambda w, q, f=f, x=x: f(x | {"weights": w, "query": q}).sum(), (0, 1))(
+                x["weights"], x["query"]
+            )
+            for f in (exported, call)
+        )
+        close(ours, wanted)
+
+
+@pytest.mark.slow
 def test_some_lengths_are_symbolic() -> None:
     sizes = {"batch": "batch, 5, 7", "key": "2, 5, key", "query": "2, query, 7"}
     for text in sizes.values():

@@ -271,6 +271,36 @@ def test_tensorflow(kernel: str, graph: bool) -> None:
         np.testing.assert_allclose(grad, getattr(grads, name), atol=1e-11, err_msg=name)
 
 
+@pytest.mark.parametrize("kernel", [pytest.param("auto", marks=pytest.mark.slow), "streaming"])
+def test_tensorflow_lengths_that_a_graph_learns(kernel: str) -> None:
+    """The graph learns as well which bias it is: for each distance, for each key or for each head."""
+    spec = tf.TensorSpec(None, tf.float64)
+
+    @tf.function(
+        input_signature=[tf.TensorSpec((2, 6, None, 5), tf.float64), spec, tf.TensorSpec((None, 1, None), tf.float64)]
+    )
+    def graph(query: Any, key: Any, bias: Any) -> Any:
+        key = tf.ensure_shape(key, (2, 3, None, 5))
+        with tf.GradientTape() as tape:
+            tape.watch((query, key, bias))
+            out = ats.attend(query, key, key, bias=bias, kernel=kernel)
+        return (out, *tape.gradient(out, (query, key, bias)))
+
+    rng = np.random.default_rng(0)
+    for n, m in ((9, 4), (1, 6), (200, 150)):
+        query, key = tf.constant(rng.normal(size=(2, 6, n, 5))), tf.constant(rng.normal(size=(2, 3, m, 5)))
+        for shape in ((6, 1, n + m - 1), (6, 1, m), (1, 1, m), (6, 1, 1)):
+            bias = tf.constant(rng.normal(size=shape))
+            with tf.GradientTape() as tape:
+                tape.watch((query, key, bias))
+                out = ats.attend(query, key, key, bias=bias, kernel="streaming")
+            wanted = (out, *tape.gradient(out, (query, key, bias)))
+            for one, other in zip(graph(query, key, bias), wanted, strict=True):
+                np.testing.assert_allclose(one, other, atol=1e-11)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="the_shape_of_bias_does_not_fit"):
+        graph(query, key, tf.zeros((6, 1, 200 + 150), tf.float64))
+
+
 def test_sum_of_many_pairs() -> None:
     """A position has up to n pairs, whose gradients cancel: float32 keeps 5 digits of the largest sum."""
     rng = np.random.default_rng(0)

@@ -83,6 +83,19 @@ def may_equal(first: Any, second: Any) -> bool:
     return is_unknown(first) or is_unknown(second) or bool(first == second)
 
 
+def must_equal(first: Any, second: Any) -> bool:
+    """Whether two sizes are equal whatever a graph learns when it runs."""
+    if is_unknown(first) or is_unknown(second):
+        return surely_equal(*((first, second) if is_unknown(first) else (second, first)))
+    return bool(first == second)
+
+
+@functools.singledispatch
+def surely_equal(length: Any, other: Any) -> bool:
+    """Return `must_equal` of an unknown size and another one; frameworks that decide it otherwise register theirs."""
+    return bool(length == other)
+
+
 def broadcast(*shapes: Sequence[Any]) -> tuple[Any, ...]:
     """Return the shape that all broadcast to; ValueError if there is none. Unknown sizes of one axis count as equal."""
     if not any(is_unknown(n) for shape in shapes for n in shape):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from attnscore.backends.base import Array, Backend, at_most, broadcast, is_unknown, may_equal
+from attnscore.backends.base import Array, Backend, at_most, broadcast, is_unknown, may_equal, must_equal
 from attnscore.errors import ShapeError, message
 
 Shape = tuple[int, ...]
@@ -46,10 +46,11 @@ class ScoreShape:
 
     def is_relative(self, shape: Shape) -> bool:
         """Whether a bias of this shape has a number for each key - query; with one query that is a row of pairs."""
-        lengths = (self.query_len, self.key_len, *shape[-2:])
-        if len(lengths) < 4 or any(map(is_unknown, lengths)) or self.query_len == 1:
+        if len(shape) < 2 or any(n is None for n in (self.query_len, self.key_len, *shape[-2:])):
             return False
-        return tuple(shape[-2:]) == (1, self.query_len + self.key_len - 1)
+        if not must_equal(shape[-2], 1) or must_equal(self.query_len, 1):
+            return False
+        return must_equal(shape[-1], self.query_len + self.key_len - 1)
 
     def to_canonical(self, ops: Backend, x: Array) -> Array:
         """View a caller's array, broadcastable to (..., query, key), on the canonical axes."""

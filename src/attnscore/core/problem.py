@@ -24,7 +24,7 @@ from attnscore.backends.base import (
     is_unknown,
     may_equal,
 )
-from attnscore.core import normalizers
+from attnscore.core import normalizers, relative
 from attnscore.core.arguments import check_held, check_number, is_number, is_whole, shown
 from attnscore.core.cache import BoundedCache
 from attnscore.core.dropout import Dropout, check_dropout
@@ -229,7 +229,9 @@ def check_bias(ops: Backend, bias: Any, layout: AxisLayout, like: Array) -> Arra
     """Check the bias, and return it on the axes of the scores."""
     bias = check_extra(ops, "bias", bias, like)
     check_bias_shape(tuple(bias.shape), layout.score_shape)
-    return layout.score_shape.to_canonical(ops, bias)
+    bias = layout.score_shape.to_canonical(ops, bias)
+    is_open = bias.shape[-1] is None and bias.shape[-2] == 1
+    return relative.settled(ops, bias, layout.score_shape) if is_open else bias
 
 
 def check_sink(ops: Backend, sink: Any, layout: AxisLayout, like: Array) -> Array:

@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from attnscore.backends.base import Array, Backend
+from attnscore import backends
+from attnscore.backends.base import Array, Backend, is_unknown
 from attnscore.core.arguments import check_count, is_whole, shown
+from attnscore.core.layout import ScoreShape
 from attnscore.errors import ArgumentError, message
 
 Span = tuple[int, int]
@@ -27,6 +29,7 @@ def relative_positions(query_len: int, key_len: int, *, offset: int | None = Non
     Parameters
     ----------
     query_len, key_len : whole numbers
+        Or symbolic sizes of a program that is exported.
     offset : whole number, optional
         Query i stands at position i + offset. Required where the lengths differ, as in `Causal`: ``key_len -
         query_len`` for the last queries of a sequence.
@@ -34,7 +37,8 @@ def relative_positions(query_len: int, key_len: int, *, offset: int | None = Non
     Returns
     -------
     positions : (query_len + key_len - 1,) int64
-        From ``-(query_len - 1) - offset`` to ``key_len - 1 - offset``.
+        From ``-(query_len - 1) - offset`` to ``key_len - 1 - offset``. NumPy's; an array of PyTorch or JAX of symbolic
+        sizes.
 
     Raises
     ------
@@ -64,16 +68,28 @@ def relative_positions(query_len: int, key_len: int, *, offset: int | None = Non
     >>> ats.attend(x, x, x, bias=bias).shape
     (1, 4, 100, 16)
     """
-    query_len, key_len = check_count("query_len", query_len), check_count("key_len", key_len)
+    arrays = _arrays_of_sizes(query_len, key_len)
+    if arrays is None:
+        query_len, key_len = check_count("query_len", query_len), check_count("key_len", key_len)
     if offset is None:
-        if query_len != key_len:
+        if query_len is not key_len and (arrays is not None or query_len != key_len):
             hint = "offset=key_len - query_len for the last queries of a sequence, 0 for the first"
             got = f"{query_len} queries, {key_len} keys"
             raise ArgumentError(message("offset", "a whole number where the lengths differ", got, hint=hint))
         offset = 0
-    if not is_whole(offset):
+    if not is_whole(offset) and _arrays_of_sizes(offset) is None:
         raise ArgumentError(message("offset", "a whole number", shown(offset)))
-    return np.arange(1 - query_len, key_len) - int(offset)
+    found: np.ndarray[Any, Any] = (arrays or np).arange(1 - query_len, key_len) - offset
+    return found
+
+
+def _arrays_of_sizes(*sizes: Any) -> Any:
+    """Return the array module of the framework to whose exported program some of these sizes belong; None if none."""
+    for size in sizes:
+        framework = type(size).__module__.partition(".")[0]
+        if framework in ("torch", "jax") and not backends.is_array(size):
+            return backends.load(framework).xp
+    return None
 
 
 def relative_buckets(
@@ -97,6 +113,7 @@ def relative_buckets(
     Returns
     -------
     bucket : int64, of the shape of `positions`
+        NumPy's; an array of the framework where `positions` is one that is traced or on a device.
 
     Raises
     ------
@@ -117,7 +134,10 @@ def relative_buckets(
     """
     for name, x in (("buckets", buckets), ("max_distance", max_distance)):
         check_count(name, x)
-    signed = np.asarray(positions)
+    signed = backends.host(positions)
+    if signed is None:
+        traced: np.ndarray[Any, Any] = _looked_up(positions, buckets, max_distance, bidirectional)
+        return traced
     if signed.dtype.kind not in "iu":
         raise ArgumentError(message("positions", "whole numbers", shown(positions)))
     # All distances from `max_distance` on share a bucket, and each in this range has its negative, of any dtype.
@@ -135,6 +155,36 @@ def relative_buckets(
     return (found + side * (signed > 0) if bidirectional else found).astype(np.int64, copy=False)
 
 
+def _looked_up(positions: Array, buckets: int, max_distance: int, bidirectional: bool) -> Any:
+    """Return the buckets of positions that a program learns when it runs, from those of all distances."""
+    ops = backends.of({"positions": positions})
+    if ops.is_floating(positions) or ops.dtype(positions) == "bool":
+        raise ArgumentError(message("positions", "whole numbers", ops.dtype(positions)))
+    every = np.arange(-max_distance, max_distance + 1)
+    table = relative_buckets(every, buckets=buckets, max_distance=max_distance, bidirectional=bidirectional)
+    at = ops.xp.clip(positions, -max_distance, max_distance) + max_distance
+    return ops.reshape(ops.take(ops.asarray(table, positions), ops.reshape(at, (-1,)), 0), positions.shape)
+
+
+def of_pairs(ops: Backend, bias: Array, query_len: int, key_len: int) -> Array:
+    """Return the bias (..., query, key) of all pairs, from a relative bias."""
+    query, key = (ops.positions(0, n, bias) for n in (query_len, key_len))
+    at = ops.reshape(key, (1, -1)) - ops.reshape(query, (-1, 1)) + (query_len - 1)
+    return ops.reshape(ops.take(bias, ops.reshape(at, (-1,)), -1), (*bias.shape[:-2], query_len, key_len))
+
+
+def settled(ops: Backend, bias: Array, shape: ScoreShape) -> Array:
+    """Return a canonical bias (..., 1, unknown) as it is, or for each pair if it proves to be relative.
+
+    TensorFlow's graphs learn when they run which of the two it is.
+    """
+    allowed = [*((1, n) for n in shape.rows), (1, shape.key_len, shape.query_len + shape.key_len - 1)]
+    bias = ops.assert_shape(bias, [("bias", bias, [allowed])])
+    size, keys = (ops.positions(n, 1, bias)[0] for n in (ops.shape(bias)[-1], shape.key_len))
+    is_relative = ops.logical_and(size != keys, size != 1)
+    return ops.cond(is_relative, lambda x: of_pairs(ops, x, shape.query_len, shape.key_len), bias)
+
+
 def tile(ops: Backend, bias: Array, query_len: int, rows: Span, cols: Span) -> Array:
     """Return the bias (..., rows, cols) of the pairs of a tile, from the relative bias of the whole call."""
     count, width = rows[1], rows[1] + cols[1] - 1
@@ -145,7 +195,9 @@ def tile(ops: Backend, bias: Array, query_len: int, rows: Span, cols: Span) -> A
         return line
     # Row i of the tile is line[count - 1 - i :][:cols]. In copies of the line, one after the other, row i begins at
     # count - 1 + i * (width - 1): a reshape with rows of width - 1 aligns them, without a gather.
-    lead = tuple(bias.shape[:-2])
+    lead, spare = tuple(bias.shape[:-2]), _spare(count)
+    if spare:
+        line, width = ops.concat([line, ops.zeros((*lead, 1, spare), line)], -1), width + spare
     copies = ops.reshape(ops.broadcast_to(line, (*lead, count, width)), (*lead, 1, count * width))
     copies = ops.slice_axis(copies, -1, count - 1, count * (width - 1))
     return ops.reshape(copies, (*lead, count, width - 1))[..., : cols[1]]
@@ -157,8 +209,15 @@ def sum_diagonals(ops: Backend, grad: Array) -> Array:
     if rows == 1:
         return grad
     # The steps of `tile` in reverse: pad each row to width - 1, reshape to copies of the line, and add these up.
-    width = rows + cols - 1
-    padded = ops.concat([grad, ops.zeros((*lead, rows, rows - 2), grad)], -1) if rows > 2 else grad
+    spare = _spare(rows)
+    width, missing = rows + cols - 1 + spare, rows - 2 + spare
+    padded = ops.concat([grad, ops.zeros((*lead, rows, missing), grad)], -1) if spare or missing > 0 else grad
     line = ops.reshape(padded, (*lead, 1, rows * (width - 1)))
     line = ops.concat([ops.zeros((*lead, 1, rows - 1), grad), line, ops.zeros((*lead, 1, 1), grad)], -1)
-    return ops.sum(ops.reshape(line, (*lead, rows, width)), axis=-2, keepdims=True)
+    found = ops.sum(ops.reshape(line, (*lead, rows, width)), axis=-2, keepdims=True)
+    return ops.slice_axis(found, -1, 0, width - spare) if spare else found
+
+
+def _spare(count: Any) -> int:
+    """Return how many zeros go after a line: of a symbolic length, JAX has to see that no size is negative."""
+    return 2 if is_unknown(count) else 0

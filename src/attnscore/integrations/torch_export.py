@@ -19,9 +19,10 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from attnscore import backends, scores
-from attnscore.backends.base import SeedHalves, Unknown, accumulator
+from attnscore.backends.base import SeedHalves, Unknown, accumulator, surely_equal
 from attnscore.backends.torch import TorchBackend
 from attnscore.core import plan as plans
+from attnscore.core import relative
 from attnscore.core.arguments import check_flag, is_number, shown
 from attnscore.core.online_softmax import NEG_INF
 from attnscore.core.problem import Problem, build_problem, wanted_statistics
@@ -35,6 +36,16 @@ from attnscore.scores.forms import InnerForm
 
 # A symbolic size belongs to one program: no cache may hold it, and comparing it with a number would fix it.
 Unknown.register(torch.SymInt)
+
+
+@surely_equal.register
+def _(length: torch.SymInt, other: Any) -> bool:
+    # A comparison settles the answer for the program, so only sizes that are equal in the example are compared: keys
+    # and values may have two symbols for one length. Unequal ones stay free.
+    equal: Any = length == other
+    return bool(equal) if isinstance(equal, bool) or (equal.node.has_hint() and equal.node.hint) else False
+
+
 # So that a saved program can return them.
 pytree._register_namedtuple(AttentionStats, serialized_type_name="attnscore.AttentionStats")
 
@@ -103,7 +114,10 @@ def run(query: Tensor, key: Tensor, value: Tensor, *, kernel: str, **arguments: 
     problem, _ = build_problem(query, key, value, **arguments)
     # The mask as it was given: a cached one would be an array of the program.
     mask = as_mask(arguments["mask"], arguments["valid_lens"], problem.score_shape)
-    problem = dataclasses.replace(problem, ops=_OPS, mask=mask)
+    bias = problem.bias
+    if problem.has_relative_bias:
+        bias = relative.of_pairs(_OPS, bias, problem.score_shape.query_len, problem.score_shape.key_len)
+    problem = dataclasses.replace(problem, ops=_OPS, mask=mask, bias=bias)
     out = _scaled_dot_product(problem)
     if out is not None:
         return problem, Result(out, None, None, {})
@@ -117,12 +131,7 @@ def _scaled_dot_product(problem: Problem) -> Tensor | None:
     shape, dtype = problem.score_shape, problem.value.dtype
     more = (problem.sink, problem.dropout, problem.matrix, problem.normalizer)
     # ONNX Runtime has no Attention of float64.
-    if (
-        problem.statistics
-        or problem.has_relative_bias
-        or problem.dtype == "float64"
-        or any(x is not None for x in more)
-    ):
+    if problem.statistics or problem.dtype == "float64" or any(x is not None for x in more):
         return None
     form = scores.lower(_OPS, problem.score, problem.query, problem.key)
     if not isinstance(form, InnerForm) or form.caps or form.key_bias is not None or form.query_bias is not None:

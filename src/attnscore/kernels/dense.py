@@ -13,6 +13,7 @@ from typing import cast, final
 
 from attnscore.backends.base import Array, Backend, is_unknown, sum_to
 from attnscore.core import dropout as dropouts
+from attnscore.core import relative
 from attnscore.core.normalizers import Entmax, Sigmoid
 from attnscore.core.online_softmax import NEG_INF
 from attnscore.core.problem import Problem
@@ -143,10 +144,7 @@ def _scores(problem: Problem) -> tuple[Array, Array]:
     if problem.bias is not None:
         bias = ops.astype(problem.bias, dtype)
         if problem.has_relative_bias:
-            every = ops.reshape(ops.positions(0, score_shape.query_len, query), (-1, 1))
-            every = ops.reshape(ops.positions(0, score_shape.key_len, query), (1, -1)) - every
-            at = ops.reshape(every + (score_shape.query_len - 1), (-1,))
-            bias = ops.reshape(ops.take(bias, at, -1), (*bias.shape[:-2], score_shape.query_len, score_shape.key_len))
+            bias = relative.of_pairs(ops, bias, score_shape.query_len, score_shape.key_len)
         visible = ops.logical_and(visible, bias != NEG_INF)
     bad = None
     if not ops.known_finite(query, key):
