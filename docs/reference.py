@@ -121,4 +121,5 @@ def prose(text: str) -> str:
 
 def escaped(text: str) -> str:
     """Signs that Markdown or HTML would read, as themselves."""
-    return re.sub(r"([*_|])", r"\\\1", text.replace("<", "&lt;"))
+    text = re.sub(r"([*_|])", r"\\\1", text.replace("<", "&lt;"))
+    return re.sub(r"\](?=\()", r"\]", text)  # an index in front of a call is no link

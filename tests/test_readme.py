@@ -422,6 +422,7 @@ def test_the_reference_of_the_site_has_every_public_name() -> None:
     assert "- `sink`: number or (heads,)  \n" in text
     outside = FENCE.sub("", text)
     assert "``" not in outside and " at 0x" not in text and "\n----" not in outside
+    assert not re.search(r"(?<!\\)\]\(", outside), "an index in front of a call, read as a link"
 
 
 # ------------------------------------------------------------------ examples

@@ -1,7 +1,7 @@
 """Each topic of the library's purpose is found from the home page within two clicks.
 
 A click follows a link in the text of a page; the menu at its side would make one click of everything. The page has to
-contain the words or numbers by which a reader knows the topic. ``python tests/test_topics.py`` prints the clicks of each.
+contain the words or numbers by which a reader knows the topic. ``python tests/test_topics.py`` prints the clicks.
 """
 
 from __future__ import annotations
