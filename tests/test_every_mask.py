@@ -19,6 +19,7 @@ from attnscore.core import tiling
 from attnscore.core.layout import ScoreShape
 from attnscore.core.problem import build_problem
 from attnscore.masks import Mask
+from attnscore.masks.intervals import MOST
 from bad_input import Maker
 from cases import FRAMEWORKS, MASK, MASKS, MaskCase, Sizes
 from covering import pairs
@@ -78,6 +79,17 @@ def test_intervals(case: MaskCase) -> None:
     assert start.min() >= 0 and stop.max() <= sizes.keys and (start <= stop).all()
     found = (keys >= start[..., None]) & (keys < stop[..., None])
     np.testing.assert_array_equal(np.broadcast_to(found[:, None], case.visible(sizes).shape), case.visible(sizes))
+
+
+@pytest.mark.parametrize("runs", [MOST, MOST + 1])
+def test_pieces_of_scattered_padding(runs: int) -> None:
+    """As many as a set may have are found; one more is read key by key."""
+    keys = np.arange(2 * runs) % 2 == 0
+    found = ats.KeyPadding(keys[None]).interval_set(1, len(keys), 1)
+    assert (found is not None) == (runs == MOST)
+    if found is not None:
+        np.testing.assert_array_equal(found.start.ravel(), np.flatnonzero(keys))
+        np.testing.assert_array_equal(found.stop.ravel(), np.flatnonzero(keys) + 1)
 
 
 @masks
