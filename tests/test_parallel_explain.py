@@ -8,7 +8,7 @@ import pytest
 import attnscore as ats
 from attnscore.errors import ArgumentError
 from attnscore.parallel import ParallelExplanation, Shard, exchange, explain
-from attnscore.parallel.explanation import MODES
+from attnscore.parallel.explanation import MODES, RowBytes, choose
 
 N, RANKS, BATCH, HEADS, KV_HEADS, DIM, VALUE_DIM = 48, 4, 2, 8, 4, 6, 5
 SIZES = {"dim": DIM, "value_dim": VALUE_DIM, "heads": HEADS, "kv_heads": KV_HEADS, "batch": BATCH}
@@ -162,7 +162,7 @@ def test_memory_bounds_the_choice() -> None:
     assert less.mode == "ring" and less.reasons["gather"] == f"{max(whole.peak_memory):,} bytes of memory"
     # Where none fits, the one that needs least.
     assert explain(None, shards, memory=1, **sizes).mode == "ring"
-    with pytest.raises(ArgumentError, match="mode: expected one that these shapes allow, got 'heads': 4 ranks do not"):
+    with pytest.raises(ArgumentError, match="mode: expected one that can run this call, got 'heads': 4 ranks do not"):
         explain(None, shards, mode="heads", **sizes)
 
 
@@ -218,3 +218,14 @@ def test_bad_arguments_are_named() -> None:
         explain(None, CONTIGUOUS, dim=4.5)
     with pytest.raises(ArgumentError, match="dtype: expected one of"):
         explain(None, CONTIGUOUS, dim=4, dtype="int8")
+
+
+def test_a_mode_that_cannot_run_the_call_is_not_chosen() -> None:
+    shards = [Shard.contiguous(64, rank, 2) for rank in range(2)]
+    plan, size = exchange(None, shards, shards), RowBytes.of(8, heads=4)
+    best = choose(plan, size, gradient="reduce", mask="none").mode
+    found = choose(plan, size, gradient="reduce", mask="none", refused={best: "no such score"})
+    assert found.mode != best
+    assert found.reasons[best] == "no such score"
+    with pytest.raises(ArgumentError, match=f"mode: expected one that can run this call, got '{best}': no such score"):
+        choose(plan, size, mode=best, mask="none", refused={best: "no such score"})

@@ -6,6 +6,7 @@ on one device is (`harness.Call.check`).
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -213,14 +214,20 @@ def test_a_layer_alone_is_sharded_by_fsdp() -> None:
 
 @pytest.mark.slow
 def test_the_example_of_training_gives_the_losses_of_one_process() -> None:
-    path = str(Path(__file__).parents[1] / "examples" / "sequence_over_processes.py")
-    many = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", path]
-    found = [
-        re.findall(r"loss ([\d.]+)", subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-        for command in ([sys.executable, path], many)
-    ]
+    # Standalone: the launcher takes a free port, and the ranks meet in its own store.
+    many = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
+    found = [losses_of_the_example(), losses_of_the_example(*many)]
     assert len(found[0]) == 3
-    assert np.allclose(*(np.array(losses, float) for losses in found), atol=2e-3)
+    assert np.allclose(*found, atol=2e-3)
+
+
+def losses_of_the_example(*launcher: str) -> list[float]:
+    """The losses that the example prints; where it fails, what the launcher and the ranks have written."""
+    command = [sys.executable, *launcher, str(Path(__file__).parents[1] / "examples" / "sequence_over_processes.py")]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        pytest.fail(f"status {done.returncode}\n{done.stdout}\n{done.stderr}", pytrace=False)
+    return [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
 
 
 @pytest.mark.slow
@@ -290,3 +297,47 @@ def check_dropout(score: str, mask: str, ranks: int, placement: Any, ways: dict[
     wanted = call.torch(**dropout)
     for name in ("out", *(f"grad.{name}" for name in call.leaves)):
         np.testing.assert_allclose(found[name], array(wanted[name]), rtol=1e-10, atol=1e-12, err_msg=name)
+
+
+NORMALIZERS = {"sigmoid": "sigmoid", "sparsemax": "sparsemax", "entmax15": "entmax15", "entmax": ats.Entmax(1.2)}
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "mode"), [("sigmoid", "gather"), ("sparsemax", "gather"), ("entmax15", "heads")]
+)
+def test_normalizers_of_two_processes(normalizer: str, mode: str) -> None:
+    check_normalizer(NORMALIZERS[normalizer], "additive-tanh-bias", "Causal", "bias", 2, PLACEMENTS[1], mode)
+
+
+@pytest.mark.slow
+@pairs(normalizer=NORMALIZERS, mode=("auto", "gather", "heads"),
+       mask=("none", "Causal", "SlidingWindow-both", "valid_lens-2d", "array-4d", "Neighbours"),
+       score=("scaled_dot", "additive-tanh-bias", "gaussian-heads", "own-tile_gradient"),
+       extras=("", "bias", "row-bias"), ranks=RANKS, placement=PLACED)  # fmt: skip
+def test_normalizers_are_those_of_one_device(
+    normalizer: Any, mask: str, score: str, mode: str, extras: str, ranks: int, placement: Any
+) -> None:
+    if mode == "heads":
+        ranks, mask = min(ranks, 2), mask.replace("array-4d", "none")  # of 2 KV heads, which have one mask
+    check_normalizer(normalizer, score, mask, extras, ranks, placement, mode)
+
+
+def check_normalizer(
+    normalizer: Any, score: str, mask: str, extras: str, ranks: int, placement: Any, mode: str
+) -> None:
+    """Output, gradients and statistics are those of one device."""
+    call = make_call(score, mask, "float64", extras)
+    # Log-sum-exp and entropy are those of the softmax.
+    call = dataclasses.replace(call, seeds={"out": call.seeds["out"]})
+    _, found = run(ranks, score, mask, extras, "float64", placement, call, mode=mode, normalizer=normalizer)
+    wanted = {name: array(x) for name, x in call.torch(normalizer=normalizer).items() if x is not None}
+    assert {*wanted} == {*found}
+    for name, x in wanted.items():
+        np.testing.assert_allclose(found[name], x, rtol=1e-10, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize("way", ["ring", "queries"])
+def test_normalizers_are_refused_where_parts_are_merged(way: str) -> None:
+    with pytest.raises(RankError, match=f"got '{way}': a normalizer other than the softmax") as caught:
+        run(2, "scaled_dot", "Causal", normalizer="sparsemax", **WAYS[way])
+    assert {*caught.value.kinds.values()} == {"ArgumentError"}

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -73,7 +74,7 @@ def results(call: Call, score: str, mask: str, devices: int, placement: tuple[st
             *arrays, axis_name="context", queries=queries, keys=keys, score=SCORE[score].make(**own),
             return_stats=True, **masks, **extras, **options,
         )  # fmt: skip
-        return {"out": out, **stats._asdict()}
+        return {"out": out, **{name: x for name, x in stats._asdict().items() if x is not None}}
 
     def outputs_of(leaves: Any) -> Any:
         placed = {name: split_rows(x, held[name]) if name in held else x for name, x in leaves.items()}
@@ -146,6 +147,36 @@ def test_every_score(score: str, mask: str, extras: str, devices: int, placement
          placement=PLACEMENTS, extras=EXTRAS, dtype=("float64", "float32"), mode=MODES)  # fmt: skip
 def test_every_mask(mask: str, score: str, devices: int, placement: Any, extras: str, dtype: str, mode: str) -> None:
     check(score, mask, extras, dtype, devices, placement, mode)
+
+
+NORMALIZERS = {"sigmoid": "sigmoid", "sparsemax": "sparsemax", "entmax15": "entmax15", "entmax": ats.Entmax(1.2)}
+
+
+def test_sparsemax_of_two_devices() -> None:
+    check_normalizer("sparsemax", "scaled_dot", "Causal", 2, PLACEMENTS["tails"], "gather")
+
+
+@pytest.mark.slow
+@thinned(3, normalizer=NORMALIZERS, mode=("auto", "gather", "heads"), mask=("Causal", "array-4d"),
+         score=("scaled_dot", "additive-tanh-bias", "own-tile_gradient"), devices=(1, 2, 4),
+         placement=PLACEMENTS)  # fmt: skip
+def test_normalizers_are_those_of_one_device(
+    normalizer: Any, mode: str, mask: str, score: str, devices: int, placement: Any
+) -> None:
+    if mode == "heads":
+        devices, mask = min(devices, 2), mask.replace("array-4d", "none")  # of 2 KV heads, which have one mask
+    check_normalizer(normalizer, score, mask, devices, placement, mode)
+
+
+def check_normalizer(normalizer: Any, score: str, mask: str, devices: int, placement: Any, mode: str) -> None:
+    """Output, gradients and statistics are those of one device."""
+    call = make_call(score, mask, "float64", "bias")
+    # Log-sum-exp and entropy are those of the softmax.
+    call = dataclasses.replace(call, seeds={"out": call.seeds["out"]})
+    found = results(call, score, mask, devices, placement, {"mode": mode, "normalizer": normalizer})
+    wanted = call.jax(jit=True, normalizer=normalizer)
+    for name, x in found.items():
+        np.testing.assert_allclose(x, wanted[name], rtol=1e-10, atol=1e-12, err_msg=name)
 
 
 # ------------------------------------------------------------------ dropout, lengths, bytes
@@ -372,7 +403,8 @@ SHARDS = [Shard.contiguous(24, rank, 4) for rank in range(4)]
         ({"mask": ats.Dense(jnp.ones((6, 24), bool))}, ats.MaskError, "mask: expected"),
         ({"bias": jnp.ones((7, 24))}, ats.ShapeError, "bias: expected a shape that broadcasts"),
         ({"kernel": "dense"}, ats.KernelUnavailable, "kernel: expected one that takes lowered keys, got 'dense'"),
-        ({"mode": "heads", "heads": 2}, ats.ArgumentError, "mode: .*4 devices do not divide 2 KV heads"),
+        ({"mode": "heads", "heads": 2}, ats.ArgumentError, "mode: .*4 ranks do not divide 2 heads and 2 KV heads"),
+        ({"mode": "ring", "normalizer": "sigmoid"}, ats.ArgumentError, "'ring': a normalizer other than the softmax"),
         ({"mode": "heads", "mask": HEADS_MASK}, ats.ArgumentError, "each head has a mask of its own"),
     ],
 )
@@ -380,3 +412,8 @@ def test_what_is_refused(options: dict[str, Any], error: type[Exception], words:
     heads = options.pop("heads", 4)
     with pytest.raises(error, match=words):
         over(4, lambda *own: attend(*own, axis_name="context", **options), *arrays(24, heads, heads))
+
+
+def test_queries_are_not_passed() -> None:
+    with pytest.raises(ats.ArgumentError, match="gradient: expected 'reduce' in JAX"):
+        over(4, lambda *own: explain(*own, axis_name="context", gradient="queries") and own[0], *arrays())

@@ -15,6 +15,9 @@ _CHUNKS = "src/attnscore/parallel/chunks.py"
 _MODEL = "src/attnscore/parallel/simulation.py"
 _CALLS = "src/attnscore/parallel/torch.py"
 _MODES = "src/attnscore/parallel/torch_modes.py"
+_OPTIONS = "src/attnscore/parallel/options.py"
+_PARTS = "src/attnscore/parallel/torch_parts.py"
+_QUERIES = "src/attnscore/parallel/torch_queries.py"
 _RANKS = "src/attnscore/parallel/torch_ranks.py"
 _OF_JAX = "src/attnscore/parallel/jax_modes.py"
 _PROCESSES = "tests/test_parallel_torch.py"
@@ -194,18 +197,18 @@ FAULTS: list[Fault] = [
         "the gradient of the sink counts the queries of both parts",
     ),
     Fault(
-        "modes-merge-by-the-negative-maximum",
-        _MODES,
+        "parts-merge-by-the-negative-maximum",
+        _PARTS,
         "maximum = ops.where(is_empty, -math.inf, result.row_max)",
         "maximum = ops.where(is_empty, -math.inf, -result.row_max)",
         _PROCESSES,
         "parts are merged by exp(-row_max)",
     ),
     Fault(
-        "modes-statistics-not-rescaled",
-        _MODES,
-        "sums[accumulated] = (statistics[name] * total * total,)",
-        "sums[accumulated] = (statistics[name] * total,)",
+        "parts-statistics-not-rescaled",
+        _PARTS,
+        'sums["squares"] = (statistics["sum_sq_weights"] * total * total,)',
+        'sums["squares"] = (statistics["sum_sq_weights"] * total,)',
         _PROCESSES,
         "sums of squared weights are merged as if they were sums of weights",
     ),
@@ -226,8 +229,8 @@ FAULTS: list[Fault] = [
         "gradients of keys that arrive replace those of this rank's queries",
     ),
     Fault(
-        "modes-dropout-by-local-positions",
-        _MODES,
+        "parts-dropout-by-local-positions",
+        _PARTS,
         "row = dropouts.rows_of_matrices(problem.ops, self.whole, like) + rows.positions(like)[:, None]",
         "row = dropouts.rows_of_matrices(problem.ops, self.whole, like) + torch.arange(len(rows))[:, None]",
         _PROCESSES,
@@ -242,16 +245,16 @@ FAULTS: list[Fault] = [
         "all ranks drop what the first one's heads drop",
     ),
     Fault(
-        "modes-lengths-of-the-part",
-        _MODES,
+        "parts-lengths-of-the-part",
+        _PARTS,
         "return shard_mask(self.problem.mask, rows, cols, self.queries.length, self.keys.length)",
         "return shard_mask(self.problem.mask, rows, cols, len(rows), len(cols))",
         _PROCESSES,
         "a mask speaks of a part's queries and keys, not of the whole sequence's",
     ),
     Fault(
-        "modes-passed-delta-of-other-sign",
-        _MODES,
+        "queries-passed-with-delta-of-other-sign",
+        _QUERIES,
         "delta = -(result.out.to(self.sums) * grad_out.to(self.sums)).sum(-1, keepdim=True)",
         "delta = (result.out.to(self.sums) * grad_out.to(self.sums)).sum(-1, keepdim=True)",
         _PROCESSES,
@@ -272,5 +275,21 @@ FAULTS: list[Fault] = [
         "first = 0\n",
         _DEVICES,
         "rows of other devices are looked for among the device's own",
+    ),
+    Fault(
+        "options-normalizer-not-passed-on",
+        _OPTIONS,
+        "head_axis=self.head_axis, normalizer=self.normalizer,",
+        'head_axis=self.head_axis, normalizer="softmax",',
+        _PROCESSES,
+        "every normalizer is the softmax",
+    ),
+    Fault(
+        "explain-refused-modes-chosen",
+        _COST,
+        "modes = [name for name in MODES if name not in reasons]",
+        "modes = [name for name in MODES if name not in reasons or name in refused]",
+        _EXPLAIN,
+        "a mode that cannot run a call is chosen where it sends least",
     ),
 ]

@@ -8,14 +8,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Final
 
 import numpy as np
 
-from attnscore.backends.base import DTYPES, accumulator, itemsize
+from attnscore.backends.base import DTYPES, Array, accumulator, itemsize
 from attnscore.core.arguments import check_choice, check_count
+from attnscore.core.problem import Problem
 from attnscore.errors import ArgumentError, message
 from attnscore.masks import Mask
 from attnscore.masks.intervals import HostArray
@@ -37,7 +40,7 @@ class RowBytes:
     key_gradient: int
     """As `key`, in the dtype of sums."""
     row: int
-    """Of the numbers that are passed with a query, in the dtype of sums: row_max, log_denom and delta."""
+    """Of the numbers that are passed with a query, in the dtype of sums: row_max, log_denom, delta; two of entropy."""
     heads: int
     kv_heads: int
 
@@ -60,6 +63,29 @@ class RowBytes:
         queries = batch * heads
         row = 3 * queries * sums
         return cls(queries * dim * own, queries * value_dim * own, kv * own, kv * sums, row, heads, kv_heads)
+
+    @classmethod
+    def of_problem(cls, problem: Problem) -> RowBytes:
+        """Return the bytes of the arrays of a call that are moved."""
+        form, ops, shape = problem.form, problem.ops, problem.score_shape
+        sums = itemsize(problem.accumulator)
+
+        def size(x: Array, width: int | None = None) -> int:
+            numbers: int = math.prod(x.shape[:-2]) * x.shape[-1]
+            return numbers * (width or itemsize(ops.dtype(x)))
+
+        by_role = {r: [x for name, x in form.arrays().items() if form.role(name) == r] for r in ("query", "key")}
+        key = [*by_role["key"], problem.value]
+        rows = math.prod(shape.rows[:-1])
+        return cls(
+            query=sum(map(size, by_role["query"])),
+            out=rows * problem.layout.value_dim * itemsize(problem.dtype),
+            key=sum(map(size, key)),
+            key_gradient=sum(size(x, sums) for x in key),
+            row=(5 if "entropy" in problem.statistics else 3) * rows * sums,
+            heads=shape.heads * shape.groups,
+            kv_heads=shape.heads,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -286,17 +312,21 @@ def explain(
 
 
 def choose(
-    plan: Exchange, size: RowBytes, *, mode: str = "auto", gradient: str = "auto", memory: int | None = None, mask: str
-) -> ParallelExplanation:
-    """Return the explanation of the mode that the caller named, or of the best one, for a plan."""
+    plan: Exchange, size: RowBytes, *, mode: str = "auto", gradient: str = "auto", memory: int | None = None, mask: str,
+    refused: Mapping[str, str] = MappingProxyType({}),
+) -> ParallelExplanation:  # fmt: skip
+    """Return the explanation of the mode that the caller named, or of the best one, for a plan.
+
+    `refused` has the reasons against modes that cannot run the call.
+    """
     counts = Counts.of(plan, passed=gradient in ("auto", "queries"))
-    possible = {name: _explained(plan, counts, size, name, gradient, memory, mask) for name in MODES}
-    reasons: dict[str, str] = {}
+    reasons = {**refused}
     if plan.ranks > 1 and (size.heads % plan.ranks or size.kv_heads % plan.ranks):
         reasons["heads"] = f"{plan.ranks} ranks do not divide {size.heads} heads and {size.kv_heads} KV heads"
-        del possible["heads"]
     if mode in reasons:
-        raise ArgumentError(message("mode", "one that these shapes allow", f"{mode!r}: {reasons[mode]}"))
+        raise ArgumentError(message("mode", "one that can run this call", f"{mode!r}: {reasons[mode]}"))
+    modes = [name for name in MODES if name not in reasons]
+    possible = {name: _explained(plan, counts, size, name, gradient, memory, mask) for name in modes}
     if mode in ("ring", "heads") and gradient == "queries":
         raise ArgumentError(message("gradient", f"'auto', 'reduce' or 'none' with mode={mode!r}", "'queries'"))
     fitting = [name for name, x in possible.items() if memory is None or max(x.peak_memory) <= memory]

@@ -14,21 +14,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
-from attnscore import backends
-from attnscore.backends.base import accumulator, itemsize
 from attnscore.core import plan as plans
-from attnscore.core.arguments import check_choice
-from attnscore.core.layout import check_bias_shape
-from attnscore.core.prepared import PreparedKeys
-from attnscore.core.problem import Problem, build_problem, check_extra, wanted_statistics
+from attnscore.core.layout import ScoreShape, check_bias_shape
+from attnscore.core.problem import Problem, check_extra
 from attnscore.errors import ArgumentError, message
-from attnscore.masks import as_mask
-from attnscore.parallel.explanation import MODES, ParallelExplanation, RowBytes, choose
-from attnscore.parallel.jax_modes import Call, Gather, Heads, Ring, lax, role_of
+from attnscore.parallel.explanation import ParallelExplanation
+from attnscore.parallel.jax_modes import WAYS, Call, lax
 from attnscore.parallel.jax_rows import held_by_devices, join_rows, split_rows
+from attnscore.parallel.options import Options
 from attnscore.parallel.plan import exchange
 from attnscore.parallel.shard import Shard
 
@@ -53,6 +48,7 @@ def attend(
     dropout: float = 0.0,
     seed: Any = None,
     head_axis: int = -3,
+    normalizer: Any = "softmax",
     kernel: str = "auto",
     return_stats: bool | tuple[str, ...] = False,
 ) -> Any:
@@ -78,8 +74,9 @@ def attend(
     mask, valid_lens
         Of the whole sequence, the same on all devices.
     bias : broadcastable to (..., own queries, all keys), or (..., 1, all queries + all keys - 1)
-    score, sink, dropout, seed, head_axis, kernel, return_stats
+    score, sink, dropout, seed, head_axis, normalizer, kernel, return_stats
         As in `attnscore.attend`, the same on all devices. Gradients of arrays that are not divided are summed by JAX.
+        A "ring" merges results over parts of the keys by their log-sum-exp, and has the softmax alone.
 
     Returns
     -------
@@ -107,11 +104,12 @@ def attend(
     >>> bool(jnp.allclose(out, ats.attend(x, x, x, mask=ats.Causal()), atol=1e-5))
     True
     """
-    call, _ = _planned(
-        query, key, value, axis_name=axis_name, queries=queries, keys=keys, mode=mode, memory=memory, score=score,
-        mask=mask, valid_lens=valid_lens, bias=bias, sink=sink, dropout=dropout, seed=seed, head_axis=head_axis,
-        kernel=kernel, return_stats=return_stats,
+    options = Options(
+        queries=queries, keys=keys, mode=mode, memory=memory, score=score, mask=mask, valid_lens=valid_lens, bias=bias,
+        sink=sink, dropout=dropout, seed=seed, head_axis=head_axis, normalizer=normalizer, kernel=kernel,
+        return_stats=return_stats,
     )  # fmt: skip
+    call, _ = _planned(query, key, value, axis_name, options)
     return plans.present(dataclasses.replace(call.problem, bias=None), call.run())
 
 
@@ -120,7 +118,7 @@ def explain(query: Array, key: Any, value: Array, *, axis_name: Any, **options: 
 
     Called where `attend` is; all of it is known while the program is traced. Padding is not counted.
     """
-    return _planned(query, key, value, axis_name=axis_name, **options)[1]
+    return _planned(query, key, value, axis_name, Options(**options))[1]
 
 
 def gather_rows(x: Array, shards: Sequence[Shard] | None, axis_name: Any, axis: int = -2) -> Array:
@@ -169,86 +167,34 @@ def merge_over(out: Array, log_sum_exp: Array, axis_name: Any) -> tuple[Array, A
 
 
 def _planned(
-    query: Array,
-    key: Any,
-    value: Array,
-    *,
-    axis_name: Any,
-    queries: Sequence[Shard] | None = None,
-    keys: Sequence[Shard] | None = None,
-    mode: str = "auto",
-    memory: int | None = None,
-    score: Any = "scaled_dot",
-    mask: Any = None,
-    valid_lens: Any = None,
-    bias: Any = None,
-    kernel: str = "auto",
-    return_stats: Any = False,
-    **options: Any,
+    query: Array, key: Any, value: Array, axis_name: Any, options: Options
 ) -> tuple[Call, ParallelExplanation]:
     """Return the call of this device, and the explanation of the call of all."""
-    check_choice("mode", mode, ("auto", *MODES))
-    if type(key) is PreparedKeys:
-        key, score = key.unpack(score)
-    problem, _ = build_problem(query, key, value, score=score, statistics=wanted_statistics(return_stats), **options)
-    ops, own = problem.ops, problem.score_shape
-    held_queries = held_by_devices("queries", queries, own.query_len, axis_name)
-    held_keys = held_by_devices("keys", queries if keys is None else keys, own.key_len, axis_name)
-    whole = dataclasses.replace(own, query_len=held_queries.length, key_len=held_keys.length)
-    checked = as_mask(mask, valid_lens, whole)
-    if checked is not None:
-        backends.check_dense(ops, checked.arrays())
-        checked.check(ops, whole)
-    if bias is not None:
-        bias = check_extra(ops, "bias", bias, query)
-        rows = whole if whole.is_relative(tuple(bias.shape)) else dataclasses.replace(own, key_len=whole.key_len)
-        check_bias_shape(tuple(bias.shape), rows)
-        bias = rows.to_canonical(ops, bias)
-    problem = dataclasses.replace(problem, mask=checked, bias=bias)
-    plan = exchange(checked, held_queries.shards, held_keys.shards, batch=whole.batch)
-    reason = _reason_against_heads(problem, plan.ranks)
-    if mode == "heads" and reason:
-        raise ArgumentError(message("mode", "one that this call allows", f"'heads': {reason}"))
-    explanation = choose(
-        plan, _row_bytes(problem), mode=mode, gradient="reduce", memory=memory,
-        mask="none" if checked is None else repr(checked),
-    )  # fmt: skip
-    if explanation.mode == "heads" and reason:
-        explanation = choose(plan, _row_bytes(problem), mode="gather", gradient="reduce", mask=explanation.mask)
-        explanation = dataclasses.replace(explanation, reasons={**explanation.reasons, "heads": reason})
-    kind: Any = {"gather": Gather, "ring": Ring, "heads": Heads}[explanation.mode]
-    return kind(axis_name, held_queries, held_keys, plan, whole, problem, kernel), explanation
+    options.check_names()
+    if options.gradient == "queries":
+        expected = "'reduce' in JAX, whose collectives return gradients to the owners of the keys"
+        raise ArgumentError(message("gradient", expected, "'queries'"))
+    key, options = options.unpack(key)
+    problem = options.own_problem(query, key, value)
+    own = problem.score_shape
+    queries = held_by_devices("queries", options.queries, own.query_len, axis_name)
+    keys = held_by_devices("keys", options.queries if options.keys is None else options.keys, own.key_len, axis_name)
+    whole = dataclasses.replace(own, query_len=queries.length, key_len=keys.length)
+    mask = options.whole_mask(problem, whole)
+    bias = None if options.bias is None else _checked_bias(problem, options.bias, query, whole)
+    problem = dataclasses.replace(problem, mask=mask, bias=bias)
+    plan = exchange(mask, queries.shards, keys.shards, batch=whole.batch)
+    reasons = {name: way.reasons_against(problem) for name, way in WAYS.items()}
+    refused = {name: "; ".join(why) for name, why in reasons.items() if why}
+    explanation = options.choose(problem, plan, refused, "reduce")
+    return WAYS[explanation.mode](axis_name, queries, keys, plan, whole, problem, options.kernel), explanation
 
 
-def _row_bytes(problem: Problem) -> RowBytes:
-    """Return the bytes of a position of each array that is sent."""
-    shape, size = problem.score_shape, itemsize(problem.dtype)
-    moved = {**problem.form.arrays(), "value": problem.value}
-
-    def of(roles: Sequence[str]) -> int:
-        found = [x for name, x in moved.items() if role_of(problem, name) in roles]
-        return sum(x.size // max(1, x.shape[-2]) * x.dtype.itemsize for x in found)
-
-    queries = int(np.prod(shape.rows[:-1]))
-    sums = itemsize(accumulator(problem.dtype))
-    return RowBytes(
-        query=of(["query"]),
-        out=queries * problem.layout.value_dim * size,
-        key=of(["key"]),
-        key_gradient=of(["key"]) * sums // size,
-        row=3 * queries * sums,
-        heads=shape.heads * shape.groups,
-        kv_heads=shape.heads,
-    )
-
-
-def _reason_against_heads(problem: Problem, devices: int) -> str | None:
-    """Return why the heads of a call cannot be divided among the devices."""
-    heads = problem.score_shape.heads
-    if heads % devices:
-        return f"{devices} devices do not divide {heads} KV heads"
-    if problem.mask is not None and problem.mask.heads:
-        return "each head has a mask of its own"
-    if any(x.ndim > 2 for name, x in problem.form.arrays().items() if role_of(problem, name) == "shared"):
-        return "each head has parameters of its own"
-    return None
+def _checked_bias(problem: Problem, bias: Any, query: Array, whole: ScoreShape) -> Array:
+    """Return the bias of the device's queries and all keys on the canonical axes; raise where it does not fit."""
+    bias = check_extra(problem.ops, "bias", bias, query)
+    shape = tuple(bias.shape)
+    rows = whole if whole.is_relative(shape) else dataclasses.replace(problem.score_shape, key_len=whole.key_len)
+    check_bias_shape(shape, rows)
+    found: Array = rows.to_canonical(problem.ops, bias)
+    return found

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from attnscore.kernels import AttentionOp
 from attnscore.masks import Mask
 from attnscore.parallel.jax_rows import Held, entry, join_rows, split_rows
 from attnscore.parallel.mask import shard_mask
-from attnscore.parallel.merging import COUNTED, merge_parts
+from attnscore.parallel.merging import COUNTED, SOFTMAX_ALONE, merge_parts
 from attnscore.parallel.plan import Exchange
 from attnscore.parallel.shard import Shard
 from attnscore.scores.forms import InnerForm
@@ -55,6 +55,11 @@ class Call(ABC):
     whole: ScoreShape
     problem: Problem
     kernel: str
+
+    @staticmethod
+    def reasons_against(problem: Problem) -> tuple[str, ...]:
+        """Return why a call cannot run in this way."""
+        return ()
 
     @property
     def device(self) -> Any:
@@ -238,6 +243,15 @@ def _padded(rows: Sequence[HostArray]) -> HostArray:
 class Heads(Call):
     """Each device gets all rows of some heads, and gives back the results of the rows of the others."""
 
+    @staticmethod
+    def reasons_against(problem: Problem) -> tuple[str, ...]:
+        found = []
+        if problem.mask is not None and problem.mask.heads:
+            found.append("each head has a mask of its own")
+        if any(x.ndim > 2 for name, x in problem.form.arrays().items() if role_of(problem, name) == "shared"):
+            found.append("each head has parameters of its own")
+        return tuple(found)
+
     def run(self) -> Result:
         arrays = {name: self._rows(x, self.queries) for name, x in self.operands("query").items()}
         arrays |= {name: self._rows(x, self.keys) for name, x in self.operands("key").items()}
@@ -286,6 +300,10 @@ class Ring(Call):
     Memory is that of two devices' keys, in the backward too: it sends the keys around again, with their gradients, and
     computes each part anew from the log-sum-exp of the whole.
     """
+
+    @staticmethod
+    def reasons_against(problem: Problem) -> tuple[str, ...]:
+        return () if problem.normalizer is None else (SOFTMAX_ALONE,)
 
     def run(self) -> Result:
         dropout, mask = self.problem.dropout, self.problem.mask
@@ -434,3 +452,6 @@ def _gradients_of_part(part: Arrays, found: Arrays, grads: Arrays) -> dict[str, 
         of_total = of_total + grads["entropy"] * (part["entropy"] - jnp.where(w == 0, 0, log) - found["entropy"])
         result["entropy"] = w * grads["entropy"]
     return {**result, "log_sum_exp": w * of_total}
+
+
+WAYS: Final[dict[str, type[Call]]] = {"gather": Gather, "ring": Ring, "heads": Heads}

@@ -16,6 +16,9 @@ from attnscore.errors import ArgumentError, message
 COUNTED = ("mean_score", "var_score")
 """Statistics of the scores of all unmasked keys alike."""
 
+SOFTMAX_ALONE = "a normalizer other than the softmax, by whose log-sum-exp parts are merged"
+"""Why a call whose parts are merged cannot run."""
+
 
 def merge_parts(
     outs: tuple[Array, Array], stats: tuple[AttentionStats, AttentionStats], counts: tuple[Array, Array] | None = None

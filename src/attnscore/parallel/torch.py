@@ -26,23 +26,24 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from attnscore import backends, kernels, scores
+from attnscore import backends, scores
 from attnscore.analysis.functional import merge
-from attnscore.backends.base import itemsize
 from attnscore.core import plan as plans
 from attnscore.core import tiled
-from attnscore.core.arguments import check_choice, check_flag, shown
+from attnscore.core.arguments import check_flag, shown
 from attnscore.core.layout import ScoreShape, check_bias_shape
-from attnscore.core.prepared import PreparedKeys
-from attnscore.core.problem import Problem, build_problem, check_extra, wanted_statistics
+from attnscore.core.problem import Problem, check_extra
 from attnscore.core.statistics import AttentionStats
 from attnscore.core.tiled import Result, RowGradients
 from attnscore.errors import ArgumentError, AttnscoreError, ShapeError, message
-from attnscore.masks import Mask, as_mask
-from attnscore.parallel.explanation import MODES, ParallelExplanation, RowBytes, choose
+from attnscore.masks import Mask
+from attnscore.parallel.explanation import ParallelExplanation
+from attnscore.parallel.options import Options
 from attnscore.parallel.plan import Exchange, exchange
 from attnscore.parallel.shard import Shard
-from attnscore.parallel.torch_modes import WAYS, PassQueries, Saved, ShardedCall
+from attnscore.parallel.torch_modes import WAYS
+from attnscore.parallel.torch_parts import Saved, ShardedCall
+from attnscore.parallel.torch_queries import PassQueries
 from attnscore.parallel.torch_ranks import Ranks, SumOverRanks, Transfers
 from attnscore.scores.base import arrays_of, with_arrays
 
@@ -70,6 +71,7 @@ def attend(
     dropout: float = 0.0,
     seed: int | None = None,
     head_axis: int = -3,
+    normalizer: Any = "softmax",
     kernel: str = "auto",
     return_stats: bool | tuple[str, ...] = False,
 ) -> Any:
@@ -102,8 +104,9 @@ def attend(
     mask, valid_lens
         Of the whole sequence, the same on all ranks.
     bias : broadcastable to (..., own queries, all keys), or (..., 1, all queries + all keys - 1)
-    score, sink, dropout, seed, head_axis, kernel, return_stats
-        As in `attnscore.attend`, the same on all ranks.
+    score, sink, dropout, seed, head_axis, normalizer, kernel, return_stats
+        As in `attnscore.attend`, the same on all ranks. Results over parts of the keys are merged by their
+        log-sum-exp, in a "ring" and where queries are passed: these have the softmax alone.
 
     Returns
     -------
@@ -128,17 +131,16 @@ def attend(
         x = shards[rank].take(whole)
         out = attend(x, x, x, group=None, queries=shards, mask=ats.Causal())
     """
-    options: dict[str, Any] = {
-        **{"queries": queries, "keys": keys, "mode": mode, "gradient": gradient, "memory": memory},
-        **{"check": check, "sum_parameters": sum_parameters},
-        **{"score": score, "mask": mask, "valid_lens": valid_lens, "bias": bias, "sink": sink, "dropout": dropout},
-        **{"seed": seed, "head_axis": head_axis, "kernel": kernel, "return_stats": return_stats},
-    }
+    options = Options(
+        queries=queries, keys=keys, mode=mode, gradient=gradient, memory=memory, score=score, mask=mask,
+        valid_lens=valid_lens, bias=bias, sink=sink, dropout=dropout, seed=seed, head_axis=head_axis,
+        normalizer=normalizer, kernel=kernel, return_stats=return_stats,
+    )  # fmt: skip
     ops = backends.load("torch")
-    wrap = _like_dtensor(query, group)
+    wrap = _like_dtensor(query)
     query, key, value = map(_local, (query, key, value))
     with ops.numeric_scope():
-        call, _ = _planned(query, key, value, group=group, **options)
+        call, _ = _planned(query, key, value, group, options, check, sum_parameters)
         problem = call.problem
         operands = tiled.operands(problem)
         if _is_differentiated(problem):
@@ -154,15 +156,16 @@ def attend(
 
 
 def explain(
-    query: Tensor, key: Tensor, value: Tensor, *, group: Any, check: bool = True, **options: Any
-) -> ParallelExplanation:
+    query: Tensor, key: Tensor, value: Tensor, *, group: Any, check: bool = True, sum_parameters: bool = True,
+    **options: Any,
+) -> ParallelExplanation:  # fmt: skip
     """Return the plan of `attend` with the same arguments: mode, bytes sent, pairs and memory of each rank.
 
     All ranks have to call it.
     """
     query, key, value = map(_local, (query, key, value))
     with backends.load("torch").numeric_scope():
-        return _planned(query, key, value, group=group, check=check, **options)[1]
+        return _planned(query, key, value, group, Options(**options), check, sum_parameters)[1]
 
 
 def gather_rows(x: Tensor, shards: Sequence[Shard], group: Any, axis: int = -2) -> Tensor:
@@ -236,89 +239,53 @@ class _Fetched(torch.autograd.Function):
 
 
 def _planned(
-    query: Tensor,
-    key: Any,
-    value: Tensor,
-    *,
-    group: Any,
-    queries: Sequence[Shard] | None = None,
-    keys: Sequence[Shard] | None = None,
-    mode: str = "auto",
-    gradient: str = "auto",
-    memory: int | None = None,
-    check: bool = True,
-    sum_parameters: bool = True,
-    mask: Any = None,
-    valid_lens: Any = None,
-    bias: Any = None,
-    **options: Any,
+    query: Tensor, key: Any, value: Tensor, group: Any, options: Options, check: bool, sum_parameters: bool
 ) -> tuple[ShardedCall, ParallelExplanation]:
     """Return the call of this rank, and the explanation of the call of all."""
-    ops, ranks = backends.load("torch"), Ranks.of(group)
-    kernel = options.get("kernel", "auto")
+    ranks = Ranks.of(group)
     own: Problem | AttnscoreError
     try:
-        check_choice("mode", mode, ("auto", *MODES))
-        check_choice("gradient", gradient, ("auto", "reduce", "queries"))
-        own = _own_problem(
-            ranks, query, key, value, bias, sum_parameters=check_flag("sum_parameters", sum_parameters), **options
-        )
+        own = _own_problem(ranks, query, key, value, options, check_flag("sum_parameters", sum_parameters))
     except AttnscoreError as error:
         # Raised once the others, which wait for this rank's part of the check, know of it.
         own = error
-    described = None
-    if check_flag("check", check):
-        shared = {"queries": queries, "keys": keys, "mode": mode, "gradient": gradient, "memory": memory}
-        described = _described(own, {**shared, "mask": mask, "valid_lens": valid_lens, **options}, bias)
-    is_known = queries is not None and bias is None and not options.get("dropout")
-    facts = _agreed(ranks, own, query.device, described, None if not is_known else queries)
+    facts = _agreed(ranks, own, query.device, options, check_flag("check", check))
     problem = cast(Problem, own)
-    queries = _shards("queries", queries, facts.query_lens, None)
-    keys = _shards("keys", keys, facts.key_lens, queries)
+    queries = _shards("queries", options.queries, facts.query_lens, None)
+    keys = _shards("keys", options.keys, facts.key_lens, queries)
     whole = dataclasses.replace(problem.score_shape, query_len=queries[0].length, key_len=keys[0].length)
-    checked = as_mask(mask, valid_lens, whole)
-    if checked is not None:
-        backends.check_dense(ops, checked.arrays())
-        checked.check(ops, whole)
-        backends.check_devices(ops, query, checked.arrays(), host_passes=True)
-    problem = dataclasses.replace(problem, mask=checked)
+    mask = options.whole_mask(problem, whole)
+    if mask is not None:
+        backends.check_devices(problem.ops, query, mask.arrays(), host_passes=True)
+    problem = dataclasses.replace(problem, mask=mask)
     if problem.dropout is not None:
         problem = dataclasses.replace(problem, dropout=dataclasses.replace(problem.dropout, seed=facts.seeds[0]))
-    is_shared = True
+    bias_has_queries = False
     if problem.bias is not None:
-        is_shared = _check_bias(problem.bias, problem, whole, queries, keys, facts)
-        found = SumOverRanks.of(problem.bias, ranks.group) if is_shared and sum_parameters else problem.bias
-        problem = dataclasses.replace(problem, bias=whole.to_canonical(ops, found))
-    plan = exchange(checked, queries, keys, batch=whole.batch)
-    text = "none" if checked is None else repr(checked)
-    explanation = _chosen(problem, whole, plan, is_shared, mode=mode, gradient=gradient, memory=memory, mask=text)
-    if explanation.gradient == "queries":
-        return PassQueries(ranks, plan, problem, kernel), explanation
-    return WAYS[explanation.mode](ranks, plan, problem, kernel, not is_shared), explanation
+        bias_has_queries = not _check_bias(problem.bias, problem, whole, queries, keys, facts)
+        is_summed = sum_parameters and not bias_has_queries
+        found = SumOverRanks.of(problem.bias, ranks.group) if is_summed else problem.bias
+        problem = dataclasses.replace(problem, bias=whole.to_canonical(problem.ops, found))
+    plan = exchange(mask, queries, keys, batch=whole.batch)
+    explanation = _chosen(problem, whole, plan, options, bias_has_queries)
+    way = PassQueries if explanation.gradient == "queries" else WAYS[explanation.mode]
+    return way(ranks, plan, problem, options.kernel, bias_has_queries), explanation
 
 
 def _chosen(
-    problem: Problem, whole: ScoreShape, plan: Exchange, is_shared: bool, *, mode: str, gradient: str,
-    memory: int | None, mask: str,
-) -> ParallelExplanation:  # fmt: skip
+    problem: Problem, whole: ScoreShape, plan: Exchange, options: Options, bias_has_queries: bool
+) -> ParallelExplanation:
     """Return the explanation of the best way that can run a call; raise where the one named cannot."""
-    refused = {name: why for name, way in WAYS.items() if (why := way.reasons_against(problem, whole))}
-    if mode in refused:
-        raise ArgumentError(message("mode", "one that can run this call", f"{mode!r}: {'; '.join(refused[mode])}"))
-    against = [*PassQueries.reasons_against(problem, whole)]
-    if problem.bias is not None and not is_shared:
-        against.append("a bias of queries")
+    against = [*PassQueries.reasons_against(problem, whole), *(["a bias of queries"] if bias_has_queries else [])]
+    gradient = options.gradient
     if gradient == "queries" and against:
         raise ArgumentError(message("gradient", "'reduce' for this call", f"'queries': {'; '.join(against)}"))
     if gradient == "auto" and not _is_differentiated(problem):
         gradient = "none"
     elif gradient == "auto" and against:
         gradient = "reduce"
-    size = _row_bytes(problem)
-    found = choose(plan, size, mode=mode, gradient=gradient, memory=memory, mask=mask)
-    if found.mode in refused:
-        found = choose(plan, size, mode="gather", gradient=gradient, memory=memory, mask=mask)
-    return found
+    reasons = {name: way.reasons_against(problem, whole) for name, way in WAYS.items()}
+    return options.choose(problem, plan, {name: "; ".join(why) for name, why in reasons.items() if why}, gradient)
 
 
 def _is_differentiated(problem: Problem) -> bool:
@@ -327,15 +294,12 @@ def _is_differentiated(problem: Problem) -> bool:
 
 
 def _own_problem(
-    ranks: Ranks, query: Tensor, key: Any, value: Tensor, bias: Any, *, sum_parameters: bool, score: Any = "scaled_dot",
-    sink: Any = None, kernel: str = "auto", return_stats: Any = False, **options: Any,
-) -> Problem:  # fmt: skip
+    ranks: Ranks, query: Tensor, key: Any, value: Tensor, options: Options, sum_parameters: bool
+) -> Problem:
     """Return the problem of the rank's own rows, without a mask, and with the bias as it was given."""
-    ops = backends.load("torch")
-    check_choice("kernel", kernel, kernels.names())
-    if type(key) is PreparedKeys:
-        key, score = key.unpack(score)
-    score = scores.resolve(score)
+    options.check_names()
+    key, options = options.unpack(key)
+    score = scores.resolve(options.score)
     for name, x in arrays_of(score).items():
         if name.rpartition(".")[2] == "scale" and len(x.shape) > 1 and max(x.shape[-2:]) > 1:
             hint = "multiply the queries or keys with it"
@@ -345,11 +309,11 @@ def _own_problem(
         # A copy: FSDP frees the memory of parameters, which it cannot where NumPy has seen it.
         return SumOverRanks.of(x.clone(), ranks.group) if sum_parameters else x.clone()
 
-    score = with_arrays(score, own)
-    sink = own(sink) if isinstance(sink, Tensor) else sink
-    statistics = wanted_statistics(return_stats)
-    problem, _ = build_problem(query, key, value, score=score, sink=sink, statistics=statistics, **options)
-    return problem if bias is None else dataclasses.replace(problem, bias=check_extra(ops, "bias", bias, query))
+    sink = own(options.sink) if isinstance(options.sink, Tensor) else options.sink
+    problem = dataclasses.replace(options, score=with_arrays(score, own), sink=sink).own_problem(query, key, value)
+    if options.bias is None:
+        return problem
+    return dataclasses.replace(problem, bias=check_extra(problem.ops, "bias", options.bias, query))
 
 
 # ---- what the ranks have to agree on
@@ -366,47 +330,46 @@ class _Facts:
     seeds: tuple[int, ...]
 
 
-def _agreed(
-    ranks: Ranks, own: Problem | AttnscoreError, device: torch.device, described: dict[str, str] | None, known: Any
-) -> _Facts:
+def _agreed(ranks: Ranks, own: Problem | AttnscoreError, device: torch.device, options: Options, check: bool) -> _Facts:
     """Exchange what the ranks have to know of each other, and raise on all of them where their arguments differ.
 
-    Without `described` nothing is compared, and nothing sent where the shards are `known` and tell all.
+    Without `check` nothing is compared, and nothing sent where the shards are given and tell all.
     """
+    if not check and isinstance(own, AttnscoreError):
+        raise own
+    if not check and options.queries is not None and options.bias is None and not options.dropout:
+        return _Facts((), (), (), ())
     numbers = [0] * 4
     if isinstance(own, Problem):
         bias = 0 if own.bias is None else (1, 1, *own.bias.shape)[-2]
         seed = 0 if own.dropout is None else int(own.dropout.seed)  # type: ignore[arg-type]  # no traced one
         numbers = [own.score_shape.query_len, own.score_shape.key_len, bias, seed]
-    if described is None and isinstance(own, AttnscoreError):
-        raise own
-    if described is None and known is not None:
-        return _Facts((), (), (), ())
+    described = _described(own, options) if check else {}
     digest = hashlib.blake2b(repr(described).encode(), digest_size=7).digest()
     *found, digests = zip(*ranks.agree([*numbers, int.from_bytes(digest, "little")], device), strict=True)
-    if described is not None and len(set(digests)) > 1:
-        every = ranks.objects(described)
-        if isinstance(own, AttnscoreError):
-            raise own
+    every = ranks.objects(described) if len(set(digests)) > 1 else []
+    if isinstance(own, AttnscoreError):
+        raise own
+    if every:
         name = next(name for name in [*described, "error"] if len({each.get(name) for each in every}) > 1)
         got = "; ".join(f"{each.get(name)} on rank {rank}" for rank, each in enumerate(every))
         raise ArgumentError(message(name, "the same on all ranks", got))
-    if isinstance(own, AttnscoreError):
-        raise own
     return _Facts(*found)
 
 
-def _described(own: Problem | AttnscoreError, arguments: dict[str, Any], bias: Any) -> dict[str, str]:
+def _described(own: Problem | AttnscoreError, options: Options) -> dict[str, str]:
     """Return the arguments that have to be the same on all ranks, by name, as text."""
     if not isinstance(own, Problem):
         return {"error": str(own)}
-    shape, layout = own.score_shape, own.layout
+    shape, layout, bias = own.score_shape, own.layout, options.bias
     found = {
         "query, key, value": f"batch {shape.lead}, heads {shape.heads} x {shape.groups}, dims {layout.dim}, "
         f"{layout.key_dim}, {layout.value_dim}, {own.dtype} on {own.value.device.type}",
-        "bias": "none" if bias is None else f"{own.ops.dtype(bias)} of {bias.dim()} axes",
     }
-    found |= {name: _text(x) for name, x in arguments.items()}
+    # Each rank has the bias of its queries.
+    names = [field.name for field in dataclasses.fields(options) if field.name != "bias"]
+    found |= {name: _text(getattr(options, name)) for name in names}
+    found["bias"] = "none" if bias is None else f"{own.ops.dtype(bias)} of {bias.dim()} axes"
     wanted = [name for name, x in tiled.operands(own).items() if x.requires_grad and torch.is_grad_enabled()]
     return {**found, "requires_grad": ", ".join(wanted)}
 
@@ -460,28 +423,6 @@ def _check_bias(
         expected = f"an axis of queries of {[*map(len, queries)]} on the ranks, or of 1 on all"
         raise ShapeError(message("bias", expected, [*facts.bias_queries]))
     return is_shared
-
-
-def _row_bytes(problem: Problem) -> RowBytes:
-    """Return the bytes of one position of the arrays that are moved."""
-    form, ops = problem.form, problem.ops
-    sums = itemsize(problem.accumulator)
-
-    def size(x: Tensor, width: int | None = None) -> int:
-        return math.prod(x.shape[:-2]) * x.shape[-1] * (width or itemsize(ops.dtype(x)))
-
-    by_role = {role: [x for name, x in form.arrays().items() if form.role(name) == role] for role in ("query", "key")}
-    key = [*by_role["key"], problem.value]
-    rows = math.prod(problem.score_shape.rows[:-1])
-    return RowBytes(
-        query=sum(map(size, by_role["query"])),
-        out=rows * problem.layout.value_dim * itemsize(problem.dtype),
-        key=sum(map(size, key)),
-        key_gradient=sum(size(x, sums) for x in key),
-        row=(5 if "entropy" in problem.statistics else 3) * rows * sums,
-        heads=problem.score_shape.heads * problem.score_shape.groups,
-        kv_heads=problem.score_shape.heads,
-    )
 
 
 # ---- the gradient
@@ -541,7 +482,7 @@ def _local(x: Any) -> Any:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def _like_dtensor(query: Any, group: Any) -> Callable[[Any], Any]:
+def _like_dtensor(query: Any) -> Callable[[Any], Any]:
     """Return what makes DTensors of the rank's results, where the query is one."""
     if not isinstance(query, DTensor):
         return lambda found: found

@@ -1,0 +1,80 @@
+"""The options of a call over several ranks, and what every framework makes of them alike.
+
+- The rank's own rows are a problem as any other. Its mask and its bias come after, as they speak of all keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from attnscore import backends, kernels
+from attnscore.core.arguments import check_choice
+from attnscore.core.layout import ScoreShape
+from attnscore.core.prepared import PreparedKeys
+from attnscore.core.problem import Problem, build_problem, wanted_statistics
+from attnscore.masks import Mask, as_mask
+from attnscore.parallel.explanation import MODES, ParallelExplanation, RowBytes, choose
+from attnscore.parallel.plan import Exchange
+from attnscore.parallel.shard import Shard
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Options:
+    """What `attend` is given besides query, key, value and the ranks; described there."""
+
+    queries: Sequence[Shard] | None = None
+    keys: Sequence[Shard] | None = None
+    mode: str = "auto"
+    gradient: str = "auto"
+    memory: int | None = None
+    score: Any = "scaled_dot"
+    mask: Any = None
+    valid_lens: Any = None
+    bias: Any = None
+    sink: Any = None
+    dropout: float = 0.0
+    seed: Any = None
+    head_axis: int = -3
+    normalizer: Any = "softmax"
+    kernel: str = "auto"
+    return_stats: bool | tuple[str, ...] = False
+
+    def check_names(self) -> None:
+        """Raise ArgumentError unless mode, gradient and kernel are names that exist."""
+        check_choice("mode", self.mode, ("auto", *MODES))
+        check_choice("gradient", self.gradient, ("auto", "reduce", "queries"))
+        check_choice("kernel", self.kernel, kernels.names())
+
+    def unpack(self, key: Any) -> tuple[Any, Options]:
+        """Return the array of prepared keys, and the options with the score that is left; others as they are."""
+        if type(key) is not PreparedKeys:
+            return key, self
+        key, score = key.unpack(self.score)
+        return key, replace(self, score=score)
+
+    def own_problem(self, query: Any, key: Any, value: Any) -> Problem:
+        """Return the problem of the rank's own rows, without a mask and without a bias."""
+        problem, _ = build_problem(
+            query, key, value, score=self.score, sink=self.sink, dropout=self.dropout, seed=self.seed,
+            head_axis=self.head_axis, normalizer=self.normalizer,
+            statistics=wanted_statistics(self.return_stats, self.normalizer),
+        )  # fmt: skip
+        return problem
+
+    def whole_mask(self, problem: Problem, whole: ScoreShape) -> Mask | None:
+        """Return `mask` and `valid_lens` as one mask, checked against the scores of the whole sequence."""
+        mask = as_mask(self.mask, self.valid_lens, whole)
+        if mask is not None:
+            backends.check_dense(problem.ops, mask.arrays())
+            mask.check(problem.ops, whole)
+        return mask
+
+    def choose(
+        self, problem: Problem, plan: Exchange, refused: Mapping[str, str], gradient: str
+    ) -> ParallelExplanation:
+        """Return the explanation of the mode that the caller named, or of the best one that is not refused."""
+        mask = "none" if problem.mask is None else repr(problem.mask)
+        size = RowBytes.of_problem(problem)
+        return choose(plan, size, mode=self.mode, gradient=gradient, memory=self.memory, mask=mask, refused=refused)
