@@ -76,4 +76,6 @@ for step in range(60):
         if rank == 0:
             print(f"step {step + 1}: loss {loss.item():.4f}")
 if ranks > 1:
+    # Threads of gloo let go of the tensors of the last messages while Python still runs: at its end they would abort.
+    dist.barrier()
     dist.destroy_process_group()
