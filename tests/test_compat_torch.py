@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import io
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -243,6 +244,47 @@ def test_sdpa_takes_jagged_tensors() -> None:
         assert found.is_nested
         for ours, each in zip(found.unbind(), x.unbind(), strict=True):
             close(ours, F.scaled_dot_product_attention(each, each, each, is_causal=is_causal))
+
+
+def jagged(heads: int, lengths: Sequence[int] = (2, 5)) -> torch.Tensor:
+    """A jagged tensor (batch, heads, length, dim)."""
+    sequences = [torch.randn(n, heads, DIM) for n in lengths]
+    return torch.nested.nested_tensor(sequences, layout=torch.jagged).transpose(1, 2)
+
+
+# torch's own, of the older layout, which it takes inside.
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("p", [0.5, 1.0])
+def test_sdpa_drops_what_torch_drops_of_jagged_tensors(p: float) -> None:
+    query, key = jagged(H, (2, 5, 1)), jagged(H, (3, 5, 4))
+    value = torch.nested.nested_tensor_from_jagged(torch.randn_like(key.transpose(1, 2).values()), key.offsets())
+    value = value.transpose(1, 2)
+    found = []
+    ours_strict = functools.partial(compat.scaled_dot_product_attention, strict=True)
+    for function in (ours_strict, F.scaled_dot_product_attention):
+        torch.manual_seed(3)
+        x = query.detach().requires_grad_()
+        out = function(x, key, value, dropout_p=p)
+        values = out.transpose(1, 2).values()
+        values.sum().backward()
+        found.append((values.detach(), x.grad.transpose(1, 2).values()))
+    for ours, theirs in zip(*found, strict=True):
+        close(ours, theirs)
+
+
+def test_heads_of_jagged_tensors_that_differ_are_refused() -> None:
+    """As torch does; with `enable_gqa` torch's CPU has no kernel for them."""
+    query = jagged(4)
+    for heads in ((2, 2), (2, 4), (4, 2)):
+        others = [torch.nested.nested_tensor_from_jagged(torch.randn(7, n, DIM), query.offsets()) for n in heads]
+        key, value = (x.transpose(1, 2) for x in others)
+        for function in (compat.scaled_dot_product_attention, F.scaled_dot_product_attention):
+            with pytest.raises(RuntimeError):
+                function(query, key, value)
+    fewer = torch.nested.nested_tensor_from_jagged(torch.randn(7, 2, DIM), query.offsets()).transpose(1, 2)
+    found = compat.scaled_dot_product_attention(query, fewer, fewer, enable_gqa=True)
+    for ours, q, x in zip(found.unbind(), query.unbind(), fewer.unbind(), strict=True):
+        close(ours, F.scaled_dot_product_attention(q[None], x[None], x[None], enable_gqa=True)[0])
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])

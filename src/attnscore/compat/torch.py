@@ -107,10 +107,17 @@ def scaled_dot_product_attention(
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa, "strict": strict}
     if query.is_nested or key.is_nested or value.is_nested:
         _check_nested(query, key, value, attn_mask)
-        if not _differs_in_length(query):
-            # `attend` takes jagged tensors whose lengths differ; other nested ones are taken sequence by sequence.
+        differs_in_length = _differs_in_length(query)
+        if differs_in_length and not enable_gqa:
+            _check_heads_of_jagged(query, key, value)
+        if not differs_in_length or (strict and dropout_p > 0):
+            # `attend` takes jagged tensors whose lengths differ, without weights; others go sequence by sequence.
             sequences = zip(query.unbind(), key.unbind(), value.unbind(), strict=True)
             outs = [scaled_dot_product_attention(*x, None, dropout_p, is_causal, **options) for x in sequences]
+            if differs_in_length:
+                # A jagged tensor is made of sequences whose first axis differs.
+                swapped = [x.transpose(0, -2) for x in outs]
+                return torch.nested.as_nested_tensor(swapped, layout=query.layout).transpose(1, -2)
             return torch.nested.as_nested_tensor(outs, layout=query.layout)
     elif enable_gqa:
         _check_heads(query, key, value)
@@ -203,6 +210,14 @@ def _check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
         heads, whole = x.shape[-3], query.shape[-3]
         if heads != whole and (heads == 0 or whole % heads):
             raise RuntimeError(message(name, f"a number of heads that divides the {whole} of query", heads))
+
+
+def _check_heads_of_jagged(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raise, as the original, for heads that differ and do not broadcast; `attend` would group them."""
+    heads = [x.shape[-3] for x in (query, key, value) if x.dim() >= 4]
+    if len({*heads} - {1}) > 1:
+        hint = "enable_gqa=True takes fewer heads of key and value"
+        raise RuntimeError(message("query, key, value", "one number of heads, or 1", heads, hint=hint))
 
 
 def _check_mask_dtype(name: str, dtype: torch.dtype, query: Tensor, *others: torch.dtype) -> None:
