@@ -1,7 +1,7 @@
 """The least time of each case of the GPU benchmark on an H200: computed from its data sheet, never measured.
 
 ``python -m attnscore.bench.gpu_limits`` prints the table of docs/gpu.md. A limit is that of the unit that takes
-longest; loads, addresses and what units wait for each other come on top.
+longest; loads, addresses and what units wait for each other come on top. `gpu_shares` predicts how much.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from attnscore.bench import gpu_shares
 from attnscore.bench.gpu import CASES, Case
 
 _CLOCKS = 132 * 1.98e9
@@ -69,13 +70,25 @@ def times(case: Case, pass_: int) -> dict[str, float]:
     }
 
 
+def predicted(case: Case, pass_: int) -> tuple[float, float]:
+    """Return the shares of the limit that are predicted where units take turns, and where they overlap entirely."""
+    least = times(case, pass_)
+    in_turn, overlapped = (
+        max(least["memory"], time) for time in gpu_shares.seconds(case, pass_, _CLOCKS, PRODUCTS[case.dtype])
+    )
+    return max(least.values()) / in_turn, max(least.values()) / overlapped
+
+
 def table() -> str:
     """Return the table of all cases in Markdown."""
-    lines = ["| case | pass | least time, ms | by | next |", "|---|---|---|---|---|"]
+    lines = ["| case | pass | least time, ms | by | next | predicted share |", "|---|---|---|---|---|---|"]
     for case in CASES:
         for pass_, name in enumerate(("forward", "backward")):
             (unit, time), (second, below) = sorted(times(case, pass_).items(), key=lambda x: -x[1])[:2]
-            lines.append(f"| {case.name} | {name} | {time * 1e3:.3f} | {unit} | {second}, {below / time:.0%} |")
+            low, high = predicted(case, pass_)
+            share = f"{low:.0%}" if f"{low:.0%}" == f"{high:.0%}" else f"{low:.0%} to {high:.0%}"
+            of_next = f"{second}, {below / time:.0%}"
+            lines.append(f"| {case.name} | {name} | {time * 1e3:.3f} | {unit} | {of_next} | {share} |")
     return "\n".join(lines) + "\n"
 
 

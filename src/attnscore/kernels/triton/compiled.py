@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -44,6 +44,18 @@ _POINTERS = {
 
 
 @dataclass(frozen=True)
+class Loop:
+    """Instructions of a loop, of one warp, those of loops inside it counted once."""
+
+    instructions: int
+    special: int
+    """Special functions: reciprocals, exponentials, ..."""
+    exponentials: int
+    matrix: int
+    inner: tuple[Loop, ...]
+
+
+@dataclass(frozen=True)
 class Code:
     """Facts of a compiled kernel."""
 
@@ -56,6 +68,8 @@ class Code:
     matrix: str
     """Matrix instruction: HGMMA (sm_90), HMMA, or none."""
     atomics: int
+    loops: tuple[Loop, ...] = ()
+    """Outermost loops in the order of the code."""
 
 
 class Recorder(launch.Runner):
@@ -125,14 +139,38 @@ def _code(compiled: Any) -> Code:
             for option in ("--dump-resource-usage", "--dump-sass")
         )
     registers = re.search(r"REG:(\d+)", usage)
-    names = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?([A-Z0-9_]+)", assembly)
+    lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\d+ )?([A-Z0-9_]+)([^;]*);", assembly)
+    names = [name for _, name, _ in lines]
 
     def count(*wanted: str) -> int:
         return sum(name in wanted for name in names)
 
     matrix = next((name for name in ("HGMMA", "HMMA") if count(name)), "none")
     atomics = sum(name.startswith(("ATOM", "RED")) and not name.startswith("REDUX") for name in names)
-    return Code(int(registers[1]) if registers else 0, count("STL", "LDL"), compiled.metadata.shared, matrix, atomics)
+    loops = loops_of([(int(at, 16), name, rest) for at, name, rest in lines])
+    spills = count("STL", "LDL")
+    return Code(int(registers[1]) if registers else 0, spills, compiled.metadata.shared, matrix, atomics, loops)
+
+
+def loops_of(lines: Sequence[tuple[int, str, str]]) -> tuple[Loop, ...]:
+    """Return the loops of an assembly of (address, instruction, rest): what a branch back jumps over."""
+    jumps = [(re.search(r"0x([0-9a-f]+)", rest), at) for at, name, rest in lines if name == "BRA"]
+    # A program ends in a branch to itself.
+    spans = {(int(to[1], 16), at) for to, at in jumps if to is not None and int(to[1], 16) < at}
+
+    def inside(first: int, last: int) -> tuple[Loop, ...]:
+        within = [span for span in spans if first <= span[0] and span[1] <= last and span != (first, last)]
+        outermost = (x for x in within if not any(y[0] <= x[0] and x[1] <= y[1] for y in within if y != x))
+        return tuple(loop(*span) for span in sorted(outermost))
+
+    def loop(first: int, last: int) -> Loop:
+        body = [(name, rest) for at, name, rest in lines if first <= at <= last]
+        special = [rest for name, rest in body if name == "MUFU"]
+        exponentials = sum("EX2" in rest for rest in special)
+        matrix = sum(name in ("HGMMA", "HMMA") for name, _ in body)
+        return Loop(len(body), len(special), exponentials, matrix, inside(first, last))
+
+    return inside(-1, 2**62)
 
 
 ENTRIES: tuple[tuple[int, str, int, str], ...] = tuple(
