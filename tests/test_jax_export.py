@@ -127,6 +127,18 @@ def test_a_bias_by_relative_position() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("normalizer", ["sigmoid", "sparsemax", ats.Entmax(1.2)])
+def test_normalizers(normalizer: Any) -> None:
+    def call(x: dict[str, Any]) -> Any:
+        return ats.attend(x["query"], x["key"], x["value"], valid_lens=x["lens"], normalizer=normalizer)
+
+    exported = loaded(jax.export.export(jax.jit(call), platforms=PLATFORMS)(symbolic()))
+    for lengths in LENGTHS:
+        x = arrays(*lengths)
+        close(exported(x), call(x))
+
+
+@pytest.mark.slow
 def test_some_lengths_are_symbolic() -> None:
     sizes = {"batch": "batch, 5, 7", "key": "2, 5, key", "query": "2, query, 7"}
     for text in sizes.values():

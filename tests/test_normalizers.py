@@ -306,6 +306,27 @@ def test_frameworks_agree(run: str, name: str) -> None:
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sigmoid", "entmax15"])
+def test_lengths_that_a_graph_learns(name: str) -> None:
+    kind = tf.TensorSpec((None, None, None, None), tf.float32)
+
+    @tf.function(input_signature=[kind] * 3)
+    def graph(query: Any, key: Any, value: Any) -> Any:
+        query, key, value = (
+            tf.ensure_shape(x, (*x.shape[:1], y.shape[1], None, y.shape[3]))
+            for x, y in zip((query, key, value), arrays, strict=True)
+        )
+        return ats.attend(query, key, value, normalizer=NORMALIZERS[name], mask=ats.Causal("bottom_right"))
+
+    arrays = inputs("float32")
+    for queries in (arrays[0].shape[2], 1):
+        x = [arrays[0][:, :, :queries], *arrays[1:]]
+        wanted = ats.attend(*x, normalizer=NORMALIZERS[name], mask=ats.Causal("bottom_right"))
+        np.testing.assert_allclose(graph(*x), wanted, rtol=2e-5, atol=2e-6)
+
+
 def test_second_derivatives_in_jax() -> None:
     draw = np.random.default_rng(1)
     query, key, value = (jnp.asarray(draw.normal(size=(n, 3)), "float32") for n in (2, 4, 4))

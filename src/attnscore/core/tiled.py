@@ -236,7 +236,7 @@ def _normalized_query_tile(
     if normalizer.threshold_slope != 0 or of_scores or "max_weight" in wanted:
         state = fold(
             lambda state, scores, unmasked, _: online_softmax.update(
-                ops, state, scores, unmasked, lambda weights: weights[..., :0], of_scores
+                ops, state, scores, unmasked, lambda weights: ops.slice_axis(weights, -1, 0, 0), of_scores
             ),
             state,
         )
