@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("kernels",),
     ("analysis", "core.plan", "packing"),
     ("api",),
-    ("kv_cache",),
+    ("kv_buffers", "kv_cache"),
     ("attnscore",),  # the public names
     ("parallel",),
     ("layers", "testing", "plotting"),

@@ -12,10 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorflow as tf
 import torch
 
 import attnscore as ats
-from attnscore import api
+from attnscore import api, backends
+from attnscore import kv_cache as cache_module
 from attnscore.core import plan
 from attnscore.io import FileError
 from cases import needs_native
@@ -23,18 +25,19 @@ from cases import needs_native
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 BATCH, HEADS, DIM = 3, 2, 4
-FRAMEWORKS = ("numpy", "torch", "jax")
+FRAMEWORKS = ("numpy", "torch", "jax", "tensorflow")
 # (window, sinks)
 WINDOWS = ((None, 0), (1, 0), (1, 2), (3, 0), (3, 2), (6, 1), (40, 3))
 windows = pytest.mark.parametrize(("window", "sinks"), WINDOWS)
 frameworks = pytest.mark.parametrize("framework", FRAMEWORKS)
-# JAX, which compiles each shape of each operation, with one window; the others with all.
+# Those with functional caches with one window, the others with all: JAX compiles each shape of each operation.
 everywhere = pytest.mark.parametrize(
     ("framework", "window", "sinks"),
     [
         *[(name, *each) for name in FRAMEWORKS[:2] for each in WINDOWS],
         ("jax", 3, 2),
-        pytest.param("jax", None, 0, marks=pytest.mark.slow),
+        ("tensorflow", 3, 2),
+        *(pytest.param(name, None, 0, marks=pytest.mark.slow) for name in FRAMEWORKS[2:]),
     ],
 )
 # Positions that each sequence appends in each step: single ones in a row, longer steps, none at all.
@@ -45,6 +48,8 @@ EVEN = ((5, 5, 5), (1, 1, 1), (1, 1, 1), (4, 4, 4), (2, 2, 2), (1, 1, 1), (1, 1,
 def _array(framework: str, x: Any) -> Any:
     if framework == "torch":
         return torch.as_tensor(x)
+    if framework == "tensorflow":
+        return tf.constant(x)
     return jnp.asarray(x) if framework == "jax" else np.asarray(x)
 
 
@@ -90,6 +95,8 @@ def _steps(steps: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 def _picked(x: Any, index: np.ndarray) -> Any:
     """Rows x[b, :, index[b]] of each sequence."""
+    if isinstance(x, tf.Tensor):
+        return tf.stack([tf.gather(x[b], index[b], axis=1) for b in range(BATCH)])
     stack = torch.stack if isinstance(x, torch.Tensor) else jnp.stack if isinstance(x, jax.Array) else np.stack
     return stack([x[b][:, index[b]] for b in range(BATCH)])
 
@@ -102,7 +109,9 @@ def _in_steps(cache: ats.KeyValueCache, q: Any, k: Any, v: Any, steps: Any) -> t
         out = cache.attend(_picked(q, index))
         rows += [(b, index[b][:n], out[b][:, :n]) for b, n in enumerate(counts)]
         for b, n in enumerate(counts):
-            assert not out[b][:, n:].any(), "padding gives zero"
+            padding = out[b][:, n:]
+            padding = padding.detach() if isinstance(padding, torch.Tensor) else padding
+            assert not np.asarray(padding).any(), "padding gives zero"
     return cache, rows
 
 
@@ -117,12 +126,12 @@ def _float64_in_jax() -> Iterator[None]:
 
 @everywhere
 @pytest.mark.parametrize("steps", [STEPS, EVEN], ids=["ragged", "even"])
-@pytest.mark.slow_rows("ragged-jax-*")
+@pytest.mark.slow_rows("ragged-jax-*", "ragged-tensorflow-*")
 def test_steps_are_one_pass(framework: str, window: int | None, sinks: int, steps: Any) -> None:
     lens = np.sum(steps, 0)
     q, k, v = (_drawn(framework, BATCH, HEADS, lens.max(), DIM, seed=i) for i in range(3))
     whole = np.asarray(_one_pass(q, k, v, window, sinks, None, lens))
-    capacity = None if framework != "jax" else 32 if window is None else sinks + window + np.max(steps) - 1
+    capacity = None if framework in ("numpy", "torch") else 32 if window is None else sinks + window + np.max(steps) - 1
     cache = ats.KeyValueCache(window=window, sinks=sinks, capacity=None if capacity is None else int(capacity))
     cache, rows = _in_steps(cache, q, k, v, steps)
     for b, index, out in rows:
@@ -194,7 +203,8 @@ def test_layouts(framework: str, head_axis: int | None) -> None:
     whole = ats.attend(q, k, v, mask=ats.Causal())
     if head_axis is None:
         q, k, v, whole = q[:, 0], k[:, 0], v[:, 0], whole[:, 0]
-    turn = (lambda x: x.swapaxes(1, 2)) if head_axis == -2 else (lambda x: x)
+    swapped = backends.load(framework).swap_axes
+    turn = (lambda x: swapped(x, 1, 2)) if head_axis == -2 else (lambda x: x)
     axis = -3 if head_axis == -2 else -2
     cache = ats.KeyValueCache(head_axis=head_axis or -3, window=5, sinks=1, capacity=9)
     whole = ats.attend(q, k, v, mask=_reference_mask(5, 1, 7))
@@ -366,9 +376,9 @@ def test_a_thousand_steps(framework: str, window: int | None, count: int, monkey
 def test_keys_are_prepared_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the new keys of a step are prepared."""
     rows = []
-    prepare = ats.kv_cache.prepare_keys
+    prepare = cache_module.prepare_keys
     monkeypatch.setattr(
-        ats.kv_cache,
+        cache_module,
         "prepare_keys",
         lambda score, key, **given: rows.append(key.shape[2]) or prepare(score, key, **given),
     )
@@ -446,7 +456,7 @@ def test_drafts(framework: str, window: int | None, sinks: int) -> None:
         for b in range(2):
             rows = [*kept[b], *range(part.start, part.stop)]
             mask = _reference_mask(window, sinks, len(rows))
-            alone = (x[b : b + 1][:, :, rows] for x in (q, k, v))
+            alone = (np.asarray(x)[b : b + 1][:, :, rows] for x in (q, k, v))
             expected = np.asarray(ats.attend(*alone, mask=mask))[:, :, -4:]
             np.testing.assert_allclose(out[b : b + 1], expected, rtol=1e-12)
             kept[b] += range(part.start, part.start + accepted[b])
@@ -587,6 +597,74 @@ def test_an_append_leaves_a_graph_whole() -> None:
         assert cache.keys.data_ptr() == memory
 
 
+def _decoded(cache: ats.KeyValueCache, q: Any, k: Any, v: Any, prompt: int) -> Any:
+    """A prompt, then single steps in TensorFlow's own loop."""
+    cache = cache.append(k[:, :, :prompt], v[:, :, :prompt])
+    first, length = cache.attend(q[:, :, :prompt]), q.shape[2]
+    outs = tf.TensorArray(q.dtype, length - prompt, element_shape=(BATCH, HEADS, 1, DIM))
+
+    def step(i: Any, cache: ats.KeyValueCache, outs: Any) -> Any:
+        q1, k1, v1 = (tf.ensure_shape(x[:, :, i : i + 1], (BATCH, HEADS, 1, DIM)) for x in (q, k, v))
+        cache = cache.append(k1, v1)
+        return i + 1, cache, outs.write(i - prompt, cache.attend(q1))
+
+    _, cache, outs = tf.while_loop(lambda i, *_: i < length, step, (tf.constant(prompt), cache, outs))
+    return tf.concat([first, tf.transpose(tf.squeeze(outs.stack(), 3), (1, 2, 0, 3))], 2), cache
+
+
+@pytest.mark.parametrize(
+    ("name", "window", "sinks", "xla"),
+    [
+        ("none", None, 0, False),
+        ("additive", 3, 2, False),
+        pytest.param("bilinear", None, 0, True, marks=pytest.mark.slow),
+        pytest.param("gaussian", 6, 1, False, marks=pytest.mark.slow),
+    ],
+)
+def test_a_loop_in_tensorflow_is_one_pass(name: str, window: int | None, sinks: int, xla: bool) -> None:
+    """In a ``tf.function``, whose argument and result a cache is; the loop's gradient is that of the pass."""
+    length, prompt, score = 9, 4, _score(name, "tensorflow")
+    leaves = [_drawn("tensorflow", BATCH, HEADS, length, DIM, seed=i) for i in range(3)]
+    weights = _drawn("tensorflow", BATCH, HEADS, length, DIM, seed=5)
+    capacity = 16 if window is None else sinks + window + prompt - 1
+    empty = ats.KeyValueCache(window=window, sinks=sinks, score=score, capacity=capacity)
+    empty = empty.append(*(x[:, :, :0] for x in leaves[1:]))
+    decode = tf.function(lambda cache, *x: _decoded(cache, *x, prompt), jit_compile=xla)
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch(leaves)
+        out, cache = decode(empty, *leaves)
+        whole = _one_pass(*leaves, window, sinks, score, np.full(BATCH, length))
+        losses = [tf.reduce_sum(x * weights) for x in (out, whole)]
+    np.testing.assert_allclose(out, whole, rtol=1e-9, atol=1e-9)
+    for a, b in zip(*(tape.gradient(loss, leaves) for loss in losses), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-9)
+    assert cache.lens.numpy().tolist() == [length] * BATCH
+    assert empty.lens.numpy().tolist() == [0] * BATCH
+
+
+def test_steps_in_tensorflow_share_a_trace() -> None:
+    """One trace for all steps, and no warning of AutoGraph; sizes that a graph does not know are refused."""
+    traces = []
+    score = _score("additive", "tensorflow")
+
+    @tf.function
+    def step(cache: ats.KeyValueCache, q: Any, k: Any, v: Any) -> Any:
+        traces.append(repr(cache))
+        cache = cache.append(k, v)
+        return cache, cache.attend(q)
+
+    q, k, v = (_drawn("tensorflow", BATCH, HEADS, 5, DIM, seed=i) for i in range(3))
+    cache = ats.KeyValueCache(capacity=8, score=score).append(k[:, :, :2], v[:, :, :2])
+    for i in range(2, 5):
+        cache, out = step(cache, *(x[:, :, i : i + 1] for x in (q, k, v)))
+    np.testing.assert_allclose(out, ats.attend(q[:, :, 4:], k, v, score=score), rtol=1e-9)
+    assert len(traces) == 1
+    assert "? of 8 slots, batch 3, head 2" in traces[0]
+    unknown = tf.function(lambda x: ats.KeyValueCache(capacity=8).append(x, x).lens, autograph=False)
+    with pytest.raises(ats.ShapeError, match="key: expected known sizes, as the buffers have them, got"):
+        unknown.get_concrete_function(tf.TensorSpec((BATCH, None, DIM)))
+
+
 def test_an_append_in_jax_leaves_the_cache() -> None:
     x = jnp.ones((2, 3, DIM))
     first = ats.KeyValueCache(capacity=4).append(x, x)
@@ -697,7 +775,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "jax capacity": (
         lambda: ats.KeyValueCache().append(jnp.asarray(X), jnp.asarray(X)),
         ats.ArgumentError,
-        "capacity: expected a number of positions, got None. Hint: buffers of JAX do not grow",
+        "capacity: expected a number of positions, got None. Hint: only the buffers of NumPy and PyTorch grow",
     ),
     "jax ring": (
         lambda: ats.KeyValueCache(window=4, sinks=1, capacity=6).append(jnp.asarray(X), jnp.asarray(X)),

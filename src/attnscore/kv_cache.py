@@ -3,46 +3,67 @@
 - One buffer (batch, head, slot, dim) each for keys and values. Slots past a sequence's length are never read, so a step
   attends to the whole buffer under valid lengths: the shapes of a step, and with them its plan, stay the same until the
   buffer grows, which doubles it.
-- With a window the slots after the sinks are a ring: position p has the slot sinks + (p - sinks) mod ring. After a
-  step of one position the ring holds the window and no more; after a step of n it holds n - 1 further positions, which
-  the first of the n queries attends to.
-- NumPy and PyTorch write in place; JAX returns a new cache over a buffer of static capacity. Lengths are NumPy's in the
-  first two, so that no device is waited for, and arrays of JAX, which may be traced, in the last.
+- With a window the slots after the sinks are a ring (`kv_buffers.slots`). After a step of one position the ring holds
+  the window and no more; after a step of n it holds n - 1 further positions, which the first of the n queries attends
+  to.
+- NumPy and PyTorch write in place; JAX, TensorFlow and MXNet return a new cache over buffers of static capacity
+  (`kv_buffers.storage`). Lengths are NumPy's in the first two, so that no device is waited for, and arrays of the
+  framework, which may be traced, in the others.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import dataclasses
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, final
+from typing import Any, Self, TypeVar, cast, final
 
 import numpy as np
 
 from attnscore import backends
 from attnscore.api import attend
-from attnscore.backends.base import FLOATING, Array, Backend
+from attnscore.backends.base import Array, Backend, itemsize
 from attnscore.core.arguments import check_count, is_whole, shown
-from attnscore.core.layout import ScoreShape
 from attnscore.core.prepared import prepare_keys
-from attnscore.errors import ArgumentError, DtypeError, FrameworkError, ShapeError, message
-from attnscore.masks import Dense, IntervalSet, Mask, ValidLens
-from attnscore.masks.base import IntervalSetMask
-from attnscore.masks.index_values import column, host_ints, per_batch
-from attnscore.masks.shape_spec import ShapeSpec
+from attnscore.errors import ArgumentError, FrameworkError, ShapeError, message
+from attnscore.kv_buffers import checks
+from attnscore.kv_buffers.checks import AppendShapes, with_heads_first
+from attnscore.kv_buffers.slots import AppendedPositions, RollingWindow, positions_of_slots, slots_of_positions
+from attnscore.kv_buffers.storage import STORAGE, Storage, moved
+from attnscore.masks import Dense, Mask, ValidLens
+from attnscore.masks.index_values import host_ints
+from attnscore.masks.shape_spec import shape_of
+from attnscore.scores.base import arrays_of, describe, with_arrays
 
-_IN_PLACE = ("numpy", "torch")
-_FRAMEWORKS = (*_IN_PLACE, "jax")
+__all__ = ["KeyValueCache", "RollingWindow"]
+
 # Pairs of query and slot up to which the mask of a window becomes a boolean array: a plan reads that at each call,
 # while intervals, being part of the plan, are planned anew at each step (0.5 ms).
 _FEW_PAIRS = 2**18
-# The arrays of a file; "window" and "oldest" may be among them.
-_SAVED = ("keys", "values", "lens", "slots", "has_heads", "key_sizes", "head_axis", "sinks")
 
 _outside_graphs = backends.outside_graphs(
     "a KeyValueCache decides by lengths on the host; compile what is around, with cache.arguments(query)"
 )
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _in_scope(method: Method) -> Method:
+    """Run a method in the context in which its framework computes with buffers and lengths."""
+
+    @functools.wraps(method)
+    def scoped(self: KeyValueCache, *args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if self._keys is None else self._storage.scope(self._ops):
+            return method(self, *args, **kwargs)
+
+    return cast(Method, scoped)
 
 
 @final
@@ -53,8 +74,9 @@ class KeyValueCache:
     Position i of a sequence attends to its positions j <= i; with a window, to those with i - window < j <= i and to
     the first `sinks`.
 
-    NumPy and PyTorch: `append`, `select`, `reorder` and `crop` change the cache and return it. JAX: they return a new
-    cache, a pytree that ``jit`` and ``lax.scan`` take. So ``cache = cache.append(key, value)`` is right everywhere.
+    NumPy and PyTorch: `append`, `select`, `reorder` and `crop` change the cache and return it. JAX, TensorFlow and
+    MXNet: they return a new cache, which ``jit`` and ``lax.scan``, ``tf.function`` and ``tf.while_loop`` take and
+    return. So ``cache = cache.append(key, value)`` is right everywhere.
 
     Parameters
     ----------
@@ -67,7 +89,7 @@ class KeyValueCache:
         First positions that stay attended to outside of the window.
     head_axis : -3, or -2 for keys and values (batch, length, head, dim)
     capacity : whole number above 0, optional
-        Slots allocated at the first append. NumPy and PyTorch allocate more when needed. JAX does not, and needs a
+        Slots allocated at the first append. NumPy and PyTorch allocate more when needed. The others do not, and need a
         capacity unless there is a window; positions past it are dropped, as lengths past the keys are clamped.
 
     Notes
@@ -111,11 +133,11 @@ class KeyValueCache:
     _starts: Array = field(default=None, init=False)
     """The lengths before the last append."""
     _appended: int | None = field(default=None, init=False)
-    """Positions of the last append; None after a crop, and in JAX."""
+    """Positions of the last append; None after a crop, and where the cache is functional."""
     _oldest: Array = field(default=None, init=False)
-    """The first position in the ring that was not overwritten; None in JAX."""
+    """The first position in the ring that was not overwritten; None where the cache is functional."""
     _checked: Any = field(default=None, init=False)
-    """Signature (kinds, shapes, dtypes) of the last append, which passed the checks; None in JAX."""
+    """Signature (kinds, shapes, dtypes) of the last append, which passed the checks; None where it is functional."""
     _prepared_score: Any = field(default=None, init=False)
     _is_saved: bool = field(default=False, init=False)
     """Whether autograd holds the buffers, for the gradient of an attention over them."""
@@ -149,15 +171,16 @@ class KeyValueCache:
         return self._on_callers_axes(self._filled("values")._values)
 
     @property
+    @_in_scope
     def positions(self) -> Array:
         """The position that each slot holds, (batch, slot); -1 for a slot that holds none."""
         self._filled("positions")
         index = self._index
         cols = index.reshape(index.positions(0, self.slots, self._lens), (1, -1))
-        found = _positions_of_slots(index, cols, index.reshape(self._lens, (-1, 1)), self.sinks, self.slots)
+        held = positions_of_slots(index, cols, index.reshape(self._lens, (-1, 1)), self.sinks, self.slots)
         if self._oldest is not None:
-            found = np.where((cols >= self.sinks) & (found < self._oldest[:, None]), -1, found)
-        return found
+            held = np.where((cols >= self.sinks) & (held < self._oldest[:, None]), -1, held)
+        return held
 
     @property
     def slots(self) -> int:
@@ -167,9 +190,13 @@ class KeyValueCache:
     @property
     def nbytes(self) -> int:
         """Bytes of both buffers."""
-        return 0 if self._keys is None else int(self._keys.nbytes + self._values.nbytes)
+        if self._keys is None:
+            return 0
+        sizes = (math.prod(x.shape) * itemsize(self._ops.dtype(x)) for x in (self._keys, self._values))
+        return sum(map(int, sizes))
 
     @_outside_graphs
+    @_in_scope
     def next_positions(self, count: int) -> Array:
         """Return the positions of the next `count`, (batch, count), or (1, count) while the cache is empty."""
         if self._keys is None:
@@ -185,9 +212,7 @@ class KeyValueCache:
         lens = host_ints(self._lens)
         held = "?" if lens is None else min(int(lens.max(initial=0)), self.slots)
         heads = f", head {self._keys.shape[1]}" if self._has_heads else ""
-        return (
-            f"KeyValueCache({', '.join([*options, f'{held} of {self.slots} slots'])}, batch {len(self._lens)}{heads})"
-        )
+        return f"KeyValueCache({', '.join([*options, f'{held} of {self.slots} slots'])}, batch {self._batch}{heads})"
 
     # ------------------------------------------------------------------ what changes it
 
@@ -208,55 +233,34 @@ class KeyValueCache:
         ShapeError, DtypeError, DeviceError, FrameworkError, ArgumentError
         """
         ops = backends.of({"key": key, "value": value})
-        if ops.name not in _FRAMEWORKS:
-            raise FrameworkError(message("key", "an array of " + " or ".join(_FRAMEWORKS), f"one of {ops.name}"))
+        if ops.name not in STORAGE:
+            raise FrameworkError(message("key", "an array of " + " or ".join(STORAGE), f"one of {ops.name}"))
+        storage, signature = STORAGE[ops.name], (ops.array_signature(key), ops.array_signature(value))
+        # The checks take a third of the time of a step, and an append like the last one passes them.
+        if signature != self._checked:
+            self._check(ops, {"key": key, "value": value})
         for kind in (KeyValueCache, type(self.score)):
             ops.register_pytree(kind)
-        given = ops.array_signature(key), ops.array_signature(value)
-        # The checks take a third of the time of a step, and an append like the last one passes them.
-        sizes = self._key_sizes if given == self._checked else self._check(ops, {"key": key, "value": value})
-        cache = self if ops.name in _IN_PLACE else copy.copy(self)
-        cache._has_heads = len(key.shape) == 4
-        if self.score is not None:
-            prepared = prepare_keys(self.score, key, head_axis=self.head_axis)
-            key, cache._prepared_score = prepared.key, prepared.score
-        key, value = (_with_heads_first(ops, x, self.head_axis) for x in (key, value))
-        batch, count = value.shape[0], value.shape[2]
-        index = backends.load("numpy") if ops.name in _IN_PLACE else ops
-        like = np.empty(0) if ops.name in _IN_PLACE else value
-        added = index.asarray(_counts(lens, batch, count), like, "int64")
-        if cache._keys is None:
-            cache._key_sizes = sizes
-            cache._lens = index.zeros((batch,), like, "int64")
-            cache._oldest = np.zeros(batch, np.int64) if ops.name in _IN_PLACE else None
-            size = cache._first_size(ops, count)
-            buffers = (ops.zeros((*x.shape[:2], size, x.shape[3]), x) for x in (key, value))
-            cache._keys, cache._values = buffers
-        starts, ends = cache._lens, cache._lens + added
-        if ops.name in _IN_PLACE:
-            cache._reserve(ops, int(ends.max(initial=0)), count)
-        elif self.window is None:
-            ends = index.minimum(ends, cache.slots)
-        elif cache.slots < self.sinks + self.window + count - 1:
-            expected = f"at least sinks + window + n - 1 = {self.sinks + self.window + count - 1} for n = {count}"
-            raise ArgumentError(message("capacity", expected, cache.slots))
-        steps = index.reshape(index.positions(0, count, starts), (1, -1))
-        slots = positions = index.reshape(starts, (-1, 1)) + steps
-        # Without a window a position has the slot of its number. In JAX, whose buffers do not grow, that may be past
-        # the buffer, and nothing is written.
-        if self.window is not None:
-            slots = _slots_of_positions(index, positions, self.sinks, cache.slots)
-        is_new = index.broadcast_to(steps < index.reshape(added, (-1, 1)), slots.shape)
-        places = _places(index, slots, is_new, cache.slots)
-        cache._keys = _written(ops, cache._keys, key, places, is_saved=self._is_saved)
-        cache._values = _written(ops, cache._values, value, places, is_saved=self._is_saved)
-        cache._starts, cache._lens, cache._is_saved = starts, ends, False
-        if ops.name in _IN_PLACE:
-            cache._appended, cache._checked = count, given
-            cache._oldest = np.maximum(cache._oldest, ends - (cache.slots - self.sinks))
+        with storage.scope(ops):
+            sizes = checks.heads_and_dim(ops, key, self.head_axis)
+            has_heads = len(key.shape) == 4
+            key, prepared_score = self._prepared(key, self.head_axis)
+            pair = tuple(with_heads_first(ops, x, self.head_axis) for x in (key, value))
+            batch, _, count, _ = pair[1].shape
+            added = checks.counts(lens, batch, count)
+            cache = self if storage.is_in_place else copy.copy(self)
+            cache._prepared_score = prepared_score
+            if cache._keys is None:
+                cache._has_heads, cache._key_sizes = has_heads, sizes
+                cache._allocate(ops, storage, pair)
+            cache._write(ops, storage, pair, cache._placed(added, count))
+        if storage.is_in_place:
+            cache._appended, cache._checked = count, signature
+            cache._oldest = np.maximum(cache._oldest, cache._lens - (cache.slots - cache.sinks))
         return cache
 
     @_outside_graphs
+    @_in_scope
     def crop(self, lens: Any) -> Self:
         """Forget the positions from `lens` on, as after rejected drafts, and return the cache.
 
@@ -271,11 +275,9 @@ class KeyValueCache:
         ------
         ArgumentError
         """
-        cache = self._filled("crop")
-        cache = cache if self._is_in_place else copy.copy(self)
-        index = self._index
-        if self._is_in_place:
-            wanted = _host_counts("lens", lens, len(self._lens), None)
+        cache, index = self._changeable("crop"), self._index
+        if self._storage.is_in_place:
+            wanted = checks.host_counts("lens", lens, self._batch, None)
         else:
             wanted = index.asarray(lens, self._lens, "int64")
         ends = index.minimum(self._lens, wanted)
@@ -285,10 +287,11 @@ class KeyValueCache:
                 hint = "the ring has overwritten positions in the window of the next one"
                 raise ArgumentError(message("lens", f"more for sequence {b}", int(ends[b]), hint=hint))
             cache._oldest = np.minimum(self._oldest, ends)
-        cache._lens, cache._starts, cache._appended = ends, index.zeros(ends.shape, ends, "int64"), None
+        cache._lens, cache._starts, cache._appended = ends, index.zeros((self._batch,), ends, "int64"), None
         return cache
 
     @_outside_graphs
+    @_in_scope
     def select(self, indices: Any) -> Self:
         """Keep the sequences `indices`, in this order, and return the cache; an index may repeat.
 
@@ -301,23 +304,13 @@ class KeyValueCache:
         ------
         ShapeError, ArgumentError
         """
-        cache = self._filled("select")
-        cache = cache if self._is_in_place else copy.copy(self)
-        index = self._index
-        batch = len(self._lens)
-        chosen = host_ints(indices)
-        if chosen is None:
-            chosen = index.asarray(indices, self._lens)
-        elif chosen.ndim != 1:
-            raise ShapeError(message("indices", "1 axis", chosen.ndim))
-        elif chosen.size and not (chosen.min() >= 0 and chosen.max() < batch):
-            got = chosen.min() if chosen.min() < 0 else chosen.max()
-            raise ArgumentError(message("indices", f"sequences from 0 to {batch - 1}", got))
-        cache._keys, cache._values = (_taken(self._ops, x, chosen) for x in (self._keys, self._values))
+        cache, index = self._changeable("select"), self._index
+        chosen = self._checked_indices(indices)
+        cache._keys, cache._values = (self._storage.taken(self._ops, x, chosen) for x in (self._keys, self._values))
+        rows = index.asarray(chosen, self._lens)
+        for name in ("_lens", "_starts", *(("_oldest",) if self._oldest is not None else ())):
+            setattr(cache, name, index.take(getattr(self, name), rows, 0))
         cache._checked = None
-        per_sequence = ("_lens", "_starts", *(("_oldest",) if self._oldest is not None else ()))
-        for name in per_sequence:
-            setattr(cache, name, index.take(getattr(self, name), index.asarray(chosen, self._lens), 0))
         return cache
 
     def reorder(self, indices: Any) -> Self:
@@ -333,18 +326,18 @@ class KeyValueCache:
         ------
         ShapeError, ArgumentError
         """
-        batch = len(self._filled("reorder")._lens)
-        if np.shape(indices) != (batch,):
+        batch, shape = self._filled("reorder")._batch, shape_of(indices)
+        if shape != (batch,):
             hint = "select() changes the number of sequences"
-            raise ShapeError(message("indices", f"shape ({batch},)", np.shape(indices), hint=hint))
+            raise ShapeError(message("indices", f"shape ({batch},)", shape, hint=hint))
         return self.select(indices)
 
     @_outside_graphs
     def copy(self) -> Self:
         """Return a cache of the same contents, which changes on its own."""
         cache = copy.copy(self)
-        if self._keys is not None and self._is_in_place:
-            rows = self._ops.asarray(np.arange(len(self._lens)), self._keys)
+        if self._keys is not None and self._storage.is_in_place:
+            rows = self._ops.asarray(np.arange(self._batch), self._keys)
             cache._keys, cache._values = (self._ops.take(x, rows, 0) for x in (self._keys, self._values))
         return cache
 
@@ -380,14 +373,14 @@ class KeyValueCache:
                 raise ArgumentError(
                     message(name, "an argument of the cache, not of its attend()", shown(options[name]))
                 )
-        found = self.arguments(query, causal=causal, mask=mask)
+        arguments = self.arguments(query, causal=causal, mask=mask)
         if self.score is None:
-            found["score"] = options.pop("score", "scaled_dot")
-        found = attend(query, found.pop("key"), found.pop("value"), **found, **options)
-        if self._is_in_place:
-            out = found[0] if isinstance(found, tuple) else found
+            arguments["score"] = options.pop("score", "scaled_dot")
+        result = attend(query, arguments.pop("key"), arguments.pop("value"), **arguments, **options)
+        if self._storage.is_in_place:
+            out = result[0] if isinstance(result, tuple) else result
             self._is_saved = self._is_saved or bool(getattr(out, "requires_grad", False))
-        return found
+        return result
 
     @_outside_graphs
     def arguments(self, query: Array, *, causal: bool = True, mask: Any = None) -> dict[str, Any]:
@@ -399,8 +392,8 @@ class KeyValueCache:
         --------
         >>> import numpy as np, attnscore as ats
         >>> x = np.zeros((1, 4, 2))
-        >>> found = ats.KeyValueCache().append(x, x).arguments(x[:, 2:])
-        >>> ats.attend(x[:, 2:], **found, return_weights=True)[1]
+        >>> given = ats.KeyValueCache().append(x, x).arguments(x[:, 2:])
+        >>> ats.attend(x[:, 2:], **given, return_weights=True)[1]
         array([[[0.33333333, 0.33333333, 0.33333333, 0.        ],
                 [0.25      , 0.25      , 0.25      , 0.25      ]]])
         """
@@ -414,16 +407,13 @@ class KeyValueCache:
             mask = self.mask(count, causal=causal) & (mask if isinstance(mask, Mask) else Dense(mask))
             lens = None
         elif lens is None:
-            mask = self.mask(count)
-            batch = len(self._lens)
-            if self._is_in_place and batch * count * self.slots <= _FEW_PAIRS:
-                array = mask.materialize(count, self.slots, batch)
-                mask = self._ops.asarray(array[:, None] if self._has_heads else array, query)
-        if self._is_in_place and backends.of({"query": query}).needs_grad(query):
+            mask = self._window_mask(count, query)
+        if self._storage.is_in_place and backends.of({"query": query}).needs_grad(query):
             self._is_saved = True
-        found = {"key": keys, "value": values, "mask": mask, "valid_lens": lens, "head_axis": self.head_axis}
-        return found if self.score is None else found | {"score": self._prepared_score}
+        arguments = {"key": keys, "value": values, "mask": mask, "valid_lens": lens, "head_axis": self.head_axis}
+        return arguments if self.score is None else arguments | {"score": self._prepared_score}
 
+    @_in_scope
     def mask(self, query_len: int, *, causal: bool = True) -> Mask:
         """Return the mask of the last `query_len` positions over the slots of `keys` and `values`.
 
@@ -440,6 +430,15 @@ class KeyValueCache:
         start = self._first_positions(query_len)
         return RollingWindow(start, self._lens, int(self.window or 0), self.sinks)
 
+    def _window_mask(self, count: int, query: Array) -> Any:
+        """Return the mask of a window as `attend` takes it: as an array where it has few pairs."""
+        mask, batch = self.mask(count), self._batch
+        if not self._storage.is_in_place or batch * count * self.slots > _FEW_PAIRS:
+            return mask
+        array = mask.materialize(count, self.slots, batch)
+        return self._ops.asarray(array[:, None] if self._has_heads else array, query)
+
+    @_in_scope
     def _lens_per_query(self, count: int, causal: bool) -> Array | None:
         """Return how many slots each query attends to, (batch, n); None where these are not the first ones."""
         index = self._index
@@ -447,7 +446,7 @@ class KeyValueCache:
         if not causal:
             if self.window is not None:
                 raise ArgumentError(message("causal", "True with a window", causal))
-            return index.broadcast_to(ends, (len(self._lens), count))
+            return index.broadcast_to(ends, (self._batch, count))
         start = self._first_positions(count)
         if self.window is not None:
             most = self.sinks + self.window
@@ -488,28 +487,26 @@ class KeyValueCache:
         ------
         FileError, FrameworkError, AttnscoreError
         """
-        from attnscore import io  # here, so that importing the package does not import it
+        from attnscore.kv_buffers import files  # here, so that importing the package does not import it
 
         self._filled("save")
         lens = host_ints(self._lens)
         if lens is None:
             raise ArgumentError(message("cache", "one whose lengths the host can read", "a traced one"))
-        used = min(self.slots, int(lens.max(initial=0)))
-        arrays = {
-            "keys": _host_of(self._ops, self._ops.slice_axis(self._keys, 2, 0, used)),
-            "values": _host_of(self._ops, self._ops.slice_axis(self._values, 2, 0, used)),
-            "lens": lens,
-            "slots": np.asarray(self.slots),
-            "has_heads": np.asarray(int(self._has_heads)),
-            "key_sizes": np.asarray(self._key_sizes),
-            "head_axis": np.asarray(self.head_axis),
-            "sinks": np.asarray(self.sinks),
-        }
-        if self.window is not None:
-            arrays["window"] = np.asarray(self.window)
-        if self._oldest is not None:
-            arrays["oldest"] = self._oldest
-        io.write_arrays(Path(path), arrays)
+        used, ops = min(self.slots, int(lens.max(initial=0))), self._ops
+        keys, values = (files.host_array(ops, ops.slice_axis(x, 2, 0, used)) for x in (self._keys, self._values))
+        files.CacheFile(
+            keys,
+            values,
+            lens,
+            self.slots,
+            has_heads=self._has_heads,
+            key_sizes=self._key_sizes or (1, 1),
+            head_axis=self.head_axis,
+            sinks=self.sinks,
+            window=self.window,
+            oldest=self._oldest,
+        ).write(Path(path))
 
     @classmethod
     def load(cls, path: str | Path, *, like: Array = None, score: Any = None) -> Self:
@@ -527,35 +524,28 @@ class KeyValueCache:
         ------
         FileError, FrameworkError
         """
-        from attnscore import io
+        from attnscore.kv_buffers import files
 
-        arrays = io.read_arrays(Path(path))
-        missing = set(_SAVED) - arrays.keys()
-        if missing:
-            raise io.FileError(f"{path}: no cache of keys and values: lacks {', '.join(sorted(missing))}")
-        keys, values, lens = arrays["keys"], arrays["values"], arrays["lens"].astype(np.int64)
-        slots, sinks = int(arrays["slots"]), int(arrays["sinks"])
-        window = int(arrays["window"]) if "window" in arrays else None
-        fits = keys.ndim == values.ndim == 4 and keys.shape[2] == values.shape[2] <= slots
-        if not (fits and len(lens) == len(keys) == len(values) and lens.min(initial=0) >= 0):
-            raise io.FileError(f"{path}: no cache of keys and values: arrays that do not belong together")
-        cache = cls(score=score, window=window, sinks=sinks, head_axis=int(arrays["head_axis"]), capacity=slots or None)
+        held = files.CacheFile.read(Path(path))
+        cache = cls(
+            score=score, window=held.window, sinks=held.sinks, head_axis=held.head_axis, capacity=held.slots or None
+        )
         like = np.empty(0) if like is None else like
         ops = backends.of({"like": like})
-        cache._has_heads = bool(arrays["has_heads"])
-        cache._keys, cache._values = (_padded(ops, x, slots, like) for x in (keys, values))
-        cache._starts = np.zeros_like(lens)
-        if ops.name in _IN_PLACE:
-            cache._lens = lens
-            cache._oldest = arrays["oldest"] if "oldest" in arrays else np.maximum(0, lens - (slots - sinks))
-        else:
-            cache._lens, cache._starts = (ops.asarray(x, like, "int64") for x in (lens, cache._starts))
-        heads, dim = map(int, arrays["key_sizes"])
-        cache._key_sizes = heads, dim
-        if score is not None:
+        storage = STORAGE[ops.name]
+        index = storage.index_ops(ops)
+        with storage.scope(ops):
+            cache._has_heads, cache._key_sizes = held.has_heads, held.key_sizes
+            cache._keys, cache._values = (files.buffer_of(ops, x, held.slots, like) for x in (held.keys, held.values))
+            host = held.lens, np.zeros_like(held.lens)
+            cache._lens, cache._starts = (index.asarray(x, storage.index_like(like), "int64") for x in host)
+            if storage.is_in_place:
+                oldest = np.maximum(0, held.lens - (held.slots - held.sinks))
+                cache._oldest = oldest if held.oldest is None else held.oldest
             # The score that `prepare_keys` leaves depends on the shapes of the keys alone.
+            heads, dim = held.key_sizes
             some = ops.zeros((1, heads, 1, dim), cache._keys)
-            cache._prepared_score = prepare_keys(score, some if cache._has_heads else some[:, 0]).score
+            cache._prepared_score = cache._prepared(some if held.has_heads else some[:, 0], -3)[1]
         return cache
 
     # ------------------------------------------------------------------ inside
@@ -565,13 +555,18 @@ class KeyValueCache:
         return backends.of({"keys": self._keys})
 
     @property
-    def _is_in_place(self) -> bool:
-        return self._ops.name in _IN_PLACE
+    def _storage(self) -> Storage:
+        return STORAGE[self._ops.name]
 
     @property
     def _index(self) -> Backend:
-        """The backend that computes with lengths and positions: NumPy where they are on the host, otherwise JAX."""
-        return backends.load("numpy") if self._is_in_place else self._ops
+        """The backend that computes with lengths and positions: NumPy where they are on the host."""
+        ops = self._ops
+        return STORAGE[ops.name].index_ops(ops)
+
+    @property
+    def _batch(self) -> int:
+        return int(self._keys.shape[0])
 
     def _filled(self, what: str) -> Self:
         """Return the cache; raise ArgumentError, which names `what` was asked for, before the first append."""
@@ -580,58 +575,89 @@ class KeyValueCache:
             raise ArgumentError(message(what, "a cache with an append before", "an empty one", hint=hint))
         return self
 
+    def _changeable(self, what: str) -> Self:
+        """Return the cache that a change is made to: this one, or where caches are functional a copy."""
+        return self._filled(what) if self._keys is None or self._storage.is_in_place else copy.copy(self)
+
     def _on_callers_axes(self, x: Array) -> Array:
         if not self._has_heads:
             return x[:, 0]
         return self._ops.swap_axes(x, 1, 2) if self.head_axis == -2 else x
 
-    def _check(self, ops: Backend, arrays: Mapping[str, Array]) -> tuple[int, int]:
-        """Raise unless key and value fit each other and the buffers; return heads and dimension of the key."""
-        backends.check_dense(ops, arrays)
-        shapes = {name: tuple(x.shape) for name, x in arrays.items()}
-        for name, x in arrays.items():
-            if not ops.is_floating(x):
-                raise DtypeError(message(name, FLOATING, ops.dtype(x), shapes=shapes))
-            if len(x.shape) not in (3, 4):
-                expected = "3 axes (batch, length, dim), or 4 with heads"
-                raise ShapeError(message(name, expected, len(x.shape), shapes=shapes))
-        key, value = arrays.values()
-        if ops.dtype(key) != ops.dtype(value):
-            raise DtypeError(message("value", f"the dtype of key ({ops.dtype(key)})", ops.dtype(value)))
-        if len(key.shape) != len(value.shape) or key.shape[:-1] != value.shape[:-1]:
-            raise ShapeError(
-                message("value", "the shape of key, except for the last axis", shapes["value"], shapes=shapes)
-            )
-        _, heads, _, dim = _with_heads_first(ops, key, self.head_axis).shape
+    def _checked_indices(self, indices: Any) -> Array:
+        """Return the sequences that `select` keeps; raise unless they are some of the cache, as far as one can see."""
+        chosen = host_ints(indices)
+        if chosen is None:
+            return self._index.asarray(indices, self._lens)
+        if chosen.ndim != 1:
+            raise ShapeError(message("indices", "1 axis", chosen.ndim))
+        if chosen.size and not (chosen.min() >= 0 and chosen.max() < self._batch):
+            got = chosen.min() if chosen.min() < 0 else chosen.max()
+            raise ArgumentError(message("indices", f"sequences from 0 to {self._batch - 1}", got))
+        return chosen
+
+    # ------------------------------------------------------------------ an append
+
+    def _check(self, ops: Backend, arrays: Mapping[str, Array]) -> None:
+        """Raise unless key and value fit each other and the buffers."""
+        checks.check_pair(ops, arrays)
         if self._keys is not None:
-            if backends.of({"the cache": self._keys, **arrays}).dtype(self._keys) != ops.dtype(key):
-                raise DtypeError(message("key", f"the dtype of the cache ({ops.dtype(self._keys)})", ops.dtype(key)))
-            backends.check_devices(ops, self._keys, arrays)
-            wanted = {"key": self._key_sizes, "value": (self._values.shape[1], self._values.shape[3])}
-            for name, x in arrays.items():
-                batch, *sizes = (_with_heads_first(ops, x, self.head_axis).shape[axis] for axis in (0, 1, 3))
-                if (batch, *sizes) != (len(self._lens), *(wanted[name] or ())) or (
-                    len(x.shape) == 4
-                ) != self._has_heads:
-                    expected = f"shape {self._expected(len(self._lens), *(wanted[name] or ()))}, as before"
-                    raise ShapeError(message(name, expected, shapes[name]))
-        return int(heads), int(dim)
+            checks.check_like_buffers(ops, self._keys, arrays)
+            value = int(self._values.shape[1]), int(self._values.shape[3])
+            sizes = AppendShapes(self._batch, self._has_heads, self.head_axis, self._key_sizes or (1, 1), value)
+            sizes.check(ops, arrays)
 
-    def _expected(self, batch: int, heads: int, dim: int) -> str:
-        """Format the shape that an append has to have."""
-        sizes = [batch, "n", dim] if not self._has_heads else [batch, heads, "n", dim]
-        if self._has_heads and self.head_axis == -2:
-            sizes[1:3] = ["n", heads]
-        return f"({', '.join(map(str, sizes))})"
+    def _prepared(self, key: Array, head_axis: int) -> tuple[Array, Any]:
+        """Return keys as the score of the cache prepares them, and the score that is left."""
+        if self.score is None:
+            return key, None
+        prepared = prepare_keys(self.score, key, head_axis=head_axis)
+        return prepared.key, prepared.score
 
-    def _first_size(self, ops: Backend, count: int) -> int:
+    def _allocate(self, ops: Backend, storage: Storage, pair: Sequence[Array]) -> None:
+        """Make the buffers, which hold no position yet."""
+        batch, _, count, _ = pair[1].shape
+        index, like, size = storage.index_ops(ops), storage.index_like(pair[1]), self._first_size(storage, count)
+        self._lens = index.zeros((batch,), like, "int64")
+        self._oldest = np.zeros(batch, np.int64) if storage.is_in_place else None
+        self._keys, self._values = (ops.zeros((*x.shape[:2], size, x.shape[3]), x) for x in pair)
+
+    def _first_size(self, storage: Storage, count: int) -> int:
         """Return the number of slots to begin with."""
-        if ops.name in _IN_PLACE or self.capacity is not None:
+        if storage.is_in_place or self.capacity is not None:
             return int(self.capacity or 0)
         if self.window is None:
-            hint = "buffers of JAX do not grow"
+            hint = "only the buffers of NumPy and PyTorch grow"
             raise ArgumentError(message("capacity", "a number of positions", None, hint=hint))
-        return self.sinks + self.window + max(count, 1) - 1
+        return self._most_slots(count)
+
+    def _most_slots(self, count: int) -> int:
+        """Return the slots that a window needs while `count` positions are appended."""
+        return self.sinks + int(self.window or 0) + max(count, 1) - 1
+
+    def _placed(self, added: Array, count: int) -> AppendedPositions:
+        """Return the positions that are appended, and make room for them."""
+        index = self._index
+        added = index.asarray(added, self._lens, "int64")
+        ends = self._lens + added
+        if self._storage.is_in_place:
+            self._reserve(self._ops, int(ends.max(initial=0)), count)
+        elif self.window is None:
+            ends = index.minimum(ends, self.slots)
+        elif self.slots < self._most_slots(count):
+            expected = f"at least sinks + window + n - 1 = {self._most_slots(count)} for n = {count}"
+            raise ArgumentError(message("capacity", expected, self.slots))
+        return AppendedPositions(index, self._lens, ends, count, self.sinks, self.slots)
+
+    def _write(self, ops: Backend, storage: Storage, pair: Sequence[Array], appended: AppendedPositions) -> None:
+        """Write keys and values to the slots of their positions."""
+        if appended.count:
+            self._keys, self._values = (
+                storage.written(ops, buffer, x, appended, is_saved=self._is_saved)
+                for buffer, x in zip((self._keys, self._values), pair, strict=True)
+            )
+            self._is_saved = False
+        self._starts, self._lens = appended.starts, appended.ends
 
     def _reserve(self, ops: Backend, length: int, count: int) -> None:
         """Make room for sequences of `length` with the `count` positions that are appended; drop what is outside.
@@ -640,7 +666,7 @@ class KeyValueCache:
         """
         size, most = self.slots, None
         if self.window is not None:
-            most = self.sinks + self.window + max(count, 1) - 1
+            most = self._most_slots(count)
             length = min(length, most)
         if size < length:
             wanted = max(length, 2 * size)
@@ -654,178 +680,68 @@ class KeyValueCache:
         # Linear: no ring has wrapped around, so that each position has the slot of its number before and after.
         positions, linear = self.positions, longest <= min(size, self.slots)
         kept = (positions >= 0) & ((positions < self.sinks) | (positions >= self._lens[:, None] - (size - self.sinks)))
-        places = _places(self._index, _slots_of_positions(self._index, positions, self.sinks, size), kept, size)
-        moved = []
+        slots = slots_of_positions(self._index, positions, self.sinks, size)
+        resized = []
         for x in (self._keys, self._values):
-            new = ops.zeros((*x.shape[:2], size, x.shape[3]), x)
+            buffer = ops.zeros((*x.shape[:2], size, x.shape[3]), x)
             if linear:
-                new[:, :, :longest] = x[:, :, :longest]
+                buffer[:, :, :longest] = x[:, :, :longest]
             else:
-                new = _written(ops, new, x, places)
-            moved.append(new)
-        self._keys, self._values = moved
+                buffer = moved(ops, buffer, x, slots, kept)
+            resized.append(buffer)
+        self._keys, self._values = resized
         self._oldest = np.maximum(self._oldest, self._lens - (size - self.sinks))
 
+    # ------------------------------------------------------------------ TensorFlow's nested structures
 
-@final
-@dataclass(frozen=True, eq=False, repr=False)
-class RollingWindow(IntervalSetMask):
-    """The slots of a `KeyValueCache` with a window that each query attends to.
+    def __tf_flatten__(self) -> tuple[tuple[_Structure], tuple[Array, ...]]:
+        """Return the structure and the arrays, as arguments and results of ``tf.function`` and carries of loops."""
+        structure = _Structure.of(self)
+        arrays = (getattr(self, name) for name in structure.names)
+        parameters = (x for score in (self.score, self._prepared_score) for x in arrays_of(score).values())
+        return (structure,), (*arrays, *parameters)
 
-    Query i of a sequence is at position first + i, and attends to nothing at `ends` or behind. A slot past the sinks
-    holds the last position below `ends` that is congruent to it modulo the ring's size.
-    """
-
-    first: Any
-    ends: Any
-    window: int
-    sinks: int
-
-    def visible(self, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
-        ends = per_batch(ops, score_shape, self.ends, rows)
-        query = per_batch(ops, score_shape, self.first, rows) + rows
-        key = _positions_of_slots(ops, cols, ends, self.sinks, score_shape.key_len)
-        in_window = ops.logical_or(key > query - self.window, cols < self.sinks)
-        in_order = ops.logical_and(ops.logical_and(key >= 0, key <= query), query < ends)
-        return ops.logical_and(in_window, in_order)
-
-    def interval_set(self, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
-        first, ends = host_ints(self.first), host_ints(self.ends)
-        if first is None or ends is None:
-            return None
-        query, ring = column(first) + np.arange(query_len), key_len - self.sinks
-        is_real = query < column(ends)
-        start = np.maximum(self.sinks, query - self.window + 1)
-        count = np.where(is_real, np.maximum(0, query + 1 - start), 0)
-        # In a ring without slots, `count` is 0.
-        start = self.sinks + (start - self.sinks) % max(1, ring)
-        stop = start + count
-        zeros = np.zeros_like(start)
-        # The sinks; the window up to the end of the ring; what goes on at the begin of the ring.
-        parts = [
-            (zeros, np.where(is_real, np.minimum(self.sinks, query + 1), 0)),
-            (np.minimum(start, key_len), np.minimum(stop, key_len)),
-            (zeros + self.sinks, np.maximum(self.sinks, self.sinks + stop - key_len)),
-        ]
-        found = IntervalSet.of(parts[0])
-        for part in parts[1:]:
-            found = found.union(IntervalSet.of(part), key_len)
-        return found
-
-    def check(self, ops: Backend, score_shape: ScoreShape) -> None:
-        for spec in self.shapes(score_shape):
-            spec.check()
-
-    def shapes(self, score_shape: ScoreShape) -> list[ShapeSpec]:
-        batch = score_shape.batch
-        pairs = (("first", self.first), ("ends", self.ends))
-        return [ShapeSpec(name, x, f"shape ({batch},), one per sequence", [(batch,)]) for name, x in pairs]
+    @classmethod
+    def __tf_unflatten__(cls, metadata: tuple[_Structure], components: tuple[Array, ...]) -> KeyValueCache:
+        """Return the cache of a structure and arrays."""
+        (structure,), arrays = metadata, iter(components)
+        cache = copy.copy(structure.shell)
+        for name in structure.names:
+            setattr(cache, name, next(arrays))
+        cache.score, cache._prepared_score = (
+            with_arrays(score, lambda _: next(arrays)) for score in (cache.score, cache._prepared_score)
+        )
+        return cache
 
 
-def _slots_of_positions(index: Backend, positions: Array, sinks: int, size: int) -> Array:
-    """Return the slots of positions: the same number for the sinks, a place in the ring after them for others."""
-    return index.where(positions < sinks, positions, sinks + (positions - sinks) % max(1, size - sinks))
+# As TensorFlow's ``do_not_convert``: AutoGraph would rewrite the methods that a tf.function calls.
+for _member in vars(KeyValueCache).values():
+    if inspect.isfunction(_member):
+        _member.autograph_info__ = {}  # type: ignore[attr-defined]  # functions take any attribute
+del _member
 
 
-def _positions_of_slots(index: Backend, slots: Array, ends: Array, sinks: int, size: int) -> Array:
-    """Return the last position below `ends` in each slot; -1 where there is none."""
-    last = ends - 1
-    in_ring = last - (last - slots) % max(1, size - sinks)
-    found = index.where(slots < sinks, slots, in_ring)
-    is_held = index.logical_and(found < ends, index.logical_or(slots < sinks, in_ring >= sinks))
-    return index.where(is_held, found, index.zeros((), found, index.dtype(found)) - 1)
+class _Structure:
+    """All of a cache but its arrays, compared by value: two caches of one structure share a traced function."""
 
+    def __init__(self, shell: KeyValueCache, names: tuple[str, ...]) -> None:
+        self.shell = shell
+        """The cache without its arrays; scores keep theirs, because they check them."""
+        self.names = names
+        """The fields that are arrays."""
+        fields = [each.name for each in dataclasses.fields(shell)]
+        self._values = names, repr([describe(getattr(shell, name)) for name in fields])
 
-def _with_heads_first(ops: Backend, x: Array, head_axis: int) -> Array:
-    """Return (batch, head, length, dim)."""
-    if len(x.shape) == 3:
-        return ops.expand_dims(x, 1)
-    return ops.swap_axes(x, 1, 2) if head_axis == -2 else x
+    @classmethod
+    def of(cls, cache: KeyValueCache) -> Self:
+        shell = copy.copy(cache)
+        names = tuple(x.name for x in dataclasses.fields(cache) if backends.is_array(getattr(cache, x.name)))
+        for name in names:
+            setattr(shell, name, None)
+        return cls(shell, names)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Structure) and self._values == other._values
 
-Places = tuple[Any, Any]
-"""Index of slots in a buffer, and index of the appended entries that go there."""
-
-
-def _places(index: Backend, slots: Array, is_new: Array, size: int) -> Places:
-    """Return where position i of each sequence goes: to slots[b, i] where is_new[b, i], otherwise nowhere."""
-    every = slice(None)
-    if index.name != "numpy":
-        rows = index.reshape(index.positions(0, len(slots), slots), (-1, 1))
-        # What is not new gets a slot past the end, to which JAX writes nothing (mode="drop").
-        return (rows, every, index.where(is_new, slots, index.zeros((), slots, index.dtype(slots)) + size)), ...
-    # All sequences append to the same slots, one after the other: slices, which copy faster than indices.
-    first = slots[:1]
-    if is_new.all() and (slots == first).all() and (first[:, 1:] == first[:, :-1] + 1).all():
-        start = int(first[0, 0]) if first.size else 0
-        return (every, every, slice(start, start + first.size)), ...
-    sequence, i = np.nonzero(is_new)
-    return (sequence, every, slots[sequence, i]), (sequence, every, i)
-
-
-def _written(ops: Backend, x: Array, block: Array, places: Places, *, is_saved: bool = False) -> Array:
-    """Write entries of `block` to the buffer `x`, or to a copy where autograd holds it (`is_saved`), and return it."""
-    target, source = places
-    if ops.name not in _IN_PLACE:
-        return x.at[target].set(ops.swap_axes(block, 1, 2), mode="drop")
-    if is_saved or ops.needs_grad(x, block):
-        x = x.clone()
-    x[target] = block[source]
-    return x
-
-
-def _taken(ops: Backend, x: Array, indices: Array) -> Array:
-    """Return the sequences `indices` of a buffer; as many as it has are moved within its own memory."""
-    if ops.name not in _IN_PLACE:
-        return ops.take(x, indices, 0)
-    if len(indices) != len(x) or ops.needs_grad(x):
-        return ops.take(x, ops.asarray(indices, x), 0)
-    changed = np.flatnonzero(indices != np.arange(len(x)))
-    if len(changed):
-        x[ops.asarray(changed, x)] = x[ops.asarray(indices[changed], x)]
-    return x
-
-
-def _counts(lens: Any, batch: int, count: int) -> Any:
-    """Return how many positions each sequence appends, (batch,)."""
-    if lens is None:
-        return np.full(batch, count)
-    if host_ints(lens) is None:
-        if tuple(lens.shape) != (batch,):
-            raise ShapeError(message("lens", f"shape ({batch},)", tuple(lens.shape)))
-        return lens
-    return _host_counts("lens", lens, batch, count)
-
-
-def _host_counts(name: str, x: Any, batch: int, highest: int | None) -> np.ndarray[Any, Any]:
-    """Return whole numbers as (batch,); raise unless they lie in 0..highest."""
-    values = backends.host(x)
-    if values is None or values.dtype.kind not in "iu":
-        raise ArgumentError(message(name, "whole numbers", shown(x)))
-    if values.shape != (batch,) and not (highest is None and values.shape == ()):
-        raise ShapeError(message(name, f"shape ({batch},)", values.shape))
-    values = np.broadcast_to(values.astype(np.int64), (batch,))
-    if values.size and (values.min() < 0 or (highest is not None and values.max() > highest)):
-        got = values.min() if values.min() < 0 else values.max()
-        expected = "whole numbers, 0 or more" if highest is None else f"whole numbers from 0 to {highest}"
-        raise ArgumentError(message(name, expected, got))
-    return values
-
-
-def _host_of(ops: Backend, x: Array) -> np.ndarray[Any, Any]:
-    """Return an array as NumPy, bfloat16 of other frameworks as that of ml_dtypes."""
-    if ops.dtype(x) == "bfloat16":
-        from attnscore.io import bfloat16
-
-        return np.ascontiguousarray(ops.memory(x)).view(bfloat16())
-    found = ops.host(ops.stop_gradient(x))
-    return np.asarray(found)
-
-
-def _padded(ops: Backend, x: np.ndarray[Any, Any], slots: int, like: Array) -> Array:
-    """Return the array of a file as a buffer with `slots` slots."""
-    whole = np.zeros((*x.shape[:2], slots, x.shape[3]), x.dtype)
-    whole[:, :, : x.shape[2]] = x
-    if whole.dtype.name != "bfloat16" or ops.name == "numpy":
-        return ops.asarray(whole, like)
-    return ops.astype(ops.asarray(whole.astype(np.float32), like), "bfloat16")
+    def __hash__(self) -> int:
+        return hash(self._values)

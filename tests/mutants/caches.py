@@ -5,6 +5,8 @@ from __future__ import annotations
 from mutants.fault import Fault
 
 _FILE = "src/attnscore/kv_cache.py"
+_SLOTS = "src/attnscore/kv_buffers/slots.py"
+_STORAGE = "src/attnscore/kv_buffers/storage.py"
 _ANY = "tests/test_kv_cache.py -k any_order"
 _GRAPH = "tests/test_kv_cache.py -k 'graph_whole'"
 _PLAIN = "tests/test_kv_cache.py -k 'plain_attend'"
@@ -12,7 +14,7 @@ _PLAIN = "tests/test_kv_cache.py -k 'plain_attend'"
 FAULTS: list[Fault] = [
     Fault(
         "cache-window-of-one-more",
-        _FILE,
+        _SLOTS,
         "in_window = ops.logical_or(key > query - self.window,",
         "in_window = ops.logical_or(key >= query - self.window,",
         _ANY,
@@ -20,7 +22,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "cache-intervals-of-one-more",
-        _FILE,
+        _SLOTS,
         "start = np.maximum(self.sinks, query - self.window + 1)",
         "start = np.maximum(self.sinks, query - self.window)",
         _PLAIN,
@@ -37,8 +39,8 @@ FAULTS: list[Fault] = [
     Fault(
         "cache-ring-of-the-window-alone",
         _FILE,
-        "most = self.sinks + self.window + max(count, 1) - 1",
-        "most = self.sinks + self.window",
+        "return self.sinks + int(self.window or 0) + max(count, 1) - 1",
+        "return self.sinks + int(self.window or 0)",
         _ANY,
         "an append of several positions overwrites what its first query attends to",
     ),
@@ -52,7 +54,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "cache-sinks-move",
-        _FILE,
+        _SLOTS,
         "return index.where(positions < sinks, positions, sinks + (positions - sinks) % max(1, size - sinks))",
         "return index.where(positions < sinks, positions, positions % max(1, size))",
         _ANY,
@@ -60,19 +62,27 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "cache-reorder-in-sequence",
-        _FILE,
-        "changed = np.flatnonzero(indices != np.arange(len(x)))",
-        "changed = np.flatnonzero(indices > np.arange(len(x)))",
+        _STORAGE,
+        "changed = np.flatnonzero(indices != np.arange(len(buffer)))",
+        "changed = np.flatnonzero(indices > np.arange(len(buffer)))",
         _ANY,
         "a sequence that takes the past of an earlier one keeps its own",
     ),
     Fault(
         "cache-writes-into-a-graph",
-        _FILE,
-        "if is_saved or ops.needs_grad(x, block):",
-        "if ops.needs_grad(x, block):",
+        _STORAGE,
+        "if is_saved or ops.needs_grad(buffer, block):",
+        "if ops.needs_grad(buffer, block):",
         _GRAPH,
         "an append overwrites buffers that autograd holds for the gradient of a query",
+    ),
+    Fault(
+        "cache-selects-padding",
+        _SLOTS,
+        "return held - self.index.reshape(self.starts, (-1, 1))",
+        "return held - self.index.reshape(self.starts, (-1, 1)) + 1",
+        "tests/test_kv_cache.py -k 'loop_in_tensorflow'",
+        "a slot of a functional cache takes the entry behind its own",
     ),
     Fault(
         "cache-lengths-of-one-more",
