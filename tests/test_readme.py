@@ -393,6 +393,13 @@ def test_the_readmes_times_are_rows_of_the_page_of_performance() -> None:
     assert not [row for row in shown if row not in page]
 
 
+def test_the_readmes_badges_are_true() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    badges = re.findall(r"badge/(\w+)-(\S+)-\w+\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    classified = re.findall(r"Python :: (3\.\d+)", " ".join(project["classifiers"]))
+    assert dict(badges) == {"license": project["license"].replace("-", "--"), "python": "_|_".join(classified)}
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
