@@ -6,7 +6,10 @@ A figure is a number with a unit of time or memory, or "times" with a comparison
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -51,6 +54,32 @@ def without_command(text: str) -> list[str]:
 @pytest.mark.parametrize("path", [path for path in DOCUMENTS if not label(path).startswith(GENERATED_PAGES)], ids=label)
 def test_figures_stand_beside_the_command_that_shows_them(path) -> None:
     assert not without_command(path.read_text(encoding="utf-8"))
+
+
+def test_as_many_faults_were_found_as_the_page_of_reliability_says() -> None:
+    found = json.loads((ROOT / "tests" / "mutants" / "results.json").read_text(encoding="utf-8"))
+    said = re.search(r"\| (\d+) or more, all found", (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8"))
+    assert said is not None and len(found) >= int(said[1]) and all(one["killed_by"] for one in found.values())
+
+
+@pytest.mark.slow
+def test_there_are_as_many_tests_as_the_page_of_reliability_says() -> None:
+    rows = re.findall(
+        r"\| (\d+) tests or more \| `make test (SLOW=1 )?ARGS=\"?(tests/[^`\"]+)\"?` \|",
+        (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8"),
+    )
+    assert len(rows) >= 5
+    for least, slow, files in rows:
+        options = ["-m", ""] if slow else []
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "--collect-only", *options, *files.split()],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            check=True,
+        )
+        collected = len(re.findall(r"(?m)^tests/", done.stdout))
+        assert int(least) <= collected <= 1.2 * int(least), files
 
 
 def test_a_figure_alone_would_be_seen() -> None:
