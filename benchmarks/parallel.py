@@ -3,6 +3,8 @@
 Processes on this machine, over gloo, with one thread each; a forward and a backward, the least of several rounds. The
 model's rates are measured too: the operations a second of as many processes as run, each with its share of the heads
 and no messages (they share cores and memory), and the bytes a second that two processes send each other at once.
+
+Two processes are compared with one that computes the whole call in two threads, in turn with it: its peer waits.
 """
 
 from __future__ import annotations
@@ -29,10 +31,11 @@ OPERATIONS = 2 * (DIM + DIM) + 4
 
 
 def main() -> None:
-    """Print a row for each mask, mode and number of processes."""
+    """Print a row for each mask, mode and number of processes, then the largest error of the model."""
     latency, bandwidth = spawn(2, link)[0]
     print(f"link: {bandwidth / 1e9:.2f} GB/s, {1e6 * latency:.0f} us a message; {os.cpu_count()} CPUs")
-    print(f"{'mask':<16}{'mode':<8}{'ranks':>5}{'measured s':>12}{'predicted s':>13}{'ratio':>7}")
+    print(f"{'mask':<16}{'mode':<8}{'ranks':>5}{'measured s':>12}{'predicted s':>13}{'error':>8}{'1 x 2 threads':>15}")
+    errors = {}
     for name, mask in MASKS.items():
         pairs = simulate(mask, LENGTH, 1, Machine(1.0, 1.0), dim=DIM, operations_per_pair=1.0).seconds
         for ranks in (1, 2, 4):
@@ -46,8 +49,13 @@ def main() -> None:
                     mask, LENGTH, ranks, machine, dim=DIM, heads=HEADS, mode=mode, gradient=True,
                     queries="head_tail", keys="head_tail",
                 ).seconds  # fmt: skip
-                row = f"{name:<16}{mode:<8}{ranks:>5}{seconds[mode]:>12.3f}{predicted:>13.3f}"
-                print(f"{row}{predicted / seconds[mode]:>7.2f}", flush=True)
+                error = errors[name, mode, ranks] = predicted / seconds[mode] - 1
+                row = f"{name:<16}{mode:<8}{ranks:>5}{seconds[mode]:>12.3f}{predicted:>13.3f}{error:>+8.0%}"
+                threads = seconds.get("two threads")
+                beside = "" if threads is None else f"{seconds[mode] / threads:>6.2f} of {threads:.3f}"
+                print(f"{row}{beside:>15}".rstrip(), flush=True)
+    worst = max(errors, key=lambda key: abs(errors[key]))
+    print(f"the model is off by {errors[worst]:+.0%} at most: {worst[0]}, {worst[1]}, {worst[2]} ranks")
 
 
 def spawn(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -98,12 +106,19 @@ def link(rank: int, ranks: int) -> tuple[float, float]:
 def measure(rank: int, ranks: int, name: str) -> dict[str, float]:
     """Return the seconds of a rank's share of the pairs alone, without messages, and of the call in each mode.
 
-    A call of eight queries a rank takes the overhead of every call, its messages included.
+    A call of eight queries a rank takes the overhead of every call, its messages included. Of two ranks the first one
+    also computes the call of both, in two threads.
     """
     mask, shards = MASKS[name], [Shard.head_tail(LENGTH, r, ranks) for r in range(ranks)]
     whole = torch.randn(1, HEADS // ranks, LENGTH, DIM, requires_grad=True)
     x = torch.randn(1, HEADS, len(shards[rank]), DIM, requires_grad=True)
     few = torch.randn(1, HEADS, 8, DIM, requires_grad=True)
+    of_both = torch.randn(1, HEADS, LENGTH, DIM, requires_grad=True)
+
+    def two_threads() -> None:
+        torch.set_num_threads(2)
+        ats.attend(of_both, of_both, of_both, mask=mask).sum().backward()
+        torch.set_num_threads(1)
 
     def sharded(mode: str) -> None:
         attend(x, x, x, group=None, queries=shards, mask=mask, mode=mode, gradient="reduce").sum().backward()
@@ -113,6 +128,8 @@ def measure(rank: int, ranks: int, name: str) -> dict[str, float]:
 
     calls: dict[str, Callable[[], object]] = {mode: partial(sharded, mode) for mode in MODES}
     calls |= {f"tiny {mode}": partial(tiny, mode) for mode in MODES}
+    if ranks == 2:
+        calls["two threads"] = two_threads if rank == 0 else lambda: None
     return timed({"compute": lambda: ats.attend(whole, whole, whole, mask=mask).sum().backward()} | calls)
 
 
