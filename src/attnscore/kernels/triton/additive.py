@@ -134,7 +134,7 @@ def _direct_scores(total, query, key, w_v, query_column, key_column, hidden, slo
 
 
 @triton.jit
-def padded(hidden):
+def table_width(hidden):
     """Return the number of channels in a table: a multiple of four."""
     return (hidden + 3) // 4 * 4
 
@@ -146,7 +146,7 @@ def additive_scores(query, key, w_v, i, j, hidden, slope, ACTIVATION: tl.constex
     Entries past the last position are read too: a table has room for a tile of them.
     """
     # A constant where there is one channel.
-    width = tl.zeros((), tl.int64) + padded(hidden)
+    width = tl.zeros((), tl.int64) + table_width(hidden)
     a, b = query.data + i * query.row, key.data + j * key.row
     total = tl.zeros_like(tl.load(a) + tl.load(b))
     direct = hidden
@@ -194,7 +194,7 @@ def tabulate(
     """Fill the `channels` (matrix, 2 width + 1, pitch) and `powers` (matrix, rows, width) of a `Table`."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     z = tl.program_id(1).to(tl.int64)
-    width = padded(hidden)
+    width = table_width(hidden)
     data = x.data + z // (heads * groups) * x.batch + z // groups % heads * x.head + z % groups * x.group
     channels += z * (2 * width + 1) * pitch
     live = at < length
@@ -223,7 +223,7 @@ def tabulate(
 @triton.jit
 def pad_weights(w_v, out, hidden, BLOCK: tl.constexpr):
     """Write w_v, zeros up to a multiple of four channels, and its sum."""
-    z, width = tl.program_id(0).to(tl.int64), padded(hidden)
+    z, width = tl.program_id(0).to(tl.int64), table_width(hidden)
     total = 0.0
     for first in tl.range(0, width, BLOCK):
         c = first + tl.arange(0, BLOCK)
@@ -234,7 +234,7 @@ def pad_weights(w_v, out, hidden, BLOCK: tl.constexpr):
 
 
 def width_of(hidden: int) -> int:
-    """Return `padded`, on the host."""
+    """Return `table_width`, on the host."""
     return -(-hidden // 4) * 4
 
 

@@ -20,15 +20,14 @@ from attnscore.kernels.triton.additive import (
     TWO_TERMS,
     activation_and_slope,
     additive_scores,
-    padded,
     reciprocal,
+    table_width,
 )
 from attnscore.kernels.triton.backward import pair_gradients, row_values
 from attnscore.kernels.triton.forward import with_nonfinite
-from attnscore.kernels.triton.operands import Operand, RowGrads, Side
-from attnscore.kernels.triton.tile import attended, base, is_finite
-from attnscore.kernels.triton.tiles import SUMS
-from attnscore.kernels.triton.tiles import padded as padded_dim
+from attnscore.kernels.triton.operands import Operand, RowGrads
+from attnscore.kernels.triton.tile import ADDITIVE, attended, base, is_finite, matrix_of, side_of, vectors
+from attnscore.kernels.triton.tiles import SUMS, padded
 
 if TYPE_CHECKING:
     from attnscore.kernels.triton.launch import Operands, Runner
@@ -38,12 +37,6 @@ CHUNK_PAIRS = 2**23
 TILE = (SUMS, 64)
 """Positions and channels of the sums of a program: 32 numbers for each of 128 threads."""
 INTERPRETED_TILE = (16, 16)
-
-
-@triton.jit
-def side_of(x, b, h, g):
-    """Return the `Side` of an `Operand` at (batch, head, group)."""
-    return Side(base(x, b, h, g), x.row, x.column)
 
 
 class Chunk(NamedTuple):
@@ -92,13 +85,12 @@ def store_gradients(
     """Compute the gradients of the scores of a query tile of the chunk, its weights, and the gradient of its bias."""
     local, of_chunk = tl.program_id(0), tl.program_id(1)
     tile, z = chunk.first_tile + local, chunk.first_matrix * groups + of_chunk
-    b, h, g = z // (heads * groups), z // groups % heads, z % groups
+    b, h, g = matrix_of(z, heads, groups)
     i, dv = tile * BM + tl.arange(0, BM), tl.arange(0, DV)
     row, live = i[:, None], i[:, None] < n_q
     at_row = row.to(tl.int64)
     of_query, of_key, of_value = side_of(query, b, h, g), side_of(key, b, h, g), side_of(value, b, h, g)
-    at = base(grad_out, b, h, g) + at_row * grad_out.row + dv[None, :] * grad_out.column
-    do = tl.load(at, mask=live & (dv[None, :] < value_dim), other=0.0)
+    do = vectors(side_of(grad_out, b, h, g), at_row, dv[None, :], live, value_dim)
     of_rows = row_values(rows, z, row, n_q)
     stored = (of_chunk.to(tl.int64) * chunk.tile_count + local) * BM + tl.arange(0, BM)
     for interval in tl.range(0, INTERVALS):
@@ -107,12 +99,11 @@ def store_gradients(
             c = at_tile * BN + tl.arange(0, BN)
             j, live_j = c[None, :], c[None, :] < n_k
             raw = additive_scores(of_query, of_key, base(w_v, b, h, g), row, j, hidden, slope, ACTIVATION)
-            at_value = of_value.data + c.to(tl.int64)[None, :] * of_value.row + dv[:, None] * of_value.column
-            v = tl.load(at_value, mask=live_j & (dv[:, None] < value_dim), other=0.0)
+            v = vectors(of_value, c.to(tl.int64)[None, :], dv[:, None], live_j, value_dim)
             dp = tl.dot(do.to(v.dtype), v, input_precision=PRECISION)
             attends = attended(masking, interval, b, h, g, row, j, n_q, n_k)
             weights, grad, ds = pair_gradients(
-                raw, dp, attends, of_rows, bias, dropout, b, h, g, z, row, j, n_q, n_k, CAPS, RELATIVE, 2
+                raw, dp, attends, of_rows, bias, dropout, b, h, g, z, row, j, n_q, n_k, CAPS, RELATIVE, ADDITIVE
             )
             if grad_bias is not None:
                 # A pair is in one interval at most, so it is written once.
@@ -233,7 +224,7 @@ def side_gradient(
         reach: tl.constexpr = 1.0 if ACTIVATION == "tanh" else 2.0
         size = tl.max(tl.load(base(own_sizes, b, h, g) + position, mask=live, other=0.0), 0)
         size_of_other = tl.load(base(other_size, b, h, g))
-        power, other_power, width = side_of(own_powers, b, h, g), side_of(other_powers, b, h, g), padded(hidden)
+        power, other_power, width = side_of(own_powers, b, h, g), side_of(other_powers, b, h, g), table_width(hidden)
         if size + size_of_other <= reach * TWO_TERMS:
             acc, acc_value, acc_ds = _side_sums(
                 power, other_power, width, position, c, chunk, ds, masking, b, own_tile, own_len, other_len, slope,
@@ -297,8 +288,7 @@ def value_gradient(
             column = (before + key_tile - first) * BN + (j - key_tile * BN)
             p = tl.load(chunk.weights + stored[None, :] * chunk.pitch + column[:, None])
             i = (tile * BM + local)[:, None]
-            at = base(grad_out, b, h, g) + i.to(tl.int64) * grad_out.row + dv[None, :] * grad_out.column
-            do = tl.load(at, mask=(i < n_q) & (dv < value_dim)[None, :], other=0.0)
+            do = vectors(side_of(grad_out, b, h, g), i.to(tl.int64), dv[None, :], i < n_q, value_dim)
             finite = is_finite(do)
             acc = tl.dot(p.to(do.dtype), tl.where(finite, do, 0.0), acc, input_precision=PRECISION)
             is_bad = tl.maximum(is_bad, 1 - tl.min(finite.to(tl.int32)))
@@ -350,7 +340,7 @@ def gradients(
     ds, weights = torch.empty((2, most_kv * most_tiles * pairs_of_tile), dtype=torch.float32, device=device)
     shape: dict[str, Any] = {"INTERVALS": intervals, "BM": tile.queries, "BN": tile.keys}
     scores = {"ACTIVATION": sides.activation, "CAPS": given.caps, "RELATIVE": given.is_relative}
-    values = {"DV": padded_dim(value_dim), "PRECISION": given.precision}
+    values = {"DV": padded(value_dim), "PRECISION": given.precision}
     sums = {"BLOCK": block, **shape, "num_warps": 4}
     columns = triton.cdiv(hidden, channels)
     query, key = sides.query_table, sides.key_table

@@ -11,8 +11,11 @@ import triton
 import triton.language as tl
 
 from attnscore.kernels.triton.forward import with_nonfinite
-from attnscore.kernels.triton.operands import RowGrads, Side
+from attnscore.kernels.triton.operands import RowGrads
 from attnscore.kernels.triton.tile import (
+    ADDITIVE,
+    DISTANCE,
+    INNER,
     LOG2E,
     NEG_INF,
     attended,
@@ -24,11 +27,14 @@ from attnscore.kernels.triton.tile import (
     distance_gradient,
     is_finite,
     kept,
+    key_segments,
     matrix_of,
     pair_scores,
     segments,
+    side_of,
     steps_of,
     tile_of_step,
+    vectors,
 )
 
 
@@ -39,9 +45,9 @@ def row_sums(out, grad_out, grad_log_sum_exp, delta, n_q, value_dim, heads, grou
     b, h, g = matrix_of(z, heads, groups)
     i = tl.program_id(0) * BM + tl.arange(0, BM)
     row, dv = i.to(tl.int64)[:, None], tl.arange(0, DV)[None, :]
-    live = (i[:, None] < n_q) & (dv < value_dim)
-    x = tl.load(base(out, b, h, g) + row * out.row + dv * out.column, mask=live, other=0.0).to(tl.float32)
-    grad = tl.load(base(grad_out, b, h, g) + row * grad_out.row + dv * grad_out.column, mask=live, other=0.0)
+    live = i[:, None] < n_q
+    x = vectors(side_of(out, b, h, g), row, dv, live, value_dim).to(tl.float32)
+    grad = vectors(side_of(grad_out, b, h, g), row, dv, live, value_dim)
     # A query that attends nothing has the output 0, and ignores a gradient of NaN.
     total = -tl.sum(tl.where(x == 0, 0.0, x * grad.to(tl.float32)), 1)
     at = z.to(tl.int64) * n_q + i
@@ -76,7 +82,7 @@ def pair_gradients(raw, dp, attends, rows, bias, dropout, b, h, g, z, i, j, n_q,
     that the mask leaves; `rows` are those of `row_values`. `FULL`: the mask leaves all pairs.
     """
     s = capped(raw, CAPS)
-    if FORM != 2 and not FULL:
+    if FORM != ADDITIVE and not FULL:
         s = tl.where(s == NEG_INF, float("nan"), s)
     if bias is not None:
         of_pair = bias_of(bias, b, h, g, i, j, n_q, n_k, RELATIVE)
@@ -121,13 +127,10 @@ def d_query(
     i = tile * BM + tl.arange(0, BM)
     row, d, dv = i[:, None], tl.arange(0, D), tl.arange(0, DV)
     live = row < n_q
-    of_query = Side(base(query, b, h, g), query.row, query.column)
-    of_key = Side(base(key, b, h, g), key.row, key.column)
-    of_value = base(value, b, h, g)
+    of_query, of_key, of_value = side_of(query, b, h, g), side_of(key, b, h, g), side_of(value, b, h, g)
     at_row = row.to(tl.int64)
-    if FORM == 0:
-        at = of_query.data + at_row * of_query.row + d[None, :] * of_query.column
-        q = tl.load(at, mask=live & (d[None, :] < dim), other=0.0)
+    if FORM == INNER:
+        q = vectors(of_query, at_row, d[None, :], live, dim)
     else:
         q = 0.0
     if query_bias is not None:
@@ -136,27 +139,21 @@ def d_query(
         of_row = None
     if scales is not None:
         scale = tl.load(scales + h * groups + g)
-    at = base(grad_out, b, h, g) + at_row * grad_out.row + dv[None, :] * grad_out.column
-    do = tl.load(at, mask=live & (dv[None, :] < value_dim), other=0.0)
+    do = vectors(side_of(grad_out, b, h, g), at_row, dv[None, :], live, value_dim)
     of_rows = row_values(rows, z, row, n_q)
     acc = tl.zeros((BM, D), tl.float32)
     of_query_bias = tl.zeros((BM,), tl.float32)
     of_scale = tl.zeros((BM,), tl.float32)
     for interval in tl.range(0, INTERVALS):
-        line = 0
-        if masking.ends is not None:
-            of_batch = tl.minimum(b, masking.ends_batch - 1)
-            line = (interval * masking.ends_batch + of_batch) * tl.cdiv(n_q, BM) + tile
-        some_lo, all_lo, all_hi, some_hi = segments(masking.ends, line, n_k, BN, TESTED)
+        some_lo, all_lo, all_hi, some_hi = key_segments(masking, interval, b, tile, n_q, n_k, BM, BN, TESTED)
         for part in tl.static_range(2):
             for step in tl.range(0, steps_of(some_lo, all_lo, all_hi, some_hi, part == 0)):
                 at_tile = tile_of_step(step, some_lo, all_lo, all_hi, part == 0)
                 c = at_tile * BN + tl.arange(0, BN)
                 j, here = c[None, :], c.to(tl.int64)
                 live_j = j < n_k
-                if FORM == 0:
-                    at_key = of_key.data + here[None, :] * of_key.row + d[:, None] * of_key.column
-                    k = tl.load(at_key, mask=live_j & (d[:, None] < dim), other=0.0)
+                if FORM == INNER:
+                    k = vectors(of_key, here[None, :], d[:, None], live_j, dim)
                 else:
                     k = 0.0
                 if key_bias is not None:
@@ -168,8 +165,7 @@ def d_query(
                     q, k, of_row, of_column, of_query, of_key, w_v, row, j, live, live_j, dim, scale, slope,
                     FORM, ACTIVATION, PRECISION,
                 )  # fmt: skip
-                at_value = of_value + here[None, :] * value.row + dv[:, None] * value.column
-                v = tl.load(at_value, mask=live_j & (dv[:, None] < value_dim), other=0.0)
+                v = vectors(of_value, here[None, :], dv[:, None], live_j, value_dim)
                 dp = tl.dot(do.to(v.dtype), v, input_precision=PRECISION)
                 if part == 0:
                     attends = live & live_j
@@ -187,16 +183,16 @@ def d_query(
                     of_query_bias += tl.sum(ds, 1)
                 if grad_scale is not None:
                     of_scale += tl.sum(tl.where(ds == 0, 0.0, ds * raw), 1)
-                if FORM == 0:
+                if FORM == INNER:
                     if part == 1 or bias is not None:
                         # The gradient of a pair that attends a NaN is NaN itself; others must not multiply it.
                         k = tl.where(is_finite(k), k, 0.0)
                     acc = tl.dot(ds.to(k.dtype), tl.trans(k), acc, input_precision=PRECISION)
-                elif FORM == 1:
+                elif FORM == DISTANCE:
                     acc = distance_gradient(acc, ds, of_query, of_key, row, j, live, live_j, dim, D)
-    if FORM == 0:
+    if FORM == INNER:
         acc = acc * scale
-    elif FORM == 1:
+    elif FORM == DISTANCE:
         acc = acc * (-2.0 * scale)
     at = base(grad_query, b, h, g) + at_row * grad_query.row + d[None, :] * grad_query.column
     tl.store(at, acc.to(grad_query.data.dtype.element_ty), mask=live & (d[None, :] < dim))
@@ -223,14 +219,12 @@ def d_key(
     c = tile * BN + tl.arange(0, BN)
     j, d, dv = c[:, None], tl.arange(0, D), tl.arange(0, DV)
     live_j, here = j < n_k, c.to(tl.int64)[:, None]
-    of_key = Side(base(key, b, h, first_group), key.row, key.column)
-    if FORM == 0:
-        at = of_key.data + here * of_key.row + d[None, :] * of_key.column
-        k = tl.load(at, mask=live_j & (d[None, :] < dim), other=0.0)
+    of_key = side_of(key, b, h, first_group)
+    if FORM == INNER:
+        k = vectors(of_key, here, d[None, :], live_j, dim)
     else:
         k = 0.0
-    at = base(value, b, h, first_group) + here * value.row + dv[None, :] * value.column
-    v = tl.load(at, mask=live_j & (dv[None, :] < value_dim), other=0.0)
+    v = vectors(side_of(value, b, h, first_group), here, dv[None, :], live_j, value_dim)
     if key_bias is not None:
         at = base(key_bias, b, h, first_group) + here * key_bias.row
         of_column = tl.load(at, mask=live_j, other=0.0).to(tl.float32)
@@ -251,8 +245,7 @@ def d_key(
     for member in tl.range(0, members):
         g = first_group + member
         z = (b * heads + h) * groups + g
-        of_query = Side(base(query, b, h, g), query.row, query.column)
-        of_grad_out = base(grad_out, b, h, g)
+        of_query, of_grad_out = side_of(query, b, h, g), side_of(grad_out, b, h, g)
         if scales is not None:
             scale = tl.load(scales + h * groups + g)
         for part in tl.static_range(2):
@@ -261,9 +254,8 @@ def d_key(
                 r = at_tile * BM + tl.arange(0, BM)
                 i, at_row = r[None, :], r.to(tl.int64)
                 live = i < n_q
-                if FORM == 0:
-                    at_query = of_query.data + at_row[None, :] * of_query.row + d[:, None] * of_query.column
-                    q = tl.load(at_query, mask=live & (d[:, None] < dim), other=0.0)
+                if FORM == INNER:
+                    q = vectors(of_query, at_row[None, :], d[:, None], live, dim)
                 else:
                     q = 0.0
                 if query_bias is not None:
@@ -275,8 +267,7 @@ def d_key(
                     k, q, of_row, of_column, of_query, of_key, w_v, i, j, live, live_j, dim, scale, slope,
                     FORM, ACTIVATION, PRECISION,
                 )  # fmt: skip
-                at_grad = of_grad_out + at_row[:, None] * grad_out.row + dv[None, :] * grad_out.column
-                do = tl.load(at_grad, mask=(r[:, None] < n_q) & (dv[None, :] < value_dim), other=0.0)
+                do = vectors(of_grad_out, at_row[:, None], dv[None, :], r[:, None] < n_q, value_dim)
                 dp = tl.dot(v, tl.trans(do).to(v.dtype), input_precision=PRECISION)
                 if part == 0:
                     attends = live & live_j
@@ -293,13 +284,13 @@ def d_key(
                 of_value = tl.dot(dropped.to(do.dtype), do, of_value, input_precision=PRECISION)
                 if grad_key_bias is not None:
                     of_key_bias += tl.sum(ds, 1)
-                if FORM == 0:
+                if FORM == INNER:
                     if part == 1 or bias is not None:
                         q = tl.where(is_finite(q), q, 0.0)
                     acc = tl.dot(ds.to(q.dtype), tl.trans(q), acc, input_precision=PRECISION)
-                elif FORM == 1:
+                elif FORM == DISTANCE:
                     acc = distance_gradient(acc, ds * (-2.0 * scale), of_key, of_query, j, i, live_j, live, dim, D)
-    if FORM == 0:
+    if FORM == INNER:
         acc = acc * scale
     at = base(grad_key, b, h, first_group) + here * grad_key.row + d[None, :] * grad_key.column
     tl.store(at, acc.to(grad_key.data.dtype.element_ty), mask=live_j & (d[None, :] < dim))
@@ -329,30 +320,25 @@ def tile_gradient(
     r, c = tile * BM + tl.arange(0, BM), at_tile * BN + tl.arange(0, BN)
     i, j, d, dv = r[:, None], c[None, :], tl.arange(0, D), tl.arange(0, DV)
     live, live_j, at_row, here = i < n_q, j < n_k, i.to(tl.int64), j.to(tl.int64)
-    of_query = Side(base(query, b, h, g), query.row, query.column)
-    of_key = Side(base(key, b, h, g), key.row, key.column)
+    of_query, of_key = side_of(query, b, h, g), side_of(key, b, h, g)
     q, k, of_row, of_column = 0.0, 0.0, None, None
-    if FORM == 0:
-        at = of_query.data + at_row * of_query.row + d[None, :] * of_query.column
-        q = tl.load(at, mask=live & (d[None, :] < dim), other=0.0)
-        at = of_key.data + here * of_key.row + d[:, None] * of_key.column
-        k = tl.load(at, mask=live_j & (d[:, None] < dim), other=0.0)
+    if FORM == INNER:
+        q = vectors(of_query, at_row, d[None, :], live, dim)
+        k = vectors(of_key, here, d[:, None], live_j, dim)
     if query_bias is not None:
         of_row = tl.load(base(query_bias, b, h, g) + at_row * query_bias.row, mask=live, other=0.0).to(tl.float32)
     if key_bias is not None:
         of_column = tl.load(base(key_bias, b, h, g) + here * key_bias.row, mask=live_j, other=0.0).to(tl.float32)
     if scales is not None:
         scale = tl.load(scales + h * groups + g)
-    if FORM == 2:
+    if FORM == ADDITIVE:
         w_v = base(w_v, b, h, g)
     raw = pair_scores(
         q, k, of_row, of_column, of_query, of_key, w_v, i, j, live, live_j, dim, scale, slope,
         FORM, ACTIVATION, PRECISION,
     )  # fmt: skip
-    at = base(grad_out, b, h, g) + at_row * grad_out.row + dv[None, :] * grad_out.column
-    do = tl.load(at, mask=live & (dv[None, :] < value_dim), other=0.0)
-    at = base(value, b, h, g) + here * value.row + dv[:, None] * value.column
-    v = tl.load(at, mask=live_j & (dv[:, None] < value_dim), other=0.0)
+    do = vectors(side_of(grad_out, b, h, g), at_row, dv[None, :], live, value_dim)
+    v = vectors(side_of(value, b, h, g), here, dv[:, None], live_j, value_dim)
     dp = tl.dot(do.to(v.dtype), v, input_precision=PRECISION)
     attends = attended_by_any(masking, b, h, g, i, j, n_q, n_k, INTERVALS)
     of_rows = row_values(rows, z, i, n_q)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnscore.kernels.triton.operands import Side
 from attnscore.kernels.triton.tile import (
+    ADDITIVE,
+    INNER,
     LOG2E,
     NEG_INF,
     attended,
@@ -17,11 +18,13 @@ from attnscore.kernels.triton.tile import (
     is_finite,
     is_nan,
     kept,
+    key_segments,
     matrix_of,
     pair_scores,
-    segments,
+    side_of,
     steps_of,
     tile_of_step,
+    vectors,
 )
 
 
@@ -99,14 +102,9 @@ def forward(
     i = tile * BM + tl.arange(0, BM)
     row, d, dv = i[:, None], tl.arange(0, D), tl.arange(0, DV)
     live = row < n_q
-    of_query = Side(base(query, b, h, g), query.row, query.column)
-    of_key = Side(base(key, b, h, g), key.row, key.column)
-    of_value = base(value, b, h, g)
-    if FORM == 0:
-        q = tl.load(
-            of_query.data + row.to(tl.int64) * of_query.row + d[None, :] * of_query.column,
-            mask=live & (d[None, :] < dim), other=0.0,
-        )  # fmt: skip
+    of_query, of_key, of_value = side_of(query, b, h, g), side_of(key, b, h, g), base(value, b, h, g)
+    if FORM == INNER:
+        q = vectors(of_query, row.to(tl.int64), d[None, :], live, dim)
     else:
         q = 0.0
     if query_bias is not None:
@@ -116,7 +114,7 @@ def forward(
         of_row = None
     if scales is not None:
         scale = tl.load(scales + h * groups + g)
-    if FORM == 2:
+    if FORM == ADDITIVE:
         w_v = base(w_v, b, h, g)
     top = tl.full((BM,), NEG_INF, tl.float32)
     total = tl.zeros((BM,), tl.float32)
@@ -125,12 +123,7 @@ def forward(
     count, origin, mean, deviations = total, total, total, total
     is_bad = 0
     for interval in tl.range(0, INTERVALS):
-        line = 0
-        if masking.ends is not None:
-            # One line of ends for each batch row, or for all.
-            of_batch = tl.minimum(b, masking.ends_batch - 1)
-            line = (interval * masking.ends_batch + of_batch) * tl.cdiv(n_q, BM) + tile
-        some_lo, all_lo, all_hi, some_hi = segments(masking.ends, line, n_k, BN, TESTED)
+        some_lo, all_lo, all_hi, some_hi = key_segments(masking, interval, b, tile, n_q, n_k, BM, BN, TESTED)
         for part in tl.static_range(2):
             for step in tl.range(0, steps_of(some_lo, all_lo, all_hi, some_hi, part == 0)):
                 at_tile = tile_of_step(step, some_lo, all_lo, all_hi, part == 0)
@@ -138,7 +131,7 @@ def forward(
                 j = c[None, :]
                 live_j = j < n_k
                 here = c.to(tl.int64)
-                if FORM == 0:
+                if FORM == INNER:
                     at = of_key.data + here[None, :] * of_key.row + d[:, None] * of_key.column
                     if part == 0:
                         k = tl.load(at, mask=d[:, None] < dim, other=0.0)
@@ -163,7 +156,7 @@ def forward(
                         attends = live & live_j
                     else:
                         attends = attended(masking, interval, b, h, g, row, j, n_q, n_k)
-                        if FORM != 2:
+                        if FORM != ADDITIVE:
                             # A product with an infinity counts as NaN, as on the CPU.
                             s = tl.where(s == NEG_INF, float("nan"), s)
                     if bias is not None:

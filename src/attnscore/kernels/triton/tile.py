@@ -10,7 +10,10 @@ import triton
 import triton.language as tl
 
 from attnscore.kernels.triton.additive import additive_scores
+from attnscore.kernels.triton.operands import Side
 
+# Values of FORM, in the order of `tiles.FORMS`.
+INNER, DISTANCE, ADDITIVE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 LOG2E = tl.constexpr(1.4426950408889634)
 NEG_INF = tl.constexpr(float("-inf"))
 
@@ -19,6 +22,18 @@ NEG_INF = tl.constexpr(float("-inf"))
 def base(x, b, h, g):
     """Return the pointer of an `Operand` at (batch, head, group)."""
     return x.data + b.to(tl.int64) * x.batch + h.to(tl.int64) * x.head + g.to(tl.int64) * x.group
+
+
+@triton.jit
+def side_of(x, b, h, g):
+    """Return the `Side` of an `Operand` at (batch, head, group)."""
+    return Side(base(x, b, h, g), x.row, x.column)
+
+
+@triton.jit
+def vectors(side, rows, columns, live, dim):
+    """Return the numbers of a `Side` at int64 rows and columns below `dim`, which broadcast; 0 outside of `live`."""
+    return tl.load(side.data + rows * side.row + columns * side.column, mask=live & (columns < dim), other=0.0)
 
 
 @triton.jit
@@ -92,6 +107,17 @@ def segments(ends, line, length, BLOCK: tl.constexpr, TESTED: tl.constexpr):
         at = ends + line.to(tl.int64) * 4
         some_lo, all_lo, all_hi, some_hi = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
     return some_lo, all_lo, all_hi, some_hi
+
+
+@triton.jit
+def key_segments(masking, interval, b, tile, n_q, n_k, BM: tl.constexpr, BN: tl.constexpr, TESTED: tl.constexpr):
+    """Return the `segments` of key tiles that a query tile visits in one of its intervals."""
+    line = 0
+    if masking.ends is not None:
+        # One line of ends for each batch row, or for all.
+        of_batch = tl.minimum(b, masking.ends_batch - 1)
+        line = (interval * masking.ends_batch + of_batch) * tl.cdiv(n_q, BM) + tile
+    return segments(masking.ends, line, n_k, BN, TESTED)
 
 
 @triton.jit
@@ -214,13 +240,13 @@ def pair_scores(
     Inner form: `q` and `k` are the matrices whose product is the tile, and the biases are (M, 1) and (1, N) or
     transposed. Other forms read `query` and `key` by channels.
     """
-    if FORM == 0:
+    if FORM == INNER:
         s = tl.dot(q, k, input_precision=PRECISION) * scale
         if query_bias is not None:
             s += query_bias
         if key_bias is not None:
             s += key_bias
-    elif FORM == 1:
+    elif FORM == DISTANCE:
         s = squared_distance(query, key, i, j, live_i, live_j, dim) * -scale
     else:
         s = additive_scores(query, key, w_v, i, j, dim, slope, ACTIVATION)
