@@ -465,6 +465,67 @@ def test_what_does_not_fit_is_refused(changed: Any, shapes: Any, words: str) -> 
         jax.block_until_ready(ffi.call("forward", results, arrays, _attributes(**changed)))
 
 
+# ------------------------------------------------------- plans of the library
+
+
+def test_a_repeated_call_reads_its_arrays_and_ends_anew(narrow: None) -> None:
+    """A plan is made at the first run; the gradients of a run are not added to those of the last."""
+    w_v = normal(5)
+
+    def loss(arrays: Any, lens: Any, w_v: Any, **options: Any) -> Any:
+        out, stats = ats.attend(
+            *arrays, score=ats.Additive(w_v), valid_lens=lens, sink=w_v[:4], return_stats=True, **options
+        )
+        return (out**2).sum() + (stats.entropy**2 + stats.log_sum_exp).sum()
+
+    native, dense = (
+        jax.jit(jax.value_and_grad(lambda *a, o=options: loss(*a, **o), (0, 2)))
+        for options in ({"kernel": "native"}, {"kernel": "dense"})
+    )
+    for numbers in ([7, 3], [11, 1], [2, 9]):
+        given = inputs(), jnp.asarray(numbers), w_v
+        close(native(*given), dense(*given), 1e-4)
+
+
+def test_the_seed_is_no_part_of_a_plan() -> None:
+    arrays = inputs()
+    for seed in (1, 2):
+        wanted = ats.attend(*arrays, dropout=0.5, seed=seed, kernel="dense")
+        close(jax.jit(lambda *a, seed=seed: ats.attend(*a, dropout=0.5, seed=seed))(*arrays), wanted)
+
+
+def test_ends_of_intervals_are_checked_in_each_call() -> None:
+    assert ffi.registered()
+    arrays = [jnp.zeros(shape, "float32") for shape in ((1, 1, 1, 3, 4), (1, 1, 1, 5, 4), (1, 1, 1, 5, 2))]
+    column = (1, 1, 1, 3, 1)
+    results = [((1, 1, 1, 3, 2), "float32"), (column, "float32"), (column, "float32")]
+
+    def run(start: int, stop: int, dtype: str) -> Any:
+        ends = [jnp.full((1, 3), end, dtype) for end in (start, stop)]
+        given = 7 | 1 << 9 | 1 << 10
+        return jax.block_until_ready(ffi.call("forward", results, [*arrays, *ends], _attributes(given=given)))
+
+    for dtype in ("int32", "int64"):
+        for start, stop, words in (
+            (-1, 2, "start: expected numbers from 0"),
+            (1, 6, "up to key_len = 5"),
+            (3, 2, "on"),
+        ):
+            assert float(run(1, 4, dtype)[2][0, 0, 0, 0, 0]) == pytest.approx(np.log(3))
+            with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=words):
+                run(start, stop, dtype)
+
+
+@pytest.mark.slow
+def test_more_calls_than_the_library_keeps_plans_for() -> None:
+    arrays = normal(1, 3, 4), normal(70, 4), normal(70, 4)
+
+    every = jax.jit(lambda q, k, v: [ats.attend(q, k[:n], v[:n]) for n in range(1, 71)])
+    wanted = [ats.attend(arrays[0], *(x[:n] for x in arrays[1:])) for n in range(1, 71)]
+    for _ in range(2):
+        close(every(*arrays), wanted)
+
+
 # ------------------------------------------------------- the tables
 
 

@@ -4,15 +4,19 @@
 #include <xla/ffi/api/ffi.h>
 
 #include <atomic>
+#include <bit>
 #include <cstring>
 #include <exception>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "api/call_plan.h"
 #include "api/parse.h"
 #include "api/row_finish.h"
 #include "api/validate.h"
@@ -52,6 +56,13 @@ const char* name_of(ffi::DataType type) {
         if (value == type) return name;
     }
     return "another dtype";
+}
+
+template <class T>
+T attribute(ffi::Dictionary attributes, const char* name) {
+    const ffi::ErrorOr<T> found = attributes.get<T>(name);
+    if (!found.has_value()) throw std::invalid_argument(std::string(name) + ": " + found.error().message());
+    return *found;
 }
 
 // One buffer of XLA. The axes of vmap are in front of its own, with length 1 where it is not mapped.
@@ -212,9 +223,7 @@ class Call {
    private:
     template <class T>
     T attribute(const char* name) const {
-        const ffi::ErrorOr<T> found = attributes_.get<T>(name);
-        if (!found.has_value()) throw std::invalid_argument(std::string(name) + ": " + found.error().message());
-        return *found;
+        return attnscore::attribute<T>(attributes_, name);
     }
 
     std::string dtype(Array Inputs::* input) const {
@@ -291,14 +300,163 @@ ffi::Error run_examples(const Call& call, const Build& build, const Run& run) {
     return ffi::Error::Success();
 }
 
-ffi::Error forward(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) try {
+// Names of the results that a direction may have, in the order of the bits of the attribute `wanted`.
+std::vector<const char*> result_names(bool is_backward) {
     std::vector<const char*> names;
-    for (const size_t i : kForwardOrder) names.push_back(kForwardArrays[i].name);
-    const Call call(args, rets, attributes, names);
+    if (is_backward) {
+        for (const auto& field : kGradients) names.push_back(field.name);
+    } else {
+        for (const size_t i : kForwardOrder) names.push_back(kForwardArrays[i].name);
+    }
+    return names;
+}
+
+ForwardArrays forward_arrays(const Call& call, const Problem& p, const Shape& example) {
+    ForwardArrays arrays;
+    for (size_t i = 0; i < std::size(kForwardOrder); ++i) {
+        call.result(i, kForwardArrays[kForwardOrder[i]], p, example, arrays);
+    }
+    return arrays;
+}
+
+BackwardArrays backward_arrays(const Call& call, const Problem& p, const Shape& example) {
+    BackwardArrays arrays;
+    call.forward_results(p, example, arrays);
+    for (size_t i = 0; i < std::size(kGradients); ++i) call.result(i, kGradients[i], p, example, arrays);
+    return arrays;
+}
+
+// Calls that differ in addresses and seed alone are checked once, and then run by a plan. Mapped calls, and those with
+// ids or a seed of the program's, have none.
+constexpr size_t kMostPlans = 64;
+constexpr int64_t kMostPlannedHeads = 4096;
+constexpr size_t kQueryIds = 7, kKeyIds = 8, kStart = 9, kStop = 10;
+static_assert(kInputs[kQueryIds].array == &Inputs::query_ids && kInputs[kKeyIds].array == &Inputs::key_ids);
+static_assert(kInputs[kStart].array == &Inputs::start && kInputs[kStop].array == &Inputs::stop);
+
+class PlannedCall {
+   public:
+    PlannedCall(bool is_backward, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) {
+        const Call call(args, rets, attributes, result_names(is_backward));
+        Problem p = call.problem({});
+        const Inputs in = call.inputs(p, {});
+        key_len_ = in.key.given ? in.key.shape[in.key.ndim - 2] : 0;
+        if (in.start.given) start_ = place_of(attributes, kStart);
+        if (is_backward) {
+            const BackwardArrays arrays = backward_arrays(call, p, {});
+            for (size_t i = 0; i < rets.size(); ++i) order_.push_back(i);
+            plan_.emplace(std::move(p), in, arrays);
+            return;
+        }
+        // A plan has its addresses in the order of the struct.
+        const ForwardArrays arrays = forward_arrays(call, p, {});
+        for (const auto& field : kForwardArrays) {
+            size_t place = 0;
+            for (const size_t i : kForwardOrder) {
+                if (kForwardArrays[i].array == field.array && (arrays.*field.array).given) order_.push_back(place);
+                place += (arrays.*kForwardArrays[i].array).given;
+            }
+        }
+        plan_.emplace(std::move(p), in, arrays);
+    }
+
+    // Run, unless the ends of intervals are none: then return false.
+    bool run(ffi::RemainingArgs args, ffi::RemainingRets rets, uint64_t seed) {
+        addresses_.clear();
+        for (size_t i = 0; i < args.size(); ++i) addresses_.push_back(data_of(*args.get<ffi::AnyBuffer>(i)));
+        for (const size_t i : order_) addresses_.push_back(data_of(**rets.get<ffi::AnyBuffer>(i)));
+        if (start_) {
+            for (size_t i = 0; i < 2; ++i) {
+                read_ends(*args.get<ffi::AnyBuffer>(*start_ + i), ends_[i]);
+                addresses_[*start_ + i] = reinterpret_cast<char*>(ends_[i].data());
+            }
+            for (size_t i = 0; i < ends_[0].size(); ++i) {
+                if (ends_[0][i] < 0 || ends_[1][i] > key_len_ || ends_[0][i] > ends_[1][i]) return false;
+            }
+        }
+        plan_->run(selected_kernels(), addresses_, seed, threads.load(std::memory_order_relaxed));
+        return true;
+    }
+
+   private:
+    static char* data_of(const ffi::AnyBuffer& x) { return static_cast<char*>(x.untyped_data()); }
+
+    static size_t place_of(ffi::Dictionary attributes, size_t operand) {
+        const auto before = attribute<int64_t>(attributes, "given") & ((int64_t{1} << operand) - 1);
+        return static_cast<size_t>(std::popcount(static_cast<uint64_t>(before)));
+    }
+
+    // Copy the ends of intervals: programs without 64-bit numbers have them as 32-bit integers.
+    static void read_ends(const ffi::AnyBuffer& from, std::vector<int64_t>& to) {
+        const auto count = static_cast<ptrdiff_t>(from.element_count());
+        if (from.element_type() == ffi::DataType::S32) {
+            const auto* ends = reinterpret_cast<const int32_t*>(data_of(from));
+            to.assign(ends, ends + count);
+        } else {
+            const auto* ends = reinterpret_cast<const int64_t*>(data_of(from));
+            to.assign(ends, ends + count);
+        }
+    }
+
+    std::optional<CallPlan> plan_;
+    std::vector<size_t> order_;    // of the results, as the plan takes them
+    std::optional<size_t> start_;  // place of the starts of intervals among the operands; their ends are next
+    int64_t key_len_ = 0;
+    std::vector<int64_t> ends_[2];
+    std::vector<char*> addresses_;
+};
+
+// Write all that planning reads of a call: direction, dtypes, shapes, attributes without the seed.
+void write_signature(std::string& to, bool is_backward, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                     ffi::Dictionary attributes) {
+    const auto append = [&](const auto& x) { to.append(reinterpret_cast<const char*>(&x), sizeof x); };
+    const auto append_all = [&](const auto& all) {
+        append(all.size());
+        if (all.size()) to.append(reinterpret_cast<const char*>(&*all.begin()), all.size() * sizeof *all.begin());
+    };
+    const auto append_type = [&](const ffi::AnyBuffer& x) {
+        append(x.element_type());
+        append_all(x.dimensions());
+    };
+    to.assign(1, is_backward ? 'b' : 'f');
+    append(args.size());
+    for (size_t i = 0; i < args.size(); ++i) append_type(*args.get<ffi::AnyBuffer>(i));
+    for (size_t i = 0; i < rets.size(); ++i) append_type(**rets.get<ffi::AnyBuffer>(i));
+    for (const char* name : {"given", "transposed", "wanted", "axes"}) append(attribute<int64_t>(attributes, name));
+    for (const char* name : {"scale", "negative_slope", "dropout"}) append(attribute<double>(attributes, name));
+    for (const char* name : {"form", "activation"}) append_all(attribute<std::string_view>(attributes, name));
+    append_all(attribute<ffi::Span<const double>>(attributes, "caps"));
+}
+
+// Run a call by its plan; false where it has none.
+bool run_planned(bool is_backward, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) {
+    constexpr auto bit = [](size_t operand) { return int64_t{1} << operand; };
+    if (rets.size() == 0 || attribute<int64_t>(attributes, "given") & (bit(kQueryIds) | bit(kKeyIds) | bit(kSeed))) {
+        return false;
+    }
+    const auto axes = (**rets.get<ffi::AnyBuffer>(0)).dimensions();
+    if (axes.size() < 5 || static_cast<int64_t>(axes.size()) != attribute<int64_t>(attributes, "axes")) return false;
+    int64_t heads = 1;
+    for (size_t i = 0; i + 2 < axes.size(); ++i) heads *= axes[i];
+    if (heads > kMostPlannedHeads) return false;
+    // Those of a thread, so that none waits for another.
+    thread_local std::unordered_map<std::string, std::unique_ptr<PlannedCall>> plans;
+    thread_local std::string signature;
+    write_signature(signature, is_backward, args, rets, attributes);
+    auto found = plans.find(signature);
+    if (found == plans.end()) {
+        auto planned = std::make_unique<PlannedCall>(is_backward, args, rets, attributes);
+        if (plans.size() >= kMostPlans) plans.clear();
+        found = plans.emplace(signature, std::move(planned)).first;
+    }
+    return found->second->run(args, rets, static_cast<uint64_t>(attribute<int64_t>(attributes, "seed")));
+}
+
+ffi::Error forward(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) try {
+    if (run_planned(false, args, rets, attributes)) return ffi::Error::Success();
+    const Call call(args, rets, attributes, result_names(false));
     const auto build = [&](Problem& p, const Shape& example) {
-        ForwardArrays arrays;
-        for (size_t i = 0; i < names.size(); ++i) call.result(i, kForwardArrays[kForwardOrder[i]], p, example, arrays);
-        return build_forward(p, call.inputs(p, example), arrays);
+        return build_forward(p, call.inputs(p, example), forward_arrays(call, p, example));
     };
     return run_examples(call, build, run_forward);
 } catch (const std::exception& error) {
@@ -306,15 +464,11 @@ ffi::Error forward(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictio
 }
 
 ffi::Error backward(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) try {
-    std::vector<const char*> names;
-    for (const auto& field : kGradients) names.push_back(field.name);
-    const Call call(args, rets, attributes, names);
+    if (run_planned(true, args, rets, attributes)) return ffi::Error::Success();
+    const Call call(args, rets, attributes, result_names(true));
     call.clear_results();
     const auto build = [&](Problem& p, const Shape& example) {
-        BackwardArrays arrays;
-        call.forward_results(p, example, arrays);
-        for (size_t i = 0; i < names.size(); ++i) call.result(i, kGradients[i], p, example, arrays);
-        return build_backward(p, call.inputs(p, example), arrays);
+        return build_backward(p, call.inputs(p, example), backward_arrays(call, p, example));
     };
     return run_examples(call, build, run_backward);
 } catch (const std::exception& error) {
