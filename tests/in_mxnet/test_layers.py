@@ -449,3 +449,40 @@ def test_heads_with_a_score_of_parts_a_bias_and_a_rotary_embedding(name: str, sh
     layer.save_parameters(str(tmp_path / "layer.params"))
     again.load_parameters(str(tmp_path / "layer.params"))
     assert (again(x, x, x).asnumpy() == layer(x, x, x).asnumpy()).all()
+
+
+@pytest.mark.usefixtures("numpy_semantics")
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("name", ["scaled_dot", "additive"])
+def test_steps_with_a_cache_are_one_pass(name: str, window: int | None) -> None:
+    """Output, weights of a step and gradients of the parameters, with grouped heads and lengths per sequence."""
+    layer = MultiHeadAttention(8, 4, score=name, num_key_value_heads=2, sink=True, qk_norm=True)
+    layer.initialize()
+    x = np.array(onp.random.default_rng(0).standard_normal((2, 9, 8)), dtype="float32")
+    mask = ats.Causal() if window is None else ats.Causal() & (ats.SlidingWindow(left=window - 1) | ats.KeyRange(0, 1))
+    capacity, parts = 12 if window is None else window + 4, (slice(0, 4), slice(4, 5), slice(5, 6), slice(6, 9))
+
+    def decoded() -> Any:
+        cache = ats.KeyValueCache(head_axis=-2, window=window, sinks=int(window is not None), capacity=capacity)
+        outs = []
+        for part in parts:
+            out, cache = layer(x[:, part], x[:, part], x[:, part], cache=cache)
+            outs.append(out)
+        assert cache.lens.asnumpy().tolist() == [9, 9]
+        assert layer.attention_weights.shape == (2, 4, 3, capacity)
+        return np.concatenate(outs, 1)
+
+    layer(x, x, x)
+    found = []
+    for call in (decoded, lambda: layer(x, x, x, mask=mask)):
+        with autograd.record():
+            loss = ((out := call()) ** 2).sum()
+        loss.backward()
+        grads = [p.grad().asnumpy().copy() for p in layer.collect_params().values()]
+        found.append([out.asnumpy(), *grads])
+    for a, b in zip(*found, strict=True):
+        onp.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+    out, cache = layer(x, x, x, np.array([2, 9]), cache=ats.KeyValueCache(head_axis=-2, capacity=9))
+    wanted = layer(x, x, x, mask=ats.Causal() & ats.ValidLens([2, 9], [2, 9]))
+    onp.testing.assert_allclose(out.asnumpy(), wanted.asnumpy(), atol=1e-5)
+    assert cache.lens.asnumpy().tolist() == [2, 9]

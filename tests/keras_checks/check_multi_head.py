@@ -145,3 +145,39 @@ def test_a_custom_score_has_no_configuration() -> None:
     close(layer(X, X, X), SHOWN(layer(X, X, X)))
     with pytest.raises(ats.ArgumentError, match="score: expected a score of attnscore, which a configuration can name"):
         layer.get_config()
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_steps_with_a_cache_are_one_pass(window: int | None) -> None:
+    """Output, weights and the cache of each step, with a rotary embedding; in lengths of their own too."""
+    layer = MultiHeadAttention(8, 2, score="additive", sink=True, rotary=rotary)
+    mask = ats.Causal() if window is None else ats.Causal() & (ats.SlidingWindow(left=window - 1) | ats.KeyRange(0, 1))
+    whole, all_weights = layer(X, X, X, attention_mask=mask, return_attention_scores=True)
+    capacity = 8 if window is None else window + 3
+    cache, outs = ats.KeyValueCache(head_axis=-2, window=window, sinks=int(window is not None), capacity=capacity), []
+    for part in (slice(0, 3), slice(3, 4), slice(4, 5)):
+        step = X[:, part]
+        out, weights, cache = layer(step, step, step, cache=cache, return_attention_scores=True, use_causal_mask=True)
+        outs.append(keras.ops.convert_to_numpy(out))
+        close(layer.attention_weights, weights)
+        positions, found = np.asarray(cache.positions), keras.ops.convert_to_numpy(weights)
+        for b, held in enumerate(positions):
+            wanted = keras.ops.convert_to_numpy(all_weights)[b][:, part][..., held[held >= 0]]
+            np.testing.assert_allclose(found[b][..., held >= 0], wanted, atol=1e-6)
+    np.testing.assert_allclose(np.concatenate(outs, 1), keras.ops.convert_to_numpy(whole), atol=1e-5)
+    assert np.asarray(cache.lens).tolist() == [LENGTH] * 2
+    out, cache = layer(X, X, X, valid_lens=[2, 5], cache=ats.KeyValueCache(head_axis=-2, capacity=8))
+    close(out, layer(X, X, X, attention_mask=ats.Causal() & ats.ValidLens([2, 5], [2, 5])))
+    assert np.asarray(cache.lens).tolist() == [2, 5]
+
+
+def test_what_a_call_with_a_cache_refuses() -> None:
+    layer, padding = MultiHeadAttention(8, 2), np.ones((2, LENGTH), bool)
+    cache = ats.KeyValueCache(head_axis=-2, capacity=8)
+    with pytest.raises(ats.ArgumentError, match=r"keys_mask: expected none with a cache, got a mask\. Hint: valid"):
+        layer(X, X, X, keys_mask=padding, cache=cache)
+    with pytest.raises(ats.ArgumentError, match="cache: expected a KeyValueCache"):
+        layer(X, X, X, cache=ats.KeyValueCache(capacity=8))
+    symbolic = keras.Input((LENGTH, 6))
+    with pytest.raises(ats.ArgumentError, match="cache: expected none in a functional model, got one"):
+        layer(symbolic, symbolic, symbolic, cache=cache)

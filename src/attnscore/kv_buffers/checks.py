@@ -102,7 +102,8 @@ def counts(lens: Any, batch: int, count: int) -> Any:
 def host_counts(name: str, x: Any, batch: int, highest: int | None) -> HostArray:
     """Return whole numbers as (batch,); raise unless they lie in 0..highest."""
     values = backends.host(x)
-    if values is None or values.dtype.kind not in "iu":
+    # A list of numbers is an array of floats in MXNet.
+    if values is None or values.dtype.kind not in "iuf" or (values % 1).any():
         raise ArgumentError(message(name, "whole numbers", shown(x)))
     if values.shape != (batch,) and not (highest is None and values.shape == ()):
         raise ShapeError(message(name, f"shape ({batch},)", values.shape))

@@ -145,6 +145,12 @@ bias : broadcastable to (batch, head, query, key), or (head, 1, query + key - 1)
     Added to the scores; the second has one number for each key - query. Gets a gradient.
 """
 
+CACHE = """
+cache : KeyValueCache, optional
+    One with ``head_axis=-2`` and no score. Keys and values are appended, and the queries are those of the same
+    positions, which attend to all before. The call then returns the new cache too, last; weights are over its slots.
+"""
+
 CALL_OPTIONS = f"""{BIAS}
 valid_lens : (batch,) or (batch, query) whole numbers, optional
     With a cache (batch,): how many of the new positions are real.

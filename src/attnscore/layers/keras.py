@@ -26,6 +26,7 @@ from attnscore.analysis.weights import attention_weights
 from attnscore.api import attend
 from attnscore.backends.base import HALF_PRECISION, Array
 from attnscore.errors import ArgumentError, ShapeError, message
+from attnscore.kv_cache import KeyValueCache
 from attnscore.layers import description, score_template, shared
 from attnscore.layers.description import (
     INPUTS,
@@ -38,7 +39,7 @@ from attnscore.layers.description import (
     PreparesKeys,
     option,
 )
-from attnscore.layers.documentation import BIAS, Documentation, documented_call
+from attnscore.layers.documentation import BIAS, CACHE, Documentation, documented_call
 from attnscore.layers.keras_inputs import (
     BACKEND,
     OPS,
@@ -53,6 +54,7 @@ from attnscore.layers.keras_inputs import (
     value_of,
     whole,
 )
+from attnscore.masks import Mask
 from attnscore.scores import arrays_of
 from attnscore.scores.base import with_nonfinite_rows_isolated
 
@@ -236,8 +238,9 @@ class Attention(BaseAttention[Array], LoadsTorch, keras.layers.Layer):  # type: 
         training: bool | None,
         return_attention_scores: bool,
         bias: Any = None,
+        cache: KeyValueCache | None = None,
     ) -> Any:
-        """Return the output of a call, and keep what `attention_weights` reads.
+        """Return the output of a call, weights and cache if they are wanted, and keep what `attention_weights` reads.
 
         `masks` are ``attention_mask``, ``queries_mask``, ``keys_mask``, ``values_mask`` and ``use_causal_mask``.
         """
@@ -247,12 +250,19 @@ class Attention(BaseAttention[Array], LoadsTorch, keras.layers.Layer):  # type: 
         inputs = dict(zip(INPUTS, (queries, keys, values), strict=True))
         shapes = checked_shapes(inputs)
         batch, *lengths = shape = shared.scores_shape(*shapes)
+        if cache is not None:
+            # The keys are its slots, as many as there are after the append; causal order is kept without a mask.
+            shape, use_causal_mask = (batch, lengths[0], None), False
         padding = {"queries_mask": queries_mask, "keys_mask": keys_mask, "values_mask": values_mask}
         for name, x in padding.items():
+            if cache is not None and x is not None:
+                hint = "valid_lens says how many of the new positions of each sequence are real"
+                raise ArgumentError(message(name, "none with a cache", "a mask", hint=hint))
             check_padding(name, x, (batch, lengths[name != "queries_mask"]))
         mask = combined(as_attention_mask(attention_mask, shape), **padding, causal=use_causal_mask)
         bias = None if bias is None else value_of(bias)
-        operands, arguments = self._operands(inputs, shapes, valid_lens, mask, linears, bias)
+        operands, arguments = self._operands(inputs, shapes, valid_lens, mask, linears, bias, cache)
+        cache = arguments.pop("cache", None)
         dropping = bool(training) and self.seed_generator is not None
         keeps_weights = self.keep_last and not _is_staged(operands, arguments) and self._computes_in_pass(*operands)
         found = attend(
@@ -264,9 +274,13 @@ class Attention(BaseAttention[Array], LoadsTorch, keras.layers.Layer):  # type: 
         )
         out, weights = found if isinstance(found, tuple) else (found, None)
         if self.keep_last:
-            self.__dict__["_last"] = _kept(*operands[:2], arguments, weights if keeps_weights else None)
-        out = self._output(out)
-        return (out, weights) if return_attention_scores else out
+            query, key, _ = operands
+            # The buffers of NumPy are written to.
+            key = key.copy() if cache is not None and BACKEND == "numpy" else key
+            self.__dict__["_last"] = _kept(query, key, arguments, weights if keeps_weights else None)
+        wanted = ((True, self._output(out)), (return_attention_scores, weights), (cache is not None, cache))
+        results = tuple(x for is_wanted, x in wanted if is_wanted)
+        return results if len(results) > 1 else results[0]
 
     def _project(self, linear: Linear, x: Array) -> Array:
         dense = getattr(self, linear.name)
@@ -305,6 +319,9 @@ class Attention(BaseAttention[Array], LoadsTorch, keras.layers.Layer):  # type: 
         shapes = [x.shape for x in inputs.values()]
         out = keras.KerasTensor(self.compute_output_shape(*shapes), dtype=self.compute_dtype)
         given = self._call_signature.bind(*inputs.values(), *args, **kwargs).arguments
+        if given.get("cache") is not None:
+            hint = "a subclassed model passes it on in its call"
+            raise ArgumentError(message("cache", "none in a functional model", "one", hint=hint))
         if not given.get("return_attention_scores"):
             return out
         batch, *lengths = shared.scores_shape(*shapes)
@@ -377,7 +394,7 @@ def _kept(query: Array, key: Array, arguments: dict[str, Any], weights: Array | 
 def _is_staged(operands: Sequence[Array], arguments: Mapping[str, Any]) -> bool:
     """Whether any array of a call stands for values of a later run."""
     mask = arguments["mask"]
-    masked = () if mask is None else mask.arrays().values()
+    masked = mask.arrays().values() if isinstance(mask, Mask) else (mask,)
     given = (arguments.get(name) for name in ("valid_lens", "bias", "sink"))
     others = [x for x in (*given, *masked) if backends.is_array(x)]
     return _is_traced(*operands, *arrays_of(arguments["score"]).values(), *others)
@@ -547,7 +564,7 @@ class MultiHeadAttention(Attention):
         super().__init__(layer, dropout, seed, keep_last, settings, **kwargs)
         self.rotary = description.check_rotary(rotary)
 
-    @documented_call(_CALL + BIAS)
+    @documented_call(_CALL + BIAS + CACHE)
     def call(
         self,
         queries: Any,
@@ -562,9 +579,10 @@ class MultiHeadAttention(Attention):
         use_causal_mask: bool = False,
         values_mask: Any = None,
         bias: Any = None,
+        cache: KeyValueCache | None = None,
     ) -> Any:
         masks = attention_mask, queries_mask, keys_mask, values_mask, use_causal_mask
-        return self._pooled(queries, keys, values, valid_lens, masks, training, return_attention_scores, bias)
+        return self._pooled(queries, keys, values, valid_lens, masks, training, return_attention_scores, bias, cache)
 
     def get_config(self) -> dict[str, Any]:
         """Return what `from_config` makes the same layer from: a score as its parts, a rotary embedding by its name."""

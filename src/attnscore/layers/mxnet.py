@@ -30,9 +30,10 @@ from attnscore.analysis.weights import attention_weights
 from attnscore.api import attend
 from attnscore.backends.base import Array
 from attnscore.errors import DeviceError, DtypeError, FrameworkError, message
+from attnscore.kv_cache import KeyValueCache
 from attnscore.layers import description, shared
 from attnscore.layers.description import BaseAttention, LastCall, Layer, Linear, Parameter, PreparesKeys, option
-from attnscore.layers.documentation import BIAS, Documentation, documented_call
+from attnscore.layers.documentation import BIAS, CACHE, Documentation, documented_call
 from attnscore.scores.base import with_arrays, with_nonfinite_rows_isolated
 
 __all__ = [
@@ -147,12 +148,19 @@ class Attention(BaseAttention[Array], gluon.Block):  # type: ignore[misc]
 
     @documented_call()
     def forward(self, queries: Array, keys: Array, values: Array, valid_lens: Any = None, mask: Any = None) -> Array:
-        return self._pooled(queries, keys, values, valid_lens, mask)
+        return self._pooled(queries, keys, values, valid_lens, mask)[0]
 
     def _pooled(
-        self, queries: Array, keys: Array, values: Array, valid_lens: Any, mask: Any, bias: Array | None = None
-    ) -> Array:
-        """Return the output of a call, and keep what `attention_weights` reads."""
+        self,
+        queries: Array,
+        keys: Array,
+        values: Array,
+        valid_lens: Any,
+        mask: Any,
+        bias: Array | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> tuple[Array, KeyValueCache | None]:
+        """Return the output of a call and its cache, and keep what `attention_weights` reads."""
         if not mx.util.is_np_array():
             expected, hint = "NumPy semantics in Gluon", "mxnet.npx.set_np() once, at the start of a program"
             raise FrameworkError(message("mxnet", expected, "legacy ones", hint=hint))
@@ -160,14 +168,15 @@ class Attention(BaseAttention[Array], gluon.Block):  # type: ignore[misc]
         inputs = {"queries": queries, "keys": keys, "values": values}
         _check(inputs)
         shapes = [x.shape for x in inputs.values()]
-        operands, arguments = self._operands(inputs, shapes, valid_lens, mask, linears, bias)
+        operands, arguments = self._operands(inputs, shapes, valid_lens, mask, linears, bias, cache)
+        cache = arguments.pop("cache", None)
         dropout = self.dropout if autograd.is_training() else 0.0
         keeps_weights = self.keep_last and self._computes_in_pass(*operands)
         self._last = None
         if keeps_weights:
             out, weights = attend(*operands, dropout=dropout, return_weights=True, **arguments)
             self._last = _Weights(weights.detach())
-            return self._output(out)
+            return self._output(out), cache
         out = attend(*operands, dropout=dropout, **arguments)
         if self.keep_last:
             with autograd.pause():
@@ -176,7 +185,7 @@ class Attention(BaseAttention[Array], gluon.Block):  # type: ignore[misc]
                     x.copy() if x is given else x.detach() for x, given in zip(operands, (queries, keys), strict=False)
                 )
                 self._last = _Call.of(query, key, arguments)
-        return self._output(out)
+        return self._output(out), cache
 
     def _project(self, linear: Linear, x: Array) -> Array:
         dense = getattr(self, linear.name)
@@ -359,11 +368,12 @@ class MultiHeadAttention(Attention):
         mask: Any = None,
         *,
         bias: Array | None = None,
-    ) -> Array:
+        cache: KeyValueCache | None = None,
+    ) -> Any:
         """Call `forward` with Gluon's hooks; ``gluon.Block`` takes no keywords."""
-        return gluon.Block.__call__(self, queries, keys, values, valid_lens, mask, bias)
+        return gluon.Block.__call__(self, queries, keys, values, valid_lens, mask, bias, cache)
 
-    @documented_call(BIAS)
+    @documented_call(BIAS + CACHE)
     def forward(
         self,
         queries: Array,
@@ -372,5 +382,7 @@ class MultiHeadAttention(Attention):
         valid_lens: Any = None,
         mask: Any = None,
         bias: Array | None = None,
-    ) -> Array:
-        return self._pooled(queries, keys, values, valid_lens, mask, bias)
+        cache: KeyValueCache | None = None,
+    ) -> Any:
+        out, cache = self._pooled(queries, keys, values, valid_lens, mask, bias, cache)
+        return out if cache is None else (out, cache)
