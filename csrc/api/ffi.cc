@@ -326,8 +326,8 @@ BackwardArrays backward_arrays(const Call& call, const Problem& p, const Shape& 
     return arrays;
 }
 
-// Calls that differ in addresses and seed alone are checked once, and then run by a plan. Mapped calls, and those with
-// ids or a seed of the program's, have none.
+// Calls that differ in addresses and seed alone are checked once, and then run by a plan. Mapped calls, empty ones, and
+// those with ids or a seed of the program's have none.
 constexpr size_t kMostPlans = 64;
 constexpr int64_t kMostPlannedHeads = 4096;
 constexpr size_t kQueryIds = 7, kKeyIds = 8, kStart = 9, kStop = 10;
@@ -436,6 +436,10 @@ bool run_planned(bool is_backward, ffi::RemainingArgs args, ffi::RemainingRets r
     }
     const auto axes = (**rets.get<ffi::AnyBuffer>(0)).dimensions();
     if (axes.size() < 5 || static_cast<int64_t>(axes.size()) != attribute<int64_t>(attributes, "axes")) return false;
+    // The kernels clear no gradients where there are no queries.
+    for (size_t i = 0; i < rets.size(); ++i) {
+        if ((**rets.get<ffi::AnyBuffer>(i)).element_count() == 0) return false;
+    }
     int64_t heads = 1;
     for (size_t i = 0; i + 2 < axes.size(); ++i) heads *= axes[i];
     if (heads > kMostPlannedHeads) return false;
