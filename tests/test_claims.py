@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 
@@ -80,6 +81,21 @@ def test_there_are_as_many_tests_as_the_page_of_reliability_says() -> None:
         )
         collected = len(re.findall(r"(?m)^tests/", done.stdout))
         assert int(least) <= collected <= 1.2 * int(least), files
+
+
+@pytest.mark.slow
+def test_the_table_of_error_bounds_can_be_made() -> None:
+    made = runpy.run_path(str(ROOT / "benchmarks" / "errors.py"))
+    assert made["KERNELS"] == ("native", "streaming", "dense")
+    assert set(made["errors"]("streaming", "float32")) >= {"out", "log-sum-exp", "d query", "d key", "d value"}
+
+
+def test_figures_of_pages_have_their_commands() -> None:
+    source = (ROOT / "benchmarks" / "page_figures.py").read_text(encoding="utf-8")
+    known = set(re.findall(r'"([\w-]+)": \w+', re.search(r"FIGURES = \{.*\}", source)[0]))  # type: ignore[index]
+    texts = "".join(path.read_text(encoding="utf-8") for path in DOCUMENTS)
+    named = set(re.findall(r"`python benchmarks/page_figures\.py ([\w-]+)`", texts))
+    assert named and named <= known
 
 
 def test_a_figure_alone_would_be_seen() -> None:
