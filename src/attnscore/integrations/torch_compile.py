@@ -119,7 +119,7 @@ def _read(expression: str, names: Sequence[str] = (), **slots: Sequence[Any]) ->
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Call:
+class _OperatorCall:
     """Problem, kernel and score VJP of one call of an operator."""
 
     problem: Problem
@@ -129,7 +129,7 @@ class _Call:
     @classmethod
     def of(
         cls, query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any], *, pullback: bool = False
-    ) -> _Call:
+    ) -> _OperatorCall:
         kernel, seed = arguments.pop("kernel"), arguments.pop("seed")
         arguments["seed"] = int(seed) if isinstance(seed, Tensor) else seed
         problem, score_pullback = build_problem(query, key, value, **arguments, pullback=pullback)
@@ -183,7 +183,7 @@ def _attend(
     """
     arguments = _read(expression, arrays=arrays, integers=integers)
     with _OPS.numeric_scope():
-        call = _Call.of(query, key, value, arguments)
+        call = _OperatorCall.of(query, key, value, arguments)
         result = call.run()
         rows = [result.log_denom, result.row_max, *(result.statistics[name] for name in call.problem.statistics)]
         out = call.problem.layout.from_canonical(_OPS, result.out.contiguous())
@@ -243,7 +243,7 @@ def _attend_backward(
     arguments = _read(expression, arrays=arrays, integers=integers)
     given = {"query": query, "key": key, "value": value} | {name: arguments[name] for name in ("bias", "sink")}
     with _OPS.numeric_scope():
-        call = _Call.of(query, key, value, arguments, pullback=True)
+        call = _OperatorCall.of(query, key, value, arguments, pullback=True)
         grads = call.gradients((out, rows, weights), (grad_out, grad_rows, grad_weights), given)
     named = [(given["bias"], grads.bias), (given["sink"], grads.sink)]
     named += [(x, grads.score[name]) for name, x in scores.arrays_of(call.problem.score).items()]
@@ -324,7 +324,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
         # A second attempt of the exporter, after it failed in the first.
         raise FrameworkError(message("attend", "no strict export, which would hold our operator", "one for ONNX"))
     if not is_possible:
-        return (_outside if torch.compiler.is_compiling() else _beside_a_trace)(query, key, value, **arguments)
+        if torch.compiler.is_compiling():
+            return _outside(query, key, value, **arguments)
+        _check_not_traced(query)
+        with outside_trace():
+            return api.attend(query, key, value, **arguments)
     has_weights = check_flag("return_weights", arguments.pop("return_weights"))
     arguments["matrix"] = "weights" if has_weights else None
     arguments["statistics"] = statistics = wanted_statistics(arguments.pop("return_stats"), arguments["normalizer"])
@@ -371,8 +375,8 @@ def _outside(*arrays: Tensor, **arguments: Any) -> Any:
     return api.attend(*arrays, **arguments)
 
 
-def _beside_a_trace(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
-    """Refuse a PyTorch call without an operator while `torch.jit.trace` records; run one of another framework."""
+def _check_not_traced(query: Any) -> None:
+    """Raise FrameworkError for a PyTorch call without an operator while `torch.jit.trace` records."""
     if isinstance(query, Tensor):
         raise FrameworkError(
             message(
@@ -382,8 +386,6 @@ def _beside_a_trace(query: Tensor, key: Tensor, value: Tensor, **arguments: Any)
                 hint="torch.compile breaks its graph there and goes on",
             )
         )
-    with outside_trace():
-        return api.attend(query, key, value, **arguments)
 
 
 backends.COMPILED["torch"] = attend

@@ -87,12 +87,14 @@ class Gather(Kernel):
 
     def forward(self, problem: Problem, plan: TilePlan) -> Result:
         call = self._call(problem)
-        found = [kernel.forward(part, tiles) for _, part, tiles, kernel in self._parts(call)]
-        of_rows = {name: call.join_rows([one.statistics[name] for one in found]) for name in found[0].statistics}
+        results = [kernel.forward(part, tiles) for _, part, tiles, kernel in self._parts(call)]
+        of_rows = {name: call.join_rows([one.statistics[name] for one in results]) for name in results[0].statistics}
         matrix = None
         if problem.matrix is not None:
-            matrix = call.join_matrix([one.matrix for one in found], 0.0 if problem.matrix == "weights" else NEG_INF)
-        rows = {name: call.join_rows([getattr(one, name) for one in found]) for name in ("out", "row_max", "log_denom")}
+            matrix = call.join_matrix([one.matrix for one in results], 0.0 if problem.matrix == "weights" else NEG_INF)
+        rows = {
+            name: call.join_rows([getattr(one, name) for one in results]) for name in ("out", "row_max", "log_denom")
+        }
         return Result(**rows, statistics=of_rows, matrix=matrix)
 
     def backward(
@@ -105,7 +107,7 @@ class Gather(Kernel):
         given = {name: call.rows_of(x) for name, x in incoming.items() if x is not None}
         entropy = {name: call.rows_of(x) for name, x in result.statistics.items() if name == "entropy"}
         matrix, grad_matrix = (None if x is None else call.matrix_of(x) for x in (result.matrix, grads.matrix))
-        found: list[dict[str, Array]] = []
+        of_blocks: list[dict[str, Array]] = []
         for block, part, tiles, kernel in self._parts(call):
 
             def cut(x: Any, block: _Block = block) -> Any:
@@ -120,14 +122,14 @@ class Gather(Kernel):
                 given["out"](block) if "out" in given else None,
                 cut(given.get("log_sum_exp")), cut(given.get("entropy")), cut(grad_matrix),
             )  # fmt: skip
-            found.append(kernel.backward(part, tiles, saved, of_block, wanted))
-        return call.join_gradients({name: [one[name] for one in found] for name in wanted})
+            of_blocks.append(kernel.backward(part, tiles, saved, of_block, wanted))
+        return call.join_gradients({name: [one[name] for one in of_blocks] for name in wanted})
 
-    def _call(self, problem: Problem) -> _Call:
+    def _call(self, problem: Problem) -> _GatheredCall:
         native = self.of_blocks[0]
-        return _Call(problem, isinstance(native, Native) and not native.reasons_against(problem))
+        return _GatheredCall(problem, isinstance(native, Native) and not native.reasons_against(problem))
 
-    def _parts(self, call: _Call) -> Iterator[tuple[_Block, Problem, TilePlan, Kernel]]:
+    def _parts(self, call: _GatheredCall) -> Iterator[tuple[_Block, Problem, TilePlan, Kernel]]:
         """Yield each block with its problem, the plan of that and the kernel that runs it."""
         for block in call.blocks:
             part = call.problem_of(block)
@@ -139,15 +141,15 @@ class Gather(Kernel):
 def _parted(mask: Mask | None) -> tuple[Neighbours | None, Mask | None]:
     """Return `mask` as neighbours AND a rest; either may be None."""
     parts = [] if mask is None else parts_of(mask)
-    found = next((part for part in parts if isinstance(part, Neighbours)), None)
-    return found, all_of([part for part in parts if part is not found])
+    neighbours = next((part for part in parts if isinstance(part, Neighbours)), None)
+    return neighbours, all_of([part for part in parts if part is not neighbours])
 
 
 @dataclass(frozen=True, eq=False)
 class _GatheredPlan(TilePlan):
     """What is gathered, for `explain`."""
 
-    call: _Call
+    call: _GatheredCall
 
     @cached_property
     def fractions(self) -> dict[str, float]:
@@ -178,25 +180,25 @@ class _Block(NamedTuple):
     @property
     def is_own(self) -> HostArray:
         """Whether an entry is an edge of a member, not padding: (batch, entry)."""
-        found: HostArray = np.arange(self.slots.shape[1]) < self.stop.max(-1, initial=0, keepdims=True)
-        return found
+        is_own: HostArray = np.arange(self.slots.shape[1]) < self.stop.max(-1, initial=0, keepdims=True)
+        return is_own
 
 
 def _in_order(start: HostArray, lens: HostArray, most: int) -> list[_Block]:
     """Return neighbouring queries in blocks of one batch row, each of at most `most` edges or a single query."""
-    stop, found, first = start + lens, [], 0
+    stop, blocks, first = start + lens, [], 0
     while first < len(lens):
         last = max(first + 1, int(np.searchsorted(stop, start[first] + most, "right")))
         members, edges = np.arange(first, last)[None], np.arange(start[first], stop[last - 1])[None]
-        found.append(_Block(members, edges, start[members] - start[first], stop[members] - start[first]))
+        blocks.append(_Block(members, edges, start[members] - start[first], stop[members] - start[first]))
         first = last
-    return found
+    return blocks
 
 
 def _by_degree(start: HostArray, lens: HostArray, most: int) -> list[_Block]:
     """Return queries of similar degree in blocks of one query a batch row, of at most `most` entries or one query."""
     order = np.argsort(-lens, kind="stable")
-    falling, found, first = lens[order], [], 0
+    falling, blocks, first = lens[order], [], 0
     used = np.append(0, np.cumsum(falling))
     while first < len(order):
         longest = int(falling[first])
@@ -208,9 +210,9 @@ def _by_degree(start: HostArray, lens: HostArray, most: int) -> list[_Block]:
         members = order[first : first + (int(too_much.argmax()) if too_much.any() else count), None]
         slots = start[members] + np.arange(longest)
         own = lens[members]
-        found.append(_Block(members, np.where(np.arange(longest) < own, slots, 0), np.zeros_like(own), own))
+        blocks.append(_Block(members, np.where(np.arange(longest) < own, slots, 0), np.zeros_like(own), own))
         first += len(members)
-    return found
+    return blocks
 
 
 def _inverse(blocks: Sequence[_Block]) -> HostArray:
@@ -247,7 +249,7 @@ class _Sums(NamedTuple):
         return _take(ops, ops.concat(sums, 0), self.inverse)
 
 
-class _Call:
+class _GatheredCall:
     """A problem, the blocks of its queries, and the way of arrays into the blocks and back."""
 
     def __init__(self, problem: Problem, native: bool) -> None:
@@ -276,12 +278,12 @@ class _Call:
             "key": self.keys_of,
             "shared": lambda x: lambda _: x,
         }
-        found = {name: into[form.role(name)](x) for name, x in form.arrays().items()}
+        cuts = {name: into[form.role(name)](x) for name, x in form.arrays().items()}
         # Attention to the keys themselves, as in a graph network, gathers them once.
         keys = (name for name, x in form.arrays().items() if form.role(name) == "key")
         same = next((name for name in keys if _is_same(self.ops, form.arrays()[name], problem.value)), None)
-        found["value"] = self.keys_of(problem.value) if same is None else found[same]
-        return found if problem.bias is None else {**found, "bias": self.pairs_of(problem.bias)}
+        cuts["value"] = self.keys_of(problem.value) if same is None else cuts[same]
+        return cuts if problem.bias is None else {**cuts, "bias": self.pairs_of(problem.bias)}
 
     def problem_of(self, block: _Block) -> Problem:
         """Return the problem of a block: the queries against the gathered keys."""
@@ -375,8 +377,8 @@ class _Call:
         if self.score_shape.is_relative(tuple(x.shape)):
             return keys - rows + self.score_shape.query_len - 1
         queries, count = x.shape[-2:]
-        found: HostArray = (rows if queries > 1 else 0 * rows) * count + (keys if count > 1 else 0 * keys)
-        return found
+        places: HostArray = (rows if queries > 1 else 0 * rows) * count + (keys if count > 1 else 0 * keys)
+        return places
 
     # From blocks back to the canonical axes
 
@@ -400,8 +402,8 @@ class _Call:
         """Return an array of pairs, of the shape of `like` but for its leading axes, as the sum over the blocks."""
         size = like.shape[-2] * like.shape[-1]
         sums = _Sums.of(self._of_own(lambda block: self._pair_ids(like, block)), size, self.most)
-        found = self._summed([self.ops.matrix_transpose(x) for x in parts], sums)
-        return self.ops.reshape(found, (*found.shape[:-2], *like.shape[-2:]))
+        totals = self._summed([self.ops.matrix_transpose(x) for x in parts], sums)
+        return self.ops.reshape(totals, (*totals.shape[:-2], *like.shape[-2:]))
 
     def join_matrix(self, parts: Sequence[Array], outside: float) -> Array:
         """Return the matrix of all pairs from those of the blocks; `outside` of the edges."""
@@ -410,24 +412,24 @@ class _Call:
         is_edge[self.table.rows, self.table.indices] = True
         # -inf in a block, from its rest of the mask, may be added to the zeros of other edges alone.
         ids = self._of_own(lambda block: block.members * shape[1] + self._keys(block))
-        found = self._summed([ops.matrix_transpose(x) for x in parts], _Sums.of(ids, math.prod(shape), self.most))
-        matrix = ops.reshape(found, (*found.shape[:-2], *shape))
+        totals = self._summed([ops.matrix_transpose(x) for x in parts], _Sums.of(ids, math.prod(shape), self.most))
+        matrix = ops.reshape(totals, (*totals.shape[:-2], *shape))
         return matrix if outside == 0 else ops.where(ops.asarray(is_edge, matrix), matrix, outside)
 
     def join_gradients(self, parts: dict[str, list[Array]]) -> dict[str, Array]:
         """Return the gradients of the operands from those of the blocks."""
         ops, operands, form = self.ops, tiled.operands(self.problem), self.problem.form
-        found: dict[str, Array] = {}
+        joined: dict[str, Array] = {}
         for name, grads in parts.items():
             role: Role = "key" if name == "value" else form.role(name) if name in form.arrays() else "shared"
             if name == "bias":
-                found[name] = self.join_pairs(grads, operands[name])
+                joined[name] = self.join_pairs(grads, operands[name])
             elif role == "shared":
-                found[name] = reduce(operator.add, grads)
+                joined[name] = reduce(operator.add, grads)
             else:
                 whole = self.join_rows(grads) if role == "query" else self.join_keys(grads)
-                found[name] = sum_to(ops, whole, operands[name].shape)
-        return found
+                joined[name] = sum_to(ops, whole, operands[name].shape)
+        return joined
 
     def _of_own(self, ids: Callable[[_Block], HostArray]) -> tuple[HostArray, HostArray]:
         """Return the ids of all edges, block after block, and their places among the entries of the blocks."""
