@@ -246,6 +246,31 @@ def test_a_bias_of_another_length_stays_one_for_each_key() -> None:
     agree(program(*other), Keys()(*other))
 
 
+class Normalizers(nn.Module):
+    """`attend` with normalizers other than the softmax."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, lens: Tensor) -> list[Tensor]:
+        named: tuple[Any, ...] = ("sigmoid", "sparsemax", ats.Entmax(1.5))
+        return [ats.attend(query, key, value, valid_lens=lens, normalizer=x) for x in named]
+
+
+OF_LENGTHS = (*OF_ALL, {0: BATCH})
+
+
+def with_lengths(batch: int, queries: int, keys: int) -> list[Tensor]:
+    return [*inputs(batch, queries, keys), torch.arange(batch) * 2 % (keys + 1)]
+
+
+@pytest.mark.slow
+def test_normalizers() -> None:
+    module = Normalizers()
+    program = to_onnx(module, with_lengths(2, 5, 7), OF_LENGTHS, OPSETS[-1])
+    assert "Attention" not in operators(program)
+    for sizes in (*UNSEEN, (2, 140, 200)):
+        other = with_lengths(*sizes)
+        agree(run(program, other), module(*other))
+
+
 # ---------------------------------------------------------------- layers
 
 

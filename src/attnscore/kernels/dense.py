@@ -123,7 +123,7 @@ def _by_normalizer(problem: Problem, scores: Array) -> tuple[Array, Array, Array
         is_low = ops.sum(positive(fixed, middle, power), axis=-1, keepdims=True) >= 1
         return ops.where(is_low, middle, interval[0]), ops.where(is_low, interval[1], middle)
 
-    low, _ = ops.loop(60, halve, (zero - 1.0, zero))
+    low, _ = ops.loop(60 if problem.accumulator == "float64" else 30, halve, (zero - 1.0, zero))
     # One step of Newton's method, whose derivative is that of the threshold; a fully masked query has none.
     total = ops.sum(positive(logits, low, power), axis=-1, keepdims=True)
     slope = power * ops.sum(positive(fixed, low, power - 1), axis=-1, keepdims=True)
