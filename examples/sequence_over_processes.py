@@ -3,8 +3,8 @@
     python examples/sequence_over_processes.py
     torchrun --nproc-per-node 4 examples/sequence_over_processes.py
 
-Each process has some of the first and of the last tokens: under the causal mask, all then have the same work. Only
-attention looks at other tokens: it takes the group of processes. The task: which symbol came `lag` positions before?
+Each process has some of the first and of the last tokens: under the causal mask, all then have the same work. Attention
+alone looks at other tokens: it takes the group. The task: which symbol came `lag` positions before?
 """
 
 import os
@@ -76,6 +76,5 @@ for step in range(60):
         if rank == 0:
             print(f"step {step + 1}: loss {loss.item():.4f}")
 if ranks > 1:
-    # Threads of gloo let go of the tensors of the last messages while Python still runs: at its end they would abort.
-    dist.barrier()
+    dist.barrier()  # gloo's threads let go of the last tensors while Python runs: at its end they would abort
     dist.destroy_process_group()
