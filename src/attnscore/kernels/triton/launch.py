@@ -123,6 +123,25 @@ class Operands:
         name = str(dtype).removeprefix("torch.")
         return self.runner.tile(kernel, self.runner.architecture(query), FORMS[self.form], name, dim)
 
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """What all kernels over tiles of pairs read first, in the order of their arguments."""
+        bias = (self.query_bias, self.key_bias)
+        return self.query, self.key, self.value, *bias, self.w_v, self.scales, self.bias
+
+    @property
+    def numbers(self) -> tuple[Any, ...]:
+        """The last arguments of the same kernels."""
+        return *self.sizes, self.scale, self.slope
+
+    def constants(self, tile: Tile) -> dict[str, Any]:
+        """Return what the same kernels are compiled for."""
+        return {
+            "FORM": self.form, "ACTIVATION": self.activation, "CAPS": self.caps, "INTERVALS": self.intervals,
+            "D": padded(self.sizes[2]), "DV": padded(self.sizes[3]), "PRECISION": self.precision,
+            "BM": tile.queries, "BN": tile.keys, "num_warps": tile.warps, "num_stages": tile.stages,
+        }  # fmt: skip
+
     def masking(self, tile: Tile) -> Masking:
         """Return the mask with the ends of the tiles, which a kernel computes."""
         ends, interval, batch, ends_batch = None, 0, 0, 1
@@ -185,11 +204,6 @@ def operands_of(problem: Problem, plan: TilePlan, runner: Runner, *, has_backwar
     if sink is not None:
         sink = sink.to(sums).expand(heads, groups).contiguous()
     start, stop, query_ids, key_ids, mask = _mask_operands(problem, plan)
-    dropout = None
-    if problem.dropout is not None:
-        probability, (low, high) = problem.dropout.probability, problem.dropout.words
-        threshold = min(round(probability * 2**32), 2**32 - 1)
-        dropout = Dropout(as_int32(low), as_int32(high), as_int32(threshold), 1 / (1 - probability))
     query_operand, key_operand = placed(query, shape.query_len), placed(key, shape.key_len)
     value_operand = placed(narrowed(problem.value), shape.key_len)
     if query_operand is None or key_operand is None or value_operand is None:
@@ -212,7 +226,7 @@ def operands_of(problem: Problem, plan: TilePlan, runner: Runner, *, has_backwar
         bias=bias,
         is_relative=problem.has_relative_bias,
         sink=sink,
-        dropout=dropout,
+        dropout=_dropout(problem),
         start=start,
         stop=stop,
         query_ids=query_ids,
@@ -224,6 +238,15 @@ def operands_of(problem: Problem, plan: TilePlan, runner: Runner, *, has_backwar
         runner=runner,
         additive=additive,
     )
+
+
+def _dropout(problem: Problem) -> Dropout | None:
+    """Return the dropout of the weights as the kernels take it."""
+    if problem.dropout is None:
+        return None
+    probability, (low, high) = problem.dropout.probability, problem.dropout.words
+    threshold = min(round(probability * 2**32), 2**32 - 1)
+    return Dropout(as_int32(low), as_int32(high), as_int32(threshold), 1 / (1 - probability))
 
 
 def _over_keys(x: Operand | None, key_len: int) -> Operand | None:
@@ -293,7 +316,7 @@ def forward(problem: Problem, plan: TilePlan, runner: Runner = RUNNER) -> Result
 
 def _forward(problem: Problem, given: Operands) -> Result:
     shape = problem.score_shape
-    queries, keys, dim, value_dim, heads, groups = given.sizes
+    queries, _, _, value_dim, heads, groups = given.sizes
     out = problem.value.new_empty((*shape.rows, value_dim))
     needed = {"row_max", "log_denom", *problem.statistics} - {"log_sum_exp"}
     rows = {name: out.new_empty((*shape.rows, 1), dtype=torch.float32) for name in Rows._fields if name in needed}
@@ -301,13 +324,9 @@ def _forward(problem: Problem, given: Operands) -> Result:
         tile = given.tile("forward")
         given.runner.run(
             forward_kernels.forward, (triton.cdiv(queries, tile.queries), given.matrices),
-            given.query, given.key, given.value, given.query_bias, given.key_bias, given.w_v, given.scales, given.bias,
-            given.masking(tile), given.sink, given.dropout,
-            operand(out, shape.lead, heads, groups, queries), Rows(*map(rows.get, Rows._fields)),
-            queries, keys, dim, value_dim, heads, groups, given.scale, given.slope,
-            FORM=given.form, ACTIVATION=given.activation, CAPS=given.caps, INTERVALS=given.intervals,
-            TESTED=given.is_tested, RELATIVE=given.is_relative, BM=tile.queries, BN=tile.keys, D=padded(dim),
-            DV=padded(value_dim), PRECISION=given.precision, num_warps=tile.warps, num_stages=tile.stages,
+            *given.arrays, given.masking(tile), given.sink, given.dropout,
+            operand(out, shape.lead, heads, groups, queries), Rows(*map(rows.get, Rows._fields)), *given.numbers,
+            TESTED=given.is_tested, RELATIVE=given.is_relative, **given.constants(tile),
         )  # fmt: skip
     found = {name: rows[name] for name in _STATISTICS if name in rows}
     return Result(out, rows["row_max"], rows["log_denom"], found)
@@ -341,8 +360,7 @@ class _Backward:
         self.problem, self.given, self.wanted = problem, given, wanted
         self.operands = tiled.operands(problem)
         self.found: dict[str, Array] = {}
-        shape = problem.score_shape
-        queries, keys, dim, value_dim, heads, groups = given.sizes
+        queries, keys, _, value_dim, heads, groups = given.sizes
         self.is_empty = not given.matrices * queries * keys
         grad_out = result.out.new_zeros(()).expand(result.out.shape) if grads.out is None else grads.out
         # The products with the value are in its dtype.
@@ -358,14 +376,6 @@ class _Backward:
         grad_entropy = _row_array(grads.entropy)
         entropy = None if grad_entropy is None else _row_array(result.statistics["entropy"])
         self.rows = RowGrads(_row_array(result.row_max), _row_array(result.log_denom), delta, entropy, grad_entropy)
-        self.rest = {
-            "FORM": given.form,
-            "ACTIVATION": given.activation,
-            "CAPS": given.caps,
-            "INTERVALS": given.intervals,
-        }
-        self.padding = {"D": padded(dim), "DV": padded(value_dim), "PRECISION": given.precision}
-        self.lead = shape.lead
 
     def run(self) -> dict[str, Array]:
         """Return the gradients by name."""
@@ -405,17 +415,6 @@ class _Backward:
         self.found[name] = grad
         return grad
 
-    @property
-    def before(self) -> tuple[Any, ...]:
-        """What all kernels read first."""
-        x = self.given
-        return x.query, x.key, x.value, x.query_bias, x.key_bias, x.w_v, x.scales, x.bias
-
-    @property
-    def after(self) -> tuple[Any, ...]:
-        """The numbers that all kernels read."""
-        return *self.given.sizes, self.given.scale, self.given.slope
-
     def d_query(self) -> None:
         """Compute the gradients that have an axis of queries."""
         given, tile = self.given, self.given.tile("d_query")
@@ -430,9 +429,9 @@ class _Backward:
             self.found["scale"] = grad_scale
         given.runner.run(
             backward_kernels.d_query, (triton.cdiv(queries, tile.queries), given.matrices),
-            *self.before, given.masking(tile), given.dropout, self.grad_out, self.rows,
-            self.placed(grad_query, queries), grad_query_bias, grad_scale, grad_bias, *self.after,
-            TESTED=given.is_tested, RELATIVE=given.is_relative, **self.rest, **self.constants(tile),
+            *given.arrays, given.masking(tile), given.dropout, self.grad_out, self.rows,
+            self.placed(grad_query, queries), grad_query_bias, grad_scale, grad_bias, *given.numbers,
+            TESTED=given.is_tested, RELATIVE=given.is_relative, **given.constants(tile),
         )  # fmt: skip
 
     def d_additive(self) -> None:
@@ -449,11 +448,6 @@ class _Backward:
             return None
         self.found["bias"] = torch.zeros_like(bias, memory_format=torch.contiguous_format)
         return self.placed(self.found["bias"], rows[-1])
-
-    def constants(self, tile: Tile) -> dict[str, Any]:
-        """Return the constants of a tile."""
-        sizes = {"BM": tile.queries, "BN": tile.keys, "num_warps": tile.warps, "num_stages": tile.stages}
-        return self.padding | sizes
 
     def d_key(self) -> None:
         """Compute the gradients that have an axis of keys."""
@@ -478,9 +472,9 @@ class _Backward:
             )
         given.runner.run(
             backward_kernels.d_key, (count, given.matrices // groups if shared else given.matrices),
-            *self.before, masking, given.dropout, self.grad_out, self.rows, tiles,
-            self.placed(grad_key, keys), self.placed(grad_value, keys), grad_key_bias, *self.after,
-            TESTED=given.is_tested, RELATIVE=given.is_relative, SHARED=shared, **self.rest, **self.constants(tile),
+            *given.arrays, masking, given.dropout, self.grad_out, self.rows, tiles,
+            self.placed(grad_key, keys), self.placed(grad_value, keys), grad_key_bias, *given.numbers,
+            TESTED=given.is_tested, RELATIVE=given.is_relative, SHARED=shared, **given.constants(tile),
         )  # fmt: skip
 
     def d_bias(self, bias: torch.Tensor) -> None:
@@ -493,15 +487,15 @@ class _Backward:
         matrices = batches * kv_heads * group_count
         lead = [1] * len(lead) if batches == 1 else [*self.problem.score_shape.lead]
         counts = (given.batch, batches, kv_heads, group_count)
-        constants = self.rest | self.constants(tile)
-        read = (*self.before, given.masking(tile), given.dropout, self.grad_out, self.rows)
+        constants = given.constants(tile)
+        read = (*given.arrays, given.masking(tile), given.dropout, self.grad_out, self.rows)
         if given.is_relative:
             shares = max(1, min(RELATIVE_SHARES, triton.cdiv(queries, tile.queries)))
             found = bias.new_zeros((shares, *lead, kv_heads, group_count, 1, column), dtype=torch.float32)
             # The diagonals of a tile are summed in a line of queries + keys, which must be a power of 2.
             constants["BM"] = constants["BN"] = min(tile.queries, tile.keys)
             kernel, grid = backward_kernels.d_relative_bias, (shares, matrices)
-            given.runner.run(kernel, grid, *read, found, *counts, *self.after, **constants)
+            given.runner.run(kernel, grid, *read, found, *counts, *given.numbers, **constants)
             self.found["bias"] = found.sum(0)
             return
         tiles = triton.cdiv(queries, tile.queries), triton.cdiv(keys, tile.keys)
@@ -509,7 +503,7 @@ class _Backward:
         shape = (queries if of_rows else tiles[0], keys if of_columns else tiles[1])
         found = bias.new_empty((*lead, kv_heads, group_count, *shape), dtype=torch.float32)
         given.runner.run(
-            backward_kernels.d_bias, (*tiles, matrices), *read, found, *counts, *self.after,
+            backward_kernels.d_bias, (*tiles, matrices), *read, found, *counts, *given.numbers,
             OF_ROWS=of_rows, OF_COLUMNS=of_columns, **constants,
         )  # fmt: skip
         axes = [axis for axis, is_whole in ((-2, of_rows), (-1, of_columns)) if not is_whole]
