@@ -29,11 +29,10 @@ shards = [Shard.head_tail(length, each, ranks) for each in range(ranks)]
 
 def rotary(queries, keys, positions):
     """Turn pairs of features by angles that grow with the position."""
-    half = queries.shape[-1] // 2
-    angles = positions[..., None, None] / 100.0 ** (torch.arange(half) / half)
+    angles = positions[..., None, None] / 100.0 ** torch.arange(0, 1, 2 / queries.shape[-1])
 
     def turned(x):
-        a, b = x[..., :half], x[..., half:]
+        a, b = x.chunk(2, dim=-1)
         return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1)
 
     return turned(queries), turned(keys)
