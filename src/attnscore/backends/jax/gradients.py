@@ -60,7 +60,8 @@ def differentiable(run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Ar
 
     call = jax.custom_vjp(lambda arrays, constants: run_forward(constants, arrays))
     call.defvjp(forward, backward)
-    return call(tuple(operands), tuple(constants))
+    found: tuple[Array, ...] = call(tuple(operands), tuple(constants))
+    return found
 
 
 def _staged(function: Callable[..., Any], streaming: Callable[..., Any], *arguments: Any) -> Any:

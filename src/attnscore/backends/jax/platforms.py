@@ -33,12 +33,10 @@ def call(function: Callable[..., Any], portable: Callable[..., Any], *arguments:
     return tuple(_attention.bind(*leaves, program=program, portable=flat(portable)))
 
 
-@_attention.def_impl
 def _run(*arrays: Any, program: ClosedJaxpr, portable: Any) -> Any:
     return jaxpr_as_fun(program)(*arrays)
 
 
-@_attention.def_abstract_eval
 def _types(*arrays: Any, program: ClosedJaxpr, portable: Any) -> Any:
     return program.out_avals
 
@@ -60,6 +58,8 @@ def _lower(context: Any, *arrays: Any, program: ClosedJaxpr, portable: Any) -> A
     return mlir.core_call_lowering(context, *arrays, name="attention", call_jaxpr=program)
 
 
+_attention.def_impl(_run)
+_attention.def_abstract_eval(_types)
 ad.primitive_jvps[_attention] = _differentiate
 batching.primitive_batchers[_attention] = _map
 mlir.register_lowering(_attention, _lower)
