@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 _COLOURS = {"forward": "#2166ac", "weights": "#e08214", "backward": "#b2182b"}
 _LABELS = {"forward": "forward", "weights": "forward, weights returned or read", "backward": "forward + backward"}
 # Greys that stand out as well from a white page as from a dark one.
-_LINE, _GRID = "#8c8c8c", {"color": "#8c8c8c", "alpha": 0.25, "linewidth": 0.6}
+_LINE = "#8c8c8c"
+_GRID: dict[str, Any] = {"color": _LINE, "alpha": 0.25, "linewidth": 0.6}
 _OFFSET = 0.22  # of a column, between modes
 _TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 
