@@ -299,6 +299,20 @@ def test_every_kind_of_traced_mask(mask: Any, kernel: str, small_tiles: None) ->
     close(jax.jit(jax.value_and_grad(loss))(arrays, known), wanted)
 
 
+def test_a_mask_that_closes_over_a_traced_array(small_tiles: None) -> None:
+    query, key, value = (jnp.asarray(RNG.normal(size=(2, 5, 4))) for _ in range(3))
+    hidden = jnp.asarray([True, False, False, True, False])
+
+    def pooled(query: Any, hidden: Any) -> Any:
+        return ats.attend(query, key, value, mask=ats.MaskFunction(lambda b, h, i, j: ~hidden[j]))
+
+    wanted = ats.attend(query, key, value, mask=~np.asarray(hidden))
+    np.testing.assert_allclose(jax.jit(pooled)(query, hidden), wanted, atol=1e-12)
+    of_mask = jax.grad(lambda x: ats.attend(x, key, value, mask=~np.asarray(hidden)).sum())(query)
+    grad = jax.jit(jax.grad(lambda query, hidden: pooled(query, hidden).sum()))(query, hidden)
+    np.testing.assert_allclose(grad, of_mask, atol=1e-12)
+
+
 def test_wrong_input_raises_while_tracing() -> None:
     query, key, value = inputs()
     with pytest.raises(ats.ShapeError, match="key: expected") as plain:

@@ -22,7 +22,8 @@ _attention.multiple_results = True
 def call(function: Callable[..., Any], portable: Callable[..., Any], *arguments: Any) -> tuple[Any, ...]:
     """Stage `function` of `arguments` for programs lowered for a CPU alone, and `portable` for others.
 
-    Both take pytrees of arrays, and return tuples of arrays of the same shapes and dtypes.
+    Both take pytrees of arrays, and return tuples of arrays of the same shapes and dtypes. Where `function` closes over
+    traced arrays, it is staged for every platform.
     """
     leaves, structure = jax.tree.flatten(arguments)
 
@@ -30,6 +31,12 @@ def call(function: Callable[..., Any], portable: Callable[..., Any], *arguments:
         return lambda *leaves: tuple(function(*jax.tree.unflatten(structure, leaves)))
 
     program = jax.make_jaxpr(flat(function))(*leaves)
+    if any(isinstance(x, jax.core.Tracer) for x in program.consts):
+        # A mask or score of the caller's closes over arrays of the program around this one, which a primitive that is
+        # lowered later cannot reach.
+        staged = jax.custom_jvp(flat(function))
+        staged.defjvp(lambda primals, tangents: jax.jvp(flat(portable), primals, tangents))
+        return tuple(staged(*leaves))
     return tuple(_attention.bind(*leaves, program=program, portable=flat(portable)))
 
 

@@ -39,6 +39,8 @@ def layers_of_all(arrays: Sequence[Any]) -> list[Any]:
 
 def concrete(x: Any) -> Any:
     """Return the concrete array that `x` is or wraps; None if it is traced."""
+    if any(kind_of(layer) == RECORDED for layer in layers_of(x)):
+        return None  # an operation on it, though without a use, would be part of the program
     if isinstance(x, jax.core.Tracer):
         x = lax.stop_gradient(x)
     return None if isinstance(x, jax.core.Tracer) else x
