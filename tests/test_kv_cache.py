@@ -615,7 +615,7 @@ def _decoded(cache: ats.KeyValueCache, q: Any, k: Any, v: Any, prompt: int) -> A
 @pytest.mark.parametrize(
     ("name", "window", "sinks", "xla"),
     [
-        ("none", None, 0, False),
+        pytest.param("none", None, 0, False, marks=pytest.mark.slow),
         ("additive", 3, 2, False),
         pytest.param("bilinear", None, 0, True, marks=pytest.mark.slow),
         pytest.param("gaussian", 6, 1, False, marks=pytest.mark.slow),
