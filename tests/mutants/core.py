@@ -263,8 +263,8 @@ FAULTS = [
     Fault(
         "plan-without-the-mask",
         "src/attnscore/core/plan.py",
-        "        parts.append(of_mask)\n",
-        "",
+        "parts.append(of_mask)",
+        "pass",
         "tests/test_plan.py -k share_no_plan",
         "a plan is reused for another mask",
     ),
@@ -287,8 +287,8 @@ FAULTS = [
     Fault(
         "plan-lowered-for-other-parameters",
         "src/attnscore/core/lowered.py",
-        "lowered = self.lower(score, arguments.query, arguments.key)",
-        "lowered = self.lower(self.__dict__.setdefault('score', score), arguments.query, arguments.key)",
+        "lowered = self.lower(score, query, key)",
+        "lowered = self.lower(self.__dict__.setdefault('score', score), query, key)",
         "tests/test_plan.py -k is_lowered",
         "a planned call keeps the parameters of the first call for a score that is lowered",
     ),

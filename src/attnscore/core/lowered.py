@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -46,41 +47,36 @@ class LoweredCall:
     """Plan of the lowered call (`kernels.native.call.NativeCall`)."""
     lowered: Any
     """The lowered score; w_v is None, as a plan holds no array."""
-    computed: tuple[int, ...]
-    """Which of query (0) and key (1) the lowering computes."""
+    computed: slice
+    """Which of (query, key) the lowering computes."""
     is_projection: bool
     """Whether the score's ``project`` lowers finite queries and keys: it isolates no rows and casts nothing."""
 
     def run(self, arguments: CallArguments) -> Any:
         """Return what `attend` returns."""
-        ops, call, score = self.ops, self.call, arguments.score
+        ops, call = self.ops, self.call
+        query, key, value, score, _, _, bias, sink, _ = arguments
         if type(score) is str:
             score = scores.resolve(score)
-        lowered = self.lower(score, arguments.query, arguments.key)
-        operands = self.operands(lowered, arguments.value, arguments.bias, arguments.sink)
+        lowered = self.lower(score, query, key)
+        operands = [*lowered[:2], value]
+        if bias is not None:
+            operands.append(bias)
+        operands += lowered[2:]
+        if sink is not None:
+            operands.append(sink)
         if ops.has_planned_gradients and ops.needs_grad(*operands):
             return call.present(ops.record(call.op(arguments, self.lowered), operands))
         return call.present(call.forward(operands, *call.mask_and_seed(arguments), saves=False)[0])
 
-    def lower(self, score: Any, query: Array, key: Array) -> LoweredArrays:
-        """Return the arrays of the lowered form."""
-        ops = self.ops
-        if self.is_projection and ops.known_finite(*[(query, key)[i] for i in self.computed]):
+    def lower(self, score: Any, query: Array, key: Array) -> Sequence[Array]:
+        """Return query and key of the lowered form, and w_v of an additive score."""
+        ops, computed = self.ops, self.computed
+        if self.is_projection and ops.known_finite(*(query, key)[computed]):
             with ops.numeric_scope():
-                projected = LoweredArrays(*score.project(ops, query, key))
+                found = list(score.project(ops, query, key))
             # A sum with the bias alone keeps the strides of the query.
-            rows = [ops.in_c_order(x) if i in self.computed else x for i, x in enumerate(projected[:2])]
-            return LoweredArrays(rows[0], rows[1], projected.w_v)
-        return lower(ops, score, query, key)[1]
-
-    @staticmethod
-    def operands(lowered: LoweredArrays, value: Array, bias: Array | None, sink: Array | None) -> list[Array]:
-        """Return the operands of the lowered call, in its order."""
-        found = [lowered.query, lowered.key, value]
-        if bias is not None:
-            found.append(bias)
-        if lowered.w_v is not None:
-            found.append(lowered.w_v)
-        if sink is not None:
-            found.append(sink)
-        return found
+            found[computed] = map(ops.in_c_order, found[computed])
+            return found
+        arrays = lower(ops, score, query, key)[1]
+        return arrays if arrays.w_v is not None else arrays[:2]

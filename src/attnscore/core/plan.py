@@ -177,7 +177,8 @@ def _build_lowered(problem: Problem, kernel: str, arrays: dict[str, Array]) -> L
     ops, score, dropout = problem.ops, problem.score, problem.dropout
     sides = {name: ops.stop_gradient(arrays[name]) for name in ("query", "key")}
     form, found = lower(ops, score, **sides)
-    computed = tuple(i for i, x in enumerate(sides.values()) if found[i] is not x)
+    is_computed = [new is not old for new, old in zip(found, sides.values(), strict=False)]
+    computed = slice(is_computed.index(True), 2 if is_computed[1] else 1)
     lowered: Any = ScaledDot(form.scale) if isinstance(form, InnerForm) else None
     if isinstance(form, AdditiveForm):
         lowered = Additive(form.w_v, activation=score.activation, negative_slope=score.negative_slope)
