@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 
 import pytest
@@ -19,6 +20,8 @@ RESULTS = json.loads((ROOT / "tests" / "mutants" / "results.json").read_text())
 def test_a_fault_applies_and_is_killed(fault: Fault) -> None:
     assert fault.occurrences() == 1, f"{fault.file} no longer has the text of {fault.name} once: rewrite the fault"
     assert fault.old != fault.new and fault.what
+    if fault.file.endswith(".py"):
+        ast.parse((ROOT / fault.file).read_text().replace(fault.old, fault.new))
     result = RESULTS.get(fault.name, {})
     assert result.get("digest") == fault.digest, f"{fault.name} is new or has changed: make mutants"
     assert result["killed_by"], f"no test fails with {fault.name}: {fault.what}"
