@@ -28,8 +28,12 @@ two_layers = pytest.mark.parametrize(
     "case",
     [pytest.param(case, id=case.name, marks=() if case.name in QUICK[::2] else pytest.mark.slow) for case in LAYERS],
 )
-# Layers that differ from one that stays by a number alone: the same parameters, or one head in place of four.
-ALIKE = ("dot", "gaussian", "heads, additive", "one head")
+# Layers that differ from one that stays by a number alone: the same parameters, or one head in place of four. Of other
+# normalizers, whose searches take JAX seconds to compile, two that stay have heads.
+ALIKE = (
+    *("dot", "gaussian", "heads, additive", "one head"),
+    *("dot, sparsemax", "additive, sigmoid", "bilinear, entmax", "gaussian, sparsemax"),
+)
 
 
 @nnx.jit(static_argnames="valid_lens")

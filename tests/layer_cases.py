@@ -68,13 +68,47 @@ def norm(x: Tensor, scale: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * scale
 
 
-def pool(scores: Tensor, visible: Tensor | None, values: Tensor, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def softmax(scores: Tensor) -> Tensor:
+    return torch.softmax(scores, -1)
+
+
+def sparsemax(scores: Tensor) -> Tensor:
+    """Algorithm 1 of Martins and Astudillo (2016)."""
+    ordered, count = scores.sort(-1, descending=True).values, torch.arange(1, scores.shape[-1] + 1)
+    thresholds = (ordered.cumsum(-1) - 1) / count
+    last = (ordered > thresholds).sum(-1, keepdim=True).clamp(min=1) - 1
+    return (scores - thresholds.gather(-1, last)).clamp(min=0)
+
+
+def entmax15(scores: Tensor) -> Tensor:
+    """Algorithm 2 of Peters, Niculae and Martins (2019), over the unmasked scores of each query."""
+    rows = []
+    for row in scores.reshape(-1, scores.shape[-1]) / 2:
+        on = row > -math.inf
+        if not on.any():
+            rows.append(torch.zeros_like(row))
+            continue
+        ordered, count = row[on].sort(descending=True).values, torch.arange(1, int(on.sum()) + 1, dtype=row.dtype)
+        mean, of_squares = ordered.cumsum(0) / count, ordered.square().cumsum(0) / count
+        inside = 1 / count - (of_squares - mean.square())
+        thresholds = mean - torch.where(inside > 0, inside, 1.0).sqrt().where(inside > 0, 0.0)
+        rows.append((row - thresholds[(thresholds <= ordered).sum() - 1]).clamp(min=0).square())
+    return torch.stack(rows).reshape(scores.shape)
+
+
+def pool(
+    scores: Tensor,
+    visible: Tensor | None,
+    values: Tensor,
+    sink: Tensor | None = None,
+    normalizer: Callable[[Tensor], Tensor] = softmax,
+) -> tuple[Tensor, Tensor]:
     """Output and weights by the definition: -inf where hidden, rows of 0 where nothing is visible."""
     if visible is not None:
         scores = scores.masked_fill(~visible, -math.inf)
     if sink is not None:
         scores = torch.cat([scores, sink.expand(*scores.shape[:-1], 1)], -1)
-    weights = torch.softmax(scores, -1)[..., : values.shape[-2]]
+    weights = normalizer(scores)[..., : values.shape[-2]]
     if visible is not None:
         weights = weights.masked_fill(~visible.any(-1, keepdim=True), 0.0)
     return weights @ values, weights
@@ -83,7 +117,7 @@ def pool(scores: Tensor, visible: Tensor | None, values: Tensor, sink: Tensor | 
 Plain = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
 
-def single(score: Callable[..., Tensor]) -> Plain:
+def single(score: Callable[..., Tensor], normalizer: Callable[[Tensor], Tensor] = softmax) -> Plain:
     def plain(layer: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:
         given = {}
         if isinstance(layer, AdditiveAttention):
@@ -92,12 +126,12 @@ def single(score: Callable[..., Tensor]) -> Plain:
             given = {"W": layer.W.weight}
         if isinstance(layer, GaussianAttention):
             given = {"log_bandwidth": torch.as_tensor(layer.bandwidth, dtype=q.dtype).log()}
-        return pool(score(q, k, **given), visible, v)
+        return pool(score(q, k, **given), visible, v, normalizer=normalizer)
 
     return plain
 
 
-def heads(score: Callable[..., Tensor]) -> Plain:
+def heads(score: Callable[..., Tensor], normalizer: Callable[[Tensor], Tensor] = softmax) -> Plain:
     """Head by head, with the parameters that are that head's."""
 
     def plain(layer: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -117,7 +151,7 @@ def heads(score: Callable[..., Tensor]) -> Plain:
             if norms[0] is not None:
                 of_head = tuple(norm(x, scale) for x, scale in zip(of_head, norms, strict=True))
             scores = score(*of_head, **{name: x[h] for name, x in own.items()})
-            found.append(pool(scores, visible, v[..., of_v], sinks[h]))
+            found.append(pool(scores, visible, v[..., of_v], sinks[h], normalizer))
         return layer.W_o(torch.cat([out for out, _ in found], -1)), torch.stack([w for _, w in found], 1)
 
     return plain
@@ -153,11 +187,11 @@ class Case:
         return (BATCH, *((self.head_count,) if self.head_count else ()), QUERIES, KEYS)
 
 
-def _multi(name: str, definition: Callable[..., Tensor], **arguments: Any) -> Case:
+def _multi(name: str, *definition: Callable[..., Tensor], **arguments: Any) -> Case:
     made = {"num_hiddens": 8, "num_heads": 4, **arguments}
     return Case(
         name,
-        heads(definition),
+        heads(*definition),
         MultiHeadAttention,
         made,
         6,
@@ -192,6 +226,33 @@ LAYERS = (
     _multi("heads, sink", scaled_dot, sink=True),
     _multi("heads, norms, sink", gaussian, score="gaussian", qk_norm=True, sink=True, num_key_value_heads=2),
     _multi("one head", scaled_dot, num_heads=1, num_hiddens=3),
+    Case("dot, sparsemax", single(dot, sparsemax), DotProductAttention, {"scaled": False, "normalizer": "sparsemax"}),
+    Case(
+        "additive, sigmoid",
+        single(additive, torch.sigmoid),
+        AdditiveAttention,
+        {"num_hiddens": 8, "normalizer": "sigmoid"},
+        20,
+        2,
+        ("query_size", "key_size"),
+    ),
+    Case(
+        "bilinear, entmax",
+        single(bilinear, entmax15),
+        BilinearAttention,
+        {"normalizer": ats.Entmax(1.5)},
+        20,
+        2,
+        ("query_size", "key_size"),
+    ),
+    Case(
+        "gaussian, sparsemax",
+        single(gaussian, sparsemax),
+        GaussianAttention,
+        {"bandwidth": 1.5, "learn_bandwidth": True, "normalizer": ats.Entmax(2)},
+    ),
+    _multi("heads, sigmoid", cosine, torch.sigmoid, score="cosine", normalizer="sigmoid", num_key_value_heads=2),
+    _multi("heads, entmax", scaled_dot, entmax15, normalizer="entmax15", qk_norm=True),
 )
 
 _ROWS = torch.tensor([[[1, 0, 1, 0, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]]], dtype=torch.bool)

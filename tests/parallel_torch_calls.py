@@ -278,6 +278,15 @@ def meshes() -> bool:
         for theirs, ours in zip(alone.parameters(), layer.parameters(), strict=True):
             grad = ours.grad.full_tensor() if hasattr(ours.grad, "full_tensor") else ours.grad
             is_same = is_same and torch.allclose(grad, theirs.grad, rtol=1e-10, atol=1e-12)
+    for normalizer in ("sigmoid", ats.Entmax(1.5)):
+        alone, layer = (
+            MultiHeadAttention(16, 2, normalizer=normalizer, context_group=group, dtype=torch.float64, **sizes)
+            for group in (None, mesh["context"])
+        )
+        layer.load_state_dict(alone.state_dict())
+        wanted = alone(x, x, x, mask=ats.Causal())[rank // 2, None, rank % 2 * 4 : rank % 2 * 4 + 4]
+        part = x[rank // 2, None, rank % 2 * 4 : rank % 2 * 4 + 4]
+        is_same = is_same and torch.allclose(layer(part, part, part, mask=ats.Causal()), wanted)
     return bool(is_same)
 
 

@@ -29,7 +29,7 @@ from attnscore.diagnostics.watching.torch_calls import Call, Scores, sums_of
 from attnscore.diagnostics.watching.torch_watch import watch
 from attnscore.errors import ArgumentError
 from attnscore.integrations.transformers import register
-from attnscore.layers.torch import AdditiveAttention, MultiHeadAttention
+from attnscore.layers.torch import AdditiveAttention, DotProductAttention, MultiHeadAttention
 from cases import MASKS, SCORES, SOME_SCORES
 from few_modules import few_modules
 from harness import make_call
@@ -801,6 +801,15 @@ def test_a_softmax_written_by_hand_is_not_seen() -> None:
     assert not seen.layers and seen.steps == 1
     assert "no attention" in str(seen)
     assert [(name, "a softmax of its own" in why) for name, why in seen.unseen] == [("(model)", True)]
+
+
+def test_weights_of_another_normalizer_are_no_softmax() -> None:
+    model = nn.ModuleList(DotProductAttention(normalizer=x) for x in ("softmax", "sigmoid", ats.Entmax(1.2)))
+    model.forward = lambda x: [layer(x, x, x) for layer in model]
+    with watch(model) as seen:
+        model(torch.randn(2, 3, 4))
+    assert list(seen.layers) == ["0"]
+    assert [*seen.unseen] == [(name, "a normalizer other than the softmax") for name in "12"]
 
 
 class ByHandWithHeads(nn.Module):

@@ -339,6 +339,9 @@ def test_reset_parameters() -> None:
     [
         (DotProductAttention(), "DotProductAttention()"),
         (DotProductAttention(0.5, scaled=False), "DotProductAttention(scaled=False, dropout=0.5)"),
+        (DotProductAttention(normalizer="sigmoid"), "DotProductAttention(normalizer='sigmoid')"),
+        (AdditiveAttention(8, normalizer="sparsemax"), "AdditiveAttention(\n  normalizer='sparsemax'\n  (W_q)"),
+        (MultiHeadAttention(8, 4, normalizer=ats.Entmax(1.2)), "score='scaled_dot', normalizer=Entmax(alpha=1.2)"),
         (GaussianAttention(0.5, keep_last=False), "GaussianAttention(bandwidth=0.5, keep_last=False)"),
         (BilinearAttention(query_size=3, key_size=2), "(W): Matrix(query_size=3, key_size=2)"),
         (AdditiveAttention(8, 0.1), "dropout=0.1\n  (W_q): LazyLinear(in_features=0, out_features=8, bias=False)"),

@@ -59,6 +59,18 @@ WRONG: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
         "score: expected each name once, got 'gaussian' 2 times",
     ),
     ("sink", lambda: MultiHeadAttention(8, 2, sink=1), ats.ArgumentError, "sink: expected True or False, got 1"),
+    (
+        "normalizer",
+        lambda: BilinearAttention(normalizer="hardmax"),
+        ats.ArgumentError,
+        r"normalizer: expected one of softmax, sigmoid, .* or Entmax\(alpha\), got 'hardmax'",
+    ),
+    (
+        "normalizer without a sink",
+        lambda: MultiHeadAttention(8, 2, sink=True, normalizer="sigmoid"),
+        ats.ArgumentError,
+        "sink: expected False, as the normalizer is not the softmax, got True",
+    ),
     ("norm", lambda: MultiHeadAttention(8, 2, qk_norm="rms"), ats.ArgumentError, "qk_norm: expected True or False"),
     ("rotary", lambda: MultiHeadAttention(8, 2, rotary=True), ats.ArgumentError, "rotary: expected a function of"),
     (

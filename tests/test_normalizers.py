@@ -416,6 +416,26 @@ def test_explain_says_that_scores_are_computed_often() -> None:
     ]
 
 
+@pytest.mark.parametrize("mask", ["none", "lengths", "scattered"])
+@pytest.mark.parametrize("name", NORMALIZERS)
+def test_blocks_of_weights(name: str, mask: str) -> None:
+    """Those of the whole matrix, with their gradients; masked and fully masked queries included."""
+    query, key, value = (torch.from_numpy(x).requires_grad_() for x in inputs(heads=4, kv_heads=2))
+    call = {"normalizer": NORMALIZERS[name], "mask": MASKS[mask]}
+    _, whole = ats.attend(query, key, value, return_weights=True, **call)
+    every = slice(None)
+    for rows, cols in ((None, None), ([1, 3], None), (None, [0, 4, 2]), (slice(1, 4), slice(2, 5))):
+        found = ats.attention_weights(query, key, query_index=rows, key_index=cols, **call)
+        wanted = whole[:, :, every if rows is None else rows][..., every if cols is None else cols]
+        torch.testing.assert_close(found, wanted)
+        grads = [torch.autograd.grad(x.sin().sum(), (query, key), retain_graph=True) for x in (found, wanted)]
+        torch.testing.assert_close(*grads)
+    plain = [x.detach().numpy() for x in (query, key)]
+    for cols in (None, [2, 0]):
+        found = ats.attention_weights(*plain, key_index=cols, **call)
+        np.testing.assert_allclose(found, whole.detach()[..., every if cols is None else cols], rtol=1e-12, atol=1e-14)
+
+
 def test_graphs() -> None:
     """A graph of neighbours is gathered, and its queries are normalized one by one."""
     indptr, indices = np.array([0, 2, 2, 5]), np.array([0, 2, 1, 2, 3])
@@ -426,6 +446,10 @@ def test_graphs() -> None:
         found = ats.attend(query, key, value, mask=mask, normalizer=normalizer)
         wanted = ats.attend(query, key, value, mask=mask, normalizer=normalizer, kernel="dense")
         np.testing.assert_allclose(found, wanted, rtol=1e-12)
+        weights = ats.attention_weights(query, key, mask=mask, normalizer=normalizer)
+        np.testing.assert_allclose(weights @ value, wanted, rtol=1e-12)
+        block = ats.attention_weights(query, key, mask=mask, normalizer=normalizer, key_index=[2, 0])
+        np.testing.assert_allclose(block, weights[:, [2, 0]], rtol=1e-12)
 
 
 def test_jagged_tensors() -> None:

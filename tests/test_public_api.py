@@ -23,17 +23,15 @@ _ATTEND = (
     "score='scaled_dot', mask=None, valid_lens=None, bias=None, sink=None, dropout=0.0, seed=None, head_axis=-3, "
     "normalizer='softmax', kernel='auto'"
 )
-_BLOCK = (
-    "(query, key, *, score='scaled_dot', mask=None, valid_lens=None, bias=None, sink=None, head_axis=-3, "
-    "query_index=None, key_index=None)"
-)
+_BLOCK = "(query, key, *, score='scaled_dot', mask=None, valid_lens=None, bias=None, sink=None, head_axis=-3, "
+_INDEX = "query_index=None, key_index=None)"
 _MAP = "*, score='scaled_dot', mask=None, valid_lens=None, bias=None, sink=None, head_axis=-3)"
 FUNCTIONS = {
     "attend": f"(query, key, value, *, {_ATTEND}, return_weights=False, return_stats=False)",
     "attend_vjp": f"(query, key, value, *, {_ATTEND}, return_weights=False, return_stats=False)",
     "explain": f"(query, key, value, *, {_ATTEND}, return_weights=False, return_stats=False)",
-    "attention_weights": _BLOCK,
-    "attention_scores": _BLOCK,
+    "attention_weights": f"{_BLOCK}normalizer='softmax', {_INDEX}",
+    "attention_scores": _BLOCK + _INDEX,
     "top_weights": f"(query, key, k, {_MAP}",
     "pooled_weights": f"(query, key, bins=(64, 64), {_MAP}",
     "key_mass": f"(query, key, {_MAP}",
@@ -98,10 +96,16 @@ ERRORS = (
     *("ArgumentError", "KernelUnavailable"),
 )
 LAYERS = {
-    "DotProductAttention": "(dropout=0.0, *, scaled=True, keep_last=True)",
-    "AdditiveAttention": "(num_hiddens, dropout=0.0, *, key_size=None, query_size=None, keep_last=True, ...)",
-    "BilinearAttention": "(dropout=0.0, *, key_size=None, query_size=None, keep_last=True, ...)",
-    "GaussianAttention": "(bandwidth=1.0, dropout=0.0, *, learn_bandwidth=False, keep_last=True, ...)",
+    "DotProductAttention": "(dropout=0.0, *, scaled=True, normalizer='softmax', keep_last=True)",
+    "AdditiveAttention": (
+        "(num_hiddens, dropout=0.0, *, key_size=None, query_size=None, normalizer='softmax', keep_last=True, ...)"
+    ),
+    "BilinearAttention": (
+        "(dropout=0.0, *, key_size=None, query_size=None, normalizer='softmax', keep_last=True, ...)"
+    ),
+    "GaussianAttention": (
+        "(bandwidth=1.0, dropout=0.0, *, learn_bandwidth=False, normalizer='softmax', keep_last=True, ...)"
+    ),
     "MultiHeadAttention": (
         "(num_hiddens, num_heads, dropout=0.0, *, bias=False, score='scaled_dot', score_hiddens=None, ...)"
     ),

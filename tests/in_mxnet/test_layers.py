@@ -33,6 +33,8 @@ LAYERS = {
     "gaussian": lambda **o: GaussianAttention(1.5, learn_bandwidth=True, **o),
     **{f"heads-{name}": lambda name=name, **o: MultiHeadAttention(8, 2, score=name, bias=True, **o) for name in SCORES},
     "grouped": lambda **o: MultiHeadAttention(8, 4, num_key_value_heads=2, **o),
+    "sparse": lambda **o: AdditiveAttention(6, normalizer="entmax15", **o),
+    "heads-sigmoid": lambda **o: MultiHeadAttention(8, 2, normalizer="sigmoid", bias=True, **o),
 }
 every_layer = pytest.mark.parametrize("name", LAYERS)
 every_layer_that_learns = pytest.mark.parametrize("name", [name for name in LAYERS if name != "dot"])
@@ -163,6 +165,52 @@ def test_multi_head_is_attend_between_projections(score: str) -> None:
     own = layer._layer.make_score({part.name: w[part.name] for part in layer._layer.parameters})
     pooled = ats.attend(q, k, v, score=own, valid_lens=lens, head_axis=-2).reshape(3, 5, 8)
     assert onp.allclose(out, pooled @ w["W_o.weight"].T + w["W_o.bias"], atol=1e-5)
+
+
+NORMALIZERS = ("sigmoid", "sparsemax", "entmax15", ats.Entmax(1.2))
+
+
+@pytest.mark.parametrize("few", [0, FEW_WEIGHTS])
+@pytest.mark.parametrize("normalizer", NORMALIZERS)
+def test_layers_of_other_normalizers_are_attend(normalizer: Any, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against NumPy's in float64, which the tests of NumPy hold to the definitions; a sequence without keys too."""
+    monkeypatch.setattr("attnscore.layers.description.FEW_WEIGHTS", few)
+    arrays, call = inputs(), {"normalizer": normalizer, "valid_lens": [2, 7, 0]}
+    q, k, v = (x.asnumpy().astype("float64") for x in arrays)
+    matrix = random(4, 4, seed=3)
+    for layer, score in (
+        (DotProductAttention(normalizer=normalizer), "scaled_dot"),
+        (BilinearAttention(normalizer=normalizer), ats.Bilinear(matrix.asnumpy().astype("float64"))),
+        (GaussianAttention(1.5, normalizer=normalizer), ats.Gaussian(1.5)),
+    ):
+        layer.initialize()
+        layer(*arrays)
+        if isinstance(layer, BilinearAttention):
+            layer.W.weight.set_data(matrix)
+        out = layer(*arrays, [2, 7, 0])
+        wanted, weights = ats.attend(q, k, v, score=score, return_weights=True, **call)
+        onp.testing.assert_allclose(out.asnumpy(), wanted, rtol=1e-4, atol=1e-5)
+        onp.testing.assert_allclose(layer.attention_weights.asnumpy(), weights, rtol=1e-4, atol=1e-5)
+        assert not out[2].asnumpy().any()
+        assert layer.normalizer == normalizer
+
+
+@pytest.mark.parametrize("normalizer", NORMALIZERS)
+def test_heads_of_other_normalizers_with_a_cache(normalizer: Any) -> None:
+    layer = MultiHeadAttention(8, 2, normalizer=normalizer, score="gaussian")
+    layer.initialize(mx.init.Normal(0.4))
+    x = random(3, 5, 4)
+    whole = layer(x, x, x, mask=ats.Causal())
+    weights, outs = layer.attention_weights, []
+    cache = ats.KeyValueCache(head_axis=-2, capacity=6)
+    for start, stop in ((0, 3), (3, 4), (4, 5)):
+        step = x[:, start:stop]
+        out, cache = layer(step, step, step, cache=cache)
+        outs.append(out)
+        found = layer.attention_weights
+        onp.testing.assert_allclose(found[..., :5].asnumpy(), weights[:, :, start:stop].asnumpy(), rtol=1e-4, atol=1e-5)
+        assert not found[..., stop:].asnumpy().any()
+    onp.testing.assert_allclose(np.concatenate(outs, 1).asnumpy(), whole.asnumpy(), rtol=1e-4, atol=1e-5)
 
 
 # -------------------------------------------------------------- masks, gradients
@@ -311,7 +359,7 @@ def test_weights_are_those_of_the_call_whatever_happens_after(
     lens = of_lens.array([2, 7, 4])
     layer(queries, keys, values, lens)
     before = layer.attention_weights.asnumpy()
-    assert onp.allclose(before.sum(-1), 1, atol=1e-5)
+    assert layer.normalizer == "sigmoid" or onp.allclose(before.sum(-1), 1, atol=1e-5)
     queries[:] = 0
     keys[:] = 0
     lens[:] = 7
@@ -376,7 +424,9 @@ def test_wrong_input_is_told() -> None:
     with pytest.raises(ats.MaskError, match="numbers from 0 to 7"):
         layer(queries, keys, values, [1, 2, 8])
     for wrong in (lambda: AdditiveAttention(0), lambda: MultiHeadAttention(8, 2, score="sum"),
-                  lambda: DotProductAttention(1.0), lambda: GaussianAttention(0)):  # fmt: skip
+                  lambda: DotProductAttention(1.0), lambda: GaussianAttention(0),
+                  lambda: BilinearAttention(normalizer="hardmax"),
+                  lambda: MultiHeadAttention(8, 2, sink=True, normalizer="sigmoid")):  # fmt: skip
         with pytest.raises(ats.ArgumentError):
             wrong()
     with pytest.raises(ats.ShapeError):

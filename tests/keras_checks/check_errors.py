@@ -59,6 +59,18 @@ WRONG: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
         "queries: .*got a list. Hint: keys and values",
     ),
     (
+        "normalizer",
+        lambda: GaussianAttention(normalizer="hardmax"),
+        ats.ArgumentError,
+        r"normalizer: expected one of softmax, sigmoid, .* or Entmax\(alpha\), got 'hardmax'",
+    ),
+    (
+        "normalizer without a sink",
+        lambda: MultiHeadAttention(8, 2, sink=True, normalizer=ats.Entmax(2)),
+        ats.ArgumentError,
+        "sink: expected False, as the normalizer is not the softmax, got True",
+    ),
+    (
         "positions",
         lambda: DotProductAttention()(X, X, X[:, :2]),
         ats.ShapeError,

@@ -42,6 +42,8 @@ MAKERS: dict[str, Callable[..., Any]] = {
         kernel_initializer="he_normal",
         **more,
     ),
+    "sigmoid": lambda **more: DotProductAttention(normalizer="sigmoid", **more),
+    "entmax": lambda **more: MultiHeadAttention(8, 4, normalizer=ats.Entmax(1.2), **more),
 }
 every_kind = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 
@@ -238,6 +240,8 @@ class TestFiles:
         assert (again.dropout, again.seed, again.keep_last, again.name) == (0.25, 3, False, "mine")
         outer = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(layer))
         assert outer.get_config() == config
+        assert outer.normalizer == again.normalizer == layer.normalizer
+        assert ("normalizer" in config) == (layer.normalizer != "softmax")  # older versions load what they can run
 
     @staticmethod
     def saved(kinds: Iterable[str], path: Path) -> Any:
@@ -252,7 +256,7 @@ class TestFiles:
 
     @slow_on_jax
     def test_a_saved_model(self, tmp_path: Path) -> None:
-        model = self.saved(("additive", "heads"), tmp_path / "model.keras")
+        model = self.saved(("additive", "heads", "entmax"), tmp_path / "model.keras")
         again = keras.saving.load_model(tmp_path / "model.keras")
         close(again(IDS), model(IDS))
         assert again.get_layer("heads").get_config() == model.get_layer("heads").get_config()

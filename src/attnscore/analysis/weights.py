@@ -36,6 +36,7 @@ def attention_weights(
     bias: Any = None,
     sink: Any = None,
     head_axis: int = -3,
+    normalizer: Any = "softmax",
     query_index: Any = None,
     key_index: Any = None,
 ) -> Array:
@@ -43,7 +44,7 @@ def attention_weights(
 
     Parameters
     ----------
-    query, key, score, mask, valid_lens, bias, sink, head_axis
+    query, key, score, mask, valid_lens, bias, sink, head_axis, normalizer
         As in `attend`.
     query_index, key_index : slice, whole number or whole numbers, optional
         Which queries and keys; None: all. Both None: the whole matrix, O(n^2) memory.
@@ -70,10 +71,10 @@ def attention_weights(
     if is_whole_matrix and type(key) is type(query) and len(key.shape) >= 2 and ops.is_plain(query, key):
         return _planned(
             query, key, key[..., :0], score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink,
-            head_axis=head_axis,
+            head_axis=head_axis, normalizer=normalizer,
         )[1]  # fmt: skip
     with ops.numeric_scope():
-        problem = problem_without_value(query, key, score, mask, valid_lens, bias, sink, head_axis)
+        problem = problem_without_value(query, key, score, mask, valid_lens, bias, sink, head_axis, normalizer)
         rows = sliced(problem, query_index, None)
         if key_index is None:
             return _from_canonical(rows, matrix_of(rows, "weights"))
@@ -81,23 +82,26 @@ def attention_weights(
         result = AttentionOp(kernels.choose("auto", rows), rows, tiling.plan(rows))()
         block = sliced(rows, None, key_index)
         scores = matrix_of(block, "scores")
-        found = ops.exp(log_weights(ops, scores, result.row_max, result.log_denom))
+        if problem.normalizer is None:
+            found = ops.exp(log_weights(ops, scores, result.row_max, result.log_denom))
+        else:  # the threshold of a query is in the place of its log-denominator
+            found = problem.normalizer.weights(ops, scores, result.row_max, result.log_denom)
         # Exactly 0 where masked, even if an unmasked NaN makes the other weights of the query NaN.
         return _from_canonical(block, ops.where(scores == NEG_INF, 0.0, found))
 
 
 def _planned(
     query: Array, key: Array, value: Array, *, score: Any, mask: Any, valid_lens: Any, bias: Any, sink: Any,
-    head_axis: int, seed: None = None,
+    head_axis: int, normalizer: Any, seed: None = None,
 ) -> Any:  # fmt: skip
     """Return the output and all weights by the execution plan of a call of `attend`, for values of value_dim 0."""
-    options = (head_axis, "auto", 0.0, True, False)
-    arguments = tuple.__new__(CallArguments, (query, key, value, score, mask, valid_lens, bias, sink, seed))
+    options = (head_axis, normalizer, "auto", 0.0, True, False)
+    arguments = tuple.__new__(CallArguments, (query, key, value, score, mask, valid_lens, bias, sink, seed, None))
     signature = plans.signature(arguments, options)
     if (plan := plans.PLANS.get(signature)) is not None:
         return plan.run(arguments)
     with backends.of({"query": query}).numeric_scope():
-        problem = problem_without_value(query, key, score, mask, valid_lens, bias, sink, head_axis)
+        problem = problem_without_value(query, key, score, mask, valid_lens, bias, sink, head_axis, normalizer)
         problem = dataclasses.replace(problem, matrix="weights")
         return plans.build(signature, problem, "auto", arguments).run(arguments)
 
@@ -137,22 +141,24 @@ def attention_scores(
 
 
 def problem_without_value(
-    query: Array, key: Array, score: Any, mask: Any, valid_lens: Any, bias: Any, sink: Any, head_axis: int
-) -> Problem:
+    query: Array, key: Array, score: Any, mask: Any, valid_lens: Any, bias: Any, sink: Any, head_axis: int,
+    normalizer: Any = "softmax",
+) -> Problem:  # fmt: skip
     """Check a call about the weights alone: values have value_dim 0."""
     if type(key) is PreparedKeys:
         key, score = key.unpack(score)
     problem, _ = build_problem(
-        query, key, NO_VALUE, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink, head_axis=head_axis
-    )
+        query, key, NO_VALUE, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink, head_axis=head_axis,
+        normalizer=normalizer,
+    )  # fmt: skip
     return without_value(problem)
 
 
 def matrix_of(problem: Problem, kind: PairMatrix) -> Array:
     """Return the scores or weights of all pairs of a problem without values, on the canonical axes."""
     if kind == "scores":
-        # Scores do not depend on the sink, which no kernel then has to support.
-        problem = dataclasses.replace(problem, sink=None)
+        # Scores depend on neither, which no kernel then has to support.
+        problem = dataclasses.replace(problem, sink=None, normalizer=None)
     problem = dataclasses.replace(problem, matrix=kind)
     return AttentionOp(kernels.choose("auto", problem), problem, tiling.plan(problem))().matrix
 

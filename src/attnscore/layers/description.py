@@ -19,6 +19,7 @@ from typing import Any, Generic, TypeVar
 
 from attnscore import backends
 from attnscore.backends.base import Array, accumulator, may_equal
+from attnscore.core import normalizers
 from attnscore.core.arguments import check_flag, check_positive, shown
 from attnscore.core.prepared import PreparedKeys, prepare_keys
 from attnscore.errors import ArgumentError, FrameworkError, ShapeError, message
@@ -127,6 +128,11 @@ class Layer:
         """Projections and parameters, in the order in which they are made."""
         return (*self.linears, *self.parameters)
 
+    @property
+    def normalizer(self) -> Any:
+        """How scores become weights, as `attend` takes it."""
+        return self._options.get("normalizer", "softmax")
+
     def make_score(self, arrays: dict[str, Array]) -> Any:
         """Return the score object over its arrays, by name."""
         given = self._options | arrays
@@ -148,34 +154,37 @@ class Layer:
 
     def sizes_in(self, arrays: Mapping[str, Array]) -> dict[str, int]:
         """Return the features of the inputs according to a ``state_dict``, 1 where it does not say."""
-        found = dict.fromkeys(INPUTS, 1)
+        sizes = dict.fromkeys(INPUTS, 1)
         parts: list[tuple[str, tuple[str, ...]]]
         parts = [(linear.name, ("", linear.input)) for linear in self.linears if linear.input in INPUTS]
         parts += [(parameter.name, parameter.inputs) for parameter in self.parameters if parameter.inputs]
         for name, inputs in parts:
             weight = arrays.get(f"{name}.weight")
             if weight is not None and weight.ndim == 2:
-                found |= {name: int(size) for name, size in zip(inputs, weight.shape, strict=True) if name}
-        return found
+                sizes |= {name: int(size) for name, size in zip(inputs, weight.shape, strict=True) if name}
+        return sizes
 
 
 # ------------------------------------------------------------------ the layers
 
 
-def dot_product(scaled: bool) -> Layer:
+def dot_product(scaled: bool, normalizer: Any = "softmax") -> Layer:
     """Describe `DotProductAttention`."""
+    chosen = _normalizer_option(normalizer)
     printed = () if scaled else (("scaled", False),)
-    return Layer("scaled_dot" if scaled else "dot", options=(("scaled", scaled),), printed=printed)
+    return Layer("scaled_dot" if scaled else "dot", options=(("scaled", scaled), *chosen), printed=(*printed, *chosen))
 
 
-def additive(num_hiddens: int, key_size: int | None, query_size: int | None) -> Layer:
+def additive(num_hiddens: int, key_size: int | None, query_size: int | None, normalizer: Any = "softmax") -> Layer:
     """Describe `AdditiveAttention`: w_v . tanh(W_q q + W_k k)."""
     shared.check_size("num_hiddens", num_hiddens)
     shared.check_size("query_size", query_size, optional=True)
     shared.check_size("key_size", key_size, optional=True)
+    chosen = _normalizer_option(normalizer)
     return Layer(
         "additive",
-        options=(("num_hiddens", num_hiddens), ("key_size", key_size), ("query_size", query_size)),
+        options=(("num_hiddens", num_hiddens), ("key_size", key_size), ("query_size", query_size), *chosen),
+        printed=chosen,
         linears=(
             Linear("W_q", "queries", query_size, num_hiddens),
             Linear("W_k", "keys", key_size, num_hiddens),
@@ -184,7 +193,7 @@ def additive(num_hiddens: int, key_size: int | None, query_size: int | None) -> 
     )
 
 
-def bilinear(key_size: int | None, query_size: int | None) -> Layer:
+def bilinear(key_size: int | None, query_size: int | None, normalizer: Any = "softmax") -> Layer:
     """Describe `BilinearAttention`: q . W k.
 
     A score sums query_size * key_size products, so that is the fan-in of W. With the usual 1/sqrt(key_size) the
@@ -192,22 +201,25 @@ def bilinear(key_size: int | None, query_size: int | None) -> Layer:
     """
     shared.check_size("query_size", query_size, optional=True)
     shared.check_size("key_size", key_size, optional=True)
+    chosen = _normalizer_option(normalizer)
     return Layer(
         "bilinear",
-        options=(("key_size", key_size), ("query_size", query_size)),
+        options=(("key_size", key_size), ("query_size", query_size), *chosen),
+        printed=chosen,
         parameters=(Parameter("W", (query_size, key_size), fan_in_axes=2, inputs=("queries", "keys")),),
     )
 
 
-def gaussian(bandwidth: float, learn_bandwidth: bool) -> Layer:
+def gaussian(bandwidth: float, learn_bandwidth: bool, normalizer: Any = "softmax") -> Layer:
     """Describe `GaussianAttention`. A bandwidth is learned as its logarithm, so that it stays above 0."""
     bandwidth = check_positive("bandwidth", bandwidth)
     learned = Parameter("log_bandwidth", (), start=math.log(bandwidth))
+    chosen = _normalizer_option(normalizer)
     return Layer(
         "gaussian",
-        options=(("bandwidth", bandwidth), ("learn_bandwidth", learn_bandwidth)),
+        options=(("bandwidth", bandwidth), ("learn_bandwidth", learn_bandwidth), *chosen),
         parameters=(learned,) if learn_bandwidth else (),
-        printed=(("bandwidth", bandwidth), ("learn_bandwidth", True if learn_bandwidth else None)),
+        printed=(("bandwidth", bandwidth), ("learn_bandwidth", True if learn_bandwidth else None), *chosen),
     )
 
 
@@ -224,13 +236,15 @@ def multi_head(
     *,
     sink: bool = False,
     qk_norm: bool = False,
+    normalizer: Any = "softmax",
 ) -> Layer:
     """Describe `MultiHeadAttention`: W_o concat_h(pool_h).
 
     Raises
     ------
     ArgumentError
-        An unknown score, a size that is no whole number above 0, `score_hiddens` for a score without hidden units.
+        An unknown score or normalizer, a size that is no whole number above 0, `score_hiddens` for a score without
+        hidden units, a sink with a normalizer that has none.
     ShapeError
         Heads that do not divide.
     """
@@ -254,11 +268,14 @@ def multi_head(
     score_dim = score_hiddens or dim
     parameters = [x for name in names if name in _PARAMETERS for x in _PARAMETERS[name](num_heads, score_dim)]
     parameters += [Parameter(name, x.shape, _nested(x)) for name, x in score_template.arrays_in(score).items()]
+    chosen = _normalizer_option(normalizer)
     if check_flag("sink", sink):
+        if chosen:
+            raise ArgumentError(message("sink", "False, as the normalizer is not the softmax", True))
         parameters.append(Parameter("sink", (num_heads,)))
     if check_flag("qk_norm", qk_norm):
         parameters += [Parameter(name, (score_dim,), start=1.0) for name in _NORMS]
-    further = (("sink", sink or None), ("qk_norm", qk_norm or None))
+    further = (("sink", sink or None), ("qk_norm", qk_norm or None), *chosen)
     return Layer(
         score,
         options=(
@@ -288,6 +305,11 @@ def multi_head(
             *further,
         ),
     )
+
+
+def _normalizer_option(normalizer: Any) -> tuple[tuple[str, Any], ...]:
+    """Return the option of a normalizer that `attend` takes; none for the softmax, so that configurations stay."""
+    return () if normalizers.resolve(normalizer) is None else (("normalizer", normalizer),)
 
 
 def check_rotary(rotary: Any) -> Any:
@@ -372,8 +394,8 @@ class BaseAttention(Generic[A]):
 
     def _reshape(self, x: A, features: tuple[int, ...]) -> A:
         """Return (batch, length, ...) as (batch, length, *features)."""
-        found: A = x.reshape((*x.shape[:2], *features))  # type: ignore[attr-defined]  # an array of any framework
-        return found
+        reshaped: A = x.reshape((*x.shape[:2], *features))  # type: ignore[attr-defined]  # an array of any framework
+        return reshaped
 
     def _unprepared(self, keys: Any) -> tuple[Any, tuple[Linear, ...]]:
         """Return the keys of a call, and the projections of its inputs: keys may be projected already."""
@@ -402,17 +424,18 @@ class BaseAttention(Generic[A]):
         `shapes` are those of the inputs, which check an array (batch, query, key) for all heads; `linears` are the
         projections to apply. With a cache, the one that holds the new positions too is among the arguments.
         """
-        layer, found = self._layer, dict(inputs)
+        layer, projected = self._layer, dict(inputs)
         for linear in linears:
             if linear.input in inputs:
                 x = self._project(linear, inputs[linear.input])
                 if linear.heads:
                     # Heads are consecutive features: none is moved.
                     x = self._reshape(x, (linear.heads, linear.units // linear.heads))
-                found[linear.input] = x
+                projected[linear.input] = x
         arrays = {part.name: self._read(part, inputs) for part in layer.score_parts}
         arguments = {"score": layer.make_score(arrays), "valid_lens": valid_lens, "mask": mask}
-        query, key, value = found["queries"], found["keys"], found["values"]
+        arguments["normalizer"] = layer.normalizer
+        query, key, value = (projected[name] for name in INPUTS)
         if not layer.heads:
             return (query, key, value), arguments
         arguments |= {name: x for name, x in (("bias", bias), ("sink", arrays.get("sink"))) if x is not None}
@@ -439,6 +462,11 @@ class BaseAttention(Generic[A]):
             if linear.input == POOLED:
                 out = getattr(self, linear.name)(self._reshape(out, (linear.units,)))
         return out
+
+    @property
+    def normalizer(self) -> Any:
+        """The constructor's argument `normalizer`."""
+        return self._layer.normalizer
 
     @property
     def attention_weights(self) -> A:
@@ -487,13 +515,13 @@ def _rotated(rotary: Any, query: Any, key: Any, cache: KeyValueCache | None, pos
         positions = ops.asarray(cache.next_positions(length), key)
     elif positions is None:
         positions = ops.reshape(ops.positions(0, length, key), (1, -1))
-    found = rotary(query, key, positions)
-    got = [tuple(getattr(x, "shape", ())) for x in found] if isinstance(found, tuple) else shown(found)
-    fits = isinstance(found, tuple) and len(found) == 2 and all(map(_may_have, found, shapes))
+    rotated = rotary(query, key, positions)
+    got = [tuple(getattr(x, "shape", ())) for x in rotated] if isinstance(rotated, tuple) else shown(rotated)
+    fits = isinstance(rotated, tuple) and len(rotated) == 2 and all(map(_may_have, rotated, shapes))
     if not fits:
         raise ShapeError(message("rotary", f"queries {tuple(query_shape)} and keys {tuple(key_shape)} back", got))
-    rotated: tuple[Any, Any] = found
-    return rotated
+    query, key = rotated
+    return query, key
 
 
 def _may_have(x: Any, shape: Sequence[Any]) -> bool:
@@ -515,9 +543,9 @@ def _with_cache(
         key, arguments["score"] = prepared.key, prepared.score
     cache = cache.append(key, value, lens=arguments["valid_lens"])
     shape = (query.shape[0], query.shape[1], cache.slots)
-    found = cache.arguments(query, mask=shared.over_heads(arguments["mask"], shape))
-    operands = query, found.pop("key"), found.pop("value")
-    return operands, arguments | found | {"cache": cache}
+    over_slots = cache.arguments(query, mask=shared.over_heads(arguments["mask"], shape))
+    operands = query, over_slots.pop("key"), over_slots.pop("value")
+    return operands, arguments | over_slots | {"cache": cache}
 
 
 class PreparesKeys(BaseAttention[A]):

@@ -103,6 +103,8 @@ dropout : number in [0, 1)
     Of the weights, in training.
 scaled : bool
     False leaves the division by sqrt(dim) out.
+normalizer : "softmax", "sigmoid", "sparsemax", "entmax15" or an `Entmax`
+    How scores become weights, see `attnscore.attend`. Others than the softmax have no sink.
 bias : bool
     Whether the four projections have one.
 score : {"scaled_dot", "dot", "gaussian", "cosine", "additive", "bilinear"}, or a score object

@@ -367,12 +367,15 @@ class DotProductAttention(Attention):
         dropout: float = 0.0,
         *,
         scaled: bool = True,
+        normalizer: Any = "softmax",
         deterministic: bool = False,
         keep_last: bool = True,
         dtype: Any = None,
         rngs: nnx.Rngs | None = None,
     ) -> None:
-        super().__init__(description.dot_product(scaled), dropout, deterministic, keep_last, dtype, None, rngs)
+        super().__init__(
+            description.dot_product(scaled, normalizer), dropout, deterministic, keep_last, dtype, None, rngs
+        )
 
     scaled = option("scaled")
 
@@ -390,13 +393,14 @@ class AdditiveAttention(Attention, PreparesKeys[jax.Array]):
         *,
         key_size: int | None = None,
         query_size: int | None = None,
+        normalizer: Any = "softmax",
         deterministic: bool = False,
         keep_last: bool = True,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
-        layer = description.additive(num_hiddens, key_size, query_size)
+        layer = description.additive(num_hiddens, key_size, query_size, normalizer)
         super().__init__(layer, dropout, deterministic, keep_last, dtype, param_dtype, rngs)
 
     num_hiddens = option("num_hiddens")
@@ -416,13 +420,14 @@ class BilinearAttention(Attention):
         *,
         key_size: int | None = None,
         query_size: int | None = None,
+        normalizer: Any = "softmax",
         deterministic: bool = False,
         keep_last: bool = True,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
-        layer = description.bilinear(key_size, query_size)
+        layer = description.bilinear(key_size, query_size, normalizer)
         super().__init__(layer, dropout, deterministic, keep_last, dtype, param_dtype, rngs)
 
 
@@ -437,13 +442,14 @@ class GaussianAttention(Attention):
         dropout: float = 0.0,
         *,
         learn_bandwidth: bool = False,
+        normalizer: Any = "softmax",
         deterministic: bool = False,
         keep_last: bool = True,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs | None = None,
     ) -> None:
-        layer = description.gaussian(bandwidth, learn_bandwidth)
+        layer = description.gaussian(bandwidth, learn_bandwidth, normalizer)
         super().__init__(layer, dropout, deterministic, keep_last, dtype, param_dtype, rngs)
         if not learn_bandwidth:
             self.log_bandwidth = nnx.data(None)
@@ -474,6 +480,7 @@ class MultiHeadAttention(Attention):
         num_key_value_heads: int | None = None,
         sink: bool = False,
         qk_norm: bool = False,
+        normalizer: Any = "softmax",
         rotary: Any = None,
         query_size: int | None = None,
         key_size: int | None = None,
@@ -486,7 +493,8 @@ class MultiHeadAttention(Attention):
     ) -> None:
         sizes = query_size, key_size, value_size
         layer = description.multi_head(
-            num_hiddens, num_heads, bias, score, score_hiddens, num_key_value_heads, *sizes, sink=sink, qk_norm=qk_norm
+            num_hiddens, num_heads, bias, score, score_hiddens, num_key_value_heads, *sizes, sink=sink,
+            qk_norm=qk_norm, normalizer=normalizer,
         )  # fmt: skip
         super().__init__(layer, dropout, deterministic, keep_last, dtype, param_dtype, rngs)
         self.rotary = description.check_rotary(rotary)

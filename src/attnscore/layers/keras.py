@@ -25,6 +25,7 @@ from attnscore import backends
 from attnscore.analysis.weights import attention_weights
 from attnscore.api import attend
 from attnscore.backends.base import HALF_PRECISION, Array
+from attnscore.core.normalizers import Entmax
 from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.kv_cache import KeyValueCache
 from attnscore.layers import description, score_template, shared
@@ -336,7 +337,17 @@ class Attention(BaseAttention[Array], LoadsTorch, keras.layers.Layer):  # type: 
         """Return what `from_config` makes the same layer from."""
         settings = {name: _kind(name).serialize(x) for name, x in self._settings.items()}
         given = {"dropout": self.dropout, "seed": self.seed, "keep_last": self.keep_last}
-        return {**super().get_config(), **given, **dict(self._layer.options), **settings}
+        options = dict(self._layer.options)
+        if isinstance(normalizer := options.get("normalizer"), Entmax):
+            options["normalizer"] = {"alpha": normalizer.alpha}
+        return {**super().get_config(), **given, **options, **settings}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        """Return the layer of a configuration."""
+        normalizer = config.get("normalizer")
+        made = {"normalizer": Entmax(**normalizer)} if isinstance(normalizer, Mapping) else {}
+        return super().from_config({**config, **made})
 
     def _load(self, arrays: Mapping[str, shared.HostArray]) -> None:
         if not self.built:
@@ -425,11 +436,12 @@ class DotProductAttention(Attention):
         dropout: float = 0.0,
         *,
         scaled: bool = True,
+        normalizer: Any = "softmax",
         seed: int | None = None,
         keep_last: bool = True,
         **kwargs: Any,
     ) -> None:
-        super().__init__(description.dot_product(scaled), dropout, seed, keep_last, **kwargs)
+        super().__init__(description.dot_product(scaled, normalizer), dropout, seed, keep_last, **kwargs)
 
     scaled = option("scaled")
 
@@ -448,13 +460,14 @@ class AdditiveAttention(Attention, PreparesKeys[Array]):
         *,
         key_size: int | None = None,
         query_size: int | None = None,
+        normalizer: Any = "softmax",
         seed: int | None = None,
         keep_last: bool = True,
         kernel_initializer: Any = "glorot_uniform",
         kernel_regularizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        layer = description.additive(num_hiddens, key_size, query_size)
+        layer = description.additive(num_hiddens, key_size, query_size, normalizer)
         settings = {"kernel_initializer": kernel_initializer, "kernel_regularizer": kernel_regularizer}
         super().__init__(layer, dropout, seed, keep_last, settings, **kwargs)
 
@@ -483,11 +496,12 @@ class BilinearAttention(Attention):
         *,
         key_size: int | None = None,
         query_size: int | None = None,
+        normalizer: Any = "softmax",
         seed: int | None = None,
         keep_last: bool = True,
         **kwargs: Any,
     ) -> None:
-        super().__init__(description.bilinear(key_size, query_size), dropout, seed, keep_last, **kwargs)
+        super().__init__(description.bilinear(key_size, query_size, normalizer), dropout, seed, keep_last, **kwargs)
 
     key_size, query_size = option("key_size"), option("query_size")
 
@@ -504,11 +518,13 @@ class GaussianAttention(Attention):
         dropout: float = 0.0,
         *,
         learn_bandwidth: bool = False,
+        normalizer: Any = "softmax",
         seed: int | None = None,
         keep_last: bool = True,
         **kwargs: Any,
     ) -> None:
-        super().__init__(description.gaussian(bandwidth, learn_bandwidth), dropout, seed, keep_last, **kwargs)
+        layer = description.gaussian(bandwidth, learn_bandwidth, normalizer)
+        super().__init__(layer, dropout, seed, keep_last, **kwargs)
         # A learned one is made when the layer is built.
         self.log_bandwidth: Any = None
 
@@ -539,6 +555,7 @@ class MultiHeadAttention(Attention):
         num_key_value_heads: int | None = None,
         sink: bool = False,
         qk_norm: bool = False,
+        normalizer: Any = "softmax",
         rotary: Any = None,
         query_size: int | None = None,
         key_size: int | None = None,
@@ -553,7 +570,8 @@ class MultiHeadAttention(Attention):
     ) -> None:
         sizes = query_size, key_size, value_size
         layer = description.multi_head(
-            num_hiddens, num_heads, bias, score, score_hiddens, num_key_value_heads, *sizes, sink=sink, qk_norm=qk_norm
+            num_hiddens, num_heads, bias, score, score_hiddens, num_key_value_heads, *sizes, sink=sink,
+            qk_norm=qk_norm, normalizer=normalizer,
         )  # fmt: skip
         settings = {
             "kernel_initializer": kernel_initializer,
@@ -595,6 +613,7 @@ class MultiHeadAttention(Attention):
         """Return the layer of a configuration."""
         rotary = config.get("rotary")
         made = {} if rotary is None else {"rotary": keras.saving.deserialize_keras_object(rotary)}
-        return cls(**{**config, "score": score_template.from_config(config.get("score", "scaled_dot")), **made})
+        score = score_template.from_config(config.get("score", "scaled_dot"))
+        return super().from_config({**config, "score": score, **made})
 
     num_hiddens, num_heads, bias = option("num_hiddens"), option("num_heads"), option("bias")

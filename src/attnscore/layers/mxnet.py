@@ -253,8 +253,16 @@ class _Call(LastCall):
 class DotProductAttention(Attention):
     """Pooling by the dot product of queries and keys, softmax(q . k / sqrt(dim)) v."""
 
-    def __init__(self, dropout: float = 0.0, *, scaled: bool = True, keep_last: bool = True, **block: Any) -> None:
-        super().__init__(description.dot_product(scaled), dropout, keep_last, **block)
+    def __init__(
+        self,
+        dropout: float = 0.0,
+        *,
+        scaled: bool = True,
+        normalizer: Any = "softmax",
+        keep_last: bool = True,
+        **block: Any,
+    ) -> None:
+        super().__init__(description.dot_product(scaled, normalizer), dropout, keep_last, **block)
 
     scaled = option("scaled")
 
@@ -272,10 +280,12 @@ class AdditiveAttention(Attention, PreparesKeys[Array]):
         *,
         key_size: int | None = None,
         query_size: int | None = None,
+        normalizer: Any = "softmax",
         keep_last: bool = True,
         **block: Any,
     ) -> None:
-        super().__init__(description.additive(num_hiddens, key_size, query_size), dropout, keep_last, **block)
+        layer = description.additive(num_hiddens, key_size, query_size, normalizer)
+        super().__init__(layer, dropout, keep_last, **block)
 
     def _checked_keys(self, keys: Array, linear: Linear) -> Array:
         _check({"keys": keys, "values": keys})
@@ -293,10 +303,11 @@ class BilinearAttention(Attention):
         *,
         key_size: int | None = None,
         query_size: int | None = None,
+        normalizer: Any = "softmax",
         keep_last: bool = True,
         **block: Any,
     ) -> None:
-        super().__init__(description.bilinear(key_size, query_size), dropout, keep_last, **block)
+        super().__init__(description.bilinear(key_size, query_size, normalizer), dropout, keep_last, **block)
 
 
 @final
@@ -310,10 +321,12 @@ class GaussianAttention(Attention):
         dropout: float = 0.0,
         *,
         learn_bandwidth: bool = False,
+        normalizer: Any = "softmax",
         keep_last: bool = True,
         **block: Any,
     ) -> None:
-        super().__init__(description.gaussian(bandwidth, learn_bandwidth), dropout, keep_last, **block)
+        layer = description.gaussian(bandwidth, learn_bandwidth, normalizer)
+        super().__init__(layer, dropout, keep_last, **block)
         if not learn_bandwidth:
             self.log_bandwidth = None
 
@@ -345,6 +358,7 @@ class MultiHeadAttention(Attention):
         num_key_value_heads: int | None = None,
         sink: bool = False,
         qk_norm: bool = False,
+        normalizer: Any = "softmax",
         rotary: Any = None,
         query_size: int | None = None,
         key_size: int | None = None,
@@ -354,7 +368,8 @@ class MultiHeadAttention(Attention):
     ) -> None:
         sizes = query_size, key_size, value_size
         layer = description.multi_head(
-            num_hiddens, num_heads, bias, score, score_hiddens, num_key_value_heads, *sizes, sink=sink, qk_norm=qk_norm
+            num_hiddens, num_heads, bias, score, score_hiddens, num_key_value_heads, *sizes, sink=sink,
+            qk_norm=qk_norm, normalizer=normalizer,
         )  # fmt: skip
         super().__init__(layer, dropout, keep_last, **block)
         self.rotary = description.check_rotary(rotary)

@@ -406,8 +406,10 @@ def is_traced(*arguments: Any) -> bool:
 class DotProductAttention(Attention):
     """Pooling by the dot product of queries and keys, softmax(q . k / sqrt(dim)) v."""
 
-    def __init__(self, dropout: float = 0.0, *, scaled: bool = True, keep_last: bool = True) -> None:
-        super().__init__(description.dot_product(scaled), dropout, keep_last)
+    def __init__(
+        self, dropout: float = 0.0, *, scaled: bool = True, normalizer: Any = "softmax", keep_last: bool = True
+    ) -> None:
+        super().__init__(description.dot_product(scaled, normalizer), dropout, keep_last)
 
     scaled = option("scaled")
 
@@ -429,11 +431,13 @@ class AdditiveAttention(Attention, PreparesKeys[Tensor]):
         *,
         key_size: int | None = None,
         query_size: int | None = None,
+        normalizer: Any = "softmax",
         keep_last: bool = True,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(description.additive(num_hiddens, key_size, query_size), dropout, keep_last, device, dtype)
+        layer = description.additive(num_hiddens, key_size, query_size, normalizer)
+        super().__init__(layer, dropout, keep_last, device, dtype)
 
     num_hiddens = option("num_hiddens")
 
@@ -455,11 +459,13 @@ class BilinearAttention(Attention):
         *,
         key_size: int | None = None,
         query_size: int | None = None,
+        normalizer: Any = "softmax",
         keep_last: bool = True,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(description.bilinear(key_size, query_size), dropout, keep_last, device, dtype)
+        layer = description.bilinear(key_size, query_size, normalizer)
+        super().__init__(layer, dropout, keep_last, device, dtype)
 
 
 @final
@@ -475,11 +481,13 @@ class GaussianAttention(Attention):
         dropout: float = 0.0,
         *,
         learn_bandwidth: bool = False,
+        normalizer: Any = "softmax",
         keep_last: bool = True,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(description.gaussian(bandwidth, learn_bandwidth), dropout, keep_last, device, dtype)
+        layer = description.gaussian(bandwidth, learn_bandwidth, normalizer)
+        super().__init__(layer, dropout, keep_last, device, dtype)
         if not learn_bandwidth:
             self.log_bandwidth = None
 
@@ -518,6 +526,7 @@ class MultiHeadAttention(Attention):
         num_key_value_heads: int | None = None,
         sink: bool = False,
         qk_norm: bool = False,
+        normalizer: Any = "softmax",
         rotary: Rotary | None = None,
         context_group: Any = None,
         query_size: int | None = None,
@@ -529,7 +538,8 @@ class MultiHeadAttention(Attention):
     ) -> None:
         sizes = query_size, key_size, value_size
         layer = description.multi_head(
-            num_hiddens, num_heads, bias, score, score_hiddens, num_key_value_heads, *sizes, sink=sink, qk_norm=qk_norm
+            num_hiddens, num_heads, bias, score, score_hiddens, num_key_value_heads, *sizes, sink=sink,
+            qk_norm=qk_norm, normalizer=normalizer,
         )  # fmt: skip
         super().__init__(layer, dropout, keep_last, device, dtype)
         self.rotary = description.check_rotary(rotary)

@@ -26,6 +26,7 @@ from torch.nn import functional
 
 import attnscore as ats
 from attnscore import api
+from attnscore.core.normalizers import ONLY_SOFTMAX, resolve
 from attnscore.diagnostics.watching.torch_calls import (
     Call,
     Scores,
@@ -244,9 +245,16 @@ def _sdpa(original: Any, query: Tensor, key: Tensor, value: Tensor, *more: Any, 
 
 def _attend(original: Any, query: Any, key: Any, value: Any, **options: Any) -> Any:
     if not _is_bypassed() and isinstance(query, Tensor):
-        kept = ("score", "mask", "valid_lens", "bias", "sink", "head_axis")
-        _report(lambda: Call(query, key, {name: options[name] for name in kept if name in options}))
+        _report(lambda: _attend_call(query, key, options))
     return original(query, key, value, **options)
+
+
+def _attend_call(query: Tensor, key: Tensor, options: dict[str, Any]) -> Call | str:
+    """Return a call of `attend`; of weights without the statistics of a softmax, the reason why there is none."""
+    if resolve(options.get("normalizer", "softmax")) is not None:
+        return ONLY_SOFTMAX
+    kept = ("score", "mask", "valid_lens", "bias", "sink", "head_axis")
+    return Call(query, key, {name: options[name] for name in kept if name in options})
 
 
 def _multi_head(original: Any, *arguments: Any, **options: Any) -> Any:
