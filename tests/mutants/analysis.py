@@ -22,6 +22,14 @@ _SOFTMAX = "tests/test_softmax.py"
 
 FAULTS: list[Fault] = [
     Fault(
+        "blocks-scores-of-a-normalizer",
+        _BLOCKS,
+        "problem = dataclasses.replace(problem, sink=None, normalizer=None)",
+        "problem = dataclasses.replace(problem, sink=None)",
+        "tests/test_normalizers.py -k blocks_of_weights",
+        "a block of weights is normalized twice",
+    ),
+    Fault(
         "blocks-negative-index",
         _BLOCKS,
         "return np.where(found < 0, found + length, found)",
