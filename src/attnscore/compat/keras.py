@@ -1,13 +1,13 @@
 """Keras's attention layers, argument for argument, computed by `attend` on whichever backend Keras runs.
 
-- Each layer is a subclass of its original with its forward pass replaced: the same constructor, checks, symbolic
-  shapes, configuration, weights under the same names. ``layer.__class__ = MultiHeadAttention`` turns an original into
-  one of these.
-- A query that attends to no key gets zeros. With ``strict=True`` it gets the original's numbers, and dropout drops the
-  weights that the original drops, from the same state of the layer's generator.
-- Masks stay objects where they can: a causal mask or a window is no array.
-- A subclass that replaces a method of the original's computation (``_compute_attention``, ``_calculate_scores`` ...) is
-  computed with that method, on arrays, as there.
+- Each class is a subclass of Keras's layer of the same name, the original, and replaces its forward pass alone.
+  Constructor, checks, symbolic shapes, configuration and names of weights are the original's, so that
+  ``layer.__class__ = MultiHeadAttention`` changes an existing layer of Keras into one of these.
+- Two things differ from the original: a query that attends to no key gets zeros, and dropout draws other weights from
+  the same seed. With ``strict=True`` both are as in the original.
+- A causal mask and a sliding window are mask objects, without an array of query by key.
+- Where a subclass overrides a step of the original's computation (``_compute_attention``, ``_calculate_scores`` ...),
+  the original's forward pass runs, and calls the override.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _registered = keras.saving.register_keras_serializable(package="attnscore.compat
 
 
 class _DropIn:
-    """The argument `strict`, behind those of the original."""
+    """Adds the keyword `strict` to constructor and configuration of the original."""
 
-    # Of the class too: a layer of the original becomes one of these when its __class__ is set.
+    # A layer of Keras whose __class__ is set to one of these has no attribute of its own.
     strict: bool = False
 
     def __init__(self, *args: Any, strict: bool = False, **kwargs: Any) -> None:
@@ -45,13 +45,13 @@ class _DropIn:
         self.strict = strict
 
     def get_config(self) -> dict[str, Any]:
-        """Return the configuration of the original, and `strict` where it is on."""
+        """Return the configuration of the original, with `strict` only if it is True."""
         config: dict[str, Any] = super().get_config()  # type: ignore[misc]  # of Keras's layer, the next class
         return {**config, "strict": True} if self.strict else config
 
 
 def _with_signature_of(original: Any) -> Callable[[type], type]:
-    """Give a class the constructor's signature of its original, and `strict` by name alone."""
+    """Give a class the constructor signature of its original, and `strict` as a keyword."""
 
     def decorate(kind: type) -> type:
         found = inspect.signature(original.__init__)
@@ -69,7 +69,7 @@ def _with_signature_of(original: Any) -> Callable[[type], type]:
 
 
 def _is_overridden(layer: Any, *names: str) -> bool:
-    """Whether a subclass of a layer of this module replaces one of these methods."""
+    """Whether the class of `layer` overrides one of these methods of its base class in this module."""
     kind = type(layer)
     own = next(each for each in kind.__mro__ if each.__module__ == __name__)
     return any(getattr(kind, name) is not getattr(own, name) for name in names)
@@ -87,11 +87,12 @@ def _pooled(
     strict: bool,
     **options: Any,
 ) -> tuple[Array, Array | None, Array | None]:
-    """Return the output of `attend`, and the weights before and after dropout if computed; `options` are `attend`'s.
+    """Return the output, the weights before dropout, and the weights after it; `options` are passed to `attend`.
 
-    The weights are computed where they are wanted, where `strict` needs them, and for a `rate` of 1, as `attend`
-    divides by 1 - dropout. `fill_empty` then gives weights to queries that attend to no key, and Keras's dropout drops
-    weights from the state of `generator`, as in the original.
+    Usually `attend` drops weights itself, and none are returned. The matrix of weights is computed if the caller wants
+    it, if `strict` needs it, and for a `rate` of 1, where `attend` would divide by 1 - rate = 0. Then `fill_empty`
+    replaces the weights of queries that attend to no key, and ``keras.random.dropout`` drops weights with the state of
+    `generator`, as in the original.
     """
     if not (with_weights or fill_empty or (rate and (strict or rate >= 1))):
         seed = drawn_seed(generator) if rate else None
@@ -109,7 +110,7 @@ def _pooled(
 
 
 def _where_empty(weights: Array, others: Array) -> Array:
-    """Return weights, and `others` for queries that attend to no key."""
+    """Return `weights` with those of queries that attend to no key replaced by `others`."""
     return ops.where(ops.any(weights > 0, axis=-1, keepdims=True), weights, others)
 
 
@@ -118,7 +119,7 @@ def _boolean(mask: Any) -> Array:
 
 
 def _with_axes(mask: Array, count: int, axis: int) -> Array:
-    """Return a mask with axes of 1 put in at `axis`, until it has `count`."""
+    """Return a mask of `count` axes: axes of size 1 are inserted at `axis`."""
     for _ in range(count - len(mask.shape)):
         mask = ops.expand_dims(mask, axis)
     return mask
@@ -151,14 +152,15 @@ class _OneHead(_DropIn):
         query, value, *rest = map(ops.convert_to_tensor, inputs)
         key = rest[0] if rest else value
         if len(query.shape) > 3 and query.shape[-3] not in (1, key.shape[-3]) and key.shape[-3] != 1:
-            # `attend` takes fewer heads of keys.
+            # `attend` would share these keys among heads, which the original refuses.
             raise ValueError(message("value", f"{query.shape[-3]} on axis -3, as query has", key.shape[-3]))
         query_mask, value_mask = mask[:2] if mask else (None, None)
         found = _mask_of_scores(value_mask, use_causal_mask, max(len(query.shape), len(key.shape)))
         q, k, score = self._scored(query, key)
 
         def fill_empty(weights: Array) -> Array:
-            # The original subtracts this number from masked scores; in float32 nothing of their differences is left.
+            # The original subtracts this number from masked scores. Where all keys are masked, its softmax is of what
+            # rounding leaves of their differences: in float32 nothing, and the weights are even.
             scores = self._calculate_scores(query=query, key=key)
             masked = ops.softmax(scores - (65504.0 if weights.dtype == "float16" else 1.0e9), axis=-1)
             return _where_empty(weights, ops.cast(masked, weights.dtype))
@@ -176,7 +178,7 @@ class _OneHead(_DropIn):
 
 
 def _mask_of_scores(value_mask: Any, causal: bool, axes: int) -> Mask | None:
-    """Return the mask of one (batch, key) and of the order of positions; `axes` are those of the scores."""
+    """Return a padding mask of the values, (batch, key), joined with a causal mask, for scores of so many axes."""
     parts: list[Mask] = []
     if value_mask is not None:
         value_mask = _boolean(value_mask)
@@ -184,7 +186,7 @@ def _mask_of_scores(value_mask: Any, causal: bool, axes: int) -> Mask | None:
             parts.append(KeyPadding(value_mask))
         else:
             by_key = causal or len(value_mask.shape) == 2
-            # With all axes: to `attend`, two could be (batch, key).
+            # As many axes as the scores have: `attend` could read two axes as (batch, key).
             parts.append(Dense(_with_axes(ops.expand_dims(value_mask, -2) if by_key else value_mask, axes, 0)))
     if causal:
         parts.append(Causal("top_left"))
@@ -201,22 +203,22 @@ class Attention(_OneHead, keras.layers.Attention):  # type: ignore[misc]  # Kera
     Parameters
     ----------
     use_scale : bool
-        Learn `scale`, a number; without, 1.
+        Learn the number `scale`, which starts at 1; False: there is none.
     score_mode : "dot" or "concat"
     dropout : float
-        Of the weights, in training.
+        Share of the weights that is dropped in training.
     seed : int, optional
-        Of the dropout.
+        Seed of the dropout.
     strict : bool
-        A query that attends to no key gets the original's numbers, and dropout drops what it drops there: O(n^2)
-        memory, as there.
+        Compute what Keras computes in the two cases that differ otherwise, in O(n^2) memory as Keras does. A query that
+        attends to no key gets Keras's output in place of zeros, and dropout drops the same weights from the same seed.
     kwargs
         Those of ``keras.layers.Layer``.
 
     Raises
     ------
     ValueError
-        A `score_mode` that is none; a call without a list of two or three tensors, or with a mask that is none of two.
+        An unknown `score_mode`; inputs or masks that are no list of two or three.
 
     References
     ----------
@@ -250,9 +252,9 @@ class AdditiveAttention(_OneHead, keras.layers.AdditiveAttention):  # type: igno
     Parameters
     ----------
     use_scale : bool
-        Learn `scale`, of the dimension of the queries; without, 1.
+        Learn the vector `scale`, which has a number for each feature of the queries; False: ones.
     dropout : float
-        Of the weights, in training.
+        Share of the weights that is dropped in training.
     strict : bool
         As in `Attention`.
     kwargs
@@ -286,7 +288,7 @@ class AdditiveAttention(_OneHead, keras.layers.AdditiveAttention):  # type: igno
 
 
 def _with_hidden_units(query: Array, key: Array, weight: Array) -> tuple[Array, Array, Array]:
-    """Return queries, keys and their weight with as many hidden units as the larger: those of one are repeated."""
+    """Return queries, keys and weight with one number of hidden units: a size of 1 is repeated to the other's."""
     size = max(query.shape[-1], key.shape[-1])
     query, key = (ops.repeat(x, size, -1) if x.shape[-1] == 1 < size else x for x in (query, key))
     return query, key, ops.broadcast_to(weight, (size,))
@@ -314,7 +316,10 @@ class _ManyHeads(_DropIn):
         attention_mask: Any = None,
         use_causal_mask: bool = False,
     ) -> Any:
-        """Return all masks of a call as a mask object; as an array where a subclass or further axes need one."""
+        """Return all masks of a call as one mask object.
+
+        Where a subclass overrides a method, or where there are several axes to attend over, an array as in the original.
+        """
         padding = {"query_mask": query_mask, "value_mask": value_mask, "key_mask": key_mask}
         if len(query.shape) != 3 or _is_overridden(self, *_METHODS):
             given = {**padding, "attention_mask": attention_mask, "use_causal_mask": use_causal_mask}
@@ -341,11 +346,11 @@ class _ManyHeads(_DropIn):
         with_weights: bool,
         **options: Any,
     ) -> tuple[Array, Array | None]:
-        """Return output and weights before dropout; `options` are those of `attend`."""
+        """Return the output, and the weights before dropout if computed; `options` are passed to `attend`."""
         rate = float(self._dropout_layer.rate)
-        # The original has even weights for a fully masked query where its fused computation runs, and nowhere else.
+        # A fully masked query gets the mean of all values from the original's fused computation, and from no other.
         is_fused = not (with_weights or rate) and options.get("head_axis") == -2
-        # A causal mask leaves each query a key.
+        # Under a causal mask alone every query attends to a key.
         fills = self.strict and is_fused and mask is not None and type(mask) is not Causal
         out, weights, _ = _pooled(
             query, key, value, mask=mask, strict=self.strict,
@@ -359,12 +364,12 @@ class _ManyHeads(_DropIn):
 
 
 def _over_heads(mask: Any) -> Mask:
-    """Return (key,), (query, key), (batch, query, key) or (batch, head, query, key) as a mask object."""
+    """Return an array (key,), (query, key), (batch, query, key) or (batch, head, query, key) as a mask object."""
     return Dense(_with_axes(_with_axes(_boolean(mask), 2, 0), 4, -3))
 
 
 def _as_mask(mask: Any, use_causal_mask: bool) -> Mask | None:
-    """Return an array or a mask object, and the causal mask with it."""
+    """Return a mask, an array or an object, as a mask object; with `use_causal_mask` joined with the causal mask."""
     parts = [] if mask is None else [mask if isinstance(mask, Mask) else _over_heads(mask)]
     return all_of([*parts, Causal("top_left")] if use_causal_mask else parts)
 
@@ -392,27 +397,28 @@ class MultiHeadAttention(_ManyHeads, keras.layers.MultiHeadAttention):  # type: 
     value_dim : int, optional
         None: `key_dim`.
     dropout : float
-        Of the weights, in training.
+        Share of the weights that is dropped in training.
     use_bias : bool
-        Of the projections.
+        Whether the projections have a bias.
     output_shape : int or tuple, optional
-        Of the output's last axes; None: the features of query.
+        Sizes of the last axes of the output; None: the number of features of the query.
     attention_axes : int or tuple, optional
-        The axes that are attended over; None: all between batch and features.
+        Axes to attend over; None: all axes between batch and features.
     sliding_window : int, optional
-        A query attends to the keys less than this far from it.
+        Let each query attend only to keys at a distance below this number, on both sides.
     flash_attention : bool, optional
-        Forbids weights and dropout, as there; memory is linear without it too.
+        True refuses weights and dropout, as in Keras. It does nothing else: memory is linear without it too.
     kernel_initializer, bias_initializer, kernel_regularizer, bias_regularizer, activity_regularizer
     kernel_constraint, bias_constraint
-        Of the projections.
+        Those of the projections, as in ``keras.layers.Dense``.
     use_gate : bool
-        Multiply what is pooled by the sigmoid of a projection of query.
+        Multiply the pooled values by the sigmoid of another projection of the query.
     seed : int, optional
-        Of the dropout.
+        Seed of the dropout.
     strict : bool
-        A query that attends to no key gets the mean of all values where the original gives it, and dropout drops what
-        it drops there: O(n^2) memory, as there.
+        Compute what Keras computes in the two cases that differ otherwise, in O(n^2) memory as Keras does. A query that
+        attends to no key gets the mean of all values where Keras gives that, in place of zeros, and dropout drops the
+        same weights from the same seed.
     kwargs
         Those of ``keras.layers.Layer``.
 
@@ -460,7 +466,7 @@ class MultiHeadAttention(_ManyHeads, keras.layers.MultiHeadAttention):  # type: 
             arguments = query, key, value, mask, training, return_attention_scores
             return self._pool_heads(*arguments, head_axis=-2, **options)
 
-        # Further axes: those attended over become one, behind the others.
+        # More axes than one, or others: those to attend over are moved behind the rest and joined into one.
         rank, count = len(query.shape), len(axes)
         order = (*(i for i in range(rank - 1) if i not in axes), *axes, rank - 1)
         moved = [ops.transpose(x, order) for x in (query, key, value)]
@@ -487,7 +493,8 @@ class MultiHeadAttention(_ManyHeads, keras.layers.MultiHeadAttention):  # type: 
 class GroupedQueryAttention(_ManyHeads, keras.layers.GroupQueryAttention):  # type: ignore[misc]  # Keras has no types
     """``keras.layers.GroupQueryAttention``, a subclass of it, with its forward pass by `attend`.
 
-    As `MultiHeadAttention`, with fewer heads of keys and values, which are not repeated.
+    As `MultiHeadAttention`, with fewer heads of keys and values than of queries. Keras copies a KV head for each of the
+    query heads that share it; here nothing is copied.
 
     Parameters
     ----------
@@ -496,7 +503,7 @@ class GroupedQueryAttention(_ManyHeads, keras.layers.GroupQueryAttention):  # ty
         As in `MultiHeadAttention`.
     kernel_initializer, bias_initializer, kernel_regularizer, bias_regularizer, activity_regularizer
     kernel_constraint, bias_constraint
-        Of the projections.
+        Those of the projections, as in ``keras.layers.Dense``.
 
     Raises
     ------
@@ -537,7 +544,7 @@ class GroupedQueryAttention(_ManyHeads, keras.layers.GroupQueryAttention):  # ty
         self._return_attention_scores = return_attention_scores
         mask = self._compute_attention_mask(query, value, **masks)
         key = value if key is None else key
-        # Without the original's copy of keys and values for each head of the queries.
+        # The original would copy keys and values for each head of the queries here.
         heads = self._query_dense(query), self._key_dense(key), self._value_dense(value)
         out, weights = self._compute_attention(*heads, mask, training)
         if self.use_gate:
@@ -566,5 +573,5 @@ class GroupedQueryAttention(_ManyHeads, keras.layers.GroupQueryAttention):  # ty
         return self._pool_heads(query, key, value, mask, training, with_weights, **options)
 
 
-# The class has the name of the original's, by which Keras names layers and stores their weights.
+# Keras exports its class GroupedQueryAttention under this name too. That of the class names a layer and its weights.
 GroupQueryAttention = GroupedQueryAttention
