@@ -318,7 +318,7 @@ class _ManyHeads(_DropIn):
     ) -> Any:
         """Return all masks of a call as one mask object.
 
-        Where a subclass overrides a method, or where there are several axes to attend over, an array as in the original.
+        Where a subclass overrides a method, or where there are several axes to attend over, it is an array as in Keras.
         """
         padding = {"query_mask": query_mask, "value_mask": value_mask, "key_mask": key_mask}
         if len(query.shape) != 3 or _is_overridden(self, *_METHODS):
