@@ -450,11 +450,13 @@ class BaseAttention(Generic[A]):
 
     def _computes_in_pass(self, query: Array, key: Array, value: Array) -> bool:
         """Whether a call computes its weights in its pass: they are few, or those of the last call were read."""
-        batch = max(query.shape[0], key.shape[0])
+        (batch, rows, *_), (keys_batch, columns, *_) = query.shape, key.shape
+        batch = max(batch, keys_batch)
         # A larger batch of the values would be that of these weights, and not of those of the inputs.
-        pairs: int = batch * query.shape[1] * key.shape[1] * (self._layer.heads or 1)
-        most = MAX_WEIGHTS if getattr(self._last_call(), "is_read", False) else FEW_WEIGHTS
-        return pairs <= most and bool(value.shape[0] <= batch)
+        if value.shape[0] > batch:
+            return False
+        pairs = batch * rows * columns * (self._layer.heads or 1)
+        return bool(pairs <= FEW_WEIGHTS or (pairs <= MAX_WEIGHTS and getattr(self._last_call(), "is_read", False)))
 
     def _output(self, out: A) -> A:
         """Join the heads of what was pooled, and project."""

@@ -96,7 +96,9 @@ class Matrix(nn.Module):
         _start(self.weight, self._parameter.sized(self.weight.shape))
 
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
-        weight = self.weight
+        # Where it is no parameter, as under a parametrisation, torch looks for it: 1 us.
+        weight = self._parameters.get("weight")
+        weight = self.weight if weight is None else weight
         _check_operand("queries", queries, weight, "W.weight", axis=0)
         _check_operand("keys", keys, weight, "W.weight", axis=1)
         return weight
@@ -142,8 +144,9 @@ def _check_operand(name: str, x: Tensor, weight: Tensor, owner: str, *, axis: in
     shared.check_features(name, x.shape[-1], weight.shape[axis], owner)
     if x.device != weight.device:
         raise DeviceError(message(name, f"a tensor on {weight.device}, where {owner} is", x.device))
-    cast = torch.is_autocast_enabled(x.device.type) and torch.float64 not in (x.dtype, weight.dtype)
-    if x.dtype != weight.dtype and weight.is_floating_point() and not cast:
+    if x.dtype == weight.dtype or not weight.is_floating_point():
+        return
+    if not torch.is_autocast_enabled(x.device.type) or torch.float64 in (x.dtype, weight.dtype):
         hint = "layer.to(x.dtype) and x.to(layer's dtype) both help"
         raise DtypeError(message(name, f"{weight.dtype}, the dtype of {owner}", x.dtype, hint=hint))
 
@@ -226,7 +229,7 @@ class Attention(nn.Module, BaseAttention[Tensor]):
             kept = _SHARDED
         elif self.keep_last and not is_staged and self._computes_in_pass(query, key, value):
             out, weights = attend(query, key, value, dropout=dropout, return_weights=True, **arguments)
-            kept = Weights(weights.detach())
+            kept = Weights(weights.detach() if weights.requires_grad else weights)
         else:
             out = attend(query, key, value, dropout=dropout, **arguments)
             if self.keep_last:
@@ -259,19 +262,28 @@ class Attention(nn.Module, BaseAttention[Tensor]):
     def _weight(self, linear: Linear) -> Tensor | None:
         """Return the weight of a projection; None where it has none yet, or where another module took its place."""
         # Not the attribute: a parametrisation (spectral norm) would compute it, and count a step, once more.
-        weight = getattr(self, linear.name)._parameters.get("weight")
+        weight = self._module(linear)._parameters.get("weight")
         return weight if isinstance(weight, Tensor) and not isinstance(weight, UninitializedParameter) else None
 
     def _project(self, linear: Linear, x: Tensor) -> Tensor:
-        module = getattr(self, linear.name)
-        return with_nonfinite_rows_isolated(_OPS, x, module)  # type: ignore[no-any-return]  # arrays of the core are Any
+        # arrays of the core are Any
+        return with_nonfinite_rows_isolated(_OPS, x, self._module(linear))  # type: ignore[no-any-return]
+
+    def _module(self, part: Linear | Parameter) -> Any:
+        """Return the module of a projection or a matrix, where torch's lookup of an attribute takes 0.7 us."""
+        return self._modules[part.name]
 
     def _read(self, part: Linear | Parameter, inputs: Mapping[str, Tensor]) -> Tensor:
-        found: Any = getattr(self, part.name)
+        found: Any
         if isinstance(part, Linear):
+            found = self._module(part)
             # A view: an index takes twice as long, and its gradient five times.
             return found.weight.reshape(-1)  # type: ignore[no-any-return]
-        return found(*[inputs[name] for name in part.inputs]) if part.inputs else found  # type: ignore[no-any-return]
+        if part.inputs:
+            found = self._module(part)(*[inputs[name] for name in part.inputs])
+        else:
+            found = getattr(self, part.name)
+        return found  # type: ignore[no-any-return]
 
     def __dir__(self) -> list[str]:
         """List attributes without ``attention_weights``: torch.jit reads all of them, which would compute it."""
