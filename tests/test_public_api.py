@@ -81,6 +81,7 @@ CLASSES = {
     "Entmax": "(alpha=1.5)",
     "KeyValueCache": "(*, score=None, window=None, sinks=0, head_axis=-3, capacity=None)",
     "PreparedKeys": "(key, score)",
+    "TritonTile": "(of, value, gradient, parameters=(), channel_parameters=())",
 }
 TUPLES = {
     "AttentionStats": (

@@ -50,6 +50,7 @@ from attnscore.scores import (
     SoftCap,
     Sum,
     Temperature,
+    TritonTile,
     register_score,
 )
 
@@ -92,6 +93,7 @@ __all__ = [
     "Sum",
     "Temperature",
     "TopWeights",
+    "TritonTile",
     "ValidLens",
     "attend",
     "attend_vjp",

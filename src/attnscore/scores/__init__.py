@@ -30,6 +30,7 @@ from attnscore.scores.scaled_dot import ScaledDot
 from attnscore.scores.softcap import SoftCap
 from attnscore.scores.sum import Sum
 from attnscore.scores.temperature import Temperature
+from attnscore.scores.triton_tile import TritonTile
 
 __all__ = [
     "BUILTIN",
@@ -45,6 +46,7 @@ __all__ = [
     "SoftCap",
     "Sum",
     "Temperature",
+    "TritonTile",
     "Wrapper",
     "arrays_of",
     "check",

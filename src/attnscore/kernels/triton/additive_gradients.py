@@ -103,7 +103,25 @@ def store_gradients(
             dp = tl.dot(do.to(v.dtype), v, input_precision=PRECISION)
             attends = attended(masking, interval, b, h, g, row, j, n_q, n_k)
             weights, grad, ds = pair_gradients(
-                raw, dp, attends, of_rows, bias, dropout, b, h, g, z, row, j, n_q, n_k, CAPS, RELATIVE, ADDITIVE
+                raw,
+                dp,
+                attends,
+                of_rows,
+                bias,
+                dropout,
+                None,
+                b,
+                h,
+                g,
+                z,
+                row,
+                j,
+                n_q,
+                n_k,
+                ADDITIVE,
+                ACTIVATION,
+                CAPS,
+                RELATIVE,
             )
             if grad_bias is not None:
                 # A pair is in one interval at most, so it is written once.

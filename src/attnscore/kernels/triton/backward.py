@@ -10,10 +10,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attnscore.kernels.triton.custom import channel_gradient, scaled_derivative
 from attnscore.kernels.triton.forward import with_nonfinite
 from attnscore.kernels.triton.operands import RowGrads
 from attnscore.kernels.triton.tile import (
     ADDITIVE,
+    CHANNELS,
     DISTANCE,
     INNER,
     LOG2E,
@@ -25,6 +27,8 @@ from attnscore.kernels.triton.tile import (
     capped,
     capped_slope,
     distance_gradient,
+    function_gradient,
+    function_scores,
     is_finite,
     kept,
     key_segments,
@@ -74,15 +78,18 @@ def row_values(rows, z, i, n_q):
 
 
 @triton.jit
-def pair_gradients(raw, dp, attends, rows, bias, dropout, b, h, g, z, i, j, n_q, n_k, CAPS: tl.constexpr,
-                   RELATIVE: tl.constexpr, FORM: tl.constexpr, FULL: tl.constexpr = False):  # fmt: skip
+def pair_gradients(
+    raw, dp, attends, rows, bias, dropout, shared, b, h, g, z, i, j, n_q, n_k,
+    FORM: tl.constexpr, FUNCTION: tl.constexpr, CAPS: tl.constexpr, RELATIVE: tl.constexpr, FULL: tl.constexpr = False,
+):  # fmt: skip
     """Return of each pair: its weight after dropout, and the gradients of its score after and before the caps.
 
-    `raw` are the scores before the caps, `dp` the products of value and gradient of the output, `attends` the pairs
+    `raw` are the scores of `pair_scores`, `dp` the products of value and gradient of the output, `attends` the pairs
     that the mask leaves; `rows` are those of `row_values`. `FULL`: the mask leaves all pairs.
     """
-    s = capped(raw, CAPS)
-    if FORM != ADDITIVE and not FULL:
+    uncapped = function_scores(raw, shared, h, g, FORM, FUNCTION)
+    s = capped(uncapped, CAPS)
+    if FUNCTION is None and not FULL:
         s = tl.where(s == NEG_INF, float("nan"), s)
     if bias is not None:
         of_pair = bias_of(bias, b, h, g, i, j, n_q, n_k, RELATIVE)
@@ -91,7 +98,8 @@ def pair_gradients(raw, dp, attends, rows, bias, dropout, b, h, g, z, i, j, n_q,
     # Forward: p = exp(s - row_max - log_denom)
     log_p = (s - rows.row_max) - rows.log_denom
     p = tl.exp2(log_p * LOG2E)
-    if not FULL or bias is not None:
+    # A custom function may be NaN for the zeros that stand past the last query.
+    if not FULL or bias is not None or FUNCTION is not None:
         p = tl.where(attends, p, 0.0)
     dropped = p
     if dropout is not None:
@@ -102,11 +110,11 @@ def pair_gradients(raw, dp, attends, rows, bias, dropout, b, h, g, z, i, j, n_q,
     if rows.grad_entropy is not None:
         # Forward: H = -sum p log p
         grad -= p * (tl.where(p == 0, 0.0, log_p) + rows.entropy) * rows.grad_entropy
-    if not FULL or bias is not None:
+    if not FULL or bias is not None or FUNCTION is not None:
         grad = tl.where(attends, grad, 0.0)
     if len(CAPS) > 0:
         # Where the gradient is 0, so is that before the caps, whatever the score is.
-        raw_grad = tl.where(grad == 0, 0.0, grad * capped_slope(raw, CAPS))
+        raw_grad = tl.where(grad == 0, 0.0, grad * capped_slope(uncapped, CAPS))
     else:
         raw_grad = grad
     return dropped, grad, raw_grad
@@ -114,10 +122,10 @@ def pair_gradients(raw, dp, attends, rows, bias, dropout, b, h, g, z, i, j, n_q,
 
 @triton.jit
 def d_query(
-    query, key, value, query_bias, key_bias, w_v, scales, bias, masking, dropout, grad_out, rows,
+    query, key, value, query_bias, key_bias, shared, scales, bias, masking, dropout, grad_out, rows,
     grad_query, grad_query_bias, grad_scale, grad_bias,
     n_q, n_k, dim, value_dim, heads, groups, scale, slope,
-    FORM: tl.constexpr, ACTIVATION: tl.constexpr, CAPS: tl.constexpr, INTERVALS: tl.constexpr,
+    FORM: tl.constexpr, FUNCTION: tl.constexpr, DERIVATIVE: tl.constexpr, CAPS: tl.constexpr, INTERVALS: tl.constexpr,
     TESTED: tl.constexpr, RELATIVE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -162,8 +170,8 @@ def d_query(
                 else:
                     of_column = None
                 raw = pair_scores(
-                    q, k, of_row, of_column, of_query, of_key, w_v, row, j, live, live_j, dim, scale, slope,
-                    FORM, ACTIVATION, PRECISION,
+                    q, k, of_row, of_column, of_query, of_key, shared, h, g, row, j, live, live_j, dim, scale, slope,
+                    FORM, FUNCTION, PRECISION,
                 )  # fmt: skip
                 v = vectors(of_value, here[None, :], dv[:, None], live_j, value_dim)
                 dp = tl.dot(do.to(v.dtype), v, input_precision=PRECISION)
@@ -172,9 +180,10 @@ def d_query(
                 else:
                     attends = attended(masking, interval, b, h, g, row, j, n_q, n_k)
                 _, grad, ds = pair_gradients(
-                    raw, dp, attends, of_rows, bias, dropout, b, h, g, z, row, j, n_q, n_k, CAPS, RELATIVE, FORM,
-                    part == 0,
+                    raw, dp, attends, of_rows, bias, dropout, shared, b, h, g, z, row, j, n_q, n_k,
+                    FORM, FUNCTION, CAPS, RELATIVE, part == 0,
                 )  # fmt: skip
+                ds = function_gradient(ds, raw, shared, h, g, FORM, DERIVATIVE)
                 if grad_bias is not None:
                     # A pair is in one interval at most, so it is written once.
                     at_pair = base(grad_bias, b, h, g) + at_row * grad_bias.row + j * grad_bias.column
@@ -190,6 +199,10 @@ def d_query(
                     acc = tl.dot(ds.to(k.dtype), tl.trans(k), acc, input_precision=PRECISION)
                 elif FORM == DISTANCE:
                     acc = distance_gradient(acc, ds, of_query, of_key, row, j, live, live_j, dim, D)
+                elif FORM == CHANNELS:
+                    acc = channel_gradient(
+                        acc, ds, of_query, of_key, shared, h, g, row, j, live, live_j, dim, DERIVATIVE, 0, D
+                    )
     if FORM == INNER:
         acc = acc * scale
     elif FORM == DISTANCE:
@@ -206,10 +219,10 @@ def d_query(
 
 @triton.jit
 def d_key(
-    query, key, value, query_bias, key_bias, w_v, scales, bias, masking, dropout, grad_out, rows, tiles,
+    query, key, value, query_bias, key_bias, shared, scales, bias, masking, dropout, grad_out, rows, tiles,
     grad_key, grad_value, grad_key_bias,
     n_q, n_k, dim, value_dim, heads, groups, scale, slope,
-    FORM: tl.constexpr, ACTIVATION: tl.constexpr, CAPS: tl.constexpr, INTERVALS: tl.constexpr,
+    FORM: tl.constexpr, FUNCTION: tl.constexpr, DERIVATIVE: tl.constexpr, CAPS: tl.constexpr, INTERVALS: tl.constexpr,
     TESTED: tl.constexpr, RELATIVE: tl.constexpr, SHARED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -264,8 +277,8 @@ def d_key(
                 else:
                     of_row = None
                 raw = pair_scores(
-                    k, q, of_row, of_column, of_query, of_key, w_v, i, j, live, live_j, dim, scale, slope,
-                    FORM, ACTIVATION, PRECISION,
+                    k, q, of_row, of_column, of_query, of_key, shared, h, g, i, j, live, live_j, dim, scale, slope,
+                    FORM, FUNCTION, PRECISION,
                 )  # fmt: skip
                 do = vectors(of_grad_out, at_row[:, None], dv[None, :], r[:, None] < n_q, value_dim)
                 dp = tl.dot(v, tl.trans(do).to(v.dtype), input_precision=PRECISION)
@@ -274,9 +287,10 @@ def d_key(
                 else:
                     attends = attended_by_any(masking, b, h, g, i, j, n_q, n_k, INTERVALS)
                 dropped, _, ds = pair_gradients(
-                    raw, dp, attends, row_values(rows, z, i, n_q), bias, dropout, b, h, g, z, i, j, n_q, n_k,
-                    CAPS, RELATIVE, FORM, part == 0,
+                    raw, dp, attends, row_values(rows, z, i, n_q), bias, dropout, shared, b, h, g, z, i, j, n_q, n_k,
+                    FORM, FUNCTION, CAPS, RELATIVE, part == 0,
                 )  # fmt: skip
+                ds = function_gradient(ds, raw, shared, h, g, FORM, DERIVATIVE)
                 if part == 1 or bias is not None:
                     finite = is_finite(do)
                     is_bad = tl.maximum(is_bad, 1 - tl.min(finite.to(tl.int32)))
@@ -290,6 +304,10 @@ def d_key(
                     acc = tl.dot(ds.to(q.dtype), tl.trans(q), acc, input_precision=PRECISION)
                 elif FORM == DISTANCE:
                     acc = distance_gradient(acc, ds * (-2.0 * scale), of_key, of_query, j, i, live_j, live, dim, D)
+                elif FORM == CHANNELS:
+                    acc = channel_gradient(
+                        acc, ds, of_query, of_key, shared, h, g, i, j, live, live_j, dim, DERIVATIVE, 1, D
+                    )
     if FORM == INNER:
         acc = acc * scale
     at = base(grad_key, b, h, first_group) + here * grad_key.row + d[None, :] * grad_key.column
@@ -310,12 +328,12 @@ def d_key(
 
 @triton.jit
 def tile_gradient(
-    query, key, value, query_bias, key_bias, w_v, scales, bias, masking, dropout, grad_out, rows,
+    query, key, value, query_bias, key_bias, shared, scales, bias, masking, dropout, grad_out, rows,
     b, h, g, tile, at_tile, n_q, n_k, dim, value_dim, heads, groups, scale, slope,
-    FORM: tl.constexpr, ACTIVATION: tl.constexpr, CAPS: tl.constexpr, INTERVALS: tl.constexpr, RELATIVE: tl.constexpr,
+    FORM: tl.constexpr, FUNCTION: tl.constexpr, CAPS: tl.constexpr, INTERVALS: tl.constexpr, RELATIVE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return the gradient of the scores after the caps, of one tile of one matrix."""
+    """Return `pair_scores` of one tile of one matrix, and the gradients of the scores after and before the caps."""
     z = (b * heads + h) * groups + g
     r, c = tile * BM + tl.arange(0, BM), at_tile * BN + tl.arange(0, BN)
     i, j, d, dv = r[:, None], c[None, :], tl.arange(0, D), tl.arange(0, DV)
@@ -332,20 +350,20 @@ def tile_gradient(
     if scales is not None:
         scale = tl.load(scales + h * groups + g)
     if FORM == ADDITIVE:
-        w_v = base(w_v, b, h, g)
+        shared = base(shared, b, h, g)
     raw = pair_scores(
-        q, k, of_row, of_column, of_query, of_key, w_v, i, j, live, live_j, dim, scale, slope,
-        FORM, ACTIVATION, PRECISION,
+        q, k, of_row, of_column, of_query, of_key, shared, h, g, i, j, live, live_j, dim, scale, slope,
+        FORM, FUNCTION, PRECISION,
     )  # fmt: skip
     do = vectors(side_of(grad_out, b, h, g), at_row, dv[None, :], live, value_dim)
     v = vectors(side_of(value, b, h, g), here, dv[:, None], live_j, value_dim)
     dp = tl.dot(do.to(v.dtype), v, input_precision=PRECISION)
     attends = attended_by_any(masking, b, h, g, i, j, n_q, n_k, INTERVALS)
     of_rows = row_values(rows, z, i, n_q)
-    _, grad, _ = pair_gradients(
-        raw, dp, attends, of_rows, bias, dropout, b, h, g, z, i, j, n_q, n_k, CAPS, RELATIVE, FORM
+    _, grad, ds = pair_gradients(
+        raw, dp, attends, of_rows, bias, dropout, shared, b, h, g, z, i, j, n_q, n_k, FORM, FUNCTION, CAPS, RELATIVE
     )
-    return grad
+    return raw, grad, ds
 
 
 @triton.jit
@@ -368,10 +386,10 @@ def member_of(member, b, h, g, batches, heads, kv_heads, groups, group_count):
 
 @triton.jit
 def d_bias(
-    query, key, value, query_bias, key_bias, w_v, scales, bias, masking, dropout, grad_out, rows,
+    query, key, value, query_bias, key_bias, shared, scales, bias, masking, dropout, grad_out, rows,
     grad_bias, all_batches, batches, kv_heads, group_count,
     n_q, n_k, dim, value_dim, heads, groups, scale, slope,
-    FORM: tl.constexpr, ACTIVATION: tl.constexpr, CAPS: tl.constexpr, INTERVALS: tl.constexpr,
+    FORM: tl.constexpr, FUNCTION: tl.constexpr, CAPS: tl.constexpr, INTERVALS: tl.constexpr,
     OF_ROWS: tl.constexpr, OF_COLUMNS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -385,11 +403,12 @@ def d_bias(
     total = tl.zeros((BM, BN), tl.float32)
     for member in tl.range(0, members_of(all_batches, batches, heads, kv_heads, groups, group_count)):
         b, h, g = member_of(member, own_b, own_h, own_g, batches, heads, kv_heads, groups, group_count)
-        total += tile_gradient(
-            query, key, value, query_bias, key_bias, w_v, scales, bias, masking, dropout, grad_out, rows,
+        _, grad, _ = tile_gradient(
+            query, key, value, query_bias, key_bias, shared, scales, bias, masking, dropout, grad_out, rows,
             b, h, g, tile, at_tile, n_q, n_k, dim, value_dim, heads, groups, scale, slope,
-            FORM, ACTIVATION, CAPS, INTERVALS, False, BM, BN, D, DV, PRECISION,
+            FORM, FUNCTION, CAPS, INTERVALS, False, BM, BN, D, DV, PRECISION,
         )  # fmt: skip
+        total += grad
     r, c = tile * BM + tl.arange(0, BM), at_tile * BN + tl.arange(0, BN)
     rows_of_bias = n_q if OF_ROWS else tl.num_programs(0)
     columns = n_k if OF_COLUMNS else tl.num_programs(1)
@@ -407,10 +426,10 @@ def d_bias(
 
 @triton.jit
 def d_relative_bias(
-    query, key, value, query_bias, key_bias, w_v, scales, bias, masking, dropout, grad_out, rows,
+    query, key, value, query_bias, key_bias, shared, scales, bias, masking, dropout, grad_out, rows,
     grad_bias, all_batches, batches, kv_heads, group_count,
     n_q, n_k, dim, value_dim, heads, groups, scale, slope,
-    FORM: tl.constexpr, ACTIVATION: tl.constexpr, CAPS: tl.constexpr, INTERVALS: tl.constexpr,
+    FORM: tl.constexpr, FUNCTION: tl.constexpr, CAPS: tl.constexpr, INTERVALS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sum the gradient of a relative bias over the pairs of each key - query, for every so many query tiles.
@@ -429,10 +448,10 @@ def d_relative_bias(
         for step in tl.range(0, tl.cdiv(tl.cdiv(n_q, BM) - share, tl.num_programs(0))):
             tile = share + step * tl.num_programs(0)
             for at_tile in tl.range(0, tl.cdiv(n_k, BN)):
-                grad = tile_gradient(
-                    query, key, value, query_bias, key_bias, w_v, scales, bias, masking, dropout, grad_out, rows,
+                _, grad, _ = tile_gradient(
+                    query, key, value, query_bias, key_bias, shared, scales, bias, masking, dropout, grad_out, rows,
                     b, h, g, tile, at_tile, n_q, n_k, dim, value_dim, heads, groups, scale, slope,
-                    FORM, ACTIVATION, CAPS, INTERVALS, True, BM, BN, D, DV, PRECISION,
+                    FORM, FUNCTION, CAPS, INTERVALS, True, BM, BN, D, DV, PRECISION,
                 )  # fmt: skip
                 is_inside = (column >= 0) & (column < BN)
                 skewed = tl.gather(grad, tl.where(is_inside, column, 0), 1)
@@ -442,3 +461,44 @@ def d_relative_bias(
                 tl.store(line + at, tl.load(line + at, mask=is_pair, other=0.0) + sums, mask=is_pair)
                 # The next tile's line overlaps this one's, in other threads.
                 tl.debug_barrier()
+
+
+@triton.jit
+def d_parameter(
+    query, key, value, query_bias, key_bias, shared, scales, bias, masking, dropout, grad_out, rows, sums,
+    n_q, n_k, dim, value_dim, heads, groups, scale, slope,
+    FORM: tl.constexpr, FUNCTION: tl.constexpr, DERIVATIVE: tl.constexpr, WHICH: tl.constexpr, CAPS: tl.constexpr,
+    INTERVALS: tl.constexpr, TESTED: tl.constexpr, RELATIVE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Sum the gradient of a custom score's parameter number `WHICH` over the pairs of a tile of queries.
+
+    `sums` are (matrix, query tile, dim) of a sum over channels, else (matrix, query tile).
+    """
+    tile, z = tl.program_id(0), tl.program_id(1)
+    b, h, g = matrix_of(z, heads, groups)
+    i, d = tile * BM + tl.arange(0, BM)[:, None], tl.arange(0, D)
+    of_query, of_key = side_of(query, b, h, g), side_of(key, b, h, g)
+    acc = tl.zeros((BM, D if FORM == CHANNELS else 1), tl.float32)
+    first, last = tl.cdiv(n_k, BN), 0
+    for interval in tl.range(0, INTERVALS):
+        some_lo, _, _, some_hi = key_segments(masking, interval, b, tile, n_q, n_k, BM, BN, TESTED)
+        first, last = tl.minimum(first, some_lo), tl.maximum(last, some_hi)
+    for at_tile in tl.range(first, last):
+        raw, _, ds = tile_gradient(
+            query, key, value, query_bias, key_bias, shared, scales, bias, masking, dropout, grad_out, rows,
+            b, h, g, tile, at_tile, n_q, n_k, dim, value_dim, heads, groups, scale, slope,
+            FORM, FUNCTION, CAPS, INTERVALS, RELATIVE, BM, BN, D, DV, PRECISION,
+        )  # fmt: skip
+        if FORM == CHANNELS:
+            j = at_tile * BN + tl.arange(0, BN)[None, :]
+            acc = channel_gradient(
+                acc, ds, of_query, of_key, shared, h, g, i, j, i < n_q, j < n_k, dim, DERIVATIVE, 2 + WHICH, D
+            )
+        else:
+            acc += tl.sum(scaled_derivative(ds, raw, shared, h, g, DERIVATIVE, 1 + WHICH), 1, keep_dims=True)
+    at = z.to(tl.int64) * tl.num_programs(0) + tile
+    if FORM == CHANNELS:
+        tl.store(sums + at * dim + d, tl.sum(acc, 0), mask=d < dim)
+    else:
+        tl.store(sums + at, tl.sum(tl.sum(acc, 1), 0))

@@ -15,6 +15,7 @@ from attnscore.kernels.triton.tile import (
     base,
     bias_of,
     capped,
+    function_scores,
     is_finite,
     is_nan,
     kept,
@@ -90,9 +91,9 @@ def _merged_moments(count, origin, mean, deviations, s, attends, top):
 
 @triton.jit
 def forward(
-    query, key, value, query_bias, key_bias, w_v, scales, bias, masking, sink, dropout, out, rows,
+    query, key, value, query_bias, key_bias, shared, scales, bias, masking, sink, dropout, out, rows,
     n_q, n_k, dim, value_dim, heads, groups, scale, slope,
-    FORM: tl.constexpr, ACTIVATION: tl.constexpr, CAPS: tl.constexpr, INTERVALS: tl.constexpr,
+    FORM: tl.constexpr, FUNCTION: tl.constexpr, CAPS: tl.constexpr, INTERVALS: tl.constexpr,
     TESTED: tl.constexpr, RELATIVE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -115,7 +116,7 @@ def forward(
     if scales is not None:
         scale = tl.load(scales + h * groups + g)
     if FORM == ADDITIVE:
-        w_v = base(w_v, b, h, g)
+        shared = base(shared, b, h, g)
     top = tl.full((BM,), NEG_INF, tl.float32)
     total = tl.zeros((BM,), tl.float32)
     acc = tl.zeros((BM, DV), tl.float32)
@@ -145,10 +146,10 @@ def forward(
                 else:
                     of_column = None
                 s = pair_scores(
-                    q, k, of_row, of_column, of_query, of_key, w_v, row, j, live, live_j, dim, scale, slope,
-                    FORM, ACTIVATION, PRECISION,
+                    q, k, of_row, of_column, of_query, of_key, shared, h, g, row, j, live, live_j, dim, scale, slope,
+                    FORM, FUNCTION, PRECISION,
                 )  # fmt: skip
-                s = capped(s, CAPS)
+                s = capped(function_scores(s, shared, h, g, FORM, FUNCTION), CAPS)
                 if part == 0 and bias is None:
                     attends = live & live_j
                 else:
@@ -156,7 +157,7 @@ def forward(
                         attends = live & live_j
                     else:
                         attends = attended(masking, interval, b, h, g, row, j, n_q, n_k)
-                        if FORM != ADDITIVE:
+                        if FUNCTION is None:
                             # A product with an infinity counts as NaN, as on the CPU.
                             s = tl.where(s == NEG_INF, float("nan"), s)
                     if bias is not None:

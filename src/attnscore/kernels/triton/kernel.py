@@ -23,7 +23,8 @@ from attnscore.core.tiled import Result, RowGradients
 from attnscore.core.tiling import TilePlan
 from attnscore.kernels.base import Kernel
 from attnscore.kernels.tiled import Streaming
-from attnscore.scores.forms import AdditiveForm, DistanceForm, InnerForm
+from attnscore.scores.forms import AdditiveForm, DistanceForm, InnerForm, TileForm
+from attnscore.scores.triton_tile import triton_tile_of
 
 OLDEST = 80
 """First architecture (compute capability times 10) with bfloat16 and asynchronous copies."""
@@ -99,7 +100,12 @@ def _reasons(problem: Problem) -> list[str]:
     """Return why the kernel cannot run a problem of PyTorch tensors on a GPU."""
     form: Any = problem.form
     found = [] if problem.normalizer is None else [ONLY_SOFTMAX]
-    if not isinstance(form, (InnerForm, DistanceForm, AdditiveForm)):
+    if isinstance(form, TileForm):
+        if triton_tile_of(form.score) is None:
+            found.append(f"{type(form.score).__name__} is computed in Python: it has no method triton_tile")
+        elif form.query.shape[-1] != form.key.shape[-1]:
+            found.append("queries and keys of different dimensions, by a custom score")
+    elif not isinstance(form, (InnerForm, DistanceForm, AdditiveForm)):
         found.append(f"the score is computed in Python ({type(form).__name__})")
     if problem.dtype == "float64":
         found.append("float64, of which GPUs have few units")

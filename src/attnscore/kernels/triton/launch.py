@@ -20,14 +20,15 @@ from attnscore.kernels.triton import additive_gradients, ranges
 from attnscore.kernels.triton import backward as backward_kernels
 from attnscore.kernels.triton import forward as forward_kernels
 from attnscore.kernels.triton.additive import AdditiveSides, sides_of
+from attnscore.kernels.triton.custom import Custom, custom_of, parameter_gradient
 from attnscore.kernels.triton.kernel import is_interpreted
 from attnscore.kernels.triton.operands import Dropout, Masking, Operand, RowGrads, Rows, as_int32, operand
 from attnscore.kernels.triton.tiles import FORMS, KernelName, Tile, padded, tile_of
 from attnscore.masks import IntervalSet, lowering
 from attnscore.masks.dynamic_intervals import traced_visibility
-from attnscore.scores.forms import AdditiveForm, DistanceForm, InnerForm
+from attnscore.scores.forms import AdditiveForm, DistanceForm, InnerForm, TileForm
 
-INNER, DISTANCE, ADDITIVE = range(len(FORMS))
+INNER, DISTANCE, ADDITIVE, CHANNELS = range(len(FORMS) + 1)
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _STATISTICS = tuple(name for name in statistics.TABLE if name != "log_sum_exp")
 
@@ -85,6 +86,7 @@ class Operands:
     batch: int
     runner: Runner
     additive: AdditiveSides | None = None
+    custom: Custom | None = None
 
     @property
     def precision(self) -> str:
@@ -92,7 +94,10 @@ class Operands:
         return _precision(of_products, self.runner.architecture(of_products))
 
     @property
-    def w_v(self) -> Operand | None:
+    def shared(self) -> Any:
+        """The arrays of the score that all pairs share: w_v of an additive one, parameters of a custom one."""
+        if self.custom is not None:
+            return self.custom.parameters
         return None if self.additive is None else self.additive.w_v
 
     @property
@@ -100,8 +105,16 @@ class Operands:
         return 0.0 if self.additive is None else self.additive.slope
 
     @property
-    def activation(self) -> str:
-        return "" if self.additive is None else self.additive.activation
+    def function(self) -> Any:
+        """The activation of an additive score by name, the function of a custom one; None: neither."""
+        if self.custom is not None:
+            return self.custom.tile.value
+        return None if self.additive is None else self.additive.activation
+
+    @property
+    def derivative(self) -> Any:
+        """The derivatives of a custom score."""
+        return None if self.custom is None else self.custom.tile.gradient
 
     @property
     def intervals(self) -> int:
@@ -121,13 +134,14 @@ class Operands:
             dim = max(padded(self.sizes[2]), dim)
             dtype = query.dtype if query.itemsize > value.itemsize else dtype
         name = str(dtype).removeprefix("torch.")
-        return self.runner.tile(kernel, self.runner.architecture(query), FORMS[self.form], name, dim)
+        form = "distance" if self.form == CHANNELS else FORMS[self.form]
+        return self.runner.tile(kernel, self.runner.architecture(query), form, name, dim)
 
     @property
     def arrays(self) -> tuple[Any, ...]:
         """What all kernels over tiles of pairs read first, in the order of their arguments."""
         bias = (self.query_bias, self.key_bias)
-        return self.query, self.key, self.value, *bias, self.w_v, self.scales, self.bias
+        return self.query, self.key, self.value, *bias, self.shared, self.scales, self.bias
 
     @property
     def numbers(self) -> tuple[Any, ...]:
@@ -137,7 +151,7 @@ class Operands:
     def constants(self, tile: Tile) -> dict[str, Any]:
         """Return what the same kernels are compiled for."""
         return {
-            "FORM": self.form, "ACTIVATION": self.activation, "CAPS": self.caps, "INTERVALS": self.intervals,
+            "FORM": self.form, "FUNCTION": self.function, "CAPS": self.caps, "INTERVALS": self.intervals,
             "D": padded(self.sizes[2]), "DV": padded(self.sizes[3]), "PRECISION": self.precision,
             "BM": tile.queries, "BN": tile.keys, "num_warps": tile.warps, "num_stages": tile.stages,
         }  # fmt: skip
@@ -197,6 +211,12 @@ def operands_of(problem: Problem, plan: TilePlan, runner: Runner, *, has_backwar
             scales = form.scale.to(sums).expand(heads, groups, 1, 1).contiguous()
         else:
             scale = float(form.scale)
+    custom = None
+    if isinstance(form, TileForm):
+        custom = custom_of(problem)
+        kind = {"product": INNER, "squared_distance": DISTANCE, "channels": CHANNELS}[custom.tile.of]
+        # A distance form is -scale |q - k|^2.
+        scale = -1.0 if kind == DISTANCE else 1.0
     bias, sink = problem.bias, problem.sink
     if bias is not None:
         bias = placed(narrowed(bias), 1 if problem.has_relative_bias else shape.query_len)
@@ -237,6 +257,7 @@ def operands_of(problem: Problem, plan: TilePlan, runner: Runner, *, has_backwar
         batch=math.prod(lead),
         runner=runner,
         additive=additive,
+        custom=custom,
     )
 
 
@@ -384,6 +405,7 @@ class _Backward:
         if self.given.additive is None:
             self.d_query()
             self.d_key()
+            self.d_parameters()
         else:
             self.d_additive()
         if self.problem.bias is not None and "bias" in self.wanted and "bias" not in self.found:
@@ -431,7 +453,7 @@ class _Backward:
             backward_kernels.d_query, (triton.cdiv(queries, tile.queries), given.matrices),
             *given.arrays, given.masking(tile), given.dropout, self.grad_out, self.rows,
             self.placed(grad_query, queries), grad_query_bias, grad_scale, grad_bias, *given.numbers,
-            TESTED=given.is_tested, RELATIVE=given.is_relative, **given.constants(tile),
+            DERIVATIVE=given.derivative, TESTED=given.is_tested, RELATIVE=given.is_relative, **given.constants(tile),
         )  # fmt: skip
 
     def d_additive(self) -> None:
@@ -474,8 +496,29 @@ class _Backward:
             backward_kernels.d_key, (count, given.matrices // groups if shared else given.matrices),
             *given.arrays, masking, given.dropout, self.grad_out, self.rows, tiles,
             self.placed(grad_key, keys), self.placed(grad_value, keys), grad_key_bias, *given.numbers,
-            TESTED=given.is_tested, RELATIVE=given.is_relative, SHARED=shared, **given.constants(tile),
+            DERIVATIVE=given.derivative, TESTED=given.is_tested, RELATIVE=given.is_relative, SHARED=shared,
+            **given.constants(tile),
         )  # fmt: skip
+
+    def d_parameters(self) -> None:
+        """Compute the gradients of the parameters of a custom score."""
+        given, custom = self.given, self.given.custom
+        if custom is None or not self.wanted.intersection(custom.learned):
+            return
+        tile = given.tile("d_query")
+        read = (*given.arrays, given.masking(tile), given.dropout, self.grad_out, self.rows)
+        queries, _, dim, _, heads, groups = given.sizes
+        tiles = triton.cdiv(queries, tile.queries)
+        shape = (given.batch, heads, groups, tiles, dim if given.form == CHANNELS else 1)
+        for which, name in enumerate(custom.learned):
+            if name in self.wanted:
+                sums = self.rows.delta.new_empty(shape)
+                given.runner.run(
+                    backward_kernels.d_parameter, (tiles, given.matrices), *read, sums, *given.numbers,
+                    DERIVATIVE=given.derivative, WHICH=which, TESTED=given.is_tested, RELATIVE=given.is_relative,
+                    **given.constants(tile),
+                )  # fmt: skip
+                self.found[name] = parameter_gradient(self.problem, custom, name, sums)
 
     def d_bias(self, bias: torch.Tensor) -> None:
         """Compute the gradient of a bias that several pairs share."""

@@ -10,10 +10,11 @@ import triton
 import triton.language as tl
 
 from attnscore.kernels.triton.additive import additive_scores
+from attnscore.kernels.triton.custom import channel_scores, scaled_derivative, value_of
 from attnscore.kernels.triton.operands import Side
 
-# Values of FORM, in the order of `tiles.FORMS`.
-INNER, DISTANCE, ADDITIVE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# Values of FORM: those of `tiles.FORMS` in their order, and a custom score that is a sum over channels.
+INNER, DISTANCE, ADDITIVE, CHANNELS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 LOG2E = tl.constexpr(1.4426950408889634)
 NEG_INF = tl.constexpr(float("-inf"))
 
@@ -232,10 +233,10 @@ def distance_gradient(acc, ds, mine, other, i, j, live_i, live_j, dim, D: tl.con
 
 @triton.jit
 def pair_scores(
-    q, k, query_bias, key_bias, query, key, w_v, i, j, live_i, live_j, dim, scale, slope,
-    FORM: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, query_bias, key_bias, query, key, shared, h, g, i, j, live_i, live_j, dim, scale, slope,
+    FORM: tl.constexpr, FUNCTION: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return the scores of a tile before caps, bias and mask.
+    """Return the scores of a tile before a custom function of them, caps, bias and mask.
 
     Inner form: `q` and `k` are the matrices whose product is the tile, and the biases are (M, 1) and (1, N) or
     transposed. Other forms read `query` and `key` by channels.
@@ -248,6 +249,26 @@ def pair_scores(
             s += key_bias
     elif FORM == DISTANCE:
         s = squared_distance(query, key, i, j, live_i, live_j, dim) * -scale
+    elif FORM == CHANNELS:
+        s = channel_scores(query, key, shared, h, g, i, j, live_i, live_j, dim, FUNCTION)
     else:
-        s = additive_scores(query, key, w_v, i, j, dim, slope, ACTIVATION)
+        s = additive_scores(query, key, shared, i, j, dim, slope, FUNCTION)
     return s
+
+
+@triton.jit
+def function_scores(s, shared, h, g, FORM: tl.constexpr, FUNCTION: tl.constexpr):
+    """Return the custom function of the scores of `pair_scores`, where there is one."""
+    if (FORM == INNER or FORM == DISTANCE) and FUNCTION is not None:
+        return value_of(s, shared, h, g, FUNCTION)
+    else:
+        return s
+
+
+@triton.jit
+def function_gradient(ds, x, shared, h, g, FORM: tl.constexpr, DERIVATIVE: tl.constexpr):
+    """Return the gradient of the scores of `pair_scores`, from that of their custom function where there is one."""
+    if (FORM == INNER or FORM == DISTANCE) and DERIVATIVE is not None:
+        return scaled_derivative(ds, x, shared, h, g, DERIVATIVE, 0)
+    else:
+        return ds

@@ -1,0 +1,166 @@
+"""Custom scores in Triton: the functions that a score brings (`scores.triton_tile`), inside the kernels.
+
+- Of a product or a squared distance, a function is applied to the tile of these, in front of the caps.
+- Of channels, a function is summed one channel after the other, as in a direct distance.
+- A row with a NaN or an infinity has scores of NaN, as in the streaming kernel, whatever the function makes of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from attnscore.backends.base import sum_to
+from attnscore.core import tiled
+from attnscore.core.problem import Problem
+from attnscore.errors import ShapeError, message
+from attnscore.scores.base import per_head
+from attnscore.scores.forms import PARAMETER
+from attnscore.scores.triton_tile import TritonTile, triton_tile_of
+
+
+class Parameter(NamedTuple):
+    """A parameter of a custom score: a number, or a float32 array (head, group, channel) and its strides."""
+
+    number: Any
+    data: Any = None
+    head: Any = 0
+    group: Any = 0
+    channel: Any = 0
+
+
+@triton.jit
+def _loaded(parameter, h, g, c):
+    if parameter.data is None:
+        return parameter.number
+    else:
+        return tl.load(parameter.data + h * parameter.head + g * parameter.group + c * parameter.channel)
+
+
+@triton.jit
+def loaded(parameters, h, g, c):
+    """Return the parameters of a head and channel, as a tuple."""
+    values = ()
+    if parameters is not None:
+        for k in tl.static_range(len(parameters)):
+            values = values + (_loaded(parameters[k], h, g, c),)
+    return values
+
+
+@triton.jit
+def _channel(side, positions, c, live):
+    """Return channel c of some positions, float32; 0 outside of `live`."""
+    return tl.load(side.data + positions.to(tl.int64) * side.row + c * side.column, mask=live, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def value_of(x, parameters, h, g, VALUE: tl.constexpr):
+    """Return value(x) of a tile of products or squared distances; NaN where x is not finite."""
+    s = VALUE(x, *loaded(parameters, h, g, 0))
+    tl.static_assert(s.shape == x.shape, "value of a custom score has to return one number for each of its argument")
+    return tl.where(x - x == 0, s, float("nan")).to(tl.float32)
+
+
+@triton.jit
+def _derivative(found, WHICH: tl.constexpr):
+    """Return one of the derivatives that a gradient function returned."""
+    tl.static_assert(not isinstance(found, tl.tensor), "gradient of a custom score has to return a tuple")
+    tl.static_assert(
+        len(found) > WHICH, "gradient of a custom score has to return a derivative for each argument that is an array"
+    )
+    return found[WHICH]
+
+
+@triton.jit
+def scaled_derivative(ds, x, parameters, h, g, GRADIENT: tl.constexpr, WHICH: tl.constexpr):
+    """Return ds times a derivative of value(x)."""
+    scaled = ds * _derivative(GRADIENT(x, *loaded(parameters, h, g, 0)), WHICH)
+    tl.static_assert(scaled.shape == ds.shape, "gradient of a custom score has to return one number for each pair")
+    # A masked pair has ds = 0, whose product with a non-finite derivative would be NaN.
+    return tl.where(ds == 0, 0.0, scaled)
+
+
+@triton.jit
+def channel_scores(query, key, parameters, h, g, i, j, live_i, live_j, dim, VALUE: tl.constexpr):
+    """Return sum_c value(q_c, k_c) of queries `i` and keys `j`, which broadcast."""
+    total = (i + j).to(tl.float32) * 0.0
+    # 0, or NaN where a channel is not finite.
+    of_query, of_key = i.to(tl.float32) * 0.0, j.to(tl.float32) * 0.0
+    for c in tl.range(0, dim):
+        a, b = _channel(query, i, c, live_i), _channel(key, j, c, live_j)
+        s = VALUE(a, b, *loaded(parameters, h, g, c))
+        tl.static_assert(
+            (s + total).shape == total.shape, "value of a custom score has to return one number for each pair"
+        )
+        total += s
+        of_query += a - a
+        of_key += b - b
+    return total + (of_query + of_key)
+
+
+@triton.jit
+def channel_gradient(
+    acc, ds, query, key, parameters, h, g, i, j, live_i, live_j, dim,
+    GRADIENT: tl.constexpr, WHICH: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Return acc plus, in column c, the sums of ds times a derivative of channel c over the second axis of `ds`."""
+    channel = tl.arange(0, D)[None, :]
+    for c in tl.range(0, dim):
+        a, b = _channel(query, i, c, live_i), _channel(key, j, c, live_j)
+        scaled = ds * _derivative(GRADIENT(a, b, *loaded(parameters, h, g, c)), WHICH)
+        tl.static_assert(scaled.shape == ds.shape, "gradient of a custom score has to return one number for each pair")
+        # As in `scaled_derivative`.
+        column = tl.sum(tl.where(ds == 0, 0.0, scaled), 1)
+        acc += tl.where(channel == c, column[:, None], 0.0)
+    return acc
+
+
+class Custom(NamedTuple):
+    """A custom score as the kernels take it."""
+
+    tile: TritonTile
+    parameters: tuple[Parameter, ...] | None
+    learned: tuple[str, ...]
+    """Names of the operands that are parameters, in the order of the derivatives."""
+
+
+def custom_of(problem: Problem) -> Custom:
+    """Return the functions and parameters of a problem's score, which has some."""
+    form: Any = problem.form
+    tile = triton_tile_of(form.score)
+    if tile is None:
+        raise TypeError("a score without functions in Triton")
+    found = []
+    for name in tile.names:
+        x = form.parameters.get(name, getattr(form.score, name))
+        if isinstance(x, torch.Tensor):
+            whole = _per_head(problem, name, x.float(), name in tile.channel_parameters)
+            strides = (0 if n == 1 else stride for n, stride in zip(whole.shape, whole.stride(), strict=True))
+            found.append(Parameter(None, whole, *strides))
+        else:
+            found.append(Parameter(float(x)))
+    learned = tuple(PARAMETER + name for name in tile.names if name in form.parameters)
+    return Custom(tile, tuple(found) or None, learned)
+
+
+def _per_head(problem: Problem, name: str, x: torch.Tensor, has_channels: bool) -> torch.Tensor:
+    """Return a parameter as (head or 1, group or 1, channel or 1)."""
+    x = per_head(problem.ops, name, x, problem.form.query, problem.form.key, int(has_channels))
+    if not has_channels:
+        x = x[..., None]
+    dim = problem.form.query.shape[-1]
+    if has_channels and x.shape[-1] != dim:
+        raise ShapeError(message(name, f"one number for each of {dim} channels", x.shape[-1]))
+    return x.reshape((1,) * (3 - x.ndim) + tuple(x.shape))
+
+
+def parameter_gradient(problem: Problem, custom: Custom, name: str, sums: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of the operand `name` from sums (batch, head, group, query tile, channel or 1)."""
+    x = tiled.operands(problem)[name]
+    own = name.removeprefix(PARAMETER)
+    shape = _per_head(problem, own, x, own in custom.tile.channel_parameters).shape
+    found: torch.Tensor = sum_to(problem.ops, sums.sum((0, 3)), shape)
+    return found.reshape(x.shape)
