@@ -7,6 +7,7 @@ scale.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 
 import attnscore as ats
 import oracle
-from cases import FRAMEWORKS, SCORE, Score
+from cases import FRAMEWORKS, SCORE, Score, needs_native
 from covering import pairs
 from harness import Call, array, make_call, tensor
 from oracle import ACTIVATIONS
@@ -273,3 +274,18 @@ def test_half_precision_scores_beyond_its_range() -> None:
     key = np.stack([np.full(4, 200.0), np.full(4, 199.0)]).astype(np.float16)
     out = ats.attend(query, key, np.array([[1.0], [2.0]], np.float16), score="dot")
     np.testing.assert_array_equal(out, [[1], [1]])
+
+
+@needs_native
+@pytest.mark.parametrize("queries", [1, 40])
+@pytest.mark.parametrize("x", [46.0, 1e3, 1e30, math.inf])
+def test_a_score_far_above_a_cap_is_the_cap(x: float, queries: int) -> None:
+    """And has no gradient, so that an infinite one propagates nothing: tanh is 1 there, not almost."""
+    query, key = np.full((queries, 1), x, np.float32), np.ones((70, 1), np.float32)
+    value = np.random.default_rng(0).standard_normal((70, 2)).astype(np.float32)
+    for sign in (1, -1):
+        assert np.unique(ats.attention_scores(sign * query, key, score=ats.SoftCap(ats.Dot(), 5.0))) == [sign * 5]
+    score = ats.SoftCap(ats.Additive(np.ones(1, np.float32), activation="silu"), 1.0)
+    out, pullback = ats.attend_vjp(query, key, value, score=score, kernel="native")
+    found = pullback(np.ones_like(out))
+    assert not found.query.any() and not found.key.any()

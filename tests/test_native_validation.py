@@ -136,6 +136,13 @@ WRONG_FORWARD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"sink": np.zeros((2, 2), F4)}, ValueError, r"sink: expected shape \(2, 3\)"),
     ({"sink": np.zeros(6, F4)}, ValueError, r"sink: expected shape \(2, 3\)"),
     ({"sink": np.zeros((2, 3))}, TypeError, "sink: expected dtype float32"),
+    ({"key_exps": np.zeros((2, 2, 1, 7, 4), F4)}, ValueError, "key_exps: expected None but with form 'additive'"),
+    (
+        {**ADDITIVE, "key_exps": np.zeros((2, 2, 1, 5, 4), F4)},
+        ValueError,
+        r"key_exps: expected shape \(2, 2, 3, 7, 4\)",
+    ),
+    ({**ADDITIVE, "key_exps": np.zeros((2, 2, 1, 7, 4))}, TypeError, "key_exps: expected dtype float32"),
     ({"scales": np.zeros((2, 3), F4)}, ValueError, "scales: expected None but with form 'distance'"),
     ({"form": "distance", "scales": np.zeros((3, 2), F4)}, ValueError, r"scales: expected shape \(2, 3\)"),
     ({"form": "distance", "scales": np.zeros(6, F4)}, ValueError, r"scales: expected shape \(2, 3\)"),
@@ -253,16 +260,16 @@ def test_wrong_gradients_of_weights() -> None:
         case.run_backward(w_v=np.zeros((2, 3, 4), F4))
 
 
-@pytest.mark.parametrize("count", [0, 12, 15])
+@pytest.mark.parametrize("count", [0, 12, 16])
 def test_wrong_numbers_of_arrays(count: int) -> None:
     case = Case()
     score = tuple(case.options.values())
     row = np.zeros(1, F4)
-    with pytest.raises(ValueError, match=f"inputs: expected 14 arrays, got {count}"):
+    with pytest.raises(ValueError, match=f"inputs: expected 15 arrays, got {count}"):
         native.forward(score, (None,) * count, [row] * 14, 1)
     with pytest.raises(ValueError, match=f"rows: expected 14 arrays, got {count}"):
-        native.forward(score, (None,) * 14, [row] * count, 1)
-    inputs = (case.query, case.key, case.value, *(None,) * 11)
+        native.forward(score, (None,) * 15, [row] * count, 1)
+    inputs = (case.query, case.key, case.value, *(None,) * 12)
     with pytest.raises(ValueError, match=f"rows: expected 11 arrays, got {count}"):
         native.backward(score, inputs, (None,) * count, "float32", (None,) * 9, 1)
     with pytest.raises(ValueError, match=f"gradients: expected 9 arrays, got {count}"):
@@ -290,7 +297,7 @@ def test_missing_and_unknown_arguments() -> None:
 # Arrays of a plan without intervals, in the module's order.
 PLAN_INPUTS = (
     *("query", "key", "value", "query_bias", "key_bias", "bias", "mask", "query_ids", "key_ids", "start", "stop"),
-    *("w_v", "sink", "scales"),
+    *("w_v", "sink", "scales", "key_exps"),
 )
 PLAN_ROWS = ("out", "row_max", "log_denom", "scores", "attention_scores", "attention_weights")
 PLAN_SAVED = (

@@ -305,6 +305,141 @@ def test_errors(call: Any, error: type, words: str) -> None:
         call(ats.prepare_keys(ADDITIVE, KEY))
 
 
+# ----------------------------------------------------------------- exponentials of the keys
+
+
+def _step(size: float, dtype: str, channels: int, keys: int = 70) -> tuple[Any, ...]:
+    """Queries of that size when projected, keys of which some are clipped, values and the score."""
+    rng = np.random.default_rng(int(10 * size) + channels)
+    w_v, w_q, w_k = (rng.standard_normal(shape).astype(dtype) for shape in ((channels,), (channels, 4), (channels, 5)))
+    query, key = (rng.standard_normal(shape).astype(dtype) for shape in ((2, 3, 1, 4), (2, 3, keys, 5)))
+    query *= size / np.abs(query @ w_q.T).max(-1, keepdims=True)
+    key[..., ::7, :] *= 40
+    return query, key, rng.standard_normal((2, 3, keys, 3)).astype(dtype), ats.Additive(w_v, w_q, w_k)
+
+
+@needs_native
+@pytest.mark.parametrize("size", [0.5, 3.0, 19.0, 30.0])
+@pytest.mark.parametrize(("dtype", "channels"), [("float32", 16), ("float32", 21), ("float64", 13)])
+@pytest.mark.parametrize("convert", [np.asarray, torch.tensor, jnp.asarray])
+def test_a_step_reads_exponentials(size: float, dtype: str, channels: int, convert: Any) -> None:
+    """As accurate as tanh itself, at the sizes where they serve and at those where they do not."""
+    if convert is jnp.asarray and dtype == "float64":
+        pytest.skip("JAX has no float64 here")
+    query, key, value, score = _step(size, dtype, channels)
+    arrays = [convert(x) for x in (query, key, value, score.w_v, score.W_q, score.W_k)]
+    prepared = ats.prepare_keys(ats.Additive(*arrays[3:]), arrays[1])
+    assert prepared.exps() is not None
+    lens = np.array([70, 5])
+    out, weights, stats = ats.attend(
+        arrays[0], prepared, arrays[2], valid_lens=lens, return_weights=True, return_stats=("max_score",)
+    )
+    wide = np.float64 if dtype == "float32" else np.longdouble
+    a, b = np.asarray(query, wide) @ np.asarray(score.W_q, wide).T, np.asarray(prepared.key, wide)
+    scores = np.tanh(a + b) @ np.asarray(score.w_v, wide)
+    scores[1, :, 5:] = -np.inf
+    bound = 8 * np.finfo(dtype).eps * np.abs(score.w_v).sum()
+    np.testing.assert_allclose(np.asarray(stats.max_score)[..., 0], scores.max(-1), rtol=0, atol=float(bound))
+    exact = np.exp(scores - scores.max(-1, keepdims=True))
+    exact /= exact.sum(-1, keepdims=True)
+    np.testing.assert_allclose(np.asarray(weights)[:, :, 0], exact, rtol=4 * float(bound), atol=0)
+    wanted = (exact[:, :, None] @ np.asarray(value, wide)).astype("f8")
+    np.testing.assert_allclose(np.asarray(out), wanted, rtol=0, atol=4 * float(bound * np.abs(value).max()))
+
+
+@needs_native
+@pytest.mark.parametrize(("size", "is_read"), [(0.5, False), (3.0, True), (30.0, False)])
+def test_which_queries_read_exponentials(size: float, is_read: bool) -> None:
+    """Small ones would lose digits, large ones might meet a clipped key."""
+    query, key, value, score = _step(size, "float32", 16)
+    prepared = ats.prepare_keys(score, key)
+    before = ats.attend(query, prepared, value)
+    prepared.exps()[:] = 1.0
+    assert np.array_equal(ats.attend(query, prepared, value), before) is not is_read
+
+
+@needs_native
+def test_the_layout_with_heads_behind_reads_exponentials() -> None:
+    query, key, value, score = _step(3.0, "float32", 16)
+    behind = [np.ascontiguousarray(x.swapaxes(1, 2)) for x in (query, key, value)]
+    prepared = ats.prepare_keys(score, behind[1], head_axis=-2)
+    assert prepared.exps().shape == (2, 70, 3, 16)
+    found = ats.attend(behind[0], prepared, behind[2], head_axis=-2).swapaxes(1, 2)
+    np.testing.assert_allclose(found, ats.attend(query, key, value, score=score), rtol=0, atol=1e-5)
+
+
+@needs_native
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_exponentials_of_keys_that_are_not_finite(bad: float) -> None:
+    """NaN reaches the queries that see it and no others; at infinity tanh has its limits."""
+    query, key, value, score = _step(3.0, "float32", 16)
+    key[0, :, 2, 1] = bad
+    prepared = ats.prepare_keys(score, key)
+    found = ats.attend(query, prepared, value)
+    wanted = ats.attend(query, prepared.key, value, score=prepared.score, kernel="dense")
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
+    hidden = ats.attend(query, prepared, value, valid_lens=[2, 70])
+    assert np.isfinite(hidden).all()
+
+
+@needs_native
+def test_keys_that_were_written_to_have_no_exponentials() -> None:
+    query, key, value, score = _step(3.0, "float32", 16)
+    prepared = ats.prepare_keys(score, key)
+    with pytest.raises(ValueError, match="read-only"):
+        prepared.key[0] = 0
+    arrays = [torch.tensor(x) for x in (query, key, value, score.w_v, score.W_q, score.W_k)]
+    prepared = ats.prepare_keys(ats.Additive(*arrays[3:]), arrays[1])
+    ats.attend(arrays[0], prepared, arrays[2])
+    prepared.key[:, :, 9:].zero_()
+    assert prepared.exps() is None
+    wanted = ats.attend(arrays[0], prepared.key.clone(), arrays[2], score=prepared.score)
+    torch.testing.assert_close(ats.attend(arrays[0], prepared, arrays[2]), wanted, rtol=0, atol=0)
+
+
+@needs_native
+def test_keys_without_exponentials() -> None:
+    """Other activations, changed keys, gradients, traced arrays, and keys that are the caller's own."""
+    query, key, value, score = _step(3.0, "float32", 16)
+    prepared = ats.prepare_keys(score, key)
+    others = [
+        ats.prepare_keys(dataclasses.replace(score, activation="sigmoid"), key),
+        ats.prepare_keys(ats.Additive(score.w_v), prepared.key),
+        prepared + 0 * prepared.key,
+        dataclasses.replace(prepared, key=prepared.key[..., :9, :]),
+        ats.PreparedKeys(prepared.key, prepared.score),
+    ]
+    tensors = [torch.tensor(x, requires_grad=True) for x in (score.w_v, score.W_q, score.W_k)]
+    others.append(ats.prepare_keys(ats.Additive(*tensors), torch.tensor(key)))
+    assert all(x.exps() is None for x in others)
+    with torch.no_grad():
+        assert ats.prepare_keys(ats.Additive(*tensors), torch.tensor(key)).exps() is not None
+    with torch.inference_mode():
+        assert ats.prepare_keys(ats.Additive(*tensors), torch.tensor(key)).exps() is not None
+    traced = []
+    jitted = ats.Additive(*map(jnp.asarray, (score.w_v, score.W_q, score.W_k)))
+    jax.jit(lambda k: traced.append(ats.prepare_keys(jitted, k).exps()))(jnp.asarray(key))
+    assert traced == [None]
+    out = jax.jit(lambda p: ats.attend(jnp.asarray(query), p, jnp.asarray(value)))(
+        ats.prepare_keys(jitted, jnp.asarray(key))
+    )
+    np.testing.assert_allclose(out, ats.attend(query, prepared, value), rtol=0, atol=1e-5)
+
+
+@needs_native
+def test_gradients_beside_exponentials() -> None:
+    """A query that needs a gradient gets that of the direct scores."""
+    query, key, value, score = _step(3.0, "float32", 16)
+    prepared = ats.prepare_keys(ats.Additive(*map(torch.tensor, (score.w_v, score.W_q, score.W_k))), torch.tensor(key))
+    assert prepared.exps() is not None
+    grads = []
+    for keys, options in ((prepared, {}), (prepared.key, {"score": prepared.score})):
+        leaf = torch.tensor(query, requires_grad=True)
+        ats.attend(leaf, keys, torch.tensor(value), **options).square().sum().backward()
+        grads.append(leaf.grad)
+    torch.testing.assert_close(*grads, rtol=0, atol=0)
+
+
 # ----------------------------------------------------------------- layers
 
 

@@ -49,13 +49,15 @@ inline V<T> reciprocal(V<T> x) {
     return T(1) / x;
 }
 
-// tanh. In float x P(x^2) / Q(x^2), a minimax fit of its relative error up to 9.02, where tanh rounds to 1: at most 5
-// units in the last place (7 where multiply-adds round twice), 1 in the mean square. In double the polynomials of the
-// Cephes library up to 0.625, where 1 - 2 / (1 + e^2x) would lose digits, and that beyond. NaN stays NaN.
+// tanh. In float x P(x^2) / Q(x^2), a minimax fit of its relative error up to where tanh rounds to 1: at most 5 units
+// in the last place (7 where multiply-adds round twice), 1 in the mean square. At 9.13, to which x is bounded, it
+// rounds to more than 1, fused multiply-adds or not, so that beyond it tanh is 1 exactly: the slope of a cap ends
+// there. In double the polynomials of the Cephes library up to 0.625, where 1 - 2 / (1 + e^2x) would lose digits, and
+// that beyond. NaN stays NaN.
 template <class T>
 inline V<T> tanh_of(V<T> x) {
     if constexpr (sizeof(T) == 4) {
-        const V<T> bounded = fast_min<T>(splat(T(9.02)), fast_max<T>(splat(T(-9.02)), x)), z = bounded * bounded;
+        const V<T> bounded = fast_min<T>(splat(T(9.13)), fast_max<T>(splat(T(-9.13)), x)), z = bounded * bounded;
         V<T> p = fused<T>(z, splat(T(1.33190685e-8)), splat(T(2.05835e-5)));
         p = fused<T>(p, z, splat(T(3.4940338e-3)));
         p = fused<T>(p, z, splat(T(1.3379718e-1)));

@@ -16,17 +16,17 @@ class AdditivePairs {
     // Compute s[i * kTileKeys + j] for `count` rows, `width` apart, and the keys j of `bits[i]`.
     void scores(T* s, const T* rows, int64_t width, int64_t count, const View<T>& keys, const uint64_t* bits) const {
         form_.with_term([&](auto term) {
-            for (int64_t i = 0; i < count; i++) {
-                int key[kTogether], found = 0;
-                T* to = s + i * kTileKeys;
-                const T* a = rows + i * width;
-                for_each_bit(bits[i], [&](int j) {
-                    key[found++] = j;
-                    if (found == kTogether) add_scores<kTogether>(term, to, a, keys, key), found = 0;
-                });
-                for (int k = 0; k < found; k++) add_scores<1>(term, to, a, keys, key + k);
-            }
+            scores_of([term](V<T> a, V<T> b) { return term.value(a + b); }, s, rows, width, count, keys, bits);
         });
+    }
+
+    // The same of tanh, from e^2a of the rows a and e^2b of the keys b: tanh(a + b) = 1 - 2 / (1 + e^2a e^2b).
+    void scores_by_exps(T* s, const T* row_exps, int64_t width, int64_t count, const View<T>& key_exps,
+                        const uint64_t* bits) const {
+        const auto value = [](V<T> ea, V<T> eb) {
+            return fused<T>(splat(T(-2)), T(1) / fused<T>(ea, eb, splat(T(1))), splat(T(1)));
+        };
+        scores_of(value, s, row_exps, width, count, key_exps, bits);
     }
 
     // From ds, exactly 0 where a pair is masked: da[i * lda + p] +=, db[j * ldb + p] +=, dw[p] +=. da and db have whole
@@ -51,8 +51,24 @@ class AdditivePairs {
 
     V<T> weight(int64_t p) const { return load(p < whole_ ? w_ + p : last_w_); }
 
-    template <int N, class Term>
-    __attribute__((noinline)) void add_scores(const Term& term, T* s, const T* a, const View<T>& keys,
+    // Scores from `value(a, b)`, what a channel of a row and of a key give.
+    template <class Value>
+    void scores_of(const Value& value, T* s, const T* rows, int64_t width, int64_t count, const View<T>& keys,
+                   const uint64_t* bits) const {
+        for (int64_t i = 0; i < count; i++) {
+            int key[kTogether], found = 0;
+            T* to = s + i * kTileKeys;
+            const T* a = rows + i * width;
+            for_each_bit(bits[i], [&](int j) {
+                key[found++] = j;
+                if (found == kTogether) add_scores<kTogether>(value, to, a, keys, key), found = 0;
+            });
+            for (int k = 0; k < found; k++) add_scores<1>(value, to, a, keys, key + k);
+        }
+    }
+
+    template <int N, class Value>
+    __attribute__((noinline)) void add_scores(const Value& value, T* s, const T* a, const View<T>& keys,
                                               const int* key) const {
         V<T> sum[N] = {};
         const T* b[N];
@@ -60,7 +76,7 @@ class AdditivePairs {
         for (int64_t p = 0; p < form_.dim; p += L) {
             const V<T> w = weight(p), own = load(a + p);
 #pragma GCC unroll 4
-            for (int n = 0; n < N; n++) sum[n] = fused<T>(w, term.value(own + load(b[n] + p)), sum[n]);
+            for (int n = 0; n < N; n++) sum[n] = fused<T>(w, value(own, load(b[n] + p)), sum[n]);
         }
         for (int n = 0; n < N; n++) s[key[n]] = reduce_sum<T>(sum[n]);
     }

@@ -25,10 +25,8 @@ class AdditiveTables {
         query.largest = largest(rows, count * width_);
         if (!form_.has_ratio_form()) return;
         if (form_.exp_in_range(query.largest)) {
-            T* to = arena.take<T>(count * width_);
-            for (int64_t i = 0; i < count * width_; i += L) store(to + i, exp_of<T>(load(rows + i) * form_.kappa()));
-            query.exps = to;
-            query.exp_bounds = panel_bounds(arena, to, count);
+            query.exps = exps(arena, rows, count);
+            query.exp_bounds = panel_bounds(arena, query.exps, count);
         }
         if (form_.tanh_addition_applies(query.largest)) {
             T* to = arena.take<T>(count * width_);
@@ -36,6 +34,12 @@ class AdditiveTables {
             query.tanhs = to;
             query.tanh_bounds = panel_bounds(arena, to, count);
         }
+    }
+
+    // For pairs that are computed without tables, from prepared exponentials of the keys: fill those of the rows, where
+    // they serve.
+    void fill_exps(Arena& arena, Query& query, const T* rows, int64_t count) const {
+        if (form_.prepared_exps_apply(largest(rows, count * width_))) query.exps = exps(arena, rows, count);
     }
 
     // Take memory for the tables of a key tile, with those of gradients if wanted.
@@ -143,6 +147,12 @@ class AdditiveTables {
                     store(square + i * L, p + i < form_.dim ? load(keys.transposed + (p + i) * kTileKeys + j) : V<T>{});
                 transpose_square(keys.rows + p * kTileKeys + j * L, L, square, L);
             }
+    }
+
+    const T* exps(Arena& arena, const T* rows, int64_t count) const {
+        T* to = arena.take<T>(count * width_);
+        for (int64_t i = 0; i < count * width_; i += L) store(to + i, exp_of<T>(load(rows + i) * form_.kappa()));
+        return to;
     }
 
     const T* panel_bounds(Arena& arena, const T* rows, int64_t count) const {

@@ -122,8 +122,12 @@ class Scores {
         if (form_.by_pairs) {
             for (int64_t i = 0; i < size; i++)
                 bits[i] = unmasked_bits(problem_, head, queries.row[first + i], tile.first, tile.count);
-            AdditivePairs<T>(form_, as<T>(head.w_v))
-                .scores(s, queries.query + first * queries.width, queries.width, size, tile.rows, bits);
+            const AdditivePairs<T> pairs(form_, as<T>(head.w_v));
+            const int64_t at = first * queries.width;
+            if (additive_query.exps)
+                pairs.scores_by_exps(s, additive_query.exps + at, queries.width, size, tile.exps, bits);
+            else
+                pairs.scores(s, queries.query + at, queries.width, size, tile.rows, bits);
         } else {
             additive_(s - first * kTileKeys, kTileKeys, additive_query, first, first + size, tile.additive,
                       as<T>(head.w_v));

@@ -150,9 +150,10 @@ template <class T>
 struct KeyTile {
     int64_t first = 0, count = 0;
     View<T> rows;   // one key a row
+    View<T> exps;   // additive: the prepared exponentials of the keys, where there are any
     T* transposed;  // one channel a row
     T* bias;        // one number a key, where there is a key bias
-    T* copy;
+    T *copy, *copied_exps = nullptr;
     uint64_t nonfinite = 0;  // additive: bits of the keys that held NaN or infinity; see QueryTile
     typename Additive<T>::Keys additive;
 
@@ -162,6 +163,7 @@ struct KeyTile {
         transposed = arena.take<T>(kTileKeys * width);
         copy = arena.take<T>(kTileKeys * width);
         bias = arena.take<T>(kTileKeys);
+        if (form.by_pairs) copied_exps = arena.take<T>(kTileKeys * width);
         if (problem.form == Form::additive && !form.by_pairs)
             AdditiveTables<T>{form}.reserve(arena, additive, gradients);
     }
@@ -172,6 +174,9 @@ struct KeyTile {
         const int64_t width = padded(problem.dim, Vector<T>::lanes);
         first = key, count = key_count, nonfinite = 0;
         rows = view_rows(copy, head.key, problem.score_dtype, key, key_count, problem.dim);
+        if (head.key_exps.data && form.by_pairs)
+            exps = view_rows(copied_exps, head.key_exps, sizeof(T) == 4 ? Dtype::f32 : Dtype::f64, key, key_count,
+                             problem.dim);
         if (transpose && !form.by_pairs)
             transpose_tile(transposed, rows, width, key_count, problem.form == Form::additive);
         if (head.key_bias.data)

@@ -149,7 +149,7 @@ struct Case : Drawn {
             line, sizeof line,
             "form %d activation %d score %d value %d grad %d bias %d queries %ld keys %ld dim %ld value_dim %ld heads "
             "%zu groups %zu full %d magnitude %g level %g scale %g slope %g caps %zu dropout %g planted %d; has:%s%s%s"
-            "%s%s%s%s%s%s",
+            "%s%s%s%s%s%s%s",
             static_cast<int>(p.form), static_cast<int>(p.activation), static_cast<int>(p.score_dtype),
             static_cast<int>(p.value_dtype), static_cast<int>(p.grad_dtype), static_cast<int>(p.bias_dtype),
             static_cast<long>(p.query_len), static_cast<long>(p.key_len), static_cast<long>(p.dim),
@@ -160,7 +160,7 @@ struct Case : Drawn {
                       : "",
             h.mask.data ? " mask" : "", h.query_ids.data ? " ids" : "", h.bias.data ? " bias" : "",
             h.query_bias.data ? " query_bias" : "", h.key_bias.data ? " key_bias" : "", h.scale ? " scales" : "",
-            keeps ? " kept scores" : "",
+            h.key_exps.data ? " key exps" : "", keeps ? " kept scores" : "",
             p.matrix == MatrixOutput::weights  ? " weights"
             : p.matrix == MatrixOutput::scores ? " scores"
                                                : "");

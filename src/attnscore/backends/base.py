@@ -518,6 +518,10 @@ class Backend(ABC):
         """Return a context in which operations on concrete arrays run at once, also while a program is traced."""
         return _NO_SCOPE
 
+    def version(self, x: Array) -> int | None:
+        """Return a number that changes when an array is written to; None where the framework counts no writes."""
+        return None
+
     @abstractmethod
     def known_finite(self, *arrays: Array) -> bool:
         """Whether every entry is finite; False if the arrays are traced."""

@@ -316,6 +316,9 @@ class TorchBackend(Backend):
         # captured the host cannot know: both are computed.
         return tree_map(lambda new, old: torch.where(condition, new, old), function(carry), carry)
 
+    def version(self, x: Array) -> int | None:
+        return None if x.is_inference() else x._version
+
     def known_finite(self, *arrays: Array) -> bool:
         # A loop: generators take a microsecond each.
         for x in arrays:  # noqa: SIM110

@@ -29,6 +29,8 @@ class CallArguments(NamedTuple):
     bias: Any
     sink: Any
     seed: Any
+    key_exps: Any = None
+    """Exponentials of prepared keys (`PreparedKeys.exps`)."""
 
 
 def is_number(x: object) -> bool:

@@ -55,7 +55,7 @@ class LoweredCall:
     def run(self, arguments: CallArguments) -> Any:
         """Return what `attend` returns."""
         ops, call = self.ops, self.call
-        query, key, value, score, _, _, bias, sink, _ = arguments
+        query, key, value, score, _, _, bias, sink, _, key_exps = arguments
         if type(score) is str:
             score = scores.resolve(score)
         lowered = self.lower(score, query, key)
@@ -67,7 +67,8 @@ class LoweredCall:
             operands.append(sink)
         if ops.has_planned_gradients and ops.needs_grad(*operands):
             return call.present(ops.record(call.op(arguments, self.lowered), operands))
-        return call.present(call.forward(operands, *call.mask_and_seed(arguments), saves=False)[0])
+        mask, seed = call.mask_and_seed(arguments)
+        return call.present(call.forward(operands, mask, seed, saves=False, key_exps=key_exps)[0])
 
     def lower(self, score: Any, query: Array, key: Array) -> Sequence[Array]:
         """Return query and key of the lowered form, and w_v of an additive score."""

@@ -53,7 +53,7 @@ _DTYPES_READ = {np.dtype(name): name for name in ("bool", *_LENS_DTYPES)}
 
 def signature(arguments: CallArguments, options: tuple[Hashable, ...]) -> Hashable | None:
     """Return the cache key of a call's plan, or None where it cannot be cached; `options` are the other arguments."""
-    query, key, value, score, mask, valid_lens, bias, sink, seed = arguments
+    query, key, value, score, mask, valid_lens, bias, sink, seed, key_exps = arguments
     kind = type(query)
     if type(key) is not kind or type(value) is not kind or (found := _score_signature(score)) is None:
         return None
@@ -61,7 +61,7 @@ def signature(arguments: CallArguments, options: tuple[Hashable, ...]) -> Hashab
         return None
     of_score, parameters = found
     arrays = [query, key, value, *parameters]
-    parts: list[Hashable] = [of_score, bias is None, sink is None, *map(type, options), options]
+    parts: list[Hashable] = [of_score, bias is None, sink is None, key_exps is None, *map(type, options), options]
     if bias is not None or sink is not None or seed is not None:
         if type(seed) not in (int, type(None)):
             return None
@@ -156,7 +156,7 @@ def build(cache_key: Hashable | None, problem: Problem, kernel: str, arguments: 
 
 def _arrays_of(arguments: CallArguments, problem: Problem) -> dict[str, Array]:
     """Return the caller's arrays that each call of a plan passes, by name."""
-    query, key, value, _, mask, valid_lens, bias, sink, _ = arguments
+    query, key, value, _, mask, valid_lens, bias, sink, _, key_exps = arguments
     score = problem.score
     found = {
         "query": query,
@@ -168,6 +168,7 @@ def _arrays_of(arguments: CallArguments, problem: Problem) -> dict[str, Array]:
         "mask": mask if isinstance(problem.mask, Dense) else None,
         "valid_lens": None if valid_lens is None else _read_at_each_call(problem.ops, query, mask, valid_lens),
         "sink": sink,
+        "key_exps": key_exps,
     }
     return {name: x for name, x in found.items() if x is not None}
 

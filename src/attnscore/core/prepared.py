@@ -5,16 +5,46 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, ClassVar, NamedTuple, final
+
+import numpy as np
 
 from attnscore import backends, scores
-from attnscore.backends.base import Array, Backend, may_equal
+from attnscore.backends import native
+from attnscore.backends.base import Array, Backend, HostArray, accumulator, may_equal
 from attnscore.core.arguments import shown
 from attnscore.core.layout import AxisLayout, ScoreShape
 from attnscore.core.problem import check_each, check_head_axis
 from attnscore.errors import ArgumentError, ShapeError, message, with_shapes
+from attnscore.scores import Additive
 from attnscore.scores.base import describe
 from attnscore.scores.base import prepare_keys as prepare_keys_of
+
+# Bounds of the exponents 2b. There tanh(a + b) is at its limits for any |a| <= 20, up to which the native kernel reads
+# the exponentials.
+_MOST = {"float32": 60.0, "float64": 600.0}
+
+
+class _Exps(NamedTuple):
+    """Exponentials e^2b of keys b, from which tanh(a + b) = 1 - 2 / (1 + e^2a e^2b) takes a division."""
+
+    exps: HostArray
+    ops: Backend
+    version: int | None
+    """Of the keys that they are of (`Backend.version`)."""
+
+    @staticmethod
+    def of(ops: Backend, key: Array, score: Any) -> _Exps | None:
+        """Return those of keys whose score reads them; None for others, and for keys with a gradient or traced."""
+        if type(score) is not Additive or score.activation != "tanh" or backends.compiled() is not None:
+            return None
+        if native.module is None or ops.needs_grad(key) or ops.needs_host_callback(key) or not ops.has_cpu_buffer(key):
+            return None
+        sums = accumulator(ops.dtype(key))
+        exponents = np.clip(2 * ops.memory(ops.astype(key, sums)), -_MOST[sums], _MOST[sums])
+        if type(key) is np.ndarray:
+            key.flags.writeable = False  # writes to it are not counted
+        return _Exps(np.exp(exponents), ops, ops.version(key))
 
 
 @final
@@ -28,7 +58,8 @@ class PreparedKeys:
     Parameters
     ----------
     key : (..., key, h)
-        An array like any other: slice it, concatenate it, write it into a buffer, add features to it.
+        An array to read: slice it, concatenate it, copy it into a buffer, add features to it. Not to be written to, as
+        exponentials of it may be kept beside it for calls without gradients.
     score : the score of a query with these keys
 
     Examples
@@ -45,6 +76,8 @@ class PreparedKeys:
 
     key: Array
     score: Any
+    # Not a field: keys that are replaced, traced or differentiated have none.
+    _exps: ClassVar[_Exps | None] = None
 
     def __post_init__(self) -> None:
         backends.register_pytree(PreparedKeys)
@@ -55,6 +88,13 @@ class PreparedKeys:
     def __add__(self, features: Array) -> PreparedKeys:
         """Return these keys with features (..., key, h) added: a further term of an additive score."""
         return dataclasses.replace(self, key=self.key + features)
+
+    def exps(self) -> HostArray | None:
+        """Return exponentials of the keys; None where there are none, or the keys have been written to since."""
+        if self._exps is None:
+            return None
+        exps, ops, version = self._exps
+        return exps if ops.version(self.key) == version else None
 
     def unpack(self, score: Any) -> tuple[Array, Any]:
         """Return the key and the score of a call; raise ArgumentError where the call names a score of its own."""
@@ -126,8 +166,9 @@ def prepare_keys(score: Any, key: Array, *, head_axis: int = -3) -> PreparedKeys
         ops.register_pytree(type(remaining_score))
         if found is canonical:
             return PreparedKeys(key, remaining_score)
-        prepared = ops.astype(_on_caller_axes(ops, layout, found, score), ops.dtype(key))
-        return PreparedKeys(prepared, remaining_score)
+        prepared = PreparedKeys(ops.astype(_on_caller_axes(ops, layout, found, score), ops.dtype(key)), remaining_score)
+        object.__setattr__(prepared, "_exps", _Exps.of(ops, prepared.key, remaining_score))
+        return prepared
 
 
 def _layout(shape: tuple[int, ...], head_axis: int) -> AxisLayout:

@@ -165,7 +165,7 @@ class NativeCall:
     def run(self, arguments: CallArguments) -> Any:
         """Return what `attend` returns."""
         ops = self.ops
-        query, key, value, score, _, _, bias, sink, _ = arguments
+        query, key, value, score, _, _, bias, sink, _, key_exps = arguments
         arrays: tuple[Array, ...] = (query, key, value)
         if bias is not None:
             arrays += (bias,)
@@ -181,7 +181,7 @@ class NativeCall:
         if ops.has_planned_gradients and ops.needs_grad(*arrays):
             return self.present(ops.record(self.op(arguments, score), arrays))
         mask, seed = self.mask_and_seed(arguments)
-        return self.present(self.forward(arrays, mask, seed, saves=False)[0])
+        return self.present(self.forward(arrays, mask, seed, saves=False, key_exps=key_exps)[0])
 
     def op(self, arguments: CallArguments, score: Any) -> NativeOp:
         """Return the op of one call, for autograd to record."""
@@ -224,9 +224,9 @@ class NativeCall:
         return (*self.differentiable, *(name for name in self.statistics if name not in DIFFERENTIABLE))
 
     def forward(
-        self, arrays: Sequence[Array], mask: Any, seed: int, *, saves: bool
+        self, arrays: Sequence[Array], mask: Any, seed: int, *, saves: bool, key_exps: HostArray | None = None
     ) -> tuple[tuple[Array, ...], list[HostArray]]:
-        """Return the outputs `returned` and, with `saves`, the arrays `saved`."""
+        """Return the outputs `returned` and, with `saves`, the arrays `saved`; `key_exps` where the plan reads them."""
         ops, like = self.ops, arrays[2]
         forward = self._forwards.get(saves)
         if forward is None:
@@ -235,7 +235,10 @@ class NativeCall:
             filled = [aligned(np.empty, shape, dtype) for shape, dtype in forward.filled]
         else:
             filled = [np.empty(shape, dtype) for shape, dtype in forward.filled]
-        forward.plan((*self._buffers(arrays, mask), *filled), seed, threads_of(self.module, ops))
+        buffers = self._buffers(arrays, mask)
+        if key_exps is not None:
+            buffers = (*buffers, key_exps)
+        forward.plan((*buffers, *filled), seed, threads_of(self.module, ops))
         found, from_memory = [], ops.from_memory
         for place, dtype, axis in forward.outputs:
             x = from_memory(filled[place], dtype, like)
@@ -284,6 +287,11 @@ class NativeCall:
         example = self.inputs[ORDER.index("start")]
         return np.zeros(() if example is None else example.shape, np.int64)
 
+    @cached_property
+    def _saving_inputs(self) -> tuple[HostArray | None, ...]:
+        """Examples of the inputs of calls with a gradient, which read no exponentials of keys."""
+        return (*self.inputs[:-1], None)
+
     def _build_forward(self, saves: bool) -> Forward:
         """Plan a forward, with the arrays for a backward if `saves`."""
         names = ["out"]
@@ -295,7 +303,9 @@ class NativeCall:
             names.append("attention_weights")
         names += self.statistics
         plan = self.module.plan_forward(
-            self.spec, self.inputs, [self._example(name) if name in names else None for name in FILLED]
+            self.spec,
+            self._saving_inputs if saves else self.inputs,
+            [self._example(name) if name in names else None for name in FILLED],
         )
         rows = self.layout.rows
         columns = {"out": (self.layout.value_dim,), **dict.fromkeys(_PAIRS, (self.layout.score_shape.key_len,))}
@@ -400,7 +410,7 @@ class NativeCall:
         }
         plan = self.module.plan_backward(
             self.spec,
-            self.inputs,
+            self._saving_inputs,
             [self._example(name.removeprefix("grad_")) if name in reads else None for name in BACKWARD_INPUTS],
             self.dtype,
             [_in_c_order(operands[x].gradient, self.accumulator) if x in operands else None for x in GRADIENTS],
@@ -564,7 +574,8 @@ def prepare(kernel: Kernel, problem: Problem, tiles: TilePlan, arrays: Mapping[s
     """Return the plan of calls like this one, or None where the module cannot read the caller's arrays as they are.
 
     `arrays` are those of the caller, where there are any: query, key, value, bias, sink, w_v of an additive score, the
-    bandwidth of a Gaussian, a boolean array that is the whole mask, and valid lengths that are the whole mask.
+    bandwidth of a Gaussian, a boolean array that is the whole mask, valid lengths that are the whole mask, exponentials
+    of prepared keys.
     """
     form, ops, layout = problem.form, problem.ops, problem.layout
     if isinstance(form, TileForm) or not (form.query is problem.query and form.key is problem.key):
@@ -631,6 +642,8 @@ def _inputs(
         found["sink"] = _example(ops.memory(arrays["sink"])).reshape(tuple(lowered["sink"].shape))
     if "bandwidth" in arrays:
         found["scales"] = np.zeros((1, 1), problem.accumulator)
+    if "key_exps" in arrays:
+        found["key_exps"] = layout.to_canonical(host, _example(arrays["key_exps"]), is_query=False)
     if "valid_lens" in arrays:
         lens, shape = np.asarray(backends.host(arrays["valid_lens"])), problem.score_shape
         found["start"], found["stop"] = np.zeros((2, *lens_per_query(lens, shape.query_len, shape.batch).shape), int)
