@@ -38,6 +38,32 @@ def test_a_sample_in_the_interpreter(file: str) -> None:
     interpreted(file, "-m", "slow", "--every", "5")
 
 
+CHECKS = """
+import numpy as np
+import custom_scores as own
+from attnscore.testing import check_score
+
+check_score(own.Student(np.array([0.5, 0.2])))
+try:
+    check_score(own.Wrong())
+except AssertionError as error:
+    print(error)
+check_score(own.Given(own.Bounded().triton_tile()))
+"""
+
+
+@pytest.mark.slow
+def test_check_score_runs_the_functions_of_a_score_in_a_process_of_the_interpreter() -> None:
+    """In a process of its own, too: Triton must not be imported behind TensorFlow."""
+    variables = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", CHECKS], cwd=HERE / "gpu", env=variables, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("triton_tile: gradient of query differs from that by tile: off by"), done.stdout
+    assert "the score cannot be sent to another process" in done.stderr
+
+
 def test_it_says_why_not() -> None:
     x = torch.ones(2, 3)
     with pytest.raises(ats.KernelUnavailable, match="arrays on cpu, not on cuda"):

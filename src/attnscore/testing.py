@@ -11,9 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
+import os
+import pickle
 import platform
+import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +35,7 @@ from attnscore.core.problem import Problem, build_problem
 from attnscore.core.tiled import RowGradients
 from attnscore.errors import ArgumentError, message
 from attnscore.kernels import AttentionOp, Kernel
+from attnscore.kernels.triton.kernel import is_interpreted
 from attnscore.masks import (
     Causal,
     Dense,
@@ -86,6 +92,10 @@ def check_score(
        ``lower_pullback`` or ``tile_gradient`` has none in NumPy: pass ``like=`` a torch tensor to check it there.
     4. NaN in a masked key propagates neither to the result nor to the gradients.
     5. No input is changed.
+    6. The functions of its ``triton_tile()``, where it has that method and PyTorch and Triton are installed: output and
+       gradients of the Triton kernel are those of ``tile``. They run on the GPU of `like`, or else in Triton's
+       interpreter, in a process of its own unless ``TRITON_INTERPRET=1`` is set in this one. That process imports the
+       module of the class; where it cannot, a warning says that they were not checked.
 
     Parameters
     ----------
@@ -143,6 +153,8 @@ def check_score(
         _check_masked(ops, score, leaves)
     for name, x in inputs.items():
         _same(ops, f"{name} was changed by the gradient", x, before[name])
+    if hasattr(getattr(problem.form, "score", None), "triton_tile") and dim == (key_dim or dim):
+        _check_triton(ops, score, home, dim, heads, seed)
 
 
 def _check_blocks(ops: Backend, score: Any, inputs: Mapping[str, Array], whole: Array) -> None:
@@ -175,6 +187,70 @@ def _check_masked(ops: Backend, score: Any, leaves: Mapping[str, Array]) -> None
     clean, dirty = (_gradients(ops, score, each, lens) for each in (leaves, with_nan))
     for name, grad in clean.items():
         _close(f"NaN in a masked key propagates to the gradient of {name}", dirty[name], grad)
+
+
+def _check_triton(ops: Backend, score: Any, home: Array, dim: int, heads: int, seed: int) -> None:
+    """Check the functions of a score's ``triton_tile()``, on a GPU, in the interpreter or in a process that has it."""
+    if any(importlib.util.find_spec(name) is None for name in ("torch", "triton")):
+        return
+    plain = with_arrays(score, lambda x: _values_of(ops, x))
+    device = str(getattr(home, "device", "cpu")) if ops.name == "torch" else "cpu"
+    if is_interpreted() or device.startswith("cuda"):
+        _against_triton(plain, dim, heads, seed, device)
+        return
+    untested = "the functions of triton_tile were not checked, as the score cannot be sent to another process"
+    try:
+        content = pickle.dumps((plain, dim, heads, seed))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        warnings.warn(f"{untested}: {error}", stacklevel=3)
+        return
+    code = "from attnscore import testing; testing._triton_process()"
+    variables = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", code], input=content, env=variables, capture_output=True, check=False)
+    found = done.stdout.decode().strip()
+    if done.returncode == _CANNOT_IMPORT:
+        warnings.warn(f"{untested}: {found}", stacklevel=3)
+    elif done.returncode:
+        raise AssertionError(found or done.stderr.decode())
+
+
+_CANNOT_IMPORT = 3
+"""Exit status of `_triton_process`."""
+
+
+def _triton_process() -> None:
+    """Check the functions of the pickled score on the standard input; print what is wrong, and exit with a status."""
+    try:
+        arguments = pickle.load(sys.stdin.buffer)
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}")
+        sys.exit(_CANNOT_IMPORT)
+    try:
+        _against_triton(*arguments, "cpu")
+    except Exception as error:
+        print(error if isinstance(error, AssertionError) else f"triton_tile: {type(error).__name__}: {error}")
+        sys.exit(1)
+
+
+def _against_triton(score: Any, dim: int, heads: int, seed: int, device: str) -> None:
+    """Compare the Triton kernel in float32 with the streaming kernel in float64, for a score with NumPy's arrays."""
+    import torch
+
+    rng, ops = np.random.default_rng(seed), backends.load("torch")
+    shapes = {"query": (2, heads, 5, dim), "key": (2, heads, 7, dim), "value": (2, heads, 7, 3)}
+    values = {name: rng.standard_normal(shape) for name, shape in shapes.items()} | arrays_of(score)
+    found = []
+    for kernel, dtype in (("triton", torch.float32), ("streaming", torch.float64)):
+        leaves = {n: torch.tensor(x, dtype=dtype, device=device, requires_grad=True) for n, x in values.items()}
+        own = _with_arrays(score, leaves)
+        out = attend(leaves["query"], leaves["key"], leaves["value"], score=own, valid_lens=[4, 0], kernel=kernel)
+        # `ops.vjp` would differentiate the forward by PyTorch, not run the kernel's backward.
+        grads = torch.autograd.grad(out, list(leaves.values()), _native(ops, _fixed_weights(tuple(out.shape)), out))
+        results = zip(("out", *leaves), (out, *grads), strict=True)
+        found.append({name: _values_of(ops, x) for name, x in results})
+    for name, wanted in found[1].items():
+        what = name if name == "out" else f"gradient of {name}"
+        _close(f"triton_tile: {what} differs from that by tile", found[0][name], wanted, tolerance=1e-4)
 
 
 # ---------------------------------------------------------------- kernels

@@ -162,6 +162,16 @@ def of_rows(x):
 
 
 @triton.jit
+def half_gradient(x):
+    return (-x / ((1.0 + x * x) * (1.0 + x * x)),)
+
+
+@triton.jit
+def double(x):
+    return 2.0 * bounded(x)
+
+
+@triton.jit
 def not_a_tuple(x):
     return x
 
@@ -180,3 +190,10 @@ class Given(Bounded):
 
     def triton_tile(self) -> Any:
         return self.found
+
+
+class Wrong(Bounded):
+    """`Bounded` with half of its gradient."""
+
+    def triton_tile(self) -> ats.TritonTile:
+        return ats.TritonTile("product", bounded, half_gradient)

@@ -15,6 +15,7 @@ import attnscore as ats
 import oracle
 from attnscore.kernels.triton import launch
 from attnscore.scores.triton_tile import TritonTile
+from attnscore.testing import check_score
 from cases import MASK, Score, Sizes
 from covering import pairs
 from harness import EXTRAS, Call, build_call
@@ -192,6 +193,26 @@ def test_the_kernels_compute_all_gradients(monkeypatch: pytest.MonkeyPatch) -> N
     score = own.SmoothDistance(torch.ones(3), torch.tensor(0.5))
     agree(arrays, score)
     assert launched == ["forward", "row_sums", "d_query", "d_key", "d_parameter", "d_parameter"]
+
+
+# ------------------------------------------------------------------ check_score
+
+
+def test_check_score_takes_right_functions() -> None:
+    rate, width = (torch.tensor(x, dtype=torch.float64, device=DEVICE) for x in ([0.6] * 5, 0.3))
+    check_score(own.SmoothDistance(rate, width))
+
+
+@pytest.mark.parametrize(
+    ("functions", "expected"),
+    [
+        ((own.double, own.bounded_gradient), "triton_tile: out differs from that by tile: off by"),
+        ((own.bounded, own.half_gradient), "triton_tile: gradient of query differs from that by tile: off by"),
+    ],
+)
+def test_check_score_finds_wrong_functions(functions: Any, expected: str) -> None:
+    with pytest.raises(AssertionError, match=expected):
+        check_score(own.Given(TritonTile("product", *functions)))
 
 
 # ------------------------------------------------------------------ errors
