@@ -232,6 +232,7 @@ def test_weights_of_a_step_are_read_before_the_next() -> None:
 
 
 @every_layer
+@pytest.mark.slow_rows("*max")
 def test_training_reduces_a_loss(case: Case) -> None:
     """Find the value whose key is the query's: a few steps suffice to halve the loss."""
     q, k, v = case.inputs(torch.float32)

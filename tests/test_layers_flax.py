@@ -337,8 +337,8 @@ def test_dtypes_are_promoted_as_flax_does_it() -> None:
     assert DotProductAttention()(x, x, x).dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("name", ["heads, norms, sink", pytest.param("heads, capped additive", marks=pytest.mark.slow)])
-@pytest.mark.slow_rows("heads, norms, sink")
+@pytest.mark.parametrize("name", ["heads, norms, sink", "heads, capped additive", "heads, sigmoid", "heads, entmax"])
+@pytest.mark.slow
 def test_a_scan_with_a_cache_is_one_pass(name: str) -> None:
     """A compiled loop carries the cache; the rotary embedding takes the positions behind it."""
 

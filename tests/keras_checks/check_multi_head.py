@@ -147,10 +147,12 @@ def test_a_custom_score_has_no_configuration() -> None:
         layer.get_config()
 
 
-@pytest.mark.parametrize("window", [None, 3])
-def test_steps_with_a_cache_are_one_pass(window: int | None) -> None:
+@pytest.mark.parametrize(
+    ("window", "options"), [(None, {"sink": True}), (3, {"sink": True}), (3, {"normalizer": "entmax15"})]
+)
+def test_steps_with_a_cache_are_one_pass(window: int | None, options: dict[str, Any]) -> None:
     """Output, weights and the cache of each step, with a rotary embedding; in lengths of their own too."""
-    layer = MultiHeadAttention(8, 2, score="additive", sink=True, rotary=rotary)
+    layer = MultiHeadAttention(8, 2, score="additive", rotary=rotary, **options)
     mask = ats.Causal() if window is None else ats.Causal() & (ats.SlidingWindow(left=window - 1) | ats.KeyRange(0, 1))
     whole, all_weights = layer(X, X, X, attention_mask=mask, return_attention_scores=True)
     capacity = 8 if window is None else window + 3
