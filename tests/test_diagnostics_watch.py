@@ -23,7 +23,7 @@ import attnscore as ats
 from attnscore import diagnostics
 from attnscore.cli.demo import minilm
 from attnscore.diagnostics.inspection import pretrained
-from attnscore.diagnostics.watching import records, torch_calls, torch_patches
+from attnscore.diagnostics.watching import records, torch_calls, torch_patches, torch_watch
 from attnscore.diagnostics.watching.health import Thresholds, clip_factor, trend, verdicts_of
 from attnscore.diagnostics.watching.torch_calls import Call, Scores, sums_of
 from attnscore.diagnostics.watching.torch_watch import watch
@@ -286,6 +286,153 @@ def test_a_model_that_calls_sdpa_in_its_own_code() -> None:
     assert_rows(seen.rows()[:4], means(query @ key.mT / 8**0.5))
     hidden = torch.ones(9, 9).triu(1).bool()
     assert_rows(seen.rows()[4:8], means((query @ key.mT * 0.1).masked_fill(hidden, -torch.inf)))
+
+
+class Masked(nn.Module):
+    """F.scaled_dot_product_attention of a projection, with the arguments of a test."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__()
+        self.proj, self.arguments = nn.Linear(8, 8).double(), arguments
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return functional.scaled_dot_product_attention(self.proj(query), key, value, **self.arguments)
+
+
+@pytest.fixture
+def originals(monkeypatch) -> list[str]:
+    """The names of PyTorch's own functions that run under a watch, in the order of their calls."""
+    found: list[str] = []
+    call = torch_patches._call_original
+
+    def noted(home: Any, original: Any, *more: Any) -> Any:
+        found.append(original.__name__)
+        return call(home, original, *more)
+
+    monkeypatch.setattr(torch_patches, "_call_original", noted)
+    return found
+
+
+def masked_calls() -> dict[str, dict[str, Any]]:
+    torch.manual_seed(3)
+    boolean = torch.rand(2, 1, 5, 7) > 0.4
+    boolean[:, :, 2] = False  # a fully masked query
+    bias = torch.randn(4, 5, 7).double().masked_fill(torch.rand(4, 5, 7) > 0.6, -torch.inf)
+    bias[1, 3] = -torch.inf
+    return {
+        "none": {},
+        "causal": {"is_causal": True},
+        "boolean": {"attn_mask": boolean, "scale": 0.3},
+        "float": {"attn_mask": bias},
+        "lower right": {"attn_mask": torch.nn.attention.bias.causal_lower_right(5, 7)},
+        "gqa": {"enable_gqa": True},
+    }
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("name", masked_calls())
+def test_one_pass_gives_the_output_and_the_same_numbers(name: str, grad: bool, originals: list[str]) -> None:
+    torch.manual_seed(0)
+    model, heads = Masked(**masked_calls()[name]), 2 if name == "gqa" else 4
+    shapes = ((2, 4, 5, 8), (2, heads, 7, 8), (2, heads, 7, 3))
+    arrays = [torch.randn(shape, dtype=torch.float64, requires_grad=grad) for shape in shapes]
+
+    def results(one_pass: bool) -> tuple[list[torch.Tensor], Any]:
+        with torch.set_grad_enabled(grad), watch(model, one_pass=one_pass) as seen:
+            out = model(*arrays)
+        assert out.is_contiguous() and out.requires_grad is grad and not seen.unseen
+        leaves = [*arrays, *model.parameters()]
+        return [out, *(torch.autograd.grad(out.square().sum(), leaves) if grad else [])], seen
+
+    wanted, two = results(one_pass=False)
+    assert originals == ["scaled_dot_product_attention"]
+    found, one = results(one_pass=True)
+    # CausalBias is a tensor of PyTorch's, whose own call leaves `originals` in place.
+    assert originals == ["scaled_dot_product_attention"]
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
+    for row, want in zip(one.rows(), two.rows(), strict=True):
+        assert row.keys() == want.keys()
+        for key, x in want.items():
+            assert row[key] == (pytest.approx(x, 1e-10, 1e-10, nan_ok=True) if isinstance(x, float) else x), key
+
+
+def test_one_pass_knows_the_padding(originals: list[str]) -> None:
+    class Padded(nn.Module):
+        def forward(self, x: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+            return functional.scaled_dot_product_attention(x, x, x)
+
+    torch.manual_seed(0)
+    x, real = torch.randn(2, 3, 6, 4), torch.tensor([[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
+    rows = {}
+    for one_pass in (False, True):
+        with watch(Padded(), one_pass=one_pass) as seen:
+            Padded.__call__(seen._model, x, attention_mask=real)
+        rows[one_pass] = seen.rows()
+    assert len(originals) == 1
+    for row, want in zip(rows[True], rows[False], strict=True):
+        assert 0 < row["padding"] < 1 and row["first_key"] == pytest.approx(want["first_key"], abs=1e-6)
+        assert row["padding"] == pytest.approx(want["padding"], abs=1e-6) and row["rows"] == want["rows"] == 9
+
+
+def left_to_the_model() -> dict[str, Any]:
+    """Calls that one pass leaves to PyTorch's function, as (model, arrays)."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, 5, 8, dtype=torch.float64)
+    least = torch.zeros(5, 5, dtype=torch.float64)
+    least[1] = torch.finfo(torch.float64).min
+    learned = nn.Parameter(torch.zeros(5, 5, dtype=torch.float64))
+    one_head = x[:, :1]
+    return {
+        "dropout": (Masked(dropout_p=0.5), (x, x, x)),
+        "the least number": (Masked(attn_mask=least), (x, x, x)),
+        "learned bias": (Masked(attn_mask=learned), (x, x, x)),
+        "broadcast keys": (Masked(), (x, one_head, one_head)),
+        "two axes": (Masked(), (x[0, 0], x[0, 0], x[0, 0])),
+    }
+
+
+@pytest.mark.parametrize("name", left_to_the_model())
+def test_one_pass_leaves_other_calls_to_the_model(name: str, originals: list[str]) -> None:
+    model, arrays = left_to_the_model()[name]
+    torch.manual_seed(1)
+    wanted = model(*arrays)
+    torch.manual_seed(1)
+    with watch(model, one_pass=True) as seen:
+        found = model(*arrays)
+    assert torch.equal(found, wanted) and originals == ["scaled_dot_product_attention"]
+    assert seen.rows() or seen.unseen
+
+
+def test_one_pass_leaves_checkpointing_and_autocast_to_the_model(originals: list[str]) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    model, x = OwnAttention(), torch.randn(2, 9, 32)
+    with watch(model, one_pass=True) as seen:
+        checkpoint(model, x, use_reentrant=False).sum().backward()  # its second pass is a step as well
+    assert originals == 4 * ["scaled_dot_product_attention"] and seen.steps == 2 and not seen.unseen
+    originals.clear()
+    with watch(model, one_pass=True) as seen, torch.autocast("cpu", torch.bfloat16):
+        model(x)
+    assert originals.count("scaled_dot_product_attention") == 2 and not seen.unseen
+    with watch(model, one_pass=True, every=2) as seen, torch.no_grad():
+        model(x)
+        assert originals.count("scaled_dot_product_attention") == 2  # a sampled step
+        model(x)
+        assert originals.count("scaled_dot_product_attention") == 4  # one that is not
+    assert seen.sampled == 1
+
+
+def test_one_pass_that_fails_leaves_the_call_to_the_model(monkeypatch, originals: list[str]) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("broken on purpose")
+
+    monkeypatch.setattr(torch_watch, "output_and_sums", broken)
+    model, x = Masked(), torch.randn(1, 2, 3, 8, dtype=torch.float64)
+    with watch(model, one_pass=True) as seen:
+        found = model(x, x, x)
+    assert torch.equal(found, model(x, x, x)) and originals == ["scaled_dot_product_attention"]
+    assert [why for _, why in seen.unseen] == ["RuntimeError: broken on purpose"]
 
 
 def test_dropout_draws_as_it_did() -> None:
@@ -1158,6 +1305,7 @@ def some_seen() -> Any:
         (lambda: watch("model"), ["model", "Module", "str"]),
         (lambda: watch(ByHand(), every=0), ["every", "0"]),
         (lambda: watch(ByHand(), history=1.5), ["history", "1.5"]),
+        (lambda: watch(ByHand(), one_pass=1), ["one_pass", "True or False", "1"]),
         (lambda: watch(ByHand(), thresholds=3), ["thresholds", "int"]),
         (lambda: watch(ByHand()).history("there", "entropy"), ["layer", "there"]),
         (lambda: some_seen().history("(model)", "entropies"), ["name", "max_logit", "entropies"]),

@@ -260,6 +260,22 @@ FAULTS: list[Fault] = [
         "PyTorch checkpoints of multi-head bilinear attention are expected under another name",
     ),
     Fault(
+        "watch-one-pass-without-dropout",
+        "src/attnscore/diagnostics/watching/torch_calls.py",
+        'if given.get("dropout_p") or has_hooks',
+        "if has_hooks",
+        "tests/test_diagnostics_watch.py -k one_pass_leaves",
+        "watch(one_pass=True) computes a call with dropout without it",
+    ),
+    Fault(
+        "watch-one-pass-outside-of-the-graph",
+        "src/attnscore/diagnostics/watching/torch_calls.py",
+        "with torch.set_grad_enabled(pooling.is_recorded):",
+        "with torch.set_grad_enabled(False):",
+        "tests/test_diagnostics_watch.py -k one_pass_gives",
+        "watch(one_pass=True) cuts the gradient of the outputs that it computes",
+    ),
+    Fault(
         "watch-padding-of-unknown-tokens",
         "src/attnscore/diagnostics/watching/records.py",
         '_OVER = {"saturated_rows": "choice_rows", "padding": "padding_rows"}',

@@ -65,8 +65,9 @@ class Case:
     """Of kind "shapes": what each of ``sizes["shapes"]`` is measured for."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Keywords of `attend` on our side alone, whose overhead the case measures."""
-    watched: Literal["", "function", "layer"] = ""
-    """Our side is PyTorch's own attention, or its layer with projections, in a model that `watch` looks at."""
+    watched: Literal["", "function", "one-pass", "layer"] = ""
+    """Our side is PyTorch's own attention, or its layer with projections, in a model that `watch` looks at. "one-pass":
+    the function, which `watch` computes itself."""
     kind: Literal["limits", "time", "shapes", "growth", "memory"] = "time"
     full: bool = False
     """Takes many minutes: only with --full."""
@@ -358,6 +359,14 @@ CASES: tuple[Case, ...] = (
     Case(
         "watch-short", "watch, sdpa (8,12,128,32)", _SHORT_HEADS,
         _overhead(1.45), watched="function",
+    ),
+    Case(
+        "watch-one-pass", "watch in one pass, sdpa (1,8,2048,64)", _USUAL,
+        _overhead(1.25), watched="one-pass",
+    ),
+    Case(
+        "watch-one-pass-short", "watch in one pass, sdpa (8,12,128,32)", _SHORT_HEADS,
+        _overhead(1.45), watched="one-pass",
     ),
     Case(
         "watch-layer", "watch, nn.MultiheadAttention, 2048 tokens, 8 heads of 64", _USUAL,

@@ -320,5 +320,5 @@ def _watched(inputs: Inputs, *, is_watched: bool) -> Side:
         return (out.unflatten(-1, (heads, -1)).transpose(1, 2) if is_layer else out,)
 
     if is_watched:  # until this side is collected
-        weakref.finalize(run, watch(model).start().stop)
+        weakref.finalize(run, watch(model, one_pass=case.watched == "one-pass").start().stop)
     return Side("attnscore", run, outputs)

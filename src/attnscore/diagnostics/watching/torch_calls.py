@@ -4,6 +4,7 @@ Requirements:
 - the statistics are `attend`'s, from a pass of their own: nothing of the model's is touched;
 - no array of queries by keys is made: scores that the model itself made are read a few queries at a time;
 - the weight on the first key, and on padding, is the output of the same pass, with values that mark these keys;
+- where a watch wants one pass, it gives the output too, if that of the model's own function differs by rounding alone;
 - queries at padding do not count; queries with one attended key have no choice and never count as saturated.
 """
 
@@ -52,6 +53,16 @@ class Call:
     """Heads of the model, where the query has fewer: single queries of a GQA group are then stacked as queries."""
     within: str = ""
     """Submodule that attends, where the calling module runs its code without calling it."""
+    pooling: Pooling | None = None
+    """What the output takes, where the pass of the statistics may compute it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pooling:
+    """The values of a call, and whether autograd records it."""
+
+    value: Tensor
+    is_recorded: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,12 +79,28 @@ def sums_of(call: Call | Scores, real: Tensor | None, saturated_weight: float) -
     `real` is (batch, token), True where there is a token, or None where padding is unknown; a query is saturated when
     its largest weight is at least `saturated_weight`.
     """
-    parts = [_sums(one, counted, real, saturated_weight) for one, counted in _in_blocks(call, real)]
+    parts = [
+        _sums(one, *_attended_marks(one, real), counted, saturated_weight) for one, counted in _in_blocks(call, real)
+    ]
     if len(parts) == 1:
         return parts[0]
     return {
         name: (np.max if name == "max_logit" else np.sum)([part[name] for part in parts], axis=0) for name in parts[0]
     }
+
+
+def output_and_sums(
+    call: Call, pooling: Pooling, real: Tensor | None, saturated_weight: float
+) -> tuple[Tensor, dict[str, Array]]:
+    """Return the output of a call and the sums of `sums_of`, from one pass: the marks are columns behind the values."""
+    [(_, counted)] = _in_blocks(call, real)
+    value, marks = pooling.value, _marks(call.key, call.options.get("head_axis", -3), real)
+    with torch.set_grad_enabled(pooling.is_recorded):
+        joined = torch.cat([value, marks.expand(*value.shape[:-1], marks.shape[-1])], -1)
+        both, stats = ats.attend(call.query, call.key, joined, **call.options, return_stats=_NEEDED)
+        # Models may take a view that only an output in C order has.
+        out = both[..., : value.shape[-1]].contiguous()
+    return out, _sums(call, both.detach()[..., value.shape[-1] :], stats, counted, saturated_weight)
 
 
 def _in_blocks(call: Call | Scores, real: Tensor | None) -> Iterator[tuple[Call, Tensor | None]]:
@@ -105,13 +132,21 @@ def _tokens(real: Tensor | None, lengths: list[int], like: Tensor) -> Tensor | N
     return real[:, None] if real is not None and fits and lengths[0] == lengths[1] else None
 
 
-def _sums(call: Call, counted: Tensor | None, real: Tensor | None, saturated_weight: float) -> dict[str, Array]:
-    options = dict(call.options)
-    head_axis = options.get("head_axis", -3)
+def _attended_marks(call: Call, real: Tensor | None) -> tuple[Tensor, ats.AttentionStats]:
+    """Return the weights on the first key, and on padding, and the statistics."""
     key = call.key.detach()
-    marks = _marks(key, head_axis, real)
+    marks = _marks(key, call.options.get("head_axis", -3), real)
     value = marks.expand(*key.shape[:-1], marks.shape[-1])
-    out, stats = ats.attend(call.query.detach(), key, value, **options, return_stats=True)
+    found: tuple[Tensor, ats.AttentionStats]
+    found = ats.attend(call.query.detach(), key, value, **call.options, return_stats=_NEEDED)
+    return found
+
+
+def _sums(
+    call: Call, marked: Tensor, stats: ats.AttentionStats, counted: Tensor | None, saturated_weight: float
+) -> dict[str, Array]:
+    """Return the sums of a call from the weights on its marked keys and its statistics."""
+    head_axis = call.options.get("head_axis", -3)
 
     def by_head(x: Tensor) -> Tensor:
         """Reshape to (batch, head, query)."""
@@ -124,10 +159,11 @@ def _sums(call: Call, counted: Tensor | None, real: Tensor | None, saturated_wei
         return x.reshape(math.prod(lead), heads, x.shape[-1])
 
     fields = [
-        by_head(x) for x in (*(getattr(stats, name) for name in _NEEDED), *out.to(stats.entropy.dtype).unbind(-1))
+        by_head(x.detach())
+        for x in (*(getattr(stats, name) for name in _NEEDED), *marked.to(stats.log_sum_exp.dtype).unbind(-1))
     ]
     # In NumPy from here on: on a few thousand queries its calls cost a fraction of PyTorch's.
-    numbers = [x.numpy() for x in fields] if out.is_cpu else [*torch.stack(fields).cpu().numpy()]
+    numbers = [x.numpy() for x in fields] if marked.is_cpu else [*torch.stack(fields).cpu().numpy()]
     return _added(numbers, None if counted is None else counted.cpu().numpy(), saturated_weight)
 
 
@@ -198,6 +234,33 @@ def sdpa_call(query: Tensor, key: Tensor, given: dict[str, Any]) -> Call:
     elif mask is not None:
         raise TypeError(f"a mask of type {type(mask).__name__}")
     return Call(query, key, options)
+
+
+def pooling_of(query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any]) -> Pooling | None:
+    """Return what the output of ``F.scaled_dot_product_attention`` takes; None where only the function itself gives it.
+
+    These are calls with dropout, whose random numbers are its own, of less usual tensors, and those that it refuses.
+    It is called where the model calls the function: gradients, autocast and hooks are those of the model.
+    """
+    tensors, mask = (query, key, value), given.get("attn_mask")
+    if any(type(x) not in (Tensor, torch.nn.Parameter) or not x.is_cpu or x.dtype != query.dtype for x in tensors):
+        return None
+    if reason_against(*tensors) is not None or query.ndim < 3 or key.shape[:-1] != value.shape[:-1]:
+        return None
+    shares_keys = given.get("enable_gqa") and query.ndim > 3 and query.shape[-3] % max(1, key.shape[-3]) == 0
+    lead = slice(None, -3 if shares_keys else -2)
+    if query.shape[lead] != key.shape[lead] or query.shape[-1] != key.shape[-1]:
+        return None
+    if isinstance(mask, Tensor):
+        # Where a model writes the least number of the dtype, a fully masked query gets the mean of the values.
+        is_float = mask.dtype != torch.bool
+        if given.get("is_causal") or mask.requires_grad or (is_float and with_infinity(mask) is not mask):
+            return None
+    # Checkpointing compares what is saved with what its second pass saves, which is not watched.
+    has_hooks = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    if given.get("dropout_p") or has_hooks or torch.is_autocast_enabled(query.device.type):
+        return None
+    return Pooling(value, torch.is_grad_enabled())
 
 
 def bias_of(mask: Tensor) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Wrappers around the attention functions of PyTorch, installed while a `Watch` is running.
 
 Requirements:
-- the model's own function runs on its own arguments, and the model gets its result;
+- the model's own function runs on its own arguments, and the model gets its result, unless a watch wants one pass;
 - a function mode or a module's hook would take ``nn.TransformerEncoder`` off its fused path and change its output:
   names are replaced where they are bound in modules, and nothing else;
 - several watches may run at once; when the last one stops, every name is bound to its original again;
@@ -32,6 +32,7 @@ from attnscore.diagnostics.watching.torch_calls import (
     Scores,
     bias_of,
     described,
+    pooling_of,
     projected,
     sdpa_call,
     with_head_axis,
@@ -143,13 +144,17 @@ def _is_bypassed() -> bool:
     return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or _THREAD.is_recording
 
 
-def _report(make_call: Callable[[], Call | Scores | str], watchers: Sequence[Watch] = _WATCHERS) -> None:
-    """Make the call once, if a watch is sampling; a text instead of a call is the reason why there is none."""
+def _report(make_call: Callable[[], Call | Scores | str], watchers: Sequence[Watch] = _WATCHERS) -> Tensor | None:
+    """Make the call once, if a watch is sampling; a text instead of a call is the reason why there is none.
+
+    Return the output of the call where a watch has computed it.
+    """
     for scope in _THREAD.scopes:
         scope.recorded = True
     sampling = [watcher for watcher in watchers if watcher.is_sampling()]
     if not sampling:
-        return
+        return None
+    out = None
     with _recording():
         # An error of ours is counted and does not reach the model.
         try:
@@ -159,8 +164,9 @@ def _report(make_call: Callable[[], Call | Scores | str], watchers: Sequence[Wat
         for watcher in sampling:
             if isinstance(call, str):
                 watcher.skip(call)
-            else:
-                watcher.record(call)
+            elif (found := watcher.record(call)) is not None:
+                out = found
+    return out
 
 
 @contextlib.contextmanager
@@ -239,7 +245,10 @@ def _sdpa(original: Any, query: Tensor, key: Tensor, value: Tensor, *more: Any, 
         names = ("attn_mask", "dropout_p", "is_causal")
         given = dict(zip(names, more, strict=False)) | options
         heads = _THREAD.scopes[-1].heads if _THREAD.scopes else None
-        _report(lambda: dataclasses.replace(sdpa_call(query, key, given), heads=heads))
+        pooling = pooling_of(query, key, value, given) if any(x.is_pooling() for x in _WATCHERS) else None
+        out = _report(lambda: dataclasses.replace(sdpa_call(query, key, given), heads=heads, pooling=pooling))
+        if out is not None:
+            return out
     return _call_original(functional, original, (query, key, value, *more), options)
 
 

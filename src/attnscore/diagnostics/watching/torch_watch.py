@@ -22,11 +22,19 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from attnscore.core.arguments import is_whole, shown
+from attnscore.core.arguments import check_flag, is_whole, shown
 from attnscore.diagnostics.watching import torch_patches
 from attnscore.diagnostics.watching.health import Thresholds
 from attnscore.diagnostics.watching.records import Layer, Records, Row
-from attnscore.diagnostics.watching.torch_calls import Array, Call, Scores, described, reason_against, sums_of
+from attnscore.diagnostics.watching.torch_calls import (
+    Array,
+    Call,
+    Scores,
+    described,
+    output_and_sums,
+    reason_against,
+    sums_of,
+)
 from attnscore.errors import ArgumentError, message
 
 # Arguments of models, (batch, token): True (1) at tokens, and True (or -inf) at padding.
@@ -63,6 +71,7 @@ class Watch(Records):
         on_step: Callable[[int, list[Row]], Any] | None,
         history: int,
         softmax: str | Iterable[str] | Mapping[str, int | None],
+        one_pass: bool,
     ) -> None:
         super().__init__(thresholds or Thresholds())
         if not isinstance(model, nn.Module):
@@ -76,6 +85,7 @@ class Watch(Records):
         self._root = id(model)
         self._root_was_called = False
         self._softmax = _softmax_patterns(model, softmax)
+        self._one_pass = check_flag("one_pass", one_pass)
         self._every, self._history, self._on_step = int(every), int(history), on_step
         self._thread, self._lock = _ThreadState(), threading.Lock()
         self._running = self._has_two = False
@@ -149,27 +159,37 @@ class Watch(Records):
         here = self._thread
         return bool(here.step is not None and here.step.sampled and here.stack)
 
+    def is_pooling(self) -> bool:
+        """Return whether a call that is made now would be computed by the watch."""
+        return self._one_pass and self.is_sampling()
+
     def heads_of_softmax(self) -> tuple[bool, int | None]:
         """Return whether a softmax of the innermost module is that of an attention, and its heads where known."""
         name = self._thread.stack[-1]
         return next(((True, heads) for x, heads in self._softmax.items() if fnmatchcase(name, x)), (False, None))
 
-    def record(self, call: Call | Scores) -> None:
-        """Record an attention call."""
+    def record(self, call: Call | Scores) -> Tensor | None:
+        """Record an attention call; return its output where this watch computes it."""
         step = self._thread.step
         if step is None:
-            return
+            return None
         name = self._place(step, call.within if isinstance(call, Call) else "")
         tensors = (call.scores,) if isinstance(call, Scores) else (call.query, call.key)
         if (why := reason_against(*tensors)) is not None:
             self.skip(why)
-            return
+            return None
+        out = None
         try:
             # Where there are two halves the mask is the encoder's, also where lengths are equal by chance.
             real = None if self._has_two and "decoder" in name else step.real
-            step.sums[name] = sums_of(call, real, self.thresholds.saturated_weight)
+            weight = self.thresholds.saturated_weight
+            if self._one_pass and isinstance(call, Call) and call.pooling is not None:
+                out, step.sums[name] = output_and_sums(call, call.pooling, real, weight)
+            else:
+                step.sums[name] = sums_of(call, real, weight)
         except Exception as error:  # recording must never break the model
             self.skip(described(error))
+        return out
 
     def skip(self, why: str) -> None:
         """Count an attention call that cannot be recorded, with the reason."""
@@ -241,6 +261,7 @@ def watch(
     on_step: Callable[[int, list[Row]], Any] | None = None,
     history: int = 1000,
     softmax: str | Iterable[str] | Mapping[str, int | None] = (),
+    one_pass: bool = False,
 ) -> Watch:
     """Watch every attention call of a PyTorch model: a context manager, or ``start()`` and ``stop()``.
 
@@ -266,6 +287,10 @@ def watch(
         Modules whose own softmax over the last axis is that of an attention, as in BLOOM and DeBERTa; ``*`` in a name
         stands for anything. Scores of four axes are (batch, head, query, key); of three, (batch, query, key), or
         (batch * head, query, key) where the mapping gives the heads.
+    one_pass : bool
+        On sampled steps, compute ``F.scaled_dot_product_attention`` on the CPU by `attend`, in the pass that gives the
+        statistics: the step takes about as long as one that is not sampled, and the output agrees to rounding. Calls
+        with dropout, under autocast or inside checkpointing keep PyTorch's function and a pass of their own.
 
     Returns
     -------
@@ -276,7 +301,8 @@ def watch(
     Raises
     ------
     ArgumentError
-        `model` is not a module, a number is not whole, or a name in `softmax` is that of no module.
+        `model` is not a module, a number is not whole, `one_pass` is no bool, or a name in `softmax` is that of no
+        module.
 
     Examples
     --------
@@ -287,4 +313,4 @@ def watch(
     >>> [(row["layer"], row["head"], row["rows"]) for row in seen.rows()]
     [('(model)', 0, 5), ('(model)', 1, 5)]
     """
-    return Watch(model, every, thresholds, on_step, history, softmax)
+    return Watch(model, every, thresholds, on_step, history, softmax, one_pass)
