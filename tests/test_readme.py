@@ -77,8 +77,8 @@ class Block:
     line: int
     follows: bool
     """Whether nothing but empty lines lies between it and the block before."""
-    elsewhere: bool = False
-    """Runs in MXNet's environment, by itself (```python mxnet)."""
+    elsewhere: str = ""
+    """Where it runs by itself: in MXNet's environment (```python mxnet), in Triton's interpreter (```python triton)."""
 
 
 def blocks(path: Path) -> list[Block]:
@@ -86,7 +86,7 @@ def blocks(path: Path) -> list[Block]:
     for match in FENCE.finditer(text):
         line = text.count("\n", 0, match.start("text"))
         follows = end >= 0 and not text[end : match.start()].strip()
-        found.append(Block(match["language"], match["text"], line, follows, match["rest"].strip() == "mxnet"))
+        found.append(Block(match["language"], match["text"], line, follows, match["rest"].strip()))
         end = match.end()
     return found
 
@@ -143,17 +143,17 @@ def check_printed(block: Block, path: Path, printed: str) -> None:
     )
 
 
-def elsewhere() -> Iterator[Any]:
-    """Each block that runs in MXNet's environment, with the one behind it where that shows what it printed."""
+def elsewhere(name: str) -> Iterator[Any]:
+    """Each block that runs in one of `Block.elsewhere`, with the one behind it where that shows what it printed."""
     for path in with_language("python"):
         found = blocks(path)
         for block, behind in zip(found, [*found[1:], None], strict=True):
-            if block.elsewhere:
+            if block.language == "python" and block.elsewhere == name:
                 shown = behind if behind is not None and behind.language == "text" and behind.follows else None
                 yield pytest.param(path, block, shown, id=f"{label(path)}:{block.line}")
 
 
-ELSEWHERE = list(elsewhere())
+ELSEWHERE = list(elsewhere("mxnet"))
 
 # Each block has names of its own; MXNet is imported once.
 RUN_ELSEWHERE = """
@@ -195,6 +195,21 @@ def test_blocks_for_mxnet_run_and_print_what_is_shown(
     assert not failed, f"{label(path)}:{block.line}\n{failed}"
     if shown is not None:
         check_printed(shown, path, printed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("path", "block", "shown"), list(elsewhere("triton")))
+def test_blocks_for_triton_run_and_print_what_is_shown(
+    path: Path, block: Block, shown: Block | None, tmp_path: Path
+) -> None:
+    """As a file, whose source Triton reads."""
+    file = tmp_path / "own_score.py"
+    file.write_text(block.text, encoding="utf-8")
+    variables = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, file], env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{label(path)}:{block.line}\n{done.stderr}"
+    if shown is not None:
+        check_printed(shown, path, done.stdout)
 
 
 def run(block: Block, path: Path, module: ModuleType) -> str:

@@ -40,7 +40,7 @@ def test_a_sample_in_the_interpreter(file: str) -> None:
 
 CHECKS = """
 import numpy as np
-import custom_scores as own
+import triton_scores as own
 from attnscore.testing import check_score
 
 check_score(own.Student(np.array([0.5, 0.2])))
@@ -57,7 +57,7 @@ def test_check_score_runs_the_functions_of_a_score_in_a_process_of_the_interpret
     """In a process of its own, too: Triton must not be imported behind TensorFlow."""
     variables = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", CHECKS], cwd=HERE / "gpu", env=variables, capture_output=True, text=True, check=False
+        [sys.executable, "-c", CHECKS], cwd=HERE, env=variables, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("triton_tile: gradient of query differs from that by tile: off by"), done.stdout

@@ -221,12 +221,12 @@ _CANNOT_IMPORT = 3
 def _triton_process() -> None:
     """Check the functions of the pickled score on the standard input; print what is wrong, and exit with a status."""
     try:
-        arguments = pickle.load(sys.stdin.buffer)
+        score, dim, heads, seed = pickle.load(sys.stdin.buffer)
     except Exception as error:
         print(f"{type(error).__name__}: {error}")
         sys.exit(_CANNOT_IMPORT)
     try:
-        _against_triton(*arguments, "cpu")
+        _against_triton(score, dim, heads, seed, "cpu")
     except Exception as error:
         print(error if isinstance(error, AssertionError) else f"triton_tile: {type(error).__name__}: {error}")
         sys.exit(1)

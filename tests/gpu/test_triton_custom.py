@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import custom_scores as own
 import numpy as np
 import pytest
 import torch
@@ -13,6 +12,7 @@ from device_calls import DEVICE, equal, run
 
 import attnscore as ats
 import oracle
+import triton_scores as own
 from attnscore.kernels.triton import launch
 from attnscore.scores.triton_tile import TritonTile
 from attnscore.testing import check_score
