@@ -89,6 +89,19 @@ def test_a_program_calls_the_library_itself() -> None:
     assert "callback" not in text
 
 
+@pytest.mark.parametrize("statistics", [False, True])
+def test_outputs_without_a_use_have_no_gradient_in_the_program(statistics: bool) -> None:
+    """The backward gets query, key, value, what the forward saved and one gradient, no zeros for the other outputs."""
+
+    def loss(*arrays: Any) -> Any:
+        found = ats.attend(*arrays, return_stats=statistics)
+        return ((found[0] if statistics else found) ** 2).sum()
+
+    text = program(jax.grad(loss, (0, 1, 2)), *inputs())
+    (operands,) = re.findall(r"@attnscore_backward\(([^)]*)\)", text)
+    assert operands.count("%") == 7
+
+
 def test_without_the_calls_a_program_goes_through_python(callback: None) -> None:
     text = program(jax.grad(square, (0, 1, 2)), *inputs())
     assert "attnscore" not in re.sub(r"loc\(.*\)", "", text) and "callback" in text

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 
 from attnscore.backends.base import Array, DifferentiableOp, importable
 from attnscore.backends.jax import platforms
@@ -45,12 +46,15 @@ def differentiable(run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Ar
             *(constants, arrays),
         )
 
-    def forward(arrays: Sequence[Array], constants: Sequence[Array]) -> tuple[Any, Any]:
+    def forward(arrays: Sequence[Any], constants: Sequence[Any]) -> tuple[Any, Any]:
+        arrays, constants = (tuple(x.value for x in primals) for primals in (arrays, constants))
         outputs = run_forward(constants, arrays)
         return outputs, (arrays, constants, outputs[: run.saved_outputs])
 
-    def backward(kept: Any, grads: Sequence[Array]) -> tuple[Any, None]:
+    def backward(kept: Any, grads: Sequence[Any]) -> tuple[Any, None]:
         arrays, constants, outputs = kept
+        # An output without a use would otherwise be an array of zeros in the program, which a kernel reads.
+        grads = [None if isinstance(x, SymbolicZero) else x for x in grads]
         found = _staged(
             lambda constants, *arguments: given(constants).backward(*arguments),
             lambda constants, *arguments: given(constants).streaming().backward(*arguments),
@@ -59,7 +63,7 @@ def differentiable(run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Ar
         return tuple(found), None
 
     call = jax.custom_vjp(lambda arrays, constants: run_forward(constants, arrays))
-    call.defvjp(forward, backward)
+    call.defvjp(forward, backward, symbolic_zeros=True)
     found: tuple[Array, ...] = call(tuple(operands), tuple(constants))
     return found
 
