@@ -40,7 +40,7 @@ def attention_weights(
     query_index: Any = None,
     key_index: Any = None,
 ) -> Array:
-    """Attention weights of some queries and keys, exactly: softmax over all unmasked keys, then the block.
+    """Attention weights of some queries and keys, exactly: normalised over all unmasked keys, then the block.
 
     Parameters
     ----------
