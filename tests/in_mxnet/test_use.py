@@ -15,6 +15,7 @@ from mxnet import autograd, np, npx
 import attnscore as ats
 from attnscore.backends.mxnet import backend as ours
 from attnscore.backends.mxnet import gradients
+from attnscore.core import plan as plans
 from attnscore.testing import check_framework, check_score
 from own_scores import OwnAbsolute, OwnPlain
 
@@ -224,6 +225,27 @@ def test_gradients_that_are_added() -> None:
     for once, twice in zip(*found, strict=True):
         assert once.any()
         assert onp.allclose(twice, 2 * once, atol=1e-12)
+
+
+@pytest.mark.parametrize("score", ["scaled_dot", "bilinear"])
+def test_recorded_calls_share_a_plan_that_holds_no_array(score: str) -> None:
+    def gradients_of(seed: int) -> list[onp.ndarray]:
+        arrays = [random(2, *shape, seed=seed + i) for i, shape in enumerate(((5, 3), (7, 3), (7, 2), (3, 3)))]
+        lens = np.array([seed % 7 + 1, 4], dtype="int32")
+        for x in arrays:
+            x.attach_grad()
+        with autograd.record():
+            chosen: Any = ats.Bilinear(arrays[3][0]) if score == "bilinear" else score
+            loss = (ats.attend(*arrays[:3], score=chosen, valid_lens=lens) ** 2).sum()
+        loss.backward()
+        return [x.grad.asnumpy() for x in arrays]
+
+    plans.PLANS._entries.clear()
+    wanted = {seed: gradients_of(seed) for seed in (0, 10)}
+    assert len(plans.PLANS._entries) == 1 and not onp.allclose(wanted[0][2], wanted[10][2])
+    for seed, grads in wanted.items():
+        plans.PLANS._entries.clear()
+        assert all(map(onp.array_equal, gradients_of(seed), grads))
 
 
 def test_one_array_in_three_places() -> None:

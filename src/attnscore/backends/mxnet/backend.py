@@ -36,6 +36,7 @@ class MxnetBackend(Backend):
 
     name = "mxnet"
     has_autodiff = True
+    has_planned_gradients = True
     xp = Modules(mx.np, npx)
 
     def dtype(self, x: Array) -> str:
@@ -77,7 +78,7 @@ class MxnetBackend(Backend):
         return bool(x.ctx.device_type in _CPU)
 
     def is_plain(self, *arrays: Array) -> bool:
-        return not autograd.is_recording() and all(type(x) is mx.np.ndarray and self.has_cpu_buffer(x) for x in arrays)
+        return all(type(x) is mx.np.ndarray and self.has_cpu_buffer(x) for x in arrays)
 
     def memory(self, x: Array) -> np.ndarray[Any, Any]:
         dtype = np.dtype(x.dtype)
@@ -218,6 +219,9 @@ class MxnetBackend(Backend):
         return all(bool(mx.np.isfinite(x).asnumpy().all()) for x in arrays)
 
     def differentiable(self, run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Array, ...]:
+        return gradients.differentiable(run, operands)
+
+    def record(self, run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Array, ...]:
         return gradients.differentiable(run, operands)
 
     def vjp(
