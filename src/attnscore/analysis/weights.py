@@ -121,7 +121,7 @@ def attention_scores(
 ) -> Array:
     """Scores of some queries and keys before the softmax: with cap and bias, -inf where masked.
 
-    Parameters and errors are those of `attention_weights`; a sink is checked and changes no score.
+    Parameters and errors are those of `attention_weights` without `normalizer`; a sink is checked and changes no score.
 
     Returns
     -------
