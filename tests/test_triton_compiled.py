@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import attnscore as ats
+import triton_scores as own
 from attnscore.kernels.triton import compiled
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "performance" / "gpu-code.md"
@@ -90,3 +91,48 @@ EXTRAS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("extras", EXTRAS)
 def test_all_that_a_call_may_have(extras: str, architecture: int) -> None:
     check(compiled.compile_call(architecture, "float32", 64, None, **EXTRAS[extras]), architecture)
+
+
+CUSTOM: dict[str, Any] = {
+    "product": own.Square(torch.tensor(0.3)),
+    "distance": own.Student(torch.tensor([0.1, 0.2])),
+    "channels": own.SmoothDistance(torch.ones(2, 64), torch.tensor(0.4)),
+}
+# Most spills at dimension 64 on any of the architectures, by score and dtype.
+CUSTOM_SPILLS = {
+    ("product", "float32"): 11, ("distance", "float32"): 16, ("channels", "float32"): 25,
+    ("distance", "bfloat16"): 13, ("channels", "bfloat16"): 22,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", compiled.ARCHITECTURES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kind", CUSTOM)
+def test_custom_scores(kind: str, dtype: str, architecture: int) -> None:
+    """With their functions, in the tiles of built-in scores."""
+    found = compiled.compile_call(architecture, dtype, 64, (*compiled.KERNELS, "d_parameter"), score=CUSTOM[kind])
+    assert set(found) == {*compiled.KERNELS, "d_parameter"}
+    check(found, architecture)
+    for name, code in found.items():
+        assert code.spills <= CUSTOM_SPILLS.get((kind, dtype), 0), (name, code)
+        assert code.matrix == "HGMMA" or architecture < 90 or (kind, dtype) != ("product", "bfloat16")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("functions", "expected"),
+    [
+        ((own.of_rows, own.bounded_gradient), "value of a custom score has to return one number"),
+        ((own.bounded, own.not_a_tuple), "gradient of a custom score has to return a tuple"),
+        ((own.bounded, own.nothing), "gradient of a custom score has to return a derivative for each"),
+    ],
+)
+def test_what_the_functions_return(functions: Any, expected: str) -> None:
+    """The compiler says it in the same words as the interpreter, in the error that is the cause of its own."""
+    with pytest.raises(Exception, match="at ") as found:
+        compiled.compile_call(90, "bfloat16", 32, score=own.Given(ats.TritonTile("product", *functions)))
+    error: BaseException | None = found.value
+    while error is not None and expected not in str(error):
+        error = error.__cause__
+    assert error is not None
