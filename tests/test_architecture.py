@@ -24,6 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("core.problem",),
     ("core.lowered", "core.prepared", "core.tiling"),
     ("core.tiled",),
+    ("core.one_tile",),
     ("kernels",),
     ("analysis", "core.plan", "packing"),
     ("api",),

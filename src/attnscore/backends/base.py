@@ -318,6 +318,10 @@ class Backend(ABC):
         """Whether these are traced by a program that can run `host_callback`."""
         return False
 
+    def composes_small_calls(self, *arrays: Array) -> bool:
+        """Whether these are traced by a program whose own operations are faster on small calls than a native kernel."""
+        return False
+
     def host_callback(
         self,
         function: Callable[..., Sequence[np.ndarray[Any, Any]]],
@@ -419,6 +423,11 @@ class Backend(ABC):
     def matmul(self, a: Array, b: Array) -> Array:
         return self.xp.matmul(a, b)
 
+    def softmax(self, x: Array) -> Array:
+        """Return the softmax over the last axis."""
+        weights = self.exp(x - self.stop_gradient(self.max(x, axis=-1, keepdims=True)))
+        return weights / self.sum(weights, axis=-1, keepdims=True)
+
     def matrix_transpose(self, x: Array) -> Array:
         return self.swap_axes(x, -1, -2)
 
@@ -503,6 +512,10 @@ class Backend(ABC):
     def cond(self, condition: Any, function: Callable[[Any], Any], carry: Any) -> Any:
         """Return ``function(carry) if condition else carry``, for a condition that may be traced."""
         return function(carry) if condition else carry
+
+    def cond_rarely(self, condition: Any, function: Callable[[Any], Any], carry: Any) -> Any:
+        """As `cond`, for a condition that is rarely true: `function` costs nothing where it does not run."""
+        return self.cond(condition, function, carry)
 
     def loop(self, count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
         """Fold ``carry = body(i, carry)`` over range(count); a traced loop is not unrolled."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from attnscore.core import one_tile
 from attnscore.core.arguments import check_choice
 from attnscore.core.problem import Problem
 from attnscore.errors import KernelUnavailable, message
@@ -20,6 +21,7 @@ _TABLE: dict[str, Kernel] = {
     kernel.name: kernel for kernel in (Gather(), Native(), Fused(), Triton(), Streaming(), Dense())
 }
 _NOT_AUTOMATIC = {"dense": "quadratic memory: taken only when asked for by name"}
+_SMALL = "a small call of a graph: a callback into Python takes longer than the framework's own operations"
 
 
 def table() -> dict[str, Kernel]:
@@ -47,12 +49,19 @@ def choose(name: str, problem: Problem) -> Kernel:
         return next(
             kernel
             for kernel in _TABLE.values()
-            if kernel.name not in _NOT_AUTOMATIC and not kernel.reasons_against(problem)
+            if not _reasons_not_automatic(kernel, problem) and not kernel.reasons_against(problem)
         )
     reasons = _TABLE[name].reasons_against(problem)
     if reasons:
         raise KernelUnavailable(message("kernel", f"a problem that {name!r} can run", "; ".join(reasons)))
     return _TABLE[name]
+
+
+def _reasons_not_automatic(kernel: Kernel, problem: Problem) -> tuple[str, ...]:
+    """Return why "auto" does not take a kernel, whether it can run the problem or not."""
+    if kernel.name in _NOT_AUTOMATIC:
+        return (_NOT_AUTOMATIC[kernel.name],)
+    return (_SMALL,) if kernel.name == "native" and one_tile.is_faster(problem) else ()
 
 
 def reasons(problem: Problem, chosen: Kernel) -> dict[str, tuple[str, ...]]:
@@ -66,6 +75,5 @@ def reasons(problem: Problem, chosen: Kernel) -> dict[str, tuple[str, ...]]:
                 else "comes first in the order of preference"
             )
             later = (f"{chosen.name} {why}",)
-            not_automatic = (_NOT_AUTOMATIC[name],) if name in _NOT_AUTOMATIC else ()
-            found[name] = (*kernel.reasons_against(problem), *not_automatic) or later
+            found[name] = kernel.reasons_against(problem) or _reasons_not_automatic(kernel, problem) or later
     return found

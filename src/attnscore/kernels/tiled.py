@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import final
 
 from attnscore.backends.base import Array
-from attnscore.core import tiled
+from attnscore.core import one_tile, tiled
 from attnscore.core.problem import Problem
 from attnscore.core.tiled import Result, RowGradients
 from attnscore.core.tiling import TilePlan
@@ -13,13 +14,21 @@ from attnscore.kernels.base import Kernel
 
 
 @final
+@dataclass(frozen=True, eq=False)
 class Streaming(Kernel):
     """Tiled attention in the framework's operations."""
+
+    only_tiles: bool = False
+    """Whether a small call of a graph is computed by the loops too, which any framework can differentiate again."""
 
     name = "streaming"
     summary = "tiles in the framework's own operations, O(n) memory"
     has_vjp = True
     matrix_is_second_pass = True
+
+    @property
+    def differentiable(self) -> Kernel:
+        return Streaming(only_tiles=True)
 
     def reasons_against(self, problem: Problem) -> tuple[str, ...]:
         return ()
@@ -30,9 +39,16 @@ class Streaming(Kernel):
         return ("the scores are computed about 10 times, to find the threshold of each query",)
 
     def forward(self, problem: Problem, plan: TilePlan) -> Result:
+        if self._is_one_tile(problem, plan):
+            return one_tile.forward(problem, plan)
         return tiled.forward(problem, plan)
 
     def backward(
         self, problem: Problem, plan: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]
     ) -> dict[str, Array]:
+        if grads.out is not None and self._is_one_tile(problem, plan):
+            return one_tile.backward(problem, plan, result, grads)
         return tiled.backward(problem, plan, result, grads)
+
+    def _is_one_tile(self, problem: Problem, plan: TilePlan) -> bool:
+        return not self.only_tiles and one_tile.fits(problem, plan)

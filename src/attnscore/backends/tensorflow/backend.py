@@ -168,6 +168,9 @@ class TensorFlowBackend(Backend):
     def needs_host_callback(self, *arrays: Array) -> bool:
         return graphs.calls_back(*arrays)
 
+    def composes_small_calls(self, *arrays: Array) -> bool:
+        return graphs.calls_back(*arrays) and not gradients.has_tangents(arrays)
+
     def host_callback(
         self,
         function: Callable[..., Sequence[HostArray]],
@@ -235,6 +238,9 @@ class TensorFlowBackend(Backend):
             return tf.einsum(f"{lead}y,yz->{lead}z", a, b)
         return tf.matmul(a, b)
 
+    def softmax(self, x: Array) -> Array:
+        return tf.nn.softmax(x)
+
     def matrix_transpose(self, x: Array) -> Array:
         return tf.linalg.matrix_transpose(x)
 
@@ -298,6 +304,11 @@ class TensorFlowBackend(Backend):
             return function(carry) if condition else carry
         done = tf.cond(condition, lambda: leaves_of(function(carry)), lambda: leaves_of(carry))
         return rebuilt(carry, list(done))
+
+    def cond_rarely(self, condition: Any, function: Callable[[Any], Any], carry: Any) -> Any:
+        if tf.executing_eagerly():
+            return self.cond(condition, function, carry)
+        return rebuilt(carry, graphs.rarely(condition, lambda: leaves_of(function(carry)), leaves_of(carry)))
 
     def loop(self, count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
         if tf.executing_eagerly() or (isinstance(count, int) and count < 2):

@@ -149,6 +149,11 @@ def _process_mark() -> str:
     return name
 
 
+def rarely(condition: Array, function: Callable[[], list[Array]], otherwise: Sequence[Array]) -> list[Array]:
+    """Return ``function()`` where the condition is true, else `otherwise`; the branches are no part of the graph."""
+    return _case(tf.cast(condition, tf.int32), [lambda: [tf.identity(x) for x in otherwise], function])
+
+
 def _case(index: Array, branches: Sequence[Callable[[], list[Array]]]) -> list[Array]:
     # One operation that holds its branches. `tf.switch_case` would inline all branches into the graph, and a runtime
     # without Python has no kernel for a callback, whether it runs or not.

@@ -48,7 +48,7 @@ class Native(Kernel):
 
     @property
     def differentiable(self) -> Kernel:
-        return Streaming()
+        return Streaming(only_tiles=True)
 
     def missing(self) -> str | None:
         return _MISSING

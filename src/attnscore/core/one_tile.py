@@ -1,0 +1,180 @@
+"""Attention of one tile in a few operations, for small calls of compiled programs. The streaming kernel runs it.
+
+- Computes by the formula, without isolation of non-finite inputs. Where the scores before the mask, the output or the
+  gradients of the weights are not all finite, the program takes another branch: tiled attention. If they are finite,
+  so is everything that a masked pair multiplies by 0.
+- The scores are differentiated by the framework, as those of the formula would be.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from attnscore.backends.base import Array, Backend, is_unknown, sum_to
+from attnscore.core import dropout as dropouts
+from attnscore.core import online_softmax, tiled, tiling
+from attnscore.core.online_softmax import NEG_INF
+from attnscore.core.problem import Problem
+from attnscore.core.tiled import Result, RowGradients
+from attnscore.core.tiling import TilePlan
+from attnscore.scores.forms import AdditiveForm, DistanceForm, InnerForm
+
+# Not those of custom scores, which may have gradients of their own.
+_FORMS = (InnerForm, AdditiveForm, DistanceForm)
+
+# Up to these sizes TensorFlow's own operations are faster in a graph than a callback to the native kernel, forward and
+# with gradients (csrc/TUNING.md).
+MOST_NUMBERS = 2**19
+"""Of query, key and value together."""
+MOST_PRODUCTS = 2**21
+"""Pairs times dimension, of a score that is a matrix product."""
+MOST_VALUES = 3 * 2**16
+"""Pairs times dimension, of a score that holds that many values."""
+
+
+def is_faster(problem: Problem) -> bool:
+    """Whether a call is small, in a program whose own operations are faster on small calls than a native kernel."""
+    if not problem.ops.composes_small_calls(*tiled.operands(problem).values()) or not _is_plain(problem):
+        return False
+    score_shape, form, dim = problem.score_shape, problem.form, problem.form.query.shape[-1]
+    pairs = math.prod(score_shape.rows) * score_shape.key_len
+    numbers = sum(math.prod(x.shape) for x in (problem.query, problem.key, problem.value))
+    work, most = (dim, MOST_PRODUCTS) if form.values_per_pair() == 1 else (form.values_per_pair(), MOST_VALUES)
+    return pairs <= tiling.TILE_SCORES and numbers <= MOST_NUMBERS and pairs * work <= most
+
+
+def fits(problem: Problem, plan: TilePlan) -> bool:
+    """Whether `forward` and `backward` take a call: one tile, in a compiled program."""
+    return (
+        _is_plain(problem)
+        and plan.query_tile >= problem.score_shape.query_len
+        and plan.key_tile >= problem.score_shape.key_len
+        and problem.ops.composes_small_calls(*tiled.operands(problem).values())
+    )
+
+
+def _is_plain(problem: Problem) -> bool:
+    """Whether a call has known sizes, none of them 0, and nothing that needs tiled attention."""
+    if type(problem.form) not in _FORMS:
+        return False
+    sizes = (*problem.score_shape.rows, problem.score_shape.key_len, problem.layout.value_dim)
+    if any(map(is_unknown, sizes)) or 0 in sizes or problem.statistics or problem.matrix == "scores":
+        return False
+    if any(x is not None for x in (problem.bias, problem.sink, problem.normalizer)):
+        return False
+    return problem.mask is None or all(spec.is_known for spec in problem.mask.shapes(problem.score_shape))
+
+
+@dataclass(frozen=True, eq=False)
+class _Tile:
+    """All pairs, by the formula."""
+
+    raw: Array
+    """Scores before the mask."""
+    scores: Array
+    unmasked: Array | None
+    weights: Array
+    """Before dropout; 0 where masked."""
+    keep: Array | None
+    """Factors of dropout."""
+    value: Array
+    scores_vjp: Callable[[Array], tuple[Array, ...]] | None
+    """From a gradient of `raw` to those of the form's arrays, in their order."""
+
+    @property
+    def kept(self) -> Array:
+        """The weights after dropout."""
+        return self.weights if self.keep is None else self.weights * self.keep
+
+
+def _tile(problem: Problem, plan: TilePlan, with_vjp: bool) -> _Tile:
+    ops, dtype, score_shape = problem.ops, problem.accumulator, problem.score_shape
+    spans = (0, score_shape.query_len), (0, score_shape.key_len)
+    form, arrays = problem.form, problem.form.arrays()
+
+    def scores_of(*given: Array) -> Array:
+        cast = {name: ops.astype(x, dtype) for name, x in zip(arrays, given, strict=True)}
+        return ops.astype(form.with_arrays(cast).scores(ops), dtype)
+
+    vjp = None
+    if with_vjp:
+        raw, vjp = ops.vjp(scores_of, tuple(arrays.values()))
+    else:
+        raw = scores_of(*arrays.values())
+    whole = (*score_shape.rows, score_shape.key_len)
+    # Heads that share query and key.
+    scores = raw if tuple(raw.shape) == whole else ops.broadcast_to(raw, whole)
+    unmasked = None
+    if problem.mask is not None:
+        unmasked = plan.visible(ops, score_shape, problem.value, *spans)
+        scores = ops.where(unmasked, scores, NEG_INF)
+    weights = ops.softmax(scores)
+    if unmasked is not None:
+        # The softmax of a fully masked query is NaN.
+        weights = ops.where(unmasked, weights, 0.0)
+    value, keep = ops.astype(problem.value, dtype), None
+    if problem.dropout is not None:
+        keep = dropouts.kept(ops, problem.dropout, score_shape, value, *spans, dtype)
+    return _Tile(raw, scores, unmasked, weights, keep, value, vjp)
+
+
+def forward(problem: Problem, plan: TilePlan) -> Result:
+    """Compute the output, and the weights where they are wanted."""
+    ops, tile = problem.ops, _tile(problem, plan, with_vjp=False)
+    matrix = () if problem.matrix is None else (tile.weights,)
+    found: tuple[Array, ...] = (ops.astype(ops.matmul(tile.kept, tile.value), problem.dtype), *matrix)
+
+    def isolated(_: Any) -> tuple[Array, ...]:
+        result = tiled.forward(problem, plan)
+        return (result.out,) if problem.matrix is None else (result.out, result.matrix)
+
+    if tile.unmasked is not None:
+        found = ops.cond_rarely(_is_not_finite(ops, tile.raw, found[0]), isolated, found)
+    # A graph without a use for these two leaves them out.
+    row_max = online_softmax.safe_max(ops, ops.max(tile.scores, axis=-1, keepdims=True))
+    log_denom = ops.log(ops.sum(ops.exp(tile.scores - row_max), axis=-1, keepdims=True))
+    return Result(found[0], row_max, log_denom, {}, found[1] if problem.matrix is not None else None)
+
+
+def backward(problem: Problem, plan: TilePlan, result: Result, grads: RowGradients) -> dict[str, Array]:
+    """Compute the gradients of the form's arrays and of ``value``."""
+    ops, dtype, tile = problem.ops, problem.accumulator, _tile(problem, plan, with_vjp=True)
+    grad_out, out = (ops.astype(x, dtype) for x in (grads.out, result.out))
+    # Forward: out = (p * keep) @ value
+    grad_weights = ops.matmul(grad_out, ops.matrix_transpose(tile.value))
+    grad_value = ops.matmul(ops.matrix_transpose(tile.kept), grad_out)
+    if tile.keep is not None:
+        grad_weights = grad_weights * tile.keep
+    # sum_j p_j dp_j = dout . out
+    total = ops.sum(out * grad_out, axis=-1, keepdims=True)
+    if grads.matrix is not None:
+        grad_matrix = ops.astype(grads.matrix, dtype)
+        grad_weights = grad_weights + grad_matrix
+        total = total + ops.sum(tile.weights * grad_matrix, axis=-1, keepdims=True)
+    # Forward: p = softmax(where(unmasked, scores, -inf))
+    grad_scores = tile.weights * (grad_weights - total)
+    if tile.unmasked is not None:
+        grad_scores = ops.where(tile.unmasked, grad_scores, 0.0)
+    assert tile.scores_vjp is not None
+    of_form = tile.scores_vjp(sum_to(ops, grad_scores, tuple(tile.raw.shape)))
+    found = {**dict(zip(problem.form.arrays(), of_form, strict=True)), "value": grad_value}
+    found = {name: sum_to(ops, found[name], tuple(x.shape)) for name, x in tiled.operands(problem).items()}
+
+    def isolated(_: Any) -> dict[str, Array]:
+        # The statistics of queries that `forward` returned are those of the formula.
+        return tiled.backward(problem, plan, tiled.forward(problem, plan), grads)
+
+    if tile.unmasked is None:
+        return found
+    return dict(ops.cond_rarely(_is_not_finite(ops, tile.raw, grad_weights), isolated, found))
+
+
+def _is_not_finite(ops: Backend, *arrays: Array) -> Array:
+    """Return whether a sum of all entries is not finite, which is so where an entry is not."""
+    total: Any = 0.0
+    for x in arrays:
+        total = total + ops.sum(x, axis=tuple(range(len(x.shape))))
+    return ~ops.isfinite(total)

@@ -1,0 +1,182 @@
+"""Small calls of TensorFlow's graphs, which run in the framework's own operations: when, and that results are exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import attnscore as ats
+from attnscore.core import one_tile, tiled
+from cases import needs_native
+
+RNG = np.random.default_rng(3)
+SCORES: dict[str, Callable[[Any], Any]] = {
+    "dot": lambda w: "dot",
+    "additive": ats.Additive,
+    "gelu": lambda w: ats.Additive(w, activation="gelu"),
+    "gaussian": lambda w: ats.Gaussian(1.5),
+    "capped": lambda w: ats.SoftCap("scaled_dot", 3.0),
+}
+MASKS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "lengths": {"valid_lens": np.asarray([3, 0, 5], np.int32)},
+    "causal": {"mask": ats.Causal("top_left")},
+    "pairs": {"mask": np.asarray(RNG.random((3, 1, 4, 5)) < 0.5)},
+    "dropout": {"valid_lens": np.asarray([3, 1, 5], np.int32), "dropout": 0.4, "seed": 7},
+}
+
+
+def draw(dtype: str = "float64") -> dict[str, Any]:
+    """Four query heads on two KV heads, four queries, five keys."""
+    shapes = {"query": (3, 4, 4, 6), "key": (3, 2, 5, 6), "value": (3, 2, 5, 3), "w": (6,), "grad": (3, 4, 4, 3)}
+    return {name: RNG.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
+
+
+def in_graph(score: str, arrays: dict[str, Any], kernel: str, *, weights: bool = False, **options: Any) -> list[Any]:
+    """Return output, weights where wanted, and gradients, of a graph."""
+
+    @tf.function
+    def run(query: Any, key: Any, value: Any, w: Any, grad: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch((query, key, value, w))
+            found = ats.attend(
+                query, key, value, score=SCORES[score](w), kernel=kernel, return_weights=weights, **options
+            )
+            out, matrix = found if weights else (found, None)
+            loss = tf.reduce_sum(out * grad)
+            if matrix is not None:
+                loss += tf.reduce_sum(tf.sin(matrix))
+        zero = tf.UnconnectedGradients.ZERO
+        return [out, *([] if matrix is None else [matrix]), *tape.gradient(loss, (query, key, value, w), None, zero)]
+
+    return [np.asarray(x) for x in run(*(tf.constant(x) for x in arrays.values()))]
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the directions that were traced as one tile."""
+    names: list[str] = []
+    for name in ("forward", "backward"):
+        original = getattr(one_tile, name)
+        monkeypatch.setattr(one_tile, name, lambda *a, o=original, n=name: (names.append(n), o(*a))[1])
+    return names
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("score", ["dot", "additive", "gaussian", "capped"])
+@pytest.mark.slow_rows("capped-pairs", "gaussian-causal", "gaussian-dropout", "capped-none", "additive-none")
+def test_a_small_call_is_exact(score: str, mask: str, ran: list[str]) -> None:
+    arrays, weights = draw(), mask in {"lengths", "dropout"}
+    wanted = in_graph(score, arrays, "dense", weights=weights, **MASKS[mask])
+    found = in_graph(score, arrays, "auto", weights=weights, **MASKS[mask])
+    assert ran == ["forward", "backward"]
+    for got, exact in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(got, exact, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("nonfinite", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("score", ["dot", "gelu"])
+@pytest.mark.slow_rows("*-inf", "gelu-nan")
+def test_masked_entries_reach_nothing(score: str, nonfinite: float, ran: list[str]) -> None:
+    """NaN and infinities in masked keys and values, in a query without keys and in the gradient of its output."""
+    arrays, lens = draw(), MASKS["lengths"]["valid_lens"]
+    clean = in_graph(score, arrays, "auto", weights=True, valid_lens=lens)
+    for i, n in enumerate(lens):
+        for name in ("key", "value"):
+            arrays[name][i, :, n:] = nonfinite
+        if n == 0:
+            arrays["query"][i] = arrays["grad"][i] = nonfinite
+    dirty = in_graph(score, arrays, "auto", weights=True, valid_lens=lens)
+    assert ran == 2 * ["forward", "backward"]
+    for got, exact in zip(dirty, clean, strict=True):
+        np.testing.assert_allclose(got, exact, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_unmasked_entries_reach_what_tiled_attention_says(name: str) -> None:
+    """An infinity in a pair that is not masked gives what the same call gives outside of a graph."""
+    arrays = draw()
+    arrays[name][0, 0, 1] = np.inf
+    options = {"mask": MASKS["causal"]["mask"]}
+    found = in_graph("dot", arrays, "auto", **options)[0]
+    eager = ats.attend(*(arrays[n] for n in ("query", "key", "value")), score="dot", kernel="streaming", **options)
+    np.testing.assert_allclose(found, eager, rtol=0, atol=1e-12)
+    assert not np.isfinite(found).all()
+
+
+def test_second_derivatives_of_a_small_call() -> None:
+    arrays = draw()
+
+    def second(kernel: str) -> Any:
+        @tf.function
+        def run(query: Any, key: Any, value: Any) -> Any:
+            with tf.GradientTape() as outer:
+                outer.watch((query, key, value))
+                with tf.GradientTape() as tape:
+                    tape.watch(query)
+                    out = ats.attend(query, key, value, valid_lens=MASKS["lengths"]["valid_lens"], kernel=kernel)
+                    loss = tf.reduce_sum(out**3)
+                total = tf.reduce_sum(tf.sin(tape.gradient(loss, query)))
+            return outer.gradient(total, (query, key, value))
+
+        return run(*(tf.constant(arrays[n]) for n in ("query", "key", "value")))
+
+    for got, exact in zip(second("auto"), second("dense"), strict=True):
+        np.testing.assert_allclose(got, exact, rtol=0, atol=1e-10)
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("shape", "options", "kernel"),
+    [
+        ((64, 1, 10, 256), {}, "streaming"),
+        ((256, 1, 10, 64), {}, "streaming"),
+        ((256, 8, 64, 64), {}, "native"),
+        ((64, 1, 10, 256), {"score": "additive"}, "streaming"),
+        ((8, 8, 64, 256), {"score": "additive"}, "native"),
+        ((2, 1, 10, 8), {"return_stats": True}, "native"),
+        ((2, 1, 10, 8), {"bias": 0.5}, "native"),
+        ((2, 1, 10, 8), {"valid_lens": [3, 1]}, "streaming"),
+    ],
+)
+def test_which_calls_of_a_graph_are_small(shape: Any, options: dict[str, Any], kernel: str) -> None:
+    """By counted work; outside of graphs the native kernel runs all of them."""
+    batch, queries, keys, dim = shape
+    found = []
+
+    def explain(query: Any, key: Any) -> Any:
+        own = dict(options)
+        if own.get("score") == "additive":
+            own["score"] = ats.Additive(tf.ones(dim))
+        found.append(ats.explain(query, key, key, **own))
+        return query
+
+    query, key = tf.zeros((batch, queries, dim)), tf.zeros((batch, keys, dim))
+    tf.function(explain)(query, key)
+    explain(query, key)
+    assert [plan.kernel for plan in found] == [kernel, "native"]
+    if kernel == "streaming":
+        (reason,) = found[0].reasons["native"]
+        assert "small call of a graph" in reason
+
+
+@needs_native
+def test_a_batch_that_is_not_known_is_left_to_the_native_kernel(ran: list[str]) -> None:
+    x = tf.zeros((2, 3, 4))
+    out = tf.function(lambda x: ats.attend(x, x, x), input_signature=[tf.TensorSpec([None, 3, 4])])(x)
+    assert out.shape == x.shape and not ran
+
+
+def test_the_loops_run_only_where_something_is_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no pair is masked, the program has no second branch."""
+    traced: list[str] = []
+    original = tiled.forward
+    monkeypatch.setattr(tiled, "forward", lambda *a: (traced.append("tiles"), original(*a))[1])
+    in_graph("dot", draw(), "auto")
+    assert not traced
+    in_graph("dot", draw(), "auto", **MASKS["lengths"])
+    assert traced
