@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import torch
 
 import attnscore as ats
 from attnscore import KernelUnavailable
+from attnscore.backends import load
 from attnscore.kernels import gather
 from cases import needs_native
 
@@ -70,6 +72,45 @@ def test_the_weights_and_their_gradient() -> None:
         found.append([out, weights, *grads])
     for x, y in zip(*found, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sums_of_rows_read_each_row_once(dtype: torch.dtype) -> None:
+    """Also of ids that have no row; a gradient that is recorded takes another way."""
+    rng, ops = np.random.default_rng(4), load("torch")
+    x = torch.tensor(rng.standard_normal((61, 7)), dtype=dtype)
+    places = rng.permutation(61)[:50].astype(np.int32)
+    ends = np.array([0, 0, 13, 14, 14, 50, 50], np.int32)
+    wanted = torch.stack([x[places[first:last]].sum(0) for first, last in pairwise(ends.tolist())])
+    torch.testing.assert_close(ops.sums_of_rows(x, places, ends), wanted)
+    assert ops.can_sum_rows(x) and not ops.can_sum_rows(x, x.clone().requires_grad_())
+
+
+@needs_native
+@pytest.mark.parametrize("option", ["in order", "valid_lens", "shared value"])
+def test_gradients_of_keys_are_the_same_bits_with_any_threads_and_blocks(
+    option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradient of a value of one head beside keys of two is summed over the heads, away from where it was made."""
+    query, key, value = (x.float() for x in inputs(queries=150))
+    value = value[..., :1, :, :] if option == "shared value" else value
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    mask = graph(150, 30, 9)
+    extra = {"valid_lens": [30, 11]} if option == "valid_lens" else {}
+    found = []
+    for threads, block in ((1, 2**22), (2, 2**22), (2, 4000)):
+        monkeypatch.setattr(gather, "BLOCK_NUMBERS", block)
+        torch.set_num_threads(threads)
+        out = ats.attend(*leaves, mask=mask, kernel="gather", **extra)
+        found.append(torch.autograd.grad((out * torch.arange(3.0)).sum(), leaves))
+    torch.set_num_threads(1)
+    whole = [x.detach().double().requires_grad_() for x in leaves]
+    out = ats.attend(*whole, mask=mask, kernel="dense", **extra)
+    wanted = torch.autograd.grad((out * torch.arange(3.0)).sum(), whole)
+    for x, y, z, right in zip(*found, wanted, strict=True):
+        assert torch.equal(x, y)
+        torch.testing.assert_close(z, x, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(x.double(), right, rtol=1e-4, atol=1e-5)
 
 
 def test_second_derivatives() -> None:

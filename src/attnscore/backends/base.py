@@ -411,6 +411,14 @@ class Backend(ABC):
     def take(self, x: Array, indices: Array, axis: int) -> Array:
         return self.xp.take(x, indices, axis=axis)
 
+    def can_sum_rows(self, *arrays: Array) -> bool:
+        """Whether `sums_of_rows` takes these: whether the framework has an operation that reads each row once."""
+        return False
+
+    def sums_of_rows(self, x: Array, places: HostArray, ends: HostArray) -> Array:
+        """Return the sums (n, width) of the rows ``places[ends[i]:ends[i + 1]]``, with any threads in one order."""
+        raise NotImplementedError
+
     def searchsorted(self, ordered: Array, values: Array) -> Array:
         """Return how many entries of a vector in rising order are at most each of `values` (a vector), as int64."""
         return self.astype(self.xp.searchsorted(ordered, values, side="right"), "int64")

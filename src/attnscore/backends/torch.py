@@ -265,6 +265,14 @@ class TorchBackend(Backend):
     def take(self, x: Array, indices: Array, axis: int) -> Array:
         return x.index_select(axis, indices)
 
+    def can_sum_rows(self, *arrays: Array) -> bool:
+        return all(map(self.has_cpu_buffer, arrays)) and not self.needs_grad(*arrays)
+
+    def sums_of_rows(self, x: Array, places: np.ndarray[Any, Any], ends: np.ndarray[Any, Any]) -> Array:
+        at, offsets = map(torch.from_numpy, (places, ends))
+        # A quarter of the time of gathering the rows alone (rows of 64 numbers, one thread).
+        return torch.nn.functional.embedding_bag(at, x, offsets, mode="sum", include_last_offset=True)
+
     def searchsorted(self, ordered: Array, values: Array) -> Array:
         if is_functorch_wrapped_tensor(ordered) or torch.onnx.is_in_onnx_export():
             # Under `vmap`, torch.searchsorted copies what it is given, and warns of it. ONNX has no such operator.

@@ -16,7 +16,7 @@ import dataclasses
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from typing import Any, NamedTuple, cast, final
 
@@ -33,6 +33,7 @@ from attnscore.core.tiled import Result, RowGradients
 from attnscore.core.tiling import TilePlan
 from attnscore.kernels.base import Kernel
 from attnscore.kernels.native.kernel import Native
+from attnscore.kernels.native.marshalling import aligned
 from attnscore.kernels.tiled import Streaming
 from attnscore.masks import CachedMask, Dense, Mask, Neighbours, parts_of
 from attnscore.masks.base import all_of
@@ -108,6 +109,7 @@ class Gather(Kernel):
         entropy = {name: call.rows_of(x) for name, x in result.statistics.items() if name == "entropy"}
         matrix, grad_matrix = (None if x is None else call.matrix_of(x) for x in (result.matrix, grads.matrix))
         of_blocks: list[dict[str, Array]] = []
+        memory = _KeyMemory(call)
         for block, part, tiles, kernel in self._parts(call):
 
             def cut(x: Any, block: _Block = block) -> Any:
@@ -122,8 +124,11 @@ class Gather(Kernel):
                 given["out"](block) if "out" in given else None,
                 cut(given.get("log_sum_exp")), cut(given.get("entropy")), cut(grad_matrix),
             )  # fmt: skip
-            of_blocks.append(kernel.backward(part, tiles, saved, of_block, wanted))
-        return call.join_gradients({name: [one[name] for one in of_blocks] for name in wanted})
+            if isinstance(kernel, Native):
+                of_blocks.append(kernel.backward(part, tiles, saved, of_block, wanted, memory.zeros))
+            else:
+                of_blocks.append(kernel.backward(part, tiles, saved, of_block, wanted))
+        return call.join_gradients({name: [one[name] for one in of_blocks] for name in wanted}, memory)
 
     def _call(self, problem: Problem) -> _GatheredCall:
         native = self.of_blocks[0]
@@ -220,21 +225,49 @@ def _inverse(blocks: Sequence[_Block]) -> HostArray:
     return np.argsort(np.concatenate([block.members.reshape(-1) for block in blocks]), kind="stable")
 
 
-class _Sums(NamedTuple):
-    """Sums of the rows with the same id, for each id."""
+@dataclass(frozen=True, eq=False)
+class _Sums:
+    """Sums of the entries of blocks with the same id, for each id."""
 
-    blocks: list[_Block]
+    ends: HostArray
+    """Cumulative number of entries of the ids, from 0."""
     places: HostArray
-    """The rows in the order of their ids."""
-    inverse: HostArray
+    """The entries in the order of their ids."""
+    gathered: Sequence[_Block]
+    """The blocks of the entries."""
+    most: int
+    _of_matrices: dict[int, tuple[HostArray, HostArray]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, edges: tuple[HostArray, HostArray], count: int, most: int) -> _Sums:
-        """Plan the sums from the ids of rows, each below `count`, and the places of the rows."""
+    def of(cls, edges: tuple[HostArray, HostArray], count: int, gathered: Sequence[_Block], most: int) -> _Sums:
+        """Plan the sums from the ids of edges, each below `count`, and their places among the entries of the blocks."""
         ids, places = edges
-        lens = np.bincount(ids, minlength=count)
-        blocks = _by_degree(np.cumsum(lens) - lens, lens, most)
-        return cls(blocks, places[np.argsort(ids, kind="stable")], _inverse(blocks))
+        ends = np.append(0, np.cumsum(np.bincount(ids, minlength=count)))
+        return cls(ends, places[np.argsort(ids, kind="stable")], gathered, most)
+
+    @cached_property
+    def blocks(self) -> list[_Block]:
+        """Blocks of the ids."""
+        return _by_degree(self.ends[:-1], np.diff(self.ends), self.most)
+
+    @cached_property
+    def inverse(self) -> HostArray:
+        return _inverse(self.blocks)
+
+    def of_matrices(self, count: int) -> tuple[HostArray, HostArray]:
+        """Return places and ends of the same sums for each of `count` matrices, in blocks (batch, matrix, entry)."""
+        if count not in self._of_matrices:
+            sizes = np.array([block.slots.shape for block in self.gathered])
+            firsts = np.append(0, np.cumsum(sizes.prod(1)))
+            block = np.searchsorted(firsts, self.places, "right") - 1
+            entries = sizes[block, 1]
+            entry = (self.places - firsts[block]) % entries
+            matrix, total = np.arange(count)[:, None], len(self.places)
+            places = (count * (self.places - entry) + entry + matrix * entries).reshape(-1)
+            ends = np.append((self.ends[:-1] + matrix * total).reshape(-1), count * total)
+            dtype = np.int32 if count * firsts[-1] < 2**31 else np.int64
+            self._of_matrices[count] = places.astype(dtype), ends.astype(dtype)
+        return self._of_matrices[count]
 
     def run(self, ops: Backend, x: Array) -> Array:
         """Return the sums (ids, width) of the rows of `x`, the last of which is 0."""
@@ -247,6 +280,35 @@ class _Sums(NamedTuple):
             rows = _take(ops, x, np.where(block.is_own, self.places[slots], x.shape[0] - 1).reshape(-1))
             sums.append(ops.sum(ops.reshape(rows, (*slots.shape, x.shape[1])), axis=1))
         return _take(ops, ops.concat(sums, 0), self.inverse)
+
+
+class _KeyMemory:
+    """Memory of gradients with an axis of keys: those of all blocks are one array, which is summed as it is."""
+
+    def __init__(self, call: _GatheredCall) -> None:
+        self.call, self.entries = call, sum(block.slots.size for block in call.blocks)
+        self._rows: dict[str, HostArray] = {}
+        self._used: dict[str, int] = {}
+        self._shapes: dict[str, list[tuple[int, ...]]] = {}
+
+    def zeros(self, name: str, shape: tuple[int, ...], dtype: str) -> HostArray:
+        """Return zeros for a gradient of the next block."""
+        # A framework that copies what is not aligned would copy each block.
+        if self.call.ops.wants_aligned or name not in ("key", "value"):
+            return aligned(np.zeros, shape, dtype)
+        matrices, dim = math.prod(shape[1:-2]), shape[-1]
+        if name not in self._rows:
+            self._rows[name], self._shapes[name] = aligned(np.zeros, (self.entries * matrices, dim), dtype), []
+            self._used[name] = 0
+        first, self._used[name] = self._used[name], self._used[name] + math.prod(shape[:-1])
+        self._shapes[name].append(shape)
+        return self._rows[name][first : self._used[name]].reshape(shape)
+
+    def whole(self, name: str, parts: Sequence[Array]) -> Array | None:
+        """Return the rows of all blocks, where the gradients `parts` are those that were computed in this memory."""
+        if self._shapes.get(name) != [tuple(x.shape) for x in parts]:
+            return None
+        return self.call.ops.from_memory(self._rows[name], self.call.problem.accumulator, parts[0])
 
 
 class _GatheredCall:
@@ -339,8 +401,16 @@ class _GatheredCall:
 
     def rows_of(self, x: Array) -> Callable[[_Block], Array]:
         """Return the entries of the queries of a block, of an array (*lead, head, group, query, dim)."""
+        if self.split is _in_order:
+            return lambda block: self._slice(x, block)
         rows = _rows_first(self.ops, x)
         return lambda block: self._entries(rows, block.members, tuple(x.shape[:-2]), x.shape[-1])
+
+    def _slice(self, x: Array, block: _Block) -> Array:
+        """Return a view of the rows of neighbouring queries, with an axis of one batch row before it."""
+        axis, (_, count) = len(x.shape) - 2, block.members.shape
+        rows = x if x.shape[axis] == 1 else self.ops.slice_axis(x, axis, int(block.members[0, 0]), count)
+        return self.ops.expand_dims(rows, 0)
 
     def keys_of(self, x: Array) -> Callable[[_Block], Array]:
         """Return the entries of the neighbours in a block, of an array (*lead, head, group, key, dim)."""
@@ -390,18 +460,20 @@ class _GatheredCall:
             rows = _take(self.ops, rows, inverse)
         return _rows_back(self.ops, rows, tuple(parts[0].shape[1:-2]), parts[0].shape[-1])
 
-    def join_keys(self, parts: Sequence[Array]) -> Array:
-        """Return an array with an axis of keys as the sum over the entries of the blocks."""
+    def join_keys(self, parts: Sequence[Array], whole: Array | None = None) -> Array:
+        """Return an array with an axis of keys as the sum over the entries of the blocks; `whole`: see `_summed`."""
         key_len = self.score_shape.key_len
         plan = ("sums", self.split, self.most)
         return self._summed(
-            parts, self.table.planned(plan, lambda: _Sums.of(self._of_own(self._keys), key_len, self.most))
+            parts,
+            self.table.planned(plan, lambda: _Sums.of(self._of_own(self._keys), key_len, self.blocks, self.most)),
+            whole,
         )
 
     def join_pairs(self, parts: Sequence[Array], like: Array) -> Array:
         """Return an array of pairs, of the shape of `like` but for its leading axes, as the sum over the blocks."""
         size = like.shape[-2] * like.shape[-1]
-        sums = _Sums.of(self._of_own(lambda block: self._pair_ids(like, block)), size, self.most)
+        sums = _Sums.of(self._of_own(lambda block: self._pair_ids(like, block)), size, self.blocks, self.most)
         totals = self._summed([self.ops.matrix_transpose(x) for x in parts], sums)
         return self.ops.reshape(totals, (*totals.shape[:-2], *like.shape[-2:]))
 
@@ -412,24 +484,30 @@ class _GatheredCall:
         is_edge[self.table.rows, self.table.indices] = True
         # -inf in a block, from its rest of the mask, may be added to the zeros of other edges alone.
         ids = self._of_own(lambda block: block.members * shape[1] + self._keys(block))
-        totals = self._summed([ops.matrix_transpose(x) for x in parts], _Sums.of(ids, math.prod(shape), self.most))
+        sums = _Sums.of(ids, math.prod(shape), self.blocks, self.most)
+        totals = self._summed([ops.matrix_transpose(x) for x in parts], sums)
         matrix = ops.reshape(totals, (*totals.shape[:-2], *shape))
         return matrix if outside == 0 else ops.where(ops.asarray(is_edge, matrix), matrix, outside)
 
-    def join_gradients(self, parts: dict[str, list[Array]]) -> dict[str, Array]:
-        """Return the gradients of the operands from those of the blocks."""
-        ops, operands, form = self.ops, tiled.operands(self.problem), self.problem.form
+    def join_gradients(self, parts: dict[str, list[Array]], memory: _KeyMemory) -> dict[str, Array]:
+        """Return the gradients of the operands from those of the blocks, some of which are in `memory`."""
+        ops, operands = self.ops, tiled.operands(self.problem)
         joined: dict[str, Array] = {}
         for name, grads in parts.items():
-            role: Role = "key" if name == "value" else form.role(name) if name in form.arrays() else "shared"
+            role = self.role(name)
             if name == "bias":
                 joined[name] = self.join_pairs(grads, operands[name])
             elif role == "shared":
                 joined[name] = reduce(operator.add, grads)
             else:
-                whole = self.join_rows(grads) if role == "query" else self.join_keys(grads)
+                whole = self.join_rows(grads) if role == "query" else self.join_keys(grads, memory.whole(name, grads))
                 joined[name] = sum_to(ops, whole, operands[name].shape)
         return joined
+
+    def role(self, name: str) -> Role:
+        """Return which axis an operand has."""
+        form = self.problem.form
+        return "key" if name == "value" else form.role(name) if name in form.arrays() else "shared"
 
     def _of_own(self, ids: Callable[[_Block], HostArray]) -> tuple[HostArray, HostArray]:
         """Return the ids of all edges, block after block, and their places among the entries of the blocks."""
@@ -437,12 +515,17 @@ class _GatheredCall:
         every = np.concatenate([np.broadcast_to(ids(block), block.slots.shape).reshape(-1) for block in self.blocks])
         return every[is_own], np.flatnonzero(is_own)
 
-    def _summed(self, parts: Sequence[Array], sums: _Sums) -> Array:
-        """Return (*lead, id, dim) from blocks (batch, *lead, entry, dim)."""
-        rows = [_flat(self.ops, x) for x in parts]
-        rows.append(self.ops.zeros((1, rows[0].shape[1]), rows[0]))
-        x = sums.run(self.ops, self.ops.concat(rows, 0))
-        return _rows_back(self.ops, x, tuple(parts[0].shape[1:-2]), parts[0].shape[-1])
+    def _summed(self, parts: Sequence[Array], sums: _Sums, whole: Array | None = None) -> Array:
+        """Return (*lead, id, dim) from blocks (batch, *lead, entry, dim), all rows of which are `whole` if given."""
+        ops, lead, dim = self.ops, tuple(parts[0].shape[1:-2]), parts[0].shape[-1]
+        if sums.places.size and ops.can_sum_rows(*parts):
+            if whole is None:
+                whole = ops.concat([ops.reshape(x, (-1, dim)) for x in parts], 0)
+            found = ops.sums_of_rows(whole, *sums.of_matrices(math.prod(lead)))
+            return ops.reshape(found, (*lead, len(sums.ends) - 1, dim))
+        rows = [_flat(ops, x) for x in parts]
+        rows.append(ops.zeros((1, rows[0].shape[1]), rows[0]))
+        return _rows_back(ops, sums.run(ops, ops.concat(rows, 0)), lead, dim)
 
 
 def _is_same(ops: Backend, x: Array, y: Array) -> bool:

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, final
@@ -90,8 +91,15 @@ class Native(Kernel):
         return Result(ops.from_memory(out, problem.dtype, like), row_max, log_denom, found, matrix, saved_scores)
 
     def backward(
-        self, problem: Problem, plan: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]
+        self,
+        problem: Problem,
+        plan: TilePlan,
+        result: Result,
+        grads: RowGradients,
+        wanted: frozenset[str],
+        zeros: Callable[[str, tuple[int, ...], str], HostArray] | None = None,
     ) -> dict[str, Array]:
+        """Return the gradients; ``zeros(name, shape, dtype)`` gives the memory of each where the module computes it."""
         ops, sums = problem.ops, problem.accumulator
         operands = tiled.operands(problem)
         incoming = [x for x in (grads.out, grads.log_sum_exp, grads.entropy, grads.matrix) if x is not None]
@@ -116,7 +124,8 @@ class Native(Kernel):
             known[f"grad_attention_{problem.matrix}"] = ops.memory(ops.astype(grads.matrix, sums))
         read = [known.get(name) for name in BACKWARD_INPUTS]
         shapes = gradient_shapes(problem, wanted)
-        buffers = {name: marshalling.aligned(np.zeros, shape, sums) for name, shape in shapes.items()}
+        zeros = zeros or (lambda _, shape, dtype: marshalling.aligned(np.zeros, shape, dtype))
+        buffers = {name: zeros(name, shape, sums) for name, shape in shapes.items()}
         marshalled, threads = marshalling.marshal(problem, plan), call.threads_of(_native, ops)
         if lowering.partition(plan.rest)[1]:
             chunked_masks.backward(_native.backward, problem, plan, marshalled, read, grad_dtype, buffers, threads)
