@@ -25,6 +25,7 @@ from native_cases import BITS, STATISTICS, Case, close, same
         {"query_len": 1, "key_len": 1, "dim": 1, "value_dim": 1},
         {"query_len": 17, "key_len": 130, "dim": 33, "value_dim": 65},
         {"dim": 600},
+        {"query_len": 17, "key_len": 70, "dim": 300, "lead": (1,), "head": 1},
         {"lead": (0,)},
         {"head": 0},
         {"query_len": 0},

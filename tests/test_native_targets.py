@@ -8,8 +8,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
+import attnscore as ats
 from covering import pairs
 from native_cases import Case, native
 
@@ -45,6 +47,19 @@ def test_every_target_can_be_selected(target: str, dtype: str, form: str, length
     assert native.current_target() == target
     sizes = {"query_len": lengths[0], "key_len": lengths[1], "dim": 33, "value_dim": 17, "scale": 0.1}
     Case(intervals=True, form=form, score_dtype=dtype, value_dtype=dtype, **sizes).check()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("target", native.targets())
+def test_weights_are_off_by_the_rounding_of_their_scores(target: str, dtype: str) -> None:
+    """Of exact scores down to e^-40: exponentials add a few units in the last place, on every target."""
+    native.select(target)
+    query, key = np.ones((3, 1), dtype), (np.arange(-1280, 1280, 7) / 64)[:, None].astype(dtype)
+    _, weights = ats.attend(query, key, np.ones_like(key), score="dot", return_weights=True)
+    below = key[:, 0].astype(np.longdouble) - key.max()
+    exact = np.exp(below) / np.exp(below).sum()
+    allowed = (4 + 0.6 * abs(below)) * np.finfo(dtype).eps
+    assert (abs(weights / exact - 1) <= allowed).all()
 
 
 def test_a_target_that_does_not_exist() -> None:
