@@ -102,7 +102,7 @@ FAULTS: list[Fault] = [
     Fault(
         "torch-weights-kept-with-their-graph",
         "src/attnscore/layers/torch.py",
-        "Weights(weights.detach())",
+        "Weights(weights.detach() if weights.requires_grad else weights)",
         "Weights(weights)",
         "tests/test_layers_weights.py -k read_before",
         "weights computed in the pass of a PyTorch layer hold its graph",
@@ -110,8 +110,8 @@ FAULTS: list[Fault] = [
     Fault(
         "torch-weights-in-the-pass-of-any-length",
         "src/attnscore/layers/description.py",
-        "pairs: int = batch * query.shape[1] * key.shape[1]",
-        "pairs: int = query.shape[1]",
+        "pairs = batch * rows * columns",
+        "pairs = rows",
         "tests/test_layers_weights.py -k read_before",
         "a PyTorch layer whose weights were read once computes any number of them in its next pass",
     ),
@@ -222,8 +222,8 @@ FAULTS: list[Fault] = [
     Fault(
         "layers-few-weights-of-one-head",
         "src/attnscore/layers/description.py",
-        "key.shape[1] * (self._layer.heads or 1)",
-        "key.shape[1]",
+        "rows * columns * (self._layer.heads or 1)",
+        "rows * columns",
         "tests/test_layers_flax_state.py -k few_weights",
         "the number of weights that a call computes in its pass is counted for one head",
     ),
