@@ -484,7 +484,9 @@ class BaseAttention(Generic[A]):
             There was no call, the last one was compiled, traced or transformed (``torch.compile``, ``fit``, ``jit``,
             ``vmap``), ``keep_last`` is off, or the inputs were changed in place or donated since.
         """
-        last = shared.last_call(self._last_call(), self.keep_last, where=self._where)
+        last = self._last_call()
+        if not isinstance(last, LastCall):
+            last = shared.last_call(last, self.keep_last, where=self._where)
         weights: A = last.weights()
         last.is_read = True
         return weights
