@@ -73,6 +73,22 @@ FAULTS: list[Fault] = [
         "the padding of a sum adds the gradient of another edge",
     ),
     Fault(
+        "gather-sums-of-one-head",
+        _GATHER,
+        "count * (self.places - entry) + entry + matrix * entries",
+        "count * (self.places - entry) + entry + 0 * matrix * entries",
+        _GRAPHS,
+        "all heads get the gradients of the first one's keys",
+    ),
+    Fault(
+        "gather-memory-of-another-shape",
+        _GATHER,
+        "if self._shapes.get(name) != [tuple(x.shape) for x in parts]:",
+        "if name not in self._shapes:",
+        _GRAPHS,
+        "a gradient that is summed over heads is read where it was before the sum",
+    ),
+    Fault(
         "gather-row-of-dropout",
         _GATHER,
         "row = ops.reshape(member, (*lead, 1, 1)) + dropouts.rows_of_matrices(ops, self.score_shape, like)",

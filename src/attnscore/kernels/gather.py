@@ -7,7 +7,9 @@
 - For others, queries of similar degree are a batch of single queries, their neighbours padded to the largest degree
   (degree bucketing).
 - A gradient with an axis of keys is first one row for each edge, then summed over the edges of each key:
-  gathered and summed as well. No framework has to scatter, and the same bits come every time.
+  gathered and summed as well. No framework has to scatter, and the same bits come every time. Where the native kernel
+  runs, it writes the rows of all blocks into one array, and a framework's own sum of rows reads them there: joining
+  and gathering them took more than half of the gradient's time (4 heads of 16, ten neighbours).
 """
 
 from __future__ import annotations
