@@ -311,7 +311,7 @@ FAULTS: list[Fault] = [
     Fault(
         "inner-form-gradient-of-keys",
         _FORMS,
-        '"key": ops.matmul(ops.matrix_transpose(grad), self.query) * self.scale,',
+        '"key": ops.matmul(ops.matrix_transpose(grad), query),',
         '"key": ops.matmul(ops.matrix_transpose(grad), self.query),',
         _streaming("scaled_dot"),
         "the gradient of the keys leaves out the scale",

@@ -3,7 +3,7 @@
 - Computes by the formula, without isolation of non-finite inputs. Where the scores before the mask, the output or the
   gradients of the weights are not all finite, the program takes another branch: tiled attention. If they are finite,
   so is everything that a masked pair multiplies by 0.
-- The scores are differentiated by the framework, as those of the formula would be.
+- Scores that are no matrix products are differentiated by the framework, as those of the formula would be.
 """
 
 from __future__ import annotations
@@ -99,8 +99,13 @@ def _tile(problem: Problem, plan: TilePlan, with_vjp: bool) -> _Tile:
         cast = {name: ops.astype(x, dtype) for name, x in zip(arrays, given, strict=True)}
         return ops.astype(form.with_arrays(cast).scores(ops), dtype)
 
-    vjp = None
-    if with_vjp:
+    vjp: Callable[[Array], tuple[Array, ...]] | None = None
+    if with_vjp and isinstance(form, InnerForm):
+        # The framework's own would transpose the gradient of the keys.
+        cast = form.part(lambda x, _: ops.astype(x, dtype))
+        raw, of_form = cast.scores_and_pullback(ops)
+        vjp = lambda grad: tuple(map(of_form(grad).__getitem__, arrays))  # noqa: E731
+    elif with_vjp:
         raw, vjp = ops.vjp(scores_of, tuple(arrays.values()))
     else:
         raw = scores_of(*arrays.values())

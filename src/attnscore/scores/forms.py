@@ -134,7 +134,7 @@ class InnerForm(Form):
         def vjp(grad: Array) -> dict[str, Array]:
             grads = {
                 "query": ops.matmul(grad, self.key) * self.scale,
-                "key": ops.matmul(ops.matrix_transpose(grad), self.query) * self.scale,
+                "key": ops.matmul(ops.matrix_transpose(grad), query),
             }
             if self.key_bias is not None:
                 grads["key_bias"] = ops.matrix_transpose(ops.sum(grad, axis=-2, keepdims=True))
