@@ -191,6 +191,8 @@ class Backend(ABC):
     """Whether comparing an unknown size with a number settles, for the whole program, if they are equal."""
     wants_aligned = True
     """Whether `from_memory` copies what does not begin at a multiple of 64 bytes."""
+    has_slow_callbacks = False
+    """Whether a `host_callback` takes longer than a small call in the framework's own operations."""
     has_planned_gradients = False
     """Whether autograd records calls of execution plans (`record`), so that arrays with a gradient are plain too."""
 
@@ -316,10 +318,6 @@ class Backend(ABC):
 
     def needs_host_callback(self, *arrays: Array) -> bool:
         """Whether these are traced by a program that can run `host_callback`."""
-        return False
-
-    def composes_small_calls(self, *arrays: Array) -> bool:
-        """Whether these are traced by a program whose own operations are faster on small calls than a native kernel."""
         return False
 
     def host_callback(

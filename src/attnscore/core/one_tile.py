@@ -37,7 +37,7 @@ MOST_VALUES = 3 * 2**16
 
 def is_faster(problem: Problem) -> bool:
     """Whether a call is small, in a program whose own operations are faster on small calls than a native kernel."""
-    if not problem.ops.composes_small_calls(*tiled.operands(problem).values()) or not _is_plain(problem):
+    if not _would_call_back(problem) or not _is_plain(problem):
         return False
     score_shape, form, dim = problem.score_shape, problem.form, problem.form.query.shape[-1]
     pairs = math.prod(score_shape.rows) * score_shape.key_len
@@ -49,11 +49,17 @@ def is_faster(problem: Problem) -> bool:
 def fits(problem: Problem, plan: TilePlan) -> bool:
     """Whether `forward` and `backward` take a call: one tile, in a compiled program."""
     return (
-        _is_plain(problem)
+        _would_call_back(problem)
+        and _is_plain(problem)
         and plan.query_tile >= problem.score_shape.query_len
         and plan.key_tile >= problem.score_shape.key_len
-        and problem.ops.composes_small_calls(*tiled.operands(problem).values())
     )
+
+
+def _would_call_back(problem: Problem) -> bool:
+    """Whether the native kernel would be a callback that takes longer than a small call."""
+    ops = problem.ops
+    return ops.has_slow_callbacks and ops.needs_host_callback(*tiled.operands(problem).values())
 
 
 def _is_plain(problem: Problem) -> bool:

@@ -51,6 +51,7 @@ class TensorFlowBackend(Backend):
     name = "tensorflow"
     has_autodiff = True
     has_planned_gradients = True
+    has_slow_callbacks = True
     xp = Modules(tf.math, tf, tf.experimental.numpy)
 
     def dtype(self, x: Array) -> str:
@@ -167,9 +168,6 @@ class TensorFlowBackend(Backend):
 
     def needs_host_callback(self, *arrays: Array) -> bool:
         return graphs.calls_back(*arrays)
-
-    def composes_small_calls(self, *arrays: Array) -> bool:
-        return graphs.calls_back(*arrays) and not gradients.has_tangents(arrays)
 
     def host_callback(
         self,
