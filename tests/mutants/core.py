@@ -335,8 +335,8 @@ FAULTS = [
     Fault(
         "plan-without-the-options",
         "src/attnscore/core/plan.py",
-        "parts: list[Hashable] = [of_score, bias is None, sink is None, key_exps is None, *map(type, options), options]",
-        "parts: list[Hashable] = [of_score, bias is None, sink is None, key_exps is None, *map(type, options)]",
+        "key_exps is None, *map(type, options), options]",
+        "key_exps is None, *map(type, options)]",
         "tests/test_plan.py -k share_no_plan",
         "a plan is reused for another axis of heads, dropout or choice of statistics",
     ),

@@ -87,13 +87,17 @@ class _Tile:
     keep: Array | None
     """Factors of dropout."""
     value: Array
-    scores_vjp: Callable[[Array], tuple[Array, ...]] | None
-    """From a gradient of `raw` to those of the form's arrays, in their order."""
+    scores_vjp: Callable[[Array], tuple[Array, ...]]
+    """From a gradient of `raw` to those of the form's arrays, in their order; to none for a forward."""
 
     @property
     def kept(self) -> Array:
         """The weights after dropout."""
         return self.weights if self.keep is None else self.weights * self.keep
+
+
+def _no_gradients(_: Array) -> tuple[Array, ...]:
+    return ()
 
 
 def _tile(problem: Problem, plan: TilePlan, with_vjp: bool) -> _Tile:
@@ -105,7 +109,7 @@ def _tile(problem: Problem, plan: TilePlan, with_vjp: bool) -> _Tile:
         cast = {name: ops.astype(x, dtype) for name, x in zip(arrays, given, strict=True)}
         return ops.astype(form.with_arrays(cast).scores(ops), dtype)
 
-    vjp: Callable[[Array], tuple[Array, ...]] | None = None
+    vjp: Callable[[Array], tuple[Array, ...]] = _no_gradients
     if with_vjp and isinstance(form, InnerForm):
         # The framework's own would transpose the gradient of the keys.
         cast = form.part(lambda x, _: ops.astype(x, dtype))
@@ -169,7 +173,6 @@ def backward(problem: Problem, plan: TilePlan, result: Result, grads: RowGradien
     grad_scores = tile.weights * (grad_weights - total)
     if tile.unmasked is not None:
         grad_scores = ops.where(tile.unmasked, grad_scores, 0.0)
-    assert tile.scores_vjp is not None
     of_form = tile.scores_vjp(sum_to(ops, grad_scores, tuple(tile.raw.shape)))
     found = {**dict(zip(problem.form.arrays(), of_form, strict=True)), "value": grad_value}
     found = {name: sum_to(ops, found[name], tuple(x.shape)) for name, x in tiled.operands(problem).items()}
