@@ -73,10 +73,15 @@ class AdditivePairs {
         V<T> sum[N] = {};
         const T* b[N];
         for (int n = 0; n < N; n++) b[n] = keys.row(key[n]);
+        const int64_t ahead = kTogether * keys.stride;
         for (int64_t p = 0; p < form_.dim; p += L) {
             const V<T> w = weight(p), own = load(a + p);
 #pragma GCC unroll 4
-            for (int n = 0; n < N; n++) sum[n] = fused<T>(w, value(own, load(b[n] + p)), sum[n]);
+            for (int n = 0; n < N; n++) {
+                // The rows that come next: each is too short for the processor to run ahead.
+                __builtin_prefetch(b[n] + p + ahead);
+                sum[n] = fused<T>(w, value(own, load(b[n] + p)), sum[n]);
+            }
         }
         for (int n = 0; n < N; n++) s[key[n]] = reduce_sum<T>(sum[n]);
     }
