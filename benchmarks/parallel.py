@@ -2,7 +2,7 @@
 
 Processes on this machine, over gloo, with one thread each; a forward and a backward, the least of several rounds. The
 model's rates are measured too: the operations a second of as many processes as run, each with its share of the heads
-and no messages (they share cores and memory), and the bytes a second that two processes send each other at once.
+and no messages (they share cores and memory), and the bytes a second that as many processes send in a ring at once.
 
 Two processes are compared with one that computes the whole call in two threads, in turn with it: its peer waits.
 """
@@ -32,13 +32,16 @@ OPERATIONS = 2 * (DIM + DIM) + 4
 
 def main() -> None:
     """Print a row for each mask, mode and number of processes, then the largest error of the model."""
-    latency, bandwidth = spawn(2, link)[0]
-    print(f"link: {bandwidth / 1e9:.2f} GB/s, {1e6 * latency:.0f} us a message; {os.cpu_count()} CPUs")
+    links = {ranks: spawn(ranks, link)[0] for ranks in (2, 4)}
+    for ranks, (latency, bandwidth) in links.items():
+        print(f"link of {ranks} ranks: {bandwidth / 1e9:.2f} GB/s, {1e6 * latency:.0f} us a message")
+    print(f"{os.cpu_count()} CPUs")
     print(f"{'mask':<16}{'mode':<8}{'ranks':>5}{'measured s':>12}{'predicted s':>13}{'error':>8}{'1 x 2 threads':>15}")
     errors = {}
     for name, mask in MASKS.items():
         pairs = simulate(mask, LENGTH, 1, Machine(1.0, 1.0), dim=DIM, operations_per_pair=1.0).seconds
         for ranks in (1, 2, 4):
+            latency, bandwidth = links[max(ranks, 2)]
             found = spawn(ranks, measure, name)
             seconds = {what: max(rank[what] for rank in found) for what in found[0]}
             flops = pairs / ranks * HEADS * OPERATIONS * 3.5 / seconds["compute"]
@@ -89,13 +92,16 @@ def timed(functions: dict[str, Callable[[], object]]) -> dict[str, float]:
 
 
 def link(rank: int, ranks: int) -> tuple[float, float]:
-    """Return the latency and the bytes a second of two processes that send to each other at once."""
+    """Return the latency and the bytes a second of processes of which each sends to the next one, all at once."""
     found = {}
     for size in (1, 2**22):
         mine, theirs = torch.zeros(size), torch.zeros(size)
 
         def exchange(mine: torch.Tensor = mine, theirs: torch.Tensor = theirs) -> None:
-            moves = [dist.P2POp(dist.isend, mine, 1 - rank), dist.P2POp(dist.irecv, theirs, 1 - rank)]
+            moves = [
+                dist.P2POp(dist.isend, mine, (rank + 1) % ranks),
+                dist.P2POp(dist.irecv, theirs, (rank - 1) % ranks),
+            ]
             for work in dist.batch_isend_irecv(moves):
                 work.wait()
 
