@@ -175,14 +175,19 @@ def measure_limits(case: Case, threads: int, effort: Effort) -> Row:
             times.append(time.perf_counter() - start)
         return min(times)
 
-    seconds = {
-        # NumPy's and PyTorch's BLAS are different libraries: which is faster depends on the CPU.
-        "float32": min(fastest(lambda: a @ a), fastest(lambda: single @ single)),
-        "bfloat16": fastest(lambda: half @ half),
-    }
+    def operations(x: Any) -> float:
+        """Return those of a product a second, of as many rows as take a while: some dtypes are slow on some CPUs."""
+        rows, start = 8, time.perf_counter()
+        while rows < side and time.perf_counter() - start < 0.1:
+            x[:rows] @ x
+            rows = min(4 * rows, side)
+        return 2 * rows * side**2 / fastest(lambda: x[:rows] @ x)
+
     return {
         "kind": "limits", "case": case.name, "what": case.what, "status": "measured", "reason": None,
-        "threads": threads, "products": {dtype: 2 * side**3 / each for dtype, each in seconds.items()},
+        "threads": threads,
+        # NumPy's and PyTorch's BLAS are different libraries: which is faster depends on the CPU.
+        "products": {"float32": max(operations(a), operations(single)), "bfloat16": operations(half)},
         "reading": numbers.nbytes / fastest(numbers.sum),
     }  # fmt: skip
 
