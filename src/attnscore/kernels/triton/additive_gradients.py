@@ -103,26 +103,9 @@ def store_gradients(
             dp = tl.dot(do.to(v.dtype), v, input_precision=PRECISION)
             attends = attended(masking, interval, b, h, g, row, j, n_q, n_k)
             weights, grad, ds = pair_gradients(
-                raw,
-                dp,
-                attends,
-                of_rows,
-                bias,
-                dropout,
-                None,
-                b,
-                h,
-                g,
-                z,
-                row,
-                j,
-                n_q,
-                n_k,
-                ADDITIVE,
-                ACTIVATION,
-                CAPS,
-                RELATIVE,
-            )
+                raw, dp, attends, of_rows, bias, dropout, None, b, h, g, z, row, j, n_q, n_k,
+                ADDITIVE, ACTIVATION, CAPS, RELATIVE,
+            )  # fmt: skip
             if grad_bias is not None:
                 # A pair is in one interval at most, so it is written once.
                 at_pair = base(grad_bias, b, h, g) + at_row * grad_bias.row + j * grad_bias.column
