@@ -25,7 +25,7 @@ def interpreted(*arguments: str) -> None:
 
 
 def test_a_few_in_the_interpreter() -> None:
-    interpreted("--every", "2")
+    interpreted("--every", "3")
 
 
 @pytest.mark.slow

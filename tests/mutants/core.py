@@ -269,6 +269,22 @@ FAULTS = [
         "a plan is reused for another mask",
     ),
     Fault(
+        "one-tile-masked-nan-reaches-the-output",
+        "src/attnscore/core/one_tile.py",
+        "found = ops.cond_rarely(_is_not_finite(ops, tile.raw, found[0]), isolated, found)",
+        "isolated",
+        "tests/test_one_tile.py",
+        "a small call of a graph lets a NaN behind the mask through",
+    ),
+    Fault(
+        "one-tile-without-dropout",
+        "src/attnscore/core/one_tile.py",
+        "return self.weights if self.keep is None else self.weights * self.keep",
+        "return self.weights",
+        "tests/test_one_tile.py",
+        "a small call of a graph drops no weight",
+    ),
+    Fault(
         "plan-with-or-without-exponentials",
         "src/attnscore/core/plan.py",
         "sink is None, key_exps is None, *map",
