@@ -58,11 +58,11 @@ class Gather(Kernel):
     summary = "gathered neighbours, O(edges) time and memory"
     has_vjp = True
     of_blocks: tuple[Kernel, ...] = (Native(), Streaming())
-    """Kernels of the blocks, in the order of preference."""
+    """Kernels of the blocks, in the order of preference; the last one runs any."""
 
     @property
     def differentiable(self) -> Kernel:
-        return Gather((Streaming(),))
+        return Gather((Streaming(only_tiles=True),))
 
     def reasons_against(self, problem: Problem) -> tuple[str, ...]:
         neighbours, rest = _parted(problem.mask)
@@ -141,7 +141,7 @@ class Gather(Kernel):
         for block in call.blocks:
             part = call.problem_of(block)
             # The hash of the dropout reads the positions of the whole call, which the native kernel does not know.
-            kernels = [Streaming()] if part.dropout is not None else self.of_blocks
+            kernels = self.of_blocks[-1:] if part.dropout is not None else self.of_blocks
             yield block, part, tiling.plan(part), next(x for x in kernels if not x.reasons_against(part))
 
 
