@@ -176,12 +176,13 @@ def measure_limits(case: Case, threads: int, effort: Effort) -> Row:
         return min(times)
 
     def operations(x: Any) -> float:
-        """Return those of a product a second, of as many rows as take a while: some dtypes are slow on some CPUs."""
+        """Return those of a product in a second, of as few rows as take a while: some CPUs are slow in some dtypes."""
         rows, start = 8, time.perf_counter()
         while rows < side and time.perf_counter() - start < 0.1:
             x[:rows] @ x
             rows = min(4 * rows, side)
-        return 2 * rows * side**2 / fastest(lambda: x[:rows] @ x)
+        seconds = fastest(lambda: x[:rows] @ x)
+        return float(2 * rows * side**2 / seconds)
 
     return {
         "kind": "limits", "case": case.name, "what": case.what, "status": "measured", "reason": None,
