@@ -59,6 +59,9 @@ class ProcessGroup:
         for rank, end in enumerate(self._ends):
             try:
                 if not end.poll(300):
+                    # An answer that comes later would be taken for that of the next call.
+                    self.stop()
+                    group_of.cache_clear()
                     raise TimeoutError(f"rank {rank} has not answered")
                 is_ok, value = end.recv()
             except EOFError:
