@@ -35,8 +35,8 @@ FAULTS: list[Fault] = [
     Fault(
         "bilinear-projects-the-larger-side",
         "src/attnscore/scores/bilinear.py",
-        "return is_known and math.prod(key.shape[:-1]) < math.prod(query.shape[:-1])",
-        "return is_known and math.prod(key.shape[:-1]) > math.prod(query.shape[:-1])",
+        "math.prod(key.shape[:-1]) < math.prod(query.shape[:-1])",
+        "math.prod(key.shape[:-1]) > math.prod(query.shape[:-1])",
         "tests/test_bilinear.py",
         "the bilinear score applies W to the more numerous of queries and keys",
     ),

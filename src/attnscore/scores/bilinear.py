@@ -61,15 +61,18 @@ class Bilinear(Score):
 
     def project(self, ops: Backend, query: Array, key: Array) -> tuple[Array, Array]:
         """Return query and key of `lower` where all are finite and of one dtype, with W for all heads."""
-        if math.prod(key.shape[:-1]) < math.prod(query.shape[:-1]):  # `_projects_key`, of known sizes
+        if self._projects_key(query, key):
             return query, ops.matmul(key, ops.matrix_transpose(self.W))
         return ops.matmul(query, self.W), key
 
     def _projects_key(self, query: Array, key: Array) -> bool:
         """Return whether W, one for all heads, takes fewer operations on the keys; False where sizes are unknown."""
         sizes = (*query.shape[:-1], *key.shape[:-1])
-        is_known = len(self.W.shape) == 2 and all(type(size) is int for size in sizes)
-        return is_known and math.prod(key.shape[:-1]) < math.prod(query.shape[:-1])
+        return (
+            len(self.W.shape) == 2
+            and all(type(size) is int for size in sizes)
+            and math.prod(key.shape[:-1]) < math.prod(query.shape[:-1])
+        )
 
     def lower_pullback(self, ops: Backend, query: Array, key: Array) -> tuple[Form, Pullback]:
         def vjp(grads: Mapping[str, Array]) -> ScoreGradients:
