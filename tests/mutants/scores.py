@@ -33,22 +33,6 @@ def _prepared(name: str) -> str:
 
 FAULTS: list[Fault] = [
     Fault(
-        "bilinear-projects-the-larger-side",
-        "src/attnscore/scores/bilinear.py",
-        "math.prod(key.shape[:-1]) < math.prod(query.shape[:-1])",
-        "math.prod(key.shape[:-1]) > math.prod(query.shape[:-1])",
-        "tests/test_bilinear.py",
-        "the bilinear score applies W to the more numerous of queries and keys",
-    ),
-    Fault(
-        "bilinear-gradient-of-unmasked-nan-keys",
-        "src/attnscore/scores/bilinear.py",
-        "x, grad = zero_isolated_rows(ops, x, grad)\n                arrays",
-        "arrays",
-        "tests/test_bilinear.py -k fewer",
-        "a masked NaN key propagates to the gradient of W, where W is applied to the keys",
-    ),
-    Fault(
         "prepared-without-the-projection",
         "src/attnscore/scores/additive.py",
         "return projected, dataclasses.replace(self, W_k=None)",

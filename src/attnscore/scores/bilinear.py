@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
@@ -29,8 +28,6 @@ from attnscore.scores.forms import Form, InnerForm
 class Bilinear(Score):
     """a(q, k) = q . W k: matrix products alone, for queries and keys of different dimensions.
 
-    W is applied to the queries, or to the keys where these are fewer.
-
     Parameters
     ----------
     W : (dim, dim_k), or (heads, dim, dim_k)
@@ -53,37 +50,17 @@ class Bilinear(Score):
         return ops.matmul(ops.matmul(query, weight), ops.matrix_transpose(ops.astype(key, ops.dtype(query))))
 
     def lower(self, ops: Backend, query: Array, key: Array) -> Form:
-        projects_key = self._projects_key(query, key)
         query, key, weight = widen(ops, query, key, per_head(ops, "W", self.W, query, key, 2))
-        if projects_key:
-            return InnerForm(query, _project_key(ops, key, weight))
         return InnerForm(with_nonfinite_rows_isolated(ops, query, lambda x: ops.matmul(x, weight)), key)
 
     def project(self, ops: Backend, query: Array, key: Array) -> tuple[Array, Array]:
         """Return query and key of `lower` where all are finite and of one dtype, with W for all heads."""
-        if self._projects_key(query, key):
-            return query, ops.matmul(key, ops.matrix_transpose(self.W))
         return ops.matmul(query, self.W), key
-
-    def _projects_key(self, query: Array, key: Array) -> bool:
-        """Return whether W, one for all heads, takes fewer operations on the keys; False where sizes are unknown."""
-        sizes = (*query.shape[:-1], *key.shape[:-1])
-        return (
-            len(self.W.shape) == 2
-            and all(type(size) is int for size in sizes)
-            and math.prod(key.shape[:-1]) < math.prod(query.shape[:-1])
-        )
 
     def lower_pullback(self, ops: Backend, query: Array, key: Array) -> tuple[Form, Pullback]:
         def vjp(grads: Mapping[str, Array]) -> ScoreGradients:
-            weight = per_head(ops, "W", self.W, query, key, 2)
-            if self._projects_key(query, key):
-                # lower: key @ W^T
-                x, grad, weight = widen(ops, key, grads["key"], weight)
-                x, grad = zero_isolated_rows(ops, x, grad)
-                arrays = {"W": weight_gradient(ops, grad, x, weight.shape, self.W.shape)}
-                return ScoreGradients(grads["query"], ops.matmul(grad, weight), arrays)
             # lower: query @ W
+            weight = per_head(ops, "W", self.W, query, key, 2)
             x, grad, weight = widen(ops, query, grads["query"], weight)
             x, grad = zero_isolated_rows(ops, x, grad)
             arrays = {"W": weight_gradient(ops, x, grad, weight.shape, self.W.shape)}
@@ -96,7 +73,7 @@ class Bilinear(Score):
         shape = getattr(self.W, "shape", None) or (0,)
         self.check(shape[-2:][0], key.shape[-1])
         x, weight = widen(ops, key, per_key_head(ops, "W", self.W, key, 2))
-        return _project_key(ops, x, weight), Dot()
+        return with_nonfinite_rows_isolated(ops, x, lambda x: ops.matmul(x, ops.matrix_transpose(weight))), Dot()
 
     def check(self, dim: int, key_dim: int) -> None:
         shape = tuple(getattr(self.W, "shape", ()))
@@ -104,10 +81,4 @@ class Bilinear(Score):
             raise ShapeError(message("W", f"(dim, dim_k) = ({dim}, {key_dim})", shape or type(self.W).__name__))
 
     def operations(self, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
-        if key_len < query_len:
-            return 2 * key_len * dim * key_dim + 2 * query_len * key_len * dim
         return 2 * query_len * dim * key_dim + 2 * query_len * key_len * key_dim
-
-
-def _project_key(ops: Backend, key: Array, weight: Array) -> Array:
-    return with_nonfinite_rows_isolated(ops, key, lambda x: ops.matmul(x, ops.matrix_transpose(weight)))
