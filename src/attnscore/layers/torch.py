@@ -75,7 +75,7 @@ def _weight_of(module: Any) -> Tensor:
     """Return the weight of a module, where torch's lookup of an attribute takes 0.6 us."""
     found: Tensor | None = module._parameters.get("weight")
     # Under a parametrisation it is no parameter.
-    return module.weight if found is None else found  # type: ignore[no-any-return]
+    return module.weight if found is None else found
 
 
 def _start(x: Tensor, parameter: Parameter) -> None:
