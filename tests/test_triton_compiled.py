@@ -120,14 +120,7 @@ def test_custom_scores(kind: str, dtype: str, architecture: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("functions", "expected"),
-    [
-        ((own.of_rows, own.bounded_gradient), "value of a custom score has to return one number"),
-        ((own.bounded, own.not_a_tuple), "gradient of a custom score has to return a tuple"),
-        ((own.bounded, own.nothing), "gradient of a custom score has to return a derivative for each"),
-    ],
-)
+@pytest.mark.parametrize(("functions", "expected"), own.WRONG_RESULTS)
 def test_what_the_functions_return(functions: Any, expected: str) -> None:
     """The compiler says it in the same words as the interpreter, in the error that is the cause of its own."""
     with pytest.raises(Exception, match="at ") as found:

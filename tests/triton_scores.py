@@ -197,3 +197,11 @@ class Wrong(Bounded):
 
     def triton_tile(self) -> ats.TritonTile:
         return ats.TritonTile("product", bounded, half_gradient)
+
+
+# Functions whose results have a wrong shape, and what is said of them.
+WRONG_RESULTS = (
+    ((of_rows, bounded_gradient), "value of a custom score has to return one number"),
+    ((bounded, not_a_tuple), "gradient of a custom score has to return a tuple"),
+    ((bounded, nothing), "gradient of a custom score has to return a derivative for each"),
+)

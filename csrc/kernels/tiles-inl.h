@@ -175,8 +175,7 @@ struct KeyTile {
         first = key, count = key_count, nonfinite = 0;
         rows = view_rows(copy, head.key, problem.score_dtype, key, key_count, problem.dim);
         if (head.key_exps.data && form.by_pairs)
-            exps = view_rows(copied_exps, head.key_exps, sizeof(T) == 4 ? Dtype::f32 : Dtype::f64, key, key_count,
-                             problem.dim);
+            exps = view_rows(copied_exps, head.key_exps, dtype_of<T>(), key, key_count, problem.dim);
         if (transpose && !form.by_pairs)
             transpose_tile(transposed, rows, width, key_count, problem.form == Form::additive);
         if (head.key_bias.data)

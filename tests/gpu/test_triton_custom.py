@@ -303,14 +303,7 @@ def test_a_parameter_of_another_shape() -> None:
         attended(own.SmoothDistance(torch.ones(2, device=DEVICE)))
 
 
-@pytest.mark.parametrize(
-    ("functions", "expected"),
-    [
-        ((own.of_rows, own.bounded_gradient), "value of a custom score has to return one number"),
-        ((own.bounded, own.not_a_tuple), "gradient of a custom score has to return a tuple"),
-        ((own.bounded, own.nothing), "gradient of a custom score has to return a derivative for each"),
-    ],
-)
+@pytest.mark.parametrize(("functions", "expected"), own.WRONG_RESULTS)
 def test_what_the_functions_return(functions: Any, expected: str) -> None:
     with pytest.raises(Exception, match=expected):
         attended(own.Given(TritonTile("product", *functions))).sum().backward()

@@ -44,7 +44,7 @@ class _Exps(NamedTuple):
         exponents = np.clip(2 * ops.memory(ops.astype(key, sums)), -_MOST[sums], _MOST[sums])
         if type(key) is np.ndarray:
             key.flags.writeable = False  # writes to it are not counted
-        return _Exps(np.exp(exponents), ops, ops.version(key))
+        return _Exps(np.exp(exponents, order="C"), ops, ops.version(key))
 
 
 @final

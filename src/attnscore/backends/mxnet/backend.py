@@ -221,9 +221,6 @@ class MxnetBackend(Backend):
     def differentiable(self, run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Array, ...]:
         return gradients.differentiable(run, operands)
 
-    def record(self, run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Array, ...]:
-        return gradients.differentiable(run, operands)
-
     def vjp(
         self, function: Callable[..., Array], inputs: Sequence[Array]
     ) -> tuple[Array, Callable[[Array], tuple[Array, ...]]]:

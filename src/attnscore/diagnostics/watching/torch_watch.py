@@ -289,8 +289,9 @@ def watch(
         (batch * head, query, key) where the mapping gives the heads.
     one_pass : bool
         On sampled steps, compute ``F.scaled_dot_product_attention`` on the CPU by `attend`, in the pass that gives the
-        statistics: the step takes about as long as one that is not sampled, and the output agrees to rounding. Calls
-        with dropout, under autocast or inside checkpointing keep PyTorch's function and a pass of their own.
+        statistics. The output agrees to rounding. A sampled step of long sequences then takes about as long as another,
+        one of short sequences less than with a second pass. Calls with dropout, under autocast or inside checkpointing
+        keep PyTorch's function and a pass of their own.
 
     Returns
     -------
