@@ -181,3 +181,14 @@ def test_the_loops_run_only_where_something_is_not_finite(monkeypatch: pytest.Mo
     assert not traced
     in_graph("dot", draw(), "auto", **MASKS["lengths"])
     assert traced
+
+
+def test_the_graph_has_no_case() -> None:
+    """TensorFlow Lite converts an `If` and refuses a `Case`; and the branch stays out of the graph."""
+    spec = tf.TensorSpec((2, 7, 4), tf.float32)
+    call = tf.function(lambda q, k, v: ats.attend(q, k, v, mask=ats.Causal())).get_concrete_function(spec, spec, spec)
+    kinds = [op.type for op in call.graph.get_operations()]
+    assert kinds.count("StatelessIf") == 1
+    assert not {"Case", "StatelessCase", "Switch", "Merge"} & set(kinds)
+    branch = next(op for op in call.graph.get_operations() if op.type == "StatelessIf")
+    assert not branch.get_attr("_lower_using_switch_merge")

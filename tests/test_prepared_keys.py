@@ -563,7 +563,6 @@ def test_tensorflow(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SOME[::4])
-@pytest.mark.slow_rows("additive-tanh-bias")
 def test_torch_compile(name: str) -> None:
     """In one graph: preparation and call, or keys that were prepared outside."""
     leaves = {key: torch.tensor(x, dtype=torch.float32) for key, x in _leaves(name).items()}

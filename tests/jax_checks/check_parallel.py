@@ -250,7 +250,7 @@ def test_devices_with_nothing_to_do(mode: str) -> None:
 
 @pytest.mark.slow
 def test_a_mesh_of_two_axes() -> None:
-    """Batch entries on one axis, rows on the other."""
+    """Batch entries on one axis, rows on the other, without `jit`."""
     given = arrays(24)
     kind = (jax.sharding.AxisType.Auto,) * 2
     mesh, rows = jax.make_mesh((2, 4), ("batch", "context"), axis_types=kind), jax.P("batch", None, "context")
@@ -260,6 +260,23 @@ def test_a_mesh_of_two_axes() -> None:
 
     found = jax.shard_map(local, mesh=mesh, in_specs=rows, out_specs=rows)(*given)
     np.testing.assert_allclose(found, ats.attend(*given, mask=ats.SlidingWindow(5, 0)), atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "transform", ["none", *(pytest.param(x, marks=pytest.mark.slow) for x in ("grad", "vmap of grad"))]
+)
+def test_one_device_inside_an_eager_shard_map(transform: str) -> None:
+    """The library's plain call, with derivatives inside of the function that is divided."""
+    given = [x[0] for x in arrays(8)]
+
+    def loss(*own: Any) -> Any:
+        return (ats.attend(*own) ** 2).sum()
+
+    function = jax.grad(loss) if "grad" in transform else ats.attend
+    local = jax.vmap(function) if "vmap" in transform else function
+    rows = jax.P("context")
+    found = jax.shard_map(local, mesh=mesh_of(2), in_specs=rows, out_specs=rows)(*given)
+    np.testing.assert_allclose(found, local(*given), rtol=0, atol=1e-12)
 
 
 @pytest.mark.slow

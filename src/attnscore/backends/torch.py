@@ -325,7 +325,8 @@ class TorchBackend(Backend):
         return tree_map(lambda new, old: torch.where(condition, new, old), function(carry), carry)
 
     def version(self, x: Array) -> int | None:
-        return None if x.is_inference() else x._version
+        # A program that is compiled reads neither.
+        return None if is_compiling() or x.is_inference() else x._version
 
     def known_finite(self, *arrays: Array) -> bool:
         # A loop: generators take a microsecond each.

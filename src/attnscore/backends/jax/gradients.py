@@ -16,7 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 from attnscore.backends.base import Array, DifferentiableOp, importable
 from attnscore.backends.jax import platforms
 from attnscore.backends.jax.sharding import axes_of, differing, is_placed, sharding_of_rows
-from attnscore.backends.jax.tracers import FORWARD, RECORDED, kind_of, layers_of_all
+from attnscore.backends.jax.tracers import FORWARD, RECORDED, REVERSE, SHARDED, kind_of, layers_of_all
 from attnscore.backends.numpy import detached
 
 
@@ -35,8 +35,10 @@ def differentiable(run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Ar
         return tuple(jax.sharding.auto_axes(unsharded, out_sharding=sharding)(tuple(operands), placed))
     axes = axes_of((*operands, *constants))
     operands = [differing(x, axes) for x in operands]
-    if any(kind_of(x) == FORWARD for x in layers_of_all((*operands, *constants))):
-        # custom_vjp has no forward mode; JAX differentiates the operations of a kernel that is not native.
+    kinds = set(map(kind_of, layers_of_all((*operands, *constants))))
+    # custom_vjp has no forward mode; JAX differentiates the operations of a kernel that is not native.
+    # An eager `shard_map` drops the VJP that it meets, and refuses one with symbolic zeros.
+    if FORWARD in kinds or (SHARDED in kinds and not kinds & {REVERSE, RECORDED}):
         return run.forward(operands)
 
     def run_forward(constants: Sequence[Array], arrays: Sequence[Array]) -> Any:

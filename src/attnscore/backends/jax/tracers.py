@@ -15,6 +15,7 @@ from jax import lax
 
 # Kinds of tracers, by class name: the classes are private to JAX, which may move them.
 RECORDED, REVERSE, FORWARD, MAPPED = "DynamicJaxprTracer", "LinearizeTracer", "JVPTracer", "BatchTracer"
+SHARDED = "ShardMapTracer"  # eager `shard_map`
 # The attribute that holds the wrapped value.
 _WRAPPED = {REVERSE: "primal", FORWARD: "primal", MAPPED: "val"}
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework.func_graph import FuncGraph
-from tensorflow.python.ops import cond_v2
+from tensorflow.python.ops import cond_v2, control_flow_util_v2
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from attnscore.backends.base import Array
@@ -151,7 +151,10 @@ def _process_mark() -> str:
 
 def rarely(condition: Array, function: Callable[[], list[Array]], otherwise: Sequence[Array]) -> list[Array]:
     """Return ``function()`` where the condition is true, else `otherwise`; the branches are no part of the graph."""
-    return _case(tf.cast(condition, tf.int32), [lambda: [tf.identity(x) for x in otherwise], function])
+    # An `If`, as TensorFlow Lite has no `Case`. It stays one operation: inlined, all branches would cost in each call.
+    found = list(cond_v2.cond_v2(condition, function, lambda: [tf.identity(x) for x in otherwise]))
+    control_flow_util_v2.maybe_set_lowering_attr(found[0].op.inputs[0].op, lower_using_switch_merge=False)
+    return found
 
 
 def _case(index: Array, branches: Sequence[Callable[[], list[Array]]]) -> list[Array]:
