@@ -419,6 +419,32 @@ def test_second_derivatives(score: str) -> None:
         assert abs(float(tf.reduce_sum(second[name] * direction)) - difference) < 1e-5 * max(1, abs(difference)), name
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", [ats.Causal("top_left"), ats.KeyPadding(np.arange(40)[None] % 3 > 0)])
+def test_second_derivatives_of_loops_under_xla(mask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA differentiates a loop over tiles, as it knows the most tiles."""
+    monkeypatch.setattr("attnscore.core.tiling.SMALLEST_TILE", 8)
+    arrays = [tf.constant(RNG.standard_normal((1, 40, 4))) for _ in range(3)]
+
+    def second(kernel: str) -> Any:
+        def run(query: Any, key: Any, value: Any) -> Any:
+            with tf.GradientTape() as outer:
+                outer.watch((query, key, value))
+                with tf.GradientTape() as tape:
+                    tape.watch(query)
+                    loss = tf.reduce_sum(ats.attend(query, key, value, mask=mask, kernel=kernel) ** 3)
+                total = tf.reduce_sum(tf.sin(tape.gradient(loss, query)))
+            return outer.gradient(total, (query, key, value))
+
+        return run
+
+    compiled = xla(second("auto"))
+    kinds = [op.type for op in compiled.get_concrete_function(*arrays).graph.get_operations()]
+    assert "While" in kinds or "StatelessWhile" in kinds
+    for got, exact in zip(compiled(*arrays), second("dense")(*arrays), strict=True):
+        np.testing.assert_allclose(got, exact, rtol=0, atol=1e-10)
+
+
 def test_nothing_hidden_reaches_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN in hidden keys and values changes no result and no gradient, eager and in graphs; empty rows are zero."""
     monkeypatch.undo()

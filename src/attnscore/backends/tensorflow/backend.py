@@ -319,8 +319,11 @@ class TensorFlowBackend(Backend):
 
         limit = tf.cast(getattr(count, "value", count), tf.int64)
         start = tf.constant(0, tf.int64)
-        # Parallel iterations would hold several tiles at once.
-        done = tf.while_loop(lambda i, *_: i < limit, step, (start, *leaves_of(carry)), parallel_iterations=1)
+        # Parallel iterations would hold several tiles at once. XLA differentiates a loop whose largest count it knows.
+        most = sizes((count,))[0] if graphs.is_for_xla() else None
+        done = tf.while_loop(
+            lambda i, *_: i < limit, step, (start, *leaves_of(carry)), parallel_iterations=1, maximum_iterations=most
+        )
         return rebuilt(carry, list(done[1:]))
 
     def map_tiles(self, count: int, body: Callable[[Any], tuple[Array, ...]]) -> list[tuple[Array, ...]]:
@@ -334,7 +337,10 @@ class TensorFlowBackend(Backend):
             return i + 1, *(array.write(at, x) for array, x in zip(arrays, body(i), strict=True))
 
         second = tf.constant(1, tf.int64)
-        done = tf.while_loop(lambda i, *_: i < count, step, (second, *found), parallel_iterations=1)
+        most = count if graphs.is_for_xla() else None
+        done = tf.while_loop(
+            lambda i, *_: i < count, step, (second, *found), parallel_iterations=1, maximum_iterations=most
+        )
         return list(zip(*(tf.unstack(array.stack(), count) for array in done[1:]), strict=True))
 
     def known_finite(self, *arrays: Array) -> bool:

@@ -59,6 +59,11 @@ def rewritten() -> bool:
     return False
 
 
+def is_for_xla() -> bool:
+    """Whether a function with ``jit_compile=True`` traces the graph."""
+    return bool(GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
+
+
 def is_for_lite() -> bool:
     """Whether TensorFlow Lite's converter traces the graph."""
     frame: FrameType | None = sys._getframe()
