@@ -200,3 +200,33 @@ def test_merge_is_differentiable() -> None:
     np.testing.assert_array_equal(array(found[0]), np.ones((2, 3)))
     np.testing.assert_array_equal(array(found[1]), np.zeros((2, 3)))
     np.testing.assert_array_equal(array(found[2]), np.zeros(2))
+
+
+@pytest.mark.parametrize("names", [STATISTICS, STATISTICS[::2], STATISTICS[:2]], ids=["all", "half", "two"])
+@pytest.mark.parametrize("shape", [(3, 2), (2, 3, 2), (2, 3, 5, 2)], ids=str)
+@pytest.mark.parametrize("head_axis", [-3, -2])
+def test_statistics_of_torch_are_tensors_of_their_own(head_axis: int, shape: tuple[int, ...], names: list[str]) -> None:
+    """Those of a small call may share a block of memory, of which a caller sees nothing: versions, gradients."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(shape, requires_grad=True) for _ in range(3))
+    for arrays in ((query, key, value), (query.detach(), key.detach(), value.detach())):
+        options = {"head_axis": head_axis, "return_stats": tuple(names)}
+        for _ in range(2):  # a new plan, and a cached one
+            out, stats = ats.attend(*arrays, **options)
+        _, expected = ats.attend(*(x.detach().numpy() for x in arrays), **options)
+        for name in STATISTICS:
+            if name not in names:
+                assert getattr(stats, name) is None
+                continue
+            found = getattr(stats, name)
+            np.testing.assert_allclose(array(found), getattr(expected, name), atol=1e-5, rtol=1e-5)
+            assert (found._version, found.shape) == (0, out.shape[:-1])
+            assert found.requires_grad == (arrays[0].requires_grad and name in ("log_sum_exp", "entropy"))
+        detached = [name for name in names if not getattr(stats, name).requires_grad]
+        before = {name: getattr(stats, name).clone() for name in detached[1:]}
+        getattr(stats, detached[0]).add_(1)
+        for name, x in before.items():
+            assert torch.equal(getattr(stats, name), x) and getattr(stats, name)._version == 0
+        if query.requires_grad and arrays[0] is query:
+            # The saved outputs have not been changed.
+            torch.autograd.grad(sum(x.sum() for x in (out, *stats) if x is not None and x.requires_grad), arrays)

@@ -312,6 +312,15 @@ class Backend(ABC):
         `like` may be None where `x` holds no 16-bit floats.
         """
 
+    def empty_parts(
+        self, shape: tuple[int, ...], dtype: str, lengths: list[int], swapped: int | None
+    ) -> Sequence[Array]:
+        """Return arrays over one block of memory, one behind the other on the first axis, for native code to fill.
+
+        Their axes `swapped` and `swapped` + 1 change places. There are none where each is better allocated by itself.
+        """
+        return ()
+
     @abstractmethod
     def needs_grad(self, *arrays: Array) -> bool:
         """Whether the framework's own autodiff may differentiate operations on these."""
@@ -333,6 +342,10 @@ class Backend(ABC):
         process, and for derivatives.
         """
         raise NotImplementedError(f"{self.name} has no host callbacks")
+
+    def fuses(self, *arrays: Array) -> bool:
+        """Whether these are traced by a program whose compiler fuses operations on them into few loops."""
+        return False
 
     def custom_calls(self) -> bool:
         """Whether compiled programs can call the native library through `custom_call`."""
