@@ -85,6 +85,37 @@ def run(
     return {name: array(x) for name, x in found.items()} | {"rows": rows.positions(), "cols": cols.positions()}
 
 
+OF_ALL_ROWS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "bilinear": ats.Bilinear,
+    "wrapped": lambda weight: ats.SoftCap(ats.Temperature(ats.Bilinear(weight), 2.0), 5.0),
+    "gaussian": lambda _: ats.Gaussian(3.0),
+    "combination": lambda _: ats.Dot() + 0.5 * ats.Gaussian(0.3),
+}
+"""Scores whose lowering on one device depends on the number of queries and keys, or on the values of all keys."""
+
+
+def unequal(
+    score: str, query_lens: tuple[int, ...], key_lens: tuple[int, ...], dims: tuple[int, int], mode: str
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Output and gradients of a rank with these lengths, each with that of one device."""
+    rank, rng = dist.get_rank(), torch.Generator().manual_seed(0)
+    shapes = [(2, sum(query_lens), dims[0]), (2, sum(key_lens), dims[1]), (2, sum(key_lens), 3), dims]
+    arrays = [torch.rand(shape, generator=rng, dtype=torch.float64) for shape in shapes]
+    at = [slice(sum(lens[:rank]), sum(lens[: rank + 1])) for lens in (query_lens, key_lens, key_lens)]
+    parts = [x[:, rows] for x, rows in zip(arrays, at, strict=False)]
+
+    def results(call: Callable[..., Any], *inputs: torch.Tensor, **options: Any) -> list[np.ndarray]:
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        out = call(*leaves[:3], score=OF_ALL_ROWS[score](leaves[3]), **options)
+        grads = torch.autograd.grad(out.square().sum(), leaves, allow_unused=True, materialize_grads=True)
+        return list(map(array, (out, *grads)))
+
+    found = results(attend, *parts, arrays[3], group=None, mode=mode)
+    out, query, key, value, weight = results(ats.attend, *arrays, kernel="dense")
+    wanted = [*(x[:, rows] for x, rows in zip((out, query, key, value), (at[0], *at), strict=True)), weight]
+    return list(zip(found, wanted, strict=True))
+
+
 @contextmanager
 def counted_bytes() -> Any:
     """Count the bytes that this rank sends in messages between two ranks."""

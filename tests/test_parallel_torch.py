@@ -111,6 +111,24 @@ def test_two_processes(score: str, mask: str, extras: str, dtype: str, placement
     check(2, score, mask, extras, dtype, placement, **WAYS[way])
 
 
+@pytest.mark.parametrize(
+    ("score", "query_lens", "key_lens", "dims", "mode"),
+    [
+        ("bilinear", (2, 7), (5, 1), (4, 6), "gather"),
+        ("bilinear", (2, 7), (5, 1), (6, 6), "gather"),
+        ("wrapped", (7, 0), (2, 4), (4, 6), "ring"),
+        ("gaussian", (640, 3), (640, 5), (8, 8), "gather"),
+        ("combination", (5, 6), (200, 1), (8, 8), "ring"),
+    ],
+)
+def test_ranks_of_unequal_lengths_lower_the_score_alike(
+    score: str, query_lens: tuple[int, ...], key_lens: tuple[int, ...], dims: tuple[int, int], mode: str
+) -> None:
+    ranks = group_of(2).run("parallel_torch_calls.unequal", score, query_lens, key_lens, dims, mode)
+    for found, wanted in (pair for pairs_of_rank in ranks for pair in pairs_of_rank):
+        np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-11)
+
+
 def test_bytes_are_those_explained() -> None:
     assert_bytes(2, ats.Causal(), 37, "contiguous", {})
     assert_bytes(2, ats.Causal(), 2100, "contiguous", {"gradient": "queries"})

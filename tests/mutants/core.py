@@ -327,8 +327,8 @@ FAULTS = [
     Fault(
         "plan-lowered-for-other-parameters",
         "src/attnscore/core/lowered.py",
-        "lowered = self.lower(score, query, key)",
-        "lowered = self.lower(self.__dict__.setdefault('score', score), query, key)",
+        "lowered = lower(ops, score, query, key, self.computed)",
+        "lowered = lower(ops, self.__dict__.setdefault('score', score), query, key, self.computed)",
         "tests/test_plan.py -k is_lowered",
         "a planned call keeps the parameters of the first call for a score that is lowered",
     ),

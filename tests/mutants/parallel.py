@@ -29,6 +29,14 @@ _SIMULATE = "tests/test_parallel_simulation.py"
 
 FAULTS: list[Fault] = [
     Fault(
+        "parallel-lowers-by-the-rank's-lengths",
+        _OPTIONS,
+        "rowwise=True",
+        "rowwise=False",
+        "tests/test_parallel_torch.py -k unequal",
+        "each rank lowers the score by its own lengths and values, so that keys of two ranks differ in kind",
+    ),
+    Fault(
         "queries-passed-for-no-gain",
         _COST,
         "is_less = 2 * max(queries.backward_bytes) < max(reduce.backward_bytes)",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mutants.fault import Fault
 
 _SCALED_DOT = "src/attnscore/scores/scaled_dot.py"
+_BILINEAR = "src/attnscore/scores/bilinear.py"
 _GAUSSIAN = "src/attnscore/scores/gaussian.py"
 _COSINE = "src/attnscore/scores/cosine.py"
 _FORMS = "src/attnscore/scores/forms.py"
@@ -32,6 +33,46 @@ def _prepared(name: str) -> str:
 
 
 FAULTS: list[Fault] = [
+    Fault(
+        "bilinear-projects-the-larger-side",
+        _BILINEAR,
+        "return of_key < of_query",
+        "return of_key > of_query",
+        "tests/test_bilinear.py",
+        "the bilinear score applies W to the side that takes more operations",
+    ),
+    Fault(
+        "bilinear-side-without-the-pairs",
+        _BILINEAR,
+        "queries * dim * key_dim + pairs * key_dim, keys * dim * key_dim + pairs * dim",
+        "queries * dim * key_dim, keys * dim * key_dim",
+        "tests/test_bilinear.py -k operations",
+        "the bilinear score applies W to fewer keys, though queries of more dimensions take longer products",
+    ),
+    Fault(
+        "bilinear-gradient-of-unmasked-nan-keys",
+        _BILINEAR,
+        "x, grad = zero_isolated_rows(ops, x, grad)\n                arrays",
+        "arrays",
+        "tests/test_bilinear.py -k fewer",
+        "a masked NaN key propagates to the gradient of W, where W is applied to the keys",
+    ),
+    Fault(
+        "combination-rowwise-as-a-product",
+        _COMBINATION,
+        "elif not rowwise and isinstance",
+        "elif isinstance",
+        "tests/test_parallel_torch.py -k unequal",
+        "ranks lower a sum of distances by the norms of their own queries and keys",
+    ),
+    Fault(
+        "wrapper-not-rowwise",
+        _CONTRACT,
+        "return self.transform(ops, lower_rowwise(ops, self.score, query, key), query)",
+        "return self.transform(ops, lower(ops, self.score, query, key), query)",
+        "tests/test_parallel_torch.py -k unequal",
+        "ranks lower a score inside a wrapper by their own lengths",
+    ),
     Fault(
         "prepared-without-the-projection",
         "src/attnscore/scores/additive.py",
@@ -131,8 +172,8 @@ FAULTS: list[Fault] = [
     Fault(
         "additive-without-bias",
         "src/attnscore/scores/additive.py",
-        "            return projected + bias\n",
-        "            return projected\n",
+        "        return projected + wide\n",
+        "        return projected\n",
         _extras("additive-tanh"),
         "the bias of the additive score is left out",
     ),

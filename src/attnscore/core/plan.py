@@ -33,8 +33,8 @@ from attnscore.core.tiled import Result
 from attnscore.kernels import AttentionOp
 from attnscore.masks import Dense
 from attnscore.masks.cached import numbers_of
-from attnscore.scores import Additive, Bilinear, Cosine, Dot, Gaussian, ScaledDot, arrays_of
-from attnscore.scores.forms import AdditiveForm, InnerForm
+from attnscore.scores import Additive, Bilinear, Cosine, Dot, Gaussian, ScaledDot
+from attnscore.scores.forms import InnerForm
 
 
 class ExecutionPlan(Protocol):
@@ -175,17 +175,16 @@ def _arrays_of(arguments: CallArguments, problem: Problem) -> dict[str, Array]:
 
 def _build_lowered(problem: Problem, kernel: str, arrays: dict[str, Array]) -> LoweredCall | None:
     """Return the plan of a call whose score is lowered, or None where the kernel has none for the lowered call."""
-    ops, score, dropout = problem.ops, problem.score, problem.dropout
-    sides = {name: ops.stop_gradient(arrays[name]) for name in ("query", "key")}
-    form, found = lower(ops, score, **sides)
-    is_computed = [new is not old for new, old in zip(found, sides.values(), strict=False)]
-    computed = slice(is_computed.index(True), 2 if is_computed[1] else 1)
+    ops, score, form, dropout = problem.ops, problem.score, problem.form, problem.dropout
+    computed = form.query is not problem.query, form.key is not problem.key
+    query, key = (ops.stop_gradient(arrays[name]) for name in ("query", "key"))
+    query, key, *w_v = lower(ops, score, query, key, computed)
     lowered: Any = ScaledDot(form.scale) if isinstance(form, InnerForm) else None
-    if isinstance(form, AdditiveForm):
-        lowered = Additive(form.w_v, activation=score.activation, negative_slope=score.negative_slope)
-    given = {**arrays, "query": found.query, "key": found.key}
+    if w_v:
+        lowered = Additive(w_v[0], activation=score.activation, negative_slope=score.negative_slope)
+    given = {**arrays, "query": query, "key": key}
     lowered_problem, _ = build_problem(
-        found.query, found.key, arrays["value"], score=lowered, mask=problem.mask,
+        query, key, arrays["value"], score=lowered, mask=problem.mask,
         bias=arrays.get("bias"), sink=arrays.get("sink"),
         dropout=0.0 if dropout is None else dropout.probability, seed=0,
         head_axis=problem.layout.head_axis,
@@ -199,8 +198,7 @@ def _build_lowered(problem: Problem, kernel: str, arrays: dict[str, Array]) -> L
     call = kernels.choose(kernel, lowered_problem).prepare(lowered_problem, tiling.planned(lowered_problem), given)
     if call is None:
         return None
-    dtypes = {ops.dtype(x) for x in arrays_of(score).values()}
-    return LoweredCall(ops, call, lowered, computed, hasattr(score, "project") and dtypes == {problem.dtype})
+    return LoweredCall(ops, call, lowered, computed)
 
 
 def _is_lowered(problem: Problem) -> bool:

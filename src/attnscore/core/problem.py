@@ -268,11 +268,12 @@ def build_problem(
     statistics: tuple[str, ...] = (),
     matrix: PairMatrix | None = None,
     pullback: bool = False,
+    rowwise: bool = False,
 ) -> tuple[Problem, Pullback | None]:
     """Check all arguments, lower the score, and bring all arrays to the canonical axes.
 
     `value` is NO_VALUE where only the weights matter. With `pullback`, the VJP function of the score is returned too,
-    for a framework without autodiff.
+    for a framework without autodiff. With `rowwise`, the arrays are a part of a sequence: parts are lowered alike.
     """
     arrays = {"query": query, "key": key} | ({} if value is NO_VALUE else {"value": value})
     extras = {name: x for name, x in (("bias", bias), ("sink", sink)) if backends.is_array(x)}
@@ -296,7 +297,8 @@ def build_problem(
         if pullback:
             form, score_pullback = scores.lower_pullback(ops, score, canonical_query, canonical_key)
         else:
-            form, score_pullback = scores.lower(ops, score, canonical_query, canonical_key), None
+            lower = scores.lower_rowwise if rowwise else scores.lower
+            form, score_pullback = lower(ops, score, canonical_query, canonical_key), None
     except ShapeError as error:
         # A score knows only dimensions and canonical axes; the message shows the shapes of the caller's arrays.
         raise ShapeError(with_shapes(str(error), {name: tuple(x.shape) for name, x in arrays.items()})) from None

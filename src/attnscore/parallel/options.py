@@ -59,7 +59,7 @@ class Options:
         problem, _ = build_problem(
             query, key, value, score=self.score, sink=self.sink, dropout=self.dropout, seed=self.seed,
             head_axis=self.head_axis, normalizer=self.normalizer,
-            statistics=wanted_statistics(self.return_stats, self.normalizer),
+            statistics=wanted_statistics(self.return_stats, self.normalizer), rowwise=True,
         )  # fmt: skip
         return problem
 

@@ -20,6 +20,7 @@ from attnscore.scores.base import (
     check_score_arrays,
     lower,
     lower_pullback,
+    lower_rowwise,
 )
 from attnscore.scores.bilinear import Bilinear
 from attnscore.scores.combination import Combination
@@ -53,6 +54,7 @@ __all__ = [
     "check_score_arrays",
     "lower",
     "lower_pullback",
+    "lower_rowwise",
     "named",
     "register_score",
     "registered",

@@ -78,13 +78,13 @@ class Additive(Score):
         check_held("negative_slope", self.negative_slope, ops.dtype(a), float(self.negative_slope))
         return AdditiveForm(a, b, w, activation(self.activation, self.negative_slope))
 
-    def project(self, ops: Backend, query: Array, key: Array) -> tuple[Array, Array, Array]:
-        """Return query, key and w_v of `lower` where all are finite and of one dtype, with parameters for all heads."""
-        if self.W_q is not None:
-            query = ops.matmul(query, ops.matrix_transpose(self.W_q))
-        if self.bias is not None:
-            query = query + self.bias
-        return query, key if self.W_k is None else ops.matmul(key, ops.matrix_transpose(self.W_k)), self.w_v
+    def project_query(self, ops: Backend, query: Array) -> Array:
+        """Return the query of `lower`, for parameters of all heads."""
+        return _project_query(ops, query, self.W_q, self.bias)
+
+    def project_key(self, ops: Backend, key: Array) -> Array:
+        """Return the key of `lower`, for parameters of all heads."""
+        return _project_keys(ops, key, self.W_k)
 
     def lower_pullback(self, ops: Backend, query: Array, key: Array) -> tuple[Form, Pullback]:
         def projection_vjp(name: str, x: Array, grad: Array, bias: Array | None, arrays: dict[str, Array]) -> Array:
@@ -152,21 +152,12 @@ class Additive(Score):
 
     def _sides(self, ops: Backend, query: Array, key: Array) -> tuple[Array, Array]:
         """Return query and key projected, the bias added to the query; non-finite rows propagate to no parameter."""
-
-        def project_query(x: Array) -> Array:
-            projected = x if self.W_q is None else _project(ops, x, per_head(ops, "W_q", self.W_q, query, key, 2))
-            if self.bias is None:
-                return projected
-            # Not every framework adds arrays of two dtypes.
-            projected, bias = widen(ops, projected, self._bias(ops, query, key))
-            return projected + bias
-
-        a, b = query, key
-        if self.W_q is not None or self.bias is not None:
-            a = with_nonfinite_rows_isolated(ops, query, project_query, keeps_infinity=True)
-        if self.W_k is not None:
-            b = _project_keys(ops, key, per_head(ops, "W_k", self.W_k, query, key, 2))
-        return a, b
+        W_q, W_k = (
+            None if weight is None else per_head(ops, name, weight, query, key, 2)
+            for name, weight in (("W_q", self.W_q), ("W_k", self.W_k))
+        )
+        bias = None if self.bias is None else self._bias(ops, query, key)
+        return _project_query(ops, query, W_q, bias), _project_keys(ops, key, W_k)
 
     def _bias(self, ops: Backend, query: Array, key: Array) -> Array:
         return ops.expand_dims(per_head(ops, "bias", self.bias, query, key, 1), -2)
@@ -178,6 +169,24 @@ def _project(ops: Backend, x: Array, weight: Array) -> Array:
     return ops.matmul(x, ops.matrix_transpose(weight))
 
 
-def _project_keys(ops: Backend, key: Array, weight: Array) -> Array:
+def _project_query(ops: Backend, query: Array, weight: Array | None, bias: Array | None) -> Array:
+    """Return W_q q + bias; rows that are not finite propagate to no parameter."""
+    if weight is None and bias is None:
+        return query
+
+    def project(x: Array) -> Array:
+        projected = x if weight is None else _project(ops, x, weight)
+        if bias is None:
+            return projected
+        # Not every framework adds arrays of two dtypes.
+        projected, wide = widen(ops, projected, bias)
+        return projected + wide
+
+    return with_nonfinite_rows_isolated(ops, query, project, keeps_infinity=True)
+
+
+def _project_keys(ops: Backend, key: Array, weight: Array | None) -> Array:
     """Return W_k k; rows that are not finite propagate to no parameter."""
+    if weight is None:
+        return key
     return with_nonfinite_rows_isolated(ops, key, lambda x: _project(ops, x, weight), keeps_infinity=True)

@@ -76,6 +76,14 @@ class Score(ABC):
     def lower(self, ops: Backend, query: Array, key: Array) -> Form:
         """Return the lowered form, which computes the same scores fast."""
 
+    def lower_rowwise(self, ops: Backend, query: Array, key: Array) -> Form:
+        """Return a lowered form that has each query and key computed from itself alone.
+
+        Ranks that share a sequence each lower their part of it. The default is `lower`, for a score whose lowered form
+        depends neither on how many queries and keys there are nor on the values of the others.
+        """
+        return self.lower(ops, query, key)
+
     @abstractmethod
     def lower_pullback(self, ops: Backend, query: Array, key: Array) -> tuple[Form, Pullback]:
         """Return the lowered form and its VJP."""
@@ -123,6 +131,10 @@ class Wrapper(Score):
     @final
     def lower(self, ops: Backend, query: Array, key: Array) -> Form:
         return self.transform(ops, lower(ops, self.score, query, key), query)
+
+    @final
+    def lower_rowwise(self, ops: Backend, query: Array, key: Array) -> Form:
+        return self.transform(ops, lower_rowwise(ops, self.score, query, key), query)
 
     @final
     def lower_pullback(self, ops: Backend, query: Array, key: Array) -> tuple[Form, Pullback]:
@@ -288,6 +300,12 @@ def generic_form(ops: Backend, score: Any, query: Array, key: Array) -> TileForm
 def lower(ops: Backend, score: Any, query: Array, key: Array) -> Form:
     """Return the lowered form of any score, also of a custom one that has only ``tile``."""
     return score.lower(ops, query, key) if hasattr(score, "lower") else generic_form(ops, score, query, key)
+
+
+def lower_rowwise(ops: Backend, score: Any, query: Array, key: Array) -> Form:
+    """Return ``score.lower_rowwise``; a custom score without that method is lowered as ever."""
+    found = score.lower_rowwise(ops, query, key) if hasattr(score, "lower_rowwise") else lower(ops, score, query, key)
+    return found  # type: ignore[no-any-return]
 
 
 def lower_pullback(ops: Backend, score: Any, query: Array, key: Array) -> tuple[Form, Pullback]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
-from attnscore.backends.base import Array, Backend
+from attnscore.backends.base import Array, Backend, broadcast
 from attnscore.errors import ShapeError, message
 from attnscore.scores.base import (
     Pullback,
@@ -27,6 +28,8 @@ from attnscore.scores.forms import Form, InnerForm
 @dataclass(frozen=True, eq=False, repr=False)
 class Bilinear(Score):
     """a(q, k) = q . W k: matrix products alone, for queries and keys of different dimensions.
+
+    A W for all heads is applied to the queries or to the keys, whichever takes fewer operations.
 
     Parameters
     ----------
@@ -50,17 +53,44 @@ class Bilinear(Score):
         return ops.matmul(ops.matmul(query, weight), ops.matrix_transpose(ops.astype(key, ops.dtype(query))))
 
     def lower(self, ops: Backend, query: Array, key: Array) -> Form:
-        query, key, weight = widen(ops, query, key, per_head(ops, "W", self.W, query, key, 2))
-        return InnerForm(with_nonfinite_rows_isolated(ops, query, lambda x: ops.matmul(x, weight)), key)
+        if not self._projects_key(query, key):
+            return self.lower_rowwise(ops, query, key)
+        query, key, weight = widen(ops, query, key, self.W)
+        return InnerForm(query, _project_key(ops, key, weight))
 
-    def project(self, ops: Backend, query: Array, key: Array) -> tuple[Array, Array]:
-        """Return query and key of `lower` where all are finite and of one dtype, with W for all heads."""
-        return ops.matmul(query, self.W), key
+    def lower_rowwise(self, ops: Backend, query: Array, key: Array) -> Form:
+        query, key, weight = widen(ops, query, key, per_head(ops, "W", self.W, query, key, 2))
+        return InnerForm(_project_query(ops, query, weight), key)
+
+    def project_query(self, ops: Backend, query: Array) -> Array:
+        """Return the query of `lower` where it computes that, for a W of all heads."""
+        return _project_query(ops, *widen(ops, query, self.W))
+
+    def project_key(self, ops: Backend, key: Array) -> Array:
+        """Return the key of `lower` where it computes that, for a W of all heads."""
+        return _project_key(ops, *widen(ops, key, self.W))
+
+    def _projects_key(self, query: Array, key: Array) -> bool:
+        """Return whether W is applied to the keys: not where it has heads, which each key would have too."""
+        shapes = tuple(query.shape), tuple(key.shape)
+        if len(self.W.shape) > 2 or not all(type(n) is int for shape in shapes for n in shape):
+            return False
+        lead = broadcast(shapes[0][:-2], shapes[1][:-2])
+        pairs = math.prod((*lead, shapes[0][-2], shapes[1][-2]))
+        rows = (math.prod(shape[:-1]) for shape in shapes)
+        of_query, of_key = _operations(*rows, pairs, shapes[0][-1], shapes[1][-1])
+        return of_key < of_query
 
     def lower_pullback(self, ops: Backend, query: Array, key: Array) -> tuple[Form, Pullback]:
         def vjp(grads: Mapping[str, Array]) -> ScoreGradients:
-            # lower: query @ W
             weight = per_head(ops, "W", self.W, query, key, 2)
+            if self._projects_key(query, key):
+                # lower: key @ W^T
+                x, grad, weight = widen(ops, key, grads["key"], weight)
+                x, grad = zero_isolated_rows(ops, x, grad)
+                arrays = {"W": weight_gradient(ops, grad, x, weight.shape, self.W.shape)}
+                return ScoreGradients(grads["query"], ops.matmul(grad, weight), arrays)
+            # lower: query @ W
             x, grad, weight = widen(ops, query, grads["query"], weight)
             x, grad = zero_isolated_rows(ops, x, grad)
             arrays = {"W": weight_gradient(ops, x, grad, weight.shape, self.W.shape)}
@@ -73,7 +103,7 @@ class Bilinear(Score):
         shape = getattr(self.W, "shape", None) or (0,)
         self.check(shape[-2:][0], key.shape[-1])
         x, weight = widen(ops, key, per_key_head(ops, "W", self.W, key, 2))
-        return with_nonfinite_rows_isolated(ops, x, lambda x: ops.matmul(x, ops.matrix_transpose(weight))), Dot()
+        return _project_key(ops, x, weight), Dot()
 
     def check(self, dim: int, key_dim: int) -> None:
         shape = tuple(getattr(self.W, "shape", ()))
@@ -81,4 +111,19 @@ class Bilinear(Score):
             raise ShapeError(message("W", f"(dim, dim_k) = ({dim}, {key_dim})", shape or type(self.W).__name__))
 
     def operations(self, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
-        return 2 * query_len * dim * key_dim + 2 * query_len * key_len * key_dim
+        return 2 * min(_operations(query_len, key_len, query_len * key_len, dim, key_dim))
+
+
+def _project_query(ops: Backend, query: Array, weight: Array) -> Array:
+    """Return Wᵀ q; rows that are not finite propagate to no parameter."""
+    return with_nonfinite_rows_isolated(ops, query, lambda x: ops.matmul(x, weight))
+
+
+def _project_key(ops: Backend, key: Array, weight: Array) -> Array:
+    """Return W k; rows that are not finite propagate to no parameter."""
+    return with_nonfinite_rows_isolated(ops, key, lambda x: ops.matmul(x, ops.matrix_transpose(weight)))
+
+
+def _operations(queries: int, keys: int, pairs: int, dim: int, key_dim: int) -> tuple[int, int]:
+    """Return the multiply-adds of all scores with W applied to the queries, and with W applied to the keys."""
+    return queries * dim * key_dim + pairs * key_dim, keys * dim * key_dim + pairs * dim

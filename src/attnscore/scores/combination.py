@@ -22,6 +22,7 @@ from attnscore.scores.base import (
     check,
     lower,
     lower_pullback,
+    lower_rowwise,
     operations_of,
     widen,
 )
@@ -85,6 +86,10 @@ class Combination(Score):
     def lower(self, ops: Backend, query: Array, key: Array) -> Form:
         return self._joined(ops, [lower(ops, score, query, key) for score in self.scores], query, key)[0]
 
+    def lower_rowwise(self, ops: Backend, query: Array, key: Array) -> Form:
+        forms = [lower_rowwise(ops, score, query, key) for score in self.scores]
+        return self._joined(ops, forms, query, key, rowwise=True)[0]
+
     def lower_pullback(self, ops: Backend, query: Array, key: Array) -> tuple[Form, Pullback]:
         lowered = [lower_pullback(ops, score, query, key) for score in self.scores]
         form, joined_vjp = self._joined(ops, [form for form, _ in lowered], query, key)
@@ -100,7 +105,7 @@ class Combination(Score):
         return form, vjp
 
     def _joined(
-        self, ops: Backend, forms: list[Form], query: Array, key: Array
+        self, ops: Backend, forms: list[Form], query: Array, key: Array, *, rowwise: bool = False
     ) -> tuple[Form, Callable[[Grads], tuple[list[Grads], dict[str, Array]]]]:
         """Return the form of the weighted sum, and its VJP: gradients of each form's arrays, and of the weights."""
         numbers, factor_vjps = [], {}
@@ -109,7 +114,7 @@ class Combination(Score):
                 factor = learned(ops, f"weights[{i}]", weight, query, key, forms[i].query)
                 forms[i], factor_vjps[i] = multiplied(ops, forms[i], factor)
             numbers.append(1.0 if i in factor_vjps else float(weight))
-        form, joined_vjp = joined(ops, forms, numbers)
+        form, joined_vjp = joined(ops, forms, numbers, rowwise=rowwise)
 
         def vjp(grads: Grads) -> tuple[list[Grads], dict[str, Array]]:
             by_term, of_weights = joined_vjp(grads), {}
@@ -151,11 +156,13 @@ def multiple(score: Any, factor: Any) -> Combination:
     return Combination(terms.scores, tuple(weights))
 
 
-def joined(ops: Backend, forms: Sequence[Form], numbers: Sequence[float]) -> tuple[Form, JoinedPullback]:
-    """Return the form of sum_i numbers[i] * scores of forms[i], and its VJP."""
+def joined(
+    ops: Backend, forms: Sequence[Form], numbers: Sequence[float], *, rowwise: bool
+) -> tuple[Form, JoinedPullback]:
+    """Return the form of sum_i numbers[i] * scores of forms[i], and its VJP; `rowwise` as in `lower_rowwise`."""
     first: Any = forms[0]
     if not any(form.caps for form in forms):
-        if (products := _products(ops, forms)) is not None:
+        if (products := _products(ops, forms, rowwise)) is not None:
             return _joined_products(ops, products, numbers)
         if all(isinstance(form, AdditiveForm) and _is_same(form.activation, first.activation) for form in forms):
             return _joined_additive(ops, forms, numbers)
@@ -170,13 +177,15 @@ def joined(ops: Backend, forms: Sequence[Form], numbers: Sequence[float]) -> tup
     return SumForm(first.query, first.key, terms=terms), vjp
 
 
-def _products(ops: Backend, forms: Sequence[Form]) -> list[tuple[InnerForm, Callable[[Grads], Grads]]] | None:
+def _products(
+    ops: Backend, forms: Sequence[Form], rowwise: bool
+) -> list[tuple[InnerForm, Callable[[Grads], Grads]]] | None:
     """Return the terms as inner products, each with its VJP; None where one is none."""
     found: list[tuple[InnerForm, Callable[[Grads], Grads]]] = []
     for form in forms:
         if isinstance(form, InnerForm):
             found.append((form, lambda grads: grads))
-        elif isinstance(form, DistanceForm) and (product := as_product(ops, form)) is not None:
+        elif not rowwise and isinstance(form, DistanceForm) and (product := as_product(ops, form)) is not None:
             found.append(product)
         else:
             return None

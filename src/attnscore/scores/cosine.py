@@ -66,6 +66,14 @@ class Cosine(Score):
 
         return form, vjp
 
+    def project_query(self, ops: Backend, query: Array) -> Array:
+        """Return the query of `lower`."""
+        return _isolated_unit(ops, query)
+
+    def project_key(self, ops: Backend, key: Array) -> Array:
+        """Return the key of `lower` where it computes that."""
+        return _isolated_unit(ops, key)
+
     def prepare_keys(self, ops: Backend, key: Array) -> tuple[Array, Score]:
         if check_flag("unit_keys", self.unit_keys):
             return key, self
@@ -82,7 +90,7 @@ class Cosine(Score):
 
     def _units(self, ops: Backend, query: Array, key: Array) -> tuple[Array, Array]:
         query, key = widen(ops, query, key)
-        return _isolated_unit(ops, query), key if self.unit_keys else _isolated_unit(ops, key)
+        return self.project_query(ops, query), key if self.unit_keys else self.project_key(ops, key)
 
 
 def _isolated_unit(ops: Backend, x: Array) -> Array:

@@ -90,6 +90,11 @@ class Gaussian(Score):
                 return inner
         return DistanceForm(query, key, scale)
 
+    def lower_rowwise(self, ops: Backend, query: Array, key: Array) -> Form:
+        # An inner product has the centre of all keys subtracted, and suits some norms only.
+        query, key = self._in_bandwidths(ops, *widen(ops, query, key))
+        return DistanceForm(query, key, self._scale(ops, query, key))
+
     def lower_pullback(self, ops: Backend, query: Array, key: Array) -> tuple[Form, Pullback]:
         form = self.lower(ops, query, key)
 

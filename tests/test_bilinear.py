@@ -1,0 +1,155 @@
+"""The bilinear score where W is applied to the keys, as that takes fewer operations, and nothing else changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+import attnscore as ats
+from attnscore.core import plan as plans
+from attnscore.core.problem import build_problem
+from attnscore.core.tiled import operands
+
+LENS = np.array([2, 3])
+Gradients = tuple[np.ndarray, ...]
+
+
+def arrays(queries: int = 9) -> list[np.ndarray]:
+    """Query, key, value and W; a masked key is NaN."""
+    rng = np.random.default_rng(0)
+    found = [rng.standard_normal(shape) for shape in ((2, queries, 4), (2, 3, 5), (2, 3, 2), (4, 5))]
+    found[1][0, 2] = np.nan
+    return found
+
+
+def reference() -> Gradients:
+    """Output and gradients of its sum of squares, by the definition."""
+    query, key, value, weight = [torch.tensor(x, requires_grad=True) for x in arrays()]
+    is_masked = torch.arange(3) >= torch.tensor(LENS)[:, None]
+    finite = key.masked_fill(is_masked[..., None], 0.0)
+    scores = (query @ weight @ finite.mT).masked_fill(is_masked[:, None], -torch.inf)
+    out = scores.softmax(-1) @ value
+    grads = torch.autograd.grad(out.square().sum(), (query, key, value, weight))
+    return tuple(x.detach().numpy() for x in (out, *grads))
+
+
+def by_numpy() -> Gradients:
+    *inputs, weight = arrays()
+    out, pullback = ats.attend_vjp(*inputs, score=ats.Bilinear(weight), valid_lens=LENS)
+    grads = pullback(2 * out)
+    return out, *grads[:3], grads.score["W"]
+
+
+def by_torch() -> Gradients:
+    leaves = [torch.tensor(x, requires_grad=True) for x in arrays()]
+    for _ in range(2):  # the second call runs by the plan of the first
+        out = ats.attend(*leaves[:3], score=ats.Bilinear(leaves[3]), valid_lens=torch.tensor(LENS))
+    grads = torch.autograd.grad(out.square().sum(), leaves)
+    return tuple(x.detach().numpy() for x in (out, *grads))
+
+
+def by_jax() -> Gradients:
+    import jax
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array, weight: jax.Array) -> jax.Array:
+        return ats.attend(query, key, value, score=ats.Bilinear(weight), valid_lens=LENS)
+
+    with jax.enable_x64(True):
+        out, vjp = jax.vjp(jax.jit(attend), *map(jax.numpy.asarray, arrays()))
+        return tuple(map(np.asarray, (out, *vjp(2 * out))))
+
+
+def by_tensorflow() -> Gradients:
+    import tensorflow as tf
+
+    leaves = [tf.constant(x) for x in arrays()]
+    with tf.GradientTape() as tape:
+        tape.watch(leaves)
+        out = ats.attend(*leaves[:3], score=ats.Bilinear(leaves[3]), valid_lens=LENS)
+        loss = tf.reduce_sum(out**2)
+    return tuple(np.asarray(x) for x in (out, *tape.gradient(loss, leaves)))
+
+
+@pytest.mark.parametrize("by", [by_numpy, by_torch, by_jax, by_tensorflow])
+def test_fewer_keys_than_queries(by: Callable[[], Gradients]) -> None:
+    for found, wanted in zip(by(), reference(), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("queries", "side"), [(9, 3), (2, 2)])
+def test_the_side_with_fewer_rows_is_projected(queries: int, side: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+    matmul = torch.matmul
+
+    def noted(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        rows.append(a.shape[-2])
+        return matmul(a, b)
+
+    *inputs, weight = [torch.tensor(np.nan_to_num(x)) for x in arrays(queries)]
+    monkeypatch.setattr(torch, "matmul", noted)
+    plans.PLANS._entries.clear()
+    for _ in range(2):
+        out = ats.attend(*inputs, score=ats.Bilinear(weight))
+    assert set(rows) == {side}
+    monkeypatch.undo()
+    wanted = ats.attend(*inputs, score=ats.Bilinear(weight), kernel="dense")
+    torch.testing.assert_close(out, wanted, rtol=1e-10, atol=1e-12)
+    one_each = ats.Bilinear(weight.expand(2, 4, 5))  # per head: the keys of all heads would be as many products
+    heads = [x[None] for x in inputs]
+    torch.testing.assert_close(ats.attend(*heads, score=one_each)[0], wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "projects_key"),
+    [
+        ((2, 9, 4), (2, 3, 5), True),
+        ((9, 64), (8, 2), False),  # the pairs take more with 64 dimensions than the projection saves
+        ((9, 2), (9, 64), True),
+        ((9, 4), (9, 4), False),
+        ((4, 3, 5), (1, 6, 5), True),  # keys of all batch entries
+        ((1, 4, 3, 5), (1, 2, 3, 5), True),  # grouped-query attention
+        ((0, 4), (3, 4), False),
+    ],
+)
+@pytest.mark.parametrize("head_axis", [-3, -2])
+def test_the_side_that_takes_fewer_operations(
+    query: tuple[int, ...], key: tuple[int, ...], projects_key: bool, head_axis: int
+) -> None:
+    rng = np.random.default_rng(0)
+    arrays = [torch.tensor(rng.standard_normal(shape)) for shape in (query, key, (*key[:-1], 3))]
+    score = ats.Bilinear(torch.tensor(rng.standard_normal((query[-1], key[-1]))))
+    if head_axis == -2 and len(query) == 4:
+        arrays = [x.transpose(1, 2).contiguous() for x in arrays]
+    problem, _ = build_problem(*arrays, score=score, head_axis=head_axis)
+    assert (problem.form.query is problem.query) == projects_key
+    assert (problem.form.key is problem.key) == (not projects_key)
+    wanted = ats.attend(*arrays, score=score, head_axis=head_axis, kernel="dense")
+    for _ in range(2):
+        torch.testing.assert_close(ats.attend(*arrays, score=score, head_axis=head_axis), wanted)
+    # Whatever the lengths, ranks that share the sequence move the keys as they are.
+    problem, _ = build_problem(*arrays, score=score, head_axis=head_axis, rowwise=True)
+    assert problem.form.key is problem.key and problem.form.query is not problem.query
+
+
+def test_unknown_lengths_leave_the_keys_as_they_are() -> None:
+    import tensorflow as tf
+
+    found = []
+
+    @tf.function(input_signature=[tf.TensorSpec((2, None, n)) for n in (4, 5, 2)])
+    def attend(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
+        problem, _ = build_problem(query, key, value, score=ats.Bilinear(tf.ones((4, 5))))
+        found.append(problem.form.key is problem.key)
+        return operands(problem)["query"]
+
+    attend.get_concrete_function()
+    assert found == [True]
+
+
+def test_the_count_of_operations_is_that_of_the_cheaper_side() -> None:
+    score = ats.Bilinear(np.ones((4, 5)))
+    assert score.operations(9, 3, 4, 5) == 2 * 3 * 4 * 5 + 2 * 9 * 3 * 4
+    assert score.operations(3, 9, 4, 5) == 2 * 3 * 4 * 5 + 2 * 9 * 3 * 5
