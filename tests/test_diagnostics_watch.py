@@ -319,12 +319,15 @@ def masked_calls() -> dict[str, dict[str, Any]]:
     boolean[:, :, 2] = False  # a fully masked query
     bias = torch.randn(4, 5, 7).double().masked_fill(torch.rand(4, 5, 7) > 0.6, -torch.inf)
     bias[1, 3] = -torch.inf
+    lower_right = torch.nn.attention.bias.causal_lower_right(5, 7)
+    with torch._C.DisableTorchFunctionSubclass():
+        lower_right.fill_(torch.finfo(torch.float32).min)  # its memory means nothing
     return {
         "none": {},
         "causal": {"is_causal": True},
         "boolean": {"attn_mask": boolean, "scale": 0.3},
         "float": {"attn_mask": bias},
-        "lower right": {"attn_mask": torch.nn.attention.bias.causal_lower_right(5, 7)},
+        "lower right": {"attn_mask": lower_right},
         "gqa": {"enable_gqa": True},
     }
 

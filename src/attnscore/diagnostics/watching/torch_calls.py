@@ -5,6 +5,7 @@ Requirements:
 - no array of queries by keys is made: scores that the model itself made are read a few queries at a time;
 - the weight on the first key, and on padding, is the output of the same pass, with values that mark these keys;
 - where a watch wants one pass, it gives the output too, if that of the model's own function differs by rounding alone;
+  the weight on the first key is then computed from its score;
 - queries at padding do not count; queries with one attended key have no choice and never count as saturated.
 """
 
@@ -92,15 +93,40 @@ def sums_of(call: Call | Scores, real: Tensor | None, saturated_weight: float) -
 def output_and_sums(
     call: Call, pooling: Pooling, real: Tensor | None, saturated_weight: float
 ) -> tuple[Tensor, dict[str, Array]]:
-    """Return the output of a call and the sums of `sums_of`, from one pass: the marks are columns behind the values."""
+    """Return the output of a call and the sums of `sums_of`, from one pass.
+
+    Where padding is known, the marks are columns behind the values. One more column takes up to a third longer where
+    values are short.
+    """
     [(_, counted)] = _in_blocks(call, real)
-    value, marks = pooling.value, _marks(call.key, call.options.get("head_axis", -3), real)
+    value, marks = pooling.value, _marks(call.key, -3, real)
     with torch.set_grad_enabled(pooling.is_recorded):
-        joined = torch.cat([value, marks.expand(*value.shape[:-1], marks.shape[-1])], -1)
-        both, stats = ats.attend(call.query, call.key, joined, **call.options, return_stats=_NEEDED)
-        # Models may take a view that only an output in C order has.
-        out = both[..., : value.shape[-1]].contiguous()
-    return out, _sums(call, both.detach()[..., value.shape[-1] :], stats, counted, saturated_weight)
+        if marks.shape[-1] == 1 and len(marks):
+            out, stats = ats.attend(call.query, call.key, value, **call.options, return_stats=_NEEDED)
+            marked = _first_key_weights(call, stats)
+        else:
+            joined = torch.cat([value, marks.expand(*value.shape[:-1], marks.shape[-1])], -1)
+            both, stats = ats.attend(call.query, call.key, joined, **call.options, return_stats=_NEEDED)
+            # Models may take a view that only an output in C order has.
+            out, marked = both[..., : value.shape[-1]].contiguous(), both.detach()[..., value.shape[-1] :]
+    return out, _sums(call, marked, stats, counted, saturated_weight)
+
+
+@torch.no_grad()
+def _first_key_weights(call: Call, stats: ats.AttentionStats) -> Tensor:
+    """Return the weights (..., query, 1) on the first key of a call of `sdpa_call`: exp(score - log-sum-exp)."""
+    total = stats.log_sum_exp[..., None]
+    query, key = (x.to(total.dtype) for x in (call.query, call.key[..., :1, :]))
+    if key.ndim > 3 and key.shape[-3] != query.shape[-3]:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+    scale, mask, bias = call.options["score"].scale, call.options.get("mask"), call.options.get("bias")
+    scores = (query @ key.mT).mul_(query.shape[-1] ** -0.5 if scale is None else scale)
+    if bias is not None:
+        scores += bias[..., :1]
+    if isinstance(mask, Tensor):  # a causal one has the first key at every query that attends to some
+        scores.masked_fill_(~mask[..., :1], -torch.inf)
+    # The product may be rounded otherwise than in the pass.
+    return torch.minimum(scores.sub_(total).exp_(), stats.max_weight[..., None])
 
 
 def _in_blocks(call: Call | Scores, real: Tensor | None) -> Iterator[tuple[Call, Tensor | None]]:
@@ -253,7 +279,8 @@ def pooling_of(query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any])
         return None
     if isinstance(mask, Tensor):
         # Where a model writes the least number of the dtype, a fully masked query gets the mean of the values.
-        is_float = mask.dtype != torch.bool
+        # The memory of a CausalBias has not been set.
+        is_float = mask.dtype != torch.bool and not isinstance(mask, CausalBias)
         if given.get("is_causal") or mask.requires_grad or (is_float and with_infinity(mask) is not mask):
             return None
     # Checkpointing compares what is saved with what its second pass saves, which is not watched.
