@@ -60,6 +60,6 @@ class LoweredCall:
         if sink is not None:
             operands.append(sink)
         if ops.has_planned_gradients and ops.needs_grad(*operands):
-            return call.present(ops.record(call.op(arguments, self.lowered), operands))
+            return call.record(arguments, self.lowered, operands)
         mask, seed = call.mask_and_seed(arguments)
         return call.present(call.forward(operands, mask, seed, saves=False, key_exps=key_exps)[0])

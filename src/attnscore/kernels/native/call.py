@@ -202,13 +202,15 @@ class NativeCall:
             if not ops.number(score.bandwidth) > 0:  # type: ignore[operator]  # it is not traced
                 score.check(query.shape[-1], key.shape[-1])
         if ops.has_planned_gradients and ops.needs_grad(*arrays):
-            return self.present(ops.record(self.op(arguments, score), arrays))
+            return self.record(arguments, score, arrays)
         mask, seed = self.mask_and_seed(arguments)
         return self.present(self.forward(arrays, mask, seed, saves=False, key_exps=key_exps)[0])
 
-    def op(self, arguments: CallArguments, score: Any) -> NativeOp:
-        """Return the op of one call, for autograd to record."""
-        return NativeOp(self, score, *self.mask_and_seed(arguments))
+    def record(self, arguments: CallArguments, score: Any, arrays: Sequence[Array]) -> Any:
+        """Return what `attend` returns, of a call on these arrays that autograd records."""
+        op = NativeOp(self, score, *self.mask_and_seed(arguments))
+        outputs = self.ops.record(op, arrays)
+        return self.present((*outputs, *op.detached) if op.detached else outputs)
 
     def mask_and_seed(self, arguments: CallArguments) -> tuple[Any, int]:
         """Return the boolean mask of a call, or the bounds of its valid lengths, or None; and its seed."""
@@ -488,8 +490,8 @@ class NativeCall:
 class NativeOp:
     """One recorded call, for a framework's gradient hook (`backends.base.DifferentiableOp`).
 
-    Outputs are those of `NativeCall.returned`. The op itself holds the arrays of `NativeCall.saved`: as tensors, which
-    autograd would save, they cost a tiny call 4 us.
+    Outputs are those of `NativeCall.differentiable`. The op itself holds the others of `NativeCall.returned`, and the
+    arrays of `NativeCall.saved`: as tensors, which autograd would save, these cost a tiny call 4 us.
     """
 
     call: NativeCall
@@ -498,6 +500,7 @@ class NativeOp:
     """The boolean mask of the call, or the bounds (start, stop) of its valid lengths, or None."""
     seed: int
     saved: Sequence[HostArray] = ()
+    detached: Sequence[Array] = ()
 
     @property
     def differentiable_outputs(self) -> int:
@@ -525,7 +528,9 @@ class NativeOp:
 
     def forward(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
         outputs, self.saved = self.call.forward(arrays, self.mask, self.seed, saves=True)
-        self.call.keep_layouts(arrays, outputs[: self.saved_outputs])
+        count = self.saved_outputs
+        outputs, self.detached = outputs[:count], outputs[count:]
+        self.call.keep_layouts(arrays, outputs)
         return outputs
 
     def backward(
