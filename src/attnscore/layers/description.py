@@ -136,6 +136,8 @@ class Layer:
     def make_score(self, arrays: dict[str, Array]) -> Any:
         """Return the score object over its arrays, by name."""
         given = self._options | arrays
+        if type(self.score) is str:
+            return _SCORES[self.score](given)
         return score_template.filled(self.score, arrays, lambda name: _SCORES[name](given))
 
     def out_features(self, value_features: int | None) -> int | None:
@@ -433,9 +435,9 @@ class BaseAttention(Generic[A]):
                     x = self._reshape(x, (linear.heads, linear.units // linear.heads))
                 projected[linear.input] = x
         arrays = {part.name: self._read(part, inputs) for part in layer.score_parts}
-        arguments = {"score": layer.make_score(arrays), "valid_lens": valid_lens, "mask": mask}
-        arguments["normalizer"] = layer.normalizer
-        query, key, value = (projected[name] for name in INPUTS)
+        score = layer.make_score(arrays)
+        arguments = {"score": score, "valid_lens": valid_lens, "mask": mask, "normalizer": layer.normalizer}
+        query, key, value = map(projected.__getitem__, INPUTS)
         if not layer.heads:
             return (query, key, value), arguments
         arguments |= {name: x for name, x in (("bias", bias), ("sink", arrays.get("sink"))) if x is not None}

@@ -63,8 +63,6 @@ def _numbers(name: str, x: Array) -> np.ndarray[Any, Any]:
 
 def filled(score: Any, arrays: Mapping[str, Array], named: Callable[[str], Any]) -> Any:
     """Return the score of a template: `arrays` in the place of its own, `named(name)` in the place of a name."""
-    if type(score) is str:
-        return named(score)
     if own := arrays_of(score):
         given = iter([arrays[_parameter_name(name)] for name in own])
         score = with_arrays(score, lambda _: next(given))

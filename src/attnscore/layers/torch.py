@@ -104,8 +104,11 @@ class Matrix(nn.Module):
 
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
         weight = _weight_of(self)
-        _check_operand("queries", queries, weight, "W.weight", axis=0)
-        _check_operand("keys", keys, weight, "W.weight", axis=1)
+        # Keys have the dtype and device of the queries. The usual case costs three comparisons.
+        sizes = queries.shape[-1], keys.shape[-1]
+        if sizes != weight.shape or queries.dtype != weight.dtype or queries.device != weight.device:
+            _check_operand("queries", queries, weight, "W.weight", axis=0)
+            _check_operand("keys", keys, weight, "W.weight", axis=1)
         return weight
 
     def extra_repr(self) -> str:

@@ -337,7 +337,7 @@ def check(score: Any, dim: int, key_dim: int) -> None:
 
 def widen(ops: Backend, *arrays: Array) -> tuple[Array, ...]:
     """Return the arrays in one dtype that can hold sums: the widest of theirs, at least float32."""
-    dtypes = {ops.dtype(x) for x in arrays}
+    dtypes = {*map(ops.dtype, arrays)}
     if dtypes in _WIDE:
         return arrays
     target = max(map(accumulator, dtypes), key=_WIDTHS.__getitem__)
