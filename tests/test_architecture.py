@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("core.problem",),
     ("core.lowered", "core.prepared", "core.tiling"),
     ("core.tiled",),
-    ("core.one_tile",),
+    ("core.few_keys", "core.one_tile"),
     ("kernels",),
     ("analysis", "core.plan", "packing"),
     ("api",),

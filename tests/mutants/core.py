@@ -285,6 +285,22 @@ FAULTS = [
         "a small call of a graph drops no weight",
     ),
     Fault(
+        "few-keys-masked-nan-reaches-the-output",
+        "src/attnscore/core/few_keys.py",
+        "return x if unmasked is None else ops.where(unmasked, x, 0.0)",
+        "return x",
+        "tests/test_few_keys.py",
+        "a call with few keys lets a NaN behind the mask through",
+    ),
+    Fault(
+        "few-keys-masked-nan-reaches-w-v",
+        "src/attnscore/core/few_keys.py",
+        "hidden = _isolated(ops, _by_dims(unmasked), query + key)",
+        "hidden = query + key",
+        "tests/test_few_keys.py",
+        "a call with few keys lets a NaN behind the mask into the gradient of a parameter",
+    ),
+    Fault(
         "plan-with-or-without-exponentials",
         "src/attnscore/core/plan.py",
         "sink is None, key_exps is None, *map",

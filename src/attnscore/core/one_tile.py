@@ -37,7 +37,7 @@ MOST_VALUES = 3 * 2**16
 
 def is_faster(problem: Problem) -> bool:
     """Whether a call is small, in a program whose own operations are faster on small calls than a native kernel."""
-    if not _would_call_back(problem) or not _is_plain(problem):
+    if not _would_call_back(problem) or not is_plain(problem):
         return False
     score_shape, form, dim = problem.score_shape, problem.form, problem.form.query.shape[-1]
     pairs = math.prod(score_shape.rows) * score_shape.key_len
@@ -50,7 +50,7 @@ def fits(problem: Problem, plan: TilePlan) -> bool:
     """Whether `forward` and `backward` take a call: one tile, in a compiled program."""
     return (
         _would_call_back(problem)
-        and _is_plain(problem)
+        and is_plain(problem)
         and plan.query_tile >= problem.score_shape.query_len
         and plan.key_tile >= problem.score_shape.key_len
     )
@@ -62,7 +62,7 @@ def _would_call_back(problem: Problem) -> bool:
     return ops.has_slow_callbacks and ops.needs_host_callback(*tiled.operands(problem).values())
 
 
-def _is_plain(problem: Problem) -> bool:
+def is_plain(problem: Problem) -> bool:
     """Whether a call has known sizes, none of them 0, and nothing that needs tiled attention."""
     if type(problem.form) not in _FORMS:
         return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnscore.core import one_tile
+from attnscore.core import few_keys, one_tile
 from attnscore.core.arguments import check_choice
 from attnscore.core.problem import Problem
 from attnscore.errors import KernelUnavailable, message
@@ -21,6 +21,7 @@ _TABLE: dict[str, Kernel] = {
     kernel.name: kernel for kernel in (Gather(), Native(), Fused(), Triton(), Streaming(), Dense())
 }
 _NOT_AUTOMATIC = {"dense": "quadratic memory: taken only when asked for by name"}
+_FEW_KEYS = "one query over few keys in a compiled program: the framework's own operations take less time"
 _SMALL = "a small call of a graph: a callback into Python takes longer than the framework's own operations"
 
 
@@ -61,7 +62,9 @@ def _reasons_not_automatic(kernel: Kernel, problem: Problem) -> tuple[str, ...]:
     """Return why "auto" does not take a kernel, whether it can run the problem or not."""
     if kernel.name in _NOT_AUTOMATIC:
         return (_NOT_AUTOMATIC[kernel.name],)
-    return (_SMALL,) if kernel.name == "native" and one_tile.is_faster(problem) else ()
+    if kernel.name != "native":
+        return ()
+    return (_SMALL,) if one_tile.is_faster(problem) else (_FEW_KEYS,) if few_keys.is_faster(problem) else ()
 
 
 def reasons(problem: Problem, chosen: Kernel) -> dict[str, tuple[str, ...]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import final
 
 from attnscore.backends.base import Array
-from attnscore.core import one_tile, tiled
+from attnscore.core import few_keys, one_tile, tiled
 from attnscore.core.problem import Problem
 from attnscore.core.tiled import Result, RowGradients
 from attnscore.core.tiling import TilePlan
@@ -19,7 +19,7 @@ class Streaming(Kernel):
     """Tiled attention in the framework's operations."""
 
     only_tiles: bool = False
-    """Whether a small call of a graph is computed by the loops too, which any framework can differentiate again."""
+    """Whether a small call of a program is computed by the loops too, which any framework can differentiate again."""
 
     name = "streaming"
     summary = "tiles in the framework's own operations, O(n) memory"
@@ -39,6 +39,8 @@ class Streaming(Kernel):
         return ("the scores are computed about 10 times, to find the threshold of each query",)
 
     def forward(self, problem: Problem, plan: TilePlan) -> Result:
+        if self._has_few_keys(problem):
+            return few_keys.forward(problem, plan)
         if self._is_one_tile(problem, plan):
             return one_tile.forward(problem, plan)
         return tiled.forward(problem, plan)
@@ -46,9 +48,14 @@ class Streaming(Kernel):
     def backward(
         self, problem: Problem, plan: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]
     ) -> dict[str, Array]:
+        if grads.out is not None and self._has_few_keys(problem):
+            return few_keys.backward(problem, plan, grads)
         if grads.out is not None and self._is_one_tile(problem, plan):
             return one_tile.backward(problem, plan, result, grads)
         return tiled.backward(problem, plan, result, grads)
+
+    def _has_few_keys(self, problem: Problem) -> bool:
+        return not self.only_tiles and few_keys.is_faster(problem)
 
     def _is_one_tile(self, problem: Problem, plan: TilePlan) -> bool:
         return not self.only_tiles and one_tile.fits(problem, plan)

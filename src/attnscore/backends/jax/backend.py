@@ -142,6 +142,10 @@ class JaxBackend(Backend):
     def needs_host_callback(self, *arrays: Array) -> bool:
         return any(isinstance(x, jax.core.Tracer) for x in arrays) and not self.needs_grad(*arrays)
 
+    def fuses(self, *arrays: Array) -> bool:
+        kinds = {kind_of(x) for x in layers_of_all(arrays) if isinstance(x, jax.core.Tracer)}
+        return RECORDED in kinds and kinds <= {RECORDED, MAPPED, REVERSE}
+
     def custom_calls(self) -> bool:
         return ffi.registered()
 

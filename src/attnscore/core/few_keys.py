@@ -1,0 +1,164 @@
+"""Attention of one query over a few keys, in operations that a compiler fuses. The streaming kernel runs it.
+
+- A sum over keys is a term for each key, with 0 in place of a masked pair: that propagates nothing, NaN and infinity
+  included, and the program needs neither a copy of the keys nor a branch.
+- There is no axis of queries: XLA copies an array to insert an axis of size 1 into it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from typing import Any
+
+from attnscore.backends.base import Array, Backend
+from attnscore.core import one_tile, online_softmax, tiled
+from attnscore.core.online_softmax import NEG_INF
+from attnscore.core.problem import Problem
+from attnscore.core.tiled import Result, RowGradients
+from attnscore.core.tiling import TilePlan
+from attnscore.scores.forms import AdditiveForm, DistanceForm, FormPullback, InnerForm
+
+# Formula's time over ours by the native kernel and here, forward | with gradients, lengths, one thread of a Zen 4 with
+# AVX-512 beside other work, 2026-11-26: additive (64, 1, 1), h 256: 0.75, 1.02 | 0.45, 1.10; (256, 1, 8), h 64: 0.66,
+# 1.00 | 0.49, 1.83; dot (256, 1, 10), d 64: 0.47, 1.00 | 0.80, 2.37; Gaussian (64, 1, 10), d 256: 0.61, 0.86 | 0.71,
+# 2.0. With 16 keys, (256, 1, 16), d 64: 0.55, 0.73 | 1.0, 1.4.
+MOST_KEYS = 12
+# XLA hands a program of 1000 operations or more to another thread, which takes 12 us; the native kernel counts as none.
+# (16, 1, 10), d 64: 1.53, 0.95 | 1.25, 1.19; (32, 1, 4), d 32: 1.18, 0.99 | 0.89, 1.03. A score that holds values of a
+# pair takes the native kernel longer: Gaussian (8, 1, 3), d 256: 1.30, 1.02 | 0.80, 1.10.
+LEAST_ROWS = 32
+LEAST_ROWS_OF_VALUES = 8
+# Below: dot (1, 1, 1), d 16: 0.81, 0.98 | 0.78, 1.00; (2, 1, 10), d 8: 0.85, 0.40 | 1.5, 0.98.
+MOST_OF_TINY = 128
+"""Numbers of the keys of a call that is no other thread's."""
+
+
+def is_faster(problem: Problem) -> bool:
+    """Whether a call has one query and few keys for each head, in a program whose compiler fuses its operations."""
+    ops, score_shape, form = problem.ops, problem.score_shape, problem.form
+    if not ops.fuses(*tiled.operands(problem).values()) or not one_tile.is_plain(problem):
+        return False
+    if problem.dropout is not None or form.caps or not {"query_bias", "key_bias"}.isdisjoint(form.arrays()):
+        return False
+    *matrices, query_len = score_shape.rows
+    if query_len > 1 or score_shape.key_len > MOST_KEYS:
+        return False
+    # Heads that share keys or have parameters of their own are left to the native kernel.
+    shared = (x for name, x in form.arrays().items() if form.role(name) == "shared")
+    if any(x.shape[:-2] != tuple(matrices) for x in (form.query, form.key, problem.value)) or any(
+        math.prod(x.shape[:-1]) > 1 for x in shared
+    ):
+        return False
+    least = LEAST_ROWS if form.values_per_pair() == 1 else LEAST_ROWS_OF_VALUES
+    return math.prod(matrices) >= least or math.prod(form.key.shape) <= MOST_OF_TINY
+
+
+def forward(problem: Problem, plan: TilePlan) -> Result:
+    """Compute the output, and the weights where they are wanted."""
+    ops, rows = problem.ops, problem.score_shape.rows
+    scores, unmasked, weights, _ = _weights(problem, plan)
+    out = _sum_over_keys(_times(ops, unmasked, weights, _by_rows(problem, problem.value)))
+    # A program without a use for these two leaves them out.
+    row_max = online_softmax.safe_max(ops, ops.max(scores, axis=-1, keepdims=True))
+    log_denom = ops.log(ops.sum(ops.exp(scores - row_max), axis=-1, keepdims=True))
+    found = (ops.astype(out, problem.dtype), row_max, log_denom, weights)
+    out, row_max, log_denom, matrix = (ops.reshape(x, (*rows, x.shape[-1])) for x in found)
+    return Result(out, row_max, log_denom, {}, None if problem.matrix is None else matrix)
+
+
+def backward(problem: Problem, plan: TilePlan, grads: RowGradients) -> dict[str, Array]:
+    """Compute the gradients of the form's arrays and of ``value``."""
+    ops = problem.ops
+    # The compiler finds that the forward has computed these.
+    _, unmasked, weights, scores_vjp = _weights(problem, plan)
+    value, grad_out = _by_rows(problem, problem.value), _by_rows(problem, grads.out)
+    # Forward: out = p @ value
+    grad_weights = _inner_products(ops, grad_out, value)
+    if grads.matrix is not None:
+        grad_weights = grad_weights + ops.reshape(ops.astype(grads.matrix, problem.accumulator), weights.shape)
+    # Forward: p = softmax(where(unmasked, scores, -inf))
+    total = ops.sum(_isolated(ops, unmasked, weights * grad_weights), axis=-1, keepdims=True)
+    grad_scores = _isolated(ops, unmasked, weights * (grad_weights - total))
+    found = {**scores_vjp(grad_scores), "value": _times(ops, unmasked, weights, grad_out)}
+    return {name: ops.reshape(found[name], x.shape) for name, x in tiled.operands(problem).items()}
+
+
+def _weights(problem: Problem, plan: TilePlan) -> tuple[Array, Array | None, Array, FormPullback]:
+    """Return scores (-inf where masked), unmasked pairs (None: all) and weights (row, key), and the scores' VJP."""
+    ops, score_shape, dtype, unmasked = problem.ops, problem.score_shape, problem.accumulator, None
+    pairs = (-1, score_shape.key_len)
+    if problem.mask is not None:
+        unmasked = plan.visible(ops, score_shape, problem.value, (0, 1), (0, score_shape.key_len))
+        unmasked = ops.reshape(ops.broadcast_to(unmasked, (*score_shape.rows, score_shape.key_len)), pairs)
+    form: Any = problem.form.part(
+        lambda x, role: ops.astype(ops.reshape(x, x.shape[-1:]), dtype) if role == "shared" else _by_rows(problem, x)
+    )
+    scores, vjp = _scores(ops, form, unmasked)
+    if unmasked is not None:
+        scores = ops.where(unmasked, scores, NEG_INF)
+    return scores, unmasked, online_softmax.whole_rows(ops, scores, unmasked, None), vjp
+
+
+def _scores(
+    ops: Backend, form: InnerForm | AdditiveForm | DistanceForm, unmasked: Array | None
+) -> tuple[Array, FormPullback]:
+    """Return the scores (row, key) of a form, and their VJP, which maps the gradient 0 of a masked pair to 0."""
+    query, key = form.query, form.key
+    if isinstance(form, InnerForm):
+        query = query * form.scale
+
+        def inner_vjp(grad: Array) -> dict[str, Array]:
+            of_query = _sum_over_keys(_times(ops, unmasked, grad, key)) * form.scale
+            return {"query": of_query, "key": _times(ops, unmasked, grad, query)}
+
+        return _inner_products(ops, query, key), inner_vjp
+    if isinstance(form, AdditiveForm):
+        # Zeros for masked pairs keep NaN out of the product that is the gradient of w_v.
+        hidden = _isolated(ops, _by_dims(unmasked), query + key)
+        activated = form.activation.value(ops, hidden)
+
+        def additive_vjp(grad: Array) -> dict[str, Array]:
+            of_key = grad[..., None] * form.activation.slope(ops, hidden, activated) * form.w_v
+            of_vector = ops.matmul(ops.reshape(grad, (-1,)), ops.reshape(activated, (-1, activated.shape[-1])))
+            return {"query": _sum_over_keys(of_key), "key": of_key, "w_v": of_vector}
+
+        return ops.matmul(activated, form.w_v), additive_vjp
+    difference = query - key
+    squares = ops.sum(difference * difference, axis=-1)
+
+    def distance_vjp(grad: Array) -> dict[str, Array]:
+        of_key = _times(ops, unmasked, 2 * form.scale * grad, difference)
+        of_scale = -ops.sum(_isolated(ops, unmasked, grad * squares), axis=(0, 1))
+        return {"query": -_sum_over_keys(of_key), "key": of_key, "scale": of_scale}
+
+    return -form.scale * squares, distance_vjp
+
+
+def _by_rows(problem: Problem, x: Array) -> Array:
+    """Return an array (*lead, head, group, length, dim) as (row, length, dim), in the dtype of sums."""
+    ops = problem.ops
+    return ops.astype(ops.reshape(x, (-1, *x.shape[-2:])), problem.accumulator)
+
+
+def _inner_products(ops: Backend, query: Array, key: Array) -> Array:
+    return ops.reshape(ops.matmul(query, ops.matrix_transpose(key)), key.shape[:-1])
+
+
+def _sum_over_keys(x: Array) -> Array:
+    """Sum (row, key, dim) over the keys: as one operation it would be slower, and compute its operand before."""
+    return functools.reduce(operator.add, (x[:, at] for at in range(x.shape[1])))
+
+
+def _times(ops: Backend, unmasked: Array | None, by_pairs: Array, x: Array) -> Array:
+    """Return the products of each pair's number with a row of `x` (row, 1 or key, dim); 0 where masked."""
+    return _isolated(ops, _by_dims(unmasked), by_pairs[..., None] * x)
+
+
+def _by_dims(unmasked: Array | None) -> Array | None:
+    return None if unmasked is None else unmasked[..., None]
+
+
+def _isolated(ops: Backend, unmasked: Array | None, x: Array) -> Array:
+    return x if unmasked is None else ops.where(unmasked, x, 0.0)
