@@ -304,8 +304,7 @@ def lower(ops: Backend, score: Any, query: Array, key: Array) -> Form:
 
 def lower_rowwise(ops: Backend, score: Any, query: Array, key: Array) -> Form:
     """Return ``score.lower_rowwise``; a custom score without that method is lowered as ever."""
-    found = score.lower_rowwise(ops, query, key) if hasattr(score, "lower_rowwise") else lower(ops, score, query, key)
-    return found  # type: ignore[no-any-return]
+    return score.lower_rowwise(ops, query, key) if hasattr(score, "lower_rowwise") else lower(ops, score, query, key)
 
 
 def lower_pullback(ops: Backend, score: Any, query: Array, key: Array) -> tuple[Form, Pullback]:

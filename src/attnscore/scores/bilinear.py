@@ -77,8 +77,8 @@ class Bilinear(Score):
             return False
         lead = broadcast(shapes[0][:-2], shapes[1][:-2])
         pairs = math.prod((*lead, shapes[0][-2], shapes[1][-2]))
-        rows = (math.prod(shape[:-1]) for shape in shapes)
-        of_query, of_key = _operations(*rows, pairs, shapes[0][-1], shapes[1][-1])
+        queries, keys = (math.prod(shape[:-1]) for shape in shapes)
+        of_query, of_key = _operations(queries, keys, pairs, shapes[0][-1], shapes[1][-1])
         return of_key < of_query
 
     def lower_pullback(self, ops: Backend, query: Array, key: Array) -> tuple[Form, Pullback]:
