@@ -22,8 +22,8 @@ FAULTS: list[Fault] = [
     Fault(
         "layers-normalizer-dropped",
         "src/attnscore/layers/description.py",
-        'arguments["normalizer"] = layer.normalizer',
-        'arguments["normalizer"] = "softmax"',
+        '"normalizer": layer.normalizer}',
+        '"normalizer": "softmax"}',
         "tests/test_layers.py -k 'test_layer_is_its_definition and sparsemax'",
         "a layer computes the softmax, whatever its normalizer is",
     ),
