@@ -19,14 +19,23 @@ from attnscore.kernels.triton.additive import (
     ONE_TERM,
     TWO_TERMS,
     activation_and_slope,
-    additive_scores,
     reciprocal,
     table_width,
 )
-from attnscore.kernels.triton.backward import pair_gradients, row_values
+from attnscore.kernels.triton.backward import row_values, store_bias_gradient, tile_gradients
 from attnscore.kernels.triton.forward import with_nonfinite
 from attnscore.kernels.triton.operands import Operand, RowGrads
-from attnscore.kernels.triton.tile import ADDITIVE, attended, base, is_finite, matrix_of, side_of, vectors
+from attnscore.kernels.triton.tile import (
+    ADDITIVE,
+    Matrix,
+    attended,
+    base,
+    finite_of,
+    matrix_of,
+    side_of,
+    side_tile,
+    vectors,
+)
 from attnscore.kernels.triton.tiles import SUMS, padded
 
 if TYPE_CHECKING:
@@ -77,39 +86,33 @@ def visited(masking, interval, b, tile, tiles, key_tiles):
 
 @triton.jit
 def store_gradients(
-    query, key, value, w_v, bias, masking, dropout, grad_out, rows, chunk, grad_bias,
-    n_q, n_k, hidden, value_dim, heads, groups, slope,
+    inputs, grad_out, rows, chunk, grad_bias, sizes, slope,
     ACTIVATION: tl.constexpr, CAPS: tl.constexpr, INTERVALS: tl.constexpr, RELATIVE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of the scores of a query tile of the chunk, its weights, and the gradient of its bias."""
     local, of_chunk = tl.program_id(0), tl.program_id(1)
-    tile, z = chunk.first_tile + local, chunk.first_matrix * groups + of_chunk
-    b, h, g = matrix_of(z, heads, groups)
-    i, dv = tile * BM + tl.arange(0, BM), tl.arange(0, DV)
-    row, live = i[:, None], i[:, None] < n_q
-    at_row = row.to(tl.int64)
-    of_query, of_key, of_value = side_of(query, b, h, g), side_of(key, b, h, g), side_of(value, b, h, g)
-    do = vectors(side_of(grad_out, b, h, g), at_row, dv[None, :], live, value_dim)
-    of_rows = row_values(rows, z, row, n_q)
+    tile = chunk.first_tile + local
+    m = matrix_of(chunk.first_matrix * sizes.groups + of_chunk, sizes.heads, sizes.groups)
+    i, dv = (tile * BM + tl.arange(0, BM))[:, None], tl.arange(0, DV)
+    of_query, of_key, of_value = side_of(inputs.query, m), side_of(inputs.key, m), side_of(inputs.value, m)
+    queries = side_tile(of_query, None, m, i, None, sizes.n_q, sizes.dim, ADDITIVE)
+    do = vectors(side_of(grad_out, m), i.to(tl.int64), dv[None, :], queries.live, sizes.value_dim)
+    of_rows = row_values(rows, m.z, i, sizes.n_q)
     stored = (of_chunk.to(tl.int64) * chunk.tile_count + local) * BM + tl.arange(0, BM)
     for interval in tl.range(0, INTERVALS):
-        first, last, before = visited(masking, interval, b, tile, chunk.tiles, tl.cdiv(n_k, BN))
+        first, last, before = visited(inputs.masking, interval, m.b, tile, chunk.tiles, tl.cdiv(sizes.n_k, BN))
         for at_tile in tl.range(first, last):
-            c = at_tile * BN + tl.arange(0, BN)
-            j, live_j = c[None, :], c[None, :] < n_k
-            raw = additive_scores(of_query, of_key, base(w_v, b, h, g), row, j, hidden, slope, ACTIVATION)
-            v = vectors(of_value, c.to(tl.int64)[None, :], dv[:, None], live_j, value_dim)
-            dp = tl.dot(do.to(v.dtype), v, input_precision=PRECISION)
-            attends = attended(masking, interval, b, h, g, row, j, n_q, n_k)
-            weights, grad, ds = pair_gradients(
-                raw, dp, attends, of_rows, bias, dropout, None, b, h, g, z, row, j, n_q, n_k,
-                ADDITIVE, ACTIVATION, CAPS, RELATIVE,
+            j = (at_tile * BN + tl.arange(0, BN))[None, :]
+            keys = side_tile(of_key, None, m, j, None, sizes.n_k, sizes.dim, ADDITIVE)
+            v = vectors(of_value, j.to(tl.int64), dv[:, None], keys.live, sizes.value_dim)
+            attends = attended(inputs.masking, interval, m, i, j, sizes)
+            _, weights, grad, ds = tile_gradients(
+                inputs, queries, keys, do, v, of_rows, attends, m, sizes, 1.0, slope,
+                ADDITIVE, ACTIVATION, CAPS, RELATIVE, PRECISION,
             )  # fmt: skip
             if grad_bias is not None:
-                # A pair is in one interval at most, so it is written once.
-                at_pair = base(grad_bias, b, h, g) + at_row * grad_bias.row + j * grad_bias.column
-                tl.store(at_pair, grad.to(grad_bias.data.dtype.element_ty), mask=attends)
+                store_bias_gradient(grad_bias, grad, attends, m, i, j)
             at_chunk = stored[:, None] * chunk.pitch + ((before + at_tile - first) * BN + tl.arange(0, BN))[None, :]
             tl.store(chunk.ds + at_chunk, ds)
             tl.store(chunk.weights + at_chunk, weights)
@@ -215,39 +218,39 @@ def side_gradient(
     else:
         kv, g, of_scores = chunk.first_matrix + z, group, z * groups + group
         own_tile, matrix = block * BLOCK // BN, kv * own_groups + tl.minimum(group, own_groups - 1)
-    b, h = kv // heads, kv % heads
+    m = Matrix(kv * groups + g, kv // heads, kv % heads, g)
     position = block * BLOCK + tl.arange(0, BLOCK)
     c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     live = position < own_len
     ds = chunk.ds + of_scores.to(tl.int64) * chunk.tile_count * BM * chunk.pitch
-    a, other_a = side_of(own, b, h, g), side_of(other, b, h, g)
+    a, other_a = side_of(own, m), side_of(other, m)
     if ACTIVATION == "tanh" or ACTIVATION == "sigmoid":
         reach: tl.constexpr = 1.0 if ACTIVATION == "tanh" else 2.0
-        size = tl.max(tl.load(base(own_sizes, b, h, g) + position, mask=live, other=0.0), 0)
-        size_of_other = tl.load(base(other_size, b, h, g))
-        power, other_power, width = side_of(own_powers, b, h, g), side_of(other_powers, b, h, g), table_width(hidden)
+        size = tl.max(tl.load(base(own_sizes, m) + position, mask=live, other=0.0), 0)
+        size_of_other = tl.load(base(other_size, m))
+        power, other_power, width = side_of(own_powers, m), side_of(other_powers, m), table_width(hidden)
         if size + size_of_other <= reach * TWO_TERMS:
             acc, acc_value, acc_ds = _side_sums(
-                power, other_power, width, position, c, chunk, ds, masking, b, own_tile, own_len, other_len, slope,
+                power, other_power, width, position, c, chunk, ds, masking, m.b, own_tile, own_len, other_len, slope,
                 ACTIVATION, 2, IS_QUERY, HAS_WEIGHTS, INTERVALS, BM, BN, BLOCK, CHANNELS,
             )  # fmt: skip
         elif tl.maximum(size, size_of_other) <= reach * ONE_TERM:
             acc, acc_value, acc_ds = _side_sums(
-                power, other_power, width, position, c, chunk, ds, masking, b, own_tile, own_len, other_len, slope,
+                power, other_power, width, position, c, chunk, ds, masking, m.b, own_tile, own_len, other_len, slope,
                 ACTIVATION, 1, IS_QUERY, HAS_WEIGHTS, INTERVALS, BM, BN, BLOCK, CHANNELS,
             )  # fmt: skip
         else:
             acc, acc_value, acc_ds = _side_sums(
-                a, other_a, hidden, position, c, chunk, ds, masking, b, own_tile, own_len, other_len, slope,
+                a, other_a, hidden, position, c, chunk, ds, masking, m.b, own_tile, own_len, other_len, slope,
                 ACTIVATION, 0, IS_QUERY, HAS_WEIGHTS, INTERVALS, BM, BN, BLOCK, CHANNELS,
             )  # fmt: skip
     else:
         acc, acc_value, acc_ds = _side_sums(
-            a, other_a, hidden, position, c, chunk, ds, masking, b, own_tile, own_len, other_len, slope,
+            a, other_a, hidden, position, c, chunk, ds, masking, m.b, own_tile, own_len, other_len, slope,
             ACTIVATION, 0, IS_QUERY, HAS_WEIGHTS, INTERVALS, BM, BN, BLOCK, CHANNELS,
         )  # fmt: skip
     is_written = live[:, None] & (c < hidden)[None, :]
-    w = tl.load(base(w_v, b, h, g) + c, mask=c < hidden, other=0.0)[None, :]
+    w = tl.load(base(w_v, m) + c, mask=c < hidden, other=0.0)[None, :]
     # tanh' = 4 r (1 - r), and tanh = 1 - 2 r.
     found = acc * (4.0 * w if ACTIVATION == "tanh" else w)
     to = gradient + (matrix.to(tl.int64) * own_len + position[:, None]) * hidden + c[None, :]
@@ -266,38 +269,40 @@ def side_gradient(
 
 @triton.jit
 def value_gradient(
-    grad_out, chunk, gradient, bias, masking, n_q, n_k, value_dim, heads, groups,
+    inputs, grad_out, chunk, gradient, sizes,
     RELATIVE: tl.constexpr, INTERVALS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr,
     DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add to the gradient of a tile of values what the queries of the chunk contribute, over all heads of a group."""
     block, of_chunk = tl.program_id(0), tl.program_id(1)
     kv = chunk.first_matrix + of_chunk
-    b, h = kv // heads, kv % heads
+    b, h = kv // sizes.heads, kv % sizes.heads
     j, dv, local = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, DV), tl.arange(0, BM)
     key_tile = block * BLOCK // BN
-    to = gradient + (kv.to(tl.int64) * n_k + j[:, None]) * value_dim + dv[None, :]
-    is_written = (j < n_k)[:, None] & (dv < value_dim)[None, :]
+    to = gradient + (kv.to(tl.int64) * sizes.n_k + j[:, None]) * sizes.value_dim + dv[None, :]
+    is_written = (j < sizes.n_k)[:, None] & (dv < sizes.value_dim)[None, :]
     acc = tl.load(to, mask=is_written, other=0.0)
     is_bad = 0
-    for part in tl.range(0, groups * chunk.tile_count * INTERVALS):
+    for part in tl.range(0, sizes.groups * chunk.tile_count * INTERVALS):
         of_tile, interval = part // INTERVALS, part % INTERVALS
         g, tile = of_tile // chunk.tile_count, chunk.first_tile + of_tile % chunk.tile_count
-        first, last, before = visited(masking, interval, b, tile, chunk.tiles, tl.cdiv(n_k, BN))
+        m = Matrix(kv * sizes.groups + g, b, h, g)
+        first, last, before = visited(inputs.masking, interval, b, tile, chunk.tiles, tl.cdiv(sizes.n_k, BN))
         if (first <= key_tile) & (key_tile < last):
-            stored = ((of_chunk * groups + g).to(tl.int64) * chunk.tile_count + of_tile % chunk.tile_count) * BM + local
+            of_row = (of_chunk * sizes.groups + g).to(tl.int64) * chunk.tile_count + of_tile % chunk.tile_count
+            stored = of_row * BM + local
             column = (before + key_tile - first) * BN + (j - key_tile * BN)
             p = tl.load(chunk.weights + stored[None, :] * chunk.pitch + column[:, None])
             i = (tile * BM + local)[:, None]
-            do = vectors(side_of(grad_out, b, h, g), i.to(tl.int64), dv[None, :], i < n_q, value_dim)
-            finite = is_finite(do)
-            acc = tl.dot(p.to(do.dtype), tl.where(finite, do, 0.0), acc, input_precision=PRECISION)
-            is_bad = tl.maximum(is_bad, 1 - tl.min(finite.to(tl.int32)))
+            do = vectors(side_of(grad_out, m), i.to(tl.int64), dv[None, :], i < sizes.n_q, sizes.value_dim)
+            do, is_bad = finite_of(do, is_bad)
+            acc = tl.dot(p.to(do.dtype), do, acc, input_precision=PRECISION)
     if is_bad > 0:
-        for g in tl.range(0, groups):
+        for g in tl.range(0, sizes.groups):
+            m = Matrix(kv * sizes.groups + g, b, h, g)
             acc = with_nonfinite(
-                acc, masking, bias, base(grad_out, b, h, g), grad_out.row, grad_out.column, b, h, g, j[:, None],
-                n_k, n_q, n_q, n_k, value_dim, INTERVALS, RELATIVE, False, BM, DV,
+                acc, inputs.masking, inputs.bias, side_of(grad_out, m), m, j[:, None], sizes,
+                INTERVALS, RELATIVE, False, BM, DV,
             )  # fmt: skip
     tl.store(to, acc, mask=is_written)
 
@@ -321,6 +326,7 @@ def gradients(
     intervals, tile, device = given.intervals, given.tile("store_gradients"), grad_out.data.device
     block, channels = TILE if runner.architecture(grad_out.data) else INTERPRETED_TILE
     masking, kv_heads = given.masking(tile), given.batch * heads
+    inputs = given.inputs(masking)
     tiles, pitch = triton.cdiv(n_q, tile.queries), (triton.cdiv(n_k, tile.keys) + intervals - 1) * tile.keys
 
     # A key that is projected for each query head is not shared by the heads of a group.
@@ -350,8 +356,7 @@ def gradients(
         chunk = Chunk(ds, weights, pitch, kv, first, count, tiles)
         runner.run(
             store_gradients, (count, kvs * groups),
-            query.channels, key.channels, given.value, sides.w_v, given.bias, masking, given.dropout, grad_out, rows,
-            chunk, grad_bias, n_q, n_k, hidden, value_dim, heads, groups, sides.slope,
+            inputs, grad_out, rows, chunk, grad_bias, given.sizes, sides.slope,
             **scores, **shape, **values, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         if wanted & {"query", "w_v"}:
@@ -371,7 +376,7 @@ def gradients(
         if "value" in wanted and value_dim:
             runner.run(
                 value_gradient, (triton.cdiv(n_k, block), kvs),
-                grad_out, chunk, found["value"], given.bias, masking, n_q, n_k, value_dim, heads, groups,
+                inputs, grad_out, chunk, found["value"], given.sizes,
                 RELATIVE=given.is_relative, **values, **sums,
             )  # fmt: skip
     found["w_v"] = of_weights.sum((0, 3))

@@ -33,33 +33,34 @@ class Parameter(NamedTuple):
 
 
 @triton.jit
-def _loaded(parameter, h, g, c):
+def _loaded(parameter, m, c):
     if parameter.data is None:
         return parameter.number
     else:
-        return tl.load(parameter.data + h * parameter.head + g * parameter.group + c * parameter.channel)
+        return tl.load(parameter.data + m.h * parameter.head + m.g * parameter.group + c * parameter.channel)
 
 
 @triton.jit
-def loaded(parameters, h, g, c):
-    """Return the parameters of a head and channel, as a tuple."""
+def loaded(parameters, m, c):
+    """Return the parameters of the head of a matrix and a channel, as a tuple."""
     values = ()
     if parameters is not None:
         for k in tl.static_range(len(parameters)):
-            values = values + (_loaded(parameters[k], h, g, c),)
+            values = values + (_loaded(parameters[k], m, c),)
     return values
 
 
 @triton.jit
-def _channel(side, positions, c, live):
-    """Return channel c of some positions, float32; 0 outside of `live`."""
-    return tl.load(side.data + positions.to(tl.int64) * side.row + c * side.column, mask=live, other=0.0).to(tl.float32)
+def channel_of(x, c):
+    """Return channel c of a `SideTile`, float32; 0 past the last position."""
+    at = x.side.data + x.at.to(tl.int64) * x.side.row + c * x.side.column
+    return tl.load(at, mask=x.live, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def value_of(x, parameters, h, g, VALUE: tl.constexpr):
+def value_of(x, parameters, m, VALUE: tl.constexpr):
     """Return value(x) of a tile of products or squared distances; NaN where x is not finite."""
-    s = VALUE(x, *loaded(parameters, h, g, 0))
+    s = VALUE(x, *loaded(parameters, m, 0))
     tl.static_assert(s.shape == x.shape, "value of a custom score has to return one number for each of its argument")
     return tl.where(x - x == 0, s, float("nan")).to(tl.float32)
 
@@ -75,23 +76,23 @@ def _derivative(found, WHICH: tl.constexpr):
 
 
 @triton.jit
-def scaled_derivative(ds, x, parameters, h, g, GRADIENT: tl.constexpr, WHICH: tl.constexpr):
+def scaled_derivative(ds, x, parameters, m, GRADIENT: tl.constexpr, WHICH: tl.constexpr):
     """Return ds times a derivative of value(x)."""
-    scaled = ds * _derivative(GRADIENT(x, *loaded(parameters, h, g, 0)), WHICH)
+    scaled = ds * _derivative(GRADIENT(x, *loaded(parameters, m, 0)), WHICH)
     tl.static_assert(scaled.shape == ds.shape, "gradient of a custom score has to return one number for each pair")
     # A masked pair has ds = 0, whose product with a non-finite derivative would be NaN.
     return tl.where(ds == 0, 0.0, scaled)
 
 
 @triton.jit
-def channel_scores(query, key, parameters, h, g, i, j, live_i, live_j, dim, VALUE: tl.constexpr):
-    """Return sum_c value(q_c, k_c) of queries `i` and keys `j`, which broadcast."""
-    total = (i + j).to(tl.float32) * 0.0
+def channel_scores(queries, keys, parameters, m, dim, VALUE: tl.constexpr):
+    """Return sum_c value(q_c, k_c) of a tile of queries and one of keys."""
+    total = (queries.at + keys.at).to(tl.float32) * 0.0
     # 0, or NaN where a channel is not finite.
-    of_query, of_key = i.to(tl.float32) * 0.0, j.to(tl.float32) * 0.0
+    of_query, of_key = queries.at.to(tl.float32) * 0.0, keys.at.to(tl.float32) * 0.0
     for c in tl.range(0, dim):
-        a, b = _channel(query, i, c, live_i), _channel(key, j, c, live_j)
-        s = VALUE(a, b, *loaded(parameters, h, g, c))
+        a, b = channel_of(queries, c), channel_of(keys, c)
+        s = VALUE(a, b, *loaded(parameters, m, c))
         tl.static_assert(
             (s + total).shape == total.shape, "value of a custom score has to return one number for each pair"
         )
@@ -103,14 +104,13 @@ def channel_scores(query, key, parameters, h, g, i, j, live_i, live_j, dim, VALU
 
 @triton.jit
 def channel_gradient(
-    acc, ds, query, key, parameters, h, g, i, j, live_i, live_j, dim,
-    GRADIENT: tl.constexpr, WHICH: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
+    acc, ds, queries, keys, parameters, m, dim, GRADIENT: tl.constexpr, WHICH: tl.constexpr, D: tl.constexpr
+):
     """Return acc plus, in column c, the sums of ds times a derivative of channel c over the second axis of `ds`."""
     channel = tl.arange(0, D)[None, :]
     for c in tl.range(0, dim):
-        a, b = _channel(query, i, c, live_i), _channel(key, j, c, live_j)
-        scaled = ds * _derivative(GRADIENT(a, b, *loaded(parameters, h, g, c)), WHICH)
+        a, b = channel_of(queries, c), channel_of(keys, c)
+        scaled = ds * _derivative(GRADIENT(a, b, *loaded(parameters, m, c)), WHICH)
         tl.static_assert(scaled.shape == ds.shape, "gradient of a custom score has to return one number for each pair")
         # As in `scaled_derivative`.
         column = tl.sum(tl.where(ds == 0, 0.0, scaled), 1)

@@ -22,7 +22,17 @@ from attnscore.kernels.triton import forward as forward_kernels
 from attnscore.kernels.triton.additive import AdditiveSides, sides_of
 from attnscore.kernels.triton.custom import Custom, custom_of, parameter_gradient
 from attnscore.kernels.triton.kernel import is_interpreted
-from attnscore.kernels.triton.operands import Dropout, Masking, Operand, RowGrads, Rows, as_int32, operand
+from attnscore.kernels.triton.operands import (
+    Dropout,
+    Inputs,
+    Masking,
+    Operand,
+    RowGrads,
+    Rows,
+    Sizes,
+    as_int32,
+    operand,
+)
 from attnscore.kernels.triton.tiles import FORMS, KernelName, Tile, padded, tile_of
 from attnscore.masks import IntervalSet, lowering
 from attnscore.masks.dynamic_intervals import traced_visibility
@@ -80,8 +90,7 @@ class Operands:
     query_ids: torch.Tensor | None
     key_ids: torch.Tensor | None
     mask: Operand | None
-    sizes: tuple[int, int, int, int, int, int]
-    """Queries, keys, dimension of keys and of values, KV heads, query heads that share each."""
+    sizes: Sizes
     matrices: int
     batch: int
     runner: Runner
@@ -137,16 +146,15 @@ class Operands:
         form = "distance" if self.form == CHANNELS else FORMS[self.form]
         return self.runner.tile(kernel, self.runner.architecture(query), form, name, dim)
 
-    @property
-    def arrays(self) -> tuple[Any, ...]:
-        """What all kernels over tiles of pairs read first, in the order of their arguments."""
-        bias = (self.query_bias, self.key_bias)
-        return self.query, self.key, self.value, *bias, self.shared, self.scales, self.bias
+    def inputs(self, masking: Masking) -> Inputs:
+        """Return what all kernels over tiles of pairs read, with the mask of their tiles."""
+        arrays = (self.query, self.key, self.value, self.query_bias, self.key_bias, self.shared, self.scales, self.bias)
+        return Inputs(*arrays, masking, self.dropout)
 
     @property
-    def numbers(self) -> tuple[Any, ...]:
+    def numbers(self) -> tuple[Sizes, float, float]:
         """The last arguments of the same kernels."""
-        return *self.sizes, self.scale, self.slope
+        return self.sizes, self.scale, self.slope
 
     def constants(self, tile: Tile) -> dict[str, Any]:
         """Return what the same kernels are compiled for."""
@@ -252,7 +260,7 @@ def operands_of(problem: Problem, plan: TilePlan, runner: Runner, *, has_backwar
         query_ids=query_ids,
         key_ids=key_ids,
         mask=mask,
-        sizes=(shape.query_len, shape.key_len, query.shape[-1], problem.layout.value_dim, heads, groups),
+        sizes=Sizes(shape.query_len, shape.key_len, query.shape[-1], problem.layout.value_dim, heads, groups),
         matrices=math.prod(lead) * heads * groups,
         batch=math.prod(lead),
         runner=runner,
@@ -345,7 +353,7 @@ def _forward(problem: Problem, given: Operands) -> Result:
         tile = given.tile("forward")
         given.runner.run(
             forward_kernels.forward, (triton.cdiv(queries, tile.queries), given.matrices),
-            *given.arrays, given.masking(tile), given.sink, given.dropout,
+            given.inputs(given.masking(tile)), given.sink,
             operand(out, shape.lead, heads, groups, queries), Rows(*map(rows.get, Rows._fields)), *given.numbers,
             TESTED=given.is_tested, RELATIVE=given.is_relative, **given.constants(tile),
         )  # fmt: skip
@@ -451,7 +459,7 @@ class _Backward:
             self.found["scale"] = grad_scale
         given.runner.run(
             backward_kernels.d_query, (triton.cdiv(queries, tile.queries), given.matrices),
-            *given.arrays, given.masking(tile), given.dropout, self.grad_out, self.rows,
+            given.inputs(given.masking(tile)), self.grad_out, self.rows,
             self.placed(grad_query, queries), grad_query_bias, grad_scale, grad_bias, *given.numbers,
             DERIVATIVE=given.derivative, TESTED=given.is_tested, RELATIVE=given.is_relative, **given.constants(tile),
         )  # fmt: skip
@@ -494,7 +502,7 @@ class _Backward:
             )
         given.runner.run(
             backward_kernels.d_key, (count, given.matrices // groups if shared else given.matrices),
-            *given.arrays, masking, given.dropout, self.grad_out, self.rows, tiles,
+            given.inputs(masking), self.grad_out, self.rows, tiles,
             self.placed(grad_key, keys), self.placed(grad_value, keys), grad_key_bias, *given.numbers,
             DERIVATIVE=given.derivative, TESTED=given.is_tested, RELATIVE=given.is_relative, SHARED=shared,
             **given.constants(tile),
@@ -506,7 +514,7 @@ class _Backward:
         if custom is None or not self.wanted.intersection(custom.learned):
             return
         tile = given.tile("d_query")
-        read = (*given.arrays, given.masking(tile), given.dropout, self.grad_out, self.rows)
+        read = (given.inputs(given.masking(tile)), self.grad_out, self.rows)
         queries, _, dim, _, heads, groups = given.sizes
         tiles = triton.cdiv(queries, tile.queries)
         shape = (given.batch, heads, groups, tiles, dim if given.form == CHANNELS else 1)
@@ -531,7 +539,7 @@ class _Backward:
         lead = [1] * len(lead) if batches == 1 else [*self.problem.score_shape.lead]
         counts = (given.batch, batches, kv_heads, group_count)
         constants = given.constants(tile)
-        read = (*given.arrays, given.masking(tile), given.dropout, self.grad_out, self.rows)
+        read = (given.inputs(given.masking(tile)), self.grad_out, self.rows)
         if given.is_relative:
             shares = max(1, min(RELATIVE_SHARES, triton.cdiv(queries, tile.queries)))
             found = bias.new_zeros((shares, *lead, kv_heads, group_count, 1, column), dtype=torch.float32)

@@ -32,6 +32,20 @@ class Operand(NamedTuple):
     column: Any
 
 
+class Sizes(NamedTuple):
+    """Lengths of the axes of a call."""
+
+    n_q: Any
+    n_k: Any
+    dim: Any
+    """Of queries and keys."""
+    value_dim: Any
+    heads: Any
+    """KV heads."""
+    groups: Any
+    """Query heads that share a KV head."""
+
+
 class Masking(NamedTuple):
     """The mask of a call; query i attends key j where all parts that are not None say so."""
 
@@ -62,6 +76,25 @@ class Dropout(NamedTuple):
     high: Any
     threshold: Any
     factor: Any
+
+
+class Inputs(NamedTuple):
+    """What all kernels over tiles of pairs read: each an `Operand`, but where it says otherwise; None: not there."""
+
+    query: Any
+    key: Any
+    value: Any
+    query_bias: Any
+    key_bias: Any
+    shared: Any
+    """Arrays of the score that all pairs share: w_v of an additive one, a tuple of parameters of a custom one."""
+    scales: Any
+    """Scale of each query head, float32 (head, group)."""
+    bias: Any
+    masking: Any
+    """`Masking`"""
+    dropout: Any
+    """`Dropout`"""
 
 
 class Rows(NamedTuple):

@@ -1,4 +1,4 @@
-"""Functions of one tile of scores, for all kernels: masks, bias, caps, dropout.
+"""Functions of one tile of scores, for all kernels: its queries and keys, their scores, caps, bias, mask, dropout.
 
 `i` are positions of queries and `j` of keys, shaped to broadcast: (M, 1) and (1, N), or the tile is transposed and they
 are (1, M) and (N, 1).
@@ -6,11 +6,13 @@ are (1, M) and (N, 1).
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from attnscore.kernels.triton.additive import additive_scores
-from attnscore.kernels.triton.custom import channel_scores, scaled_derivative, value_of
+from attnscore.kernels.triton.custom import channel_of, channel_scores, scaled_derivative, value_of
 from attnscore.kernels.triton.operands import Side
 
 # Values of FORM: those of `tiles.FORMS` in their order, and a custom score that is a sum over channels.
@@ -19,16 +21,47 @@ LOG2E = tl.constexpr(1.4426950408889634)
 NEG_INF = tl.constexpr(float("-inf"))
 
 
-@triton.jit
-def base(x, b, h, g):
-    """Return the pointer of an `Operand` at (batch, head, group)."""
-    return x.data + b.to(tl.int64) * x.batch + h.to(tl.int64) * x.head + g.to(tl.int64) * x.group
+class Matrix(NamedTuple):
+    """One matrix of scores: its number, batch row, head and group."""
+
+    z: Any
+    b: Any
+    h: Any
+    g: Any
+
+
+class Segments(NamedTuple):
+    """The tiles that a tile visits (`ranges`): some_lo to some_hi, of which all_lo to all_hi are full."""
+
+    some_lo: Any
+    all_lo: Any
+    all_hi: Any
+    some_hi: Any
+
+
+class SideTile(NamedTuple):
+    """Some queries or keys of a matrix."""
+
+    side: Any
+    at: Any
+    """Their positions, shaped to broadcast."""
+    live: Any
+    """Which of these are below the length."""
+    vectors: Any
+    """A factor of the product that the scores are; None in other forms, which read `side` by channels."""
+    bias: Any
 
 
 @triton.jit
-def side_of(x, b, h, g):
-    """Return the `Side` of an `Operand` at (batch, head, group)."""
-    return Side(base(x, b, h, g), x.row, x.column)
+def base(x, m):
+    """Return the pointer of an `Operand` at the batch row, head and group of a `Matrix`."""
+    return x.data + m.b.to(tl.int64) * x.batch + m.h.to(tl.int64) * x.head + m.g.to(tl.int64) * x.group
+
+
+@triton.jit
+def side_of(x, m):
+    """Return the `Side` of an `Operand` of a `Matrix`."""
+    return Side(base(x, m), x.row, x.column)
 
 
 @triton.jit
@@ -38,9 +71,36 @@ def vectors(side, rows, columns, live, dim):
 
 
 @triton.jit
+def store_vectors(to, m, at, d, live, dim, x):
+    """Store numbers (positions, channels) in an `Operand`, at positions that are live and channels below `dim`."""
+    at_x = base(to, m) + at.to(tl.int64) * to.row + d * to.column
+    tl.store(at_x, x.to(to.data.dtype.element_ty), mask=live & (d < dim))
+
+
+@triton.jit
+def side_tile(side, bias, m, at, d, n, dim, FORM: tl.constexpr, FULL: tl.constexpr = False):
+    """Return the `SideTile` of positions `at`, with channels `d`, which broadcast; `FULL`: all are below `n`."""
+    rows, live = at.to(tl.int64), at < n
+    matrix, of_bias = None, None
+    if FORM == INNER:
+        matrix = vectors(side, rows, d, True if FULL else live, dim)
+    if bias is not None:
+        of_bias = tl.load(base(bias, m) + rows * bias.row, mask=live, other=0.0).to(tl.float32)
+    return SideTile(side, at, live, matrix, of_bias)
+
+
+@triton.jit
 def matrix_of(z, heads, groups):
-    """Return batch row, head and group of matrix number z."""
-    return z // (heads * groups), z // groups % heads, z % groups
+    """Return the `Matrix` of a number."""
+    return Matrix(z, z // (heads * groups), z // groups % heads, z % groups)
+
+
+@triton.jit
+def scale_of(scale, scales, m, sizes):
+    """Return the scale of a matrix, that of its head where each has its own."""
+    if scales is not None:
+        scale = tl.load(scales + m.h * sizes.groups + m.g)
+    return scale
 
 
 @triton.jit
@@ -48,6 +108,13 @@ def is_finite(x):
     """Return whether each number is neither NaN nor infinite."""
     x = x.to(tl.float32)
     return x - x == 0
+
+
+@triton.jit
+def finite_of(x, is_bad):
+    """Return `x` with 0 in place of NaN and infinities, and 1 where there were any, else `is_bad`."""
+    finite = is_finite(x)
+    return tl.where(finite, x, 0.0), tl.maximum(is_bad, 1 - tl.min(finite.to(tl.int32)))
 
 
 @triton.jit
@@ -97,7 +164,7 @@ def capped_slope(s, CAPS: tl.constexpr):
 
 @triton.jit
 def segments(ends, line, length, BLOCK: tl.constexpr, TESTED: tl.constexpr):
-    """Return the tiles that a tile visits: some_lo, all_lo, all_hi, some_hi (`ranges`), all where there are no ends."""
+    """Return the `Segments` of a line of ends; all tiles where there are none."""
     if ends is None:
         some_lo, some_hi = 0, tl.cdiv(length, BLOCK)
         if TESTED:
@@ -107,77 +174,88 @@ def segments(ends, line, length, BLOCK: tl.constexpr, TESTED: tl.constexpr):
     else:
         at = ends + line.to(tl.int64) * 4
         some_lo, all_lo, all_hi, some_hi = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
-    return some_lo, all_lo, all_hi, some_hi
+    return Segments(some_lo, all_lo, all_hi, some_hi)
 
 
 @triton.jit
-def key_segments(masking, interval, b, tile, n_q, n_k, BM: tl.constexpr, BN: tl.constexpr, TESTED: tl.constexpr):
+def key_segments(masking, interval, m, tile, sizes, BM: tl.constexpr, BN: tl.constexpr, TESTED: tl.constexpr):
     """Return the `segments` of key tiles that a query tile visits in one of its intervals."""
     line = 0
     if masking.ends is not None:
         # One line of ends for each batch row, or for all.
-        of_batch = tl.minimum(b, masking.ends_batch - 1)
-        line = (interval * masking.ends_batch + of_batch) * tl.cdiv(n_q, BM) + tile
-    return segments(masking.ends, line, n_k, BN, TESTED)
+        of_batch = tl.minimum(m.b, masking.ends_batch - 1)
+        line = (interval * masking.ends_batch + of_batch) * tl.cdiv(sizes.n_q, BM) + tile
+    return segments(masking.ends, line, sizes.n_k, BN, TESTED)
 
 
 @triton.jit
-def steps_of(some_lo, all_lo, all_hi, some_hi, FULL: tl.constexpr):
-    """Return how many tiles are full, or are not: those on either side of the full ones."""
+def steps_of(found, FULL: tl.constexpr):
+    """Return how many tiles of `Segments` are full, or are not: those on either side of the full ones."""
     if FULL:
-        return all_hi - all_lo
+        return found.all_hi - found.all_lo
     else:
-        return all_lo - some_lo + some_hi - all_hi
+        return found.all_lo - found.some_lo + found.some_hi - found.all_hi
 
 
 @triton.jit
-def tile_of_step(step, some_lo, all_lo, all_hi, FULL: tl.constexpr):
+def tile_of_step(step, found, FULL: tl.constexpr):
     """Return the tile of a step."""
     if FULL:
-        return all_lo + step
+        return found.all_lo + step
     else:
-        left = all_lo - some_lo
-        return tl.where(step < left, some_lo + step, all_hi + step - left)
+        left = found.all_lo - found.some_lo
+        return tl.where(step < left, found.some_lo + step, found.all_hi + step - left)
 
 
 @triton.jit
-def attended(masking, interval, b, h, g, i, j, n_q, n_k):
+def attended(masking, interval, m, i, j, sizes):
     """Return the unmasked pairs of a tile, of one of the intervals of each query."""
-    live = (i < n_q) & (j < n_k)
+    live = (i < sizes.n_q) & (j < sizes.n_k)
     found = live
     if masking.start is not None:
-        at = interval * masking.interval + b.to(tl.int64) * masking.batch
-        start = tl.load(masking.start + at + i, mask=i < n_q, other=0)
-        stop = tl.load(masking.stop + at + i, mask=i < n_q, other=0)
+        at = interval * masking.interval + m.b.to(tl.int64) * masking.batch
+        start = tl.load(masking.start + at + i, mask=i < sizes.n_q, other=0)
+        stop = tl.load(masking.stop + at + i, mask=i < sizes.n_q, other=0)
         found = found & (j >= start) & (j < stop)
     if masking.query_ids is not None:
-        of_query = tl.load(masking.query_ids + b.to(tl.int64) * masking.query_ids_batch + i, mask=i < n_q, other=-1)
-        of_key = tl.load(masking.key_ids + b.to(tl.int64) * masking.key_ids_batch + j, mask=j < n_k, other=-1)
+        ids, batch = masking.query_ids, m.b.to(tl.int64)
+        of_query = tl.load(ids + batch * masking.query_ids_batch + i, mask=i < sizes.n_q, other=-1)
+        of_key = tl.load(masking.key_ids + batch * masking.key_ids_batch + j, mask=j < sizes.n_k, other=-1)
         found = found & (of_query == of_key) & (of_query >= 0)
     if masking.array is not None:
-        pairs = base(masking.array, b, h, g) + i.to(tl.int64) * masking.array.row + j * masking.array.column
+        pairs = base(masking.array, m) + i.to(tl.int64) * masking.array.row + j * masking.array.column
         found = found & (tl.load(pairs, mask=live, other=0) != 0)
     return found
 
 
 @triton.jit
-def attended_by_any(masking, b, h, g, i, j, n_q, n_k, INTERVALS: tl.constexpr):
+def attended_by_any(masking, m, i, j, sizes, INTERVALS: tl.constexpr):
     """Return the unmasked pairs of a tile, of all intervals of each query."""
-    found = attended(masking, 0, b, h, g, i, j, n_q, n_k)
+    found = attended(masking, 0, m, i, j, sizes)
     for interval in tl.static_range(1, INTERVALS):
-        found = found | attended(masking, interval, b, h, g, i, j, n_q, n_k)
+        found = found | attended(masking, interval, m, i, j, sizes)
     return found
 
 
 @triton.jit
-def bias_of(bias, b, h, g, i, j, n_q, n_k, RELATIVE: tl.constexpr):
+def bias_of(bias, m, i, j, sizes, RELATIVE: tl.constexpr):
     """Return the bias of each pair; of pairs beyond the ends -inf."""
-    live = (i < n_q) & (j < n_k)
+    live = (i < sizes.n_q) & (j < sizes.n_k)
     if RELATIVE:
-        at = base(bias, b, h, g) + (j - i + (n_q - 1)) * bias.column
+        at = base(bias, m) + (j - i + (sizes.n_q - 1)) * bias.column
     else:
-        at = base(bias, b, h, g) + i.to(tl.int64) * bias.row + j * bias.column
+        at = base(bias, m) + i.to(tl.int64) * bias.row + j * bias.column
     return tl.load(at, mask=live, other=NEG_INF).to(tl.float32)
+
+
+@triton.jit
+def with_bias(s, attends, bias, m, i, j, sizes, RELATIVE: tl.constexpr):
+    """Return the scores plus the bias, and the pairs that attend: a bias of -inf masks one."""
+    if bias is not None:
+        of_pair = bias_of(bias, m, i, j, sizes, RELATIVE)
+        attends = attends & (of_pair != NEG_INF)
+        s += of_pair
+    return s, attends
 
 
 @triton.jit
@@ -207,24 +285,21 @@ def kept(dropout, z, i, j, n_q):
 
 
 @triton.jit
-def squared_distance(query, key, i, j, live_i, live_j, dim):
-    """Return |q_i - k_j|^2, summed channel by channel; `query` and `key` are `Side`."""
-    total = (i + j).to(tl.float32) * 0.0
+def squared_distance(queries, keys, dim):
+    """Return |q_i - k_j|^2, summed channel by channel."""
+    total = (queries.at + keys.at).to(tl.float32) * 0.0
     for c in tl.range(0, dim):
-        q = tl.load(query.data + i.to(tl.int64) * query.row + c * query.column, mask=live_i, other=0.0).to(tl.float32)
-        k = tl.load(key.data + j.to(tl.int64) * key.row + c * key.column, mask=live_j, other=0.0).to(tl.float32)
-        difference = q - k
+        difference = channel_of(queries, c) - channel_of(keys, c)
         total += difference * difference
     return total
 
 
 @triton.jit
-def distance_gradient(acc, ds, mine, other, i, j, live_i, live_j, dim, D: tl.constexpr):
+def distance_gradient(acc, ds, mine, other, dim, D: tl.constexpr):
     """Return acc + sum_j ds_ij (mine_i - other_j), (M, D): the gradient of half the squared distance."""
     channel = tl.arange(0, D)[None, :]
     for c in tl.range(0, dim):
-        x = tl.load(mine.data + i.to(tl.int64) * mine.row + c * mine.column, mask=live_i, other=0.0).to(tl.float32)
-        y = tl.load(other.data + j.to(tl.int64) * other.row + c * other.column, mask=live_j, other=0.0).to(tl.float32)
+        x, y = channel_of(mine, c), channel_of(other, c)
         # A masked pair has ds = 0, whose product with a non-finite difference would be NaN.
         column = tl.sum(tl.where(ds == 0, 0.0, ds * (x - y)), 1)
         acc += tl.where(channel == c, column[:, None], 0.0)
@@ -233,42 +308,40 @@ def distance_gradient(acc, ds, mine, other, i, j, live_i, live_j, dim, D: tl.con
 
 @triton.jit
 def pair_scores(
-    q, k, query_bias, key_bias, query, key, shared, h, g, i, j, live_i, live_j, dim, scale, slope,
-    FORM: tl.constexpr, FUNCTION: tl.constexpr, PRECISION: tl.constexpr,
+    queries, keys, shared, m, dim, scale, slope,
+    FORM: tl.constexpr, FUNCTION: tl.constexpr, PRECISION: tl.constexpr, OF_KEYS: tl.constexpr = False,
 ):  # fmt: skip
-    """Return the scores of a tile before a custom function of them, caps, bias and mask.
-
-    Inner form: `q` and `k` are the matrices whose product is the tile, and the biases are (M, 1) and (1, N) or
-    transposed. Other forms read `query` and `key` by channels.
-    """
+    """Return the scores before a custom function of them, caps, bias and mask; `OF_KEYS`: the rows are keys."""
     if FORM == INNER:
-        s = tl.dot(q, k, input_precision=PRECISION) * scale
-        if query_bias is not None:
-            s += query_bias
-        if key_bias is not None:
-            s += key_bias
+        q, k = queries.vectors, keys.vectors
+        s = tl.dot(k if OF_KEYS else q, q if OF_KEYS else k, input_precision=PRECISION) * scale
+        if queries.bias is not None:
+            s += queries.bias
+        if keys.bias is not None:
+            s += keys.bias
     elif FORM == DISTANCE:
-        s = squared_distance(query, key, i, j, live_i, live_j, dim) * -scale
+        s = squared_distance(queries, keys, dim) * -scale
     elif FORM == CHANNELS:
-        s = channel_scores(query, key, shared, h, g, i, j, live_i, live_j, dim, FUNCTION)
+        s = channel_scores(queries, keys, shared, m, dim, FUNCTION)
     else:
-        s = additive_scores(query, key, shared, i, j, dim, slope, FUNCTION)
+        q, k = queries.side, keys.side
+        s = additive_scores(q, k, base(shared, m), queries.at, keys.at, dim, slope, FUNCTION)
     return s
 
 
 @triton.jit
-def function_scores(s, shared, h, g, FORM: tl.constexpr, FUNCTION: tl.constexpr):
+def function_scores(s, shared, m, FORM: tl.constexpr, FUNCTION: tl.constexpr):
     """Return the custom function of the scores of `pair_scores`, where there is one."""
     if (FORM == INNER or FORM == DISTANCE) and FUNCTION is not None:
-        return value_of(s, shared, h, g, FUNCTION)
+        return value_of(s, shared, m, FUNCTION)
     else:
         return s
 
 
 @triton.jit
-def function_gradient(ds, x, shared, h, g, FORM: tl.constexpr, DERIVATIVE: tl.constexpr):
+def function_gradient(ds, x, shared, m, FORM: tl.constexpr, DERIVATIVE: tl.constexpr):
     """Return the gradient of the scores of `pair_scores`, from that of their custom function where there is one."""
     if (FORM == INNER or FORM == DISTANCE) and DERIVATIVE is not None:
-        return scaled_derivative(ds, x, shared, h, g, DERIVATIVE, 0)
+        return scaled_derivative(ds, x, shared, m, DERIVATIVE, 0)
     else:
         return ds
