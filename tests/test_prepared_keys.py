@@ -493,6 +493,49 @@ def test_the_layer_of_pytorch() -> None:
                 call()
 
 
+@needs_native
+@pytest.mark.parametrize("keep_last", [True, False])
+def test_keys_of_a_layer_have_exponentials(keep_last: bool) -> None:
+    """Those that the layer prepares without gradients; the weights w_v are those of the call."""
+    torch.manual_seed(0)
+    layer = AdditiveAttention(16, keep_last=keep_last)
+    query, key, value = 5 * torch.randn(2, 1, 8), 3 * torch.randn(2, 150, 5), torch.randn(2, 150, 4)
+    layer(query, key, value)
+    assert layer.prepare_keys(key).exps() is None
+    with torch.no_grad():
+        assert layer.prepare_keys(key[:, :9]).exps() is None  # a few
+        prepared = layer.prepare_keys(key)
+        layer.w_v.weight.mul_(2)
+        found, wanted = (layer(query, x, value, valid_lens=[150, 5]) for x in (prepared, key))
+        torch.testing.assert_close(found, wanted)
+        prepared.exps()[:] = 1.0  # as if all keys were 0
+        changed = layer(query, prepared, value, valid_lens=[150, 5])
+        torch.testing.assert_close(changed[1], value[1, :5].mean(0, keepdim=True))
+        if keep_last:  # of the keys themselves, where they are not those of the pass
+            assert layer.attention_weights.shape == (2, 1, 150)
+        prepared.key.zero_()
+        assert prepared.exps() is None
+        torch.testing.assert_close(layer(query, prepared, value)[0], value[0].mean(0, keepdim=True))
+    # With gradients the scores are computed directly.
+    out = layer(query, prepared, value)
+    torch.testing.assert_close(out, layer(query, prepared + 0, value))
+    assert all(x is not None for x in torch.autograd.grad(out.sum(), list(layer.w_v.parameters())))
+
+
+@needs_native
+@pytest.mark.slow
+def test_a_compiled_layer_takes_keys_with_exponentials() -> None:
+    torch.manual_seed(0)
+    layer = AdditiveAttention(16, key_size=5, query_size=8)
+    query, key, value = 5 * torch.randn(2, 1, 8), 3 * torch.randn(2, 150, 5), torch.randn(2, 150, 4)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        wanted, prepared = layer(query, key, value), layer.prepare_keys(key)
+        assert prepared.exps() is not None
+        step = torch.compile(lambda q, p, v: layer(q, p, v), backend="eager", fullgraph=True)
+        torch.testing.assert_close(step(query, prepared, value), wanted)
+
+
 def test_the_layer_of_flax() -> None:
     nnx = pytest.importorskip("flax.nnx")
     from attnscore.layers import flax as layers

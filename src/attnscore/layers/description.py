@@ -21,7 +21,7 @@ from attnscore import backends
 from attnscore.backends.base import Array, accumulator, may_equal
 from attnscore.core import normalizers
 from attnscore.core.arguments import check_flag, check_positive, shown
-from attnscore.core.prepared import PreparedKeys, prepare_keys
+from attnscore.core.prepared import PreparedKeys, prepare_keys, with_exps
 from attnscore.errors import ArgumentError, FrameworkError, ShapeError, message
 from attnscore.kv_cache import KeyValueCache
 from attnscore.layers import score_template, shared
@@ -581,7 +581,7 @@ class PreparesKeys(BaseAttention[A]):
         (linear,) = (linear for linear in layer.linears if linear.input == "keys")
         keys = self._checked_keys(keys, linear)
         score = layer.make_score({part.name: self._read(part, {"queries": keys}) for part in layer.score_parts})
-        return PreparedKeys(self._project(linear, keys), score)
+        return with_exps(backends.of({"keys": keys}), self._project(linear, keys), score)
 
     @abstractmethod
     def _checked_keys(self, keys: A, linear: Linear) -> A:

@@ -32,6 +32,7 @@ from attnscore import backends
 from attnscore.analysis.weights import attention_weights
 from attnscore.api import attend
 from attnscore.core.cache import BoundedCache
+from attnscore.core.prepared import with_exps_of
 from attnscore.errors import ArgumentError, message
 from attnscore.kv_cache import KeyValueCache
 from attnscore.layers import description, shared
@@ -184,12 +185,13 @@ class Attention(BaseAttention[jax.Array], LoadsTorch, nnx.Module):
         cache: KeyValueCache | None = None,
     ) -> tuple[jax.Array, KeyValueCache | None]:
         """Return the output of a call and its cache, and keep what `attention_weights` reads."""
-        keys, linears = self._unprepared(keys)
+        given, (keys, linears) = keys, self._unprepared(keys)
         inputs = _checked({"queries": queries, "keys": keys, "values": values})
         shapes = [x.shape for x in inputs.values()]
         operands, arguments = self._operands(inputs, shapes, valid_lens, mask, linears, bias, cache)
         cache = arguments.pop("cache", None)
         query, key, value = _promoted(operands, self.dtype)
+        bound, options = with_exps_of(given, key, arguments)
         training = not (self.deterministic if deterministic is None else deterministic)
         dropout = self.dropout if training else 0.0
         seed = self._draw(rngs) if dropout else None
@@ -199,11 +201,11 @@ class Attention(BaseAttention[jax.Array], LoadsTorch, nnx.Module):
         kept: _Call | _Weights | str | None = None
         out: jax.Array
         if keeps_weights:
-            out, weights = attend(query, key, value, dropout=dropout, seed=seed, return_weights=True, **arguments)
+            out, weights = attend(query, bound, value, dropout=dropout, seed=seed, return_weights=True, **options)
             # They are traced where the seed is.
             kept = None if isinstance(weights, jax.core.Tracer) else _Weights(weights)
         else:
-            out = attend(query, key, value, dropout=dropout, seed=seed, **arguments)
+            out = attend(query, bound, value, dropout=dropout, seed=seed, **options)
         if self.keep_last:
             _LAST[self] = _Call.of(query, key, arguments) if kept is None else kept
         return self._output(out), cache

@@ -26,6 +26,7 @@ from attnscore.analysis.weights import attention_weights
 from attnscore.api import attend
 from attnscore.backends.base import HALF_PRECISION, Array
 from attnscore.core.normalizers import Entmax
+from attnscore.core.prepared import with_exps_of
 from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.kv_cache import KeyValueCache
 from attnscore.layers import description, score_template, shared
@@ -247,7 +248,7 @@ class Attention(BaseAttention[Array], LoadsTorch, keras.layers.Layer):  # type: 
         """
         attention_mask, queries_mask, keys_mask, values_mask, use_causal_mask = masks
         queries, keys, values = unpacked(queries, keys, values)
-        keys, linears = self._unprepared(keys)
+        given, (keys, linears) = keys, self._unprepared(keys)
         inputs = dict(zip(INPUTS, (queries, keys, values), strict=True))
         shapes = checked_shapes(inputs)
         batch, *lengths = shape = shared.scores_shape(*shapes)
@@ -266,16 +267,19 @@ class Attention(BaseAttention[Array], LoadsTorch, keras.layers.Layer):  # type: 
         cache = arguments.pop("cache", None)
         dropping = bool(training) and self.seed_generator is not None
         keeps_weights = self.keep_last and not _is_staged(operands, arguments) and self._computes_in_pass(*operands)
+        query, key, value = operands
+        bound, options = with_exps_of(given, key, arguments)
         found = attend(
-            *operands,
+            query,
+            bound,
+            value,
             dropout=self.dropout if dropping else 0.0,
             seed=drawn_seed(self.seed_generator) if dropping else None,
             return_weights=keeps_weights or bool(return_attention_scores),
-            **arguments,
+            **options,
         )
         out, weights = found if isinstance(found, tuple) else (found, None)
         if self.keep_last:
-            query, key, _ = operands
             # The buffers of NumPy are written to.
             key = key.copy() if cache is not None and BACKEND == "numpy" else key
             self.__dict__["_last"] = _kept(query, key, arguments, weights if keeps_weights else None)

@@ -29,6 +29,7 @@ from attnscore import backends
 from attnscore.analysis.weights import attention_weights
 from attnscore.api import attend
 from attnscore.backends.base import Array
+from attnscore.core.prepared import with_exps_of
 from attnscore.errors import DeviceError, DtypeError, FrameworkError, message
 from attnscore.kv_cache import KeyValueCache
 from attnscore.layers import description, shared
@@ -164,20 +165,22 @@ class Attention(BaseAttention[Array], gluon.Block):  # type: ignore[misc]
         if not mx.util.is_np_array():
             expected, hint = "NumPy semantics in Gluon", "mxnet.npx.set_np() once, at the start of a program"
             raise FrameworkError(message("mxnet", expected, "legacy ones", hint=hint))
-        keys, linears = self._unprepared(keys)
+        given, (keys, linears) = keys, self._unprepared(keys)
         inputs = {"queries": queries, "keys": keys, "values": values}
         _check(inputs)
         shapes = [x.shape for x in inputs.values()]
         operands, arguments = self._operands(inputs, shapes, valid_lens, mask, linears, bias, cache)
         cache = arguments.pop("cache", None)
+        query, key, value = operands
+        bound, options = with_exps_of(given, key, arguments)
         dropout = self.dropout if autograd.is_training() else 0.0
         keeps_weights = self.keep_last and self._computes_in_pass(*operands)
         self._last = None
         if keeps_weights:
-            out, weights = attend(*operands, dropout=dropout, return_weights=True, **arguments)
+            out, weights = attend(query, bound, value, dropout=dropout, return_weights=True, **options)
             self._last = _Weights(weights.detach())
             return self._output(out), cache
-        out = attend(*operands, dropout=dropout, **arguments)
+        out = attend(query, bound, value, dropout=dropout, **options)
         if self.keep_last:
             with autograd.pause():
                 # MXNet counts no versions of an array, so what the caller could write to is copied.

@@ -33,6 +33,7 @@ from attnscore.analysis.weights import attention_weights
 from attnscore.api import attend
 from attnscore.core.arguments import shown
 from attnscore.core.cache import BoundedCache
+from attnscore.core.prepared import with_exps_of
 from attnscore.errors import ArgumentError, DeviceError, DtypeError, message
 from attnscore.kv_cache import KeyValueCache
 from attnscore.layers import description, shared
@@ -214,7 +215,7 @@ class Attention(nn.Module, BaseAttention[Tensor]):
         context: Context | None = None,
     ) -> Tensor:
         """Return the output of a call, and keep what `attention_weights` reads."""
-        keys, linears = self._unprepared(keys)
+        given, (keys, linears) = keys, self._unprepared(keys)
         inputs = {"queries": queries, "keys": keys, "values": values}
         is_plain = not torch.compiler.is_compiling() and self._are_checked(inputs, linears)
         if not is_plain:
@@ -229,6 +230,7 @@ class Attention(nn.Module, BaseAttention[Tensor]):
             with _OPS.numeric_scope():
                 operands = _OPS.autocast(*operands)
         query, key, value = operands
+        bound, options = with_exps_of(given, key, arguments)
         dropout = self.dropout if self.training else 0.0
         is_staged = not is_plain and is_traced(query, key, *_others(arguments))
         kept: Call | Weights | str | None = None
@@ -236,10 +238,10 @@ class Attention(nn.Module, BaseAttention[Tensor]):
             out = context.attend(query, key, value, dropout=dropout, **{**arguments, "mask": mask})
             kept = _SHARDED
         elif self.keep_last and not is_staged and self._computes_in_pass(query, key, value):
-            out, weights = attend(query, key, value, dropout=dropout, return_weights=True, **arguments)
+            out, weights = attend(query, bound, value, dropout=dropout, return_weights=True, **options)
             kept = Weights(weights.detach() if weights.requires_grad else weights)
         else:
-            out = attend(query, key, value, dropout=dropout, **arguments)
+            out = attend(query, bound, value, dropout=dropout, **options)
             if self.keep_last:
                 kept = _STAGED if is_staged else Call.of(query, key, arguments)
         # Not by torch, which looks through all modules and parameters before it sets an attribute.
