@@ -532,7 +532,7 @@ def test_a_compiled_layer_takes_keys_with_exponentials() -> None:
     with torch.no_grad():
         wanted, prepared = layer(query, key, value), layer.prepare_keys(key)
         assert prepared.exps() is not None
-        step = torch.compile(lambda q, p, v: layer(q, p, v), backend="eager", fullgraph=True)
+        step = torch.compile(layer, backend="eager", fullgraph=True)
         torch.testing.assert_close(step(query, prepared, value), wanted)
 
 
