@@ -276,6 +276,22 @@ FAULTS: list[Fault] = [
         "watch(one_pass=True) cuts the gradient of the outputs that it computes",
     ),
     Fault(
+        "watch-one-pass-masked-first-key",
+        "src/attnscore/diagnostics/watching/torch_calls.py",
+        "scores.masked_fill_(~mask[..., :1], -torch.inf)",
+        "scores.masked_fill_(~mask[..., :1], 0.0)",
+        "tests/test_diagnostics_watch.py -k one_pass_gives",
+        "watch(one_pass=True) gives a masked first key a weight",
+    ),
+    Fault(
+        "layer-prepared-keys-keep-their-score",
+        "src/attnscore/core/prepared.py",
+        'vars(bound).update(key=key, score=options.pop("score"), _exps=prepared._exps)',
+        'vars(bound).update(key=key, score=options.pop("score") and prepared.score, _exps=prepared._exps)',
+        "tests/test_prepared_keys.py -k keys_of_a_layer",
+        "a layer's step over prepared keys takes the weights of when they were prepared",
+    ),
+    Fault(
         "watch-padding-of-unknown-tokens",
         "src/attnscore/diagnostics/watching/records.py",
         '_OVER = {"saturated_rows": "choice_rows", "padding": "padding_rows"}',

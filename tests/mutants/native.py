@@ -502,6 +502,14 @@ FAULTS = [
         "in bfloat16 the last key of an odd number is not pooled",
     ),
     Fault(
+        "native-statistics-in-another-order",
+        "src/attnscore/kernels/native/call.py",
+        "in_order = operator.itemgetter(*map([*alone, *parts].index, self.returned))",
+        "in_order = operator.itemgetter(*map([*alone, *self.statistics].index, self.returned))",
+        "tests/test_statistics.py -k tensors_of_their_own",
+        "statistics in one block of memory are given in the order of their names",
+    ),
+    Fault(
         "native-clean-values",
         "csrc/kernels/pv-inl.h",
         "masked_ && !is_finite(rows, key_count, width_)",
