@@ -22,9 +22,9 @@ from attnscore.scores.forms import AdditiveForm, DistanceForm, FormPullback, Inn
 
 # Formula's time over ours by the native kernel and here, forward | with gradients, lengths, one thread of a Zen 4 with
 # AVX-512 beside other work, 2026-11-26: additive (64, 1, 1), h 256: 0.75, 1.02 | 0.45, 1.10; (256, 1, 8), h 64: 0.66,
-# 1.00 | 0.49, 1.83; dot (256, 1, 10), d 64: 0.47, 1.00 | 0.80, 2.37; Gaussian (64, 1, 10), d 256: 0.61, 0.86 | 0.71,
-# 2.0. With 16 keys, (256, 1, 16), d 64: 0.55, 0.73 | 1.0, 1.4.
-MOST_KEYS = 12
+# 1.00 | 0.49, 1.83; dot (256, 1, 10), d 64: 0.47, 1.00 | 0.80, 2.4; (256, 1, 16), d 64: 0.57, 0.90 | 1.06, 2.3;
+# Gaussian (64, 1, 10), d 256: 0.61, 0.86 | 0.71, 2.0. With 24 keys, dot (64, 1, 24), d 64: 1.07, 0.90 | 1.27, 1.71.
+MOST_KEYS = 16
 # XLA hands a program of 1000 operations or more to another thread, which takes 12 us; the native kernel counts as none.
 # (16, 1, 10), d 64: 1.53, 0.95 | 1.25, 1.19; (32, 1, 4), d 32: 1.18, 0.99 | 0.89, 1.03. A score that holds values of a
 # pair takes the native kernel longer: Gaussian (8, 1, 3), d 256: 1.30, 1.02 | 0.80, 1.10.
@@ -59,7 +59,7 @@ def forward(problem: Problem, plan: TilePlan) -> Result:
     """Compute the output, and the weights where they are wanted."""
     ops, rows = problem.ops, problem.score_shape.rows
     scores, unmasked, weights, _ = _weights(problem, plan)
-    out = _sum_over_keys(_times(ops, unmasked, weights, _by_rows(problem, problem.value)))
+    out = _weighted_sum(ops, unmasked, weights, _by_rows(problem, problem.value))
     # A program without a use for these two leaves them out.
     row_max = online_softmax.safe_max(ops, ops.max(scores, axis=-1, keepdims=True))
     log_denom = ops.log(ops.sum(ops.exp(scores - row_max), axis=-1, keepdims=True))
@@ -110,7 +110,7 @@ def _scores(
         query = query * form.scale
 
         def inner_vjp(grad: Array) -> dict[str, Array]:
-            of_query = _sum_over_keys(_times(ops, unmasked, grad, key)) * form.scale
+            of_query = _weighted_sum(ops, unmasked, grad, key) * form.scale
             return {"query": of_query, "key": _times(ops, unmasked, grad, query)}
 
         return _inner_products(ops, query, key), inner_vjp
@@ -147,8 +147,18 @@ def _inner_products(ops: Backend, query: Array, key: Array) -> Array:
 
 
 def _sum_over_keys(x: Array) -> Array:
-    """Sum (row, key, dim) over the keys: as one operation it would be slower, and compute its operand before."""
+    """Sum (row, key, dim) over the keys: XLA's sum over an axis that is not the last is slower."""
     return functools.reduce(operator.add, (x[:, at] for at in range(x.shape[1])))
+
+
+def _weighted_sum(ops: Backend, unmasked: Array | None, weights: Array, x: Array) -> Array:
+    """Return weights @ x, (row, dim), from `x` (row, key, dim) of unmasked pairs alone."""
+
+    # Products of slices: before slices of products XLA computes all products, from 16 keys on.
+    def term(at: int) -> Array:
+        return _times(ops, None if unmasked is None else unmasked[:, at], weights[:, at], x[:, at])
+
+    return functools.reduce(operator.add, map(term, range(x.shape[1])))
 
 
 def _times(ops: Backend, unmasked: Array | None, by_pairs: Array, x: Array) -> Array:
