@@ -271,10 +271,18 @@ FAULTS = [
     Fault(
         "one-tile-masked-nan-reaches-the-output",
         "src/attnscore/core/one_tile.py",
-        "found = ops.cond_rarely(_is_not_finite(ops, tile.raw, found[0]), isolated, found)",
-        "isolated",
+        "if (is_wrong := _is_wrong(ops, tile, out)) is not None:",
+        "if (is_wrong := None) is not None:",
         "tests/test_one_tile.py",
         "a small call of a graph lets a NaN behind the mask through",
+    ),
+    Fault(
+        "one-tile-product-that-cancels",
+        "src/attnscore/core/one_tile.py",
+        "counts = [ops.where(abs(scale) * x < INNER_LIMIT, 0.0, 1.0)",
+        "counts = [ops.where(abs(scale) * x < INNER_LIMIT, 0.0, 0.0)",
+        "tests/test_one_tile.py -k distance",
+        "a small Gaussian of a graph is a product where that cancels",
     ),
     Fault(
         "one-tile-without-dropout",

@@ -3,7 +3,9 @@
 - Computes by the formula, without isolation of non-finite inputs. Where the scores before the mask, the output or the
   gradients of the weights are not all finite, the program takes another branch: tiled attention. If they are finite,
   so is everything that a masked pair multiplies by 0.
-- Scores that are no matrix products are differentiated by the framework, as those of the formula would be.
+- A distance of many terms is computed as a matrix product and squared norms. Where these are too large for that to be
+  accurate, the program takes another branch, which sums the differences.
+- Other scores that are no matrix products are differentiated by the framework, as those of the formula would be.
 """
 
 from __future__ import annotations
@@ -20,40 +22,57 @@ from attnscore.core.online_softmax import NEG_INF
 from attnscore.core.problem import Problem
 from attnscore.core.tiled import Result, RowGradients
 from attnscore.core.tiling import TilePlan
-from attnscore.scores.forms import AdditiveForm, DistanceForm, InnerForm
+from attnscore.scores.forms import AdditiveForm, DistanceForm, FormPullback, InnerForm
+from attnscore.scores.gaussian import INNER_LIMIT
 
 # Not those of custom scores, which may have gradients of their own.
 _FORMS = (InnerForm, AdditiveForm, DistanceForm)
 
 # Up to these sizes TensorFlow's own operations are faster in a graph than a callback to the native kernel, forward and
 # with gradients (csrc/TUNING.md).
-MOST_NUMBERS = 2**19
+MOST_NUMBERS = 5 * 2**17
 """Of query, key and value together."""
 MOST_PRODUCTS = 2**21
 """Pairs times dimension, of a score that is a matrix product."""
-MOST_VALUES = 3 * 2**16
+MOST_VALUES = 2**18
 """Pairs times dimension, of a score that holds that many values."""
+TERMS_OF_PRODUCT = 2**16, 2**20
+"""Pairs times dimension, between which a distance is computed as a product. Where that is not accurate, its terms are
+summed one by one, which above these takes longer than a callback."""
 
 
 def is_faster(problem: Problem) -> bool:
     """Whether a call is small, in a program whose own operations are faster on small calls than a native kernel."""
     if not _would_call_back(problem) or not is_plain(problem):
         return False
-    score_shape, form, dim = problem.score_shape, problem.form, problem.form.query.shape[-1]
-    pairs = math.prod(score_shape.rows) * score_shape.key_len
+    form, pairs, dim = problem.form, _pairs(problem), problem.form.query.shape[-1]
     numbers = sum(math.prod(x.shape) for x in (problem.query, problem.key, problem.value))
-    work, most = (dim, MOST_PRODUCTS) if form.values_per_pair() == 1 else (form.values_per_pair(), MOST_VALUES)
+    is_product = form.values_per_pair() == 1 or _is_product(problem)
+    work, most = (dim, MOST_PRODUCTS) if is_product else (form.values_per_pair(), MOST_VALUES)
     return pairs <= tiling.TILE_SCORES and numbers <= MOST_NUMBERS and pairs * work <= most
 
 
 def fits(problem: Problem, plan: TilePlan) -> bool:
     """Whether `forward` and `backward` take a call: one tile, in a compiled program."""
-    return (
-        _would_call_back(problem)
-        and is_plain(problem)
-        and plan.query_tile >= problem.score_shape.query_len
-        and plan.key_tile >= problem.score_shape.key_len
-    )
+    if not _would_call_back(problem) or not is_plain(problem):
+        return False
+    score_shape = problem.score_shape
+    is_tile = plan.query_tile >= score_shape.query_len and plan.key_tile >= score_shape.key_len
+    return is_tile or _is_product(problem)
+
+
+def _pairs(problem: Problem) -> int:
+    return math.prod(problem.score_shape.rows) * problem.score_shape.key_len
+
+
+def _is_product(problem: Problem) -> bool:
+    """Whether a distance is computed as a product, which takes a pass over query and key, not over all terms."""
+    form = problem.form
+    if not isinstance(form, DistanceForm) or form.caps:
+        return False
+    pairs, vectors = _pairs(problem), sum(math.prod(x.shape[:-1]) for x in (form.query, form.key))
+    terms = pairs * form.query.shape[-1]
+    return pairs <= tiling.TILE_SCORES and TERMS_OF_PRODUCT[0] < terms <= TERMS_OF_PRODUCT[1] and pairs > vectors
 
 
 def _would_call_back(problem: Problem) -> bool:
@@ -81,6 +100,8 @@ class _Tile:
     raw: Array
     """Scores before the mask."""
     scores: Array
+    is_exact: Array | None
+    """Whether they are finite and as accurate as those of the form; None where they are those."""
     unmasked: Array | None
     weights: Array
     """Before dropout; 0 where masked."""
@@ -100,7 +121,7 @@ def _no_gradients(_: Array) -> tuple[Array, ...]:
     return ()
 
 
-def _tile(problem: Problem, plan: TilePlan, with_vjp: bool) -> _Tile:
+def _tile(problem: Problem, plan: TilePlan, is_product: bool, with_vjp: bool) -> _Tile:
     ops, dtype, score_shape = problem.ops, problem.accumulator, problem.score_shape
     spans = (0, score_shape.query_len), (0, score_shape.key_len)
     form, arrays = problem.form, problem.form.arrays()
@@ -110,10 +131,14 @@ def _tile(problem: Problem, plan: TilePlan, with_vjp: bool) -> _Tile:
         return ops.astype(form.with_arrays(cast).scores(ops), dtype)
 
     vjp: Callable[[Array], tuple[Array, ...]] = _no_gradients
-    if with_vjp and isinstance(form, InnerForm):
+    is_exact = None
+    if is_product or (with_vjp and isinstance(form, InnerForm)):
         # The framework's own would transpose the gradient of the keys.
-        cast = form.part(lambda x, _: ops.astype(x, dtype))
-        raw, of_form = cast.scores_and_pullback(ops)
+        cast: Any = form.part(lambda x, _: ops.astype(x, dtype))
+        if is_product:
+            raw, is_exact, of_form = _as_product(ops, cast)
+        else:
+            raw, of_form = cast.scores_and_pullback(ops)
         vjp = lambda grad: tuple(map(of_form(grad).__getitem__, arrays))  # noqa: E731
     elif with_vjp:
         raw, vjp = ops.vjp(scores_of, tuple(arrays.values()))
@@ -133,21 +158,26 @@ def _tile(problem: Problem, plan: TilePlan, with_vjp: bool) -> _Tile:
     value, keep = ops.astype(problem.value, dtype), None
     if problem.dropout is not None:
         keep = dropouts.kept(ops, problem.dropout, score_shape, value, *spans, dtype)
-    return _Tile(raw, scores, unmasked, weights, keep, value, vjp)
+    return _Tile(raw, scores, is_exact, unmasked, weights, keep, value, vjp)
 
 
 def forward(problem: Problem, plan: TilePlan) -> Result:
     """Compute the output, and the weights where they are wanted."""
-    ops, tile = problem.ops, _tile(problem, plan, with_vjp=False)
-    matrix = () if problem.matrix is None else (tile.weights,)
-    found: tuple[Array, ...] = (ops.astype(ops.matmul(tile.kept, tile.value), problem.dtype), *matrix)
+    return _forward(problem, plan, _is_product(problem))
 
-    def isolated(_: Any) -> tuple[Array, ...]:
-        result = tiled.forward(problem, plan)
+
+def _forward(problem: Problem, plan: TilePlan, is_product: bool) -> Result:
+    ops, tile = problem.ops, _tile(problem, plan, is_product, with_vjp=False)
+    matrix = () if problem.matrix is None else (tile.weights,)
+    out = ops.matmul(tile.kept, tile.value)
+    found: tuple[Array, ...] = (ops.astype(out, problem.dtype), *matrix)
+
+    def otherwise(_: Any) -> tuple[Array, ...]:
+        result = _forward(problem, plan, is_product=False) if is_product else tiled.forward(problem, plan)
         return (result.out,) if problem.matrix is None else (result.out, result.matrix)
 
-    if tile.unmasked is not None:
-        found = ops.cond_rarely(_is_not_finite(ops, tile.raw, found[0]), isolated, found)
+    if (is_wrong := _is_wrong(ops, tile, out)) is not None:
+        found = ops.cond_rarely(is_wrong, otherwise, found)
     # A graph without a use for these two leaves them out.
     row_max = online_softmax.safe_max(ops, ops.max(tile.scores, axis=-1, keepdims=True))
     log_denom = ops.log(ops.sum(ops.exp(tile.scores - row_max), axis=-1, keepdims=True))
@@ -156,7 +186,14 @@ def forward(problem: Problem, plan: TilePlan) -> Result:
 
 def backward(problem: Problem, plan: TilePlan, result: Result, grads: RowGradients) -> dict[str, Array]:
     """Compute the gradients of the form's arrays and of ``value``."""
-    ops, dtype, tile = problem.ops, problem.accumulator, _tile(problem, plan, with_vjp=True)
+    return _backward(problem, plan, result, grads, _is_product(problem))
+
+
+def _backward(
+    problem: Problem, plan: TilePlan, result: Result, grads: RowGradients, is_product: bool
+) -> dict[str, Array]:
+    ops, dtype = problem.ops, problem.accumulator
+    tile = _tile(problem, plan, is_product, with_vjp=True)
     grad_out, out = (ops.astype(x, dtype) for x in (grads.out, result.out))
     # Forward: out = (p * keep) @ value
     grad_weights = ops.matmul(grad_out, ops.matrix_transpose(tile.value))
@@ -177,18 +214,47 @@ def backward(problem: Problem, plan: TilePlan, result: Result, grads: RowGradien
     found = {**dict(zip(problem.form.arrays(), of_form, strict=True)), "value": grad_value}
     found = {name: sum_to(ops, found[name], tuple(x.shape)) for name, x in tiled.operands(problem).items()}
 
-    def isolated(_: Any) -> dict[str, Array]:
+    def otherwise(_: Any) -> dict[str, Array]:
+        if is_product:
+            return _backward(problem, plan, result, grads, is_product=False)
         # The statistics of queries that `forward` returned are those of the formula.
         return tiled.backward(problem, plan, tiled.forward(problem, plan), grads)
 
+    is_wrong = _is_wrong(ops, tile, grad_weights)
+    return found if is_wrong is None else dict(ops.cond_rarely(is_wrong, otherwise, found))
+
+
+def _is_wrong(ops: Backend, tile: _Tile, result: Array) -> Array | None:
+    """Return whether a call needs another branch; None where none does."""
+    if tile.is_exact is not None and tile.unmasked is None:
+        return ~tile.is_exact
     if tile.unmasked is None:
-        return found
-    return dict(ops.cond_rarely(_is_not_finite(ops, tile.raw, grad_weights), isolated, found))
-
-
-def _is_not_finite(ops: Backend, *arrays: Array) -> Array:
-    """Return whether a sum of all entries is not finite, which is so where an entry is not."""
+        return None
+    # A sum is not finite where an entry is not.
     total: Any = 0.0
-    for x in arrays:
+    for x in (result,) if tile.is_exact is not None else (tile.raw, result):
         total = total + ops.sum(x, axis=tuple(range(len(x.shape))))
-    return ~ops.isfinite(total)
+    is_right = ops.isfinite(total)
+    return ~(is_right if tile.is_exact is None else ops.logical_and(is_right, tile.is_exact))
+
+
+def _as_product(ops: Backend, form: DistanceForm) -> tuple[Array, Array, FormPullback]:
+    """Return the scores of a distance, whether they are finite and do not cancel, and their VJP."""
+    query, key, scale = form.query, form.key, form.scale
+    norms = [ops.sum(x * x, axis=-1, keepdims=True) for x in (query, key)]
+    squared = norms[0] + ops.matrix_transpose(norms[1]) - 2 * ops.matmul(query, ops.matrix_transpose(key))
+    # NaN counts. No ~(x < limit), which TensorFlow's optimizer makes x >= limit. A factor of scores may be negative.
+    counts = [ops.where(abs(scale) * x < INNER_LIMIT, 0.0, 1.0) for x in norms]
+    large = sum(ops.sum(x, axis=tuple(range(len(x.shape)))) for x in counts)
+
+    def vjp(grad: Array) -> dict[str, Array]:
+        # Forward: squared_ij = sum_c (q_ic - k_jc)^2
+        twice = grad * (-2 * scale)
+        transposed = ops.matrix_transpose(twice)
+        found = {
+            name: x * ops.sum(grads, axis=-1, keepdims=True) - ops.matmul(grads, other)
+            for name, x, grads, other in (("query", query, twice, key), ("key", key, transposed, query))
+        }
+        return {**found, "scale": -grad * squared}
+
+    return -scale * squared, ops.equal(large, 0.0), vjp
