@@ -360,22 +360,50 @@ def test_one_pass_gives_the_output_and_the_same_numbers(name: str, grad: bool, o
             assert row[key] == (pytest.approx(x, 1e-10, 1e-10, nan_ok=True) if isinstance(x, float) else x), key
 
 
-def test_one_pass_knows_the_padding(originals: list[str]) -> None:
+def padded_calls() -> dict[str, tuple[torch.Tensor | None, torch.Tensor, bool]]:
+    """Masks of calls, the tokens that are not padding, and whether padding has weight."""
+    torch.manual_seed(4)
+    real = torch.tensor([[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
+    tokens = real.bool()[:, None, None]
+    return {
+        "no mask": (None, real, True),
+        "another mask": (torch.rand(6, 6) > 0.3, real, True),
+        "of keys": (tokens, real, False),
+        "of pairs": (tokens & (torch.rand(2, 3, 6, 6) > 0.4), real, False),  # the first token among them
+        "no padding": (torch.rand(6, 6) > 0.3, torch.ones_like(real), False),
+        "all padding": (
+            tokens & torch.tensor([True, False])[:, None, None, None],
+            real * torch.tensor([[1], [0]]),
+            False,
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", padded_calls())
+@pytest.mark.parametrize("axes", [3, 4])
+def test_one_pass_knows_the_padding(axes: int, name: str, originals: list[str], monkeypatch) -> None:
+    mask, real, has_weight = padded_calls()[name]
+    columns, x = [], torch.randn(2, 3, 6, 4)
+    if axes == 3:
+        x, mask = x[:, 0], mask if mask is None or mask.ndim == 2 else mask[:, 0]
+    pads = torch_calls._pads_without_weight
+    monkeypatch.setattr(torch_calls, "_pads_without_weight", lambda *a: columns.append(pads(*a)) or columns[-1])
+
     class Padded(nn.Module):
         def forward(self, x: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-            return functional.scaled_dot_product_attention(x, x, x)
+            return functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
 
-    torch.manual_seed(0)
-    x, real = torch.randn(2, 3, 6, 4), torch.tensor([[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
     rows = {}
     for one_pass in (False, True):
         with watch(Padded(), one_pass=one_pass) as seen:
             Padded.__call__(seen._model, x, attention_mask=real)
         rows[one_pass] = seen.rows()
-    assert len(originals) == 1
+    assert len(originals) == 1 and columns == [not has_weight] and not seen.unseen
     for row, want in zip(rows[True], rows[False], strict=True):
-        assert 0 < row["padding"] < 1 and row["first_key"] == pytest.approx(want["first_key"], abs=1e-6)
-        assert row["padding"] == pytest.approx(want["padding"], abs=1e-6) and row["rows"] == want["rows"] == 9
+        assert row.keys() == want.keys() and row["rows"] > 0
+        assert (row["padding"] > 0) is has_weight
+        for key, number in want.items():
+            assert row[key] == (pytest.approx(number, abs=2e-6) if isinstance(number, float) else number), key
 
 
 def left_to_the_model() -> dict[str, Any]:

@@ -278,10 +278,18 @@ FAULTS: list[Fault] = [
     Fault(
         "watch-one-pass-masked-first-key",
         "src/attnscore/diagnostics/watching/torch_calls.py",
-        "scores.masked_fill_(~mask[..., :1], -torch.inf)",
-        "scores.masked_fill_(~mask[..., :1], 0.0)",
+        "scores.masked_fill_(~at_first(mask), -torch.inf)",
+        "scores.masked_fill_(~at_first(mask), 0.0)",
         "tests/test_diagnostics_watch.py -k one_pass_gives",
         "watch(one_pass=True) gives a masked first key a weight",
+    ),
+    Fault(
+        "watch-one-pass-any-mask-hides-padding",
+        "src/attnscore/diagnostics/watching/torch_calls.py",
+        "(mask & padding if isinstance(mask, Tensor) else padding).any()",
+        "(mask & padding if isinstance(mask, Tensor) else padding).all()",
+        "tests/test_diagnostics_watch.py -k one_pass_knows",
+        "watch(one_pass=True) gives padding no weight unless every query attends to it",
     ),
     Fault(
         "layer-prepared-keys-keep-their-score",

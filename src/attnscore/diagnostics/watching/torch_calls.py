@@ -95,15 +95,16 @@ def output_and_sums(
 ) -> tuple[Tensor, dict[str, Array]]:
     """Return the output of a call and the sums of `sums_of`, from one pass.
 
-    Where padding is known, the marks are columns behind the values. One more column takes up to a third longer where
-    values are short.
+    Where padding may have weight, the marks are columns behind the values: they take up to a third longer where values
+    are short.
     """
     [(_, counted)] = _in_blocks(call, real)
     value, marks = pooling.value, _marks(call.key, -3, real)
     with torch.set_grad_enabled(pooling.is_recorded):
-        if marks.shape[-1] == 1 and len(marks):
+        if _pads_without_weight(call, marks):
             out, stats = ats.attend(call.query, call.key, value, **call.options, return_stats=_NEEDED)
-            marked = _first_key_weights(call, stats)
+            first = _first_key_weights(call, stats, marks)
+            marked = first if marks.shape[-1] == 1 else torch.cat([first, torch.zeros_like(first)], -1)
         else:
             joined = torch.cat([value, marks.expand(*value.shape[:-1], marks.shape[-1])], -1)
             both, stats = ats.attend(call.query, call.key, joined, **call.options, return_stats=_NEEDED)
@@ -112,19 +113,37 @@ def output_and_sums(
     return out, _sums(call, marked, stats, counted, saturated_weight)
 
 
+def _pads_without_weight(call: Call, marks: Tensor) -> bool:
+    """Return whether no query attends to padding: none is known, or the mask is a tensor that hides it."""
+    if marks.numel() == 0 or marks.shape[-1] == 1:
+        return marks.numel() > 0
+    padding, mask = marks[..., None, :, 1] != 0, call.options.get("mask")
+    return not bool((mask & padding if isinstance(mask, Tensor) else padding).any())
+
+
 @torch.no_grad()
-def _first_key_weights(call: Call, stats: ats.AttentionStats) -> Tensor:
-    """Return the weights (..., query, 1) on the first key of a call of `sdpa_call`: exp(score - log-sum-exp)."""
+def _first_key_weights(call: Call, stats: ats.AttentionStats, marks: Tensor) -> Tensor:
+    """Return the weights (..., query, 1) on the first token of a call of `sdpa_call`: exp(score - log-sum-exp)."""
+    places = marks[..., :1].argmax(-2, keepdim=True)
+
+    def at_first(x: Tensor) -> Tensor:
+        """Return the numbers (..., query, 1) of the first token, of (..., query, key) or (..., query, 1)."""
+        if marks.shape[-1] == 1 or x.shape[-1] == 1:
+            return x[..., :1]
+        x = x.reshape(*[1] * (places.ndim - x.ndim), *x.shape)
+        return x.expand(len(places), *x.shape[1:]).gather(-1, places.expand(-1, *x.shape[1:-1], 1))
+
     total = stats.log_sum_exp[..., None]
-    query, key = (x.to(total.dtype) for x in (call.query, call.key[..., :1, :]))
+    key = call.key.gather(-2, places.expand(*call.key.shape[:-2], 1, call.key.shape[-1]))
+    query, key = (x.to(total.dtype) for x in (call.query, key))
     if key.ndim > 3 and key.shape[-3] != query.shape[-3]:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
     scale, mask, bias = call.options["score"].scale, call.options.get("mask"), call.options.get("bias")
     scores = (query @ key.mT).mul_(query.shape[-1] ** -0.5 if scale is None else scale)
     if bias is not None:
-        scores += bias[..., :1]
+        scores += at_first(bias)
     if isinstance(mask, Tensor):  # a causal one has the first key at every query that attends to some
-        scores.masked_fill_(~mask[..., :1], -torch.inf)
+        scores.masked_fill_(~at_first(mask), -torch.inf)
     # The product may be rounded otherwise than in the pass.
     return torch.minimum(scores.sub_(total).exp_(), stats.max_weight[..., None])
 
