@@ -85,6 +85,20 @@ def test_it_is_exact(score: str, mask: str, ran: list[str]) -> None:
         np.testing.assert_allclose(got, exact, rtol=0, atol=1e-11)
 
 
+@pytest.mark.parametrize("score", ["dot", "additive", "bandwidth"])
+@pytest.mark.slow_rows("dot", "bandwidth")
+def test_two_queries_over_the_same_keys(score: str, ran: list[str]) -> None:
+    """Of a tiny call, where the second query attends to the first key alone."""
+    shapes = {"query": (2, DIM), "key": (2, DIM), "value": (2, 3), "grad": (2, 3), "of_weights": (2, 2)}
+    arrays = {name: RNG.standard_normal((1, *shape)) for name, shape in shapes.items()}
+    arrays |= {"w": RNG.standard_normal(DIM)}
+    mask = np.asarray([[True, True], [True, False]])
+    found = with_gradients(score, arrays, mask=mask)
+    assert ran == ["forward", "backward"]
+    for got, exact in zip(found, with_gradients(score, arrays, "dense", mask=mask), strict=True):
+        np.testing.assert_allclose(got, exact, rtol=0, atol=1e-11)
+
+
 @pytest.mark.parametrize("nonfinite", [np.nan, np.inf])
 @pytest.mark.parametrize("score", ["dot", "additive", "gelu", "bandwidth"])
 @pytest.mark.slow_rows("gelu-*", "*-inf")
@@ -163,6 +177,8 @@ def test_half_precision_is_summed_in_single() -> None:
         ((64, 1, 16, 64), {}, "streaming"),
         ((64, 1, 17, 64), {}, "native"),
         ((64, 2, 10, 64), {}, "native"),
+        ((1, 2, 1, 16), {}, "streaming"),
+        ((1, 2, 2, 16), {}, "native"),
         ((64, 1, 10, 64), {"valid_lens": [3] * 64}, "streaming"),
         ((64, 1, 10, 64), {"return_stats": True}, "native"),
         ((64, 1, 10, 64), {"bias": 0.5}, "native"),

@@ -1,4 +1,4 @@
-"""Attention of one query over a few keys, in operations that a compiler fuses. The streaming kernel runs it.
+"""Attention of single queries over few keys, in operations that a compiler fuses. The streaming kernel runs it.
 
 - A sum over keys is a term for each key, with 0 in place of a masked pair: that propagates nothing, NaN and infinity
   included, and the program needs neither a copy of the keys nor a branch.
@@ -18,7 +18,7 @@ from attnscore.core.online_softmax import NEG_INF
 from attnscore.core.problem import Problem
 from attnscore.core.tiled import Result, RowGradients
 from attnscore.core.tiling import TilePlan
-from attnscore.scores.forms import AdditiveForm, DistanceForm, FormPullback, InnerForm
+from attnscore.scores.forms import AdditiveForm, DistanceForm, FormPullback, InnerForm, Role
 
 # Formula's time over ours by the native kernel and here, forward | with gradients, lengths, one thread of a Zen 4 with
 # AVX-512 beside other work, 2026-11-26: additive (64, 1, 1), h 256: 0.75, 1.02 | 0.45, 1.10; (256, 1, 8), h 64: 0.66,
@@ -30,20 +30,21 @@ MOST_KEYS = 16
 # pair takes the native kernel longer: Gaussian (8, 1, 3), d 256: 1.30, 1.02 | 0.80, 1.10.
 LEAST_ROWS = 32
 LEAST_ROWS_OF_VALUES = 8
-# Below: dot (1, 1, 1), d 16: 0.81, 0.98 | 0.78, 1.00; (2, 1, 10), d 8: 0.85, 0.40 | 1.5, 0.98.
-MOST_OF_TINY = 128
-"""Numbers of the keys of a call that is no other thread's."""
+# Below: dot (1, 1, 1), d 16: 0.81, 0.98 | 0.78, 1.00; additive (1, 2, 1), h 16: 0.80, 0.99 | 0.79, 0.95; but dot
+# (2, 1, 10), d 8: 0.85, 0.40 | 1.5, 0.98; (1, 2, 2), d 16: 1.08, 1.25 | 1.06, 0.57.
+MOST_OF_TINY = {1: 128, 2: 32}
+"""Pairs times dimension of a call that stays on its thread, by the number of queries."""
 
 
 def is_faster(problem: Problem) -> bool:
-    """Whether a call has one query and few keys for each head, in a program whose compiler fuses its operations."""
+    """Whether a call has single queries over few keys, in a program whose compiler fuses its operations."""
     ops, score_shape, form = problem.ops, problem.score_shape, problem.form
     if not ops.fuses(*tiled.operands(problem).values()) or not one_tile.is_plain(problem):
         return False
     if problem.dropout is not None or form.caps or not {"query_bias", "key_bias"}.isdisjoint(form.arrays()):
         return False
     *matrices, query_len = score_shape.rows
-    if query_len > 1 or score_shape.key_len > MOST_KEYS:
+    if score_shape.key_len > MOST_KEYS:
         return False
     # Heads that share keys or have parameters of their own are left to the native kernel.
     shared = (x for name, x in form.arrays().items() if form.role(name) == "shared")
@@ -52,14 +53,15 @@ def is_faster(problem: Problem) -> bool:
     ):
         return False
     least = LEAST_ROWS if form.values_per_pair() == 1 else LEAST_ROWS_OF_VALUES
-    return math.prod(matrices) >= least or math.prod(form.key.shape) <= MOST_OF_TINY
+    is_tiny = math.prod(form.key.shape) * query_len <= MOST_OF_TINY.get(query_len, 0)
+    return is_tiny or (query_len == 1 and math.prod(matrices) >= least)
 
 
 def forward(problem: Problem, plan: TilePlan) -> Result:
     """Compute the output, and the weights where they are wanted."""
     ops, rows = problem.ops, problem.score_shape.rows
     scores, unmasked, weights, _ = _weights(problem, plan)
-    out = _weighted_sum(ops, unmasked, weights, _by_rows(problem, problem.value))
+    out = _weighted_sum(ops, unmasked, weights, _by_rows(problem, problem.value, "key"))
     # A program without a use for these two leaves them out.
     row_max = online_softmax.safe_max(ops, ops.max(scores, axis=-1, keepdims=True))
     log_denom = ops.log(ops.sum(ops.exp(scores - row_max), axis=-1, keepdims=True))
@@ -70,10 +72,10 @@ def forward(problem: Problem, plan: TilePlan) -> Result:
 
 def backward(problem: Problem, plan: TilePlan, grads: RowGradients) -> dict[str, Array]:
     """Compute the gradients of the form's arrays and of ``value``."""
-    ops = problem.ops
+    ops, query_len = problem.ops, problem.score_shape.query_len
     # The compiler finds that the forward has computed these.
     _, unmasked, weights, scores_vjp = _weights(problem, plan)
-    value, grad_out = _by_rows(problem, problem.value), _by_rows(problem, grads.out)
+    value, grad_out = _by_rows(problem, problem.value, "key"), _by_rows(problem, grads.out, "query")
     # Forward: out = p @ value
     grad_weights = _inner_products(ops, grad_out, value)
     if grads.matrix is not None:
@@ -82,19 +84,20 @@ def backward(problem: Problem, plan: TilePlan, grads: RowGradients) -> dict[str,
     total = ops.sum(_isolated(ops, unmasked, weights * grad_weights), axis=-1, keepdims=True)
     grad_scores = _isolated(ops, unmasked, weights * (grad_weights - total))
     found = {**scores_vjp(grad_scores), "value": _times(ops, unmasked, weights, grad_out)}
+    if query_len > 1:
+        for name in ("key", "value"):
+            found[name] = ops.sum(ops.reshape(found[name], (-1, query_len, *found[name].shape[1:])), axis=1)
     return {name: ops.reshape(found[name], x.shape) for name, x in tiled.operands(problem).items()}
 
 
 def _weights(problem: Problem, plan: TilePlan) -> tuple[Array, Array | None, Array, FormPullback]:
     """Return scores (-inf where masked), unmasked pairs (None: all) and weights (row, key), and the scores' VJP."""
-    ops, score_shape, dtype, unmasked = problem.ops, problem.score_shape, problem.accumulator, None
+    ops, score_shape, unmasked = problem.ops, problem.score_shape, None
     pairs = (-1, score_shape.key_len)
     if problem.mask is not None:
-        unmasked = plan.visible(ops, score_shape, problem.value, (0, 1), (0, score_shape.key_len))
+        unmasked = plan.visible(ops, score_shape, problem.value, (0, score_shape.query_len), (0, score_shape.key_len))
         unmasked = ops.reshape(ops.broadcast_to(unmasked, (*score_shape.rows, score_shape.key_len)), pairs)
-    form: Any = problem.form.part(
-        lambda x, role: ops.astype(ops.reshape(x, x.shape[-1:]), dtype) if role == "shared" else _by_rows(problem, x)
-    )
+    form: Any = problem.form.part(lambda x, role: _by_rows(problem, x, role))
     scores, vjp = _scores(ops, form, unmasked)
     if unmasked is not None:
         scores = ops.where(unmasked, scores, NEG_INF)
@@ -136,10 +139,13 @@ def _scores(
     return -form.scale * squares, distance_vjp
 
 
-def _by_rows(problem: Problem, x: Array) -> Array:
-    """Return an array (*lead, head, group, length, dim) as (row, length, dim), in the dtype of sums."""
-    ops = problem.ops
-    return ops.astype(ops.reshape(x, (-1, *x.shape[-2:])), problem.accumulator)
+def _by_rows(problem: Problem, x: Array, role: Role) -> Array:
+    """Return an array as (row, 1 or key, dim), where a row is a query, in the dtype of sums; a shared one as (dim,)."""
+    ops, score_shape = problem.ops, problem.score_shape
+    shape = x.shape[-1:] if role == "shared" else (-1, 1 if role == "query" else score_shape.key_len, x.shape[-1])
+    if role == "key" and score_shape.query_len > 1:
+        x = ops.broadcast_to(ops.expand_dims(x, -3), (*score_shape.rows, *x.shape[-2:]))
+    return ops.astype(ops.reshape(x, shape), problem.accumulator)
 
 
 def _inner_products(ops: Backend, query: Array, key: Array) -> Array:
