@@ -91,9 +91,10 @@ def test_the_side_with_fewer_rows_is_projected(queries: int, side: int, monkeypa
     *inputs, weight = [torch.tensor(np.nan_to_num(x)) for x in arrays(queries)]
     monkeypatch.setattr(torch, "matmul", noted)
     plans.PLANS._entries.clear()
-    for _ in range(2):
+    for _ in range(2):  # the second call runs by the plan of the first
+        rows.clear()
         out = ats.attend(*inputs, score=ats.Bilinear(weight))
-    assert set(rows) == {side}
+        assert rows[0] == side
     monkeypatch.undo()
     wanted = ats.attend(*inputs, score=ats.Bilinear(weight), kernel="dense")
     torch.testing.assert_close(out, wanted, rtol=1e-10, atol=1e-12)
