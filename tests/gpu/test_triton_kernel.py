@@ -10,6 +10,7 @@ import torch
 from device_calls import DEVICE, equal, run
 
 import attnscore as ats
+from attnscore.core.statistics import TABLE
 from cases import MASK, Sizes
 from covering import pairs
 from harness import EXTRAS, Call, make_call
@@ -106,6 +107,31 @@ def test_odd_sizes(sizes: tuple[int, int], dims: tuple[int, int]) -> None:
     found = gradients(arrays, "triton", torch.float32)
     for x, want in zip(found, gradients(arrays, "streaming", torch.float64), strict=True):
         torch.testing.assert_close(x, want, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scale", [1.0, 64.0])
+@pytest.mark.parametrize(
+    ("mask", "sink"), [(None, None), (ats.ValidLens([70, 0]), -1.5), (ats.Causal("bottom_right"), -float("inf"))]
+)
+def test_statistics_over_several_tiles(mask: Any, sink: float | None, scale: float) -> None:
+    """Scores that float32 has exactly, up to the rounding of the largest; under a mask with a bias of -inf too."""
+    rng = np.random.default_rng(8)
+    arrays = {name: torch.tensor(rng.integers(-3, 4, (2, 2, n, 16))) for name, n in (("query", 37), ("key", 90))}
+    arrays |= {"query": arrays["query"] * scale, "value": torch.ones(2, 2, 90, 1)}
+    if mask is not None:
+        arrays["bias"] = torch.tensor(np.where(rng.random((2, 37, 90)) < 0.3, -INF, 0.5))
+    found = []
+    for kernel, dtype in (("triton", torch.float32), ("dense", torch.float64)):
+        given = {name: x.to(DEVICE, dtype) for name, x in arrays.items()}
+        sinks = None if sink is None else torch.tensor([sink, 2.0], dtype=dtype, device=DEVICE)
+        found.append(ats.attend(**given, kernel=kernel, mask=mask, sink=sinks, return_stats=True)[-1])
+    stats, wanted = found
+    largest = wanted.max_score[wanted.max_score.isfinite()].abs().max().item()
+    error = 4 * np.finfo("float32").eps * (1 + largest)
+    for name in TABLE:
+        x, want = getattr(stats, name).double(), getattr(wanted, name)
+        torch.testing.assert_close(x, want, rtol=4e-6, atol=error, msg=lambda text, name=name: name + text)
 
 
 @pytest.mark.parametrize("shape", [(2, 0, 3), (0, 3, 3)])

@@ -32,6 +32,8 @@ from attnscore.kernels.triton.tile import (
     with_bias,
 )
 
+LN2 = tl.constexpr(0.6931471805599453)
+
 
 class Moments(NamedTuple):
     """Of the unmasked scores: their number, a base, their mean less the base, the sum of squared deviations."""
@@ -50,6 +52,7 @@ class Softmax(NamedTuple):
     total: Any
     """Sum of the weights in units of exp(top)."""
     sum_exp_logit: Any
+    """Sum of each weight times its logarithm to base 2."""
     squares: Any
     moments: Any
 
@@ -105,12 +108,23 @@ def _finite_top(top):
 
 
 @triton.jit
-def _merged_moments(old, s, attends, top):
-    """Return Chan's update of the moments by a tile (`core.statistics`)."""
-    here = tl.sum(attends.to(tl.float32), 1)
-    from_top = tl.where(attends, s - top[:, None], 0.0)
-    mean_here = tl.sum(from_top, 1) / tl.maximum(here, 1.0)
-    deviation = tl.where(attends, from_top - mean_here[:, None], 0.0)
+def _product(weight, log_weight):
+    """Return weight * log2(weight), 0 where the weight is 0: one operation in place of a comparison and a selection."""
+    return weight * tl.maximum(log_weight, -1000.0)
+
+
+@triton.jit
+def _merged_moments(old, s, attends, top, ALL: tl.constexpr):
+    """Return Chan's update of the moments by a tile (`core.statistics`); `ALL`: all its pairs attend."""
+    from_top = s - top[:, None]
+    if ALL:
+        here = tl.zeros_like(old.count) + s.shape[1]
+        mean_here = tl.sum(from_top, 1) / s.shape[1]
+        deviation = from_top - mean_here[:, None]
+    else:
+        here = tl.sum(attends.to(tl.float32), 1)
+        mean_here = tl.sum(tl.where(attends, from_top, 0.0), 1) / tl.maximum(here, 1.0)
+        deviation = tl.where(attends, from_top - mean_here[:, None], 0.0)
     whole = old.count + here
     share = here / tl.maximum(whole, 1.0)
     is_first = old.count == 0
@@ -122,22 +136,20 @@ def _merged_moments(old, s, attends, top):
 
 
 @triton.jit
-def _with_tile(old, s, attends, rows):
+def _with_tile(old, s, attends, rows, ALL: tl.constexpr):
     """Return the softmax after a tile of scores, the tile's weights, and the factor of what was summed before."""
     tile_top = tl.max(s, 1)
     top = tl.maximum(old.top, tile_top)
-    safe = _finite_top(top)
-    p = tl.exp2(s * LOG2E - (safe * LOG2E)[:, None])
-    alpha = tl.exp2(old.top * LOG2E - safe * LOG2E)
+    in_units = _finite_top(top) * LOG2E
+    log_p, log_alpha = s * LOG2E - in_units[:, None], old.top * LOG2E - in_units
+    p, alpha = tl.exp2(log_p), tl.exp2(log_alpha)
     sum_exp_logit, squares, moments = old.sum_exp_logit, old.squares, old.moments
     if rows.entropy is not None:
-        logits = tl.where(p == 0, 0.0, s - safe[:, None])
-        moved = old.sum_exp_logit + (_finite_top(old.top) - safe) * old.total
-        sum_exp_logit = alpha * moved + tl.sum(p * logits, 1)
+        sum_exp_logit = alpha * sum_exp_logit + _product(alpha, log_alpha) * old.total + tl.sum(_product(p, log_p), 1)
     if rows.sum_sq_weights is not None:
         squares = alpha * alpha * squares + tl.sum(p * p, 1)
     if (rows.mean_score is not None) or (rows.var_score is not None):
-        moments = _merged_moments(moments, s, attends, _finite_top(tile_top))
+        moments = _merged_moments(moments, s, attends, _finite_top(tile_top), ALL)
     return Softmax(top, alpha * old.total + tl.sum(p, 1), sum_exp_logit, squares, moments), p, alpha
 
 
@@ -145,14 +157,12 @@ def _with_tile(old, s, attends, rows):
 def _with_sink(old, acc, sink):
     """Return softmax and output after one more score, whose value is 0."""
     top = tl.maximum(old.top, sink)
-    safe = _finite_top(top)
-    factor = tl.exp2(old.top * LOG2E - safe * LOG2E)
-    sink_factor = tl.exp2(sink * LOG2E - safe * LOG2E)
+    in_units = _finite_top(top) * LOG2E
+    log_factor, log_sink = old.top * LOG2E - in_units, sink * LOG2E - in_units
     # A sink of NaN.
-    sink_factor = tl.where(is_nan(sink), float("nan"), sink_factor)
-    safe_sink = sink if sink != NEG_INF else 0.0
-    moved = old.sum_exp_logit + (_finite_top(old.top) - safe) * old.total
-    sum_exp_logit = factor * moved + sink_factor * (safe_sink - safe)
+    factor, sink_factor = tl.exp2(log_factor), tl.where(is_nan(sink), float("nan"), tl.exp2(log_sink))
+    moved = factor * old.sum_exp_logit + _product(factor, log_factor) * old.total
+    sum_exp_logit = moved + _product(sink_factor, log_sink)
     total = factor * old.total + sink_factor
     return Softmax(top, total, sum_exp_logit, factor * factor * old.squares, old.moments), acc * factor[:, None]
 
@@ -173,7 +183,8 @@ def _store_rows(rows, at, live, found, of_keys):
     if rows.var_score is not None:
         tl.store(rows.var_score + at, moments.deviations / tl.maximum(moments.count, 1.0), mask=live)
     if rows.entropy is not None:
-        tl.store(rows.entropy + at, tl.where(is_empty, 0.0, log_denom - found.sum_exp_logit / divisor), mask=live)
+        entropy = log_denom - found.sum_exp_logit * LN2 / divisor
+        tl.store(rows.entropy + at, tl.where(is_empty, 0.0, entropy), mask=live)
     max_of_keys = tl.exp2(_finite_top(of_keys.top) * LOG2E - row_max * LOG2E)
     max_of_keys = tl.where(of_keys.total == 0, 0.0, max_of_keys)
     if rows.max_weight is not None:
@@ -214,7 +225,7 @@ def forward(
                 )  # fmt: skip
                 s = capped(function_scores(s, inputs.shared, m, FORM, FUNCTION), CAPS)
                 s, attends = _masked(s, inputs, interval, m, queries, keys, sizes, FUNCTION, RELATIVE, full)
-                found, p, alpha = _with_tile(found, s, attends, rows)
+                found, p, alpha = _with_tile(found, s, attends, rows, full and inputs.bias is None)
                 if inputs.dropout is not None:
                     p = tl.where(kept(inputs.dropout, m.z, queries.at, keys.at, sizes.n_q), p, 0.0)
                 v = vectors(
