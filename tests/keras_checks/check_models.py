@@ -316,3 +316,23 @@ class TestFiles:
             loaded = tf.saved_model.load(tmp_path / "model")
             served = loaded.serve([IDS.astype("int32"), OTHERS.astype("int32")])
             close(served, model([IDS, OTHERS]))
+
+
+def test_projections_that_do_more_than_multiply_are_called() -> None:
+    """LoRA, losses of activations and layers of another class; others are multiplied here on TensorFlow."""
+    layer, merged = (AdditiveAttention(7) for _ in range(2))
+    for each in (layer, merged):
+        each(X, X, X)
+    layer.W_q.enable_lora(2)
+    layer.W_q.lora_kernel_b.assign(np.ones(layer.W_q.lora_kernel_b.shape))
+    for name in ("W_q", "W_k", "w_v"):
+        getattr(merged, name).kernel.assign(getattr(layer, name).kernel)
+    close(layer(X, X, X), merged(X, X, X))
+    assert not merged.losses
+    merged.W_k.activity_regularizer = keras.regularizers.L2(1.0)
+    merged(X, X, X)
+    assert len(merged.losses) == 1
+    merged.W_k.activity_regularizer = None
+    merged.W_q.activation = keras.activations.tanh
+    found = keras.ops.convert_to_numpy(merged(X, X, X))
+    assert abs(found - keras.ops.convert_to_numpy(layer(X, X, X))).max() > 1e-4
