@@ -188,7 +188,8 @@ class Attention(BaseAttention[Array], LoadsTorch, keras.layers.Layer):  # type: 
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self._call_signature: Any = _Signature(list(inspect.signature(self.call).parameters.values()))
+        if BACKEND == "tensorflow":  # elsewhere Keras is quick, and on JAX it keeps masks apart from their tensors
+            self._call_signature: Any = _Signature(list(inspect.signature(self.call).parameters.values()))
         self._layer = layer
         self.dropout = shared.check_probability(dropout)
         self.seed = seed
