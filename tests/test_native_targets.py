@@ -49,6 +49,39 @@ def test_every_target_can_be_selected(target: str, dtype: str, form: str, length
     Case(intervals=True, form=form, score_dtype=dtype, value_dtype=dtype, **sizes).check()
 
 
+MASKS = {"none": None, "lengths": ats.ValidLens([150, 0, 64]), "holes": ats.KeyRange(10, 70) | ats.KeyRange(130, 201)}
+
+
+@pairs(
+    dims={str(x): x for x in ((64, 64), (33, 130), (128, 3), (300, 17))},
+    mask=tuple(MASKS),
+    heads=(1, 3),
+    dtype=("float32", "float64"),
+    planted=("nothing", "masked", "unmasked"),
+    target=native.targets(),
+)
+def test_one_query_over_several_tiles(
+    target: str, planted: str, dtype: str, heads: int, mask: str, dims: tuple[int, int]
+) -> None:
+    """A decoder's step, whose values may have turns among the keys of the next tile; NaN or infinity in the values."""
+    native.select(target)
+    rng = np.random.default_rng(5)
+    query, key, value = (
+        rng.standard_normal(shape).astype(dtype)
+        for shape in ((3, heads, 1, dims[0]), (3, 1, 201, dims[0]), (3, 1, 201, dims[1]))
+    )
+    given = MASKS[mask]
+    unmasked = ats.attend(query, 0 * key, value, mask=given, kernel="dense", return_weights=True)[1][:, 0, 0] > 0
+    for at in (5, 77, 140, 200):
+        for entry in range(3):
+            if planted != "nothing" and unmasked[entry, at] == (planted == "unmasked"):
+                value[entry, 0, at, ::2] = np.nan if at == 77 else np.inf
+    found = ats.attend(query, key, value, mask=given, kernel="native")
+    wide = (x.astype(np.float64) for x in (query, key, value))
+    close = {"rtol": 0, "atol": 2e-6 if dtype == "float32" else 1e-14}
+    np.testing.assert_allclose(found, ats.attend(*wide, mask=given, kernel="dense"), **close)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("target", native.targets())
 def test_weights_are_off_by_the_rounding_of_their_scores(target: str, dtype: str) -> None:

@@ -27,7 +27,8 @@ class ForwardTask {
           own_tile_(arena, problem, scores_.additive(), false),
           values_(arena, problem, queries.masked, queries.panels() >= kStepPanels),
           dropout_(problem),
-          few_rows_(problem.form == Form::inner && has_few_rows(problem)) {
+          few_rows_(problem.form == Form::inner && has_few_rows(problem)),
+          in_turns_(kVectorBytes < 64 && few_rows_ && queries.count == 1 && !values_.narrow()) {
         if (problem.form == Form::additive) {
             const AdditiveTables<T> tables{scores_.additive()};
             if (!scores_.additive().by_pairs)
@@ -52,6 +53,7 @@ class ForwardTask {
             end = queries_.tile_end(key, keys.last);
             if (!queries_.is_in_hole(key, end - key)) attend_to_tile(key, end - key, keys.last);
         }
+        finish_pv();
         values_.reduce_lanes(softmax_.out, queries_.count);
     }
 
@@ -64,45 +66,54 @@ class ForwardTask {
 
     // Attend to one key tile, in steps. O += P V of a step runs between the scores and the softmax of the next one:
     // neighbouring instructions then do not wait for one another, and the processor, which looks hundreds of
-    // instructions ahead, overlaps the two.
+    // instructions ahead, overlaps the two. A single row takes turns: some keys, then as many values of the last tile.
     void attend_to_tile(int64_t key, int64_t key_count, int64_t last_key) {
         const int64_t panels = queries_.panels(), together = few_rows_ ? 1 : kStepPanels;
         int64_t next_prefetch = key + kTileKeys;
         bool loaded = false;
-        Step *step = &steps_[0], *previous = nullptr;
         for (int64_t panel = 0, end; panel < panels; panel = end) {
             end = panel + 1;
             if (queries_.is_masked(panel, key, key_count)) continue;
             while (end < panels && end < panel + together && !queries_.is_masked(end, key, key_count)) end++;
-            if (!loaded) load_tile(key, key_count);
-            loaded = true;
+            if (!loaded) load_keys(key, key_count);
+            if (!loaded && !in_turns_) load_values(key, key_count);
             for (const int64_t until = next_prefetch + prefetched_rows_; next_prefetch < until; next_prefetch++) {
                 prefetch_row(head_.key, problem_.score_dtype, next_prefetch, last_key, problem_.dim);
                 prefetch_row(head_.value, problem_.value_dtype, next_prefetch, last_key, problem_.value_dim);
             }
-            step->first = panel * kMR, step->size = std::min(end * kMR, queries_.count) - step->first;
-            scores_(step_scores_, step->bits, queries_, additive_query_, {panel, end}, *tile_,
-                    few_rows_ ? &values_.rows : nullptr, bf16_ ? &*bf16_ : nullptr, false);
+            step_->first = panel * kMR, step_->size = std::min(end * kMR, queries_.count) - step_->first;
+            const Interleaved<T> other = in_turns_ ? take_pv() : values_.interleaved();
+            scores_(step_scores_, step_->bits, queries_, additive_query_, {panel, end}, *tile_,
+                    few_rows_ ? &other : nullptr, bf16_ ? &*bf16_ : nullptr, false);
+            finish_pv();
+            if (!loaded && in_turns_) load_values(key, key_count);
+            loaded = true;
             if (problem_.matrix != MatrixOutput::none)
-                store_scores(problem_, queries_, step->first, step->size, step_scores_, key, key_count);
+                store_scores(problem_, queries_, step_->first, step_->size, step_scores_, key, key_count);
             if (problem_.matrix == MatrixOutput::scores) continue;  // nothing else is wanted
-            if (previous) add_pv(*previous, key_count);
-            update_softmax(*step, key_count);
-            previous = step;
-            step = step == &steps_[0] ? &steps_[1] : &steps_[0];
+            update_softmax(*step_, key_count);
+            previous_ = step_, added_ = false;
+            step_ = step_ == &steps_[0] ? &steps_[1] : &steps_[0];
         }
-        if (previous) add_pv(*previous, key_count);
+        if (!in_turns_) finish_pv();
     }
 
-    // Read the keys and values of a tile, or find the keys among the shared tiles.
-    void load_tile(int64_t key, int64_t key_count) {
+    // Read the keys of a tile, or find them among the shared tiles.
+    void load_keys(int64_t key, int64_t key_count) {
         tile_ = tiles_.find(problem_, head_, key, key_count);
-        if (!tile_) {
-            own_tile_.fill(problem_, scores_.additive(), head_, key, key_count, !few_rows_ && !bf16_,
-                           {additive_query_.largest, additive_query_.largest});
-            tile_ = &own_tile_;
-        }
-        values_.fill(head_, key, key_count);
+        if (tile_) return;
+        own_tile_.fill(problem_, scores_.additive(), head_, key, key_count, !few_rows_ && !bf16_,
+                       {additive_query_.largest, additive_query_.largest});
+        tile_ = &own_tile_;
+    }
+
+    // Read the values of a tile.
+    void load_values(int64_t key, int64_t key_count) {
+        bool masked = false;
+        if (queries_.masked)
+            for (int64_t panel = 0; panel < queries_.panels(); panel++)
+                masked = masked || !queries_.is_unmasked(panel, key, key_count);
+        values_.fill(head_, key, key_count, masked);
         if constexpr (sizeof(T) == 4)
             if (bf16_) bf16_->fill(head_, key, key_count, values_.clean);
         if (dropout_.on) dropout_.set_tile(key);
@@ -117,16 +128,30 @@ class ForwardTask {
                         dropout_.on ? keep : nullptr, static_cast<T>(dropout_.factor));
     }
 
+    // O += P V for the last step, which has one row, to be added by what follows.
+    Interleaved<T> take_pv() {
+        added_ = previous_;
+        return previous_ ? values_.interleaved(softmax_.out, step_weights_) : Interleaved<T>{};
+    }
+
     // O += P V for the rows of a step.
-    void add_pv(const Step& step, int64_t key_count) {
+    void add_pv(const Step& step) {
         T* out = softmax_.out + step.first * softmax_.width;
         if (bf16_ && !values_.narrow()) {
-            if constexpr (sizeof(T) == 4) bf16_->pv(out, step_weights_, step.size, key_count);
+            if constexpr (sizeof(T) == 4) bf16_->pv(out, step_weights_, step.size, values_.count());
         } else {
-            const View<T> next_keys{tile_->rows.row(key_count), tile_->rows.stride};  // to be prefetched
-            values_.add_pv(out, step_weights_, step.size, few_rows_ ? &next_keys : nullptr);
+            values_.add_pv(out, step_weights_, step.size);
         }
-        if (values_.nonfinite) values_.propagate_nonfinite(out, step_weights_, step.bits, step.size);
+    }
+
+    // Complete the output of the last step.
+    void finish_pv() {
+        if (!previous_) return;
+        if (!added_) add_pv(*previous_);
+        if (values_.nonfinite)
+            values_.propagate_nonfinite(softmax_.out + previous_->first * softmax_.width, step_weights_,
+                                        previous_->bits, previous_->size);
+        previous_ = nullptr;
     }
 
     const Problem& problem_;
@@ -142,8 +167,10 @@ class ForwardTask {
     typename Additive<T>::Query additive_query_;
     std::optional<Bf16Dot> bf16_;
     const bool few_rows_;
+    const bool in_turns_;  // whether O += P V of a tile takes turns with the scores of the next (TUNING.md, Decoding)
     int64_t prefetched_rows_ = 0;  // of keys and of values, in each step
-    Step steps_[2];
+    Step steps_[2], *step_ = &steps_[0], *previous_ = nullptr;
+    bool added_ = false;              // whether O += P V of `previous_` has been added
     T *step_scores_, *step_weights_;  // of one step: the weights of the last are used before those of the next are made
 };
 

@@ -174,62 +174,85 @@ void gemm_difference(T* c, int64_t ldc, const T* a, int64_t row, int64_t col, co
         for (int64_t i = 0; i < m; i++) at(one, one, i, j);
 }
 
-// Dot products of one row with each of the 64 rows of a tile (0 behind `count`), for few query rows: there reading
-// memory takes all the time, and transposing the keys would not pay. Rows of `next`, the values of the tile, are
-// prefetched meanwhile, so that memory does not idle between the two: 29 GB/s, without it 22, where two such streams
-// reach 37.
+// Add to one row its weights times the rows of values, for few query rows. Values are read in whole rows up to 16
+// vectors, the order of memory: in halves a pass over memory takes 1.4 times as long.
 template <class T>
-void dot_rows(T* s, const T* q, const View<T>& keys, int64_t count, int64_t width, const View<T>& next) {
+void add_weighted_rows(T* out, const T* weights, const View<T>& values, int64_t count, int64_t width) {
     constexpr int L = Vector<T>::lanes;
+    int64_t j = 0;
+    const auto columns = [&]<int N>(std::integral_constant<int, N>) {
+        for (; j + N * L <= width; j += N * L) {
+            V<T> sum[N];
+#pragma GCC unroll 16
+            for (int u = 0; u < N; u++) sum[u] = load(out + j + u * L);
+            for (int64_t i = 0; i < count; i++) {
+                const T* row = values.row(i) + j;
+#pragma GCC unroll 16
+                for (int u = 0; u < N; u++) sum[u] += weights[i] * load(row + u * L);
+            }
+#pragma GCC unroll 16
+            for (int u = 0; u < N; u++) store(out + j + u * L, sum[u]);
+        }
+    };
+    // Without fused multiply-adds long sums are left to `gemm`, which cuts them.
+    if constexpr (kHasFma) {
+        columns(std::integral_constant<int, 16>{});
+        columns(std::integral_constant<int, 8>{});
+    }
+    gemm(Product<T>{}, out + j, width, weights, kTileKeys, 1, values.data + j, values.stride, 1, width - j, count,
+         true);
+}
+
+// What `dot_rows` does between its keys with the values of as many: O += P V of one query row, or prefetching them.
+template <class T>
+struct Interleaved {
+    View<T> values;
+    int64_t count = 0, width = 0;
+    const T* weights = nullptr;
+    T* out = nullptr;  // null: prefetch
+
+    // Do so for the keys [first, last), or those that there are.
+    void run(int64_t first, int64_t last) const {
+        last = std::min(last, count);
+        if (first >= last) return;
+        if (out) {
+            add_weighted_rows(out, weights + first, View<T>{values.row(first), values.stride}, last - first, width);
+        } else {
+            for (; first < last; first++) prefetch(reinterpret_cast<const char*>(values.row(first)), width * sizeof(T));
+        }
+    }
+};
+
+// Dot products of one row with each of the 64 rows of a tile (0 behind `count`), for few query rows: there reading
+// memory takes all the time, and transposing the keys would not pay. `other` has its turn after each 2 KB of keys, so
+// that memory does not idle between keys and values.
+template <class T>
+void dot_rows(T* s, const T* q, const View<T>& keys, int64_t count, int64_t width, const Interleaved<T>& other) {
+    constexpr int L = Vector<T>::lanes;
+    const int64_t turn_keys = 2048 / (std::max<int64_t>(width, 1) * static_cast<int64_t>(sizeof(T)));
+    const int turn = std::clamp<int>(std::bit_floor(static_cast<uint64_t>(turn_keys)), 1, L);
     int64_t i = 0;
     for (; i + L <= count; i += L) {
         V<T> sum[L];
         for (int u = 0; u < L; u++) {
-            const T *row = keys.row(i + u), *ahead = next.row(i + u);
+            const T* row = keys.row(i + u);
             V<T> even{}, odd{};
             int64_t j = 0;
             for (; j + 2 * L <= width; j += 2 * L) {
                 even += load(q + j) * load(row + j);
                 odd += load(q + j + L) * load(row + j + L);
-                __builtin_prefetch(ahead + j);
-                __builtin_prefetch(ahead + j + L);
             }
             if (j < width) even += load(q + j) * load(row + j);
             sum[u] = even + odd;
+            if ((u + 1) % turn == 0) other.run(i + u + 1 - turn, i + u + 1);
         }
         store(s + i, reduce_sums<T>(sum));
     }
+    other.run(i, other.count);
     for (; i < count; i++) {
         V<T> sum{};
         for (int64_t j = 0; j < width; j += L) sum += load(q + j) * load(keys.row(i) + j);
         s[i] = reduce_sum<T>(sum);
     }
     for (; i < kTileKeys; i++) s[i] = 0;
-}
-
-// Add to one row its weights times the rows of values, for few query rows. Whole rows of values at a time are 6 to 8%
-// faster than halves; prefetching `next`, the keys of the next tile, gives 5% more.
-template <class T>
-void add_weighted_rows(T* out, const T* weights, const View<T>& values, int64_t count, int64_t width,
-                       const View<T>& next) {
-    constexpr int L = Vector<T>::lanes, N = 2 * kNR;
-    int64_t j = 0;
-    // Without fused multiply-adds long sums are left to `gemm`, which cuts them.
-    for (; kHasFma && j + N * L <= width; j += N * L) {
-        V<T> sum[N];
-#pragma GCC unroll 8
-        for (int u = 0; u < N; u++) sum[u] = load(out + j + u * L);
-        for (int64_t i = 0; i < count; i++) {
-            const T *row = values.row(i) + j, *ahead = next.row(i) + j;
-#pragma GCC unroll 8
-            for (int u = 0; u < N; u++) {
-                sum[u] += weights[i] * load(row + u * L);
-                __builtin_prefetch(ahead + u * L);
-            }
-        }
-#pragma GCC unroll 8
-        for (int u = 0; u < N; u++) store(out + j + u * L, sum[u]);
-    }
-    gemm(Product<T>{}, out + j, width, weights, kTileKeys, 1, values.data + j, values.stride, 1, width - j, count,
-         true);
 }

@@ -19,18 +19,19 @@ class ValueTile {
     View<T> clean;       // with zeros for NaN and infinity, where some pair may be masked
     uint64_t nonfinite;  // bits of the keys whose values hold NaN or infinity
 
-    // `masked`: whether some pair of the task may be masked. `reused`: whether rows are read often enough for a copy.
+    // `masked`: whether some tile may be filled as masked. `reused`: whether rows are read often enough for a copy.
     ValueTile(Arena& arena, const Problem& problem, bool masked, bool reused)
-        : problem_(problem), width_(padded(problem.value_dim, L)), masked_(masked), reused_(reused) {
+        : problem_(problem), width_(padded(problem.value_dim, L)), reused_(reused) {
         copy_ = arena.take<T>(kTileKeys * width_);
         clean_copy_ = arena.take<T>(masked ? kTileKeys * width_ : 0);
         transposed_ = arena.take<T>(narrow() ? kTileKeys * problem.value_dim : 0);
     }
 
+    int64_t count() const { return count_; }
     bool narrow() const { return problem_.value_dim <= kNarrow; }
 
-    // Read the values of the keys [key, key + key_count).
-    void fill(const Head& head, int64_t key, int64_t key_count) {
+    // Read the values of the keys [key, key + key_count). `masked`: whether some pair of the tile may be masked.
+    void fill(const Head& head, int64_t key, int64_t key_count, bool masked) {
         count_ = key_count, nonfinite = 0;
         rows = view_rows(copy_, head.value, problem_.value_dtype, key, key_count, problem_.value_dim);
         if (reused_ && !is_aligned(rows)) {
@@ -38,17 +39,23 @@ class ValueTile {
             rows = {copy_, width_};
         }
         clean = rows;
-        if (masked_ && !is_finite(rows, key_count, width_)) remove_nonfinite();
+        if (masked && !is_finite(rows, key_count, width_)) remove_nonfinite();
         if (!narrow()) return;
         for (int64_t k = 0; k < problem_.value_dim; k++)
             for (int64_t j = 0; j < kTileKeys; j++)
                 transposed_[k * kTileKeys + j] = j < key_count ? clean.row(j)[k] : T(0);
     }
 
-    // O += P V, for `size` rows of weights. `next`: the next key tile, to be prefetched where rows are few.
-    void add_pv(T* out, const T* weights, int64_t size, const View<T>* next) const {
-        if (!narrow() && next && size == 1) {
-            add_weighted_rows(out, weights, clean, count_, width_, *next);
+    // O += P V for one row of weights, to be added while the scores of the next tile are computed; without `out`, the
+    // values to be prefetched while those of this tile are.
+    Interleaved<T> interleaved(T* out = nullptr, const T* weights = nullptr) const {
+        return {out ? clean : rows, count_, width_, weights, out};
+    }
+
+    // O += P V, for `size` rows of weights.
+    void add_pv(T* out, const T* weights, int64_t size) const {
+        if (!narrow() && size == 1) {
+            add_weighted_rows(out, weights, clean, count_, width_);
             return;
         }
         if (!narrow()) {
@@ -108,6 +115,6 @@ class ValueTile {
 
     const Problem& problem_;
     int64_t width_, count_ = 0;
-    bool masked_, reused_;
+    bool reused_;
     T *copy_, *clean_copy_, *transposed_;
 };

@@ -119,13 +119,14 @@ struct ScoreGradients {
         T *p = queries.p + first * kTileKeys, *ds = queries.ds + first * kTileKeys;
         const int64_t key_count = tile.keys.count;
         uint64_t* bits = queries.bits + first;
-        scores(p, bits, queries.rows, queries.additive_query, own, tile.keys, tile.few_rows ? &tile.values : nullptr,
-               nullptr, !for_bias);
+        const Interleaved<T> none;
+        scores(p, bits, queries.rows, queries.additive_query, own, tile.keys, tile.few_rows ? &none : nullptr, nullptr,
+               !for_bias);
         // O = (P * keep) V, so dP = dO V^T
         if (tile.few_rows) {
             for (int64_t i = 0; i < size; i++)
                 dot_rows(ds + i * kTileKeys, queries.grad_out.row(first + i), tile.values, key_count, tile.value_width,
-                         tile.values);
+                         none);
             skip_masked = true;
         } else {
             gemm(Product<T>{}, ds, kTileKeys, queries.grad_out.row(first), queries.grad_out.stride, 1,

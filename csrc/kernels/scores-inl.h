@@ -31,13 +31,12 @@ class Scores {
 
     // Compute the scores s[i * kTileKeys + j] of the rows of micro-panels, -inf where masked, and the bits of the
     // unmasked keys of each row.
-    // `next_values`: not null where the rows are too few to transpose the keys; then the values of the tile, which are
-    // prefetched meanwhile.
+    // `other`: not null where the rows are too few to transpose the keys; then what takes turns with them.
     // `bf16`: not null where products are taken in bfloat16.
     // `saves`: keep what gradients read: the slopes of the caps, and squared distances whose scale is the head's own.
     void operator()(T* s, uint64_t* bits, const QueryTile<T>& queries,
                     const typename Additive<T>::Query& additive_query, Span panels, const KeyTile<T>& tile,
-                    const View<T>* next_values, const Bf16Dot* bf16, bool saves) const {
+                    const Interleaved<T>* other, const Bf16Dot* bf16, bool saves) const {
         constexpr int L = Vector<T>::lanes;
         const int64_t first = panels.first * kMR, size = std::min(panels.last * kMR, queries.count) - first;
         const T* query = queries.query + first * queries.width;
@@ -55,10 +54,10 @@ class Scores {
             }
         } else if (bf16) {
             if constexpr (sizeof(T) == 4) bf16->qk(s, first, size, columns);
-        } else if (next_values) {
+        } else if (other) {
             for (int64_t i = 0; i < size; i++)
                 dot_rows(s + i * kTileKeys, query + i * queries.width, tile.rows, tile.count, queries.width,
-                         *next_values);
+                         i == 0 ? *other : Interleaved<T>{});
         } else {
             gemm(Product<T>{}, s, kTileKeys, query, queries.width, 1, tile.transposed, kTileKeys, size, columns,
                  problem_.dim, false);
