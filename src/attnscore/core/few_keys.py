@@ -38,8 +38,8 @@ MOST_OF_TINY = {1: 128, 2: 32}
 
 def is_faster(problem: Problem) -> bool:
     """Whether a call has single queries over few keys, in a program whose compiler fuses its operations."""
-    ops, score_shape, form = problem.ops, problem.score_shape, problem.form
-    if not ops.fuses(*tiled.operands(problem).values()) or not one_tile.is_plain(problem):
+    score_shape, form = problem.score_shape, problem.form
+    if not one_tile.is_plain(problem):
         return False
     if problem.dropout is not None or form.caps or not {"query_bias", "key_bias"}.isdisjoint(form.arrays()):
         return False
@@ -54,7 +54,8 @@ def is_faster(problem: Problem) -> bool:
         return False
     least = LEAST_ROWS if form.values_per_pair() == 1 else LEAST_ROWS_OF_VALUES
     is_tiny = math.prod(form.key.shape) * query_len <= MOST_OF_TINY.get(query_len, 0)
-    return is_tiny or (query_len == 1 and math.prod(matrices) >= least)
+    is_size = is_tiny or (query_len == 1 and math.prod(matrices) >= least)
+    return is_size and problem.ops.fuses(*tiled.operands(problem).values())
 
 
 def forward(problem: Problem, plan: TilePlan) -> Result:
