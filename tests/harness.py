@@ -6,7 +6,7 @@ Names: ``out``, the statistics, and ``grad.query``, ``grad.score.W_q`` and so on
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 import torch
 
 import attnscore as ats
@@ -442,3 +443,17 @@ def build_call(
             name: x.astype(NUMPY_DTYPE[accumulator(dtype)] if name in STATISTICS else kind) for name, x in seeds.items()
         },
     )
+
+
+def directions_traced(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[str]:
+    """Names of the directions of a module, ``forward`` and ``backward``, in the order in which they are called."""
+    names: list[str] = []
+    for name in ("forward", "backward"):
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, o=original, n=name: (names.append(n), o(*a))[1])
+    return names
+
+
+def assert_each_close(found: Iterable[Any], wanted: Iterable[Any], atol: float) -> None:
+    for got, exact in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(got, exact, rtol=0, atol=atol)

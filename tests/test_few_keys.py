@@ -13,6 +13,7 @@ import pytest
 import attnscore as ats
 from attnscore.core import few_keys
 from cases import needs_native
+from harness import assert_each_close, directions_traced
 
 RNG = np.random.default_rng(5)
 SCORES: dict[str, Callable[[Any], Any]] = {
@@ -49,12 +50,7 @@ def _in_float64() -> Iterator[None]:
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the directions that were traced."""
-    names: list[str] = []
-    for name in ("forward", "backward"):
-        original = getattr(few_keys, name)
-        monkeypatch.setattr(few_keys, name, lambda *a, o=original, n=name: (names.append(n), o(*a))[1])
-    return names
+    return directions_traced(monkeypatch, few_keys)
 
 
 def with_gradients(score: str, arrays: Arrays, kernel: str = "auto", **options: Any) -> tuple[Any, ...]:
@@ -81,8 +77,7 @@ def test_it_is_exact(score: str, mask: str, ran: list[str]) -> None:
     arrays = draw()
     found = with_gradients(score, arrays, **MASKS[mask])
     assert ran == ["forward", "backward"]
-    for got, exact in zip(found, with_gradients(score, arrays, "dense", **MASKS[mask]), strict=True):
-        np.testing.assert_allclose(got, exact, rtol=0, atol=1e-11)
+    assert_each_close(found, with_gradients(score, arrays, "dense", **MASKS[mask]), 1e-11)
 
 
 @pytest.mark.parametrize("score", ["dot", "additive", "bandwidth"])
@@ -95,8 +90,7 @@ def test_two_queries_over_the_same_keys(score: str, ran: list[str]) -> None:
     mask = np.asarray([[True, True], [True, False]])
     found = with_gradients(score, arrays, mask=mask)
     assert ran == ["forward", "backward"]
-    for got, exact in zip(found, with_gradients(score, arrays, "dense", mask=mask), strict=True):
-        np.testing.assert_allclose(got, exact, rtol=0, atol=1e-11)
+    assert_each_close(found, with_gradients(score, arrays, "dense", mask=mask), 1e-11)
 
 
 @pytest.mark.parametrize("nonfinite", [np.nan, np.inf])
@@ -112,8 +106,7 @@ def test_masked_entries_reach_nothing(score: str, nonfinite: float, ran: list[st
             arrays["query"][row] = arrays["grad"][row] = nonfinite
     dirty = with_gradients(score, arrays, valid_lens=LENS)
     assert ran == 2 * ["forward", "backward"]
-    for got, exact in zip(dirty, clean, strict=True):
-        np.testing.assert_allclose(got, exact, rtol=0, atol=1e-12)
+    assert_each_close(dirty, clean, 1e-12)
 
 
 @pytest.mark.parametrize("score", ["dot", "additive", "gaussian"])
@@ -150,8 +143,7 @@ def test_transforms_of_jax(ran: list[str]) -> None:
         return jax.jit(jax.vmap(jax.grad(lambda *a: loss(kernel, *a), (0, 1, 2))))(*stacked)
 
     for transformed in (twice, mapped):
-        for got, exact in zip(transformed("auto"), transformed("dense"), strict=True):
-            np.testing.assert_allclose(got, exact, rtol=0, atol=1e-10)
+        assert_each_close(transformed("auto"), transformed("dense"), 1e-10)
     assert ran.count("forward") == 2
 
 

@@ -15,7 +15,7 @@ from attnscore.core import one_tile, tiled
 from attnscore.scores import gaussian
 from attnscore.scores.forms import DistanceForm
 from cases import needs_native
-from harness import make_call
+from harness import assert_each_close, directions_traced, make_call
 
 RNG = np.random.default_rng(3)
 SCORES: dict[str, Callable[[Any], Any]] = {
@@ -62,12 +62,7 @@ def in_graph(score: str, arrays: dict[str, Any], kernel: str, *, weights: bool =
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the directions that were traced as one tile."""
-    names: list[str] = []
-    for name in ("forward", "backward"):
-        original = getattr(one_tile, name)
-        monkeypatch.setattr(one_tile, name, lambda *a, o=original, n=name: (names.append(n), o(*a))[1])
-    return names
+    return directions_traced(monkeypatch, one_tile)
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -78,8 +73,7 @@ def test_a_small_call_is_exact(score: str, mask: str, ran: list[str]) -> None:
     wanted = in_graph(score, arrays, "dense", weights=weights, **MASKS[mask])
     found = in_graph(score, arrays, "auto", weights=weights, **MASKS[mask])
     assert ran == ["forward", "backward"]
-    for got, exact in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(got, exact, rtol=0, atol=1e-11)
+    assert_each_close(found, wanted, 1e-11)
 
 
 def check_without_statistics(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,8 +139,7 @@ def test_nan_behind_a_mask_is_isolated_from_a_distance(products: list[Any]) -> N
         for i, n in enumerate(lens):
             arrays[name][i, :, n:] = np.nan
         dirty = in_graph("gaussian", arrays, "auto", weights=True, valid_lens=lens)
-        for got, exact in zip(dirty, clean, strict=True):
-            np.testing.assert_allclose(got, exact, rtol=0, atol=1e-12)
+        assert_each_close(dirty, clean, 1e-12)
     assert len(products) == 6
 
 
@@ -180,8 +173,7 @@ def test_masked_entries_reach_nothing(name: str, score: str, nonfinite: float, r
             arrays[name][i] = nonfinite
     dirty = in_graph(score, arrays, "auto", weights=True, valid_lens=lens)
     assert ran == 2 * ["forward", "backward"]
-    for got, exact in zip(dirty, clean, strict=True):
-        np.testing.assert_allclose(got, exact, rtol=0, atol=1e-12)
+    assert_each_close(dirty, clean, 1e-12)
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value"])
@@ -213,8 +205,7 @@ def test_second_derivatives_of_a_small_call() -> None:
 
         return run(*(tf.constant(arrays[n]) for n in ("query", "key", "value")))
 
-    for got, exact in zip(second("auto"), second("dense"), strict=True):
-        np.testing.assert_allclose(got, exact, rtol=0, atol=1e-10)
+    assert_each_close(second("auto"), second("dense"), 1e-10)
 
 
 @needs_native

@@ -130,7 +130,7 @@ class ForwardTask {
 
     // O += P V for the last step, which has one row, to be added by what follows.
     Interleaved<T> take_pv() {
-        added_ = previous_;
+        added_ = previous_ != nullptr;
         return previous_ ? values_.interleaved(softmax_.out, step_weights_) : Interleaved<T>{};
     }
 

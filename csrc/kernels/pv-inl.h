@@ -46,8 +46,8 @@ class ValueTile {
                 transposed_[k * kTileKeys + j] = j < key_count ? clean.row(j)[k] : T(0);
     }
 
-    // O += P V for one row of weights, to be added while the scores of the next tile are computed; without `out`, the
-    // values to be prefetched while those of this tile are.
+    // What takes turns with the scores of the next tile: O += P V for one row of weights. Without `out`, what takes
+    // turns with those of this tile: prefetching its values.
     Interleaved<T> interleaved(T* out = nullptr, const T* weights = nullptr) const {
         return {out ? clean : rows, count_, width_, weights, out};
     }
