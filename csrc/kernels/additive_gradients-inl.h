@@ -154,30 +154,41 @@ class AdditiveGradients {
             if constexpr (Sum) n[r] = load(na + (i + r) * args.width + p);
         }
         const T* ds = args.ds + i * args.lds;
-        for (int64_t j = 0; j < kTileKeys; j += 2) {
+        // 1 / (1 + A B) of the rows and the keys j and j + 1.
+        const auto invert = [&](int64_t j, V<T>(&inverse)[R][2]) {
             const V<T> b1 = load(eb + j * L), b2 = load(eb + (j + 1) * L);
-            V<T> n1{}, n2{};
-            if constexpr (Sum) {
-                n1 = load(nb + j * L);
-                n2 = load(nb + (j + 1) * L);
-            }
-            V<T> key1 = sums.keys[j], key2 = sums.keys[j + 1];
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++)
+                reciprocals<Pair>(a[r] * b1 + one, a[r] * b2 + one, inverse[r][0], inverse[r][1]);
+        };
+        const auto add = [&](int64_t j, const V<T>(&inverse)[R][2]) {
+            V<T> z[2] = {}, key[2] = {sums.keys[j], sums.keys[j + 1]};
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
-                const V<T> ab1 = a[r] * b1, ab2 = a[r] * b2;
-                const V<T> x1 = ab1 + one, x2 = ab2 + one;
-                V<T> r1, r2, dz1, dz2, value1, value2;
-                reciprocals<Pair>(x1, x2, r1, r2);
-                ratio_gradient<rule>(splat(ds[r * args.lds + j]), r1, n[r] + n1, ab1, dz1, value1);
-                ratio_gradient<rule>(splat(ds[r * args.lds + j + 1]), r2, n[r] + n2, ab2, dz2, value2);
-                row[r] += dz1 + dz2;
-                weight[r] += value1 + value2;
-                key1 += dz1;
-                key2 += dz2;
+                V<T> dz[2], value[2];
+#pragma GCC unroll 2
+                for (int k = 0; k < 2; k++) {
+                    if constexpr (Sum) z[k] = n[r] + load(nb + (j + k) * L);
+                    ratio_gradient<rule>(splat(ds[r * args.lds + j + k]), inverse[r][k], z[k],
+                                         a[r] * load(eb + (j + k) * L), dz[k], value[k]);
+                    key[k] += dz[k];
+                }
+                row[r] += dz[0] + dz[1];
+                weight[r] += value[0] + value[1];
             }
-            sums.keys[j] = key1;
-            sums.keys[j + 1] = key2;
+            sums.keys[j] = key[0];
+            sums.keys[j + 1] = key[1];
+        };
+        // Two keys are inverted while the two before are added, which would wait for the division.
+        V<T> inverse[R][2], next[R][2];
+        invert(0, inverse);
+        for (int64_t j = 0; j + 2 < kTileKeys; j += 2) {
+            invert(j + 2, next);
+            add(j, inverse);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) inverse[r][0] = next[r][0], inverse[r][1] = next[r][1];
         }
+        add(kTileKeys - 2, inverse);
         add_row_sums<R>(args, sums, i, p, scale, row, weight);
     }
 

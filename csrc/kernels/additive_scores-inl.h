@@ -26,10 +26,10 @@ class AdditiveScores {
         if (small || form_.scores_by_exps(query.largest, keys)) {
             const bool sum = small || form_.activation == Activation::silu;
             // Without an estimate every target divides.
-            const auto scores = prefers_division() ? (sum ? &AdditiveScores::fraction_scores<true, true>
-                                                          : &AdditiveScores::fraction_scores<false, true>)
-                                                   : (sum ? &AdditiveScores::fraction_scores<true, !kEstimates<T>>
-                                                          : &AdditiveScores::fraction_scores<false, !kEstimates<T>>);
+            const auto scores = divides_quickly() ? (sum ? &AdditiveScores::fraction_scores<true, true>
+                                                         : &AdditiveScores::fraction_scores<false, true>)
+                                                  : (sum ? &AdditiveScores::fraction_scores<true, !kEstimates<T>>
+                                                         : &AdditiveScores::fraction_scores<false, !kEstimates<T>>);
             return (this->*scores)(s, lds, query, first, last, keys, small);
         }
         form_.with_term([&](auto term) { direct_scores(term, s, lds, query, first, last, keys, w); });
@@ -101,11 +101,11 @@ class AdditiveScores {
             for (int j = 0; j < kAcross; j++) sum[r][j] += f(offset(operands, r * tile.width, p), j * L);
     }
 
-    // Whether to divide where `reciprocal` could estimate, with at most four terms to a division: a division of 16
-    // floats takes the time of 2 multiplications on Zen 4 (3 to 4 on Zen 5) and the estimate 3; on Intel's CPUs the
-    // division takes 20.
-    static bool prefers_division() {
-#if defined(__AVX512F__)
+    // AMD's CPUs divide quickly: 16 floats in the time of 2 multiplications on Zen 4 (3 to 4 on Zen 5), where the
+    // estimate of `reciprocal` takes 3 and Intel's division 20. There at most four terms share a division, and none is
+    // estimated.
+    static bool divides_quickly() {
+#if defined(__AVX2__)
         static const bool found = __builtin_cpu_is("amd");
         return found;
 #else
@@ -134,7 +134,10 @@ class AdditiveScores {
         V<T> sum[R][kAcross] = {};
         for (int64_t p = tile.from; p < tile.to;) {
             const int share = group_sizes[p / 8];
-            const int64_t to = std::min(p + 8, tile.to);
+            // Channels that share alike are one loop.
+            int64_t to = p + 8;
+            while (to < tile.to && group_sizes[to / 8] == share) to += 8;
+            to = std::min(to, tile.to);
             if (share == 8) p = add_fractions<Sum, Divides, 8, R>(sum, tile, operands, p, to);
             if (share >= 4) p = add_fractions<Sum, Divides, 4, R>(sum, tile, operands, p, to);
             if (share >= 2) p = add_fractions<Sum, Divides, 2, R>(sum, tile, operands, p, to);
@@ -186,7 +189,7 @@ class AdditiveScores {
         const T reach = query.largest + keys.largest;
         const bool silu = form_.activation == Activation::silu;
         const T most = std::numeric_limits<T>::max() / 32 / (silu ? std::max(T(1), reach) : T(1));
-        const int limit = !silu ? (prefers_division() ? 4 : 8) : reach <= T(16) ? 4 : reach <= T(40) ? 2 : 1;
+        const int limit = !silu ? (divides_quickly() ? 4 : 8) : reach <= T(16) ? 4 : reach <= T(40) ? 2 : 1;
         const int64_t panel = first / kMR, panels = (last - first + kMR - 1) / kMR;
         const T* rows = (small ? query.tanh_bounds : query.exp_bounds) + panel * query.width;
         const T* peaks = small ? keys.tanh_bounds : keys.exp_bounds;
