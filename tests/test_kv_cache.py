@@ -597,6 +597,20 @@ def test_an_append_leaves_a_graph_whole() -> None:
         assert cache.keys.data_ptr() == memory
 
 
+def test_a_reorder_leaves_a_graph_whole() -> None:
+    """Sequences that take each other's place do not disturb the gradient of an attention that came before."""
+    k, v, q = (_drawn("torch", 2, HEADS, 4, DIM, seed=i) for i in range(3))
+    q.requires_grad_()
+    cache = ats.KeyValueCache().append(k, v)
+    out = cache.attend(q)
+    later = cache.reorder([1, 0]).attend(q)
+    cache.select([0, 0])
+    (found,) = torch.autograd.grad((out + 2 * later).sum(), q)
+    plain = (ats.attend(q, *pair, mask=ats.Causal()) for pair in ((k, v), (k.flip(0), v.flip(0))))
+    (expected,) = torch.autograd.grad((next(plain) + 2 * next(plain)).sum(), q)
+    torch.testing.assert_close(found, expected)
+
+
 def _decoded(cache: ats.KeyValueCache, q: Any, k: Any, v: Any, prompt: int) -> Any:
     """A prompt, then single steps in TensorFlow's own loop."""
     cache = cache.append(k[:, :, :prompt], v[:, :, :prompt])

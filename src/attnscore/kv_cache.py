@@ -306,7 +306,10 @@ class KeyValueCache:
         """
         cache, index = self._changeable("select"), self._index
         chosen = self._checked_indices(indices)
-        cache._keys, cache._values = (self._storage.taken(self._ops, x, chosen) for x in (self._keys, self._values))
+        cache._keys, cache._values = (
+            self._storage.taken(self._ops, x, chosen, is_saved=self._is_saved) for x in (self._keys, self._values)
+        )
+        cache._is_saved = False
         rows = index.asarray(chosen, self._lens)
         for name in ("_lens", "_starts", *(("_oldest",) if self._oldest is not None else ())):
             setattr(cache, name, index.take(getattr(self, name), rows, 0))

@@ -45,7 +45,7 @@ class Storage(ABC):
         """Return the buffer with entries of `block` (batch, head, count, dim) in their slots."""
 
     @abstractmethod
-    def taken(self, ops: Backend, buffer: Array, indices: Array) -> Array:
+    def taken(self, ops: Backend, buffer: Array, indices: Array, *, is_saved: bool) -> Array:
         """Return the sequences `indices` of a buffer."""
 
 
@@ -70,9 +70,9 @@ class InPlace(Storage):
         """Write to the buffer, or to a copy where autograd holds it (`is_saved`) or records the append."""
         return moved(ops, buffer, block, appended.slots(), appended.is_real(), is_saved=is_saved)
 
-    def taken(self, ops: Backend, buffer: Array, indices: HostArray) -> Array:
-        """Return the sequences; as many as the buffer has are moved within its own memory."""
-        if len(indices) != len(buffer) or ops.needs_grad(buffer):
+    def taken(self, ops: Backend, buffer: Array, indices: HostArray, *, is_saved: bool) -> Array:
+        """Return the sequences; as many as the buffer has are moved within its own memory, unless autograd holds it."""
+        if len(indices) != len(buffer) or is_saved or ops.needs_grad(buffer):
             return ops.take(buffer, ops.asarray(indices, buffer), 0)
         changed = np.flatnonzero(indices != np.arange(len(buffer)))
         if len(changed):
@@ -98,7 +98,7 @@ class Functional(Storage):
         return ops.numeric_scope()
 
     @final
-    def taken(self, ops: Backend, buffer: Array, indices: Array) -> Array:
+    def taken(self, ops: Backend, buffer: Array, indices: Array, *, is_saved: bool) -> Array:
         return ops.take(buffer, ops.asarray(indices, buffer), 0)
 
 
