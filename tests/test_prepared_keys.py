@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 from dataclasses import dataclass
 from typing import Any
 
@@ -395,6 +397,10 @@ def test_keys_that_were_written_to_have_no_exponentials() -> None:
     prepared = ats.prepare_keys(score, key)
     with pytest.raises(ValueError, match="read-only"):
         prepared.key[0] = 0
+    for copied in (copy.deepcopy(prepared), pickle.loads(pickle.dumps(prepared))):
+        copied.key[:, :, 9:] = 0
+        wanted = ats.attend(query, copied.key, value, score=prepared.score)
+        np.testing.assert_array_equal(ats.attend(query, copied, value), wanted)
     arrays = [torch.tensor(x) for x in (query, key, value, score.w_v, score.W_q, score.W_k)]
     prepared = ats.prepare_keys(ats.Additive(*arrays[3:]), arrays[1])
     ats.attend(arrays[0], prepared, arrays[2])

@@ -287,6 +287,17 @@ def test_no_call_is_kept_that_nobody_will_ask_for() -> None:
     assert len(gradients._RECORDED) <= before + 1
 
 
+def test_prepared_keys_that_are_written_to() -> None:
+    score = ats.Additive(random(32), random(32, 4, seed=1), random(32, 6, seed=2))
+    query, key, value = random(1, 1, 4, seed=3), random(1, 150, 6, seed=4), random(1, 150, 3, seed=5)
+    prepared = ats.prepare_keys(score, key)
+    before = ats.attend(query, prepared, value)
+    prepared.key[:] = 2 * prepared.key
+    found, wanted = ats.attend(query, prepared, value), ats.attend(query, prepared.key, value, score=prepared.score)
+    assert onp.allclose(found.asnumpy(), wanted.asnumpy(), rtol=0, atol=1e-6)
+    assert not onp.allclose(found.asnumpy(), before.asnumpy(), rtol=0, atol=1e-3)
+
+
 def test_an_empty_row_and_nan_in_the_padding() -> None:
     query, key, value = three("float64")
     key[0, 2:] = value[0, 2:] = onp.nan

@@ -193,6 +193,8 @@ class Backend(ABC):
     """Whether `from_memory` copies what does not begin at a multiple of 64 bytes."""
     has_slow_callbacks = False
     """Whether a `host_callback` takes longer than a small call in the framework's own operations."""
+    has_uncounted_writes = False
+    """Whether arrays may be written to in ways that no `version` and no flag shows."""
     has_planned_gradients = False
     """Whether autograd records calls of execution plans (`record`), so that arrays with a gradient are plain too."""
 
@@ -575,6 +577,13 @@ class Backend(ABC):
 
     @abstractmethod
     def stop_gradient(self, x: Array) -> Array: ...
+
+    def product_of_rows(self, x: Array, matrix: Array, bias: Array | None = None) -> Array | None:
+        """Return ``x @ matrix + bias``, whose gradient leaves out the rows of `x` that are not finite.
+
+        None where the framework has no rule for the gradient of one operation, or where that saves no time.
+        """
+        return None
 
     @abstractmethod
     def draw_seed(self, like: Array) -> int:

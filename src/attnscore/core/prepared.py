@@ -43,7 +43,7 @@ class _Exps(NamedTuple):
             return None
         if native.module is None or ops.needs_grad(key) or ops.needs_host_callback(key) or not ops.has_cpu_buffer(key):
             return None
-        if math.prod(key.shape) < _FEW_NUMBERS:
+        if math.prod(key.shape) < _FEW_NUMBERS or ops.has_uncounted_writes:
             return None
         sums = accumulator(ops.dtype(key))
         exponents = np.clip(2 * ops.memory(ops.astype(key, sums)), -_MOST[sums], _MOST[sums])
@@ -99,6 +99,9 @@ class PreparedKeys:
         if self._exps is None:
             return None
         exps, ops, version = self._exps
+        # NumPy counts no writes: `_Exps.of` forbids them, but a copy by pickle or deepcopy may be written to again.
+        if type(self.key) is np.ndarray and self.key.flags.writeable:
+            return None
         return exps if ops.version(self.key) == version else None
 
     def unpack(self, score: Any) -> tuple[Array, Any]:

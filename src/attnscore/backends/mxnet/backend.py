@@ -36,6 +36,7 @@ class MxnetBackend(Backend):
 
     name = "mxnet"
     has_autodiff = True
+    has_uncounted_writes = True
     has_planned_gradients = True
     xp = Modules(mx.np, npx)
 
