@@ -17,7 +17,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import attnscore as ats
-from attnscore import api, scores
+from attnscore import scores
 from attnscore.core import plan, tiling
 from attnscore.core.cache import BoundedCache
 from attnscore.masks import Mask, cached
@@ -30,7 +30,7 @@ NATIVE = ats.available()["kernels"]["native"] is None
 def _build_nothing(patch: pytest.MonkeyPatch) -> None:
     """Let every call fail from here on whose plan is not in the cache."""
     if NATIVE:
-        patch.delattr(api, "build_problem")
+        patch.delattr(plan, "planned")
 
 
 def _inputs(queries: int = 4, keys: int = 6) -> list[torch.Tensor]:
@@ -1161,3 +1161,25 @@ def test_a_hit_of_an_eager_framework(framework: str, monkeypatch: pytest.MonkeyP
     for x, y, z in zip(first, again, wanted, strict=True):
         np.testing.assert_array_equal(x, y)
         np.testing.assert_allclose(x, z.numpy(), rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("score", ["cosine", "bilinear", "gaussian", "additive"])
+def test_a_checkpoint_computes_the_call_that_was_planned_again(score: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a score computes while its plan is built is not recorded: the second call would record less."""
+    arrays = [torch.randn(2, n, 6, requires_grad=True) for n in (3, 5, 5)]
+    made: dict[str, Any] = {
+        "bilinear": ats.Bilinear(torch.randn(6, 6, requires_grad=True)),
+        "gaussian": ats.Gaussian(torch.tensor(1.5, requires_grad=True)),
+        "additive": ats.Additive(*(torch.randn(*shape, requires_grad=True) for shape in ((4,), (4, 6), (4, 6)))),
+    }
+
+    def attend(*arrays: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = ats.attend(*arrays, score=made.get(score, score))
+        return found
+
+    wanted = torch.autograd.grad(attend(*arrays).sum(), arrays)
+    monkeypatch.setattr(plan, "PLANS", BoundedCache())
+    for _ in range(2):
+        out = checkpoint(attend, *arrays, use_reentrant=False)
+        for grad, known in zip(torch.autograd.grad(out.sum(), arrays), wanted, strict=True):
+            torch.testing.assert_close(grad, known, rtol=0, atol=0)

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 import attnscore as ats
-from attnscore import api
 from attnscore.core import plan
 from attnscore.core.cache import BoundedCache
 from attnscore.layers.torch import AdditiveAttention, DotProductAttention
@@ -226,7 +225,7 @@ def test_a_decoding_step_has_a_plan(name: str, monkeypatch: pytest.MonkeyPatch) 
     wanted = ats.attend(query, prepared, value, kernel="dense")
     for step in range(2):
         ats.attend(query[:, step : step + 1], prepared, value)
-    monkeypatch.delattr(api, "build_problem")
+    monkeypatch.delattr(plan, "planned")
     torch.testing.assert_close(ats.attend(query[:, 2:], prepared, value), wanted[:, 2:])
 
 

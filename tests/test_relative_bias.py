@@ -12,7 +12,7 @@ import tensorflow as tf
 import torch
 
 import attnscore as ats
-from attnscore import api
+from attnscore.core import plan
 from attnscore.kernels.native import chunked_masks
 from covering import pairs
 
@@ -177,7 +177,7 @@ def test_torch(lead: tuple[int, ...], head_axis: int, monkeypatch: pytest.Monkey
     given = {name: a.transpose(1, 2) if head_axis == -2 and name != "bias" else a for name, a in leaves.items()}
     ats.attend(**given, head_axis=head_axis)
     # The plan is cached: the call builds no problem again.
-    monkeypatch.setattr(api, "build_problem", None)
+    monkeypatch.setattr(plan, "planned", None)
     found = ats.attend(**given, head_axis=head_axis)
     found = found.transpose(1, 2) if head_axis == -2 else found
     np.testing.assert_allclose(found.detach(), out, atol=1e-12)

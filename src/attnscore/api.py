@@ -124,15 +124,8 @@ def attend(
             without={"valid_lens": valid_lens, "bias": bias, "return_weights": return_weights},
         )  # fmt: skip
     with ops.numeric_scope():
-        problem, _ = build_problem(
-            query, key, value, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink, dropout=dropout,
-            seed=seed, head_axis=head_axis, normalizer=normalizer,
-            statistics=wanted_statistics(return_stats, normalizer),
-            matrix="weights" if check_flag("return_weights", return_weights) else None,
-        )  # fmt: skip
-        plan = plans.build(signature, problem, kernel, arguments)
-        # `build_problem` has drawn a seed where the caller gave none; a plan that is given None would draw another.
-        return plan.run(arguments if problem.dropout is None else arguments._replace(seed=problem.dropout.seed))
+        plan, arguments = plans.planned(signature, arguments, options)
+        return plan.run(arguments)
 
 
 class Gradients(NamedTuple):

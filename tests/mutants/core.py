@@ -373,6 +373,14 @@ FAULTS = [
         "the gradient of a planned call reads a mask that has changed since",
     ),
     Fault(
+        "plan-records-what-its-score-computes",
+        "src/attnscore/core/plan.py",
+        "if not (computes and ops.has_planned_gradients):",
+        "if computes or not ops.has_planned_gradients:",
+        "tests/test_plan.py -k planned_again",
+        "autograd records what a score computes while its plan is built, which a checkpoint does not find again",
+    ),
+    Fault(
         "plan-without-the-options",
         "src/attnscore/core/plan.py",
         "key_exps is None, *map(type, options), options]",

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from attnscore import scores
@@ -63,3 +63,7 @@ class LoweredCall:
             return call.record(arguments, self.lowered, operands)
         mask, seed = call.mask_and_seed(arguments)
         return call.present(call.forward(operands, mask, seed, saves=False, key_exps=key_exps)[0])
+
+    def with_detached_weights(self) -> LoweredCall:
+        """Return the plan of the same calls whose weights are returned detached."""
+        return replace(self, call=self.call.with_detached_weights())

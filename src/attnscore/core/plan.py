@@ -24,16 +24,17 @@ import numpy as np
 from attnscore import backends, kernels, scores
 from attnscore.backends.base import Array, Backend
 from attnscore.core import tiling
-from attnscore.core.arguments import CallArguments
+from attnscore.core.arguments import CallArguments, check_flag
 from attnscore.core.cache import BoundedCache
 from attnscore.core.lowered import LoweredCall, lower
-from attnscore.core.problem import Problem, build_problem
+from attnscore.core.problem import Problem, build_problem, wanted_statistics
 from attnscore.core.statistics import AttentionStats
 from attnscore.core.tiled import Result
 from attnscore.kernels import AttentionOp
 from attnscore.masks import Dense
 from attnscore.masks.cached import numbers_of
 from attnscore.scores import Additive, Bilinear, Cosine, Dot, Gaussian, ScaledDot
+from attnscore.scores.base import arrays_of, with_arrays
 from attnscore.scores.forms import InnerForm
 
 
@@ -42,6 +43,9 @@ class ExecutionPlan(Protocol):
 
     def run(self, arguments: CallArguments) -> Any:
         """Return what `attend` returns."""
+
+    def with_detached_weights(self) -> ExecutionPlan:
+        """Return the plan of the same calls, in which no gradient flows through the weights."""
 
 
 PLANS: BoundedCache[ExecutionPlan] = BoundedCache(256)
@@ -141,6 +145,58 @@ def _score_signature(score: Any) -> tuple[Hashable, tuple[Array, ...]] | None:
     return None
 
 
+def planned(
+    cache_key: Hashable | None, arguments: CallArguments, options: tuple[Any, ...]
+) -> tuple[ExecutionPlan, CallArguments]:
+    """Check a call that has no plan yet; return its plan, and its arguments with the seed where one was drawn.
+
+    Raises what `attnscore.attend` does. `cache_key` is the `signature` of the call, `options` are those of it.
+    """
+    ops = backends.of_type(type(arguments.query))
+    # What a score computes while a plan is built is recorded by no autograd: a plan computes it anew, and a checkpoint
+    # that runs the first call again would find other saved tensors.
+    if cache_key is not None and ops is not None and _records(ops, arguments):
+        plan, given = _planned(cache_key, _without_gradients(ops, arguments), options)
+        arguments = arguments._replace(seed=given.seed)
+        if type(plan) is not SingleCall:
+            return plan, arguments
+    return _planned(cache_key, arguments, options)
+
+
+def _records(ops: Backend, arguments: CallArguments) -> bool:
+    """Whether autograd would record what the score of a call computes while its plan is built."""
+    score = arguments.score
+    computes = score == "cosine" if type(score) is str else type(score) in (Additive, Bilinear, Cosine, Gaussian)
+    if not (computes and ops.has_planned_gradients):
+        return False
+    return ops.needs_grad(arguments.query, arguments.key, *arrays_of(score).values())
+
+
+def _without_gradients(ops: Backend, arguments: CallArguments) -> CallArguments:
+    """Return the arguments of a call with detached arrays."""
+    query, key, value, score, mask, valid_lens, bias, sink, seed, key_exps = arguments
+    query, key, value = map(ops.stop_gradient, (query, key, value))
+    bias, sink = (ops.stop_gradient(x) if backends.of_type(type(x)) is ops else x for x in (bias, sink))
+    score = with_arrays(score, ops.stop_gradient) if type(score) is not str else score
+    return CallArguments(query, key, value, score, mask, valid_lens, bias, sink, seed, key_exps)
+
+
+def _planned(
+    cache_key: Hashable | None, arguments: CallArguments, options: tuple[Any, ...]
+) -> tuple[ExecutionPlan, CallArguments]:
+    query, key, value, score, mask, valid_lens, bias, sink, seed, _ = arguments
+    head_axis, normalizer, kernel, dropout, return_weights, return_stats = options
+    problem, _ = build_problem(
+        query, key, value, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink, dropout=dropout,
+        seed=seed, head_axis=head_axis, normalizer=normalizer,
+        statistics=wanted_statistics(return_stats, normalizer),
+        matrix="weights" if check_flag("return_weights", return_weights) else None,
+    )  # fmt: skip
+    plan = build(cache_key, problem, kernel, arguments)
+    # `build_problem` has drawn a seed where the caller gave none; a plan that is given None would draw another.
+    return plan, arguments if problem.dropout is None else arguments._replace(seed=problem.dropout.seed)
+
+
 def build(cache_key: Hashable | None, problem: Problem, kernel: str, arguments: CallArguments) -> ExecutionPlan:
     """Return the plan of a problem, cached under `cache_key` where its kernel can reuse it for other arrays."""
     tiles, chosen = tiling.planned(problem), kernels.choose(kernel, problem)
@@ -219,6 +275,9 @@ class SingleCall:
     def run(self, arguments: CallArguments) -> Any:
         """Return what `attend` returns."""
         return present(self.problem, self.op())
+
+    def with_detached_weights(self) -> SingleCall:
+        return self
 
 
 def present(problem: Problem, result: Result) -> Any:

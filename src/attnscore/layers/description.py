@@ -112,13 +112,19 @@ class Layer:
     """What holds the arrays of the score."""
     after_keys: tuple[Linear, ...] = field(init=False, repr=False, compare=False)
     """The projections of a call whose keys are projected already."""
+    key: tuple[Any, ...] = field(init=False, repr=False, compare=False)
+    """What a plan of its calls depends on, beside their arrays and dropout."""
+    fixed_score: Any = field(init=False, repr=False, compare=False)
+    """The score of a layer without parameters; None of any other."""
     _options: dict[str, Any] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         parts = (*[linear for linear in self.linears if linear.input == HIDDEN], *self.parameters)
         object.__setattr__(self, "score_parts", parts)
         object.__setattr__(self, "after_keys", tuple(linear for linear in self.linears if linear.input != "keys"))
+        object.__setattr__(self, "key", (self.score, self.options))
         object.__setattr__(self, "_options", dict(self.options))
+        object.__setattr__(self, "fixed_score", None if self.parts else self.make_score({}))
 
     def option(self, name: str) -> Any:
         return self._options[name]
@@ -452,13 +458,21 @@ class BaseAttention(Generic[A]):
 
     def _computes_in_pass(self, query: Array, key: Array, value: Array) -> bool:
         """Whether a call computes its weights in its pass: they are few, or those of the last call were read."""
+        return self._are_few(self._pairs(query, key, value))
+
+    def _pairs(self, query: Array, key: Array, value: Array) -> Any:
+        """Return how many weights a call has; infinity where its pass cannot compute those of its kept inputs."""
         (batch, rows, *_), (keys_batch, columns, *_) = query.shape, key.shape
         batch = max(batch, keys_batch)
         # A larger batch of the values would be that of these weights, and not of those of the inputs.
         if value.shape[0] > batch:
-            return False
+            return math.inf
         pairs = batch * rows * columns * (self._layer.heads or 1)
-        return bool(pairs <= FEW_WEIGHTS or (pairs <= MAX_WEIGHTS and getattr(self._last_call(), "is_read", False)))
+        return pairs
+
+    def _are_few(self, pairs: float) -> bool:
+        """Whether a call computes that many weights in its pass."""
+        return pairs <= FEW_WEIGHTS or (pairs <= MAX_WEIGHTS and getattr(self._last_call(), "is_read", False))
 
     def _output(self, out: A) -> A:
         """Join the heads of what was pooled, and project."""

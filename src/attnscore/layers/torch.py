@@ -19,7 +19,7 @@ import copy
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self, TypeAlias, final
 
 import numpy as np
@@ -31,13 +31,23 @@ from torch.nn.parameter import UninitializedParameter
 from attnscore import backends
 from attnscore.analysis.weights import attention_weights
 from attnscore.api import attend
-from attnscore.core.arguments import shown
+from attnscore.backends.base import Signature
+from attnscore.core import plan as plans
+from attnscore.core.arguments import CallArguments, shown
 from attnscore.core.cache import BoundedCache
 from attnscore.core.prepared import with_exps_of
 from attnscore.errors import ArgumentError, DeviceError, DtypeError, message
 from attnscore.kv_cache import KeyValueCache
 from attnscore.layers import description, shared
-from attnscore.layers.description import BaseAttention, LastCall, Layer, Linear, Parameter, PreparesKeys, option
+from attnscore.layers.description import (
+    BaseAttention,
+    LastCall,
+    Layer,
+    Linear,
+    Parameter,
+    PreparesKeys,
+    option,
+)
 from attnscore.layers.documentation import CALL_OPTIONS, Documentation, documented_call
 from attnscore.masks import Mask
 from attnscore.parallel.shard import Shard
@@ -53,6 +63,7 @@ __all__ = [
 ]
 
 _OPS = backends.load("torch")
+_tracing_state, _is_transformed = torch._C._get_tracing_state, torch._C._are_functorch_transforms_active
 _documented = Documentation(
     "from torch import ones",
     options="""
@@ -201,7 +212,80 @@ class Attention(nn.Module, BaseAttention[Tensor]):
     def forward(
         self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Any = None, mask: Any = None
     ) -> Tensor:
+        if mask is None and not torch.compiler.is_compiling():
+            layout = self._layout(queries, keys, values, valid_lens)
+            if layout is not None:
+                return self._planned(layout, queries, keys, values, valid_lens)
         return self._pooled(queries, keys, values, valid_lens, mask)
+
+    def _layout(self, queries: Tensor, keys: Tensor, values: Tensor, lens: Any) -> Signature | None:
+        """Return the layouts of the arrays of a call and of all parameters; None unless all are plain tensors."""
+        if _tracing_state() is not None or _is_transformed():
+            return None
+        arrays: list[Any] = [queries, keys, values]
+        if lens is not None:
+            if type(lens) is not Tensor:
+                return None
+            arrays.append(lens)
+        modules: dict[str, Any] = self._modules
+        for part in self._layer.parts:
+            # Not the attribute: torch's lookup takes 0.7 us, and a parametrisation (spectral norm) would compute it,
+            # and count a step, once more.
+            is_own = type(part) is Parameter and not part.inputs
+            arrays.append(self._parameters.get(part.name) if is_own else modules[part.name]._parameters.get("weight"))
+        return _OPS.signature(arrays)
+
+    def _planned(
+        self, layout: Signature, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None
+    ) -> Tensor:
+        """Return the output of a call of plain tensors, as `_pooled` does, by the plan of its layout."""
+        layer, inputs = self._layer, {"queries": queries, "keys": keys, "values": values}
+        _CHECKED.get_or_compute((layer.key, layout), lambda: self._check(inputs, layer.linears))
+        projected = None
+        if (score := layer.fixed_score) is None:
+            for linear in layer.linears:
+                if linear.input in inputs:
+                    inputs[linear.input] = self._project(linear, inputs[linear.input])
+            arrays = {part.name: self._read(part, inputs) for part in layer.score_parts}
+            score, (queries, keys, values) = layer.make_score(arrays), inputs.values()
+            # Hooks, and what replaced a projection, may lay them out in any way.
+            projected = _OPS.signature([queries, keys, *arrays.values()])
+        dropout = self._active_dropout()
+        key = (layer.key, dropout, layout, projected)
+        known = _KNOWN.get(key)
+        if known is None:
+            known = _KNOWN.get_or_compute(key, lambda: Known(self._pairs(queries, keys, values)))
+        has_weights = bool(self.keep_last) and self._are_few(known.pairs)
+        # As `CallArguments`, without the constructor.
+        arguments = tuple.__new__(
+            CallArguments, (queries, keys, values, score, None, valid_lens, None, None, None, None)
+        )
+        if (plan := known.plans_of.get(has_weights)) is None:
+            options = (-3, layer.normalizer, "auto", dropout, has_weights, False)
+            plan, arguments = plans.planned(plans.signature(arguments, options), arguments, options)
+            if has_weights:
+                plan = plan.with_detached_weights()
+            if type(plan) is not plans.SingleCall:
+                known.plans_of[has_weights] = plan
+        out: Tensor
+        kept: Call | Weights | None = None
+        if has_weights:
+            out, weights = plan.run(arguments)
+            kept = Weights.of(weights)
+        else:
+            out = plan.run(arguments)
+        if self.keep_last and kept is None:
+            given = {"score": score, "valid_lens": valid_lens, "mask": None, "normalizer": layer.normalizer}
+            kept = Call.of(queries, keys, given)
+        self._keep(kept)
+        return out
+
+    def _active_dropout(self) -> float:
+        return self.dropout if self.training else 0.0
+
+    def _keep(self, call: Call | Weights | str | None) -> None:
+        # Not by torch, which looks through all modules and parameters before it sets an attribute.
+        object.__setattr__(self, "_last", call)
 
     def _pooled(
         self,
@@ -231,7 +315,7 @@ class Attention(nn.Module, BaseAttention[Tensor]):
                 operands = _OPS.autocast(*operands)
         query, key, value = operands
         bound, options = with_exps_of(given, key, arguments)
-        dropout = self.dropout if self.training else 0.0
+        dropout = self._active_dropout()
         is_staged = not is_plain and is_traced(query, key, *_others(arguments))
         kept: Call | Weights | str | None = None
         if context is not None:
@@ -239,13 +323,12 @@ class Attention(nn.Module, BaseAttention[Tensor]):
             kept = _SHARDED
         elif self.keep_last and not is_staged and self._computes_in_pass(query, key, value):
             out, weights = attend(query, bound, value, dropout=dropout, return_weights=True, **options)
-            kept = Weights(weights.detach() if weights.requires_grad else weights)
+            kept = Weights.of(weights)
         else:
             out = attend(query, bound, value, dropout=dropout, **options)
             if self.keep_last:
                 kept = _STAGED if is_staged else Call.of(query, key, arguments)
-        # Not by torch, which looks through all modules and parameters before it sets an attribute.
-        object.__setattr__(self, "_last", kept)
+        self._keep(kept)
         return self._output(out)
 
     def _are_checked(self, inputs: dict[str, Any], linears: tuple[Linear, ...]) -> bool:
@@ -345,6 +428,11 @@ class Weights(LastCall):
 
     values: Tensor
 
+    @classmethod
+    def of(cls, weights: Tensor) -> Weights:
+        """Keep weights without their graph."""
+        return cls(weights.detach() if weights.requires_grad else weights)
+
     def weights(self) -> Tensor:
         # A copy: autograd holds the memory of the values, and a caller may write to what it reads.
         return self.values.clone()
@@ -392,7 +480,18 @@ def _others(arguments: dict[str, Any]) -> tuple[Any, ...]:
     return (*arrays_of(arguments["score"]).values(), *others)
 
 
+@dataclass(eq=False, slots=True)
+class Known:
+    """What is known of the calls of a layer that have the same layouts and dropout."""
+
+    pairs: float
+    """`BaseAttention._pairs`."""
+    plans_of: dict[bool, plans.ExecutionPlan] = field(default_factory=dict)
+    """The plans without weights (False), and with detached weights (True)."""
+
+
 _CHECKED: BoundedCache[bool] = BoundedCache(256)
+_KNOWN: BoundedCache[Known] = BoundedCache(256)
 # Why nothing is kept of a call.
 _SHARDED = "a context group, whose ranks have some of the keys each"
 _STAGED = "torch.compile, torch.func and tracing, which keep nothing"

@@ -126,6 +126,8 @@ class Backward(NamedTuple):
     """Shape of each gradient that the module fills."""
     places: tuple[int | None, ...]
     """Of each operand: the index of its gradient in `filled`; None where it is not wanted."""
+    are_final: bool
+    """Whether nothing is left to do with any of the wanted gradients (`Operand.is_final`)."""
 
 
 class Operand(NamedTuple):
@@ -181,6 +183,8 @@ class NativeCall:
     """Whether the last operand is the bandwidth of a Gaussian."""
     copies_bias: bool
     """Whether the bias is copied to C order: a relative one, which each query reads from another place."""
+    detaches_weights: bool = False
+    """Whether the returned weights are detached: as an output that autograd records they cost a tiny call 20 us."""
     _forwards: dict[bool, Forward] = field(default_factory=dict)
     _backwards: dict[Hashable, Backward] = field(default_factory=dict)
     _layouts: list[Signature | None] = field(default_factory=list)
@@ -222,11 +226,16 @@ class NativeCall:
             return self._checked_bounds(arguments.valid_lens), seed
         return arguments.mask if self.reads_mask else None, seed
 
+    def with_detached_weights(self) -> NativeCall:
+        """Return the plan of the same calls whose weights are returned detached."""
+        return dataclasses.replace(self, detaches_weights=True, _forwards={}, _backwards={}, _layouts=[])
+
     @cached_property
     def differentiable(self) -> tuple[str, ...]:
         """Names of the outputs through which a gradient flows."""
         statistics = (name for name in DIFFERENTIABLE if name in self.statistics)
-        return ("out", *statistics, *(("attention_weights",) if self.returns_weights else ()))
+        has_weights = self.returns_weights and not self.detaches_weights
+        return ("out", *statistics, *(("attention_weights",) if has_weights else ()))
 
     @cached_property
     def saved(self) -> tuple[str, ...]:
@@ -246,7 +255,8 @@ class NativeCall:
     @cached_property
     def returned(self) -> tuple[str, ...]:
         """Names of the outputs of a forward, the differentiable ones first."""
-        return (*self.differentiable, *(name for name in self.statistics if name not in DIFFERENTIABLE))
+        detached = (name for name in self.statistics if name not in DIFFERENTIABLE)
+        return (*self.differentiable, *(("attention_weights",) if self.detaches_weights else ()), *detached)
 
     def forward(
         self, arrays: Sequence[Array], mask: Any, seed: int, *, saves: bool, key_exps: HostArray | None = None
@@ -375,13 +385,17 @@ class NativeCall:
         fields = AttentionStats._fields
         return operator.itemgetter(*(self.returned.index(x) if x in self.statistics else -1 for x in fields))
 
+    @cached_property
+    def _place_of_weights(self) -> int:
+        return self.returned.index("attention_weights")
+
     def present(self, outputs: Sequence[Array]) -> Any:
         """Return the output, and the wanted weights and statistics."""
         if len(outputs) == 1:
             return outputs[0]
         found: list[Any] = [outputs[0]]
         if self.returns_weights:
-            weights = outputs[len(self.differentiable) - 1]
+            weights = outputs[self._place_of_weights]
             found.append(weights if self.dtype == self.accumulator else self.ops.astype(weights, self.dtype))
         if self.statistics:
             # As `CallArguments`, without the constructor: 0.4 us of a tiny call's 35.
@@ -425,6 +439,11 @@ class NativeCall:
         filled = [np.empty(shape, self.accumulator) for shape in backward.filled]
         backward.plan((*self._buffers(arrays, mask), *read, *filled), seed, threads_of(self.module, ops))
         found: list[Array | None] = []
+        if backward.are_final:
+            from_memory, dtype, like = ops.from_memory, self.accumulator, arrays[2]
+            for at in backward.places:
+                found.append(None if at is None else from_memory(filled[at], dtype, like))
+            return found
         for x, operand, at in zip(arrays, self.operands, backward.places, strict=True):
             if at is None:
                 found.append(None)
@@ -460,6 +479,7 @@ class NativeCall:
             [_in_c_order(operands[x].gradient, self.accumulator) if x in operands else None for x in GRADIENTS],
         )
         names = [name for name in GRADIENTS if name in operands]
+        results = [operand for operand, is_wanted in zip(self.operands, wanted, strict=True) if is_wanted]
         axis_of = {name: axes.get(name.removeprefix("grad_")) for name in BACKWARD_INPUTS}
         return Backward(
             plan,
@@ -473,6 +493,7 @@ class NativeCall:
                 names.index(operand.name) if is_wanted else None
                 for operand, is_wanted in zip(self.operands, wanted, strict=True)
             ),
+            all(x.is_final and not x.is_summed and x.name != "scale" for x in results),
         )
 
     def operand_gradient(self, grad: Array, operand: Operand, x: Array) -> Array:
@@ -572,7 +593,7 @@ class NativeOp:
         problem, _ = build_problem(
             **given, score=score, mask=self._mask(), dropout=call.dropout,
             seed=self.seed, head_axis=call.layout.head_axis, statistics=call.statistics,
-            matrix="weights" if call.returns_weights else None,
+            matrix="weights" if "attention_weights" in call.differentiable else None,
         )  # fmt: skip
         op = AttentionOp(call.kernel, problem, tiling.plan(problem))
         named, rows = op.operands(), problem.score_shape.rows
@@ -585,7 +606,7 @@ class NativeOp:
 
         incoming = [canonical(grads.get(name), name) for name in ("out", *DIFFERENTIABLE)]
         incoming = incoming if "entropy" in call.statistics else incoming[:2]
-        if call.returns_weights:
+        if "attention_weights" in call.differentiable:
             incoming.append(canonical(grads["attention_weights"], "attention_weights"))
         is_recorded = ops.needs_grad(*arrays)
         if is_recorded or not all(ops.has_cpu_buffer(x) for x in (*named.values(), *incoming) if x is not None):

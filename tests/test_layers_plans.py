@@ -1,0 +1,141 @@
+"""PyTorch layers called again: the plan of a layout gives what the first call gave, and follows what may change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import attnscore as ats
+from attnscore.layers import torch as layers
+from attnscore.layers.torch import AdditiveAttention, BilinearAttention, DotProductAttention, Weights
+from layer_cases import BATCH, KEYS, Case, close, every_layer
+
+pytestmark = pytest.mark.usefixtures("torch_seed")
+
+
+@pytest.fixture(autouse=True)
+def no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layout is met for the first time in each test."""
+    monkeypatch.setattr(layers, "_KNOWN", type(layers._KNOWN)(256))
+    monkeypatch.setattr(layers, "_CHECKED", type(layers._CHECKED)(256))
+
+
+@every_layer
+@pytest.mark.parametrize("keeps", [True, False], ids=["weights", "none kept"])
+def test_each_call_is_the_definition(case: Case, keeps: bool) -> None:
+    layer = case.make(keep_last=keeps).double()
+    for seed in range(4):  # planned, run by its plan, with and without gradients
+        inputs = [x.requires_grad_(seed < 3) for x in case.inputs(seed=seed)]
+        lens = torch.tensor([seed, KEYS - seed]) if seed else torch.full((BATCH,), 2)
+        visible = torch.arange(KEYS) < lens[:, None, None]
+        out, (wanted, weights) = layer(*inputs, lens), case.plain(layer, *inputs, visible)
+        close(out, wanted)
+        if keeps:
+            close(layer.attention_weights, weights)
+            assert not layer.attention_weights.requires_grad
+        if seed < 3:
+            leaves = [*inputs, *layer.parameters()]
+            found, expected = (
+                torch.autograd.grad(x.square().sum(), leaves, allow_unused=True, materialize_grads=True)
+                for x in (out, wanted)
+            )
+            for grad, of_definition in zip(found, expected, strict=True):
+                close(grad, of_definition)
+
+
+@every_layer
+def test_gradients_of_gradients_of_a_later_call(case: Case) -> None:
+    layer, lens = case.make().double(), torch.tensor([2, 5])
+    inputs = [x.requires_grad_() for x in case.inputs()]
+    for _ in range(2):
+        layer(*inputs, lens)
+    assert torch.autograd.gradgradcheck(lambda *arrays: layer(*arrays, lens), inputs, fast_mode=True)
+
+
+@every_layer
+def test_a_checkpoint_computes_the_first_call_again(case: Case) -> None:
+    layer, lens = case.make(), torch.tensor([2, 5])
+    inputs = [x.requires_grad_() for x in case.inputs(torch.float32)]
+    wanted = None
+    for _ in range(3):
+        out = checkpoint(layer, *inputs, lens, use_reentrant=False)
+        grads = torch.autograd.grad(out.sum(), inputs, allow_unused=True, materialize_grads=True)
+        wanted = wanted or grads
+        for grad, first in zip(grads, wanted, strict=True):
+            torch.testing.assert_close(grad, first, rtol=0, atol=0)
+
+
+@every_layer
+def test_dropout_of_each_call_is_drawn(case: Case) -> None:
+    layer, inputs = case.make(dropout=0.5).train(), case.inputs(torch.float32)
+    torch.manual_seed(3)
+    first = [layer(*inputs) for _ in range(3)]
+    assert not torch.equal(first[0], first[1])
+    torch.manual_seed(3)
+    for out in first:
+        assert torch.equal(layer(*inputs), out)
+    assert not any(torch.equal(layer.eval()(*inputs), out) for out in first)
+
+
+def test_hooks_may_lay_out_what_they_return_in_any_way() -> None:
+    layer = AdditiveAttention(8, query_size=6, key_size=6)
+    q, k, v = torch.randn(2, 3, 6), torch.randn(2, 5, 6), torch.randn(2, 5, 4)
+    wanted = [layer(q, k, v) for _ in range(3)][-1]
+
+    def strided(module: nn.Module, arguments: Any, x: Tensor) -> Tensor:
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+    handle = layer.W_k.register_forward_hook(strided)
+    torch.testing.assert_close(layer(q, k, v), wanted)
+    handle.remove()
+    handle = layer.W_k.register_forward_hook(lambda module, arguments, x: x[:, :1].expand_as(x))
+    uniform = layer(q, k, v)
+    torch.testing.assert_close(uniform, v.mean(1, keepdim=True).expand_as(uniform))
+    handle.remove()
+    handle = layer.W_k.register_forward_hook(lambda module, arguments, x: x.double())
+    with pytest.raises(ats.DtypeError):
+        layer(q, k, v)
+    handle.remove()
+    torch.testing.assert_close(layer(q, k, v), wanted)
+
+
+def test_a_hook_may_give_another_matrix() -> None:
+    layer = BilinearAttention(query_size=6, key_size=6)
+    q, k, v = torch.randn(2, 3, 6), torch.randn(2, 5, 6), torch.randn(2, 5, 4)
+    for _ in range(3):
+        layer(q, k, v)
+    layer.W.register_forward_hook(lambda module, arguments, weight: weight.T)
+    torch.testing.assert_close(layer(q, k, v), ats.attend(q, k, v, score=ats.Bilinear(layer.W.weight.T)))
+
+
+def test_later_calls_are_checked_too() -> None:
+    layer = AdditiveAttention(8, query_size=6, key_size=6)
+    q, k, v, lens = torch.randn(2, 3, 6), torch.randn(2, 5, 6), torch.randn(2, 5, 4), torch.tensor([2, 5])
+    for _ in range(3):
+        layer(q, k, v, lens)
+    with pytest.raises(ats.MaskError):
+        layer(q, k, v, torch.tensor([2, -1]))
+    with pytest.raises(ats.ShapeError):
+        layer(q[..., 1:], k, v, lens)
+    with pytest.raises(ats.DtypeError):
+        layer(q.double(), k.double(), v.double(), lens)
+    assert torch.equal(layer(q, k, v, [2, 5]), layer(q, k, v, lens))
+
+
+def test_weights_of_a_call_are_its_own() -> None:
+    layer = DotProductAttention()
+    q, k, v = (torch.randn(2, n, 6, requires_grad=True) for n in (3, 5, 5))
+    for _ in range(3):
+        layer(q, k, v)
+    out, weights = layer(q, k, v), layer.attention_weights
+    assert isinstance(layer._last, Weights)
+    assert not weights.requires_grad
+    weights.zero_()  # the gradient, and who reads next, do not see it
+    torch.testing.assert_close(out, layer.attention_weights @ v)
+    grads = torch.autograd.grad(out.sum(), (q, k, v))
+    for grad, wanted in zip(grads, torch.autograd.grad(ats.attend(q, k, v).sum(), (q, k, v)), strict=True):
+        torch.testing.assert_close(grad, wanted)
