@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -98,6 +100,23 @@ def test_masks_of_some_keys(name: str) -> None:
         found = local.materialize(len(rows), len(cols), BATCH)
         expected = all_pairs(MASKS[name])[:, :, rows.positions()][..., cols.positions()]
         assert (found if found.ndim == 4 else found[:, None]).tolist() == expected.tolist()
+
+
+def test_a_plan_is_computed_once_for_each_mask_by_value() -> None:
+    shards = [Shard.head_tail(64, rank, 2) for rank in range(2)]
+    found = exchange(ats.Causal(), shards, shards)
+    assert exchange(ats.Causal(), [*shards], shards) is found
+    assert exchange(ats.Causal(align="bottom_right"), shards, shards) is not found
+    assert exchange(ats.Causal(), shards[::-1], shards) != found
+    # A copy with other queries has none of the results of the first.
+    assert found.attending(0, 1).ranges == ((48, 64),)
+    first = dataclasses.replace(found, queries=(shards[1], shards[0]))
+    assert first.attending(0, 1).ranges == ((16, 48),)
+    # Arrays may be written to.
+    lens = np.array([40])
+    for count in (40, 20):
+        lens[0] = count
+        assert exchange(ats.ValidLens(lens), shards, shards).needed[0].ranges == ((0, count),)
 
 
 def test_queries_that_attend_keys_of_another_rank() -> None:

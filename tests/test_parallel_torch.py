@@ -111,6 +111,24 @@ def test_two_processes(score: str, mask: str, extras: str, dtype: str, placement
     check(2, score, mask, extras, dtype, placement, **WAYS[way])
 
 
+@pairs(mask=("none", "Causal", "SlidingWindow-both"), way=("ring", "queries"), extras=("", "sink"))
+def test_all_statistics_of_merged_parts(mask: str, way: str, extras: str) -> None:
+    """Means and variances too, whose counts of keys are those of intervals."""
+    call, found = run(2, "scaled_dot", mask, extras, "float64", PLACEMENTS[1], **WAYS[way])
+    call.check(found)
+
+
+@pytest.mark.parametrize(
+    ("mask", "placement", "parts"),
+    [(ats.Causal(), "head_tail", [1, 1]), (ats.SlidingWindow(left=9, right=0), "contiguous", [1, 2])],
+    ids=["one", "two"],
+)
+def test_a_second_part_is_computed_only_where_it_has_keys_of_its_own(
+    mask: ats.Mask, placement: str, parts: list[int]
+) -> None:
+    assert group_of(2).run("parallel_torch_calls.parts", mask, 96, placement) == parts
+
+
 @pytest.mark.parametrize(
     ("score", "query_lens", "key_lens", "dims", "mode"),
     [

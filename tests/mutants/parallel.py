@@ -183,8 +183,8 @@ FAULTS: list[Fault] = [
     Fault(
         "ranks-heads-not-in-order",
         _RANKS,
-        "part = _pack(rows, whole.locate(shard))",
-        "part = _pack(rows, [(0, len(shard))])",
+        "cut(first, held[peer].ranges).contiguous()",
+        "cut(first, [(0, len(held[peer]))]).contiguous()",
         _PROCESSES,
         "rows computed by heads return as if head and tail were one range",
     ),
@@ -223,8 +223,8 @@ FAULTS: list[Fault] = [
     Fault(
         "modes-ring-one-step-ahead",
         _MODES,
-        "owner = (self.ranks.rank - step) % self.ranks.count",
-        "owner = (self.ranks.rank - step - 1) % self.ranks.count",
+        "return [(self.ranks.rank - step) % self.ranks.count",
+        "return [(self.ranks.rank - step - 1) % self.ranks.count",
         _PROCESSES,
         "the keys that pass by count as those of the rank before",
     ),

@@ -160,7 +160,8 @@ def backward_bytes(counts: Counts, size: RowBytes, mode: str, gradient: str) -> 
     elif mode == "gather":
         found = counts.received * size.key_gradient
     elif mode == "ring":
-        found = forward_bytes(counts, size, mode) + keys.sum() * size.key_gradient
+        # The gradients of the rank's own keys are summed by the others, and end here.
+        found = forward_bytes(counts, size, mode) + (keys.sum() - keys) * size.key_gradient
     else:
         found = queries * size.out * (ranks - 1) // ranks + (queries.sum() - queries) * size.query // ranks
         found = found + (keys.sum() - keys) * size.key // ranks

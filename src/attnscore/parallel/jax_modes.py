@@ -420,9 +420,14 @@ class Ring(Call):
                 (grad,) = vjp(_gradients_of_part(part, found, grads))
                 totals = {name: x + grad[name].astype(x.dtype) for name, x in totals.items()}
                 of_keys = {name: x + grad[name].astype(x.dtype) for name, x in of_keys.items()}
-            # After the last step the gradients are back where the keys came from.
-            of_keys = self._next(of_keys)
-        return {name: ({**totals, **of_keys})[name].astype(x.dtype) for name, x in given.items()}
+            if step == 0:
+                # Those of the device's own keys stay; those of the others begin at the next device.
+                own, of_keys = of_keys, {name: jnp.zeros_like(x) for name, x in of_keys.items()}
+            else:
+                # After the last step the gradients are where the keys came from.
+                of_keys = self._next(of_keys)
+        totals |= {name: x + of_keys[name] for name, x in own.items()}
+        return {name: totals[name].astype(x.dtype) for name, x in given.items()}
 
 
 def _merged(first: Arrays, second: Arrays) -> dict[str, Array]:

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from attnscore.core.arguments import shown
+from attnscore.core.cache import BoundedCache
 from attnscore.errors import ArgumentError, message
 from attnscore.masks import Mask
+from attnscore.masks.cached import numbers_of
 from attnscore.parallel.pairs import Pairs, Range
 from attnscore.parallel.shard import Shard
 
@@ -39,6 +41,8 @@ class Exchange:
     needed: tuple[Shard, ...]
     pairs: tuple[int, ...]
     _of_mask: Pairs = field(repr=False, compare=False)
+    # Not an argument: a copy with other queries has results of its own.
+    _known: BoundedCache[Shard] = field(default_factory=BoundedCache, init=False, repr=False, compare=False)
 
     @property
     def ranks(self) -> int:
@@ -54,7 +58,9 @@ class Exchange:
 
         They are found by the intervals of the mask: there may be a few too many, never too few.
         """
-        return self.attending_keys(self.queries[target], self.transfer(source, target))
+        return self._known.get_or_compute(
+            (target, source), lambda: self.attending_keys(self.queries[target], self.transfer(source, target))
+        )
 
     def attending_keys(self, queries: Shard, keys: Shard) -> Shard:
         """Return those of some queries that attend any of `keys`, as `attending` does."""
@@ -63,8 +69,12 @@ class Exchange:
 
     def keys_of(self, queries: Shard) -> Shard:
         """Return the keys that any of these queries attends."""
-        strips = self._of_mask.strips(queries.ranges)
-        return Shard.of((pair for strip in strips for pair in strip.keys), self.keys[0].length)
+
+        def compute() -> Shard:
+            strips = self._of_mask.strips(queries.ranges)
+            return Shard.of((pair for strip in strips for pair in strip.keys), self.keys[0].length)
+
+        return self._known.get_or_compute(queries, compute)
 
     @cached_property
     def needed_blocks(self) -> tuple[Shard, ...]:
@@ -136,6 +146,17 @@ def exchange(mask: Mask | None, queries: Sequence[Shard], keys: Sequence[Shard],
     _check_complete("keys", keys)
     if len(queries) != len(keys):
         raise ArgumentError(message("keys", f"one shard for each of {len(queries)} ranks", len(keys)))
+    # The layers of a model have one mask. Those with arrays, which may change, are counted anew.
+    fields = (None,) if mask is None else None if mask.arrays() else numbers_of(mask, None)
+    known = None if fields is None else (fields, tuple(queries), tuple(keys), batch)
+    return _EXCHANGES.get_or_compute(known, lambda: _exchange(mask, queries, keys, batch))
+
+
+_EXCHANGES: BoundedCache[Exchange] = BoundedCache(64)
+
+
+def _exchange(mask: Mask | None, queries: Sequence[Shard], keys: Sequence[Shard], batch: int) -> Exchange:
+    """Return the plan of shards that hold each position once."""
     pairs = Pairs(mask, queries[0].length, keys[0].length, batch)
     needed, counts = [], []
     for shard in queries:

@@ -382,24 +382,26 @@ class _Schedule:
     def ring(self, gradient: bool) -> float:
         """Compute with a block of keys while the next one comes; gradients travel with their block."""
         pairs = np.stack([self.grid.pairs_of(rank) for rank in range(self.grid.ranks)]) * self.per_pair
-        seconds = self._round(pairs, self.size.key, self.grid.ranks - 1)
-        if gradient:
-            seconds += self._round(_BACKWARD * pairs, self.size.key + self.size.key_gradient, self.grid.ranks)
-        return seconds
+        seconds = self._round(pairs, 0)
+        return seconds + self._round(_BACKWARD * pairs, self.size.key_gradient) if gradient else seconds
 
-    def _round(self, pairs: HostArray, row: int, sends: int) -> float:
-        """Return the seconds of one way round the ring, from those of each rank's queries with each rank's keys."""
-        ranks = self.grid.ranks
+    def _round(self, pairs: HostArray, gradient: int) -> float:
+        """Return the seconds of one way round the ring, from those of each rank's queries with each rank's keys.
+
+        Gradients, of so many bytes a key, begin at the rank behind the owner, and the last one returns them to it.
+        """
+        ranks, keys = self.grid.ranks, self.grid.counts.keys
         order = np.arange(ranks)
         arrived, done, before = np.zeros(ranks), pairs[order, order], np.zeros(ranks)
         for step in range(1, ranks):
             block = (order - step) % ranks
-            link = self.messages(1, self.grid.counts.keys[block] * row, np.zeros(1))
+            row = self.size.key + (gradient if step > 1 else 0)
+            link = self.messages(1, keys[block] * row, np.zeros(1))
             # The rank before has the block, and there is a free buffer: that of two steps ago.
             ready = np.maximum(np.roll(arrived, 1), before if self.machine.overlap else done)
             arrived = ready + link
             before, done = done, np.maximum(arrived, done) + pairs[order, block]
-        last = self.messages(1, self.grid.counts.keys * row, np.zeros(1)) if sends == ranks > 1 else np.zeros(1)
+        last = self.messages(1, keys * gradient, np.zeros(1)) if gradient and ranks > 1 else np.zeros(1)
         return float((done + last).max())
 
     def heads(self, gradient: bool) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -37,7 +37,7 @@ from attnscore.parallel.merging import COUNTED, SOFTMAX_ALONE
 from attnscore.parallel.pairs import Range
 from attnscore.parallel.plan import Exchange
 from attnscore.parallel.shard import Shard
-from attnscore.parallel.torch_ranks import Arrays, Ranks, add_rows, cut, positions_first
+from attnscore.parallel.torch_ranks import Arrays, Ranks, add_rows, copy_rows, cut, positions_first
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -250,8 +250,11 @@ class MergedCall(ShardedCall):
         wanted = self.problem.statistics
         return (*wanted, *(x for x in COUNTED if x not in wanted)) if {*wanted} & {*COUNTED} else wanted
 
-    def state_of(self, part: Part, result: Result) -> RowState:
-        """Return the state of the online softmax after the keys of a part, from its result."""
+    def rows_of(self, part: Part, result: Result) -> RowState:
+        """Return the state of the online softmax after the keys of a part, from its result.
+
+        In place of the output it has the total, so that `finish` returns the share of the keys in the softmax.
+        """
         ops, statistics = self.problem.ops, result.statistics
         total = torch.exp(result.log_denom)
         is_empty = result.log_denom == -math.inf
@@ -267,7 +270,7 @@ class MergedCall(ShardedCall):
             zero = torch.zeros_like(count)
             sums["moments"] = (count, statistics["mean_score"], zero, statistics["var_score"] * count)
         maximum = ops.where(is_empty, -math.inf, result.row_max)
-        return RowState(maximum, total, result.out * total, sums)
+        return RowState(maximum, total, total, sums)
 
     def _counts(self, part: Part, like: Tensor) -> Tensor:
         """Return the number of unmasked keys of each query, which are intervals."""
@@ -276,15 +279,13 @@ class MergedCall(ShardedCall):
             return torch.full_like(like, len(part.cols))
         counts = np.maximum(intervals.stop - intervals.start, 0).sum(0)[..., None]
         found: Tensor = self.whole.batch_to_canonical(ops, ops.asarray(counts, like))
-        return found.to(like.dtype).expand(like.shape)
+        return found.to(like.dtype).expand(like.shape).contiguous()
 
-    def finished(self, state: RowState, operands: Arrays) -> Result:
-        """Return the result of the rank's queries, from the state after all keys but the sink."""
+    def finish(self, state: RowState, operands: Arrays) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+        """Return what `online_softmax.finish` does, from the state after all keys but the sink."""
         sink = operands.get("sink")
         sink = None if sink is None else sink.reshape(*sink.shape, 1, 1).to(self.sums)
-        found = online_softmax.finish(self.problem.ops, state, sink, self.problem.statistics)
-        out, row_max, log_denom, statistics = found
-        return Result(out.to(operands["value"].dtype), row_max, log_denom, statistics)
+        return online_softmax.finish(self.problem.ops, state, sink, self.problem.statistics)
 
 
 def map_rows(change: Callable[..., Tensor], *results: Result) -> Result:
@@ -296,3 +297,19 @@ def map_rows(change: Callable[..., Tensor], *results: Result) -> Result:
         log_denom=change(*(result.log_denom for result in results)),
         statistics={name: change(*(result.statistics[name] for result in results)) for name in names},
     )
+
+
+def rows_at(state: RowState, at: Sequence[Range]) -> RowState:
+    """Return the state of the queries in ranges of the axis of queries: views, where that is one range."""
+    sums = {name: tuple(cut(x, at) for x in arrays) for name, arrays in state.sums.items()}
+    return RowState(cut(state.max, at), cut(state.total, at), cut(state.out, at), sums)
+
+
+def write_rows(state: RowState, at: Sequence[Range], rows: RowState) -> None:
+    """Write the state of the queries in these ranges."""
+    for to, x in zip(_arrays_of(state), _arrays_of(rows), strict=True):
+        copy_rows(positions_first(to), at, positions_first(x))
+
+
+def _arrays_of(state: RowState) -> list[Tensor]:
+    return [state.max, state.total, state.out, *(x for arrays in state.sums.values() for x in arrays)]

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property
 from typing import final
 
@@ -16,13 +16,11 @@ from torch import Tensor
 
 from attnscore.backends.base import accumulator
 from attnscore.core import online_softmax
-from attnscore.core.online_softmax import RowState
 from attnscore.core.tiled import Result, RowGradients
 from attnscore.masks import Dense, IntervalSet, Mask, split
-from attnscore.parallel.pairs import Range
 from attnscore.parallel.plan import BACKWARD_KEYS, BACKWARD_QUERIES, FORWARD_KEYS, in_blocks
 from attnscore.parallel.shard import Shard
-from attnscore.parallel.torch_parts import MergedCall, Saved
+from attnscore.parallel.torch_parts import MergedCall, Saved, rows_at, write_rows
 from attnscore.parallel.torch_ranks import Arrays, Transfers, copy_rows, cut, positions_first
 
 
@@ -57,12 +55,13 @@ class PassQueries(MergedCall):
             ops, rows, value_dim, operands["value"], accumulator(self.problem.dtype), self.statistics
         )
         for block, attending, arrays in self._blocks(operands, fetched, FORWARD_KEYS):
-            new = self.state_of(*self.run(attending, block, arrays))
+            part, result = self.run(attending, block, arrays)
+            new = self.rows_of(part, result)
+            new = dataclasses.replace(new, out=result.out * new.total)
             at = self.queries.locate(attending)
-            merged = online_softmax.merge(ops, _rows_of(state, at), new)
-            for to, x in zip(_arrays_of(state), _arrays_of(merged), strict=True):
-                copy_rows(positions_first(to), at, positions_first(x))
-        return self.finished(state, operands), Saved((), fetched)
+            write_rows(state, at, online_softmax.merge(ops, rows_at(state, at), new))
+        out, row_max, log_denom, statistics = self.finish(state, operands)
+        return Result(out.to(operands["value"].dtype), row_max, log_denom, statistics), Saved((), fetched)
 
     def backward(
         self, operands: Arrays, saved: Saved, result: Result, grads: RowGradients, wanted: frozenset[str]
@@ -145,12 +144,3 @@ def blocks_of(shard: Shard, size: int) -> Iterator[Shard]:
     firsts = {first for start, stop in shard.ranges for first in range(start // size, -(-stop // size))}
     for first in sorted(firsts):
         yield shard & Shard(((first * size, min(shard.length, (first + 1) * size)),), shard.length)
-
-
-def _arrays_of(state: RowState) -> list[Tensor]:
-    return [state.max, state.total, state.out, *(x for arrays in state.sums.values() for x in arrays)]
-
-
-def _rows_of(state: RowState, at: Sequence[Range]) -> RowState:
-    sums = {name: tuple(cut(x, at) for x in arrays) for name, arrays in state.sums.items()}
-    return RowState(cut(state.max, at), cut(state.total, at), cut(state.out, at), sums)

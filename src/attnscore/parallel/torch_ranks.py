@@ -101,20 +101,26 @@ class Ranks:
 
         return finish
 
-    def give_back(self, gradients: Arrays, plan: Transfers) -> Callable[[Arrays], None]:
+    def give_back(self, gradients: Arrays, plan: Transfers) -> Callable[[dict[str, Tensor]], None]:
         """Start to return gradients of the rows that `fetch` fetched to their owners.
 
-        The function takes arrays of the rows that this rank holds, and adds to them what all ranks return for them. It
-        sends to one rank and receives from one at a time, in the same order on all: the memory is that of one rank's.
+        The function takes arrays of the rows that this rank holds, and adds to them what all ranks return for them;
+        those that it is not given, it makes. It sends to one rank and receives from one at a time, in the same order on
+        all: the memory is that of one rank's.
         """
         steps = self._exchanges(gradients, plan)
         posted = [*islice(steps, 1)]
 
-        def finish(sums: Arrays) -> None:
+        def finish(sums: dict[str, Tensor]) -> None:
             own = plan.held & plan.wanted
             for name, x in gradients.items():
-                kept = plan.wanted.locate(own)
-                add_rows(positions_first(sums[name]), plan.held.locate(own), positions_first(x), kept)
+                rows, kept, at = positions_first(x), plan.wanted.locate(own), plan.held.locate(own)
+                if name in sums:
+                    add_rows(positions_first(sums[name]), at, rows, kept)
+                    continue
+                make = x.new_empty if len(own) == len(plan.held) else x.new_zeros
+                sums[name] = make((*x.shape[:-2], len(plan.held), x.shape[-1]))
+                copy_rows(positions_first(sums[name]), at, rows, kept)
             while posted:
                 at, arriving, wait = posted.pop()
                 wait()
@@ -149,73 +155,68 @@ class Ranks:
             del sends, receives
             yield plan.held.locate(received), arriving, wait
 
-    def rows_to_heads(self, arrays: Arrays, shards: Sequence[Shard]) -> Wait:
+    def rows_to_heads(self, arrays: Arrays, shards: Mapping[str, Sequence[Shard]]) -> Wait:
         """Start to exchange the rank's rows of all heads, (..., head, group, own row, dim), for all rows of its heads.
 
-        An array whose axis of heads is 1 goes to all ranks.
+        `shards` has those of all ranks for each array. An array whose axis of heads is 1 goes to all ranks. In memory
+        the heads come first: what is sent of an array with one batch row is a part of it, without a copy.
         """
-        whole = Shard.whole(shards[0].length)
         found: dict[str, Tensor] = {}
         sends: list[tuple[int, Tensor]] = []
         receives: list[tuple[int, Tensor]] = []
         later: list[tuple[Tensor, Sequence[Range], Tensor]] = []
         for name, x in arrays.items():
-            parts = [positions_first(part) for part in self._by_head(x)]
-            rows = x.new_empty((whole.length, *parts[self.rank].shape[1:]))
-            found[name] = positions_last(rows)
-            copy_rows(rows, whole.locate(shards[self.rank]), parts[self.rank])
+            held, length = shards[name], shards[name][0].length
+            first = heads_first(x)
+            parts = first.chunk(self.count) if len(first) > 1 else (first,) * self.count
+            whole = x.new_empty((*parts[self.rank].shape[:-2], length, x.shape[-1]))
+            found[name] = heads_last(whole)
+            copy_rows(positions_first(whole), held[self.rank].ranges, positions_first(parts[self.rank]))
             for peer in self.others:
-                if len(shards[self.rank]):
+                if len(held[self.rank]):
                     sends.append((peer, parts[peer].contiguous()))
-                if len(shards[peer]):
-                    at = whole.locate(shards[peer])
-                    buffer = rows[slice(*at[0])] if len(at) == 1 else x.new_empty((len(shards[peer]), *rows.shape[1:]))
+                if len(held[peer]):
+                    buffer = x.new_empty((*whole.shape[:-2], len(held[peer]), x.shape[-1]))
                     receives.append((peer, buffer))
-                    later += [(rows, at, buffer)] if len(at) > 1 else []
+                    later.append((positions_first(whole), held[peer].ranges, positions_first(buffer)))
         wait = self.post(sends, receives)
 
         def finish() -> dict[str, Tensor]:
             wait()
-            for rows, at, buffer in later:
-                copy_rows(rows, at, buffer)
+            for to, at, buffer in later:
+                copy_rows(to, at, buffer)
             return found
 
         return finish
 
-    def heads_to_rows(self, arrays: Arrays, shards: Sequence[Shard], heads: Mapping[str, int]) -> Wait:
-        """Start the inverse of `rows_to_heads`; arrays that have 1 of `heads` are summed over the ranks."""
-        whole = Shard.whole(shards[0].length)
-        found: dict[str, list[Tensor]] = {}
+    def heads_to_rows(
+        self, arrays: Arrays, shards: Mapping[str, Sequence[Shard]], heads: Mapping[str, int]
+    ) -> Wait:  # fmt: skip
+        """Start the inverse of `rows_to_heads`; arrays that have 1 of `heads` are summed over the ranks.
+
+        The heads of each rank arrive in their place.
+        """
+        by_rank: dict[str, Tensor] = {}
         sends: list[tuple[int, Tensor]] = []
         receives: list[tuple[int, Tensor]] = []
         for name, x in arrays.items():
-            rows = positions_first(x)
-            found[name] = [rows] * self.count
-            for rank, shard in enumerate(shards):
-                part = _pack(rows, whole.locate(shard))
-                if rank == self.rank:
-                    found[name][rank] = part
-                    continue
-                if len(shard):
-                    sends.append((rank, part))
-                found[name][rank] = rows.new_empty((len(shards[self.rank]), *rows.shape[1:]))
-                if len(shards[self.rank]):
-                    receives.append((rank, found[name][rank]))
+            held, first = shards[name], heads_first(x)
+            count = len(held[self.rank])
+            found = by_rank[name] = x.new_empty((self.count, *first.shape[:-2], count, x.shape[-1]))
+            own = positions_first(found[self.rank])
+            copy_rows(own, ((0, count),), positions_first(first), held[self.rank].ranges)
+            for peer in self.others:
+                if len(held[peer]):
+                    sends.append((peer, cut(first, held[peer].ranges).contiguous()))
+                if count:
+                    receives.append((peer, found[peer]))
         wait = self.post(sends, receives)
 
         def finish() -> dict[str, Tensor]:
             wait()
-            by_rank = {name: [positions_last(x) for x in parts] for name, parts in found.items()}
-            return {
-                name: torch.cat(parts, -4) if heads[name] > 1 else torch.stack(parts).sum(0)
-                for name, parts in by_rank.items()
-            }
+            return {name: heads_last(x.flatten(0, 1) if heads[name] > 1 else x.sum(0)) for name, x in by_rank.items()}
 
         return finish
-
-    def _by_head(self, x: Tensor) -> Sequence[Tensor]:
-        """Return each rank's heads of an array (..., head or 1, group, row, dim)."""
-        return x.chunk(self.count, -4) if x.shape[-4] > 1 else (x,) * self.count
 
     def agree(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
         """Return the numbers of all ranks, in the order of ranks."""
@@ -276,6 +277,16 @@ def positions_first(x: Tensor) -> Tensor:
 def positions_last(x: Tensor) -> Tensor:
     """View (position, ..., dim) as (..., position, dim)."""
     return x.movedim(0, -2)
+
+
+def heads_first(x: Tensor) -> Tensor:
+    """View (..., head, group, position, dim) as (head, ..., group, position, dim)."""
+    return x.movedim(-4, 0)
+
+
+def heads_last(x: Tensor) -> Tensor:
+    """View (head, ..., group, position, dim) as (..., head, group, position, dim)."""
+    return x.movedim(0, -4)
 
 
 def cut(x: Tensor, ranges: Sequence[Range], axis: int = -2) -> Tensor:
