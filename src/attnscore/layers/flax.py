@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 from jax.extend.core import get_opaque_trace_state
 
 from attnscore import backends
@@ -228,6 +229,11 @@ class Attention(BaseAttention[jax.Array], LoadsTorch, nnx.Module):
         kernel = getattr(module, "kernel", None)
         if isinstance(kernel, nnx.Variable):
             shared.check_features(linear.input, x.shape[-1], kernel.shape[0], linear.name)
+        if _is_plain(module) and _OPS.fuses(x):
+            bias = None if module.bias is None else module.bias[...]
+            product = _OPS.product_of_rows(*module.promote_dtype((x, kernel[...], bias), dtype=module.dtype))
+            if product is not None:
+                return product
         found: jax.Array = with_nonfinite_rows_isolated(_OPS, x, module)
         return found
 
@@ -347,6 +353,13 @@ def _checked(inputs: dict[str, Any]) -> dict[str, jax.Array]:
 
 
 _CHECKED: BoundedCache[bool] = BoundedCache(256)
+
+
+def _is_plain(module: Any) -> bool:
+    """Whether a module is a projection without options of its own, which a user may have put in the place of ours."""
+    if type(module) is not nnx.Linear:
+        return False
+    return module.dot_general is lax.dot_general and not (module.precision or module.preferred_element_type)
 
 
 def _promoted(operands: Sequence[jax.Array], dtype: Any) -> list[jax.Array]:

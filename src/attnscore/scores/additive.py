@@ -18,6 +18,7 @@ from attnscore.scores.base import (
     ScoreGradients,
     per_head,
     per_key_head,
+    projected,
     weight_gradient,
     widen,
     with_nonfinite_rows_isolated,
@@ -163,25 +164,19 @@ class Additive(Score):
         return ops.expand_dims(per_head(ops, "bias", self.bias, query, key, 1), -2)
 
 
-def _project(ops: Backend, x: Array, weight: Array) -> Array:
-    """Return x @ W^T."""
-    x, weight = widen(ops, x, weight)
-    return ops.matmul(x, ops.matrix_transpose(weight))
-
-
 def _project_query(ops: Backend, query: Array, weight: Array | None, bias: Array | None) -> Array:
     """Return W_q q + bias; rows that are not finite propagate to no parameter."""
-    if weight is None and bias is None:
-        return query
+    if bias is None:
+        return _project_keys(ops, query, weight)
 
     def project(x: Array) -> Array:
-        projected = x if weight is None else _project(ops, x, weight)
-        if bias is None:
-            return projected
+        projected = x if weight is None else ops.matmul(x, ops.matrix_transpose(weight))
         # Not every framework adds arrays of two dtypes.
         projected, wide = widen(ops, projected, bias)
         return projected + wide
 
+    if weight is not None:
+        query, weight = widen(ops, query, weight)
     return with_nonfinite_rows_isolated(ops, query, project, keeps_infinity=True)
 
 
@@ -189,4 +184,5 @@ def _project_keys(ops: Backend, key: Array, weight: Array | None) -> Array:
     """Return W_k k; rows that are not finite propagate to no parameter."""
     if weight is None:
         return key
-    return with_nonfinite_rows_isolated(ops, key, lambda x: _project(ops, x, weight), keeps_infinity=True)
+    key, weight = widen(ops, key, weight)
+    return projected(ops, key, ops.matrix_transpose(weight), keeps_infinity=True)

@@ -389,6 +389,17 @@ def with_nonfinite_rows_isolated(
     return ops.where(finite, function(ops.where(finite, x, 0.0)), isolated)
 
 
+def projected(ops: Backend, x: Array, matrix: Array, *, keeps_infinity: bool = False) -> Array:
+    """Return ``x @ matrix`` by `with_nonfinite_rows_isolated`.
+
+    Where a framework isolates the rows in the gradient alone, they keep the value of the product.
+    """
+    found = None if ops.known_finite(x) else ops.product_of_rows(x, matrix)
+    if found is not None:
+        return found
+    return with_nonfinite_rows_isolated(ops, x, lambda x: ops.matmul(x, matrix), keeps_infinity=keeps_infinity)
+
+
 def finite_rows(ops: Backend, x: Array) -> Array:
     """Return whether every entry of a row is finite, (..., length, 1)."""
     return ~ops.any(~ops.isfinite(x), axis=-1, keepdims=True)

@@ -15,9 +15,9 @@ from attnscore.scores.base import (
     ScoreGradients,
     per_head,
     per_key_head,
+    projected,
     weight_gradient,
     widen,
-    with_nonfinite_rows_isolated,
     zero_isolated_rows,
 )
 from attnscore.scores.dot import Dot
@@ -116,12 +116,12 @@ class Bilinear(Score):
 
 def _project_query(ops: Backend, query: Array, weight: Array) -> Array:
     """Return Wᵀ q; rows that are not finite propagate to no parameter."""
-    return with_nonfinite_rows_isolated(ops, query, lambda x: ops.matmul(x, weight))
+    return projected(ops, query, weight)
 
 
 def _project_key(ops: Backend, key: Array, weight: Array) -> Array:
     """Return W k; rows that are not finite propagate to no parameter."""
-    return with_nonfinite_rows_isolated(ops, key, lambda x: ops.matmul(x, ops.matrix_transpose(weight)))
+    return projected(ops, key, ops.matrix_transpose(weight))
 
 
 def _operations(queries: int, keys: int, pairs: int, dim: int, key_dim: int) -> tuple[int, int]:

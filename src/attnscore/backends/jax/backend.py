@@ -267,6 +267,9 @@ class JaxBackend(Backend):
     def stop_gradient(self, x: Array) -> Array:
         return lax.stop_gradient(x)
 
+    def product_of_rows(self, x: Array, matrix: Array, bias: Array | None = None) -> Array | None:
+        return gradients.product_of_rows(x, matrix, *(() if bias is None else (bias,))) if self.fuses(x) else None
+
     def as_seed(self, seed: Any) -> Any:
         if not isinstance(seed, jax.Array):
             return seed

@@ -6,11 +6,15 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from attnscore.backends.base import Array, DifferentiableOp, importable
@@ -68,6 +72,37 @@ def differentiable(run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Ar
     call.defvjp(forward, backward, symbolic_zeros=True)
     found: tuple[Array, ...] = call(tuple(operands), tuple(constants))
     return found
+
+
+@jax.custom_jvp
+def product_of_rows(x: Array, matrix: Array, *bias: Array) -> Array:
+    """Return ``x @ matrix + bias``; rows that are not finite pass no gradient on.
+
+    XLA fuses nothing into a product, so zeros in place of such rows would be an array of its own, in programs without
+    gradients too.
+    """
+    product = jnp.matmul(x, matrix)
+    return product + bias[0] if bias else product
+
+
+def _differentiate_product(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[Array, Array]:
+    found, (x, matrix, *_) = product_of_rows(*primals), primals
+    # Of a row that is not finite no product is. One column tells it within a fused loop.
+    finite = jnp.isfinite(found[..., :1])
+    of_x, of_matrix, *of_bias = (None if isinstance(tangent, SymbolicZero) else tangent for tangent in tangents)
+    terms = [tangent for tangent in of_bias if tangent is not None]
+    if of_x is not None:
+        terms.append(jnp.matmul(of_x, matrix))
+    if of_matrix is not None:
+        # The gradient of the matrix is a product that JAX transposes. XLA would transpose its operands instead, which
+        # are larger: (256, 16) rows of 64, 1420 us in place of 550 (Zen 4, 2026-11-26).
+        columns = lax.optimization_barrier(jnp.matrix_transpose(of_matrix))
+        terms.append(jnp.matmul(jnp.where(jnp.isfinite(x), x, 0.0), jnp.matrix_transpose(columns)))
+    tangent = functools.reduce(operator.add, terms)
+    return found, jnp.where(finite, tangent, jnp.zeros_like(found))
+
+
+product_of_rows.defjvp(_differentiate_product, symbolic_zeros=True)
 
 
 def _staged(function: Callable[..., Any], streaming: Callable[..., Any], *arguments: Any) -> Any:
