@@ -212,29 +212,27 @@ struct ForwardTasks {
     int64_t ranges = 1;
 
     explicit ForwardTasks(const Problem& problem) {
-        constexpr int64_t kMinTasks = 16;  // enough to share among threads
         // Heads of a group are joined to share key tiles, except with additive scores, whose tables of a key tile
         // depend on the w_v of the head.
         const bool join = problem.form != Form::additive;
-        int64_t rows = 384;
-        while (rows > (join ? 48 : 96) &&
-               static_cast<int64_t>(problem.heads.size()) * ((problem.query_len + rows - 1) / rows) < kMinTasks)
-            rows /= 2;
+        const int64_t min_rows = join ? 48 : 96;
         if (!join) single_heads.reserve(problem.heads.size());
+        const auto groups = static_cast<int64_t>(join ? problem.groups.size() : problem.heads.size());
         for (const Group& group : problem.groups) {
             if (join || group.heads.size() == 1) {
-                cut(group.heads, static_cast<int64_t>(group.heads.size()) * problem.query_len, rows);
+                cut(group.heads, static_cast<int64_t>(group.heads.size()) * problem.query_len, groups, min_rows);
                 continue;
             }
             for (const int64_t head : group.heads) {
                 single_heads.push_back({head});
-                cut(single_heads.back(), problem.query_len, rows);
+                cut(single_heads.back(), problem.query_len, groups, min_rows);
             }
         }
         const int64_t count = static_cast<int64_t>(query_tiles.size());
-        if (count > 0 && count < kMinTasks && problem.key_len >= 2048)
-            ranges = std::min((kMinTasks + count - 1) / count, problem.key_len / 1024);
+        if (count > 0 && count < kTogether && problem.key_len >= 2048)
+            ranges = std::min((kTogether + count - 1) / count, problem.key_len / 1024);
     }
+
     // Range r of the keys of a query tile, in whole key tiles.
     Span range(Span keys, int64_t r) const {
         const int64_t tiles = std::max<int64_t>(0, (keys.last - keys.first + kTileKeys - 1) / kTileKeys);
@@ -243,10 +241,20 @@ struct ForwardTasks {
     }
 
    private:
-    // Cut rows into query tiles of about one size: behind a small last one the other threads would wait for this one's.
-    void cut(const std::vector<int64_t>& heads, int64_t total, int64_t most) {
-        const int64_t count = (total + most - 1) / most;
-        const int64_t rows = count > 0 ? padded((total + count - 1) / count, kMR) : most;
+    static constexpr int64_t kTogether = 16;  // threads that few tasks keep busy to the end
+
+    // Cut rows into query tiles of about one size, as the other threads would wait for the last one's where it is
+    // small. For the same reason few tiles are a multiple of the threads.
+    void cut(const std::vector<int64_t>& heads, int64_t total, int64_t groups, int64_t min_rows) {
+        const auto tiles_of = [&](int64_t rows) { return (total + rows - 1) / rows; };
+        int64_t count = tiles_of(384);
+        if (groups * count < 4 * kTogether) {
+            const int64_t even = padded(count, kTogether / std::gcd(kTogether, groups));
+            // Small tiles share less, and are the price of enough tasks alone.
+            if (groups * count < kTogether || total >= 192 * even)
+                count = std::max(count, std::min(even, tiles_of(min_rows)));
+        }
+        const int64_t rows = padded((total + count - 1) / std::max<int64_t>(1, count), kMR);
         for (int64_t first = 0; first < total; first += rows)
             query_tiles.push_back({&heads, first, std::min(rows, total - first)});
     }
