@@ -27,7 +27,6 @@ from in_mxnet.exchange import receive, send
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 PYTHON = Path(os.environ.get("ATTNSCORE_MXNET_PYTHON") or ROOT / ".venv-mxnet" / "bin" / "python")
-FILES = sorted(path.name for path in (HERE / "in_mxnet").glob("test_*.py"))
 DTYPES = ("float32", "float64", "float16")
 TURNS = in_turn(DTYPES, tuple(EXTRAS))
 Run = Callable[..., dict[str, np.ndarray]]
@@ -118,15 +117,12 @@ def test_odd_sizes(mxnet: Run, score: str, sizes: tuple[int, int]) -> None:
     call.check(mxnet(call, "none"))
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_file_passes_in_its_environment(name: str, pytestconfig: pytest.Config) -> None:
-    """With its slow tests where this run has the slow tests."""
+def test_files_pass_in_its_environment(pytestconfig: pytest.Config) -> None:
+    """With their slow tests where this run has the slow tests; in one process, of which importing alone takes seconds."""
     marks = pytestconfig.option.markexpr
     # Its own conftest alone: that of the folder above wants the frameworks of this environment.
     own = ("--confcutdir", HERE / "in_mxnet", "--rootdir", ROOT, "-c", ROOT / "pyproject.toml")
-    found = in_its_environment(
-        "-m", "pytest", HERE / "in_mxnet" / name, "-m", marks, "-q", "-p", "no:cacheprovider", *own
-    )
+    found = in_its_environment("-m", "pytest", HERE / "in_mxnet", "-m", marks, "-q", "-p", "no:cacheprovider", *own)
     assert found.returncode == 0, found.stdout[-20_000:] + found.stderr[-5_000:]
 
 
