@@ -118,7 +118,7 @@ def test_odd_sizes(mxnet: Run, score: str, sizes: tuple[int, int]) -> None:
 
 
 def test_files_pass_in_its_environment(pytestconfig: pytest.Config) -> None:
-    """With their slow tests where this run has the slow tests; in one process, of which importing alone takes seconds."""
+    """With their slow tests where this run has the slow tests; in one process: importing takes it seconds."""
     marks = pytestconfig.option.markexpr
     # Its own conftest alone: that of the folder above wants the frameworks of this environment.
     own = ("--confcutdir", HERE / "in_mxnet", "--rootdir", ROOT, "-c", ROOT / "pyproject.toml")
