@@ -349,9 +349,17 @@ FAULTS = [
         "a planned call takes negative lengths",
     ),
     Fault(
+        "plan-product-of-what-is-not-finite",
+        "src/attnscore/core/lowered.py",
+        "if not ops.known_finite(x):",
+        "if ops is None:",
+        "tests/test_layers.py -k hidden",
+        "a NaN of a masked key reaches the gradient of W in a planned call",
+    ),
+    Fault(
         "plan-lowered-for-other-parameters",
         "src/attnscore/core/lowered.py",
-        "lowered = lower(ops, score, query, key, self.computed)",
+        "lowered = self._product(score, query, key) or lower(ops, score, query, key, self.computed)",
         "lowered = lower(ops, self.__dict__.setdefault('score', score), query, key, self.computed)",
         "tests/test_plan.py -k is_lowered",
         "a planned call keeps the parameters of the first call for a score that is lowered",

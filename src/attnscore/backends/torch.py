@@ -436,7 +436,7 @@ class _AttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if any(x._version != version for x, version in ctx.versions):
+        if ctx.versions and any(x._version != version for x, version in ctx.versions):
             raise RuntimeError(
                 "the mask of attend() has been modified by an inplace operation, and its gradient needs it as it was. "
                 "Hint: give the call a copy (mask.clone())"

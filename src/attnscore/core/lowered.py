@@ -45,6 +45,8 @@ class LoweredCall:
     """The lowered score; w_v is None, as a plan holds no array."""
     computed: tuple[bool, bool]
     """Whether the lowering computes query and key."""
+    is_product: bool = False
+    """Whether it is one product, of an array without NaN and infinity, which needs no cast and no `numeric_scope`."""
 
     def run(self, arguments: CallArguments) -> Any:
         """Return what `attend` returns."""
@@ -52,7 +54,7 @@ class LoweredCall:
         query, key, value, score, _, _, bias, sink, _, key_exps = arguments
         if type(score) is str:
             score = scores.resolve(score)
-        lowered = lower(ops, score, query, key, self.computed)
+        lowered = self._product(score, query, key) or lower(ops, score, query, key, self.computed)
         operands = [*lowered[:2], value]
         if bias is not None:
             operands.append(bias)
@@ -63,6 +65,17 @@ class LoweredCall:
             return call.record(arguments, self.lowered, operands)
         mask, seed = call.mask_and_seed(arguments)
         return call.present(call.forward(operands, mask, seed, saves=False, key_exps=key_exps)[0])
+
+    def _product(self, score: Any, query: Array, key: Array) -> list[Array] | None:
+        """Return query and key of a bilinear score as `lower` does; None unless that is a product and nothing else."""
+        if not self.is_product:
+            return None
+        ops, of_query = self.ops, self.computed[0]
+        x = query if of_query else key
+        if not ops.known_finite(x):
+            return None
+        x = ops.in_c_order(ops.matmul(x, score.W if of_query else ops.matrix_transpose(score.W)))
+        return [x, key] if of_query else [query, x]
 
     def with_detached_weights(self) -> LoweredCall:
         """Return the plan of the same calls whose weights are returned detached."""

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from attnscore import backends, kernels, scores
-from attnscore.backends.base import Array, Backend
+from attnscore.backends.base import Array, Backend, accumulator
 from attnscore.core import tiling
 from attnscore.core.arguments import CallArguments, check_flag
 from attnscore.core.cache import BoundedCache
@@ -254,7 +254,9 @@ def _build_lowered(problem: Problem, kernel: str, arrays: dict[str, Array]) -> L
     call = kernels.choose(kernel, lowered_problem).prepare(lowered_problem, tiling.planned(lowered_problem), given)
     if call is None:
         return None
-    return LoweredCall(ops, call, lowered, computed)
+    # Calls with a signature are outside of PyTorch's autocast, which is its `numeric_scope`.
+    is_product = type(score) is Bilinear and ops.name == "torch" and ops.dtype(score.W) == accumulator(problem.dtype)
+    return LoweredCall(ops, call, lowered, computed, is_product)
 
 
 def _is_lowered(problem: Problem) -> bool:

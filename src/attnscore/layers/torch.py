@@ -117,7 +117,7 @@ class Matrix(nn.Module):
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
         weight = _weight_of(self)
         # Keys have the dtype and device of the queries. The usual case costs three comparisons.
-        sizes = queries.shape[-1], keys.shape[-1]
+        sizes = queries.size(-1), keys.size(-1)
         if sizes != weight.shape or queries.dtype != weight.dtype or queries.device != weight.device:
             _check_operand("queries", queries, weight, "W.weight", axis=0)
             _check_operand("keys", keys, weight, "W.weight", axis=1)
@@ -246,7 +246,11 @@ class Attention(nn.Module, BaseAttention[Tensor]):
             for linear in layer.linears:
                 if linear.input in inputs:
                     inputs[linear.input] = self._project(linear, inputs[linear.input])
-            arrays = {part.name: self._read(part, inputs) for part in layer.score_parts}
+            arrays: dict[str, Tensor] = {}
+            for part in layer.score_parts:
+                # The weight of w_v is that of one head, (1, units): a view would be one more step of the gradient.
+                is_w_v = type(part) is Linear
+                arrays[part.name] = _weight_of(self._module(part)) if is_w_v else self._read(part, inputs)
             score, (queries, keys, values) = layer.make_score(arrays), inputs.values()
             # Hooks, and what replaced a projection, may lay them out in any way.
             projected = _OPS.signature([queries, keys, *arrays.values()])
@@ -369,11 +373,10 @@ class Attention(nn.Module, BaseAttention[Tensor]):
     def _read(self, part: Linear | Parameter, inputs: Mapping[str, Tensor]) -> Tensor:
         found: Any
         if isinstance(part, Linear):
-            found = self._module(part)
             # A view: an index takes twice as long, and its gradient five times.
-            return _weight_of(found).reshape(-1)
+            return _weight_of(self._modules[part.name]).reshape(-1)
         if part.inputs:
-            found = self._module(part)(*[inputs[name] for name in part.inputs])
+            found = self._module(part)(*map(inputs.__getitem__, part.inputs))
         else:
             found = getattr(self, part.name)
         return found  # type: ignore[no-any-return]

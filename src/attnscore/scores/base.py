@@ -394,8 +394,9 @@ def projected(ops: Backend, x: Array, matrix: Array, *, keeps_infinity: bool = F
 
     Where a framework isolates the rows in the gradient alone, they keep the value of the product.
     """
-    found = None if ops.known_finite(x) else ops.product_of_rows(x, matrix)
-    if found is not None:
+    if ops.known_finite(x):
+        return ops.matmul(x, matrix)
+    if (found := ops.product_of_rows(x, matrix)) is not None:
         return found
     return with_nonfinite_rows_isolated(ops, x, lambda x: ops.matmul(x, matrix), keeps_infinity=keeps_infinity)
 
