@@ -114,10 +114,16 @@ def test_all_pairs(kernel: str, kind: str, tokens: int, heads: int, dim: int, fr
 @needs_native
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.parametrize("kind", ["dot", "additive-bare"])
+@some(
+    "kind,framework",
+    [("dot", "torch"), ("additive-bare", "numpy")],
+    [(kind, framework) for kind in ("dot", "additive-bare") for framework in FRAMEWORKS],
+)
 def test_131072_tokens(kind: str, framework: str) -> None:
-    """Causal, forward and backward. One float32 matrix would take 64 GB."""
+    """Causal, forward and backward. One float32 matrix would take 64 GB.
+
+    The kernels are the same for both frameworks; what each of them adds is measured above.
+    """
     found = measure(framework, kind, 131_072, 1, 64, "causal", "native")
     assert found["finite"]
     # As many bytes of gradients as of inputs; the gradient that comes into the output is not even deducted.
