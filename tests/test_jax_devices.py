@@ -79,6 +79,26 @@ def test_shard_map(key_batch: int, mask: str, kernel: str, small_tiles: None) ->
     close(gradients(parallel, arrays), gradients(partial(call, kernel="dense"), arrays))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_projection_that_all_devices_share(kind: AxisType) -> None:
+    """Its gradient is a sum over them, without the keys that the mask hides."""
+    arrays = jnp.asarray(np.random.default_rng(1).standard_normal((5, 5))), *inputs()
+
+    def call(weight: Any, query: Any, key: Any, value: Any, lens: Any) -> Any:
+        return ats.attend(query, key, value, score=ats.Bilinear(weight), valid_lens=lens)
+
+    wanted = gradients(call, arrays)
+    weight, query, key, value, lens = arrays
+    hidden = weight, query, key.at[1, :, 3:].set(jnp.nan), value, lens
+    specs, mesh = (ALL, BATCH, BATCH, BATCH, BATCH), mesh_of(kind)
+    if kind is AxisType.Auto:
+        close(gradients(jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=BATCH), hidden), wanted)
+    else:
+        with jax.set_mesh(mesh):
+            close(gradients(call, tuple(map(jax.device_put, hidden, specs))), wanted)
+
+
 @pairs
 @pytest.mark.slow_rows("streaming-causal")
 def test_a_mesh_whose_axes_are_part_of_the_types(mask: str, kernel: str, small_tiles: None) -> None:

@@ -230,8 +230,8 @@ class Attention(BaseAttention[jax.Array], LoadsTorch, nnx.Module):
         if isinstance(kernel, nnx.Variable):
             shared.check_features(linear.input, x.shape[-1], kernel.shape[0], linear.name)
         if _is_plain(module) and _OPS.fuses(x):
-            bias = None if module.bias is None else module.bias[...]
-            product = _OPS.product_of_rows(*module.promote_dtype((x, kernel[...], bias), dtype=module.dtype))
+            operands = x, module.kernel[...], None if module.bias is None else module.bias[...]
+            product: jax.Array | None = _OPS.product_of_rows(*module.promote_dtype(operands, dtype=module.dtype))
             if product is not None:
                 return product
         found: jax.Array = with_nonfinite_rows_isolated(_OPS, x, module)
