@@ -1,8 +1,14 @@
 """Measured times of `attnscore.parallel.torch` and those that `simulate` predicts: ``python benchmarks/parallel.py``.
 
 Processes on this machine, over gloo, with one thread each; a forward and a backward, the least of several rounds. The
-model's rates are measured too: the operations a second of as many processes as run, each with its share of the heads
-and no messages (they share cores and memory), and the bytes a second that as many processes send in a ring at once.
+model's rates are measured too, with as many processes as run, which share cores and memory:
+
+- the operations a second, without messages: each process computes the blocks of queries and keys that the mode gives it
+  (in a ring, a rank's queries with the keys of one rank after another), as a pair takes longer in small blocks;
+- the bytes a second of processes that send in a ring, all at once;
+- the latency of a message between steps of computing, beside steps without messages. Where ranks share cores, a core is
+  idle at the end of a step while the last rank computes, and the others wait for its message: that costs more than a
+  message among idle processes.
 
 Two processes are compared with one that computes the whole call in two threads, in turn with it: its peer waits.
 """
@@ -21,10 +27,12 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 
 import attnscore as ats
-from attnscore.parallel import Machine, Shard, simulate
+from attnscore.parallel import Machine, Shard, exchange, shard_mask, simulate
 from attnscore.parallel.torch import attend
 
 LENGTH, HEADS, DIM, ROUNDS = 4096, 4, 64, 15
+# Of the measured link: steps of a call, and numbers of a message.
+STEPS, MESSAGE = 8, 2**22
 MASKS = {"causal": ats.Causal(), "window of 512": ats.SlidingWindow(left=511, right=0)}
 MODES = ("gather", "ring", "heads")
 OPERATIONS = 2 * (DIM + DIM) + 4
@@ -32,7 +40,11 @@ OPERATIONS = 2 * (DIM + DIM) + 4
 
 def main() -> None:
     """Print a row for each mask, mode and number of processes, then the largest error of the model."""
-    links = {ranks: spawn(ranks, link)[0] for ranks in (2, 4)}
+    links = {}
+    for ranks in (2, 4):
+        found = slowest(ranks, link)
+        latency = max((found["steps with messages"] - found["steps"]) / STEPS, found["message"])
+        links[ranks] = latency, 4 * MESSAGE / max(found["bytes"] - found["message"], 1e-9)
     for ranks, (latency, bandwidth) in links.items():
         print(f"link of {ranks} ranks: {bandwidth / 1e9:.2f} GB/s, {1e6 * latency:.0f} us a message")
     print(f"{os.cpu_count()} CPUs")
@@ -42,12 +54,10 @@ def main() -> None:
         pairs = simulate(mask, LENGTH, 1, Machine(1.0, 1.0), dim=DIM, operations_per_pair=1.0).seconds
         for ranks in (1, 2, 4):
             latency, bandwidth = links[max(ranks, 2)]
-            found = spawn(ranks, measure, name)
-            # The least round of the slowest rank: on few cores each rank has rounds in which others wait for it.
-            seconds = {what: min(map(max, zip(*(rank[what] for rank in found), strict=True))) for what in found[0]}
-            flops = pairs / ranks * HEADS * OPERATIONS * 3.5 / seconds["compute"]
+            seconds = slowest(ranks, measure, name)
             # Over gloo the processes themselves copy the bytes, so messages do not overlap with the computation.
             for mode in MODES:
+                flops = pairs / ranks * HEADS * OPERATIONS * 3.5 / seconds[f"compute {mode}"]
                 machine = Machine(flops, bandwidth, latency, overlap=False, overhead=seconds[f"tiny {mode}"])
                 predicted = simulate(
                     mask, LENGTH, ranks, machine, dim=DIM, heads=HEADS, mode=mode, gradient=True,
@@ -60,6 +70,15 @@ def main() -> None:
                 print(f"{row}{beside:>15}".rstrip(), flush=True)
     worst = max(errors, key=lambda key: abs(errors[key]))
     print(f"the model is off by {errors[worst]:+.0%} at most: {worst[0]}, {worst[1]}, {worst[2]} ranks")
+
+
+def slowest(ranks: int, function: Callable[..., Any], *arguments: Any) -> dict[str, float]:
+    """Return the seconds of each call that a function times: the least round of the slowest rank.
+
+    On few cores each rank has rounds in which others wait for it.
+    """
+    found = spawn(ranks, function, *arguments)
+    return {what: min(map(max, zip(*(rank[what] for rank in found), strict=True))) for what in found[0]}
 
 
 def spawn(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -92,32 +111,42 @@ def timed(functions: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
     return {name: x[1:] for name, x in seconds.items()}
 
 
-def link(rank: int, ranks: int) -> tuple[float, float]:
-    """Return the latency and the bytes a second of processes of which each sends to the next one, all at once."""
-    found = {}
-    for size in (1, 2**22):
-        mine, theirs = torch.zeros(size), torch.zeros(size)
+def link(rank: int, ranks: int) -> dict[str, list[float]]:
+    """Return the seconds of small and large messages to the next rank, all at once, and of steps with and without."""
+    x = torch.randn(1, HEADS, LENGTH // 4, DIM)
+    arrays = {size: (torch.zeros(size), torch.zeros(size)) for size in (1, MESSAGE)}
 
-        def exchange(mine: torch.Tensor = mine, theirs: torch.Tensor = theirs) -> None:
-            moves = [
-                dist.P2POp(dist.isend, mine, (rank + 1) % ranks),
-                dist.P2POp(dist.irecv, theirs, (rank - 1) % ranks),
-            ]
-            for work in dist.batch_isend_irecv(moves):
-                work.wait()
+    def send(size: int) -> None:
+        mine, theirs = arrays[size]
+        moves = [dist.P2POp(dist.isend, mine, (rank + 1) % ranks), dist.P2POp(dist.irecv, theirs, (rank - 1) % ranks)]
+        for work in dist.batch_isend_irecv(moves):
+            work.wait()
 
-        found[size] = min(timed({"link": exchange})["link"])
-    return found[1], 4 * 2**22 / max(found[2**22] - found[1], 1e-9)
+    def steps(*, sends: bool) -> None:
+        for _ in range(STEPS):
+            ats.attend(x, x, x)
+            if sends:
+                send(1)
+
+    messages = {"message": partial(send, 1), "bytes": partial(send, MESSAGE)}
+    return timed({**messages, "steps": partial(steps, sends=False), "steps with messages": partial(steps, sends=True)})
 
 
 def measure(rank: int, ranks: int, name: str) -> dict[str, list[float]]:
-    """Return the seconds of a rank's share of the pairs alone, without messages, and of the call in each mode.
+    """Return the seconds of a rank's blocks in each mode alone, without messages, and of the call in each mode.
 
     A call of eight queries a rank takes the overhead of every call, its messages included. Of two ranks the first one
     also computes the call of both, in two threads.
     """
     mask, shards = MASKS[name], [Shard.head_tail(LENGTH, r, ranks) for r in range(ranks)]
-    whole = torch.randn(1, HEADS // ranks, LENGTH, DIM, requires_grad=True)
+    plan, whole = exchange(mask, shards, shards), Shard.whole(LENGTH)
+    steps = [shards[(rank - step) % ranks] for step in range(ranks)]
+    # Shards of queries and of keys, and the heads of each block.
+    blocks = {
+        "gather": [(shards[rank], plan.needed[rank], HEADS)],
+        "ring": [(plan.attending_keys(shards[rank], keys), keys, HEADS) for keys in steps],
+        "heads": [(whole, whole, HEADS // ranks)],
+    }
     x = torch.randn(1, HEADS, len(shards[rank]), DIM, requires_grad=True)
     few = torch.randn(1, HEADS, 8, DIM, requires_grad=True)
     of_both = torch.randn(1, HEADS, LENGTH, DIM, requires_grad=True)
@@ -133,11 +162,22 @@ def measure(rank: int, ranks: int, name: str) -> dict[str, list[float]]:
     def tiny(mode: str) -> None:
         attend(few, few, few, group=None, mask=mask, mode=mode, gradient="reduce").sum().backward()
 
-    calls: dict[str, Callable[[], object]] = {mode: partial(sharded, mode) for mode in MODES}
-    calls |= {f"tiny {mode}": partial(tiny, mode) for mode in MODES}
+    def block(queries: Shard, keys: Shard, heads: int) -> Callable[[], None]:
+        query, key = (torch.randn(1, heads, len(rows), DIM, requires_grad=True) for rows in (queries, keys))
+        local = shard_mask(mask, queries, keys, LENGTH, LENGTH)
+        return lambda: ats.attend(query, key, key, mask=local).sum().backward()
+
+    def computed(functions: Sequence[Callable[[], None]]) -> None:
+        for function in functions:
+            function()
+
+    calls: dict[str, Callable[[], object]] = {}
+    for mode in MODES:
+        calls[f"compute {mode}"] = partial(computed, [block(*found) for found in blocks[mode] if len(found[0])])
+        calls |= {mode: partial(sharded, mode), f"tiny {mode}": partial(tiny, mode)}
     if ranks == 2:
         calls["two threads"] = two_threads if rank == 0 else lambda: None
-    return timed({"compute": lambda: ats.attend(whole, whole, whole, mask=mask).sum().backward()} | calls)
+    return timed(calls)
 
 
 if __name__ == "__main__":

@@ -270,8 +270,8 @@ class Heads(ShardedCall):
         own = kernel.forward(problem, tiles)
         kept = {"out": own.out, "row_max": own.row_max, "log_denom": own.log_denom, **own.statistics}
         sent = kept if self.problem.statistics else {"out": own.out}
-        of_all = (dict.fromkeys(sent, x) for x in (plan.queries, self.whole.heads))
-        found = ranks.heads_to_rows(sent, *of_all)()
+        heads = dict.fromkeys(sent, self.whole.heads)
+        found = ranks.heads_to_rows(sent, dict.fromkeys(sent, plan.queries), heads)()
         # Without statistics only the output has a use here: the others stay where the backward computes.
         none = own.out.new_zeros((*self.problem.score_shape.rows, 1), dtype=self.sums)
         out, row_max, log_denom = found.pop("out"), found.pop("row_max", none), found.pop("log_denom", none.clone())

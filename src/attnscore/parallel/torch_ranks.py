@@ -114,13 +114,13 @@ class Ranks:
         def finish(sums: dict[str, Tensor]) -> None:
             own = plan.held & plan.wanted
             for name, x in gradients.items():
-                rows, kept, at = positions_first(x), plan.wanted.locate(own), plan.held.locate(own)
+                rows, kept, place = positions_first(x), plan.wanted.locate(own), plan.held.locate(own)
                 if name in sums:
-                    add_rows(positions_first(sums[name]), at, rows, kept)
+                    add_rows(positions_first(sums[name]), place, rows, kept)
                     continue
                 make = x.new_empty if len(own) == len(plan.held) else x.new_zeros
                 sums[name] = make((*x.shape[:-2], len(plan.held), x.shape[-1]))
-                copy_rows(positions_first(sums[name]), at, rows, kept)
+                copy_rows(positions_first(sums[name]), place, rows, kept)
             while posted:
                 at, arriving, wait = posted.pop()
                 wait()
