@@ -32,6 +32,8 @@ def test_loops_are_what_branches_back_jump_over() -> None:
         (0x90, "BRA", " 0x80"),
         (0xA0, "BRA", " 0xa0"),
     ]
+    skipping = [(0x00, "FADD", ""), (0x10, "BRA", " 0x30"), (0x20, "MUFU", ".RCP R1, R1"), (0x30, "BRA", " 0x0")]
+    assert compiled.loops_of(skipping) == (Loop(4, 1, 0, 0, (), skipped=1),)
     inner = Loop(3, 1, 0, 0, ())
     assert compiled.loops_of(lines) == (Loop(7, 2, 1, 1, (inner,)), Loop(2, 0, 0, 0, ()))
 

@@ -134,6 +134,18 @@ def test_statistics_over_several_tiles(mask: Any, sink: float | None, scale: flo
         torch.testing.assert_close(x, want, rtol=4e-6, atol=error, msg=lambda text, name=name: name + text)
 
 
+@pytest.mark.parametrize("mask", [None, ats.ValidLens([61])])
+def test_moments_of_scores_far_from_zero(mask: Any) -> None:
+    """They do not cancel: scores near 1000 of a deviation of 1, and the first key's far from them."""
+    rng = np.random.default_rng(9)
+    key = torch.tensor(1000 + rng.standard_normal((1, 67, 1)), dtype=torch.float32, device=DEVICE)
+    key[0, 0] += 50
+    scores = key[:, : 67 if mask is None else 61].double()
+    stats = ats.attend(torch.ones_like(key[:, :2]), key, key, kernel="triton", mask=mask, return_stats=True)[-1]
+    for found, wanted in ((stats.mean_score, scores.mean()), (stats.var_score, scores.var(correction=0))):
+        torch.testing.assert_close(found.double(), wanted.expand_as(found), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("shape", [(2, 0, 3), (0, 3, 3)])
 def test_empty_axes(shape: tuple[int, int, int]) -> None:
     """No keys give 0; no queries give nothing."""

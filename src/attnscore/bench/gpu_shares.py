@@ -121,6 +121,10 @@ def _tile_loop(case: Case, name: str, code: Code, constants: dict[str, Any]) -> 
         )
     else:
         full, tested = (_counts(loop) for loop in _innermost(code.loops) if loop.matrix)
+        if name == "forward":
+            # The base of the scores' moments is computed in the first step, and jumped over in all others.
+            first = next(loop for loop in _innermost(code.loops) if loop.matrix)
+            full = full[0] - first.skipped, full[1]
     return TileLoop(name, queries, keys, warps, products, code.matrix, full, tested)
 
 

@@ -53,6 +53,8 @@ class Loop:
     exponentials: int
     matrix: int
     inner: tuple[Loop, ...]
+    skipped: int = 0
+    """Those of `instructions` that a branch jumps over, where there is no loop inside."""
 
 
 @dataclass(frozen=True)
@@ -155,8 +157,9 @@ def _code(compiled: Any) -> Code:
 def loops_of(lines: Sequence[tuple[int, str, str]]) -> tuple[Loop, ...]:
     """Return the loops of an assembly of (address, instruction, rest): what a branch back jumps over."""
     jumps = [(re.search(r"0x([0-9a-f]+)", rest), at) for at, name, rest in lines if name == "BRA"]
+    targets = [(at, int(to[1], 16)) for to, at in jumps if to is not None]
     # A program ends in a branch to itself.
-    spans = {(int(to[1], 16), at) for to, at in jumps if to is not None and int(to[1], 16) < at}
+    spans, skips = {(to, at) for at, to in targets if to < at}, [x for x in targets if x[0] < x[1]]
 
     def inside(first: int, last: int) -> tuple[Loop, ...]:
         within = [span for span in spans if first <= span[0] and span[1] <= last and span != (first, last)]
@@ -165,10 +168,12 @@ def loops_of(lines: Sequence[tuple[int, str, str]]) -> tuple[Loop, ...]:
 
     def loop(first: int, last: int) -> Loop:
         body = [(name, rest) for at, name, rest in lines if first <= at <= last]
+        within, over = inside(first, last), [x for x in skips if first <= x[0] and x[1] <= last]
+        skipped = 0 if within else sum(any(x < at < y for x, y in over) for at, _, _ in lines)
         special = [rest for name, rest in body if name == "MUFU"]
         exponentials = sum("EX2" in rest for rest in special)
         matrix = sum(name in ("HGMMA", "HMMA") for name, _ in body)
-        return Loop(len(body), len(special), exponentials, matrix, inside(first, last))
+        return Loop(len(body), len(special), exponentials, matrix, within, skipped)
 
     return inside(-1, 2**62)
 

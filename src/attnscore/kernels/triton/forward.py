@@ -33,22 +33,28 @@ from attnscore.kernels.triton.tile import (
 )
 
 LN2 = tl.constexpr(0.6931471805599453)
+LEAST_LOG = tl.constexpr(-1000.0)
+"""In place of the logarithm of 0: a product with a weight of 0 is 0, not NaN."""
 
 
 class Moments(NamedTuple):
-    """Of the unmasked scores: their number, a base, their mean less the base, the sum of squared deviations."""
+    """Of the unmasked scores of some queries: their number, and sums of the scores less a base and of their squares."""
 
     count: Any
     base: Any
-    mean: Any
-    deviations: Any
+    """Mean of the first tile, so that the sums do not cancel."""
+    sum: Any
+    squares: Any
 
 
 class Softmax(NamedTuple):
-    """The online softmax of some queries after some of their keys; sums that are not wanted stay 0."""
+    """The online softmax of some queries after some of their keys; sums that are not wanted stay 0.
+
+    Sums are (queries, columns) until the last key: each lane of a warp adds what it holds, and lanes are added once.
+    """
 
     top: Any
-    """Largest score."""
+    """Largest score less the base of `moments`, which is 0 where these are not wanted."""
     total: Any
     """Sum of the weights in units of exp(top)."""
     sum_exp_logit: Any
@@ -110,52 +116,108 @@ def _finite_top(top):
 @triton.jit
 def _product(weight, log_weight):
     """Return weight * log2(weight), 0 where the weight is 0: one operation in place of a comparison and a selection."""
-    return weight * tl.maximum(log_weight, -1000.0)
+    return weight * tl.maximum(log_weight, LEAST_LOG)
 
 
 @triton.jit
-def _merged_moments(old, s, attends, top, ALL: tl.constexpr):
-    """Return Chan's update of the moments by a tile (`core.statistics`); `ALL`: all its pairs attend."""
-    from_top = s - top[:, None]
+def _halves(x):
+    """Return the left and right half of the columns."""
+    return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _with_products(acc, x, y):
+    """Return acc plus the sums over columns of x * y, each added to one of its columns.
+
+    A chain of multiply-adds of registers: a sum by Triton is a tree, of half an addition more for each number.
+    """
+    if acc.shape[1] == 1:
+        return acc + tl.sum(x * y, 1, keep_dims=True)
+    elif x.shape[1] == acc.shape[1]:
+        return acc + x * y
+    else:
+        left, right = _halves(x)
+        also_left, also_right = _halves(y)
+        return _with_products(_with_products(acc, left, also_left), right, also_right)
+
+
+@triton.jit
+def _lane_sums(x, LANES: tl.constexpr):
+    """Return sums (queries, lanes) of a tile, over every so many columns."""
+    return tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // LANES, LANES)), 1)
+
+
+@triton.jit
+def _plus(x, count, y, other):
+    return x + y, count + other
+
+
+@triton.jit
+def _less_base(old, s, attends, step, ALL: tl.constexpr):
+    """Return the scores less the base, and the moments after a tile of them."""
+    base = old.base
+    # One instruction with the product by the scale.
+    s = s - base[:, None]
     if ALL:
         here = tl.zeros_like(old.count) + s.shape[1]
-        mean_here = tl.sum(from_top, 1) / s.shape[1]
-        deviation = from_top - mean_here[:, None]
+        if step == 0:
+            move = _first_mean(old.count, tl.sum(s, 1) / s.shape[1])
+            base, s = base + move, s - move[:, None]
+        x = s
     else:
-        here = tl.sum(attends.to(tl.float32), 1)
-        mean_here = tl.sum(tl.where(attends, from_top, 0.0), 1) / tl.maximum(here, 1.0)
-        deviation = tl.where(attends, from_top - mean_here[:, None], 0.0)
-    whole = old.count + here
-    share = here / tl.maximum(whole, 1.0)
-    is_first = old.count == 0
-    new_base = tl.where(is_first, top, old.base)
-    old_mean = tl.where(is_first, 0.0, old.mean)
-    gap = (top - new_base) + mean_here - old_mean
-    deviations = old.deviations + (tl.sum(deviation * deviation, 1) + gap * gap * old.count * share)
-    return Moments(whole, new_base, old_mean + share * gap, deviations)
+        # Both in one sum, or the compiler computes the mask twice.
+        total, here = tl.reduce((tl.where(attends, s, 0.0), tl.where(attends, 1.0, 0.0)), 1, _plus)
+        move = _first_mean(old.count, total / tl.maximum(here, 1.0))
+        base, s = base + move, s - move[:, None]
+        x = tl.where(attends, s, 0.0)
+    total, squares = old.sum + _lane_sums(x, old.sum.shape[1]), _with_products(old.squares, x, x)
+    return s, Moments(old.count + here, base, total, squares)
 
 
 @triton.jit
-def _with_tile(old, s, attends, rows, ALL: tl.constexpr):
-    """Return the softmax after a tile of scores, the tile's weights, and the factor of what was summed before."""
-    tile_top = tl.max(s, 1)
-    top = tl.maximum(old.top, tile_top)
+def _first_mean(count, mean):
+    """Return the mean of a tile for queries without an earlier key, 0 for others."""
+    return tl.where((count == 0) & is_finite(mean), mean, 0.0)
+
+
+@triton.jit
+def _with_tile(old, s, attends, rows, step, ALL: tl.constexpr):
+    """Return the softmax after a tile of scores, the tile's weights, and the factor of what was summed before.
+
+    `ALL`: all pairs attend, in a tile that is number `step` of its kind.
+    """
+    LANES: tl.constexpr = old.total.shape[1]
+    moments = old.moments
+    if (rows.mean_score is not None) or (rows.var_score is not None):
+        s, moments = _less_base(moments, s, attends, step, ALL)
+    top = tl.maximum(old.top, tl.max(s, 1))
     in_units = _finite_top(top) * LOG2E
     log_p, log_alpha = s * LOG2E - in_units[:, None], old.top * LOG2E - in_units
     p, alpha = tl.exp2(log_p), tl.exp2(log_alpha)
-    sum_exp_logit, squares, moments = old.sum_exp_logit, old.squares, old.moments
+    of_lanes = alpha[:, None]
+    sum_exp_logit, squares = old.sum_exp_logit, old.squares
     if rows.entropy is not None:
-        sum_exp_logit = alpha * sum_exp_logit + _product(alpha, log_alpha) * old.total + tl.sum(_product(p, log_p), 1)
+        moved = of_lanes * sum_exp_logit + _product(alpha, log_alpha)[:, None] * old.total
+        sum_exp_logit = _with_products(moved, p, log_p if ALL else tl.maximum(log_p, LEAST_LOG))
     if rows.sum_sq_weights is not None:
-        squares = alpha * alpha * squares + tl.sum(p * p, 1)
-    if (rows.mean_score is not None) or (rows.var_score is not None):
-        moments = _merged_moments(moments, s, attends, _finite_top(tile_top), ALL)
-    return Softmax(top, alpha * old.total + tl.sum(p, 1), sum_exp_logit, squares, moments), p, alpha
+        squares = _with_products(of_lanes * of_lanes * squares, p, p)
+    total = of_lanes * old.total + _lane_sums(p, LANES)
+    return Softmax(top, total, sum_exp_logit, squares, moments), p, alpha
+
+
+@triton.jit
+def _over_lanes(found):
+    """Return the softmax with the sum of each query."""
+    old = found.moments
+    moments = Moments(old.count, old.base, tl.sum(old.sum, 1), tl.sum(old.squares, 1))
+    total, sum_exp_logit = tl.sum(found.total, 1), tl.sum(found.sum_exp_logit, 1)
+    return Softmax(found.top, total, sum_exp_logit, tl.sum(found.squares, 1), moments)
 
 
 @triton.jit
 def _with_sink(old, acc, sink):
     """Return softmax and output after one more score, whose value is 0."""
+    sink = sink - old.moments.base
     top = tl.maximum(old.top, sink)
     in_units = _finite_top(top) * LOG2E
     log_factor, log_sink = old.top * LOG2E - in_units, sink * LOG2E - in_units
@@ -170,22 +232,25 @@ def _with_sink(old, acc, sink):
 @triton.jit
 def _store_rows(rows, at, live, found, of_keys):
     """Store row_max, log_denom and statistics from the softmax with the sink, and that of the keys alone."""
-    row_max, is_empty = _finite_top(found.top), found.total == 0
+    moments, top, is_empty = found.moments, _finite_top(found.top), found.total == 0
     divisor = tl.where(is_empty, 1.0, found.total)
     log_denom = tl.log(divisor)
-    tl.store(rows.row_max + at, row_max, mask=live)
+    tl.store(rows.row_max + at, tl.where(found.top == NEG_INF, 0.0, moments.base + top), mask=live)
     tl.store(rows.log_denom + at, tl.where(is_empty, NEG_INF, log_denom), mask=live)
     if rows.max_score is not None:
-        tl.store(rows.max_score + at, tl.where(is_nan(of_keys.total), float("nan"), of_keys.top), mask=live)
-    moments = found.moments
+        max_score = tl.where(is_nan(of_keys.total), float("nan"), moments.base + of_keys.top)
+        tl.store(rows.max_score + at, max_score, mask=live)
+    count = tl.maximum(moments.count, 1.0)
+    mean = moments.sum / count
     if rows.mean_score is not None:
-        tl.store(rows.mean_score + at, moments.base + moments.mean, mask=live)
+        tl.store(rows.mean_score + at, moments.base + mean, mask=live)
     if rows.var_score is not None:
-        tl.store(rows.var_score + at, moments.deviations / tl.maximum(moments.count, 1.0), mask=live)
+        variance = (moments.squares - moments.sum * mean) / count
+        tl.store(rows.var_score + at, tl.where(variance < 0, 0.0, variance), mask=live)
     if rows.entropy is not None:
         entropy = log_denom - found.sum_exp_logit * LN2 / divisor
         tl.store(rows.entropy + at, tl.where(is_empty, 0.0, entropy), mask=live)
-    max_of_keys = tl.exp2(_finite_top(of_keys.top) * LOG2E - row_max * LOG2E)
+    max_of_keys = tl.exp2(_finite_top(of_keys.top) * LOG2E - top * LOG2E)
     max_of_keys = tl.where(of_keys.total == 0, 0.0, max_of_keys)
     if rows.max_weight is not None:
         tl.store(rows.max_weight + at, max_of_keys / divisor, mask=live)
@@ -199,17 +264,18 @@ def _store_rows(rows, at, live, found, of_keys):
 def forward(
     inputs, sink, out, rows, sizes, scale, slope,
     FORM: tl.constexpr, FUNCTION: tl.constexpr, CAPS: tl.constexpr, INTERVALS: tl.constexpr,
-    TESTED: tl.constexpr, RELATIVE: tl.constexpr,
+    TESTED: tl.constexpr, RELATIVE: tl.constexpr, LANES: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute output, row_max, log_denom and statistics of a tile of queries."""
+    """Compute output, row_max, log_denom and statistics of a tile of queries; `LANES`: columns of its sums."""
     tile, m = tl.program_id(0), matrix_of(tl.program_id(1), sizes.heads, sizes.groups)
     i, d, dv = tile * BM + tl.arange(0, BM), tl.arange(0, D), tl.arange(0, DV)[None, :]
     of_query, of_key, of_value = side_of(inputs.query, m), side_of(inputs.key, m), side_of(inputs.value, m)
     queries = side_tile(of_query, inputs.query_bias, m, i[:, None], d[None, :], sizes.n_q, sizes.dim, FORM)
     scale = scale_of(scale, inputs.scales, m, sizes)
     zero = tl.zeros((BM,), tl.float32)
-    found = Softmax(tl.full((BM,), NEG_INF, tl.float32), zero, zero, zero, Moments(zero, zero, zero, zero))
+    none = tl.zeros((BM, LANES), tl.float32)
+    found = Softmax(tl.full((BM,), NEG_INF, tl.float32), none, none, none, Moments(zero, zero, none, none))
     acc, is_bad = tl.zeros((BM, DV), tl.float32), 0
     for interval in tl.range(0, INTERVALS):
         visited = key_segments(inputs.masking, interval, m, tile, sizes, BM, BN, TESTED)
@@ -225,7 +291,7 @@ def forward(
                 )  # fmt: skip
                 s = capped(function_scores(s, inputs.shared, m, FORM, FUNCTION), CAPS)
                 s, attends = _masked(s, inputs, interval, m, queries, keys, sizes, FUNCTION, RELATIVE, full)
-                found, p, alpha = _with_tile(found, s, attends, rows, full and inputs.bias is None)
+                found, p, alpha = _with_tile(found, s, attends, rows, step, full and inputs.bias is None)
                 if inputs.dropout is not None:
                     p = tl.where(kept(inputs.dropout, m.z, queries.at, keys.at, sizes.n_q), p, 0.0)
                 v = vectors(
@@ -238,6 +304,7 @@ def forward(
         acc = with_nonfinite(
             acc, inputs.masking, inputs.bias, of_value, m, queries.at, sizes, INTERVALS, RELATIVE, True, BN, DV
         )  # fmt: skip
+    found = _over_lanes(found)
     of_keys = found
     if sink is not None:
         found, acc = _with_sink(found, acc, tl.load(sink + m.h * sizes.groups + m.g))

@@ -164,6 +164,18 @@ class Operands:
             "BM": tile.queries, "BN": tile.keys, "num_warps": tile.warps, "num_stages": tile.stages,
         }  # fmt: skip
 
+    def lanes(self, tile: Tile) -> int:
+        """Return the columns in which the forward sums each row of scores.
+
+        A matrix unit leaves two neighbours of every eight columns in each of the four lanes of a row; where each warp
+        has whole rows, sums of eight columns stay in their lanes. Other layouts would be converted for it.
+        """
+        if self.form != INNER:
+            return 1
+        if self.runner.architecture(self.value.data) == 0:
+            return 4
+        return 8 if tile.queries >= 16 * tile.warps else 1
+
     def masking(self, tile: Tile) -> Masking:
         """Return the mask with the ends of the tiles, which a kernel computes."""
         ends, interval, batch, ends_batch = None, 0, 0, 1
@@ -355,7 +367,7 @@ def _forward(problem: Problem, given: Operands) -> Result:
             forward_kernels.forward, (triton.cdiv(queries, tile.queries), given.matrices),
             given.inputs(given.masking(tile)), given.sink,
             operand(out, shape.lead, heads, groups, queries), Rows(*map(rows.get, Rows._fields)), *given.numbers,
-            TESTED=given.is_tested, RELATIVE=given.is_relative, **given.constants(tile),
+            TESTED=given.is_tested, RELATIVE=given.is_relative, LANES=given.lanes(tile), **given.constants(tile),
         )  # fmt: skip
     found = {name: rows[name] for name in _STATISTICS if name in rows}
     return Result(out, rows["row_max"], rows["log_denom"], found)
