@@ -61,6 +61,8 @@ def pytest_configure(config: pytest.Config) -> None:
     covering.products = config.getoption("--products")
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", 0):
         _import_frameworks()
+    else:
+        gc.enable()  # this process collects no tests
     # Here it is the process's own: while tests run, pytest has another in its place.
     config.stash[_STDERR] = os.dup(2)
 
@@ -71,6 +73,8 @@ def _import_frameworks() -> None:
     # fault over two LLVMs (tensorflow/tensorflow#124205).
     with contextlib.suppress(ImportError):
         import triton  # noqa: F401
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return  # a process of tests/gpu, which need PyTorch alone
     import jax
 
     # The tables have float64 rows, which JAX would make float32; tests/test_jax.py has the narrow width too.
@@ -115,10 +119,9 @@ def _tables_as_found() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="module")
 def _programs_of_one_file() -> Iterator[None]:
     """What JAX compiled goes with the file that it was for: a program takes 3 MB, and there are thousands."""
-    import jax
-
     yield
-    jax.clear_caches()
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
 
 
 @pytest.fixture
