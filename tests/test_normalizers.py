@@ -327,6 +327,16 @@ def test_lengths_that_a_graph_learns(name: str) -> None:
         np.testing.assert_allclose(graph(*x), wanted, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("name", ["entmax15", "sparsemax"])
+def test_second_derivatives_of_the_dense_kernel(name: str) -> None:
+    """Its threshold is differentiated twice, as that of tiled attention."""
+    draw = np.random.default_rng(1)
+    leaves = [torch.from_numpy(draw.normal(size=(n, 3))).requires_grad_() for n in (3, 4, 4)]
+    assert torch.autograd.gradgradcheck(
+        lambda *arrays: ats.attend(*arrays, normalizer=NORMALIZERS[name], kernel="dense"), leaves
+    )
+
+
 def test_second_derivatives_in_jax() -> None:
     draw = np.random.default_rng(1)
     query, key, value = (jnp.asarray(draw.normal(size=(n, 3)), "float32") for n in (2, 4, 4))

@@ -124,10 +124,13 @@ def _by_normalizer(problem: Problem, scores: Array) -> tuple[Array, Array, Array
         return ops.where(is_low, middle, interval[0]), ops.where(is_low, interval[1], middle)
 
     low, _ = ops.loop(60 if problem.accumulator == "float64" else 30, halve, (zero - 1.0, zero))
-    # One step of Newton's method, whose derivative is that of the threshold; a fully masked query has none.
-    total = ops.sum(positive(logits, low, power), axis=-1, keepdims=True)
-    slope = power * ops.sum(positive(fixed, low, power - 1), axis=-1, keepdims=True)
-    threshold = low + ops.where(alive, (total - 1.0) / ops.where(slope == 0, 1.0, slope), 0.0)
+    # The first step of Newton's method has the derivative of the threshold, the second also its second derivatives; a
+    # fully masked query has none.
+    threshold = low
+    for _ in range(2):
+        total = ops.sum(positive(logits, threshold, power), axis=-1, keepdims=True)
+        slope = power * ops.sum(positive(logits, threshold, power - 1), axis=-1, keepdims=True)
+        threshold = threshold + ops.where(alive, (total - 1.0) / ops.where(slope == 0, 1.0, slope), 0.0)
     return positive(logits, threshold, power), row_max, threshold
 
 
