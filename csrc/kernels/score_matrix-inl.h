@@ -7,7 +7,8 @@ void store_scores(const Problem& problem, const QueryTile<T>& queries, int64_t f
                   int64_t key, int64_t key_count) {
     for (int64_t i = 0; i < size; i++) {
         T* row = as<T>(queries.head[first + i]->matrix) + queries.row[first + i] * problem.key_len;
-        std::copy_n(s + i * kTileKeys, key_count, row + key);
+        for (int64_t j = 0; j < key_count; j += Vector<T>::lanes)
+            store_first(row + key + j, key_count - j, load(s + i * kTileKeys + j));
     }
 }
 
@@ -47,18 +48,13 @@ void finish_matrix_row(const Problem& problem, const Head& head, int64_t row, co
             std::fill_n(to, key_count, weights ? T(0) : -infinity);
             continue;
         }
-        // The last tile ends inside a vector, where the next row begins: it is finished in a copy.
-        T tail[kTileKeys];
-        T* x = to;
-        if (key_count < kTileKeys) x = std::copy_n(to, key_count, tail) - key_count;
-        for (int j = 0; j < (key_count + L - 1) / L; j++) {
-            V<T> s = select_bits<T>(bits, j, load(x + j * L), splat(-infinity));
+        for (int64_t j = 0; j < key_count; j += L) {
+            V<T> s = select_bits<T>(bits, j / L, load_first(to + j, key_count - j), splat(-infinity));
             // Selected, not multiplied: an unmasked NaN makes the reference NaN, and masked pairs stay 0.
             if (weights)
                 s = select<T>(s == splat(-infinity), V<T>{},
                               exp2_of<T>((s - scale.reference) * kLog2E<T>) * scale.factor);
-            store(x + j * L, s);
+            store_first(to + j, key_count - j, s);
         }
-        if (x != to) std::copy_n(x, key_count, to);
     }
 }

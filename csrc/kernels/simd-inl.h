@@ -52,6 +52,47 @@ template <class T>
 inline void store(T* p, V<T> v) {
     std::memcpy(p, &v, sizeof v);
 }
+// The first `count` numbers, with zeros behind them, and storing them: all lanes where there are as many. Behind the
+// last the caller's memory ends.
+template <class T>
+inline V<T> load_first(const T* p, int64_t count) {
+    constexpr int L = sizeof(V<T>) / sizeof(T);
+    if (count >= L) return load(p);
+#if defined(__AVX512F__)
+    const auto lanes = static_cast<uint16_t>((1u << count) - 1);
+    if constexpr (sizeof(T) == 4)
+        return (V<T>)_mm512_maskz_loadu_ps(lanes, p);
+    else
+        return (V<T>)_mm512_maskz_loadu_pd(static_cast<__mmask8>(lanes), p);
+#elif defined(__AVX2__)
+    if constexpr (sizeof(T) == 4)
+        return (V<T>)_mm256_maskload_ps(p, _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(count)),
+                                                              _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)));
+    else
+        return (V<T>)_mm256_maskload_pd(p,
+                                        _mm256_cmpgt_epi64(_mm256_set1_epi64x(count), _mm256_setr_epi64x(0, 1, 2, 3)));
+#else
+    T x[L] = {};
+    std::copy_n(p, count, x);
+    return load(x);
+#endif
+}
+template <class T>
+inline void store_first(T* p, int64_t count, V<T> v) {
+    constexpr int L = sizeof(V<T>) / sizeof(T);
+    if (count >= L) return store(p, v);
+#if defined(__AVX512F__)
+    const auto lanes = static_cast<uint16_t>((1u << count) - 1);
+    if constexpr (sizeof(T) == 4)
+        _mm512_mask_storeu_ps(p, lanes, (__m512)v);
+    else
+        _mm512_mask_storeu_pd(p, static_cast<__mmask8>(lanes), (__m512d)v);
+#else
+    T x[L];
+    store(x, v);
+    std::copy_n(x, count, p);
+#endif
+}
 template <class T>
 inline V<T> splat(T x) {
     return x - V<T>{};
