@@ -170,6 +170,17 @@ def rotary(q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     return turned(q), turned(k)
 
 
+@every_layer
+def test_shapes_on_the_meta_device(case: Case) -> None:
+    """Of the output and of the weights, of calls with lengths; the device has no autocast to ask for."""
+    layer = case.make().to("meta")
+    inputs = [x.to("meta") for x in case.inputs(torch.float32)]
+    for _ in range(2):
+        out = layer(*inputs, torch.ones(BATCH, dtype=torch.int64, device="meta"))
+        assert (out.device.type, out.shape[:2]) == ("meta", (BATCH, QUERIES))
+    assert layer.attention_weights.shape == case.weights_shape
+
+
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("case", [case for case in LAYERS if case.head_count], ids=lambda case: case.name)
 def test_steps_with_a_cache_are_one_pass(case: Case, window: int | None) -> None:

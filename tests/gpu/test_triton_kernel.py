@@ -146,6 +146,21 @@ def test_moments_of_scores_far_from_zero(mask: Any) -> None:
         torch.testing.assert_close(found.double(), wanted.expand_as(found), rtol=1e-6, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+def test_a_score_that_overflows_downwards_adds_nothing_to_the_entropy() -> None:
+    """Its weight is 0, and so is what the entropy takes of it; in a full tile, where no pair is masked, too."""
+    key = torch.linspace(-1, 1, 256, device=DEVICE).reshape(1, 64, 4).contiguous()
+    value = key.clone()
+    key[0, 3] = -3e38
+    query = torch.full_like(key, 4.0)
+    found, wanted = (
+        ats.attend(query, key, value, score="dot", kernel=kernel, return_stats=("entropy",))[-1].entropy
+        for kernel in ("triton", "dense")
+    )
+    assert bool(wanted.isfinite().all())
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("shape", [(2, 0, 3), (0, 3, 3)])
 def test_empty_axes(shape: tuple[int, int, int]) -> None:
     """No keys give 0; no queries give nothing."""

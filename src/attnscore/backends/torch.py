@@ -211,6 +211,11 @@ class TorchBackend(Backend):
                     return True
         return False
 
+    def has_autocast(self, x: Array) -> bool:
+        """Whether autocast is on where a tensor is; some devices, such as meta, have none."""
+        kind = x.device.type
+        return kind in _DEVICE_TYPES and torch.is_autocast_enabled(kind)
+
     def threads(self, own: int) -> int:
         return torch.get_num_threads()
 

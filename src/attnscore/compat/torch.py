@@ -223,7 +223,7 @@ def _check_heads_of_jagged(query: Tensor, key: Tensor, value: Tensor) -> None:
 def _check_mask_dtype(name: str, dtype: torch.dtype, query: Tensor, *others: torch.dtype) -> None:
     """Raise RuntimeError, as the original, unless an added mask has the dtype of the query or one of `others`."""
     # Autocast gives both one dtype, but for float64.
-    is_cast = torch.is_autocast_enabled(query.device.type) and dtype.is_floating_point and dtype != torch.float64
+    is_cast = _OPS.has_autocast(query) and dtype.is_floating_point and dtype != torch.float64
     if dtype not in (query.dtype, *others) and not is_cast:
         expected = " or ".join(dict.fromkeys(map(str, (torch.bool, *others, query.dtype))))
         raise RuntimeError(message(name, f"dtype {expected}", dtype))

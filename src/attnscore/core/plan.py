@@ -169,7 +169,9 @@ def _records(ops: Backend, arguments: CallArguments) -> bool:
     computes = score == "cosine" if type(score) is str else type(score) in (Additive, Bilinear, Cosine, Gaussian)
     if not (computes and ops.has_planned_gradients):
         return False
-    return ops.needs_grad(arguments.query, arguments.key, *arrays_of(score).values())
+    arrays = (arguments.query, arguments.key, *arrays_of(score).values())
+    # Arrays of another framework are for the checks of the call to name.
+    return all(backends.of_type(type(x)) is ops for x in arrays) and ops.needs_grad(*arrays)
 
 
 def _without_gradients(ops: Backend, arguments: CallArguments) -> CallArguments:

@@ -332,7 +332,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
     has_weights = check_flag("return_weights", arguments.pop("return_weights"))
     arguments["matrix"] = "weights" if has_weights else None
     arguments["statistics"] = statistics = wanted_statistics(arguments.pop("return_stats"), arguments["normalizer"])
-    if torch.is_autocast_enabled(query.device.type):
+    if _OPS.has_autocast(query):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = [x if x.dtype == torch.float64 else x.to(dtype) for x in (query, key, value)]
     if arguments["dropout"] != 0 and arguments["seed"] is None:

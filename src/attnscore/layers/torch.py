@@ -166,7 +166,7 @@ def _check_operand(name: str, x: Tensor, weight: Tensor, owner: str, *, axis: in
         raise DeviceError(message(name, f"a tensor on {weight.device}, where {owner} is", x.device))
     if x.dtype == weight.dtype or not weight.is_floating_point():
         return
-    if not torch.is_autocast_enabled(x.device.type) or torch.float64 in (x.dtype, weight.dtype):
+    if not _OPS.has_autocast(x) or torch.float64 in (x.dtype, weight.dtype):
         hint = "layer.to(x.dtype) and x.to(layer's dtype) both help"
         raise DtypeError(message(name, f"{weight.dtype}, the dtype of {owner}", x.dtype, hint=hint))
 
@@ -313,7 +313,7 @@ class Attention(nn.Module, BaseAttention[Tensor]):
         own_mask = mask if context is None else None  # that of the whole sequence does not fit these shapes
         operands, arguments = self._operands(inputs, shapes, valid_lens, own_mask, linears, bias, cache, positions)
         arguments.pop("cache", None)  # written in place
-        if not is_plain and torch.is_autocast_enabled(queries.device.type):
+        if not is_plain and _OPS.has_autocast(queries):
             # `attend` would cast as well, but the inputs kept must be those of the softmax.
             with _OPS.numeric_scope():
                 operands = _OPS.autocast(*operands)

@@ -198,7 +198,7 @@ def _with_tile(old, s, attends, rows, step, ALL: tl.constexpr):
     sum_exp_logit, squares = old.sum_exp_logit, old.squares
     if rows.entropy is not None:
         moved = of_lanes * sum_exp_logit + _product(alpha, log_alpha)[:, None] * old.total
-        sum_exp_logit = _with_products(moved, p, log_p if ALL else tl.maximum(log_p, LEAST_LOG))
+        sum_exp_logit = _with_products(moved, p, tl.maximum(log_p, LEAST_LOG))
     if rows.sum_sq_weights is not None:
         squares = _with_products(of_lanes * of_lanes * squares, p, p)
     total = of_lanes * old.total + _lane_sums(p, LANES)
