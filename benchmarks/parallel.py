@@ -6,9 +6,10 @@ model's rates are measured too, with as many processes as run, which share cores
 - the operations a second, without messages: each process computes the blocks of queries and keys that the mode gives it
   (in a ring, a rank's queries with the keys of one rank after another), as a pair takes longer in small blocks;
 - the bytes a second of processes that send in a ring, all at once;
-- the latency of a message between steps of computing, beside steps without messages. Where ranks share cores, a core is
-  idle at the end of a step while the last rank computes, and the others wait for its message: that costs more than a
-  message among idle processes.
+- the overhead of a call of few queries, the latency of its messages included.
+
+Where ranks share cores, a core is idle while the last rank computes and the others wait for its message. Nothing in the
+model stands for that.
 
 Two processes are compared with one that computes the whole call in two threads, in turn with it: its peer waits.
 """
@@ -31,8 +32,7 @@ from attnscore.parallel import Machine, Shard, exchange, shard_mask, simulate
 from attnscore.parallel.torch import attend
 
 LENGTH, HEADS, DIM, ROUNDS = 4096, 4, 64, 15
-# Of the measured link: steps of a call, and numbers of a message.
-STEPS, MESSAGE = 8, 2**22
+MESSAGE = 2**22  # numbers whose bytes a second are measured
 MASKS = {"causal": ats.Causal(), "window of 512": ats.SlidingWindow(left=511, right=0)}
 MODES = ("gather", "ring", "heads")
 OPERATIONS = 2 * (DIM + DIM) + 4
@@ -40,25 +40,23 @@ OPERATIONS = 2 * (DIM + DIM) + 4
 
 def main() -> None:
     """Print a row for each mask, mode and number of processes, then the largest error of the model."""
-    links = {}
+    bandwidths = {}
     for ranks in (2, 4):
         found = slowest(ranks, link)
-        latency = max((found["steps with messages"] - found["steps"]) / STEPS, found["message"])
-        links[ranks] = latency, 4 * MESSAGE / max(found["bytes"] - found["message"], 1e-9)
-    for ranks, (latency, bandwidth) in links.items():
-        print(f"link of {ranks} ranks: {bandwidth / 1e9:.2f} GB/s, {1e6 * latency:.0f} us a message")
+        bandwidths[ranks] = 4 * MESSAGE / max(found["bytes"] - found["message"], 1e-9)
+        print(f"link of {ranks} ranks: {bandwidths[ranks] / 1e9:.2f} GB/s")
     print(f"{os.cpu_count()} CPUs")
     print(f"{'mask':<16}{'mode':<8}{'ranks':>5}{'measured s':>12}{'predicted s':>13}{'error':>8}{'1 x 2 threads':>15}")
     errors = {}
     for name, mask in MASKS.items():
         pairs = simulate(mask, LENGTH, 1, Machine(1.0, 1.0), dim=DIM, operations_per_pair=1.0).seconds
         for ranks in (1, 2, 4):
-            latency, bandwidth = links[max(ranks, 2)]
             seconds = slowest(ranks, measure, name)
             # Over gloo the processes themselves copy the bytes, so messages do not overlap with the computation.
             for mode in MODES:
                 flops = pairs / ranks * HEADS * OPERATIONS * 3.5 / seconds[f"compute {mode}"]
-                machine = Machine(flops, bandwidth, latency, overlap=False, overhead=seconds[f"tiny {mode}"])
+                overhead = seconds[f"tiny {mode}"]
+                machine = Machine(flops, bandwidths[max(ranks, 2)], overlap=False, overhead=overhead)
                 predicted = simulate(
                     mask, LENGTH, ranks, machine, dim=DIM, heads=HEADS, mode=mode, gradient=True,
                     queries="head_tail", keys="head_tail",
@@ -112,8 +110,7 @@ def timed(functions: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
 
 
 def link(rank: int, ranks: int) -> dict[str, list[float]]:
-    """Return the seconds of small and large messages to the next rank, all at once, and of steps with and without."""
-    x = torch.randn(1, HEADS, LENGTH // 4, DIM)
+    """Return the seconds of small and large messages to the next rank, all at once."""
     arrays = {size: (torch.zeros(size), torch.zeros(size)) for size in (1, MESSAGE)}
 
     def send(size: int) -> None:
@@ -122,14 +119,7 @@ def link(rank: int, ranks: int) -> dict[str, list[float]]:
         for work in dist.batch_isend_irecv(moves):
             work.wait()
 
-    def steps(*, sends: bool) -> None:
-        for _ in range(STEPS):
-            ats.attend(x, x, x)
-            if sends:
-                send(1)
-
-    messages = {"message": partial(send, 1), "bytes": partial(send, MESSAGE)}
-    return timed({**messages, "steps": partial(steps, sends=False), "steps with messages": partial(steps, sends=True)})
+    return timed({"message": partial(send, 1), "bytes": partial(send, MESSAGE)})
 
 
 def measure(rank: int, ranks: int, name: str) -> dict[str, list[float]]:
