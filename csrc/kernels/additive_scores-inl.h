@@ -17,7 +17,7 @@ class AdditiveScores {
 
    public:
     AdditiveScores(Arena& arena, const Form& form)
-        : form_(form), octets_((form.dim + 7) / 8), group_sizes_(arena.take<char>(kStepPanels * octets_)) {}
+        : form_(form), octets_((form.dim + 7) / 8), shares_(arena.take<Share>(kStepPanels * octets_)) {}
 
     // Compute s[i * lds + j] for the rows [first, last) and all keys of the tile; `first` begins a micro-panel.
     void operator()(T* s, int64_t lds, const Query& query, int64_t first, int64_t last, const Keys& keys,
@@ -37,8 +37,13 @@ class AdditiveScores {
 
    private:
     const Form& form_;
+    // How many terms share a division in eight channels, and in how many octets from there on as many do.
+    struct Share {
+        int32_t terms, octets;
+    };
+
     const int64_t octets_;
-    char* group_sizes_;  // by micro-panel and eight channels
+    Share* shares_;  // by micro-panel and eight channels
     static constexpr int64_t kStep = L > 8 ? L : 8;
 
     struct MicroTile {
@@ -130,17 +135,14 @@ class AdditiveScores {
 
     template <bool Sum, bool Divides, int R>
     __attribute__((noinline)) static void fraction_micro_tile(const MicroTile& tile, const Operands& operands,
-                                                              const char* group_sizes) {
+                                                              const Share* shares) {
         V<T> sum[R][kAcross] = {};
         for (int64_t p = tile.from; p < tile.to;) {
-            const int share = group_sizes[p / 8];
-            // Channels that share alike are one loop.
-            int64_t to = p + 8;
-            while (to < tile.to && group_sizes[to / 8] == share) to += 8;
-            to = std::min(to, tile.to);
-            if (share == 8) p = add_fractions<Sum, Divides, 8, R>(sum, tile, operands, p, to);
-            if (share >= 4) p = add_fractions<Sum, Divides, 4, R>(sum, tile, operands, p, to);
-            if (share >= 2) p = add_fractions<Sum, Divides, 2, R>(sum, tile, operands, p, to);
+            const auto [terms, octets] = shares[p / 8];
+            const int64_t to = std::min(p + 8 * octets, tile.to);
+            if (terms == 8) p = add_fractions<Sum, Divides, 8, R>(sum, tile, operands, p, to);
+            if (terms >= 4) p = add_fractions<Sum, Divides, 4, R>(sum, tile, operands, p, to);
+            if (terms >= 2) p = add_fractions<Sum, Divides, 2, R>(sum, tile, operands, p, to);
             p = add_fractions<Sum, Divides, 1, R>(sum, tile, operands, p, to);
         }
         store_sums<R>(tile, sum);
@@ -209,23 +211,28 @@ class AdditiveScores {
                 store(bounds[0] + j, all);
             }
             for (int64_t j = 0; j < kStep && p + j < form_.dim; j += 8) {
-                const char all = group_size(bounds[0] + j, most, limit);
+                const int32_t all = group_size(bounds[0] + j, most, limit);
                 for (int64_t k = 0; k < panels; k++)
-                    group_sizes_[k * octets_ + (p + j) / 8] =
-                        all == limit ? all : group_size(bounds[1 + k] + j, most, limit);
+                    shares_[k * octets_ + (p + j) / 8] = {
+                        all == limit ? all : group_size(bounds[1 + k] + j, most, limit), 1};
             }
+        }
+        for (int64_t k = 0; k < panels; k++) {
+            Share* own = shares_ + k * octets_;
+            for (int64_t i = octets_ - 2; i >= 0; i--)
+                if (own[i].terms == own[i + 1].terms) own[i].octets += own[i + 1].octets;
         }
     }
 
     // The most terms of eight, up to `limit`, whose bounds have products up to `most`. No bound is below 1, so that
     // fewer terms fit wherever more do. There are no branches, which could not be predicted.
-    static char group_size(const T* bounds, T most, int limit) {
+    static int32_t group_size(const T* bounds, T most, int limit) {
         T two[4], four[2];
         for (int i = 0; i < 4; i++) two[i] = bounds[2 * i] * bounds[2 * i + 1];
         for (int i = 0; i < 2; i++) four[i] = two[2 * i] * two[2 * i + 1];
         const bool twos = (two[0] <= most) & (two[1] <= most) & (two[2] <= most) & (two[3] <= most);
         const bool fours = (four[0] <= most) & (four[1] <= most), all = four[0] * four[1] <= most;
-        return static_cast<char>(std::min(limit, 1 << (twos + (twos & fours) + (twos & fours & all))));
+        return std::min(limit, 1 << (twos + (twos & fours) + (twos & fours & all)));
     }
 
     template <bool Sum, bool Divides>
@@ -248,7 +255,7 @@ class AdditiveScores {
         share(query, keys, small, first, last);
         auto one = [&](const MicroTile& tile, int64_t i, int64_t c, bool whole) {
             const int64_t at = i * query.width;
-            const char* own = group_sizes_ + (i - first) / kMR * octets_;
+            const Share* own = shares_ + (i - first) / kMR * octets_;
             const Operands operands{ea + at, na + at, eb + c * form_.dim, nb + (small ? c * form_.dim : c),
                                     small ? kChunk : kTileKeys};
             whole ? fraction_micro_tile<Sum, Divides, kRowsTogether>(tile, operands, own)
