@@ -138,9 +138,10 @@ def test_what_is_hidden_stays_hidden(strips: Any) -> None:
     key, value = KEY.copy(), VALUE.copy()
     key[..., ::5, :], value[..., ::5, :] = np.nan, np.inf
     out, pullback = ats.attend_vjp(QUERY, key, value, mask=mask, kernel="native")
-    np.testing.assert_array_equal(out, clean[0])
-    for x, y in zip(pullback(np.ones_like(out))[:3], clean[1](np.ones_like(out))[:3], strict=True):
-        np.testing.assert_array_equal(x, y)
+    found = (out, *pullback(np.ones_like(out))[:3])
+    for x, y in zip(found, (clean[0], *clean[1](np.ones_like(out))[:3]), strict=True):
+        # A tile with NaN multiplies and adds apart, which rounds otherwise where nothing is fused (the portable target).
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(0, 5), (5, 0), (1, 1), (1, 65), (97, 3)])
