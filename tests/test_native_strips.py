@@ -140,7 +140,7 @@ def test_what_is_hidden_stays_hidden(strips: Any) -> None:
     out, pullback = ats.attend_vjp(QUERY, key, value, mask=mask, kernel="native")
     found = (out, *pullback(np.ones_like(out))[:3])
     for x, y in zip(found, (clean[0], *clean[1](np.ones_like(out))[:3]), strict=True):
-        # A tile with NaN multiplies and adds apart, which rounds otherwise where nothing is fused (the portable target).
+        # A tile with NaN multiplies and adds apart. Where nothing is fused (the portable target) that rounds otherwise.
         np.testing.assert_allclose(x, y, rtol=0, atol=1e-14)
 
 
