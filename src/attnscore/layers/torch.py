@@ -64,6 +64,7 @@ __all__ = [
 
 _OPS = backends.load("torch")
 _tracing_state, _is_transformed = torch._C._get_tracing_state, torch._C._are_functorch_transforms_active
+_OWN_ATTEND = (attend,)  # not a name of it: `watch` binds all names of `attend` to a function that reports the call
 _documented = Documentation(
     "from torch import ones",
     options="""
@@ -212,7 +213,7 @@ class Attention(nn.Module, BaseAttention[Tensor]):
     def forward(
         self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Any = None, mask: Any = None
     ) -> Tensor:
-        if mask is None and not torch.compiler.is_compiling():
+        if mask is None and attend is _OWN_ATTEND[0] and not torch.compiler.is_compiling():
             layout = self._layout(queries, keys, values, valid_lens)
             if layout is not None:
                 return self._planned(layout, queries, keys, values, valid_lens)
