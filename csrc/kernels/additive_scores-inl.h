@@ -37,7 +37,8 @@ class AdditiveScores {
 
    private:
     const Form& form_;
-    // How many terms share a division in eight channels, and in how many octets from there on as many do.
+    // How many terms share a division in eight channels, and in how many such octets, this one and the next, as many
+    // do.
     struct Share {
         int32_t terms, octets;
     };
@@ -106,9 +107,9 @@ class AdditiveScores {
             for (int j = 0; j < kAcross; j++) sum[r][j] += f(offset(operands, r * tile.width, p), j * L);
     }
 
-    // AMD's CPUs divide quickly: 16 floats in the time of 2 multiplications on Zen 4 (3 to 4 on Zen 5), where the
-    // estimate of `reciprocal` takes 3 and Intel's division 20. There at most four terms share a division, and none is
-    // estimated.
+    // Whether at most four terms share a division, and none is estimated: on AMD's CPUs. 16 floats are divided there in
+    // the time of 2 multiplications on Zen 4 (3 to 4 on Zen 5), by the estimate of `reciprocal` in that of 3. On
+    // Intel's a division takes 20.
     static bool divides_quickly() {
 #if defined(__AVX2__)
         static const bool found = __builtin_cpu_is("amd");

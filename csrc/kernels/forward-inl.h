@@ -229,8 +229,8 @@ struct ForwardTasks {
             }
         }
         const int64_t count = static_cast<int64_t>(query_tiles.size());
-        if (count > 0 && count < kTogether && problem.key_len >= 2048)
-            ranges = std::min((kTogether + count - 1) / count, problem.key_len / 1024);
+        if (count > 0 && count < kThreads && problem.key_len >= 2048)
+            ranges = std::min((kThreads + count - 1) / count, problem.key_len / 1024);
     }
 
     // Range r of the keys of a query tile, in whole key tiles.
@@ -241,17 +241,18 @@ struct ForwardTasks {
     }
 
    private:
-    static constexpr int64_t kTogether = 16;  // threads that few tasks keep busy to the end
+    static constexpr int64_t kThreads = 16;    // that few tasks keep busy to the end
+    static constexpr int64_t kMostRows = 384;  // of a query tile
 
     // Cut rows into query tiles of about one size, as the other threads would wait for the last one's where it is
     // small. For the same reason few tiles are a multiple of the threads.
     void cut(const std::vector<int64_t>& heads, int64_t total, int64_t groups, int64_t min_rows) {
         const auto tiles_of = [&](int64_t rows) { return (total + rows - 1) / rows; };
-        int64_t count = tiles_of(384);
-        if (groups * count < 4 * kTogether) {
-            const int64_t even = padded(count, kTogether / std::gcd(kTogether, groups));
-            // Small tiles share less, and are the price of enough tasks alone.
-            if (groups * count < kTogether || total >= 192 * even)
+        int64_t count = tiles_of(kMostRows);
+        if (groups * count < 4 * kThreads) {
+            const int64_t even = padded(count, kThreads / std::gcd(kThreads, groups));
+            // Small tiles share less: they are made only where there would be too few.
+            if (groups * count < kThreads || total >= kMostRows / 2 * even)
                 count = std::max(count, std::min(even, tiles_of(min_rows)));
         }
         const int64_t rows = padded((total + count - 1) / std::max<int64_t>(1, count), kMR);

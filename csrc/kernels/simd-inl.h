@@ -52,8 +52,7 @@ template <class T>
 inline void store(T* p, V<T> v) {
     std::memcpy(p, &v, sizeof v);
 }
-// The first `count` numbers, with zeros behind them, and storing them: all lanes where there are as many. Behind the
-// last the caller's memory ends.
+// Load the first `count` numbers, at most all lanes, with zeros behind them; no memory behind them is read.
 template <class T>
 inline V<T> load_first(const T* p, int64_t count) {
     constexpr int L = sizeof(V<T>) / sizeof(T);
@@ -77,6 +76,7 @@ inline V<T> load_first(const T* p, int64_t count) {
     return load(x);
 #endif
 }
+// Store the first `count` lanes, at most all; no memory behind them is written.
 template <class T>
 inline void store_first(T* p, int64_t count, V<T> v) {
     constexpr int L = sizeof(V<T>) / sizeof(T);

@@ -39,15 +39,7 @@ from attnscore.core.prepared import with_exps_of
 from attnscore.errors import ArgumentError, DeviceError, DtypeError, message
 from attnscore.kv_cache import KeyValueCache
 from attnscore.layers import description, shared
-from attnscore.layers.description import (
-    BaseAttention,
-    LastCall,
-    Layer,
-    Linear,
-    Parameter,
-    PreparesKeys,
-    option,
-)
+from attnscore.layers.description import BaseAttention, LastCall, Layer, Linear, Parameter, PreparesKeys, option
 from attnscore.layers.documentation import CALL_OPTIONS, Documentation, documented_call
 from attnscore.masks import Mask
 from attnscore.parallel.shard import Shard

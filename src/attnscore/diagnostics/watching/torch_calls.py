@@ -24,11 +24,13 @@ from torch.nn import functional
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 import attnscore as ats
+from attnscore import backends
 from attnscore.errors import AttnscoreError
 
 Array = NDArray[np.float64]
 
 # Scores of the model are copied in blocks of so many numbers.
+_OPS = backends.load("torch")
 _BLOCK = 2**20
 # Statistics of `attend`, in the order in which `_added` takes them apart.
 _NEEDED = (
@@ -304,7 +306,7 @@ def pooling_of(query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any])
             return None
     # Checkpointing compares what is saved with what its second pass saves, which is not watched.
     has_hooks = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-    if given.get("dropout_p") or has_hooks or torch.is_autocast_enabled(query.device.type):
+    if given.get("dropout_p") or has_hooks or _OPS.has_autocast(query):
         return None
     return Pooling(value, torch.is_grad_enabled())
 
