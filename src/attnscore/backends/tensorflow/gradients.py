@@ -15,7 +15,7 @@ import tensorflow as tf
 from tensorflow.python.eager import forwardprop_util
 from tensorflow.python.eager import record as tape
 
-from attnscore.backends.base import Array, DifferentiableOp
+from attnscore.backends.base import Array, DifferentiableOp, accumulator
 from attnscore.backends.tensorflow import graphs
 
 
@@ -84,6 +84,42 @@ def record(run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Array, ...
 
     tape.record_operation("attnscore", list(outputs[:count]), list(operands), vjp)
     return outputs
+
+
+def product_of_rows(x: Array, matrix: Array, bias: Array | None) -> Array:
+    """Return ``x @ matrix + bias`` in a graph; rows that are not finite pass no gradient on.
+
+    Their zeros take another branch: if the gradient of the matrix is finite, so is every row that it is made of.
+    """
+    features, units = matrix.shape
+    shape = x.shape if x.shape.is_fully_defined() else tf.shape(x)
+
+    def gradients(rows: Array, grads: Array) -> list[Array]:
+        own = [tf.matmul(grads, matrix, transpose_b=True), tf.matmul(rows, grads, transpose_a=True)]
+        return own if bias is None else [*own, tf.reduce_sum(grads, 0)]
+
+    def isolated(rows: Array, grads: Array) -> list[Array]:
+        finite = tf.reduce_all(tf.math.is_finite(rows), -1, keepdims=True)
+        return gradients(*(tf.where(finite, array, tf.zeros((), array.dtype)) for array in (rows, grads)))
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def product(*arrays: Array) -> Any:
+        found = tf.matmul(tf.reshape(x, (-1, features)), matrix)
+        found = found if bias is None else found + bias
+
+        def vjp(grad: Array, variables: Any = None) -> Any:
+            rows, grads = tf.reshape(x, (-1, features)), tf.reshape(grad, (-1, units))
+            known = gradients(rows, grads)
+            is_wrong = ~tf.math.is_finite(tf.reduce_sum(tf.cast(known[1], accumulator(known[1].dtype.name))))
+            of_rows, *others = graphs.rarely(is_wrong, lambda: isolated(rows, grads), known)
+            passed = (tf.reshape(of_rows, shape), *others)
+            return passed if variables is None else (passed, [None] * len(variables))
+
+        return tf.reshape(found, tf.concat([shape[:-1], [units]], 0)), vjp
+
+    found: Array = product(*(x, matrix) if bias is None else (x, matrix, bias))
+    found.set_shape((*x.shape[:-1], units))
+    return found
 
 
 def vjp(function: Callable[..., Array], inputs: Sequence[Array]) -> tuple[Array, Callable[[Array], tuple[Array, ...]]]:
