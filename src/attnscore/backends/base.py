@@ -424,6 +424,14 @@ class Backend(ABC):
     def take(self, x: Array, indices: Array, axis: int) -> Array:
         return self.xp.take(x, indices, axis=axis)
 
+    def indices_before(self, lens: Array, length: int) -> Array:
+        """Return the places in (n * length,) of the first `lens` (n,) of each `length`."""
+        raise NotImplementedError
+
+    def put_rows(self, rows: Array, indices: Array, count: int) -> Array:
+        """Return (count, width) with `rows` at `indices`, each of which occurs once, and zeros elsewhere."""
+        raise NotImplementedError
+
     def can_sum_rows(self, *arrays: Array) -> bool:
         """Whether `sums_of_rows` takes these: whether the framework has an operation that reads each row once."""
         return False

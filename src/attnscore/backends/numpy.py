@@ -114,6 +114,14 @@ class NumpyBackend(Backend):
         view += block
         return x
 
+    def indices_before(self, lens: Array, length: int) -> Array:
+        return np.flatnonzero(np.arange(length) < lens[:, None])
+
+    def put_rows(self, rows: Array, indices: Array, count: int) -> Array:
+        found = np.zeros((count, rows.shape[1]), rows.dtype)
+        found[indices] = rows
+        return found
+
     def expand_dims(self, x: Array, axis: int) -> Array:
         # np.expand_dims costs 3 us, a tenth of a tiny call.
         axis %= x.ndim + 1

@@ -283,6 +283,14 @@ class TorchBackend(Backend):
     def take(self, x: Array, indices: Array, axis: int) -> Array:
         return x.index_select(axis, indices)
 
+    def indices_before(self, lens: Array, length: int) -> Array:
+        # Not by NumPy: a product that follows its operations takes 20 us more.
+        return (torch.arange(length) < lens.unsqueeze(1)).view(-1).nonzero().squeeze(1)
+
+    def put_rows(self, rows: Array, indices: Array, count: int) -> Array:
+        # Not index_copy_, which takes twice as long.
+        return rows.new_zeros((count, rows.shape[1])).index_add_(0, indices, rows)
+
     def can_sum_rows(self, *arrays: Array) -> bool:
         return all(map(self.has_cpu_buffer, arrays)) and not self.needs_grad(*arrays)
 

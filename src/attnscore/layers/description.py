@@ -396,6 +396,13 @@ class BaseAttention(Generic[A]):
         itself is called, so that hooks, parametrisations and what replaced it (adapters, quantised weights) take part.
         """
 
+    def _project_unpadded(self, linear: Linear, x: A, lens: Any) -> A:
+        """Return `_project` of keys or values, whose rows from `lens` (batch,) on nothing reads.
+
+        A framework may leave those out, where no hook or other module would see the difference.
+        """
+        return self._project(linear, x)
+
     @abstractmethod
     def _read(self, part: Linear | Parameter, inputs: Mapping[str, A]) -> A:
         """Return an array of the score; `inputs` give the sizes that it lacks."""
@@ -425,17 +432,21 @@ class BaseAttention(Generic[A]):
         bias: Any = None,
         cache: KeyValueCache | None = None,
         positions: Any = None,
+        lens: Any = None,
     ) -> tuple[tuple[A, A, A], dict[str, Any]]:
         """Return query, key and value of the softmax, and the other arguments of `attend`.
 
         `positions` are those of the inputs, for a rotary embedding; None: 0, 1, 2, ... or those behind the cache.
         `shapes` are those of the inputs, which check an array (batch, query, key) for all heads; `linears` are the
-        projections to apply. With a cache, the one that holds the new positions too is among the arguments.
+        projections to apply. With a cache, the one that holds the new positions too is among the arguments. `lens` are
+        the valid lengths where no key behind them is read or kept, else None.
         """
         layer, projected = self._layer, dict(inputs)
         for linear in linears:
             if linear.input in inputs:
-                x = self._project(linear, inputs[linear.input])
+                x = inputs[linear.input]
+                is_padded = lens is not None and linear.input != "queries"
+                x = self._project_unpadded(linear, x, lens) if is_padded else self._project(linear, x)
                 if linear.heads:
                     # Heads are consecutive features: none is moved.
                     x = self._reshape(x, (linear.heads, linear.units // linear.heads))

@@ -35,6 +35,7 @@ from attnscore.backends.base import Signature
 from attnscore.core import plan as plans
 from attnscore.core.arguments import CallArguments, shown
 from attnscore.core.cache import BoundedCache
+from attnscore.core.padding import may_save, over_rows, real_rows
 from attnscore.core.prepared import with_exps_of
 from attnscore.errors import ArgumentError, DeviceError, DtypeError, message
 from attnscore.kv_cache import KeyValueCache
@@ -74,6 +75,19 @@ def _linear(linear: Linear, device: Any, dtype: torch.dtype | None) -> nn.Linear
         return nn.Linear(linear.size, linear.units, bias=linear.bias, device=device, dtype=dtype)
     with _without_lazy_warning():
         return nn.LazyLinear(linear.units, bias=linear.bias, device=device, dtype=dtype)
+
+
+def _is_plain_linear(module: nn.Module) -> bool:
+    """Whether a call of the module is its product and nothing else: no hook, adapter or parametrisation sees it."""
+    return (
+        type(module) is nn.Linear
+        and "forward" not in module.__dict__
+        and type(module._parameters.get("weight")) is nn.Parameter
+        and type(module._parameters.get("bias")) in (nn.Parameter, type(None))
+        and not (module._forward_hooks or module._forward_pre_hooks)
+        and not (module._backward_hooks or module._backward_pre_hooks)
+        and not torch.nn.modules.module._has_any_global_hook()
+    )
 
 
 def _weight_of(module: Any) -> Tensor:
@@ -233,11 +247,13 @@ class Attention(nn.Module, BaseAttention[Tensor]):
     ) -> Tensor:
         """Return the output of a call of plain tensors, as `_pooled` does, by the plan of its layout."""
         layer, inputs = self._layer, {"queries": queries, "keys": keys, "values": values}
-        _CHECKED.get_or_compute((layer.key, layout), lambda: self._check(inputs, layer.linears))
+        has_padding = _CHECKED.get_or_compute((layer.key, layout), lambda: self._check_planned(inputs, valid_lens))
         projected = None
         if (score := layer.fixed_score) is None:
             for linear in layer.linears:
-                if linear.input in inputs:
+                if linear.input == "keys" and has_padding:
+                    inputs["keys"] = self._project_unpadded(linear, keys, valid_lens)
+                elif linear.input in inputs:
                     inputs[linear.input] = self._project(linear, inputs[linear.input])
             arrays: dict[str, Tensor] = {}
             for part in layer.score_parts:
@@ -304,7 +320,10 @@ class Attention(nn.Module, BaseAttention[Tensor]):
         shapes = [x.shape for x in inputs.values()] if self._layer.heads else []
         positions = None if context is None else context.positions(queries)
         own_mask = mask if context is None else None  # that of the whole sequence does not fit these shapes
-        operands, arguments = self._operands(inputs, shapes, valid_lens, own_mask, linears, bias, cache, positions)
+        lens = valid_lens if is_plain and cache is None and context is None else None
+        operands, arguments = self._operands(
+            inputs, shapes, valid_lens, own_mask, linears, bias, cache, positions, lens
+        )
         arguments.pop("cache", None)  # written in place
         if not is_plain and _OPS.has_autocast(queries):
             # `attend` would cast as well, but the inputs kept must be those of the softmax.
@@ -341,6 +360,13 @@ class Attention(nn.Module, BaseAttention[Tensor]):
         key = (type(self), len(linears), signature)
         return _CHECKED.get_or_compute(key, lambda: self._check(inputs, linears))
 
+    def _check_planned(self, inputs: dict[str, Any], lens: Tensor | None) -> bool:
+        """Raise as `_check` does; return whether the keys may have so much padding that it should not be projected."""
+        layer = self._layer
+        self._check(inputs, layer.linears)
+        of_keys = [linear.units for linear in layer.linears if linear.input == "keys"]
+        return lens is not None and any(may_save(inputs["keys"], units) for units in of_keys)
+
     def _check(self, inputs: dict[str, Any], linears: Sequence[Linear]) -> bool:
         """Raise unless the inputs fit each other and the weights that are applied to them; return True."""
         shared.check_inputs(_OPS, inputs, Tensor, wanted="a torch.Tensor", hint="torch.as_tensor(x) makes one")
@@ -358,6 +384,21 @@ class Attention(nn.Module, BaseAttention[Tensor]):
     def _project(self, linear: Linear, x: Tensor) -> Tensor:
         # arrays of the core are Any
         return with_nonfinite_rows_isolated(_OPS, x, self._module(linear))  # type: ignore[no-any-return]
+
+    def _project_unpadded(self, linear: Linear, x: Tensor, lens: Any) -> Tensor:
+        module = self._module(linear)
+        is_read = (type(lens) is Tensor and lens.is_cpu) or type(lens) is np.ndarray
+        if not (is_read and may_save(x, linear.units) and _is_plain_linear(module)):
+            return self._project(linear, x)
+        if (rows := real_rows(_OPS, x, lens, linear.units)) is None:
+            return self._project(linear, x)
+        weight, bias = module._parameters["weight"], module._parameters["bias"]
+
+        def product(x: Tensor) -> Tensor:
+            return nn.functional.linear(x, weight, bias)
+
+        found: Tensor = over_rows(_OPS, x, rows, lambda x: with_nonfinite_rows_isolated(_OPS, x, product))
+        return found
 
     def _module(self, part: Linear | Parameter) -> Any:
         """Return the module of a projection or a matrix, where torch's lookup of an attribute takes 0.7 us."""
