@@ -359,8 +359,8 @@ FAULTS = [
     Fault(
         "plan-lowered-for-other-parameters",
         "src/attnscore/core/lowered.py",
-        "lowered = self._product(score, query, key) or lower(ops, score, query, key, self.computed)",
-        "lowered = lower(ops, self.__dict__.setdefault('score', score), query, key, self.computed)",
+        "lowered = lowered or lower(ops, score, query, key, self.computed, rows)",
+        "lowered = lower(ops, self.__dict__.setdefault('score', score), query, key, self.computed, rows)",
         "tests/test_plan.py -k is_lowered",
         "a planned call keeps the parameters of the first call for a score that is lowered",
     ),

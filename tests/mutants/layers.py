@@ -110,8 +110,8 @@ FAULTS: list[Fault] = [
     Fault(
         "torch-planned-layouts-not-checked",
         "src/attnscore/layers/torch.py",
-        "_CHECKED.get_or_compute((layer.key, layout), lambda: self._check(inputs, layer.linears))",
-        "pass",
+        "_CHECKED.get_or_compute((layer.key, layout), lambda: self._check_planned(inputs, valid_lens))",
+        "False",
         "tests/test_layers_plans.py tests/test_layers_errors.py",
         "a PyTorch layer does not check inputs of a new layout",
     ),

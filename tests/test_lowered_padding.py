@@ -1,0 +1,58 @@
+"""Calls of `attend` project no padded keys where a score with parameters projects keys, in PyTorch and NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import attnscore as ats
+from attnscore import backends
+from attnscore.core import lowered, padding
+
+_PROJECTING: dict[str, Callable[[Any], Any]] = {
+    "additive": lambda x: ats.Additive(x[0][0], x[0], x[1], x[1][0]),
+    "additive, keys alone": lambda x: ats.Additive(x[0][0], None, x[1]),
+    "bilinear": lambda x: ats.Bilinear(x[0]),
+}
+
+
+@pytest.mark.parametrize("framework", ["torch", "numpy"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", _PROJECTING)
+def test_padded_keys_are_not_projected(framework: str, dtype: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planned call whose keys are projected, which a bilinear score does where there are more queries."""
+    monkeypatch.setattr(padding, "_FIXED", -1)
+    monkeypatch.setattr(padding, "_PER_NUMBER", 0)
+    packed: list[int] = []
+
+    def over_rows(ops: Any, x: Any, rows: Any, project: Any) -> Any:
+        packed.append(len(rows))
+        return padding.over_rows(ops, x, rows, project)
+
+    monkeypatch.setattr(lowered, "over_rows", over_rows)
+    torch.manual_seed(0)
+    inputs = [torch.randn(3, n, 5, dtype=torch.float64) for n in (9, 4, 4)]
+    parameters = [torch.randn(5, 5, dtype=torch.float64) for _ in range(2)]
+    for lens in ([3, 0, 4], [1, 1, 2]):
+        for x in inputs[1:]:
+            x[0, 3:] = float("nan")
+        leaves = [x.clone().requires_grad_() for x in (*inputs, *parameters)]
+        wanted = ats.attend(*leaves[:3], score=_PROJECTING[name](leaves[3:]), valid_lens=lens, kernel="dense")
+        gradients = torch.autograd.grad(wanted.square().sum(), leaves, allow_unused=True)
+        own = [x.detach().to(getattr(torch, dtype)).requires_grad_() for x in leaves]
+        given = own if framework == "torch" else [x.detach().numpy() for x in own]
+        of_framework = torch.tensor(lens) if framework == "torch" else np.array(lens)
+        out = ats.attend(*given[:3], score=_PROJECTING[name](given[3:]), valid_lens=of_framework)
+        tolerance = {"rtol": 1e-5, "atol": 1e-5}
+        np.testing.assert_allclose(np.asarray(backends.host(out)), wanted.detach().numpy(), **tolerance)
+        if framework == "torch":
+            found = torch.autograd.grad(out.square().sum(), own, allow_unused=True)
+            for x, y in zip(found, gradients, strict=True):
+                assert (x is None) == (y is None)
+                if x is not None:
+                    torch.testing.assert_close(x.double(), y, **tolerance)
+    assert packed == [7, 4]
