@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from attnscore import scores
@@ -53,6 +53,8 @@ class LoweredCall:
     """Whether the lowering computes query and key."""
     is_product: bool = False
     """Whether it is one product, of an array without NaN and infinity, which needs no cast and no `numeric_scope`."""
+    _has_padding: list[bool] = field(default_factory=list)
+    """Whether the keys may have so much padding that it should not be projected, once there was a call."""
 
     def run(self, arguments: CallArguments) -> Any:
         """Return what `attend` returns."""
@@ -60,7 +62,9 @@ class LoweredCall:
         query, key, value, score, _, lens, bias, sink, _, key_exps = arguments
         if type(score) is str:
             score = scores.resolve(score)
-        rows = self._real_rows(score, key, lens) if self.computed[1] and call.reads_lens else None
+        if not self._has_padding:
+            self._has_padding.append(call.reads_lens and self.computed[1] and self._may_save(score, key))
+        rows = real_rows(ops, key, lens, call.operands[1].canonical[-1]) if self._has_padding[0] else None
         lowered = self._product(score, query, key) if rows is None else None
         lowered = lowered or lower(ops, score, query, key, self.computed, rows)
         operands = [*lowered[:2], value]
@@ -74,12 +78,10 @@ class LoweredCall:
         mask, seed = call.mask_and_seed(arguments)
         return call.present(call.forward(operands, mask, seed, saves=False, key_exps=key_exps)[0])
 
-    def _real_rows(self, score: Any, key: Array, lens: Array) -> Array | None:
-        """Return the keys to project, where leaving out padded ones saves time; a normalised key is not projected."""
+    def _may_save(self, score: Any, key: Array) -> bool:
+        """Return whether leaving out padded keys may save time; where keys are normalised there is no product."""
         weight = score.W_k if type(score) is Additive else getattr(score, "W", None)
-        if weight is None or not may_save(key, weight.shape[0]):
-            return None
-        return real_rows(self.ops, key, lens, weight.shape[0])
+        return weight is not None and may_save(key, weight.shape[0])
 
     def _product(self, score: Any, query: Array, key: Array) -> list[Array] | None:
         """Return query and key of a bilinear score as `lower` does; None unless that is a product and nothing else."""
