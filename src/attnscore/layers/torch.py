@@ -56,6 +56,7 @@ __all__ = [
 ]
 
 _OPS = backends.load("torch")
+_has_any_global_hook = torch.nn.modules.module._has_any_global_hook
 _tracing_state, _is_transformed = torch._C._get_tracing_state, torch._C._are_functorch_transforms_active
 _OWN_ATTEND = (attend,)  # not a name of it: `watch` binds all names of `attend` to a function that reports the call
 _documented = Documentation(
@@ -77,16 +78,15 @@ def _linear(linear: Linear, device: Any, dtype: torch.dtype | None) -> nn.Linear
         return nn.LazyLinear(linear.units, bias=linear.bias, device=device, dtype=dtype)
 
 
-def _is_plain_linear(module: nn.Module) -> bool:
-    """Whether a call of the module is its product and nothing else: no hook, adapter or parametrisation sees it."""
+def _is_bare(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a call of the module is that of its kind and nothing else: no hook or parametrisation sees it."""
     return (
-        type(module) is nn.Linear
+        type(module) is kind
         and "forward" not in module.__dict__
-        and type(module._parameters.get("weight")) is nn.Parameter
-        and type(module._parameters.get("bias")) in (nn.Parameter, type(None))
         and not (module._forward_hooks or module._forward_pre_hooks)
         and not (module._backward_hooks or module._backward_pre_hooks)
-        and not torch.nn.modules.module._has_any_global_hook()
+        and not _has_any_global_hook()
+        and None is not module._parameters.get("weight")
     )
 
 
@@ -126,14 +126,19 @@ class Matrix(nn.Module):
         # Keys have the dtype and device of the queries. The usual case costs three comparisons.
         sizes = queries.size(-1), keys.size(-1)
         if sizes != weight.shape or queries.dtype != weight.dtype or queries.device != weight.device:
-            _check_operand("queries", queries, weight, "W.weight", axis=0)
-            _check_operand("keys", keys, weight, "W.weight", axis=1)
+            _check_sides(queries, keys, weight)
         return weight
 
     def extra_repr(self) -> str:
         if isinstance(self.weight, UninitializedParameter):
             return ""
         return f"query_size={self.weight.shape[0]}, key_size={self.weight.shape[1]}"
+
+
+def _check_sides(queries: Tensor, keys: Tensor, weight: Tensor) -> None:
+    """Raise unless queries and keys fit the weight of a `Matrix`."""
+    _check_operand("queries", queries, weight, "W.weight", axis=0)
+    _check_operand("keys", keys, weight, "W.weight", axis=1)
 
 
 class _LazyMatrix(LazyModuleMixin, Matrix):
@@ -256,13 +261,19 @@ class Attention(nn.Module, BaseAttention[Tensor]):
                 elif linear.input in inputs:
                     inputs[linear.input] = self._project(linear, inputs[linear.input])
             arrays: dict[str, Tensor] = {}
+            are_given = not layer.linears
             for part in layer.score_parts:
-                # The weight of w_v is that of one head, (1, units): a view would be one more step of the gradient.
-                is_w_v = type(part) is Linear
-                arrays[part.name] = _weight_of(self._module(part)) if is_w_v else self._read(part, inputs)
+                if type(part) is Linear:
+                    # The weight of w_v is that of one head, (1, units): a view would be one more step of the gradient.
+                    arrays[part.name] = _weight_of(self._module(part))
+                elif part.inputs and _is_bare(module := self._module(part), Matrix):
+                    arrays[part.name] = module._parameters["weight"]
+                else:
+                    arrays[part.name], are_given = self._read(part, inputs), False
             score, (queries, keys, values) = layer.make_score(arrays), inputs.values()
-            # Hooks, and what replaced a projection, may lay them out in any way.
-            projected = _OPS.signature([queries, keys, *arrays.values()])
+            if not are_given:
+                # Hooks, and what replaced a projection, may lay them out in any way.
+                projected = _OPS.signature([queries, keys, *arrays.values()])
         dropout = self._active_dropout()
         key = (layer.key, dropout, layout, projected)
         known = _KNOWN.get(key)
@@ -364,6 +375,9 @@ class Attention(nn.Module, BaseAttention[Tensor]):
         """Raise as `_check` does; return whether the keys may have so much padding that it should not be projected."""
         layer = self._layer
         self._check(inputs, layer.linears)
+        for parameter in layer.parameters:
+            if parameter.inputs and _is_bare(module := self._module(parameter), Matrix):
+                _check_sides(inputs["queries"], inputs["keys"], module._parameters["weight"])
         of_keys = [linear.units for linear in layer.linears if linear.input == "keys"]
         return lens is not None and any(may_save(inputs["keys"], units) for units in of_keys)
 
@@ -388,7 +402,7 @@ class Attention(nn.Module, BaseAttention[Tensor]):
     def _project_unpadded(self, linear: Linear, x: Tensor, lens: Any) -> Tensor:
         module = self._module(linear)
         is_read = (type(lens) is Tensor and lens.is_cpu) or type(lens) is np.ndarray
-        if not (is_read and may_save(x, linear.units) and _is_plain_linear(module)):
+        if not (is_read and may_save(x, linear.units) and _is_bare(module, nn.Linear)):
             return self._project(linear, x)
         if (rows := real_rows(_OPS, x, lens, linear.units)) is None:
             return self._project(linear, x)
