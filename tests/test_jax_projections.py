@@ -13,7 +13,7 @@ from flax import nnx
 
 import attnscore as ats
 from attnscore.backends.jax.gradients import product_of_rows
-from attnscore.layers.flax import AdditiveAttention
+from attnscore.layers.flax import AdditiveAttention, MultiHeadAttention
 from harness import assert_each_close
 
 RNG = np.random.default_rng(11)
@@ -113,6 +113,26 @@ def test_a_product_and_its_derivatives(given: str) -> None:
         cotangent = jnp.sin(jnp.arange(value.size, dtype=value.dtype)).reshape(value.shape)
         pulled = jax.jit(lambda *a: jax.vjp(own_product, *a)[1](cotangent))(*own)
         assert_each_close(pulled, jax.vjp(products(plain, x), *clean)[1](cotangent), 1e-12)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["matrix", "bias"])
+def test_gradients_of_eager_layers(bias: bool) -> None:
+    """Those of a compiled call without rows that are not finite, also of parameters in another dtype."""
+    layer = MultiHeadAttention(
+        6, 2, bias=bias, query_size=6, key_size=7, value_size=3, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)
+    )
+    graph, state = nnx.split(layer)
+
+    def loss(state: Any, query: Any, key: Any, value: Any) -> Any:
+        return (nnx.merge(graph, state)(query, key, value, jnp.asarray(LENS)) ** 2).sum()
+
+    arrays = draw("bilinear")
+    own, dirty = (
+        [x[name].astype(jnp.float32) for name in ("query", "key", "value")] for x in (arrays, with_nonfinite(arrays))
+    )
+    exact = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(state, *own)
+    found = jax.grad(loss, (0, 1, 2, 3))(state, *dirty)
+    assert_each_close(*([x.astype(jnp.float32) for x in jax.tree.leaves(of)] for of in (found, exact)), 1e-2)
 
 
 def test_a_forward_program_looks_for_no_nan() -> None:
