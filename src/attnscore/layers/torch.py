@@ -56,7 +56,7 @@ __all__ = [
 ]
 
 _OPS = backends.load("torch")
-_has_any_global_hook = torch.nn.modules.module._has_any_global_hook
+_has_any_global_hook: Callable[[], bool] = torch.nn.modules.module._has_any_global_hook
 _tracing_state, _is_transformed = torch._C._get_tracing_state, torch._C._are_functorch_transforms_active
 _OWN_ATTEND = (attend,)  # not a name of it: `watch` binds all names of `attend` to a function that reports the call
 _documented = Documentation(
@@ -263,7 +263,7 @@ class Attention(nn.Module, BaseAttention[Tensor]):
             arrays: dict[str, Tensor] = {}
             are_given = not layer.linears
             for part in layer.score_parts:
-                if type(part) is Linear:
+                if isinstance(part, Linear):
                     # The weight of w_v is that of one head, (1, units): a view would be one more step of the gradient.
                     arrays[part.name] = _weight_of(self._module(part))
                 elif part.inputs and _is_bare(module := self._module(part), Matrix):
@@ -376,8 +376,9 @@ class Attention(nn.Module, BaseAttention[Tensor]):
         layer = self._layer
         self._check(inputs, layer.linears)
         for parameter in layer.parameters:
-            if parameter.inputs and _is_bare(module := self._module(parameter), Matrix):
-                _check_sides(inputs["queries"], inputs["keys"], module._parameters["weight"])
+            # Also where it is called, and checks this itself: a later call of the layout may read it.
+            if parameter.inputs and isinstance(module := self._module(parameter), Matrix):
+                _check_sides(inputs["queries"], inputs["keys"], _weight_of(module))
         of_keys = [linear.units for linear in layer.linears if linear.input == "keys"]
         return lens is not None and any(may_save(inputs["keys"], units) for units in of_keys)
 
