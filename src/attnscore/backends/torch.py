@@ -288,7 +288,7 @@ class TorchBackend(Backend):
         return (torch.arange(length) < lens.unsqueeze(1)).view(-1).nonzero().squeeze(1)
 
     def put_rows(self, rows: Array, indices: Array, count: int) -> Array:
-        # Not index_copy_, which takes twice as long.
+        # Not index_copy_, which takes up to 1.7 times as long.
         return rows.new_zeros((count, rows.shape[1])).index_add_(0, indices, rows)
 
     def can_sum_rows(self, *arrays: Array) -> bool:
