@@ -63,6 +63,7 @@ class JaxBackend(Backend):
 
     name = "jax"
     has_autodiff = True
+    has_planned_gradients = True
     xp = jnp
 
     def register_pytree(self, kind: type) -> None:
@@ -120,11 +121,11 @@ class JaxBackend(Backend):
         return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and _on_cpu(x)
 
     def is_plain(self, *arrays: Array) -> bool:
-        return None not in map(_cpu_of, arrays)
+        return None not in map(_cpu_of, map(_differentiated, arrays))
 
     def signature(self, arrays: Sequence[Array]) -> Signature | None:
         found = []
-        for x in arrays:
+        for x in map(_differentiated, arrays):
             if (device := _cpu_of(x)) is None:
                 return None
             view = np.asarray(x)
@@ -132,7 +133,7 @@ class JaxBackend(Backend):
         return tuple(found)
 
     def memory(self, x: Array) -> np.ndarray[Any, Any]:
-        found = np.asarray(x)
+        found = np.asarray(_differentiated(x))
         return found.view(np.uint16) if found.itemsize == 2 else found
 
     def from_memory(self, x: np.ndarray[Any, Any], dtype: str, like: Array) -> Array:
@@ -263,6 +264,9 @@ class JaxBackend(Backend):
     def differentiable(self, run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Array, ...]:
         return gradients.differentiable(run, operands)
 
+    def record(self, run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Array, ...]:
+        return gradients.record(run, operands)
+
     def vjp(
         self, function: Callable[..., Array], inputs: Sequence[Array]
     ) -> tuple[Array, Callable[[Array], tuple[Array, ...]]]:
@@ -311,6 +315,11 @@ class JaxBackend(Backend):
 def _name_of(dtype: Any) -> str:
     # NumPy takes 4 us to tell it.
     return str(dtype.name)
+
+
+def _differentiated(x: Any) -> Any:
+    """Return the array that a reverse-mode tracer wraps, and any other array as it is."""
+    return x.primal if kind_of(x) == REVERSE else x
 
 
 def _cpu_of(x: Any) -> Any:

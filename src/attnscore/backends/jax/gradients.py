@@ -10,6 +10,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -72,6 +73,33 @@ def differentiable(run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Ar
     call.defvjp(forward, backward, symbolic_zeros=True)
     found: tuple[Array, ...] = call(tuple(operands), tuple(constants))
     return found
+
+
+def record(run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Array, ...]:
+    """``run.forward(operands)`` of arrays on the caller's axes, each concrete or differentiated once, eagerly."""
+
+    def forward(arrays: Sequence[Any]) -> tuple[Any, Any]:
+        own = tuple(x.value for x in arrays)
+        outputs = run.forward(own)
+        return outputs, (own, outputs[: run.saved_outputs], _Static([x.perturbed for x in arrays]))
+
+    def backward(kept: Any, grads: Sequence[Any]) -> tuple[Any]:
+        arrays, outputs, wanted = kept
+        incoming = [None if isinstance(x, SymbolicZero) else x for x in grads[: run.differentiable_outputs]]
+        return (tuple(run.backward(arrays, outputs, incoming, wanted.value)),)
+
+    call = jax.custom_vjp(run.forward)
+    call.defvjp(forward, backward, symbolic_zeros=True)
+    found: tuple[Array, ...] = call(tuple(operands))
+    return found
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True, eq=False)
+class _Static:
+    """What a forward keeps for its backward without being an array."""
+
+    value: Any
 
 
 @jax.custom_jvp
