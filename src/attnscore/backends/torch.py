@@ -285,7 +285,7 @@ class TorchBackend(Backend):
 
     def indices_before(self, lens: Array, length: int) -> Array:
         # Not by NumPy: a product that follows its operations takes 20 us more.
-        return (torch.arange(length) < lens.unsqueeze(1)).view(-1).nonzero().squeeze(1)
+        return (torch.arange(length, device=lens.device) < lens.unsqueeze(1)).view(-1).nonzero().squeeze(1)
 
     def put_rows(self, rows: Array, indices: Array, count: int) -> Array:
         # Not index_copy_, which takes up to 1.7 times as long.
