@@ -14,17 +14,6 @@ constexpr int64_t kMinWork = 1 << 15;  // numbers to read up to which one thread
 
 #include "kernels/storage-inl.h"
 
-template <class T>
-void store_number(char* data, Dtype dtype, int64_t i, T x) {
-    if (dtype == Dtype::f64) {
-        as<double>(data)[i] = static_cast<double>(x);
-    } else if (dtype == Dtype::f32) {
-        as<float>(data)[i] = static_cast<float>(x);
-    } else {
-        as<uint16_t>(data)[i] = narrowed(static_cast<float>(x), dtype);
-    }
-}
-
 // One row as numbers of T: in the caller's memory if it can be read there, otherwise in `buffer`.
 template <class T>
 const T* row_of(const Matrix& m, Dtype dtype, int64_t row, int64_t cols, std::vector<T>& buffer) {
@@ -50,104 +39,6 @@ T product(const T* x, const T* y, int64_t count) {
     }
     for (; i < count; ++i) sums[0] += x[i] == 0 ? T(0) : x[i] * y[i];
     return ((sums[0] + sums[4]) + (sums[1] + sums[5])) + ((sums[2] + sums[6]) + (sums[3] + sums[7]));
-}
-
-// The maximum to subtract from the scores of a row; 0 for a fully masked row.
-template <class T>
-T safe_max(T maximum) {
-    return maximum == -std::numeric_limits<T>::infinity() ? T(0) : maximum;
-}
-
-// A row after all its keys: the kernels' statistics, and those with the sink as one more logit.
-template <class T>
-struct Row {
-    T max, denom, sum_exp_logit = 0, squares = 0, count = 0, mean = 0, deviations = 0;  // see RowStat
-    T row_max, all_denom, log_denom;                                                    // with the sink, if any
-    T factor = 1;             // from sums relative to `max` to those relative to `row_max`
-    T all_sum_exp_logit = 0;  // sum_exp_logit with the sink
-
-    Row(const T* stats, bool full, const T* sink)
-        : max(stats[kStatMax]), denom(stats[kStatDenom]), row_max(safe_max(max)), all_denom(denom) {
-        if (full) {
-            sum_exp_logit = all_sum_exp_logit = stats[kStatSumExpLogit];
-            squares = stats[kStatSumSquares];
-            count = stats[kStatCount];
-            mean = stats[kStatMean];
-            deviations = stats[kStatDeviation];
-        }
-        if (sink != nullptr) add_sink(*sink);
-        log_denom = all_denom == 0 ? -std::numeric_limits<T>::infinity() : std::log(all_denom);
-    }
-
-    // The keys' share of the weights.
-    T share() const { return denom * factor / (all_denom == 0 ? T(1) : all_denom); }
-
-    T statistic(Statistic which) const {
-        // The rule for fully masked rows: nothing is divided by 0, and the entropy is 0.
-        const T safe = all_denom == 0 ? T(1) : all_denom;
-        switch (which) {
-            case kMaxScore:
-                return max;
-            case kMeanScore:
-                return mean;
-            case kVarScore:
-                return deviations / std::max(count, T(1));
-            case kEntropy:
-                // H = log l - sum e (s - m) / l; lse - sum(e s) / l would lose digits among large logits.
-                return all_denom == 0 ? T(0) : log_denom - all_sum_exp_logit / safe;
-            case kMaxWeight:
-                return denom == 0 ? T(0) : factor / safe;
-            case kSumSqWeights:
-                return factor * factor * squares / (safe * safe);
-            case kSumWeights:
-                return share();
-            case kLogSumExp:
-                return row_max + log_denom;
-            case kStatistics:
-                break;
-        }
-        return T(0);
-    }
-
-   private:
-    // Add the sink: one more logit, without a value.
-    void add_sink(T sink) {
-        const T old = row_max;
-        row_max = safe_max(std::isnan(max) || std::isnan(sink) ? max + sink : std::max(max, sink));
-        factor = denom == 0 ? T(0) : std::exp(max - row_max);
-        const T own = std::exp(sink - row_max);
-        all_denom = denom * factor + own;
-        // sum e (s - new) = e^(old - new) (sum e (s - old) + (old - new) sum e)
-        all_sum_exp_logit = (factor == 0 ? T(0) : factor * (sum_exp_logit + (old - row_max) * denom)) +
-                            (own == 0 ? T(0) : own * (sink - row_max));
-    }
-};
-
-// Multiply row i by a number.
-template <class T>
-void scale_row(char* data, Dtype dtype, int64_t i, int64_t cols, T factor) {
-    if (dtype == (sizeof(T) == 8 ? Dtype::f64 : Dtype::f32)) {
-        // The common case, as a loop that compilers vectorise.
-        T* row = as<T>(data) + i * cols;
-        for (int64_t j = 0; j < cols; ++j) row[j] *= factor;
-        return;
-    }
-    for (int64_t j = i * cols; j < (i + 1) * cols; ++j) {
-        store_number<T>(data, dtype, j, load_number<T>(data, dtype, j) * factor);
-    }
-}
-
-// Set what the caller keeps of a row.
-template <class T>
-void finish_row(const Problem& p, const Head& head, const RowArrays& rows, int64_t i) {
-    const Row<T> row(as<T>(head.row_stats) + i * kRowStats, p.full_statistics, as<T>(rows.sink));
-    if (rows.sink != nullptr) scale_row<T>(head.out, p.value_dtype, i, p.value_dim, row.share());
-    if (rows.row_max != nullptr) as<T>(rows.row_max)[i] = row.row_max;
-    if (rows.log_denom != nullptr) as<T>(rows.log_denom)[i] = row.log_denom;
-    for (int which = 0; which < kStatistics; ++which) {
-        if (rows.statistics[which] == nullptr) continue;
-        as<T>(rows.statistics[which])[i] = row.statistic(static_cast<Statistic>(which));
-    }
 }
 
 // Set log_denom (+inf where the row is fully masked, so that its weights are 0) and delta of a row, as the kernels read
@@ -215,7 +106,7 @@ void run_forward_typed(const Kernels& kernels, Problem& p, const std::vector<Row
     kernels.forward(p, threads);
     if (rows.empty()) return;
     for_each_row_block(p, threads, [&](size_t h, int64_t first, int64_t last) {
-        for (int64_t i = first; i < last; ++i) finish_row<T>(p, p.heads[h], rows[h], i);
+        kernels.finish_rows(p, p.heads[h], rows[h], first, last);
     });
 }
 

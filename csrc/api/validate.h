@@ -33,33 +33,6 @@ struct BackwardArrays {
     Array grad_scales;
 };
 
-// Statistics of a row; kForwardArrays ends with them, in this order.
-enum Statistic {
-    kMaxScore,
-    kMeanScore,
-    kVarScore,
-    kEntropy,
-    kMaxWeight,
-    kSumSqWeights,
-    kSumWeights,
-    kLogSumExp,
-    kStatistics
-};
-
-// The arrays of a head's rows that the kernels do not know: the sink, and what a forward's row statistics become.
-struct RowArrays {
-    const char* sink = nullptr;
-    char* row_max = nullptr;  // query_len each, in the sum type
-    char* log_denom = nullptr;
-    char* statistics[kStatistics] = {};  // forward only
-
-    // Backward only.
-    Matrix out;
-    const char* attention_weights = nullptr;
-    const char* grad_log_sum_exp = nullptr;
-    char* grad_sink = nullptr;
-};
-
 // What the elements of an array are; the problem knows their dtypes.
 enum class Element { score, value, grad, bias, sum, byte, index };
 

@@ -174,21 +174,9 @@ class ForwardTask {
     T *step_scores_, *step_weights_;  // of one step: the weights of the last are used before those of the next are made
 };
 
-// Normalise and store the output of a row, its statistics, and its row of the matrix.
+// Normalise and store the output of a row.
 template <class T>
-void store_row(const Problem& problem, const Head& head, int64_t row, const RowState<T>& state, T* out) {
-    if (problem.matrix != MatrixOutput::none) finish_matrix_row(problem, head, row, state);
-    T* stats = as<T>(head.row_stats) + row * kRowStats;
-    stats[kStatMax] = state.max;
-    stats[kStatDenom] = state.denom;
-    if (problem.full_statistics) {
-        stats[kStatSumExpLogit] = state.sum_exp_logit;
-        stats[kStatSumSquares] = state.squares;
-        stats[kStatCount] = state.count;
-        stats[kStatMean] = state.base + state.mean;
-        stats[kStatDeviation] = state.deviation;
-    }
-    const T scale = state.denom == 0 ? T(1) : state.out_scale / state.denom;
+void store_row(const Problem& problem, const Head& head, int64_t row, T scale, T* out) {
     const int64_t size = attnscore::size_of(problem.value_dtype), width = problem.value_dim;
     char* stored = head.out + row * width * size;
     if (row + kPrefetchRows < problem.query_len) prefetch<1>(stored + kPrefetchRows * width * size, width * size);
@@ -197,6 +185,39 @@ void store_row(const Problem& problem, const Head& head, int64_t row, const RowS
     } else if constexpr (sizeof(T) == 4) {
         for (int64_t j = 0; j < width; j++) out[j] *= scale;
         narrow_row(as<uint16_t>(stored), out, problem.value_dtype, width);
+    }
+}
+
+// Normalise and store the outputs of rows, their statistics, and their rows of the matrix. `at` is where rows belong:
+// at(i) gives the head of row i, and its number there.
+template <class T, class At>
+void store_rows(const Problem& problem, int64_t size, const RowStates<T>& states, T* out, const At& at) {
+    const std::pair<const Head*, int64_t> first = at(0), last = at(size - 1);
+    const auto keep = [&](RowStat which, V<T> x) {
+        if (first.first == last.first) {
+            T* to = as<T>(first.first->row_stats) + which * problem.query_len + first.second;
+            return store_first(to, size, x);
+        }
+        for (int i = 0; i < size; i++) {
+            const auto [head, row] = at(i);
+            as<T>(head->row_stats)[which * problem.query_len + row] = x[i];
+        }
+    };
+    keep(kStatMax, states.max);
+    keep(kStatDenom, states.denom);
+    if (problem.full_statistics) {
+        keep(kStatSumExpLogit, states.sum_exp_logit);
+        keep(kStatSumSquares, states.squares);
+        keep(kStatCount, states.count);
+        keep(kStatMean, states.base + states.mean);
+        keep(kStatDeviation, states.deviation);
+    }
+    const V<T> scale = select<T>(states.denom == 0, splat(T(1)), states.out_scale / states.denom);
+    const int64_t width = row_width<T>(problem);
+    for (int i = 0; i < size; i++) {
+        const auto [head, row] = at(i);
+        if (problem.matrix != MatrixOutput::none) finish_matrix_row(problem, *head, row, states[i]);
+        store_row(problem, *head, row, scale[i], out + i * width);
     }
 }
 
@@ -273,6 +294,7 @@ template <class T>
 void merge_ranges(const Problem& problem, const ForwardTasks::QueryRows& rows, RangeResult<T>* results,
                   int64_t ranges) {
     const int64_t width = row_width<T>(problem);
+    RowStates<T> states{};
     for (int64_t i = 0; i < rows.count; i++) {
         RowState<T> whole = results[0].states[i];
         T* out = results[0].out.data() + i * width;
@@ -291,8 +313,14 @@ void merge_ranges(const Problem& problem, const ForwardTasks::QueryRows& rows, R
             whole.max = maximum, whole.out_scale = 1;
             whole.merge_moments(part.count, part.base, part.mean, part.deviation);
         }
-        const Head& head = problem.heads[(*rows.heads)[(rows.first + i) / problem.query_len]];
-        store_row(problem, head, (rows.first + i) % problem.query_len, whole, out);
+        const int lane = static_cast<int>(i % Vector<T>::lanes);
+        states.set(lane, whole);
+        if (lane + 1 < Vector<T>::lanes && i + 1 < rows.count) continue;
+        const int64_t first = rows.first + i - lane;
+        store_rows(problem, lane + 1, states, out - lane * width, [&](int64_t j) {
+            const Head& head = problem.heads[(*rows.heads)[(first + j) / problem.query_len]];
+            return std::pair(&head, (first + j) % problem.query_len);
+        });
     }
 }
 
@@ -318,12 +346,16 @@ void forward_typed(const Problem& problem, Threads threads) {
         ForwardTask<T>(arena, problem, queries, tiles, softmax)
             .run(tasks.range(queries.keys(problem.key_len), task % ranges));
         if (ranges == 1) {
-            for (int64_t i = 0; i < queries.count; i++)
-                store_row(problem, *queries.head[i], queries.row[i], softmax.state(i), softmax.out + i * softmax.width);
+            softmax.for_each_states([&](int64_t first, int64_t size, const RowStates<T>& states) {
+                store_rows(problem, size, states, softmax.out + first * softmax.width,
+                           [&](int64_t i) { return std::pair(queries.head[first + i], queries.row[first + i]); });
+            });
             return;
         }
         RangeResult<T>& result = results[task];
-        for (int64_t i = 0; i < queries.count; i++) result.states.push_back(softmax.state(i));
+        softmax.for_each_states([&](int64_t, int64_t size, const RowStates<T>& states) {
+            for (int i = 0; i < size; i++) result.states.push_back(states[i]);
+        });
         result.out.assign(softmax.out, softmax.out + queries.count * softmax.width);
     });
     if (ranges > 1)

@@ -28,7 +28,11 @@ struct RowState {
         }
         const T all = count + other_count, gap = (other_base - base) + (other_mean - mean);
         deviation += other_deviation + gap * gap * count * (other_count / all);
-        mean += gap * (other_count / all);
+        // Relative to the base that is nearer to its mean, which keeps more digits.
+        if (std::abs(other_mean) < std::abs(mean))
+            base = other_base, mean = other_mean - gap * (count / all);
+        else
+            mean += gap * (other_count / all);
         count = all;
     }
 };
@@ -45,6 +49,21 @@ inline T rescale_factor(T old_max, T to) {
     return old_max == -std::numeric_limits<T>::infinity() ? T(0) : exp_scalar<T>(old_max - to);
 }
 
+// The states of consecutive rows, one in each lane.
+template <class T>
+struct RowStates {
+    V<T> max, denom, sum_exp_logit, squares, out_scale, count, base, mean, deviation;
+
+    RowState<T> operator[](int i) const {
+        return {max[i], denom[i], sum_exp_logit[i], squares[i], out_scale[i], count[i], base[i], mean[i], deviation[i]};
+    }
+    void set(int i, const RowState<T>& row) {
+        max[i] = row.max, denom[i] = row.denom, sum_exp_logit[i] = row.sum_exp_logit, squares[i] = row.squares;
+        out_scale[i] = row.out_scale;
+        count[i] = row.count, base[i] = row.base, mean[i] = row.mean, deviation[i] = row.deviation;
+    }
+};
+
 // The states of the rows of a query tile.
 template <class T>
 struct OnlineSoftmax {
@@ -55,23 +74,28 @@ struct OnlineSoftmax {
     T *lazy_max, *denom, *out;
     T *row_max = nullptr, *sum_exp_logit = nullptr, *squares = nullptr;
     // Moments of the scores. `shifted` and `shifted_squares`, by lanes: sums of (s - base) and of its square over the
-    // last full tiles, whose number is `full`. `merged`: the moments of all other tiles.
-    T *shifted = nullptr, *shifted_squares = nullptr, *base = nullptr, *full = nullptr;
+    // last `count` scores. The base is the mean of `base_count` of them. `merged`: the moments of all scores before.
+    T *shifted = nullptr, *shifted_squares = nullptr, *base = nullptr, *base_count = nullptr, *count = nullptr;
     RowState<T>* merged = nullptr;
-    int64_t width;
+    bool has_merged = false;  // otherwise `merged` is not initialised
+    int64_t rows, width;
+    int64_t started = 0;  // no row from here on has been updated
 
-    OnlineSoftmax(Arena& arena, const Problem& problem, int64_t count) : width(row_width<T>(problem)) {
-        lazy_max = filled(arena, count, kUnset);
-        denom = filled(arena, count * L, T(0));
-        out = filled(arena, count * width, T(0));
+    OnlineSoftmax(Arena& arena, const Problem& problem, int64_t row_count)
+        : rows(row_count), width(row_width<T>(problem)) {
+        // Whole vectors of rows, which `states` reads, except that one row is read alone.
+        const int64_t whole = padded(rows, L), all = rows == 1 ? 1 : whole;
+        lazy_max = filled(arena, whole, kUnset);
+        out = filled(arena, rows * width, T(0));
+        T** const sums[] = {&denom, &sum_exp_logit, &squares, &shifted, &shifted_squares};
+        const int64_t count_of_sums = problem.full_statistics ? std::size(sums) : 1;
+        T* zeros = filled(arena, count_of_sums * all * L, T(0));
+        for (int64_t i = 0; i < count_of_sums; i++) *sums[i] = zeros + i * all * L;
         if (problem.exact_row_max || problem.full_statistics)
-            row_max = filled(arena, count * L, -std::numeric_limits<T>::infinity());
+            row_max = filled(arena, all * L, -std::numeric_limits<T>::infinity());
         if (!problem.full_statistics) return;
-        for (T** x : {&sum_exp_logit, &squares, &shifted, &shifted_squares}) *x = filled(arena, count * L, T(0));
-        base = filled(arena, count, T(0));
-        full = filled(arena, count, T(0));
-        merged = arena.take<RowState<T>>(count);
-        std::fill(merged, merged + count, RowState<T>{});
+        for (T** x : {&base, &base_count, &count}) *x = filled(arena, whole, T(0));
+        merged = arena.take<RowState<T>>(rows);
     }
 
     // Compute the weights of the scores of a tile, and update the sums of their rows, dropped weights included. `keep`
@@ -80,6 +104,10 @@ struct OnlineSoftmax {
                 const uint64_t* keep, T factor) {
         // Exponentials take most of the time of a short row, which is common (a sequence of a few words).
         dispatch_width<T>(key_count, [&](auto vectors) {
+            if (first >= started) {
+                started = first + size;
+                if (size > 1) start_rows<vectors>(first, size, s, bits);
+            }
             const auto rows = [&](auto statistics, auto drops) {
                 update_rows<vectors, statistics, drops>(first, size, weights, s, bits, keep, factor);
             };
@@ -92,28 +120,24 @@ struct OnlineSoftmax {
         });
     }
 
-    // The state of a row, relative to its maximum if that is known, otherwise to its lazy maximum.
-    RowState<T> state(int64_t i) const {
-        RowState<T> found;
-        const T sum = reduce_sum<T>(load(denom + i * L));
-        constexpr T infinity = std::numeric_limits<T>::infinity();
-        if (row_max)
-            found.max = reduce_max<T>(load(row_max + i * L));
-        else if (lazy_max[i] != kUnset || sum != 0)
-            found.max = lazy_max[i];
-        if (sum != sum && found.max != infinity) found.max = sum;  // an unmasked NaN
-        found.denom = sum;
-        if (!row_max) return found;
-        const T rise = found.max == -infinity ? T(0) : found.max - lazy_max[i];
-        found.out_scale = exp_scalar<T>(-rise);
-        found.denom *= found.out_scale;
-        if (!sum_exp_logit) return found;
-        found.sum_exp_logit = (reduce_sum<T>(load(sum_exp_logit + i * L)) - rise * sum) * found.out_scale;
-        found.squares = reduce_sum<T>(load(squares + i * L)) * (found.out_scale * found.out_scale);
-        const RowState<T>& rest = merged[i];
-        found.merge_moments(rest.count, rest.base, rest.mean, rest.deviation);
-        merge_full_tiles(found, i);
-        return found;
+    // Call f(first, size, states) for the rows, as many at a time as a vector has lanes: their states relative to their
+    // maxima if those are known, otherwise to their lazy maxima.
+    template <class F>
+    void for_each_states(const F& f) const {
+        for (int64_t first = 0; first < rows; first += L) {
+            const int64_t size = std::min<int64_t>(L, rows - first);
+            RowStates<T> found = states(first);
+            if (has_merged)
+                for (int i = 0; i < size; i++) {
+                    const RowState<T> last = found[i];
+                    RowState<T> all = last, &before = merged[first + i];
+                    all.count = before.count, all.base = before.base, all.mean = before.mean;
+                    all.deviation = before.deviation;
+                    all.merge_moments(last.count, last.base, last.mean, last.deviation);
+                    found.set(i, all);
+                }
+            f(first, size, found);
+        }
     }
 
    private:
@@ -121,6 +145,80 @@ struct OnlineSoftmax {
         T* x = arena.take<T>(count);
         std::fill_n(x, count, with);
         return x;
+    }
+
+    // Lane i becomes the lanes of row first + i, combined by op.
+    template <class F>
+    V<T> reduce_rows(const T* x, int64_t first, const F& op) const {
+        if (rows == 1) return splat(reduce<T>(load(x), op));
+        V<T> v[L];
+#pragma GCC unroll 16
+        for (int i = 0; i < L; i++) v[i] = load(x + (first + i) * L);
+        return reduce_each<T>(v, op);
+    }
+    V<T> sum_rows(const T* x, int64_t first) const {
+        return reduce_rows(x, first, [](V<T> a, V<T> b) { return a + b; });
+    }
+
+    // The states of as many rows as a vector has lanes, without the moments in `merged`.
+    RowStates<T> states(int64_t first) const {
+        constexpr T infinity = std::numeric_limits<T>::infinity();
+        const V<T> lazy = load(lazy_max + first), sum = sum_rows(denom, first);
+        RowStates<T> found;
+        // Vector by vector: clearing the whole struct takes a few rows longer than what they need of it.
+        found.sum_exp_logit = found.squares = found.count = found.base = found.mean = found.deviation = V<T>{};
+        found.max = row_max ? reduce_rows(row_max, first, fast_max<T>)
+                            : select<T>((lazy != kUnset) | (sum != 0), lazy, splat(-infinity));
+        found.max = select<T>((sum != sum) & (found.max != infinity), sum, found.max);  // an unmasked NaN
+        found.denom = sum;
+        found.out_scale = splat(T(1));
+        if (!row_max) return found;
+        const V<T> rise = select<T>(found.max == -infinity, V<T>{}, found.max - lazy);
+        found.out_scale = exp_of<T>(-rise);
+        found.denom *= found.out_scale;
+        if (!sum_exp_logit) return found;
+        found.sum_exp_logit = (sum_rows(sum_exp_logit, first) - rise * sum) * found.out_scale;
+        found.squares = sum_rows(squares, first) * (found.out_scale * found.out_scale);
+        found.count = load(count + first);
+        found.base = load(base + first);
+        set_moments(found, sum_rows(shifted, first), sum_rows(shifted_squares, first));
+        return found;
+    }
+
+    // Set the moments of scores from the sums of their differences from the base.
+    template <class State, class Number>
+    static void set_moments(State& state, Number sum, Number square) {
+        state.mean = sum / (state.count == 0 ? state.count + 1 : state.count);
+        const Number deviation = square - sum * state.mean;
+        // Rounding may leave less than 0; NaN stays.
+        state.deviation = deviation < 0 ? Number{} : deviation;
+    }
+
+    // Set the lazy maxima of rows before their first tile, and the bases of their moments: row by row, each would wait
+    // for its reductions (a tenth of a tiny call's time).
+    template <int W>
+    __attribute__((noinline)) void start_rows(int64_t first, int64_t size, const T* s, const uint64_t* bits) {
+        for (const int64_t last = first + size; first < last; first += L, s += L * kTileKeys, bits += L) {
+            const auto count_of_rows = static_cast<int>(std::min<int64_t>(L, last - first));
+            // The last row stands for those behind it.
+            const auto row = [&](int i) { return std::min(i, count_of_rows - 1); };
+            V<T> v[L];
+            for (int i = 0; i < L; i++) {
+                v[i] = load(s + row(i) * kTileKeys);
+                for (int j = 1; j < W; j++) v[i] = fast_max<T>(v[i], load(s + row(i) * kTileKeys + j * L));
+            }
+            const V<T> maximum = reduce_each<T>(v, fast_max<T>), lazy = fast_max<T>(maximum, splat(kUnset));
+            store_first(lazy_max + first, count_of_rows, lazy);
+            if (!shifted) continue;
+            T counts[L];
+            for (int i = 0; i < L; i++) {
+                v[i] = sum_from<W>(s + row(i) * kTileKeys, bits[row(i)], lazy[i]);
+                counts[i] = static_cast<T>(__builtin_popcountll(bits[row(i)]));
+            }
+            const V<T> own = load(counts), mean = lazy + reduce_sums<T>(v) / fast_max<T>(own, splat(T(1)));
+            store_first(base + first, count_of_rows, base_near(mean));
+            store_first(base_count + first, count_of_rows, own);
+        }
     }
 
     // Update `size` rows whose keys take W vectors. Not inlined: with several variants in one function GCC keeps
@@ -189,63 +287,66 @@ struct OnlineSoftmax {
     // Update the moments of a row with the scores of a tile.
     template <int W>
     void update_moments(int64_t i, const T* s, uint64_t bits) {
-        if (bits == kAll) {
-            if (full[i] == 0) {
-                // An unmasked infinity propagates through the sums, not through the base.
-                const T mean = mean_of<W>(s);
-                base[i] = std::isfinite(mean) ? mean : T(0);
-            }
-            const T from = base[i];
-            V<T> sum = load(shifted + i * L), square = load(shifted_squares + i * L);
+        if (!bits) return;
+        const T own = static_cast<T>(__builtin_popcountll(bits));
+        if (own > kBaseGrowth * base_count[i]) set_base<W>(i, s, bits, own);
+        const T from = base[i];
+        V<T> sum = load(shifted + i * L), square = load(shifted_squares + i * L);
+        const auto add = [&](auto select_of) {
 #pragma GCC unroll 16
             for (int j = 0; j < W; j++) {
-                const V<T> x = load(s + j * L) - from;
+                const V<T> x = select_of(j, load(s + j * L) - from);
                 sum += x;
                 square += x * x;
             }
-            store(shifted + i * L, sum);
-            store(shifted_squares + i * L, square);
-            full[i] += 1;
-            if (full[i] == kTilesPerBase) flush_full_tiles(i);
-        } else if (bits) {
-            const T count = static_cast<T>(__builtin_popcountll(bits));
-            V<T> sum{}, square{};
-            for (int j = 0; j < W; j++) sum += select_bits<T>(bits, j, load(s + j * L) - lazy_max[i], V<T>{});
-            const T own = reduce_sum<T>(sum) / count;
-            for (int j = 0; j < W; j++) {
-                const V<T> rest = select_bits<T>(bits, j, load(s + j * L) - lazy_max[i] - own, V<T>{});
-                square += rest * rest;
-            }
-            merged[i].merge_moments(count, lazy_max[i], own, reduce_sum<T>(square));
-        }
+        };
+        if (bits == kAll)
+            add([](int, V<T> x) { return x; });
+        else
+            add([bits](int j, V<T> x) { return select_bits<T>(bits, j, x, V<T>{}); });
+        store(shifted + i * L, sum);
+        store(shifted_squares + i * L, square);
+        count[i] += own;
+        if (count[i] >= kMostPerBase) merge_last(i);
     }
 
-    // The mean of a full tile, near which the scores of the next tiles are summed.
+    // Let the mean of the unmasked scores of a tile, `own` of them, be the base of a row.
     template <int W>
-    __attribute__((noinline)) static T mean_of(const T* s) {
+    __attribute__((noinline)) void set_base(int64_t i, const T* s, uint64_t bits, T own) {
+        if (count[i] != 0) merge_last(i);
+        base[i] = base_near(splat(lazy_max[i] + reduce_sum<T>(sum_from<W>(s, bits, lazy_max[i])) / own))[0];
+        base_count[i] = own;
+    }
+
+    // The sums of the differences of the unmasked scores of a tile from a number, by lanes.
+    template <int W>
+    static V<T> sum_from(const T* s, uint64_t bits, T near) {
         V<T> sum{};
-        for (int j = 0; j < W; j++) sum += load(s + j * L) - s[0];
-        return s[0] + reduce_sum<T>(sum) / (W * L);
+        for (int j = 0; j < W; j++) sum += select_bits<T>(bits, j, load(s + j * L) - near, V<T>{});
+        return sum;
     }
 
-    // Full tiles that share a base, the mean of the first of them: sums stay short.
-    static constexpr T kTilesPerBase = 32;
-
-    // Merge the moments of the last full tiles into a state.
-    void merge_full_tiles(RowState<T>& to, int64_t i) const {
-        const T count = full[i] * kTileKeys;
-        if (count == 0) return;
-        const T sum = reduce_sum<T>(load(shifted + i * L)), mean = sum / count;
-        const T deviation = reduce_sum<T>(load(shifted_squares + i * L)) - sum * mean;
-        // Rounding may leave less than 0; NaN stays.
-        to.merge_moments(count, base[i], mean, deviation < T(0) ? T(0) : deviation);
+    // A base at the mean of some scores. An unmasked infinity propagates through the sums, not through the base.
+    static V<T> base_near(V<T> mean) {
+        return select<T>(abs_of<T>(mean) < std::numeric_limits<T>::max(), mean, V<T>{});
     }
 
-    // Merge the last full tiles, and start a new base.
-    __attribute__((noinline)) void flush_full_tiles(int64_t i) {
-        merge_full_tiles(merged[i], i);
+    // Scores that share a base: sums stay short.
+    static constexpr T kMostPerBase = 32 * kTileKeys;
+    // A tile with more than so many times the scores of which the base is the mean gets a base of its own: the mean of
+    // a few may be far from that of many, whose sums would lose digits.
+    static constexpr T kBaseGrowth = 4;
+
+    // Merge the moments of the last scores, and let the next tile start a new base.
+    __attribute__((noinline)) void merge_last(int64_t i) {
+        if (!has_merged) std::fill_n(merged, rows, RowState<T>{});
+        has_merged = true;
+        RowState<T> last;
+        last.count = count[i], last.base = base[i];
+        set_moments(last, reduce_sum<T>(load(shifted + i * L)), reduce_sum<T>(load(shifted_squares + i * L)));
+        merged[i].merge_moments(last.count, last.base, last.mean, last.deviation);
         store(shifted + i * L, V<T>{});
         store(shifted_squares + i * L, V<T>{});
-        full[i] = 0;
+        count[i] = base_count[i] = 0;
     }
 };

@@ -156,19 +156,23 @@ inline T reduce_nan_max(V<T> v) {
     return reduce<T>(v, nan_max<T>);
 }
 
-// Lane i becomes the sum of vector i. Adding halves of two vectors at a time takes a third of the steps that a sum of
-// each takes.
-template <class T, int s = Vector<T>::lanes / 2>
-inline V<T> reduce_sums(V<T>* v) {
+// Lane i becomes the lanes of vector i, combined by op in the order of `reduce`. Combining halves of two vectors at a
+// time takes a third of the steps that reducing each takes.
+template <class T, int s = Vector<T>::lanes / 2, class F>
+inline V<T> reduce_each(V<T>* v, F op) {
     constexpr int L = Vector<T>::lanes;
     constexpr auto own = [](int p) { return (p & s) ? L + p : p; };
     constexpr auto other = [](int p) { return (p & s) ? L + p - s : p + s; };
 #pragma GCC unroll 8
-    for (int i = 0; i < s; i++) v[i] = shuffle<T>(v[i], v[i + s], own) + shuffle<T>(v[i], v[i + s], other);
+    for (int i = 0; i < s; i++) v[i] = op(shuffle<T>(v[i], v[i + s], own), shuffle<T>(v[i], v[i + s], other));
     if constexpr (s > 1)
-        return reduce_sums<T, s / 2>(v);
+        return reduce_each<T, s / 2>(v, op);
     else
         return v[0];
+}
+template <class T>
+inline V<T> reduce_sums(V<T>* v) {
+    return reduce_each<T>(v, [](V<T> a, V<T> b) { return a + b; });
 }
 
 // The larger of two; b where either is NaN. One instruction, where GCC makes two of `select`.
@@ -439,4 +443,36 @@ inline V<T> exp2_of(V<T> t) {
 template <class T>
 inline T exp_scalar(T x) {
     return exp_of<T>(splat(x))[0];
+}
+
+// log(x) of 0, of normal numbers, and of infinity; NaN stays NaN.
+template <class T>
+inline V<T> log_of(V<T> x) {
+    if constexpr (sizeof(T) == 4) {
+        // x = 2^n (1 + f) with 1 + f between the roots of 1/2 and 2; log(1 + f) by the polynomial of Cephes.
+        constexpr int root_half = 0x3F3504F3;
+        M<float> bits;
+        std::memcpy(&bits, &x, sizeof x);
+        const M<float> power = (bits - root_half) >> Exp<float>::shift;
+        bits -= power << Exp<float>::shift;
+        V<float> f;
+        std::memcpy(&f, &bits, sizeof bits);
+        f -= 1.0f;
+        const V<float> n = __builtin_convertvector(power, V<float>), square = f * f;
+        V<float> q = 7.0376836292e-2f * f - 1.1514610310e-1f;
+        q = q * f + 1.1676998740e-1f;
+        q = q * f - 1.2420140846e-1f;
+        q = q * f + 1.4249322787e-1f;
+        q = q * f - 1.6668057665e-1f;
+        q = q * f + 2.0000714765e-1f;
+        q = q * f - 2.4999993993e-1f;
+        q = q * f + 3.3333331174e-1f;
+        const V<float> low = (q * f * square + n * Exp<float>::ln2_low) - 0.5f * square;
+        constexpr float infinity = std::numeric_limits<float>::infinity();
+        const V<float> found = (f + low) + n * Exp<float>::ln2_high;
+        return select<float>(x == 0, splat(-infinity), select<float>(x < infinity, found, x));
+    } else {
+        for (int i = 0; i < Vector<T>::lanes; i++) x[i] = std::log(x[i]);
+        return x;
+    }
 }

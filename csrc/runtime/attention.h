@@ -78,7 +78,7 @@ struct Head {
     const char* scale = nullptr;  // distance: a number of the sum type, times the problem's scale; null: 1
     int64_t index = 0;            // among the matrices of the call: dropout counts rows through all of them
     char* out = nullptr;          // query_len x value_dim contiguous, in the dtype of value
-    char* row_stats = nullptr;    // query_len x kRowStats, in the sum type
+    char* row_stats = nullptr;    // kRowStats x query_len, in the sum type
     // Additive: the scores before biases and caps, query_len x key_len contiguous, in the sum type, except in key tiles
     // that the intervals mask for a whole micro-panel. The forward writes them and the backward reads them. Null: the
     // backward computes them again.
@@ -142,6 +142,33 @@ struct Problem {
     std::vector<BiasGroup> bias_groups;
 };
 
+// Statistics of a row; kForwardArrays ends with them, in this order.
+enum Statistic {
+    kMaxScore,
+    kMeanScore,
+    kVarScore,
+    kEntropy,
+    kMaxWeight,
+    kSumSqWeights,
+    kSumWeights,
+    kLogSumExp,
+    kStatistics
+};
+
+// The arrays of a head's rows that `forward` and `backward` do not know: the sink, and what row statistics become.
+struct RowArrays {
+    const char* sink = nullptr;
+    char* row_max = nullptr;  // query_len each, in the sum type
+    char* log_denom = nullptr;
+    char* statistics[kStatistics] = {};  // forward only
+
+    // Backward only.
+    Matrix out;
+    const char* attention_weights = nullptr;
+    const char* grad_log_sum_exp = nullptr;
+    char* grad_sink = nullptr;
+};
+
 // The threads of a call: those of the pool, or with `openmp` those of the runtime of `use_openmp`.
 struct Threads {
     Threads(int most = 1, bool of_openmp = false) : count(most), openmp(of_openmp) {}
@@ -160,6 +187,9 @@ struct Kernels {
     const char* name;
     void (*forward)(const Problem&, Threads threads);
     void (*backward)(const Problem&, Threads threads);
+    // After a forward: set what the caller keeps of the rows [first, last) of a head. `log_denom` is
+    // log sum exp(s - row_max) with the sink among the s, and `out` is scaled by the keys' share of the weights.
+    void (*finish_rows)(const Problem&, const Head&, const RowArrays&, int64_t first, int64_t last) = nullptr;
 };
 
 // The targets that this CPU can run, best first ("avx512bf16", "avx512", "avx2", "portable"; on Arm "neon_bf16",

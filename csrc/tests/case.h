@@ -40,7 +40,7 @@ struct Case : Drawn {
             static constexpr const char* names[] = {"max",   "total", "sum_exp_logit", "squares",
                                                     "count", "mean",  "deviations"};
             for (int i = problem.exact_row_max ? 0 : 2; i < kRowStats; ++i) {
-                results.push_back({names[i], sum, rows, kRowStats, head.row_stats + i * size_of(sum)});
+                results.push_back({names[i], sum, rows, 1, head.row_stats + i * rows * size_of(sum)});
             }
         }
         kernels.forward(problem, threads);
@@ -80,14 +80,17 @@ struct Case : Drawn {
         return results;
     }
 
+    double row_stat(const Head& head, RowStat which, int64_t row) const {
+        return number(head.row_stats + (which * problem.query_len + row) * size_of(sum), sum);
+    }
+
     // Where no exact_row_max are wanted a kernel chooses the score that its sums are taken against: log-sum-exp is the
     // same for all, and a weight is between 0 and 256 (with a rounding's room).
     void add_log_sum_exp(std::vector<Result>& results, const Head& head) {
         const int64_t size = size_of(sum), rows = problem.query_len;
         char* log_sum_exp = memory.filled(rows, sum, 0, 1);
         for (int64_t i = 0; i < rows; ++i) {
-            const char* numbers = head.row_stats + i * kRowStats * size;
-            const double row_max = number(numbers, sum), total = number(numbers + size, sum);
+            const double row_max = row_stat(head, kStatMax, i), total = row_stat(head, kStatDenom, i);
             const bool chosen_well = !std::isfinite(row_max) || (total > 0.9 && total < 257.0 * problem.key_len);
             put(log_sum_exp + i * size, sum, chosen_well ? row_max + std::log(total) : 1e30);
         }
@@ -110,8 +113,7 @@ struct Case : Drawn {
             head.delta = column();
             if (tilted) head.entropy = column(), head.grad_entropy = column();
             for (int64_t i = 0; i < n; ++i) {
-                const char* numbers = head.row_stats + i * kRowStats * size;
-                const double largest = number(numbers, sum), all = number(numbers + size, sum);
+                const double largest = row_stat(head, kStatMax, i), all = row_stat(head, kStatDenom, i);
                 const bool empty = all == 0 && !sinks;
                 const double highest = empty ? 0 : std::isnan(largest) ? largest : std::max(largest, sink);
                 const double whole = all * std::exp(largest - highest) + std::exp(sink - highest);

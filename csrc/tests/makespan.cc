@@ -156,8 +156,8 @@ void run(const Kernels& kernels, bool is_additive, int64_t heads, int64_t length
     for (Head& head : p.heads) {
         char *row_max = buffers.make(length, false), *log_denom = buffers.make(length, false);
         for (int64_t i = 0; i < length; ++i) {
-            as<float>(row_max)[i] = as<float>(head.row_stats)[i * kRowStats + kStatMax];
-            as<float>(log_denom)[i] = std::log(as<float>(head.row_stats)[i * kRowStats + kStatDenom]);
+            as<float>(row_max)[i] = as<float>(head.row_stats)[kStatMax * length + i];
+            as<float>(log_denom)[i] = std::log(as<float>(head.row_stats)[kStatDenom * length + i]);
         }
         head.row_max = row_max, head.log_denom = log_denom;
     }

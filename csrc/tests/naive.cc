@@ -167,7 +167,7 @@ void forward_row(const Reader& r, int64_t i) {
     }
     const int written = p.full_statistics ? kRowStats : 2;
     for (int n = 0; n < written; ++n) {
-        put(h.row_stats + (i * kRowStats + n) * size_of(r.sum), r.sum, stats[n]);
+        put(h.row_stats + (n * p.query_len + i) * size_of(r.sum), r.sum, stats[n]);
     }
 }
 

@@ -414,7 +414,7 @@ FAULTS = [
     ),
     Fault(
         "plan-log-sum-exp-without-maximum",
-        "csrc/api/row_finish.cc",
+        "csrc/kernels/row_finish-inl.h",
         "row_max + log_denom",
         "log_denom + log_denom",
         "tests/test_plan.py -k 'hit or alone'",
