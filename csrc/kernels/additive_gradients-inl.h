@@ -4,11 +4,7 @@
 template <class T>
 class AdditiveGradients {
     static constexpr int L = Vector<T>::lanes;
-#if defined(__AVX512F__)
     static constexpr int kGradRows = 4;
-#else
-    static constexpr int kGradRows = 2;
-#endif
     using Form = Additive<T>;
     using Query = typename Form::Query;
     using Keys = typename Form::Keys;
@@ -31,17 +27,14 @@ class AdditiveGradients {
             });
         if (way == AdditiveAlgorithm::tanh_addition) {
             const T* t = keys.row_tanhs;
-            return ratio_gradients<RatioForm::tanh, true>(args, query.tanhs, query.tanhs, t, t);
+            return ratio_gradients<RatioForm::tanh>(args, query.tanhs, query.tanhs, t, t, true);
         }
         const T *ea = query.exps, *eb = keys.row_exps;
+        const bool in_range = way == AdditiveAlgorithm::shared_division;
         if (form_.activation == Activation::silu)
-            way != AdditiveAlgorithm::single_division
-                ? ratio_gradients<RatioForm::silu, true>(args, ea, query.rows, eb, b)
-                : ratio_gradients<RatioForm::silu, false>(args, ea, query.rows, eb, b);
+            ratio_gradients<RatioForm::silu>(args, ea, query.rows, eb, b, in_range);
         else
-            way != AdditiveAlgorithm::single_division
-                ? ratio_gradients<RatioForm::reciprocal, true>(args, ea, nullptr, eb, nullptr)
-                : ratio_gradients<RatioForm::reciprocal, false>(args, ea, nullptr, eb, nullptr);
+            ratio_gradients<RatioForm::reciprocal>(args, ea, nullptr, eb, nullptr, in_range);
     }
 
    private:
@@ -115,16 +108,25 @@ class AdditiveGradients {
         }
     }
 
-    template <bool Pair>
-    __attribute__((always_inline)) static inline void reciprocals(V<T> x1, V<T> x2, V<T>& r1, V<T>& r2) {
-        // Where a division is expensive an estimate is not, and needs no range: 7% faster than sharing on Zen 5.
-        if constexpr (Pair && !kEstimates<T>) {
-            const V<T> inverse = T(1) / (x1 * x2);
-            r1 = inverse * x2;
-            r2 = inverse * x1;
+    // How 1 / (1 + A B) of the rows of a micro-tile is found, one key at a time. Where divisions are cheap, three of
+    // four rows divide and one estimates, which keeps the divider and the multiply-adds busy alike. Elsewhere all
+    // estimate, or without estimates two share a division, where the range allows.
+    enum class Inversion { mixed, shared, single };
+
+    template <Inversion how, int R>
+    __attribute__((always_inline)) static inline void invert(V<T> (&x)[R]) {
+        if constexpr (how == Inversion::shared && !kEstimates<T> && R % 2 == 0) {
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r += 2) {
+                const V<T> inverse = T(1) / (x[r] * x[r + 1]), other = inverse * x[r];
+                x[r] = inverse * x[r + 1];
+                x[r + 1] = other;
+            }
         } else {
-            r1 = reciprocal<T>(x1);
-            r2 = reciprocal<T>(x2);
+            constexpr bool divides = how == Inversion::mixed || !kEstimates<T>;
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++)
+                x[r] = divides && (how != Inversion::mixed || r > 0) ? T(1) / x[r] : reciprocal<T>(x[r]);
         }
     }
 
@@ -140,13 +142,13 @@ class AdditiveGradients {
         }
     }
 
-    template <RatioForm rule, bool Pair, int R>
+    template <RatioForm rule, Inversion how, int R>
     __attribute__((noinline)) static void ratio_micro_tile(const Arguments& args, Sums& sums, int64_t i, int64_t p,
                                                            V<T> scale, const T* ea, const T* na, const T* eb,
                                                            const T* nb) {
         constexpr bool Sum = rule != RatioForm::reciprocal;
         const V<T> one = splat(T(1));
-        V<T> a[R], n[R] = {}, row[R] = {}, weight[R] = {};
+        V<T> a[R], n[R] = {}, row[R] = {}, weight{};
         eb += p * kTileKeys;
         if constexpr (Sum) nb += p * kTileKeys;
         for (int r = 0; r < R; r++) {
@@ -154,52 +156,60 @@ class AdditiveGradients {
             if constexpr (Sum) n[r] = load(na + (i + r) * args.width + p);
         }
         const T* ds = args.ds + i * args.lds;
-        // 1 / (1 + A B) of the rows and the keys j and j + 1.
-        const auto invert = [&](int64_t j, V<T>(&inverse)[R][2]) {
-            const V<T> b1 = load(eb + j * L), b2 = load(eb + (j + 1) * L);
+        const auto inverses = [&](int64_t j, V<T>(&x)[R]) {
 #pragma GCC unroll 8
-            for (int r = 0; r < R; r++)
-                reciprocals<Pair>(a[r] * b1 + one, a[r] * b2 + one, inverse[r][0], inverse[r][1]);
+            for (int r = 0; r < R; r++) x[r] = a[r] * load(eb + j * L) + one;
+            invert<how>(x);
         };
-        const auto add = [&](int64_t j, const V<T>(&inverse)[R][2]) {
-            V<T> z[2] = {}, key[2] = {sums.keys[j], sums.keys[j + 1]};
+        const auto add = [&](int64_t j, const V<T>(&inverse)[R]) {
+            V<T> z{}, key = sums.keys[j];
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
-                V<T> dz[2], value[2];
-#pragma GCC unroll 2
-                for (int k = 0; k < 2; k++) {
-                    if constexpr (Sum) z[k] = n[r] + load(nb + (j + k) * L);
-                    ratio_gradient<rule>(splat(ds[r * args.lds + j + k]), inverse[r][k], z[k],
-                                         a[r] * load(eb + (j + k) * L), dz[k], value[k]);
-                    key[k] += dz[k];
-                }
-                row[r] += dz[0] + dz[1];
-                weight[r] += value[0] + value[1];
+                V<T> dz, value;
+                if constexpr (Sum) z = n[r] + load(nb + j * L);
+                ratio_gradient<rule>(splat(ds[r * args.lds + j]), inverse[r], z, a[r] * load(eb + j * L), dz, value);
+                key += dz;
+                row[r] += dz;
+                weight += value;
             }
-            sums.keys[j] = key[0];
-            sums.keys[j + 1] = key[1];
+            sums.keys[j] = key;
         };
-        // Two keys are inverted while the two before are added, which would wait for the division.
-        V<T> inverse[R][2], next[R][2];
-        invert(0, inverse);
-        for (int64_t j = 0; j + 2 < kTileKeys; j += 2) {
-            invert(j + 2, next);
+        // A key is inverted while the one before is added, which would wait for the division.
+        V<T> inverse[R], next[R];
+        inverses(0, inverse);
+#pragma GCC unroll 2
+        for (int64_t j = 0; j + 1 < kTileKeys; j++) {
+            inverses(j + 1, next);
             add(j, inverse);
 #pragma GCC unroll 8
-            for (int r = 0; r < R; r++) inverse[r][0] = next[r][0], inverse[r][1] = next[r][1];
+            for (int r = 0; r < R; r++) inverse[r] = next[r];
         }
-        add(kTileKeys - 2, inverse);
-        add_row_sums<R>(args, sums, i, p, scale, row, weight);
+        add(kTileKeys - 1, inverse);
+        for (int r = 0; r < R; r++) {
+            T* to = args.da + (i + r) * args.lda + p;
+            store(to, fused<T>(scale, row[r], load(to)));
+        }
+        sums.weight += weight;
     }
 
-    template <RatioForm rule, bool Pair>
+    template <RatioForm rule, Inversion how>
     void ratio_gradients(const Arguments& args, const T* ea, const T* na, const T* eb, const T* nb) const {
         const bool is_tanh = rule == RatioForm::reciprocal && form_.activation == Activation::tanh;
         auto block = [&](Sums& sums, int64_t i, int64_t p, bool whole, V<T>, V<T> scale) {
-            whole ? ratio_micro_tile<rule, Pair, kGradRows>(args, sums, i, p, scale, ea, na, eb, nb)
-                  : ratio_micro_tile<rule, Pair, 1>(args, sums, i, p, scale, ea, na, eb, nb);
+            whole ? ratio_micro_tile<rule, how, kGradRows>(args, sums, i, p, scale, ea, na, eb, nb)
+                  : ratio_micro_tile<rule, how, 1>(args, sums, i, p, scale, ea, na, eb, nb);
         };
         for_each_channel(block, args, is_tanh ? T(4) : T(1), is_tanh ? T(1) : T(0), is_tanh ? T(-2) : T(1), false);
+    }
+
+    template <RatioForm rule>
+    void ratio_gradients(const Arguments& args, const T* ea, const T* na, const T* eb, const T* nb,
+                         bool in_range) const {
+        if constexpr (sizeof(T) == 4)
+            if (AdditiveScores<T>::divides_quickly())
+                return ratio_gradients<rule, Inversion::mixed>(args, ea, na, eb, nb);
+        in_range ? ratio_gradients<rule, Inversion::shared>(args, ea, na, eb, nb)
+                 : ratio_gradients<rule, Inversion::single>(args, ea, na, eb, nb);
     }
 
     template <bool SkipZeros, class Term, int R>

@@ -35,6 +35,18 @@ class AdditiveScores {
         form_.with_term([&](auto term) { direct_scores(term, s, lds, query, first, last, keys, w); });
     }
 
+    // Whether at most four terms share a division, and none is estimated: on AMD's CPUs. 16 floats are divided there in
+    // the time of 2 multiplications on Zen 4 (3 to 4 on Zen 5), by the estimate of `reciprocal` in that of 3. On
+    // Intel's a division takes 20.
+    static bool divides_quickly() {
+#if defined(__AVX2__)
+        static const bool found = __builtin_cpu_is("amd");
+        return found;
+#else
+        return false;
+#endif
+    }
+
    private:
     const Form& form_;
     // How many terms share a division in eight channels, and in how many such octets, this one and the next, as many
@@ -105,18 +117,6 @@ class AdditiveScores {
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
             for (int j = 0; j < kAcross; j++) sum[r][j] += f(offset(operands, r * tile.width, p), j * L);
-    }
-
-    // Whether at most four terms share a division, and none is estimated: on AMD's CPUs. 16 floats are divided there in
-    // the time of 2 multiplications on Zen 4 (3 to 4 on Zen 5), by the estimate of `reciprocal` in that of 3. On
-    // Intel's a division takes 20.
-    static bool divides_quickly() {
-#if defined(__AVX2__)
-        static const bool found = __builtin_cpu_is("amd");
-        return found;
-#else
-        return false;
-#endif
     }
 
     // Add the terms of channels [p, to), N to a division. Returns the first channel that is left.

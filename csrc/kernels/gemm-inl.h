@@ -174,6 +174,18 @@ void gemm_difference(T* c, int64_t ldc, const T* a, int64_t row, int64_t col, co
         for (int64_t i = 0; i < m; i++) at(one, one, i, j);
 }
 
+// Prefetch N vectors of a stream of rows, not far ahead of those at `p`. The processor's own prefetcher then keeps up
+// better where it reads 32 bytes at a time: TUNING.md, Decoding.
+constexpr int64_t kStreamAhead = 256;
+template <int N, class T>
+__attribute__((always_inline)) inline void prefetch_stream(const T* p) {
+    if constexpr (kVectorBytes == 32) {
+#pragma GCC unroll 16
+        for (int j = 0; j < N * kVectorBytes; j += 64)
+            __builtin_prefetch(reinterpret_cast<const char*>(p) + kStreamAhead + j, 0, 2);
+    }
+}
+
 // Add to one row its weights times the rows of values, for few query rows. Values are read in whole rows up to 16
 // vectors, the order of memory: in halves a pass over memory takes 1.4 times as long.
 template <class T>
@@ -187,6 +199,7 @@ void add_weighted_rows(T* out, const T* weights, const View<T>& values, int64_t 
             for (int u = 0; u < N; u++) sum[u] = load(out + j + u * L);
             for (int64_t i = 0; i < count; i++) {
                 const T* row = values.row(i) + j;
+                prefetch_stream<N>(row);
 #pragma GCC unroll 16
                 for (int u = 0; u < N; u++) sum[u] += weights[i] * load(row + u * L);
             }
@@ -239,6 +252,7 @@ void dot_rows(T* s, const T* q, const View<T>& keys, int64_t count, int64_t widt
             V<T> even{}, odd{};
             int64_t j = 0;
             for (; j + 2 * L <= width; j += 2 * L) {
+                if (other.count > 0) prefetch_stream<2>(row + j);
                 even += load(q + j) * load(row + j);
                 odd += load(q + j + L) * load(row + j + L);
             }
