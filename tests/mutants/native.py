@@ -392,8 +392,8 @@ FAULTS = [
     Fault(
         "native-shared-reciprocals",
         "csrc/kernels/additive_gradients-inl.h",
-        "x[r] = inverse * x[r + 1];",
-        "x[r] = inverse * x[r];",
+        "inverse * x[r + 1]",
+        "inverse * x[r]",
         "tests/test_native_targets.py",
         "two terms that share a division take each other's reciprocal",
     ),

@@ -14,7 +14,7 @@ import math
 import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
@@ -269,10 +269,8 @@ class NativeCall:
         parts: Sequence[Array] = ()
         if block is not None and (parts := ops.empty_parts(block.shape, block.dtype, block.lengths, block.axis)):
             shapes, outputs = shapes[: -len(parts)], block.outputs
-        if ops.wants_aligned:
-            filled = [aligned(np.empty, shape, dtype) for shape, dtype in shapes]
-        else:
-            filled = [np.empty(shape, dtype) for shape, dtype in shapes]
+        empty = _aligned_empty if ops.wants_aligned else np.empty
+        filled = [empty(shape, dtype) for shape, dtype in shapes]
         buffers = self._buffers(arrays, mask)
         if key_exps is not None:
             buffers = (*buffers, key_exps)
@@ -435,7 +433,8 @@ class NativeCall:
             if axis is not None:
                 x = _with_heads_first(ops, x, axis)
             read.append(x if is_saved else ops.buffer_in_c_order(x))
-        filled = [np.empty(shape, self.accumulator) for shape in backward.filled]
+        empty = _aligned_empty if ops.wants_aligned else np.empty
+        filled = [empty(shape, self.accumulator) for shape in backward.filled]
         backward.plan((*self._buffers(arrays, mask), *read, *filled), seed, threads_of(self.module, ops))
         found: list[Array | None] = []
         from_memory, dtype, like = ops.from_memory, self.accumulator, arrays[2]
@@ -747,6 +746,9 @@ def _shares_openmp(module: Any, ops: Backend) -> bool:
     if address is not None:
         module.use_openmp(address)
     return address is not None
+
+
+_aligned_empty = partial(aligned, np.empty)
 
 
 def _memory(ops: Backend, x: Any) -> HostArray:
