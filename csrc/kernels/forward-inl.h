@@ -216,7 +216,8 @@ void store_rows(const Problem& problem, int64_t size, const RowStates<T>& states
     const int64_t width = row_width<T>(problem);
     for (int i = 0; i < size; i++) {
         const auto [head, row] = at(i);
-        if (problem.matrix != MatrixOutput::none) finish_matrix_row(problem, *head, row, states[i]);
+        if (problem.matrix != MatrixOutput::none)
+            finish_matrix_row(problem, *head, row, states.max[i], states.denom[i]);
         store_row(problem, *head, row, scale[i], out + i * width);
     }
 }
@@ -256,6 +257,7 @@ struct ForwardTasks {
 
     // Range r of the keys of a query tile, in whole key tiles.
     Span range(Span keys, int64_t r) const {
+        if (ranges == 1) return keys;  // without two divisions, which a row of ten keys would notice
         const int64_t tiles = std::max<int64_t>(0, (keys.last - keys.first + kTileKeys - 1) / kTileKeys);
         return {keys.first + tiles * r / ranges * kTileKeys,
                 std::min(keys.last, keys.first + tiles * (r + 1) / ranges * kTileKeys)};

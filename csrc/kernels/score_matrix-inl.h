@@ -17,14 +17,13 @@ template <class T>
 struct WeightScale {
     T reference, factor;
 
-    WeightScale(const RowState<T>& state, const char* sink_number) : reference(safe_max(state.max)) {
-        T denom = state.denom;
+    // The maximum and the denominator are those of the keys.
+    WeightScale(T max, T denom, const char* sink_number) : reference(safe_max(max)) {
         if (sink_number) {
             // The sink is one more logit, without a value.
             const T sink = *as<T>(sink_number);
-            reference =
-                safe_max(std::isnan(state.max) || std::isnan(sink) ? state.max + sink : std::max(state.max, sink));
-            denom = denom * rescale_factor(state.max, reference) + exp_scalar<T>(sink - reference);
+            reference = safe_max(std::isnan(max) || std::isnan(sink) ? max + sink : std::max(max, sink));
+            denom = denom * rescale_factor(max, reference) + exp_scalar<T>(sink - reference);
         }
         factor = denom == 0 ? T(1) : T(1) / denom;
     }
@@ -33,11 +32,11 @@ struct WeightScale {
 // Finish a row of the matrix: -inf or 0 where the intervals mask a pair, whose score was never stored, and weights in
 // the place of scores where weights are wanted.
 template <class T>
-void finish_matrix_row(const Problem& problem, const Head& head, int64_t row, const RowState<T>& state) {
+void finish_matrix_row(const Problem& problem, const Head& head, int64_t row, T max, T denom) {
     constexpr int L = Vector<T>::lanes;
     constexpr T infinity = std::numeric_limits<T>::infinity();
     const bool weights = problem.matrix == MatrixOutput::weights;
-    const WeightScale<T> scale(state, head.sink);
+    const WeightScale<T> scale(max, denom, head.sink);
     T* line = as<T>(head.matrix) + row * problem.key_len;
     for (int64_t key = 0; key < problem.key_len; key += kTileKeys) {
         const int64_t key_count = std::min<int64_t>(kTileKeys, problem.key_len - key);

@@ -256,7 +256,7 @@ FAULTS = [
     Fault(
         "native-weights-beside-a-sink",
         "csrc/kernels/score_matrix-inl.h",
-        "denom * rescale_factor(state.max, reference) + exp_scalar<T>(sink - reference)",
+        "denom * rescale_factor(max, reference) + exp_scalar<T>(sink - reference)",
         "denom + exp_scalar<T>(sink - reference)",
         "tests/test_blocks.py tests/test_native_saved_scores.py tests/test_native_zero_copy.py",
         "the matrix of weights is not rescaled to the level that the sink sets",
