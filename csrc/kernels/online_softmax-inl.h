@@ -104,10 +104,8 @@ struct OnlineSoftmax {
                 const uint64_t* keep, T factor) {
         // Exponentials take most of the time of a short row, which is common (a sequence of a few words).
         dispatch_width<T>(key_count, [&](auto vectors) {
-            if (first >= started) {
-                started = first + size;
-                if (size > 1) start_rows<vectors>(first, size, s, bits);
-            }
+            if (first >= started && size > 1) start_rows<vectors>(first, size, s, bits);
+            started = std::max(started, first + size);
             const auto rows = [&](auto statistics, auto drops) {
                 update_rows<vectors, statistics, drops>(first, size, weights, s, bits, keep, factor);
             };

@@ -254,6 +254,14 @@ FAULTS = [
         "the entropy gradient of the scores lacks the entropy term",
     ),
     Fault(
+        "native-rows-started-twice",
+        "csrc/kernels/online_softmax-inl.h",
+        "std::max(started, first + size)",
+        "first + size",
+        "tests/test_neighbours.py",
+        "rows whose sums began in an earlier tile begin anew",
+    ),
+    Fault(
         "native-weights-beside-a-sink",
         "csrc/kernels/score_matrix-inl.h",
         "denom * rescale_factor(max, reference) + exp_scalar<T>(sink - reference)",
