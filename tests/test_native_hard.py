@@ -401,3 +401,20 @@ def test_a_visible_nan_spoils_the_gradients_that_the_formula_spoils(
     assert np.isnan(found["streaming"]["query"]).any() and np.isnan(found["streaming"]["key"]).any()
     for name, wanted in found["streaming"].items():
         np.testing.assert_allclose(found["native"][name], wanted, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS)
+def test_rows_whose_keys_begin_in_any_key_tile(dtype: str) -> None:
+    """Sequences packed into one row: each key tile is seen by other rows, some for the first time, some not."""
+    rng = np.random.default_rng(7)
+    for queries, keys in ((85, 154), (46, 389), (150, 260), (40, 90)):
+        query, key = (rng.standard_normal((n, 8)).astype(dtype) for n in (queries, keys))
+        value = rng.standard_normal((keys, 3)).astype(dtype)
+        for _ in range(6):
+            ends = [np.sort(np.r_[0, rng.integers(0, n + 1, 8), n]) for n in (queries, keys)]
+            found, wanted = (
+                ats.attend(query, key, value, mask=ats.Packed(*ends), kernel=kernel, return_stats=True)
+                for kernel in ("native", "dense")
+            )
+            for x, y in zip((found[0], *found[1]), (wanted[0], *wanted[1]), strict=True):
+                np.testing.assert_allclose(x, y, rtol=0, atol=1e-4 if dtype == "float32" else 1e-12)
