@@ -26,6 +26,12 @@ PARAMETERS = {"bilinear": ("W",), "additive": ("w_v", "W_q", "W_k", "bias")}
 Arrays = dict[str, Any]
 
 
+@pytest.fixture(autouse=True)
+def rng(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw the same numbers whatever ran before."""
+    monkeypatch.setitem(globals(), "RNG", np.random.default_rng(11))
+
+
 def draw(score: str, queries: int = 2) -> Arrays:
     shapes = {"query": (4, queries, 6), "key": (4, 5, 7), "value": (4, 5, 3)}
     sizes = {"W": (6, 7), "w_v": (8,), "W_q": (8, 6), "W_k": (8, 7), "bias": (8,)}
@@ -132,7 +138,10 @@ def test_gradients_of_eager_layers(bias: bool) -> None:
     )
     exact = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(state, *own)
     found = jax.grad(loss, (0, 1, 2, 3))(state, *dirty)
-    assert_each_close(*([x.astype(jnp.float32) for x in jax.tree.leaves(of)] for of in (found, exact)), 1e-2)
+    # Of the largest of each: parameters are in bfloat16, and so are their gradients.
+    for x, y in zip(*map(jax.tree.leaves, (found, exact)), strict=True):
+        scale = jnp.abs(y).max()
+        assert_each_close([(x / scale).astype(jnp.float32)], [(y / scale).astype(jnp.float32)], 1e-2)
 
 
 def test_a_forward_program_looks_for_no_nan() -> None:
