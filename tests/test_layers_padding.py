@@ -323,9 +323,9 @@ def test_lengths_out_of_range_raise(lens: list[int]) -> None:
 def test_few_or_short_keys_are_projected_with_their_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     ops, lens = layers._OPS, torch.tensor([2, 5])
     monkeypatch.undo()
-    assert not padding.may_save(torch.zeros(2, 10, 64), 64)
+    assert not padding.may_save(ops, torch.zeros(2, 10, 64), 64)
     large = torch.zeros(64, 32, 256)
-    assert padding.may_save(large, 256)
+    assert padding.may_save(ops, large, 256)
     assert padding.real_rows(ops, large, torch.full((64,), 32), 256) is None
     assert padding.real_rows(ops, large, torch.full((64,), 31), 256) is None
     rows = padding.real_rows(ops, large, torch.arange(64) % 33, 256)

@@ -195,6 +195,9 @@ class Backend(ABC):
     """Whether a `host_callback` takes longer than a small call in the framework's own operations."""
     has_uncounted_writes = False
     """Whether arrays may be written to in ways that no `version` and no flag shows."""
+    can_unpad = False
+    """Whether `indices_before` and `put_rows` gather the real keys of a call: not where a program is compiled for each
+    number of them."""
     has_planned_gradients = False
     """Whether autograd records calls of execution plans (`record`), so that arrays with a gradient are plain too."""
 
@@ -426,11 +429,11 @@ class Backend(ABC):
 
     def indices_before(self, lens: Array, length: int) -> Array:
         """Return the places in (n * length,) of the first `lens` (n,) of each `length`."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{self.name} does not gather real keys")
 
     def put_rows(self, rows: Array, indices: Array, count: int) -> Array:
         """Return (count, width) with `rows` at `indices`, each of which occurs once, and zeros elsewhere."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{self.name} does not gather real keys")
 
     def can_sum_rows(self, *arrays: Array) -> bool:
         """Whether `sums_of_rows` takes these: whether the framework has an operation that reads each row once."""

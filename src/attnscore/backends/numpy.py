@@ -34,6 +34,7 @@ class NumpyBackend(Backend):
     has_autodiff = False
     xp = np
     wants_aligned = False
+    can_unpad = True
 
     def dtype(self, x: Array) -> str:
         return _name_of(x.dtype)

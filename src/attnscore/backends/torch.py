@@ -88,6 +88,7 @@ class TorchBackend(Backend):
     has_autodiff = True
     xp = torch
     wants_aligned = False
+    can_unpad = True
     has_planned_gradients = True
 
     def dtype(self, x: Array) -> str:

@@ -8,13 +8,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from attnscore import scores
 from attnscore.backends.base import Array, Backend
 from attnscore.core.arguments import CallArguments
-from attnscore.core.padding import may_save, over_rows, real_rows
+from attnscore.core.padding import over_rows, real_rows
 from attnscore.scores import Additive
 from attnscore.scores.base import widen
 
@@ -53,8 +53,8 @@ class LoweredCall:
     """Whether the lowering computes query and key."""
     is_product: bool = False
     """Whether it is one product, of an array without NaN and infinity, which needs no cast and no `numeric_scope`."""
-    _has_padding: list[bool] = field(default_factory=list)
-    """Whether the keys may have so much padding that it should not be projected, once there was a call."""
+    leaves_out_padding: bool = False
+    """Whether calls project their real keys alone, where their lengths leave so few that it saves time."""
 
     def run(self, arguments: CallArguments) -> Any:
         """Return what `attend` returns."""
@@ -62,9 +62,7 @@ class LoweredCall:
         query, key, value, score, _, lens, bias, sink, _, key_exps = arguments
         if type(score) is str:
             score = scores.resolve(score)
-        if not self._has_padding:
-            self._has_padding.append(call.reads_lens and self.computed[1] and self._may_save(score, key))
-        rows = real_rows(ops, key, lens, call.operands[1].canonical[-1]) if self._has_padding[0] else None
+        rows = real_rows(ops, key, lens, call.operands[1].canonical[-1]) if self.leaves_out_padding else None
         lowered = self._product(score, query, key) if rows is None else None
         lowered = lowered or lower(ops, score, query, key, self.computed, rows)
         operands = [*lowered[:2], value]
@@ -77,11 +75,6 @@ class LoweredCall:
             return call.record(arguments, self.lowered, operands)
         mask, seed = call.mask_and_seed(arguments)
         return call.present(call.forward(operands, mask, seed, saves=False, key_exps=key_exps)[0])
-
-    def _may_save(self, score: Any, key: Array) -> bool:
-        """Return whether leaving out padded keys may save time; where keys are normalised there is no product."""
-        weight = score.W_k if type(score) is Additive else getattr(score, "W", None)
-        return weight is not None and may_save(key, weight.shape[0])
 
     def _product(self, score: Any, query: Array, key: Array) -> list[Array] | None:
         """Return query and key of a bilinear score as `lower` does; None unless that is a product and nothing else."""

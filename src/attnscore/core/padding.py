@@ -19,10 +19,10 @@ _FIXED = 2**22
 _PER_NUMBER = 40
 
 
-def may_save(x: Array, units: int) -> bool:
+def may_save(ops: Backend, x: Array, units: int) -> bool:
     """Whether a projection of `x` to `units` features would save time if half of the keys were padded."""
     shape = x.shape
-    if len(shape) != 3:
+    if not ops.can_unpad or len(shape) != 3:
         return False
     half = shape[0] * shape[1] / 2
     return _saves(half, half, shape[2], units)

@@ -27,6 +27,7 @@ from attnscore.core import tiling
 from attnscore.core.arguments import CallArguments, check_flag
 from attnscore.core.cache import BoundedCache
 from attnscore.core.lowered import LoweredCall, lower
+from attnscore.core.padding import may_save
 from attnscore.core.problem import Problem, build_problem, wanted_statistics
 from attnscore.core.statistics import AttentionStats
 from attnscore.core.tiled import Result
@@ -258,7 +259,10 @@ def _build_lowered(problem: Problem, kernel: str, arrays: dict[str, Array]) -> L
         return None
     # Calls with a signature are outside of PyTorch's autocast, which is its `numeric_scope`.
     is_product = type(score) is Bilinear and ops.name == "torch" and ops.dtype(score.W) == accumulator(problem.dtype)
-    return LoweredCall(ops, call, lowered, computed, is_product)
+    # Normalised keys (cosine) are no product.
+    is_projected = computed[1] and type(score) is not Cosine
+    leaves_out_padding = is_projected and call.reads_lens and may_save(ops, arrays["key"], key.shape[-1])
+    return LoweredCall(ops, call, lowered, computed, is_product, leaves_out_padding)
 
 
 def _is_lowered(problem: Problem) -> bool:

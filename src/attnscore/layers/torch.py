@@ -86,7 +86,7 @@ def _is_bare(module: nn.Module, kind: type[nn.Module]) -> bool:
         and not (module._forward_hooks or module._forward_pre_hooks)
         and not (module._backward_hooks or module._backward_pre_hooks)
         and not _has_any_global_hook()
-        and None is not module._parameters.get("weight")
+        and module._parameters.get("weight") is not None
     )
 
 
@@ -252,11 +252,11 @@ class Attention(nn.Module, BaseAttention[Tensor]):
     ) -> Tensor:
         """Return the output of a call of plain tensors, as `_pooled` does, by the plan of its layout."""
         layer, inputs = self._layer, {"queries": queries, "keys": keys, "values": values}
-        has_padding = _CHECKED.get_or_compute((layer.key, layout), lambda: self._check_planned(inputs, valid_lens))
+        may_unpad = _CHECKED.get_or_compute((layer.key, layout), lambda: self._check_planned(inputs, valid_lens))
         projected = None
         if (score := layer.fixed_score) is None:
             for linear in layer.linears:
-                if linear.input == "keys" and has_padding:
+                if linear.input == "keys" and may_unpad:
                     inputs["keys"] = self._project_unpadded(linear, keys, valid_lens)
                 elif linear.input in inputs:
                     inputs[linear.input] = self._project(linear, inputs[linear.input])
@@ -376,11 +376,11 @@ class Attention(nn.Module, BaseAttention[Tensor]):
         layer = self._layer
         self._check(inputs, layer.linears)
         for parameter in layer.parameters:
-            # Also where it is called, and checks this itself: a later call of the layout may read it.
+            # The call of a matrix checks this too, but one without hooks is read, not called.
             if parameter.inputs and isinstance(module := self._module(parameter), Matrix):
                 _check_sides(inputs["queries"], inputs["keys"], _weight_of(module))
         of_keys = [linear.units for linear in layer.linears if linear.input == "keys"]
-        return lens is not None and any(may_save(inputs["keys"], units) for units in of_keys)
+        return lens is not None and any(may_save(_OPS, inputs["keys"], units) for units in of_keys)
 
     def _check(self, inputs: dict[str, Any], linears: Sequence[Linear]) -> bool:
         """Raise unless the inputs fit each other and the weights that are applied to them; return True."""
@@ -403,7 +403,7 @@ class Attention(nn.Module, BaseAttention[Tensor]):
     def _project_unpadded(self, linear: Linear, x: Tensor, lens: Any) -> Tensor:
         module = self._module(linear)
         is_read = (type(lens) is Tensor and lens.is_cpu) or type(lens) is np.ndarray
-        if not (is_read and may_save(x, linear.units) and _is_bare(module, nn.Linear)):
+        if not (is_read and may_save(_OPS, x, linear.units) and _is_bare(module, nn.Linear)):
             return self._project(linear, x)
         if (rows := real_rows(_OPS, x, lens, linear.units)) is None:
             return self._project(linear, x)
