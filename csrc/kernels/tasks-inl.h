@@ -20,11 +20,13 @@ void for_each_task(int64_t count, Threads threads, const F& f) {
     if (context.error) std::rethrow_exception(context.error);
 }
 
-// The threads that the work of a call pays for: waking one costs about 2^20 multiply-adds (some 10 us).
+// The threads that the work of a call pays for. Waking one costs some 10 us, in which tiles do at least 2^19
+// multiply-adds. One to three queries take as long as four: they wait for the keys and values.
 inline Threads clamp_threads(const Problem& problem, Threads threads) {
-    const double work = static_cast<double>(problem.heads.size()) * problem.query_len * problem.key_len *
+    const double rows = static_cast<double>(std::max<int64_t>(problem.query_len, 4));
+    const double work = static_cast<double>(problem.heads.size()) * rows * problem.key_len *
                         (problem.dim * (problem.form == Form::additive ? 8.0 : 1.0) + problem.value_dim + 8);
-    return threads.at_most(1 + work / (1 << 20));
+    return threads.at_most(1 + work / (1 << 19));
 }
 
 // The key tiles of each head, made once for all query tiles of the head. In short additive calls, whose query tiles are
