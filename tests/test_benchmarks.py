@@ -684,6 +684,10 @@ def test_cases_measured_again_take_the_place_of_their_own() -> None:
     assert failed["rows"] == [other] and len(failed["errors"]) == 2
     with pytest.raises(FileError, match="another threads"):
         results.joined(before, document([new], threads=[1, 2]))
+    more = {**before["machine"], "kernels": [*before["machine"]["kernels"], "another"]}
+    assert results.joined(before, document([new], machine=more))["machine"] == more
+    with pytest.raises(FileError, match="another list of kernels"):
+        results.joined(document([new], machine=more), before)
 
 
 def test_the_report_says_where_a_baseline_is_faster_and_what_misses() -> None:
@@ -894,6 +898,17 @@ def test_the_command_measures_a_case_again(toys: None, capsys: pytest.CaptureFix
     results.write(kept, tmp_path / "results.json")
     assert main([*arguments, "--only", "tiny", "--again"]) == 0
     assert [row["case"] for row in results.read(tmp_path / "results.json")["rows"]] == ["tiny", "dot"]
+
+
+def test_cases_of_another_setting_are_refused_before_they_are_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    import attnscore.cli.app  # noqa: F401 - imports the command
+
+    results.write(document([GOOD_ROW]), tmp_path / "results.json")
+    monkeypatch.delattr(sys.modules["attnscore.cli.bench"], "run")
+    arguments = ["bench", "--quick", "--threads", "1", "--only", "tiny", "--again", "--out", str(tmp_path)]
+    assert main(arguments) == 2 and "another quick: measure all" in capsys.readouterr().err
 
 
 def test_a_failure_ends_with_status_1(

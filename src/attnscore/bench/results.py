@@ -103,6 +103,27 @@ def write(document: Mapping[str, Any], path: Path) -> None:
     write_json(path, document, digits=6, indent=1)
 
 
+def check_same_setting(before: Mapping[str, Any], setting: Mapping[str, Any]) -> None:
+    """Raise FileError unless a run of this setting may replace cases of an earlier one.
+
+    Both must have one schema, effort, threads, machine and packages; kernels may have been added since, not lost.
+    """
+
+    def without_kernels(document: Mapping[str, Any], name: str) -> Any:
+        found = document[name]
+        return {key: value for key, value in found.items() if key != "kernels"} if name == "machine" else found
+
+    different = [
+        name
+        for name in ("schema", "quick", "threads", "machine")
+        if without_kernels(before, name) != without_kernels(setting, name)
+    ]
+    if not set(before["machine"]["kernels"]) <= set(setting["machine"]["kernels"]):
+        different.append("list of kernels")
+    if different:
+        raise FileError(f"the results that are there have another {different[0]}: measure all of them again")
+
+
 def joined(before: Mapping[str, Any], again: Mapping[str, Any]) -> dict[str, Any]:
     """Return a document whose cases are replaced by those of a later run on the same machine and packages.
 
@@ -111,11 +132,9 @@ def joined(before: Mapping[str, Any], again: Mapping[str, Any]) -> dict[str, Any
     Raises
     ------
     FileError
-        The runs differ in more than their cases.
+        As for `check_same_setting`.
     """
-    for name in ("schema", "quick", "threads", "machine"):
-        if before[name] != again[name]:
-            raise FileError(f"the results that are there have another {name}: measure all of them again")
+    check_same_setting(before, again)
 
     def failed(error: Row) -> str:
         return str(error["case"]).partition(",")[0]  # an error names its case and the threads

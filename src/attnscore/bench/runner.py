@@ -74,15 +74,17 @@ def run(
         if case.kind in ("growth", "memory"):
             rows += _grown(case, points.get(case.name, []))
     return {
-        "schema": SCHEMA,
+        **setting(threads, quick=quick),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "commit": machine.commit(),
-        "quick": quick,
-        "threads": list(threads),
-        "machine": machine.facts(),
         "rows": rows,
         "errors": errors,
     }
+
+
+def setting(threads: Sequence[int], *, quick: bool) -> dict[str, Any]:
+    """Return what the results of a run depend on besides the code: the fields that runs to be joined must share."""
+    return {"schema": SCHEMA, "quick": quick, "threads": list(threads), "machine": machine.facts()}
 
 
 def _requests(case: Case, threads: Sequence[int], quick: bool) -> Iterator[Request]:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from attnscore.bench import gpu, machine, reports, results
 from attnscore.bench.cases import CASES, chosen
-from attnscore.bench.runner import run
+from attnscore.bench.runner import run, setting
 from attnscore.cli.console import console, error_console, table
 from attnscore.core.arguments import check_choice, shown
 from attnscore.errors import ArgumentError, AttnscoreError, FrameworkError, message
@@ -70,6 +70,8 @@ def bench(
     except OSError as error:
         raise FileError(f"{out}: cannot be made a folder: {error.strerror}") from error
     before = results.read(out / "results.json") if again else None
+    if before is not None:
+        results.check_same_setting(before, setting(numbers, quick=quick))
     document = _run(cases, numbers, quick, error_console())
     if before is not None:
         document = results.joined(before, document)
