@@ -210,15 +210,19 @@ def test_few_rows_and_many_keys(queries: int, score: str, target: str) -> None:
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("score", ["scaled_dot", "additive", "additive-relu"])
+@pytest.mark.parametrize("score", ["scaled_dot", "gaussian", "additive", "additive-relu"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("dim", [16, 20])
+@pytest.mark.parametrize("dim", [16, 20, 48])
 def test_gradients_of_few_rows(score: str, dtype: str, dim: int) -> None:
-    """Key by key, for 1 to 5 queries and keys of one tile and of several, in place where rows are whole vectors."""
+    """For 1 to 5 queries and keys of one tile and of several.
+
+    Key by key above 16 channels, and in place where rows are whole vectors.
+    """
     rng = np.random.default_rng(0)
     w_v = rng.normal(size=dim).astype(dtype)
     kinds = {
         "scaled_dot": "scaled_dot",
+        "gaussian": ats.Gaussian(3.0),
         "additive": ats.Additive(w_v),
         "additive-relu": ats.Additive(w_v, activation="relu"),
     }

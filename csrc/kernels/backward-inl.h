@@ -3,11 +3,11 @@
 // keys r with the rows (r + t) mod R: tasks of a step share nothing, each sum has one order, and no partial gradients
 // of keys or rows are held.
 
-// to += factor * from, row by row.
+// to += from, row by row.
 template <class T>
-void add_rows(T* to, int64_t cols, const T* from, int64_t width, int64_t count, T factor) {
+void add_rows(T* to, int64_t cols, const T* from, int64_t width, int64_t count) {
     for (int64_t i = 0; i < count; i++)
-        for (int64_t j = 0; j < cols; j++) to[i * cols + j] += factor * from[i * width + j];
+        for (int64_t j = 0; j < cols; j++) to[i * cols + j] += from[i * width + j];
 }
 
 // The sum of a row of a tile, where masked pairs hold zeros.
@@ -57,8 +57,7 @@ struct KeyTileGradients {
 
     KeyTileGradients(Arena& arena, const Problem& problem)
         : width(padded(problem.dim, Vector<T>::lanes)), value_width(padded(problem.value_dim, Vector<T>::lanes)) {
-        in_place = problem.query_len <= kFewRows && problem.form != Form::distance && width == problem.dim &&
-                   value_width == problem.value_dim &&
+        in_place = problem.query_len <= kFewRows && width == problem.dim && value_width == problem.value_dim &&
                    (problem.form != Form::additive || Additive<T>(problem).by_pairs);
         dk = in_place ? nullptr : arena.take<T>(kTileKeys * width);
         dv = in_place ? nullptr : arena.take<T>(kTileKeys * value_width);
@@ -77,12 +76,10 @@ struct KeyTileGradients {
         }
     }
     // Add to the gradients of the keys [key, key + key_count) of a group.
-    void add_to(const Problem& problem, const Head& head, const Group& group, int64_t key, int64_t key_count) const {
+    void add_to(const Problem& problem, const Group& group, int64_t key, int64_t key_count) const {
         if (!in_place) {
-            add_rows(as<T>(group.grad_key) + key * problem.dim, problem.dim, dk, width, key_count,
-                     problem.form == Form::distance ? T(-2) * scale_of<T>(problem, head) : T(1));
-            add_rows(as<T>(group.grad_value) + key * problem.value_dim, problem.value_dim, dv, value_width, key_count,
-                     T(1));
+            add_rows(as<T>(group.grad_key) + key * problem.dim, problem.dim, dk, width, key_count);
+            add_rows(as<T>(group.grad_value) + key * problem.value_dim, problem.value_dim, dv, value_width, key_count);
         }
         if (group.grad_key_bias)
             for (int64_t j = 0; j < key_count; j++) as<T>(group.grad_key_bias)[key + j] += bias[j];
@@ -145,9 +142,17 @@ void accumulate_gradients(const Problem& problem, BackwardQueryTile<T>& queries,
         gemm(Product<T>{}, sums.dv, sums.value_width, p, 1, kTileKeys, grad_out.data, grad_out.stride, key_count,
              sums.value_width, count, true);
 
+    if (head.grad_query_bias)
+        for (int64_t i = 0; i < count; i++)
+            as<T>(head.grad_query_bias)[queries.rows.row[first + i]] += row_sum(ds + i * kTileKeys);
+    if (head.key_bias.data)
+        for (int64_t i = 0; i < count; i++)
+            for (int64_t j = 0; j < kTileKeys; j += L)
+                store(sums.bias + j, load(sums.bias + j) + load(ds + i * kTileKeys + j));
+
     T* grad_query = as<T>(head.grad_query) + queries.rows.row[first] * problem.dim;
-    // The caller's rows take the sums themselves where they are as wide and need no factor.
-    const bool in_place = problem.dim == width && problem.form != Form::distance;
+    // The caller's rows take the sums themselves where they are as wide.
+    const bool in_place = problem.dim == width;
     T* dq = in_place ? grad_query : dq_scratch;
     if (!in_place) std::fill_n(dq, count * width, T(0));
     if (problem.form == Form::additive) {
@@ -155,6 +160,8 @@ void accumulate_gradients(const Problem& problem, BackwardQueryTile<T>& queries,
         additive_gradients(problem, gradients.scores.additive(), queries, tile, first, last, sums.dk, dq, dw);
     } else if (problem.form == Form::distance) {
         // s = -scale |q - k|^2
+        const T factor = T(-2) * scale_of<T>(problem, head);
+        for (int64_t i = 0; i < count * kTileKeys; i += L) store(ds + i, load(ds + i) * factor);
         if (skip_masked) {
             unmasked_differences(dq, sums.dk, width, ds, bits, count, query, keys);
         } else {
@@ -174,16 +181,7 @@ void accumulate_gradients(const Problem& problem, BackwardQueryTile<T>& queries,
                  key_count, true);
         }
     }
-    if (!in_place)
-        add_rows(grad_query, problem.dim, dq, width, count,
-                 problem.form == Form::distance ? T(-2) * scale_of<T>(problem, head) : T(1));
-    if (head.grad_query_bias)
-        for (int64_t i = 0; i < count; i++)
-            as<T>(head.grad_query_bias)[queries.rows.row[first + i]] += row_sum(ds + i * kTileKeys);
-    if (head.key_bias.data)
-        for (int64_t i = 0; i < count; i++)
-            for (int64_t j = 0; j < kTileKeys; j += L)
-                store(sums.bias + j, load(sums.bias + j) + load(ds + i * kTileKeys + j));
+    if (!in_place) add_rows(grad_query, problem.dim, dq, width, count);
 }
 
 // A query tile of one head, and the iteration over the key tiles that it attends to.
@@ -298,7 +296,7 @@ void backward_range(const Problem& problem, int64_t group_index, int64_t range, 
             task.for_each_tile(keys, tiles, [&](const BackwardKeyTile<T>& tile) {
                 sums.start(problem, group, tile.keys.first, tile.keys.count);
                 accumulate_gradients(problem, task.queries, tile, task.gradients, sums, dq, dw);
-                sums.add_to(problem, task.head, group, tile.keys.first, tile.keys.count);
+                sums.add_to(problem, group, tile.keys.first, tile.keys.count);
             });
             if (task.head.grad_scale) dw[h] += static_cast<T>(task.gradients.grad_scale);
         }

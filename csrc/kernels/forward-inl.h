@@ -1,15 +1,17 @@
 // Forward: FlashAttention on the CPU. A task is a query tile against all keys that it attends to, or against a range of
 // them, one key tile at a time: S = Q K^T, P = online softmax of S, O += P V.
 
-// For up to so many query rows, transposing a key tile costs more than it saves: dot products are taken key by key.
-constexpr int64_t kFewRows = 4;
+// For up to so many query rows, transposing a key tile costs more than it saves: scores are computed key by key. Not so
+// where keys are short: adding up the lanes of a vector for each key then takes longer.
+constexpr int64_t kFewRows = 4, kShortKeys = 16;
 
 // Whether so few query rows meet each key tile. The heads of a group share it, those of additive scores do not. The
 // backward asks the same question: scores that it rounds in another order are off by as much as their largest
 // roundings, and so are the weights that it makes of them with the forward's maximum and denominator.
 inline bool has_few_rows(const Problem& problem) {
-    const size_t joined = problem.form == Form::additive ? 1 : problem.groups[0].heads.size();
-    return problem.form != Form::distance && static_cast<int64_t>(joined) * problem.query_len <= kFewRows;
+    if (problem.form == Form::additive) return problem.query_len <= kFewRows;
+    return static_cast<int64_t>(problem.groups[0].heads.size()) * problem.query_len <= kFewRows &&
+           problem.dim > kShortKeys;
 }
 
 // One task: attends a query tile to a range of keys, one key tile after the other.
@@ -27,7 +29,7 @@ class ForwardTask {
           own_tile_(arena, problem, scores_.additive(), false),
           values_(arena, problem, queries.masked, queries.panels() >= kStepPanels),
           dropout_(problem),
-          few_rows_(problem.form == Form::inner && has_few_rows(problem)),
+          few_rows_(problem.form != Form::additive && has_few_rows(problem)),
           in_turns_(kVectorBytes < 64 && few_rows_ && queries.count == 1 && !values_.narrow()) {
         if (problem.form == Form::additive) {
             const AdditiveTables<T> tables{scores_.additive()};

@@ -26,13 +26,18 @@ struct Product {
 #endif
         return a;
     }
-    static V<T> add(V<T> sum, T a, V<T> b) { return sum + a * b; }
+    // `a`: one element for all lanes, or a vector.
+    template <class A>
+    static V<T> add(V<T> sum, A a, V<T> b) {
+        return sum + a * b;
+    }
     V<T> finish(V<T> sum) const { return sum; }
 };
 template <class T>
 struct SquaredDistance : Product<T> {
     static constexpr int64_t kMaxTerms = 16;
-    static V<T> add(V<T> sum, T a, V<T> b) {
+    template <class A>
+    static V<T> add(V<T> sum, A a, V<T> b) {
         const V<T> difference = a - b;
         return sum + difference * difference;
     }
@@ -216,7 +221,7 @@ void add_weighted_rows(T* out, const T* weights, const View<T>& values, int64_t 
          true);
 }
 
-// What `dot_rows` does between its keys with the values of as many: O += P V of one query row, or prefetching them.
+// What `gemv` does between its keys with the values of as many: O += P V of one query row, or prefetching them.
 template <class T>
 struct Interleaved {
     View<T> values;
@@ -236,11 +241,12 @@ struct Interleaved {
     }
 };
 
-// Dot products of one row with each of the 64 rows of a tile (0 behind `count`), for few query rows: there reading
-// memory takes all the time, and transposing the keys would not pay. `other` has its turn after each 2 KB of keys, so
-// that memory does not idle between keys and values.
-template <class T>
-void dot_rows(T* s, const T* q, const View<T>& keys, int64_t count, int64_t width, const Interleaved<T>& other) {
+// The sum of the terms of one row with each of the 64 rows of a tile (0 behind `count`), for few query rows: there
+// reading memory takes all the time, and transposing the keys would not pay. `other` has its turn after each 2 KB of
+// keys, so that memory does not idle between keys and values.
+template <class Terms, class T = typename Terms::Sum>
+void gemv(const Terms&, T* s, const T* q, const View<T>& keys, int64_t count, int64_t width,
+          const Interleaved<T>& other) {
     constexpr int L = Vector<T>::lanes;
     const int64_t turn_keys = 2048 / (std::max<int64_t>(width, 1) * static_cast<int64_t>(sizeof(T)));
     const int turn = std::clamp<int>(std::bit_floor(static_cast<uint64_t>(turn_keys)), 1, L);
@@ -253,10 +259,10 @@ void dot_rows(T* s, const T* q, const View<T>& keys, int64_t count, int64_t widt
             int64_t j = 0;
             for (; j + 2 * L <= width; j += 2 * L) {
                 if (other.count > 0) prefetch_stream<2>(row + j);
-                even += load(q + j) * load(row + j);
-                odd += load(q + j + L) * load(row + j + L);
+                even = Terms::add(even, load(q + j), load(row + j));
+                odd = Terms::add(odd, load(q + j + L), load(row + j + L));
             }
-            if (j < width) even += load(q + j) * load(row + j);
+            if (j < width) even = Terms::add(even, load(q + j), load(row + j));
             sum[u] = even + odd;
             if ((u + 1) % turn == 0) other.run(i + u + 1 - turn, i + u + 1);
         }
@@ -265,7 +271,7 @@ void dot_rows(T* s, const T* q, const View<T>& keys, int64_t count, int64_t widt
     other.run(i, other.count);
     for (; i < count; i++) {
         V<T> sum{};
-        for (int64_t j = 0; j < width; j += L) sum += load(q + j) * load(keys.row(i) + j);
+        for (int64_t j = 0; j < width; j += L) sum = Terms::add(sum, load(q + j), load(keys.row(i) + j));
         s[i] = reduce_sum<T>(sum);
     }
     for (; i < kTileKeys; i++) s[i] = 0;

@@ -45,22 +45,16 @@ class Scores {
         if (problem_.form == Form::additive) {
             additive_scores(s, bits, queries, additive_query, first, size, tile);
         } else if (problem_.form == Form::distance) {
-            gemm(SquaredDistance<T>{}, s, kTileKeys, query, queries.width, 1, tile.transposed, kTileKeys, size, columns,
-                 problem_.dim, false);
+            products(SquaredDistance<T>{}, s, query, queries.width, size, tile, other);
             if (saves && queries.head[first]->scale) std::copy_n(s, size * kTileKeys, squares_);
             for (int64_t i = 0; i < size; i++) {
                 const T scale = -scale_of<T>(problem_, *queries.head[first + i]);
-                for (int64_t j = i * kTileKeys; j < (i + 1) * kTileKeys; j += L) store(s + j, load(s + j) * scale);
+                for (int64_t j = i * kTileKeys; j < i * kTileKeys + columns; j += L) store(s + j, load(s + j) * scale);
             }
         } else if (bf16) {
             if constexpr (sizeof(T) == 4) bf16->qk(s, first, size, columns);
-        } else if (other) {
-            for (int64_t i = 0; i < size; i++)
-                dot_rows(s + i * kTileKeys, query + i * queries.width, tile.rows, tile.count, queries.width,
-                         i == 0 ? *other : Interleaved<T>{});
         } else {
-            gemm(Product<T>{}, s, kTileKeys, query, queries.width, 1, tile.transposed, kTileKeys, size, columns,
-                 problem_.dim, false);
+            products(Product<T>{}, s, query, queries.width, size, tile, other);
         }
         // Products alone, and no masked pair.
         bool full = true;
@@ -105,6 +99,20 @@ class Scores {
     const T* squares() const { return squares_; }
 
    private:
+    // The sums of terms of `size` query rows with the keys of a tile, in whole vectors of keys.
+    template <class Terms>
+    void products(const Terms& terms, T* s, const T* query, int64_t width, int64_t size, const KeyTile<T>& tile,
+                  const Interleaved<T>* other) const {
+        if (!other) {
+            gemm(terms, s, kTileKeys, query, width, 1, tile.transposed, kTileKeys, size,
+                 padded(tile.count, Vector<T>::lanes), problem_.dim, false);
+            return;
+        }
+        for (int64_t i = 0; i < size; i++)
+            gemv(terms, s + i * kTileKeys, query + i * width, tile.rows, tile.count, width,
+                 i == 0 ? *other : Interleaved<T>{});
+    }
+
     // Compute, save or read additive scores of rows of one head. The two directions may cut keys into different tiles,
     // and the forward skips tiles that are masked: scores that it has not written are masked here too. Pairs that are
     // not finite are replaced afterwards, in both directions.
