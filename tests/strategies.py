@@ -178,7 +178,7 @@ def masks(query_len: int, key_len: int, batch: int, axes: int = 3) -> st.SearchS
             inner.map(lambda mask: ~mask),
             # Not filtered: a retry would format all of this tree, which takes seconds and warns.
             st.tuples(inner, inner).map(
-                lambda pair: pair[0] & pair[1] if _fits(pair[0] & pair[1]) else pair[0] | pair[1]
+                lambda pair: pair[0] & pair[1] if fits(pair[0] & pair[1]) else pair[0] | pair[1]
             ),
             st.tuples(inner, inner).map(lambda pair: pair[0] | pair[1]),
         ),
@@ -186,7 +186,7 @@ def masks(query_len: int, key_len: int, batch: int, axes: int = 3) -> st.SearchS
     )
 
 
-def _fits(mask: ats.Mask) -> bool:
+def fits(mask: ats.Mask) -> bool:
     """Whether no window of the whole array stands beside packed sequences, an error where those have another."""
     parts = parts_of(mask)
     windows = [part for part in parts if isinstance(part, (ats.Causal, ats.SlidingWindow)) and part.offset is None]
