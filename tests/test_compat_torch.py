@@ -95,6 +95,7 @@ SDPA: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[[], dict[str, Any]]]
     "grouped heads": (((B, H), (B, 2), (B, 2)), lambda: {"enable_gqa": True}),
     "grouped heads, fewer of value": (((B, H), (B, 2), (B, 1)), lambda: {"enable_gqa": True}),
     "grouped heads, fewer of key": (((B, H), (B, 1), (B, 2)), lambda: {"enable_gqa": True}),
+    "grouped heads, of two and of three": (((B, 6), (B, 2), (B, 3)), lambda: {"enable_gqa": True}),
     "grouped heads, three axes": (((H,), (2,), (2,)), lambda: {"enable_gqa": True, "attn_mask": keep(H, L, S)}),
     "grouped heads, causal": (((B, H), (B, 1), (B, 1)), lambda: {"enable_gqa": True, "is_causal": True}),
     "all weights dropped": (((B, H),), lambda: {"dropout_p": 1.0}),

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 import warnings
 from functools import reduce
@@ -83,6 +84,8 @@ def scaled_dot_product_attention(
         Something that is no tensor.
     ValueError
         `is_causal` with a ``CausalBias``, `attn_mask` with jagged tensors.
+    IndexError
+        `enable_gqa` without an axis of heads.
 
     References
     ----------
@@ -128,7 +131,7 @@ def scaled_dot_product_attention(
                 0
             )
         # `attend` takes fewer heads, the same number of key and of value; the product with weights takes all.
-        heads = query.shape[-3] if strict else max(key.shape[-3], value.shape[-3])
+        heads = query.shape[-3] if strict else math.lcm(key.shape[-3], value.shape[-3])
         key, value = (
             x if x.shape[-3] == heads else x.repeat_interleave(heads // x.shape[-3], -3) for x in (key, value)
         )
