@@ -128,6 +128,16 @@ def test_the_summary_is_over_the_queries_that_see_a_key(framework: str) -> None:
     assert summary["sum_weights"]["min"] == pytest.approx(1)
 
 
+def test_a_summary_needs_values() -> None:
+    import jax
+
+    def summed(scores: jax.Array) -> dict[str, dict[str, float]]:
+        return ats.attend(scores, scores, scores, return_stats=True)[1].summary()
+
+    with pytest.raises(ats.ArgumentError, match="sum_weights: expected an array with values, got a traced one"):
+        jax.jit(summed)(np.ones((1, 2, 3), np.float32))
+
+
 @frameworks
 def test_functions_ask_for_what_they_need(framework: str) -> None:
     stats = statistics_of(framework, np.zeros((2, 3)), asked=("max_weight",))

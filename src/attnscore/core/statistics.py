@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+import numpy as np
+
 from attnscore import backends
-from attnscore.backends.base import Array, Backend
+from attnscore.backends.base import Array, Backend, HostArray
 from attnscore.core.arguments import is_number, shown
 from attnscore.errors import ArgumentError, message
 
@@ -220,20 +222,32 @@ class AttentionStats(NamedTuple):
         return weight >= threshold
 
     def summary(self) -> dict[str, dict[str, float]]:
-        """Mean, smallest and largest of every statistic over the queries that are not fully masked."""
+        """Mean, smallest and largest of every statistic over the queries that are not fully masked.
+
+        Arrays on a device are copied to the host; traced ones, without values yet, are an ArgumentError.
+        """
         (total,) = self._need("sum_weights")
-        ops = backends.of({"sum_weights": total})
-        alive = ops.host(total)
+        alive = _values("sum_weights", total) != 0
         found: dict[str, dict[str, float]] = {}
         for name in self._fields:
-            values = getattr(self, name)
-            if values is None or alive is None:
-                continue
-            rows = ops.host(values)
-            rows = rows[alive != 0] if rows is not None else None
-            if rows is not None and rows.size:
+            x = getattr(self, name)
+            rows = np.empty(0) if x is None else _values(name, x)[alive]
+            if rows.size:
                 found[name] = {"mean": float(rows.mean()), "min": float(rows.min()), "max": float(rows.max())}
         return found
+
+
+def _values(name: str, x: Array) -> HostArray:
+    """Return the values of an array on the host, from a device too."""
+    ops = backends.of({name: x})
+    found = ops.host(x)
+    if found is None:
+        try:
+            x = ops.stop_gradient(x)
+            found = np.asarray(x.cpu() if hasattr(x, "cpu") else x)
+        except Exception as error:  # each framework has its own for a traced array
+            raise ArgumentError(message(name, "an array with values", "a traced one")) from error
+    return found
 
 
 AttentionStats.__doc__ = (AttentionStats.__doc__ or "").replace(
