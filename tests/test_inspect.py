@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import gc
 import json
 import os
 import re
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +124,19 @@ def test_links_and_mass(inspected: tuple[Any, Inspection, list[np.ndarray]]) -> 
 def test_the_model_is_left_as_it_was() -> None:
     model = made("llama").train()
     model.set_attn_implementation("sdpa")
+    frozen = next(model.children()).eval()
     inspect_model(model, TEXT, tokenizer=Words())
-    assert model.training and model.config._attn_implementation == "sdpa"
+    assert model.training and not frozen.training and model.config._attn_implementation == "sdpa"
+
+
+def test_the_model_is_not_kept() -> None:
+    """transformers keeps what is registered by its name."""
+    model = made("llama")
+    kept = weakref.ref(model)
+    inspect_model(model, TEXT, tokenizer=Words())
+    del model
+    gc.collect()
+    assert kept() is None
 
 
 def test_rows_and_what_is_left_out() -> None:

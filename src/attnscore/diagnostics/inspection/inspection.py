@@ -10,6 +10,7 @@ Requirements:
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,9 @@ from attnscore.integrations.transformers import AttentionCall, register
 
 Array = NDArray[np.float64]
 Rows = slice | Sequence[int] | None
+
+_REGISTERED = threading.Lock()
+"""Held while the observer of an inspection is registered."""
 
 MOST_TOKENS = 512
 """Number of tokens of a text that are read by default."""
@@ -278,12 +282,16 @@ def _calls(model: Any, inputs: dict[str, Any]) -> list[AttentionCall]:
     if getattr(model.config, "is_encoder_decoder", False):
         model = model.get_encoder()
     calls: list[AttentionCall] = []
-    before, training = model.config._attn_implementation, model.training
-    try:
-        model.eval().set_attn_implementation(register("attnscore-inspect", observer=calls.append))
-        with torch.no_grad():
-            model(**{name: x.to(model.device) for name, x in inputs.items()})
-    finally:
-        model.set_attn_implementation(before)
-        model.train(training)
-    return calls
+    before, training = model.config._attn_implementation, {module: module.training for module in model.modules()}
+    # transformers keeps the implementation by its name, and with it the list.
+    with _REGISTERED:
+        try:
+            model.eval().set_attn_implementation(register("attnscore-inspect", observer=calls.append))
+            with torch.no_grad():
+                model(**{name: x.to(model.device) for name, x in inputs.items()})
+            return [*calls]
+        finally:
+            calls.clear()
+            model.set_attn_implementation(before)
+            for module, mode in training.items():
+                module.training = mode

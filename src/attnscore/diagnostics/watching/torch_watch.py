@@ -73,7 +73,7 @@ class Watch(Records):
         softmax: str | Iterable[str] | Mapping[str, int | None],
         one_pass: bool,
     ) -> None:
-        super().__init__(thresholds or Thresholds())
+        super().__init__(Thresholds() if thresholds is None else thresholds)
         if not isinstance(model, nn.Module):
             raise ArgumentError(message("model", "a torch.nn.Module", type(model).__name__))
         for name, number in (("every", every), ("history", history)):
@@ -129,7 +129,8 @@ class Watch(Records):
         if name is None:
             return False
         if scripted or inner is not None or module._compiled_call_impl is not None:
-            self.unseen[name, "scripted code" if scripted else "compiled code"] += 1
+            with self._lock:
+                self.unseen[name, "scripted code" if scripted else "compiled code"] += 1
             return False
         here = self._thread
         if not here.stack:
