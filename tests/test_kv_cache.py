@@ -521,6 +521,21 @@ def test_files_of_something_else(tmp_path: Path) -> None:
             ats.KeyValueCache.load(tmp_path / "wrong.npz")
 
 
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        *(("slots", np.array([1, 2])), ("key_sizes", np.array(3)), ("lens", np.array(3)), ("lens", np.array([0.5]))),
+        *(("window", np.array(0)), ("window", np.array("4")), ("head_axis", np.array(7)), ("oldest", np.zeros((2, 3)))),
+    ],
+)
+def test_files_with_a_number_that_no_cache_has(name: str, wrong: np.ndarray, tmp_path: Path) -> None:
+    x = np.ones((1, 2, 3, DIM))
+    ats.KeyValueCache(window=4, sinks=1).append(x, x).save(tmp_path / "cache.npz")
+    np.savez(tmp_path / "wrong.npz", **(dict(np.load(tmp_path / "cache.npz")) | {name: wrong}))
+    with pytest.raises(FileError, match=r"wrong\.npz: "):
+        ats.KeyValueCache.load(tmp_path / "wrong.npz")
+
+
 # ------------------------------------------------------------------ anything in any order
 
 

@@ -21,6 +21,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast, final
 
@@ -527,12 +528,18 @@ class KeyValueCache:
         ------
         FileError, FrameworkError
         """
+        from attnscore.io import FileError
         from attnscore.kv_buffers import files
 
         held = files.CacheFile.read(Path(path))
-        cache = cls(
-            score=score, window=held.window, sinks=held.sinks, head_axis=held.head_axis, capacity=held.slots or None
+        empty = partial(
+            cls, window=held.window, sinks=held.sinks, head_axis=held.head_axis, capacity=held.slots or None
         )
+        try:
+            empty()
+        except ArgumentError as error:
+            raise FileError(f"{path}: no cache of keys and values: {error}") from error
+        cache = empty(score=score)
         like = np.empty(0) if like is None else like
         ops = backends.of({"like": like})
         storage = STORAGE[ops.name]

@@ -12,7 +12,6 @@ from attnscore import backends
 from attnscore.backends.base import FLOATING, Array, Backend, HostArray, is_unknown
 from attnscore.core.arguments import shown
 from attnscore.errors import ArgumentError, DtypeError, ShapeError, message
-from attnscore.masks.index_values import host_ints
 
 
 def with_heads_first(ops: Backend, x: Array, head_axis: int) -> Array:
@@ -92,7 +91,7 @@ def counts(lens: Any, batch: int, count: int) -> Any:
     """Return how many positions each sequence appends, (batch,); raise unless they lie in 0..count."""
     if lens is None:
         return np.full(batch, count)
-    if host_ints(lens) is None:
+    if backends.host(lens) is None:
         if tuple(lens.shape) != (batch,):
             raise ShapeError(message("lens", f"shape ({batch},)", tuple(lens.shape)))
         return lens

@@ -44,11 +44,20 @@ class CacheFile:
         missing = set(_REQUIRED) - arrays.keys()
         if missing:
             raise io.FileError(f"{path}: no cache of keys and values: lacks {', '.join(sorted(missing))}")
-        keys, values, lens = arrays["keys"], arrays["values"], arrays["lens"].astype(np.int64)
-        slots = int(arrays["slots"])
-        fits = keys.ndim == values.ndim == 4 and keys.shape[2] == values.shape[2] <= slots
-        if not (fits and len(lens) == len(keys) == len(values) and lens.min(initial=0) >= 0):
+        keys, values, lens, oldest = arrays["keys"], arrays["values"], arrays["lens"], arrays.get("oldest")
+        numbers = [name for name in ("slots", "has_heads", "head_axis", "sinks", "window") if name in arrays]
+        fits = (
+            keys.ndim == values.ndim == 4
+            and all(arrays[name].ndim == 0 and arrays[name].dtype.kind in "iub" for name in numbers)
+            and arrays["key_sizes"].shape == (2,)
+            and keys.shape[2] == values.shape[2] <= arrays["slots"]
+            and lens.shape == keys.shape[:1] == values.shape[:1] == (lens if oldest is None else oldest).shape
+            and lens.dtype.kind in "iu"
+            and lens.min(initial=0) >= 0
+        )
+        if not fits:
             raise io.FileError(f"{path}: no cache of keys and values: arrays that do not belong together")
+        slots, lens = int(arrays["slots"]), lens.astype(np.int64)
         heads, dim = map(int, arrays["key_sizes"])
         return cls(
             keys,
@@ -60,7 +69,7 @@ class CacheFile:
             head_axis=int(arrays["head_axis"]),
             sinks=int(arrays["sinks"]),
             window=int(arrays["window"]) if "window" in arrays else None,
-            oldest=arrays.get("oldest"),
+            oldest=oldest,
         )
 
 
