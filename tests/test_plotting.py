@@ -73,6 +73,12 @@ def test_grid_shares_one_colour_scale_and_labels_the_edges():
     assert [axis.get_ylabel() for axis in axes] == ["Queries", "", ""] * 2
 
 
+def test_no_maps_and_titles_that_are_one_text():
+    assert not panels(show_heatmaps(np.zeros((0, 3, 3)), "Keys", "Queries"))
+    with pytest.raises(ats.ArgumentError, match="titles: expected a list of texts, got 'abc'"):
+        show_heatmaps(np.zeros((3, 3, 3)), "Keys", "Queries", titles="abc")
+
+
 def test_titles_for_every_single_map():
     titles = [["a", "b"], ["c", "d"]]
     figure = show_heatmaps(RNG.random((2, 2, 3, 3)), "k", "q", titles=titles, figsize=(6, 5), cmap="Blues")

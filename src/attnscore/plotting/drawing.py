@@ -136,6 +136,7 @@ def labelled_panels(
     share: bool = False,
 ) -> list[Axes]:
     """Return `count` panels in rows of `cols`, axes labelled at the lower and the left edge of the grid alone."""
+    cols = max(1, cols)
     rows = max(1, -(-count // cols))
     axes = list(figure.subplots(rows, cols, sharex=share, sharey=share, squeeze=False).flat)
     for axis in axes[count:]:
@@ -496,7 +497,9 @@ def draw_lines(
     """Draw attention edges as lines from queries on the left to keys on the right, wider the larger their weight."""
     from matplotlib.cm import ScalarMappable
 
-    colours = ScalarMappable(_norm((0, float(weights.max(initial=0)) or 1.0)), _darker_part(cmap))
+    # NaN among the weights has no key.
+    largest = float(weights.max(initial=0, where=(keys >= 0) & np.isfinite(weights)))
+    colours = ScalarMappable(_norm((0, largest or 1.0)), _darker_part(cmap))
     rows = np.broadcast_to(queries[:, None], keys.shape)
     edges = [(float(w), int(i), int(j)) for w, i, j in zip(weights.flat, rows.flat, keys.flat, strict=True)]
     for weight, query, key in sorted(edge for edge in edges if edge[2] >= 0 and edge[0] > 0):

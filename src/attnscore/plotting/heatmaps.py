@@ -17,7 +17,8 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from attnscore.errors import ShapeError, message
+from attnscore.core.arguments import shown
+from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.plotting.drawing import (
     WEIGHT,
     Matrix,
@@ -252,6 +253,8 @@ def _captions(titles: Sequence[str] | Sequence[Sequence[str]] | None, rows: int,
     """Return the title of every map, row by row."""
     if not titles:
         return []
+    if isinstance(titles, str):
+        raise ArgumentError(message("titles", "a list of texts", shown(titles)))
     table = [list(titles)] * rows if isinstance(titles[0], str) else [list(row) for row in titles]
     if len(table) != rows or any(len(row) != cols for row in table):
         got = f"{len(titles)} of them" if isinstance(titles[0], str) else f"rows of {[len(row) for row in table]}"
