@@ -125,3 +125,13 @@ def test_check_score_says_what_a_call_says(change: Any, error: type, got: str, l
     # Tiles have 4 of the 5 queries here.
     with pytest.raises(error, match=f"tile of _Changed: expected .*, got {got}"):
         check_score(_Changed(change), like=like)
+
+
+def test_a_sum_has_a_gradient_where_all_its_terms_have() -> None:
+    """In NumPy: without one nothing can be compared with it."""
+    check_score(ats.Combination((_WithoutGradient(), "dot"), (1.0, 0.5)))
+
+
+class _WithoutGradient:
+    def tile(self, ops: Any, query: Any, key: Any) -> Any:
+        return -ops.sum(ops.abs(ops.expand_dims(query, -2) - ops.expand_dims(key, -3)), axis=-1)

@@ -172,8 +172,8 @@ def _has_gradient(score: Any) -> bool:
     """Return whether a score, or the one that it wraps, has a gradient of its own."""
     if hasattr(score, "tile_gradient"):
         return True
-    inner = getattr(score, "score", None)
-    return hasattr(score, "lower_pullback") and (inner is None or _has_gradient(resolve(inner)))
+    inner = score.scores if isinstance(score, Combination) else filter(None, [getattr(score, "score", None)])
+    return hasattr(score, "lower_pullback") and all(_has_gradient(resolve(each)) for each in inner)
 
 
 def _check_masked(ops: Backend, score: Any, leaves: Mapping[str, Array]) -> None:
