@@ -61,6 +61,8 @@ def test_additive_costs_what_is_stated() -> None:
     assert found.operations == projections + 4 * n * m * h + 4 * n * m + 2 * n * m * 4
     assert found.parameters == h + h * query_dim + h * key_dim
     assert found.matrix_bytes == 4 * n * m * (h + 2)
+    both = ats.cost(score + score, query_len=n, key_len=m, dim=query_dim, key_dim=key_dim, value_dim=4)
+    assert both.matrix_bytes == 4 * n * m * (2 * h + 2)
 
 
 @pytest.mark.parametrize(("score", "parameters"), [("bilinear", 25), ("additive", 88), ("dot", 0), ("soft_cap", 0)])

@@ -96,7 +96,8 @@ def cost(
     own = operations_of(score, query_len, key_len, dim, key_dim)
     arrays = query_len * (dim + value_dim) + key_len * (key_dim + value_dim)
     parameters = sum(math.prod(x.shape) for x in arrays_of(score).values())
-    hidden = int(arrays_of(score)["w_v"].shape[-1]) if "w_v" in arrays_of(score) else 0
+    # Of a sum of scores each additive term has its own.
+    hidden = sum(int(x.shape[-1]) for name, x in arrays_of(score).items() if name.split(".")[-1] == "w_v")
     return Cost(
         operations=batch * heads * (own + 4 * pairs + 2 * pairs * value_dim),
         bytes=4 * (batch * heads * arrays + parameters),

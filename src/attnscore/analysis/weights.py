@@ -92,11 +92,11 @@ def attention_weights(
 
 def _planned(
     query: Array, key: Array, value: Array, *, score: Any, mask: Any, valid_lens: Any, bias: Any, sink: Any,
-    head_axis: int, normalizer: Any, seed: None = None,
+    head_axis: int, normalizer: Any,
 ) -> Any:  # fmt: skip
     """Return the output and all weights by the execution plan of a call of `attend`, for values of value_dim 0."""
     options = (head_axis, normalizer, "auto", 0.0, True, False)
-    arguments = tuple.__new__(CallArguments, (query, key, value, score, mask, valid_lens, bias, sink, seed, None))
+    arguments = tuple.__new__(CallArguments, (query, key, value, score, mask, valid_lens, bias, sink, None, None))
     signature = plans.signature(arguments, options)
     if (plan := plans.PLANS.get(signature)) is not None:
         return plan.run(arguments)
