@@ -164,6 +164,14 @@ class TestAttentionWeights:
         with pytest.raises(ats.ArgumentError, match="inputs as they were in the call, got donated ones"):
             _ = layer.attention_weights
 
+    def test_donated_lengths_are_noticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("attnscore.layers.description.FEW_WEIGHTS", 0)
+        layer, lens = DotProductAttention(), jax.numpy.array([1] * len(X))
+        layer(X, X, X, lens)
+        jax.jit(lambda x: x + 1, donate_argnums=0)(lens)
+        with pytest.raises(ats.ArgumentError, match="inputs as they were in the call, got donated ones"):
+            _ = layer.attention_weights
+
     @pytest.mark.usefixtures("few")
     def test_keep_neither_the_layer_nor_values_alive(self) -> None:
         layer, values = DotProductAttention(), X + 1

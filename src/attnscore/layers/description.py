@@ -178,7 +178,7 @@ class Layer:
 
 def dot_product(scaled: bool, normalizer: Any = "softmax") -> Layer:
     """Describe `DotProductAttention`."""
-    chosen = _normalizer_option(normalizer)
+    scaled, chosen = check_flag("scaled", scaled), _normalizer_option(normalizer)
     printed = () if scaled else (("scaled", False),)
     return Layer("scaled_dot" if scaled else "dot", options=(("scaled", scaled), *chosen), printed=(*printed, *chosen))
 
@@ -220,7 +220,7 @@ def bilinear(key_size: int | None, query_size: int | None, normalizer: Any = "so
 
 def gaussian(bandwidth: float, learn_bandwidth: bool, normalizer: Any = "softmax") -> Layer:
     """Describe `GaussianAttention`. A bandwidth is learned as its logarithm, so that it stays above 0."""
-    bandwidth = check_positive("bandwidth", bandwidth)
+    bandwidth, learn_bandwidth = check_positive("bandwidth", bandwidth), check_flag("learn_bandwidth", learn_bandwidth)
     learned = Parameter("log_bandwidth", (), start=math.log(bandwidth))
     chosen = _normalizer_option(normalizer)
     return Layer(
@@ -256,6 +256,7 @@ def multi_head(
     ShapeError
         Heads that do not divide.
     """
+    bias = check_flag("bias", bias)
     shared.check_size("num_hiddens", num_hiddens)
     shared.check_size("num_heads", num_heads)
     sizes = {"query_size": query_size, "key_size": key_size, "value_size": value_size}

@@ -322,7 +322,7 @@ class _Call(LastCall):
         return cls(query, key, {**arguments, "valid_lens": copied})
 
     def weights(self) -> jax.Array:
-        held = (self.query, self.key, *arrays_of(self.arguments["score"]).values())
+        held = (*jax.tree.leaves((self.query, self.key, self.arguments)), *arrays_of(self.arguments["score"]).values())
         if any(isinstance(x, jax.Array) and x.is_deleted() for x in held):
             _raise_donated("inputs as they were in the call")
         found: jax.Array = attention_weights(self.query, self.key, **self.arguments)
