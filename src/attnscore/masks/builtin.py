@@ -132,7 +132,8 @@ class KeyRange(RowIntervalMask):
 class KeyPadding(IntervalSetMask):
     """Every query attends the keys where `array` (batch, key) is True: the attention mask of tokenizers.
 
-    Zeros and ones in whole numbers count as False and True.
+    Zeros and ones in whole numbers count as False and True where the host can read them; on a device, or traced, the
+    array is boolean.
 
     Examples
     --------
@@ -244,8 +245,8 @@ class SlidingWindow(RowIntervalMask):
         centre = rows + offset_of(ops, score_shape, self, rows)
         visible = cols >= 0
         if self.left is not None:
-            visible = ops.logical_and(visible, cols >= centre - self.left)
-        return visible if self.right is None else ops.logical_and(visible, cols <= centre + self.right)
+            visible = ops.logical_and(visible, cols >= centre - min(self.left, UNBOUNDED))
+        return visible if self.right is None else ops.logical_and(visible, cols <= centre + min(self.right, UNBOUNDED))
 
     def intervals_at(self, rows: HostArray, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
         offset = host_offset(self, query_len, key_len)
