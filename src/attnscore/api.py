@@ -64,8 +64,8 @@ def attend(
         A further logit in the softmax, without a value. Gets a gradient.
     dropout : number in [0, 1)
         Of the weights; those kept are divided by 1 - dropout.
-    seed : whole number, optional
-        Replays a dropout mask; None draws one from the framework's generator.
+    seed : whole number, in JAX a key too, optional
+        Replays a dropout mask; None draws one from the framework's generator, which JAX has not.
     head_axis : -3, or -2 for the layout (batch, length, head, dim)
     normalizer : "softmax", "sigmoid", "sparsemax", "entmax15" or an `Entmax`
         How scores become weights: see `Entmax`. The sigmoid takes each score by itself, so that the weights of a query

@@ -193,9 +193,18 @@ def _usual_mode(path: Path) -> int:
     # A result should be as readable as the file it replaces, or as any file that the user creates.
     if path.exists():
         return path.stat().st_mode & 0o777
+    return 0o666 & ~_umask()
+
+
+def _umask() -> int:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    # Elsewhere it can be read only by setting it, for a moment, for all threads.
     mask = os.umask(0)
     os.umask(mask)
-    return 0o666 & ~mask
+    return mask
 
 
 def _known_suffix(path: Path) -> str:

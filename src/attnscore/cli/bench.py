@@ -65,10 +65,7 @@ def bench(
         machine.limit_isa(isa)
     if machine.version("torch") is None:
         raise FrameworkError("bench: the references need PyTorch: pip install 'attnscore[torch]'")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise FileError(f"{out}: cannot be made a folder: {error.strerror}") from error
+    _make_folder(out)
     before = results.read(out / "results.json") if again else None
     if before is not None:
         results.check_same_setting(before, setting(numbers, quick=quick))
@@ -88,8 +85,8 @@ def _on_gpu(quick: bool, out: Path) -> None:
     """Measure on a GPU and write ``gpu.json``."""
     gpu.check_device("cuda")
     screen = console()
+    _make_folder(out)
     document = gpu.run(quick, lambda text: error_console().print(Text(text)))
-    out.mkdir(parents=True, exist_ok=True)
     with replacing(out / "gpu.json") as file:
         file.write((json.dumps(document, indent=1) + "\n").encode())
     rows = [
@@ -103,6 +100,13 @@ def _on_gpu(quick: bool, out: Path) -> None:
     ]
     screen.print(table("Their time over ours", ["case", "baseline", "pass", "ratio"], rows, left=3))
     screen.print(Text(f"gpu.json in {out}"), soft_wrap=True)
+
+
+def _make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileError(f"{out}: cannot be made a folder: {error.strerror}") from error
 
 
 def thread_numbers(text: str | None) -> list[int]:

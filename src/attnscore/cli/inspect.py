@@ -65,5 +65,4 @@ def _write(found: Inspection, out: Path, megabytes: float) -> None:
     try:
         found.to_html(out, megabytes=megabytes)
     except OSError as error:
-        # The error names the temporary file.
         raise FileError(f"{out}: cannot be written: {error.strerror}") from error

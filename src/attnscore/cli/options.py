@@ -34,7 +34,7 @@ _PARAMETERS = {
     score: {
         {"bias": "score_bias"}.get(field.name, field.name): field
         for field in fields(scores.BUILTIN[score])  # type: ignore[arg-type]  # every built-in score is a dataclass
-        if field.name != "activation"
+        if field.name not in ("activation", "unit_keys")
     }
     for score in get_args(_Score)
 }
@@ -60,7 +60,7 @@ def option(panel: str, text: str, metavar: str | None = None, *names: str, **mor
 
 _INPUTS = "A .npz or .safetensors file with query, key, value and what else there is."
 _HEAD_AXIS = "-3: (batch, head, query, dim); -2: (batch, query, head, dim)."
-_PARAM = "A parameter of the score: w_v, W_q, W_k, W, scale, bandwidth, score_bias. Repeatable."
+_PARAM = "A parameter of the score: w_v, W_q, W_k, W, scale, bandwidth, score_bias, negative_slope. Repeatable."
 _ACTIVATION = "Of the additive score: tanh (the default), sigmoid, relu, leaky_relu, silu, gelu."
 _BIAS = "Added to the scores; broadcast to (..., query, key)."
 _LENS = "How many keys are real: one number per batch row, or per query."

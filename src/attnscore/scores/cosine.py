@@ -28,7 +28,7 @@ class Cosine(Score):
 
     Parameters
     ----------
-    scale : number, or an array as `ScaledDot` takes it: one learned temperature per head
+    scale : number, or an array as `ScaledDot` takes it: one learned temperature per head; None: 1 / sqrt(dim)
     unit_keys : bool
         The keys are of length 1 already, as `prepare_keys` makes them: the query alone is normalised.
 
