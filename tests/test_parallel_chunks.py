@@ -85,6 +85,17 @@ def test_one_statistic(wanted: tuple[str, ...]) -> None:
     close(getattr(stats, wanted[0]), getattr(expected, wanted[0]))
 
 
+def test_means_with_a_bias_that_masks_are_refused() -> None:
+    """How many keys it leaves is not known of a part."""
+    bias = np.array([[0, -np.inf, 0, 0]])
+    arguments = np.ones((1, 2)), np.ones((4, 2)), np.ones((4, 2))
+    with pytest.raises(ats.ArgumentError, match="other than mean_score and var_score with a bias of -inf"):
+        attend_chunks(*arguments, chunk=2, bias=bias, return_stats=("mean_score",))
+    assert attend_chunks(*arguments, chunk=2, bias=bias, return_stats=("entropy",))[1].entropy == pytest.approx(
+        np.log(3)
+    )
+
+
 def test_lengths_before_heads() -> None:
     arrays = [x.swapaxes(1, 2) for x in (QUERY, KEY, VALUE)]
     options = {"head_axis": -2, "mask": INTERVALS["window"], "return_stats": True}

@@ -193,6 +193,14 @@ def test_a_window_sends_as_much_for_any_length() -> None:
         assert most_sent(sent[0]) == most_sent(sent[1]) > 0
 
 
+def test_passed_queries_are_those_of_gather() -> None:
+    """Also where another mode sends fewer bytes."""
+    shards = [Shard.contiguous(4096, rank, 4) for rank in range(4)]
+    found = explain(None, shards, dim=64, heads=4, gradient="queries")
+    assert (found.mode, found.gradient) == ("gather", "queries")
+    assert {*found.reasons} == {"ring", "heads"}
+
+
 def test_it_prints_as_a_table() -> None:
     found = explain(ats.Causal(), CONTIGUOUS, **SIZES)
     assert str(found).splitlines() == [

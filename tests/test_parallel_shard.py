@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import attnscore as ats
 from attnscore.errors import ArgumentError, ShapeError
 from attnscore.parallel import Shard, balanced_shards, consecutive_shards, exchange, shard_mask
 from attnscore.parallel.shard import cut
+from attnscore.parallel.torch_modes import Gather, without
 
 N, BATCH = 37, 2
 RNG = np.random.default_rng(0)
@@ -117,6 +119,19 @@ def test_a_plan_is_computed_once_for_each_mask_by_value() -> None:
     for count in (40, 20):
         lens[0] = count
         assert exchange(ats.ValidLens(lens), shards, shards).needed[0].ranges == ((0, count),)
+
+
+def test_what_a_rank_receives_it_has_room_for() -> None:
+    """Keys between those of inner queries are fetched too, where they are few."""
+    mask = ats.Causal() & ats.Neighbours(np.arange(9), [0, 1, 2, 3, 4, 5, 5, 7])
+    shards = [Shard.head_tail(8, rank, 2) for rank in range(2)]
+    plan = exchange(mask, shards, shards)
+    for rank, other in ((0, 1), (1, 0)):
+        ranks = SimpleNamespace(rank=rank, others=[other])
+        call = SimpleNamespace(plan=plan, ranks=ranks, queries=shards[rank], has_relative_bias=False)
+        call.outer = Gather.outer.func(call)
+        found = Gather.transfers.func(call)
+        assert not len(without(found.to_receive[other], found.wanted))
 
 
 def test_queries_that_attend_keys_of_another_rank() -> None:

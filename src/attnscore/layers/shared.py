@@ -5,10 +5,9 @@ Imports no framework. What a layer consists of and computes is in `attnscore.lay
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -19,6 +18,7 @@ from attnscore.core.arguments import is_whole, shown
 from attnscore.core.dropout import check_dropout
 from attnscore.errors import ArgumentError, AttnscoreError, DtypeError, FrameworkError, MaskError, ShapeError, message
 from attnscore.masks import And, Dense, Mask, Not, Or
+from attnscore.masks.base import map_atoms
 from attnscore.masks.shape_spec import shape_of
 
 Shape = tuple[int, ...]
@@ -121,11 +121,8 @@ def over_heads(mask: Any, shape: tuple[int | None, ...]) -> Any:
     Otherwise an array (batch, query, key) would be read as (head, query, key), silently where the sizes agree. `shape`
     is (batch, query, key). Arrays with four axes already differ by head.
     """
-    if isinstance(mask, (And, Or)):
-        parts = {name: over_heads(getattr(mask, name), shape) for name in ("first", "second")}
-        return dataclasses.replace(mask, **parts)
-    if isinstance(mask, Not):
-        return Not(over_heads(mask.mask, shape))
+    if isinstance(mask, (And, Or, Not)):
+        return map_atoms(mask, functools.partial(over_heads, shape=shape))
     if mask is None or (isinstance(mask, Mask) and not isinstance(mask, Dense)):
         return mask
     array = mask.array if isinstance(mask, Dense) else mask
@@ -183,6 +180,12 @@ def torch_state(state: Mapping[str, Any]) -> dict[str, HostArray]:
     return arrays
 
 
+def check_names(arrays: Mapping[str, HostArray], names: Iterable[str]) -> None:
+    """Raise ArgumentError unless a state has arrays of these names."""
+    if set(names) != set(arrays):
+        raise ArgumentError(message("state", "the names " + ", ".join(sorted(names)), ", ".join(sorted(arrays))))
+
+
 def load_state(
     arrays: Mapping[str, HostArray],
     variables: Mapping[str, tuple[Any, bool]],
@@ -192,8 +195,7 @@ def load_state(
 
     All are checked before the first is assigned.
     """
-    if set(variables) != set(arrays):
-        raise ArgumentError(message("state", "the names " + ", ".join(sorted(variables)), ", ".join(sorted(arrays))))
+    check_names(arrays, variables)
     for name, (variable, transposed) in variables.items():
         shape = tuple(variable.shape[::-1] if transposed else variable.shape)
         if arrays[name].shape != shape:

@@ -346,7 +346,9 @@ class Attention(nn.Module, BaseAttention[Tensor]):
         is_staged = not is_plain and is_traced(query, key, *_others(arguments))
         kept: Call | Weights | str | None = None
         if context is not None:
-            out = context.attend(query, key, value, dropout=dropout, **{**arguments, "mask": mask})
+            # The lengths of the whole sequence are checked where they are known.
+            own_mask = shared.over_heads(mask, (len(queries), None, None))
+            out = context.attend(query, key, value, dropout=dropout, **{**arguments, "mask": own_mask})
             kept = _SHARDED
         elif self.keep_last and not is_staged and self._computes_in_pass(query, key, value):
             out, weights = attend(query, bound, value, dropout=dropout, return_weights=True, **options)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, ClassVar, final
@@ -348,6 +348,13 @@ def atoms_of(mask: Mask) -> list[Mask]:
     if isinstance(mask, (And, Or)):
         return [*atoms_of(mask.first), *atoms_of(mask.second)]
     return atoms_of(mask.mask) if isinstance(mask, Not) else [mask]
+
+
+def map_atoms(mask: Mask, change: Callable[[Mask], Mask]) -> Mask:
+    """Return `mask` with each of its `atoms_of` changed."""
+    if isinstance(mask, (And, Or)):
+        return type(mask)(map_atoms(mask.first, change), map_atoms(mask.second, change))
+    return Not(map_atoms(mask.mask, change)) if isinstance(mask, Not) else change(mask)
 
 
 def check_shapes(mask: Mask, score_shape: ScoreShape) -> None:

@@ -24,7 +24,7 @@ from attnscore.core.problem import check_arrays, wanted_statistics
 from attnscore.core.statistics import AttentionStats
 from attnscore.errors import ArgumentError, FrameworkError, message
 from attnscore.masks import Mask, as_mask
-from attnscore.parallel.mask import shard_mask
+from attnscore.parallel.mask import shard_mask, with_batch_axis
 from attnscore.parallel.merging import COUNTED, merge_parts
 from attnscore.parallel.pairs import Pairs, Range
 from attnscore.parallel.shard import Shard
@@ -100,6 +100,7 @@ def attend_chunks(
     whole = as_mask(mask, valid_lens, layout.score_shape)
     if whole is not None:
         whole.check(ops, layout.score_shape)
+        whole = with_batch_axis(whole, layout.score_shape)
     if bias is not None:
         check_bias_shape(tuple(bias.shape), layout.score_shape)
     parts = _Parts(ops, layout, whole, bias, wanted_statistics(return_stats))
@@ -107,13 +108,13 @@ def attend_chunks(
     query = ops.astype(query, accumulator(dtype))
     joined: tuple[Array, AttentionStats, Array] | None = None
     for at, keys, values in _chunks(ops, query, key, value, layout, parts.ranges(chunk, files)):
-        local = parts.mask_of(at)
+        local, own_bias = parts.mask_of(at), parts.bias_of(at, query)
         out, stats = attend(
-            query, keys, values, score=score, mask=local, bias=parts.bias_of(at, query), head_axis=head_axis,
+            query, keys, values, score=score, mask=local, bias=own_bias, head_axis=head_axis,
             # The sink is one more key, of the first chunk.
             sink=sink if joined is None else None, kernel=kernel, return_stats=parts.needed,
         )  # fmt: skip
-        joined = parts.join(joined, (out, stats, parts.counts_of(local, at, query)))
+        joined = parts.join(joined, (out, stats, parts.counts_of(local, own_bias, at, query)))
         if progress is not None:
             progress(at[1], layout.score_shape.key_len)
     out, stats, _ = joined  # type: ignore[misc]  # there is a chunk, be it an empty one
@@ -164,10 +165,14 @@ class _Parts:
         needed = {"log_sum_exp", *self.statistics} | ({"mean_score"} if "var_score" in self.statistics else set())
         return tuple(name for name in AttentionStats._fields if name in needed)
 
-    def counts_of(self, mask: Mask | None, at: Range, like: Array) -> Array | None:
+    def counts_of(self, mask: Mask | None, bias: Array | None, at: Range, like: Array) -> Array | None:
         """Return the number of unmasked keys of each query in a chunk, in the shape of a statistic."""
         if not set(COUNTED) & set(self.statistics):
             return None
+        values = None if bias is None else backends.host(bias)
+        if values is not None and (values == -math.inf).any():
+            expected = f"statistics other than {' and '.join(COUNTED)} with a bias of -inf, which masks"
+            raise ArgumentError(message("return_stats", expected, ", ".join(self.statistics)))
         shape, keys = self.layout.score_shape, at[1] - at[0]
         found = np.full((1, shape.query_len), keys)
         if mask is not None:

@@ -326,10 +326,12 @@ def choose(
         reasons["heads"] = f"{plan.ranks} ranks do not divide {size.heads} heads and {size.kv_heads} KV heads"
     if mode in reasons:
         raise ArgumentError(message("mode", "one that can run this call", f"{mode!r}: {reasons[mode]}"))
+    if gradient == "queries":
+        if mode in ("ring", "heads"):
+            raise ArgumentError(message("gradient", f"'auto', 'reduce' or 'none' with mode={mode!r}", "'queries'"))
+        reasons = {"ring": "it passes no queries", "heads": "it passes no queries", **reasons}
     modes = [name for name in MODES if name not in reasons]
     possible = {name: _explained(plan, counts, size, name, gradient, memory, mask) for name in modes}
-    if mode in ("ring", "heads") and gradient == "queries":
-        raise ArgumentError(message("gradient", f"'auto', 'reduce' or 'none' with mode={mode!r}", "'queries'"))
     fitting = [name for name, x in possible.items() if memory is None or max(x.peak_memory) <= memory]
     if mode != "auto":
         best = possible[mode]

@@ -9,12 +9,29 @@ import numpy as np
 
 from attnscore import backends
 from attnscore.backends.base import Array
+from attnscore.core.layout import ScoreShape
 from attnscore.masks import And, Dense, Documents, KeyPadding, Mask, Neighbours, Not, Or, Sharded, parts_of
-from attnscore.masks.base import all_of, atoms_of
+from attnscore.masks.base import all_of, atoms_of, map_atoms
+from attnscore.masks.shape_spec import shape_of
 from attnscore.parallel.shard import Shard
 
 # Masks whose arrays are cut to the positions, so that kernels still read them as they are.
 _CUT = (Dense, Documents, KeyPadding, Neighbours)
+
+
+def with_batch_axis(mask: Mask, whole: ScoreShape) -> Mask:
+    """Return a mask of the whole sequence whose arrays (head, query, key) have an axis of batch elements in front.
+
+    What is known of a mask is by batch element, and by head only where it has both axes: three axes would be read as
+    (batch, query, key).
+    """
+
+    def widened(atom: Mask) -> Mask:
+        if not (isinstance(atom, Dense) and whole.has_heads and len(shape_of(atom.array)) == 3):
+            return atom
+        return Dense((atom.array if hasattr(atom.array, "shape") else np.asarray(atom.array))[None])
+
+    return map_atoms(mask, widened)
 
 
 def shard_mask(

@@ -16,6 +16,7 @@ from attnscore.core.prepared import PreparedKeys
 from attnscore.core.problem import Problem, build_problem, wanted_statistics
 from attnscore.masks import Mask, as_mask
 from attnscore.parallel.explanation import MODES, ParallelExplanation, RowBytes, choose
+from attnscore.parallel.mask import with_batch_axis
 from attnscore.parallel.plan import Exchange
 from attnscore.parallel.shard import Shard
 
@@ -66,10 +67,11 @@ class Options:
     def whole_mask(self, problem: Problem, whole: ScoreShape) -> Mask | None:
         """Return `mask` and `valid_lens` as one mask, checked against the scores of the whole sequence."""
         mask = as_mask(self.mask, self.valid_lens, whole)
-        if mask is not None:
-            backends.check_dense(problem.ops, mask.arrays())
-            mask.check(problem.ops, whole)
-        return mask
+        if mask is None:
+            return None
+        backends.check_dense(problem.ops, mask.arrays())
+        mask.check(problem.ops, whole)
+        return with_batch_axis(mask, whole)
 
     def choose(
         self, problem: Problem, plan: Exchange, refused: Mapping[str, str], gradient: str

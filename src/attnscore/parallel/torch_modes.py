@@ -62,7 +62,8 @@ class Gather(ShardedCall):
     def transfers(self) -> Transfers:
         """What this rank fetches, and what the others fetch from it."""
         plan, rank = self.plan, self.ranks.rank
-        wanted = plan.keys_of(self.outer)
+        # Also the keys that the plan fetches between those of inner queries: their owners send them.
+        wanted = plan.keys_of(self.outer) | without(plan.needed[rank], plan.keys[rank])
         if self.has_relative_bias and wanted.ranges:
             wanted = Shard(((wanted.ranges[0][0], wanted.ranges[-1][1]),), wanted.length)
         return dataclasses.replace(Transfers.of(plan.keys, plan.needed, rank), wanted=wanted)
