@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import importlib
 import itertools
@@ -414,7 +415,7 @@ def test_a_learned_bandwidth_is_read_at_each_call(framework: str, dtype: str, mo
             _build_nothing(patch)
         for x, expected in zip(bandwidths, wanted, strict=True):
             np.testing.assert_allclose(ats.attend(*inputs, score=ats.Gaussian(x)), expected, rtol=1e-5, atol=1e-5)
-        for bad in (-1.0, 0.0, float("nan")):
+        for bad in (-1.0, 0.0, float("nan"), float("inf")):
             bandwidths[0][...] = bad
             with pytest.raises(ats.ArgumentError, match="bandwidth"):
                 ats.attend(*inputs, score=ats.Gaussian(bandwidths[0]))
@@ -961,6 +962,51 @@ def test_second_derivatives_of_a_hit(options: dict[str, Any], monkeypatch: pytes
     wanted = second("streaming")
     second()
     torch.testing.assert_close(second(), wanted)
+
+
+def test_a_bias_of_each_head_is_added_by_head() -> None:
+    """Also with as many queries as heads, and with one."""
+    rng = np.random.default_rng(0)
+    score = ats.Additive(*(rng.normal(size=shape) for shape in ((7,), (7, 5), (7, 5), (4, 7))))
+    for queries in (6, 4, 1):
+        q, k, v = rng.normal(size=(2, 4, queries, 5)), rng.normal(size=(2, 4, 6, 5)), rng.normal(size=(2, 4, 6, 3))
+        one_by_one = [
+            ats.attend(q[:, h], k[:, h], v[:, h], score=dataclasses.replace(score, bias=score.bias[h]))
+            for h in range(4)
+        ]
+        for _ in range(2):
+            np.testing.assert_allclose(ats.attend(q, k, v, score=score), np.stack(one_by_one, 1), atol=1e-12)
+
+
+def test_a_query_that_heads_share_gets_the_gradients_of_all() -> None:
+    rng = np.random.default_rng(0)
+    score = ats.Additive(*(rng.normal(size=shape) for shape in ((7,), (7, 5), (7, 5), (4, 7))))
+    q, k, v = rng.normal(size=(2, 1, 3, 5)), rng.normal(size=(2, 4, 6, 5)), rng.normal(size=(2, 4, 6, 3))
+    repeated = q.repeat(4, 1)
+    found, wanted = (ats.attend_vjp(x, k, v, score=score)[1](np.ones((2, 4, 3, 3))) for x in (q, repeated))
+    np.testing.assert_allclose(found.query, wanted.query.sum(1, keepdims=True), atol=1e-12)
+    for name in wanted.score:
+        np.testing.assert_allclose(found.score[name], wanted.score[name], atol=1e-12)
+
+
+def test_examples_of_a_vmap_draw_dropout_where_they_share_all_arrays() -> None:
+    q = torch.ones(2, 5, 4)
+    ats.attend(q, q, q, dropout=0.5)
+    for _ in range(2):
+        drawn = {
+            kind: torch.func.vmap(lambda _: ats.attend(q, q, q, dropout=0.5), randomness=kind)(torch.arange(3))
+            for kind in ("different", "same")
+        }
+        assert not torch.equal(drawn["different"][0], drawn["different"][1])
+        assert torch.equal(drawn["same"][0], drawn["same"][1])
+
+
+@pytest.mark.parametrize("bandwidth", [1e-170, 1e-110])
+def test_a_tiny_learned_bandwidth_is_no_error_of_python(bandwidth: float) -> None:
+    x = torch.randn(2, 3, 4, dtype=torch.float64)
+    learned = torch.tensor(bandwidth, dtype=torch.float64, requires_grad=True)
+    ats.attend(x, x, x, score=ats.Gaussian(learned)).sum().backward()
+    assert learned.grad is not None
 
 
 def test_dropout_without_a_seed_draws_at_each_hit(monkeypatch: pytest.MonkeyPatch) -> None:

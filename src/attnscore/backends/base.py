@@ -373,6 +373,10 @@ class Backend(ABC):
     def register_pytree(self, kind: type) -> None:  # noqa: B027  # most have no pytrees
         """Register a class of scores or masks with the framework."""
 
+    def draws_seeds_by_example(self) -> bool:
+        """Whether `draw_seed` may give a seed for each example of a ``vmap``, which no plan reads."""
+        return False
+
     def as_seed(self, seed: Any) -> Any:
         """Convert the framework's own kind of seed (a key, an array) to a number or `SeedHalves`; return others."""
         return seed

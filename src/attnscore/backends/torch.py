@@ -403,6 +403,9 @@ class TorchBackend(Backend):
     def stop_gradient(self, x: Array) -> Array:
         return x.detach()
 
+    def draws_seeds_by_example(self) -> bool:
+        return bool(_is_transformed())
+
     def draw_seed(self, like: Array) -> Any:
         seed = torch.randint(0, 2**62, (), dtype=torch.int64)
         # Inside `torch.func.vmap(randomness="different")` it is one seed per example.

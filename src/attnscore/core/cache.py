@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
@@ -40,6 +41,8 @@ class BoundedCache(Generic[Result]):
         result = compute()
         if key is not None:
             if len(self._entries) >= self._maxsize:
-                self._entries.pop(next(iter(self._entries)), None)
+                # Another thread may insert or evict meanwhile; then this one leaves an entry too many.
+                with contextlib.suppress(RuntimeError, StopIteration):
+                    self._entries.pop(next(iter(self._entries)), None)
             self._entries[key] = result
         return result

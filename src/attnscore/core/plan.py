@@ -64,6 +64,8 @@ def signature(arguments: CallArguments, options: tuple[Hashable, ...]) -> Hashab
         return None
     if (ops := backends.of_type(kind)) is None:
         return None
+    if options[3] and seed is None and ops.draws_seeds_by_example():
+        return None
     of_score, parameters = found
     arrays = [query, key, value, *parameters]
     parts: list[Hashable] = [of_score, bias is None, sink is None, key_exps is None, *map(type, options), options]
@@ -127,7 +129,8 @@ def _score_signature(score: Any) -> tuple[Hashable, tuple[Array, ...]] | None:
             return (Gaussian,), (number,)
         if number is not None and type(number) not in _NUMBERS:
             return None
-        return (kind, type(number), number, kind is Cosine and score.unit_keys), ()
+        unit_keys = kind is Cosine and score.unit_keys
+        return (kind, type(number), number, type(unit_keys), unit_keys), ()
     if kind is Dot:
         return Dot, ()
     if kind is Bilinear:
@@ -138,9 +141,8 @@ def _score_signature(score: Any) -> tuple[Hashable, tuple[Array, ...]] | None:
             return None
         signature = (Additive, score.activation, type(slope), slope, *(x is None for x in arrays))
         given = tuple(x for x in arrays if x is not None)
-        if given and (
-            len(getattr(score.w_v, "shape", ())) != 1 or any(len(getattr(x, "shape", ())) > 2 for x in given)
-        ):
+        axes = [len(getattr(x, "shape", ())) for x in (score.w_v, *arrays)]
+        if given and (axes[0] != 1 or axes[1] > 2 or axes[2] > 2 or axes[3] > 1):
             return None
         return signature, (score.w_v, *given)
     return None

@@ -262,7 +262,7 @@ def _normalized_query_tile(
             sums[2] + ops.sum(weights * weights, axis=-1, keepdims=True),
         )
 
-    zero = 0.0 * state.total
+    zero = ops.zeros((*shape, 1), problem.value, dtype)
     out = ops.zeros((*shape, problem.layout.value_dim), problem.value, dtype)
     out, total, squares = fold(pool, (out, zero, zero))
     matrix = () if problem.matrix is None else (weights_of(*_all_scores(inputs, plan, rows)),)

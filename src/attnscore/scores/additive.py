@@ -99,6 +99,8 @@ class Additive(Score):
                 return grad
             weight = per_head(ops, name, getattr(self, name), query, key, 2)
             x, grad, weight = widen(ops, x, grad, weight)
+            if len(weight.shape) == 2:  # a bias of each head makes rows for heads that share those of x
+                grad = sum_to(ops, grad, (*x.shape[:-1], grad.shape[-1]))
             arrays[name] = weight_gradient(ops, grad, x, weight.shape, getattr(self, name).shape)
             return ops.matmul(grad, weight)
 

@@ -201,8 +201,8 @@ class NativeCall:
             arrays += (sink,)
         if self.has_bandwidth:
             arrays += (score.bandwidth,)
-            # A plan checks no values, except this one: NaN and what is not positive raise.
-            if not ops.number(score.bandwidth) > 0:  # type: ignore[operator]  # it is not traced
+            # A plan checks no values, except this one: NaN, infinity and what is not positive raise.
+            if not 0 < ops.number(score.bandwidth) < math.inf:  # type: ignore[operator]  # it is not traced
                 score.check(query.shape[-1], key.shape[-1])
         if ops.has_planned_gradients and ops.needs_grad(*arrays):
             return self.record(arguments, score, arrays)
@@ -288,8 +288,9 @@ class NativeCall:
             arrays = [*arrays[:3], self.ops.in_c_order(arrays[3]), *arrays[4:]]
         found = self.ops.buffers(arrays)
         if self.has_bandwidth:
-            scale = scale_of(self.ops.number(arrays[-1]))
-            found = (*found[:-1], np.full((1, 1), scale, self.accumulator))
+            with np.errstate(all="ignore"):  # of a tiny bandwidth it is infinite
+                scale = scale_of(np.float64(self.ops.number(arrays[-1])))
+                found = (*found[:-1], np.full((1, 1), scale, self.accumulator))
         of_mask = mask if self.reads_lens else self._known_bounds
         if self.reads_mask:
             of_mask = (_memory(self.ops, mask),)
@@ -452,7 +453,8 @@ class NativeCall:
         ops = self.ops
         if operand.name == "scale":
             grad_scale = rows.sum(dtype=np.float64)
-            grad = np.asarray(bandwidth_gradient(ops.number(x), grad_scale), self.accumulator)
+            with np.errstate(all="ignore"):
+                grad = np.asarray(bandwidth_gradient(np.float64(ops.number(x)), grad_scale), self.accumulator)
             return ops.astype(ops.from_memory(grad, self.accumulator, like), ops.dtype(x))
         if operand.is_summed:
             rows = _sum_of_rows(rows.reshape(-1, rows.shape[-1]))

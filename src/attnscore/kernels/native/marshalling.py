@@ -69,6 +69,9 @@ def reasons(problem: Problem) -> list[str]:
         found.append(f"dtypes {', '.join(sorted(dtypes))}")
     if isinstance(problem.dropout, PairDropout):
         found.append("dropout of pairs that are part of another call")
+    seed = None if problem.dropout is None else problem.dropout.seed
+    if isinstance(seed, SeedHalves) and not ops.needs_host_callback(*seed):
+        found.append("dropout with a seed for each example of a vmap")
     for name in ("bias", "sink"):
         if (x := getattr(problem, name)) is not None:
             arrays[name] = x
