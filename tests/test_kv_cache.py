@@ -508,6 +508,14 @@ def test_files_of_half_precision(tmp_path: Path) -> None:
         assert torch.equal(found.keys[:, :3], x)
 
 
+def test_sequences_are_named_by_whole_numbers() -> None:
+    x = np.ones((3, 3, DIM))
+    for wrong in ([True, False, True], [0.9, 1.2]):
+        with pytest.raises(ats.ArgumentError, match="indices: expected whole numbers"):
+            ats.KeyValueCache().append(x, x).select(wrong)
+    assert ats.KeyValueCache().append(x, x).select([]).append(x[:0], x[:0]).keys.shape[0] == 0
+
+
 def test_files_of_something_else(tmp_path: Path) -> None:
     np.savez(tmp_path / "other.npz", keys=np.ones(3))
     with pytest.raises(FileError, match=r"no cache of keys and values: lacks has_heads, head_axis, key_sizes, lens"):

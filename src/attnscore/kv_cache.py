@@ -596,9 +596,13 @@ class KeyValueCache:
 
     def _checked_indices(self, indices: Any) -> Array:
         """Return the sequences that `select` keeps; raise unless they are some of the cache, as far as one can see."""
-        chosen = host_ints(indices)
-        if chosen is None:
+        values = backends.host(indices)
+        if values is None:
             return self._index.asarray(indices, self._lens)
+        # An empty list is an array of floats, and so is any list in MXNet.
+        if values.dtype.kind not in "iuf" or (values % 1).any():
+            raise ArgumentError(message("indices", "whole numbers", shown(indices)))
+        chosen = values.astype(np.int64)
         if chosen.ndim != 1:
             raise ShapeError(message("indices", "1 axis", chosen.ndim))
         if chosen.size and not (chosen.min() >= 0 and chosen.max() < self._batch):

@@ -147,6 +147,8 @@ def moved(
     ops: Backend, buffer: Array, block: Array, slots: HostArray, is_real: HostArray, *, is_saved: bool = False
 ) -> Array:
     """Write entry i of each sequence to slots[b, i] where is_real[b, i], and return the buffer, or its copy."""
+    if not is_real.any():
+        return buffer
     target, source = _places(slots, is_real)
     if is_saved or ops.needs_grad(buffer, block):
         buffer = buffer.clone()
@@ -160,7 +162,7 @@ def _places(slots: HostArray, is_real: HostArray) -> tuple[Any, Any]:
     # All sequences append to the same slots, one after the other: slices, which copy faster than indices.
     first = slots[:1]
     if is_real.all() and (slots == first).all() and (first[:, 1:] == first[:, :-1] + 1).all():
-        start = int(first[0, 0]) if first.size else 0
+        start = int(first[0, 0])
         return (every, every, slice(start, start + first.size)), ...
     sequence, i = np.nonzero(is_real)
     return (sequence, every, slots[sequence, i]), (sequence, every, i)
