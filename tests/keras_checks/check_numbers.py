@@ -310,7 +310,7 @@ class TestKerasAndTorchCheckpoints:
         with pytest.raises(
             ats.ArgumentError, match=r"state: expected the names W_k\.weight, W_q\.weight, w_v\.weight, got"
         ):
-            AdditiveAttention(4).load_torch({"W_q.weight": good["W_q.weight"]})
+            layer.load_torch({"W_q.weight": good["W_q.weight"]})
         with pytest.raises(ats.ShapeError, match=r"w_v.weight: expected shape \(1, 4\), got \(1, 5\)"):
             layer.load_torch({**good, "w_v.weight": np.ones((1, 5))})
         layer.load_torch(good)

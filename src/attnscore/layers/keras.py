@@ -394,6 +394,8 @@ class Attention(BaseAttention[Array], LoadsTorch, keras.layers.Layer):  # type: 
 
     def _load(self, arrays: Mapping[str, shared.HostArray]) -> None:
         if not self.built:
+            # A layer that is built has sizes: names that do not fit must not set them.
+            shared.check_names(arrays, [name for name, *_ in self._layer.torch_names()])
             sizes = self._layer.sizes_in(arrays)
             self.build(*((None, None, sizes[name]) for name in INPUTS))
         shared.load_state(arrays, torch_names(self), lambda variable, array: variable.assign(array))
