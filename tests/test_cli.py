@@ -434,6 +434,13 @@ def test_the_input_is_not_overwritten(capsys, npz):
     assert "overwritten" in refused(capsys, "attend", source, "--out", source)
 
 
+def test_the_text_is_not_overwritten(capsys, tmp_path):
+    text = tmp_path / "notes.txt"
+    text.write_text("words", "utf-8")
+    assert "overwritten" in refused(capsys, "inspect", "minilm", "--text", text, "--out", text)
+    assert text.read_text("utf-8") == "words"
+
+
 @pytest.mark.parametrize("command", ["attend", "look"])
 @pytest.mark.parametrize("option", ["--bias", "--sink", "--valid-lens", "--param"])
 def test_files_of_options_are_not_overwritten(capsys, npz, tmp_path, command, option):

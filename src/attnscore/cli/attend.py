@@ -54,7 +54,9 @@ def attend(
         given.keep_inputs("--out", out)
     call = {"kernel": kernel, **given.read(("query", "key", "value"))}
     if explain:
-        console().print(str(ats.explain(**call)), markup=False, soft_wrap=True)
+        console().print(
+            str(ats.explain(**call, return_weights=weights, return_stats=stats)), markup=False, soft_wrap=True
+        )
     if out is not None:
         check_holds(out, {"out": call["value"]})
         with error_console().status("attending"):

@@ -17,6 +17,7 @@ import numpy as np
 import attnscore as ats
 from attnscore.diagnostics.lab.experiment import NAMES, SCORES, Array, Check, Result, Row, check_sizes
 from attnscore.diagnostics.lab.panels import COLOURS, DIMENSION, SPREAD, powers_of_two
+from attnscore.errors import ArgumentError, message
 from attnscore.plotting.drawing import legend, new_figure, style_lines
 
 if TYPE_CHECKING:
@@ -147,6 +148,8 @@ def gradient_flow(
     """
     check_sizes("dims", dims, least=2)
     check_sizes("keys, queries, value_dim", (keys, queries, value_dim))
+    if keys < 2:
+        raise ArgumentError(message("keys", "2 or more: the weight of one has no gradient", keys))
     rng = np.random.default_rng(seed)
     points = []
     for dim in dims:

@@ -202,9 +202,9 @@ def _point(name: str, kind: Kind, query: Array, key: Array, rng: np.random.Gener
         _, stats = ats.attend(one_query, one_key, one_key, score=score, return_stats=("var_score", "max_weight"))
         logits = float(np.abs(ats.attention_scores(one_query, one_key, score=score)).max())
         limit = float(kind.bound(score))
-        if logits / limit >= largest / bound:
+        # Of a bounded score the logit nearest to its bound.
+        if logits >= largest if math.isinf(limit) else logits / limit >= largest / bound:
             largest, bound = logits, limit
-        largest = max(largest, logits) if math.isinf(bound) else largest
         variances.append(float(stats.var_score.mean()))
         heaviest.append(float(stats.max_weight.mean()))
     return ScorePoint(name, query.shape[-1], float(np.mean(variances)), largest, bound, float(np.mean(heaviest)))
