@@ -68,7 +68,8 @@ class ForwardTask {
 
     // Attend to one key tile, in steps. O += P V of a step runs between the scores and the softmax of the next one:
     // neighbouring instructions then do not wait for one another, and the processor, which looks hundreds of
-    // instructions ahead, overlaps the two. A single row takes turns: some keys, then as many values of the last tile.
+    // instructions ahead, overlaps the two. With vectors of less than 64 bytes a single row takes turns: some
+    // keys, then as many values of the last tile.
     void attend_to_tile(int64_t key, int64_t key_count, int64_t last_key) {
         const int64_t panels = queries_.panels(), together = few_rows_ ? 1 : kStepPanels;
         int64_t next_prefetch = key + kTileKeys;
@@ -266,7 +267,7 @@ struct ForwardTasks {
     }
 
    private:
-    static constexpr int64_t kThreads = 16;    // that few tasks keep busy to the end
+    static constexpr int64_t kThreads = 16;    // few tasks are cut so that as many stay busy to the end
     static constexpr int64_t kMostRows = 384;  // of a query tile
 
     // Cut rows into query tiles of about one size, as the other threads would wait for the last one's where it is

@@ -241,6 +241,30 @@ struct Interleaved {
     }
 };
 
+// The sums by lanes of the terms of two rows, in parts of kMaxTerms. `prefetches`: fetch what stands behind `b`.
+template <class Terms, class T = typename Terms::Sum>
+__attribute__((always_inline)) inline V<T> lanes_of_terms(const T* a, const T* b, int64_t width, bool prefetches) {
+    constexpr int L = Vector<T>::lanes;
+    const auto part = [&](int64_t j, int64_t end) {
+        V<T> even{}, odd{};
+        for (; j + 2 * L <= end; j += 2 * L) {
+            if (prefetches) prefetch_stream<2>(b + j);
+            even = Terms::add(even, load(a + j), load(b + j));
+            odd = Terms::add(odd, load(a + j + L), load(b + j + L));
+        }
+        if (j < end) even = Terms::add(even, load(a + j), load(b + j));
+        return even + odd;
+    };
+    if constexpr (Terms::kMaxTerms == std::numeric_limits<int64_t>::max()) {
+        return part(0, width);
+    } else {
+        constexpr int64_t most = 2 * L * Terms::kMaxTerms;
+        V<T> sum = part(0, std::min(width, most));
+        for (int64_t j = most; j < width; j += most) sum += part(j, std::min(width, j + most));
+        return sum;
+    }
+}
+
 // The sum of the terms of one row with each of the 64 rows of a tile (0 behind `count`), for few query rows: there
 // reading memory takes all the time, and transposing the keys would not pay. `other` has its turn after each 2 KB of
 // keys, so that memory does not idle between keys and values.
@@ -254,25 +278,14 @@ void gemv(const Terms&, T* s, const T* q, const View<T>& keys, int64_t count, in
     for (; i + L <= count; i += L) {
         V<T> sum[L];
         for (int u = 0; u < L; u++) {
-            const T* row = keys.row(i + u);
-            V<T> even{}, odd{};
-            int64_t j = 0;
-            for (; j + 2 * L <= width; j += 2 * L) {
-                if (other.count > 0) prefetch_stream<2>(row + j);
-                even = Terms::add(even, load(q + j), load(row + j));
-                odd = Terms::add(odd, load(q + j + L), load(row + j + L));
-            }
-            if (j < width) even = Terms::add(even, load(q + j), load(row + j));
-            sum[u] = even + odd;
+            sum[u] = lanes_of_terms<Terms>(q, keys.row(i + u), width, other.count > 0);
             if ((u + 1) % turn == 0) other.run(i + u + 1 - turn, i + u + 1);
         }
         store(s + i, reduce_sums<T>(sum));
     }
     other.run(i, other.count);
     for (; i < count; i++) {
-        V<T> sum{};
-        for (int64_t j = 0; j < width; j += L) sum = Terms::add(sum, load(q + j), load(keys.row(i) + j));
-        s[i] = reduce_sum<T>(sum);
+        s[i] = reduce_sum<T>(lanes_of_terms<Terms>(q, keys.row(i), width, false));
     }
     for (; i < kTileKeys; i++) s[i] = 0;
 }

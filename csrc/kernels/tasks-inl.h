@@ -1,6 +1,7 @@
 // Tasks on several threads, and the key tiles that the tasks of a call share.
 
-// Call f(0) .. f(count - 1) on the pool. The first exception leaves on the caller's thread, not on a worker's.
+// Call f(0) .. f(count - 1) on the pool, or on OpenMP's threads. The first exception leaves on the caller's thread, not
+// on a worker's.
 template <class F>
 void for_each_task(int64_t count, Threads threads, const F& f) {
     struct Context {
@@ -43,7 +44,7 @@ class SharedTiles {
         for (const Head& head : problem.heads) {
             begins_.push_back(static_cast<int64_t>(firsts.size()));
             const int64_t last = unmasked_prefix(problem, head);
-            // A tile that ends inside the intervals is left to each query tile, which reads no masked key behind them.
+            // A tile inside which the intervals end is left to each query tile, which reads no masked key behind them.
             for (int64_t key = 0; key + kTileKeys <= last || (key < last && last == problem.key_len); key += kTileKeys)
                 firsts.emplace_back(&head, key);
         }
@@ -57,7 +58,8 @@ class SharedTiles {
         });
     }
 
-    // Whether sharing pays, and takes little memory: a few times the 2 MB that keys and values may have.
+    // Whether sharing pays, and takes little memory: a few times that of 2^19 numbers, as many as keys and values may
+    // have.
     static bool is_profitable(const Problem& problem, int64_t query_tiles) {
         constexpr int64_t most = int64_t{1} << 19;
         const int64_t keys = static_cast<int64_t>(problem.heads.size()) * problem.key_len;
