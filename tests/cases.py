@@ -551,8 +551,6 @@ MASKS = (
              lambda s, b, h, i, j: j <= i and j < (5, 2)[b]),
     MaskCase("array-and-valid_lens", lambda s: {"mask": _dense(s, s.queries, s.keys), "valid_lens": [9, 0]},
              lambda s, b, h, i, j: _dense(s, s.queries, s.keys)[i, j] and j < (9, 0)[b], intervals=False),
-    MaskCase("array-3d-and-valid_lens", lambda s: {"mask": _dense(s, s.heads, s.queries, s.keys), "valid_lens": [9, 4]},
-             lambda s, b, h, i, j: _dense(s, s.heads, s.queries, s.keys)[h, i, j] and j < (9, 4)[b], intervals=False),
 )
 # fmt: on
 MASK = {case.name: case for case in MASKS}

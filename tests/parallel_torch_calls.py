@@ -342,6 +342,11 @@ def meshes() -> bool:
         rows = slice(rank % 2 * 4, rank % 2 * 4 + 4)
         found = layer(*[x[:, rows]] * 3, mask=mask)
         is_same = is_same and torch.allclose(found, alone(x, x, x, mask=mask)[:, rows])
+    # An array (head, query, key) beside lengths of each sequence.
+    heads, options = x.unflatten(-1, (2, 8)).transpose(1, 2), {"mask": mask, "valid_lens": torch.tensor([8, 5])}
+    for mode in ("gather", "ring"):
+        found = attend(*[heads[:, :, rows]] * 3, group=mesh["context"], mode=mode, **options)
+        is_same = is_same and torch.allclose(found, ats.attend(heads, heads, heads, **options)[:, :, rows])
     return bool(is_same)
 
 

@@ -85,6 +85,19 @@ def test_one_statistic(wanted: tuple[str, ...]) -> None:
     close(getattr(stats, wanted[0]), getattr(expected, wanted[0]))
 
 
+def test_arrays_of_heads_beside_lengths() -> None:
+    """With as many sequences as heads, each of which attends other keys."""
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.normal(size=(2, 2, n, 3)) for n in (1, 4, 4))
+    options = {"mask": np.array([[[1, 1, 0, 0]], [[0, 0, 1, 1]]], bool), "valid_lens": [4, 2]}
+    found, wanted = attend_chunks(query, key, value, chunk=2, **options), ats.attend(query, key, value, **options)
+    np.testing.assert_allclose(found, wanted, atol=1e-12)
+    three = {**options, "mask": np.ones((2, 1, 4), bool), "valid_lens": [4, 2, 1]}
+    query, key, value = (rng.normal(size=(3, 2, n, 3)) for n in (1, 4, 4))
+    found, wanted = attend_chunks(query, key, value, chunk=2, **three), ats.attend(query, key, value, **three)
+    np.testing.assert_allclose(found, wanted, atol=1e-12)
+
+
 def test_means_with_a_bias_that_masks_are_refused() -> None:
     """How many keys it leaves is not known of a part."""
     bias = np.array([[0, -np.inf, 0, 0]])
