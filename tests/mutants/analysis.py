@@ -248,8 +248,8 @@ FAULTS: list[Fault] = [
     Fault(
         "statistics-summary-of-empty-rows",
         _STATISTICS,
-        "rows = rows[alive != 0] if rows is not None else None",
-        "rows = rows if rows is not None else None",
+        "_values(name, x)[alive]",
+        "_values(name, x).ravel()",
         _STATS,
         "the summary counts rows that attend to no key",
     ),

@@ -227,8 +227,8 @@ FAULTS: list[Fault] = [
     Fault(
         "mask-window-left-exclusive",
         _MASKS,
-        "visible = ops.logical_and(visible, cols >= centre - self.left)",
-        "visible = ops.logical_and(visible, cols > centre - self.left)",
+        "visible = ops.logical_and(visible, cols >= centre - min(self.left, UNBOUNDED))",
+        "visible = ops.logical_and(visible, cols > centre - min(self.left, UNBOUNDED))",
         _PAIRS,
         "a block of SlidingWindow masks the leftmost key of the window",
     ),
@@ -243,8 +243,8 @@ FAULTS: list[Fault] = [
     Fault(
         "mask-window-right-exclusive",
         _MASKS,
-        "else ops.logical_and(visible, cols <= centre + self.right)",
-        "else ops.logical_and(visible, cols < centre + self.right)",
+        "else ops.logical_and(visible, cols <= centre + min(self.right, UNBOUNDED))",
+        "else ops.logical_and(visible, cols < centre + min(self.right, UNBOUNDED))",
         _PAIRS,
         "a block of SlidingWindow masks the rightmost key of the window",
     ),

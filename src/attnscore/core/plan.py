@@ -64,7 +64,7 @@ def signature(arguments: CallArguments, options: tuple[Hashable, ...]) -> Hashab
         return None
     if (ops := backends.of_type(kind)) is None:
         return None
-    if options[3] and seed is None and ops.draws_seeds_by_example():
+    if type(options[3]) is float and options[3] and seed is None and ops.draws_seeds_by_example():
         return None
     of_score, parameters = found
     arrays = [query, key, value, *parameters]
