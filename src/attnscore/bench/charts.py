@@ -35,7 +35,8 @@ def small_shapes(document: Mapping[str, Any]) -> Figure:
     rows = _measured(document)
     threads = sorted({row["threads"] for row in rows})
     columns = list(dict.fromkeys((row["case"], row["baseline"]) for row in rows))
-    figure = Figure(figsize=(1.5 + 0.85 * len(columns), 1.6 + 3.2 * len(threads)), layout="constrained")
+    # At least as wide as the legend.
+    figure = Figure(figsize=(max(6.5, 1.5 + 0.85 * len(columns)), 1.6 + 3.2 * len(threads)), layout="constrained")
     panels = figure.subplots(len(threads), 1, sharex=True, squeeze=False)[:, 0]
     for axis, number in zip(panels, threads, strict=True):
         for row in rows:
