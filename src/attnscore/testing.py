@@ -29,6 +29,7 @@ from attnscore.analysis.explain import available
 from attnscore.analysis.weights import attention_scores
 from attnscore.api import attend, attend_vjp
 from attnscore.backends.base import Array, Backend
+from attnscore.backends.numpy import detached
 from attnscore.core import tiling
 from attnscore.core.online_softmax import STATISTICS
 from attnscore.core.problem import Problem, build_problem
@@ -651,7 +652,7 @@ def _values_of(ops: Backend, x: Array) -> _HostArray:
     """Return the values of an array, on the host."""
     x = ops.stop_gradient(x)
     values = ops.host(x)
-    return np.asarray(x.cpu() if hasattr(x, "cpu") else x) if values is None else values
+    return np.asarray(detached(x)) if values is None else values
 
 
 def _close(what: str, got: Any, wanted: Any, tolerance: float = 1e-9) -> None:

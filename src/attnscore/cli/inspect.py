@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 from attnscore.cli.console import console, error_console, table
-from attnscore.errors import ArgumentError
+from attnscore.cli.options import keep_input
 from attnscore.io import FileError, read_text
 from attnscore.plotting.drawing import short_number
 
@@ -39,8 +39,7 @@ def inspect(
     if not out.parent.is_dir() or out.is_dir():
         raise FileError(f"{out}: expected the name of a file in a folder that exists")
     content = read_text(text)
-    if out.exists() and out.samefile(text):
-        raise ArgumentError(f"--out: {out} is an input file; it would be overwritten")
+    keep_input("--out", out, text)
     if not content.strip():
         raise FileError(f"{text}: no text in it")
     # Imported here: they bring PyTorch, which --help does not need.

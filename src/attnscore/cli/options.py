@@ -53,6 +53,12 @@ class AttendCommand(TyperCommand):
         return super().parse_args(ctx, whole)
 
 
+def keep_input(name: str, place: Path, path: Path) -> None:
+    """Refuse a destination, given as option `name`, that is a file that is read."""
+    if place.exists() and path.exists() and place.samefile(path):
+        raise ArgumentError(f"{name}: {place} is an input file; it would be overwritten")
+
+
 def option(panel: str, text: str, metavar: str | None = None, *names: str, **more: Any) -> Any:
     """Describe an option, listed in a panel of the command's help."""
     return typer.Option(*names, help=text, metavar=metavar, rich_help_panel=panel, **more)
@@ -113,8 +119,8 @@ class CallOptions:
         texts = [self.valid_lens or "", *(text.partition("=")[2] for text in self.param or [])]
         named = (Path(text) for text in texts if Path(text).suffix.lower() in SUFFIXES)
         for path in (self.inputs, *self._files().values(), *named):
-            if path is not None and place.exists() and path.exists() and place.samefile(path):
-                raise ArgumentError(f"{name}: {place} is an input file; it would be overwritten")
+            if path is not None:
+                keep_input(name, place, path)
 
     def _files(self) -> dict[str, Path | None]:
         """Return the files that hold one array each, by the name of the array."""

@@ -12,6 +12,7 @@ import numpy as np
 
 from attnscore import backends
 from attnscore.backends.base import Array, Backend, HostArray
+from attnscore.backends.numpy import detached
 from attnscore.core.arguments import is_number, shown
 from attnscore.errors import ArgumentError, message
 
@@ -239,12 +240,10 @@ class AttentionStats(NamedTuple):
 
 def _values(name: str, x: Array) -> HostArray:
     """Return the values of an array on the host, from a device too."""
-    ops = backends.of({name: x})
-    found = ops.host(x)
+    found = backends.host(x)
     if found is None:
         try:
-            x = ops.stop_gradient(x)
-            found = np.asarray(x.cpu() if hasattr(x, "cpu") else x)
+            found = np.asarray(detached(x))
         except Exception as error:  # each framework has its own for a traced array
             raise ArgumentError(message(name, "an array with values", "a traced one")) from error
     return found

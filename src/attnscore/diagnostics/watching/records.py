@@ -141,6 +141,11 @@ class Records:
         self.steps = self.sampled = 0
         self.unseen: Counter[tuple[str, str]] = Counter()
 
+    @property
+    def _layers(self) -> tuple[Layer, ...]:
+        """The layers of now: another thread may add to them."""
+        return tuple(self.layers.values())
+
     def rows(self) -> list[Row]:
         """Return a row for each layer and head: means over the queries of all sampled steps, and the largest logit.
 
@@ -151,12 +156,12 @@ class Records:
         padding is unknown), clip (the factor of QK-clip).
         """
         tau = self.thresholds.tau
-        return [row for layer in tuple(self.layers.values()) for row in layer.rows(layer.total, tau)]
+        return [row for layer in self._layers for row in layer.rows(layer.total, tau)]
 
     def last(self) -> list[Row]:
         """Return the rows of the last sampled step alone, as a repair needs: the largest logit of a run never falls."""
-        number = max((layer.steps[-1][0] for layer in tuple(self.layers.values())), default=-1)
-        found = [(layer, *layer.steps[-1]) for layer in tuple(self.layers.values())]
+        number = max((layer.steps[-1][0] for layer in self._layers), default=-1)
+        found = [(layer, *layer.steps[-1]) for layer in self._layers]
         tau = self.thresholds.tau
         return [row for layer, step, sums in found if step == number for row in layer.rows(sums, tau)]
 
@@ -178,7 +183,7 @@ class Records:
     def verdicts(self) -> list[Verdict]:
         """Return the verdicts grouped by head: heads with a failure first, and of each its failures first."""
         found: list[Verdict] = []
-        for layer in tuple(self.layers.values()):
+        for layer in self._layers:
             entropies, largest = (self.history(layer.name, name)[1] for name in ("entropy", "max_logit"))
             for head, row in enumerate(layer.rows(layer.total, self.thresholds.tau)):
                 series = [float(x) for x in entropies[:, head]], [float(x) for x in largest[:, head]]
@@ -199,9 +204,7 @@ class Records:
 
         Written as json.dumps does; NaN and infinity become null.
         """
-        kept = [
-            (step, layer, sums) for layer in tuple(self.layers.values()) for step, sums in layer.steps if step >= since
-        ]
+        kept = [(step, layer, sums) for layer in self._layers for step, sums in layer.steps if step >= since]
         for step, layer, sums in sorted(kept, key=lambda one: one[0]):
             yield from (line_of(step, row) for row in layer.rows(sums, self.thresholds.tau))
 
@@ -271,7 +274,7 @@ class Records:
         """
         if not self.layers:
             raise ArgumentError(message("plot", "a sampled step", f"{self.steps} steps, {self.sampled} sampled"))
-        names, heads = list(self.layers), max(layer.heads for layer in tuple(self.layers.values()))
+        names, heads = list(self.layers), max(layer.heads for layer in self._layers)
         series = _SERIES if self.sampled > 1 else ()
         tall = max(1.5, 0.26 * len(names) + 0.8)
         heights = [tall, tall, *([2.5] if series else [])]
@@ -303,7 +306,7 @@ class Records:
         for verdict in self.verdicts():
             if verdict.failure:
                 words.setdefault(f"{verdict.layer}, head {verdict.head}", []).append(verdict.what)
-        total = sum(layer.heads for layer in tuple(self.layers.values()))
+        total = sum(layer.heads for layer in self._layers)
         lines = [f"Framed: {len(words)} of {total} heads fail" if words else f"None of {total} heads fails"]
         if len(words) <= len(_NAMED):
             lines += [f"{head}: {', '.join(found)}" for head, found in words.items()]
@@ -328,7 +331,7 @@ class Records:
 
         failing = self.failing()
         colours = dict(zip(failing, _NAMED, strict=False)) if len(failing) <= len(_NAMED) else {}
-        for layer in tuple(self.layers.values()):
+        for layer in self._layers:
             steps, values = self.history(layer.name, name)
             for head in range(layer.heads):
                 if (place := (layer.name, head)) in failing:
