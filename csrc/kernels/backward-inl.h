@@ -47,8 +47,9 @@ void unmasked_differences(T* dq, T* dk, int64_t width, const T* a, const uint64_
         });
 }
 
-// Gradients of the keys and values of a tile, summed over one query tile, and then added to the caller's arrays. With
-// few query rows they are the caller's arrays themselves (`in_place`), where rows of these are whole vectors.
+// Gradients of the keys and values of a tile, summed over one query tile, and then added to the caller's arrays. Where
+// rows of these are whole vectors they are the caller's arrays themselves (`in_place`), unless many terms would be
+// added to them one by one, which rounds more than sums of blocks.
 template <class T>
 struct KeyTileGradients {
     T *dk, *dv, *bias;
@@ -57,7 +58,9 @@ struct KeyTileGradients {
 
     KeyTileGradients(Arena& arena, const Problem& problem)
         : width(padded(problem.dim, Vector<T>::lanes)), value_width(padded(problem.value_dim, Vector<T>::lanes)) {
-        in_place = problem.query_len <= kFewRows && width == problem.dim && value_width == problem.value_dim &&
+        const bool adds_sums = kHasFma && problem.form == Form::inner;
+        in_place = width == problem.dim && value_width == problem.value_dim &&
+                   (adds_sums || problem.query_len <= kFewRows) &&
                    (problem.form != Form::additive || Additive<T>(problem).by_pairs);
         dk = in_place ? nullptr : arena.take<T>(kTileKeys * width);
         dv = in_place ? nullptr : arena.take<T>(kTileKeys * value_width);

@@ -54,6 +54,7 @@ namespace {
 #include "kernels/score_matrix-inl.h"
 #include "kernels/forward-inl.h"
 #include "kernels/row_finish-inl.h"
+#include "kernels/row_prepare-inl.h"
 #include "kernels/score_gradients-inl.h"
 #include "kernels/backward-inl.h"
 // clang-format on
@@ -63,7 +64,7 @@ namespace {
 #define ATTNSCORE_TEXT_(x) #x
 #define ATTNSCORE_TEXT(x) ATTNSCORE_TEXT_(x)
 extern const Kernels kernels;
-const Kernels kernels = {ATTNSCORE_TEXT(ATTNSCORE_TARGET), forward, backward, finish_rows};
+const Kernels kernels = {ATTNSCORE_TEXT(ATTNSCORE_TARGET), forward, backward, finish_rows, prepare_rows};
 
 }  // namespace ATTNSCORE_TARGET
 }  // namespace attnscore

@@ -29,8 +29,8 @@ class Scores {
 
     const Additive<T>& additive() const { return form_; }
 
-    // Compute the scores s[i * kTileKeys + j] of the rows of micro-panels, -inf where masked, and the bits of the
-    // unmasked keys of each row.
+    // Compute the scores s[i * kTileKeys + j] of the rows of micro-panels, -inf where masked, in as many vectors as
+    // `width_of` the tile, and the bits of the unmasked keys of each row.
     // `other`: not null where the rows are too few to transpose the keys; then what takes turns with them.
     // `bf16`: not null where products are taken in bfloat16.
     // `saves`: keep what gradients read: the slopes of the caps, and squared distances whose scale is the head's own.
@@ -56,6 +56,7 @@ class Scores {
         } else {
             products(Product<T>{}, s, query, queries.width, size, tile, other);
         }
+        const int vectors = width_of<T>(tile.count);
         // Products alone, and no masked pair.
         bool full = true;
         for (int64_t panel = panels.first; panel < panels.last; panel++)
@@ -68,7 +69,7 @@ class Scores {
             // Products alone, of the last tile: the lanes after its last key are all that is masked.
             const uint64_t keys = lowest_bits(tile.count);
             std::fill_n(bits, size, keys);
-            for (int64_t j = tile.count / L; j < kTileVectors<T>; j++)
+            for (int64_t j = tile.count / L; j < vectors; j++)
                 for (int64_t i = 0; i < size; i++) {
                     T* at = s + i * kTileKeys + j * L;
                     store(at, select_bits<T>(keys, static_cast<int>(j), load(at),
@@ -89,7 +90,7 @@ class Scores {
                 apply_biases_and_caps(line, head, row, tile, saves ? cap_slopes_ + i * kTileKeys : nullptr);
             if (head.bias.data) add_bias(line, bits[i], head, row, tile);
             if (bits[i] != kAll)
-                for (int j = 0; j < kTileVectors<T>; j++)
+                for (int j = 0; j < vectors; j++)
                     store(line + j * L,
                           select_bits<T>(bits[i], j, load(line + j * L), splat(-std::numeric_limits<T>::infinity())));
         }
@@ -147,7 +148,7 @@ class Scores {
     void apply_biases_and_caps(T* s, const Head& head, int64_t row, const KeyTile<T>& tile, T* cap_slopes) const {
         constexpr int L = Vector<T>::lanes;
         const T own = head.query_bias.data ? as<T>(head.query_bias.data)[row * head.query_bias.row_stride] : T(0);
-        for (int64_t j = 0; j < kTileKeys; j += L) {
+        for (int64_t j = 0; j < width_of<T>(tile.count) * L; j += L) {
             V<T> x = load(s + j);
             if (head.key_bias.data) x += load(tile.bias + j);
             x += own;
@@ -176,11 +177,12 @@ class Scores {
     void add_bias(T* s, uint64_t& bits, const Head& head, int64_t row, const KeyTile<T>& tile) const {
         constexpr int L = Vector<T>::lanes;
         const Matrix& m = head.bias;
+        const int vectors = width_of<T>(tile.count);
         if (m.col_stride == 0)
-            std::fill_n(line_, kTileKeys, element<T>(m, problem_.bias_dtype, row, 0));
+            std::fill_n(line_, vectors * L, element<T>(m, problem_.bias_dtype, row, 0));
         else
-            read_row(line_, kTileKeys, m, problem_.bias_dtype, row, tile.first, tile.count);
-        for (int j = 0; j < kTileVectors<T>; j++) {
+            read_row(line_, vectors * L, m, problem_.bias_dtype, row, tile.first, tile.count);
+        for (int j = 0; j < vectors; j++) {
             const V<T> x = load(line_ + j * L);
             bits &= ~(minus_infinity_bits<T>(x) << (j * L));
             store(s + j * L, load(s + j * L) + x);

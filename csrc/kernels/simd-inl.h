@@ -274,16 +274,23 @@ inline uint64_t minus_infinity_bits(V<T> x) {
 #endif
 }
 
-// Call f with the number of vectors that hold `key_count` keys, as a constant: 1, half a tile or a whole tile.
+// The number of vectors that the rows of scores of a tile with `key_count` keys take: one, a quarter, a half or all of
+// them, as constants for `dispatch_width`.
+template <class T>
+constexpr int width_of(int64_t key_count) {
+    constexpr int W = kTileVectors<T>;
+    if (key_count <= Vector<T>::lanes) return 1;
+    return key_count <= kTileKeys / 4 ? W / 4 : key_count <= kTileKeys / 2 ? W / 2 : W;
+}
 template <class T, class F>
 inline void dispatch_width(int64_t key_count, const F& f) {
     constexpr int W = kTileVectors<T>;
-    if (key_count <= Vector<T>::lanes)
-        f(std::integral_constant<int, 1>{});
-    else if (key_count <= kTileKeys / 2)
-        f(std::integral_constant<int, W / 2>{});
-    else
-        f(std::integral_constant<int, W>{});
+    const int width = width_of<T>(key_count);
+    if (width == 1) return f(std::integral_constant<int, 1>{});
+    if constexpr (W / 4 > 1)
+        if (width == W / 4) return f(std::integral_constant<int, W / 4>{});
+    if (width == W / 2) return f(std::integral_constant<int, W / 2>{});
+    f(std::integral_constant<int, W>{});
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

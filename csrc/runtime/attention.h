@@ -190,6 +190,9 @@ struct Kernels {
     // After a forward: set what the caller keeps of the rows [first, last) of a head. `log_denom` is
     // log sum exp(s - row_max) with the sink among the s, and `out` is scaled by the keys' share of the weights.
     void (*finish_rows)(const Problem&, const Head&, const RowArrays&, int64_t first, int64_t last) = nullptr;
+    // Before a backward: set what it reads of the rows [first, last) of a head.
+    void (*prepare_rows)(const Problem&, const Head&, const RowArrays&, char* log_denoms, char* deltas, int64_t first,
+                         int64_t last) = nullptr;
 };
 
 // The targets that this CPU can run, best first ("avx512bf16", "avx512", "avx2", "portable"; on Arm "neon_bf16",

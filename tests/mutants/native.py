@@ -231,7 +231,7 @@ FAULTS = [
     ),
     Fault(
         "native-log-sum-exp-gradient",
-        "csrc/api/row_finish.cc",
+        "csrc/kernels/row_prepare-inl.h",
         "dlse - pooled",
         "-dlse - pooled",
         "tests/test_gradients.py tests/test_native_targets.py",
