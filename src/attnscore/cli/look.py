@@ -51,6 +51,9 @@ def look(
     Example: attnscore look in.npz --causal --plot map.png
     """
     check_places(plot, out)
+    for name, drawn in (("--place", place), ("--zoom", zoom)):
+        if drawn is not None and plot is None:
+            raise ArgumentError(message(name, "--plot beside it, whose picture it is about", "no --plot"))
     shape = pair("--bins", bins, "x")
     if min(shape) < 1:
         raise ArgumentError(message("--bins", "two whole numbers above 0 with 'x' between them", repr(bins)))
