@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import attnscore as ats
@@ -124,6 +125,38 @@ def test_later_calls_are_checked_too() -> None:
     with pytest.raises(ats.DtypeError):
         layer(q.double(), k.double(), v.double(), lens)
     assert torch.equal(layer(q, k, v, [2, 5]), layer(q, k, v, lens))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64, torch.float32])
+@pytest.mark.parametrize("lens", [[(2, 5), (1, 4)], [2, 5], [((1, 2, 3), (3, 4, 5)), ((5, 1, 1), (2, 2, 2))]])
+def test_lengths_of_a_later_call_are_read(lens: Any, dtype: torch.dtype) -> None:
+    """A plan reads some kinds of lengths at each call, and would hold the values of the others."""
+    layer, (q, k, v) = DotProductAttention(), (torch.randn(2, n, 4) for n in (3, 5, 5))
+    q, k, v = q.clone(), k.clone(), v.clone()
+    for numbers in lens:
+        given = torch.tensor(numbers, dtype=dtype)
+        whole = given.long().expand(2) if given.ndim == 0 else given.long()
+        assert torch.equal(layer(q, k, v, given), ats.attend(q, k, v, valid_lens=whole))
+        weights = ats.attention_weights(q, k, valid_lens=whole)
+        torch.testing.assert_close(layer.attention_weights, weights, rtol=1e-6, atol=1e-7)
+
+
+def test_what_pruning_makes_of_w_v_is_used() -> None:
+    """The hooks of old-style pruning and of norms of weights run when a module is called."""
+    layer, (q, k, v) = AdditiveAttention(8, key_size=4, query_size=4), (torch.randn(2, n, 4) for n in (3, 5, 5))
+    q, k, v = q.clone(), k.clone(), v.clone()
+    before = layer(q, k, v)
+    prune.l1_unstructured(layer.w_v, "weight", 0.5)
+    assert not torch.equal(pruned := layer(q, k, v), before)
+    with torch.no_grad():
+        layer.w_v.weight_orig.mul_(3.0)
+    found = layer(q, k, v)
+    assert not torch.equal(found, pruned)
+    w_v = (layer.w_v.weight_orig * layer.w_v.weight_mask).reshape(-1)
+    score = ats.Additive(w_v, layer.W_q.weight, layer.W_k.weight)
+    torch.testing.assert_close(found, ats.attend(q, k, v, score=score), rtol=1e-5, atol=1e-6)
+    found.sum().backward()
+    assert layer.w_v.weight_orig.grad is not None
 
 
 def test_weights_of_a_call_are_its_own() -> None:

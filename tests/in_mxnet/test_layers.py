@@ -356,9 +356,11 @@ def test_weights_are_those_of_the_call_whatever_happens_after(
 ) -> None:
     monkeypatch.setattr("attnscore.layers.description.FEW_WEIGHTS", few)
     layer, (queries, keys, values) = made(name), inputs()
-    lens = of_lens.array([2, 7, 4])
-    layer(queries, keys, values, lens)
+    lens, mask = of_lens.array([2, 7, 4]), of_lens.ones((3, 5, 7), dtype=bool)
+    mask[:, 0, 1] = False
+    layer(queries, keys, values, lens, mask)
     before = layer.attention_weights.asnumpy()
+    mask[:] = False
     assert layer.normalizer == "sigmoid" or onp.allclose(before.sum(-1), 1, atol=1e-5)
     queries[:] = 0
     keys[:] = 0

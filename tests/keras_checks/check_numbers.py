@@ -101,6 +101,17 @@ def test_what_is_hidden_reaches_nothing(case: Case) -> None:
     assert not bad_inputs[0][0, 1].any()
 
 
+@pytest.mark.skipif(keras.backend.backend() != "numpy", reason="arrays of other backends are not written to")
+def test_weights_are_those_of_the_call_whatever_is_written_afterwards() -> None:
+    layer = DotProductAttention()
+    q, k, v = (np.random.default_rng(i).standard_normal((2, 70, 4)) for i in range(3))
+    mask = np.ones((2, 70, 70), bool)
+    layer(q, k, v, mask=mask)
+    before = SHOWN(layer.attention_weights).copy()
+    q[:], k[:], mask[:] = 0, 0, False
+    np.testing.assert_array_equal(SHOWN(layer.attention_weights), before)
+
+
 @slow_on_jax
 def test_lengths_of_zero() -> None:
     for queries, keys, batch in ((0, 5, 2), (3, 0, 2), (3, 5, 0)):

@@ -407,7 +407,7 @@ def _kind(setting: str) -> Any:
 
 @dataclass(eq=False)
 class _Call(LastCall):
-    """The inputs of one softmax, in a framework whose arrays are never written to."""
+    """The inputs of one softmax, in arrays that are not written to."""
 
     query: Array
     key: Array
@@ -444,6 +444,9 @@ def _kept(query: Array, key: Array, arguments: dict[str, Any], weights: Array | 
         from attnscore.layers import torch
 
         return torch.Call.of(query, key, arguments)
+    if BACKEND == "numpy":
+        own = {name: shared.copied(x) for name, x in arguments.items()}
+        return _Call(query.copy(), key.copy(), own)
     return _Call(query, key, arguments)
 
 

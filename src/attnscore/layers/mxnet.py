@@ -237,11 +237,11 @@ class _Call(LastCall):
     @classmethod
     def of(cls, query: Array, key: Array, arguments: dict[str, Any]) -> _Call:
         lens = arguments["valid_lens"]
-        copied = {"score": with_arrays(arguments["score"], lambda x: x.detach().copy())}
-        copied |= {name: arguments[name].detach().copy() for name in ("bias", "sink") if name in arguments}
+        own = {"score": with_arrays(arguments["score"], lambda x: x.detach().copy())}
+        own |= {name: arguments[name].detach().copy() for name in ("bias", "sink") if name in arguments}
         if lens is not None:
-            copied["valid_lens"] = np.array(backends.host(lens))
-        return cls(query, key, arguments | copied)
+            own["valid_lens"] = np.array(backends.host(lens))
+        return cls(query, key, arguments | own | {"mask": shared.copied(arguments["mask"])})
 
     def weights(self) -> Array:
         with autograd.pause():

@@ -32,6 +32,13 @@ D2L_ADDITIVE = ("key_size", "query_size", "num_hiddens", "dropout")
 D2L_MULTI_HEAD = ("key_size", "query_size", "value_size", "num_hiddens", "num_heads", "dropout", "bias")
 
 
+def copied(x: Any) -> Any:
+    """Return a copy of an array, or of a mask with its arrays; anything else as it is."""
+    if isinstance(x, Mask):
+        return x.with_leaves(iter([array.copy() for array in x.leaves()]))
+    return x.copy() if backends.is_array(x) else x
+
+
 def naming_arguments(older: tuple[str, ...]) -> Callable[[Constructor], Constructor]:
     """Make a constructor name the keywords to use where a call has too many positional arguments.
 

@@ -58,6 +58,7 @@ __all__ = [
 _OPS = backends.load("torch")
 _has_any_global_hook: Callable[[], bool] = torch.nn.modules.module._has_any_global_hook
 _tracing_state, _is_transformed = torch._C._get_tracing_state, torch._C._are_functorch_transforms_active
+_LENS_DTYPES = (torch.int32, torch.int64)  # which a plan reads at each call
 _OWN_ATTEND = (attend,)  # not a name of it: `watch` binds all names of `attend` to a function that reports the call
 _documented = Documentation(
     "from torch import ones",
@@ -236,7 +237,8 @@ class Attention(nn.Module, BaseAttention[Tensor]):
             return None
         arrays: list[Any] = [queries, keys, values]
         if lens is not None:
-            if type(lens) is not Tensor:
+            # Plans of other lengths hold their values.
+            if type(lens) is not Tensor or lens.dtype not in _LENS_DTYPES or lens.dim() not in (1, 2):
                 return None
             arrays.append(lens)
         modules: dict[str, Any] = self._modules
@@ -263,10 +265,10 @@ class Attention(nn.Module, BaseAttention[Tensor]):
             arrays: dict[str, Tensor] = {}
             are_given = not layer.linears
             for part in layer.score_parts:
-                if isinstance(part, Linear):
+                if isinstance(part, Linear) and _is_bare(module := self._module(part), nn.Linear):
                     # The weight of w_v is that of one head, (1, units): a view would be one more step of the gradient.
-                    arrays[part.name] = _weight_of(self._module(part))
-                elif part.inputs and _is_bare(module := self._module(part), Matrix):
+                    arrays[part.name] = module._parameters["weight"]
+                elif not isinstance(part, Linear) and part.inputs and _is_bare(module := self._module(part), Matrix):
                     arrays[part.name] = module._parameters["weight"]
                 else:
                     arrays[part.name], are_given = self._read(part, inputs), False
@@ -335,7 +337,7 @@ class Attention(nn.Module, BaseAttention[Tensor]):
         operands, arguments = self._operands(
             inputs, shapes, valid_lens, own_mask, linears, bias, cache, positions, lens
         )
-        arguments.pop("cache", None)  # written in place
+        cache = arguments.pop("cache", None)
         if not is_plain and _OPS.has_autocast(queries):
             # `attend` would cast as well, but the inputs kept must be those of the softmax.
             with _OPS.numeric_scope():
@@ -357,6 +359,8 @@ class Attention(nn.Module, BaseAttention[Tensor]):
             out = attend(query, bound, value, dropout=dropout, **options)
             if self.keep_last:
                 kept = _STAGED if is_staged else Call.of(query, key, arguments)
+        if cache is not None:
+            cache.hold_for(out)
         self._keep(kept)
         return self._output(out)
 
@@ -424,8 +428,15 @@ class Attention(nn.Module, BaseAttention[Tensor]):
     def _read(self, part: Linear | Parameter, inputs: Mapping[str, Tensor]) -> Tensor:
         found: Any
         if isinstance(part, Linear):
+            module = self._module(part)
+            if _is_bare(module, nn.Linear):
+                found = module._parameters["weight"]
+            else:
+                # Pruning, norms of weights and adapters act when the module is called.
+                like = inputs["queries"]
+                found = module(torch.eye(part.in_features, dtype=like.dtype, device=like.device))
             # A view: an index takes twice as long, and its gradient five times.
-            return _weight_of(self._modules[part.name]).reshape(-1)
+            return found.reshape(-1)  # type: ignore[no-any-return]
         if part.inputs:
             found = self._module(part)(*map(inputs.__getitem__, part.inputs))
         else:

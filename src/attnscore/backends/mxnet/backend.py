@@ -204,6 +204,11 @@ class MxnetBackend(Backend):
         values, index = npx.topk(x, k=k, axis=-1, ret_typ="both", dtype="int64")
         return values, index
 
+    def searchsorted(self, ordered: Array, values: Array) -> Array:
+        # MXNet's is NumPy's, which it does not call while autograd records.
+        found = np.searchsorted(ordered.asnumpy(), values.asnumpy(), side="right")
+        return self.asarray(found, values, "int64")
+
     def low_32_bits(self, x: Array) -> Array:
         return x & 0xFFFFFFFF
 
