@@ -20,6 +20,7 @@ from attnscore import api, backends
 from attnscore import kv_cache as cache_module
 from attnscore.core import plan
 from attnscore.io import FileError
+from attnscore.layers.torch import MultiHeadAttention
 from cases import needs_native
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -717,6 +718,36 @@ def test_steps_in_tensorflow_share_a_trace() -> None:
     unknown = tf.function(lambda x: ats.KeyValueCache(capacity=8).append(x, x).lens, autograph=False)
     with pytest.raises(ats.ShapeError, match="key: expected known sizes, as the buffers have them, got"):
         unknown.get_concrete_function(tf.TensorSpec((BATCH, None, DIM)))
+
+
+@frameworks
+@pytest.mark.parametrize(
+    ("lens", "error", "text"),
+    [
+        (-1, ats.ArgumentError, "lens: expected whole numbers, 0 or more, got -1"),
+        (1.5, ats.ArgumentError, "lens: expected whole numbers"),
+        ([[1], [2]], ats.ShapeError, "lens: expected shape"),
+    ],
+)
+def test_a_crop_to_what_is_no_length(framework: str, lens: Any, error: type[Exception], text: str) -> None:
+    x = _drawn(framework, 2, 3, DIM)
+    cache = ats.KeyValueCache(capacity=4).append(x, x)
+    with pytest.raises(error, match=text):
+        cache.crop(lens)
+    assert np.asarray(cache.lens).tolist() == [3, 3]
+
+
+def test_a_layer_whose_sink_alone_is_trained_decodes_with_a_cache() -> None:
+    """Buffers that the gradient reads are copied before the next step writes."""
+    layer = MultiHeadAttention(8, 2, query_size=8, key_size=8, value_size=8, sink=True)
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(name == "sink")
+    cache, x = ats.KeyValueCache(head_axis=-2), torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
+    outs = [layer(step, step, step, cache=cache) for step in x.split(1, 1)]
+    torch.cat(outs, 1).square().sum().backward()
+    found, layer.sink.grad = layer.sink.grad, None
+    layer(x, x, x, mask=ats.Causal()).square().sum().backward()
+    torch.testing.assert_close(found, layer.sink.grad, rtol=1e-5, atol=1e-6)
 
 
 def test_an_append_in_jax_leaves_the_cache() -> None:

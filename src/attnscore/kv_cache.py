@@ -277,10 +277,9 @@ class KeyValueCache:
         ArgumentError
         """
         cache, index = self._changeable("crop"), self._index
-        if self._storage.is_in_place:
-            wanted = checks.host_counts("lens", lens, self._batch, None)
-        else:
-            wanted = index.asarray(lens, self._lens, "int64")
+        wanted = checks.lengths(lens, self._batch)
+        if not self._storage.is_in_place:
+            wanted = index.asarray(wanted, self._lens, "int64")
         ends = index.minimum(self._lens, wanted)
         if self._oldest is not None:
             if (lost := self._is_overwritten(ends)).any():
@@ -381,10 +380,20 @@ class KeyValueCache:
         if self.score is None:
             arguments["score"] = options.pop("score", "scaled_dot")
         result = attend(query, arguments.pop("key"), arguments.pop("value"), **arguments, **options)
-        if self._storage.is_in_place:
-            out = result[0] if isinstance(result, tuple) else result
-            self._is_saved = self._is_saved or bool(getattr(out, "requires_grad", False))
+        self.hold_for(result[0] if isinstance(result, tuple) else result)
         return result
+
+    @_outside_graphs
+    def hold_for(self, out: Array) -> None:
+        """Copy the buffers before the next append if autograd may hold them for the gradient of `out`.
+
+        `attend` does so; a caller of `arguments` whose score, bias or sink alone is trained does it itself.
+
+        Parameters
+        ----------
+        out : the result of a call with the cache's arguments
+        """
+        self._is_saved = self._is_saved or bool(getattr(out, "requires_grad", False))
 
     @_outside_graphs
     def arguments(self, query: Array, *, causal: bool = True, mask: Any = None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from attnscore import backends
-from attnscore.backends.base import FLOATING, Array, Backend, HostArray, is_unknown
+from attnscore.backends.base import FLOATING, Array, Backend, HostArray, is_unknown, may_equal
 from attnscore.core.arguments import shown
 from attnscore.errors import ArgumentError, DtypeError, ShapeError, message
 
@@ -96,6 +96,16 @@ def counts(lens: Any, batch: int, count: int) -> Any:
             raise ShapeError(message("lens", f"shape ({batch},)", tuple(lens.shape)))
         return lens
     return host_counts("lens", lens, batch, count)
+
+
+def lengths(lens: Any, batch: int) -> Any:
+    """Return a length, or (batch,) of them; raise unless they are whole numbers, which traced ones are taken to be."""
+    if backends.host(lens) is not None:
+        return host_counts("lens", lens, batch, None)
+    shape = tuple(lens.shape)
+    if len(shape) > 1 or not all(may_equal(size, batch) for size in shape):
+        raise ShapeError(message("lens", f"shape () or ({batch},)", shape))
+    return lens
 
 
 def host_counts(name: str, x: Any, batch: int, highest: int | None) -> HostArray:
