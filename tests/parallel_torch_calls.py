@@ -212,6 +212,52 @@ def differing(options: dict[str, Any]) -> None:
     attend(x, x, x, group=None, mask=ats.SlidingWindow(left=1) if "mask" in options and rank else ats.Causal())
 
 
+def as_on_one_device() -> dict[str, bool]:
+    """Whether calls that `attnscore.attend` takes give its results, by what is special about them."""
+    rank, rng = dist.get_rank(), torch.Generator().manual_seed(0)
+    found = {}
+
+    def same(name: str, lead: tuple[int, ...], length: int, given: dict[str, Any], **options: Any) -> None:
+        whole = [torch.randn(*lead, length, 4, generator=rng, dtype=torch.float64).requires_grad_() for _ in range(3)]
+        shards = shards_of("contiguous", length, 2)
+        own = [shards[rank].take(x.detach()).requires_grad_() for x in whole]
+        out = attend(*own, group=None, **given, **{"mode": "gather", "queries": shards, **options})
+        wanted = ats.attend(*whole, **given)
+        weights = torch.linspace(-1, 1, wanted.numel(), dtype=torch.float64).reshape(wanted.shape)
+        (out * shards[rank].take(weights)).sum().backward()
+        (wanted * weights).sum().backward()
+        results, of_one = [out, *(x.grad for x in own)], [wanted, *(x.grad for x in whole)]
+        both = zip(results, map(shards[rank].take, of_one), strict=True)
+        found[name] = all(torch.allclose(x, y, rtol=1e-9, atol=1e-11) for x, y in both)
+
+    of_heads = ats.MaskFunction(lambda b, h, i, j: j <= i + 2 * h)
+    pairs = torch.rand(6, 6, generator=rng) < 0.6
+    same("a function of the head", (1, 4), 8, {"mask": of_heads}, mode="auto")
+    same("a list of pairs", (2,), 6, {"mask": ats.Dense(pairs.tolist())})
+    same("a number as bias", (2,), 6, {"bias": 0.5})
+    same("shards of the queries alone, unchecked", (2,), 6, {}, check=False)
+    same("batch axes", (2, 3, 2), 6, {"mask": ats.KeyRange([0, 3], [6, 6])}, gradient="queries")
+    return found
+
+
+def surplus_rows() -> None:
+    """An unchecked call with more rows than the shards say."""
+    x = torch.ones(1, 5, 4)
+    attend(x, x, x, group=None, queries=shards_of("contiguous", 8, 2), check=False)
+
+
+def relative_bias_of_ranges() -> None:
+    """A bias by relative position, over keys of which a rank has several ranges."""
+    x, queries, keys = torch.ones(1, 4, 4), shards_of("contiguous", 8, 2), shards_of("head_tail", 8, 2)
+    attend(x, x, x, group=None, queries=queries, keys=keys, bias=torch.ones(1, 15), valid_lens=2)
+
+
+def matrix_of_another_framework() -> None:
+    """A score whose matrix is NumPy's, over tensors."""
+    x = torch.ones(1, 4, 4)
+    attend(x, x, x, group=None, score=ats.Bilinear(np.ones((4, 4), np.float32)))
+
+
 def dying() -> None:
     """A call that rank 1 does not live to make."""
     if dist.get_rank() == 1:

@@ -202,6 +202,26 @@ def test_arguments_that_differ_between_ranks_are_named(options: dict[str, Any], 
     assert all(text in message for message in caught.value.messages.values())
 
 
+def test_calls_are_those_of_one_device() -> None:
+    for found in group_of(2).run("parallel_torch_calls.as_on_one_device"):
+        assert all(found.values()), found
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "text"),
+    [
+        ("surplus_rows", "ArgumentError", "queries: expected 5 positions for rank"),
+        ("relative_bias_of_ranges", "ArgumentError", "keys: expected one range of keys a rank"),
+        ("matrix_of_another_framework", "FrameworkError", "W"),
+    ],
+)
+def test_calls_that_every_rank_refuses(call: str, kind: str, text: str) -> None:
+    with pytest.raises(RankError) as caught:
+        group_of(2).run(f"parallel_torch_calls.{call}")
+    assert caught.value.kinds == {0: kind, 1: kind}
+    assert all(text in message for message in caught.value.messages.values())
+
+
 @pytest.mark.slow
 def test_a_rank_that_has_died_ends_the_others_with_an_error_of_torch() -> None:
     group = ProcessGroup(2, timeout=5)

@@ -18,9 +18,9 @@ import numpy as np
 from attnscore import backends
 from attnscore.api import attend
 from attnscore.backends.base import Array, Backend, accumulator
-from attnscore.core.arguments import check_count, shown
+from attnscore.core.arguments import check_count, is_number, shown
 from attnscore.core.layout import AxisLayout, check_bias_shape
-from attnscore.core.problem import check_arrays, wanted_statistics
+from attnscore.core.problem import check_arrays, check_extra, wanted_statistics
 from attnscore.core.statistics import AttentionStats
 from attnscore.errors import ArgumentError, FrameworkError, message
 from attnscore.masks import Mask, as_mask
@@ -101,6 +101,8 @@ def attend_chunks(
     if whole is not None:
         whole.check(ops, layout.score_shape)
         whole = with_batch_axis(whole, layout.score_shape)
+    if is_number(bias):
+        bias = ops.reshape(check_extra(ops, "bias", bias, query), (1, 1))
     if bias is not None:
         check_bias_shape(tuple(bias.shape), layout.score_shape)
     parts = _Parts(ops, layout, whole, bias, wanted_statistics(return_stats))

@@ -30,7 +30,7 @@ from attnscore.masks import Mask
 from attnscore.parallel.jax_rows import Held, entry, join_rows, split_rows
 from attnscore.parallel.mask import shard_mask
 from attnscore.parallel.merging import COUNTED, SOFTMAX_ALONE, merge_parts
-from attnscore.parallel.plan import Exchange
+from attnscore.parallel.plan import Exchange, have_masks_of_their_own
 from attnscore.parallel.shard import Shard
 from attnscore.scores.forms import InnerForm
 
@@ -57,7 +57,7 @@ class Call(ABC):
     kernel: str
 
     @staticmethod
-    def reasons_against(problem: Problem) -> tuple[str, ...]:
+    def reasons_against(problem: Problem, whole: ScoreShape) -> tuple[str, ...]:
         """Return why a call cannot run in this way."""
         return ()
 
@@ -244,9 +244,9 @@ class Heads(Call):
     """Each device gets all rows of some heads, and gives back the results of the rows of the others."""
 
     @staticmethod
-    def reasons_against(problem: Problem) -> tuple[str, ...]:
+    def reasons_against(problem: Problem, whole: ScoreShape) -> tuple[str, ...]:
         found = []
-        if problem.mask is not None and problem.mask.heads:
+        if have_masks_of_their_own(problem.mask, whole):
             found.append("each head has a mask of its own")
         if any(x.ndim > 2 for name, x in problem.form.arrays().items() if role_of(problem, name) == "shared"):
             found.append("each head has parameters of its own")
@@ -302,7 +302,7 @@ class Ring(Call):
     """
 
     @staticmethod
-    def reasons_against(problem: Problem) -> tuple[str, ...]:
+    def reasons_against(problem: Problem, whole: ScoreShape) -> tuple[str, ...]:
         return () if problem.normalizer is None else (SOFTMAX_ALONE,)
 
     def run(self) -> Result:

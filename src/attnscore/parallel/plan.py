@@ -11,9 +11,12 @@ from functools import cached_property
 
 from attnscore.core.arguments import shown
 from attnscore.core.cache import BoundedCache
+from attnscore.core.layout import ScoreShape
 from attnscore.errors import ArgumentError, message
-from attnscore.masks import Mask
+from attnscore.masks import Dense, Mask, MaskFunction
+from attnscore.masks.base import atoms_of
 from attnscore.masks.cached import numbers_of
+from attnscore.masks.shape_spec import shape_of
 from attnscore.parallel.pairs import Pairs, Range
 from attnscore.parallel.shard import Shard
 
@@ -168,6 +171,21 @@ def _exchange(mask: Mask | None, queries: Sequence[Shard], keys: Sequence[Shard]
         needed.append(Shard.of(ranges, pairs.key_len))
         counts.append(count)
     return Exchange(tuple(queries), tuple(keys), tuple(needed), tuple(counts), pairs)
+
+
+def have_masks_of_their_own(mask: Mask | None, whole: ScoreShape) -> bool:
+    """Return whether heads may differ in what they attend, so that a rank cannot compute some heads by themselves."""
+    return mask is not None and any(_distinguishes_heads(part, whole) for part in atoms_of(mask))
+
+
+def _distinguishes_heads(mask: Mask, whole: ScoreShape) -> bool:
+    if isinstance(mask, Dense):
+        shape = shape_of(mask.array)
+        return whole.has_heads and len(shape) > 2 and shape[-3] > 1
+    if isinstance(mask, MaskFunction):
+        # One that reads the index of the head has no intervals.
+        return whole.has_heads and mask.interval_set(whole.query_len, whole.key_len, whole.batch) is None
+    return mask.heads > 1
 
 
 def in_blocks(shard: Shard, size: int) -> Shard:

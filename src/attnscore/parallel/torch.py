@@ -253,6 +253,11 @@ def _planned(
     problem = cast(Problem, own)
     queries = _shards("queries", options.queries, facts.query_lens, None)
     keys = _shards("keys", options.keys, facts.key_lens, queries)
+    shape = problem.score_shape
+    for name, shards, count in (("queries", queries, shape.query_len), ("keys", keys, shape.key_len)):
+        if len(shards[ranks.rank]) != count:  # of all ranks `_shards` knows it, unless nothing was exchanged
+            expected = f"{count} positions for rank {ranks.rank}, which has as many"
+            raise ArgumentError(message(name, expected, len(shards[ranks.rank])))
     whole = dataclasses.replace(problem.score_shape, query_len=queries[0].length, key_len=keys[0].length)
     mask = options.whole_mask(problem, whole)
     if mask is not None:
@@ -305,12 +310,14 @@ def _own_problem(
             hint = "multiply the queries or keys with it"
             raise ArgumentError(message("score", "no scale of each position", f"{name} {tuple(x.shape)}", hint=hint))
 
-    def own(x: Tensor) -> Tensor:
+    def own(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x  # for the checks of the call
         # A copy: FSDP frees the memory of parameters, which it cannot where NumPy has seen it.
         return SumOverRanks.of(x.clone(), ranks.group) if sum_parameters else x.clone()
 
-    sink = own(options.sink) if isinstance(options.sink, Tensor) else options.sink
-    problem = dataclasses.replace(options, score=with_arrays(score, own), sink=sink).own_problem(query, key, value)
+    given = dataclasses.replace(options, score=with_arrays(score, own), sink=own(options.sink))
+    problem = given.own_problem(query, key, value)
     if options.bias is None:
         return problem
     return dataclasses.replace(problem, bias=check_extra(problem.ops, "bias", options.bias, query))
@@ -361,7 +368,7 @@ def _described(own: Problem | AttnscoreError, options: Options) -> dict[str, str
     """Return the arguments that have to be the same on all ranks, by name, as text."""
     if not isinstance(own, Problem):
         return {"error": str(own)}
-    shape, layout, bias = own.score_shape, own.layout, options.bias
+    shape, layout = own.score_shape, own.layout
     found = {
         "query, key, value": f"batch {shape.lead}, heads {shape.heads} x {shape.groups}, dims {layout.dim}, "
         f"{layout.key_dim}, {layout.value_dim}, {own.dtype} on {own.value.device.type}",
@@ -369,7 +376,7 @@ def _described(own: Problem | AttnscoreError, options: Options) -> dict[str, str
     # Each rank has the bias of its queries.
     names = [field.name for field in dataclasses.fields(options) if field.name != "bias"]
     found |= {name: _text(getattr(options, name)) for name in names}
-    found["bias"] = "none" if bias is None else f"{own.ops.dtype(bias)} of {bias.dim()} axes"
+    found["bias"] = "none" if own.bias is None else f"{own.ops.dtype(own.bias)} of {own.bias.dim()} axes"
     wanted = [name for name, x in tiled.operands(own).items() if x.requires_grad and torch.is_grad_enabled()]
     return {**found, "requires_grad": ", ".join(wanted)}
 
@@ -395,7 +402,7 @@ def _shards(
     name: str, given: Sequence[Shard] | None, lens: Sequence[int], otherwise: Sequence[Shard] | None
 ) -> tuple[Shard, ...]:
     """Return the shards of all ranks: those given, or consecutive parts of these lengths."""
-    if given is None and otherwise is not None and [*map(len, otherwise)] == [*lens]:
+    if given is None and otherwise is not None and (not lens or [*map(len, otherwise)] == [*lens]):
         given = otherwise
     if given is None:
         ends = [0, *accumulate(lens)]
@@ -412,9 +419,10 @@ def _check_bias(
     """Raise where the bias does not fit; return whether all ranks have the same one."""
     if whole.is_relative(tuple(bias.shape)):
         check_bias_shape(tuple(bias.shape), whole)
-        if any(len(shard.ranges) > 1 for shard in queries):
-            expected = "one range of queries a rank, with a bias by relative position"
-            raise ArgumentError(message("queries", expected, shown([*queries])))
+        for name, shards in (("queries", queries), ("keys", keys)):
+            if any(len(shard.ranges) > 1 for shard in shards):
+                expected = f"one range of {name} a rank, with a bias by relative position"
+                raise ArgumentError(message(name, expected, shown([*shards])))
         return True
     check_bias_shape(tuple(bias.shape), dataclasses.replace(whole, query_len=problem.score_shape.query_len))
     # One query on each rank: a bias of one row is that of the rank's query.

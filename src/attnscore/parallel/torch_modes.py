@@ -21,8 +21,9 @@ from attnscore.core.layout import ScoreShape
 from attnscore.core.online_softmax import RowState
 from attnscore.core.problem import Problem
 from attnscore.core.tiled import Result, RowGradients
-from attnscore.masks import Dense, Mask, ValidLens
-from attnscore.masks.base import all_of, atoms_of
+from attnscore.masks import Mask, ValidLens
+from attnscore.masks.base import all_of
+from attnscore.parallel.plan import have_masks_of_their_own
 from attnscore.parallel.shard import Shard
 from attnscore.parallel.torch_parts import MergedCall, Part, Saved, ShardedCall, map_rows, rows_at, write_rows
 from attnscore.parallel.torch_ranks import Arrays, Transfers, copy_rows, cut, positions_first
@@ -257,7 +258,7 @@ class Heads(ShardedCall):
         form, found = problem.form, []
         if any(name.rpartition(".")[0].endswith(PARAMETER[:-1]) and x.numel() > 1 for name, x in form.arrays().items()):
             found.append("a custom score with parameters, which may be those of each head")
-        if problem.mask is not None and any(_has_heads(part, whole) for part in atoms_of(problem.mask)):
+        if have_masks_of_their_own(problem.mask, whole):
             found.append("a mask of its own for each head")
         return tuple(found)
 
@@ -336,14 +337,6 @@ class Heads(ShardedCall):
     @staticmethod
     def _positions(shard: Shard, like: Tensor) -> Tensor:
         return torch.arange(shard.length, device=like.device)[:, None]
-
-
-def _has_heads(mask: Mask, whole: ScoreShape) -> bool:
-    """Return whether heads have masks of their own."""
-    if isinstance(mask, Dense):
-        shape = mask.array.shape
-        return whole.has_heads and len(shape) > 2 and shape[-3] > 1
-    return mask.heads > 1
 
 
 WAYS: Final[dict[str, type[ShardedCall]]] = {"gather": Gather, "ring": Ring, "heads": Heads}

@@ -199,7 +199,10 @@ class ShardedCall(ABC):
     def gradients_of(
         self, part: Part, arrays: Arrays, result: Result, grads: RowGradients, wanted: frozenset[str]
     ) -> dict[str, Tensor]:
-        """Return the gradients of a part's operands, from the result and the gradients of all queries of the rank."""
+        """Return the gradients of a part's operands, from the result and the gradients of all queries of the rank.
+
+        They are in the dtype of sums on every rank, whichever kernel computes them.
+        """
         at = self.queries.locate(part.rows)
         own = map_rows(lambda x: cut(x, at), result)
         given = (grads.out, grads.log_sum_exp, grads.entropy)
@@ -207,7 +210,7 @@ class ShardedCall(ABC):
         problem = self.problem_of(part, arrays)
         names = wanted & frozenset(tiled.operands(problem))
         found = part.kernel.backward(problem, part.tiles, own, incoming, names)
-        return {name: found[name] for name in names}
+        return {name: found[name].to(self.sums) for name in names}
 
     def add_gradients(self, found: dict[str, Tensor], part: Part, of_part: Arrays) -> None:
         """Add the gradients of a part's operands, but not of its keys, to those of the rank's operands."""

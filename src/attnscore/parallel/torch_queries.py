@@ -40,7 +40,9 @@ class PassQueries(MergedCall):
         # The kernel would begin its tiles at the first key that these queries attend, and with others elsewhere.
         at = np.arange(len(cols))
         pairs = np.logical_and(known.start[..., None] <= at, at < known.stop[..., None]).max(axis=0)
-        dense = Dense(pairs[:, None] if whole.has_heads else pairs)
+        # Batch rows are those of the first axis in front of the heads.
+        axes = (1,) * (len(whole.lead) - 1 + int(whole.has_heads))
+        dense = Dense(pairs.reshape(len(pairs), *axes, *pairs.shape[1:]))
         return dense if rest is None else dense & rest
 
     @cached_property
@@ -113,6 +115,9 @@ class PassQueries(MergedCall):
                 continue
             at = self.keys.locate(block)
             arrays = {**others, **queries, **{name: cut(x, at) for name, x in keys.items()}}
+            # In the dtype of sums, as in `_blocks`: a kernel that differentiates a forward of its own, over these keys
+            # alone, takes no such values.
+            arrays["value"] = arrays["value"].to(self.sums)
             part, _ = owner.part(attending, block, arrays)
             own = owner.gradients_of(part, arrays, result, grads, wanted)
             for name in wanted:
