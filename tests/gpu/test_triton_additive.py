@@ -113,6 +113,28 @@ def test_any_number_of_channels(channels: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("length", [24, 37])
+def test_intervals_of_a_tile_that_overlap(length: int) -> None:
+    """Queries before position 21 have one interval, those of the same tile behind it two over the same keys."""
+    arrays = _arrays(1.0, 3, (length, length))
+    mask = ats.KeyRange(0, 1) | ats.SlidingWindow(left=19, right=0)
+    found = _results(arrays, "tanh", "triton", torch.float32, mask=mask)
+    for x, want in zip(found, _results(arrays, "tanh", "dense", torch.float64, mask=mask), strict=True):
+        torch.testing.assert_close(x, want, rtol=2e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_two_batch_axes() -> None:
+    arrays = _arrays(1.0, 3)
+    for name in ("query", "key", "value"):
+        arrays[name] = torch.stack([arrays[name][0] * scale for scale in (1.0, -1.0, 0.5, 2.0, 0.1, 3.0)])
+        arrays[name] = arrays[name].reshape(2, 3, 1, *arrays[name].shape[1:])
+    found = _results(arrays, "tanh", "triton", torch.float32)
+    for x, want in zip(found, _results(arrays, "tanh", "dense", torch.float64), strict=True):
+        torch.testing.assert_close(x, want, rtol=2e-5, atol=1e-5)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", ["tanh", "relu"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("name", ["query", "key", "value"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from device_calls import DEVICE, equal, run
 
 import attnscore as ats
 from attnscore.core.statistics import TABLE
+from attnscore.kernels.triton import launch
 from cases import MASK, Sizes
 from covering import pairs
 from harness import EXTRAS, Call, make_call
@@ -171,6 +173,31 @@ def test_empty_axes(shape: tuple[int, int, int]) -> None:
     assert not out.any()
     for grad in torch.autograd.grad(out.sum(), [query, key]):
         assert not grad.any()
+
+
+def test_without_keys_a_sink_has_all_the_weight() -> None:
+    query = torch.ones(2, 2, 4, 3, device=DEVICE)
+    key = torch.ones(2, 2, 0, 3, device=DEVICE)
+    sink = torch.tensor([0.5, -1.0], device=DEVICE, requires_grad=True)
+    _, stats = ats.attend(query, key, key, sink=sink, kernel="triton", return_stats=("log_sum_exp",))
+    torch.testing.assert_close(stats.log_sum_exp[0, :, 0], sink.detach())
+    (grad,) = torch.autograd.grad(stats.log_sum_exp.sum(), sink)
+    assert grad.tolist() == [8.0, 8.0]
+
+
+def test_more_heads_than_a_grid_has_room_for_are_refused() -> None:
+    x = torch.ones(2**13, 8, 1, 1, device=DEVICE)
+    with pytest.raises(ats.KernelUnavailable, match="65536 heads of the batch"):
+        ats.attend(x, x, x, kernel="triton")
+
+
+def test_the_newer_switch_of_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading the older one raises once it has been set."""
+    settings = types.SimpleNamespace(fp32_precision="tf32")
+    monkeypatch.setattr(torch.backends.cuda, "matmul", settings)
+    assert launch._precision(torch.ones(1), 90) == "tf32"
+    settings.fp32_precision = "ieee"
+    assert launch._precision(torch.ones(1), 90) == "tf32x3"
 
 
 NAN, INF = float("nan"), float("inf")

@@ -327,7 +327,8 @@ def gradients(
     block, channels = TILE if runner.architecture(grad_out.data) else INTERPRETED_TILE
     masking, kv_heads = given.masking(tile), given.batch * heads
     inputs = given.inputs(masking)
-    tiles, pitch = triton.cdiv(n_q, tile.queries), (triton.cdiv(n_k, tile.keys) + intervals - 1) * tile.keys
+    # The tiles of each interval, which are those of any query of the tile: two intervals may have the same ones.
+    tiles, pitch = triton.cdiv(n_q, tile.queries), intervals * triton.cdiv(n_k, tile.keys) * tile.keys
 
     # A key that is projected for each query head is not shared by the heads of a group.
     key_groups = 1 if sides.key.group == 0 else groups

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 from functools import cache
 from importlib.util import find_spec
@@ -30,6 +31,8 @@ OLDEST = 80
 """First architecture (compute capability times 10) with bfloat16 and asynchronous copies."""
 MOST_DIM = 256
 """Largest dimension of keys or values: registers hold a tile of them."""
+MOST_MATRICES = 2**16 - 1
+"""CUDA's limit of the second axis of a grid, which has one program for each matrix of scores."""
 
 
 def is_interpreted() -> bool:
@@ -111,6 +114,9 @@ def _reasons(problem: Problem) -> list[str]:
         found.append("float64, of which GPUs have few units")
     if problem.matrix is not None:
         found.append("the matrix of all pairs is wanted")
+    matrices = math.prod(problem.score_shape.rows[:-1])
+    if matrices > MOST_MATRICES:
+        found.append(f"{matrices} heads of the batch, above the {MOST_MATRICES} of a grid's second axis")
     # Channels of an additive score are summed one after the other.
     dims = max(0 if isinstance(form, AdditiveForm) else int(form.query.shape[-1]), problem.layout.value_dim)
     if dims > MOST_DIM:

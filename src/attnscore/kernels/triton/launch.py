@@ -201,8 +201,14 @@ def _precision(x: torch.Tensor, architecture: int) -> str:
     """Return how a product of float32 is computed: by three of TF32, or by one where the user allows it."""
     if architecture == 0:
         return "ieee"
-    is_allowed = x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
-    return "tf32" if is_allowed or x.dtype != torch.float32 else "tf32x3"
+    return "tf32" if x.dtype != torch.float32 or _allows_tf32() else "tf32x3"
+
+
+def _allows_tf32() -> bool:
+    matmul = torch.backends.cuda.matmul
+    # Since PyTorch 2.9; the older switch raises once this one has been set.
+    precision = getattr(matmul, "fp32_precision", None)
+    return bool(matmul.allow_tf32 if precision is None else precision == "tf32")
 
 
 def operands_of(problem: Problem, plan: TilePlan, runner: Runner, *, has_backward: bool = False) -> Operands:
@@ -401,8 +407,8 @@ class _Backward:
         self.problem, self.given, self.wanted = problem, given, wanted
         self.operands = tiled.operands(problem)
         self.found: dict[str, Array] = {}
-        queries, keys, _, value_dim, heads, groups = given.sizes
-        self.is_empty = not given.matrices * queries * keys
+        queries, _, _, value_dim, heads, groups = given.sizes
+        self.is_empty = not given.matrices * queries
         grad_out = result.out.new_zeros(()).expand(result.out.shape) if grads.out is None else grads.out
         # The products with the value are in its dtype.
         self.grad_out = self.placed(grad_out, queries)
@@ -420,8 +426,11 @@ class _Backward:
 
     def run(self) -> dict[str, Array]:
         """Return the gradients by name."""
-        if self.is_empty:
-            return {name: x.new_zeros(x.shape) for name, x in self.operands.items()}
+        if self.is_empty or not self.given.sizes[1]:
+            self.found = {name: x.new_zeros(x.shape) for name, x in self.operands.items()}
+            if self.problem.sink is not None and not self.is_empty:  # without keys it has all the weight
+                self.found["sink"] = self.d_sink(self.problem.sink)
+            return self.found
         if self.given.additive is None:
             self.d_query()
             self.d_key()
@@ -479,9 +488,11 @@ class _Backward:
     def d_additive(self) -> None:
         """Compute the gradients of an additive score, of its values, and of a bias that has a number for each pair."""
         grad_bias = self.bias_gradient()
-        self.found |= additive_gradients.gradients(
+        found = additive_gradients.gradients(
             self.given, self.grad_out, self.rows, grad_bias, self.given.runner, self.wanted
         )
+        lead = self.problem.score_shape.lead  # one axis there
+        self.found |= {name: x if name == "w_v" else x.reshape(*lead, *x.shape[1:]) for name, x in found.items()}
 
     def bias_gradient(self) -> Operand | None:
         """Return the array of the gradient of a bias that has a number for each pair; None where there is none."""
