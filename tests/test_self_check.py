@@ -138,6 +138,17 @@ def test_a_missing_native_module_is_said_with_its_reason_and_is_no_failure(
     assert f"Not checked: the native kernels ({reason})." in said
 
 
+def test_a_kernel_that_takes_no_numpy_arrays_is_said_and_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on a machine with a GPU: its kernels are there, and these checks have NumPy's arrays."""
+    monkeypatch.setattr(type(kernels.table()["fused"]), "missing", lambda self: None)
+    assert not any("fused" in label for label in testing._checks())
+    monkeypatch.setattr(testing, "_checks", dict)
+    assert testing.main() == 0
+    assert "Not checked: the kernel 'fused' (arrays of numpy" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_this_installation_passes_and_imports_numpy_alone() -> None:
     code = (
@@ -149,4 +160,4 @@ def test_this_installation_passes_and_imports_numpy_alone() -> None:
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("[] 0\n"), done.stdout
     assert " 0 failed, " in done.stdout.splitlines()[-2]
-    assert ("Not checked" in done.stdout) == (native.missing is not None)
+    assert ("Not checked: the native" in done.stdout) == (native.missing is not None)

@@ -33,7 +33,7 @@ from attnscore.backends.numpy import detached
 from attnscore.core import tiling
 from attnscore.core.online_softmax import STATISTICS
 from attnscore.core.problem import Problem, build_problem
-from attnscore.core.tiled import RowGradients
+from attnscore.core.tiled import Result, RowGradients
 from attnscore.errors import ArgumentError, message
 from attnscore.kernels import AttentionOp, Kernel
 from attnscore.kernels.triton.kernel import is_interpreted
@@ -148,10 +148,11 @@ def check_score(
         problem, _ = build_problem(inputs["query"], inputs["key"], inputs["value"], score=score, statistics=STATISTICS)
         _against_dense(problem, kernels.table()["streaming"])
     leaves = {**inputs, **own}
-    if ops.has_autodiff or _has_gradient(score):
+    has_gradient = ops.has_autodiff or _has_gradient(score)
+    if has_gradient:
         found = _gradients(ops, score, leaves, None)
         _check_differences(ops, "score", call, leaves, found, rng)
-        _check_masked(ops, score, leaves)
+    _check_masked(ops, score, leaves, has_gradient)
     for name, x in inputs.items():
         _same(ops, f"{name} was changed by the gradient", x, before[name])
     if hasattr(getattr(problem.form, "score", None), "triton_tile") and dim == (key_dim or dim):
@@ -177,7 +178,7 @@ def _has_gradient(score: Any) -> bool:
     return hasattr(score, "lower_pullback") and all(_has_gradient(resolve(each)) for each in inner)
 
 
-def _check_masked(ops: Backend, score: Any, leaves: Mapping[str, Array]) -> None:
+def _check_masked(ops: Backend, score: Any, leaves: Mapping[str, Array], has_gradient: bool) -> None:
     """Check that NaN in masked keys and values changes no result and no gradient, and gets gradient 0."""
     lens = ValidLens([4, 0])
     with_nan = dict(leaves)
@@ -185,6 +186,12 @@ def _check_masked(ops: Backend, score: Any, leaves: Mapping[str, Array]) -> None
         x = np.array(_values_of(ops, leaves[name]))
         x[0, :, 4:] = x[1] = np.nan
         with_nan[name] = _native(ops, x, leaves[name])
+    vectors = ([each[name] for name in ("query", "key", "value")] for each in (leaves, with_nan))
+    own = _with_arrays(score, leaves)
+    out, of_nan = (_values_of(ops, attend(*each, score=own, mask=lens)) for each in vectors)
+    _close("NaN in a masked key propagates to the result", of_nan, out)
+    if not has_gradient:
+        return
     clean, dirty = (_gradients(ops, score, each, lens) for each in (leaves, with_nan))
     for name, grad in clean.items():
         _close(f"NaN in a masked key propagates to the gradient of {name}", dirty[name], grad)
@@ -260,9 +267,9 @@ def _against_triton(score: Any, dim: int, heads: int, seed: int, device: str) ->
 def check_kernel(kernel: str | Kernel, *, like: Array | None = None, seed: int = 0) -> None:
     """Check a kernel on odd sizes, masks, bias, sink, dropout and fully masked queries.
 
-    Problems that `kernel` cannot run (``reasons_against``) are skipped. On the others output, weights and all
-    statistics are compared with the dense kernel in float64, two runs with each other, and gradients with finite
-    differences.
+    Output, weights and all statistics are compared with the dense kernel in float64, two runs with each other, and
+    gradients with finite differences. Problems that `kernel` cannot run (``reasons_against``) are taken without
+    weights, then without statistics, and skipped if it cannot run them so either.
 
     Parameters
     ----------
@@ -274,6 +281,7 @@ def check_kernel(kernel: str | Kernel, *, like: Array | None = None, seed: int =
     Raises
     ------
     AssertionError
+        What differs, and by how much; or `kernel` can run none of the problems, so that nothing was checked.
     ArgumentError
         There is no kernel of that name.
 
@@ -286,21 +294,42 @@ def check_kernel(kernel: str | Kernel, *, like: Array | None = None, seed: int =
         if kernel not in kernels.table():
             raise ArgumentError(message("kernel", "one of " + ", ".join(kernels.table()), repr(kernel)))
         kernel = kernels.table()[kernel]
-    home = np.zeros(1) if like is None else like
-    ops = backends.of({"like": home})
-    rng = np.random.default_rng(seed)
+    reasons = _check_problems(kernel, np.zeros(1) if like is None else like, seed)
+    if reasons:
+        raise AssertionError(f"{kernel.name}: nothing was checked, it can run none of the problems: {reasons[0]}")
+
+
+# What a problem asks for beside the output: all, and less where a kernel cannot run that.
+_WANTED: tuple[dict[str, Any], ...] = (
+    {"statistics": STATISTICS, "matrix": "weights"},
+    {"statistics": STATISTICS},
+    {},
+)
+
+
+def _check_problems(kernel: Kernel, home: Array, seed: int) -> tuple[str, ...]:
+    """Check a kernel on every problem that it can run; return why it cannot run the first one, if it can run none."""
+    ops, rng = backends.of({"like": home}), np.random.default_rng(seed)
+    ran, refused = False, tuple[str, ...]()
     for label, shapes, arguments in _problems(ops, home, rng):
         inputs = {name: _native(ops, rng.standard_normal(shape), home) for name, shape in shapes.items()}
         with ops.numeric_scope():
-            problem, _ = build_problem(*inputs.values(), statistics=STATISTICS, matrix="weights", **arguments)
-            if kernel.reasons_against(problem):
+            for wanted in _WANTED:
+                problem, _ = build_problem(**inputs, **wanted, **arguments)
+                if not (reasons := kernel.reasons_against(problem)):
+                    break
+                refused = refused or reasons
+            else:
                 continue
+            ran = True
             try:
                 _against_dense(problem, kernel)
                 if ops.has_autodiff or kernel.has_vjp:
-                    _check_run(ops, dataclasses.replace(problem, statistics=("entropy",)), kernel, rng)
+                    entropy = ("entropy",) if problem.statistics else ()
+                    _check_run(ops, dataclasses.replace(problem, statistics=entropy), kernel, rng)
             except AssertionError as error:
                 raise AssertionError(f"{label}: {error}") from None
+    return () if ran else refused
 
 
 def _problems(
@@ -320,6 +349,8 @@ def _problems(
     yield "grouped heads", sizes(5, 7, 4, 2), {"score": "dot"}
     yield "causal, fully masked queries", sizes(7, 5, 2, 2), {"mask": Causal("bottom_right")}
     yield "lengths, sink", sizes(5, 7, 4, 2), {"valid_lens": [0, 4], "sink": numbers(4)}
+    graph = Neighbours([0, 2, 2, 5, 6, 8], [6, 0, 1, 4, 2, 5, 3, 1])
+    yield "neighbours", sizes(5, 7, 2, 2), {"mask": graph}
     yield "array mask", sizes(5, 7), {"mask": Dense(rng.random((2, 1, 5, 7)) < 0.5), "score": Gaussian(0.8)}
     yield "bias that masks", sizes(5, 7, 2, 1), {"bias": _native(ops, masking, home), "score": "cosine"}
     yield "additive", sizes(5, 7, 2, 2), {"score": Additive(numbers(3), numbers(3, 4), numbers(3, 4))}
@@ -327,22 +358,30 @@ def _problems(
 
 
 def _check_run(ops: Backend, problem: Problem, kernel: Kernel, rng: np.random.Generator) -> None:
-    """Compare gradients of out, log-sum-exp, entropy and weights with finite differences of the kernel."""
+    """Compare gradients of out, and of log-sum-exp, entropy and weights where wanted, with finite differences."""
     run = AttentionOp(kernel, problem, tiling.plan(problem, (2, 3)))
     operands = run.operands()
 
+    def rows(result: Result) -> dict[str, Array]:
+        found = {"out": result.out}
+        if problem.statistics:
+            found |= {"log_sum_exp": result.log_sum_exp, "entropy": result.statistics["entropy"]}
+        return found if problem.matrix is None else found | {"matrix": result.matrix}
+
     def total(**arrays: Array) -> Array:
-        result = run.result(run.forward(tuple(arrays.values())))
-        rows = (result.out, result.log_sum_exp, result.statistics["entropy"], result.matrix)
-        return ops.concat([ops.reshape(ops.where(ops.isfinite(x), x, 0.0), (-1,)) for x in rows], 0)
+        found = rows(run.result(run.forward(tuple(arrays.values())))).values()
+        return ops.concat([ops.reshape(ops.where(ops.isfinite(x), x, 0.0), (-1,)) for x in found], 0)
 
     if kernel.has_vjp:
         result = kernel.forward(problem, run.plan)
-        rows: tuple[Any, ...] = (result.out, result.log_sum_exp, result.statistics["entropy"], result.matrix)
-        ends = np.cumsum([0, *(int(np.prod(x.shape)) for x in rows)])
+        of_rows = rows(result)
+        ends = np.cumsum([0, *(int(np.prod(x.shape)) for x in of_rows.values())])
         weights = _fixed_weights((int(ends[-1]),))
-        seeds = (_native(ops, weights[ends[i] : ends[i + 1]].reshape(tuple(x.shape)), x) for i, x in enumerate(rows))
-        found = kernel.backward(problem, run.plan, result, RowGradients(*seeds), frozenset(operands))
+        seeds = {
+            name: _native(ops, weights[ends[i] : ends[i + 1]].reshape(tuple(x.shape)), x)
+            for i, (name, x) in enumerate(of_rows.items())
+        }
+        found = kernel.backward(problem, run.plan, result, RowGradients(**seeds), frozenset(operands))
     else:
         out, pullback = ops.vjp(lambda *arrays: total(**dict(zip(operands, arrays, strict=True))), [*operands.values()])
         grads = pullback(_native(ops, _fixed_weights(tuple(out.shape)), out))
@@ -392,8 +431,8 @@ def check_framework(like: Array, *, seed: int = 0) -> None:
         wanted = _gradients(plain, score, inputs, mask)
         for name, grad in _gradients(ops, score, own, mask).items():
             _close(f"{ops.name}: {label}: gradient of {name}", grad, wanted[name])
-    for name in kernels.table():
-        check_kernel(name, like=like, seed=seed)
+    for kernel in kernels.table().values():
+        _check_problems(kernel, like, seed)
 
 
 # Operations of the contract that make an array, as functions of two arrays (2, 3, 4), the first with 0, NaN and -inf.
@@ -477,13 +516,16 @@ def main() -> int:
         print(f"{label:<48} {verdict}", flush=True)
     if (missing := kernels.table()["native"].missing()) is not None:
         print(f"Not checked: the native kernels ({missing}). Without them results are the same, and calls slower.")
+    for name, reason in _refused().items():
+        print(f"Not checked: the kernel {name!r} ({reason}); check_kernel({name!r}, like=array) does")
     print(f"{len(checks)} checks, {failed} failed, {time.perf_counter() - start:.0f} s")
     return 1 if failed else 0
 
 
 def _checks() -> dict[str, Callable[[], None]]:
     """Return the checks by label: of each kernel, of each score, and of the two together under every mask."""
-    here = {name: kernel for name, kernel in kernels.table().items() if kernel.missing() is None}
+    table, refused = kernels.table(), _refused()
+    here = {name: kernel for name, kernel in table.items() if kernel.missing() is None and name not in refused}
     found = _every_score()
     checks: dict[str, Callable[[], None]] = {}
     for name, kernel in here.items():
@@ -494,6 +536,16 @@ def _checks() -> dict[str, Callable[[], None]]:
             if name != "dense":
                 checks[f"score {label}, {name}, every mask"] = functools.partial(_check_masks, kernel, score)
     return checks
+
+
+def _refused() -> dict[str, str]:
+    """Return the kernels of this machine that take no NumPy arrays, with their reason."""
+    x = np.zeros((1, 1))
+    # A graph, as one of the kernels takes no other mask.
+    with backends.load("numpy").numeric_scope():
+        problem, _ = build_problem(x, x, x, mask=Neighbours([0, 1], [0]))
+    here = [kernel for kernel in kernels.table().values() if kernel.missing() is None]
+    return {kernel.name: reasons[0] for kernel in here if (reasons := kernel.reasons_against(problem))}
 
 
 def _every_score() -> dict[str, Any]:
@@ -538,8 +590,8 @@ def _check_masks(kernel: Kernel, score: Any) -> None:
         for label, mask in _every_mask().items():
             try:
                 problem, _ = build_problem(*exact, score=score, mask=mask, statistics=STATISTICS, matrix="weights")
-                if kernel.name == "gather" and kernel.reasons_against(problem):
-                    continue  # it takes graphs alone
+                if kernel.reasons_against(problem):
+                    continue  # as one that takes graphs alone
                 _against_dense(problem, kernel)
                 if kernel.has_vjp:
                     _check_run(problem.ops, dataclasses.replace(problem, statistics=("entropy",)), kernel, rng)
