@@ -196,6 +196,22 @@ def test_every_argument() -> None:
         agree(run(program, other), module(*other))
 
 
+class Biased(nn.Module):
+    """16-bit vectors with a bias in float32, whose numbers 16 bits would make infinite."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+        return ats.attend(query.half(), key.half(), value.half(), bias=bias).float()
+
+
+def test_a_bias_of_more_digits_than_the_vectors() -> None:
+    module, arrays = Biased(), (*inputs(2, 5, 7), torch.tensor([-1e5, 0.0, 7e4, 0.0, 0.0, 0.0, 0.0]))
+    program = torch.export.export(module, arrays).run_decompositions(decompositions())
+    for bias in (arrays[-1], torch.full((7,), -1e5)):
+        wanted = module(*arrays[:3], bias)
+        assert bool(wanted.isfinite().all()) and bool(wanted.any())
+        torch.testing.assert_close(program.module()(*arrays[:3], bias), wanted, rtol=2e-3, atol=2e-3)
+
+
 class Positions(nn.Module):
     """A learned bias for each distance: a clipped table with every score of one form, T5's buckets in a layer."""
 

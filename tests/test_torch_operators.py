@@ -377,6 +377,17 @@ def test_what_has_no_operator_is_refused_by_a_trace() -> None:
     assert traced(torch.ones(())) == 7
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.torch.jit.trace. is deprecated")
+def test_numbers_of_any_type_are_written() -> None:
+    """As eager calls take them: a seed of 64 bits and more, a share of NumPy's."""
+    x = torch.randn(1, 5, 4)
+
+    def call(x: Tensor) -> Tensor:
+        return ats.attend(x, x, x, dropout=np.float32(0.5), seed=2**64 + 7)
+
+    torch.testing.assert_close(torch.jit.trace(call, (x,))(x), call(x))
+
+
 @pytest.mark.parametrize(
     ("head_axis", "statistics", "matrix"),
     [(-3, [], None), (-2, ["log_sum_exp", "entropy", "max_score"], None), (-3, [], "weights")],

@@ -158,6 +158,17 @@ def test_a_query_that_attends_to_no_key(case: str) -> None:
     close(call(ours), call(theirs))
 
 
+def test_a_query_that_is_nan_stays_nan() -> None:
+    """It attends to keys, so it is none that attends to none."""
+    x, kept = np.array(X), np.ones((len(X), QUERIES, QUERIES), bool)
+    x[0, 1] = np.nan
+    kept[:, :, -1] = False
+    call = lambda layer: layer(x, X, attention_mask=kept)  # noqa: E731
+    theirs, ours = pair("MultiHeadAttention", {"num_heads": 2, "key_dim": 3}, call, strict=True)
+    assert np.isnan(SHOWN(call(theirs))[0, 1]).all() and np.isnan(SHOWN(call(ours))[0, 1]).all()
+    close(call(ours)[1:], call(theirs)[1:])
+
+
 def test_no_key_at_all() -> None:
     call = lambda layer: layer(X, V[:, :0], attention_mask=np.ones((QUERIES, 0), bool))  # noqa: E731
     theirs, ours = pair("MultiHeadAttention", {"num_heads": 2, "key_dim": 3}, call, strict=True)

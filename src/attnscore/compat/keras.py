@@ -110,8 +110,8 @@ def _pooled(
 
 
 def _where_empty(weights: Array, others: Array) -> Array:
-    """Return `weights` with those of queries that attend to no key replaced by `others`."""
-    return ops.where(ops.any(weights > 0, axis=-1, keepdims=True), weights, others)
+    """Return `weights` with those of queries that attend to no key replaced by `others`; NaN stays."""
+    return ops.where(ops.any(weights != 0, axis=-1, keepdims=True), weights, others)
 
 
 def _boolean(mask: Any) -> Array:

@@ -368,7 +368,8 @@ def multi_head_attention_forward(
         mask = Causal(align="top_left")
     else:
         shape = (batch, num_heads, query_len, key.shape[0])
-        mask, bias = _mask_and_bias(key_padding_mask, attn_mask, shape, extra_keys)
+        # As in the original: padding is that of `static_k`, where it is given.
+        mask, bias = _mask_and_bias(key_padding_mask, attn_mask, shape, k.shape[2] - extra_keys, extra_keys)
         dtypes = [q.dtype if x.dtype == torch.bool else x.dtype for x in (key_padding_mask, attn_mask) if x is not None]
         if dtypes:
             both = reduce(torch.promote_types, dtypes)
@@ -427,11 +428,15 @@ def _warn_about_masks(key_padding_mask: Tensor | None, attn_mask: Tensor | None)
 
 
 def _mask_and_bias(
-    key_padding_mask: Tensor | None, attn_mask: Tensor | None, shape: tuple[int, int, int, int], extra_keys: int
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
+    shape: tuple[int, int, int, int],
+    padded_len: int,
+    extra_keys: int,
 ) -> tuple[Mask | None, Tensor | None]:
     """Return the mask and the bias of `attend` for both masks, which all queries extend by `extra_keys` unmasked keys.
 
-    `shape` is (batch, head, query, key) without these.
+    `shape` is (batch, head, query, key) without these, and `padded_len` what `key_padding_mask` has of them.
     """
     batch, heads, query_len, key_len = shape
     mask: Mask | None = None
@@ -447,9 +452,9 @@ def _mask_and_bias(
         else:
             bias = pairs
     if key_padding_mask is not None:
-        if tuple(key_padding_mask.shape) != (batch, key_len):
+        if tuple(key_padding_mask.shape) != (batch, padded_len):
             got = tuple(key_padding_mask.shape)
-            raise AssertionError(message("key_padding_mask", f"shape {(batch, key_len)}", got))
+            raise AssertionError(message("key_padding_mask", f"shape {(batch, padded_len)}", got))
         keys = F.pad(key_padding_mask, (0, extra_keys)) if extra_keys else key_padding_mask
         if keys.dtype == torch.bool:
             padding = KeyPadding(~keys)

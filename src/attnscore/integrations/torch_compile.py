@@ -60,6 +60,8 @@ class _Slots:
 
     def written(self, x: Any) -> str:
         """Return `x` as an expression; see `_can_be_written`."""
+        if isinstance(x, (np.integer, np.floating)):
+            x = x.item()
         if x is None or isinstance(x, (bool, str)):
             return repr(x)
         if isinstance(x, (int, torch.SymInt)):
@@ -338,6 +340,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
     if arguments["dropout"] != 0 and arguments["seed"] is None:
         # Drawn in the graph: an operator has no state.
         arguments["seed"] = torch.randint(0, 2**62, (), dtype=torch.int64)
+    if isinstance(arguments["seed"], int):
+        arguments["seed"] %= 2**63  # what `attend` takes of it, in 64 bits
     slots = _Slots()
     written = ", ".join([f"{name}={slots.written(x)}" for name, x in arguments.items()])
     out, rows, weights = _attend(query, key, value, slots.arrays, slots.integers, f"attend({written})")

@@ -133,6 +133,9 @@ def _scaled_dot_product(problem: Problem) -> Tensor | None:
     # ONNX Runtime has no Attention of float64.
     if problem.statistics or problem.dtype == "float64" or any(x is not None for x in more):
         return None
+    # Rounded to 16 bits, a bias would be infinite where `attend` adds a large number.
+    if problem.bias is not None and _OPS.dtype(problem.bias) != problem.dtype:
+        return None
     form = scores.lower(_OPS, problem.score, problem.query, problem.key)
     if not isinstance(form, InnerForm) or form.caps or form.key_bias is not None or form.query_bias is not None:
         return None
@@ -182,8 +185,8 @@ def _mask(problem: Problem) -> Tensor | None:
         rows, cols = (_OPS.positions(0, n, problem.value) for n in (shape.query_len, shape.key_len))
         mask = problem.mask.visible(_OPS, shape, rows[:, None], cols[None, :])
     if bias is None or mask is None:
-        return mask if bias is None else bias.to(problem.value.dtype)
-    return torch.where(mask, bias.to(problem.value.dtype), NEG_INF)
+        return mask if bias is None else bias
+    return torch.where(mask, bias, NEG_INF)
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
