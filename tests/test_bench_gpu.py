@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 import attnscore as ats
 from attnscore import ArgumentError, FrameworkError
 from attnscore.bench import gpu, gpu_limits
+from attnscore.bench.reference import WrongResult
 from attnscore.cli.app import app
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
@@ -47,6 +48,17 @@ def test_both_sides_of_a_small_case_agree(name: str) -> None:
         sides = (x["query"], x["key"], x["value"])
         wanted = torch.nn.functional.scaled_dot_product_attention(*sides, is_causal=True).float()
         torch.testing.assert_close(out, wanted, rtol=0.05, atol=0.02)
+
+
+def test_a_wrong_gradient_is_a_wrong_result() -> None:
+    case, one = gpu.CASES[0], torch.ones(3)
+    near = {"outputs": one * 1.001, "gradients of key": one}
+    assert gpu.largest_difference(case, near, {"outputs": one, "gradients of key": one}) == pytest.approx(
+        1e-3, rel=0.01
+    )
+    for wrong in (one * 2, one * torch.nan):
+        with pytest.raises(WrongResult, match="the gradients of key differ by"):
+            gpu.largest_difference(case, near, {"outputs": one, "gradients of key": wrong})
 
 
 def test_limits_by_hand() -> None:

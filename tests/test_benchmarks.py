@@ -734,9 +734,12 @@ def test_pages_say_how_many_times_as_fast_in_every_row() -> None:
     """Also where the target is the most that ours may take; options are compared with the call without them."""
     most = {**GOOD_ROW, "case": "tiny", "at_most": True, "ratio": {"median": 0.5, "q1": 0.4, "q3": 0.8}}
     option = {**GOOD_ROW, "case": "dropout", "what": "dropout", "baseline": "without", "at_most": True}
-    tables = {title: rows for title, _, rows in reports.page_tables(document([most, option]))}
+    as_fast = {"median": 0.5, "q1": 0.4, "q3": 0.8}  # without a target the ratio is the time without over that with
+    weights = {**option, "case": "weights", "what": "weights", "at_most": False, "ratio": as_fast}
+    tables = {title: rows for title, _, rows in reports.page_tables(document([most, option, weights]))}
     assert [row[-2:] for row in tables["Speed"]] == [("2.00", "1.25 to 2.50")]
-    assert [(row[0], *row[-2:]) for row in tables["What options cost"]] == [("dropout", "1.50", "1.45 to 1.60")]
+    wanted = {("dropout", "1.50", "1.45 to 1.60"), ("weights", "2.00", "1.25 to 2.50")}
+    assert {(row[0], *row[-2:]) for row in tables["What options cost"]} == wanted
 
 
 def test_the_page_of_all_machines() -> None:
@@ -767,6 +770,15 @@ def test_rows_measured_earlier_say_when() -> None:
     text = reports.section(found)
     assert "Measured 2026-02-02, at commit `def5678`, on:" in text
     assert "Measured earlier: tiny (2026-01-01, at commit `abc1234`)." in text
+
+
+def test_a_checkout_that_does_not_hold_the_package_gives_no_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one into whose environment it is installed."""
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    monkeypatch.setattr(machine, "__file__", str(tmp_path / "machine.py"))
+    assert machine.commit() is None
 
 
 def test_the_commit_is_that_of_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:

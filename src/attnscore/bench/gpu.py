@@ -1,7 +1,7 @@
 """Times on a GPU: attention forward, and forward and backward, against PyTorch's own ways.
 
 Both sides alternate in one process; each time is between two CUDA events, with the second-level cache overwritten
-before it. Each result is compared with its baseline first.
+before it. Each result, gradients included, is compared with its baseline first.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 import attnscore as ats
+from attnscore.bench.reference import WrongResult
 from attnscore.bench.timing import summary
 from attnscore.errors import FrameworkError
 
@@ -152,6 +153,8 @@ def run(quick: bool, tell: Callable[[str], None] = lambda text: None) -> dict[st
                 try:
                     times = _times(case, baseline, x, with_grad, QUICK_ROUNDS if quick else ROUNDS)
                     rows.append(row | times)
+                except WrongResult as wrong:
+                    rows.append(row | {"error": str(wrong), "is_wrong": True})
                 except (RuntimeError, torch.cuda.OutOfMemoryError) as error:
                     rows.append(row | {"error": str(error).partition("\n")[0]})
     versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "attnscore": ats.__version__}
@@ -166,17 +169,16 @@ def _times(case: Case, baseline: Callable[..., Any], x: dict[str, Any], with_gra
     event: Any = torch.cuda.Event
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
 
-    def step(function: Callable[[], Any]) -> Any:
+    def step(function: Callable[[], Any]) -> list[Any]:
         out = function()
-        if with_grad:
-            torch.autograd.grad(out, [part for name, part in leaves.items() if name != "grad"], leaves["grad"])
-        return out
+        if not with_grad:
+            return [out]
+        inputs = [part for name, part in leaves.items() if name != "grad"]
+        return [out, *torch.autograd.grad(out, inputs, leaves["grad"])]
 
     sides = {"ours": lambda: ours(case, leaves), "theirs": lambda: baseline(leaves)}
-    outputs = [step(side).detach().float() for side in sides.values()]
-    difference = float((outputs[0] - outputs[1]).abs().max() / outputs[1].abs().max())
-    if not difference <= TOLERANCE[case.dtype]:
-        raise RuntimeError(f"the results differ by {difference:.2g} of the largest number")
+    names = ["outputs", *(f"gradients of {name}" for name in leaves if name != "grad" and with_grad)]
+    difference = largest_difference(case, *(dict(zip(names, step(side), strict=True)) for side in sides.values()))
     found: dict[str, list[float]] = {name: [] for name in sides}
     for at in range(WARM_UP + rounds):
         for name, side in sides.items():
@@ -191,3 +193,14 @@ def _times(case: Case, baseline: Callable[..., Any], x: dict[str, Any], with_gra
     medians = {name: float(np.median(times)) for name, times in found.items()}
     spread = {name: summary(times) for name, times in found.items()}
     return {"ms": spread, "ratio": medians["theirs"] / medians["ours"], "difference": difference}
+
+
+def largest_difference(case: Case, ours: dict[str, Any], theirs: dict[str, Any]) -> float:
+    """Return the largest difference of two sides, over the largest number; raise WrongResult where it is too large."""
+    found = {}
+    for name, x in theirs.items():
+        mine, wanted = ours[name].detach().float(), x.detach().float()
+        found[name] = float((mine - wanted).abs().max() / wanted.abs().max())
+        if not found[name] <= TOLERANCE[case.dtype]:  # as it is not of NaN
+            raise WrongResult(f"the {name} differ by {found[name]:.2g} of the largest number")
+    return max(found.values())

@@ -59,11 +59,14 @@ def facts() -> dict[str, Any]:
 
 def commit() -> str | None:
     """Return the short commit of the checkout that the package is imported from, or None where it is installed."""
+    # Installed into the environment of another project, the package lies inside a checkout that does not hold it.
+    commands = ["ls-files", "--error-unmatch", __file__], ["describe", "--always", "--dirty", "--exclude=*"]
     try:
-        done = subprocess.run(
-            ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"],
-            capture_output=True, text=True, check=True, timeout=10,
-        )  # fmt: skip
+        for command in commands:
+            done = subprocess.run(
+                ["git", "-C", str(Path(__file__).parent), *command],
+                capture_output=True, text=True, check=True, timeout=10,
+            )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() or None

@@ -107,8 +107,8 @@ def _costs(document: Row) -> Iterator[Cells]:
         if row["status"] != "measured":
             yield (*head, "", "", "not run", row["reason"])
         else:
-            ratio = row["ratio"]
-            yield (*head, *_times(row), *_spread(ratio["median"], ratio["q1"], ratio["q3"]))
+            fast, low, high = times_as_fast(row)
+            yield (*head, *_times(row), *_spread(1 / fast, 1 / high, 1 / low))
 
 
 def times_as_fast(row: Row) -> tuple[float, float, float]:

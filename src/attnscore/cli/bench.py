@@ -100,6 +100,8 @@ def _on_gpu(quick: bool, out: Path) -> None:
     ]
     screen.print(table("Their time over ours", ["case", "baseline", "pass", "ratio"], rows, left=3))
     screen.print(Text(f"gpu.json in {out}"), soft_wrap=True)
+    if wrong := [row for row in document["rows"] if row.get("is_wrong")]:
+        raise BenchmarkFailure(f"{len(wrong)} failed, first {wrong[0]['case']}: {wrong[0]['error']}")
 
 
 def _make_folder(out: Path) -> None:
