@@ -542,6 +542,12 @@ def test_look_at_nothing(capsys, tmp_path):
     assert "No query sees a key" in run(capsys, "look", tmp_path / "in.npz")[1]
     np.savez(tmp_path / "in.npz", query=Q[0] * np.nan, key=K[0])
     assert "NaN" in run(capsys, "look", tmp_path / "in.npz")[1]
+    some = Q[0].copy()
+    some[1] = np.nan
+    np.savez(tmp_path / "in.npz", query=some, key=K[0])
+    _, said, err = run(capsys, "look", tmp_path / "in.npz", "--causal", "top_left")
+    assert not err, err
+    assert "2 keys receive weights that are NaN" in said and "nan%" not in said
 
 
 @pytest.mark.parametrize(

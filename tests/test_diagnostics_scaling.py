@@ -218,6 +218,8 @@ def test_a_check_of_something_that_is_no_number_does_not_hold() -> None:
         (lambda: logit_variance([8]), ["dims", "2 or more", "[8]"]),
         (lambda: logit_variance([0, 1]), ["dims", "[0, 1]"]),
         (lambda: logit_variance([1, 2], pairs=0), ["pairs", "0"]),
+        (lambda: logit_variance([1, 2], pairs=1), ["pairs", "2 or more", "got 1"]),
+        (lambda: scaling.score_growth([1, 2], keys=1), ["keys", "2 or more", "got 1"]),
         (lambda: scaling.gradient_flow([1, 2.5]), ["dims", "2.5"]),
         (lambda: scaling.score_growth([1, 2], repeats=-1), ["repeats", "-1"]),
         (lambda: Plan((3,), seeds=1, steps=1, width=8), ["head_dims", "8", "3"]),

@@ -250,6 +250,25 @@ def test_a_model_of_sixteen_bits(tmp_path: Path) -> None:
     assert data_of(found.to_html(tmp_path / "report.html").read_text("utf-8"))["links"]
 
 
+def test_a_model_with_nan(tmp_path: Path) -> None:
+    """Its numbers are NaN in the table of the report, and the other layers are drawn."""
+    model = made("llama")
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight[0, 0] = torch.nan
+    found = inspect_model(model, TEXT, tokenizer=Words())
+    assert np.isnan(found.statistics["entropy"][1, 0]) and np.isfinite(found.statistics["entropy"][0]).all()
+    assert found.top_links(1, 0) == []
+    data = data_of(found.to_html(tmp_path / "report.html").read_text("utf-8"))
+    assert data["statistics"]["entropy"]["values"][1][0] is None and data["links"][1][0] == []
+    assert "0" in data["layers"][0]["query"] and "0" not in data["layers"][1]["query"]
+
+
+def test_links_name_no_key_that_gets_nothing() -> None:
+    found = inspect_model(made("llama"), "two words", tokenizer=Words())
+    links = found.top_links(0, 0, 10)
+    assert sorted((i, j) for i, j, _ in links) == [(0, 0), (1, 0), (1, 1)]
+
+
 def test_layers_of_different_heads(tmp_path: Path) -> None:
     model = made("gpt2")
     first = model.transformer.h[0].attn

@@ -405,6 +405,11 @@ def test_links_of_long_inputs_are_points():
     assert figure.axes[0].get_xlim() == some.axes[0].get_xlim()
 
 
+def test_lines_have_room_for_all_keys():
+    axis = show_top_weights(([[1.0]], [[0]]), key_len=10).axes[0]
+    assert axis.get_ylim() == (9.6, -0.6)
+
+
 def test_points_are_bounded_at_any_length():
     rows = 50_000
     found = np.full((rows, 2), 0.5), np.tile([[0, 7]], (rows, 1))

@@ -53,6 +53,17 @@ def test_axis_and_temperature(axis: int, temperature: float, framework: str) -> 
 
 
 @frameworks
+@pytest.mark.parametrize("axis", [-1, -2, 0, 1])
+@pytest.mark.parametrize("shape", [(3, 4, 5), (4, 5), (1, 5)], ids=str)
+def test_a_mask_has_the_axes_of_the_scores(axis: int, shape: tuple[int, ...], framework: str) -> None:
+    rng = np.random.default_rng(0)
+    scores, mask = rng.standard_normal((3, 4, 5)), rng.random(shape) < 0.7
+    found = array(ats.masked_softmax(native(scores, framework), mask=native(mask, framework), axis=axis))
+    visible = np.broadcast_to(mask, scores.shape).swapaxes(axis, -1)
+    np.testing.assert_allclose(found, softmax(scores.swapaxes(axis, -1), visible).swapaxes(axis, -1), atol=1e-15)
+
+
+@frameworks
 @pytest.mark.parametrize(
     "shape", [(5,), (3, 5), (2, 3, 5), (2, 4, 3, 5), (2, 3, 4, 3, 5), (2, 0, 5), (2, 3, 1)], ids=str
 )

@@ -13,7 +13,7 @@ from attnscore.core.arguments import check_held, check_positive, is_whole, large
 from attnscore.core.layout import AxisLayout, ScoreShape
 from attnscore.core.online_softmax import NEG_INF, logaddexp, safe_max, whole_rows
 from attnscore.errors import ArgumentError, DtypeError, FrameworkError, ShapeError, message
-from attnscore.masks import as_mask
+from attnscore.masks import Mask, as_mask
 
 
 def masked_softmax(
@@ -28,7 +28,7 @@ def masked_softmax(
     valid_lens : (batch,) or (batch, query) whole numbers; with two axes a number or (query,)
     mask : a mask object, or a boolean array broadcastable to the scores, True = unmasked
     axis : int
-        The axis of the keys.
+        The axis of the keys, in `scores` and in an array `mask`; that of the queries is then the last.
     temperature : number above 0
 
     Returns
@@ -61,6 +61,7 @@ def masked_softmax(
         flat = ops.reshape(transposed, (1, *transposed.shape)) if len(shape) == 1 else transposed
         if flat.shape[-1] == 0:
             return scores
+        mask = _with_keys_last(mask, int(axis) % len(shape), len(shape))
         unmasked = _unmasked(ops, _score_shape(ops.shape(flat)), mask, valid_lens, flat)
         sums = accumulator(ops.dtype(flat))
         check_held("temperature", temperature, sums, 1 / float(temperature), 1 / largest_of(sums))
@@ -69,6 +70,20 @@ def masked_softmax(
             wide = ops.where(unmasked, wide, NEG_INF)
         weights = ops.astype(whole_rows(ops, wide, unmasked, None), ops.dtype(scores))
         return ops.swap_axes(ops.reshape(weights, transposed.shape), int(axis), -1)
+
+
+def _with_keys_last(mask: Any, axis: int, axes: int) -> Any:
+    """Return the array of a mask, whose keys are on `axis` of so many axes, with keys last; a mask object as it is."""
+    if mask is None or isinstance(mask, Mask) or axis == axes - 1:
+        return mask
+    ops = backends.of_type(type(mask))
+    if ops is None:
+        ops, mask = backends.load("numpy"), np.asarray(mask)
+    if len(mask.shape) > axes:
+        return mask
+    for _ in range(axes - len(mask.shape)):
+        mask = ops.expand_dims(mask, 0)
+    return ops.swap_axes(mask, axis, -1)
 
 
 def _score_shape(shape: tuple[int, ...]) -> ScoreShape:

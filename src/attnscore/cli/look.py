@@ -154,6 +154,8 @@ def say(mass: Array) -> None:
         heaviest = [int(i) for i in np.argsort(-whole, kind="stable")[:_NAMED] if whole[i] > 0]
         rows = [(f"{i:,}", *_parts(whole, i)) for i in heaviest]
         console().print(table(f"Heaviest of {keys:,} keys", ("key", "weight received", "of all"), rows))
+        if undefined := int(np.isnan(whole).sum()):
+            console().print(f"{undefined:,} keys receive weights that are NaN.")
     else:
         columns = ("batch, head", "heaviest key", "weight received", "of all", "first key")
         places = list(np.ndindex(*lead))[:_MOST_ROWS]
@@ -171,5 +173,5 @@ def _heaviest(mass: Array) -> tuple[str, str, str]:
 
 def _parts(mass: Array, key: int) -> tuple[str, str]:
     """Format a key's mass, and its share of all."""
-    total = float(mass.sum())
+    total = float(np.nansum(mass))
     return short_number(float(mass[key]), 3), f"{mass[key] / total if total else 0:.1%}"

@@ -492,7 +492,13 @@ def draw_points(
 
 
 def draw_lines(
-    axis: Axes, weights: Matrix, keys: Indices, queries: Indices, tokens: tuple[Tokens, Tokens], cmap: str
+    axis: Axes,
+    weights: Matrix,
+    keys: Indices,
+    queries: Indices,
+    lengths: tuple[int, int],
+    tokens: tuple[Tokens, Tokens],
+    cmap: str,
 ) -> ScalarMappable:
     """Draw attention edges as lines from queries on the left to keys on the right, wider the larger their weight."""
     from matplotlib.cm import ScalarMappable
@@ -508,11 +514,9 @@ def draw_lines(
     frame(axis)
     axis.set_xlim(-0.02, 1.02)
     axis.set_xticks([0, 1], ["queries", "keys"])
-    reached = [int(places.max(initial=-1)) + 1 for places in (queries, keys)]
-    longest = max(1, *reached, *(len(names or ()) for names in tokens))
-    axis.set_ylim(longest - 0.4, -0.6)
+    axis.set_ylim(max(1, *lengths) - 0.4, -0.6)
     right = axis.secondary_yaxis("right")
-    for side, names, count in zip((axis, right), tokens, reached, strict=True):
+    for side, names, count in zip((axis, right), tokens, lengths, strict=True):
         labels = [str(place) for place in range(count)] if names is None else names
         side.set_yticks(range(len(labels)), labels, parse_math=False)
         side.tick_params(length=2, width=0.6, labelsize=LABEL_POINTS)

@@ -253,7 +253,7 @@ def show_top_weights(
         names = query_tokens, key_tokens
         figure = new_figure(figsize or drawing.size_of_lines(names, max(lengths)))
         axis = figure.subplots()
-        image = drawing.draw_lines(axis, weights, index, places, names, cmap)
+        image = drawing.draw_lines(axis, weights, index, places, lengths, names, cmap)
         label(axis, title)
     else:
         figure = new_figure(figsize or (5.6, 4.4 * drawing.box_aspect(lengths) + 0.7))

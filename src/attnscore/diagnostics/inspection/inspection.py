@@ -140,13 +140,14 @@ class Inspection:
         return np.asarray(found[0, 0].double())
 
     def top_links(self, layer: int, head: int, k: int = 10) -> list[tuple[int, int, float]]:
-        """Return the k largest weights of a head as (query, key, weight), the largest first."""
+        """Return the k largest weights of a head as (query, key, weight), the largest first; none of 0 or NaN."""
         self._check(layer, head)
         found = self.layers[layer].of(head).apply(ats.top_weights, min(k, len(self.tokens)))
         weights, index = (np.asarray(x[0, 0]) for x in found)
         order = np.argsort(-weights, axis=None, kind="stable")[:k]
         rows, places = np.unravel_index(order, weights.shape)
-        return [(int(i), int(index[i, j]), float(weights[i, j])) for i, j in zip(rows, places, strict=True)]
+        found = [(int(i), int(index[i, j]), float(weights[i, j])) for i, j in zip(rows, places, strict=True)]
+        return [link for link in found if link[2] > 0]
 
     def key_mass(self, layer: int, head: int) -> Array:
         """Return the weight that each token receives from all queries of a head."""

@@ -157,6 +157,7 @@
       ...rows.map((texts) => line(texts.map((text, i) => i ? cell("td", text) : first(text)))));
   };
   const short = (x) => {
+    if (x === null) return "NaN";
     const size = Math.abs(x);
     return size >= 1e5 || (size !== 0 && size < 0.001) ? x.toExponential(1) : size >= 1000 ? x.toFixed(0) : x.toPrecision(3);
   };
@@ -183,7 +184,7 @@
   const drawGrid = () => {
     const { title, meaning, values } = data.statistics[shown.statistic];
     at("meaning").textContent = meaning;
-    const all = values.flat(), low = Math.min(...all), high = Math.max(...all);
+    const all = values.flat().filter((x) => x !== null), low = Math.min(...all), high = Math.max(...all);
     // Where a few large numbers would leave half the heads in the palest tenth, equal steps of colour are equal factors.
     const middle = [...all].sort((a, b) => a - b)[all.length >> 1];
     const isWide = low > 0 && middle - low < 0.1 * (high - low), on = isWide ? Math.log : (x) => x;
@@ -192,7 +193,7 @@
     const most = Math.max(...data.layers.map((one) => one.heads));
     const head = line([cell("td", ""), ...Array.from({ length: most }, (_, h) => heading(`${h}`, "col"))]);
     const lines = values.map((row, layer) => line([heading(`${layer}`, "row"), ...row.map((x, h) => {
-        const box = document.createElement("td"), button = cell("button", short(x)), share = high > low ? strength(x) : 0;
+        const box = document.createElement("td"), button = cell("button", short(x)), share = x !== null && high > low ? strength(x) : 0;
         button.type = "button";
         button.dataset.layer = layer; button.dataset.head = h;
         button.style.setProperty("--share", (share * 100).toFixed(1));

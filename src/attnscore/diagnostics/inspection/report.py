@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import html
 import json
+import math
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,9 +88,12 @@ def _data(inspection: Inspection, megabytes: float) -> dict[str, Any]:
     }
 
 
-def _rounded(values: NDArray[np.float64], heads: list[int]) -> list[list[float]]:
-    # Five significant digits: what a reader compares, in a third of the bytes.
-    return [[float(f"{x:.5g}") for x in row[:count]] for row, count in zip(values.tolist(), heads, strict=True)]
+def _rounded(values: NDArray[np.float64], heads: list[int]) -> list[list[float | None]]:
+    # Five significant digits: what a reader compares, in a third of the bytes. JSON has no NaN.
+    return [
+        [float(f"{x:.5g}") if math.isfinite(x) else None for x in row[:count]]
+        for row, count in zip(values.tolist(), heads, strict=True)
+    ]
 
 
 def _drawn(inspection: Inspection, megabytes: float) -> set[tuple[int, int]]:

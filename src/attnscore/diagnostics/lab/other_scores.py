@@ -19,6 +19,7 @@ import numpy as np
 import attnscore as ats
 from attnscore.diagnostics.lab.experiment import Array, Check, Estimate, Result, Row, check_sizes, exponent
 from attnscore.diagnostics.lab.panels import DIMENSION, powers_of_two
+from attnscore.errors import ArgumentError, message
 from attnscore.plotting.drawing import legend, new_figure, style_lines, two_decimals
 
 if TYPE_CHECKING:
@@ -187,6 +188,8 @@ def score_growth(dims: Sequence[int] = DIMS, *, keys: int = 128, repeats: int = 
     """
     check_sizes("dims", dims, least=2)
     check_sizes("keys, repeats", (keys, repeats))
+    if keys < 2:
+        raise ArgumentError(message("keys", "2 or more: the score of one has no variance", keys))
     rng = np.random.default_rng(seed)
     points = []
     for dim in dims:

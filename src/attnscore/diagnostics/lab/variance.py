@@ -28,6 +28,7 @@ from attnscore.diagnostics.lab.experiment import (
     exponent,
 )
 from attnscore.diagnostics.lab.panels import COLOURS, DIMENSION, LAW, powers_of_two
+from attnscore.errors import ArgumentError, message
 from attnscore.plotting.drawing import legend, new_figure, style_lines, two_decimals
 
 if TYPE_CHECKING:
@@ -224,6 +225,8 @@ def logit_variance(
     """
     check_sizes("dims", dims, least=2)
     check_sizes("pairs, repeats", (pairs, repeats))
+    if pairs < 2:
+        raise ArgumentError(message("pairs", "2 or more: the score of one has no variance", pairs))
     rng = np.random.default_rng(seed)
     points = []
     for kind in kinds:

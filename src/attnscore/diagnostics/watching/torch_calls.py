@@ -58,6 +58,8 @@ class Call:
     """Submodule that attends, where the calling module runs its code without calling it."""
     pooling: Pooling | None = None
     """What the output takes, where the pass of the statistics may compute it."""
+    counted: Tensor | None = None
+    """Queries (batch, 1, query) that count, where the call itself says so; None: those that are no padding."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +162,8 @@ def _in_blocks(call: Call | Scores, real: Tensor | None) -> Iterator[tuple[Call,
         per_head = head_axis == -2 and call.key.ndim >= 4
         lengths = [x.shape[-3 if per_head else -2] for x in (call.query, call.key)]
         packed = call.heads is not None and call.query.ndim >= 4 and call.query.shape[head_axis] != call.heads
-        yield call, None if packed else _tokens(real, lengths, call.query)
+        counted = call.counted if call.counted is not None else _tokens(real, lengths, call.query)
+        yield call, None if packed else counted
         return
     scores = call.scores.detach()
     *lead, queries, keys = scores.shape
@@ -332,10 +335,12 @@ def projected(
 ) -> Call:
     """Project queries and keys again, as a fused function does inside; its masks are True at masked keys."""
     options: dict[str, Any] = {"score": "scaled_dot", "head_axis": -2}
+    counted = None
     if query.is_nested:
         lens = torch.tensor([len(x) for x in query.unbind()])
         options["mask"] = ats.ValidLens(lens, query_lens=lens)
         query, key = (x.to_padded_tensor(0.0) for x in (query, key))
+        counted = torch.arange(query.shape[1]) < lens[:, None, None]
     q = functional.linear(query, weight[:dim], bias[:dim])
     k = functional.linear(key, weight[dim : 2 * dim], bias[dim : 2 * dim])
     q, k = (x.reshape(*x.shape[:-1], heads, -1) for x in (q, k))
@@ -343,7 +348,7 @@ def projected(
         attended = ~mask.to(torch.bool)
         # 0: (query, key); 1: (batch, key); 2: (batch, head, query, key)
         options["mask"] = ats.KeyPadding(attended) if kind == 1 else ats.Dense(attended)
-    return Call(q, k, options)
+    return Call(q, k, options, counted=counted)
 
 
 def reason_against(*tensors: Any) -> str | None:
