@@ -37,6 +37,13 @@ def target(request: pytest.FixtureRequest) -> Iterator[str]:
     native.select(before)
 
 
+LINEAR = ("relu", "silu", "gelu")  # activations that grow without bound
+
+
+def _of_activation(name: str) -> Any:
+    return ats.Additive(np.array([0.5, -1.0, 2.0, 0.3, 1.5], np.float32), activation=name)
+
+
 def hold(call: Any, target: str, *, by_score: bool = False) -> None:
     found = problems(call, call.numpy(kernel="native"), slack_of(target), by_score=by_score)
     assert not found, "\n".join(found)
@@ -205,6 +212,59 @@ def test_the_lowest_number_as_a_mask(padded: int, fraction: float, dtype: str, t
         found.append([out, *(getattr(stats, name) for name in statistics), *gradients[:3]])
     for x, expected in zip(*found, strict=True):
         np.testing.assert_allclose(x, expected, rtol=0, atol=64 * np.finfo(dtype).eps)
+
+
+@both_precisions
+def test_the_lowest_number_over_whole_ranges_of_keys(dtype: str) -> None:
+    """A few queries of many keys are cut into ranges of keys, of which some have no weight."""
+    rng = np.random.default_rng(9)
+    query, key, value = (rng.standard_normal((n, 4)).astype(dtype) for n in (1, 4096, 4096))
+    bias = np.zeros((1, 4096), dtype)
+    bias[:, :2048] = np.finfo(dtype).min
+    _, stats = ats.attend(query, key, value, bias=bias, kernel="native", return_stats=("entropy",))
+    _, wanted = ats.attend(query, key[2048:], value[2048:], kernel="native", return_stats=("entropy",))
+    np.testing.assert_allclose(stats.entropy, wanted.entropy, rtol=64 * np.finfo(dtype).eps)
+
+
+def _gradients(query: np.ndarray, key: np.ndarray, value: np.ndarray, seed: np.ndarray, **options: Any) -> list[Any]:
+    out, pullback = ats.attend_vjp(query, key, value, kernel="native", **options)
+    found = pullback(seed)
+    return [out, *found[:3], *found.score.values()]
+
+
+@pytest.mark.parametrize("planted", ["seed", "query", "key"])
+@pytest.mark.parametrize("score", ["scaled_dot", "gaussian"])
+def test_rows_that_attend_to_nothing_between_rows_that_attend_to_all(score: str, planted: str) -> None:
+    rng = np.random.default_rng(10)
+    shapes = {"query": (18, 20), "key": (64, 20), "value": (64, 20), "seed": (18, 20)}
+    arrays = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    options = {"score": score, "valid_lens": np.repeat([64, 0, 64], 6)}
+    clean = _gradients(**arrays, **options)
+    arrays[planted][7] = np.nan
+    found = _gradients(**arrays, **options)
+    if planted == "key":  # seen by the others
+        assert not found[1][6:12].any()
+        return
+    for x, wanted in zip(found, clean, strict=True):
+        np.testing.assert_allclose(x, wanted, rtol=0, atol=4e-6 * max(1.0, float(np.abs(wanted).max())))
+
+
+@pytest.mark.parametrize("score", [ats.ScaledDot(4.0), ats.Gaussian(0.8), *map(_of_activation, LINEAR)], ids=repr)
+@pytest.mark.parametrize("length", [12, 70])
+def test_hidden_numbers_that_overflow_together(score: Any, length: int) -> None:
+    """Finite by themselves, but not times the scale, in a sum or in a difference."""
+    rng, seen = np.random.default_rng(11), length - 3
+    query, key, value, seed = (rng.standard_normal((1, length, 5)).astype(np.float32) for _ in range(4))
+    # Not lengths, behind which no tile reads.
+    mask = ats.Dense((np.arange(length)[:, None] < seen) & (np.arange(length) < seen)[None])
+    clean = _gradients(query, key, value, seed, score=score, mask=mask)
+    for of_query, of_key in ((None, 3e38), (3e38, None), (3e38, 3e38), (3e38, -3e38)):
+        dirty = query.copy(), key.copy()
+        for x, number in zip(dirty, (of_query, of_key), strict=True):
+            if number is not None:
+                x[:, seen:] = number
+        for x, wanted in zip(_gradients(*dirty, value, seed, score=score, mask=mask), clean, strict=True):
+            np.testing.assert_allclose(x, wanted, rtol=0, atol=4e-6 * max(1.0, float(np.abs(wanted).max())))
 
 
 @both_precisions

@@ -260,6 +260,14 @@ def test_wrong_gradients_of_weights() -> None:
         case.run_backward(w_v=np.zeros((2, 3, 4), F4))
 
 
+@pytest.mark.parametrize("name", ["grad_query", "grad_key", "grad_value", "grad_w_v"])
+def test_gradients_that_are_written_in_any_case(name: str) -> None:
+    case = Case(form="additive")
+    case.run()
+    with pytest.raises(ValueError, match=f"{name}: expected an array, got None"):
+        case.run_backward(**{name: None})
+
+
 @pytest.mark.parametrize("count", [0, 12, 16])
 def test_wrong_numbers_of_arrays(count: int) -> None:
     case = Case()

@@ -1,7 +1,9 @@
 #include "api/row_finish.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
+#include <exception>
 #include <memory>
 
 namespace attnscore {
@@ -34,16 +36,24 @@ void for_each_row_block(const Problem& p, Threads threads, F f) {
         const Problem& p;
         F& f;
         int64_t blocks;
-    } context{p, f, (p.query_len + kTaskRows - 1) / kTaskRows};
+        std::atomic<bool> failed;
+        std::exception_ptr error;
+    } context{p, f, (p.query_len + kTaskRows - 1) / kTaskRows, {}, {}};
+    // As `for_each_task` of the kernels: an exception leaves on the caller's thread, after all tasks.
     const auto task = [](int64_t i, void* at) {
         Context& c = *static_cast<Context*>(at);
         const int64_t first = i % c.blocks * kTaskRows;
-        c.f(static_cast<size_t>(i / c.blocks), first, std::min(first + kTaskRows, c.p.query_len));
+        try {
+            c.f(static_cast<size_t>(i / c.blocks), first, std::min(first + kTaskRows, c.p.query_len));
+        } catch (...) {
+            if (!c.failed.exchange(true)) c.error = std::current_exception();
+        }
     };
     const int64_t matrix_cols = p.matrix == MatrixOutput::none ? 0 : p.key_len;
     // Waking a thread takes longer than so little work (a few microseconds).
     if (static_cast<int64_t>(p.heads.size()) * p.query_len * (p.value_dim + matrix_cols + 16) < kMinWork) threads = 1;
     parallel(static_cast<int64_t>(p.heads.size()) * context.blocks, task, &context, threads);
+    if (context.error) std::rethrow_exception(context.error);
 }
 
 template <class T>

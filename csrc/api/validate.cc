@@ -272,6 +272,9 @@ CallLayout read_inputs(Problem& p, const Inputs& in, const Array& out, std::vect
 }
 
 void check_gradients(const Problem& p, const CallLayout& s, const Inputs& in, const BackwardArrays& a) {
+    // The kernels write these in any case.
+    for (const Array* x : {&a.grad_query, &a.grad_key, &a.grad_value}) check_given(*x);
+    if (p.form == Form::additive) check_given(a.grad_w_v);
     for (const auto& field : kGradients) {
         const Array& grad = a.*field.array;
         const auto* input = std::begin(kInputs);

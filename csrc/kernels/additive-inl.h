@@ -94,7 +94,8 @@ class Additive {
 
     // The algorithm for query rows whose largest magnitude is `rows`.
     AdditiveAlgorithm algorithm_for(T rows, const Keys& keys) const {
-        if (!is_finite_size(rows) || !keys.finite) return AdditiveAlgorithm::direct_nonfinite;
+        // The sum of two large numbers may be infinite.
+        if (!is_finite_size(rows + keys.largest) || !keys.finite) return AdditiveAlgorithm::direct_nonfinite;
         if (!ratio_) return AdditiveAlgorithm::direct;
         if (tanh_addition_applies(rows) && tanh_addition_applies(keys.largest) && w_v_foldable(keys))
             return AdditiveAlgorithm::tanh_addition;

@@ -49,30 +49,32 @@ void unmasked_differences(T* dq, T* dk, int64_t width, const T* a, const uint64_
 
 // Gradients of the keys and values of a tile, summed over one query tile, and then added to the caller's arrays. Where
 // rows of these are whole vectors they are the caller's arrays themselves (`in_place`), unless many terms would be
-// added to them one by one, which rounds more than sums of blocks.
+// added to them one by one, which rounds more than sums of blocks: those of inner products are blocks, except where
+// masked pairs are left out.
 template <class T>
 struct KeyTileGradients {
-    T *dk, *dv, *bias;
+    T *dk, *dv, *own_dk, *own_dv, *bias;
     int64_t width, value_width;
     bool in_place;
 
     KeyTileGradients(Arena& arena, const Problem& problem)
         : width(padded(problem.dim, Vector<T>::lanes)), value_width(padded(problem.value_dim, Vector<T>::lanes)) {
-        const bool adds_sums = kHasFma && problem.form == Form::inner;
-        in_place = width == problem.dim && value_width == problem.value_dim &&
-                   (adds_sums || problem.query_len <= kFewRows) &&
-                   (problem.form != Form::additive || Additive<T>(problem).by_pairs);
-        dk = in_place ? nullptr : arena.take<T>(kTileKeys * width);
-        dv = in_place ? nullptr : arena.take<T>(kTileKeys * value_width);
+        own_dk = arena.take<T>(kTileKeys * width);
+        own_dv = arena.take<T>(kTileKeys * value_width);
         bias = arena.take<T>(kTileKeys);
     }
     // Begin with the keys from `key` on.
-    void start(const Problem& problem, const Group& group, int64_t key, int64_t key_count) {
+    void start(const Problem& problem, const Group& group, int64_t key, int64_t key_count, bool skip_masked) {
         std::fill_n(bias, kTileKeys, T(0));
+        const bool adds_blocks = kHasFma && problem.form == Form::inner && !skip_masked;
+        in_place = width == problem.dim && value_width == problem.value_dim &&
+                   (adds_blocks || problem.query_len <= kFewRows) &&
+                   (problem.form != Form::additive || Additive<T>(problem).by_pairs);
         if (in_place) {
             dk = as<T>(group.grad_key) + key * width;
             dv = as<T>(group.grad_value) + key * value_width;
         } else {
+            dk = own_dk, dv = own_dv;
             // The gradients of additive scores are written for whole tiles.
             std::fill_n(dk, (problem.form == Form::additive ? kTileKeys : key_count) * width, T(0));
             std::fill_n(dv, key_count * value_width, T(0));
@@ -297,7 +299,7 @@ void backward_range(const Problem& problem, int64_t group_index, int64_t range, 
             KeyTileGradients<T> sums(arena, problem);
             T* dq = arena.take<T>(task.queries.rows.count * sums.width);
             task.for_each_tile(keys, tiles, [&](const BackwardKeyTile<T>& tile) {
-                sums.start(problem, group, tile.keys.first, tile.keys.count);
+                sums.start(problem, group, tile.keys.first, tile.keys.count, task.gradients.skip_masked);
                 accumulate_gradients(problem, task.queries, tile, task.gradients, sums, dq, dw);
                 sums.add_to(problem, group, tile.keys.first, tile.keys.count);
             });

@@ -311,8 +311,12 @@ void merge_ranges(const Problem& problem, const ForwardTasks::QueryRows& rows, R
             const T* part_out = results[r].out.data() + i * width;
             for (int64_t j = 0; j < width; j++)
                 out[j] = whole_factor * whole.out_scale * out[j] + part_factor * part.out_scale * part_out[j];
-            whole.sum_exp_logit = whole_factor * (whole.sum_exp_logit + (safe_max(whole.max) - new_max) * whole.denom) +
-                                  part_factor * (part.sum_exp_logit + (safe_max(part.max) - new_max) * part.denom);
+            // The step of a part without weight may be infinite times its denominator.
+            const auto moved = [&](const RowState<T>& from, T factor) {
+                const T step = safe_max(from.max) - new_max;
+                return factor == 0 ? T(0) : factor * (from.sum_exp_logit + step * from.denom);
+            };
+            whole.sum_exp_logit = moved(whole, whole_factor) + moved(part, part_factor);
             whole.squares = whole_factor * whole_factor * whole.squares + part_factor * part_factor * part.squares;
             whole.denom = whole_factor * whole.denom + part_factor * part.denom;
             whole.max = maximum, whole.out_scale = 1;

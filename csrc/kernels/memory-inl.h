@@ -189,13 +189,13 @@ inline View<T> view_rows(T* copy, const Matrix& m, Dtype dtype, int64_t first, i
     return {copy, width};
 }
 
-// Whether rows hold neither NaN nor infinity: x * 0 is NaN for these alone.
+// Whether rows times a factor hold neither NaN nor infinity: x * 0 is NaN for these alone.
 template <class T>
-inline bool is_finite(const View<T>& rows, int64_t count, int64_t width) {
+inline bool is_finite(const View<T>& rows, int64_t count, int64_t width, T factor = 1) {
     constexpr int L = Vector<T>::lanes;
     V<T> sum{};
     for (int64_t i = 0; i < count; i++)
-        for (int64_t j = 0; j < width; j += L) sum += load(rows.row(i) + j) * T(0);
+        for (int64_t j = 0; j < width; j += L) sum += load(rows.row(i) + j) * factor * T(0);
     return reduce_sum<T>(sum) == 0;
 }
 

@@ -1,6 +1,12 @@
 // Backward, of one key tile: the weights P, computed again from each row's maximum and denominator, and the gradient dS
 // of the scores. From these backward-inl.h computes the gradients of the inputs.
 
+// What vectors are multiplied by before they are tested for infinity: the difference of two large ones may overflow.
+template <class T>
+inline T difference_factor(const Problem& problem) {
+    return problem.form == Form::distance ? T(2) : T(1);
+}
+
 // A query tile of one head with its part of the backward.
 template <class T>
 struct BackwardQueryTile {
@@ -21,7 +27,8 @@ struct BackwardQueryTile {
         p = arena.take<T>(padded(count, kMR) * kTileKeys);
         ds = arena.take<T>(padded(count, kMR) * kTileKeys);
         if (rows.masked)
-            finite = is_finite(grad_out, count, width) && is_finite(View<T>{rows.query, rows.width}, count, rows.width);
+            finite = is_finite(grad_out, count, width) &&
+                     is_finite(View<T>{rows.query, rows.width}, count, rows.width, difference_factor<T>(problem));
         if (problem.form == Form::additive && !form.by_pairs)
             AdditiveTables<T>{form}.fill(arena, additive_query, rows.query, count);
     }
@@ -66,7 +73,8 @@ struct BackwardKeyTile {
         values = view_rows(value_copy, head.value, problem.value_dtype, key, key_count, problem.value_dim);
         if (!few_rows) transpose_tile(value_transposed, values, value_width, key_count);
         finite = few_rows || !masked ||
-                 (is_finite(values, key_count, value_width) && is_finite(keys.rows, key_count, width));
+                 (is_finite(values, key_count, value_width) &&
+                  is_finite(key_rows, key_count, width, difference_factor<T>(problem)));
     }
 };
 
@@ -102,6 +110,7 @@ struct ScoreGradients {
             while (end < panels.last && end < s + kStepPanels && rows.is_masked(end, key, key_count) == masked) end++;
             const int64_t first = s * kMR, size = std::min(end * kMR, rows.count) - first;
             if (masked) {
+                skip_masked = skip_masked || !(queries.finite && tile.finite);
                 std::fill_n(queries.bits + first, size, 0);
                 std::fill_n(queries.p + first * kTileKeys, size * kTileKeys, T(0));
                 std::fill_n(queries.ds + first * kTileKeys, size * kTileKeys, T(0));

@@ -82,7 +82,7 @@ def backward(
     threads: int,
     /,
 ) -> None:
-    """Add to the gradients that are not None.
+    """Add to the gradients that are not None; those of query, key, value and w_v are always wanted.
 
     They are those of query, key, value, query_bias, key_bias, bias, w_v, sink and scales. `rows` are what the
     forward gave and what comes in: out, row_max, log_denom, entropy, scores, attention_weights, grad_out,
