@@ -5,6 +5,7 @@ The generic tests hold plain calls to the oracle; here transformed calls are hel
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -517,3 +518,66 @@ def test_an_empty_batch_with_traced_lengths(lengths: tuple[int, ...]) -> None:
     empty = jnp.zeros((0, 4, 3))
     found = jax.jit(lambda lens: ats.attend(empty, empty, empty, valid_lens=lens))(jnp.zeros(lengths, int))
     assert found.shape == (0, 4, 3)
+
+
+@pytest.mark.parametrize("score", ["scaled_dot", "cosine", "bilinear", "additive", "gaussian"])
+@pytest.mark.parametrize("where", ["jit", "scan", "grad in jit"])
+def test_constants_of_a_program(score: str, where: str) -> None:
+    """Arrays that a traced function closes over, once before and once after a plain call has made a plan of them."""
+    rng = np.random.default_rng(0)
+    x, matrix, w_v = (jnp.asarray(rng.standard_normal(shape)) for shape in ((2, 4, 8), (8, 8), (8,)))
+    own: Any = {"bilinear": ats.Bilinear(matrix), "additive": ats.Additive(w_v, matrix, matrix)}.get(score, score)
+    if score == "gaussian":
+        own = ats.Gaussian(jnp.asarray(1.5))
+
+    def call(factor: Any) -> Any:
+        return factor * ats.attend(x, x, x, score=own)
+
+    for _ in range(2):
+        if where == "jit":
+            found = jax.jit(call)(2.0)
+        elif where == "scan":
+            found = jax.lax.scan(lambda carry, _: (carry, call(carry)), 2.0, None, length=1)[1][0]
+        else:
+            grad = jax.jit(lambda _: jax.grad(lambda x: (ats.attend(x, x, x, score=own) ** 2).sum())(x))(0.0)
+            wanted = jax.grad(lambda x: (ats.attend(x, x, x, score=own, kernel="streaming") ** 2).sum())(x)
+            np.testing.assert_allclose(grad, wanted, rtol=1e-9, atol=1e-11)
+            continue
+        np.testing.assert_allclose(found, call(2.0), rtol=1e-12)
+
+
+class _Documents:
+    """Ids whose repr leaves out the ones in the middle."""
+
+    def __init__(self, ids: np.ndarray) -> None:
+        self.ids = jnp.asarray(ids)
+
+    def __repr__(self) -> str:
+        return "documents"
+
+    def same(self, batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return self.ids[query] == self.ids[key]
+
+
+def test_masks_of_other_functions_are_other_programs() -> None:
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 6, 4)))
+    run = jax.jit(lambda x, mask: ats.attend(x, x, x, mask=mask))
+    for ids in ([0, 0, 0, 1, 1, 1], [0, 1, 0, 1, 0, 1]):
+        found = _Documents(np.array(ids))
+        wanted = ats.attend(x, x, x, mask=np.equal.outer(ids, ids)[None])
+        np.testing.assert_allclose(run(x, ats.MaskFunction(found.same)), wanted, rtol=1e-9)
+        part = functools.partial(_Documents.same, found)
+        np.testing.assert_allclose(run(x, ats.MaskFunction(part)), wanted, rtol=1e-9)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_ids_of_documents_beyond_32_bits(wrap: Any, narrow: None) -> None:
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 3, 4)), jnp.float32)
+    ids = [3_000_000_000, 1, 3_000_000_000]
+    found = wrap(lambda x: ats.attend(x, x, x, mask=ats.Documents(ids)))(x)
+    np.testing.assert_allclose(found, ats.attend(x, x, x, mask=np.equal.outer(ids, ids)[None]), rtol=1e-6)
+
+
+def test_vectors_without_features_under_jit() -> None:
+    arrays = jnp.zeros((2, 3, 0)), jnp.zeros((2, 5, 0)), jnp.ones((2, 5, 4))
+    np.testing.assert_allclose(jax.jit(ats.attend)(*arrays), ats.attend(*arrays))

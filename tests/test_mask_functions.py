@@ -16,6 +16,7 @@ import attnscore as ats
 from attnscore.core.problem import build_problem
 from attnscore.masks import function as mask_function
 from attnscore.masks.cached import CachedMask
+from attnscore.masks.intervals import IntervalSet
 from cases import AUTOMATIC, needs_native
 
 RNG = np.random.default_rng(3)
@@ -352,3 +353,15 @@ def test_what_a_function_raises_reaches_the_caller() -> None:
     for make in (np.asarray, torch.as_tensor, jnp.asarray):
         with pytest.raises(KeyError, match="mine"):
             ats.attend(*map(make, arrays()), mask=ats.MaskFunction(broken))
+
+
+def test_the_complement_of_intervals_with_an_empty_one_anywhere() -> None:
+    found = IntervalSet(np.array([[[5]], [[0]]]), np.array([[[9]], [[0]]]))
+    keys = np.arange(12)
+
+    def keys_of(intervals: IntervalSet) -> list[int]:
+        inside = (intervals.start[..., None] <= keys) & (keys < intervals.stop[..., None])
+        return np.flatnonzero(inside.any(0)).tolist()
+
+    assert keys_of(found.complement(12)) == [*range(5), *range(9, 12)]
+    assert keys_of(found.intersection(IntervalSet.of((np.array([[7]]), np.array([[12]]))), 12)) == [7, 8]

@@ -537,3 +537,61 @@ def test_what_waits_for_the_call_holds_no_tensor(arrays: Any, monkeypatch: pytes
         left += list(x.values()) if isinstance(x, dict) else list(x) if isinstance(x, (list, tuple, set)) else []
         left += list(vars(x).values()) if hasattr(x, "__dict__") and not callable(x) else []
     assert bool(kept) == (ats.available()["kernels"]["native"] is None)
+
+
+@needs_native
+def test_lengths_of_each_query_without_a_batch() -> None:
+    arrays = [tf.constant(RNG.standard_normal((12, 4))) for _ in range(3)]
+    lens = tf.constant(RNG.integers(0, 13, 12), tf.int32)
+    run = tf.function(lambda q, k, v, lens: ats.attend(q, k, v, valid_lens=lens, kernel="native"))
+    np.testing.assert_allclose(run(*arrays, lens), ats.attend(*arrays, valid_lens=lens), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "streaming"])
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_moments_over_a_number_of_keys_that_the_graph_learns(kernel: str, jit_compile: bool) -> None:
+    x = tf.constant(RNG.standard_normal((2, 5, 4)))
+
+    def moments(x: Any) -> Any:
+        stats = ats.attend(x, x, x, return_stats=("mean_score", "var_score"), kernel=kernel)[1]
+        return stats.mean_score, stats.var_score
+
+    signature = [tf.TensorSpec([2, None, 4], x.dtype)]
+    for got, wanted in zip(tf.function(moments, signature, jit_compile=jit_compile)(x), moments(x), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("score", ["additive", "gaussian"])
+def test_parameters_of_more_digits_than_the_vectors(score: str) -> None:
+    x = tf.constant(RNG.standard_normal((2, 5, 4)), tf.float32)
+    parameter = tf.constant(RNG.random(4) + 0.5) if score == "additive" else tf.constant(1.5, tf.float64)
+
+    def gradients(x: Any, parameter: Any) -> Any:
+        own: Any = (ats.Additive if score == "additive" else ats.Gaussian)(parameter)
+        with tf.GradientTape() as tape:
+            tape.watch([x, parameter])
+            total = tf.reduce_sum(ats.attend(x, x, x, score=own, mask=ats.Causal("top_left")) ** 2)
+        return tape.gradient(total, [x, parameter])
+
+    for got, wanted in zip(tf.function(gradients)(x, parameter), gradients(x, parameter), strict=True):
+        assert got.dtype == wanted.dtype
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+@needs_native
+def test_a_mask_of_numpy_is_that_of_the_time_of_tracing() -> None:
+    x, mask = tf.constant(RNG.standard_normal((1, 12, 4))), RNG.random((1, 12, 12)) < 0.6
+    run = tf.function(lambda x: ats.attend(x, x, x, mask=mask, kernel="native"))
+    before = run(x)
+    mask[:] = ~mask
+    np.testing.assert_array_equal(run(x), before)
+
+
+@needs_native
+def test_lengths_that_a_graph_clips_stay_errors_elsewhere() -> None:
+    x = tf.constant(RNG.standard_normal((2, 5, 4)))
+    run = tf.function(lambda x: ats.attend(x, x, x, valid_lens=[6, 0]), [tf.TensorSpec([2, None, 4], x.dtype)])
+    run(x)
+    for given in (x, x.numpy()):
+        with pytest.raises(ats.MaskError, match="from 0 to 5"):
+            ats.attend(given, given, given, valid_lens=[6, 0])

@@ -411,8 +411,8 @@ FAULTS: list[Fault] = [
     Fault(
         "mask-complement-lacks-the-tail",
         _PIECES,
-        "np.concatenate([self.start, zero + key_len])",
-        "np.concatenate([self.start, zero + key_len - 1])",
+        "np.concatenate([start, zero + key_len])",
+        "np.concatenate([start, zero + key_len - 1])",
         _PIECE_TABLE,
         "the complement of interval_set lacks the last key",
     ),

@@ -363,7 +363,7 @@ class Backend(ABC):
         arrays: Sequence[Array],
         attributes: Mapping[str, Any],
     ) -> tuple[Array, ...]:
-        """Trace the library's call "forward" or "backward" (csrc/ffi.cc), with results of these shapes and dtypes."""
+        """Trace the module's call "forward" or "backward" (csrc/api/ffi.cc), of results of these shapes and dtypes."""
         raise NotImplementedError(f"{self.name} has no custom calls")
 
     def at_run_time(self, host: Backend) -> Backend:

@@ -39,7 +39,7 @@ MOST_OF_TINY = {1: 128, 2: 32}
 def is_faster(problem: Problem) -> bool:
     """Whether a call has single queries over few keys, in a program whose compiler fuses its operations."""
     score_shape, form = problem.score_shape, problem.form
-    if not one_tile.is_plain(problem):
+    if not one_tile.is_plain(problem) or 0 in form.key.shape:
         return False
     if problem.dropout is not None or form.caps or not {"query_bias", "key_bias"}.isdisjoint(form.arrays()):
         return False

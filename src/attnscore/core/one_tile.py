@@ -212,7 +212,10 @@ def _backward(
         grad_scores = ops.where(tile.unmasked, grad_scores, 0.0)
     of_form = tile.scores_vjp(sum_to(ops, grad_scores, tuple(tile.raw.shape)))
     found = {**dict(zip(problem.form.arrays(), of_form, strict=True)), "value": grad_value}
-    found = {name: sum_to(ops, found[name], tuple(x.shape)) for name, x in tiled.operands(problem).items()}
+    # In the dtype of sums, as those of the other branch.
+    found = {
+        name: ops.astype(sum_to(ops, found[name], tuple(x.shape)), dtype) for name, x in tiled.operands(problem).items()
+    }
 
     def otherwise(_: Any) -> dict[str, Array]:
         if is_product:

@@ -37,6 +37,7 @@ from attnscore.masks.index_values import (
     offset_of,
     per_batch,
     per_query,
+    small_ids,
 )
 from attnscore.masks.intervals import MOST, HostArray, Intervals, IntervalSet, runs_of
 from attnscore.masks.neighbour_table import NeighbourTable
@@ -319,7 +320,7 @@ class Documents(Mask):
     key_ids: Any = None
 
     def visible(self, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
-        query_ids, key_ids = (per_batch(ops, score_shape, ids, rows, flat=True) for ids in self.ids)
+        query_ids, key_ids = (per_batch(ops, score_shape, ids, rows, flat=True) for ids in small_ids(self.ids))
         query_ids = ops.expand_dims(entries_at_keys(ops, query_ids, ops.reshape(rows, (1, -1))), -1)
         key_ids = ops.expand_dims(entries_at_keys(ops, key_ids, cols), 1)
         return score_shape.batch_to_canonical(ops, ops.logical_and(ops.equal(query_ids, key_ids), query_ids >= 0))

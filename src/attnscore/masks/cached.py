@@ -86,11 +86,7 @@ def cached_mask(mask: Mask, score_shape: ScoreShape, check: Callable[[Mask], Non
 
     def compute() -> CachedMask | None:
         check(mask)
-        intervals, rest = split(mask, score_shape.query_len, score_shape.key_len, score_shape.batch)
-        if intervals is None or rest is not None or intervals.start.size > MAX_ROWS:
-            return None
-        start, stop = intervals.ends
-        return CachedMask(np.array(start), np.array(stop), repr(mask))
+        return _intervals_of(mask, score_shape)
 
     if any(map(is_unknown, (score_shape.batch, score_shape.query_len, score_shape.key_len))):
         check(mask)
@@ -100,6 +96,22 @@ def cached_mask(mask: Mask, score_shape: ScoreShape, check: Callable[[Mask], Non
         return _without_functions(mask, score_shape)
     found = _CACHE.get_or_compute((score_shape, signature), compute)
     return mask if found is None else found
+
+
+def settled_mask(mask: Mask, score_shape: ScoreShape) -> Mask:
+    """Return a mask that another call has checked, as `cached_mask` does; it is not cached for calls that check it."""
+    if score_shape.batch * score_shape.query_len > MAX_ROWS:
+        return _without_functions(mask, score_shape)
+    found = _intervals_of(mask, score_shape)
+    return mask if found is None else found
+
+
+def _intervals_of(mask: Mask, score_shape: ScoreShape) -> CachedMask | None:
+    intervals, rest = split(mask, score_shape.query_len, score_shape.key_len, score_shape.batch)
+    if intervals is None or rest is not None or intervals.start.size > MAX_ROWS:
+        return None
+    start, stop = intervals.ends
+    return CachedMask(np.array(start), np.array(stop), repr(mask))
 
 
 def _without_functions(mask: Mask, score_shape: ScoreShape) -> Mask:

@@ -74,6 +74,18 @@ def document_intervals(query_ids: HostArray, key_ids: HostArray) -> tuple[HostAr
     return start[inverse.reshape(-1)], stop[inverse.reshape(-1)]
 
 
+def small_ids(ids: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Return ids of queries and keys in 32 bits, numbered anew if need be: JAX has no more by default."""
+    known = [host_ints(x) for x in ids]
+    every = [np.asarray(x) for x in known if x is not None]
+    if len(every) < 2 or all(np.abs(x).max(initial=0) < 2**31 for x in every):
+        return ids
+    _, numbers = np.unique(np.concatenate([x.reshape(-1) for x in every]), return_inverse=True)
+    numbers = np.where(np.concatenate([x.reshape(-1) for x in every]) < 0, -1, numbers.reshape(-1))
+    of_query, of_key = np.split(numbers, [every[0].size])
+    return of_query.reshape(every[0].shape), of_key.reshape(every[1].shape)
+
+
 def entries_at_keys(ops: Backend, x: Array, cols: Array) -> Array:
     """Return the entries of `x` at `cols` (1, c) of its last axis, or `x` where that axis is broadcast."""
     return entries_of(ops, x, cols, -1)

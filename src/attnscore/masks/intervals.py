@@ -77,8 +77,10 @@ class IntervalSet:
 
     def complement(self, key_len: int) -> IntervalSet:
         """Return the keys that are not in the set."""
-        zero = np.zeros((1, *self.start.shape[1:]), np.int64)
-        return normalized(np.concatenate([zero, self.stop]), np.concatenate([self.start, zero + key_len]), key_len)
+        zero, is_empty = np.zeros((1, *self.start.shape[1:]), np.int64), self.stop <= self.start
+        # Empty intervals may stand anywhere: behind all others, they bound no hole.
+        start, stop = (np.where(is_empty, key_len, x) for x in (self.start, self.stop))
+        return normalized(np.concatenate([zero, stop]), np.concatenate([start, zero + key_len]), key_len)
 
     def intersection(self, other: IntervalSet, key_len: int) -> IntervalSet:
         """Return the keys in both sets."""

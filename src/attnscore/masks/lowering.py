@@ -21,7 +21,7 @@ from attnscore.masks.base import And, Mask, Not, Or, all_of, atoms_of, parts_of
 from attnscore.masks.builtin import Dense, Documents, KeyPadding
 from attnscore.masks.dynamic_intervals import without_interval_parts
 from attnscore.masks.function import MaskFunction
-from attnscore.masks.index_values import host_ints, per_batch
+from attnscore.masks.index_values import host_ints, per_batch, small_ids
 from attnscore.masks.intervals import HostArray, IntervalSet
 
 Parts = list[Mask]
@@ -118,7 +118,7 @@ def arrays(
     """
     found: dict[str, Array] = {}
     if documents := [part for part in direct if isinstance(part, Documents)]:
-        ids = documents[0].ids if len(documents) == 1 else _joined_ids(documents)
+        ids = small_ids(documents[0].ids) if len(documents) == 1 else _joined_ids(documents)
         found = {name: per_batch(ops, score_shape, x, like, flat=True) for name, x in zip(_IDS, ids, strict=True)}
     others = [part for part in direct if not isinstance(part, (KeyPadding, Documents))]
     masks: list[Array] = []

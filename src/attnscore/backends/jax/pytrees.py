@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,15 +20,28 @@ _REGISTERED: set[type] = set()
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Static:
-    """A static field, compared by its repr: lists and functions have no hash that suits JAX."""
+    """A static field, compared by its repr: lists have no hash that suits JAX. Functions are compared by themselves."""
 
     value: Any
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Static) and repr(self.value) == repr(other.value)
+        return isinstance(other, _Static) and _comparable(self.value) == _comparable(other.value)
 
     def __hash__(self) -> int:
-        return hash(repr(self.value))
+        return hash(_comparable(self.value))
+
+
+def _comparable(value: Any) -> Any:
+    """Return what tells a static value from others; the repr of a bound method may leave out what its object holds."""
+    if isinstance(value, (list, tuple)):
+        return (type(value), *map(_comparable, value))
+    if not callable(value) or isinstance(value, type):
+        return repr(value)
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return value
 
 
 def register(kind: type) -> None:
@@ -63,6 +75,6 @@ def register(kind: type) -> None:
 def _is_static(value: Any) -> bool:
     if value is None or isinstance(value, (str, bytes, bool, int, float, np.generic, type)):
         return True
-    if inspect.isroutine(value):
+    if callable(value) and not isinstance(value, jax.Array):
         return True
     return isinstance(value, (list, tuple)) and all(map(_is_static, value))

@@ -92,6 +92,9 @@ def product_of_rows(x: Array, matrix: Array, bias: Array | None) -> Array:
     Their zeros take another branch: if the gradient of the matrix is finite, so is every row that it is made of.
     """
     features, units = matrix.shape
+    if 0 in (features, units):  # by which no axis can be inferred
+        plain = tf.linalg.matmul(x, matrix)
+        return plain if bias is None else plain + bias
     shape = x.shape if x.shape.is_fully_defined() else tf.shape(x)
 
     def gradients(rows: Array, grads: Array) -> list[Array]:

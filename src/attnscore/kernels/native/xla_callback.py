@@ -25,7 +25,7 @@ from attnscore.kernels.base import Kernel
 from attnscore.kernels.native.call import NativeCall
 from attnscore.masks import ValidLens
 from attnscore.masks.base import check_shapes
-from attnscore.masks.cached import cached_mask
+from attnscore.masks.cached import settled_mask
 
 
 def _passed(problem: Problem) -> list[Array]:
@@ -45,7 +45,9 @@ def _rebuilt(problem: Problem, ops: Backend) -> Callable[[Sequence[Array]], Prob
     unknown = any(map(is_unknown, (*problem.score_shape.rows, problem.score_shape.key_len)))
     # The function holds none of the arrays: a framework may never release it.
     form, mask = problem.form.with_arrays(dict.fromkeys(problem.form.arrays())), problem.mask
-    known = [backends.host(x) for x in mask.leaves()] if mask is not None else []
+    # Copied, as a caller may write to an array of NumPy between two runs of the program.
+    leaves = [] if mask is None else mask.leaves()
+    known = [np.array(x) if isinstance(x, np.ndarray) else backends.host(x) for x in leaves]
     if mask is not None:
         mask = mask.with_leaves(iter([np.zeros(0)] * len(known)))
     absent = dict.fromkeys(("score", "query", "key", "value", "bias", "sink", "dropout", "mask"))
@@ -144,7 +146,7 @@ class _Plans:
         if self.has_lens:
             given["valid_lens"] = arrays[len(self.names)]
         elif mask is not None:
-            mask = cached_mask(mask, problem.score_shape, lambda _: None)
+            mask = settled_mask(mask, problem.score_shape)
         planned = dataclasses.replace(
             problem,
             layout=CanonicalLayout.of(problem.layout),
