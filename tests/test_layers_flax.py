@@ -456,3 +456,14 @@ def test_calls_of_older_editions(name: str) -> None:
 
 def test_constructors() -> None:
     check_constructors(layers, rngs=nnx.Rngs(0))
+
+
+def test_weights_are_those_of_the_call_whatever_is_written_afterwards() -> None:
+    layer, x = DotProductAttention(), jnp.asarray(np.random.default_rng(0).standard_normal((1, 70, 4)))
+    mask = np.tri(70, dtype=bool)[None]
+    for given in (mask, ats.Dense(mask), ats.Dense(mask) & ats.Causal("top_left")):
+        layer(x, x, x, mask=given)
+        before = np.array(layer.attention_weights)
+        mask[0, :, 1:] = False
+        np.testing.assert_array_equal(layer.attention_weights, before)
+        mask[:] = np.tri(70, dtype=bool)

@@ -262,8 +262,8 @@ FAULTS: list[Fault] = [
     Fault(
         "flax-weights-follow-the-lengths",
         "src/attnscore/layers/flax.py",
-        "copied = np.array(lens) if",
-        "copied = np.asarray(lens) if",
+        '["valid_lens"] = np.array(lens)',
+        '["valid_lens"] = np.asarray(lens)',
         "tests/test_layers_flax_state.py",
         "attention_weights follow valid_lens that the caller changed in place after the call",
     ),

@@ -306,7 +306,7 @@ class _Weights(LastCall):
 
 @dataclass(eq=False)
 class _Call(LastCall):
-    """The inputs of one softmax. JAX arrays cannot be written to; lengths that can are copied."""
+    """The inputs of one softmax. JAX arrays cannot be written to; what can is copied."""
 
     query: jax.Array
     key: jax.Array
@@ -317,9 +317,11 @@ class _Call(LastCall):
         """Return the call, or why there is nothing to keep of it."""
         if _is_traced(query, key, None, arguments):
             return "jit, grad and vmap, which keep nothing"
+        own = {name: shared.copied(x, np.ndarray) for name, x in arguments.items()}
         lens = arguments["valid_lens"]
-        copied = np.array(lens) if lens is not None and not isinstance(lens, jax.Array) else lens
-        return cls(query, key, {**arguments, "valid_lens": copied})
+        if lens is not None and not isinstance(lens, jax.Array):
+            own["valid_lens"] = np.array(lens)
+        return cls(query, key, own)
 
     def weights(self) -> jax.Array:
         held = (*jax.tree.leaves((self.query, self.key, self.arguments)), *arrays_of(self.arguments["score"]).values())

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import keras
+import numpy as np
 
 from attnscore import backends
 from attnscore.analysis.weights import attention_weights
@@ -444,10 +445,9 @@ def _kept(query: Array, key: Array, arguments: dict[str, Any], weights: Array | 
         from attnscore.layers import torch
 
         return torch.Call.of(query, key, arguments)
-    if BACKEND == "numpy":
-        own = {name: shared.copied(x) for name, x in arguments.items()}
-        return _Call(query.copy(), key.copy(), own)
-    return _Call(query, key, arguments)
+    # Arrays of NumPy may be written to after the call, and with its backend all are NumPy's.
+    query, key = (shared.copied(x, np.ndarray) for x in (query, key))
+    return _Call(query, key, {name: shared.copied(x, np.ndarray) for name, x in arguments.items()})
 
 
 def _is_staged(operands: Sequence[Array], arguments: Mapping[str, Any]) -> bool:

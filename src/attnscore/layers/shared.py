@@ -32,11 +32,14 @@ D2L_ADDITIVE = ("key_size", "query_size", "num_hiddens", "dropout")
 D2L_MULTI_HEAD = ("key_size", "query_size", "value_size", "num_hiddens", "num_heads", "dropout", "bias")
 
 
-def copied(x: Any) -> Any:
-    """Return a copy of an array, or of a mask with its arrays; anything else as it is."""
+def copied(x: Any, kind: type = object) -> Any:
+    """Return a copy of an array of a kind, or a mask with copies of such arrays; anything else as it is."""
     if isinstance(x, Mask):
-        return x.with_leaves(iter([array.copy() for array in x.leaves()]))
-    return x.copy() if backends.is_array(x) else x
+        return x.with_leaves(iter([copied(array, kind) for array in x.leaves()]))
+    if not (backends.is_array(x) and isinstance(x, kind)):
+        return x
+    array: Any = x
+    return array.copy()
 
 
 def naming_arguments(older: tuple[str, ...]) -> Callable[[Constructor], Constructor]:
