@@ -56,3 +56,19 @@ def test_the_gradient_through_the_norms_of_gaussians() -> None:
     wanted = torch.autograd.grad(weights @ value, (query, key, value), torch.tensor(cotangent))
     for ours, theirs in zip((grads.query, grads.key, grads.value), wanted, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-11)
+
+
+def test_terms_with_parameters_of_each_head_beside_others() -> None:
+    """Their gradients of a key without heads are summed over the heads before they are added up."""
+    rng = np.random.default_rng(0)
+    shapes = {"query": (1, 2, 3, 4), "key": (1, 1, 5, 4), "value": (1, 1, 5, 4)}
+    own = {"w_v": (2, 6), "W_q": (2, 6, 4), "W_k": (2, 6, 4)}
+    arrays, parameters = ({name: rng.standard_normal(x) for name, x in each.items()} for each in (shapes, own))
+    out, pullback = ats.attend_vjp(*arrays.values(), score=ats.Dot() + ats.Additive(**parameters))
+    found = pullback(np.cos(np.arange(out.size)).reshape(out.shape))
+    leaves = [torch.tensor(x, requires_grad=True) for x in (*arrays.values(), *parameters.values())]
+    score = ats.Dot() + ats.Additive(**dict(zip(parameters, leaves[3:], strict=True)))
+    total = ats.attend(*leaves[:3], score=score, kernel="dense")
+    total.backward(torch.cos(torch.arange(out.size, dtype=torch.float64)).reshape(out.shape))
+    for x, leaf in zip((*found[:3], *found.score.values()), leaves, strict=True):
+        np.testing.assert_allclose(x, leaf.grad, rtol=1e-9, atol=1e-11)

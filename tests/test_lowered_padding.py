@@ -67,3 +67,19 @@ def test_padded_keys_are_not_projected(framework: str, dtype: str, name: str, mo
                 if x is not None:
                     torch.testing.assert_close(x.double(), y, **tolerance)
     assert packed == ([7, 4] if backends.load(framework).can_unpad else [])
+
+
+@pytest.mark.parametrize("framework", ["torch", "numpy"])
+@pytest.mark.parametrize("name", _PROJECTING)
+def test_the_heads_of_a_shared_key_are_no_batch(framework: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key (head, key, features) has as many heads here as there are lengths, beside a query with a batch."""
+    monkeypatch.setattr(padding, "_FIXED", -1)
+    monkeypatch.setattr(padding, "_PER_NUMBER", 0)
+    rng = np.random.default_rng(0)
+    shapes = ((2, 2, 9, 5), (2, 4, 5), (2, 4, 5), (5, 5), (5, 5))
+    arrays = [rng.standard_normal(shape) for shape in shapes]
+    *own, lens = _arrays(framework, [*arrays, np.array([4, 1])])
+    for _ in range(2):
+        out = ats.attend(*own[:3], score=_PROJECTING[name](own[3:]), valid_lens=lens)
+        wanted = ats.attend(*arrays[:3], score=_PROJECTING[name](arrays[3:]), valid_lens=[4, 1], kernel="dense")
+        np.testing.assert_allclose(backends.load("numpy").host(out), wanted, rtol=1e-9, atol=1e-11)

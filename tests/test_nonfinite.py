@@ -18,7 +18,7 @@ import torch
 import attnscore as ats
 import oracle
 from autodiff import Var
-from cases import FRAMEWORKS, MASKS, SCORES, SOME_SCORES
+from cases import FRAMEWORKS, MASKS, SCORES, SOME_SCORES, needs_native
 from covering import pairs, some
 from harness import STATISTICS, Call, array, make_call
 from oracle import ACTIVATIONS
@@ -463,3 +463,9 @@ def test_nothing_visible_anywhere(framework: str) -> None:
         for name, x in call.run(framework).items():
             if name not in ("log_sum_exp", "max_score"):
                 assert (array(x) == 0).all(), (score.name, name)
+
+
+@pytest.mark.parametrize("kernel", ["dense", "streaming", pytest.param("native", marks=needs_native)])
+def test_a_visible_infinity_beside_a_sink(kernel: str) -> None:
+    found = ats.attend(np.zeros((1, 1)), np.zeros((1, 1)), np.array([[np.inf]]), sink=0.0, kernel=kernel)
+    assert found == np.inf

@@ -529,3 +529,13 @@ def test_names_are_normalizers() -> None:
     soft = ats.attend(query, key, value, return_weights=True)[1]
     near = ats.attend(query, key, value, normalizer=ats.Entmax(1.01), return_weights=True)[1]
     np.testing.assert_allclose(near, soft, atol=0.01)
+
+
+@pytest.mark.parametrize("name", ["sparsemax", "sigmoid"])
+def test_no_gradient_of_a_log_sum_exp_that_there_is_not(name: str) -> None:
+    x = np.ones((2, 3, 4))
+    _, pullback = ats.attend_vjp(x, x, x, normalizer=name)
+    with pytest.raises(
+        ats.ArgumentError, match="grad_log_sum_exp: expected None, as the normalizer is not the softmax"
+    ):
+        pullback(None, np.ones((2, 3)))

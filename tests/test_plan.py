@@ -1229,3 +1229,11 @@ def test_a_checkpoint_computes_the_call_that_was_planned_again(score: str, monke
         out = checkpoint(attend, *arrays, use_reentrant=False)
         for grad, known in zip(torch.autograd.grad(out.sum(), arrays), wanted, strict=True):
             torch.testing.assert_close(grad, known, rtol=0, atol=0)
+
+
+def test_the_gradient_of_no_units() -> None:
+    query, key = torch.zeros(1, 2, 0), torch.zeros(1, 3, 0)
+    w_v, value = torch.zeros(0, requires_grad=True), torch.ones(1, 3, 4)
+    for _ in range(2):
+        ats.attend(query, key, value, score=ats.Additive(w_v)).sum().backward()
+    assert w_v.grad is not None and w_v.grad.shape == (0,)

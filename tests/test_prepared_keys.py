@@ -297,6 +297,11 @@ ADDITIVE = ats.Additive(np.ones(3), np.ones((3, 4)), np.ones((3, 5)))
             ats.ShapeError,
             r"W: expected 2 axes, with \(2,\) heads in front or not",
         ),
+        (
+            lambda p: ats.prepare_keys(ats.Additive(np.ones((2, 3)), *np.ones((2, 2, 3, 4))), np.ones((1, 5, 4))),
+            ats.ShapeError,
+            "score: expected parameters without an axis of heads, as the key has none, got those of 2 heads",
+        ),
         (lambda p: ats.attend(KEY[..., :3], p, KEY), ats.ShapeError, "W_q: expected"),
         (lambda p: ats.prepare_keys(ats.Cosine(unit_keys=1), KEY), ats.ArgumentError, "unit_keys: expected True or"),
     ],

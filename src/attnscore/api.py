@@ -216,6 +216,8 @@ def attend_vjp(
             raise ArgumentError(
                 message("grad_entropy", "return_stats to name the entropy", f"return_stats={shown(return_stats)}")
             )
+        if grad_log_sum_exp is not None and problem.normalizer is not None:
+            raise ArgumentError(message("grad_log_sum_exp", "None, as the normalizer is not the softmax", "an array"))
         if grad_weights is not None and not flag:
             raise ArgumentError(message("grad_weights", "return_weights=True", "False"))
         with ops.numeric_scope():

@@ -106,7 +106,7 @@ def finish(
     The two terms stay apart: weights from their sum would be rounded at the scale of the scores. `sink`, broadcast as
     (head, group, 1, 1), is one more score, without a value. One number per query has a last axis of 1.
     """
-    state = keys if sink is None else merge(ops, keys, _sink_state(keys, sink))
+    state = keys if sink is None else merge(ops, keys, _sink_state(ops, keys, sink))
     row_max, is_empty = safe_max(ops, state.max), state.total == 0
     total = ops.where(is_empty, 1.0, state.total)
     log_sum = ops.log(total)
@@ -117,11 +117,12 @@ def finish(
     return state.out / total, row_max, log_denom, found
 
 
-def _sink_state(keys: RowState, sink: Array) -> RowState:
+def _sink_state(ops: Backend, keys: RowState, sink: Array) -> RowState:
     """Return the state after the sink alone; it adds 0 to the accumulators."""
     zero = 0 * keys.total
     sums = {name: tuple(zero for _ in arrays) for name, arrays in keys.sums.items()}
-    return RowState(max=sink + zero, total=1 + zero, out=0 * keys.out, sums=sums)
+    # Not 0 * out, which infinity would make NaN: the sink has no value.
+    return RowState(max=sink + zero, total=1 + zero, out=ops.zeros(ops.shape(keys.out), keys.out), sums=sums)
 
 
 def whole_rows(ops: Backend, scores: Array, unmasked: Array | None, sink: Array | None) -> Array:

@@ -263,7 +263,9 @@ def _build_lowered(problem: Problem, kernel: str, arrays: dict[str, Array]) -> L
     is_product = type(score) is Bilinear and ops.name == "torch" and ops.dtype(score.W) == accumulator(problem.dtype)
     # Normalised keys (cosine) are no product.
     is_projected = computed[1] and type(score) is not Cosine
-    leaves_out_padding = is_projected and call.reads_lens and may_save(ops, arrays["key"], key.shape[-1])
+    # With heads, an axis in front of a key's positions is theirs.
+    is_unpadded = is_projected and call.reads_lens and problem.layout.axes == 3
+    leaves_out_padding = is_unpadded and may_save(ops, arrays["key"], key.shape[-1])
     return LoweredCall(ops, call, lowered, computed, is_product, leaves_out_padding)
 
 

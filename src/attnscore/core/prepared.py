@@ -213,5 +213,8 @@ def _on_caller_axes(ops: Backend, layout: AxisLayout, x: Array, score: Any) -> A
     expected, got = layout.score_shape.key_len, getattr(x, "shape", (None, None))[-2]
     if not may_equal(got, expected):
         raise ShapeError(message(f"prepare_keys of {type(score).__name__}", f"{expected} keys, as it was given", got))
+    if not layout.score_shape.has_heads and x.shape[-4] * x.shape[-3] != 1:
+        wanted = "parameters without an axis of heads, as the key has none"
+        raise ShapeError(message("score", wanted, f"those of {x.shape[-4] * x.shape[-3]} heads"))
     score_shape = dataclasses.replace(layout.score_shape, heads=x.shape[-4], groups=x.shape[-3])
     return dataclasses.replace(layout, score_shape=score_shape).from_canonical(ops, x)

@@ -103,7 +103,8 @@ def _moments(ops: Backend, tile: Tile) -> Sums:
         *rows, length = ops.shape(scores)
         count = ops.full((*rows, 1), length, scores)
         from_base = scores - base
-        mean = ops.sum(from_base, axis=-1, keepdims=True) / length
+        # A tile may turn out to have no keys where their number is unknown.
+        mean = ops.sum(from_base, axis=-1, keepdims=True) / ops.maximum(count, 1.0)
         deviation = from_base - mean
     else:
         counted = ops.broadcast_to(ops.astype(tile.unmasked, ops.dtype(scores)), ops.shape(scores))

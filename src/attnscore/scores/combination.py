@@ -93,13 +93,15 @@ class Combination(Score):
     def lower_pullback(self, ops: Backend, query: Array, key: Array) -> tuple[Form, Pullback]:
         lowered = [lower_pullback(ops, score, query, key) for score in self.scores]
         form, joined_vjp = self._joined(ops, [form for form, _ in lowered], query, key)
+        # A term with parameters of each head has gradients of each head.
+        query_shape, key_shape = ops.shape(query), ops.shape(key)
 
         def vjp(grads: Grads) -> ScoreGradients:
             by_term, of_weights = joined_vjp(grads)
             found = [term_vjp(given) for (_, term_vjp), given in zip(lowered, by_term, strict=True)]
             arrays = {f"scores.{i}.{name}": x for i, each in enumerate(found) for name, x in each.arrays.items()}
-            query, *queries = [each.query for each in found]
-            key, *keys = [each.key for each in found]
+            query, *queries = [sum_to(ops, each.query, query_shape) for each in found]
+            key, *keys = [sum_to(ops, each.key, key_shape) for each in found]
             return ScoreGradients(sum(queries, query), sum(keys, key), arrays | of_weights)
 
         return form, vjp

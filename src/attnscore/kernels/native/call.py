@@ -315,8 +315,10 @@ class NativeCall:
 
     def bounds_of(self, lens: HostArray) -> tuple[HostArray, HostArray]:
         """Return the bounds of the intervals of valid lengths, clipped to [0, key_len]."""
-        stop = np.empty(self._zeros.shape, np.int64)
-        self.module.copy_valid_lens(np.ascontiguousarray(lens, np.int64), stop, self.layout.score_shape.key_len)
+        stop, score_shape = np.empty(self._zeros.shape, np.int64), self.layout.score_shape
+        if not score_shape.has_batch:
+            lens = lens_per_query(np.asarray(lens), score_shape.query_len, 1)
+        self.module.copy_valid_lens(np.ascontiguousarray(lens, np.int64), stop, score_shape.key_len)
         return self._zeros, stop
 
     @cached_property
@@ -457,7 +459,8 @@ class NativeCall:
                 grad = np.asarray(bandwidth_gradient(np.float64(ops.number(x)), grad_scale), self.accumulator)
             return ops.astype(ops.from_memory(grad, self.accumulator, like), ops.dtype(x))
         if operand.is_summed:
-            rows = _sum_of_rows(rows.reshape(-1, rows.shape[-1]))
+            # Not -1, which NumPy cannot infer beside 0.
+            rows = _sum_of_rows(rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1]))
             rows = rows[None] if len(x.shape) > 1 else rows
         grad = ops.from_memory(rows, self.accumulator, like)
         return grad if operand.is_final else self.operand_gradient(grad, operand, x)
