@@ -12,6 +12,8 @@ namespace {
 constexpr int64_t kTaskRows = 512;     // rows of a task
 constexpr int64_t kMinWork = 1 << 15;  // numbers to read up to which one thread does it
 
+#include "kernels/for_each_task-inl.h"
+
 // Set the gradient of a head's sink: a logit without a value, whose dp is 0.
 template <class T>
 void set_sink_gradient(const Problem& p, const Head& head, const RowArrays& rows) {
@@ -32,28 +34,14 @@ void set_sink_gradient(const Problem& p, const Head& head, const RowArrays& rows
 // Call f(head, first row, last row) for blocks of rows, on the pool.
 template <class F>
 void for_each_row_block(const Problem& p, Threads threads, F f) {
-    struct Context {
-        const Problem& p;
-        F& f;
-        int64_t blocks;
-        std::atomic<bool> failed;
-        std::exception_ptr error;
-    } context{p, f, (p.query_len + kTaskRows - 1) / kTaskRows, {}, {}};
-    // As `for_each_task` of the kernels: an exception leaves on the caller's thread, after all tasks.
-    const auto task = [](int64_t i, void* at) {
-        Context& c = *static_cast<Context*>(at);
-        const int64_t first = i % c.blocks * kTaskRows;
-        try {
-            c.f(static_cast<size_t>(i / c.blocks), first, std::min(first + kTaskRows, c.p.query_len));
-        } catch (...) {
-            if (!c.failed.exchange(true)) c.error = std::current_exception();
-        }
-    };
+    const int64_t blocks = (p.query_len + kTaskRows - 1) / kTaskRows, heads = static_cast<int64_t>(p.heads.size());
     const int64_t matrix_cols = p.matrix == MatrixOutput::none ? 0 : p.key_len;
     // Waking a thread takes longer than so little work (a few microseconds).
-    if (static_cast<int64_t>(p.heads.size()) * p.query_len * (p.value_dim + matrix_cols + 16) < kMinWork) threads = 1;
-    parallel(static_cast<int64_t>(p.heads.size()) * context.blocks, task, &context, threads);
-    if (context.error) std::rethrow_exception(context.error);
+    if (heads * p.query_len * (p.value_dim + matrix_cols + 16) < kMinWork) threads = 1;
+    for_each_task(heads * blocks, threads, [&](int64_t i) {
+        const int64_t first = i % blocks * kTaskRows;
+        f(static_cast<size_t>(i / blocks), first, std::min(first + kTaskRows, p.query_len));
+    });
 }
 
 template <class T>

@@ -50,6 +50,7 @@ namespace {
 #include "kernels/scores-inl.h"
 #include "kernels/pv-inl.h"
 #include "kernels/online_softmax-inl.h"
+#include "kernels/for_each_task-inl.h"
 #include "kernels/tasks-inl.h"
 #include "kernels/score_matrix-inl.h"
 #include "kernels/forward-inl.h"

@@ -1,25 +1,4 @@
-// Tasks on several threads, and the key tiles that the tasks of a call share.
-
-// Call f(0) .. f(count - 1) on the pool, or on OpenMP's threads. The first exception leaves on the caller's thread, not
-// on a worker's.
-template <class F>
-void for_each_task(int64_t count, Threads threads, const F& f) {
-    struct Context {
-        const F& f;
-        std::atomic<bool> failed;
-        std::exception_ptr error;
-    } context{f, {}, {}};
-    const auto one = [](int64_t task, void* p) {
-        Context& c = *static_cast<Context*>(p);
-        try {
-            c.f(task);
-        } catch (...) {
-            if (!c.failed.exchange(true)) c.error = std::current_exception();
-        }
-    };
-    parallel(count, one, &context, threads);
-    if (context.error) std::rethrow_exception(context.error);
-}
+// The threads of a call, and the key tiles that its tasks share.
 
 // The threads that the work of a call pays for. Waking one costs some 10 us, in which tiles do at least 2^19
 // multiply-adds. One to three queries take as long as four: they wait for the keys and values.

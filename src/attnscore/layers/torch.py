@@ -265,10 +265,9 @@ class Attention(nn.Module, BaseAttention[Tensor]):
             arrays: dict[str, Tensor] = {}
             are_given = not layer.linears
             for part in layer.score_parts:
-                if isinstance(part, Linear) and _is_bare(module := self._module(part), nn.Linear):
+                kind = nn.Linear if isinstance(part, Linear) else Matrix if part.inputs else None
+                if kind is not None and _is_bare(module := self._module(part), kind):
                     # The weight of w_v is that of one head, (1, units): a view would be one more step of the gradient.
-                    arrays[part.name] = module._parameters["weight"]
-                elif not isinstance(part, Linear) and part.inputs and _is_bare(module := self._module(part), Matrix):
                     arrays[part.name] = module._parameters["weight"]
                 else:
                     arrays[part.name], are_given = self._read(part, inputs), False

@@ -80,9 +80,9 @@ def small_ids(ids: tuple[Any, Any]) -> tuple[Any, Any]:
     every = [np.asarray(x) for x in known if x is not None]
     if len(every) < 2 or all(np.abs(x).max(initial=0) < 2**31 for x in every):
         return ids
-    _, numbers = np.unique(np.concatenate([x.reshape(-1) for x in every]), return_inverse=True)
-    numbers = np.where(np.concatenate([x.reshape(-1) for x in every]) < 0, -1, numbers.reshape(-1))
-    of_query, of_key = np.split(numbers, [every[0].size])
+    joined = np.concatenate([x.reshape(-1) for x in every])
+    numbers = np.unique(joined, return_inverse=True)[1].reshape(-1)
+    of_query, of_key = np.split(np.where(joined < 0, -1, numbers), [every[0].size])
     return of_query.reshape(every[0].shape), of_key.reshape(every[1].shape)
 
 

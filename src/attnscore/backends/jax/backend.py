@@ -22,7 +22,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import get_opaque_trace_state
 
 from attnscore.backends import native
 from attnscore.backends.base import (
@@ -53,9 +52,6 @@ from attnscore.backends.numpy import detached
 from attnscore.errors import ArgumentError, message
 
 _NO_SCOPE = contextlib.nullcontext()
-# The state of traces outside of all; None where this module is first imported inside of one. Comparing it takes 1 us,
-# `is_tracing` 20.
-_OUTSIDE = None if is_tracing() else get_opaque_trace_state(convention="nnx")  # type: ignore[no-untyped-call]
 # `jnp.asarray` in a third of its time (17 us with JAX 0.10, which compiles a program for each shape either way). Both
 # copy; `device_put` shares memory, and takes 45 us.
 _copied = jax.jit(lambda x: x)
@@ -129,7 +125,7 @@ class JaxBackend(Backend):
 
     def signature(self, arrays: Sequence[Array]) -> Signature | None:
         # What is computed from constants of a program that is traced is part of the program.
-        if get_opaque_trace_state(convention="nnx") != _OUTSIDE and is_tracing():  # type: ignore[no-untyped-call]
+        if is_tracing():
             return None
         found = []
         for x in map(_differentiated, arrays):

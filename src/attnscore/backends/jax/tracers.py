@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import get_opaque_trace_state
 
 # Kinds of tracers, by class name: the classes are private to JAX, which may move them.
 RECORDED, REVERSE, FORWARD, MAPPED = "DynamicJaxprTracer", "LinearizeTracer", "JVPTracer", "BatchTracer"
@@ -49,4 +50,13 @@ def concrete(x: Any) -> Any:
 
 def is_tracing() -> bool:
     """Whether operations are staged into a program now: inside jit, not merely inside grad or vmap."""
-    return isinstance(jnp.zeros(()), jax.core.Tracer)
+    # Comparing states takes 1 us, an operation 20.
+    return _trace_state() != _OUTSIDE and isinstance(jnp.zeros(()), jax.core.Tracer)
+
+
+def _trace_state() -> Any:
+    return get_opaque_trace_state(convention="nnx")  # type: ignore[no-untyped-call]  # untyped in JAX
+
+
+# The state where no transformation runs; None where this module is first imported inside of a program.
+_OUTSIDE = None if isinstance(jnp.zeros(()), jax.core.Tracer) else _trace_state()

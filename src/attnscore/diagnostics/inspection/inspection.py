@@ -146,8 +146,8 @@ class Inspection:
         weights, index = (np.asarray(x[0, 0]) for x in found)
         order = np.argsort(-weights, axis=None, kind="stable")[:k]
         rows, places = np.unravel_index(order, weights.shape)
-        found = [(int(i), int(index[i, j]), float(weights[i, j])) for i, j in zip(rows, places, strict=True)]
-        return [link for link in found if link[2] > 0]
+        largest = [(i, j) for i, j in zip(rows, places, strict=True) if weights[i, j] > 0]
+        return [(int(i), int(index[i, j]), float(weights[i, j])) for i, j in largest]
 
     def key_mass(self, layer: int, head: int) -> Array:
         """Return the weight that each token receives from all queries of a head."""
