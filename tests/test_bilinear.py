@@ -9,9 +9,11 @@ import pytest
 import torch
 
 import attnscore as ats
+from attnscore.backends import native
 from attnscore.core import plan as plans
 from attnscore.core.problem import build_problem
 from attnscore.core.tiled import operands
+from cases import needs_native
 
 LENS = np.array([2, 3])
 Gradients = tuple[np.ndarray, ...]
@@ -155,3 +157,48 @@ def test_the_count_of_operations_is_that_of_the_cheaper_side() -> None:
     score = ats.Bilinear(np.ones((4, 5)))
     assert score.operations(9, 3, 4, 5) == 2 * 3 * 4 * 5 + 2 * 9 * 3 * 4
     assert score.operations(3, 9, 4, 5) == 2 * 3 * 4 * 5 + 2 * 9 * 3 * 5
+
+
+# Sizes on both sides of what the native module multiplies itself; with (3, 9, 4) the keys are projected.
+@pytest.mark.parametrize("sizes", [(2, 1, 10, 8), (3, 9, 4, 5), (4, 3, 40, 33), (2, 70, 80, 40)], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_small_products_of_numpy(sizes: tuple[int, ...], dtype: str) -> None:
+    """Planned calls from NumPy: no warning, no matter what the caller makes of them, and no NaN of a masked key."""
+    batch, queries, keys, dim = sizes
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.standard_normal((batch, n, dim)) for n in (queries, keys, keys))
+    lens, weight = np.arange(batch) + 1, rng.standard_normal((dim, dim)) / dim
+    key[0, 1:] = np.nan
+    exact = ats.attend(query, key, value, score=ats.Bilinear(weight), valid_lens=lens, kernel="dense")
+    inputs = [x.astype(dtype) for x in (query, key, value)]
+    orders = [np.asarray(weight.astype(dtype), order=order) for order in ("C", "F")]
+    for matrix, large in [(x, large) for x in orders for large in (False, True)] * 2:
+        one = [x.copy() for x in inputs]
+        if large:  # products beyond the largest number
+            one[0][-1, 0], one[1][-1, 0] = (np.finfo(dtype).max / 2,) * 2
+        with np.errstate(all="raise"):
+            out = ats.attend(*one, score=ats.Bilinear(matrix), valid_lens=lens)
+        rows = np.ones((batch, queries), bool)
+        if large:
+            rows[-1] = False
+        np.testing.assert_allclose(out[rows], exact[rows], rtol=0, atol=1e-5 if dtype == "float32" else 1e-13)
+
+
+@needs_native
+def test_what_the_native_module_does_not_multiply() -> None:
+    """It says so, and leaves these calls to NumPy: other layouts and dtypes, and rows with NaN or infinity."""
+    multiply, x, matrix = native.module.multiply_finite, np.ones((3, 4)), np.arange(8.0).reshape(4, 2)
+    to = np.empty((3, 2))
+    for m in (matrix, np.asfortranarray(matrix), np.repeat(matrix, 2, 1)[:, ::2], matrix[:, ::-1]):
+        assert multiply(x, m, to)
+        np.testing.assert_array_equal(to, x @ m)
+    assert not multiply(np.asfortranarray(x), matrix, to)
+    assert not multiply(x.astype("f"), matrix, to)
+    assert not multiply(x.astype("f2"), matrix.astype("f2"), to.astype("f2"))
+    assert not multiply(x, matrix[:3], to)
+    assert not multiply(x, matrix, np.empty((2, 2)))
+    assert not multiply(x, matrix, np.empty(6))
+    assert not multiply(x[:, :0], matrix[:0], to)
+    for number in (np.nan, np.inf):
+        x[1, 2] = number
+        assert not multiply(x, matrix, to)

@@ -219,7 +219,7 @@ bool copy_lengths(const ArrayView& lens, const ArrayView& to, int64_t most) {
     bool fits = true;
     for (int64_t b = 0; b < batch; ++b) {
         for (int64_t i = 0; i < queries; ++i) {
-            const int64_t n = lens.at<T>(b, lens.ndim() > 1 ? i : 0);
+            const int64_t n = *lens.at<T>(b, lens.ndim() > 1 ? i : 0);
             fits = fits && n >= 0 && n <= most;
             *out++ = n;
         }
@@ -269,6 +269,39 @@ nb::object is_all_finite(nb::handle array) {
                                 : all_finite<uint16_t>(data, count, 0x7f80);
     }
     return nb::bool_(found);
+}
+
+// to = x matrix, for the rows of x; false where one of them is not finite.
+template <class T, class Bits>
+bool multiply_rows(const ArrayView& x, const ArrayView& matrix, const ArrayView& to, Bits exponent) {
+    const int64_t features = matrix.shape()[0], units = matrix.shape()[1];
+    const auto* from = reinterpret_cast<const T*>(x.data());
+    auto* out = reinterpret_cast<T*>(to.data());
+    if (!all_finite<Bits>(x.data(), x.size(), exponent)) return false;
+    std::fill_n(out, to.size(), T(0));
+    for (; out != reinterpret_cast<T*>(to.data()) + to.size(); out += units) {
+        for (int64_t i = 0; i < features; ++i) {
+            const T factor = *from++, *row = matrix.at<T>(i, 0);
+            const int64_t step = units > 1 ? matrix.at<T>(i, 1) - row : 1;
+            if (step == 1)
+                for (int64_t j = 0; j < units; ++j) out[j] += factor * row[j];
+            else
+                for (int64_t j = 0; j < units; ++j) out[j] += factor * row[j * step];
+        }
+    }
+    return true;
+}
+
+bool multiply_finite(nb::handle x, nb::handle matrix, nb::handle to) {
+    const ArrayView rows(x.ptr()), by(matrix.ptr()), out(to.ptr());
+    if (!rows || !by || !out || by.ndim() != 2 || rows.ndim() < 1 || out.ndim() != rows.ndim()) return false;
+    const int64_t features = by.shape()[0], units = by.shape()[1];
+    if (!rows.is_c_contiguous() || !out.is_c_contiguous() || rows.shape()[rows.ndim() - 1] != features) return false;
+    if (features == 0 || units == 0 || rows.size() / features * units != out.size()) return false;
+    const char format = by.format();
+    if (rows.format() != format || out.format() != format) return false;
+    if (format == 'f') return multiply_rows<float, uint32_t>(rows, by, out, 0x7f800000);
+    return format == 'd' && multiply_rows<double, uint64_t>(rows, by, out, 0x7ff0000000000000);
 }
 
 // ---- plans ----
@@ -323,6 +356,7 @@ NB_MODULE(_native, m) {
     m.def("signature", &signature);
     m.def("copy_valid_lens", &copy_valid_lens);
     m.def("is_all_finite", &is_all_finite);
+    m.def("multiply_finite", &multiply_finite);
     nb::class_<CallPlan>(m, "CallPlan").def("__call__", &run_plan);
     m.def("plan_forward", &plan_forward, nb::rv_policy::take_ownership);
     m.def("plan_backward", &plan_backward, nb::rv_policy::take_ownership);

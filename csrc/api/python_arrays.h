@@ -39,12 +39,12 @@ class ArrayView {
     bool is_c_contiguous() const;
     // Whether the first two axes broadcast to these sizes; a one-dimensional array has no columns.
     bool broadcasts_to(int64_t rows, int64_t columns) const;
-    // The entry at (row, column) of the array so broadcast.
+    // The place of entry (row, column) of the array so broadcast.
     template <class T>
-    T at(int64_t row, int64_t column) const {
+    const T* at(int64_t row, int64_t column) const {
         int64_t offset = shape_[0] == 1 ? 0 : row * strides_[0];
         if (ndim_ > 1 && shape_[1] != 1) offset += column * strides_[1];
-        return *reinterpret_cast<const T*>(data_ + offset * stride_unit_);
+        return reinterpret_cast<const T*>(data_ + offset * stride_unit_);
     }
     // Append kind, dtype, shape and strides to `to`: all but the address.
     void append_signature(std::string& to) const;

@@ -105,6 +105,13 @@ def copy_valid_lens(lens: Any, to: NDArray[Any], most: int, /) -> bool:
 def is_all_finite(array: Any, /) -> bool | None:
     """Return whether every entry is finite; None for arrays that are not read here, or not in C order."""
 
+def multiply_finite(x: Any, matrix: Any, to: NDArray[Any], /) -> bool:
+    """Write ``x @ matrix`` to `to`, by plain loops.
+
+    False, with `to` undefined, where `x` holds NaN or infinity, or where an array is not read here: all are float32 or
+    all float64, the matrix has two axes, the other two arrays are in C order.
+    """
+
 class CallPlan:
     """A forward or a backward whose arrays were checked once, for other memory of the same shapes and strides."""
 

@@ -18,6 +18,9 @@ from attnscore.backends import native
 from attnscore.backends.base import Array, Backend, DifferentiableOp, Signature
 from attnscore.errors import FrameworkError
 
+# Multiply-adds of a product that the native module computes, by plain loops.
+_SMALL_PRODUCT = 4096
+
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 
 
@@ -175,6 +178,14 @@ class NumpyBackend(Backend):
 
     def known_finite(self, *arrays: Array) -> bool:
         return all(map(_is_finite, arrays))
+
+    def finite_product(self, x: Array, matrix: Array) -> Array | None:
+        if native.module is not None and x.size * matrix.shape[1] <= _SMALL_PRODUCT:
+            # np.errstate alone takes longer than the product.
+            out = np.empty((*x.shape[:-1], matrix.shape[1]), x.dtype)
+            return out if native.module.multiply_finite(x, matrix, out) else None
+        with self.numeric_scope():
+            return super().finite_product(x, matrix)
 
     def differentiable(self, run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Array, ...]:
         return run.forward(operands)

@@ -52,7 +52,7 @@ class LoweredCall:
     computed: tuple[bool, bool]
     """Whether the lowering computes query and key."""
     is_product: bool = False
-    """Whether it is one product, of an array without NaN and infinity, which needs no cast and no `numeric_scope`."""
+    """Whether it is one product, of an array without NaN and infinity, which needs no cast."""
     leaves_out_padding: bool = False
     """Whether calls project their real keys alone, where their lengths leave so few that it saves time."""
 
@@ -81,11 +81,12 @@ class LoweredCall:
         if not self.is_product:
             return None
         ops, of_query = self.ops, self.computed[0]
-        x = query if of_query else key
-        if not ops.known_finite(x):
+        found = (
+            ops.finite_product(query, score.W) if of_query else ops.finite_product(key, ops.matrix_transpose(score.W))
+        )
+        if found is None:
             return None
-        x = ops.in_c_order(ops.matmul(x, score.W if of_query else ops.matrix_transpose(score.W)))
-        return [x, key] if of_query else [query, x]
+        return [found, key] if of_query else [query, found]
 
     def with_detached_weights(self) -> LoweredCall:
         """Return the plan of the same calls whose weights are returned detached."""

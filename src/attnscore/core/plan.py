@@ -260,7 +260,7 @@ def _build_lowered(problem: Problem, kernel: str, arrays: dict[str, Array]) -> L
     if call is None:
         return None
     # Calls with a signature are outside of PyTorch's autocast, which is its `numeric_scope`.
-    is_product = type(score) is Bilinear and ops.name == "torch" and ops.dtype(score.W) == accumulator(problem.dtype)
+    is_product = type(score) is Bilinear and ops.dtype(score.W) == accumulator(problem.dtype)
     # Normalised keys (cosine) are no product.
     is_projected = computed[1] and type(score) is not Cosine
     # With heads, an axis in front of a key's positions is theirs.
