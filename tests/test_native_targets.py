@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 
 import attnscore as ats
 from covering import pairs
@@ -80,6 +81,40 @@ def test_one_query_over_several_tiles(
     wide = (x.astype(np.float64) for x in (query, key, value))
     close = {"rtol": 0, "atol": 2e-6 if dtype == "float32" else 1e-14}
     np.testing.assert_allclose(found, ats.attend(*wide, mask=given, kernel="dense"), **close)
+
+
+@pairs(
+    # Rows of whole vectors of every target, which are read where they are, and others.
+    dims={str(x): x for x in ((64, 64), (128, 32), (40, 30))},
+    rows={str(x): x for x in ((1, 1), (1, 4), (2, 2), (4, 1))},
+    score=("scaled_dot", "gaussian"),
+    planted=("none-nothing", "lengths-masked", "holes-masked", "holes-unmasked"),
+    dtype=("float16", "bfloat16"),
+    target=native.targets(),
+)
+def test_few_queries_read_16_bit_keys_as_float32(
+    target: str, dtype: str, planted: str, score: str, rows: tuple[int, int], dims: tuple[int, int]
+) -> None:
+    """The results are those of the same numbers as float32, rounded at the end. `rows`: heads of a group, queries."""
+    native.select(target)
+    torch.manual_seed(5)
+    shapes = (3, 2 * rows[0], rows[1], dims[0]), (3, 2, 201, dims[0]), (3, 2, 201, dims[1])
+    query, key, value = (torch.randn(shape).to(getattr(torch, dtype)) for shape in shapes)
+    given = MASKS[planted.partition("-")[0]]
+    weights = ats.attend(query, 0 * key, value, mask=given, kernel="dense", return_weights=True)[1]
+    for at in (5, 77, 140, 160, 200):
+        hidden = ~(weights[:, 0, 0, at] > 0)
+        if planted.endswith("-masked"):
+            key[hidden, :, at], value[hidden, :, at, ::2] = torch.nan, torch.inf
+        if planted.endswith("unmasked"):
+            value[~hidden, :, at, ::2] = torch.nan if at == 77 else torch.inf
+    found = ats.attend(query, key, value, score=score, mask=given, kernel="native")
+    wide = (x.float() for x in (query, key, value))
+    wanted = ats.attend(*wide, score=score, mask=given, kernel="native").to(found.dtype)
+    # Without fused multiply-adds sums are cut in parts, as many bytes long as with float32.
+    apart = torch.finfo(found.dtype).eps if target == "portable" else 0
+    torch.testing.assert_close(found, wanted, rtol=apart, atol=apart, equal_nan=True)
+    assert planted.endswith("unmasked") or found.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

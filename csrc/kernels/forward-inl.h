@@ -27,9 +27,9 @@ class ForwardTask {
           head_(*queries.head[0]),
           scores_(arena, problem, false),
           own_tile_(arena, problem, scores_.additive(), false),
-          values_(arena, problem, queries.masked, queries.panels() >= kStepPanels),
-          dropout_(problem),
           few_rows_(problem.form != Form::additive && has_few_rows(problem)),
+          values_(arena, problem, queries.masked, queries.panels() >= kStepPanels, few_rows_),
+          dropout_(problem),
           in_turns_(kVectorBytes < 64 && few_rows_ && queries.count == 1 && !values_.narrow()) {
         if (problem.form == Form::additive) {
             const AdditiveTables<T> tables{scores_.additive()};
@@ -165,11 +165,11 @@ class ForwardTask {
     Scores<T> scores_;
     KeyTile<T> own_tile_;
     const KeyTile<T>* tile_ = nullptr;
+    const bool few_rows_;
     ValueTile<T> values_;
     Dropout dropout_;
     typename Additive<T>::Query additive_query_;
     std::optional<Bf16Dot> bf16_;
-    const bool few_rows_;
     const bool in_turns_;  // whether O += P V of a tile takes turns with the scores of the next (TUNING.md, Decoding)
     int64_t prefetched_rows_ = 0;  // of keys and of values, in each step
     Step steps_[2], *step_ = &steps_[0], *previous_ = nullptr;

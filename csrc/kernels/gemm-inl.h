@@ -9,15 +9,18 @@ constexpr bool kHasFma = true;
 constexpr bool kHasFma = false;
 #endif
 
-// Terms of a GEMM: how an element of A and a vector of B add to a sum, and how many terms are summed in registers
-// before they join C. Rounding errors grow with the length of a sum, and more where each product is rounded or all
-// terms have one sign.
+// Terms of a GEMM: how an element of A and a vector of B, which may be stored in another type, add to a sum, and how
+// many terms are summed in registers before they join C. Rounding errors grow with the length of a sum, and more where
+// each product is rounded or all terms have one sign.
 template <class T>
 struct Product {
     using Element = T;
     using Sum = T;
     static constexpr int64_t kMaxTerms = kHasFma ? std::numeric_limits<int64_t>::max() : 16;
-    static V<T> read(const T* b) { return load(b); }
+    template <class B>
+    static V<T> read(const B* b) {
+        return load_as<T>(b);
+    }
     static T broadcast(T a) {
 #if defined(__aarch64__)
         // Multiplied from one lane, where a plain load puts it. clang and, in places, GCC would fill all lanes, by a
@@ -51,8 +54,8 @@ template <int R>
 constexpr int kTailRows = R == kMR && kNR > 2 ? 2 : R;
 
 // Add one term: sum[R x N vectors] += A[R] B[N vectors].
-template <int R, int N, class Terms, class T, class E>
-__attribute__((always_inline)) inline void rank1_update(V<T> (*sum)[N], const E* a, int64_t row, const E* b) {
+template <int R, int N, class Terms, class T, class E, class B>
+__attribute__((always_inline)) inline void rank1_update(V<T> (*sum)[N], const E* a, int64_t row, const B* b) {
     decltype(Terms::read(b)) line[N];
 #pragma GCC unroll 8
     for (int j = 0; j < N; j++) line[j] = Terms::read(b + j * Vector<T>::lanes);
@@ -66,8 +69,8 @@ __attribute__((always_inline)) inline void rank1_update(V<T> (*sum)[N], const E*
 
 // Compute a micro-tile: C[R x N vectors] (+)= sum over k of A[R x k] B[k x N vectors]. Sums start from 0 and C is added
 // at the end, so that no term waits for the load of C.
-template <int R, int N, class Terms, class T = typename Terms::Sum, class E = typename Terms::Element>
-inline void micro_kernel(const Terms& terms, T* c, int64_t ldc, const E* a, int64_t row, int64_t col, const E* b,
+template <int R, int N, class Terms, class B, class T = typename Terms::Sum, class E = typename Terms::Element>
+inline void micro_kernel(const Terms& terms, T* c, int64_t ldc, const E* a, int64_t row, int64_t col, const B* b,
                          int64_t ldb, int64_t k, bool add) {
     V<T> sum[R][N];
 #pragma GCC unroll 8
@@ -104,8 +107,8 @@ inline void with_constant_rows(int64_t rows, const F& f) {
 }
 
 // Compute N vectors of columns of C, one micro-tile after the other.
-template <int N, class Terms, class T = typename Terms::Sum, class E = typename Terms::Element>
-void column_panel(const Terms& terms, T* c, int64_t ldc, const E* a, int64_t row, int64_t col, const E* b, int64_t ldb,
+template <int N, class Terms, class B, class T = typename Terms::Sum, class E = typename Terms::Element>
+void column_panel(const Terms& terms, T* c, int64_t ldc, const E* a, int64_t row, int64_t col, const B* b, int64_t ldb,
                   int64_t m, int64_t k, bool add) {
     int64_t i = 0;
     for (; i + kMR <= m; i += kMR) micro_kernel<kMR, N>(terms, c + i * ldc, ldc, a + i * row, row, col, b, ldb, k, add);
@@ -115,8 +118,8 @@ void column_panel(const Terms& terms, T* c, int64_t ldc, const E* a, int64_t row
 }
 
 // C[m x n] (+)= A[m x k] B[k x n]. Element (i, p) of A stands at a[i * row + p * col]; `n` covers whole vectors.
-template <class Terms, class T = typename Terms::Sum, class E = typename Terms::Element>
-void gemm(const Terms& terms, T* c, int64_t ldc, const E* a, int64_t row, int64_t col, const E* b, int64_t ldb,
+template <class Terms, class B, class T = typename Terms::Sum, class E = typename Terms::Element>
+void gemm(const Terms& terms, T* c, int64_t ldc, const E* a, int64_t row, int64_t col, const B* b, int64_t ldb,
           int64_t m, int64_t n, int64_t k, bool add) {
     constexpr int L = Vector<T>::lanes;
     int64_t p = 0;
@@ -179,22 +182,22 @@ void gemm_difference(T* c, int64_t ldc, const T* a, int64_t row, int64_t col, co
         for (int64_t i = 0; i < m; i++) at(one, one, i, j);
 }
 
-// Prefetch N vectors of a stream of rows, not far ahead of those at `p`. The processor's own prefetcher then keeps up
-// better where it reads 32 bytes at a time: TUNING.md, Decoding.
+// Prefetch what becomes N vectors of T of a stream of rows, not far ahead of those at `p`. The processor's own
+// prefetcher then keeps up better where it reads 32 bytes at a time: TUNING.md, Decoding.
 constexpr int64_t kStreamAhead = 256;
-template <int N, class T>
-__attribute__((always_inline)) inline void prefetch_stream(const T* p) {
+template <class T, int N, class E>
+__attribute__((always_inline)) inline void prefetch_stream(const E* p) {
     if constexpr (kVectorBytes == 32) {
 #pragma GCC unroll 16
-        for (int j = 0; j < N * kVectorBytes; j += 64)
+        for (size_t j = 0; j < N * Vector<T>::lanes * sizeof(E); j += 64)
             __builtin_prefetch(reinterpret_cast<const char*>(p) + kStreamAhead + j, 0, 2);
     }
 }
 
 // Add to one row its weights times the rows of values, for few query rows. Values are read in whole rows up to 16
 // vectors, the order of memory: in halves a pass over memory takes 1.4 times as long.
-template <class T>
-void add_weighted_rows(T* out, const T* weights, const View<T>& values, int64_t count, int64_t width) {
+template <class T, class E>
+void add_weighted_rows(T* out, const T* weights, const View<E>& values, int64_t count, int64_t width) {
     constexpr int L = Vector<T>::lanes;
     int64_t j = 0;
     const auto columns = [&]<int N>(std::integral_constant<int, N>) {
@@ -203,10 +206,10 @@ void add_weighted_rows(T* out, const T* weights, const View<T>& values, int64_t 
 #pragma GCC unroll 16
             for (int u = 0; u < N; u++) sum[u] = load(out + j + u * L);
             for (int64_t i = 0; i < count; i++) {
-                const T* row = values.row(i) + j;
-                prefetch_stream<N>(row);
+                const E* row = values.row(i) + j;
+                prefetch_stream<T, N>(row);
 #pragma GCC unroll 16
-                for (int u = 0; u < N; u++) sum[u] += weights[i] * load(row + u * L);
+                for (int u = 0; u < N; u++) sum[u] += weights[i] * load_as<T>(row + u * L);
             }
 #pragma GCC unroll 16
             for (int u = 0; u < N; u++) store(out + j + u * L, sum[u]);
@@ -224,7 +227,7 @@ void add_weighted_rows(T* out, const T* weights, const View<T>& values, int64_t 
 // What `gemv` does between its keys with the values of as many: O += P V of one query row, or prefetching them.
 template <class T>
 struct Interleaved {
-    View<T> values;
+    StoredRows<T> values;
     int64_t count = 0, width = 0;
     const T* weights = nullptr;
     T* out = nullptr;  // null: prefetch
@@ -233,26 +236,28 @@ struct Interleaved {
     void run(int64_t first, int64_t last) const {
         last = std::min(last, count);
         if (first >= last) return;
-        if (out) {
-            add_weighted_rows(out, weights + first, View<T>{values.row(first), values.stride}, last - first, width);
-        } else {
-            for (; first < last; first++) prefetch(reinterpret_cast<const char*>(values.row(first)), width * sizeof(T));
-        }
+        values.with_view([&]<class E>(const View<E>& rows) {
+            if (out)
+                return add_weighted_rows(out, weights + first, View<E>{rows.row(first), rows.stride}, last - first,
+                                         width);
+            for (int64_t i = first; i < last; i++)
+                prefetch(reinterpret_cast<const char*>(rows.row(i)), width * sizeof(E));
+        });
     }
 };
 
 // The sums by lanes of the terms of two rows, in parts of kMaxTerms. `prefetches`: fetch what stands behind `b`.
-template <class Terms, class T = typename Terms::Sum>
-__attribute__((always_inline)) inline V<T> lanes_of_terms(const T* a, const T* b, int64_t width, bool prefetches) {
+template <class Terms, class E, class T = typename Terms::Sum>
+__attribute__((always_inline)) inline V<T> lanes_of_terms(const T* a, const E* b, int64_t width, bool prefetches) {
     constexpr int L = Vector<T>::lanes;
     const auto part = [&](int64_t j, int64_t end) {
         V<T> even{}, odd{};
         for (; j + 2 * L <= end; j += 2 * L) {
-            if (prefetches) prefetch_stream<2>(b + j);
-            even = Terms::add(even, load(a + j), load(b + j));
-            odd = Terms::add(odd, load(a + j + L), load(b + j + L));
+            if (prefetches) prefetch_stream<T, 2>(b + j);
+            even = Terms::add(even, load(a + j), load_as<T>(b + j));
+            odd = Terms::add(odd, load(a + j + L), load_as<T>(b + j + L));
         }
-        if (j < end) even = Terms::add(even, load(a + j), load(b + j));
+        if (j < end) even = Terms::add(even, load(a + j), load_as<T>(b + j));
         return even + odd;
     };
     if constexpr (Terms::kMaxTerms == std::numeric_limits<int64_t>::max()) {
@@ -268,11 +273,11 @@ __attribute__((always_inline)) inline V<T> lanes_of_terms(const T* a, const T* b
 // The sum of the terms of one row with each of the 64 rows of a tile (0 behind `count`), for few query rows: there
 // reading memory takes all the time, and transposing the keys would not pay. `other` has its turn after each 2 KB of
 // keys, so that memory does not idle between keys and values.
-template <class Terms, class T = typename Terms::Sum>
-void gemv(const Terms&, T* s, const T* q, const View<T>& keys, int64_t count, int64_t width,
+template <class Terms, class E, class T = typename Terms::Sum>
+void gemv(const Terms&, T* s, const T* q, const View<E>& keys, int64_t count, int64_t width,
           const Interleaved<T>& other) {
     constexpr int L = Vector<T>::lanes;
-    const int64_t turn_keys = 2048 / (std::max<int64_t>(width, 1) * static_cast<int64_t>(sizeof(T)));
+    const int64_t turn_keys = 2048 / (std::max<int64_t>(width, 1) * static_cast<int64_t>(sizeof(E)));
     const int turn = std::clamp<int>(std::bit_floor(static_cast<uint64_t>(turn_keys)), 1, L);
     int64_t i = 0;
     for (; i + L <= count; i += L) {

@@ -70,29 +70,57 @@ inline Arena& call_arena() {
 // ---------------------------------------------------------------------------------------------------------------------
 // 16-bit floats
 
-inline void widen_row(float* to, const uint16_t* from, Dtype dtype, int64_t count) {
-    int64_t j = 0;
+// 16-bit floats in memory.
+struct Bfloat16 {
+    uint16_t bits;
+};
+struct Float16 {
+    uint16_t bits;
+};
+
+// A vector of T from numbers of T, or of float from 16-bit ones.
+template <class T>
+inline V<T> load_as(const T* p) {
+    return load(p);
+}
+template <class T>
+inline V<float> load_as(const Bfloat16* p) {
 #if defined(__AVX512F__)
-    for (; j + 16 <= count; j += 16) {
-        const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + j));
-        _mm512_storeu_ps(to + j, dtype == Dtype::bf16
-                                     ? _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16))
-                                     : _mm512_cvtph_ps(bits));
-    }
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return (V<float>)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
 #elif defined(__AVX2__)
-    for (; j + 8 <= count; j += 8) {
-        const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + j));
-        _mm256_storeu_ps(to + j, dtype == Dtype::bf16
-                                     ? _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16))
-                                     : _mm256_cvtph_ps(bits));
-    }
+    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return (V<float>)_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16);
 #elif defined(__aarch64__)
-    for (; j + 4 <= count; j += 4) {
-        const uint16x4_t bits = vld1_u16(from + j);
-        vst1q_f32(to + j, dtype == Dtype::bf16 ? vreinterpretq_f32_u32(vshll_n_u16(bits, 16))
-                                               : vcvt_f32_f16(vreinterpret_f16_u16(bits)));
-    }
+    return (V<float>)vshll_n_u16(vld1_u16(&p->bits), 16);
+#else
+    V<float> v;
+    for (int i = 0; i < Vector<float>::lanes; i++) v[i] = widened(p[i].bits, Dtype::bf16);
+    return v;
 #endif
+}
+template <class T>
+inline V<float> load_as(const Float16* p) {
+#if defined(__AVX512F__)
+    return (V<float>)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__AVX2__)
+    return (V<float>)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#elif defined(__aarch64__)
+    return (V<float>)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&p->bits)));
+#else
+    V<float> v;
+    for (int i = 0; i < Vector<float>::lanes; i++) v[i] = widened(p[i].bits, Dtype::f16);
+    return v;
+#endif
+}
+
+inline void widen_row(float* to, const uint16_t* from, Dtype dtype, int64_t count) {
+    constexpr int64_t L = Vector<float>::lanes;
+    int64_t j = 0;
+    if (dtype == Dtype::bf16)
+        for (; j + L <= count; j += L) store(to + j, load_as<float>(reinterpret_cast<const Bfloat16*>(from + j)));
+    else
+        for (; j + L <= count; j += L) store(to + j, load_as<float>(reinterpret_cast<const Float16*>(from + j)));
     for (; j < count; j++) to[j] = widened(from[j], dtype);
 }
 
@@ -172,6 +200,42 @@ struct View {
     const T* row(int64_t i) const { return data + i * stride; }
 };
 
+// Rows of T in whole vectors, or of 16-bit floats where T is float: these are widened where they are read.
+template <class T>
+struct StoredRows {
+    const char* data = nullptr;
+    int64_t stride = 0;  // in numbers
+    Dtype dtype = dtype_of<T>();
+
+    StoredRows() = default;
+    StoredRows(const char* data, int64_t stride, Dtype dtype) : data(data), stride(stride), dtype(dtype) {}
+    explicit StoredRows(const View<T>& rows)
+        : data(reinterpret_cast<const char*>(rows.data)), stride(rows.stride), dtype(dtype_of<T>()) {}
+
+    // Call f with a View of the rows.
+    template <class F>
+    auto with_view(const F& f) const {
+        if constexpr (sizeof(T) == 4) {
+            if (dtype == Dtype::bf16) return f(View<Bfloat16>{as<Bfloat16>(data), stride});
+            if (dtype == Dtype::f16) return f(View<Float16>{as<Float16>(data), stride});
+        }
+        return f(View<T>{as<T>(data), stride});
+    }
+};
+
+// Whether rows can be read as StoredRows in the caller's memory.
+template <class T>
+inline bool has_stored_layout(const Matrix& m, Dtype dtype, int64_t cols) {
+    const bool narrow = sizeof(T) == 4 && attnscore::size_of(dtype) == 2;
+    return (narrow || dtype == dtype_of<T>()) && m.col_stride == 1 && cols % Vector<T>::lanes == 0;
+}
+
+// The rows from `first` on in the caller's memory, whose layout is `has_stored_layout`.
+template <class T>
+inline StoredRows<T> stored_rows(const Matrix& m, Dtype dtype, int64_t first) {
+    return {m.data + first * m.row_stride * attnscore::size_of(dtype), m.row_stride, dtype};
+}
+
 // Whether no vector of the rows spans two cache lines. NumPy's large arrays begin 16 bytes behind a line, so that all
 // vectors do, which takes 2% of a pass.
 template <class T>
@@ -190,12 +254,12 @@ inline View<T> view_rows(T* copy, const Matrix& m, Dtype dtype, int64_t first, i
 }
 
 // Whether rows times a factor hold neither NaN nor infinity: x * 0 is NaN for these alone.
-template <class T>
-inline bool is_finite(const View<T>& rows, int64_t count, int64_t width, T factor = 1) {
+template <class E, class T = std::conditional_t<sizeof(E) == 2, float, E>>
+inline bool is_finite(const View<E>& rows, int64_t count, int64_t width, std::type_identity_t<T> factor = 1) {
     constexpr int L = Vector<T>::lanes;
     V<T> sum{};
     for (int64_t i = 0; i < count; i++)
-        for (int64_t j = 0; j < width; j += L) sum += load(rows.row(i) + j) * factor * T(0);
+        for (int64_t j = 0; j < width; j += L) sum += load_as<T>(rows.row(i) + j) * factor * T(0);
     return reduce_sum<T>(sum) == 0;
 }
 

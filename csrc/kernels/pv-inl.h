@@ -15,13 +15,14 @@ inline int64_t row_width(const Problem& problem) {
 template <class T>
 class ValueTile {
    public:
-    View<T> rows;        // as the caller has them
-    View<T> clean;       // with zeros for NaN and infinity, where some pair may be masked
-    uint64_t nonfinite;  // bits of the keys whose values hold NaN or infinity
+    StoredRows<T> stored;  // `clean`, or the caller's memory
+    View<T> clean;         // with zeros for NaN and infinity, where some pair may be masked; unless read in place
+    uint64_t nonfinite;    // bits of the keys whose values hold NaN or infinity
 
     // `masked`: whether some tile may be filled as masked. `reused`: whether rows are read often enough for a copy.
-    ValueTile(Arena& arena, const Problem& problem, bool masked, bool reused)
-        : problem_(problem), width_(padded(problem.value_dim, L)), reused_(reused) {
+    // `in_place`: whether they are read so seldom that no copy of 16-bit numbers as T pays.
+    ValueTile(Arena& arena, const Problem& problem, bool masked, bool reused, bool in_place)
+        : problem_(problem), width_(padded(problem.value_dim, L)), reused_(reused), in_place_(in_place && !narrow()) {
         copy_ = arena.take<T>(kTileKeys * width_);
         clean_copy_ = arena.take<T>(masked ? kTileKeys * width_ : 0);
         transposed_ = arena.take<T>(narrow() ? kTileKeys * problem.value_dim : 0);
@@ -33,13 +34,19 @@ class ValueTile {
     // Read the values of the keys [key, key + key_count). `masked`: whether some pair of the tile may be masked.
     void fill(const Head& head, int64_t key, int64_t key_count, bool masked) {
         count_ = key_count, nonfinite = 0;
-        rows = view_rows(copy_, head.value, problem_.value_dtype, key, key_count, problem_.value_dim);
-        if (reused_ && !is_aligned(rows)) {
-            for (int64_t j = 0; j < key_count; j++) std::memcpy(copy_ + j * width_, rows.row(j), width_ * sizeof(T));
-            rows = {copy_, width_};
+        if (in_place_ && has_stored_layout<T>(head.value, problem_.value_dtype, problem_.value_dim)) {
+            stored = stored_rows<T>(head.value, problem_.value_dtype, key);
+            const auto finite = [&](const auto& rows) { return is_finite(rows, key_count, width_); };
+            if (!masked || stored.with_view(finite)) return;
         }
-        clean = rows;
-        if (masked && !is_finite(rows, key_count, width_)) remove_nonfinite();
+        rows_ = view_rows(copy_, head.value, problem_.value_dtype, key, key_count, problem_.value_dim);
+        if (reused_ && !is_aligned(rows_)) {
+            for (int64_t j = 0; j < key_count; j++) std::memcpy(copy_ + j * width_, rows_.row(j), width_ * sizeof(T));
+            rows_ = {copy_, width_};
+        }
+        clean = rows_;
+        if (masked && !is_finite(rows_, key_count, width_)) remove_nonfinite();
+        stored = StoredRows<T>(clean);
         if (!narrow()) return;
         for (int64_t k = 0; k < problem_.value_dim; k++)
             for (int64_t j = 0; j < kTileKeys; j++)
@@ -49,20 +56,17 @@ class ValueTile {
     // What takes turns with the scores of the next tile: O += P V for one row of weights. Without `out`, what takes
     // turns with those of this tile: prefetching its values.
     Interleaved<T> interleaved(T* out = nullptr, const T* weights = nullptr) const {
-        return {out ? clean : rows, count_, width_, weights, out};
+        return {stored, count_, width_, weights, out};
     }
 
     // O += P V, for `size` rows of weights.
     void add_pv(T* out, const T* weights, int64_t size) const {
-        if (!narrow() && size == 1) {
-            add_weighted_rows(out, weights, clean, count_, width_);
-            return;
-        }
-        if (!narrow()) {
-            gemm(Product<T>{}, out, width_, weights, kTileKeys, 1, clean.data, clean.stride, size, width_, count_,
-                 true);
-            return;
-        }
+        if (!narrow())
+            return stored.with_view([&](const auto& rows) {
+                if (size == 1) return add_weighted_rows(out, weights, rows, count_, width_);
+                gemm(Product<T>{}, out, width_, weights, kTileKeys, 1, rows.data, rows.stride, size, width_, count_,
+                     true);
+            });
         for (int64_t i = 0; i < size; i++)
             for (int64_t k = 0; k < problem_.value_dim; k++, out += L) {
                 V<T> sum = load(out);
@@ -78,7 +82,7 @@ class ValueTile {
         for (int64_t i = 0; i < size; i++, out += width)
             for_each_bit(bits[i] & nonfinite, [&](int j) {
                 const T weight = weights[i * kTileKeys + j];
-                const T* row = rows.row(j);
+                const T* row = rows_.row(j);
                 if (narrow()) {
                     for (int64_t k = 0; k < problem_.value_dim; k++)
                         if (!std::isfinite(row[k])) out[k * L] += weight * row[k];
@@ -106,15 +110,16 @@ class ValueTile {
     // Copy the rows with zeros for NaN and infinity: finite values keep their bits in products.
     void remove_nonfinite() {
         for (int64_t j = 0; j < count_; j++) {
-            nonfinite |= uint64_t(!is_finite(View<T>{rows.row(j), 0}, 1, width_)) << j;
+            nonfinite |= uint64_t(!is_finite(View<T>{rows_.row(j), 0}, 1, width_)) << j;
             for (int64_t k = 0; k < width_; k++)
-                clean_copy_[j * width_ + k] = std::isfinite(rows.row(j)[k]) ? rows.row(j)[k] : T(0);
+                clean_copy_[j * width_ + k] = std::isfinite(rows_.row(j)[k]) ? rows_.row(j)[k] : T(0);
         }
         clean = {clean_copy_, width_};
     }
 
     const Problem& problem_;
     int64_t width_, count_ = 0;
-    bool reused_;
+    bool reused_, in_place_;
+    View<T> rows_;  // the caller's, as T
     T *copy_, *clean_copy_, *transposed_;
 };

@@ -149,16 +149,17 @@ struct QueryTile {
 template <class T>
 struct KeyTile {
     int64_t first = 0, count = 0;
-    View<T> rows;   // one key a row
-    View<T> exps;   // additive: the prepared exponentials of the keys, where there are any
-    T* transposed;  // one channel a row
-    T* bias;        // one number a key, where there is a key bias
+    StoredRows<T> stored;  // one key a row, where possible in the caller's memory
+    View<T> rows;          // the same as T, where they are needed
+    View<T> exps;          // additive: the prepared exponentials of the keys, where there are any
+    T* transposed;         // one channel a row
+    T* bias;               // one number a key, where there is a key bias
     T *copy, *copied_exps = nullptr;
     uint64_t nonfinite = 0;  // additive: bits of the keys that held NaN or infinity; see QueryTile
+    bool gradients;          // whether the tile serves the backward too
     typename Additive<T>::Keys additive;
 
-    // `gradients`: whether the tile serves the backward too.
-    KeyTile(Arena& arena, const Problem& problem, const Additive<T>& form, bool gradients) {
+    KeyTile(Arena& arena, const Problem& problem, const Additive<T>& form, bool gradients) : gradients(gradients) {
         const int64_t width = padded(problem.dim, Vector<T>::lanes);
         transposed = arena.take<T>(kTileKeys * width);
         copy = arena.take<T>(kTileKeys * width);
@@ -173,7 +174,12 @@ struct KeyTile {
               bool transpose, const MagnitudeRange<T>& sizes = {}) {
         const int64_t width = padded(problem.dim, Vector<T>::lanes);
         first = key, count = key_count, nonfinite = 0;
-        rows = view_rows(copy, head.key, problem.score_dtype, key, key_count, problem.dim);
+        const bool in_place = has_stored_layout<T>(head.key, problem.score_dtype, problem.dim);
+        if (in_place) stored = stored_rows<T>(head.key, problem.score_dtype, key);
+        if (!in_place || transpose || gradients || problem.form == Form::additive) {
+            rows = view_rows(copy, head.key, problem.score_dtype, key, key_count, problem.dim);
+            stored = StoredRows<T>(rows);
+        }
         if (head.key_exps.data && form.by_pairs)
             exps = view_rows(copied_exps, head.key_exps, dtype_of<T>(), key, key_count, problem.dim);
         if (transpose && !form.by_pairs)

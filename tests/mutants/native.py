@@ -536,10 +536,18 @@ FAULTS = [
     Fault(
         "native-clean-values",
         "csrc/kernels/pv-inl.h",
-        "masked && !is_finite(rows, key_count, width_)",
+        "masked && !is_finite(rows_, key_count, width_)",
         "false",
         "tests/test_nonfinite.py -k 'numpy and masked_entries'",
         "masked NaN in the values is multiplied with a weight of 0",
+    ),
+    Fault(
+        "native-clean-values-in-place",
+        "csrc/kernels/pv-inl.h",
+        "!masked || stored.with_view(finite)",
+        "!masked || true",
+        "tests/test_native_targets.py -k 16_bit",
+        "masked infinity in 16-bit values of few queries is multiplied with a weight of 0",
     ),
     Fault(
         "native-visible-infinity-in-narrow-values",
