@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import json
@@ -173,7 +174,7 @@ def full_matrix(scores: torch.Tensor, real: np.ndarray | None = None) -> dict[st
     return expected_sums({**numbers, "scores": scores}, visible.numpy(), real)
 
 
-@pytest.mark.parametrize("lowest", [-torch.inf, torch.finfo(torch.float64).min])
+@pytest.mark.parametrize("lowest", [-torch.inf, torch.finfo(torch.float64).min, -1e9])
 @pytest.mark.parametrize("block", [1, 40, 2**20])
 def test_scores_that_the_model_made_are_read_in_blocks(block: int, lowest: float, monkeypatch) -> None:
     monkeypatch.setattr(torch_calls, "_BLOCK", block)
@@ -297,6 +298,24 @@ class Masked(nn.Module):
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return functional.scaled_dot_product_attention(self.proj(query), key, value, **self.arguments)
+
+
+@pytest.mark.parametrize("number", [-1e4, -1e9, torch.finfo(torch.float64).min])
+@pytest.mark.parametrize("one_pass", [False, True])
+def test_a_number_for_minus_infinity_in_a_mask_hides_its_key(number: float, one_pass: bool) -> None:
+    """A head that a model masks so is healthy; a query that sees nothing is one to the watch, not to the model."""
+    torch.manual_seed(0)
+    hidden, x = torch.ones(5, 5).triu(1).bool(), torch.randn(2, 5, 8).double()
+    hidden[3] = True
+    models = [Masked(attn_mask=torch.zeros(5, 5).double().masked_fill(hidden, n)) for n in (number, -torch.inf)]
+    models[1].load_state_dict(models[0].state_dict())
+    rows = []
+    for model in models:
+        with watch(model, one_pass=one_pass) as seen:
+            out = model(x, x, x)
+        rows += seen.rows()
+        torch.testing.assert_close(out, model(x, x, x))
+    assert rows[0] == pytest.approx(rows[1], nan_ok=True) and rows[0]["empty_rows"] == 2
 
 
 @pytest.fixture
@@ -440,8 +459,8 @@ def test_one_pass_leaves_checkpointing_and_autocast_to_the_model(originals: list
 
     model, x = OwnAttention(), torch.randn(2, 9, 32)
     with watch(model, one_pass=True) as seen:
-        checkpoint(model, x, use_reentrant=False).sum().backward()  # its second pass is a step as well
-    assert originals == 4 * ["scaled_dot_product_attention"] and seen.steps == 2 and not seen.unseen
+        checkpoint(model, x, use_reentrant=False).sum().backward()  # its second pass is not watched
+    assert originals == 4 * ["scaled_dot_product_attention"] and seen.steps == 1 and not seen.unseen
     originals.clear()
     with watch(model, one_pass=True) as seen, torch.autocast("cpu", torch.bfloat16):
         model(x)
@@ -807,6 +826,45 @@ def test_an_error_in_the_model_leaves_the_watch_usable() -> None:
     assert seen.steps == 2 and seen.rows()[0]["rows"] == 3
 
 
+def test_a_step_that_raises_is_dropped() -> None:
+    """Half of the layers have seen it; a module that catches an error of its own part goes on."""
+    model, steps = nn.Sequential(OwnAttention(), OwnAttention()), []
+
+    class Tries(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with contextlib.suppress(RuntimeError):
+                self.part(x)
+            return x
+
+    model.append(Tries())
+    with watch(model, on_step=lambda step, rows: steps.append(step)) as seen:
+        model(torch.randn(1, 3, 32))
+        hook = model[1].register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(torch.randn(1, 5, 32))
+        hook.remove()
+        model(torch.randn(1, 4, 32))
+    assert steps == [0, 2] and (seen.steps, seen.sampled) == (3, 2)
+    assert {row["rows"] for row in seen.rows()} == {7}
+
+
+def test_parts_that_are_called_in_place_of_the_model() -> None:
+    """A step begins with the part that was called first, so that every n-th has all of them."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"encoder": OwnAttention(), "reader": OwnAttention()})
+    with watch(model, every=3) as seen:
+        for _ in range(7):
+            model["reader"](model["encoder"](torch.randn(1, 3, 32))).sum().backward()
+    assert (seen.steps, seen.sampled) == (7, 3)
+    assert list(seen.layers) == ["encoder", "encoder #2", "reader", "reader #2"]
+    assert {row["rows"] for row in seen.rows()} == {9}
+    assert seen.history("reader", "entropy")[0] == [0, 3, 6]
+
+
 def test_a_watch_may_be_stopped_in_the_middle_of_a_step() -> None:
     model = nn.Sequential(OwnAttention(), OwnAttention())
     seen = watch(model)
@@ -887,9 +945,44 @@ def test_checkpointing_counts_a_call_once() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return checkpoint(self.block, x, use_reentrant=False)
 
-    model = Checkpointed()
-    seen = watched_run(model, torch.randn(1, 3, 32))
+    model, x = Checkpointed(), torch.randn(1, 3, 32)
+    seen = watched_run(model, x)
     assert seen.steps == 1 and seen.rows()[0]["rows"] == 3
+    for reentrant in (False, True):  # the watched module itself, and a part of a model that is not called
+        for watched in (block, nn.ModuleList([block])):
+            with watch(watched) as seen:
+                for _ in range(2):
+                    checkpoint(block, x.requires_grad_(), use_reentrant=reentrant).sum().backward()
+            assert seen.steps == 2 and seen.rows()[0]["rows"] == 6
+
+
+def test_prepared_keys_of_this_library() -> None:
+    layer = ByHand()
+    layer.forward = lambda x: ats.attend(x, ats.prepare_keys("cosine", x), x)
+    x = torch.randn(2, 3, 4)
+    seen = watched_run(layer, x)
+    assert not seen.unseen and seen.rows()[0]["rows"] == 6
+    layer.forward = lambda x: ats.attend(x, x, x, score="cosine")
+    assert seen.rows()[0] == pytest.approx(watched_run(layer, x).rows()[0], nan_ok=True)
+
+
+def test_padding_that_a_part_of_the_model_is_called_with() -> None:
+    class Encoder(nn.Module):
+        def forward(self, x: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+            return functional.scaled_dot_product_attention(x, x, x, attention_mask[:, None].bool())
+
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = Encoder()
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return self.encoder(x, attention_mask=mask).mean(1)
+
+    mask, model = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]), Classifier()
+    with watch(model) as seen:
+        model(torch.randn(2, 4, 8), mask)
+    assert [(row["rows"], row["padding"]) for row in seen.rows()] == [(6, 0)]
 
 
 def test_subclasses_and_modes_see_the_functions_that_they_know() -> None:
@@ -1337,6 +1430,7 @@ def some_seen() -> Any:
         (lambda: watch("model"), ["model", "Module", "str"]),
         (lambda: watch(ByHand(), every=0), ["every", "0"]),
         (lambda: watch(ByHand(), history=1.5), ["history", "1.5"]),
+        (lambda: watch(ByHand(), on_step=5), ["on_step", "(step, rows)", "5"]),
         (lambda: watch(ByHand(), one_pass=1), ["one_pass", "True or False", "1"]),
         (lambda: watch(ByHand(), thresholds=3), ["thresholds", "int"]),
         (lambda: watch(ByHand()).history("there", "entropy"), ["layer", "there"]),

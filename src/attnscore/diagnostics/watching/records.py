@@ -177,7 +177,8 @@ class Records:
             raise ArgumentError(message("layer", f"one of {list(self.layers)}", repr(layer)))
         if name not in NUMBERS:
             raise ArgumentError(message("name", f"one of {list(NUMBERS)}", repr(name)))
-        steps, tau = self.layers[layer].steps, self.thresholds.tau
+        # A copy, as in `_layers`.
+        steps, tau = tuple(self.layers[layer].steps), self.thresholds.tau
         return [step for step, _ in steps], np.array([_column(sums, name, tau) for _, sums in steps], dtype=np.float64)
 
     def verdicts(self) -> list[Verdict]:
@@ -204,7 +205,7 @@ class Records:
 
         Written as json.dumps does; NaN and infinity become null.
         """
-        kept = [(step, layer, sums) for layer in self._layers for step, sums in layer.steps if step >= since]
+        kept = [(step, layer, sums) for layer in self._layers for step, sums in tuple(layer.steps) if step >= since]
         for step, layer, sums in sorted(kept, key=lambda one: one[0]):
             yield from (line_of(step, row) for row in layer.rows(sums, self.thresholds.tau))
 
@@ -261,7 +262,7 @@ class Records:
             | {"verdicts": ", ".join(verdict.what for verdict in verdicts)}
             for row, verdicts in self._judged_rows()
         ]
-        sections = [Section("Verdicts", self._lines() or ["Nothing stands out."])]
+        sections = [Section("Verdicts", self._lines() or ["Nothing stands out." if rows else "Nothing was recorded."])]
         if rows:  # without a sampled step there is nothing to draw
             sections.append(Section("Heads", ["Means over all queries of the sampled steps."], rows, self.plot()))
         return write_page(path, title, self._title(), sections)
@@ -273,7 +274,8 @@ class Records:
         ten around `tau`. Darker cells are closer to collapse in every map; heads with a failure are framed and named.
         """
         if not self.layers:
-            raise ArgumentError(message("plot", "a sampled step", f"{self.steps} steps, {self.sampled} sampled"))
+            sampled = f"none in {self.sampled} sampled of {self.steps} steps"
+            raise ArgumentError(message("plot", "a recorded attention call", sampled))
         names, heads = list(self.layers), max(layer.heads for layer in self._layers)
         series = _SERIES if self.sampled > 1 else ()
         tall = max(1.5, 0.26 * len(names) + 0.8)

@@ -32,6 +32,10 @@ Array = NDArray[np.float64]
 # Scores of the model are copied in blocks of so many numbers.
 _OPS = backends.load("torch")
 _BLOCK = 2**20
+# Up to here an entry of a float mask hides its key: models write -1e4, -1e9 or the least number of the dtype. Logits of
+# a failing model may be as low as the first of these: scores have a lower bound.
+_HIDDEN = -9e3
+_HIDDEN_SCORE = -1e8
 # Statistics of `attend`, in the order in which `_added` takes them apart.
 _NEEDED = (
     "mean_score",
@@ -72,7 +76,7 @@ class Pooling:
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """Scores (..., head, query, key) that the model made itself; masked ones are -inf, or the least of their dtype."""
+    """Scores (..., head, query, key) that the model made itself; masked ones are -inf, or a number for it."""
 
     scores: Tensor
 
@@ -172,7 +176,7 @@ def _in_blocks(call: Call | Scores, real: Tensor | None) -> Iterator[tuple[Call,
     zeros = scores.new_zeros(()).expand(*lead, keys, 1)
     for start in range(0, queries, step):
         rows = slice(start, min(queries, start + step))
-        bias = with_infinity(scores[..., rows, :])
+        bias = with_infinity(scores[..., rows, :], _HIDDEN_SCORE)
         query = scores.new_zeros(()).expand(*lead, bias.shape[-2], 1)
         yield Call(query, zeros, {"score": "dot", "bias": bias}), None if counted is None else counted[..., rows]
 
@@ -302,10 +306,10 @@ def pooling_of(query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any])
     if query.shape[lead] != key.shape[lead] or query.shape[-1] != key.shape[-1]:
         return None
     if isinstance(mask, Tensor):
-        # Where a model writes the least number of the dtype, a fully masked query gets the mean of the values.
+        # Where a model writes a number for -inf, a fully masked query gets the mean of the values.
         # The memory of a CausalBias has not been set.
         is_float = mask.dtype != torch.bool and not isinstance(mask, CausalBias)
-        if given.get("is_causal") or mask.requires_grad or (is_float and with_infinity(mask) is not mask):
+        if given.get("is_causal") or mask.requires_grad or (is_float and with_infinity(mask, _HIDDEN) is not mask):
             return None
     # Checkpointing compares what is saved with what its second pass saves, which is not watched.
     has_hooks = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
@@ -316,13 +320,13 @@ def pooling_of(query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any])
 
 def bias_of(mask: Tensor) -> dict[str, Any]:
     """Return the options of a call with a float mask."""
-    return {"bias": with_infinity(mask.detach())}
+    return {"bias": with_infinity(mask.detach(), _HIDDEN)}
 
 
-def with_infinity(mask: Tensor) -> Tensor:
-    """Replace the least number of the dtype, which models write into float masks and scores, by -inf."""
-    masked = mask <= torch.finfo(mask.dtype).min / 2
-    return mask.masked_fill(masked, -torch.inf) if bool(masked.logical_and(mask != -torch.inf).any()) else mask
+def with_infinity(x: Tensor, bound: float) -> Tensor:
+    """Replace numbers up to `bound`, or near the least of the dtype, which models write for -inf, by -inf."""
+    masked = x <= max(torch.finfo(x.dtype).min / 2, bound)
+    return x.masked_fill(masked, -torch.inf) if bool(masked.logical_and(x != -torch.inf).any()) else x
 
 
 def with_head_axis(scores: Tensor, heads: int | None) -> Tensor:

@@ -27,6 +27,7 @@ from torch.nn import functional
 import attnscore as ats
 from attnscore import api
 from attnscore.core.normalizers import ONLY_SOFTMAX, resolve
+from attnscore.core.prepared import PreparedKeys
 from attnscore.diagnostics.watching.torch_calls import (
     Call,
     Scores,
@@ -209,20 +210,23 @@ def _module_call(original: Any) -> Any:
             return original(module, *arguments, **options)
         entered = [watcher for watcher in _WATCHERS if watcher.enter(module, options)]
         try:
-            return original(module, *arguments, **options)
-        finally:
-            _leave(entered)
+            out = original(module, *arguments, **options)
+        except BaseException:
+            _leave(entered, failed=True)
+            raise
+        _leave(entered)
+        return out
 
     return called
 
 
-def _leave(entered: list[Watch]) -> None:
+def _leave(entered: list[Watch], failed: bool = False) -> None:
     """Leave all, the last one first, also when one of them raises, as a caller's `on_step` may."""
     if entered:
         try:
-            entered.pop().leave()
+            entered.pop().leave(failed)
         finally:
-            _leave(entered)
+            _leave(entered, failed)
 
 
 def _call_original(home: Any, original: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -258,10 +262,13 @@ def _attend(original: Any, query: Any, key: Any, value: Any, **options: Any) -> 
     return original(query, key, value, **options)
 
 
-def _attend_call(query: Tensor, key: Tensor, options: dict[str, Any]) -> Call | str:
+def _attend_call(query: Tensor, key: Any, options: dict[str, Any]) -> Call | str:
     """Return a call of `attend`; of weights without the statistics of a softmax, the reason why there is none."""
     if resolve(options.get("normalizer", "softmax")) is not None:
         return ONLY_SOFTMAX
+    if type(key) is PreparedKeys:
+        key, score = key.unpack(options.get("score", "scaled_dot"))
+        options = {**options, "score": score}
     kept = ("score", "mask", "valid_lens", "bias", "sink", "head_axis")
     return Call(query, key, {name: options[name] for name in kept if name in options})
 

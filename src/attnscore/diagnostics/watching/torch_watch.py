@@ -1,8 +1,9 @@
 """Recording of every attention call of a PyTorch model, step by step, without changing the model.
 
 Requirements:
-- a step is one call of the model (of its outermost module that is called); every n-th is sampled, the others cost only
-  a test per module;
+- a step is one call of the model; every n-th is sampled, the others cost only a test per module;
+- where parts of the model are called in its place, a step begins with the part that was called first;
+- what a backward pass calls, to compute it again, is not recorded;
 - a call is named by the module that made it, and by its number among that module's calls in the step;
 - threads that call the model at once have steps of their own;
 - memory grows with layers, heads and sampled steps, never with the length of a sequence;
@@ -39,6 +40,7 @@ from attnscore.errors import ArgumentError, message
 
 # Arguments of models, (batch, token): True (1) at tokens, and True (or -inf) at padding.
 _REAL, _IGNORED = "attention_mask", "src_key_padding_mask"
+_WHOLE = "(model)"
 
 
 @dataclass
@@ -47,6 +49,8 @@ class _Step:
 
     number: int
     sampled: bool
+    begins: bool
+    """Whether the step begins here, and not with the call of another part of the model."""
     real: Tensor | None
     sums: dict[str, dict[str, Array]] = field(default_factory=dict)
     calls: Counter[str] = field(default_factory=Counter)
@@ -79,11 +83,12 @@ class Watch(Records):
         for name, number in (("every", every), ("history", history)):
             if not is_whole(number) or number < 1:
                 raise ArgumentError(message(name, "a whole number above 0", shown(number)))
+        if on_step is not None and not callable(on_step):
+            raise ArgumentError(message("on_step", "a function of (step, rows), or None", shown(on_step)))
         # A strong reference: names are kept by the ids of modules, which Python reuses once a module is gone.
-        self._model: nn.Module | None = model
+        self._model = model
         self._names: dict[int, str] = {}
-        self._root = id(model)
-        self._root_was_called = False
+        self._first = ""  # the module whose calls are the steps
         self._softmax = _softmax_patterns(model, softmax)
         self._one_pass = check_flag("one_pass", one_pass)
         self._every, self._history, self._on_step = int(every), int(history), on_step
@@ -92,8 +97,8 @@ class Watch(Records):
 
     def start(self) -> Self:
         """Begin to record; modules that the model gets later have no name and are ignored."""
-        if not self._running and self._model is not None:
-            self._names = {id(module): name or "(model)" for name, module in self._model.named_modules()}
+        if not self._running:
+            self._names = {id(module): name or _WHOLE for name, module in self._model.named_modules()}
             parts = {part for name in self._names.values() for part in name.split(".")}
             self._has_two = {"encoder", "decoder"} <= parts
             torch_patches.start(self)
@@ -134,25 +139,27 @@ class Watch(Records):
             return False
         here = self._thread
         if not here.stack:
-            if id(module) == self._root:
-                self._root_was_called = True
-            elif self._root_was_called:
-                # A part of the model by itself, after the whole was called: checkpointing computes it again.
+            if torch._C._current_graph_task_id() != -1:  # checkpointing computes it again
                 return False
             with self._lock:
-                here.step = _Step(self.steps, self.steps % self._every == 0, _real_tokens(arguments))
-                self.steps += 1
+                if begins := not self._first or name in (self._first, _WHOLE):
+                    self._first = name
+                    self.steps += 1
+                number = self.steps - 1
+                here.step = _Step(number, number % self._every == 0, begins, None)
+        if here.step is not None and here.step.sampled and here.step.real is None:
+            here.step.real = _real_tokens(arguments)
         here.stack.append(name)
         return True
 
-    def leave(self) -> None:
-        """Note that the innermost watched module has returned."""
+    def leave(self, failed: bool) -> None:
+        """Note that the innermost watched module has returned, or has raised; a step that raises is dropped."""
         here = self._thread
         if here.stack:  # none when the watch was stopped in the middle
             here.stack.pop()
         if not here.stack and here.step is not None:
             step, here.step = here.step, None
-            if step.sampled:
+            if step.sampled and not failed:
                 self._finish(step)
 
     def is_sampling(self) -> bool:
@@ -202,7 +209,7 @@ class Watch(Records):
         """Return the name of the calling module; its second attention call in a step is "name #2"."""
         name = self._thread.stack[-1]
         if within:
-            name = within if name == "(model)" else f"{name}.{within}"
+            name = within if name == _WHOLE else f"{name}.{within}"
         step.calls[name] += 1
         return name if (number := step.calls[name]) == 1 else f"{name} #{number}"
 
@@ -217,7 +224,7 @@ class Watch(Records):
                     self.layers[key] = Layer(key, heads, deque(maxlen=self._history))
                 self.layers[key].add(step.number, sums)
                 added.append(self.layers[key])
-            self.sampled += 1
+            self.sampled += step.begins
             tau = self.thresholds.tau
             rows = [row for layer in added for row in layer.rows(layer.steps[-1][1], tau)]
         if self._on_step is not None:  # outside the lock: it may read the records and stop the watch
@@ -244,7 +251,7 @@ def _softmax_patterns(
     if not isinstance(patterns, Iterable) or not all(isinstance(x, str) for x in patterns):
         raise ArgumentError(message("softmax", "names of modules, or a mapping of names to heads", shown(softmax)))
     found = dict(patterns) if isinstance(patterns, Mapping) else dict.fromkeys(patterns)
-    names = [name or "(model)" for name, _ in model.named_modules()]
+    names = [name or _WHOLE for name, _ in model.named_modules()]
     for pattern, heads in found.items():
         if not any(fnmatchcase(name, pattern) for name in names):
             hint = "`unseen` of a watch without it lists where a softmax was called"
@@ -276,7 +283,8 @@ def watch(
     ----------
     model : nn.Module
     every : int
-        Sample one of so many steps; a step is one call of the model.
+        Sample one of so many steps; a step is one call of the model, or of the part of it that is called first where
+        the model itself is not.
     thresholds : Thresholds, optional
         Thresholds of the verdicts.
     on_step : callable (step, rows), optional
@@ -303,8 +311,8 @@ def watch(
     Raises
     ------
     ArgumentError
-        `model` is not a module, a number is not whole, `one_pass` is no bool, or a name in `softmax` is that of no
-        module.
+        `model` is not a module, a number is not whole, `on_step` is not callable, `one_pass` is no bool, or a name in
+        `softmax` is that of no module.
 
     Examples
     --------
