@@ -71,7 +71,11 @@ def test_any_number_of_axes(shape: tuple[int, ...], framework: str) -> None:
     scores = np.random.default_rng(0).standard_normal(shape)
     found = array(ats.masked_softmax(native(scores, framework)))
     np.testing.assert_allclose(found, softmax(scores) if scores.size else scores, atol=1e-15)
-    assert array(ats.masked_softmax(native(np.ones((2, 3, 0)), framework))).shape == (2, 3, 0)
+    empty = native(np.ones((2, 3, 0)), framework)
+    found = ats.masked_softmax(empty)
+    assert found is not empty and array(found).shape == (2, 3, 0)
+    with pytest.raises(ats.MaskError, match="valid_lens"):
+        ats.masked_softmax(empty, valid_lens=[5, 6, 7])
 
 
 @frameworks

@@ -190,6 +190,27 @@ def test_merge_of_parts_equals_the_whole(dtype: str, parts: int, framework: str)
 
 
 @frameworks
+@pytest.mark.parametrize("level", [0.0, 1e3, 1e7])
+def test_merge_is_as_exact_among_large_scores(level: float, framework: str) -> None:
+    """The shares of the parts add up to 1, however coarse the log-sum-exps are."""
+    lses = [np.full(3, level, np.float32) for _ in range(7)]
+    outs = [np.full((3, 2), i + 1, np.float32) for i in range(7)]
+    if framework == "torch":
+        outs, lses = [torch.tensor(x) for x in outs], [torch.tensor(x) for x in lses]
+    out, lse = ats.merge(outs, lses)
+    np.testing.assert_allclose(array(out), 4, rtol=1e-6)
+    np.testing.assert_allclose(array(lse), level + np.log(7), rtol=2e-7)
+
+
+@pytest.mark.parametrize("name", ["outs", "log_sum_exps"])
+def test_merge_takes_one_dtype(name: str) -> None:
+    parts = {"outs": [np.ones((2, 3))] * 2, "log_sum_exps": [np.ones(2)] * 2}
+    parts[name] = [parts[name][0], parts[name][0].astype("f")]
+    with pytest.raises(ats.DtypeError, match=rf"{name}: expected one dtype, got \['float32', 'float64'\]"):
+        ats.merge(*parts.values())
+
+
+@frameworks
 def test_merge_ignores_what_empty_parts_hold(framework: str) -> None:
     outs = [np.full((2, 3), np.nan), np.ones((2, 3)), np.full((2, 3), np.inf)]
     lses = [np.full(2, -np.inf), np.array([0.5, -np.inf]), np.full(2, -np.inf)]

@@ -176,8 +176,8 @@ FAULTS: list[Fault] = [
     Fault(
         "merge-of-empty-parts-alone",
         _FUNCTIONAL,
-        "ops.exp(lse - safe_max(ops, total))",
-        "ops.exp(lse - total)",
+        "total = ops.where(is_empty, 1.0, total)",
+        "total = ops.where(is_empty, total, total)",
         _MERGE,
         "a query for which all parts are empty gives NaN",
     ),

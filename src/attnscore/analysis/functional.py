@@ -11,7 +11,7 @@ from attnscore import backends
 from attnscore.backends.base import FLOATING, Array, Backend, accumulator
 from attnscore.core.arguments import check_held, check_positive, is_whole, largest_of, shown
 from attnscore.core.layout import AxisLayout, ScoreShape
-from attnscore.core.online_softmax import NEG_INF, logaddexp, safe_max, whole_rows
+from attnscore.core.online_softmax import NEG_INF, safe_max, whole_rows
 from attnscore.errors import ArgumentError, DtypeError, FrameworkError, ShapeError, message
 from attnscore.masks import Mask, as_mask
 
@@ -59,10 +59,10 @@ def masked_softmax(
     with ops.numeric_scope():
         transposed = ops.swap_axes(scores, int(axis), -1)
         flat = ops.reshape(transposed, (1, *transposed.shape)) if len(shape) == 1 else transposed
-        if flat.shape[-1] == 0:
-            return scores
         mask = _with_keys_last(mask, int(axis) % len(shape), len(shape))
         unmasked = _unmasked(ops, _score_shape(ops.shape(flat)), mask, valid_lens, flat)
+        if flat.shape[-1] == 0:
+            return scores + 0.0
         sums = accumulator(ops.dtype(flat))
         check_held("temperature", temperature, sums, 1 / float(temperature), 1 / largest_of(sums))
         wide = ops.astype(flat, sums) / temperature
@@ -189,7 +189,7 @@ def _checked_weights(arrays: dict[str, Array]) -> Backend:
 def merge(outs: Sequence[Array], log_sum_exps: Sequence[Array]) -> tuple[Array, Array]:
     """Join attention results over disjoint sets of keys, exactly.
 
-    lse = log sum_s exp(lse_s); out = sum_s exp(lse_s - lse) out_s. Empty parts (lse -inf) weigh nothing.
+    lse = log sum_s exp(lse_s); out = sum_s w_s out_s with w_s = exp(lse_s - lse). Empty parts (lse -inf) weigh nothing.
 
     Parameters
     ----------
@@ -229,13 +229,35 @@ def merge(outs: Sequence[Array], log_sum_exps: Sequence[Array]) -> tuple[Array, 
                     shapes={"outs[0]": tuple(outs[0].shape)},
                 )
             )
+    for name, parts in (("outs", outs), ("log_sum_exps", log_sum_exps)):
+        if len(dtypes := {ops.dtype(x) for x in parts}) > 1:
+            raise DtypeError(message(name, "one dtype", sorted(dtypes)))
     with ops.numeric_scope():
-        total = log_sum_exps[0]
-        for lse in log_sum_exps[1:]:
-            total = logaddexp(ops, total, lse)
+        shares, _, total = merged_shares(ops, log_sum_exps)
         joined: Any = 0.0
-        for out, lse in zip(outs, log_sum_exps, strict=True):
-            share = ops.expand_dims(ops.exp(lse - safe_max(ops, total)), -1)
+        for out, of_rows in zip(outs, shares, strict=True):
+            share = ops.expand_dims(of_rows, -1)
             # The output of a fully masked part may be NaN.
             joined = joined + ops.where(share == 0, 0.0, share * ops.astype(out, ops.dtype(share)))
-        return ops.astype(joined, ops.dtype(outs[0])), total
+        return ops.astype(joined, ops.dtype(outs[0])), ops.astype(total, ops.dtype(log_sum_exps[0]))
+
+
+def merged_shares(ops: Backend, log_sum_exps: Sequence[Array]) -> tuple[list[Array], list[Array], Array]:
+    """Return the shares of parts in a softmax over all of them, the logarithms of the shares, and the log-sum-exp.
+
+    The shares add up to 1: exp(lse_s - lse) would be off by the rounding of lse, which grows with the scores.
+    """
+    parts = [ops.astype(x, accumulator(ops.dtype(x))) for x in log_sum_exps]
+    top = ops.stop_gradient(parts[0])
+    for part in parts[1:]:
+        top = ops.maximum(top, ops.stop_gradient(part))
+    top = safe_max(ops, top)
+    weights = [ops.exp(part - top) for part in parts]
+    total = weights[0]
+    for weight in weights[1:]:
+        total = total + weight
+    is_empty = total == 0
+    total = ops.where(is_empty, 1.0, total)
+    log_denom = ops.log(total)
+    shares, logs = [weight / total for weight in weights], [part - top - log_denom for part in parts]
+    return shares, logs, ops.where(is_empty, NEG_INF, top + log_denom)

@@ -145,9 +145,3 @@ def whole_rows(ops: Backend, scores: Array, unmasked: Array | None, sink: Array 
 def log_weights(ops: Backend, scores: Array, row_max: Array, log_denom: Array) -> Array:
     """Return log p = (scores - row_max) - log_denom; -inf for a fully masked query."""
     return scores - row_max - ops.where(log_denom == NEG_INF, float("inf"), log_denom)
-
-
-def logaddexp(ops: Backend, first: Array, second: Array) -> Array:
-    """Return log(exp(first) + exp(second)), -inf where both are."""
-    maximum = safe_max(ops, ops.maximum(first, second))
-    return maximum + ops.log(ops.exp(first - maximum) + ops.exp(second - maximum))

@@ -6,10 +6,9 @@ sum w_s (H_s - log w_s). The mean and the variance of the scores need the number
 
 from __future__ import annotations
 
-from attnscore.analysis.functional import merge
+from attnscore.analysis.functional import merge, merged_shares
 from attnscore.backends import of
 from attnscore.backends.base import Array, Backend
-from attnscore.core.online_softmax import safe_max
 from attnscore.core.statistics import AttentionStats
 from attnscore.errors import ArgumentError, message
 
@@ -42,8 +41,7 @@ def merge_parts(
     ops = of({"outs[0]": outs[0]})
     out, total = merge(outs, [part.log_sum_exp for part in stats])
     with ops.numeric_scope():
-        logs = [part.log_sum_exp - safe_max(ops, total) for part in stats]
-        shares = [ops.exp(log) for log in logs]
+        shares, logs, _ = merged_shares(ops, [part.log_sum_exp for part in stats])
         found = {"log_sum_exp": total} | _of_weights(ops, stats, shares, logs)
         if stats[0].max_score is not None:
             found["max_score"] = ops.maximum(*(part.max_score for part in stats))
