@@ -96,6 +96,12 @@ def test_the_table_in_graphs(score: str, mask: str, dtype: str, extras: str) -> 
     call.check(call.tensorflow(tf.function))
 
 
+@pytest.mark.parametrize("axes", [5, 6, 7])
+def test_axes_beyond_those_of_a_softmax_of_tensorflow(axes: int) -> None:
+    x = tf.random.normal((2,) * (axes - 3) + (2, 5, 4), seed=1)
+    close(tf.function(lambda x: with_gradients(x, x, x))(x), with_gradients(x, x, x), 1e-5)
+
+
 @needs_native
 @pytest.mark.parametrize(
     "arguments",
