@@ -40,7 +40,8 @@ from attnscore.kv_buffers.storage import STORAGE, Storage, moved
 from attnscore.masks import Dense, Mask, ValidLens
 from attnscore.masks.index_values import host_ints
 from attnscore.masks.shape_spec import shape_of
-from attnscore.scores.base import arrays_of, describe, with_arrays
+from attnscore.scores.arrays import arrays_of, with_arrays
+from attnscore.scores.base import describe
 
 __all__ = ["KeyValueCache", "RollingWindow"]
 

@@ -63,7 +63,7 @@ from attnscore.scores import (
     resolve,
 )
 from attnscore.scores.activations import NAMES as ACTIVATIONS
-from attnscore.scores.base import with_arrays
+from attnscore.scores.arrays import with_arrays
 
 __all__ = ["check_framework", "check_kernel", "check_score", "main"]
 

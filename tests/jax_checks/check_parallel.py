@@ -39,6 +39,19 @@ SHARED_SCORES = [score.name for score in SCORES if score.name.removeprefix("scal
 SOME_MASKS = (
     *("none", "Causal", "SlidingWindow-both", "valid_lens-2d", "array-4d", "Neighbours-and", "MaskFunction-heads"),
 )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PerHead:
+    """A score of the user's own with a parameter for each head."""
+
+    rate: Any
+
+    def tile(self, ops: Any, query: Any, key: Any) -> Any:
+        rate = ops.reshape(self.rate, (query.shape[-4], query.shape[-3], 1, 1))
+        return rate * ops.matmul(query, ops.matrix_transpose(key))
+
+
 HEADS_MASK = ats.Dense(np.ones((1, 4, 24, 24), bool))
 
 
@@ -422,6 +435,7 @@ SHARDS = [Shard.contiguous(24, rank, 4) for rank in range(4)]
         ({"kernel": "dense"}, ats.KernelUnavailable, "kernel: expected one that takes lowered keys, got 'dense'"),
         ({"mode": "heads", "heads": 2}, ats.ArgumentError, "mode: .*4 ranks do not divide 2 heads and 2 KV heads"),
         ({"mode": "ring", "normalizer": "sigmoid"}, ats.ArgumentError, "'ring': a normalizer other than the softmax"),
+        ({"mode": "heads", "score": PerHead(jnp.arange(4.0))}, ats.ArgumentError, "parameters of its own"),
         ({"mode": "heads", "mask": HEADS_MASK}, ats.ArgumentError, "each head has a mask of its own"),
     ],
 )

@@ -43,8 +43,8 @@ class NumpyBackend(Backend):
         return _name_of(x.dtype)
 
     def is_floating(self, x: Array) -> bool:
-        # ml_dtypes registers bfloat16 with kind "V".
-        return bool(x.dtype.kind == "f" or _name_of(x.dtype) == "bfloat16")
+        # ml_dtypes registers bfloat16 with kind "V", and an 8-bit dtype with kind "f".
+        return bool((x.dtype.kind == "f" and x.dtype.itemsize > 1) or _name_of(x.dtype) == "bfloat16")
 
     def unsupported(self, x: Array) -> tuple[str, str] | None:
         if isinstance(x, np.matrix):

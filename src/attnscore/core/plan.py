@@ -35,7 +35,7 @@ from attnscore.kernels import AttentionOp
 from attnscore.masks import Dense
 from attnscore.masks.cached import numbers_of
 from attnscore.scores import Additive, Bilinear, Cosine, Dot, Gaussian, ScaledDot
-from attnscore.scores.base import arrays_of, with_arrays
+from attnscore.scores.arrays import arrays_of, with_arrays
 from attnscore.scores.forms import InnerForm
 
 

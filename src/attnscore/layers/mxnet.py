@@ -35,7 +35,8 @@ from attnscore.kv_cache import KeyValueCache
 from attnscore.layers import description, shared
 from attnscore.layers.description import BaseAttention, LastCall, Layer, Linear, Parameter, PreparesKeys, option
 from attnscore.layers.documentation import BIAS, CACHE, Documentation, documented_call
-from attnscore.scores.base import with_arrays, with_nonfinite_rows_isolated
+from attnscore.scores.arrays import with_arrays
+from attnscore.scores.base import with_nonfinite_rows_isolated
 
 __all__ = [
     "AdditiveAttention",

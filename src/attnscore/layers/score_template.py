@@ -22,7 +22,8 @@ from attnscore.backends.base import Array
 from attnscore.core.arguments import check_choice, shown
 from attnscore.errors import ArgumentError, message
 from attnscore.scores import Combination, arrays_of
-from attnscore.scores.base import Wrapper, with_arrays
+from attnscore.scores.arrays import with_arrays
+from attnscore.scores.base import Wrapper
 
 
 def names_in(score: Any, known: Sequence[str]) -> tuple[str, ...]:

@@ -45,7 +45,8 @@ from attnscore.layers.documentation import CALL_OPTIONS, Documentation, document
 from attnscore.masks import Mask
 from attnscore.parallel.shard import Shard
 from attnscore.scores import arrays_of
-from attnscore.scores.base import with_arrays, with_nonfinite_rows_isolated
+from attnscore.scores.arrays import with_arrays
+from attnscore.scores.base import with_nonfinite_rows_isolated
 
 __all__ = [
     "AdditiveAttention",

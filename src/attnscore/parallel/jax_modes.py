@@ -32,7 +32,7 @@ from attnscore.parallel.mask import shard_mask
 from attnscore.parallel.merging import COUNTED, SOFTMAX_ALONE, merge_parts
 from attnscore.parallel.plan import Exchange, have_masks_of_their_own
 from attnscore.parallel.shard import Shard
-from attnscore.scores.forms import InnerForm
+from attnscore.scores.forms import PARAMETER, InnerForm
 
 lax: Any = jax.lax
 """JAX's stubs leave the collectives untyped."""
@@ -248,7 +248,8 @@ class Heads(Call):
         found = []
         if have_masks_of_their_own(problem.mask, whole):
             found.append("each head has a mask of its own")
-        if any(x.ndim > 2 for name, x in problem.form.arrays().items() if role_of(problem, name) == "shared"):
+        shared = {name: x for name, x in problem.form.arrays().items() if role_of(problem, name) == "shared"}
+        if any(x.ndim > 2 or (PARAMETER in name and x.size > 1) for name, x in shared.items()):
             found.append("each head has parameters of its own")
         return tuple(found)
 

@@ -45,7 +45,7 @@ from attnscore.parallel.torch_modes import WAYS
 from attnscore.parallel.torch_parts import Saved, ShardedCall
 from attnscore.parallel.torch_queries import PassQueries
 from attnscore.parallel.torch_ranks import Ranks, SumOverRanks, Transfers
-from attnscore.scores.base import arrays_of, with_arrays
+from attnscore.scores.arrays import arrays_of, with_arrays
 
 __all__ = ["attend", "explain", "gather_rows", "merge_over"]
 

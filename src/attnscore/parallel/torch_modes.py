@@ -256,7 +256,7 @@ class Heads(ShardedCall):
     @staticmethod
     def reasons_against(problem: Problem, whole: ScoreShape) -> tuple[str, ...]:
         form, found = problem.form, []
-        if any(name.rpartition(".")[0].endswith(PARAMETER[:-1]) and x.numel() > 1 for name, x in form.arrays().items()):
+        if any(PARAMETER in name and x.numel() > 1 for name, x in form.arrays().items()):
             found.append("a custom score with parameters, which may be those of each head")
         if have_masks_of_their_own(problem.mask, whole):
             found.append("a mask of its own for each head")

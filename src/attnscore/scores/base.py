@@ -24,6 +24,7 @@ from attnscore import backends
 from attnscore.backends.base import FLOATING, Array, Backend, accumulator, sum_to
 from attnscore.core.arguments import check_positive
 from attnscore.errors import ArgumentError, DtypeError, ShapeError, message
+from attnscore.scores.arrays import arrays_of, with_arrays
 from attnscore.scores.forms import PARAMETER, Form, TileForm
 
 
@@ -217,61 +218,6 @@ def check_learned(name: str, x: Any, inner: Any) -> None:
         raise ArgumentError(message(name, "one learned array of this name", f"another in {inner!r}", hint=hint))
 
 
-_FIELD_NAMES: dict[type, tuple[str, ...]] = {}
-
-
-def _field_names(kind: type) -> tuple[str, ...]:
-    """Return the field names of a dataclass; an empty tuple for any other class."""
-    if kind not in _FIELD_NAMES:
-        fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
-        _FIELD_NAMES[kind] = tuple(field.name for field in fields)
-    return _FIELD_NAMES[kind]
-
-
-# torch's compiler cannot trace `dataclasses.fields`, and a layer may be compiled before the first eager call.
-_field_names._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def arrays_of(score: object) -> dict[str, Array]:
-    """Return the array fields of a score by name, with those of a wrapped score.
-
-    Arrays of the scores in a tuple are named by their place: ``scores.0.bandwidth``.
-    """
-    arrays: dict[str, Array] = {}
-    for name in _field_names(type(score)):
-        value = getattr(score, name)
-        if backends.is_array(value):
-            arrays[name] = value
-        elif hasattr(value, "tile"):
-            arrays.update(arrays_of(value))
-        elif isinstance(value, (tuple, list)):
-            for i, part in enumerate(value):
-                if backends.is_array(part):
-                    arrays[f"{name}.{i}"] = part
-                else:
-                    arrays.update({f"{name}.{i}.{inner}": x for inner, x in arrays_of(part).items()})
-    return arrays
-
-
-def with_arrays(score: Any, change: Callable[[Array], Array]) -> Any:
-    """Return the score with its array fields, and those of a wrapped score, changed."""
-    found: dict[str, Any] = {}
-    for name in _field_names(type(score)):
-        value = getattr(score, name)
-        if backends.is_array(value):
-            found[name] = change(value)
-        elif hasattr(value, "tile"):
-            found[name] = with_arrays(value, change)
-        elif isinstance(value, (tuple, list)) and any(map(_holds_arrays, value)):
-            found[name] = tuple(change(x) if backends.is_array(x) else with_arrays(x, change) for x in value)
-    changed = {name: value for name, value in found.items() if value is not getattr(score, name)}
-    return dataclasses.replace(score, **changed) if changed else score
-
-
-def _holds_arrays(x: Any) -> bool:
-    return backends.is_array(x) or bool(arrays_of(x))
-
-
 def with_dtype(ops: Backend, score: Any, dtype: str) -> Any:
     """Return the score with its array fields, and those of a wrapped score, cast to `dtype`."""
     return with_arrays(score, lambda x: ops.astype(x, dtype) if ops.dtype(x) != dtype else x)
@@ -285,15 +231,33 @@ def check_score_arrays(ops: Backend, score: object, query: Array) -> None:
         backends.check_devices(ops, query, {name: x})
         if not ops.is_floating(x):
             raise DtypeError(message(name, FLOATING, ops.dtype(x)))
+    _check_dataclasses(ops, score)
+
+
+def _check_dataclasses(ops: Backend, score: object) -> None:
+    """Raise ArgumentError where an array that needs a gradient is in a score, or a wrapped one, that has no fields."""
+    held = vars(score) if hasattr(score, "__dict__") else {}
+    if not dataclasses.is_dataclass(score):
+        # Parameters of a module are in a dictionary of it.
+        found = [*held.values(), *(x for part in held.values() if isinstance(part, dict) for x in part.values())]
+        if ops.needs_grad(*(x for x in found if backends.is_array(x) and backends.of_type(type(x)) is ops)):
+            expected = "a dataclass whose fields are its arrays, so that gradients reach them"
+            raise ArgumentError(message("score", expected, type(score).__name__))
+        return
+    for value in held.values():
+        for part in value if isinstance(value, (tuple, list)) else (value,):
+            if hasattr(part, "tile"):
+                _check_dataclasses(ops, part)
 
 
 def generic_form(ops: Backend, score: Any, query: Array, key: Array) -> TileForm:
     """Return the lowered form of a score that has only ``tile``."""
-    parameters = {
-        name: x
-        for name, x in arrays_of(score).items()
-        if dataclasses.is_dataclass(score) and backends.is_array(getattr(score, name, None))
-    }
+    held: list[Array] = []
+    with_arrays(score, lambda x: held.append(x) or x)  # type: ignore[func-returns-value]
+    parameters = arrays_of(score)
+    if len(held) != len(parameters):
+        expected = f"arrays of different names in {type(score).__name__} and the scores in it"
+        raise ArgumentError(message("score", expected, f"{len(held)} arrays named {list(parameters)}"))
     return TileForm(query, key, score, parameters)
 
 

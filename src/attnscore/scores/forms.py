@@ -16,16 +16,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, final
 
 import numpy as np
 
 from attnscore import backends
-from attnscore.backends.base import FLOATING, Array, Backend, accumulator, broadcast, may_equal
-from attnscore.errors import DtypeError, FrameworkError, ShapeError, message
+from attnscore.backends.base import FLOATING, Array, Backend, accumulator, broadcast, may_equal, sum_to
+from attnscore.errors import ArgumentError, DtypeError, FrameworkError, ShapeError, message
 from attnscore.scores.activations import Activation
+from attnscore.scores.arrays import with_arrays
 
 Role = Literal["query", "key", "shared"]
 PARAMETER = "score."
@@ -253,23 +254,26 @@ class TileForm(Form):
         names = list(self.parameters)
 
         def tile(query: Array, key: Array, *parameters: Array) -> Array:
-            return checked_tile(ops, _with(self.score, dict(zip(names, parameters, strict=True))), query, key)
+            return checked_tile(ops, _with(self.score, parameters), query, key)
 
         inputs = (self.query, self.key, *self.parameters.values())
-        if hasattr(self.score, "tile_gradient"):
-            score = _with(self.score, self.parameters)
+        scores = tile(*inputs)
+        # Where query and key have 1 along a batch axis of the value, so have the scores, and their gradient has not.
+        shape = _shape_of(scores)
 
-            def custom_vjp(grad: Array) -> dict[str, Array]:
-                query, key, parameters = score.tile_gradient(ops, self.query, self.key, grad)
-                return {"query": query, "key": key, **self._prefixed(parameters)}
+        def vjp(grad: Array) -> dict[str, Array]:
+            if shape is not None:
+                grad = sum_to(ops, grad, shape)
+            if not hasattr(self.score, "tile_gradient"):
+                query, key, *found = ops.vjp(tile, inputs)[1](grad)
+                return {"query": query, "key": key, **self._prefixed(dict(zip(names, found, strict=True)))}
+            score = _with(self.score, self.parameters.values())
+            query, key, parameters = score.tile_gradient(ops, self.query, self.key, grad)
+            if missing := [name for name in names if name not in parameters]:
+                raise ArgumentError(message("tile_gradient", f"the gradients of {names}", f"none of {missing}"))
+            return {"query": query, "key": key, **self._prefixed(parameters)}
 
-            return tile(*inputs), custom_vjp
-
-        def autodiff_vjp(grad: Array) -> dict[str, Array]:
-            query, key, *parameters = ops.vjp(tile, inputs)[1](grad)
-            return {"query": query, "key": key, **self._prefixed(dict(zip(names, parameters, strict=True)))}
-
-        return tile(*inputs), autodiff_vjp
+        return scores, vjp
 
 
 @final
@@ -424,5 +428,7 @@ def _fits(shape: tuple[Any, ...], expected: tuple[Any, ...], leads: tuple[tuple[
     )
 
 
-def _with(score: Any, arrays: Mapping[str, Array]) -> Any:
-    return dataclasses.replace(score, **arrays) if arrays else score
+def _with(score: Any, arrays: Iterable[Array]) -> Any:
+    """Return a score with other arrays, in the order of `arrays_of`."""
+    left = iter(arrays)
+    return with_arrays(score, lambda _: next(left))

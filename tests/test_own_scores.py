@@ -1,0 +1,166 @@
+"""Scores of a user's own: gradients reach all arrays that they hold, by every kernel and in every framework."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import tensorflow as tf
+import torch
+
+import attnscore as ats
+
+
+def _products(ops: Any, query: Any, key: Any) -> Any:
+    return ops.matmul(query, ops.matrix_transpose(key))
+
+
+@dataclass(frozen=True, eq=False)
+class Around:
+    """Twice another score, and a number for each of two more."""
+
+    inner: Any
+    rates: tuple[Any, ...]
+
+    def tile(self, ops: Any, query: Any, key: Any) -> Any:
+        return 2 * self.inner.tile(ops, query, key) + self.rates[0] * self.rates[1] * ops.tanh(
+            _products(ops, query, key)
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Bounded:
+    def tile(self, ops: Any, query: Any, key: Any) -> Any:
+        return ops.tanh(_products(ops, query, key))
+
+
+class NoDataclass:
+    def __init__(self, factor: Any) -> None:
+        self.factor = factor
+
+    def tile(self, ops: Any, query: Any, key: Any) -> Any:
+        return self.factor * _products(ops, query, key)
+
+
+class Module(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.tensor(2.0))
+
+    def tile(self, ops: Any, query: Any, key: Any) -> Any:
+        return self.factor * _products(ops, query, key)
+
+
+def _by_torch(loss: Callable[..., Any], inputs: list[np.ndarray]) -> list[np.ndarray]:
+    leaves = [torch.tensor(x, requires_grad=True) for x in inputs]
+    return [x.numpy() for x in torch.autograd.grad(loss(*leaves), leaves)]
+
+
+def _by_jax(loss: Callable[..., Any], inputs: list[np.ndarray]) -> list[np.ndarray]:
+    with jax.enable_x64(True):
+        found = jax.grad(loss, tuple(range(len(inputs))))(*map(jax.numpy.asarray, inputs))
+        return [*map(np.asarray, found)]
+
+
+def _by_tensorflow(loss: Callable[..., Any], inputs: list[np.ndarray]) -> list[np.ndarray]:
+    leaves = [tf.Variable(x) for x in inputs]
+    with tf.GradientTape() as tape:
+        found = loss(*(tf.convert_to_tensor(x) for x in leaves))
+    return [x.numpy() for x in tape.gradient(found, leaves)]
+
+
+FRAMEWORKS = {"torch": _by_torch, "jax": _by_jax, "tensorflow": _by_tensorflow}
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x, ats.SoftCap, ats.Temperature], ids=["alone", "capped", "divided"])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_gradients_reach_wrapped_scores_and_tuples(framework: str, wrap: Callable[..., Any]) -> None:
+    rng = np.random.default_rng(0)
+    inputs = [rng.standard_normal((2, n, 3)) for n in (5, 7, 7)] + [np.array(x) for x in (1.5, 0.5, -2.0)]
+
+    def loss(kernel: str) -> Callable[..., Any]:
+        def found(query: Any, key: Any, value: Any, scale: Any, *rates: Any) -> Any:
+            score = Around(ats.ScaledDot(scale), rates)
+            out = ats.attend(query, key, value, score=_wrapped(wrap, score), kernel=kernel)
+            return (out * out).sum() if framework != "tensorflow" else tf.reduce_sum(out * out)
+
+        return found
+
+    found = FRAMEWORKS[framework](loss("auto"), inputs)
+    for x, wanted in zip(found, _by_torch(loss_of_torch(wrap), inputs), strict=True):
+        np.testing.assert_allclose(x, wanted, rtol=1e-9, atol=1e-12)
+    assert all(np.abs(x).max() > 1e-3 for x in found)
+
+
+def _wrapped(wrap: Callable[..., Any], score: Any) -> Any:
+    return wrap(score, 3.0) if wrap in (ats.SoftCap, ats.Temperature) else score
+
+
+def loss_of_torch(wrap: Callable[..., Any]) -> Callable[..., Any]:
+    """The loss with the reference kernel, through which PyTorch differentiates by itself."""
+
+    def loss(query: Any, key: Any, value: Any, scale: Any, *rates: Any) -> Any:
+        score = _wrapped(wrap, Around(ats.ScaledDot(scale), rates))
+        return ats.attend(query, key, value, score=score, kernel="dense").square().sum()
+
+    return loss
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_batch_that_only_the_values_have(framework: str) -> None:
+    """The scores have 1 along it, and so has what `tile` returns."""
+    rng = np.random.default_rng(0)
+    inputs = [rng.standard_normal(shape) for shape in ((1, 9, 2), (1, 9, 2), (3, 9, 2))]
+
+    def loss(query: Any, key: Any, value: Any) -> Any:
+        out = ats.attend(query, key, value, score=Bounded())
+        return (out * out).sum() if framework != "tensorflow" else tf.reduce_sum(out * out)
+
+    def reference(query: Any, key: Any, value: Any) -> Any:
+        return ((query @ key.mT).tanh().softmax(-1) @ value).square().sum()
+
+    wanted = _by_torch(reference, inputs)
+    for x, exact in zip(FRAMEWORKS[framework](loss, inputs), wanted, strict=True):
+        np.testing.assert_allclose(x, exact, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("make", [lambda: NoDataclass(torch.tensor(2.0, requires_grad=True)), Module])
+@pytest.mark.parametrize(
+    "wrap", [lambda x: x, lambda x: ats.SoftCap(x, 3.0), lambda x: ats.Combination((ats.Dot(), x), (1.0, 2.0))]
+)
+def test_an_array_that_no_gradient_reaches_is_an_error(make: Callable[[], Any], wrap: Callable[[Any], Any]) -> None:
+    x = torch.ones(3, 2)
+    with pytest.raises(ats.ArgumentError, match="score: expected a dataclass whose fields are its arrays"):
+        ats.attend(x, x, x, score=wrap(make()))
+    with torch.no_grad():
+        ats.attend(x, x, x, score=wrap(NoDataclass(torch.tensor(2.0))))
+
+
+def test_a_gradient_that_tile_gradient_leaves_out_is_an_error() -> None:
+    class Forgets(Around):
+        def tile_gradient(self, ops: Any, query: Any, key: Any, grad: Any) -> Any:
+            return query, key, {"rates.0": self.rates[0]}
+
+    x = np.ones((3, 2))
+    _, pullback = ats.attend_vjp(x, x, x, score=Forgets(ats.ScaledDot(np.array(1.0)), (np.array(1.0), np.array(2.0))))
+    with pytest.raises(ats.ArgumentError, match=r"tile_gradient: .*'rates.0'.*got none of \['scale', 'rates.1'\]"):
+        pullback(x)
+
+
+def test_two_arrays_of_one_name_are_an_error() -> None:
+    @dataclass(frozen=True, eq=False)
+    class Scaled:
+        scale: Any
+        inner: Any
+
+        def tile(self, ops: Any, query: Any, key: Any) -> Any:
+            return self.scale * self.inner.tile(ops, query, key)
+
+    x, number = torch.ones(3, 2), torch.tensor(2.0)
+    with pytest.raises(ats.ArgumentError, match=r"different names in Scaled and .*, got 2 arrays named \['scale'\]"):
+        ats.attend(x, x, x, score=Scaled(number, ats.ScaledDot(number)))
+    ats.attend(x, x, x, score=Scaled(2.0, ats.ScaledDot(number)))
