@@ -273,3 +273,19 @@ def test_called_from_torch_it_takes_the_threads_of_torch(monkeypatch: pytest.Mon
         out.sum().backward()
     of_torch = 3 if backends.load("torch").gomp_parallel() is None else -3
     assert used == [of_torch, 5, of_torch, of_torch] * 2
+
+
+def test_a_daemon_thread_that_still_computes_when_python_ends() -> None:
+    code = """
+import threading, time
+import attnscore as ats, numpy as np
+x, begun = np.ones((1, 4, 512, 64), "f"), threading.Event()
+def work():
+    while True:
+        ats.attend(x, x, x)
+        begun.set()
+threading.Thread(target=work, daemon=True).start()
+begun.wait()
+"""
+    done = in_new_process(code)
+    assert (done.returncode, done.stderr) == (0, "")

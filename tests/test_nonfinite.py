@@ -469,3 +469,27 @@ def test_nothing_visible_anywhere(framework: str) -> None:
 def test_a_visible_infinity_beside_a_sink(kernel: str) -> None:
     found = ats.attend(np.zeros((1, 1)), np.zeros((1, 1)), np.array([[np.inf]]), sink=0.0, kernel=kernel)
     assert found == np.inf
+
+
+@pytest.mark.parametrize("kernel", ["dense", "streaming", pytest.param("native", marks=needs_native)])
+def test_a_row_without_keys_beside_a_sink_that_is_nan(kernel: str) -> None:
+    query, key = np.ones((2, 4)), np.ones((3, 4))
+    out, stats = ats.attend(
+        query, key, key, valid_lens=[0, 2], sink=np.array(np.nan), kernel=kernel, return_stats=("sum_weights",)
+    )
+    np.testing.assert_array_equal(out, [[0] * 4, [np.nan] * 4])
+    np.testing.assert_array_equal(stats.sum_weights, [0, np.nan])
+
+
+@needs_native
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+@pytest.mark.parametrize("queries", [2, 40])
+def test_the_slope_at_nan_is_nan_for_few_pairs_and_many(queries: int, activation: str) -> None:
+    torch.manual_seed(0)
+    query, key, w = (torch.randn(shape, requires_grad=True) for shape in ((queries, 16), (64, 16), (16,)))
+    with torch.no_grad():
+        key[5] = torch.nan
+    scores = ats.attention_scores(query, key, score=ats.Additive(w, activation=activation))
+    scores[:, 5].sum().backward()
+    assert query.grad is not None and query.grad.isnan().all()
+    assert key.grad is not None and key.grad[5].isnan().all() and (key.grad[:5] == 0).all()

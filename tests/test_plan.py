@@ -54,6 +54,28 @@ def test_the_oldest_answer_makes_room() -> None:
     assert asked == [1, 2, 3, 1]
 
 
+def test_the_oldest_answers_make_room_for_heavy_ones() -> None:
+    memory: BoundedCache[int] = BoundedCache(maxsize=9, most=10)
+    for key, weight in enumerate((1, 4, 4, 3, 2)):
+        memory.get_or_compute(key, lambda key=key: 10 * key)
+        memory.weigh(key, weight)
+    assert [memory.get(key) for key in range(5)] == [None, None, 20, 30, 40]
+    memory.weigh(3, 5)  # the weights of an entry add up
+    assert [memory.get(key) for key in range(5)] == [None, None, None, 30, 40]
+    memory.get_or_compute("all", lambda: 50)
+    memory.weigh("all", 11)
+    assert [memory.get(key) for key in (3, 4, "all")] == [None, None, None]
+
+
+@pytest.mark.skipif(not NATIVE, reason="only the native kernel is prepared")
+def test_plans_of_many_heads_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "PLANS", found := BoundedCache(256, 100))
+    for keys in range(1, 9):
+        for _ in range(2):
+            ats.attend(*(torch.randn(6, 5, n, 4) for n in (1, keys, keys)))
+    assert [x.heads for x in found._entries.values()] == [30, 30, 30]
+
+
 def test_what_raises_has_no_hash_or_no_key_is_not_remembered() -> None:
     memory: BoundedCache[int] = BoundedCache()
     answers = iter(range(10))

@@ -10,10 +10,12 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <deque>
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -30,6 +32,26 @@ using namespace nb::literals;
 using namespace attnscore;
 
 namespace {
+
+// Python's lock, released in this scope. A daemon thread cannot get it back once Python ends: before 3.14 CPython then
+// ends the thread by an exception that no destructor may pass on, which would end the process. Such a thread sleeps
+// instead.
+class ReleasedLock {
+   public:
+    ReleasedLock() : state_(PyEval_SaveThread()) {}
+    ~ReleasedLock() {
+        try {
+            PyEval_RestoreThread(state_);
+        } catch (...) {
+            for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
+        }
+    }
+    ReleasedLock(const ReleasedLock&) = delete;
+    ReleasedLock& operator=(const ReleasedLock&) = delete;
+
+   private:
+    PyThreadState* state_;
+};
 
 // ---- targets ----
 
@@ -143,7 +165,7 @@ void forward(const ScoreSpec& score, const Objects& inputs, const Objects& fille
     check_given(arrays.log_denom);
     const std::vector<RowArrays> rows = build_forward(p, in, arrays);
     if (p.heads.empty()) return;
-    nb::gil_scoped_release released;
+    const ReleasedLock released;
     run_forward(chosen, p, rows, most);
 }
 
@@ -161,7 +183,7 @@ void backward(const ScoreSpec& score, const Objects& inputs, const Objects& resu
     from.read_all<Writable>("gradients", gradients, kGradients, arrays);
     const std::vector<RowArrays> rows = build_backward(p, in, arrays);
     if (p.heads.empty()) return;
-    nb::gil_scoped_release released;
+    const ReleasedLock released;
     run_backward(chosen, p, rows, most);
 }
 
@@ -262,7 +284,7 @@ nb::object is_all_finite(nb::handle array) {
     if (format != 'f' && format != 'd' && format != 'e' && format != 'E') return nb::none();
     bool found;
     {
-        const nb::gil_scoped_release released;
+        const ReleasedLock released;
         found = format == 'f'   ? all_finite<uint32_t>(data, count, 0x7f800000)
                 : format == 'd' ? all_finite<uint64_t>(data, count, 0x7ff0000000000000)
                 : format == 'e' ? all_finite<uint16_t>(data, count, 0x7c00)
@@ -333,7 +355,7 @@ void run_plan(const CallPlan& plan, const nb::tuple& addresses, uint64_t seed, i
     const Threads most = threads_of(threads);
     const Kernels& chosen = selected_kernels();
     const Addresses held(addresses);
-    const nb::gil_scoped_release released;
+    const ReleasedLock released;
     plan.run(chosen, held.values, seed, most);
 }
 

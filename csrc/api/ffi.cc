@@ -329,7 +329,7 @@ BackwardArrays backward_arrays(const Call& call, const Problem& p, const Shape& 
 // Calls that differ in addresses and seed alone are checked once, and then run by a plan. Mapped calls, empty ones, and
 // those with ids or a seed of the program's have none.
 constexpr size_t kMostPlans = 64;
-constexpr int64_t kMostPlannedHeads = 4096;
+constexpr int64_t kMostPlannedHeads = 8192;  // of all plans of a thread: 20 MB
 constexpr size_t kQueryIds = 7, kKeyIds = 8, kStart = 9, kStop = 10;
 static_assert(kInputs[kQueryIds].array == &Inputs::query_ids && kInputs[kKeyIds].array == &Inputs::key_ids);
 static_assert(kInputs[kStart].array == &Inputs::start && kInputs[kStop].array == &Inputs::stop);
@@ -445,13 +445,15 @@ bool run_planned(bool is_backward, ffi::RemainingArgs args, ffi::RemainingRets r
     if (heads > kMostPlannedHeads) return false;
     // Those of a thread, so that none waits for another.
     thread_local std::unordered_map<std::string, std::unique_ptr<PlannedCall>> plans;
+    thread_local int64_t planned_heads = 0;
     thread_local std::string signature;
     write_signature(signature, is_backward, args, rets, attributes);
     auto found = plans.find(signature);
     if (found == plans.end()) {
         auto planned = std::make_unique<PlannedCall>(is_backward, args, rets, attributes);
-        if (plans.size() >= kMostPlans) plans.clear();
+        if (plans.size() >= kMostPlans || planned_heads + heads > kMostPlannedHeads) plans.clear(), planned_heads = 0;
         found = plans.emplace(signature, std::move(planned)).first;
+        planned_heads += heads;
     }
     return found->second->run(args, rets, static_cast<uint64_t>(attribute<int64_t>(attributes, "seed")));
 }
@@ -463,6 +465,8 @@ ffi::Error forward(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictio
         return build_forward(p, call.inputs(p, example), forward_arrays(call, p, example));
     };
     return run_examples(call, build, run_forward);
+} catch (const std::bad_alloc&) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "attnscore: out of memory");
 } catch (const std::exception& error) {
     return ffi::Error::InvalidArgument(error.what());
 }
@@ -475,6 +479,8 @@ ffi::Error backward(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dicti
         return build_backward(p, call.inputs(p, example), backward_arrays(call, p, example));
     };
     return run_examples(call, build, run_backward);
+} catch (const std::bad_alloc&) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "attnscore: out of memory");
 } catch (const std::exception& error) {
     return ffi::Error::InvalidArgument(error.what());
 }

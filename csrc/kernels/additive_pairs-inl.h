@@ -95,8 +95,10 @@ class AdditivePairs {
             for (int k = 0; k < count; k++) {
                 T* to = db + key[k] * ldb + p;
                 V<T> dz, value;
-                term.value_and_gradient(splat(ds[key[k]]), own + load(keys.row(key[k]) + p), dz, value);
-                dz = dz * w;
+                const V<T> z = own + load(keys.row(key[k]) + p);
+                term.value_and_gradient(splat(ds[key[k]]), z, dz, value);
+                // The slope at NaN is NaN; the rectifiers' terms select one.
+                dz = select<T>(z == z, dz, z) * w;
                 row += dz;
                 weights += value;
                 store(to, load(to) + dz);

@@ -26,8 +26,8 @@ struct FinishedRows {
         log_denom = log_of<T>(all_denom);
     }
 
-    // The keys' share of the weights.
-    V<T> share() const { return denom * factor / safe_denom(); }
+    // The keys' share of the weights: 0 without keys, also beside a sink that is NaN.
+    V<T> share() const { return select<T>(denom == 0, V<T>{}, denom * factor / safe_denom()); }
 
     V<T> statistic(Statistic which) const {
         switch (which) {

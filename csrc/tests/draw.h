@@ -159,8 +159,11 @@ struct Drawn {
         const double most = sum == Dtype::f64 ? 600 : 60;
         for (const Group& group : problem.groups) {
             const Matrix key = problem.heads[group.heads[0]].key;
-            const Matrix exps =
-                numbers_laid(memory, latest, {latest, problem.key_len, problem.dim}, sum, [] { return 0.0; });
+            Layout layout(latest, problem.key_len, problem.dim);
+            // Each key has its own.
+            if (layout.row_stride == 0 || layout.col_stride == 0)
+                layout.row_stride = problem.dim, layout.col_stride = 1;
+            const Matrix exps = numbers_laid(memory, latest, layout, sum, [] { return 0.0; });
             for (int64_t j = 0; j < problem.key_len; ++j)
                 for (int64_t p = 0; p < problem.dim; ++p) {
                     const double b = at(key, problem.score_dtype, j, p);

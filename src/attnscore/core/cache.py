@@ -17,11 +17,15 @@ _UNHASHABLE = (TypeError, NotImplementedError)
 
 
 class BoundedCache(Generic[Result]):
-    """Results of one computation by key; a full cache drops the oldest."""
+    """Results of one computation by key; a full cache drops the oldest.
 
-    def __init__(self, maxsize: int = 512) -> None:
-        self._maxsize = maxsize
+    It is full with `maxsize` entries, or where the weights that `weigh` was given add up to more than `most`.
+    """
+
+    def __init__(self, maxsize: int = 512, most: int | None = None) -> None:
+        self._maxsize, self._most = maxsize, most
         self._entries: dict[Hashable, Result] = {}
+        self._weights: dict[Hashable, int] = {}
 
     def get(self, key: Hashable) -> Result | None:
         """Return the result for `key`, or None."""
@@ -41,8 +45,21 @@ class BoundedCache(Generic[Result]):
         result = compute()
         if key is not None:
             if len(self._entries) >= self._maxsize:
-                # Another thread may insert or evict meanwhile; then this one leaves an entry too many.
-                with contextlib.suppress(RuntimeError, StopIteration):
-                    self._entries.pop(next(iter(self._entries)), None)
+                self._drop_oldest()
             self._entries[key] = result
         return result
+
+    def weigh(self, key: Hashable, weight: int) -> None:
+        """Add to the weight of an entry; the oldest go until all that are left weigh at most `most`."""
+        if self._most is None or self.get(key) is None:
+            return
+        self._weights[key] = self._weights.get(key, 0) + weight
+        while sum(tuple(self._weights.values())) > self._most and self._entries:
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        # Another thread may insert or evict meanwhile; then this one leaves an entry too many.
+        with contextlib.suppress(RuntimeError, StopIteration):
+            oldest = next(iter(self._entries))
+            self._entries.pop(oldest, None)
+            self._weights.pop(oldest, None)

@@ -56,6 +56,11 @@ class LoweredCall:
     leaves_out_padding: bool = False
     """Whether calls project their real keys alone, where their lengths leave so few that it saves time."""
 
+    @property
+    def heads(self) -> int:
+        """Heads of all elements of the batch."""
+        return int(self.call.heads)
+
     def run(self, arguments: CallArguments) -> Any:
         """Return what `attend` returns."""
         ops, call = self.ops, self.call

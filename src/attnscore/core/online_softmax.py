@@ -114,7 +114,9 @@ def finish(
     factor = ops.where(keys.total == 0, 0.0, ops.exp(safe_max(ops, keys.max) - row_max))
     row = Row(is_empty, total, log_sum, state.sums, keys.max, keys.total, factor, keys.sums)
     found = {name: calculate(ops, row) for name in wanted if (calculate := TABLE[name].finish) is not None}
-    return state.out / total, row_max, log_denom, found
+    out = state.out / total
+    # Without keys the output is 0, also beside a sink that is NaN.
+    return out if sink is None else ops.where(keys.total == 0, 0.0, out), row_max, log_denom, found
 
 
 def _sink_state(ops: Backend, keys: RowState, sink: Array) -> RowState:

@@ -48,8 +48,14 @@ class ExecutionPlan(Protocol):
     def with_detached_weights(self) -> ExecutionPlan:
         """Return the plan of the same calls, in which no gradient flows through the weights."""
 
+    @property
+    def heads(self) -> int:
+        """Heads of all elements of the batch, for each of which a plan holds about 2 KB a direction."""
 
-PLANS: BoundedCache[ExecutionPlan] = BoundedCache(256)
+
+# Heads of all plans of a cache: 75 MB a direction.
+MOST_HEADS = 2**15
+PLANS: BoundedCache[ExecutionPlan] = BoundedCache(256, MOST_HEADS)
 _NUMBERS = (int, float)
 _LENS_DTYPES = ("int32", "int64")
 # Of NumPy's masks and lengths, in the byte order of the machine.
@@ -211,7 +217,10 @@ def build(cache_key: Hashable | None, problem: Problem, kernel: str, arguments: 
         if plan is None and _is_lowered(problem):
             plan = _build_lowered(problem, kernel, arrays)
         if plan is not None:
-            return PLANS.get_or_compute(cache_key, lambda: plan)
+            found = PLANS.get_or_compute(cache_key, lambda: plan)
+            if found is plan:
+                PLANS.weigh(cache_key, plan.heads)
+            return found
     return SingleCall(problem, AttentionOp(chosen, problem, tiles))
 
 
@@ -283,6 +292,7 @@ class SingleCall:
 
     problem: Problem
     op: AttentionOp
+    heads: int = 0
 
     def run(self, arguments: CallArguments) -> Any:
         """Return what `attend` returns."""

@@ -167,7 +167,8 @@ TABLE = {
     ),
     "sum_weights": Statistic(
         "1, below 1 with a sink, 0 when all keys are masked",
-        lambda ops, row: row.factor_of_keys * row.total_of_keys / row.total,
+        # Without keys 0, also beside a sink that is NaN.
+        lambda ops, row: ops.where(row.total_of_keys == 0, 0.0, row.factor_of_keys * row.total_of_keys / row.total),
     ),
 }
 

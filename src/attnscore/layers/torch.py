@@ -293,6 +293,7 @@ class Attention(nn.Module, BaseAttention[Tensor]):
                 plan = plan.with_detached_weights()
             if type(plan) is not plans.SingleCall:
                 known.plans_of[has_weights] = plan
+                _KNOWN.weigh(key, plan.heads)
         out: Tensor
         kept: Call | Weights | None = None
         if has_weights:
@@ -556,7 +557,7 @@ class Known:
 
 
 _CHECKED: BoundedCache[bool] = BoundedCache(256)
-_KNOWN: BoundedCache[Known] = BoundedCache(256)
+_KNOWN: BoundedCache[Known] = BoundedCache(256, plans.MOST_HEADS)
 # Why nothing is kept of a call.
 _SHARDED = "a context group, whose ranks have some of the keys each"
 _STAGED = "torch.compile, torch.func and tracing, which keep nothing"

@@ -188,6 +188,11 @@ class NativeCall:
     _backwards: dict[Hashable, Backward] = field(default_factory=dict)
     _layouts: list[Signature | None] = field(default_factory=list)
 
+    @property
+    def heads(self) -> int:
+        """Heads of all elements of the batch."""
+        return math.prod(self.layout.score_shape.rows[:-1])
+
     def run(self, arguments: CallArguments) -> Any:
         """Return what `attend` returns."""
         ops = self.ops
