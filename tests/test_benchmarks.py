@@ -104,7 +104,7 @@ SHAPES: list[tuple[str, tuple[str, ...], float, float, tuple[str, ...]]] = [
 SMALL = {row[0] for row in SHAPES}
 # Those that compile something for every shape: two or three seconds each.
 COMPILED = {name for name in SMALL if name.endswith(("-graph", "-jit", "jax-eager", "-flax"))}
-UNPROMISED = {"additive-layer", "dropout-backward", "gaussian", "gaussian-backward", "weights"}
+UNPROMISED = {"decoding-bfloat16", "additive-layer", "dropout-backward", "gaussian", "gaussian-backward", "weights"}
 UNPROMISED |= {"packed", "packed-backward"}
 FLEX = {"flex", "flex-causal", "flex-window"}
 COMPILERS = ("compile", "flex", "keops")

@@ -288,10 +288,12 @@ def reading(inputs: Inputs) -> Side:
     import torch
 
     totals = [torch.empty(()) for _ in range(2)]
+    # 16-bit numbers by pairs: PyTorch reads them faster than it adds them up.
+    key, value = (x.view(torch.float32) if x.itemsize == 2 else x for x in (inputs.key, inputs.value))
 
     def run() -> Any:
-        torch.sum(inputs.key, dim=(), out=totals[0])
-        return torch.sum(inputs.value, dim=(), out=totals[1])
+        torch.sum(key, dim=(), out=totals[0])
+        return torch.sum(value, dim=(), out=totals[1])
 
     return Side("reading", run, same=False)
 

@@ -256,6 +256,10 @@ CASES: tuple[Case, ...] = (
         {"sdpa": Target(2, 2.7), "reading": None},
     ),
     Case(
+        "decoding-bfloat16", "scaled dot, 1 query, 32768 keys, 32 heads, d 128, bfloat16", _sizes(32, 1, 32768, 128),
+        {"sdpa": None, "reading": None}, dtype="bfloat16",
+    ),
+    Case(
         "additive", "additive (1,512,512), h 256, forward", _BAHDANAU,
         {"naive": Target(80, 120), "compile": Target(6, 10), "xla": Target(6, 10), "keops": None}, score="additive",
     ),
