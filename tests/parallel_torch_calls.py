@@ -205,11 +205,41 @@ def memory(field: str) -> int:
     return 1024 * int(next(line for line in lines if line.startswith(field)).split()[1])
 
 
-def differing(options: dict[str, Any]) -> None:
+class NoText:
+    """A score that is none, and that has no repr."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no text")
+
+
+DIFFERING: dict[str, Callable[[], dict[str, Any]]] = {
+    "mask": lambda: {"mask": ats.SlidingWindow(left=1)},
+    "dim": lambda: dict.fromkeys(("query", "key", "value"), torch.ones(1, 4, 3)),
+    "list": lambda: {"query": [[1.0]]},
+    "None": lambda: {"query": None},
+    "no tensor": lambda: dict.fromkeys(("query", "key", "value"), np.ones((1, 4, 4), np.float32)),
+    "score": lambda: {"score": NoText()},
+    "axis": lambda: {"head_axis": "x"},
+    "flag": lambda: {"check": "all"},
+    "bias of 7 keys": lambda: {"bias": torch.ones(4, 7)},
+    "bias of 3 heads": lambda: {"bias": torch.ones(3, 4, 8)},
+    "bias of 3 queries": lambda: {"bias": torch.ones(3, 8)},
+    "bias that is learned": lambda: {"bias": torch.ones(4, 8, requires_grad=True)},
+}
+"""Arguments of rank 1 that are not those of rank 0."""
+
+
+def differing(name: str) -> None:
     """A call whose ranks disagree."""
-    rank = dist.get_rank()
-    x = torch.ones(1, 4, options.get("dim", 4) if rank else 4)
-    attend(x, x, x, group=None, mask=ats.SlidingWindow(left=1) if "mask" in options and rank else ats.Causal())
+    x = torch.ones(1, 4, 4)
+    arguments: dict[str, Any] = {"query": x, "key": x, "value": x, "mask": ats.Causal(), "bias": torch.ones(4, 8)}
+    attend(**arguments | (DIFFERING[name]() if dist.get_rank() else {}), group=None)
+
+
+def differing_relative_bias() -> None:
+    """A bias by relative position on rank 0, and one of as many keys as that has on rank 1."""
+    x = torch.ones(1, 4, 4)
+    attend(x, x, x, group=None, bias=torch.ones(1 + dist.get_rank(), 15))
 
 
 def as_on_one_device() -> dict[str, bool]:

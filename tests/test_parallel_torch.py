@@ -191,15 +191,52 @@ def test_passed_queries_give_the_same_bits_on_any_number_of_processes(mask: ats.
     assert all(np.array_equal(x, y) for found in every for x, y in zip(found, every[0], strict=True))
 
 
+OF_BIAS = "bias: expected the same on all ranks, got float32 of shape (own queries, 8) on rank 0; float32 of shape "
+
+
 @pytest.mark.parametrize(
-    ("options", "text"),
-    [({"mask": "other"}, "mask: expected the same on all ranks"), ({"dim": 3}, "query, key, value: expected the same")],
+    ("name", "text"),
+    [
+        ("mask", "mask: expected the same on all ranks, got "),
+        ("dim", "query, key, value: expected the same on all ranks, got "),
+        ("bias of 7 keys", OF_BIAS + "(own queries, 7) on rank 1"),
+        ("bias of 3 heads", OF_BIAS + "(3, own queries, 8) on rank 1"),
+        ("bias that is learned", "requires_grad: expected the same on all ranks, got none on rank 0; bias on rank 1"),
+    ],
 )
-def test_arguments_that_differ_between_ranks_are_named(options: dict[str, Any], text: str) -> None:
+def test_arguments_that_differ_between_ranks_are_named(name: str, text: str) -> None:
     with pytest.raises(RankError) as caught:
-        group_of(2).run("parallel_torch_calls.differing", options)
-    assert set(caught.value.kinds.values()) == {"ArgumentError"}
+        group_of(2).run("parallel_torch_calls.differing", name)
+    assert caught.value.kinds == dict.fromkeys((0, 1), "ArgumentError")
     assert all(text in message for message in caught.value.messages.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "text"),
+    [
+        ("list", "FrameworkError", "query"),
+        ("None", "FrameworkError", "query"),
+        ("no tensor", "FrameworkError", "query, key, value: expected tensors of torch, got arrays of numpy"),
+        ("score", "RuntimeError", "no text"),
+        ("axis", "ArgumentError", "head_axis: expected -3"),
+        ("flag", "ArgumentError", "check: expected True or False, got 'all'"),
+    ],
+)
+def test_an_error_of_one_rank_is_raised_on_all(name: str, kind: str, text: str) -> None:
+    with pytest.raises(RankError) as caught:
+        group_of(2).run("parallel_torch_calls.differing", name)
+    assert caught.value.kinds == {0: "ArgumentError", 1: kind}
+    assert text in caught.value.messages[1]
+    others = f"arguments: expected those of a valid call on all ranks, got on rank 1: {kind}: "
+    assert caught.value.messages[0] == others + caught.value.messages[1]
+
+
+@pytest.mark.parametrize(("call", "arguments"), [("differing", ["bias of 3 queries"]), ("differing_relative_bias", [])])
+def test_rows_of_a_bias_that_do_not_fit_are_refused_by_all(call: str, arguments: list[str]) -> None:
+    with pytest.raises(RankError) as caught:
+        group_of(2).run(f"parallel_torch_calls.{call}", *arguments)
+    assert caught.value.kinds == dict.fromkeys((0, 1), "ShapeError")
+    assert all(message.startswith("bias: expected ") for message in caught.value.messages.values())
 
 
 def test_calls_are_those_of_one_device() -> None:

@@ -35,7 +35,7 @@ from attnscore.core.layout import ScoreShape, check_bias_shape
 from attnscore.core.problem import Problem, check_extra
 from attnscore.core.statistics import AttentionStats
 from attnscore.core.tiled import Result, RowGradients
-from attnscore.errors import ArgumentError, AttnscoreError, ShapeError, message
+from attnscore.errors import ArgumentError, FrameworkError, ShapeError, message
 from attnscore.masks import Mask
 from attnscore.parallel.explanation import ParallelExplanation
 from attnscore.parallel.options import Options
@@ -104,6 +104,7 @@ def attend(
     mask, valid_lens
         Of the whole sequence, the same on all ranks.
     bias : broadcastable to (..., own queries, all keys), or (..., 1, all queries + all keys - 1)
+        Of one shape on all ranks but for the axis of queries.
     score, sink, dropout, seed, head_axis, normalizer, kernel, return_stats
         As in `attnscore.attend`, the same on all ranks. Results over parts of the keys are merged by their
         log-sum-exp, in a "ring" and where queries are passed: these have the softmax alone.
@@ -243,13 +244,15 @@ def _planned(
 ) -> tuple[ShardedCall, ParallelExplanation]:
     """Return the call of this rank, and the explanation of the call of all."""
     ranks = Ranks.of(group)
-    own: Problem | AttnscoreError
+    own: Problem | Exception
     try:
+        check = check_flag("check", check)
         own = _own_problem(ranks, query, key, value, options, check_flag("sum_parameters", sum_parameters))
-    except AttnscoreError as error:
+    except Exception as error:
         # Raised once the others, which wait for this rank's part of the check, know of it.
-        own = error
-    facts = _agreed(ranks, own, query.device, options, check_flag("check", check))
+        own, check = error, check is not False
+    device = next((x.device for x in (query, key, value) if isinstance(x, Tensor)), None)
+    facts = _agreed(ranks, own, device or ranks.device, options, check)
     problem = cast(Problem, own)
     queries = _shards("queries", options.queries, facts.query_lens, None)
     keys = _shards("keys", options.keys, facts.key_lens, queries)
@@ -318,6 +321,8 @@ def _own_problem(
 
     given = dataclasses.replace(options, score=with_arrays(score, own), sink=own(options.sink))
     problem = given.own_problem(query, key, value)
+    if problem.ops.name != "torch":
+        raise FrameworkError(message("query, key, value", "tensors of torch", f"arrays of {problem.ops.name}"))
     if options.bias is None:
         return problem
     return dataclasses.replace(problem, bias=check_extra(problem.ops, "bias", options.bias, query))
@@ -337,12 +342,12 @@ class _Facts:
     seeds: tuple[int, ...]
 
 
-def _agreed(ranks: Ranks, own: Problem | AttnscoreError, device: torch.device, options: Options, check: bool) -> _Facts:
+def _agreed(ranks: Ranks, own: Problem | Exception, device: torch.device, options: Options, check: bool) -> _Facts:
     """Exchange what the ranks have to know of each other, and raise on all of them where their arguments differ.
 
     Without `check` nothing is compared, and nothing sent where the shards are given and tell all.
     """
-    if not check and isinstance(own, AttnscoreError):
+    if not check and isinstance(own, Exception):
         raise own
     if not check and options.queries is not None and options.bias is None and not options.dropout:
         return _Facts((), (), (), ())
@@ -355,30 +360,36 @@ def _agreed(ranks: Ranks, own: Problem | AttnscoreError, device: torch.device, o
     digest = hashlib.blake2b(repr(described).encode(), digest_size=7).digest()
     *found, digests = zip(*ranks.agree([*numbers, int.from_bytes(digest, "little")], device), strict=True)
     every = ranks.objects(described) if len(set(digests)) > 1 else []
-    if isinstance(own, AttnscoreError):
+    if isinstance(own, Exception):
         raise own
+    if errors := [f"on rank {rank}: {each['error']}" for rank, each in enumerate(every) if "error" in each]:
+        raise ArgumentError(message("arguments", "those of a valid call on all ranks", "; ".join(errors)))
     if every:
-        name = next(name for name in [*described, "error"] if len({each.get(name) for each in every}) > 1)
+        name = next(name for name in described if len({each.get(name) for each in every}) > 1)
         got = "; ".join(f"{each.get(name)} on rank {rank}" for rank, each in enumerate(every))
         raise ArgumentError(message(name, "the same on all ranks", got))
     return _Facts(*found)
 
 
-def _described(own: Problem | AttnscoreError, options: Options) -> dict[str, str]:
-    """Return the arguments that have to be the same on all ranks, by name, as text."""
+def _described(own: Problem | Exception, options: Options) -> dict[str, str]:
+    """Return the arguments that have to be the same on all ranks, by name, as text; of a rank's error, that alone."""
     if not isinstance(own, Problem):
-        return {"error": str(own)}
+        return {"error": f"{type(own).__name__}: {own}"}
     shape, layout = own.score_shape, own.layout
     found = {
         "query, key, value": f"batch {shape.lead}, heads {shape.heads} x {shape.groups}, dims {layout.dim}, "
         f"{layout.key_dim}, {layout.value_dim}, {own.dtype} on {own.value.device.type}",
     }
-    # Each rank has the bias of its queries.
     names = [field.name for field in dataclasses.fields(options) if field.name != "bias"]
     found |= {name: _text(getattr(options, name)) for name in names}
-    found["bias"] = "none" if own.bias is None else f"{own.ops.dtype(own.bias)} of {own.bias.dim()} axes"
+    found["bias"] = "none"
+    if own.bias is not None:
+        sizes = [*map(str, own.bias.shape)]
+        # Each rank has the bias of its queries.
+        sizes[-2:-1] = ["own queries"] * len(sizes[-2:-1])
+        found["bias"] = f"{own.ops.dtype(own.bias)} of shape ({', '.join(sizes)})"
     wanted = [name for name, x in tiled.operands(own).items() if x.requires_grad and torch.is_grad_enabled()]
-    return {**found, "requires_grad": ", ".join(wanted)}
+    return {**found, "requires_grad": ", ".join(wanted) or "none"}
 
 
 def _text(x: Any) -> str:
@@ -417,7 +428,8 @@ def _check_bias(
     bias: Tensor, problem: Problem, whole: ScoreShape, queries: Sequence[Shard], keys: Sequence[Shard], facts: _Facts
 ) -> bool:
     """Raise where the bias does not fit; return whether all ranks have the same one."""
-    if whole.is_relative(tuple(bias.shape)):
+    has_one_row = set(facts.bias_queries) == {1}
+    if has_one_row and whole.is_relative(tuple(bias.shape)):
         check_bias_shape(tuple(bias.shape), whole)
         for name, shards in (("queries", queries), ("keys", keys)):
             if any(len(shard.ranges) > 1 for shard in shards):
@@ -426,7 +438,7 @@ def _check_bias(
         return True
     check_bias_shape(tuple(bias.shape), dataclasses.replace(whole, query_len=problem.score_shape.query_len))
     # One query on each rank: a bias of one row is that of the rank's query.
-    is_shared = set(facts.bias_queries) == {1} and not (set(map(len, queries)) == {1} and len(queries) > 1)
+    is_shared = has_one_row and not (set(map(len, queries)) == {1} and len(queries) > 1)
     if not is_shared and facts.bias_queries != tuple(map(len, queries)):
         expected = f"an axis of queries of {[*map(len, queries)]} on the ranks, or of 1 on all"
         raise ShapeError(message("bias", expected, [*facts.bias_queries]))

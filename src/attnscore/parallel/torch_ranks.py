@@ -50,6 +50,12 @@ class Ranks:
         """The other ranks, from the next one on: so that not all send to rank 0 first."""
         return tuple((self.rank + step) % self.count for step in range(1, self.count))
 
+    @property
+    def device(self) -> torch.device:
+        """Where a rank has numbers to send that has no tensors."""
+        is_on_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config(self.group)
+        return torch.device("cuda", torch.cuda.current_device()) if is_on_gpu else torch.device("cpu")
+
     def post(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> Callable[[], None]:
         """Post messages to and from other ranks, in the order in which both sides list those of a pair."""
         messages = [dist.P2POp(dist.irecv, x, group=self.group, group_peer=peer) for peer, x in receives]
