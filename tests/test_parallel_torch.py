@@ -239,6 +239,19 @@ def test_rows_of_a_bias_that_do_not_fit_are_refused_by_all(call: str, arguments:
     assert all(message.startswith("bias: expected ") for message in caught.value.messages.values())
 
 
+@pytest.mark.parametrize(("length", "axes"), [(2, 1), (4, 1), (4, 2), (3, 4)])
+def test_a_bias_of_keys_alone_has_the_gradient_of_all_queries(length: int, axes: int) -> None:
+    for found, wanted in group_of(2).run("parallel_torch_calls.bias_of_keys", length, axes):
+        np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_one_row_of_a_bias_is_that_of_the_only_query_of_a_rank() -> None:
+    """Where each rank has one: the ranks together have the gradient of a bias that all share."""
+    results = group_of(2).run("parallel_torch_calls.bias_of_keys", 2, 2)
+    np.testing.assert_allclose(sum(found for found, _ in results), results[0][1], rtol=1e-12, atol=1e-12)
+    assert not np.allclose(results[0][0], results[0][1])
+
+
 def test_calls_are_those_of_one_device() -> None:
     for found in group_of(2).run("parallel_torch_calls.as_on_one_device"):
         assert all(found.values()), found

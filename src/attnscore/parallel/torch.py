@@ -104,7 +104,8 @@ def attend(
     mask, valid_lens
         Of the whole sequence, the same on all ranks.
     bias : broadcastable to (..., own queries, all keys), or (..., 1, all queries + all keys - 1)
-        Of one shape on all ranks but for the axis of queries.
+        Of one shape on all ranks but for the axis of queries. With one query on each of several ranks, an axis of
+        queries of size 1 is that of the rank's own query; leave it out of a bias for all.
     score, sink, dropout, seed, head_axis, normalizer, kernel, return_stats
         As in `attnscore.attend`, the same on all ranks. Results over parts of the keys are merged by their
         log-sum-exp, in a "ring" and where queries are passed: these have the softmax alone.
@@ -437,8 +438,9 @@ def _check_bias(
                 raise ArgumentError(message(name, expected, shown([*shards])))
         return True
     check_bias_shape(tuple(bias.shape), dataclasses.replace(whole, query_len=problem.score_shape.query_len))
-    # One query on each rank: a bias of one row is that of the rank's query.
-    is_shared = has_one_row and not (set(map(len, queries)) == {1} and len(queries) > 1)
+    # One query on each rank: a bias with an axis of queries has the row of the rank's query.
+    is_of_query = bias.dim() > 1 and set(map(len, queries)) == {1} and len(queries) > 1
+    is_shared = has_one_row and not is_of_query
     if not is_shared and facts.bias_queries != tuple(map(len, queries)):
         expected = f"an axis of queries of {[*map(len, queries)]} on the ranks, or of 1 on all"
         raise ShapeError(message("bias", expected, [*facts.bias_queries]))
