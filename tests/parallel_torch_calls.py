@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Callable
@@ -242,6 +243,27 @@ def differing_relative_bias() -> None:
     attend(x, x, x, group=None, bias=torch.ones(1 + dist.get_rank(), 15))
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Metric:
+    """A score whose matrix (dim, dim) has the name of the scale of others."""
+
+    scale: Any
+
+    def tile(self, ops: Any, query: Any, key: Any) -> Any:
+        return ops.matmul(ops.matmul(query, self.scale), ops.matrix_transpose(key))
+
+
+def scale_of_positions(wrap: str) -> None:
+    """A score with a number of each query, alone or in another one."""
+    x, scale = torch.ones(1, 4, 4), torch.ones(4, 1)
+    wraps: dict[str, Callable[[], Any]] = {
+        "cosine": lambda: ats.Cosine(scale),
+        "wrapped": lambda: ats.SoftCap(ats.Temperature(ats.ScaledDot(scale), 2.0), 3.0),
+        "combined": lambda: 2.0 * ats.Dot() + ats.SoftCap(ats.Cosine(scale), 3.0),
+    }
+    attend(x, x, x, group=None, score=wraps[wrap]())
+
+
 def as_on_one_device() -> dict[str, bool]:
     """Whether calls that `attnscore.attend` takes give its results, by what is special about them."""
     rank, rng = dist.get_rank(), torch.Generator().manual_seed(0)
@@ -266,6 +288,8 @@ def as_on_one_device() -> dict[str, bool]:
     same("a list of pairs", (2,), 6, {"mask": ats.Dense(pairs.tolist())})
     same("a number as bias", (2,), 6, {"bias": 0.5})
     same("shards of the queries alone, unchecked", (2,), 6, {}, check=False)
+    metric = torch.randn(4, 4, generator=rng, dtype=torch.float64)
+    same("a matrix called scale", (2,), 6, {"score": ats.SoftCap(Metric(metric), 3.0)})
     same("batch axes", (2, 3, 2), 6, {"mask": ats.KeyRange([0, 3], [6, 6])}, gradient="queries")
     return found
 

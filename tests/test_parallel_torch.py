@@ -308,6 +308,12 @@ def test_bytes_of_every_way(ranks: int, mask: Any, placement: str, mode: str) ->
     assert_bytes(2 if mode == "heads" and ranks == 3 else ranks, mask, length, placement, {"mode": mode})
 
 
+@pytest.mark.parametrize("wrap", ["cosine", "wrapped", "combined"])
+def test_a_scale_of_positions_is_found_in_other_scores(wrap: str) -> None:
+    with pytest.raises(RankError, match=r"score: expected no scale of each position, got scale \(4, 1\)"):
+        group_of(2).run("parallel_torch_calls.scale_of_positions", wrap)
+
+
 @pytest.mark.slow
 def test_dtensors_and_layers_over_a_mesh() -> None:
     """DTensors give DTensors; a layer over 2 x 2 processes, by DDP and by FSDP2, has the gradients of one process."""

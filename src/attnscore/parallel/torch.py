@@ -45,7 +45,7 @@ from attnscore.parallel.torch_modes import WAYS
 from attnscore.parallel.torch_parts import Saved, ShardedCall
 from attnscore.parallel.torch_queries import PassQueries
 from attnscore.parallel.torch_ranks import Ranks, SumOverRanks, Transfers
-from attnscore.scores.arrays import arrays_of, with_arrays
+from attnscore.scores.arrays import scores_in, with_arrays
 
 __all__ = ["attend", "explain", "gather_rows", "merge_over"]
 
@@ -309,10 +309,11 @@ def _own_problem(
     options.check_names()
     key, options = options.unpack(key)
     score = scores.resolve(options.score)
-    for name, x in arrays_of(score).items():
-        if name.rpartition(".")[2] == "scale" and len(x.shape) > 1 and max(x.shape[-2:]) > 1:
+    for part in scores_in(score):
+        shape = tuple(getattr(part.scale, "shape", ())) if isinstance(part, (scores.ScaledDot, scores.Cosine)) else ()
+        if len(shape) > 1 and max(shape[-2:]) > 1:
             hint = "multiply the queries or keys with it"
-            raise ArgumentError(message("score", "no scale of each position", f"{name} {tuple(x.shape)}", hint=hint))
+            raise ArgumentError(message("score", "no scale of each position", f"scale {shape}", hint=hint))
 
     def own(x: Any) -> Any:
         if not isinstance(x, Tensor):

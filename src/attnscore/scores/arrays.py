@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from attnscore import backends
@@ -43,6 +43,17 @@ def arrays_of(score: object) -> dict[str, Array]:
                 else:
                     arrays.update({f"{name}.{i}.{inner}": x for inner, x in arrays_of(part).items()})
     return arrays
+
+
+def scores_in(score: Any) -> Iterator[Any]:
+    """Yield a score, and those that it wraps or holds in a tuple."""
+    yield score
+    for name in _field_names(type(score)):
+        value = getattr(score, name)
+        for part in value if isinstance(value, (tuple, list)) else (value,):
+            # Tensors have a method of this name.
+            if hasattr(part, "tile") and not backends.is_array(part):
+                yield from scores_in(part)
 
 
 def with_arrays(score: Any, change: Callable[[Array], Array]) -> Any:
