@@ -104,6 +104,29 @@ def test_masks_of_some_keys(name: str) -> None:
         assert (found if found.ndim == 4 else found[:, None]).tolist() == expected.tolist()
 
 
+OF_ONE = {
+    "padding": (ats.KeyPadding([[True], [False]]), 5, 1),
+    "documents of one key": (ats.Documents([0, 0, 1, -1, 0], [0]), 5, 1),
+    "documents of one query": (ats.Documents([[0], [1]], [[0, 0, 1, -1, 0]] * 2), 1, 5),
+    "array of one key": (ats.Dense(np.array([[1], [1], [0], [1], [0]], bool)), 5, 1),
+    "array of one query": (ats.Dense([[True, True, False, True, False]]), 1, 5),
+    "array of one query and key": (ats.Dense(np.ones((2, 1, 1), bool)), 1, 1),
+    "array for all keys": (ats.Dense(np.array([[1], [1], [0], [1], [0]], bool)), 5, 5),
+}
+
+
+@pytest.mark.parametrize("name", OF_ONE)
+def test_masks_of_one_position_are_divided(name: str) -> None:
+    """Ranks without the only query, or the only key, have none of the mask's."""
+    mask, query_len, key_len = OF_ONE[name]
+    pairs = np.broadcast_to(mask.materialize(query_len, key_len, 2), (2, query_len, key_len))
+    for rows in (Shard.contiguous(query_len, rank, 2) for rank in range(2)):
+        for cols in (Shard.contiguous(key_len, rank, 2) for rank in range(2)):
+            local = shard_mask(mask, rows, cols, query_len, key_len)
+            found = np.broadcast_to(local.materialize(len(rows), len(cols), 2), (2, len(rows), len(cols)))
+            assert (found == pairs[:, rows.positions()][..., cols.positions()]).all()
+
+
 def test_a_plan_is_computed_once_for_each_mask_by_value() -> None:
     shards = [Shard.head_tail(64, rank, 2) for rank in range(2)]
     found = exchange(ats.Causal(), shards, shards)

@@ -98,13 +98,13 @@ class _Positions:
         if isinstance(mask, Not):
             return Not(self.mask(mask.mask))
         if isinstance(mask, Dense):
-            array = _cut(mask.array, self.cols, -1)
-            return Dense(_cut(array, self.rows, -2) if len(array.shape) > 1 else array)
+            array = _cut(mask.array, self.cols, -1, self.key_len)
+            return Dense(_cut(array, self.rows, -2, self.query_len) if len(array.shape) > 1 else array)
         if isinstance(mask, KeyPadding):
-            return KeyPadding(_cut(mask.array, self.cols, -1))
+            return KeyPadding(_cut(mask.array, self.cols, -1, self.key_len))
         if isinstance(mask, Documents):
             query_ids, key_ids = mask.ids
-            return Documents(_cut(query_ids, self.rows, -1), _cut(key_ids, self.cols, -1))
+            return Documents(_cut(query_ids, self.rows, -1, self.query_len), _cut(key_ids, self.cols, -1, self.key_len))
         return self._graph(mask) if isinstance(mask, Neighbours) else mask
 
     def _graph(self, mask: Neighbours) -> Mask:
@@ -124,12 +124,12 @@ class _Positions:
         return Neighbours(np.cumsum([0, *counts]), local[held])
 
 
-def _cut(x: Any, positions: Any, axis: int) -> Array:
+def _cut(x: Any, positions: Any, axis: int, length: int) -> Array:
     """Return the entries of an array or list at the positions, those of padding clamped; a broadcast axis stays."""
     if not backends.is_array(x):
         x = np.asarray(x)
     size = x.shape[axis]
-    if size == 1:
+    if size == 1 != length:
         return x
     known = backends.host(positions)
     ops = backends.of({"x": x})
