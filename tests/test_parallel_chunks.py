@@ -175,6 +175,18 @@ def test_chunks_that_no_query_attends_are_not_read() -> None:
     assert calls == [10, 50, 53]
 
 
+@pytest.mark.parametrize(
+    "mask", [ats.Dense(np.ones((BATCH, 1, N, 0), bool)), ats.KeyPadding(np.ones((BATCH, 0), bool))], ids=repr
+)
+def test_masks_without_keys(mask: ats.Mask) -> None:
+    assert not attend_chunks(QUERY, KEY[:, :, :0], VALUE[:, :, :0], mask=mask).any()
+
+
+@pytest.mark.parametrize("mask", [ats.KeyPadding([[False], [False]]), ats.Documents([0] * N, [1])], ids=repr)
+def test_masks_that_hide_the_only_key(mask: ats.Mask) -> None:
+    assert not attend_chunks(QUERY, KEY[:, :, :1], VALUE[:, :, :1], mask=mask).any()
+
+
 def test_no_keys() -> None:
     out, stats = attend_chunks(QUERY, KEY[:, :, :0], VALUE[:, :, :0], return_stats=True)
     assert not out.any() and np.isneginf(stats.log_sum_exp).all() and not stats.entropy.any()

@@ -104,6 +104,21 @@ def test_masks_of_some_keys(name: str) -> None:
         assert (found if found.ndim == 4 else found[:, None]).tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize(
+    "mask",
+    [
+        ats.Dense(np.ones((3, 0), bool)),
+        ats.Dense(np.ones((2, 1, 3, 0), bool)),
+        ats.KeyPadding(np.ones((2, 0), bool)),
+        ats.Documents([0, 0, 1], np.zeros(0, int)),
+    ],
+    ids=repr,
+)
+def test_no_pairs_without_keys(mask: ats.Mask) -> None:
+    plan = exchange(mask, [Shard.contiguous(3, rank, 2) for rank in range(2)], [Shard.empty(0)] * 2, batch=2)
+    assert plan.pairs == (0, 0) and plan.needed == (Shard.empty(0),) * 2
+
+
 OF_ONE = {
     "padding": (ats.KeyPadding([[True], [False]]), 5, 1),
     "documents of one key": (ats.Documents([0, 0, 1, -1, 0], [0]), 5, 1),

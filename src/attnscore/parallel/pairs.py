@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -153,7 +154,8 @@ class Strip:
                 # (batch, head, group, queries, key): the known intervals are those of the batch rows.
                 visible = self.rest.visible(ops, shape, self.rows[at, None], cols)
                 block = np.logical_and(block[:, None, None], visible)
-            yield at, block.reshape(-1, *block.shape[-2:])
+            # Not by -1, which an array without keys does not tell.
+            yield at, block.reshape(math.prod(block.shape[:-2]), *block.shape[-2:])
 
 
 def union(start: HostArray, stop: HostArray) -> tuple[Range, ...]:
