@@ -313,6 +313,12 @@ def surplus_rows() -> None:
     attend(x, x, x, group=None, queries=shards_of("contiguous", 8, 2), check=False)
 
 
+def bad_option(options: dict[str, Any]) -> None:
+    """A call with these options."""
+    x = torch.ones(1, 4, 4)
+    attend(x, x, x, group=None, **options)
+
+
 def relative_bias_of_ranges() -> None:
     """A bias by relative position, over keys of which a rank has several ranges."""
     x, queries, keys = torch.ones(1, 4, 4), shards_of("contiguous", 8, 2), shards_of("head_tail", 8, 2)

@@ -118,7 +118,7 @@ def test_bytes_are_those_of_the_messages(
     mode: str, name: str, gradient: str, shards: list[Shard], keys: list[Shard]
 ) -> None:
     if gradient == "queries" and mode != "gather":
-        with pytest.raises(ArgumentError, match=f"gradient: expected 'auto', 'reduce' or 'none' with mode='{mode}'"):
+        with pytest.raises(ArgumentError, match=f"gradient: expected 'auto' or 'reduce' with mode='{mode}'"):
             explain(MASKS[name], shards, mode=mode, gradient=gradient, **SIZES)
         return
     for dtype in ("float32", "float16", "float64"):
@@ -223,6 +223,9 @@ def test_bad_arguments_are_named() -> None:
         explain(None, CONTIGUOUS, dim=4, gradient="sum")
     with pytest.raises(ArgumentError, match="kv_heads: expected a number that divides heads = 4, got 3"):
         explain(None, CONTIGUOUS, dim=4, heads=4, kv_heads=3)
+    for memory in ("1GB", -1, 2.5):
+        with pytest.raises(ArgumentError, match="memory: expected a whole number, 0 or more"):
+            explain(None, [Shard.whole(4)], memory=memory, **SIZES)
     with pytest.raises(ArgumentError, match="dim: expected a whole number"):
         explain(None, CONTIGUOUS, dim=4.5)
     with pytest.raises(ArgumentError, match="dtype: expected one of"):

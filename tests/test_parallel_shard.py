@@ -13,6 +13,7 @@ import pytest
 import attnscore as ats
 from attnscore.errors import ArgumentError, ShapeError
 from attnscore.parallel import Shard, balanced_shards, consecutive_shards, exchange, shard_mask
+from attnscore.parallel.jax import join_rows, split_rows
 from attnscore.parallel.shard import cut
 from attnscore.parallel.torch_modes import Gather, without
 
@@ -305,6 +306,11 @@ BAD = {
     "lengths": (lambda: Shard.whole(3) & Shard.whole(4), "shards: expected parts of one sequence"),
     "missing": (lambda: exchange(None, [Shard(((0, 3),), 4)], [Shard.whole(4)]), "queries: expected shards that hold"),
     "twice": (lambda: exchange(None, [Shard.whole(4)] * 2, [Shard.whole(4)] * 2), "queries: expected shards that hold"),
+    "a number": (lambda: exchange(None, 5, [Shard.whole(4)]), "queries: expected a Shard of each rank, got 5"),
+    "none": (lambda: exchange(None, [Shard.whole(4)], []), r"keys: expected a Shard of each rank, got \[\]"),
+    "ranges": (lambda: exchange(None, [(0, 4)], [(0, 4)]), r"queries: expected a Shard of each rank, got \[\(0, 4\)\]"),
+    "one": (lambda: split_rows(jnp.ones(4), Shard.whole(4), 0), r"shards: expected a Shard of each rank, got Shard\("),
+    "rows": (lambda: join_rows(jnp.ones(4), None, 0), "shards: expected a Shard of each rank, got None"),
     "ranks differ": (
         lambda: exchange(None, [Shard.whole(4)], [Shard.whole(4), Shard.empty(4)]),
         "keys: expected one shard for each of 1 ranks, got 2",

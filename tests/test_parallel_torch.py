@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import attnscore as ats
+from attnscore.parallel import Shard
 from cases import MASKS, SCORES, Sizes
 from covering import pairs
 from harness import STATISTICS, Call, array, make_call
@@ -269,6 +270,25 @@ def test_calls_that_every_rank_refuses(call: str, kind: str, text: str) -> None:
     with pytest.raises(RankError) as caught:
         group_of(2).run(f"parallel_torch_calls.{call}")
     assert caught.value.kinds == {0: kind, 1: kind}
+    assert all(text in message for message in caught.value.messages.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"memory": "1GB"}, "memory: expected a whole number, 0 or more, got '1GB'"),
+        ({"memory": -1}, "memory: expected a whole number, 0 or more, got -1"),
+        ({"queries": 5}, "queries: expected a Shard of each rank, got 5"),
+        ({"queries": [Shard.whole(8), None]}, "queries: expected a Shard of each rank, got [Shard("),
+        ({"queries": [Shard.whole(8)]}, "queries: expected one shard for each of 2 ranks, got 1"),
+        ({"keys": Shard.whole(8)}, "keys: expected a Shard of each rank, got Shard("),
+    ],
+)
+@pytest.mark.parametrize("check", [True, False])
+def test_options_that_every_rank_refuses(options: dict[str, Any], text: str, check: bool) -> None:
+    with pytest.raises(RankError) as caught:
+        group_of(2).run("parallel_torch_calls.bad_option", options | {"check": check})
+    assert caught.value.kinds == dict.fromkeys((0, 1), "ArgumentError")
     assert all(text in message for message in caught.value.messages.values())
 
 

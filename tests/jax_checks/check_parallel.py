@@ -430,6 +430,8 @@ SHARDS = [Shard.contiguous(24, rank, 4) for rank in range(4)]
         ({"queries": SHARDS[:3]}, ats.ArgumentError, "queries: expected one shard for each of 4 devices, got 3"),
         ({"queries": [Shard.whole(24)] * 4}, ats.ShapeError, "queries: expected at most 6 positions a device"),
         ({"queries": [SHARDS[0]] * 4}, ats.ArgumentError, "queries: expected shards that hold each position once"),
+        ({"keys": 5}, ats.ArgumentError, "keys: expected a Shard of each rank, got 5"),
+        ({"memory": "1GB"}, ats.ArgumentError, "memory: expected a whole number, 0 or more, got '1GB'"),
         ({"mask": ats.Dense(jnp.ones((6, 24), bool))}, ats.MaskError, "mask: expected"),
         ({"bias": jnp.ones((7, 24))}, ats.ShapeError, "bias: expected a shape that broadcasts"),
         ({"kernel": "dense"}, ats.KernelUnavailable, "kernel: expected one that takes lowered keys, got 'dense'"),

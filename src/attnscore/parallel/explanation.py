@@ -320,6 +320,8 @@ def choose(
 
     `refused` has the reasons against modes that cannot run the call.
     """
+    if memory is not None:
+        check_count("memory", memory)
     counts = Counts.of(plan, passed=gradient in ("auto", "queries"))
     reasons = {**refused}
     if plan.ranks > 1 and (size.heads % plan.ranks or size.kv_heads % plan.ranks):
@@ -328,7 +330,7 @@ def choose(
         raise ArgumentError(message("mode", "one that can run this call", f"{mode!r}: {reasons[mode]}"))
     if gradient == "queries":
         if mode in ("ring", "heads"):
-            raise ArgumentError(message("gradient", f"'auto', 'reduce' or 'none' with mode={mode!r}", "'queries'"))
+            raise ArgumentError(message("gradient", f"'auto' or 'reduce' with mode={mode!r}", "'queries'"))
         reasons = {"ring": "it passes no queries", "heads": "it passes no queries", **reasons}
     modes = [name for name in MODES if name not in reasons]
     possible = {name: _explained(plan, counts, size, name, gradient, memory, mask) for name in modes}

@@ -14,7 +14,7 @@ from jax import Array
 
 from attnscore.backends.base import HostArray
 from attnscore.errors import ArgumentError, ShapeError, message
-from attnscore.parallel.shard import Shard
+from attnscore.parallel.shard import Shard, check_shards
 
 # Untyped in JAX.
 _sharding: Any = jax.sharding
@@ -34,7 +34,7 @@ def split_rows(x: Array, shards: Sequence[Shard], axis: int = -2) -> Array:
 
     Raises
     ------
-    ShapeError
+    ShapeError, ArgumentError
 
     Examples
     --------
@@ -44,7 +44,7 @@ def split_rows(x: Array, shards: Sequence[Shard], axis: int = -2) -> Array:
     >>> split_rows(jnp.arange(6), shards, axis=0).tolist()
     [0, 1, 5, 2, 3, 4]
     """
-    held = Held(tuple(shards))
+    held = Held(check_shards("shards", shards))
     _check_rows("x", x, held.length, axis)
     table = held.positions.reshape(-1)
     found = jnp.take(_on_each_device(x, axis), jnp.asarray(np.minimum(table, max(0, held.length - 1))), axis)
@@ -63,8 +63,8 @@ def join_rows(x: Array, shards: Sequence[Shard], axis: int = -2) -> Array:
     >>> join_rows(split_rows(jnp.arange(5), shards, axis=0), shards, axis=0).tolist()
     [0, 1, 2, 3, 4]
     """
-    held = Held(tuple(shards))
-    _check_rows("x", x, len(shards) * held.rows, axis)
+    held = Held(check_shards("shards", shards))
+    _check_rows("x", x, len(held.shards) * held.rows, axis)
     return x if held.is_in_order else jnp.take(_on_each_device(x, axis), jnp.asarray(held.order), axis)
 
 
@@ -127,9 +127,9 @@ def held_by_devices(name: str, shards: Sequence[Shard] | None, rows: int, axis_n
     count = jax.lax.axis_size(axis_name)
     if shards is None:
         return Held(tuple(Shard.contiguous(rows * count, rank, count) for rank in range(count)))
-    if len(shards) != count:
-        raise ArgumentError(message(name, f"one shard for each of {count} devices", len(shards)))
-    held = Held(tuple(shards))
+    held = Held(check_shards(name, shards))
+    if len(held.shards) != count:
+        raise ArgumentError(message(name, f"one shard for each of {count} devices", len(held.shards)))
     if held.rows != rows:
         raise ShapeError(message(name, f"at most {rows} positions a device, as its array has rows", held.rows))
     return held

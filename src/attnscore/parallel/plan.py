@@ -18,7 +18,7 @@ from attnscore.masks.base import atoms_of
 from attnscore.masks.cached import numbers_of
 from attnscore.masks.shape_spec import shape_of
 from attnscore.parallel.pairs import Pairs, Range
-from attnscore.parallel.shard import Shard
+from attnscore.parallel.shard import Shard, check_shards
 
 # Blocks in which the native kernel sums in one order, whatever the number of queries and keys of the call. Where
 # queries are passed, the ranks exchange whole blocks of keys in the forward and of queries in the backward.
@@ -145,20 +145,18 @@ def exchange(mask: Mask | None, queries: Sequence[Shard], keys: Sequence[Shard],
     >>> plan.transfer(0, 1).ranges, plan.sent(0), plan.received(0)
     (((5, 8),), 3, 0)
     """
-    _check_complete("queries", queries)
-    _check_complete("keys", keys)
-    if len(queries) != len(keys):
-        raise ArgumentError(message("keys", f"one shard for each of {len(queries)} ranks", len(keys)))
+    queries = _complete("queries", queries)
+    keys = _complete("keys", keys, len(queries))
     # The layers of a model have one mask. Those with arrays, which may change, are counted anew.
     fields = (None,) if mask is None else None if mask.arrays() else numbers_of(mask, None)
-    known = None if fields is None else (fields, tuple(queries), tuple(keys), batch)
+    known = None if fields is None else (fields, queries, keys, batch)
     return _EXCHANGES.get_or_compute(known, lambda: _exchange(mask, queries, keys, batch))
 
 
 _EXCHANGES: BoundedCache[Exchange] = BoundedCache(64)
 
 
-def _exchange(mask: Mask | None, queries: Sequence[Shard], keys: Sequence[Shard], batch: int) -> Exchange:
+def _exchange(mask: Mask | None, queries: tuple[Shard, ...], keys: tuple[Shard, ...], batch: int) -> Exchange:
     """Return the plan of shards that hold each position once."""
     pairs = Pairs(mask, queries[0].length, keys[0].length, batch)
     needed, counts = [], []
@@ -170,7 +168,7 @@ def _exchange(mask: Mask | None, queries: Sequence[Shard], keys: Sequence[Shard]
             count += int(strip.counts.sum())
         needed.append(Shard.of(ranges, pairs.key_len))
         counts.append(count)
-    return Exchange(tuple(queries), tuple(keys), tuple(needed), tuple(counts), pairs)
+    return Exchange(queries, keys, tuple(needed), tuple(counts), pairs)
 
 
 def have_masks_of_their_own(mask: Mask | None, whole: ScoreShape) -> bool:
@@ -194,12 +192,12 @@ def in_blocks(shard: Shard, size: int) -> Shard:
     return Shard.of(ends, shard.length)
 
 
-def _check_complete(name: str, shards: Sequence[Shard]) -> None:
-    """Raise ArgumentError unless each position of the sequence belongs to one shard."""
-    if not shards:
-        raise ArgumentError(message(name, "one shard a rank", "none"))
+def _complete(name: str, given: Sequence[Shard], ranks: int | None = None) -> tuple[Shard, ...]:
+    """Return the shards of all ranks; raise ArgumentError unless each position of the sequence belongs to one."""
+    shards = check_shards(name, given, ranks)
     length = shards[0].length
     ranges = sorted(pair for shard in shards for pair in shard.ranges)
     ends = [0, *(stop for _, stop in ranges)]
     if any(shard.length != length for shard in shards) or [*(start for start, _ in ranges), length] != ends:
         raise ArgumentError(message(name, "shards that hold each position once", shown([*shards])))
+    return shards

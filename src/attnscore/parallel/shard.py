@@ -274,6 +274,16 @@ def consecutive_shards(
     return tuple(Shard((pair,), length) for pair in pairwise(edges))
 
 
+def check_shards(name: str, shards: Any, ranks: int | None = None) -> tuple[Shard, ...]:
+    """Return the shards of all ranks; raise ArgumentError unless they are some, one for each of `ranks`."""
+    found = tuple(shards) if isinstance(shards, Iterable) else ()
+    if not found or not all(isinstance(shard, Shard) for shard in found):
+        raise ArgumentError(message(name, "a Shard of each rank", shown(shards)))
+    if ranks not in (None, len(found)):
+        raise ArgumentError(message(name, f"one shard for each of {ranks} ranks", len(found)))
+    return found
+
+
 def cut(loads: HostArray, ranks: int) -> HostArray:
     """Return where consecutive loads are cut into parts of about the same sum, (ranks + 1,)."""
     sums = np.append(0, np.cumsum(loads if loads.any() else np.ones_like(loads)))

@@ -40,7 +40,7 @@ from attnscore.masks import Mask
 from attnscore.parallel.explanation import ParallelExplanation
 from attnscore.parallel.options import Options
 from attnscore.parallel.plan import Exchange, exchange
-from attnscore.parallel.shard import Shard
+from attnscore.parallel.shard import Shard, check_shards
 from attnscore.parallel.torch_modes import WAYS
 from attnscore.parallel.torch_parts import Saved, ShardedCall
 from attnscore.parallel.torch_queries import PassQueries
@@ -187,9 +187,7 @@ def gather_rows(x: Tensor, shards: Sequence[Shard], group: Any, axis: int = -2) 
     ShapeError, ArgumentError
     """
     ranks = Ranks.of(group)
-    shards = _shards("shards", shards, (), None)
-    if len(shards) != ranks.count:
-        raise ArgumentError(message("shards", f"one for each of {ranks.count} ranks", len(shards)))
+    shards = check_shards("shards", shards, ranks.count)
     held = shards[ranks.rank]
     if not -x.dim() <= axis < x.dim() or x.shape[axis] != len(held):
         raise ShapeError(message("x", f"{len(held)} positions on axis {axis}", f"shape {tuple(x.shape)}"))
@@ -255,8 +253,8 @@ def _planned(
     device = next((x.device for x in (query, key, value) if isinstance(x, Tensor)), None)
     facts = _agreed(ranks, own, device or ranks.device, options, check)
     problem = cast(Problem, own)
-    queries = _shards("queries", options.queries, facts.query_lens, None)
-    keys = _shards("keys", options.keys, facts.key_lens, queries)
+    queries = _shards("queries", options.queries, ranks, facts.query_lens, None)
+    keys = _shards("keys", options.keys, ranks, facts.key_lens, queries)
     shape = problem.score_shape
     for name, shards, count in (("queries", queries, shape.query_len), ("keys", keys, shape.key_len)):
         if len(shards[ranks.rank]) != count:  # of all ranks `_shards` knows it, unless nothing was exchanged
@@ -412,7 +410,7 @@ def _text(x: Any) -> str:
 
 
 def _shards(
-    name: str, given: Sequence[Shard] | None, lens: Sequence[int], otherwise: Sequence[Shard] | None
+    name: str, given: Sequence[Shard] | None, ranks: Ranks, lens: Sequence[int], otherwise: Sequence[Shard] | None
 ) -> tuple[Shard, ...]:
     """Return the shards of all ranks: those given, or consecutive parts of these lengths."""
     if given is None and otherwise is not None and (not lens or [*map(len, otherwise)] == [*lens]):
@@ -420,10 +418,10 @@ def _shards(
     if given is None:
         ends = [0, *accumulate(lens)]
         return tuple(Shard(((start, stop),), ends[-1]) for start, stop in pairwise(ends))
-    if not all(isinstance(shard, Shard) for shard in given) or (lens and [*map(len, given)] != [*lens]):
-        got = shown([*given]) if not all(isinstance(shard, Shard) for shard in given) else [*map(len, given)]
-        raise ArgumentError(message(name, f"a Shard of each rank, with {[*lens]} positions", got))
-    return tuple(given)
+    shards = check_shards(name, given, ranks.count)
+    if lens and [*map(len, shards)] != [*lens]:
+        raise ArgumentError(message(name, f"a Shard of each rank, with {[*lens]} positions", [*map(len, shards)]))
+    return shards
 
 
 def _check_bias(
