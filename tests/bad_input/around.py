@@ -180,6 +180,12 @@ _JACOBIAN = (
         same=False,
     ),
     case(
+        "VJP of another dtype",
+        DtypeError,
+        "grad|the dtype of weights (float32)|got float64",
+        lambda x: ats.softmax_pullback(x.floats(3), x.floats(3, dtype="float64")),
+    ),
+    case(
         "VJP of whole numbers",
         DtypeError,
         "weights|a floating dtype|int64",

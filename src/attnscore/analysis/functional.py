@@ -169,6 +169,8 @@ def softmax_pullback(weights: Array, grad: Array) -> Array:
         raise ShapeError(
             message("grad", "the shape of weights", tuple(grad.shape), shapes={"weights": tuple(weights.shape)})
         )
+    if (dtype := ops.dtype(weights)) != ops.dtype(grad):
+        raise DtypeError(message("grad", f"the dtype of weights ({dtype})", ops.dtype(grad)))
     return weights * (grad - ops.sum(weights * grad, axis=-1, keepdims=True))
 
 
