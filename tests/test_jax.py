@@ -357,9 +357,27 @@ def test_an_integer_seed_means_what_it_means_in_numpy() -> None:
 def test_dropout_needs_a_seed() -> None:
     with pytest.raises(ats.ArgumentError, match=r"seed: expected a whole number or a jax\.random key"):
         ats.attend(*inputs(), dropout=0.1)
-    with pytest.raises(ats.ArgumentError, match="seed: expected"):
-        ats.attend(*inputs(), dropout=0.1, seed=jnp.asarray(0.5))
     ats.attend(*inputs(), dropout=0.0)
+
+
+SEVERAL = r". Hint: jax\.random\.split gives several keys"
+
+
+@pytest.mark.parametrize(
+    ("seed", "got"),
+    [
+        (jnp.asarray(0.5), r"float\d+ of shape \(\)"),
+        (jax.random.split(jax.random.key(0)), r"key<\w+> of shape \(2,\)" + SEVERAL),
+        (jax.random.split(jax.random.PRNGKey(0), 3), r"uint32 of shape \(3, 2\)" + SEVERAL),
+    ],
+    ids=["float", "keys", "old keys"],
+)
+def test_a_seed_is_one_key(seed: jax.Array, got: str) -> None:
+    expected = r"seed: expected a whole number or one jax\.random key, got "
+    with pytest.raises(ats.ArgumentError, match=expected + got):
+        ats.attend(*inputs(), dropout=0.1, seed=seed)
+    with pytest.raises(ats.ArgumentError, match=expected + got):
+        jax.jit(lambda seed: ats.attend(*inputs(), dropout=0.1, seed=seed))(seed)
 
 
 # ------------------------------------------------------- dtypes, widths, NaN, empty rows

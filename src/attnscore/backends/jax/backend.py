@@ -300,7 +300,9 @@ class JaxBackend(Backend):
             low = seed.astype(jnp.uint32)
             high = (seed >> 32 if seed.dtype.itemsize == 8 else -(seed < 0).astype(jnp.int32)).astype(jnp.uint32)
         else:
-            return seed
+            hint = "jax.random.split gives several keys, one for each call" if seed.ndim else None
+            got = f"{seed.dtype} of shape {seed.shape}"
+            raise ArgumentError(message("seed", "a whole number or one jax.random key", got, hint=hint))
         high = high & 0x7FFFFFFF
         numbers = concrete(low), concrete(high)
         return SeedHalves(low, high) if None in numbers else int(low) | int(high) << 32
