@@ -319,7 +319,7 @@ class NativeCall:
         return self._zeros, stop
 
     def bounds_of(self, lens: HostArray) -> tuple[HostArray, HostArray]:
-        """Return the bounds of the intervals of valid lengths, clipped to [0, key_len]."""
+        """Return the bounds of the intervals of valid lengths, which the module clips to [0, key_len]."""
         stop, score_shape = np.empty(self._zeros.shape, np.int64), self.layout.score_shape
         if not score_shape.has_batch:
             lens = lens_per_query(np.asarray(lens), score_shape.query_len, 1)
