@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import torch
 
@@ -156,6 +157,20 @@ _DTYPES = (
         "query|floating dtype|float8_e4m3fn",
         lambda x: ats.attend(*(torch.ones(3, 4).to(torch.float8_e4m3fn) for _ in "qkv")),
         only="torch",
+    ),
+    *(
+        case(
+            f"eight-bit floats of ml_dtypes: {name}",
+            DtypeError,
+            f"{name}|a floating dtype|got float8_e5m2",
+            call,
+            only="numpy",
+        )
+        for name, call in {
+            "query": lambda x: ats.attend(*(x.floats(3, 4, dtype=ml_dtypes.float8_e5m2) for _ in "qkv")),
+            "bias": lambda x: x.attend(bias=x.floats(3, 5, dtype=ml_dtypes.float8_e5m2)),
+            "outs[0]": lambda x: ats.merge([x.floats(3, 2, dtype=ml_dtypes.float8_e5m2)] * 2, [x.floats(3)] * 2),
+        }.items()
     ),
 )
 
