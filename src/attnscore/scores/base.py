@@ -24,7 +24,7 @@ from attnscore import backends
 from attnscore.backends.base import FLOATING, Array, Backend, accumulator, sum_to
 from attnscore.core.arguments import check_positive
 from attnscore.errors import ArgumentError, DtypeError, ShapeError, message
-from attnscore.scores.arrays import arrays_of, with_arrays
+from attnscore.scores.arrays import arrays_of, scores_in, with_arrays
 from attnscore.scores.forms import PARAMETER, Form, TileForm
 
 
@@ -231,23 +231,15 @@ def check_score_arrays(ops: Backend, score: object, query: Array) -> None:
         backends.check_devices(ops, query, {name: x})
         if not ops.is_floating(x):
             raise DtypeError(message(name, FLOATING, ops.dtype(x)))
-    _check_dataclasses(ops, score)
-
-
-def _check_dataclasses(ops: Backend, score: object) -> None:
-    """Raise ArgumentError where an array that needs a gradient is in a score, or a wrapped one, that has no fields."""
-    held = vars(score) if hasattr(score, "__dict__") else {}
-    if not dataclasses.is_dataclass(score):
+    for part in scores_in(score):
+        if dataclasses.is_dataclass(part):
+            continue
+        held = [*getattr(part, "__dict__", {}).values()]
         # Parameters of a module are in a dictionary of it.
-        found = [*held.values(), *(x for part in held.values() if isinstance(part, dict) for x in part.values())]
-        if ops.needs_grad(*(x for x in found if backends.is_array(x) and backends.of_type(type(x)) is ops)):
+        held += [x for each in held if isinstance(each, dict) for x in each.values()]
+        if ops.needs_grad(*(x for x in held if backends.is_array(x) and backends.of_type(type(x)) is ops)):
             expected = "a dataclass whose fields are its arrays, so that gradients reach them"
-            raise ArgumentError(message("score", expected, type(score).__name__))
-        return
-    for value in held.values():
-        for part in value if isinstance(value, (tuple, list)) else (value,):
-            if hasattr(part, "tile"):
-                _check_dataclasses(ops, part)
+            raise ArgumentError(message("score", expected, type(part).__name__))
 
 
 def generic_form(ops: Backend, score: Any, query: Array, key: Array) -> TileForm:
