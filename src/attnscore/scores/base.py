@@ -237,7 +237,8 @@ def check_score_arrays(ops: Backend, score: object, query: Array) -> None:
         held = [*getattr(part, "__dict__", {}).values()]
         # Parameters of a module are in a dictionary of it.
         held += [x for each in held if isinstance(each, dict) for x in each.values()]
-        if ops.needs_grad(*(x for x in held if backends.is_array(x) and backends.of_type(type(x)) is ops)):
+        held = [x for x in held if backends.is_array(x) and backends.of_type(type(x)) is ops]
+        if held and ops.needs_grad(*held):
             expected = "a dataclass whose fields are its arrays, so that gradients reach them"
             raise ArgumentError(message("score", expected, type(part).__name__))
 
