@@ -441,6 +441,49 @@ def test_what_replaces_a_projection_has_its_say() -> None:
     close(to_torch(layer.attention_weights), torch.ones(2, 2, 3, 3) / 3, torch.float32)
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda rngs: nnx.LoRALinear(7, 1, lora_rank=2, bias_init=nnx.initializers.normal(), rngs=rngs),
+        lambda rngs: nnx.LoRA(7, 2, 1, base_module=nnx.Linear(7, 1, rngs=rngs), rngs=rngs),
+        lambda rngs: nnx.Sequential(nnx.Linear(7, 3, rngs=rngs), nnx.Linear(3, 1, rngs=rngs)),
+        lambda rngs: nnx.Linear(7, 1, bias_init=nnx.initializers.normal(), rngs=rngs),
+    ],
+    ids=["LoRALinear", "LoRA", "Sequential", "Linear"],
+)
+@pytest.mark.parametrize("jit", [False, True], ids=["plain", "jit"])
+def test_what_replaces_w_v_has_its_say(kind: Callable[..., Any], jit: bool) -> None:
+    """In the output and the gradients, beside NaN in the padding; a bias is in all scores of a query."""
+    layer = AdditiveAttention(7, query_size=5, key_size=5, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+    layer.w_v = kind(nnx.Rngs(1))
+    for name, x in nnx.to_flat_state(nnx.state(layer.w_v)):
+        x[...] = jax.random.normal(jax.random.key(len(str(name))), x.shape, x.dtype)
+    q, k = (jax.random.normal(jax.random.key(n), (2, n, 5), jnp.float64) for n in (3, 4))
+
+    def plain(layer: Any, k: jax.Array) -> jax.Array:
+        k = k[:, :3]
+        hidden = jnp.tanh(layer.W_q(q)[:, :, None] + layer.W_k(k)[:, None])
+        return jax.nn.softmax(layer.w_v(hidden)[..., 0]) @ k
+
+    def found(function: Callable[..., jax.Array], k: jax.Array) -> Any:
+        def loss(layer: Any) -> Any:
+            out = function(layer, k)
+            return jnp.square(out).sum(), out
+
+        grad = nnx.value_and_grad(loss, has_aux=True)
+        (_, out), grads = (nnx.jit(grad) if jit else grad)(layer)
+        return out, grads
+
+    lens = jnp.array([3, 3])
+    (out, grads), (wanted, wanted_grads) = (
+        found(lambda f, k: f(q, k, k, lens), k.at[:, 3].set(jnp.nan)),
+        found(plain, k),
+    )
+    np.testing.assert_allclose(out, wanted, rtol=1e-5)
+    for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted_grads), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
 def test_learned_queries_and_numpy_arrays_go_in() -> None:
     x = jnp.ones((1, 3, 4))
     learned = nnx.Param(x)

@@ -159,6 +159,21 @@ def test_what_pruning_makes_of_w_v_is_used() -> None:
     assert layer.w_v.weight_orig.grad is not None
 
 
+def test_what_replaces_w_v_is_called() -> None:
+    """A bias in it is in all scores of a query, and changes no weight."""
+    layer, (q, k) = AdditiveAttention(7, key_size=4, query_size=4).double(), (torch.randn(2, n, 4) for n in (3, 5))
+    q, k = q.double(), k.double()
+    layer.w_v = nn.Sequential(nn.Linear(7, 3), nn.Linear(3, 1)).double()
+    parameters = list(layer.parameters())
+    out = layer(q, k, k)
+    hidden = torch.tanh(layer.W_q(q)[:, :, None] + layer.W_k(k)[:, None])
+    wanted = torch.softmax(layer.w_v(hidden)[..., 0], -1) @ k
+    torch.testing.assert_close(out, wanted)
+    grads = (torch.autograd.grad(x.square().sum(), parameters, allow_unused=True) for x in (out, wanted))
+    for grad, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(grad, expected, rtol=1e-6, atol=1e-12)
+
+
 def test_weights_of_a_call_are_its_own() -> None:
     layer = DotProductAttention()
     q, k, v = (torch.randn(2, n, 6, requires_grad=True) for n in (3, 5, 5))

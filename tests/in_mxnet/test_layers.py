@@ -129,6 +129,48 @@ def test_additive_attention_is_a_one_layer_network_on_query_and_key() -> None:
     assert onp.allclose(layer.attention_weights.asnumpy(), weights, atol=1e-6)
 
 
+def test_hooks_of_w_v_see_its_call() -> None:
+    layer, calls = made("additive"), []
+    wanted = layer(*inputs()).asnumpy()
+    layer.w_v.register_forward_hook(lambda *_: calls.append(None))
+    assert onp.allclose(layer(*inputs()).asnumpy(), wanted, atol=1e-6)
+    assert len(calls) == 1
+
+
+class Adapted(gluon.nn.Dense):
+    """A projection with an adapter beside it."""
+
+    def __init__(self) -> None:
+        super().__init__(1, flatten=False, in_units=6)
+        self.adapter = gluon.nn.Dense(1, flatten=False, in_units=6)
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) + self.adapter(x)
+
+
+def test_what_replaces_w_v_is_called() -> None:
+    """A bias in it is in all scores of a query, and changes no weight."""
+    layer, (queries, keys, values) = made("additive"), inputs()
+    layer.w_v = Adapted()
+    layer.w_v.initialize(mx.init.Normal(0.4))
+    layer.w_v.adapter.bias.set_data(np.ones(1))
+    found = []
+    for is_ours in (True, False):
+        with autograd.record():
+            if is_ours:
+                out = layer(queries, keys, values)
+            else:
+                hidden = np.tanh(layer.W_q(queries)[:, :, None] + layer.W_k(keys)[:, None])
+                out = np.matmul(mx.npx.softmax(layer.w_v(hidden)[..., 0], axis=-1), values)
+            loss = (out**2).sum()
+        loss.backward()
+        grads = [x.grad().asnumpy().copy() for x in parameters(layer).values()]
+        found.append((out.asnumpy(), *grads))
+    assert len(grads) == 6
+    for got, wanted in zip(*found, strict=True):
+        assert onp.allclose(got, wanted, atol=1e-5)
+
+
 def test_prepared_keys() -> None:
     layer = made("additive")
     queries, keys, values = inputs()

@@ -318,6 +318,16 @@ class TestFiles:
             close(served, model([IDS, OTHERS]))
 
 
+def test_what_replaces_w_v_is_called() -> None:
+    """A bias in it is in all scores of a query, and changes no weight."""
+    layer = AdditiveAttention(7)
+    layer.w_v = keras.Sequential([keras.layers.Dense(1, bias_initializer="ones")])
+    out = layer(X, X, X)
+    hidden = keras.ops.tanh(layer.W_q(X)[:, :, None] + layer.W_k(X)[:, None])
+    scores = keras.ops.reshape(layer.w_v(keras.ops.reshape(hidden, (2, 9, 7))), (2, 3, 3))
+    close(out, keras.ops.matmul(keras.ops.softmax(scores, -1), X))
+
+
 def test_projections_that_do_more_than_multiply_are_called() -> None:
     """LoRA, losses of activations and layers of another class; others are multiplied here on TensorFlow."""
     layer, merged = (AdditiveAttention(7) for _ in range(2))

@@ -408,6 +408,17 @@ class BaseAttention(Generic[A]):
     def _read(self, part: Linear | Parameter, inputs: Mapping[str, A]) -> A:
         """Return an array of the score; `inputs` give the sizes that it lacks."""
 
+    def _vector(self, linear: Linear, like: A) -> Any:
+        """Return w of the module h -> w . h + b in the place of a projection of hidden units, by one call of it.
+
+        Pruning, norms of weights and adapters act when a module is called. All scores of a query have b in them.
+        """
+        ops = backends.of({"queries": like})
+        rows, columns = (ops.positions(0, linear.in_features + extra, like) for extra in (1, 0))
+        units = ops.astype(rows[None, :, None] == columns[None, None], ops.dtype(like))
+        found = ops.reshape(getattr(self, linear.name)(units), (-1,))
+        return found[:-1] - found[-1:]
+
     def _reshape(self, x: A, features: tuple[int, ...]) -> A:
         """Return (batch, length, ...) as (batch, length, *features)."""
         reshaped: A = x.reshape((*x.shape[:2], *features))  # type: ignore[attr-defined]  # an array of any framework

@@ -241,7 +241,9 @@ class Attention(BaseAttention[jax.Array], LoadsTorch, nnx.Module):
 
     def _read(self, part: Linear | Parameter, inputs: Mapping[str, jax.Array]) -> jax.Array:
         if isinstance(part, Linear):
-            return _flat(getattr(self, part.name).kernel[...])  # type: ignore[no-any-return]
+            module = getattr(self, part.name)
+            read = _flat(module.kernel[...]) if _is_plain(module) else self._vector(part, inputs["queries"])
+            return read  # type: ignore[no-any-return]
         found: jax.Array = self._sized(part, inputs)[...]
         for name, size in zip(part.inputs, found.shape, strict=False):
             shared.check_features(name, inputs[name].shape[-1], size, part.name)

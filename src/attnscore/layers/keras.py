@@ -120,13 +120,6 @@ def _dense(linear: Linear, owner: keras.layers.Layer, settings: Mapping[str, Any
     )
 
 
-def _kernel(dense: Any) -> Array:
-    """Return the matrix of a projection; that of a quantised one is its output for unit vectors."""
-    if dense.quantization_mode is None:
-        return value_of(dense.kernel)
-    return dense(keras.ops.eye(dense.input_spec.axes[-1], dtype=dense.compute_dtype))
-
-
 def _matrix_and_bias(dense: Any, x: Array) -> tuple[Array, Array | None] | None:
     """Return the arrays of a projection that only multiplies and adds, in the dtype of `x`; None of another one."""
     only_multiplies = dense.quantization_mode is None and not dense.lora_enabled and dense.activity_regularizer is None
@@ -341,8 +334,10 @@ class Attention(BaseAttention[Array], LoadsTorch, keras.layers.Layer):  # type: 
     def _read(self, part: Linear | Parameter, inputs: Mapping[str, Array]) -> Array:
         held = getattr(self, part.name)
         if isinstance(part, Linear):
+            if type(held) is not keras.layers.Dense or held.quantization_mode is not None:
+                return self._vector(part, inputs["queries"])
             # An index takes TensorFlow ten times as long.
-            return keras.ops.reshape(_kernel(held), (-1,))
+            return keras.ops.reshape(value_of(held.kernel), (-1,))
         for name, size in zip(part.inputs, held.shape, strict=False):
             shared.check_features(name, inputs[name].shape[-1], size, part.name)
         return value_of(held)

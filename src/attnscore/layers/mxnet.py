@@ -104,6 +104,11 @@ def _data(parameter: gluon.Parameter, like: Array) -> Array:
     return parameter.data(like.ctx).as_np_ndarray()
 
 
+def _is_plain(block: gluon.Block) -> bool:
+    """Whether a block is a projection that no hook sees the calls of."""
+    return type(block) is gluon.nn.Dense and not (block._forward_hooks or block._forward_pre_hooks)
+
+
 def _check(inputs: dict[str, Any]) -> None:
     """Raise unless the inputs are arrays (batch, length, features) that belong together."""
     shared.check_inputs(_OPS, inputs, mx.np.ndarray, wanted="an mx.np.ndarray", hint="mx.np.array(x) makes one")
@@ -205,7 +210,7 @@ class Attention(BaseAttention[Array], gluon.Block):  # type: ignore[misc]
     def _read(self, part: Linear | Parameter, inputs: Mapping[str, Array]) -> Array:
         held, like = getattr(self, part.name), inputs["queries"]
         if isinstance(part, Linear):
-            return _data(held.weight, like).reshape((-1,))
+            return _data(held.weight, like).reshape((-1,)) if _is_plain(held) else self._vector(part, like)
         if part.inputs:
             return held(*[inputs[name] for name in part.inputs])
         return _data(held, like) if part.shape else _data(held, like).reshape(())

@@ -431,13 +431,9 @@ class Attention(nn.Module, BaseAttention[Tensor]):
         if isinstance(part, Linear):
             module = self._module(part)
             if _is_bare(module, nn.Linear):
-                found = module._parameters["weight"]
-            else:
-                # Pruning, norms of weights and adapters act when the module is called.
-                like = inputs["queries"]
-                found = module(torch.eye(part.in_features, dtype=like.dtype, device=like.device))
-            # A view: an index takes twice as long, and its gradient five times.
-            return found.reshape(-1)  # type: ignore[no-any-return]
+                # A view: an index takes twice as long, and its gradient five times.
+                return module._parameters["weight"].reshape(-1)  # type: ignore[no-any-return]
+            return self._vector(part, inputs["queries"])  # type: ignore[no-any-return]
         if part.inputs:
             found = self._module(part)(*map(inputs.__getitem__, part.inputs))
         else:
