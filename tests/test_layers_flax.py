@@ -262,6 +262,20 @@ def test_dropout_acts_in_training_alone(case: Case) -> None:
     close(to_torch(out), to_torch(make(case)(*arrays)))
 
 
+def test_a_view_has_its_own_mode() -> None:
+    layer, x = MultiHeadAttention(8, 2, 0.5, rngs=nnx.Rngs(0)), jnp.ones((2, 3, 4))
+    layer(x, x, x)
+    model = nnx.Dict(attention=layer, dropout=nnx.Dropout(0.5))
+    off = nnx.view(model, deterministic=True)
+    assert off.attention.deterministic and off.dropout.deterministic and not layer.deterministic
+    assert jnp.array_equal(off.attention(x, x, x), off.attention(x, x, x))
+    assert not jnp.array_equal(layer(x, x, x), layer(x, x, x))
+    assert nnx.view(off, only=nnx.Dropout, deterministic=False).attention.deterministic
+    assert "MultiHeadAttention:\n  deterministic: bool | None = None\n    if True, dropout is off." in nnx.view_info(
+        model
+    )
+
+
 def test_dropout_draws_anew_inside_jit() -> None:
     x = jnp.ones((2, 3, 4))
     layer = DotProductAttention(0.5, rngs=nnx.Rngs(dropout=0))

@@ -159,6 +159,15 @@ class Attention(BaseAttention[jax.Array], LoadsTorch, nnx.Module):
         # Forked after the parameters, which are then the same whatever the dropout is.
         self.rngs = nnx.data(rngs.dropout.fork() if rngs is not None and self.dropout else None)
 
+    def set_view(self, deterministic: bool | None = None) -> None:
+        """Set the mode of a copy by ``nnx.view``; ``nnx.view_info`` reads this text.
+
+        Args:
+          deterministic: if True, dropout is off.
+        """
+        if deterministic is not None:
+            self.deterministic = deterministic
+
     @documented_call(_CALL_OPTIONS)
     def __call__(
         self,
