@@ -182,6 +182,39 @@ def test_layers_are_one_graph(name: str) -> None:
     agree(compiled(*arrays, lens), layer(*arrays, lens), leaves)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: layers.AdditiveAttention(HIDDEN),
+        layers.BilinearAttention,
+        lambda: layers.MultiHeadAttention(8, 2, score="additive"),
+    ],
+    ids=["additive", "bilinear", "heads, additive"],
+)
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "inside a module"])
+@pytest.mark.slow_rows("bilinear-*", "heads, additive-inside a module")
+def test_sizes_come_with_the_first_compiled_call(make: Callable[[], nn.Module], inside: bool) -> None:
+    layer = make()
+    arrays = [torch.randn(BATCH, length, DIM, requires_grad=True) for length in (QUERIES, KEYS, KEYS)]
+    compiled = torch.compile(Outer(layer) if inside else layer, fullgraph=True, backend="aot_eager")
+    lens = torch.tensor([2, 6])
+    out = compiled(*arrays, lens)
+    agree(out, layer(*arrays, lens), [*arrays, *layer.parameters()])
+    with pytest.raises(ats.ShapeError, match=r"queries: expected vectors of length 4, which W.* takes, got 3"):
+        layer(arrays[0][..., :3], *arrays[1:])
+
+
+class Outer(nn.Module):
+    """A model with a layer in it."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.layer(*inputs)
+
+
 def test_autocast_inside() -> None:
     leaves = inputs()
 

@@ -392,8 +392,13 @@ class Attention(nn.Module, BaseAttention[Tensor]):
     def _check(self, inputs: dict[str, Any], linears: Sequence[Linear]) -> bool:
         """Raise unless the inputs fit each other and the weights that are applied to them; return True."""
         shared.check_inputs(_OPS, inputs, Tensor, wanted="a torch.Tensor", hint="torch.as_tensor(x) makes one")
+        # While compiling, lazy modules get their weights in their calls, for which the trace starts anew: it must be the
+        # same before and after.
+        is_compiling = torch.compiler.is_compiling()
         for linear in linears:
-            if linear.input in inputs and (weight := self._weight(linear)) is not None:
+            if linear.input not in inputs or (is_compiling and linear.size is None):
+                continue
+            if (weight := self._weight(linear)) is not None:
                 _check_operand(linear.input, inputs[linear.input], weight, linear.name, axis=1)
         return True
 
