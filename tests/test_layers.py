@@ -325,6 +325,44 @@ def test_what_replaces_a_projection_has_its_say() -> None:
     close(layer.attention_weights, torch.ones(2, 2, 3, 3).double() / 3)
 
 
+class Packed(nn.Linear):
+    """A projection with two weights in a byte, which other libraries put in the place of ours."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=False)
+        self.unpacked = linear.weight.detach()
+        self.weight = nn.Parameter(torch.zeros(linear.weight.numel() // 2, 1, dtype=torch.uint8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.unpacked.T
+
+
+class Transposed(nn.Module):
+    """A projection whose weight is (in, out), as in models of the GPT-2 family."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(linear.weight.detach().T.contiguous())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+@pytest.mark.parametrize("kind", [Packed, Transposed])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_module_in_place_of_a_projection_has_a_weight_of_any_shape(kind: type[nn.Module], masked: bool) -> None:
+    options = {"mask": ats.Causal()} if masked else {}
+    for layer in (
+        MultiHeadAttention(12, 2, query_size=6, key_size=6, value_size=6),
+        AdditiveAttention(8, query_size=6, key_size=6),
+    ):
+        x = torch.randn(2, 3, 6)
+        wanted = layer(x, x, x, **options)
+        for name, module in list(layer.named_children()):
+            setattr(layer, name, kind(module))
+        close(layer(x, x, x, **options), wanted, torch.float32)
+
+
 class Doubled(nn.Module):
     """A parametrisation that counts how often it is computed."""
 

@@ -450,6 +450,9 @@ def test_what_replaces_a_projection_has_its_say() -> None:
     layer, x = MultiHeadAttention(8, 2, query_size=6, key_size=6, value_size=6, rngs=nnx.Rngs(0)), jnp.ones((2, 3, 6))
     layer.W_q = nnx.LoRA(6, 2, 8, base_module=layer.W_q, rngs=nnx.Rngs(1))
     assert layer(x, x, x).shape == (2, 3, 8)
+    # Its kernel is (positions, in, out).
+    layer.W_v = nnx.Conv(6, 8, kernel_size=(3,), rngs=nnx.Rngs(2))
+    assert layer(x, x, x).shape == (2, 3, 8)
     layer.W_k = lambda keys: jnp.zeros((*keys.shape[:-1], 8))
     layer(x, x, x)
     close(to_torch(layer.attention_weights), torch.ones(2, 2, 3, 3) / 3, torch.float32)

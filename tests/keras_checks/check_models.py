@@ -328,6 +328,24 @@ def test_what_replaces_w_v_is_called() -> None:
     close(out, keras.ops.matmul(keras.ops.softmax(scores, -1), X))
 
 
+@pytest.mark.parametrize("name", ["W_q", "W_v"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: keras.layers.EinsumDense("abc,cd->abd", (None, 8)),
+        lambda: keras.Sequential([keras.layers.Dense(8, use_bias=False)]),
+    ],
+    ids=["EinsumDense", "Sequential"],
+)
+def test_what_replaces_a_projection_is_called(make: Callable[[], Any], name: str) -> None:
+    layer, plain = (MultiHeadAttention(8, 2) for _ in range(2))
+    setattr(layer, name, make())
+    layer(X, X, X), plain(X, X, X)
+    for each in ("W_q", "W_k", "W_v", "W_o"):
+        getattr(plain, each).kernel.assign(getattr(layer, each).trainable_variables[0])
+    close(layer(X, X, X, [2, 0]), plain(X, X, X, [2, 0]))
+
+
 def test_projections_that_do_more_than_multiply_are_called() -> None:
     """LoRA, losses of activations and layers of another class; others are multiplied here on TensorFlow."""
     layer, merged = (AdditiveAttention(7) for _ in range(2))

@@ -235,9 +235,8 @@ class Attention(BaseAttention[jax.Array], LoadsTorch, nnx.Module):
 
     def _project(self, linear: Linear, x: jax.Array) -> jax.Array:
         module = self._sized(linear, {linear.input: x})
-        kernel = getattr(module, "kernel", None)
-        if isinstance(kernel, nnx.Variable):
-            shared.check_features(linear.input, x.shape[-1], kernel.shape[0], linear.name)
+        if isinstance(module, nnx.Linear):
+            shared.check_features(linear.input, x.shape[-1], module.in_features, linear.name)
         if _is_plain(module):
             operands = x, module.kernel[...], None if module.bias is None else module.bias[...]
             if module.dtype is not None or any(each is not None and each.dtype != x.dtype for each in operands):

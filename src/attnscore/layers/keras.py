@@ -122,8 +122,9 @@ def _dense(linear: Linear, owner: keras.layers.Layer, settings: Mapping[str, Any
 
 def _matrix_and_bias(dense: Any, x: Array) -> tuple[Array, Array | None] | None:
     """Return the arrays of a projection that only multiplies and adds, in the dtype of `x`; None of another one."""
-    only_multiplies = dense.quantization_mode is None and not dense.lora_enabled and dense.activity_regularizer is None
-    if type(dense) is not keras.layers.Dense or not only_multiplies or dense.activation is not keras.activations.linear:
+    if type(dense) is not keras.layers.Dense or dense.activation is not keras.activations.linear:
+        return None
+    if dense.quantization_mode is not None or dense.lora_enabled or dense.activity_regularizer is not None:
         return None
     kernel = value_of(dense.kernel)
     return (kernel, None if dense.bias is None else value_of(dense.bias)) if kernel.dtype == x.dtype else None
@@ -313,8 +314,8 @@ class Attention(BaseAttention[Array], LoadsTorch, keras.layers.Layer):  # type: 
 
     def _project(self, linear: Linear, x: Array) -> Array:
         dense = getattr(self, linear.name)
-        shared.check_features(linear.input, x.shape[-1], dense.input_spec.axes[-1], linear.name)
-
+        if isinstance(dense, keras.layers.Dense):
+            shared.check_features(linear.input, x.shape[-1], dense.input_spec.axes[-1], linear.name)
         arrays = _matrix_and_bias(dense, x)
         if arrays is not None and (found := OPS.product_of_rows(x, *arrays)) is not None:
             return found

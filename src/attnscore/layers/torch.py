@@ -392,13 +392,14 @@ class Attention(nn.Module, BaseAttention[Tensor]):
     def _check(self, inputs: dict[str, Any], linears: Sequence[Linear]) -> bool:
         """Raise unless the inputs fit each other and the weights that are applied to them; return True."""
         shared.check_inputs(_OPS, inputs, Tensor, wanted="a torch.Tensor", hint="torch.as_tensor(x) makes one")
-        # While compiling, lazy modules get their weights in their calls, for which the trace starts anew: it must be the
-        # same before and after.
+        # Its call gives a lazy module a weight. A compiler then starts the trace anew, which must be as before.
         is_compiling = torch.compiler.is_compiling()
         for linear in linears:
             if linear.input not in inputs or (is_compiling and linear.size is None):
                 continue
-            if (weight := self._weight(linear)) is not None:
+            weight, module = self._weight(linear), self._module(linear)
+            # Packed weights, and those of other modules, have other shapes; a lazy module may have loaded its weight.
+            if isinstance(module, nn.Linear) and weight is not None and module.in_features in (0, weight.shape[-1]):
                 _check_operand(linear.input, inputs[linear.input], weight, linear.name, axis=1)
         return True
 
