@@ -318,6 +318,13 @@ class TestFiles:
             close(served, model([IDS, OTHERS]))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"] + ["float64"] * (BACKEND != "jax"))
+def test_a_call_has_the_dtype_of_the_layer(dtype: str) -> None:
+    for layer in (MultiHeadAttention(8, 2, dtype=dtype), AdditiveAttention(7, dtype=dtype)):
+        assert keras.backend.standardize_dtype(layer(X, X, X).dtype) == dtype
+        assert layer(*(keras.Input((3, 6), dtype=dtype) for _ in range(3))).dtype == dtype
+
+
 def test_what_replaces_w_v_is_called() -> None:
     """A bias in it is in all scores of a query, and changes no weight."""
     layer = AdditiveAttention(7)

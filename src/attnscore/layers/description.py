@@ -397,6 +397,11 @@ class BaseAttention(Generic[A]):
         itself is called, so that hooks, parametrisations and what replaced it (adapters, quantised weights) take part.
         """
 
+    def _call_module(self, linear: Linear, x: A) -> A:
+        """Return the module of a projection applied to `x`."""
+        projected: A = getattr(self, linear.name)(x)
+        return projected
+
     def _project_unpadded(self, linear: Linear, x: A, lens: Any) -> A:
         """Return `_project` of keys or values, whose rows from `lens` (batch,) on nothing reads.
 
@@ -416,7 +421,7 @@ class BaseAttention(Generic[A]):
         ops = backends.of({"queries": like})
         rows, columns = (ops.positions(0, linear.in_features + extra, like) for extra in (1, 0))
         units = ops.astype(rows[None, :, None] == columns[None, None], ops.dtype(like))
-        found = ops.reshape(getattr(self, linear.name)(units), (-1,))
+        found = ops.reshape(self._call_module(linear, units), (-1,))
         return found[:-1] - found[-1:]
 
     def _reshape(self, x: A, features: tuple[int, ...]) -> A:
@@ -501,7 +506,7 @@ class BaseAttention(Generic[A]):
         """Join the heads of what was pooled, and project."""
         for linear in self._layer.linears:
             if linear.input == POOLED:
-                out = getattr(self, linear.name)(self._reshape(out, (linear.units,)))
+                out = self._call_module(linear, self._reshape(out, (linear.units,)))
         return out
 
     @property

@@ -326,11 +326,14 @@ class Attention(BaseAttention[Array], LoadsTorch, keras.layers.Layer):  # type: 
                 matrix, bias = arrays
                 found = OPS.matmul(finite, matrix)
                 return found if bias is None else found + bias
-            found = dense(finite)
-            # On torch Keras multiplies float64 in float32, and the dtype of the result shows it.
-            return found if found.dtype == finite.dtype else keras.ops.cast(found, finite.dtype)
+            return self._call_module(linear, finite)
 
         return with_nonfinite_rows_isolated(OPS, x, projected)
+
+    def _call_module(self, linear: Linear, x: Array) -> Array:
+        found = getattr(self, linear.name)(x)
+        # On torch Keras multiplies float64 in float32, and the dtype of the result shows it.
+        return found if found.dtype == x.dtype else keras.ops.cast(found, x.dtype)
 
     def _read(self, part: Linear | Parameter, inputs: Mapping[str, Array]) -> Array:
         held = getattr(self, part.name)
