@@ -325,6 +325,17 @@ def test_a_call_has_the_dtype_of_the_layer(dtype: str) -> None:
         assert layer(*(keras.Input((3, 6), dtype=dtype) for _ in range(3))).dtype == dtype
 
 
+def test_calls_without_the_conversions_of_keras() -> None:
+    """``stateless_call`` passes arrays on as they are."""
+    arrays = [X.astype("float64") for _ in range(3)]
+    for layer in (MultiHeadAttention(8, 2, score="bilinear"), AdditiveAttention(7), DotProductAttention()):
+        wanted = layer(*arrays, [3, 2])
+        found, _ = layer.stateless_call(layer.trainable_variables, layer.non_trainable_variables, *arrays, [3, 2])
+        for out in (found, layer.call(*arrays, [3, 2])):
+            assert out.dtype == wanted.dtype
+            close(out, wanted)
+
+
 def test_what_replaces_w_v_is_called() -> None:
     """A bias in it is in all scores of a query, and changes no weight."""
     layer = AdditiveAttention(7)

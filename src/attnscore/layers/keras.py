@@ -272,7 +272,11 @@ class Attention(BaseAttention[Array], LoadsTorch, keras.layers.Layer):  # type: 
         `masks` are ``attention_mask``, ``queries_mask``, ``keys_mask``, ``values_mask`` and ``use_causal_mask``.
         """
         attention_mask, queries_mask, keys_mask, values_mask, use_causal_mask = masks
-        queries, keys, values = unpacked(queries, keys, values)
+        # As `__call__` does: ``stateless_call`` passes NumPy arrays on.
+        queries, keys, values = (
+            self.dtype_policy.convert_input(x, self.autocast, self.input_dtype) if isinstance(x, np.ndarray) else x
+            for x in unpacked(queries, keys, values)
+        )
         given, (keys, linears) = keys, self._unprepared(keys)
         inputs = dict(zip(INPUTS, (queries, keys, values), strict=True))
         shapes = checked_shapes(inputs)
