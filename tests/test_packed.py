@@ -261,6 +261,17 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "two frameworks": (lambda: ats.pack([_X, torch.ones(4, 2)]), ats.FrameworkError, "arrays of one framework"),
     "other sizes": (lambda: ats.pack([_X, _X.T]), ats.ShapeError, r"sequences\[1\]: expected the sizes \(2,\)"),
     "no axis": (lambda: ats.pack([_X], axis=2), ats.ShapeError, r"sequences\[0\]: expected an axis 2"),
+    "axis of a fraction": (
+        lambda: ats.pack([_X], axis=0.0),
+        ats.ArgumentError,
+        r"axis: expected a whole number, got 0\.0",
+    ),
+    "axis None": (lambda: ats.pack([_X], axis=None), ats.ArgumentError, "axis: expected a whole number, got None"),
+    "axis by name": (
+        lambda: ats.unpack(_X, [0, 1], axis="x"),
+        ats.ArgumentError,
+        "axis: expected a whole number, got 'x'",
+    ),
     "past the end": (lambda: ats.unpack(_X, [0, 5]), ats.MaskError, "cu: expected cumulative lengths up to 4, got 5"),
     "falling": (lambda: ats.unpack(_X, [0, 3, 2]), ats.MaskError, "cu: expected cumulative lengths"),
     "no vector": (lambda: ats.unpack(_X, 4), ats.ShapeError, r"cu: expected shape \(sequences \+ 1,\)"),

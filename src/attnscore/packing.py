@@ -15,7 +15,7 @@ import numpy as np
 
 from attnscore import backends
 from attnscore.backends.base import Array, Backend, Ragged, is_unknown
-from attnscore.core.arguments import check_count, shown
+from attnscore.core.arguments import check_count, is_whole, shown
 from attnscore.errors import ArgumentError, FrameworkError, MaskError, ShapeError, message
 from attnscore.masks import And, Causal, Mask, Or, Packed, SlidingWindow
 from attnscore.masks.index_values import check_cumulative, check_whole
@@ -252,6 +252,8 @@ def _dense(arrays: dict[str, Array]) -> Backend:
 
 def _length(name: str, shape: Sequence[Any], axis: int) -> int:
     """Return the size of an axis, known before a graph runs."""
+    if not is_whole(axis):
+        raise ArgumentError(message("axis", "a whole number", shown(axis)))
     if not -len(shape) <= axis < len(shape):
         raise ShapeError(message(name, f"an axis {axis}", f"shape {tuple(shape)}"))
     if is_unknown(shape[axis]):
