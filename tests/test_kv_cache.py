@@ -857,6 +857,16 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ats.ArgumentError,
         "causal: expected True with a window, got False",
     ),
+    "causal by word": (
+        lambda: _cache().attend(X, causal="no"),
+        ats.ArgumentError,
+        "causal: expected True or False, got 'no'",
+    ),
+    "causal mask by word": (
+        lambda: _cache().mask(2, causal=0),
+        ats.ArgumentError,
+        "causal: expected True or False, got 0",
+    ),
     "jax capacity": (
         lambda: ats.KeyValueCache().append(jnp.asarray(X), jnp.asarray(X)),
         ats.ArgumentError,

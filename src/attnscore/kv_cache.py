@@ -30,7 +30,7 @@ import numpy as np
 from attnscore import backends
 from attnscore.api import attend
 from attnscore.backends.base import Array, Backend, itemsize
-from attnscore.core.arguments import check_count, is_whole, shown
+from attnscore.core.arguments import check_count, check_flag, is_whole, shown
 from attnscore.core.prepared import prepare_keys
 from attnscore.errors import ArgumentError, FrameworkError, ShapeError, message
 from attnscore.kv_buffers import checks
@@ -455,6 +455,7 @@ class KeyValueCache:
     @_in_scope
     def _lens_per_query(self, count: int, causal: bool) -> Array | None:
         """Return how many slots each query attends to, (batch, n); None where these are not the first ones."""
+        causal = check_flag("causal", causal)
         index = self._index
         ends = index.reshape(self._lens, (-1, 1))
         if not causal:
