@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 import attnscore as ats
@@ -68,6 +69,10 @@ def check_constructors(layers: Any, **more: Any) -> None:
     for cls in (layers.AdditiveAttention, layers.MultiHeadAttention):
         assert inspect.getfullargspec(cls.__init__).args[:2] == ["self", "num_hiddens"]
         assert "score" in inspect.signature(cls.__init__).parameters or cls is layers.AdditiveAttention
+    layer = layers.MultiHeadAttention(np.int64(8), np.int32(2), query_size=np.int8(3), keep_last=np.bool_(True), **more)
+    assert all(type(x) in (int, bool, str, type(None)) for _, x in layer._layer.options) and layer.keep_last is True
+    with pytest.raises(ats.ArgumentError, match="keep_last: expected True or False, got 'no'"):
+        layers.AdditiveAttention(8, keep_last="no", **more)
     # What is no question of order stays Python's own.
     with pytest.raises(TypeError, match="num_hiddens"):
         layers.AdditiveAttention(**more)

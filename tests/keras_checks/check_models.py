@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -242,6 +243,23 @@ class TestFiles:
         assert outer.get_config() == config
         assert outer.normalizer == again.normalizer == layer.normalizer
         assert ("normalizer" in config) == (layer.normalizer != "softmax")  # older versions load what they can run
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda: MultiHeadAttention(
+                np.int64(8), np.int32(2), np.float32(0.5), score=ats.SoftCap("dot", np.float32(3))
+            ),
+            lambda: MultiHeadAttention(8, 2, score=np.int64(2) * ats.Dot() + ats.Gaussian(np.float64(0.5))),
+            lambda: AdditiveAttention(np.int16(7), query_size=np.int64(6), keep_last=np.bool_(True)),
+            lambda: DotProductAttention(scaled=np.bool_(False), normalizer=ats.Entmax(np.float32(1.25))),
+        ],
+    )
+    def test_a_configuration_of_numpy_scalars_is_plain(self, make: Callable[..., Any]) -> None:
+        layer = make()
+        again = type(layer).from_config(json.loads(json.dumps(layer.get_config())))
+        assert again.get_config() == layer.get_config()
+        assert layer(X, X, X).shape == again(X, X, X).shape
 
     @staticmethod
     def saved(kinds: Iterable[str], path: Path) -> Any:

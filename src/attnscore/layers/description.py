@@ -185,9 +185,9 @@ def dot_product(scaled: bool, normalizer: Any = "softmax") -> Layer:
 
 def additive(num_hiddens: int, key_size: int | None, query_size: int | None, normalizer: Any = "softmax") -> Layer:
     """Describe `AdditiveAttention`: w_v . tanh(W_q q + W_k k)."""
-    shared.check_size("num_hiddens", num_hiddens)
-    shared.check_size("query_size", query_size, optional=True)
-    shared.check_size("key_size", key_size, optional=True)
+    num_hiddens = shared.check_size("num_hiddens", num_hiddens)
+    query_size = shared.check_size("query_size", query_size, optional=True)
+    key_size = shared.check_size("key_size", key_size, optional=True)
     chosen = _normalizer_option(normalizer)
     return Layer(
         "additive",
@@ -207,8 +207,8 @@ def bilinear(key_size: int | None, query_size: int | None, normalizer: Any = "so
     A score sums query_size * key_size products, so that is the fan-in of W. With the usual 1/sqrt(key_size) the
     variance of the scores grows with query_size, and the softmax starts saturated.
     """
-    shared.check_size("query_size", query_size, optional=True)
-    shared.check_size("key_size", key_size, optional=True)
+    query_size = shared.check_size("query_size", query_size, optional=True)
+    key_size = shared.check_size("key_size", key_size, optional=True)
     chosen = _normalizer_option(normalizer)
     return Layer(
         "bilinear",
@@ -257,12 +257,11 @@ def multi_head(
         Heads that do not divide.
     """
     bias = check_flag("bias", bias)
-    shared.check_size("num_hiddens", num_hiddens)
-    shared.check_size("num_heads", num_heads)
+    num_hiddens, num_heads = shared.check_size("num_hiddens", num_hiddens), shared.check_size("num_heads", num_heads)
+    num_key_value_heads = shared.check_size("num_key_value_heads", num_key_value_heads, optional=True)
+    score_hiddens = shared.check_size("score_hiddens", score_hiddens, optional=True)
     sizes = {"query_size": query_size, "key_size": key_size, "value_size": value_size}
-    optional = {"num_key_value_heads": num_key_value_heads, "score_hiddens": score_hiddens, **sizes}
-    for name, size in optional.items():
-        shared.check_size(name, size, optional=True)
+    sizes = {name: shared.check_size(name, size, optional=True) for name, size in sizes.items()}
     names = score_template.names_in(score, tuple(_SCORES))
     if score_hiddens is not None and "additive" not in names:
         hint = "only the additive score has hidden units"
@@ -298,9 +297,9 @@ def multi_head(
             *[option for option in further if option[1]],
         ),
         linears=(
-            Linear("W_q", "queries", query_size, num_heads * score_dim, bias, num_heads),
-            Linear("W_k", "keys", key_size, kv_heads * score_dim, bias, kv_heads),
-            Linear("W_v", "values", value_size, kv_heads * dim, bias, kv_heads),
+            Linear("W_q", "queries", sizes["query_size"], num_heads * score_dim, bias, num_heads),
+            Linear("W_k", "keys", sizes["key_size"], kv_heads * score_dim, bias, kv_heads),
+            Linear("W_v", "values", sizes["value_size"], kv_heads * dim, bias, kv_heads),
             Linear("W_o", POOLED, num_hiddens, num_hiddens, bias),
         ),
         parameters=tuple(parameters),

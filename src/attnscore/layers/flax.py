@@ -32,6 +32,7 @@ from jax.extend.core import get_opaque_trace_state
 from attnscore import backends
 from attnscore.analysis.weights import attention_weights
 from attnscore.api import attend
+from attnscore.core.arguments import check_flag
 from attnscore.core.cache import BoundedCache
 from attnscore.core.prepared import with_exps_of
 from attnscore.errors import ArgumentError, message
@@ -154,7 +155,7 @@ class Attention(BaseAttention[jax.Array], LoadsTorch, nnx.Module):
             setattr(self, part.name, _made(part, options, rngs))
         self.dropout = shared.check_probability(dropout)
         self.deterministic = deterministic
-        self.keep_last = keep_last
+        self.keep_last = check_flag("keep_last", keep_last)
         self.dtype = dtype
         # Forked after the parameters, which are then the same whatever the dropout is.
         self.rngs = nnx.data(rngs.dropout.fork() if rngs is not None and self.dropout else None)

@@ -27,6 +27,7 @@ from attnscore import backends
 from attnscore.analysis.weights import attention_weights
 from attnscore.api import attend
 from attnscore.backends.base import HALF_PRECISION, Array
+from attnscore.core.arguments import check_flag
 from attnscore.core.normalizers import Entmax
 from attnscore.core.prepared import with_exps_of
 from attnscore.errors import ArgumentError, ShapeError, message
@@ -185,7 +186,7 @@ class Attention(BaseAttention[Array], LoadsTorch, keras.layers.Layer):  # type: 
         self._layer = layer
         self.dropout = shared.check_probability(dropout)
         self.seed = seed
-        self.keep_last = keep_last
+        self.keep_last = check_flag("keep_last", keep_last)
         self.supports_masking = True
         # Keras would refuse layer(queries, keys, values, [2, 6]).
         self._allow_non_tensor_positional_args = True

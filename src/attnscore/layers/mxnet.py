@@ -29,6 +29,7 @@ from attnscore import backends
 from attnscore.analysis.weights import attention_weights
 from attnscore.api import attend
 from attnscore.backends.base import Array
+from attnscore.core.arguments import check_flag
 from attnscore.core.prepared import with_exps_of
 from attnscore.errors import DeviceError, DtypeError, FrameworkError, message
 from attnscore.kv_cache import KeyValueCache
@@ -136,7 +137,7 @@ class Attention(BaseAttention[Array], gluon.Block):  # type: ignore[misc]
         super().__init__(prefix=prefix, params=params)
         self._layer = layer
         self.dropout = shared.check_probability(dropout)
-        self.keep_last = keep_last
+        self.keep_last = check_flag("keep_last", keep_last)
         self._last: _Call | _Weights | None = None
         with self.name_scope():
             for linear in layer.linears:

@@ -100,7 +100,7 @@ def to_config(score: Any) -> Any:
         if getattr(scores, kind, None) is not type(score) or not is_dataclass(score):
             raise ArgumentError(message("score", "a score of attnscore, which a configuration can name", shown(score)))
         return {"kind": kind, "fields": {field.name: to_config(getattr(score, field.name)) for field in fields(score)}}
-    return score
+    return score.item() if isinstance(score, np.generic) else score
 
 
 def from_config(config: Any) -> Any:

@@ -82,13 +82,14 @@ def _named(owner: str, older: tuple[str, ...], args: tuple[Any, ...], kwargs: Ma
     return f"{owner}({', '.join(f'{name}={shown(value)}' for name, value in (values | others).items())})"
 
 
-def check_size(name: str, size: Any, *, optional: bool = False) -> None:
-    """Raise ArgumentError unless `size` is a whole number above 0 (or None, when `optional`)."""
+def check_size(name: str, size: Any, *, optional: bool = False) -> Any:
+    """Return a size as an int; raise ArgumentError unless it is a whole number above 0 (or None, when `optional`)."""
     if size is None and optional:
-        return
+        return None
     if not is_whole(size) or size <= 0:
         wanted = "a whole number above 0" + (" or None" if optional else "")
         raise ArgumentError(message(name, wanted, shown(size)))
+    return int(size)
 
 
 def check_probability(dropout: Any) -> float:

@@ -33,7 +33,7 @@ from attnscore.analysis.weights import attention_weights
 from attnscore.api import attend
 from attnscore.backends.base import Signature
 from attnscore.core import plan as plans
-from attnscore.core.arguments import CallArguments, shown
+from attnscore.core.arguments import CallArguments, check_flag, shown
 from attnscore.core.cache import BoundedCache
 from attnscore.core.padding import may_save, over_rows, real_rows
 from attnscore.core.prepared import with_exps_of
@@ -198,7 +198,7 @@ class Attention(nn.Module, BaseAttention[Tensor]):
     ) -> None:
         super().__init__()
         self.dropout = shared.check_probability(dropout)
-        self.keep_last = keep_last
+        self.keep_last = check_flag("keep_last", keep_last)
         self._layer = layer
         self._last: Call | Weights | str | None = None
         for linear in layer.linears:
