@@ -141,7 +141,7 @@ def pooled_weights(
 
     Returns
     -------
-    map : (..., rows, columns)
+    map : (..., rows, columns), in float32 where `query` has 16 bits, which cannot hold sums over many queries
         Its sum is the number of queries that are not fully masked (less the weight of a sink). A query whose weights
         are NaN makes all bins of its row NaN, and no other.
 
@@ -185,7 +185,7 @@ def pooled_weights(
             part = ops.matmul(of_bin, ops.where(is_nan, 0.0, by_bin))
             part = ops.where(ops.matmul(of_bin, ops.astype(is_nan, ops.dtype(by_bin))) > 0, float("nan"), part)
             found = ops.add_at(found, -2, top, part)
-        return problem.layout.scores_from_canonical(ops, ops.astype(found, problem.dtype))
+        return problem.layout.scores_from_canonical(ops, found)
 
 
 def key_mass(
@@ -210,7 +210,7 @@ def key_mass(
 
     Returns
     -------
-    mass : (..., key), with the heads of `query`
+    mass : (..., key), with the heads of `query`, in float32 where that has 16 bits
 
     Examples
     --------
@@ -229,9 +229,7 @@ def key_mass(
         result = kernel.forward(problem, plan)
         rows = RowGradients(ops.full((*score_shape.rows, 1), 1.0, ones))
         mass = kernel.backward(problem, plan, result, rows, frozenset({"value"}))["value"]
-        return problem.layout.scores_from_canonical(ops, ops.astype(ops.swap_axes(mass, -1, -2), ops.dtype(query)))[
-            ..., 0, :
-        ]
+        return problem.layout.scores_from_canonical(ops, ops.swap_axes(mass, -1, -2))[..., 0, :]
 
 
 def _detached(problem: Problem) -> Problem:

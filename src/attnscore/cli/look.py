@@ -63,7 +63,7 @@ def look(
         given.keep_inputs("--out", out)
     call = given.read(("query", "key"))
     if out is not None:
-        check_holds(out, {"key_mass": call["query"]})
+        check_holds(out, {"top_weights": call["query"]})
     if plot is not None or out is not None:
         *lead, query_len, _ = ats.attention_scores(key_index=slice(0, 0), **call).shape
         lengths = query_len, ats.attention_scores(query_index=slice(0, 0), **call).shape[-1]
