@@ -362,6 +362,16 @@ def test_key_mass_names_the_heaviest_and_keeps_one_key_among_many_visible():
     assert not overlapping(figure)
 
 
+@pytest.mark.parametrize("mass", [[np.inf, 1.0, 2.0], [np.inf] * 3, [np.inf, *np.ones(3000), np.nan]])
+@pytest.mark.parametrize("logarithmic", [True, False])
+def test_an_infinite_key_mass_sets_no_limits(mass, logarithmic):
+    figure = show_key_mass(mass, logarithmic=logarithmic)
+    line, bars = figure.axes
+    assert labels(bars.texts)[0] == " inf" and np.isfinite([*bars.get_xlim(), *line.get_ylim()]).all()
+    assert max(bar.get_width() for bar in bars.patches) == (2 if len(mass) == 3 and 2 in mass else 1)
+    assert png(figure).startswith(b"\x89PNG")
+
+
 def test_key_mass_with_tokens_that_are_long_or_formulas():
     tokens = ["$x^2$", "a" * 60, "[SEP]", "</s>"]
     figure = show_key_mass([4.0, 3.0, 0.0, 1.0], tokens, titles=["head 3"])

@@ -429,9 +429,10 @@ def _draw_mass(axis: Axes, mass: Matrix, marked: Indices, *, logarithmic: bool) 
             axis.stairs(largest, edges, baseline=mean, fill=True, color=_BAND, linewidth=0, label="down to its mean")
             legend(axis, loc="upper right")
         axis.plot(marked + 0.5, mass[marked], "o", color=RED, markersize=3.5, clip_on=False)
-    if logarithmic and (mass > 0).any():
+    drawn = mass[(mass > 0) & np.isfinite(mass)]
+    if logarithmic and drawn.size:
         # Masked keys have no logarithm: the axis ends a little below the smallest mass above 0.
-        low, high = mass[mass > 0].min(), mass[mass > 0].max()
+        low, high = drawn.min(), drawn.max()
         axis.set_yscale("log")
         axis.set_ylim(max(low, high * 1e-6) / 1.5, high * 2)
     else:
@@ -443,13 +444,16 @@ def _draw_mass(axis: Axes, mass: Matrix, marked: Indices, *, logarithmic: bool) 
 
 def _draw_heaviest(axis: Axes, mass: Matrix, marked: Indices, tokens: Tokens) -> None:
     """Draw the marked keys as bars, the heaviest on top, with their number, their token and their mass."""
-    places = np.arange(len(marked))
-    axis.barh(places, mass[marked], color=RED, height=0.7)
+    places, masses = np.arange(len(marked)), mass[marked]
+    high = float(masses.max(initial=0.0, where=np.isfinite(masses))) or 1.0
+    # An infinite mass, from a sum that overflowed, has the longest bar.
+    widths = np.minimum(masses, high)
+    axis.barh(places, widths, color=RED, height=0.7)
     axis.set_yticks(places, [_key_name(int(key), tokens) for key in marked], parse_math=False)
     axis.set_ylim(max(1, len(marked)) - 0.4, -0.6)
-    axis.set_xlim(0, 1.45 * max((float(x) for x in mass[marked]), default=1.0) or 1.0)
-    for place, key in enumerate(marked):
-        axis.text(mass[key], place, f" {short_number(float(mass[key]), 3)}", va="center", fontsize=7)
+    axis.set_xlim(0, 1.45 * high)
+    for place, (width, of_key) in enumerate(zip(widths, masses, strict=True)):
+        axis.text(width, place, f" {short_number(float(of_key), 3)}", va="center", fontsize=7)
     axis.set_xticks([])
     frame(axis)
     axis.spines[["top", "right", "bottom"]].set_visible(False)
