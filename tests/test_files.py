@@ -494,6 +494,45 @@ def test_errors_name_the_file_and_not_the_temporary_one(tmp_path: Path) -> None:
     assert found.value.filename == str(path)
 
 
+@pytest.mark.parametrize("name", ["there.npz", "not yet.npz"])
+def test_a_link_goes_on_pointing_to_its_file(name: str, tmp_path: Path) -> None:
+    real, link = tmp_path / "elsewhere" / name, tmp_path / "link.npz"
+    real.parent.mkdir()
+    if name == "there.npz":
+        real.write_bytes(OLD)
+        real.chmod(0o640)
+    link.symlink_to(Path("elsewhere") / name)
+    files.write_arrays(link, {"a": np.ones(3)})
+    assert link.is_symlink() and not real.is_symlink() and list(read_arrays(link)) == ["a"]
+    assert name != "there.npz" or real.stat().st_mode & 0o777 == 0o640
+    assert [each.name for each in real.parent.iterdir()] == [name] and len([*tmp_path.iterdir()]) == 2
+
+
+def test_a_link_into_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    link = tmp_path / "link.npz"
+    link.symlink_to(tmp_path / "gone" / "x.npz")
+    with pytest.raises(FileError, match=r"link\.npz: the folder .*gone does not exist"):
+        files.write_arrays(link, {"a": np.ones(3)})
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (os.mkfifo, "a pipe or a device"),
+        (lambda path: path.symlink_to("/dev/null"), "a pipe or a device"),
+        (Path.mkdir, "a folder"),
+    ],
+)
+def test_only_a_file_is_replaced(make: Callable[[Path], None], kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.npz"
+    make(path)
+    before = path.stat().st_mode
+    for write in (files.check_destination, lambda path: files.write_arrays(path, {"a": np.ones(3)}), write_page):
+        with pytest.raises(FileError, match=rf"x\.npz: is {kind}; expected the name of a file"):
+            write(path)
+    assert path.stat().st_mode == before and [each.name for each in tmp_path.iterdir()] == ["x.npz"]
+
+
 # Files of the system (a pipe, a switch of the kernel) and memory, not results.
 NOT_RESULTS = {'os.fdopen(out, "w"', 'Path("/proc/self/clear_refs").write_text(', "figure.savefig(buffer"}
 

@@ -6,7 +6,7 @@
 - A header that claims more than its file holds is refused before memory is allocated.
 - A name that a file has twice is refused: one of the two arrays would silently be left out.
 - A file is written under a temporary name and renamed, so that no reader sees half of one, and a failed run leaves an
-  older file as it was.
+  older file as it was. A link stays a link; nothing but a file is replaced.
 - bfloat16 goes through .safetensors (with ml_dtypes); the NumPy formats have no such dtype, so there it is refused
   instead of being read back as raw bytes.
 """
@@ -96,14 +96,31 @@ def file_errors(path: Path, kind: str) -> Iterator[None]:
 
 
 def check_destination(path: Path) -> None:
-    """Raise a `FileError` for a path that cannot be written, before a long computation."""
+    """Raise a `FileError` for a path that arrays cannot be written to, before a long computation."""
     _known_suffix(path)
-    if path.is_dir():
-        raise FileError(f"{path}: is a folder; expected the name of a file")
-    if not path.parent.is_dir():
-        raise FileError(f"{path}: the folder {path.parent} does not exist")
-    if not os.access(path.parent, os.W_OK):
-        raise FileError(f"{path}: the folder {path.parent} cannot be written to")
+    check_writable(path)
+
+
+def check_writable(path: Path) -> None:
+    """Raise a `FileError` for a path that cannot be written, before a long computation."""
+    _check_replaceable(path)
+    folder = _target(path).parent
+    if not folder.is_dir():
+        raise FileError(f"{path}: the folder {folder} does not exist")
+    if not os.access(folder, os.W_OK):
+        raise FileError(f"{path}: the folder {folder} cannot be written to")
+
+
+def _check_replaceable(path: Path) -> None:
+    """Raise a `FileError` for what a regular file would take the place of: a folder, a pipe, a device."""
+    if path.exists() and not path.is_file():
+        kind = "a folder" if path.is_dir() else "a pipe or a device"
+        raise FileError(f"{path}: is {kind}; expected the name of a file")
+
+
+def _target(path: Path) -> Path:
+    """Return the file itself where `path` is a link to it, and otherwise the path as it is."""
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
 def check_holds(path: Path, arrays: Mapping[str, Array]) -> None:
@@ -143,17 +160,20 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
     An exception or an interruption at any point leaves the old file, and no temporary one. A process that is killed
     leaves the old file and a hidden file ``.NAME.RANDOM.part``, which no reader and no pattern for results takes.
+    A link goes on pointing to its file; a folder, a pipe or a device is a `FileError`.
     """
+    _check_replaceable(path)
+    target = _target(path)
     # Named before it is made, so that it is removed whenever it exists.
     # The start of the name only: names have a largest length.
-    temporary = path.parent / f".{path.name[:40]}.{secrets.token_hex(8)}.part"
+    temporary = target.parent / f".{target.name[:40]}.{secrets.token_hex(8)}.part"
     try:
         with open(temporary, "xb", opener=_private) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        temporary.chmod(_usual_mode(path))
-        temporary.replace(path)
+        temporary.chmod(_usual_mode(target))
+        temporary.replace(target)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and str(error.filename) == str(temporary):

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from attnscore.cli.console import console, error_console, table
 from attnscore.cli.options import keep_input
-from attnscore.io import FileError, read_text
+from attnscore.io import FileError, check_writable, read_text
 from attnscore.plotting.drawing import short_number
 
 if TYPE_CHECKING:
@@ -36,8 +36,7 @@ def inspect(
 
     Runs the model once on the text. Prints the heads that stand out.
     """
-    if not out.parent.is_dir() or out.is_dir():
-        raise FileError(f"{out}: expected the name of a file in a folder that exists")
+    check_writable(out)
     content = read_text(text)
     keep_input("--out", out, text)
     if not content.strip():

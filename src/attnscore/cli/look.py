@@ -17,7 +17,7 @@ import attnscore as ats
 from attnscore.cli.console import console, error_console, table
 from attnscore.cli.options import CallOptions, option, takes_call
 from attnscore.errors import ArgumentError, message
-from attnscore.io import Array, FileError, check_destination, check_holds, replacing, write_arrays
+from attnscore.io import Array, FileError, check_destination, check_holds, check_writable, replacing, write_arrays
 from attnscore.plotting.drawing import short_number
 
 _PICTURES = (".png", ".svg", ".pdf")
@@ -99,10 +99,10 @@ def check_places(plot: Path | None, out: Path | None) -> None:
         check_destination(out)
         if out.suffix.lower() == ".npy":
             raise ArgumentError("--out: a .npy file holds one array; use .npz or .safetensors")
-    if plot is not None and (plot.suffix.lower() not in _PICTURES or plot.is_dir()):
-        raise FileError(f"{plot}: expected a name that ends in {', '.join(_PICTURES)}")
-    if plot is not None and not plot.parent.is_dir():
-        raise FileError(f"{plot}: the folder {plot.parent} does not exist")
+    if plot is not None:
+        if plot.suffix.lower() not in _PICTURES:
+            raise FileError(f"{plot}: expected a name that ends in {', '.join(_PICTURES)}")
+        check_writable(plot)
 
 
 def check_place(place: tuple[int, ...], lead: tuple[int, ...]) -> None:
