@@ -379,6 +379,29 @@ def test_a_model_of_pictures_is_refused() -> None:
         inspect_model(model, TEXT, tokenizer=Words())
 
 
+TOWER = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+SEES = TOWER | {"image_size": 8, "patch_size": 4}
+
+
+def test_a_model_that_needs_a_picture_beside_the_text_is_refused() -> None:
+    config = transformers.CLIPConfig(text_config=TOWER | {"vocab_size": 50}, vision_config=SEES, projection_dim=8)
+    with pytest.raises(ArgumentError, match=r"model: expected one that runs on text alone, got CLIPModel: \S") as error:
+        inspect_model(transformers.CLIPModel(config), TEXT, tokenizer=Words())
+    assert isinstance(error.value.__cause__, (AttributeError, TypeError, ValueError))
+
+
+def test_every_part_of_a_model_keeps_its_attention() -> None:
+    text, picture = transformers.LlamaConfig(**TOWER, vocab_size=50), transformers.CLIPVisionConfig(**SEES)
+    config = transformers.LlavaConfig(text_config=text, vision_config=picture, image_token_index=49)
+    model = transformers.LlavaModel(config)
+    model.set_attn_implementation({"text_config": "sdpa", "vision_config": "eager"})
+    found = inspect_model(model, TEXT, tokenizer=Words())
+    assert [layer.name for layer in found.layers] == ["language_model.layers.0.self_attn"]
+    parts = model, model.language_model, model.vision_tower
+    assert [part.config._attn_implementation for part in parts] == ["sdpa", "sdpa", "eager"]
+    assert model.config.vision_config._attn_implementation == "eager"
+
+
 def test_wrong_places() -> None:
     found = inspect_model(made("gpt2"), TEXT, tokenizer=Words())
     for call, words in (

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 import attnscore as ats
 from attnscore.diagnostics.inspection.head_metrics import SETTINGS, statistics_of, under
 from attnscore.diagnostics.inspection.pretrained import MINILM, MINILM_NAME, load, read, require_transformers
-from attnscore.errors import ArgumentError, message
+from attnscore.errors import ArgumentError, AttnscoreError, message
 from attnscore.integrations.transformers import AttentionCall, register
 
 Array = NDArray[np.float64]
@@ -217,8 +217,8 @@ def inspect_model(model: Any, text: str, *, tokenizer: Any = None, most_tokens: 
     Raises
     ------
     ArgumentError
-        A folder that is missing, damaged or incomplete, a text without tokens, a model whose attention cannot be
-        replaced.
+        A folder that is missing, damaged or incomplete, a text without tokens, a model that needs more than text, or
+        whose attention cannot be replaced.
     FrameworkError
         PyTorch or transformers is not installed.
 
@@ -283,7 +283,8 @@ def _calls(model: Any, inputs: dict[str, Any]) -> list[AttentionCall]:
     if getattr(model.config, "is_encoder_decoder", False):
         model = model.get_encoder()
     calls: list[AttentionCall] = []
-    before, training = model.config._attn_implementation, {module: module.training for module in model.modules()}
+    before = [(config, config._attn_implementation) for config in _configs(model)]
+    training = {module: module.training for module in model.modules()}
     # transformers keeps the implementation by its name, and with it the list.
     with _REGISTERED:
         try:
@@ -291,8 +292,26 @@ def _calls(model: Any, inputs: dict[str, Any]) -> list[AttentionCall]:
             with torch.no_grad():
                 model(**{name: x.to(model.device) for name, x in inputs.items()})
             return [*calls]
+        except AttnscoreError:
+            raise
+        except (AttributeError, TypeError, ValueError) as error:  # a picture, say, that is not there
+            got = f"{type(model).__name__}: {' '.join(str(error).split())}"
+            raise ArgumentError(message("model", "one that runs on text alone", got)) from error
         finally:
             calls.clear()
-            model.set_attn_implementation(before)
+            for config, implementation in before:
+                config._attn_implementation = implementation
             for module, mode in training.items():
                 module.training = mode
+
+
+def _configs(model: Any) -> list[Any]:
+    """Return the configs of a model and its parts, outer ones first: to set theirs sets those of their parts."""
+    from transformers import PreTrainedModel
+
+    def nested(config: Any) -> list[Any]:
+        inner = [getattr(config, name, None) for name in config.sub_configs]
+        return [config, *(one for part in inner if part is not None for one in nested(part))]
+
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    return list({id(config): config for part in parts for config in nested(part.config)}.values())
