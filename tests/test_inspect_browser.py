@@ -249,3 +249,27 @@ def test_a_long_text_is_binned_and_zooms_to_exact_blocks(browser: Any, tmp_path:
     assert "A cell is" not in (opened.page.text_content("#said") or "")
     assert opened.complaints == [] and opened.requests == [path.as_uri()]
     opened.page.close()
+
+
+@pytest.mark.parametrize("heads", ["some", "none"])
+def test_a_page_without_the_map_of_the_first_head(browser: Any, tmp_path: Path, heads: str) -> None:
+    """It opens on a head that has one, and a box drawn on its map zooms; without any map there are numbers."""
+    found = inspect_model("minilm", (SENTENCES + " ") * 2, most_tokens=256)
+    opened = Opened(browser, found.to_html(tmp_path / "report.html", megabytes=0.2 if heads == "some" else 0))
+    title = opened.page.text_content("#head-title") or ""
+    if heads == "none":
+        assert title == "Layer 0, head 0" and not opened.page.locator("#map").is_visible()
+    else:
+        layer, head = map(int, re.findall(r"\d+", title))
+        assert (layer, head) != (0, 0) and opened.page.locator("#map").is_visible()
+        pressed = opened.page.locator('#grid button[aria-pressed="true"]')
+        assert (pressed.get_attribute("data-layer"), pressed.get_attribute("data-head")) == (f"{layer}", f"{head}")
+        opened.choose(0, 0)
+        assert not opened.page.locator("#map").is_visible()
+        opened.choose(layer, head)
+        box = {"xaxis.range[0]": -0.5, "xaxis.range[1]": 63.5, "yaxis.range[0]": 63.5, "yaxis.range[1]": -0.5}
+        opened.page.evaluate('box => { Plotly.relayout("map", box); }', box)
+        opened.page.wait_for_function('document.getElementById("query-to").value === "127"')
+        np.testing.assert_allclose(opened.cells(), found.weights(layer, head)[:128, :128], atol=5e-4)
+    assert opened.complaints == []
+    opened.page.close()

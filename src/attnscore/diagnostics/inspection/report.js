@@ -7,7 +7,8 @@
   const MOST = 160; // labels and cells of more tokens than these cannot be distinguished
   const LINKS = 10;
   const FALLS = new Set(["entropy", "effective_keys", "jacobian_trace"]); // towards collapse; the other statistics rise
-  const shown = { layer: 0, head: 0, setting: "model", statistic: "entropy", rows: [0, count], cols: [0, count] };
+  const drawn = data.layers.flatMap((one, layer) => Object.keys(one.query ?? one.weights).map((head) => ({ layer, head: +head })));
+  const shown = { ...(drawn[0] ?? { layer: 0, head: 0 }), setting: "model", statistic: "entropy", rows: [0, count], cols: [0, count] };
 
   const bytes = (text) => Uint8Array.from(atob(text), (c) => c.charCodeAt(0)).buffer;
   const cache = new Map();
@@ -122,7 +123,8 @@
       colorscale: [[0, c.panel], [1, c.strong]], colorbar: { title: { text: `${exact ? "weight" : "mean weight"} of key j for query i`, side: "right" }, thickness: 12 } };
     const layout = frame({ height: 640, xaxis: { ...axis(found.across, "keys", 60), tickangle: -90 },
       yaxis: { ...axis(found.down, "queries", 45), autorange: "reversed" } });
-    return Plotly.react(at("map"), [trace], layout, plain);
+    // The element has no `on` before its first map.
+    return Plotly.react(at("map"), [trace], layout, plain).then(() => once("zoom", () => at("map").on("plotly_relayout", zoom)));
   };
 
   // What each token receives, and the largest weights: all rows once. The edges under the model's own scale are in the file, computed by the library.
@@ -223,9 +225,9 @@
       button.setAttribute("aria-pressed", +button.dataset.layer === shown.layer && +button.dataset.head === shown.head));
     drawTables();
     say();
-    const drawn = isDrawn(shown.layer, shown.head);
-    at("map").hidden = at("mass").hidden = !drawn;
-    return drawn ? Promise.all([drawMap(), drawMass()]) : Promise.resolve();
+    const hasMap = isDrawn(shown.layer, shown.head);
+    at("map").hidden = at("mass").hidden = !hasMap;
+    return hasMap ? Promise.all([drawMap(), drawMass()]) : Promise.resolve();
   };
   const choose = (change) => { Object.assign(shown, change); shown.head = Math.min(shown.head, data.layers[shown.layer].heads - 1); return drawHead(); };
 
@@ -255,15 +257,6 @@
     if (next) { next.focus(); event.preventDefault(); }
   });
 
-  drawGrid();
-  drawHead().then(() => {
-    // A box drawn on a binned map zooms to its tokens, which are exact where they are few enough.
-    at("map").on("plotly_relayout", (moved) => {
-      const found = mapEdges(moved);
-      if (found) choose(found);
-    });
-    document.body.dataset.ready = "yes";
-  });
   const mapEdges = (moved) => {
     const side = (axis, [from, to]) => {
       const ends = [moved[`${axis}.range[0]`], moved[`${axis}.range[1]`]];
@@ -275,9 +268,17 @@
     const isBinned = shown.rows[1] - shown.rows[0] > MOST || shown.cols[1] - shown.cols[0] > MOST;
     return isBinned && Object.keys(moved).some((name) => name.includes(".range[")) ? { rows: side("yaxis", shown.rows), cols: side("xaxis", shown.cols) } : null;
   };
+  // A box drawn on a binned map zooms to its tokens, which are exact where they are few enough.
+  const zoom = (moved) => {
+    const found = mapEdges(moved);
+    if (found) choose(found);
+  };
   // Paper is light, whatever the screen is.
   const paper = (on) => { document.documentElement.classList.toggle("paper", on); drawGrid(); drawHead(); };
   addEventListener("beforeprint", () => paper(true));
   addEventListener("afterprint", () => paper(false));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { drawGrid(); drawHead(); });
+
+  drawGrid();
+  drawHead().then(() => { document.body.dataset.ready = "yes"; });
 })();
