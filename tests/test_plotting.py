@@ -490,6 +490,14 @@ def test_one_head_of_several_is_chosen():
         (lambda: show_top_weights(([[1.0]], [[4]]), ["a"], ["b", "c"]), ShapeError, ["key_tokens", "at least 5"]),
         (lambda: show_top_weights(([[1.0], [1.0]], [[0], [0]]), ["a"]), ShapeError, ["query_tokens", "at least 2"]),
         (lambda: show_top_weights(([[1.0]], [[0]]), query_index=[1, 2]), ShapeError, ["query_index", "1 of them"]),
+        (lambda: show_top_weights(([[1.0]], [[0]]), key_len=6.5), ArgumentError, ["key_len", "6.5"]),
+        (lambda: show_top_weights(([[1.0]], [[0]]), key_len=-4), ArgumentError, ["key_len", "-4"]),
+        (
+            lambda: show_pooled_weights(np.ones((3, 3)), query_len=3, key_len=3, max_cols=2.5),
+            ArgumentError,
+            ["max_cols", "above 0", "2.5"],
+        ),
+        (lambda: show_attention(np.ones((4, 3, 3)), max_cols=0), ArgumentError, ["max_cols", "above 0", "got 0"]),
         (lambda: show_long_attention(np.ones((2, 5, 3)), np.ones((2, 5, 3))), ShapeError, ["place", "(2,)"]),
         (
             lambda: show_long_attention(np.ones((2, 5, 3)), np.ones((2, 5, 3)), place=(2,)),
@@ -528,3 +536,25 @@ def test_titles_are_a_list():
     with pytest.raises(ShapeError, match=r"titles: expected a list of texts, got 'Entropy'"):
         show_head_grid(np.ones((7, 2, 2)), "Entropy")
     assert show_attention(np.eye(3), "abc").axes[0].get_xticklabels()[1].get_text() == "b"
+
+
+@pytest.mark.parametrize("made", [np.array, tuple, list])
+@pytest.mark.parametrize("names", [["a", "b", "c"], [1, 2, 3]])
+def test_names_are_written_as_texts(made, names):
+    wanted, names, maps = [str(name) for name in names], made(names), np.ones((3, 3, 3)) / 3
+    figure = show_attention(maps, names, names, titles=names)
+    assert labels(figure.axes[0].get_xticklabels()) == labels(figure.axes[0].get_yticklabels()) == wanted
+    assert [axis.get_title() for axis in panels(figure)] == wanted
+    assert [axis.get_title() for axis in panels(show_heatmaps(maps, "Keys", "Queries", titles=names))] == wanted
+    by_row = show_heatmaps(maps[None].repeat(2, 0), "Keys", "Queries", titles=np.array([names, names]))
+    assert [axis.get_title() for axis in panels(by_row)] == wanted * 2
+    for figure in (
+        show_head_grid(maps, titles=names),
+        show_pooled_weights(maps, query_len=3, key_len=3, titles=names),
+        show_key_mass(maps[0], names, titles=names),
+    ):
+        assert [axis.get_title() for axis in figure.axes if axis.get_title() in wanted] == wanted
+    assert labels(show_key_mass([3.0, 2.0, 1.0], names).axes[1].get_yticklabels())[0] == f"0  {wanted[0]}"
+    links = show_top_weights((np.ones((3, 1)), [[0], [1], [2]]), names)
+    assert labels(links.axes[0].get_yticklabels()) == wanted
+    png(show_long_attention(np.eye(3), np.eye(3), tokens=names))

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from attnscore.errors import FrameworkError, ShapeError, message
+from attnscore.core.arguments import is_whole, shown
+from attnscore.errors import ArgumentError, FrameworkError, ShapeError, message
 from attnscore.io import require
 
 if TYPE_CHECKING:
@@ -92,12 +93,22 @@ def to_panels(argument: str, array: Any, axes: str) -> Matrix:
     return panels
 
 
-def check_count(argument: str, names: Sequence[str] | None, count: int, shape: tuple[int, ...], of: str) -> None:
-    """Raise ShapeError unless there are `count` names, as the array `of` of this shape needs."""
+def to_texts(argument: str, names: Any, count: int, shape: tuple[int, ...], of: str) -> list[str] | None:
+    """Return tokens or titles as texts; ShapeError unless there are `count`, as the array `of` of this shape needs."""
+    if names is None:
+        return None
     if argument == "titles" and isinstance(names, str):  # tokens may well be the characters of a text
         raise ShapeError(message(argument, "a list of texts", repr(names)))
-    if names is not None and len(names) != count:
+    if len(names) != count:
         raise ShapeError(message(argument, f"{count} of them", len(names), shapes={of: shape}))
+    return [str(name) for name in names]
+
+
+def columns(max_cols: Any, count: int) -> int:
+    """Return the number of columns of `count` panels, at most `max_cols` of them."""
+    if not is_whole(max_cols) or max_cols < 1:
+        raise ArgumentError(message("max_cols", "a whole number above 0", shown(max_cols)))
+    return max(1, min(int(max_cols), count))
 
 
 # ---------------------------------------------------------------- figures, panels, labels

@@ -17,13 +17,15 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from attnscore.core.arguments import shown
 from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.plotting.drawing import (
     WEIGHT,
     Matrix,
-    check_count,
     colour_bar,
+    columns,
     draw_head_map,
     draw_map,
     labelled_panels,
@@ -33,6 +35,7 @@ from attnscore.plotting.drawing import (
     size_for_tokens,
     to_matrix,
     to_panels,
+    to_texts,
     two_decimals,
     write_numbers,
 )
@@ -147,6 +150,8 @@ def show_attention(
     ------
     ShapeError
         Axes, titles or a number of tokens that do not fit the weights.
+    ArgumentError
+        `max_cols` is no whole number above 0.
     FrameworkError
         matplotlib is not installed.
 
@@ -159,10 +164,12 @@ def show_attention(
     panels = to_panels("weights", weights, "query, key")
     if key_tokens is None and panels.shape[1] == panels.shape[2]:
         key_tokens = query_tokens
-    labels = {"titles": titles, "query_tokens": query_tokens, "key_tokens": key_tokens}
-    for (argument, names), length in zip(labels.items(), panels.shape, strict=True):
-        check_count(argument, names, length, panels.shape, "weights")
-    cols = max(1, min(max_cols, len(panels)))
+    given = {"titles": titles, "query_tokens": query_tokens, "key_tokens": key_tokens}
+    titles, query_tokens, key_tokens = (
+        to_texts(argument, names, length, panels.shape, "weights")
+        for (argument, names), length in zip(given.items(), panels.shape, strict=True)
+    )
+    cols = columns(max_cols, len(panels))
     rows = -(-len(panels) // cols)
     size = figsize or size_for_tokens(panels.shape, rows, cols, query_tokens, key_tokens, numbers=numbers)
     figure = new_figure(size, title=suptitle)
@@ -228,7 +235,7 @@ def show_head_grid(
     ['1.5', '2.0', '0.25', '12']
     """
     panels = to_panels("values", values, "layer, head")
-    check_count("titles", titles, len(panels), panels.shape, "values")
+    titles = to_texts("titles", titles, len(panels), panels.shape, "values")
     count, layers, heads = panels.shape
     cols = 1 if count == 1 else 2
     rows = max(1, -(-count // cols))
@@ -251,12 +258,13 @@ def _grid_of_maps(matrices: Any) -> Matrix:
 
 def _captions(titles: Sequence[str] | Sequence[Sequence[str]] | None, rows: int, cols: int) -> list[str]:
     """Return the title of every map, row by row."""
-    if not titles:
-        return []
     if isinstance(titles, str):
         raise ArgumentError(message("titles", "a list of texts", shown(titles)))
-    table = [list(titles)] * rows if isinstance(titles[0], str) else [list(row) for row in titles]
+    if titles is None or len(titles) == 0:
+        return []
+    of_columns = np.ndim(titles[0]) == 0
+    table = [list(titles)] * rows if of_columns else [list(row) for row in titles]
     if len(table) != rows or any(len(row) != cols for row in table):
-        got = f"{len(titles)} of them" if isinstance(titles[0], str) else f"rows of {[len(row) for row in table]}"
+        got = f"{len(titles)} of them" if of_columns else f"rows of {[len(row) for row in table]}"
         raise ShapeError(message("titles", f"{cols} of them, or {rows} rows of {cols}", got))
     return [str(caption) for row in table for caption in row]

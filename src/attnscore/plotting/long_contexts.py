@@ -27,13 +27,14 @@ from attnscore.plotting.drawing import (
     WEIGHT,
     Indices,
     Matrix,
-    check_count,
     colour_bar,
+    columns,
     label,
     labelled_panels,
     new_figure,
     to_matrix,
     to_panels,
+    to_texts,
 )
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def show_pooled_weights(
     ShapeError
         Other axes, or a number of titles that does not fit.
     ArgumentError
-        A length below the number of bins.
+        A length below the number of bins, or `max_cols` is no whole number above 0.
     FrameworkError
         matplotlib is not installed.
 
@@ -107,12 +108,12 @@ def show_pooled_weights(
     True
     """
     panels = to_panels("pooled", pooled, "rows, columns")
-    check_count("titles", titles, len(panels), panels.shape, "pooled")
+    titles = to_texts("titles", titles, len(panels), panels.shape, "pooled")
     for name, length, bins in (("query_len", query_len, panels.shape[1]), ("key_len", key_len, panels.shape[2])):
         if not is_whole(length) or length < (bins if bins > 1 else 0):
             raise ArgumentError(message(name, f"a whole number, at least the number of bins ({bins})", shown(length)))
     means = drawing.mean_over_queries(panels, query_len)
-    cols = max(1, min(max_cols, len(panels)))
+    cols = columns(max_cols, len(panels))
     rows = max(1, -(-len(panels) // cols))
     lengths = int(query_len), int(key_len)
     figure = new_figure(figsize or (3.6 * cols + 1.1, (3.4 * drawing.box_aspect(lengths) + 0.7) * rows))
@@ -174,8 +175,8 @@ def show_key_mass(
     ['0  [CLS]', '2  cat']
     """
     panels = to_panels("mass", mass, "key")
-    check_count("tokens", tokens, panels.shape[1], panels.shape, "mass")
-    check_count("titles", titles, len(panels), panels.shape, "mass")
+    tokens = to_texts("tokens", tokens, panels.shape[1], panels.shape, "mass")
+    titles = to_texts("titles", titles, len(panels), panels.shape, "mass")
     if not is_whole(heaviest) or heaviest < 0:
         raise ArgumentError(message("heaviest", "a whole number, 0 or more", shown(heaviest)))
     count = max(1, len(panels))
@@ -229,6 +230,8 @@ def show_top_weights(
     ------
     ShapeError
         Other axes, or a number of tokens or of queries that does not fit.
+    ArgumentError
+        `key_len` is no whole number.
     FrameworkError
         matplotlib is not installed.
 
@@ -240,6 +243,9 @@ def show_top_weights(
     5
     """
     weights, index, places = _edges(found, query_index)
+    if key_len is not None and (not is_whole(key_len) or key_len < 0):
+        raise ArgumentError(message("key_len", "a whole number, 0 or more, or None", shown(key_len)))
+    query_tokens, key_tokens = (names if names is None else [*map(str, names)] for names in (query_tokens, key_tokens))
     reach = max(int(index.max(initial=-1)) + 1, key_len or 0)
     if key_tokens is None and query_tokens is not None and reach <= len(query_tokens):
         key_tokens = query_tokens
@@ -362,7 +368,7 @@ def show_long_attention(
 
     mass = chosen(key_mass(query, key, **arguments))
     lengths = int(query_len), len(mass)
-    check_count("tokens", tokens, lengths[1], mass.shape, "mass")
+    tokens = to_texts("tokens", tokens, lengths[1], mass.shape, "mass")
     pooled = drawing.mean_over_queries(chosen(pooled_weights(query, key, bins, **arguments)), lengths[0])
     rows = np.unique(np.linspace(0, max(0, lengths[0] - 1), min(_SAMPLED, lengths[0])).astype(np.int64))
     step = max(1, _MOST_HELD // (max(1, math.prod(lead)) * max(1, lengths[1])))
