@@ -558,3 +558,11 @@ def test_names_are_written_as_texts(made, names):
     links = show_top_weights((np.ones((3, 1)), [[0], [1], [2]]), names)
     assert labels(links.axes[0].get_yticklabels()) == wanted
     png(show_long_attention(np.eye(3), np.eye(3), tokens=names))
+
+
+def test_a_grid_of_maps_shares_no_axes_and_labels_the_edges():
+    axes = panels(show_heatmaps(np.ones((2, 3, 4, 5)), "Keys", "Queries"))
+    shared = [(axis, side) for axis in axes for side in (axis.get_shared_x_axes(), axis.get_shared_y_axes())]
+    assert all(len(side.get_siblings(axis)) == 1 for axis, side in shared)
+    ticks = [[axis.xaxis.get_tick_params()["labelbottom"], axis.yaxis.get_tick_params()["labelleft"]] for axis in axes]
+    assert ticks == [[False, True], [False, False], [False, False], [True, True], [True, False], [True, False]]

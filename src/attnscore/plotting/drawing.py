@@ -144,12 +144,11 @@ def labelled_panels(
     ylabel: str,
     *,
     title_points: int = 11,
-    share: bool = False,
 ) -> list[Axes]:
     """Return `count` panels in rows of `cols`, axes labelled at the lower and the left edge of the grid alone."""
     cols = max(1, cols)
     rows = max(1, -(-count // cols))
-    axes = list(figure.subplots(rows, cols, sharex=share, sharey=share, squeeze=False).flat)
+    axes = list(figure.subplots(rows, cols, squeeze=False).flat)
     for axis in axes[count:]:
         axis.set_axis_off()
     for place, axis in enumerate(axes[:count]):

@@ -94,10 +94,11 @@ def show_heatmaps(
     captions = _captions(titles, rows, cols)
     tall = min(2.0, max(0.4, maps.shape[2] / max(1, maps.shape[3])))
     figure = new_figure(figsize or (2.2 * cols + 1.0, (2.2 * tall + 0.4) * rows + 0.4))
-    axes = labelled_panels(figure, rows * cols, cols, captions, xlabel, ylabel, title_points=10, share=True)
+    axes = labelled_panels(figure, rows * cols, cols, captions, xlabel, ylabel, title_points=10)
     limits = limits_of(maps)
-    for axis, matrix in zip(axes, maps.reshape(rows * cols, *maps.shape[2:]), strict=True):
+    for place, (axis, matrix) in enumerate(zip(axes, maps.reshape(rows * cols, *maps.shape[2:]), strict=True)):
         image = draw_map(axis, matrix, cmap=cmap, limits=limits)
+        axis.tick_params(labelleft=place % cols == 0, labelbottom=place + cols >= rows * cols)
     if axes:
         colour_bar(figure, image, axes, label)
     return figure
