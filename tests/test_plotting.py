@@ -560,6 +560,22 @@ def test_names_are_written_as_texts(made, names):
     png(show_long_attention(np.eye(3), np.eye(3), tokens=names))
 
 
+@pytest.mark.parametrize(
+    ("shape", "titles"),
+    [
+        ((3, 4, 4), ["layer 3, head 11: broad", "layer 0, head 7: first token", "layer 5, head 2: previous"]),
+        ((2, 2, 3), ["one line that is long\nand another", "short"]),
+        ((4, 20, 7), ["weights of the first head", "of the second one", "of the third", "and of the last head"]),
+        ((1, 1, 2), None),
+    ],
+)
+def test_titles_of_small_maps_do_not_touch(shape, titles):
+    figure = show_attention(np.full(shape, 0.25), list("abcdefghijklmnopqrst"[: shape[1]]), titles=titles)
+    assert not overlapping(figure)
+    label, page = figure.axes[-1].yaxis.label.get_window_extent(), figure.bbox
+    assert page.y0 <= label.y0 and label.y1 <= page.y1, "the label of the colour bar is on the page"
+
+
 def test_a_grid_of_maps_shares_no_axes_and_labels_the_edges():
     axes = panels(show_heatmaps(np.ones((2, 3, 4, 5)), "Keys", "Queries"))
     shared = [(axis, side) for axis in axes for side in (axis.get_shared_x_axes(), axis.get_shared_y_axes())]

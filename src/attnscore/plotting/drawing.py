@@ -53,6 +53,7 @@ LABEL_POINTS = 8
 _MOST_SQUARE = 8
 # Larger figures are shrunk on a screen until their labels cannot be read; longer axes are thinned instead.
 _LARGEST_INCHES = 24.0
+_TALLEST_FOR_TITLE = 6.0
 # More points cover each other on any screen.
 _MOST_POINTS = 40_000
 # Columns of the line along the keys: about one a pixel.
@@ -216,13 +217,25 @@ def _count_tokens(*axes: Any) -> None:
 
 
 def size_for_tokens(
-    shape: tuple[int, ...], rows: int, cols: int, query_tokens: Tokens, key_tokens: Tokens, *, numbers: bool = False
+    shape: tuple[int, ...],
+    rows: int,
+    cols: int,
+    query_tokens: Tokens,
+    key_tokens: Tokens,
+    titles: Tokens,
+    label: str,
+    *,
+    numbers: bool = False,
 ) -> tuple[float, float]:
-    """Return a figure size at which every token of (panel, query, key) maps can be read."""
+    """Return a figure size at which tokens and titles of (panel, query, key) maps and the bar's label can be read."""
     per_cell = 0.36 if numbers else INCHES_PER_LABEL if query_tokens or key_tokens else 0.08
     left, below = (0.075 * max(map(len, names or [""])) for names in (query_tokens, key_tokens))
-    across, down = max(1.2, per_cell * shape[2]) + 0.3, max(0.9, per_cell * shape[1]) + 0.5
-    return min(_LARGEST_INCHES, cols * across + left + 0.9), min(_LARGEST_INCHES, rows * down + below + 0.3)
+    caption = 0.095 * max((len(line) for title in titles or () for line in title.splitlines()), default=0)
+    # Square cells: only larger ones make a map as wide as its title.
+    per_cell = max(per_cell, min(caption / max(1, shape[2]), _TALLEST_FOR_TITLE / max(1, shape[1])))
+    across, down = max(1.2, caption, per_cell * shape[2]) + 0.3, max(0.9, per_cell * shape[1]) + 0.5
+    high = max(rows * down + below + 0.3, 0.075 * len(label) + 0.5)
+    return min(_LARGEST_INCHES, cols * across + left + 0.9), min(_LARGEST_INCHES, high)
 
 
 # ---------------------------------------------------------------- numbers

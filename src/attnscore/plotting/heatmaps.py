@@ -172,7 +172,9 @@ def show_attention(
     )
     cols = columns(max_cols, len(panels))
     rows = -(-len(panels) // cols)
-    size = figsize or size_for_tokens(panels.shape, rows, cols, query_tokens, key_tokens, numbers=numbers)
+    size = figsize or size_for_tokens(
+        panels.shape, rows, cols, query_tokens, key_tokens, titles, label, numbers=numbers
+    )
     figure = new_figure(size, title=suptitle)
     axes = labelled_panels(figure, len(panels), cols, titles, xlabel, ylabel)
     limits = limits_of(panels)
