@@ -550,6 +550,25 @@ def test_look_at_nothing(capsys, tmp_path):
     assert "2 keys receive weights that are NaN" in said and "nan%" not in said
 
 
+def test_look_at_matrices_without_weights(capsys, tmp_path):
+    """One is whole, one has a query of NaN, one is NaN and one fully masked."""
+    query, key, mask = np.ones((4, 3, 2)), np.ones((4, 5, 2)), np.ones((4, 3, 5), bool)
+    query[1, 0], query[2], mask[3] = np.nan, np.nan, False
+    mask[1, 0, 1:], key[0, 4] = False, 9.0
+    np.savez(tmp_path / "in.npz", query=query, key=key, mask=mask)
+    _, out, err = run(capsys, "look", tmp_path / "in.npz")
+    rows = [line.split() for line in out.splitlines() if line.strip()[:1].isdigit()]
+    assert not err and rows == [
+        ["0", "4", "3.00", "100.0%", "0.0%"],
+        ["1", "1", "0.400", "25.0%", "nan"],
+        ["2", "none", "nan", "nan", "nan"],
+        ["3", "none", "0", "nan", "nan"],
+        ["2", "of", "4", "matrices", "have", "weights", "that", "are", "NaN."],
+    ]
+    np.savez(tmp_path / "in.npz", query=query[:0], key=key[:0])
+    assert "No matrices: batch and heads are (0,)" in run(capsys, "look", tmp_path / "in.npz")[1]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

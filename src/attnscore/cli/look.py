@@ -145,8 +145,10 @@ def say(mass: Array) -> None:
     mass = np.asarray(mass, np.float64)
     lead, keys = mass.shape[:-1], mass.shape[-1]
     matrices = int(np.prod(lead))
-    if mass.size == 0:
+    if keys == 0:
         console().print("No keys.")
+    elif matrices == 0:
+        console().print(Text(f"No matrices: batch and heads are {lead}."))
     elif matrices == 1 and not np.nansum(mass) > 0:
         console().print("Weights that are NaN." if np.isnan(mass).any() else "No query sees a key.")
     elif matrices == 1:
@@ -164,14 +166,17 @@ def say(mass: Array) -> None:
         console().print(table(f"The heaviest of {keys:,} keys", columns, named))
         if matrices > _MOST_ROWS:
             console().print(f"and {matrices - _MOST_ROWS} more")
+        if undefined := int(np.isnan(mass).any(-1).sum()):
+            console().print(f"{undefined:,} of {matrices:,} matrices have weights that are NaN.")
 
 
 def _heaviest(mass: Array) -> tuple[str, str, str]:
-    key = int(np.argmax(mass))
-    return (f"{key:,}", *_parts(mass, key))
+    """Format the key of the largest mass that is a number, its mass and its share."""
+    key = int(np.argmax(np.where(np.isnan(mass), -1, mass)))
+    return (f"{key:,}" if mass[key] > 0 else "none", *_parts(mass, key))
 
 
 def _parts(mass: Array, key: int) -> tuple[str, str]:
-    """Format a key's mass, and its share of all."""
-    total = float(np.nansum(mass))
-    return short_number(float(mass[key]), 3), f"{mass[key] / total if total else 0:.1%}"
+    """Format a key's mass, and its share of all that are numbers; nan where there is none."""
+    own, total = float(mass[key]), float(np.nansum(mass))
+    return short_number(own, 3), f"{own / total:.1%}" if total > 0 and not np.isnan(own) else "nan"

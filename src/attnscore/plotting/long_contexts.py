@@ -4,8 +4,8 @@ Requirements:
 - axes count tokens, also where the picture holds bins; nothing of the size of the matrix is made;
 - the overview of a call costs about three forward passes for its map and mass, and little more for the rest; its block
   is exact, normalised over all keys, and marked on the map;
-- weights of exactly 0, masked or too small for their dtype, are grey; colours are logarithmic by default, because most
-  queries of a long context spread their weight evenly and a sink stands far above;
+- weights of exactly 0, masked or too small for their dtype, and NaN are grey; colours are logarithmic by default,
+  because most queries of a long context spread their weight evenly and a sink stands far above;
 - labels never touch: the heaviest keys are named in a panel of their own, not on the line;
 - arrays of any framework and lists are accepted; figures follow the requirements of `drawing`.
 """
@@ -67,7 +67,8 @@ def show_pooled_weights(
     """Draw what `pooled_weights` gives: the weight that a query of each bin gives to each bin of keys.
 
     Each row of the picture sums to 1, less the weight of a sink, and less where queries are fully masked. A bin without
-    any weight is grey: it is masked, or its weights are too small for their dtype, as most of a saturated head's are.
+    any weight is grey: it is masked, or its weights are NaN or too small for their dtype, as most of a saturated head's
+    are.
 
     Parameters
     ----------
