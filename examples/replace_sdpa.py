@@ -12,8 +12,10 @@ import attnscore as ats
 def sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
     """The signature of torch's function on top of `attend`; GQA needs no flag here."""
     is_bias = attn_mask is not None and attn_mask.is_floating_point()
-    mask = ats.Causal(align="top_left") if is_causal else None if is_bias else attn_mask
-    bias = attn_mask if is_bias else None
+    bias, mask = (attn_mask, None) if is_bias else (None, attn_mask)
+    if is_causal:
+        causal = ats.Causal(align="top_left")
+        mask = causal if mask is None else causal & ats.Dense(mask)
     return ats.attend(query, key, value, score=ats.ScaledDot(scale), mask=mask, bias=bias, dropout=dropout_p)
 
 
@@ -32,6 +34,7 @@ cases = {
     "causal": (full, {"is_causal": True}),
     "scale": (full, {"scale": 0.5}),
     "boolean mask": (full, {"attn_mask": torch.rand(96, 128) < 0.7}),
+    "both masks": (full, {"attn_mask": torch.rand(96, 128) < 0.7, "is_causal": True}),
     "additive mask": (full, {"attn_mask": torch.randn(8, 96, 128)}),
     "2 KV heads for 8": (grouped, {"enable_gqa": True}),
 }
