@@ -28,8 +28,7 @@ from attnscore.bench.inputs import Side, draw
 from attnscore.bench.reference import WrongResult, reference
 from attnscore.bench.timing import Effort, alternate, exponent, summary
 from attnscore.cli import main
-from attnscore.errors import ArgumentError
-from attnscore.io import FileError
+from attnscore.errors import ArgumentError, FileError
 from few_modules import few_modules
 
 ROOT = Path(__file__).parents[1]

@@ -16,8 +16,8 @@ from attnscore.cli import main
 from attnscore.cli.demo import minilm
 from attnscore.cli.demo.command import MOST_SENTENCES, read_sentences
 from attnscore.diagnostics.inspection import pretrained
+from attnscore.errors import FileError
 from attnscore.integrations.transformers import register
-from attnscore.io import FileError
 
 SENTENCES = ["A good soup needs patience.", "The goalkeeper dived to her left and saved the penalty, 2 : 1."]
 

@@ -28,7 +28,8 @@ from safetensors.numpy import save
 
 from attnscore import io as files
 from attnscore.cli import main
-from attnscore.io import FileError, read_arrays
+from attnscore.errors import FileError
+from attnscore.io import read_arrays
 
 ARRAYS = {"query": np.ones((2, 3), np.float32), "key": np.arange(6.0, dtype=np.float32).reshape(2, 3)}
 SOURCE = Path(files.__file__).parent

@@ -19,7 +19,7 @@ import attnscore as ats
 from attnscore import api, backends
 from attnscore import kv_cache as cache_module
 from attnscore.core import plan
-from attnscore.io import FileError
+from attnscore.errors import FileError
 from attnscore.layers.torch import MultiHeadAttention
 from cases import needs_native
 

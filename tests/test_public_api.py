@@ -94,7 +94,7 @@ TUPLES = {
 }
 ERRORS = (
     *("AttnscoreError", "ShapeError", "MaskError", "DtypeError", "DeviceError", "FrameworkError"),
-    *("ArgumentError", "KernelUnavailable"),
+    *("ArgumentError", "FileError", "KernelUnavailable"),
 )
 LAYERS = {
     "DotProductAttention": "(dropout=0.0, *, scaled=True, normalizer='softmax', keep_last=True)",

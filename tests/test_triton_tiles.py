@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from attnscore.io import FileError
+from attnscore.errors import FileError
 from attnscore.kernels.triton import tiles
 from attnscore.kernels.triton.tiles import Entry, Tile, kernels_of, tile_of
 

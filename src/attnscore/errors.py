@@ -41,6 +41,10 @@ class ArgumentError(AttnscoreError, ValueError):
     """A number, name or index outside what the argument allows."""
 
 
+class FileError(AttnscoreError, ValueError):
+    """A file that cannot be read, or a path that cannot be written."""
+
+
 class KernelUnavailable(AttnscoreError, RuntimeError):
     """A kernel chosen by name that cannot run this problem."""
 

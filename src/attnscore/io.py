@@ -30,16 +30,12 @@ from typing import IO, Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from attnscore.errors import AttnscoreError, FrameworkError, message
+from attnscore.errors import AttnscoreError, FileError, FrameworkError, message
 
 Array = NDArray[Any]
 
 SUFFIXES = (".npz", ".npy", ".safetensors")
 _NUMBERS = "fiub"  # float, signed, unsigned, boolean; complex numbers, text and objects are refused
-
-
-class FileError(AttnscoreError, ValueError):
-    """A file that cannot be read, or a path that cannot be written."""
 
 
 def read_arrays(path: Path) -> dict[str, Array]:

@@ -32,7 +32,7 @@ from attnscore.api import attend
 from attnscore.backends.base import Array, Backend, itemsize
 from attnscore.core.arguments import check_count, check_flag, is_whole, shown
 from attnscore.core.prepared import prepare_keys
-from attnscore.errors import ArgumentError, FrameworkError, ShapeError, message
+from attnscore.errors import ArgumentError, FileError, FrameworkError, ShapeError, message
 from attnscore.kv_buffers import checks
 from attnscore.kv_buffers.checks import AppendShapes, with_heads_first
 from attnscore.kv_buffers.slots import AppendedPositions, RollingWindow, positions_of_slots, slots_of_positions
@@ -539,7 +539,6 @@ class KeyValueCache:
         ------
         FileError, FrameworkError
         """
-        from attnscore.io import FileError
         from attnscore.kv_buffers import files
 
         held = files.CacheFile.read(Path(path))

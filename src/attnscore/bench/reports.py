@@ -12,7 +12,7 @@ from typing import Any
 
 from attnscore.bench.baselines import BASELINES
 from attnscore.bench.cases import CASES
-from attnscore.io import FileError
+from attnscore.errors import FileError
 
 Row = Mapping[str, Any]
 Cells = Sequence[str]

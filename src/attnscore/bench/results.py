@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from attnscore.io import FileError, file_errors, read_json, write_json
+from attnscore.errors import FileError
+from attnscore.io import file_errors, read_json, write_json
 
 SCHEMA = 2
 Row = Mapping[str, Any]

@@ -15,8 +15,8 @@ from attnscore.bench.cases import CASES, chosen
 from attnscore.bench.runner import run, setting
 from attnscore.cli.console import console, error_console, table
 from attnscore.core.arguments import check_choice, shown
-from attnscore.errors import ArgumentError, AttnscoreError, FrameworkError, message
-from attnscore.io import FileError, replacing
+from attnscore.errors import ArgumentError, AttnscoreError, FileError, FrameworkError, message
+from attnscore.io import replacing
 
 
 class BenchmarkFailure(AttnscoreError, RuntimeError):

@@ -10,7 +10,8 @@ from rich.text import Text
 
 from attnscore.cli.console import console, error_console, table
 from attnscore.cli.options import keep_input
-from attnscore.io import FileError, check_writable, read_text
+from attnscore.errors import FileError
+from attnscore.io import check_writable, read_text
 from attnscore.plotting.drawing import short_number
 
 if TYPE_CHECKING:

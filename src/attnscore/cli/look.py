@@ -16,8 +16,8 @@ from rich.text import Text
 import attnscore as ats
 from attnscore.cli.console import console, error_console, table
 from attnscore.cli.options import CallOptions, option, takes_call
-from attnscore.errors import ArgumentError, message
-from attnscore.io import Array, FileError, check_destination, check_holds, check_writable, replacing, write_arrays
+from attnscore.errors import ArgumentError, FileError, message
+from attnscore.io import Array, check_destination, check_holds, check_writable, replacing, write_arrays
 from attnscore.plotting.drawing import short_number
 
 _PICTURES = (".png", ".svg", ".pdf")

@@ -21,8 +21,8 @@ from typer.core import TyperCommand
 
 import attnscore as ats
 from attnscore import scores
-from attnscore.errors import ArgumentError, DtypeError, message
-from attnscore.io import SUFFIXES, Array, FileError, bfloat16, read_arrays
+from attnscore.errors import ArgumentError, DtypeError, FileError, message
+from attnscore.io import SUFFIXES, Array, bfloat16, read_arrays
 
 _Score = Literal["dot", "scaled_dot", "gaussian", "cosine", "sum", "additive", "bilinear"]
 _Dtype = Literal["float16", "bfloat16", "float32", "float64"]

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attnscore.errors import AttnscoreError
-from attnscore.io import FileError, plain, replacing, write_json
+from attnscore.errors import AttnscoreError, FileError
+from attnscore.io import plain, replacing, write_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

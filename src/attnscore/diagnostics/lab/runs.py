@@ -12,7 +12,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from attnscore.io import FileError, read_json, replacing
+from attnscore.errors import FileError
+from attnscore.io import read_json, replacing
 
 # To be raised when the format of a file or the training changes: stored runs are then repeated.
 _FORMAT = 1

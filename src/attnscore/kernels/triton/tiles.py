@@ -14,8 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from attnscore.errors import message
-from attnscore.io import FileError, read_json
+from attnscore.errors import FileError, message
+from attnscore.io import read_json
 
 KernelName = Literal["forward", "d_query", "d_key", "store_gradients"]
 
