@@ -64,7 +64,7 @@ KINDS: dict[str, Kind] = {
 
 @dataclass(frozen=True)
 class ScorePoint:
-    """Logits of one score at one dimension: variance over the keys of a query, largest logit, bound, largest weight."""
+    """Logits of one score at one dimension: variance over a query's keys, largest |logit|, bound, largest weight."""
 
     score: str
     dim: int
@@ -97,7 +97,7 @@ class ScoreGrowth(Result):
                 "why": KINDS[point.score].why,
                 "d": point.dim,
                 "variance": point.variance,
-                "largest logit": point.largest,
+                "largest |logit|": point.largest,
                 "bound": point.bound,
                 "largest weight": point.max_weight,
             }
@@ -110,7 +110,7 @@ class ScoreGrowth(Result):
             {
                 "score": name,
                 "d^b, b =": two_decimals(self.exponent(name).value),
-                f"largest, d = {last.dim}": last.largest,
+                f"largest |logit|, d = {last.dim}": last.largest,
                 "bound": last.bound,
                 "largest weight": last.max_weight,
             }
