@@ -217,6 +217,7 @@ def test_a_check_of_something_that_is_no_number_does_not_hold() -> None:
     [
         (lambda: logit_variance([8]), ["dims", "2 or more", "[8]"]),
         (lambda: logit_variance([0, 1]), ["dims", "[0, 1]"]),
+        (lambda: logit_variance(4), ["dims", "2 or more", "got 4"]),
         (lambda: logit_variance([1, 2], pairs=0), ["pairs", "0"]),
         (lambda: logit_variance([1, 2], pairs=1), ["pairs", "2 or more", "got 1"]),
         (lambda: scaling.score_growth([1, 2], keys=1), ["keys", "2 or more", "got 1"]),
@@ -230,6 +231,30 @@ def test_bad_sizes_are_named(call, words) -> None:
     with pytest.raises(ArgumentError) as caught:
         call()
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda found: found.of("mean 0", "dot"), "kind: expected one of mean 0, variance 1, mean 0, variances 4"),
+        (
+            lambda found: found.exponent("mean 0, variance 1", "dots"),
+            "score: expected one of dot, scaled_dot, got 'dots'",
+        ),
+        (
+            lambda _: scaling.score_growth([1, 2], keys=2, repeats=1).exponent("dots"),
+            "score: expected one of dot, scaled",
+        ),
+        (
+            lambda _: scaling.gradient_flow([1, 2], queries=2).of("additive"),
+            "score: expected one of dot, scaled_dot, got",
+        ),
+        (lambda _: TrainingRuns(()).of("sum", 8), "score: expected one of dot, scaled_dot, got 'sum'"),
+    ],
+)
+def test_names_that_no_result_has_are_named(call, words) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(words)):
+        call(logit_variance([1, 2], pairs=2, repeats=1))
 
 
 # ---------------------------------------------------------------- training runs

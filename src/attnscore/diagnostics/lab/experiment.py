@@ -76,7 +76,7 @@ class Result(ABC):
 
 def check_sizes(name: str, sizes: Sequence[int], *, least: int = 1) -> None:
     """Raise unless these are positive whole numbers, `least` of them or more."""
-    if len(sizes) < least or not all(is_whole(size) and size >= 1 for size in sizes):
+    if not np.iterable(sizes) or len(sizes) < least or not all(is_whole(size) and size >= 1 for size in sizes):
         many = f"{least} or more of them" if least > 1 else "above 0"
         raise ArgumentError(message(name, f"positive whole numbers, {many}", shown(sizes)))
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import attnscore as ats
+from attnscore.core.arguments import check_choice
 from attnscore.diagnostics.lab.experiment import NAMES, SCORES, Array, Check, Result, Row, check_sizes
 from attnscore.diagnostics.lab.panels import COLOURS, DIMENSION, SPREAD, powers_of_two
 from attnscore.errors import ArgumentError, message
@@ -48,7 +49,8 @@ class GradientFlow(Result):
     keys: int
 
     def of(self, score: str) -> list[FlowPoint]:
-        """Return the points of one score, in the order of the dimensions."""
+        """Return the points of one score, by dimension; ArgumentError where there is none."""
+        check_choice("score", score, SCORES)
         return [point for point in self.points if point.score == score]
 
     def to_rows(self) -> list[Row]:

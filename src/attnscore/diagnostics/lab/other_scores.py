@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 import attnscore as ats
+from attnscore.core.arguments import check_choice
 from attnscore.diagnostics.lab.experiment import Array, Check, Estimate, Result, Row, check_sizes, exponent
 from attnscore.diagnostics.lab.panels import DIMENSION, powers_of_two
 from attnscore.errors import ArgumentError, message
@@ -82,11 +83,12 @@ class ScoreGrowth(Result):
     keys: int
 
     def of(self, score: str) -> list[ScorePoint]:
-        """Return the points of one score, in the order of the dimensions."""
+        """Return the points of one score, by dimension; ArgumentError where there is none."""
+        check_choice("score", score, tuple(KINDS))
         return [point for point in self.points if point.score == score]
 
     def exponent(self, score: str) -> Estimate:
-        """Fit the b of variance ~ d^b."""
+        """Fit the b of variance ~ d^b; the errors of `of`."""
         line = self.of(score)
         return exponent([point.dim for point in line], [point.variance for point in line])
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from attnscore.core.arguments import shown
+from attnscore.core.arguments import check_choice, shown
 from attnscore.diagnostics.lab import runs
 from attnscore.diagnostics.lab.experiment import (
     NAMES,
@@ -140,7 +140,8 @@ class TrainingRuns(Result):
         return tuple(sorted({run.settings.head_dim for run in self.runs}))
 
     def of(self, score: str, head_dim: int) -> list[TrainingRun]:
-        """Return the runs of one score at one dimension, by seed."""
+        """Return the runs of one score at one dimension, by seed; ArgumentError where there is no such score."""
+        check_choice("score", score, SCORES)
         found = [run for run in self.runs if (run.settings.score, run.settings.head_dim) == (score, head_dim)]
         return sorted(found, key=lambda run: run.settings.seed)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import attnscore as ats
+from attnscore.core.arguments import check_choice
 from attnscore.diagnostics.lab.experiment import (
     NAMES,
     SCORES,
@@ -105,11 +106,13 @@ class LogitVariance(Result):
     kinds: tuple[Coordinates, ...]
 
     def of(self, kind: str, score: str) -> list[VariancePoint]:
-        """Return the points of one kind and score, in the order of the dimensions."""
+        """Return the points of one kind and score, by dimension; ArgumentError where there is none."""
+        check_choice("kind", kind, [one.name for one in self.kinds])
+        check_choice("score", score, SCORES)
         return [point for point in self.points if (point.kind, point.score) == (kind, score)]
 
     def exponent(self, kind: str, score: str) -> Estimate:
-        """Fit the b of variance ~ d^b."""
+        """Fit the b of variance ~ d^b; the errors of `of`."""
         line = self.of(kind, score)
         return exponent([point.dim for point in line], [point.measured.value for point in line])
 
