@@ -439,16 +439,13 @@ _MAPS = (
 )
 
 _THREADS = tuple(
-    case(f"n={n!r} threads", ArgumentError, f"n: |{words}|got {n!r}", lambda x, n=n: ats.set_num_threads(n))
-    for n, words in (
-        (0, "a number of threads from 1 to 1024"),
-        (1025, "a number of threads from 1 to 1024"),
-        (-1, "a whole number"),
-        (1.5, "a whole number"),
-        ("all", "a whole number"),
-        (None, "a whole number"),
-        (True, "a whole number"),
+    case(
+        f"n={n!r} threads",
+        ArgumentError,
+        f"n: |a whole number from 1 to 1024|got {n!r}",
+        lambda x, n=n: ats.set_num_threads(n),
     )
+    for n in (0, 1025, -1, 1.5, "all", None, True)
 )
 
 CASES = (*_PULLBACK, *_MERGE, *_JACOBIAN, *_COST, *_REGISTRY, *_STATS, *_HEAT_MAPS, *_MAPS, *_THREADS)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from attnscore.core.arguments import check_count
+from attnscore.core.arguments import is_whole, shown
 from attnscore.errors import ArgumentError, message
 
 # The most that the native thread pool takes.
@@ -25,7 +25,7 @@ def set_num_threads(n: int) -> None:
     Parameters
     ----------
     n : int
-        1 or more.
+        From 1 to 1024.
 
     Raises
     ------
@@ -41,9 +41,8 @@ def set_num_threads(n: int) -> None:
     1
     >>> ats.set_num_threads(before)
     """
-    check_count("n", n)
-    if not 1 <= n <= MOST_THREADS:
-        raise ArgumentError(message("n", f"a number of threads from 1 to {MOST_THREADS}", n))
+    if not is_whole(n) or not 1 <= n <= MOST_THREADS:
+        raise ArgumentError(message("n", f"a whole number from 1 to {MOST_THREADS}", shown(n)))
     _chosen[:] = [int(n)]
     for set_threads in _followers:
         set_threads(int(n))
