@@ -202,7 +202,7 @@ def test_the_long_cases_are_asked_for() -> None:
     assert {case.name for case in cases.chosen((), full=False)} == {case.name for case in CASES} - MEMORY - FLEX
     assert len(cases.chosen((), full=True)) == len(CASES)
     assert [case.name for case in cases.chosen(["memory-dot", "tiny"], full=False)] == ["tiny", "memory-dot"]
-    with pytest.raises(ArgumentError, match=r"only: expected names among dot, .*, got 'dott'"):
+    with pytest.raises(ArgumentError, match=r"--only: expected names among dot, .*, got 'dott'"):
         cases.chosen(["dott"], full=False)
 
 
@@ -901,7 +901,7 @@ def test_the_command_on_a_toy(toys: None, capsys: pytest.CaptureFixture[str], tm
 @pytest.mark.slow
 def test_the_command_measures_a_case_again(toys: None, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     arguments = ["bench", "--quick", "--threads", "1", "--out", str(tmp_path)]
-    assert main([*arguments, "--again"]) == 2 and "again: expected --only" in capsys.readouterr().err
+    assert main([*arguments, "--again"]) == 2 and "--again: expected --only" in capsys.readouterr().err
     assert main([*arguments, "--only", "tiny", "--again"]) == 2 and "no such file" in capsys.readouterr().err
     assert main([*arguments, "--only", "tiny"]) == 0
     kept = results.read(tmp_path / "results.json")
@@ -945,9 +945,12 @@ def test_help_names_every_case(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--only", "dott"], "only: expected names among dot, "),
-        (["--threads", "0"], "threads: expected numbers from 1 to"),
+        (["--only", "dott"], "attnscore: --only: expected names among dot, "),
+        (["--threads", "0"], "attnscore: --threads: expected numbers from 1 to"),
         (["--threads", "1,x"], "got '1,x'"),
+        (["--device", "tpu"], "attnscore: --device: expected one of cpu, cuda, got 'tpu'"),
+        (["--device", "cuda", "--full"], "attnscore: --device: expected cpu, which has --full, got cuda"),
+        (["--isa", "mmx"], "attnscore: --isa: expected one of "),
         (["--threads", "99999"], "CPUs here"),
         (["--out", str(Path(__file__))], "cannot be made a folder"),
     ],

@@ -436,7 +436,7 @@ def named(name: str) -> Case:
     for case in CASES:
         if case.name == name:
             return case
-    raise ArgumentError(message("only", "names among " + ", ".join(names()), repr(name)))
+    raise ArgumentError(message("--only", "names among " + ", ".join(names()), repr(name)))
 
 
 def chosen(only: Sequence[str], full: bool) -> list[Case]:

@@ -51,17 +51,17 @@ def bench(
     Every result is checked before it is timed; both sides alternate in one process. Prints tables, writes
     results.json. Leave the machine alone meanwhile.
     """
-    check_choice("device", device, ("cpu", "cuda"))
+    check_choice("--device", device, ("cpu", "cuda"))
     if device == "cuda":
         of_cpus = {"full": full, "only": only, "again": again, "threads": threads, "isa": isa}
         if given := [f"--{name}" for name, value in of_cpus.items() if value]:
-            raise ArgumentError(message("device", f"cpu, which has {', '.join(given)}", "cuda"))
+            raise ArgumentError(message("--device", f"cpu, which has {', '.join(given)}", "cuda"))
         return _on_gpu(quick, out)
     cases, numbers = chosen(only or (), full), thread_numbers(threads)
     if again and not only:
-        raise ArgumentError(message("again", "--only, which says what is measured again", "no case"))
+        raise ArgumentError(message("--again", "--only, which says what is measured again", "no case"))
     if isa is not None:
-        check_choice("isa", isa, machine.ISAS)
+        check_choice("--isa", isa, machine.ISAS)
         machine.limit_isa(isa)
     if machine.version("torch") is None:
         raise FrameworkError("bench: the references need PyTorch: pip install 'attnscore[torch]'")
@@ -118,7 +118,7 @@ def thread_numbers(text: str | None) -> list[int]:
         return [number for number in (1, 2) if number <= most]
     parts = text.split(",")
     if not all(part.strip().isdecimal() and 1 <= int(part) <= most for part in parts):
-        raise ArgumentError(message("threads", f"numbers from 1 to the {most} CPUs here, as in 1,2", shown(text)))
+        raise ArgumentError(message("--threads", f"numbers from 1 to the {most} CPUs here, as in 1,2", shown(text)))
     return sorted({int(part) for part in parts})
 
 
