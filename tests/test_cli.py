@@ -167,6 +167,14 @@ def test_arrays_of_the_call_from_the_file(capsys, npz, tmp_path):
     np.testing.assert_array_equal(np.load(out), expected)
 
 
+@pytest.mark.parametrize("sink", ["-0.5", "file"])
+def test_sink_from_an_option(capsys, npz, tmp_path, sink):
+    np.save(tmp_path / "sink.npy", np.float32(-0.5))
+    out, given = tmp_path / "out.npy", tmp_path / "sink.npy" if sink == "file" else sink
+    assert run(capsys, "attend", npz(), "--sink", given, "--out", out)[0] == 0
+    np.testing.assert_array_equal(np.load(out), ats.attend(Q, K, V, sink=-0.5))
+
+
 def test_mask_array_and_causal_are_both_kept(capsys, npz, tmp_path):
     out = tmp_path / "out.npy"
     assert run(capsys, "attend", npz(mask=MASK), "--causal", "top_left", "--out", out)[0] == 0
@@ -387,6 +395,9 @@ def test_bad_arrays(capsys, npz, tmp_path, arrays, words):
         (["--out", "o.npz", "--param", "scale"], ["--param", "NAME=FILE"]),
         (["--out", "o.npz", "--param", "speed=3"], ["--param", "speed"]),
         (["--out", "o.npz", "--param", "bandwidth=1"], ["bandwidth", "'scaled_dot'"]),
+        (["--out", "o.npz", "--param", "scale=x"], ["--param scale", "a number, or a file", "'x'"]),
+        (["--out", "o.npz", "--sink", "much"], ["--sink", "a number, or a file", "'much'"]),
+        (["--out", "o.npz", "--sink", "none.npy"], ["none.npy", "no such file"]),
         (["--out", "o.npz", "--score", "gaussian", "--param", "bandwidth=-1"], ["bandwidth", "-1"]),
         (["--out", "o.npz", "--score", "additive", "--activation", "x"], ["w_v"]),
         (["--out", "o.npz", "--causal"], ["top_left", "bottom_right"]),

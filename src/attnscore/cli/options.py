@@ -69,6 +69,7 @@ _HEAD_AXIS = "-3: (batch, head, query, dim); -2: (batch, query, head, dim)."
 _PARAM = "A parameter of the score: w_v, W_q, W_k, W, scale, bandwidth, score_bias, negative_slope. Repeatable."
 _ACTIVATION = "Of the additive score: tanh (the default), sigmoid, relu, leaky_relu, silu, gelu."
 _BIAS = "Added to the scores; broadcast to (..., query, key)."
+_SINK = "One more logit, without a value: one for all heads, or an array (head,)."
 _LENS = "How many keys are real: one number per batch row, or per query."
 _MASK = "Boolean (..., query, key); True means 'may attend'."
 _CAUSAL = "Query i sees the keys up to i. When their numbers differ, say how they are aligned."
@@ -92,7 +93,7 @@ class CallOptions:
     temperature: Annotated[float | None, option("Score", "Divides the scores (after the cap).", "T")] = None
     softcap: Annotated[float | None, option("Score", "Scores become CAP * tanh(score / CAP).", "CAP")] = None
     bias: Annotated[Path | None, option("Score", _BIAS, "FILE")] = None
-    sink: Annotated[Path | None, option("Score", "One more logit, without a value.", "FILE")] = None
+    sink: Annotated[str | None, option("Score", _SINK, "FILE|NUMBER")] = None
     valid_lens: Annotated[str | None, option("Mask", _LENS, "FILE|N,N,...")] = None
     mask: Annotated[Path | None, option("Mask", _MASK, "FILE")] = None
     causal: Annotated[str | None, option("Mask", _CAUSAL, "[top_left|bottom_right]")] = None
@@ -116,7 +117,7 @@ class CallOptions:
 
     def keep_inputs(self, name: str, place: Path) -> None:
         """Refuse, before anything is computed, a destination, given as option `name`, that is one of the files read."""
-        texts = [self.valid_lens or "", *(text.partition("=")[2] for text in self.param or [])]
+        texts = [self.valid_lens or "", self.sink or "", *(text.partition("=")[2] for text in self.param or [])]
         named = (Path(text) for text in texts if Path(text).suffix.lower() in SUFFIXES)
         for path in (self.inputs, *self._files().values(), *named):
             if path is not None:
@@ -124,7 +125,7 @@ class CallOptions:
 
     def _files(self) -> dict[str, Path | None]:
         """Return the files that hold one array each, by the name of the array."""
-        return {name: getattr(self, name) for name in ("query", "key", "value", "mask", "bias", "sink")}
+        return {name: getattr(self, name) for name in ("query", "key", "value", "mask", "bias")}
 
     def _arrays(self, needed: tuple[str, ...]) -> dict[str, Any]:
         """Read all arrays that were given, by name."""
@@ -146,6 +147,8 @@ class CallOptions:
         for name, path in self._files().items():
             if path is not None:
                 put(name, _single(path), f"--{name}")
+        if self.sink is not None:
+            put("sink", _number_or_array("--sink", self.sink), "--sink")
         for text in self.param or []:
             put(*_param(text), "--param")
         missing = [name for name in needed if name not in arrays]
@@ -214,10 +217,17 @@ def _param(text: str) -> tuple[str, Any]:
     if not equals or name not in _ALL_PARAMETERS:
         expected = f"NAME=FILE or NAME=NUMBER, NAME one of {sorted(_ALL_PARAMETERS)}"
         raise ArgumentError(message("--param", expected, repr(text)))
+    return name, _number_or_array(f"--param {name}", value)
+
+
+def _number_or_array(name: str, text: str) -> float | Array:
+    """Read the value of an option: a number, or the one array of a file."""
     try:
-        return name, float(value)
+        return float(text)
     except ValueError:
-        return name, _single(Path(value))
+        if Path(text).suffix.lower() not in SUFFIXES:
+            raise ArgumentError(message(name, f"a number, or a file ({', '.join(SUFFIXES)})", repr(text))) from None
+        return _single(Path(text))
 
 
 def _lengths(text: str, query: Array) -> Array:
