@@ -400,7 +400,12 @@ def test_bad_arrays(capsys, npz, tmp_path, arrays, words):
         (["--out", "o.npz", "--sink", "none.npy"], ["none.npy", "no such file"]),
         (["--out", "o.npz", "--score", "gaussian", "--param", "bandwidth=-1"], ["bandwidth", "-1"]),
         (["--out", "o.npz", "--score", "additive", "--activation", "x"], ["w_v"]),
-        (["--out", "o.npz", "--causal"], ["top_left", "bottom_right"]),
+        (
+            ["--out", "o.npz", "--causal"],
+            ["--causal: expected an alignment", "4 queries and 6 keys", "--causal top_left"],
+        ),
+        (["--out", "o.npz", "--window", "2"], ["--window: expected an alignment", "--align bottom_right the last"]),
+        (["--out", "o.npz", "--causal", "--window", "2", "--align", "top_left"], ["--causal bottom_right the last"]),
         (["--out", "o.npz", "--causal=sideways"], ["--causal", "sideways"]),
         (["--out", "o.npz", "--window", "x"], ["--window", "LEFT,RIGHT", "'x'"]),
         (["--out", "o.npz", "--align", "top_left"], ["--align", "--window"]),

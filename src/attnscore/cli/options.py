@@ -113,6 +113,7 @@ class CallOptions:
             call |= {name: _converted(call[name], name, self.dtype) for name in needed}
         call["score"] = self._make_score(arrays)
         call["mask"] = self._make_mask(arrays.get("mask"))
+        self._check_alignment(call["query"], call["key"])
         return call | {"head_axis": self.head_axis}
 
     def keep_inputs(self, name: str, place: Path) -> None:
@@ -182,6 +183,20 @@ class CallOptions:
         if self.softcap is not None:
             score = ats.SoftCap(score, self.softcap)
         return score if self.temperature is None else ats.Temperature(score, self.temperature)
+
+    def _check_alignment(self, query: Array, key: Array) -> None:
+        """Refuse a causal mask or a window without alignment where the lengths differ, as the mask does."""
+        axis = -3 if self.head_axis == -2 else -2
+        if min(query.ndim, key.ndim) < -axis or query.shape[axis] == key.shape[axis]:
+            return
+        for name, option, is_open in (
+            ("--causal", "--causal", self.causal == "equal"),
+            ("--window", "--align", self.window is not None and not (self.align or self._side())),
+        ):
+            if is_open:
+                got = f"{query.shape[axis]} queries and {key.shape[axis]} keys"
+                hint = f"{option} top_left lets query 0 see key 0; {option} bottom_right the last query the last key"
+                raise ArgumentError(message(name, "an alignment, as these numbers differ", got, hint=hint))
 
     def _make_mask(self, array: Array | None) -> Any:
         """Combine a boolean array, a causal mask and a window by AND; None without any."""
