@@ -388,7 +388,11 @@ def test_bad_arrays(capsys, npz, tmp_path, arrays, words):
         (["--out", "nowhere/out.npz"], ["nowhere", "does not exist"]),
         (["--out", "out.txt"], ["out.txt", ".npz"]),
         (["--out", "."], ["expected a name that ends in"]),
-        (["--out", "o.npy", "--weights"], ["--out", ".npy"]),
+        (
+            ["--out", "o.npy", "--weights"],
+            ["o.npy: expected a name that ends in .npz, .safetensors; a .npy file holds one"],
+        ),
+        (["--out", "o.txt", "--stats"], ["o.txt: expected a name that ends in .npz, .safetensors"]),
         (["--out", "o.npz", "--score", "nope"], ["--score", "'nope'", "scaled_dot"]),
         (["--out", "o.npz", "--score", "additive"], ["'additive'", "w_v"]),
         (["--out", "o.npz", "--score", "bilinear"], ["'bilinear'", "W"]),
@@ -590,7 +594,7 @@ def test_look_at_matrices_without_weights(capsys, tmp_path):
     [
         (["--plot", "map.gif"], ["map.gif", ".png"]),
         (["--plot", "nowhere/map.png"], ["nowhere", "does not exist"]),
-        (["--out", "maps.npy"], ["--out", ".npy"]),
+        (["--out", "maps.npy"], ["maps.npy: expected a name that ends in .npz, .safetensors; a .npy file holds one"]),
         (["--out", "in.npz"], ["overwritten"]),
         (["--bins", "64"], ["--bins", "'64'"]),
         (["--bins", "axb"], ["--bins", "two whole numbers"]),

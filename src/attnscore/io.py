@@ -91,9 +91,9 @@ def file_errors(path: Path, kind: str) -> Iterator[None]:
         raise FileError(f"{path}: damaged or truncated {kind}: {_one_line(error)}") from error
 
 
-def check_destination(path: Path) -> None:
-    """Raise a `FileError` for a path that arrays cannot be written to, before a long computation."""
-    _known_suffix(path)
+def check_destination(path: Path, *, several: bool = False) -> None:
+    """Raise a `FileError` for a path that one array, or `several`, cannot be written to, before a long computation."""
+    _known_suffix(path, several=several)
     check_writable(path)
 
 
@@ -133,10 +133,8 @@ def write_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
     A package that is needed and missing is a `FrameworkError`; a path that cannot be written, or an array that
     this kind of file cannot hold, a `FileError`.
     """
-    check_destination(path)
+    check_destination(path, several=len(arrays) != 1)
     suffix = path.suffix.lower()
-    if suffix == ".npy" and len(arrays) != 1:
-        raise FileError(f"{path}: a .npy file holds one array, got {', '.join(arrays)}; use .npz or .safetensors")
     if suffix == ".safetensors":
         content = _safetensors_bytes(path, arrays)
         with replacing(path) as file:
@@ -223,10 +221,11 @@ def _umask() -> int:
     return mask
 
 
-def _known_suffix(path: Path) -> str:
-    suffix = path.suffix.lower()
-    if suffix not in SUFFIXES:
-        raise FileError(f"{path}: expected a name that ends in {', '.join(SUFFIXES)}")
+def _known_suffix(path: Path, *, several: bool = False) -> str:
+    suffix, known = path.suffix.lower(), [each for each in SUFFIXES if not (several and each == ".npy")]
+    if suffix not in known:
+        why = "; a .npy file holds one array" if suffix == ".npy" else ""
+        raise FileError(f"{path}: expected a name that ends in {', '.join(known)}{why}")
     return suffix
 
 

@@ -48,9 +48,7 @@ def attend(
         if not explain:
             raise ArgumentError("--out: expected a file for the result, or --explain for the plan alone")
     else:
-        check_destination(out)
-        if out.suffix.lower() == ".npy" and (weights or stats):
-            raise ArgumentError("--out: a .npy file holds one array; with --weights or --stats use .npz")
+        check_destination(out, several=weights or stats)
         given.keep_inputs("--out", out)
     call = {"kernel": kernel, **given.read(("query", "key", "value"))}
     if explain:

@@ -96,9 +96,7 @@ def look(
 def check_places(plot: Path | None, out: Path | None) -> None:
     """Refuse, before anything is computed, destinations that cannot be written."""
     if out is not None:
-        check_destination(out)
-        if out.suffix.lower() == ".npy":
-            raise ArgumentError("--out: a .npy file holds one array; use .npz or .safetensors")
+        check_destination(out, several=True)
     if plot is not None:
         if plot.suffix.lower() not in _PICTURES:
             raise FileError(f"{plot}: expected a name that ends in {', '.join(_PICTURES)}")
