@@ -596,6 +596,33 @@ def test_ids_of_documents_beyond_32_bits(wrap: Any, narrow: None) -> None:
     np.testing.assert_allclose(found, ats.attend(x, x, x, mask=np.equal.outer(ids, ids)[None]), rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        lambda: {"valid_lens": np.array([3, 2]), "normalizer": "entmax15"},
+        lambda: {
+            "score": ats.ScaledDot(jnp.ones(3)),
+            "mask": ats.Causal() | ats.SlidingWindow(1, 1),
+            "sink": jnp.ones(3),
+        },
+        lambda: {"score": ats.Additive(*(jnp.asarray(x) for x in _ADDITIVE)), "bias": jnp.ones((3, 5, 5))},
+    ],
+    ids=["entmax, lengths", "scale per head, masks, sink", "additive, bias"],
+)
+@pytest.mark.parametrize("wrap", ["plain", "grad", "grad of jit"])
+def test_where_promotion_of_ranks_is_an_error(options: Any, wrap: str) -> None:
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, 5, 4)))
+
+    def call(x: jax.Array) -> jax.Array:
+        return ats.attend(x, x, x, **options())
+
+    call = jax.jit(call) if wrap == "grad of jit" else call
+    function = call if wrap == "plain" else jax.grad(lambda x: jnp.square(call(x)).sum())
+    wanted = function(x)
+    with jax.numpy_rank_promotion("raise"):
+        np.testing.assert_allclose(function(x), wanted, rtol=1e-9, atol=1e-9)
+
+
 def test_vectors_without_features_under_jit() -> None:
     arrays = jnp.zeros((2, 3, 0)), jnp.zeros((2, 5, 0)), jnp.ones((2, 5, 4))
     np.testing.assert_allclose(jax.jit(ats.attend)(*arrays), ats.attend(*arrays))

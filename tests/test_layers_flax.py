@@ -262,6 +262,19 @@ def test_dropout_acts_in_training_alone(case: Case) -> None:
     close(to_torch(out), to_torch(make(case)(*arrays)))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"qk_norm": True}, {"bias": True}, {"score": "cosine"}, {"normalizer": "entmax15"}],
+    ids=lambda options: next(iter(options)),
+)
+def test_where_promotion_of_ranks_is_an_error(options: dict[str, Any]) -> None:
+    sizes = {"query_size": 6, "key_size": 6, "value_size": 6}
+    layer, x = MultiHeadAttention(8, 2, **options, **sizes, rngs=nnx.Rngs(0)), jnp.ones((2, 3, 6))
+    with jax.numpy_rank_promotion("raise"):
+        layer(x, x, x, jnp.array([2, 3]))
+        nnx.jit(nnx.grad(lambda layer: layer(x, x, x, jnp.array([2, 3])).sum()))(layer)
+
+
 def test_a_view_has_its_own_mode() -> None:
     layer, x = MultiHeadAttention(8, 2, 0.5, rngs=nnx.Rngs(0)), jnp.ones((2, 3, 4))
     layer(x, x, x)

@@ -134,9 +134,7 @@ def dot_product_attention(
     options: dict[str, Any] = {"head_axis": -2, "return_stats": ("log_sum_exp",) if return_residual or strict else ()}
     dtype = jnp.promote_types(q.dtype, np.float32)
     bias = None if bias is None else bias.astype(dtype)
-    # Masks compare positions with ends of more axes, which a user of JAX may have set to be an error.
-    with jax.numpy_rank_promotion("allow"):
-        found = attend(q, k, v, score=ScaledDot(_scale(scale, dtype)), mask=whole, bias=bias, **options)
+    found = attend(q, k, v, score=ScaledDot(_scale(scale, dtype)), mask=whole, bias=bias, **options)
     out, residual = (found[0], found[1].log_sum_exp) if options["return_stats"] else (found, None)
     if strict and key_len:
         out, residual = _with_masked_keys(q, k, v, whole, out, residual)
@@ -159,8 +157,7 @@ def _with_masked_keys(query: Array, key: Array, value: Array, mask: Mask | None,
     if mask is None:
         return jnp.where(empty[..., None], jnp.nan, out), residual
     zeros = jnp.zeros_like(query), jnp.zeros_like(key)
-    with jax.numpy_rank_promotion("allow"):
-        mean, stats = attend(*zeros, value, mask=~mask, head_axis=-2, return_stats=("log_sum_exp",))
+    mean, stats = attend(*zeros, value, mask=~mask, head_axis=-2, return_stats=("log_sum_exp",))
     has_masked = ~jnp.isneginf(stats.log_sum_exp)
     masked_score = -0.7 * float(np.finfo(np.float32).max)
     out = jnp.where(empty[..., None], jnp.where(has_masked[..., None], mean, jnp.nan), out)

@@ -165,7 +165,9 @@ class AttentionOp:
         return dataclasses.replace(self.problem, form=self.problem.form.with_arrays(named), **fields)
 
     def forward(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
-        result = self.kernel.forward(self._with(arrays), self.plan)
+        # A framework may call this when it differentiates a program, outside the scope of the call.
+        with self.problem.ops.numeric_scope():
+            result = self.kernel.forward(self._with(arrays), self.plan)
         entropy = (result.statistics["entropy"],) if "entropy" in self.problem.statistics else ()
         matrix = () if self.problem.matrix is None else (result.matrix,)
         scores = (result.scores,) if self.kernel.saves_scores else ()

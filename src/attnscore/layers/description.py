@@ -540,8 +540,9 @@ class BaseAttention(Generic[A]):
 
 
 def _normalized(x: Any, scale: Any) -> Any:
-    """Return x / sqrt(mean(x^2) + epsilon) * scale over the features of a head."""
+    """Return x / sqrt(mean(x^2) + epsilon) * scale over the features of a head; `x` is (batch, length, head, dim)."""
     ops = backends.of({"parameter": x})
+    scale = ops.reshape(scale, (1, 1, 1, -1))
 
     def norm(x: Array) -> Array:
         wide = ops.astype(x, accumulator(ops.dtype(x)))

@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -51,7 +50,6 @@ from attnscore.backends.jax.tracers import (
 from attnscore.backends.numpy import detached
 from attnscore.errors import ArgumentError, message
 
-_NO_SCOPE = contextlib.nullcontext()
 # `jnp.asarray` in a third of its time (17 us with JAX 0.10, which compiles a program for each shape either way). Both
 # copy; `device_put` shares memory, and takes 45 us.
 _copied = jax.jit(lambda x: x)
@@ -236,7 +234,9 @@ class JaxBackend(Backend):
         return np.uint32(number)
 
     def numeric_scope(self) -> AbstractContextManager[Any]:
-        return _NO_SCOPE
+        # Masks compare positions with ends of more axes, and so on, which a user may have set to be an error.
+        found: AbstractContextManager[Any] = jax.numpy_rank_promotion("allow")
+        return found
 
     def eager_scope(self) -> AbstractContextManager[Any]:
         return jax.ensure_compile_time_eval()

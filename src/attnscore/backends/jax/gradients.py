@@ -110,7 +110,7 @@ def product_of_rows(x: Array, matrix: Array, *bias: Array) -> Array:
     gradients too.
     """
     product = jnp.matmul(x, matrix)
-    return product + bias[0] if bias else product
+    return product + jnp.expand_dims(bias[0], tuple(range(product.ndim - 1))) if bias else product
 
 
 def _differentiate_product(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[Array, Array]:
@@ -118,7 +118,7 @@ def _differentiate_product(primals: Sequence[Array], tangents: Sequence[Any]) ->
     # Of a row that is not finite no product is. One column tells it within a fused loop.
     finite = jnp.isfinite(found[..., :1])
     of_x, of_matrix, *of_bias = (None if isinstance(tangent, SymbolicZero) else tangent for tangent in tangents)
-    terms = [tangent for tangent in of_bias if tangent is not None]
+    terms = [jnp.expand_dims(x, tuple(range(found.ndim - 1))) for x in of_bias if x is not None]
     if of_x is not None:
         terms.append(jnp.matmul(of_x, matrix))
     if of_matrix is not None:
