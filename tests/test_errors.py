@@ -35,6 +35,7 @@ BUILT_IN = {
     ats.DeviceError: ValueError,
     ats.FrameworkError: TypeError,
     ats.ArgumentError: ValueError,
+    ats.FileError: ValueError,
     ats.KernelUnavailable: RuntimeError,
 }
 EVERYWHERE = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 import attnscore as ats
-from attnscore import ArgumentError, DtypeError, FrameworkError, KernelUnavailable
+from attnscore import ArgumentError, DtypeError, FileError, FrameworkError, KernelUnavailable
 from bad_input.table import case
 
 _NAN, _INF = float("nan"), float("inf")
@@ -184,6 +184,12 @@ _SOFTMAX = (
 )
 
 _KERNELS = (
+    case(
+        "a cache that is no file",
+        FileError,
+        "no-such.safetensors|no such file",
+        lambda x: ats.KeyValueCache.load("no-such.safetensors", like=x.floats(1)),
+    ),
     case(
         "a kernel without gradient",
         KernelUnavailable,
