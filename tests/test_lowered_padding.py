@@ -13,13 +13,22 @@ import torch
 
 import attnscore as ats
 from attnscore import backends
-from attnscore.core import lowered, padding
+from attnscore.core import lowered, padding, plan
+from attnscore.core.cache import BoundedCache
 
 _PROJECTING: dict[str, Callable[[Any], Any]] = {
     "additive": lambda x: ats.Additive(x[0][0], x[0], x[1], x[1][0]),
     "additive, keys alone": lambda x: ats.Additive(x[0][0], None, x[1]),
     "bilinear": lambda x: ats.Bilinear(x[0]),
 }
+
+
+@pytest.fixture(autouse=True)
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave padded keys out however few they are; plans of before were made where that has to save time."""
+    monkeypatch.setattr(padding, "_FIXED", -1)
+    monkeypatch.setattr(padding, "_PER_NUMBER", 0)
+    monkeypatch.setattr(plan, "PLANS", BoundedCache())
 
 
 def _arrays(framework: str, arrays: list[np.ndarray]) -> list[Any]:
@@ -37,8 +46,6 @@ def _arrays(framework: str, arrays: list[np.ndarray]) -> list[Any]:
 @pytest.mark.parametrize("name", _PROJECTING)
 def test_padded_keys_are_not_projected(framework: str, dtype: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A planned call whose keys are projected, which a bilinear score does where there are more queries."""
-    monkeypatch.setattr(padding, "_FIXED", -1)
-    monkeypatch.setattr(padding, "_PER_NUMBER", 0)
     packed: list[int] = []
 
     def over_rows(ops: Any, x: Any, rows: Any, project: Any) -> Any:
@@ -71,10 +78,8 @@ def test_padded_keys_are_not_projected(framework: str, dtype: str, name: str, mo
 
 @pytest.mark.parametrize("framework", ["torch", "numpy"])
 @pytest.mark.parametrize("name", _PROJECTING)
-def test_the_heads_of_a_shared_key_are_no_batch(framework: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_heads_of_a_shared_key_are_no_batch(framework: str, name: str) -> None:
     """A key (head, key, features) has as many heads here as there are lengths, beside a query with a batch."""
-    monkeypatch.setattr(padding, "_FIXED", -1)
-    monkeypatch.setattr(padding, "_PER_NUMBER", 0)
     rng = np.random.default_rng(0)
     shapes = ((2, 2, 9, 5), (2, 4, 5), (2, 4, 5), (5, 5), (5, 5))
     arrays = [rng.standard_normal(shape) for shape in shapes]
