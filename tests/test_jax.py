@@ -610,6 +610,7 @@ def test_ids_of_documents_beyond_32_bits(wrap: Any, narrow: None) -> None:
     ids=["entmax, lengths", "scale per head, masks, sink", "additive, bias"],
 )
 @pytest.mark.parametrize("wrap", ["plain", "grad", "grad of jit"])
+@pytest.mark.slow_rows("plain-*", "grad of jit-scale*", "grad of jit-entmax*")
 def test_where_promotion_of_ranks_is_an_error(options: Any, wrap: str) -> None:
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, 5, 4)))
 

@@ -482,6 +482,7 @@ def test_what_replaces_a_projection_has_its_say() -> None:
     ids=["LoRALinear", "LoRA", "Sequential", "Linear"],
 )
 @pytest.mark.parametrize("jit", [False, True], ids=["plain", "jit"])
+@pytest.mark.slow_rows("jit-LoRA*", "*-Sequential", "plain-Linear")
 def test_what_replaces_w_v_has_its_say(kind: Callable[..., Any], jit: bool) -> None:
     """In the output and the gradients, beside NaN in the padding; a bias is in all scores of a query."""
     layer = AdditiveAttention(7, query_size=5, key_size=5, param_dtype=jnp.float64, rngs=nnx.Rngs(0))

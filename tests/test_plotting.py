@@ -539,7 +539,8 @@ def test_titles_are_a_list():
 
 
 @pytest.mark.parametrize("made", [np.array, tuple, list])
-@pytest.mark.parametrize("names", [["a", "b", "c"], [1, 2, 3]])
+@pytest.mark.parametrize("names", [["a", "b", "c"], [1, 2, 3]], ids=["texts", "numbers"])
+@pytest.mark.slow_rows("*-tuple", "numbers-list", "texts-array")
 def test_names_are_written_as_texts(made, names):
     wanted, names, maps = [str(name) for name in names], made(names), np.ones((3, 3, 3)) / 3
     figure = show_attention(maps, names, names, titles=names)

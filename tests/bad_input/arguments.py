@@ -185,12 +185,6 @@ _SOFTMAX = (
 
 _KERNELS = (
     case(
-        "a cache that is no file",
-        FileError,
-        "no-such.safetensors|no such file",
-        lambda x: ats.KeyValueCache.load("no-such.safetensors", like=x.floats(1)),
-    ),
-    case(
         "a kernel without gradient",
         KernelUnavailable,
         "dense|gradient|streaming",
@@ -199,4 +193,13 @@ _KERNELS = (
     ),
 )
 
-CASES = (*_CALL, *_INDICES, *_SOFTMAX, *_KERNELS)
+_FILES = (
+    case(
+        "a cache that is no file",
+        FileError,
+        "no-such.safetensors|no such file",
+        lambda x: ats.KeyValueCache.load("no-such.safetensors", like=x.floats(1)),
+    ),
+)
+
+CASES = (*_CALL, *_INDICES, *_SOFTMAX, *_KERNELS, *_FILES)
