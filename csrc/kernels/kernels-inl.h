@@ -17,6 +17,7 @@
 #include <new>
 #include <numeric>
 #include <optional>
+#include <type_traits>
 #include <utility>
 #include <vector>
 

@@ -86,12 +86,10 @@ class LoweredCall:
         if not self.is_product:
             return None
         ops, of_query = self.ops, self.computed[0]
-        found = (
-            ops.finite_product(query, score.W) if of_query else ops.finite_product(key, ops.matrix_transpose(score.W))
-        )
-        if found is None:
+        x, matrix = (query, score.W) if of_query else (key, ops.matrix_transpose(score.W))
+        if (product := ops.finite_product(x, matrix)) is None:
             return None
-        return [found, key] if of_query else [query, found]
+        return [product, key] if of_query else [query, product]
 
     def with_detached_weights(self) -> LoweredCall:
         """Return the plan of the same calls whose weights are returned detached."""

@@ -392,7 +392,8 @@ class Attention(nn.Module, BaseAttention[Tensor]):
     def _check(self, inputs: dict[str, Any], linears: Sequence[Linear]) -> bool:
         """Raise unless the inputs fit each other and the weights that are applied to them; return True."""
         shared.check_inputs(_OPS, inputs, Tensor, wanted="a torch.Tensor", hint="torch.as_tensor(x) makes one")
-        # Its call gives a lazy module a weight. A compiler then starts the trace anew, which must be as before.
+        # A lazy module gets its weight when it is first called. A compiler then starts its trace anew, and fails where
+        # that takes another way than the first.
         is_compiling = torch.compiler.is_compiling()
         for linear in linears:
             if linear.input not in inputs or (is_compiling and linear.size is None):

@@ -246,7 +246,12 @@ def check_score_arrays(ops: Backend, score: object, query: Array) -> None:
 def generic_form(ops: Backend, score: Any, query: Array, key: Array) -> TileForm:
     """Return the lowered form of a score that has only ``tile``."""
     held: list[Array] = []
-    with_arrays(score, lambda x: held.append(x) or x)  # type: ignore[func-returns-value]
+
+    def keep(x: Array) -> Array:
+        held.append(x)
+        return x
+
+    with_arrays(score, keep)
     parameters = arrays_of(score)
     if len(held) != len(parameters):
         expected = f"arrays of different names in {type(score).__name__} and the scores in it"
