@@ -246,19 +246,20 @@ struct Interleaved {
     }
 };
 
-// The sums by lanes of the terms of two rows, in parts of kMaxTerms. `prefetches`: fetch what stands behind `b`.
+// The sums by lanes of the terms of two rows, in parts of kMaxTerms. `prefetches`: fetch what stands behind `b`. Four
+// sums run side by side, as one would wait for its last term.
 template <class Terms, class E, class T = typename Terms::Sum>
 __attribute__((always_inline)) inline V<T> lanes_of_terms(const T* a, const E* b, int64_t width, bool prefetches) {
     constexpr int L = Vector<T>::lanes;
     const auto part = [&](int64_t j, int64_t end) {
-        V<T> even{}, odd{};
-        for (; j + 2 * L <= end; j += 2 * L) {
-            if (prefetches) prefetch_stream<T, 2>(b + j);
-            even = Terms::add(even, load(a + j), load_as<T>(b + j));
-            odd = Terms::add(odd, load(a + j + L), load_as<T>(b + j + L));
+        V<T> sum[4] = {};
+        for (; j + 4 * L <= end; j += 4 * L) {
+            if (prefetches) prefetch_stream<T, 4>(b + j);
+#pragma GCC unroll 4
+            for (int u = 0; u < 4; u++) sum[u] = Terms::add(sum[u], load(a + j + u * L), load_as<T>(b + j + u * L));
         }
-        if (j < end) even = Terms::add(even, load(a + j), load_as<T>(b + j));
-        return even + odd;
+        for (; j < end; j += L) sum[0] = Terms::add(sum[0], load(a + j), load_as<T>(b + j));
+        return (sum[0] + sum[1]) + (sum[2] + sum[3]);
     };
     if constexpr (Terms::kMaxTerms == std::numeric_limits<int64_t>::max()) {
         return part(0, width);
@@ -282,9 +283,10 @@ void gemv(const Terms&, T* s, const T* q, const View<E>& keys, int64_t count, in
     int64_t i = 0;
     for (; i + L <= count; i += L) {
         V<T> sum[L];
-        for (int u = 0; u < L; u++) {
-            sum[u] = lanes_of_terms<Terms>(q, keys.row(i + u), width, other.count > 0);
-            if ((u + 1) % turn == 0) other.run(i + u + 1 - turn, i + u + 1);
+        for (int first = 0; first < L; first += turn) {
+            for (int u = first; u < first + turn; u++)
+                sum[u] = lanes_of_terms<Terms>(q, keys.row(i + u), width, other.count > 0);
+            other.run(i + first, i + first + turn);
         }
         store(s + i, reduce_sums<T>(sum));
     }
