@@ -155,6 +155,18 @@ struct Dropout {
             x = _mm512_xor_si512(x, _mm512_srli_epi32(x, 16));
             bits |= static_cast<uint64_t>(_mm512_cmpge_epu32_mask(x, least)) << (16 * j);
         }
+#elif defined(__AVX2__)
+        const __m256i least = _mm256_set1_epi32(static_cast<int>(threshold)),
+                      own = _mm256_set1_epi32(static_cast<int>(stream));
+        for (int j = 0; j < kTileKeys; j += 8) {
+            __m256i x = _mm256_add_epi32(own, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(key_hash + j)));
+            x = _mm256_mullo_epi32(_mm256_xor_si256(x, _mm256_srli_epi32(x, 16)), _mm256_set1_epi32(0x7FEB352D));
+            x = _mm256_mullo_epi32(_mm256_xor_si256(x, _mm256_srli_epi32(x, 15)),
+                                   _mm256_set1_epi32(static_cast<int>(0x846CA68Bu)));
+            x = _mm256_xor_si256(x, _mm256_srli_epi32(x, 16));
+            const __m256i kept = _mm256_cmpeq_epi32(_mm256_max_epu32(x, least), x);  // x >= least
+            bits |= static_cast<uint64_t>(_mm256_movemask_ps((__m256)kept)) << j;
+        }
 #elif defined(__aarch64__)
         const uint32x4_t least = vdupq_n_u32(static_cast<uint32_t>(threshold)), own = vdupq_n_u32(stream);
         const auto kept = [&](int j) {  // four keys
