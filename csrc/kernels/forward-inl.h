@@ -1,9 +1,8 @@
 // Forward: FlashAttention on the CPU. A task is a query tile against all keys that it attends to, or against a range of
 // them, one key tile at a time: S = Q K^T, P = online softmax of S, O += P V.
 
-// For up to so many query rows, transposing a key tile costs more than it saves: scores are computed key by key. Not so
-// where keys are short: adding up the lanes of a vector for each key then takes longer.
-constexpr int64_t kFewRows = 4, kShortKeys = 16;
+// Products do not go key by key where keys are so short: adding up the lanes of a vector for each takes longer.
+constexpr int64_t kShortKeys = 16;
 
 // Whether so few query rows meet each key tile. The heads of a group share it, those of additive scores do not. The
 // backward asks the same question: scores that it rounds in another order are off by as much as their largest

@@ -224,7 +224,8 @@ void add_weighted_rows(T* out, const T* weights, const View<E>& values, int64_t 
          true);
 }
 
-// What `gemv` does between its keys with the values of as many: O += P V of one query row, or prefetching them.
+// What `few_rows_gemm` does between its keys with the values of as many: O += P V of one query row, or prefetching
+// them.
 template <class T>
 struct Interleaved {
     StoredRows<T> values;
@@ -246,53 +247,78 @@ struct Interleaved {
     }
 };
 
-// The sums by lanes of the terms of two rows, in parts of kMaxTerms. `prefetches`: fetch what stands behind `b`. Four
-// sums run side by side, as one would wait for its last term.
-template <class Terms, class E, class T = typename Terms::Sum>
-__attribute__((always_inline)) inline V<T> lanes_of_terms(const T* a, const E* b, int64_t width, bool prefetches) {
+// For up to so many query rows, transposing a key tile costs more than it saves: products go key by key.
+constexpr int64_t kFewRows = 4;
+
+// The sums by lanes of the terms of R rows, `stride` apart, with one row `b`, in parts of kMaxTerms. `prefetches`:
+// fetch what stands behind `b`. The order of a row's terms is that of every R: forward and backward may join other
+// rows.
+template <int R, class Terms, class E, class T = typename Terms::Sum>
+__attribute__((always_inline)) inline std::array<V<T>, R> lanes_of_terms(const T* a, int64_t stride, const E* b,
+                                                                         int64_t width, bool prefetches) {
     constexpr int L = Vector<T>::lanes;
     const auto part = [&](int64_t j, int64_t end) {
-        V<T> sum[4] = {};
-        for (; j + 4 * L <= end; j += 4 * L) {
-            if (prefetches) prefetch_stream<T, 4>(b + j);
+        std::array<V<T>, R> even{}, odd{};
+        const auto add = [&](std::array<V<T>, R>& sum, int64_t at) {
+            const V<T> own = load_as<T>(b + at);
 #pragma GCC unroll 4
-            for (int u = 0; u < 4; u++) sum[u] = Terms::add(sum[u], load(a + j + u * L), load_as<T>(b + j + u * L));
+            for (int r = 0; r < R; r++) sum[r] = Terms::add(sum[r], load(a + r * stride + at), own);
+        };
+        for (; j + 2 * L <= end; j += 2 * L) {
+            if (prefetches) prefetch_stream<T, 2>(b + j);
+            add(even, j);
+            add(odd, j + L);
         }
-        for (; j < end; j += L) sum[0] = Terms::add(sum[0], load(a + j), load_as<T>(b + j));
-        return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+        if (j < end) add(even, j);
+        for (int r = 0; r < R; r++) even[r] += odd[r];
+        return even;
     };
     if constexpr (Terms::kMaxTerms == std::numeric_limits<int64_t>::max()) {
         return part(0, width);
     } else {
         constexpr int64_t most = 2 * L * Terms::kMaxTerms;
-        V<T> sum = part(0, std::min(width, most));
-        for (int64_t j = most; j < width; j += most) sum += part(j, std::min(width, j + most));
+        std::array<V<T>, R> sum = part(0, std::min(width, most));
+        for (int64_t j = most; j < width; j += most) {
+            const std::array<V<T>, R> next = part(j, std::min(width, j + most));
+            for (int r = 0; r < R; r++) sum[r] += next[r];
+        }
         return sum;
     }
 }
 
-// The sum of the terms of one row with each of the 64 rows of a tile (0 behind `count`), for few query rows: there
-// reading memory takes all the time, and transposing the keys would not pay. `other` has its turn after each 2 KB of
-// keys, so that memory does not idle between keys and values.
-template <class Terms, class E, class T = typename Terms::Sum>
-void gemv(const Terms&, T* s, const T* q, const View<E>& keys, int64_t count, int64_t width,
-          const Interleaved<T>& other) {
+// The sums of the terms of R rows, `stride` apart, with each of the 64 rows of a tile (0 behind `count`):
+// s[i * kTileKeys + j]. Reading memory takes all the time there, so each key is read once for all rows. `other` has its
+// turn after each 2 KB of keys, so that memory does not idle between keys and values.
+template <int R, class Terms, class E, class T = typename Terms::Sum>
+void few_rows_kernel(T* s, const T* q, int64_t stride, const View<E>& keys, int64_t count, int64_t width,
+                     const Interleaved<T>& other) {
     constexpr int L = Vector<T>::lanes;
     const int64_t turn_keys = 2048 / (std::max<int64_t>(width, 1) * static_cast<int64_t>(sizeof(E)));
     const int turn = std::clamp<int>(std::bit_floor(static_cast<uint64_t>(turn_keys)), 1, L);
     int64_t i = 0;
     for (; i + L <= count; i += L) {
-        V<T> sum[L];
+        V<T> sum[R][L];
         for (int first = 0; first < L; first += turn) {
-            for (int u = first; u < first + turn; u++)
-                sum[u] = lanes_of_terms<Terms>(q, keys.row(i + u), width, other.count > 0);
+            for (int u = first; u < first + turn; u++) {
+                const auto lanes = lanes_of_terms<R, Terms>(q, stride, keys.row(i + u), width, other.count > 0);
+                for (int r = 0; r < R; r++) sum[r][u] = lanes[r];
+            }
             other.run(i + first, i + first + turn);
         }
-        store(s + i, reduce_sums<T>(sum));
+        for (int r = 0; r < R; r++) store(s + r * kTileKeys + i, reduce_sums<T>(sum[r]));
     }
     other.run(i, other.count);
     for (; i < count; i++) {
-        s[i] = reduce_sum<T>(lanes_of_terms<Terms>(q, keys.row(i), width, false));
+        const auto lanes = lanes_of_terms<R, Terms>(q, stride, keys.row(i), width, false);
+        for (int r = 0; r < R; r++) s[r * kTileKeys + i] = reduce_sum<T>(lanes[r]);
     }
-    for (; i < kTileKeys; i++) s[i] = 0;
+    for (int r = 0; r < R; r++) std::fill(s + r * kTileKeys + i, s + (r + 1) * kTileKeys, T(0));
+}
+
+// The same for up to kFewRows rows.
+template <class Terms, class E, class T = typename Terms::Sum>
+void few_rows_gemm(const Terms&, T* s, const T* q, int64_t stride, int64_t rows, const View<E>& keys, int64_t count,
+                   int64_t width, const Interleaved<T>& other) {
+    with_constant_rows<kFewRows>(rows,
+                                 [&](auto R) { few_rows_kernel<R, Terms>(s, q, stride, keys, count, width, other); });
 }

@@ -6,6 +6,7 @@
 // does not attend to all of it, products leave the masked pairs out.
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <bit>
 #include <cmath>

@@ -133,9 +133,8 @@ struct ScoreGradients {
                !for_bias);
         // O = (P * keep) V, so dP = dO V^T
         if (tile.few_rows) {
-            for (int64_t i = 0; i < size; i++)
-                gemv(Product<T>{}, ds + i * kTileKeys, queries.grad_out.row(first + i), tile.values, key_count,
-                     tile.value_width, none);
+            few_rows_gemm(Product<T>{}, ds, queries.grad_out.row(first), queries.grad_out.stride, size, tile.values,
+                          key_count, tile.value_width, none);
             skip_masked = true;
         } else {
             gemm(Product<T>{}, ds, kTileKeys, queries.grad_out.row(first), queries.grad_out.stride, 1,

@@ -109,11 +109,8 @@ class Scores {
                  padded(tile.count, Vector<T>::lanes), problem_.dim, false);
             return;
         }
-        tile.stored.with_view([&](const auto& keys) {
-            for (int64_t i = 0; i < size; i++)
-                gemv(terms, s + i * kTileKeys, query + i * width, keys, tile.count, width,
-                     i == 0 ? *other : Interleaved<T>{});
-        });
+        tile.stored.with_view(
+            [&](const auto& keys) { few_rows_gemm(terms, s, query, width, size, keys, tile.count, width, *other); });
     }
 
     // Compute, save or read additive scores of rows of one head. The two directions may cut keys into different tiles,
