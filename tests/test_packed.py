@@ -260,6 +260,11 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a list": (lambda: ats.pack([[1, 2]]), ats.FrameworkError, r"sequences\[0\]: expected an array"),
     "two frameworks": (lambda: ats.pack([_X, torch.ones(4, 2)]), ats.FrameworkError, "arrays of one framework"),
     "other sizes": (lambda: ats.pack([_X, _X.T]), ats.ShapeError, r"sequences\[1\]: expected the sizes \(2,\)"),
+    "other dtypes": (
+        lambda: ats.pack([_X, _X.astype(np.float32)]),
+        ats.DtypeError,
+        r"sequences\[1\]: expected the dtype of sequences\[0\] \(float64\), got float32",
+    ),
     "no axis": (lambda: ats.pack([_X], axis=2), ats.ShapeError, r"sequences\[0\]: expected an axis 2"),
     "axis of a fraction": (
         lambda: ats.pack([_X], axis=0.0),

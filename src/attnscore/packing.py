@@ -16,7 +16,7 @@ import numpy as np
 from attnscore import backends
 from attnscore.backends.base import Array, Backend, Ragged, is_unknown
 from attnscore.core.arguments import check_count, is_whole, shown
-from attnscore.errors import ArgumentError, FrameworkError, MaskError, ShapeError, message
+from attnscore.errors import ArgumentError, DtypeError, FrameworkError, MaskError, ShapeError, message
 from attnscore.masks import And, Causal, Mask, Or, Packed, SlidingWindow
 from attnscore.masks.index_values import check_cumulative, check_whole
 from attnscore.masks.intervals import HostArray
@@ -27,7 +27,7 @@ def pack(sequences: Sequence[Array], axis: int = 0) -> tuple[Array, HostArray]:
 
     Parameters
     ----------
-    sequences : arrays of one framework, of the same sizes but for `axis`
+    sequences : arrays of one framework and dtype, of the same sizes but for `axis`
         As in (length, head, dim), to call `attend` with ``packed[None]`` and ``head_axis=-2``.
     axis : int
 
@@ -39,7 +39,7 @@ def pack(sequences: Sequence[Array], axis: int = 0) -> tuple[Array, HostArray]:
 
     Raises
     ------
-    ArgumentError, FrameworkError, ShapeError
+    ArgumentError, DtypeError, FrameworkError, ShapeError
 
     Examples
     --------
@@ -56,10 +56,12 @@ def pack(sequences: Sequence[Array], axis: int = 0) -> tuple[Array, HostArray]:
     ops = _dense(arrays)
     shapes = {name: ops.shape(x) for name, x in arrays.items()}
     lengths = [_length(name, shape, axis) for name, shape in shapes.items()]
-    first = _without(shapes["sequences[0]"], axis)
+    first, dtype = _without(shapes["sequences[0]"], axis), ops.dtype(arrays["sequences[0]"])
     for name, shape in shapes.items():
         if _without(shape, axis) != first:
             raise ShapeError(message(name, f"the sizes {first} beside axis {axis}, as sequences[0]", shape))
+        if ops.dtype(arrays[name]) != dtype:
+            raise DtypeError(message(name, f"the dtype of sequences[0] ({dtype})", ops.dtype(arrays[name])))
     return ops.concat(list(arrays.values()), axis), np.cumsum([0, *lengths])
 
 
