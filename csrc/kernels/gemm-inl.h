@@ -224,8 +224,7 @@ void add_weighted_rows(T* out, const T* weights, const View<E>& values, int64_t 
          true);
 }
 
-// What `few_rows_gemm` does between its keys with the values of as many: O += P V of one query row, or prefetching
-// them.
+// What `few_rows_gemm` does between its keys with the values of as many: O += P V of one row, or prefetching them.
 template <class T>
 struct Interleaved {
     StoredRows<T> values;
@@ -251,8 +250,8 @@ struct Interleaved {
 constexpr int64_t kFewRows = 4;
 
 // The sums by lanes of the terms of R rows, `stride` apart, with one row `b`, in parts of kMaxTerms. `prefetches`:
-// fetch what stands behind `b`. The order of a row's terms is that of every R: forward and backward may join other
-// rows.
+// fetch what stands behind `b`. The terms of a row are added in one order whatever R is, because the backward may join
+// other rows than the forward did.
 template <int R, class Terms, class E, class T = typename Terms::Sum>
 __attribute__((always_inline)) inline std::array<V<T>, R> lanes_of_terms(const T* a, int64_t stride, const E* b,
                                                                          int64_t width, bool prefetches) {
