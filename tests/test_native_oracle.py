@@ -210,6 +210,34 @@ def test_few_rows_and_many_keys(queries: int, score: str, target: str) -> None:
     assert not found, "\n".join(found)
 
 
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("heads", [1, 2, 3])
+def test_decoding_over_full_tiles(heads: int, dtype: str, target: str) -> None:
+    """Whose scores rise from tile to tile, begin very low, or fall; keys end within, at and behind a tile."""
+    native.select(target)
+    rng = np.random.default_rng(0)
+    query = rng.uniform(0.5, 1.5, (4, heads, 1, 32))
+    for keys in (65, 128, 8 * 64, 17 * 64 + 5):
+        key, value = rng.normal(0, 0.1, (4, 1, keys, 32)), rng.normal(size=(4, 1, keys, 40))
+        tiles = np.arange(keys) // 64
+        key[0] += 3 * tiles[:, None] / 2
+        key[1, :, :64] = -1e37
+        key[2] -= tiles[:, None]
+        value[2, 0, 3, 5] = np.inf
+        query, key, value = (x.astype(dtype).astype(float) for x in (query, key, value))
+        lens = np.array([keys, keys - 1, keys, max(1, keys - 64)])
+        want = ats.attend(query, key, value, valid_lens=lens, return_stats=True, kernel="dense")
+        given = [x.astype(dtype) for x in (query, key, value)]
+        # Scores of 140 carry roundings of 1e-5, and so do their weights.
+        rtol, atol = (2e-5, 2e-5) if dtype == "float32" else (1e-12, 1e-13)
+        found = ats.attend(*given, valid_lens=lens, return_stats=True, kernel="native")
+        plain = ats.attend(*given, valid_lens=lens, kernel="native")
+        np.testing.assert_allclose(plain, want[0], rtol, atol)
+        np.testing.assert_allclose(found[0], want[0], rtol, atol)
+        np.testing.assert_allclose(found[1].log_sum_exp, want[1].log_sum_exp, rtol)
+
+
 @pytest.mark.parametrize("score", ["scaled_dot", "gaussian", "additive", "additive-relu"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("dim", [16, 20, 48])

@@ -13,6 +13,98 @@ inline bool has_few_rows(const Problem& problem) {
            problem.dim > kShortKeys;
 }
 
+// A few query rows against key tiles that no row masks, where nothing follows the products: most of a step of decoding.
+// Several tiles have their turn together, and O += P V of the last ones goes on between the keys of the next. From one
+// tile to the next a task reads a few dozen lines of its own, which the keys and values have driven out of the
+// first-level cache, and which wait there behind all reads under way: a sixth of the time (TUNING.md, Decoding).
+template <class T>
+class FullTiles {
+   public:
+    FullTiles(Arena& arena, const Problem& problem, const QueryTile<T>& queries, OnlineSoftmax<T>& softmax)
+        : queries_(queries),
+          head_(*queries.head[0]),
+          softmax_(softmax),
+          key_dtype_(problem.score_dtype),
+          value_dtype_(problem.value_dtype) {
+        for (T** x : {&scores_, &weights_}) *x = arena.take<T>(kTiles * queries.count * kTileKeys);
+    }
+
+    // Whether the full tiles of a problem of few rows are all that this needs.
+    static bool supports(const Problem& problem, const QueryTile<T>& queries) {
+        const Head& head = *queries.head[0];
+        return queries.count <= kMostRows && problem.key_len > kTileKeys && problem.form == Form::inner &&
+               queries.no_epilogue && problem.dropout == 0 && problem.matrix == MatrixOutput::none &&
+               problem.value_dim > kNarrow && has_stored_layout<T>(head.key, problem.score_dtype, problem.dim) &&
+               has_stored_layout<T>(head.value, problem.value_dtype, problem.value_dim);
+    }
+
+    // Attend to the full tiles from `key` on, until some row masks a key or the keys end. Returns the key behind them.
+    int64_t run(int64_t key, int64_t last) {
+        for (int64_t before = 0;;) {
+            const int64_t tiles = count(key, last);
+            for (int64_t i = 0; i < std::max(tiles, before); i++) {
+                const Interleaved<T> pv = i < before ? add_values(i, key + (i - before) * kTileKeys) : Interleaved<T>{};
+                if (i < tiles)
+                    fill_scores(i, key + i * kTileKeys, pv);
+                else
+                    pv.run(0, kTileKeys);
+            }
+            if (tiles == 0) return key;
+            for (int64_t i = 0; i < tiles; i++) update_softmax(i);
+            key += tiles * kTileKeys, before = tiles;
+        }
+    }
+
+   private:
+    static constexpr int64_t kTiles = 8, kMostRows = 3;
+
+    // How many full tiles from `key` on are attended to together.
+    int64_t count(int64_t key, int64_t last) const {
+        int64_t tiles = 0;
+        for (; tiles < kTiles && key + kTileKeys <= last && queries_.is_unmasked(0, key, kTileKeys); tiles++)
+            key += kTileKeys;
+        return tiles;
+    }
+
+    // O += P V of tile i, whose keys begin at `key`.
+    Interleaved<T> add_values(int64_t i, int64_t key) const {
+        const StoredRows<T> values = stored_rows<T>(head_.value, value_dtype_, key);
+        return {values, kTileKeys, softmax_.width, tile(weights_, i), softmax_.out, queries_.count};
+    }
+
+    void fill_scores(int64_t i, int64_t key, const Interleaved<T>& other) const {
+        stored_rows<T>(head_.key, key_dtype_, key).with_view([&](const auto& keys) {
+            few_rows_gemm(Product<T>{}, tile(scores_, i), queries_.query, queries_.width, queries_.count, keys,
+                          kTileKeys, queries_.width, other);
+        });
+    }
+
+    // Compute the weights of tile i. Where it raises the lazy maximum of a row, the tiles before it, whose values are
+    // not added yet, are rescaled too.
+    void update_softmax(int64_t i) {
+        constexpr uint64_t bits[kMostRows] = {kAll, kAll, kAll};
+        T from[kMostRows];
+        std::copy_n(softmax_.lazy_max, queries_.count, from);
+        softmax_.update(0, queries_.count, tile(weights_, i), tile(scores_, i), bits, kTileKeys, nullptr, T(1));
+        for (int64_t row = 0; row < queries_.count; row++) {
+            if (softmax_.lazy_max[row] == from[row]) continue;
+            const T factor = rescale_factor(from[row], softmax_.lazy_max[row]);
+            for (int64_t before = 0; before < i; before++) {
+                T* weights = tile(weights_, before) + row * kTileKeys;
+                for (int64_t j = 0; j < kTileKeys; j++) weights[j] *= factor;
+            }
+        }
+    }
+
+    T* tile(T* x, int64_t i) const { return x + i * queries_.count * kTileKeys; }
+
+    const QueryTile<T>& queries_;
+    const Head& head_;  // whose keys and values all rows share
+    OnlineSoftmax<T>& softmax_;
+    const Dtype key_dtype_, value_dtype_;
+    T *scores_, *weights_;  // by tile and row
+};
+
 // One task: attends a query tile to a range of keys, one key tile after the other.
 template <class T>
 class ForwardTask {
@@ -28,8 +120,7 @@ class ForwardTask {
           own_tile_(arena, problem, scores_.additive(), false),
           few_rows_(problem.form != Form::additive && has_few_rows(problem)),
           values_(arena, problem, queries.masked, queries.panels() >= kStepPanels, few_rows_),
-          dropout_(problem),
-          in_turns_(kVectorBytes < 64 && few_rows_ && queries.count == 1 && !values_.narrow()) {
+          dropout_(problem) {
         if (problem.form == Form::additive) {
             const AdditiveTables<T> tables{scores_.additive()};
             if (!scores_.additive().by_pairs)
@@ -40,6 +131,8 @@ class ForwardTask {
         for (T** x : {&step_scores_, &step_weights_}) *x = arena.take<T>(kStepPanels * kMR * kTileKeys);
         if constexpr (kHasBf16Dot && sizeof(T) == 4)
             if (Bf16Dot::supports(problem) && !few_rows_) bf16_.emplace(arena, problem, queries);
+        if (few_rows_ && FullTiles<T>::supports(problem, queries))
+            full_tiles_.emplace(arena, problem, queries, softmax);
         const int64_t steps = (queries.panels() + kStepPanels - 1) / kStepPanels;
         // Each step prefetches a share of the next keys and values: they come from the third-level cache, and
         // transposing the keys would wait for them (2% of a long pass on Zen 4). Prefetching gains nothing in bfloat16,
@@ -51,10 +144,11 @@ class ForwardTask {
     // Attend to the keys of a range.
     void run(Span keys) {
         for (int64_t key = keys.first, end; key < keys.last; key = end) {
+            if (full_tiles_) key = full_tiles_->run(key, keys.last);
+            if (key == keys.last) break;
             end = queries_.tile_end(key, keys.last);
             if (!queries_.is_in_hole(key, end - key)) attend_to_tile(key, end - key, keys.last);
         }
-        finish_pv();
         values_.reduce_lanes(softmax_.out, queries_.count);
     }
 
@@ -67,8 +161,7 @@ class ForwardTask {
 
     // Attend to one key tile, in steps. O += P V of a step runs between the scores and the softmax of the next one:
     // neighbouring instructions then do not wait for one another, and the processor, which looks hundreds of
-    // instructions ahead, overlaps the two. With vectors of less than 64 bytes a single row takes turns: some
-    // keys, then as many values of the last tile.
+    // instructions ahead, overlaps the two.
     void attend_to_tile(int64_t key, int64_t key_count, int64_t last_key) {
         const int64_t panels = queries_.panels(), together = few_rows_ ? 1 : kStepPanels;
         int64_t next_prefetch = key + kTileKeys;
@@ -77,27 +170,25 @@ class ForwardTask {
             end = panel + 1;
             if (queries_.is_masked(panel, key, key_count)) continue;
             while (end < panels && end < panel + together && !queries_.is_masked(end, key, key_count)) end++;
-            if (!loaded) load_keys(key, key_count);
-            if (!loaded && !in_turns_) load_values(key, key_count);
+            if (!loaded) load_keys(key, key_count), load_values(key, key_count);
+            loaded = true;
             for (const int64_t until = next_prefetch + prefetched_rows_; next_prefetch < until; next_prefetch++) {
                 prefetch_row(head_.key, problem_.score_dtype, next_prefetch, last_key, problem_.dim);
                 prefetch_row(head_.value, problem_.value_dtype, next_prefetch, last_key, problem_.value_dim);
             }
             step_->first = panel * kMR, step_->size = std::min(end * kMR, queries_.count) - step_->first;
-            const Interleaved<T> other = in_turns_ ? take_pv() : values_.interleaved();
+            const Interleaved<T> other = values_.prefetched();
             scores_(step_scores_, step_->bits, queries_, additive_query_, {panel, end}, *tile_,
                     few_rows_ ? &other : nullptr, bf16_ ? &*bf16_ : nullptr, false);
             finish_pv();
-            if (!loaded && in_turns_) load_values(key, key_count);
-            loaded = true;
             if (problem_.matrix != MatrixOutput::none)
                 store_scores(problem_, queries_, step_->first, step_->size, step_scores_, key, key_count);
             if (problem_.matrix == MatrixOutput::scores) continue;  // nothing else is wanted
             update_softmax(*step_, key_count);
-            previous_ = step_, added_ = false;
+            previous_ = step_;
             step_ = step_ == &steps_[0] ? &steps_[1] : &steps_[0];
         }
-        if (!in_turns_) finish_pv();
+        finish_pv();
     }
 
     // Read the keys of a tile, or find them among the shared tiles.
@@ -130,12 +221,6 @@ class ForwardTask {
                         dropout_.on ? keep : nullptr, static_cast<T>(dropout_.factor));
     }
 
-    // O += P V for the last step, which has one row, to be added by what follows.
-    Interleaved<T> take_pv() {
-        added_ = previous_ != nullptr;
-        return previous_ ? values_.interleaved(softmax_.out, step_weights_) : Interleaved<T>{};
-    }
-
     // O += P V for the rows of a step.
     void add_pv(const Step& step) {
         T* out = softmax_.out + step.first * softmax_.width;
@@ -149,7 +234,7 @@ class ForwardTask {
     // Complete the output of the last step.
     void finish_pv() {
         if (!previous_) return;
-        if (!added_) add_pv(*previous_);
+        add_pv(*previous_);
         if (values_.nonfinite)
             values_.propagate_nonfinite(softmax_.out + previous_->first * softmax_.width, step_weights_,
                                         previous_->bits, previous_->size);
@@ -169,10 +254,9 @@ class ForwardTask {
     Dropout dropout_;
     typename Additive<T>::Query additive_query_;
     std::optional<Bf16Dot> bf16_;
-    const bool in_turns_;  // whether O += P V of a tile takes turns with the scores of the next (TUNING.md, Decoding)
+    std::optional<FullTiles<T>> full_tiles_;
     int64_t prefetched_rows_ = 0;  // of keys and of values, in each step
     Step steps_[2], *step_ = &steps_[0], *previous_ = nullptr;
-    bool added_ = false;              // whether O += P V of `previous_` has been added
     T *step_scores_, *step_weights_;  // of one step: the weights of the last are used before those of the next are made
 };
 

@@ -183,21 +183,21 @@ void gemm_difference(T* c, int64_t ldc, const T* a, int64_t row, int64_t col, co
 }
 
 // Prefetch what becomes N vectors of T of a stream of rows, not far ahead of those at `p`. The processor's own
-// prefetcher then keeps up better where it reads 32 bytes at a time: TUNING.md, Decoding.
+// prefetcher then keeps up better: TUNING.md, Decoding.
 constexpr int64_t kStreamAhead = 256;
 template <class T, int N, class E>
 __attribute__((always_inline)) inline void prefetch_stream(const E* p) {
-    if constexpr (kVectorBytes == 32) {
+    if constexpr (kVectorBytes >= 32) {
 #pragma GCC unroll 16
         for (size_t j = 0; j < N * Vector<T>::lanes * sizeof(E); j += 64)
             __builtin_prefetch(reinterpret_cast<const char*>(p) + kStreamAhead + j, 0, 2);
     }
 }
 
-// Add to one row its weights times the rows of values, for few query rows. Values are read in whole rows up to 16
+// Add to rows their weights times the rows of values, for few query rows. One row reads values in whole rows up to 16
 // vectors, the order of memory: in halves a pass over memory takes 1.4 times as long.
 template <class T, class E>
-void add_weighted_rows(T* out, const T* weights, const View<E>& values, int64_t count, int64_t width) {
+void add_weighted_rows(T* out, const T* weights, int64_t size, const View<E>& values, int64_t count, int64_t width) {
     constexpr int L = Vector<T>::lanes;
     int64_t j = 0;
     const auto columns = [&]<int N>(std::integral_constant<int, N>) {
@@ -216,32 +216,40 @@ void add_weighted_rows(T* out, const T* weights, const View<E>& values, int64_t 
         }
     };
     // Without fused multiply-adds long sums are left to `gemm`, which cuts them.
-    if constexpr (kHasFma) {
+    if (kHasFma && size == 1) {
         columns(std::integral_constant<int, 16>{});
         columns(std::integral_constant<int, 8>{});
     }
-    gemm(Product<T>{}, out + j, width, weights, kTileKeys, 1, values.data + j, values.stride, 1, width - j, count,
+    if (j == width) return;
+    gemm(Product<T>{}, out + j, width, weights, kTileKeys, 1, values.data + j, values.stride, size, width - j, count,
          true);
 }
 
-// What `few_rows_gemm` does between its keys with the values of as many: O += P V of one row, or prefetching them.
+// What `few_rows_gemm` does between its keys with the values of as many: O += P V, or prefetching them.
 template <class T>
 struct Interleaved {
     StoredRows<T> values;
     int64_t count = 0, width = 0;
     const T* weights = nullptr;
     T* out = nullptr;  // null: prefetch
+    int64_t size = 1;  // rows of weights and outputs
 
     // Do so for the keys [first, last), or those that there are.
     void run(int64_t first, int64_t last) const {
         last = std::min(last, count);
         if (first >= last) return;
+        if (out) return add_values(first, last);
+        const int64_t bytes = attnscore::size_of(values.dtype);
+        for (int64_t i = first; i < last; i++) prefetch(values.data + i * values.stride * bytes, width * bytes);
+    }
+
+   private:
+    // Add the values row by row: the second row of weights finds them in the first-level cache.
+    __attribute__((noinline)) void add_values(int64_t first, int64_t last) const {
         values.with_view([&]<class E>(const View<E>& rows) {
-            if (out)
-                return add_weighted_rows(out, weights + first, View<E>{rows.row(first), rows.stride}, last - first,
-                                         width);
-            for (int64_t i = first; i < last; i++)
-                prefetch(reinterpret_cast<const char*>(rows.row(i)), width * sizeof(E));
+            const View<E> own{rows.row(first), rows.stride};
+            for (int64_t i = 0; i < size; i++)
+                add_weighted_rows(out + i * width, weights + i * kTileKeys + first, 1, own, last - first, width);
         });
     }
 };
@@ -252,9 +260,9 @@ constexpr int64_t kFewRows = 4;
 // The sums by lanes of the terms of R rows, `stride` apart, with one row `b`, in parts of kMaxTerms. `prefetches`:
 // fetch what stands behind `b`. The terms of a row are added in one order whatever R is, because the backward may join
 // other rows than the forward did.
-template <int R, class Terms, class E, class T = typename Terms::Sum>
+template <int R, class Terms, bool prefetches, class E, class T = typename Terms::Sum>
 __attribute__((always_inline)) inline std::array<V<T>, R> lanes_of_terms(const T* a, int64_t stride, const E* b,
-                                                                         int64_t width, bool prefetches) {
+                                                                         int64_t width) {
     constexpr int L = Vector<T>::lanes;
     const auto part = [&](int64_t j, int64_t end) {
         std::array<V<T>, R> even{}, odd{};
@@ -264,7 +272,7 @@ __attribute__((always_inline)) inline std::array<V<T>, R> lanes_of_terms(const T
             for (int r = 0; r < R; r++) sum[r] = Terms::add(sum[r], load(a + r * stride + at), own);
         };
         for (; j + 2 * L <= end; j += 2 * L) {
-            if (prefetches) prefetch_stream<T, 2>(b + j);
+            if constexpr (prefetches) prefetch_stream<T, 2>(b + j);
             add(even, j);
             add(odd, j + L);
         }
@@ -288,36 +296,41 @@ __attribute__((always_inline)) inline std::array<V<T>, R> lanes_of_terms(const T
 // The sums of the terms of R rows, `stride` apart, with each of the 64 rows of a tile (0 behind `count`):
 // s[i * kTileKeys + j]. Reading memory takes all the time there, so each key is read once for all rows. `other` has its
 // turn after each 2 KB of keys, so that memory does not idle between keys and values.
-template <int R, class Terms, class E, class T = typename Terms::Sum>
+template <int R, class Terms, bool prefetches, class E, class T = typename Terms::Sum>
 void few_rows_kernel(T* s, const T* q, int64_t stride, const View<E>& keys, int64_t count, int64_t width,
                      const Interleaved<T>& other) {
     constexpr int L = Vector<T>::lanes;
     const int64_t turn_keys = 2048 / (std::max<int64_t>(width, 1) * static_cast<int64_t>(sizeof(E)));
     const int turn = std::clamp<int>(std::bit_floor(static_cast<uint64_t>(turn_keys)), 1, L);
-    int64_t i = 0;
-    for (; i + L <= count; i += L) {
+    const int64_t whole = count - count % L;
+    for (int64_t i = 0; i < whole; i += L) {
         V<T> sum[R][L];
         for (int first = 0; first < L; first += turn) {
             for (int u = first; u < first + turn; u++) {
-                const auto lanes = lanes_of_terms<R, Terms>(q, stride, keys.row(i + u), width, other.count > 0);
+                const auto lanes = lanes_of_terms<R, Terms, prefetches>(q, stride, keys.row(i + u), width);
                 for (int r = 0; r < R; r++) sum[r][u] = lanes[r];
             }
             other.run(i + first, i + first + turn);
         }
         for (int r = 0; r < R; r++) store(s + r * kTileKeys + i, reduce_sums<T>(sum[r]));
     }
-    other.run(i, other.count);
-    for (; i < count; i++) {
-        const auto lanes = lanes_of_terms<R, Terms>(q, stride, keys.row(i), width, false);
+    other.run(whole, other.count);
+    for (int64_t i = whole; i < count; i++) {
+        const auto lanes = lanes_of_terms<R, Terms, false>(q, stride, keys.row(i), width);
         for (int r = 0; r < R; r++) s[r * kTileKeys + i] = reduce_sum<T>(lanes[r]);
     }
-    for (int r = 0; r < R; r++) std::fill(s + r * kTileKeys + i, s + (r + 1) * kTileKeys, T(0));
+    for (int r = 0; r < R; r++) std::fill(s + r * kTileKeys + count, s + (r + 1) * kTileKeys, T(0));
 }
 
 // The same for up to kFewRows rows.
 template <class Terms, class E, class T = typename Terms::Sum>
 void few_rows_gemm(const Terms&, T* s, const T* q, int64_t stride, int64_t rows, const View<E>& keys, int64_t count,
                    int64_t width, const Interleaved<T>& other) {
-    with_constant_rows<kFewRows>(rows,
-                                 [&](auto R) { few_rows_kernel<R, Terms>(s, q, stride, keys, count, width, other); });
+    with_constant_rows<kFewRows>(rows, [&](auto R) {
+        // The first keys of a short call are all of its keys.
+        if (other.count > 0 && count == kTileKeys)
+            few_rows_kernel<R, Terms, true>(s, q, stride, keys, count, width, other);
+        else
+            few_rows_kernel<R, Terms, false>(s, q, stride, keys, count, width, other);
+    });
 }

@@ -53,20 +53,14 @@ class ValueTile {
                 transposed_[k * kTileKeys + j] = j < key_count ? clean.row(j)[k] : T(0);
     }
 
-    // What takes turns with the scores of the next tile: O += P V for one row of weights. Without `out`, what takes
-    // turns with those of this tile: prefetching its values.
-    Interleaved<T> interleaved(T* out = nullptr, const T* weights = nullptr) const {
-        return {stored, count_, width_, weights, out};
-    }
+    // What takes turns with the scores of the tile: prefetching its values.
+    Interleaved<T> prefetched() const { return {stored, count_, width_}; }
 
     // O += P V, for `size` rows of weights.
     void add_pv(T* out, const T* weights, int64_t size) const {
         if (!narrow())
-            return stored.with_view([&](const auto& rows) {
-                if (size == 1) return add_weighted_rows(out, weights, rows, count_, width_);
-                gemm(Product<T>{}, out, width_, weights, kTileKeys, 1, rows.data, rows.stride, size, width_, count_,
-                     true);
-            });
+            return stored.with_view(
+                [&](const auto& rows) { add_weighted_rows(out, weights, size, rows, count_, width_); });
         for (int64_t i = 0; i < size; i++)
             for (int64_t k = 0; k < problem_.value_dim; k++, out += L) {
                 V<T> sum = load(out);

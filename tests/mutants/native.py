@@ -182,6 +182,22 @@ FAULTS = [
         "outputs of two ranges of keys are joined at their levels, not at their maxima",
     ),
     Fault(
+        "native-decoding-rescale",
+        "csrc/kernels/forward-inl.h",
+        "weights[j] *= factor",
+        "weights[j] *= 1 + 0 * factor",
+        "tests/test_native_oracle.py -k decoding",
+        "tiles whose values are still to be added keep their weights when a later tile raises the maximum",
+    ),
+    Fault(
+        "native-decoding-values",
+        "csrc/kernels/forward-inl.h",
+        "key + (i - before) * kTileKeys",
+        "key + (i - before + (tiles < before)) * kTileKeys",
+        "tests/test_native_oracle.py -k decoding",
+        "weights meet the values of another tile where fewer tiles follow",
+    ),
+    Fault(
         "native-mean-without-base",
         "csrc/kernels/forward-inl.h",
         "states.base + states.mean",
@@ -524,14 +540,6 @@ FAULTS = [
         "in_order = operator.itemgetter(*map([*alone, *self.statistics].index, self.returned))",
         "tests/test_statistics.py -k tensors_of_their_own",
         "statistics in one block of memory are given in the order of their names",
-    ),
-    Fault(
-        "native-values-in-turns",
-        "csrc/kernels/forward-inl.h",
-        "previous_ ? values_.interleaved(softmax_.out, step_weights_) : Interleaved<T>{}",
-        "Interleaved<T>{}",
-        "tests/test_native_targets.py -k one_query",
-        "the values of a tile, which have their turns among the keys of the next, are lost",
     ),
     Fault(
         "native-clean-tiles",
