@@ -55,6 +55,7 @@ namespace {
 #include "kernels/for_each_task-inl.h"
 #include "kernels/tasks-inl.h"
 #include "kernels/score_matrix-inl.h"
+#include "kernels/full_tiles-inl.h"
 #include "kernels/forward-inl.h"
 #include "kernels/row_finish-inl.h"
 #include "kernels/row_prepare-inl.h"

@@ -183,7 +183,7 @@ FAULTS = [
     ),
     Fault(
         "native-decoding-rescale",
-        "csrc/kernels/forward-inl.h",
+        "csrc/kernels/full_tiles-inl.h",
         "weights[j] *= factor",
         "weights[j] *= 1 + 0 * factor",
         "tests/test_native_oracle.py -k decoding",
@@ -191,7 +191,7 @@ FAULTS = [
     ),
     Fault(
         "native-decoding-values",
-        "csrc/kernels/forward-inl.h",
+        "csrc/kernels/full_tiles-inl.h",
         "key + (i - before) * kTileKeys",
         "key + (i - before + (tiles < before)) * kTileKeys",
         "tests/test_native_oracle.py -k decoding",
