@@ -1,7 +1,8 @@
-// A few query rows against key tiles that no row masks, where nothing follows the products: most of a step of decoding.
-// Several tiles have their turn together, and O += P V of the last ones goes on between the keys of the next. From one
-// tile to the next a task reads a few dozen lines of its own, which the keys and values have driven out of the
-// first-level cache, and which wait there behind all reads under way: a sixth of the time (TUNING.md, Decoding).
+// A few query rows against key tiles that no row masks, where products alone make the scores: most of a step of
+// decoding. Several tiles are attended to at a time: first their scores, between whose keys the values of the tiles
+// before are added, then their weights. One tile at a time would take a sixth longer: between tiles a task reads a few
+// dozen cache lines of its own, which keys and values have driven out of the first-level cache, and which come behind
+// all reads under way (TUNING.md, Decoding).
 template <class T>
 class FullTiles {
    public:
@@ -14,7 +15,8 @@ class FullTiles {
         for (T** x : {&scores_, &weights_}) *x = arena.take<T>(kTiles * queries.count * kTileKeys);
     }
 
-    // Whether the full tiles of a problem of few rows are all that this needs.
+    // Whether a query tile has so few rows, keys and values are read in place, and neither dropout nor a matrix is
+    // asked for.
     static bool supports(const Problem& problem, const QueryTile<T>& queries) {
         const Head& head = *queries.head[0];
         return queries.count <= kMostRows && problem.key_len > kTileKeys && problem.form == Form::inner &&
@@ -25,10 +27,10 @@ class FullTiles {
 
     // Attend to the full tiles from `key` on, until some row masks a key or the keys end. Returns the key behind them.
     int64_t run(int64_t key, int64_t last) {
-        for (int64_t before = 0;;) {
+        for (int64_t pending = 0;;) {  // tiles before `key` whose values are still to be added
             const int64_t tiles = count(key, last);
-            for (int64_t i = 0; i < std::max(tiles, before); i++) {
-                const Interleaved<T> pv = i < before ? add_values(i, key + (i - before) * kTileKeys) : Interleaved<T>{};
+            for (int64_t i = 0; i < std::max(tiles, pending); i++) {
+                const Interleaved<T> pv = i < pending ? adding(i, key + (i - pending) * kTileKeys) : Interleaved<T>{};
                 if (i < tiles)
                     fill_scores(i, key + i * kTileKeys, pv);
                 else
@@ -36,12 +38,13 @@ class FullTiles {
             }
             if (tiles == 0) return key;
             for (int64_t i = 0; i < tiles; i++) update_softmax(i);
-            key += tiles * kTileKeys, before = tiles;
+            key += tiles * kTileKeys, pending = tiles;
         }
     }
 
    private:
-    static constexpr int64_t kTiles = 8, kMostRows = 3;
+    static constexpr int64_t kTiles = 8;     // at a time
+    static constexpr int64_t kMostRows = 3;  // more take longer this way where the caches hold their keys
 
     // How many full tiles from `key` on are attended to together.
     int64_t count(int64_t key, int64_t last) const {
@@ -51,12 +54,13 @@ class FullTiles {
         return tiles;
     }
 
-    // O += P V of tile i, whose keys begin at `key`.
-    Interleaved<T> add_values(int64_t i, int64_t key) const {
+    // Adding the values of tile i, whose keys begin at `key`.
+    Interleaved<T> adding(int64_t i, int64_t key) const {
         const StoredRows<T> values = stored_rows<T>(head_.value, value_dtype_, key);
         return {values, kTileKeys, softmax_.width, tile(weights_, i), softmax_.out, queries_.count};
     }
 
+    // Compute the scores of tile i, whose keys begin at `key`; `other` has its turns between the keys.
     void fill_scores(int64_t i, int64_t key, const Interleaved<T>& other) const {
         stored_rows<T>(head_.key, key_dtype_, key).with_view([&](const auto& keys) {
             few_rows_gemm(Product<T>{}, tile(scores_, i), queries_.query, queries_.width, queries_.count, keys,

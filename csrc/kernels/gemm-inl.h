@@ -327,7 +327,7 @@ template <class Terms, class E, class T = typename Terms::Sum>
 void few_rows_gemm(const Terms&, T* s, const T* q, int64_t stride, int64_t rows, const View<E>& keys, int64_t count,
                    int64_t width, const Interleaved<T>& other) {
     with_constant_rows<kFewRows>(rows, [&](auto R) {
-        // The first keys of a short call are all of its keys.
+        // A call of fewer keys than a tile has none behind them to prefetch.
         if (other.count > 0 && count == kTileKeys)
             few_rows_kernel<R, Terms, true>(s, q, stride, keys, count, width, other);
         else

@@ -192,8 +192,8 @@ FAULTS = [
     Fault(
         "native-decoding-values",
         "csrc/kernels/full_tiles-inl.h",
-        "key + (i - before) * kTileKeys",
-        "key + (i - before + (tiles < before)) * kTileKeys",
+        "key + (i - pending) * kTileKeys",
+        "key + (i - pending + (tiles < pending)) * kTileKeys",
         "tests/test_native_oracle.py -k decoding",
         "weights meet the values of another tile where fewer tiles follow",
     ),
