@@ -185,10 +185,36 @@ def test_small_products_of_numpy(sizes: tuple[int, ...], dtype: str) -> None:
 
 
 @needs_native
+@pytest.mark.parametrize(
+    ("rows", "depth", "cols"), [(1, 300, 270), (5, 1, 32), (6, 64, 64), (193, 100, 33), (7, 1000, 3)]
+)
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+@pytest.mark.parametrize("target", [None] if native.module is None else native.module.targets())
+def test_products_of_the_native_module(target: str, dtype: str, rows: int, depth: int, cols: int) -> None:
+    before, rng = native.module.current_target(), np.random.default_rng(rows)
+    x, matrix = rng.standard_normal((rows, depth)).astype(dtype), rng.standard_normal((depth, cols)).astype(dtype)
+    exact = x.astype(np.float64) @ matrix.astype(np.float64)
+    native.module.select(target)
+    try:
+        for order in ("C", "F"):
+            outs = [np.full((rows, cols), np.nan, dtype) for _ in range(2)]
+            for out, threads in zip(outs, (1, 3), strict=True):
+                assert native.module.multiply_finite(x, np.asarray(matrix, order=order), out, threads)
+            np.testing.assert_array_equal(*outs)
+            step = 2e-7 if dtype == "f4" else 4e-16
+            np.testing.assert_allclose(outs[0], exact, rtol=0, atol=step * depth**0.5 * 8)
+    finally:
+        native.module.select(before)
+
+
+@needs_native
 def test_what_the_native_module_does_not_multiply() -> None:
     """It says so, and leaves these calls to NumPy: other layouts and dtypes, and rows with NaN or infinity."""
-    multiply, x, matrix = native.module.multiply_finite, np.ones((3, 4)), np.arange(8.0).reshape(4, 2)
-    to = np.empty((3, 2))
+    x, matrix, to = np.ones((3, 4)), np.arange(8.0).reshape(4, 2), np.empty((3, 2))
+
+    def multiply(*arrays: np.ndarray) -> bool:
+        return bool(native.module.multiply_finite(*arrays, 1))
+
     for m in (matrix, np.asfortranarray(matrix), np.repeat(matrix, 2, 1)[:, ::2], matrix[:, ::-1]):
         assert multiply(x, m, to)
         np.testing.assert_array_equal(to, x @ m)
@@ -199,6 +225,8 @@ def test_what_the_native_module_does_not_multiply() -> None:
     assert not multiply(x, matrix, np.empty((2, 2)))
     assert not multiply(x, matrix, np.empty(6))
     assert not multiply(x[:, :0], matrix[:0], to)
-    for number in (np.nan, np.inf):
-        x[1, 2] = number
-        assert not multiply(x, matrix, to)
+    for place in ((0, 0), (1, 2), (2, 3)):
+        for number in (np.nan, np.inf):
+            x[place] = number
+            assert not multiply(x, matrix, to)
+        x[place] = 1

@@ -18,6 +18,7 @@ from attnscore.core import plan
 from attnscore.core.cache import BoundedCache
 from attnscore.kernels.native import call, kernel, marshalling
 from native_cases import native
+from noted_plans import NotedPlan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BATCH, HEADS, QUERIES, KEYS, DIM = 2, 4, 130, 197, 9
@@ -53,12 +54,8 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The scores of each call of the module, forwards and backwards, None where there are none."""
     seen: list[Any] = []
 
-    def watched(run: Any, scores: Any) -> Any:
-        def noted(*arguments: Any) -> None:
-            seen.append(scores)
-            run(*arguments)
-
-        return noted
+    def watched(plan: Any, scores: Any) -> NotedPlan:
+        return NotedPlan(plan, lambda arguments: seen.append(scores))
 
     class Watched:
         use_openmp = native.use_openmp

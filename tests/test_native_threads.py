@@ -19,6 +19,7 @@ import attnscore as ats
 from attnscore import backends
 from attnscore.core.cache import BoundedCache
 from native_cases import Case, native, same
+from noted_plans import NotedPlan
 
 # JAX, which other tests have imported into this process, warns of every fork; the children here do not call it.
 pytestmark = pytest.mark.filterwarnings("ignore:os.fork.. was called:RuntimeWarning")
@@ -244,12 +245,8 @@ def test_threads_of_torch_after_a_fork() -> None:
 def test_called_from_torch_it_takes_the_threads_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     used = []
 
-    def watched(function: Any) -> Any:
-        def run(*arguments: Any) -> None:
-            used.append(arguments[-1])
-            function(*arguments)
-
-        return run
+    def watched(plan: Any) -> NotedPlan:
+        return NotedPlan(plan, lambda arguments: used.append(arguments[-1]))
 
     class Watched:
         use_openmp = native.use_openmp

@@ -426,6 +426,38 @@ def test_intervals_of_a_plan_are_those_of_the_call() -> None:
     np.testing.assert_array_equal(*outs)
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_new_arrays_of_a_plan(dtype: type) -> None:
+    """Valid lengths take the place of start and stop; what a run fills is allocated by it."""
+    arrays = _plan_arrays()
+    bounds = {"start": np.zeros((2, 5), np.int64), "stop": np.zeros((2, 5), np.int64)}
+    plan, lens = Planned(arrays | bounds), np.array([[3], [7]], dtype)
+    given = tuple(arrays[name] for name in ("query", "key", "value"))
+    layouts = ((arrays["out"].shape, F4),)
+
+    def run(lens: tuple[Any, ...], given: tuple[Any, ...] = given, parts: tuple[Any, ...] = ()) -> Any:
+        return plan.plan.allocate_and_run(given, lens, np.empty, layouts[len(parts) :], parts, 0, 1)
+
+    for own in (lens, lens[:, 0], lens.repeat(5, 1)):
+        expected = arrays | bounds | {"stop": np.broadcast_to(lens, (2, 5)).astype(np.int64)}
+        plan(expected)
+        (found,) = run((own,))
+        np.testing.assert_array_equal(found, expected["out"])
+        assert run((own,), parts=(found,)) == ()
+    assert run((lens + 1,)) is None
+    assert run((-lens,)) is None
+    with pytest.raises(ValueError, match="lens: expected an array that broadcasts"):
+        run((np.zeros(3, dtype),))
+    with pytest.raises(TypeError, match="lens: expected an int32 or int64 array"):
+        run((lens.astype("f"),))
+    with pytest.raises(ValueError, match="addresses: expected 6, got 4"):
+        run(())
+    with pytest.raises(ValueError, match="lens: expected"):
+        Planned(arrays).plan.allocate_and_run(given, (lens,), np.empty, layouts, (), 0, 1)
+    with pytest.raises(ZeroDivisionError):
+        plan.plan.allocate_and_run(given, (lens,), lambda shape, dtype: 1 / 0, layouts, (), 0, 1)
+
+
 def test_weights_of_a_plan_are_required() -> None:
     arrays = _plan_arrays() | {"w_v": np.ones(4, F4)}
     with pytest.raises(ValueError, match=r"w_v: expected shape \(4,\), got \(3,\)"):

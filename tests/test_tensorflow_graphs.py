@@ -22,6 +22,7 @@ from attnscore.kernels.native import call, kernel
 from cases import DTYPES, in_turn, needs_native
 from covering import some
 from harness import EXTRAS, make_call
+from noted_plans import NotedPlan
 
 TURNS = in_turn(DTYPES, tuple(EXTRAS))
 RNG = np.random.default_rng(0)
@@ -52,11 +53,10 @@ class Counted:
         return self._counting(1, self._module.plan_backward(*arguments))
 
     def _counting(self, direction: int, plan: Any) -> Any:
-        def run(arrays: Any, seed: int, threads: int) -> None:
+        def count(arguments: Any) -> None:
             self.calls[direction] += 1
-            plan(arrays, seed, threads)
 
-        return run
+        return NotedPlan(plan, count)
 
 
 @pytest.fixture
@@ -189,20 +189,19 @@ def test_buffers_go_in_and_out_as_they_lie(monkeypatch: pytest.MonkeyPatch) -> N
     """What native code fills is aligned as TensorFlow wants, which then takes it over; it reads TensorFlow's own."""
     seen: list[tuple[int, bool]] = []
 
+    class WatchedPlan(NotedPlan):
+        def allocate_and_run(self, arrays: Any, *rest: Any) -> Any:
+            found = super().allocate_and_run(arrays, *rest)
+            seen.append((found[0].ctypes.data % 64, arrays[0].flags.owndata))
+            return found
+
     class Watching(Counted):
         def forward(self, score: Any, arrays: Any, found: Any, *rest: Any) -> Any:
             seen.append((found[0].ctypes.data % 64, arrays[0].flags.owndata))
             return super().forward(score, arrays, found, *rest)
 
         def plan_forward(self, score: Any, inputs: Any, filled: Any) -> Any:
-            plan = super().plan_forward(score, inputs, filled)
-
-            def run(arrays: Any, seed: int, threads: int) -> None:
-                query, _, _, out, *_ = arrays
-                seen.append((out.ctypes.data % 64, query.flags.owndata))
-                plan(arrays, seed, threads)
-
-            return run
+            return WatchedPlan(super().plan_forward(score, inputs, filled), lambda arguments: None)
 
     watching = Watching(kernel._native)
     for module in (kernel, call):

@@ -193,19 +193,20 @@ void backward(const ScoreSpec& score, const Objects& inputs, const Objects& resu
 class Addresses {
    public:
     explicit Addresses(const nb::tuple& objects) {
-        values.reserve(objects.size());
-        for (const nb::handle object : objects) {
-            char* data;
-            if (PyLong_Check(object.ptr())) {
-                values.push_back(static_cast<char*>(PyLong_AsVoidPtr(object.ptr())));
-                if (PyErr_Occurred() != nullptr) throw nb::python_error();
-            } else if (get_tensor_data(object.ptr(), data)) {
-                values.push_back(data);
-            } else {
-                Py_buffer& view = views_.emplace_back().buffer;
-                if (PyObject_GetBuffer(object.ptr(), &view, PyBUF_STRIDED_RO) != 0) throw nb::python_error();
-                values.push_back(static_cast<char*>(view.buf));
-            }
+        values.reserve(objects.size() + 8);
+        for (const nb::handle object : objects) add(object);
+    }
+    void add(nb::handle object) {
+        char* data;
+        if (PyLong_Check(object.ptr())) {
+            values.push_back(static_cast<char*>(PyLong_AsVoidPtr(object.ptr())));
+            if (PyErr_Occurred() != nullptr) throw nb::python_error();
+        } else if (get_data(object.ptr(), data)) {
+            values.push_back(data);
+        } else {
+            Py_buffer& view = views_.emplace_back().buffer;
+            if (PyObject_GetBuffer(object.ptr(), &view, PyBUF_STRIDED_RO) != 0) throw nb::python_error();
+            values.push_back(static_cast<char*>(view.buf));
         }
     }
     Addresses(const Addresses&) = delete;
@@ -223,6 +224,15 @@ class Addresses {
 
 // ---- layouts ----
 
+void read_numpy_by_fields() {
+    const nb::module_ numpy = nb::module_::import_("numpy");
+    const nb::object whole = numpy.attr("zeros")(nb::make_tuple(2, 6), "f4");
+    const nb::object example = whole[nb::make_tuple(nb::ellipsis(), nb::slice(nb::none(), nb::none(), nb::int_(2)))];
+    const auto address = nb::cast<uintptr_t>(example.attr("__array_interface__")["data"][nb::int_(0)]);
+    if (use_numpy(numpy.attr("ndarray").ptr(), example.ptr(), reinterpret_cast<void*>(address))) return;
+    throw nb::import_error("the fields of NumPy's arrays are not those of NumPy 1 and 2");
+}
+
 nb::object signature(nb::handle arrays) {
     std::string found;
     found.reserve(256);
@@ -235,30 +245,36 @@ nb::object signature(nb::handle arrays) {
 }
 
 template <class T>
-bool copy_lengths(const ArrayView& lens, const ArrayView& to, int64_t most) {
-    auto* out = reinterpret_cast<int64_t*>(to.data());
-    const int64_t batch = to.shape()[0], queries = to.shape()[1];
+bool copy_lengths(const ArrayView& lens, int64_t* to, int64_t rows, int64_t cols, int64_t most) {
     bool fits = true;
-    for (int64_t b = 0; b < batch; ++b) {
-        for (int64_t i = 0; i < queries; ++i) {
+    for (int64_t b = 0; b < rows; ++b) {
+        for (int64_t i = 0; i < cols; ++i) {
             const int64_t n = *lens.at<T>(b, lens.ndim() > 1 ? i : 0);
             fits = fits && n >= 0 && n <= most;
-            *out++ = n;
+            *to++ = n;
         }
     }
     return fits;
 }
 
-bool copy_valid_lens(nb::handle lens, nb::handle to, int64_t most) {
-    const ArrayView from(lens.ptr()), out(to.ptr());
+// Copy lengths to (rows, cols) numbers; whether all are in 0..most.
+bool read_lengths(nb::handle lens, int64_t* to, int64_t rows, int64_t cols, int64_t most) {
+    const ArrayView from(lens.ptr());
     if (!from || from.ndim() < 1 || from.ndim() > 2 || (from.format() != 'i' && from.format() != 'q')) {
         throw nb::type_error("lens: expected an int32 or int64 array of one or two axes");
     }
-    if (!out || out.ndim() != 2 || out.format() != 'q' || !out.is_c_contiguous() ||
-        !from.broadcasts_to(out.shape()[0], from.ndim() > 1 ? out.shape()[1] : 1)) {
-        throw std::invalid_argument("to: expected an int64 array (batch, query) in C order, to which lens broadcast");
+    if (!from.broadcasts_to(rows, from.ndim() > 1 ? cols : 1)) {
+        throw std::invalid_argument("lens: expected an array that broadcasts to (batch, query)");
     }
-    return from.format() == 'q' ? copy_lengths<int64_t>(from, out, most) : copy_lengths<int32_t>(from, out, most);
+    return (from.format() == 'q' ? copy_lengths<int64_t> : copy_lengths<int32_t>)(from, to, rows, cols, most);
+}
+
+bool copy_valid_lens(nb::handle lens, nb::handle to, int64_t most) {
+    const ArrayView out(to.ptr());
+    if (!out || out.ndim() != 2 || out.format() != 'q' || !out.is_c_contiguous()) {
+        throw std::invalid_argument("to: expected an int64 array (batch, query) in C order");
+    }
+    return read_lengths(lens, reinterpret_cast<int64_t*>(out.data()), out.shape()[0], out.shape()[1], most);
 }
 
 template <class Bits>
@@ -293,37 +309,24 @@ nb::object is_all_finite(nb::handle array) {
     return nb::bool_(found);
 }
 
-// to = x matrix, for the rows of x; false where one of them is not finite.
-template <class T, class Bits>
-bool multiply_rows(const ArrayView& x, const ArrayView& matrix, const ArrayView& to, Bits exponent) {
-    const int64_t features = matrix.shape()[0], units = matrix.shape()[1];
-    const auto* from = reinterpret_cast<const T*>(x.data());
-    auto* out = reinterpret_cast<T*>(to.data());
-    if (!all_finite<Bits>(x.data(), x.size(), exponent)) return false;
-    std::fill_n(out, to.size(), T(0));
-    for (; out != reinterpret_cast<T*>(to.data()) + to.size(); out += units) {
-        for (int64_t i = 0; i < features; ++i) {
-            const T factor = *from++, *row = matrix.at<T>(i, 0);
-            const int64_t step = units > 1 ? matrix.at<T>(i, 1) - row : 1;
-            if (step == 1)
-                for (int64_t j = 0; j < units; ++j) out[j] += factor * row[j];
-            else
-                for (int64_t j = 0; j < units; ++j) out[j] += factor * row[j * step];
-        }
-    }
-    return true;
-}
-
-bool multiply_finite(nb::handle x, nb::handle matrix, nb::handle to) {
-    const ArrayView rows(x.ptr()), by(matrix.ptr()), out(to.ptr());
-    if (!rows || !by || !out || by.ndim() != 2 || rows.ndim() < 1 || out.ndim() != rows.ndim()) return false;
-    const int64_t features = by.shape()[0], units = by.shape()[1];
-    if (!rows.is_c_contiguous() || !out.is_c_contiguous() || rows.shape()[rows.ndim() - 1] != features) return false;
-    if (features == 0 || units == 0 || rows.size() / features * units != out.size()) return false;
-    const char format = by.format();
-    if (rows.format() != format || out.format() != format) return false;
-    if (format == 'f') return multiply_rows<float, uint32_t>(rows, by, out, 0x7f800000);
-    return format == 'd' && multiply_rows<double, uint64_t>(rows, by, out, 0x7ff0000000000000);
+bool multiply_finite(nb::handle x, nb::handle matrix, nb::handle to, int threads) {
+    const Threads most = threads_of(threads);
+    const ArrayView a(x.ptr()), b(matrix.ptr()), c(to.ptr());
+    if (!a || !b || !c || a.ndim() < 1 || b.ndim() != 2 || c.ndim() != a.ndim()) return false;
+    MatrixProduct product;
+    product.depth = b.shape()[0], product.cols = b.shape()[1];
+    const bool has_shapes = a.shape()[a.ndim() - 1] == product.depth && c.shape()[c.ndim() - 1] == product.cols;
+    if (!has_shapes || !a.is_c_contiguous() || !c.is_c_contiguous() || a.size() == 0 || c.size() == 0) return false;
+    product.rows = a.size() / product.depth;
+    if (product.rows * product.cols != c.size()) return false;
+    const char format = b.format();
+    if ((format != 'f' && format != 'd') || a.format() != format || c.format() != format) return false;
+    product.dtype = format == 'f' ? Dtype::f32 : Dtype::f64;
+    product.a = a.data(), product.c = c.data();
+    if (!b.get_matrix(product.b)) return false;
+    const Kernels& chosen = selected_kernels();
+    const ReleasedLock released;
+    return chosen.multiply(product, most);
 }
 
 // ---- plans ----
@@ -359,6 +362,39 @@ void run_plan(const CallPlan& plan, const nb::tuple& addresses, uint64_t seed, i
     plan.run(chosen, held.values, seed, most);
 }
 
+nb::object allocate_and_run(const CallPlan& plan, const nb::tuple& arrays, const nb::tuple& lens, nb::handle empty,
+                            const nb::tuple& layouts, const nb::tuple& parts, uint64_t seed, int threads) {
+    const Threads most = threads_of(threads);
+    const Kernels& chosen = selected_kernels();
+    Addresses held(arrays);
+    std::vector<int64_t> bounds;
+    if (lens.size() > 0) {
+        const auto [index, rows, cols] = plan.intervals();
+        if (index < 0 || index > static_cast<ptrdiff_t>(held.values.size())) {
+            throw std::invalid_argument("lens: expected (), as the plan has no intervals");
+        }
+        bounds.resize(static_cast<size_t>(2 * rows * cols));
+        int64_t* stop = bounds.data() + rows * cols;
+        if (!read_lengths(lens[0], stop, rows, cols, plan.key_len())) return nb::none();
+        held.values.insert(held.values.begin() + index,
+                           {reinterpret_cast<char*>(bounds.data()), reinterpret_cast<char*>(stop)});
+    }
+    const auto count = static_cast<Py_ssize_t>(layouts.size());
+    nb::object filled = nb::steal(PyTuple_New(count));
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        PyObject* array = PyObject_Call(empty.ptr(), PyTuple_GET_ITEM(layouts.ptr(), i), nullptr);
+        if (array == nullptr) throw nb::python_error();
+        PyTuple_SET_ITEM(filled.ptr(), i, array);
+        held.add(array);
+    }
+    for (const nb::handle part : parts) held.add(part);
+    {
+        const ReleasedLock released;
+        plan.run(chosen, held.values, seed, most);
+    }
+    return filled;
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -369,7 +405,7 @@ NB_MODULE(_native, m) {
     m.def("current_target", &current_target);
     m.def("select", &select_kernels);
     m.def("use_openmp", [](uintptr_t gomp_parallel) { use_openmp(reinterpret_cast<void*>(gomp_parallel)); });
-    use_numpy(nb::module_::import_("numpy").attr("ndarray").ptr());
+    read_numpy_by_fields();
     m.def("use_tensors",
           [](nb::tuple types, nb::handle exchange_api) { return use_tensors(types.ptr(), exchange_api.ptr()); });
     // nanobind calls functions faster whose arguments have neither names nor None.
@@ -379,7 +415,7 @@ NB_MODULE(_native, m) {
     m.def("copy_valid_lens", &copy_valid_lens);
     m.def("is_all_finite", &is_all_finite);
     m.def("multiply_finite", &multiply_finite);
-    nb::class_<CallPlan>(m, "CallPlan").def("__call__", &run_plan);
+    nb::class_<CallPlan>(m, "CallPlan").def("__call__", &run_plan).def("allocate_and_run", &allocate_and_run);
     m.def("plan_forward", &plan_forward, nb::rv_policy::take_ownership);
     m.def("plan_backward", &plan_backward, nb::rv_policy::take_ownership);
 }

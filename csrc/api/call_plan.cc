@@ -30,6 +30,14 @@ CallPlan::CallPlan(Problem score, const Inputs& in, const ForwardArrays& a)
     : is_backward_(false), problem_(std::move(score)) {
     rows_ = build_forward(problem_, in, a);
     add_slots(kInputs, in);
+    if (in.start.given && in.start.ndim == 2) {
+        ptrdiff_t index = 0;
+        for (const auto& field : kInputs) {
+            if (field.array == &Inputs::start) break;
+            index += (in.*field.array).given;
+        }
+        intervals_ = {index, in.start.shape[0], in.start.shape[1]};
+    }
     add_slots(kForwardArrays, a);
     bool has_rows = in.sink.given || a.row_max.given || a.log_denom.given;
     for (size_t i = kFirstStatistic; i < std::size(kForwardArrays); ++i) {

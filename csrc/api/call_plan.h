@@ -25,6 +25,15 @@ class CallPlan {
     // `addresses`: of the arrays that were given, in the order of their structs.
     void run(const Kernels& kernels, const std::vector<char*>& addresses, uint64_t seed, Threads threads) const;
 
+    // Where a run finds its intervals: `start` is the array `index` among those given, `stop` the next one, both (rows,
+    // cols) in C order. The index is negative where there are none, or where they have holes.
+    struct Intervals {
+        ptrdiff_t index = -1;
+        int64_t rows = 0, cols = 0;
+    };
+    const Intervals& intervals() const { return intervals_; }
+    int64_t key_len() const { return problem_.key_len; }
+
    private:
     using Rows = std::vector<RowArrays>;
 
@@ -51,6 +60,7 @@ class CallPlan {
                 Threads threads) const;
 
     bool is_backward_;
+    Intervals intervals_;
     std::vector<Slot> slots_;
     Problem problem_;
     Rows rows_;

@@ -1,5 +1,5 @@
-// Arrays of Python as the module reads them without a Python call: NumPy's by the buffer protocol, PyTorch's tensors by
-// the DLPack exchange API, whose table of functions `use_tensors` takes.
+// Arrays of Python as the module reads them without a Python call: NumPy's by their fields, PyTorch's tensors by the
+// DLPack exchange API, whose table of functions `use_tensors` takes.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
@@ -8,16 +8,19 @@
 #include <cstdint>
 #include <string>
 
+#include "runtime/attention.h"
+
 namespace attnscore {
 
-// Set the type of NumPy's arrays, once, when the module is imported.
-void use_numpy(PyObject* ndarray);
+// Set the type of NumPy's arrays, once, when the module is imported. False where the fields of an example, whose memory
+// is at `address`, are not where they are read: float32 of the shape (2, 3) and the strides (24, 8).
+bool use_numpy(PyObject* ndarray, PyObject* example, const void* address);
 // From now on read tensors of exactly these types (a tuple), by the functions in the capsule that is their
 // `__dlpack_c_exchange_api__`. Return false, and read none, where its version is unknown here.
 bool use_tensors(PyObject* types, PyObject* exchange_api);
 
-// Get the address of a tensor's memory; false where `object` is none of those types.
-bool get_tensor_data(PyObject* object, char*& data);
+// Get the address of an array's memory; false where `object` is of none of those types.
+bool get_data(PyObject* object, char*& data);
 
 // Memory, dtype, shape and strides of one array, valid while the array is held and unchanged.
 class ArrayView {
@@ -25,7 +28,6 @@ class ArrayView {
     // Read an array. The view is false where the object is neither of exactly NumPy's type nor of one of PyTorch's, or
     // has no aligned CPU memory in native byte order. No Python error is set then.
     explicit ArrayView(PyObject* object);
-    ~ArrayView();
     ArrayView(const ArrayView&) = delete;
     ArrayView& operator=(const ArrayView&) = delete;
 
@@ -46,24 +48,25 @@ class ArrayView {
         if (ndim_ > 1 && shape_[1] != 1) offset += column * strides_[1];
         return reinterpret_cast<const T*>(data_ + offset * stride_unit_);
     }
+    // Get an array of two axes as a matrix; false where its strides are no multiples of its elements.
+    bool get_matrix(Matrix& to) const;
     // Append kind, dtype, shape and strides to `to`: all but the address.
     void append_signature(std::string& to) const;
 
    private:
     enum class Kind : char { none, numpy, tensor };
 
-    bool read_numpy(PyObject* object);
+    bool read_numpy(const PyObject* object);
     bool read_tensor(PyObject* object);
 
     Kind kind_ = Kind::none;
     char format_ = 0;
     int ndim_ = 0;
     int64_t item_ = 0;         // bytes of an element
-    int64_t stride_unit_ = 1;  // bytes of a stride of 1: 1 in the buffer protocol, an element in DLPack
+    int64_t stride_unit_ = 1;  // bytes of a stride of 1: 1 in NumPy, an element in DLPack
     char* data_ = nullptr;
     const int64_t* shape_ = nullptr;
     const int64_t* strides_ = nullptr;
-    Py_buffer buffer_{};
 };
 
 }  // namespace attnscore

@@ -54,6 +54,7 @@ namespace {
 #include "kernels/online_softmax-inl.h"
 #include "kernels/for_each_task-inl.h"
 #include "kernels/tasks-inl.h"
+#include "kernels/matrix_product-inl.h"
 #include "kernels/score_matrix-inl.h"
 #include "kernels/full_tiles-inl.h"
 #include "kernels/forward-inl.h"
@@ -68,7 +69,7 @@ namespace {
 #define ATTNSCORE_TEXT_(x) #x
 #define ATTNSCORE_TEXT(x) ATTNSCORE_TEXT_(x)
 extern const Kernels kernels;
-const Kernels kernels = {ATTNSCORE_TEXT(ATTNSCORE_TARGET), forward, backward, finish_rows, prepare_rows};
+const Kernels kernels = {ATTNSCORE_TEXT(ATTNSCORE_TARGET), forward, backward, finish_rows, prepare_rows, multiply};
 
 }  // namespace ATTNSCORE_TARGET
 }  // namespace attnscore

@@ -182,6 +182,15 @@ struct Threads {
 // Workers of OpenMP spin for milliseconds after each parallel region, and take the cores from any other pool.
 void use_openmp(void* gomp_parallel);
 
+// C = A B. A and C are contiguous; all three are of one dtype, f32 or f64.
+struct MatrixProduct {
+    Dtype dtype = Dtype::f32;
+    int64_t rows = 0, depth = 0, cols = 0;  // A is rows x depth, B depth x cols
+    const char* a = nullptr;
+    Matrix b;
+    char* c = nullptr;
+};
+
 // The kernels of one CPU target. Results do not depend on the number of threads.
 struct Kernels {
     const char* name;
@@ -193,6 +202,8 @@ struct Kernels {
     // Before a backward: set what it reads of the rows [first, last) of a head.
     void (*prepare_rows)(const Problem&, const Head&, const RowArrays&, char* log_denoms, char* deltas, int64_t first,
                          int64_t last) = nullptr;
+    // Whether all of A is finite; C is undefined where it is not.
+    bool (*multiply)(const MatrixProduct&, Threads threads) = nullptr;
 };
 
 // The targets that this CPU can run, best first ("avx512bf16", "avx512", "avx2", "portable"; on Arm "neon_bf16",

@@ -102,6 +102,64 @@ bool one_case(uint64_t seed) {
     return good;
 }
 
+// The product of two matrices drawn at random, of every target, with plain sums; and whether it sees what is not
+// finite.
+bool one_product(uint64_t seed) {
+    Random random{std::mt19937_64(seed)};
+    Memory memory;
+    const auto size = [&random](int64_t most) { return 1 + random.below(random.coin() ? 8 : most); };
+    MatrixProduct product;
+    product.dtype = random.coin() ? Dtype::f32 : Dtype::f64;
+    product.rows = size(600), product.depth = size(400), product.cols = size(200);
+    const int64_t count = product.rows * product.cols, width = size_of(product.dtype);
+    const auto normal = [&random] { return random.normal(); };
+    const auto draw = [&](int64_t rows, int64_t cols) {
+        Layout layout(random, rows, cols);
+        layout.row_stride = cols, layout.col_stride = 1;
+        return numbers_laid(memory, random, layout, product.dtype, normal);
+    };
+    product.a = draw(product.rows, product.depth).data;
+    product.b = numbers_laid(memory, random, Layout(random, product.depth, product.cols), product.dtype, normal);
+    std::vector<double> expected(static_cast<size_t>(count)), sizes(expected.size());
+    for (int64_t i = 0; i < product.rows; ++i) {
+        for (int64_t p = 0; p < product.depth; ++p) {
+            const double x = number(product.a + (i * product.depth + p) * width, product.dtype);
+            for (int64_t j = 0; j < product.cols; ++j) {
+                const int64_t at = p * product.b.row_stride + j * product.b.col_stride;
+                const double term = x * number(product.b.data + at * width, product.dtype);
+                expected[static_cast<size_t>(i * product.cols + j)] += term;
+                sizes[static_cast<size_t>(i * product.cols + j)] += std::abs(term);
+            }
+        }
+    }
+    bool good = true;
+    for (const Kernels* target : runnable_kernels()) {
+        char* outs[2];
+        for (const int threads : {1, 3}) {
+            product.c = outs[threads / 2] = memory.filled(count, product.dtype, NAN, random.below(3));
+            good = good && target->multiply(product, threads);
+        }
+        good = good && std::memcmp(outs[0], outs[1], static_cast<size_t>(count * width)) == 0;
+        const double step = product.dtype == Dtype::f64 ? 1e-15 : 6e-7;
+        for (size_t i = 0; i < expected.size(); ++i) {
+            const double found = number(outs[0] + static_cast<int64_t>(i) * width, product.dtype);
+            good = good && std::abs(found - expected[i]) <= 4 * step * sizes[i];
+        }
+        const int64_t at = random.below(product.rows * product.depth) * width;
+        char* entry = const_cast<char*>(product.a) + at;
+        const double before = number(entry, product.dtype);
+        put(entry, product.dtype, random.coin() ? NAN : INFINITY);
+        good = good && !target->multiply(product, 2);
+        put(entry, product.dtype, before);
+        if (good) continue;
+        std::fprintf(stderr, "%s: a product of %lld x %lld x %lld is wrong: driver 1 %llu\n", target->name,
+                     static_cast<long long>(product.rows), static_cast<long long>(product.depth),
+                     static_cast<long long>(product.cols), static_cast<unsigned long long>(seed));
+        return false;
+    }
+    return true;
+}
+
 // Many short jobs from several callers: every task runs once, and all are done on return.
 bool pool_holds(int rounds) {
     std::atomic<bool> good{true};
@@ -174,7 +232,10 @@ int main(int count, char** arguments) {
     const int64_t cases = count > 1 ? std::atoll(arguments[1]) : 300;
     const uint64_t seed = count > 2 ? std::strtoull(arguments[2], nullptr, 10) : 1;
     int64_t failed = 0;
-    for (int64_t i = 0; i < cases; ++i) failed += !one_case(seed + static_cast<uint64_t>(i));
+    for (int64_t i = 0; i < cases; ++i) {
+        const uint64_t own = seed + static_cast<uint64_t>(i);
+        failed += !(one_case(own) && one_product(own));
+    }
     const bool pool = pool_holds(3000) && tasks_flush_subnormals();
     std::printf("%lld cases on", static_cast<long long>(cases));
     for (const Kernels* target : runnable_kernels()) std::printf(" %s", target->name);

@@ -34,7 +34,7 @@ which is set.
 A wrong dtype, or an object that is no array, raises TypeError; any other invalid argument raises ValueError.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from numpy.typing import NDArray
@@ -105,11 +105,11 @@ def copy_valid_lens(lens: Any, to: NDArray[Any], most: int, /) -> bool:
 def is_all_finite(array: Any, /) -> bool | None:
     """Return whether every entry is finite; None for arrays that are not read here, or not in C order."""
 
-def multiply_finite(x: Any, matrix: Any, to: NDArray[Any], /) -> bool:
-    """Write ``x @ matrix`` to `to`, by plain loops.
+def multiply_finite(x: Any, matrix: Any, to: NDArray[Any], threads: int, /) -> bool:
+    """Write ``x @ matrix`` to `to`.
 
     False, with `to` undefined, where `x` holds NaN or infinity, or where an array is not read here: all are float32 or
-    all float64, the matrix has two axes, the other two arrays are in C order.
+    all float64 and not empty, the matrix has two axes, the other two arrays are in C order.
     """
 
 class CallPlan:
@@ -120,6 +120,23 @@ class CallPlan:
 
         `addresses` are of all arrays that were given, in the order of the arguments. An address that is null or
         misaligned raises ValueError, as does a wrong number of addresses. `seed` replaces that of the score.
+        """
+
+    def allocate_and_run(
+        self,
+        arrays: tuple[Any, ...],
+        lens: tuple[Any, ...],
+        empty: Callable[[Any, Any], Any],
+        layouts: tuple[tuple[Any, Any], ...],
+        parts: tuple[Any, ...],
+        seed: int,
+        threads: int,
+        /,
+    ) -> tuple[Any, ...] | None:
+        """Return new arrays ``empty(*layout)`` that a forward has filled; None where a length is not in 0..key_len.
+
+        `arrays` are inputs as in a call, `parts` what it fills behind the new arrays. `lens` is empty, or holds valid
+        lengths as in `copy_valid_lens`, which take the place of start and stop.
         """
 
 def plan_forward(score: _Score, inputs: _Inputs, rows: Sequence[_Optional], /) -> CallPlan:

@@ -335,8 +335,8 @@ FAULTS = [
     Fault(
         "plan-without-strides-of-a-numpy-mask",
         "src/attnscore/core/plan.py",
-        '"valid_lens", read.shape, read.strides)',
-        '"valid_lens", read.shape)',
+        "parts += (read.shape, read.strides)",
+        "parts.append(read.shape)",
         "tests/test_plan.py -k share_no_plan",
         "a plan is reused for a mask of the same shape that lies otherwise in memory",
     ),
@@ -503,8 +503,8 @@ FAULTS = [
     Fault(
         "plan-bandwidth-of-the-first-call",
         "src/attnscore/kernels/native/call.py",
-        "scale = scale_of(np.float64(self.ops.number(arrays[-1])))",
-        "scale = self.__dict__.setdefault('scale', scale_of(np.float64(self.ops.number(arrays[-1]))))",
+        "scale = scale_of(np.float64(ops.number(arrays[-1])))",
+        "scale = self.__dict__.setdefault('scale', scale_of(np.float64(ops.number(arrays[-1]))))",
         "tests/test_plan.py -k learned_bandwidth",
         "a planned Gaussian keeps the bandwidth of its first call",
     ),

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
+from attnscore.core.threads import get_num_threads
+
 Array: TypeAlias = Any
 """An array of whichever framework the caller uses."""
 HostArray: TypeAlias = np.ndarray[Any, Any]
@@ -189,6 +191,8 @@ class Backend(ABC):
     """The framework's module of array functions (or `Modules`)."""
     settles_sizes = False
     """Whether comparing an unknown size with a number settles, for the whole program, if they are equal."""
+    wraps_memory = True
+    """Whether `from_memory` makes an array of another kind."""
     wants_aligned = True
     """Whether `from_memory` copies what does not begin at a multiple of 64 bytes."""
     has_slow_callbacks = False
@@ -381,9 +385,9 @@ class Backend(ABC):
         """Convert the framework's own kind of seed (a key, an array) to a number or `SeedHalves`; return others."""
         return seed
 
-    @abstractmethod
-    def threads(self, own: int) -> int:
-        """Return how many threads native code may use: the framework's setting, or `own` where it has none."""
+    def threads(self) -> int:
+        """Return how many threads native code may use: the framework's setting where it has one, otherwise ours."""
+        return get_num_threads()
 
     def gomp_parallel(self) -> int | None:
         """Return the address of `GOMP_parallel` of the OpenMP runtime that runs the framework's operations, if any."""

@@ -16,10 +16,8 @@ import numpy as np
 
 from attnscore.backends import native
 from attnscore.backends.base import Array, Backend, DifferentiableOp, Signature
+from attnscore.core.threads import get_num_threads
 from attnscore.errors import FrameworkError
-
-# Multiply-adds of a product that the native module computes, by plain loops.
-_SMALL_PRODUCT = 4096
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 
@@ -36,6 +34,7 @@ class NumpyBackend(Backend):
     name = "numpy"
     has_autodiff = False
     xp = np
+    wraps_memory = False
     wants_aligned = False
     can_unpad = True
 
@@ -84,17 +83,13 @@ class NumpyBackend(Backend):
         return found
 
     def buffers(self, arrays: Sequence[Array]) -> Sequence[Array]:
-        # The module reads float16 and bfloat16 as bits.
-        return [x.view(np.uint16) if x.dtype.itemsize == 2 else x for x in arrays]
+        return arrays
 
     def from_memory(self, x: np.ndarray[Any, Any], dtype: str, like: Array) -> Array:
-        return x.view(like.dtype) if x.dtype == np.uint16 else x
+        return x.view(like.dtype) if x.itemsize == 2 else x
 
     def needs_grad(self, *arrays: Array) -> bool:
         return False
-
-    def threads(self, own: int) -> int:
-        return own
 
     def number(self, x: Array) -> float | None:
         return float(x)
@@ -180,10 +175,10 @@ class NumpyBackend(Backend):
         return all(map(_is_finite, arrays))
 
     def finite_product(self, x: Array, matrix: Array) -> Array | None:
-        if native.module is not None and x.size * matrix.shape[1] <= _SMALL_PRODUCT:
-            # np.errstate alone takes longer than the product.
+        if native.module is not None:
             out = np.empty((*x.shape[:-1], matrix.shape[1]), x.dtype)
-            return out if native.module.multiply_finite(x, matrix, out) else None
+            if native.module.multiply_finite(x, matrix, out, get_num_threads()):
+                return out
         with self.numeric_scope():
             return super().finite_product(x, matrix)
 

@@ -217,7 +217,7 @@ class TorchBackend(Backend):
         kind = x.device.type
         return kind in _DEVICE_TYPES and torch.is_autocast_enabled(kind)
 
-    def threads(self, own: int) -> int:
+    def threads(self) -> int:
         return torch.get_num_threads()
 
     def gomp_parallel(self) -> int | None:

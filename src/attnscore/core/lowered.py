@@ -64,7 +64,7 @@ class LoweredCall:
     def run(self, arguments: CallArguments) -> Any:
         """Return what `attend` returns."""
         ops, call = self.ops, self.call
-        query, key, value, score, _, lens, bias, sink, _, key_exps = arguments
+        query, key, value, score, _, lens, bias, sink, _, _ = arguments
         if type(score) is str:
             score = scores.resolve(score)
         rows = real_rows(ops, key, lens, call.operands[1].canonical[-1]) if self.leaves_out_padding else None
@@ -78,8 +78,7 @@ class LoweredCall:
             operands.append(sink)
         if ops.has_planned_gradients and ops.needs_grad(*operands):
             return call.record(arguments, self.lowered, operands)
-        mask, seed = call.mask_and_seed(arguments)
-        return call.present(call.forward(operands, mask, seed, saves=False, key_exps=key_exps)[0])
+        return call.compute(arguments, operands)
 
     def _product(self, score: Any, query: Array, key: Array) -> list[Array] | None:
         """Return query and key of a bilinear score as `lower` does; None unless that is a product and nothing else."""

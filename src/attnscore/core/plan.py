@@ -90,11 +90,12 @@ def signature(arguments: CallArguments, options: tuple[Hashable, ...]) -> Hashab
             if of_mask is None:
                 return None
             parts.append(of_mask)
-        elif type(read) is np.ndarray:
-            parts += ("mask" if valid_lens is None else "valid_lens", read.shape, read.strides)
         else:
             parts.append("mask" if valid_lens is None else "valid_lens")
-            arrays.append(read)
+            if type(read) is np.ndarray and kind is not np.ndarray:
+                parts += (read.shape, read.strides)
+            else:
+                arrays.append(read)
     if (of_arrays := ops.signature(arrays)) is None:
         return None
     parts.append(of_arrays)

@@ -184,9 +184,6 @@ class JaxBackend(Backend):
         found, axes = buffer_callback(call, wanted, vmap_method="sequential")(*arrays), axes_of(arrays)
         return tuple(differing(x, axes) for x in found)
 
-    def threads(self, own: int) -> int:
-        return own
-
     def number(self, x: Array) -> float | None:
         found = concrete(x)
         return None if found is None else float(found)

@@ -102,9 +102,6 @@ class MxnetBackend(Backend):
         # MXNet has no such query for one array.
         return bool(autograd.is_recording())
 
-    def threads(self, own: int) -> int:
-        return own
-
     def number(self, x: Array) -> float | None:
         return float(x.asnumpy())
 

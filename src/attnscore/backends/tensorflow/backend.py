@@ -36,6 +36,7 @@ from attnscore.backends.numpy import NumpyBackend
 from attnscore.backends.tensorflow import dynamic_shapes, gradients, graphs
 from attnscore.backends.tensorflow.dynamic_shapes import Length, sizes
 from attnscore.backends.tensorflow.nested import leaves_of, rebuilt
+from attnscore.core.threads import get_num_threads
 from attnscore.errors import FrameworkError, message
 
 _NO_SCOPE = contextlib.nullcontext()
@@ -181,8 +182,8 @@ class TensorFlowBackend(Backend):
     def at_run_time(self, host: Backend) -> Backend:
         return _CallbackBackend()
 
-    def threads(self, own: int) -> int:
-        return _threads(own)
+    def threads(self) -> int:
+        return _threads()
 
     def number(self, x: Array) -> float | None:
         return float(x) if hasattr(x, "numpy") else None
@@ -398,12 +399,12 @@ class _CallbackBackend(NumpyBackend):
 
     wants_aligned = True
 
-    def threads(self, own: int) -> int:
-        return _threads(own)
+    def threads(self) -> int:
+        return _threads()
 
 
-def _threads(own: int) -> int:
-    return _intra_op_threads() or own
+def _threads() -> int:
+    return _intra_op_threads() or get_num_threads()
 
 
 @functools.cache

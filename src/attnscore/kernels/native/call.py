@@ -28,7 +28,6 @@ from attnscore.core.arguments import CallArguments
 from attnscore.core.layout import AxisLayout
 from attnscore.core.problem import Problem, build_problem
 from attnscore.core.statistics import AttentionStats
-from attnscore.core.threads import get_num_threads
 from attnscore.core.tiling import TilePlan
 from attnscore.kernels.base import DIFFERENTIABLE, AttentionOp, Kernel
 from attnscore.kernels.native.marshalling import ORDER, STORED, aligned, score_spec
@@ -40,8 +39,8 @@ from attnscore.scores import Additive
 from attnscore.scores.forms import AdditiveForm, TileForm
 from attnscore.scores.gaussian import bandwidth_gradient, scale_of
 
-CallPlan: TypeAlias = Callable[[tuple[Array, ...], int, int], None]
-"""Function of the module: takes the arrays in order, a seed, and a number of threads."""
+CallPlan: TypeAlias = Any
+"""Class of the module: a call takes the arrays in order, a seed, and a number of threads."""
 
 # Pairs of query and key, over all heads, up to which additive scores are saved: 4 MB in float32, 8 in float64.
 MAX_SAVED_SCORES = 2**20
@@ -97,6 +96,8 @@ class Forward(NamedTuple):
     """Indices in `filled` of the arrays that are saved for a backward."""
     block: Block | None
     """How the statistics share one block of memory, where they do."""
+    is_final: bool
+    """Whether the arrays that the module fills are the outputs, in their order."""
 
 
 class Block(NamedTuple):
@@ -188,6 +189,10 @@ class NativeCall:
     _backwards: dict[Hashable, Backward] = field(default_factory=dict)
     _layouts: list[Signature | None] = field(default_factory=list)
 
+    @cached_property
+    def _threads(self) -> Callable[[], int]:
+        return thread_counter(self.module, self.ops)
+
     @property
     def heads(self) -> int:
         """Heads of all elements of the batch."""
@@ -196,7 +201,7 @@ class NativeCall:
     def run(self, arguments: CallArguments) -> Any:
         """Return what `attend` returns."""
         ops = self.ops
-        query, key, value, score, _, _, bias, sink, _, key_exps = arguments
+        query, key, value, score, _, _, bias, sink, _, _ = arguments
         arrays: tuple[Array, ...] = (query, key, value)
         if bias is not None:
             arrays += (bias,)
@@ -211,24 +216,27 @@ class NativeCall:
                 score.check(query.shape[-1], key.shape[-1])
         if ops.has_planned_gradients and ops.needs_grad(*arrays):
             return self.record(arguments, score, arrays)
-        mask, seed = self.mask_and_seed(arguments)
-        return self.present(self.forward(arrays, mask, seed, saves=False, key_exps=key_exps)[0])
+        return self.compute(arguments, arrays)
+
+    def compute(self, arguments: CallArguments, arrays: Sequence[Array]) -> Any:
+        """Return what `attend` returns, of a call on these arrays that no autograd records."""
+        mask = arguments.valid_lens if self.reads_lens else arguments.mask
+        seed = self._seed(arguments) if self.dropout else 0
+        return self.present(self.forward(arrays, mask, seed, saves=False, key_exps=arguments.key_exps)[0])
 
     def record(self, arguments: CallArguments, score: Any, arrays: Sequence[Array]) -> Any:
         """Return what `attend` returns, of a call on these arrays that autograd records."""
-        op = NativeOp(self, score, *self.mask_and_seed(arguments))
+        mask = arguments.mask if self.reads_mask else None
+        if self.reads_lens:
+            # The backward reads the lengths of this call, whatever the caller's array holds by then.
+            mask = self._checked_bounds(arguments.valid_lens)
+        op = NativeOp(self, score, mask, self._seed(arguments) if self.dropout else 0)
         outputs = self.ops.record(op, arrays)
         return self.present((*outputs, *op.detached) if op.detached else outputs)
 
-    def mask_and_seed(self, arguments: CallArguments) -> tuple[Any, int]:
-        """Return the boolean mask of a call, or the bounds of its valid lengths, or None; and its seed."""
-        seed = 0
-        if self.dropout:
-            given = arguments.seed
-            seed = (self.ops.draw_seed(arguments.query) if given is None else int(given)) % 2**63
-        if self.reads_lens:
-            return self._checked_bounds(arguments.valid_lens), seed
-        return arguments.mask if self.reads_mask else None, seed
+    def _seed(self, arguments: CallArguments) -> int:
+        seed = arguments.seed
+        return (self.ops.draw_seed(arguments.query) if seed is None else int(seed)) % 2**63
 
     def with_detached_weights(self) -> NativeCall:
         """Return the plan of the same calls whose weights are returned detached."""
@@ -264,41 +272,45 @@ class NativeCall:
 
     def forward(
         self, arrays: Sequence[Array], mask: Any, seed: int, *, saves: bool, key_exps: HostArray | None = None
-    ) -> tuple[tuple[Array, ...], list[HostArray]]:
-        """Return the outputs `returned` and, with `saves`, the arrays `saved`; `key_exps` where the plan reads them."""
-        ops, like = self.ops, arrays[2]
-        forward = self._forwards.get(saves)
-        if forward is None:
-            forward = self._forwards[saves] = self._build_forward(saves)
-        _, shapes, outputs, places, block = forward
-        parts: Sequence[Array] = ()
-        if block is not None and (parts := ops.empty_parts(block.shape, block.dtype, block.lengths, block.axis)):
-            shapes, outputs = shapes[: -len(parts)], block.outputs
-        empty = _aligned_empty if ops.wants_aligned else np.empty
-        filled = [empty(shape, dtype) for shape, dtype in shapes]
-        buffers = self._buffers(arrays, mask)
+    ) -> tuple[tuple[Array, ...], Sequence[HostArray]]:
+        """Return the outputs `returned` and, with `saves`, the arrays `saved`.
+
+        `mask` is a boolean mask, or valid lengths or their bounds, which the plan reads; `key_exps` likewise.
+        """
+        ops, lens, in_memory = self.ops, (), mask
+        plan, layouts, outputs, places, block, is_final = self._forwards.get(saves) or self._build_forward(saves)
+        if self.reads_lens and type(mask) is not tuple:
+            lens, in_memory = (mask,) if type(mask) is np.ndarray else tuple(ops.buffers((mask,))), None
+        buffers = self._buffers(arrays, in_memory)
         if key_exps is not None:
             buffers = (*buffers, key_exps)
-        forward.plan((*buffers, *filled, *parts), seed, threads_of(self.module, ops))
-        found, from_memory = [], ops.from_memory
+        parts: Sequence[Array] = ()
+        if block is not None and (parts := ops.empty_parts(block.shape, block.dtype, block.lengths, block.axis)):
+            layouts, outputs = layouts[: -len(parts)], block.outputs
+        empty = _aligned_empty if ops.wants_aligned else np.empty
+        filled = plan.allocate_and_run(buffers, lens, empty, layouts, parts, seed, self._threads())
+        if filled is None:
+            ValidLens(mask).check(ops, self.layout.score_shape)
+        if is_final:
+            return filled, ()
+        found, from_memory, like = [], ops.from_memory, arrays[2]
         for place, dtype, axis in outputs:
             x = from_memory(filled[place], dtype, like)
             found.append(x if axis is None else ops.swap_axes(x, axis, axis + 1))
-        saved = [filled[place] for place in places] if saves else []
+        saved = [filled[place] for place in places]
         return block.in_order((*found, *parts)) if block is not None and parts else tuple(found), saved
 
-    def _buffers(self, arrays: Sequence[Array], mask: Any) -> Sequence[Array]:
+    def _buffers(self, arrays: Sequence[Array], mask: Any) -> tuple[Array, ...]:
         """Return the memory of operands and mask, in the order of the module's inputs (`ORDER`)."""
+        ops = self.ops
+        found = tuple(ops.buffers(arrays))
         if self.copies_bias:
-            arrays = [*arrays[:3], self.ops.in_c_order(arrays[3]), *arrays[4:]]
-        found = self.ops.buffers(arrays)
+            found = (*found[:3], *ops.buffers((ops.in_c_order(arrays[3]),)), *found[4:])
         if self.has_bandwidth:
             with np.errstate(all="ignore"):  # of a tiny bandwidth it is infinite
-                scale = scale_of(np.float64(self.ops.number(arrays[-1])))
+                scale = scale_of(np.float64(ops.number(arrays[-1])))
                 found = (*found[:-1], np.full((1, 1), scale, self.accumulator))
-        of_mask = mask if self.reads_lens else self._known_bounds
-        if self.reads_mask:
-            of_mask = (_memory(self.ops, mask),)
+        of_mask = mask if self.reads_lens else (_memory(ops, mask),) if self.reads_mask else self._known_bounds
         if of_mask is None:
             return found
         before_mask = 4 if self.operands[3:] and self.operands[3].name == "bias" else 3
@@ -361,10 +373,14 @@ class NativeCall:
         axes = {"out": -3, **dict.fromkeys(self.statistics, -2)} if self.layout.is_length_before_heads else {}
         dtypes = {"out": self.dtype}
         outputs = {x: (places.index(x), dtypes.get(x, self.accumulator), axes.get(x)) for x in self.returned}
-        return Forward(
+        is_final = (
+            not (saves or axes or self.ops.wraps_memory) and self.dtype not in STORED and places == [*self.returned]
+        )
+        forward = self._forwards[saves] = Forward(
             plan, filled, tuple(outputs.values()), tuple(places.index(x) for x in self.saved if saves),
-            self._block(outputs, places),
+            self._block(outputs, places), is_final,
         )  # fmt: skip
+        return forward
 
     def _block(self, outputs: dict[str, tuple[int, str, int | None]], places: list[str]) -> Block | None:
         """Return how the statistics share a block; `places` are the arrays that the module fills, in its order."""
@@ -443,7 +459,7 @@ class NativeCall:
             read.append(x if is_saved else ops.buffer_in_c_order(x))
         empty = _aligned_empty if ops.wants_aligned else np.empty
         filled = [empty(shape, self.accumulator) for shape in backward.filled]
-        backward.plan((*self._buffers(arrays, mask), *read, *filled), seed, threads_of(self.module, ops))
+        backward.plan((*self._buffers(arrays, mask), *read, *filled), seed, self._threads())
         found: list[Array | None] = []
         from_memory, dtype, like = ops.from_memory, self.accumulator, arrays[2]
         for at, operand in backward.results:
@@ -743,19 +759,17 @@ def _operands(problem: Problem, arrays: Mapping[OperandKind, Array]) -> Iterator
         yield Operand(kind, shape, gradient, filled, is_transposed, is_final, is_summed)
 
 
-def threads_of(module: Any, ops: Backend) -> int:
-    """Return the number of threads of a call, negated where they are those of the framework's OpenMP runtime."""
-    count = ops.threads(get_num_threads())
-    return -count if _shares_openmp(module, ops) else count
-
-
 @cache
-def _shares_openmp(module: Any, ops: Backend) -> bool:
-    """Return whether the framework runs on OpenMP, whose entry point the module then gets."""
+def thread_counter(module: Any, ops: Backend) -> Callable[[], int]:
+    """Return the function that counts the threads of a call, negated where they are those of the framework's OpenMP.
+
+    The module gets the entry point of that OpenMP.
+    """
     address = ops.gomp_parallel()
-    if address is not None:
-        module.use_openmp(address)
-    return address is not None
+    if address is None:
+        return ops.threads
+    module.use_openmp(address)
+    return lambda: -ops.threads()
 
 
 _aligned_empty = partial(aligned, np.empty)

@@ -126,7 +126,7 @@ class Native(Kernel):
         shapes = gradient_shapes(problem, wanted)
         zeros = zeros or (lambda _, shape, dtype: marshalling.aligned(np.zeros, shape, dtype))
         buffers = {name: zeros(name, shape, sums) for name, shape in shapes.items()}
-        marshalled, threads = marshalling.marshal(problem, plan), call.threads_of(_native, ops)
+        marshalled, threads = marshalling.marshal(problem, plan), call.thread_counter(_native, ops)()
         if lowering.partition(plan.rest)[1]:
             chunked_masks.backward(_native.backward, problem, plan, marshalled, read, grad_dtype, buffers, threads)
         else:
@@ -140,7 +140,7 @@ class Native(Kernel):
 
 def _run_forward(problem: Problem, plan: TilePlan, saves_scores: bool) -> list[Any]:
     """Run the module's forward, and return the arrays that it filled in the order of `FILLED`; None: not wanted."""
-    marshalled, threads = marshalling.marshal(problem, plan), call.threads_of(_native, problem.ops)
+    marshalled, threads = marshalling.marshal(problem, plan), call.thread_counter(_native, problem.ops)()
     rows, sums = (*problem.score_shape.rows, 1), problem.accumulator
     shape, stored = (*rows[:-1], problem.layout.value_dim), marshalling.STORED.get(problem.dtype, problem.dtype)
     whole = (*rows[:-1], problem.score_shape.key_len)
