@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -115,6 +116,57 @@ def test_few_queries_read_16_bit_keys_as_float32(
     apart = torch.finfo(found.dtype).eps if target == "portable" else 0
     torch.testing.assert_close(found, wanted, rtol=apart, atol=apart, equal_nan=True)
     assert planted.endswith("unmasked") or found.isfinite().all()
+
+
+SHORT_MASKS: dict[str, Any] = {
+    "none": lambda queries, keys: None,
+    "lengths": lambda queries, keys: ats.ValidLens(np.array([keys, 0, (keys + 1) // 2])),
+    "rising": lambda queries, keys: ats.ValidLens(np.linspace(0, keys, 3 * queries).astype(int).reshape(3, queries)),
+    "falling": lambda queries, keys: ats.ValidLens(np.linspace(keys, 1, 3 * queries).astype(int).reshape(3, queries)),
+    "causal": lambda queries, keys: ats.Causal("bottom_right"),
+    "window": lambda queries, keys: ats.SlidingWindow(2, 1, align="bottom_right"),
+}
+
+
+@pairs(
+    rows={str(x): x for x in ((1, 10), (2, 1), (4, 33), (5, 7), (10, 10), (16, 16), (17, 64), (32, 50))},
+    dims={str(x): x for x in ((8, 8), (17, 3), (64, 64), (40, 130))},
+    mask=tuple(SHORT_MASKS),
+    score=("scaled_dot", "gaussian"),
+    dtype=("float16", "bfloat16", "float32", "float64"),
+    planted=("nothing", "masked", "unmasked"),
+    target=native.targets(),
+)
+def test_short_heads(
+    target: str, planted: str, dtype: str, score: str, mask: str, dims: tuple[int, int], rows: tuple[int, int]
+) -> None:
+    """Heads with keys of their own, a tile at most: outputs, weights and gradients; NaN among the last keys."""
+    native.select(target)
+    torch.manual_seed(5)
+    shapes = (3, 2, rows[0], dims[0]), (3, 2, rows[1], dims[0]), (3, 2, rows[1], dims[1])
+    query, key, value = (torch.randn(shape).to(getattr(torch, dtype)) for shape in shapes)
+    given = SHORT_MASKS[mask](*rows)
+    seen = ats.attend(query, 0 * key, value, mask=given, kernel="dense", return_weights=True)[1] > 0
+    if planted == "masked":
+        hidden = ~seen.any(dim=2)
+        key[hidden], value[hidden] = torch.nan, torch.inf
+    if planted == "unmasked" or (planted == "masked" and seen.any(dim=2).all()):
+        # Of a key that some rows attend to and others, with most masks, do not.
+        value[:, :, rows[1] // 2, ::2] = torch.nan
+    arrays = [x.requires_grad_() for x in (query, key, value)]
+    found = ats.attend(*arrays, score=score, mask=given, kernel="native", return_weights=True)
+    wide = [x.detach().double().requires_grad_() for x in arrays]
+    wanted = ats.attend(*wide, score=score, mask=given, kernel="dense", return_weights=True)
+    atol = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 4e-6, "float64": 1e-13}[dtype]
+    close = {"rtol": atol, "atol": atol, "equal_nan": True}
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x.double(), y, **close)
+    alone = ats.attend(*arrays, score=score, mask=given, kernel="native")
+    torch.testing.assert_close(alone, found[0], rtol=0, atol=0, equal_nan=True)
+    if planted == "nothing":
+        gradients = [torch.autograd.grad(out.sin().sum(), of) for out, of in ((alone, arrays), (wanted[0], wide))]
+        for x, y in zip(*gradients, strict=True):
+            torch.testing.assert_close(x.double(), y, rtol=8 * atol, atol=8 * atol)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -1,18 +1,6 @@
 // Forward: FlashAttention on the CPU. A task is a query tile against all keys that it attends to, or against a range of
 // them, one key tile at a time: S = Q K^T, P = online softmax of S, O += P V.
 
-// Products do not go key by key where keys are so short: adding up the lanes of a vector for each takes longer.
-constexpr int64_t kShortKeys = 16;
-
-// Whether so few query rows meet each key tile. The heads of a group share it, those of additive scores do not. The
-// backward asks the same question: scores that it rounds in another order are off by as much as their largest
-// roundings, and so are the weights that it makes of them with the forward's maximum and denominator.
-inline bool has_few_rows(const Problem& problem) {
-    if (problem.form == Form::additive) return problem.query_len <= kFewRows;
-    return static_cast<int64_t>(problem.groups[0].heads.size()) * problem.query_len <= kFewRows &&
-           problem.dim > kShortKeys;
-}
-
 // One task: attends a query tile to a range of keys, one key tile after the other.
 template <class T>
 class ForwardTask {
@@ -168,20 +156,6 @@ class ForwardTask {
     T *step_scores_, *step_weights_;  // of one step: the weights of the last are used before those of the next are made
 };
 
-// Normalise and store the output of a row.
-template <class T>
-void store_row(const Problem& problem, const Head& head, int64_t row, T scale, T* out) {
-    const int64_t size = attnscore::size_of(problem.value_dtype), width = problem.value_dim;
-    char* stored = head.out + row * width * size;
-    if (row + kPrefetchRows < problem.query_len) prefetch<1>(stored + kPrefetchRows * width * size, width * size);
-    if (problem.value_dtype == dtype_of<T>()) {
-        for (int64_t j = 0; j < width; j++) as<T>(stored)[j] = out[j] * scale;
-    } else if constexpr (sizeof(T) == 4) {
-        for (int64_t j = 0; j < width; j++) out[j] *= scale;
-        narrow_row(as<uint16_t>(stored), out, problem.value_dtype, width);
-    }
-}
-
 // Normalise and store the outputs of rows, their statistics, and their rows of the matrix. `at` is where rows belong:
 // at(i) gives the head of row i, and its number there.
 template <class T, class At>
@@ -331,6 +305,7 @@ void forward_typed(const Problem& problem, Threads threads) {
     const int64_t ranges = tasks.ranges, query_tiles = static_cast<int64_t>(tasks.query_tiles.size());
     std::vector<RangeResult<T>> results(ranges > 1 ? query_tiles * ranges : 0);
     threads = clamp_threads(problem, threads);
+    const bool few_keys = has_few_keys(problem);
     const Additive<T> form(problem);
     SharedTiles<KeyTile<T>> tiles;
     if (tiles.is_profitable(problem, query_tiles / static_cast<int64_t>(problem.heads.size())))
@@ -341,6 +316,7 @@ void forward_typed(const Problem& problem, Threads threads) {
     for_each_task(query_tiles * ranges, threads, [&](int64_t task) {
         const ForwardTasks::QueryRows& rows = tasks.query_tiles[task / ranges];
         Arena& arena = thread_arena();
+        if (few_keys && ShortHead<T>(arena, problem, problem.heads[rows.heads->front()]).attend()) return;
         const QueryTile<T> queries(arena, problem, rows.heads->data(), rows.first, rows.count);
         OnlineSoftmax<T> softmax(arena, problem, queries.count);
         ForwardTask<T>(arena, problem, queries, tiles, softmax)

@@ -9,6 +9,28 @@ inline bool zero_if_nonfinite(T* row, int64_t width) {
     return true;
 }
 
+// Products do not go key by key where keys are so short: adding up the lanes of a vector for each takes longer.
+constexpr int64_t kShortKeys = 16;
+
+// Whether so few query rows meet each key tile. The heads of a group share it, those of additive scores do not. The
+// backward asks the same question: scores that it rounds in another order are off by as much as their largest
+// roundings, and so are the weights that it makes of them with the forward's maximum and denominator.
+inline bool has_few_rows(const Problem& problem) {
+    if (problem.form == Form::additive) return problem.query_len <= kFewRows;
+    return static_cast<int64_t>(problem.groups[0].heads.size()) * problem.query_len <= kFewRows &&
+           problem.dim > kShortKeys;
+}
+
+// Read a query row as T, times the scale where the form is an inner product.
+template <class T>
+inline void read_query(T* to, int64_t width, const Problem& problem, const Head& head, int64_t row) {
+    const T scale = problem.form == Form::inner ? static_cast<T>(problem.scale) : T(1);
+    const bool native = problem.dim > 0 && has_native_layout<T>(head.query, problem.score_dtype, problem.dim);
+    if (!native) read_row(to, width, head.query, problem.score_dtype, row, 0, problem.dim);
+    const T* from = native ? as<T>(head.query.data) + row * head.query.row_stride : to;
+    for (int64_t j = 0; j < width; j += Vector<T>::lanes) store(to + j, load(from + j) * scale);
+}
+
 // The query rows of a task: rows of one head, or of several heads that share their keys, one head after the other. They
 // are copied as T, times the scale where the form is an inner product.
 template <class T>
@@ -41,7 +63,6 @@ struct QueryTile {
         row = arena.take<int64_t>(count);
         query = arena.take<T>(count * width);
         stream = arena.take<uint32_t>(problem.dropout > 0 ? count : 0);
-        const T scale = problem.form == Form::inner ? static_cast<T>(problem.scale) : T(1);
         int64_t at = first / problem.query_len, next = first % problem.query_len;
         for (int64_t i = 0; i < count; at++, next = 0) {
             const Head& own = problem.heads[heads[at]];
@@ -49,15 +70,11 @@ struct QueryTile {
             holes = std::max(holes, own.holes);
             pair_masked = pair_masked || has_pair_mask(own);
             no_epilogue = no_epilogue && !own.query_bias.data && !own.key_bias.data && problem.caps.empty();
-            const bool native = problem.dim > 0 && has_native_layout<T>(own.query, problem.score_dtype, problem.dim);
             for (; i < count && next < problem.query_len; i++, next++) {
                 head[i] = &own;
                 row[i] = next;
                 prefetch_row(own.query, problem.score_dtype, next + kPrefetchRows, problem.query_len, problem.dim);
-                T* to = query + i * width;
-                if (!native) read_row(to, width, own.query, problem.score_dtype, next, 0, problem.dim);
-                const T* from = native ? as<T>(own.query.data) + next * own.query.row_stride : to;
-                for (int64_t j = 0; j < width; j += Vector<T>::lanes) store(to + j, load(from + j) * scale);
+                read_query(query + i * width, width, problem, own, next);
                 if (problem.dropout > 0) stream[i] = Dropout::stream(problem, own, next);
             }
         }

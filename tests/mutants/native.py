@@ -198,6 +198,22 @@ FAULTS = [
         "weights meet the values of another tile where fewer tiles follow",
     ),
     Fault(
+        "native-short-heads-of-other-lengths",
+        "csrc/kernels/few_keys-inl.h",
+        "own.last == last",
+        "own.last == count_",
+        "tests/test_native_targets.py -k short_heads",
+        "the rows of a short head whose lengths rise are given the last one's",
+    ),
+    Fault(
+        "native-short-heads-masked-nan",
+        "csrc/kernels/few_keys-inl.h",
+        "!same_ && !values_.with_view(finite)",
+        "false",
+        "tests/test_native_targets.py -k short_heads",
+        "in a short head a masked NaN reaches the output",
+    ),
+    Fault(
         "native-product-parts",
         "csrc/kernels/matrix_product-inl.h",
         "part > 0",
@@ -711,7 +727,7 @@ FAULTS = [
     ),
     Fault(
         "native-few-rows-of-joined-heads",
-        "csrc/kernels/forward-inl.h",
+        "csrc/kernels/tiles-inl.h",
         "static_cast<int64_t>(problem.groups[0].heads.size()) * problem.query_len",
         "static_cast<int64_t>(problem.groups[0].grad_key ? 1 : problem.groups[0].heads.size()) * problem.query_len",
         "tests/test_native_hard.py -k round_scores_alike",
