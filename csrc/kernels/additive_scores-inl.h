@@ -69,16 +69,18 @@ class AdditiveScores {
         bool resumed, finished;
     };
 
+    // Store the sums of some channels, added to those of the channels before (`resumed`).
     template <int R>
-    __attribute__((always_inline)) static inline void store_sums(const MicroTile& tile, V<T> (&sum)[R][kAcross]) {
+    __attribute__((always_inline)) static inline void store_sums(const MicroTile& tile, V<T> (&sum)[R][kAcross],
+                                                                 bool resumed, bool finished) {
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
             for (int j = 0; j < kAcross; j++) {
                 T* to = tile.s + r * tile.lds + j * L;
                 V<T> x = sum[r][j];
-                if (tile.resumed) x = x + load(to);
-                store(to, tile.finished ? fused<T>(x, splat(tile.slope), splat(tile.level)) : x);
+                if (resumed) x = x + load(to);
+                store(to, finished ? fused<T>(x, splat(tile.slope), splat(tile.level)) : x);
             }
     }
 
@@ -93,15 +95,21 @@ class AdditiveScores {
     __attribute__((always_inline)) static inline void fraction(const Operands& at, int j, const T* u, V<T>& n,
                                                                V<T>& d) {
         if constexpr (N == 1) {
-            d = fused<T>(splat(at.ea[0]), load(at.eb + j), splat(u[0]));
+            d = at.ea[0] * load(at.eb + j) + u[0];
             n = Sum ? at.na[0] + load(at.nb + j) : splat(T(1));
         } else {
-            V<T> n1, d1, n2, d2;
-            fraction<Sum, N / 2>(at, j, u, n1, d1);
-            fraction<Sum, N / 2>(offset(at, 0, N / 2), j, u + N / 2, n2, d2);
-            n = N == 2 && !Sum ? d1 + d2 : fused<T>(n1, d2, n2 * d1);
-            d = d1 * d2;
+            fraction<Sum, N / 2>(at, j, u, n, d);
+            add_fraction<Sum, N>(at, j, u, n, d);
         }
+    }
+    // Add the second half of N channels to the first.
+    template <bool Sum, int N>
+    __attribute__((always_inline)) static inline void add_fraction(const Operands& at, int j, const T* u, V<T>& n,
+                                                                   V<T>& d) {
+        V<T> n2, d2;
+        fraction<Sum, N / 2>(offset(at, 0, N / 2), j, u + N / 2, n2, d2);
+        n = N == 2 && !Sum ? d + d2 : fused<T>(n, d2, n2 * d);
+        d = d * d2;
     }
 
     __attribute__((always_inline)) static inline Operands offset(const Operands& operands, int64_t row, int64_t p) {
@@ -109,44 +117,45 @@ class AdditiveScores {
                 operands.step};
     }
 
-    // Add f(operands at row r and channel p, key) to the sums.
-    template <int R, class F>
-    __attribute__((always_inline)) static inline void add_terms(V<T> (&sum)[R][kAcross], const MicroTile& tile,
-                                                                const Operands& operands, int64_t p, F f) {
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-            for (int j = 0; j < kAcross; j++) sum[r][j] += f(offset(operands, r * tile.width, p), j * L);
-    }
-
-    // Add the terms of channels [p, to), N to a division. Returns the first channel that is left.
+    // Add the terms of channels [p, to), N to a division. Returns the first channel that is left. Not inlined, and with
+    // few other variables: on 16 registers each more keeps a sum in memory.
     template <bool Sum, bool Divides, int N, int R>
-    __attribute__((always_inline)) static inline int64_t add_fractions(V<T> (&sum)[R][kAcross], const MicroTile& tile,
-                                                                       const Operands& operands, int64_t p,
-                                                                       int64_t to) {
-        for (; p + N <= to; p += N)
-            add_terms<R>(sum, tile, operands, p, [&](const Operands& at, int j) {
-                V<T> n, d;
-                fraction<Sum, N>(at, j, tile.w + p, n, d);
-                // The denominator of a single term may be infinite.
-                return N == 1 || Divides ? n / d : n * reciprocal<T>(d);
-            });
+    __attribute__((noinline)) static int64_t add_fractions(const MicroTile& tile, const Operands& operands, int64_t p,
+                                                           int64_t to) {
+        V<T> sum[R][kAcross] = {};
+        const int64_t first = p, width = tile.width;
+        const T* weights = tile.w + p;
+        Operands at = offset(operands, 0, p);
+        for (; p + N <= to; p += N, at = offset(at, 0, N), weights += N)
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) {
+                const Operands row = offset(at, r * width, 0);
+                V<T> n[kAcross], d[kAcross];
+#pragma GCC unroll 8
+                for (int j = 0; j < kAcross; j++) fraction<Sum, N == 1 ? 1 : N / 2>(row, j * L, weights, n[j], d[j]);
+#pragma GCC unroll 8
+                for (int j = 0; j < kAcross; j++) {
+                    if constexpr (N > 1) add_fraction<Sum, N>(row, j * L, weights, n[j], d[j]);
+                    // The denominator of a single term may be infinite.
+                    sum[r][j] += N == 1 || Divides ? n[j] / d[j] : n[j] * reciprocal<T>(d[j]);
+                    in_register<T>(sum[r][j]);
+                }
+            }
+        store_sums<R>(tile, sum, first > 0, tile.finished && p == tile.to);
         return p;
     }
 
     template <bool Sum, bool Divides, int R>
-    __attribute__((noinline)) static void fraction_micro_tile(const MicroTile& tile, const Operands& operands,
-                                                              const Share* shares) {
-        V<T> sum[R][kAcross] = {};
+    static void fraction_micro_tile(const MicroTile& tile, const Operands& operands, const Share* shares) {
+        if (tile.to == 0) add_fractions<Sum, Divides, 1, R>(tile, operands, 0, 0);
         for (int64_t p = tile.from; p < tile.to;) {
             const auto [terms, octets] = shares[p / 8];
             const int64_t to = std::min(p + 8 * octets, tile.to);
-            if (terms == 8) p = add_fractions<Sum, Divides, 8, R>(sum, tile, operands, p, to);
-            if (terms >= 4) p = add_fractions<Sum, Divides, 4, R>(sum, tile, operands, p, to);
-            if (terms >= 2) p = add_fractions<Sum, Divides, 2, R>(sum, tile, operands, p, to);
-            p = add_fractions<Sum, Divides, 1, R>(sum, tile, operands, p, to);
+            if (terms == 8 && p + 8 <= to) p = add_fractions<Sum, Divides, 8, R>(tile, operands, p, to);
+            if (terms >= 4 && p + 4 <= to) p = add_fractions<Sum, Divides, 4, R>(tile, operands, p, to);
+            if (terms >= 2 && p + 2 <= to) p = add_fractions<Sum, Divides, 2, R>(tile, operands, p, to);
+            if (p < to) p = add_fractions<Sum, Divides, 1, R>(tile, operands, p, to);
         }
-        store_sums<R>(tile, sum);
     }
 
     template <int R, class Term>
@@ -162,7 +171,7 @@ class AdditiveScores {
                     sum[r][j] = fused<T>(weight, term.value(a[r * tile.width + p] + load(b + p * kTileKeys + j * L)),
                                          sum[r][j]);
         }
-        store_sums<R>(tile, sum);
+        store_sums<R>(tile, sum, tile.resumed, tile.finished);
     }
 
     // Call f(tile, row, first key of the chunk, whole) for all micro-tiles of `together` rows, and single rows at the
@@ -185,44 +194,53 @@ class AdditiveScores {
             }
     }
 
-    // Set how many terms share a division, by micro-panel and eight channels.
-    void share(const Query& query, const Keys& keys, bool small, int64_t first, int64_t last) const {
+    // Set how many terms share a division, by micro-panel and eight channels. Returns how far apart those of two
+    // micro-panels are: 0 where all share as many as may.
+    int64_t share(const Query& query, const Keys& keys, bool small, int64_t first, int64_t last) const {
         // Numerators are sums of as many products, times a sum of both operands in silu: terms there may be large, and
         // each that joins a fraction rounds all of it once more.
         const T reach = query.largest + keys.largest;
         const bool silu = form_.activation == Activation::silu;
         const T most = std::numeric_limits<T>::max() / 32 / (silu ? std::max(T(1), reach) : T(1));
         const int limit = !silu ? (divides_quickly() ? 4 : 8) : reach <= T(16) ? 4 : reach <= T(40) ? 2 : 1;
-        const int64_t panel = first / kMR, panels = (last - first + kMR - 1) / kMR;
-        const T* rows = (small ? query.tanh_bounds : query.exp_bounds) + panel * query.width;
+        const int64_t panel = first / kMR, panels = (last - first + kMR - 1) / kMR, width = query.width;
+        const T* rows = (small ? query.tanh_bounds : query.exp_bounds) + panel * width;
         const T* peaks = small ? keys.tanh_bounds : keys.exp_bounds;
+        const auto all_rows = [&](int64_t p) {
+            V<T> x = load(rows + p);
+            for (int64_t k = 1; k < panels; k++) x = fast_max<T>(x, load(rows + k * width + p));
+            return x;
+        };
+        if (share_channels(shares_, keys, peaks, most, limit, all_rows)) return 0;
+        for (int64_t k = 0; k < panels; k++)
+            share_channels(shares_ + k * octets_, keys, peaks, most, limit,
+                           [&](int64_t p) { return load(rows + k * width + p); });
+        return octets_;
+    }
+
+    // Set how many terms share a division in eight channels, where the denominators are u + A (u B), rows(p) bounds A,
+    // and `peaks` u B. Returns whether `limit` terms do everywhere.
+    template <class F>
+    bool share_channels(Share* shares, const Keys& keys, const T* peaks, T most, int limit, const F& rows) const {
+        bool all = true;
         for (int64_t p = 0; p < form_.dim; p += kStep) {
-            // Bounds of the denominators u + A (u B): of each micro-panel, and before them of all.
-            T bounds[1 + kStepPanels][kStep];
+            T bounds[kStep];
             for (int64_t j = 0; j < kStep; j += L) {
-                V<T> all = splat(T(1));
-                for (int64_t k = 0; k < panels; k++) {
-                    V<T> bound = splat(T(1));
-                    if (p + j < form_.dim)
-                        bound = fused<T>(load(rows + k * query.width + p + j), load(peaks + p + j),
-                                         abs_of<T>(load(keys.inverse_w_v + p + j)));
-                    all = fast_max<T>(all, bound);
-                    store(bounds[1 + k] + j, bound);
-                }
-                store(bounds[0] + j, all);
+                V<T> bound = splat(T(1));
+                if (p + j < form_.dim)
+                    bound = fast_max<T>(
+                        bound, fused<T>(rows(p + j), load(peaks + p + j), abs_of<T>(load(keys.inverse_w_v + p + j))));
+                store(bounds + j, bound);
             }
             for (int64_t j = 0; j < kStep && p + j < form_.dim; j += 8) {
-                const int32_t all = group_size(bounds[0] + j, most, limit);
-                for (int64_t k = 0; k < panels; k++)
-                    shares_[k * octets_ + (p + j) / 8] = {
-                        all == limit ? all : group_size(bounds[1 + k] + j, most, limit), 1};
+                const int32_t terms = group_size(bounds + j, most, limit);
+                shares[(p + j) / 8] = {terms, 1};
+                all = all && terms == limit;
             }
         }
-        for (int64_t k = 0; k < panels; k++) {
-            Share* own = shares_ + k * octets_;
-            for (int64_t i = octets_ - 2; i >= 0; i--)
-                if (own[i].terms == own[i + 1].terms) own[i].octets += own[i + 1].octets;
-        }
+        for (int64_t i = octets_ - 2; i >= 0; i--)
+            if (shares[i].terms == shares[i + 1].terms) shares[i].octets += shares[i + 1].octets;
+        return all;
     }
 
     // The most terms of eight, up to `limit`, whose bounds have products up to `most`. No bound is below 1, so that
@@ -253,10 +271,10 @@ class AdditiveScores {
                              is_tanh ? -2 * keys.max_weight : keys.max_weight,
                              false,
                              false};
-        share(query, keys, small, first, last);
+        const int64_t panel_shares = share(query, keys, small, first, last);
         auto one = [&](const MicroTile& tile, int64_t i, int64_t c, bool whole) {
             const int64_t at = i * query.width;
-            const Share* own = shares_ + (i - first) / kMR * octets_;
+            const Share* own = shares_ + (i - first) / kMR * panel_shares;
             const Operands operands{ea + at, na + at, eb + c * form_.dim, nb + (small ? c * form_.dim : c),
                                     small ? kChunk : kTileKeys};
             whole ? fraction_micro_tile<Sum, Divides, kRowsTogether>(tile, operands, own)

@@ -84,7 +84,7 @@ class AdditiveTables {
             for (int64_t i = 0; i < size; i += L) store(keys.row_tanhs + i, tanh_of<T>(load(keys.rows + i)));
         if (larger && first <= AdditiveAlgorithm::single_division)
             for (int64_t i = 0; i < size; i += L)
-                store(keys.row_exps + i, exp_of<T>(load(keys.rows + i) * form_.kappa()));
+                store(keys.row_exps + i, normal_exp_of<T>(load(keys.rows + i) * form_.kappa()));
     }
 
    private:
@@ -127,13 +127,13 @@ class AdditiveTables {
             for (int64_t c = 0; c < kTileKeys; c += kChunk)
                 for (int64_t j = 0; j < kChunk; j += L) {
                     const int64_t at = c * form_.dim + p * kChunk + j;
-                    const V<T> y =
-                        u[p] * (tanhs ? load(tanhs + at)
-                                      : exp_of<T>(load(keys.transposed + p * kTileKeys + c + j) * form_.kappa()));
-                    most = fast_max<T>(most, abs_of<T>(y));
-                    store(to + at, y);
+                    const V<T> x =
+                        tanhs ? load(tanhs + at)
+                              : normal_exp_of<T>(load(keys.transposed + p * kTileKeys + c + j) * form_.kappa());
+                    most = fast_max<T>(most, abs_of<T>(x));
+                    store(to + at, u[p] * x);
                 }
-            peaks[p] = reduce_max<T>(most);
+            peaks[p] = std::fabs(u[p]) * reduce_max<T>(most);
         }
     }
 
@@ -151,7 +151,7 @@ class AdditiveTables {
 
     const T* exps(Arena& arena, const T* rows, int64_t count) const {
         T* to = arena.take<T>(count * width_);
-        for (int64_t i = 0; i < count * width_; i += L) store(to + i, exp_of<T>(load(rows + i) * form_.kappa()));
+        for (int64_t i = 0; i < count * width_; i += L) store(to + i, normal_exp_of<T>(load(rows + i) * form_.kappa()));
         return to;
     }
 

@@ -42,6 +42,14 @@ inline T* opaque(T* p) {
     return p;
 }
 
+// Keep a vector in a register: with 16 of them GCC would rather keep sums in memory.
+template <class T>
+inline void in_register([[maybe_unused]] V<T>& v) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    asm("" : "+x"(v));
+#endif
+}
+
 template <class T>
 inline V<T> load(const T* p) {
     V<T> v;
@@ -378,6 +386,24 @@ inline V<T> exp_of(V<T> x) {
     const V<T> z = y * kLog2E<T> + E::magic;
     const V<T> power = scale_by_power<T>(exp_remainder<T>(y, z - E::magic), z);
     return select<T>(under, V<T>{}, select<T>(x > E::highest, splat(std::numeric_limits<T>::infinity()), power));
+#endif
+}
+
+// The same where |x| leaves room for a few sums in the range of exponents, without tests for its ends.
+template <class T>
+__attribute__((always_inline)) inline V<T> normal_exp_of(V<T> x) {
+#if defined(__AVX512F__)
+    return exp_of<T>(x);
+#else
+    using E = Exp<T>;
+    const V<T> z = x * kLog2E<T> + E::magic, p = exp_remainder<T>(x, z - E::magic);
+    M<T> power, bits;
+    std::memcpy(&power, &z, sizeof z);
+    std::memcpy(&bits, &p, sizeof p);
+    bits += power << E::shift;  // the low bits of z are n
+    V<T> y;
+    std::memcpy(&y, &bits, sizeof y);
+    return y;
 #endif
 }
 

@@ -472,10 +472,18 @@ FAULTS = [
     Fault(
         "native-shared-division",
         "csrc/kernels/additive_scores-inl.h",
-        "fused<T>(n1, d2, n2 * d1)",
-        "fused<T>(n1, d1, n2 * d2)",
+        "fused<T>(n, d2, n2 * d)",
+        "fused<T>(n, d, n2 * d2)",
         "tests/test_native_targets.py -k additive",
         "numerators of terms that share a division are multiplied with their own denominators",
+    ),
+    Fault(
+        "native-shared-division-panels",
+        "csrc/kernels/additive_scores-inl.h",
+        "(i - first) / kMR * panel_shares",
+        "(first - first) / kMR * panel_shares",
+        "tests/test_native_hard.py -k additive",
+        "all rows share divisions as the first ones do, which may be smaller",
     ),
     Fault(
         "native-shared-division-range",
