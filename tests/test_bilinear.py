@@ -91,6 +91,7 @@ def test_the_side_with_fewer_rows_is_projected(queries: int, side: int, monkeypa
         return matmul(a, b)
 
     *inputs, weight = [torch.tensor(np.nan_to_num(x)) for x in arrays(queries)]
+    weight.requires_grad_()  # without a gradient the native module multiplies
     monkeypatch.setattr(torch, "matmul", noted)
     plans.PLANS._entries.clear()
     for _ in range(2):  # the second call runs by the plan of the first
@@ -205,6 +206,26 @@ def test_products_of_the_native_module(target: str, dtype: str, rows: int, depth
             np.testing.assert_allclose(outs[0], exact, rtol=0, atol=step * depth**0.5 * 8)
     finally:
         native.module.select(before)
+
+
+@needs_native
+def test_products_of_tensors() -> None:
+    """Without a gradient the native module multiplies tensors too; NaN, a gradient and other dtypes are PyTorch's."""
+    torch.manual_seed(0)
+    query, key, weight = torch.randn(3, 2, 8), torch.randn(3, 9, 8), torch.randn(8, 8)
+    for change in ("nothing", "NaN", "gradient", "float64"):
+        inputs, score = [query.clone(), key, key], ats.Bilinear(weight.clone())
+        if change == "NaN":
+            inputs[0][1, 1, 3] = torch.nan
+        if change == "gradient":
+            score.W.requires_grad_()
+        if change == "float64":
+            inputs, score = [x.double() for x in inputs], ats.Bilinear(weight.double())
+        wanted = ats.attend(*inputs, score=score, kernel="dense")
+        for _ in range(2):
+            out = ats.attend(*inputs, score=score)
+            torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5, equal_nan=True)
+            assert out.requires_grad == (change == "gradient")
 
 
 @needs_native

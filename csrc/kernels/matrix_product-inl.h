@@ -1,11 +1,14 @@
 // The product of two matrices, C = A B, for scores that project queries or keys.
 //
-// A task computes rows of C in one panel of columns. It copies the rows of B in that panel part by part, in whole
-// vectors, so that they stay in the first-level cache for all rows; few rows read them where they are. Every sum runs
+// A task computes rows of C in one panel of columns. It copies the rows of B in that panel part by part, so that they
+// stay in the first-level cache for all rows of C; where these are few it reads them where they are. Every sum runs
 // over the rows of B in the same parts, so its bits do not depend on the number of threads.
 
 constexpr int64_t kProductRows = 192;     // of a task
-constexpr int64_t kPanelBytes = 1 << 14;  // of a part of B: half of a first-level cache
+constexpr int64_t kPanelRowBytes = 256;   // of a panel of B: neighbouring lines of memory are read together
+constexpr int64_t kPanelBytes = 1 << 14;  // of a part of a panel: half of a first-level cache
+// So few rows of C need no copy. Micro-tiles of two vectors read too little of each row of B to keep memory busy.
+constexpr int64_t kRowsInPlace = (kNR > 2 ? 4 : 1) * kMR;
 
 // Read a block of a matrix into rows `width` apart, with zeros behind its columns; `width` covers whole vectors.
 template <class T>
@@ -36,12 +39,12 @@ bool all_finite(const T* x, int64_t count) {
 // Compute a block of C: `count` rows from `row` on, `own_cols` columns from `col` on.
 template <class T>
 void multiply_block(const MatrixProduct& product, int64_t row, int64_t count, int64_t col, int64_t own_cols) {
-    constexpr int64_t L = Vector<T>::lanes, most = kPanelBytes / (kNR * kVectorBytes);
+    constexpr int64_t L = Vector<T>::lanes, most = kPanelBytes / kPanelRowBytes;
     const int64_t depth = product.depth, cols = product.cols, width = padded(own_cols, L);
     const Matrix& b = product.b;
     const T* from = as<T>(product.a) + row * depth;
     T* to = as<T>(product.c) + row * cols + col;
-    if (width == own_cols && count <= kMR && b.col_stride == 1) {
+    if (width == own_cols && count <= kRowsInPlace && b.col_stride == 1) {
         const View<T> own{as<T>(b.data) + col, b.row_stride};
         if (count > 1)
             return gemm(Product<T>{}, to, cols, from, depth, 1, own.data, own.stride, count, width, depth, false);
@@ -66,7 +69,8 @@ void multiply_block(const MatrixProduct& product, int64_t row, int64_t count, in
 template <class T>
 bool multiply_typed(const MatrixProduct& product, Threads threads) {
     // One row has a single sum for each column, and needs more columns to keep the multiply-adds busy.
-    const int64_t columns = (product.rows == 1 ? 16 : kNR) * Vector<T>::lanes, rows = product.rows;
+    const int64_t rows = product.rows, one = 16 * Vector<T>::lanes, several = kPanelRowBytes / sizeof(T);
+    const int64_t columns = rows == 1 ? one : several;
     const int64_t panels = (product.cols + columns - 1) / columns, blocks = (rows + kProductRows - 1) / kProductRows;
     std::atomic<bool> finite{true};
     for_each_task(blocks * panels, threads, [&](int64_t task) {

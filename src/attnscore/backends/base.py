@@ -579,8 +579,11 @@ class Backend(ABC):
     def known_finite(self, *arrays: Array) -> bool:
         """Whether every entry is finite; False if the arrays are traced."""
 
-    def finite_product(self, x: Array, matrix: Array) -> Array | None:
-        """Return ``x @ matrix`` in C order, without warnings; None where `x` is not known to be finite."""
+    def finite_product(self, x: Array, matrix: Array, threads: int) -> Array | None:
+        """Return ``x @ matrix`` in C order, without warnings; None where `x` is not known to be finite.
+
+        `threads` are those of the native module, if it computes the product.
+        """
         return self.in_c_order(self.matmul(x, matrix)) if self.known_finite(x) else None
 
     # Gradients and randomness

@@ -86,7 +86,7 @@ class LoweredCall:
             return None
         ops, of_query = self.ops, self.computed[0]
         x, matrix = (query, score.W) if of_query else (key, ops.matrix_transpose(score.W))
-        if (product := ops.finite_product(x, matrix)) is None:
+        if (product := ops.finite_product(x, matrix, self.call.threads())) is None:
             return None
         return [product, key] if of_query else [query, product]
 

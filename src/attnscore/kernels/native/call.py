@@ -190,7 +190,8 @@ class NativeCall:
     _layouts: list[Signature | None] = field(default_factory=list)
 
     @cached_property
-    def _threads(self) -> Callable[[], int]:
+    def threads(self) -> Callable[[], int]:
+        """Function that counts the threads of a call (`thread_counter`)."""
         return thread_counter(self.module, self.ops)
 
     @property
@@ -288,7 +289,7 @@ class NativeCall:
         if block is not None and (parts := ops.empty_parts(block.shape, block.dtype, block.lengths, block.axis)):
             layouts, outputs = layouts[: -len(parts)], block.outputs
         empty = _aligned_empty if ops.wants_aligned else np.empty
-        filled = plan.allocate_and_run(buffers, lens, empty, layouts, parts, seed, self._threads())
+        filled = plan.allocate_and_run(buffers, lens, empty, layouts, parts, seed, self.threads())
         if filled is None:
             ValidLens(mask).check(ops, self.layout.score_shape)
         if is_final:
@@ -459,7 +460,7 @@ class NativeCall:
             read.append(x if is_saved else ops.buffer_in_c_order(x))
         empty = _aligned_empty if ops.wants_aligned else np.empty
         filled = [empty(shape, self.accumulator) for shape in backward.filled]
-        backward.plan((*self._buffers(arrays, mask), *read, *filled), seed, self._threads())
+        backward.plan((*self._buffers(arrays, mask), *read, *filled), seed, self.threads())
         found: list[Array | None] = []
         from_memory, dtype, like = ops.from_memory, self.accumulator, arrays[2]
         for at, operand in backward.results:
