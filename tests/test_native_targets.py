@@ -169,6 +169,43 @@ def test_short_heads(
             torch.testing.assert_close(x.double(), y, rtol=8 * atol, atol=8 * atol)
 
 
+@pairs(
+    rows={str(x): x for x in ((1, 10), (4, 33), (5, 7), (16, 16), (32, 50))},
+    options=("bias", "pairs", "documents", "dropout", "holes", "sink"),
+    statistics=(False, True),
+    dim=(8, 40),
+    dtype=("float32", "float64"),
+    target=native.targets(),
+)
+def test_short_heads_with_options(
+    target: str, dtype: str, dim: int, statistics: bool, options: str, rows: tuple[int, int]
+) -> None:
+    """The same with biases, masks of pairs and dropout, and all statistics of scores far from 0."""
+    native.select(target)
+    torch.manual_seed(5)
+    of = getattr(torch, dtype)
+    query, key, value = (torch.randn(3, 2, x, dim, dtype=of) for x in (rows[0], *rows[1:] * 2))
+    bias = torch.randn(2, *rows, dtype=of) + 100
+    bias[:, :, rows[1] // 2] = -torch.inf
+    ids = torch.arange(rows[0] + rows[1]) % 3
+    given: dict[str, Any] = {
+        "bias": {"bias": bias},
+        "pairs": {"mask": torch.rand(3, 1, *rows) < 0.6},
+        "documents": {"mask": ats.Documents(ids[: rows[0]], ids[rows[0] :])},
+        "dropout": {"dropout": 0.4, "seed": 7, "valid_lens": torch.tensor([rows[1], 0, 3])},
+        "holes": {"mask": ats.KeyRange(0, 2) | ats.KeyRange(4, rows[1] - 1)},
+        "sink": {"sink": torch.tensor([0.5, -1], dtype=of), "valid_lens": torch.tensor([rows[1], 0, 3])},
+    }[options]
+    wanted = ats.attend(query, key, value, kernel="dense", return_stats=True, return_weights=True, **given)
+    found = ats.attend(query, key, value, kernel="native", return_stats=statistics, return_weights=True, **given)
+    close = {"rtol": 2e-5, "atol": 2e-5} if dtype == "float32" else {"rtol": 1e-12, "atol": 1e-12}
+    for x, y in zip(found[:2], wanted, strict=False):
+        torch.testing.assert_close(x, y, **close)
+    if statistics:
+        for x, y in zip(found[2], wanted[2], strict=True):
+            torch.testing.assert_close(x, y, **close)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("target", native.targets())
 def test_weights_are_off_by_the_rounding_of_their_scores(target: str, dtype: str) -> None:

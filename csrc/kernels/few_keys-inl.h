@@ -2,30 +2,15 @@
 // has all of their keys, so nothing is kept from tile to tile: the state of a ForwardTask takes such a head longer than
 // its products.
 
-// Normalise and store the output of a row.
-template <class T>
-void store_row(const Problem& problem, const Head& head, int64_t row, T scale, T* out) {
-    const int64_t size = attnscore::size_of(problem.value_dtype), width = problem.value_dim;
-    char* stored = head.out + row * width * size;
-    if (row + kPrefetchRows < problem.query_len) prefetch<1>(stored + kPrefetchRows * width * size, width * size);
-    if (problem.value_dtype == dtype_of<T>()) {
-        for (int64_t j = 0; j < width; j++) as<T>(stored)[j] = out[j] * scale;
-    } else if constexpr (sizeof(T) == 4) {
-        for (int64_t j = 0; j < width; j++) out[j] *= scale;
-        narrow_row(as<uint16_t>(stored), out, problem.value_dtype, width);
-    }
-}
-
-// So many rows that no more are computed here: their softmax goes row by row.
+// So many rows that no more are computed here.
 constexpr int64_t kMostShortRows = 32;
 
-// Whether the heads of a call have so few rows and keys, and ask for nothing that goes beyond a tile's state.
+// Whether the heads of a call have so few rows and keys, and keys of their own.
 inline bool has_few_keys(const Problem& problem) {
     const Head& head = problem.heads[0];
     return problem.key_len <= kTileKeys && problem.query_len <= kMostShortRows && problem.groups[0].heads.size() == 1 &&
-           problem.form != Form::additive && problem.caps.empty() && problem.dropout == 0 &&
-           problem.matrix != MatrixOutput::scores && !problem.full_statistics && !head.query_bias.data &&
-           !head.key_bias.data && !has_pair_mask(head) && head.holes == 0 &&
+           problem.form != Form::additive && problem.caps.empty() && problem.matrix != MatrixOutput::scores &&
+           !head.query_bias.data && !head.key_bias.data &&
            !(kHasBf16Dot && Bf16Dot::supports(problem) && !has_few_rows(problem));
 }
 
@@ -40,42 +25,52 @@ StoredRows<T> first_rows(Arena& arena, const Matrix& m, Dtype dtype, int64_t cou
 template <class T>
 class ShortHead {
     static constexpr int L = Vector<T>::lanes;
+    using Softmax = OnlineSoftmax<T>;
 
    public:
     ShortHead(Arena& arena, const Problem& problem, const Head& head)
-        : arena_(arena), problem_(problem), head_(head), rows_(problem.query_len) {
+        : arena_(arena),
+          problem_(problem),
+          head_(head),
+          rows_(problem.query_len),
+          width_(padded(problem.value_dim, L)),
+          masked_(has_pair_mask(head) || head.holes > 0) {
         const int64_t last = key_interval(problem, head, 0).last;
         for (int64_t i = 0; i < rows_; i++) {
             const Span own = key_interval(problem, head, i);
             count_ = std::max(count_, own.last);
-            same_ = same_ && own.first == 0 && own.last == last;
+            masked_ = masked_ || own.first != 0 || own.last != last;
         }
         values_ = first_rows<T>(arena, head.value, problem.value_dtype, count_, problem.value_dim);
-        width_ = padded(problem.value_dim, L);
     }
 
-    // Attend to the keys. Returns false, with nothing done, where a masked value is not finite.
+    // Attend to the keys. Returns false, with nothing done, where a value that may be masked is not finite.
     bool attend() {
         const auto finite = [&](const auto& rows) { return is_finite(rows, count_, width_); };
-        if (!same_ && !values_.with_view(finite)) return false;
+        if (masked_ && !values_.with_view(finite)) return false;
         T *s = arena_.take<T>(rows_ * kTileKeys), *out = arena_.take<T>(rows_ * width_);
         if (problem_.form == Form::distance)
             fill_scores(SquaredDistance<T>{}, s, -scale_of<T>(problem_, head_));
         else
             fill_scores(Product<T>{}, s, T(1));
-        T denoms[kMostShortRows];
+        RowStates<T> states[kMostShortRows / L];
         dispatch_width<T>(count_, [&](auto vectors) {
-            for (int64_t i = 0; i < rows_; i++) denoms[i] = softmax<vectors>(i, s + i * kTileKeys);
+            for (int64_t i = 0; i < rows_; i += L) {
+                T* line = s + i * kTileKeys;
+                problem_.full_statistics ? softmax<vectors, true>(i, line, states[i / L])
+                                         : softmax<vectors, false>(i, line, states[i / L]);
+            }
         });
         std::fill_n(out, rows_ * width_, T(0));
         values_.with_view([&](const auto& view) { add_weighted_rows(out, s, rows_, view, count_, width_); });
-        for (int64_t i = 0; i < rows_; i++)
-            store_row(problem_, head_, i, denoms[i] == 0 ? T(1) : 1 / denoms[i], out + i * width_);
+        for (int64_t first = 0; first < rows_; first += L)
+            store_rows(problem_, std::min<int64_t>(L, rows_ - first), states[first / L], out + first * width_, width_,
+                       [&](int64_t i) { return std::pair(&head_, first + i); });
         return true;
     }
 
    private:
-    // Compute the scores of all pairs, times `factor`. As everywhere, few rows go key by key.
+    // Compute the products or distances of all pairs, times `factor`. As everywhere, few rows go key by key.
     template <class Terms>
     void fill_scores(const Terms& terms, T* s, T factor) const {
         const int64_t width = padded(problem_.dim, L), columns = padded(count_, L);
@@ -97,42 +92,122 @@ class ShortHead {
             for (int64_t j = i * kTileKeys; j < i * kTileKeys + columns; j += L) store(s + j, load(s + j) * factor);
     }
 
-    // Make weights of the scores of a row, in W vectors, and keep its statistics. Returns the sum of the weights.
+    // Make weights of the scores of up to as many rows as a vector has lanes, from `first` on, and get their states.
+    template <int W, bool statistics>
+    void softmax(int64_t first, T* s, RowStates<T>& states) const {
+        constexpr T unset = Softmax::kUnset;
+        const int size = static_cast<int>(std::min<int64_t>(L, rows_ - first));
+        uint64_t bits[L];
+        for (int i = 0; i < size; i++) bits[i] = finish_scores<W>(first + i, s + i * kTileKeys);
+        const V<T> maximum = reduce_rows(size, fast_max<T>, [&](int i) {
+            V<T> most = splat(unset);
+#pragma GCC unroll 16
+            for (int j = 0; j < W; j++) most = fast_max<T>(load(s + i * kTileKeys + j * L), most);
+            return most;
+        });
+        T maxima[L];
+        store(maxima, maximum);
+        if constexpr (statistics) set_moments<W>(size, s, bits, maximum, states);
+        V<T> sums[L], logits[L], squares[L];
+        for (int i = 0; i < size; i++) {
+            T* line = s + i * kTileKeys;
+            sums[i] = logits[i] = squares[i] = V<T>{};
+#pragma GCC unroll 16
+            for (int j = 0; j < W; j++) {
+                const V<T> logit = load(line + j * L) - maxima[i], e = exp2_of<T>(logit * kLog2E<T>);
+                sums[i] += e;
+                if constexpr (statistics) {
+                    // As in OnlineSoftmax, 0 * -inf stays 0.
+                    logits[i] += e * fast_max<T>(logit, splat<T>(Exp<T>::lowest));
+                    squares[i] += e * e;
+                }
+                store(line + j * L, e);
+            }
+        }
+        if (problem_.dropout > 0) drop<W>(first, size, s);
+        const auto sum_of = [&](const V<T>* lanes) {
+            return reduce_rows(size, [](V<T> a, V<T> b) { return a + b; }, [&](int i) { return lanes[i]; });
+        };
+        states.denom = sum_of(sums), states.out_scale = splat(T(1));
+        states.max = Softmax::maximum_of(maximum, states.denom);
+        if constexpr (statistics) states.sum_exp_logit = sum_of(logits), states.squares = sum_of(squares);
+    }
+
+    // Drop weights, and multiply those that are kept.
     template <int W>
-    T softmax(int64_t i, T* s) const {
-        constexpr T infinity = std::numeric_limits<T>::infinity(), unset = OnlineSoftmax<T>::kUnset;
-        const bool keeps_weights = problem_.matrix == MatrixOutput::weights;
-        if (keeps_weights) std::copy_n(s, count_, as<T>(head_.matrix) + i * problem_.key_len);
-        if (!same_ || count_ < W * L) {
-            const uint64_t bits = same_ ? lowest_bits(count_) : interval_bits(problem_, head_, i, 0, count_);
+    void drop(int64_t first, int size, T* weights) const {
+        Dropout dropout(problem_);
+        dropout.set_tile(0);
+        const T factor = static_cast<T>(dropout.factor);
+        for (int i = 0; i < size; i++, weights += kTileKeys) {
+            const uint64_t keep = dropout.keep_bits(Dropout::stream(problem_, head_, first + i));
 #pragma GCC unroll 16
-            for (int j = 0; j < W; j++) store(s + j * L, select_bits<T>(bits, j, load(s + j * L), splat(-infinity)));
+            for (int j = 0; j < W; j++)
+                store(weights + j * L, select_bits<T>(keep, j, load(weights + j * L) * factor, V<T>{}));
         }
-        V<T> most = splat(unset), sum{};
+    }
+
+    // Add the bias of a row to its scores, mask them, and keep them where the matrix is wanted. Returns the bits of the
+    // unmasked keys.
+    template <int W>
+    uint64_t finish_scores(int64_t i, T* s) const {
+        uint64_t bits = masked_ ? unmasked_bits(problem_, head_, i, 0, count_) : lowest_bits(count_);
+        alignas(64) T line[kTileKeys];
+        if (head_.bias.data) add_bias(s, bits, problem_, head_, i, Span{0, count_}, line);
+        if (masked_ || count_ < W * L)
 #pragma GCC unroll 16
-        for (int j = 0; j < W; j++) most = fast_max<T>(load(s + j * L), most);
-        T maximum = reduce_max<T>(most);
-#pragma GCC unroll 16
-        for (int j = 0; j < W; j++) {
-            const V<T> e = exp2_of<T>((load(s + j * L) - maximum) * kLog2E<T>);
-            sum += e;
-            store(s + j * L, e);
+            for (int j = 0; j < W; j++)
+                store(s + j * L, select_bits<T>(bits, j, load(s + j * L), splat(-std::numeric_limits<T>::infinity())));
+        if (problem_.matrix == MatrixOutput::weights)
+            std::copy_n(s, count_, as<T>(head_.matrix) + i * problem_.key_len);
+        return bits;
+    }
+
+    // Set the moments of scores that are not yet weights.
+    template <int W>
+    static void set_moments(int size, const T* s, const uint64_t* bits, V<T> maximum, RowStates<T>& states) {
+        T maxima[L], counts[L] = {}, bases[L];
+        store(maxima, maximum);
+        for (int i = 0; i < size; i++) counts[i] = static_cast<T>(__builtin_popcountll(bits[i]));
+        const auto sum = [](V<T> a, V<T> b) { return a + b; };
+        const auto from = [&](const T* near) {
+            return reduce_rows(
+                size, sum, [&](int i) { return Softmax::template sum_from<W>(s + i * kTileKeys, bits[i], near[i]); });
+        };
+        states.count = load(counts);
+        const V<T> least_one = fast_max<T>(states.count, splat(T(1)));
+        states.base = Softmax::base_near(maximum + from(maxima) / least_one);
+        store(bases, states.base);
+        const V<T> squares = reduce_rows(size, sum, [&](int i) {
+            V<T> found{};
+            for (int j = 0; j < W; j++) {
+                const V<T> x = select_bits<T>(bits[i], j, load(s + i * kTileKeys + j * L) - bases[i], V<T>{});
+                found += x * x;
+            }
+            return found;
+        });
+        Softmax::set_moments(states, from(bases), squares);
+    }
+
+    // Lane i becomes the lanes of f(i), combined by op.
+    template <class Op, class F>
+    static V<T> reduce_rows(int size, const Op& op, const F& f) {
+        if (size <= kFewRows) {
+            alignas(64) T found[L] = {};
+            for (int i = 0; i < size; i++) found[i] = reduce<T>(f(i), op);
+            return load(found);
         }
-        const T denom = reduce_sum<T>(sum);
-        if (maximum == unset && denom == 0) maximum = -infinity;
-        if (denom != denom && maximum != infinity) maximum = denom;  // an unmasked NaN
-        as<T>(head_.row_stats)[kStatMax * rows_ + i] = maximum;
-        as<T>(head_.row_stats)[kStatDenom * rows_ + i] = denom;
-        if (keeps_weights) finish_matrix_row(problem_, head_, i, maximum, denom);
-        return denom;
+        // The last row stands for those behind it.
+        V<T> v[L];
+        for (int i = 0; i < L; i++) v[i] = f(std::min(i, size - 1));
+        return reduce_each<T>(v, op);
     }
 
     Arena& arena_;
     const Problem& problem_;
     const Head& head_;
-    const int64_t rows_;
-    int64_t count_ = 0;  // of the keys up to the last one that some row attends to
-    bool same_ = true;   // whether every row attends to all of them
+    const int64_t rows_, width_;
+    bool masked_;        // whether some row may not attend to all of the keys
+    int64_t count_ = 0;  // of the keys up to the last one that the interval of some row holds
     StoredRows<T> values_;
-    int64_t width_;
 };

@@ -156,40 +156,6 @@ class ForwardTask {
     T *step_scores_, *step_weights_;  // of one step: the weights of the last are used before those of the next are made
 };
 
-// Normalise and store the outputs of rows, their statistics, and their rows of the matrix. `at` is where rows belong:
-// at(i) gives the head of row i, and its number there.
-template <class T, class At>
-void store_rows(const Problem& problem, int64_t size, const RowStates<T>& states, T* out, const At& at) {
-    const std::pair<const Head*, int64_t> first = at(0), last = at(size - 1);
-    const auto keep = [&](RowStat which, V<T> x) {
-        if (first.first == last.first) {
-            T* to = as<T>(first.first->row_stats) + which * problem.query_len + first.second;
-            return store_first(to, size, x);
-        }
-        for (int i = 0; i < size; i++) {
-            const auto [head, row] = at(i);
-            as<T>(head->row_stats)[which * problem.query_len + row] = x[i];
-        }
-    };
-    keep(kStatMax, states.max);
-    keep(kStatDenom, states.denom);
-    if (problem.full_statistics) {
-        keep(kStatSumExpLogit, states.sum_exp_logit);
-        keep(kStatSumSquares, states.squares);
-        keep(kStatCount, states.count);
-        keep(kStatMean, states.base + states.mean);
-        keep(kStatDeviation, states.deviation);
-    }
-    const V<T> scale = select<T>(states.denom == 0, splat(T(1)), states.out_scale / states.denom);
-    const int64_t width = row_width<T>(problem);
-    for (int i = 0; i < size; i++) {
-        const auto [head, row] = at(i);
-        if (problem.matrix != MatrixOutput::none)
-            finish_matrix_row(problem, *head, row, states.max[i], states.denom[i]);
-        store_row(problem, *head, row, scale[i], out + i * width);
-    }
-}
-
 // How a call is cut into tasks: query tiles of a group, each against ranges of its keys. The shape alone decides, so
 // that no result depends on the number of threads.
 struct ForwardTasks {
@@ -291,7 +257,7 @@ void merge_ranges(const Problem& problem, const ForwardTasks::QueryRows& rows, R
         states.set(lane, whole);
         if (lane + 1 < Vector<T>::lanes && i + 1 < rows.count) continue;
         const int64_t first = rows.first + i - lane;
-        store_rows(problem, lane + 1, states, out - lane * width, [&](int64_t j) {
+        store_rows(problem, lane + 1, states, out - lane * width, width, [&](int64_t j) {
             const Head& head = problem.heads[(*rows.heads)[(first + j) / problem.query_len]];
             return std::pair(&head, (first + j) % problem.query_len);
         });
@@ -323,7 +289,7 @@ void forward_typed(const Problem& problem, Threads threads) {
             .run(tasks.range(queries.keys(problem.key_len), task % ranges));
         if (ranges == 1) {
             softmax.for_each_states([&](int64_t first, int64_t size, const RowStates<T>& states) {
-                store_rows(problem, size, states, softmax.out + first * softmax.width,
+                store_rows(problem, size, states, softmax.out + first * softmax.width, softmax.width,
                            [&](int64_t i) { return std::pair(queries.head[first + i], queries.row[first + i]); });
             });
             return;

@@ -57,6 +57,7 @@ namespace {
 #include "kernels/matrix_product-inl.h"
 #include "kernels/score_matrix-inl.h"
 #include "kernels/full_tiles-inl.h"
+#include "kernels/store_rows-inl.h"
 #include "kernels/few_keys-inl.h"
 #include "kernels/forward-inl.h"
 #include "kernels/row_finish-inl.h"

@@ -138,6 +138,35 @@ struct OnlineSoftmax {
         }
     }
 
+    // The maximum of a row from the one that its weights, which add up to `sum`, are relative to.
+    static V<T> maximum_of(V<T> maximum, V<T> sum) {
+        constexpr T infinity = std::numeric_limits<T>::infinity();
+        maximum = select<T>((maximum != kUnset) | (sum != 0), maximum, splat(-infinity));
+        return select<T>((sum != sum) & (maximum != infinity), sum, maximum);  // an unmasked NaN
+    }
+
+    // Set the moments of scores from the sums of their differences from the base.
+    template <class State, class Number>
+    static void set_moments(State& state, Number sum, Number square) {
+        state.mean = sum / (state.count == 0 ? state.count + 1 : state.count);
+        const Number deviation = square - sum * state.mean;
+        // Rounding may leave less than 0; NaN stays.
+        state.deviation = deviation < 0 ? Number{} : deviation;
+    }
+
+    // The sums of the differences of the unmasked scores of a tile from a number, by lanes.
+    template <int W>
+    static V<T> sum_from(const T* s, uint64_t bits, T near) {
+        V<T> sum{};
+        for (int j = 0; j < W; j++) sum += select_bits<T>(bits, j, load(s + j * L) - near, V<T>{});
+        return sum;
+    }
+
+    // A base at the mean of some scores. An unmasked infinity propagates through the sums, not through the base.
+    static V<T> base_near(V<T> mean) {
+        return select<T>(abs_of<T>(mean) < std::numeric_limits<T>::max(), mean, V<T>{});
+    }
+
    private:
     static T* filled(Arena& arena, int64_t count, T with) {
         T* x = arena.take<T>(count);
@@ -160,18 +189,15 @@ struct OnlineSoftmax {
 
     // The states of as many rows as a vector has lanes, without the moments in `merged`.
     RowStates<T> states(int64_t first) const {
-        constexpr T infinity = std::numeric_limits<T>::infinity();
         const V<T> lazy = load(lazy_max + first), sum = sum_rows(denom, first);
         RowStates<T> found;
         // Vector by vector: clearing the whole struct takes a few rows longer than what they need of it.
         found.sum_exp_logit = found.squares = found.count = found.base = found.mean = found.deviation = V<T>{};
-        found.max = row_max ? reduce_rows(row_max, first, fast_max<T>)
-                            : select<T>((lazy != kUnset) | (sum != 0), lazy, splat(-infinity));
-        found.max = select<T>((sum != sum) & (found.max != infinity), sum, found.max);  // an unmasked NaN
+        found.max = maximum_of(row_max ? reduce_rows(row_max, first, fast_max<T>) : lazy, sum);
         found.denom = sum;
         found.out_scale = splat(T(1));
         if (!row_max) return found;
-        const V<T> rise = select<T>(found.max == -infinity, V<T>{}, found.max - lazy);
+        const V<T> rise = select<T>(found.max == -std::numeric_limits<T>::infinity(), V<T>{}, found.max - lazy);
         found.out_scale = exp_of<T>(-rise);
         found.denom *= found.out_scale;
         if (!sum_exp_logit) return found;
@@ -181,15 +207,6 @@ struct OnlineSoftmax {
         found.base = load(base + first);
         set_moments(found, sum_rows(shifted, first), sum_rows(shifted_squares, first));
         return found;
-    }
-
-    // Set the moments of scores from the sums of their differences from the base.
-    template <class State, class Number>
-    static void set_moments(State& state, Number sum, Number square) {
-        state.mean = sum / (state.count == 0 ? state.count + 1 : state.count);
-        const Number deviation = square - sum * state.mean;
-        // Rounding may leave less than 0; NaN stays.
-        state.deviation = deviation < 0 ? Number{} : deviation;
     }
 
     // Set the lazy maxima of rows before their first tile, and the bases of their moments: row by row, each would wait
@@ -314,19 +331,6 @@ struct OnlineSoftmax {
         if (count[i] != 0) merge_last(i);
         base[i] = base_near(splat(lazy_max[i] + reduce_sum<T>(sum_from<W>(s, bits, lazy_max[i])) / own))[0];
         base_count[i] = own;
-    }
-
-    // The sums of the differences of the unmasked scores of a tile from a number, by lanes.
-    template <int W>
-    static V<T> sum_from(const T* s, uint64_t bits, T near) {
-        V<T> sum{};
-        for (int j = 0; j < W; j++) sum += select_bits<T>(bits, j, load(s + j * L) - near, V<T>{});
-        return sum;
-    }
-
-    // A base at the mean of some scores. An unmasked infinity propagates through the sums, not through the base.
-    static V<T> base_near(V<T> mean) {
-        return select<T>(abs_of<T>(mean) < std::numeric_limits<T>::max(), mean, V<T>{});
     }
 
     // Scores that share a base: sums stay short.

@@ -10,6 +10,24 @@ inline T scale_of(const Problem& problem, const Head& head) {
     return static_cast<T>(problem.scale) * own;
 }
 
+// Add a row of the bias over some keys, and mask the pairs where it is -inf. `line`: memory for a tile of numbers.
+template <class T>
+void add_bias(T* s, uint64_t& bits, const Problem& problem, const Head& head, int64_t row, Span keys, T* line) {
+    constexpr int L = Vector<T>::lanes;
+    const Matrix& m = head.bias;
+    const int64_t count = keys.last - keys.first;
+    const int vectors = width_of<T>(count);
+    if (m.col_stride == 0)
+        std::fill_n(line, vectors * L, element<T>(m, problem.bias_dtype, row, 0));
+    else
+        read_row(line, vectors * L, m, problem.bias_dtype, row, keys.first, count);
+    for (int j = 0; j < vectors; j++) {
+        const V<T> x = load(line + j * L);
+        bits &= ~(minus_infinity_bits<T>(x) << (j * L));
+        store(s + j * L, load(s + j * L) + x);
+    }
+}
+
 template <class T>
 class Scores {
    public:
@@ -88,7 +106,8 @@ class Scores {
                          [&](int j) { line[j] = form_.pair_score(problem_, head, row, tile.first + j); });
             if (head.query_bias.data || head.key_bias.data || !problem_.caps.empty())
                 apply_biases_and_caps(line, head, row, tile, saves ? cap_slopes_ + i * kTileKeys : nullptr);
-            if (head.bias.data) add_bias(line, bits[i], head, row, tile);
+            if (head.bias.data)
+                add_bias(line, bits[i], problem_, head, row, Span{tile.first, tile.first + tile.count}, line_);
             if (bits[i] != kAll)
                 for (int j = 0; j < vectors; j++)
                     store(line + j * L,
@@ -169,22 +188,6 @@ class Scores {
             }
             store(s + j, x);
             if (cap_slopes) store(cap_slopes + j, slope);
-        }
-    }
-
-    // Add a row of the bias, and mask the pairs where it is -inf.
-    void add_bias(T* s, uint64_t& bits, const Head& head, int64_t row, const KeyTile<T>& tile) const {
-        constexpr int L = Vector<T>::lanes;
-        const Matrix& m = head.bias;
-        const int vectors = width_of<T>(tile.count);
-        if (m.col_stride == 0)
-            std::fill_n(line_, vectors * L, element<T>(m, problem_.bias_dtype, row, 0));
-        else
-            read_row(line_, vectors * L, m, problem_.bias_dtype, row, tile.first, tile.count);
-        for (int j = 0; j < vectors; j++) {
-            const V<T> x = load(line_ + j * L);
-            bits &= ~(minus_infinity_bits<T>(x) << (j * L));
-            store(s + j * L, load(s + j * L) + x);
         }
     }
 
