@@ -14,13 +14,6 @@ inline bool has_few_keys(const Problem& problem) {
            !(kHasBf16Dot && Bf16Dot::supports(problem) && !has_few_rows(problem));
 }
 
-// The first `count` rows, in the caller's memory if they can be read there.
-template <class T>
-StoredRows<T> first_rows(Arena& arena, const Matrix& m, Dtype dtype, int64_t count, int64_t cols) {
-    if (has_stored_layout<T>(m, dtype, cols)) return stored_rows<T>(m, dtype, 0);
-    return StoredRows<T>(view_rows(arena.take<T>(count * padded(cols, Vector<T>::lanes)), m, dtype, 0, count, cols));
-}
-
 // A head whose rows and keys are few.
 template <class T>
 class ShortHead {
@@ -33,7 +26,7 @@ class ShortHead {
           problem_(problem),
           head_(head),
           rows_(problem.query_len),
-          width_(padded(problem.value_dim, L)),
+          few_rows_(has_few_rows(problem)),
           masked_(has_pair_mask(head) || head.holes > 0) {
         const int64_t last = key_interval(problem, head, 0).last;
         for (int64_t i = 0; i < rows_; i++) {
@@ -41,48 +34,54 @@ class ShortHead {
             count_ = std::max(count_, own.last);
             masked_ = masked_ || own.first != 0 || own.last != last;
         }
-        values_ = first_rows<T>(arena, head.value, problem.value_dtype, count_, problem.value_dim);
     }
 
-    // Attend to the keys. Returns false, with nothing done, where a value that may be masked is not finite.
-    bool attend() {
-        const auto finite = [&](const auto& rows) { return is_finite(rows, count_, width_); };
-        if (masked_ && !values_.with_view(finite)) return false;
-        T *s = arena_.take<T>(rows_ * kTileKeys), *out = arena_.take<T>(rows_ * width_);
+    // Attend to the keys, and store the rows.
+    void attend() {
+        const int64_t width = row_width<T>(problem_);
+        ValueTile<T> values(arena_, problem_, masked_, false, few_rows_);
+        values.fill(head_, 0, count_, masked_);
+        T *s = arena_.take<T>(rows_ * kTileKeys), *out = arena_.take<T>(rows_ * width);
         if (problem_.form == Form::distance)
-            fill_scores(SquaredDistance<T>{}, s, -scale_of<T>(problem_, head_));
+            fill_scores(SquaredDistance<T>{}, s, values.prefetched(), -scale_of<T>(problem_, head_));
         else
-            fill_scores(Product<T>{}, s, T(1));
+            fill_scores(Product<T>{}, s, values.prefetched(), T(1));
         RowStates<T> states[kMostShortRows / L];
+        uint64_t bits[kMostShortRows];
         dispatch_width<T>(count_, [&](auto vectors) {
             for (int64_t i = 0; i < rows_; i += L) {
                 T* line = s + i * kTileKeys;
-                problem_.full_statistics ? softmax<vectors, true>(i, line, states[i / L])
-                                         : softmax<vectors, false>(i, line, states[i / L]);
+                problem_.full_statistics ? softmax<vectors, true>(i, line, bits + i, states[i / L])
+                                         : softmax<vectors, false>(i, line, bits + i, states[i / L]);
             }
         });
-        std::fill_n(out, rows_ * width_, T(0));
-        values_.with_view([&](const auto& view) { add_weighted_rows(out, s, rows_, view, count_, width_); });
+        std::fill_n(out, rows_ * width, T(0));
+        values.add_pv(out, s, rows_);
+        if (values.nonfinite) values.propagate_nonfinite(out, s, bits, rows_);
+        values.reduce_lanes(out, rows_);
         for (int64_t first = 0; first < rows_; first += L)
-            store_rows(problem_, std::min<int64_t>(L, rows_ - first), states[first / L], out + first * width_, width_,
+            store_rows(problem_, std::min<int64_t>(L, rows_ - first), states[first / L], out + first * width, width,
                        [&](int64_t i) { return std::pair(&head_, first + i); });
-        return true;
     }
 
    private:
-    // Compute the products or distances of all pairs, times `factor`. As everywhere, few rows go key by key.
+    // Compute the products or distances of all pairs, times `factor`. As everywhere, few rows go key by key, and
+    // `other` has its turns between the keys.
     template <class Terms>
-    void fill_scores(const Terms& terms, T* s, T factor) const {
+    void fill_scores(const Terms& terms, T* s, const Interleaved<T>& other, T factor) const {
         const int64_t width = padded(problem_.dim, L), columns = padded(count_, L);
-        T* query = arena_.take<T>(rows_ * width);
+        T *query = arena_.take<T>(rows_ * width), *copy = arena_.take<T>(count_ * width);
         for (int64_t i = 0; i < rows_; i++) read_query(query + i * width, width, problem_, head_, i);
-        if (has_few_rows(problem_)) {
-            first_rows<T>(arena_, head_.key, problem_.score_dtype, count_, problem_.dim)
-                .with_view([&](const auto& keys) {
-                    few_rows_gemm(terms, s, query, width, rows_, keys, count_, width, {values_, count_, width_});
-                });
+        if (few_rows_) {
+            const auto multiply = [&](const auto& keys) {
+                few_rows_gemm(terms, s, query, width, rows_, keys, count_, width, other);
+            };
+            if (has_stored_layout<T>(head_.key, problem_.score_dtype, problem_.dim))
+                stored_rows<T>(head_.key, problem_.score_dtype, 0).with_view(multiply);
+            else
+                multiply(view_rows(copy, head_.key, problem_.score_dtype, 0, count_, problem_.dim));
         } else {
-            T *copy = arena_.take<T>(count_ * width), *transposed = arena_.take<T>(width * kTileKeys);
+            T* transposed = arena_.take<T>(width * kTileKeys);
             transpose_tile(transposed, view_rows(copy, head_.key, problem_.score_dtype, 0, count_, problem_.dim), width,
                            count_);
             gemm(terms, s, kTileKeys, query, width, 1, transposed, kTileKeys, rows_, columns, problem_.dim, false);
@@ -92,12 +91,12 @@ class ShortHead {
             for (int64_t j = i * kTileKeys; j < i * kTileKeys + columns; j += L) store(s + j, load(s + j) * factor);
     }
 
-    // Make weights of the scores of up to as many rows as a vector has lanes, from `first` on, and get their states.
+    // Make weights of the scores of up to as many rows as a vector has lanes, from `first` on, and get the bits of
+    // their unmasked keys, and their states.
     template <int W, bool statistics>
-    void softmax(int64_t first, T* s, RowStates<T>& states) const {
+    void softmax(int64_t first, T* s, uint64_t* bits, RowStates<T>& states) const {
         constexpr T unset = Softmax::kUnset;
         const int size = static_cast<int>(std::min<int64_t>(L, rows_ - first));
-        uint64_t bits[L];
         for (int i = 0; i < size; i++) bits[i] = finish_scores<W>(first + i, s + i * kTileKeys);
         const V<T> maximum = reduce_rows(size, fast_max<T>, [&](int i) {
             V<T> most = splat(unset);
@@ -206,8 +205,8 @@ class ShortHead {
     Arena& arena_;
     const Problem& problem_;
     const Head& head_;
-    const int64_t rows_, width_;
+    const int64_t rows_;
+    const bool few_rows_;
     bool masked_;        // whether some row may not attend to all of the keys
     int64_t count_ = 0;  // of the keys up to the last one that the interval of some row holds
-    StoredRows<T> values_;
 };

@@ -282,7 +282,7 @@ void forward_typed(const Problem& problem, Threads threads) {
     for_each_task(query_tiles * ranges, threads, [&](int64_t task) {
         const ForwardTasks::QueryRows& rows = tasks.query_tiles[task / ranges];
         Arena& arena = thread_arena();
-        if (few_keys && ShortHead<T>(arena, problem, problem.heads[rows.heads->front()]).attend()) return;
+        if (few_keys) return ShortHead<T>(arena, problem, problem.heads[rows.heads->front()]).attend();
         const QueryTile<T> queries(arena, problem, rows.heads->data(), rows.first, rows.count);
         OnlineSoftmax<T> softmax(arena, problem, queries.count);
         ForwardTask<T>(arena, problem, queries, tiles, softmax)

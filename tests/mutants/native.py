@@ -208,8 +208,8 @@ FAULTS = [
     Fault(
         "native-short-heads-masked-nan",
         "csrc/kernels/few_keys-inl.h",
-        "masked_ && !values_.with_view(finite)",
-        "false",
+        "values.fill(head_, 0, count_, masked_)",
+        "values.fill(head_, 0, count_, false)",
         "tests/test_native_targets.py -k short_heads",
         "in a short head a masked NaN reaches the output",
     ),
