@@ -382,7 +382,8 @@ nb::object allocate_and_run(const CallPlan& plan, const nb::tuple& arrays, const
     const auto count = static_cast<Py_ssize_t>(layouts.size());
     nb::object filled = nb::steal(PyTuple_New(count));
     for (Py_ssize_t i = 0; i < count; ++i) {
-        PyObject* array = PyObject_Call(empty.ptr(), PyTuple_GET_ITEM(layouts.ptr(), i), nullptr);
+        const auto layout = nb::cast<nb::tuple>(layouts[static_cast<size_t>(i)]);
+        PyObject* array = PyObject_Call(empty.ptr(), layout.ptr(), nullptr);
         if (array == nullptr) throw nb::python_error();
         PyTuple_SET_ITEM(filled.ptr(), i, array);
         held.add(array);

@@ -2,7 +2,7 @@
 // has all of their keys, so nothing is kept from tile to tile: the state of a ForwardTask takes such a head longer than
 // its products.
 
-// So many rows that no more are computed here.
+// The most rows of a short head: more take longer this way.
 constexpr int64_t kMostShortRows = 32;
 
 // Whether the heads of a call have so few rows and keys, and keys of their own.
