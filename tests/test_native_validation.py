@@ -454,6 +454,8 @@ def test_new_arrays_of_a_plan(dtype: type) -> None:
         run(())
     with pytest.raises(ValueError, match="lens: expected"):
         Planned(arrays).plan.allocate_and_run(given, (lens,), np.empty, layouts, (), 0, 1)
+    with pytest.raises(RuntimeError):
+        plan.plan.allocate_and_run(given, (lens,), np.empty, (5,), (), 0, 1)
     with pytest.raises(ZeroDivisionError):
         plan.plan.allocate_and_run(given, (lens,), lambda shape, dtype: 1 / 0, layouts, (), 0, 1)
 
