@@ -34,6 +34,7 @@ from attnscore.kernels.triton.tile import (
     matrix_of,
     side_of,
     side_tile,
+    typed,
     vectors,
 )
 from attnscore.kernels.triton.tiles import SUMS, padded
@@ -91,12 +92,13 @@ def store_gradients(
     BM: tl.constexpr, BN: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of the scores of a query tile of the chunk, its weights, and the gradient of its bias."""
+    inputs = typed(inputs)
     local, of_chunk = tl.program_id(0), tl.program_id(1)
     tile = chunk.first_tile + local
     m = matrix_of(chunk.first_matrix * sizes.groups + of_chunk, sizes.heads, sizes.groups)
     i, dv = (tile * BM + tl.arange(0, BM))[:, None], tl.arange(0, DV)
     of_query, of_key, of_value = side_of(inputs.query, m), side_of(inputs.key, m), side_of(inputs.value, m)
-    queries = side_tile(of_query, None, m, i, None, sizes.n_q, sizes.dim, ADDITIVE)
+    queries = side_tile(of_query, i, None, sizes.n_q, sizes.dim, ADDITIVE)
     do = vectors(side_of(grad_out, m), i.to(tl.int64), dv[None, :], queries.live, sizes.value_dim)
     of_rows = row_values(rows, m.z, i, sizes.n_q)
     stored = (of_chunk.to(tl.int64) * chunk.tile_count + local) * BM + tl.arange(0, BM)
@@ -104,11 +106,11 @@ def store_gradients(
         first, last, before = visited(inputs.masking, interval, m.b, tile, chunk.tiles, tl.cdiv(sizes.n_k, BN))
         for at_tile in tl.range(first, last):
             j = (at_tile * BN + tl.arange(0, BN))[None, :]
-            keys = side_tile(of_key, None, m, j, None, sizes.n_k, sizes.dim, ADDITIVE)
+            keys = side_tile(of_key, j, None, sizes.n_k, sizes.dim, ADDITIVE)
             v = vectors(of_value, j.to(tl.int64), dv[:, None], keys.live, sizes.value_dim)
             attends = attended(inputs.masking, interval, m, i, j, sizes)
             _, weights, grad, ds = tile_gradients(
-                inputs, queries, keys, do, v, of_rows, attends, m, sizes, 1.0, slope,
+                inputs, queries, keys, do, v, rows, of_rows, attends, m, sizes, 1.0, slope,
                 ADDITIVE, ACTIVATION, CAPS, RELATIVE, PRECISION,
             )  # fmt: skip
             if grad_bias is not None:
@@ -209,6 +211,7 @@ def side_gradient(
     Of queries: a program writes its gradient, and its part of that of w_v. Of keys: it adds to what earlier launches
     left, for the query heads `group` of their KV heads; `own_groups` is 1 where these share their keys.
     """
+    masking = typed(masking)
     block, z = tl.program_id(0), tl.program_id(2)
     HAS_WEIGHTS: tl.constexpr = weights is not None
     if IS_QUERY:
@@ -274,6 +277,7 @@ def value_gradient(
     DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add to the gradient of a tile of values what the queries of the chunk contribute, over all heads of a group."""
+    inputs = typed(inputs)
     block, of_chunk = tl.program_id(0), tl.program_id(1)
     kv = chunk.first_matrix + of_chunk
     b, h = kv // sizes.heads, kv % sizes.heads

@@ -40,6 +40,7 @@ from attnscore.kernels.triton.tile import (
     steps_of,
     store_vectors,
     tile_of_step,
+    typed,
     vectors,
     with_bias,
 )
@@ -64,30 +65,30 @@ def row_sums(out, grad_out, grad_log_sum_exp, delta, n_q, value_dim, heads, grou
 
 @triton.jit
 def row_values(rows, z, i, n_q):
-    """Return what the backward knows of the queries `i`, in their shape."""
+    """Return what the backward knows of the queries `i`, in their shape; the entropy where it has a gradient."""
     at, live = z.to(tl.int64) * n_q + i, i < n_q
     log_denom = tl.load(rows.log_denom + at, mask=live, other=NEG_INF)
     # Of a query that attends nothing: p = exp(-inf).
     log_denom = tl.where(log_denom == NEG_INF, float("inf"), log_denom)
     row_max = tl.load(rows.row_max + at, mask=live, other=0.0)
     delta = tl.load(rows.delta + at, mask=live, other=0.0)
+    # None has to be in no result: Triton 3.6 refuses it.
+    entropy, grad_entropy = delta, delta
     if rows.grad_entropy is not None:
         entropy = tl.load(rows.entropy + at, mask=live, other=0.0)
         grad_entropy = tl.load(rows.grad_entropy + at, mask=live, other=0.0)
-    else:
-        entropy, grad_entropy = None, None
     return RowGrads(row_max, log_denom, delta, entropy, grad_entropy)
 
 
 @triton.jit
 def pair_gradients(
-    raw, dp, attends, rows, inputs, m, i, j, sizes,
+    raw, dp, attends, rows, of_rows, inputs, m, i, j, sizes,
     FORM: tl.constexpr, FUNCTION: tl.constexpr, CAPS: tl.constexpr, RELATIVE: tl.constexpr, FULL: tl.constexpr = False,
 ):  # fmt: skip
     """Return of each pair: its weight after dropout, and the gradients of its score after and before the caps.
 
     `raw` are the scores of `pair_scores`, `dp` the products of value and gradient of the output, `attends` the pairs
-    that the mask leaves; `rows` are those of `row_values`. `FULL`: the mask leaves all pairs.
+    that the mask leaves; `of_rows` are the `row_values` of `rows`. `FULL`: the mask leaves all pairs.
     """
     uncapped = function_scores(raw, inputs.shared, m, FORM, FUNCTION)
     s = capped(uncapped, CAPS)
@@ -97,7 +98,7 @@ def pair_gradients(
     # A custom function may be NaN for the zeros that stand past the last query.
     MASKED: tl.constexpr = not FULL or inputs.bias is not None or FUNCTION is not None
     # Forward: p = exp(s - row_max - log_denom)
-    log_p = (s - rows.row_max) - rows.log_denom
+    log_p = (s - of_rows.row_max) - of_rows.log_denom
     p = tl.exp2(log_p * LOG2E)
     if MASKED:
         p = tl.where(attends, p, 0.0)
@@ -106,10 +107,10 @@ def pair_gradients(
         keep = kept(inputs.dropout, m.z, i, j, sizes.n_q)
         dropped = tl.where(keep, p * inputs.dropout.factor, 0.0)
         dp = tl.where(keep, dp * inputs.dropout.factor, 0.0)
-    grad = p * (dp + rows.delta)
+    grad = p * (dp + of_rows.delta)
     if rows.grad_entropy is not None:
         # Forward: H = -sum p log p
-        grad -= p * (tl.where(p == 0, 0.0, log_p) + rows.entropy) * rows.grad_entropy
+        grad -= p * (tl.where(p == 0, 0.0, log_p) + of_rows.entropy) * of_rows.grad_entropy
     if MASKED:
         grad = tl.where(attends, grad, 0.0)
     raw_grad = grad
@@ -121,7 +122,7 @@ def pair_gradients(
 
 @triton.jit
 def tile_gradients(
-    inputs, queries, keys, grad_out, value, rows, attends, m, sizes, scale, slope,
+    inputs, queries, keys, grad_out, value, rows, of_rows, attends, m, sizes, scale, slope,
     FORM: tl.constexpr, FUNCTION: tl.constexpr, CAPS: tl.constexpr, RELATIVE: tl.constexpr, PRECISION: tl.constexpr,
     FULL: tl.constexpr = False, OF_KEYS: tl.constexpr = False,
 ):  # fmt: skip
@@ -129,13 +130,13 @@ def tile_gradients(
 
     `value` is (value_dim, N), or (N, value_dim) where the rows are keys; `grad_out` is (M, value_dim).
     """
-    raw = pair_scores(queries, keys, inputs.shared, m, sizes.dim, scale, slope, FORM, FUNCTION, PRECISION, OF_KEYS)
+    raw = pair_scores(queries, keys, inputs, m, sizes, scale, slope, FORM, FUNCTION, PRECISION, OF_KEYS)
     if OF_KEYS:
         dp = tl.dot(value, tl.trans(grad_out).to(value.dtype), input_precision=PRECISION)
     else:
         dp = tl.dot(grad_out.to(value.dtype), value, input_precision=PRECISION)
     dropped, grad, ds = pair_gradients(
-        raw, dp, attends, rows, inputs, m, queries.at, keys.at, sizes, FORM, FUNCTION, CAPS, RELATIVE, FULL
+        raw, dp, attends, rows, of_rows, inputs, m, queries.at, keys.at, sizes, FORM, FUNCTION, CAPS, RELATIVE, FULL
     )
     return raw, dropped, grad, ds
 
@@ -179,11 +180,12 @@ def d_query(
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of a tile of queries, and that of the bias of its pairs."""
+    inputs = typed(inputs)
     tile, m = tl.program_id(0), matrix_of(tl.program_id(1), sizes.heads, sizes.groups)
     r, d, dv = tile * BM + tl.arange(0, BM), tl.arange(0, D), tl.arange(0, DV)
     i = r[:, None]
     of_query, of_key, of_value = side_of(inputs.query, m), side_of(inputs.key, m), side_of(inputs.value, m)
-    queries = side_tile(of_query, inputs.query_bias, m, i, d[None, :], sizes.n_q, sizes.dim, FORM)
+    queries = side_tile(of_query, i, d[None, :], sizes.n_q, sizes.dim, FORM)
     scale = scale_of(scale, inputs.scales, m, sizes)
     do = vectors(side_of(grad_out, m), i.to(tl.int64), dv[None, :], queries.live, sizes.value_dim)
     of_rows = row_values(rows, m.z, i, sizes.n_q)
@@ -196,14 +198,14 @@ def d_query(
         for full in tl.static_range(1, -1, -1):
             for step in tl.range(0, steps_of(visited, full)):
                 j = (tile_of_step(step, visited, full) * BN + tl.arange(0, BN))[None, :]
-                keys = side_tile(of_key, inputs.key_bias, m, j, d[:, None], sizes.n_k, sizes.dim, FORM)
+                keys = side_tile(of_key, j, d[:, None], sizes.n_k, sizes.dim, FORM)
                 v = vectors(of_value, j.to(tl.int64), dv[:, None], keys.live, sizes.value_dim)
                 if full:
                     attends = queries.live & keys.live
                 else:
                     attends = attended(inputs.masking, interval, m, i, j, sizes)
                 raw, _, grad, ds = tile_gradients(
-                    inputs, queries, keys, do, v, of_rows, attends, m, sizes, scale, slope,
+                    inputs, queries, keys, do, v, rows, of_rows, attends, m, sizes, scale, slope,
                     FORM, FUNCTION, CAPS, RELATIVE, PRECISION, full,
                 )  # fmt: skip
                 ds = function_gradient(ds, raw, inputs.shared, m, FORM, DERIVATIVE)
@@ -236,12 +238,13 @@ def d_key(
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of a tile of keys and values; `SHARED`: over all query heads of their KV head."""
+    inputs = typed(inputs)
     tile, members = tl.program_id(0), sizes.groups if SHARED else 1
     first = matrix_of(tl.program_id(1) * members, sizes.heads, sizes.groups)
     c, d, dv = tile * BN + tl.arange(0, BN), tl.arange(0, D), tl.arange(0, DV)
     j = c[:, None]
     of_key = side_of(inputs.key, first)
-    keys = side_tile(of_key, inputs.key_bias, first, j, d[None, :], sizes.n_k, sizes.dim, FORM)
+    keys = side_tile(of_key, j, d[None, :], sizes.n_k, sizes.dim, FORM)
     v = vectors(side_of(inputs.value, first), j.to(tl.int64), dv[None, :], keys.live, sizes.value_dim)
     acc = tl.zeros((BN, D), tl.float32)
     of_value = tl.zeros((BN, DV), tl.float32)
@@ -259,14 +262,15 @@ def d_key(
             for step in tl.range(0, steps_of(visited, full)):
                 r = tile_of_step(step, visited, full) * BM + tl.arange(0, BM)
                 i = r[None, :]
-                queries = side_tile(of_query, inputs.query_bias, m, i, d[:, None], sizes.n_q, sizes.dim, FORM)
+                queries = side_tile(of_query, i, d[:, None], sizes.n_q, sizes.dim, FORM)
                 do = vectors(of_grad_out, r.to(tl.int64)[:, None], dv[None, :], r[:, None] < sizes.n_q, sizes.value_dim)
                 if full:
                     attends = queries.live & keys.live
                 else:
                     attends = attended_by_any(inputs.masking, m, i, j, sizes, INTERVALS)
+                of_rows = row_values(rows, m.z, i, sizes.n_q)
                 raw, dropped, _, ds = tile_gradients(
-                    inputs, queries, keys, do, v, row_values(rows, m.z, i, sizes.n_q), attends, m, sizes, scale, slope,
+                    inputs, queries, keys, do, v, rows, of_rows, attends, m, sizes, scale, slope,
                     FORM, FUNCTION, CAPS, RELATIVE, PRECISION, full, True,
                 )  # fmt: skip
                 ds = function_gradient(ds, raw, inputs.shared, m, FORM, DERIVATIVE)
@@ -304,16 +308,15 @@ def tile_gradient(
     """Return queries, keys, `pair_scores` of one tile of one matrix, and the gradients after and before the caps."""
     i, j = (tile * BM + tl.arange(0, BM))[:, None], (at_tile * BN + tl.arange(0, BN))[None, :]
     d, dv = tl.arange(0, D), tl.arange(0, DV)
-    queries = side_tile(
-        side_of(inputs.query, m), inputs.query_bias, m, i, d[None, :], sizes.n_q, sizes.dim, FORM
-    )  # fmt: skip
-    keys = side_tile(side_of(inputs.key, m), inputs.key_bias, m, j, d[:, None], sizes.n_k, sizes.dim, FORM)
+    queries = side_tile(side_of(inputs.query, m), i, d[None, :], sizes.n_q, sizes.dim, FORM)
+    keys = side_tile(side_of(inputs.key, m), j, d[:, None], sizes.n_k, sizes.dim, FORM)
     do = vectors(side_of(grad_out, m), i.to(tl.int64), dv[None, :], queries.live, sizes.value_dim)
     v = vectors(side_of(inputs.value, m), j.to(tl.int64), dv[:, None], keys.live, sizes.value_dim)
     attends = attended_by_any(inputs.masking, m, i, j, sizes, INTERVALS)
     scale = scale_of(scale, inputs.scales, m, sizes)
+    of_rows = row_values(rows, m.z, i, sizes.n_q)
     raw, _, grad, ds = tile_gradients(
-        inputs, queries, keys, do, v, row_values(rows, m.z, i, sizes.n_q), attends, m, sizes, scale, slope,
+        inputs, queries, keys, do, v, rows, of_rows, attends, m, sizes, scale, slope,
         FORM, FUNCTION, CAPS, RELATIVE, PRECISION,
     )  # fmt: skip
     return queries, keys, raw, grad, ds
@@ -348,6 +351,7 @@ def d_bias(
     The bias has the sizes `batches`, `kv_heads` and `group_count`, each whole or 1. Where it has no axis of queries
     (not `OF_ROWS`) or keys, each tile of queries or keys has its own sum.
     """
+    inputs = typed(inputs)
     tile, at_tile, of_bias = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     own = matrix_of(of_bias, kv_heads, group_count)
     total = tl.zeros((BM, BN), tl.float32)
@@ -383,6 +387,7 @@ def d_relative_bias(
 
     Each program adds to a line of its own, (share, matrix of the bias, key - query), which holds zeros before.
     """
+    inputs = typed(inputs)
     share, of_bias = tl.program_id(0), tl.program_id(1)
     own = matrix_of(of_bias, kv_heads, group_count)
     line = grad_bias + (share * tl.num_programs(1) + of_bias).to(tl.int64) * (sizes.n_q + sizes.n_k - 1)
@@ -420,6 +425,7 @@ def d_parameter(
 
     `sums` are (matrix, query tile, dim) of a sum over channels, else (matrix, query tile).
     """
+    inputs = typed(inputs)
     tile, m = tl.program_id(0), matrix_of(tl.program_id(1), sizes.heads, sizes.groups)
     acc = tl.zeros((BM, D if FORM == CHANNELS else 1), tl.float32)
     first, last = tl.cdiv(sizes.n_k, BN), 0

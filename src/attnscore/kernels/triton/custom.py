@@ -23,30 +23,21 @@ from attnscore.scores.triton_tile import TritonTile, triton_tile_of
 
 
 class Parameter(NamedTuple):
-    """A parameter of a custom score: a number, or a float32 array (head, group, channel) and its strides."""
+    """A parameter of a custom score: a float32 array (head, group, channel) and its strides, 0 where it is shared."""
 
-    number: Any
-    data: Any = None
-    head: Any = 0
-    group: Any = 0
-    channel: Any = 0
-
-
-@triton.jit
-def _loaded(parameter, m, c):
-    if parameter.data is None:
-        return parameter.number
-    else:
-        return tl.load(parameter.data + m.h * parameter.head + m.g * parameter.group + c * parameter.channel)
+    data: Any
+    head: Any
+    group: Any
+    channel: Any
 
 
 @triton.jit
 def loaded(parameters, m, c):
     """Return the parameters of the head of a matrix and a channel, as a tuple."""
     values = ()
-    if parameters is not None:
-        for k in tl.static_range(len(parameters)):
-            values = values + (_loaded(parameters[k], m, c),)
+    for k in tl.static_range(len(parameters)):
+        x = parameters[k]
+        values = values + (tl.load(x.data + m.h * x.head + m.g * x.group + c * x.channel),)
     return values
 
 
@@ -122,7 +113,7 @@ class Custom(NamedTuple):
     """A custom score as the kernels take it."""
 
     tile: TritonTile
-    parameters: tuple[Parameter, ...] | None
+    parameters: tuple[Parameter, ...]
     learned: tuple[str, ...]
     """Names of the operands that are parameters, in the order of the derivatives."""
 
@@ -138,12 +129,13 @@ def custom_of(problem: Problem) -> Custom:
         x = form.parameters.get(name, getattr(form.score, name))
         if isinstance(x, torch.Tensor):
             whole = _per_head(problem, name, x.float(), name in tile.channel_parameters)
-            strides = (0 if n == 1 else stride for n, stride in zip(whole.shape, whole.stride(), strict=True))
-            found.append(Parameter(None, whole, *strides))
         else:
-            found.append(Parameter(float(x)))
+            # Written on the device: nothing is copied to it.
+            whole = torch.full((1, 1, 1), float(x), device=problem.value.device)
+        strides = (0 if n == 1 else stride for n, stride in zip(whole.shape, whole.stride(), strict=True))
+        found.append(Parameter(whole, *strides))
     learned = tuple(PARAMETER + name for name in tile.names if name in form.parameters)
-    return Custom(tile, tuple(found) or None, learned)
+    return Custom(tile, tuple(found), learned)
 
 
 def _per_head(problem: Problem, name: str, x: torch.Tensor, has_channels: bool) -> torch.Tensor:

@@ -28,6 +28,7 @@ from attnscore.kernels.triton.tile import (
     steps_of,
     store_vectors,
     tile_of_step,
+    typed,
     vectors,
     with_bias,
 )
@@ -268,10 +269,11 @@ def forward(
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute output, row_max, log_denom and statistics of a tile of queries; `LANES`: columns of its sums."""
+    inputs = typed(inputs)
     tile, m = tl.program_id(0), matrix_of(tl.program_id(1), sizes.heads, sizes.groups)
     i, d, dv = tile * BM + tl.arange(0, BM), tl.arange(0, D), tl.arange(0, DV)[None, :]
     of_query, of_key, of_value = side_of(inputs.query, m), side_of(inputs.key, m), side_of(inputs.value, m)
-    queries = side_tile(of_query, inputs.query_bias, m, i[:, None], d[None, :], sizes.n_q, sizes.dim, FORM)
+    queries = side_tile(of_query, i[:, None], d[None, :], sizes.n_q, sizes.dim, FORM)
     scale = scale_of(scale, inputs.scales, m, sizes)
     zero = tl.zeros((BM,), tl.float32)
     none = tl.zeros((BM, LANES), tl.float32)
@@ -283,12 +285,8 @@ def forward(
         for full in tl.static_range(1, -1, -1):
             for step in tl.range(0, steps_of(visited, full)):
                 c = tile_of_step(step, visited, full) * BN + tl.arange(0, BN)
-                keys = side_tile(
-                    of_key, inputs.key_bias, m, c[None, :], d[:, None], sizes.n_k, sizes.dim, FORM, full
-                )  # fmt: skip
-                s = pair_scores(
-                    queries, keys, inputs.shared, m, sizes.dim, scale, slope, FORM, FUNCTION, PRECISION
-                )  # fmt: skip
+                keys = side_tile(of_key, c[None, :], d[:, None], sizes.n_k, sizes.dim, FORM, full)
+                s = pair_scores(queries, keys, inputs, m, sizes, scale, slope, FORM, FUNCTION, PRECISION)
                 s = capped(function_scores(s, inputs.shared, m, FORM, FUNCTION), CAPS)
                 s, attends = _masked(s, inputs, interval, m, queries, keys, sizes, FUNCTION, RELATIVE, full)
                 found, p, alpha = _with_tile(found, s, attends, rows, step, full and inputs.bias is None)

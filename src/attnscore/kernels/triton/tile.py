@@ -13,6 +13,7 @@ import triton.language as tl
 
 from attnscore.kernels.triton.additive import additive_scores
 from attnscore.kernels.triton.custom import channel_of, channel_scores, scaled_derivative, value_of
+from attnscore.kernels.triton.kernel import is_interpreted
 from attnscore.kernels.triton.operands import Side
 
 # Values of FORM: those of `tiles.FORMS` in their order, and a custom score that is a sum over channels.
@@ -48,8 +49,32 @@ class SideTile(NamedTuple):
     live: Any
     """Which of these are below the length."""
     vectors: Any
-    """A factor of the product that the scores are; None in other forms, which read `side` by channels."""
-    bias: Any
+    """A factor of the product that the scores are; other forms read `side` by channels, and have `live` here."""
+
+
+def _typed(x: Any) -> Any:
+    if not isinstance(x, tl.tuple):
+        return x
+    parts = [_typed(part) for part in x.values]
+    return tl.tuple(parts, tl.tuple_type([part.type for part in parts], x.type.fields))
+
+
+if is_interpreted():
+
+    def typed(x: Any) -> Any:
+        """Return the argument."""
+        return x
+
+else:
+
+    @tl.core.builtin
+    def typed(x: Any, _semantic: Any = None) -> Any:
+        """Return an argument of a kernel with the types of its parts.
+
+        Triton 3.6 takes a stride of 1 for a constant, without telling the types of the tuples around it; a loop
+        goes by these, and the stride became None.
+        """
+        return _typed(x)
 
 
 @triton.jit
@@ -78,15 +103,19 @@ def store_vectors(to, m, at, d, live, dim, x):
 
 
 @triton.jit
-def side_tile(side, bias, m, at, d, n, dim, FORM: tl.constexpr, FULL: tl.constexpr = False):
+def side_tile(side, at, d, n, dim, FORM: tl.constexpr, FULL: tl.constexpr = False):
     """Return the `SideTile` of positions `at`, with channels `d`, which broadcast; `FULL`: all are below `n`."""
-    rows, live = at.to(tl.int64), at < n
-    matrix, of_bias = None, None
+    live = at < n
     if FORM == INNER:
-        matrix = vectors(side, rows, d, True if FULL else live, dim)
-    if bias is not None:
-        of_bias = tl.load(base(bias, m) + rows * bias.row, mask=live, other=0.0).to(tl.float32)
-    return SideTile(side, at, live, matrix, of_bias)
+        return SideTile(side, at, live, vectors(side, at.to(tl.int64), d, True if FULL else live, dim))
+    else:
+        return SideTile(side, at, live, live)
+
+
+@triton.jit
+def side_bias(bias, m, tile):
+    """Return what the scores of a `SideTile` have added for each of its positions."""
+    return tl.load(base(bias, m) + tile.at.to(tl.int64) * bias.row, mask=tile.live, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -308,24 +337,24 @@ def distance_gradient(acc, ds, mine, other, dim, D: tl.constexpr):
 
 @triton.jit
 def pair_scores(
-    queries, keys, shared, m, dim, scale, slope,
+    queries, keys, inputs, m, sizes, scale, slope,
     FORM: tl.constexpr, FUNCTION: tl.constexpr, PRECISION: tl.constexpr, OF_KEYS: tl.constexpr = False,
 ):  # fmt: skip
     """Return the scores before a custom function of them, caps, bias and mask; `OF_KEYS`: the rows are keys."""
     if FORM == INNER:
         q, k = queries.vectors, keys.vectors
         s = tl.dot(k if OF_KEYS else q, q if OF_KEYS else k, input_precision=PRECISION) * scale
-        if queries.bias is not None:
-            s += queries.bias
-        if keys.bias is not None:
-            s += keys.bias
+        if inputs.query_bias is not None:
+            s += side_bias(inputs.query_bias, m, queries)
+        if inputs.key_bias is not None:
+            s += side_bias(inputs.key_bias, m, keys)
     elif FORM == DISTANCE:
-        s = squared_distance(queries, keys, dim) * -scale
+        s = squared_distance(queries, keys, sizes.dim) * -scale
     elif FORM == CHANNELS:
-        s = channel_scores(queries, keys, shared, m, dim, FUNCTION)
+        s = channel_scores(queries, keys, inputs.shared, m, sizes.dim, FUNCTION)
     else:
-        q, k = queries.side, keys.side
-        s = additive_scores(q, k, base(shared, m), queries.at, keys.at, dim, slope, FUNCTION)
+        q, k, w_v = queries.side, keys.side, base(inputs.shared, m)
+        s = additive_scores(q, k, w_v, queries.at, keys.at, sizes.dim, slope, FUNCTION)
     return s
 
 
