@@ -25,8 +25,10 @@ from attnscore.masks.function import MaskFunction
 from attnscore.masks.index_values import per_query
 from attnscore.masks.intervals import IntervalSet
 
-# Limits on a cached mask: queries (times batch rows), and index values. The cache holds at most 16 MB.
+# Limits on a cached mask: queries (times batch rows), and index values. The cache holds at most 16 MB; that of longer
+# masks too, whose copy to a GPU would wait for it at each call.
 MAX_ROWS = 4096
+MAX_LONG_ROWS = 2**16
 MAX_NUMBERS = 1024
 # The intervals of these masks depend on their fields alone, which a custom mask does not promise. `Dense` has none.
 _FIELDS: dict[type[Mask], tuple[str, ...]] = {
@@ -79,22 +81,33 @@ class CachedMask(IntervalSetMask):
 
 
 _CACHE: BoundedCache[CachedMask | None] = BoundedCache(256)
+_LONG_CACHE: BoundedCache[CachedMask | None] = BoundedCache(16)
 
 
 def cached_mask(mask: Mask, score_shape: ScoreShape, check: Callable[[Mask], None]) -> Mask:
     """Return `mask`, checked: as the cached mask of the same values where it is intervals, otherwise as it is."""
+    if any(map(is_unknown, (score_shape.batch, score_shape.query_len, score_shape.key_len))):
+        check(mask)
+        return mask
+    found = _cached(mask, score_shape, check)
+    if found is not None:
+        return found
+    check(mask)
+    return _without_functions(mask, score_shape)
+
+
+def _cached(mask: Mask, score_shape: ScoreShape, check: Callable[[Mask], None]) -> Mask | None:
+    """Return the cached mask of the same values, or `mask` where they are no intervals; None: it has no signature."""
+    rows = score_shape.batch * score_shape.query_len
+    if rows > MAX_LONG_ROWS or (signature := _signature(mask)) is None:
+        return None
 
     def compute() -> CachedMask | None:
         check(mask)
         return _intervals_of(mask, score_shape)
 
-    if any(map(is_unknown, (score_shape.batch, score_shape.query_len, score_shape.key_len))):
-        check(mask)
-        return mask
-    if score_shape.batch * score_shape.query_len > MAX_ROWS or (signature := _signature(mask)) is None:
-        check(mask)
-        return _without_functions(mask, score_shape)
-    found = _CACHE.get_or_compute((score_shape, signature), compute)
+    cache = _CACHE if rows <= MAX_ROWS else _LONG_CACHE
+    found = cache.get_or_compute((score_shape, signature), compute)
     return mask if found is None else found
 
 
@@ -108,18 +121,26 @@ def settled_mask(mask: Mask, score_shape: ScoreShape) -> Mask:
 
 def _intervals_of(mask: Mask, score_shape: ScoreShape) -> CachedMask | None:
     intervals, rest = split(mask, score_shape.query_len, score_shape.key_len, score_shape.batch)
-    if intervals is None or rest is not None or intervals.start.size > MAX_ROWS:
+    most = MAX_ROWS if score_shape.batch * score_shape.query_len <= MAX_ROWS else MAX_LONG_ROWS
+    if intervals is None or rest is not None or intervals.start.size > most:
         return None
     start, stop = intervals.ends
     return CachedMask(np.array(start), np.array(stop), repr(mask))
 
 
 def _without_functions(mask: Mask, score_shape: ScoreShape) -> Mask:
-    """Return `mask` with functions replaced by their intervals, as a traced program cannot call them when it runs."""
+    """Return a checked mask with functions replaced by their intervals: a traced program cannot call them when it runs.
+
+    Of masks that all have to unmask a pair, those whose values the host knows are the cached ones.
+    """
     if isinstance(mask, MaskFunction):
         intervals = mask.interval_set(score_shape.query_len, score_shape.key_len, score_shape.batch)
         return mask if intervals is None else CachedMask(*intervals.ends, repr(mask))
-    if isinstance(mask, (And, Or)):
+    if isinstance(mask, And):
+        parts = ((part, _cached(part, score_shape, lambda _: None)) for part in (mask.first, mask.second))
+        first, second = (_without_functions(part, score_shape) if found is None else found for part, found in parts)
+        return mask if first is mask.first and second is mask.second else And(first, second)
+    if isinstance(mask, Or):
         first, second = (_without_functions(part, score_shape) for part in (mask.first, mask.second))
         return mask if first is mask.first and second is mask.second else type(mask)(first, second)
     if isinstance(mask, Not):

@@ -327,7 +327,7 @@ def gradients(
     """
     n_q, n_k, hidden, value_dim, heads, groups = given.sizes
     sides: Any = given.additive
-    intervals, tile, device = given.intervals, given.tile("store_gradients"), grad_out.data.device
+    intervals, tile, device = given.interval_count, given.tile("store_gradients"), grad_out.data.device
     block, channels = TILE if runner.architecture(grad_out.data) else INTERPRETED_TILE
     masking, kv_heads = given.masking(tile), given.batch * heads
     inputs = given.inputs(masking)

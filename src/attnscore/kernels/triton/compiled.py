@@ -77,6 +77,8 @@ class Code:
 class Recorder(launch.Runner):
     """Compiles each kernel for an architecture in place of a launch."""
 
+    keeps_tables = False
+
     def __init__(
         self, architecture: int, wanted: Collection[str] | None = None, tiles: Mapping[str, Tile] | None = None
     ) -> None:

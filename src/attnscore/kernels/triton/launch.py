@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -46,6 +47,9 @@ _STATISTICS = tuple(name for name in statistics.TABLE if name != "log_sum_exp")
 class Runner:
     """Launches kernels on the device of the tensors; `compiled` has one that compiles them for another."""
 
+    keeps_tables = True
+    """Whether what kernels make of a mask is kept for further calls (`DeviceIntervals`)."""
+
     def architecture(self, x: torch.Tensor) -> int:
         """Return the architecture of the device as 10 * major + minor, 0 in the interpreter."""
         return 0 if is_interpreted() else _architecture(x.device)
@@ -69,6 +73,35 @@ RUNNER = Runner()
 
 
 @dataclass(frozen=True, eq=False)
+class DeviceIntervals:
+    """The intervals of a mask on a device, int32 (interval, batch or 1, query), and what kernels have made of them."""
+
+    start: torch.Tensor
+    stop: torch.Tensor
+    tables: dict[Hashable, torch.Tensor] | None
+    """By stream, as another stream may read them too early, and by what they depend on; None: of this call alone."""
+
+    def table(self, runner: Runner, key: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return the table that `make` launches a kernel for, or the one of an earlier call."""
+        if self.tables is None or not runner.keeps_tables:
+            return make()
+        if self.start.is_cuda:
+            key = torch.cuda.current_stream(self.start.device).cuda_stream, key
+            if torch.cuda.is_current_stream_capturing():
+                # What a graph reads has to outlive it; what it writes is its own.
+                if self not in _CAPTURED:
+                    _CAPTURED.append(self)
+                return self.tables[key] if key in self.tables else make()
+        if key not in self.tables:
+            self.tables[key] = make()
+        return self.tables[key]
+
+
+_CAPTURED: list[DeviceIntervals] = []
+"""Of calls that a CUDA graph has captured."""
+
+
+@dataclass(frozen=True, eq=False)
 class Operands:
     """A problem as the kernels take it, but for what depends on the tile sizes."""
 
@@ -85,8 +118,7 @@ class Operands:
     is_relative: bool
     sink: torch.Tensor | None
     dropout: Dropout | None
-    start: torch.Tensor | None
-    stop: torch.Tensor | None
+    intervals: DeviceIntervals | None
     query_ids: torch.Tensor | None
     key_ids: torch.Tensor | None
     mask: Operand | None
@@ -126,8 +158,8 @@ class Operands:
         return None if self.custom is None else self.custom.tile.gradient
 
     @property
-    def intervals(self) -> int:
-        return 1 if self.start is None else len(self.start)
+    def interval_count(self) -> int:
+        return 1 if self.intervals is None else len(self.intervals.start)
 
     @property
     def is_tested(self) -> bool:
@@ -159,7 +191,7 @@ class Operands:
     def constants(self, tile: Tile) -> dict[str, Any]:
         """Return what the same kernels are compiled for."""
         return {
-            "FORM": self.form, "FUNCTION": self.function, "CAPS": self.caps, "INTERVALS": self.intervals,
+            "FORM": self.form, "FUNCTION": self.function, "CAPS": self.caps, "INTERVALS": self.interval_count,
             "D": padded(self.sizes[2]), "DV": padded(self.sizes[3]), "PRECISION": self.precision,
             "BM": tile.queries, "BN": tile.keys, "num_warps": tile.warps, "num_stages": tile.stages,
         }  # fmt: skip
@@ -178,23 +210,31 @@ class Operands:
 
     def masking(self, tile: Tile) -> Masking:
         """Return the mask with the ends of the tiles, which a kernel computes."""
-        ends, interval, batch, ends_batch = None, 0, 0, 1
-        if self.start is not None:
-            count, ends_batch, queries = self.start.shape
-            tiles = triton.cdiv(queries, tile.queries)
-            interval, batch = ends_batch * queries, queries if ends_batch > 1 else 0
-            ends = self.start.new_empty((count, ends_batch, tiles, 4))
         found = Masking(
-            *(self.start, self.stop, interval, batch, ends, ends_batch, self.query_ids, self.key_ids),
+            *(None, None, 0, 0, None, 1, self.query_ids, self.key_ids),
             query_ids_batch=_row_stride(self.query_ids), key_ids_batch=_row_stride(self.key_ids), array=self.mask,
         )  # fmt: skip
-        if ends is not None:
+        if self.intervals is None:
+            return found
+        start, stop = self.intervals.start, self.intervals.stop
+        count, ends_batch, queries = start.shape
+        tiles = triton.cdiv(queries, tile.queries)
+        interval, batch = ends_batch * queries, queries if ends_batch > 1 else 0
+        found = found._replace(start=start, stop=stop, interval=interval, batch=batch, ends_batch=ends_batch)
+
+        def ends() -> torch.Tensor:
+            made = start.new_empty((count, ends_batch, tiles, 4))
             self.runner.run(
-                ranges.ends_of_tiles, (ends.shape[2], ends.shape[0], ends_batch),
-                found, ends, self.sizes[0], ends.shape[2],
+                ranges.ends_of_tiles, (tiles, count, ends_batch), found._replace(ends=made), made, queries, tiles,
                 TESTED=self.is_tested, BM=tile.queries, BN=tile.keys,
             )  # fmt: skip
-        return found
+            return made
+
+        return found._replace(ends=self.intervals.table(self.runner, self.ends_key(tile), ends))
+
+    def ends_key(self, tile: Tile) -> Hashable:
+        """Return what the ends of the tiles depend on, beside the mask."""
+        return "ends", tile.queries, tile.keys, self.is_tested
 
 
 def _precision(x: torch.Tensor, architecture: int) -> str:
@@ -249,7 +289,7 @@ def operands_of(problem: Problem, plan: TilePlan, runner: Runner, *, has_backwar
         bias = _over_keys(bias, shape.key_len)
     if sink is not None:
         sink = sink.to(sums).expand(heads, groups).contiguous()
-    start, stop, query_ids, key_ids, mask = _mask_operands(problem, plan)
+    intervals, query_ids, key_ids, mask = _mask_operands(problem, plan)
     query_operand, key_operand = placed(query, shape.query_len), placed(key, shape.key_len)
     value_operand = placed(narrowed(problem.value), shape.key_len)
     if query_operand is None or key_operand is None or value_operand is None:
@@ -273,8 +313,7 @@ def operands_of(problem: Problem, plan: TilePlan, runner: Runner, *, has_backwar
         is_relative=problem.has_relative_bias,
         sink=sink,
         dropout=_dropout(problem),
-        start=start,
-        stop=stop,
+        intervals=intervals,
         query_ids=query_ids,
         key_ids=key_ids,
         mask=mask,
@@ -301,22 +340,25 @@ def _over_keys(x: Operand | None, key_len: int) -> Operand | None:
     return x if x is None or x.data.shape[-1] != 1 or key_len == 1 else x._replace(column=0)
 
 
-_ON_DEVICE: WeakKeyDictionary[IntervalSet, dict[torch.device, tuple[torch.Tensor, torch.Tensor]]] = WeakKeyDictionary()
+_ON_DEVICE: WeakKeyDictionary[IntervalSet, dict[Hashable, DeviceIntervals]] = WeakKeyDictionary()
 
 
 def _mask_operands(problem: Problem, plan: TilePlan) -> tuple[Any, ...]:
-    """Return start and stop of the intervals, document ids of queries and keys, and the boolean mask; None: none."""
+    """Return the intervals, document ids of queries and keys, and the boolean mask; None: none."""
     ops, shape, like = problem.ops, problem.score_shape, problem.value
     known, rest = plan.interval_set, plan.rest
-    start = stop = None
+    batch = math.prod(shape.lead)
+    intervals = None
     if known is not None:
-        start, stop = _on_device(known, like.device)
+        intervals = _on_device(known, like.device, shape.batch, batch)
     elif rest is not None:
         # Lengths on the device: their intervals are computed there.
         ends, others = traced_visibility(ops, shape, like, rest)
         if ends is not None and len(ends[0].shape) == 2:
             rest = others
             start, stop = (x.to(torch.int32).contiguous()[None] for x in ends)
+            start, stop = (_per_merged_batch(x, shape.batch, batch, axis=1) for x in (start, stop))
+            intervals = DeviceIntervals(start, stop, None)
     direct, evaluated = lowering.partition(rest)
     found = lowering.arrays(ops, shape, like, direct, with_evaluated=bool(evaluated))
     for part in evaluated:
@@ -326,14 +368,11 @@ def _mask_operands(problem: Problem, plan: TilePlan) -> tuple[Any, ...]:
     if "mask" in found:
         mask = operand(found["mask"].view(torch.uint8), shape.lead, shape.heads, shape.groups, shape.query_len)
         mask = _over_keys(mask, shape.key_len)
-    batch = math.prod(shape.lead)
     ids = []
     for name in ("query_ids", "key_ids"):
         x = found.get(name)
         ids.append(None if x is None else _per_merged_batch(x.to(torch.int64).contiguous(), shape.batch, batch))
-    if start is not None and stop is not None:
-        start, stop = (_per_merged_batch(x, shape.batch, batch, axis=1) for x in (start, stop))
-    return start, stop, *ids, mask
+    return intervals, *ids, mask
 
 
 def _row_stride(x: torch.Tensor | None) -> int:
@@ -346,13 +385,14 @@ def _per_merged_batch(x: torch.Tensor, batch: int, merged: int, axis: int = 0) -
     return x if x.shape[axis] == 1 or batch == merged else x.repeat_interleave(merged // batch, axis)
 
 
-def _on_device(known: IntervalSet, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return start and stop, int32 (interval, batch or 1, query), copied to the device once for a mask."""
+def _on_device(known: IntervalSet, device: torch.device, batch: int, merged: int) -> DeviceIntervals:
+    """Return the intervals of each of all leading axes, copied to the device once for a mask."""
     copies = _ON_DEVICE.setdefault(known, {})
-    if device not in copies:
-        start, stop = (torch.from_numpy(x.astype("int32", order="C")).to(device) for x in (known.start, known.stop))
-        copies[device] = start, stop
-    return copies[device]
+    if (device, merged) not in copies:
+        ends = (torch.from_numpy(x.astype("int32", order="C")).to(device) for x in (known.start, known.stop))
+        start, stop = (_per_merged_batch(x, batch, merged, axis=1) for x in ends)
+        copies[device, merged] = DeviceIntervals(start, stop, {})
+    return copies[device, merged]
 
 
 def forward(problem: Problem, plan: TilePlan, runner: Runner = RUNNER) -> Result:
@@ -517,12 +557,18 @@ class _Backward:
             grad_key_bias = self.placed(self.found["key_bias"], keys)
         masking = given.masking(tile)
         tiles, count = None, triton.cdiv(keys, tile.keys)
-        if masking.ends is not None:
-            intervals, batch, query_tiles, _ = masking.ends.shape
-            tiles = masking.ends.new_empty((batch, count, 4))
-            given.runner.run(
-                ranges.tiles_of_queries, (count, batch), masking.ends, tiles, intervals, query_tiles, BLOCK=128
-            )
+        if given.intervals is not None:
+
+            def tiles_of_queries() -> torch.Tensor:
+                intervals, batch, query_tiles, _ = masking.ends.shape
+                made: torch.Tensor = masking.ends.new_empty((batch, count, 4))
+                given.runner.run(
+                    ranges.tiles_of_queries, (count, batch), masking.ends, made, intervals, query_tiles, BLOCK=128
+                )
+                return made
+
+            key = "tiles of queries", count, given.ends_key(tile)
+            tiles = given.intervals.table(given.runner, key, tiles_of_queries)
         given.runner.run(
             backward_kernels.d_key, (count, given.matrices // groups if shared else given.matrices),
             given.inputs(masking), self.grad_out, self.rows, tiles,
