@@ -41,7 +41,7 @@ def test_neighbours_are_tiles_that_the_kernels_can_have() -> None:
     stored = gpu_tune.neighbours(
         Entry(90, "store_gradients", "additive", "float32", 64), Tile(32, 128, 4, 1), with_stages=True
     )
-    assert all(32 <= size <= 128 for tile in stored for size in tile[:2])
+    assert all(16 <= size <= 128 for tile in stored for size in tile[:2])
 
 
 def test_the_search_reaches_the_fastest_tile_step_by_step() -> None:

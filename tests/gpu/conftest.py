@@ -18,6 +18,8 @@ import torch
 from attnscore.kernels.triton import tiles
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# Without it, PyTorch's products refuse to run under `use_deterministic_algorithms`.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def _mend_bfloat16() -> None:

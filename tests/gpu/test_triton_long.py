@@ -17,7 +17,10 @@ import triton_scores as own
 from attnscore.core.statistics import TABLE
 from covering import pairs
 
-pytestmark = pytest.mark.skipif(DEVICE == "cpu", reason="inputs of several tiles of a GPU take the interpreter minutes")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(DEVICE == "cpu", reason="inputs of several tiles of a GPU take the interpreter minutes"),
+]
 
 QUERIES, KEYS = 333, 451
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
@@ -98,11 +101,12 @@ def results(
     )  # fmt: skip
     outputs = {"out": found[0], **found[1]._asdict()} if isinstance(found, tuple) else {"out": found}
     outputs = {name: x for name, x in outputs.items() if x is not None}
-    total = sum(
-        (torch.where(x.isfinite(), x, 0.0) * torch.linspace(-1, 1, x.numel(), dtype=x.dtype, device=x.device)
-         .reshape(x.shape)).sum()
-        for x in outputs.values()
-    )  # fmt: skip
+
+    def seed(x: torch.Tensor) -> torch.Tensor:
+        # In float64 first: float16 cannot count that far.
+        return torch.linspace(-1, 1, x.numel(), dtype=torch.float64, device=x.device).reshape(x.shape).to(x.dtype)
+
+    total = sum((torch.where(x.isfinite(), x, 0.0) * seed(x)).double().sum() for x in outputs.values())
     wanted = leaves | learned | {name: x for name, x in options.items() if isinstance(x, torch.Tensor)}
     grads = torch.autograd.grad(total, list(wanted.values()))
     found = outputs | {f"gradient of {name}": x for name, x in zip(wanted, grads, strict=True)}

@@ -483,8 +483,8 @@ FAULTS: list[Fault] = [
     Fault(
         "mask-known-for-any-sizes",
         _KNOWN,
-        "found = _CACHE.get_or_compute((score_shape, signature), compute)",
-        "found = _CACHE.get_or_compute(signature, compute)",
+        "found = cache.get_or_compute((score_shape, signature), compute)",
+        "found = cache.get_or_compute(signature, compute)",
         "tests/test_shapes.py -k 'test_lengths'",
         "the cache forgets the lengths that the intervals were made for",
     ),

@@ -26,7 +26,7 @@ FORMS = ("inner", "distance", "additive")
 DTYPES = ("float16", "bfloat16", "float32")
 DIMS = (32, 64, 128, 256)
 """Dimensions of the table: powers of 2, and 32 is for smaller ones too."""
-SUMS = 32
+SUMS = 16
 """Positions of a program that sums the gradients of an additive score: they divide the tiles of ``store_gradients``."""
 TABLE_SLACK = 128
 """Positions of a table of an additive score after the last, read without a mask: no tile of it is larger."""
@@ -164,8 +164,7 @@ def checked_tile(entry: Entry, numbers: Any) -> Tile:
     if not isinstance(numbers, list) or len(numbers) != 4 or not all(type(x) is int for x in numbers):
         raise ValueError(message(str(entry), "four whole numbers: queries, keys, warps, stages", repr(numbers)))
     tile = Tile(*numbers)
-    low = SUMS if entry.kernel == "store_gradients" else 16
-    high = TABLE_SLACK if entry.form == "additive" else 256
+    low, high = 16, TABLE_SLACK if entry.form == "additive" else 256
     if not all(low <= n <= high and n & (n - 1) == 0 for n in tile[:2]):
         raise ValueError(message(str(entry), f"as queries and keys powers of 2 from {low} to {high}", repr(numbers)))
     if tile.warps not in (1, 2, 4, 8, 16, 32) or not 1 <= tile.stages <= 8:
