@@ -18,35 +18,6 @@ inline T row_sum(const T* x) {
     return reduce_sum<T>(sum);
 }
 
-// The product of a tile's A (rows x keys) and B over the unmasked pairs alone: c[j] += a[i][j] * b[i] (by_keys), or
-// c[i] += factor * a[i][j] * b[j].
-template <class T>
-void unmasked_product(T* c, int64_t ldc, const T* a, const uint64_t* bits, int64_t rows, const View<T>& b,
-                      int64_t width, bool by_keys, T factor = 1) {
-    for (int64_t i = 0; i < rows; i++)
-        for_each_bit(bits[i], [&](int j) {
-            const T x = factor * a[i * kTileKeys + j];
-            T* to = c + (by_keys ? j : i) * ldc;
-            const T* from = b.row(by_keys ? i : j);
-            for (int64_t k = 0; k < width; k += Vector<T>::lanes) store(to + k, load(to + k) + x * load(from + k));
-        });
-}
-
-// The same for a distance: dq[i] += a[i][j] (q[i] - k[j]), dk[j] -= the same.
-template <class T>
-void unmasked_differences(T* dq, T* dk, int64_t width, const T* a, const uint64_t* bits, int64_t rows, const T* query,
-                          const View<T>& key) {
-    for (int64_t i = 0; i < rows; i++)
-        for_each_bit(bits[i], [&](int j) {
-            const T x = a[i * kTileKeys + j];
-            for (int64_t k = 0; k < width; k += Vector<T>::lanes) {
-                const V<T> difference = x * (load(query + i * width + k) - load(key.row(j) + k));
-                store(dq + i * width + k, load(dq + i * width + k) + difference);
-                store(dk + j * width + k, load(dk + j * width + k) - difference);
-            }
-        });
-}
-
 // Gradients of the keys and values of a tile, summed over one query tile, and then added to the caller's arrays. Where
 // rows of these are whole vectors they are the caller's arrays themselves (`in_place`), unless many terms would be
 // added to them one by one, which rounds more than sums of blocks: those of inner products are blocks, except where
@@ -168,11 +139,12 @@ void accumulate_gradients(const Problem& problem, BackwardQueryTile<T>& queries,
         const T factor = T(-2) * scale_of<T>(problem, head);
         for (int64_t i = 0; i < count * kTileKeys; i += L) store(ds + i, load(ds + i) * factor);
         if (skip_masked) {
-            unmasked_differences(dq, sums.dk, width, ds, bits, count, query, keys);
+            unmasked_differences(dq, sums.dk, width, ds, bits, count, View<T>{query, width}, keys);
         } else {
-            gemm_difference(dq, width, ds, kTileKeys, 1, query, width, keys.data, keys.stride, count, width, key_count);
+            gemm_difference(dq, width, ds, kTileKeys, 1, query, width, keys.data, keys.stride, count, width, key_count,
+                            true);
             gemm_difference(sums.dk, width, ds, 1, kTileKeys, keys.data, keys.stride, query, width, key_count, width,
-                            count);
+                            count, true);
         }
     } else {
         // s = scale q . k, where the rows of both tiles hold the scale already

@@ -136,17 +136,17 @@ void gemm(const Terms& terms, T* c, int64_t ldc, const E* a, int64_t row, int64_
     } while (p < k);
 }
 
-// Add to a micro-tile: C[R x N vectors] += sum over k of A[R x k] (X[R x N vectors] - B[k x N vectors]).
+// Compute a micro-tile: C[R x N vectors] (+)= sum over k of A[R x k] (X[R x N vectors] - B[k x N vectors]).
 template <int R, int N, class T>
 inline void difference_micro_kernel(T* c, int64_t ldc, const T* a, int64_t row, int64_t col, const T* x, int64_t ldx,
-                                    const T* b, int64_t ldb, int64_t k) {
+                                    const T* b, int64_t ldb, int64_t k, bool add) {
     constexpr int L = Vector<T>::lanes;
     V<T> sum[R][N], own[R][N];
 #pragma GCC unroll 8
     for (int i = 0; i < R; i++)
 #pragma GCC unroll 8
         for (int j = 0; j < N; j++) {
-            sum[i][j] = load(c + i * ldc + j * L);
+            sum[i][j] = add ? load(c + i * ldc + j * L) : V<T>{};
             own[i][j] = load(x + i * ldx + j * L);
         }
     for (int64_t p = 0; p < k; p++)
@@ -162,14 +162,14 @@ inline void difference_micro_kernel(T* c, int64_t ldc, const T* a, int64_t row, 
         for (int j = 0; j < N; j++) store(c + i * ldc + j * L, sum[i][j]);
 }
 
-// C[i] += sum over p of A[i][p] (X[i] - B[p]): the gradient of squared distances.
+// C[i] (+)= sum over p of A[i][p] (X[i] - B[p]): the gradient of squared distances.
 template <class T>
 void gemm_difference(T* c, int64_t ldc, const T* a, int64_t row, int64_t col, const T* x, int64_t ldx, const T* b,
-                     int64_t ldb, int64_t m, int64_t n, int64_t k) {
+                     int64_t ldb, int64_t m, int64_t n, int64_t k, bool add) {
     constexpr int L = Vector<T>::lanes, R = 4, N = kNR / 2;
     const auto at = [&](auto rows, auto vectors, int64_t i, int64_t j) {
         difference_micro_kernel<rows, vectors>(c + i * ldc + j, ldc, a + i * row, row, col, x + i * ldx + j, ldx, b + j,
-                                               ldb, k);
+                                               ldb, k, add);
     };
     constexpr std::integral_constant<int, 1> one;
     int64_t j = 0;

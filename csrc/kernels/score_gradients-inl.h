@@ -78,6 +78,66 @@ struct BackwardKeyTile {
     }
 };
 
+// A row of the matrix's gradient for the keys of a tile, with zeros behind them; in `line` where it is not all there.
+template <class T>
+const T* grad_matrix_row(T* line, const Head& head, int64_t row, int64_t key, int64_t key_count) {
+    const Matrix& m = head.grad_matrix;
+    const T* from = as<T>(m.data) + row * m.row_stride + key * m.col_stride;
+    if (m.col_stride == 1 && key_count == kTileKeys) return from;
+    for (int64_t j = 0; j < key_count; j++) line[j] = from[j * m.col_stride];
+    std::fill_n(line + key_count, kTileKeys - key_count, T(0));
+    return line;
+}
+
+// exp(logit - log_denom). In float a power of 2 takes less time; the rounding of its exponent is no worse than that of
+// the scores. In double the digits count: gradients of saturated rows are nothing but such weights.
+template <class T>
+inline V<T> weight_of(V<T> logit, T log_denom) {
+    if constexpr (sizeof(T) == 4)
+        return exp2_of<T>(logit * kLog2E<T> - log_denom * kLog2E<T>);
+    else
+        return exp_of<T>(logit - log_denom);
+}
+
+// Turn a row of scores and of dP, W vectors of keys, into P after dropout and dS, with zeros where masked. `keep`: bits
+// of the weights that dropout keeps; `grad_matrix`: the gradient of the row's weights, or null.
+template <int W, class T>
+__attribute__((always_inline)) inline void row_gradients(const Head& head, int64_t row, const Dropout& dropout,
+                                                         uint64_t unmasked, uint64_t keep, const T* grad_matrix,
+                                                         T* weights, T* grads) {
+    constexpr int L = Vector<T>::lanes;
+    const T row_max = as<T>(head.row_max)[row], log_denom = as<T>(head.log_denom)[row];
+    const T delta = as<T>(head.delta)[row];
+    const bool with_entropy = head.grad_entropy != nullptr;
+    const T grad_entropy = with_entropy ? as<T>(head.grad_entropy)[row] : T(0);
+    const T entropy = with_entropy ? as<T>(head.entropy)[row] : T(0);
+    const T factor = static_cast<T>(dropout.factor);
+#pragma GCC unroll 8
+    for (int j = 0; j < W; j++) {
+        // p = exp(s - row_max - log_denom)
+        const V<T> logit = load(weights + j * L) - row_max;
+        const V<T> weight = weight_of(logit, log_denom);
+        V<T> dropped_weight = weight, grad = load(grads + j * L);
+        if (dropout.on) {
+            grad = select_bits<T>(keep, j, grad * factor, V<T>{});
+            dropped_weight = select_bits<T>(keep, j, weight * factor, V<T>{});
+        }
+        if (grad_matrix) grad += load(grad_matrix + j * L);
+        grad = weight * (grad + delta);
+        // H = -sum p log p
+        if (with_entropy) {
+            const V<T> log_p = select<T>(weight == T(0), V<T>{}, logit - log_denom);
+            grad -= weight * grad_entropy * (log_p + entropy);
+        }
+        if (unmasked != kAll) {
+            dropped_weight = select_bits<T>(unmasked, j, dropped_weight, V<T>{});
+            grad = select_bits<T>(unmasked, j, grad, V<T>{});
+        }
+        store(weights + j * L, dropped_weight);
+        store(grads + j * L, grad);
+    }
+}
+
 // P and dS of the micro-panels of a query tile that attend to a key tile.
 template <class T>
 struct ScoreGradients {
@@ -178,8 +238,6 @@ struct ScoreGradients {
         for (int64_t i = 0; i < size; i++) {
             const Head& head = *queries.rows.head[first + i];
             const int64_t row = queries.rows.row[first + i];
-            const T row_max = as<T>(head.row_max)[row], log_denom = as<T>(head.log_denom)[row];
-            const T delta = as<T>(head.delta)[row];
             const uint64_t unmasked = bits[i];
             const uint64_t keep = dropout.on ? dropout.keep_bits(queries.rows.stream[first + i]) : kAll;
             skip_masked = skip_masked || (unmasked != kAll && !(queries.finite && tile.finite));
@@ -188,11 +246,8 @@ struct ScoreGradients {
                 store(weights + j * L, V<T>{});
                 store(grads + j * L, V<T>{});
             }
-            const bool with_entropy = head.grad_entropy != nullptr;
-            const T grad_entropy = with_entropy ? as<T>(head.grad_entropy)[row] : T(0);
-            const T entropy = with_entropy ? as<T>(head.entropy)[row] : T(0);
             const T* grad_matrix = nullptr;
-            if (problem.matrix != MatrixOutput::none) grad_matrix = grad_matrix_row(head, row, key, key_count);
+            if (problem.matrix != MatrixOutput::none) grad_matrix = grad_matrix_row(line, head, row, key, key_count);
             if (problem.matrix == MatrixOutput::scores) {
                 // A call for the scores has neither weights nor an output.
                 for (int j = 0; j < W; j++) {
@@ -202,51 +257,8 @@ struct ScoreGradients {
                 }
                 continue;
             }
-#pragma GCC unroll 8
-            for (int j = 0; j < W; j++) {
-                // p = exp(s - row_max - log_denom)
-                const V<T> logit = load(weights + j * L) - row_max;
-                const V<T> weight = weight_of(logit, log_denom);
-                V<T> dropped_weight = weight, grad = load(grads + j * L);
-                if (dropout.on) {
-                    const T factor = static_cast<T>(dropout.factor);
-                    grad = select_bits<T>(keep, j, grad * factor, V<T>{});
-                    dropped_weight = select_bits<T>(keep, j, weight * factor, V<T>{});
-                }
-                if (grad_matrix) grad += load(grad_matrix + j * L);
-                grad = weight * (grad + delta);
-                // H = -sum p log p
-                if (with_entropy) {
-                    const V<T> log_p = select<T>(weight == T(0), V<T>{}, logit - log_denom);
-                    grad -= weight * grad_entropy * (log_p + entropy);
-                }
-                if (unmasked != kAll) {
-                    dropped_weight = select_bits<T>(unmasked, j, dropped_weight, V<T>{});
-                    grad = select_bits<T>(unmasked, j, grad, V<T>{});
-                }
-                store(weights + j * L, dropped_weight);
-                store(grads + j * L, grad);
-            }
+            row_gradients<W>(head, row, dropout, unmasked, keep, grad_matrix, weights, grads);
         }
-    }
-
-    // A row of the matrix's gradient for the keys of a tile, with zeros behind them.
-    const T* grad_matrix_row(const Head& head, int64_t row, int64_t key, int64_t key_count) const {
-        const Matrix& m = head.grad_matrix;
-        const T* from = as<T>(m.data) + row * m.row_stride + key * m.col_stride;
-        if (m.col_stride == 1 && key_count == kTileKeys) return from;
-        for (int64_t j = 0; j < key_count; j++) line[j] = from[j * m.col_stride];
-        std::fill_n(line + key_count, kTileKeys - key_count, T(0));
-        return line;
-    }
-
-    // exp(logit - log_denom). In float a power of 2 takes less time; the rounding of its exponent is no worse than that
-    // of the scores. In double the digits count: gradients of saturated rows are nothing but such weights.
-    static V<T> weight_of(V<T> logit, T log_denom) {
-        if constexpr (sizeof(T) == 4)
-            return exp2_of<T>(logit * kLog2E<T> - log_denom * kLog2E<T>);
-        else
-            return exp_of<T>(logit - log_denom);
     }
 
     // Add to the gradient of the head's scale: s = -scale * squared distance, before the caps.
