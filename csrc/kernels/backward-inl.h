@@ -337,6 +337,7 @@ void backward_typed(const Problem& problem, Threads threads) {
                   possible = std::min(problem.query_len, problem.key_len) / 128;
     const int64_t ranges = std::max<int64_t>(1, std::min(wanted, possible));
     threads = clamp_threads(problem, threads);
+    const bool short_heads = has_short_gradients(problem);
     SharedSums<T> shared(problem, ranges);
     const Additive<T> form(problem);
     SharedTiles<BackwardKeyTile<T>> tiles;
@@ -353,6 +354,8 @@ void backward_typed(const Problem& problem, Threads threads) {
         for_each_task(groups * ranges, threads, [&](int64_t task) {
             const int64_t r = task % ranges;
             const Group& group = problem.groups[task / ranges];
+            if (short_heads)
+                return ShortHeadGradients<T>(thread_arena(), problem, group).add_all(shared.of_group(task, 0));
             const Span keys = cut(problem.key_len, r, kTileKeys),
                        rows = cut(problem.query_len, (r + step) % ranges, kMR);
             if (problem.clears_gradients && step == 0) clear_gradients<T>(problem, group, keys, rows);

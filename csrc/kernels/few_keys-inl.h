@@ -1,20 +1,106 @@
-// The forward of heads of a few query rows and a few keys: a step of a recurrent decoder, a short sentence. One tile
-// has all of their keys, so nothing is kept from tile to tile: the state of a ForwardTask takes such a head longer than
-// its products.
+// Heads of a few query rows and a few keys: a step of a recurrent decoder, a short sentence. One tile has all of their
+// keys, so nothing is kept from tile to tile: the state of a ForwardTask takes such a head longer than its products.
+// Their forward is here, their backward in few_keys_gradients-inl.h.
 
 // The most rows of a short head: more take longer this way.
 constexpr int64_t kMostShortRows = 32;
 
 // Whether the heads of a call have so few rows and keys, and keys of their own.
-inline bool has_few_keys(const Problem& problem) {
+inline bool has_short_heads(const Problem& problem) {
     const Head& head = problem.heads[0];
     return problem.key_len <= kTileKeys && problem.query_len <= kMostShortRows && problem.groups[0].heads.size() == 1 &&
-           problem.form != Form::additive && problem.caps.empty() && problem.matrix != MatrixOutput::scores &&
-           !head.query_bias.data && !head.key_bias.data &&
-           !(kHasBf16Dot && Bf16Dot::supports(problem) && !has_few_rows(problem));
+           (problem.form == Form::inner || problem.form == Form::distance) && problem.caps.empty() &&
+           problem.matrix != MatrixOutput::scores && !head.query_bias.data && !head.key_bias.data;
 }
 
-// A head whose rows and keys are few.
+// Whether the forward of such a call goes head by head.
+inline bool has_few_keys(const Problem& problem) {
+    return has_short_heads(problem) && !(kHasBf16Dot && Bf16Dot::supports(problem) && !has_few_rows(problem));
+}
+
+// The rows and keys of a short head, and the scores of their pairs, as both directions compute them.
+template <class T>
+struct ShortScores {
+    static constexpr int L = Vector<T>::lanes;
+
+    Arena& arena;
+    const Problem& problem;
+    const Head& head;
+    const int64_t rows;
+    const bool few_rows;
+    bool masked;        // whether some row may not attend to all of the keys
+    int64_t count = 0;  // of the keys up to the last one that the interval of some row holds
+
+    ShortScores(Arena& arena, const Problem& problem, const Head& head)
+        : arena(arena),
+          problem(problem),
+          head(head),
+          rows(problem.query_len),
+          few_rows(has_few_rows(problem)),
+          masked(has_pair_mask(head) || head.holes > 0) {
+        const int64_t last = key_interval(problem, head, 0).last;
+        for (int64_t i = 0; i < rows; i++) {
+            const Span own = key_interval(problem, head, i);
+            count = std::max(count, own.last);
+            masked = masked || own.first != 0 || own.last != last;
+        }
+    }
+
+    // The query rows as T, times the scale where the form is an inner product.
+    View<T> read_queries() const {
+        const int64_t width = padded(problem.dim, L);
+        T* query = arena.take<T>(rows * width);
+        for (int64_t i = 0; i < rows; i++) read_query(query + i * width, width, problem, head, i);
+        return {query, width};
+    }
+
+    // Keys or values, as T unless few rows read them where they are.
+    StoredRows<T> read_keys(const Matrix& m, Dtype dtype, int64_t cols) const {
+        if (few_rows && has_stored_layout<T>(m, dtype, cols)) return stored_rows<T>(m, dtype, 0);
+        return StoredRows<T>(view_rows(arena.take<T>(count * padded(cols, L)), m, dtype, 0, count, cols));
+    }
+
+    // Compute the scores of all pairs, before biases and masks. `squares`: where squared distances are kept, or null.
+    void fill(T* s, const View<T>& query, const StoredRows<T>& keys, const Interleaved<T>& other,
+              T* squares = nullptr) const {
+        if (problem.form != Form::distance) return multiply(Product<T>{}, s, query, keys, problem.dim, other);
+        multiply(SquaredDistance<T>{}, s, query, keys, problem.dim, other);
+        if (squares) std::copy_n(s, rows * kTileKeys, squares);
+        const T factor = -scale_of<T>(problem, head);
+        for (int64_t i = 0; i < rows; i++)
+            for (int64_t j = 0; j < count; j += L) store(s + i * kTileKeys + j, load(s + i * kTileKeys + j) * factor);
+    }
+
+    // Compute the sums of terms of all rows with all keys or values of `cols` numbers. As everywhere, few rows go key
+    // by key, and `other` has its turns between the keys.
+    template <class Terms>
+    void multiply(const Terms& terms, T* s, const View<T>& own, const StoredRows<T>& keys, int64_t cols,
+                  const Interleaved<T>& other) const {
+        const int64_t width = padded(cols, L);
+        if (few_rows)
+            return keys.with_view([&](const auto& stored) {
+                few_rows_gemm(terms, s, own.data, own.stride, rows, stored, count, width, other);
+            });
+        T* transposed = arena.take<T>(width * kTileKeys);
+        transpose_tile(transposed, View<T>{as<T>(keys.data), keys.stride}, width, count);
+        gemm(terms, s, kTileKeys, own.data, own.stride, 1, transposed, kTileKeys, rows, padded(count, L), cols, false);
+    }
+
+    // Add the bias of a row to its scores, which take W vectors, and mask them. Returns the bits of the unmasked keys.
+    template <int W>
+    uint64_t finish(int64_t i, T* s) const {
+        uint64_t bits = masked ? unmasked_bits(problem, head, i, 0, count) : lowest_bits(count);
+        alignas(64) T line[kTileKeys];
+        if (head.bias.data) add_bias(s, bits, problem, head, i, Span{0, count}, line);
+        if (masked || count < W * L)
+#pragma GCC unroll 16
+            for (int j = 0; j < W; j++)
+                store(s + j * L, select_bits<T>(bits, j, load(s + j * L), splat(-std::numeric_limits<T>::infinity())));
+        return bits;
+    }
+};
+
+// The forward of such a head.
 template <class T>
 class ShortHead {
     static constexpr int L = Vector<T>::lanes;
@@ -22,33 +108,19 @@ class ShortHead {
 
    public:
     ShortHead(Arena& arena, const Problem& problem, const Head& head)
-        : arena_(arena),
-          problem_(problem),
-          head_(head),
-          rows_(problem.query_len),
-          few_rows_(has_few_rows(problem)),
-          masked_(has_pair_mask(head) || head.holes > 0) {
-        const int64_t last = key_interval(problem, head, 0).last;
-        for (int64_t i = 0; i < rows_; i++) {
-            const Span own = key_interval(problem, head, i);
-            count_ = std::max(count_, own.last);
-            masked_ = masked_ || own.first != 0 || own.last != last;
-        }
-    }
+        : arena_(arena), problem_(problem), head_(head), scores_(arena, problem, head), rows_(scores_.rows) {}
 
     // Attend to the keys, and store the rows.
     void attend() {
-        const int64_t width = row_width<T>(problem_);
-        ValueTile<T> values(arena_, problem_, masked_, false, few_rows_);
-        values.fill(head_, 0, count_, masked_);
+        const int64_t width = row_width<T>(problem_), count = scores_.count;
+        ValueTile<T> values(arena_, problem_, scores_.masked, false, scores_.few_rows);
+        values.fill(head_, 0, count, scores_.masked);
         T *s = arena_.take<T>(rows_ * kTileKeys), *out = arena_.take<T>(rows_ * width);
-        if (problem_.form == Form::distance)
-            fill_scores(SquaredDistance<T>{}, s, values.prefetched(), -scale_of<T>(problem_, head_));
-        else
-            fill_scores(Product<T>{}, s, values.prefetched(), T(1));
+        scores_.fill(s, scores_.read_queries(), scores_.read_keys(head_.key, problem_.score_dtype, problem_.dim),
+                     values.prefetched());
         RowStates<T> states[kMostShortRows / L];
         uint64_t bits[kMostShortRows];
-        dispatch_width<T>(count_, [&](auto vectors) {
+        dispatch_width<T>(count, [&](auto vectors) {
             for (int64_t i = 0; i < rows_; i += L) {
                 T* line = s + i * kTileKeys;
                 problem_.full_statistics ? softmax<vectors, true>(i, line, bits + i, states[i / L])
@@ -65,32 +137,6 @@ class ShortHead {
     }
 
    private:
-    // Compute the products or distances of all pairs, times `factor`. As everywhere, few rows go key by key, and
-    // `other` has its turns between the keys.
-    template <class Terms>
-    void fill_scores(const Terms& terms, T* s, const Interleaved<T>& other, T factor) const {
-        const int64_t width = padded(problem_.dim, L), columns = padded(count_, L);
-        T *query = arena_.take<T>(rows_ * width), *copy = arena_.take<T>(count_ * width);
-        for (int64_t i = 0; i < rows_; i++) read_query(query + i * width, width, problem_, head_, i);
-        if (few_rows_) {
-            const auto multiply = [&](const auto& keys) {
-                few_rows_gemm(terms, s, query, width, rows_, keys, count_, width, other);
-            };
-            if (has_stored_layout<T>(head_.key, problem_.score_dtype, problem_.dim))
-                stored_rows<T>(head_.key, problem_.score_dtype, 0).with_view(multiply);
-            else
-                multiply(view_rows(copy, head_.key, problem_.score_dtype, 0, count_, problem_.dim));
-        } else {
-            T* transposed = arena_.take<T>(width * kTileKeys);
-            transpose_tile(transposed, view_rows(copy, head_.key, problem_.score_dtype, 0, count_, problem_.dim), width,
-                           count_);
-            gemm(terms, s, kTileKeys, query, width, 1, transposed, kTileKeys, rows_, columns, problem_.dim, false);
-        }
-        if (factor == 1) return;
-        for (int64_t i = 0; i < rows_; i++)
-            for (int64_t j = i * kTileKeys; j < i * kTileKeys + columns; j += L) store(s + j, load(s + j) * factor);
-    }
-
     // Make weights of the scores of up to as many rows as a vector has lanes, from `first` on, and get the bits of
     // their unmasked keys, and their states.
     template <int W, bool statistics>
@@ -146,19 +192,12 @@ class ShortHead {
         }
     }
 
-    // Add the bias of a row to its scores, mask them, and keep them where the matrix is wanted. Returns the bits of the
-    // unmasked keys.
+    // Mask the scores of a row, and keep them where the matrix is wanted. Returns the bits of the unmasked keys.
     template <int W>
     uint64_t finish_scores(int64_t i, T* s) const {
-        uint64_t bits = masked_ ? unmasked_bits(problem_, head_, i, 0, count_) : lowest_bits(count_);
-        alignas(64) T line[kTileKeys];
-        if (head_.bias.data) add_bias(s, bits, problem_, head_, i, Span{0, count_}, line);
-        if (masked_ || count_ < W * L)
-#pragma GCC unroll 16
-            for (int j = 0; j < W; j++)
-                store(s + j * L, select_bits<T>(bits, j, load(s + j * L), splat(-std::numeric_limits<T>::infinity())));
+        const uint64_t bits = scores_.template finish<W>(i, s);
         if (problem_.matrix == MatrixOutput::weights)
-            std::copy_n(s, count_, as<T>(head_.matrix) + i * problem_.key_len);
+            std::copy_n(s, scores_.count, as<T>(head_.matrix) + i * problem_.key_len);
         return bits;
     }
 
@@ -205,8 +244,6 @@ class ShortHead {
     Arena& arena_;
     const Problem& problem_;
     const Head& head_;
+    const ShortScores<T> scores_;
     const int64_t rows_;
-    const bool few_rows_;
-    bool masked_;        // whether some row may not attend to all of the keys
-    int64_t count_ = 0;  // of the keys up to the last one that the interval of some row holds
 };

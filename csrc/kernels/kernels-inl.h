@@ -64,6 +64,7 @@ namespace {
 #include "kernels/row_prepare-inl.h"
 #include "kernels/score_gradients-inl.h"
 #include "kernels/unmasked_products-inl.h"
+#include "kernels/few_keys_gradients-inl.h"
 #include "kernels/backward-inl.h"
 // clang-format on
 
