@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdio>
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -52,18 +53,22 @@ struct Case : Drawn {
     std::vector<Result> backward(const Kernels& kernels, int threads) {
         const Problem& p = problem;
         std::vector<Result> results;
-        const auto add = [&](const char* name, int64_t count) {
-            results.push_back({name, sum, count, 1, memory.filled(count, sum, 0, 1)});
+        const auto add = [&](const char* name, int64_t count, double first = 0) {
+            results.push_back({name, sum, count, 1, memory.filled(count, sum, first, 1)});
             return results.back().data;
         };
+        // The naive kernels only add; where there are no pairs, so do all.
+        const bool clears =
+            p.clears_gradients && p.query_len > 0 && p.key_len > 0 && std::strncmp(kernels.name, "naive", 5) != 0;
+        const double old = clears ? NAN : 0;
         for (Head& head : problem.heads) {
-            head.grad_query = add("grad_query", p.query_len * p.dim);
+            head.grad_query = add("grad_query", p.query_len * p.dim, old);
             if (head.query_bias.data) head.grad_query_bias = add("grad_query_bias", p.query_len);
             if (head.scale != nullptr) head.grad_scale = add("grad_scale", 1);
         }
         for (Group& group : problem.groups) {
-            group.grad_key = add("grad_key", p.key_len * p.dim);
-            group.grad_value = add("grad_value", p.key_len * p.value_dim);
+            group.grad_key = add("grad_key", p.key_len * p.dim, old);
+            group.grad_value = add("grad_value", p.key_len * p.value_dim, old);
             if (p.heads[group.heads[0]].key_bias.data) group.grad_key_bias = add("grad_key_bias", p.key_len);
             if (p.form == Form::additive) group.grad_w_v = add("grad_w_v", p.dim);
         }

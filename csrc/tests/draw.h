@@ -10,15 +10,21 @@ namespace attnscore::tests {
 
 struct Drawn {
     // What came later is drawn from numbers of its own, so that a seed stays the case that it was.
-    Random random, later, latest;
+    Random random, later, latest, shorts;
     Memory memory;
     Problem problem;
     Dtype sum = Dtype::f32;
     double magnitude = 1, level = 0, weight = 1;
-    bool planted = false;
+    bool planted = false, is_short = false;
 
     explicit Drawn(uint64_t seed)
-        : random{std::mt19937_64(seed)}, later{std::mt19937_64(~seed)}, latest{std::mt19937_64(seed ^ 0x9E3779B9u)} {
+        : random{std::mt19937_64(seed)},
+          later{std::mt19937_64(~seed)},
+          latest{std::mt19937_64(seed ^ 0x9E3779B9u)},
+          shorts{std::mt19937_64(seed ^ 0x85EBCA6Bu)} {
+        // Heads of few rows and keys, and with keys of their own, have kernels of their own.
+        is_short = shorts.one_in(4);
+        problem.clears_gradients = shorts.coin();
         draw_score();
         draw_sizes();
         draw_heads();
@@ -50,6 +56,7 @@ struct Drawn {
     void draw_score() {
         Problem& p = problem;
         p.form = random.one_of({Form::inner, Form::inner, Form::additive, Form::additive, Form::distance});
+        if (is_short && p.form == Form::additive) p.form = shorts.one_of({Form::inner, Form::distance});
         p.activation = random.one_of({Activation::tanh, Activation::tanh, Activation::sigmoid, Activation::relu,
                                       Activation::leaky_relu, Activation::silu, Activation::gelu});
         p.score_dtype = random.one_of({Dtype::f32, Dtype::f32, Dtype::f64, Dtype::bf16, Dtype::f16});
@@ -70,6 +77,7 @@ struct Drawn {
         for (int64_t n = random.one_in(3) ? 1 + random.below(2) : 0; n > 0; --n) {
             p.caps.push_back({random.one_of<double>({0.5, 2.0, 30.0, INFINITY}), random.one_of({1.0, 0.25, 2.0})});
         }
+        if (is_short) p.caps.clear();
         if (random.one_in(3)) p.dropout = random.one_of({0.1, 0.5, 0.999, 1e-12, 1 - 1e-12});
         p.seed = random.coin() ? random.bits() : static_cast<uint64_t>(random.below(3));
     }
@@ -88,6 +96,10 @@ struct Drawn {
             p.query_len = random.one_of<int64_t>({256, 383, 384, 385});
             p.key_len = random.one_of<int64_t>({256, 257, 383, 384, 385});
         }
+        if (is_short) {
+            p.query_len = 1 + shorts.below(shorts.coin() ? 4 : 33);
+            p.key_len = 1 + shorts.below(shorts.coin() ? 16 : 65);
+        }
         // A case is to take milliseconds, sanitized.
         const int64_t pairs = p.query_len * p.key_len, term = p.form == Form::additive ? 4 : 1;
         while (pairs * (p.dim * term + p.value_dim) > 1500000) p.dim = (p.dim + 1) / 2, p.value_dim /= 2;
@@ -100,9 +112,10 @@ struct Drawn {
         const int64_t n = p.query_len, m = p.key_len;
         const bool large = n * m * (p.dim + p.value_dim) > 300000;
         const int64_t groups = 1 + random.below(large ? 1 : 3);
-        const int64_t sharing = large ? 1 + random.below(2) : random.one_of<int64_t>({1, 2, 3, 7});
+        const int64_t drawn = large ? 1 + random.below(2) : random.one_of<int64_t>({1, 2, 3, 7});
+        const int64_t sharing = is_short ? 1 : drawn;
         const auto normal = [&] { return magnitude * random.normal(); };
-        const bool with_query_bias = random.one_in(3), with_key_bias = random.one_in(3);
+        const bool with_query_bias = random.one_in(3) && !is_short, with_key_bias = random.one_in(3) && !is_short;
         const bool with_scales = p.form == Form::distance && random.coin();
         const int64_t first_place = random.one_in(4) ? int64_t{1} << 33 : 0;
         for (int64_t g = 0; g < groups; ++g) {
