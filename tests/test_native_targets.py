@@ -147,10 +147,11 @@ def test_short_heads(
     query, key, value = (torch.randn(shape).to(getattr(torch, dtype)) for shape in shapes)
     given = SHORT_MASKS[mask](*rows)
     seen = ats.attend(query, 0 * key, value, mask=given, kernel="dense", return_weights=True)[1] > 0
+    spoiled = planted == "unmasked" or (planted == "masked" and seen.any(dim=2).all())
     if planted == "masked":
         hidden = ~seen.any(dim=2)
         key[hidden], value[hidden] = torch.nan, torch.inf
-    if planted == "unmasked" or (planted == "masked" and seen.any(dim=2).all()):
+    if spoiled:
         # Of a key that some rows attend to and others, with most masks, do not.
         value[:, :, rows[1] // 2, ::2] = torch.nan
     arrays = [x.requires_grad_() for x in (query, key, value)]
@@ -163,7 +164,7 @@ def test_short_heads(
         torch.testing.assert_close(x.double(), y, **close)
     alone = ats.attend(*arrays, score=score, mask=given, kernel="native")
     torch.testing.assert_close(alone, found[0], rtol=0, atol=0, equal_nan=True)
-    if planted == "nothing":
+    if not spoiled:
         gradients = [torch.autograd.grad(out.sin().sum(), of) for out, of in ((alone, arrays), (wanted[0], wide))]
         for x, y in zip(*gradients, strict=True):
             torch.testing.assert_close(x.double(), y, rtol=8 * atol, atol=8 * atol)
@@ -180,13 +181,14 @@ def test_short_heads(
 def test_short_heads_with_options(
     target: str, dtype: str, dim: int, statistics: bool, options: str, rows: tuple[int, int]
 ) -> None:
-    """The same with biases, masks of pairs and dropout, and all statistics of scores far from 0."""
+    """The same with biases, masks of pairs and dropout, and all statistics of scores far from 0; all gradients."""
     native.select(target)
     torch.manual_seed(5)
     of = getattr(torch, dtype)
-    query, key, value = (torch.randn(3, 2, x, dim, dtype=of) for x in (rows[0], *rows[1:] * 2))
+    query, key, value = (torch.randn(3, 2, x, dim, dtype=of, requires_grad=True) for x in (rows[0], *rows[1:] * 2))
     bias = torch.randn(2, *rows, dtype=of) + 100
     bias[:, :, rows[1] // 2] = -torch.inf
+    bias.requires_grad_()
     ids = torch.arange(rows[0] + rows[1]) % 3
     given: dict[str, Any] = {
         "bias": {"bias": bias},
@@ -204,6 +206,50 @@ def test_short_heads_with_options(
     if statistics:
         for x, y in zip(found[2], wanted[2], strict=True):
             torch.testing.assert_close(x, y, **close)
+
+    def gradients(results: Any) -> tuple[torch.Tensor, ...]:
+        loss = results[0].sin().sum() + results[1].square().sum()
+        if statistics:
+            loss = loss + results[2].entropy.sum() + results[2].log_sum_exp.clamp(min=-1e3).sum()
+        return torch.autograd.grad(loss, (query, key, value) + ((bias,) if options == "bias" else ()))
+
+    for x, y in zip(gradients(found), gradients(wanted), strict=True):
+        torch.testing.assert_close(x, y, rtol=8 * close["rtol"], atol=8 * close["atol"])
+
+
+@pairs(
+    rows={str(x): x for x in ((1, 10), (2, 9), (4, 33), (5, 7), (12, 12), (32, 64))},
+    dims={str(x): x for x in ((8, 8), (64, 64), (40, 3))},
+    score=("scaled_dot", "gaussian"),
+    planted=("nan", "inf", "large"),
+    dtype=("float32", "float64"),
+    target=native.targets(),
+)
+def test_what_short_heads_hide_changes_no_bit(
+    target: str, dtype: str, planted: str, score: str, dims: tuple[int, int], rows: tuple[int, int]
+) -> None:
+    """Two documents: whatever one of them holds, results and gradients of the other keep their bits."""
+    native.select(target)
+    torch.manual_seed(5)
+    of = getattr(torch, dtype)
+    shapes = (3, rows[0], dims[0]), (3, rows[1], dims[0]), (3, rows[1], dims[1]), (3, rows[0], dims[1])
+    arrays = [torch.randn(shape, dtype=of) for shape in shapes]
+    # Rows and keys of the first document are not neighbours.
+    ids = [torch.arange(n) % 3 % 2 for n in rows]
+    of_rows, of_keys = (own == 0 for own in ids)
+    number = {"nan": torch.nan, "inf": torch.inf, "large": torch.finfo(of).max / 4}[planted]
+
+    def results() -> list[torch.Tensor]:
+        inputs = [x.clone().requires_grad_() for x in arrays[:3]]
+        out = ats.attend(*inputs, score=score, mask=ats.Documents(*ids), kernel="native")
+        return [out, *torch.autograd.grad(out, inputs, arrays[3])]
+
+    clean = results()
+    for x, own in zip(arrays, (of_rows, of_keys, of_keys, of_rows), strict=True):
+        x[:, ~own, ::2] = number
+    for x, y, own in zip(results(), clean, (of_rows, of_rows, of_keys, of_keys), strict=True):
+        assert y.isfinite().all()
+        torch.testing.assert_close(x[:, own], y[:, own], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
