@@ -25,7 +25,7 @@ SCORES: dict[str, Callable[[Any], Any]] = {
     "gaussian": lambda w: ats.Gaussian(1.5),
     "bandwidth": lambda w: ats.Gaussian(2 + w[0] ** 2),
 }
-ROWS, HEADS, KEYS, DIM = 8, 4, 5, 6
+ROWS, HEADS, KEYS, DIM = 8, 16, 5, 6
 LENS = np.asarray([3, 0, 5, 1, 2, 5, 4, 0], np.int32)
 MASKS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -161,21 +161,24 @@ def test_half_precision_is_summed_in_single() -> None:
 @pytest.mark.parametrize(
     ("shape", "options", "kernel"),
     [
-        ((64, 1, 10, 256), {}, "streaming"),
-        ((16, 1, 10, 64), {}, "native"),
+        ((128, 1, 10, 256), {}, "streaming"),
+        ((127, 1, 10, 256), {}, "native"),
         ((1, 1, 1, 16), {}, "streaming"),
         ((2, 1, 10, 8), {}, "native"),
-        ((8, 1, 3, 256), {"score": "gaussian"}, "streaming"),
-        ((64, 1, 16, 64), {}, "streaming"),
-        ((64, 1, 17, 64), {}, "native"),
-        ((64, 2, 10, 64), {}, "native"),
+        ((128, 1, 3, 256), {"score": "gaussian"}, "streaming"),
+        ((64, 1, 3, 16), {"score": ats.Additive(jnp.ones(16, jnp.float32))}, "streaming"),
+        ((63, 1, 3, 16), {"score": ats.Additive(jnp.ones(16, jnp.float32))}, "native"),
+        ((128, 1, 16, 64), {}, "streaming"),
+        ((128, 1, 17, 64), {}, "native"),
+        ((128, 1, 16, 257), {}, "native"),
+        ((128, 2, 10, 64), {}, "native"),
         ((1, 2, 1, 16), {}, "streaming"),
         ((1, 2, 2, 16), {}, "native"),
-        ((64, 1, 10, 64), {"valid_lens": [3] * 64}, "streaming"),
-        ((64, 1, 10, 64), {"return_stats": True}, "native"),
-        ((64, 1, 10, 64), {"bias": 0.5}, "native"),
-        ((64, 1, 10, 64), {"dropout": 0.5, "seed": 1}, "native"),
-        ((64, 1, 10, 64), {"score": ats.SoftCap("dot", 3.0)}, "native"),
+        ((128, 1, 10, 64), {"valid_lens": [3] * 128}, "streaming"),
+        ((128, 1, 10, 64), {"return_stats": True}, "native"),
+        ((128, 1, 10, 64), {"bias": 0.5}, "native"),
+        ((128, 1, 10, 64), {"dropout": 0.5, "seed": 1}, "native"),
+        ((128, 1, 10, 64), {"score": ats.SoftCap("dot", 3.0)}, "native"),
     ],
 )
 def test_which_calls_have_few_keys(shape: Any, options: dict[str, Any], kernel: str) -> None:
@@ -198,12 +201,12 @@ def test_which_calls_have_few_keys(shape: Any, options: dict[str, Any], kernel: 
 
 def test_the_program_has_neither_branches_nor_loops() -> None:
     """With lengths of the program's own, forward and backward."""
-    query, key = jnp.zeros((64, 1, 32)), jnp.zeros((64, 10, 32))
+    query, key = jnp.zeros((128, 1, 32)), jnp.zeros((128, 10, 32))
 
     def loss(query: Any, key: Any, lens: Any) -> Any:
         return ats.attend(query, key, key, valid_lens=lens).sum()
 
-    lens = jnp.full(64, 3)
+    lens = jnp.full(128, 3)
     text = jax.jit(jax.grad(loss, (0, 1))).lower(query, key, lens).compile().as_text()
     assert "exponential" in text
     assert not any(f" {word}(" in text for word in ("conditional", "while", "custom-call", "sort", "gather"))

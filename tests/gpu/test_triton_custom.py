@@ -306,7 +306,7 @@ def test_a_parameter_of_another_shape() -> None:
 
 @pytest.mark.parametrize(("functions", "expected"), own.WRONG_RESULTS)
 def test_what_the_functions_return(functions: Any, expected: str) -> None:
-    with pytest.raises(Exception, match=".") as found:
+    with pytest.raises(Exception, match=r".") as found:
         attended(own.Given(TritonTile("product", *functions))).sum().backward()
     # The compiler's own error, or the cause of that of the function around it.
     error: BaseException | None = found.value

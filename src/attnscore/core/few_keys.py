@@ -20,16 +20,18 @@ from attnscore.core.tiled import Result, RowGradients
 from attnscore.core.tiling import TilePlan
 from attnscore.scores.forms import AdditiveForm, DistanceForm, FormPullback, InnerForm, Role
 
-# Formula's time over ours by the native kernel and here, forward | with gradients, lengths, one thread of a Zen 4 with
-# AVX-512 beside other work, 2026-11-26: additive (64, 1, 1), h 256: 0.75, 1.02 | 0.45, 1.10; (256, 1, 8), h 64: 0.66,
-# 1.00 | 0.49, 1.83; dot (256, 1, 10), d 64: 0.47, 1.00 | 0.80, 2.4; (256, 1, 16), d 64: 0.57, 0.90 | 1.06, 2.3;
-# Gaussian (64, 1, 10), d 256: 0.61, 0.86 | 0.71, 2.0. With 24 keys, dot (64, 1, 24), d 64: 1.07, 0.90 | 1.27, 1.71.
+# Time by these operations over that of the native kernel in JAX's programs, forward, with gradients, on one thread |
+# two of a Zen 4 with AVX-512 beside other work, 2026-11-27. With fewer queries the native kernel is faster, which XLA
+# counts as no work to share: dot (64, 1, 10), d 64: 1.08, 0.84 | 1.40, 1.35; Gaussian (64, 1, 10), d 256: 1.61, 0.80
+# | 4.1, 1.7; additive (32, 1, 4), h 32: 1.22, 0.90 | 1.72, 1.31. From here on: dot (128, 1, 12), d 32: 0.60, 0.69 |
+# 0.54, 0.81; (256, 1, 8), d 64: 0.49, 0.64 | 1.10, 1.02; additive (64, 1, 1), h 256: 0.72, 0.41 | 1.09, 0.42; (256,
+# 1, 10), h 64: 0.57, 0.49 | 1.15, 0.70. Memory limits both from MOST_NUMBERS on: dot (256, 1, 16), d 512: 1.8, 0.85 |
+# 2.1, 1.0.
 MOST_KEYS = 16
-# XLA hands a program of 1000 operations or more to another thread, which takes 12 us; the native kernel counts as none.
-# (16, 1, 10), d 64: 1.53, 0.95 | 1.25, 1.19; (32, 1, 4), d 32: 1.18, 0.99 | 0.89, 1.03. A score that holds values of a
-# pair takes the native kernel longer: Gaussian (8, 1, 3), d 256: 1.30, 1.02 | 0.80, 1.10.
-LEAST_ROWS = 32
-LEAST_ROWS_OF_VALUES = 8
+LEAST_ROWS = 128
+LEAST_ADDITIVE_ROWS = 64
+MOST_NUMBERS = 2**19
+"""Of all keys together."""
 # Below: dot (1, 1, 1), d 16: 0.81, 0.98 | 0.78, 1.00; additive (1, 2, 1), h 16: 0.80, 0.99 | 0.79, 0.95; but dot
 # (2, 1, 10), d 8: 0.85, 0.40 | 1.5, 0.98; (1, 2, 2), d 16: 1.08, 1.25 | 1.06, 0.57.
 MOST_OF_TINY = {1: 128, 2: 32}
@@ -52,9 +54,9 @@ def is_faster(problem: Problem) -> bool:
         math.prod(x.shape[:-1]) > 1 for x in shared
     ):
         return False
-    least = LEAST_ROWS if form.values_per_pair() == 1 else LEAST_ROWS_OF_VALUES
-    is_tiny = math.prod(form.key.shape) * query_len <= MOST_OF_TINY.get(query_len, 0)
-    is_size = is_tiny or (query_len == 1 and math.prod(matrices) >= least)
+    least, numbers = LEAST_ADDITIVE_ROWS if isinstance(form, AdditiveForm) else LEAST_ROWS, math.prod(form.key.shape)
+    is_tiny = numbers * query_len <= MOST_OF_TINY.get(query_len, 0)
+    is_size = is_tiny or (query_len == 1 and math.prod(matrices) >= least and numbers <= MOST_NUMBERS)
     return is_size and problem.ops.fuses(*tiled.operands(problem).values())
 
 
