@@ -195,9 +195,9 @@ def test_the_newer_switch_of_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading the older one raises once it has been set."""
     settings = types.SimpleNamespace(fp32_precision="tf32")
     monkeypatch.setattr(torch.backends.cuda, "matmul", settings)
-    assert launch._precision(torch.ones(1), 90) == "tf32"
+    assert launch.precision_of(torch.ones(1), 90) == "tf32"
     settings.fp32_precision = "ieee"
-    assert launch._precision(torch.ones(1), 90) == "tf32x3"
+    assert launch.precision_of(torch.ones(1), 90) == "tf32x3"
 
 
 NAN, INF = float("nan"), float("inf")

@@ -306,6 +306,10 @@ class Backend(ABC):
         # One without a kind has symbolic sizes.
         return None if None in kinds else tuple(zip(kinds, (self.memory(x).strides for x in arrays), strict=True))
 
+    def device_signature(self, arrays: Sequence[Array]) -> Signature | None:
+        """Return `signature` of arrays on an accelerator; None unless all are, and plain."""
+        return None
+
     def buffers(self, arrays: Sequence[Array]) -> Sequence[Array]:
         """Return for each plain array what a call plan of the native module reads: it, or its memory."""
         return [self.memory(x) for x in arrays]

@@ -181,6 +181,14 @@ class TorchBackend(Backend):
             return found
         return tuple((x.shape, x.dtype, x.stride()) for x in arrays) if self.is_plain(*arrays) else None
 
+    def device_signature(self, arrays: Sequence[Array]) -> Signature | None:
+        if _is_watched() or _is_transformed() or forward_ad._current_level >= 0:
+            return None
+        for x in arrays:
+            if type(x) not in _PLAIN or not x.is_cuda or x.layout != torch.strided or x.is_neg() or x.is_conj():
+                return None
+        return tuple((x.shape, x.dtype, x.stride(), x.device) for x in arrays)
+
     def buffers(self, arrays: Sequence[Array]) -> Sequence[Array]:
         return arrays if _SHARES_LAYOUTS else super().buffers(arrays)
 

@@ -96,7 +96,10 @@ def signature(arguments: CallArguments, options: tuple[Hashable, ...]) -> Hashab
                 parts += (read.shape, read.strides)
             else:
                 arrays.append(read)
-    if (of_arrays := ops.signature(arrays)) is None:
+    of_arrays = ops.signature(arrays)
+    if of_arrays is None and _is_product(of_score):
+        of_arrays = ops.device_signature(arrays)
+    if of_arrays is None:
         return None
     parts.append(of_arrays)
     return tuple(parts)
@@ -153,6 +156,11 @@ def _score_signature(score: Any) -> tuple[Hashable, tuple[Array, ...]] | None:
             return None
         return signature, (score.w_v, *given)
     return None
+
+
+def _is_product(of_score: Any) -> bool:
+    """Whether the signature of a score is that of a product of queries and keys, times a number at most."""
+    return of_score in (Dot, ScaledDot) or (type(of_score) is tuple and of_score[0] is ScaledDot)
 
 
 def planned(
@@ -215,7 +223,7 @@ def build(cache_key: Hashable | None, problem: Problem, kernel: str, arguments: 
     if cache_key is not None:
         arrays = _arrays_of(arguments, problem)
         plan = chosen.prepare(problem, tiles, arrays)
-        if plan is None and _is_lowered(problem):
+        if plan is None and chosen.plans_lowered_calls and _is_lowered(problem):
             plan = _build_lowered(problem, kernel, arrays)
         if plan is not None:
             found = PLANS.get_or_compute(cache_key, lambda: plan)

@@ -34,6 +34,7 @@ class Kernel(ABC):
     matrix_is_second_pass: bool = False
     """Whether ``forward`` computes the scores a second time for `Problem.matrix`, after those for the output."""
     saves_scores: bool = False
+    plans_lowered_calls = False
     """Whether ``forward`` also returns the scores, for ``backward``."""
 
     def prepare(self, problem: Problem, tiles: TilePlan, arrays: Mapping[str, Array]) -> Any:

@@ -44,6 +44,7 @@ class Native(Kernel):
     name = "native"
     summary = "C++ on the CPU, O(n) memory"
     has_vjp = True
+    plans_lowered_calls = True
     saves_scores: bool = False
     prepare = call.prepare
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+from collections.abc import Mapping
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, final
@@ -66,6 +67,11 @@ class Triton(Kernel):
     @property
     def differentiable(self) -> Kernel:
         return Streaming()
+
+    def prepare(self, problem: Problem, tiles: TilePlan, arrays: Mapping[str, Array]) -> Any:
+        from attnscore.kernels.triton import call
+
+        return call.prepare(self, problem, tiles, arrays)
 
     def missing(self) -> str | None:
         return missing_package("torch", "triton")

@@ -132,7 +132,7 @@ class Operands:
     @property
     def precision(self) -> str:
         of_products = self.query.data if self.additive is None else self.value.data
-        return _precision(of_products, self.runner.architecture(of_products))
+        return precision_of(of_products, self.runner.architecture(of_products))
 
     @property
     def shared(self) -> Any:
@@ -237,7 +237,7 @@ class Operands:
         return "ends", tile.queries, tile.keys, self.is_tested
 
 
-def _precision(x: torch.Tensor, architecture: int) -> str:
+def precision_of(x: torch.Tensor, architecture: int) -> str:
     """Return how a product of float32 is computed: by three of TF32, or by one where the user allows it."""
     if architecture == 0:
         return "ieee"
@@ -397,7 +397,7 @@ def _on_device(known: IntervalSet, device: torch.device, batch: int, merged: int
 
 def forward(problem: Problem, plan: TilePlan, runner: Runner = RUNNER) -> Result:
     """Run the forward."""
-    with _device(problem.value):
+    with device_scope(problem.value):
         return _forward(problem, operands_of(problem, plan, runner))
 
 
@@ -419,7 +419,7 @@ def _forward(problem: Problem, given: Operands) -> Result:
     return Result(out, rows["row_max"], rows["log_denom"], found)
 
 
-def _device(x: torch.Tensor) -> Any:
+def device_scope(x: torch.Tensor) -> Any:
     """Return the scope in which launches go to the device of `x`, which may not be the current one."""
     return torch.cuda.device(x.device) if x.is_cuda else torch.cuda.device(-1)
 
@@ -429,7 +429,7 @@ def backward(
     runner: Runner = RUNNER,
 ) -> dict[str, Array]:  # fmt: skip
     """Run the backward: the gradients of the operands in `wanted` at least, by name."""
-    with _device(problem.value):
+    with device_scope(problem.value):
         given = operands_of(problem, plan, runner, has_backward=True)
         return _Backward(problem, given, result, grads, wanted).run()
 

@@ -1,0 +1,154 @@
+"""The plan of repeated calls on a GPU: the forward's launch of one call, with the arrays of the next in their places.
+
+- For scaled products under a mask that the host knows, or none; any other call is checked and laid out anew.
+- Calls of one signature differ in pointers alone: strides, tiles, their ends and the grid are those of the plan.
+- The backward is that of a call without a plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+
+from attnscore.backends.base import Array
+from attnscore.core.arguments import CallArguments
+from attnscore.core.problem import Problem
+from attnscore.core.tiling import TilePlan
+from attnscore.kernels.base import AttentionOp, Kernel
+from attnscore.kernels.triton import forward as forward_kernels
+from attnscore.kernels.triton import launch
+from attnscore.kernels.triton.operands import Operand, Rows, operand
+from attnscore.kernels.triton.tiles import Tile
+from attnscore.masks.cached import CachedMask
+from attnscore.scores.forms import InnerForm
+
+SIDES = ("query", "key", "value")
+
+
+@dataclass(frozen=True, eq=False)
+class TritonCall:
+    """The plan. It holds the shapes and strides of the caller's tensors, and no memory of theirs."""
+
+    op: AttentionOp
+    given: launch.Operands
+    tile: Tile
+    architecture: int
+    out: Operand
+    out_shape: tuple[int, ...]
+    """On the caller's axes."""
+    compiled_for: dict[str, Any]
+
+    heads = 1
+    differentiable_outputs, saved_outputs = 2, 3
+
+    def run(self, arguments: CallArguments) -> Any:
+        """Return what `attend` returns."""
+        # PyTorch asks for no more of a `DifferentiableOp` than there is here.
+        op: Any = self
+        return self.op.problem.ops.differentiable(op, arguments[:3])[0]
+
+    def with_detached_weights(self) -> TritonCall:
+        """Return the plan itself: no call of it returns weights."""
+        return self
+
+    def constants(self) -> tuple[Array, ...]:
+        """Return nothing: the intervals of the mask are a copy."""
+        return ()
+
+    def with_backward(self) -> TritonCall:
+        """Return the plan itself, which saves no scores."""
+        return self
+
+    def without_saved(self, outputs: tuple[Array, ...]) -> tuple[Array, ...]:
+        """Return all outputs."""
+        return outputs
+
+    def forward(self, arrays: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Return output, on the caller's axes, log-denominator and maximum of each query."""
+        query, value, given, rows = arrays[0], arrays[2], self.given, self.op.problem.score_shape.rows
+        out = value.new_empty(self.out_shape)
+        row_max, log_denom = (value.new_empty((*rows, 1), dtype=torch.float32) for _ in range(2))
+        with launch.device_scope(query):
+            inputs = given.inputs(given.masking(self.tile))
+            sides = (getattr(inputs, name)._replace(data=x) for name, x in zip(SIDES, arrays, strict=True))
+            given.runner.run(
+                forward_kernels.forward, (triton.cdiv(given.sizes[0], self.tile.queries), given.matrices),
+                inputs._replace(**dict(zip(SIDES, sides, strict=True))), None,
+                self.out._replace(data=out), Rows(row_max, log_denom), *given.numbers,
+                **self.compiled_for, PRECISION=launch.precision_of(query, self.architecture),
+            )  # fmt: skip
+        return out, log_denom, row_max
+
+    def backward(
+        self,
+        arrays: Sequence[Array],
+        outputs: Sequence[Array],
+        grads: Sequence[Array | None],
+        wanted: Sequence[bool] | None = None,
+    ) -> tuple[Array | None, ...]:
+        """Return the gradients of `arrays`, on the caller's axes."""
+        problem = self.op.problem
+        ops, layout = problem.ops, problem.layout
+        views = [layout.to_canonical(ops, x, is_query=k == 0) for k, x in enumerate(arrays)]
+        out, *rows = outputs
+        grad_out = None if grads[0] is None else layout.output_to_canonical(ops, grads[0])
+        saved = layout.output_to_canonical(ops, out), *rows
+        found = self.op.backward(views, saved, (grad_out, *grads[1:]), wanted)
+        return tuple(
+            None if grad is None else layout.gradient_from_canonical(ops, grad, x.shape)
+            for grad, x in zip(found, arrays, strict=True)
+        )
+
+
+def prepare(kernel: Kernel, problem: Problem, tiles: TilePlan, arrays: Mapping[str, Array]) -> TritonCall | None:
+    """Return the plan of the calls like this one, or None where each is laid out anew."""
+    form, layout, shape = problem.form, problem.layout, problem.score_shape
+    if set(arrays) != set(SIDES) or type(form) is not InnerForm or layout.is_length_before_heads:
+        return None
+    if form.caps or not {"query_bias", "key_bias"}.isdisjoint(form.arrays()):
+        return None
+    given_beside = (problem.dropout, problem.normalizer, problem.matrix, *problem.statistics)
+    if any(x is not None for x in given_beside) or not (problem.mask is None or type(problem.mask) is CachedMask):
+        return None
+    given = launch.operands_of(problem, tiles, launch.RUNNER)
+    sides = [getattr(given, name) for name in SIDES]
+    if any(x.data.data_ptr() != arrays[name].data_ptr() for name, x in zip(SIDES, sides, strict=True)):
+        return None  # copied, as no single stride describes its leading axes
+    if not given.matrices * math.prod(given.sizes[:2]):
+        return None
+    tile, like = given.tile("forward"), problem.value
+    compiled_for = {
+        "TESTED": given.is_tested, "RELATIVE": False, "LANES": given.lanes(tile), **given.constants(tile),
+    }  # fmt: skip
+    del compiled_for["PRECISION"]
+    out = torch.empty((*shape.rows, layout.value_dim), dtype=like.dtype, device="meta")
+    out_operand = operand(out, shape.lead, shape.heads, shape.groups, shape.query_len)
+    if out_operand is None:
+        raise TypeError("an output that is None")
+    template = {name: _without_memory(x) for name, x in {**form.arrays(), "value": like}.items()}
+    value = template.pop("value")
+    form = form.with_arrays(template)
+    op = AttentionOp(
+        kernel, dataclasses.replace(problem, query=form.query, key=form.key, value=value, form=form), tiles
+    )
+    return TritonCall(
+        op=op,
+        given=dataclasses.replace(
+            given, **{name: x._replace(data=_without_memory(x.data)) for name, x in zip(SIDES, sides, strict=True)}
+        ),
+        tile=tile,
+        architecture=given.runner.architecture(like),
+        out=out_operand,
+        out_shape=tuple(layout.from_canonical(problem.ops, out).shape),
+        compiled_for=compiled_for,
+    )
+
+
+def _without_memory(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
