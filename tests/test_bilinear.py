@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -200,7 +201,7 @@ def test_products_of_the_native_module(target: str, dtype: str, rows: int, depth
         for order in ("C", "F"):
             outs = [np.full((rows, cols), np.nan, dtype) for _ in range(2)]
             for out, threads in zip(outs, (1, 3), strict=True):
-                assert native.module.multiply_finite(x, np.asarray(matrix, order=order), out, threads)
+                assert native.module.multiply_rows(x, np.asarray(matrix, order=order), out, threads)
             np.testing.assert_array_equal(*outs)
             step = 2e-7 if dtype == "f4" else 4e-16
             np.testing.assert_allclose(outs[0], exact, rtol=0, atol=step * depth**0.5 * 8)
@@ -230,11 +231,11 @@ def test_products_of_tensors() -> None:
 
 @needs_native
 def test_what_the_native_module_does_not_multiply() -> None:
-    """It says so, and leaves these calls to NumPy: other layouts and dtypes, and rows with NaN or infinity."""
+    """It says so, and leaves these calls to NumPy: other layouts and dtypes."""
     x, matrix, to = np.ones((3, 4)), np.arange(8.0).reshape(4, 2), np.empty((3, 2))
 
     def multiply(*arrays: np.ndarray) -> bool:
-        return bool(native.module.multiply_finite(*arrays, 1))
+        return bool(native.module.multiply_rows(*arrays, 1))
 
     for m in (matrix, np.asfortranarray(matrix), np.repeat(matrix, 2, 1)[:, ::2], matrix[:, ::-1]):
         assert multiply(x, m, to)
@@ -249,5 +250,33 @@ def test_what_the_native_module_does_not_multiply() -> None:
     for place in ((0, 0), (1, 2), (2, 3)):
         for number in (np.nan, np.inf):
             x[place] = number
-            assert not multiply(x, matrix, to)
+            assert multiply(x, matrix, to)
+            np.testing.assert_array_equal(
+                to, np.where((np.arange(3) == place[0])[:, None], np.nan, np.ones((3, 4)) @ matrix)
+            )
         x[place] = 1
+
+
+@needs_native
+@pytest.mark.parametrize("framework", ["numpy", "torch", "jax"])
+@pytest.mark.parametrize("lengths", [(2, 3), (40, 7)])
+def test_a_masked_row_that_is_not_finite_changes_no_bit(framework: str, lengths: tuple[int, int]) -> None:
+    """Queries and keys that are projected, without a gradient: one product serves all rows."""
+    rng = np.random.default_rng(3)
+    given = {
+        name: rng.standard_normal((2, n, 24)).astype("f4") for name, n in zip(("query", "key"), lengths, strict=True)
+    }
+    weight = rng.standard_normal((24, 24)).astype("f4")
+    convert = {"numpy": np.asarray, "torch": torch.from_numpy, "jax": jnp.asarray}[framework]
+
+    def run() -> np.ndarray:
+        query, key = (convert(x.copy()) for x in given.values())
+        mask = ats.ValidLens([lengths[1] - 1, lengths[1] - 1], query_lens=[lengths[0] - 1, lengths[0] - 1])
+        return np.asarray(ats.attend(query, key, key, score=ats.Bilinear(convert(weight)), mask=mask))
+
+    clean = run()
+    for x in given.values():
+        for number in (np.nan, np.inf):
+            x[:, -1, 5] = number
+            np.testing.assert_array_equal(run(), clean)
+        x[:, -1, 5] = 0.5

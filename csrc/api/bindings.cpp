@@ -309,7 +309,7 @@ nb::object is_all_finite(nb::handle array) {
     return nb::bool_(found);
 }
 
-bool multiply_finite(nb::handle x, nb::handle matrix, nb::handle to, int threads) {
+bool multiply_rows(nb::handle x, nb::handle matrix, nb::handle to, int threads) {
     const Threads most = threads_of(threads);
     const ArrayView a(x.ptr()), b(matrix.ptr()), c(to.ptr());
     if (!a || !b || !c || a.ndim() < 1 || b.ndim() != 2 || c.ndim() != a.ndim()) return false;
@@ -326,7 +326,8 @@ bool multiply_finite(nb::handle x, nb::handle matrix, nb::handle to, int threads
     if (!b.get_matrix(product.b)) return false;
     const Kernels& chosen = selected_kernels();
     const ReleasedLock released;
-    return chosen.multiply(product, most);
+    chosen.multiply(product, most);
+    return true;
 }
 
 // ---- plans ----
@@ -415,7 +416,7 @@ NB_MODULE(_native, m) {
     m.def("signature", &signature);
     m.def("copy_valid_lens", &copy_valid_lens);
     m.def("is_all_finite", &is_all_finite);
-    m.def("multiply_finite", &multiply_finite);
+    m.def("multiply_rows", &multiply_rows);
     nb::class_<CallPlan>(m, "CallPlan").def("__call__", &run_plan).def("allocate_and_run", &allocate_and_run);
     m.def("plan_forward", &plan_forward, nb::rv_policy::take_ownership);
     m.def("plan_backward", &plan_backward, nb::rv_policy::take_ownership);

@@ -1,4 +1,5 @@
-// The product of two matrices, C = A B, for scores that project queries or keys.
+// The product of two matrices, C = A B, for scores that project queries or keys. Rows of A that are not finite become
+// NaN, as wherever rows are projected, and change no bit of others.
 //
 // A task computes rows of C in one panel of columns. It copies the rows of B in that panel part by part, so that they
 // stay in the first-level cache for all rows of C; where these are few it reads them where they are. Every sum runs
@@ -67,23 +68,27 @@ void multiply_block(const MatrixProduct& product, int64_t row, int64_t count, in
 }
 
 template <class T>
-bool multiply_typed(const MatrixProduct& product, Threads threads) {
+void multiply_typed(const MatrixProduct& product, Threads threads) {
     // One row has a single sum for each column, and needs more columns to keep the multiply-adds busy.
     const int64_t rows = product.rows, one = 16 * Vector<T>::lanes, several = kPanelRowBytes / sizeof(T);
     const int64_t columns = rows == 1 ? one : several;
     const int64_t panels = (product.cols + columns - 1) / columns, blocks = (rows + kProductRows - 1) / kProductRows;
-    std::atomic<bool> finite{true};
     for_each_task(blocks * panels, threads, [&](int64_t task) {
         const int64_t block = task / panels, row = block * rows / blocks, count = (block + 1) * rows / blocks - row;
         const int64_t col = task % panels * columns;
-        if (col == 0 && !all_finite(as<T>(product.a) + row * product.depth, count * product.depth)) finite = false;
-        multiply_block<T>(product, row, count, col, std::min(columns, product.cols - col));
+        const int64_t own_cols = std::min(columns, product.cols - col);
+        multiply_block<T>(product, row, count, col, own_cols);
+        const T* a = as<T>(product.a) + row * product.depth;
+        if (all_finite(a, count * product.depth)) return;
+        for (int64_t i = 0; i < count; i++)
+            if (!all_finite(a + i * product.depth, product.depth))
+                std::fill_n(as<T>(product.c) + (row + i) * product.cols + col, own_cols,
+                            std::numeric_limits<T>::quiet_NaN());
     });
-    return finite;
 }
 
-// Compute C; whether all of A is finite.
-bool multiply(const MatrixProduct& product, Threads threads) {
+// Compute C.
+void multiply(const MatrixProduct& product, Threads threads) {
     const double work = static_cast<double>(product.rows) * product.depth * product.cols;
     threads = threads.at_most(1 + work / (1 << 19));
     return (product.dtype == Dtype::f64 ? multiply_typed<double> : multiply_typed<float>)(product, threads);

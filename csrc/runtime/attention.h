@@ -203,7 +203,7 @@ struct Kernels {
     void (*prepare_rows)(const Problem&, const Head&, const RowArrays&, char* log_denoms, char* deltas, int64_t first,
                          int64_t last) = nullptr;
     // Whether all of A is finite; C is undefined where it is not.
-    bool (*multiply)(const MatrixProduct&, Threads threads) = nullptr;
+    void (*multiply)(const MatrixProduct&, Threads threads) = nullptr;
 };
 
 // The targets that this CPU can run, best first ("avx512bf16", "avx512", "avx2", "portable"; on Arm "neon_bf16",

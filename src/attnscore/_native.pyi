@@ -105,10 +105,10 @@ def copy_valid_lens(lens: Any, to: NDArray[Any], most: int, /) -> bool:
 def is_all_finite(array: Any, /) -> bool | None:
     """Return whether every entry is finite; None for arrays that are not read here, or not in C order."""
 
-def multiply_finite(x: Any, matrix: Any, to: NDArray[Any], threads: int, /) -> bool:
-    """Write ``x @ matrix`` to `to`.
+def multiply_rows(x: Any, matrix: Any, to: NDArray[Any], threads: int, /) -> bool:
+    """Write ``x @ matrix`` to `to`, and NaN for rows of `x` that hold NaN or infinity.
 
-    False, with `to` undefined, where `x` holds NaN or infinity, or where an array is not read here: all are float32 or
+    False, with `to` undefined, where an array is not read here: all are float32 or
     all float64 and not empty, the matrix has two axes, the other two arrays are in C order.
     """
 

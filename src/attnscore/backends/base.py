@@ -583,10 +583,11 @@ class Backend(ABC):
     def known_finite(self, *arrays: Array) -> bool:
         """Whether every entry is finite; False if the arrays are traced."""
 
-    def finite_product(self, x: Array, matrix: Array, threads: int) -> Array | None:
-        """Return ``x @ matrix`` in C order, without warnings; None where `x` is not known to be finite.
+    def plain_product(self, x: Array, matrix: Array, threads: int) -> Array | None:
+        """Return ``x @ matrix`` in C order, without warnings, and NaN for rows of `x` that are not finite.
 
-        `threads` are those of the native module, if it computes the product.
+        None where that takes more than a product: `scores.base.projected` then does it. `threads` are those of the
+        native module, if it computes the product.
         """
         return self.in_c_order(self.matmul(x, matrix)) if self.known_finite(x) else None
 

@@ -173,13 +173,13 @@ class NumpyBackend(Backend):
     def known_finite(self, *arrays: Array) -> bool:
         return all(map(_is_finite, arrays))
 
-    def finite_product(self, x: Array, matrix: Array, threads: int) -> Array | None:
+    def plain_product(self, x: Array, matrix: Array, threads: int) -> Array | None:
         if native.module is not None:
             out = np.empty((*x.shape[:-1], matrix.shape[1]), x.dtype)
-            if native.module.multiply_finite(x, matrix, out, threads):
+            if native.module.multiply_rows(x, matrix, out, threads):
                 return out
         with self.numeric_scope():
-            return super().finite_product(x, matrix, threads)
+            return super().plain_product(x, matrix, threads)
 
     def differentiable(self, run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Array, ...]:
         return run.forward(operands)

@@ -363,12 +363,12 @@ class TorchBackend(Backend):
         # A program that is compiled reads neither.
         return None if is_compiling() or x.is_inference() else x._version
 
-    def finite_product(self, x: Array, matrix: Array, threads: int) -> Array | None:
+    def plain_product(self, x: Array, matrix: Array, threads: int) -> Array | None:
         if _SHARES_LAYOUTS and not self.needs_grad(x, matrix):
             out = torch.empty((*x.shape[:-1], matrix.shape[1]), dtype=x.dtype, device="cpu")
-            if native.module.multiply_finite(x, matrix, out, threads):
+            if native.module.multiply_rows(x, matrix, out, threads):
                 return out
-        return super().finite_product(x, matrix, threads)
+        return super().plain_product(x, matrix, threads)
 
     def known_finite(self, *arrays: Array) -> bool:
         # A loop: generators take a microsecond each.

@@ -52,7 +52,7 @@ class LoweredCall:
     computed: tuple[bool, bool]
     """Whether the lowering computes query and key."""
     is_product: bool = False
-    """Whether it is one product, of an array without NaN and infinity, which needs no cast."""
+    """Whether it is one product, which needs no cast."""
     leaves_out_padding: bool = False
     """Whether calls project their real keys alone, where their lengths leave so few that it saves time."""
 
@@ -86,7 +86,7 @@ class LoweredCall:
             return None
         ops, of_query = self.ops, self.computed[0]
         x, matrix = (query, score.W) if of_query else (key, ops.matrix_transpose(score.W))
-        if (product := ops.finite_product(x, matrix, self.call.threads())) is None:
+        if (product := ops.plain_product(x, matrix, self.call.threads())) is None:
             return None
         return [product, key] if of_query else [query, product]
 

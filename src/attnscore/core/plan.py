@@ -277,7 +277,7 @@ def _build_lowered(problem: Problem, kernel: str, arrays: dict[str, Array]) -> L
     call = kernels.choose(kernel, lowered_problem).prepare(lowered_problem, tiling.planned(lowered_problem), given)
     if call is None:
         return None
-    # `finite_product` enters no `numeric_scope`: calls with a signature are outside of PyTorch's autocast.
+    # `plain_product` enters no `numeric_scope`: calls with a signature are outside of PyTorch's autocast.
     is_product = type(score) is Bilinear and ops.dtype(score.W) == accumulator(problem.dtype)
     # Normalised keys (cosine) are no product.
     is_projected = computed[1] and type(score) is not Cosine

@@ -258,6 +258,13 @@ class JaxBackend(Backend):
             return [tuple(x[i] for x in stacked) for i in range(count)]
         return [body(i) for i in range(count)]
 
+    def plain_product(self, x: Array, matrix: Array, threads: int) -> Array | None:
+        if native.module is not None and not any(isinstance(array, jax.core.Tracer) for array in (x, matrix)):
+            rows, out = self.memory(x), np.empty((*x.shape[:-1], matrix.shape[1]), x.dtype)
+            if native.module.multiply_rows(rows, self.memory(matrix), out, threads):
+                return self.from_memory(out, str(x.dtype), x)
+        return super().plain_product(x, matrix, threads)
+
     def known_finite(self, *arrays: Array) -> bool:
         return all(map(_is_finite, map(concrete, arrays)))
 
