@@ -98,7 +98,8 @@ CUSTOM: dict[str, Any] = {
     "distance": own.Student(torch.tensor([0.1, 0.2])),
     "channels": own.SmoothDistance(torch.ones(2, 64), torch.tensor(0.4)),
 }
-# Most spills at dimension 64 on any of the architectures, by score and dtype.
+# Most spills at dimension 64 on any of the architectures, by score and dtype; `test_custom_scores` has those of the
+# gradient of keys of a product on Hopper, whose tile was the fastest on an H200 all the same.
 CUSTOM_SPILLS = {
     ("product", "float32"): 12, ("distance", "float32"): 16, ("channels", "float32"): 20,
     ("channels", "bfloat16"): 3,
@@ -115,7 +116,9 @@ def test_custom_scores(kind: str, dtype: str, architecture: int) -> None:
     assert set(found) == {*compiled.KERNELS, "d_parameter"}
     check(found, architecture)
     for name, code in found.items():
-        assert code.spills <= CUSTOM_SPILLS.get((kind, dtype), 0), (name, code)
+        of_tile = (kind, name, architecture) == ("product", "d_key", 90)
+        most = {"bfloat16": 239, "float32": 151}[dtype] if of_tile else CUSTOM_SPILLS.get((kind, dtype), 0)
+        assert code.spills <= most, (name, code)
         assert code.matrix == "HGMMA" or architecture < 90 or (kind, dtype) != ("product", "bfloat16")
 
 
