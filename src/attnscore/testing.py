@@ -203,7 +203,9 @@ def _check_triton(ops: Backend, score: Any, home: Array, dim: int, heads: int, s
         return
     plain = with_arrays(score, lambda x: _values_of(ops, x))
     device = str(getattr(home, "device", "cpu")) if ops.name == "torch" else "cpu"
-    if "torch" in sys.modules and sys.modules["torch"].cuda.is_available():
+    # Behind TensorFlow Triton is not imported (tests/conftest.py): a process of its own then.
+    can_import = "triton" in sys.modules or "tensorflow" not in sys.modules
+    if can_import and "torch" in sys.modules and sys.modules["torch"].cuda.is_available():
         device = "cuda"
     if is_interpreted() or device.startswith("cuda"):
         _against_triton(plain, dim, heads, seed, device)

@@ -204,7 +204,10 @@ _PLANS: BoundedCache[TilePlan] = BoundedCache(256)
 def planned(problem: Problem) -> TilePlan:
     """Return the plan of a problem, cached for small problems that differ in their arrays alone."""
     mask, queries = problem.mask, problem.score_shape.query_len
-    small = isinstance(mask, CachedMask) or (mask is None and not is_unknown(queries) and queries <= MAX_ROWS)
+    if isinstance(mask, CachedMask):
+        small = mask.start.size <= MAX_ROWS
+    else:
+        small = mask is None and not is_unknown(queries) and queries <= MAX_ROWS
     key = (problem.score_shape, problem.form.values_per_pair(), mask, _scores_of_tile(problem)) if small else None
     return _PLANS.get_or_compute(key, lambda: plan(problem))
 

@@ -43,8 +43,9 @@ class TritonCall:
     out_shape: tuple[int, ...]
     """On the caller's axes."""
     compiled_for: dict[str, Any]
+    heads: int
+    """As `core.plan` weighs plans: those of 2 KB each that take what the intervals of the mask do."""
 
-    heads = 1
     differentiable_outputs, saved_outputs = 2, 3
 
     def run(self, arguments: CallArguments) -> Any:
@@ -147,6 +148,7 @@ def prepare(kernel: Kernel, problem: Problem, tiles: TilePlan, arrays: Mapping[s
         out=out_operand,
         out_shape=tuple(layout.from_canonical(problem.ops, out).shape),
         compiled_for=compiled_for,
+        heads=1 if given.intervals is None else 1 + given.intervals.start.numel() // 64,
     )
 
 

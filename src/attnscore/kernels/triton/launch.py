@@ -389,8 +389,9 @@ def _on_device(known: IntervalSet, device: torch.device, batch: int, merged: int
     """Return the intervals of each of all leading axes, copied to the device once for a mask."""
     copies = _ON_DEVICE.setdefault(known, {})
     if (device, merged) not in copies:
-        ends = (torch.from_numpy(x.astype("int32", order="C")).to(device) for x in (known.start, known.stop))
-        start, stop = (_per_merged_batch(x, batch, merged, axis=1) for x in ends)
+        # Whole before the copy, which is waited for: what a kernel adds, another stream may read too early.
+        ends = (torch.from_numpy(x.astype("int32", order="C")) for x in (known.start, known.stop))
+        start, stop = (_per_merged_batch(x, batch, merged, axis=1).to(device) for x in ends)
         copies[device, merged] = DeviceIntervals(start, stop, {})
     return copies[device, merged]
 
