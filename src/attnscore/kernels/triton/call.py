@@ -14,14 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 
 from attnscore.backends.base import Array
 from attnscore.core.arguments import CallArguments
 from attnscore.core.problem import Problem
 from attnscore.core.tiling import TilePlan
 from attnscore.kernels.base import AttentionOp, Kernel
-from attnscore.kernels.triton import forward as forward_kernels
 from attnscore.kernels.triton import launch
 from attnscore.kernels.triton.operands import Operand, Rows, operand
 from attnscore.kernels.triton.tiles import Tile
@@ -77,12 +75,12 @@ class TritonCall:
         row_max, log_denom = (value.new_empty((*rows, 1), dtype=torch.float32) for _ in range(2))
         with launch.device_scope(query):
             inputs = given.inputs(given.masking(self.tile))
-            sides = (getattr(inputs, name)._replace(data=x) for name, x in zip(SIDES, arrays, strict=True))
-            given.runner.run(
-                forward_kernels.forward, (triton.cdiv(given.sizes[0], self.tile.queries), given.matrices),
-                inputs._replace(**dict(zip(SIDES, sides, strict=True))), None,
-                self.out._replace(data=out), Rows(row_max, log_denom), *given.numbers,
-                **self.compiled_for, PRECISION=launch.precision_of(query, self.architecture),
+            sides = {name: getattr(inputs, name)._replace(data=x) for name, x in zip(SIDES, arrays, strict=True)}
+            # The user may have allowed TF32 meanwhile, or forbidden it.
+            constants = self.compiled_for | {"PRECISION": launch.precision_of(query, self.architecture)}
+            launch.run_forward(
+                given, self.tile, inputs._replace(**sides), self.out._replace(data=out), Rows(row_max, log_denom),
+                constants,
             )  # fmt: skip
         return out, log_denom, row_max
 
@@ -124,10 +122,6 @@ def prepare(kernel: Kernel, problem: Problem, tiles: TilePlan, arrays: Mapping[s
     if not given.matrices * math.prod(given.sizes[:2]):
         return None
     tile, like = given.tile("forward"), problem.value
-    compiled_for = {
-        "TESTED": given.is_tested, "RELATIVE": False, "LANES": given.lanes(tile), **given.constants(tile),
-    }  # fmt: skip
-    del compiled_for["PRECISION"]
     out = torch.empty((*shape.rows, layout.value_dim), dtype=like.dtype, device="meta")
     out_operand = operand(out, shape.lead, shape.heads, shape.groups, shape.query_len)
     if out_operand is None:
@@ -147,7 +141,7 @@ def prepare(kernel: Kernel, problem: Problem, tiles: TilePlan, arrays: Mapping[s
         architecture=given.runner.architecture(like),
         out=out_operand,
         out_shape=tuple(layout.from_canonical(problem.ops, out).shape),
-        compiled_for=compiled_for,
+        compiled_for=launch.forward_constants(given, tile),
         heads=1 if given.intervals is None else 1 + given.intervals.start.numel() // 64,
     )
 

@@ -410,14 +410,26 @@ def _forward(problem: Problem, given: Operands) -> Result:
     rows = {name: out.new_empty((*shape.rows, 1), dtype=torch.float32) for name in Rows._fields if name in needed}
     if given.matrices * queries:
         tile = given.tile("forward")
-        given.runner.run(
-            forward_kernels.forward, (triton.cdiv(queries, tile.queries), given.matrices),
-            given.inputs(given.masking(tile)), given.sink,
-            operand(out, shape.lead, heads, groups, queries), Rows(*map(rows.get, Rows._fields)), *given.numbers,
-            TESTED=given.is_tested, RELATIVE=given.is_relative, LANES=given.lanes(tile), **given.constants(tile),
+        run_forward(
+            given, tile, given.inputs(given.masking(tile)), operand(out, shape.lead, heads, groups, queries),
+            Rows(*map(rows.get, Rows._fields)), forward_constants(given, tile),
         )  # fmt: skip
     found = {name: rows[name] for name in _STATISTICS if name in rows}
     return Result(out, rows["row_max"], rows["log_denom"], found)
+
+
+def forward_constants(given: Operands, tile: Tile) -> dict[str, Any]:
+    """Return what the forward is compiled for."""
+    own = {"TESTED": given.is_tested, "RELATIVE": given.is_relative, "LANES": given.lanes(tile)}
+    return own | given.constants(tile)
+
+
+def run_forward(
+    given: Operands, tile: Tile, inputs: Inputs, out: Operand | None, rows: Rows, constants: dict[str, Any]
+) -> None:
+    """Launch the forward; `inputs` are those of `given`, or others of the same layout."""
+    grid = triton.cdiv(given.sizes[0], tile.queries), given.matrices
+    given.runner.run(forward_kernels.forward, grid, inputs, given.sink, out, rows, *given.numbers, **constants)
 
 
 def device_scope(x: torch.Tensor) -> Any:
