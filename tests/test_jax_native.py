@@ -387,7 +387,37 @@ def test_the_layout_of_flax_is_read_where_it_lies(key_heads: int) -> None:
     text = jax.jit(lambda *a: ats.attend(*a, head_axis=-2)).lower(*arrays).compile().as_text()
     (operands,) = re.findall(r"custom-call\(([^)]*)\)", text)
     # Queries whose heads are split into groups are turned by XLA; nothing else moves.
-    assert [x.strip().startswith("%bitcast") for x in operands.split(",")] == [key_heads == 4, True, True]
+    assert [x.strip().startswith("%a_") for x in operands.split(",")] == [key_heads == 4, True, True]
+
+
+def test_the_program_of_a_tiny_layer_is_its_products_and_one_call() -> None:
+    """No copy of an operand, and no operation on the lengths."""
+    arrays = normal(2, 1, 8), normal(2, 10, 8), normal(2, 10, 8), normal(8, 8), jnp.asarray([3, 7])
+
+    def layer(query: Any, key: Any, value: Any, W: Any, lens: Any) -> Any:
+        return ats.attend(query @ W, key @ W, value, score=ats.Additive(W[0]), valid_lens=lens, kernel="native")
+
+    text = jax.jit(layer).lower(*arrays).compile().as_text().split("ENTRY")[1]
+    operations = re.findall(r"= [^=]*? (fusion|custom-call|copy|broadcast|dot)\(", text)
+    assert operations.count("custom-call") == 1
+    # The products, the row of W, and the copy to the result.
+    assert len(operations) <= 5
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 9), (2, 1), (1, 9)])
+def test_lengths_are_clipped_by_the_call(shape: tuple[int, ...], narrow: None) -> None:
+    """Lengths of each batch row or query, of any value; in plans, under vmap, with gradients."""
+    arrays = inputs()
+
+    def loss(lens: Any, **options: Any) -> Any:
+        return jax.value_and_grad(square, (0, 1, 2))(*arrays, valid_lens=lens, **options)
+
+    native, dense = (jax.jit(lambda lens, name=name: loss(lens, kernel=name)) for name in ("native", "dense"))
+    many = RNG.integers(-3, 15, (4, *shape)).astype(np.int32)
+    many[0].flat[:2] = -(2**31), 2**31 - 1
+    for lens in map(jnp.asarray, many):
+        close(native(lens), dense(lens.clip(0, 11)), 1e-4)
+    close(jax.vmap(native)(jnp.asarray(many)), jax.vmap(dense)(jnp.asarray(many).clip(0, 11)), 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -447,7 +477,7 @@ def test_the_number_of_threads_changes_nothing_and_is_followed(monkeypatch: pyte
 def _attributes(**changed: Any) -> dict[str, Any]:
     return {
         "form": "inner", "activation": "tanh", "negative_slope": 0.0, "scale": 1.0, "caps": (), "dropout": 0.0,
-        "seed": 0, "axes": 5, "given": 7, "transposed": 0, "wanted": 7,
+        "seed": 0, "given": 7, "transposed": 0, "wanted": 7,
     } | changed  # fmt: skip
 
 
@@ -457,10 +487,9 @@ def _attributes(**changed: Any) -> dict[str, Any]:
         ({}, {"key": (1, 1, 1, 5, 3)}, r"key: expected shape \(1, 1, 1, 5, 4\)"),
         ({}, {"out": (1, 1, 1, 3, 7)}, r"out: expected shape"),
         ({}, {"top": (1, 1, 1, 2, 1)}, r"row_max: expected shape"),
-        ({"given": 3}, {}, "value: expected an array, got None"),
+        ({"given": 3}, {}, "given: expected one bit for each buffer"),
         ({"given": 15}, {}, "query_bias: expected a buffer"),
         ({"wanted": 15}, {}, "max_score: expected a buffer"),
-        ({"axes": 6}, {}, "axes: expected those of the first result"),
         ({"form": "outer"}, {}, "form: expected one of 'inner'"),
         ({"dropout": 1.5}, {}, r"dropout: expected a number in \[0, 1\)"),
         ({"caps": (-1.0, 1.0)}, {}, "caps: expected caps above 0"),
@@ -476,6 +505,37 @@ def test_what_does_not_fit_is_refused(changed: Any, shapes: Any, words: str) -> 
     results = [(sizes["out"], "float32"), (sizes.get("top", column), "float32"), (column, "float32")]
     with pytest.raises(jax.errors.JaxRuntimeError, match=words):
         jax.block_until_ready(ffi.call("forward", results, arrays, _attributes(**changed)))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "words"),
+    [
+        ([5, 1, 1, 1, 3, 4], "shapes: expected one for each buffer"),
+        ([-1], "shapes: expected one for each buffer"),
+        ([5, 1, 1, 1, 3], "shapes: expected one for each buffer"),
+        ([5, 1, 1, 1, 5, 4] * 6, "expected the axes of vmap, then those of its shape"),
+        ([2, 3, 4, 2, 5, 4, 2, 5, 2, 2, 3, 2, 2, 3, 1, 2, 3, 1], "out: expected at least 5 axes"),
+    ],
+)
+def test_shapes_that_are_not_those_of_the_buffers_are_refused(shapes: list[int], words: str) -> None:
+    """Of a known digest too: a plan takes buffers of its sizes alone."""
+    arrays = [jnp.zeros(shape, "float32") for shape in ((3, 4), (5, 4), (5, 2))]
+    results = [((1, 1, 1, 3, 2), "float32"), *[((1, 1, 1, 3, 1), "float32")] * 2]
+    passed = {name: ffi._attribute(value) for name, value in _attributes().items()}
+    wanted = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((3, 2), (3,), (3,))]
+    known = [[5, 1, 1, 1, *x] for x in ((3, 4), (5, 4), (5, 2), (3, 2), (3, 1), (3, 1))]
+
+    def run(shapes: list[int], *given: Any, digest: int) -> Any:
+        call = jax.ffi.ffi_call("attnscore_forward", wanted)
+        return jax.block_until_ready(call(*given, shapes=np.asarray(shapes), digest=np.int64(digest), **passed))
+
+    assert ffi.registered()
+    ffi.call("forward", results, [x[None, None, None] for x in arrays], _attributes())
+    run([n for shape in known for n in shape], *arrays, digest=77)
+    with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=words):
+        run(shapes, *arrays, digest=hash(words) >> 1)
+    with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="expected"):
+        run([n for shape in known for n in shape], arrays[0], arrays[1][:4], arrays[2], digest=77)
 
 
 # ------------------------------------------------------- plans of the library

@@ -3,10 +3,12 @@
 // attnscore's JAX backend.
 #include <xla/ffi/api/ffi.h>
 
+#include <algorithm>
 #include <atomic>
 #include <bit>
 #include <cstring>
 #include <exception>
+#include <iterator>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -65,18 +67,71 @@ T attribute(ffi::Dictionary attributes, const char* name) {
     return *found;
 }
 
+// The attribute `shapes`: those of the operands and then of the results of a call, each behind its number of axes.
+class Shapes {
+   public:
+    explicit Shapes(ffi::Dictionary attributes)
+        : numbers_(attribute<ffi::Span<const int64_t>>(attributes, "shapes")), next_(numbers_.begin()) {}
+
+    ffi::Span<const int64_t> next() {
+        if (next_ == numbers_.end() || *next_ < 0 || *next_ >= numbers_.end() - next_) {
+            throw std::invalid_argument("shapes: expected one for each buffer");
+        }
+        const ffi::Span<const int64_t> shape(next_ + 1, static_cast<size_t>(*next_));
+        next_ += 1 + *next_;
+        return shape;
+    }
+
+   private:
+    ffi::Span<const int64_t> numbers_;
+    const int64_t* next_;
+};
+
+// The number of axes that the buffer of an array of this shape has: those of length 1 are left out, because XLA copies
+// an array to move them.
+size_t axes_passed(ffi::Span<const int64_t> shape) {
+    return static_cast<size_t>(std::count_if(shape.begin(), shape.end(), [](int64_t n) { return n != 1; }));
+}
+
+// Copy 32-bit integers, which programs without 64-bit numbers have, or 64-bit ones.
+void read_integers(const ffi::AnyBuffer& from, std::vector<int64_t>& to) {
+    const auto count = static_cast<ptrdiff_t>(from.element_count());
+    if (from.element_type() == ffi::DataType::S32) {
+        const auto* numbers = static_cast<const int32_t*>(from.untyped_data());
+        to.assign(numbers, numbers + count);
+    } else {
+        const auto* numbers = static_cast<const int64_t*>(from.untyped_data());
+        to.assign(numbers, numbers + count);
+    }
+}
+
+// Make of valid lengths the stops of `repeats` queries each.
+void become_stops(std::vector<int64_t>& lens, int64_t repeats, int64_t key_len) {
+    const size_t count = lens.size();
+    lens.resize(count * static_cast<size_t>(repeats));
+    for (size_t i = count; i-- > 0;) {
+        const int64_t stop = std::clamp<int64_t>(lens[i], 0, key_len);
+        std::fill_n(lens.begin() + static_cast<ptrdiff_t>(i) * repeats, repeats, stop);
+    }
+}
+
 // One buffer of XLA. The axes of vmap are in front of its own, with length 1 where it is not mapped.
 class Operand {
    public:
-    // `transposed`: the buffer is (*lead, rows, 1, head, cols), the layout of Flax and Keras, and stands for (*lead,
+    // `transposed`: the array is (*lead, rows, 1, head, cols), the layout of Flax and Keras, and stands for (*lead,
     // head, 1, rows, cols).
-    Operand(const char* name, ffi::AnyBuffer buffer, size_t outer, bool transposed)
-        : name_(name), type_(buffer.element_type()), base_(static_cast<char*>(buffer.untyped_data())) {
+    Operand(const char* name, ffi::AnyBuffer buffer, ffi::Span<const int64_t> shape, size_t outer, bool transposed)
+        : name_(name),
+          type_(buffer.element_type()),
+          base_(static_cast<char*>(buffer.untyped_data())),
+          shape_(shape.begin(), shape.end()) {
         item_ = static_cast<int64_t>(ffi::ByteWidth(type_));
         const ffi::AnyBuffer::Dimensions all = buffer.dimensions();
-        if (all.size() < outer)
-            throw std::invalid_argument(std::string(name_) + ": expected the axes of vmap in front");
-        shape_.assign(all.begin() + outer, all.end());
+        Shape passed;
+        std::copy_if(shape.begin(), shape.end(), std::back_inserter(passed), [](int64_t n) { return n != 1; });
+        if (all.size() != outer + passed.size() || !std::equal(passed.begin(), passed.end(), all.begin() + outer)) {
+            throw std::invalid_argument(std::string(name_) + ": expected the axes of vmap, then those of its shape");
+        }
         strides_.resize(shape_.size());
         int64_t size = 1;
         for (size_t i = shape_.size(); i-- > 0; size *= shape_[i]) strides_[i] = size;
@@ -87,11 +142,43 @@ class Operand {
         mapped_.assign(all.begin(), all.begin() + outer);
         steps_.resize(outer);
         for (size_t i = outer; i-- > 0; size *= mapped_[i]) steps_[i] = mapped_[i] == 1 ? 0 : size;
-        if (type_ == ffi::DataType::S32) widen(size);
+        if (type_ == ffi::DataType::S32) {
+            read_integers(buffer, wide_);
+            type_ = ffi::DataType::S64;
+            item_ = 8;
+        }
     }
 
     std::string dtype() const { return name_of(type_); }
+    const Shape& shape() const { return shape_; }
     const Shape& mapped() const { return mapped_; }
+
+    // Make of valid lengths, (batch or 1, query or 1), the stops of the intervals of `query_len` queries.
+    void become_stops(int64_t query_len, int64_t key_len) {
+        expect("int64");
+        if (shape_.size() != 2 || (shape_[1] != 1 && shape_[1] != query_len)) {
+            throw_invalid(at(Shape(steps_.size())), "(batch or 1, query or 1) valid lengths",
+                          shape_text(at(Shape(steps_.size()))));
+        }
+        const int64_t repeats = shape_[1] == query_len ? 1 : query_len;
+        if (wide_.empty()) {
+            int64_t count = shape_[0] * shape_[1];
+            for (const int64_t n : mapped_) count *= n;
+            const auto* numbers = reinterpret_cast<const int64_t*>(base_);
+            wide_.assign(numbers, numbers + count);
+        }
+        attnscore::become_stops(wide_, repeats, key_len);
+        shape_[1] = query_len;
+        strides_[0] *= repeats;
+        for (int64_t& step : steps_) step *= repeats;
+    }
+    // The starts of intervals whose stops are these.
+    Operand starts() const {
+        Operand found = *this;
+        found.name_ = "start";
+        std::fill(found.wide_.begin(), found.wide_.end(), 0);
+        return found;
+    }
 
     Array at(const Shape& example) const {
         int64_t offset = 0;
@@ -113,14 +200,6 @@ class Operand {
     }
 
    private:
-    // Convert 32-bit integers, which programs without 64-bit numbers have.
-    void widen(int64_t size) {
-        const auto* narrow = reinterpret_cast<const int32_t*>(base_);
-        wide_.assign(narrow, narrow + size);
-        type_ = ffi::DataType::S64;
-        item_ = 8;
-    }
-
     const char* name_;
     ffi::DataType type_;
     char* base_;
@@ -128,6 +207,34 @@ class Operand {
     Shape shape_, strides_, mapped_, steps_;
     std::vector<int64_t> wide_;
 };
+
+constexpr size_t kQuery = 0, kKey = 1, kQueryIds = 7, kKeyIds = 8, kStart = 9, kStop = 10;
+static_assert(kInputs[kQuery].array == &Inputs::query && kInputs[kKey].array == &Inputs::key);
+static_assert(kInputs[kQueryIds].array == &Inputs::query_ids && kInputs[kKeyIds].array == &Inputs::key_ids);
+static_assert(kInputs[kStart].array == &Inputs::start && kInputs[kStop].array == &Inputs::stop);
+
+constexpr int64_t bit(size_t operand) { return int64_t{1} << operand; }
+
+// Whether the call has valid lengths: `stop` without `start`, of any values.
+bool has_lens(ffi::Dictionary attributes) {
+    return (attribute<int64_t>(attributes, "given") & (bit(kStart) | bit(kStop))) == bit(kStop);
+}
+
+// The shape of the first result, of a call that has one.
+ffi::Span<const int64_t> first_result(ffi::RemainingArgs args, ffi::Dictionary attributes) {
+    Shapes shapes(attributes);
+    for (size_t i = 0; i < args.size(); ++i) shapes.next();
+    return shapes.next();
+}
+
+// The number of axes of vmap, which are in front of those of each buffer.
+size_t mapped_axes(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) {
+    if (rets.size() == 0) return 0;
+    const size_t axes = (**rets.get<ffi::AnyBuffer>(0)).dimensions().size();
+    const size_t own = axes_passed(first_result(args, attributes));
+    if (axes < own) throw std::invalid_argument("shapes: expected that of the first result");
+    return axes - own;
+}
 
 // The buffers and attributes of one call.
 class Call {
@@ -137,23 +244,27 @@ class Call {
          const std::vector<const char*>& results)
         : attributes_(attributes), in_(kOperands), out_(results.size()) {
         const auto given = attribute<int64_t>("given"), transposed = attribute<int64_t>("transposed");
-        const auto wanted = attribute<int64_t>("wanted"), axes = attribute<int64_t>("axes");
-        const size_t most = rets.size() ? rets.get<ffi::AnyBuffer>(0).value()->dimensions().size() : 0;
-        if (most < static_cast<size_t>(axes)) throw std::invalid_argument("axes: expected those of the first result");
-        const size_t outer = most - static_cast<size_t>(axes);
+        const auto wanted = attribute<int64_t>("wanted");
+        const size_t outer = mapped_axes(args, rets, attributes);
+        Shapes shapes(attributes);
         size_t next = 0;
         for (size_t i = 0; i < kOperands; ++i) {
             if (!(given >> i & 1)) continue;
             const char* name = operand_name(i);
             if (next == args.size()) throw std::invalid_argument(std::string(name) + ": expected a buffer");
-            in_[i].emplace(name, args.get<ffi::AnyBuffer>(next++).value(), outer, transposed >> i & 1);
+            in_[i].emplace(name, args.get<ffi::AnyBuffer>(next++).value(), shapes.next(), outer, transposed >> i & 1);
+        }
+        if (next != args.size()) throw std::invalid_argument("given: expected one bit for each buffer");
+        if (has_lens(attributes) && in_[kQuery] && in_[kKey]) {
+            in_[kStop]->become_stops(rows_of(*in_[kQuery]), rows_of(*in_[kKey]));
+            in_[kStart] = in_[kStop]->starts();
         }
         next = 0;
         for (size_t i = 0; i < results.size(); ++i) {
             if (!(wanted >> i & 1)) continue;
             if (next == rets.size()) throw std::invalid_argument(std::string(results[i]) + ": expected a buffer");
             buffers_.push_back(*rets.get<ffi::AnyBuffer>(next++).value());
-            out_[i].emplace(results[i], buffers_.back(), outer, false);
+            out_[i].emplace(results[i], buffers_.back(), shapes.next(), outer, false);
             if (next == 1) examples_ = out_[i]->mapped();
             check_mapped(*out_[i]);
         }
@@ -225,6 +336,8 @@ class Call {
     T attribute(const char* name) const {
         return attnscore::attribute<T>(attributes_, name);
     }
+
+    static int64_t rows_of(const Operand& x) { return x.shape().size() < 2 ? 0 : x.shape()[x.shape().size() - 2]; }
 
     std::string dtype(Array Inputs::* input) const {
         for (size_t i = 0; i < std::size(kInputs); ++i) {
@@ -326,22 +439,30 @@ BackwardArrays backward_arrays(const Call& call, const Problem& p, const Shape& 
     return arrays;
 }
 
-// Calls that differ in addresses and seed alone are checked once, and then run by a plan. Mapped calls, empty ones, and
-// those with ids or a seed of the program's have none.
+// Calls that differ in addresses and seed alone are checked once, and then run by a plan, which is found by the
+// attribute `digest`: that of direction, shapes, dtypes and all other attributes without the seed. Reading and
+// comparing all of these takes 2 us, as long as a tiny program. Mapped calls, empty ones, and those with ids or a seed
+// of the program's have no plan.
 constexpr size_t kMostPlans = 64;
 constexpr int64_t kMostPlannedHeads = 8192;  // of all plans of a thread: 20 MB
-constexpr size_t kQueryIds = 7, kKeyIds = 8, kStart = 9, kStop = 10;
-static_assert(kInputs[kQueryIds].array == &Inputs::query_ids && kInputs[kKeyIds].array == &Inputs::key_ids);
-static_assert(kInputs[kStart].array == &Inputs::start && kInputs[kStop].array == &Inputs::stop);
 
 class PlannedCall {
    public:
     PlannedCall(bool is_backward, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) {
         const Call call(args, rets, attributes, result_names(is_backward));
+        for (size_t i = 0; i < args.size(); ++i) buffers_.push_back(size_of(*args.get<ffi::AnyBuffer>(i)));
+        for (size_t i = 0; i < rets.size(); ++i) buffers_.push_back(size_of(**rets.get<ffi::AnyBuffer>(i)));
+        has_dropout_ = attribute<double>(attributes, "dropout") > 0;
         Problem p = call.problem({});
         const Inputs in = call.inputs(p, {});
         key_len_ = in.key.given ? in.key.shape[in.key.ndim - 2] : 0;
-        if (in.start.given) start_ = place_of(attributes, kStart);
+        if (in.start.given) start_ = place_of(attributes, has_lens(attributes) ? kStop : kStart);
+        if (has_lens(attributes)) {
+            int64_t count = 1;
+            for (int i = 0; i < in.stop.ndim; ++i) count *= in.stop.shape[i];
+            ends_[0].assign(static_cast<size_t>(count), 0);
+            has_lens_ = true;
+        }
         if (is_backward) {
             const BackwardArrays arrays = backward_arrays(call, p, {});
             for (size_t i = 0; i < rets.size(); ++i) order_.push_back(i);
@@ -360,102 +481,99 @@ class PlannedCall {
         plan_.emplace(std::move(p), in, arrays);
     }
 
+    // Whether the buffers of a call have the sizes of those of the plan.
+    bool fits(ffi::RemainingArgs args, ffi::RemainingRets rets) const {
+        if (args.size() + rets.size() != buffers_.size()) return false;
+        for (size_t i = 0; i < args.size(); ++i) {
+            if (size_of(*args.get<ffi::AnyBuffer>(i)) != buffers_[i]) return false;
+        }
+        for (size_t i = 0; i < rets.size(); ++i) {
+            if (size_of(**rets.get<ffi::AnyBuffer>(i)) != buffers_[args.size() + i]) return false;
+        }
+        return true;
+    }
+
     // Run, unless the ends of intervals are none: then return false.
-    bool run(ffi::RemainingArgs args, ffi::RemainingRets rets, uint64_t seed) {
+    bool run(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) {
         addresses_.clear();
-        for (size_t i = 0; i < args.size(); ++i) addresses_.push_back(data_of(*args.get<ffi::AnyBuffer>(i)));
+        for (size_t i = 0; i < args.size(); ++i) {
+            // The starts that the plan has beside valid lengths.
+            if (has_lens_ && i == *start_) addresses_.push_back(nullptr);
+            addresses_.push_back(data_of(*args.get<ffi::AnyBuffer>(i)));
+        }
         for (const size_t i : order_) addresses_.push_back(data_of(**rets.get<ffi::AnyBuffer>(i)));
-        if (start_) {
-            for (size_t i = 0; i < 2; ++i) {
-                read_ends(*args.get<ffi::AnyBuffer>(*start_ + i), ends_[i]);
-                addresses_[*start_ + i] = reinterpret_cast<char*>(ends_[i].data());
+        if (has_lens_) {
+            read_integers(*args.get<ffi::AnyBuffer>(*start_), ends_[1]);
+            if (const size_t lens = ends_[1].size()) {
+                become_stops(ends_[1], static_cast<int64_t>(ends_[0].size() / lens), key_len_);
             }
+        } else if (start_) {
+            for (size_t i = 0; i < 2; ++i) read_integers(*args.get<ffi::AnyBuffer>(*start_ + i), ends_[i]);
             for (size_t i = 0; i < ends_[0].size(); ++i) {
                 if (ends_[0][i] < 0 || ends_[1][i] > key_len_ || ends_[0][i] > ends_[1][i]) return false;
             }
         }
+        if (start_) {
+            for (size_t i = 0; i < 2; ++i) addresses_[*start_ + i] = reinterpret_cast<char*>(ends_[i].data());
+        }
+        const uint64_t seed = has_dropout_ ? static_cast<uint64_t>(attribute<int64_t>(attributes, "seed")) : 0;
         plan_->run(selected_kernels(), addresses_, seed, threads.load(std::memory_order_relaxed));
         return true;
     }
 
    private:
+    using Size = std::pair<ffi::DataType, size_t>;
+
     static char* data_of(const ffi::AnyBuffer& x) { return static_cast<char*>(x.untyped_data()); }
+    static Size size_of(const ffi::AnyBuffer& x) { return {x.element_type(), x.element_count()}; }
 
     static size_t place_of(ffi::Dictionary attributes, size_t operand) {
         const auto before = attribute<int64_t>(attributes, "given") & ((int64_t{1} << operand) - 1);
         return static_cast<size_t>(std::popcount(static_cast<uint64_t>(before)));
     }
 
-    // Copy the ends of intervals: programs without 64-bit numbers have them as 32-bit integers.
-    static void read_ends(const ffi::AnyBuffer& from, std::vector<int64_t>& to) {
-        const auto count = static_cast<ptrdiff_t>(from.element_count());
-        if (from.element_type() == ffi::DataType::S32) {
-            const auto* ends = reinterpret_cast<const int32_t*>(data_of(from));
-            to.assign(ends, ends + count);
-        } else {
-            const auto* ends = reinterpret_cast<const int64_t*>(data_of(from));
-            to.assign(ends, ends + count);
-        }
-    }
-
     std::optional<CallPlan> plan_;
+    std::vector<Size> buffers_;  // of the call
+    bool has_dropout_ = false;
     std::vector<size_t> order_;    // of the results, as the plan takes them
-    std::optional<size_t> start_;  // place of the starts of intervals among the operands; their ends are next
+    std::optional<size_t> start_;  // place of the starts of intervals among the arrays; their stops are next
+    bool has_lens_ = false;        // whether the call has valid lengths in their place
     int64_t key_len_ = 0;
     std::vector<int64_t> ends_[2];
     std::vector<char*> addresses_;
 };
 
-// Write all that planning reads of a call: direction, dtypes, shapes, attributes without the seed.
-void write_signature(std::string& to, bool is_backward, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                     ffi::Dictionary attributes) {
-    const auto append = [&](const auto& x) { to.append(reinterpret_cast<const char*>(&x), sizeof x); };
-    const auto append_all = [&](const auto& all) {
-        append(all.size());
-        if (all.size()) to.append(reinterpret_cast<const char*>(&*all.begin()), all.size() * sizeof *all.begin());
-    };
-    const auto append_type = [&](const ffi::AnyBuffer& x) {
-        append(x.element_type());
-        append_all(x.dimensions());
-    };
-    to.assign(1, is_backward ? 'b' : 'f');
-    append(args.size());
-    for (size_t i = 0; i < args.size(); ++i) append_type(*args.get<ffi::AnyBuffer>(i));
-    for (size_t i = 0; i < rets.size(); ++i) append_type(**rets.get<ffi::AnyBuffer>(i));
-    for (const char* name : {"given", "transposed", "wanted", "axes"}) append(attribute<int64_t>(attributes, name));
-    for (const char* name : {"scale", "negative_slope", "dropout"}) append(attribute<double>(attributes, name));
-    for (const char* name : {"form", "activation"}) append_all(attribute<std::string_view>(attributes, name));
-    append_all(attribute<ffi::Span<const double>>(attributes, "caps"));
-}
-
-// Run a call by its plan; false where it has none.
-bool run_planned(bool is_backward, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) {
-    constexpr auto bit = [](size_t operand) { return int64_t{1} << operand; };
+// Whether a call can have a plan.
+bool is_planned(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) {
     if (rets.size() == 0 || attribute<int64_t>(attributes, "given") & (bit(kQueryIds) | bit(kKeyIds) | bit(kSeed))) {
         return false;
     }
-    const auto axes = (**rets.get<ffi::AnyBuffer>(0)).dimensions();
-    if (axes.size() < 5 || static_cast<int64_t>(axes.size()) != attribute<int64_t>(attributes, "axes")) return false;
+    if (first_result(args, attributes).size() < 5 || mapped_axes(args, rets, attributes) > 0) return false;
     // The kernels clear no gradients where there are no queries.
     for (size_t i = 0; i < rets.size(); ++i) {
         if ((**rets.get<ffi::AnyBuffer>(i)).element_count() == 0) return false;
     }
+    return true;
+}
+
+// Run a call by its plan; false where it has none.
+bool run_planned(bool is_backward, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) {
+    // Those of a thread, so that none waits for another.
+    thread_local std::unordered_map<int64_t, std::unique_ptr<PlannedCall>> plans;
+    thread_local int64_t planned_heads = 0;
+    const auto digest = attribute<int64_t>(attributes, "digest");
+    if (const auto found = plans.find(digest); found != plans.end()) {
+        return found->second->fits(args, rets) && found->second->run(args, rets, attributes);
+    }
+    if (!is_planned(args, rets, attributes)) return false;
+    const ffi::Span<const int64_t> axes = first_result(args, attributes);
     int64_t heads = 1;
     for (size_t i = 0; i + 2 < axes.size(); ++i) heads *= axes[i];
     if (heads > kMostPlannedHeads) return false;
-    // Those of a thread, so that none waits for another.
-    thread_local std::unordered_map<std::string, std::unique_ptr<PlannedCall>> plans;
-    thread_local int64_t planned_heads = 0;
-    thread_local std::string signature;
-    write_signature(signature, is_backward, args, rets, attributes);
-    auto found = plans.find(signature);
-    if (found == plans.end()) {
-        auto planned = std::make_unique<PlannedCall>(is_backward, args, rets, attributes);
-        if (plans.size() >= kMostPlans || planned_heads + heads > kMostPlannedHeads) plans.clear(), planned_heads = 0;
-        found = plans.emplace(signature, std::move(planned)).first;
-        planned_heads += heads;
-    }
-    return found->second->run(args, rets, static_cast<uint64_t>(attribute<int64_t>(attributes, "seed")));
+    auto planned = std::make_unique<PlannedCall>(is_backward, args, rets, attributes);
+    if (plans.size() >= kMostPlans || planned_heads + heads > kMostPlannedHeads) plans.clear(), planned_heads = 0;
+    planned_heads += heads;
+    return plans.emplace(digest, std::move(planned)).first->second->run(args, rets, attributes);
 }
 
 ffi::Error forward(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) try {

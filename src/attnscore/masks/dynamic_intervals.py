@@ -73,6 +73,13 @@ def _most_intervals(mask: Mask) -> int | None:
     return 1 if isinstance(mask, _INTERVALS) else None
 
 
+def traced_lens(ops: Backend, score_shape: ScoreShape, like: Array, mask: Mask | None) -> Array | None:
+    """Return the valid lengths that are the whole mask, (batch or 1, query or 1), of any values; None for others."""
+    if type(mask) is not ValidLens or mask.lens is None or mask.query_lens is not None:
+        return None
+    return _Tracer(ops, score_shape, like).by_row(mask.lens, per_query=True)
+
+
 def traced_visibility(
     ops: Backend, score_shape: ScoreShape, like: Array, mask: Mask | None
 ) -> tuple[Ends | None, Mask | None]:
@@ -217,10 +224,14 @@ class _Tracer:
         return found[0], found[1]
 
     def _index_values(self, x: Any, *, per_query: bool = False) -> Array:
+        """Return traced values as `by_row` does, clamped to what sums with them can hold."""
+        ops, x = self.ops, self.by_row(x, per_query=per_query)
+        return self._minimum(ops.maximum(x, ops.full((), -_FAR, x)), ops.full((), _FAR, x))
+
+    def by_row(self, x: Any, *, per_query: bool = False) -> Array:
         """Return traced values, one or one per batch row (or query), as (batch or 1, query or 1)."""
         ops = self.ops
         x = ops.astype(ops.asarray(x, self.like), "int64")
-        x = self._minimum(ops.maximum(x, ops.full((), -_FAR, x)), ops.full((), _FAR, x))
         if per_query and len(x.shape) == 1 and not self.score_shape.has_batch and x.shape[0] > 1:
             return ops.reshape(x, (1, -1))
         return x if len(x.shape) == 2 else ops.reshape(x, (-1, 1))

@@ -2,6 +2,8 @@
 
 - The native library has these calls if jaxlib, whose headers they need, was installed when it was built. Where they are
   missing, or this jaxlib does not take them, callers use a host callback instead.
+- Arrays are passed without their axes of length 1, and with their shapes as an attribute: XLA copies an array to insert
+  such an axis.
 - ``vmap`` puts its axis in front of every array, of size 1 where an array is not mapped: one call computes all
   examples, and the threads are shared between them.
 """
@@ -10,11 +12,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import importlib.util
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from attnscore.backends.base import Array
@@ -52,9 +57,26 @@ def call(
     attributes: Mapping[str, Any],
 ) -> tuple[Array, ...]:
     """Trace the custom call of one direction, with results of these shapes and dtypes."""
-    wanted = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results)  # type: ignore[no-untyped-call]  # JAX's own
-    found = jax.ffi.ffi_call(f"attnscore_{direction}", wanted, vmap_method="expand_dims")
-    return tuple(found(*arrays, **{name: _attribute(value) for name, value in attributes.items()}))
+    shapes = [*(tuple(x.shape) for x in arrays), *(shape for shape, _ in results)]
+    passed = {name: _attribute(value) for name, value in attributes.items()}
+    passed["shapes"] = np.asarray([*itertools.chain.from_iterable((len(shape), *shape) for shape in shapes)], np.int64)
+    dtypes = [str(x.dtype) for x in arrays], [str(dtype) for _, dtype in results]
+    passed["digest"] = _digest(direction, dtypes, {name: x for name, x in passed.items() if name != "seed"})
+    wanted = [jax.ShapeDtypeStruct(_without_ones(shape), dtype) for shape, dtype in results]  # type: ignore[no-untyped-call]  # JAX's own
+    run = jax.ffi.ffi_call(f"attnscore_{direction}", tuple(wanted), vmap_method="expand_dims")
+    found = run(*(jnp.reshape(x, _without_ones(x.shape)) for x in arrays), **passed)
+    return tuple(jnp.reshape(x, shape) for x, (shape, _) in zip(found, results, strict=True))
+
+
+def _without_ones(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(n for n in shape if n != 1)
+
+
+def _digest(direction: str, dtypes: Any, attributes: Mapping[str, Any]) -> np.int64:
+    """Return 64 bits by which the library finds the plan of a call: calls with the same ones differ in seeds alone."""
+    given = sorted((name, np.asarray(value).tolist()) for name, value in attributes.items())
+    text = repr((direction, dtypes, given)).encode()
+    return np.int64(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True))
 
 
 def _attribute(value: Any) -> Any:

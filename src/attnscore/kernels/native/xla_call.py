@@ -3,6 +3,8 @@
 - Intervals with traced ends are computed in the program, as arrays: the call skips tiles by them, as by intervals that
   are known on the host. Other masks are evaluated in the program (``chunked_masks_xla``).
 - No operand is copied: the layout (batch, length, head, dim) is passed as it is.
+- Valid lengths are passed as they are: the call makes intervals of them, which as operations of the program would take
+  as long as a tiny call.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from attnscore.kernels.native import chunked_masks_xla, marshalling
 from attnscore.kernels.native.chunked_masks_xla import Loop, MaskArrays
 from attnscore.kernels.native.results import BACKWARD_INPUTS, GRADIENTS, STATISTICS, as_operand, gradient_shapes
 from attnscore.masks import Mask, lowering
-from attnscore.masks.dynamic_intervals import traced_visibility
+from attnscore.masks.dynamic_intervals import traced_lens, traced_visibility
 
 # Orders of operands and results. For each name there is a bit in the attributes `given` (operands that are passed),
 # `transposed` (operands that are passed so) and `wanted` (results), see csrc/api/ffi.cc.
@@ -62,6 +64,8 @@ def backward(problem: Problem, result: Result, grads: RowGradients, wanted: froz
 def _mask_arrays(problem: Problem) -> tuple[MaskArrays, list[Mask]]:
     """Return the arrays of the mask by the module's names, and the parts of it that have to be evaluated."""
     ops, score_shape, value = problem.ops, problem.score_shape, problem.value
+    if (lens := traced_lens(ops, score_shape, value, problem.mask)) is not None:
+        return {"stop": lens}, []
     ends, rest = traced_visibility(ops, score_shape, value, problem.mask)
     direct, parts = lowering.partition_staged(ops, score_shape, value, rest)
     mask_arrays = lowering.arrays(ops, score_shape, value, direct, with_evaluated=bool(parts)) if direct else {}
@@ -121,7 +125,6 @@ def _call(
         "negative_slope": float(attributes["negative_slope"]),
         "dropout": float(probability),
         "seed": known_seed if seed is None else 0,
-        "axes": len(problem.score_shape.rows) + 1,
         "given": _bits(_OPERANDS, names),
         "transposed": _bits(_OPERANDS, transposed.intersection(names)),
         "wanted": _bits(places, results),
