@@ -1,15 +1,21 @@
 // The product of two matrices, C = A B, for scores that project queries or keys. Rows of A that are not finite become
 // NaN, as wherever rows are projected, and change no bit of others.
 //
-// A task computes rows of C in one panel of columns. It copies the rows of B in that panel part by part, so that they
-// stay in the first-level cache for all rows of C; where these are few it reads them where they are. Every sum runs
+// A task computes rows of C in some panels of columns. It copies the rows of B in these panels part by part, so that a
+// panel stays in the first-level cache for all rows of C; where these are few it reads B where it is. Every sum runs
 // over the rows of B in the same parts, so its bits do not depend on the number of threads.
 
 constexpr int64_t kProductRows = 192;     // of a task
 constexpr int64_t kPanelRowBytes = 256;   // of a panel of B: neighbouring lines of memory are read together
 constexpr int64_t kPanelBytes = 1 << 14;  // of a part of a panel: half of a first-level cache
-// So few rows of C need no copy. Micro-tiles of two vectors read too little of each row of B to keep memory busy.
-constexpr int64_t kRowsInPlace = (kNR > 2 ? 4 : 1) * kMR;
+// Micro-tiles of two vectors read one line of each row of B, too little to keep memory busy, and where rows are a power
+// of two apart the lines beside it leave the caches before they are read. There a task takes several panels, and reads
+// all of a row before the next one: in place, so few rows at a time.
+constexpr bool kReadsOneLine = kNR <= 2;
+constexpr int64_t kMostPanels = kReadsOneLine ? 8 : 1;
+constexpr int64_t kTermsInPlace = kReadsOneLine ? 8 : std::numeric_limits<int64_t>::max();
+// So few rows of C need no copy.
+constexpr int64_t kRowsInPlace = kReadsOneLine ? 8 : 4 * kMR;
 
 // Read a block of a matrix into rows `width` apart, with zeros behind its columns; `width` covers whole vectors.
 template <class T>
@@ -37,41 +43,84 @@ bool all_finite(const T* x, int64_t count) {
     return rest == 0 && is_finite(View<T>{x, 0}, 1, whole);
 }
 
+// Copy `terms` rows of panels of B, all panels of a row before the next row. A panel follows the one before it.
+template <class T>
+void read_panels(T* to, const Matrix& b, int64_t row, int64_t terms, int64_t col, int64_t cols, int64_t width) {
+    constexpr int64_t L = Vector<T>::lanes, columns = kPanelRowBytes / sizeof(T);
+    if (width <= columns) return read_block(to, width, b, row, terms, col, cols);
+    for (int64_t k = 0; k < terms; k++)
+        for (int64_t j = 0; j < width; j += columns) {
+            const int64_t own = std::min(columns, width - j);
+            T* line = to + j * terms + k * own;
+            if (b.col_stride != 1 || j + own > cols) {
+                read_block(line, own, b, row + k, 1, col + j, std::min(own, cols - j));
+                continue;
+            }
+            const T* from = as<T>(b.data) + (row + k) * b.row_stride + col + j;
+            for (int64_t l = 0; l < own; l += L) store(line + l, load(from + l));
+        }
+}
+
+// Compute a few rows of C, `width` whole vectors of columns, from rows of B where they are.
+template <class T>
+void multiply_in_place(T* to, int64_t cols, const T* a, const View<T>& b, int64_t count, int64_t width, int64_t depth) {
+    if (count == 1 && !kReadsOneLine) {
+        std::fill_n(to, width, T(0));
+        return add_weighted_rows(to, a, 1, b, depth, width);
+    }
+    // Two micro-tiles of about as many rows: one of few rows leaves the multiply-adds waiting for each other.
+    const int64_t rows = kReadsOneLine && count > kMR ? (count + 1) / 2 : count;
+    for (int64_t p = 0; p < depth || p == 0;) {
+        const int64_t terms = std::min(kTermsInPlace, depth - p);
+        for (int64_t i = 0; i < count; i += rows)
+            gemm(Product<T>{}, to + i * cols, cols, a + i * depth + p, depth, 1, b.row(p), b.stride,
+                 std::min(rows, count - i), width, terms, p > 0);
+        p += std::max<int64_t>(terms, 1);
+    }
+}
+
 // Compute a block of C: `count` rows from `row` on, `own_cols` columns from `col` on.
 template <class T>
 void multiply_block(const MatrixProduct& product, int64_t row, int64_t count, int64_t col, int64_t own_cols) {
-    constexpr int64_t L = Vector<T>::lanes, most = kPanelBytes / kPanelRowBytes;
+    constexpr int64_t L = Vector<T>::lanes, most = kPanelBytes / kPanelRowBytes, columns = kPanelRowBytes / sizeof(T);
     const int64_t depth = product.depth, cols = product.cols, width = padded(own_cols, L);
     const Matrix& b = product.b;
     const T* from = as<T>(product.a) + row * depth;
     T* to = as<T>(product.c) + row * cols + col;
-    if (width == own_cols && count <= kRowsInPlace && b.col_stride == 1) {
-        const View<T> own{as<T>(b.data) + col, b.row_stride};
-        if (count > 1)
-            return gemm(Product<T>{}, to, cols, from, depth, 1, own.data, own.stride, count, width, depth, false);
-        std::fill_n(to, width, T(0));
-        return add_weighted_rows(to, from, 1, own, depth, width);
-    }
+    if (width == own_cols && count <= kRowsInPlace && b.col_stride == 1)
+        return multiply_in_place(to, cols, from, View<T>{as<T>(b.data) + col, b.row_stride}, count, width, depth);
     const int64_t parts = std::max<int64_t>((depth + most - 1) / most, 1);
     Arena& arena = thread_arena();
-    T* panel = arena.take<T>((depth / parts + 1) * width);
+    T* panels = arena.take<T>((depth / parts + 1) * width);
     // Whole vectors are stored: columns that do not fill them are computed beside C.
     T* sums = width == own_cols ? to : arena.take<T>(count * width);
     const int64_t stride = sums == to ? cols : width;
     for (int64_t part = 0; part < parts; part++) {
         const int64_t p = part * depth / parts, terms = (part + 1) * depth / parts - p;
-        read_block(panel, width, b, p, terms, col, own_cols);
-        gemm(Product<T>{}, sums, stride, from + p, depth, 1, panel, width, count, width, terms, part > 0);
+        read_panels(panels, b, p, terms, col, own_cols, width);
+        for (int64_t j = 0; j < width; j += columns) {
+            const int64_t own = std::min(columns, width - j);
+            gemm(Product<T>{}, sums + j, stride, from + p, depth, 1, panels + j * terms, own, count, own, terms,
+                 part > 0);
+        }
     }
     if (sums == to) return;
     for (int64_t i = 0; i < count; i++) std::copy_n(sums + i * width, own_cols, to + i * cols);
 }
 
+// The number of columns of a task.
+template <class T>
+int64_t columns_of_task(const MatrixProduct& product, Threads threads) {
+    constexpr int64_t panel = kPanelRowBytes / sizeof(T);
+    // One row has a single sum for each column, and needs more columns to keep the multiply-adds busy.
+    if (!kReadsOneLine) return product.rows == 1 ? 16 * Vector<T>::lanes : panel;
+    // Two tasks for each thread, so that one which comes late finds some.
+    return panel * std::clamp<int64_t>(product.cols / (2 * threads.count * panel), 1, kMostPanels);
+}
+
 template <class T>
 void multiply_typed(const MatrixProduct& product, Threads threads) {
-    // One row has a single sum for each column, and needs more columns to keep the multiply-adds busy.
-    const int64_t rows = product.rows, one = 16 * Vector<T>::lanes, several = kPanelRowBytes / sizeof(T);
-    const int64_t columns = rows == 1 ? one : several;
+    const int64_t rows = product.rows, columns = columns_of_task<T>(product, threads);
     const int64_t panels = (product.cols + columns - 1) / columns, blocks = (rows + kProductRows - 1) / kProductRows;
     for_each_task(blocks * panels, threads, [&](int64_t task) {
         const int64_t block = task / panels, row = block * rows / blocks, count = (block + 1) * rows / blocks - row;
