@@ -463,6 +463,49 @@ def test_nothing_hidden_reaches_anything(monkeypatch: pytest.MonkeyPatch) -> Non
         assert not np.asarray(found[0])[1].any()
 
 
+HOLDERS: dict[str, Callable[..., Any]] = {
+    "query": lambda x, to: ats.attend(to(x[0]), *x[1:]),
+    "key and value": lambda x, to: ats.attend(x[0], to(x[1]), to(x[2]), score="gaussian"),
+    "w_v": lambda x, to: ats.attend(*x, score=ats.Additive(to(x[0][0, 0]))),
+    "projections": lambda x, to: ats.attend(*x, score=ats.Additive(x[0][0, 0], to(x[0][0, :5]), to(x[1][0, :5]))),
+    "W": lambda x, to: ats.attend(*x, score=ats.Bilinear(to(x[0][0, :5]))),
+    "bandwidth": lambda x, to: ats.attend(*x, score=ats.Gaussian(to(tf.constant(0.7, x[0].dtype)))),
+    "a wrapped score": lambda x, to: ats.attend(*x, score=ats.Additive(to(x[0][0, 0])) + ats.ScaledDot()),
+    "bias": lambda x, to: ats.attend(*x, bias=to(tf.matmul(x[0], x[1], transpose_b=True)[0])),
+    "sink": lambda x, to: ats.attend(*x, sink=to(x[0][0, 0, 0])),
+    "lengths": lambda x, to: ats.attend(*x, valid_lens=to(tf.constant([3, 6]))),
+    "weights alone": lambda x, to: ats.attention_weights(x[0], x[1], score=ats.Additive(to(x[0][0, 0]))),
+}
+
+
+@pytest.mark.parametrize("held", HOLDERS)
+def test_variables_run_as_the_arrays_that_they_hold(held: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the same plans (weights alone have none for them), to the last bit, with a gradient for the variable."""
+    runs: list[bool] = []
+    run = NativeCall.run
+    monkeypatch.setattr(NativeCall, "run", lambda plan, arguments: runs.append(True) or run(plan, arguments))
+    x = [tf.constant(RNG.standard_normal((2, n, 5))) for n in (6, 7, 7)]
+    variables: list[Any] = []
+
+    def variable(x: Any) -> Any:
+        variables.append(tf.Variable(x))
+        return variables[-1]
+
+    def watched(x: Any) -> Any:
+        tape.watch(x)
+        return x
+
+    with tf.GradientTape() as tape:
+        wanted = HOLDERS[held](x, watched)
+    planned = len(runs)
+    with tf.GradientTape() as tape:
+        found = HOLDERS[held](x, variable)
+    np.testing.assert_array_equal(found, wanted)
+    assert held == "weights alone" or len(runs) == 2 * planned
+    grads = tape.gradient(found, variables)
+    assert all((grad is None) == (x.dtype == tf.int32) for grad, x in zip(grads, variables, strict=True))
+
+
 def test_variables_and_layers_of_the_caller() -> None:
     weight = tf.Variable(RNG.standard_normal((5, 5)))
     x = tf.Variable(RNG.standard_normal((2, 7, 5)))

@@ -171,6 +171,11 @@ def planned(
     Raises what `attnscore.attend` does. `cache_key` is the `signature` of the call, `options` are those of it.
     """
     ops = backends.of_type(type(arguments.query))
+    if cache_key is None and ops is not None and ops.has_variables:
+        arguments = _with_held_arrays(ops, arguments)
+        cache_key = signature(arguments, options)
+        if (known := PLANS.get(cache_key)) is not None:
+            return known, arguments
     # What a score computes while a plan is built is recorded by no autograd: a plan computes it anew, and a checkpoint
     # that runs the first call again would find other saved tensors.
     if cache_key is not None and ops is not None and _records(ops, arguments):
@@ -179,6 +184,14 @@ def planned(
         if type(plan) is not SingleCall:
             return plan, arguments
     return _planned(cache_key, arguments, options)
+
+
+def _with_held_arrays(ops: Backend, arguments: CallArguments) -> CallArguments:
+    """Return the arguments of a call with the arrays that variables hold in their place."""
+    query, key, value, score, mask, valid_lens, bias, sink, seed, key_exps = arguments
+    query, key, value, mask, valid_lens, bias, sink = map(ops.held, (query, key, value, mask, valid_lens, bias, sink))
+    score = score if type(score) is str else with_arrays(score, ops.held)
+    return CallArguments(query, key, value, score, mask, valid_lens, bias, sink, seed, key_exps)
 
 
 def _records(ops: Backend, arguments: CallArguments) -> bool:

@@ -33,6 +33,7 @@ from attnscore.core.normalizers import Normalizer
 from attnscore.core.online_softmax import STATISTICS
 from attnscore.errors import ArgumentError, DtypeError, FrameworkError, ShapeError, message, with_shapes
 from attnscore.masks import IntervalSet, Mask, as_mask, cached_mask, split
+from attnscore.scores.arrays import with_arrays
 from attnscore.scores.base import Pullback
 from attnscore.scores.forms import Form
 
@@ -282,6 +283,8 @@ def build_problem(
     score, checked_normalizer = scores.resolve(score), normalizers.resolve(normalizer)
     if sink is not None and checked_normalizer is not None:
         raise ArgumentError(message("sink", "None, as the normalizer is not the softmax", shown(sink)))
+    if ops.has_variables:
+        score = with_arrays(score, ops.held)
     ops.register_pytree(type(score))
     arrays = dict(zip(arrays, ops.autocast(*arrays.values()), strict=True))
     signature = _layout_signature(ops, arrays, head_axis)
