@@ -286,3 +286,37 @@ begun.wait()
 """
     done = in_new_process(code)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+_WORKERS = """
+import os
+import numpy as np
+import attnscore as ats
+
+def workers():
+    return {int(task) for task in os.listdir("/proc/self/task")} - before
+
+before = {int(task) for task in os.listdir("/proc/self/task")}
+ats.set_num_threads(2)
+x = np.ones((4, 8, 128, 64), "f4")
+own = os.sched_getaffinity(0)
+if PINNED:
+    os.sched_setaffinity(0, own := {min(own)})
+for _ in range(5):
+    ats.attend(x, x, x)
+(worker,) = workers()
+allowed = os.sched_getaffinity(worker)
+print(allowed <= own and len(own) - len(allowed))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="Linux alone wakes threads where it likes")
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_worker_does_not_wait_for_the_processor_of_the_caller(pinned: bool) -> None:
+    """It is barred from it, unless the program has no other."""
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("one processor")
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    text = _WORKERS.replace("PINNED", str(pinned))
+    found = subprocess.run([sys.executable, "-c", text], env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["0" if pinned else "1"], found.stderr

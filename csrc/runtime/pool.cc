@@ -3,6 +3,7 @@
 // - tasks flush subnormal results to zero and round to nearest, whatever mode the caller's thread is in;
 // - low overhead: no lock to join or leave a job, and a system call only to wake sleeping workers;
 // - no waiting for a worker that has not joined: on a busy machine the caller does the work alone;
+// - no worker on the processor of the caller, where it would run after the work is done;
 // - safe after fork: the child has none of its parent's workers and starts its own;
 // - no delay at exit: workers are detached, and what they sleep on is never destroyed.
 // Calls from a framework that runs on OpenMP take its threads instead, except after a fork.
@@ -19,6 +20,11 @@
 #include <signal.h>
 #define ATTNSCORE_POSIX 1
 #endif
+#if defined(__linux__)
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #if defined(__x86_64__) || defined(__i386__)
 #include <immintrin.h>
 #endif
@@ -27,6 +33,8 @@ namespace attnscore {
 namespace {
 
 constexpr int kMostThreads = 1024;
+// Workers up to which they are barred from the caller's processor: of many, most find another by themselves.
+constexpr int kMostBarred = 16;
 // Iterations of a spin loop before a thread sleeps, about 20 us: successive calls find the workers awake, and an idle
 // program soon uses no CPU.
 constexpr int kSpins = 1000;
@@ -79,6 +87,47 @@ class TaskMode {
     const uint64_t before_;
 };
 
+// Bars workers from the processor of the caller. Linux wakes a thread on the processor of its waker unless it finds an
+// idle one, and takes none in a virtual machine for idle that the host has put to sleep. The worker waits there for the
+// caller's time slice to end, in call after call: with pauses of 5 ms or more two threads took as long as one
+// (TUNING.md, Threads).
+#if defined(__linux__)
+class Processors {
+   public:
+    // Called by a worker when it starts.
+    static int thread() { return static_cast<int>(syscall(SYS_gettid)); }
+
+    // Keep these workers, of which some may not have started, from where the caller is. A system call for each, when
+    // the caller has moved.
+    void bar(std::atomic<int>* workers, int count) {
+        const int processor = sched_getcpu();
+        if (processor == barred_ && count <= known_) return;
+        cpu_set_t others;
+        // What the caller may use now: its program may have changed that since the workers began.
+        if (processor < 0 || sched_getaffinity(0, sizeof others, &others) != 0) return;
+        CPU_CLR(processor, &others);
+        if (CPU_COUNT(&others) == 0) return;
+        known_ = 0;
+        for (int i = 0; i < count; ++i) {
+            const int worker = workers[i].load(std::memory_order_relaxed);
+            if (worker == 0) return;
+            // Where this is not allowed nothing changes.
+            (void)sched_setaffinity(worker, sizeof others, &others);
+            known_ = i + 1;
+        }
+        barred_ = processor;
+    }
+
+   private:
+    int barred_ = -1, known_ = 0;  // the processor, and from how many workers it is barred
+};
+#else
+struct Processors {
+    static int thread() { return 1; }
+    void bar(std::atomic<int>*, int) {}
+};
+#endif
+
 struct Job {
     int64_t count;
     void (*f)(int64_t task, void* context);
@@ -92,13 +141,15 @@ class Pool {
 
    private:
     void start_workers(int wanted);
-    void work();
+    void work(std::atomic<int>& thread);
     bool try_join();
     void leave();
     void take_tasks();
 
     Job job_{};        // written by the caller while the gate is closed
     int workers_ = 0;  // started so far; used by the caller alone
+    Processors processors_;
+    std::atomic<int> threads_[kMostBarred]{};  // of the first workers, as the system numbers them
     alignas(64) std::atomic<int64_t> next_{0};
     alignas(64) std::atomic<uint32_t> gate_{0};
     alignas(64) std::atomic<uint32_t> generation_{0};  // grows with each job; workers sleep on it
@@ -109,6 +160,7 @@ void Pool::run(const Job& job, int helpers) {
     helpers = std::min(helpers, workers_);
     job_ = job;
     next_.store(0, std::memory_order_relaxed);
+    if (workers_ <= kMostBarred) processors_.bar(threads_, workers_);
     gate_.store(static_cast<uint32_t>(helpers) * kSeat, std::memory_order_release);
     generation_.fetch_add(1, std::memory_order_release);
     if (helpers < workers_) {
@@ -146,7 +198,10 @@ void Pool::start_workers(int wanted) {
     pthread_sigmask(SIG_SETMASK, &all, &before);
 #endif
     try {
-        for (; workers_ < wanted; ++workers_) std::thread([this] { work(); }).detach();
+        for (; workers_ < wanted; ++workers_) {
+            std::atomic<int>& thread = threads_[std::min(workers_, kMostBarred - 1)];
+            std::thread([this, &thread] { work(thread); }).detach();
+        }
     } catch (const std::system_error&) {
         // The system has no more threads: the job runs on those that started.
     } catch (const std::bad_alloc&) {
@@ -156,8 +211,9 @@ void Pool::start_workers(int wanted) {
 #endif
 }
 
-void Pool::work() {
+void Pool::work(std::atomic<int>& thread) {
     const TaskMode mode;
+    thread.store(Processors::thread(), std::memory_order_relaxed);
     // A new worker tries to join before it first sleeps: its job may be open already.
     for (;;) {
         const uint32_t last = generation_.load(std::memory_order_acquire);
