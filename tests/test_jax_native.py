@@ -116,6 +116,7 @@ def test_a_library_without_the_calls_is_told_from_one_with(monkeypatch: pytest.M
 CALLS: dict[str, Any] = {
     "causal": lambda a, n, key: ats.attend(*a, mask=ats.Causal("bottom_right"), return_stats=True),
     "lengths": lambda a, n, key: ats.attend(*a, valid_lens=n, return_stats=("entropy",)),
+    "lengths of both": lambda a, n, key: ats.attend(*a, mask=ats.ValidLens(n, n // 2), return_stats=("entropy",)),
     "dropout": lambda a, n, key: ats.attend(*a, dropout=0.3, seed=key, return_stats=("log_sum_exp",)),
     "bias and sink": lambda a, n, key: ats.attend(*a, bias=a[0][..., :1] * a[1][:, :1, :, 0][:, :, None], sink=0.3),
 }
@@ -587,6 +588,30 @@ def test_ends_of_intervals_are_checked_in_each_call() -> None:
             assert float(run(1, 4, dtype)[2][0, 0, 0, 0, 0]) == pytest.approx(np.log(3))
             with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=words):
                 run(start, stop, dtype)
+
+
+def test_plans_are_told_apart_by_more_than_their_shapes(narrow: None) -> None:
+    """Calls of the same arrays that differ in scale, cap, slope, mask, form, heads in place of batches, or dtypes."""
+    arrays, w_v, lens = inputs(), normal(5), jnp.asarray([7, 0])
+    leaky = ats.Additive(w_v, activation="leaky_relu", negative_slope=0.3)
+    calls: list[Any] = [
+        lambda *a, **o: ats.attend(*a, score=ats.ScaledDot(0.5), **o),
+        lambda *a, **o: ats.attend(*a, score=ats.ScaledDot(0.25), **o),
+        lambda *a, **o: ats.attend(*a, score=ats.SoftCap(ats.ScaledDot(0.25), 1.0), **o),
+        lambda *a, **o: ats.attend(*a, score="gaussian", **o),
+        lambda *a, **o: ats.attend(*a, score=ats.Additive(w_v), **o),
+        lambda *a, **o: ats.attend(*a, score=leaky, **o),
+        lambda *a, **o: ats.attend(*a, score=ats.Additive(w_v, activation="leaky_relu", negative_slope=0.1), **o),
+        lambda *a, **o: ats.attend(*a, valid_lens=lens, **o),
+        lambda *a, **o: ats.attend(*a, mask=ats.KeyRange(lens, 9), **o),
+        lambda *a, **o: ats.attend(*(x.astype("float16") for x in a), **o).astype("float32"),
+        lambda *a, **o: ats.attend(*(x.swapaxes(0, 1) for x in (a[0][:, :2], *a[1:])), **o),
+        lambda *a, **o: ats.attend(a[0][:, :2], *a[1:], **o),
+    ]
+    every = jax.jit(lambda *a: [call(*a, kernel="native") for call in calls])
+    wanted = [call(*arrays, kernel="dense") for call in calls]
+    for found in (every(*arrays), every(*arrays)):
+        close(found, wanted, 5e-3)
 
 
 @pytest.mark.slow

@@ -159,8 +159,8 @@ def test_short_heads(
     wide = [x.detach().double().requires_grad_() for x in arrays]
     wanted = ats.attend(*wide, score=score, mask=given, kernel="dense", return_weights=True)
     atol = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 4e-6, "float64": 1e-13}[dtype]
-    # Gaussian scores are about as large as there are channels, and so is their rounding: with 64 the dense kernel is off
-    # by up to 9e-6 in float32.
+    # Gaussian scores are about as large as there are channels, and so is their rounding: with 64 the dense kernel is
+    # off by up to 9e-6 in float32.
     atol *= max(dims[0] / 16, 1) if score == "gaussian" else 1
     close = {"rtol": atol, "atol": atol, "equal_nan": True}
     for x, y in zip(found, wanted, strict=True):

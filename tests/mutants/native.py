@@ -813,4 +813,28 @@ FAULTS = [
         "tests/test_relative_bias.py -k 'numpy and native'",
         "the gradient of a relative bias is added one key tile off from the third tile on",
     ),
+    Fault(
+        "jax-digest-without-attributes",
+        "src/attnscore/backends/jax/ffi.py",
+        "text = repr((direction, dtypes, given)).encode()",
+        "text = repr((direction, dtypes, given[-1])).encode()",
+        "tests/test_jax_native.py -k 'both_ways or plans_are_told'",
+        "calls of the same shapes run by the plan of the first, whatever their scale",
+    ),
+    Fault(
+        "jax-lens-of-keys-alone",
+        "src/attnscore/masks/dynamic_intervals.py",
+        "mask.lens is None or mask.query_lens is not None",
+        "mask.lens is None",
+        "tests/test_jax_native.py -k both_ways",
+        "lengths of queries are forgotten beside those of keys",
+    ),
+    Fault(
+        "tensorflow-variables-unread",
+        "src/attnscore/backends/tensorflow/backend.py",
+        "    has_variables = True\n",
+        "    has_variables = False\n",
+        "tests/test_tensorflow.py -k variables_run",
+        "calls with variables have no plans",
+    ),
 ]
