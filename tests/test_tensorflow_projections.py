@@ -1,4 +1,4 @@
-"""Projections in TensorFlow's graphs: rows that are not finite are left out of gradients, at no cost to a forward."""
+"""Projections in TensorFlow: the product of eager calls; graphs leave rows that are not finite out of gradients."""
 
 from __future__ import annotations
 
@@ -126,3 +126,45 @@ def test_a_forward_graph_looks_for_no_nan() -> None:
 
     graph = call.get_concrete_function(*(tf.TensorSpec(shape) for shape in ((4, 2, 6), (4, 5, 6), (6, 6)))).graph
     assert not [operation for operation in graph.get_operations() if operation.type == "IsFinite"]
+
+
+# The product of an eager call: few rows and many, with several axes in front.
+ROWS = {"few": (2, 1), "many": (3, 5), "one": (1, 1), "none": (0, 4), "heads": (2, 3, 4), "six axes": (1, 2, 1, 2, 3)}
+
+
+@pytest.mark.parametrize("watched", ["both", "rows", "matrix", "none"])
+@pytest.mark.parametrize("rows", ROWS)
+def test_an_eager_product_is_that_of_tensorflow(rows: str, watched: str) -> None:
+    """With first and second derivatives, of what is watched alone, and tangents."""
+    x, matrix = tf.constant(RNG.standard_normal((*ROWS[rows], 7))), tf.constant(RNG.standard_normal((7, 6)))
+    ops = backends.load("tensorflow")
+
+    def found(product: Callable[..., Any]) -> Any:
+        of = {"both": [x, matrix], "rows": [x], "matrix": [matrix], "none": []}[watched]
+        with tf.GradientTape() as outer:
+            outer.watch(of)
+            with tf.GradientTape(persistent=True) as tape:
+                tape.watch(of)
+                out = product(x, matrix)
+            first = tape.gradient(out, [x, matrix], output_gradients=tf.sin(out))
+            total = tf.add_n([tf.reduce_sum(grad**3) for grad in first if grad is not None] or [tf.reduce_sum(out)])
+        second = outer.gradient(total, [x, matrix])
+        again = tape.gradient(out, [x, matrix], output_gradients=tf.sin(out))
+        with tf.autodiff.ForwardAccumulator([x, matrix], [tf.cos(x), tf.cos(matrix)]) as accumulator:
+            tangent = accumulator.jvp(product(x, matrix))
+        return out, *first, *second, *again, tangent
+
+    for got, wanted in zip(found(ops.matmul), found(tf.matmul), strict=True):
+        assert (got is None) == (wanted is None)
+        if wanted is not None:
+            np.testing.assert_allclose(got, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_an_eager_product_keeps_its_dtype(dtype: str) -> None:
+    x, matrix = (tf.cast(RNG.standard_normal(shape), dtype) for shape in ((3, 5, 7), (7, 6)))
+    found = backends.load("tensorflow").matmul(x, tf.Variable(matrix))
+    assert found.dtype == dtype
+    np.testing.assert_allclose(
+        tf.cast(found, "float64"), tf.cast(tf.matmul(x, matrix), "float64"), rtol=2e-2, atol=2e-2
+    )

@@ -238,11 +238,7 @@ class TensorFlowBackend(Backend):
             # (additive (32, 8, 8), h 128: 95 and 295 us in place of 19 and 15).
             flat = tf.matmul(tf.reshape(a, (-1, a.shape[-1])), b)
             return tf.reshape(flat, sizes([*self.shape(a)[:-1], b.shape[-1]]))
-        # As one product, of which `tf.matmul` computes one for each leading axis on one thread: (64, 10, 256) by (256,
-        # 256) takes 2.8 ms on one thread of a Zen 4 with AVX2, this 1.0, and (2, 1, 8) 26 us and 16; their gradients 2
-        # to 3.6 times as long, and with an ellipsis here 12 times (TensorFlow 2.21). `tf.einsum` adds 30 us.
-        lead = "abcdefgh"[: len(a.shape) - 1]
-        return tf.raw_ops.Einsum(inputs=(a, b), equation=f"{lead}y,yz->{lead}z")
+        return gradients.rows_times_matrix(a, b)
 
     def softmax(self, x: Array) -> Array:
         if len(x.shape) <= 5:

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -86,6 +87,49 @@ def record(run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Array, ...
     return outputs
 
 
+def _sum_of_products(first: Array, second: Array, equation: str) -> Array:
+    return tf.raw_ops.Einsum(inputs=(first, second), equation=equation)
+
+
+def _times_transposed(rows: Array, matrix: Array, axes: str) -> Array:
+    """Return ``rows @ matrix.T``; `axes` name those of the rows.
+
+    The matrix by few rows takes a 14th of the time of few rows by a matrix: 0.4 ms of (1, 8, 1024) in place of 5.9.
+    """
+    if None not in rows.shape and math.prod(rows.shape[:-1]) < matrix.shape[1]:
+        return _sum_of_products(matrix, rows, f"yz,{axes}z->{axes}y")
+    if len(rows.shape) == 2:
+        return tf.matmul(rows, matrix, transpose_b=True)
+    return _sum_of_products(rows, matrix, f"{axes}z,yz->{axes}y")
+
+
+def rows_times_matrix(x: Array, matrix: Array) -> Array:
+    """Return ``x @ matrix`` eagerly, of `x` with three axes or more.
+
+    As one product: `tf.matmul` computes one for each leading axis, on one thread. (64, 10, 256) by (256, 256) takes it
+    2.8 ms on a Zen 4 with AVX2, this 1.0, and (2, 1, 8) 26 us and 16. `tf.einsum` adds 30 us. TensorFlow's gradient of
+    the sum transposes that of the matrix, which is 5 of 6.5 ms of (1, 1, 1024).
+    """
+    x, matrix = tf.convert_to_tensor(x), tf.convert_to_tensor(matrix)
+    rows = "abcdefgh"[: len(x.shape) - 1]
+    if not needs_grad(x, matrix) or has_tangents((x, matrix)):
+        return _sum_of_products(x, matrix, f"{rows}y,yz->{rows}z")
+
+    of_x, of_matrix = (bool(tape.should_record_backprop([array])) for array in (x, matrix))
+
+    def vjp(grad: Array) -> tuple[Array | None, Array | None]:
+        grad = tf.convert_to_tensor(grad)
+        return (
+            _times_transposed(grad, matrix, rows) if of_x else None,
+            _sum_of_products(x, grad, f"{rows}y,{rows}z->yz") if of_matrix else None,
+        )
+
+    with tape.stop_recording():
+        found = _sum_of_products(x, matrix, f"{rows}y,yz->{rows}z")
+    tape.record_operation("attnscore_product", [found], [x, matrix], vjp)
+    return found
+
+
 def product_of_rows(x: Array, matrix: Array, bias: Array | None) -> Array:
     """Return ``x @ matrix + bias`` in a graph; rows that are not finite pass no gradient on.
 
@@ -98,7 +142,7 @@ def product_of_rows(x: Array, matrix: Array, bias: Array | None) -> Array:
     shape = x.shape if x.shape.is_fully_defined() else tf.shape(x)
 
     def gradients(rows: Array, grads: Array) -> list[Array]:
-        own = [tf.matmul(grads, matrix, transpose_b=True), tf.matmul(rows, grads, transpose_a=True)]
+        own = [_times_transposed(grads, matrix, "r"), tf.matmul(rows, grads, transpose_a=True)]
         return own if bias is None else [*own, tf.reduce_sum(grads, 0)]
 
     def isolated(rows: Array, grads: Array) -> list[Array]:
