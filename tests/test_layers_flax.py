@@ -523,6 +523,37 @@ def test_learned_queries_and_numpy_arrays_go_in() -> None:
     assert jnp.array_equal(DotProductAttention()(learned, jax.device_get(x), x), x)
 
 
+@pytest.mark.parametrize("jit", [False, True])
+def test_parameters_of_a_module_of_the_users_own(jit: bool) -> None:
+    """`attend` takes them as they are, with gradients."""
+    x = jax.random.normal(jax.random.key(0), (2, 5, 4))
+
+    class Learned(nnx.Module):
+        def __init__(self) -> None:
+            self.query, self.w_v = nnx.Param(x[:, :3] + 1), nnx.Param(x[0, 0])
+            self.sink, self.bias = nnx.Param(jnp.ones(())), nnx.Param(jnp.ones((3, 5)))
+
+        def __call__(self, x: Any) -> Any:
+            options = {"score": ats.Additive(self.w_v), "sink": self.sink, "bias": self.bias}
+            return ats.attend(self.query, x, x, **options)
+
+    def loss(module: Any) -> Any:
+        return (module(x) ** 2).sum()
+
+    def plain(query: Any, w_v: Any, sink: Any, bias: Any) -> Any:
+        return (ats.attend(query, x, x, score=ats.Additive(w_v), sink=sink, bias=bias) ** 2).sum()
+
+    module = Learned()
+    found = nnx.value_and_grad(loss)
+    value, grads = (nnx.jit(found) if jit else found)(module)
+    names = ("query", "w_v", "sink", "bias")
+    arrays = [getattr(module, name)[...] for name in names]
+    wanted, expected = jax.value_and_grad(plain, (0, 1, 2, 3))(*arrays)
+    np.testing.assert_allclose(value, wanted, rtol=1e-5)
+    for name, grad in zip(names, expected, strict=True):
+        np.testing.assert_allclose(grads[name][...], grad, rtol=1e-4, atol=1e-5)
+
+
 @every_older_call
 def test_calls_of_older_editions(name: str) -> None:
     check_older_call(name, layers, rngs=nnx.Rngs(0))

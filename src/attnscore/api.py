@@ -114,8 +114,11 @@ def attend(
     options = (head_axis, normalizer, kernel, dropout, return_weights, return_stats)
     arguments = tuple.__new__(CallArguments, (query, key, value, score, mask, valid_lens, bias, sink, seed, key_exps))
     signature = plans.signature(arguments, options)
+    if signature is None and (held := plans.with_held_arrays(arguments)) is not None:
+        arguments, signature = held, plans.signature(held, options)
     if (plan := plans.PLANS.get(signature)) is not None:
         return plan.run(arguments)
+    query, key, value = arguments[:3]
     ops = backends.of_type(type(query)) or backends.of({"query": query})
     if ops.ragged(query) is not None:
         return attend_ragged(

@@ -16,6 +16,7 @@ import pytest
 from together import BACKEND, SHOWN, close, quick, slow_on_jax
 
 import attnscore as ats
+from attnscore import backends
 from attnscore.layers.keras import (
     AdditiveAttention,
     BilinearAttention,
@@ -400,3 +401,34 @@ def test_projections_that_do_more_than_multiply_are_called() -> None:
     merged.W_q.activation = keras.activations.tanh
     found = keras.ops.convert_to_numpy(merged(X, X, X))
     assert abs(found - keras.ops.convert_to_numpy(layer(X, X, X))).max() > 1e-4
+
+
+class Learned(keras.layers.Layer):
+    """A layer of the user's own, which gives its variables to `attend` as they are."""
+
+    def build(self, shape: Any) -> None:
+        self.query = self.add_weight(shape=(1, 2, shape[-1]), name="query")
+        self.w_v = self.add_weight(shape=(shape[-1],), name="w_v")
+        self.bias = self.add_weight(shape=(2, 1), name="bias", initializer="zeros")
+        self.sink = self.add_weight(shape=(), name="sink", initializer="zeros")
+
+    def call(self, x: Any) -> Any:
+        return ats.attend(self.query, x, x, score=ats.Additive(self.w_v), bias=self.bias, sink=self.sink)
+
+
+def test_variables_of_a_layer_of_the_users_own_learn() -> None:
+    """Eagerly, in a model that is trained, and the values are those of the arrays that they hold."""
+    layer = Learned()
+    found = layer(X)
+    read = [backends.held(x) for x in (layer.query, layer.w_v, layer.bias, layer.sink)]
+    x = keras.ops.convert_to_tensor(X)
+    wanted = ats.attend(read[0], x, x, score=ats.Additive(read[1]), bias=read[2], sink=read[3])
+    close(backends.host(found), backends.host(wanted))
+    model = keras.Sequential([layer, keras.layers.Flatten(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    before = [np.array(backends.host(backends.held(x))) for x in layer.trainable_variables]
+    model.fit(X, np.ones((2, 1)), epochs=1, verbose=0)
+    after = [np.array(backends.host(backends.held(x))) for x in layer.trainable_variables]
+    changed = [not np.array_equal(old, new) for old, new in zip(before, after, strict=True)]
+    # A bias of all keys alike changes no weight.
+    assert changed[0] and changed[1] and changed[3]

@@ -831,9 +831,9 @@ FAULTS = [
     ),
     Fault(
         "tensorflow-variables-unread",
-        "src/attnscore/backends/tensorflow/backend.py",
-        "    has_variables = True\n",
-        "    has_variables = False\n",
+        "src/attnscore/api.py",
+        "arguments, signature = held, plans.signature(held, options)",
+        "arguments, signature = held, None",
         "tests/test_tensorflow.py -k variables_run",
         "calls with variables have no plans",
     ),

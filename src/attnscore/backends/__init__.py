@@ -172,8 +172,34 @@ register_pytree._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def is_array(x: object) -> bool:
-    """Whether `x` is an array of a framework in the registry (or cupy)."""
-    return _name_of(type(x)) is not None
+    """Whether `x` is an array of a framework in the registry (or cupy), or a variable that holds one (`held`)."""
+    return _name_of(type(x)) is not None or _reader(type(x)) is not None
+
+
+# How the variables of a package are read: those of TensorFlow on the tapes that record.
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "tensorflow": lambda x: load("tensorflow").asarray(x, x),
+    "keras": lambda x: held(x.value),
+    "flax": lambda x: x.get_value(),
+}
+_READER_OF: dict[type, Callable[[Any], Any] | None] = {}
+
+
+def _reader(kind: type) -> Callable[[Any], Any] | None:
+    if kind not in _READER_OF:
+        named = (base for base in kind.__mro__ if base.__name__ == "Variable")
+        roots = [base.__module__.partition(".")[0] for base in named]
+        _READER_OF[kind] = next((_READERS[root] for root in roots if root in _READERS), None)
+    return _READER_OF[kind]
+
+
+_reader._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def held(x: Any) -> Any:
+    """Return the array that a variable of TensorFlow, Keras or Flax holds; anything else as it is."""
+    reader = _reader(type(x))
+    return x if reader is None else reader(x)
 
 
 # The replacement of `attend` while a framework's compiler traces it, and the module that registers it at import. That

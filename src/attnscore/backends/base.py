@@ -202,8 +202,6 @@ class Backend(ABC):
     can_unpad = False
     """Whether `indices_before` and `put_rows` gather the real keys of a call: not where a program is compiled for each
     number of them."""
-    has_variables = False
-    """Whether there are variables beside arrays, which `held` reads."""
     has_planned_gradients = False
     """Whether autograd records calls of execution plans (`record`), so that arrays with a gradient are plain too."""
 
@@ -621,10 +619,6 @@ class Backend(ABC):
     @abstractmethod
     def draw_seed(self, like: Array) -> int:
         """Draw a dropout seed from the framework's own generator."""
-
-    def held(self, x: Any) -> Any:
-        """Return the array that a variable holds, read on the tapes that record; anything else as it is."""
-        return x
 
     @abstractmethod
     def autocast(self, *arrays: Array) -> tuple[Array, ...]:

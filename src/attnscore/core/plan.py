@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -171,11 +172,6 @@ def planned(
     Raises what `attnscore.attend` does. `cache_key` is the `signature` of the call, `options` are those of it.
     """
     ops = backends.of_type(type(arguments.query))
-    if cache_key is None and ops is not None and ops.has_variables:
-        arguments = _with_held_arrays(ops, arguments)
-        cache_key = signature(arguments, options)
-        if (known := PLANS.get(cache_key)) is not None:
-            return known, arguments
     # What a score computes while a plan is built is recorded by no autograd: a plan computes it anew, and a checkpoint
     # that runs the first call again would find other saved tensors.
     if cache_key is not None and ops is not None and _records(ops, arguments):
@@ -186,12 +182,16 @@ def planned(
     return _planned(cache_key, arguments, options)
 
 
-def _with_held_arrays(ops: Backend, arguments: CallArguments) -> CallArguments:
-    """Return the arguments of a call with the arrays that variables hold in their place."""
+def with_held_arrays(arguments: CallArguments) -> CallArguments | None:
+    """Return the arguments of a call with the arrays that variables hold in their place; None without variables."""
     query, key, value, score, mask, valid_lens, bias, sink, seed, key_exps = arguments
-    query, key, value, mask, valid_lens, bias, sink = map(ops.held, (query, key, value, mask, valid_lens, bias, sink))
-    score = score if type(score) is str else with_arrays(score, ops.held)
-    return CallArguments(query, key, value, score, mask, valid_lens, bias, sink, seed, key_exps)
+    given = query, key, value, mask, valid_lens, bias, sink
+    found = tuple(map(backends.held, given))
+    held_score = score if type(score) is str else with_arrays(score, backends.held)
+    if held_score is score and all(map(operator.is_, given, found)):
+        return None
+    query, key, value, mask, valid_lens, bias, sink = found
+    return CallArguments(query, key, value, held_score, mask, valid_lens, bias, sink, seed, key_exps)
 
 
 def _records(ops: Backend, arguments: CallArguments) -> bool:

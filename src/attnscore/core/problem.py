@@ -276,6 +276,7 @@ def build_problem(
     `value` is NO_VALUE where only the weights matter. With `pullback`, the VJP function of the score is returned too,
     for a framework without autodiff. With `rowwise`, the arrays are a part of a sequence: parts are lowered alike.
     """
+    bias, sink = map(backends.held, (bias, sink))
     arrays = {"query": query, "key": key} | ({} if value is NO_VALUE else {"value": value})
     extras = {name: x for name, x in (("bias", bias), ("sink", sink)) if backends.is_array(x)}
     ops = backends.of(arrays | extras)
@@ -283,8 +284,7 @@ def build_problem(
     score, checked_normalizer = scores.resolve(score), normalizers.resolve(normalizer)
     if sink is not None and checked_normalizer is not None:
         raise ArgumentError(message("sink", "None, as the normalizer is not the softmax", shown(sink)))
-    if ops.has_variables:
-        score = with_arrays(score, ops.held)
+    score = with_arrays(score, backends.held)
     ops.register_pytree(type(score))
     arrays = dict(zip(arrays, ops.autocast(*arrays.values()), strict=True))
     signature = _layout_signature(ops, arrays, head_axis)

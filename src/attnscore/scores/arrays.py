@@ -66,7 +66,9 @@ def with_arrays(score: Any, change: Callable[[Array], Array]) -> Any:
         elif hasattr(value, "tile"):
             found[name] = with_arrays(value, change)
         elif isinstance(value, (tuple, list)) and any(map(_holds_arrays, value)):
-            found[name] = tuple(change(x) if backends.is_array(x) else with_arrays(x, change) for x in value)
+            parts = tuple(change(x) if backends.is_array(x) else with_arrays(x, change) for x in value)
+            if any(new is not old for new, old in zip(parts, value, strict=True)):
+                found[name] = parts
     changed = {name: value for name, value in found.items() if value is not getattr(score, name)}
     return dataclasses.replace(score, **changed) if changed else score
 

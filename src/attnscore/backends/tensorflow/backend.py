@@ -51,7 +51,6 @@ class TensorFlowBackend(Backend):
 
     name = "tensorflow"
     has_autodiff = True
-    has_variables = True
     has_planned_gradients = True
     has_slow_callbacks = True
     xp = Modules(tf.math, tf, tf.experimental.numpy)
@@ -386,11 +385,8 @@ class TensorFlowBackend(Backend):
         seed = tf.random.uniform((), maxval=2**62, dtype=tf.int64)
         return int(seed) if tf.executing_eagerly() else SeedHalves(self.low_32_bits(seed), self.shift_right(seed, 32))
 
-    def held(self, x: Any) -> Any:
-        return tf.convert_to_tensor(x) if isinstance(x, tf.Variable) else x
-
     def autocast(self, *arrays: Array) -> tuple[Array, ...]:
-        return tuple(map(self.held, arrays))
+        return tuple(tf.convert_to_tensor(x) if isinstance(x, tf.Variable) else x for x in arrays)
 
 
 class _CallbackBackend(NumpyBackend):
