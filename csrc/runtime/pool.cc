@@ -33,7 +33,7 @@ namespace attnscore {
 namespace {
 
 constexpr int kMostThreads = 1024;
-// Workers up to which they are barred from the caller's processor: of many, most find another by themselves.
+// Workers of a pool up to which they are barred from the caller's processor: of many, most find another by themselves.
 constexpr int kMostBarred = 16;
 // Iterations of a spin loop before a thread sleeps, about 20 us: successive calls find the workers awake, and an idle
 // program soon uses no CPU.

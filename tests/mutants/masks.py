@@ -584,4 +584,12 @@ FAULTS: list[Fault] = [
         "tests/test_every_mask.py -k before_it",
         "an interval that ends before it begins is not made empty",
     ),
+    Fault(
+        "jax-lens-of-keys-alone",
+        "src/attnscore/masks/dynamic_intervals.py",
+        "mask.lens is None or mask.query_lens is not None",
+        "mask.lens is None",
+        "tests/test_jax_native.py -k both_ways",
+        "lengths of queries are forgotten beside those of keys",
+    ),
 ]

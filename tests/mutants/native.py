@@ -821,20 +821,4 @@ FAULTS = [
         "tests/test_jax_native.py -k 'both_ways or plans_are_told'",
         "calls of the same shapes run by the plan of the first, whatever their scale",
     ),
-    Fault(
-        "jax-lens-of-keys-alone",
-        "src/attnscore/masks/dynamic_intervals.py",
-        "mask.lens is None or mask.query_lens is not None",
-        "mask.lens is None",
-        "tests/test_jax_native.py -k both_ways",
-        "lengths of queries are forgotten beside those of keys",
-    ),
-    Fault(
-        "tensorflow-variables-unread",
-        "src/attnscore/api.py",
-        "arguments, signature = held, plans.signature(held, options)",
-        "arguments, signature = held, None",
-        "tests/test_tensorflow.py -k variables_run",
-        "calls with variables have no plans",
-    ),
 ]

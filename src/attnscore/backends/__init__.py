@@ -176,11 +176,11 @@ def is_array(x: object) -> bool:
     return _name_of(type(x)) is not None or _reader(type(x)) is not None
 
 
-# How the variables of a package are read: those of TensorFlow on the tapes that record.
+# How the variables of a package are read: those of TensorFlow on the tapes that record, of Flax those of nnx and linen.
 _READERS: dict[str, Callable[[Any], Any]] = {
     "tensorflow": lambda x: load("tensorflow").asarray(x, x),
     "keras": lambda x: held(x.value),
-    "flax": lambda x: x.get_value(),
+    "flax": lambda x: x.get_value() if hasattr(x, "get_value") else x.value,
 }
 _READER_OF: dict[type, Callable[[Any], Any] | None] = {}
 

@@ -114,7 +114,6 @@ def rows_times_matrix(x: Array, matrix: Array) -> Array:
     rows = "abcdefgh"[: len(x.shape) - 1]
     if not needs_grad(x, matrix) or has_tangents((x, matrix)):
         return _sum_of_products(x, matrix, f"{rows}y,yz->{rows}z")
-
     of_x, of_matrix = (bool(tape.should_record_backprop([array])) for array in (x, matrix))
 
     def vjp(grad: Array) -> tuple[Array | None, Array | None]:
