@@ -587,7 +587,8 @@ class Backend(ABC):
         """Return ``x @ matrix`` in C order, without warnings, and NaN for rows of `x` that are not finite.
 
         None where that takes more than a product: `scores.base.projected` then does it. `threads` are those of the
-        native module, if it computes the product.
+        native module, if it computes the product. An array of NumPy where that takes less time: a planned call reads
+        memory.
         """
         return self.in_c_order(self.matmul(x, matrix)) if self.known_finite(x) else None
 
