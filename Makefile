@@ -75,7 +75,7 @@ help: ## this list
 demo: $(DEMO_READY) ## the tour, on a real model and real text; plots and numbers into attnscore-demo/
 	@$(BIN)/attnscore demo $(ARGS)
 
-test: $(READY) $(MXNET_READY) ## the tests, minutes; SLOW=1 for the slow ones as well
+test: $(READY) $(MXNET_READY) ## the tests, five minutes; SLOW=1 for the slow ones as well
 	@$(PYTEST) $(if $(filter 1 true yes,$(SLOW)),-m "") $(ARGS)
 
 test-all: $(READY) $(MXNET_READY) ## the slow tests too, and products of tables in place of pairs: hours, before a release

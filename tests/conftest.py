@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import os
 import sys
@@ -79,6 +80,15 @@ def _import_frameworks() -> None:
 
     # The tables have float64 rows, which JAX would make float32; tests/test_jax.py has the narrow width too.
     jax.config.update("jax_enable_x64", True)
+    _share_context_of_programs()
+
+
+def _share_context_of_programs() -> None:
+    """JAX makes an MLIR context for each program: 5 of the 25 ms of a small one, of which there are thousands."""
+    with contextlib.suppress(ImportError, AttributeError):  # private to JAX
+        from jax._src.interpreters import mlir
+
+        mlir.make_ir_context = functools.cache(mlir.make_ir_context)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -494,6 +494,7 @@ def arrays_of(length: int) -> int:
     return 4 * (8 * length * 8 + 2 * 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(x, marks=() if "numpy" in x else pytest.mark.slow) for x in sorted(CALLERS_MEMORY)],

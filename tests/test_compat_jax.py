@@ -76,7 +76,7 @@ names = pytest.mark.parametrize(
 
 
 @names
-@pytest.mark.slow_rows("grouped heads")
+@pytest.mark.slow_rows("grouped heads", "mask and bias, causal")
 def test_output_residual_and_gradients_are_those_of_the_original(name: str) -> None:
     kv_heads, options = OPTIONS[name]
     given = list(arrays(kv_heads))
@@ -99,6 +99,7 @@ def test_output_residual_and_gradients_are_those_of_the_original(name: str) -> N
     close(*grads, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.slow_rows("float64", "bfloat16")
 def test_dtypes(dtype: str) -> None:
@@ -127,6 +128,7 @@ def test_arrays_of_numpy_and_lists() -> None:
     close(ours, THEIRS(query.tolist(), key, value, mask=jnp.arange(KEYS) < KEYS - 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("empty", ["batch", "queries", "keys", "heads", "dim"])
 @pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # the original, for dim 0
 @pytest.mark.slow_rows("queries", "heads")
@@ -169,6 +171,7 @@ def test_a_query_that_attends_to_no_key(name: str) -> None:
         np.testing.assert_allclose(np.asarray(ours)[seeing], np.asarray(wanted)[seeing], atol=1e-5, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_strict() -> None:
     given, options = arrays(KV_HEADS), UNSEEING["mask"]
     grads = [

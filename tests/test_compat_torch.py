@@ -751,7 +751,7 @@ def test_static_keys_with_a_bias_of_key_and_value_are_refused() -> None:
 
 
 @pytest.mark.parametrize("masks", ["no mask", "both", "float pairs"])
-@pytest.mark.slow_rows("no mask", "float pairs")
+@pytest.mark.slow_rows("no mask", "float pairs", "both")
 def test_a_module_compiles_as_one_graph(masks: str) -> None:
     torch.compiler.reset()
     ours, theirs = pair(batch_first=True)

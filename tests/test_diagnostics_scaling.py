@@ -68,6 +68,7 @@ def test_estimates_print_the_digits_that_mean_something() -> None:
 # ---------------------------------------------------------------- the law of the variance
 
 
+@pytest.mark.slow
 def test_the_law_of_the_variance(variance) -> None:
     plain = "mean 0, variance 1"
     assert variance.exponent(plain, "dot").value == pytest.approx(1.0, abs=0.03)
@@ -75,6 +76,7 @@ def test_the_law_of_the_variance(variance) -> None:
     assert all(check.holds for check in variance.checks())
 
 
+@pytest.mark.slow
 def test_with_means_it_grows_faster(variance) -> None:
     (at_64,) = (point for point in variance.of("mean 1, variance 1", "dot") if point.dim == 64)
     assert at_64.law == 192
@@ -141,6 +143,7 @@ def test_without_the_scale_gradients_vanish_and_with_it_they_do_not() -> None:
 # ---------------------------------------------------------------- other scores, the worked answers
 
 
+@pytest.mark.slow
 def test_other_scores_grow_as_their_formulas_say() -> None:
     found = quick("score_growth")
     assert all(check.holds for check in found.checks())
@@ -260,6 +263,7 @@ def test_names_that_no_result_has_are_named(call, words) -> None:
 # ---------------------------------------------------------------- training runs
 
 
+@pytest.mark.slow
 def test_pairs_of_runs_differ_in_the_score_alone(trained) -> None:
     found, _ = trained
     assert len(found.runs) == 8

@@ -517,6 +517,7 @@ def encoder(norm_first: bool = False, nested: bool = True) -> nn.TransformerEnco
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("kind", ["none", "padding", "short", "causal", "both"])
+@pytest.mark.slow_rows("*-True")
 def test_nn_transformer_encoder_stays_on_its_fused_path(kind: str, norm_first: bool, monkeypatch) -> None:
     model, x = encoder(norm_first), torch.randn(3, 7, 16, generator=torch.Generator().manual_seed(1))
     # A nested tensor is padded to its longest sequence: "short" leaves columns that no sequence reaches.

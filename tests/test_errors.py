@@ -334,6 +334,7 @@ print(json.dumps(received))
 """
 
 
+@pytest.mark.slow
 def test_no_error_rests_on_an_assert() -> None:
     """The package has none, nor anything else that python -O takes away."""
     for path in Path(ats.__file__).parent.rglob("*.py"):

@@ -361,6 +361,7 @@ def test_tiles_that_are_all_alike_are_one_line_of_the_map() -> None:
     assert len(lines) == 3
 
 
+@pytest.mark.slow
 def test_a_long_plan_is_made_without_a_matrix() -> None:
     """131072 positions: the plan holds two numbers a row, no matrix, and prints as a map of a screen."""
     x = np.broadcast_to(np.float32(1), (131072, 4))

@@ -119,6 +119,7 @@ THESE_LENGTHS = [score for score in SCORES if score not in ANY_LENGTH]
 SOME = [score for score in ANY_LENGTH if score.name in ("scaled_dot-heads", "additive-tanh-bias", "own-tile")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("opset", [pytest.param(OPSETS[0], marks=pytest.mark.slow), OPSETS[1]])
 def test_some_scores(opset: int) -> None:
     module = Scores(SOME, Sizes())
@@ -243,6 +244,7 @@ def test_a_bias_by_relative_position(opset: int) -> None:
         agree(run(program, other), module(*other))
 
 
+@pytest.mark.slow
 def test_a_bias_by_relative_position_in_primitive_operators() -> None:
     module = Positions()
     program = primitive(module, inputs(2, 5, 7), OF_ALL).module()
@@ -362,6 +364,7 @@ def test_drop_ins() -> None:
 # ---------------------------------------------------------------- what cannot be exported
 
 
+@pytest.mark.slow
 def test_dropout_is_refused() -> None:
     class Dropping(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

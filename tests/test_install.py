@@ -88,6 +88,7 @@ def test_kernels_that_are_required_and_cannot_be_built_are_an_error(tmp_path: Pa
     assert f"the native kernels cannot be built: {MISSING}" in said(done)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("c++"), reason="there is no C++ compiler here")
 def test_a_compiler_that_is_installed_later_is_found(tmp_path: Path, bare_path: Path) -> None:
     """In the same build folder: CMake remembers what it looked for."""

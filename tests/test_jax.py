@@ -123,6 +123,7 @@ def test_grad_inside_jit(score: str, mask: str, kernel: str, small_tiles: None) 
     close(jax.jit(jax.value_and_grad(loss, (0, 1)))(arrays, made), wanted)
 
 
+@pytest.mark.slow
 @kernels
 @pytest.mark.parametrize("score", [s if s in AROUND else pytest.param(s, marks=pytest.mark.slow) for s in SCORES])
 def test_grad_around_jit(score: str, kernel: str, small_tiles: None) -> None:
@@ -143,6 +144,7 @@ def test_gradients_are_those_of_numpy(mask: str, dtype: str) -> None:
 THREE, GELU = ("auto", "streaming", "dense"), "additive-gelu-heads"
 
 
+@pytest.mark.slow
 @some(
     "score,kernel",
     [("scaled_dot-heads", "auto")],
@@ -153,6 +155,7 @@ def test_arrays_of_another_dtype(score: str, kernel: str) -> None:
     call.check(call.jax(kernel=kernel))
 
 
+@pytest.mark.slow
 @some(
     "score,kernel",
     [("scaled_dot-heads", "auto"), ("gaussian-heads", "streaming"), ("own-tile", "auto"), (GELU, "dense")],
@@ -213,6 +216,7 @@ def test_forward_mode_is_the_gradient_in_a_direction(mask: str, wrap: Any, small
     close(found, wanted, 1e-9)
 
 
+@pytest.mark.slow
 def test_forward_mode_around_jit_says_that_it_is_not() -> None:
     """What docs/decisions/jax.md says: `jit(jvp(f))` works, `jvp(jit(f))` needs the dense kernel."""
     arrays = inputs()
@@ -286,7 +290,7 @@ def test_traced_lengths_are_clamped(kernel: str, small_tiles: None) -> None:
         lambda n: ats.Causal(offset=n) | ats.ValidLens(n),
     ],
 )  # fmt: skip
-@pytest.mark.slow_rows("<lambda>[136]-*")
+@pytest.mark.slow_rows("<lambda>[13568]-*")
 def test_every_kind_of_traced_mask(mask: Any, kernel: str, small_tiles: None) -> None:
     arrays, numbers = inputs(), jnp.asarray([2, 4])
 
@@ -300,6 +304,7 @@ def test_every_kind_of_traced_mask(mask: Any, kernel: str, small_tiles: None) ->
     close(jax.jit(jax.value_and_grad(loss))(arrays, known), wanted)
 
 
+@pytest.mark.slow
 def test_a_mask_that_closes_over_a_traced_array(small_tiles: None) -> None:
     query, key, value = (jnp.asarray(RNG.normal(size=(2, 5, 4))) for _ in range(3))
     hidden = jnp.asarray([True, False, False, True, False])
@@ -383,6 +388,7 @@ def test_a_seed_is_one_key(seed: jax.Array, got: str) -> None:
 # ------------------------------------------------------- dtypes, widths, NaN, empty rows
 
 
+@pytest.mark.slow
 @kernels
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dtypes_under_jit(dtype: str, kernel: str) -> None:
@@ -398,6 +404,7 @@ def test_dtypes_under_jit(dtype: str, kernel: str) -> None:
     close(tuple(x.astype("float64") for x in grads), wanted, tolerance * 4)
 
 
+@pytest.mark.slow
 @kernels
 @pytest.mark.parametrize("mask", ["causal", "lengths, one of 0", pytest.param("no interval", marks=pytest.mark.slow)])
 def test_without_wide_integers(mask: str, kernel: str, narrow: None, small_tiles: None) -> None:
@@ -540,6 +547,7 @@ def test_an_empty_batch_with_traced_lengths(lengths: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("score", ["scaled_dot", "cosine", "bilinear", "additive", "gaussian"])
 @pytest.mark.parametrize("where", ["jit", "scan", "grad in jit"])
+@pytest.mark.slow_rows("grad in jit-*")
 def test_constants_of_a_program(score: str, where: str) -> None:
     """Arrays that a traced function closes over, once before and once after a plain call has made a plan of them."""
     rng = np.random.default_rng(0)
@@ -577,6 +585,7 @@ class _Documents:
         return self.ids[query] == self.ids[key]
 
 
+@pytest.mark.slow
 def test_masks_of_other_functions_are_other_programs() -> None:
     x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 6, 4)))
     run = jax.jit(lambda x, mask: ats.attend(x, x, x, mask=mask))
@@ -596,6 +605,7 @@ def test_ids_of_documents_beyond_32_bits(wrap: Any, narrow: None) -> None:
     np.testing.assert_allclose(found, ats.attend(x, x, x, mask=np.equal.outer(ids, ids)[None]), rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -624,6 +634,7 @@ def test_where_promotion_of_ranks_is_an_error(options: Any, wrap: str) -> None:
         np.testing.assert_allclose(function(x), wanted, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_vectors_without_features_under_jit() -> None:
     arrays = jnp.zeros((2, 3, 0)), jnp.zeros((2, 5, 0)), jnp.ones((2, 5, 4))
     np.testing.assert_allclose(jax.jit(ats.attend)(*arrays), ats.attend(*arrays))

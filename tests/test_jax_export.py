@@ -77,6 +77,7 @@ def loaded(exported: Any) -> Any:
     return jax.export.deserialize(exported.serialize(vjp_order=1)).call
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in FEW else pytest.mark.slow) for x in CASES])
 def test_symbolic_lengths(name: str) -> None:
     """Output, statistics and gradients, by a program for all platforms that holds operations of JAX alone."""
@@ -198,6 +199,7 @@ def test_lowered_for_another_platform(platform: str) -> None:
             assert "@attnscore_" in traced.lower().as_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in MANY else pytest.mark.slow) for x in CASES])
 def test_known_lengths_for_several_platforms(name: str) -> None:
     """One exported program for all platforms, which gives on a CPU what the native kernel gives."""

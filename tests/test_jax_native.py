@@ -199,6 +199,7 @@ HOLED: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @some(
     "mask,callback_too",
     [*((mask, False) for mask in HOLED), ("sinks", True), ("known and traced", True)],
@@ -258,12 +259,14 @@ def evaluated(mask: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, Any
     return loss, arrays, ids, wanted
 
 
+@pytest.mark.slow
 @some("mask", ["alike for all rows"], list(EVALUATED))
 def test_masks_that_a_plain_call_evaluates(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loss, arrays, ids, wanted = evaluated(mask, monkeypatch)
     close(jax.value_and_grad(loss)(arrays, ids, kernel="native"), wanted, 1e-10)
 
 
+@pytest.mark.slow
 @some("mask", ["beside documents and padding", "alike for all rows"], list(EVALUATED))
 @pytest.mark.slow_rows("alike for all rows")
 def test_masks_that_have_to_be_evaluated(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,6 +280,7 @@ def test_masks_that_have_to_be_evaluated(mask: str, monkeypatch: pytest.MonkeyPa
     close(jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(arrays, several)[0][0], wanted[1][0], 1e-10)
 
 
+@pytest.mark.slow
 def test_dropout_under_a_mask_that_has_to_be_evaluated_is_left_to_the_stream() -> None:
     arrays = inputs()
     ids = jnp.asarray(RNG.integers(-1, 3, (2, 9))), jnp.asarray(RNG.integers(-1, 3, (2, 11)))
@@ -358,6 +362,7 @@ def test_each_example_has_its_lengths_and_its_seed() -> None:
     close(jax.jit(jax.vmap(both))(*arrays, seeds, lens), jax.tree.map(lambda *x: jnp.stack(x), *wanted))
 
 
+@pytest.mark.slow
 def test_second_derivatives_of_each_example() -> None:
     query, key, value = normal(3, 2, 3), normal(4, 3), normal(4, 2)
 
@@ -406,6 +411,7 @@ def test_the_program_of_a_tiny_layer_is_its_products_and_one_call() -> None:
 
 
 @pytest.mark.parametrize("shape", [(2,), (2, 9), (2, 1), (1, 9)])
+@pytest.mark.slow_rows("shape[12]")
 def test_lengths_are_clipped_by_the_call(shape: tuple[int, ...], narrow: None) -> None:
     """Lengths of each batch row or query, of any value; in plans, under vmap, with gradients."""
     arrays = inputs()

@@ -50,6 +50,7 @@ def with_nonfinite(arrays: Arrays) -> Arrays:
     return arrays | {"key": key.at[3, 1:].set(jnp.nan), "query": query.at[1].set(-jnp.inf)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("score", SCORES)
 def test_gradients(score: str) -> None:
     """Those of an eager call without such rows."""
@@ -122,6 +123,7 @@ def test_a_product_and_its_derivatives(given: str) -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["matrix", "bias"])
+@pytest.mark.slow_rows("matrix", "bias")
 def test_gradients_of_eager_layers(bias: bool) -> None:
     """Those of a compiled call without rows that are not finite, also of parameters in another dtype."""
     layer = MultiHeadAttention(

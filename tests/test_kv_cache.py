@@ -197,7 +197,7 @@ def test_a_scan_in_jax_is_one_pass(name: str, window: int | None, sinks: int) ->
 
 @frameworks
 @pytest.mark.parametrize("head_axis", [-3, -2, None], ids=["heads", "heads-behind", "no-heads"])
-@pytest.mark.slow_rows("heads-jax")
+@pytest.mark.slow_rows("heads*-jax")
 def test_layouts(framework: str, head_axis: int | None) -> None:
     """Grouped heads in both layouts, and arrays without heads; the value's dimension is its own."""
     q, k, v = (_drawn(framework, 2, h, 7, d, seed=d) for h, d in ((4, DIM), (2, DIM), (2, 5)))
@@ -343,6 +343,7 @@ def test_a_compiled_layer_with_a_cache(compiled_graphs: Callable[[], int]) -> No
 # ------------------------------------------------------------------ cost
 
 
+@pytest.mark.slow
 @needs_native
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 @pytest.mark.parametrize(("window", "count"), [(None, 1), (None, 3), (32, 1), (32, 3)])
@@ -482,7 +483,7 @@ def test_what_a_ring_has_overwritten() -> None:
 
 @everywhere
 @pytest.mark.parametrize("name", ["none", "additive"])
-@pytest.mark.slow_rows("none-jax-*")
+@pytest.mark.slow_rows("*-jax-*")
 def test_files(framework: str, window: int | None, sinks: int, name: str, tmp_path: Path) -> None:
     """A loaded cache goes on as the one that was saved; the score is the caller's to give again."""
     score = _score(name, framework)

@@ -171,6 +171,7 @@ def rotary(q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @every_layer
+@pytest.mark.slow_rows("*entmax", "*sparsemax")
 def test_shapes_on_the_meta_device(case: Case) -> None:
     """Of the output and of the weights, of calls with lengths; the device has no autocast to ask for."""
     layer = case.make().to("meta")

@@ -69,6 +69,7 @@ layers_and_masks = pytest.mark.parametrize(
     "additive-none",
     "*array (query, key)",
     "heads, entmax-*",
+    "heads, [!b]*composed, and lens",
 )
 def test_layer_is_its_definition(case: Case, mask: str) -> None:
     theirs, layer = both(case)
@@ -78,6 +79,7 @@ def test_layer_is_its_definition(case: Case, mask: str) -> None:
     assert layer.attention_weights.shape == case.weights_shape
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "case"),
     [
@@ -217,6 +219,7 @@ def test_compiled(case: Case) -> None:
 
 
 @two_layers
+@pytest.mark.slow_rows("heads*")
 def test_vmap_and_an_ensemble(case: Case) -> None:
     layer, (q, k, v) = make(case), inputs(case)
     found = jax.jit(jax.vmap(layer, in_axes=(0, None, None)))(jnp.stack([q, q[::-1]]), k, v)
@@ -235,9 +238,7 @@ def test_vmap_and_an_ensemble(case: Case) -> None:
 
 
 @every_layer
-@pytest.mark.slow_rows(
-    "one head", "*gaussian", "heads, cosine", "heads, sink", "heads, capped additive", "*sigmoid", "*max"
-)
+@pytest.mark.slow_rows("one head", "*gaussian", "*sigmoid", "*max", "heads*")
 def test_dropout_acts_in_training_alone(case: Case) -> None:
     arrays = inputs(case)
     layer, again = make(case, dropout=0.5), make(case, dropout=0.5)
@@ -262,6 +263,7 @@ def test_dropout_acts_in_training_alone(case: Case) -> None:
     close(to_torch(out), to_torch(make(case)(*arrays)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{"qk_norm": True}, {"bias": True}, {"score": "cosine"}, {"normalizer": "entmax15"}],
@@ -337,6 +339,7 @@ class _Model(nnx.Module):
 
 
 @two_layers
+@pytest.mark.slow_rows("heads*")
 def test_a_dtype_of_the_computation(case: Case) -> None:
     """Parameters and inputs in float32, computed in bfloat16, as accurately as torch's autocast is held to."""
     theirs, layer = both(case, torch.float32, dtype=jnp.bfloat16)
@@ -445,6 +448,7 @@ def test_made_inside_jit_and_as_shapes_alone() -> None:
     assert out.shape == (1, 3, 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [16, pytest.param(256, marks=pytest.mark.slow)])
 def test_starting_values_give_scores_of_moderate_variance(width: int) -> None:
     rngs = nnx.Rngs(width)
@@ -482,7 +486,7 @@ def test_what_replaces_a_projection_has_its_say() -> None:
     ids=["LoRALinear", "LoRA", "Sequential", "Linear"],
 )
 @pytest.mark.parametrize("jit", [False, True], ids=["plain", "jit"])
-@pytest.mark.slow_rows("jit-LoRA*", "*-Sequential", "plain-Linear")
+@pytest.mark.slow_rows("jit-LoRA*", "*-Sequential", "plain-Linear", "plain-LoRA*")
 def test_what_replaces_w_v_has_its_say(kind: Callable[..., Any], jit: bool) -> None:
     """In the output and the gradients, beside NaN in the padding; a bias is in all scores of a query."""
     layer = AdditiveAttention(7, query_size=5, key_size=5, param_dtype=jnp.float64, rngs=nnx.Rngs(0))

@@ -89,6 +89,7 @@ print(*(found[name] for name in ("done", "array", "native", "WRONG")))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of a process as Linux has them")
 @pytest.mark.parametrize(
     "kernel", [pytest.param("native", marks=needs_native), pytest.param("streaming", marks=pytest.mark.slow)]

@@ -263,6 +263,7 @@ def test_gradients(function: Any) -> None:
 
 
 @pytest.mark.parametrize("function", [window, scattered])
+@pytest.mark.slow_rows("window")
 def test_jax_programs(function: Any) -> None:
     given = [jnp.asarray(x) for x in arrays()]
     mask = ats.MaskFunction(function)
@@ -308,6 +309,7 @@ def test_jax_programs_skip_tiles_by_arrays_that_are_known() -> None:
     assert kinds == [CachedMask]
 
 
+@pytest.mark.slow
 def test_torch_transforms_and_compiler() -> None:
     given, mask = list(map(torch.as_tensor, arrays())), ats.MaskFunction(scattered)
     wanted = ats.attend(*given, mask=mask)

@@ -155,7 +155,7 @@ GROWING = ("scaled_dot", "additive-tanh", "gaussian-one", "cosine", "own-tile_gr
     [(score, ("none", "scattered")[i % 2]) for i, score in enumerate(GROWING)],
     [(score, mask) for score in GROWING for mask in ("none", "scattered")],
 )
-@pytest.mark.slow_rows("additive-*", "gaussian-*", "own-*")
+@pytest.mark.slow_rows("additive-*", "gaussian-*", "own-*", "cosine-scattered")
 def test_peak_grows_with_the_length_and_not_its_square(score: str, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes that NumPy allocates, forward and backward with statistics, at 100 and 400 tokens."""
     monkeypatch.setattr("attnscore.core.tiling.TILE_SCORES", 2**9)

@@ -91,6 +91,7 @@ def combinations() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_every_combination_of_masks() -> None:
     sizes, left = Sizes(), {}
     query, key = np.ones((2, 4, sizes.queries, 5), "f4"), np.ones((2, 2, sizes.keys, 5), "f4")

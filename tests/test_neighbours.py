@@ -113,6 +113,7 @@ def test_gradients_of_keys_are_the_same_bits_with_any_threads_and_blocks(
         torch.testing.assert_close(x.double(), right, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_second_derivatives() -> None:
     leaves = [x.requires_grad_() for x in inputs(lead=(1,), queries=4, keys=3)]
     mask = graph(4, 3, 2)

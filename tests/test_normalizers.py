@@ -218,7 +218,7 @@ def test_gradients(name: str, mask: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", NORMALIZERS)
-@pytest.mark.slow_rows("entmax15", "sparsemax")
+@pytest.mark.slow_rows("entmax*")
 def test_derivatives_of_any_order_in_torch(name: str) -> None:
     draw = np.random.default_rng(1)
     leaves = [torch.from_numpy(draw.normal(size=(n, 3))).requires_grad_() for n in (3, 4, 4)]
@@ -327,6 +327,7 @@ def test_lengths_that_a_graph_learns(name: str) -> None:
         np.testing.assert_allclose(graph(*x), wanted, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["entmax15", "sparsemax"])
 def test_second_derivatives_of_the_dense_kernel(name: str) -> None:
     """Its threshold is differentiated twice, as that of tiled attention."""
@@ -337,24 +338,22 @@ def test_second_derivatives_of_the_dense_kernel(name: str) -> None:
     )
 
 
-def test_second_derivatives_in_jax() -> None:
+@pytest.mark.parametrize("normalizer", [pytest.param("sigmoid", marks=pytest.mark.slow), "entmax15"])
+def test_second_derivatives_in_jax(normalizer: str) -> None:
     draw = np.random.default_rng(1)
     query, key, value = (jnp.asarray(draw.normal(size=(n, 3)), "float32") for n in (2, 4, 4))
-    for normalizer in ("sigmoid", "entmax15"):
 
-        def loss(query: Any, normalizer: str = normalizer) -> Any:
-            return jnp.sin(ats.attend(query, key, value, normalizer=normalizer)).sum()
+    def loss(query: Any) -> Any:
+        return jnp.sin(ats.attend(query, key, value, normalizer=normalizer)).sum()
 
-        leaf = torch.from_numpy(np.array(query)).requires_grad_()
-        others = [torch.from_numpy(np.array(x)) for x in (key, value)]
-        wanted = torch.autograd.functional.hessian(
-            lambda x, n=normalizer, rest=others: ats.attend(x, *rest, normalizer=n).sin().sum(), leaf
-        )
-        np.testing.assert_allclose(jax.jit(jax.hessian(loss))(query), wanted, rtol=1e-4, atol=1e-5)
-        one = jax.vmap(lambda x, n=normalizer: ats.attend(x, key, value, normalizer=n))(query[:, None])
-        np.testing.assert_allclose(
-            one[:, 0], ats.attend(query, key, value, normalizer=normalizer), rtol=1e-5, atol=1e-6
-        )
+    leaf = torch.from_numpy(np.array(query)).requires_grad_()
+    others = [torch.from_numpy(np.array(x)) for x in (key, value)]
+    wanted = torch.autograd.functional.hessian(
+        lambda x: ats.attend(x, *others, normalizer=normalizer).sin().sum(), leaf
+    )
+    np.testing.assert_allclose(jax.jit(jax.hessian(loss))(query), wanted, rtol=1e-4, atol=1e-5)
+    one = jax.vmap(lambda x: ats.attend(x, key, value, normalizer=normalizer))(query[:, None])
+    np.testing.assert_allclose(one[:, 0], ats.attend(query, key, value, normalizer=normalizer), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", NORMALIZERS)

@@ -67,7 +67,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("score", ["dot", "additive", "gaussian", "capped"])
-@pytest.mark.slow_rows("capped-[cdnp]*", "gaussian-causal", "gaussian-dropout", "additive-dropout", "additive-none")
+@pytest.mark.slow_rows("capped-*", "*-pairs", "*-causal", "*-none", "additive-dropout", "gaussian-dropout")
 def test_a_small_call_is_exact(score: str, mask: str, ran: list[str]) -> None:
     arrays, weights = draw(), mask in {"lengths", "dropout"}
     wanted = in_graph(score, arrays, "dense", weights=weights, **MASKS[mask])
@@ -132,6 +132,7 @@ def test_a_distance_as_a_product_is_exact(
     assert len(products) == 2 and ran == ["forward", "backward"]
 
 
+@pytest.mark.slow
 def test_nan_behind_a_mask_is_isolated_from_a_distance(products: list[Any]) -> None:
     arrays, lens = draw(), MASKS["lengths"]["valid_lens"]
     clean = in_graph("gaussian", arrays, "auto", weights=True, valid_lens=lens)
@@ -161,7 +162,7 @@ def test_the_largest_norm_decides_whether_a_distance_is_a_product() -> None:
 @pytest.mark.parametrize("nonfinite", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("score", ["dot", "gelu"])
 @pytest.mark.parametrize("name", ["key", "value", "query", "grad"])
-@pytest.mark.slow_rows("*-inf", "*-gelu-nan", "query-*")
+@pytest.mark.slow_rows("*-inf", "*-gelu-nan", "query-*", "key-*", "grad-*")
 def test_masked_entries_reach_nothing(name: str, score: str, nonfinite: float, ran: list[str]) -> None:
     """NaN and infinities in masked keys or values, in a query without keys or in the gradient of its output."""
     arrays, lens = draw(), MASKS["lengths"]["valid_lens"]
@@ -177,6 +178,7 @@ def test_masked_entries_reach_nothing(name: str, score: str, nonfinite: float, r
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value"])
+@pytest.mark.slow_rows("key", "query")
 def test_unmasked_entries_reach_what_tiled_attention_says(name: str) -> None:
     """An infinity in a pair that is not masked gives what the same call gives outside of a graph."""
     arrays = draw()
@@ -188,6 +190,7 @@ def test_unmasked_entries_reach_what_tiled_attention_says(name: str) -> None:
     assert not np.isfinite(found).all()
 
 
+@pytest.mark.slow
 def test_second_derivatives_of_a_small_call() -> None:
     arrays = draw()
 

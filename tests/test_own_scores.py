@@ -78,7 +78,7 @@ FRAMEWORKS = {"torch": _by_torch, "jax": _by_jax, "tensorflow": _by_tensorflow}
 
 @pytest.mark.parametrize("wrap", [lambda x: x, ats.SoftCap, ats.Temperature], ids=["alone", "capped", "divided"])
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.slow_rows("jax-capped", "jax-divided", "tensorflow-alone", "tensorflow-divided")
+@pytest.mark.slow_rows("jax-capped", "jax-divided", "tensorflow-alone", "tensorflow-divided", "jax-alone")
 def test_gradients_reach_wrapped_scores_and_tuples(framework: str, wrap: Callable[..., Any]) -> None:
     rng = np.random.default_rng(0)
     inputs = [rng.standard_normal((2, n, 3)) for n in (5, 7, 7)] + [np.array(x) for x in (1.5, 0.5, -2.0)]
@@ -103,6 +103,7 @@ def _wrapped(wrap: Callable[..., Any], score: Any) -> Any:
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.slow_rows("jax")
 def test_a_batch_that_only_the_values_have(framework: str) -> None:
     """The scores have 1 along it, and so has what `tile` returns."""
     rng = np.random.default_rng(0)

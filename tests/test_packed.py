@@ -156,7 +156,7 @@ def test_it_prints_itself() -> None:
 
 @pytest.mark.parametrize("kernel", ["auto", "streaming"])
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.slow_rows("all-streaming", "window-streaming")
+@pytest.mark.slow_rows("all-streaming", "window-streaming", "causal-streaming")
 def test_traced_lengths_in_jax(mask: str, kernel: str) -> None:
     """One compiled program serves every batch, forward and backward, and its lengths are never read by the host."""
     make = MASKS[mask][0]

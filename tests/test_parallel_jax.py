@@ -20,7 +20,7 @@ def test_eight_devices(pytestconfig: pytest.Config) -> None:
     paths = filter(None, (os.environ.get("PYTHONPATH"), str(ROOT / "src"), str(ROOT / "tests")))
     environment = {
         **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8",
         "PYTHONPATH": os.pathsep.join(paths),
     }
     options = ["-q", "-p", "no:cacheprovider", "-m", pytestconfig.option.markexpr]

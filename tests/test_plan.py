@@ -804,6 +804,7 @@ def test_what_a_prepared_call_keeps_for_its_gradient() -> None:
         out.sum().backward()
 
 
+@pytest.mark.slow
 def test_a_script_that_ends_with_a_graph_ends_quietly() -> None:
     script = """if True:
         import torch, attnscore

@@ -318,6 +318,7 @@ def test_pooled_maps_of_uneven_bins_and_of_several_heads():
     assert not overlapping(figure)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [pytest.param((0, 0), marks=pytest.mark.slow), (0, 5), (5, 0), (1, 1), (2, 4000)])
 @pytest.mark.slow_rows("lengths2", "lengths3")
 def test_long_pictures_of_odd_sizes(lengths):
@@ -540,7 +541,7 @@ def test_titles_are_a_list():
 
 @pytest.mark.parametrize("made", [np.array, tuple, list])
 @pytest.mark.parametrize("names", [["a", "b", "c"], [1, 2, 3]], ids=["texts", "numbers"])
-@pytest.mark.slow_rows("*-tuple", "numbers-list", "texts-array")
+@pytest.mark.slow_rows("*-tuple", "numbers-list", "texts-*")
 def test_names_are_written_as_texts(made, names):
     wanted, names, maps = [str(name) for name in names], made(names), np.ones((3, 3, 3)) / 3
     figure = show_attention(maps, names, names, titles=names)

@@ -546,6 +546,7 @@ def test_a_compiled_layer_takes_keys_with_exponentials() -> None:
         torch.testing.assert_close(step(query, prepared, value), wanted)
 
 
+@pytest.mark.slow
 def test_the_layer_of_flax() -> None:
     nnx = pytest.importorskip("flax.nnx")
     from attnscore.layers import flax as layers
@@ -615,6 +616,7 @@ def test_tensorflow(name: str) -> None:
             np.testing.assert_allclose(found[key], x.grad, rtol=2e-4, atol=2e-5, err_msg=key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SOME[::4])
 def test_torch_compile(name: str) -> None:
     """In one graph: preparation and call, or keys that were prepared outside."""

@@ -271,6 +271,7 @@ def test_tensorflow(kernel: str, graph: bool) -> None:
         np.testing.assert_allclose(grad, getattr(grads, name), atol=1e-11, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", [pytest.param("auto", marks=pytest.mark.slow), "streaming"])
 def test_tensorflow_lengths_that_a_graph_learns(kernel: str) -> None:
     """The graph learns as well which bias it is: for each distance, for each key or for each head."""

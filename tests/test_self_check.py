@@ -89,6 +89,7 @@ def run_with(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.slow_rows("one score", "gradient of w_v", "one mask")
 def test_a_faulty_kernel_fails(fault: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_with(FAULTS[fault], monkeypatch) == 1
     said = capsys.readouterr().out
@@ -97,6 +98,7 @@ def test_a_faulty_kernel_fails(fault: str, monkeypatch: pytest.MonkeyPatch, caps
     assert f"{len(failed)} failed" in said.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_the_same_kernel_without_a_fault_passes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

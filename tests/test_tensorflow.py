@@ -61,6 +61,7 @@ def test_eager_streaming(score: str, mask: str, dtype: str, extras: str) -> None
     call.check(call.tensorflow(kernel="streaming"))
 
 
+@pytest.mark.slow
 @some(
     "score,mask",
     [("scaled_dot-heads", "nested")],
@@ -85,6 +86,7 @@ def test_graphs_of_rolled_loops(score: str, mask: str) -> None:
     ],
     [(score.name, dtype) for score in SOME_SCORES for dtype in DTYPES],
 )
+@pytest.mark.slow_rows("gaussian-*")
 def test_graphs(score: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     call = make_call(score, "nested", dtype, "bias-sink")
@@ -123,6 +125,7 @@ def test_arrays_of_another_dtype(
     call.check(call.tensorflow(kernel=kernel))
 
 
+@pytest.mark.slow
 @some(
     "score,compiled",
     [("scaled_dot-heads", graph), ("gaussian-heads", xla)],
@@ -135,6 +138,7 @@ def test_arrays_of_another_dtype_in_graphs(score: str, compiled: Any, monkeypatc
     call.check(call.tensorflow(compiled))
 
 
+@pytest.mark.slow
 def test_words_kernels_and_gradients() -> None:
     check_framework(tf.zeros(1, tf.float64))
 
@@ -181,6 +185,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     [(unknown, arguments, jit) for unknown in UNKNOWN for arguments in ARGUMENTS for jit in (False, True)],
     slow=[("both", "plain", False), ("lengths", "cosine", False), ("lengths", "plain", True)],
 )
+@pytest.mark.slow_rows("both-causal-*")
 def test_unknown_lengths(unknown: str, arguments: str, jit: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One graph for inputs of several sizes, lengths as a tensor."""
     monkeypatch.undo()
@@ -210,6 +215,7 @@ MASKS_OF_A_TENSOR: dict[str, tuple[Callable[[Any], Any], np.ndarray]] = {
 }
 
 
+@pytest.mark.slow
 @some("name", ["Packed", "Dense"], MASKS_OF_A_TENSOR, slow=["KeyPadding", "array", "Causal", "Documents"])
 def test_masks_of_unknown_lengths(name: str) -> None:
     query, key, value = inputs()
@@ -238,6 +244,7 @@ FITTING: dict[str, tuple[Any, list[Any], list[Any]]] = {
 }
 
 
+@pytest.mark.slow
 @some(
     "name,how",
     [("mask", "native"), ("key_padding", "streaming")],
@@ -275,6 +282,7 @@ def test_a_mask_that_turns_out_not_to_fit(name: str, how: str, monkeypatch: pyte
             assert how != "native" or f"MaskError: {eager.value}" in found.value.message
 
 
+@pytest.mark.slow
 @some(
     "knows,how",
     [("nothing", "native")],
@@ -310,6 +318,7 @@ def test_a_bias_of_unknown_shape(knows: str, how: str, monkeypatch: pytest.Monke
             compiled(*arrays, tf.zeros(shape, tf.float64))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [5, 7])
 @pytest.mark.parametrize("kernel", ["auto", "streaming"])
 def test_known_numbers_that_turn_out_not_to_fit(kernel: str, keys: int) -> None:
@@ -386,6 +395,7 @@ def test_an_exported_model_runs_without_attnscore(tmp_path: Path) -> None:
 # ------------------------------------------------------------------- gradients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("score", [score.name for score in SOME_SCORES if score.smooth])
 @pytest.mark.slow_rows("own-*", "additive-gelu-heads", "soft_cap-*", "temperature-*")
 def test_second_derivatives(score: str) -> None:
@@ -445,6 +455,7 @@ def test_second_derivatives_of_loops_under_xla(mask: Any, monkeypatch: pytest.Mo
         np.testing.assert_allclose(got, exact, rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_nothing_hidden_reaches_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN in hidden keys and values changes no result and no gradient, eager and in graphs; empty rows are zero."""
     monkeypatch.undo()
@@ -616,6 +627,7 @@ def _statistics_alone(f: Any, query: Any, key: Any, value: Any) -> Any:
         _statistics_alone,
     ],
 )  # fmt: skip
+@pytest.mark.slow_rows("_read_in_a_graph", "_forward_over_a_recorded_call")
 def test_planned_calls_are_recorded(ways: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As calls of the tiled kernel, which TensorFlow differentiates by itself, and planned at the second call."""
     monkeypatch.undo()
@@ -640,6 +652,7 @@ def test_planned_calls_are_recorded(ways: Any, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("how", [lambda f: f, graph, xla], ids=["eager", "graph", "xla"])
+@pytest.mark.slow_rows("graph")
 def test_dropout_from_tensorflows_own_generator(how: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     query, key, _ = inputs()

@@ -96,6 +96,7 @@ def test_the_table_in_graphs(score: str, mask: str, dtype: str, extras: str) -> 
     call.check(call.tensorflow(tf.function))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [5, 6, 7])
 def test_axes_beyond_those_of_a_softmax_of_tensorflow(axes: int) -> None:
     x = tf.random.normal((2,) * (axes - 3) + (2, 5, 4), seed=1)
@@ -145,6 +146,7 @@ def test_a_function_of_indices_is_not_called_while_the_graph_runs(arrays: Any, c
     assert calls == [1, 0]
 
 
+@pytest.mark.slow
 @needs_native
 def test_lengths_that_the_graph_learns_when_it_runs(arrays: Any, calls: list[int]) -> None:
     signature = [tf.TensorSpec([None, x.shape[1], None, x.shape[3]], x.dtype) for x in arrays]
@@ -260,6 +262,7 @@ def test_in_the_map_of_a_dataset(arrays: Any) -> None:
     close(tf.stack(list(made)), ats.attend(*arrays))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [lambda f: f, tf.function], ids=["eager", "graph"])
 def test_jacobians(how: Any, arrays: Any) -> None:
     query, key, value = arrays
@@ -273,6 +276,7 @@ def test_jacobians(how: Any, arrays: Any) -> None:
     close(how(jacobian)(query), jacobian(query, "dense"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["eager", "inside", "around"])
 @pytest.mark.slow_rows("around")
 def test_forward_mode(where: str, arrays: Any) -> None:
@@ -300,6 +304,7 @@ def test_forward_mode(where: str, arrays: Any) -> None:
     close(found, (ends[0] - ends[1]) / (2 * step), 1e-8)
 
 
+@pytest.mark.slow
 @some("where", ["inside", "tf.gradients"], ["inside", "tf.gradients", "around"], slow=["around"])
 def test_second_derivatives_in_graphs(where: str, arrays: Any) -> None:
     _, key, value = arrays
@@ -331,6 +336,7 @@ def test_second_derivatives_in_graphs(where: str, arrays: Any) -> None:
 # -------------------------------------------------- graphs without host callbacks
 
 
+@pytest.mark.slow
 @needs_native
 def test_xla_around_a_graph_that_calls(arrays: Any, calls: list[int]) -> None:
     """The inner graph was made without XLA, and is compiled by it later: forward, and forward and backward."""
@@ -398,6 +404,7 @@ def test_an_exported_model_runs_and_trains_without_attnscore(exported: tuple[Pat
     assert max(max(pair) for pair in errors.values()) < 1e-5, errors
 
 
+@pytest.mark.slow
 def test_an_exported_model_in_the_process_that_made_it(exported: tuple[Path, Any]) -> None:
     folder, known = exported
     model = tf.saved_model.load(str(folder / "model"))
@@ -447,6 +454,7 @@ print(abs(out - known["out"]).max())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="names of shared libraries")
 def test_an_exported_model_in_a_runtime_without_python(exported: tuple[Path, Any]) -> None:
     """Through the C interface of the library: a callback that is not taken is not even looked up."""
@@ -516,6 +524,7 @@ def test_several_threads_run_one_graph(arrays: Any) -> None:
     assert not wrong
 
 
+@pytest.mark.slow
 def test_what_waits_for_the_call_holds_no_tensor(arrays: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """TensorFlow keeps a callback for good: with a tensor of its graph in it, every retracing would leave a graph."""
     kept: list[Any] = []
@@ -552,6 +561,7 @@ def test_lengths_of_each_query_without_a_batch() -> None:
     np.testing.assert_allclose(run(*arrays, lens), ats.attend(*arrays, valid_lens=lens), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["auto", "streaming"])
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_moments_over_a_number_of_keys_that_the_graph_learns(kernel: str, jit_compile: bool) -> None:
@@ -566,6 +576,7 @@ def test_moments_over_a_number_of_keys_that_the_graph_learns(kernel: str, jit_co
         np.testing.assert_allclose(got, wanted, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("score", ["additive", "gaussian"])
 def test_parameters_of_more_digits_than_the_vectors(score: str) -> None:
     x = tf.constant(RNG.standard_normal((2, 5, 4)), tf.float32)

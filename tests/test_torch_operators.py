@@ -108,7 +108,15 @@ def agree(got: Any, wanted: Any, leaves: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
 @pytest.mark.slow_rows(
-    "additive, lengths", "dense kernel", "weights, statistics", "weights", "gaussian, window", "scale per head"
+    "additive, lengths",
+    "dense kernel",
+    "weights, statistics",
+    "weights",
+    "gaussian, window",
+    "scale per head",
+    "cosine*",
+    "sink*",
+    "bilinear*",
 )
 def test_one_graph_forward_and_backward(call: Call) -> None:
     trained = [torch.randn(shape, requires_grad=True) for shape in call.shapes]
@@ -134,7 +142,7 @@ def test_one_graph_forward_and_backward(call: Call) -> None:
     ],
     ids=["2 axes", "3 axes", "heads behind, groups", "5 axes", "one query head", "no queries", "weights of groups"],
 )
-@pytest.mark.slow_rows("3 axes", "5 axes", "one query head")
+@pytest.mark.slow_rows("[35]*", "heads*", "one*", "no*", "weights*")
 def test_every_layout(shapes: list[tuple[int, ...]], options: dict[str, Any]) -> None:
     leaves = [torch.randn(shape, requires_grad=True) for shape in shapes]
 
@@ -146,6 +154,7 @@ def test_every_layout(shapes: list[tuple[int, ...]], options: dict[str, Any]) ->
     assert flat(compiled(*leaves))[0].stride() == flat(function(*leaves))[0].stride()
 
 
+@pytest.mark.slow
 def test_shapes_and_numbers_that_change_compile_once_more_at_most() -> None:
     graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
 
@@ -182,6 +191,7 @@ def test_layers_are_one_graph(name: str) -> None:
     agree(compiled(*arrays, lens), layer(*arrays, lens), leaves)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [
@@ -240,6 +250,7 @@ def test_dropout_draws_from_the_generator() -> None:
         agree(one, other, leaves)
 
 
+@pytest.mark.slow
 def test_gradcheck_of_a_compiled_function() -> None:
     leaves = [*inputs((3, 4), dtype=torch.float64), torch.randn(HEADS, HIDDEN, dtype=torch.float64, requires_grad=True)]
     leaves += [torch.randn(HIDDEN, DIM, dtype=torch.float64, requires_grad=True) for _ in range(2)]
@@ -270,6 +281,7 @@ def test_what_has_no_operator_breaks_the_graph_and_says_so() -> None:
 
 
 # torch's own, at its first forward-mode derivative.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 def test_forward_mode_is_not_lost() -> None:
     """An operator has no tangent, and torch would take it for 0."""
@@ -284,6 +296,7 @@ def test_forward_mode_is_not_lost() -> None:
         torch.compile(torch.func.grad(lambda *x: ats.attend(*x).sum()), fullgraph=True)(*leaves)
 
 
+@pytest.mark.slow
 def test_a_registered_name_may_mean_a_wrapper_around_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scores, "_TABLE", dict(scores._TABLE))
     ats.register_score("capped", lambda: ats.SoftCap("dot", 3.0))

@@ -40,6 +40,7 @@ def check(found: dict[str, compiled.Code], architecture: int) -> None:
         assert code.atomics == 0, name
 
 
+@pytest.mark.slow
 def test_the_forward_of_16_bit_numbers_on_hopper() -> None:
     found = compiled.compile_call(90, "bfloat16", 64, ["forward"])
     check(found, 90)

@@ -62,6 +62,7 @@ def only_plan() -> Any:
     return found[0] if found else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "mask", "score"),
     [
@@ -102,6 +103,7 @@ def test_a_gradient_of_a_gradient() -> None:
         torch.testing.assert_close(x, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_other_calls_have_none() -> None:
     query, key, value = (x.detach() for x in arrays_of("heads", 4))
     lens, mask = torch.tensor([3, 9], device=DEVICE), torch.ones(9, 13, dtype=torch.bool, device=DEVICE)

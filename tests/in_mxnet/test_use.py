@@ -34,6 +34,7 @@ def three(dtype: str = "float32") -> tuple[Any, ...]:
     return random(2, 5, 4, dtype=dtype), random(2, 7, 4, dtype=dtype, seed=1), random(2, 7, 3, dtype=dtype, seed=2)
 
 
+@pytest.mark.slow
 def test_words_kernels_and_gradients() -> None:
     check_framework(np.zeros(1, dtype="float64"))
 

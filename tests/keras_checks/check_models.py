@@ -416,6 +416,7 @@ class Learned(keras.layers.Layer):
         return ats.attend(self.query, x, x, score=ats.Additive(self.w_v), bias=self.bias, sink=self.sink)
 
 
+@pytest.mark.slow
 def test_variables_of_a_layer_of_the_users_own_learn() -> None:
     """Eagerly, in a model that is trained, and the values are those of the arrays that they hold."""
     layer = Learned()

@@ -82,6 +82,7 @@ def _layer(score: Any = "scaled_dot", **more: Any) -> MultiHeadAttention:
     return MultiHeadAttention(8, 4, score=score, rotary=rotary, sink=True, qk_norm=True, **more)
 
 
+@pytest.mark.slow
 @slow_on_jax
 @pytest.mark.parametrize("jit", JIT)
 def test_in_compiled_models_of_unknown_lengths(jit: bool) -> None:
