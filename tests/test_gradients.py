@@ -7,6 +7,7 @@ are the foundations of that comparison, gradients into single results, and gradi
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -283,3 +284,55 @@ def test_second_derivatives_where_first_ones_are_zero(score: str, kernel: str) -
         return [*torch.autograd.grad(sum(results), [*leaves, into])]
 
     torch.testing.assert_close(derivatives(kernel), derivatives("dense"))
+
+
+# ------------------------------------------------- between a forward and its backward
+
+
+def _pulled_by_torch(function: Any, arrays: list[np.ndarray]) -> Any:
+    leaves = [torch.from_numpy(x.copy()).requires_grad_() for x in arrays]
+    out = function(*leaves)
+    return lambda: torch.autograd.grad(out.sum(), leaves)
+
+
+def _pulled_by_tensorflow(function: Any, arrays: list[np.ndarray]) -> Any:
+    import tensorflow as tf
+
+    leaves = [tf.constant(x) for x in arrays]
+    with tf.GradientTape() as tape:
+        tape.watch(leaves)
+        out = function(*leaves)
+    return lambda: tape.gradient(out, leaves)
+
+
+def _pulled_by_jax(function: Any, arrays: list[np.ndarray]) -> Any:
+    import jax
+
+    out, vjp = jax.vjp(function, *map(jax.numpy.asarray, arrays))
+    return lambda: vjp(jax.numpy.ones_like(out))
+
+
+@pytest.mark.parametrize("pulled", [_pulled_by_torch, _pulled_by_tensorflow, _pulled_by_jax])
+@pytest.mark.parametrize("kernel", ["auto", "streaming"])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda seen: seen,
+        lambda seen: ats.Dense(seen) & ats.Causal(),
+        lambda seen: ats.KeyPadding(seen[:2]),
+        lambda seen: ats.ValidLens(seen.sum(1)[:2]),
+    ],
+    ids=["array", "composed", "padding", "lengths"],
+)
+def test_a_mask_of_numpy_may_be_written_to_before_the_backward(mask: Any, kernel: str, pulled: Any) -> None:
+    """No framework knows that it was: the gradient is that of the mask of the call, also where the call has a plan."""
+    arrays = [np.random.default_rng(i).standard_normal((2, 8, 4)) for i in range(3)]
+    seen = np.random.default_rng(3).random((8, 8)) < 0.6
+    for _ in range(3):
+        own = seen.copy()
+        function = partial(ats.attend, mask=mask(own), kernel=kernel)
+        wanted = pulled(function, arrays)()
+        gradients = pulled(function, arrays)
+        own[:] = True
+        for grad, same in zip(gradients(), wanted, strict=True):
+            np.testing.assert_array_equal(np.asarray(grad), np.asarray(same))

@@ -228,6 +228,24 @@ def test_gradients_that_are_added() -> None:
         assert onp.allclose(twice, 2 * once, atol=1e-12)
 
 
+@pytest.mark.parametrize("kernel", ["auto", "streaming"])
+def test_a_mask_of_numpy_may_be_written_to_before_the_backward(kernel: str) -> None:
+    arrays = three("float64")
+    for _ in range(3):
+        found = []
+        for writes in (False, True):
+            seen = onp.arange(35).reshape(5, 7) % 3 > 0
+            for x in arrays:
+                x.attach_grad()
+            with autograd.record():
+                loss = ats.attend(*arrays, mask=seen, kernel=kernel).sum()
+            seen[:] |= writes
+            loss.backward()
+            found.append([x.grad.asnumpy() for x in arrays])
+        for grad, wanted in zip(*found, strict=True):
+            assert onp.array_equal(grad, wanted)
+
+
 @pytest.mark.parametrize("score", ["scaled_dot", "bilinear"])
 def test_recorded_calls_share_a_plan_that_holds_no_array(score: str) -> None:
     def gradients_of(seed: int) -> list[onp.ndarray]:

@@ -341,6 +341,22 @@ FAULTS = [
         "a plan is reused for a mask of the same shape that lies otherwise in memory",
     ),
     Fault(
+        "plan-mask-of-the-caller-in-the-backward",
+        "src/attnscore/kernels/native/call.py",
+        "mask = mask.copy()",
+        "pass",
+        "tests/test_gradients.py -k before_the_backward",
+        "the backward of a planned call reads what the caller has written to its mask since",
+    ),
+    Fault(
+        "op-mask-of-the-caller-in-the-backward",
+        "src/attnscore/kernels/base.py",
+        "if ops.needs_grad(*arrays) else self",
+        "if False else self",
+        "tests/test_gradients.py -k before_the_backward",
+        "the backward of any other call reads what the caller has written to its mask since",
+    ),
+    Fault(
         "plan-lens-out-of-range",
         "csrc/api/bindings.cpp",
         "n >= 0 && n <= most",

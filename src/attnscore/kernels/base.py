@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from attnscore.backends.base import Array, SeedHalves
 from attnscore.core.dropout import PairDropout
 from attnscore.core.problem import Problem
@@ -215,5 +217,13 @@ class AttentionOp:
     def __call__(self) -> Result:
         """Run, with the gradient attached where the framework has one."""
         ops, arrays = self.problem.ops, tuple(self.operands().values())
-        has_vjp = self.kernel.has_vjp
-        return self.result(ops.differentiable(self, arrays) if has_vjp else self.forward(arrays))
+        if not self.kernel.has_vjp:
+            return self.result(self.forward(arrays))
+        op = self._with_own_mask() if ops.needs_grad(*arrays) else self
+        return op.result(ops.differentiable(op, arrays))
+
+    def _with_own_mask(self) -> AttentionOp:
+        """Return the op with copies of NumPy's arrays in its mask: a caller may write to them before the backward."""
+        found, given = self.variables()
+        copies = {id(x): x.copy() for x in found if type(x) is np.ndarray and x.flags.writeable}
+        return given([copies.get(id(x), x) for x in found])

@@ -227,9 +227,12 @@ class NativeCall:
 
     def record(self, arguments: CallArguments, score: Any, arrays: Sequence[Array]) -> Any:
         """Return what `attend` returns, of a call on these arrays that autograd records."""
+        # The backward reads the mask or the lengths of this call, whatever the caller's array holds by then; PyTorch
+        # itself knows when a tensor was written to.
         mask = arguments.mask if self.reads_mask else None
+        if type(mask) is np.ndarray:
+            mask = mask.copy()
         if self.reads_lens:
-            # The backward reads the lengths of this call, whatever the caller's array holds by then.
             mask = self._checked_bounds(arguments.valid_lens)
         op = NativeOp(self, score, mask, self._seed(arguments) if self.dropout else 0)
         outputs = self.ops.record(op, arrays)
