@@ -13,7 +13,7 @@ import pytest
 import attnscore as ats
 from attnscore.core import plan
 from attnscore.core.cache import BoundedCache
-from attnscore.kernels.native.call import NativeCall
+from attnscore.kernels.native.call import NativeCall, NativeOp
 from harness import assert_each_close
 
 RNG = np.random.default_rng(5)
@@ -52,6 +52,37 @@ def test_gradients(score: str) -> None:
     for places in ((0, 1, 2, 3), (0, 1, 2, 3), (1,), (0, 1, 2)):
         found = jax.grad(lambda *a: loss(score, *a), places)(*arrays)
         assert_each_close(found, [exact[place] for place in places], 1e-11)
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.slow_rows("additive", "gaussian")
+def test_gradients_of_other_arrays_around_a_gradient(score: str) -> None:
+    """JAX nests them: the arrays of a call are then differentiated at several levels."""
+    query, key, value, w = (jnp.asarray(x) for x in (QUERY, KEY, VALUE, W))
+
+    def found(kernel: str) -> Any:
+        def of_key(query: Any, value: Any, w: Any) -> Any:
+            return jnp.sin(jax.grad(lambda key: loss(score, query, key, value, w, kernel=kernel))(key)).sum()
+
+        return jax.grad(of_key, (0, 1, 2))(query, value, w)
+
+    exact = found("dense")
+    for _ in range(2):
+        assert_each_close(found("auto"), exact, 1e-10)
+
+
+def test_projected_queries_that_need_no_gradient_are_planned_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value, w = (jnp.asarray(x) for x in (QUERY, KEY, VALUE, W))
+    bias = jnp.zeros((2, 5))
+
+    def of_some(key: Any, bias: Any, kernel: str = "auto") -> Any:
+        return (ats.attend(query, key, value, score=ats.Bilinear(w), bias=bias, kernel=kernel) ** 3).sum()
+
+    exact = jax.grad(of_some, (0, 1))(key, bias, "dense")
+    monkeypatch.delattr(NativeOp, "_rebuilt")  # the backward without the plan
+    for _ in range(2):
+        assert_each_close(jax.grad(of_some, (0, 1))(key, bias), exact, 1e-11)
+        assert_each_close([jax.grad(of_some, 1)(key, bias)], exact[1:], 1e-11)
 
 
 def test_one_plan_serves_calls_with_and_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

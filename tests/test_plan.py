@@ -155,6 +155,16 @@ def test_lengths_changed_in_place_are_new_lengths(mask: Callable[[Any], Any]) ->
         lens += 1
 
 
+def test_a_learned_query_beside_plain_keys_has_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value = _inputs()
+    entries: BoundedCache[Any] = BoundedCache()
+    monkeypatch.setattr(plan, "PLANS", entries)
+    found = ats.attend(torch.nn.Parameter(query), key, value)
+    assert len(entries._entries) == 1
+    torch.testing.assert_close(found, ats.attend(query, key, value))
+    assert len(entries._entries) == 1, "it is that of tensors"
+
+
 def test_a_name_means_the_score_that_it_stands_for_now(monkeypatch: pytest.MonkeyPatch) -> None:
     arrays, scale = _inputs(), 1.0
     monkeypatch.setitem(scores._TABLE, "varied", lambda: ats.ScaledDot(scale))

@@ -341,6 +341,14 @@ FAULTS = [
         "a plan is reused for a mask of the same shape that lies otherwise in memory",
     ),
     Fault(
+        "jax-nested-gradients-share-a-plan",
+        "src/attnscore/backends/jax/backend.py",
+        "return tuple(found) if len(traces) < 2 else None",
+        "return tuple(found)",
+        "tests/test_jax_planned_gradients.py -k around_a_gradient",
+        "the gradient of a gradient lacks what other arrays of the call add to it",
+    ),
+    Fault(
         "plan-mask-of-the-caller-in-the-backward",
         "src/attnscore/kernels/native/call.py",
         "mask = mask.copy()",

@@ -67,10 +67,12 @@ def signature(arguments: CallArguments, options: tuple[Hashable, ...]) -> Hashab
     """Return the cache key of a call's plan, or None where it cannot be cached; `options` are the other arguments."""
     query, key, value, score, mask, valid_lens, bias, sink, seed, key_exps = arguments
     kind = type(query)
-    if type(key) is not kind or type(value) is not kind or (found := _score_signature(score)) is None:
+    if (found := _score_signature(score)) is None or (ops := backends.of_type(kind)) is None:
         return None
-    if (ops := backends.of_type(kind)) is None:
-        return None
+    for x in (key, value):
+        # Some may be parameters, or differentiated, and the others not.
+        if type(x) is not kind and backends.of_type(type(x)) is not ops:
+            return None
     if type(options[3]) is float and options[3] and seed is None and ops.draws_seeds_by_example():
         return None
     of_score, parameters = found

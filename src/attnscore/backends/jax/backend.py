@@ -125,13 +125,17 @@ class JaxBackend(Backend):
         # What is computed from constants of a program that is traced is part of the program.
         if is_tracing():
             return None
-        found = []
-        for x in map(_differentiated, arrays):
+        found, traces = [], set()
+        for given in arrays:
+            if kind_of(given) == REVERSE:
+                traces.add(given._trace)
+            x = _differentiated(given)
             if (device := _cpu_of(x)) is None:
                 return None
             view = np.asarray(x)
             found.append((view.shape, view.dtype, view.strides, device))
-        return tuple(found)
+        # Several gradients around a call, each of other arrays of it, are nested: a plan is differentiated once.
+        return tuple(found) if len(traces) < 2 else None
 
     def memory(self, x: Array) -> np.ndarray[Any, Any]:
         found = np.asarray(_differentiated(x))
@@ -273,7 +277,9 @@ class JaxBackend(Backend):
         return gradients.differentiable(run, operands)
 
     def record(self, run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Array, ...]:
-        return gradients.record(run, operands)
+        # A projection that needs no gradient is memory (`plain_product`), which JAX would pass on as a kind of its own.
+        arrays = [x if isinstance(x, jax.Array) else self.from_memory(x, str(x.dtype), None) for x in operands]
+        return gradients.record(run, arrays)
 
     def vjp(
         self, function: Callable[..., Array], inputs: Sequence[Array]
