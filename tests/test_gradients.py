@@ -324,6 +324,7 @@ def _pulled_by_jax(function: Any, arrays: list[np.ndarray]) -> Any:
     ],
     ids=["array", "composed", "padding", "lengths"],
 )
+@pytest.mark.slow_rows("composed-*", "lengths-*")
 def test_a_mask_of_numpy_may_be_written_to_before_the_backward(mask: Any, kernel: str, pulled: Any) -> None:
     """No framework knows that it was: the gradient is that of the mask of the call, also where the call has a plan."""
     arrays = [np.random.default_rng(i).standard_normal((2, 8, 4)) for i in range(3)]
