@@ -495,10 +495,7 @@ def arrays_of(length: int) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(x, marks=() if "numpy" in x else pytest.mark.slow) for x in sorted(CALLERS_MEMORY)],
-)
+@pytest.mark.parametrize("name", sorted(CALLERS_MEMORY))
 def test_memory_of_callers_of_other_frameworks(toys: None, name: str) -> None:
     found = runner.run([cases.named(name)], [1], quick=True)
     assert not found["errors"] and not results.check(json.loads(json.dumps(found)))

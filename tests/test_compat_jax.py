@@ -101,7 +101,6 @@ def test_output_residual_and_gradients_are_those_of_the_original(name: str) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.slow_rows("float64", "bfloat16")
 def test_dtypes(dtype: str) -> None:
     options: Any = {"bias": normal(N, T, S), "is_causal": True, "return_residual": True}
     with jax.enable_x64(dtype == "float64"):
@@ -131,7 +130,6 @@ def test_arrays_of_numpy_and_lists() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("empty", ["batch", "queries", "keys", "heads", "dim"])
 @pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # the original, for dim 0
-@pytest.mark.slow_rows("queries", "heads")
 def test_empty_axes(empty: str) -> None:
     query, key, value = arrays()
     cut = {

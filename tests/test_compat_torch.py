@@ -750,8 +750,8 @@ def test_static_keys_with_a_bias_of_key_and_value_are_refused() -> None:
 # ---- torch.compile
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masks", ["no mask", "both", "float pairs"])
-@pytest.mark.slow_rows("no mask", "float pairs", "both")
 def test_a_module_compiles_as_one_graph(masks: str) -> None:
     torch.compiler.reset()
     ours, theirs = pair(batch_first=True)

@@ -120,7 +120,7 @@ SOME = [score for score in ANY_LENGTH if score.name in ("scaled_dot-heads", "add
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("opset", [pytest.param(OPSETS[0], marks=pytest.mark.slow), OPSETS[1]])
+@pytest.mark.parametrize("opset", OPSETS)
 def test_some_scores(opset: int) -> None:
     module = Scores(SOME, Sizes())
     program = to_onnx(module, inputs(2, 5, 7), OF_ALL, opset)

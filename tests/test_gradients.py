@@ -287,15 +287,16 @@ def test_second_derivatives_where_first_ones_are_zero(score: str, kernel: str) -
 
 
 # ------------------------------------------------- between a forward and its backward
+# Each function runs a forward, and returns the function that runs its backward.
 
 
-def _pulled_by_torch(function: Any, arrays: list[np.ndarray]) -> Any:
+def _pullback_of_torch(function: Any, arrays: list[np.ndarray]) -> Any:
     leaves = [torch.from_numpy(x.copy()).requires_grad_() for x in arrays]
     out = function(*leaves)
     return lambda: torch.autograd.grad(out.sum(), leaves)
 
 
-def _pulled_by_tensorflow(function: Any, arrays: list[np.ndarray]) -> Any:
+def _pullback_of_tensorflow(function: Any, arrays: list[np.ndarray]) -> Any:
     import tensorflow as tf
 
     leaves = [tf.constant(x) for x in arrays]
@@ -305,35 +306,35 @@ def _pulled_by_tensorflow(function: Any, arrays: list[np.ndarray]) -> Any:
     return lambda: tape.gradient(out, leaves)
 
 
-def _pulled_by_jax(function: Any, arrays: list[np.ndarray]) -> Any:
+def _pullback_of_jax(function: Any, arrays: list[np.ndarray]) -> Any:
     import jax
 
     out, vjp = jax.vjp(function, *map(jax.numpy.asarray, arrays))
     return lambda: vjp(jax.numpy.ones_like(out))
 
 
-@pytest.mark.parametrize("pulled", [_pulled_by_torch, _pulled_by_tensorflow, _pulled_by_jax])
+@pytest.mark.parametrize("pullback_of", [_pullback_of_torch, _pullback_of_tensorflow, _pullback_of_jax])
 @pytest.mark.parametrize("kernel", ["auto", "streaming"])
 @pytest.mark.parametrize(
     "mask",
     [
-        lambda seen: seen,
-        lambda seen: ats.Dense(seen) & ats.Causal(),
-        lambda seen: ats.KeyPadding(seen[:2]),
-        lambda seen: ats.ValidLens(seen.sum(1)[:2]),
+        lambda seen: (seen, seen),
+        lambda seen: (seen, ats.Dense(seen) & ats.Causal()),
+        lambda seen: (seen, ats.KeyPadding(seen[:2])),
+        lambda seen: (lens := seen.sum(1)[:2], ats.ValidLens(lens)),
     ],
     ids=["array", "composed", "padding", "lengths"],
 )
 @pytest.mark.slow_rows("composed-*", "lengths-*")
-def test_a_mask_of_numpy_may_be_written_to_before_the_backward(mask: Any, kernel: str, pulled: Any) -> None:
+def test_a_mask_of_numpy_may_be_written_to_before_the_backward(mask: Any, kernel: str, pullback_of: Any) -> None:
     """No framework knows that it was: the gradient is that of the mask of the call, also where the call has a plan."""
     arrays = [np.random.default_rng(i).standard_normal((2, 8, 4)) for i in range(3)]
     seen = np.random.default_rng(3).random((8, 8)) < 0.6
     for _ in range(3):
-        own = seen.copy()
-        function = partial(ats.attend, mask=mask(own), kernel=kernel)
-        wanted = pulled(function, arrays)()
-        gradients = pulled(function, arrays)
-        own[:] = True
-        for grad, same in zip(gradients(), wanted, strict=True):
+        array, made = mask(seen.copy())
+        function = partial(ats.attend, mask=made, kernel=kernel)
+        wanted = pullback_of(function, arrays)()
+        pullback = pullback_of(function, arrays)
+        array[:] = True
+        for grad, same in zip(pullback(), wanted, strict=True):
             np.testing.assert_array_equal(np.asarray(grad), np.asarray(same))

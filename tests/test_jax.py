@@ -56,8 +56,6 @@ pairs = pytest.mark.parametrize(
         for mask in MASKS
     ],
 )
-# The native kernel and the stream: gradients through a program that is compiled already do not depend on the score.
-AROUND = ("scaled_dot", "own, tile alone")
 _STREAMING = pytest.param("streaming", marks=pytest.mark.slow)
 kernels = pytest.mark.parametrize("kernel", ["auto", _STREAMING])
 
@@ -125,7 +123,7 @@ def test_grad_inside_jit(score: str, mask: str, kernel: str, small_tiles: None) 
 
 @pytest.mark.slow
 @kernels
-@pytest.mark.parametrize("score", [s if s in AROUND else pytest.param(s, marks=pytest.mark.slow) for s in SCORES])
+@pytest.mark.parametrize("score", SCORES)
 def test_grad_around_jit(score: str, kernel: str, small_tiles: None) -> None:
     arrays, made = inputs(queries=8, keys=12), SCORES[score]()
     wanted = jax.jit(jax.value_and_grad(loss_of(score, "causal", kernel="dense"), (0, 1)))(arrays, made)
@@ -406,7 +404,7 @@ def test_dtypes_under_jit(dtype: str, kernel: str) -> None:
 
 @pytest.mark.slow
 @kernels
-@pytest.mark.parametrize("mask", ["causal", "lengths, one of 0", pytest.param("no interval", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mask", ["causal", "lengths, one of 0", "no interval"])
 def test_without_wide_integers(mask: str, kernel: str, narrow: None, small_tiles: None) -> None:
     arrays = inputs("float32")
 
@@ -620,7 +618,6 @@ def test_ids_of_documents_beyond_32_bits(wrap: Any, narrow: None) -> None:
     ids=["entmax, lengths", "scale per head, masks, sink", "additive, bias"],
 )
 @pytest.mark.parametrize("wrap", ["plain", "grad", "grad of jit"])
-@pytest.mark.slow_rows("plain-*", "grad of jit-scale*", "grad of jit-entmax*")
 def test_where_promotion_of_ranks_is_an_error(options: Any, wrap: str) -> None:
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, 5, 4)))
 

@@ -30,7 +30,6 @@ CASES: dict[str, tuple[Any, Callable[[Any, Any, Any], dict[str, Any]]]] = {
     "cosine, bias and sink": (lambda w: ats.Cosine(), lambda lens, pairs, key: {"bias": pairs, "sink": 0.5}),
     "sum, dropout": (lambda w: "sum", lambda lens, pairs, key: {"dropout": 0.3, "seed": key}),
 }  # fmt: skip
-FEW = ("scaled dot, causal",)
 
 
 def given(batch: Any, query: Any, key: Any) -> dict[str, tuple[tuple[Any, ...], Any]]:
@@ -78,7 +77,7 @@ def loaded(exported: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in FEW else pytest.mark.slow) for x in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_symbolic_lengths(name: str) -> None:
     """Output, statistics and gradients, by a program for all platforms that holds operations of JAX alone."""
     exported = jax.export.export(jax.jit(program(name, "auto")), platforms=PLATFORMS)(symbolic())
@@ -180,9 +179,6 @@ def with_gradients(name: str) -> Callable[[dict[str, Any]], Any]:
     return lambda x: jax.grad(total, has_aux=True)({name: x[name] for name in floating}, x)
 
 
-MANY = ("additive, valid lengths", "cosine, bias and sink", "sum, dropout")
-
-
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_lowered_for_another_platform(platform: str) -> None:
     """What a CPU runs natively is lowered in operations of JAX alone, also under vmap, with its gradient."""
@@ -200,7 +196,7 @@ def test_lowered_for_another_platform(platform: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in MANY else pytest.mark.slow) for x in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_known_lengths_for_several_platforms(name: str) -> None:
     """One exported program for all platforms, which gives on a CPU what the native kernel gives."""
     x, call = arrays(2, 5, 7), with_gradients(name)

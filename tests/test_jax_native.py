@@ -206,7 +206,6 @@ HOLED: dict[str, Any] = {
     [(mask, callback) for mask in HOLED for callback in (False, True)],
     indirect=("callback_too",),
 )
-@pytest.mark.slow_rows("two ranges-False", "one inside-False", "neither-False", "sinks-False")
 def test_traced_numbers_between_pieces(mask: str, callback_too: bool) -> None:
     """In the program, and where it comes back to Python; also under vmap; with gradients."""
     arrays = inputs()
@@ -268,7 +267,6 @@ def test_masks_that_a_plain_call_evaluates(mask: str, monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 @some("mask", ["beside documents and padding", "alike for all rows"], list(EVALUATED))
-@pytest.mark.slow_rows("alike for all rows")
 def test_masks_that_have_to_be_evaluated(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Strip by strip in the program, with gradients, also in the layout of Flax and under vmap."""
     loss, arrays, ids, wanted = evaluated(mask, monkeypatch)

@@ -97,7 +97,6 @@ def test_one_plan_serves_calls_with_and_without_gradients(monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["second", "jacobian", "forward", "compiled", "cotangent", "mapped", "integers"])
-@pytest.mark.slow_rows("second", "jacobian", "forward", "compiled", "integers", "mapped")
 def test_other_transforms_around_a_gradient(kind: str) -> None:
     own, key = jnp.asarray(QUERY), jnp.asarray(KEY)
 

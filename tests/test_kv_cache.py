@@ -347,7 +347,6 @@ def test_a_compiled_layer_with_a_cache(compiled_graphs: Callable[[], int]) -> No
 @needs_native
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 @pytest.mark.parametrize(("window", "count"), [(None, 1), (None, 3), (32, 1), (32, 3)])
-@pytest.mark.slow_rows("32-1-*", "None-3-*", "32-3-numpy", "None-1-torch")
 def test_a_thousand_steps(framework: str, window: int | None, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps find their plan, allocate the same, and write into the same buffers: all but when these double."""
     planned = []

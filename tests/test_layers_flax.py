@@ -42,7 +42,6 @@ from layer_cases import KEYS, LAYERS, MASKS, QUERIES, VALUE_SIZE, Case, close, e
 pytestmark = pytest.mark.usefixtures("torch_seed", "one_thread")
 
 THOROUGH = "composed, and lens"
-NARROW = (torch.float32, QUICK[0]), (torch.bfloat16, QUICK[0]), (torch.bfloat16, QUICK[2])
 layers_and_masks = pytest.mark.parametrize(
     ("case", "mask"),
     [
@@ -83,9 +82,7 @@ def test_layer_is_its_definition(case: Case, mask: str) -> None:
 @pytest.mark.parametrize(
     ("dtype", "case"),
     [
-        pytest.param(
-            dtype, case, id=f"{dtype}-{case.name}", marks=() if (dtype, case.name) in NARROW else pytest.mark.slow
-        )
+        pytest.param(dtype, case, id=f"{dtype}-{case.name}")
         for dtype in (torch.float32, torch.bfloat16, torch.float16)
         for case in LAYERS
     ],
@@ -449,7 +446,7 @@ def test_made_inside_jit_and_as_shapes_alone() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [16, pytest.param(256, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("width", [16, 256])
 def test_starting_values_give_scores_of_moderate_variance(width: int) -> None:
     rngs = nnx.Rngs(width)
     q, k = rngs.normal((1, 1, 200, width)), rngs.normal((1, 1, 200, width))

@@ -91,9 +91,7 @@ print(*(found[name] for name in ("done", "array", "native", "WRONG")))
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of a process as Linux has them")
-@pytest.mark.parametrize(
-    "kernel", [pytest.param("native", marks=needs_native), pytest.param("streaming", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("kernel", [pytest.param("native", marks=needs_native), "streaming"])
 def test_a_process_without_memory_gets_memory_errors_and_goes_on(kernel: str) -> None:
     # What is freed goes back to the system, so that it counts as memory that the process lacks.
     allocator = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}

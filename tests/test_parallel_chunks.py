@@ -242,7 +242,7 @@ np.save(f"{folder}/out.npy", out)
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
-@pytest.mark.parametrize("megabytes", [192, pytest.param(1024, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("megabytes", [192, 1024])
 def test_a_file_larger_than_the_memory_of_the_process(tmp_path: Path, megabytes: int) -> None:
     length, limit = megabytes * 2**20 // (2 * 64 * 4), 88 * 2**20
     parts = []

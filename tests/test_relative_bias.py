@@ -272,7 +272,7 @@ def test_tensorflow(kernel: str, graph: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", [pytest.param("auto", marks=pytest.mark.slow), "streaming"])
+@pytest.mark.parametrize("kernel", ["auto", "streaming"])
 def test_tensorflow_lengths_that_a_graph_learns(kernel: str) -> None:
     """The graph learns as well which bias it is: for each distance, for each key or for each head."""
     spec = tf.TensorSpec(None, tf.float64)

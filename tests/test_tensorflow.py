@@ -397,7 +397,6 @@ def test_an_exported_model_runs_without_attnscore(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("score", [score.name for score in SOME_SCORES if score.smooth])
-@pytest.mark.slow_rows("own-*", "additive-gelu-heads", "soft_cap-*", "temperature-*")
 def test_second_derivatives(score: str) -> None:
     """A tape around a tape, against central differences of the gradient."""
     call = make_call(score, "valid_lens-empty", "float64", "sink")

@@ -278,7 +278,6 @@ def test_jacobians(how: Any, arrays: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["eager", "inside", "around"])
-@pytest.mark.slow_rows("around")
 def test_forward_mode(where: str, arrays: Any) -> None:
     along = [tf.constant(RNG.standard_normal(x.shape)) for x in arrays]
 

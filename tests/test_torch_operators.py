@@ -202,7 +202,6 @@ def test_layers_are_one_graph(name: str) -> None:
     ids=["additive", "bilinear", "heads, additive"],
 )
 @pytest.mark.parametrize("inside", [False, True], ids=["alone", "inside a module"])
-@pytest.mark.slow_rows("bilinear-*", "heads, additive-inside a module")
 def test_sizes_come_with_the_first_compiled_call(make: Callable[[], nn.Module], inside: bool) -> None:
     layer = make()
     arrays = [torch.randn(BATCH, length, DIM, requires_grad=True) for length in (QUERIES, KEYS, KEYS)]
